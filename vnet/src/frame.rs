@@ -1,0 +1,449 @@
+//! A frame on its way, and the batch it travels in.
+//!
+//! A frame is a list of segments: the first is a private copy of its first bytes (its *head*), so that what is checked
+//! and routed is what is sent, whatever a hostile guest does to its memory meanwhile; the others point straight into
+//! guest memory or a receive buffer and are never read by vnet, only copied or handed to the kernel. One copy at most.
+//!
+//! A [`Batch`] is filled by an interface's or a link's `receive`, lives for one call of the closure that runs it to
+//! completion, and is cleared. It owns all its memory up front and never allocates on a frame's way.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::wire::ethernet::{self, HEADER_LEN, Mac, VLAN_TAG_LEN};
+use crate::wire::offload::Offload;
+
+/// Largest interface MTU in bytes.
+pub const MTU_MAX: usize = 65_535;
+/// Largest frame in bytes: MTU, Ethernet header, one VLAN tag (DESIGN.md section 10).
+pub const FRAME_MAX: usize = MTU_MAX + HEADER_LEN + VLAN_TAG_LEN;
+/// Bytes of a frame that are copied before anybody looks at them: Ethernet, two tags, IPv6, and a TCP header fit.
+pub const HEAD_MAX: usize = 128;
+/// Frames in one batch. Enough to spread a notification over, few enough that heads stay in the L1 cache (8 KiB).
+pub const BATCH_MAX: usize = 64;
+/// Segments of one frame: a descriptor chain's limit (DESIGN.md section 10) and the head.
+pub const SEGMENTS_MAX: usize = 256 + 1;
+
+/// A network's number in the overlay (VNI), 24 bits; network 1 is the default.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+#[serde(try_from = "u32", into = "u32")]
+pub struct NetworkId(u32);
+
+impl NetworkId {
+    /// The network of interfaces that do not name one.
+    pub const DEFAULT: NetworkId = NetworkId(1);
+
+    /// `None` when `id` does not fit into 24 bits.
+    #[inline]
+    pub const fn new(id: u32) -> Option<NetworkId> {
+        if id < 1 << 24 { Some(NetworkId(id)) } else { None }
+    }
+
+    /// The number, below 2^24.
+    #[inline]
+    pub const fn get(self) -> u32 {
+        self.0
+    }
+}
+
+impl Default for NetworkId {
+    fn default() -> NetworkId {
+        NetworkId::DEFAULT
+    }
+}
+
+impl TryFrom<u32> for NetworkId {
+    type Error = String;
+    fn try_from(id: u32) -> Result<NetworkId, String> {
+        NetworkId::new(id).ok_or_else(|| format!("network id {id} is larger than 24 bits allow (16777215)"))
+    }
+}
+
+impl From<NetworkId> for u32 {
+    fn from(id: NetworkId) -> u32 {
+        id.0
+    }
+}
+
+impl fmt::Display for NetworkId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// A place where frames enter and leave the core: the slot of an interface or a link in its port table.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub struct PortId(pub u16);
+
+impl PortId {
+    /// No port at all.
+    pub const NONE: PortId = PortId(u16::MAX);
+
+    /// The slot's number.
+    #[inline]
+    pub fn index(self) -> usize {
+        usize::from(self.0)
+    }
+}
+
+/// A run of bytes of a frame: same layout as `struct iovec`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Segment {
+    base: *const u8,
+    len: usize,
+}
+
+impl Segment {
+    /// A segment over memory that the caller keeps readable (see [`Batch::begin`]).
+    #[inline]
+    pub fn new(base: *const u8, len: usize) -> Segment {
+        Segment { base, len }
+    }
+
+    /// First byte.
+    #[inline]
+    pub fn as_ptr(&self) -> *const u8 {
+        self.base
+    }
+
+    /// Bytes.
+    #[inline]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True when there is nothing in it.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The part from `start` of at most `len` bytes; both are clamped to the segment.
+    #[inline]
+    pub fn slice(&self, start: usize, len: usize) -> Segment {
+        let start = start.min(self.len);
+        Segment { base: self.base.wrapping_add(start), len: len.min(self.len - start) }
+    }
+}
+
+/// What the core knows of one frame.
+#[derive(Clone, Copy, Debug)]
+pub struct Frame {
+    /// Where it came from.
+    pub from: PortId,
+    /// The network it belongs to.
+    pub network: NetworkId,
+    /// Destination address, from the private head.
+    pub dst: Mac,
+    /// Source address, from the private head.
+    pub src: Mac,
+    /// What is left to do on it; already checked against its length.
+    pub offload: Offload,
+    /// Relays passed (native header, 3 bits).
+    pub hops: u8,
+    len: u32,
+    first: u32,
+    count: u32,
+}
+
+impl Frame {
+    /// Bytes, without any encapsulation or virtio-net header.
+    #[inline]
+    #[expect(clippy::len_without_is_empty, reason = "a frame has at least an Ethernet header")]
+    pub fn len(&self) -> usize {
+        self.len as usize
+    }
+}
+
+/// Why bytes did not become a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FrameError {
+    /// Fewer bytes than an Ethernet header.
+    #[error("shorter than an Ethernet header")]
+    TooShort,
+    /// More bytes than [`FRAME_MAX`].
+    #[error("longer than {FRAME_MAX} bytes")]
+    TooLong,
+    /// The offload metadata does not fit the frame.
+    #[error(transparent)]
+    Offload(#[from] crate::wire::offload::OffloadError),
+}
+
+/// Up to [`BATCH_MAX`] frames and the segments they are made of.
+pub struct Batch {
+    frames: Vec<Frame>,
+    segments: Vec<Segment>,
+    heads: Box<[[u8; HEAD_MAX]]>,
+}
+
+// SAFETY: the raw pointers in `segments` are only followed while the memory they were made from is kept readable (the
+// contract of `Builder::push`), and a cleared batch holds none; sending an empty or filled batch to another thread adds
+// no access.
+unsafe impl Send for Batch {}
+
+impl Default for Batch {
+    fn default() -> Batch {
+        Batch::new()
+    }
+}
+
+impl Batch {
+    /// An empty batch with all its memory.
+    pub fn new() -> Batch {
+        Batch {
+            frames: Vec::with_capacity(BATCH_MAX),
+            segments: Vec::with_capacity(BATCH_MAX * 32),
+            heads: vec![[0; HEAD_MAX]; BATCH_MAX].into_boxed_slice(),
+        }
+    }
+
+    /// The frames, in the order of their arrival.
+    #[inline]
+    pub fn frames(&self) -> &[Frame] {
+        &self.frames
+    }
+
+    /// One frame.
+    #[inline]
+    pub fn frame(&self, index: usize) -> &Frame {
+        &self.frames[index]
+    }
+
+    /// Frames in the batch.
+    #[inline]
+    pub fn len(&self) -> usize {
+        self.frames.len()
+    }
+
+    /// True when no frame is in the batch.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.frames.is_empty()
+    }
+
+    /// True when no frame can be added.
+    #[inline]
+    pub fn is_full(&self) -> bool {
+        self.frames.len() == BATCH_MAX
+    }
+
+    /// Forgets all frames; keeps the memory.
+    #[inline]
+    pub fn clear(&mut self) {
+        self.frames.clear();
+        self.segments.clear();
+    }
+
+    /// The segments of a frame, head first. Their lengths add up to the frame's length.
+    #[inline]
+    pub fn segments(&self, frame: &Frame) -> &[Segment] {
+        &self.segments[frame.first as usize..][..frame.count as usize]
+    }
+
+    /// The frame's first bytes, at least `min(len, HEAD_MAX)`, in memory that no guest can change.
+    #[inline]
+    pub fn head(&self, frame: &Frame) -> &[u8] {
+        let head = self.segments[frame.first as usize];
+        // SAFETY: `Builder::finish` made the first segment either from `heads`, which this batch owns and does not write
+        // to before `clear`, or from memory whose giver promised with `Builder::stable` that nobody writes to it.
+        unsafe { std::slice::from_raw_parts(head.base, head.len) }
+    }
+
+    /// Starts a frame.
+    ///
+    /// # Panics
+    /// When the batch is full: ask [`Batch::is_full`] first.
+    #[inline]
+    pub fn begin(&mut self) -> Builder<'_> {
+        assert!(!self.is_full(), "batch of {BATCH_MAX} frames is full");
+        let first = self.segments.len();
+        // The head's place. Empty until `finish` knows the bytes.
+        self.segments.push(Segment::new(std::ptr::null(), 0));
+        Builder { batch: self, first, len: 0, stable: true }
+    }
+
+    /// Copies the whole frame to the start of `to` and returns its length.
+    ///
+    /// # Panics
+    /// When `to` is shorter than the frame; [`FRAME_MAX`] bytes always suffice.
+    pub fn copy_to(&self, frame: &Frame, to: &mut [u8]) -> usize {
+        let mut at = 0;
+        for segment in self.segments(frame) {
+            let to = &mut to[at..at + segment.len];
+            // SAFETY: the segment is readable for its length until the batch is cleared (contract of `Builder::push`),
+            // and `to` is an exclusive slice of the same length, so the two cannot overlap.
+            unsafe { std::ptr::copy_nonoverlapping(segment.base, to.as_mut_ptr(), segment.len) };
+            at += segment.len;
+        }
+        at
+    }
+}
+
+/// A frame being put together; dropped without [`Builder::finish`], it leaves the batch as it was.
+pub struct Builder<'a> {
+    batch: &'a mut Batch,
+    first: usize,
+    len: usize,
+    stable: bool,
+}
+
+impl Builder<'_> {
+    /// Adds the next bytes of the frame, memory that a guest may write to at any time.
+    ///
+    /// # Safety
+    /// The segment's memory must stay mapped and readable until the batch is cleared.
+    #[inline]
+    pub unsafe fn push(&mut self, segment: Segment) {
+        self.stable = false;
+        self.add(segment);
+    }
+
+    /// Adds the next bytes of the frame, memory that nobody writes to.
+    ///
+    /// # Safety
+    /// The segment's memory must stay mapped, readable and unchanged until the batch is cleared.
+    #[inline]
+    pub unsafe fn push_stable(&mut self, segment: Segment) {
+        self.add(segment);
+    }
+
+    #[inline]
+    fn add(&mut self, segment: Segment) {
+        if !segment.is_empty() {
+            self.len = self.len.saturating_add(segment.len);
+            self.batch.segments.push(segment);
+        }
+    }
+
+    /// Bytes so far.
+    #[inline]
+    #[expect(clippy::len_without_is_empty, reason = "only the length is asked for")]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Makes the frame: copies its head, checks length and offload metadata, reads its addresses.
+    #[inline]
+    pub fn finish(
+        mut self,
+        from: PortId,
+        network: NetworkId,
+        offload: Offload,
+        hops: u8,
+    ) -> Result<(), FrameError> {
+        if self.len < HEADER_LEN {
+            return Err(FrameError::TooShort);
+        }
+        if self.len > FRAME_MAX {
+            return Err(FrameError::TooLong);
+        }
+        let offload = offload.checked(self.len)?;
+        self.settle_head();
+        let first = self.first;
+        let count = self.batch.segments.len() - first;
+        let frame = Frame {
+            from,
+            network,
+            dst: Mac::default(),
+            src: Mac::default(),
+            offload,
+            hops,
+            len: self.len as u32,
+            first: first as u32,
+            count: count as u32,
+        };
+        let (dst, src) = ethernet::addresses(self.batch.head(&frame)).ok_or(FrameError::TooShort)?;
+        self.batch.frames.push(Frame { dst, src, ..frame });
+        std::mem::forget(self);
+        Ok(())
+    }
+
+    /// Makes the first segment hold the frame's first `min(len, HEAD_MAX)` bytes in memory that no guest can change.
+    #[inline]
+    fn settle_head(&mut self) {
+        let wanted = self.len.min(HEAD_MAX);
+        let segments = &mut self.batch.segments;
+        if self.stable && segments[self.first + 1].len >= wanted {
+            // Nothing to copy: the placeholder goes, the first segment is the head.
+            segments.remove(self.first);
+            return;
+        }
+        let head = &mut self.batch.heads[self.batch.frames.len()];
+        let mut at = 0;
+        let mut next = self.first + 1;
+        while at < wanted {
+            let segment = segments[next];
+            let part = segment.slice(0, wanted - at);
+            // SAFETY: readable by the contract of `push`; `head` is ours, has HEAD_MAX >= at + part.len bytes, and no
+            // segment of an unfinished frame points into it.
+            unsafe { std::ptr::copy_nonoverlapping(part.base, head[at..].as_mut_ptr(), part.len) };
+            at += part.len;
+            if part.len == segment.len {
+                next += 1;
+            } else {
+                segments[next] = segment.slice(part.len, segment.len);
+            }
+        }
+        segments[self.first] = Segment::new(head.as_ptr(), wanted);
+        segments.drain(self.first + 1..next);
+    }
+}
+
+impl Drop for Builder<'_> {
+    fn drop(&mut self) {
+        self.batch.segments.truncate(self.first);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn bytes(len: usize) -> Vec<u8> {
+        (0..len).map(|i| (i * 7 + i / 256) as u8).collect()
+    }
+
+    proptest! {
+        /// However a frame is cut, its head and its bytes come out the same, stable or not.
+        #[test]
+        fn cuts_do_not_matter(len in 14usize..3000, cuts in prop::collection::vec(0usize..3000, 0..8), stable: bool) {
+            let data = bytes(len);
+            let mut cuts: Vec<usize> = cuts.into_iter().map(|c| c.min(len)).chain([0, len]).collect();
+            cuts.sort_unstable();
+            let mut batch = Batch::new();
+            for round in 0..2 {
+                let mut builder = batch.begin();
+                for pair in cuts.windows(2) {
+                    let part = &data[pair[0]..pair[1]];
+                    let segment = Segment::new(part.as_ptr(), part.len());
+                    // SAFETY: `data` outlives the batch and is not written to.
+                    unsafe { if stable { builder.push_stable(segment) } else { builder.push(segment) } };
+                }
+                builder.finish(PortId(3), NetworkId::DEFAULT, Offload::default(), 0).unwrap();
+                let frame = *batch.frame(round);
+                prop_assert_eq!(frame.len(), len);
+                prop_assert!(batch.head(&frame).len() >= len.min(HEAD_MAX));
+                prop_assert_eq!(&batch.head(&frame)[..len.min(HEAD_MAX)], &data[..len.min(HEAD_MAX)]);
+                let mut out = vec![0; len];
+                prop_assert_eq!(batch.copy_to(&frame, &mut out), len);
+                prop_assert_eq!(&out, &data);
+            }
+        }
+    }
+
+    #[test]
+    fn refused_frames_leave_no_trace() {
+        let data = vec![0u8; FRAME_MAX + 1];
+        let mut batch = Batch::new();
+        for (len, error) in [(13, FrameError::TooShort), (FRAME_MAX + 1, FrameError::TooLong)] {
+            let mut builder = batch.begin();
+            // SAFETY: `data` outlives the batch and is not written to.
+            unsafe { builder.push(Segment::new(data.as_ptr(), len)) };
+            assert_eq!(builder.finish(PortId(0), NetworkId::DEFAULT, Offload::default(), 0), Err(error));
+            assert!(batch.is_empty() && batch.segments.is_empty());
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! Interfaces: where guests' frames enter and leave the core.
+//!
+//! An interface has one or more queues. Each queue's two directions are served independently: `receive` takes frames *from*
+//! the guest, `deliver` gives frames *to* it. Both work on batches. Names follow the core's point of view, as in VNET/P.
+//!
+//! Several dispatchers may deliver to one queue; each implementation serialises that inside `deliver` with one lock a
+//! batch (never a frame). A queue's `receive` is called by one dispatcher only.
+
+use crate::frame::Batch;
+use crate::poll::Waker;
+
+/// What an interface has behind it at the moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum State {
+    /// Frames flow.
+    Up,
+    /// Nobody there yet or any more; the text says what is missing.
+    Down(String),
+    /// Disabled after the guest or front end broke the rules; the text says which. Ends with a reset by the guest.
+    Broken(String),
+}
+
+/// A virtual NIC of a guest on this host.
+pub trait Interface: Send + Sync {
+    /// How many queue pairs the interface is served on: 1 or more, constant.
+    fn queues(&self) -> usize;
+
+    /// Takes up to a batch of frames from the guest's queue `queue` and has `run` take them to completion.
+    ///
+    /// The batch is empty on entry and cleared on return; `run` is called at most once, and not at all when there is
+    /// nothing to do. The frames' memory is the guest's again when `run` has returned. Returns the number of frames taken
+    /// (refused ones included), 0 when the queue was empty.
+    fn receive(&self, queue: usize, batch: &mut Batch, run: &mut dyn FnMut(&Batch)) -> usize;
+
+    /// Gives the frames `which` (indices into `batch`, in order) to the guest on queue `queue`, and notifies it once.
+    ///
+    /// Counts each frame as delivered or dropped. Finishes in software what the guest did not negotiate.
+    fn deliver(&self, queue: usize, batch: &Batch, which: &[u16]);
+
+    /// Has the dispatcher that serves `queue` told of new frames from the guest by `waker`, from now on.
+    fn attach(&self, queue: usize, waker: Waker);
+
+    /// Takes the waker of `queue` back.
+    fn detach(&self, queue: usize);
+
+    /// Asks to be woken for the next frame from the guest on `queue`, before the dispatcher sleeps.
+    ///
+    /// Returns false when frames are waiting already (they came before the request took effect): do not sleep then.
+    fn arm(&self, queue: usize) -> bool;
+
+    /// The dispatcher is awake and will call `receive` by itself: notifications from the guest are not needed.
+    fn disarm(&self, queue: usize);
+
+    /// True when `receive` is cheap enough to be called every turn (a look at memory); false when it costs a system call
+    /// and should follow a wake-up.
+    fn polls(&self) -> bool;
+
+    /// What is behind the interface.
+    fn state(&self) -> State;
+
+    /// Stops the interface for good: no frame enters or leaves afterwards, the guest sees its link go down.
+    fn stop(&self);
+}

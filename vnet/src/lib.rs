@@ -1,0 +1,22 @@
+//! vnet: a layer-2 overlay that makes virtual machines and containers on many hosts look as if they stood on one
+//! Ethernet LAN (the VNET model of Xia et al., "Fast VMM-based overlay networking", 2013).
+//!
+//! This crate is the data plane, in the order in which a frame meets it:
+//!
+//! 1. [`interface`]: a frame leaves a guest (vhost-user, TAP) and becomes part of a [`frame::Batch`];
+//! 2. [`dispatch`]: one loop takes the batch to completion;
+//! 3. [`route`]: guard, cache, table and learned addresses decide where each frame goes;
+//! 4. [`link`]: the bridge encapsulates it for another host, or
+//! 5. [`interface`] again: it is copied straight into the receiving guest's ring.
+//!
+//! [`wire`] knows the formats and does no I/O. [`control`] turns a configuration into a running core. `stats` counts
+//! every frame that is not delivered under exactly one reason.
+//!
+//! Dependencies point one way: `dispatch` sees `interface`, `route` and `link`; these three never see each other;
+//! `frame` sees only `wire`, and `wire` nobody. `tests/rooms.rs` keeps it so.
+
+pub mod frame;
+pub mod interface;
+pub mod poll;
+pub mod stats;
+pub mod wire;

@@ -1,0 +1,105 @@
+//! Waiting for file descriptors (epoll), and the handle by which a port asks its dispatcher to watch one.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use rustix::event::{EventfdFlags, Timespec, eventfd};
+
+/// One epoll set with a bell: what a dispatcher sleeps on.
+#[derive(Clone)]
+pub struct Poller {
+    epoll: Arc<OwnedFd>,
+    bell: Arc<OwnedFd>,
+}
+
+/// Token under which the bell reports.
+const BELL: u64 = u64::MAX;
+
+impl Poller {
+    /// A new, empty set.
+    pub fn new() -> io::Result<Poller> {
+        let epoll = epoll::create(CreateFlags::CLOEXEC)?;
+        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        // Edge-triggered, so that the bell never has to be read: every write reports once.
+        epoll::add(&epoll, &bell, EventData::new_u64(BELL), EventFlags::IN | EventFlags::ET)?;
+        Ok(Poller { epoll: Arc::new(epoll), bell: Arc::new(bell) })
+    }
+
+    /// Wakes the thread in [`Poller::wait`], or makes its next call return at once.
+    pub fn ring(&self) {
+        // An eventfd write fails only when the counter is full, and then the bell is ringing already.
+        let _ = rustix::io::write(&*self.bell, &1u64.to_ne_bytes());
+    }
+
+    /// A handle that lets a port have file descriptors watched under `token`.
+    pub fn waker(&self, token: u64) -> Waker {
+        assert_ne!(token, BELL, "the bell's token is taken");
+        Waker { epoll: self.epoll.clone(), token }
+    }
+
+    /// Waits for at most `timeout` (`None`: for ever) and calls `ready` with each token that has something to do.
+    pub fn wait(&self, timeout: Option<std::time::Duration>, mut ready: impl FnMut(u64)) -> io::Result<()> {
+        let timeout =
+            timeout.map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: i64::from(t.subsec_nanos()) });
+        let mut events = [epoll::Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; 64];
+        let count = match epoll::wait(&self.epoll, &mut events[..], timeout.as_ref()) {
+            Ok(count) => count,
+            Err(rustix::io::Errno::INTR) => 0,
+            Err(error) => return Err(error.into()),
+        };
+        for event in &events[..count] {
+            let token = { event.data }.u64();
+            if token != BELL {
+                ready(token);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Lets a port have file descriptors watched by the dispatcher that serves it.
+#[derive(Clone)]
+pub struct Waker {
+    epoll: Arc<OwnedFd>,
+    token: u64,
+}
+
+impl Waker {
+    /// Watches `fd` edge-triggered: each new event wakes the dispatcher once, and the descriptor need not be read.
+    pub fn watch(&self, fd: impl AsFd) -> io::Result<()> {
+        Ok(epoll::add(&self.epoll, fd, EventData::new_u64(self.token), EventFlags::IN | EventFlags::ET)?)
+    }
+
+    /// Stops watching `fd`. One that is not watched is no error.
+    pub fn forget(&self, fd: BorrowedFd<'_>) {
+        let _ = epoll::delete(&self.epoll, fd);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn each_write_wakes_once() {
+        let poller = Poller::new().unwrap();
+        let fd = eventfd(0, EventfdFlags::empty()).unwrap();
+        let waker = poller.waker(7);
+        waker.watch(&fd).unwrap();
+        for _ in 0..3 {
+            rustix::io::write(&fd, &1u64.to_ne_bytes()).unwrap();
+            let mut got = vec![];
+            poller.wait(Some(Duration::ZERO), |t| got.push(t)).unwrap();
+            assert_eq!(got, [7]);
+            poller.wait(Some(Duration::ZERO), |t| got.push(t)).unwrap();
+            assert_eq!(got, [7]);
+        }
+        waker.forget(fd.as_fd());
+        rustix::io::write(&fd, &1u64.to_ne_bytes()).unwrap();
+        poller.ring();
+        poller.wait(None, |_| panic!("forgotten")).unwrap();
+    }
+}

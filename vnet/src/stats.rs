@@ -1,0 +1,159 @@
+//! Counters: nothing is lost silently.
+//!
+//! Every port counts frames in and out, copies made of them, and drops under exactly one reason each, so that over all
+//! ports `in + copies = out + drops` holds whenever the dispatchers are between two batches. Links count datagrams beside
+//! frames: one that carries no (part of a) frame into the core is discarded under one reason, and is not part of that sum.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+macro_rules! reasons {
+    ($(#[$outer:meta])* $name:ident { $($variant:ident = $text:literal, $doc:literal;)* }) => {
+        $(#[$outer])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        #[repr(usize)]
+        pub enum $name { $(#[doc = $doc] $variant,)* }
+
+        impl $name {
+            /// All reasons, in the order of their counters.
+            pub const ALL: &[$name] = &[$($name::$variant),*];
+            /// How many there are.
+            pub const COUNT: usize = Self::ALL.len();
+
+            /// The reason's stable name in statistics and metrics.
+            pub fn name(self) -> &'static str {
+                match self { $($name::$variant => $text,)* }
+            }
+
+            /// One sentence for people.
+            pub fn help(self) -> &'static str {
+                match self { $($name::$variant => $doc,)* }
+            }
+        }
+    };
+}
+
+reasons! {
+    /// Why a frame was not delivered. Each dropped frame is counted under exactly one, at the port named with it.
+    DropReason {
+        BadChain = "bad_chain", "The guest's descriptor chain was malformed (at the port it came from).";
+        TooShort = "too_short", "Shorter than an Ethernet header (at the port it came from).";
+        TooLong = "too_long", "Longer than the largest frame (at the port it came from).";
+        BadOffload = "bad_offload", "Offload metadata that does not fit the frame (at the port it came from).";
+        BadSource = "bad_source", "Source address not allowed here: a group address or against port security (at the port it came from).";
+        WrongNetwork = "wrong_network", "The link does not carry the frame's network (at the port it came from).";
+        StormLimit = "storm_limit", "More flooded frames than the port's limit allows (at the port it came from).";
+        NoRoute = "no_route", "No rule, learned address or flooding applies (at the port it came from).";
+        Hairpin = "hairpin", "The only way leads back to where it came from (at the port it came from).";
+        Reassembly = "reassembly", "Fragments were missing when time or memory ran out (at the link it came from).";
+        HopLimit = "hop_limit", "Relayed too often, or by a link that cannot count relays (at the link it was to leave by).";
+        PortGone = "port_gone", "The destination was removed or stopped meanwhile (at the port it came from).";
+        NotReady = "not_ready", "The destination has no guest, driver or device behind it at the moment (at the destination).";
+        NoBuffer = "no_buffer", "The receiving guest had no room (at the destination).";
+        MtuExceeded = "mtu_exceeded", "Larger than the destination's MTU or encapsulation allows (at the destination).";
+        Unsegmentable = "unsegmentable", "A super-frame whose headers do not allow cutting it for this receiver (at the destination).";
+        SendFailed = "send_failed", "The host's network refused it (at the destination).";
+    }
+}
+
+reasons! {
+    /// Why a datagram on a link brought nothing into the core.
+    DiscardReason {
+        UnknownSource = "unknown_source", "From an address that no link has as its remote.";
+        Truncated = "truncated", "Shorter than its header says, or larger than any datagram of ours.";
+        BadVersion = "bad_version", "A native header with an unknown version or type.";
+        BadHeader = "bad_header", "A native header whose fields contradict each other or the payload.";
+        Stale = "stale", "A fragment of a frame that has ended already, or a duplicate.";
+        SealRequired = "seal_required", "Clear text where sealing is required, or sealed where no key is known.";
+        MemoryLimit = "memory_limit", "A fragment refused because reassembly memory is full.";
+    }
+}
+
+/// A counter that many threads may add to.
+#[derive(Default, Debug)]
+pub struct Counter(AtomicU64);
+
+impl Counter {
+    /// Adds `n`.
+    #[inline]
+    pub fn add(&self, n: u64) {
+        if n != 0 {
+            self.0.fetch_add(n, Relaxed);
+        }
+    }
+
+    /// The value now.
+    #[inline]
+    pub fn get(&self) -> u64 {
+        self.0.load(Relaxed)
+    }
+}
+
+/// One port's counters.
+#[derive(Default, Debug)]
+pub struct PortStats {
+    /// Frames that entered the core here, refused ones included.
+    pub in_frames: Counter,
+    /// Their bytes.
+    pub in_bytes: Counter,
+    /// Frames delivered here: in the guest's ring, written to the device, or accepted by the host's network.
+    pub out_frames: Counter,
+    /// Their bytes.
+    pub out_bytes: Counter,
+    /// Copies made of frames that entered here and had more than one destination (destinations minus one), and segments
+    /// cut from super-frames here beyond the first.
+    pub copies: Counter,
+    /// Notifications given to the guest.
+    pub notifications: Counter,
+    /// Notifications got from the guest.
+    pub kicks: Counter,
+    /// Datagrams received for this link.
+    pub in_datagrams: Counter,
+    /// Datagrams sent on this link.
+    pub out_datagrams: Counter,
+    drops: [Counter; DropReason::COUNT],
+    discards: [Counter; DiscardReason::COUNT],
+}
+
+impl PortStats {
+    /// Counts `n` frames that were in the core and are not delivered.
+    #[inline]
+    pub fn drop_frames(&self, reason: DropReason, n: u64) {
+        self.drops[reason as usize].add(n);
+    }
+
+    /// Counts one frame of `bytes` bytes that is refused as it enters: in and dropped at once.
+    #[cold]
+    pub fn refuse(&self, reason: DropReason, bytes: u64) {
+        self.in_frames.add(1);
+        self.in_bytes.add(bytes);
+        self.drop_frames(reason, 1);
+    }
+
+    /// Counts datagrams that brought nothing into the core.
+    #[cold]
+    pub fn discard(&self, reason: DiscardReason, n: u64) {
+        self.discards[reason as usize].add(n);
+    }
+
+    /// Counts `n` delivered frames of `bytes` bytes together.
+    #[inline]
+    pub fn delivered(&self, n: u64, bytes: u64) {
+        self.out_frames.add(n);
+        self.out_bytes.add(bytes);
+    }
+
+    /// Frames dropped for `reason`.
+    pub fn drops(&self, reason: DropReason) -> u64 {
+        self.drops[reason as usize].get()
+    }
+
+    /// Frames dropped for any reason.
+    pub fn drops_total(&self) -> u64 {
+        self.drops.iter().map(Counter::get).sum()
+    }
+
+    /// Datagrams discarded for `reason`.
+    pub fn discards(&self, reason: DiscardReason) -> u64 {
+        self.discards[reason as usize].get()
+    }
+}

@@ -1,0 +1,9 @@
+//! Checked views of foreign bytes, without I/O.
+//!
+//! Every function here takes bytes that an attacker may have chosen. None panics, none allocates, none trusts a length
+//! that it has not compared with what is there.
+
+pub mod checksum;
+pub mod ethernet;
+pub mod offload;
+pub mod segment;
