@@ -6,8 +6,12 @@
 //! Several dispatchers may deliver to one queue; each implementation serialises that inside `deliver` with one lock a
 //! batch (never a frame). A queue's `receive` is called by one dispatcher only.
 
-use crate::frame::Batch;
+pub mod tap;
+
+use crate::frame::{Batch, Frame};
 use crate::poll::Waker;
+use crate::wire::ethernet::{HEADER_LEN, VLAN_TAG_LEN};
+use crate::wire::offload::GSO_NONE;
 
 /// What an interface has behind it at the moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,4 +64,11 @@ pub trait Interface: Send + Sync {
 
     /// Stops the interface for good: no frame enters or leaves afterwards, the guest sees its link go down.
     fn stop(&self);
+}
+
+/// True when a whole frame is larger than an interface of `mtu` bytes takes. Super-frames are not judged by their own size:
+/// their segments are what the sender's MTU allowed.
+#[inline]
+pub(crate) fn exceeds_mtu(frame: &Frame, mtu: usize) -> bool {
+    frame.offload.gso_type == GSO_NONE && frame.len() > mtu + HEADER_LEN + VLAN_TAG_LEN
 }
