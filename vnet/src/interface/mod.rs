@@ -6,6 +6,7 @@
 //! Several dispatchers may deliver to one queue; each implementation serialises that inside `deliver` with one lock a
 //! batch (never a frame). A queue's `receive` is called by one dispatcher only.
 
+pub mod fake;
 pub mod tap;
 
 use crate::frame::{Batch, Frame};
