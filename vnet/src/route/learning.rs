@@ -135,7 +135,7 @@ pub struct LearnedEntry {
 /// Counters of [`Learned`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LearnedStats {
-    /// Addresses kept now, some of which may have expired within the last second.
+    /// Addresses kept now; some may have expired since one was last added.
     pub entries: u64,
     /// Times an address was heard at another port than before.
     pub moves: u64,
@@ -265,7 +265,9 @@ impl Learned {
             .all_pinned()
             .map(|(network, mac, port)| LearnedEntry { network, mac, port, age_s: 0, held: Held::Pinned })
             .collect();
-        for address in self.book().addresses.iter().filter(|address| address.is_alive(now_ms)) {
+        // Copied first: the dispatchers may want the lock.
+        let learned: Vec<Address> = self.book().addresses.iter().copied().collect();
+        for address in learned.iter().filter(|address| address.is_alive(now_ms)) {
             let Address { network, mac, last: Heard { port, at_ms, .. }, .. } = *address;
             let used = table.network(network).is_some_and(|network| network.learning)
                 && table.carries(port, network)

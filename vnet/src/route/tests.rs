@@ -169,6 +169,21 @@ fn an_address_in_two_places_is_frozen_and_thaws() {
     assert_eq!(where_is(&mut router, 5 + FREEZE_MS), HOST);
 }
 
+#[test]
+fn a_frozen_address_whose_place_falls_silent_is_learned_anew() {
+    let network = NetworkSpec { ageing_s: 10, ..learning() };
+    let table = Arc::new(Table::build(vec![], &[network], &members()));
+    let mut router = Router::new(table, Arc::new(Learned::new()));
+    let claim = |n: u32| flow([HOST, GUEST][n as usize % 2], mac(1), mac(2));
+    (0..6).for_each(|n| send(&mut router, &claim(n), 0));
+    // Frozen at GUEST. HOST goes on from its cache, until what GUEST said has aged.
+    send(&mut router, &claim(0), 0);
+    send(&mut router, &claim(0), 9_999);
+    assert_eq!(router.learned.entries(router.table(), 9_999)[0].port, GUEST);
+    send(&mut router, &claim(0), 10_000);
+    assert_eq!(router.learned.entries(router.table(), 10_000)[0].port, HOST);
+}
+
 fn outcome_port(decision: Decision<'_>) -> PortId {
     match decision {
         Decision::To(port) => port,
