@@ -18,5 +18,6 @@
 pub mod frame;
 pub mod interface;
 pub mod poll;
+pub mod route;
 pub mod stats;
 pub mod wire;
