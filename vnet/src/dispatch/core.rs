@@ -126,15 +126,9 @@ impl Core {
     pub fn start(options: &CoreOptions) -> Result<Core, CoreError> {
         let count = options.threads.max(1);
         let bridge_stats = Arc::new(PortStats::default());
-        let budget = Arc::new(ReassemblyBudget::default());
-        let mut bridges = Vec::with_capacity(count);
-        let mut listen = options.listen;
-        for _ in 0..count {
-            let bridge = Bridge::bind(listen, count > 1, bridge_stats.clone(), budget.clone())?;
-            // With port 0 the first socket chooses, the others share its choice.
-            listen = bridge.local_addr();
-            bridges.push(bridge);
-        }
+        let budget = Arc::new(ReassemblyBudget::new(ReassemblyBudget::HOST));
+        let bridges = Bridge::bind_group(options.listen, count, &bridge_stats, &budget)?;
+        let bridge_address = bridges[0].local_addr();
         let shared = Arc::new(Shared {
             setup: ArcSwap::from_pointee(Setup::new(Parts::default())),
             generation: AtomicU64::new(0),
@@ -145,7 +139,7 @@ impl Core {
             adopted: Mutex::new(vec![0; count]),
             progress: Condvar::new(),
         });
-        let mut core = Core { shared, threads: Vec::with_capacity(count), bridge_address: listen, bridge_stats };
+        let mut core = Core { shared, threads: Vec::with_capacity(count), bridge_address, bridge_stats };
         for (id, bridge) in bridges.into_iter().enumerate() {
             core.spawn(id, bridge, options)?;
         }

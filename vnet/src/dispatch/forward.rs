@@ -6,10 +6,10 @@
 use std::sync::Arc;
 
 use super::setup::{Port, Setup};
-use crate::frame::{BATCH_MAX, Batch, Frame, PortId};
+use crate::frame::{BATCH_MAX, Batch, PortId};
 use crate::link::Sender;
 use crate::route::{Decision, Router};
-use crate::stats::{DropReason, PortStats};
+use crate::stats::DropReason;
 use crate::wire::flow;
 
 /// The deciding and delivering half of a dispatcher.
@@ -58,10 +58,8 @@ impl Forwarder {
 
     fn decide(&mut self, batch: &Batch) {
         let setup = &*self.setup;
-        let mut arrivals = Arrivals::default();
         for (index, frame) in batch.frames().iter().enumerate() {
             let index = index as u16;
-            arrivals.count(setup, frame);
             let (lists, touched) = (&mut self.lists, &mut self.touched);
             let mut push = |port: PortId| match lists.get_mut(port.index()) {
                 Some(list) => {
@@ -89,7 +87,6 @@ impl Forwarder {
                 }
             }
         }
-        arrivals.flush(setup);
     }
 
     fn deliver(&mut self, id: PortId, batch: &Batch) {
@@ -120,35 +117,5 @@ impl Forwarder {
             }
         }
         list.clear();
-    }
-}
-
-/// Counts frames in, with one addition for each run of frames from the same port.
-#[derive(Default)]
-struct Arrivals {
-    from: Option<PortId>,
-    frames: u64,
-    bytes: u64,
-}
-
-impl Arrivals {
-    #[inline]
-    fn count(&mut self, setup: &Setup, frame: &Frame) {
-        if self.from != Some(frame.from) {
-            self.flush(setup);
-            self.from = Some(frame.from);
-        }
-        self.frames += 1;
-        self.bytes += frame.len() as u64;
-    }
-
-    #[inline]
-    fn flush(&mut self, setup: &Setup) {
-        if let Some(port) = self.from.and_then(|from| setup.port(from)) {
-            let stats: &PortStats = port.stats();
-            stats.in_frames.add(self.frames);
-            stats.in_bytes.add(self.bytes);
-        }
-        (self.frames, self.bytes) = (0, 0);
     }
 }

@@ -40,7 +40,7 @@ use crate::route::Router;
 const SOCKET: u64 = 1 << 40;
 /// How often timers run: reassembly time-outs, ageing, path MTUs.
 const TICK: Duration = Duration::from_millis(20);
-/// The same while nothing moves and nothing is half assembled.
+/// The same while nothing moves.
 const IDLE_TICK: Duration = Duration::from_millis(1000);
 /// While there is work, file descriptors are asked for news only every so many turns.
 const TURNS_PER_POLL: u32 = 8;
@@ -228,11 +228,7 @@ impl Dispatcher {
         let now_ms = self.now_ms();
         self.receiver.tick(&self.setup.peers, now_ms);
         self.forwarder.tick(now_ms);
-        if self.id == 0 {
-            self.shared.learned().tick(now_ms);
-        }
-        let quiet = self.yielder.is_quiet() && !self.receiver.is_pending();
-        self.next_tick = now + if quiet { IDLE_TICK } else { TICK };
+        self.next_tick = now + if self.yielder.is_quiet() { IDLE_TICK } else { TICK };
     }
 
     /// Takes over the setup that was published last: lets go of queues that went, takes up those that came.

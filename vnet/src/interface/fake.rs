@@ -107,8 +107,12 @@ impl Interface for Fake {
             let mut builder = batch.begin();
             // SAFETY: `taken` lives, unchanged, until after the batch is cleared below.
             unsafe { builder.push_stable(Segment::new(bytes.as_ptr(), bytes.len())) };
-            if let Err(error) = builder.finish(self.origin.port, self.origin.network, *offload, 0) {
-                self.stats.refuse(refusal(error), bytes.len() as u64);
+            match builder.finish(self.origin.port, self.origin.network, *offload, 0) {
+                Ok(()) => {
+                    self.stats.in_frames.add(1);
+                    self.stats.in_bytes.add(bytes.len() as u64);
+                }
+                Err(error) => self.stats.refuse(refusal(error), bytes.len() as u64),
             }
         }
         if !batch.is_empty() {
