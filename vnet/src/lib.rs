@@ -17,6 +17,7 @@
 
 pub mod frame;
 pub mod interface;
+pub mod link;
 pub mod poll;
 pub mod stats;
 pub mod wire;

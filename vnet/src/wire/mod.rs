@@ -5,5 +5,6 @@
 
 pub mod checksum;
 pub mod ethernet;
+pub mod native;
 pub mod offload;
 pub mod segment;

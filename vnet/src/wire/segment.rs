@@ -2,3 +2,44 @@
 //!
 //! The slow path. It runs only for a receiver that did not negotiate the offload (an old guest, a VNET/P peer), on a
 //! private copy of the frame, so that nothing here races with a guest.
+
+use super::checksum::Sum;
+use super::offload::{Accepts, F_NEEDS_CSUM, GSO_NONE, Offload};
+
+/// Why a frame cannot be finished.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SegmentError {
+    /// The checksum position lies outside the frame.
+    #[error("checksum position lies outside the frame")]
+    ChecksumOutside,
+    /// A super-frame whose headers do not allow cutting it.
+    #[error("super-frame whose headers do not allow cutting it")]
+    Headers,
+}
+
+/// Finishes `frame` as far as `accepts` demands and calls `emit` with each frame that comes out.
+pub fn finish(
+    frame: &mut [u8],
+    offload: &Offload,
+    accepts: &Accepts,
+    emit: &mut dyn FnMut(&[u8], Offload),
+) -> Result<(), SegmentError> {
+    if offload.fits(accepts) {
+        emit(frame, *offload);
+        return Ok(());
+    }
+    if offload.gso_type != GSO_NONE {
+        return Err(SegmentError::Headers);
+    }
+    if offload.flags & F_NEEDS_CSUM != 0 {
+        let start = usize::from(offload.csum_start);
+        let at = start + usize::from(offload.csum_offset);
+        if at + 2 > frame.len() {
+            return Err(SegmentError::ChecksumOutside);
+        }
+        let sum = Sum::default().add(&frame[start..]).finish();
+        frame[at..at + 2].copy_from_slice(&sum.to_be_bytes());
+    }
+    emit(frame, Offload::default());
+    Ok(())
+}
