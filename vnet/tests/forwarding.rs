@@ -60,8 +60,13 @@ impl Host {
 
     fn add_link(&mut self, remote: SocketAddr, encapsulation: Encapsulation, mtu: Option<u16>) {
         let member = self.member(PortKind::Link, Networks::All);
-        let options =
-            LinkOptions { name: format!("link{}", member.port.0), remote, encapsulation, networks: None, mtu };
+        let options = LinkOptions {
+            name: format!("link{}", member.port.0),
+            remote,
+            encapsulation,
+            networks: None,
+            mtu,
+        };
         let link = Link::new(options, member.port, Arc::new(PortStats::default()));
         self.links.push(LinkPort { member, link });
     }
@@ -77,9 +82,12 @@ impl Host {
 
     /// in + copies - out - drops over all ports: zero when nothing is under way or lost.
     fn imbalance(&self) -> i64 {
-        let stats = self.interfaces.iter().map(|i| &*i.stats).chain(self.links.iter().map(|l| l.link.stats()));
+        let stats =
+            self.interfaces.iter().map(|i| &*i.stats).chain(self.links.iter().map(|l| &**l.link.stats()));
         stats
-            .map(|s| (s.in_frames.get() + s.copies.get()) as i64 - (s.out_frames.get() + s.drops_total()) as i64)
+            .map(|s| {
+                (s.in_frames.get() + s.copies.get()) as i64 - (s.out_frames.get() + s.drops_total()) as i64
+            })
             .sum()
     }
 
@@ -103,8 +111,13 @@ fn frame(dst: Mac, src: Mac, len: usize, seed: u8) -> OwnedFrame {
 }
 
 /// Two hosts with one fake each and a link between them.
-fn pair(threads: usize, encapsulation: Encapsulation, mtu: Option<u16>) -> (Host, Host, Arc<Fake>, Arc<Fake>) {
-    let (mut one, mut two) = (Host::start(threads, Strategy::Adaptive), Host::start(threads, Strategy::Block));
+fn pair(
+    threads: usize,
+    encapsulation: Encapsulation,
+    mtu: Option<u16>,
+) -> (Host, Host, Arc<Fake>, Arc<Fake>) {
+    let (mut one, mut two) =
+        (Host::start(threads, Strategy::Adaptive), Host::start(threads, Strategy::Block));
     let (a, b) = (one.add_fake(NetworkId::DEFAULT), two.add_fake(NetworkId::DEFAULT));
     one.add_link(two.core.bridge_address(), encapsulation, mtu);
     two.add_link(one.core.bridge_address(), encapsulation, mtu);
@@ -224,7 +237,8 @@ fn a_million_frames_are_accounted_for() {
         let sizes = [60, 60, 64, 128, 300, 1514, 60, 4000];
         let rounds = 500_000 / 2 / 1000;
         for round in 0..rounds {
-            let burst = |dst, src| (0..1000).map(move |i| frame(dst, src, sizes[(i + round) % sizes.len()], i as u8));
+            let burst =
+                |dst, src| (0..1000).map(move |i| frame(dst, src, sizes[(i + round) % sizes.len()], i as u8));
             a.send(burst(mac(2), mac(1)));
             b.send(burst(mac(1), mac(2)));
             if round % 8 == 0 {
