@@ -6,6 +6,9 @@
 //! Several dispatchers may deliver to one queue; each implementation serialises that inside `deliver` with one lock a
 //! batch (never a frame). A queue's `receive` is called by one dispatcher only.
 
+pub mod vhost_user;
+pub mod virtqueue;
+
 use crate::frame::Batch;
 use crate::poll::Waker;
 
