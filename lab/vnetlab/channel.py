@@ -24,9 +24,7 @@ BEGIN_S = 2
 INTERRUPT = b"\x03"
 
 
-def execute(
-    guest: Node, command: Sequence[str], timeout_s: float, output: Callable[[bytes], object]
-) -> int:
+def execute(guest: Node, command: Sequence[str], timeout_s: float, output: Callable[[bytes], object]) -> int:
     """Runs a command in a guest, hands its output over as it comes, and gives its exit status.
 
     One argument is a shell command as it is; several are words of one. Raises LabError when the guest does not answer

@@ -6,8 +6,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
-from vnetlab import channel, lab, machine
+from vnetlab import channel, console, demo, lab, machine, measure
 from vnetlab.run import LabError
 from vnetlab.topology import Kind, Node, Settings, Topology, Wire
 
@@ -54,7 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, command: Callable[[argparse.Namespace], int | None], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
         added.set_defaults(command=command)
-        added.add_argument("--name", default="lab", help="which lab (default: lab)")
+        if command is not _demo:
+            added.add_argument("--name", default="lab", help="which lab (default: lab)")
         return added
 
     up = add("up", _up, "Bring a lab up, or make one that is up whole again.")
@@ -63,7 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--containers", type=int, default=1, metavar="N", help="containers on each host (default: 1)")
     up.add_argument("--mtu", type=int, default=1500, metavar="M", help="the overlay's MTU (default: 1500)")
     up.add_argument("--underlay-mtu", type=int, default=1500, metavar="M", help="the underlay's MTU (default: 1500)")
-    up.add_argument("--wire", choices=list(Wire), default=Wire.NONE, help="the underlay's speed (default: none, unshaped)")
+    up.add_argument(
+        "--wire", choices=list(Wire), default=Wire.NONE, help="the underlay's speed (default: none, unshaped)"
+    )
     up.add_argument("--encapsulation", choices=["native", "vnet"], default="native", help="of links (default: native)")
     up.add_argument("--ipv6", action="store_true", help="links use the underlay's IPv6 addresses")
 
@@ -72,11 +76,18 @@ def _parser() -> argparse.ArgumentParser:
     execute = add("exec", _exec, "Run a command on a node; gives its output and exit status.")
     execute.add_argument("node", help="h1, h1c1 or h1v1")
     execute.add_argument("words", nargs="+", metavar="COMMAND", help="after --; one word is a shell command")
-    execute.add_argument("--timeout", type=float, default=3600, metavar="S", help="seconds it may take in a virtual machine")
+    execute.add_argument(
+        "--timeout", type=float, default=3600, metavar="S", help="seconds it may take in a virtual machine"
+    )
     console = add("console", _console, "Use a virtual machine's console; ^] ends it.")
     console.add_argument("node", help="h1v1")
     address = add("address", _address, "Print a node's address.")
     address.add_argument("node", help="h1, h1c1 or h1v1")
+    measuring = add("measure", _measure, "Measure every pair of a lab that is up, by ping and iperf3.")
+    measuring.add_argument("--repeat", type=int, default=1, metavar="N", help="iperf3 runs for each pair (default: 1)")
+    measuring.add_argument("--json", action="store_true", help="for programs")
+    show = add("demo", _demo, "Bring two hosts up, measure every pair, print one table, take it all down.")
+    show.add_argument("--report", type=Path, metavar="FILE", help="write the figures there, too, as JSON")
     add("down", _down, "Take a lab down and leave nothing behind.")
     return parser
 
@@ -99,23 +110,31 @@ def _status(arguments: argparse.Namespace) -> None:
         print(f"{row['name']:8} {row['kind']:10} {row['address']:15} {row['mtu']:>6}  {state}{process_id}")
 
 
-def _exec(arguments: argparse.Namespace) -> int:
+def _exec(arguments: argparse.Namespace) -> int | None:
     node = lab.load(arguments.name).find(arguments.node)
     if node.kind is Kind.VM:
         return channel.execute(node, arguments.words, arguments.timeout, _write)
     words = ["sh", "-c", *arguments.words] if len(arguments.words) == 1 else arguments.words
     command = machine.namespace_command(node, words)
-    os.execvpe(command[0], command, machine.environment(node))
+    return os.execvpe(command[0], command, machine.environment(node))
 
 
 def _console(arguments: argparse.Namespace) -> None:
-    from vnetlab import console
-
     console.attach(_guest(lab.load(arguments.name), arguments.node))
 
 
 def _address(arguments: argparse.Namespace) -> None:
     print(lab.load(arguments.name).find(arguments.node).address)
+
+
+def _measure(arguments: argparse.Namespace) -> None:
+    topology = lab.load(arguments.name)
+    measured = measure.pairs(topology, arguments.repeat)
+    print(measure.as_json(topology, measured) if arguments.json else measure.table(measured))
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    demo.run(arguments.report)
 
 
 def _down(arguments: argparse.Namespace) -> None:

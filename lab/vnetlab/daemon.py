@@ -14,10 +14,16 @@ START_S = 10
 
 
 def binaries() -> Path:
-    """The directory of `vnetd` and `vnet`: $VNET_BINARIES, or where cargo puts a release build of this repository."""
-    if chosen := os.environ.get("VNET_BINARIES"):
-        return Path(chosen)
-    return Path(os.environ.get("CARGO_TARGET_DIR", REPOSITORY / "target")) / "release"
+    """The directory of `vnetd` and `vnet`: $VNET_BINARIES, or where cargo puts a release build of this repository.
+
+    Raises LabError when they are not there.
+    """
+    target = Path(os.environ.get("CARGO_TARGET_DIR", REPOSITORY / "target"))
+    directory = Path(os.environ.get("VNET_BINARIES", target / "release"))
+    for name in ("vnetd", "vnet"):
+        if not (directory / name).exists():
+            raise LabError(f"{directory / name} is not there: run 'make build'")
+    return directory
 
 
 def configuration(topology: Topology, host: Node) -> str:

@@ -60,7 +60,7 @@ def command(topology: Topology, guest: Node, image: Image) -> list[str]:
         *("-chardev", f"socket,id=vhost,path={guest.file('.vhost')},reconnect=1"),
         *("-netdev", "vhost-user,id=net,chardev=vhost,queues=1"),
         # QEMU 7.2 crashes under TCG when a vhost-user device uses MSI-X: vectors=0.
-        *("-device", f"virtio-net-pci,netdev=net,mac={guest.mac},vectors=0{host_mtu}"),
+        *("-device", f"virtio-net-pci,netdev=net,mac={guest.mac},vectors=0,romfile={host_mtu}"),
         *(word for serial in serials for word in serial),
     ]
 

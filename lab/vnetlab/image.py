@@ -10,13 +10,12 @@ import os
 import re
 import shutil
 import stat
-import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from vnetlab.run import LabError, run
+from vnetlab.run import LabError, progress, run
 
 KERNEL_PACKAGE = "linux-image-cloud-amd64"
 MODULES = ("virtio_pci", "virtio_net")
@@ -38,20 +37,15 @@ def ensure_image(cache: Path) -> Image:
     Raises LabError when the kernel cannot be downloaded or a tool is not installed.
     """
     cache.mkdir(parents=True, exist_ok=True)
-    release, version = _newest_kernel()
-    tree = cache / f"kernel-{release}-{version}"
-    if not tree.exists():
-        _unpack_kernel(release, tree)
-    kernel = tree / "boot" / f"vmlinuz-{release}"
-
+    release, tree = _ensure_kernel(cache)
     files = dict(_files(tree, release))
-    digest = hashlib.sha256(f"{release} {version}".encode())
+    digest = hashlib.sha256()
     for name, (mode, content) in sorted(files.items()):
         digest.update(f"{name} {mode} {len(content)} ".encode() + content)
     initramfs = cache / f"initramfs-{digest.hexdigest()[:16]}.cpio"
     if not initramfs.exists():
         _replace(initramfs, cpio((name, mode, content) for name, (mode, content) in sorted(files.items())))
-    return Image(kernel, initramfs)
+    return Image(tree / "boot" / f"vmlinuz-{release}", initramfs)
 
 
 def cpio(entries: Iterable[tuple[str, int, bytes]]) -> bytes:
@@ -77,18 +71,32 @@ def cpio(entries: Iterable[tuple[str, int, bytes]]) -> bytes:
     return bytes(out)
 
 
-def _newest_kernel() -> tuple[str, str]:
-    """Gives the release ("6.1.0-NN-cloud-amd64") and package version of the kernel Debian's meta package asks for."""
+def _ensure_kernel(cache: Path) -> tuple[str, Path]:
+    """Gives the release ("6.1.0-NN-cloud-amd64") of the kernel Debian has now, and the tree it is unpacked to."""
+    try:
+        return _unpacked_kernel(cache)
+    except LabError as error:
+        progress(f"{error}; asking Debian for its newest packages")
+        run(["apt-get", "update"], timeout_s=120)
+        return _unpacked_kernel(cache)
+
+
+def _unpacked_kernel(cache: Path) -> tuple[str, Path]:
+    """Does so with the package index as it stands."""
     depends = run(["apt-cache", "depends", KERNEL_PACKAGE])
     found = re.search(r"Depends: linux-image-(\S+-cloud-amd64)$", depends, re.MULTILINE)
     if not found:
-        raise LabError(f"apt knows no kernel for {KERNEL_PACKAGE}: is the package index there? try 'apt-get update'")
+        raise LabError(f"the package index knows no kernel for {KERNEL_PACKAGE}")
     release = found[1]
     policy = run(["apt-cache", "policy", f"linux-image-{release}"])
-    candidate = re.search(r"Candidate: (\S+)", policy)
+    candidate = re.search(r"Candidate: (\d\S*)", policy)
     if not candidate:
-        raise LabError(f"apt has no version of linux-image-{release} to offer: try 'apt-get update'")
-    return release, candidate[1].replace(":", "_")
+        raise LabError(f"the package index has no version of linux-image-{release}")
+    tree = cache / f"kernel-{release}-{candidate[1].replace(':', '_')}"
+    if not tree.exists():
+        progress(f"downloading linux-image-{release} {candidate[1]}")
+        _unpack_kernel(release, tree)
+    return release, tree
 
 
 def _unpack_kernel(release: str, tree: Path) -> None:
@@ -100,7 +108,7 @@ def _unpack_kernel(release: str, tree: Path) -> None:
         run(["apt-get", "-o", "APT::Sandbox::User=root", "download", package], cwd=scratch, timeout_s=300)
         (deb,) = scratch.glob("*.deb")
         run(["dpkg-deb", "-x", str(deb), str(scratch / "tree")], timeout_s=120)
-        os.rename(scratch / "tree", tree)
+        (scratch / "tree").rename(tree)
 
 
 def _files(tree: Path, release: str) -> Iterator[tuple[str, tuple[int, bytes]]]:
@@ -120,8 +128,11 @@ def _files(tree: Path, release: str) -> Iterator[tuple[str, tuple[int, bytes]]]:
     )
     yield f"{directory}/modules.dep", (stat.S_IFREG | 0o644, dependencies.encode())
 
-    for name in {str(parent) for path in (*paths, "dev/x", "proc/x", "sys/x", "usr/sbin/x", "sbin/x")
-                 for parent in Path(path).parents} - {"."}:
+    for name in {
+        str(parent)
+        for path in (*paths, "dev/x", "proc/x", "sys/x", "usr/sbin/x", "sbin/x")
+        for parent in Path(path).parents
+    } - {"."}:
         yield name, (stat.S_IFDIR | 0o755, b"")
     for applet in run(["busybox", "--list"]).split():
         if applet not in ("busybox", "sh"):

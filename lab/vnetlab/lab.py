@@ -30,6 +30,7 @@ def up(settings: Settings) -> Topology:
     Raises LabError when something fails, or when a lab of that name is up with other settings.
     """
     topology = Topology(settings)
+    daemon.binaries()
     with _locked(topology.state):
         record = _read_record(topology.state)
         if record and record[1] and record[0] != settings:

@@ -54,6 +54,7 @@ def _in_namespace(node: Node, command: Sequence[str], timeout_s: float) -> tuple
     try:
         done = subprocess.run(
             namespace_command(node, words),
+            check=False,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

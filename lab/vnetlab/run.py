@@ -39,7 +39,7 @@ def run(command: Sequence[str], timeout_s: float = 30, cwd: Path | None = None) 
     text = " ".join(command)
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, cwd=cwd, stdin=subprocess.DEVNULL
+            command, check=False, capture_output=True, text=True, timeout=timeout_s, cwd=cwd, stdin=subprocess.DEVNULL
         )
     except FileNotFoundError as error:
         raise LabError(f"{command[0]} is not installed: run 'make packages'") from error

@@ -107,7 +107,7 @@ class Node:
         return STATE / self.lab
 
     def file(self, suffix: str) -> Path:
-        """A file of this node in the lab's directory: .log, .sock, .pid, …"""
+        """A file of this node in the lab's directory: .log, .sock, .pid and so on."""
         return self.state / f"{self.name}{suffix}"
 
 
