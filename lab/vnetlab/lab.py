@@ -97,7 +97,7 @@ def start_daemon(topology: Topology, host: Node) -> None:
     """Starts a host's vnetd, and sets up the devices that it makes for containers."""
     daemon.start(topology, host)
     for machine in topology.machines(Kind.CONTAINER, host.host):
-        container.configure(topology, machine)
+        container.configure(machine)
 
 
 def _begin(topology: Topology) -> None:
