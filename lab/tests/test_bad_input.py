@@ -1,4 +1,4 @@
-"""What people get wrong: each mistake is one line that says what, where and what to do; exit 1; nothing is half done."""
+"""What people get wrong: one line each that says what, where and what to do; exit 1; nothing half done."""
 
 import signal
 import socket
@@ -208,7 +208,7 @@ def test_no_permission_for_tap_devices(tmp_path: Path):
 
 
 def test_a_machine_without_shared_memory(make_lab: MakeLab):
-    """vnetd cannot map the guest's memory: it says so, and all else goes on."""
+    """It cannot map the guest's memory: it says so, and all else goes on."""
     topology = make_lab(hosts=1)
     vm, host = topology.find("h1v1"), topology.hosts[0]
     process.stop(vm.file(".pid"))
