@@ -149,7 +149,8 @@ impl Gather {
     #[inline]
     pub(super) fn slice(&mut self, segment: Segment) {
         self.bytes += segment.len();
-        self.slices.push(libc::iovec { iov_base: segment.as_ptr().cast_mut().cast(), iov_len: segment.len() });
+        self.slices
+            .push(libc::iovec { iov_base: segment.as_ptr().cast_mut().cast(), iov_len: segment.len() });
     }
 
     /// Ends the datagram and returns the index of its message. `within_mtu` is false when IP will have to fragment it, so
@@ -174,7 +175,15 @@ impl Gather {
         } else {
             let open = within_mtu && self.segmentation;
             let (segment, datagrams) = (bytes, 1);
-            self.messages.push(Message { first_slice, slices, bytes, segment, datagrams, open, failed: None });
+            self.messages.push(Message {
+                first_slice,
+                slices,
+                bytes,
+                segment,
+                datagrams,
+                open,
+                failed: None,
+            });
         }
         self.messages.len() - 1
     }
@@ -245,7 +254,8 @@ impl Gather {
         // Only now do the control messages stay where they are.
         let mut controls = self.controls.iter_mut();
         for header in self.headers.iter_mut().filter(|header| header.msg_hdr.msg_controllen != 0) {
-            header.msg_hdr.msg_control = controls.next().map_or(std::ptr::null_mut(), |c| (&raw mut *c).cast());
+            header.msg_hdr.msg_control =
+                controls.next().map_or(std::ptr::null_mut(), |c| (&raw mut *c).cast());
         }
     }
 
@@ -277,7 +287,8 @@ impl Gather {
                 libc::EIO if cut => self.segmentation = false,
                 _ => {}
             }
-            let reason = if error == libc::EMSGSIZE { DropReason::MtuExceeded } else { DropReason::SendFailed };
+            let reason =
+                if error == libc::EMSGSIZE { DropReason::MtuExceeded } else { DropReason::SendFailed };
             // A socket buffer that stays full will not take the rest either.
             let until = if error == libc::EAGAIN { self.messages.len() } else { next + 1 };
             for message in &mut self.messages[next..until] {

@@ -75,7 +75,8 @@ impl Bench {
     }
 
     fn discards(&self) -> [u64; 3] {
-        [DiscardReason::Stale, DiscardReason::BadHeader, DiscardReason::MemoryLimit].map(|r| self.stats.discards(r))
+        [DiscardReason::Stale, DiscardReason::BadHeader, DiscardReason::MemoryLimit]
+            .map(|r| self.stats.discards(r))
     }
 }
 
@@ -162,7 +163,9 @@ impl Oracle {
             return None;
         }
         all.sort_by_key(|f| f.index);
-        if all.last().is_some_and(|f| f.last) && all.iter().enumerate().all(|(k, f)| usize::from(f.index) == k) {
+        if all.last().is_some_and(|f| f.last)
+            && all.iter().enumerate().all(|(k, f)| usize::from(f.index) == k)
+        {
             self.end(id, true);
             return Some(all.into_iter().flat_map(|f| f.payload).collect());
         }

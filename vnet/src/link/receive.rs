@@ -41,11 +41,7 @@ pub struct Receiver {
 }
 
 impl Receiver {
-    pub(super) fn new(
-        socket: Arc<Socket>,
-        stats: Arc<PortStats>,
-        budget: Arc<ReassemblyBudget>,
-    ) -> Receiver {
+    pub(super) fn new(socket: Arc<Socket>, stats: Arc<PortStats>, budget: Arc<ReassemblyBudget>) -> Receiver {
         Receiver {
             socket,
             stats,
@@ -310,8 +306,7 @@ impl Intake<'_> {
         let reply = [&header.to_bytes(), payload].concat();
         let fd = self.socket.as_fd().as_raw_fd();
         // SAFETY: `reply` and `to` are readable for the lengths told.
-        let sent =
-            unsafe { libc::sendto(fd, reply.as_ptr().cast(), reply.len(), 0, to.as_ptr(), to.len()) };
+        let sent = unsafe { libc::sendto(fd, reply.as_ptr().cast(), reply.len(), 0, to.as_ptr(), to.len()) };
         // A reply that cannot be sent is like one that got lost: the prober asks again.
         link.stats.out_datagrams.add(u64::from(sent >= 0));
     }
@@ -409,8 +404,7 @@ impl Burst {
     fn receive(&mut self, socket: &Socket) -> usize {
         let buffers = self.memory.chunks_exact_mut(BUFFER_LEN);
         for (index, buffer) in buffers.enumerate() {
-            self.slices[index] =
-                libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+            self.slices[index] = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
             let header = &mut self.headers[index].msg_hdr;
             header.msg_name = self.sources[index].as_mut_ptr().cast();
             header.msg_namelen = Name::unknown().len();

@@ -19,7 +19,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
-use super::{Receiver, ReassemblyBudget, Sender};
+use super::{ReassemblyBudget, Receiver, Sender};
 use crate::stats::PortStats;
 
 /// Socket buffers asked for in each direction, in bytes: 1.6 ms at 40 Gbit/s.
@@ -194,9 +194,7 @@ impl RouteProbe {
         let mut mtu: libc::c_int = 0;
         let mut len = size_of::<libc::c_int>() as libc::socklen_t;
         // SAFETY: `mtu` is writable for the `len` bytes told.
-        check(unsafe {
-            libc::getsockopt(fd.as_raw_fd(), level, option, (&raw mut mtu).cast(), &mut len)
-        })?;
+        check(unsafe { libc::getsockopt(fd.as_raw_fd(), level, option, (&raw mut mtu).cast(), &mut len) })?;
         u32::try_from(mtu).map_err(|_| io::ErrorKind::InvalidData.into())
     }
 
