@@ -1,6 +1,7 @@
 //! Two bridges: every frame crosses, whatever the path.
 
 use std::net::{SocketAddr, UdpSocket};
+use std::os::fd::{AsRawFd, FromRawFd};
 use std::sync::Arc;
 
 use vnet::frame::{BATCH_MAX, FRAME_MAX, NetworkId, PortId};
@@ -182,7 +183,6 @@ impl Loopback {
     }
 
     fn ioctl(&self, request: libc::Ioctl, value: libc::__c_anonymous_ifr_ifru) {
-        use std::os::fd::AsRawFd;
         let mut ifr_name = [0; libc::IFNAMSIZ];
         ifr_name[0] = b'l' as libc::c_char;
         ifr_name[1] = b'o' as libc::c_char;
@@ -192,6 +192,55 @@ impl Loopback {
         assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
     }
 }
+impl Loopback {
+    /// A socket that sees every IPv4 packet on the device from now on.
+    fn capture(&self) -> UdpSocket {
+        let protocol = (libc::ETH_P_IP as u16).to_be();
+        // SAFETY: no memory is passed.
+        let fd = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_DGRAM, i32::from(protocol)) };
+        assert!(fd >= 0, "{}", std::io::Error::last_os_error());
+        // SAFETY: the descriptor is new and nobody else's. Only `recv` is used of what the type offers.
+        let socket = unsafe { UdpSocket::from_raw_fd(fd) };
+        socket.set_nonblocking(true).unwrap();
+        socket
+    }
+}
+
+/// The UDP packets captured so far: their lengths, and whether they carry DF.
+fn captured(capture: &UdpSocket) -> Vec<(usize, bool)> {
+    let mut packet = vec![0; 70_000];
+    let mut packets = vec![];
+    while let Ok(len) = capture.recv(&mut packet) {
+        if packet[9] == libc::IPPROTO_UDP as u8 {
+            packets.push((len, packet[6] & 0x40 != 0));
+        }
+    }
+    packets
+}
+
+#[test]
+fn native_packets_carry_dont_fragment() {
+    let Some(loopback) = Loopback::new(1500) else {
+        eprintln!("not run: a network namespace needs CAP_SYS_ADMIN");
+        return;
+    };
+    for listen in ["127.0.0.1:0", "[::]:0"] {
+        let remote = "127.0.0.1:9".parse().unwrap();
+        let mut host = Host::new(bridge(listen), options(remote, Encapsulation::Native, None));
+        let bare = Host::new(bridge(listen), options(remote, Encapsulation::Vnet, None));
+        let capture = loopback.capture();
+        host.send(&[frame(64, 1), frame(20_000, 2)]);
+        let packets = captured(&capture);
+        assert!(packets.iter().map(|(len, _)| len).sum::<usize>() > 20_000, "{packets:?}");
+        assert!(packets.iter().all(|(_, dont_fragment)| *dont_fragment), "{packets:?}");
+        // A bare frame that is too large is left to IP, by the same socket.
+        host.link = bare.link;
+        host.send(&[frame(9000, 3)]);
+        let packets = captured(&capture);
+        assert!(packets.len() >= 7 && packets.iter().all(|(len, df)| *len <= 1500 && !df), "{packets:?}");
+    }
+}
+
 #[test]
 fn a_smaller_path_is_noticed_and_obeyed() {
     let Some(loopback) = Loopback::new(9000) else {

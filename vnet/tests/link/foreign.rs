@@ -87,6 +87,37 @@ fn small_frames_travel_in_bundles() {
     assert_eq!(host.link.stats().out_datagrams.get(), got.len() as u64);
 }
 
+/// Frames that come in two bursts are put together from memory of their own and from the second burst's buffers.
+#[test]
+fn frames_in_two_bursts_come_out_whole() {
+    let (mut host, peer) = raw_peer(Encapsulation::Native, 1500);
+    let frames: Vec<Got> = (0..8).map(|n| frame(4000, n)).collect();
+    host.send(&frames);
+    let sent = datagrams(&peer);
+    assert_eq!(sent.len(), 3 * frames.len());
+    for rounds in [0..2, 2..3] {
+        let mut count = 0;
+        for (n, datagram) in sent.iter().enumerate() {
+            if rounds.contains(&(n % 3)) {
+                peer.send(datagram).unwrap();
+                count += 1;
+            }
+        }
+        if rounds.end == 3 {
+            assert_eq!(host.receive(frames.len()), arrived(&frames));
+            continue;
+        }
+        let start = Instant::now();
+        while count > 0 {
+            assert!(start.elapsed() < Duration::from_secs(5));
+            let (got, datagrams) = host.receive_once();
+            assert_eq!(got, []);
+            count -= datagrams;
+        }
+    }
+    assert_eq!(host.discards(), []);
+}
+
 #[test]
 fn bare_frames_to_and_from_a_foreign_peer() {
     let (mut host, peer) = raw_peer(Encapsulation::Vnet, 1500);

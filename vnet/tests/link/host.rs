@@ -100,6 +100,8 @@ impl Host {
         let mut got = vec![];
         let mut run = |batch: &Batch| {
             assert!(!batch.is_empty() && batch.len() <= BATCH_MAX);
+            // Had memory of a frame been freed by now, this would take and overwrite it.
+            let _spoilt: Vec<Vec<u8>> = batch.frames().iter().map(|frame| vec![0xee; frame.len()]).collect();
             got.extend(batch.frames().iter().map(|frame| copy(batch, frame)));
         };
         let datagrams = self.bridge.rx.receive(&self.peers, &mut self.batch, self.now_ms, &mut run);
