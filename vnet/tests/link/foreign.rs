@@ -136,7 +136,7 @@ fn bare_frames_to_and_from_a_foreign_peer() {
     let got = datagrams(&peer);
     assert_eq!(got.len(), 1);
     assert_eq!((&got[0][..40], &got[0][42..]), (&unfinished.bytes[..40], &unfinished.bytes[42..]));
-    assert_eq!(vnet::wire::checksum::Sum::default().add(&got[0][34..]).finish(), 0);
+    assert_eq!(vnet::wire::checksum::Sum::default().with(&got[0][34..]).finish(), 0);
 
     for sent in [&frames[0], &long] {
         peer.send(&sent.bytes).unwrap();
