@@ -25,7 +25,7 @@ impl Sum {
 
     /// Adds one 16-bit word in host order.
     #[inline]
-    pub fn add_u16(self, word: u16) -> Sum {
+    pub fn with_u16(self, word: u16) -> Sum {
         self.with(&word.to_be_bytes())
     }
 

@@ -64,7 +64,7 @@ pub fn finish(
 fn complete_checksum(frame: &mut [u8], offload: &Offload) -> Result<(), SegmentError> {
     let start = usize::from(offload.csum_start);
     let summed = frame.get_mut(start..).ok_or(SegmentError::Headers)?;
-    let sum = Sum::default().add(summed).finish();
+    let sum = Sum::default().with(summed).finish();
     // A UDP checksum of zero means "none" (RFC 768); its other form is all ones. For TCP both forms are valid.
     let sum = if sum == 0 { 0xffff } else { sum };
     let at = usize::from(offload.csum_offset);
@@ -193,8 +193,8 @@ impl Headers {
         let protocol = if self.tcp { PROTOCOL_TCP } else { PROTOCOL_UDP };
         let sum = Sum::default()
             .with(&segment[addresses])
-            .add_u16(u16::from(protocol))
-            .add_u16(transport_len)
+            .with_u16(u16::from(protocol))
+            .with_u16(transport_len)
             .with(&segment[transport..])
             .finish();
         put(segment, checksum_at, if sum == 0 { 0xffff } else { sum });
@@ -233,8 +233,8 @@ mod tests {
         let start = frame.len();
         let pseudo = Sum::default()
             .with(&addresses)
-            .add_u16(protocol.into())
-            .add_u16(transport_len as u16)
+            .with_u16(protocol.into())
+            .with_u16(transport_len as u16)
             .partial()
             .to_be_bytes();
         if tcp {
@@ -280,8 +280,8 @@ mod tests {
         };
         let sum = Sum::default()
             .add(addresses)
-            .add_u16(if tcp { 6 } else { 17 })
-            .add_u16((frame.len() - transport) as u16)
+            .with_u16(if tcp { 6 } else { 17 })
+            .with_u16((frame.len() - transport) as u16)
             .with(&frame[transport..]);
         assert_eq!(sum.finish(), 0, "transport checksum");
         frame[transport + if tcp { 32 } else { 8 }..].to_vec()
