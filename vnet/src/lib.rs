@@ -15,8 +15,11 @@
 //! Dependencies point one way: `dispatch` sees `interface`, `route` and `link`; these three never see each other;
 //! `frame` sees only `wire`, and `wire` nobody. `tests/rooms.rs` keeps it so.
 
+pub mod control;
 pub mod frame;
 pub mod interface;
 pub mod poll;
+mod standin;
+pub use standin::{dispatch, link, route};
 pub mod stats;
 pub mod wire;

@@ -7,6 +7,7 @@
 //! batch (never a frame). A queue's `receive` is called by one dispatcher only.
 
 pub mod tap;
+pub use crate::standin::vhost_user;
 
 use crate::frame::{Batch, Frame};
 use crate::poll::Waker;

@@ -1,0 +1,154 @@
+//! What the engine shows of itself: the answers of the API.
+
+use std::collections::HashMap;
+
+use super::api;
+use super::desired::*;
+use super::engine::Engine;
+use super::plan;
+use crate::interface::State;
+
+impl Engine {
+    /// The host at a glance.
+    pub fn status(&self) -> api::Status {
+        let interfaces = self.interfaces();
+        api::Status {
+            version: env!("CARGO_PKG_VERSION").into(),
+            host: self.current.host.spec.name.clone(),
+            pid: std::process::id(),
+            uptime_s: self.started.elapsed().as_secs(),
+            bridge: self.core.bridge_address().to_string(),
+            dispatchers: self.current.dispatch.spec.threads,
+            yield_strategy: yield_name(self.current.dispatch.spec.yield_strategy).into(),
+            interfaces_up: interfaces.iter().filter(|interface| interface.state == "up").count(),
+            interfaces: interfaces.len(),
+            links: self.current.links.len(),
+            routes: self.current.routes.len(),
+            networks: plan::networks(&self.current).len(),
+            learned: self.core.learned().len(),
+            balance: self.stats().balance,
+        }
+    }
+
+    /// All interfaces.
+    pub fn interfaces(&self) -> Vec<api::Interface> {
+        self.current.interfaces.iter().filter_map(|item| self.interface(&item.spec)).collect()
+    }
+
+    fn interface(&self, spec: &InterfaceSpec) -> Option<api::Interface> {
+        let live = self.interfaces.get(&spec.name)?;
+        let (state, reason) = match live.state() {
+            State::Up => ("up", None),
+            State::Down(reason) => ("down", Some(reason)),
+            State::Broken(reason) => ("broken", Some(reason)),
+        };
+        let (mut socket, mut server, mut device, mut netns) = (None, None, None, None);
+        match &spec.attachment {
+            Attachment::VhostUser { socket: path, server: listens } => {
+                (socket, server) = (Some(path.display().to_string()), Some(*listens));
+            }
+            Attachment::Tap { device: name, netns: space } => {
+                (device, netns) = (Some(name.clone()), space.as_ref().map(ToString::to_string));
+            }
+        }
+        Some(api::Interface {
+            name: spec.name.clone(),
+            kind: spec.attachment.kind().into(),
+            state: state.into(),
+            reason,
+            network: spec.network,
+            mac: spec.mac,
+            mtu: live.mtu,
+            queues: spec.queues,
+            socket,
+            server,
+            device,
+            netns,
+            storm_limit: spec.storm_limit,
+            port_security: spec.port_security,
+        })
+    }
+
+    /// All links.
+    pub fn links(&self) -> Vec<api::Link> {
+        let link = |Item { spec, .. }: &Item<LinkSpec>| api::Link {
+            name: spec.name.clone(),
+            remote: spec.remote.to_string(),
+            encapsulation: encapsulation_name(spec.encapsulation).into(),
+            networks: spec.networks.clone(),
+            mtu: spec.mtu,
+        };
+        self.current.links.iter().map(link).collect()
+    }
+
+    /// All rules, by index.
+    pub fn routes(&self) -> Vec<api::Route> {
+        let route = |(spec, index): (&RouteSpec, &u32)| api::Route {
+            index: *index,
+            network: spec.network,
+            src: spec.src.to_string(),
+            dst: spec.dst.to_string(),
+            from: spec.from.to_string(),
+            to: spec.to.to_string(),
+        };
+        let mut routes: Vec<_> = self.route_indices.iter().map(route).collect();
+        routes.sort_by_key(|route| route.index);
+        routes
+    }
+
+    /// All networks.
+    pub fn networks(&self) -> Vec<api::Network> {
+        let mut inside: HashMap<_, usize> = HashMap::new();
+        for item in &self.current.interfaces {
+            *inside.entry(item.spec.network).or_default() += 1;
+        }
+        let network = |Item { spec, .. }: Item<NetworkSpec>| api::Network {
+            id: spec.id,
+            learning: spec.learning,
+            ageing_s: spec.ageing_s,
+            interfaces: inside.get(&spec.id).copied().unwrap_or(0),
+        };
+        plan::networks(&self.current).into_iter().map(network).collect()
+    }
+
+    /// All learned addresses.
+    pub fn learned(&self) -> Vec<api::Learned> {
+        let interfaces = self.interfaces.iter().map(|(name, live)| (live.port, format!("interface {name}")));
+        let links = self.links.iter().map(|(name, live)| (live.port, format!("link {name}")));
+        let places: HashMap<_, _> = interfaces.chain(links).collect();
+        let learned = |entry: crate::dispatch::LearnedEntry| {
+            Some(api::Learned {
+                network: entry.network,
+                mac: entry.mac,
+                at: places.get(&entry.port)?.clone(),
+                age_s: u64::from(entry.age_s),
+            })
+        };
+        let mut learned: Vec<_> = self.core.learned().into_iter().filter_map(learned).collect();
+        learned.sort_by_key(|entry| (entry.network, entry.mac));
+        learned
+    }
+
+    /// All counters.
+    pub fn stats(&self) -> api::Stats {
+        let port =
+            |kind: &str, name: &str, counters| api::Port { kind: kind.into(), name: name.into(), counters };
+        let mut ports = vec![];
+        for Item { spec, .. } in &self.current.interfaces {
+            if let Some(live) = self.interfaces.get(&spec.name) {
+                ports.push(port("interface", &spec.name, (&*live.stats).into()));
+            }
+        }
+        for Item { spec, .. } in &self.current.links {
+            if let Some(live) = self.links.get(&spec.name) {
+                ports.push(port("link", &spec.name, (&*live.stats).into()));
+            }
+        }
+        ports.push(port("bridge", "bridge", (&*self.core.bridge_stats()).into()));
+        if self.retired != api::Counters::default() {
+            ports.push(port("removed", "removed", self.retired.clone()));
+        }
+        let balance = api::Balance::of(ports.iter().map(|port| &port.counters));
+        api::Stats { ports, balance }
+    }
+}
