@@ -237,21 +237,9 @@ fn read_interface(table: Table, notes: &mut Notes) -> Option<Item<InterfaceSpec>
         let place = place.clone();
         reader.problem(&place, "port_security holds frames to the interface's address; give it a 'mac'");
     }
-    let mut hints = vec![];
-    if let Some((place, ())) =
-        reader.word("mode", &[("guest-driven", Some(())), ("vmm-driven", Some(())), ("adaptive", Some(()))])
-    {
-        hints.push((place, "mode"));
-    }
-    for key in ["rate_low", "rate_high", "window_us"] {
-        if reader.number(key, 1, RATE_MAX).is_some() {
-            hints.push((place.clone(), key));
-        }
-    }
+    let hints = read_hints(&mut reader);
     reader.finish();
-    for (place, key) in hints {
-        notes.warnings.push(Problem::new(&place, format!("{key} has no effect in this version")));
-    }
+    notes.warnings.extend(hints);
     if notes.problems.len() != before {
         notes.broken.extend(name.map(Target::Interface));
         return None;
@@ -269,6 +257,21 @@ fn read_interface(table: Table, notes: &mut Notes) -> Option<Item<InterfaceSpec>
             port_security: security.is_some_and(|(_, flag)| flag),
         },
     })
+}
+
+/// How the interface is to be driven: checked, but without effect so far.
+fn read_hints(reader: &mut Reader<'_>) -> Vec<Problem> {
+    const MODES: [(&str, Option<()>); 3] =
+        [("guest-driven", Some(())), ("vmm-driven", Some(())), ("adaptive", Some(()))];
+    let mut hints = vec![];
+    hints.extend(reader.word("mode", &MODES).map(|(place, ())| ("mode", place)));
+    for key in ["rate_low", "rate_high", "window_us"] {
+        let place = reader.place_of(key);
+        hints.extend(reader.number(key, 1, RATE_MAX).map(|_| (key, place)));
+    }
+    let no_effect =
+        |(key, place): (&str, Place)| Problem::new(&place, format!("{key} has no effect in this version"));
+    hints.into_iter().map(no_effect).collect()
 }
 
 fn read_attachment(reader: &mut Reader<'_>) -> Option<Attachment> {

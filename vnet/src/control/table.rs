@@ -235,6 +235,11 @@ impl<'a> Reader<'a> {
         self.table.place.clone()
     }
 
+    /// Where a key is written; where the table begins, if it is not.
+    pub fn place_of(&self, key: &str) -> Place {
+        self.table.entries.get(key).map_or_else(|| self.place(), |entry| entry.place.clone())
+    }
+
     pub fn problem(&mut self, place: &Place, text: impl Into<String>) {
         self.problems.push(Problem::new(place, text));
     }
