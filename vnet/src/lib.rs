@@ -19,7 +19,6 @@ pub mod control;
 pub mod frame;
 pub mod interface;
 pub mod poll;
-mod standin;
-pub use standin::{dispatch, link, route};
+pub mod route;
 pub mod stats;
 pub mod wire;

@@ -6,6 +6,7 @@
 //! Several dispatchers may deliver to one queue; each implementation serialises that inside `deliver` with one lock a
 //! batch (never a frame). A queue's `receive` is called by one dispatcher only.
 
+pub mod fake;
 pub mod tap;
 pub use crate::standin::vhost_user;
 
@@ -33,7 +34,7 @@ pub trait Interface: Send + Sync {
     /// Takes up to a batch of frames from the guest's queue `queue` and has `run` take them to completion.
     ///
     /// The batch is empty on entry and cleared on return; `run` is called at most once, and not at all when there is
-    /// nothing to do. The frames' memory is the guest's again when `run` has returned. Returns the number of frames taken
+    /// nothing to do. Counts the frames as in. The frames' memory is the guest's again when `run` has returned. Returns the number of frames taken
     /// (refused ones included), 0 when the queue was empty.
     fn receive(&self, queue: usize, batch: &mut Batch, run: &mut dyn FnMut(&Batch)) -> usize;
 

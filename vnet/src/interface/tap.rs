@@ -196,7 +196,7 @@ impl Tap {
     fn fill(&self, queue: &Queue, batch: &mut Batch) -> usize {
         const ROOM: usize = VIRTIO_NET_HDR_LEN + FRAME_MAX;
         queue.drained.store(false, Relaxed);
-        let mut taken = 0;
+        let (mut taken, mut bytes_taken) = (0, 0);
         // Refused frames use no place in the batch, so they are bounded apart.
         while taken < BATCH_MAX {
             let Some(room) = batch.spare(ROOM) else { break };
@@ -219,10 +219,13 @@ impl Tap {
                 continue;
             };
             let offload = Offload::from_virtio(header);
-            if let Err(error) = batch.push_spare(VIRTIO_NET_HDR_LEN, len, self.origin, offload) {
-                self.stats.refuse(refusal(error), bytes);
+            match batch.push_spare(VIRTIO_NET_HDR_LEN, len, self.origin, offload) {
+                Ok(()) => bytes_taken += bytes,
+                Err(error) => self.stats.refuse(refusal(error), bytes),
             }
         }
+        self.stats.in_frames.add(batch.len() as u64);
+        self.stats.in_bytes.add(bytes_taken);
         taken
     }
 

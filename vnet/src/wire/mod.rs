@@ -5,5 +5,6 @@
 
 pub mod checksum;
 pub mod ethernet;
+pub mod flow;
 pub mod offload;
 pub mod segment;

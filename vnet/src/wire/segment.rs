@@ -279,7 +279,7 @@ mod tests {
             (ip + 40, &frame[ip + 8..ip + 40])
         };
         let sum = Sum::default()
-            .add(addresses)
+            .with(addresses)
             .with_u16(if tcp { 6 } else { 17 })
             .with_u16((frame.len() - transport) as u16)
             .with(&frame[transport..]);
