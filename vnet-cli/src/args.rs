@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use clap::{Args as Group, Parser, Subcommand};
 use serde_json::{Map, Value};
 
+use crate::client::encode;
+
 /// Asks and changes a running vnetd.
 #[derive(Parser)]
 #[command(name = "vnet", version, long_about = LONG_ABOUT, after_long_help = AFTER_HELP)]
@@ -78,8 +80,33 @@ pub enum Command {
         /// Configuration file; - for standard input
         file: PathBuf,
     },
+    /// What would become of a frame, and which rule or known address decides
+    Trace(Trace),
     /// Versions of this command and of vnetd
     Version,
+}
+
+#[derive(Group)]
+pub struct Trace {
+    /// Source MAC address
+    src: String,
+    /// Destination MAC address
+    dst: String,
+    /// Where the frame comes from: 'interface NAME' or 'link NAME' [default: where SRC is known to be]
+    #[arg(long, value_name = "PLACE")]
+    from: Option<String>,
+    /// Network
+    #[arg(long, value_name = "ID", default_value_t = 1)]
+    network: u32,
+}
+
+impl Trace {
+    /// The request's path.
+    pub fn path(&self) -> String {
+        let Trace { src, dst, from, network } = self;
+        let from = from.as_ref().map(|from| format!("&from={}", encode(from))).unwrap_or_default();
+        format!("/v1/trace?network={network}&src={}&dst={}{from}", encode(src), encode(dst))
+    }
 }
 
 #[derive(Subcommand)]
@@ -152,7 +179,7 @@ pub struct InterfaceAdd {
     /// Queue pairs [default: 1]
     #[arg(long, value_name = "N")]
     queues: Option<u32>,
-    /// Most flooded frames it may send a second [default: unlimited]
+    /// Most flooded frames it may send a second [default: 20000]
     #[arg(long, value_name = "FRAMES")]
     storm_limit: Option<u32>,
     /// Drop frames from it whose source is not its MAC address

@@ -85,6 +85,7 @@ fn run(args: &Args) -> Result<(), Failure> {
         Command::Route(RouteCommand::Del { index }) => vnet.remove("route", "/v1/routes", &index.to_string()),
         Command::Apply { file, dry_run } => vnet.apply(file, *dry_run),
         Command::Check { file } => vnet.check(file),
+        Command::Trace(trace) => vnet.list(&trace.path(), show::trace),
         Command::Version => vnet.version(),
     }
 }

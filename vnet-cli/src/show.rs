@@ -86,7 +86,7 @@ pub fn interfaces(interfaces: &Vec<Interface>) -> String {
             (_, device, _) => or_dash(device),
         };
         let mut notes: Vec<_> = i.reason.iter().cloned().collect();
-        notes.extend(i.storm_limit.map(|limit| format!("storm limit {limit}/s")));
+        notes.push(format!("storm limit {}/s", i.storm_limit));
         notes.extend(i.port_security.then(|| "port security".to_string()));
         table.row([
             i.name.clone(),
@@ -105,7 +105,8 @@ pub fn interfaces(interfaces: &Vec<Interface>) -> String {
 
 /// `vnet link list`
 pub fn links(links: &Vec<Link>) -> String {
-    let mut table = Table::new(&["NAME", "REMOTE", "ENCAPSULATION", "NETWORKS", "MTU"], &[4]);
+    let heading = ["NAME", "REMOTE", "ENCAPSULATION", "NETWORKS", "STATE", "MTU", "HEARD", "NOTE"];
+    let mut table = Table::new(&heading, &[5]);
     for link in links {
         let networks = link.networks.as_ref().map_or("all".into(), |networks| {
             networks.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ")
@@ -115,7 +116,10 @@ pub fn links(links: &Vec<Link>) -> String {
             link.remote.clone(),
             link.encapsulation.clone(),
             networks,
-            or_dash(&link.mtu),
+            link.state.clone(),
+            link.mtu.to_string(),
+            link.heard_s.map_or("never".into(), |seconds| format!("{} ago", duration(seconds))),
+            link.reason.clone().unwrap_or_default(),
         ]);
     }
     table.print()
@@ -204,6 +208,16 @@ fn port_name(port: &Port) -> String {
     if port.kind == port.name { port.kind.clone() } else { format!("{} {}", port.kind, port.name) }
 }
 
+/// `vnet trace`
+pub fn trace(trace: &Trace) -> String {
+    let Trace { network, src, dst, from, why, to, drop, .. } = trace;
+    let outcome = match drop {
+        Some(reason) => format!("dropped ({reason})"),
+        None => format!("to {}", to.join(" and to ")),
+    };
+    format!("{src} -> {dst} in network {network}, from {from}: {outcome}, because {why}\n")
+}
+
 /// `vnet apply`
 pub fn applied(applied: &Applied) -> String {
     let mut text: String = applied.changes.iter().map(|change| format!("{change}\n")).collect();
@@ -247,8 +261,10 @@ mod tests {
                 "{reason}"
             );
         }
-        assert!(text.contains("no_route           2  interface vm1 2\n"), "{text}");
-        assert!(text.contains("bad_version              7  link h2 7\n"), "{text}");
+        for want in ["no_route 2 interface vm1 2", "bad_version 7 link h2 7"] {
+            let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
+            assert!(text.lines().any(|line| words(line) == want), "{text}");
+        }
         assert!(text.ends_with("\nin 5 + copies 1 = out 3 + drops 3\n"), "{text}");
     }
 

@@ -2,166 +2,102 @@
 #![allow(missing_docs)]
 
 pub mod dispatch {
-    use super::{link, route};
-    use crate::frame::NetworkId;
-    use crate::interface::Interface;
-    use crate::stats::PortStats;
-    use crate::wire::ethernet::Mac;
-    use std::net::{SocketAddr, UdpSocket};
-    use std::sync::Arc;
-
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub enum Yield {
-        Block,
-        Immediate,
-        Timed,
-        Adaptive,
-    }
-
-    pub struct CoreOptions {
-        pub threads: usize,
-        pub cpus: Vec<usize>,
-        pub yield_strategy: Yield,
-        pub sleep_us: u32,
-        pub nowork_us: u32,
-        pub listen: SocketAddr,
-    }
-
-    #[derive(Debug, thiserror::Error)]
-    #[error("cannot listen on {0} (UDP): {1}; stop what uses it or change [bridge] listen")]
-    pub struct CoreError(SocketAddr, std::io::Error);
-
-    pub struct LearnedEntry {
-        pub network: NetworkId,
-        pub mac: Mac,
-        pub port: crate::frame::PortId,
-        pub age_s: u32,
-    }
-
-    pub struct Setup {
-        pub networks: Vec<route::NetworkSpec>,
-        pub interfaces: Vec<InterfacePort>,
-        pub links: Vec<Arc<link::Link>>,
-        pub rules: Vec<route::Rule>,
-    }
-
-    pub struct InterfacePort {
-        pub member: route::Member,
-        pub name: String,
-        pub mtu: usize,
-        pub stats: Arc<PortStats>,
-        pub interface: Arc<dyn Interface>,
-    }
-
-    pub struct Core {
-        socket: UdpSocket,
-        stats: Arc<PortStats>,
-        setup: std::sync::Mutex<Option<Setup>>,
-    }
-
-    impl Core {
-        pub fn start(options: CoreOptions) -> Result<Core, CoreError> {
-            let socket = UdpSocket::bind(options.listen).map_err(|e| CoreError(options.listen, e))?;
-            Ok(Core { socket, stats: Arc::default(), setup: std::sync::Mutex::new(None) })
+    pub mod yielding {
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+        pub enum Strategy {
+            Block,
+            Immediate,
+            Timed,
+            #[default]
+            Adaptive,
         }
-        pub fn bridge_address(&self) -> SocketAddr {
-            self.socket.local_addr().unwrap()
-        }
-        pub fn publish(&self, setup: Setup) {
-            *self.setup.lock().unwrap() = Some(setup);
-        }
-        pub fn learned(&self) -> Vec<LearnedEntry> {
-            vec![]
-        }
-        pub fn bridge_stats(&self) -> Arc<PortStats> {
-            self.stats.clone()
-        }
-        pub fn shutdown(self) {}
-    }
-}
-
-pub mod route {
-    use crate::frame::{NetworkId, PortId};
-    use crate::wire::ethernet::{Mac, MacError};
-
-    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-    pub enum Qualifier {
-        None,
-        Any,
-        Not(Mac),
-        Is(Mac),
     }
 
-    impl std::str::FromStr for Qualifier {
-        type Err = MacError;
-        fn from_str(text: &str) -> Result<Qualifier, MacError> {
-            match text {
-                "any" => Ok(Qualifier::Any),
-                "none" => Ok(Qualifier::None),
-                _ => match text.strip_prefix("not-") {
-                    Some(mac) => Ok(Qualifier::Not(mac.parse()?)),
-                    None => Ok(Qualifier::Is(text.parse()?)),
-                },
+    pub mod setup {
+        use crate::interface::Interface;
+        use crate::link::Link;
+        use crate::route::{Member, NetworkSpec, Rule};
+        use crate::stats::PortStats;
+        use std::sync::Arc;
+
+        pub struct InterfacePort {
+            pub member: Member,
+            pub name: String,
+            pub stats: Arc<PortStats>,
+            pub interface: Arc<dyn Interface>,
+        }
+
+        pub struct LinkPort {
+            pub member: Member,
+            pub link: Arc<Link>,
+        }
+
+        #[derive(Default)]
+        pub struct Parts {
+            pub networks: Vec<NetworkSpec>,
+            pub interfaces: Vec<InterfacePort>,
+            pub links: Vec<LinkPort>,
+            pub rules: Vec<Rule>,
+        }
+    }
+
+    pub mod core {
+        use super::setup::Parts;
+        use super::yielding::Strategy;
+        use crate::route::{Learned, Table};
+        use crate::stats::PortStats;
+        use std::net::{SocketAddr, UdpSocket};
+        use std::sync::{Arc, Mutex};
+
+        pub struct CoreOptions {
+            pub threads: usize,
+            pub cpus: Vec<usize>,
+            pub yield_strategy: Strategy,
+            pub sleep_us: u32,
+            pub nowork_us: u32,
+            pub listen: SocketAddr,
+        }
+
+        #[derive(Debug, thiserror::Error)]
+        #[error("cannot listen on {0} (UDP): {1}; stop what uses it or change [bridge] listen")]
+        pub struct CoreError(SocketAddr, std::io::Error);
+
+        pub struct Core {
+            socket: UdpSocket,
+            stats: Arc<PortStats>,
+            learned: Arc<Learned>,
+            parts: Mutex<Parts>,
+        }
+
+        impl Core {
+            pub fn start(options: &CoreOptions) -> Result<Core, CoreError> {
+                let socket = UdpSocket::bind(options.listen).map_err(|e| CoreError(options.listen, e))?;
+                Ok(Core {
+                    socket,
+                    stats: Arc::default(),
+                    learned: Arc::new(Learned::new()),
+                    parts: Mutex::default(),
+                })
+            }
+            pub fn bridge_address(&self) -> SocketAddr {
+                self.socket.local_addr().unwrap()
+            }
+            pub fn publish(&self, parts: Parts) {
+                *self.parts.lock().unwrap() = parts;
+            }
+            pub fn learned(&self) -> &Arc<Learned> {
+                &self.learned
+            }
+            pub fn table(&self) -> Arc<Table> {
+                Arc::new(Table::build(vec![], &[], &[]))
+            }
+            pub fn now_ms(&self) -> u64 {
+                0
+            }
+            pub fn bridge_stats(&self) -> &Arc<PortStats> {
+                &self.stats
             }
         }
-    }
-
-    impl std::fmt::Display for Qualifier {
-        fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-            match self {
-                Qualifier::None => f.write_str("none"),
-                Qualifier::Any => f.write_str("any"),
-                Qualifier::Not(mac) => write!(f, "not-{mac}"),
-                Qualifier::Is(mac) => mac.fmt(f),
-            }
-        }
-    }
-
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub enum Source {
-        Any,
-        AnyInterface,
-        AnyLink,
-        Port(PortId),
-    }
-
-    #[derive(Clone, Debug)]
-    pub struct Rule {
-        pub index: u32,
-        pub network: NetworkId,
-        pub src: Qualifier,
-        pub dst: Qualifier,
-        pub from: Source,
-        pub to: PortId,
-    }
-
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub enum Kind {
-        Interface,
-        Link,
-    }
-
-    #[derive(Clone, Debug)]
-    pub enum Networks {
-        All,
-        Some(Vec<NetworkId>),
-    }
-
-    #[derive(Clone, Debug)]
-    pub struct Member {
-        pub port: PortId,
-        pub kind: Kind,
-        pub networks: Networks,
-        pub mac: Option<Mac>,
-        pub storm_frames_per_s: Option<u32>,
-        pub port_security: bool,
-    }
-
-    #[derive(Clone, Debug)]
-    pub struct NetworkSpec {
-        pub id: NetworkId,
-        pub learning: bool,
-        pub ageing_s: u32,
     }
 }
 
@@ -186,6 +122,12 @@ pub mod link {
         pub mtu: Option<u16>,
     }
 
+    #[derive(Clone, Debug, PartialEq, Eq)]
+    pub enum LinkState {
+        Up,
+        Unreachable(String),
+    }
+
     pub struct Link {
         pub options: LinkOptions,
         pub port: PortId,
@@ -196,11 +138,20 @@ pub mod link {
         pub fn new(options: LinkOptions, port: PortId, stats: Arc<PortStats>) -> Arc<Link> {
             Arc::new(Link { options, port, stats })
         }
+        pub fn path_mtu(&self) -> u16 {
+            self.options.mtu.unwrap_or(1280)
+        }
+        pub fn state(&self) -> LinkState {
+            LinkState::Up
+        }
+        pub fn heard_ms(&self) -> Option<u64> {
+            None
+        }
     }
 }
 
 pub mod vhost_user {
-    use crate::frame::{Batch, Origin};
+    use crate::frame::{Batch, NetworkId, PortId};
     use crate::interface::{Interface, State};
     use crate::poll::Waker;
     use crate::stats::PortStats;
@@ -219,6 +170,8 @@ pub mod vhost_user {
         pub queues: usize,
     }
 
+    pub const QUEUES_MAX: usize = 128;
+
     #[derive(Debug, thiserror::Error)]
     #[error("cannot listen on '{0}': {1}")]
     pub struct VhostUserError(PathBuf, String);
@@ -231,7 +184,8 @@ pub mod vhost_user {
     impl VhostUser {
         pub fn start(
             options: VhostUserOptions,
-            _origin: Origin,
+            _port: PortId,
+            _network: NetworkId,
             _stats: Arc<PortStats>,
         ) -> Result<Arc<VhostUser>, VhostUserError> {
             let error = |text: String| VhostUserError(options.socket.clone(), text);

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use vnet::control::config::{Configuration, parse};
 use vnet::control::desired::{Attachment, Origin, Target};
-use vnet::dispatch::Yield;
+use vnet::dispatch::yielding;
 use vnet::frame::NetworkId;
 use vnet::interface::tap::Netns;
 use vnet::link::Encapsulation;
@@ -98,7 +98,10 @@ fn settings_that_the_design_shows_are_understood() {
     assert_eq!(desired.host.spec.name, "h1");
     assert_eq!(desired.control.spec.socket.to_str(), Some("/run/vnet/h1.sock"));
     let dispatch = &desired.dispatch.spec;
-    assert_eq!((dispatch.threads, &dispatch.cpus[..], dispatch.yield_strategy), (1, &[1][..], Yield::Timed));
+    assert_eq!(
+        (dispatch.threads, &dispatch.cpus[..], dispatch.yield_strategy),
+        (1, &[1][..], yielding::Strategy::Timed)
+    );
     assert_eq!((dispatch.sleep_us, dispatch.nowork_us), (60, 250));
     assert_eq!(desired.bridge.spec.listen, "[::]:9001".parse().unwrap());
     assert_eq!((desired.networks[0].spec.learning, desired.networks[0].spec.ageing_s), (true, 300));
@@ -125,7 +128,7 @@ fn objects_that_the_design_shows_are_understood() {
     assert_eq!((vm.spec.mac, vm.spec.mtu), ("52:54:00:00:00:01".parse().ok(), 1500));
     let netns = Some(Netns::Pid(12));
     assert_eq!(container.spec.attachment, Attachment::Tap { device: "vnet0".into(), netns });
-    assert_eq!((container.spec.queues, container.spec.storm_limit), (2, Some(1000)));
+    assert_eq!((container.spec.queues, container.spec.storm_limit), (2, 1000));
     assert_eq!((container.spec.network.get(), container.spec.mtu), (7, 65535));
     let [link, old] = &desired.links[..] else { panic!("two links") };
     assert_eq!((link.spec.encapsulation, &link.spec.networks), (Encapsulation::Native, &None));

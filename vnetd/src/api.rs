@@ -15,7 +15,10 @@ use axum::routing::{delete, get, post};
 use serde::{Deserialize, Serialize};
 use vnet::control::api;
 use vnet::control::config::{self, ConfigError};
+use vnet::control::desired::Target;
 use vnet::control::engine::{Engine, EngineError};
+use vnet::frame::NetworkId;
+use vnet::wire::ethernet::Mac;
 
 use crate::Shared;
 use crate::socket::Guarded;
@@ -40,6 +43,7 @@ pub async fn serve(listener: Guarded, shared: Shared) {
         .route("/v1/routes", get(async |State(shared)| ask(shared, Engine::routes).await).post(add_route))
         .route("/v1/routes/{index}", delete(remove_route))
         .route("/v1/apply", post(apply))
+        .route("/v1/trace", get(trace))
         .fallback(async || refusal(StatusCode::NOT_FOUND, "there is nothing at this path; see /v1/status"))
         .method_not_allowed_fallback(async || {
             refusal(StatusCode::METHOD_NOT_ALLOWED, "this path does not know this method")
@@ -105,7 +109,7 @@ impl IntoResponse for Refused {
             Refused::Engine(error) => {
                 let status = match error {
                     EngineError::Invalid(_) => StatusCode::BAD_REQUEST,
-                    EngineError::NotFound(_) => StatusCode::NOT_FOUND,
+                    EngineError::NotFound(_) | EngineError::UnknownSource(_) => StatusCode::NOT_FOUND,
                     _ => StatusCode::CONFLICT,
                 };
                 refusal(status, &error.to_string())
@@ -211,6 +215,24 @@ struct ApplyQuery {
 
 fn request() -> String {
     "request".into()
+}
+
+/// What `GET /v1/trace` may be asked.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct TraceQuery {
+    src: Mac,
+    dst: Mac,
+    #[serde(default)]
+    network: NetworkId,
+    from: Option<String>,
+}
+
+async fn trace(State(shared): State<Shared>, query: Result<Query<TraceQuery>, QueryRejection>) -> Answer {
+    let Query(TraceQuery { src, dst, network, from }) = query?;
+    let from = from.map(|from| from.parse::<Target>()).transpose().map_err(Refused::Request)?;
+    let traced = with_engine(shared, move |engine| Ok(engine.trace(network, src, dst, from.as_ref())?));
+    Ok(json(StatusCode::OK, &traced.await?))
 }
 
 async fn apply(

@@ -80,8 +80,7 @@ pub struct Interface {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub netns: Option<String>,
     /// Most flooded frames a second.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub storm_limit: Option<u32>,
+    pub storm_limit: u32,
     /// Whether source addresses are held to `mac`.
     pub port_security: bool,
 }
@@ -98,9 +97,16 @@ pub struct Link {
     /// The networks it carries; all when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub networks: Option<Vec<NetworkId>>,
-    /// MTU of the path in bytes, when it was given.
+    /// `up`, or `unreachable` where the kernel has no route to the other host.
+    pub state: String,
+    /// Why it is not up.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub mtu: Option<u16>,
+    pub reason: Option<String>,
+    /// Largest IP packet that is sent on it, in bytes.
+    pub mtu: u16,
+    /// Seconds since anything came by it; absent when nothing ever did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub heard_s: Option<u64>,
 }
 
 /// One of `GET /v1/routes`; the answer to `POST /v1/routes`.
@@ -142,8 +148,34 @@ pub struct Learned {
     pub mac: Mac,
     /// Where it is: `interface NAME` or `link NAME`.
     pub at: String,
-    /// Seconds since it was last seen.
-    pub age_s: u64,
+    /// `learned`, `frozen` (learned, but it moved too often) or `configured`.
+    pub held: String,
+    /// Seconds since it was last seen; 0 for configured ones.
+    pub age_s: u32,
+}
+
+/// `GET /v1/trace?src=MAC&dst=MAC`, optionally `&network=ID&from=PLACE`
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Trace {
+    /// Network.
+    pub network: NetworkId,
+    /// Source address.
+    pub src: Mac,
+    /// Destination address.
+    pub dst: Mac,
+    /// Where the frame would come from: `interface NAME` or `link NAME`.
+    pub from: String,
+    /// What decides: `guard`, `rules`, `configured`, `learned`, `flood` or `nothing`.
+    pub by: String,
+    /// The same for people.
+    pub why: String,
+    /// Indices of the rules that decide.
+    pub rules: Vec<u32>,
+    /// Where it would go.
+    pub to: Vec<String>,
+    /// Why it would be dropped.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub drop: Option<String>,
 }
 
 /// `GET /v1/stats`

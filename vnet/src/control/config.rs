@@ -11,11 +11,12 @@ use std::sync::Arc;
 use super::check;
 use super::desired::*;
 use super::table::{Entry, Place, Placed, Problem, Reader, Table, Value, quote};
-use crate::dispatch::Yield;
+use crate::dispatch::yielding::Strategy;
 use crate::frame::{MTU_MAX, NetworkId};
 use crate::interface::tap::DEVICE_NAME_MAX;
+use crate::interface::vhost_user;
 use crate::link::Encapsulation;
-use crate::route::Qualifier;
+use crate::route::{AGEING_S, Qualifier, STORM_FRAMES_PER_S};
 use crate::wire::ethernet::Mac;
 
 /// Largest configuration file in bytes: a million routes fit.
@@ -174,11 +175,11 @@ fn read_control(table: Table, notes: &mut Notes) -> Item<ControlSpec> {
 }
 
 fn read_dispatch(table: Table, notes: &mut Notes) -> Item<DispatchSpec> {
-    const YIELDS: [(&str, Option<Yield>); 4] = [
-        ("block", Some(Yield::Block)),
-        ("immediate", Some(Yield::Immediate)),
-        ("timed", Some(Yield::Timed)),
-        ("adaptive", Some(Yield::Adaptive)),
+    const YIELDS: [(&str, Option<Strategy>); 4] = [
+        ("block", Some(Strategy::Block)),
+        ("immediate", Some(Strategy::Immediate)),
+        ("timed", Some(Strategy::Timed)),
+        ("adaptive", Some(Strategy::Adaptive)),
     ];
     let default = DispatchSpec::default();
     let mut reader = Reader::new("[dispatch]", table, &mut notes.problems);
@@ -216,7 +217,7 @@ fn read_network(table: Table, notes: &mut Notes) -> Option<Item<NetworkSpec>> {
     reader.require("id", "1");
     let id = reader.take("id").and_then(|entry| network_id(&mut reader, "id", &entry));
     let learning = reader.flag("learning").is_none_or(|(_, flag)| flag);
-    let ageing_s = reader.number("ageing_s", 1, AGEING_MAX_S).unwrap_or(AGEING_DEFAULT_S);
+    let ageing_s = reader.number("ageing_s", 0, AGEING_MAX_S).unwrap_or(AGEING_S);
     reader.finish();
     Some(Item { place, spec: NetworkSpec { id: id?, learning, ageing_s } })
 }
@@ -230,8 +231,12 @@ fn read_interface(table: Table, notes: &mut Notes) -> Option<Item<InterfaceSpec>
     let network = read_network_of(&mut reader);
     let mac = read_mac(&mut reader);
     let mtu = reader.number("mtu", MTU_MIN, MTU_MAX as u32).unwrap_or(MTU_DEFAULT);
-    let queues = reader.number("queues", 1, QUEUES_MAX).unwrap_or(1);
-    let storm_limit = reader.number("storm_limit", 1, RATE_MAX);
+    let queues_max = match attachment {
+        Some(Attachment::VhostUser { .. }) => vhost_user::QUEUES_MAX as u32,
+        _ => TAP_QUEUES_MAX,
+    };
+    let queues = reader.number("queues", 1, queues_max).unwrap_or(1);
+    let storm_limit = reader.number("storm_limit", 1, RATE_MAX).unwrap_or(STORM_FRAMES_PER_S);
     let security = reader.flag("port_security");
     if let (Some((place, true)), None) = (&security, mac) {
         let place = place.clone();
@@ -353,9 +358,9 @@ fn read_route(table: Table, notes: &mut Notes) -> Option<Item<RouteSpec>> {
     let mut reader = Reader::new("[[route]]", table, &mut notes.problems);
     let place = reader.place();
     let network = read_network_of(&mut reader);
-    let src = read_qualifier(&mut reader, "src");
+    let src = reader.parsed("src").map_or(Qualifier::Any, |(_, src)| src);
     reader.require("dst", "\"52:54:00:00:00:02\"");
-    let dst = read_qualifier(&mut reader, "dst");
+    let dst = reader.parsed("dst").map(|(_, dst)| dst);
     let from = reader.parsed("from").map_or(Origin::Any, |(_, from)| from);
     reader.require("to", "\"link h2\"");
     let to = reader.parsed("to").map(|(_, to)| to);
@@ -363,17 +368,7 @@ fn read_route(table: Table, notes: &mut Notes) -> Option<Item<RouteSpec>> {
     if notes.problems.len() != before {
         return None;
     }
-    Some(Item { place, spec: RouteSpec { network, src, dst, from, to: to? } })
-}
-
-fn read_qualifier(reader: &mut Reader<'_>, key: &'static str) -> Qualifier {
-    let Some((place, text)) = reader.text(key) else { return Qualifier::Any };
-    text.parse().unwrap_or_else(|_| {
-        let text =
-            format!("{key} {} is no qualifier; write any, none, a MAC address or not-MAC", quote(&text));
-        reader.problem(&place, text);
-        Qualifier::Any
-    })
+    Some(Item { place, spec: RouteSpec { network, src, dst: dst?, from, to: to? } })
 }
 
 fn read_name(reader: &mut Reader<'_>, example: &str) -> Option<String> {

@@ -10,11 +10,11 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use super::table::Place;
-use crate::dispatch::Yield;
+use crate::dispatch::yielding::Strategy;
 use crate::frame::NetworkId;
 use crate::interface::tap::Netns;
 use crate::link::Encapsulation;
-use crate::route::Qualifier;
+use crate::route::{AGEING_S, Qualifier, STORM_FRAMES_PER_S};
 use crate::wire::ethernet::Mac;
 
 /// Most interfaces of a host (DESIGN.md section 10).
@@ -29,10 +29,8 @@ pub const MTU_MIN: u32 = 68;
 pub const MTU_DEFAULT: u32 = 1_500;
 /// Smallest path MTU of a link in bytes (RFC 791: what every IPv4 path can take, reassembled).
 pub const LINK_MTU_MIN: u32 = 576;
-/// Most queue pairs of an interface (the kernel's limit for a TAP).
-pub const QUEUES_MAX: u32 = 256;
-/// Seconds after which a learned address that was not seen again is forgotten (IEEE 802.1Q's recommendation).
-pub const AGEING_DEFAULT_S: u32 = 300;
+/// Most queues of a TAP (the kernel's limit).
+pub const TAP_QUEUES_MAX: u32 = 256;
 /// Longest path of a Unix socket, in bytes (`sockaddr_un` less the closing zero).
 pub const SOCKET_PATH_MAX: usize = 107;
 /// The control socket unless the file says otherwise.
@@ -104,7 +102,7 @@ pub struct DispatchSpec {
     /// Processor of each dispatcher; empty: the kernel chooses.
     pub cpus: Vec<usize>,
     /// What a dispatcher does when there is nothing to do.
-    pub yield_strategy: Yield,
+    pub yield_strategy: Strategy,
     /// T_sleep of VNET/P's timed yield, in microseconds.
     pub sleep_us: u32,
     /// T_nowork of VNET/P's adaptive yield, in microseconds.
@@ -116,7 +114,7 @@ impl Default for DispatchSpec {
         DispatchSpec {
             threads: 1,
             cpus: vec![],
-            yield_strategy: Yield::Adaptive,
+            yield_strategy: Strategy::Adaptive,
             sleep_us: 50,
             nowork_us: 200,
         }
@@ -150,7 +148,7 @@ pub struct NetworkSpec {
 impl NetworkSpec {
     /// Network `id` as it is when nothing is said about it.
     pub fn new(id: NetworkId) -> NetworkSpec {
-        NetworkSpec { id, learning: true, ageing_s: AGEING_DEFAULT_S }
+        NetworkSpec { id, learning: true, ageing_s: AGEING_S }
     }
 }
 
@@ -169,8 +167,8 @@ pub struct InterfaceSpec {
     pub mtu: u32,
     /// Queue pairs.
     pub queues: u32,
-    /// Most flooded frames it may send a second; unlimited when absent.
-    pub storm_limit: Option<u32>,
+    /// Most flooded frames it may send a second.
+    pub storm_limit: u32,
     /// Whether frames from it must carry its own address as their source.
     pub port_security: bool,
 }
@@ -374,8 +372,8 @@ impl fmt::Display for InterfaceSpec {
         if self.queues != 1 {
             write!(f, ", {} queues", self.queues)?;
         }
-        if let Some(limit) = self.storm_limit {
-            write!(f, ", storm limit {limit}/s")?;
+        if self.storm_limit != STORM_FRAMES_PER_S {
+            write!(f, ", storm limit {}/s", self.storm_limit)?;
         }
         if self.port_security { f.write_str(", port security") } else { Ok(()) }
     }
@@ -417,11 +415,11 @@ pub fn encapsulation_name(encapsulation: Encapsulation) -> &'static str {
 }
 
 /// A yield strategy's word in the configuration.
-pub fn yield_name(strategy: Yield) -> &'static str {
+pub fn yield_name(strategy: Strategy) -> &'static str {
     match strategy {
-        Yield::Block => "block",
-        Yield::Immediate => "immediate",
-        Yield::Timed => "timed",
-        Yield::Adaptive => "adaptive",
+        Strategy::Block => "block",
+        Strategy::Immediate => "immediate",
+        Strategy::Timed => "timed",
+        Strategy::Adaptive => "adaptive",
     }
 }

@@ -21,14 +21,16 @@ use super::desired::*;
 use super::plan::{self, Plan};
 use super::table::Problem;
 use super::{check, config};
-use crate::dispatch::{Core, CoreError, CoreOptions, InterfacePort, Setup};
+use crate::dispatch::core::{Core, CoreError, CoreOptions};
+use crate::dispatch::setup::{InterfacePort, LinkPort, Parts};
 use crate::frame::{self, PortId};
 use crate::interface::tap::{Tap, TapOptions};
 use crate::interface::vhost_user::{VhostUser, VhostUserOptions};
 use crate::interface::{Interface, State};
 use crate::link::{Link, LinkOptions};
-use crate::route::{self, Kind, Member, Networks, Rule, Source};
+use crate::route::{self, Member, Networks, PortKind, Rule, Source};
 use crate::stats::PortStats;
+use crate::wire::ethernet::Mac;
 
 /// Why a change was refused. Nothing has changed then, unless the message says so.
 #[derive(Debug, thiserror::Error)]
@@ -48,6 +50,9 @@ pub enum EngineError {
     /// What should be removed is not there.
     #[error("there is no {0}; see what there is with 'list'")]
     NotFound(String),
+    /// Nobody knows where a traced frame would come from.
+    #[error("it is not known where {0} is; say where the frame comes from: --from 'interface NAME'")]
+    UnknownSource(Mac),
     /// What should be removed is named by rules.
     #[error("{target} is named by route {routes}; delete that first")]
     InUse {
@@ -76,7 +81,7 @@ impl LiveInterface {
 pub(super) struct LiveLink {
     pub port: PortId,
     pub stats: Arc<PortStats>,
-    link: Arc<Link>,
+    pub link: Arc<Link>,
 }
 
 impl LiveLink {
@@ -117,7 +122,7 @@ impl Engine {
         let DispatchSpec { threads, cpus, yield_strategy, sleep_us, nowork_us } =
             desired.dispatch.spec.clone();
         let listen = desired.bridge.spec.listen;
-        let core = Core::start(CoreOptions { threads, cpus, yield_strategy, sleep_us, nowork_us, listen })?;
+        let core = Core::start(&CoreOptions { threads, cpus, yield_strategy, sleep_us, nowork_us, listen })?;
         let (networks, interfaces, links, routes) = (vec![], vec![], vec![], vec![]);
         let mut engine = Engine {
             core,
@@ -140,10 +145,8 @@ impl Engine {
 
     /// Stops everything: the guests see their links go down, sockets and devices are removed.
     pub fn stop(self) {
-        self.core.publish(Setup { networks: vec![], interfaces: vec![], links: vec![], rules: vec![] });
+        self.core.publish(Parts::default());
         self.interfaces.values().for_each(|live| live.interface.stop());
-        drop(self.interfaces);
-        self.core.shutdown();
     }
 
     /// What the host is.
@@ -334,7 +337,7 @@ impl Engine {
     }
 
     /// What the core is to do: `desired`, as far as it is open.
-    fn setup(&self, desired: &Desired) -> Setup {
+    fn setup(&self, desired: &Desired) -> Parts {
         let port = |target: &Target| match target {
             Target::Interface(name) => self.interfaces.get(name).map(|live| live.port),
             Target::Link(name) => self.links.get(name).map(|live| live.port),
@@ -354,25 +357,32 @@ impl Engine {
             let live = self.interfaces.get(&spec.name)?;
             let member = Member {
                 port: live.port,
-                kind: Kind::Interface,
-                networks: Networks::Some(vec![spec.network]),
+                kind: PortKind::Interface,
+                networks: Networks::only([spec.network]),
                 mac: spec.mac,
-                storm_frames_per_s: spec.storm_limit,
+                storm_frames_per_s: Some(spec.storm_limit),
                 port_security: spec.port_security,
             };
-            let (name, mtu) = (spec.name.clone(), live.mtu as usize);
-            Some(InterfacePort {
-                member,
-                name,
-                mtu,
-                stats: live.stats.clone(),
-                interface: live.interface.clone(),
-            })
+            let (name, stats, interface) = (spec.name.clone(), live.stats.clone(), live.interface.clone());
+            Some(InterfacePort { member, name, stats, interface })
         };
-        Setup {
+        let link = |Item { spec, .. }: &Item<LinkSpec>| {
+            let live = self.links.get(&spec.name)?;
+            let networks = spec.networks.clone();
+            let member = Member {
+                port: live.port,
+                kind: PortKind::Link,
+                networks: networks.map_or(Networks::All, Networks::only),
+                mac: None,
+                storm_frames_per_s: None,
+                port_security: false,
+            };
+            Some(LinkPort { member, link: live.link.clone() })
+        };
+        Parts {
             networks: plan::networks(desired).into_iter().map(|item| network(&item.spec)).collect(),
             interfaces: desired.interfaces.iter().filter_map(interface).collect(),
-            links: self.links.values().map(|live| live.link.clone()).collect(),
+            links: desired.links.iter().filter_map(link).collect(),
             rules: desired.routes.iter().filter_map(rule).collect(),
         }
     }
@@ -463,17 +473,18 @@ fn network(spec: &NetworkSpec) -> route::NetworkSpec {
 
 fn open_interface(spec: &InterfaceSpec, port: PortId) -> Result<LiveInterface, String> {
     let stats = Arc::new(PortStats::default());
-    let origin = frame::Origin { port, network: spec.network };
     let (mac, mtu, queues) = (spec.mac, spec.mtu as usize, spec.queues as usize);
     let (interface, mtu): (Arc<dyn Interface>, u32) = match &spec.attachment {
         Attachment::VhostUser { socket, server } => {
             let (socket, server, name) = (socket.clone(), *server, spec.name.clone());
             let options = VhostUserOptions { name, socket, server, mac, mtu, queues };
-            let interface = VhostUser::start(options, origin, stats.clone()).map_err(|e| e.to_string())?;
+            let interface =
+                VhostUser::start(options, port, spec.network, stats.clone()).map_err(|e| e.to_string())?;
             (interface, spec.mtu)
         }
         Attachment::Tap { device, netns } => {
             let (device, netns) = (device.clone(), netns.clone());
+            let origin = frame::Origin { port, network: spec.network };
             let options = TapOptions { device, netns, mac, mtu, queues };
             let tap = Tap::open(&options, origin, stats.clone()).map_err(|e| e.to_string())?;
             let mtu = tap.mtu() as u32;

@@ -154,7 +154,7 @@ fn settings_of_the_core_change_without_opening_anew() {
     let port = engine.interfaces["vm1"].port;
     engine.apply(desired(dir.path(), &(vm("vm1") + "storm_limit = 5\n"))).unwrap();
     assert_eq!(engine.interfaces["vm1"].port, port);
-    assert_eq!(engine.interfaces()[0].storm_limit, Some(5));
+    assert_eq!(engine.interfaces()[0].storm_limit, 5);
     engine.stop();
 }
 

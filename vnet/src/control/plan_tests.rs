@@ -19,26 +19,15 @@ fn network() -> impl Strategy<Value = NetworkId> {
 }
 
 fn interface(n: usize) -> impl Strategy<Value = Item<InterfaceSpec>> {
-    (network(), 1u32..3, proptest::option::of(1u32..3), any::<bool>()).prop_map(
-        move |(network, queues, storm_limit, tap)| {
-            let attachment = if tap {
-                Attachment::Tap { device: format!("t{n}"), netns: None }
-            } else {
-                Attachment::VhostUser { socket: format!("/run/{n}").into(), server: true }
-            };
-            let (name, mac, mtu) = (format!("i{n}"), None, 1500);
-            item(InterfaceSpec {
-                name,
-                attachment,
-                network,
-                mac,
-                mtu,
-                queues,
-                storm_limit,
-                port_security: false,
-            })
-        },
-    )
+    (network(), 1u32..3, 1u32..3, any::<bool>()).prop_map(move |(network, queues, storm_limit, tap)| {
+        let attachment = if tap {
+            Attachment::Tap { device: format!("t{n}"), netns: None }
+        } else {
+            Attachment::VhostUser { socket: format!("/run/{n}").into(), server: true }
+        };
+        let (name, mac, mtu) = (format!("i{n}"), None, 1500);
+        item(InterfaceSpec { name, attachment, network, mac, mtu, queues, storm_limit, port_security: false })
+    })
 }
 
 fn link(n: usize) -> impl Strategy<Value = Item<LinkSpec>> {

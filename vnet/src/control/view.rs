@@ -4,9 +4,13 @@ use std::collections::HashMap;
 
 use super::api;
 use super::desired::*;
-use super::engine::Engine;
+use super::engine::{Engine, EngineError};
 use super::plan;
+use crate::frame::{NetworkId, PortId};
 use crate::interface::State;
+use crate::link::LinkState;
+use crate::route::{By, Flow, Held, LearnedEntry, explain};
+use crate::wire::ethernet::Mac;
 
 impl Engine {
     /// The host at a glance.
@@ -25,7 +29,7 @@ impl Engine {
             links: self.current.links.len(),
             routes: self.current.routes.len(),
             networks: plan::networks(&self.current).len(),
-            learned: self.core.learned().len(),
+            learned: self.known().iter().filter(|entry| entry.held != Held::Pinned).count(),
             balance: self.stats().balance,
         }
     }
@@ -71,14 +75,25 @@ impl Engine {
 
     /// All links.
     pub fn links(&self) -> Vec<api::Link> {
-        let link = |Item { spec, .. }: &Item<LinkSpec>| api::Link {
-            name: spec.name.clone(),
-            remote: spec.remote.to_string(),
-            encapsulation: encapsulation_name(spec.encapsulation).into(),
-            networks: spec.networks.clone(),
-            mtu: spec.mtu,
+        let now_ms = self.core.now_ms();
+        let link = |Item { spec, .. }: &Item<LinkSpec>| {
+            let link = &self.links.get(&spec.name)?.link;
+            let (state, reason) = match link.state() {
+                LinkState::Up => ("up", None),
+                LinkState::Unreachable(reason) => ("unreachable", Some(reason)),
+            };
+            Some(api::Link {
+                name: spec.name.clone(),
+                remote: spec.remote.to_string(),
+                encapsulation: encapsulation_name(spec.encapsulation).into(),
+                networks: spec.networks.clone(),
+                state: state.into(),
+                reason,
+                mtu: link.path_mtu(),
+                heard_s: link.heard_ms().map(|heard_ms| now_ms.saturating_sub(heard_ms) / 1000),
+            })
         };
-        self.current.links.iter().map(link).collect()
+        self.current.links.iter().filter_map(link).collect()
     }
 
     /// All rules, by index.
@@ -111,22 +126,77 @@ impl Engine {
         plan::networks(&self.current).into_iter().map(network).collect()
     }
 
-    /// All learned addresses.
+    /// All known addresses, configured ones included.
     pub fn learned(&self) -> Vec<api::Learned> {
-        let interfaces = self.interfaces.iter().map(|(name, live)| (live.port, format!("interface {name}")));
-        let links = self.links.iter().map(|(name, live)| (live.port, format!("link {name}")));
-        let places: HashMap<_, _> = interfaces.chain(links).collect();
-        let learned = |entry: crate::dispatch::LearnedEntry| {
-            Some(api::Learned {
-                network: entry.network,
-                mac: entry.mac,
-                at: places.get(&entry.port)?.clone(),
-                age_s: u64::from(entry.age_s),
-            })
+        let places = self.places();
+        let learned = |entry: LearnedEntry| {
+            let held = match entry.held {
+                Held::Learned => "learned",
+                Held::Frozen => "frozen",
+                Held::Pinned => "configured",
+            };
+            let LearnedEntry { network, mac, age_s, .. } = entry;
+            let at = places.get(&entry.port)?.to_string();
+            Some(api::Learned { network, mac, at, held: held.into(), age_s })
         };
-        let mut learned: Vec<_> = self.core.learned().into_iter().filter_map(learned).collect();
-        learned.sort_by_key(|entry| (entry.network, entry.mac));
-        learned
+        self.known().into_iter().filter_map(learned).collect()
+    }
+
+    fn known(&self) -> Vec<LearnedEntry> {
+        self.core.learned().entries(&self.core.table(), self.core.now_ms())
+    }
+
+    /// Who is at each port.
+    fn places(&self) -> HashMap<PortId, Target> {
+        let interfaces = self.interfaces.iter().map(|(name, i)| (i.port, Target::Interface(name.clone())));
+        let links = self.links.iter().map(|(name, link)| (link.port, Target::Link(name.clone())));
+        interfaces.chain(links).collect()
+    }
+
+    /// What would become of a frame, and why. Without `from` it comes from where its source is known to be.
+    pub fn trace(
+        &self,
+        network: NetworkId,
+        src: Mac,
+        dst: Mac,
+        from: Option<&Target>,
+    ) -> Result<api::Trace, EngineError> {
+        let places = self.places();
+        let from = match from {
+            Some(target) => {
+                let found = places.iter().find(|(_, at)| *at == target).map(|(port, _)| *port);
+                found.ok_or_else(|| EngineError::NotFound(target.to_string()))?
+            }
+            None => {
+                let known = self.known();
+                let found = known.iter().find(|entry| entry.mac == src && entry.network == network);
+                found.ok_or(EngineError::UnknownSource(src))?.port
+            }
+        };
+        let flow = Flow { network, src, dst, from };
+        let found = explain(&self.core.table(), self.core.learned(), &flow, self.core.now_ms());
+        let mut rules = vec![];
+        let (by, why) = match found.by {
+            By::Guard => ("guard", "it may not enter".into()),
+            By::Rules { priority, rules: found } => {
+                rules.extend(found.iter().map(|rule| rule.index));
+                let indices: Vec<_> = rules.iter().map(ToString::to_string).collect();
+                ("rules", format!("route {} of priority {priority}", indices.join(" and ")))
+            }
+            By::Pinned => ("configured", format!("{dst} is configured there")),
+            By::Learned { age_s, frozen } => {
+                let frozen = if frozen { ", frozen there" } else { "" };
+                ("learned", format!("{dst} was heard there {age_s} s ago{frozen}"))
+            }
+            By::Flood => ("flood", format!("{dst} is a group or not known, so the network is flooded")),
+            By::Nothing => ("nothing", "no route applies and the network does not learn".into()),
+        };
+        let place = |port: &PortId| places.get(port).map(ToString::to_string).unwrap_or_default();
+        let (to, drop) = match found.outcome {
+            Ok(ports) => (ports.iter().map(place).collect(), None),
+            Err(reason) => (vec![], Some(reason.name().to_string())),
+        };
+        Ok(api::Trace { network, src, dst, from: place(&from), by: by.into(), why, rules, to, drop })
     }
 
     /// All counters.
@@ -144,7 +214,7 @@ impl Engine {
                 ports.push(port("link", &spec.name, (&*live.stats).into()));
             }
         }
-        ports.push(port("bridge", "bridge", (&*self.core.bridge_stats()).into()));
+        ports.push(port("bridge", "bridge", (&**self.core.bridge_stats()).into()));
         if self.retired != api::Counters::default() {
             ports.push(port("removed", "removed", self.retired.clone()));
         }
