@@ -20,7 +20,5 @@ pub mod frame;
 pub mod interface;
 pub mod poll;
 pub mod route;
-mod standin;
-pub use standin::{dispatch, link};
 pub mod stats;
 pub mod wire;

@@ -8,7 +8,6 @@
 
 pub mod fake;
 pub mod tap;
-pub use crate::standin::vhost_user;
 
 use crate::frame::{Batch, Frame};
 use crate::poll::Waker;
