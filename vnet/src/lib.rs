@@ -16,8 +16,10 @@
 //! `frame` sees only `wire`, and `wire` nobody. `tests/rooms.rs` keeps it so.
 
 pub mod control;
+pub mod dispatch;
 pub mod frame;
 pub mod interface;
+pub mod link;
 pub mod poll;
 pub mod route;
 pub mod stats;

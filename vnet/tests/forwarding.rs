@@ -83,7 +83,7 @@ impl Host {
     /// in + copies - out - drops over all ports: zero when nothing is under way or lost.
     fn imbalance(&self) -> i64 {
         let stats =
-            self.interfaces.iter().map(|i| &*i.stats).chain(self.links.iter().map(|l| l.link.stats()));
+            self.interfaces.iter().map(|i| &*i.stats).chain(self.links.iter().map(|l| &**l.link.stats()));
         stats
             .map(|s| {
                 (s.in_frames.get() + s.copies.get()) as i64 - (s.out_frames.get() + s.drops_total()) as i64

@@ -18,7 +18,7 @@ use super::setup::{Parts, Setup};
 use super::yielding::{Strategy, Yielder};
 use crate::link::{Bridge, BridgeError, ReassemblyBudget};
 use crate::poll::Poller;
-use crate::route::Learned;
+use crate::route::{Learned, Table};
 use crate::stats::PortStats;
 
 /// How a core runs.
@@ -198,6 +198,11 @@ impl Core {
     /// Addresses learned so far.
     pub fn learned(&self) -> &Arc<Learned> {
         &self.shared.learned
+    }
+
+    /// The routing table in force.
+    pub fn table(&self) -> Arc<Table> {
+        self.shared.setup.load().table.clone()
     }
 
     /// Milliseconds on the core's clock.

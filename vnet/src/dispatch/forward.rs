@@ -30,8 +30,15 @@ pub(super) struct Forwarder {
 impl Forwarder {
     pub(super) fn new(router: Router, sender: Sender, setup: Arc<Setup>) -> Forwarder {
         let by_queue = Vec::with_capacity(BATCH_MAX);
-        let mut forwarder =
-            Forwarder { router, sender, setup: setup.clone(), now_ms: 0, lists: vec![], touched: vec![], by_queue };
+        let mut forwarder = Forwarder {
+            router,
+            sender,
+            setup: setup.clone(),
+            now_ms: 0,
+            lists: vec![],
+            touched: vec![],
+            by_queue,
+        };
         forwarder.adopt(setup);
         forwarder
     }
@@ -78,12 +85,12 @@ impl Forwarder {
                 }
                 Decision::Drop(reason) => (0, reason),
             };
-            if made != 1 {
-                if let Some(port) = setup.port(frame.from) {
-                    match made {
-                        0 => port.stats().drop_frames(reason, 1),
-                        _ => port.stats().copies.add(made - 1),
-                    }
+            if made != 1
+                && let Some(port) = setup.port(frame.from)
+            {
+                match made {
+                    0 => port.stats().drop_frames(reason, 1),
+                    _ => port.stats().copies.add(made - 1),
                 }
             }
         }

@@ -88,7 +88,12 @@ struct Dispatcher {
 }
 
 impl Dispatcher {
-    fn new(id: usize, shared: Arc<Shared>, bridge: crate::link::Bridge, yielder: Yielder) -> std::io::Result<Dispatcher> {
+    fn new(
+        id: usize,
+        shared: Arc<Shared>,
+        bridge: crate::link::Bridge,
+        yielder: Yielder,
+    ) -> std::io::Result<Dispatcher> {
         let poller = shared.poller(id).clone();
         poller.waker(SOCKET).watch(bridge.rx.fd())?;
         let setup = shared.setup();
@@ -123,7 +128,7 @@ impl Dispatcher {
             turns = turns.wrapping_add(1);
             if busy {
                 self.yielder.worked();
-                if turns % TURNS_PER_POLL == 0 {
+                if turns.is_multiple_of(TURNS_PER_POLL) {
                     self.wait(Duration::ZERO);
                     self.tick_if_due();
                 }
@@ -238,7 +243,10 @@ impl Dispatcher {
         self.forwarder.adopt(self.setup.clone());
         let mut kept = Vec::new();
         for served in std::mem::take(&mut self.served) {
-            let same = self.setup.interface(served.port).is_some_and(|i| Arc::ptr_eq(&i.interface, &served.interface));
+            let same = self
+                .setup
+                .interface(served.port)
+                .is_some_and(|i| Arc::ptr_eq(&i.interface, &served.interface));
             if same {
                 kept.push(served);
             } else {

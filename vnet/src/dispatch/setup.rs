@@ -84,7 +84,8 @@ impl Setup {
         let links: Vec<Arc<Link>> = parts.links.iter().map(|l| l.link.clone()).collect();
         let size = members.iter().map(|m| m.port.index() + 1).max().unwrap_or(0);
         let mut ports: Vec<Option<Port>> = (0..size).map(|_| None).collect();
-        let interfaces = parts.interfaces.into_iter().map(|i| (i.member.port, PortKind::Interface, Port::Interface(i)));
+        let interfaces =
+            parts.interfaces.into_iter().map(|i| (i.member.port, PortKind::Interface, Port::Interface(i)));
         let link_ports = parts.links.into_iter().map(|l| (l.member.port, PortKind::Link, Port::Link(l)));
         for (id, kind, port) in interfaces.chain(link_ports) {
             let member_kind = match &port {

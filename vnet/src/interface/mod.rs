@@ -8,6 +8,8 @@
 
 pub mod fake;
 pub mod tap;
+pub mod vhost_user;
+pub mod virtqueue;
 
 use crate::frame::{Batch, Frame};
 use crate::poll::Waker;

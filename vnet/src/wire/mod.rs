@@ -6,5 +6,6 @@
 pub mod checksum;
 pub mod ethernet;
 pub mod flow;
+pub mod native;
 pub mod offload;
 pub mod segment;

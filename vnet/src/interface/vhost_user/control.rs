@@ -1,0 +1,235 @@
+//! The control thread of one interface: finds a front end, serves its messages, and finds the next one.
+//!
+//! Most messages are read and checked by crate `vhost`. Three are taken off the socket before it sees them:
+//! SET_VRING_ENABLE, because QEMU sends it before SET_FEATURES, which the crate refuses; SEND_RARP and NET_SET_MTU, because
+//! it does not know them.
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::net::RecvFlags;
+use vhost::vhost_user::message::FrontendReq;
+use vhost::vhost_user::{BackendReqHandler, Error, Result, VhostUserBackendReqHandlerMut};
+
+use super::device::Device;
+use super::session::{Session, refuse};
+use super::socket::{Listener, connect};
+use super::vring::Vring;
+
+/// Longest pause between two attempts to connect.
+const BACK_OFF_MAX: Duration = Duration::from_secs(1);
+/// Pause after a front end broke the protocol, so that one that does it over and over costs nothing.
+const PENALTY: Duration = Duration::from_millis(100);
+/// Bytes of a message's header, and of one with a 64-bit payload.
+const HEADER_LEN: usize = 12;
+const MESSAGE_LEN: usize = HEADER_LEN + 8;
+// Bits of a header's flags (vhost-user, "Header").
+const VERSION_MASK: u32 = 3;
+const VERSION: u32 = 1;
+const REPLY: u32 = 4;
+const NEED_REPLY: u32 = 8;
+
+/// Where front ends come from.
+pub(super) enum Source {
+    /// They connect to us.
+    Listen(Listener),
+    /// We connect to them.
+    Connect(PathBuf),
+}
+
+/// Lets another thread end the control thread, wherever it waits.
+pub(super) struct Stop {
+    asked: AtomicBool,
+    bell: OwnedFd,
+    /// The connection being served: shutting it down ends any read or write on it.
+    stream: Mutex<Option<UnixStream>>,
+}
+
+impl Stop {
+    pub(super) fn new() -> std::io::Result<Stop> {
+        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Stop { asked: AtomicBool::new(false), bell, stream: Mutex::new(None) })
+    }
+
+    /// Asks the thread to end.
+    pub(super) fn ask(&self) {
+        self.asked.store(true, Ordering::SeqCst);
+        // The bell is never read, so its counter cannot be full.
+        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+        if let Some(stream) = &*self.stream.lock().unwrap_or_else(PoisonError::into_inner) {
+            // A stream that is gone already needs no end.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+
+    fn is_asked(&self) -> bool {
+        self.asked.load(Ordering::SeqCst)
+    }
+
+    /// Registers the stream; false when the thread was asked to end meanwhile.
+    fn serve(&self, stream: Option<UnixStream>) -> bool {
+        *self.stream.lock().unwrap_or_else(PoisonError::into_inner) = stream;
+        !self.is_asked()
+    }
+
+    /// Waits until `fd` is readable, for at most `timeout`. False when the thread is to end.
+    fn wait(&self, fd: Option<&dyn AsFd>, timeout: Option<Duration>) -> bool {
+        let timeout =
+            timeout.map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: t.subsec_nanos().into() });
+        let mut fds = vec![PollFd::new(&self.bell, PollFlags::IN)];
+        fds.extend(fd.map(|fd| PollFd::from_borrowed_fd(fd.as_fd(), PollFlags::IN)));
+        if let Err(error) = poll(&mut fds, timeout.as_ref())
+            && error != rustix::io::Errno::INTR
+        {
+            tracing::error!(%error, "cannot wait for the front end");
+            return false;
+        }
+        !self.is_asked()
+    }
+}
+
+/// The control thread.
+pub(super) fn run(device: &Arc<Device>, source: &Source, stop: &Stop) {
+    let path = device.options.socket.display();
+    while let Some(stream) = next(device, source, stop) {
+        tracing::info!(%path, "front end connected");
+        device.set_status(
+            "the front end is connected; the guest's driver has not started its queues".to_owned(),
+        );
+        let result = serve(device, stream, stop);
+        stop.serve(None);
+        device.change_all(Vring::reset);
+        match result {
+            Ok(()) => tracing::info!(%path, "front end disconnected"),
+            Err(error) => {
+                tracing::warn!(%path, "front end broke the vhost-user protocol, connection dropped: {error}");
+                stop.wait(None, Some(PENALTY));
+            }
+        }
+    }
+    device.set_status("stopped".to_owned());
+}
+
+/// The next front end's connection; `None` when the thread is to end.
+fn next(device: &Device, source: &Source, stop: &Stop) -> Option<UnixStream> {
+    let path = device.options.socket.display();
+    match source {
+        Source::Listen(listener) => {
+            device.set_status(format!("waiting for a front end to connect to {path}"));
+            while stop.wait(Some(&listener.as_fd()), None) {
+                match listener.accept() {
+                    Ok(stream) => return Some(stream),
+                    Err(error) => {
+                        tracing::debug!(%path, %error, "cannot accept a front end");
+                        stop.wait(None, Some(PENALTY));
+                    }
+                }
+            }
+            None
+        }
+        Source::Connect(socket) => {
+            let mut pause = Duration::from_millis(10);
+            while !stop.is_asked() {
+                match connect(socket) {
+                    Ok(stream) => return Some(stream),
+                    Err(error) => device.set_status(format!("cannot reach a front end at {path}: {error}")),
+                }
+                stop.wait(None, Some(pause));
+                pause = (pause * 2).min(BACK_OFF_MAX);
+            }
+            None
+        }
+    }
+}
+
+/// Serves one front end until it goes, misbehaves, or the thread is to end.
+fn serve(device: &Arc<Device>, stream: UnixStream, stop: &Stop) -> Result<()> {
+    let mut ours = stream.try_clone().map_err(Error::SocketError)?;
+    if !stop.serve(Some(stream.try_clone().map_err(Error::SocketError)?)) {
+        return Ok(());
+    }
+    let session = Arc::new(Mutex::new(Session::new(device.clone())));
+    let mut handler = BackendReqHandler::from_stream(stream, session.clone());
+    while stop.wait(Some(&ours.as_fd()), None) {
+        let mut message = [0; MESSAGE_LEN];
+        let (_, len) = rustix::net::recv(&ours, &mut message[..], RecvFlags::PEEK)
+            .map_err(|e| Error::SocketError(e.into()))?;
+        let code = u32::from_ne_bytes([message[0], message[1], message[2], message[3]]);
+        let request = FrontendReq::try_from(code).ok();
+        let result = match request {
+            Some(
+                request @ (FrontendReq::SET_VRING_ENABLE | FrontendReq::SEND_RARP | FrontendReq::NET_SET_MTU),
+            ) if len == MESSAGE_LEN => {
+                ours.read_exact(&mut message).map_err(Error::SocketError)?;
+                let mut session = session.lock().unwrap_or_else(PoisonError::into_inner);
+                handle(&mut session, request, &message, &mut ours)
+            }
+            _ => handler.handle_request(),
+        };
+        match result {
+            Ok(()) | Err(Error::SocketRetry(_)) => {}
+            Err(Error::Disconnected) => return Ok(()),
+            // However it ends, the end was asked for.
+            Err(_) if stop.is_asked() => return Ok(()),
+            Err(error) => {
+                let name = request.map_or_else(|| format!("message {code}"), |r| format!("{r:?}"));
+                return Err(refuse(format!("{name}: {}", text(&error))));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What an error says, without the crate's words around our own.
+fn text(error: &Error) -> String {
+    match error {
+        Error::ReqHandlerError(ours) => ours.to_string(),
+        other => other.to_string(),
+    }
+}
+
+/// Handles one of the messages that crate `vhost` does not.
+fn handle(
+    session: &mut Session,
+    request: FrontendReq,
+    message: &[u8; MESSAGE_LEN],
+    stream: &mut UnixStream,
+) -> Result<()> {
+    let word =
+        |at: usize| u32::from_ne_bytes([message[at], message[at + 1], message[at + 2], message[at + 3]]);
+    let (flags, size) = (word(4), word(8));
+    if flags & (VERSION_MASK | REPLY) != VERSION || size as usize != MESSAGE_LEN - HEADER_LEN {
+        return Err(Error::InvalidMessage);
+    }
+    let [.., a, b, c, d, e, f, g, h] = *message;
+    let payload = [a, b, c, d, e, f, g, h];
+    let accepted = match request {
+        FrontendReq::SET_VRING_ENABLE => {
+            let enable = match word(HEADER_LEN + 4) {
+                0 => false,
+                1 => true,
+                other => return Err(refuse(format!("enable is 0 or 1, not {other}"))),
+            };
+            session.set_vring_enable(word(HEADER_LEN), enable).map(|()| true)
+        }
+        FrontendReq::SEND_RARP => session.send_rarp(payload).map(|()| true),
+        FrontendReq::NET_SET_MTU => Ok(session.set_mtu(u64::from_ne_bytes(payload))),
+        _ => Err(Error::InvalidMessage),
+    };
+    if flags & NEED_REPLY != 0 && session.acknowledges() {
+        let mut reply = [0; MESSAGE_LEN];
+        reply[..4].copy_from_slice(&message[..4]);
+        reply[4..8].copy_from_slice(&(VERSION | REPLY).to_ne_bytes());
+        reply[8..12].copy_from_slice(&8u32.to_ne_bytes());
+        reply[12..].copy_from_slice(&u64::from(!matches!(accepted, Ok(true))).to_ne_bytes());
+        stream.write_all(&reply).map_err(Error::SocketError)?;
+    }
+    accepted.map(drop)
+}

@@ -1,0 +1,288 @@
+//! The device: every queue pair with its locks. The dispatcher's side and the front end's side meet here.
+//!
+//! Each vring has a mutex of its own. A dispatcher holds it for one burst, in which it is uncontended unless the front end
+//! is changing something; the control thread holds it to change that vring. So no message takes effect under a frame in
+//! flight, and GET_VRING_BASE answers with nothing in flight.
+//!
+//! Lock order: a transmit vring may be held while receive vrings (of other interfaces or this one) are taken one by one;
+//! nothing is taken under a receive vring. The control thread holds one at a time.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rustix::event::{EventfdFlags, eventfd};
+use std::os::fd::{AsFd, OwnedFd};
+
+use super::VhostUserOptions;
+use super::vring::{Common, Vring};
+use crate::frame::{Batch, NetworkId, PortId, Segment};
+use crate::interface::State;
+use crate::interface::virtqueue::net::{Giver, Owner, Taken, take};
+use crate::poll::Waker;
+use crate::stats::{DropReason, PortStats};
+use crate::wire::ethernet::Mac;
+use crate::wire::offload::Offload;
+
+/// What a broken memory file is called in states and logs.
+const POISONED: &str = "the file behind the guest's memory was truncated";
+/// Bytes of a RARP announcement: the shortest Ethernet frame.
+const RARP_LEN: usize = 60;
+
+/// A guest's transmit vring and what taking frames from it needs.
+pub(super) struct Transmit {
+    pub(super) vring: Vring,
+    taken: Taken,
+    /// A frame of our own that goes into the core next: see [`Device::announce`].
+    announcement: Option<Box<[u8; RARP_LEN]>>,
+}
+
+/// A guest's receive vring and what filling it needs.
+pub(super) struct Receive {
+    pub(super) vring: Vring,
+    giver: Giver,
+}
+
+/// One queue pair.
+struct Pair {
+    transmit: Mutex<Transmit>,
+    receive: Mutex<Receive>,
+    /// Wakes the dispatcher when the control thread has changed something.
+    bell: OwnedFd,
+}
+
+/// A vhost-user interface without its socket.
+pub(super) struct Device {
+    pub(super) options: VhostUserOptions,
+    port: PortId,
+    network: NetworkId,
+    stats: Arc<PortStats>,
+    pairs: Vec<Pair>,
+    /// What is missing while no frame can flow.
+    status: Mutex<String>,
+}
+
+/// Locks without caring for panics: a vring is consistent between any two statements that can panic.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Device {
+    pub(super) fn new(
+        options: VhostUserOptions,
+        port: PortId,
+        network: NetworkId,
+        stats: Arc<PortStats>,
+    ) -> std::io::Result<Device> {
+        let mut pairs = vec![];
+        for _ in 0..options.queues {
+            let transmit = Transmit { vring: Vring::new(true), taken: Taken::default(), announcement: None };
+            let receive = Receive { vring: Vring::new(false), giver: Giver::default() };
+            let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+            pairs.push(Pair { transmit: Mutex::new(transmit), receive: Mutex::new(receive), bell });
+        }
+        let status = Mutex::new("waiting for a front end".to_owned());
+        Ok(Device { options, port, network, stats, pairs, status })
+    }
+
+    fn owner(&self) -> Owner<'_> {
+        Owner { port: self.port, network: self.network, mtu: self.options.mtu, stats: &self.stats }
+    }
+
+    /// Vrings: two a pair.
+    pub(super) fn vrings(&self) -> usize {
+        2 * self.pairs.len()
+    }
+
+    /// Runs `change` on vring `index` (even: guest receives, odd: guest transmits) and wakes its dispatcher. `None` when
+    /// there is no such vring.
+    pub(super) fn change<R>(&self, index: usize, change: impl FnOnce(&mut Vring) -> R) -> Option<R> {
+        let pair = self.pairs.get(index / 2)?;
+        let result = if index.is_multiple_of(2) {
+            change(&mut lock(&pair.receive).vring)
+        } else {
+            change(&mut lock(&pair.transmit).vring)
+        };
+        pair.ring();
+        Some(result)
+    }
+
+    /// Runs `change` on every vring.
+    pub(super) fn change_all(&self, mut change: impl FnMut(&mut Vring)) {
+        for index in 0..self.vrings() {
+            self.change(index, &mut change);
+        }
+    }
+
+    /// Puts what all vrings share in effect.
+    pub(super) fn set_common(&self, common: &Common) {
+        self.change_all(|vring| vring.set_common(common));
+    }
+
+    /// Has the core see a RARP request from `mac`, so that bridges on the way learn where a migrated guest is now.
+    pub(super) fn announce(&self, mac: Mac) {
+        let pair = &self.pairs[0];
+        lock(&pair.transmit).announcement = Some(Box::new(rarp(mac)));
+        pair.ring();
+    }
+
+    /// Why no frame can flow, or that one can.
+    pub(super) fn state(&self) -> State {
+        let mut up = false;
+        // One lock at a time: see the lock order above.
+        let mut look = |vring: &Vring, name| {
+            up |= vring.is_up();
+            vring.broken().map(|reason| State::Broken(format!("the guest's {name} queue: {reason}")))
+        };
+        for pair in &self.pairs {
+            let receive = look(&lock(&pair.receive).vring, "receive");
+            if let Some(broken) = receive.or_else(|| look(&lock(&pair.transmit).vring, "transmit")) {
+                return broken;
+            }
+        }
+        if up { State::Up } else { State::Down(lock(&self.status).clone()) }
+    }
+
+    pub(super) fn set_status(&self, status: String) {
+        *lock(&self.status) = status;
+    }
+
+    pub(super) fn receive(&self, queue: usize, batch: &mut Batch, run: &mut dyn FnMut(&Batch)) -> usize {
+        let Some(pair) = self.pairs.get(queue) else { return 0 };
+        let mut guard = lock(&pair.transmit);
+        let Transmit { vring, taken, announcement } = &mut *guard;
+        if let Some(frame) = announcement.take() {
+            return self.run_announcement(&frame, batch, run);
+        }
+        let Some(running) = vring.running() else { return 0 };
+        let ring = &mut running.ring;
+        let result = take(ring, &running.format, &self.owner(), batch, taken);
+        let poisoned = ring.memory().is_poisoned();
+        if poisoned {
+            // Zeros may stand where frames were: nothing of this burst goes on.
+            self.stats.drop_frames(DropReason::BadChain, batch.len() as u64);
+            batch.clear();
+        }
+        if !batch.is_empty() {
+            run(batch);
+            batch.clear();
+        }
+        if taken.give_back(ring) && vring.notify() {
+            self.stats.notifications.add(1);
+        }
+        match result {
+            Err(error) => {
+                vring.break_with(if poisoned { POISONED.to_owned() } else { error.to_string() });
+                0
+            }
+            Ok(count) => {
+                if poisoned {
+                    vring.break_with(POISONED.to_owned());
+                }
+                count
+            }
+        }
+    }
+
+    #[cold]
+    fn run_announcement(
+        &self,
+        frame: &[u8; RARP_LEN],
+        batch: &mut Batch,
+        run: &mut dyn FnMut(&Batch),
+    ) -> usize {
+        let mut builder = batch.begin();
+        // SAFETY: `frame` outlives this call, which clears the batch, and nobody writes to it.
+        unsafe { builder.push_stable(Segment::new(frame.as_ptr(), RARP_LEN)) };
+        match builder.finish(self.port, self.network, Offload::default(), 0) {
+            Ok(()) => {
+                self.stats.in_frames.add(1);
+                self.stats.in_bytes.add(RARP_LEN as u64);
+                run(batch);
+            }
+            Err(error) => tracing::warn!(%error, "announcement refused"),
+        }
+        batch.clear();
+        1
+    }
+
+    pub(super) fn deliver(&self, queue: usize, batch: &Batch, which: &[u16]) {
+        if which.is_empty() {
+            return;
+        }
+        let wanted = queue % self.pairs.len();
+        let mut guard = lock(&self.pairs[wanted].receive);
+        if wanted != 0 && !guard.vring.is_up() {
+            // A guest may use fewer queues than it could; the first one is always among them.
+            drop(guard);
+            guard = lock(&self.pairs[0].receive);
+        }
+        let Receive { vring, giver } = &mut *guard;
+        let Some(running) = vring.running() else {
+            self.stats.drop_frames(DropReason::NotReady, which.len() as u64);
+            return;
+        };
+        let ring = &mut running.ring;
+        let result = giver.give(ring, &running.format, &self.owner(), batch, which);
+        let notify = ring.publish();
+        let poisoned = ring.memory().is_poisoned();
+        if notify && vring.notify() {
+            self.stats.notifications.add(1);
+        }
+        if poisoned {
+            vring.break_with(POISONED.to_owned());
+        } else if let Err(error) = result {
+            vring.break_with(error.to_string());
+        }
+    }
+
+    pub(super) fn attach(&self, queue: usize, waker: Waker) {
+        self.set_waker(queue, Some(waker));
+    }
+
+    pub(super) fn detach(&self, queue: usize) {
+        self.set_waker(queue, None);
+    }
+
+    fn set_waker(&self, queue: usize, waker: Option<Waker>) {
+        let Some(pair) = self.pairs.get(queue) else { return };
+        let mut transmit = lock(&pair.transmit);
+        if let Some(old) = transmit.vring.waker() {
+            old.forget(pair.bell.as_fd());
+        }
+        if let Some(waker) = &waker
+            && let Err(error) = waker.watch(&pair.bell)
+        {
+            tracing::warn!(%error, "cannot watch the control thread's bell");
+        }
+        transmit.vring.set_waker(waker);
+        pair.ring();
+    }
+
+    pub(super) fn arm(&self, queue: usize) -> bool {
+        self.pairs.get(queue).is_none_or(|pair| lock(&pair.transmit).vring.arm())
+    }
+
+    pub(super) fn disarm(&self, queue: usize) {
+        if let Some(pair) = self.pairs.get(queue) {
+            self.stats.kicks.add(lock(&pair.transmit).vring.disarm());
+        }
+    }
+}
+
+impl Pair {
+    fn ring(&self) {
+        // Fails only when the counter is full, and then the bell is ringing already.
+        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+    }
+}
+
+/// A RARP request (RFC 903) by which `mac` asks for its own address: nobody answers, everybody learns.
+fn rarp(mac: Mac) -> [u8; RARP_LEN] {
+    let mut frame = [0; RARP_LEN];
+    frame[..6].copy_from_slice(&Mac::BROADCAST.0);
+    frame[6..12].copy_from_slice(&mac.0);
+    // EtherType RARP; hardware Ethernet, protocol IPv4, lengths 6 and 4, operation 3 (request reverse).
+    frame[12..22].copy_from_slice(&[0x80, 0x35, 0, 1, 8, 0, 6, 4, 0, 3]);
+    frame[22..28].copy_from_slice(&mac.0);
+    frame[32..38].copy_from_slice(&mac.0);
+    frame
+}

@@ -1,0 +1,119 @@
+//! What is offered to front ends and guests, and what follows from what they accept.
+//!
+//! Offered is only what works here end to end. CTRL_VQ, STATUS and GUEST_ANNOUNCE are answered by the front end itself: QEMU,
+//! Cloud Hypervisor and DPDK's virtio-user keep the control queue and the link status to themselves, but ask the back end
+//! for leave to show the bits.
+
+use vhost::vhost_user::message::VhostUserProtocolFeatures;
+
+use super::VhostUserOptions;
+use crate::interface::virtqueue::net::{Format, LEGACY_HDR_LEN};
+use crate::wire::offload::{Accepts, VIRTIO_NET_HDR_LEN};
+
+// Feature bits, virtio 1.2 sections 5.1.3 and 6; vhost-user, "Feature bits".
+pub(super) const CSUM: u64 = 1 << 0;
+pub(super) const GUEST_CSUM: u64 = 1 << 1;
+pub(super) const MTU: u64 = 1 << 3;
+pub(super) const MAC: u64 = 1 << 5;
+pub(super) const GUEST_TSO4: u64 = 1 << 7;
+pub(super) const GUEST_TSO6: u64 = 1 << 8;
+pub(super) const GUEST_ECN: u64 = 1 << 9;
+pub(super) const HOST_TSO4: u64 = 1 << 11;
+pub(super) const HOST_TSO6: u64 = 1 << 12;
+pub(super) const HOST_ECN: u64 = 1 << 13;
+pub(super) const MRG_RXBUF: u64 = 1 << 15;
+pub(super) const STATUS: u64 = 1 << 16;
+pub(super) const CTRL_VQ: u64 = 1 << 17;
+pub(super) const GUEST_ANNOUNCE: u64 = 1 << 21;
+pub(super) const MQ: u64 = 1 << 22;
+pub(super) const LOG_ALL: u64 = 1 << 26;
+pub(super) const ANY_LAYOUT: u64 = 1 << 27;
+pub(super) const INDIRECT_DESC: u64 = 1 << 28;
+pub(super) const EVENT_IDX: u64 = 1 << 29;
+pub(super) const PROTOCOL_FEATURES: u64 = 1 << 30;
+pub(super) const VERSION_1: u64 = 1 << 32;
+pub(super) const IN_ORDER: u64 = 1 << 35;
+pub(super) const GUEST_USO4: u64 = 1 << 54;
+pub(super) const GUEST_USO6: u64 = 1 << 55;
+pub(super) const HOST_USO: u64 = 1 << 56;
+
+/// Offered by every interface.
+const ALWAYS: u64 = CSUM
+    | GUEST_CSUM
+    | MTU
+    | GUEST_TSO4
+    | GUEST_TSO6
+    | GUEST_ECN
+    | HOST_TSO4
+    | HOST_TSO6
+    | HOST_ECN
+    | MRG_RXBUF
+    | STATUS
+    | CTRL_VQ
+    | GUEST_ANNOUNCE
+    | LOG_ALL
+    | ANY_LAYOUT
+    | INDIRECT_DESC
+    | EVENT_IDX
+    | PROTOCOL_FEATURES
+    | VERSION_1
+    | IN_ORDER
+    | GUEST_USO4
+    | GUEST_USO6
+    | HOST_USO;
+
+/// `status`: the link is up (virtio 1.2 section 5.1.4).
+const STATUS_LINK_UP: u16 = 1;
+/// Bytes of `struct virtio_net_config` that are served; those behind `mtu` are zero.
+const CONFIG_LEN: usize = 64;
+
+/// The virtio features of an interface.
+pub(super) fn offered(options: &VhostUserOptions) -> u64 {
+    let mq = if options.queues > 1 { MQ } else { 0 };
+    let mac = if options.mac.is_some() { MAC } else { 0 };
+    ALWAYS | mq | mac
+}
+
+/// The protocol features of an interface. REPLY_ACK, MTU and RARP take part in [`super::session`], the rest in crate `vhost`.
+pub(super) fn protocol(options: &VhostUserOptions) -> VhostUserProtocolFeatures {
+    let mut features = VhostUserProtocolFeatures::REPLY_ACK
+        | VhostUserProtocolFeatures::LOG_SHMFD
+        | VhostUserProtocolFeatures::RARP
+        | VhostUserProtocolFeatures::MTU
+        | VhostUserProtocolFeatures::CONFIG
+        | VhostUserProtocolFeatures::RESET_DEVICE
+        | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
+    if options.queues > 1 {
+        features |= VhostUserProtocolFeatures::MQ;
+    }
+    features
+}
+
+/// How frames look in the rings of a guest that negotiated `features`.
+pub(super) fn format(features: u64) -> Format {
+    let has = |bits| features & bits == bits;
+    let csum = has(GUEST_CSUM);
+    Format {
+        header_len: if features & (VERSION_1 | MRG_RXBUF) == 0 { LEGACY_HDR_LEN } else { VIRTIO_NET_HDR_LEN },
+        mergeable: has(MRG_RXBUF),
+        accepts: Accepts {
+            csum,
+            tso4: csum && has(GUEST_TSO4),
+            tso6: csum && has(GUEST_TSO6),
+            uso: csum && has(GUEST_USO4 | GUEST_USO6),
+            ecn: has(GUEST_ECN),
+        },
+    }
+}
+
+/// `size` bytes of the device's configuration space from `offset` (virtio 1.2 section 5.1.4); `None` outside of it.
+pub(super) fn config_space(options: &VhostUserOptions, offset: u32, size: u32) -> Option<Vec<u8>> {
+    let mut space = [0; CONFIG_LEN];
+    space[..6].copy_from_slice(&options.mac.unwrap_or_default().0);
+    space[6..8].copy_from_slice(&STATUS_LINK_UP.to_le_bytes());
+    space[8..10].copy_from_slice(&(options.queues as u16).to_le_bytes());
+    space[10..12].copy_from_slice(&(options.mtu as u16).to_le_bytes());
+    let start = usize::try_from(offset).ok()?;
+    let end = start.checked_add(usize::try_from(size).ok()?)?;
+    Some(space.get(start..end)?.to_vec())
+}

@@ -1,0 +1,186 @@
+//! vhost-user: unmodified VMs (QEMU, Cloud Hypervisor, DPDK's virtio-user) attach by a Unix socket and share their memory.
+//!
+//! How it works: one control thread per interface talks to the front end ([`control`], [`session`]) and changes the vrings
+//! ([`vring`]) of the [`device`], each under a lock of its own; dispatchers move frames under the same locks, one lock a
+//! burst. The rings themselves are [`virtqueue`](super::virtqueue)'s.
+//!
+//! A front end may go and come back, as may we: whatever it negotiated goes with its connection, and rings continue at the
+//! used index. A malformed message ends the connection with one line in the log; a malformed ring disables its queue.
+
+mod control;
+mod device;
+mod features;
+mod session;
+mod socket;
+#[cfg(test)]
+mod tests;
+mod vring;
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use crate::frame::{Batch, MTU_MAX, NetworkId, PortId};
+use crate::interface::{Interface, State};
+use crate::poll::Waker;
+use crate::stats::PortStats;
+use crate::wire::ethernet::Mac;
+
+use control::{Source, Stop};
+use device::Device;
+use socket::Listener;
+
+/// Queue pairs of one interface: vhost-user numbers vrings with eight bits where it passes file descriptors.
+pub const QUEUES_MAX: usize = 128;
+/// Smallest MTU of an interface (RFC 791).
+pub const MTU_MIN: usize = 68;
+
+/// What an interface is made of.
+#[derive(Clone, Debug)]
+pub struct VhostUserOptions {
+    /// The interface's name, for people.
+    pub name: String,
+    /// Path of the Unix socket.
+    pub socket: PathBuf,
+    /// True: listen there. False: connect, and again whenever the front end has gone.
+    pub server: bool,
+    /// The address that the guest finds in its configuration space, if the front end asks us for it.
+    pub mac: Option<Mac>,
+    /// Largest payload of a frame to the guest, in bytes; `MTU_MIN` to [`MTU_MAX`].
+    pub mtu: usize,
+    /// Queue pairs, 1 to [`QUEUES_MAX`].
+    pub queues: usize,
+}
+
+/// Why an interface could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum VhostUserError {
+    /// Another process listens there.
+    #[error("socket {} is in use by a running process; stop it or choose another socket", .0.display())]
+    InUse(PathBuf),
+    /// Something else has that name.
+    #[error("{} exists and is not a socket; remove it or choose another socket", .0.display())]
+    NotASocket(PathBuf),
+    /// More bytes than a socket address holds.
+    #[error("socket path {} is longer than 107 bytes; choose a shorter one", .0.display())]
+    PathTooLong(PathBuf),
+    /// The system refused.
+    #[error("cannot listen on socket {}: {source}", path.display())]
+    Bind {
+        /// Where.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// `queues` out of range.
+    #[error("{0} queues; an interface has 1 to {QUEUES_MAX}")]
+    Queues(usize),
+    /// `mtu` out of range.
+    #[error("MTU {0} is not between {MTU_MIN} and {MTU_MAX}")]
+    Mtu(usize),
+    /// No more threads or file descriptors.
+    #[error("cannot start the control thread of {name}: {source}")]
+    Thread {
+        /// The interface.
+        name: String,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+/// A virtual NIC behind a vhost-user socket.
+pub struct VhostUser {
+    device: Arc<Device>,
+    stop: Arc<Stop>,
+    control: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl VhostUser {
+    /// Opens the socket and starts the control thread. Frames of the guest enter as `port` in `network`.
+    ///
+    /// # Errors
+    /// As the variants of [`VhostUserError`] say. A server finds out at once that its socket cannot be had; a client keeps
+    /// trying, and its [`state`](Interface::state) says what is missing.
+    pub fn start(
+        options: VhostUserOptions,
+        port: PortId,
+        network: NetworkId,
+        stats: Arc<PortStats>,
+    ) -> Result<Arc<VhostUser>, VhostUserError> {
+        if options.queues == 0 || options.queues > QUEUES_MAX {
+            return Err(VhostUserError::Queues(options.queues));
+        }
+        if !(MTU_MIN..=MTU_MAX).contains(&options.mtu) {
+            return Err(VhostUserError::Mtu(options.mtu));
+        }
+        let source = if options.server {
+            Source::Listen(Listener::bind(&options.socket)?)
+        } else {
+            Source::Connect(options.socket.clone())
+        };
+        let name = options.name.clone();
+        let failed = |source| VhostUserError::Thread { name: name.clone(), source };
+        let stop = Arc::new(Stop::new().map_err(failed)?);
+        let device = Arc::new(Device::new(options, port, network, stats).map_err(failed)?);
+        let control = std::thread::Builder::new().name(format!("vhost-user-{}", port.0)).spawn({
+            let (device, stop) = (device.clone(), stop.clone());
+            let span = tracing::info_span!("interface", name = %name);
+            move || span.in_scope(|| control::run(&device, &source, &stop))
+        });
+        let control = Mutex::new(Some(control.map_err(failed)?));
+        Ok(Arc::new(VhostUser { device, stop, control }))
+    }
+}
+
+impl Interface for VhostUser {
+    fn queues(&self) -> usize {
+        self.device.options.queues
+    }
+
+    fn receive(&self, queue: usize, batch: &mut Batch, run: &mut dyn FnMut(&Batch)) -> usize {
+        self.device.receive(queue, batch, run)
+    }
+
+    fn deliver(&self, queue: usize, batch: &Batch, which: &[u16]) {
+        self.device.deliver(queue, batch, which);
+    }
+
+    fn attach(&self, queue: usize, waker: Waker) {
+        self.device.attach(queue, waker);
+    }
+
+    fn detach(&self, queue: usize) {
+        self.device.detach(queue);
+    }
+
+    fn arm(&self, queue: usize) -> bool {
+        self.device.arm(queue)
+    }
+
+    fn disarm(&self, queue: usize) {
+        self.device.disarm(queue);
+    }
+
+    fn polls(&self) -> bool {
+        true
+    }
+
+    fn state(&self) -> State {
+        self.device.state()
+    }
+
+    fn stop(&self) {
+        self.stop.ask();
+        let control = self.control.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if control.is_some_and(|control| control.join().is_err()) {
+            tracing::error!(name = self.device.options.name, "the control thread panicked");
+        }
+    }
+}
+
+impl Drop for VhostUser {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}

@@ -1,0 +1,325 @@
+//! One connection with a front end: what each message of the vhost-user protocol does.
+//!
+//! Crate `vhost` reads messages, checks their form and counts their file descriptors; what arrives here is checked for what
+//! it says. Any error ends the connection, whose end resets the device. A session begins with nothing negotiated.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+
+use rustix::fs::OFlags;
+use vhost::vhost_user::message::*;
+use vhost::vhost_user::{Backend, Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
+
+use super::device::Device;
+use super::features;
+use super::vring::{Addresses, Common, Vring};
+use crate::interface::virtqueue::QUEUE_SIZE_MAX;
+use crate::interface::virtqueue::dirty::DirtyLog;
+use crate::interface::virtqueue::memory::{GuestMemory, REGIONS_MAX, Region, RegionSpec};
+use crate::wire::ethernet::Mac;
+
+/// What one front end has negotiated.
+pub(super) struct Session {
+    device: Arc<Device>,
+    common: Common,
+    protocol: u64,
+}
+
+/// An error with a text of our own.
+pub(super) fn refuse(text: impl Into<String>) -> Error {
+    Error::ReqHandlerError(io::Error::other(text.into()))
+}
+
+fn unsupported<T>(what: &str) -> Result<T> {
+    Err(refuse(format!("{what} is not supported and was not offered")))
+}
+
+fn spec_of(region: &VhostUserMemoryRegion) -> RegionSpec {
+    RegionSpec {
+        guest_addr: region.guest_phys_addr,
+        user_addr: region.user_addr,
+        len: region.memory_size,
+        offset: region.mmap_offset,
+    }
+}
+
+/// Accepts an eventfd from the front end: anything else could make a write to it wait.
+fn eventfd(file: Option<File>) -> Result<Option<File>> {
+    let Some(file) = file else { return Ok(None) };
+    let kind = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    if kind.is_ok_and(|kind| kind.as_os_str() != "anon_inode:[eventfd]") {
+        return Err(refuse("a vring's file descriptor is not an eventfd"));
+    }
+    let flags =
+        rustix::fs::fcntl_getfl(&file).and_then(|f| rustix::fs::fcntl_setfl(&file, f | OFlags::NONBLOCK));
+    flags.map_err(|e| refuse(format!("cannot make an eventfd non-blocking: {e}")))?;
+    Ok(Some(file))
+}
+
+impl Session {
+    pub(super) fn new(device: Arc<Device>) -> Session {
+        Session { device, common: Common::default(), protocol: 0 }
+    }
+
+    /// True when acknowledgements were negotiated.
+    pub(super) fn acknowledges(&self) -> bool {
+        self.protocol & VhostUserProtocolFeatures::REPLY_ACK.bits() != 0
+    }
+
+    /// The message's vring. `index` is checked at the width it has on the wire.
+    fn vring<R>(&self, index: u32, change: impl FnOnce(&mut Vring) -> R) -> Result<R> {
+        let found = usize::try_from(index).ok().and_then(|index| self.device.change(index, change));
+        found.ok_or_else(|| {
+            refuse(format!(
+                "the front end uses vring {index}, but interface {} has {} queue pairs; set its `queues` to the front \
+                 end's number",
+                self.device.options.name, self.device.options.queues
+            ))
+        })
+    }
+
+    fn set_regions(&mut self, regions: Vec<Arc<Region>>) -> Result<()> {
+        let memory = GuestMemory::new(regions).map_err(|e| refuse(e.to_string()))?;
+        self.common.memory = Some(Arc::new(memory));
+        self.device.set_common(&self.common);
+        Ok(())
+    }
+
+    fn regions(&self) -> &[Arc<Region>] {
+        self.common.memory.as_ref().map_or(&[], |memory| memory.regions())
+    }
+
+    /// SEND_RARP: `payload` holds a MAC address in its first six bytes.
+    pub(super) fn send_rarp(&mut self, payload: [u8; 8]) -> Result<()> {
+        let [a, b, c, d, e, f, _, _] = payload;
+        let mac = Mac([a, b, c, d, e, f]);
+        if !mac.is_unicast() {
+            return Err(refuse(format!("SEND_RARP for {mac}, which is no station's address")));
+        }
+        self.device.announce(mac);
+        Ok(())
+    }
+
+    /// NET_SET_MTU: refused, without harm, when the front end promises its guest more than the interface carries.
+    pub(super) fn set_mtu(&mut self, mtu: u64) -> bool {
+        let ours = self.device.options.mtu as u64;
+        if mtu > ours {
+            tracing::warn!(mtu, ours, "the front end's host_mtu is larger than the interface's MTU");
+        }
+        mtu <= ours
+    }
+}
+
+impl VhostUserBackendReqHandlerMut for Session {
+    fn set_owner(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    fn reset_owner(&mut self) -> Result<()> {
+        // Deprecated; what it meant is RESET_DEVICE.
+        self.reset_device()
+    }
+
+    fn reset_device(&mut self) -> Result<()> {
+        self.device.change_all(Vring::reset_device);
+        Ok(())
+    }
+
+    fn get_features(&mut self) -> Result<u64> {
+        Ok(features::offered(&self.device.options))
+    }
+
+    fn set_features(&mut self, wanted: u64) -> Result<()> {
+        let foreign = wanted & !features::offered(&self.device.options);
+        if foreign != 0 {
+            return Err(refuse(format!(
+                "the front end acknowledged features that were not offered: {foreign:#x}"
+            )));
+        }
+        self.common.features = wanted;
+        self.device.set_common(&self.common);
+        if wanted & features::PROTOCOL_FEATURES == 0 {
+            // Without protocol features there is no SET_VRING_ENABLE: rings start enabled.
+            self.device.change_all(|vring| vring.set_enabled(true));
+        }
+        Ok(())
+    }
+
+    fn set_mem_table(
+        &mut self,
+        regions: &[VhostUserMemoryRegion],
+        files: Vec<File>,
+        _postcopy: Option<bool>,
+    ) -> Result<Option<Vec<u64>>> {
+        if regions.len() != files.len() {
+            return Err(refuse("SET_MEM_TABLE needs one file descriptor for each region"));
+        }
+        let mapped = regions.iter().zip(&files).map(|(region, file)| Region::map(spec_of(region), file));
+        let mapped = mapped.collect::<std::result::Result<Vec<_>, _>>().map_err(|e| refuse(e.to_string()))?;
+        self.set_regions(mapped)?;
+        Ok(None)
+    }
+
+    fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
+        if !num.is_power_of_two() || num > u32::from(QUEUE_SIZE_MAX) {
+            return Err(refuse(format!(
+                "vring {index}: size {num} is not a power of two up to {QUEUE_SIZE_MAX}"
+            )));
+        }
+        self.vring(index, |vring| vring.set_size(num))
+    }
+
+    fn set_vring_addr(
+        &mut self,
+        index: u32,
+        flags: VhostUserVringAddrFlags,
+        descriptors: u64,
+        used: u64,
+        available: u64,
+        log: u64,
+    ) -> Result<()> {
+        let used_log = flags.contains(VhostUserVringAddrFlags::VHOST_VRING_F_LOG).then_some(log);
+        self.vring(index, |vring| vring.set_addresses(Addresses { descriptors, available, used, used_log }))
+    }
+
+    fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
+        let base =
+            u16::try_from(base).map_err(|_| refuse(format!("vring {index}: base {base} is no index")))?;
+        self.vring(index, |vring| vring.set_base(base))
+    }
+
+    fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
+        let base = self.vring(index, Vring::stop)?;
+        Ok(VhostUserVringState::new(index, base.into()))
+    }
+
+    fn set_vring_kick(&mut self, index: u8, file: Option<File>) -> Result<()> {
+        let file = eventfd(file)?;
+        self.vring(index.into(), |vring| vring.set_kick(file))
+    }
+
+    fn set_vring_call(&mut self, index: u8, file: Option<File>) -> Result<()> {
+        let file = eventfd(file)?;
+        self.vring(index.into(), |vring| vring.set_call(file))
+    }
+
+    fn set_vring_err(&mut self, index: u8, file: Option<File>) -> Result<()> {
+        let file = eventfd(file)?;
+        self.vring(index.into(), |vring| vring.set_error(file))
+    }
+
+    fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
+        Ok(features::protocol(&self.device.options))
+    }
+
+    fn set_protocol_features(&mut self, wanted: u64) -> Result<()> {
+        let foreign = wanted & !features::protocol(&self.device.options).bits();
+        if foreign != 0 {
+            return Err(refuse(format!(
+                "the front end acknowledged protocol features that were not offered: {foreign:#x}"
+            )));
+        }
+        self.protocol = wanted;
+        Ok(())
+    }
+
+    fn get_queue_num(&mut self) -> Result<u64> {
+        Ok(self.device.vrings() as u64)
+    }
+
+    fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
+        self.vring(index, |vring| vring.set_enabled(enable))
+    }
+
+    fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
+        features::config_space(&self.device.options, offset, size).ok_or_else(|| {
+            refuse(format!("GET_CONFIG of {size} bytes at {offset} lies outside the device's"))
+        })
+    }
+
+    fn set_config(&mut self, _offset: u32, _bytes: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
+        // Everything in a net device's configuration space is read-only for a driver with VERSION_1, and older ones may
+        // only write a MAC address, which we do not filter on.
+        Ok(())
+    }
+
+    fn set_backend_req_fd(&mut self, _backend: Backend) {}
+
+    fn set_gpu_socket(&mut self, _socket: GpuBackend) -> Result<()> {
+        unsupported("GPU_SET_SOCKET")
+    }
+
+    fn get_shared_object(&mut self, _uuid: VhostUserSharedMsg) -> Result<File> {
+        unsupported("GET_SHARED_OBJECT")
+    }
+
+    fn get_inflight_fd(&mut self, _inflight: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        unsupported("GET_INFLIGHT_FD")
+    }
+
+    fn set_inflight_fd(&mut self, _inflight: &VhostUserInflight, _file: File) -> Result<()> {
+        unsupported("SET_INFLIGHT_FD")
+    }
+
+    fn get_max_mem_slots(&mut self) -> Result<u64> {
+        Ok(REGIONS_MAX as u64)
+    }
+
+    fn add_mem_region(
+        &mut self,
+        region: &VhostUserSingleMemoryRegion,
+        file: File,
+        _postcopy: Option<bool>,
+    ) -> Result<Option<u64>> {
+        if self.regions().len() >= REGIONS_MAX {
+            return Err(refuse(format!("ADD_MEM_REG of more than {REGIONS_MAX} regions")));
+        }
+        let region = Region::map(spec_of(region), &file).map_err(|e| refuse(e.to_string()))?;
+        let mut regions = self.regions().to_vec();
+        regions.push(region);
+        self.set_regions(regions)?;
+        Ok(None)
+    }
+
+    fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
+        // The offset does not take part: front ends differ in what they send here.
+        let spec = spec_of(region);
+        let same = |r: &RegionSpec| {
+            (r.guest_addr, r.user_addr, r.len) == (spec.guest_addr, spec.user_addr, spec.len)
+        };
+        let (gone, stay): (Vec<_>, Vec<_>) = self.regions().iter().cloned().partition(|r| same(r.spec()));
+        if gone.is_empty() {
+            return Err(refuse(format!(
+                "REM_MEM_REG of a region at {:#x} that is not there",
+                spec.guest_addr
+            )));
+        }
+        self.set_regions(stay)
+    }
+
+    fn set_device_state_fd(
+        &mut self,
+        _direction: VhostTransferStateDirection,
+        _phase: VhostTransferStatePhase,
+        _file: File,
+    ) -> Result<Option<File>> {
+        unsupported("SET_DEVICE_STATE_FD")
+    }
+
+    fn check_device_state(&mut self) -> Result<()> {
+        unsupported("CHECK_DEVICE_STATE")
+    }
+
+    fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {
+        unsupported("GET_SHMEM_CONFIG")
+    }
+
+    fn set_log_base(&mut self, log: &VhostUserLog, file: File) -> Result<()> {
+        let log = DirtyLog::map(&file, log.mmap_offset, log.mmap_size).map_err(|e| refuse(e.to_string()))?;
+        self.common.log = Some(Arc::new(log));
+        self.device.set_common(&self.common);
+        Ok(())
+    }
+}

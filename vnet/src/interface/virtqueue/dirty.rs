@@ -1,0 +1,73 @@
+//! Dirty page logging for live migration (vhost-user, "Migration"): while the VM's memory is being sent to another host,
+//! every page that we write to is marked in a bitmap shared with the front end, or the guest would lose that write.
+
+use std::fs::File;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use super::memory::{GuestMemory, MemoryError, Region, RegionSpec};
+
+/// Bytes of guest memory that one bit stands for (`VHOST_LOG_PAGE`).
+pub const LOG_PAGE: u64 = 4096;
+
+/// The bitmap: bit `p % 8` of byte `p / 8` stands for the page at guest physical address `p * 4096`.
+#[derive(Debug)]
+pub struct DirtyLog {
+    region: Arc<Region>,
+}
+
+impl DirtyLog {
+    /// Maps `len` bytes at `offset` of `file`, checked against the file's size.
+    pub fn map(file: &File, offset: u64, len: u64) -> Result<DirtyLog, MemoryError> {
+        let region = Region::map(RegionSpec { guest_addr: 0, user_addr: 0, len, offset }, file)?;
+        Ok(DirtyLog { region })
+    }
+
+    /// Marks the pages of `len` bytes at guest physical address `addr`. Pages beyond the bitmap have no bit.
+    pub fn mark(&self, addr: u64, len: u64) {
+        if len == 0 {
+            return;
+        }
+        let last = addr.saturating_add(len - 1) / LOG_PAGE;
+        for page in addr / LOG_PAGE..=last {
+            if page / 8 >= self.region.spec().len {
+                break;
+            }
+            // SAFETY: the byte lies inside the region, which stays mapped as long as `self`; one byte is always aligned,
+            // and the front end, which clears bits meanwhile, uses atomic operations as well.
+            let byte = unsafe { AtomicU8::from_ptr(self.region.host().add((page / 8) as usize)) };
+            byte.fetch_or(1 << (page % 8), Ordering::Relaxed);
+        }
+    }
+
+    /// Marks the pages of `len` bytes behind a pointer that `memory` gave out.
+    #[cold]
+    pub fn mark_host(&self, memory: &GuestMemory, pointer: *const u8, len: usize) {
+        if let Some(addr) = memory.guest_addr(pointer) {
+            self.mark(addr, len as u64);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_touched_page_has_its_bit() {
+        let file = File::from(rustix::fs::memfd_create("log", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+        file.set_len(8).unwrap();
+        assert!(matches!(DirtyLog::map(&file, 4, 5), Err(MemoryError::FileTooSmall { .. })));
+        assert!(DirtyLog::map(&file, u64::MAX, 2).is_err());
+        assert!(DirtyLog::map(&file, 0, 0).is_err());
+
+        let log = DirtyLog::map(&file, 4, 2).unwrap();
+        log.mark(0x0fff, 2);
+        log.mark(0x8000, 1);
+        log.mark(0x9000, 0);
+        log.mark(0xf000, u64::MAX);
+        let mut bits = [0; 8];
+        rustix::io::pread(&file, &mut bits, 0).unwrap();
+        assert_eq!(bits, [0, 0, 0, 0, 0b11, 0b1000_0001, 0, 0]);
+    }
+}

@@ -1,0 +1,116 @@
+//! One entry for fuzzing: arbitrary bytes as a guest's memory and rings, run through the same code as a live guest's.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use crate::frame::{Batch, NetworkId, PortId};
+use crate::stats::PortStats;
+use crate::wire::offload::Accepts;
+
+use super::memory::{GuestMemory, Region};
+use super::mock::{GUEST_BASE, MockMemory, USER_BASE};
+use super::net::{Format, Giver, LEGACY_HDR_LEN, Owner, Taken, take};
+use super::{Ring, RingConfig};
+
+/// Bytes of guest memory: small, so that random addresses often hit it.
+pub const MEMORY_LEN: usize = 0x1_0000;
+/// Bytes of the input before guest memory: features, log2 of the queue size, both ring bases.
+pub const PREFIX_LEN: usize = 6;
+/// Where the transmit ring's and the receive ring's descriptors lie, as offsets into guest memory; the other two parts
+/// follow at 0x1000 and 0x1800.
+pub const RINGS: [usize; 2] = [0, 0x2000];
+
+/// Guest memory that outlives one input: mapping it anew every time would be most of the work.
+struct World {
+    mock: MockMemory,
+    memory: Arc<GuestMemory>,
+    batch: Batch,
+    taken: Taken,
+    giver: Giver,
+}
+
+thread_local! {
+    static WORLD: RefCell<World> = RefCell::new(World::new());
+}
+
+impl World {
+    fn new() -> World {
+        let mock = MockMemory::new(MEMORY_LEN as u64);
+        // Two mappings side by side, so that ranges across their border are tried.
+        let half = MEMORY_LEN as u64 / 2;
+        let (low, high) = (mock.spec(), mock.spec());
+        let low = super::memory::RegionSpec { len: half, ..low };
+        let high = super::memory::RegionSpec {
+            guest_addr: GUEST_BASE + half,
+            user_addr: high.user_addr + half,
+            len: half,
+            offset: half,
+        };
+        let regions = [low, high].map(|spec| Region::map(spec, mock.file()).expect("region"));
+        let memory = Arc::new(GuestMemory::new(regions.to_vec()).expect("memory"));
+        World { mock, memory, batch: Batch::new(), taken: Taken::default(), giver: Giver::default() }
+    }
+}
+
+/// Runs `data` as guest memory: frames are taken from its transmit ring and given to its receive ring until neither moves.
+///
+/// # Panics
+/// When a rule is broken that no guest may be able to break: more chains than the ring holds, or frames not counted.
+pub fn rings(data: &[u8]) {
+    let Some((prefix, memory)) = data.split_first_chunk::<PREFIX_LEN>() else { return };
+    WORLD.with_borrow_mut(|world| {
+        let mut image = memory[..memory.len().min(MEMORY_LEN)].to_vec();
+        image.resize(MEMORY_LEN, 0);
+        world.mock.write(GUEST_BASE, &image);
+        run(world, prefix);
+    });
+}
+
+fn run(world: &mut World, prefix: &[u8; PREFIX_LEN]) {
+    let [features, size, tx_low, tx_high, rx_low, rx_high] = *prefix;
+    let config = |offset: usize, base: [u8; 2]| {
+        let start = USER_BASE + GUEST_BASE + offset as u64;
+        RingConfig {
+            size: 1 << (size % 9),
+            descriptors: start,
+            available: start + 0x1000,
+            used: start + 0x1800,
+            used_log: None,
+            base: u16::from_le_bytes(base),
+            event_idx: features & 1 != 0,
+            indirect: features & 2 != 0,
+        }
+    };
+    let tx = Ring::new(world.memory.clone(), &config(RINGS[0], [tx_low, tx_high]), None);
+    let rx = Ring::new(world.memory.clone(), &config(RINGS[1], [rx_low, rx_high]), None);
+    let (Ok(mut tx), Ok(mut rx)) = (tx, rx) else { return };
+    let format = Format {
+        header_len: if features & 4 != 0 { LEGACY_HDR_LEN } else { 12 },
+        mergeable: features & 8 != 0,
+        accepts: if features & 16 != 0 { Accepts::ALL } else { Accepts::NOTHING },
+    };
+    let (stats, out) = (PortStats::default(), PortStats::default());
+    let owner = |stats| Owner { port: PortId(1), network: NetworkId::DEFAULT, mtu: 9000, stats };
+    let mut given = 0;
+    // A guest that stands still offers at most a ring full of chains; writes of ours may change that, not for ever.
+    for _ in 0..64 {
+        tx.disarm();
+        let before = tx.position();
+        let taken = take(&mut tx, &format, &owner(&stats), &mut world.batch, &mut world.taken);
+        let count = *taken.as_ref().unwrap_or(&0);
+        assert_eq!(usize::from(tx.position().wrapping_sub(before)), count, "chains taken and counted");
+        assert!(world.batch.len() <= count, "a frame without a chain");
+        let which: Vec<u16> = (0..world.batch.len() as u16).collect();
+        given += which.len() as u64;
+        let delivered = world.giver.give(&mut rx, &format, &owner(&out), &world.batch, &which);
+        rx.publish();
+        world.batch.clear();
+        world.taken.give_back(&mut tx);
+        if taken.is_err() || delivered.is_err() || tx.arm() || count == 0 {
+            break;
+        }
+    }
+    let sums = |s: &PortStats| s.out_frames.get() + s.drops_total();
+    assert_eq!(stats.in_frames.get(), given + sums(&stats), "every chain is a frame or counted");
+    assert_eq!(given + out.copies.get(), sums(&out), "every frame is delivered or counted");
+}

@@ -1,0 +1,422 @@
+//! Guest memory: what a front end shares with us, mapped, and the way from its addresses to pointers.
+//!
+//! A [`GuestMemory`] is an immutable sorted table; a change (SET_MEM_TABLE, ADD_MEM_REG, REM_MEM_REG) makes a new one that
+//! shares the regions which stay. Queues hold it by `Arc`, so a mapping lives as long as anybody may follow a pointer into
+//! it. Two kinds of addresses lead in: guest physical ones, in descriptors, and the front end's own (*user* addresses),
+//! by which vhost-user names the rings.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use rustix::fs::FileType;
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+use super::sigbus::{REGION_LEN_MAX, Registration};
+
+/// Regions of one guest: what a front end may ask for as memory slots.
+pub const REGIONS_MAX: usize = 64;
+
+/// A region as the front end describes it. All numbers are foreign until [`Region::map`] has checked them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RegionSpec {
+    /// First guest physical address.
+    pub guest_addr: u64,
+    /// First address in the front end's own address space.
+    pub user_addr: u64,
+    /// Bytes.
+    pub len: u64,
+    /// Where the region starts in its file, in bytes.
+    pub offset: u64,
+}
+
+/// Why memory was refused.
+#[derive(Debug, thiserror::Error)]
+pub enum MemoryError {
+    /// Empty, or its end does not fit into 64 bits, or too large to be watched.
+    #[error("memory region at guest address {0:#x} is empty, overflows, or is larger than 1 TiB")]
+    BadRange(u64),
+    /// The file ends before the region.
+    #[error(
+        "memory region at guest address {guest_addr:#x} wants bytes up to {end:#x} of a file of {size:#x} bytes; the \
+         VM's memory must be a shared file, as in QEMU's memory-backend-memfd,share=on"
+    )]
+    FileTooSmall {
+        /// The region's first guest physical address.
+        guest_addr: u64,
+        /// Where it ends in its file.
+        end: u64,
+        /// The file's size.
+        size: u64,
+    },
+    /// A device, pipe or socket.
+    #[error("memory region at guest address {0:#x} is not a file or memfd")]
+    NotAFile(u64),
+    /// Two regions claim the same address.
+    #[error("memory regions overlap at guest address {0:#x}")]
+    Overlap(u64),
+    /// More regions than [`REGIONS_MAX`].
+    #[error("more than {REGIONS_MAX} memory regions")]
+    TooMany,
+    /// The kernel refused.
+    #[error("cannot map the memory region at guest address {guest_addr:#x}: {source}")]
+    Map {
+        /// The region's first guest physical address.
+        guest_addr: u64,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}
+
+/// A mapped region; unmapped when the last user is gone.
+#[derive(Debug)]
+pub struct Region {
+    spec: RegionSpec,
+    /// The region's first byte. The mapping may start before it, where the file's block size asks for that.
+    host: *mut u8,
+    mapping: *mut u8,
+    mapping_len: usize,
+    /// `None` only while the region is dropped.
+    registration: Option<Registration>,
+}
+
+// SAFETY: the pointers name memory that stays mapped until the region is dropped, and whoever follows them treats the
+// memory as written by others at any time. The region itself is never changed.
+unsafe impl Send for Region {}
+// SAFETY: as above; there is no interior mutability.
+unsafe impl Sync for Region {}
+
+impl Region {
+    /// Checks `spec` against the file and maps it, readable and writable.
+    pub fn map(spec: RegionSpec, file: &File) -> Result<Arc<Region>, MemoryError> {
+        let guest_addr = spec.guest_addr;
+        let fits = spec.len != 0
+            && spec.len <= REGION_LEN_MAX
+            && guest_addr.checked_add(spec.len).is_some()
+            && spec.user_addr.checked_add(spec.len).is_some();
+        let end =
+            spec.offset.checked_add(spec.len).filter(|_| fits).ok_or(MemoryError::BadRange(guest_addr))?;
+        let map_error = |source: rustix::io::Errno| MemoryError::Map { guest_addr, source: source.into() };
+
+        let stat = rustix::fs::fstat(file).map_err(map_error)?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return Err(MemoryError::NotAFile(guest_addr));
+        }
+        let size = u64::try_from(stat.st_size).unwrap_or(0);
+        if end > size {
+            return Err(MemoryError::FileTooSmall { guest_addr, end, size });
+        }
+
+        // A hugetlbfs file is mapped in whole huge pages; its block size is their size. Elsewhere the page's.
+        let block = u64::try_from(stat.st_blksize).unwrap_or(4096).max(4096);
+        let block = if block.is_power_of_two() { block } else { 4096 };
+        let before = spec.offset % block;
+        let mapping_len = usize::try_from((before + spec.len).next_multiple_of(block))
+            .map_err(|_| MemoryError::BadRange(guest_addr))?;
+        let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::NORESERVE);
+        // SAFETY: a new mapping at an address of the kernel's choice touches nobody's memory.
+        let mapping = unsafe {
+            mmap(std::ptr::null_mut(), mapping_len, prot, flags, file.as_fd(), spec.offset - before)
+        }
+        .map_err(map_error)?
+        .cast::<u8>();
+        // From here on the region unmaps itself when it is dropped.
+        let host = mapping.wrapping_add(before as usize);
+        let mut region = Region { spec, host, mapping, mapping_len, registration: None };
+        let registration = Registration::new(mapping as usize, mapping_len);
+        region.registration = Some(registration.map_err(|source| MemoryError::Map { guest_addr, source })?);
+        Ok(Arc::new(region))
+    }
+
+    /// What the front end said of it.
+    pub fn spec(&self) -> &RegionSpec {
+        &self.spec
+    }
+
+    /// Its first byte, mapped for `spec().len` bytes as long as the region lives.
+    #[inline]
+    pub fn host(&self) -> *mut u8 {
+        self.host
+    }
+
+    /// True once its file was truncated under us.
+    #[inline]
+    pub fn is_poisoned(&self) -> bool {
+        self.registration.as_ref().is_some_and(Registration::is_poisoned)
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        // First out of the table: the signal handler must never put pages where somebody else may map meanwhile.
+        self.registration = None;
+        // SAFETY: the mapping is ours, and as the last owner goes nobody follows a pointer into it any more.
+        if let Err(error) = unsafe { munmap(self.mapping.cast(), self.mapping_len) } {
+            tracing::warn!(%error, "cannot unmap guest memory");
+        }
+    }
+}
+
+/// One row of the translation table: everything that an address is checked against.
+#[derive(Clone, Copy, Debug)]
+struct Row {
+    guest_addr: u64,
+    len: u64,
+    host: *mut u8,
+}
+
+impl Row {
+    /// A row into which no address falls.
+    const EMPTY: Row = Row { guest_addr: 0, len: 0, host: std::ptr::null_mut() };
+
+    #[inline]
+    fn translate(&self, addr: u64, len: u64) -> Option<*mut u8> {
+        // An address below the row wraps to an offset beyond it, because guest_addr + len does not overflow.
+        let offset = addr.wrapping_sub(self.guest_addr);
+        (offset < self.len && len <= self.len - offset).then(|| self.host.wrapping_add(offset as usize))
+    }
+}
+
+/// The memory of one guest: regions sorted by guest physical address.
+#[derive(Debug, Default)]
+pub struct GuestMemory {
+    rows: Vec<Row>,
+    regions: Vec<Arc<Region>>,
+}
+
+// SAFETY: the pointers in the rows name memory of the regions beside them, which are Send and Sync.
+unsafe impl Send for GuestMemory {}
+// SAFETY: as above; the table is never changed.
+unsafe impl Sync for GuestMemory {}
+
+impl GuestMemory {
+    /// A table of `regions`, in any order.
+    pub fn new(mut regions: Vec<Arc<Region>>) -> Result<GuestMemory, MemoryError> {
+        if regions.len() > REGIONS_MAX {
+            return Err(MemoryError::TooMany);
+        }
+        for key in [|s: &RegionSpec| s.user_addr, |s: &RegionSpec| s.guest_addr] {
+            regions.sort_by_key(|r| key(&r.spec));
+            for pair in regions.windows(2) {
+                // No overflow: `Region::map` checked both ends.
+                if key(&pair[0].spec) + pair[0].spec.len > key(&pair[1].spec) {
+                    return Err(MemoryError::Overlap(pair[1].spec.guest_addr));
+                }
+            }
+        }
+        let rows = regions.iter();
+        let rows =
+            rows.map(|r| Row { guest_addr: r.spec.guest_addr, len: r.spec.len, host: r.host }).collect();
+        Ok(GuestMemory { rows, regions })
+    }
+
+    /// The regions, sorted by guest physical address.
+    pub fn regions(&self) -> &[Arc<Region>] {
+        &self.regions
+    }
+
+    /// The first of `len` bytes at guest physical address `addr`, when all of them lie inside one mapping.
+    #[inline]
+    pub fn translate(&self, addr: u64, len: usize) -> Option<*mut u8> {
+        self.row(addr).and_then(|row| row.translate(addr, len as u64))
+    }
+
+    /// The same for an address of the front end's own address space.
+    pub fn translate_user(&self, addr: u64, len: usize) -> Option<*mut u8> {
+        self.regions.iter().find_map(|region| {
+            let row = Row { guest_addr: region.spec.user_addr, len: region.spec.len, host: region.host };
+            row.translate(addr, len as u64)
+        })
+    }
+
+    /// The guest physical address behind a pointer that this table gave out.
+    pub fn guest_addr(&self, pointer: *const u8) -> Option<u64> {
+        self.rows.iter().find_map(|row| {
+            let offset = (pointer as u64).wrapping_sub(row.host as u64);
+            (offset < row.len).then(|| row.guest_addr + offset)
+        })
+    }
+
+    /// True once any region's file was truncated under us: nothing read from this memory can be trusted any more.
+    #[inline]
+    pub fn is_poisoned(&self) -> bool {
+        self.regions.iter().any(|region| region.is_poisoned())
+    }
+
+    #[inline]
+    fn row(&self, addr: u64) -> Option<&Row> {
+        let after = self.rows.partition_point(|row| row.guest_addr <= addr);
+        self.rows.get(after.checked_sub(1)?)
+    }
+}
+
+/// A [`GuestMemory`] that remembers where the last address fell: nearly always where the next one will.
+#[derive(Debug)]
+pub struct Translator {
+    memory: Arc<GuestMemory>,
+    last: Row,
+}
+
+// SAFETY: the pointer in `last` names memory of `memory`, which is Send.
+unsafe impl Send for Translator {}
+
+impl Translator {
+    /// A translator that keeps `memory` mapped.
+    pub fn new(memory: Arc<GuestMemory>) -> Translator {
+        Translator { memory, last: Row::EMPTY }
+    }
+
+    /// See [`GuestMemory::translate`].
+    #[inline]
+    pub fn translate(&mut self, addr: u64, len: usize) -> Option<*mut u8> {
+        if let Some(pointer) = self.last.translate(addr, len as u64) {
+            return Some(pointer);
+        }
+        let row = *self.memory.row(addr)?;
+        let pointer = row.translate(addr, len as u64)?;
+        self.last = row;
+        Some(pointer)
+    }
+
+    /// The memory.
+    #[inline]
+    pub fn memory(&self) -> &Arc<GuestMemory> {
+        &self.memory
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+    fn memfd(len: u64) -> File {
+        let file = memfd_create("vnet-test", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&file, len).unwrap();
+        File::from(file)
+    }
+
+    fn spec(guest_addr: u64, len: u64, offset: u64) -> RegionSpec {
+        RegionSpec { guest_addr, user_addr: guest_addr + 0x7000_0000_0000, len, offset }
+    }
+
+    #[test]
+    fn ranges_lie_inside_one_mapping_or_nowhere() {
+        let file = memfd(0x6000);
+        let low = Region::map(spec(0, 0x3000, 0), &file).unwrap();
+        let high = Region::map(spec(0x3000, 0x3000, 0x3000), &file).unwrap();
+        let memory = Arc::new(GuestMemory::new(vec![high, low]).unwrap());
+        let mut translator = Translator::new(memory.clone());
+        for (addr, len, inside) in [
+            (0, 0x3000, true),
+            (0, 0x3001, false),
+            (0x2fff, 1, true),
+            (0x2fff, 2, false),
+            (0x3000, 0x3000, true),
+            (0x5fff, 1, true),
+            (0x6000, 1, false),
+            (0x5000, usize::MAX, false),
+            (u64::MAX, 1, false),
+            (u64::MAX, usize::MAX, false),
+        ] {
+            let pointer = memory.translate(addr, len);
+            assert_eq!(pointer.is_some(), inside, "{addr:#x}+{len:#x}");
+            assert_eq!(translator.translate(addr, len), pointer, "{addr:#x}+{len:#x}");
+            assert_eq!(memory.translate_user(addr.wrapping_add(0x7000_0000_0000), len), pointer);
+            if let Some(pointer) = pointer {
+                assert_eq!(memory.guest_addr(pointer), Some(addr));
+            }
+        }
+        assert_eq!(GuestMemory::default().translate(0, 1), None);
+    }
+
+    #[test]
+    fn offsets_need_not_be_page_aligned() {
+        let file = memfd(0x4000);
+        rustix::io::pwrite(&file, b"here", 0x1800).unwrap();
+        let region = Region::map(spec(0x8000, 0x1000, 0x1800), &file).unwrap();
+        let memory = GuestMemory::new(vec![region]).unwrap();
+        let pointer = memory.translate(0x8000, 4).unwrap();
+        // SAFETY: translate said that four bytes are there, and nobody writes to them.
+        assert_eq!(unsafe { std::slice::from_raw_parts(pointer, 4) }, b"here");
+    }
+
+    #[test]
+    fn files_too_small_and_overflows_are_refused() {
+        let file = memfd(0x2000);
+        let map = |s| Region::map(s, &file).map(drop);
+        assert!(matches!(map(spec(0, 0x2001, 0)), Err(MemoryError::FileTooSmall { end: 0x2001, .. })));
+        assert!(matches!(map(spec(0, 0x2000, 1)), Err(MemoryError::FileTooSmall { .. })));
+        assert!(matches!(map(spec(0, 0x1000, u64::MAX - 0xfff)), Err(MemoryError::BadRange(0))));
+        assert!(matches!(map(spec(0, 0, 0)), Err(MemoryError::BadRange(0))));
+        let high = RegionSpec { user_addr: 0, ..spec(0, 0x1000, 0) };
+        assert!(map(RegionSpec { guest_addr: u64::MAX - 0xffe, ..high }).is_err());
+        assert!(map(RegionSpec { user_addr: u64::MAX - 0xffe, ..high }).is_err());
+        let pipe = rustix::pipe::pipe().unwrap().0;
+        assert!(matches!(Region::map(spec(0, 1, 0), &File::from(pipe)), Err(MemoryError::NotAFile(0))));
+    }
+
+    #[test]
+    fn overlapping_regions_are_refused() {
+        let file = memfd(0x2000);
+        let region = |s| Region::map(s, &file).unwrap();
+        let overlap =
+            GuestMemory::new(vec![region(spec(0x1000, 0x1000, 0)), region(spec(0x1fff, 0x1000, 0))]);
+        assert!(matches!(overlap, Err(MemoryError::Overlap(0x1fff))));
+        let user = RegionSpec { guest_addr: 0x9000, ..spec(0x1fff, 0x1000, 0) };
+        assert!(GuestMemory::new(vec![region(spec(0x1000, 0x1000, 0)), region(user)]).is_err());
+        let many = (0..65).map(|i| region(spec(i * 0x1000, 0x1000, 0))).collect();
+        assert!(matches!(GuestMemory::new(many), Err(MemoryError::TooMany)));
+    }
+
+    #[test]
+    fn a_truncated_file_poisons_its_region_only() {
+        let (file, other) = (memfd(0x4000), memfd(0x4000));
+        let region = Region::map(spec(0, 0x4000, 0), &file).unwrap();
+        let healthy = GuestMemory::new(vec![Region::map(spec(0, 0x4000, 0), &other).unwrap()]).unwrap();
+        let memory = GuestMemory::new(vec![region]).unwrap();
+        let pointer = memory.translate(0x2000, 1).unwrap();
+        // SAFETY: translate said so; nobody else uses this memory.
+        unsafe { pointer.write_volatile(7) };
+        assert!(!memory.is_poisoned());
+        ftruncate(&file, 0x1000).unwrap();
+        // SAFETY: the mapping stands; its missing pages are what the signal handler is there for.
+        assert_eq!(unsafe { pointer.read_volatile() }, 0);
+        // SAFETY: as above.
+        unsafe { pointer.write_volatile(9) };
+        assert!(memory.is_poisoned());
+        assert!(!healthy.is_poisoned());
+        drop(memory);
+        // The slot is used again, clean.
+        let again = GuestMemory::new(vec![Region::map(spec(0, 0x4000, 0), &other).unwrap()]).unwrap();
+        assert!(!again.is_poisoned());
+    }
+
+    #[test]
+    fn a_fault_elsewhere_still_kills() {
+        let file = memfd(0x1000);
+        // The handler stands as soon as one region is mapped.
+        let _region = Region::map(spec(0, 0x1000, 0), &file).unwrap();
+        let foreign = memfd(0x1000);
+        let (prot, flags) = (ProtFlags::READ, MapFlags::SHARED);
+        // SAFETY: a new mapping at an address of the kernel's choice touches nobody's memory.
+        let page = unsafe { mmap(std::ptr::null_mut(), 0x1000, prot, flags, &foreign, 0) }.unwrap();
+        ftruncate(&foreign, 0).unwrap();
+        // SAFETY: the child only reads memory and ends; both are allowed between fork and exec.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: the page is mapped; reading it raises SIGBUS, which ends the child.
+            unsafe {
+                page.cast::<u8>().read_volatile();
+                libc::_exit(0);
+            }
+        }
+        let mut status = 0;
+        // SAFETY: `child` is our own child and `status` a valid place.
+        assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+        assert!(libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGBUS, "status {status:#x}");
+        // SAFETY: mapped above, no pointer into it is left.
+        unsafe { munmap(page, 0x1000) }.unwrap();
+    }
+}

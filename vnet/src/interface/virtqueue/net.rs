@@ -1,0 +1,409 @@
+//! Frames in and out of virtqueues (virtio 1.2 section 5.1.6).
+//!
+//! *Transmit* is the guest's word for what enters the core: [`take`] makes a frame of each chain, in place. *Receive* is
+//! the guest's word for what leaves it: [`Giver::give`] copies a frame into as many chains as it needs.
+
+use crate::frame::{BATCH_MAX, Batch, Frame, FrameError, NetworkId, PortId, Segment};
+use crate::stats::{DropReason, PortStats};
+use crate::wire::offload::{Accepts, F_DATA_VALID, F_NEEDS_CSUM, GSO_NONE, Offload, VIRTIO_NET_HDR_LEN};
+use crate::wire::segment;
+
+use super::{Buffer, CHAIN_MAX, Ring, RingError};
+
+/// Bytes of the header of legacy drivers that negotiated neither VERSION_1 nor MRG_RXBUF: no `num_buffers`.
+pub const LEGACY_HDR_LEN: usize = 10;
+/// Chains that one frame may be spread over (MRG_RXBUF): 65 553 bytes in chains of 257 bytes.
+pub const MERGE_MAX: usize = 256;
+/// Buffers in those chains.
+pub const BUFFERS_MAX: usize = 1024;
+/// Bytes that an Ethernet header with one VLAN tag adds to the MTU.
+const ETHERNET_OVERHEAD: usize = 18;
+
+/// What was negotiated on how frames look in a ring.
+#[derive(Clone, Copy, Debug)]
+pub struct Format {
+    /// Bytes of the virtio-net header: 12, or [`LEGACY_HDR_LEN`].
+    pub header_len: usize,
+    /// MRG_RXBUF: a frame may be spread over several chains.
+    pub mergeable: bool,
+    /// What the guest takes unfinished.
+    pub accepts: Accepts,
+}
+
+/// Whose frames they are.
+#[derive(Clone, Copy, Debug)]
+pub struct Owner<'a> {
+    /// The interface's port.
+    pub port: PortId,
+    /// Its network.
+    pub network: NetworkId,
+    /// Its MTU in bytes.
+    pub mtu: usize,
+    /// Its counters.
+    pub stats: &'a PortStats,
+}
+
+/// The chains of one burst on a guest's transmit ring, from [`take`] to [`Taken::give_back`].
+#[derive(Debug)]
+pub struct Taken {
+    heads: [u16; BATCH_MAX],
+    count: usize,
+    /// Room for the buffers of one chain.
+    buffers: Vec<Buffer>,
+}
+
+impl Default for Taken {
+    fn default() -> Taken {
+        Taken { heads: [0; BATCH_MAX], count: 0, buffers: Vec::with_capacity(CHAIN_MAX) }
+    }
+}
+
+impl Taken {
+    /// Gives the chains back unread bytes or not, in order, and returns true when the guest wants to know.
+    pub fn give_back(&mut self, ring: &mut Ring) -> bool {
+        for index in &self.heads[..self.count] {
+            ring.complete(*index, 0);
+        }
+        self.count = 0;
+        ring.publish()
+    }
+}
+
+/// Fills `batch` with the frames that wait on a guest's transmit ring, at most a batch. Returns the number of chains taken,
+/// refused ones included, which [`Taken::give_back`] must complete once the frames are done with.
+///
+/// The frames point into guest memory, which `ring` keeps mapped.
+///
+/// # Errors
+/// The ring is broken; frames taken before stand in the batch.
+pub fn take(
+    ring: &mut Ring,
+    format: &Format,
+    owner: &Owner<'_>,
+    batch: &mut Batch,
+    taken: &mut Taken,
+) -> Result<usize, RingError> {
+    let count = ring.prime(BATCH_MAX)?;
+    let mut bytes = 0;
+    for _ in 0..count {
+        let Some(head) = ring.next()? else { break };
+        taken.heads[taken.count] = head.index;
+        taken.count += 1;
+        let single = head.single_readable();
+        let result = match single {
+            Some(buffer) => frame(std::slice::from_ref(&buffer), format, owner, batch),
+            None => {
+                taken.buffers.clear();
+                match ring.walk(&head, &mut taken.buffers) {
+                    Ok(readable) => frame(&taken.buffers[..readable], format, owner, batch),
+                    Err(error) => {
+                        tracing::debug!(%error, port = owner.port.0, "chain refused");
+                        Err((DropReason::BadChain, 0))
+                    }
+                }
+            }
+        };
+        match result {
+            Ok(len) => bytes += len as u64,
+            Err((reason, len)) => owner.stats.refuse(reason, len),
+        }
+    }
+    owner.stats.in_frames.add(batch.len() as u64);
+    owner.stats.in_bytes.add(bytes);
+    Ok(taken.count)
+}
+
+/// Adds one frame to the batch: header, then Ethernet. Returns its length, or why it was refused and how long it was.
+#[inline]
+fn frame(
+    buffers: &[Buffer],
+    format: &Format,
+    owner: &Owner<'_>,
+    batch: &mut Batch,
+) -> Result<usize, (DropReason, u64)> {
+    let mut header = [0; VIRTIO_NET_HDR_LEN];
+    let (mut next, mut offset) =
+        read_header(buffers, &mut header[..format.header_len]).ok_or((DropReason::BadChain, 0))?;
+    let mut offload = Offload::from_virtio(&header);
+    // Only a device may vouch for a checksum (virtio 1.2 section 5.1.6.2).
+    offload.flags &= F_NEEDS_CSUM;
+    let mut builder = batch.begin();
+    while let Some(buffer) = buffers.get(next) {
+        let segment = Segment::new(buffer.ptr.wrapping_add(offset), buffer.len - offset);
+        // SAFETY: the buffer lies in guest memory that the ring keeps mapped; its queue is locked until the batch is
+        // cleared, and changes of the memory take that lock.
+        unsafe { builder.push(segment) };
+        offset = 0;
+        next += 1;
+    }
+    let len = builder.len();
+    match builder.finish(owner.port, owner.network, offload, 0) {
+        Ok(()) => Ok(len),
+        Err(error) => Err((refusal(error), len as u64)),
+    }
+}
+
+#[cold]
+fn refusal(error: FrameError) -> DropReason {
+    match error {
+        FrameError::TooShort => DropReason::TooShort,
+        FrameError::TooLong => DropReason::TooLong,
+        FrameError::Offload(_) => DropReason::BadOffload,
+    }
+}
+
+/// Copies the header, once, however it is spread over buffers. Returns the buffer and the offset where the frame begins;
+/// `None` when the chain ends before its header does.
+#[inline]
+fn read_header(buffers: &[Buffer], header: &mut [u8]) -> Option<(usize, usize)> {
+    let mut at = 0;
+    for (i, buffer) in buffers.iter().enumerate() {
+        let part = buffer.len.min(header.len() - at);
+        // SAFETY: `part` bytes are inside the buffer and inside the header, which is our own memory.
+        unsafe { std::ptr::copy_nonoverlapping(buffer.ptr, header[at..].as_mut_ptr(), part) };
+        at += part;
+        if at == header.len() {
+            return Some((i, part));
+        }
+    }
+    None
+}
+
+/// Why a frame did not get into the ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Refused {
+    Dropped(DropReason),
+    Broken(RingError),
+}
+
+impl From<RingError> for Refused {
+    fn from(error: RingError) -> Refused {
+        Refused::Broken(error)
+    }
+}
+
+/// What filling a guest's receive ring needs besides the ring; made once, so that no frame allocates.
+#[derive(Debug)]
+pub struct Giver {
+    buffers: Vec<Buffer>,
+    /// Chains gathered for one frame: head, bytes of room.
+    chains: Vec<(u16, usize)>,
+    /// A frame that is finished in software; allocated when the first one comes.
+    scratch: Vec<u8>,
+}
+
+impl Default for Giver {
+    fn default() -> Giver {
+        Giver {
+            buffers: Vec::with_capacity(BUFFERS_MAX),
+            chains: Vec::with_capacity(MERGE_MAX),
+            scratch: Vec::new(),
+        }
+    }
+}
+
+impl Giver {
+    /// Copies the frames `which` of `batch` into a guest's receive ring and counts each one. The caller publishes.
+    ///
+    /// # Errors
+    /// The ring is broken; frames not delivered by then are counted as dropped.
+    pub fn give(
+        &mut self,
+        ring: &mut Ring,
+        format: &Format,
+        owner: &Owner<'_>,
+        batch: &Batch,
+        which: &[u16],
+    ) -> Result<(), RingError> {
+        let mut tally = Tally::default();
+        if let Err(error) = ring.prime(which.len()) {
+            tally.broken = Some(error);
+        }
+        for index in which {
+            let frame = batch.frame(usize::from(*index));
+            if frame.offload.fits(&format.accepts) {
+                let (len, segments) = (frame.len(), batch.segments(frame));
+                self.put_counted(ring, format, owner, &frame.offload, len, segments, &mut tally);
+            } else {
+                self.finish_and_put(ring, format, owner, batch, frame, &mut tally);
+            }
+        }
+        owner.stats.delivered(tally.frames, tally.bytes);
+        tally.broken.map_or(Ok(()), Err)
+    }
+
+    /// The slow path: finishes what the guest did not negotiate, in a private copy, and puts what comes out.
+    #[cold]
+    fn finish_and_put(
+        &mut self,
+        ring: &mut Ring,
+        format: &Format,
+        owner: &Owner<'_>,
+        batch: &Batch,
+        frame: &Frame,
+        tally: &mut Tally,
+    ) {
+        let mut scratch = std::mem::take(&mut self.scratch);
+        scratch.resize(frame.len().max(scratch.len()), 0);
+        let len = batch.copy_to(frame, &mut scratch);
+        let mut pieces = 0;
+        let mut emit = |piece: &[u8], offload: Offload| {
+            pieces += 1;
+            let segment = Segment::new(piece.as_ptr(), piece.len());
+            self.put_counted(ring, format, owner, &offload, piece.len(), &[segment], tally);
+        };
+        let finished = segment::finish(&mut scratch[..len], &frame.offload, &format.accepts, &mut emit);
+        self.scratch = scratch;
+        if finished.is_ok() && pieces != 0 {
+            owner.stats.copies.add(pieces - 1);
+        } else {
+            // Pieces that came out before the error are counted already; the frame itself is one more.
+            owner.stats.copies.add(pieces);
+            owner.stats.drop_frames(DropReason::Unsegmentable, 1);
+        }
+    }
+
+    /// Copies one frame of `len` bytes into the ring, or drops it; either way it is counted.
+    #[inline]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the frame is taken apart so that pieces of one can come here too"
+    )]
+    fn put_counted(
+        &mut self,
+        ring: &mut Ring,
+        format: &Format,
+        owner: &Owner<'_>,
+        offload: &Offload,
+        len: usize,
+        segments: &[Segment],
+        tally: &mut Tally,
+    ) {
+        let outcome = if tally.broken.is_some() {
+            Err(Refused::Dropped(DropReason::NotReady))
+        } else if offload.gso_type == GSO_NONE && len > owner.mtu + ETHERNET_OVERHEAD {
+            Err(Refused::Dropped(DropReason::MtuExceeded))
+        } else {
+            self.put(ring, format, offload, len, segments)
+        };
+        match outcome {
+            Ok(()) => {
+                tally.frames += 1;
+                tally.bytes += len as u64;
+            }
+            Err(Refused::Dropped(reason)) => owner.stats.drop_frames(reason, 1),
+            Err(Refused::Broken(error)) => {
+                owner.stats.drop_frames(DropReason::NotReady, 1);
+                tally.broken = Some(error);
+            }
+        }
+    }
+
+    /// Copies one frame of `len` bytes into the ring.
+    #[inline]
+    fn put(
+        &mut self,
+        ring: &mut Ring,
+        format: &Format,
+        offload: &Offload,
+        len: usize,
+        segments: &[Segment],
+    ) -> Result<(), Refused> {
+        let mut offload = *offload;
+        if !format.accepts.csum {
+            // Without GUEST_CSUM the flags are zero (virtio 1.2 section 5.1.6.4.1).
+            offload.flags &= !F_DATA_VALID;
+        }
+        let total = format.header_len + len;
+        let head = ring.next()?.ok_or(Refused::Dropped(DropReason::NoBuffer))?;
+        if let Some(buffer) = head.single_writable()
+            && buffer.len >= total
+        {
+            let header = offload.to_virtio(1);
+            let mut out = Writer { buffers: std::slice::from_ref(&buffer), offset: 0 };
+            out.write(header.as_ptr(), format.header_len);
+            segments.iter().for_each(|s| out.write(s.as_ptr(), s.len()));
+            ring.wrote(Buffer { ptr: buffer.ptr, len: total });
+            ring.complete(head.index, total as u32);
+            return Ok(());
+        }
+        ring.put_back(1);
+        self.gather(ring, format, total)?;
+        let header = offload.to_virtio(self.chains.len() as u16);
+        let mut out = Writer { buffers: &self.buffers, offset: 0 };
+        out.write(header.as_ptr(), format.header_len);
+        segments.iter().for_each(|s| out.write(s.as_ptr(), s.len()));
+        self.buffers.iter().for_each(|buffer| ring.wrote(*buffer));
+        let mut left = total;
+        for (index, room) in &self.chains {
+            let part = left.min(*room);
+            ring.complete(*index, part as u32);
+            left -= part;
+        }
+        Ok(())
+    }
+
+    /// Takes as many chains as `total` bytes need: one, or up to [`MERGE_MAX`] with MRG_RXBUF.
+    ///
+    /// When there are too few, they stay in the ring. A malformed one is given back empty, and so are those before it,
+    /// because order is kept; the frame is dropped with it, so that each frame meets at most one.
+    fn gather(&mut self, ring: &mut Ring, format: &Format, total: usize) -> Result<(), Refused> {
+        self.buffers.clear();
+        self.chains.clear();
+        let mut room = 0;
+        while room < total {
+            let limit = if format.mergeable { MERGE_MAX } else { 1 };
+            let next = if self.chains.len() < limit { ring.next()? } else { None };
+            let Some(head) = next else {
+                ring.put_back(self.chains.len() as u16);
+                return Err(Refused::Dropped(DropReason::NoBuffer));
+            };
+            let before = self.buffers.len();
+            let walked = ring.walk(&head, &mut self.buffers);
+            if !matches!(walked, Ok(0)) || self.buffers.len() + CHAIN_MAX > BUFFERS_MAX {
+                tracing::debug!(?walked, buffers = self.buffers.len(), "receive chain refused");
+                self.chains.iter().for_each(|(index, _)| ring.complete(*index, 0));
+                ring.complete(head.index, 0);
+                return Err(Refused::Dropped(DropReason::BadChain));
+            }
+            let chain_room = self.buffers[before..].iter().map(|b| b.len).sum();
+            self.chains.push((head.index, chain_room));
+            room += chain_room;
+        }
+        Ok(())
+    }
+}
+
+/// What came of the frames of one call; frames delivered are counted once at its end.
+#[derive(Default)]
+struct Tally {
+    frames: u64,
+    bytes: u64,
+    broken: Option<RingError>,
+}
+
+/// Writes one after the other into buffers that have room for everything that is written.
+struct Writer<'a> {
+    buffers: &'a [Buffer],
+    offset: usize,
+}
+
+impl Writer<'_> {
+    #[inline]
+    fn write(&mut self, mut from: *const u8, mut len: usize) {
+        while len != 0 {
+            let Some(buffer) = self.buffers.first() else { return };
+            let part = len.min(buffer.len - self.offset);
+            // SAFETY: `part` bytes are left in the buffer, which is mapped, and are readable at `from` by the contract of
+            // whoever made the segment. The two may overlap when guests share memory, which `copy` allows.
+            unsafe { std::ptr::copy(from, buffer.ptr.add(self.offset), part) };
+            from = from.wrapping_add(part);
+            len -= part;
+            self.offset += part;
+            if self.offset == buffer.len {
+                self.buffers = &self.buffers[1..];
+                self.offset = 0;
+            }
+        }
+    }
+}
