@@ -100,7 +100,9 @@ pub(super) fn run(device: &Arc<Device>, source: &Source, stop: &Stop) {
     let path = device.options.socket.display();
     while let Some(stream) = next(device, source, stop) {
         tracing::info!(%path, "front end connected");
-        device.set_status("the front end is connected; the guest's driver has not started its queues".to_owned());
+        device.set_status(
+            "the front end is connected; the guest's driver has not started its queues".to_owned(),
+        );
         let result = serve(device, stream, stop);
         stop.serve(None);
         device.change_all(Vring::reset);
@@ -200,7 +202,8 @@ fn handle(
     message: &[u8; MESSAGE_LEN],
     stream: &mut UnixStream,
 ) -> Result<()> {
-    let word = |at: usize| u32::from_ne_bytes([message[at], message[at + 1], message[at + 2], message[at + 3]]);
+    let word =
+        |at: usize| u32::from_ne_bytes([message[at], message[at + 1], message[at + 2], message[at + 3]]);
     let (flags, size) = (word(4), word(8));
     if flags & (VERSION_MASK | REPLY) != VERSION || size as usize != MESSAGE_LEN - HEADER_LEN {
         return Err(Error::InvalidMessage);

@@ -52,7 +52,8 @@ fn eventfd(file: Option<File>) -> Result<Option<File>> {
     if kind.is_ok_and(|kind| kind.as_os_str() != "anon_inode:[eventfd]") {
         return Err(refuse("a vring's file descriptor is not an eventfd"));
     }
-    let flags = rustix::fs::fcntl_getfl(&file).and_then(|f| rustix::fs::fcntl_setfl(&file, f | OFlags::NONBLOCK));
+    let flags =
+        rustix::fs::fcntl_getfl(&file).and_then(|f| rustix::fs::fcntl_setfl(&file, f | OFlags::NONBLOCK));
     flags.map_err(|e| refuse(format!("cannot make an eventfd non-blocking: {e}")))?;
     Ok(Some(file))
 }
@@ -133,7 +134,9 @@ impl VhostUserBackendReqHandlerMut for Session {
     fn set_features(&mut self, wanted: u64) -> Result<()> {
         let foreign = wanted & !features::offered(&self.device.options);
         if foreign != 0 {
-            return Err(refuse(format!("the front end acknowledged features that were not offered: {foreign:#x}")));
+            return Err(refuse(format!(
+                "the front end acknowledged features that were not offered: {foreign:#x}"
+            )));
         }
         self.common.features = wanted;
         self.device.set_common(&self.common);
@@ -161,7 +164,9 @@ impl VhostUserBackendReqHandlerMut for Session {
 
     fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
         if !num.is_power_of_two() || num > u32::from(QUEUE_SIZE_MAX) {
-            return Err(refuse(format!("vring {index}: size {num} is not a power of two up to {QUEUE_SIZE_MAX}")));
+            return Err(refuse(format!(
+                "vring {index}: size {num} is not a power of two up to {QUEUE_SIZE_MAX}"
+            )));
         }
         self.vring(index, |vring| vring.set_size(num))
     }
@@ -180,7 +185,8 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
-        let base = u16::try_from(base).map_err(|_| refuse(format!("vring {index}: base {base} is no index")))?;
+        let base =
+            u16::try_from(base).map_err(|_| refuse(format!("vring {index}: base {base} is no index")))?;
         self.vring(index, |vring| vring.set_base(base))
     }
 
@@ -228,8 +234,9 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
-        features::config_space(&self.device.options, offset, size)
-            .ok_or_else(|| refuse(format!("GET_CONFIG of {size} bytes at {offset} lies outside the device's")))
+        features::config_space(&self.device.options, offset, size).ok_or_else(|| {
+            refuse(format!("GET_CONFIG of {size} bytes at {offset} lies outside the device's"))
+        })
     }
 
     fn set_config(&mut self, _offset: u32, _bytes: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
@@ -279,10 +286,15 @@ impl VhostUserBackendReqHandlerMut for Session {
     fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
         // The offset does not take part: front ends differ in what they send here.
         let spec = spec_of(region);
-        let same = |r: &RegionSpec| (r.guest_addr, r.user_addr, r.len) == (spec.guest_addr, spec.user_addr, spec.len);
+        let same = |r: &RegionSpec| {
+            (r.guest_addr, r.user_addr, r.len) == (spec.guest_addr, spec.user_addr, spec.len)
+        };
         let (gone, stay): (Vec<_>, Vec<_>) = self.regions().iter().cloned().partition(|r| same(r.spec()));
         if gone.is_empty() {
-            return Err(refuse(format!("REM_MEM_REG of a region at {:#x} that is not there", spec.guest_addr)));
+            return Err(refuse(format!(
+                "REM_MEM_REG of a region at {:#x} that is not there",
+                spec.guest_addr
+            )));
         }
         self.set_regions(stay)
     }

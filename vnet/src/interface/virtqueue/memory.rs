@@ -95,7 +95,8 @@ impl Region {
             && spec.len <= REGION_LEN_MAX
             && guest_addr.checked_add(spec.len).is_some()
             && spec.user_addr.checked_add(spec.len).is_some();
-        let end = spec.offset.checked_add(spec.len).filter(|_| fits).ok_or(MemoryError::BadRange(guest_addr))?;
+        let end =
+            spec.offset.checked_add(spec.len).filter(|_| fits).ok_or(MemoryError::BadRange(guest_addr))?;
         let map_error = |source: rustix::io::Errno| MemoryError::Map { guest_addr, source: source.into() };
 
         let stat = rustix::fs::fstat(file).map_err(map_error)?;
@@ -205,7 +206,8 @@ impl GuestMemory {
             }
         }
         let rows = regions.iter();
-        let rows = rows.map(|r| Row { guest_addr: r.spec.guest_addr, len: r.spec.len, host: r.host }).collect();
+        let rows =
+            rows.map(|r| Row { guest_addr: r.spec.guest_addr, len: r.spec.len, host: r.host }).collect();
         Ok(GuestMemory { rows, regions })
     }
 
@@ -359,7 +361,8 @@ mod tests {
     fn overlapping_regions_are_refused() {
         let file = memfd(0x2000);
         let region = |s| Region::map(s, &file).unwrap();
-        let overlap = GuestMemory::new(vec![region(spec(0x1000, 0x1000, 0)), region(spec(0x1fff, 0x1000, 0))]);
+        let overlap =
+            GuestMemory::new(vec![region(spec(0x1000, 0x1000, 0)), region(spec(0x1fff, 0x1000, 0))]);
         assert!(matches!(overlap, Err(MemoryError::Overlap(0x1fff))));
         let user = RegionSpec { guest_addr: 0x9000, ..spec(0x1fff, 0x1000, 0) };
         assert!(GuestMemory::new(vec![region(spec(0x1000, 0x1000, 0)), region(user)]).is_err());

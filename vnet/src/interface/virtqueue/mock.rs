@@ -56,7 +56,10 @@ impl MockMemory {
     /// # Panics
     /// When the range is outside.
     pub fn write(&self, addr: u64, bytes: &[u8]) {
-        assert!(addr >= GUEST_BASE && addr + bytes.len() as u64 <= GUEST_BASE + self.len, "address {addr:#x}");
+        assert!(
+            addr >= GUEST_BASE && addr + bytes.len() as u64 <= GUEST_BASE + self.len,
+            "address {addr:#x}"
+        );
         assert_eq!(rustix::io::pwrite(&self.file, bytes, addr - GUEST_BASE), Ok(bytes.len()));
     }
 

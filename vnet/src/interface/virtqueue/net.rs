@@ -265,7 +265,10 @@ impl Giver {
 
     /// Copies one frame of `len` bytes into the ring, or drops it; either way it is counted.
     #[inline]
-    #[expect(clippy::too_many_arguments, reason = "the frame is taken apart so that pieces of one can come here too")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the frame is taken apart so that pieces of one can come here too"
+    )]
     fn put_counted(
         &mut self,
         ring: &mut Ring,

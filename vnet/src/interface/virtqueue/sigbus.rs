@@ -45,18 +45,24 @@ impl Registration {
         let (start, len) = (start as u64, len as u64);
         let misfit = start == 0 || start % PAGE != 0 || len % PAGE != 0 || len == 0 || len > REGION_LEN_MAX;
         if misfit || start >> (64 - PAGES_BITS + 12) != 0 {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "mapping is not page aligned or above 1 TiB"));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "mapping is not page aligned or above 1 TiB",
+            ));
         }
         install()?;
         for (index, slot) in SLOTS.iter().enumerate() {
             if slot.range.compare_exchange(0, CLAIMED, Ordering::Acquire, Ordering::Relaxed).is_ok() {
                 slot.poisoned.store(false, Ordering::Relaxed);
                 HIGH_WATER.fetch_max(index + 1, Ordering::Relaxed);
-                slot.range.store((start / PAGE) << PAGES_BITS | len / PAGE, Ordering::Release);
+                slot.range.store(((start / PAGE) << PAGES_BITS) | (len / PAGE), Ordering::Release);
                 return Ok(Registration(index));
             }
         }
-        Err(io::Error::new(io::ErrorKind::OutOfMemory, format!("{REGIONS_MAX} memory regions are mapped already")))
+        Err(io::Error::new(
+            io::ErrorKind::OutOfMemory,
+            format!("{REGIONS_MAX} memory regions are mapped already"),
+        ))
     }
 
     /// True once the memory under the mapping has vanished: what was read from it lately may be zeros.

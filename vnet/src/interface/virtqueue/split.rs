@@ -15,7 +15,8 @@ use super::chain::{self, Buffer, ChainError, Table};
 use super::dirty::DirtyLog;
 use super::memory::{GuestMemory, Translator};
 use super::{
-    AVAIL_NO_INTERRUPT, DESC_INDIRECT, DESC_NEXT, DESC_WRITE, Descriptor, QUEUE_SIZE_MAX, USED_NO_NOTIFY, prefetch,
+    AVAIL_NO_INTERRUPT, DESC_INDIRECT, DESC_NEXT, DESC_WRITE, Descriptor, QUEUE_SIZE_MAX, USED_NO_NOTIFY,
+    prefetch,
 };
 
 /// Chains that are read ahead: a batch.
@@ -158,7 +159,11 @@ impl Ring {
     ///
     /// Continues at the used index in guest memory when that differs from `config.base`: the chains in between were
     /// taken by a back end that died, and never completed.
-    pub fn new(memory: Arc<GuestMemory>, config: &RingConfig, log: Option<Arc<DirtyLog>>) -> Result<Ring, RingError> {
+    pub fn new(
+        memory: Arc<GuestMemory>,
+        config: &RingConfig,
+        log: Option<Arc<DirtyLog>>,
+    ) -> Result<Ring, RingError> {
         let size = u16::try_from(config.size).ok();
         let size = size.filter(|size| size.is_power_of_two() && *size <= QUEUE_SIZE_MAX);
         let size = size.ok_or(RingError::Size(config.size))?;
@@ -166,7 +171,11 @@ impl Ring {
         let part = |part, addr: u64, len: usize, align: usize| {
             let pointer = memory.translate_user(addr, len).ok_or(RingError::Address { part, addr })?;
             // What counts is our own pointer: a region may be mapped at any offset.
-            if pointer.align_offset(align) == 0 { Ok(pointer) } else { Err(RingError::Misaligned { part, addr }) }
+            if pointer.align_offset(align) == 0 {
+                Ok(pointer)
+            } else {
+                Err(RingError::Misaligned { part, addr })
+            }
         };
         let mut ring = Ring {
             descriptors: part("descriptor table", config.descriptors, Descriptor::SIZE * n, 16)?,
@@ -257,7 +266,10 @@ impl Ring {
 
     /// Takes the next chain, reading ahead again when the last burst is used up. `None` when no chain waits.
     #[inline]
-    #[expect(clippy::should_implement_trait, reason = "an iterator could not tell an empty ring from a broken one")]
+    #[expect(
+        clippy::should_implement_trait,
+        reason = "an iterator could not tell an empty ring from a broken one"
+    )]
     pub fn next(&mut self) -> Result<Option<Head>, RingError> {
         if self.at == self.primed && self.prime(BURST)? == 0 {
             return Ok(None);

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use proptest::prelude::*;
 
 use super::mock::{GUEST_BASE, MockMemory, MockRing, USER_BASE, bytes_of};
-use super::net::{BUFFERS_MAX, Format, Giver, LEGACY_HDR_LEN, MERGE_MAX, Owner, Taken, take};
+use super::net::{BUFFERS_MAX, Format, Giver, LEGACY_HDR_LEN, Owner, Taken, take};
 use super::split::needs_event;
 use super::*;
 use crate::frame::{Batch, FRAME_MAX, NetworkId, PortId, Segment};
@@ -95,7 +95,8 @@ impl Pair {
         self.taken.give_back(&mut self.ring);
         assert_eq!(self.driver.collect(&self.mock), Some((head, 0)));
         let after = count(&self.stats);
-        let reason = DropReason::ALL.iter().enumerate().find(|(i, _)| before[*i] != after[*i]).map(|(_, r)| *r);
+        let reason =
+            DropReason::ALL.iter().enumerate().find(|(i, _)| before[*i] != after[*i]).map(|(_, r)| *r);
         assert_eq!(empty, reason.is_some());
         reason
     }
@@ -539,7 +540,8 @@ fn a_header_may_be_spread_over_chains() {
     pair.give(&MODERN, &[(frame.clone(), Offload::default())]).unwrap();
     let lens: Vec<_> = std::iter::from_fn(|| pair.driver.collect(&pair.mock)).map(|(_, len)| len).collect();
     assert_eq!(lens, [1, 10, 2, 59]);
-    let read: Vec<_> = slots.iter().zip(lens).flat_map(|(at, len)| pair.mock.read(*at, len as usize)).collect();
+    let read: Vec<_> =
+        slots.iter().zip(lens).flat_map(|(at, len)| pair.mock.read(*at, len as usize)).collect();
     assert_eq!(read, [&Offload::default().to_virtio(4)[..], &frame].concat());
 }
 
@@ -580,9 +582,7 @@ fn frames_are_finished_for_guests_that_cannot() {
 fn dirty_pages_are_logged() {
     let mock = MockMemory::new(0x1_0000);
     let mut driver = MockRing::new(&mock, GUEST_BASE, SIZE, 0);
-    let file = std::fs::File::from(
-        rustix::fs::memfd_create("log", rustix::fs::MemfdFlags::CLOEXEC).unwrap(),
-    );
+    let file = std::fs::File::from(rustix::fs::memfd_create("log", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
     file.set_len(0x1000).unwrap();
     let log = std::sync::Arc::new(dirty::DirtyLog::map(&file, 0, 0x1000).unwrap());
     let config = RingConfig { used_log: Some(driver.used()), ..driver.config(true, true) };
