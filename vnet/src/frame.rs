@@ -22,6 +22,9 @@ pub const FRAME_MAX: usize = MTU_MAX + HEADER_LEN + VLAN_TAG_LEN;
 pub const HEAD_MAX: usize = 128;
 /// Frames in one batch. Enough to spread a notification over, few enough that heads stay in the L1 cache (8 KiB).
 pub const BATCH_MAX: usize = 64;
+/// Bytes that a batch offers to interfaces whose frames have to be read into memory (TAP): eight of the largest frames,
+/// so that a batch of super-frames stays in the L2 cache.
+const ARENA_LEN: usize = 8 * (FRAME_MAX + 128);
 /// Segments of one frame: a descriptor chain's limit (DESIGN.md section 10) and the head.
 pub const SEGMENTS_MAX: usize = 256 + 1;
 
@@ -128,6 +131,15 @@ impl Segment {
     }
 }
 
+/// Where a batch's frames come from, when they all come from one interface.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Origin {
+    /// The interface's port.
+    pub port: PortId,
+    /// The network it stands in.
+    pub network: NetworkId,
+}
+
 /// What the core knows of one frame.
 #[derive(Clone, Copy, Debug)]
 pub struct Frame {
@@ -176,6 +188,8 @@ pub struct Batch {
     frames: Vec<Frame>,
     segments: Vec<Segment>,
     heads: Box<[[u8; HEAD_MAX]]>,
+    arena: Box<[u8]>,
+    arena_used: usize,
 }
 
 // SAFETY: the raw pointers in `segments` are only followed while the memory they were made from is kept readable (the
@@ -196,6 +210,8 @@ impl Batch {
             frames: Vec::with_capacity(BATCH_MAX),
             segments: Vec::with_capacity(BATCH_MAX * 32),
             heads: vec![[0; HEAD_MAX]; BATCH_MAX].into_boxed_slice(),
+            arena: vec![0; ARENA_LEN].into_boxed_slice(),
+            arena_used: 0,
         }
     }
 
@@ -234,6 +250,37 @@ impl Batch {
     pub fn clear(&mut self) {
         self.frames.clear();
         self.segments.clear();
+        self.arena_used = 0;
+    }
+
+    /// Room of at least `len` bytes in the batch's own memory to read the next frame into; `None` when it is used up.
+    #[inline]
+    pub fn spare(&mut self, len: usize) -> Option<&mut [u8]> {
+        let spare = &mut self.arena[self.arena_used..];
+        (spare.len() >= len && self.frames.len() < BATCH_MAX).then_some(spare)
+    }
+
+    /// Makes a frame of bytes `skip..len` of the room that [`Batch::spare`] gave.
+    ///
+    /// # Panics
+    /// When `len` is more than that room.
+    #[inline]
+    pub fn push_spare(
+        &mut self,
+        skip: usize,
+        len: usize,
+        from: Origin,
+        offload: Offload,
+    ) -> Result<(), FrameError> {
+        let bytes = &self.arena[self.arena_used..][..len];
+        let segment = Segment::new(bytes.as_ptr(), len).slice(skip, len);
+        // Cache lines are not shared between frames.
+        self.arena_used = (self.arena_used + len).next_multiple_of(64).min(self.arena.len());
+        let mut builder = self.begin();
+        // SAFETY: the arena lives as long as the batch and nobody writes to these bytes before `clear`: `spare` gives
+        // out only what lies behind `arena_used`.
+        unsafe { builder.push_stable(segment) };
+        builder.finish(from.port, from.network, offload, 0)
     }
 
     /// The segments of a frame, head first. Their lengths add up to the frame's length.

@@ -15,8 +15,11 @@
 //! Dependencies point one way: `dispatch` sees `interface`, `route` and `link`; these three never see each other;
 //! `frame` sees only `wire`, and `wire` nobody. `tests/rooms.rs` keeps it so.
 
+pub mod dispatch;
 pub mod frame;
 pub mod interface;
+pub mod link;
 pub mod poll;
+pub mod route;
 pub mod stats;
 pub mod wire;

@@ -6,11 +6,15 @@
 //! Several dispatchers may deliver to one queue; each implementation serialises that inside `deliver` with one lock a
 //! batch (never a frame). A queue's `receive` is called by one dispatcher only.
 
+pub mod fake;
+pub mod tap;
 pub mod vhost_user;
 pub mod virtqueue;
 
-use crate::frame::Batch;
+use crate::frame::{Batch, Frame};
 use crate::poll::Waker;
+use crate::wire::ethernet::{HEADER_LEN, VLAN_TAG_LEN};
+use crate::wire::offload::GSO_NONE;
 
 /// What an interface has behind it at the moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,7 +35,7 @@ pub trait Interface: Send + Sync {
     /// Takes up to a batch of frames from the guest's queue `queue` and has `run` take them to completion.
     ///
     /// The batch is empty on entry and cleared on return; `run` is called at most once, and not at all when there is
-    /// nothing to do. The frames' memory is the guest's again when `run` has returned. Returns the number of frames taken
+    /// nothing to do. Counts the frames as in. The frames' memory is the guest's again when `run` has returned. Returns the number of frames taken
     /// (refused ones included), 0 when the queue was empty.
     fn receive(&self, queue: usize, batch: &mut Batch, run: &mut dyn FnMut(&Batch)) -> usize;
 
@@ -63,4 +67,11 @@ pub trait Interface: Send + Sync {
 
     /// Stops the interface for good: no frame enters or leaves afterwards, the guest sees its link go down.
     fn stop(&self);
+}
+
+/// True when a whole frame is larger than an interface of `mtu` bytes takes. Super-frames are not judged by their own size:
+/// their segments are what the sender's MTU allowed.
+#[inline]
+pub(crate) fn exceeds_mtu(frame: &Frame, mtu: usize) -> bool {
+    frame.offload.gso_type == GSO_NONE && frame.len() > mtu + HEADER_LEN + VLAN_TAG_LEN
 }

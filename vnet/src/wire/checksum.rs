@@ -7,7 +7,7 @@ pub struct Sum(u64);
 impl Sum {
     /// Adds a run of bytes; an odd last byte counts as the high half of a word.
     #[inline]
-    pub fn add(mut self, bytes: &[u8]) -> Sum {
+    pub fn with(mut self, bytes: &[u8]) -> Sum {
         // Words are summed in native order: ones' complement addition commutes with swapping bytes (RFC 1071 section 2 B).
         let mut chunks = bytes.chunks_exact(4);
         for chunk in &mut chunks {
@@ -25,8 +25,8 @@ impl Sum {
 
     /// Adds one 16-bit word in host order.
     #[inline]
-    pub fn add_u16(self, word: u16) -> Sum {
-        self.add(&word.to_be_bytes())
+    pub fn with_u16(self, word: u16) -> Sum {
+        self.with(&word.to_be_bytes())
     }
 
     /// The sum folded to 16 bits, not complemented: what a partial checksum field holds (pseudo-header only).
@@ -66,9 +66,9 @@ mod tests {
     proptest! {
         #[test]
         fn equals_the_naive_sum(bytes in prop::collection::vec(any::<u8>(), 0..3000), cut in 0usize..1500) {
-            prop_assert_eq!(Sum::default().add(&bytes).finish(), naive(&bytes));
+            prop_assert_eq!(Sum::default().with(&bytes).finish(), naive(&bytes));
             let cut = (cut * 2).min(bytes.len() & !1);
-            prop_assert_eq!(Sum::default().add(&bytes[..cut]).add(&bytes[cut..]).finish(), naive(&bytes));
+            prop_assert_eq!(Sum::default().with(&bytes[..cut]).with(&bytes[cut..]).finish(), naive(&bytes));
         }
     }
 }

@@ -5,5 +5,7 @@
 
 pub mod checksum;
 pub mod ethernet;
+pub mod flow;
+pub mod native;
 pub mod offload;
 pub mod segment;

@@ -2,35 +2,357 @@
 //!
 //! The slow path. It runs only for a receiver that did not negotiate the offload (an old guest, a VNET/P peer), on a
 //! private copy of the frame, so that nothing here races with a guest.
+//!
+//! A super-frame is cut in place: the headers are saved once, and before segment *i* is emitted they are written anew right
+//! in front of its payload, over the end of segment *i - 1*, which has been emitted already. No second buffer is needed.
 
 use super::checksum::Sum;
-use super::offload::{Accepts, F_NEEDS_CSUM, GSO_NONE, Offload};
+use super::ethernet::{self, ETHERTYPE_IPV4, ETHERTYPE_IPV6};
+use super::offload::{Accepts, F_NEEDS_CSUM, GSO_ECN, GSO_NONE, GSO_TCPV4, GSO_TCPV6, GSO_UDP_L4, Offload};
 
-/// Why a frame could not be finished.
+const PROTOCOL_TCP: u8 = 6;
+const PROTOCOL_UDP: u8 = 17;
+const IPV4_HEADER_MIN: usize = 20;
+const IPV6_HEADER_LEN: usize = 40;
+const TCP_HEADER_MIN: usize = 20;
+const UDP_HEADER_LEN: usize = 8;
+const TCP_FLAG_FIN_PSH: u8 = 0x01 | 0x08;
+const TCP_FLAG_CWR: u8 = 0x80;
+/// Most bytes of headers in front of a payload: Ethernet and two tags, IPv4 or IPv6 with extension headers, TCP.
+const HEADERS_MAX: usize = 256;
+/// Most segments of one super-frame: 65 535 bytes at the smallest MSS that Linux sends (`TCP_MIN_SND_MSS`, 48 bytes). A
+/// hostile `gso_size` of 1 cannot make 65 000 frames of one.
+const SEGMENTS_MAX: usize = 65_535usize.div_ceil(48);
+
+/// Why a frame cannot be finished.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SegmentError {
-    /// Its headers do not allow cutting it.
-    #[error("super-frame whose headers do not allow cutting it")]
+    /// The headers are not those that the metadata announces, or run past the end of the frame.
+    #[error("headers do not match the offload metadata")]
     Headers,
+    /// The headers are longer than any that a NIC must cut.
+    #[error("headers longer than {HEADERS_MAX} bytes")]
+    HeadersTooLong,
+    /// The segments are so small that there would be more than any real sender makes.
+    #[error("more than {SEGMENTS_MAX} segments")]
+    TooMany,
 }
 
-/// Finishes `frame` for a receiver that accepts `accepts` and calls `emit` with each frame that comes out, in order.
+/// Hands `frame` to `emit` in a form that a receiver accepting `accepts` can take: as it is, with its checksum completed,
+/// or cut into finished segments. `emit` is called at least once when the result is `Ok`, and never when it is `Err`.
+///
+/// `offload` must have passed [`Offload::checked`] for this length. The contents of `frame` are lost.
 pub fn finish(
     frame: &mut [u8],
     offload: &Offload,
-    _accepts: &Accepts,
+    accepts: &Accepts,
     emit: &mut dyn FnMut(&[u8], Offload),
 ) -> Result<(), SegmentError> {
-    if offload.gso_type != GSO_NONE {
-        return Err(SegmentError::Headers);
+    if offload.fits(accepts) {
+        emit(frame, *offload);
+        return Ok(());
     }
-    if offload.flags & F_NEEDS_CSUM != 0 {
-        let start = usize::from(offload.csum_start);
-        let at = start + usize::from(offload.csum_offset);
-        let sum = Sum::default().add(frame.get(start..).ok_or(SegmentError::Headers)?).finish();
-        let sum = if sum == 0 { 0xffff } else { sum };
-        frame.get_mut(at..at + 2).ok_or(SegmentError::Headers)?.copy_from_slice(&sum.to_be_bytes());
+    if offload.gso_kind() != GSO_NONE {
+        return Headers::read(frame, offload)?.cut(frame, usize::from(offload.gso_size), emit);
     }
-    emit(frame, Offload::default());
+    complete_checksum(frame, offload)?;
+    emit(frame, Offload { flags: offload.flags & !F_NEEDS_CSUM, csum_start: 0, csum_offset: 0, ..*offload });
     Ok(())
+}
+
+/// Sums from `csum_start` to the end, over the pseudo-header sum already in the field, and stores the complement.
+fn complete_checksum(frame: &mut [u8], offload: &Offload) -> Result<(), SegmentError> {
+    let start = usize::from(offload.csum_start);
+    let summed = frame.get_mut(start..).ok_or(SegmentError::Headers)?;
+    let sum = Sum::default().with(summed).finish();
+    // A UDP checksum of zero means "none" (RFC 768); its other form is all ones. For TCP both forms are valid.
+    let sum = if sum == 0 { 0xffff } else { sum };
+    let at = usize::from(offload.csum_offset);
+    let field = summed.get_mut(at..at + 2).ok_or(SegmentError::Headers)?;
+    field.copy_from_slice(&sum.to_be_bytes());
+    Ok(())
+}
+
+/// Where the headers of a super-frame lie, and its headers themselves.
+struct Headers {
+    bytes: [u8; HEADERS_MAX],
+    /// Bytes of all headers.
+    len: usize,
+    ip: usize,
+    transport: usize,
+    ipv4: bool,
+    tcp: bool,
+    ecn: bool,
+}
+
+impl Headers {
+    fn read(frame: &[u8], offload: &Offload) -> Result<Headers, SegmentError> {
+        let payload = ethernet::payload(frame).ok_or(SegmentError::Headers)?;
+        let ip = payload.offset;
+        let transport = usize::from(offload.csum_start);
+        let ipv4 = match (payload.ethertype, offload.gso_kind()) {
+            (ETHERTYPE_IPV4, GSO_TCPV4 | GSO_UDP_L4) => true,
+            (ETHERTYPE_IPV6, GSO_TCPV6 | GSO_UDP_L4) => false,
+            _ => return Err(SegmentError::Headers),
+        };
+        let tcp = offload.gso_kind() != GSO_UDP_L4;
+        let protocol = if tcp { PROTOCOL_TCP } else { PROTOCOL_UDP };
+        let ip_header = frame.get(ip..transport).ok_or(SegmentError::Headers)?;
+        if ipv4 {
+            let fits = ip_header.len() >= IPV4_HEADER_MIN
+                && usize::from(ip_header[0] & 0xf) * 4 == ip_header.len()
+                && ip_header[9] == protocol;
+            if !fits {
+                return Err(SegmentError::Headers);
+            }
+        } else if ip_header.len() < IPV6_HEADER_LEN
+            || (ip_header.len() == IPV6_HEADER_LEN && ip_header[6] != protocol)
+        {
+            // Extension headers may stand between; csum_start then says where they end.
+            return Err(SegmentError::Headers);
+        }
+        let transport_len = if tcp {
+            let offset = *frame.get(transport + 12).ok_or(SegmentError::Headers)?;
+            usize::from(offset >> 4) * 4
+        } else {
+            UDP_HEADER_LEN
+        };
+        let checksum_at = if tcp { 16 } else { 6 };
+        let len = transport + transport_len;
+        if (tcp && transport_len < TCP_HEADER_MIN)
+            || usize::from(offload.csum_offset) != checksum_at
+            || len >= frame.len()
+        {
+            return Err(SegmentError::Headers);
+        }
+        if len > HEADERS_MAX {
+            return Err(SegmentError::HeadersTooLong);
+        }
+        let mut bytes = [0; HEADERS_MAX];
+        bytes[..len].copy_from_slice(&frame[..len]);
+        let ecn = offload.gso_type & GSO_ECN != 0;
+        Ok(Headers { bytes, len, ip, transport, ipv4, tcp, ecn })
+    }
+
+    fn cut(
+        &self,
+        frame: &mut [u8],
+        gso_size: usize,
+        emit: &mut dyn FnMut(&[u8], Offload),
+    ) -> Result<(), SegmentError> {
+        let payload = frame.len() - self.len;
+        let count = payload.div_ceil(gso_size);
+        if count > SEGMENTS_MAX {
+            return Err(SegmentError::TooMany);
+        }
+        for index in 0..count {
+            let start = index * gso_size;
+            let end = (self.len + start + gso_size).min(frame.len());
+            let segment = &mut frame[start..end];
+            segment[..self.len].copy_from_slice(&self.bytes[..self.len]);
+            self.amend(segment, index, start, index + 1 == count);
+            emit(segment, Offload::default());
+        }
+        Ok(())
+    }
+
+    /// Makes the copied headers those of segment `index`, whose payload starts `start` bytes into the super-frame's.
+    fn amend(&self, segment: &mut [u8], index: usize, start: usize, last: bool) {
+        let (ip, transport) = (self.ip, self.transport);
+        // Frames are at most 65 553 bytes, and lengths below are without the Ethernet header: they fit 16 bits.
+        let transport_len = (segment.len() - transport) as u16;
+        if self.ipv4 {
+            put(segment, ip + 2, (segment.len() - ip) as u16);
+            let id = u16::from_be_bytes([segment[ip + 4], segment[ip + 5]]);
+            put(segment, ip + 4, id.wrapping_add(index as u16));
+            put(segment, ip + 10, 0);
+            let sum = Sum::default().with(&segment[ip..transport]).finish();
+            put(segment, ip + 10, sum);
+        } else {
+            put(segment, ip + 4, (segment.len() - ip - IPV6_HEADER_LEN) as u16);
+        }
+        let checksum_at = if self.tcp {
+            let at = transport + 4;
+            let sequence =
+                u32::from_be_bytes([segment[at], segment[at + 1], segment[at + 2], segment[at + 3]]);
+            segment[at..at + 4].copy_from_slice(&sequence.wrapping_add(start as u32).to_be_bytes());
+            let flags = &mut segment[transport + 13];
+            if !last {
+                *flags &= !TCP_FLAG_FIN_PSH;
+            }
+            if index > 0 && self.ecn {
+                *flags &= !TCP_FLAG_CWR;
+            }
+            transport + 16
+        } else {
+            put(segment, transport + 4, transport_len);
+            transport + 6
+        };
+        put(segment, checksum_at, 0);
+        let addresses = if self.ipv4 { ip + 12..ip + 20 } else { ip + 8..ip + 40 };
+        let protocol = if self.tcp { PROTOCOL_TCP } else { PROTOCOL_UDP };
+        let sum = Sum::default()
+            .with(&segment[addresses])
+            .with_u16(u16::from(protocol))
+            .with_u16(transport_len)
+            .with(&segment[transport..])
+            .finish();
+        put(segment, checksum_at, if sum == 0 { 0xffff } else { sum });
+    }
+}
+
+fn put(bytes: &mut [u8], at: usize, value: u16) {
+    bytes[at..at + 2].copy_from_slice(&value.to_be_bytes());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// A super-frame with its partial checksum, as Linux hands it to a NIC.
+    fn super_frame(ipv4: bool, tcp: bool, vlan: bool, payload: &[u8]) -> (Vec<u8>, Offload) {
+        let mut frame = vec![2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 2];
+        if vlan {
+            frame.extend([0x81, 0x00, 0x00, 0x07]);
+        }
+        let transport_len = if tcp { 32 } else { 8 } + payload.len();
+        let protocol = if tcp { 6u8 } else { 17 };
+        let addresses = if ipv4 {
+            frame.extend([0x08, 0x00, 0x45, 0]);
+            frame.extend(((20 + transport_len) as u16).to_be_bytes());
+            frame.extend([0xff, 0xff, 0x40, 0, 64, protocol, 0, 0, 10, 77, 1, 1, 10, 77, 2, 1]);
+            frame[frame.len() - 8..].to_vec()
+        } else {
+            frame.extend([0x86, 0xdd, 0x60, 0, 0, 0]);
+            frame.extend((transport_len as u16).to_be_bytes());
+            frame.extend([protocol, 64]);
+            frame.extend((0..32).map(|i| i as u8));
+            frame[frame.len() - 32..].to_vec()
+        };
+        let start = frame.len();
+        let pseudo = Sum::default()
+            .with(&addresses)
+            .with_u16(protocol.into())
+            .with_u16(transport_len as u16)
+            .partial()
+            .to_be_bytes();
+        if tcp {
+            frame.extend([0x13, 0x88, 0x17, 0x70, 0xff, 0xff, 0xff, 0x00, 0, 0, 0, 1, 0x80, 0x99, 0x10, 0]);
+            frame.extend(pseudo);
+            frame.extend([0, 0, 1, 1, 8, 10, 1, 2, 3, 4, 5, 6, 7, 8]);
+        } else {
+            frame.extend([0x13, 0x88, 0x17, 0x70]);
+            frame.extend((transport_len as u16).to_be_bytes());
+            frame.extend(pseudo);
+        }
+        let hdr_len = frame.len() as u16;
+        frame.extend(payload);
+        let gso_type = match (tcp, ipv4) {
+            (true, true) => GSO_TCPV4 | GSO_ECN,
+            (true, false) => GSO_TCPV6 | GSO_ECN,
+            _ => GSO_UDP_L4,
+        };
+        let offload = Offload {
+            flags: F_NEEDS_CSUM,
+            gso_type,
+            hdr_len,
+            gso_size: 1000,
+            csum_start: start as u16,
+            csum_offset: if tcp { 16 } else { 6 },
+        };
+        (frame, offload)
+    }
+
+    /// Checks lengths and checksums of a finished frame and returns its payload.
+    fn verify(frame: &[u8], ipv4: bool, tcp: bool) -> Vec<u8> {
+        let ip = ethernet::payload(frame).unwrap().offset;
+        let (transport, addresses) = if ipv4 {
+            assert_eq!(usize::from(u16::from_be_bytes([frame[ip + 2], frame[ip + 3]])), frame.len() - ip);
+            assert_eq!(Sum::default().with(&frame[ip..ip + 20]).finish(), 0, "IPv4 header checksum");
+            (ip + 20, &frame[ip + 12..ip + 20])
+        } else {
+            assert_eq!(
+                usize::from(u16::from_be_bytes([frame[ip + 4], frame[ip + 5]])),
+                frame.len() - ip - 40
+            );
+            (ip + 40, &frame[ip + 8..ip + 40])
+        };
+        let sum = Sum::default()
+            .with(addresses)
+            .with_u16(if tcp { 6 } else { 17 })
+            .with_u16((frame.len() - transport) as u16)
+            .with(&frame[transport..]);
+        assert_eq!(sum.finish(), 0, "transport checksum");
+        frame[transport + if tcp { 32 } else { 8 }..].to_vec()
+    }
+
+    proptest! {
+        #[test]
+        fn cut_frames_are_whole_and_right(
+            ipv4: bool, tcp: bool, vlan: bool, payload in prop::collection::vec(any::<u8>(), 1..5000), size in 4u16..2000,
+        ) {
+            let (mut frame, mut offload) = super_frame(ipv4, tcp, vlan, &payload);
+            offload.gso_size = size;
+            let offload = offload.checked(frame.len()).unwrap();
+            let header = frame.len() - payload.len();
+            let original = frame.clone();
+            let (mut joined, mut count) = (vec![], 0u32);
+            finish(&mut frame, &offload, &Accepts::NOTHING, &mut |segment, rest| {
+                assert!(rest.is_none());
+                assert!(segment.len() <= header + usize::from(size));
+                assert_eq!(segment[..12], original[..12]);
+                if tcp {
+                    let at = header - 32 + 4;
+                    let sequence = u32::from_be_bytes(segment[at..at + 4].try_into().unwrap());
+                    assert_eq!(sequence, 0xffff_ff00u32.wrapping_add(joined.len() as u32));
+                    let flags = segment[at + 9];
+                    assert_eq!(flags & TCP_FLAG_CWR != 0, count == 0);
+                    assert_eq!(flags & 0x09 != 0, joined.len() + segment.len() - header == payload.len());
+                }
+                joined.extend(verify(segment, ipv4, tcp));
+                count += 1;
+            }).unwrap();
+            prop_assert_eq!(joined, payload);
+        }
+
+        #[test]
+        fn checksum_alone(ipv4: bool, tcp: bool, payload in prop::collection::vec(any::<u8>(), 0..1400)) {
+            let (mut frame, offload) = super_frame(ipv4, tcp, false, &payload);
+            let offload = Offload { gso_type: GSO_NONE, gso_size: 0, hdr_len: 0, ..offload };
+            // The IPv4 header checksum is the sender's work, not the NIC's.
+            if ipv4 {
+                let sum = Sum::default().with(&frame[14..34]).finish();
+                put(&mut frame, 24, sum);
+            }
+            finish(&mut frame, &offload, &Accepts::NOTHING, &mut |frame, rest| {
+                assert!(rest.is_none());
+                assert_eq!(verify(frame, ipv4, tcp), payload);
+            }).unwrap();
+        }
+
+        #[test]
+        fn foreign_bytes_never_panic(mut frame in prop::collection::vec(any::<u8>(), 14..400), header: [u8; 12]) {
+            if let Ok(offload) = Offload::from_virtio(&header).checked(frame.len()) {
+                let _ = finish(&mut frame, &offload, &Accepts::NOTHING, &mut |_, _| ());
+            }
+        }
+    }
+
+    #[test]
+    fn lying_headers_are_refused() {
+        let (frame, offload) = super_frame(true, true, false, &[1; 3000]);
+        let refused = |change: fn(&mut Vec<u8>, &mut Offload)| {
+            let (mut frame, mut offload) = (frame.clone(), offload);
+            change(&mut frame, &mut offload);
+            finish(&mut frame, &offload, &Accepts::NOTHING, &mut |_, _| panic!("emitted")).unwrap_err()
+        };
+        assert_eq!(refused(|f, _| f[14] = 0x4f), SegmentError::Headers);
+        assert_eq!(refused(|f, _| f[23] = 17), SegmentError::Headers);
+        assert_eq!(refused(|f, _| f[46] = 0x10), SegmentError::Headers);
+        assert_eq!(refused(|_, o| o.gso_type = GSO_TCPV6), SegmentError::Headers);
+        assert_eq!(refused(|_, o| o.csum_start = 30), SegmentError::Headers);
+        assert_eq!(refused(|f, _| f.truncate(60)), SegmentError::Headers);
+        assert_eq!(refused(|_, o| o.gso_size = 2), SegmentError::TooMany);
+    }
 }

@@ -1,0 +1,86 @@
+# vnet: build, see, test.
+#
+#   make demo    two hosts, two virtual machines, two containers on one Ethernet LAN, and a table of what it gives
+#   make test    everything that proves it
+#
+# Both install what they need first (Debian packages, Rust, Python packages in .venv), as root on Debian 12.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+CARGO_HOME ?= $(HOME)/.cargo
+TOOLS := $(CURDIR)/.cache/tools
+export PATH := $(CARGO_HOME)/bin:$(TOOLS)/bin:$(PATH)
+export CARGO_TERM_PROGRESS_WHEN := never
+
+# The first Python that is new enough and can make virtual environments.
+FIND_PYTHON := for python in python3 python3.13 python3.12 python3.11 /usr/bin/python3; do \
+	"$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& { echo "$$python"; break; }; done
+FUZZ_SECONDS ?= 60
+CARGO_DENY := 0.20.2
+CARGO_FUZZ := 0.13.2
+STAGE := .ci/stage
+
+.PHONY: help
+help: ## Say what can be made.
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+.PHONY: packages
+packages: ## Install missing Debian packages, and Rust when there is no cargo.
+	@.ci/packages
+	@.ci/rust
+
+.venv/made: lab/requirements.txt
+	@python=$$($(FIND_PYTHON)); \
+	[ -n "$$python" ] || { echo "no Python 3.11 or later that has venv: run 'make packages'" >&2; exit 1; }; \
+	"$$python" -m venv --clear .venv
+	.venv/bin/pip install --quiet --disable-pip-version-check --requirement lab/requirements.txt
+	touch $@
+
+$(TOOLS)/bin/cargo-deny-$(CARGO_DENY):
+	cargo install --quiet --locked --root $(TOOLS) cargo-deny@$(CARGO_DENY)
+	touch $@
+
+$(TOOLS)/bin/cargo-fuzz-$(CARGO_FUZZ):
+	cargo install --quiet --locked --root $(TOOLS) cargo-fuzz@$(CARGO_FUZZ)
+	touch $@
+
+.PHONY: build
+build: ## Build vnetd and vnet for use, to target/release.
+	cargo build --release --locked --workspace
+
+.PHONY: demo
+demo: packages build ## Show it: two hosts, two virtual machines, two containers, one LAN, one table.
+	@lab/lab demo
+
+# Stage by stage, each with its name and time; the first that fails ends it.
+.PHONY: test
+test: ## Prove it: format, lints, unit tests, documentation, dependencies, end-to-end tests, fuzzing.
+	@$(STAGE) "packages" $(MAKE) packages
+	@$(STAGE) "tools" $(MAKE) -j2 .venv/made $(TOOLS)/bin/cargo-deny-$(CARGO_DENY) $(TOOLS)/bin/cargo-fuzz-$(CARGO_FUZZ)
+	@$(STAGE) "format" $(MAKE) format-check
+	@$(STAGE) "lints" cargo clippy --quiet --locked --workspace --all-targets -- -D warnings
+	@$(STAGE) "dependencies" .ci/deny
+	@$(STAGE) "unit tests" cargo test --quiet --locked --workspace
+	@$(STAGE) "documentation" env RUSTDOCFLAGS="-D warnings" cargo doc --quiet --locked --workspace --no-deps
+	@$(STAGE) "release build" $(MAKE) build
+	@$(STAGE) "end-to-end tests" $(MAKE) end-to-end
+	@$(STAGE) "fuzzing" .ci/fuzz $(FUZZ_SECONDS)
+	@printf '\nall stages passed\n'
+
+.PHONY: format-check
+format-check: .venv/made ## Check formatting and lints that need no build.
+	cargo fmt --all -- --check
+	.venv/bin/ruff format --check lab
+	.venv/bin/ruff check lab
+
+.PHONY: end-to-end
+end-to-end: .venv/made ## Run the end-to-end tests against the release build.
+	cd lab && ../.venv/bin/pytest
+
+.PHONY: clean
+clean: ## Remove what was built and downloaded.
+	rm -rf target fuzz/target .venv .cache

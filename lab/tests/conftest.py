@@ -1,0 +1,36 @@
+"""Labs for the tests: one for each module that wants one, with its name, taken down when the module is done."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from vnetlab import lab
+from vnetlab.run import tail
+from vnetlab.topology import Settings, Topology
+
+MakeLab = Callable[..., Topology]
+
+
+@pytest.fixture(scope="module")
+def make_lab(request: pytest.FixtureRequest) -> Iterator[MakeLab]:
+    """Makes labs: `make_lab(mtu=9000)`. Each replaces the one before, all are gone when the module is done."""
+    name = request.module.__name__.replace("_", "-")
+
+    def make(**settings: object) -> Topology:
+        lab.down(name)
+        return lab.up(Settings(name=name, **settings))
+
+    yield make
+    lab.down(name)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Shows the ends of the daemons' logs beside a failure."""
+    report = yield
+    if report.when == "call" and report.failed:
+        for fixture in item.funcargs.values():
+            if isinstance(fixture, Topology):
+                for host in fixture.hosts:
+                    report.sections.append((f"end of {host.name}'s vnetd log", tail(host.file(".log"))))
+    return report

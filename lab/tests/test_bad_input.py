@@ -1,0 +1,248 @@
+"""What people get wrong: one line each that says what, where and what to do; exit 1; nothing half done."""
+
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import MakeLab
+
+from vnetlab import daemon, guest, lab, process, underlay
+from vnetlab.image import ensure_image
+from vnetlab.run import wait_until
+from vnetlab.topology import STATE
+
+NAMESPACE = "test-bad-input"
+GOOD = """\
+[host]
+name = "h1"
+
+[control]
+socket = "DIR/control.sock"
+
+[bridge]
+listen = "127.0.0.1:9000"
+
+[[network]]
+id = 1
+
+[[interface]]
+name = "vm1"
+kind = "vhost-user"
+socket = "DIR/vm1.sock"
+mac = "52:54:00:00:00:01"
+mtu = 1500
+
+[[interface]]
+name = "c1"
+kind = "tap"
+device = "bad0"
+mac = "52:54:00:00:00:02"
+
+[[link]]
+name = "h2"
+remote = "127.0.0.2:9000"
+trusted = true
+
+[[route]]
+src = "any"
+dst = "52:54:00:00:00:03"
+to = "link h2"
+"""
+
+MISTAKES = {
+    # what: (text, its replacement, the line that is named, words of the message)
+    "unknown key": ("mtu = 1500", "mut = 1500", "mut = 1500", ["mut"]),
+    "not TOML": ('name = "vm1"', 'name = "vm1', 'name = "vm1', []),
+    "MAC address": ("52:54:00:00:00:01", "52:54:00:00:01", "52:54:00:00:01", ["52:54:00:00:01", "mac"]),
+    "group address": ("52:54:00:00:00:01", "53:54:00:00:00:01", "53:54", ["53:54:00:00:00:01"]),
+    "remote address": ("127.0.0.2:9000", "127.0.0.256:9000", "127.0.0.256", ["127.0.0.256:9000"]),
+    "no port": ('"127.0.0.2:9000"', '"127.0.0.2"', '"127.0.0.2"', ["127.0.0.2"]),
+    "listen address": ("127.0.0.1:9000", "localhost", "localhost", ["localhost"]),
+    "MTU beyond limits": ("mtu = 1500", "mtu = 65536", "mtu = 65536", ["65536", "65535"]),
+    "MTU as text": ("mtu = 1500", 'mtu = "big"', "big", ["mtu", "number"]),
+    "link to oneself": ("127.0.0.2:9000", "127.0.0.1:9000", "[[link]]", ["this host itself"]),
+    "duplicate name": ('name = "c1"', 'name = "vm1"', "[[interface]]\nname = \"vm1\"\nkind = \"tap\"", ["vm1"]),
+    "duplicate MAC": (":00:02", ":00:01", "[[interface]]\nname = \"c1\"", ["52:54:00:00:00:01", "vm1"]),
+    "route to a link that is not there": ("link h2", "link h3", "[[route]]", ["h3", "h2"]),
+    "unknown kind": ('"tap"', '"tun"', '"tun"', ["tun", "tap"]),
+    "unknown encapsulation": ("trusted", 'encapsulation = "gre"\ntrusted', "gre", ["gre", "native"]),
+    "network that is not declared": ("mtu = 1500", "network = 7", "[[interface]]\nname = \"vm1\"", ["network 7"]),
+    "relative socket": ("DIR/vm1.sock", "vm1.sock", "vm1.sock", ["vm1.sock"]),
+    "device name too long": ("bad0", "x" * 16, "x" * 16, ["x" * 16]),
+    "no name": ('name = "c1"\n', "", '[[interface]]\nkind = "tap"', ["name"]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def namespace() -> Iterator[None]:
+    """A host of its own for these tests, so that nothing on this machine is touched."""
+    if NAMESPACE in underlay.namespaces():
+        underlay.run(["ip", "netns", "delete", NAMESPACE])
+    underlay.add_namespace(NAMESPACE)
+    yield
+    underlay.run(["ip", "netns", "delete", NAMESPACE])
+
+
+def refused(*command: str | Path) -> str:
+    """Runs what must be refused: exit status 1 and one line on standard error, which is given."""
+    words = ["ip", "netns", "exec", NAMESPACE, *map(str, command)]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=10)
+    assert done.returncode == 1, (done.stdout, done.stderr)
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stdout == ""
+    return done.stderr
+
+
+def assert_nothing_there(directory: Path) -> None:
+    """Neither sockets nor devices were left."""
+    assert [path.name for path in directory.iterdir() if path.is_socket()] == []
+    assert "bad0" not in underlay.run(["ip", "-n", NAMESPACE, "-brief", "link"])
+
+
+def write(directory: Path, text: str) -> Path:
+    file = directory / "vnet.toml"
+    file.write_text(text.replace("DIR", str(directory)))
+    return file
+
+
+def vnetd() -> Path:
+    return daemon.binaries() / "vnetd"
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_mistake_in_the_file(tmp_path: Path, what: str):
+    old, new, place, words = MISTAKES[what]
+    assert GOOD.count(old) == 1 or what == "duplicate MAC"
+    text = GOOD.replace(old, new)
+    file = write(tmp_path, text)
+    line = text[: text.index(place)].count("\n") + 1
+    for message in (refused(vnetd(), "--config", file), refused(daemon.binaries() / "vnet", "check", file)):
+        assert message.startswith(f"{file}:{line}: "), message
+        assert all(word in message for word in words), message
+    assert_nothing_there(tmp_path)
+
+
+def test_every_mistake_is_told_at_once(tmp_path: Path):
+    file = write(tmp_path, GOOD.replace("mtu = 1500", "mtu = 0").replace("link h2", "link h3"))
+    done = subprocess.run([vnetd(), "--config", file], check=False, capture_output=True, text=True, timeout=10)
+    assert done.returncode == 1
+    assert [line.split(":")[1] for line in done.stderr.splitlines()] == ["17", "32"]
+
+
+def test_a_good_file_is_good(tmp_path: Path):
+    done = subprocess.run(
+        [daemon.binaries() / "vnet", "check", write(tmp_path, GOOD)], check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_no_file(tmp_path: Path):
+    assert "no-such-file" in refused(vnetd(), "--config", tmp_path / "no-such-file")
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Path]:
+    """The directory of a vnetd that runs with the good file."""
+    file, log = write(tmp_path, GOOD), tmp_path / "log"
+    with log.open("wb") as output:
+        words = ["ip", "netns", "exec", NAMESPACE, vnetd(), "--config", file]
+        with subprocess.Popen(words, stdout=output, stderr=output) as first:
+            wait_until("vnetd to run", lambda: "ready" in log.read_text(), 10, log)
+            yield tmp_path
+            assert first.poll() is None, log.read_text()
+            first.send_signal(signal.SIGTERM)
+            first.wait(5)
+    assert_nothing_there(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("replacements", "word"),
+    [
+        ({}, "control.sock"),
+        ({"control.sock": "other.sock"}, "127.0.0.1:9000"),
+        ({"control.sock": "other.sock", "127.0.0.1:9000": "127.0.0.1:9001"}, "vm1.sock"),
+        ({"control.sock": "other.sock", "127.0.0.1:9000": "127.0.0.1:9001", "vm1.sock": "vm2.sock"}, "bad0"),
+    ],
+    ids=["control socket", "port", "guest's socket", "device"],
+)
+def test_what_another_vnetd_uses(running: Path, replacements: dict[str, str], word: str):
+    """A live socket, port or device is never taken over, and the other vnetd does not notice."""
+    text = GOOD.replace("DIR", str(running))
+    for old, new in replacements.items():
+        text = text.replace(old, new)
+    (running / "second.toml").write_text(text)
+    assert word in refused(vnetd(), "--config", running / "second.toml")
+    assert {path.name for path in running.iterdir() if path.is_socket()} == {"control.sock", "vm1.sock"}
+
+
+def test_a_stale_socket_is_replaced(tmp_path: Path):
+    for name in ("control.sock", "vm1.sock"):
+        with socket.socket(socket.AF_UNIX) as stale:
+            stale.bind(str(tmp_path / name))
+    file, log = write(tmp_path, GOOD), tmp_path / "log"
+    with log.open("wb") as output:
+        words = ["ip", "netns", "exec", NAMESPACE, vnetd(), "--config", file]
+        with subprocess.Popen(words, stdout=output, stderr=output) as process:
+            wait_until("vnetd to run", lambda: "ready" in log.read_text(), 10, log)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(5) == 0
+
+
+def test_a_file_that_is_no_socket_is_kept(tmp_path: Path):
+    (tmp_path / "vm1.sock").write_text("precious")
+    assert "vm1.sock" in refused(vnetd(), "--config", write(tmp_path, GOOD))
+    assert (tmp_path / "vm1.sock").read_text() == "precious"
+
+
+def test_no_permission_for_tap_devices(tmp_path: Path):
+    tmp_path.chmod(0o777)
+    file = write(tmp_path, GOOD)
+    capabilities = ["setpriv", "--bounding-set", "-net_admin", "--inh-caps", "-net_admin"]
+    message = refused(*capabilities, vnetd(), "--config", file)
+    assert "bad0" in message
+    assert "root" in message or "CAP_NET_ADMIN" in message
+    assert_nothing_there(tmp_path)
+
+
+def test_a_machine_without_shared_memory(make_lab: MakeLab):
+    """It cannot map the guest's memory: it says so, and all else goes on."""
+    topology = make_lab(hosts=1)
+    vm, host = topology.find("h1v1"), topology.hosts[0]
+    process.stop(vm.file(".pid"))
+    words = guest.command(topology, vm, ensure_image(lab.CACHE))
+    private = [word.replace("share=on", "share=off") for word in words]
+    process.start(private, vm.file(".pid"), vm.file(".log"))
+
+    def reason() -> str:
+        rows = {row["name"]: row for row in daemon.ask(host, "interface", "list")}
+        return rows["h1v1"].get("reason", "") if rows["h1v1"]["state"] != "up" else ""
+
+    wait_until("vnetd to say why", lambda: "share=on" in reason(), 20, host.file(".log"))
+    assert process.find(host.file(".pid"))
+
+
+def test_wrong_usage():
+    for words in (["vnetd", "--no-such-option"], ["vnet", "no-such-command"], ["vnet", "route", "del", "x"]):
+        done = subprocess.run([daemon.binaries() / words[0], *words[1:]], check=False, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert done.stderr
+
+
+def test_no_vnetd_there(tmp_path: Path):
+    message = refused(daemon.binaries() / "vnet", "--socket", tmp_path / "none.sock", "status")
+    assert str(tmp_path / "none.sock") in message
+
+
+def test_the_lab_itself():
+    for arguments, word in {
+        ("up", "--hosts", "0"): "--hosts",
+        ("up", "--mtu", "65536"): "65535",
+        ("up", "--name", "No Good"): "name",
+        ("up", "--ipv6", "--underlay-mtu", "1000"): "1280",
+        ("exec", "--name", "nothing-there", "h1", "--", "true"): "not up",
+    }.items():
+        assert word in refused(Path(__file__).parent.parent / "lab", *arguments)
+    assert not (STATE / "nothing-there").exists()

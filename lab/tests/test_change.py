@@ -1,0 +1,114 @@
+"""Changes under traffic: they take effect at once, and nothing is lost on what does not change."""
+
+import json
+
+import pytest
+from conftest import MakeLab
+from traffic import assert_balanced, pinging, port, reaches, settled, silent
+
+from vnetlab import daemon, machine
+from vnetlab.run import LabError, run
+from vnetlab.topology import Node, Topology
+
+ROUNDS = 4
+
+
+@pytest.fixture(scope="module")
+def topology(make_lab: MakeLab) -> Topology:
+    return make_lab()
+
+
+@pytest.fixture
+def paths(topology: Topology) -> list[tuple[Node, Node]]:
+    """Those that nothing in this module changes."""
+    find = topology.find
+    return [(find("h1v1"), find("h2v1")), (find("h1c1"), find("h2c1")), (find("h2c1"), find("h2v1"))]
+
+
+def names(host: Node, what: str) -> set[str]:
+    return {row["name"] for row in daemon.ask(host, what, "list")}
+
+
+def test_interfaces_come_and_go(topology: Topology, paths: list[tuple[Node, Node]]):
+    host, home = topology.hosts[0], topology.find("h1c1")
+    with pinging(*paths):
+        for _ in range(ROUNDS):
+            # A second device in the first container's namespace will do as one more container.
+            add = ["--kind", "tap", "--device", "extra", "--netns", home.namespace, "--mac", "52:54:00:01:00:63"]
+            daemon.vnet(host, "interface", "add", "extra", *add)
+            daemon.vnet(host, "interface", "add", "spare", "--kind", "vhost-user", "--socket", str(host.file(".spare")))
+            assert {"extra", "spare"} <= names(host, "interface")
+            assert host.file(".spare").is_socket()
+            assert "52:54:00:01:00:63" in machine.execute(home, "ip link show extra")
+            daemon.vnet(host, "interface", "del", "extra")
+            daemon.vnet(host, "interface", "del", "spare")
+            assert not {"extra", "spare"} & names(host, "interface")
+            assert not host.file(".spare").exists()
+            assert machine.attempt(home, "ip link show extra")[0] != 0
+
+
+def test_links_come_and_go(topology: Topology, paths: list[tuple[Node, Node]]):
+    host = topology.hosts[0]
+    with pinging(*paths):
+        for _ in range(ROUNDS):
+            daemon.vnet(host, "link", "add", "h9", "--remote", "10.78.0.9:9000", "--trusted")
+            assert names(host, "link") == {"h2", "h9"}
+            daemon.vnet(host, "link", "del", "h9")
+            assert names(host, "link") == {"h2"}
+
+
+def test_routes_come_and_go_and_work_at_once(topology: Topology, paths: list[tuple[Node, Node]]):
+    """A rule that sends a third machine's frames astray does so from the moment it is there until it is deleted."""
+    host, source, destination = topology.hosts[0], topology.find("h1c1"), topology.find("h2v1")
+    route = ["--src", source.mac, "--dst", destination.mac, "--to", "interface h1v1"]
+    assert reaches(source, destination.address)
+    with pinging(*paths):
+        for _ in range(2):
+            added = json.loads(daemon.vnet(host, "--json", "route", "add", *route))
+            assert silent(source, destination.address), "the rule wins over what was learned"
+            daemon.vnet(host, "route", "del", str(added["index"]))
+            assert reaches(source, destination.address)
+    assert daemon.ask(host, "route", "list") == []
+
+
+def test_a_refused_change_changes_nothing(topology: Topology, paths: list[tuple[Node, Node]]):
+    host, socket = topology.hosts[0], str(topology.find("h1v1").file(".vhost"))
+    refused = {
+        "interface add h1c1 --kind tap --device other": "h1c1",
+        f"interface add new --kind vhost-user --socket {socket}": socket,
+        "interface add new --kind tap --device x --mac 52:54:00:01:00:01": "52:54:00:01:00:01",
+        "interface add new --kind tap --device x --netns no-such-namespace": "no-such-namespace",
+        "interface add new --kind tap --device x --mtu 65536": "65536",
+        "interface del none": "none",
+        "link add h2 --remote 10.78.0.9:9000 --trusted": "h2",
+        "link add new --remote 10.78.0.1:9000 --trusted": "this host itself",
+        "link add new --remote nowhere --trusted": "nowhere",
+        "link del none": "none",
+        "route add --dst any --to link\tnone": "none",
+        "route add --dst 52:54 --to link\th2": "52:54",
+        "route del 99": "99",
+    }
+    before = [daemon.ask(host, what, "list") for what in ("interface", "link", "route")]
+    with pinging(*paths, seconds=4):
+        for arguments, word in refused.items():
+            with pytest.raises(LabError, match="status 1") as refusal:
+                daemon.vnet(host, *(part.replace("\t", " ") for part in arguments.split(" ")))
+            assert word in str(refusal.value), arguments
+    assert [daemon.ask(host, what, "list") for what in ("interface", "link", "route")] == before
+
+
+def test_a_removed_interface_leaves_its_counts(topology: Topology):
+    """What went through an interface that is gone still stands in the balance."""
+    host, home = topology.hosts[0], topology.find("h1c1")
+    daemon.vnet(host, "interface", "add", "extra", "--kind", "tap", "--device", "extra", "--netns", home.namespace)
+    run(["ip", "-n", home.namespace, "address", "add", "10.99.0.1/24", "dev", "extra"])
+    machine.attempt(home, "ping -c 3 -i 0.1 -W 1 10.99.0.2")
+    counted = port(settled(host), "interface", "extra")["in_frames"]
+    removed = port(settled(host), "removed", "removed")["in_frames"]
+    assert counted > 0
+    daemon.vnet(host, "interface", "del", "extra")
+    assert port(settled(host), "removed", "removed")["in_frames"] >= removed + counted
+
+
+def test_every_frame_is_accounted_for(topology: Topology):
+    assert_balanced(topology)

@@ -1,0 +1,66 @@
+"""Networks share hosts and links, and see nothing of each other."""
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import MakeLab
+from traffic import assert_balanced, captured, reaches, silent
+
+from vnetlab import container, daemon, machine, process
+from vnetlab.run import wait_until
+from vnetlab.topology import Node, Topology
+
+
+def network(host: Node, machine: Node) -> int:
+    """The network that a machine's interface is in."""
+    return next(row["network"] for row in daemon.ask(host, "interface", "list") if row["name"] == machine.name)
+
+
+@pytest.fixture(scope="module")
+def topology(make_lab: MakeLab) -> Topology:
+    """A lab whose second containers are in a network of their own, put there while it runs."""
+    topology = make_lab(vms=0, containers=2)
+    for host in topology.hosts:
+        file, moved = host.file(".toml"), topology.find(f"{host.name}c2")
+        name = f'name = "{moved.name}"\n'
+        text = file.read_text().replace(name, f"{name}network = 2\n")
+        file.write_text(text + "\n[[network]]\nid = 2\n")
+        pid = process.find(host.file(".pid"))
+        assert pid
+        os.kill(pid, signal.SIGHUP)
+
+        wait_until(f"{moved.name} to be in network 2", lambda: network(host, moved) == 2, 5)  # noqa: B023
+        container.configure(moved)
+    return topology
+
+
+def test_each_network_is_whole(topology: Topology):
+    for source, destination in (("h1c1", "h2c1"), ("h1c2", "h2c2")):
+        assert reaches(topology.find(source), topology.find(destination).address)
+
+
+@pytest.mark.parametrize(("source", "destination"), [("h1c1", "h1c2"), ("h1c1", "h2c2"), ("h2c2", "h1c1")])
+def test_no_way_leads_to_another(topology: Topology, source: str, destination: str):
+    one, other = topology.find(source), topology.find(destination)
+    # Its address is known, so that not only ARP is put to the test.
+    machine.execute(one, f"ip neighbour replace {other.address} lladdr {other.mac} dev eth0")
+    assert silent(one, other.address)
+    machine.execute(one, f"ip neighbour delete {other.address} dev eth0")
+    assert silent(one, other.address)
+
+
+def test_broadcasts_stay_inside(topology: Topology):
+    source, strangers = topology.find("h1c2"), [topology.find("h1c1"), topology.find("h2c1")]
+    capture = ["timeout", "2", "tcpdump", "-e", "-nn", "-l", "-i", "eth0", f"ether src {source.mac}"]
+    with ThreadPoolExecutor() as pool:
+        capturing = [pool.submit(machine.attempt, node, *capture) for node in strangers]
+        own = pool.submit(machine.attempt, topology.find("h2c2"), *capture)
+        machine.attempt(source, "sleep 0.7; ping -n -b -c 3 -i 0.1 -W 1 10.77.255.255")
+        assert len(captured(own.result()[1])) >= 3
+        assert [captured(future.result()[1]) for future in capturing] == [[], []]
+
+
+def test_every_frame_is_accounted_for(topology: Topology):
+    assert_balanced(topology)

@@ -1,0 +1,102 @@
+"""One LAN: whatever stands on whichever host, users' own tools see an Ethernet."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import MakeLab
+from traffic import assert_balanced, captured, ping, port, reaches, settled, wait_for_path
+
+from vnetlab import machine, measure
+from vnetlab.topology import Topology
+
+PAIRS = [
+    ("h1v1", "h1v2"),
+    ("h1v1", "h2v1"),
+    ("h1v1", "h1c1"),
+    ("h1v1", "h2c1"),
+    ("h1c1", "h1c2"),
+    ("h1c1", "h2c1"),
+    ("h1c1", "h2v1"),
+]
+
+
+@pytest.fixture(scope="module")
+def topology(make_lab: MakeLab) -> Topology:
+    return make_lab(vms=2, containers=2)
+
+
+@pytest.mark.parametrize(("source", "destination"), PAIRS)
+def test_ping(topology: Topology, source: str, destination: str):
+    one, other = topology.find(source), topology.find(destination)
+    wait_for_path(one, other.address)
+    assert ping(one, other.address, count=50) == (50, 50)
+    assert reaches(one, other.address, "-M", "do", "-s", "1472"), "a full-sized frame"
+    assert reaches(other, one.address)
+
+
+@pytest.mark.parametrize(("source", "destination"), PAIRS)
+def test_iperf3(topology: Topology, source: str, destination: str):
+    one, other = topology.find(source), topology.find(destination)
+    assert measure.throughput(one, other, seconds=1) > 10e6
+    assert measure.throughput(one, other, "--udp", "--bitrate", "10M", seconds=1) > 9e6
+
+
+@pytest.mark.parametrize(
+    ("source", "destination"), [("h1v1", "h2v1"), ("h1c1", "h2v1"), ("h1v1", "h2c1"), ("h1v1", "h1v2")]
+)
+def test_what_arrives_is_what_was_sent(topology: Topology, source: str, destination: str):
+    """Offloads leave checksums and segments to others: the content must survive it."""
+    one, other = topology.find(source), topology.find(destination)
+    receive = "timeout 20 busybox nc -l -p 7000 | sha256sum"
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(machine.execute, other, receive)
+        machine.execute(one, "head -c 5000000 /dev/urandom >/tmp/sent")
+        send = f"timeout 15 busybox nc {other.address} 7000 </tmp/sent"
+        machine.execute(one, f"for i in 1 2 3 4 5 6 7 8 9; do {send} && break; sleep 0.3; done")
+        sent = machine.execute(one, "sha256sum </tmp/sent; rm /tmp/sent")
+        assert received.result() == sent
+
+
+@pytest.mark.parametrize(("source", "destination"), [("h1v1", "h2v1"), ("h1c1", "h2c1"), ("h1c1", "h1v1")])
+def test_tcpdump_shows_the_senders_frames(topology: Topology, source: str, destination: str):
+    """Frames arrive with the addresses they left with, as on a wire."""
+    one, other = topology.find(source), topology.find(destination)
+    capture = ["timeout", "15", "tcpdump", "-e", "-nn", "-l", "-i", "eth0", "-c", "5"]
+    seen = f"icmp[icmptype] == icmp-echo and src {one.address}"
+    with ThreadPoolExecutor(1) as pool:
+        capturing = pool.submit(machine.execute, other, *capture, seen)
+        ping(one, other.address, count=100, interval_s=0.05)
+        frames = captured(capturing.result())
+    assert frames == [(one.mac, other.mac)] * 5
+
+
+def test_a_broadcast_reaches_everyone_once(topology: Topology):
+    others = [node for node in topology.machines() if node.name != "h1c1"]
+    source = topology.find("h1c1")
+    capture = ["timeout", "4", "tcpdump", "-e", "-nn", "-l", "-i", "eth0", "ether broadcast and icmp"]
+    with ThreadPoolExecutor(len(others)) as pool:
+        capturing = [pool.submit(machine.attempt, node, *capture) for node in others]
+        machine.attempt(source, "sleep 2; ping -n -b -c 3 -i 0.1 -W 1 10.77.255.255")
+        for node, future in zip(others, capturing, strict=True):
+            assert captured(future.result()[1]) == [(source.mac, "ff:ff:ff:ff:ff:ff")] * 3, node.name
+
+
+def test_ipv6_works_as_on_any_ethernet(topology: Topology):
+    source, destination = topology.find("h1v1"), topology.find("h2v1")
+    show = "ip -6 address show dev eth0 scope link"
+    address = machine.execute(destination, show).split("inet6 ")[1].split("/")[0]
+    assert reaches(source, f"{address}%eth0")
+
+
+def test_learned_addresses_are_not_flooded(topology: Topology):
+    """Unicast between two machines never shows up at a third."""
+    source, destination = topology.find("h1c1"), topology.find("h2c1")
+    wait_for_path(source, destination.address)
+    before = port(settled(topology.hosts[0]), "interface", "h1c2")["out_frames"]
+    ping(source, destination.address, count=100)
+    after = port(settled(topology.hosts[0]), "interface", "h1c2")["out_frames"]
+    assert after - before < 20, "background multicast is all that a third machine may see"
+
+
+def test_every_frame_is_accounted_for(topology: Topology):
+    assert_balanced(topology)

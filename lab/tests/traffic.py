@@ -1,0 +1,88 @@
+"""What the tests look at: lost pings, balances of counters, captured frames."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from vnetlab import daemon, machine
+from vnetlab.measure import RECEIVED
+from vnetlab.run import wait_until
+from vnetlab.topology import Node, Topology
+
+
+def ping(source: Node, address: str, *options: str, count: int = 3, interval_s: float = 0.01) -> tuple[int, int]:
+    """Pings and gives how many were sent and how many answered; the first opens the path and may wait for ARP."""
+    words = ["ping", "-n", "-q", "-c", str(count), "-i", str(interval_s), "-W", "1", *options, address]
+    _, text = machine.attempt(source, *words, timeout_s=count * interval_s + 60)
+    totals = RECEIVED.search(text)
+    assert totals, f"{source.name}: {' '.join(words)}: {text}"
+    return int(totals[1]), int(totals[2])
+
+
+def reaches(source: Node, address: str, *options: str) -> bool:
+    """Whether all of three pings are answered."""
+    sent, received = ping(source, address, *options)
+    return sent == received == 3
+
+
+def silent(source: Node, address: str) -> bool:
+    """Whether none of three pings is answered."""
+    return ping(source, address)[1] == 0
+
+
+def wait_for_path(source: Node, address: str, timeout_s: float = 10) -> None:
+    """Waits until a ping is answered."""
+    wait_until(f"{address} to answer {source.name}", lambda: ping(source, address, count=1)[1] == 1, timeout_s)
+
+
+@contextlib.contextmanager
+def pinging(*paths: tuple[Node, Node], interval_s: float = 0.002, seconds: float = 6) -> Iterator[None]:
+    """Pings along each path without a pause; every one must be answered.
+
+    The body must end before the pings do, or it would not have happened under traffic.
+    """
+    for source, destination in paths:
+        wait_for_path(source, destination.address)
+    with ThreadPoolExecutor(len(paths)) as pool:
+        count = int(seconds / interval_s)
+        running: list[tuple[Node, Node, Future[tuple[int, int]]]] = [
+            (source, destination, pool.submit(ping, source, destination.address, count=count, interval_s=interval_s))
+            for source, destination in paths
+        ]
+        yield
+        assert not any(future.done() for *_, future in running), "the traffic ended before the changes did"
+        for source, destination, future in running:
+            sent, received = future.result()
+            assert received == sent == count, f"{source.name} - {destination.name}: {sent - received} of {sent} lost"
+
+
+def settled(host: Node) -> dict:
+    """Waits until a host's counters stand still and add up; gives them."""
+    last: dict = {}
+
+    def still() -> bool:
+        nonlocal last
+        before, last = last, daemon.ask(host, "stats")
+        balance = last["balance"]
+        return before == last and balance["in"] + balance["copies"] == balance["out"] + balance["drops"]
+
+    wait_until(f"the counters of {host.name} to add up: in + copies = out + drops", still, 10, poll_s=0.3)
+    return last
+
+
+def assert_balanced(topology: Topology) -> None:
+    """Every frame that entered any host was delivered or counted as dropped."""
+    for host in topology.hosts:
+        balance = settled(host)["balance"]
+        assert balance["in"] > 0, f"{host.name} saw no frame"
+
+
+def port(stats: dict, kind: str, name: str) -> dict:
+    """The counters of one port."""
+    return next(port for port in stats["ports"] if port["kind"] == kind and port["name"] == name)
+
+
+def captured(text: str) -> list[tuple[str, str]]:
+    """Source and destination addresses of the frames in tcpdump's output (with -e)."""
+    return re.findall(r"(\S+) > (\S+), ethertype", text)

@@ -1,0 +1,153 @@
+"""The `lab` command."""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from vnetlab import channel, console, demo, lab, machine, measure
+from vnetlab.run import LabError
+from vnetlab.topology import Kind, Node, Settings, Topology, Wire
+
+EPILOG = """\
+Nodes are hosts (h1), containers (h1c1) and virtual machines (h1v1), counted from 1.
+Overlay addresses are 10.77.HOST.N for containers and 10.77.HOST.(100+N) for virtual machines, underlay addresses
+10.78.0.HOST and fd78::HOST. Logs and configuration files are in /run/vnet-lab/NAME while a lab is up.
+
+Examples:
+  lab up --hosts 3 --mtu 9000
+  lab exec h1c1 -- ping -c 3 $(lab address h3v1)
+  lab exec h1 -- vnet stats
+  lab down
+"""
+
+
+def main() -> None:
+    """Runs the command line; exits with 1, one line on standard error and the log's end when something fails."""
+    arguments = _parser().parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        if os.geteuid() != 0:
+            raise LabError("the lab makes network namespaces and devices: run it as root")
+        sys.exit(arguments.command(arguments))
+    except LabError as error:
+        error.keep_log()
+        print(f"lab: {error}", file=sys.stderr)
+        if error.log:
+            print(f"  the end of {error.log}:\n{error.log_end}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lab",
+        description="Builds hosts, containers and virtual machines on this machine, joined by vnet.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, command: Callable[[argparse.Namespace], int | None], text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text)
+        added.set_defaults(command=command)
+        if command is not _demo:
+            added.add_argument("--name", default="lab", help="which lab (default: lab)")
+        return added
+
+    up = add("up", _up, "Bring a lab up, or make one that is up whole again.")
+    up.add_argument("--hosts", type=int, default=2, metavar="N", help="hosts (default: 2)")
+    up.add_argument("--vms", type=int, default=1, metavar="N", help="virtual machines on each host (default: 1)")
+    up.add_argument("--containers", type=int, default=1, metavar="N", help="containers on each host (default: 1)")
+    up.add_argument("--mtu", type=int, default=1500, metavar="M", help="the overlay's MTU (default: 1500)")
+    up.add_argument("--underlay-mtu", type=int, default=1500, metavar="M", help="the underlay's MTU (default: 1500)")
+    up.add_argument(
+        "--wire", choices=list(Wire), default=Wire.NONE, help="the underlay's speed (default: none, unshaped)"
+    )
+    up.add_argument("--encapsulation", choices=["native", "vnet"], default="native", help="of links (default: native)")
+    up.add_argument("--ipv6", action="store_true", help="links use the underlay's IPv6 addresses")
+
+    status = add("status", _status, "Show what a lab has and whether it runs.")
+    status.add_argument("--json", action="store_true", help="for programs")
+    execute = add("exec", _exec, "Run a command on a node; gives its output and exit status.")
+    execute.add_argument("node", help="h1, h1c1 or h1v1")
+    execute.add_argument("words", nargs="+", metavar="COMMAND", help="after --; one word is a shell command")
+    execute.add_argument(
+        "--timeout", type=float, default=3600, metavar="S", help="seconds it may take in a virtual machine"
+    )
+    console = add("console", _console, "Use a virtual machine's console; ^] ends it.")
+    console.add_argument("node", help="h1v1")
+    address = add("address", _address, "Print a node's address.")
+    address.add_argument("node", help="h1, h1c1 or h1v1")
+    measuring = add("measure", _measure, "Measure every pair of a lab that is up, by ping and iperf3.")
+    measuring.add_argument("--repeat", type=int, default=1, metavar="N", help="iperf3 runs for each pair (default: 1)")
+    measuring.add_argument("--json", action="store_true", help="for programs")
+    show = add("demo", _demo, "Bring two hosts up, measure every pair, print one table, take it all down.")
+    show.add_argument("--report", type=Path, metavar="FILE", help="write the figures there, too, as JSON")
+    add("down", _down, "Take a lab down and leave nothing behind.")
+    return parser
+
+
+def _up(arguments: argparse.Namespace) -> None:
+    fields = Settings.__dataclass_fields__
+    lab.up(Settings(**{name: value for name, value in vars(arguments).items() if name in fields}))
+
+
+def _status(arguments: argparse.Namespace) -> None:
+    topology = lab.load(arguments.name)
+    rows = lab.status(topology)
+    if arguments.json:
+        print(json.dumps({"lab": arguments.name, "directory": str(topology.state), "nodes": rows}, indent=2))
+        return
+    print(f"{'NODE':8} {'KIND':10} {'ADDRESS':15} {'MTU':>6}  STATE")
+    for row in rows:
+        state = ("running" if row.get("pid") else "up") if row["up"] else "down"
+        process_id = f", process {row['pid']}" if row.get("pid") else ""
+        print(f"{row['name']:8} {row['kind']:10} {row['address']:15} {row['mtu']:>6}  {state}{process_id}")
+
+
+def _exec(arguments: argparse.Namespace) -> int | None:
+    node = lab.load(arguments.name).find(arguments.node)
+    if node.kind is Kind.VM:
+        return channel.execute(node, arguments.words, arguments.timeout, _write)
+    words = ["sh", "-c", *arguments.words] if len(arguments.words) == 1 else arguments.words
+    command = machine.namespace_command(node, words)
+    return os.execvpe(command[0], command, machine.environment(node))
+
+
+def _console(arguments: argparse.Namespace) -> None:
+    console.attach(_guest(lab.load(arguments.name), arguments.node))
+
+
+def _address(arguments: argparse.Namespace) -> None:
+    print(lab.load(arguments.name).find(arguments.node).address)
+
+
+def _measure(arguments: argparse.Namespace) -> None:
+    topology = lab.load(arguments.name)
+    measured = measure.pairs(topology, arguments.repeat)
+    print(measure.as_json(topology, measured) if arguments.json else measure.table(measured))
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    demo.run(arguments.report)
+
+
+def _down(arguments: argparse.Namespace) -> None:
+    lab.down(arguments.name)
+
+
+def _guest(topology: Topology, name: str) -> Node:
+    node = topology.find(name)
+    if node.kind is not Kind.VM:
+        raise LabError(f"{name} is not a virtual machine: 'lab exec {name} -- bash' gives a shell there")
+    return node
+
+
+def _write(output: bytes) -> None:
+    sys.stdout.buffer.write(output)
+    sys.stdout.buffer.flush()

@@ -1,0 +1,78 @@
+"""A vnetd on each host: its configuration file, its start, and its answers."""
+
+import json
+import os
+import socket
+from pathlib import Path
+
+from vnetlab import process
+from vnetlab.run import LabError, run, wait_until
+from vnetlab.topology import PORT, Kind, Node, Topology
+
+REPOSITORY = Path(__file__).parent.parent.parent
+START_S = 10
+
+
+def binaries() -> Path:
+    """The directory of `vnetd` and `vnet`: $VNET_BINARIES, or where cargo puts a release build of this repository.
+
+    Raises LabError when they are not there.
+    """
+    target = Path(os.environ.get("CARGO_TARGET_DIR", REPOSITORY / "target"))
+    directory = Path(os.environ.get("VNET_BINARIES", target / "release"))
+    for name in ("vnetd", "vnet"):
+        if not (directory / name).exists():
+            raise LabError(f"{directory / name} is not there: run 'make build'")
+    return directory
+
+
+def configuration(topology: Topology, host: Node) -> str:
+    """Writes a host's vnet.toml: its machines, and a link to every other host."""
+    parts = [
+        f'[host]\nname = "{host.name}"\n',
+        f'[control]\nsocket = "{host.file(".sock")}"\n',
+        f'[bridge]\nlisten = "[::]:{PORT}"\n',
+        "[[network]]\nid = 1\nlearning = true\n",
+    ]
+    for machine in topology.machines(host=host.host):
+        lines = [f'name = "{machine.name}"', f'mac = "{machine.mac}"', f"mtu = {topology.mtu(machine)}"]
+        if machine.kind is Kind.VM:
+            lines += ['kind = "vhost-user"', f'socket = "{machine.file(".vhost")}"']
+        else:
+            lines += ['kind = "tap"', 'device = "eth0"', f'netns = "{machine.namespace}"']
+        parts.append("\n".join(["[[interface]]", *lines, ""]))
+    for peer in topology.hosts:
+        if peer != host:
+            remote = f"[{peer.address6}]:{PORT}" if topology.settings.ipv6 else f"{peer.address}:{PORT}"
+            parts.append(
+                f'[[link]]\nname = "{peer.name}"\nremote = "{remote}"\n'
+                f'encapsulation = "{topology.settings.encapsulation}"\ntrusted = true\n'
+            )
+    return "\n".join(parts)
+
+
+def start(topology: Topology, host: Node) -> None:
+    """Starts a host's vnetd from its configuration file, which is written when it is not there; then waits for it."""
+    config = host.file(".toml")
+    if not config.exists():
+        config.write_text(configuration(topology, host))
+    command = ["ip", "netns", "exec", host.namespace, str(binaries() / "vnetd"), "--config", str(config)]
+    process.start(command, host.file(".pid"), host.file(".log"))
+
+    def answers() -> bool:
+        if process.find(host.file(".pid")) is None:
+            raise LabError(f"vnetd on {host.name} ended as it started", host.file(".log"))
+        with socket.socket(socket.AF_UNIX) as client:
+            return client.connect_ex(str(host.file(".sock"))) == 0
+
+    wait_until(f"vnetd on {host.name} to answer", answers, START_S, host.file(".log"))
+
+
+def ask(host: Node, *arguments: str) -> dict:
+    """Runs `vnet --json` against a host's vnetd and gives its answer."""
+    return json.loads(vnet(host, "--json", *arguments))
+
+
+def vnet(host: Node, *arguments: str) -> str:
+    """Runs `vnet` against a host's vnetd and gives its output; raises LabError when it fails."""
+    return run([str(binaries() / "vnet"), "--socket", str(host.file(".sock")), *arguments])

@@ -1,0 +1,73 @@
+"""Virtual machines: QEMU with a stock kernel, one network device, and vnetd behind it by vhost-user.
+
+QEMU runs in the root namespace: it only needs vnetd's socket.
+"""
+
+from pathlib import Path
+
+from vnetlab import process
+from vnetlab.channel import PORTS
+from vnetlab.image import Image
+from vnetlab.run import LabError, wait_until
+from vnetlab.topology import Node, Topology
+
+BOOT_S = 60
+MEMORY = "256M"
+QEMU = "qemu-system-x86_64"
+KERNEL_OPTIONS = "console=ttyS0 quiet panic=-1 mitigations=off tsc=reliable no_timer_check cryptomgr.notests"
+"""Nothing that changes the network: these shorten the start of an emulated processor by a third."""
+
+
+def start(topology: Topology, guest: Node, image: Image) -> None:
+    """Starts a guest; `wait` tells when it is ready."""
+    guest.file(".console.log").unlink(missing_ok=True)
+    process.start(command(topology, guest, image), guest.file(".pid"), guest.file(".log"))
+
+
+def wait(guest: Node) -> None:
+    """Waits until a guest has its address and takes commands."""
+    console = guest.file(".console.log")
+
+    def ready() -> bool:
+        if process.find(guest.file(".pid")) is None:
+            raise LabError(f"QEMU of {guest.name} has ended", guest.file(".log"))
+        text = console.read_text(errors="replace") if console.exists() else ""
+        if "Kernel panic" in text:
+            raise LabError(f"the kernel of {guest.name} panicked", console)
+        return f"{guest.name} is ready" in text
+
+    wait_until(f"{guest.name} to boot", ready, BOOT_S, console)
+
+
+def command(topology: Topology, guest: Node, image: Image) -> list[str]:
+    """Writes the QEMU command line of a guest."""
+    mtu = topology.mtu(guest)
+    # Only an MTU beyond the usual must be told to the driver; it would refuse one that was not.
+    host_mtu = f",host_mtu={mtu}" if mtu > 1500 else ""
+    options = f"{KERNEL_OPTIONS} vnet.name={guest.name} vnet.address={guest.address}/16 vnet.mtu={mtu}"
+    console = f"socket,id=console,path={guest.file('.console')},server=on,wait=off"
+    serials = [["-chardev", f"{console},logfile={guest.file('.console.log')}", "-serial", "chardev:console"]]
+    for number in range(1, PORTS + 1):
+        port = f"socket,id=serial{number},path={guest.file(f'.serial{number}')},server=on,wait=off"
+        serials.append(["-chardev", port, "-serial", f"chardev:serial{number}"])
+    return [
+        QEMU,
+        *("-name", f"{guest.lab}-{guest.name}", "-nodefaults", "-no-user-config", "-display", "none"),
+        *("-machine", "pc", *_accelerator(), "-smp", "1", "-m", MEMORY),
+        *("-kernel", str(image.kernel), "-initrd", str(image.initramfs), "-append", options),
+        # vhost-user: the guest's memory is shared with vnetd.
+        *("-object", f"memory-backend-memfd,id=mem,size={MEMORY},share=on", "-numa", "node,memdev=mem"),
+        *("-chardev", f"socket,id=vhost,path={guest.file('.vhost')},reconnect=1"),
+        *("-netdev", "vhost-user,id=net,chardev=vhost,queues=1"),
+        # QEMU 7.2 crashes under TCG when a vhost-user device uses MSI-X: vectors=0.
+        *("-device", f"virtio-net-pci,netdev=net,mac={guest.mac},vectors=0,romfile={host_mtu}"),
+        *(word for serial in serials for word in serial),
+    ]
+
+
+def _accelerator() -> list[str]:
+    """KVM where the processor can, which is not the same as where /dev/kvm is there."""
+    flags = Path("/proc/cpuinfo").read_text().split()
+    if Path("/dev/kvm").exists() and ("vmx" in flags or "svm" in flags):
+        return ["-accel", "kvm", "-cpu", "host"]
+    return ["-accel", "tcg", "-cpu", "max"]

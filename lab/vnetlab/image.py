@@ -1,0 +1,183 @@
+"""What a lab guest boots: a stock Debian cloud kernel and a small initial RAM file system around it.
+
+The kernel comes from the Debian package, unpacked and not installed. The file system holds busybox, the kernel's own
+virtio modules, and the tools the tests use with the libraries they need, copied from this machine. Both are kept
+under a name made of everything they depend on, so that a second run finds them and a changed package makes new ones.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from vnetlab.run import LabError, progress, run
+
+KERNEL_PACKAGE = "linux-image-cloud-amd64"
+MODULES = ("virtio_pci", "virtio_net")
+TOOLS = ("iperf3", "ping", "tcpdump", "ethtool")
+INIT = Path(__file__).parent.parent / "guest" / "init"
+
+
+@dataclass(frozen=True)
+class Image:
+    """Files to start a guest with."""
+
+    kernel: Path
+    initramfs: Path
+
+
+def ensure_image(cache: Path) -> Image:
+    """Gives the guest's kernel and initial RAM file system, made and kept in `cache` when they are not there yet.
+
+    Raises LabError when the kernel cannot be downloaded or a tool is not installed.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    release, tree = _ensure_kernel(cache)
+    files = dict(_files(tree, release))
+    digest = hashlib.sha256()
+    for name, (mode, content) in sorted(files.items()):
+        digest.update(f"{name} {mode} {len(content)} ".encode() + content)
+    initramfs = cache / f"initramfs-{digest.hexdigest()[:16]}.cpio"
+    if not initramfs.exists():
+        _replace(initramfs, cpio((name, mode, content) for name, (mode, content) in sorted(files.items())))
+    return Image(tree / "boot" / f"vmlinuz-{release}", initramfs)
+
+
+def cpio(entries: Iterable[tuple[str, int, bytes]]) -> bytes:
+    """Builds an archive in the kernel's "newc" format (Documentation/driver-api/early-userspace/buffer-format.rst).
+
+    An entry is a path without a leading slash, a mode with its file type, and the content (of a symbolic link: where
+    it points). Parent directories must come first.
+    """
+    out = bytearray()
+
+    def append(name: str, mode: int, content: bytes, inode: int) -> None:
+        encoded = name.encode() + b"\0"
+        fields = (inode, mode, 0, 0, 1, 0, len(content), 0, 0, 0, 0, len(encoded), 0)
+        out.extend(b"070701" + b"".join(b"%08X" % field for field in fields) + encoded)
+        out.extend(bytes(-len(out) % 4))
+        out.extend(content)
+        out.extend(bytes(-len(out) % 4))
+
+    inode = 0
+    for inode, (name, mode, content) in enumerate(entries, 1):
+        append(name, mode, content, inode)
+    append("TRAILER!!!", 0, b"", inode + 1)
+    return bytes(out)
+
+
+def _ensure_kernel(cache: Path) -> tuple[str, Path]:
+    """Gives the release ("6.1.0-NN-cloud-amd64") of the kernel Debian has now, and the tree it is unpacked to."""
+    try:
+        return _unpacked_kernel(cache)
+    except LabError as error:
+        progress(f"{error}; asking Debian for its newest packages")
+        run(["apt-get", "update"], timeout_s=120)
+        return _unpacked_kernel(cache)
+
+
+def _unpacked_kernel(cache: Path) -> tuple[str, Path]:
+    """Does so with the package index as it stands."""
+    depends = run(["apt-cache", "depends", KERNEL_PACKAGE])
+    found = re.search(r"Depends: linux-image-(\S+-cloud-amd64)$", depends, re.MULTILINE)
+    if not found:
+        raise LabError(f"the package index knows no kernel for {KERNEL_PACKAGE}")
+    release = found[1]
+    policy = run(["apt-cache", "policy", f"linux-image-{release}"])
+    candidate = re.search(r"Candidate: (\d\S*)", policy)
+    if not candidate:
+        raise LabError(f"the package index has no version of linux-image-{release}")
+    tree = cache / f"kernel-{release}-{candidate[1].replace(':', '_')}"
+    if not tree.exists():
+        progress(f"downloading linux-image-{release} {candidate[1]}")
+        _unpack_kernel(release, tree)
+    return release, tree
+
+
+def _unpack_kernel(release: str, tree: Path) -> None:
+    """Downloads the kernel package and unpacks it to `tree`."""
+    package = f"linux-image-{release}"
+    with tempfile.TemporaryDirectory(dir=tree.parent) as scratch_name:
+        scratch = Path(scratch_name)
+        # As root, apt would hand the download to its own user, who may not write here.
+        run(["apt-get", "-o", "APT::Sandbox::User=root", "download", package], cwd=scratch, timeout_s=300)
+        (deb,) = scratch.glob("*.deb")
+        run(["dpkg-deb", "-x", str(deb), str(scratch / "tree")], timeout_s=120)
+        (scratch / "tree").rename(tree)
+
+
+def _files(tree: Path, release: str) -> Iterator[tuple[str, tuple[int, bytes]]]:
+    """Lists the file system's content: path, then mode and content. Parents come first when sorted."""
+    paths: dict[str, Path] = {"init": INIT, "bin/busybox": _tool("busybox"), "bin/sh": _tool("dash")}
+    paths |= {f"usr/bin/{tool}": _tool(tool) for tool in TOOLS}
+    for binary in [path for name, path in paths.items() if "bin/" in name and "busybox" not in name]:
+        for library in _libraries(binary):
+            paths[str(library).lstrip("/")] = library.resolve()
+
+    modules = _modules(tree, release)
+    directory = f"lib/modules/{release}"
+    for name, (path, _) in modules.items():
+        paths[f"{directory}/{name}.ko"] = path
+    dependencies = "".join(
+        f"{name}.ko: {' '.join(f'{other}.ko' for other in reversed(needs))}\n" for name, (_, needs) in modules.items()
+    )
+    yield f"{directory}/modules.dep", (stat.S_IFREG | 0o644, dependencies.encode())
+
+    for name in {
+        str(parent)
+        for path in (*paths, "dev/x", "proc/x", "sys/x", "usr/sbin/x", "sbin/x")
+        for parent in Path(path).parents
+    } - {"."}:
+        yield name, (stat.S_IFDIR | 0o755, b"")
+    for applet in run(["busybox", "--list"]).split():
+        if applet not in ("busybox", "sh"):
+            yield f"bin/{applet}", (stat.S_IFLNK | 0o777, b"busybox")
+    for name, path in paths.items():
+        yield name, (stat.S_IFREG | 0o755, path.read_bytes())
+
+
+def _modules(tree: Path, release: str) -> dict[str, tuple[Path, list[str]]]:
+    """Finds MODULES and all they need: name to file and names of all needed modules, in loading order."""
+    found = {path.stem.replace("-", "_"): path for path in (tree / "lib/modules" / release).rglob("*.ko")}
+    wanted: dict[str, tuple[Path, list[str]]] = {}
+
+    def visit(name: str) -> list[str]:
+        if name not in wanted:
+            if name not in found:
+                raise LabError(f"kernel {release} has no module {name}, which a guest needs")
+            # A module's ".modinfo" section lists what it needs as zero-ended text.
+            listed = re.search(rb"\0depends=([^\0]*)\0", found[name].read_bytes())
+            needs: list[str] = []
+            for other in filter(None, (listed[1] if listed else b"").decode().split(",")):
+                needs += [need for need in (*visit(other), other) if need not in needs]
+            wanted[name] = (found[name], needs)
+        return wanted[name][1]
+
+    for module in MODULES:
+        visit(module)
+    return wanted
+
+
+def _tool(name: str) -> Path:
+    """Finds an installed program."""
+    path = shutil.which(name, path="/usr/sbin:/usr/bin:/sbin:/bin")
+    if not path:
+        raise LabError(f"{name} is not installed and lab guests need it: run 'make packages'")
+    return Path(path)
+
+
+def _libraries(binary: Path) -> list[Path]:
+    """Lists the shared libraries that `binary` loads, the loader included, by the paths it looks for."""
+    return [Path(path) for path in re.findall(r"(/\S+) \(0x", run(["ldd", str(binary)]))]
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all."""
+    scratch = path.with_suffix(f".{os.getpid()}")
+    scratch.write_bytes(content)
+    os.replace(scratch, path)

@@ -1,0 +1,192 @@
+"""A lab's life: up, status, down.
+
+Everything a lab makes carries its name: namespaces, the directory of its files, and the mark its processes bear. `down`
+finds all of it by that name alone, so it needs no record and works after any crash. The record of the settings is only
+for the commands in between; it says "complete" when `up` came to its end.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from vnetlab import container, daemon, guest, process, underlay
+from vnetlab.image import Image, ensure_image
+from vnetlab.run import LabError, progress
+from vnetlab.topology import STATE, Kind, Node, Settings, Topology
+
+LOCK_S = 120
+CACHE = daemon.REPOSITORY / ".cache"
+
+
+def up(settings: Settings) -> Topology:
+    """Brings a lab up, or makes one that is up whole again. Cleans up when it cannot.
+
+    Raises LabError when something fails, or when a lab of that name is up with other settings.
+    """
+    topology = Topology(settings)
+    daemon.binaries()
+    with _locked(topology.state):
+        record = _read_record(topology.state)
+        if record and record[1] and record[0] != settings:
+            raise LabError(f"lab {settings.name} is up with other settings: 'lab down --name {settings.name}' first")
+        try:
+            if not (record and record[1] and _namespaces(topology) <= underlay.namespaces()):
+                _clear(settings.name)
+                _begin(topology)
+            _start(topology)
+        except BaseException as error:
+            # The log is part of what goes away: its end is told now.
+            if isinstance(error, LabError):
+                error.keep_log()
+            progress(f"cleaning up lab {settings.name}")
+            _clear(settings.name)
+            shutil.rmtree(topology.state)
+            raise
+        _write_record(settings, complete=True)
+    return topology
+
+
+def down(name: str) -> None:
+    """Takes a lab down and leaves nothing behind, whatever state it is in."""
+    state = Topology(Settings(name=name)).state
+    with _locked(state):
+        _clear(name)
+        shutil.rmtree(state)
+    with contextlib.suppress(OSError):
+        STATE.rmdir()
+
+
+def load(name: str) -> Topology:
+    """Gives the lab of that name; raises LabError when it is not up."""
+    record = _read_record(Topology(Settings(name=name)).state)
+    if not record or not record[1]:
+        raise LabError(f"lab {name} is not up: 'lab up --name {name}'")
+    return Topology(record[0])
+
+
+def names() -> list[str]:
+    """Lists the labs there are."""
+    return sorted(path.name for path in STATE.iterdir()) if STATE.exists() else []
+
+
+def status(topology: Topology) -> list[dict[str, object]]:
+    """Tells of each node its name, kind, address and MTU, and whether what runs it is there."""
+    rows: list[dict[str, object]] = []
+    for node in [*topology.hosts, *topology.machines()]:
+        row = {"name": node.name, "kind": node.kind.name.lower(), "address": node.address}
+        if node.kind is Kind.HOST:
+            row |= {"mtu": topology.settings.underlay_mtu}
+        else:
+            row |= {"mtu": topology.mtu(node), "mac": node.mac}
+        if node.kind is Kind.CONTAINER:
+            row |= {"up": node.namespace in underlay.namespaces()}
+        else:
+            pid = process.find(node.file(".pid"))
+            row |= {"up": pid is not None, "pid": pid}
+        rows.append(row)
+    return rows
+
+
+def start_daemon(topology: Topology, host: Node) -> None:
+    """Starts a host's vnetd, and sets up the devices that it makes for containers."""
+    daemon.start(topology, host)
+    for machine in topology.machines(Kind.CONTAINER, host.host):
+        container.configure(machine)
+
+
+def _begin(topology: Topology) -> None:
+    """Makes what a lab's processes stand on: the record, the hosts and the containers' namespaces."""
+    _write_record(topology.settings, complete=False)
+    progress(f"underlay: {_count(topology.hosts, 'host')}, MTU {topology.settings.underlay_mtu}")
+    underlay.create(topology)
+    for machine in topology.machines(Kind.CONTAINER):
+        container.create(machine)
+
+
+def _start(topology: Topology) -> None:
+    """Starts every process that does not run: daemons first, then all guests at once."""
+    image = ensure_image(CACHE) if topology.machines(Kind.VM) else None
+    for host in topology.hosts:
+        if process.find(host.file(".pid")) is None:
+            machines = topology.machines(Kind.CONTAINER, host.host)
+            progress(f"{host.name}: vnetd, {_count(machines, 'container')}")
+            start_daemon(topology, host)
+    started = [machine for machine in topology.machines(Kind.VM) if process.find(machine.file(".pid")) is None]
+    if started and image:
+        _boot(topology, started, image)
+
+
+def _boot(topology: Topology, guests: list[Node], image: Image) -> None:
+    """Boots guests side by side."""
+    progress(f"{_count(guests, 'virtual machine')}: booting {image.kernel.name}")
+    for machine in guests:
+        guest.start(topology, machine, image)
+    for machine in guests:
+        guest.wait(machine)
+        progress(f"{machine.name}: ready at {machine.address}")
+
+
+def _clear(name: str) -> None:
+    """Ends a lab's processes, removes its namespaces and all of its files but the directory."""
+    state = STATE / name
+    process.sweep(state)
+    underlay.delete_namespaces(name)
+    for path in state.iterdir():
+        path.unlink()
+
+
+def _namespaces(topology: Topology) -> set[str]:
+    """The namespaces a lab stands on."""
+    nodes = [*topology.hosts, *topology.machines(Kind.CONTAINER)]
+    return {node.namespace for node in nodes} | ({topology.switch} if len(topology.hosts) != 2 else set())
+
+
+def _count(nodes: list[Node], word: str) -> str:
+    return f"{len(nodes)} {word}{'' if len(nodes) == 1 else 's'}"
+
+
+def _read_record(state: Path) -> tuple[Settings, bool] | None:
+    """Gives a lab's settings and whether `up` came to its end."""
+    try:
+        record = json.loads((state / "lab.json").read_text())
+        return Settings(**record["settings"]), record["complete"]
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _write_record(settings: Settings, complete: bool) -> None:
+    path = STATE / settings.name / "lab.json"
+    scratch = path.with_suffix(".new")
+    scratch.write_text(json.dumps({"settings": asdict(settings), "complete": complete}, indent=2))
+    os.replace(scratch, path)
+
+
+@contextlib.contextmanager
+def _locked(state: Path) -> Iterator[None]:
+    """Keeps other `up` and `down` of the same lab out, by a lock on its directory, which is made when missing."""
+    deadline = time.monotonic() + LOCK_S
+    told = False
+    while True:
+        state.mkdir(parents=True, exist_ok=True)
+        directory = os.open(state, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The one who had it may have removed the directory.
+            if state.exists() and os.path.samestat(os.fstat(directory), state.stat()):
+                yield
+                return
+        except BlockingIOError:
+            if not told:
+                progress(f"waiting for another 'lab' command on {state.name}")
+                told = True
+            if time.monotonic() > deadline:
+                raise LabError(f"another 'lab' command has held lab {state.name} for {LOCK_S} s") from None
+            time.sleep(0.1)
+        finally:
+            os.close(directory)

@@ -1,0 +1,66 @@
+"""Commands anywhere in a lab, the same way for hosts, containers and virtual machines."""
+
+import os
+import subprocess
+from collections.abc import Sequence
+
+from vnetlab import channel, daemon, process
+from vnetlab.run import LabError
+from vnetlab.topology import Kind, Node
+
+
+def attempt(node: Node, *command: str, timeout_s: float = 30) -> tuple[int, str]:
+    """Runs a command on a node; gives its exit status and its output, standard error included.
+
+    One argument is a shell command as it is; several are words of one. Raises LabError when the command takes longer
+    than `timeout_s`.
+    """
+    return (_in_guest if node.kind is Kind.VM else _in_namespace)(node, command, timeout_s)
+
+
+def execute(node: Node, *command: str, timeout_s: float = 30) -> str:
+    """Runs a command on a node as `attempt` does and gives its output; raises LabError when it fails, too."""
+    status, text = attempt(node, *command, timeout_s=timeout_s)
+    if status:
+        words = " / ".join(text.strip().splitlines()[-3:])
+        raise LabError(f"'{' '.join(command)}' on {node.name} failed with status {status}: {words}")
+    return text
+
+
+def namespace_command(node: Node, command: Sequence[str]) -> list[str]:
+    """The command line that runs a command in the namespace of a host or container."""
+    return ["ip", "netns", "exec", node.namespace, *command]
+
+
+def environment(node: Node) -> dict[str, str]:
+    """The environment of commands on a host or container: there `vnet` is the host's own."""
+    home = Node(node.lab, Kind.HOST, node.host)
+    return {
+        **os.environ,
+        **process.mark(node.state),
+        "PATH": f"{daemon.binaries()}:{os.environ['PATH']}",
+        "VNET_SOCKET": str(home.file(".sock")),
+    }
+
+
+def _in_guest(node: Node, command: Sequence[str], timeout_s: float) -> tuple[int, str]:
+    parts: list[bytes] = []
+    status = channel.execute(node, command, timeout_s, parts.append)
+    return status, b"".join(parts).decode(errors="replace")
+
+
+def _in_namespace(node: Node, command: Sequence[str], timeout_s: float) -> tuple[int, str]:
+    words = ["sh", "-c", *command] if len(command) == 1 else command
+    try:
+        done = subprocess.run(
+            namespace_command(node, words),
+            check=False,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=timeout_s,
+            env=environment(node),
+        )
+    except subprocess.TimeoutExpired as error:
+        raise LabError(f"'{' '.join(command)}' on {node.name} did not end in {timeout_s:g} s") from error
+    return done.returncode, done.stdout.decode(errors="replace")

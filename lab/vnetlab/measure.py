@@ -1,0 +1,133 @@
+"""Round trips by ping and throughput by iperf3 between nodes, and the table that shows them."""
+
+import itertools
+import json
+import re
+import statistics
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from vnetlab import machine
+from vnetlab.run import LabError, progress
+from vnetlab.topology import Kind, Node, Topology
+
+PINGS = 200
+PING_INTERVAL_S = 0.005
+THROUGHPUT_S = 2
+RECEIVED = re.compile(r"(\d+) packets transmitted, (\d+) received")
+WORDS = {Kind.HOST: "host", Kind.CONTAINER: "container", Kind.VM: "VM"}
+
+
+@dataclass(frozen=True)
+class Path:
+    """What was measured from one node to another."""
+
+    sent: int
+    received: int
+    rtt_us: float
+    """Median of all round trips."""
+    throughput_bps: float
+    """TCP payload that arrived, bits per second; the median of repeated runs."""
+
+    @property
+    def loss(self) -> float:
+        """The share of pings without an answer."""
+        return 1 - self.received / self.sent
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two machines, the path between them, and the bare underlay between their hosts when these are two."""
+
+    source: str
+    destination: str
+    words: str
+    overlay: Path
+    underlay: Path | None
+
+
+def ping(
+    source: Node, destination: Node, *options: str, count: int = PINGS, timeout_s: float = 60
+) -> tuple[int, list[float]]:
+    """Pings `count` times; gives how many were sent, and the round trips that came back in microseconds.
+
+    Raises LabError when ping itself cannot run.
+    """
+    words = ["ping", "-n", "-c", str(count), "-i", str(PING_INTERVAL_S), "-W", "2", *options, destination.address]
+    status, text = machine.attempt(source, *words, timeout_s=timeout_s)
+    totals = RECEIVED.search(text)
+    if not totals:
+        raise LabError(f"'{' '.join(words)}' on {source.name} failed with status {status}: {text.strip()[-200:]}")
+    return int(totals[1]), [float(time) * 1000 for time in re.findall(r"time=([\d.]+) ms", text)]
+
+
+def throughput(source: Node, destination: Node, *options: str, seconds: float = THROUGHPUT_S) -> float:
+    """Runs iperf3 from `source` to `destination`; gives the bits per second that arrived.
+
+    Raises LabError with iperf3's words when it fails.
+    """
+    server = "iperf3 --server --one-off --idle-timeout 60 --daemon"
+    machine.execute(destination, *server.split())
+    client = ["iperf3", "--client", destination.address, "--json", "--time", str(seconds), *options]
+    error = ""
+    for _ in range(20):  # A daemon says that it is one before it listens.
+        report = json.loads(machine.attempt(source, *client, timeout_s=seconds + 30)[1])
+        error = report.get("error", "")
+        if "Connection refused" not in error:
+            break
+    if error:
+        raise LabError(f"iperf3 from {source.name} to {destination.name}: {error}")
+    end = report["end"]
+    return (end.get("sum_received") or end["sum"])["bits_per_second"]
+
+
+def path(source: Node, destination: Node, repeat: int = 1) -> Path:
+    """Measures one path, after one ping that opens it."""
+    ping(source, destination, "-w", "10", count=1)
+    sent, times = ping(source, destination)
+    if not times:
+        raise LabError(f"{destination.name} answers no ping from {source.name}")
+    rates = [throughput(source, destination) for _ in range(repeat)]
+    return Path(sent, len(times), statistics.median(times), statistics.median(rates))
+
+
+def pairs(topology: Topology, repeat: int = 1) -> list[Pair]:
+    """Measures every pair of machines, and the underlay between every pair of hosts that has one."""
+    hosts = {host.host: host for host in topology.hosts}
+    underlay: dict[tuple[int, int], Path] = {}
+    for one, other in itertools.combinations(hosts.values(), 2):
+        progress(f"underlay {one.name} - {other.name}: ping, iperf3")
+        underlay[one.host, other.host] = path(one, other, repeat)
+    measured = []
+    for source, destination in itertools.combinations(topology.machines(), 2):
+        progress(f"{source.name} - {destination.name}: ping, iperf3")
+        words = f"{WORDS[source.kind]} - {WORDS[destination.kind]}"
+        overlay = path(source, destination, repeat)
+        below = underlay.get((source.host, destination.host))
+        measured.append(Pair(source.name, destination.name, words, overlay, below))
+    return measured
+
+
+def table(measured: Iterable[Pair]) -> str:
+    """Lays measured pairs out as text, those across hosts first."""
+    column = f"{'LOSS':>8}{'RTT MEDIAN':>12}{'THROUGHPUT':>15}"
+    rows = [
+        f"{'':51} | {'overlay':^35} | {'bare underlay':^35}",
+        f"{'PAIR':15}{'':36} | {column} | {column}",
+        "-+-".join("-" * width for width in (51, 35, 35)),
+    ]
+    for pair in sorted(measured, key=lambda pair: pair.underlay is None):
+        names = f"{pair.source} - {pair.destination}"
+        where = "across hosts" if pair.underlay else "same host"
+        below = _columns(pair.underlay) if pair.underlay else f"{'-':>8}{'-':>12}{'-':>15}"
+        rows.append(f"{names:15}{pair.words:22}  {where:12} | {_columns(pair.overlay)} | {below}")
+    return "\n".join(rows)
+
+
+def as_json(topology: Topology, measured: Iterable[Pair]) -> str:
+    """Writes measured pairs for programs, with the settings they hold for."""
+    return json.dumps({"settings": asdict(topology.settings), "pairs": [asdict(pair) for pair in measured]}, indent=2)
+
+
+def _columns(measured: Path) -> str:
+    return f"{measured.loss:8.1%}{measured.rtt_us:9.0f} us{measured.throughput_bps / 1e9:8.2f} Gbit/s"

@@ -1,0 +1,79 @@
+"""Running programs and waiting: each with a limit on time, progress to look at, and an error that says what failed."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+_START = time.monotonic()
+
+
+class LabError(Exception):
+    """Something the lab could not do. Its text says what and, where it can, what to do.
+
+    `log` is the file whose last lines tell more.
+    """
+
+    def __init__(self, text: str, log: Path | None = None) -> None:
+        super().__init__(text)
+        self.log = log
+        self.log_end = ""
+
+    def keep_log(self) -> None:
+        """Takes the log's last lines along, for when the file goes away before they are shown."""
+        if self.log and not self.log_end:
+            self.log_end = tail(self.log)
+
+
+def progress(text: str) -> None:
+    """Tells what is being done, with the seconds since the program began, on standard error."""
+    print(f"[{time.monotonic() - _START:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+
+def run(command: Sequence[str], timeout_s: float = 30, cwd: Path | None = None) -> str:
+    """Runs a program to its end and gives its standard output.
+
+    Raises LabError with the program's last words when it fails or takes too long.
+    """
+    text = " ".join(command)
+    try:
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=timeout_s, cwd=cwd, stdin=subprocess.DEVNULL
+        )
+    except FileNotFoundError as error:
+        raise LabError(f"{command[0]} is not installed: run 'make packages'") from error
+    except subprocess.TimeoutExpired as error:
+        raise LabError(f"'{text}' did not end within {timeout_s:g} s") from error
+    if done.returncode:
+        words = (done.stderr or done.stdout).strip().splitlines()[-3:]
+        raise LabError(f"'{text}' failed with status {done.returncode}: {' / '.join(words)}")
+    return done.stdout
+
+
+def wait_until(
+    what: str, condition: Callable[[], object], timeout_s: float, log: Path | None = None, poll_s: float = 0.05
+) -> None:
+    """Waits until `condition` holds; it may raise LabError to give up early.
+
+    Tells what is waited for every 3 s. Raises LabError, pointing to `log`, after `timeout_s`.
+    """
+    begin = time.monotonic()
+    told = begin
+    while not condition():
+        now = time.monotonic()
+        if now - begin > timeout_s:
+            raise LabError(f"gave up after {timeout_s:g} s of waiting for {what}", log)
+        if now - told > 3:
+            progress(f"waiting for {what} ({now - begin:.0f} of at most {timeout_s:g} s)")
+            told = now
+        time.sleep(poll_s)
+
+
+def tail(log: Path, lines: int = 15) -> str:
+    """Gives the last lines of a log, indented."""
+    try:
+        text = log.read_text(errors="replace")
+    except OSError as error:
+        text = str(error)
+    return "\n".join(f"    {line}" for line in text.splitlines()[-lines:])

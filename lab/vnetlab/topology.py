@@ -1,0 +1,157 @@
+"""Names and addresses of everything in a lab: plain data, derived from its settings and nothing else.
+
+Hosts are `h1`, `h2`, …; host 2's first container is `h2c1`, its first virtual machine `h2v1`. Underlay addresses are
+10.78.0.HOST and fd78::HOST, overlay addresses 10.77.HOST.N for containers and 10.77.HOST.(100+N) for virtual machines.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from vnetlab.run import LabError
+
+STATE = Path("/run/vnet-lab")
+"""Each lab's files are in a directory here that has its name."""
+TAP_MTU_MAX = 65521
+"""The kernel's limit for a TAP device: 65535 less an Ethernet header."""
+PORT = 9000
+"""Where vnetd listens on each host, UDP."""
+
+
+class Kind(StrEnum):
+    """What a node is. The value is its letter in names."""
+
+    HOST = "h"
+    CONTAINER = "c"
+    VM = "v"
+
+
+class Wire(StrEnum):
+    """How fast the underlay is made."""
+
+    NONE = "none"
+    GIGABIT = "1g"
+    TEN_GIGABIT = "10g"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a lab is made of."""
+
+    name: str = "lab"
+    hosts: int = 2
+    vms: int = 1
+    containers: int = 1
+    mtu: int = 1500
+    underlay_mtu: int = 1500
+    wire: str = Wire.NONE
+    encapsulation: str = "native"
+    ipv6: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises LabError for settings that no lab can have."""
+        if not re.fullmatch(r"[a-z][a-z0-9-]{0,31}", self.name):
+            raise LabError(f"lab name '{self.name}': use up to 32 of a-z, 0-9 and -, a letter first")
+        for what, value, low, high in (
+            ("hosts", self.hosts, 1, 99),
+            ("vms", self.vms, 0, 99),
+            ("containers", self.containers, 0, 99),
+            ("mtu", self.mtu, 68, 65535),
+            ("underlay-mtu", self.underlay_mtu, 1280 if self.ipv6 else 576, 65535),
+        ):
+            if not low <= value <= high:
+                raise LabError(f"--{what} {value}: choose {low} to {high}")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A host, a container or a virtual machine."""
+
+    lab: str
+    kind: Kind
+    host: int
+    number: int = 0
+    """Counted from 1 on each host and for each kind; 0 for the host itself."""
+
+    @property
+    def name(self) -> str:
+        """As used on the command line: h1, h1c1, h1v1."""
+        return f"h{self.host}" if self.kind is Kind.HOST else f"h{self.host}{self.kind}{self.number}"
+
+    @property
+    def address(self) -> str:
+        """IPv4 address: a host's on the underlay, others' on the overlay."""
+        if self.kind is Kind.HOST:
+            return f"10.78.0.{self.host}"
+        return f"10.77.{self.host}.{self.number + (100 if self.kind is Kind.VM else 0)}"
+
+    @property
+    def address6(self) -> str:
+        """A host's IPv6 address on the underlay."""
+        return f"fd78::{self.host}"
+
+    @property
+    def mac(self) -> str:
+        """The Ethernet address of a container or virtual machine, locally administered."""
+        return f"52:54:00:{self.host:02x}:{1 if self.kind is Kind.VM else 0:02x}:{self.number:02x}"
+
+    @property
+    def namespace(self) -> str:
+        """The network namespace of a host or container."""
+        return f"{self.lab}-{self.name}"
+
+    @property
+    def state(self) -> Path:
+        """The lab's directory."""
+        return STATE / self.lab
+
+    def file(self, suffix: str) -> Path:
+        """A file of this node in the lab's directory: .log, .sock, .pid and so on."""
+        return self.state / f"{self.name}{suffix}"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """All nodes of a lab."""
+
+    settings: Settings
+
+    @property
+    def state(self) -> Path:
+        """The lab's directory."""
+        return STATE / self.settings.name
+
+    @property
+    def switch(self) -> str:
+        """The namespace of the bridge that joins hosts when they are not two."""
+        return f"{self.settings.name}-underlay"
+
+    @property
+    def hosts(self) -> list[Node]:
+        """All hosts."""
+        return [Node(self.settings.name, Kind.HOST, host) for host in range(1, self.settings.hosts + 1)]
+
+    def machines(self, kind: Kind | None = None, host: int | None = None) -> list[Node]:
+        """Containers and virtual machines, or one kind or one host's only."""
+        counts = {Kind.CONTAINER: self.settings.containers, Kind.VM: self.settings.vms}
+        return [
+            Node(self.settings.name, each, home.host, number)
+            for home in self.hosts
+            if host in (None, home.host)
+            for each, count in counts.items()
+            if kind in (None, each)
+            for number in range(1, count + 1)
+        ]
+
+    def find(self, name: str) -> Node:
+        """Gives the node of that name; raises LabError when there is none."""
+        nodes = [*self.hosts, *self.machines()]
+        for node in nodes:
+            if node.name == name:
+                return node
+        raise LabError(f"lab {self.settings.name} has no '{name}'; it has {' '.join(node.name for node in nodes)}")
+
+    def mtu(self, node: Node) -> int:
+        """The MTU a container or virtual machine gets: a TAP device cannot have all of it."""
+        return self.settings.mtu if node.kind is Kind.VM else min(self.settings.mtu, TAP_MTU_MAX)

@@ -1,0 +1,80 @@
+"""The network underneath: a namespace for each host, joined by a veth pair, or by a bridge when they are not two.
+
+Each host's device is `eth0`. Wires of a given speed are made by a token bucket on each device's way out.
+"""
+
+import os
+import re
+
+from vnetlab.run import run
+from vnetlab.topology import Node, Topology, Wire
+
+IPV6_MTU_MIN = 1280
+BUCKETS = {
+    Wire.GIGABIT: ["rate", "1gbit", "burst", "256kb", "latency", "10ms"],
+    Wire.TEN_GIGABIT: ["rate", "10gbit", "burst", "1mb", "latency", "5ms"],
+}
+"""Arguments of `tc qdisc … tbf`. A burst holds several of the largest segmentation-offload packets."""
+
+
+def namespaces() -> set[str]:
+    """Lists the network namespaces there are by name."""
+    try:
+        return set(os.listdir("/run/netns"))
+    except FileNotFoundError:
+        return set()
+
+
+def create(topology: Topology) -> None:
+    """Makes the hosts' namespaces and joins them."""
+    hosts = topology.hosts
+    for host in hosts:
+        add_namespace(host.namespace)
+    if len(hosts) == 2:
+        ends = [f"{host.namespace} mtu {topology.settings.underlay_mtu}" for host in hosts]
+        run(f"ip link add eth0 netns {ends[0]} type veth peer name eth0 netns {ends[1]}".split())
+    else:
+        _add_switch(topology)
+    for host in hosts:
+        _configure(host, topology)
+
+
+def add_namespace(name: str) -> None:
+    """Makes a network namespace with its loopback up."""
+    run(["ip", "netns", "add", name])
+    run(["ip", "-n", name, "link", "set", "lo", "up"])
+
+
+def delete_namespaces(lab: str) -> None:
+    """Removes all namespaces of a lab, with the devices in them."""
+    for name in sorted(owned(lab)):
+        run(["ip", "netns", "delete", name])
+
+
+def owned(lab: str) -> set[str]:
+    """Lists the namespaces of a lab that are there, whether or not its files are."""
+    pattern = re.compile(rf"{re.escape(lab)}-(h\d+(c\d+)?|underlay)")
+    return {name for name in namespaces() if pattern.fullmatch(name)}
+
+
+def _add_switch(topology: Topology) -> None:
+    """Joins the hosts by a bridge in a namespace of its own."""
+    add_namespace(topology.switch)
+    mtu = topology.settings.underlay_mtu
+    run(["ip", "-n", topology.switch, "link", "add", "bridge", "mtu", str(mtu), "up", "type", "bridge"])
+    for host in topology.hosts:
+        there = f"{host.namespace} mtu {mtu}"
+        here = f"{host.name} mtu {mtu} master bridge up"
+        run(f"ip -n {topology.switch} link add {here} type veth peer name eth0 netns {there}".split())
+
+
+def _configure(host: Node, topology: Topology) -> None:
+    """Gives a host's device its addresses and its speed."""
+    inside = ["ip", "-n", host.namespace]
+    run([*inside, "address", "add", f"{host.address}/24", "dev", "eth0"])
+    if topology.settings.underlay_mtu >= IPV6_MTU_MIN:
+        run([*inside, "address", "add", f"{host.address6}/64", "dev", "eth0", "nodad"])
+    run([*inside, "link", "set", "eth0", "up"])
+    if topology.settings.wire != Wire.NONE:
+        bucket = BUCKETS[Wire(topology.settings.wire)]
+        run(["tc", "-n", host.namespace, "qdisc", "replace", "dev", "eth0", "root", "tbf", *bucket])

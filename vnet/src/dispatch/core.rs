@@ -1,0 +1,234 @@
+//! The core: the dispatchers together, and how a new setup reaches them.
+//!
+//! A setup is published by swapping one pointer and raising a generation number; a dispatcher compares that number once a
+//! turn, and adopts the new setup between two batches. `publish` returns when all have done so: from then on no
+//! dispatcher touches what the new setup no longer holds. Readers never lock.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use arc_swap::ArcSwap;
+
+use super::Dispatcher;
+use super::setup::{Parts, Setup};
+use super::yielding::{Strategy, Yielder};
+use crate::link::{Bridge, BridgeError, ReassemblyBudget};
+use crate::poll::Poller;
+use crate::route::{Learned, Table};
+use crate::stats::PortStats;
+
+/// How a core runs.
+#[derive(Clone, Debug)]
+pub struct CoreOptions {
+    /// Dispatchers, at least 1 (`n_dispatchers`).
+    pub threads: usize,
+    /// CPUs to pin them to, in turn; none when empty.
+    pub cpus: Vec<usize>,
+    /// What they do without work.
+    pub yield_strategy: Strategy,
+    /// `T_sleep` in microseconds.
+    pub sleep_us: u32,
+    /// `T_nowork` in microseconds.
+    pub nowork_us: u32,
+    /// Where links' datagrams arrive.
+    pub listen: SocketAddr,
+}
+
+/// Why a core did not start.
+#[derive(Debug, thiserror::Error)]
+pub enum CoreError {
+    /// The bridge's socket.
+    #[error(transparent)]
+    Bridge(#[from] BridgeError),
+    /// The system refused a thread, an event set or the like.
+    #[error("cannot start a dispatcher: {0}")]
+    System(#[from] io::Error),
+    /// A CPU that is not there or not allowed.
+    #[error("cannot pin a dispatcher to CPU {cpu}: {error}; see 'nproc' and [dispatch] cpus")]
+    Cpu {
+        /// The CPU's number.
+        cpu: usize,
+        /// What the kernel said.
+        error: io::Error,
+    },
+}
+
+/// What the dispatchers and the core share.
+pub(super) struct Shared {
+    setup: ArcSwap<Setup>,
+    generation: AtomicU64,
+    stopping: AtomicBool,
+    pollers: Vec<Poller>,
+    learned: Arc<Learned>,
+    started: Instant,
+    /// The generation that each dispatcher has adopted.
+    adopted: Mutex<Vec<u64>>,
+    progress: Condvar,
+}
+
+impl Shared {
+    #[inline]
+    pub(super) fn generation(&self) -> u64 {
+        self.generation.load(Ordering::Acquire)
+    }
+
+    #[inline]
+    pub(super) fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn setup(&self) -> Arc<Setup> {
+        self.setup.load_full()
+    }
+
+    pub(super) fn learned(&self) -> &Arc<Learned> {
+        &self.learned
+    }
+
+    pub(super) fn poller(&self, id: usize) -> &Poller {
+        &self.pollers[id]
+    }
+
+    pub(super) fn dispatchers(&self) -> usize {
+        self.pollers.len()
+    }
+
+    pub(super) fn started(&self) -> Instant {
+        self.started
+    }
+
+    pub(super) fn adopted(&self, id: usize, generation: u64) {
+        self.adopted.lock().unwrap_or_else(PoisonError::into_inner)[id] = generation;
+        self.progress.notify_all();
+    }
+
+    fn ring_all(&self) {
+        for poller in &self.pollers {
+            poller.ring();
+        }
+    }
+}
+
+/// The running data plane of one host.
+pub struct Core {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+    bridge_address: SocketAddr,
+    bridge_stats: Arc<PortStats>,
+}
+
+impl Core {
+    /// Binds the bridge's sockets and starts the dispatchers with an empty setup.
+    pub fn start(options: &CoreOptions) -> Result<Core, CoreError> {
+        let count = options.threads.max(1);
+        let bridge_stats = Arc::new(PortStats::default());
+        let budget = Arc::new(ReassemblyBudget::new(ReassemblyBudget::HOST));
+        let bridges = Bridge::bind_group(options.listen, count, &bridge_stats, &budget)?;
+        let bridge_address = bridges[0].local_addr();
+        let shared = Arc::new(Shared {
+            setup: ArcSwap::from_pointee(Setup::new(Parts::default())),
+            generation: AtomicU64::new(0),
+            stopping: AtomicBool::new(false),
+            pollers: (0..count).map(|_| Poller::new()).collect::<io::Result<_>>()?,
+            learned: Arc::new(Learned::new()),
+            started: Instant::now(),
+            adopted: Mutex::new(vec![0; count]),
+            progress: Condvar::new(),
+        });
+        let mut core = Core { shared, threads: Vec::with_capacity(count), bridge_address, bridge_stats };
+        for (id, bridge) in bridges.into_iter().enumerate() {
+            core.spawn(id, bridge, options)?;
+        }
+        Ok(core)
+    }
+
+    fn spawn(&mut self, id: usize, bridge: Bridge, options: &CoreOptions) -> Result<(), CoreError> {
+        let yielder = Yielder::new(options.yield_strategy, options.sleep_us, options.nowork_us);
+        let dispatcher = Dispatcher::new(id, self.shared.clone(), bridge, yielder)?;
+        let cpu = options.cpus.get(id % options.cpus.len().max(1)).copied();
+        let (report, pinned) = std::sync::mpsc::channel();
+        let thread = std::thread::Builder::new().name(format!("dispatch-{id}")).spawn(move || {
+            let result = cpu.map_or(Ok(()), |cpu| pin(cpu).map_err(|error| CoreError::Cpu { cpu, error }));
+            let run = result.is_ok();
+            // The other end waits for exactly this message.
+            let _ = report.send(result);
+            if run {
+                dispatcher.run();
+            }
+        })?;
+        self.threads.push(thread);
+        pinned.recv().map_err(|_| io::Error::other("the thread ended at once"))?
+    }
+
+    /// Makes `parts` what the core forwards between, at once and as a whole, under traffic.
+    ///
+    /// Returns when every dispatcher has adopted it, and so nothing uses ports that went. Learned addresses behind those are
+    /// forgotten before their slots can be used again.
+    pub fn publish(&self, parts: Parts) {
+        let setup = Arc::new(Setup::new(parts));
+        let before = self.shared.setup.swap(setup.clone());
+        let generation = self.shared.generation.fetch_add(1, Ordering::AcqRel) + 1;
+        self.shared.ring_all();
+        let mut adopted = self.shared.adopted.lock().unwrap_or_else(PoisonError::into_inner);
+        while adopted.iter().any(|&g| g < generation) && self.threads.iter().all(|t| !t.is_finished()) {
+            let wait = std::time::Duration::from_millis(100);
+            (adopted, _) =
+                self.shared.progress.wait_timeout(adopted, wait).unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(adopted);
+        for id in before.ports_missing_in(&setup) {
+            self.shared.learned.forget_port(id);
+        }
+    }
+
+    /// Where links' datagrams arrive.
+    pub fn bridge_address(&self) -> SocketAddr {
+        self.bridge_address
+    }
+
+    /// Counters of datagrams that belong to no link.
+    pub fn bridge_stats(&self) -> &Arc<PortStats> {
+        &self.bridge_stats
+    }
+
+    /// Addresses learned so far.
+    pub fn learned(&self) -> &Arc<Learned> {
+        &self.shared.learned
+    }
+
+    /// The routing table in force.
+    pub fn table(&self) -> Arc<Table> {
+        self.shared.setup.load().table.clone()
+    }
+
+    /// Milliseconds on the core's clock.
+    pub fn now_ms(&self) -> u64 {
+        self.shared.started.elapsed().as_millis() as u64
+    }
+}
+
+impl Drop for Core {
+    /// Stops the dispatchers and waits for them.
+    fn drop(&mut self) {
+        self.shared.stopping.store(true, Ordering::Relaxed);
+        self.shared.ring_all();
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a dispatcher ended in a panic");
+            }
+        }
+    }
+}
+
+fn pin(cpu: usize) -> io::Result<()> {
+    let mut set = rustix::thread::CpuSet::new();
+    if cpu >= rustix::thread::CpuSet::MAX_CPU {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    set.set(cpu);
+    Ok(rustix::thread::sched_setaffinity(None, &set)?)
+}

@@ -1,0 +1,310 @@
+//! Dispatchers: the threads that move frames (VNET/P section 4.3).
+//!
+//! ```text
+//! loop {
+//!     adopt a new setup, if one was published
+//!     for queue in mine { queue.receive() -> decide -> deliver }   // from guests
+//!     socket.receive() -> decide -> deliver                        // from other hosts
+//!     nothing done? yield, spin or sleep
+//! }
+//! ```
+//!
+//! A batch is run to completion before the next is taken: no frame ever waits in a queue between threads. Interfaces'
+//! queues and links' sockets are shared out over the dispatchers; what a dispatcher owns, nobody else reads from.
+//!
+//! - [`core`](self::core): the dispatchers together, and how a new setup reaches them without a lock on a frame's way.
+//! - [`setup`](self::setup): what a core forwards between: ports, peers, routes. Immutable once published.
+//! - [`forward`](self::forward): decide and deliver, for one batch.
+//! - [`yielding`](self::yielding): what a dispatcher does when there is nothing to do.
+
+pub mod core;
+mod forward;
+pub mod setup;
+pub mod yielding;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use self::core::Shared;
+use self::forward::Forwarder;
+use self::setup::Setup;
+use self::yielding::{Idle, Yielder};
+use crate::frame::{Batch, PortId};
+use crate::interface::Interface;
+use crate::link::Receiver;
+use crate::poll::Poller;
+use crate::route::Router;
+
+/// Token of the dispatcher's own link socket; interface queues have `port << 16 | queue`.
+const SOCKET: u64 = 1 << 40;
+/// How often timers run: reassembly time-outs, ageing, path MTUs.
+const TICK: Duration = Duration::from_millis(20);
+/// The same while nothing moves.
+const IDLE_TICK: Duration = Duration::from_millis(1000);
+/// While there is work, file descriptors are asked for news only every so many turns.
+const TURNS_PER_POLL: u32 = 8;
+/// A ring that was empty so many turns in a row while others had work is left until its guest notifies.
+const EMPTY_TURNS_MAX: u32 = 1024;
+
+/// A queue that this dispatcher serves.
+struct Served {
+    port: PortId,
+    queue: usize,
+    interface: Arc<dyn Interface>,
+    /// Worth a `receive`: it had frames last time, was woken, or is cheap to look at.
+    ready: bool,
+    /// The guest has been asked to notify.
+    armed: bool,
+    empty_turns: u32,
+}
+
+impl Served {
+    fn token(&self) -> u64 {
+        token(self.port, self.queue)
+    }
+}
+
+fn token(port: PortId, queue: usize) -> u64 {
+    u64::from(port.0) << 16 | queue as u64
+}
+
+/// One dispatcher's own state. Lives on its thread.
+struct Dispatcher {
+    id: usize,
+    shared: Arc<Shared>,
+    poller: Poller,
+    generation: u64,
+    setup: Arc<Setup>,
+    forwarder: Forwarder,
+    receiver: Receiver,
+    socket_ready: bool,
+    served: Vec<Served>,
+    by_token: HashMap<u64, usize>,
+    batch: Batch,
+    yielder: Yielder,
+    started: Instant,
+    next_tick: Instant,
+}
+
+impl Dispatcher {
+    fn new(
+        id: usize,
+        shared: Arc<Shared>,
+        bridge: crate::link::Bridge,
+        yielder: Yielder,
+    ) -> std::io::Result<Dispatcher> {
+        let poller = shared.poller(id).clone();
+        poller.waker(SOCKET).watch(bridge.rx.fd())?;
+        let setup = shared.setup();
+        let started = shared.started();
+        let router = Router::new(setup.table.clone(), shared.learned().clone());
+        Ok(Dispatcher {
+            id,
+            poller,
+            generation: 0,
+            forwarder: Forwarder::new(router, bridge.tx, setup.clone()),
+            setup,
+            receiver: bridge.rx,
+            socket_ready: true,
+            served: Vec::new(),
+            by_token: HashMap::new(),
+            batch: Batch::new(),
+            yielder,
+            started,
+            next_tick: Instant::now(),
+            shared,
+        })
+    }
+
+    /// Runs until the core shuts down.
+    fn run(mut self) {
+        let mut turns = 0u32;
+        while !self.shared.is_stopping() {
+            if self.shared.generation() != self.generation {
+                self.adopt();
+            }
+            let busy = self.turn();
+            turns = turns.wrapping_add(1);
+            if busy {
+                self.yielder.worked();
+                if turns.is_multiple_of(TURNS_PER_POLL) {
+                    self.wait(Duration::ZERO);
+                    self.tick_if_due();
+                }
+            } else {
+                self.idle();
+                self.tick_if_due();
+            }
+        }
+        self.release_all();
+    }
+
+    /// Serves everything that may have frames once. True when there were any.
+    fn turn(&mut self) -> bool {
+        self.forwarder.now_ms = self.now_ms();
+        let mut busy = false;
+        for served in &mut self.served {
+            if !served.ready {
+                continue;
+            }
+            let forwarder = &mut self.forwarder;
+            let taken =
+                served.interface.receive(served.queue, &mut self.batch, &mut |batch| forwarder.run(batch));
+            if taken > 0 {
+                served.empty_turns = 0;
+                busy = true;
+            } else if served.interface.polls() {
+                served.empty_turns += 1;
+                if served.empty_turns >= EMPTY_TURNS_MAX {
+                    served.rest();
+                }
+            } else {
+                served.ready = false;
+            }
+        }
+        if self.socket_ready {
+            let forwarder = &mut self.forwarder;
+            let (peers, now_ms) = (&self.setup.peers, forwarder.now_ms);
+            let datagrams =
+                self.receiver.receive(peers, &mut self.batch, now_ms, &mut |batch| forwarder.run(batch));
+            self.socket_ready = datagrams > 0;
+            busy |= datagrams > 0;
+        }
+        busy
+    }
+
+    /// Nothing was there: do what the yield strategy says.
+    fn idle(&mut self) {
+        match self.yielder.idle(Instant::now()) {
+            Idle::Spin => {
+                self.wait(Duration::ZERO);
+                std::thread::yield_now();
+            }
+            Idle::Sleep(time) => self.wait(time),
+            Idle::Block => {
+                if self.arm_all() {
+                    self.wait(self.time_to_tick());
+                }
+            }
+        }
+    }
+
+    /// Asks every guest to notify. False when one has frames waiting, so that sleeping now would leave them there.
+    fn arm_all(&mut self) -> bool {
+        for served in &mut self.served {
+            if !served.armed && !served.rest() {
+                return false;
+            }
+        }
+        !self.socket_ready
+    }
+
+    /// Waits for news of file descriptors and marks what they concern.
+    fn wait(&mut self, timeout: Duration) {
+        let (served, by_token, socket_ready) = (&mut self.served, &self.by_token, &mut self.socket_ready);
+        let result = self.poller.wait(Some(timeout), |token| {
+            if token == SOCKET {
+                *socket_ready = true;
+            } else if let Some(&index) = by_token.get(&token) {
+                served[index].wake();
+            }
+        });
+        if let Err(error) = result {
+            // Only programming errors get here (a closed epoll descriptor); sleeping keeps the log readable.
+            tracing::error!(dispatcher = self.id, %error, "cannot wait for events");
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+
+    fn now_ms(&self) -> u64 {
+        self.started.elapsed().as_millis() as u64
+    }
+
+    fn time_to_tick(&self) -> Duration {
+        self.next_tick.saturating_duration_since(Instant::now())
+    }
+
+    fn tick_if_due(&mut self) {
+        let now = Instant::now();
+        if now < self.next_tick {
+            return;
+        }
+        let now_ms = self.now_ms();
+        self.receiver.tick(&self.setup.peers, now_ms);
+        self.forwarder.tick(now_ms);
+        self.next_tick = now + if self.yielder.is_quiet() { IDLE_TICK } else { TICK };
+    }
+
+    /// Takes over the setup that was published last: lets go of queues that went, takes up those that came.
+    fn adopt(&mut self) {
+        let generation = self.shared.generation();
+        self.setup = self.shared.setup();
+        self.forwarder.adopt(self.setup.clone());
+        let mut kept = Vec::new();
+        for served in std::mem::take(&mut self.served) {
+            let same = self
+                .setup
+                .interface(served.port)
+                .is_some_and(|i| Arc::ptr_eq(&i.interface, &served.interface));
+            if same {
+                kept.push(served);
+            } else {
+                served.interface.detach(served.queue);
+            }
+        }
+        for port in self.setup.interfaces() {
+            for queue in 0..port.interface.queues() {
+                let mine = (port.member.port.index() + queue) % self.shared.dispatchers() == self.id;
+                if !mine || kept.iter().any(|s| s.port == port.member.port && s.queue == queue) {
+                    continue;
+                }
+                let served = Served {
+                    port: port.member.port,
+                    queue,
+                    interface: port.interface.clone(),
+                    ready: true,
+                    armed: false,
+                    empty_turns: 0,
+                };
+                served.interface.attach(queue, self.poller.waker(served.token()));
+                kept.push(served);
+            }
+        }
+        self.by_token = kept.iter().enumerate().map(|(i, s)| (s.token(), i)).collect();
+        self.served = kept;
+        self.receiver.tick(&self.setup.peers, self.now_ms());
+        self.next_tick = Instant::now();
+        self.generation = generation;
+        self.shared.adopted(self.id, generation);
+    }
+
+    fn release_all(&mut self) {
+        for served in self.served.drain(..) {
+            served.interface.detach(served.queue);
+        }
+    }
+}
+
+impl Served {
+    /// Leaves the queue until its guest notifies. False when frames are waiting already.
+    fn rest(&mut self) -> bool {
+        if self.interface.arm(self.queue) {
+            self.armed = true;
+            self.ready = false;
+        } else {
+            self.ready = true;
+        }
+        self.empty_turns = 0;
+        !self.ready
+    }
+
+    /// The guest notified.
+    fn wake(&mut self) {
+        if self.armed {
+            self.interface.disarm(self.queue);
+            self.armed = false;
+        }
+        self.ready = true;
+    }
+}

@@ -1,0 +1,139 @@
+//! What a core forwards between. Built by control, immutable once published; every frame sees one whole setup.
+
+use std::sync::Arc;
+
+use crate::frame::PortId;
+use crate::interface::Interface;
+use crate::link::{Link, Peers};
+use crate::route::{Member, NetworkSpec, PortKind, Rule, Table};
+use crate::stats::PortStats;
+
+/// An interface in the setup.
+#[derive(Clone)]
+pub struct InterfacePort {
+    /// Its port, network, and what routing has to know of it.
+    pub member: Member,
+    /// Its name in the configuration.
+    pub name: String,
+    /// Its counters.
+    pub stats: Arc<PortStats>,
+    /// The interface itself.
+    pub interface: Arc<dyn Interface>,
+}
+
+/// A link in the setup.
+#[derive(Clone)]
+pub struct LinkPort {
+    /// Its port, networks, and what routing has to know of it.
+    pub member: Member,
+    /// The link itself.
+    pub link: Arc<Link>,
+}
+
+/// The parts of a setup, as control gives them.
+#[derive(Default)]
+pub struct Parts {
+    /// Networks.
+    pub networks: Vec<NetworkSpec>,
+    /// Interfaces.
+    pub interfaces: Vec<InterfacePort>,
+    /// Links.
+    pub links: Vec<LinkPort>,
+    /// Routing rules, in the order of their indices.
+    pub rules: Vec<Rule>,
+}
+
+/// One slot of the port table.
+pub(super) enum Port {
+    Interface(InterfacePort),
+    Link(LinkPort),
+}
+
+impl Port {
+    pub(super) fn stats(&self) -> &PortStats {
+        match self {
+            Port::Interface(port) => &port.stats,
+            Port::Link(port) => port.link.stats(),
+        }
+    }
+}
+
+/// Everything a dispatcher looks things up in.
+pub struct Setup {
+    /// By port index; `None` where nobody is.
+    ports: Vec<Option<Port>>,
+    /// Links by remote address.
+    pub(super) peers: Peers,
+    /// Routing.
+    pub(super) table: Arc<Table>,
+}
+
+impl Setup {
+    /// Indexes the parts.
+    ///
+    /// # Panics
+    /// When two ports share a [`PortId`], or one says it is what it is not: control's mistake.
+    pub fn new(parts: Parts) -> Setup {
+        let members: Vec<Member> = parts
+            .interfaces
+            .iter()
+            .map(|i| i.member.clone())
+            .chain(parts.links.iter().map(|l| l.member.clone()))
+            .collect();
+        let table = Arc::new(Table::build(parts.rules, &parts.networks, &members));
+        let links: Vec<Arc<Link>> = parts.links.iter().map(|l| l.link.clone()).collect();
+        let size = members.iter().map(|m| m.port.index() + 1).max().unwrap_or(0);
+        let mut ports: Vec<Option<Port>> = (0..size).map(|_| None).collect();
+        let interfaces =
+            parts.interfaces.into_iter().map(|i| (i.member.port, PortKind::Interface, Port::Interface(i)));
+        let link_ports = parts.links.into_iter().map(|l| (l.member.port, PortKind::Link, Port::Link(l)));
+        for (id, kind, port) in interfaces.chain(link_ports) {
+            let member_kind = match &port {
+                Port::Interface(port) => port.member.kind,
+                Port::Link(port) => port.member.kind,
+            };
+            assert_eq!(member_kind, kind, "port {id:?}");
+            assert!(ports[id.index()].replace(port).is_none(), "two ports are number {id:?}");
+        }
+        Setup { ports, peers: Peers::build(&links), table }
+    }
+
+    #[inline]
+    pub(super) fn port(&self, id: PortId) -> Option<&Port> {
+        self.ports.get(id.index())?.as_ref()
+    }
+
+    /// How many slots there are.
+    pub(super) fn slots(&self) -> usize {
+        self.ports.len()
+    }
+
+    /// Ports of this setup that are empty, or another's, in `other`.
+    pub(super) fn ports_missing_in(&self, other: &Setup) -> Vec<PortId> {
+        let same = |a: &Port, b: &Port| match (a, b) {
+            (Port::Interface(a), Port::Interface(b)) => Arc::ptr_eq(&a.interface, &b.interface),
+            (Port::Link(a), Port::Link(b)) => Arc::ptr_eq(&a.link, &b.link),
+            _ => false,
+        };
+        let missing = |(index, port): (usize, &Option<Port>)| {
+            let id = PortId(index as u16);
+            let port = port.as_ref()?;
+            (!other.port(id).is_some_and(|now| same(port, now))).then_some(id)
+        };
+        self.ports.iter().enumerate().filter_map(missing).collect()
+    }
+
+    pub(super) fn interface(&self, id: PortId) -> Option<&InterfacePort> {
+        match self.port(id)? {
+            Port::Interface(port) => Some(port),
+            Port::Link(_) => None,
+        }
+    }
+
+    pub(super) fn interfaces(&self) -> impl Iterator<Item = &InterfacePort> {
+        self.ports.iter().flatten().filter_map(|port| match port {
+            Port::Interface(port) => Some(port),
+            Port::Link(_) => None,
+        })
+    }
+}

@@ -1,0 +1,112 @@
+//! What a dispatcher does when there is nothing to do (VNET/P section 4.8).
+//!
+//! Spinning answers the next frame soonest and takes a core from guests; sleeping costs nothing and answers late. The
+//! adaptive strategy spins for `T_nowork` after the last frame, then sleeps until somebody notifies.
+
+use std::str::FromStr;
+use std::time::{Duration, Instant};
+
+/// How to yield.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Strategy {
+    /// Sleep in the kernel at once, until notified.
+    Block,
+    /// Give the core to whoever wants it and look again.
+    Immediate,
+    /// Sleep for `T_sleep`, then look again.
+    Timed,
+    /// Immediate until `T_nowork` without work, then block.
+    #[default]
+    Adaptive,
+}
+
+impl FromStr for Strategy {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Strategy, String> {
+        match text {
+            "block" => Ok(Strategy::Block),
+            "immediate" => Ok(Strategy::Immediate),
+            "timed" => Ok(Strategy::Timed),
+            "adaptive" => Ok(Strategy::Adaptive),
+            _ => Err(format!("'{text}' is not a yield strategy; choose block, immediate, timed or adaptive")),
+        }
+    }
+}
+
+/// What to do now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Idle {
+    /// Yield the core and look again.
+    Spin,
+    /// Sleep so long, then look again.
+    Sleep(Duration),
+    /// Have everybody notify, and sleep until one does.
+    Block,
+}
+
+/// A strategy with its times and its memory of the last work.
+pub(super) struct Yielder {
+    strategy: Strategy,
+    sleep: Duration,
+    no_work: Duration,
+    idle_since: Option<Instant>,
+}
+
+impl Yielder {
+    pub(super) fn new(strategy: Strategy, sleep_us: u32, nowork_us: u32) -> Yielder {
+        Yielder {
+            strategy,
+            sleep: Duration::from_micros(sleep_us.into()),
+            no_work: Duration::from_micros(nowork_us.into()),
+            idle_since: None,
+        }
+    }
+
+    /// A turn had work.
+    #[inline]
+    pub(super) fn worked(&mut self) {
+        self.idle_since = None;
+    }
+
+    /// True when nothing has happened for so long that timers may run slowly.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.idle_since.is_some_and(|since| since.elapsed() >= self.no_work)
+    }
+
+    /// A turn had no work.
+    pub(super) fn idle(&mut self, now: Instant) -> Idle {
+        let since = *self.idle_since.get_or_insert(now);
+        match self.strategy {
+            Strategy::Block => Idle::Block,
+            Strategy::Immediate => Idle::Spin,
+            Strategy::Timed => Idle::Sleep(self.sleep),
+            Strategy::Adaptive if now.saturating_duration_since(since) < self.no_work => Idle::Spin,
+            Strategy::Adaptive => Idle::Block,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn adaptive_spins_first() {
+        let mut yielder = Yielder::new(Strategy::Adaptive, 50, 200);
+        let start = Instant::now();
+        let at = |us| start + Duration::from_micros(us);
+        assert_eq!(yielder.idle(start), Idle::Spin);
+        assert_eq!(yielder.idle(at(199)), Idle::Spin);
+        assert_eq!(yielder.idle(at(200)), Idle::Block);
+        yielder.worked();
+        assert_eq!(yielder.idle(at(300)), Idle::Spin);
+    }
+
+    #[test]
+    fn the_others_do_what_they_are_called() {
+        let now = Instant::now();
+        assert_eq!(Yielder::new(Strategy::Block, 50, 200).idle(now), Idle::Block);
+        assert_eq!(Yielder::new(Strategy::Immediate, 50, 200).idle(now), Idle::Spin);
+        assert_eq!(Yielder::new(Strategy::Timed, 50, 200).idle(now), Idle::Sleep(Duration::from_micros(50)));
+    }
+}

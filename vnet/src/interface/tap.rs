@@ -1,0 +1,526 @@
+//! TAP interfaces: containers, hosts, and machine monitors without vhost-user.
+//!
+//! The device is opened with `IFF_VNET_HDR`, so the kernel hands out TCP and UDP super-frames of up to 64 KB with their
+//! checksums still partial, and takes the same back (Documentation/networking/tuntap.rst). One frame costs one system call each
+//! way, since a TAP has no batched interface; super-frames are what makes it fast. A frame is read into the batch's arena
+//! behind its 12-byte virtio-net header, and written with one `writev` from wherever its segments lie.
+//!
+//! A TAP may live in another network namespace: a short-lived thread enters it to make the device; the descriptor works from
+//! everywhere. A device that was made here vanishes with its last descriptor.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read};
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+
+use super::{Interface, State};
+use crate::frame::{BATCH_MAX, Batch, FRAME_MAX, FrameError, Origin, SEGMENTS_MAX};
+use crate::poll::Waker;
+use crate::stats::{DropReason, PortStats};
+use crate::wire::ethernet::{HEADER_LEN, Mac};
+use crate::wire::offload::{Accepts, Offload, VIRTIO_NET_HDR_LEN};
+use crate::wire::segment;
+
+/// Largest MTU that the kernel gives a TAP: 65535 less the Ethernet header.
+pub const TAP_MTU_MAX: usize = 65_535 - HEADER_LEN;
+/// Longest device name the kernel takes (IFNAMSIZ less the closing zero).
+pub const DEVICE_NAME_MAX: usize = 15;
+
+/// Which network namespace a device lives in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Netns {
+    /// A name of `ip netns`.
+    Name(String),
+    /// A file such as `/proc/1234/ns/net`.
+    Path(PathBuf),
+    /// The namespace of a process, `pid:N`.
+    Pid(u32),
+}
+
+impl FromStr for Netns {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Netns, String> {
+        if let Some(pid) = text.strip_prefix("pid:") {
+            let pid =
+                pid.parse().map_err(|_| format!("'{text}' does not name a process; write pid:NUMBER"))?;
+            return Ok(Netns::Pid(pid));
+        }
+        if text.starts_with('/') {
+            return Ok(Netns::Path(text.into()));
+        }
+        if text.is_empty() || text.contains('/') || text == ".." {
+            return Err(format!(
+                "'{text}' is not a network namespace; write its name, a path, or pid:NUMBER"
+            ));
+        }
+        Ok(Netns::Name(text.into()))
+    }
+}
+
+impl std::fmt::Display for Netns {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Netns::Name(name) => f.write_str(name),
+            Netns::Path(path) => path.display().fmt(f),
+            Netns::Pid(pid) => write!(f, "pid:{pid}"),
+        }
+    }
+}
+
+impl Netns {
+    fn file(&self) -> PathBuf {
+        match self {
+            Netns::Name(name) => Path::new("/run/netns").join(name),
+            Netns::Path(path) => path.clone(),
+            Netns::Pid(pid) => format!("/proc/{pid}/ns/net").into(),
+        }
+    }
+}
+
+/// What a TAP is opened with.
+#[derive(Clone, Debug)]
+pub struct TapOptions {
+    /// Device name, at most [`DEVICE_NAME_MAX`] bytes.
+    pub device: String,
+    /// Where the device lives; here when absent.
+    pub netns: Option<Netns>,
+    /// The guest side's address; the kernel's choice when absent.
+    pub mac: Option<Mac>,
+    /// MTU in bytes; more than [`TAP_MTU_MAX`] becomes that.
+    pub mtu: usize,
+    /// Queues, 1 to 256.
+    pub queues: usize,
+}
+
+/// Why a TAP could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum TapError {
+    /// No such namespace, or no right to enter it.
+    #[error(
+        "cannot enter network namespace '{netns}': {error}; is it there ('ip netns list'), and is vnetd root?"
+    )]
+    Netns {
+        /// The namespace as it was written.
+        netns: String,
+        /// What the kernel said.
+        error: io::Error,
+    },
+    /// `/dev/net/tun` could not be opened.
+    #[error("cannot open /dev/net/tun: {0}; run vnetd as root or give it CAP_NET_ADMIN and the device")]
+    Device(io::Error),
+    /// The kernel refused a step on the device.
+    #[error("cannot {step} TAP device '{device}': {error}{hint}")]
+    Step {
+        /// What was being done.
+        step: &'static str,
+        /// The device.
+        device: String,
+        /// What the kernel said.
+        error: io::Error,
+        /// What to do about it.
+        hint: &'static str,
+    },
+}
+
+struct Queue {
+    file: File,
+    /// Set when the last read found the device empty: the next frame will wake us.
+    drained: AtomicBool,
+    waker: Mutex<Option<Waker>>,
+}
+
+/// A TAP device.
+pub struct Tap {
+    device: String,
+    origin: Origin,
+    mtu: usize,
+    accepts: Accepts,
+    stats: Arc<PortStats>,
+    queues: Vec<Queue>,
+    stopped: AtomicBool,
+    gone: AtomicBool,
+    /// Memory for frames that have to be finished in software (a kernel without USO), used by one dispatcher at a time.
+    scratch: Mutex<Box<[u8]>>,
+}
+
+impl Tap {
+    /// Opens the device, making it when it is not there, and brings it up.
+    pub fn open(options: &TapOptions, origin: Origin, stats: Arc<PortStats>) -> Result<Arc<Tap>, TapError> {
+        let (files, accepts) = match &options.netns {
+            None => open_queues(options)?,
+            Some(netns) => std::thread::scope(|scope| {
+                let inside = scope.spawn(|| {
+                    let error = |error| TapError::Netns { netns: netns.to_string(), error };
+                    let file = File::open(netns.file()).map_err(error)?;
+                    move_into_link_name_space(file.as_fd(), Some(LinkNameSpaceType::Network))
+                        .map_err(|e| error(e.into()))?;
+                    open_queues(options)
+                });
+                inside.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            })?,
+        };
+        let queues = files
+            .into_iter()
+            .map(|file| Queue { file, drained: AtomicBool::new(false), waker: Mutex::new(None) })
+            .collect();
+        Ok(Arc::new(Tap {
+            device: options.device.clone(),
+            origin,
+            mtu: options.mtu.min(TAP_MTU_MAX),
+            accepts,
+            stats,
+            queues,
+            stopped: AtomicBool::new(false),
+            gone: AtomicBool::new(false),
+            scratch: Mutex::new(vec![0; FRAME_MAX].into_boxed_slice()),
+        }))
+    }
+
+    /// The device's MTU in bytes, which may be less than was asked for.
+    pub fn mtu(&self) -> usize {
+        self.mtu
+    }
+
+    fn is_down(&self) -> bool {
+        self.stopped.load(Relaxed) || self.gone.load(Relaxed)
+    }
+
+    /// Reads frames into the batch until it is full or the device is empty. Returns how many were taken.
+    fn fill(&self, queue: &Queue, batch: &mut Batch) -> usize {
+        const ROOM: usize = VIRTIO_NET_HDR_LEN + FRAME_MAX;
+        queue.drained.store(false, Relaxed);
+        let (mut taken, mut bytes_taken) = (0, 0);
+        // Refused frames use no place in the batch, so they are bounded apart.
+        while taken < BATCH_MAX {
+            let Some(room) = batch.spare(ROOM) else { break };
+            let len = match (&queue.file).read(&mut room[..ROOM]) {
+                Ok(len) => len,
+                Err(error) => {
+                    match error.kind() {
+                        io::ErrorKind::WouldBlock => queue.drained.store(true, Relaxed),
+                        io::ErrorKind::Interrupted => continue,
+                        // The device was removed under us (EBADFD), or its namespace was.
+                        _ => self.gone.store(true, Relaxed),
+                    }
+                    break;
+                }
+            };
+            taken += 1;
+            let bytes = len.saturating_sub(VIRTIO_NET_HDR_LEN) as u64;
+            let Some(header) = room[..len].first_chunk() else {
+                self.stats.refuse(DropReason::TooShort, bytes);
+                continue;
+            };
+            let offload = Offload::from_virtio(header);
+            match batch.push_spare(VIRTIO_NET_HDR_LEN, len, self.origin, offload) {
+                Ok(()) => bytes_taken += bytes,
+                Err(error) => self.stats.refuse(refusal(error), bytes),
+            }
+        }
+        self.stats.in_frames.add(batch.len() as u64);
+        self.stats.in_bytes.add(bytes_taken);
+        taken
+    }
+
+    /// Writes one frame whose segments lie anywhere. The caller counts it.
+    fn write(&self, queue: &Queue, offload: &Offload, segments: &[libc::iovec]) -> Result<(), DropReason> {
+        // The kernel takes the metadata it would give: no num_buffers, DATA_VALID only without NEEDS_CSUM.
+        let header = offload.to_virtio(0);
+        let mut vectors = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; SEGMENTS_MAX + 1];
+        vectors[0] = libc::iovec { iov_base: header.as_ptr().cast_mut().cast(), iov_len: header.len() };
+        vectors[1..=segments.len()].copy_from_slice(segments);
+        loop {
+            // SAFETY: the first 1 + segments.len() vectors are set: the header lives on this stack frame, the others are
+            // readable while the batch (or the caller's slice) they come from is; the kernel only reads them.
+            let written = unsafe {
+                libc::writev(queue.file.as_raw_fd(), vectors.as_ptr(), segments.len() as libc::c_int + 1)
+            };
+            if written >= 0 {
+                return Ok(());
+            }
+            match io::Error::last_os_error().raw_os_error() {
+                Some(libc::EINTR) => {}
+                // The interface is down (`ip link set … down`), or gone.
+                Some(libc::EIO) => return Err(DropReason::NotReady),
+                Some(libc::EBADFD) => {
+                    self.gone.store(true, Relaxed);
+                    return Err(DropReason::NotReady);
+                }
+                Some(libc::EAGAIN | libc::ENOBUFS | libc::ENOMEM) => return Err(DropReason::NoBuffer),
+                _ => return Err(DropReason::SendFailed),
+            }
+        }
+    }
+
+    /// Finishes a frame in software and writes the pieces.
+    #[cold]
+    fn write_finished(&self, queue: &Queue, batch: &Batch, index: u16) {
+        let frame = batch.frame(index.into());
+        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let len = batch.copy_to(frame, &mut scratch);
+        let (mut pieces, mut sent, mut bytes) = (0, 0, 0);
+        let result =
+            segment::finish(&mut scratch[..len], &frame.offload, &self.accepts, &mut |piece, offload| {
+                pieces += 1;
+                let vector = libc::iovec { iov_base: piece.as_ptr().cast_mut().cast(), iov_len: piece.len() };
+                match self.write(queue, &offload, &[vector]) {
+                    Ok(()) => {
+                        sent += 1;
+                        bytes += piece.len() as u64;
+                    }
+                    Err(reason) => self.stats.drop_frames(reason, 1),
+                }
+            });
+        match result {
+            Ok(()) => {
+                self.stats.copies.add(pieces - 1);
+                self.stats.delivered(sent, bytes);
+            }
+            Err(_) => self.stats.drop_frames(DropReason::Unsegmentable, 1),
+        }
+    }
+}
+
+/// The reason under which a frame that an interface got is refused.
+pub(crate) fn refusal(error: FrameError) -> DropReason {
+    match error {
+        FrameError::TooShort => DropReason::TooShort,
+        FrameError::TooLong => DropReason::TooLong,
+        FrameError::Offload(_) => DropReason::BadOffload,
+    }
+}
+
+impl Interface for Tap {
+    fn queues(&self) -> usize {
+        self.queues.len()
+    }
+
+    fn receive(&self, queue: usize, batch: &mut Batch, run: &mut dyn FnMut(&Batch)) -> usize {
+        if self.is_down() {
+            return 0;
+        }
+        let taken = self.fill(&self.queues[queue], batch);
+        if !batch.is_empty() {
+            run(batch);
+            batch.clear();
+        }
+        taken
+    }
+
+    fn deliver(&self, queue: usize, batch: &Batch, which: &[u16]) {
+        if self.is_down() {
+            self.stats.drop_frames(DropReason::NotReady, which.len() as u64);
+            return;
+        }
+        let queue = &self.queues[queue];
+        let mut vectors = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; SEGMENTS_MAX];
+        let (mut sent, mut bytes) = (0, 0);
+        for &index in which {
+            let frame = batch.frame(index.into());
+            if super::exceeds_mtu(frame, self.mtu) {
+                self.stats.drop_frames(DropReason::MtuExceeded, 1);
+                continue;
+            }
+            if !frame.offload.fits(&self.accepts) {
+                self.write_finished(queue, batch, index);
+                continue;
+            }
+            let segments = batch.segments(frame);
+            for (vector, segment) in vectors.iter_mut().zip(segments) {
+                *vector =
+                    libc::iovec { iov_base: segment.as_ptr().cast_mut().cast(), iov_len: segment.len() };
+            }
+            match self.write(queue, &frame.offload, &vectors[..segments.len()]) {
+                Ok(()) => {
+                    sent += 1;
+                    bytes += frame.len() as u64;
+                }
+                Err(reason) => self.stats.drop_frames(reason, 1),
+            }
+        }
+        self.stats.delivered(sent, bytes);
+    }
+
+    fn attach(&self, queue: usize, waker: Waker) {
+        let queue = &self.queues[queue];
+        queue.drained.store(false, Relaxed);
+        if let Err(error) = waker.watch(&queue.file) {
+            tracing::error!(device = self.device, %error, "cannot watch the TAP device");
+        }
+        *queue.waker.lock().unwrap_or_else(PoisonError::into_inner) = Some(waker);
+    }
+
+    fn detach(&self, queue: usize) {
+        let queue = &self.queues[queue];
+        if let Some(waker) = queue.waker.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            waker.forget(queue.file.as_fd());
+        }
+    }
+
+    fn arm(&self, queue: usize) -> bool {
+        // The descriptor is watched edge-triggered all the time; only after an empty read is the next edge certain.
+        self.queues[queue].drained.load(Relaxed) || self.is_down()
+    }
+
+    fn disarm(&self, _queue: usize) {}
+
+    fn polls(&self) -> bool {
+        false
+    }
+
+    fn state(&self) -> State {
+        if self.stopped.load(Relaxed) {
+            State::Down("stopped".into())
+        } else if self.gone.load(Relaxed) {
+            State::Down(format!("device '{}' was removed", self.device))
+        } else {
+            State::Up
+        }
+    }
+
+    fn stop(&self) {
+        self.stopped.store(true, Relaxed);
+    }
+}
+
+/// `struct ifreq` with the members used here; as long as the kernel's.
+#[repr(C)]
+struct IfReq {
+    name: [u8; 16],
+    value: IfReqValue,
+}
+
+#[repr(C)]
+union IfReqValue {
+    flags: libc::c_short,
+    mtu: libc::c_int,
+    address: libc::sockaddr,
+    room: [u8; 24],
+}
+
+impl IfReq {
+    fn new(device: &str) -> IfReq {
+        let mut name = [0; 16];
+        name[..device.len()].copy_from_slice(device.as_bytes());
+        IfReq { name, value: IfReqValue { room: [0; 24] } }
+    }
+
+    fn call(&mut self, fd: &impl AsRawFd, request: libc::c_ulong) -> io::Result<()> {
+        // SAFETY: `self` is a valid `struct ifreq` of the full size, exclusively borrowed; every request used in this file
+        // reads or writes no more than that.
+        let result = unsafe { libc::ioctl(fd.as_raw_fd(), request as _, std::ptr::from_mut(self)) };
+        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+}
+
+/// Opens all queues in the namespace of the calling thread and sets the device up.
+fn open_queues(options: &TapOptions) -> Result<(Vec<File>, Accepts), TapError> {
+    let fail = |step, error: io::Error, hint| TapError::Step {
+        step,
+        device: options.device.chars().take(64).collect(),
+        error,
+        hint,
+    };
+    if options.device.is_empty() || options.device.len() > DEVICE_NAME_MAX {
+        let error = io::Error::from(io::ErrorKind::InvalidInput);
+        return Err(fail("name", error, "; a device name has 1 to 15 characters"));
+    }
+    let many = options.queues > 1;
+    let existed = device_index(&options.device).is_some();
+    let mut files = Vec::with_capacity(options.queues);
+    let mut accepts = Accepts::ALL;
+    for _ in 0..options.queues {
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC)
+            .open("/dev/net/tun")
+            .map_err(TapError::Device)?;
+        let mut request = IfReq::new(&options.device);
+        let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
+        request.value.flags = (if many { flags | libc::IFF_MULTI_QUEUE } else { flags }) as libc::c_short;
+        request.call(&file, libc::TUNSETIFF as libc::c_ulong).map_err(|error| {
+            let hint = match error.raw_os_error() {
+                Some(libc::EBUSY) => "; another program has it open",
+                Some(libc::EPERM) => "; run vnetd as root or give it CAP_NET_ADMIN",
+                Some(libc::EINVAL) => {
+                    "; is there another device of that name, or one made with other options?"
+                }
+                _ => "",
+            };
+            fail("open", error, hint)
+        })?;
+        set_int(&file, libc::TUNSETVNETHDRSZ as libc::c_ulong, VIRTIO_NET_HDR_LEN as libc::c_int)
+            .map_err(|e| fail("set the header size of", e, ""))?;
+        set_int(&file, libc::TUNSETVNETLE as libc::c_ulong, 1)
+            .map_err(|e| fail("set the byte order of", e, ""))?;
+        accepts = set_offloads(&file).map_err(|e| fail("set offloads of", e, ""))?;
+        files.push(file);
+    }
+    configure(options, existed).map_err(|(step, error)| fail(step, error, ""))?;
+    Ok((files, accepts))
+}
+
+fn set_int(file: &File, request: libc::c_ulong, value: libc::c_int) -> io::Result<()> {
+    // SAFETY: both requests used with this function read one int through the pointer, which lives across the call.
+    let result = unsafe { libc::ioctl(file.as_raw_fd(), request as _, &raw const value) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Has the kernel hand out super-frames and partial checksums. UDP super-frames need Linux 6.2.
+fn set_offloads(file: &File) -> io::Result<Accepts> {
+    const TUN_F_USO: libc::c_uint = 0x20 | 0x40;
+    let base = libc::TUN_F_CSUM | libc::TUN_F_TSO4 | libc::TUN_F_TSO6 | libc::TUN_F_TSO_ECN;
+    let set = |bits: libc::c_uint| {
+        // SAFETY: TUNSETOFFLOAD takes its argument by value.
+        let result =
+            unsafe { libc::ioctl(file.as_raw_fd(), libc::TUNSETOFFLOAD as _, libc::c_ulong::from(bits)) };
+        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    };
+    if set(base | TUN_F_USO).is_ok() {
+        return Ok(Accepts::ALL);
+    }
+    set(base)?;
+    Ok(Accepts { uso: false, ..Accepts::ALL })
+}
+
+fn device_index(device: &str) -> Option<libc::c_uint> {
+    let name = std::ffi::CString::new(device).ok()?;
+    // SAFETY: `name` is a zero-terminated string that lives across the call.
+    let index = unsafe { libc::if_nametoindex(name.as_ptr()) };
+    (index != 0).then_some(index)
+}
+
+/// Address, MTU, and up, in the namespace of the calling thread. A device that was there before stays down if it was.
+fn configure(options: &TapOptions, existed: bool) -> Result<(), (&'static str, io::Error)> {
+    let socket = rustix::net::socket(rustix::net::AddressFamily::INET, rustix::net::SocketType::DGRAM, None)
+        .map_err(|e| ("configure", e.into()))?;
+    if let Some(mac) = options.mac {
+        let mut request = IfReq::new(&options.device);
+        let mut data = [0; 14];
+        for (to, from) in data.iter_mut().zip(mac.0) {
+            *to = from as libc::c_char;
+        }
+        request.value.address = libc::sockaddr { sa_family: libc::ARPHRD_ETHER, sa_data: data };
+        request.call(&socket, libc::SIOCSIFHWADDR).map_err(|e| ("set the address of", e))?;
+    }
+    let mut request = IfReq::new(&options.device);
+    request.value.mtu = options.mtu.min(TAP_MTU_MAX) as libc::c_int;
+    request.call(&socket, libc::SIOCSIFMTU).map_err(|e| ("set the MTU of", e))?;
+    if !existed {
+        let mut request = IfReq::new(&options.device);
+        request.call(&socket, libc::SIOCGIFFLAGS).map_err(|e| ("read the flags of", e))?;
+        // SAFETY: SIOCGIFFLAGS has just set this member of the union; all its members are plain integers.
+        let flags = unsafe { request.value.flags };
+        request.value.flags = flags | libc::IFF_UP as libc::c_short;
+        request.call(&socket, libc::SIOCSIFFLAGS).map_err(|e| ("bring up", e))?;
+    }
+    Ok(())
+}

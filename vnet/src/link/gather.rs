@@ -1,0 +1,369 @@
+//! Datagrams gathered for one `sendmmsg`.
+//!
+//! A datagram is put together from bytes that are copied to scratch memory (headers, small frames) and from slices that
+//! are not (the rest). Datagrams that follow each other join one *message*, which the kernel cuts again (`UDP_SEGMENT`),
+//! as long as all have the same size but for a shorter last one: the fragments of a frame do so by themselves, and so do
+//! whole frames of one size. A frame is *recorded* with the messages its datagrams are in; it has gone out when all of
+//! them have.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+
+use super::udp::{Name, Socket};
+use crate::frame::{Batch, Frame, Segment};
+use crate::stats::{DropReason, PortStats};
+
+/// Segments that every kernel with `UDP_SEGMENT` takes in a message; from Linux 6.9 on it would be 128, which matters only
+/// below a path MTU of 1024.
+const SEGMENTS_MAX: usize = 64;
+/// Bytes of a message that is to be cut. Larger ones reach the devices' limit with their headers (udp.rs).
+const MESSAGE_MAX: usize = 65_400;
+/// `UIO_MAXIOV`.
+const MESSAGE_SLICES_MAX: usize = 1024;
+/// Messages gathered; `UIO_MAXIOV` is the kernel's limit.
+const MESSAGES: usize = 512;
+const SLICES: usize = 8192;
+const SCRATCH: usize = 256 << 10;
+/// How long a full socket buffer is waited for, once a flush.
+const PATIENCE_MS: libc::c_int = 1;
+
+/// Why a flush ended before everything was tried.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Trouble {
+    /// A datagram was larger than the path MTU.
+    TooBig,
+    /// The path's device cannot cut messages.
+    NoSegmentation,
+}
+
+/// A flush that ended early: encode again from `position`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Stop {
+    /// The first frame not sent (as it was recorded).
+    pub(super) position: usize,
+    pub(super) trouble: Trouble,
+}
+
+struct Message {
+    first_slice: usize,
+    slices: usize,
+    bytes: usize,
+    /// Size of its first datagram.
+    segment: usize,
+    datagrams: usize,
+    /// Another datagram may join.
+    open: bool,
+    failed: Option<DropReason>,
+}
+
+struct Record {
+    position: usize,
+    bytes: usize,
+    first: usize,
+    last: usize,
+}
+
+/// A control message that holds `UDP_SEGMENT`'s 16-bit value.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Control {
+    header: libc::cmsghdr,
+    segment: u16,
+    padding: [u8; 6],
+}
+
+const CONTROL_LEN: usize = size_of::<libc::cmsghdr>() + size_of::<u16>();
+
+/// See the module's comment.
+pub(super) struct Gather {
+    scratch: Scratch,
+    slices: Vec<libc::iovec>,
+    messages: Vec<Message>,
+    records: Vec<Record>,
+    /// First slice of the datagram being put together, and its bytes.
+    start: usize,
+    bytes: usize,
+    /// Cleared when a device turns out not to support it.
+    pub(super) segmentation: bool,
+    headers: Vec<libc::mmsghdr>,
+    controls: Vec<Control>,
+}
+
+// SAFETY: the pointers in `slices`, `headers` and `controls` are only used between the calls that gather and the flush that
+// ends them, all through `&mut self`; a flushed one holds nothing that is used again.
+unsafe impl Send for Gather {}
+
+impl Gather {
+    pub(super) fn new() -> Gather {
+        Gather {
+            scratch: Scratch::new(SCRATCH),
+            slices: Vec::with_capacity(SLICES),
+            messages: Vec::with_capacity(MESSAGES),
+            records: Vec::with_capacity(MESSAGES),
+            start: 0,
+            bytes: 0,
+            segmentation: true,
+            headers: Vec::with_capacity(MESSAGES),
+            controls: Vec::with_capacity(MESSAGES),
+        }
+    }
+
+    /// True when `datagrams` more fit, with `bytes` of copies and `slices` all together.
+    #[inline]
+    pub(super) fn has_room(&self, datagrams: usize, slices: usize, bytes: usize) -> bool {
+        self.messages.len() + datagrams <= MESSAGES
+            && self.slices.len() + slices <= SLICES
+            && self.scratch.used + bytes <= SCRATCH
+    }
+
+    /// Adds a copy of `bytes` to the datagram.
+    #[inline]
+    pub(super) fn copy(&mut self, bytes: &[u8]) {
+        self.scratch.take(bytes.len()).copy_from_slice(bytes);
+        self.add_scratch(bytes.len());
+    }
+
+    /// Adds a copy of a whole frame to the datagram.
+    #[inline]
+    pub(super) fn copy_frame(&mut self, batch: &Batch, frame: &Frame) {
+        batch.copy_to(frame, self.scratch.take(frame.len()));
+        self.add_scratch(frame.len());
+    }
+
+    /// Adds the scratch memory's last `len` bytes, to the slice before when it ends there.
+    #[inline]
+    fn add_scratch(&mut self, len: usize) {
+        let base = self.scratch.end().wrapping_sub(len);
+        self.bytes += len;
+        if self.slices.len() > self.start
+            && let Some(last) = self.slices.last_mut()
+            && last.iov_base.cast::<u8>().wrapping_add(last.iov_len) == base
+        {
+            last.iov_len += len;
+            return;
+        }
+        self.slices.push(libc::iovec { iov_base: base.cast(), iov_len: len });
+    }
+
+    /// Adds memory as it is to the datagram. It has to stay readable until the flush.
+    #[inline]
+    pub(super) fn slice(&mut self, segment: Segment) {
+        self.bytes += segment.len();
+        self.slices
+            .push(libc::iovec { iov_base: segment.as_ptr().cast_mut().cast(), iov_len: segment.len() });
+    }
+
+    /// Ends the datagram and returns the index of its message. `within_mtu` is false when IP will have to fragment it, so
+    /// that it must not be part of a message that is cut.
+    #[inline]
+    pub(super) fn end_datagram(&mut self, within_mtu: bool) -> usize {
+        let (bytes, slices) = (self.bytes, self.slices.len() - self.start);
+        let first_slice = std::mem::replace(&mut self.start, self.slices.len());
+        self.bytes = 0;
+        if let Some(message) = self.messages.last_mut()
+            && message.open
+            && within_mtu
+            && bytes <= message.segment
+            && message.datagrams < SEGMENTS_MAX
+            && message.bytes + bytes <= MESSAGE_MAX
+            && message.slices + slices <= MESSAGE_SLICES_MAX
+        {
+            message.slices += slices;
+            message.bytes += bytes;
+            message.datagrams += 1;
+            message.open = bytes == message.segment;
+        } else {
+            let open = within_mtu && self.segmentation;
+            let (segment, datagrams) = (bytes, 1);
+            self.messages.push(Message {
+                first_slice,
+                slices,
+                bytes,
+                segment,
+                datagrams,
+                open,
+                failed: None,
+            });
+        }
+        self.messages.len() - 1
+    }
+
+    /// Notes a frame of `bytes` bytes whose datagrams are in the messages from `first` to `last`. `position` is what
+    /// [`Stop`] will call it.
+    #[inline]
+    pub(super) fn record(&mut self, position: usize, bytes: usize, first: usize, last: usize) {
+        self.records.push(Record { position, bytes, first, last });
+    }
+
+    /// Sends everything to `to`, counts each recorded frame as out or dropped, and starts again from nothing.
+    ///
+    /// With `may_stop`, a message that is too big or cannot be cut ends it early: the frames before it are counted, those
+    /// from [`Stop::position`] on are not.
+    pub(super) fn flush(
+        &mut self,
+        socket: &Socket,
+        to: &Name,
+        stats: &PortStats,
+        may_stop: bool,
+    ) -> Result<(), Stop> {
+        if self.messages.is_empty() {
+            return Ok(());
+        }
+        self.address(to);
+        let trouble = self.send(socket, may_stop);
+        let tried = trouble.map_or(self.messages.len(), |(tried, _)| tried);
+        let stop = self.account(stats, tried);
+        self.scratch.used = 0;
+        self.slices.clear();
+        self.messages.clear();
+        self.records.clear();
+        self.start = 0;
+        match (trouble, stop) {
+            (Some((_, trouble)), Some(position)) => Err(Stop { position, trouble }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes the kernel's view of the messages.
+    fn address(&mut self, to: &Name) {
+        self.headers.clear();
+        self.controls.clear();
+        for message in &self.messages {
+            let slices = &mut self.slices[message.first_slice..][..message.slices];
+            // SAFETY: `msghdr` is plain data for which all zeros is a value; libc hides its padding, so that it cannot be
+            // written as a literal.
+            let mut header = unsafe { std::mem::zeroed::<libc::msghdr>() };
+            header.msg_name = to.as_ptr().cast_mut().cast();
+            header.msg_namelen = to.len();
+            header.msg_iov = slices.as_mut_ptr();
+            header.msg_iovlen = slices.len();
+            if message.datagrams > 1 {
+                self.controls.push(Control {
+                    header: libc::cmsghdr {
+                        cmsg_len: CONTROL_LEN,
+                        cmsg_level: libc::SOL_UDP,
+                        cmsg_type: libc::UDP_SEGMENT,
+                    },
+                    segment: message.segment as u16,
+                    padding: [0; 6],
+                });
+                header.msg_controllen = size_of::<Control>();
+            }
+            self.headers.push(libc::mmsghdr { msg_hdr: header, msg_len: 0 });
+        }
+        // Only now do the control messages stay where they are.
+        let mut controls = self.controls.iter_mut();
+        for header in self.headers.iter_mut().filter(|header| header.msg_hdr.msg_controllen != 0) {
+            header.msg_hdr.msg_control =
+                controls.next().map_or(std::ptr::null_mut(), |c| (&raw mut *c).cast());
+        }
+    }
+
+    /// Sends the messages and marks those that failed. Returns how many were tried when it stops early.
+    fn send(&mut self, socket: &Socket, may_stop: bool) -> Option<(usize, Trouble)> {
+        let fd = socket.as_fd().as_raw_fd();
+        let mut next = 0;
+        let mut waited = false;
+        while next < self.headers.len() {
+            let rest = &mut self.headers[next..];
+            // SAFETY: every header points to a name, slices and a control message that live in `self` or the caller's
+            // arguments, and whose lengths it tells; the memory that the slices tell of is kept readable until the flush.
+            let sent = unsafe { libc::sendmmsg(fd, rest.as_mut_ptr(), rest.len() as libc::c_uint, 0) };
+            if sent > 0 {
+                next += sent as usize;
+                continue;
+            }
+            let error = io::Error::last_os_error().raw_os_error().unwrap_or(0);
+            let cut = self.messages[next].datagrams > 1;
+            match error {
+                libc::EINTR => continue,
+                libc::EAGAIN if !waited => {
+                    waited = true;
+                    wait_writable(fd);
+                    continue;
+                }
+                libc::EMSGSIZE if may_stop => return Some((next, Trouble::TooBig)),
+                libc::EIO if may_stop && cut => return Some((next, Trouble::NoSegmentation)),
+                libc::EIO if cut => self.segmentation = false,
+                _ => {}
+            }
+            let reason =
+                if error == libc::EMSGSIZE { DropReason::MtuExceeded } else { DropReason::SendFailed };
+            // A socket buffer that stays full will not take the rest either.
+            let until = if error == libc::EAGAIN { self.messages.len() } else { next + 1 };
+            for message in &mut self.messages[next..until] {
+                message.failed = Some(reason);
+            }
+            next = until;
+        }
+        None
+    }
+
+    /// Counts the frames whose messages are all among the first `tried`. Returns the position of the first other one.
+    fn account(&mut self, stats: &PortStats, tried: usize) -> Option<usize> {
+        let (mut frames, mut bytes, mut stop) = (0, 0, None);
+        for record in &self.records {
+            if record.last >= tried {
+                stop = Some(record.position);
+                break;
+            }
+            match self.messages[record.first..=record.last].iter().find_map(|message| message.failed) {
+                None => {
+                    frames += 1;
+                    bytes += record.bytes as u64;
+                }
+                Some(reason) => stats.drop_frames(reason, 1),
+            }
+        }
+        stats.delivered(frames, bytes);
+        let sent = self.messages[..tried].iter().filter(|message| message.failed.is_none());
+        stats.out_datagrams.add(sent.map(|message| message.datagrams as u64).sum());
+        stop
+    }
+}
+
+/// Waits a moment for the socket to take more.
+fn wait_writable(fd: libc::c_int) {
+    let mut poll = libc::pollfd { fd, events: libc::POLLOUT, revents: 0 };
+    // SAFETY: one `pollfd` is passed, and said to be one. Whatever comes out, sending is tried again.
+    unsafe { libc::poll(&raw mut poll, 1, PATIENCE_MS) };
+}
+
+/// Memory that is filled from start to end while pointers to what is filled already exist.
+struct Scratch {
+    base: *mut [u8],
+    used: usize,
+}
+
+impl Scratch {
+    fn new(len: usize) -> Scratch {
+        Scratch { base: Box::into_raw(vec![0; len].into_boxed_slice()), used: 0 }
+    }
+
+    /// The next `len` bytes.
+    ///
+    /// # Panics
+    /// When there are not so many: ask [`Gather::has_room`] first.
+    #[inline]
+    fn take(&mut self, len: usize) -> &mut [u8] {
+        assert!(len <= self.base.len() - self.used, "no room asked for");
+        let start = self.base.cast::<u8>().wrapping_add(self.used);
+        self.used += len;
+        // SAFETY: the bytes lie in our allocation, as asserted, and behind everything given out since the last reset, so
+        // that no other reference to them exists; `&mut self` bounds this one's life.
+        unsafe { std::slice::from_raw_parts_mut(start, len) }
+    }
+
+    /// Where the next bytes will be.
+    #[inline]
+    fn end(&self) -> *mut u8 {
+        self.base.cast::<u8>().wrapping_add(self.used)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // SAFETY: `base` came from `Box::into_raw` and is freed only here.
+        drop(unsafe { Box::from_raw(self.base) });
+    }
+}

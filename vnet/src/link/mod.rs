@@ -1,0 +1,374 @@
+//! Links: the edges of the overlay, and the bridge that carries frames along them.
+//!
+//! ```text
+//!            batch of frames                                         batch of frames
+//!                  |                                                        ^
+//!   Sender: bundle or fragment (send.rs)                    Receiver: split, reassemble (receive.rs, reassembly.rs)
+//!                  v                                                        |
+//!     messages of headers and slices (gather.rs) -- sendmmsg --> IP --> recvmmsg into one burst of buffers
+//! ```
+//!
+//! A [`Link`] is what is known of one neighbour: address, encapsulation, counters, the next datagram number, the path MTU.
+//! It owns no socket. Each dispatcher has one [`Bridge`] for all links: a UDP socket with a [`Sender`] and a [`Receiver`],
+//! two halves so that a frame may be relayed while the burst it came in is still being worked on. Which link a datagram
+//! came by is told by its source address, through an immutable [`Peers`] that control replaces as a whole.
+//!
+//! Bytes are not copied on the way: what is sent are slices of the guest's memory between prepared headers, what is
+//! received are slices of the receive buffers, and only frames that are still incomplete when a burst ends are moved.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::fmt;
+use std::net::{IpAddr, SocketAddr, SocketAddrV6};
+use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+
+use crate::frame::{NetworkId, PortId};
+use crate::stats::PortStats;
+use crate::wire::native::{self, HOPS_MAX};
+
+pub mod fake;
+mod gather;
+pub mod reassembly;
+mod receive;
+mod send;
+mod udp;
+mod window;
+
+pub use reassembly::ReassemblyBudget;
+pub use receive::Receiver;
+pub use send::Sender;
+pub use udp::{Bridge, BridgeError};
+
+/// Largest UDP payload over IPv4; IPv6 would take 20 bytes more, but one limit for both is easier to live with.
+pub const UDP_PAYLOAD_MAX: usize = 65_507;
+/// Smallest path MTU the bridge works with. Linux does not believe an ICMP message that claims less than this
+/// (net.ipv4.route.min_pmtu), and a frame of any size still has at most [`reassembly::FRAGMENTS_MAX`] fragments.
+pub const PATH_MTU_MIN: u16 = 552;
+/// Hops of a frame from a link whose encapsulation cannot count them: one more than a relay may have taken, so that it
+/// reaches this host's interfaces but is not relayed. Loops of links end here at the latest.
+pub const HOPS_UNKNOWN: u8 = HOPS_MAX + 1;
+
+const IPV4_HEADER_LEN: u16 = 20;
+const IPV6_HEADER_LEN: u16 = 40;
+const UDP_HEADER_LEN: u16 = 8;
+/// Path MTU assumed while the kernel knows no route.
+const PATH_MTU_FALLBACK: u16 = 1280;
+/// Reassembly memory of one link (DESIGN.md section 10).
+const LINK_BUDGET: usize = 4 << 20;
+
+/// How frames are wrapped for a link.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Encapsulation {
+    /// Native datagrams over UDP: super-frames, own fragmentation, any network.
+    #[default]
+    Native,
+    /// VNET/P and VNET/U: the bare Ethernet frame is the UDP payload.
+    Vnet,
+}
+
+impl fmt::Display for Encapsulation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Encapsulation::Native => "native",
+            Encapsulation::Vnet => "vnet",
+        })
+    }
+}
+
+/// A text that names no encapsulation.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("'{0}' is not an encapsulation; write native or vnet")]
+pub struct EncapsulationError(String);
+
+impl FromStr for Encapsulation {
+    type Err = EncapsulationError;
+    fn from_str(text: &str) -> Result<Encapsulation, EncapsulationError> {
+        match text {
+            "native" => Ok(Encapsulation::Native),
+            "vnet" => Ok(Encapsulation::Vnet),
+            _ => Err(EncapsulationError(text.chars().take(64).collect())),
+        }
+    }
+}
+
+/// What a link is configured to be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LinkOptions {
+    /// Its name on this host.
+    pub name: String,
+    /// The other host's bridge.
+    pub remote: SocketAddr,
+    /// How frames are wrapped.
+    pub encapsulation: Encapsulation,
+    /// Networks that the link carries; `None` for all.
+    pub networks: Option<Vec<NetworkId>>,
+    /// Largest IP packet on the path in bytes, where the kernel's idea of it is too large.
+    pub mtu: Option<u16>,
+}
+
+/// What a link is able to do at the moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LinkState {
+    /// The kernel has a route to the remote address.
+    Up,
+    /// It has none, and says why.
+    Unreachable(String),
+}
+
+/// One edge of the overlay. Shared by all dispatchers.
+#[derive(Debug)]
+pub struct Link {
+    /// Never reused, unlike ports and addresses: what belongs to an earlier link cannot be taken for this one's.
+    id: u64,
+    port: PortId,
+    options: LinkOptions,
+    stats: Arc<PortStats>,
+    budget: Arc<ReassemblyBudget>,
+    number: AtomicU64,
+    path_mtu: AtomicU32,
+    refreshed_ms: AtomicU64,
+    route_error: AtomicI32,
+    heard_ms: AtomicU64,
+}
+
+impl Link {
+    /// A link that nothing has been sent on.
+    pub fn new(mut options: LinkOptions, port: PortId, stats: Arc<PortStats>) -> Arc<Link> {
+        static LINKS: AtomicU64 = AtomicU64::new(0);
+        options.remote = normalised(options.remote);
+        Arc::new(Link {
+            id: LINKS.fetch_add(1, Relaxed),
+            port,
+            options,
+            stats,
+            budget: Arc::new(ReassemblyBudget::new(LINK_BUDGET)),
+            number: AtomicU64::new(first_number()),
+            path_mtu: AtomicU32::new(0),
+            refreshed_ms: AtomicU64::new(0),
+            route_error: AtomicI32::new(0),
+            heard_ms: AtomicU64::new(0),
+        })
+    }
+
+    /// Its slot in the port table.
+    #[inline]
+    pub fn port(&self) -> PortId {
+        self.port
+    }
+
+    /// Its name on this host.
+    pub fn name(&self) -> &str {
+        &self.options.name
+    }
+
+    /// What it was configured to be; the remote address is normalised.
+    pub fn options(&self) -> &LinkOptions {
+        &self.options
+    }
+
+    /// Its counters.
+    #[inline]
+    pub fn stats(&self) -> &Arc<PortStats> {
+        &self.stats
+    }
+
+    /// Largest IP packet in bytes that is sent on it: the kernel's route or the configured limit, whichever is smaller.
+    pub fn path_mtu(&self) -> u16 {
+        let known = match self.path_mtu.load(Relaxed) {
+            0 => u32::from(PATH_MTU_FALLBACK),
+            mtu => mtu,
+        };
+        let configured = u32::from(self.options.mtu.unwrap_or(u16::MAX));
+        known.min(configured).clamp(u32::from(PATH_MTU_MIN), u32::from(u16::MAX)) as u16
+    }
+
+    /// What it is able to do at the moment.
+    pub fn state(&self) -> LinkState {
+        match self.route_error.load(Relaxed) {
+            0 => LinkState::Up,
+            error => LinkState::Unreachable(std::io::Error::from_raw_os_error(error).to_string()),
+        }
+    }
+
+    /// When the last datagram came by it, on the dispatchers' clock; `None` when none ever did.
+    pub fn heard_ms(&self) -> Option<u64> {
+        self.heard_ms.load(Relaxed).checked_sub(1)
+    }
+
+    /// True when the link carries `network`.
+    #[inline]
+    pub fn carries(&self, network: NetworkId) -> bool {
+        self.options.networks.as_ref().is_none_or(|networks| networks.contains(&network))
+    }
+
+    /// The network of frames whose encapsulation names none.
+    fn default_network(&self) -> NetworkId {
+        self.options.networks.as_ref().and_then(|networks| networks.first().copied()).unwrap_or_default()
+    }
+
+    /// Largest UDP payload of an unfragmented packet in bytes.
+    fn udp_payload(&self) -> usize {
+        let ip = if self.options.remote.is_ipv4() { IPV4_HEADER_LEN } else { IPV6_HEADER_LEN };
+        usize::from(self.path_mtu() - ip - UDP_HEADER_LEN).min(UDP_PAYLOAD_MAX)
+    }
+
+    /// S: payload bytes of a full native datagram. Sealing will take its 16-byte tag from here.
+    fn fragment_payload(&self) -> usize {
+        self.udp_payload() - native::HEADER_LEN
+    }
+
+    /// Takes `count` consecutive datagram numbers and returns the first.
+    #[inline]
+    fn take_numbers(&self, count: u64) -> u64 {
+        self.number.fetch_add(count, Relaxed)
+    }
+
+    fn heard(&self, now_ms: u64) {
+        // A shared cache line is written once a millisecond, not once a burst. The value is shifted by one: 0 is never.
+        if self.heard_ms.load(Relaxed) != now_ms + 1 {
+            self.heard_ms.store(now_ms + 1, Relaxed);
+        }
+    }
+}
+
+/// Where a link's datagram numbers start: the clock in nanoseconds. Numbers then go on rising when a host restarts or a link
+/// is configured anew, at any rate below 10^9 datagrams/s, and the other side can never mistake a new datagram for one of
+/// the past. (A peer may as well start at 1; see reassembly.rs for how that is told from a late datagram.)
+fn first_number() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |time| time.as_nanos() as u64).max(1)
+}
+
+/// An address as the peer table knows it: IPv4 in its own form, no flow label.
+pub fn normalised(address: SocketAddr) -> SocketAddr {
+    match address {
+        SocketAddr::V6(v6) => match v6.ip().to_ipv4_mapped() {
+            Some(ip) => SocketAddr::new(IpAddr::V4(ip), v6.port()),
+            None => SocketAddrV6::new(*v6.ip(), v6.port(), 0, v6.scope_id()).into(),
+        },
+        v4 => v4,
+    }
+}
+
+/// Which link a datagram came by. Immutable; control builds a new one when links change.
+#[derive(Debug, Default)]
+pub struct Peers {
+    links: Vec<Arc<Link>>,
+    by_address: HashMap<SocketAddr, usize>,
+    /// Only native links, and `None` where several share the address.
+    by_ip: HashMap<IpAddr, Option<usize>>,
+}
+
+impl Peers {
+    /// The table of `links`. Where two have the same remote address and port, the first one gets the datagrams; control
+    /// refuses such a configuration.
+    pub fn build(links: &[Arc<Link>]) -> Peers {
+        let mut peers = Peers { links: links.to_vec(), ..Peers::default() };
+        for (index, link) in links.iter().enumerate() {
+            let remote = link.options.remote;
+            peers.by_address.entry(remote).or_insert(index);
+            if link.options.encapsulation == Encapsulation::Native {
+                match peers.by_ip.entry(remote.ip()) {
+                    Entry::Vacant(entry) => _ = entry.insert(Some(index)),
+                    Entry::Occupied(mut entry) => _ = entry.insert(None),
+                }
+            }
+        }
+        peers
+    }
+
+    /// The link that a datagram from `source` came by: exact address and port, or for native links the address alone when
+    /// only one has it (a peer with several dispatchers may send from several ports).
+    pub fn link(&self, source: SocketAddr) -> Option<&Arc<Link>> {
+        let source = normalised(source);
+        let index = match self.by_address.get(&source) {
+            Some(index) => *index,
+            None => (*self.by_ip.get(&source.ip())?)?,
+        };
+        self.links.get(index)
+    }
+
+    /// All links.
+    pub fn links(&self) -> &[Arc<Link>] {
+        &self.links
+    }
+
+    fn contains(&self, id: u64) -> bool {
+        self.links.iter().any(|link| link.id == id)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn link(remote: &str, encapsulation: Encapsulation, mtu: Option<u16>) -> Arc<Link> {
+        let remote = remote.parse().unwrap();
+        let options = LinkOptions { name: "h2".into(), remote, encapsulation, networks: None, mtu };
+        Link::new(options, PortId(3), Arc::default())
+    }
+
+    #[test]
+    fn peers_are_found_by_address_then_by_ip() {
+        use Encapsulation::{Native, Vnet};
+        let links = [
+            link("10.0.0.2:9000", Native, None),
+            link("[::ffff:10.0.0.3]:9000", Native, None),
+            link("10.0.0.3:9001", Native, None),
+            link("10.0.0.4:9000", Vnet, None),
+            link("[fd00::5]:9000", Native, None),
+        ];
+        let peers = Peers::build(&links);
+        let find = |text: &str| {
+            peers
+                .link(text.parse().unwrap())
+                .map(|found| links.iter().position(|l| Arc::ptr_eq(l, found)).unwrap())
+        };
+        assert_eq!(find("10.0.0.2:9000"), Some(0));
+        assert_eq!(find("10.0.0.2:4711"), Some(0), "another source port of the only native link there");
+        assert_eq!(find("10.0.0.3:9000"), Some(1));
+        assert_eq!(find("[::ffff:10.0.0.3]:9001"), Some(2));
+        assert_eq!(find("10.0.0.3:4711"), None, "two links there");
+        assert_eq!(find("10.0.0.4:9000"), Some(3));
+        assert_eq!(find("10.0.0.4:4711"), None, "vnet peers are known by address and port");
+        assert_eq!(find("[fd00::5]:1"), Some(4));
+        assert_eq!(find("10.0.0.9:9000"), None);
+    }
+
+    #[test]
+    fn fragments_fit_the_path() {
+        let v4 = link("10.0.0.2:9000", Encapsulation::Native, Some(1500));
+        v4.path_mtu.store(9000, Relaxed);
+        assert_eq!((v4.path_mtu(), v4.fragment_payload()), (1500, 1500 - 20 - 8 - 16));
+        let v6 = link("[fd00::2]:9000", Encapsulation::Native, None);
+        v6.path_mtu.store(1500, Relaxed);
+        assert_eq!(v6.fragment_payload(), 1500 - 40 - 8 - 16);
+        let loopback = link("127.0.0.1:9000", Encapsulation::Native, None);
+        loopback.path_mtu.store(65536, Relaxed);
+        assert_eq!(loopback.fragment_payload(), UDP_PAYLOAD_MAX - 16);
+        loopback.path_mtu.store(68, Relaxed);
+        assert_eq!(loopback.path_mtu(), PATH_MTU_MIN);
+    }
+
+    #[test]
+    fn encapsulations_have_names() {
+        for encapsulation in [Encapsulation::Native, Encapsulation::Vnet] {
+            assert_eq!(encapsulation.to_string().parse(), Ok(encapsulation));
+        }
+        let error = "gre".parse::<Encapsulation>().unwrap_err();
+        assert_eq!(error.to_string(), "'gre' is not an encapsulation; write native or vnet");
+    }
+
+    #[test]
+    fn numbers_rise_over_restarts() {
+        let first = link("10.0.0.2:9000", Encapsulation::Native, None);
+        let used = first.take_numbers(100) + 100;
+        std::thread::sleep(std::time::Duration::from_millis(1));
+        assert!(link("10.0.0.2:9000", Encapsulation::Native, None).take_numbers(1) > used);
+    }
+}

@@ -1,0 +1,457 @@
+//! The receiving half of the bridge: datagrams become frames.
+//!
+//! One burst is what one `recvmmsg` brings: up to [`MESSAGES`] messages, each one datagram or several of one size that the
+//! kernel kept together (`UDP_GRO`). They are worked on in order and in place. A datagram that holds whole frames adds them to
+//! the batch; a fragment goes through the link's [`Reassembly`]. The batch is run when it is full and when the burst ends.
+//! Frames point into the burst's buffers, which stay as they are until then.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::sync::Arc;
+
+use super::reassembly::{Reassembly, Whole};
+use super::udp::{Name, Socket};
+use super::{Encapsulation, HOPS_UNKNOWN, Link, Peers, ReassemblyBudget};
+use crate::frame::{Batch, FrameError, NetworkId, Segment};
+use crate::stats::{DiscardReason, DropReason, PortStats};
+use crate::wire::native::{Bundle, Header, HeaderError, Kind, metadata};
+use crate::wire::offload::{Offload, WIRE_LEN};
+
+/// Messages in a burst.
+const MESSAGES: usize = 32;
+/// Bytes of the buffer behind each: any UDP payload.
+const BUFFER_LEN: usize = 65_536;
+/// Probes answered in a burst; more are ignored.
+const REPLIES_MAX: usize = 16;
+
+/// Receives frames by links. One per dispatcher; shares its socket with a [`super::Sender`].
+pub struct Receiver {
+    socket: Arc<Socket>,
+    /// Counts what no link is known for.
+    stats: Arc<PortStats>,
+    budget: Arc<ReassemblyBudget>,
+    burst: Burst,
+    /// By link id; made when a link's first fragment comes.
+    reassemblies: HashMap<u64, Reassembly>,
+    /// Links with fragments in the burst.
+    unsettled: Vec<u64>,
+    /// Complete frames in the batch with memory of their own.
+    held: Vec<Whole>,
+}
+
+impl Receiver {
+    pub(super) fn new(socket: Arc<Socket>, stats: Arc<PortStats>, budget: Arc<ReassemblyBudget>) -> Receiver {
+        Receiver {
+            socket,
+            stats,
+            budget,
+            burst: Burst::new(),
+            reassemblies: HashMap::new(),
+            unsettled: Vec::new(),
+            held: Vec::new(),
+        }
+    }
+
+    /// The socket, to wait for.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    /// Takes one burst of datagrams, makes frames of them, and has `run` take them to completion, several times when there
+    /// are more than a batch holds. `batch` is empty on entry and on return. Returns the number of datagrams, 0 when none
+    /// were waiting.
+    ///
+    /// `now_ms` is any clock that does not run backwards. A frame's `hops` count the relays it has passed and this host,
+    /// should it relay it; [`HOPS_UNKNOWN`] when the link does not say.
+    pub fn receive(
+        &mut self,
+        peers: &Peers,
+        batch: &mut Batch,
+        now_ms: u64,
+        run: &mut dyn FnMut(&Batch),
+    ) -> usize {
+        let messages = self.burst.receive(&self.socket);
+        if messages == 0 {
+            return 0;
+        }
+        let mut intake = Intake {
+            burst: &self.burst.memory,
+            socket: &self.socket,
+            reassemblies: &mut self.reassemblies,
+            unsettled: &mut self.unsettled,
+            held: &mut self.held,
+            budget: &self.budget,
+            batch,
+            run,
+            now_ms,
+            frames: 0,
+            bytes: 0,
+            replies: 0,
+        };
+        let mut datagrams = 0;
+        let mut latest: Option<(Name, Option<&Arc<Link>>)> = None;
+        for index in 0..messages {
+            let message = self.burst.message(index);
+            datagrams += message.datagrams();
+            let link = match &latest {
+                Some((name, link)) if name.same(&message.source) => *link,
+                _ => message.source.address().and_then(|source| peers.link(source)),
+            };
+            latest = Some((message.source, link));
+            match link {
+                Some(link) => intake.message(link, &message),
+                None => self.stats.discard(DiscardReason::UnknownSource, message.datagrams() as u64),
+            }
+        }
+        intake.run();
+        while let Some(id) = self.unsettled.pop() {
+            if let Some(reassembly) = self.reassemblies.get_mut(&id) {
+                reassembly.settle(&self.burst.memory);
+            }
+        }
+        datagrams
+    }
+
+    /// Ends incomplete frames whose time is up, and those of links that are gone. Call it some ten times a second.
+    pub fn tick(&mut self, peers: &Peers, now_ms: u64) {
+        self.reassemblies.retain(|id, reassembly| {
+            let stays = peers.contains(*id);
+            if stays {
+                reassembly.tick(now_ms);
+            } else {
+                reassembly.flush();
+            }
+            stays
+        });
+    }
+}
+
+/// What one burst is worked on with.
+struct Intake<'a> {
+    burst: &'a [u8],
+    socket: &'a Socket,
+    reassemblies: &'a mut HashMap<u64, Reassembly>,
+    unsettled: &'a mut Vec<u64>,
+    held: &'a mut Vec<Whole>,
+    budget: &'a Arc<ReassemblyBudget>,
+    batch: &'a mut Batch,
+    run: &'a mut dyn FnMut(&Batch),
+    now_ms: u64,
+    /// Frames added to the batch and not counted yet, all by one link.
+    frames: u64,
+    bytes: u64,
+    replies: usize,
+}
+
+impl Intake<'_> {
+    /// Works on the datagrams of one message.
+    fn message(&mut self, link: &Arc<Link>, message: &Message) {
+        link.heard(self.now_ms);
+        link.stats.in_datagrams.add(message.datagrams() as u64);
+        let native = link.options.encapsulation == Encapsulation::Native;
+        if message.truncated {
+            return link.stats.discard(DiscardReason::Truncated, 1);
+        }
+        let mut at = message.start;
+        let end = message.start + message.len;
+        loop {
+            let datagram = &self.burst[at..end.min(at + message.segment)];
+            if native {
+                self.native(link, at, datagram, &message.source);
+            } else {
+                self.frame(link, link.default_network(), Offload::default(), HOPS_UNKNOWN, datagram);
+            }
+            at += message.segment;
+            if at >= end {
+                break;
+            }
+        }
+        self.count(link);
+    }
+
+    /// Counts the frames added.
+    fn count(&mut self, link: &Link) {
+        link.stats.in_frames.add(std::mem::take(&mut self.frames));
+        link.stats.in_bytes.add(std::mem::take(&mut self.bytes));
+    }
+
+    /// Works on one native datagram, which begins at `at` in the burst.
+    fn native(&mut self, link: &Arc<Link>, at: usize, datagram: &[u8], source: &Name) {
+        let (header, payload) = match Header::parse(datagram) {
+            Ok(parsed) => parsed,
+            Err(error) => return link.stats.discard(discard_reason(error), 1),
+        };
+        if header.sealed {
+            return link.stats.discard(DiscardReason::SealRequired, 1);
+        }
+        match header.kind {
+            Kind::Frame if header.is_whole() => match metadata(payload, header.offload) {
+                Some((offload, frame)) => self.frame_of(link, &header, offload, frame),
+                None => link.stats.discard(DiscardReason::BadHeader, 1),
+            },
+            Kind::Frame => {
+                let start = at + datagram.len() - payload.len();
+                self.fragment(link, &header, start..start + payload.len());
+            }
+            Kind::Bundle => match Bundle::checked(payload, header.offload) {
+                Some(bundle) => {
+                    for (offload, frame) in bundle {
+                        self.frame_of(link, &header, offload, frame);
+                    }
+                }
+                None => link.stats.discard(DiscardReason::BadHeader, 1),
+            },
+            Kind::Probe => self.reply(link, &header, payload, source),
+            // That they came is all there is to them.
+            Kind::ProbeReply | Kind::Keepalive => {}
+        }
+    }
+
+    /// Adds a frame in one piece that came under a native header.
+    #[inline]
+    fn frame_of(&mut self, link: &Link, header: &Header, offload: Offload, frame: &[u8]) {
+        let Some(network) = NetworkId::new(header.network).filter(|network| link.carries(*network)) else {
+            return link.stats.refuse(DropReason::WrongNetwork, frame.len() as u64);
+        };
+        self.frame(link, network, offload, header.hops + 1, frame);
+    }
+
+    /// Adds a frame in one piece.
+    #[inline]
+    fn frame(&mut self, link: &Link, network: NetworkId, offload: Offload, hops: u8, frame: &[u8]) {
+        if self.batch.is_full() {
+            self.run_counted(link);
+        }
+        let mut builder = self.batch.begin();
+        // SAFETY: the frame lies in the burst's memory, which is borrowed for the life of `self` and so neither written to nor
+        // freed before `run` has cleared the batch.
+        unsafe { builder.push_stable(Segment::new(frame.as_ptr(), frame.len())) };
+        match builder.finish(link.port, network, offload, hops) {
+            Ok(()) => {
+                self.frames += 1;
+                self.bytes += frame.len() as u64;
+            }
+            Err(error) => link.stats.refuse(drop_reason(error), frame.len() as u64),
+        }
+    }
+
+    /// Works on a fragment whose payload lies at `place` in the burst.
+    fn fragment(&mut self, link: &Arc<Link>, header: &Header, place: std::ops::Range<usize>) {
+        if self.unsettled.last() != Some(&link.id) {
+            self.unsettled.push(link.id);
+        }
+        let reassembly = self.reassemblies.entry(link.id).or_insert_with(|| {
+            Reassembly::new(link.stats.clone(), link.budget.clone(), self.budget.clone(), self.now_ms)
+        });
+        if let Some(whole) = reassembly.accept(header, place, self.now_ms) {
+            self.whole(link, whole);
+        }
+    }
+
+    /// Adds a frame of several pieces.
+    fn whole(&mut self, link: &Link, whole: Whole) {
+        if self.batch.is_full() {
+            self.run_counted(link);
+        }
+        let metadata_len = if whole.offload() { WIRE_LEN } else { 0 };
+        let len = whole.bytes() - metadata_len;
+        let mut offload = Offload::default();
+        let mut builder = self.batch.begin();
+        for (index, piece) in whole.pieces(self.burst).enumerate() {
+            let piece = match metadata(piece, index == 0 && whole.offload()) {
+                Some((found, rest)) if index == 0 => {
+                    offload = found;
+                    rest
+                }
+                _ => piece,
+            };
+            // SAFETY: a piece lies in the burst's memory (see `frame`) or in the memory of `whole`, which is held below until
+            // the batch is cleared.
+            unsafe { builder.push_stable(Segment::new(piece.as_ptr(), piece.len())) };
+        }
+        let network = NetworkId::new(whole.network()).filter(|network| link.carries(*network));
+        let finished = match network {
+            Some(network) => {
+                builder.finish(link.port, network, offload, whole.hops() + 1).map_err(drop_reason)
+            }
+            None => {
+                drop(builder);
+                Err(DropReason::WrongNetwork)
+            }
+        };
+        match finished {
+            Ok(()) => {
+                self.frames += 1;
+                self.bytes += len as u64;
+            }
+            Err(reason) => link.stats.refuse(reason, len as u64),
+        }
+        if whole.owns_memory() {
+            self.held.push(whole);
+        } else if let Some(reassembly) = self.reassemblies.get_mut(&link.id) {
+            reassembly.recycle(whole);
+        }
+    }
+
+    /// Answers a probe with a datagram of its size; never a larger one, and to a known peer only, so that nobody is
+    /// reached with more than was spent.
+    #[cold]
+    fn reply(&mut self, link: &Link, header: &Header, payload: &[u8], to: &Name) {
+        if self.replies == REPLIES_MAX {
+            return;
+        }
+        self.replies += 1;
+        let header = Header { kind: Kind::ProbeReply, number: link.take_numbers(1), ..*header };
+        let reply = [&header.to_bytes(), payload].concat();
+        let fd = self.socket.as_fd().as_raw_fd();
+        // SAFETY: `reply` and `to` are readable for the lengths told.
+        let sent = unsafe { libc::sendto(fd, reply.as_ptr().cast(), reply.len(), 0, to.as_ptr(), to.len()) };
+        // A reply that cannot be sent is like one that got lost: the prober asks again.
+        link.stats.out_datagrams.add(u64::from(sent >= 0));
+    }
+
+    fn run_counted(&mut self, link: &Link) {
+        self.count(link);
+        self.run();
+    }
+
+    /// Has the batch taken to completion, and clears it.
+    fn run(&mut self) {
+        if !self.batch.is_empty() {
+            (self.run)(self.batch);
+        }
+        self.batch.clear();
+        self.held.clear();
+    }
+}
+
+fn discard_reason(error: HeaderError) -> DiscardReason {
+    match error {
+        HeaderError::Short => DiscardReason::Truncated,
+        HeaderError::Version(_) => DiscardReason::BadVersion,
+        HeaderError::Contradiction => DiscardReason::BadHeader,
+    }
+}
+
+fn drop_reason(error: FrameError) -> DropReason {
+    match error {
+        FrameError::TooShort => DropReason::TooShort,
+        FrameError::TooLong => DropReason::TooLong,
+        FrameError::Offload(_) => DropReason::BadOffload,
+    }
+}
+
+/// One message of a burst.
+struct Message {
+    source: Name,
+    /// Where its bytes are in the burst's memory.
+    start: usize,
+    len: usize,
+    /// Bytes of each of its datagrams but the last; at least 1.
+    segment: usize,
+    truncated: bool,
+}
+
+impl Message {
+    fn datagrams(&self) -> usize {
+        self.len.div_ceil(self.segment).max(1)
+    }
+}
+
+/// Room for a control message of any kind that this socket gets: `UDP_GRO`'s `int`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Control {
+    header: libc::cmsghdr,
+    segment: libc::c_int,
+    padding: libc::c_int,
+}
+
+/// Buffers for one `recvmmsg`, and what it said of them.
+struct Burst {
+    memory: Box<[u8]>,
+    sources: Box<[Name]>,
+    controls: Box<[Control]>,
+    slices: Box<[libc::iovec]>,
+    headers: Box<[libc::mmsghdr]>,
+}
+
+// SAFETY: the pointers in `slices` and `headers` point into the boxes beside them and are written anew before each use,
+// through `&mut self`.
+unsafe impl Send for Burst {}
+
+impl Burst {
+    fn new() -> Burst {
+        // SAFETY: all three are plain data of integers and pointers, for which all zeros is a value.
+        let (control, slice, header) = unsafe {
+            (
+                std::mem::zeroed::<Control>(),
+                std::mem::zeroed::<libc::iovec>(),
+                std::mem::zeroed::<libc::mmsghdr>(),
+            )
+        };
+        Burst {
+            memory: vec![0; MESSAGES * BUFFER_LEN].into_boxed_slice(),
+            sources: vec![Name::unknown(); MESSAGES].into_boxed_slice(),
+            controls: vec![control; MESSAGES].into_boxed_slice(),
+            slices: vec![slice; MESSAGES].into_boxed_slice(),
+            headers: vec![header; MESSAGES].into_boxed_slice(),
+        }
+    }
+
+    /// Receives what is waiting; returns the number of messages.
+    fn receive(&mut self, socket: &Socket) -> usize {
+        let buffers = self.memory.chunks_exact_mut(BUFFER_LEN);
+        for (index, buffer) in buffers.enumerate() {
+            self.slices[index] = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+            let header = &mut self.headers[index].msg_hdr;
+            header.msg_name = self.sources[index].as_mut_ptr().cast();
+            header.msg_namelen = Name::unknown().len();
+            header.msg_iov = &raw mut self.slices[index];
+            header.msg_iovlen = 1;
+            header.msg_control = (&raw mut self.controls[index]).cast();
+            header.msg_controllen = size_of::<Control>();
+            header.msg_flags = 0;
+        }
+        loop {
+            let fd = socket.as_fd().as_raw_fd();
+            let headers = self.headers.as_mut_ptr();
+            // SAFETY: each of the MESSAGES headers points to a name, a slice of a buffer, and a control message of `self`,
+            // all writable for the lengths told.
+            let got = unsafe {
+                libc::recvmmsg(
+                    fd,
+                    headers,
+                    MESSAGES as libc::c_uint,
+                    libc::MSG_DONTWAIT,
+                    std::ptr::null_mut(),
+                )
+            };
+            if got >= 0 {
+                return got as usize;
+            }
+            if io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
+                // Nothing there, or an error of an earlier datagram, which is told once and means nothing here.
+                return 0;
+            }
+        }
+    }
+
+    fn message(&self, index: usize) -> Message {
+        let header = &self.headers[index];
+        let len = (header.msg_len as usize).min(BUFFER_LEN);
+        let control = &self.controls[index];
+        let offered = header.msg_hdr.msg_controllen >= size_of::<libc::cmsghdr>() + size_of::<libc::c_int>()
+            && control.header.cmsg_level == libc::SOL_UDP
+            && control.header.cmsg_type == libc::UDP_GRO;
+        let segment = if offered { usize::try_from(control.segment).unwrap_or(0) } else { 0 };
+        Message {
+            source: self.sources[index],
+            start: index * BUFFER_LEN,
+            len,
+            segment: if segment == 0 { len.max(1) } else { segment },
+            truncated: header.msg_hdr.msg_flags & libc::MSG_TRUNC != 0,
+        }
+    }
+}

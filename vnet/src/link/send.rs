@@ -1,0 +1,317 @@
+//! The sending half of the bridge: frames become datagrams.
+//!
+//! On a `native` link, in the frames' order:
+//! - small frames that follow each other, of one network and number of hops, all finished or all with offload metadata, are
+//!   *bundled* into one datagram as long as they fit; nothing waits for a bundle to fill;
+//! - any other frame becomes one datagram, or as many fragments as it needs, of headers and slices of its own memory.
+//!
+//! On a `vnet` link each frame is one datagram, as it is. What a guest left unfinished is finished on a private copy first.
+//!
+//! All datagrams of a call are handed to the kernel at once, see gather.rs. When a datagram turns out to be larger than the
+//! path MTU, the kernel is asked for the new one and the frames not sent yet are encoded again, once; a frame that had gone
+//! out in part then goes again under a new name, and the other host counts the first try as incomplete.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use super::gather::{Gather, Stop, Trouble};
+use super::udp::{Name, RouteProbe, Socket};
+use super::{Encapsulation, Link, PATH_MTU_FALLBACK, Peers, UDP_PAYLOAD_MAX};
+use crate::frame::{Batch, FRAME_MAX, Frame, Segment};
+use crate::stats::DropReason;
+use crate::wire::native::{ENTRY_LEN, HEADER_LEN, HOPS_MAX, Header, Kind};
+use crate::wire::offload::{Accepts, WIRE_LEN};
+use crate::wire::segment;
+
+use super::reassembly::FRAGMENTS_MAX;
+
+/// Largest frame that goes into a bundle. Bundles are copied; beyond this a datagram of its own costs no more.
+const BUNDLE_FRAME_MAX: usize = 1024;
+/// Largest bundle in bytes, where the path would allow more.
+const BUNDLE_MAX: usize = 16 << 10;
+/// How often the kernel is asked for each link's path MTU, in ms.
+const REFRESH_MS: u64 = 1000;
+/// How often one call encodes a frame: at first, after a new path MTU, after segmentation offload was given up.
+const ATTEMPTS: usize = 3;
+
+/// Sends frames on links. One per dispatcher; shares its socket with a [`super::Receiver`].
+pub struct Sender {
+    socket: Arc<Socket>,
+    gather: Gather,
+    routes: RouteProbe,
+    /// What the socket was last told about fragmentation by IP.
+    dont_fragment: Option<bool>,
+    /// A frame's private copy, to be finished.
+    copy: Box<[u8]>,
+}
+
+impl Sender {
+    pub(super) fn new(socket: Arc<Socket>) -> Sender {
+        let routes = RouteProbe::new(socket.local());
+        let copy = vec![0; FRAME_MAX].into_boxed_slice();
+        Sender { socket, gather: Gather::new(), routes, dont_fragment: None, copy }
+    }
+
+    pub(super) fn local_addr(&self) -> SocketAddr {
+        self.socket.local()
+    }
+
+    /// Encapsulates the frames `which` (indices into `batch`, in order) and sends them on `link`, counting each as out or
+    /// dropped.
+    pub fn send(&mut self, link: &Link, batch: &Batch, which: &[u16]) {
+        if link.path_mtu.load(Relaxed) == 0 {
+            self.refresh(link);
+        }
+        let Some(name) = self.socket.name(link.options.remote) else {
+            link.route_error.store(libc::EAFNOSUPPORT, Relaxed);
+            link.stats.drop_frames(DropReason::SendFailed, which.len() as u64);
+            return;
+        };
+        let relayed_too_often = |index: &u16| batch.frame(usize::from(*index)).hops > HOPS_MAX;
+        if which.iter().any(relayed_too_often) {
+            let rest: Vec<u16> = which.iter().copied().filter(|index| !relayed_too_often(index)).collect();
+            link.stats.drop_frames(DropReason::HopLimit, (which.len() - rest.len()) as u64);
+            self.send_all(link, &name, batch, &rest);
+        } else {
+            self.send_all(link, &name, batch, which);
+        }
+    }
+
+    /// Asks the kernel for the path MTU of each link that was not asked for within the last second.
+    pub fn tick(&mut self, peers: &Peers, now_ms: u64) {
+        for link in peers.links() {
+            let last = link.refreshed_ms.load(Relaxed);
+            // Of several dispatchers one does it.
+            if (last == 0 || now_ms.saturating_sub(last) >= REFRESH_MS)
+                && link.refreshed_ms.compare_exchange(last, now_ms.max(1), Relaxed, Relaxed).is_ok()
+            {
+                self.refresh(link);
+            }
+        }
+    }
+
+    fn refresh(&mut self, link: &Link) {
+        match self.routes.path_mtu(link.options.remote) {
+            Ok(mtu) => {
+                link.path_mtu.store(mtu, Relaxed);
+                link.route_error.store(0, Relaxed);
+            }
+            Err(error) => {
+                let unknown = u32::from(PATH_MTU_FALLBACK);
+                let _ = link.path_mtu.compare_exchange(0, unknown, Relaxed, Relaxed);
+                link.route_error.store(error.raw_os_error().unwrap_or(libc::EIO), Relaxed);
+            }
+        }
+    }
+
+    fn send_all(&mut self, link: &Link, name: &Name, batch: &Batch, which: &[u16]) {
+        let native = link.options.encapsulation == Encapsulation::Native;
+        if self.dont_fragment != Some(native) {
+            // A socket that cannot be told sends all the same; only what IP does with large packets differs.
+            let _ = self.socket.set_dont_fragment(native);
+            self.dont_fragment = Some(native);
+        }
+        if !native {
+            return self.send_bare(link, name, batch, which);
+        }
+        let mut rest = which;
+        for attempt in 1..=ATTEMPTS {
+            match self.send_native(link, name, batch, rest, attempt < ATTEMPTS) {
+                Ok(()) => return,
+                Err(stop) => {
+                    rest = &rest[stop.position..];
+                    match stop.trouble {
+                        Trouble::TooBig => self.refresh(link),
+                        Trouble::NoSegmentation => self.gather.segmentation = false,
+                    }
+                }
+            }
+        }
+    }
+
+    fn send_native(
+        &mut self,
+        link: &Link,
+        name: &Name,
+        batch: &Batch,
+        which: &[u16],
+        may_stop: bool,
+    ) -> Result<(), Stop> {
+        let size = link.fragment_payload();
+        let mut at = 0;
+        while at < which.len() {
+            // Enough for any frame: each of its segments may be cut once by each fragment's end.
+            let slices = 2 * FRAGMENTS_MAX + crate::frame::SEGMENTS_MAX;
+            if !self.gather.has_room(FRAGMENTS_MAX, slices, FRAGMENTS_MAX * HEADER_LEN + BUNDLE_MAX) {
+                self.gather.flush(&self.socket, name, &link.stats, may_stop)?;
+            }
+            let count = bundled(batch, &which[at..], size);
+            if count > 1 {
+                self.put_bundle(link, batch, &which[at..at + count], at);
+            } else {
+                self.put_frame(link, batch, which[at], at, size);
+            }
+            at += count;
+        }
+        self.gather.flush(&self.socket, name, &link.stats, may_stop)
+    }
+
+    /// One datagram with several frames.
+    fn put_bundle(&mut self, link: &Link, batch: &Batch, which: &[u16], position: usize) {
+        let first = batch.frame(usize::from(which[0]));
+        let header = Header { kind: Kind::Bundle, ..header(first, link.take_numbers(1)) };
+        self.gather.copy(&header.to_bytes());
+        for &index in which {
+            let frame = batch.frame(usize::from(index));
+            let metadata = if header.offload { WIRE_LEN } else { 0 };
+            self.gather.copy(&((frame.len() + metadata) as u16).to_be_bytes());
+            if header.offload {
+                self.gather.copy(&frame.offload.to_wire());
+            }
+            self.gather.copy_frame(batch, frame);
+        }
+        let message = self.gather.end_datagram(true);
+        for (i, &index) in which.iter().enumerate() {
+            self.gather.record(position + i, batch.frame(usize::from(index)).len(), message, message);
+        }
+    }
+
+    /// One frame in as many datagrams as it needs, with `size` bytes of payload each.
+    fn put_frame(&mut self, link: &Link, batch: &Batch, index: u16, position: usize, size: usize) {
+        let frame = batch.frame(usize::from(index));
+        let mut header = header(frame, 0);
+        let metadata = if header.offload { WIRE_LEN } else { 0 };
+        let count = (frame.len() + metadata).div_ceil(size);
+        header.number = link.take_numbers(count as u64);
+        let mut cursor = Cursor { segments: batch.segments(frame), offset: 0 };
+        let (mut first, mut last) = (usize::MAX, 0);
+        for k in 0..count {
+            header.index = k as u16;
+            header.last = k + 1 == count;
+            self.gather.copy(&header.to_bytes());
+            if header.offload {
+                self.gather.copy(&frame.offload.to_wire());
+            }
+            cursor.take(size - if header.offload { WIRE_LEN } else { 0 }, |slice| self.gather.slice(slice));
+            last = self.gather.end_datagram(true);
+            first = first.min(last);
+            header.number += 1;
+            header.offload = false;
+        }
+        self.gather.record(position, frame.len(), first, last);
+    }
+
+    fn send_bare(&mut self, link: &Link, name: &Name, batch: &Batch, which: &[u16]) {
+        for &index in which {
+            let frame = batch.frame(usize::from(index));
+            if !self.gather.has_room(1, crate::frame::SEGMENTS_MAX, 0) {
+                self.flush_bare(link, name);
+            }
+            if !frame.offload.is_none() {
+                self.finish_bare(link, name, batch, frame);
+            } else if frame.len() > UDP_PAYLOAD_MAX {
+                link.stats.drop_frames(DropReason::MtuExceeded, 1);
+            } else {
+                for segment in batch.segments(frame) {
+                    self.gather.slice(*segment);
+                }
+                let message = self.gather.end_datagram(frame.len() <= link.udp_payload());
+                self.gather.record(0, frame.len(), message, message);
+            }
+        }
+        self.flush_bare(link, name);
+    }
+
+    /// Finishes a frame in software and sends what comes out.
+    fn finish_bare(&mut self, link: &Link, name: &Name, batch: &Batch, frame: &Frame) {
+        let Sender { socket, gather, copy, .. } = self;
+        let len = batch.copy_to(frame, copy);
+        let mut pieces = 0;
+        let finished =
+            segment::finish(&mut copy[..len], &frame.offload, &Accepts::NOTHING, &mut |piece, _| {
+                pieces += 1;
+                if piece.len() > UDP_PAYLOAD_MAX {
+                    link.stats.drop_frames(DropReason::MtuExceeded, 1);
+                    return;
+                }
+                if !gather.has_room(1, 1, piece.len()) {
+                    _ = gather.flush(socket, name, &link.stats, false);
+                }
+                gather.copy(piece);
+                let message = gather.end_datagram(piece.len() <= link.udp_payload());
+                gather.record(0, piece.len(), message, message);
+            });
+        // One frame came in: what went on beyond one is a copy, and a frame that could not be finished is dropped itself.
+        if finished.is_err() || pieces == 0 {
+            link.stats.drop_frames(DropReason::Unsegmentable, 1);
+            link.stats.copies.add(pieces);
+        } else {
+            link.stats.copies.add(pieces - 1);
+        }
+    }
+
+    fn flush_bare(&mut self, link: &Link, name: &Name) {
+        // Never stops early: what cannot be sent is counted as dropped.
+        _ = self.gather.flush(&self.socket, name, &link.stats, false);
+    }
+}
+
+/// How many of the frames `which`, from the first on, go into one datagram; 1 when the first stands alone.
+#[inline]
+fn bundled(batch: &Batch, which: &[u16], size: usize) -> usize {
+    let first = batch.frame(usize::from(which[0]));
+    let kind = |frame: &Frame| (frame.network, frame.hops, frame.offload.is_none());
+    let overhead = ENTRY_LEN + if first.offload.is_none() { 0 } else { WIRE_LEN };
+    let mut left = size.min(BUNDLE_MAX);
+    let fits = |index: &&u16| {
+        let frame = batch.frame(usize::from(**index));
+        let entry = overhead + frame.len();
+        let fits = frame.len() <= BUNDLE_FRAME_MAX && entry <= left && kind(frame) == kind(first);
+        left = left.saturating_sub(entry);
+        fits
+    };
+    which.iter().take_while(fits).count().max(1)
+}
+
+/// The header of a datagram that holds all of `frame`.
+#[inline]
+fn header(frame: &Frame, number: u64) -> Header {
+    Header {
+        kind: Kind::Frame,
+        last: true,
+        offload: !frame.offload.is_none(),
+        sealed: false,
+        hops: frame.hops,
+        epoch: 0,
+        index: 0,
+        network: frame.network.get(),
+        queue: 0,
+        number,
+    }
+}
+
+/// A place in a frame's segments.
+struct Cursor<'a> {
+    segments: &'a [Segment],
+    offset: usize,
+}
+
+impl Cursor<'_> {
+    /// Calls `with` for each slice of the next `len` bytes, or of what is left.
+    #[inline]
+    fn take(&mut self, mut len: usize, mut with: impl FnMut(Segment)) {
+        while let [segment, rest @ ..] = self.segments
+            && len > 0
+        {
+            let slice = segment.slice(self.offset, len);
+            len -= slice.len();
+            self.offset += slice.len();
+            with(slice);
+            if self.offset == segment.len() {
+                self.segments = rest;
+                self.offset = 0;
+            }
+        }
+    }
+}

@@ -1,0 +1,269 @@
+//! The store of learned addresses: a slab, an index from (network, address) into it, and for each port of each network one
+//! list of its addresses from the longest silent to the latest heard.
+//!
+//! The lists make ageing and limits exact and cheap: what has expired stands at the old end, so finding room, forgetting a
+//! port and counting its addresses never look at the addresses of others. No policy here; that is `learning.rs`.
+
+use std::collections::HashMap;
+
+use hashbrown::HashTable;
+
+use super::hash::Seed;
+use super::rule::PortKind;
+use crate::frame::{NetworkId, PortId};
+use crate::wire::ethernet::Mac;
+
+/// End of a list.
+const END: u32 = u32::MAX;
+
+/// What is noted of a frame's source.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Heard {
+    /// Where the frame came from.
+    pub(super) port: PortId,
+    pub(super) kind: PortKind,
+    /// When it came.
+    pub(super) at_ms: u64,
+    /// When that is too long ago to count.
+    pub(super) expires_ms: u64,
+}
+
+/// A learned address.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Address {
+    pub(super) network: NetworkId,
+    pub(super) mac: Mac,
+    /// The latest frame from it that was noted.
+    pub(super) last: Heard,
+    /// Moves since `first_move_ms`.
+    pub(super) moves: u8,
+    /// Start of the period in which moves are counted.
+    pub(super) first_move_ms: u64,
+    /// Until when it must not move; 0: it may.
+    pub(super) frozen_until_ms: u64,
+    older: u32,
+    newer: u32,
+}
+
+impl Address {
+    /// True when it still counts at `now_ms`.
+    pub(super) fn is_alive(&self, now_ms: u64) -> bool {
+        now_ms < self.last.expires_ms
+    }
+
+    /// True when it must not move at `now_ms`.
+    pub(super) fn is_frozen(&self, now_ms: u64) -> bool {
+        now_ms < self.frozen_until_ms
+    }
+}
+
+/// The addresses of one port in one network.
+#[derive(Clone, Copy, Debug)]
+struct Share {
+    count: u32,
+    oldest: u32,
+    newest: u32,
+}
+
+const EMPTY: Share = Share { count: 0, oldest: END, newest: END };
+
+/// A port's part of a network.
+pub(super) type ShareKey = (NetworkId, PortId);
+
+/// All learned addresses.
+pub(super) struct Addresses {
+    slab: Vec<Address>,
+    /// Unused places of the slab.
+    free: Vec<u32>,
+    index: HashTable<u32>,
+    shares: HashMap<ShareKey, Share>,
+    seed: Seed,
+}
+
+impl Addresses {
+    /// None yet.
+    pub(super) fn new(seed: Seed) -> Addresses {
+        Addresses { slab: vec![], free: vec![], index: HashTable::new(), shares: HashMap::new(), seed }
+    }
+
+    fn hash(seed: Seed, network: NetworkId, mac: Mac) -> u64 {
+        seed.hash(mac.to_u64(), u64::from(network.get()))
+    }
+
+    /// Where an address is kept.
+    pub(super) fn find(&self, network: NetworkId, mac: Mac) -> Option<u32> {
+        let is_it = |&at: &u32| {
+            let address = &self.slab[at as usize];
+            address.mac == mac && address.network == network
+        };
+        self.index.find(Addresses::hash(self.seed, network, mac), is_it).copied()
+    }
+
+    /// The address kept at a place that `find` or `insert` gave.
+    pub(super) fn get(&self, at: u32) -> &Address {
+        &self.slab[at as usize]
+    }
+
+    /// The same, to be changed; where and when it was heard is changed by [`Addresses::hear`] only.
+    pub(super) fn get_mut(&mut self, at: u32) -> &mut Address {
+        &mut self.slab[at as usize]
+    }
+
+    /// Adds an address that is not there yet.
+    pub(super) fn insert(&mut self, network: NetworkId, mac: Mac, last: Heard) {
+        let address = Address {
+            network,
+            mac,
+            last,
+            moves: 0,
+            first_move_ms: 0,
+            frozen_until_ms: 0,
+            older: END,
+            newer: END,
+        };
+        let at = match self.free.pop() {
+            Some(at) => {
+                self.slab[at as usize] = address;
+                at
+            }
+            None => {
+                self.slab.push(address);
+                self.slab.len() as u32 - 1
+            }
+        };
+        let (slab, seed) = (&self.slab, self.seed);
+        self.index.insert_unique(Addresses::hash(seed, network, mac), at, |&at| {
+            let address = &slab[at as usize];
+            Addresses::hash(seed, address.network, address.mac)
+        });
+        self.append(at);
+    }
+
+    /// Removes the address at a place.
+    pub(super) fn remove(&mut self, at: u32) {
+        self.unlink(at);
+        let Address { network, mac, .. } = self.slab[at as usize];
+        let hash = Addresses::hash(self.seed, network, mac);
+        if let Ok(entry) = self.index.find_entry(hash, |&other| other == at) {
+            entry.remove();
+        }
+        self.free.push(at);
+    }
+
+    /// Notes a frame from the address at a place.
+    pub(super) fn hear(&mut self, at: u32, heard: Heard) {
+        self.unlink(at);
+        self.slab[at as usize].last = heard;
+        self.append(at);
+    }
+
+    /// How many addresses a port has in a network.
+    pub(super) fn count(&self, share: ShareKey) -> u32 {
+        self.shares.get(&share).map_or(0, |share| share.count)
+    }
+
+    /// The longest silent address of a share.
+    pub(super) fn oldest(&self, share: ShareKey) -> Option<u32> {
+        self.shares.get(&share).map(|share| share.oldest)
+    }
+
+    /// All shares that have addresses.
+    pub(super) fn shares(&self) -> impl Iterator<Item = ShareKey> {
+        self.shares.keys().copied()
+    }
+
+    /// All addresses, in no order.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Address> {
+        self.index.iter().map(|&at| &self.slab[at as usize])
+    }
+
+    /// How many there are.
+    pub(super) fn len(&self) -> usize {
+        self.index.len()
+    }
+
+    fn append(&mut self, at: u32) {
+        let Address { network, last: Heard { port, .. }, .. } = self.slab[at as usize];
+        let share = self.shares.entry((network, port)).or_insert(EMPTY);
+        let last = std::mem::replace(&mut share.newest, at);
+        share.count += 1;
+        if last == END {
+            share.oldest = at;
+        } else {
+            self.slab[last as usize].newer = at;
+        }
+        let address = &mut self.slab[at as usize];
+        (address.older, address.newer) = (last, END);
+    }
+
+    fn unlink(&mut self, at: u32) {
+        let Address { network, last: Heard { port, .. }, older, newer, .. } = self.slab[at as usize];
+        let share = self.shares.get_mut(&(network, port)).expect("every address is in the share of its port");
+        share.count -= 1;
+        match older {
+            END => share.oldest = newer,
+            older => self.slab[older as usize].newer = newer,
+        }
+        match newer {
+            END => share.newest = older,
+            newer => self.slab[newer as usize].older = older,
+        }
+        if share.count == 0 {
+            self.shares.remove(&(network, port));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::VecDeque;
+
+    /// What the lists are, written down naively: an address stands behind all that were heard before it.
+    #[derive(Default)]
+    struct Naive(VecDeque<(NetworkId, Mac, PortId)>);
+
+    proptest! {
+        #[test]
+        fn lists_are_in_the_order_of_hearing(ops in prop::collection::vec((0..4u8, 0..6u8, 0..3u16), 1..200)) {
+            let network = NetworkId::DEFAULT;
+            let mut addresses = Addresses::new(Seed::random());
+            let mut naive = Naive::default();
+            for (time, (op, n, port)) in ops.into_iter().enumerate() {
+                let (mac, port) = (Mac([2, 0, 0, 0, 0, n]), PortId(port));
+                let at = addresses.find(network, mac);
+                let known = naive.0.iter().position(|(_, m, _)| *m == mac);
+                prop_assert_eq!(at.is_some(), known.is_some());
+                if let Some(known) = known {
+                    naive.0.remove(known);
+                }
+                match (op, at) {
+                    (0, Some(at)) => addresses.remove(at),
+                    (0, None) => {}
+                    (_, at) => {
+                        let at_ms = time as u64;
+                        let heard = Heard { port, kind: PortKind::Link, at_ms, expires_ms: at_ms + 9 };
+                        match at {
+                            Some(at) => addresses.hear(at, heard),
+                            None => addresses.insert(network, mac, heard),
+                        }
+                        naive.0.push_back((network, mac, port));
+                    }
+                }
+                prop_assert_eq!(addresses.len(), naive.0.len());
+                prop_assert!(addresses.slab.len() <= 6);
+                for port in (0..3).map(PortId) {
+                    let expected: Vec<Mac> = naive.0.iter().filter(|a| a.2 == port).map(|a| a.1).collect();
+                    prop_assert_eq!(addresses.count((network, port)) as usize, expected.len());
+                    let mut at = addresses.oldest((network, port)).unwrap_or(END);
+                    for mac in expected {
+                        prop_assert_eq!(addresses.get(at).mac, mac);
+                        at = addresses.get(at).newer;
+                    }
+                    prop_assert_eq!(at, END);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! The guard: what a port may send at all, and how much of it may be flooded.
+//!
+//! Sources are checked when a flow is first seen; the answer is cached with the flow. The storm limit is asked for every
+//! flooded frame, and holds for a port as a whole, however many dispatchers serve its queues.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use super::rule::{Member, PortKind};
+use crate::frame::PortId;
+use crate::wire::ethernet::Mac;
+
+/// A storm limit that no honest guest meets: flooded frames a second and port.
+pub const STORM_FRAMES_PER_S: u32 = 20_000;
+
+const NS_PER_S: u64 = 1_000_000_000;
+const NS_PER_MS: u64 = 1_000_000;
+
+/// True when a frame with source `src` may enter at `port`.
+pub(super) fn source_allowed(src: Mac, port: &Member) -> bool {
+    // A group is never a station (IEEE 802.3, 3.2.3); links carry many stations, so port security is for interfaces.
+    !src.is_multicast()
+        && (port.kind == PortKind::Link || !port.port_security || port.mac.is_some_and(|mac| mac == src))
+}
+
+/// A token bucket for each port, one second deep: a second's worth of frames at once, then the rate.
+///
+/// Kept as the time at which the bucket is full again (the "theoretical arrival time" of the generic cell rate algorithm,
+/// ITU-T I.371): one word, so that dispatchers share it without a lock.
+pub(super) struct Storm {
+    full_at_ns: Box<[AtomicU64]>,
+}
+
+impl Storm {
+    /// Full buckets for every possible port.
+    pub(super) fn new() -> Storm {
+        Storm { full_at_ns: (0..=u16::MAX).map(|_| AtomicU64::new(0)).collect() }
+    }
+
+    /// Takes a token for one frame from `port`; false when there is none.
+    #[inline]
+    pub(super) fn admit(&self, port: PortId, frames_per_s: Option<u32>, now_ms: u64) -> bool {
+        let Some(rate) = frames_per_s else { return true };
+        let Some(cost) = NS_PER_S.checked_div(u64::from(rate)) else { return false };
+        let now = now_ms * NS_PER_MS;
+        self.full_at_ns[port.index()]
+            .fetch_update(Relaxed, Relaxed, |full_at| {
+                let full_at = full_at.max(now) + cost;
+                (full_at - now <= NS_PER_S).then_some(full_at)
+            })
+            .is_ok()
+    }
+
+    /// Fills the bucket of `port`.
+    pub(super) fn reset(&self, port: PortId) {
+        self.full_at_ns[port.index()].store(0, Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_second_at_once_then_the_rate() {
+        let storm = Storm::new();
+        let admit = |n: u32, now| (0..n).filter(|_| storm.admit(PortId(4), Some(10), now)).count();
+        assert_eq!(admit(100, 5000), 10);
+        assert_eq!(admit(100, 5000), 0);
+        assert_eq!(admit(100, 5099), 0);
+        assert_eq!(admit(100, 5100), 1);
+        assert_eq!(admit(100, 5500), 4);
+        assert_eq!(admit(100, 60_000), 10);
+        storm.reset(PortId(4));
+        assert_eq!(admit(100, 60_000), 10);
+    }
+
+    #[test]
+    fn limits_at_the_ends() {
+        let storm = Storm::new();
+        assert!((0..100_000).all(|_| storm.admit(PortId(0), None, 1)));
+        assert!(!storm.admit(PortId(0), Some(0), 1));
+        assert_eq!(
+            (0..30_000).filter(|_| storm.admit(PortId(1), Some(STORM_FRAMES_PER_S), 9)).count(),
+            20_000
+        );
+    }
+}

@@ -1,0 +1,407 @@
+//! Learned addresses: where stations were last heard. Shared by all dispatchers.
+//!
+//! # What is learned
+//! A frame in a network that learns tells at which port its source is. The newest claim wins, so a machine that migrates is
+//! found at once. An address that moves five times in 180 s is in two places (RFC 7432, section 15.1): it is frozen where
+//! it is, counted and logged, and may move again after 180 s. Addresses configured on an interface are never learned; the
+//! table knows them. What is not heard for the network's ageing time is forgotten.
+//!
+//! # Limits
+//! A port has its own share of each network: [`INTERFACE_ADDRESSES_MAX`] or [`LINK_ADDRESSES_MAX`] addresses. When it is
+//! used up, that port's new addresses are refused and counted, so a guest that invents addresses takes room from nobody but
+//! itself. All links together have [`LINKS_ADDRESSES_MAX`]. Frames to an address that was refused are flooded.
+//!
+//! # Locking
+//! All addresses are behind one lock, taken when a flow is not in a dispatcher's cache: when it is new, once a second, and
+//! when something about it has changed. *What* has changed a cache sees without the lock: addresses are divided into
+//! [`BUCKETS`] by a keyed hash, and each bucket has a version that is advanced, under the lock, when an address in it is
+//! learned, moved or forgotten before its time. A cached decision carries the versions that were read under the same lock
+//! as the addresses it was made from; while they are the current ones, none of that has happened.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::addresses::{Address, Addresses, Heard, ShareKey};
+use super::guard::Storm;
+use super::hash::Seed;
+use super::rule::PortKind;
+use super::table::Table;
+use crate::frame::{NetworkId, PortId};
+use crate::wire::ethernet::Mac;
+
+/// A heard address is noted again at most once in this many milliseconds.
+pub const REFRESH_MS: u64 = 1000;
+/// Moves within [`MOVES_WINDOW_MS`] that freeze an address (RFC 7432, section 15.1: N = 5).
+pub const MOVES_MAX: u8 = 5;
+/// Milliseconds in which moves are counted together (RFC 7432, section 15.1: M = 180 s).
+pub const MOVES_WINDOW_MS: u64 = 180_000;
+/// Milliseconds for which an address stays frozen.
+pub const FREEZE_MS: u64 = 180_000;
+/// Addresses of one interface in one network: a guest that bridges a thousand containers.
+pub const INTERFACE_ADDRESSES_MAX: u32 = 1024;
+/// Addresses of one link in one network: a host with 1 024 interfaces of 16 addresses.
+pub const LINK_ADDRESSES_MAX: u32 = 16_384;
+/// Addresses of all links in all networks: 256 such interfaces on each of 64 hosts. With 1 024 interfaces at their limits
+/// 1.3 million addresses of 56 bytes remain the worst that can happen (about 100 MB).
+pub const LINKS_ADDRESSES_MAX: u32 = 262_144;
+
+/// Buckets that addresses are divided into for telling caches of changes: one new address disturbs 1/4096 of the entries.
+const BUCKETS: usize = 4096;
+/// How many expired addresses of a share one call removes, which bounds the time under the lock.
+const RECLAIM_MAX: usize = 64;
+/// Milliseconds between two looks for expired addresses of all shares, and between two warnings.
+const HOUSEKEEPING_MS: u64 = 1000;
+
+/// A version for each bucket, and one that never changes.
+pub(super) struct Versions(Box<[AtomicU32]>);
+
+/// The bucket that never changes.
+const CONSTANT: u16 = BUCKETS as u16;
+
+impl Versions {
+    pub(super) fn new() -> Versions {
+        Versions((0..=BUCKETS).map(|_| AtomicU32::new(0)).collect())
+    }
+
+    #[inline(always)]
+    fn get(&self, bucket: u16) -> u32 {
+        // Acquire pairs with `advance`: who sees a version sees what was done before it was advanced.
+        self.0[usize::from(bucket)].load(Ordering::Acquire)
+    }
+
+    fn advance(&self, bucket: u16) {
+        self.0[usize::from(bucket)].fetch_add(1, Ordering::Release);
+    }
+}
+
+/// How long a decision holds: until a time, and as long as two buckets keep their versions.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Lease {
+    pub(super) until_ms: u64,
+    versions: [u32; 2],
+    buckets: [u16; 2],
+}
+
+impl Lease {
+    /// Nothing learned is part of the decision.
+    pub(super) const FOREVER: Lease = Lease::until(u64::MAX);
+
+    /// Holds until a time, whatever is learned.
+    pub(super) const fn until(until_ms: u64) -> Lease {
+        Lease { until_ms, versions: [0; 2], buckets: [CONSTANT; 2] }
+    }
+
+    #[inline(always)]
+    pub(super) fn holds(&self, now_ms: u64, versions: &Versions) -> bool {
+        now_ms < self.until_ms
+            && self.versions[0] == versions.get(self.buckets[0])
+            && self.versions[1] == versions.get(self.buckets[1])
+    }
+}
+
+/// What a frame says about its source.
+#[derive(Clone, Copy)]
+pub(super) struct Claim {
+    pub(super) mac: Mac,
+    pub(super) heard: Heard,
+}
+
+/// How an address got its place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Held {
+    /// Learned from a frame.
+    Learned,
+    /// Learned, and frozen there because it moved too often.
+    Frozen,
+    /// Configured on the interface.
+    Pinned,
+}
+
+/// A known address, for display.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LearnedEntry {
+    /// The network.
+    pub network: NetworkId,
+    /// The address.
+    pub mac: Mac,
+    /// Where it is.
+    pub port: PortId,
+    /// Seconds since it was last noted that it was heard; 0 for configured ones.
+    pub age_s: u32,
+    /// How it got there.
+    pub held: Held,
+}
+
+/// Counters of [`Learned`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LearnedStats {
+    /// Addresses kept now; some may have expired since one was last added.
+    pub entries: u64,
+    /// Times an address was heard at another port than before.
+    pub moves: u64,
+    /// Times an address was frozen because it moved too often: two stations use it.
+    pub frozen: u64,
+    /// Times an address was not learned because its port's share was full.
+    pub refused: u64,
+}
+
+/// What is behind the lock.
+struct Book {
+    addresses: Addresses,
+    /// Addresses at links.
+    at_links: u32,
+    stats: LearnedStats,
+    housekeeping_at_ms: u64,
+    /// Before this moment no further warning is logged.
+    quiet_until_ms: u64,
+    /// For the shares of one round of housekeeping; kept for its memory.
+    round: Vec<ShareKey>,
+}
+
+/// What the dispatchers have learned together, and each port's storm limit.
+///
+/// Times are milliseconds of one monotonic clock; dispatchers may be a little apart.
+pub struct Learned {
+    book: Mutex<Book>,
+    pub(super) versions: Versions,
+    pub(super) storm: Storm,
+    seed: Seed,
+}
+
+impl Default for Learned {
+    fn default() -> Learned {
+        Learned::new()
+    }
+}
+
+impl Learned {
+    /// Nothing learned yet.
+    pub fn new() -> Learned {
+        let seed = Seed::random();
+        Learned {
+            book: Mutex::new(Book {
+                addresses: Addresses::new(seed),
+                at_links: 0,
+                stats: LearnedStats::default(),
+                housekeeping_at_ms: 0,
+                quiet_until_ms: 0,
+                round: vec![],
+            }),
+            versions: Versions::new(),
+            storm: Storm::new(),
+            seed,
+        }
+    }
+
+    fn book(&self) -> MutexGuard<'_, Book> {
+        // A panic while the lock is held is a bug in this room; what was learned stays usable for the others.
+        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn bucket(&self, network: NetworkId, mac: Mac) -> u16 {
+        let hash = self.seed.hash(u64::from(network.get()), mac.to_u64());
+        (hash as usize & (BUCKETS - 1)) as u16
+    }
+
+    /// Learns `claim`, then tells where `dst` is, and how long both answers hold.
+    pub(super) fn meet(
+        &self,
+        network: NetworkId,
+        claim: Option<Claim>,
+        dst: Option<Mac>,
+        now_ms: u64,
+    ) -> (Option<PortId>, Lease) {
+        let mut lease = Lease::FOREVER;
+        if claim.is_none() && dst.is_none() {
+            return (None, lease);
+        }
+        let mut book = self.book();
+        if let Some(claim) = claim {
+            let bucket = self.bucket(network, claim.mac);
+            let (until_ms, changed) = book.learn(network, claim);
+            if changed {
+                self.versions.advance(bucket);
+            }
+            lease.until_ms = until_ms;
+            lease.buckets[0] = bucket;
+            lease.versions[0] = self.versions.get(bucket);
+        }
+        let mut port = None;
+        if let Some(dst) = dst {
+            let bucket = self.bucket(network, dst);
+            lease.buckets[1] = bucket;
+            lease.versions[1] = self.versions.get(bucket);
+            if let Some(address) = book.known(network, dst, now_ms) {
+                port = Some(address.last.port);
+                lease.until_ms = lease.until_ms.min(address.last.expires_ms);
+            }
+        }
+        (port, lease)
+    }
+
+    /// What is known of `mac`; changes nothing.
+    pub(super) fn known(&self, network: NetworkId, mac: Mac, now_ms: u64) -> Option<Address> {
+        self.book().known(network, mac, now_ms).copied()
+    }
+
+    /// Forgets all that was learned at `port`, and its storm limit's state. For a port that is removed: call it after every
+    /// dispatcher has adopted a table without the port, and before its slot is given to another.
+    pub fn forget_port(&self, port: PortId) {
+        let mut book = self.book();
+        let shares: Vec<ShareKey> = book.addresses.shares().filter(|share| share.1 == port).collect();
+        for share in shares {
+            while let Some(oldest) = book.addresses.oldest(share) {
+                let bucket = self.bucket(share.0, book.addresses.get(oldest).mac);
+                book.remove(oldest);
+                self.versions.advance(bucket);
+            }
+        }
+        self.storm.reset(port);
+    }
+
+    /// All known addresses, configured ones included, ordered by network and address.
+    pub fn entries(&self, table: &Table, now_ms: u64) -> Vec<LearnedEntry> {
+        let mut entries: Vec<LearnedEntry> = table
+            .all_pinned()
+            .map(|(network, mac, port)| LearnedEntry { network, mac, port, age_s: 0, held: Held::Pinned })
+            .collect();
+        // Copied first: the dispatchers may want the lock.
+        let learned: Vec<Address> = self.book().addresses.iter().copied().collect();
+        for address in learned.iter().filter(|address| address.is_alive(now_ms)) {
+            let Address { network, mac, last: Heard { port, at_ms, .. }, .. } = *address;
+            let used = table.network(network).is_some_and(|network| network.learning)
+                && table.carries(port, network)
+                && table.pinned(network, mac).is_none();
+            if used {
+                let held = if address.is_frozen(now_ms) { Held::Frozen } else { Held::Learned };
+                let age_s = (now_ms.saturating_sub(at_ms) / 1000) as u32;
+                entries.push(LearnedEntry { network, mac, port, age_s, held });
+            }
+        }
+        entries.sort_unstable_by_key(|entry| (entry.network, entry.mac));
+        entries
+    }
+
+    /// Counters.
+    pub fn stats(&self) -> LearnedStats {
+        let book = self.book();
+        LearnedStats { entries: book.addresses.len() as u64, ..book.stats }
+    }
+}
+
+impl Book {
+    /// An address that has not expired.
+    fn known(&self, network: NetworkId, mac: Mac, now_ms: u64) -> Option<&Address> {
+        let address = self.addresses.get(self.addresses.find(network, mac)?);
+        address.is_alive(now_ms).then_some(address)
+    }
+
+    /// Notes a claim. Returns until when noting it again would change nothing, unless the address is learned, moved or
+    /// forgotten meanwhile, and whether it has been now.
+    fn learn(&mut self, network: NetworkId, claim: Claim) -> (u64, bool) {
+        let heard = claim.heard;
+        let refresh_ms = |heard: &Heard| heard.expires_ms.min(heard.at_ms + REFRESH_MS);
+        let mut known = self.addresses.find(network, claim.mac);
+        if let Some(at) = known.filter(|&at| !self.addresses.get(at).is_alive(heard.at_ms)) {
+            self.remove(at);
+            known = None;
+        }
+        let Some(at) = known else {
+            if !self.has_room(network, &heard) {
+                return (0, false);
+            }
+            self.addresses.insert(network, claim.mac, heard);
+            self.at_links += u32::from(heard.kind == PortKind::Link);
+            return (refresh_ms(&heard), true);
+        };
+        let address = *self.addresses.get(at);
+        if address.last.port == heard.port {
+            if heard.at_ms < refresh_ms(&address.last) {
+                return (refresh_ms(&address.last), false);
+            }
+            self.addresses.hear(at, heard);
+            return (refresh_ms(&heard), false);
+        }
+        if address.is_frozen(heard.at_ms) {
+            return (address.frozen_until_ms.min(address.last.expires_ms), false);
+        }
+        if !self.has_room(network, &heard) {
+            return (0, false);
+        }
+        self.move_to(at, heard);
+        (refresh_ms(&heard), true)
+    }
+
+    /// Moves an address to where it was heard, and freezes it there when it moves too often.
+    fn move_to(&mut self, at: u32, heard: Heard) {
+        let before = *self.addresses.get(at);
+        self.at_links -= u32::from(before.last.kind == PortKind::Link);
+        self.at_links += u32::from(heard.kind == PortKind::Link);
+        self.addresses.hear(at, heard);
+        self.stats.moves += 1;
+        let address = self.addresses.get_mut(at);
+        if address.moves == 0 || heard.at_ms >= address.first_move_ms + MOVES_WINDOW_MS {
+            address.first_move_ms = heard.at_ms;
+            address.moves = 0;
+        }
+        address.moves += 1;
+        if address.moves == MOVES_MAX {
+            address.moves = 0;
+            address.frozen_until_ms = heard.at_ms + FREEZE_MS;
+            self.stats.frozen += 1;
+            self.warn(&before, &heard);
+        }
+    }
+
+    /// Logs that an address is in two places; at most once a second, because guests can bring it about.
+    fn warn(&mut self, before: &Address, heard: &Heard) {
+        if heard.at_ms < self.quiet_until_ms {
+            return;
+        }
+        self.quiet_until_ms = heard.at_ms + HOUSEKEEPING_MS;
+        tracing::warn!(
+            network = before.network.get(),
+            mac = %before.mac,
+            ports = ?[before.last.port.0, heard.port.0],
+            "two stations use one MAC address: it moved {MOVES_MAX} times within {} s and now stays where it is for {} s; \
+             give one of them another address",
+            MOVES_WINDOW_MS / 1000,
+            FREEZE_MS / 1000,
+        );
+    }
+
+    /// True when an address may be added to the share of the port where it was heard, after making room.
+    fn has_room(&mut self, network: NetworkId, heard: &Heard) -> bool {
+        let share = (network, heard.port);
+        self.reclaim(share, heard.at_ms);
+        if heard.at_ms >= self.housekeeping_at_ms {
+            self.housekeeping_at_ms = heard.at_ms + HOUSEKEEPING_MS;
+            let mut round = std::mem::take(&mut self.round);
+            round.extend(self.addresses.shares());
+            round.drain(..).for_each(|share| self.reclaim(share, heard.at_ms));
+            self.round = round;
+        }
+        let count = self.addresses.count(share);
+        let room = match heard.kind {
+            PortKind::Interface => count < INTERFACE_ADDRESSES_MAX,
+            PortKind::Link => count < LINK_ADDRESSES_MAX && self.at_links < LINKS_ADDRESSES_MAX,
+        };
+        self.stats.refused += u64::from(!room);
+        room
+    }
+
+    /// Removes expired addresses of a share. No version is advanced: what was decided from them has expired as well.
+    fn reclaim(&mut self, share: ShareKey, now_ms: u64) {
+        for _ in 0..RECLAIM_MAX {
+            match self.addresses.oldest(share) {
+                Some(oldest) if !self.addresses.get(oldest).is_alive(now_ms) => self.remove(oldest),
+                _ => break,
+            }
+        }
+    }
+
+    fn remove(&mut self, at: u32) {
+        self.at_links -= u32::from(self.addresses.get(at).last.kind == PortKind::Link);
+        self.addresses.remove(at);
+    }
+}

@@ -1,0 +1,228 @@
+//! Routing: where each frame goes.
+//!
+//! Each dispatcher has a [`Router`]. For every frame it asks, in this order:
+//!
+//! 1. its cache (`cache.rs`), which answers all but the first frames of a flow with one probe, without a lock;
+//! 2. the guard (`guard.rs`): may a frame with this source enter here;
+//! 3. the [`Table`] (`table.rs`): do VNET rules apply. If so they alone decide: all rules of the highest priority get a copy;
+//! 4. where the network learns: [`Learned`] (`learning.rs`), which first notes the frame's source. A known destination
+//!    gets the frame;
+//! 5. flooding, with split horizon, within the port's storm limit.
+//!
+//! Table and learned addresses are shared by all dispatchers. The table never changes; a new one is adopted as a whole.
+//! Every answer of the cache is the answer that steps 2 to 5 would give: `oracle.rs` holds all of this against a naive
+//! model that searches rules one by one as VNET/P published it.
+
+mod addresses;
+mod cache;
+mod guard;
+mod hash;
+mod learning;
+#[cfg(test)]
+mod oracle;
+mod rule;
+mod table;
+#[cfg(test)]
+mod tests;
+mod trace;
+
+use std::sync::Arc;
+
+pub use guard::STORM_FRAMES_PER_S;
+pub use learning::{
+    FREEZE_MS, Held, INTERFACE_ADDRESSES_MAX, LINK_ADDRESSES_MAX, LINKS_ADDRESSES_MAX, Learned, LearnedEntry,
+    LearnedStats, MOVES_MAX, MOVES_WINDOW_MS, REFRESH_MS,
+};
+pub use rule::{
+    AGEING_S, Flow, Member, NetworkSpec, Networks, PortKind, Qualifier, QualifierError, Rule, Source,
+};
+pub use table::Table;
+pub use trace::{By, Explanation, explain};
+
+use addresses::Heard;
+use cache::{Cache, ENTRIES, FEW, Verdict};
+use learning::{Claim, Lease};
+use table::Admitted;
+
+use crate::frame::{Frame, PortId};
+use crate::stats::DropReason;
+
+/// Where a frame goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Decision<'a> {
+    /// To one port.
+    To(PortId),
+    /// A copy for each of these ports, two or more. By rules a port may get several.
+    Copies(&'a [PortId]),
+    /// Nowhere: to be counted under this reason at the port it came from.
+    Drop(DropReason),
+}
+
+/// One dispatcher's router.
+pub struct Router {
+    table: Arc<Table>,
+    learned: Arc<Learned>,
+    cache: Cache,
+    scratch: Scratch,
+    /// Destinations of a cached decision while it is used.
+    few: [PortId; FEW],
+    misses: u64,
+}
+
+impl Router {
+    /// A router with an empty cache. `learned` is the one that all dispatchers share.
+    pub fn new(table: Arc<Table>, learned: Arc<Learned>) -> Router {
+        Router::with_cache(table, learned, ENTRIES)
+    }
+
+    fn with_cache(table: Arc<Table>, learned: Arc<Learned>, entries: usize) -> Router {
+        Router {
+            table,
+            learned,
+            cache: Cache::new(entries),
+            scratch: Scratch::default(),
+            few: [PortId::NONE; FEW],
+            misses: 0,
+        }
+    }
+
+    /// Uses `table` from now on, and forgets what was decided by the one before.
+    pub fn adopt(&mut self, table: Arc<Table>) {
+        self.table = table;
+        self.cache.empty();
+    }
+
+    /// The table in use.
+    pub fn table(&self) -> &Arc<Table> {
+        &self.table
+    }
+
+    /// How many frames the cache had no answer for.
+    pub fn misses(&self) -> u64 {
+        self.misses
+    }
+
+    /// Decides where `frame` goes. `now_ms` is the time on a monotonic clock in milliseconds; one reading a batch will do.
+    #[inline]
+    pub fn decide(&mut self, frame: &Frame, now_ms: u64) -> Decision<'_> {
+        self.route(&Flow::from(frame), now_ms)
+    }
+
+    #[inline]
+    fn route(&mut self, flow: &Flow, now_ms: u64) -> Decision<'_> {
+        let verdict = match self.cache.get(flow, now_ms, &self.learned.versions) {
+            Some(verdict) => verdict,
+            None => self.resolve(flow, now_ms),
+        };
+        match verdict {
+            Verdict::To(port) => Decision::To(port),
+            Verdict::Drop(reason) => Decision::Drop(reason),
+            Verdict::Flood { start, len } => self.flood(flow, start, len, now_ms),
+            Verdict::Few { len, ports } => {
+                self.few = ports;
+                Decision::Copies(&self.few[..usize::from(len)])
+            }
+            Verdict::Many => Decision::Copies(&self.scratch.list),
+        }
+    }
+
+    fn flood(&self, flow: &Flow, start: u32, len: u32, now_ms: u64) -> Decision<'_> {
+        let limit = self.table.port(flow.from).and_then(|port| port.storm_frames_per_s);
+        if !self.learned.storm.admit(flow.from, limit, now_ms) {
+            return Decision::Drop(DropReason::StormLimit);
+        }
+        match self.table.ring(start, len) {
+            [only] => Decision::To(*only),
+            ports => Decision::Copies(ports),
+        }
+    }
+
+    /// Decides without the cache, and keeps the decision there.
+    #[cold]
+    fn resolve(&mut self, flow: &Flow, now_ms: u64) -> Verdict {
+        self.misses += 1;
+        let (verdict, lease) = match self.table.admit(flow) {
+            Ok(here) => self.scratch.forward(&self.table, &self.learned, &here, flow, now_ms),
+            Err(reason) => (Verdict::Drop(reason), Lease::FOREVER),
+        };
+        if verdict != Verdict::Many && now_ms < lease.until_ms {
+            self.cache.put(flow, now_ms, lease, verdict);
+        }
+        verdict
+    }
+}
+
+/// Room for one decision, kept for its memory.
+#[derive(Default)]
+struct Scratch {
+    /// Rules that apply.
+    found: Vec<u32>,
+    /// Their destinations.
+    list: Vec<PortId>,
+}
+
+impl Scratch {
+    /// Decides for a flow that may enter: notes its source, then goes by rules, known addresses, flooding.
+    fn forward(
+        &mut self,
+        table: &Table,
+        learned: &Learned,
+        here: &Admitted<'_>,
+        flow: &Flow,
+        now_ms: u64,
+    ) -> (Verdict, Lease) {
+        let ruled = table.best(here, flow, &mut self.found).is_some();
+        let pinned = table.pinned(flow.network, flow.dst);
+        let (mut known, mut lease) = (None, Lease::FOREVER);
+        if here.network.learning {
+            let claim = claim(table, here, flow, now_ms);
+            let wanted = !ruled && pinned.is_none() && flow.dst.is_unicast();
+            (known, lease) = learned.meet(flow.network, claim, wanted.then_some(flow.dst), now_ms);
+        }
+        let verdict = if ruled {
+            self.by_rules(table, flow)
+        } else if !here.network.learning {
+            Verdict::Drop(DropReason::NoRoute)
+        } else if let Some(port) = pinned.or(known.filter(|&port| table.carries(port, flow.network))) {
+            table.toward(here, flow, port).map_or_else(Verdict::Drop, Verdict::To)
+        } else {
+            let range = table.flood(here);
+            match range.len() as u32 {
+                0 => Verdict::Drop(DropReason::NoRoute),
+                len => Verdict::Flood { start: range.start, len },
+            }
+        };
+        (verdict, lease)
+    }
+
+    /// The verdict of the rules in `found`.
+    fn by_rules(&mut self, table: &Table, flow: &Flow) -> Verdict {
+        if let Err(reason) = table.destinations(flow, &self.found, &mut self.list) {
+            return Verdict::Drop(reason);
+        }
+        match *self.list.as_slice() {
+            [port] => Verdict::To(port),
+            ref list if list.len() <= FEW => {
+                let mut ports = [PortId::NONE; FEW];
+                ports[..list.len()].copy_from_slice(list);
+                Verdict::Few { len: list.len() as u8, ports }
+            }
+            _ => Verdict::Many,
+        }
+    }
+}
+
+/// What a frame tells about its source, if that can be learned: it is a station's address, and not one that is configured
+/// on an interface.
+fn claim(table: &Table, here: &Admitted<'_>, flow: &Flow, now_ms: u64) -> Option<Claim> {
+    let learnable = flow.src.is_unicast()
+        && here.network.ageing_ms != 0
+        && table.pinned(flow.network, flow.src).is_none();
+    let heard = Heard {
+        port: flow.from,
+        kind: here.port.kind,
+        at_ms: now_ms,
+        expires_ms: now_ms + here.network.ageing_ms,
+    };
+    learnable.then_some(Claim { mac: flow.src, heard })
+}

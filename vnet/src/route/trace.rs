@@ -1,0 +1,77 @@
+//! Says why a frame would go where it goes, for people (`vnet trace`). Learns nothing and takes no storm tokens.
+
+use super::learning::Learned;
+use super::rule::{Flow, Rule};
+use super::table::Table;
+use crate::frame::PortId;
+use crate::stats::DropReason;
+
+/// What decides about a frame.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum By {
+    /// The frame may not enter: its network is not known, its port not part of it, or its source not allowed there.
+    Guard,
+    /// These rules, all of priority `priority`.
+    Rules {
+        /// The highest priority that applies.
+        priority: u8,
+        /// All rules that share it, ordered by index.
+        rules: Vec<Rule>,
+    },
+    /// The destination is configured on an interface.
+    Pinned,
+    /// The destination was learned.
+    Learned {
+        /// Seconds since it was last noted that it was heard.
+        age_s: u32,
+        /// Whether it is frozen there.
+        frozen: bool,
+    },
+    /// The network learns, and the destination is a group or not known.
+    Flood,
+    /// No rule applies, and the network does not learn.
+    Nothing,
+}
+
+/// Where a frame would go, and why.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Explanation {
+    /// What decides.
+    pub by: By,
+    /// The destinations, or why there are none.
+    pub outcome: Result<Vec<PortId>, DropReason>,
+}
+
+/// Explains what a router would decide about `flow`, storm limit aside. Its source is taken as it is known already.
+pub fn explain(table: &Table, learned: &Learned, flow: &Flow, now_ms: u64) -> Explanation {
+    let here = match table.admit(flow) {
+        Ok(here) => here,
+        Err(reason) => return Explanation { by: By::Guard, outcome: Err(reason) },
+    };
+    let mut found = vec![];
+    if let Some(priority) = table.best(&here, flow, &mut found) {
+        let mut list = vec![];
+        let outcome = table.destinations(flow, &found, &mut list).map(|()| list);
+        let rules = found.iter().map(|&place| *table.rule(place)).collect();
+        return Explanation { by: By::Rules { priority, rules }, outcome };
+    }
+    if !here.network.learning {
+        return Explanation { by: By::Nothing, outcome: Err(DropReason::NoRoute) };
+    }
+    let toward = |port| table.toward(&here, flow, port).map(|port| vec![port]);
+    if let Some(port) = table.pinned(flow.network, flow.dst) {
+        return Explanation { by: By::Pinned, outcome: toward(port) };
+    }
+    let known = learned.known(flow.network, flow.dst, now_ms);
+    if let Some(address) = known.filter(|address| table.carries(address.last.port, flow.network)) {
+        let age_s = (now_ms.saturating_sub(address.last.at_ms) / 1000) as u32;
+        let by = By::Learned { age_s, frozen: address.is_frozen(now_ms) };
+        return Explanation { by, outcome: toward(address.last.port) };
+    }
+    let range = table.flood(&here);
+    let ports = table.ring(range.start, range.len() as u32).to_vec();
+    Explanation {
+        by: By::Flood,
+        outcome: if ports.is_empty() { Err(DropReason::NoRoute) } else { Ok(ports) },
+    }
+}
