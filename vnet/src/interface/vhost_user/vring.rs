@@ -65,6 +65,8 @@ pub(super) struct Vring {
     /// Present while the ring is started.
     kick: Option<Kick>,
     call: Option<File>,
+    /// Chains were completed while there was nobody to tell.
+    missed: bool,
     error: Option<File>,
     enabled: bool,
     running: Option<Running>,
@@ -100,7 +102,8 @@ impl Vring {
 
     /// Tells the guest that chains were completed. Returns true when it could be told.
     #[inline]
-    pub(super) fn notify(&self) -> bool {
+    pub(super) fn notify(&mut self) -> bool {
+        self.missed = self.call.is_none();
         self.call.as_ref().is_some_and(signal)
     }
 
@@ -177,8 +180,7 @@ impl Vring {
     /// SET_VRING_CALL; `None` when the guest polls.
     pub(super) fn set_call(&mut self, call: Option<File>) {
         self.call = call;
-        // Chains may have been completed while nobody could be told.
-        if self.running.is_some() {
+        if self.missed {
             self.notify();
         }
     }

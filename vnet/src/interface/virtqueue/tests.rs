@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use proptest::prelude::*;
 
 use super::mock::{GUEST_BASE, MockMemory, MockRing, USER_BASE, bytes_of};
-use super::net::{BUFFERS_MAX, Format, Giver, LEGACY_HDR_LEN, MERGE_MAX, Owner, Taken, take};
+use super::net::{BUFFERS_MAX, Format, Giver, LEGACY_HDR_LEN, Owner, Taken, take};
 use super::split::needs_event;
 use super::*;
 use crate::frame::{Batch, FRAME_MAX, NetworkId, PortId, Segment};

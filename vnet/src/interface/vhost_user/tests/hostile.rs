@@ -1,0 +1,198 @@
+//! Front ends and guests that attack.
+
+use std::os::fd::RawFd;
+
+use rustix::fs::{MemfdFlags, memfd_create};
+use vmm_sys_util::sock_ctrl_msg::ScmSocket;
+
+use super::*;
+
+/// A message as it goes over the wire.
+fn message(code: u32, flags: u32, size: u32, payload: &[u8]) -> Vec<u8> {
+    let header: Vec<u8> = [code, flags, size].iter().flat_map(|w| w.to_ne_bytes()).collect();
+    [header, payload.to_vec()].concat()
+}
+
+fn words(words: &[u64]) -> Vec<u8> {
+    words.iter().flat_map(|w| w.to_ne_bytes()).collect()
+}
+
+/// A message whose size fits its payload.
+fn whole(code: u32, payload: &[u8]) -> Vec<u8> {
+    message(code, 1, payload.len() as u32, payload)
+}
+
+/// Descriptors of this process that lead to the file named `name`.
+fn open_descriptors(name: &str) -> usize {
+    let all = std::fs::read_dir("/proc/self/fd").unwrap();
+    all.filter(|e| {
+        let link = e.as_ref().ok().and_then(|e| std::fs::read_link(e.path()).ok());
+        link.is_some_and(|l| l.to_string_lossy().contains(name))
+    })
+    .count()
+}
+
+#[test]
+fn malformed_messages_end_the_connection_only() {
+    let mut host = Host::new(1);
+    let file = memfd_create("vnet-hostile-fd", MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&file, 0x10000).unwrap();
+    let fd = file.as_raw_fd();
+    let region = |gpa: u64, len, user, offset| words(&[gpa, len, user, offset]);
+    let table = |regions: &[Vec<u8>]| [words(&[regions.len() as u64]), regions.concat()].concat();
+    let good = region(0x1000, 0x1000, 0x1000, 0);
+    let max = u64::MAX;
+    let attacks: Vec<(&str, Vec<u8>, Vec<RawFd>)> = vec![
+        ("unknown request", whole(99, &[]), vec![]),
+        ("request 0", whole(0, &[]), vec![]),
+        ("wrong version", message(1, 2, 0, &[]), vec![]),
+        ("a reply", message(2, 5, 8, &words(&[0])), vec![]),
+        ("size beyond the message", message(2, 1, 1 << 20, &[]), vec![]),
+        ("size that lies", message(2, 1, 4, &[0; 4]), vec![]),
+        ("features not offered", whole(2, &words(&[1 << 63])), vec![]),
+        ("protocol features not offered", whole(16, &words(&[1 << 5])), vec![]),
+        ("descriptors where none belong", whole(3, &[]), vec![fd; 8]),
+        ("more descriptors than regions", whole(5, &table(std::slice::from_ref(&good))), vec![fd; 3]),
+        ("fewer descriptors than regions", whole(5, &table(&[good.clone(), good.clone()])), vec![fd]),
+        ("regions beyond the message", whole(5, &[words(&[9]), good.clone()].concat()), vec![fd]),
+        ("no region", whole(5, &words(&[0])), vec![fd]),
+        ("region beyond its file", whole(5, &table(&[region(0, 0x10001, 0, 0)])), vec![fd]),
+        ("offset beyond its file", whole(5, &table(&[region(0, 0x1000, 0, 0x10000)])), vec![fd]),
+        ("offset overflow", whole(5, &table(&[region(0, 0x1000, 0, max - 0xfff)])), vec![fd]),
+        ("address overflow", whole(5, &table(&[region(max - 0xffe, 0x1000, 0, 0)])), vec![fd]),
+        ("overlapping regions", whole(5, &table(&[good.clone(), good.clone()])), vec![fd; 2]),
+        ("adding a region twice", whole(37, &[words(&[0]), good.clone()].concat()), vec![fd; 2]),
+        ("removing what is not there", whole(38, &[words(&[0]), good].concat()), vec![]),
+        ("queue size 0", whole(8, &words(&[0])), vec![]),
+        ("queue size 3", whole(8, &words(&[3 << 32])), vec![]),
+        ("queue size that 16 bits truncate", whole(8, &words(&[0x1_0100 << 32])), vec![]),
+        ("vring that 8 bits truncate", whole(8, &words(&[256 << 32 | 0x101])), vec![]),
+        ("vring that 16 bits truncate", whole(10, &words(&[0x1_0001])), vec![]),
+        ("vring out of range", whole(11, &words(&[2])), vec![]),
+        ("base that 16 bits truncate", whole(10, &words(&[0x1_0000 << 32])), vec![]),
+        ("misaligned descriptors", whole(9, &words(&[0, 8, 0, 0, 0])), vec![]),
+        ("unknown address flags", whole(9, &words(&[8 << 32, 0, 0, 0, 0])), vec![]),
+        ("enable neither 0 nor 1", whole(18, &words(&[2 << 32])), vec![]),
+        ("enable out of range", whole(18, &words(&[2])), vec![]),
+        ("kick without its descriptor", whole(12, &words(&[1])), vec![]),
+        ("kick with two", whole(12, &words(&[1])), vec![fd; 2]),
+        ("kick that is a file", whole(12, &words(&[1])), vec![fd]),
+        ("call that is a file", whole(13, &words(&[1])), vec![fd]),
+        ("kick out of range", whole(12, &words(&[0x177])), vec![]),
+        ("log beyond its file", whole(6, &words(&[0x10001, 0])), vec![fd]),
+        ("log offset overflow", whole(6, &words(&[0x1000, max])), vec![fd]),
+        ("log size 0", whole(6, &words(&[0, 0])), vec![fd]),
+        ("RARP from everybody", whole(19, &words(&[max])), vec![]),
+        ("in-flight area", whole(31, &[0; 24]), vec![]),
+        ("GPU socket", whole(33, &[]), vec![fd]),
+    ];
+    for (name, bytes, fds) in attacks {
+        let mut guest = Guest::connect(&host.path, 1);
+        guest.raw.send_with_fds(&[&bytes[..]], &fds).unwrap();
+        assert!(guest.is_closed(), "{name}");
+    }
+    let mut guest = Guest::connect(&host.path, 1);
+    // Crate vhost answers this one with an error instead: bit 8 stands for "no descriptor", the rest for failure.
+    guest.raw.send_with_fds(&[&whole(42, &words(&[0]))[..]], &[fd]).unwrap();
+    let mut answer = [0; 20];
+    io::Read::read_exact(&mut guest.raw, &mut answer).unwrap();
+    assert_eq!(answer[12..14], [1, 1]);
+    guest.start();
+    guest.transmit(&frame(60, 1));
+    assert_eq!(host.receive(), [frame(60, 1)]);
+    assert_eq!(open_descriptors("vnet-hostile-fd"), 1, "descriptors leaked");
+}
+
+#[test]
+fn repeated_messages_leak_nothing() {
+    let host = Host::new(1);
+    let name = "vnet-repeated-fd";
+    let file = memfd_create(name, MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&file, 0x10000).unwrap();
+    let guest = Guest::connect(&host.path, 1);
+    guest.frontend.set_features(guest.features).unwrap();
+    let region = VhostUserMemoryRegionInfo {
+        memory_size: 0x10000,
+        mmap_handle: file.as_raw_fd(),
+        ..VhostUserMemoryRegionInfo::default()
+    };
+    let mappings = || std::fs::read_to_string("/proc/self/maps").unwrap().matches(name).count();
+    for _ in 0..100 {
+        guest.frontend.set_mem_table(&[region]).unwrap();
+        guest.frontend.set_vring_kick(0, &guest.kicks[0]).unwrap();
+        let log = vhost::VhostUserDirtyLogRegion {
+            mmap_size: 0x1000,
+            mmap_offset: 0,
+            mmap_handle: file.as_raw_fd(),
+        };
+        guest.frontend.set_log_base(0, Some(log)).unwrap();
+    }
+    assert_eq!(mappings(), 2, "one for memory, one for the log");
+    assert_eq!(open_descriptors(name), 1);
+    drop(guest);
+    wait_for("unmapping", || mappings() == 0);
+}
+
+#[test]
+fn a_broken_ring_disables_its_queue_until_it_is_reset() {
+    let mut host = Host::new(1);
+    let mut guest = Guest::connect(&host.path, 1);
+    guest.start();
+    guest.rings[1].avail_idx = SIZE + 1;
+    guest.rings[1].publish(&guest.memory);
+    assert!(host.receive().is_empty());
+    assert!(
+        host.reason().contains("broken: the guest's transmit queue: available index jumped from 0 to 65")
+    );
+    assert_eq!(guest.errors[1].read().unwrap(), 1);
+    // The other direction goes on; new memory does not mend the broken one.
+    guest.offer(1);
+    host.deliver(0, &frame(60, 1));
+    assert_eq!(guest.read(), Some(frame(60, 1)));
+    guest.frontend.set_mem_table(&[guest.region()]).unwrap();
+    assert!(host.receive().is_empty());
+    assert!(!host.is_up());
+    // The guest resets.
+    assert_eq!(guest.frontend.get_vring_base(1).unwrap(), 0);
+    guest.rings[1] = MockRing::new(&guest.memory, GUEST_BASE + RING_SPACE, SIZE, 0);
+    guest.memory.write(guest.rings[1].avail(), &[0; 4]);
+    guest.start_ring(1);
+    assert!(host.is_up(), "{}", host.reason());
+    guest.transmit(&frame(60, 2));
+    assert_eq!(host.receive(), [frame(60, 2)]);
+
+    // The receive queue likewise: what was to be delivered is counted.
+    guest.rings[0].avail_idx = guest.rings[0].avail_idx.wrapping_add(SIZE + 1);
+    guest.rings[0].publish(&guest.memory);
+    host.deliver(0, &frame(60, 1));
+    host.deliver(0, &frame(60, 1));
+    assert_eq!(host.stats.drops(DropReason::NotReady), 2);
+    assert!(host.reason().contains("receive queue"));
+}
+
+#[test]
+fn truncated_memory_breaks_one_interface_only() {
+    let (mut host, mut other) = (Host::new(1), Host::new(1));
+    let (mut guest, mut neighbour) = (Guest::connect(&host.path, 1), Guest::connect(&other.path, 1));
+    guest.start();
+    neighbour.start();
+    guest.transmit(&frame(60, 1));
+    // The rings stay, the frame's page goes.
+    guest.memory.file().set_len(0x8000).unwrap();
+    assert!(host.receive().is_empty(), "zeros are no frame");
+    assert!(host.reason().contains("truncated"), "{}", host.reason());
+    assert_eq!(host.stats.in_frames.get(), host.stats.drops_total());
+    neighbour.transmit(&frame(60, 2));
+    assert_eq!(other.receive(), [frame(60, 2)]);
+    // Delivery finds out by itself as well.
+    neighbour.offer(1);
+    neighbour.memory.file().set_len(0).unwrap();
+    other.deliver(0, &frame(60, 3));
+    assert!(other.reason().contains("broken"), "{}", other.reason());
+    // A new guest on the same socket is welcome.
+    drop(guest);
+    let mut guest = Guest::connect(&host.path, 1);
+    guest.start();
+    guest.transmit(&frame(60, 4));
+    assert_eq!(host.receive(), [frame(60, 4)]);
+}

@@ -1,0 +1,252 @@
+//! A real front end (crate `vhost`'s) over a real socket, with a mock driver behind it.
+
+mod flow;
+mod hostile;
+mod sockets;
+
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vhost::vhost_user::message::{VhostUserHeaderFlag, VhostUserProtocolFeatures};
+use vhost::vhost_user::{Frontend, VhostUserFrontend};
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
+use vmm_sys_util::eventfd::EventFd;
+
+use super::features::*;
+use super::*;
+use crate::frame::{Batch, FRAME_MAX, Segment};
+use crate::interface::virtqueue::mock::{GUEST_BASE, MockMemory, MockRing};
+use crate::interface::virtqueue::{DESC_WRITE, RingConfig};
+use crate::poll::Poller;
+use crate::stats::DropReason;
+use crate::wire::offload::Offload;
+
+const SIZE: u16 = 64;
+/// Where the vrings' memory begins, one after the other.
+const RING_SPACE: u64 = 0x2000;
+/// Buffers begin here, one a page.
+const ARENA: u64 = GUEST_BASE + 8 * RING_SPACE;
+/// What a Linux guest under QEMU takes.
+const LINUX: u64 = VERSION_1 | MRG_RXBUF | EVENT_IDX | INDIRECT_DESC | CSUM | GUEST_CSUM;
+
+fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
+    let end = Instant::now() + Duration::from_secs(10);
+    while !condition() {
+        assert!(Instant::now() < end, "waited 10 s for {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// An interface and the dispatcher's things.
+struct Host {
+    _folder: Option<tempfile::TempDir>,
+    path: PathBuf,
+    interface: Arc<VhostUser>,
+    stats: Arc<PortStats>,
+    batch: Batch,
+}
+
+fn options(path: &Path, queues: usize) -> VhostUserOptions {
+    let mac = Some("52:54:00:00:00:01".parse().unwrap());
+    VhostUserOptions { name: "vm1".into(), socket: path.into(), server: true, mac, mtu: 1500, queues }
+}
+
+impl Host {
+    fn new(queues: usize) -> Host {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("vm1.sock");
+        Host { _folder: Some(folder), ..Host::at(options(&path, queues)) }
+    }
+
+    fn at(options: VhostUserOptions) -> Host {
+        let stats = Arc::new(PortStats::default());
+        let path = options.socket.clone();
+        let interface = VhostUser::start(options, PortId(1), NetworkId::DEFAULT, stats.clone()).unwrap();
+        Host { _folder: None, path, interface, stats, batch: Batch::new() }
+    }
+
+    /// Takes what a queue has, as plain frames.
+    fn receive_on(&mut self, queue: usize) -> Vec<Vec<u8>> {
+        let mut frames = vec![];
+        self.interface.receive(queue, &mut self.batch, &mut |batch| {
+            for frame in batch.frames() {
+                let mut bytes = vec![0; FRAME_MAX];
+                let len = batch.copy_to(frame, &mut bytes);
+                frames.push(bytes[..len].to_vec());
+            }
+        });
+        frames
+    }
+
+    fn receive(&mut self) -> Vec<Vec<u8>> {
+        self.receive_on(0)
+    }
+
+    fn deliver(&mut self, queue: usize, frame: &[u8]) {
+        let mut batch = Batch::new();
+        let mut builder = batch.begin();
+        // SAFETY: `frame` outlives the batch and is not written to.
+        unsafe { builder.push_stable(Segment::new(frame.as_ptr(), frame.len())) };
+        builder.finish(PortId(2), NetworkId::DEFAULT, Offload::default(), 0).unwrap();
+        self.interface.deliver(queue, &batch, &[0]);
+    }
+
+    fn is_up(&self) -> bool {
+        self.interface.state() == State::Up
+    }
+
+    fn reason(&self) -> String {
+        match self.interface.state() {
+            State::Up => "up".into(),
+            State::Down(reason) => format!("down: {reason}"),
+            State::Broken(reason) => format!("broken: {reason}"),
+        }
+    }
+}
+
+/// A guest: memory, one driver's end of each vring, and its front end.
+struct Guest {
+    memory: MockMemory,
+    rings: Vec<MockRing>,
+    kicks: Vec<EventFd>,
+    calls: Vec<EventFd>,
+    errors: Vec<EventFd>,
+    frontend: Frontend,
+    raw: UnixStream,
+    features: u64,
+}
+
+fn event() -> EventFd {
+    EventFd::new(libc::EFD_NONBLOCK).unwrap()
+}
+
+impl Guest {
+    /// A guest whose front end has connected and negotiated, as QEMU does, but started no ring.
+    fn connect(path: &Path, queues: usize) -> Guest {
+        Guest::from_stream(UnixStream::connect(path).unwrap(), queues)
+    }
+
+    fn from_stream(raw: UnixStream, queues: usize) -> Guest {
+        let vrings = 2 * queues;
+        let memory = MockMemory::new(8 * RING_SPACE + 0x40_0000);
+        let place = |i| GUEST_BASE + i as u64 * RING_SPACE;
+        let rings = (0..vrings).map(|i| MockRing::new(&memory, place(i), SIZE, 0)).collect();
+        let events = || (0..vrings).map(|_| event()).collect();
+        let mut frontend = Frontend::from_stream(raw.try_clone().unwrap(), vrings as u64);
+        let offered = frontend.get_features().unwrap();
+        assert_eq!(offered & LINUX, LINUX);
+        let protocol = frontend.get_protocol_features().unwrap();
+        frontend.set_protocol_features(protocol).unwrap();
+        frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+        frontend.set_owner().unwrap();
+        let (kicks, calls, errors) = (events(), events(), events());
+        Guest { memory, rings, kicks, calls, errors, frontend, raw, features: LINUX | PROTOCOL_FEATURES }
+    }
+
+    fn region(&self) -> VhostUserMemoryRegionInfo {
+        let spec = self.memory.spec();
+        VhostUserMemoryRegionInfo {
+            guest_phys_addr: spec.guest_addr,
+            memory_size: spec.len,
+            userspace_addr: spec.user_addr,
+            mmap_offset: spec.offset,
+            mmap_handle: self.memory.file().as_raw_fd(),
+        }
+    }
+
+    /// SET_FEATURES, SET_MEM_TABLE, then each ring at its driver's used index: vhost_dev_start in QEMU.
+    fn start(&mut self) {
+        for index in 0..self.rings.len() {
+            // QEMU enables before it sets features, which crate vhost's front end would refuse to send.
+            self.send(18, &[index as u32, 1]);
+        }
+        self.frontend.set_features(self.features).unwrap();
+        self.frontend.set_mem_table(&[self.region()]).unwrap();
+        for index in 0..self.rings.len() {
+            self.start_ring(index);
+        }
+    }
+
+    fn start_ring(&mut self, index: usize) {
+        let config = self.rings[index].config(true, true);
+        self.frontend.set_vring_num(index, SIZE).unwrap();
+        self.frontend.set_vring_base(index, config.base).unwrap();
+        self.set_addresses(index, &config);
+        self.frontend.set_vring_err(index, &self.errors[index]).unwrap();
+        self.frontend.set_vring_kick(index, &self.kicks[index]).unwrap();
+        self.frontend.set_vring_call(index, &self.calls[index]).unwrap();
+    }
+
+    fn set_addresses(&mut self, index: usize, config: &RingConfig) {
+        let data = VringConfigData {
+            queue_max_size: SIZE,
+            queue_size: SIZE,
+            flags: 0,
+            desc_table_addr: config.descriptors,
+            used_ring_addr: config.used,
+            avail_ring_addr: config.available,
+            log_addr: None,
+        };
+        self.frontend.set_vring_addr(index, &data).unwrap();
+    }
+
+    /// A message of 32-bit words without acknowledgement.
+    fn send(&mut self, code: u32, words: &[u32]) {
+        let header = [code, 1, 4 * words.len() as u32];
+        let bytes: Vec<u8> = header.iter().chain(words).flat_map(|w| w.to_ne_bytes()).collect();
+        io::Write::write_all(&mut self.raw, &bytes).unwrap();
+    }
+
+    /// Makes a frame available on transmit vring `index`.
+    fn transmit_on(&mut self, index: usize, frame: &[u8]) {
+        let header = if self.features & (VERSION_1 | MRG_RXBUF) == 0 { 10 } else { 12 };
+        let ring = &mut self.rings[index];
+        let at = ARENA + 0x1000 * u64::from(ring.avail_idx % 512);
+        self.memory.write(at, &[&vec![0; header], frame].concat());
+        ring.add(&self.memory, &[(at, (header + frame.len()) as u32, 0)]).unwrap();
+        ring.publish(&self.memory);
+    }
+
+    fn transmit(&mut self, frame: &[u8]) {
+        self.transmit_on(1, frame);
+    }
+
+    /// Offers `count` receive buffers of a page each.
+    fn offer(&mut self, count: u16) {
+        for _ in 0..count {
+            let at = ARENA + 0x20_0000 + 0x1000 * u64::from(self.rings[0].avail_idx % 512);
+            self.rings[0].add(&self.memory, &[(at, 0x1000, DESC_WRITE)]).unwrap();
+        }
+        self.rings[0].publish(&self.memory);
+    }
+
+    /// The next frame that was delivered, header cut off.
+    fn read(&mut self) -> Option<Vec<u8>> {
+        let slot = self.rings[0].used_idx;
+        let (_, len) = self.rings[0].collect(&self.memory)?;
+        let at = ARENA + 0x20_0000 + 0x1000 * u64::from(slot % 512);
+        let header = if self.features & (VERSION_1 | MRG_RXBUF) == 0 { 10 } else { 12 };
+        Some(self.memory.read(at, len as usize).split_off(header))
+    }
+
+    /// True when the connection was closed by the other side.
+    fn is_closed(&mut self) -> bool {
+        self.raw.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        let mut byte = [0; 64];
+        loop {
+            match io::Read::read(&mut self.raw, &mut byte) {
+                Ok(0) => return true,
+                // Acknowledgements sent before.
+                Ok(_) => continue,
+                Err(error) => return error.kind() == io::ErrorKind::ConnectionReset,
+            }
+        }
+    }
+}
+
+fn frame(len: usize, seed: u8) -> Vec<u8> {
+    (0..len).map(|i| (i as u8).wrapping_mul(3).wrapping_add(seed)).collect()
+}

@@ -1,0 +1,106 @@
+//! Who owns the socket, and how the control thread ends.
+
+use std::io::Write;
+use std::os::unix::net::UnixListener;
+
+use super::*;
+
+fn start(options: VhostUserOptions) -> Result<Arc<VhostUser>, VhostUserError> {
+    VhostUser::start(options, PortId(1), NetworkId::DEFAULT, Arc::new(PortStats::default()))
+}
+
+#[test]
+fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    // Dropping a listener leaves its file behind, as a killed process does.
+    drop(UnixListener::bind(&path).unwrap());
+    let first = start(options(&path, 1)).unwrap();
+    let error = start(options(&path, 1)).err().unwrap();
+    assert!(matches!(error, VhostUserError::InUse(_)));
+    assert!(error.to_string().contains("is in use by a running process; stop it or choose another socket"));
+    // The probe has not disturbed it, connected or not.
+    let guest = Guest::connect(&path, 1);
+    assert!(matches!(start(options(&path, 1)), Err(VhostUserError::InUse(_))));
+    drop(guest);
+    drop(Guest::connect(&path, 1));
+    first.stop();
+    assert!(!path.exists());
+    // The name is somebody else's by now: it stays.
+    let first = start(options(&path, 1)).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    let _other = UnixListener::bind(&path).unwrap();
+    first.stop();
+    drop(first);
+    assert!(path.exists());
+}
+
+#[test]
+fn what_is_no_socket_is_left_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("file");
+    std::fs::write(&path, "precious").unwrap();
+    assert!(matches!(start(options(&path, 1)), Err(VhostUserError::NotASocket(_))));
+    assert_eq!(std::fs::read(&path).unwrap(), b"precious");
+    let path = folder.path().join("missing").join("s");
+    assert!(matches!(start(options(&path, 1)), Err(VhostUserError::Bind { .. })));
+    let path = folder.path().join("x".repeat(108));
+    assert!(matches!(start(options(&path, 1)), Err(VhostUserError::PathTooLong(_))));
+    let path = folder.path().join("s");
+    assert!(matches!(start(options(&path, 0)), Err(VhostUserError::Queues(0))));
+    assert!(matches!(start(options(&path, 129)), Err(VhostUserError::Queues(129))));
+    assert!(matches!(start(VhostUserOptions { mtu: 67, ..options(&path, 1) }), Err(VhostUserError::Mtu(67))));
+}
+
+#[test]
+fn a_client_finds_its_front_end_whenever_it_comes() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let mut host = Host::at(VhostUserOptions { server: false, ..options(&path, 1) });
+    wait_for("an attempt", || host.reason().contains("cannot reach a front end"));
+    for round in 0..2 {
+        let listener = UnixListener::bind(&path).unwrap();
+        let mut guest = Guest::from_stream(listener.accept().unwrap().0, 1);
+        guest.start();
+        guest.transmit(&frame(60, round));
+        assert_eq!(host.receive(), [frame(60, round)]);
+        std::fs::remove_file(&path).unwrap();
+        drop((listener, guest));
+        wait_for("the end", || !host.is_up());
+    }
+    // The file is not ours to remove.
+    let _listener = UnixListener::bind(&path).unwrap();
+    host.interface.stop();
+    assert!(path.exists());
+}
+
+#[test]
+fn stop_is_prompt_wherever_the_thread_waits() {
+    let prompt = |interface: Arc<VhostUser>| {
+        let begin = Instant::now();
+        interface.stop();
+        assert!(begin.elapsed() < Duration::from_secs(2));
+        assert_eq!(interface.state(), State::Down("stopped".into()));
+        // A second time is harmless.
+        interface.stop();
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    prompt(start(options(&path, 1)).unwrap());
+    prompt(start(VhostUserOptions { server: false, ..options(&path, 1) }).unwrap());
+
+    let interface = start(options(&path, 1)).unwrap();
+    let mut guest = Guest::connect(&path, 1);
+    guest.start();
+    prompt(interface);
+    assert!(guest.is_closed());
+
+    // In the middle of a header, and of a message.
+    for part in [&[1u8, 0, 0][..], &[2, 0, 0, 0, 1, 0, 0, 0, 8, 0, 0, 0, 1]] {
+        let interface = start(options(&path, 1)).unwrap();
+        let mut stream = UnixStream::connect(&path).unwrap();
+        stream.write_all(part).unwrap();
+        std::thread::sleep(Duration::from_millis(20));
+        prompt(interface);
+    }
+}
