@@ -605,6 +605,15 @@ fn dirty_pages_are_logged() {
     assert_eq!(bits, [1 << 1 | 1 << 5 | 1 << 6, 0]);
 }
 
+/// Everything that the fuzzer has kept, whenever tests run.
+#[test]
+fn the_fuzzer_s_corpus_does_no_harm() {
+    let corpus = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../fuzz/corpus/rings")).unwrap();
+    let inputs: Vec<_> = corpus.map(|entry| std::fs::read(entry.unwrap().path()).unwrap()).collect();
+    assert!(inputs.len() >= 9);
+    inputs.iter().for_each(|input| fuzz::rings(input));
+}
+
 #[test]
 fn arbitrary_bytes_do_no_harm() {
     let mut runner = proptest::test_runner::TestRunner::default();
