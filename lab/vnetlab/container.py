@@ -19,7 +19,9 @@ def configure(container: Node) -> None:
     inside = ["ip", "-n", container.namespace]
 
     def device() -> bool:
-        return any(link["ifname"] == "eth0" for link in json.loads(run([*inside, "-json", "link", "show", "up"])))
+        # What is not up is listed as an empty object.
+        links = json.loads(run([*inside, "-json", "link", "show", "up"]))
+        return any(link.get("ifname") == "eth0" for link in links)
 
     wait_until(f"vnetd to make the device of {container.name}", device, DEVICE_S)
     run([*inside, "address", "replace", f"{container.address}/16", "dev", "eth0"])

@@ -20,6 +20,8 @@ from vnetlab.run import LabError, progress, run
 KERNEL_PACKAGE = "linux-image-cloud-amd64"
 MODULES = ("virtio_pci", "virtio_net")
 TOOLS = ("iperf3", "ping", "tcpdump", "ethtool")
+PASSWD = b"root:x:0:0:root:/root:/bin/sh\ntcpdump:x:1:1::/:/bin/false\n"
+"""tcpdump gives up root for a user of its own."""
 INIT = Path(__file__).parent.parent / "guest" / "init"
 
 
@@ -119,6 +121,7 @@ def _files(tree: Path, release: str) -> Iterator[tuple[str, tuple[int, bytes]]]:
         for library in _libraries(binary):
             paths[str(library).lstrip("/")] = library.resolve()
 
+    yield "etc/passwd", (stat.S_IFREG | 0o644, PASSWD)
     modules = _modules(tree, release)
     directory = f"lib/modules/{release}"
     for name, (path, _) in modules.items():
@@ -129,9 +132,7 @@ def _files(tree: Path, release: str) -> Iterator[tuple[str, tuple[int, bytes]]]:
     yield f"{directory}/modules.dep", (stat.S_IFREG | 0o644, dependencies.encode())
 
     for name in {
-        str(parent)
-        for path in (*paths, "dev/x", "proc/x", "sys/x", "usr/sbin/x", "sbin/x")
-        for parent in Path(path).parents
+        str(parent) for path in (*paths, "dev/x", "proc/x", "sys/x", "etc/x") for parent in Path(path).parents
     } - {"."}:
         yield name, (stat.S_IFDIR | 0o755, b"")
     for applet in run(["busybox", "--list"]).split():

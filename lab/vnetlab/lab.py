@@ -138,7 +138,10 @@ def _clear(name: str) -> None:
     process.sweep(state)
     underlay.delete_namespaces(name)
     for path in state.iterdir():
-        path.unlink()
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _namespaces(topology: Topology) -> set[str]:

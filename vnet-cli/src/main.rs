@@ -1,2 +1,218 @@
-//! placeholder
-fn main() {}
+//! vnet: the command for people and scripts. It asks a running vnetd over its control socket, or has it change something,
+//! and prints the answer as an aligned table or as JSON.
+
+mod args;
+mod client;
+mod show;
+
+use std::fmt;
+use std::io::{self, IsTerminal, Read, Write};
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use args::{Args, Command, InterfaceCommand, LinkCommand, RouteCommand};
+use clap::Parser;
+use client::{Client, ClientError};
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use vnet::control::config::{self, FILE_MAX};
+use vnet::control::{Problem, api};
+
+/// Why a command failed: one line for each reason.
+#[derive(Debug)]
+enum Failure {
+    /// The daemon refused, or is not there.
+    Client(ClientError),
+    /// Lines that say it all.
+    Lines(Vec<String>),
+    /// Standard output is gone, as in `vnet stats | head`: nobody is left to tell.
+    NobodyReads,
+}
+
+impl From<ClientError> for Failure {
+    fn from(error: ClientError) -> Failure {
+        Failure::Client(error)
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Failure::Client(error) => error.fmt(f),
+            Failure::Lines(lines) => f.write_str(&lines.join("\n")),
+            Failure::NobodyReads => Ok(()),
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    match run(&args) {
+        Ok(()) | Err(Failure::NobodyReads) => ExitCode::SUCCESS,
+        Err(failure) => {
+            eprintln!("{failure}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<(), Failure> {
+    let vnet = Vnet { client: Client::new(&args.socket), json: args.json };
+    match &args.command {
+        Command::Status => vnet.list("/v1/status", show::status),
+        Command::Stats { watch } => vnet.stats(*watch),
+        Command::Interface(InterfaceCommand::List) => vnet.list("/v1/interfaces", show::interfaces),
+        Command::Link(LinkCommand::List) => vnet.list("/v1/links", show::links),
+        Command::Route(RouteCommand::List) => vnet.list("/v1/routes", show::routes),
+        Command::Interface(InterfaceCommand::Add(add)) => {
+            vnet.add("/v1/interfaces", &add.request(), |_: api::Interface| {
+                format!("interface {} added\n", add.name)
+            })
+        }
+        Command::Link(LinkCommand::Add(add)) => {
+            vnet.add("/v1/links", &add.request(), |_: api::Link| format!("link {} added\n", add.name))
+        }
+        Command::Route(RouteCommand::Add(add)) => {
+            vnet.add("/v1/routes", &add.request(), |route: api::Route| {
+                format!("route {} added\n", route.index)
+            })
+        }
+        Command::Interface(InterfaceCommand::Del { name }) => {
+            vnet.remove("interface", "/v1/interfaces", name)
+        }
+        Command::Link(LinkCommand::Del { name }) => vnet.remove("link", "/v1/links", name),
+        Command::Route(RouteCommand::Del { index }) => vnet.remove("route", "/v1/routes", &index.to_string()),
+        Command::Apply { file, dry_run } => vnet.apply(file, *dry_run),
+        Command::Check { file } => vnet.check(file),
+        Command::Trace(trace) => vnet.list(&trace.path(), show::trace),
+        Command::Version => vnet.version(),
+    }
+}
+
+struct Vnet<'a> {
+    client: Client<'a>,
+    json: bool,
+}
+
+impl Vnet<'_> {
+    /// Asks for something and prints it.
+    fn list<T: DeserializeOwned>(&self, path: &str, show: impl Fn(&T) -> String) -> Result<(), Failure> {
+        let answer = self.client.get(path)?;
+        self.print(&answer, |answer| Ok(show(&read(answer)?)))
+    }
+
+    fn add<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        request: &Value,
+        show: impl Fn(T) -> String,
+    ) -> Result<(), Failure> {
+        let answer = self.client.post(path, request.to_string().into_bytes())?;
+        self.print(&answer, |answer| Ok(show(read(answer)?)))
+    }
+
+    fn remove(&self, object: &str, path: &str, name: &str) -> Result<(), Failure> {
+        self.client.delete(&format!("{path}/{}", client::encode(name)))?;
+        let answer = json!({ "removed": { "object": object, "name": name } });
+        self.print(answer.to_string().as_bytes(), |_| Ok(format!("{object} {name} removed\n")))
+    }
+
+    fn apply(&self, file: &Path, dry_run: bool) -> Result<(), Failure> {
+        let (name, text) = read_file(file)?;
+        let path = format!("/v1/apply?dry_run={dry_run}&name={}", client::encode(&name));
+        let answer = self.client.post(&path, text)?;
+        let applied: api::Applied = read(&answer)?;
+        applied.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
+        self.print(&answer, |_| Ok(show::applied(&applied)))
+    }
+
+    /// Checks a file; needs no daemon.
+    fn check(&self, file: &Path) -> Result<(), Failure> {
+        let (name, text) = read_file(file)?;
+        let result = match String::from_utf8(text) {
+            Ok(text) => config::parse(&name, &text),
+            Err(_) => return Err(Failure::Lines(vec![format!("{name}: is not UTF-8 text")])),
+        };
+        let lines = |problems: &[Problem]| problems.iter().map(ToString::to_string).collect::<Vec<_>>();
+        let (errors, warnings) = match &result {
+            Ok(configuration) => (vec![], lines(&configuration.warnings)),
+            Err(error) => (lines(&error.0), vec![]),
+        };
+        let answer =
+            json!({ "file": name, "good": errors.is_empty(), "errors": errors, "warnings": warnings });
+        warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
+        if errors.is_empty() {
+            return self.print(answer.to_string().as_bytes(), |_| Ok(format!("{name}: good\n")));
+        }
+        if self.json {
+            self.print(answer.to_string().as_bytes(), |_| Ok(String::new()))?;
+        }
+        Err(Failure::Lines(errors))
+    }
+
+    fn version(&self) -> Result<(), Failure> {
+        let daemon = self.client.get("/v1/status").ok().and_then(|answer| read::<api::Status>(&answer).ok());
+        let daemon = daemon.map(|status| status.version);
+        let answer = json!({ "vnet": env!("CARGO_PKG_VERSION"), "vnetd": daemon });
+        self.print(answer.to_string().as_bytes(), |_| {
+            let daemon = daemon.as_deref().unwrap_or("not reached");
+            Ok(format!("vnet {}\nvnetd {daemon}\n", env!("CARGO_PKG_VERSION")))
+        })
+    }
+
+    /// Counters once, or again and again.
+    fn stats(&self, watch: Option<u32>) -> Result<(), Failure> {
+        let Some(seconds) = watch else { return self.list("/v1/stats", show::stats) };
+        loop {
+            let answer = self.client.get("/v1/stats")?;
+            if !self.json && io::stdout().is_terminal() {
+                // Home, and clear what is below.
+                print("\x1b[H\x1b[J")?;
+            }
+            self.print(&answer, |answer| Ok(show::stats(&read(answer)?) + "\n"))?;
+            std::thread::sleep(Duration::from_secs(seconds.into()));
+        }
+    }
+
+    /// Prints an answer: as it came, on one line, or for people.
+    fn print(
+        &self,
+        answer: &[u8],
+        show: impl FnOnce(&[u8]) -> Result<String, Failure>,
+    ) -> Result<(), Failure> {
+        if self.json { print(&(String::from_utf8_lossy(answer) + "\n")) } else { print(&show(answer)?) }
+    }
+}
+
+fn print(text: &str) -> Result<(), Failure> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Ok(()) => Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Err(Failure::NobodyReads),
+        Err(error) => Err(Failure::Lines(vec![format!("cannot write the answer: {error}")])),
+    }
+}
+
+fn read<T: DeserializeOwned>(answer: &[u8]) -> Result<T, Failure> {
+    serde_json::from_slice(answer).map_err(|error| {
+        let text =
+            format!("cannot understand vnetd's answer: {error}; is it the same version? (vnet version)");
+        Failure::Lines(vec![text])
+    })
+}
+
+/// A configuration file's name in messages and its text; `-` is standard input.
+fn read_file(file: &Path) -> Result<(String, Vec<u8>), Failure> {
+    let name = if file == Path::new("-") { "stdin".into() } else { file.display().to_string() };
+    let mut text = vec![];
+    let opened: io::Result<Box<dyn Read>> = if file == Path::new("-") {
+        Ok(Box::new(io::stdin().lock()))
+    } else {
+        std::fs::File::open(file).map(|file| Box::new(file) as _)
+    };
+    match opened.and_then(|from| from.take(FILE_MAX).read_to_end(&mut text)) {
+        Ok(_) => Ok((name, text)),
+        Err(error) => Err(Failure::Lines(vec![format!("{name}: cannot read the configuration: {error}")])),
+    }
+}

@@ -15,6 +15,7 @@
 //! Dependencies point one way: `dispatch` sees `interface`, `route` and `link`; these three never see each other;
 //! `frame` sees only `wire`, and `wire` nobody. `tests/rooms.rs` keeps it so.
 
+pub mod control;
 pub mod dispatch;
 pub mod frame;
 pub mod interface;

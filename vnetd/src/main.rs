@@ -1,2 +1,220 @@
-//! placeholder
-fn main() {}
+//! vnetd: one daemon per host that keeps the host's part of the overlay as its configuration wants it.
+//!
+//! It reads the configuration, takes its control socket, starts the engine, says that it is ready, and then waits for
+//! requests and signals: SIGHUP reads the file again, SIGTERM and SIGINT stop cleanly. All of this is one thread; frames
+//! are moved by the core's dispatchers, which never wait for it.
+
+mod api;
+mod socket;
+
+use std::io::IsTerminal;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex};
+
+use clap::Parser;
+use sd_notify::NotifyState;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use vnet::control::config::{self, Configuration};
+use vnet::control::desired::Desired;
+use vnet::control::engine::Engine;
+
+/// The vnet daemon: puts this host's virtual machines and containers on one Ethernet LAN with those of other hosts.
+#[derive(Parser)]
+#[command(name = "vnetd", version, long_about = LONG_ABOUT, after_long_help = AFTER_HELP)]
+struct Args {
+    /// Configuration file
+    #[arg(long, value_name = "FILE", default_value = "/etc/vnet/vnet.toml")]
+    config: PathBuf,
+
+    /// Check the configuration file and exit: nothing is opened or changed
+    #[arg(long)]
+    check: bool,
+
+    /// What to log on standard error: off, error, warn, info, debug, trace, or TARGET=LEVEL[,...]
+    #[arg(long, value_name = "FILTER", env = "RUST_LOG", default_value = "info")]
+    log: Targets,
+}
+
+const LONG_ABOUT: &str = "\
+The vnet daemon. One runs on every host of the overlay. It attaches virtual machines (vhost-user) and containers (TAP) \
+as interfaces, reaches other hosts by links over UDP, and carries Ethernet frames between them, so that all of them \
+look as if they stood on one LAN.
+
+The configuration file says what the host should be. While vnetd runs, 'vnet' changes it by commands, or SIGHUP \
+makes vnetd read the file again. Either way only what differs is touched; frames on everything else flow on. \
+A configuration with a mistake changes nothing.";
+
+const AFTER_HELP: &str = "\
+Signals:
+  SIGHUP            read the configuration file again and carry out the difference; changes made by
+                    commands meanwhile and not written into the file are undone. [control], [dispatch]
+                    and [bridge] take a restart
+  SIGTERM, SIGINT   stop: guests see their links go down, sockets and TAP devices are removed
+
+Files:
+  /etc/vnet/vnet.toml   the configuration, TOML; an example is packaging/vnet.toml
+  /run/vnet/vnet.sock   the control socket (HTTP/JSON), for root and vnetd's own user, unless
+                        [control] socket says otherwise. A stale one is replaced, one in use never
+
+Environment:
+  RUST_LOG          like --log, which wins
+  NOTIFY_SOCKET     set by systemd: vnetd reports READY, RELOADING and STOPPING there
+
+Exit status:
+  0   stopped by a signal, or --check found nothing wrong
+  1   refused or failed; one line on standard error for each reason, with file and line
+  2   wrong usage
+
+Examples:
+  vnetd --check --config vnet.toml      see whether a file would be accepted
+  vnetd --config vnet.toml --log debug  run in the foreground and say more
+  systemctl reload vnetd                the same as SIGHUP";
+
+/// What requests and signals act on. The engine is taken out when vnetd stops.
+type Shared = Arc<Mutex<Option<Engine>>>;
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    tracing_subscriber::registry()
+        .with(
+            tracing_subscriber::fmt::layer()
+                .with_writer(std::io::stderr)
+                .with_ansi(std::io::stderr().is_terminal()),
+        )
+        .with(args.log.clone().with_default(args.log.default_level().unwrap_or(LevelFilter::INFO)))
+        .init();
+    let result = if args.check { check(&args.config) } else { run(&args.config) };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Whatever ends vnetd: one line for each reason.
+type Failure = Box<dyn std::error::Error>;
+
+fn check(file: &Path) -> Result<(), Failure> {
+    let Configuration { desired, warnings } = config::load(file)?;
+    warnings.iter().for_each(|warning| eprintln!("{}warning: {}", warning.place, warning.text));
+    println!("{}: good, {}", file.display(), summary(&desired));
+    Ok(())
+}
+
+fn summary(desired: &Desired) -> String {
+    let count = |n: usize, what| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
+    let Desired { interfaces, links, routes, .. } = desired;
+    let counts = [(interfaces.len(), "interface"), (links.len(), "link"), (routes.len(), "route")];
+    counts.map(|(n, what)| count(n, what)).join(", ")
+}
+
+fn run(file: &Path) -> Result<(), Failure> {
+    let Configuration { desired, warnings } = config::load(file)?;
+    warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        // Taken over first: a signal that comes while vnetd starts is answered when it has started.
+        let mut signals = Signals::new()?;
+        let socket = socket::ControlSocket::bind(&desired.control.spec.socket)?;
+        let engine = Engine::start(desired)?;
+        let ready = ready_line(&engine);
+        let shared: Shared = Arc::new(Mutex::new(Some(engine)));
+        let listener = socket.listener()?;
+        let server = tokio::spawn(api::serve(listener, shared.clone()));
+        println!("{ready}");
+        notify(&[NotifyState::Ready, NotifyState::Status(&ready)]);
+
+        signals.until_stopped(|| reload(file, &shared)).await;
+        notify(&[NotifyState::Stopping]);
+        server.abort();
+        // Requests that are being carried out hold the lock until they are done.
+        let engine = api::lock(&shared).take();
+        if let Some(engine) = engine {
+            engine.stop();
+        }
+        drop(socket);
+        tracing::info!("stopped");
+        Ok(())
+    })
+}
+
+fn ready_line(engine: &Engine) -> String {
+    let desired = engine.current();
+    format!(
+        "vnetd {} ready: host {}, links arrive at {}, control at {}, {}",
+        env!("CARGO_PKG_VERSION"),
+        desired.host.spec.name,
+        engine.status().bridge,
+        desired.control.spec.socket.display(),
+        summary(desired)
+    )
+}
+
+/// Reads the file again and carries out the difference. What is wrong is logged, and nothing changes then.
+fn reload(file: &Path, shared: &Shared) {
+    let mut reloading = vec![NotifyState::Reloading];
+    reloading.extend(NotifyState::monotonic_usec_now().ok());
+    notify(&reloading);
+    match config::load(file) {
+        Ok(Configuration { desired, warnings }) => {
+            warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
+            match api::lock(shared).as_mut().map(|engine| engine.apply(desired)) {
+                Some(Ok(plan)) if plan.is_empty() => tracing::info!("{}: nothing to change", file.display()),
+                Some(Ok(plan)) => {
+                    plan.changes().iter().for_each(|change| tracing::info!("{change}"));
+                    tracing::info!("{}: applied", file.display());
+                }
+                Some(Err(error)) => not_applied(file, &error),
+                None => {}
+            }
+        }
+        Err(error) => not_applied(file, &error),
+    }
+    notify(&[NotifyState::Ready]);
+}
+
+fn not_applied(file: &Path, error: &dyn std::error::Error) {
+    error.to_string().lines().for_each(|line| tracing::error!("{line}"));
+    tracing::error!("{}: not applied, everything stays as it is", file.display());
+}
+
+/// Tells the service manager, when there is one.
+fn notify(states: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(states) {
+        tracing::warn!("cannot tell the service manager: {error}");
+    }
+}
+
+/// The signals that vnetd answers.
+struct Signals {
+    hangup: Signal,
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    fn new() -> std::io::Result<Signals> {
+        Ok(Signals {
+            hangup: signal(SignalKind::hangup())?,
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+        })
+    }
+
+    /// Calls `reload` for each SIGHUP, until SIGTERM or SIGINT.
+    async fn until_stopped(&mut self, reload: impl Fn()) {
+        loop {
+            tokio::select! {
+                _ = self.terminate.recv() => return,
+                _ = self.interrupt.recv() => return,
+                _ = self.hangup.recv() => reload(),
+            }
+        }
+    }
+}

@@ -16,8 +16,8 @@
 //! Bytes are not copied on the way: what is sent are slices of the guest's memory between prepared headers, what is
 //! received are slices of the receive buffers, and only frames that are still incomplete when a burst ends are moved.
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::net::{IpAddr, SocketAddr, SocketAddrV6};
 use std::str::FromStr;
@@ -262,6 +262,7 @@ pub struct Peers {
     by_address: HashMap<SocketAddr, usize>,
     /// Only native links, and `None` where several share the address.
     by_ip: HashMap<IpAddr, Option<usize>>,
+    ids: HashSet<u64>,
 }
 
 impl Peers {
@@ -271,6 +272,7 @@ impl Peers {
         let mut peers = Peers { links: links.to_vec(), ..Peers::default() };
         for (index, link) in links.iter().enumerate() {
             let remote = link.options.remote;
+            peers.ids.insert(link.id);
             peers.by_address.entry(remote).or_insert(index);
             if link.options.encapsulation == Encapsulation::Native {
                 match peers.by_ip.entry(remote.ip()) {
@@ -299,7 +301,7 @@ impl Peers {
     }
 
     fn contains(&self, id: u64) -> bool {
-        self.links.iter().any(|link| link.id == id)
+        self.ids.contains(&id)
     }
 }
 

@@ -5,7 +5,7 @@
 //! of its pieces. Nothing is copied for that. Only when the burst is over, [`Reassembly::settle`] copies what belongs to
 //! frames that are still incomplete, into memory that counts against the budgets of the link and of the host.
 //!
-//! A frame ends exactly once, in one of these ways, and its name is noted as ended ([`Window`]), so that a late fragment is
+//! A frame ends exactly once, in one of these ways, and its name is noted as ended (window.rs), so that a late fragment is
 //! stale and starts nothing:
 //! - *complete*: every fragment is there;
 //! - *contradicted*: a fragment does not fit the others (another size, two ends, a frame too long);
@@ -416,7 +416,9 @@ impl Reassembly {
     /// The burst is over: moves what belongs to incomplete frames out of it.
     pub fn settle(&mut self, burst: &[u8]) {
         self.park();
-        while let Some(id) = self.unsettled.pop() {
+        let mut unsettled = std::mem::take(&mut self.unsettled);
+        // In the order of their arrival, so that it is the newest that memory runs out for.
+        for id in unsettled.drain(..) {
             let Some(partial) = self.others.get_mut(&id) else { continue };
             if partial.in_burst == 0 || partial.keep(burst, &self.budgets) {
                 continue;
@@ -426,6 +428,7 @@ impl Reassembly {
                 self.lose(partial);
             }
         }
+        self.unsettled = unsettled;
     }
 
     /// Ends the frames whose time is up. Between two bursts.

@@ -313,6 +313,19 @@ fn a_frame_in_one_burst_takes_no_memory() {
 }
 
 #[test]
+fn it_is_the_newest_that_memory_runs_out_for() {
+    let mut bench = Bench::new(12_000, 1 << 20);
+    let frames: Vec<_> = (0..4u64).map(|n| cut(10 * (n + 1), &payload(2000, n), 1000)).collect();
+    for frame in &frames {
+        assert_eq!(bench.accept(&frame[0], 0), None);
+    }
+    bench.settle();
+    let kept: Vec<bool> = frames.iter().map(|frame| bench.accept(&frame[1], 0).is_some()).collect();
+    assert_eq!(kept, [true, true, true, false]);
+    assert_eq!((bench.lost(), bench.discards()), (1, [1, 0, 1]));
+}
+
+#[test]
 fn a_frame_too_long_is_refused() {
     let mut bench = Bench::new(1 << 20, 1 << 20);
     for fragment in cut(1, &payload(BYTES_MAX + 1, 1), 1440) {

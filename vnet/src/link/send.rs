@@ -16,15 +16,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::gather::{Gather, Stop, Trouble};
+use super::reassembly::FRAGMENTS_MAX;
 use super::udp::{Name, RouteProbe, Socket};
 use super::{Encapsulation, Link, PATH_MTU_FALLBACK, Peers, UDP_PAYLOAD_MAX};
-use crate::frame::{Batch, FRAME_MAX, Frame, Segment};
+use crate::frame::{Batch, FRAME_MAX, Frame, SEGMENTS_MAX, Segment};
 use crate::stats::DropReason;
 use crate::wire::native::{ENTRY_LEN, HEADER_LEN, HOPS_MAX, Header, Kind};
 use crate::wire::offload::{Accepts, WIRE_LEN};
 use crate::wire::segment;
-
-use super::reassembly::FRAGMENTS_MAX;
 
 /// Largest frame that goes into a bundle. Bundles are copied; beyond this a datagram of its own costs no more.
 const BUNDLE_FRAME_MAX: usize = 1024;
@@ -142,7 +141,7 @@ impl Sender {
         let mut at = 0;
         while at < which.len() {
             // Enough for any frame: each of its segments may be cut once by each fragment's end.
-            let slices = 2 * FRAGMENTS_MAX + crate::frame::SEGMENTS_MAX;
+            let slices = 2 * FRAGMENTS_MAX + SEGMENTS_MAX;
             if !self.gather.has_room(FRAGMENTS_MAX, slices, FRAGMENTS_MAX * HEADER_LEN + BUNDLE_MAX) {
                 self.gather.flush(&self.socket, name, &link.stats, may_stop)?;
             }
@@ -205,7 +204,7 @@ impl Sender {
     fn send_bare(&mut self, link: &Link, name: &Name, batch: &Batch, which: &[u16]) {
         for &index in which {
             let frame = batch.frame(usize::from(index));
-            if !self.gather.has_room(1, crate::frame::SEGMENTS_MAX, 0) {
+            if !self.gather.has_room(1, SEGMENTS_MAX, 0) {
                 self.flush_bare(link, name);
             }
             if !frame.offload.is_none() {
@@ -313,5 +312,58 @@ impl Cursor<'_> {
                 self.offset = 0;
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::frame::{NetworkId, PortId};
+    use crate::link::{Bridge, LinkOptions};
+    use crate::wire::offload::Offload;
+    use std::net::UdpSocket;
+    use std::time::Duration;
+
+    fn send(segmentation: bool, lens: &[usize]) -> (Vec<Vec<u8>>, u64) {
+        let peer = UdpSocket::bind("127.0.0.1:0").unwrap();
+        peer.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+        let listen = "127.0.0.1:0".parse().unwrap();
+        let mut bridge =
+            Bridge::bind(listen, false, Arc::default(), Arc::new(super::super::ReassemblyBudget::new(0)))
+                .unwrap();
+        bridge.tx.gather.segmentation = segmentation;
+        let options = LinkOptions {
+            name: "peer".into(),
+            remote: peer.local_addr().unwrap(),
+            encapsulation: Encapsulation::Native,
+            networks: None,
+            mtu: Some(1500),
+        };
+        let link = Link::new(options, PortId(0), Arc::default());
+        link.number.store(1, Relaxed);
+        let frames: Vec<Vec<u8>> =
+            lens.iter().map(|len| (0..*len).map(|i| (i * 7 + len) as u8).collect()).collect();
+        let mut batch = Batch::new();
+        for frame in &frames {
+            let mut builder = batch.begin();
+            // SAFETY: `frames` outlives the batch and is not written to.
+            unsafe { builder.push_stable(Segment::new(frame.as_ptr(), frame.len())) };
+            builder.finish(PortId(1), NetworkId::DEFAULT, Offload::default(), 0).unwrap();
+        }
+        bridge.tx.send(&link, &batch, &(0..lens.len() as u16).collect::<Vec<_>>());
+        assert_eq!(link.stats.out_frames.get(), lens.len() as u64);
+        let mut buffer = vec![0; 65_536];
+        let got =
+            std::iter::from_fn(|| peer.recv(&mut buffer).ok().map(|len| buffer[..len].to_vec())).collect();
+        (got, link.stats.out_datagrams.get())
+    }
+
+    /// A device that cannot cut messages gets every datagram by itself; the same ones come out, in the same order.
+    #[test]
+    fn segmentation_changes_nothing_on_the_wire() {
+        let lens = [60, 1400, 1400, 1400, 9000, 64, 64, 64, 1456, 1457, 2912, 30_000, FRAME_MAX];
+        let (with, sent) = send(true, &lens);
+        assert_eq!(with.len() as u64, sent);
+        assert_eq!((with, sent), send(false, &lens));
     }
 }

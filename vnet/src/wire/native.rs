@@ -124,15 +124,16 @@ impl Header {
     /// The header's bytes. Bits that a field has no room for are cut off.
     #[inline]
     pub fn to_bytes(&self) -> [u8; HEADER_LEN] {
-        let flags = (u8::from(self.last) * LAST)
-            | (u8::from(self.offload) * OFFLOAD)
-            | (u8::from(self.sealed) * SEALED)
-            | (self.hops & 7) << 3
-            | (self.epoch & 3) << 6;
+        let flag = |set, bit| if set { bit } else { 0 };
+        let flags = flag(self.last, LAST)
+            | flag(self.offload, OFFLOAD)
+            | flag(self.sealed, SEALED)
+            | ((self.hops & 7) << 3)
+            | ((self.epoch & 3) << 6);
         let [k0, k1] = self.index.to_be_bytes();
         let [_, v0, v1, v2] = self.network.to_be_bytes();
         let [n0, n1, n2, n3, n4, n5, n6, n7] = self.number.to_be_bytes();
-        let first = VERSION << 4 | self.kind as u8;
+        let first = (VERSION << 4) | self.kind as u8;
         [first, flags, k0, k1, v0, v1, v2, self.queue, n0, n1, n2, n3, n4, n5, n6, n7]
     }
 

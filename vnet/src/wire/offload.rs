@@ -4,6 +4,8 @@
 //! and on a TAP, and 12 bytes in network byte order at the start of a native datagram whose OFFLOAD flag is set
 //! (DESIGN.md section 6).
 
+use super::ethernet::HEADER_LEN;
+
 /// Bytes of `struct virtio_net_hdr_mrg_rxbuf` (virtio 1.2; TAP after `TUNSETVNETHDRSZ`).
 pub const VIRTIO_NET_HDR_LEN: usize = 12;
 /// Bytes of the metadata in a native datagram.
@@ -45,8 +47,8 @@ pub struct Offload {
 /// Why offload metadata was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum OffloadError {
-    /// The checksum would be read or written past the end of the frame.
-    #[error("checksum position lies outside the frame")]
+    /// The checksum would be read or written past the end of the frame, or in its Ethernet header.
+    #[error("checksum position lies outside the frame's payload")]
     ChecksumOutside,
     /// A super-frame with segments of no size.
     #[error("super-frame with gso_size 0")]
@@ -109,12 +111,15 @@ impl Offload {
 
     /// Checks foreign metadata against a frame of `len` bytes and strips what means nothing.
     ///
-    /// After this, `csum_start + csum_offset + 2 <= len` holds for a partial checksum, and a super-frame has a known kind,
+    /// After this, `14 <= csum_start` and `csum_start + csum_offset + 2 <= len` hold for a partial checksum, and a
+    /// super-frame has a known kind,
     /// a positive `gso_size` and a partial checksum (virtio 1.2 section 5.1.6.2 requires it).
     #[inline]
     pub fn checked(mut self, len: usize) -> Result<Offload, OffloadError> {
         if self.flags & F_NEEDS_CSUM != 0 {
-            if usize::from(self.csum_start) + usize::from(self.csum_offset) + 2 > len {
+            // Completing a checksum must never rewrite the addresses that the frame was checked and routed by.
+            let start = usize::from(self.csum_start);
+            if start < HEADER_LEN || start + usize::from(self.csum_offset) + 2 > len {
                 return Err(OffloadError::ChecksumOutside);
             }
         } else {
@@ -215,6 +220,7 @@ mod tests {
     fn hostile_metadata_is_refused() {
         assert_eq!(TSO.checked(51), Err(OffloadError::ChecksumOutside));
         assert_eq!(TSO.checked(52), Ok(TSO));
+        assert_eq!(Offload { csum_start: 13, ..TSO }.checked(2000), Err(OffloadError::ChecksumOutside));
         let huge = Offload { csum_start: u16::MAX, csum_offset: u16::MAX, ..TSO };
         assert_eq!(huge.checked(65553), Err(OffloadError::ChecksumOutside));
         assert_eq!(Offload { gso_size: 0, ..TSO }.checked(2000), Err(OffloadError::ZeroSegment));

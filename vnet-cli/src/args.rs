@@ -1,0 +1,315 @@
+//! The command line.
+
+use std::path::PathBuf;
+
+use clap::{Args as Group, Parser, Subcommand};
+use serde_json::{Map, Value};
+
+use crate::client::encode;
+
+/// Asks and changes a running vnetd.
+#[derive(Parser)]
+#[command(name = "vnet", version, long_about = LONG_ABOUT, after_long_help = AFTER_HELP)]
+pub struct Args {
+    /// Control socket of vnetd
+    #[arg(long, value_name = "SOCKET", env = "VNET_SOCKET", default_value = vnet::control::desired::CONTROL_SOCKET)]
+    pub socket: PathBuf,
+
+    /// Print JSON instead of text
+    #[arg(long, global = true)]
+    pub json: bool,
+
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+const LONG_ABOUT: &str = "\
+Asks and changes a running vnetd, the daemon that puts this host's virtual machines and containers on one Ethernet \
+LAN with those of other hosts.
+
+Changes take effect at once; frames on what does not change flow on. They last until vnetd stops or reads its \
+configuration file again (SIGHUP): write into the file what shall stay.";
+
+const AFTER_HELP: &str = "\
+Environment:
+  VNET_SOCKET   control socket, unless --socket is given
+
+Exit status:
+  0   done
+  1   refused or failed; one line on standard error for each reason
+  2   wrong usage
+
+Examples:
+  vnet interface add c1 --kind tap --device vnet0 --netns box --mtu 9000
+  vnet interface add vm1 --kind vhost-user --socket /run/vnet/vm1.sock --mac 52:54:00:00:00:01
+  vnet link add h2 --remote 10.10.0.2:9000 --trusted
+  vnet route add --dst 52:54:00:00:00:02 --to 'link h2'
+  vnet apply vnet.toml --dry-run
+  vnet --json stats | jq .balance";
+
+#[derive(Subcommand)]
+pub enum Command {
+    /// The host at a glance
+    Status,
+    /// Interfaces: virtual machines and containers of this host
+    #[command(subcommand)]
+    Interface(InterfaceCommand),
+    /// Links to other hosts
+    #[command(subcommand)]
+    Link(LinkCommand),
+    /// Routes: which frames go where, before anything learned
+    #[command(subcommand)]
+    Route(RouteCommand),
+    /// Make the host be as a configuration file says; only what differs is touched
+    Apply {
+        /// Configuration file; - for standard input. At most 1 MiB: have larger ones read with SIGHUP
+        file: PathBuf,
+        /// Only show what would be done
+        #[arg(long)]
+        dry_run: bool,
+    },
+    /// Counters of every port, drops and discards by reason, and the balance of all frames
+    Stats {
+        /// Print again every SECONDS
+        #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "1",
+              value_parser = clap::value_parser!(u32).range(1..=86_400))]
+        watch: Option<u32>,
+    },
+    /// Check a configuration file; needs no vnetd and looks at nothing but the file
+    Check {
+        /// Configuration file; - for standard input
+        file: PathBuf,
+    },
+    /// What would become of a frame, and which rule or known address decides
+    Trace(Trace),
+    /// Versions of this command and of vnetd
+    Version,
+}
+
+#[derive(Group)]
+pub struct Trace {
+    /// Source MAC address
+    src: String,
+    /// Destination MAC address
+    dst: String,
+    /// Where the frame comes from: 'interface NAME' or 'link NAME' [default: where SRC is known to be]
+    #[arg(long, value_name = "PLACE")]
+    from: Option<String>,
+    /// Network
+    #[arg(long, value_name = "ID", default_value_t = 1)]
+    network: u32,
+}
+
+impl Trace {
+    /// The request's path.
+    pub fn path(&self) -> String {
+        let Trace { src, dst, from, network } = self;
+        let from = from.as_ref().map(|from| format!("&from={}", encode(from))).unwrap_or_default();
+        format!("/v1/trace?network={network}&src={}&dst={}{from}", encode(src), encode(dst))
+    }
+}
+
+#[derive(Subcommand)]
+pub enum InterfaceCommand {
+    /// List them
+    List,
+    /// Add one
+    Add(InterfaceAdd),
+    /// Remove one that no route names; its guest sees the link go down
+    Del {
+        /// Its name
+        name: String,
+    },
+}
+
+#[derive(Subcommand)]
+pub enum LinkCommand {
+    /// List them
+    List,
+    /// Add one
+    Add(LinkAdd),
+    /// Remove one that no route names
+    Del {
+        /// Its name
+        name: String,
+    },
+}
+
+#[derive(Subcommand)]
+pub enum RouteCommand {
+    /// List them
+    List,
+    /// Add one
+    Add(RouteAdd),
+    /// Remove one
+    Del {
+        /// Its index, as 'route list' shows it
+        index: u32,
+    },
+}
+
+#[derive(Group)]
+pub struct InterfaceAdd {
+    /// Name of the new interface
+    pub name: String,
+    /// How the guest is attached: vhost-user (virtual machine) or tap (container, host)
+    #[arg(long)]
+    pub kind: String,
+    /// vhost-user: Unix socket, an absolute path
+    #[arg(long, value_name = "PATH")]
+    socket: Option<String>,
+    /// vhost-user: whether vnetd listens on the socket (true, the default) or connects to it
+    #[arg(long, value_name = "BOOL")]
+    server: Option<bool>,
+    /// tap: device, made if it is not there and then removed at the end
+    #[arg(long)]
+    device: Option<String>,
+    /// tap: network namespace of the device: a name, a path, or pid:N
+    #[arg(long)]
+    netns: Option<String>,
+    /// Network [default: 1]
+    #[arg(long, value_name = "ID")]
+    network: Option<u32>,
+    /// The guest's MAC address
+    #[arg(long)]
+    mac: Option<String>,
+    /// MTU in bytes, up to 65535 [default: 1500]
+    #[arg(long, value_name = "BYTES")]
+    mtu: Option<u32>,
+    /// Queue pairs [default: 1]
+    #[arg(long, value_name = "N")]
+    queues: Option<u32>,
+    /// Most flooded frames it may send a second [default: 20000]
+    #[arg(long, value_name = "FRAMES")]
+    storm_limit: Option<u32>,
+    /// Drop frames from it whose source is not its MAC address
+    #[arg(long)]
+    port_security: bool,
+}
+
+#[derive(Group)]
+pub struct LinkAdd {
+    /// Name of the new link
+    pub name: String,
+    /// The other host: ADDRESS:PORT
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    remote: String,
+    /// How frames travel: native, or vnet for VNET/P and VNET/U peers [default: native]
+    #[arg(long)]
+    encapsulation: Option<String>,
+    /// Networks it carries, as in 1,2 [default: all]
+    #[arg(long, value_name = "IDS", value_delimiter = ',')]
+    networks: Option<Vec<u32>>,
+    /// MTU of the path in bytes [default: found out]
+    #[arg(long, value_name = "BYTES")]
+    mtu: Option<u32>,
+    /// Clear text may travel this path
+    #[arg(long)]
+    trusted: bool,
+}
+
+#[derive(Group)]
+pub struct RouteAdd {
+    /// Source: any, none, a MAC address or not-MAC
+    #[arg(long, value_name = "QUALIFIER", default_value = "any")]
+    src: String,
+    /// Destination: any, none, a MAC address or not-MAC
+    #[arg(long, value_name = "QUALIFIER")]
+    dst: String,
+    /// Where frames come from: any, interface, link, 'interface NAME' or 'link NAME'
+    #[arg(long, value_name = "PLACE", default_value = "any")]
+    from: String,
+    /// Where they go: 'interface NAME' or 'link NAME'
+    #[arg(long, value_name = "PLACE")]
+    to: String,
+    /// Network [default: 1]
+    #[arg(long, value_name = "ID")]
+    network: Option<u32>,
+}
+
+/// A JSON object of the keys that were given; they are those of the configuration file.
+fn object<const N: usize>(keys: [(&str, Option<Value>); N]) -> Value {
+    let given = keys.into_iter().filter_map(|(key, value)| Some((key.to_string(), value?)));
+    Value::Object(given.collect::<Map<_, _>>())
+}
+
+fn value<T: Clone + Into<Value>>(value: &Option<T>) -> Option<Value> {
+    value.clone().map(Into::into)
+}
+
+impl InterfaceAdd {
+    /// The request's body.
+    pub fn request(&self) -> Value {
+        object([
+            ("name", Some(self.name.as_str().into())),
+            ("kind", Some(self.kind.as_str().into())),
+            ("socket", value(&self.socket)),
+            ("server", value(&self.server)),
+            ("device", value(&self.device)),
+            ("netns", value(&self.netns)),
+            ("network", value(&self.network)),
+            ("mac", value(&self.mac)),
+            ("mtu", value(&self.mtu)),
+            ("queues", value(&self.queues)),
+            ("storm_limit", value(&self.storm_limit)),
+            ("port_security", self.port_security.then_some(true.into())),
+        ])
+    }
+}
+
+impl LinkAdd {
+    /// The request's body.
+    pub fn request(&self) -> Value {
+        object([
+            ("name", Some(self.name.as_str().into())),
+            ("remote", Some(self.remote.as_str().into())),
+            ("encapsulation", value(&self.encapsulation)),
+            ("networks", value(&self.networks)),
+            ("mtu", value(&self.mtu)),
+            ("trusted", self.trusted.then_some(true.into())),
+        ])
+    }
+}
+
+impl RouteAdd {
+    /// The request's body.
+    pub fn request(&self) -> Value {
+        object([
+            ("src", Some(self.src.as_str().into())),
+            ("dst", Some(self.dst.as_str().into())),
+            ("from", Some(self.from.as_str().into())),
+            ("to", Some(self.to.as_str().into())),
+            ("network", value(&self.network)),
+        ])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn a_request_has_the_keys_that_were_given() {
+        let args = ["vnet", "interface", "add", "c1", "--kind", "tap", "--device", "vnet0", "--mtu", "9000"];
+        let Command::Interface(InterfaceCommand::Add(add)) = Args::parse_from(args).command else {
+            panic!("interface add")
+        };
+        let want = serde_json::json!({ "name": "c1", "kind": "tap", "device": "vnet0", "mtu": 9000 });
+        assert_eq!(add.request(), want);
+    }
+
+    #[test]
+    fn watch_takes_an_interval_or_none() {
+        for (args, want) in [(vec![], None), (vec!["--watch"], Some(1)), (vec!["--watch=5"], Some(5))] {
+            let args = [vec!["vnet", "stats"], args].concat();
+            let Command::Stats { watch } = Args::parse_from(args).command else { panic!("stats") };
+            assert_eq!(watch, want);
+        }
+    }
+}

@@ -1,0 +1,150 @@
+//! One HTTP request over a Unix socket.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Bytes;
+use hyper::client::conn::http1;
+use hyper::{Method, Request, StatusCode};
+use hyper_util::rt::TokioIo;
+use tokio::net::UnixStream;
+use vnet::control::api;
+
+/// Longest wait for an answer.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Largest answer that is read, in bytes: a million routes as JSON.
+const ANSWER_MAX: usize = 256 << 20;
+
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// Nobody there.
+    #[error(
+        "cannot reach vnetd at '{socket}': {error}; is it running, and is this its socket? (--socket, $VNET_SOCKET)"
+    )]
+    Unreachable {
+        /// The control socket.
+        socket: PathBuf,
+        /// What the kernel said.
+        error: io::Error,
+    },
+    /// No permission to connect.
+    #[error("no permission to use vnetd's control socket '{0}'; run this command as root or as vnetd's user")]
+    Forbidden(PathBuf),
+    /// Somebody there who does not speak HTTP as we do.
+    #[error("vnetd at '{socket}' did not answer: {why}")]
+    NoAnswer {
+        /// The control socket.
+        socket: PathBuf,
+        /// What happened instead.
+        why: String,
+    },
+    /// vnetd said no, in these lines.
+    #[error("{}", .0.join("\n"))]
+    Refused(Vec<String>),
+}
+
+/// Speaks with one vnetd.
+pub struct Client<'a> {
+    socket: &'a Path,
+}
+
+impl Client<'_> {
+    /// A client of the vnetd that listens at `socket`.
+    pub fn new(socket: &Path) -> Client<'_> {
+        Client { socket }
+    }
+
+    /// The body that `path` answers with.
+    pub fn get(&self, path: &str) -> Result<Vec<u8>, ClientError> {
+        self.request(Method::GET, path, vec![])
+    }
+
+    /// Has something made.
+    pub fn post(&self, path: &str, body: Vec<u8>) -> Result<Vec<u8>, ClientError> {
+        self.request(Method::POST, path, body)
+    }
+
+    /// Has something removed.
+    pub fn delete(&self, path: &str) -> Result<Vec<u8>, ClientError> {
+        self.request(Method::DELETE, path, vec![])
+    }
+
+    fn request(&self, method: Method, path: &str, body: Vec<u8>) -> Result<Vec<u8>, ClientError> {
+        let no_answer = |why: String| ClientError::NoAnswer { socket: self.socket.into(), why };
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(|error| no_answer(error.to_string()))?;
+        let answer = runtime.block_on(async {
+            let exchange = self.exchange(method, path, body);
+            match tokio::time::timeout(PATIENCE, exchange).await {
+                Ok(answer) => answer,
+                Err(_) => Err(no_answer(format!("nothing came within {} s", PATIENCE.as_secs()))),
+            }
+        });
+        let (status, body) = answer?;
+        if status.is_success() {
+            return Ok(body);
+        }
+        match serde_json::from_slice::<api::Refusal>(&body) {
+            Ok(refusal) => Err(ClientError::Refused(refusal.errors)),
+            Err(_) => Err(no_answer(format!("it sent HTTP status {status}"))),
+        }
+    }
+
+    async fn exchange(
+        &self,
+        method: Method,
+        path: &str,
+        body: Vec<u8>,
+    ) -> Result<(StatusCode, Vec<u8>), ClientError> {
+        let no_answer = |error: String| ClientError::NoAnswer { socket: self.socket.into(), why: error };
+        let stream = UnixStream::connect(self.socket).await.map_err(|error| {
+            if error.kind() == io::ErrorKind::PermissionDenied {
+                ClientError::Forbidden(self.socket.into())
+            } else {
+                ClientError::Unreachable { socket: self.socket.into(), error }
+            }
+        })?;
+        let (mut sender, connection) =
+            http1::handshake(TokioIo::new(stream)).await.map_err(|e| no_answer(e.to_string()))?;
+        tokio::spawn(connection);
+        let request = Request::builder()
+            .method(method)
+            .uri(path)
+            .header(hyper::header::HOST, "vnetd")
+            .body(Full::new(Bytes::from(body)))
+            .map_err(|e| no_answer(e.to_string()))?;
+        let answer = sender.send_request(request).await.map_err(|e| no_answer(e.to_string()))?;
+        let status = answer.status();
+        let body = Limited::new(answer.into_body(), ANSWER_MAX)
+            .collect()
+            .await
+            .map_err(|e| no_answer(e.to_string()))?;
+        Ok((status, body.to_bytes().to_vec()))
+    }
+}
+
+/// Writes text so that it can be part of a URI (RFC 3986, section 2.1).
+pub fn encode(text: &str) -> String {
+    let mut encoded = String::new();
+    for byte in text.bytes() {
+        if byte.is_ascii_alphanumeric() || b"-._~".contains(&byte) {
+            encoded.push(byte.into());
+        } else {
+            encoded += &format!("%{byte:02X}");
+        }
+    }
+    encoded
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn what_is_not_unreserved_is_encoded() {
+        assert_eq!(super::encode("a-b/c d.ü"), "a-b%2Fc%20d.%C3%BC");
+    }
+}

@@ -1,0 +1,286 @@
+//! Answers as people read them: aligned columns, nothing left out.
+
+use std::collections::BTreeMap;
+
+use vnet::control::api::*;
+use vnet::stats::{DiscardReason, DropReason};
+
+/// Rows of cells under a heading, aligned; columns of figures to the right.
+struct Table {
+    rows: Vec<Vec<String>>,
+    right: &'static [usize],
+}
+
+impl Table {
+    fn new(heading: &[&str], right: &'static [usize]) -> Table {
+        Table { rows: vec![heading.iter().map(ToString::to_string).collect()], right }
+    }
+
+    fn row<const N: usize>(&mut self, cells: [String; N]) {
+        self.rows.push(cells.into());
+    }
+
+    fn print(&self) -> String {
+        let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
+        let mut widths = vec![0; columns];
+        for row in &self.rows {
+            for (width, cell) in widths.iter_mut().zip(row) {
+                *width = cell.chars().count().max(*width);
+            }
+        }
+        let mut text = String::new();
+        for row in &self.rows {
+            let mut line = String::new();
+            for (column, cell) in row.iter().enumerate() {
+                let pad = " ".repeat(widths[column] - cell.chars().count());
+                let (before, after) = if self.right.contains(&column) { (&*pad, "") } else { ("", &*pad) };
+                line += &format!("{before}{cell}{after}  ");
+            }
+            text += line.trim_end();
+            text.push('\n');
+        }
+        text
+    }
+}
+
+fn or_dash<T: ToString>(value: &Option<T>) -> String {
+    value.as_ref().map_or("-".into(), ToString::to_string)
+}
+
+/// `vnet status`
+pub fn status(status: &Status) -> String {
+    let mut table = Table::new(&[], &[]);
+    table.rows.clear();
+    let mut row = |what: &str, value: String| table.row([what.into(), value]);
+    row("host", status.host.clone());
+    row("vnetd", format!("{}, process {}, up {}", status.version, status.pid, duration(status.uptime_s)));
+    row("bridge", format!("{} (UDP)", status.bridge));
+    row("dispatchers", format!("{}, yield {}", status.dispatchers, status.yield_strategy));
+    row("interfaces", format!("{} of {} up", status.interfaces_up, status.interfaces));
+    row("links", status.links.to_string());
+    row("routes", status.routes.to_string());
+    row("networks", format!("{}, {} addresses learned", status.networks, status.learned));
+    row("frames", status.balance.to_string());
+    table.print()
+}
+
+fn duration(seconds: u64) -> String {
+    let (days, hours, minutes) = (seconds / 86_400, seconds / 3_600 % 24, seconds / 60 % 60);
+    match (days, hours, minutes) {
+        (0, 0, 0) => format!("{seconds} s"),
+        (0, 0, _) => format!("{minutes} min {} s", seconds % 60),
+        (0, _, _) => format!("{hours} h {minutes} min"),
+        _ => format!("{days} d {hours} h"),
+    }
+}
+
+/// `vnet interface list`
+pub fn interfaces(interfaces: &Vec<Interface>) -> String {
+    let mut table =
+        Table::new(&["NAME", "KIND", "STATE", "NETWORK", "MAC", "MTU", "QUEUES", "AT", "NOTE"], &[3, 5, 6]);
+    for i in interfaces {
+        let at = match (&i.socket, &i.device, &i.netns) {
+            (Some(socket), _, _) if i.server == Some(false) => format!("to {socket}"),
+            (Some(socket), _, _) => socket.clone(),
+            (_, Some(device), Some(netns)) => format!("{device} in {netns}"),
+            (_, device, _) => or_dash(device),
+        };
+        let mut notes: Vec<_> = i.reason.iter().cloned().collect();
+        notes.push(format!("storm limit {}/s", i.storm_limit));
+        notes.extend(i.port_security.then(|| "port security".to_string()));
+        table.row([
+            i.name.clone(),
+            i.kind.clone(),
+            i.state.clone(),
+            i.network.to_string(),
+            or_dash(&i.mac),
+            i.mtu.to_string(),
+            i.queues.to_string(),
+            at,
+            notes.join("; "),
+        ]);
+    }
+    table.print()
+}
+
+/// `vnet link list`
+pub fn links(links: &Vec<Link>) -> String {
+    let heading = ["NAME", "REMOTE", "ENCAPSULATION", "NETWORKS", "STATE", "MTU", "HEARD", "NOTE"];
+    let mut table = Table::new(&heading, &[5]);
+    for link in links {
+        let networks = link.networks.as_ref().map_or("all".into(), |networks| {
+            networks.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ")
+        });
+        table.row([
+            link.name.clone(),
+            link.remote.clone(),
+            link.encapsulation.clone(),
+            networks,
+            link.state.clone(),
+            link.mtu.to_string(),
+            link.heard_s.map_or("never".into(), |seconds| format!("{} ago", duration(seconds))),
+            link.reason.clone().unwrap_or_default(),
+        ]);
+    }
+    table.print()
+}
+
+/// `vnet route list`
+pub fn routes(routes: &Vec<Route>) -> String {
+    let mut table = Table::new(&["INDEX", "NETWORK", "SRC", "DST", "FROM", "TO"], &[0, 1]);
+    for route in routes {
+        let Route { index, network, src, dst, from, to } = route.clone();
+        table.row([index.to_string(), network.to_string(), src, dst, from, to]);
+    }
+    table.print()
+}
+
+/// `vnet stats`: ports, then every reason with the ports that have it, then the balance.
+pub fn stats(stats: &Stats) -> String {
+    let heading = [
+        "PORT",
+        "IN FRAMES",
+        "IN BYTES",
+        "OUT FRAMES",
+        "OUT BYTES",
+        "COPIES",
+        "DROPS",
+        "IN DATAGRAMS",
+        "OUT DATAGRAMS",
+        "DISCARDS",
+        "NOTIFICATIONS",
+        "KICKS",
+    ];
+    let mut table = Table::new(&heading, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]);
+    for port in &stats.ports {
+        let c = &port.counters;
+        table.row([
+            port_name(port),
+            c.in_frames.to_string(),
+            c.in_bytes.to_string(),
+            c.out_frames.to_string(),
+            c.out_bytes.to_string(),
+            c.copies.to_string(),
+            c.drops_total().to_string(),
+            c.in_datagrams.to_string(),
+            c.out_datagrams.to_string(),
+            c.discards_total().to_string(),
+            c.notifications.to_string(),
+            c.kicks.to_string(),
+        ]);
+    }
+    let drops = DropReason::ALL.iter().map(|reason| reason.name());
+    let discards = DiscardReason::ALL.iter().map(|reason| reason.name());
+    format!(
+        "{}\n{}\n{}\n{}\n",
+        table.print(),
+        reasons("FRAMES DROPPED", drops, stats, |counters| &counters.drops),
+        reasons("DATAGRAMS DISCARDED", discards, stats, |counters| &counters.discards),
+        stats.balance
+    )
+}
+
+/// One row a reason: in the order of the counters, then those of another version of vnetd.
+fn reasons<'a>(
+    heading: &str,
+    known: impl Iterator<Item = &'a str>,
+    stats: &'a Stats,
+    counts: impl Fn(&'a Counters) -> &'a BTreeMap<String, u64>,
+) -> String {
+    let mut names: Vec<&str> = known.collect();
+    for name in stats.ports.iter().flat_map(|port| counts(&port.counters).keys()) {
+        if !names.contains(&name.as_str()) {
+            names.push(name);
+        }
+    }
+    let mut table = Table::new(&[heading, "TOTAL", "AT"], &[1]);
+    for name in names {
+        let at = |port: &'a Port| (port, counts(&port.counters).get(name).copied().unwrap_or(0));
+        let ports: Vec<_> = stats.ports.iter().map(at).filter(|(_, count)| *count > 0).collect();
+        let total: u64 = ports.iter().map(|(_, count)| count).sum();
+        let at: Vec<_> = ports.iter().map(|(port, count)| format!("{} {count}", port_name(port))).collect();
+        table.row([name.into(), total.to_string(), at.join(", ")]);
+    }
+    table.print()
+}
+
+fn port_name(port: &Port) -> String {
+    if port.kind == port.name { port.kind.clone() } else { format!("{} {}", port.kind, port.name) }
+}
+
+/// `vnet trace`
+pub fn trace(trace: &Trace) -> String {
+    let Trace { network, src, dst, from, why, to, drop, .. } = trace;
+    let outcome = match drop {
+        Some(reason) => format!("dropped ({reason})"),
+        None => format!("to {}", to.join(" and to ")),
+    };
+    format!("{src} -> {dst} in network {network}, from {from}: {outcome}, because {why}\n")
+}
+
+/// `vnet apply`
+pub fn applied(applied: &Applied) -> String {
+    let mut text: String = applied.changes.iter().map(|change| format!("{change}\n")).collect();
+    text += &match (applied.changes.len(), applied.dry_run) {
+        (0, _) => "nothing to change\n".into(),
+        (1, true) => "1 change would be made\n".into(),
+        (1, false) => "1 change made\n".into(),
+        (n, true) => format!("{n} changes would be made\n"),
+        (n, false) => format!("{n} changes made\n"),
+    };
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vnet::stats::PortStats;
+
+    fn port(kind: &str, name: &str, stats: &PortStats) -> Port {
+        Port { kind: kind.into(), name: name.into(), counters: stats.into() }
+    }
+
+    #[test]
+    fn stats_show_every_reason_and_the_balance() {
+        let (vm, link) = (PortStats::default(), PortStats::default());
+        vm.in_frames.add(5);
+        vm.copies.add(1);
+        vm.drop_frames(DropReason::NoRoute, 2);
+        link.delivered(3, 300);
+        link.drop_frames(DropReason::SendFailed, 1);
+        link.discard(DiscardReason::BadVersion, 7);
+        let ports = vec![port("interface", "vm1", &vm), port("link", "h2", &link)];
+        let balance = Balance::of(ports.iter().map(|port| &port.counters));
+        let text = stats(&Stats { ports, balance });
+        for reason in
+            DropReason::ALL.iter().map(|r| r.name()).chain(DiscardReason::ALL.iter().map(|r| r.name()))
+        {
+            assert_eq!(
+                text.lines().filter(|line| line.split(' ').next() == Some(reason)).count(),
+                1,
+                "{reason}"
+            );
+        }
+        for want in ["no_route 2 interface vm1 2", "bad_version 7 link h2 7"] {
+            let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
+            assert!(text.lines().any(|line| words(line) == want), "{text}");
+        }
+        assert!(text.ends_with("\nin 5 + copies 1 = out 3 + drops 3\n"), "{text}");
+    }
+
+    #[test]
+    fn columns_are_aligned() {
+        let mut table = Table::new(&["NAME", "N"], &[1]);
+        table.row(["a".into(), "100".into()]);
+        table.row(["long-name".into(), "5".into()]);
+        assert_eq!(table.print(), "NAME         N\na          100\nlong-name    5\n");
+    }
+
+    #[test]
+    fn durations_are_short() {
+        let cases = [(59, "59 s"), (61, "1 min 1 s"), (3_700, "1 h 1 min"), (90_000, "1 d 1 h")];
+        for (seconds, want) in cases {
+            assert_eq!(duration(seconds), want);
+        }
+    }
+}

@@ -1,0 +1,249 @@
+//! The command against a real daemon: what it prints, what it makes, and how it fails.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+
+use serde_json::{Value, json};
+
+/// A daemon with an empty host, and where its files are.
+struct Host {
+    daemon: Child,
+    dir: tempfile::TempDir,
+}
+
+impl Host {
+    fn start() -> Host {
+        let dir = tempfile::tempdir().unwrap();
+        let host = "[host]\nname = \"h1\"\n[bridge]\nlisten = \"127.0.0.1:0\"\n";
+        let text = format!("{host}[control]\nsocket = \"{}/s\"\n", dir.path().display());
+        std::fs::write(dir.path().join("vnet.toml"), text).unwrap();
+        let mut daemon = Command::new(vnetd())
+            .arg("--config")
+            .arg(dir.path().join("vnet.toml"))
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut ready = String::new();
+        BufReader::new(daemon.stdout.take().unwrap()).read_line(&mut ready).unwrap();
+        assert!(ready.contains("ready"), "{ready}");
+        Host { daemon, dir }
+    }
+
+    fn vnet(&self, args: &[&str]) -> Output {
+        vnet(&self.dir.path().join("s"), args)
+    }
+
+    /// What a command that succeeds prints.
+    fn says(&self, args: &[&str]) -> String {
+        let output = self.vnet(args);
+        assert_eq!((output.status.code(), text(&output.stderr)), (Some(0), String::new()), "{args:?}");
+        text(&output.stdout)
+    }
+
+    fn json(&self, args: &[&str]) -> Value {
+        serde_json::from_str(&self.says(&[args, &["--json"]].concat())).unwrap()
+    }
+
+    /// What a command that is refused says.
+    fn refused(&self, args: &[&str]) -> String {
+        let output = self.vnet(args);
+        assert_eq!((output.status.code(), text(&output.stdout)), (Some(1), String::new()), "{args:?}");
+        text(&output.stderr)
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        let _ = self.daemon.kill();
+        let _ = self.daemon.wait();
+    }
+}
+
+/// The daemon's program, built like this test.
+fn vnetd() -> PathBuf {
+    let here = Path::new(env!("CARGO_BIN_EXE_vnet"));
+    let target = here.ancestors().nth(2).unwrap();
+    let mut build = Command::new(env!("CARGO"));
+    build.args(["build", "--quiet", "--package", "vnetd", "--target-dir"]).arg(target);
+    if here.parent().unwrap().ends_with("release") {
+        build.arg("--release");
+    }
+    assert!(build.status().unwrap().success(), "vnetd cannot be built");
+    here.with_file_name("vnetd")
+}
+
+fn vnet(socket: &Path, args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_vnet")).env("VNET_SOCKET", socket).args(args).output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+#[test]
+fn a_host_is_built_and_taken_down_by_commands() {
+    let host = Host::start();
+    let socket = host.dir.path().join("vm1.sock").display().to_string();
+    let add = [
+        "interface",
+        "add",
+        "vm1",
+        "--kind",
+        "vhost-user",
+        "--socket",
+        &socket,
+        "--mac",
+        "52:54:00:00:00:01",
+    ];
+    assert_eq!(host.says(&add), "interface vm1 added\n");
+    assert_eq!(
+        host.says(&["link", "add", "h2", "--remote", "10.1.2.3:9000", "--trusted"]),
+        "link h2 added\n"
+    );
+    let add = ["route", "add", "--dst", "52:54:00:00:00:02", "--from", "interface vm1", "--to", "link h2"];
+    assert_eq!(host.says(&add), "route 1 added\n");
+
+    let list = host.says(&["interface", "list"]);
+    let words: Vec<Vec<_>> = list.lines().map(|line| line.split_whitespace().collect()).collect();
+    assert_eq!(words[0][..4], ["NAME", "KIND", "STATE", "NETWORK"]);
+    assert_eq!(words[1][..7], ["vm1", "vhost-user", "down", "1", "52:54:00:00:00:01", "1500", "1"]);
+    assert_eq!(
+        host.says(&["route", "list"]),
+        "INDEX  NETWORK  SRC  DST                FROM           TO\n    1        1  any  52:54:00:00:00:02  interface vm1  link h2\n"
+    );
+    assert_eq!(host.json(&["link", "list"])[0]["name"], "h2");
+    assert_eq!(host.json(&["status"])["routes"], 1);
+    assert!(host.says(&["status"]).starts_with("host         h1\n"));
+    let stats = host.says(&["stats"]);
+    assert!(stats.contains("interface vm1") && stats.contains("no_route"), "{stats}");
+    assert!(stats.ends_with("in 0 + copies 0 = out 0 + drops 0\n"), "{stats}");
+    assert_eq!(host.json(&["stats"])["balance"]["drops"], 0);
+    assert_eq!(host.says(&["version"]), "vnet 0.1.0\nvnetd 0.1.0\n");
+
+    let refused = host.refused(&["interface", "del", "vm1"]);
+    assert!(refused.starts_with("interface vm1 is named by route 1 ("), "{refused}");
+    assert_eq!(host.says(&["route", "del", "1"]), "route 1 removed\n");
+    assert_eq!(host.says(&["interface", "del", "vm1"]), "interface vm1 removed\n");
+    assert_eq!(host.json(&["link", "del", "h2"]), json!({ "removed": { "object": "link", "name": "h2" } }));
+    assert_eq!(host.json(&["interface", "list"]), json!([]));
+}
+
+#[test]
+fn a_file_is_applied() {
+    let host = Host::start();
+    let file = host.dir.path().join("vnet.toml");
+    let link = "[[link]]\nname = \"h2\"\nremote = \"10.1.2.3:9000\"\ntrusted = true\n";
+    std::fs::write(&file, std::fs::read_to_string(&file).unwrap() + link).unwrap();
+    let file = file.to_str().unwrap();
+    let step = "+ link h2: native to 10.1.2.3:9000\n";
+    assert_eq!(host.says(&["apply", file, "--dry-run"]), format!("{step}1 change would be made\n"));
+    assert_eq!(host.json(&["link", "list"]), json!([]));
+    assert_eq!(host.says(&["apply", file]), format!("{step}1 change made\n"));
+    assert_eq!(host.says(&["apply", file]), "nothing to change\n");
+    assert_eq!(host.json(&["apply", file])["changes"], json!([]));
+    std::fs::write(file, "[host]\nname = 1\n").unwrap();
+    let want = format!("{file}:2: 'name' is a whole number, but must be a text; write name = \"…\"\n");
+    assert_eq!(host.refused(&["apply", file]), want);
+    assert_eq!(host.json(&["link", "list"])[0]["name"], "h2");
+}
+
+#[test]
+fn a_frame_is_traced() {
+    let host = Host::start();
+    let socket = host.dir.path().join("vm1.sock").display().to_string();
+    host.says(&[
+        "interface",
+        "add",
+        "vm1",
+        "--kind",
+        "vhost-user",
+        "--socket",
+        &socket,
+        "--mac",
+        "52:54:00:00:00:01",
+    ]);
+    host.says(&["link", "add", "h2", "--remote", "10.1.2.3:9000"]);
+    host.says(&["route", "add", "--dst", "52:54:00:00:00:02", "--to", "link h2"]);
+    let trace = |dst: &str| host.says(&["trace", "52:54:00:00:00:01", dst]);
+    assert_eq!(
+        trace("52:54:00:00:00:02"),
+        "52:54:00:00:00:01 -> 52:54:00:00:00:02 in network 1, from interface vm1: to link h2, because route 1 of \
+         priority 6\n"
+    );
+    assert!(
+        trace("ff:ff:ff:ff:ff:ff")
+            .contains(": to link h2, because ff:ff:ff:ff:ff:ff is a group or not known")
+    );
+    let from_link = host.json(&["trace", "52:54:00:00:00:09", "52:54:00:00:00:01", "--from", "link h2"]);
+    assert_eq!((&from_link["by"], &from_link["to"]), (&json!("configured"), &json!(["interface vm1"])));
+}
+
+#[test]
+fn a_check_needs_no_daemon() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("f.toml");
+    let name = file.to_str().unwrap();
+    let nobody = dir.path().join("nobody");
+    std::fs::write(&file, "[host]\nname = \"h1\"\n").unwrap();
+    let output = vnet(&nobody, &["check", name]);
+    assert_eq!((output.status.code(), text(&output.stdout)), (Some(0), format!("{name}: good\n")));
+    std::fs::write(&file, "[host]\nname = \"h1\"\nx = 1\n[bridge]\ny = 1\n").unwrap();
+    let output = vnet(&nobody, &["check", name, "--json"]);
+    assert_eq!(output.status.code(), Some(1));
+    let lines = [
+        format!("{name}:3: unknown key 'x' in [host]; known here: name"),
+        format!("{name}:5: unknown key 'y' in [bridge]; known here: listen"),
+    ];
+    assert_eq!(text(&output.stderr), format!("{}\n{}\n", lines[0], lines[1]));
+    let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(answer, json!({ "file": name, "good": false, "errors": lines, "warnings": [] }));
+}
+
+#[test]
+fn failures_are_one_line_and_status_one_and_wrong_usage_is_two() {
+    let dir = tempfile::tempdir().unwrap();
+    let nobody = dir.path().join("nobody");
+    let output = vnet(&nobody, &["status"]);
+    assert_eq!(output.status.code(), Some(1));
+    let want = format!(
+        "cannot reach vnetd at '{}': No such file or directory (os error 2); is it running, and is this its socket? \
+         (--socket, $VNET_SOCKET)\n",
+        nobody.display()
+    );
+    assert_eq!(text(&output.stderr), want);
+    let output = vnet(&nobody, &["version"]);
+    assert_eq!(
+        (output.status.code(), text(&output.stdout)),
+        (Some(0), "vnet 0.1.0\nvnetd not reached\n".into())
+    );
+    for args in [&["no-such-command"][..], &["route", "del", "x"], &["link", "add", "x"], &[]] {
+        assert_eq!(vnet(&nobody, args).status.code(), Some(2), "{args:?}");
+    }
+    let host = Host::start();
+    let refused = host.refused(&["interface", "add", "t", "--kind", "tap", "--device", "t0", "--mac", "x"]);
+    assert_eq!(
+        refused,
+        "mac: 'x' is not a MAC address; write six hexadecimal bytes, as in 52:54:00:12:34:56\n"
+    );
+    let refused = host.refused(&["link", "del", "h9"]);
+    assert_eq!(refused, "there is no link h9; see what there is with 'list'\n");
+}
+
+#[test]
+fn output_that_nobody_reads_is_no_failure() {
+    let host = Host::start();
+    let mut child = Command::new(env!("CARGO_BIN_EXE_vnet"))
+        .env("VNET_SOCKET", host.dir.path().join("s"))
+        .args(["stats", "--watch"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    // Read one line, then close: the next figures go nowhere.
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    assert!(line.starts_with("PORT"), "{line}");
+    let output = child.wait_with_output().unwrap();
+    assert_eq!((output.status.code(), text(&output.stderr)), (Some(0), String::new()));
+}

@@ -1,0 +1,366 @@
+//! What the HTTP/JSON API says, shared by the daemon that says it and the commands that read it.
+//!
+//! Requests use the keys of the configuration file; these are the answers. A reader ignores fields that it does not know,
+//! so that fields can be added.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::frame::NetworkId;
+use crate::stats::{DiscardReason, DropReason, PortStats};
+use crate::wire::ethernet::Mac;
+
+/// `GET /v1/status`
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Status {
+    /// Version of vnetd.
+    pub version: String,
+    /// Name of the host.
+    pub host: String,
+    /// Process id of vnetd.
+    pub pid: u32,
+    /// Seconds since it was ready.
+    pub uptime_s: u64,
+    /// Where links arrive (UDP).
+    pub bridge: String,
+    /// Number of dispatchers.
+    pub dispatchers: usize,
+    /// What they do when there is nothing to do.
+    #[serde(rename = "yield")]
+    pub yield_strategy: String,
+    /// Interfaces.
+    pub interfaces: usize,
+    /// Interfaces through which frames flow at the moment.
+    pub interfaces_up: usize,
+    /// Links.
+    pub links: usize,
+    /// Rules.
+    pub routes: usize,
+    /// Networks.
+    pub networks: usize,
+    /// Learned addresses.
+    pub learned: usize,
+    /// Where the frames went.
+    pub balance: Balance,
+}
+
+/// One of `GET /v1/interfaces`; the answer to `POST /v1/interfaces`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Interface {
+    /// Its name.
+    pub name: String,
+    /// `vhost-user` or `tap`.
+    pub kind: String,
+    /// `up`, `down` or `broken`.
+    pub state: String,
+    /// Why it is not up.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    /// Network.
+    pub network: NetworkId,
+    /// The guest's address, when it was given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mac: Option<Mac>,
+    /// MTU in bytes, as it is.
+    pub mtu: u32,
+    /// Queue pairs.
+    pub queues: u32,
+    /// Unix socket (vhost-user).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub socket: Option<String>,
+    /// Whether vnetd listens on it (vhost-user).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub server: Option<bool>,
+    /// Device (tap).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device: Option<String>,
+    /// Where the device lives (tap).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub netns: Option<String>,
+    /// Most flooded frames a second.
+    pub storm_limit: u32,
+    /// Whether source addresses are held to `mac`.
+    pub port_security: bool,
+}
+
+/// One of `GET /v1/links`; the answer to `POST /v1/links`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Link {
+    /// Its name.
+    pub name: String,
+    /// The other host.
+    pub remote: String,
+    /// `native` or `vnet`.
+    pub encapsulation: String,
+    /// The networks it carries; all when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub networks: Option<Vec<NetworkId>>,
+    /// `up`, or `unreachable` where the kernel has no route to the other host.
+    pub state: String,
+    /// Why it is not up.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    /// Largest IP packet that is sent on it, in bytes.
+    pub mtu: u16,
+    /// Seconds since anything came by it; absent when nothing ever did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub heard_s: Option<u64>,
+}
+
+/// One of `GET /v1/routes`; the answer to `POST /v1/routes`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Route {
+    /// Counted from 1, never used again.
+    pub index: u32,
+    /// Network.
+    pub network: NetworkId,
+    /// Source qualifier.
+    pub src: String,
+    /// Destination qualifier.
+    pub dst: String,
+    /// Where frames must come from.
+    pub from: String,
+    /// Where they go.
+    pub to: String,
+}
+
+/// One of `GET /v1/networks`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Network {
+    /// Its number.
+    pub id: NetworkId,
+    /// Whether addresses are learned and unknown ones flooded.
+    pub learning: bool,
+    /// Seconds after which a learned address that was not seen again is forgotten.
+    pub ageing_s: u32,
+    /// Interfaces in it.
+    pub interfaces: usize,
+}
+
+/// One of `GET /v1/learned`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Learned {
+    /// Network.
+    pub network: NetworkId,
+    /// Address.
+    pub mac: Mac,
+    /// Where it is: `interface NAME` or `link NAME`.
+    pub at: String,
+    /// `learned`, `frozen` (learned, but it moved too often) or `configured`.
+    pub held: String,
+    /// Seconds since it was last seen; 0 for configured ones.
+    pub age_s: u32,
+}
+
+/// `GET /v1/trace?src=MAC&dst=MAC`, optionally `&network=ID&from=PLACE`
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Trace {
+    /// Network.
+    pub network: NetworkId,
+    /// Source address.
+    pub src: Mac,
+    /// Destination address.
+    pub dst: Mac,
+    /// Where the frame would come from: `interface NAME` or `link NAME`.
+    pub from: String,
+    /// What decides: `guard`, `rules`, `configured`, `learned`, `flood` or `nothing`.
+    pub by: String,
+    /// The same for people.
+    pub why: String,
+    /// Indices of the rules that decide.
+    pub rules: Vec<u32>,
+    /// Where it would go.
+    pub to: Vec<String>,
+    /// Why it would be dropped.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub drop: Option<String>,
+}
+
+/// `GET /v1/stats`
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Stats {
+    /// Each interface and link, then `bridge` (datagrams of no link) and `removed` (all that are gone).
+    pub ports: Vec<Port>,
+    /// Where the frames went.
+    pub balance: Balance,
+}
+
+/// One port's counters.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Port {
+    /// `interface`, `link`, `bridge` or `removed`.
+    pub kind: String,
+    /// The interface's or link's name.
+    pub name: String,
+    /// The counters.
+    #[serde(flatten)]
+    pub counters: Counters,
+}
+
+/// Counters of a port since it was added; the words are those of [`PortStats`].
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counters {
+    /// Frames that entered here.
+    pub in_frames: u64,
+    /// Their bytes.
+    pub in_bytes: u64,
+    /// Frames delivered here.
+    pub out_frames: u64,
+    /// Their bytes.
+    pub out_bytes: u64,
+    /// Frames that became more than one.
+    pub copies: u64,
+    /// Notifications given to the guest.
+    pub notifications: u64,
+    /// Notifications got from the guest.
+    pub kicks: u64,
+    /// Datagrams received.
+    pub in_datagrams: u64,
+    /// Datagrams sent.
+    pub out_datagrams: u64,
+    /// Frames dropped, per reason.
+    pub drops: BTreeMap<String, u64>,
+    /// Datagrams discarded, per reason.
+    pub discards: BTreeMap<String, u64>,
+}
+
+impl From<&PortStats> for Counters {
+    fn from(stats: &PortStats) -> Counters {
+        Counters {
+            in_frames: stats.in_frames.get(),
+            in_bytes: stats.in_bytes.get(),
+            out_frames: stats.out_frames.get(),
+            out_bytes: stats.out_bytes.get(),
+            copies: stats.copies.get(),
+            notifications: stats.notifications.get(),
+            kicks: stats.kicks.get(),
+            in_datagrams: stats.in_datagrams.get(),
+            out_datagrams: stats.out_datagrams.get(),
+            drops: DropReason::ALL.iter().map(|r| (r.name().into(), stats.drops(*r))).collect(),
+            discards: DiscardReason::ALL.iter().map(|r| (r.name().into(), stats.discards(*r))).collect(),
+        }
+    }
+}
+
+impl Counters {
+    /// Frames dropped for any reason.
+    pub fn drops_total(&self) -> u64 {
+        self.drops.values().sum()
+    }
+
+    /// Datagrams discarded for any reason.
+    pub fn discards_total(&self) -> u64 {
+        self.discards.values().sum()
+    }
+
+    /// Adds another port's counters.
+    pub fn add(&mut self, other: &Counters) {
+        self.in_frames += other.in_frames;
+        self.in_bytes += other.in_bytes;
+        self.out_frames += other.out_frames;
+        self.out_bytes += other.out_bytes;
+        self.copies += other.copies;
+        self.notifications += other.notifications;
+        self.kicks += other.kicks;
+        self.in_datagrams += other.in_datagrams;
+        self.out_datagrams += other.out_datagrams;
+        for (reasons, others) in [(&mut self.drops, &other.drops), (&mut self.discards, &other.discards)] {
+            for (reason, count) in others {
+                *reasons.entry(reason.clone()).or_default() += count;
+            }
+        }
+    }
+}
+
+/// Where all frames went: in + copies = out + drops, but for those on their way while it was read.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Balance {
+    /// Frames that entered the core.
+    #[serde(rename = "in")]
+    pub entered: u64,
+    /// Frames that became more than one.
+    pub copies: u64,
+    /// Frames delivered.
+    pub out: u64,
+    /// Frames dropped.
+    pub drops: u64,
+}
+
+impl Balance {
+    /// The balance of some ports.
+    pub fn of<'a>(ports: impl IntoIterator<Item = &'a Counters>) -> Balance {
+        ports.into_iter().fold(Balance::default(), |sum, port| Balance {
+            entered: sum.entered + port.in_frames,
+            copies: sum.copies + port.copies,
+            out: sum.out + port.out_frames,
+            drops: sum.drops + port.drops_total(),
+        })
+    }
+}
+
+impl fmt::Display for Balance {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Balance { entered, copies, out, drops } = self;
+        let (left, right) = (entered + copies, out + drops);
+        let sign = if left == right { "=" } else { "≠" };
+        write!(f, "in {entered} + copies {copies} {sign} out {out} + drops {drops}")?;
+        if left == right { Ok(()) } else { write!(f, " ({} on their way)", left.abs_diff(right)) }
+    }
+}
+
+/// What happens to an object; in the order in which a plan tells it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Action {
+    /// It goes.
+    Remove,
+    /// It becomes another.
+    Change,
+    /// It comes.
+    Add,
+}
+
+/// One step of a plan.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Change {
+    /// What happens.
+    pub action: Action,
+    /// `host`, `network`, `interface`, `link` or `route`.
+    pub object: String,
+    /// Its name; empty for a route.
+    pub name: String,
+    /// What it is; for a change: what it was -> what it becomes.
+    pub detail: String,
+}
+
+impl fmt::Display for Change {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let sign = match self.action {
+            Action::Remove => '-',
+            Action::Change => '~',
+            Action::Add => '+',
+        };
+        let name = if self.name.is_empty() { String::new() } else { format!(" {}", self.name) };
+        write!(f, "{sign} {}{name}: {}", self.object, self.detail)
+    }
+}
+
+/// The answer to `POST /v1/apply`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Applied {
+    /// True when it was only asked what would be done.
+    pub dry_run: bool,
+    /// What was (or would be) done.
+    pub changes: Vec<Change>,
+    /// What the writer of the configuration should know.
+    pub warnings: Vec<String>,
+}
+
+/// The answer when something is refused or fails.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Refusal {
+    /// One line each.
+    pub errors: Vec<String>,
+}

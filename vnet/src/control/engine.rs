@@ -1,0 +1,499 @@
+//! The engine: keeps the core in the state that is wanted.
+//!
+//! A change is a new desired state. Its difference to the current one is carried out all or nothing:
+//!
+//! 1. everything new is opened; if that fails, what was opened is closed and nothing has changed;
+//! 2. one new setup is published, which the dispatchers adopt between two batches;
+//! 3. what is gone is stopped, when no dispatcher uses it any more.
+//!
+//! What the plan does not name is not touched. The one case in which something has to go before its successor can be
+//! opened is a resource that changes hands (an interface with other settings at the same socket or device): then it is
+//! stopped first, and opened again as it was if the successor fails.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::net::UdpSocket;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::api::Counters;
+use super::config::ConfigError;
+use super::desired::*;
+use super::plan::{self, Plan};
+use super::table::Problem;
+use super::{check, config};
+use crate::dispatch::core::{Core, CoreError, CoreOptions};
+use crate::dispatch::setup::{InterfacePort, LinkPort, Parts};
+use crate::frame::{self, PortId};
+use crate::interface::tap::{Tap, TapOptions};
+use crate::interface::vhost_user::{VhostUser, VhostUserOptions};
+use crate::interface::{Interface, State};
+use crate::link::{Link, LinkOptions};
+use crate::route::{self, Member, Networks, PortKind, Rule, Source};
+use crate::stats::PortStats;
+use crate::wire::ethernet::Mac;
+
+/// Why a change was refused. Nothing has changed then, unless the message says so.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    /// The core could not be started.
+    #[error(transparent)]
+    Core(#[from] CoreError),
+    /// The desired state contradicts itself, one line for each mistake.
+    #[error(transparent)]
+    Invalid(#[from] ConfigError),
+    /// The desired state differs in what is fixed while vnetd runs.
+    #[error(transparent)]
+    Restart(ConfigError),
+    /// Something new could not be opened.
+    #[error("{0}")]
+    Open(Problem),
+    /// What should be removed is not there.
+    #[error("there is no {0}; see what there is with 'list'")]
+    NotFound(String),
+    /// Nobody knows where a traced frame would come from.
+    #[error("it is not known where {0} is; say where the frame comes from: --from 'interface NAME'")]
+    UnknownSource(Mac),
+    /// What should be removed is named by rules.
+    #[error("{target} is named by route {routes}; delete that first")]
+    InUse {
+        /// What should be removed.
+        target: Target,
+        /// The rules' indices.
+        routes: String,
+    },
+}
+
+/// An interface that is open.
+pub(super) struct LiveInterface {
+    pub port: PortId,
+    pub mtu: u32,
+    pub stats: Arc<PortStats>,
+    interface: Arc<dyn Interface>,
+}
+
+impl LiveInterface {
+    pub fn state(&self) -> State {
+        self.interface.state()
+    }
+}
+
+/// A link in the core.
+pub(super) struct LiveLink {
+    pub port: PortId,
+    pub stats: Arc<PortStats>,
+    pub link: Arc<Link>,
+}
+
+impl LiveLink {
+    fn new(spec: &LinkSpec, port: PortId) -> LiveLink {
+        let stats = Arc::new(PortStats::default());
+        let LinkSpec { name, remote, encapsulation, networks, mtu } = spec.clone();
+        let options = LinkOptions { name, remote, encapsulation, networks, mtu };
+        LiveLink { port, stats: stats.clone(), link: Link::new(options, port, stats) }
+    }
+}
+
+/// Interfaces that were opened but are not in the core yet: dropped, they are closed again.
+#[derive(Default)]
+struct Opened(Vec<(String, LiveInterface)>);
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|(_, live)| live.interface.stop());
+    }
+}
+
+/// A running core and what it was told.
+pub struct Engine {
+    pub(super) core: Core,
+    pub(super) started: Instant,
+    pub(super) current: Desired,
+    pub(super) interfaces: BTreeMap<String, LiveInterface>,
+    pub(super) links: BTreeMap<String, LiveLink>,
+    pub(super) route_indices: HashMap<RouteSpec, u32>,
+    /// Counters of all ports that are gone, so that the balance still adds up.
+    pub(super) retired: Counters,
+    next_route: u32,
+}
+
+impl Engine {
+    /// Starts a core and brings it into the desired state.
+    pub fn start(desired: Desired) -> Result<Engine, EngineError> {
+        let DispatchSpec { threads, cpus, yield_strategy, sleep_us, nowork_us } =
+            desired.dispatch.spec.clone();
+        let listen = desired.bridge.spec.listen;
+        let core = Core::start(&CoreOptions { threads, cpus, yield_strategy, sleep_us, nowork_us, listen })?;
+        let (networks, interfaces, links, routes) = (vec![], vec![], vec![], vec![]);
+        let mut engine = Engine {
+            core,
+            started: Instant::now(),
+            current: Desired { networks, interfaces, links, routes, ..desired.clone() },
+            interfaces: BTreeMap::new(),
+            links: BTreeMap::new(),
+            route_indices: HashMap::new(),
+            retired: Counters::default(),
+            next_route: 1,
+        };
+        match engine.apply(desired) {
+            Ok(_) => Ok(engine),
+            Err(error) => {
+                engine.stop();
+                Err(error)
+            }
+        }
+    }
+
+    /// Stops everything: the guests see their links go down, sockets and devices are removed.
+    pub fn stop(self) {
+        self.core.publish(Parts::default());
+        self.interfaces.values().for_each(|live| live.interface.stop());
+    }
+
+    /// What the host is.
+    pub fn current(&self) -> &Desired {
+        &self.current
+    }
+
+    /// What [`Engine::apply`] would do.
+    pub fn plan(&self, desired: &Desired) -> Result<Plan, EngineError> {
+        let problems = plan::restart_needed(&self.current, desired);
+        if !problems.is_empty() {
+            return Err(EngineError::Restart(ConfigError(problems)));
+        }
+        let plan = Plan::between(&self.current, desired);
+        let new_links = plan.links.added.iter().chain(plan.links.changed.iter().map(|(_, wanted)| wanted));
+        for Item { place, spec } in new_links {
+            if self.leads_here(spec) {
+                return Err(EngineError::Open(Problem::new(place, check::to_oneself(spec))));
+            }
+        }
+        Ok(plan)
+    }
+
+    /// True when a link's remote is an address of this very host, at the bridge's port.
+    fn leads_here(&self, link: &LinkSpec) -> bool {
+        let bridge = self.core.bridge_address();
+        // A socket can be bound to an address only where that address is.
+        bridge.port() == link.remote.port()
+            && bridge.ip().is_unspecified()
+            && UdpSocket::bind((link.remote.ip(), 0)).is_ok()
+    }
+
+    /// Makes the host be as desired, and says what that took. On an error nothing has changed.
+    pub fn apply(&mut self, desired: Desired) -> Result<Plan, EngineError> {
+        let plan = self.plan(&desired)?;
+        if plan.is_empty() {
+            // Lines may have moved, though.
+            self.current = desired;
+            return Ok(plan);
+        }
+        let mut opened = self.open_new(&plan)?;
+        // Nothing fails from here on.
+        let gone: Vec<_> =
+            leaving(&plan).filter_map(|item| self.interfaces.remove(&item.spec.name)).collect();
+        self.interfaces.extend(std::mem::take(&mut opened.0));
+        let gone_links = self.change_links(&plan.links);
+        self.change_routes(&plan.routes);
+        self.current = desired;
+        self.core.publish(self.setup(&self.current));
+        for live in gone {
+            live.interface.stop();
+            self.retire(&live.stats);
+        }
+        gone_links.iter().for_each(|live| self.retire(&live.stats));
+        Ok(plan)
+    }
+
+    /// Opens the plan's new interfaces; on an error everything is as before.
+    fn open_new(&mut self, plan: &Plan) -> Result<Opened, EngineError> {
+        let added = plan.interfaces.added.iter();
+        let wanted: Vec<_> = added.chain(replaced(plan).map(|(_, wanted)| wanted)).collect();
+        let needed: HashSet<_> = wanted.iter().map(|item| item.spec.attachment.resource()).collect();
+        let blockers: Vec<_> =
+            leaving(plan).filter(|item| needed.contains(&item.spec.attachment.resource())).collect();
+        let held: HashSet<_> = blockers.iter().map(|item| item.spec.attachment.resource()).collect();
+        let (late, early): (Vec<&Item<_>>, Vec<&Item<_>>) =
+            wanted.into_iter().partition(|item| held.contains(&item.spec.attachment.resource()));
+
+        let mut opened = Opened::default();
+        for item in early {
+            self.open(item, &mut opened)?;
+        }
+        if late.is_empty() {
+            return Ok(opened);
+        }
+        let stopped = self.stop_early(&blockers);
+        for item in late {
+            if let Err(error) = self.open(item, &mut opened) {
+                drop(opened);
+                return Err(self.reopen(&blockers, stopped, error));
+            }
+        }
+        stopped.iter().for_each(|stats| self.retire(stats));
+        Ok(opened)
+    }
+
+    /// Opens one interface, on a port that nothing uses.
+    fn open(&self, item: &Item<InterfaceSpec>, opened: &mut Opened) -> Result<(), EngineError> {
+        let spec = &item.spec;
+        let port = self.free_port(opened.0.iter().map(|(_, live)| live.port));
+        let live = open_interface(spec, port).map_err(|error| {
+            let text = format!("interface {} cannot be opened: {error}", spec.name);
+            EngineError::Open(Problem::new(&item.place, text))
+        })?;
+        opened.0.push((spec.name.clone(), live));
+        Ok(())
+    }
+
+    /// Stops interfaces whose resources pass to others, and returns their counters.
+    fn stop_early(&mut self, blockers: &[&Item<InterfaceSpec>]) -> Vec<Arc<PortStats>> {
+        let gone: Vec<_> =
+            blockers.iter().filter_map(|item| self.interfaces.remove(&item.spec.name)).collect();
+        self.core.publish(self.setup(&self.current));
+        // Dropped here, too: a TAP is free only when its file is closed.
+        gone.into_iter()
+            .map(|live| {
+                live.interface.stop();
+                live.stats
+            })
+            .collect()
+    }
+
+    /// Opens interfaces again that were stopped for successors which failed with `error`.
+    fn reopen(
+        &mut self,
+        blockers: &[&Item<InterfaceSpec>],
+        stopped: Vec<Arc<PortStats>>,
+        error: EngineError,
+    ) -> EngineError {
+        stopped.iter().for_each(|stats| self.retire(stats));
+        let mut lost = String::new();
+        for item in blockers {
+            let mut opened = Opened::default();
+            match self.open(item, &mut opened) {
+                Ok(()) => self.interfaces.extend(std::mem::take(&mut opened.0)),
+                Err(again) => {
+                    let name = &item.spec.name;
+                    lost += &format!("; interface {name} had to stop for it and is lost: {again}");
+                    self.forget(name);
+                }
+            }
+        }
+        self.core.publish(self.setup(&self.current));
+        match error {
+            EngineError::Open(problem) => {
+                EngineError::Open(Problem { text: problem.text + &lost, ..problem })
+            }
+            error => error,
+        }
+    }
+
+    /// Takes an interface that is lost, and the rules that name it, out of the current state.
+    fn forget(&mut self, name: &str) {
+        let target = Target::Interface(name.into());
+        self.current.interfaces.retain(|item| item.spec.name != name);
+        self.current.routes.retain(|item| !item.spec.names(&target));
+        self.route_indices.retain(|spec, _| !spec.names(&target));
+    }
+
+    fn retire(&mut self, stats: &PortStats) {
+        self.retired.add(&Counters::from(stats));
+    }
+
+    /// The lowest port that neither a live object nor one of `taken` has. What a plan removes is live until it is carried
+    /// out, so that no port changes hands within one publication.
+    fn free_port(&self, taken: impl Iterator<Item = PortId>) -> PortId {
+        let interfaces = self.interfaces.values().map(|live| live.port);
+        let links = self.links.values().map(|live| live.port);
+        let used: HashSet<_> = interfaces.chain(links).chain(taken).collect();
+        let free = (0..PortId::NONE.0).map(PortId).find(|port| !used.contains(port));
+        free.expect("the limits of interfaces and links together are far below the number of ports")
+    }
+
+    /// Puts new links in the place of old ones, and returns the latter.
+    fn change_links(&mut self, diff: &plan::Diff<LinkSpec>) -> Vec<LiveLink> {
+        let changed = diff.changed.iter();
+        let new: Vec<_> = diff.added.iter().chain(changed.clone().map(|(_, wanted)| wanted)).collect();
+        // Made before the old ones go, so that they get other ports.
+        let mut made: Vec<(String, LiveLink)> = vec![];
+        for Item { spec, .. } in new {
+            let port = self.free_port(made.iter().map(|(_, live)| live.port));
+            made.push((spec.name.clone(), LiveLink::new(spec, port)));
+        }
+        let old = diff.removed.iter().chain(changed.map(|(is, _)| is));
+        let gone = old.filter_map(|item| self.links.remove(&item.spec.name)).collect();
+        self.links.extend(made);
+        gone
+    }
+
+    fn change_routes(&mut self, diff: &plan::Diff<RouteSpec>) {
+        for Item { spec, .. } in &diff.removed {
+            self.route_indices.remove(spec);
+        }
+        for Item { spec, .. } in &diff.added {
+            self.route_indices.insert(spec.clone(), self.next_route);
+            self.next_route += 1;
+        }
+    }
+
+    /// What the core is to do: `desired`, as far as it is open.
+    fn setup(&self, desired: &Desired) -> Parts {
+        let port = |target: &Target| match target {
+            Target::Interface(name) => self.interfaces.get(name).map(|live| live.port),
+            Target::Link(name) => self.links.get(name).map(|live| live.port),
+        };
+        let rule = |Item { spec, .. }: &Item<RouteSpec>| {
+            let from = match &spec.from {
+                Origin::Any => Source::Any,
+                Origin::AnyInterface => Source::AnyInterface,
+                Origin::AnyLink => Source::AnyLink,
+                Origin::One(target) => Source::Port(port(target)?),
+            };
+            let index = *self.route_indices.get(spec)?;
+            let RouteSpec { network, src, dst, .. } = *spec;
+            Some(Rule { index, network, src, dst, from, to: port(&spec.to)? })
+        };
+        let interface = |Item { spec, .. }: &Item<InterfaceSpec>| {
+            let live = self.interfaces.get(&spec.name)?;
+            let member = Member {
+                port: live.port,
+                kind: PortKind::Interface,
+                networks: Networks::only([spec.network]),
+                mac: spec.mac,
+                storm_frames_per_s: Some(spec.storm_limit),
+                port_security: spec.port_security,
+            };
+            let (name, stats, interface) = (spec.name.clone(), live.stats.clone(), live.interface.clone());
+            Some(InterfacePort { member, name, stats, interface })
+        };
+        let link = |Item { spec, .. }: &Item<LinkSpec>| {
+            let live = self.links.get(&spec.name)?;
+            let networks = spec.networks.clone();
+            let member = Member {
+                port: live.port,
+                kind: PortKind::Link,
+                networks: networks.map_or(Networks::All, Networks::only),
+                mac: None,
+                storm_frames_per_s: None,
+                port_security: false,
+            };
+            Some(LinkPort { member, link: live.link.clone() })
+        };
+        Parts {
+            networks: plan::networks(desired).into_iter().map(|item| network(&item.spec)).collect(),
+            interfaces: desired.interfaces.iter().filter_map(interface).collect(),
+            links: desired.links.iter().filter_map(link).collect(),
+            rules: desired.routes.iter().filter_map(rule).collect(),
+        }
+    }
+}
+
+/// Single changes: each makes a desired state of its own and goes the way of all others.
+impl Engine {
+    fn edit(&mut self, edit: impl FnOnce(&mut Desired)) -> Result<(), EngineError> {
+        let mut desired = self.current.clone();
+        edit(&mut desired);
+        config::validate(&desired)?;
+        self.apply(desired).map(drop)
+    }
+
+    /// Adds an interface.
+    pub fn add_interface(&mut self, item: Item<InterfaceSpec>) -> Result<(), EngineError> {
+        self.edit(|desired| desired.interfaces.push(item))
+    }
+
+    /// Adds a link.
+    pub fn add_link(&mut self, item: Item<LinkSpec>) -> Result<(), EngineError> {
+        self.edit(|desired| desired.links.push(item))
+    }
+
+    /// Adds a rule and returns its index.
+    pub fn add_route(&mut self, item: Item<RouteSpec>) -> Result<u32, EngineError> {
+        self.edit(|desired| desired.routes.push(item))?;
+        Ok(self.next_route - 1)
+    }
+
+    /// Removes an interface that no rule names.
+    pub fn remove_interface(&mut self, name: &str) -> Result<(), EngineError> {
+        let target = Target::Interface(name.into());
+        if !self.interfaces.contains_key(name) {
+            return Err(EngineError::NotFound(target.to_string()));
+        }
+        self.not_in_use(target)?;
+        self.edit(|desired| desired.interfaces.retain(|item| item.spec.name != name))
+    }
+
+    /// Removes a link that no rule names.
+    pub fn remove_link(&mut self, name: &str) -> Result<(), EngineError> {
+        let target = Target::Link(name.into());
+        if !self.links.contains_key(name) {
+            return Err(EngineError::NotFound(target.to_string()));
+        }
+        self.not_in_use(target)?;
+        self.edit(|desired| desired.links.retain(|item| item.spec.name != name))
+    }
+
+    /// Removes the rule with index `index`.
+    pub fn remove_route(&mut self, index: u32) -> Result<(), EngineError> {
+        let found = self.route_indices.iter().find(|(_, i)| **i == index).map(|(spec, _)| spec.clone());
+        let spec = found.ok_or_else(|| EngineError::NotFound(format!("route {index}")))?;
+        self.edit(|desired| desired.routes.retain(|item| item.spec != spec))
+    }
+
+    fn not_in_use(&self, target: Target) -> Result<(), EngineError> {
+        let routes = self.current.routes.iter().filter(|item| item.spec.names(&target));
+        match routes.map(|item| &item.spec).next() {
+            Some(spec) => {
+                let routes = format!("{} ({spec})", self.route_indices[spec]);
+                Err(EngineError::InUse { target, routes })
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// The interfaces that have to be opened anew because of what changes: as they are, as they should be.
+fn replaced(plan: &Plan) -> impl Iterator<Item = &(Item<InterfaceSpec>, Item<InterfaceSpec>)> {
+    plan.interfaces.changed.iter().filter(|(is, wanted)| {
+        let InterfaceSpec { storm_limit, port_security, .. } = wanted.spec;
+        // These are the core's, all others the interface's.
+        wanted.spec != InterfaceSpec { storm_limit, port_security, ..is.spec.clone() }
+    })
+}
+
+/// The interfaces that are stopped: those that go for good and those that are opened anew.
+fn leaving(plan: &Plan) -> impl Iterator<Item = &Item<InterfaceSpec>> {
+    plan.interfaces.removed.iter().chain(replaced(plan).map(|(is, _)| is))
+}
+
+fn network(spec: &NetworkSpec) -> route::NetworkSpec {
+    let NetworkSpec { id, learning, ageing_s } = *spec;
+    route::NetworkSpec { id, learning, ageing_s }
+}
+
+fn open_interface(spec: &InterfaceSpec, port: PortId) -> Result<LiveInterface, String> {
+    let stats = Arc::new(PortStats::default());
+    let (mac, mtu, queues) = (spec.mac, spec.mtu as usize, spec.queues as usize);
+    let (interface, mtu): (Arc<dyn Interface>, u32) = match &spec.attachment {
+        Attachment::VhostUser { socket, server } => {
+            let (socket, server, name) = (socket.clone(), *server, spec.name.clone());
+            let options = VhostUserOptions { name, socket, server, mac, mtu, queues };
+            let interface =
+                VhostUser::start(options, port, spec.network, stats.clone()).map_err(|e| e.to_string())?;
+            (interface, spec.mtu)
+        }
+        Attachment::Tap { device, netns } => {
+            let (device, netns) = (device.clone(), netns.clone());
+            let origin = frame::Origin { port, network: spec.network };
+            let options = TapOptions { device, netns, mac, mtu, queues };
+            let tap = Tap::open(&options, origin, stats.clone()).map_err(|e| e.to_string())?;
+            let mtu = tap.mtu() as u32;
+            (tap, mtu)
+        }
+    };
+    Ok(LiveInterface { port, mtu, stats, interface })
+}
+
+#[cfg(test)]
+#[path = "engine_tests.rs"]
+mod tests;

@@ -1,0 +1,17 @@
+//! Control: everything that changes what the core does.
+//!
+//! A configuration file, or a command, is read ([`config`]) into the state that is wanted ([`desired`]) and checked as a
+//! whole ([`check`]). The difference to the state that is ([`plan`]) is carried out by the [`engine`], all or nothing: it
+//! first opens what is new, then publishes one new setup to the dispatchers, then stops what is gone. There is no other
+//! way to change anything, so a command and an edited file cannot differ in what they allow.
+
+pub mod api;
+mod check;
+pub mod config;
+pub mod desired;
+pub mod engine;
+pub mod plan;
+mod table;
+mod view;
+
+pub use table::{Place, Problem};

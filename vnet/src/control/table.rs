@@ -1,0 +1,467 @@
+//! Reading tables of keys, wherever they come from: TOML of a configuration file or JSON of a request.
+//!
+//! Both become a [`Table`], in which every value knows its place. A [`Reader`] takes the keys out one by one, says in one
+//! line each what is wrong with them, and in the end reports every key that nobody asked for. So a key is known, checked
+//! and explained in one place, and all mistakes of a file are found in one go.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use toml::de::{DeTable, DeValue};
+
+/// Where something was written: file and line, or nowhere that has lines (a command).
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Place(Option<(Arc<str>, usize)>);
+
+impl Place {
+    /// Line `line` (from 1) of `file`.
+    pub fn new(file: &Arc<str>, line: usize) -> Place {
+        Place(Some((file.clone(), line)))
+    }
+
+    /// ` (FILE:LINE)`, for a second place in a sentence; empty when there is none.
+    pub fn aside(&self) -> String {
+        match &self.0 {
+            Some((file, line)) => format!(" ({file}:{line})"),
+            None => String::new(),
+        }
+    }
+}
+
+impl fmt::Display for Place {
+    /// `FILE:LINE: `, or nothing.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            Some((file, line)) => write!(f, "{file}:{line}: "),
+            None => Ok(()),
+        }
+    }
+}
+
+/// One thing that is wrong, in one line: where, what, and what to do.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Problem {
+    /// Where it was written.
+    pub place: Place,
+    /// What is wrong; what to do.
+    pub text: String,
+}
+
+impl Problem {
+    /// A problem at a place.
+    pub fn new(place: &Place, text: impl Into<String>) -> Problem {
+        Problem { place: place.clone(), text: text.into() }
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.place.fmt(f)?;
+        // One problem is one line, whatever was quoted in it.
+        self.text
+            .chars()
+            .try_for_each(|c| if c.is_control() { write!(f, "\u{fffd}") } else { write!(f, "{c}") })
+    }
+}
+
+/// Text quoted in a message: cut to a length that a line can carry.
+pub(crate) fn quote(text: &str) -> String {
+    const QUOTED_MAX: usize = 64;
+    let mut quoted: String = text.chars().take(QUOTED_MAX).collect();
+    if quoted.len() < text.len() {
+        quoted.push('…');
+    }
+    format!("'{quoted}'")
+}
+
+/// A value and where it was written.
+#[derive(Clone, Debug)]
+pub(crate) struct Entry {
+    pub place: Place,
+    pub value: Value,
+}
+
+/// What the control surface knows of a value.
+#[derive(Clone, Debug)]
+pub(crate) enum Value {
+    Text(String),
+    Integer(i64),
+    Flag(bool),
+    List(Vec<Entry>),
+    Table(Table),
+    /// Something that no key takes, by its name in messages.
+    Other(&'static str),
+}
+
+impl Value {
+    fn kind(&self) -> &'static str {
+        match self {
+            Value::Text(_) => "a text",
+            Value::Integer(_) => "a whole number",
+            Value::Flag(_) => "true or false",
+            Value::List(_) => "a list",
+            Value::Table(_) => "a table",
+            Value::Other(kind) => kind,
+        }
+    }
+}
+
+/// Keys with their values.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Table {
+    pub place: Place,
+    pub entries: BTreeMap<String, Entry>,
+}
+
+/// Finds the line of an offset.
+struct Lines<'a> {
+    file: &'a Arc<str>,
+    starts: Vec<usize>,
+}
+
+impl Lines<'_> {
+    fn new<'a>(file: &'a Arc<str>, text: &str) -> Lines<'a> {
+        let starts =
+            text.bytes().enumerate().filter(|(_, byte)| *byte == b'\n').map(|(at, _)| at + 1).collect();
+        Lines { file, starts }
+    }
+
+    fn place(&self, offset: usize) -> Place {
+        Place::new(self.file, 1 + self.starts.partition_point(|start| *start <= offset))
+    }
+}
+
+impl Table {
+    /// Reads TOML; `file` is its name in messages.
+    pub fn from_toml(file: &Arc<str>, text: &str) -> Result<Table, Vec<Problem>> {
+        let lines = Lines::new(file, text);
+        let (table, errors) = DeTable::parse_recoverable(text);
+        if errors.is_empty() {
+            return Ok(Table::from_de(&lines, table.span().start, table.get_ref()));
+        }
+        let problem = |error: &toml::de::Error| {
+            let place = lines.place(error.span().map_or(0, |span| span.start.min(text.len())));
+            Problem::new(&place, format!("not valid TOML: {}", error.message()))
+        };
+        Err(errors.iter().map(problem).collect())
+    }
+
+    fn from_de(lines: &Lines<'_>, start: usize, table: &DeTable<'_>) -> Table {
+        let entry = |(key, value): (&toml::Spanned<_>, &toml::Spanned<DeValue<'_>>)| {
+            // The key's place, not the value's: a header such as [bridge] is the key of its table.
+            let place = lines.place(key.span().start);
+            let key: &std::borrow::Cow<'_, str> = key.get_ref();
+            (key.to_string(), Entry { place, value: Value::from_de(lines, value) })
+        };
+        Table { place: lines.place(start), entries: table.iter().map(entry).collect() }
+    }
+
+    /// Reads a JSON object; its values have no place.
+    pub fn from_json(json: &[u8]) -> Result<Table, Problem> {
+        let problem = |text| Problem::new(&Place::default(), text);
+        match serde_json::from_slice(json) {
+            Ok(serde_json::Value::Object(object)) => Ok(Table::from_object(object)),
+            Ok(_) => Err(problem("the request is not a JSON object; write {\"name\": …}".into())),
+            Err(error) => Err(problem(format!("the request is not valid JSON: {error}"))),
+        }
+    }
+
+    fn from_object(object: serde_json::Map<String, serde_json::Value>) -> Table {
+        let entry = |(key, value)| (key, Entry { place: Place::default(), value: Value::from_json(value) });
+        Table { place: Place::default(), entries: object.into_iter().map(entry).collect() }
+    }
+}
+
+impl Value {
+    fn from_de(lines: &Lines<'_>, value: &toml::Spanned<DeValue<'_>>) -> Value {
+        match value.get_ref() {
+            DeValue::String(text) => Value::Text(text.to_string()),
+            DeValue::Integer(number) => i64::from_str_radix(number.as_str(), number.radix())
+                .map_or(Value::Other("a number beyond 64 bits"), Value::Integer),
+            DeValue::Boolean(flag) => Value::Flag(*flag),
+            DeValue::Array(list) => Value::List(
+                list.iter()
+                    .map(|value| Entry {
+                        place: lines.place(value.span().start),
+                        value: Value::from_de(lines, value),
+                    })
+                    .collect(),
+            ),
+            DeValue::Table(table) => Value::Table(Table::from_de(lines, value.span().start, table)),
+            DeValue::Float(_) => Value::Other("a number with a fraction"),
+            DeValue::Datetime(_) => Value::Other("a date"),
+        }
+    }
+
+    fn from_json(value: serde_json::Value) -> Value {
+        match value {
+            serde_json::Value::String(text) => Value::Text(text),
+            serde_json::Value::Number(number) => {
+                number.as_i64().map_or(Value::Other("a number that is not a 64-bit integer"), Value::Integer)
+            }
+            serde_json::Value::Bool(flag) => Value::Flag(flag),
+            serde_json::Value::Array(list) => Value::List(
+                list.into_iter()
+                    .map(|value| Entry { place: Place::default(), value: Value::from_json(value) })
+                    .collect(),
+            ),
+            serde_json::Value::Object(object) => Value::Table(Table::from_object(object)),
+            serde_json::Value::Null => Value::Other("null"),
+        }
+    }
+}
+
+/// A value with the place it was written at.
+pub(crate) type Placed<T> = (Place, T);
+
+/// Takes the keys out of one table and collects what is wrong with them.
+pub(crate) struct Reader<'a> {
+    /// The table's name in messages, as it is written: `[bridge]`, `[[link]]`.
+    what: &'static str,
+    table: Table,
+    known: Vec<&'static str>,
+    problems: &'a mut Vec<Problem>,
+}
+
+impl<'a> Reader<'a> {
+    pub fn new(what: &'static str, table: Table, problems: &'a mut Vec<Problem>) -> Reader<'a> {
+        Reader { what, table, known: vec![], problems }
+    }
+
+    /// Where the table begins.
+    pub fn place(&self) -> Place {
+        self.table.place.clone()
+    }
+
+    /// Where a key is written; where the table begins, if it is not.
+    pub fn place_of(&self, key: &str) -> Place {
+        self.table.entries.get(key).map_or_else(|| self.place(), |entry| entry.place.clone())
+    }
+
+    pub fn problem(&mut self, place: &Place, text: impl Into<String>) {
+        self.problems.push(Problem::new(place, text));
+    }
+
+    fn wrong_kind(&mut self, key: &str, entry: &Entry, wanted: &str) {
+        let text = format!("'{key}' is {}, but must be {wanted}", entry.value.kind());
+        self.problem(&entry.place, text);
+    }
+
+    /// Takes a key's value as it is.
+    pub fn take(&mut self, key: &'static str) -> Option<Entry> {
+        self.known.push(key);
+        self.table.entries.remove(key)
+    }
+
+    /// A text.
+    pub fn text(&mut self, key: &'static str) -> Option<Placed<String>> {
+        let entry = self.take(key)?;
+        if let Value::Text(text) = entry.value {
+            return Some((entry.place, text));
+        }
+        self.wrong_kind(key, &entry, &format!("a text; write {key} = \"…\""));
+        None
+    }
+
+    /// Reports that a key is missing.
+    pub fn require(&mut self, key: &'static str, example: &str) {
+        if !self.table.entries.contains_key(key) {
+            let text = format!("{} has no '{key}'; write {key} = {example}", self.what);
+            let place = self.place();
+            self.problem(&place, text);
+        }
+    }
+
+    /// Reports keys that have no meaning here.
+    pub fn refuse(&mut self, keys: &[&'static str], why: &str) {
+        for key in keys {
+            if let Some(entry) = self.take(key) {
+                self.problem(&entry.place, format!("'{key}' {why}; remove it"));
+            }
+        }
+    }
+
+    /// A text that `T` can be read from; its error is the message.
+    pub fn parsed<T: FromStr<Err: fmt::Display>>(&mut self, key: &'static str) -> Option<Placed<T>> {
+        let (place, text) = self.text(key)?;
+        match text.parse() {
+            Ok(value) => Some((place, value)),
+            Err(error) => {
+                self.problem(&place, format!("{key}: {error}"));
+                None
+            }
+        }
+    }
+
+    /// One of a few words.
+    pub fn word<T: Copy>(
+        &mut self,
+        key: &'static str,
+        words: &[(&'static str, Option<T>)],
+    ) -> Option<Placed<T>> {
+        let (place, text) = self.text(key)?;
+        match words.iter().find(|(word, _)| *word == text) {
+            Some((_, Some(value))) => Some((place, *value)),
+            Some((word, None)) => {
+                let text = format!("{key} '{word}' is not available in this version; use {}", choice(words));
+                self.problem(&place, text);
+                None
+            }
+            None => {
+                self.problem(&place, format!("{key} {} is not known; use {}", quote(&text), choice(words)));
+                None
+            }
+        }
+    }
+
+    /// A whole number within limits, both included.
+    pub fn number(&mut self, key: &'static str, least: u32, most: u32) -> Option<u32> {
+        let entry = self.take(key)?;
+        let Value::Integer(number) = entry.value else {
+            self.wrong_kind(key, &entry, &format!("a whole number from {least} to {most}"));
+            return None;
+        };
+        let within = u32::try_from(number).ok().filter(|number| (least..=most).contains(number));
+        if within.is_none() {
+            let text = format!("{key} {number} is beyond the limits; use {least} to {most}");
+            self.problem(&entry.place, text);
+        }
+        within
+    }
+
+    /// True or false.
+    pub fn flag(&mut self, key: &'static str) -> Option<Placed<bool>> {
+        let entry = self.take(key)?;
+        if let Value::Flag(flag) = entry.value {
+            return Some((entry.place, flag));
+        }
+        self.wrong_kind(key, &entry, "true or false, without quotes");
+        None
+    }
+
+    /// A list of whole numbers within limits.
+    pub fn numbers(&mut self, key: &'static str, least: u32, most: u32) -> Option<Placed<Vec<u32>>> {
+        let entry = self.take(key)?;
+        let Value::List(list) = &entry.value else {
+            self.wrong_kind(key, &entry, &format!("a list of whole numbers; write {key} = [1, 2]"));
+            return None;
+        };
+        let mut numbers = vec![];
+        for item in list {
+            match item.value {
+                Value::Integer(number) if (i64::from(least)..=i64::from(most)).contains(&number) => {
+                    numbers.push(number as u32);
+                }
+                _ => {
+                    let text = format!("{key} takes whole numbers from {least} to {most}");
+                    self.problem(&item.place, text);
+                }
+            }
+        }
+        Some((entry.place, numbers))
+    }
+
+    /// A table of its own, written `[key]`.
+    pub fn table(&mut self, key: &'static str) -> Option<Table> {
+        let entry = self.take(key)?;
+        match entry.value {
+            Value::Table(table) => Some(Table { place: entry.place, ..table }),
+            _ => {
+                self.wrong_kind(key, &entry, &format!("a table; write [{key}]"));
+                None
+            }
+        }
+    }
+
+    /// Any number of tables, written `[[key]]`.
+    pub fn tables(&mut self, key: &'static str) -> Vec<Table> {
+        let Some(entry) = self.take(key) else { return vec![] };
+        let Value::List(list) = entry.value else {
+            self.wrong_kind(key, &entry, &format!("a list of tables; write [[{key}]]"));
+            return vec![];
+        };
+        let mut tables = vec![];
+        for item in list {
+            match item.value {
+                Value::Table(table) => tables.push(table),
+                _ => self.wrong_kind(key, &item, &format!("a list of tables; write [[{key}]]")),
+            }
+        }
+        tables
+    }
+
+    /// Reports the keys that nobody asked for.
+    pub fn finish(self) {
+        let Reader { what, table, known, problems } = self;
+        for (key, entry) in &table.entries {
+            let advice = match closest(key, &known) {
+                Some(near) => format!("did you mean '{near}'?"),
+                None => format!("known here: {}", known.join(", ")),
+            };
+            problems
+                .push(Problem::new(&entry.place, format!("unknown key {} in {what}; {advice}", quote(key))));
+        }
+    }
+}
+
+fn choice<T>(words: &[(&'static str, Option<T>)]) -> String {
+    let words: Vec<_> =
+        words.iter().filter(|(_, value)| value.is_some()).map(|(word, _)| format!("'{word}'")).collect();
+    words.join(" or ")
+}
+
+/// The known key that differs from `key` in the fewest letters, at most two.
+fn closest(key: &str, known: &[&'static str]) -> Option<&'static str> {
+    // Longer ones are no misspelling, and their distance would cost time to compute.
+    if key.len() > 32 {
+        return None;
+    }
+    let near = known.iter().map(|known| (distance(key, known), *known)).min()?;
+    (near.0 <= 2).then_some(near.1)
+}
+
+/// Levenshtein distance: letters to insert, delete or replace.
+fn distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.chars().enumerate() {
+        let mut corner = row[0];
+        row[0] = i + 1;
+        for (j, y) in b.iter().enumerate() {
+            let replace = corner + usize::from(x != *y);
+            corner = row[j + 1];
+            row[j + 1] = replace.min(row[j] + 1).min(row[j + 1] + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn distance_is_levenshtein() {
+        for (a, b, want) in [("", "", 0), ("a", "", 1), ("sokcet", "socket", 2), ("kitten", "sitting", 3)] {
+            assert_eq!(distance(a, b), want, "{a} {b}");
+            assert_eq!(distance(b, a), want, "{b} {a}");
+        }
+    }
+
+    #[test]
+    fn a_problem_is_one_line() {
+        let problem = Problem::new(&Place::new(&"f".into(), 3), "bad\nname\u{1b}[2J");
+        assert_eq!(problem.to_string(), "f:3: bad\u{fffd}name\u{fffd}[2J");
+    }
+
+    #[test]
+    fn places_are_lines_counted_from_one() {
+        let table = Table::from_toml(&"f".into(), "a = 1\n\n[b]\nc = 2\n").unwrap();
+        assert_eq!(table.entries["a"].place, Place::new(&"f".into(), 1));
+        assert_eq!(table.entries["b"].place, Place::new(&"f".into(), 3));
+        let Value::Table(b) = &table.entries["b"].value else { panic!("b is a table") };
+        assert_eq!(b.entries["c"].place, Place::new(&"f".into(), 4));
+    }
+}

@@ -1,0 +1,224 @@
+//! What the engine shows of itself: the answers of the API.
+
+use std::collections::HashMap;
+
+use super::api;
+use super::desired::*;
+use super::engine::{Engine, EngineError};
+use super::plan;
+use crate::frame::{NetworkId, PortId};
+use crate::interface::State;
+use crate::link::LinkState;
+use crate::route::{By, Flow, Held, LearnedEntry, explain};
+use crate::wire::ethernet::Mac;
+
+impl Engine {
+    /// The host at a glance.
+    pub fn status(&self) -> api::Status {
+        let interfaces = self.interfaces();
+        api::Status {
+            version: env!("CARGO_PKG_VERSION").into(),
+            host: self.current.host.spec.name.clone(),
+            pid: std::process::id(),
+            uptime_s: self.started.elapsed().as_secs(),
+            bridge: self.core.bridge_address().to_string(),
+            dispatchers: self.current.dispatch.spec.threads,
+            yield_strategy: yield_name(self.current.dispatch.spec.yield_strategy).into(),
+            interfaces_up: interfaces.iter().filter(|interface| interface.state == "up").count(),
+            interfaces: interfaces.len(),
+            links: self.current.links.len(),
+            routes: self.current.routes.len(),
+            networks: plan::networks(&self.current).len(),
+            learned: self.known().iter().filter(|entry| entry.held != Held::Pinned).count(),
+            balance: self.stats().balance,
+        }
+    }
+
+    /// All interfaces.
+    pub fn interfaces(&self) -> Vec<api::Interface> {
+        self.current.interfaces.iter().filter_map(|item| self.interface(&item.spec)).collect()
+    }
+
+    fn interface(&self, spec: &InterfaceSpec) -> Option<api::Interface> {
+        let live = self.interfaces.get(&spec.name)?;
+        let (state, reason) = match live.state() {
+            State::Up => ("up", None),
+            State::Down(reason) => ("down", Some(reason)),
+            State::Broken(reason) => ("broken", Some(reason)),
+        };
+        let (mut socket, mut server, mut device, mut netns) = (None, None, None, None);
+        match &spec.attachment {
+            Attachment::VhostUser { socket: path, server: listens } => {
+                (socket, server) = (Some(path.display().to_string()), Some(*listens));
+            }
+            Attachment::Tap { device: name, netns: space } => {
+                (device, netns) = (Some(name.clone()), space.as_ref().map(ToString::to_string));
+            }
+        }
+        Some(api::Interface {
+            name: spec.name.clone(),
+            kind: spec.attachment.kind().into(),
+            state: state.into(),
+            reason,
+            network: spec.network,
+            mac: spec.mac,
+            mtu: live.mtu,
+            queues: spec.queues,
+            socket,
+            server,
+            device,
+            netns,
+            storm_limit: spec.storm_limit,
+            port_security: spec.port_security,
+        })
+    }
+
+    /// All links.
+    pub fn links(&self) -> Vec<api::Link> {
+        let now_ms = self.core.now_ms();
+        let link = |Item { spec, .. }: &Item<LinkSpec>| {
+            let link = &self.links.get(&spec.name)?.link;
+            let (state, reason) = match link.state() {
+                LinkState::Up => ("up", None),
+                LinkState::Unreachable(reason) => ("unreachable", Some(reason)),
+            };
+            Some(api::Link {
+                name: spec.name.clone(),
+                remote: spec.remote.to_string(),
+                encapsulation: encapsulation_name(spec.encapsulation).into(),
+                networks: spec.networks.clone(),
+                state: state.into(),
+                reason,
+                mtu: link.path_mtu(),
+                heard_s: link.heard_ms().map(|heard_ms| now_ms.saturating_sub(heard_ms) / 1000),
+            })
+        };
+        self.current.links.iter().filter_map(link).collect()
+    }
+
+    /// All rules, by index.
+    pub fn routes(&self) -> Vec<api::Route> {
+        let route = |(spec, index): (&RouteSpec, &u32)| api::Route {
+            index: *index,
+            network: spec.network,
+            src: spec.src.to_string(),
+            dst: spec.dst.to_string(),
+            from: spec.from.to_string(),
+            to: spec.to.to_string(),
+        };
+        let mut routes: Vec<_> = self.route_indices.iter().map(route).collect();
+        routes.sort_by_key(|route| route.index);
+        routes
+    }
+
+    /// All networks.
+    pub fn networks(&self) -> Vec<api::Network> {
+        let mut inside: HashMap<_, usize> = HashMap::new();
+        for item in &self.current.interfaces {
+            *inside.entry(item.spec.network).or_default() += 1;
+        }
+        let network = |Item { spec, .. }: Item<NetworkSpec>| api::Network {
+            id: spec.id,
+            learning: spec.learning,
+            ageing_s: spec.ageing_s,
+            interfaces: inside.get(&spec.id).copied().unwrap_or(0),
+        };
+        plan::networks(&self.current).into_iter().map(network).collect()
+    }
+
+    /// All known addresses, configured ones included.
+    pub fn learned(&self) -> Vec<api::Learned> {
+        let places = self.places();
+        let learned = |entry: LearnedEntry| {
+            let held = match entry.held {
+                Held::Learned => "learned",
+                Held::Frozen => "frozen",
+                Held::Pinned => "configured",
+            };
+            let LearnedEntry { network, mac, age_s, .. } = entry;
+            let at = places.get(&entry.port)?.to_string();
+            Some(api::Learned { network, mac, at, held: held.into(), age_s })
+        };
+        self.known().into_iter().filter_map(learned).collect()
+    }
+
+    fn known(&self) -> Vec<LearnedEntry> {
+        self.core.learned().entries(&self.core.table(), self.core.now_ms())
+    }
+
+    /// Who is at each port.
+    fn places(&self) -> HashMap<PortId, Target> {
+        let interfaces = self.interfaces.iter().map(|(name, i)| (i.port, Target::Interface(name.clone())));
+        let links = self.links.iter().map(|(name, link)| (link.port, Target::Link(name.clone())));
+        interfaces.chain(links).collect()
+    }
+
+    /// What would become of a frame, and why. Without `from` it comes from where its source is known to be.
+    pub fn trace(
+        &self,
+        network: NetworkId,
+        src: Mac,
+        dst: Mac,
+        from: Option<&Target>,
+    ) -> Result<api::Trace, EngineError> {
+        let places = self.places();
+        let from = match from {
+            Some(target) => {
+                let found = places.iter().find(|(_, at)| *at == target).map(|(port, _)| *port);
+                found.ok_or_else(|| EngineError::NotFound(target.to_string()))?
+            }
+            None => {
+                let known = self.known();
+                let found = known.iter().find(|entry| entry.mac == src && entry.network == network);
+                found.ok_or(EngineError::UnknownSource(src))?.port
+            }
+        };
+        let flow = Flow { network, src, dst, from };
+        let found = explain(&self.core.table(), self.core.learned(), &flow, self.core.now_ms());
+        let mut rules = vec![];
+        let (by, why) = match found.by {
+            By::Guard => ("guard", "it may not enter".into()),
+            By::Rules { priority, rules: found } => {
+                rules.extend(found.iter().map(|rule| rule.index));
+                let indices: Vec<_> = rules.iter().map(ToString::to_string).collect();
+                ("rules", format!("route {} of priority {priority}", indices.join(" and ")))
+            }
+            By::Pinned => ("configured", format!("{dst} is configured there")),
+            By::Learned { age_s, frozen } => {
+                let frozen = if frozen { ", frozen there" } else { "" };
+                ("learned", format!("{dst} was heard there {age_s} s ago{frozen}"))
+            }
+            By::Flood => ("flood", format!("{dst} is a group or not known, so the network is flooded")),
+            By::Nothing => ("nothing", "no route applies and the network does not learn".into()),
+        };
+        let place = |port: &PortId| places.get(port).map(ToString::to_string).unwrap_or_default();
+        let (to, drop) = match found.outcome {
+            Ok(ports) => (ports.iter().map(place).collect(), None),
+            Err(reason) => (vec![], Some(reason.name().to_string())),
+        };
+        Ok(api::Trace { network, src, dst, from: place(&from), by: by.into(), why, rules, to, drop })
+    }
+
+    /// All counters.
+    pub fn stats(&self) -> api::Stats {
+        let port =
+            |kind: &str, name: &str, counters| api::Port { kind: kind.into(), name: name.into(), counters };
+        let mut ports = vec![];
+        for Item { spec, .. } in &self.current.interfaces {
+            if let Some(live) = self.interfaces.get(&spec.name) {
+                ports.push(port("interface", &spec.name, (&*live.stats).into()));
+            }
+        }
+        for Item { spec, .. } in &self.current.links {
+            if let Some(live) = self.links.get(&spec.name) {
+                ports.push(port("link", &spec.name, (&*live.stats).into()));
+            }
+        }
+        ports.push(port("bridge", "bridge", (&**self.core.bridge_stats()).into()));
+        if self.retired != api::Counters::default() {
+            ports.push(port("removed", "removed", self.retired.clone()));
+        }
+        let balance = api::Balance::of(ports.iter().map(|port| &port.counters));
+        api::Stats { ports, balance }
+    }
+}

@@ -1,0 +1,254 @@
+//! The configuration file: what is accepted, and what is said about what is not, word for word and line for line.
+
+use proptest::prelude::*;
+use vnet::control::config::{Configuration, parse};
+use vnet::control::desired::{Attachment, Origin, Target};
+use vnet::dispatch::yielding;
+use vnet::frame::NetworkId;
+use vnet::interface::tap::Netns;
+use vnet::link::Encapsulation;
+use vnet::route::Qualifier;
+
+/// The lines that are said about a file.
+fn errors(text: &str) -> Vec<String> {
+    match parse("f.toml", text) {
+        Ok(_) => vec![],
+        Err(error) => error.to_string().lines().map(String::from).collect(),
+    }
+}
+
+fn good(text: &str) -> Configuration {
+    parse("f.toml", text).unwrap_or_else(|error| panic!("{error}"))
+}
+
+const EVERYTHING: &str = r#"
+[host]
+name = "h1"
+
+[control]
+socket  = "/run/vnet/h1.sock"
+
+[dispatch]
+threads = 1
+cpus    = [1]
+yield   = "timed"
+sleep_us = 60
+nowork_us = 250
+
+[bridge]
+listen = "[::]:9001"
+
+[[network]]
+id = 1
+learning = true
+
+[[network]]
+id = 7
+learning = false
+ageing_s = 20
+
+[[interface]]
+name = "vm1"
+kind = "vhost-user"
+socket = "/run/vnet/vm1.sock"
+server = true
+mac  = "52:54:00:00:00:01"
+mtu  = 1500
+mode = "adaptive"
+rate_low = 1000
+rate_high = 10000
+window_us = 5000
+
+[[interface]]
+name = "c1"
+kind = "tap"
+device = "vnet0"
+netns = "pid:12"
+network = 7
+mtu = 65535
+queues = 2
+storm_limit = 1000
+
+[[link]]
+name = "h2"
+remote = "10.10.0.2:9000"
+encapsulation = "native"
+trusted = true
+mtu = 1400
+
+[[link]]
+name = "old"
+remote = "[fd00::3]:9000"
+encapsulation = "vnet"
+
+[[route]]
+src = "not-52:54:00:00:00:09"
+dst = "52:54:00:00:00:02"
+from = "interface vm1"
+to  = "link h2"
+
+[[route]]
+dst = "any"
+to = "link old"
+"#;
+
+#[test]
+fn settings_that_the_design_shows_are_understood() {
+    let Configuration { desired, warnings } = good(EVERYTHING);
+    assert_eq!(desired.host.spec.name, "h1");
+    assert_eq!(desired.control.spec.socket.to_str(), Some("/run/vnet/h1.sock"));
+    let dispatch = &desired.dispatch.spec;
+    assert_eq!(
+        (dispatch.threads, &dispatch.cpus[..], dispatch.yield_strategy),
+        (1, &[1][..], yielding::Strategy::Timed)
+    );
+    assert_eq!((dispatch.sleep_us, dispatch.nowork_us), (60, 250));
+    assert_eq!(desired.bridge.spec.listen, "[::]:9001".parse().unwrap());
+    assert_eq!((desired.networks[0].spec.learning, desired.networks[0].spec.ageing_s), (true, 300));
+    assert_eq!((desired.networks[1].spec.learning, desired.networks[1].spec.ageing_s), (false, 20));
+    let warnings: Vec<_> = warnings.iter().map(ToString::to_string).collect();
+    assert_eq!(
+        warnings,
+        [
+            "f.toml:34: mode has no effect in this version",
+            "f.toml:35: rate_low has no effect in this version",
+            "f.toml:36: rate_high has no effect in this version",
+            "f.toml:37: window_us has no effect in this version",
+            "f.toml:56: frames travel this link in clear text; write trusted = true to say that its path is safe",
+        ]
+    );
+}
+
+#[test]
+fn objects_that_the_design_shows_are_understood() {
+    let desired = good(EVERYTHING).desired;
+    let [vm, container] = &desired.interfaces[..] else { panic!("two interfaces") };
+    let socket = "/run/vnet/vm1.sock".into();
+    assert_eq!(vm.spec.attachment, Attachment::VhostUser { socket, server: true });
+    assert_eq!((vm.spec.mac, vm.spec.mtu), ("52:54:00:00:00:01".parse().ok(), 1500));
+    let netns = Some(Netns::Pid(12));
+    assert_eq!(container.spec.attachment, Attachment::Tap { device: "vnet0".into(), netns });
+    assert_eq!((container.spec.queues, container.spec.storm_limit), (2, 1000));
+    assert_eq!((container.spec.network.get(), container.spec.mtu), (7, 65535));
+    let [link, old] = &desired.links[..] else { panic!("two links") };
+    assert_eq!((link.spec.encapsulation, &link.spec.networks), (Encapsulation::Native, &None));
+    assert_eq!(link.spec.mtu, Some(1400));
+    assert_eq!(old.spec.networks, Some(vec![NetworkId::DEFAULT]));
+    let [route, any] = &desired.routes[..] else { panic!("two routes") };
+    assert_eq!(route.spec.src, Qualifier::Not("52:54:00:00:00:09".parse().unwrap()));
+    assert_eq!(route.spec.from, Origin::One(Target::Interface("vm1".into())));
+    assert_eq!(route.spec.to, Target::Link("h2".into()));
+    assert_eq!((any.spec.src, any.spec.dst, &any.spec.from), (Qualifier::Any, Qualifier::Any, &Origin::Any));
+}
+
+#[test]
+fn a_host_needs_no_more_than_a_name() {
+    let desired = good("host.name = \"h\"").desired;
+    assert_eq!(desired.control.spec.socket.to_str(), Some("/run/vnet/vnet.sock"));
+    assert_eq!(desired.bridge.spec.listen, "[::]:9000".parse().unwrap());
+    assert!(desired.interfaces.is_empty() && desired.links.is_empty() && desired.routes.is_empty());
+}
+
+/// One a paragraph: a text, in which `{H}`, `{T}`, `{V}` and `{L}` stand for a good host, TAP, vhost-user interface and
+/// link; below it, behind `>`, all that is said about it.
+const MISTAKES: &str = include_str!("config_mistakes.txt");
+
+#[test]
+fn mistakes_are_explained_in_one_line_each() {
+    let mut cases = 0;
+    for case in MISTAKES.split("\n\n") {
+        let (told, text): (Vec<_>, Vec<_>) = case.lines().partition(|line| line.starts_with('>'));
+        let text = text
+            .join("\n")
+            .replace("{H}", "[host]\nname = \"h1\"")
+            .replace("{T}", "[[interface]]\nname = \"a\"\nkind = \"tap\"\ndevice = \"t0\"")
+            .replace("{V}", "[[interface]]\nname = \"a\"\nkind = \"vhost-user\"\nsocket = \"/run/a\"")
+            .replace("{L}", "[[link]]\nname = \"x\"\nremote = \"10.0.0.2:9000\"");
+        let want: Vec<_> = told.iter().map(|line| format!("f.toml:{}", &line[1..])).collect();
+        assert!(!want.is_empty(), "a case without a message:\n{case}");
+        // What the TOML parser says about its grammar is its own.
+        let ours = |line: &String| line.split_inclusive("not valid TOML").next().unwrap_or(line).to_string();
+        let said: Vec<_> = errors(&text).iter().map(ours).collect();
+        assert_eq!(said, want, "\n{text}");
+        cases += 1;
+    }
+    assert!(cases > 60, "cases are separated by empty lines");
+}
+
+#[test]
+fn a_file_that_cannot_be_read_is_named() {
+    let error = vnet::control::config::load("/nonexistent/vnet.toml".as_ref()).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "/nonexistent/vnet.toml: cannot read the configuration: No such file or directory (os error 2); give its path \
+         with --config"
+    );
+}
+
+#[test]
+fn the_packaged_example_is_good() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../packaging/vnet.toml");
+    let text = std::fs::read_to_string(path).unwrap();
+    good(&text);
+    // What is commented out there is good as well.
+    let text: Vec<_> = text.lines().skip(2).map(|line| line.strip_prefix("# ").unwrap_or(line)).collect();
+    let text = text.join("\n").replace("[[network]] ", "[[network]]\nid = 2\n[[network]] ");
+    let desired = good(&text).desired;
+    assert_eq!((desired.interfaces.len(), desired.links.len(), desired.routes.len()), (2, 1, 1));
+}
+
+proptest! {
+    /// Whatever a file says, it is taken or refused in lines that begin with its name.
+    #[test]
+    fn any_text_is_answered(lines in proptest::collection::vec(any_line(), 0..12)) {
+        let text = lines.join("\n");
+        if let Err(error) = parse("f.toml", &text) {
+            let error = error.to_string();
+            prop_assert!(!error.is_empty());
+            for line in error.lines() {
+                prop_assert!(line.starts_with("f.toml:"), "{}", line);
+            }
+        }
+    }
+}
+
+fn any_line() -> impl Strategy<Value = String> {
+    let key = proptest::sample::select(vec![
+        "name",
+        "kind",
+        "socket",
+        "mac",
+        "mtu",
+        "remote",
+        "networks",
+        "id",
+        "dst",
+        "to",
+        "from",
+        "\"x\\u001by\"",
+    ]);
+    let value = prop_oneof![
+        "\"\\PC{0,20}\"",
+        Just("\"tap\"".to_string()),
+        Just("\"link h2\"".to_string()),
+        "-?[0-9]{1,20}",
+        Just("[1, 2]".to_string()),
+        Just("true".to_string()),
+        Just("{ a = 1 }".to_string()),
+        "\\PC{0,10}",
+    ];
+    let header = proptest::sample::select(vec![
+        "[host]",
+        "[bridge]",
+        "[[interface]]",
+        "[[link]]",
+        "[[route]]",
+        "[[network]]",
+        "[control]",
+        "[dispatch]",
+    ]);
+    prop_oneof![
+        header.prop_map(String::from),
+        (key, value).prop_map(|(key, value)| format!("{key} = {value}"))
+    ]
+}

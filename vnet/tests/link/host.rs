@@ -1,0 +1,172 @@
+//! A host of the tests: a bridge with one link, sending and receiving as a dispatcher would.
+
+use std::net::{SocketAddr, UdpSocket};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vnet::frame::{BATCH_MAX, Batch, Frame, NetworkId, PortId, Segment};
+use vnet::link::fake::Random;
+use vnet::link::{Bridge, Encapsulation, Link, LinkOptions, Peers, ReassemblyBudget};
+use vnet::stats::{DiscardReason, PortStats};
+use vnet::wire::offload::{F_NEEDS_CSUM, GSO_TCPV4, Offload};
+
+pub const TSO: Offload = Offload {
+    flags: F_NEEDS_CSUM,
+    gso_type: GSO_TCPV4,
+    hdr_len: 54,
+    gso_size: 1448,
+    csum_start: 34,
+    csum_offset: 16,
+};
+pub const CSUM: Offload =
+    Offload { flags: F_NEEDS_CSUM, gso_type: 0, hdr_len: 0, gso_size: 0, csum_start: 34, csum_offset: 6 };
+
+/// A frame as it comes out of a bridge.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Got {
+    pub bytes: Vec<u8>,
+    pub offload: Offload,
+    pub network: NetworkId,
+    pub hops: u8,
+}
+
+impl std::fmt::Debug for Got {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "{} bytes, {:?}, network {}, hops {}",
+            self.bytes.len(),
+            self.offload,
+            self.network,
+            self.hops
+        )
+    }
+}
+
+pub struct Host {
+    pub bridge: Bridge,
+    pub link: Arc<Link>,
+    pub peers: Peers,
+    pub unknown: Arc<PortStats>,
+    pub batch: Batch,
+    pub now_ms: u64,
+}
+
+pub fn bridge(listen: &str) -> (Bridge, Arc<PortStats>) {
+    let stats: Arc<PortStats> = Arc::default();
+    let budget = Arc::new(ReassemblyBudget::new(ReassemblyBudget::HOST));
+    (Bridge::bind(listen.parse().unwrap(), false, stats.clone(), budget).unwrap(), stats)
+}
+
+pub fn options(remote: SocketAddr, encapsulation: Encapsulation, mtu: Option<u16>) -> LinkOptions {
+    LinkOptions { name: "peer".into(), remote, encapsulation, networks: None, mtu }
+}
+
+impl Host {
+    pub fn new((bridge, unknown): (Bridge, Arc<PortStats>), options: LinkOptions) -> Host {
+        let link = Link::new(options, PortId(7), Arc::default());
+        let peers = Peers::build(std::slice::from_ref(&link));
+        Host { bridge, link, peers, unknown, batch: Batch::new(), now_ms: 1 }
+    }
+
+    /// Two hosts on the loopback address `ip`, linked.
+    pub fn pair(ip: &str, encapsulation: Encapsulation, mtu: Option<u16>) -> [Host; 2] {
+        let (a, b) = (bridge(ip), bridge(ip));
+        let (a_addr, b_addr) = (a.0.local_addr(), b.0.local_addr());
+        [Host::new(a, options(b_addr, encapsulation, mtu)), Host::new(b, options(a_addr, encapsulation, mtu))]
+    }
+
+    /// Sends frames as a dispatcher would, in batches; each frame is cut into segments at odd places.
+    pub fn send(&mut self, frames: &[Got]) {
+        for chunk in frames.chunks(BATCH_MAX) {
+            let mut batch = Batch::new();
+            for (n, frame) in chunk.iter().enumerate() {
+                let mut builder = batch.begin();
+                let (head, tail) = frame.bytes.split_at((n * 37).min(frame.bytes.len()));
+                let (middle, tail) = tail.split_at(tail.len() / 3);
+                for part in [head, middle, tail] {
+                    // SAFETY: the frames outlive the batch, which ends with this call, and nobody writes to them.
+                    unsafe { builder.push(Segment::new(part.as_ptr(), part.len())) };
+                }
+                builder.finish(PortId(1), frame.network, frame.offload, frame.hops).unwrap();
+            }
+            let which: Vec<u16> = (0..batch.len() as u16).collect();
+            self.bridge.tx.send(&self.link, &batch, &which);
+        }
+    }
+
+    /// Receives what is waiting. Returns the frames and the number of datagrams.
+    pub fn receive_once(&mut self) -> (Vec<Got>, usize) {
+        let mut got = vec![];
+        let mut run = |batch: &Batch| {
+            assert!(!batch.is_empty() && batch.len() <= BATCH_MAX);
+            // Had memory of a frame been freed by now, this would take and overwrite it.
+            let _spoilt: Vec<Vec<u8>> = batch.frames().iter().map(|frame| vec![0xee; frame.len()]).collect();
+            got.extend(batch.frames().iter().map(|frame| copy(batch, frame)));
+        };
+        let datagrams = self.bridge.rx.receive(&self.peers, &mut self.batch, self.now_ms, &mut run);
+        assert!(self.batch.is_empty());
+        (got, datagrams)
+    }
+
+    /// Receives until `count` frames are there; fails when that takes seconds.
+    pub fn receive(&mut self, count: usize) -> Vec<Got> {
+        let (mut got, start) = (vec![], Instant::now());
+        while got.len() < count {
+            let (more, datagrams) = self.receive_once();
+            got.extend(more);
+            if datagrams == 0 {
+                let waited = start.elapsed();
+                assert!(waited < Duration::from_secs(5), "{} of {count} frames came", got.len());
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        got
+    }
+
+    pub fn discards(&self) -> Vec<(DiscardReason, u64)> {
+        let all = DiscardReason::ALL.iter().map(|reason| (*reason, self.link.stats().discards(*reason)));
+        all.filter(|(_, n)| *n != 0).collect()
+    }
+}
+
+pub fn copy(batch: &Batch, frame: &Frame) -> Got {
+    assert_eq!(frame.from, PortId(7));
+    let mut bytes = vec![0; frame.len()];
+    batch.copy_to(frame, &mut bytes);
+    assert_eq!(
+        (&frame.dst.0, &frame.src.0),
+        (bytes[..6].try_into().unwrap(), bytes[6..12].try_into().unwrap())
+    );
+    Got { bytes, offload: frame.offload, network: frame.network, hops: frame.hops }
+}
+
+pub fn frame(len: usize, seed: u64) -> Got {
+    let mut random = Random::new(seed);
+    let bytes = (0..len).map(|_| random.below(256) as u8).collect();
+    Got { bytes, offload: Offload::default(), network: NetworkId::DEFAULT, hops: 0 }
+}
+
+/// What a frame looks like on the other side.
+pub fn arrived(frames: &[Got]) -> Vec<Got> {
+    frames.iter().map(|frame| Got { hops: frame.hops + 1, ..frame.clone() }).collect()
+}
+
+pub fn bytes(frames: &[Got]) -> u64 {
+    frames.iter().map(|frame| frame.bytes.len() as u64).sum()
+}
+
+/// A peer played by a plain socket, which gets every datagram by itself.
+pub fn raw_peer(encapsulation: Encapsulation, mtu: u16) -> (Host, UdpSocket) {
+    let peer = UdpSocket::bind("127.0.0.1:0").unwrap();
+    peer.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+    let host =
+        Host::new(bridge("127.0.0.1:0"), options(peer.local_addr().unwrap(), encapsulation, Some(mtu)));
+    peer.connect(host.bridge.local_addr()).unwrap();
+    (host, peer)
+}
+
+pub fn datagrams(peer: &UdpSocket) -> Vec<Vec<u8>> {
+    let mut buffer = vec![0; 65_536];
+    std::iter::from_fn(|| peer.recv(&mut buffer).ok().map(|len| buffer[..len].to_vec())).collect()
+}

@@ -1,0 +1,5 @@
+//! The bridge over real sockets on the loopback device: what is sent comes out, once, unchanged, in order, and counted.
+
+mod crossing;
+mod foreign;
+mod host;

@@ -1,0 +1,111 @@
+//! TAP interfaces of a running daemon, in a network namespace made for the test. Takes root, as TAP devices do.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// A network namespace with a name of its own, removed at the end.
+struct Netns(String);
+
+impl Netns {
+    fn new() -> Netns {
+        let netns = Netns(format!("vnetd-test-{}", std::process::id()));
+        ip(&["netns", "add", &netns.0]);
+        netns
+    }
+
+    /// The device's line in `ip link`, when it is there.
+    fn device(&self, device: &str) -> Option<String> {
+        let output = Command::new("ip").args(["-n", &self.0, "link", "show", device]).output().unwrap();
+        output.status.success().then(|| String::from_utf8(output.stdout).unwrap())
+    }
+}
+
+impl Drop for Netns {
+    fn drop(&mut self) {
+        let _ = Command::new("ip").args(["netns", "del", &self.0]).status();
+    }
+}
+
+fn ip(args: &[&str]) {
+    assert!(Command::new("ip").args(args).status().unwrap().success(), "ip {args:?}; these tests take root");
+}
+
+struct Daemon(Child);
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn until(what: &str, done: impl Fn() -> bool) {
+    let end = Instant::now() + Duration::from_secs(20);
+    while !done() {
+        assert!(Instant::now() < end, "{what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn taps_come_change_and_go_with_the_file() {
+    let netns = Netns::new();
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("vnet.toml");
+    let write = |more: &str| {
+        let text = format!(
+            "[host]\nname = \"h1\"\n[control]\nsocket = \"{}/s\"\n[bridge]\nlisten = \"127.0.0.1:0\"\n{more}",
+            dir.path().display()
+        );
+        fs::write(&file, text).unwrap();
+    };
+    let tap = |device: &str, mtu: u32| {
+        format!(
+            "[[interface]]\nname = \"{device}\"\nkind = \"tap\"\ndevice = \"{device}\"\nnetns = \"{}\"\nmtu = {mtu}\n",
+            netns.0
+        )
+    };
+    write(&tap("t0", 9000));
+    let child =
+        Command::new(env!("CARGO_BIN_EXE_vnetd")).arg("--config").arg(&file).stdout(Stdio::piped()).spawn();
+    let mut daemon = Daemon(child.unwrap());
+    let mut ready = String::new();
+    BufReader::new(daemon.0.stdout.take().unwrap()).read_line(&mut ready).unwrap();
+    assert!(ready.contains("1 interface"), "{ready}");
+    assert!(netns.device("t0").unwrap().contains("mtu 9000"));
+
+    // The same device with another MTU, and one more: the first has to be given up before it can be opened again.
+    let pid = rustix::process::Pid::from_child(&daemon.0);
+    write(&(tap("t0", 1400) + &tap("t1", 1500)));
+    rustix::process::kill_process(pid, rustix::process::Signal::HUP).unwrap();
+    until("t1 comes", || netns.device("t1").is_some());
+    until("t0 changes", || netns.device("t0").is_some_and(|line| line.contains("mtu 1400")));
+
+    write(&tap("t1", 1500));
+    rustix::process::kill_process(pid, rustix::process::Signal::HUP).unwrap();
+    until("t0 goes", || netns.device("t0").is_none());
+    assert!(netns.device("t1").is_some());
+
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    assert!(daemon.0.wait().unwrap().success());
+    assert!(netns.device("t1").is_none());
+}
+
+#[test]
+fn a_namespace_that_is_not_there_is_told_with_its_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("vnet.toml");
+    let text = format!(
+        "[host]\nname = \"h1\"\n[control]\nsocket = \"{}/s\"\n[bridge]\nlisten = \"127.0.0.1:0\"\n[[interface]]\nname = \
+         \"c\"\nkind = \"tap\"\ndevice = \"t0\"\nnetns = \"no-such-netns\"\n",
+        dir.path().display()
+    );
+    fs::write(&file, text).unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_vnetd")).arg("--config").arg(&file).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let said = String::from_utf8(output.stderr).unwrap();
+    let want = format!("{}:7: interface c cannot be opened: cannot enter network namespace", file.display());
+    assert!(said.starts_with(&want) && said.lines().count() == 1, "{said}");
+}
