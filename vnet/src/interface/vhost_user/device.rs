@@ -7,10 +7,11 @@
 //! Lock order: a transmit vring may be held while receive vrings (of other interfaces or this one) are taken one by one;
 //! nothing is taken under a receive vring. The control thread holds one at a time.
 
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::event::{EventfdFlags, eventfd};
-use std::os::fd::{AsFd, OwnedFd};
 
 use super::VhostUserOptions;
 use super::vring::{Common, Vring};
@@ -47,6 +48,8 @@ struct Pair {
     receive: Mutex<Receive>,
     /// Wakes the dispatcher when the control thread has changed something.
     bell: OwnedFd,
+    /// The control thread wants a lock. A busy dispatcher, which gives it up for an instant only, stands back.
+    changing: AtomicBool,
 }
 
 /// A vhost-user interface without its socket.
@@ -77,7 +80,8 @@ impl Device {
             let transmit = Transmit { vring: Vring::new(true), taken: Taken::default(), announcement: None };
             let receive = Receive { vring: Vring::new(false), giver: Giver::default() };
             let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-            pairs.push(Pair { transmit: Mutex::new(transmit), receive: Mutex::new(receive), bell });
+            let changing = AtomicBool::new(false);
+            pairs.push(Pair { transmit: Mutex::new(transmit), receive: Mutex::new(receive), bell, changing });
         }
         let status = Mutex::new("waiting for a front end".to_owned());
         Ok(Device { options, port, network, stats, pairs, status })
@@ -96,11 +100,13 @@ impl Device {
     /// there is no such vring.
     pub(super) fn change<R>(&self, index: usize, change: impl FnOnce(&mut Vring) -> R) -> Option<R> {
         let pair = self.pairs.get(index / 2)?;
+        pair.changing.store(true, Ordering::Relaxed);
         let result = if index.is_multiple_of(2) {
             change(&mut lock(&pair.receive).vring)
         } else {
             change(&mut lock(&pair.transmit).vring)
         };
+        pair.changing.store(false, Ordering::Relaxed);
         pair.ring();
         Some(result)
     }
@@ -147,6 +153,9 @@ impl Device {
 
     pub(super) fn receive(&self, queue: usize, batch: &mut Batch, run: &mut dyn FnMut(&Batch)) -> usize {
         let Some(pair) = self.pairs.get(queue) else { return 0 };
+        if pair.changing.load(Ordering::Relaxed) {
+            return 0;
+        }
         let mut guard = lock(&pair.transmit);
         let Transmit { vring, taken, announcement } = &mut *guard;
         if let Some(frame) = announcement.take() {

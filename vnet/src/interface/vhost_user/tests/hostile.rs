@@ -196,3 +196,16 @@ fn truncated_memory_breaks_one_interface_only() {
     guest.transmit(&frame(60, 4));
     assert_eq!(host.receive(), [frame(60, 4)]);
 }
+
+#[test]
+fn a_full_eventfd_does_not_stop_the_dispatcher() {
+    let mut host = Host::new(1);
+    let mut guest = Guest::connect(&host.path, 1);
+    // Blocking, and one short of what a counter holds: a write to it would wait for a reader.
+    guest.calls[0] = EventFd::new(0).unwrap();
+    guest.calls[0].write(u64::MAX - 1).unwrap();
+    guest.start();
+    guest.offer(1);
+    host.deliver(0, &frame(60, 1));
+    assert_eq!(guest.read(), Some(frame(60, 1)));
+}
