@@ -23,7 +23,7 @@ name = "h1"
 socket = "DIR/control.sock"
 
 [bridge]
-listen = "127.0.0.1:9000"
+listen = "192.0.2.1:9000"
 
 [[network]]
 id = 1
@@ -43,7 +43,7 @@ mac = "52:54:00:00:00:02"
 
 [[link]]
 name = "h2"
-remote = "127.0.0.2:9000"
+remote = "192.0.2.2:9000"
 trusted = true
 
 [[route]]
@@ -58,12 +58,12 @@ MISTAKES = {
     "not TOML": ('name = "vm1"', 'name = "vm1', 'name = "vm1', []),
     "MAC address": ("52:54:00:00:00:01", "52:54:00:00:01", "52:54:00:00:01", ["52:54:00:00:01", "mac"]),
     "group address": ("52:54:00:00:00:01", "53:54:00:00:00:01", "53:54", ["53:54:00:00:00:01"]),
-    "remote address": ("127.0.0.2:9000", "127.0.0.256:9000", "127.0.0.256", ["127.0.0.256:9000"]),
-    "no port": ('"127.0.0.2:9000"', '"127.0.0.2"', '"127.0.0.2"', ["127.0.0.2"]),
-    "listen address": ("127.0.0.1:9000", "localhost", "localhost", ["localhost"]),
+    "remote address": ("192.0.2.2:9000", "192.0.2.256:9000", "192.0.2.256", ["192.0.2.256:9000"]),
+    "no port": ('"192.0.2.2:9000"', '"192.0.2.2"', '"192.0.2.2"', ["192.0.2.2"]),
+    "listen address": ("192.0.2.1:9000", "localhost", "localhost", ["localhost"]),
     "MTU beyond limits": ("mtu = 1500", "mtu = 65536", "mtu = 65536", ["65536", "65535"]),
     "MTU as text": ("mtu = 1500", 'mtu = "big"', "big", ["mtu", "number"]),
-    "link to oneself": ("127.0.0.2:9000", "127.0.0.1:9000", "[[link]]", ["this host itself"]),
+    "link to oneself": ("192.0.2.2:9000", "192.0.2.1:9000", "[[link]]", ["this host itself"]),
     "duplicate name": ('name = "c1"', 'name = "vm1"', "[[interface]]\nname = \"vm1\"\nkind = \"tap\"", ["vm1"]),
     "duplicate MAC": (":00:02", ":00:01", "[[interface]]\nname = \"c1\"", ["52:54:00:00:00:01", "vm1"]),
     "route to a link that is not there": ("link h2", "link h3", "[[route]]", ["h3", "h2"]),
@@ -82,6 +82,7 @@ def namespace() -> Iterator[None]:
     if NAMESPACE in underlay.namespaces():
         underlay.run(["ip", "netns", "delete", NAMESPACE])
     underlay.add_namespace(NAMESPACE)
+    underlay.run(["ip", "-n", NAMESPACE, "address", "add", "192.0.2.1/32", "dev", "lo"])
     yield
     underlay.run(["ip", "netns", "delete", NAMESPACE])
 
@@ -129,7 +130,8 @@ def test_every_mistake_is_told_at_once(tmp_path: Path):
     file = write(tmp_path, GOOD.replace("mtu = 1500", "mtu = 0").replace("link h2", "link h3"))
     done = subprocess.run([vnetd(), "--config", file], check=False, capture_output=True, text=True, timeout=10)
     assert done.returncode == 1
-    assert [line.split(":")[1] for line in done.stderr.splitlines()] == ["17", "32"]
+    lines = [GOOD[: GOOD.index(place)].count("\n") + 1 for place in ("mtu = 1500", "[[route]]")]
+    assert [int(line.split(":")[1]) for line in done.stderr.splitlines()] == lines
 
 
 def test_a_good_file_is_good(tmp_path: Path):
@@ -162,9 +164,9 @@ def running(tmp_path: Path) -> Iterator[Path]:
     ("replacements", "word"),
     [
         ({}, "control.sock"),
-        ({"control.sock": "other.sock"}, "127.0.0.1:9000"),
-        ({"control.sock": "other.sock", "127.0.0.1:9000": "127.0.0.1:9001"}, "vm1.sock"),
-        ({"control.sock": "other.sock", "127.0.0.1:9000": "127.0.0.1:9001", "vm1.sock": "vm2.sock"}, "bad0"),
+        ({"control.sock": "other.sock"}, "192.0.2.1:9000"),
+        ({"control.sock": "other.sock", "192.0.2.1:9000": "192.0.2.1:9001"}, "vm1.sock"),
+        ({"control.sock": "other.sock", "192.0.2.1:9000": "192.0.2.1:9001", "vm1.sock": "vm2.sock"}, "bad0"),
     ],
     ids=["control socket", "port", "guest's socket", "device"],
 )

@@ -41,7 +41,7 @@ def test_a_stranger_is_dropped_and_counted(topology: Topology):
     stranger = topology.hosts[1]
     run(["ip", "-n", stranger.namespace, "address", "add", "10.78.0.77/24", "dev", "eth0"])
     send = (
-        "import socket; s = socket.socket(type=socket.SOCK_DGRAM); s.bind(('10.78.0.77', 9000));"
+        "import socket; s = socket.socket(type=socket.SOCK_DGRAM); s.bind(('10.78.0.77', 9001));"
         f"[s.sendto(bytes(60), ('{host.address}', 9000)) for _ in range(5)]"
     )
     machine.execute(stranger, sys.executable, "-c", send)

@@ -10,16 +10,16 @@ import fcntl
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from vnetlab import container, daemon, guest, process, underlay
 from vnetlab.image import Image, ensure_image
-from vnetlab.run import LabError, progress
+from vnetlab.run import LabError, progress, wait_until
 from vnetlab.topology import STATE, Kind, Node, Settings, Topology
 
+LOCK = "lock"
 LOCK_S = 120
 CACHE = daemon.REPOSITORY / ".cache"
 
@@ -133,14 +133,14 @@ def _boot(topology: Topology, guests: list[Node], image: Image) -> None:
 
 
 def _clear(name: str) -> None:
-    """Ends a lab's processes, removes its namespaces and all of its files but the directory."""
+    """Ends a lab's processes, removes its namespaces and all of its files but the lock."""
     state = STATE / name
     process.sweep(state)
     underlay.delete_namespaces(name)
     for path in state.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
-        else:
+        elif path.name != LOCK:
             path.unlink()
 
 
@@ -172,24 +172,17 @@ def _write_record(settings: Settings, complete: bool) -> None:
 
 @contextlib.contextmanager
 def _locked(state: Path) -> Iterator[None]:
-    """Keeps other `up` and `down` of the same lab out, by a lock on its directory, which is made when missing."""
-    deadline = time.monotonic() + LOCK_S
-    told = False
-    while True:
-        state.mkdir(parents=True, exist_ok=True)
-        directory = os.open(state, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The one who had it may have removed the directory.
-            if state.exists() and os.path.samestat(os.fstat(directory), state.stat()):
-                yield
-                return
-        except BlockingIOError:
-            if not told:
-                progress(f"waiting for another 'lab' command on {state.name}")
-                told = True
-            if time.monotonic() > deadline:
-                raise LabError(f"another 'lab' command has held lab {state.name} for {LOCK_S} s") from None
-            time.sleep(0.1)
-        finally:
-            os.close(directory)
+    """Keeps other `up` and `down` of the same lab out, by a lock in its directory, which is made when missing."""
+    with contextlib.ExitStack() as stack:
+
+        def taken() -> bool:
+            state.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError, BlockingIOError):
+                file = stack.enter_context((state / LOCK).open("wb"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The one who had it may have removed it.
+                return os.path.samestat(os.fstat(file.fileno()), (state / LOCK).stat())
+            return False
+
+        wait_until(f"another 'lab' command on lab {state.name} to end", taken, LOCK_S, poll_s=0.2)
+        yield

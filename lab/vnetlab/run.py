@@ -18,12 +18,12 @@ class LabError(Exception):
     def __init__(self, text: str, log: Path | None = None) -> None:
         super().__init__(text)
         self.log = log
-        self.log_end = ""
+        self.log_end: str | None = None
 
     def keep_log(self) -> None:
         """Takes the log's last lines along, for when the file goes away before they are shown."""
-        if self.log and not self.log_end:
-            self.log_end = tail(self.log)
+        if self.log and self.log_end is None:
+            self.log_end = tail(self.log) or "    (empty)"
 
 
 def progress(text: str) -> None:
