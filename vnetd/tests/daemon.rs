@@ -213,7 +213,7 @@ fn it_answers() {
     let stats = daemon.get("/v1/stats");
     let kinds: Vec<_> =
         stats["ports"].as_array().unwrap().iter().map(|port| port["kind"].as_str().unwrap()).collect();
-    assert_eq!(kinds, ["interface", "link", "bridge"]);
+    assert_eq!(kinds, ["interface", "link", "bridge", "removed"]);
     assert_eq!(stats["ports"][0]["drops"]["no_route"], 0);
     assert_eq!(stats["ports"][2]["discards"]["unknown_source"], 0);
     assert_eq!(stats["balance"], json!({"in": 0, "copies": 0, "out": 0, "drops": 0}));

@@ -131,7 +131,7 @@ impl Engine {
             interfaces: BTreeMap::new(),
             links: BTreeMap::new(),
             route_indices: HashMap::new(),
-            retired: Counters::default(),
+            retired: Counters::from(&PortStats::default()),
             next_route: 1,
         };
         match engine.apply(desired) {

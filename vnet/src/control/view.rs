@@ -215,9 +215,7 @@ impl Engine {
             }
         }
         ports.push(port("bridge", "bridge", (&**self.core.bridge_stats()).into()));
-        if self.retired != api::Counters::default() {
-            ports.push(port("removed", "removed", self.retired.clone()));
-        }
+        ports.push(port("removed", "removed", self.retired.clone()));
         let balance = api::Balance::of(ports.iter().map(|port| &port.counters));
         api::Stats { ports, balance }
     }
