@@ -23,4 +23,5 @@ pub mod link;
 pub mod poll;
 pub mod route;
 pub mod stats;
+pub mod unix;
 pub mod wire;

@@ -10,12 +10,13 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
         ("wire", &[][..]),
         ("poll", &[]),
         ("stats", &[]),
+        ("unix", &[]),
         ("frame", &["wire"]),
-        ("interface", &["frame", "wire", "poll", "stats"]),
+        ("interface", &["frame", "wire", "poll", "stats", "unix"]),
         ("route", &["frame", "wire", "stats"]),
         ("link", &["frame", "wire", "poll", "stats"]),
         ("dispatch", &["frame", "wire", "poll", "stats", "interface", "route", "link"]),
-        ("control", &["frame", "wire", "poll", "stats", "interface", "route", "link", "dispatch"]),
+        ("control", &["frame", "wire", "poll", "stats", "interface", "route", "link", "dispatch", "unix"]),
     ])
 }
 

@@ -21,6 +21,12 @@ use tracing_subscriber::util::SubscriberInitExt;
 use vnet::control::config::{self, Configuration};
 use vnet::control::desired::Desired;
 use vnet::control::engine::Engine;
+use vnet::unix::Listener;
+
+use crate::socket::Guarded;
+
+/// Only root and vnetd's own user may connect.
+const CONTROL_SOCKET_MODE: u32 = 0o600;
 
 /// The vnet daemon: puts this host's virtual machines and containers on one Ethernet LAN with those of other hosts.
 #[derive(Parser)]
@@ -114,6 +120,15 @@ fn summary(desired: &Desired) -> String {
     counts.map(|(n, what)| count(n, what)).join(", ")
 }
 
+/// Makes the folder of the control socket, which is usually vnetd's own in /run.
+fn make_folder(socket: &Path) -> Result<(), Failure> {
+    let Some(folder) = socket.parent() else { return Ok(()) };
+    std::fs::create_dir_all(folder).map_err(|error| {
+        format!("cannot make '{}' for the control socket: {error}; change [control] socket", folder.display())
+    })?;
+    Ok(())
+}
+
 fn run(file: &Path) -> Result<(), Failure> {
     let Configuration { desired, warnings } = config::load(file)?;
     warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
@@ -121,11 +136,13 @@ fn run(file: &Path) -> Result<(), Failure> {
     runtime.block_on(async {
         // Taken over first: a signal that comes while vnetd starts is answered when it has started.
         let mut signals = Signals::new()?;
-        let socket = socket::ControlSocket::bind(&desired.control.spec.socket)?;
+        let path = &desired.control.spec.socket;
+        make_folder(path)?;
+        let socket = Listener::bind(path, CONTROL_SOCKET_MODE)?;
         let engine = Engine::start(desired)?;
         let ready = ready_line(&engine);
         let shared: Shared = Arc::new(Mutex::new(Some(engine)));
-        let listener = socket.listener()?;
+        let listener = Guarded::new(socket.try_clone()?)?;
         let server = tokio::spawn(api::serve(listener, shared.clone()));
         println!("{ready}");
         notify(&[NotifyState::Ready, NotifyState::Status(&ready)]);

@@ -382,7 +382,7 @@ fn a_live_control_socket_is_left_alone_and_a_stale_one_replaced() {
     let second = place.run(&[]);
     assert_eq!(second.status.code(), Some(1));
     let want = format!(
-        "control socket '{}' is in use by a running vnetd (it answered); stop that one or change [control] socket\n",
+        "socket '{}' is in use by a running process (it answered); stop that or choose another path\n",
         first.socket.display()
     );
     assert_eq!(text(&second.stderr), want);
@@ -408,7 +408,7 @@ fn what_is_in_the_way_is_told_in_one_line() {
         assert_eq!(text(&output.stdout), "");
     };
     fs::write(place.path("vnet.sock"), "precious").unwrap();
-    one_line(&place, "vnet.sock' is there and not a socket; remove it or change [control] socket");
+    one_line(&place, "vnet.sock' is there and not a socket; remove it or choose another path");
     assert_eq!(fs::read_to_string(place.path("vnet.sock")).unwrap(), "precious");
     fs::remove_file(place.path("vnet.sock")).unwrap();
 

@@ -20,8 +20,8 @@ use vhost::vhost_user::{BackendReqHandler, Error, Result, VhostUserBackendReqHan
 
 use super::device::Device;
 use super::session::{Session, refuse};
-use super::socket::{Listener, connect};
 use super::vring::Vring;
+use crate::unix::{Listener, connect};
 
 /// Longest pause between two attempts to connect.
 const BACK_OFF_MAX: Duration = Duration::from_secs(1);

@@ -11,7 +11,6 @@ mod control;
 mod device;
 mod features;
 mod session;
-mod socket;
 #[cfg(test)]
 mod tests;
 mod vring;
@@ -27,9 +26,9 @@ use crate::poll::Waker;
 use crate::stats::PortStats;
 use crate::wire::ethernet::Mac;
 
+use crate::unix::{ListenError, Listener};
 use control::{Source, Stop};
 use device::Device;
-use socket::Listener;
 
 /// Queue pairs of one interface: vhost-user numbers vrings with eight bits where it passes file descriptors.
 pub const QUEUES_MAX: usize = 128;
@@ -56,23 +55,9 @@ pub struct VhostUserOptions {
 /// Why an interface could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum VhostUserError {
-    /// Another process listens there.
-    #[error("socket {} is in use by a running process; stop it or choose another socket", .0.display())]
-    InUse(PathBuf),
-    /// Something else has that name.
-    #[error("{} exists and is not a socket; remove it or choose another socket", .0.display())]
-    NotASocket(PathBuf),
-    /// More bytes than a socket address holds.
-    #[error("socket path {} is longer than 107 bytes; choose a shorter one", .0.display())]
-    PathTooLong(PathBuf),
-    /// The system refused.
-    #[error("cannot listen on socket {}: {source}", path.display())]
-    Bind {
-        /// Where.
-        path: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
+    /// The socket cannot be listened on.
+    #[error(transparent)]
+    Listen(#[from] ListenError),
     /// `queues` out of range.
     #[error("{0} queues; an interface has 1 to {QUEUES_MAX}")]
     Queues(usize),
@@ -88,6 +73,9 @@ pub enum VhostUserError {
         source: io::Error,
     },
 }
+
+/// Permissions of the socket's file, less vnetd's mask: who may connect may be a guest.
+const SOCKET_MODE: u32 = 0o666;
 
 /// A virtual NIC behind a vhost-user socket.
 pub struct VhostUser {
@@ -115,7 +103,7 @@ impl VhostUser {
             return Err(VhostUserError::Mtu(options.mtu));
         }
         let source = if options.server {
-            Source::Listen(Listener::bind(&options.socket)?)
+            Source::Listen(Listener::bind(&options.socket, SOCKET_MODE)?)
         } else {
             Source::Connect(options.socket.clone())
         };

@@ -4,6 +4,7 @@ use std::io::Write;
 use std::os::unix::net::UnixListener;
 
 use super::*;
+use crate::unix::ListenError;
 
 fn start(options: VhostUserOptions) -> Result<Arc<VhostUser>, VhostUserError> {
     VhostUser::start(options, PortId(1), NetworkId::DEFAULT, Arc::new(PortStats::default()))
@@ -17,11 +18,11 @@ fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
     drop(UnixListener::bind(&path).unwrap());
     let first = start(options(&path, 1)).unwrap();
     let error = start(options(&path, 1)).err().unwrap();
-    assert!(matches!(error, VhostUserError::InUse(_)));
-    assert!(error.to_string().contains("is in use by a running process; stop it or choose another socket"));
+    assert!(matches!(error, VhostUserError::Listen(ListenError::InUse(_))));
+    assert!(error.to_string().contains("is in use by a running process (it answered)"));
     // The probe has not disturbed it, connected or not.
     let guest = Guest::connect(&path, 1);
-    assert!(matches!(start(options(&path, 1)), Err(VhostUserError::InUse(_))));
+    assert!(matches!(start(options(&path, 1)), Err(VhostUserError::Listen(ListenError::InUse(_)))));
     drop(guest);
     drop(Guest::connect(&path, 1));
     first.stop();
@@ -40,12 +41,12 @@ fn what_is_no_socket_is_left_alone() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
     std::fs::write(&path, "precious").unwrap();
-    assert!(matches!(start(options(&path, 1)), Err(VhostUserError::NotASocket(_))));
+    assert!(matches!(start(options(&path, 1)), Err(VhostUserError::Listen(ListenError::NotASocket(_)))));
     assert_eq!(std::fs::read(&path).unwrap(), b"precious");
-    let path = folder.path().join("missing").join("s");
-    assert!(matches!(start(options(&path, 1)), Err(VhostUserError::Bind { .. })));
+    let below = path.join("s");
+    assert!(matches!(start(options(&below, 1)), Err(VhostUserError::Listen(ListenError::System { .. }))));
     let path = folder.path().join("x".repeat(108));
-    assert!(matches!(start(options(&path, 1)), Err(VhostUserError::PathTooLong(_))));
+    assert!(matches!(start(options(&path, 1)), Err(VhostUserError::Listen(ListenError::PathTooLong(_)))));
     let path = folder.path().join("s");
     assert!(matches!(start(options(&path, 0)), Err(VhostUserError::Queues(0))));
     assert!(matches!(start(options(&path, 129)), Err(VhostUserError::Queues(129))));
