@@ -209,14 +209,19 @@ def test_no_permission_for_tap_devices(tmp_path: Path):
     assert_nothing_there(tmp_path)
 
 
-def test_a_machine_without_shared_memory(make_lab: MakeLab):
-    """It cannot map the guest's memory: it says so, and all else goes on."""
+@pytest.mark.parametrize("how", ["none", "private"])
+def test_a_machine_without_shared_memory(make_lab: MakeLab, how: str):
+    """It cannot see the guest's memory: it says so, and what to do, and all else goes on."""
     topology = make_lab(hosts=1)
     vm, host = topology.find("h1v1"), topology.hosts[0]
     process.stop(vm.file(".pid"))
     words = guest.command(topology, vm, ensure_image(lab.CACHE))
-    private = [word.replace("share=on", "share=off") for word in words]
-    process.start(private, vm.file(".pid"), vm.file(".log"))
+    if how == "private":
+        words = [word.replace("share=on", "share=off") for word in words]
+    else:
+        first = words.index("-object")
+        del words[first : first + len(["-object", "memory-backend-memfd", "-numa", "node"])]
+    process.start(words, vm.file(".pid"), vm.file(".log"))
 
     def reason() -> str:
         rows = {row["name"]: row for row in daemon.ask(host, "interface", "list")}

@@ -100,7 +100,8 @@ def _start_time(pid: int) -> str | None:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except OSError:
         return None
-    return None if fields[0] == "Z" else fields[19]
+    # A zombie runs no more, unless it still has threads: they hold its sockets until they are gone.
+    return None if fields[0] == "Z" and int(fields[17]) <= 1 else fields[19]
 
 
 def _reap(pid: int) -> None:
