@@ -176,10 +176,13 @@ impl Dispatcher {
 
     /// Nothing was there: do what the yield strategy says.
     fn idle(&mut self) {
-        match self.yielder.idle(Instant::now()) {
+        let now = Instant::now();
+        match self.yielder.idle(now) {
             Idle::Spin => {
                 self.wait(Duration::ZERO);
+                let before = Instant::now();
                 std::thread::yield_now();
+                self.yielder.yielded(before, Instant::now());
             }
             Idle::Sleep(time) => self.wait(time),
             Idle::Block => {

@@ -1,7 +1,9 @@
 //! What a dispatcher does when there is nothing to do (VNET/P section 4.8).
 //!
 //! Spinning answers the next frame soonest and takes a core from guests; sleeping costs nothing and answers late. The
-//! adaptive strategy spins for `T_nowork` after the last frame, then sleeps until somebody notifies.
+//! adaptive strategy spins for `T_nowork` after the last frame, then sleeps until somebody notifies. It spins only on a core
+//! that nobody else wants: a `sched_yield` that comes back late has let another thread run, most likely the very guest whose
+//! next frame is waited for, and then the dispatcher blocks at once for some time.
 
 use std::str::FromStr;
 use std::time::{Duration, Instant};
@@ -33,6 +35,11 @@ impl FromStr for Strategy {
     }
 }
 
+/// A yield that takes longer has let another thread run; one that has not takes well below a microsecond.
+const CONTENDED_YIELD: Duration = Duration::from_micros(4);
+/// How long a contended core is not spun on.
+const CONTENTION_MEMORY: Duration = Duration::from_millis(2);
+
 /// What to do now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Idle {
@@ -50,6 +57,8 @@ pub(super) struct Yielder {
     sleep: Duration,
     no_work: Duration,
     idle_since: Option<Instant>,
+    /// Until when the core counts as wanted by others.
+    contended_until: Option<Instant>,
 }
 
 impl Yielder {
@@ -59,6 +68,7 @@ impl Yielder {
             sleep: Duration::from_micros(sleep_us.into()),
             no_work: Duration::from_micros(nowork_us.into()),
             idle_since: None,
+            contended_until: None,
         }
     }
 
@@ -80,8 +90,18 @@ impl Yielder {
             Strategy::Block => Idle::Block,
             Strategy::Immediate => Idle::Spin,
             Strategy::Timed => Idle::Sleep(self.sleep),
-            Strategy::Adaptive if now.saturating_duration_since(since) < self.no_work => Idle::Spin,
-            Strategy::Adaptive => Idle::Block,
+            Strategy::Adaptive => {
+                let contended = self.contended_until.is_some_and(|until| now < until);
+                let spin = !contended && now.saturating_duration_since(since) < self.no_work;
+                if spin { Idle::Spin } else { Idle::Block }
+            }
+        }
+    }
+
+    /// A yield that began at `before` came back at `after`.
+    pub(super) fn yielded(&mut self, before: Instant, after: Instant) {
+        if after.saturating_duration_since(before) > CONTENDED_YIELD {
+            self.contended_until = Some(after + CONTENTION_MEMORY);
         }
     }
 }
@@ -100,6 +120,22 @@ mod tests {
         assert_eq!(yielder.idle(at(200)), Idle::Block);
         yielder.worked();
         assert_eq!(yielder.idle(at(300)), Idle::Spin);
+    }
+
+    #[test]
+    fn adaptive_leaves_a_wanted_core_alone() {
+        let mut yielder = Yielder::new(Strategy::Adaptive, 50, 200);
+        let start = Instant::now();
+        let at = |us| start + Duration::from_micros(us);
+        assert_eq!(yielder.idle(at(0)), Idle::Spin);
+        yielder.yielded(at(0), at(1));
+        assert_eq!(yielder.idle(at(1)), Idle::Spin);
+        yielder.yielded(at(1), at(40));
+        assert_eq!(yielder.idle(at(40)), Idle::Block);
+        yielder.worked();
+        assert_eq!(yielder.idle(at(2000)), Idle::Block);
+        yielder.worked();
+        assert_eq!(yielder.idle(at(2041)), Idle::Spin);
     }
 
     #[test]
