@@ -17,6 +17,7 @@
 //! in the others), and in a bundle before *each* of its frames, inside the length of its entry. A bundle's entry is a `u16`
 //! length and that many bytes. Types other than frame have `k = 0`.
 
+use super::ethernet;
 use super::offload::{Offload, WIRE_LEN};
 
 /// Bytes of the header.
@@ -170,13 +171,14 @@ pub struct Bundle<'a> {
 
 impl<'a> Bundle<'a> {
     /// Checks a bundle's payload as a whole: at least one frame, every length within the payload, nothing left over,
-    /// metadata complete where `offload` announces it. `None` when anything is wrong, so that a bundle counts as a whole.
+    /// metadata complete where `offload` announces it, an Ethernet header's length in each entry. `None` when anything is wrong:
+    /// a bundle then counts as one bad datagram, and not as the 32 000 empty frames that fit into one.
     #[inline]
     pub fn checked(payload: &'a [u8], offload: bool) -> Option<Bundle<'a>> {
         let bundle = Bundle { rest: payload, offload };
         let mut walk = bundle.clone();
         while !walk.rest.is_empty() {
-            walk.step()?;
+            walk.step().filter(|(_, frame)| frame.len() >= ethernet::HEADER_LEN)?;
         }
         (!payload.is_empty()).then_some(bundle)
     }
@@ -280,7 +282,7 @@ mod tests {
 
         #[test]
         fn bundles_round_trip_and_any_cut_is_noticed(
-            frames in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..80), 1..8), offload: bool, cut in 1usize..90,
+            frames in prop::collection::vec(prop::collection::vec(any::<u8>(), 14..80), 1..8), offload: bool, cut in 1usize..90,
         ) {
             let metadata = Offload { hdr_len: 54, csum_start: 34, flags: 1, ..Offload::default() };
             let mut payload = vec![];
@@ -295,6 +297,12 @@ mod tests {
             for ((offload, got), frame) in got.into_iter().zip(&frames) {
                 prop_assert_eq!(got, &frame[..]);
                 prop_assert_eq!(offload, expected);
+            }
+            // A frame shorter than its header among them: no bundle.
+            for short in [0, 13] {
+                let entry = vec![0; short + if offload { WIRE_LEN } else { 0 }];
+                let with_short = [&payload[..], &(entry.len() as u16).to_be_bytes(), &entry].concat();
+                prop_assert!(Bundle::checked(&with_short, offload).is_none());
             }
             // Cut inside the last entry: no bundle. Longer cuts may fall between two entries, which is a shorter bundle.
             let entry = frames.last().map_or(0, Vec::len) + ENTRY_LEN + if offload { WIRE_LEN } else { 0 };
