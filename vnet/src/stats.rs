@@ -48,7 +48,7 @@ reasons! {
         HopLimit = "hop_limit", "Relayed too often, or by a link that cannot count relays (at the link it was to leave by).";
         PortGone = "port_gone", "The destination was removed or stopped meanwhile (at the port it came from).";
         NotReady = "not_ready", "The destination has no guest, driver or device behind it at the moment (at the destination).";
-        NoBuffer = "no_buffer", "The receiving guest had no room (at the destination).";
+        NoBuffer = "no_buffer", "The guest's ring, or the socket's buffer on a congested path, had no room (at the destination).";
         MtuExceeded = "mtu_exceeded", "Larger than the destination's MTU or encapsulation allows (at the destination).";
         Unsegmentable = "unsegmentable", "A super-frame whose headers do not allow cutting it for this receiver (at the destination).";
         SendFailed = "send_failed", "The host's network refused it (at the destination).";

@@ -166,10 +166,10 @@ impl Dispatcher {
         if self.socket_ready {
             let forwarder = &mut self.forwarder;
             let (peers, now_ms) = (&self.setup.peers, forwarder.now_ms);
-            let datagrams =
+            let received =
                 self.receiver.receive(peers, &mut self.batch, now_ms, &mut |batch| forwarder.run(batch));
-            self.socket_ready = datagrams > 0;
-            busy |= datagrams > 0;
+            self.socket_ready = !received.emptied;
+            busy |= received.datagrams > 0;
         }
         busy
     }

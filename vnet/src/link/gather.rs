@@ -3,13 +3,18 @@
 //! A datagram is put together from bytes that are copied to scratch memory (headers, small frames) and from slices that
 //! are not (the rest). Datagrams that follow each other join one *message*, which the kernel cuts again (`UDP_SEGMENT`),
 //! as long as all have the same size but for a shorter last one: the fragments of a frame do so by themselves, and so do
-//! whole frames of one size. A frame is *recorded* with the messages its datagrams are in; it has gone out when all of
-//! them have.
+//! whole frames of one size. A message that the kernel cannot cut is sent again datagram by datagram. A frame is *recorded*
+//! with the messages its datagrams are in; it has gone out when all of its datagrams have.
+//!
+//! Nothing here waits: what does not fit into the socket's buffer is dropped, as any full queue on the way would. A wait
+//! would hold up the other links and the guests of this host, which have no part in the congestion.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
+use std::sync::atomic::Ordering::Relaxed;
 
-use super::udp::{Name, Socket};
+use super::Link;
+use super::udp::{Name, Socket, check};
 use crate::frame::{Batch, Frame, Segment};
 use crate::stats::{DropReason, PortStats};
 
@@ -24,24 +29,12 @@ const MESSAGE_SLICES_MAX: usize = 1024;
 const MESSAGES: usize = 512;
 const SLICES: usize = 8192;
 const SCRATCH: usize = 256 << 10;
-/// How long a full socket buffer is waited for, once a flush.
-const PATIENCE_MS: libc::c_int = 1;
 
-/// Why a flush ended before everything was tried.
+/// A flush that ended early, because a datagram was larger than the path MTU: encode again from `position`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Trouble {
-    /// A datagram was larger than the path MTU.
-    TooBig,
-    /// The path's device cannot cut messages.
-    NoSegmentation,
-}
-
-/// A flush that ended early: encode again from `position`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Stop {
+pub(super) struct TooBig {
     /// The first frame not sent (as it was recorded).
     pub(super) position: usize,
-    pub(super) trouble: Trouble,
 }
 
 struct Message {
@@ -53,6 +46,8 @@ struct Message {
     datagrams: usize,
     /// Another datagram may join.
     open: bool,
+    /// Its datagrams that went out; those behind them failed, if any did.
+    sent: usize,
     failed: Option<DropReason>,
 }
 
@@ -61,6 +56,8 @@ struct Record {
     bytes: usize,
     first: usize,
     last: usize,
+    /// Datagrams of the last message up to the end of the frame.
+    end: usize,
 }
 
 /// A control message that holds `UDP_SEGMENT`'s 16-bit value.
@@ -83,7 +80,7 @@ pub(super) struct Gather {
     /// First slice of the datagram being put together, and its bytes.
     start: usize,
     bytes: usize,
-    /// Cleared when a device turns out not to support it.
+    /// Whether datagrams join messages: what is known of the link that they are for.
     pub(super) segmentation: bool,
     headers: Vec<libc::mmsghdr>,
     controls: Vec<Control>,
@@ -182,6 +179,7 @@ impl Gather {
                 segment,
                 datagrams,
                 open,
+                sent: 0,
                 failed: None,
             });
         }
@@ -189,39 +187,37 @@ impl Gather {
     }
 
     /// Notes a frame of `bytes` bytes whose datagrams are in the messages from `first` to `last`. `position` is what
-    /// [`Stop`] will call it.
+    /// [`TooBig`] will call it.
     #[inline]
     pub(super) fn record(&mut self, position: usize, bytes: usize, first: usize, last: usize) {
-        self.records.push(Record { position, bytes, first, last });
+        let end = self.messages[last].datagrams;
+        self.records.push(Record { position, bytes, first, last, end });
     }
 
-    /// Sends everything to `to`, counts each recorded frame as out or dropped, and starts again from nothing.
+    /// Sends everything to `to`, which is the remote of `link`, counts each recorded frame as out or dropped, and starts again
+    /// from nothing.
     ///
-    /// With `may_stop`, a message that is too big or cannot be cut ends it early: the frames before it are counted, those
-    /// from [`Stop::position`] on are not.
+    /// With `may_stop`, a datagram that is larger than the path MTU ends it early: the frames before it are counted, those
+    /// from [`TooBig::position`] on are not.
     pub(super) fn flush(
         &mut self,
         socket: &Socket,
         to: &Name,
-        stats: &PortStats,
+        link: &Link,
         may_stop: bool,
-    ) -> Result<(), Stop> {
+    ) -> Result<(), TooBig> {
         if self.messages.is_empty() {
             return Ok(());
         }
         self.address(to);
-        let trouble = self.send(socket, may_stop);
-        let tried = trouble.map_or(self.messages.len(), |(tried, _)| tried);
-        let stop = self.account(stats, tried);
+        let tried = self.send(socket, link, may_stop);
+        let stop = self.account(&link.stats, tried);
         self.scratch.used = 0;
         self.slices.clear();
         self.messages.clear();
         self.records.clear();
         self.start = 0;
-        match (trouble, stop) {
-            (Some((_, trouble)), Some(position)) => Err(Stop { position, trouble }),
-            _ => Ok(()),
-        }
+        stop.map_or(Ok(()), |position| Err(TooBig { position }))
     }
 
     /// Makes the kernel's view of the messages.
@@ -259,44 +255,87 @@ impl Gather {
         }
     }
 
-    /// Sends the messages and marks those that failed. Returns how many were tried when it stops early.
-    fn send(&mut self, socket: &Socket, may_stop: bool) -> Option<(usize, Trouble)> {
+    /// Sends the messages and marks those that failed. Returns how many were tried: all, unless it stops early.
+    fn send(&mut self, socket: &Socket, link: &Link, may_stop: bool) -> usize {
         let fd = socket.as_fd().as_raw_fd();
         let mut next = 0;
-        let mut waited = false;
         while next < self.headers.len() {
             let rest = &mut self.headers[next..];
             // SAFETY: every header points to a name, slices and a control message that live in `self` or the caller's
             // arguments, and whose lengths it tells; the memory that the slices tell of is kept readable until the flush.
             let sent = unsafe { libc::sendmmsg(fd, rest.as_mut_ptr(), rest.len() as libc::c_uint, 0) };
             if sent > 0 {
-                next += sent as usize;
+                let sent = sent as usize;
+                self.messages[next..next + sent]
+                    .iter_mut()
+                    .for_each(|message| message.sent = message.datagrams);
+                next += sent;
                 continue;
             }
-            let error = io::Error::last_os_error().raw_os_error().unwrap_or(0);
+            let mut error = io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
             let cut = self.messages[next].datagrams > 1;
-            match error {
-                libc::EINTR => continue,
-                libc::EAGAIN if !waited => {
-                    waited = true;
-                    wait_writable(fd);
+            // EINVAL: what EMSGSIZE was for messages that are cut, before Linux 6.14.
+            let too_big = error == libc::EMSGSIZE || (error == libc::EINVAL && cut);
+            if error == libc::EINTR {
+                continue;
+            }
+            if too_big && may_stop {
+                return next;
+            }
+            if too_big {
+                link.refresh_soon();
+            }
+            if error == libc::EIO && cut {
+                self.segmentation = false;
+                link.segmentation.store(false, Relaxed);
+            }
+            if cut && (too_big || error == libc::EIO) {
+                error = self.send_uncut(fd, next);
+            }
+            let reason = match error {
+                0 => {
+                    next += 1;
                     continue;
                 }
-                libc::EMSGSIZE if may_stop => return Some((next, Trouble::TooBig)),
-                libc::EIO if may_stop && cut => return Some((next, Trouble::NoSegmentation)),
-                libc::EIO if cut => self.segmentation = false,
-                _ => {}
-            }
-            let reason =
-                if error == libc::EMSGSIZE { DropReason::MtuExceeded } else { DropReason::SendFailed };
-            // A socket buffer that stays full will not take the rest either.
+                libc::EMSGSIZE => DropReason::MtuExceeded,
+                libc::EAGAIN => DropReason::NoBuffer,
+                _ => DropReason::SendFailed,
+            };
+            // A full socket buffer will not take the rest either.
             let until = if error == libc::EAGAIN { self.messages.len() } else { next + 1 };
-            for message in &mut self.messages[next..until] {
-                message.failed = Some(reason);
-            }
+            self.messages[next..until].iter_mut().for_each(|message| message.failed = Some(reason));
             next = until;
         }
-        None
+        next
+    }
+
+    /// Sends the datagrams of a message one by one, up to the first that fails. Returns its error, or 0.
+    #[cold]
+    fn send_uncut(&mut self, fd: libc::c_int, index: usize) -> libc::c_int {
+        let message = &mut self.messages[index];
+        let mut header = self.headers[index].msg_hdr;
+        header.msg_control = std::ptr::null_mut();
+        header.msg_controllen = 0;
+        let mut slices = &mut self.slices[message.first_slice..][..message.slices];
+        while message.sent < message.datagrams {
+            // No slice is part of two datagrams.
+            let (mut count, mut bytes) = (0, 0);
+            while count < slices.len() && bytes < message.segment {
+                bytes += slices[count].iov_len;
+                count += 1;
+            }
+            header.msg_iov = slices.as_mut_ptr();
+            header.msg_iovlen = count;
+            // SAFETY: the header is one of `send`, told of fewer slices and no control message.
+            while let Err(error) = check(unsafe { libc::sendmsg(fd, &raw const header, 0) }) {
+                if error.kind() != io::ErrorKind::Interrupted {
+                    return error.raw_os_error().unwrap_or(libc::EIO);
+                }
+            }
+            message.sent += 1;
+            slices = &mut slices[count..];
+        }
+        0
     }
 
     /// Counts the frames whose messages are all among the first `tried`. Returns the position of the first other one.
@@ -307,7 +346,11 @@ impl Gather {
                 stop = Some(record.position);
                 break;
             }
-            match self.messages[record.first..=record.last].iter().find_map(|message| message.failed) {
+            let last = &self.messages[record.last];
+            // What failed of a message is its end, and so is what a frame that goes on in the next one has of it.
+            let before = &self.messages[record.first..record.last];
+            let failed = before.iter().find_map(|message| message.failed);
+            match failed.or(last.failed.filter(|_| record.end > last.sent)) {
                 None => {
                     frames += 1;
                     bytes += record.bytes as u64;
@@ -316,17 +359,9 @@ impl Gather {
             }
         }
         stats.delivered(frames, bytes);
-        let sent = self.messages[..tried].iter().filter(|message| message.failed.is_none());
-        stats.out_datagrams.add(sent.map(|message| message.datagrams as u64).sum());
+        stats.out_datagrams.add(self.messages.iter().map(|message| message.sent as u64).sum());
         stop
     }
-}
-
-/// Waits a moment for the socket to take more.
-fn wait_writable(fd: libc::c_int) {
-    let mut poll = libc::pollfd { fd, events: libc::POLLOUT, revents: 0 };
-    // SAFETY: one `pollfd` is passed, and said to be one. Whatever comes out, sending is tried again.
-    unsafe { libc::poll(&raw mut poll, 1, PATIENCE_MS) };
 }
 
 /// Memory that is filled from start to end while pointers to what is filled already exist.

@@ -11,19 +11,18 @@
 //! A [`Link`] is what is known of one neighbour: address, encapsulation, counters, the next datagram number, the path MTU.
 //! It owns no socket. Each dispatcher has one [`Bridge`] for all links: a UDP socket with a [`Sender`] and a [`Receiver`],
 //! two halves so that a frame may be relayed while the burst it came in is still being worked on. Which link a datagram
-//! came by is told by its source address, through an immutable [`Peers`] that control replaces as a whole.
+//! came by is told by its source address and port, through an immutable [`Peers`] that control replaces as a whole.
 //!
 //! Bytes are not copied on the way: what is sent are slices of the guest's memory between prepared headers, what is
 //! received are slices of the receive buffers, and only frames that are still incomplete when a burst ends are moved.
 
-use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::net::{IpAddr, SocketAddr, SocketAddrV6};
 use std::str::FromStr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering::Relaxed};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, LazyLock};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
@@ -40,8 +39,9 @@ mod udp;
 mod window;
 
 pub use reassembly::ReassemblyBudget;
-pub use receive::Receiver;
+pub use receive::{Received, Receiver};
 pub use send::Sender;
+use udp::Name;
 pub use udp::{Bridge, BridgeError};
 
 /// Largest UDP payload over IPv4; IPv6 would take 20 bytes more, but one limit for both is easier to live with.
@@ -122,20 +122,31 @@ pub enum LinkState {
 }
 
 /// One edge of the overlay. Shared by all dispatchers.
+///
+/// What changes with every burst lies apart from what every burst reads, and senders' part from receivers'.
 #[derive(Debug)]
 pub struct Link {
     /// Never reused, unlike ports and addresses: what belongs to an earlier link cannot be taken for this one's.
     id: u64,
     port: PortId,
     options: LinkOptions,
+    /// The remote address for an IPv4 socket, if it is one, and for an IPv6 socket.
+    names: [Option<Name>; 2],
     stats: Arc<PortStats>,
     budget: Arc<ReassemblyBudget>,
-    number: AtomicU64,
     path_mtu: AtomicU32,
     refreshed_ms: AtomicU64,
     route_error: AtomicI32,
-    heard_ms: AtomicU64,
+    /// Whether the path's device cuts messages (`UDP_SEGMENT`), as far as is known.
+    segmentation: AtomicBool,
+    number: CacheLine<AtomicU64>,
+    heard_ms: CacheLine<AtomicU64>,
 }
+
+/// A value that shares no cache line with another.
+#[derive(Debug)]
+#[repr(align(64))]
+struct CacheLine<T>(T);
 
 impl Link {
     /// A link that nothing has been sent on.
@@ -145,14 +156,16 @@ impl Link {
         Arc::new(Link {
             id: LINKS.fetch_add(1, Relaxed),
             port,
+            names: [false, true].map(|v6| Name::new(options.remote, v6)),
             options,
             stats,
             budget: Arc::new(ReassemblyBudget::new(LINK_BUDGET)),
-            number: AtomicU64::new(first_number()),
             path_mtu: AtomicU32::new(0),
             refreshed_ms: AtomicU64::new(0),
             route_error: AtomicI32::new(0),
-            heard_ms: AtomicU64::new(0),
+            segmentation: AtomicBool::new(true),
+            number: CacheLine(AtomicU64::new(first_number())),
+            heard_ms: CacheLine(AtomicU64::new(0)),
         })
     }
 
@@ -198,7 +211,7 @@ impl Link {
 
     /// When the last datagram came by it, on the dispatchers' clock; `None` when none ever did.
     pub fn heard_ms(&self) -> Option<u64> {
-        self.heard_ms.load(Relaxed).checked_sub(1)
+        self.heard_ms.0.load(Relaxed).checked_sub(1)
     }
 
     /// True when the link carries `network`.
@@ -226,22 +239,34 @@ impl Link {
     /// Takes `count` consecutive datagram numbers and returns the first.
     #[inline]
     fn take_numbers(&self, count: u64) -> u64 {
-        self.number.fetch_add(count, Relaxed)
+        self.number.0.fetch_add(count, Relaxed)
+    }
+
+    /// Has the path MTU asked for at one of the next ticks.
+    fn refresh_soon(&self) {
+        self.refreshed_ms.store(0, Relaxed);
     }
 
     fn heard(&self, now_ms: u64) {
         // A shared cache line is written once a millisecond, not once a burst. The value is shifted by one: 0 is never.
-        if self.heard_ms.load(Relaxed) != now_ms + 1 {
-            self.heard_ms.store(now_ms + 1, Relaxed);
+        if self.heard_ms.0.load(Relaxed) != now_ms + 1 {
+            self.heard_ms.0.store(now_ms + 1, Relaxed);
         }
     }
 }
 
-/// Where a link's datagram numbers start: the clock in nanoseconds. Numbers then go on rising when a host restarts or a link
+/// Where a link's datagram numbers start: the time in nanoseconds. Numbers then go on rising when a host restarts or a link
 /// is configured anew, at any rate below 10^9 datagrams/s, and the other side can never mistake a new datagram for one of
 /// the past. (A peer may as well start at 1; see reassembly.rs for how that is told from a late datagram.)
+///
+/// The wall clock is read once: after that a clock counts that is never set back.
 fn first_number() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |time| time.as_nanos() as u64).max(1)
+    static START: LazyLock<(u64, Instant)> = LazyLock::new(|| {
+        let wall = SystemTime::now().duration_since(UNIX_EPOCH);
+        (wall.map_or(1, |time| time.as_nanos() as u64).max(1), Instant::now())
+    });
+    let (wall, instant) = *START;
+    wall + instant.elapsed().as_nanos() as u64
 }
 
 /// An address as the peer table knows it: IPv4 in its own form, no flow label.
@@ -260,8 +285,6 @@ pub fn normalised(address: SocketAddr) -> SocketAddr {
 pub struct Peers {
     links: Vec<Arc<Link>>,
     by_address: HashMap<SocketAddr, usize>,
-    /// Only native links, and `None` where several share the address.
-    by_ip: HashMap<IpAddr, Option<usize>>,
     ids: HashSet<u64>,
 }
 
@@ -274,25 +297,14 @@ impl Peers {
             let remote = link.options.remote;
             peers.ids.insert(link.id);
             peers.by_address.entry(remote).or_insert(index);
-            if link.options.encapsulation == Encapsulation::Native {
-                match peers.by_ip.entry(remote.ip()) {
-                    Entry::Vacant(entry) => _ = entry.insert(Some(index)),
-                    Entry::Occupied(mut entry) => _ = entry.insert(None),
-                }
-            }
         }
         peers
     }
 
-    /// The link that a datagram from `source` came by: exact address and port, or for native links the address alone when
-    /// only one has it (a peer with several dispatchers may send from several ports).
+    /// The link that a datagram from `source` came by: the one whose remote is this address and this port. Other programs and
+    /// users of the peer's host have other ports.
     pub fn link(&self, source: SocketAddr) -> Option<&Arc<Link>> {
-        let source = normalised(source);
-        let index = match self.by_address.get(&source) {
-            Some(index) => *index,
-            None => (*self.by_ip.get(&source.ip())?)?,
-        };
-        self.links.get(index)
+        self.links.get(*self.by_address.get(&normalised(source))?)
     }
 
     /// All links.
@@ -316,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn peers_are_found_by_address_then_by_ip() {
+    fn peers_are_found_by_address_and_port() {
         use Encapsulation::{Native, Vnet};
         let links = [
             link("10.0.0.2:9000", Native, None),
@@ -332,13 +344,13 @@ mod tests {
                 .map(|found| links.iter().position(|l| Arc::ptr_eq(l, found)).unwrap())
         };
         assert_eq!(find("10.0.0.2:9000"), Some(0));
-        assert_eq!(find("10.0.0.2:4711"), Some(0), "another source port of the only native link there");
+        assert_eq!(find("10.0.0.2:4711"), None, "anybody on the peer's host");
         assert_eq!(find("10.0.0.3:9000"), Some(1));
         assert_eq!(find("[::ffff:10.0.0.3]:9001"), Some(2));
-        assert_eq!(find("10.0.0.3:4711"), None, "two links there");
         assert_eq!(find("10.0.0.4:9000"), Some(3));
-        assert_eq!(find("10.0.0.4:4711"), None, "vnet peers are known by address and port");
-        assert_eq!(find("[fd00::5]:1"), Some(4));
+        assert_eq!(find("10.0.0.4:4711"), None);
+        assert_eq!(find("[fd00::5]:9000"), Some(4));
+        assert_eq!(find("[fd00::5]:1"), None);
         assert_eq!(find("10.0.0.9:9000"), None);
     }
 

@@ -25,6 +25,15 @@ const BUFFER_LEN: usize = 65_536;
 /// Probes answered in a burst; more are ignored.
 const REPLIES_MAX: usize = 16;
 
+/// What one call of [`Receiver::receive`] found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Received {
+    /// Datagrams taken; 0 when none were waiting.
+    pub datagrams: usize,
+    /// No more were waiting: the next to come will wake the dispatcher. Otherwise there may be more.
+    pub emptied: bool,
+}
+
 /// Receives frames by links. One per dispatcher; shares its socket with a [`super::Sender`].
 pub struct Receiver {
     socket: Arc<Socket>,
@@ -59,8 +68,7 @@ impl Receiver {
     }
 
     /// Takes one burst of datagrams, makes frames of them, and has `run` take them to completion, several times when there
-    /// are more than a batch holds. `batch` is empty on entry and on return. Returns the number of datagrams, 0 when none
-    /// were waiting.
+    /// are more than a batch holds. `batch` is empty on entry and on return.
     ///
     /// `now_ms` is any clock that does not run backwards. A frame's `hops` count the relays it has passed and this host,
     /// should it relay it; [`HOPS_UNKNOWN`] when the link does not say.
@@ -70,10 +78,12 @@ impl Receiver {
         batch: &mut Batch,
         now_ms: u64,
         run: &mut dyn FnMut(&Batch),
-    ) -> usize {
+    ) -> Received {
         let messages = self.burst.receive(&self.socket);
+        // The kernel looks until the burst is full or nothing is left.
+        let emptied = messages < MESSAGES;
         if messages == 0 {
-            return 0;
+            return Received { datagrams: 0, emptied };
         }
         let mut intake = Intake {
             burst: &self.burst.memory,
@@ -110,7 +120,7 @@ impl Receiver {
                 reassembly.settle(&self.burst.memory);
             }
         }
-        datagrams
+        Received { datagrams, emptied }
     }
 
     /// Ends incomplete frames whose time is up, and those of links that are gone. Call it some ten times a second.
@@ -414,6 +424,7 @@ impl Burst {
             header.msg_controllen = size_of::<Control>();
             header.msg_flags = 0;
         }
+        let mut errors = 0;
         loop {
             let fd = socket.as_fd().as_raw_fd();
             let headers = self.headers.as_mut_ptr();
@@ -431,9 +442,11 @@ impl Burst {
             if got >= 0 {
                 return got as usize;
             }
-            if io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
-                // Nothing there, or an error of an earlier datagram, which is told once and means nothing here.
-                return 0;
+            match io::Error::last_os_error().kind() {
+                io::ErrorKind::Interrupted => {}
+                // An error of an earlier datagram is told once, before what is waiting, and means nothing here.
+                kind if kind != io::ErrorKind::WouldBlock && errors == 0 => errors += 1,
+                _ => return 0,
             }
         }
     }

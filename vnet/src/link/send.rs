@@ -7,15 +7,16 @@
 //!
 //! On a `vnet` link each frame is one datagram, as it is. What a guest left unfinished is finished on a private copy first.
 //!
-//! All datagrams of a call are handed to the kernel at once, see gather.rs. When a datagram turns out to be larger than the
-//! path MTU, the kernel is asked for the new one and the frames not sent yet are encoded again, once; a frame that had gone
-//! out in part then goes again under a new name, and the other host counts the first try as incomplete.
+//! All datagrams of a call are handed to the kernel at once, see gather.rs. When a native datagram turns out to be larger than
+//! the path MTU, the kernel is asked for the new one and the frames not sent yet are encoded again, once; a frame that had
+//! gone out in part then goes again under a new name, and the other host counts the first try as incomplete.
 
+use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::gather::{Gather, Stop, Trouble};
+use super::gather::{Gather, TooBig};
 use super::reassembly::FRAGMENTS_MAX;
 use super::udp::{Name, RouteProbe, Socket};
 use super::{Encapsulation, Link, PATH_MTU_FALLBACK, Peers, UDP_PAYLOAD_MAX};
@@ -31,8 +32,12 @@ const BUNDLE_FRAME_MAX: usize = 1024;
 const BUNDLE_MAX: usize = 16 << 10;
 /// How often the kernel is asked for each link's path MTU, in ms.
 const REFRESH_MS: u64 = 1000;
-/// How often one call encodes a frame: at first, after a new path MTU, after segmentation offload was given up.
-const ATTEMPTS: usize = 3;
+/// Links looked at in one tick, so that no tick holds up the frames of a host with thousands of links...
+const TICK_LINKS: usize = 32;
+/// ...and in how many ms. Ticks that come more rarely look at as many more, up to [`TICKS_MAX`] times: all of 4 096 links have
+/// their turn within 4 s, on a quiet host as on a busy one.
+const TICK_MS: u64 = 20;
+const TICKS_MAX: u64 = 32;
 
 /// Sends frames on links. One per dispatcher; shares its socket with a [`super::Receiver`].
 pub struct Sender {
@@ -41,6 +46,9 @@ pub struct Sender {
     routes: RouteProbe,
     /// What the socket was last told about fragmentation by IP.
     dont_fragment: Option<bool>,
+    /// Where the next tick goes on in the list of links, and when the last one was.
+    next_link: usize,
+    ticked_ms: u64,
     /// A frame's private copy, to be finished.
     copy: Box<[u8]>,
 }
@@ -49,7 +57,15 @@ impl Sender {
     pub(super) fn new(socket: Arc<Socket>) -> Sender {
         let routes = RouteProbe::new(socket.local());
         let copy = vec![0; FRAME_MAX].into_boxed_slice();
-        Sender { socket, gather: Gather::new(), routes, dont_fragment: None, copy }
+        Sender {
+            socket,
+            gather: Gather::new(),
+            routes,
+            dont_fragment: None,
+            next_link: 0,
+            ticked_ms: 0,
+            copy,
+        }
     }
 
     pub(super) fn local_addr(&self) -> SocketAddr {
@@ -62,8 +78,7 @@ impl Sender {
         if link.path_mtu.load(Relaxed) == 0 {
             self.refresh(link);
         }
-        let Some(name) = self.socket.name(link.options.remote) else {
-            link.route_error.store(libc::EAFNOSUPPORT, Relaxed);
+        let Some(name) = self.socket.name(link) else {
             link.stats.drop_frames(DropReason::SendFailed, which.len() as u64);
             return;
         };
@@ -71,15 +86,21 @@ impl Sender {
         if which.iter().any(relayed_too_often) {
             let rest: Vec<u16> = which.iter().copied().filter(|index| !relayed_too_often(index)).collect();
             link.stats.drop_frames(DropReason::HopLimit, (which.len() - rest.len()) as u64);
-            self.send_all(link, &name, batch, &rest);
+            self.send_all(link, name, batch, &rest);
         } else {
-            self.send_all(link, &name, batch, which);
+            self.send_all(link, name, batch, which);
         }
     }
 
-    /// Asks the kernel for the path MTU of each link that was not asked for within the last second.
+    /// Asks the kernel for the path MTU of the links whose turn it is and that were not asked for within the last second. Call
+    /// it every [`TICK_MS`], or as often as there is time.
     pub fn tick(&mut self, peers: &Peers, now_ms: u64) {
-        for link in peers.links() {
+        let links = peers.links();
+        let passed = now_ms.saturating_sub(std::mem::replace(&mut self.ticked_ms, now_ms));
+        let count = TICK_LINKS * (passed / TICK_MS).clamp(1, TICKS_MAX) as usize;
+        for _ in 0..count.min(links.len()) {
+            self.next_link = (self.next_link + 1) % links.len();
+            let link = &links[self.next_link];
             let last = link.refreshed_ms.load(Relaxed);
             // Of several dispatchers one does it.
             if (last == 0 || now_ms.saturating_sub(last) >= REFRESH_MS)
@@ -90,8 +111,13 @@ impl Sender {
         }
     }
 
+    /// Learns anew what the path is able to do.
     fn refresh(&mut self, link: &Link) {
-        match self.routes.path_mtu(link.options.remote) {
+        let path_mtu = match self.socket.name(link) {
+            Some(_) => self.routes.path_mtu(link.options.remote),
+            None => Err(io::Error::from_raw_os_error(libc::EAFNOSUPPORT)),
+        };
+        match path_mtu {
             Ok(mtu) => {
                 link.path_mtu.store(mtu, Relaxed);
                 link.route_error.store(0, Relaxed);
@@ -102,9 +128,12 @@ impl Sender {
                 link.route_error.store(error.raw_os_error().unwrap_or(libc::EIO), Relaxed);
             }
         }
+        // The route may lead over another device by now. If not, that costs one refused message.
+        link.segmentation.store(true, Relaxed);
     }
 
     fn send_all(&mut self, link: &Link, name: &Name, batch: &Batch, which: &[u16]) {
+        self.gather.segmentation = link.segmentation.load(Relaxed);
         let native = link.options.encapsulation == Encapsulation::Native;
         if self.dont_fragment != Some(native) {
             // A socket that cannot be told sends all the same; only what IP does with large packets differs.
@@ -114,18 +143,10 @@ impl Sender {
         if !native {
             return self.send_bare(link, name, batch, which);
         }
-        let mut rest = which;
-        for attempt in 1..=ATTEMPTS {
-            match self.send_native(link, name, batch, rest, attempt < ATTEMPTS) {
-                Ok(()) => return,
-                Err(stop) => {
-                    rest = &rest[stop.position..];
-                    match stop.trouble {
-                        Trouble::TooBig => self.refresh(link),
-                        Trouble::NoSegmentation => self.gather.segmentation = false,
-                    }
-                }
-            }
+        if let Err(TooBig { position }) = self.send_native(link, name, batch, which, true) {
+            self.refresh(link);
+            // Never stops early: what is too big again is counted as dropped.
+            _ = self.send_native(link, name, batch, &which[position..], false);
         }
     }
 
@@ -136,14 +157,14 @@ impl Sender {
         batch: &Batch,
         which: &[u16],
         may_stop: bool,
-    ) -> Result<(), Stop> {
+    ) -> Result<(), TooBig> {
         let size = link.fragment_payload();
         let mut at = 0;
         while at < which.len() {
             // Enough for any frame: each of its segments may be cut once by each fragment's end.
             let slices = 2 * FRAGMENTS_MAX + SEGMENTS_MAX;
             if !self.gather.has_room(FRAGMENTS_MAX, slices, FRAGMENTS_MAX * HEADER_LEN + BUNDLE_MAX) {
-                self.gather.flush(&self.socket, name, &link.stats, may_stop)?;
+                self.gather.flush(&self.socket, name, link, may_stop)?;
             }
             let count = bundled(batch, &which[at..], size);
             if count > 1 {
@@ -153,7 +174,7 @@ impl Sender {
             }
             at += count;
         }
-        self.gather.flush(&self.socket, name, &link.stats, may_stop)
+        self.gather.flush(&self.socket, name, link, may_stop)
     }
 
     /// One datagram with several frames.
@@ -235,24 +256,22 @@ impl Sender {
                     return;
                 }
                 if !gather.has_room(1, 1, piece.len()) {
-                    _ = gather.flush(socket, name, &link.stats, false);
+                    _ = gather.flush(socket, name, link, false);
                 }
                 gather.copy(piece);
                 let message = gather.end_datagram(piece.len() <= link.udp_payload());
                 gather.record(0, piece.len(), message, message);
             });
-        // One frame came in: what went on beyond one is a copy, and a frame that could not be finished is dropped itself.
-        if finished.is_err() || pieces == 0 {
-            link.stats.drop_frames(DropReason::Unsegmentable, 1);
-            link.stats.copies.add(pieces);
-        } else {
-            link.stats.copies.add(pieces - 1);
+        // One frame came in: what went on beyond one is a copy. Nothing went on of one that cannot be finished.
+        match finished {
+            Ok(()) => link.stats.copies.add(pieces - 1),
+            Err(_) => link.stats.drop_frames(DropReason::Unsegmentable, 1),
         }
     }
 
     fn flush_bare(&mut self, link: &Link, name: &Name) {
         // Never stops early: what cannot be sent is counted as dropped.
-        _ = self.gather.flush(&self.socket, name, &link.stats, false);
+        _ = self.gather.flush(&self.socket, name, link, false);
     }
 }
 
@@ -331,7 +350,6 @@ mod tests {
         let mut bridge =
             Bridge::bind(listen, false, Arc::default(), Arc::new(super::super::ReassemblyBudget::new(0)))
                 .unwrap();
-        bridge.tx.gather.segmentation = segmentation;
         let options = LinkOptions {
             name: "peer".into(),
             remote: peer.local_addr().unwrap(),
@@ -340,7 +358,9 @@ mod tests {
             mtu: Some(1500),
         };
         let link = Link::new(options, PortId(0), Arc::default());
-        link.number.store(1, Relaxed);
+        link.number.0.store(1, Relaxed);
+        link.path_mtu.store(1500, Relaxed);
+        link.segmentation.store(segmentation, Relaxed);
         let frames: Vec<Vec<u8>> =
             lens.iter().map(|len| (0..*len).map(|i| (i * 7 + len) as u8).collect()).collect();
         let mut batch = Batch::new();
@@ -365,5 +385,45 @@ mod tests {
         let (with, sent) = send(true, &lens);
         assert_eq!(with.len() as u64, sent);
         assert_eq!((with, sent), send(false, &lens));
+    }
+
+    /// Thousands of links are not asked for at once, and each has its turn within seconds.
+    #[test]
+    fn links_take_turns() {
+        let listen = "127.0.0.1:0".parse().unwrap();
+        let budget = Arc::new(super::super::ReassemblyBudget::new(0));
+        let mut bridge = Bridge::bind(listen, false, Arc::default(), budget).unwrap();
+        let links: Vec<Arc<Link>> = (0..4096u16)
+            .map(|n| {
+                let options = LinkOptions {
+                    name: format!("peer{n}"),
+                    remote: SocketAddr::new(listen.ip(), 10_000 + n),
+                    encapsulation: Encapsulation::Native,
+                    networks: None,
+                    mtu: None,
+                };
+                Link::new(options, PortId(n), Arc::default())
+            })
+            .collect();
+        links.iter().for_each(|link| link.segmentation.store(false, Relaxed));
+        let peers = Peers::build(&links);
+        let asked = |at: u64| links.iter().filter(|link| link.refreshed_ms.load(Relaxed) == at).count();
+        for now_ms in (20..=2560).step_by(20) {
+            bridge.tx.tick(&peers, now_ms);
+            assert_eq!(asked(now_ms), TICK_LINKS, "at {now_ms} ms");
+        }
+        assert!(links.iter().all(|link| link.path_mtu() > PATH_MTU_FALLBACK));
+        assert!(links.iter().all(|link| link.segmentation.load(Relaxed)), "what is not known is tried again");
+        // A quiet host ticks once a second.
+        for now_ms in [3560, 4560, 5560, 6560] {
+            bridge.tx.tick(&peers, now_ms);
+        }
+        assert!(links.iter().all(|link| link.refreshed_ms.load(Relaxed) >= 3560));
+        // A few links are looked at in every tick, and asked for once a second.
+        let peers = Peers::build(&links[..3]);
+        for now_ms in (7000..8000).step_by(20) {
+            bridge.tx.tick(&peers, now_ms);
+            assert!(links[..3].iter().all(|link| now_ms - link.refreshed_ms.load(Relaxed) < REFRESH_MS));
+        }
     }
 }

@@ -4,7 +4,8 @@
 //! them on a veth pair of MTU 1500 (IPv4, IPv6 and IPv4 through an IPv6 socket behave alike unless noted):
 //!
 //! - `UDP_SEGMENT` refuses a segment that does not fit the path MTU (`EMSGSIZE`), whatever `IP_MTU_DISCOVER` says; it takes at
-//!   most 128 segments (64 before Linux 6.9, `EINVAL` beyond), and 65 507 bytes over IPv4, 65 527 over IPv6.
+//!   most 128 segments (64 before Linux 6.9, `EINVAL` beyond), and 65 507 bytes over IPv4, 65 527 over IPv6. Before Linux 6.14
+//!   a segment that does not fit is `EINVAL` too. A device that computes no checksums gives `EIO`.
 //! - With `IP_PMTUDISC_WANT` a segmented message over IPv4 leaves *without* DF, because the kernel compares the whole
 //!   message with the path MTU; only `IP_PMTUDISC_DO` sets DF on its segments. Single datagrams within the MTU carry DF both
 //!   ways. Above the MTU, `WANT` fragments and `DO` refuses (`EMSGSIZE`).
@@ -14,12 +15,13 @@
 //! So native datagrams are sent under `DO` and bare frames under `WANT`; the [`Sender`] switches when the encapsulation
 //! changes from one call to the next. The kernel accepts both options on an IPv6 socket and applies the one that fits.
 
+use std::fmt;
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
-use super::{ReassemblyBudget, Receiver, Sender};
+use super::{Link, ReassemblyBudget, Receiver, Sender, normalised};
 use crate::stats::PortStats;
 
 /// Socket buffers asked for in each direction, in bytes: 1.6 ms at 40 Gbit/s.
@@ -159,15 +161,23 @@ impl Socket {
         set(&self.fd, libc::SOL_IP, libc::IP_MTU_DISCOVER, mode)
     }
 
-    /// The remote address in the form that this socket sends to. `None` for IPv6 on an IPv4 socket.
-    pub(super) fn name(&self, remote: SocketAddr) -> Option<Name> {
-        Name::new(remote, self.local.is_ipv6())
+    /// The link's remote address in the form that this socket sends to. `None` when it cannot: IPv6 from an IPv4 address, and
+    /// IPv4 from any IPv6 address but the unspecified one.
+    #[inline]
+    pub(super) fn name<'a>(&self, link: &'a Link) -> Option<&'a Name> {
+        let local = normalised(self.local).ip();
+        let (v4, both) = (link.options.remote.is_ipv4(), local == IpAddr::V6(Ipv6Addr::UNSPECIFIED));
+        if v4 == local.is_ipv4() || both {
+            link.names[usize::from(self.local.is_ipv6())].as_ref()
+        } else {
+            None
+        }
     }
 }
 
 /// Asks the kernel's routes for path MTUs. A UDP socket that is connected anew for each question and never sends.
 pub(super) struct RouteProbe {
-    local: IpAddr,
+    local: SocketAddr,
     v4: Option<OwnedFd>,
     v6: Option<OwnedFd>,
 }
@@ -175,7 +185,7 @@ pub(super) struct RouteProbe {
 impl RouteProbe {
     /// For packets that leave from `local`.
     pub(super) fn new(local: SocketAddr) -> RouteProbe {
-        RouteProbe { local: super::normalised(local).ip(), v4: None, v6: None }
+        RouteProbe { local: normalised(local), v4: None, v6: None }
     }
 
     /// The path MTU to `remote` in bytes, as the kernel knows it: device, route, ICMP heard.
@@ -187,8 +197,13 @@ impl RouteProbe {
             none => none.insert(RouteProbe::socket(v6, local)?),
         };
         let name = Name::new(remote, v6).ok_or(io::ErrorKind::InvalidInput)?;
-        // SAFETY: `name` holds a socket address of the length it tells.
-        check(unsafe { libc::connect(fd.as_raw_fd(), name.as_ptr(), name.len()) })?;
+        // The first question gives the socket a source address, which would stay: the next one has to begin without, or it
+        // fails where that address cannot be a source (127.0.0.1 for a remote elsewhere) or has gone. An address that the
+        // socket was bound to remains.
+        for name in [&Name::unknown(), &name] {
+            // SAFETY: `name` holds a socket address (AF_UNSPEC disconnects) of the length it tells.
+            check(unsafe { libc::connect(fd.as_raw_fd(), name.as_ptr(), name.len()) })?;
+        }
         let (level, option) =
             if v6 { (libc::SOL_IPV6, libc::IPV6_MTU) } else { (libc::SOL_IP, libc::IP_MTU) };
         let mut mtu: libc::c_int = 0;
@@ -199,10 +214,11 @@ impl RouteProbe {
     }
 
     /// Bound like the bridge where it is bound to one address, so that routes by source address are the same.
-    fn socket(v6: bool, local: IpAddr) -> io::Result<OwnedFd> {
+    fn socket(v6: bool, mut local: SocketAddr) -> io::Result<OwnedFd> {
         let fd = udp_socket(v6)?;
-        if local.is_ipv6() == v6 && !local.is_unspecified() {
-            let name = Name::new(SocketAddr::new(local, 0), v6).ok_or(io::ErrorKind::InvalidInput)?;
+        if local.is_ipv6() == v6 && !local.ip().is_unspecified() {
+            local.set_port(0);
+            let name = Name::new(local, v6).ok_or(io::ErrorKind::InvalidInput)?;
             // SAFETY: `name` holds a socket address of the length it tells.
             check(unsafe { libc::bind(fd.as_raw_fd(), name.as_ptr(), name.len()) })?;
         }
@@ -210,17 +226,28 @@ impl RouteProbe {
     }
 }
 
-/// A socket address in the kernel's form.
+/// An IPv4 or IPv6 address in the kernel's form, in the room of the larger one.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct Name {
-    storage: libc::sockaddr_storage,
+    storage: libc::sockaddr_in6,
     len: libc::socklen_t,
+}
+
+const _: () = assert!(
+    size_of::<libc::sockaddr_in>() <= size_of::<libc::sockaddr_in6>()
+        && align_of::<libc::sockaddr_in>() <= align_of::<libc::sockaddr_in6>()
+);
+
+impl fmt::Debug for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.address().fmt(f)
+    }
 }
 
 impl Name {
     /// `address` for a socket of the family told: IPv4 is mapped into IPv6; `None` for IPv6 on an IPv4 socket.
-    fn new(address: SocketAddr, v6: bool) -> Option<Name> {
+    pub(super) fn new(address: SocketAddr, v6: bool) -> Option<Name> {
         let mut name = Name::unknown();
         let ip = match (address.ip(), v6) {
             (IpAddr::V4(ip), true) => IpAddr::V6(ip.to_ipv6_mapped()),
@@ -236,7 +263,7 @@ impl Name {
                     sin_zero: [0; 8],
                 };
                 name.len = size_of_val(&sin) as libc::socklen_t;
-                // SAFETY: `sockaddr_storage` is made to hold every kind of socket address, aligned for all.
+                // SAFETY: the storage has room for either address and is aligned for both, as asserted above.
                 unsafe { name.as_mut_ptr().cast::<libc::sockaddr_in>().write(sin) };
             }
             IpAddr::V6(ip) => {
@@ -255,16 +282,16 @@ impl Name {
         Some(name)
     }
 
-    /// Room for any address.
+    /// Room for any address; as it is, an address of no family.
     pub(super) fn unknown() -> Name {
-        // SAFETY: `sockaddr_storage` is plain data, for which all zeros is a value (family AF_UNSPEC).
-        let storage = unsafe { std::mem::zeroed::<libc::sockaddr_storage>() };
-        Name { storage, len: size_of::<libc::sockaddr_storage>() as libc::socklen_t }
+        // SAFETY: `sockaddr_in6` is plain data, for which all zeros is a value (family AF_UNSPEC).
+        let storage = unsafe { std::mem::zeroed::<libc::sockaddr_in6>() };
+        Name { storage, len: size_of::<libc::sockaddr_in6>() as libc::socklen_t }
     }
 
     /// The address, as written by the kernel; `None` for other families.
     pub(super) fn address(&self) -> Option<SocketAddr> {
-        match libc::c_int::from(self.storage.ss_family) {
+        match libc::c_int::from(self.storage.sin6_family) {
             libc::AF_INET => {
                 // SAFETY: the family says which address is inside, and the storage is aligned for it.
                 let sin = unsafe { (&raw const self.storage).cast::<libc::sockaddr_in>().read() };
@@ -272,11 +299,10 @@ impl Name {
                 Some(SocketAddr::new(ip.into(), u16::from_be(sin.sin_port)))
             }
             libc::AF_INET6 => {
-                // SAFETY: as above.
-                let sin6 = unsafe { (&raw const self.storage).cast::<libc::sockaddr_in6>().read() };
+                let sin6 = &self.storage;
                 let ip = Ipv6Addr::from(sin6.sin6_addr.s6_addr);
                 let port = u16::from_be(sin6.sin6_port);
-                Some(std::net::SocketAddrV6::new(ip, port, 0, sin6.sin6_scope_id).into())
+                Some(SocketAddrV6::new(ip, port, 0, sin6.sin6_scope_id).into())
             }
             _ => None,
         }
@@ -286,9 +312,9 @@ impl Name {
     #[inline]
     pub(super) fn same(&self, other: &Name) -> bool {
         // Two addresses of the same source differ in no field, so comparing all of the larger kind does.
-        // SAFETY: the storage is larger than `sockaddr_in6`, aligned for it, and initialised throughout.
+        // SAFETY: `sockaddr_in6` has no padding, so that all of its bytes are initialised.
         let bytes = |name: &Name| unsafe {
-            (&raw const name.storage).cast::<[u8; size_of::<libc::sockaddr_in6>()]>().read()
+            std::mem::transmute::<libc::sockaddr_in6, [u8; size_of::<libc::sockaddr_in6>()]>(name.storage)
         };
         bytes(self) == bytes(other)
     }
@@ -323,6 +349,6 @@ fn set(fd: &OwnedFd, level: libc::c_int, option: libc::c_int, value: libc::c_int
 }
 
 /// The result of a system call that reports an error as -1.
-pub(super) fn check(result: libc::c_int) -> io::Result<libc::c_int> {
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+pub(super) fn check<T: Default + PartialOrd>(result: T) -> io::Result<T> {
+    if result < T::default() { Err(io::Error::last_os_error()) } else { Ok(result) }
 }

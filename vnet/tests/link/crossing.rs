@@ -1,12 +1,12 @@
 //! Two bridges: every frame crosses, whatever the path.
 
-use std::net::{SocketAddr, UdpSocket};
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::net::SocketAddr;
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
 use vnet::frame::{BATCH_MAX, FRAME_MAX, NetworkId, PortId};
 use vnet::link::fake::{Faults, Random, Relay, Wire};
-use vnet::link::{Encapsulation, HOPS_UNKNOWN, Link, LinkOptions, LinkState};
+use vnet::link::{Encapsulation, Link, LinkOptions, LinkState, Peers};
 use vnet::stats::{DiscardReason, DropReason};
 use vnet::wire::offload::Offload;
 
@@ -72,6 +72,38 @@ fn both_directions_and_an_ipv4_peer_of_an_ipv6_socket() {
     b.send(&frames);
     assert_eq!(b.link.stats().drops(DropReason::SendFailed), 2);
     assert!(matches!(b.link.state(), LinkState::Unreachable(_)), "an IPv4 socket reaches no IPv6 address");
+    // That a route exists for others does not change it.
+    b.peers = Peers::build(std::slice::from_ref(&b.link));
+    b.bridge.tx.tick(&b.peers, 10_000);
+    assert!(matches!(b.link.state(), LinkState::Unreachable(_)));
+    // Nor does a socket with an IPv6 address of its own reach IPv4.
+    let mut c = Host::new(bridge("[::1]:0"), options(b_addr, Encapsulation::Native, None));
+    c.send(&frames);
+    assert_eq!(c.link.stats().drops(DropReason::SendFailed), 2);
+    assert!(matches!(c.link.state(), LinkState::Unreachable(_)));
+}
+
+/// The kernel refuses to cut messages of a socket without checksums, with the error that it had for segments larger than the
+/// path MTU before Linux 6.14.
+#[test]
+fn messages_that_are_refused_go_datagram_by_datagram() {
+    for encapsulation in [Encapsulation::Native, Encapsulation::Vnet] {
+        let [mut a, mut b] = Host::pair("127.0.0.1:0", encapsulation, Some(1500));
+        let on: libc::c_int = 1;
+        let len = size_of_val(&on) as libc::socklen_t;
+        let fd = a.bridge.rx.fd().as_raw_fd();
+        // SAFETY: `on` is readable for the `len` bytes told.
+        let set =
+            unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_NO_CHECK, (&raw const on).cast(), len) };
+        assert_eq!(set, 0);
+        let frames: Vec<Got> =
+            (0..40).map(|n| frame(if n < 30 { 1400 } else { 1100 + n }, n as u64)).collect();
+        a.send(&frames);
+        let got: Vec<Vec<u8>> = b.receive(frames.len()).into_iter().map(|got| got.bytes).collect();
+        assert_eq!(got, frames.iter().map(|frame| frame.bytes.clone()).collect::<Vec<_>>());
+        assert_eq!((a.link.stats().out_frames.get(), a.link.stats().out_datagrams.get()), (40, 40));
+        assert_eq!((a.link.stats().out_bytes.get(), a.link.stats().drops_total()), (bytes(&frames), 0));
+    }
 }
 
 #[test]
@@ -161,126 +193,4 @@ fn a_link_refuses_networks_it_does_not_carry() {
     assert_eq!(b.receive(2), arrived(&[other(64, 5), other(5000, 5)]));
     assert_eq!(b.link.stats().drops(DropReason::WrongNetwork), 2);
     assert_eq!(b.link.stats().in_frames.get(), 4);
-}
-
-/// A network namespace for this thread alone, with a loopback device whose MTU can be changed. `None` without the privilege.
-struct Loopback(UdpSocket);
-
-impl Loopback {
-    fn new(mtu: i32) -> Option<Loopback> {
-        // SAFETY: no memory is passed. The thread is this test's own, so no other test changes its namespace.
-        if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {
-            return None;
-        }
-        let loopback = Loopback(UdpSocket::bind("0.0.0.0:0").unwrap());
-        loopback.set_mtu(mtu);
-        loopback.ioctl(libc::SIOCSIFFLAGS, libc::__c_anonymous_ifr_ifru { ifru_flags: libc::IFF_UP as i16 });
-        Some(loopback)
-    }
-
-    fn set_mtu(&self, mtu: i32) {
-        self.ioctl(libc::SIOCSIFMTU, libc::__c_anonymous_ifr_ifru { ifru_mtu: mtu });
-    }
-
-    fn ioctl(&self, request: libc::Ioctl, value: libc::__c_anonymous_ifr_ifru) {
-        let mut ifr_name = [0; libc::IFNAMSIZ];
-        ifr_name[0] = b'l' as libc::c_char;
-        ifr_name[1] = b'o' as libc::c_char;
-        let request_data = libc::ifreq { ifr_name, ifr_ifru: value };
-        // SAFETY: both requests read an `ifreq`, which is what the pointer points to.
-        let result = unsafe { libc::ioctl(self.0.as_raw_fd(), request, &raw const request_data) };
-        assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
-    }
-}
-impl Loopback {
-    /// A socket that sees every IPv4 packet on the device from now on.
-    fn capture(&self) -> UdpSocket {
-        let protocol = (libc::ETH_P_IP as u16).to_be();
-        // SAFETY: no memory is passed.
-        let fd = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_DGRAM, i32::from(protocol)) };
-        assert!(fd >= 0, "{}", std::io::Error::last_os_error());
-        // SAFETY: the descriptor is new and nobody else's. Only `recv` is used of what the type offers.
-        let socket = unsafe { UdpSocket::from_raw_fd(fd) };
-        socket.set_nonblocking(true).unwrap();
-        socket
-    }
-}
-
-/// The UDP packets captured so far: their lengths, and whether they carry DF.
-fn captured(capture: &UdpSocket) -> Vec<(usize, bool)> {
-    let mut packet = vec![0; 70_000];
-    let mut packets = vec![];
-    while let Ok(len) = capture.recv(&mut packet) {
-        if packet[9] == libc::IPPROTO_UDP as u8 {
-            packets.push((len, packet[6] & 0x40 != 0));
-        }
-    }
-    packets
-}
-
-#[test]
-fn native_packets_carry_dont_fragment() {
-    let Some(loopback) = Loopback::new(1500) else {
-        eprintln!("not run: a network namespace needs CAP_SYS_ADMIN");
-        return;
-    };
-    for listen in ["127.0.0.1:0", "[::]:0"] {
-        let remote = "127.0.0.1:9".parse().unwrap();
-        let mut host = Host::new(bridge(listen), options(remote, Encapsulation::Native, None));
-        let bare = Host::new(bridge(listen), options(remote, Encapsulation::Vnet, None));
-        let capture = loopback.capture();
-        host.send(&[frame(64, 1), frame(20_000, 2)]);
-        let packets = captured(&capture);
-        assert!(packets.iter().map(|(len, _)| len).sum::<usize>() > 20_000, "{packets:?}");
-        assert!(packets.iter().all(|(_, dont_fragment)| *dont_fragment), "{packets:?}");
-        // A bare frame that is too large is left to IP, by the same socket.
-        host.link = bare.link;
-        host.send(&[frame(9000, 3)]);
-        let packets = captured(&capture);
-        assert!(packets.len() >= 7 && packets.iter().all(|(len, df)| *len <= 1500 && !df), "{packets:?}");
-    }
-}
-
-#[test]
-fn a_smaller_path_is_noticed_and_obeyed() {
-    let Some(loopback) = Loopback::new(9000) else {
-        eprintln!("not run: a network namespace needs CAP_SYS_ADMIN");
-        return;
-    };
-    for ip in ["127.0.0.1:0", "[::1]:0"] {
-        let [mut a, mut b] = Host::pair(ip, Encapsulation::Native, None);
-        let frames: Vec<Got> = (0..20).map(|n| frame(if n % 4 == 0 { 100 } else { 20_000 }, n)).collect();
-        a.send(&frames);
-        assert_eq!(b.receive(20), arrived(&frames));
-        assert_eq!(a.link.path_mtu(), 9000);
-        // The path shrinks under the link's feet: what was encoded for the old one is encoded again, nothing is lost.
-        loopback.set_mtu(1500);
-        a.send(&frames);
-        assert_eq!(b.receive(20), arrived(&frames));
-        assert_eq!(a.link.path_mtu(), 1500);
-        loopback.set_mtu(9000);
-        a.bridge.tx.tick(&a.peers, 10_000);
-        assert_eq!(a.link.path_mtu(), 9000);
-        assert_eq!((a.link.stats().drops_total(), b.link.stats().drops_total()), (0, 0));
-        assert_eq!(a.link.stats().out_frames.get(), 40);
-        assert_eq!(a.link.stats().out_datagrams.get(), b.link.stats().in_datagrams.get());
-
-        // Bare frames are fragmented by IP instead.
-        let [mut a, mut b] = Host::pair(ip, Encapsulation::Vnet, None);
-        let frames: Vec<Got> = (0..20).map(|n| frame([1400, 1400, 9014, 65_000][n % 4], n as u64)).collect();
-        for chunk in frames.chunks(4) {
-            a.send(chunk);
-            let bare: Vec<Got> =
-                chunk.iter().map(|frame| Got { hops: HOPS_UNKNOWN, ..frame.clone() }).collect();
-            assert_eq!(b.receive(4), bare);
-        }
-        assert_eq!(a.link.stats().out_frames.get(), 20);
-    }
-    // There is no route to anywhere else here.
-    let nowhere = options("192.0.2.1:9000".parse().unwrap(), Encapsulation::Native, None);
-    let mut host = Host::new(bridge("0.0.0.0:0"), nowhere);
-    host.send(&[frame(64, 1), frame(20_000, 2)]);
-    assert_eq!(host.link.stats().drops(DropReason::SendFailed), 2);
-    assert_eq!(host.link.stats().out_frames.get(), 0);
-    assert!(matches!(host.link.state(), LinkState::Unreachable(_)));
 }

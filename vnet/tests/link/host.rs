@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use vnet::frame::{BATCH_MAX, Batch, Frame, NetworkId, PortId, Segment};
 use vnet::link::fake::Random;
-use vnet::link::{Bridge, Encapsulation, Link, LinkOptions, Peers, ReassemblyBudget};
+use vnet::link::{Bridge, Encapsulation, Link, LinkOptions, Peers, ReassemblyBudget, Received};
 use vnet::stats::{DiscardReason, PortStats};
 use vnet::wire::offload::{F_NEEDS_CSUM, GSO_TCPV4, Offload};
 
@@ -104,7 +104,8 @@ impl Host {
             let _spoilt: Vec<Vec<u8>> = batch.frames().iter().map(|frame| vec![0xee; frame.len()]).collect();
             got.extend(batch.frames().iter().map(|frame| copy(batch, frame)));
         };
-        let datagrams = self.bridge.rx.receive(&self.peers, &mut self.batch, self.now_ms, &mut run);
+        let Received { datagrams, .. } =
+            self.bridge.rx.receive(&self.peers, &mut self.batch, self.now_ms, &mut run);
         assert!(self.batch.is_empty());
         (got, datagrams)
     }

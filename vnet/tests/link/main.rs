@@ -3,3 +3,4 @@
 mod crossing;
 mod foreign;
 mod host;
+mod network;

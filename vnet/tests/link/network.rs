@@ -1,0 +1,272 @@
+//! The bridge in a network of its own, whose devices and addresses change under its feet.
+
+use std::fs::File;
+use std::net::{Ipv4Addr, UdpSocket};
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vnet::frame::PortId;
+use vnet::link::{Encapsulation, HOPS_UNKNOWN, Link, LinkState, Peers};
+use vnet::stats::DropReason;
+
+use super::host::*;
+
+/// A network namespace for this thread alone, with a loopback device. `None` without the privilege.
+struct Network(UdpSocket);
+
+impl Network {
+    fn new() -> Option<Network> {
+        // SAFETY: no memory is passed. The thread is this test's own, so no other test changes its namespace.
+        if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {
+            eprintln!("not run: a network namespace needs CAP_SYS_ADMIN");
+            return None;
+        }
+        let network = Network(UdpSocket::bind("0.0.0.0:0").unwrap());
+        network.set_up("lo");
+        Some(network)
+    }
+
+    /// A TAP device with an address in a network of 256, behind which nobody answers. It lasts as long as the file.
+    fn tap(&self, device: &str, address: Ipv4Addr, mtu: i32) -> File {
+        let tun = File::options().read(true).write(true).open("/dev/net/tun").unwrap();
+        let flags = (libc::IFF_TAP | libc::IFF_NO_PI) as i16;
+        control(&tun, libc::TUNSETIFF, device, libc::__c_anonymous_ifr_ifru { ifru_flags: flags });
+        self.set_address(device, libc::SIOCSIFADDR, address);
+        self.set_address(device, libc::SIOCSIFNETMASK, Ipv4Addr::new(255, 255, 255, 0));
+        self.set_mtu(device, mtu);
+        self.set_up(device);
+        tun
+    }
+
+    fn set_up(&self, device: &str) {
+        let value = libc::__c_anonymous_ifr_ifru { ifru_flags: libc::IFF_UP as i16 };
+        control(&self.0, libc::SIOCSIFFLAGS, device, value);
+    }
+
+    fn set_mtu(&self, device: &str, mtu: i32) {
+        control(&self.0, libc::SIOCSIFMTU, device, libc::__c_anonymous_ifr_ifru { ifru_mtu: mtu });
+    }
+
+    fn set_address(&self, device: &str, request: libc::Ioctl, address: Ipv4Addr) {
+        let mut sa_data = [0; 14];
+        for (to, from) in sa_data[2..].iter_mut().zip(address.octets()) {
+            *to = from as libc::c_char;
+        }
+        let ifru_addr = libc::sockaddr { sa_family: libc::AF_INET as libc::sa_family_t, sa_data };
+        control(&self.0, request, device, libc::__c_anonymous_ifr_ifru { ifru_addr });
+    }
+
+    /// A socket that sees every IPv4 packet on the devices from now on.
+    fn capture(&self) -> UdpSocket {
+        let protocol = (libc::ETH_P_IP as u16).to_be();
+        // SAFETY: no memory is passed.
+        let fd = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_DGRAM, i32::from(protocol)) };
+        assert!(fd >= 0, "{}", std::io::Error::last_os_error());
+        // SAFETY: the descriptor is new and nobody else's. Only `recv` is used of what the type offers.
+        let socket = unsafe { UdpSocket::from_raw_fd(fd) };
+        socket.set_nonblocking(true).unwrap();
+        socket
+    }
+}
+
+/// A request about a device.
+fn control(to: &impl AsRawFd, request: libc::Ioctl, device: &str, value: libc::__c_anonymous_ifr_ifru) {
+    let mut ifr_name = [0; libc::IFNAMSIZ];
+    for (to, from) in ifr_name[..libc::IFNAMSIZ - 1].iter_mut().zip(device.bytes()) {
+        *to = from as libc::c_char;
+    }
+    let mut argument = libc::ifreq { ifr_name, ifr_ifru: value };
+    // SAFETY: all requests made here read or write an `ifreq`, which is what the pointer points to.
+    let result = unsafe { libc::ioctl(to.as_raw_fd(), request, &raw mut argument) };
+    assert_eq!(result, 0, "{device}: {}", std::io::Error::last_os_error());
+}
+
+/// Sets an integer option of the bridge's socket.
+fn set_option(host: &Host, level: libc::c_int, option: libc::c_int, value: libc::c_int) {
+    let len = size_of_val(&value) as libc::socklen_t;
+    let fd = host.bridge.rx.fd().as_raw_fd();
+    // SAFETY: `value` is readable for the `len` bytes told.
+    let result = unsafe { libc::setsockopt(fd, level, option, (&raw const value).cast(), len) };
+    assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+}
+
+/// The UDP packets captured so far: their lengths, and whether they carry DF.
+fn captured(capture: &UdpSocket) -> Vec<(usize, bool)> {
+    let mut packet = vec![0; 70_000];
+    let mut packets = vec![];
+    while let Ok(len) = capture.recv(&mut packet) {
+        if packet[9] == libc::IPPROTO_UDP as u8 {
+            packets.push((len, packet[6] & 0x40 != 0));
+        }
+    }
+    packets
+}
+
+#[test]
+fn native_packets_carry_dont_fragment() {
+    let Some(network) = Network::new() else { return };
+    network.set_mtu("lo", 1500);
+    for listen in ["127.0.0.1:0", "[::]:0"] {
+        let remote = "127.0.0.1:9".parse().unwrap();
+        let mut host = Host::new(bridge(listen), options(remote, Encapsulation::Native, None));
+        let bare = Host::new(bridge(listen), options(remote, Encapsulation::Vnet, None));
+        let capture = network.capture();
+        host.send(&[frame(64, 1), frame(20_000, 2)]);
+        let packets = captured(&capture);
+        assert!(packets.iter().map(|(len, _)| len).sum::<usize>() > 20_000, "{packets:?}");
+        assert!(packets.iter().all(|(_, dont_fragment)| *dont_fragment), "{packets:?}");
+        // A bare frame that is too large is left to IP, by the same socket.
+        host.link = bare.link;
+        host.send(&[frame(9000, 3)]);
+        let packets = captured(&capture);
+        assert!(packets.len() >= 7 && packets.iter().all(|(len, df)| *len <= 1500 && !df), "{packets:?}");
+    }
+}
+
+#[test]
+fn a_smaller_path_is_noticed_and_obeyed() {
+    let Some(network) = Network::new() else { return };
+    network.set_mtu("lo", 9000);
+    for ip in ["127.0.0.1:0", "[::1]:0"] {
+        let [mut a, mut b] = Host::pair(ip, Encapsulation::Native, None);
+        let frames: Vec<Got> = (0..20).map(|n| frame(if n % 4 == 0 { 100 } else { 20_000 }, n)).collect();
+        a.send(&frames);
+        assert_eq!(b.receive(20), arrived(&frames));
+        assert_eq!(a.link.path_mtu(), 9000);
+        // The path shrinks under the link's feet: what was encoded for the old one is encoded again, nothing is lost.
+        network.set_mtu("lo", 1500);
+        a.send(&frames);
+        assert_eq!(b.receive(20), arrived(&frames));
+        assert_eq!(a.link.path_mtu(), 1500);
+        network.set_mtu("lo", 9000);
+        a.bridge.tx.tick(&a.peers, 10_000);
+        assert_eq!(a.link.path_mtu(), 9000);
+        assert_eq!((a.link.stats().drops_total(), b.link.stats().drops_total()), (0, 0));
+        assert_eq!(a.link.stats().out_frames.get(), 40);
+        assert_eq!(a.link.stats().out_datagrams.get(), b.link.stats().in_datagrams.get());
+
+        // Bare frames are fragmented by IP instead.
+        let [mut a, mut b] = Host::pair(ip, Encapsulation::Vnet, None);
+        let frames: Vec<Got> = (0..20).map(|n| frame([1400, 1400, 9014, 65_000][n % 4], n as u64)).collect();
+        for chunk in frames.chunks(4) {
+            a.send(chunk);
+            let bare: Vec<Got> =
+                chunk.iter().map(|frame| Got { hops: HOPS_UNKNOWN, ..frame.clone() }).collect();
+            assert_eq!(b.receive(4), bare);
+        }
+        assert_eq!(a.link.stats().out_frames.get(), 20);
+        // So are those that were to leave as one message for the path as it was.
+        network.set_mtu("lo", 1500);
+        let frames: Vec<Got> = (0..20).map(|n| frame(5000, n)).collect();
+        for _ in 0..2 {
+            a.send(&frames);
+            let got: Vec<Vec<u8>> = b.receive(20).into_iter().map(|got| got.bytes).collect();
+            assert_eq!(got, frames.iter().map(|frame| frame.bytes.clone()).collect::<Vec<_>>());
+        }
+        assert_eq!((a.link.stats().out_frames.get(), a.link.stats().drops_total()), (60, 0));
+        // The new path is asked for at the next tick, however short ago the last one was.
+        assert_eq!(a.link.path_mtu(), 9000);
+        a.bridge.tx.tick(&a.peers, 1);
+        assert_eq!(a.link.path_mtu(), 1500);
+        network.set_mtu("lo", 9000);
+    }
+    // There is no route to anywhere else here.
+    let nowhere = options("192.0.2.1:9000".parse().unwrap(), Encapsulation::Native, None);
+    let mut host = Host::new(bridge("0.0.0.0:0"), nowhere);
+    host.send(&[frame(64, 1), frame(20_000, 2)]);
+    assert_eq!(host.link.stats().drops(DropReason::SendFailed), 2);
+    assert_eq!(host.link.stats().out_frames.get(), 0);
+    assert!(matches!(host.link.state(), LinkState::Unreachable(_)));
+}
+
+#[test]
+fn routes_are_asked_for_from_any_address() {
+    let Some(network) = Network::new() else { return };
+    let _taps = [
+        network.tap("t1", Ipv4Addr::new(10, 1, 0, 1), 1401),
+        network.tap("t2", Ipv4Addr::new(10, 2, 0, 1), 1402),
+    ];
+    for listen in ["0.0.0.0:0", "[::]:0"] {
+        let remotes = ["127.0.0.1:9", "10.1.0.2:9", "10.2.0.2:9", "[::1]:9"];
+        let links = remotes.map(|remote| {
+            Link::new(
+                options(remote.parse().unwrap(), Encapsulation::Native, None),
+                PortId(7),
+                Arc::default(),
+            )
+        });
+        let peers = Peers::build(&links);
+        let mut host = Host::new(bridge(listen), links[0].options().clone());
+        let up = |index: usize| links[index].state() == LinkState::Up;
+        host.bridge.tx.tick(&peers, 1000);
+        assert_eq!([links[1].path_mtu(), links[2].path_mtu()], [1401, 1402]);
+        assert_eq!([up(0), up(1), up(2), up(3)], [true, true, true, listen == "[::]:0"]);
+        // The address that the last question was asked from goes.
+        network.set_address("t2", libc::SIOCSIFADDR, Ipv4Addr::UNSPECIFIED);
+        host.bridge.tx.tick(&peers, 2000);
+        assert_eq!([up(0), up(1), up(2), up(3)], [true, true, false, listen == "[::]:0"]);
+        network.set_address("t2", libc::SIOCSIFADDR, Ipv4Addr::new(10, 2, 0, 1));
+        network.set_address("t2", libc::SIOCSIFNETMASK, Ipv4Addr::new(255, 255, 255, 0));
+        host.bridge.tx.tick(&peers, 3000);
+        assert!(up(1) && up(2));
+    }
+    // A socket that has an address asks from this one.
+    let remote = "10.2.0.2:9".parse().unwrap();
+    let mut host = Host::new(bridge("10.1.0.1:0"), options(remote, Encapsulation::Native, None));
+    network.set_address("t1", libc::SIOCSIFADDR, Ipv4Addr::UNSPECIFIED);
+    for now_ms in [1000, 2000] {
+        host.bridge.tx.tick(&host.peers, now_ms);
+        assert!(matches!(host.link.state(), LinkState::Unreachable(_)));
+    }
+}
+
+#[test]
+fn a_congested_path_is_not_waited_for() {
+    const ROUNDS: u32 = 200;
+    let Some(network) = Network::new() else { return };
+    // Nobody answers ARP there: packets stay in the socket's buffer.
+    let _tap = network.tap("t1", Ipv4Addr::new(10, 1, 0, 1), 1500);
+    let remote = "10.1.0.2:9".parse().unwrap();
+    let mut host = Host::new(bridge("0.0.0.0:0"), options(remote, Encapsulation::Native, None));
+    set_option(&host, libc::SOL_SOCKET, libc::SO_SNDBUF, 4096);
+    let frames: Vec<Got> = (0..20).map(|n| frame(2000, n)).collect();
+    let start = Instant::now();
+    for _ in 0..ROUNDS {
+        host.send(&frames);
+    }
+    let (stats, taken) = (host.link.stats(), start.elapsed());
+    assert!(stats.drops(DropReason::NoBuffer) > 0);
+    assert_eq!(stats.out_frames.get() + stats.drops(DropReason::NoBuffer), 20 * u64::from(ROUNDS));
+    assert!(taken < ROUNDS * Duration::from_millis(1) / 2, "{ROUNDS} full buffers took {taken:?}");
+}
+
+#[test]
+fn an_error_hides_no_datagram() {
+    let [mut a, mut b] = Host::pair("127.0.0.1:0", Encapsulation::Native, None);
+    set_option(&b, libc::SOL_IP, libc::IP_RECVERR, 1);
+    let closed = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let peer = b.link.clone();
+    b.link = Link::new(options(closed, Encapsulation::Native, None), PortId(7), Arc::default());
+    b.send(&[frame(64, 1)]);
+    b.link = peer;
+    a.send(&[frame(64, 2)]);
+    assert_eq!(b.receive_once().0, arrived(&[frame(64, 2)]));
+}
+
+/// A burst that the kernel did not fill is known to be the last; one that it filled is not.
+#[test]
+fn an_emptied_socket_is_known() {
+    let (mut host, peer) = raw_peer(Encapsulation::Vnet, 1500);
+    // Of growing size, which the kernel does not keep together.
+    for len in 100..140 {
+        peer.send(&vec![0; len]).unwrap();
+    }
+    let mut receive = || host.bridge.rx.receive(&host.peers, &mut host.batch, 1, &mut |_| ());
+    let first = receive();
+    assert_eq!((first.datagrams, first.emptied), (32, false));
+    let second = receive();
+    assert_eq!((second.datagrams, second.emptied), (8, true));
+    let third = receive();
+    assert_eq!((third.datagrams, third.emptied), (0, true));
+}
