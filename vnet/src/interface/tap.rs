@@ -197,20 +197,29 @@ impl Tap {
         const ROOM: usize = VIRTIO_NET_HDR_LEN + FRAME_MAX;
         queue.drained.store(false, Relaxed);
         let (mut taken, mut bytes_taken) = (0, 0);
-        // Refused frames use no place in the batch, so they are bounded apart.
-        while taken < BATCH_MAX {
+        // Refused frames and failed reads use no place in the batch, so tries are bounded apart.
+        for _ in 0..BATCH_MAX {
             let Some(room) = batch.spare(ROOM) else { break };
             let len = match (&queue.file).read(&mut room[..ROOM]) {
                 Ok(len) => len,
-                Err(error) => {
-                    match error.kind() {
-                        io::ErrorKind::WouldBlock => queue.drained.store(true, Relaxed),
-                        io::ErrorKind::Interrupted => continue,
-                        // The device was removed under us (EBADFD), or its namespace was.
-                        _ => self.gone.store(true, Relaxed),
+                Err(error) => match error.raw_os_error() {
+                    Some(libc::EAGAIN) => {
+                        queue.drained.store(true, Relaxed);
+                        break;
                     }
-                    break;
-                }
+                    // The device was removed under us, or its namespace was.
+                    Some(libc::EBADFD) => {
+                        self.gone.store(true, Relaxed);
+                        break;
+                    }
+                    Some(libc::EINTR) => continue,
+                    // A frame that virtio-net metadata cannot describe (EINVAL): the kernel has dropped it.
+                    _ => {
+                        taken += 1;
+                        self.stats.refuse(DropReason::BadOffload, 0);
+                        continue;
+                    }
+                },
             };
             taken += 1;
             let bytes = len.saturating_sub(VIRTIO_NET_HDR_LEN) as u64;
@@ -229,18 +238,16 @@ impl Tap {
         taken
     }
 
-    /// Writes one frame whose segments lie anywhere. The caller counts it.
-    fn write(&self, queue: &Queue, offload: &Offload, segments: &[libc::iovec]) -> Result<(), DropReason> {
-        // The kernel takes the metadata it would give: no num_buffers, DATA_VALID only without NEEDS_CSUM.
+    /// Writes one frame: `vectors` are its segments behind an empty first place, which becomes the virtio-net header. The
+    /// caller counts it.
+    fn write(&self, queue: &Queue, offload: &Offload, vectors: &mut [libc::iovec]) -> Result<(), DropReason> {
         let header = offload.to_virtio(0);
-        let mut vectors = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; SEGMENTS_MAX + 1];
         vectors[0] = libc::iovec { iov_base: header.as_ptr().cast_mut().cast(), iov_len: header.len() };
-        vectors[1..=segments.len()].copy_from_slice(segments);
         loop {
-            // SAFETY: the first 1 + segments.len() vectors are set: the header lives on this stack frame, the others are
-            // readable while the batch (or the caller's slice) they come from is; the kernel only reads them.
+            // SAFETY: the header lives on this stack frame, the other vectors are readable while the batch (or the caller's
+            // slice) they come from is; the kernel only reads them.
             let written = unsafe {
-                libc::writev(queue.file.as_raw_fd(), vectors.as_ptr(), segments.len() as libc::c_int + 1)
+                libc::writev(queue.file.as_raw_fd(), vectors.as_ptr(), vectors.len() as libc::c_int)
             };
             if written >= 0 {
                 return Ok(());
@@ -270,7 +277,7 @@ impl Tap {
             segment::finish(&mut scratch[..len], &frame.offload, &self.accepts, &mut |piece, offload| {
                 pieces += 1;
                 let vector = libc::iovec { iov_base: piece.as_ptr().cast_mut().cast(), iov_len: piece.len() };
-                match self.write(queue, &offload, &[vector]) {
+                match self.write(queue, &offload, &mut [vector, vector]) {
                     Ok(()) => {
                         sent += 1;
                         bytes += piece.len() as u64;
@@ -320,7 +327,8 @@ impl Interface for Tap {
             return;
         }
         let queue = &self.queues[queue];
-        let mut vectors = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; SEGMENTS_MAX];
+        let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+        let mut vectors = [empty; 1 + SEGMENTS_MAX];
         let (mut sent, mut bytes) = (0, 0);
         for &index in which {
             let frame = batch.frame(index.into());
@@ -333,11 +341,11 @@ impl Interface for Tap {
                 continue;
             }
             let segments = batch.segments(frame);
-            for (vector, segment) in vectors.iter_mut().zip(segments) {
+            for (vector, segment) in vectors[1..].iter_mut().zip(segments) {
                 *vector =
                     libc::iovec { iov_base: segment.as_ptr().cast_mut().cast(), iov_len: segment.len() };
             }
-            match self.write(queue, &frame.offload, &vectors[..segments.len()]) {
+            match self.write(queue, &frame.offload, &mut vectors[..=segments.len()]) {
                 Ok(()) => {
                     sent += 1;
                     bytes += frame.len() as u64;
