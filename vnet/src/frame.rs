@@ -11,6 +11,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::scratch::Scratch;
 use crate::wire::ethernet::{self, HEADER_LEN, Mac, VLAN_TAG_LEN};
 use crate::wire::offload::Offload;
 
@@ -187,8 +188,10 @@ pub enum FrameError {
 pub struct Batch {
     frames: Vec<Frame>,
     segments: Vec<Segment>,
-    heads: Box<[[u8; HEAD_MAX]]>,
-    arena: Box<[u8]>,
+    /// The head of frame `i` at `i * HEAD_MAX`.
+    heads: Scratch,
+    /// What interfaces read frames into, up to `arena_used`.
+    arena: Scratch,
     arena_used: usize,
 }
 
@@ -208,9 +211,10 @@ impl Batch {
     pub fn new() -> Batch {
         Batch {
             frames: Vec::with_capacity(BATCH_MAX),
-            segments: Vec::with_capacity(BATCH_MAX * 32),
-            heads: vec![[0; HEAD_MAX]; BATCH_MAX].into_boxed_slice(),
-            arena: vec![0; ARENA_LEN].into_boxed_slice(),
+            // Pages of it that are never needed are never touched.
+            segments: Vec::with_capacity(BATCH_MAX * SEGMENTS_MAX),
+            heads: Scratch::new(BATCH_MAX * HEAD_MAX),
+            arena: Scratch::new(ARENA_LEN),
             arena_used: 0,
         }
     }
@@ -256,8 +260,8 @@ impl Batch {
     /// Room of at least `len` bytes in the batch's own memory to read the next frame into; `None` when it is used up.
     #[inline]
     pub fn spare(&mut self, len: usize) -> Option<&mut [u8]> {
-        let spare = &mut self.arena[self.arena_used..];
-        (spare.len() >= len && self.frames.len() < BATCH_MAX).then_some(spare)
+        let room = self.arena_used..self.arena.len();
+        (room.len() >= len && self.frames.len() < BATCH_MAX).then(|| self.arena.bytes_mut(room))
     }
 
     /// Makes a frame of bytes `skip..len` of the room that [`Batch::spare`] gave.
@@ -272,8 +276,8 @@ impl Batch {
         from: Origin,
         offload: Offload,
     ) -> Result<(), FrameError> {
-        let bytes = &self.arena[self.arena_used..][..len];
-        let segment = Segment::new(bytes.as_ptr(), len).slice(skip, len);
+        assert!(len <= self.arena.len() - self.arena_used, "more bytes than there was room for");
+        let segment = Segment::new(self.arena.ptr(self.arena_used), len).slice(skip, len);
         // Cache lines are not shared between frames.
         self.arena_used = (self.arena_used + len).next_multiple_of(64).min(self.arena.len());
         let mut builder = self.begin();
@@ -417,7 +421,8 @@ impl Builder<'_> {
             segments.remove(self.first);
             return;
         }
-        let head = &mut self.batch.heads[self.batch.frames.len()];
+        let place = self.batch.frames.len() * HEAD_MAX;
+        let head = self.batch.heads.bytes_mut(place..place + HEAD_MAX);
         let mut at = 0;
         let mut next = self.first + 1;
         while at < wanted {
@@ -433,7 +438,7 @@ impl Builder<'_> {
                 segments[next] = segment.slice(part.len, segment.len);
             }
         }
-        segments[self.first] = Segment::new(head.as_ptr(), wanted);
+        segments[self.first] = Segment::new(self.batch.heads.ptr(place), wanted);
         segments.drain(self.first + 1..next);
     }
 }

@@ -22,6 +22,7 @@ pub mod interface;
 pub mod link;
 pub mod poll;
 pub mod route;
+mod scratch;
 pub mod stats;
 pub mod unix;
 pub mod wire;

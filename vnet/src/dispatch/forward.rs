@@ -12,6 +12,13 @@ use crate::route::{Decision, Router};
 use crate::stats::DropReason;
 use crate::wire::flow;
 
+/// How much was moved.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Work {
+    pub(super) frames: u64,
+    pub(super) bytes: u64,
+}
+
 /// The deciding and delivering half of a dispatcher.
 pub(super) struct Forwarder {
     router: Router,
@@ -19,25 +26,27 @@ pub(super) struct Forwarder {
     setup: Arc<Setup>,
     /// Milliseconds since the core started; set once a turn.
     pub(super) now_ms: u64,
+    /// Moved since the dispatcher last set it to nothing.
+    pub(super) work: Work,
     /// Frames of the batch under way, by destination port.
     lists: Vec<Vec<u16>>,
     /// Destinations whose list is not empty.
     touched: Vec<PortId>,
     /// Frames of one list, by the queue they go to.
-    by_queue: Vec<u16>,
+    by_queue: Vec<Vec<u16>>,
 }
 
 impl Forwarder {
     pub(super) fn new(router: Router, sender: Sender, setup: Arc<Setup>) -> Forwarder {
-        let by_queue = Vec::with_capacity(BATCH_MAX);
         let mut forwarder = Forwarder {
             router,
             sender,
             setup: setup.clone(),
             now_ms: 0,
+            work: Work::default(),
             lists: vec![],
             touched: vec![],
-            by_queue,
+            by_queue: vec![],
         };
         forwarder.adopt(setup);
         forwarder
@@ -46,8 +55,12 @@ impl Forwarder {
     /// Takes over a new setup. Called between two batches.
     pub(super) fn adopt(&mut self, setup: Arc<Setup>) {
         self.router.adopt(setup.table.clone());
-        self.lists.resize_with(setup.slots(), Vec::new);
+        // All that a batch can need: nothing is allocated on a frame's way.
+        let list = || Vec::with_capacity(BATCH_MAX);
+        self.lists.resize_with(setup.slots(), list);
         self.touched.reserve(setup.slots());
+        let queues = setup.interfaces().map(|port| port.interface.queues()).max().unwrap_or(1);
+        self.by_queue.resize_with(queues, list);
         self.setup = setup;
     }
 
@@ -65,8 +78,10 @@ impl Forwarder {
 
     fn decide(&mut self, batch: &Batch) {
         let setup = &*self.setup;
+        self.work.frames += batch.len() as u64;
         for (index, frame) in batch.frames().iter().enumerate() {
             let index = index as u16;
+            self.work.bytes += frame.len() as u64;
             let (lists, touched) = (&mut self.lists, &mut self.touched);
             let mut push = |port: PortId| match lists.get_mut(port.index()) {
                 Some(list) => {
@@ -102,14 +117,14 @@ impl Forwarder {
             Some(Port::Interface(port)) => match port.interface.queues() {
                 1 => port.interface.deliver(0, batch, list),
                 queues => {
-                    for queue in 0..queues {
-                        let goes_here = |&index: &u16| {
-                            flow::hash(batch.head(batch.frame(index.into()))) as usize % queues == queue
-                        };
-                        self.by_queue.clear();
-                        self.by_queue.extend(list.iter().copied().filter(goes_here));
-                        if !self.by_queue.is_empty() {
-                            port.interface.deliver(queue, batch, &self.by_queue);
+                    for &index in list.iter() {
+                        let hash = flow::hash(batch.head(batch.frame(index.into())));
+                        self.by_queue[hash as usize % queues].push(index);
+                    }
+                    for (queue, list) in self.by_queue[..queues].iter_mut().enumerate() {
+                        if !list.is_empty() {
+                            port.interface.deliver(queue, batch, list);
+                            list.clear();
                         }
                     }
                 }

@@ -17,6 +17,11 @@ use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use netlink_packet_core::{NLM_F_ACK, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload};
+use netlink_packet_route::RouteNetlinkMessage;
+use netlink_packet_route::link::{LinkAttribute, LinkFlags, LinkMessage};
+use netlink_sys::protocols::NETLINK_ROUTE;
+use netlink_sys::{Socket, SocketAddr};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use super::{Interface, State};
@@ -29,6 +34,9 @@ use crate::wire::segment;
 
 /// Largest MTU that the kernel gives a TAP: 65535 less the Ethernet header.
 pub const TAP_MTU_MAX: usize = 65_535 - HEADER_LEN;
+/// Largest super-frame asked of the kernel on devices made here, in bytes. Cut for a path MTU of 1500 and given its headers, one
+/// of this size fits into a single message to the socket (65 400 bytes, see the link room); a larger one takes two.
+const GSO_MAX_SIZE: u32 = 64_000;
 /// Longest device name the kernel takes (IFNAMSIZ less the closing zero).
 pub const DEVICE_NAME_MAX: usize = 15;
 
@@ -197,20 +205,29 @@ impl Tap {
         const ROOM: usize = VIRTIO_NET_HDR_LEN + FRAME_MAX;
         queue.drained.store(false, Relaxed);
         let (mut taken, mut bytes_taken) = (0, 0);
-        // Refused frames use no place in the batch, so they are bounded apart.
-        while taken < BATCH_MAX {
+        // Refused frames and failed reads use no place in the batch, so tries are bounded apart.
+        for _ in 0..BATCH_MAX {
             let Some(room) = batch.spare(ROOM) else { break };
             let len = match (&queue.file).read(&mut room[..ROOM]) {
                 Ok(len) => len,
-                Err(error) => {
-                    match error.kind() {
-                        io::ErrorKind::WouldBlock => queue.drained.store(true, Relaxed),
-                        io::ErrorKind::Interrupted => continue,
-                        // The device was removed under us (EBADFD), or its namespace was.
-                        _ => self.gone.store(true, Relaxed),
+                Err(error) => match error.raw_os_error() {
+                    Some(libc::EAGAIN) => {
+                        queue.drained.store(true, Relaxed);
+                        break;
                     }
-                    break;
-                }
+                    // The device was removed under us, or its namespace was.
+                    Some(libc::EBADFD) => {
+                        self.gone.store(true, Relaxed);
+                        break;
+                    }
+                    Some(libc::EINTR) => continue,
+                    // A frame that virtio-net metadata cannot describe (EINVAL): the kernel has dropped it.
+                    _ => {
+                        taken += 1;
+                        self.stats.refuse(DropReason::BadOffload, 0);
+                        continue;
+                    }
+                },
             };
             taken += 1;
             let bytes = len.saturating_sub(VIRTIO_NET_HDR_LEN) as u64;
@@ -229,18 +246,16 @@ impl Tap {
         taken
     }
 
-    /// Writes one frame whose segments lie anywhere. The caller counts it.
-    fn write(&self, queue: &Queue, offload: &Offload, segments: &[libc::iovec]) -> Result<(), DropReason> {
-        // The kernel takes the metadata it would give: no num_buffers, DATA_VALID only without NEEDS_CSUM.
+    /// Writes one frame: `vectors` are its segments behind an empty first place, which becomes the virtio-net header. The
+    /// caller counts it.
+    fn write(&self, queue: &Queue, offload: &Offload, vectors: &mut [libc::iovec]) -> Result<(), DropReason> {
         let header = offload.to_virtio(0);
-        let mut vectors = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; SEGMENTS_MAX + 1];
         vectors[0] = libc::iovec { iov_base: header.as_ptr().cast_mut().cast(), iov_len: header.len() };
-        vectors[1..=segments.len()].copy_from_slice(segments);
         loop {
-            // SAFETY: the first 1 + segments.len() vectors are set: the header lives on this stack frame, the others are
-            // readable while the batch (or the caller's slice) they come from is; the kernel only reads them.
+            // SAFETY: the header lives on this stack frame, the other vectors are readable while the batch (or the caller's
+            // slice) they come from is; the kernel only reads them.
             let written = unsafe {
-                libc::writev(queue.file.as_raw_fd(), vectors.as_ptr(), segments.len() as libc::c_int + 1)
+                libc::writev(queue.file.as_raw_fd(), vectors.as_ptr(), vectors.len() as libc::c_int)
             };
             if written >= 0 {
                 return Ok(());
@@ -270,7 +285,7 @@ impl Tap {
             segment::finish(&mut scratch[..len], &frame.offload, &self.accepts, &mut |piece, offload| {
                 pieces += 1;
                 let vector = libc::iovec { iov_base: piece.as_ptr().cast_mut().cast(), iov_len: piece.len() };
-                match self.write(queue, &offload, &[vector]) {
+                match self.write(queue, &offload, &mut [vector, vector]) {
                     Ok(()) => {
                         sent += 1;
                         bytes += piece.len() as u64;
@@ -320,7 +335,8 @@ impl Interface for Tap {
             return;
         }
         let queue = &self.queues[queue];
-        let mut vectors = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; SEGMENTS_MAX];
+        let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+        let mut vectors = [empty; 1 + SEGMENTS_MAX];
         let (mut sent, mut bytes) = (0, 0);
         for &index in which {
             let frame = batch.frame(index.into());
@@ -333,11 +349,11 @@ impl Interface for Tap {
                 continue;
             }
             let segments = batch.segments(frame);
-            for (vector, segment) in vectors.iter_mut().zip(segments) {
+            for (vector, segment) in vectors[1..].iter_mut().zip(segments) {
                 *vector =
                     libc::iovec { iov_base: segment.as_ptr().cast_mut().cast(), iov_len: segment.len() };
             }
-            match self.write(queue, &frame.offload, &vectors[..segments.len()]) {
+            match self.write(queue, &frame.offload, &mut vectors[..=segments.len()]) {
                 Ok(()) => {
                     sent += 1;
                     bytes += frame.len() as u64;
@@ -390,34 +406,12 @@ impl Interface for Tap {
     }
 }
 
-/// `struct ifreq` with the members used here; as long as the kernel's.
+/// `struct ifreq` as TUNSETIFF takes it; as long as the kernel's.
 #[repr(C)]
 struct IfReq {
     name: [u8; 16],
-    value: IfReqValue,
-}
-
-#[repr(C)]
-union IfReqValue {
     flags: libc::c_short,
-    mtu: libc::c_int,
-    address: libc::sockaddr,
-    room: [u8; 24],
-}
-
-impl IfReq {
-    fn new(device: &str) -> IfReq {
-        let mut name = [0; 16];
-        name[..device.len()].copy_from_slice(device.as_bytes());
-        IfReq { name, value: IfReqValue { room: [0; 24] } }
-    }
-
-    fn call(&mut self, fd: &impl AsRawFd, request: libc::c_ulong) -> io::Result<()> {
-        // SAFETY: `self` is a valid `struct ifreq` of the full size, exclusively borrowed; every request used in this file
-        // reads or writes no more than that.
-        let result = unsafe { libc::ioctl(fd.as_raw_fd(), request as _, std::ptr::from_mut(self)) };
-        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
-    }
+    rest: [u8; 22],
 }
 
 /// Opens all queues in the namespace of the calling thread and sets the device up.
@@ -432,7 +426,6 @@ fn open_queues(options: &TapOptions) -> Result<(Vec<File>, Accepts), TapError> {
         let error = io::Error::from(io::ErrorKind::InvalidInput);
         return Err(fail("name", error, "; a device name has 1 to 15 characters"));
     }
-    let many = options.queues > 1;
     let existed = device_index(&options.device).is_some();
     let mut files = Vec::with_capacity(options.queues);
     let mut accepts = Accepts::ALL;
@@ -443,10 +436,7 @@ fn open_queues(options: &TapOptions) -> Result<(Vec<File>, Accepts), TapError> {
             .custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC)
             .open("/dev/net/tun")
             .map_err(TapError::Device)?;
-        let mut request = IfReq::new(&options.device);
-        let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
-        request.value.flags = (if many { flags | libc::IFF_MULTI_QUEUE } else { flags }) as libc::c_short;
-        request.call(&file, libc::TUNSETIFF as libc::c_ulong).map_err(|error| {
+        attach_queue(&file, &options.device, options.queues > 1).map_err(|error| {
             let hint = match error.raw_os_error() {
                 Some(libc::EBUSY) => "; another program has it open",
                 Some(libc::EPERM) => "; run vnetd as root or give it CAP_NET_ADMIN",
@@ -464,8 +454,19 @@ fn open_queues(options: &TapOptions) -> Result<(Vec<File>, Accepts), TapError> {
         accepts = set_offloads(&file).map_err(|e| fail("set offloads of", e, ""))?;
         files.push(file);
     }
-    configure(options, existed).map_err(|(step, error)| fail(step, error, ""))?;
+    configure(options, existed).map_err(|error| fail("configure", error, ""))?;
     Ok((files, accepts))
+}
+
+/// Makes `file` a queue of the device, which is made when it is not there.
+fn attach_queue(file: &File, device: &str, many: bool) -> io::Result<()> {
+    let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
+    let flags = if many { flags | libc::IFF_MULTI_QUEUE } else { flags };
+    let mut request = IfReq { name: [0; 16], flags: flags as libc::c_short, rest: [0; 22] };
+    request.name[..device.len()].copy_from_slice(device.as_bytes());
+    // SAFETY: TUNSETIFF reads and writes one `struct ifreq`, which `request` is, exclusively ours.
+    let result = unsafe { libc::ioctl(file.as_raw_fd(), libc::TUNSETIFF as _, &raw mut request) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 fn set_int(file: &File, request: libc::c_ulong, value: libc::c_int) -> io::Result<()> {
@@ -491,36 +492,44 @@ fn set_offloads(file: &File) -> io::Result<Accepts> {
     Ok(Accepts { uso: false, ..Accepts::ALL })
 }
 
-fn device_index(device: &str) -> Option<libc::c_uint> {
+fn device_index(device: &str) -> Option<u32> {
     let name = std::ffi::CString::new(device).ok()?;
     // SAFETY: `name` is a zero-terminated string that lives across the call.
     let index = unsafe { libc::if_nametoindex(name.as_ptr()) };
     (index != 0).then_some(index)
 }
 
-/// Address, MTU, and up, in the namespace of the calling thread. A device that was there before stays down if it was.
-fn configure(options: &TapOptions, existed: bool) -> Result<(), (&'static str, io::Error)> {
-    let socket = rustix::net::socket(rustix::net::AddressFamily::INET, rustix::net::SocketType::DGRAM, None)
-        .map_err(|e| ("configure", e.into()))?;
+/// Address, MTU, and for a device that was made here its segmentation limit and up, in the namespace of the calling thread.
+fn configure(options: &TapOptions, existed: bool) -> io::Result<()> {
+    let mut link = LinkMessage::default();
+    link.header.index = device_index(&options.device).ok_or_else(io::Error::last_os_error)?;
+    link.attributes.push(LinkAttribute::Mtu(options.mtu.min(TAP_MTU_MAX) as u32));
     if let Some(mac) = options.mac {
-        let mut request = IfReq::new(&options.device);
-        let mut data = [0; 14];
-        for (to, from) in data.iter_mut().zip(mac.0) {
-            *to = from as libc::c_char;
-        }
-        request.value.address = libc::sockaddr { sa_family: libc::ARPHRD_ETHER, sa_data: data };
-        request.call(&socket, libc::SIOCSIFHWADDR).map_err(|e| ("set the address of", e))?;
+        link.attributes.push(LinkAttribute::Address(mac.0.to_vec()));
     }
-    let mut request = IfReq::new(&options.device);
-    request.value.mtu = options.mtu.min(TAP_MTU_MAX) as libc::c_int;
-    request.call(&socket, libc::SIOCSIFMTU).map_err(|e| ("set the MTU of", e))?;
     if !existed {
-        let mut request = IfReq::new(&options.device);
-        request.call(&socket, libc::SIOCGIFFLAGS).map_err(|e| ("read the flags of", e))?;
-        // SAFETY: SIOCGIFFLAGS has just set this member of the union; all its members are plain integers.
-        let flags = unsafe { request.value.flags };
-        request.value.flags = flags | libc::IFF_UP as libc::c_short;
-        request.call(&socket, libc::SIOCSIFFLAGS).map_err(|e| ("bring up", e))?;
+        link.attributes.push(LinkAttribute::GsoMaxSize(GSO_MAX_SIZE));
+        link.header.flags = LinkFlags::Up;
+        link.header.change_mask = LinkFlags::Up;
     }
-    Ok(())
+    set_link(link)
+}
+
+/// Carries out one RTM_SETLINK (rtnetlink(7)) and waits for the kernel's answer.
+fn set_link(link: LinkMessage) -> io::Result<()> {
+    let mut message = NetlinkMessage::from(RouteNetlinkMessage::SetLink(link));
+    message.header.flags = NLM_F_REQUEST | NLM_F_ACK;
+    message.finalize();
+    let mut bytes = vec![0; message.buffer_len()];
+    message.serialize(&mut bytes);
+    let mut socket = Socket::new(NETLINK_ROUTE)?;
+    socket.bind_auto()?;
+    socket.connect(&SocketAddr::new(0, 0))?;
+    socket.send(&bytes, 0)?;
+    let (answer, _) = socket.recv_from_full()?;
+    let answer = NetlinkMessage::<RouteNetlinkMessage>::deserialize(&answer).map_err(io::Error::other)?;
+    match answer.payload {
+        NetlinkPayload::Error(error) if error.code.is_some() => Err(error.to_io()),
+        _ => Ok(()),
+    }
 }
