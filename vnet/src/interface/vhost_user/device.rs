@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::VhostUserOptions;
+use super::event::Signals;
 use super::vring::{Common, Vring};
 use crate::frame::{Batch, NetworkId, PortId, Segment};
 use crate::interface::State;
@@ -58,6 +59,8 @@ pub(super) struct Device {
     port: PortId,
     network: NetworkId,
     stats: Arc<PortStats>,
+    /// By which guests are notified.
+    pub(super) signals: Arc<Signals>,
     pairs: Vec<Pair>,
     /// What is missing while no frame can flow.
     status: Mutex<String>,
@@ -84,7 +87,7 @@ impl Device {
             pairs.push(Pair { transmit: Mutex::new(transmit), receive: Mutex::new(receive), bell, changing });
         }
         let status = Mutex::new("waiting for a front end".to_owned());
-        Ok(Device { options, port, network, stats, pairs, status })
+        Ok(Device { options, port, network, stats, signals: Signals::new()?, pairs, status })
     }
 
     fn owner(&self) -> Owner<'_> {

@@ -9,6 +9,7 @@
 
 mod control;
 mod device;
+mod event;
 mod features;
 mod session;
 #[cfg(test)]
@@ -64,8 +65,8 @@ pub enum VhostUserError {
     /// `mtu` out of range.
     #[error("MTU {0} is not between {MTU_MIN} and {MTU_MAX}")]
     Mtu(usize),
-    /// No more threads or file descriptors.
-    #[error("cannot start the control thread of {name}: {source}")]
+    /// No more threads, file descriptors or AIO contexts.
+    #[error("cannot start interface {name}: {source}")]
     Thread {
         /// The interface.
         name: String,

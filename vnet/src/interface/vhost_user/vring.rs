@@ -6,12 +6,10 @@
 //! [`Vring::update`] then makes the ring anew, at the position where the old one stood.
 
 use std::fs::File;
-use std::io::IoSliceMut;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use rustix::io::ReadWriteFlags;
-
+use super::event::{Event, drain};
 use super::features;
 use crate::interface::virtqueue::dirty::DirtyLog;
 use crate::interface::virtqueue::memory::GuestMemory;
@@ -64,10 +62,10 @@ pub(super) struct Vring {
     base: u16,
     /// Present while the ring is started.
     kick: Option<Kick>,
-    call: Option<File>,
+    call: Option<Event>,
     /// Chains were completed while there was nobody to tell.
     missed: bool,
-    error: Option<File>,
+    error: Option<Event>,
     enabled: bool,
     running: Option<Running>,
     /// Set when guest or front end broke the running ring; stays until the ring is stopped.
@@ -104,7 +102,7 @@ impl Vring {
     #[inline]
     pub(super) fn notify(&mut self) -> bool {
         self.missed = self.call.is_none();
-        self.call.as_ref().is_some_and(signal)
+        self.call.as_ref().is_some_and(Event::signal)
     }
 
     /// Disables the vring until the guest or front end resets it.
@@ -114,7 +112,7 @@ impl Vring {
         self.halt();
         self.broken = Some(reason);
         if let Some(error) = &self.error {
-            signal(error);
+            error.signal();
         }
     }
 
@@ -178,7 +176,7 @@ impl Vring {
     }
 
     /// SET_VRING_CALL; `None` when the guest polls.
-    pub(super) fn set_call(&mut self, call: Option<File>) {
+    pub(super) fn set_call(&mut self, call: Option<Event>) {
         self.call = call;
         if self.missed {
             self.notify();
@@ -186,7 +184,7 @@ impl Vring {
     }
 
     /// SET_VRING_ERR.
-    pub(super) fn set_error(&mut self, error: Option<File>) {
+    pub(super) fn set_error(&mut self, error: Option<Event>) {
         self.error = error;
     }
 
@@ -283,20 +281,4 @@ impl Vring {
             _ => 0,
         }
     }
-}
-
-/// Reads an eventfd's counter without waiting, whatever its flags are: the front end may change them at any time.
-fn drain(event: &File) -> u64 {
-    let mut count = [0; 8];
-    let mut buffers = [IoSliceMut::new(&mut count)];
-    match rustix::io::preadv2(event, &mut buffers, u64::MAX, ReadWriteFlags::NOWAIT) {
-        Ok(8) => u64::from_ne_bytes(count),
-        _ => 0,
-    }
-}
-
-/// Adds one to an eventfd. It was made non-blocking when it came; its counter being full means that it is signalled.
-#[inline]
-fn signal(event: &File) -> bool {
-    rustix::io::write(event, &1u64.to_ne_bytes()).is_ok()
 }

@@ -201,11 +201,18 @@ fn truncated_memory_breaks_one_interface_only() {
 fn a_full_eventfd_does_not_stop_the_dispatcher() {
     let mut host = Host::new(1);
     let mut guest = Guest::connect(&host.path, 1);
-    // Blocking, and one short of what a counter holds: a write to it would wait for a reader.
-    guest.calls[0] = EventFd::new(0).unwrap();
+    // One short of what a counter holds, and made blocking behind our back: a write to it would wait for a reader.
     guest.calls[0].write(u64::MAX - 1).unwrap();
     guest.start();
     guest.offer(1);
-    host.deliver(0, &frame(60, 1));
+    // SAFETY: fcntl with F_SETFL changes flags of the open file and nothing else.
+    assert_eq!(unsafe { libc::fcntl(guest.calls[0].as_raw_fd(), libc::F_SETFL, 0) }, 0);
+    let dispatcher = std::thread::spawn(move || {
+        host.deliver(0, &frame(60, 1));
+        host
+    });
+    wait_for("the dispatcher", || dispatcher.is_finished());
+    let host = dispatcher.join().unwrap();
     assert_eq!(guest.read(), Some(frame(60, 1)));
+    assert_eq!(host.stats.notifications.get(), 1);
 }
