@@ -11,6 +11,7 @@ mod control;
 mod device;
 mod event;
 mod features;
+mod quiet;
 mod session;
 #[cfg(test)]
 mod tests;
@@ -125,6 +126,10 @@ impl VhostUser {
 impl Interface for VhostUser {
     fn queues(&self) -> usize {
         self.device.options.queues
+    }
+
+    fn active_queues(&self) -> usize {
+        self.device.active_pairs()
     }
 
     fn receive(&self, queue: usize, batch: &mut Batch, run: &mut dyn FnMut(&Batch)) -> usize {
