@@ -2,7 +2,7 @@
 //!
 //! How it works: one control thread per interface talks to the front end ([`control`], [`session`]) and changes the vrings
 //! ([`vring`]) of the [`device`], each under a lock of its own; dispatchers move frames under the same locks, one lock a
-//! burst. The rings themselves are [`virtqueue`](super::virtqueue)'s.
+//! burst. The rings themselves are [`virtqueue`](super::virtqueue)'s; [`event`] tells guests of them without ever waiting.
 //!
 //! A front end may go and come back, as may we: whatever it negotiated goes with its connection, and rings continue at the
 //! used index. A malformed message ends the connection with one line in the log; a malformed ring disables its queue.
