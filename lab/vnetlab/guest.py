@@ -57,7 +57,7 @@ def command(
 ) -> list[str]:
     """Writes the QEMU command line of a guest, whose network device vnetd serves unless `netdev` says otherwise.
 
-    `netdev` names its back end "net". QEMU 7.2 crashes under TCG when a vhost-user device uses MSI-X; others may have it.
+    `netdev` names its back end "net". QEMU 7.2 crashes under TCG when a vhost-user device uses MSI-X; others may.
     """
     mtu = topology.mtu(guest)
     # Only an MTU beyond the usual must be told to the driver; it would refuse one that was not.

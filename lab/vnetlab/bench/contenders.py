@@ -1,7 +1,8 @@
 """Who is measured between two hosts: the bare underlay, kernel VXLAN, user-level overlays, and vnet in its settings.
 
-Each contender is brought up on hosts h1 and h2 of a lab whose underlay is there, gives the two ends to measure between, and
-is gone afterwards without a trace. Its processes bear the lab's mark, so that `lab down` finds them after any accident.
+Each contender is brought up on hosts h1 and h2 of a lab whose underlay is there, gives the two ends to measure between,
+and is gone afterwards without a trace. Its processes bear the lab's mark, so that `lab down` finds them after any
+accident.
 """
 
 import contextlib

@@ -8,7 +8,16 @@ from pathlib import Path
 from vnetlab import daemon
 from vnetlab.run import LabError, run
 
-PACKAGES = ("iperf3", "iputils-ping", "sockperf", "tinc", "nebula", "openvswitch-switch-dpdk", "dpdk-dev", "qemu-system-x86")
+PACKAGES = (
+    "iperf3",
+    "iputils-ping",
+    "sockperf",
+    "tinc",
+    "nebula",
+    "openvswitch-switch-dpdk",
+    "dpdk-dev",
+    "qemu-system-x86",
+)
 
 
 def machine() -> dict[str, str]:

@@ -47,7 +47,9 @@ METRICS = {
     **{f"udp_{size}_bps": _rate(f"UDP {size} B") for size in UDP_WRITES},
     **{f"{kind}_{rank}_us": _time(f"{kind} {rank}") for kind in ("ping", "tcp") for rank in ("median", "p99", "p99.9")},
     "frames_per_s": Metric("frames", "M/s", 1e6, higher_is_better=True),
-    "cycles_a_frame": Metric("cycles a frame", "cycles", digits=0),
+    "frames_per_s_a_core": Metric("frames a core", "M/s", 1e6, higher_is_better=True),
+    "cycles_a_frame": Metric("busy cycles a frame", "cycles", digits=0),
+    "thread_cycles_a_frame": Metric("all cycles a frame", "cycles", digits=0),
     "tso_bps": _rate("TSO stream"),
     "tso_bps_a_core": _rate("TSO stream a dispatcher core"),
     "cached_ns": Metric("look-up, cached", "ns", digits=1),
@@ -58,6 +60,7 @@ METRICS = {
     "wakeups_per_s": Metric("wake-ups", "1/s", digits=1),
     "rss_bytes": Metric("RSS", "MiB", 2**20, digits=1),
     "daemon_cores": Metric("daemons", "cores", digits=3),
+    "daemon_cores_idle": Metric("daemon, idle", "cores", digits=3),
     "load_cores": Metric("load", "cores"),
     "system_cores": Metric("whole machine", "cores"),
 }

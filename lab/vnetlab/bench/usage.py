@@ -73,9 +73,7 @@ def thread_s(pid: int, thread: int) -> float:
 
 def named_threads(pid: int, prefix: str) -> list[int]:
     """Lists a process's threads whose name starts with `prefix`."""
-    return [
-        thread for thread in threads(pid) if Path(f"/proc/{pid}/task/{thread}/comm").read_text().startswith(prefix)
-    ]
+    return [thread for thread in threads(pid) if Path(f"/proc/{pid}/task/{thread}/comm").read_text().startswith(prefix)]
 
 
 def wakeups(pids: Iterable[int]) -> int:
