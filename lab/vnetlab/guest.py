@@ -77,7 +77,7 @@ def command(
         # vhost-user: the guest's memory is shared with vnetd.
         *("-object", f"memory-backend-memfd,id=mem,size={MEMORY},share=on", "-numa", "node,memdev=mem"),
         *(netdev or vhost_user(guest)),
-        *("-device", f"virtio-net-pci,netdev=net,mac={guest.mac},{vectors},romfile={host_mtu}"),
+        *("-device", f"virtio-net-pci,netdev=net,mac={guest.mac}{vectors},romfile={host_mtu}"),
         *(word for serial in serials for word in serial),
     ]
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from vnetlab import machine
 from vnetlab.bench import usage, vhost, workload
 from vnetlab.bench.contenders import BLOCK, HOST_TO_HOST, SETTINGS, VNET, Contender, Ends, Nebula, Tinc, Vnet
 from vnetlab.bench.guests import TapGuests, VnetGuests
@@ -184,6 +185,9 @@ def _interfaces(vnet: Vnet, count: int, seconds: float) -> Turn:
     """TCP and pings between two containers while each vnetd has `count` interfaces."""
 
     def take(topology: Topology) -> Sample:
+        for host in topology.hosts:
+            # The other interfaces are to be idle: without this, hosts would send neighbour discovery on them.
+            machine.execute(host, "sysctl", "-q", "-w", "net.ipv6.conf.default.disable_ipv6=1")
         lines = 'kind = "tap"\n'
         more = "".join(f'\n[[interface]]\nname = "more{i}"\n{lines}device = "more{i}"\n' for i in range(1, count))
         with vnet.daemons(topology, more) as processes:

@@ -266,15 +266,15 @@ def small_frames(switch: Switch, topology: Topology, seconds: float) -> Sample:
         process.start(_testpmd(sockets), pid, log)
         wait_until("frames to flow", lambda: _flows(pid, log), START_S, log)
         time.sleep(1)
-        skip = len(_received(log))
+        skip = len(_received(log)) + len(sockets)
         running_switch.begin()
         with usage.measured(running_switch.processes) as used:
-            time.sleep(seconds)
+            # Its reports share a processor with the switch and come late; each is right for its own time.
+            wanted = skip + len(sockets) * round(seconds)
+            wait_until("testpmd's reports", lambda: len(_received(log)) >= wanted, START_S + 3 * seconds, log)
         sample = running_switch.cycles()
-        rates = _received(log)[skip + 2 :]
-        if len(rates) < 2:
-            raise LabError("testpmd reported too seldom", log)
-        sample["frames_per_s"] = 2 * sum(rates) / len(rates)
+        rates = _received(log)[skip:]
+        sample["frames_per_s"] = len(sockets) * sum(rates) / len(rates)
         busiest = max(used.processes_s.values()) / used.seconds
         return sample | {
             "frames_per_s_a_core": sample["frames_per_s"] / busiest,

@@ -81,9 +81,9 @@ def _throughput(ends: Ends, metric: str, seconds: float) -> Sample:
     percent = end["cpu_utilization_percent"]
     return {
         metric: end["sum_received"]["bits_per_second"],
-        "daemon_cores": sum(used.processes_s.values()) / seconds,
+        "daemon_cores": used.processes_cores,
         "load_cores": (percent["host_total"] + percent["remote_total"]) / 100,
-        "system_cores": used.system_s / seconds,
+        "system_cores": used.system_cores,
     }
 
 
