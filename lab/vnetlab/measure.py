@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import statistics
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
@@ -85,6 +86,7 @@ def iperf3(source: Node, destination: Node, *options: str, seconds: float = THRO
         error = report.get("error", "")
         if "Connection refused" not in error:
             break
+        time.sleep(0.05)
     if error:
         raise LabError(f"iperf3 from {source.name} to {destination.name}: {error}")
     return report

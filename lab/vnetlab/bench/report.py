@@ -76,7 +76,7 @@ def describe(conditions: Conditions) -> str:
 
 def _rows(result: Result) -> Iterator[list[str]]:
     """The table's rows: its heading, then one for each contender under each conditions that was measured."""
-    metrics = result.metrics()
+    metrics = [metric for metric in result.metrics() if METRICS[metric].in_tables]
     units = [f"{METRICS[metric].title}, {METRICS[metric].unit}" for metric in metrics]
     yield ["conditions", "contender", *units]
     for conditions in result.conditions():

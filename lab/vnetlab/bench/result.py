@@ -27,24 +27,28 @@ class Metric:
     scale: float = 1
     digits: int = 2
     higher_is_better: bool = False
+    in_tables: bool = True
+    """Whether tables have it; what is kept always has."""
 
     def show(self, value: float) -> str:
         """The value as text, without its unit."""
         return f"{value / self.scale:.{self.digits}f}"
 
 
-def _rate(title: str) -> Metric:
-    return Metric(title, "Gbit/s", 1e9, higher_is_better=True)
+def _rate(title: str, digits: int = 2) -> Metric:
+    return Metric(title, "Gbit/s", 1e9, digits, higher_is_better=True)
 
 
 def _time(title: str) -> Metric:
     return Metric(title, "us", digits=1)
 
 
+PROCESSES = ("h1", "h2", "h1v1", "h2v1", "OVS", "ovsdb", "client", "server")
+"""Whose processor time is kept apart: the daemon of a host, virtual machines, Open vSwitch, either end of iperf3."""
 UDP_WRITES = (64, 1400, 8800, 64000)
 METRICS = {
     "tcp_bps": _rate("TCP"),
-    **{f"udp_{size}_bps": _rate(f"UDP {size} B") for size in UDP_WRITES},
+    **{f"udp_{size}_bps": _rate(f"UDP {size} B", digits=3) for size in UDP_WRITES},
     **{f"{kind}_{rank}_us": _time(f"{kind} {rank}") for kind in ("ping", "tcp") for rank in ("median", "p99", "p99.9")},
     "frames_per_s": Metric("frames", "M/s", 1e6, higher_is_better=True),
     "frames_per_s_a_core": Metric("frames a core", "M/s", 1e6, higher_is_better=True),
@@ -63,6 +67,7 @@ METRICS = {
     "daemon_cores_idle": Metric("daemon, idle", "cores", digits=3),
     "load_cores": Metric("load", "cores"),
     "system_cores": Metric("whole machine", "cores"),
+    **{f"cores_{name}": Metric(name, "cores", digits=3, in_tables=False) for name in PROCESSES},
 }
 
 

@@ -30,6 +30,11 @@ class Usage:
         """How many processors the processes kept busy together."""
         return sum(self.processes_s.values()) / self.seconds
 
+    def sample(self) -> dict[str, float]:
+        """All of it by metric: the daemons together, the whole machine, each process."""
+        each = {f"cores_{name}": seconds / self.seconds for name, seconds in self.processes_s.items()}
+        return {"daemon_cores": self.processes_cores, "system_cores": self.system_cores, **each}
+
 
 @contextlib.contextmanager
 def measured(processes: Mapping[str, int]) -> Iterator[Usage]:

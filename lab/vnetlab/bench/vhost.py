@@ -276,11 +276,7 @@ def small_frames(switch: Switch, topology: Topology, seconds: float) -> Sample:
         rates = _received(log)[skip:]
         sample["frames_per_s"] = len(sockets) * sum(rates) / len(rates)
         busiest = max(used.processes_s.values()) / used.seconds
-        return sample | {
-            "frames_per_s_a_core": sample["frames_per_s"] / busiest,
-            "daemon_cores": used.processes_cores,
-            "system_cores": used.system_cores,
-        }
+        return sample | {"frames_per_s_a_core": sample["frames_per_s"] / busiest} | used.sample()
 
 
 def super_frames(switch: VnetSwitch, topology: Topology, seconds: float) -> Sample:
@@ -303,12 +299,7 @@ def super_frames(switch: VnetSwitch, topology: Topology, seconds: float) -> Samp
     if report["wrong"] or report["tso_frames"] != report["frames"]:
         raise LabError(f"frames did not arrive as they were sent: {report}")
     busiest = max(used.processes_s.values()) / used.seconds
-    return {
-        "tso_bps": report["bps"],
-        "tso_bps_a_core": report["bps"] / busiest,
-        "daemon_cores": used.processes_cores,
-        "system_cores": used.system_cores,
-    }
+    return {"tso_bps": report["bps"], "tso_bps_a_core": report["bps"] / busiest} | used.sample()
 
 
 def example(name: str) -> Path:

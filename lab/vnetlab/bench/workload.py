@@ -27,10 +27,11 @@ def udp(ends: Ends, seconds: float) -> Sample:
     """One UDP stream as fast as it goes for each size of write; what arrived counts."""
     meet(ends)
     sample: Sample = {}
-    for size in UDP_WRITES:
-        words = ("--udp", "--bitrate", "0", "--length", str(size))
-        sample[f"udp_{size}_bps"] = measure.throughput(ends.source, ends.destination, *words, seconds=seconds)
-    return sample
+    with usage.measured(ends.processes) as used:
+        for size in UDP_WRITES:
+            words = ("--udp", "--bitrate", "0", "--length", str(size))
+            sample[f"udp_{size}_bps"] = measure.throughput(ends.source, ends.destination, *words, seconds=seconds)
+    return sample | used.sample()
 
 
 def rtt(ends: Ends, seconds: float) -> Sample:
@@ -39,8 +40,7 @@ def rtt(ends: Ends, seconds: float) -> Sample:
     with usage.measured(ends.processes) as used:
         sample = pings(ends, seconds)
         text = _sockperf(ends.source, ends.destination, seconds)
-    sample |= sockperf_ranks(text)
-    return sample | {"daemon_cores": used.processes_cores, "system_cores": used.system_cores}
+    return sample | sockperf_ranks(text) | used.sample()
 
 
 def tcp_and_ping(ends: Ends, seconds: float) -> Sample:
@@ -79,12 +79,9 @@ def _throughput(ends: Ends, metric: str, seconds: float) -> Sample:
     with usage.measured(ends.processes) as used:
         end = measure.iperf3(ends.source, ends.destination, seconds=seconds)["end"]
     percent = end["cpu_utilization_percent"]
-    return {
-        metric: end["sum_received"]["bits_per_second"],
-        "daemon_cores": used.processes_cores,
-        "load_cores": (percent["host_total"] + percent["remote_total"]) / 100,
-        "system_cores": used.system_cores,
-    }
+    client, server = percent["host_total"] / 100, percent["remote_total"] / 100
+    load = {"load_cores": client + server, "cores_client": client, "cores_server": server}
+    return {metric: end["sum_received"]["bits_per_second"]} | load | used.sample()
 
 
 def _sockperf(source: Node, destination: Node, seconds: float) -> str:
