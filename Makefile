@@ -23,6 +23,8 @@ FIND_PYTHON := for python in python3 python3.13 python3.12 python3.11 /usr/bin/p
 FUZZ_SECONDS ?= 60
 CARGO_DENY := 0.20.2
 CARGO_FUZZ := 0.13.2
+# Tools run for seconds and are built for minutes: unoptimised ones are the quicker choice.
+INSTALL := CARGO_PROFILE_DEV_DEBUG=0 cargo install --quiet --locked --debug --root $(TOOLS)
 STAGE := .ci/stage
 
 .PHONY: help
@@ -46,11 +48,11 @@ bench-packages: packages ## Install what only the bench needs: contenders and lo
 	touch $@
 
 $(TOOLS)/bin/cargo-deny-$(CARGO_DENY):
-	cargo install --quiet --locked --root $(TOOLS) cargo-deny@$(CARGO_DENY)
+	$(INSTALL) cargo-deny@$(CARGO_DENY)
 	touch $@
 
 $(TOOLS)/bin/cargo-fuzz-$(CARGO_FUZZ):
-	cargo install --quiet --locked --root $(TOOLS) cargo-fuzz@$(CARGO_FUZZ)
+	$(INSTALL) cargo-fuzz@$(CARGO_FUZZ)
 	touch $@
 
 .PHONY: build
