@@ -2,8 +2,9 @@
 #
 #   make demo    two hosts, two virtual machines, two containers on one Ethernet LAN, and a table of what it gives
 #   make test    everything that proves it
+#   make bench   vnet against its alternatives, into docs/measurements.md; takes hours and wants a quiet machine
 #
-# Both install what they need first (Debian packages, Rust, Python packages in .venv), as root on Debian 12.
+# All install what they need first (Debian packages, Rust, Python packages in .venv), as root on Debian 12.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -26,12 +27,16 @@ STAGE := .ci/stage
 
 .PHONY: help
 help: ## Say what can be made.
-	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 .PHONY: packages
 packages: ## Install missing Debian packages, and Rust when there is no cargo.
 	@.ci/packages
 	@.ci/rust
+
+.PHONY: bench-packages
+bench-packages: packages ## Install what only the bench needs: contenders and load generators.
+	@.ci/packages bench
 
 .venv/made: lab/requirements.txt
 	@python=$$($(FIND_PYTHON)); \
@@ -55,6 +60,14 @@ build: ## Build vnetd and vnet for use, to target/release.
 .PHONY: demo
 demo: packages build ## Show it: two hosts, two virtual machines, two containers, one LAN, one table.
 	@lab/lab demo
+
+# The examples are the load for vhost-user ports and the look-ups that are timed. BENCH=tcp runs one bench, FLAGS=--quick
+# shows that it works.
+BENCH ?= all
+.PHONY: bench
+bench: bench-packages build .venv/made ## Measure it against its alternatives: tables and plots into docs/.
+	cargo build --release --locked --package vnet --examples
+	.venv/bin/python lab/lab bench $(BENCH) --publish $(FLAGS)
 
 # Stage by stage, each with its name and time; the first that fails ends it.
 .PHONY: test

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vnetlab import channel, console, demo, lab, machine, measure
+from vnetlab.bench import command as bench
 from vnetlab.run import LabError
 from vnetlab.topology import Kind, Node, Settings, Topology, Wire
 
@@ -55,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, command: Callable[[argparse.Namespace], int | None], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
         added.set_defaults(command=command)
-        if command is not _demo:
+        if command not in (_demo, bench.command):
             added.add_argument("--name", default="lab", help="which lab (default: lab)")
         return added
 
@@ -88,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     measuring.add_argument("--json", action="store_true", help="for programs")
     show = add("demo", _demo, "Bring two hosts up, measure every pair, print one table, take it all down.")
     show.add_argument("--report", type=Path, metavar="FILE", help="write the figures there, too, as JSON")
+    bench.add(add("bench", bench.command, "Measure vnet against its alternatives, turn by turn."))
     add("down", _down, "Take a lab down and leave nothing behind.")
     return parser
 

@@ -20,8 +20,13 @@ KERNEL_OPTIONS = "console=ttyS0 quiet panic=-1 mitigations=off tsc=reliable no_t
 
 def start(topology: Topology, guest: Node, image: Image) -> None:
     """Starts a guest; `wait` tells when it is ready."""
+    launch(guest, command(topology, guest, image))
+
+
+def launch(guest: Node, words: list[str]) -> None:
+    """Starts a guest by a command line of its own."""
     guest.file(".console.log").unlink(missing_ok=True)
-    process.start(command(topology, guest, image), guest.file(".pid"), guest.file(".log"))
+    process.start(words, guest.file(".pid"), guest.file(".log"))
 
 
 def wait(guest: Node) -> None:
@@ -39,11 +44,25 @@ def wait(guest: Node) -> None:
     wait_until(f"{guest.name} to boot", ready, BOOT_S, console)
 
 
-def command(topology: Topology, guest: Node, image: Image) -> list[str]:
-    """Writes the QEMU command line of a guest."""
+def vhost_user(guest: Node) -> list[str]:
+    """QEMU's arguments for a network device that vnetd serves."""
+    return [
+        *("-chardev", f"socket,id=vhost,path={guest.file('.vhost')},reconnect=1"),
+        *("-netdev", "vhost-user,id=net,chardev=vhost,queues=1"),
+    ]
+
+
+def command(
+    topology: Topology, guest: Node, image: Image, netdev: list[str] | None = None, msix: bool = False
+) -> list[str]:
+    """Writes the QEMU command line of a guest, whose network device vnetd serves unless `netdev` says otherwise.
+
+    `netdev` names its back end "net". QEMU 7.2 crashes under TCG when a vhost-user device uses MSI-X; others may.
+    """
     mtu = topology.mtu(guest)
     # Only an MTU beyond the usual must be told to the driver; it would refuse one that was not.
     host_mtu = f",host_mtu={mtu}" if mtu > 1500 else ""
+    vectors = "" if msix else ",vectors=0"
     options = f"{KERNEL_OPTIONS} vnet.name={guest.name} vnet.address={guest.address}/16 vnet.mtu={mtu}"
     console = f"socket,id=console,path={guest.file('.console')},server=on,wait=off"
     serials = [["-chardev", f"{console},logfile={guest.file('.console.log')}", "-serial", "chardev:console"]]
@@ -57,10 +76,8 @@ def command(topology: Topology, guest: Node, image: Image) -> list[str]:
         *("-kernel", str(image.kernel), "-initrd", str(image.initramfs), "-append", options),
         # vhost-user: the guest's memory is shared with vnetd.
         *("-object", f"memory-backend-memfd,id=mem,size={MEMORY},share=on", "-numa", "node,memdev=mem"),
-        *("-chardev", f"socket,id=vhost,path={guest.file('.vhost')},reconnect=1"),
-        *("-netdev", "vhost-user,id=net,chardev=vhost,queues=1"),
-        # QEMU 7.2 crashes under TCG when a vhost-user device uses MSI-X: vectors=0.
-        *("-device", f"virtio-net-pci,netdev=net,mac={guest.mac},vectors=0,romfile={host_mtu}"),
+        *(netdev or vhost_user(guest)),
+        *("-device", f"virtio-net-pci,netdev=net,mac={guest.mac}{vectors},romfile={host_mtu}"),
         *(word for serial in serials for word in serial),
     ]
 

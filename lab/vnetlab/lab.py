@@ -52,6 +52,18 @@ def up(settings: Settings) -> Topology:
     return topology
 
 
+def prepare(settings: Settings) -> Topology:
+    """Makes a lab's hosts, containers' namespaces and underlay only, anew; the caller starts what shall run there.
+
+    `down` takes it down, and everything that was started by `process.start` with it.
+    """
+    topology = Topology(settings)
+    with _locked(topology.state):
+        _clear(settings.name)
+        _begin(topology)
+    return topology
+
+
 def down(name: str) -> None:
     """Takes a lab down and leaves nothing behind, whatever state it is in."""
     state = Topology(Settings(name=name)).state

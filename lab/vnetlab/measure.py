@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import statistics
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
@@ -66,19 +67,37 @@ def throughput(source: Node, destination: Node, *options: str, seconds: float = 
 
     Raises LabError with iperf3's words when it fails.
     """
+    end = iperf3(source, destination, *options, seconds=seconds)["end"]
+    return (end.get("sum_received") or end["sum"])["bits_per_second"]
+
+
+def iperf3(source: Node, destination: Node, *options: str, seconds: float = THROUGHPUT_S) -> dict:
+    """Runs iperf3 from `source` to `destination`; gives its report.
+
+    Raises LabError with iperf3's words when it fails.
+    """
     server = "iperf3 --server --one-off --idle-timeout 60 --daemon"
     machine.execute(destination, *server.split())
     client = ["iperf3", "--client", destination.address, "--json", "--time", str(seconds), *options]
     error = ""
     for _ in range(20):  # A daemon says that it is one before it listens.
-        report = json.loads(machine.attempt(source, *client, timeout_s=seconds + 30)[1])
+        text = machine.attempt(source, *client, timeout_s=seconds + 30)[1]
+        report = _report(text)
         error = report.get("error", "")
         if "Connection refused" not in error:
             break
+        time.sleep(0.05)
     if error:
         raise LabError(f"iperf3 from {source.name} to {destination.name}: {error}")
-    end = report["end"]
-    return (end.get("sum_received") or end["sum"])["bits_per_second"]
+    return report
+
+
+def _report(text: str) -> dict:
+    """Reads iperf3's report, before which it may warn."""
+    try:
+        return json.JSONDecoder().raw_decode(text, text.index("{"))[0]
+    except ValueError:
+        return {"error": text.strip()[-200:] or "no report"}
 
 
 def path(source: Node, destination: Node, repeat: int = 1) -> Path:

@@ -423,6 +423,16 @@ impl Builder<'_> {
         }
         let place = self.batch.frames.len() * HEAD_MAX;
         let head = self.batch.heads.bytes_mut(place..place + HEAD_MAX);
+        if let [_, only] = segments[self.first..]
+            && only.len == wanted
+        {
+            // A small frame in one piece, the commonest by number: all of it becomes the head.
+            // SAFETY: as below.
+            unsafe { std::ptr::copy_nonoverlapping(only.base, head.as_mut_ptr(), wanted) };
+            segments.truncate(self.first + 1);
+            segments[self.first] = Segment::new(self.batch.heads.ptr(place), wanted);
+            return;
+        }
         let mut at = 0;
         let mut next = self.first + 1;
         while at < wanted {

@@ -114,7 +114,7 @@ impl Forwarder {
     fn deliver(&mut self, id: PortId, batch: &Batch) {
         let list = &mut self.lists[id.index()];
         match self.setup.port(id) {
-            Some(Port::Interface(port)) => match port.interface.queues() {
+            Some(Port::Interface(port)) => match port.interface.active_queues() {
                 1 => port.interface.deliver(0, batch, list),
                 queues => {
                     for &index in list.iter() {

@@ -9,8 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::tap::refusal;
-use super::{Interface, State, exceeds_mtu};
+use super::{Interface, State, exceeds_mtu, refusal};
 use crate::frame::{BATCH_MAX, Batch, Origin, Segment};
 use crate::poll::Waker;
 use crate::stats::{DropReason, PortStats};

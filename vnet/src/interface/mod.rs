@@ -11,10 +11,11 @@ pub mod tap;
 pub mod vhost_user;
 pub mod virtqueue;
 
-use crate::frame::{Batch, Frame};
+use crate::frame::{Batch, Frame, FrameError};
 use crate::poll::Waker;
+use crate::stats::DropReason;
 use crate::wire::ethernet::{HEADER_LEN, VLAN_TAG_LEN};
-use crate::wire::offload::GSO_NONE;
+use crate::wire::offload::{GSO_NONE, Offload};
 
 /// What an interface has behind it at the moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,6 +32,12 @@ pub enum State {
 pub trait Interface: Send + Sync {
     /// How many queue pairs the interface is served on: 1 or more, constant.
     fn queues(&self) -> usize;
+
+    /// How many of them, from the first one on, the guest receives on at the moment: 1 to `queues()`. Frames are best spread
+    /// over these; `deliver` takes them on any queue and finds another one when it must.
+    fn active_queues(&self) -> usize {
+        self.queues()
+    }
 
     /// Takes up to a batch of frames from the guest's queue `queue` and has `run` take them to completion.
     ///
@@ -73,5 +80,21 @@ pub trait Interface: Send + Sync {
 /// their segments are what the sender's MTU allowed.
 #[inline]
 pub(crate) fn exceeds_mtu(frame: &Frame, mtu: usize) -> bool {
-    frame.offload.gso_type == GSO_NONE && frame.len() > mtu + HEADER_LEN + VLAN_TAG_LEN
+    piece_exceeds_mtu(&frame.offload, frame.len(), mtu)
+}
+
+/// The same for a piece of `len` bytes that a frame was cut into.
+#[inline]
+pub(crate) fn piece_exceeds_mtu(offload: &Offload, len: usize, mtu: usize) -> bool {
+    offload.gso_type == GSO_NONE && len > mtu + HEADER_LEN + VLAN_TAG_LEN
+}
+
+/// The reason under which a frame that an interface got is refused.
+#[cold]
+pub(crate) fn refusal(error: FrameError) -> DropReason {
+    match error {
+        FrameError::TooShort => DropReason::TooShort,
+        FrameError::TooLong => DropReason::TooLong,
+        FrameError::Offload(_) => DropReason::BadOffload,
+    }
 }

@@ -25,7 +25,7 @@ use netlink_sys::{Socket, SocketAddr};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use super::{Interface, State};
-use crate::frame::{BATCH_MAX, Batch, FRAME_MAX, FrameError, Origin, SEGMENTS_MAX};
+use crate::frame::{BATCH_MAX, Batch, FRAME_MAX, Origin, SEGMENTS_MAX};
 use crate::poll::Waker;
 use crate::stats::{DropReason, PortStats};
 use crate::wire::ethernet::{HEADER_LEN, Mac};
@@ -238,7 +238,7 @@ impl Tap {
             let offload = Offload::from_virtio(header);
             match batch.push_spare(VIRTIO_NET_HDR_LEN, len, self.origin, offload) {
                 Ok(()) => bytes_taken += bytes,
-                Err(error) => self.stats.refuse(refusal(error), bytes),
+                Err(error) => self.stats.refuse(super::refusal(error), bytes),
             }
         }
         self.stats.in_frames.add(batch.len() as u64);
@@ -284,6 +284,10 @@ impl Tap {
         let result =
             segment::finish(&mut scratch[..len], &frame.offload, &self.accepts, &mut |piece, offload| {
                 pieces += 1;
+                if super::piece_exceeds_mtu(&offload, piece.len(), self.mtu) {
+                    self.stats.drop_frames(DropReason::MtuExceeded, 1);
+                    return;
+                }
                 let vector = libc::iovec { iov_base: piece.as_ptr().cast_mut().cast(), iov_len: piece.len() };
                 match self.write(queue, &offload, &mut [vector, vector]) {
                     Ok(()) => {
@@ -300,15 +304,6 @@ impl Tap {
             }
             Err(_) => self.stats.drop_frames(DropReason::Unsegmentable, 1),
         }
-    }
-}
-
-/// The reason under which a frame that an interface got is refused.
-pub(crate) fn refusal(error: FrameError) -> DropReason {
-    match error {
-        FrameError::TooShort => DropReason::TooShort,
-        FrameError::TooLong => DropReason::TooLong,
-        FrameError::Offload(_) => DropReason::BadOffload,
     }
 }
 

@@ -31,6 +31,8 @@ use crate::wire::ethernet::Mac;
 
 /// A heard address is noted again at most once in this many milliseconds.
 pub const REFRESH_MS: u64 = 1000;
+/// Milliseconds after which a refused address is tried again: until then its frames cost no lock.
+const REFUSED_MS: u64 = 100;
 /// Moves within [`MOVES_WINDOW_MS`] that freeze an address (RFC 7432, section 15.1: N = 5).
 pub const MOVES_MAX: u8 = 5;
 /// Milliseconds in which moves are counted together (RFC 7432, section 15.1: M = 180 s).
@@ -308,7 +310,7 @@ impl Book {
         }
         let Some(at) = known else {
             if !self.has_room(network, &heard) {
-                return (0, false);
+                return (heard.at_ms + REFUSED_MS, false);
             }
             self.addresses.insert(network, claim.mac, heard);
             self.at_links += u32::from(heard.kind == PortKind::Link);
@@ -326,7 +328,7 @@ impl Book {
             return (address.frozen_until_ms.min(address.last.expires_ms), false);
         }
         if !self.has_room(network, &heard) {
-            return (0, false);
+            return (heard.at_ms + REFUSED_MS, false);
         }
         self.move_to(at, heard);
         (refresh_ms(&heard), true)

@@ -202,6 +202,11 @@ fn a_guest_fills_its_own_share_only() {
     let stats = router.learned.stats();
     assert_eq!(stats.entries, u64::from(INTERFACE_ADDRESSES_MAX) + 1);
     assert_eq!(stats.refused, 500);
+    // A refused address is tried again after a while, not with every frame.
+    for (now, refused) in [(11, 500), (109, 500), (110, 501), (209, 501)] {
+        router.route(&flow(HOST, mac(flood - 1), Mac::BROADCAST), now);
+        assert_eq!(router.learned.stats().refused, refused, "at {now} ms");
+    }
     // The others still learn and are still known; the refused are flooded.
     assert_eq!(router.route(&flow(LINK, mac(8_000_000), mac(9_000_000)), 10), Decision::To(GUEST));
     assert_eq!(router.route(&flow(GUEST, mac(9_000_000), mac(8_000_000)), 10), Decision::To(LINK));
@@ -211,7 +216,7 @@ fn a_guest_fills_its_own_share_only() {
     for n in 0..INTERFACE_ADDRESSES_MAX {
         router.route(&flow(HOST, mac(100_000 + n), Mac::BROADCAST), later);
     }
-    assert_eq!(router.learned.stats().refused, 500);
+    assert_eq!(router.learned.stats().refused, 501);
 }
 
 #[test]

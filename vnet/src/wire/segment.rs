@@ -24,10 +24,14 @@ const HEADERS_MAX: usize = 256;
 /// hostile `gso_size` of 1 cannot make 65 000 frames of one.
 const SEGMENTS_MAX: usize = 65_535usize.div_ceil(48);
 
+/// Largest value of an IP header's length field.
+const IP_LEN_MAX: usize = 65_535;
+
 /// Why a frame cannot be finished.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SegmentError {
-    /// The headers are not those that the metadata announces, or run past the end of the frame.
+    /// The headers are not those that the metadata announces, run past the end of the frame, or cannot hold a segment's
+    /// length.
     #[error("headers do not match the offload metadata")]
     Headers,
     /// The headers are longer than any that a NIC must cut.
@@ -145,6 +149,11 @@ impl Headers {
         if count > SEGMENTS_MAX {
             return Err(SegmentError::TooMany);
         }
+        // An untagged frame may be 4 bytes longer than IP can say; then no segment but the whole of it is too long.
+        let largest = self.len + payload.min(gso_size) - self.counted_from();
+        if largest > IP_LEN_MAX {
+            return Err(SegmentError::Headers);
+        }
         for index in 0..count {
             let start = index * gso_size;
             let end = (self.len + start + gso_size).min(frame.len());
@@ -156,20 +165,26 @@ impl Headers {
         Ok(())
     }
 
+    /// Where the bytes begin that the IP header's length field counts: IPv4 counts its header, IPv6 does not.
+    fn counted_from(&self) -> usize {
+        if self.ipv4 { self.ip } else { self.ip + IPV6_HEADER_LEN }
+    }
+
     /// Makes the copied headers those of segment `index`, whose payload starts `start` bytes into the super-frame's.
     fn amend(&self, segment: &mut [u8], index: usize, start: usize, last: bool) {
         let (ip, transport) = (self.ip, self.transport);
-        // Frames are at most 65 553 bytes, and lengths below are without the Ethernet header: they fit 16 bits.
+        // `cut` has seen to it that these fit 16 bits.
         let transport_len = (segment.len() - transport) as u16;
+        let ip_len = (segment.len() - self.counted_from()) as u16;
         if self.ipv4 {
-            put(segment, ip + 2, (segment.len() - ip) as u16);
+            put(segment, ip + 2, ip_len);
             let id = u16::from_be_bytes([segment[ip + 4], segment[ip + 5]]);
             put(segment, ip + 4, id.wrapping_add(index as u16));
             put(segment, ip + 10, 0);
             let sum = Sum::default().with(&segment[ip..transport]).finish();
             put(segment, ip + 10, sum);
         } else {
-            put(segment, ip + 4, (segment.len() - ip - IPV6_HEADER_LEN) as u16);
+            put(segment, ip + 4, ip_len);
         }
         let checksum_at = if self.tcp {
             let at = transport + 4;
@@ -354,5 +369,24 @@ mod tests {
         assert_eq!(refused(|_, o| o.csum_start = 30), SegmentError::Headers);
         assert_eq!(refused(|f, _| f.truncate(60)), SegmentError::Headers);
         assert_eq!(refused(|_, o| o.gso_size = 2), SegmentError::TooMany);
+    }
+
+    #[test]
+    fn lengths_that_ip_cannot_say_are_refused() {
+        for (ipv4, tcp) in [(true, true), (true, false), (false, true), (false, false)] {
+            let headers = super_frame(ipv4, tcp, false, &[]).0.len();
+            let longest = 14 + IP_LEN_MAX + if ipv4 { 0 } else { IPV6_HEADER_LEN } - headers;
+            for (payload, fits) in [(longest, true), (longest + 1, false)] {
+                let (mut frame, mut offload) = super_frame(ipv4, tcp, false, &vec![7; payload]);
+                offload.gso_size = u16::MAX;
+                let mut sizes = vec![];
+                let result = finish(&mut frame, &offload, &Accepts::NOTHING, &mut |segment, _| {
+                    verify(segment, ipv4, tcp);
+                    sizes.push(segment.len());
+                });
+                assert_eq!(result, if fits { Ok(()) } else { Err(SegmentError::Headers) });
+                assert_eq!(sizes.len(), usize::from(fits));
+            }
+        }
     }
 }

@@ -11,7 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::net::RecvFlags;
@@ -19,13 +19,15 @@ use vhost::vhost_user::message::FrontendReq;
 use vhost::vhost_user::{BackendReqHandler, Error, Result, VhostUserBackendReqHandlerMut};
 
 use super::device::Device;
+use super::quiet::LogLimit;
 use super::session::{Session, refuse};
 use super::vring::Vring;
 use crate::unix::{Listener, connect};
 
-/// Longest pause between two attempts to connect.
+/// Shortest and longest pause between two attempts to connect. A connection that lasted for the longest was a good one.
+const BACK_OFF_MIN: Duration = Duration::from_millis(10);
 const BACK_OFF_MAX: Duration = Duration::from_secs(1);
-/// Pause after a front end broke the protocol, so that one that does it over and over costs nothing.
+/// Pause after a front end came and went at once, so that one that does it over and over costs nothing.
 const PENALTY: Duration = Duration::from_millis(100);
 /// Bytes of a message's header, and of one with a 64-bit payload.
 const HEADER_LEN: usize = 12;
@@ -98,27 +100,61 @@ impl Stop {
 /// The control thread.
 pub(super) fn run(device: &Arc<Device>, source: &Source, stop: &Stop) {
     let path = device.options.socket.display();
-    while let Some(stream) = next(device, source, stop) {
-        tracing::info!(%path, "front end connected");
+    let (mut pause, mut limit) = (Pause::default(), LogLimit::default());
+    while let Some(stream) = next(device, source, stop, &mut pause) {
+        // Front ends that come and go all the time leave one pair of lines a second.
+        let unsaid = limit.pass();
+        if let Some(unsaid) = unsaid {
+            tracing::info!(%path, unsaid, "front end connected");
+        }
         device.set_status(
             "the front end is connected; the guest's driver has not started its queues".to_owned(),
         );
+        let began = Instant::now();
         let result = serve(device, stream, stop);
         stop.serve(None);
         device.change_all(Vring::reset);
+        let lasted = began.elapsed() >= BACK_OFF_MAX;
         match result {
-            Ok(()) => tracing::info!(%path, "front end disconnected"),
-            Err(error) => {
+            Ok(()) if lasted || unsaid.is_some() => tracing::info!(%path, "front end disconnected"),
+            Err(error) if lasted || unsaid.is_some() => {
                 tracing::warn!(%path, "front end broke the vhost-user protocol, connection dropped: {error}");
-                stop.wait(None, Some(PENALTY));
             }
+            _ => {}
+        }
+        if lasted {
+            pause = Pause::default();
+        } else {
+            device.set_status(format!("the front end at {path} came and went at once"));
+            let pause = match source {
+                Source::Listen(_) => PENALTY,
+                Source::Connect(_) => pause.next(),
+            };
+            stop.wait(None, Some(pause));
         }
     }
     device.set_status("stopped".to_owned());
 }
 
+/// Pauses between attempts to find a front end, each longer than the one before.
+struct Pause(Duration);
+
+impl Default for Pause {
+    fn default() -> Pause {
+        Pause(BACK_OFF_MIN)
+    }
+}
+
+impl Pause {
+    fn next(&mut self) -> Duration {
+        let pause = self.0;
+        self.0 = (pause * 2).min(BACK_OFF_MAX);
+        pause
+    }
+}
+
 /// The next front end's connection; `None` when the thread is to end.
-fn next(device: &Device, source: &Source, stop: &Stop) -> Option<UnixStream> {
+fn next(device: &Device, source: &Source, stop: &Stop, pause: &mut Pause) -> Option<UnixStream> {
     let path = device.options.socket.display();
     match source {
         Source::Listen(listener) => {
@@ -135,14 +171,12 @@ fn next(device: &Device, source: &Source, stop: &Stop) -> Option<UnixStream> {
             None
         }
         Source::Connect(socket) => {
-            let mut pause = Duration::from_millis(10);
             while !stop.is_asked() {
                 match connect(socket) {
                     Ok(stream) => return Some(stream),
                     Err(error) => device.set_status(format!("cannot reach a front end at {path}: {error}")),
                 }
-                stop.wait(None, Some(pause));
-                pause = (pause * 2).min(BACK_OFF_MAX);
+                stop.wait(None, Some(pause.next()));
             }
             None
         }

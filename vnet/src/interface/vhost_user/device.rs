@@ -8,12 +8,13 @@
 //! nothing is taken under a receive vring. The control thread holds one at a time.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::VhostUserOptions;
+use super::event::Signals;
 use super::vring::{Common, Vring};
 use crate::frame::{Batch, NetworkId, PortId, Segment};
 use crate::interface::State;
@@ -25,6 +26,14 @@ use crate::wire::offload::Offload;
 
 /// What a broken memory file is called in states and logs.
 const POISONED: &str = "the file behind the guest's memory was truncated";
+/// What a machine is called that shares no memory.
+const NO_MEMORY: &str =
+    "the VM shares no memory with vnetd: start QEMU with -object memory-backend-memfd,share=on";
+/// What a machine is called whose memory is not what its front end shares.
+const PRIVATE_MEMORY: &str = "the guest kicks, but its rings are empty here, as if its memory were private: start QEMU with \
+                              -object memory-backend-memfd,share=on";
+/// Kicks on an empty ring that are too many for a driver that has sent nothing: QEMU makes one itself.
+const BLANK_KICKS: u64 = 2;
 /// Bytes of a RARP announcement: the shortest Ethernet frame.
 const RARP_LEN: usize = 60;
 
@@ -48,6 +57,8 @@ struct Pair {
     receive: Mutex<Receive>,
     /// Wakes the dispatcher when the control thread has changed something.
     bell: OwnedFd,
+    /// The receive vring is up, as the control thread left it.
+    receives: AtomicBool,
     /// The control thread wants a lock. A busy dispatcher, which gives it up for an instant only, stands back.
     changing: AtomicBool,
 }
@@ -58,7 +69,11 @@ pub(super) struct Device {
     port: PortId,
     network: NetworkId,
     stats: Arc<PortStats>,
+    /// By which guests are notified.
+    pub(super) signals: Arc<Signals>,
     pairs: Vec<Pair>,
+    /// Pairs, from the first one on, whose receive vrings are up.
+    active: AtomicUsize,
     /// What is missing while no frame can flow.
     status: Mutex<String>,
 }
@@ -80,11 +95,25 @@ impl Device {
             let transmit = Transmit { vring: Vring::new(true), taken: Taken::default(), announcement: None };
             let receive = Receive { vring: Vring::new(false), giver: Giver::default() };
             let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-            let changing = AtomicBool::new(false);
-            pairs.push(Pair { transmit: Mutex::new(transmit), receive: Mutex::new(receive), bell, changing });
+            pairs.push(Pair {
+                transmit: Mutex::new(transmit),
+                receive: Mutex::new(receive),
+                bell,
+                receives: AtomicBool::new(false),
+                changing: AtomicBool::new(false),
+            });
         }
         let status = Mutex::new("waiting for a front end".to_owned());
-        Ok(Device { options, port, network, stats, pairs, status })
+        Ok(Device {
+            options,
+            port,
+            network,
+            stats,
+            signals: Signals::new()?,
+            pairs,
+            active: AtomicUsize::new(0),
+            status,
+        })
     }
 
     fn owner(&self) -> Owner<'_> {
@@ -102,7 +131,12 @@ impl Device {
         let pair = self.pairs.get(index / 2)?;
         pair.changing.store(true, Ordering::Relaxed);
         let result = if index.is_multiple_of(2) {
-            change(&mut lock(&pair.receive).vring)
+            let mut receive = lock(&pair.receive);
+            let result = change(&mut receive.vring);
+            pair.receives.store(receive.vring.is_up(), Ordering::Relaxed);
+            let up = self.pairs.iter().take_while(|pair| pair.receives.load(Ordering::Relaxed));
+            self.active.store(up.count(), Ordering::Relaxed);
+            result
         } else {
             change(&mut lock(&pair.transmit).vring)
         };
@@ -130,21 +164,41 @@ impl Device {
         pair.ring();
     }
 
+    /// Pairs, from the first one on, on which the guest receives; at least 1. Changes with what the guest's driver uses.
+    #[inline]
+    pub(super) fn active_pairs(&self) -> usize {
+        self.active.load(Ordering::Relaxed).max(1)
+    }
+
     /// Why no frame can flow, or that one can.
     pub(super) fn state(&self) -> State {
-        let mut up = false;
-        // One lock at a time: see the lock order above.
-        let mut look = |vring: &Vring, name| {
-            up |= vring.is_up();
-            vring.broken().map(|reason| State::Broken(format!("the guest's {name} queue: {reason}")))
-        };
+        let (mut up, mut missing) = (false, None);
         for pair in &self.pairs {
-            let receive = look(&lock(&pair.receive).vring, "receive");
-            if let Some(broken) = receive.or_else(|| look(&lock(&pair.transmit).vring, "transmit")) {
-                return broken;
+            // One lock at a time: see the lock order above.
+            let receive = Health::of(&lock(&pair.receive).vring, "receive");
+            let transmit = {
+                let vring = &mut lock(&pair.transmit).vring;
+                let mut health = Health::of(vring, "transmit");
+                if health.blank && receive.blank {
+                    health.blank = vring.count_kicks() >= BLANK_KICKS;
+                    pair.ring();
+                } else {
+                    health.blank = false;
+                }
+                health
+            };
+            if let Some(reason) = receive.broken.or(transmit.broken) {
+                return State::Broken(reason);
             }
+            up |= receive.up || transmit.up;
+            let private = transmit.blank.then(|| PRIVATE_MEMORY.to_owned());
+            missing = missing.or(receive.missing).or(transmit.missing).or(private);
         }
-        if up { State::Up } else { State::Down(lock(&self.status).clone()) }
+        match missing {
+            Some(reason) => State::Down(reason),
+            None if up => State::Up,
+            None => State::Down(lock(&self.status).clone()),
+        }
     }
 
     pub(super) fn set_status(&self, status: String) {
@@ -257,12 +311,11 @@ impl Device {
         if let Some(old) = transmit.vring.waker() {
             old.forget(pair.bell.as_fd());
         }
-        if let Some(waker) = &waker
-            && let Err(error) = waker.watch(&pair.bell)
-        {
-            tracing::warn!(%error, "cannot watch the control thread's bell");
-        }
+        let watched = waker.as_ref().map_or(Ok(()), |waker| waker.watch(&pair.bell));
         transmit.vring.set_waker(waker);
+        if let Err(error) = watched {
+            transmit.vring.set_unwatched(format!("cannot watch the control thread's bell: {error}"));
+        }
         pair.ring();
     }
 
@@ -273,6 +326,28 @@ impl Device {
     pub(super) fn disarm(&self, queue: usize) {
         if let Some(pair) = self.pairs.get(queue) {
             self.stats.kicks.add(lock(&pair.transmit).vring.disarm());
+        }
+    }
+}
+
+/// What can be said of one vring.
+struct Health {
+    up: bool,
+    broken: Option<String>,
+    /// What is missing for frames to flow.
+    missing: Option<String>,
+    /// It runs and no driver has touched it.
+    blank: bool,
+}
+
+impl Health {
+    fn of(vring: &Vring, name: &str) -> Health {
+        let no_memory = vring.lacks_memory().then(|| NO_MEMORY.to_owned());
+        Health {
+            up: vring.is_up(),
+            broken: vring.broken().map(|reason| format!("the guest's {name} queue: {reason}")),
+            missing: no_memory.or_else(|| vring.unwatched().map(str::to_owned)),
+            blank: vring.is_blank(),
         }
     }
 }

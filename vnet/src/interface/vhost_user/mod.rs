@@ -2,14 +2,16 @@
 //!
 //! How it works: one control thread per interface talks to the front end ([`control`], [`session`]) and changes the vrings
 //! ([`vring`]) of the [`device`], each under a lock of its own; dispatchers move frames under the same locks, one lock a
-//! burst. The rings themselves are [`virtqueue`](super::virtqueue)'s.
+//! burst. The rings themselves are [`virtqueue`](super::virtqueue)'s; [`event`] tells guests of them without ever waiting.
 //!
 //! A front end may go and come back, as may we: whatever it negotiated goes with its connection, and rings continue at the
 //! used index. A malformed message ends the connection with one line in the log; a malformed ring disables its queue.
 
 mod control;
 mod device;
+mod event;
 mod features;
+mod quiet;
 mod session;
 #[cfg(test)]
 mod tests;
@@ -64,8 +66,8 @@ pub enum VhostUserError {
     /// `mtu` out of range.
     #[error("MTU {0} is not between {MTU_MIN} and {MTU_MAX}")]
     Mtu(usize),
-    /// No more threads or file descriptors.
-    #[error("cannot start the control thread of {name}: {source}")]
+    /// No more threads, file descriptors or AIO contexts.
+    #[error("cannot start interface {name}: {source}")]
     Thread {
         /// The interface.
         name: String,
@@ -124,6 +126,10 @@ impl VhostUser {
 impl Interface for VhostUser {
     fn queues(&self) -> usize {
         self.device.options.queues
+    }
+
+    fn active_queues(&self) -> usize {
+        self.device.active_pairs()
     }
 
     fn receive(&self, queue: usize, batch: &mut Batch, run: &mut dyn FnMut(&Batch)) -> usize {

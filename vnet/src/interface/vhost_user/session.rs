@@ -5,14 +5,13 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
-use rustix::fs::OFlags;
 use vhost::vhost_user::message::*;
 use vhost::vhost_user::{Backend, Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
 
 use super::device::Device;
+use super::event::{Event, is_eventfd};
 use super::features;
 use super::vring::{Addresses, Common, Vring};
 use crate::interface::virtqueue::QUEUE_SIZE_MAX;
@@ -45,17 +44,12 @@ fn spec_of(region: &VhostUserMemoryRegion) -> RegionSpec {
     }
 }
 
-/// Accepts an eventfd from the front end: anything else could make a write to it wait.
+/// Accepts an eventfd from the front end, and nothing else.
 fn eventfd(file: Option<File>) -> Result<Option<File>> {
-    let Some(file) = file else { return Ok(None) };
-    let kind = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
-    if kind.is_ok_and(|kind| kind.as_os_str() != "anon_inode:[eventfd]") {
-        return Err(refuse("a vring's file descriptor is not an eventfd"));
+    if file.as_ref().is_some_and(|file| !is_eventfd(file)) {
+        return Err(refuse("a vring's file descriptor is not an eventfd, or /proc is not there to tell"));
     }
-    let flags =
-        rustix::fs::fcntl_getfl(&file).and_then(|f| rustix::fs::fcntl_setfl(&file, f | OFlags::NONBLOCK));
-    flags.map_err(|e| refuse(format!("cannot make an eventfd non-blocking: {e}")))?;
-    Ok(Some(file))
+    Ok(file)
 }
 
 impl Session {
@@ -78,6 +72,11 @@ impl Session {
                 self.device.options.name, self.device.options.queues
             ))
         })
+    }
+
+    /// Accepts an eventfd that is to be signalled.
+    fn event(&self, file: Option<File>) -> Result<Option<Event>> {
+        Ok(eventfd(file)?.map(|file| Event::new(file, self.device.signals.clone())))
     }
 
     fn set_regions(&mut self, regions: Vec<Arc<Region>>) -> Result<()> {
@@ -201,13 +200,13 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_call(&mut self, index: u8, file: Option<File>) -> Result<()> {
-        let file = eventfd(file)?;
-        self.vring(index.into(), |vring| vring.set_call(file))
+        let event = self.event(file)?;
+        self.vring(index.into(), |vring| vring.set_call(event))
     }
 
     fn set_vring_err(&mut self, index: u8, file: Option<File>) -> Result<()> {
-        let file = eventfd(file)?;
-        self.vring(index.into(), |vring| vring.set_error(file))
+        let event = self.event(file)?;
+        self.vring(index.into(), |vring| vring.set_error(event))
     }
 
     fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {

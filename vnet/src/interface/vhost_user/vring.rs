@@ -6,13 +6,12 @@
 //! [`Vring::update`] then makes the ring anew, at the position where the old one stood.
 
 use std::fs::File;
-use std::io::IoSliceMut;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use rustix::io::ReadWriteFlags;
-
+use super::event::{Event, drain};
 use super::features;
+use super::quiet::LogLimit;
 use crate::interface::virtqueue::dirty::DirtyLog;
 use crate::interface::virtqueue::memory::GuestMemory;
 use crate::interface::virtqueue::net::Format;
@@ -64,10 +63,10 @@ pub(super) struct Vring {
     base: u16,
     /// Present while the ring is started.
     kick: Option<Kick>,
-    call: Option<File>,
+    call: Option<Event>,
     /// Chains were completed while there was nobody to tell.
     missed: bool,
-    error: Option<File>,
+    error: Option<Event>,
     enabled: bool,
     running: Option<Running>,
     /// Set when guest or front end broke the running ring; stays until the ring is stopped.
@@ -77,6 +76,12 @@ pub(super) struct Vring {
     waker: Option<Waker>,
     /// The dispatcher may be asleep and waits for a kick.
     armed: bool,
+    /// Kicks counted since the ring was started.
+    kicks: u64,
+    /// Why the dispatcher is not woken by kicks, when it cannot be.
+    unwatched: Option<String>,
+    /// For what guests can make us log.
+    limit: LogLimit,
 }
 
 impl Vring {
@@ -100,21 +105,46 @@ impl Vring {
         self.broken.as_deref().or(self.misfit.as_deref())
     }
 
+    /// Why the dispatcher may sleep through the guest's frames.
+    pub(super) fn unwatched(&self) -> Option<&str> {
+        self.unwatched.as_deref()
+    }
+
+    /// True when the front end has said all of the ring and shared no memory in which it could be.
+    pub(super) fn lacks_memory(&self) -> bool {
+        self.kick.is_some() && self.size.is_some() && self.addresses.is_some() && self.common.memory.is_none()
+    }
+
+    /// True when no driver has ever touched the ring, as far as we can see.
+    pub(super) fn is_blank(&self) -> bool {
+        self.running.as_ref().is_some_and(|running| running.ring.is_blank())
+    }
+
+    /// Kicks counted so far, those that wait included. The dispatcher must be woken afterwards: its wake-up may be lost.
+    pub(super) fn count_kicks(&mut self) -> u64 {
+        if let Some(Kick::Event(kick)) = &self.kick {
+            self.kicks = self.kicks.saturating_add(drain(kick));
+        }
+        self.kicks
+    }
+
     /// Tells the guest that chains were completed. Returns true when it could be told.
     #[inline]
     pub(super) fn notify(&mut self) -> bool {
         self.missed = self.call.is_none();
-        self.call.as_ref().is_some_and(signal)
+        self.call.as_ref().is_some_and(Event::signal)
     }
 
     /// Disables the vring until the guest or front end resets it.
     #[cold]
     pub(super) fn break_with(&mut self, reason: String) {
-        tracing::warn!(%reason, "queue disabled until the guest resets it");
+        if let Some(unsaid) = self.limit.pass() {
+            tracing::warn!(%reason, unsaid, "queue disabled until the guest resets it");
+        }
         self.halt();
         self.broken = Some(reason);
         if let Some(error) = &self.error {
-            signal(error);
+            error.signal();
         }
     }
 
@@ -141,6 +171,8 @@ impl Vring {
             transmit: self.transmit,
             waker: self.waker.take(),
             armed: self.armed,
+            unwatched: self.unwatched.take(),
+            limit: std::mem::take(&mut self.limit),
             ..Vring::default()
         };
     }
@@ -178,7 +210,7 @@ impl Vring {
     }
 
     /// SET_VRING_CALL; `None` when the guest polls.
-    pub(super) fn set_call(&mut self, call: Option<File>) {
+    pub(super) fn set_call(&mut self, call: Option<Event>) {
         self.call = call;
         if self.missed {
             self.notify();
@@ -186,7 +218,7 @@ impl Vring {
     }
 
     /// SET_VRING_ERR.
-    pub(super) fn set_error(&mut self, error: Option<File>) {
+    pub(super) fn set_error(&mut self, error: Option<Event>) {
         self.error = error;
     }
 
@@ -202,15 +234,23 @@ impl Vring {
             waker.forget(old.as_fd());
         }
         self.kick = kick;
+        self.kicks = 0;
         self.watch_kick();
     }
 
-    fn watch_kick(&self) {
+    fn watch_kick(&mut self) {
+        self.unwatched = None;
         if let (true, Some(waker), Some(Kick::Event(kick))) = (self.transmit, &self.waker, &self.kick)
             && let Err(error) = waker.watch(kick)
         {
-            tracing::warn!(%error, "cannot watch the guest's notifications");
+            self.set_unwatched(format!("cannot watch the guest's notifications: {error}"));
         }
+    }
+
+    /// Remembers that the dispatcher cannot be woken, and says so.
+    pub(super) fn set_unwatched(&mut self, reason: String) {
+        tracing::warn!(%reason, "frames may be late");
+        self.unwatched = Some(reason);
     }
 
     /// The dispatcher's waker, replacing the one before.
@@ -252,7 +292,8 @@ impl Vring {
         match Ring::new(memory.clone(), &config, log) {
             Ok(mut ring) => {
                 if self.transmit {
-                    // A back end before us may have left notifications off, and the dispatcher may be asleep.
+                    // A back end before us may have left notifications off, and the dispatcher may be asleep. When
+                    // frames wait already, it is woken by whoever changes the ring.
                     ring.arm();
                 } else {
                     ring.disarm();
@@ -260,7 +301,9 @@ impl Vring {
                 self.running = Some(Running { ring, format: features::format(self.common.features) });
             }
             Err(error) => {
-                tracing::warn!(%error, "the front end's queue cannot be used");
+                if let Some(unsaid) = self.limit.pass() {
+                    tracing::warn!(%error, unsaid, "the front end's queue cannot be used");
+                }
                 self.misfit = Some(error.to_string());
             }
         }
@@ -270,7 +313,7 @@ impl Vring {
     pub(super) fn arm(&mut self) -> bool {
         self.armed = true;
         let polled = matches!(self.kick, Some(Kick::Poll));
-        self.running().is_none_or(|running| running.ring.arm() && !polled)
+        self.running().is_none_or(|running| !polled && running.ring.arm())
     }
 
     /// The dispatcher is awake. Returns how often the guest has notified since it was armed.
@@ -279,24 +322,31 @@ impl Vring {
             running.ring.disarm();
         }
         match (std::mem::take(&mut self.armed), &self.kick) {
-            (true, Some(Kick::Event(kick))) => drain(kick),
+            (true, Some(Kick::Event(kick))) => {
+                let count = drain(kick);
+                // A front end may add what it likes.
+                self.kicks = self.kicks.saturating_add(count);
+                count
+            }
             _ => 0,
         }
     }
 }
 
-/// Reads an eventfd's counter without waiting, whatever its flags are: the front end may change them at any time.
-fn drain(event: &File) -> u64 {
-    let mut count = [0; 8];
-    let mut buffers = [IoSliceMut::new(&mut count)];
-    match rustix::io::preadv2(event, &mut buffers, u64::MAX, ReadWriteFlags::NOWAIT) {
-        Ok(8) => u64::from_ne_bytes(count),
-        _ => 0,
-    }
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::poll::Poller;
 
-/// Adds one to an eventfd. It was made non-blocking when it came; its counter being full means that it is signalled.
-#[inline]
-fn signal(event: &File) -> bool {
-    rustix::io::write(event, &1u64.to_ne_bytes()).is_ok()
+    #[test]
+    fn a_kick_that_cannot_be_watched_is_told() {
+        let mut vring = Vring::new(true);
+        vring.set_waker(Some(Poller::new().unwrap().waker(1)));
+        // Regular files cannot be polled.
+        let file = rustix::fs::memfd_create("kick", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        vring.set_kick(Some(File::from(file)));
+        assert!(vring.unwatched().is_some_and(|reason| reason.contains("cannot watch")));
+        vring.set_kick(None);
+        assert_eq!(vring.unwatched(), None);
+    }
 }

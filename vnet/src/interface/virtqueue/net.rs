@@ -3,9 +3,10 @@
 //! *Transmit* is the guest's word for what enters the core: [`take`] makes a frame of each chain, in place. *Receive* is
 //! the guest's word for what leaves it: [`Giver::give`] copies a frame into as many chains as it needs.
 
-use crate::frame::{BATCH_MAX, Batch, Frame, FrameError, NetworkId, PortId, Segment};
+use crate::frame::{BATCH_MAX, Batch, Frame, NetworkId, PortId, Segment};
+use crate::interface::{piece_exceeds_mtu, refusal};
 use crate::stats::{DropReason, PortStats};
-use crate::wire::offload::{Accepts, F_DATA_VALID, F_NEEDS_CSUM, GSO_NONE, Offload, VIRTIO_NET_HDR_LEN};
+use crate::wire::offload::{Accepts, F_DATA_VALID, F_NEEDS_CSUM, Offload, VIRTIO_NET_HDR_LEN};
 use crate::wire::segment;
 
 use super::{Buffer, CHAIN_MAX, Ring, RingError};
@@ -16,8 +17,6 @@ pub const LEGACY_HDR_LEN: usize = 10;
 pub const MERGE_MAX: usize = 256;
 /// Buffers in those chains.
 pub const BUFFERS_MAX: usize = 1024;
-/// Bytes that an Ethernet header with one VLAN tag adds to the MTU.
-const ETHERNET_OVERHEAD: usize = 18;
 
 /// What was negotiated on how frames look in a ring.
 #[derive(Clone, Copy, Debug)]
@@ -123,7 +122,7 @@ fn frame(
 ) -> Result<usize, (DropReason, u64)> {
     let mut header = [0; VIRTIO_NET_HDR_LEN];
     let (mut next, mut offset) =
-        read_header(buffers, &mut header[..format.header_len]).ok_or((DropReason::BadChain, 0))?;
+        read_header(buffers, &mut header, format.header_len).ok_or((DropReason::BadChain, 0))?;
     let mut offload = Offload::from_virtio(&header);
     // Only a device may vouch for a checksum (virtio 1.2 section 5.1.6.2).
     offload.flags &= F_NEEDS_CSUM;
@@ -143,19 +142,27 @@ fn frame(
     }
 }
 
-#[cold]
-fn refusal(error: FrameError) -> DropReason {
-    match error {
-        FrameError::TooShort => DropReason::TooShort,
-        FrameError::TooLong => DropReason::TooLong,
-        FrameError::Offload(_) => DropReason::BadOffload,
-    }
-}
-
 /// Copies the header, once, however it is spread over buffers. Returns the buffer and the offset where the frame begins;
 /// `None` when the chain ends before its header does.
 #[inline]
-fn read_header(buffers: &[Buffer], header: &mut [u8]) -> Option<(usize, usize)> {
+fn read_header(
+    buffers: &[Buffer],
+    header: &mut [u8; VIRTIO_NET_HDR_LEN],
+    header_len: usize,
+) -> Option<(usize, usize)> {
+    if header_len == VIRTIO_NET_HDR_LEN
+        && let Some(first) = buffers.first()
+        && first.len >= VIRTIO_NET_HDR_LEN
+    {
+        // SAFETY: so many bytes are inside the buffer; the type needs no alignment.
+        *header = unsafe { first.ptr.cast::<[u8; VIRTIO_NET_HDR_LEN]>().read_unaligned() };
+        return Some((0, VIRTIO_NET_HDR_LEN));
+    }
+    gather_header(buffers, &mut header[..header_len])
+}
+
+/// The other headers: short ones, and those that are spread over buffers.
+fn gather_header(buffers: &[Buffer], header: &mut [u8]) -> Option<(usize, usize)> {
     let mut at = 0;
     for (i, buffer) in buffers.iter().enumerate() {
         let part = buffer.len.min(header.len() - at);
@@ -254,12 +261,9 @@ impl Giver {
         };
         let finished = segment::finish(&mut scratch[..len], &frame.offload, &format.accepts, &mut emit);
         self.scratch = scratch;
-        if finished.is_ok() && pieces != 0 {
-            owner.stats.copies.add(pieces - 1);
-        } else {
-            // Pieces that came out before the error are counted already; the frame itself is one more.
-            owner.stats.copies.add(pieces);
-            owner.stats.drop_frames(DropReason::Unsegmentable, 1);
+        match finished {
+            Ok(()) => owner.stats.copies.add(pieces - 1),
+            Err(_) => owner.stats.drop_frames(DropReason::Unsegmentable, 1),
         }
     }
 
@@ -281,7 +285,7 @@ impl Giver {
     ) {
         let outcome = if tally.broken.is_some() {
             Err(Refused::Dropped(DropReason::NotReady))
-        } else if offload.gso_type == GSO_NONE && len > owner.mtu + ETHERNET_OVERHEAD {
+        } else if piece_exceeds_mtu(offload, len, owner.mtu) {
             Err(Refused::Dropped(DropReason::MtuExceeded))
         } else {
             self.put(ring, format, offload, len, segments)
@@ -320,14 +324,34 @@ impl Giver {
             && buffer.len >= total
         {
             let header = offload.to_virtio(1);
-            let mut out = Writer { buffers: std::slice::from_ref(&buffer), offset: 0 };
-            out.write(header.as_ptr(), format.header_len);
-            segments.iter().for_each(|s| out.write(s.as_ptr(), s.len()));
+            let mut to = buffer.ptr;
+            // SAFETY: the buffer is mapped and has room for `total` bytes: the header and all segments, whose lengths add up
+            // to `len`. The header is our own memory, and segments are readable by the contract of whoever made them.
+            unsafe {
+                copy(header.as_ptr(), to, format.header_len);
+                to = to.add(format.header_len);
+                for segment in segments {
+                    copy(segment.as_ptr(), to, segment.len());
+                    to = to.add(segment.len());
+                }
+            }
             ring.wrote(Buffer { ptr: buffer.ptr, len: total });
             ring.complete(head.index, total as u32);
             return Ok(());
         }
         ring.put_back(1);
+        self.put_spread(ring, format, &offload, total, segments)
+    }
+
+    /// Copies one frame into chains of several buffers, or several chains: `total` bytes with its header.
+    fn put_spread(
+        &mut self,
+        ring: &mut Ring,
+        format: &Format,
+        offload: &Offload,
+        total: usize,
+        segments: &[Segment],
+    ) -> Result<(), Refused> {
         self.gather(ring, format, total)?;
         let header = offload.to_virtio(self.chains.len() as u16);
         let mut out = Writer { buffers: &self.buffers, offset: 0 };
@@ -395,14 +419,67 @@ impl Writer<'_> {
             let Some(buffer) = self.buffers.first() else { return };
             let part = len.min(buffer.len - self.offset);
             // SAFETY: `part` bytes are left in the buffer, which is mapped, and are readable at `from` by the contract of
-            // whoever made the segment. The two may overlap when guests share memory, which `copy` allows.
-            unsafe { std::ptr::copy(from, buffer.ptr.add(self.offset), part) };
+            // whoever made the segment.
+            unsafe { copy(from, buffer.ptr.add(self.offset), part) };
             from = from.wrapping_add(part);
             len -= part;
             self.offset += part;
             if self.offset == buffer.len {
                 self.buffers = &self.buffers[1..];
                 self.offset = 0;
+            }
+        }
+    }
+}
+
+/// Copies `len` bytes. The two places may overlap, as they do when guests share memory.
+///
+/// Headers and small frames are copied without a call: as two blocks of fixed size, of which one begins at the first byte and
+/// the other ends at the last.
+///
+/// # Safety
+/// `len` bytes must be readable at `from` and writable at `to`.
+#[inline(always)]
+unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
+    /// # Safety
+    /// As for [`copy`], and `len` is at least that of `Block`, which needs no alignment.
+    #[inline(always)]
+    unsafe fn ends<Block: Copy>(from: *const u8, to: *mut u8, len: usize) {
+        let last = len - size_of::<Block>();
+        // SAFETY: both blocks are inside the `len` bytes. Both are read before one is written.
+        unsafe {
+            let blocks =
+                (from.cast::<Block>().read_unaligned(), from.add(last).cast::<Block>().read_unaligned());
+            to.cast::<Block>().write_unaligned(blocks.0);
+            to.add(last).cast::<Block>().write_unaligned(blocks.1);
+        }
+    }
+    // SAFETY: as the caller promises, with blocks no longer than `len`.
+    unsafe {
+        match len {
+            8..=16 => ends::<[u8; 8]>(from, to, len),
+            17..=32 => ends::<[u8; 16]>(from, to, len),
+            33..=64 => ends::<[u8; 32]>(from, to, len),
+            65..=128 => ends::<[u8; 64]>(from, to, len),
+            _ => std::ptr::copy(from, to, len),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::copy;
+
+    #[test]
+    fn copies_are_exact_and_may_overlap() {
+        let fresh: Vec<u8> = (0..600).map(|i| (i * 7 + i / 256) as u8).collect();
+        for len in 0..300 {
+            for to in [0, 1, 63, 100, 300] {
+                let (mut ours, mut theirs) = (fresh.clone(), fresh.clone());
+                // SAFETY: 100 + len and to + len are at most 600, the length of `ours`.
+                unsafe { copy(ours.as_ptr().add(100), ours.as_mut_ptr().add(to), len) };
+                theirs.copy_within(100..100 + len, to);
+                assert_eq!(ours, theirs, "{len} bytes to {to}");
             }
         }
     }

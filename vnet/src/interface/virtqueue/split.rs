@@ -221,7 +221,7 @@ impl Ring {
     }
 
     /// Reads ahead: up to `max` (at most [`BURST`]) chains that wait are copied and prefetched. Returns how many.
-    #[inline]
+    #[inline(never)]
     pub fn prime(&mut self, max: usize) -> Result<usize, RingError> {
         let max = max.min(BURST);
         self.at = 0;
@@ -283,8 +283,12 @@ impl Ring {
     /// Puts back the `count` chains taken last, none of which is completed.
     pub fn put_back(&mut self, count: u16) {
         self.next_avail = self.next_avail.wrapping_sub(count);
-        self.at = 0;
-        self.primed = 0;
+        match self.at.checked_sub(usize::from(count)) {
+            // The copies are handed out again, so that what was checked is what is used, and nothing is read twice.
+            Some(at) => self.at = at,
+            // The first of them were read ahead in an earlier burst.
+            None => (self.at, self.primed) = (0, 0),
+        }
     }
 
     /// Appends the chain's buffers to `buffers`: readable ones first. Returns how many of them are readable.
@@ -346,7 +350,11 @@ impl Ring {
         }
         // The request is written before the index is read (virtio 1.2 section 2.7.10).
         fence(Ordering::SeqCst);
-        self.avail_idx().load(Ordering::Acquire) == self.next_avail
+        let armed = self.avail_idx().load(Ordering::Acquire) == self.next_avail;
+        if !armed {
+            self.disarm();
+        }
+        armed
     }
 
     /// Tells the driver that notifications are not needed. With EVENT_IDX the event index simply stays behind.
@@ -354,6 +362,11 @@ impl Ring {
         if !self.event_idx {
             self.set_used_flags(USED_NO_NOTIFY);
         }
+    }
+
+    /// True when neither driver nor device has ever used the ring, or its indices stand at 0 again.
+    pub fn is_blank(&self) -> bool {
+        self.avail_idx().load(Ordering::Relaxed) == 0 && self.used_idx().load(Ordering::Relaxed) == 0
     }
 
     /// Marks the pages of `buffer` as written to, when dirty pages are logged.

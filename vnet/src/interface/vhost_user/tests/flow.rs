@@ -255,8 +255,10 @@ fn queues_come_in_pairs() {
     assert!(host.receive_on(0).is_empty());
     assert_eq!(host.receive_on(1), [frame(60, 1)]);
     assert!(host.receive_on(2).is_empty());
+    assert_eq!((host.interface.queues(), host.interface.active_queues()), (2, 2));
     // A guest that uses one pair gets everything there.
     guest.frontend.set_vring_enable(2, false).unwrap();
+    assert_eq!(host.interface.active_queues(), 1);
     guest.offer(1);
     host.deliver(1, &frame(60, 2));
     assert_eq!(guest.read(), Some(frame(60, 2)));

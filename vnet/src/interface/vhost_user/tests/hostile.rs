@@ -201,11 +201,80 @@ fn truncated_memory_breaks_one_interface_only() {
 fn a_full_eventfd_does_not_stop_the_dispatcher() {
     let mut host = Host::new(1);
     let mut guest = Guest::connect(&host.path, 1);
-    // Blocking, and one short of what a counter holds: a write to it would wait for a reader.
-    guest.calls[0] = EventFd::new(0).unwrap();
+    // One short of what a counter holds, and made blocking behind our back: a write to it would wait for a reader.
     guest.calls[0].write(u64::MAX - 1).unwrap();
     guest.start();
     guest.offer(1);
-    host.deliver(0, &frame(60, 1));
+    // SAFETY: fcntl with F_SETFL changes flags of the open file and nothing else.
+    assert_eq!(unsafe { libc::fcntl(guest.calls[0].as_raw_fd(), libc::F_SETFL, 0) }, 0);
+    let dispatcher = std::thread::spawn(move || {
+        host.deliver(0, &frame(60, 1));
+        host
+    });
+    wait_for("the dispatcher", || dispatcher.is_finished());
+    let host = dispatcher.join().unwrap();
     assert_eq!(guest.read(), Some(frame(60, 1)));
+    assert_eq!(host.stats.notifications.get(), 1);
+}
+
+#[test]
+fn machines_without_shared_memory_are_told_what_to_do() {
+    // No memory at all.
+    let host = Host::new(1);
+    let mut guest = Guest::connect(&host.path, 1);
+    guest.send(18, &[0, 1]);
+    guest.frontend.set_features(guest.features).unwrap();
+    guest.start_ring(0);
+    assert!(host.reason().contains("down: the VM shares no memory"), "{}", host.reason());
+    assert!(host.reason().contains("share=on"));
+    guest.frontend.set_mem_table(&[guest.region()]).unwrap();
+    wait_for("the ring", || host.is_up());
+
+    // Memory that is not the guest's own.
+    let mut host = Host::new(1);
+    let mut guest = Guest::connect(&host.path, 1);
+    let own = std::mem::replace(&mut guest.memory, MockMemory::new(8 * RING_SPACE + 0x40_0000));
+    guest.start();
+    guest.memory = own;
+    guest.kicks[1].write(1).unwrap();
+    assert!(host.is_up(), "QEMU's own kick: {}", host.reason());
+    guest.transmit(&frame(60, 1));
+    guest.kicks[1].write(1).unwrap();
+    assert!(host.receive().is_empty());
+    assert!(host.reason().contains("down: the guest kicks"), "{}", host.reason());
+    assert!(host.reason().contains("share=on"));
+}
+
+#[test]
+fn a_quiet_guest_is_not_taken_for_one_without_shared_memory() {
+    let mut host = Host::new(1);
+    let mut guest = Guest::connect(&host.path, 1);
+    guest.start();
+    guest.offer(1);
+    for _ in 0..5 {
+        guest.kicks[1].write(1).unwrap();
+        assert!(host.is_up(), "{}", host.reason());
+        host.interface.arm(0);
+        host.interface.disarm(0);
+    }
+    guest.transmit(&frame(60, 1));
+    assert_eq!(host.receive(), [frame(60, 1)]);
+}
+
+#[test]
+fn a_front_end_that_hangs_up_at_once_is_left_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    let host = Host::at(VhostUserOptions { server: false, ..options(&path, 1) });
+    listener.set_nonblocking(true).unwrap();
+    let (end, mut connections) = (Instant::now() + Duration::from_millis(700), 0);
+    while Instant::now() < end {
+        connections += usize::from(listener.accept().is_ok());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // After 0, 10, 30, 70, 150, 310 and 630 ms.
+    assert!((3..=7).contains(&connections), "{connections}");
+    drop(listener);
+    wait_for("the reason", || host.reason().contains("cannot reach"));
 }

@@ -208,3 +208,43 @@ fn arbitrary_bytes_do_no_harm() {
         })
         .unwrap();
 }
+
+#[test]
+fn chains_put_back_are_not_read_again() {
+    let mut pair = Pair::new(0, true);
+    for len in [80, 81, 82] {
+        pair.driver.add(&pair.mock, &[(ARENA, len, 0)]).unwrap();
+    }
+    pair.driver.publish(&pair.mock);
+    let lens = |ring: &mut Ring, count| {
+        (0..count).map(|_| ring.next().unwrap().unwrap().single_readable().unwrap().len).collect::<Vec<_>>()
+    };
+    assert_eq!(lens(&mut pair.ring, 2), [80, 81]);
+    pair.ring.put_back(2);
+    assert_eq!(pair.ring.position(), 0);
+    // The guest changes its mind too late.
+    for index in 0..3 {
+        pair.driver.describe(&pair.mock, index, Descriptor { addr: ARENA, len: 7, flags: 0, next: 0 });
+    }
+    assert_eq!(lens(&mut pair.ring, 3), [80, 81, 82]);
+    assert_eq!(pair.ring.position(), 3);
+    // Beyond what is held: read again.
+    pair.ring.put_back(3);
+    pair.ring.prime(1).unwrap();
+    assert_eq!(lens(&mut pair.ring, 2), [7, 7]);
+    pair.ring.put_back(2);
+    assert_eq!(lens(&mut pair.ring, 3), [7, 7, 7]);
+}
+
+#[test]
+fn a_ring_that_stays_awake_asks_for_no_kicks() {
+    let mut pair = Pair::new(0, false);
+    assert!(pair.ring.is_blank());
+    assert!(pair.ring.arm());
+    assert_eq!(pair.driver.used_flags(&pair.mock), 0);
+    pair.send(&with_header(&bytes(60, 1), 12), &[], false);
+    pair.driver.publish(&pair.mock);
+    assert!(!pair.ring.is_blank());
+    assert!(!pair.ring.arm(), "a frame waits");
+    assert_eq!(pair.driver.used_flags(&pair.mock), USED_NO_NOTIFY);
+}

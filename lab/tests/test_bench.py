@@ -1,0 +1,170 @@
+"""The bench's own parts: medians, spreads, what differs, what programs' output says, tables, plots, configuration."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from vnetlab.bench import command, plot, report, suite, usage, vhost, workload
+from vnetlab.bench.compare import Difference
+from vnetlab.bench.contenders import VNET, Vnet
+from vnetlab.bench.result import METRICS, Failure, Result, Series, difference_p, percentile, smallest_p
+from vnetlab.bench.suite import BENCHES, Options
+from vnetlab.run import LabError
+from vnetlab.topology import Settings, Topology
+
+FAST = {"wire": "none", "MTU": 1500}
+SLOW = {"wire": "1g", "MTU": 1500}
+
+
+@pytest.fixture
+def result() -> Result:
+    made = Result("tcp", "lab/lab bench tcp", "2026-01-02 03:04 UTC", 3, quick=False, machine={}, versions={})
+    for gigabits in (14.0, 10.0, 12.0):
+        made.add(FAST, "vnet", {"tcp_bps": gigabits * 1e9, "system_cores": 1.5})
+    made.add(SLOW, "vnet", {"tcp_bps": 0.94e9})
+    made.failures.append(Failure(dict(FAST), "tinc", "tincd is not installed"))
+    made.failures.append(Failure(dict(SLOW), "tinc", "tincd is not installed"))
+    return made
+
+
+def test_median_and_spread(result: Result):
+    series = result.find(FAST, "vnet", "tcp_bps")
+    assert (series.median, series.spread) == (12e9, (10e9, 14e9))
+    assert report.figure(series) == "12.00 (10.00\u201314.00)"
+    assert result.find(FAST, "tinc", "tcp_bps") is None
+
+
+def test_percentile_is_by_nearest_rank():
+    values = list(range(1000, 0, -1))
+    assert [percentile(values, share) for share in (0.5, 0.99, 0.999, 1)] == [500, 990, 999, 1000]
+    assert percentile([7], 0.001) == 7
+
+
+def test_difference_by_chance():
+    assert difference_p([1, 2, 3, 4, 5], [6, 7, 8, 9, 10]) == pytest.approx(2 / 252)
+    assert difference_p([1, 3, 5, 7, 9], [2, 4, 6, 8, 10]) > 0.5
+    assert difference_p([1, 1, 1], [1, 1, 1]) == 1
+    assert difference_p([5, 6], [1, 2]) == smallest_p(2, 2) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("metric", "one", "other", "verdict"),
+    [
+        ("tcp_bps", [1, 2, 3, 4, 5], [6, 7, 8, 9, 10], "BETTER"),
+        ("tcp_bps", [6, 7, 8, 9, 10], [1, 2, 3, 4, 5], "WORSE"),
+        ("ping_median_us", [1, 2, 3, 4, 5], [6, 7, 8, 9, 10], "WORSE"),
+        ("tcp_bps", [1, 3, 5, 7, 9], [2, 4, 6, 8, 10], "within the noise"),
+        ("tcp_bps", [1, 2], [8, 9], "too few rounds to tell"),
+    ],
+)
+def test_verdict(metric: str, one: list[float], other: list[float], verdict: str):
+    assert Difference(FAST, Series(FAST, "a", metric, one), Series(FAST, "b", metric, other)).verdict == verdict
+
+
+def test_result_is_read_as_it_was_written(result: Result, tmp_path: Path):
+    path = tmp_path / "deep" / "tcp.json"
+    result.write(path)
+    assert Result.read(path) == result
+    first = json.loads(path.read_text())["series"][0]
+    assert (first["median"], first["min"], first["max"], first["unit"]) == (12e9, 10e9, 14e9, "bit/s")
+
+
+def test_tables(result: Result):
+    text = report.table(result)
+    assert "wire unlimited, MTU 1500" in text
+    assert "12.00 (10.00\u201314.00)" in text
+    part = report.markdown(result, "TCP", ["measurements/tcp.svg"])
+    assert "| wire 1 Gbit/s, MTU 1500 | vnet | 0.94 (0.94\u20130.94) |  |" in part
+    assert part.count("tincd is not installed") == 1, "a reason is told once, for all that it holds for"
+    assert "`lab/lab bench tcp`, 2026-01-02 03:04 UTC, 3 rounds." in part
+    assert "QUICK" not in part
+    result.quick = True
+    assert "QUICK" in report.markdown(result, "TCP", [])
+
+
+def test_publishing_replaces_one_part(tmp_path: Path):
+    page = tmp_path / "measurements.md"
+    report.publish(page, "tcp", "first tcp")
+    report.publish(page, "udp", "first udp")
+    report.publish(page, "tcp", "second tcp")
+    text = page.read_text()
+    assert text.startswith("# Measurements")
+    assert "first tcp" not in text
+    assert text.index("second tcp") < text.index("first udp")
+    assert text.count("<!-- bench tcp: begin -->") == text.count("<!-- bench tcp: end -->") == 1
+    page.write_text(text.replace("<!-- bench tcp: end -->", ""))
+    with pytest.raises(ValueError, match="without"):
+        report.publish(page, "tcp", "third")
+
+
+def test_plots(result: Result, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    paths = plot.draw(result, "TCP", ("tcp_bps", "ping_median_us"), "", tmp_path)
+    assert [path.name for path in paths] == ["tcp.svg", "tcp.png"]
+    assert all(path.stat().st_size > 1000 for path in paths)
+    before = paths[0].read_bytes()
+    plot.draw(result, "TCP", ("tcp_bps", "ping_median_us"), "", tmp_path)
+    assert paths[0].read_bytes() == before, "the same figures give the same file"
+    assert plot.draw(result, "TCP", ("rss_bytes",), "", tmp_path) == []
+
+
+def test_plot_over_an_axis(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    made = Result("scale", "", "", 1, quick=False, machine={}, versions={})
+    for routes in (10, 1000):
+        made.add({"routes": routes}, "vnet", {"cached_ns": 30})
+    made.add({"interfaces": 4}, "vnet", {"tcp_bps": 1e9})
+    assert plot.draw(made, "Scale", ("cached_ns",), "routes", tmp_path)
+
+
+def test_programs_output():
+    sockperf = (
+        "sockperf: ---> percentile 99.900 =   46.398\nsockperf: ---> percentile 99.000 =   18.817\n"
+        "sockperf: ---> percentile 50.000 =   14.791\n"
+    )
+    ranks = {"tcp_median_us": 14.791, "tcp_p99_us": 18.817, "tcp_p99.9_us": 46.398}
+    assert workload.sockperf_ranks(sockperf) == ranks
+    with pytest.raises(LabError, match="no percentiles"):
+        workload.sockperf_ranks("sockperf: connection refused")
+    testpmd = "  Rx-pps:      5374123          Rx-bps:   2751550976\n  Rx-pps:            0  Rx-bps: 0\n"
+    assert vhost.pps(testpmd) == [5374123, 0]
+    assert usage.busy_s("cpu  100 10 50 1000 7 1 2 3 0 0\ncpu0 1 1 1 1\n") == pytest.approx(166 * usage.TICK_S)
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_configuration_of_a_switch(link: bool):
+    vnet = Vnet("x", (("yield", "block"), ("threads", 2)))
+    switch = vhost.VnetSwitch(vnet, link=link)
+    host = Topology(Settings(name="bench", vms=0, containers=0)).hosts[0]
+    read = tomllib.loads(switch.configuration(host, [Path("/a"), Path("/b")]))
+    assert read["dispatch"] == {"yield": "block", "threads": 2, "cpus": [0, 0]}
+    assert [each["socket"] for each in read["interface"]] == (["/a"] if link else ["/a", "/b"])
+    there = "link there" if link else "interface v1"
+    rules = [{"dst": "any", "from": a, "to": b} for a, b in (("interface v0", there), (there, "interface v0"))]
+    assert read["route"] == rules
+
+
+def test_every_bench_has_cases_with_metrics_that_are_known():
+    for bench in BENCHES.values():
+        found = suite.cases(bench, Options())
+        assert all(case.turns for case in found), bench.name
+        assert set(bench.plotted) <= set(METRICS)
+        assert suite.cases(bench, Options(vnets=(VNET, Vnet("other")))), "can be compared"
+        names = [turn.contender for turn in found[0].turns]
+        assert len(set(names)) == len(names), "names tell contenders apart"
+
+
+def test_choosing_cases_and_contenders():
+    tcp = BENCHES["tcp"]
+    assert len(suite.cases(tcp, Options())) == 6
+    (case,) = suite.cases(tcp, Options(wires=("1g",), mtus=(9000,), contenders=("native", "tinc")))
+    assert case.conditions == {"wire": "1g", "MTU": 9000}
+    assert [turn.contender for turn in case.turns] == ["native", "tinc"]
+    with pytest.raises(LabError, match="no contender like"):
+        suite.cases(tcp, Options(contenders=("nobody",)))
+
+
+def test_epilog_names_every_bench():
+    assert all(name in command.EPILOG for name in BENCHES)

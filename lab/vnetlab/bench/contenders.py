@@ -1,0 +1,372 @@
+"""Who is measured between two hosts: the bare underlay, kernel VXLAN, user-level overlays, and vnet in its settings.
+
+Each contender is brought up on hosts h1 and h2 of a lab whose underlay is there, gives the two ends to measure between,
+and is gone afterwards without a trace. Its processes bear the lab's mark, so that `lab down` finds them after any
+accident.
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from vnetlab import daemon, lab, measure, process
+from vnetlab.run import LabError, run, wait_until
+from vnetlab.topology import TAP_MTU_MAX, Kind, Node, Topology
+
+VXLAN_HEADERS = 50
+"""What VXLAN over IPv4 takes of the underlay's MTU (RFC 7348)."""
+TINC_MTU_MAX = 1500
+"""tinc without its jumbogram option, as Debian builds it, takes Ethernet frames of 1518 bytes."""
+NEBULA_HEADERS = 60
+"""IPv4, UDP, header and AES-GCM tag."""
+NEBULA_MTU_MAX = 8900
+"""Its buffers hold 9001 bytes, headers included."""
+START_S = 20
+USER_LEVEL_PORT = 4242
+
+
+class OnHost(Node):
+    """A host by its address on an overlay that ends on the host itself."""
+
+    @property
+    def address(self) -> str:
+        """IPv4 address."""
+        return f"10.77.{self.host}.250"
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Two machines to measure between, and the processes that carry their frames, by name."""
+
+    source: Node
+    destination: Node
+    processes: dict[str, int] = field(default_factory=dict)
+
+
+class Contender(Protocol):
+    """Somebody who joins two machines on two hosts."""
+
+    name: str
+
+    def missing(self) -> str | None:
+        """Says why it cannot run on this machine, or None when it can."""
+
+    def up(self, topology: Topology) -> contextlib.AbstractContextManager[Ends]:
+        """Joins two machines while the context lasts. Raises LabError when it cannot."""
+
+
+@dataclass(frozen=True)
+class Bare:
+    """The underlay itself, between hosts."""
+
+    name: str = "native"
+
+    def missing(self) -> None:
+        """The kernel has it."""
+
+    @contextlib.contextmanager
+    def up(self, topology: Topology) -> Iterator[Ends]:
+        """Nothing to do."""
+        yield Ends(*topology.hosts)
+
+
+@dataclass(frozen=True)
+class VxlanDevice:
+    """A kernel VXLAN device on each host, with addresses of its own."""
+
+    name: str = "kernel VXLAN, device"
+
+    def missing(self) -> None:
+        """The kernel has it."""
+
+    @contextlib.contextmanager
+    def up(self, topology: Topology) -> Iterator[Ends]:
+        """Makes the devices, and removes them."""
+        with _vxlan(topology) as _:
+            ends = [OnHost(host.lab, Kind.HOST, host.host) for host in topology.hosts]
+            for end in ends:
+                run(["ip", "-n", end.namespace, "address", "add", f"{end.address}/16", "dev", "vxlan"])
+            yield Ends(*ends)
+
+
+@dataclass(frozen=True)
+class VxlanContainers:
+    """Containers as common networks join them: a veth pair each, a bridge on each host, a kernel VXLAN device in it."""
+
+    name: str = "kernel VXLAN, containers"
+
+    def missing(self) -> None:
+        """The kernel has it."""
+
+    @contextlib.contextmanager
+    def up(self, topology: Topology) -> Iterator[Ends]:
+        """Makes bridges, VXLAN devices and veth pairs, and removes them."""
+        with _vxlan(topology) as mtu, contextlib.ExitStack() as stack:
+            for host in topology.hosts:
+                stack.callback(remove_device, host.namespace, "bridge")
+                bridge(host, mtu)
+            containers = topology.machines(Kind.CONTAINER)
+            for container in containers:
+                host = topology.hosts[container.host - 1]
+                here = f"{container.name} mtu {mtu} master bridge up"
+                there = f"{container.namespace} mtu {mtu}"
+                run(f"ip -n {host.namespace} link add {here} type veth peer name eth0 netns {there}".split())
+                stack.callback(remove_device, host.namespace, container.name)
+                inside = ["ip", "-n", container.namespace]
+                run([*inside, "address", "add", f"{container.address}/16", "dev", "eth0"])
+                run([*inside, "link", "set", "eth0", "up"])
+            yield Ends(containers[0], containers[-1])
+
+
+@contextlib.contextmanager
+def _vxlan(topology: Topology) -> Iterator[int]:
+    """Makes a VXLAN device on both hosts while the context lasts; gives its MTU."""
+    hosts = topology.hosts
+    mtu = topology.settings.underlay_mtu - VXLAN_HEADERS
+    with contextlib.ExitStack() as stack:
+        for host, peer in ((hosts[0], hosts[1]), (hosts[1], hosts[0])):
+            vxlan(host, peer, mtu)
+            stack.callback(remove_device, host.namespace, "vxlan")
+        yield mtu
+
+
+def vxlan(host: Node, peer: Node, mtu: int) -> None:
+    """Makes a kernel VXLAN device to another host."""
+    tunnel = f"id 77 dstport 4789 local {host.address} remote {peer.address} dev eth0"
+    run(f"ip -n {host.namespace} link add vxlan mtu {mtu} up type vxlan {tunnel}".split())
+
+
+def bridge(host: Node, mtu: int) -> None:
+    """Makes a bridge with the host's VXLAN device in it."""
+    run(f"ip -n {host.namespace} link add bridge mtu {mtu} up type bridge".split())
+    run(f"ip -n {host.namespace} link set vxlan master bridge".split())
+
+
+def remove_device(namespace: str, name: str) -> None:
+    """Removes a device; one that is gone is fine."""
+    with contextlib.suppress(LabError):
+        run(["ip", "-n", namespace, "link", "delete", name])
+
+
+@dataclass(frozen=True)
+class Tinc:
+    """tinc 1.0 as an Ethernet switch, without cipher and digest."""
+
+    name: str = "tinc"
+
+    def missing(self) -> str | None:
+        """Needs Debian's package."""
+        return absent("tincd", "tinc")
+
+    @contextlib.contextmanager
+    def up(self, topology: Topology) -> Iterator[Ends]:
+        """Runs a daemon on each host."""
+        with _user_level(topology, "tinc") as ends:
+            mtu = min(topology.settings.underlay_mtu - VXLAN_HEADERS, TINC_MTU_MAX)
+            folders = {end.name: self._configure(end) for end in ends}
+            for host in topology.hosts:
+                for folder in folders.values():
+                    # Each knows the others' public keys.
+                    own = folders[host.name] / "hosts" / host.name
+                    if folder != folders[host.name]:
+                        shutil.copy(own, folder / "hosts" / host.name)
+            for end in ends:
+                folder = folders[end.name]
+                pid = folder / "tinc.pid"
+                _start(end, "tinc", ["tincd", "--config", str(folder), "--no-detach", "--pidfile", str(pid)])
+                _address(end, "tinc0", mtu)
+            yield _meet("tinc", ends)
+
+    def _configure(self, end: Node) -> Path:
+        """Writes a host's configuration, and makes its keys."""
+        folder = end.file(".tinc")
+        (folder / "hosts").mkdir(parents=True)
+        peer = "h2" if end.host == 1 else "h1"
+        lines = [f"Name = {end.name}", "Mode = switch", "Interface = tinc0", f"ConnectTo = {peer}"]
+        (folder / "tinc.conf").write_text("\n".join([*lines, "AddressFamily = ipv4", ""]))
+        underlay = Node(end.lab, Kind.HOST, end.host).address
+        text = f"Address = {underlay}\nCipher = none\nDigest = none\nCompression = 0\n"
+        (folder / "hosts" / end.name).write_text(text)
+        run(["tincd", "--config", str(folder), "--generate-keys=2048"])
+        return folder
+
+
+@dataclass(frozen=True)
+class Nebula:
+    """Nebula with its own certificate authority; encrypts always, carries IP only."""
+
+    name: str = "Nebula"
+
+    def missing(self) -> str | None:
+        """Needs Debian's package."""
+        return absent("nebula", "nebula") or absent("nebula-cert", "nebula")
+
+    @contextlib.contextmanager
+    def up(self, topology: Topology) -> Iterator[Ends]:
+        """Runs a daemon on each host."""
+        with _user_level(topology, "nebula") as ends:
+            mtu = min(topology.settings.underlay_mtu - NEBULA_HEADERS, NEBULA_MTU_MAX)
+            folder = topology.state / "nebula"
+            folder.mkdir()
+            run(["nebula-cert", "ca", "-name", "bench"], cwd=folder)
+            for end in ends:
+                run(["nebula-cert", "sign", "-name", end.name, "-ip", f"{end.address}/16"], cwd=folder)
+            for end, peer in ((ends[0], ends[1]), (ends[1], ends[0])):
+                config = folder / f"{end.name}.yml"
+                config.write_text(self._configuration(folder, end, peer, mtu))
+                _start(end, "nebula", ["nebula", "-config", str(config)])
+                wait_until(f"Nebula's device on {end.name}", lambda end=end: _has(end, "nebula0"), START_S)
+            yield _meet("nebula", ends)
+
+    def _configuration(self, folder: Path, end: Node, peer: Node, mtu: int) -> str:
+        underlay = Node(peer.lab, Kind.HOST, peer.host).address
+        anybody = "[{port: any, proto: any, host: any}]"
+        return f"""\
+pki: {{ca: {folder}/ca.crt, cert: {folder}/{end.name}.crt, key: {folder}/{end.name}.key}}
+static_host_map: {{"{peer.address}": ["{underlay}:{USER_LEVEL_PORT}"]}}
+lighthouse: {{am_lighthouse: false, hosts: []}}
+listen: {{host: 0.0.0.0, port: {USER_LEVEL_PORT}}}
+cipher: aes
+tun: {{dev: nebula0, mtu: {mtu}}}
+firewall: {{outbound: {anybody}, inbound: {anybody}}}
+"""
+
+
+def absent(program: str, package: str) -> str | None:
+    """Says that a program is not installed, or None when it is."""
+    there = shutil.which(program, path="/usr/sbin:/usr/bin:/sbin:/bin")
+    return None if there else f"{program} is not installed (Debian package {package}): run 'make bench-packages'"
+
+
+@contextlib.contextmanager
+def _user_level(topology: Topology, name: str) -> Iterator[list[Node]]:
+    """Gives the hosts by their overlay addresses; ends the daemons called `name` on them and removes their files."""
+    ends = [OnHost(host.lab, Kind.HOST, host.host) for host in topology.hosts]
+    folders = [topology.state / name, *(end.file(f".{name}") for end in ends)]
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        yield ends
+    finally:
+        for end in ends:
+            process.stop(end.file(f".{name}.pid"))
+
+
+def _start(end: Node, name: str, command: list[str]) -> None:
+    """Starts a daemon on a host."""
+    words = ["ip", "netns", "exec", end.namespace, *command]
+    process.start(words, end.file(f".{name}.pid"), end.file(f".{name}.log"))
+
+
+def _has(end: Node, device: str) -> bool:
+    try:
+        return bool(run(["ip", "-n", end.namespace, "link", "show", device]))
+    except LabError:
+        return False
+
+
+def _address(end: Node, device: str, mtu: int) -> None:
+    """Waits for a daemon's device and sets it up."""
+    wait_until(f"{device} on {end.name}", lambda: _has(end, device), START_S)
+    run(["ip", "-n", end.namespace, "link", "set", device, "mtu", str(mtu), "up"])
+    run(["ip", "-n", end.namespace, "address", "add", f"{end.address}/16", "dev", device])
+
+
+def _meet(name: str, ends: list[Node]) -> Ends:
+    """Waits until the two ends reach each other."""
+    log = ends[0].file(f".{name}.log")
+    wait_until(f"{name} to join the hosts", lambda: reach(*ends), START_S, log)
+    return Ends(*ends, running(f".{name}.pid", ends))
+
+
+def reach(source: Node, destination: Node) -> bool:
+    """True when one ping gets its answer."""
+    return bool(measure.ping(source, destination, "-w", "1", count=1)[1])
+
+
+def running(suffix: str, nodes: list[Node]) -> dict[str, int]:
+    """The processes that files with this suffix tell of, by node."""
+    found = {node.name: process.find(node.file(suffix)) for node in nodes}
+    return {name: pid for name, pid in found.items() if pid is not None}
+
+
+@dataclass(frozen=True)
+class Vnet:
+    """vnet between containers."""
+
+    name: str = "vnet"
+    dispatch: tuple[tuple[str, str | int], ...] = ()
+    """Lines of [dispatch] that differ from the defaults."""
+    encapsulation: str = "native"
+    mtu: int = 0
+    """The interfaces' MTU; 0: the underlay's."""
+    binaries: Path | None = None
+    """Where vnetd and vnet are, when not in the usual place."""
+
+    def missing(self) -> None:
+        """It is what the bench is for; `up` fails when it is not built."""
+
+    @contextlib.contextmanager
+    def up(self, topology: Topology) -> Iterator[Ends]:
+        """Runs vnetd on both hosts."""
+        topology = self.topology(topology)
+        with self.daemons(topology) as processes:
+            containers = topology.machines(Kind.CONTAINER)
+            yield Ends(containers[0], containers[-1], processes)
+
+    def topology(self, topology: Topology) -> Topology:
+        """The lab with this contender's settings."""
+        mtu = self.mtu or topology.settings.underlay_mtu
+        return Topology(replace(topology.settings, encapsulation=self.encapsulation, mtu=mtu))
+
+    @contextlib.contextmanager
+    def daemons(self, topology: Topology, more: str = "") -> Iterator[dict[str, int]]:
+        """Runs vnetd on all hosts, with `more` in the configuration; gives the processes by host."""
+        with self.own_binaries():
+            try:
+                for host in topology.hosts:
+                    text = daemon.configuration(topology, host) + self.section() + more
+                    host.file(".toml").write_text(text)
+                    lab.start_daemon(topology, host)
+                yield running(".pid", topology.hosts)
+            finally:
+                for host in topology.hosts:
+                    process.stop(host.file(".pid"))
+                    host.file(".toml").unlink(missing_ok=True)
+
+    def section(self) -> str:
+        """The configuration's [dispatch]."""
+        lines = [f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}" for key, value in self.dispatch]
+        return "\n".join(["", "[dispatch]", *lines, ""]) if lines else ""
+
+    @contextlib.contextmanager
+    def own_binaries(self) -> Iterator[None]:
+        """Lets this contender's programs be used while the context lasts."""
+        before = os.environ.get("VNET_BINARIES")
+        if self.binaries:
+            os.environ["VNET_BINARIES"] = str(self.binaries)
+        try:
+            yield
+        finally:
+            if self.binaries and before is not None:
+                os.environ["VNET_BINARIES"] = before
+            elif self.binaries:
+                del os.environ["VNET_BINARIES"]
+
+
+VNET = Vnet()
+BLOCK = Vnet("vnet, yield=block", (("yield", "block"),))
+SETTINGS = [
+    VNET,
+    BLOCK,
+    Vnet("vnet, 2 threads", (("threads", 2),)),
+    Vnet("vnet, encapsulation=vnet", encapsulation="vnet"),
+    Vnet("vnet, interface MTU 65521", mtu=TAP_MTU_MAX),
+]
+"""vnet as containers may use it."""
+HOST_TO_HOST: list[Contender] = [Bare(), VxlanDevice(), VxlanContainers(), *SETTINGS, Tinc(), Nebula()]
+"""Everybody who joins containers or hosts."""

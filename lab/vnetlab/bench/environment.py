@@ -1,0 +1,73 @@
+"""The machine and the versions that figures hold for."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+from vnetlab import daemon
+from vnetlab.run import LabError, run
+
+PACKAGES = (
+    "iperf3",
+    "iputils-ping",
+    "sockperf",
+    "tinc",
+    "nebula",
+    "openvswitch-switch-dpdk",
+    "dpdk-dev",
+    "qemu-system-x86",
+)
+
+
+def machine() -> dict[str, str]:
+    """Describes this machine: processor, kernel, what may make figures jump."""
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    memory_kib = int(re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
+    uname = os.uname()
+    return {
+        "processor": re.search(r"model name\s*: (.*)", cpuinfo)[1],
+        "cores": str(os.cpu_count()),
+        "clock": f"{clock_hz() / 1e6:.0f} MHz",
+        "memory": f"{memory_kib / 2**20:.0f} GiB",
+        "kernel": f"{uname.sysname} {uname.release}",
+        "governor": _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "none (fixed, or the hypervisor's)"),
+        "virtual": "yes" if " hypervisor" in cpuinfo else "no",
+        "system": re.search(r'PRETTY_NAME="(.*)"', Path("/etc/os-release").read_text())[1],
+    }
+
+
+def clock_hz() -> float:
+    """Cycles a second of the time stamp counter, as near as the kernel tells."""
+    return float(re.search(r"cpu MHz\s*: ([\d.]+)", Path("/proc/cpuinfo").read_text())[1]) * 1e6
+
+
+def versions() -> dict[str, str]:
+    """Tells the versions of everybody that takes part and is there."""
+    found = {"vnet": _vnet(), "kernel VXLAN": os.uname().release}
+    for package in PACKAGES:
+        asked = subprocess.run(
+            ["dpkg-query", "-W", "-f", "${db:Status-Status} ${Version}", package],
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        state, _, version = asked.stdout.partition(" ")
+        found[package] = version if state == "installed" else "not installed"
+    return found
+
+
+def _vnet() -> str:
+    version = run([str(daemon.binaries() / "vnetd"), "--version"]).strip()
+    try:
+        revision = run(["git", "-C", str(daemon.REPOSITORY), "describe", "--always", "--dirty"]).strip()
+    except LabError:
+        return version
+    return f"{version} ({revision})"
+
+
+def _read(path: str, otherwise: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return otherwise

@@ -1,0 +1,92 @@
+"""Virtual machines on two hosts: joined by vnet over vhost-user, or by QEMU's tap, bridge and kernel VXLAN."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from vnetlab import guest, lab, process
+from vnetlab.bench.contenders import VXLAN_HEADERS, Ends, Vnet, bridge, remove_device, running, vxlan
+from vnetlab.image import ensure_image
+from vnetlab.run import run
+from vnetlab.topology import Kind, Node, Topology
+
+
+@dataclass(frozen=True)
+class VnetGuests:
+    """Virtual machines whose network device vnetd serves."""
+
+    vnet: Vnet
+
+    @property
+    def name(self) -> str:
+        """As the settings are called."""
+        return self.vnet.name
+
+    def missing(self) -> str | None:
+        """Runs wherever the lab runs."""
+        return self.vnet.missing()
+
+    @contextlib.contextmanager
+    def up(self, topology: Topology) -> Iterator[Ends]:
+        """Runs vnetd and a virtual machine on each host."""
+        topology = self.vnet.topology(topology)
+        with self.vnet.daemons(topology) as daemons, _guests(topology) as stack:
+            image = ensure_image(lab.CACHE)
+            guests = topology.machines(Kind.VM)
+            for machine in guests:
+                stack.callback(process.stop, machine.file(".pid"))
+                guest.start(topology, machine, image)
+            yield _ready(guests, daemons)
+
+
+@dataclass(frozen=True)
+class TapGuests:
+    """Virtual machines with a tap each, in a bridge with a kernel VXLAN device; interrupts by MSI-X, as QEMU has it."""
+
+    name: str = "QEMU tap, bridge, kernel VXLAN"
+
+    def missing(self) -> None:
+        """The kernel has it."""
+
+    @contextlib.contextmanager
+    def up(self, topology: Topology) -> Iterator[Ends]:
+        """Makes devices and runs a virtual machine on each host."""
+        mtu = topology.settings.underlay_mtu - VXLAN_HEADERS
+        topology = Topology(replace(topology.settings, mtu=mtu))
+        image = ensure_image(lab.CACHE)
+        with _guests(topology) as stack:
+            guests, hosts = topology.machines(Kind.VM), topology.hosts
+            for machine, host, peer in zip(guests, hosts, reversed(hosts), strict=True):
+                self._devices(machine, host, peer, mtu, stack)
+                netdev = ["-netdev", "tap,id=net,ifname=tap,script=no,downscript=no"]
+                stack.callback(process.stop, machine.file(".pid"))
+                words = guest.command(topology, machine, image, netdev, msix=True)
+                guest.launch(machine, ["ip", "netns", "exec", host.namespace, *words])
+            yield _ready(guests, {})
+
+    def _devices(self, machine: Node, host: Node, peer: Node, mtu: int, stack: contextlib.ExitStack) -> None:
+        """Makes a host's VXLAN device, bridge and tap."""
+        for name in ("vxlan", "bridge", "tap"):
+            stack.callback(remove_device, host.namespace, name)
+        vxlan(host, peer, mtu)
+        bridge(host, mtu)
+        run(f"ip -n {host.namespace} tuntap add tap mode tap vnet_hdr".split())
+        run(f"ip -n {host.namespace} link set tap mtu {mtu} master bridge up".split())
+        machine.file(".log").unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _guests(topology: Topology) -> Iterator[contextlib.ExitStack]:
+    """What to do at the end, and no files of guests that ran before."""
+    with contextlib.ExitStack() as stack:
+        for machine in topology.machines(Kind.VM):
+            for suffix in (".log", ".console.log"):
+                machine.file(suffix).unlink(missing_ok=True)
+        yield stack
+
+
+def _ready(guests: list[Node], daemons: dict[str, int]) -> Ends:
+    """Waits for the guests."""
+    for machine in guests:
+        guest.wait(machine)
+    return Ends(guests[0], guests[-1], daemons | running(".pid", guests))

@@ -1,0 +1,84 @@
+"""Results as drawings, by matplotlib, which only `make bench` needs."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vnetlab.bench.report import describe
+from vnetlab.bench.result import METRICS, Result
+from vnetlab.run import LabError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH_INCHES = 9
+HEIGHT_INCHES = 3.2
+FORMATS = ("svg", "png")
+
+
+def draw(result: Result, title: str, metrics: tuple[str, ...], axis: str, folder: Path) -> list[Path]:
+    """Draws each metric there are figures of, one below the other; gives the files, SVG and PNG.
+
+    Raises LabError when there is no matplotlib.
+    """
+    try:
+        import matplotlib as mpl  # noqa: PLC0415
+
+        mpl.use("agg")
+        from matplotlib import pyplot  # noqa: PLC0415
+    except ImportError as error:
+        raise LabError("plots need matplotlib: run 'make bench', or .venv/bin/python lab/lab bench") from error
+    # The same figures give the same file.
+    mpl.rcParams["svg.hashsalt"] = "vnet"
+    drawn = [metric for metric in metrics if metric in result.metrics()]
+    if not drawn:
+        return []
+    size = (WIDTH_INCHES, HEIGHT_INCHES * len(drawn))
+    figure, rows = pyplot.subplots(len(drawn), 1, figsize=size, squeeze=False, layout="constrained")
+    for metric, row in zip(drawn, rows[:, 0], strict=True):
+        (_lines if axis else _bars)(row, result, metric, axis)
+        row.set_ylabel(METRICS[metric].unit)
+        row.set_ylim(bottom=0)
+        row.set_title(METRICS[metric].title)
+        row.grid(axis="y", alpha=0.3)
+    rows[0, 0].legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
+    figure.suptitle(title + (" (quick run: not for reading)" if result.quick else ""))
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{result.bench}.{kind}" for kind in FORMATS]
+    for path in paths:
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
+    return paths
+
+
+def _bars(axes: "Axes", result: Result, metric: str, _axis: str) -> None:
+    """Conditions from left to right, a bar for each contender: median, smallest and largest."""
+    groups = [
+        each for each in result.conditions() if any(result.find(each, name, metric) for name in result.contenders())
+    ]
+    names = [name for name in result.contenders() if any(result.find(each, name, metric) for each in groups)]
+    width = 0.8 / len(names)
+    for place, name in enumerate(names):
+        found = [(at, result.find(each, name, metric)) for at, each in enumerate(groups)]
+        there = [(at + (place + 0.5) * width - 0.4, series) for at, series in found if series]
+        medians, below, above = _figures(metric, [series for _, series in there])
+        axes.bar([at for at, _ in there], medians, width, yerr=[below, above], label=name, capsize=2)
+    axes.set_xticks(range(len(groups)), [describe(each) for each in groups], fontsize="x-small")
+
+
+def _lines(axes: "Axes", result: Result, metric: str, axis: str) -> None:
+    """One condition from left to right, a line for each contender."""
+    for name in result.contenders():
+        found = [(each[axis], result.find(each, name, metric)) for each in result.conditions() if axis in each]
+        there = [(at, series) for at, series in found if series]
+        medians, below, above = _figures(metric, [series for _, series in there])
+        axes.errorbar([at for at, _ in there], medians, yerr=[below, above], marker="o", label=name, capsize=2)
+    axes.set_xscale("log")
+    axes.set_xlabel(axis)
+
+
+def _figures(metric: str, found: list) -> tuple[list[float], list[float], list[float]]:
+    """Medians and their distances to the smallest and the largest, as they are shown."""
+    scale = METRICS[metric].scale
+    medians = [series.median / scale for series in found]
+    below = [(series.median - series.spread[0]) / scale for series in found]
+    return medians, below, [(series.spread[1] - series.median) / scale for series in found]

@@ -1,0 +1,207 @@
+"""Figures: what is measured, in which unit, where medians and spreads come from, and when two differ."""
+
+import itertools
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Self, TypeVar
+
+_T = TypeVar("_T")
+
+Conditions = dict[str, str | int]
+"""Under what a series was measured: {"wire": "10g", "MTU": 9000}."""
+Sample = dict[str, float]
+"""What one run of one contender gave, by metric."""
+
+SIGNIFICANCE = 0.05
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Something measured. Values are kept in base units and shown divided by `scale`."""
+
+    title: str
+    unit: str
+    scale: float = 1
+    digits: int = 2
+    higher_is_better: bool = False
+    in_tables: bool = True
+    """Whether tables have it; what is kept always has."""
+
+    def show(self, value: float) -> str:
+        """The value as text, without its unit."""
+        return f"{value / self.scale:.{self.digits}f}"
+
+
+def _rate(title: str, digits: int = 2) -> Metric:
+    return Metric(title, "Gbit/s", 1e9, digits, higher_is_better=True)
+
+
+def _time(title: str) -> Metric:
+    return Metric(title, "us", digits=1)
+
+
+PROCESSES = ("h1", "h2", "h1v1", "h2v1", "OVS", "ovsdb", "client", "server")
+"""Whose processor time is kept apart: the daemon of a host, virtual machines, Open vSwitch, either end of iperf3."""
+UDP_WRITES = (64, 1400, 8800, 64000)
+METRICS = {
+    "tcp_bps": _rate("TCP"),
+    **{f"udp_{size}_bps": _rate(f"UDP {size} B", digits=3) for size in UDP_WRITES},
+    **{f"{kind}_{rank}_us": _time(f"{kind} {rank}") for kind in ("ping", "tcp") for rank in ("median", "p99", "p99.9")},
+    "frames_per_s": Metric("frames", "M/s", 1e6, higher_is_better=True),
+    "frames_per_s_a_core": Metric("frames a core", "M/s", 1e6, higher_is_better=True),
+    "cycles_a_frame": Metric("busy cycles a frame", "cycles", digits=0),
+    "thread_cycles_a_frame": Metric("all cycles a frame", "cycles", digits=0),
+    "tso_bps": _rate("TSO stream"),
+    "tso_bps_a_core": _rate("TSO stream a dispatcher core"),
+    "cached_ns": Metric("look-up, cached", "ns", digits=1),
+    "few_ns": Metric("look-up, table", "ns", digits=1),
+    "all_ns": Metric("look-up, whole table", "ns", digits=1),
+    "bytes_a_route": Metric("memory a route", "bytes", digits=0),
+    "build_ms": Metric("table built in", "ms", digits=1),
+    "wakeups_per_s": Metric("wake-ups", "1/s", digits=1),
+    "rss_bytes": Metric("RSS", "MiB", 2**20, digits=1),
+    "daemon_cores": Metric("daemons", "cores", digits=3),
+    "daemon_cores_idle": Metric("daemon, idle", "cores", digits=3),
+    "load_cores": Metric("load", "cores"),
+    "system_cores": Metric("whole machine", "cores"),
+    **{f"cores_{name}": Metric(name, "cores", digits=3, in_tables=False) for name in PROCESSES},
+}
+
+
+@dataclass
+class Series:
+    """All values of one metric of one contender under the same conditions, in the order of the rounds."""
+
+    conditions: Conditions
+    contender: str
+    metric: str
+    values: list[float]
+
+    @property
+    def median(self) -> float:
+        """Their median."""
+        return statistics.median(self.values)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The smallest and the largest."""
+        return min(self.values), max(self.values)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A contender that could not be measured, and why."""
+
+    conditions: Conditions
+    contender: str
+    reason: str
+
+
+@dataclass
+class Result:
+    """One run of one bench."""
+
+    bench: str
+    command: str
+    date: str
+    repeat: int
+    quick: bool
+    machine: dict[str, str]
+    versions: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+    series: list[Series] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+    def add(self, conditions: Conditions, contender: str, sample: Sample) -> None:
+        """Takes one run's figures in."""
+        for metric, value in sample.items():
+            found = self.find(conditions, contender, metric)
+            if found:
+                found.values.append(value)
+            else:
+                self.series.append(Series(dict(conditions), contender, metric, [value]))
+
+    def find(self, conditions: Conditions, contender: str, metric: str) -> Series | None:
+        """Gives a series, or None when there is none."""
+        for series in self.series:
+            if (series.conditions, series.contender, series.metric) == (conditions, contender, metric):
+                return series
+        return None
+
+    def metrics(self) -> list[str]:
+        """The metrics there are figures of, in the order of METRICS."""
+        there = {series.metric for series in self.series}
+        return [metric for metric in METRICS if metric in there]
+
+    def conditions(self) -> list[Conditions]:
+        """All conditions in the order in which they were met."""
+        return _distinct(entry.conditions for entry in [*self.series, *self.failures])
+
+    def contenders(self) -> list[str]:
+        """All contenders in the order in which they were met, measured or not."""
+        return _distinct(entry.contender for entry in [*self.series, *self.failures])
+
+    def write(self, path: Path) -> None:
+        """Writes everything as JSON, each series with its median and spread."""
+        text = asdict(self)
+        for entry, series in zip(text["series"], self.series, strict=True):
+            low, high = series.spread
+            entry |= {"unit": _base_unit(series.metric), "median": series.median, "min": low, "max": high}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(text, indent=2) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Reads what `write` wrote."""
+        text = json.loads(path.read_text())
+        fields = ("conditions", "contender", "metric", "values")
+        series = [Series(**{name: entry[name] for name in fields}) for entry in text.pop("series")]
+        failures = [Failure(**entry) for entry in text.pop("failures")]
+        return cls(**text, series=series, failures=failures)
+
+
+def _base_unit(metric: str) -> str:
+    """The unit in which values are kept."""
+    known = METRICS[metric]
+    return known.unit if known.scale == 1 else {"Gbit/s": "bit/s", "M/s": "1/s", "MiB": "bytes"}[known.unit]
+
+
+def _distinct(entries: Iterator[_T]) -> list[_T]:
+    seen: list[_T] = []
+    for entry in entries:
+        if entry not in seen:
+            seen.append(entry)
+    return seen
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of all values do not exceed (nearest rank)."""
+    ordered = sorted(values)
+    rank = -(-share * len(ordered) // 1)
+    return ordered[max(0, min(len(ordered), int(rank)) - 1)]
+
+
+def difference_p(one: Sequence[float], other: Sequence[float]) -> float:
+    """How likely two series from one source differ as much as these: the exact two-sided Mann-Whitney test.
+
+    All ways to part the values into two series of these lengths are counted, so lengths up to about 10 are sensible.
+    """
+    pooled = [*one, *other]
+    middle = len(one) * len(other) / 2
+    beaten = [[(a > b) + 0.5 * (a == b) for b in pooled] for a in pooled]
+
+    def distance(chosen: tuple[int, ...]) -> float:
+        rest = [index for index in range(len(pooled)) if index not in chosen]
+        return abs(sum(beaten[a][b] for a in chosen for b in rest) - middle)
+
+    observed = distance(tuple(range(len(one))))
+    splits = [distance(chosen) for chosen in itertools.combinations(range(len(pooled)), len(one))]
+    return sum(split >= observed - 1e-9 for split in splits) / len(splits)
+
+
+def smallest_p(one: int, other: int) -> float:
+    """What `difference_p` gives at least for series of these lengths."""
+    return difference_p(range(one), range(one, one + other))

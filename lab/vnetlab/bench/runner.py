@@ -1,0 +1,100 @@
+"""Runs the cases of a bench: in each round everybody once, in the same order."""
+
+import contextlib
+import fcntl
+import shlex
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from vnetlab import lab
+from vnetlab.bench import environment
+from vnetlab.bench.result import METRICS, Conditions, Failure, Result, Sample
+from vnetlab.bench.suite import LAB, Bench, Case, Options, Turn, cases
+from vnetlab.run import LabError, progress
+from vnetlab.topology import Topology
+
+LOCK = Path("/run/vnet-bench.lock")
+REPEAT = 5
+REPEAT_QUICK = 2
+
+
+def begin(bench: Bench, options: Options, repeat: int) -> Result:
+    """Makes a result without figures: where, when and of what it will be."""
+    return Result(
+        bench=bench.name,
+        command=shlex.join(["lab/lab", *sys.argv[1:]]),
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        repeat=repeat,
+        quick=options.quick,
+        machine=environment.machine(),
+        versions=environment.versions(),
+        notes=list(bench.notes),
+    )
+
+
+def run(bench: Bench, options: Options, result: Result) -> None:
+    """Runs a bench and adds its figures to `result`, which so has what there is when the user interrupts.
+
+    Who cannot run is noted with the reason. Takes down everything also when it is interrupted.
+    """
+    with _alone():
+        for case in cases(bench, options):
+            progress(f"{bench.name}: {words(case.conditions)}")
+            try:
+                topology = lab.prepare(case.settings)
+                _rounds(bench, case, topology, result)
+            finally:
+                lab.down(LAB)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Keeps a second bench out."""
+    with LOCK.open("wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise LabError("another bench runs on this machine") from error
+        yield
+
+
+def words(conditions: Conditions) -> str:
+    """Conditions as text."""
+    return ", ".join(f"{name} {value}" for name, value in conditions.items())
+
+
+def _rounds(bench: Bench, case: Case, topology: Topology, result: Result) -> None:
+    """Takes turns; who fails once is out of the case."""
+    out: set[str] = set()
+    for turn in case.turns:
+        reason = turn.missing()
+        if reason:
+            out.add(turn.contender)
+            _note(result, case, turn, reason)
+    for number in range(1, result.repeat + 1):
+        for turn in case.turns:
+            if turn.contender in out:
+                continue
+            try:
+                sample = turn.take(topology)
+            except LabError as error:
+                error.keep_log()
+                out.add(turn.contender)
+                last = (error.log_end or "").strip().splitlines()[-1:]
+                _note(result, case, turn, " / ".join([f"round {number}: {error}", *(line.strip() for line in last)]))
+                continue
+            result.add(case.conditions, turn.contender, sample)
+            progress(f"  {number}/{result.repeat} {turn.contender}: {_shown(sample, bench)}")
+
+
+def _note(result: Result, case: Case, turn: Turn, reason: str) -> None:
+    result.failures.append(Failure(dict(case.conditions), turn.contender, reason))
+    progress(f"  {turn.contender} is out: {reason}")
+
+
+def _shown(sample: Sample, bench: Bench) -> str:
+    """The sample's most telling figures."""
+    names = [name for name in bench.plotted if name in sample] or list(sample)[:4]
+    return ", ".join(f"{METRICS[name].title} {METRICS[name].show(sample[name])} {METRICS[name].unit}" for name in names)

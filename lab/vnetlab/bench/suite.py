@@ -1,0 +1,302 @@
+"""The benches: their cases, who takes part, and what each turn measures."""
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from vnetlab import machine
+from vnetlab.bench import usage, vhost, workload
+from vnetlab.bench.contenders import BLOCK, HOST_TO_HOST, SETTINGS, VNET, Contender, Ends, Nebula, Tinc, Vnet
+from vnetlab.bench.guests import TapGuests, VnetGuests
+from vnetlab.bench.result import Conditions, Sample
+from vnetlab.run import LabError, run
+from vnetlab.topology import Kind, Settings, Topology, Wire
+
+LAB = "bench"
+MTUS = (1500, 9000)
+ROUTES = (10, 100, 1_000, 10_000, 100_000, 1_000_000)
+INTERFACES = (1, 4, 16, 64, 256)
+SETTLE_S = 1
+"""What has just started is left alone for so long before it is called idle."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What of a bench to run, and how long."""
+
+    quick: bool = False
+    wires: tuple[str, ...] = ()
+    mtus: tuple[int, ...] = MTUS
+    contenders: tuple[str, ...] = ()
+    """Parts of names; none: everybody."""
+    vnets: tuple[Vnet, ...] = ()
+    """These instead of everybody, for comparing vnet with itself."""
+
+    def seconds(self, full: float) -> float:
+        """How long to measure what is measured for `full` seconds usually."""
+        return 1 if self.quick else full
+
+    def settings(self) -> Iterable[tuple[str, int]]:
+        """Wires and MTUs of the underlay to go through."""
+        return [(wire, mtu) for wire in self.wires for mtu in self.mtus]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One contender's turn."""
+
+    contender: str
+    missing: Callable[[], str | None]
+    take: Callable[[Topology], Sample]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured under the same conditions, by turns."""
+
+    conditions: Conditions
+    settings: Settings
+    turns: list[Turn]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A bench."""
+
+    name: str
+    title: str
+    cases: Callable[[Options], list[Case]]
+    plotted: tuple[str, ...]
+    """Metrics that are drawn."""
+    notes: tuple[str, ...] = ()
+    wires: tuple[str, ...] = (Wire.NONE,)
+    """Gone through unless asked otherwise."""
+    axis: str = ""
+    """The condition that is drawn from left to right, when there is one with many values."""
+
+
+def _turn(contender: Contender, load: Callable[[Ends], Sample]) -> Turn:
+    """Brings a contender up and loads it."""
+
+    def take(topology: Topology) -> Sample:
+        with contender.up(topology) as ends:
+            return load(ends)
+
+    return Turn(contender.name, contender.missing, take)
+
+
+def _between_hosts(load: Callable[[Ends, float], Sample], seconds: float) -> Callable[[Options], list[Case]]:
+    """The cases of a load between two hosts: every wire, every MTU."""
+
+    def cases(options: Options) -> list[Case]:
+        everybody = list(options.vnets) or HOST_TO_HOST
+        return [
+            Case(
+                {"wire": wire, "MTU": mtu},
+                Settings(name=LAB, vms=0, wire=wire, underlay_mtu=mtu, mtu=mtu),
+                [_turn(contender, lambda ends: load(ends, options.seconds(seconds))) for contender in everybody],
+            )
+            for wire, mtu in options.settings()
+        ]
+
+    return cases
+
+
+def _vm(options: Options) -> list[Case]:
+    """TCP and pings between virtual machines."""
+    everybody: list[Contender] = [VnetGuests(vnet) for vnet in options.vnets]
+    everybody = everybody or [TapGuests(), VnetGuests(VNET), VnetGuests(BLOCK)]
+    return [
+        Case(
+            {"wire": wire, "MTU": mtu},
+            Settings(name=LAB, containers=0, wire=wire, underlay_mtu=mtu, mtu=mtu),
+            [_turn(contender, lambda ends: workload.tcp_and_ping(ends, options.seconds(5))) for contender in everybody],
+        )
+        for wire, mtu in options.settings()
+    ]
+
+
+def _small(options: Options) -> list[Case]:
+    """64-byte frames on one host and across a link, and a stream of super-frames."""
+    seconds = max(3, options.seconds(10))
+    vnets = options.vnets or (VNET, BLOCK)
+    local = [*([] if options.vnets else [vhost.Ovs()]), *(vhost.VnetSwitch(vnet) for vnet in vnets)]
+    across = [vhost.VnetSwitch(vnet, link=True) for vnet in vnets]
+
+    def turns(load: Callable[..., Sample], switches: Iterable[vhost.Switch], seconds: float) -> list[Turn]:
+        return [
+            Turn(switch.name, switch.missing, lambda topology, switch=switch: load(switch, topology, seconds))
+            for switch in switches
+        ]
+
+    def streams(link: bool) -> list[Turn]:
+        switches = [vhost.VnetSwitch(vnet, link=link, server=True, pinned=False) for vnet in vnets]
+        return turns(vhost.super_frames, switches, options.seconds(5))
+
+    cases = []
+    for _, mtu in options.settings():
+        settings = Settings(name=LAB, vms=0, containers=0, underlay_mtu=mtu)
+        cases.append(
+            Case(
+                {"path": "link", "MTU": mtu, "load": "64-byte frames"},
+                settings,
+                turns(vhost.small_frames, across, seconds),
+            )
+        )
+        cases.append(Case({"path": "link", "MTU": mtu, "load": "TSO stream"}, settings, streams(link=True)))
+    settings = Settings(name=LAB, vms=0, containers=0)
+    one_host = [
+        Case({"path": "one host", "load": "64-byte frames"}, settings, turns(vhost.small_frames, local, seconds)),
+        Case({"path": "one host", "load": "TSO stream"}, settings, streams(link=False)),
+    ]
+    return one_host + cases
+
+
+def _scale(options: Options) -> list[Case]:
+    """Look-ups by number of routes, then a path between two containers by number of interfaces."""
+    vnets = options.vnets or (VNET,)
+    settings = Settings(name=LAB, vms=0, containers=0)
+    cases = [
+        Case({"routes": routes}, settings, [_lookup(vnet, routes) for vnet in vnets])
+        for routes in (ROUTES[::5] if options.quick else ROUTES)
+    ]
+    settings = Settings(name=LAB, vms=0)
+    cases += [
+        Case({"interfaces": count}, settings, [_interfaces(vnet, count, options.seconds(3)) for vnet in vnets])
+        for count in (INTERFACES[::4] if options.quick else INTERFACES)
+    ]
+    return cases
+
+
+def _lookup(vnet: Vnet, routes: int) -> Turn:
+    """One run of vnet/examples/lookup.rs."""
+
+    def take(_topology: Topology) -> Sample:
+        with vnet.own_binaries():
+            program = vhost.example("lookup")
+        found = json.loads(run([str(program), str(routes)], timeout_s=120))
+        return {name: value for name, value in found.items() if name != "routes"}
+
+    return Turn(vnet.name, vnet.missing, take)
+
+
+def _interfaces(vnet: Vnet, count: int, seconds: float) -> Turn:
+    """TCP and pings between two containers while each vnetd has `count` interfaces."""
+
+    def take(topology: Topology) -> Sample:
+        for host in topology.hosts:
+            # The other interfaces are to be idle: without this, hosts would send neighbour discovery on them.
+            machine.execute(host, "sysctl", "-q", "-w", "net.ipv6.conf.default.disable_ipv6=1")
+        lines = 'kind = "tap"\n'
+        more = "".join(f'\n[[interface]]\nname = "more{i}"\n{lines}device = "more{i}"\n' for i in range(1, count))
+        with vnet.daemons(topology, more) as processes:
+            containers = topology.machines(Kind.CONTAINER)
+            quiet = _idle(processes, seconds)
+            sample = workload.tcp_and_ping(Ends(containers[0], containers[-1], processes), seconds)
+        return sample | {"daemon_cores_idle": quiet["daemon_cores"], "rss_bytes": quiet["rss_bytes"]}
+
+    return Turn(vnet.name, vnet.missing, take)
+
+
+def _idle_cases(options: Options) -> list[Case]:
+    """Daemons that have nothing to do."""
+    everybody = list(options.vnets) or [*SETTINGS[:3], Tinc(), Nebula()]
+    seconds = max(3, options.seconds(20))
+    return [
+        Case(
+            {"interfaces": 1},
+            Settings(name=LAB, vms=0),
+            [_turn(contender, lambda ends: _idle(ends.processes, seconds)) for contender in everybody],
+        )
+    ]
+
+
+def _idle(processes: dict[str, int], seconds: float) -> Sample:
+    """What one idle daemon takes: the average of those there are."""
+    if not processes:
+        raise LabError("no daemon runs")
+    time.sleep(SETTLE_S)
+    before = usage.wakeups(processes.values())
+    with usage.measured(processes) as used:
+        time.sleep(seconds)
+    woken = usage.wakeups(processes.values()) - before
+    return {
+        "daemon_cores": used.processes_cores / len(processes),
+        "wakeups_per_s": woken / used.seconds / len(processes),
+        "rss_bytes": sum(usage.rss_bytes(pid) for pid in processes.values()) / len(processes),
+    }
+
+
+_SHAPED = "Wires are shaped by a token bucket on the underlay's devices: compare with native on the same wire."
+_RTT = tuple(f"{kind}_{rank}_us" for kind in ("ping", "tcp") for rank in ("median", "p99"))
+_SMALL_NOTES = (
+    "testpmd (virtio-user, flow generator) is pinned to processor 1, the switch to processor 0, on a link both vnetd.",
+    "Frames a second are those that arrived, both directions together. Busy cycles are counted by OVS's polling "
+    "thread, for iterations with work. All cycles are processor time of the forwarding threads times the clock, "
+    "spinning included: of a switch that is not saturated they say too much.",
+    "A core is that of the busier daemon. The TSO stream goes one way, in frames of 65226 bytes with their checksum "
+    "and segmentation left to the device, from and to a guest that waits for interrupts (vnet/examples/guest.rs).",
+)
+
+BENCHES = {
+    bench.name: bench
+    for bench in (
+        Bench(
+            "tcp",
+            "TCP between containers",
+            _between_hosts(workload.tcp, 5),
+            ("tcp_bps",),
+            ("One iperf3 stream, default settings.", _SHAPED),
+            tuple(Wire),
+        ),
+        Bench(
+            "udp",
+            "UDP goodput between containers",
+            _between_hosts(workload.udp, 2),
+            tuple(f"udp_{size}_bps" for size in workload.UDP_WRITES),
+            ("iperf3 writes as fast as it can; what arrives whole counts.", _SHAPED),
+        ),
+        Bench(
+            "rtt",
+            "Round trips between containers",
+            _between_hosts(workload.rtt, 4),
+            _RTT,
+            ("One ping each millisecond; TCP requests of 64 bytes, one after the other (sockperf).",),
+        ),
+        Bench("small", "vhost-user ports", _small, ("frames_per_s", "tso_bps_a_core"), _SMALL_NOTES),
+        Bench(
+            "vm",
+            "Virtual machines under QEMU",
+            _vm,
+            ("tcp_bps", "ping_median_us"),
+            ("One iperf3 stream, then pings. QEMU emulates the processor where the machine has no KVM.",),
+        ),
+        Bench(
+            "scale",
+            "Routes and interfaces",
+            _scale,
+            ("cached_ns", "few_ns", "all_ns"),
+            ("Look-ups by vnet/examples/lookup.rs, which tells what its three kinds are.",),
+            axis="routes",
+        ),
+        Bench("idle", "Idle daemons", _idle_cases, ("daemon_cores", "rss_bytes"), ("One daemon, no traffic.",)),
+    )
+}
+
+
+def cases(bench: Bench, options: Options) -> list[Case]:
+    """The cases of a bench, with the contenders that are wanted. Raises LabError when nobody is."""
+    options = replace(options, wires=options.wires or bench.wires)
+    found = []
+    for case in bench.cases(options):
+        wanted = [turn for turn in case.turns if _wanted(turn.contender, options.contenders)]
+        if wanted:
+            found.append(replace(case, turns=wanted))
+    if not found:
+        raise LabError(f"bench {bench.name} has no contender like {' or '.join(options.contenders)}")
+    return found
+
+
+def _wanted(name: str, parts: tuple[str, ...]) -> bool:
+    return not parts or any(name == part or part.lower() in name.lower() for part in parts)

@@ -1,0 +1,98 @@
+"""Processor time: what processes, a thread or the whole machine took while something ran."""
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+CONTEXT_SWITCHES = re.compile(r"^(?:non)?voluntary_ctxt_switches:\s+(\d+)$", re.MULTILINE)
+
+
+@dataclass
+class Usage:
+    """Processor seconds over a time; filled in when the measuring ends."""
+
+    seconds: float = 0
+    system_s: float = 0
+    processes_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def system_cores(self) -> float:
+        """How many processors the whole machine kept busy."""
+        return self.system_s / self.seconds
+
+    @property
+    def processes_cores(self) -> float:
+        """How many processors the processes kept busy together."""
+        return sum(self.processes_s.values()) / self.seconds
+
+    def sample(self) -> dict[str, float]:
+        """All of it by metric: the daemons together, the whole machine, each process."""
+        each = {f"cores_{name}": seconds / self.seconds for name, seconds in self.processes_s.items()}
+        return {"daemon_cores": self.processes_cores, "system_cores": self.system_cores, **each}
+
+
+@contextlib.contextmanager
+def measured(processes: Mapping[str, int]) -> Iterator[Usage]:
+    """Measures what is used while the context lasts, of processes by name and id, and of the machine."""
+    usage = Usage()
+    begin, system = time.monotonic(), busy_s()
+    before = {name: process_s(pid) for name, pid in processes.items()}
+    yield usage
+    usage.processes_s = {name: process_s(pid) - before[name] for name, pid in processes.items()}
+    usage.system_s = busy_s() - system
+    usage.seconds = time.monotonic() - begin
+
+
+def busy_s(stat: str | None = None) -> float:
+    """Seconds that all processors together were busy since boot (proc(5), /proc/stat: all but idle and iowait)."""
+    fields = (stat or Path("/proc/stat").read_text()).splitlines()[0].split()[1:9]
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields)
+    return (user + nice + system + irq + softirq + steal) * TICK_S
+
+
+def process_s(pid: int) -> float:
+    """Processor seconds of a process and all its threads that live, to the nanosecond; 0 when it is gone."""
+    return sum(thread_s(pid, thread) for thread in threads(pid))
+
+
+def threads(pid: int) -> list[int]:
+    """Lists a process's threads."""
+    try:
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    except FileNotFoundError:
+        return []
+
+
+def thread_s(pid: int, thread: int) -> float:
+    """Processor seconds of one thread (Documentation/scheduler/sched-stats.rst, /proc/PID/schedstat)."""
+    try:
+        return int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+def named_threads(pid: int, prefix: str) -> list[int]:
+    """Lists a process's threads whose name starts with `prefix`."""
+    return [thread for thread in threads(pid) if Path(f"/proc/{pid}/task/{thread}/comm").read_text().startswith(prefix)]
+
+
+def wakeups(pids: Iterable[int]) -> int:
+    """How often threads of these processes left a processor so far, by will or not: as often as they came to it."""
+    total = 0
+    for pid in pids:
+        for thread in threads(pid):
+            status = Path(f"/proc/{pid}/task/{thread}/status").read_text()
+            total += sum(map(int, CONTEXT_SWITCHES.findall(status)))
+    return total
+
+
+def rss_bytes(pid: int) -> int:
+    """Resident memory of a process in bytes."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    found = re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0

@@ -1,0 +1,99 @@
+"""What contenders between hosts are loaded with: iperf3, ping, sockperf. Each gives a sample."""
+
+import re
+
+from vnetlab import machine, measure, process
+from vnetlab.bench import usage
+from vnetlab.bench.contenders import Ends, reach
+from vnetlab.bench.result import UDP_WRITES, Sample, percentile
+from vnetlab.run import LabError, wait_until
+from vnetlab.topology import Node
+
+MEET_S = 10
+SOCKPERF_PORT = 11111
+MESSAGE_BYTES = 64
+PING_INTERVAL_S = 0.001
+RANKS = {"median": 0.5, "p99": 0.99, "p99.9": 0.999}
+SOCKPERF_RANK = re.compile(r"percentile (\d+\.\d+) =\s+([\d.]+)")
+
+
+def tcp(ends: Ends, seconds: float) -> Sample:
+    """One TCP stream for so long."""
+    meet(ends)
+    return _throughput(ends, "tcp_bps", seconds)
+
+
+def udp(ends: Ends, seconds: float) -> Sample:
+    """One UDP stream as fast as it goes for each size of write; what arrived counts."""
+    meet(ends)
+    sample: Sample = {}
+    with usage.measured(ends.processes) as used:
+        for size in UDP_WRITES:
+            words = ("--udp", "--bitrate", "0", "--length", str(size))
+            sample[f"udp_{size}_bps"] = measure.throughput(ends.source, ends.destination, *words, seconds=seconds)
+    return sample | used.sample()
+
+
+def rtt(ends: Ends, seconds: float) -> Sample:
+    """Round trips by ping and of TCP requests, for so long each."""
+    meet(ends)
+    with usage.measured(ends.processes) as used:
+        sample = pings(ends, seconds)
+        text = _sockperf(ends.source, ends.destination, seconds)
+    return sample | sockperf_ranks(text) | used.sample()
+
+
+def tcp_and_ping(ends: Ends, seconds: float) -> Sample:
+    """One TCP stream, then pings, for so long each: what machines can do that have only these tools."""
+    meet(ends)
+    return _throughput(ends, "tcp_bps", seconds) | pings(ends, seconds)
+
+
+def pings(ends: Ends, seconds: float) -> Sample:
+    """Round trips by ping, one each millisecond or, when they take longer, one after the other."""
+    count = max(10, round(seconds / PING_INTERVAL_S))
+    options = ("-i", str(PING_INTERVAL_S), "-w", str(max(1, round(2 * seconds))))
+    _, times = measure.ping(ends.source, ends.destination, *options, count=count)
+    if len(times) < count / 4:
+        raise LabError(f"only {len(times)} of {count} pings were answered")
+    return {f"ping_{name}_us": percentile(times, share) for name, share in RANKS.items()}
+
+
+def meet(ends: Ends) -> None:
+    """Waits until the two ends reach each other."""
+    there = ends.destination.address
+    wait_until(f"{there} to answer {ends.source.name}", lambda: reach(ends.source, ends.destination), MEET_S)
+
+
+def sockperf_ranks(text: str) -> Sample:
+    """Reads sockperf's percentiles, microseconds; raises LabError when they are not there."""
+    found = {float(rank): float(value) for rank, value in SOCKPERF_RANK.findall(text)}
+    try:
+        return {f"tcp_{name}_us": found[round(share * 100, 1)] for name, share in RANKS.items()}
+    except KeyError as error:
+        raise LabError(f"sockperf gave no percentiles: {text.strip()[-200:]}") from error
+
+
+def _throughput(ends: Ends, metric: str, seconds: float) -> Sample:
+    """One TCP stream, and the processors it kept busy."""
+    with usage.measured(ends.processes) as used:
+        end = measure.iperf3(ends.source, ends.destination, seconds=seconds)["end"]
+    percent = end["cpu_utilization_percent"]
+    client, server = percent["host_total"] / 100, percent["remote_total"] / 100
+    load = {"load_cores": client + server, "cores_client": client, "cores_server": server}
+    return {metric: end["sum_received"]["bits_per_second"]} | load | used.sample()
+
+
+def _sockperf(source: Node, destination: Node, seconds: float) -> str:
+    """Runs TCP requests of 64 bytes, one after the other, and gives sockperf's report."""
+    where = ["--tcp", "-i", destination.address, "-p", str(SOCKPERF_PORT)]
+    pid, log = destination.file(".sockperf.pid"), destination.file(".sockperf.log")
+    process.start(machine.namespace_command(destination, ["sockperf", "server", *where]), pid, log)
+    try:
+        # It says so when it listens; its output comes late, so its socket is looked for.
+        listening = ["ss", "-Hltn", f"sport = :{SOCKPERF_PORT}"]
+        wait_until("sockperf to listen", lambda: machine.execute(destination, *listening).strip(), 10, log)
+        words = ["sockperf", "ping-pong", *where, "-m", str(MESSAGE_BYTES), "-t", str(max(1, round(seconds)))]
+        return machine.execute(source, *words, "--full-rtt", timeout_s=seconds + 30)
+    finally:
+        process.stop(pid)
