@@ -16,6 +16,7 @@ use vnet::frame::{Batch, FRAME_MAX, NetworkId, PortId, SEGMENTS_MAX, Segment};
 use vnet::link::ReassemblyBudget;
 use vnet::link::reassembly::{FRAGMENTS_MAX, Reassembly, TIMEOUT_MS, Whole};
 use vnet::stats::{DropReason, PortStats};
+use vnet::wire::ethernet::HEADER_LEN;
 use vnet::wire::native::{Bundle, ENTRY_LEN, Header, Kind, metadata};
 use vnet::wire::offload::{Offload, WIRE_LEN};
 
@@ -72,6 +73,7 @@ fuzz_target!(|data: &[u8]| {
                     let overhead = ENTRY_LEN + if header.offload { WIRE_LEN } else { 0 };
                     let mut total = 0;
                     for (offload, frame) in bundle {
+                        assert!(frame.len() >= HEADER_LEN);
                         total += overhead + frame.len();
                         add(&mut batch, &[frame], offload);
                     }

@@ -93,7 +93,7 @@ impl Sender {
     }
 
     /// Asks the kernel for the path MTU of the links whose turn it is and that were not asked for within the last second. Call
-    /// it every [`TICK_MS`], or as often as there is time.
+    /// it every 20 ms, or as often as there is time.
     pub fn tick(&mut self, peers: &Peers, now_ms: u64) {
         let links = peers.links();
         let passed = now_ms.saturating_sub(std::mem::replace(&mut self.ticked_ms, now_ms));
