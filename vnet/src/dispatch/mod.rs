@@ -12,10 +12,10 @@
 //! A batch is run to completion before the next is taken: no frame ever waits in a queue between threads. Interfaces'
 //! queues and links' sockets are shared out over the dispatchers; what a dispatcher owns, nobody else reads from.
 //!
-//! - [`core`](self::core): the dispatchers together, and how a new setup reaches them without a lock on a frame's way.
-//! - [`setup`](self::setup): what a core forwards between: ports, peers, routes. Immutable once published.
-//! - [`forward`](self::forward): decide and deliver, for one batch.
-//! - [`yielding`](self::yielding): what a dispatcher does when there is nothing to do.
+//! - [`core`](mod@self::core): the dispatchers together, and how a new setup reaches them without a lock on a frame's way.
+//! - [`setup`](mod@self::setup): what a core forwards between: ports, peers, routes. Immutable once published.
+//! - [`forward`](mod@self::forward): decide and deliver, for one batch.
+//! - [`yielding`](mod@self::yielding): what a dispatcher does when there is nothing to do.
 
 pub mod core;
 mod forward;
