@@ -11,7 +11,7 @@
 //! stopped first, and opened again as it was if the successor fails.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::net::UdpSocket;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -173,10 +173,19 @@ impl Engine {
     /// True when a link's remote is an address of this very host, at the bridge's port.
     fn leads_here(&self, link: &LinkSpec) -> bool {
         let bridge = self.core.bridge_address();
-        // A socket can be bound to an address only where that address is.
-        bridge.port() == link.remote.port()
-            && bridge.ip().is_unspecified()
-            && UdpSocket::bind((link.remote.ip(), 0)).is_ok()
+        if bridge.port() != link.remote.port() || !bridge.ip().is_unspecified() {
+            return false;
+        }
+        // The way to an address of one's own starts at that address. Nothing is sent.
+        let any: IpAddr = match link.remote {
+            SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+            SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+        };
+        let start = UdpSocket::bind((any, 0)).and_then(|socket| {
+            socket.connect(link.remote)?;
+            socket.local_addr()
+        });
+        link.remote.ip().is_loopback() || start.is_ok_and(|start| start.ip() == link.remote.ip())
     }
 
     /// Makes the host be as desired, and says what that took. On an error nothing has changed.
