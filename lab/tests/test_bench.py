@@ -76,7 +76,10 @@ def test_tables(result: Result):
     assert "wire unlimited, MTU 1500" in text
     assert "12.00 (10.00\u201314.00)" in text
     part = report.markdown(result, "TCP", ["measurements/tcp.svg"])
-    assert "| wire 1 Gbit/s, MTU 1500 | vnet | 0.94 (0.94\u20130.94) |  |" in part
+    assert "| wire 1 Gbit/s, MTU 1500 | vnet | 0.94 (0.94\u20130.94) |\n" in part, (
+        "a table of its own, without empty columns"
+    )
+    assert part.count("| conditions | contender |") == 2
     assert part.count("tincd is not installed") == 1, "a reason is told once, for all that it holds for"
     assert "`lab/lab bench tcp`, 2026-01-02 03:04 UTC, 3 rounds." in part
     assert "QUICK" not in part

@@ -37,7 +37,7 @@ def draw(result: Result, title: str, metrics: tuple[str, ...], axis: str, folder
     for metric, row in zip(drawn, rows[:, 0], strict=True):
         (_lines if axis else _bars)(row, result, metric, axis)
         row.set_ylabel(METRICS[metric].unit)
-        row.set_ylim(bottom=0)
+        row.set_ylim(0, 1.1 * row.get_ylim()[1])
         row.set_title(METRICS[metric].title)
         row.grid(axis="y", alpha=0.3)
     rows[0, 0].legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
@@ -61,8 +61,17 @@ def _bars(axes: "Axes", result: Result, metric: str, _axis: str) -> None:
         found = [(at, result.find(each, name, metric)) for at, each in enumerate(groups)]
         there = [(at + (place + 0.5) * width - 0.4, series) for at, series in found if series]
         medians, below, above = _figures(metric, [series for _, series in there])
-        axes.bar([at for at, _ in there], medians, width, yerr=[below, above], label=name, capsize=2)
-    axes.set_xticks(range(len(groups)), [describe(each) for each in groups], fontsize="x-small")
+        axes.bar(
+            [at for at, _ in there],
+            medians,
+            width,
+            yerr=[below, above],
+            label=name,
+            color=_colour(result, name),
+            capsize=2,
+        )
+    labels = [describe(each).replace(", ", "\n") for each in groups]
+    axes.set_xticks(range(len(groups)), labels, fontsize="x-small")
 
 
 def _lines(axes: "Axes", result: Result, metric: str, axis: str) -> None:
@@ -71,9 +80,15 @@ def _lines(axes: "Axes", result: Result, metric: str, axis: str) -> None:
         found = [(each[axis], result.find(each, name, metric)) for each in result.conditions() if axis in each]
         there = [(at, series) for at, series in found if series]
         medians, below, above = _figures(metric, [series for _, series in there])
-        axes.errorbar([at for at, _ in there], medians, yerr=[below, above], marker="o", label=name, capsize=2)
+        style = {"marker": "o", "label": name, "color": _colour(result, name), "capsize": 2}
+        axes.errorbar([at for at, _ in there], medians, yerr=[below, above], **style)
     axes.set_xscale("log")
     axes.set_xlabel(axis)
+
+
+def _colour(result: Result, contender: str) -> str:
+    """A contender's colour, the same in all drawings of a result."""
+    return f"C{result.contenders().index(contender)}"
 
 
 def _figures(metric: str, found: list) -> tuple[list[float], list[float], list[float]]:

@@ -1,5 +1,6 @@
 """Results as text for the terminal and as Markdown for docs/measurements.md, which keeps one part for each bench."""
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,21 +23,23 @@ WAYS = {"none": "unlimited", "1g": "1 Gbit/s", "10g": "10 Gbit/s"}
 
 def table(result: Result) -> str:
     """The figures as a table for the terminal."""
-    rows = list(_rows(result))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *_failures(result)])
+    parts = []
+    for rows in _tables(result):
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        parts.append("\n".join([lines[0], "-" * len(lines[0]), *lines[1:]]))
+    return "\n\n".join([*parts, "\n".join(_failures(result))]).strip()
 
 
 def markdown(result: Result, title: str, plots: Iterable[str]) -> str:
     """The part of docs/measurements.md that a bench writes; `plots` are paths of images from there."""
-    head, *rows = _rows(result)
     kind = "QUICK RUN, only to show that it works: no figure here means anything" if result.quick else ""
     lines = [f"## {title}", "", *([f"**{kind}.**", ""] if kind else [])]
     lines += [f"`{result.command}`, {result.date}, {result.repeat} rounds."]
-    lines += [" ".join(result.notes), ""]
-    lines += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
+    lines += [" ".join(result.notes)]
+    for head, *rows in _tables(result):
+        lines += ["", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+        lines += [f"| {' | '.join(row)} |" for row in rows]
     lines += ["", *(f"- {line}" for line in _failures(result))]
     lines += ["", *(f"![{title}]({plot})" for plot in plots)]
     lines += ["", "Machine: " + ", ".join(f"{name} {value}" for name, value in result.machine.items()) + ".  "]
@@ -74,16 +77,22 @@ def describe(conditions: Conditions) -> str:
     return ", ".join(str(value) if name in ("path", "load") else f"{name} {value}" for name, value in parts.items())
 
 
-def _rows(result: Result) -> Iterator[list[str]]:
-    """The table's rows: its heading, then one for each contender under each conditions that was measured."""
-    metrics = [metric for metric in result.metrics() if METRICS[metric].in_tables]
-    units = [f"{METRICS[metric].title}, {METRICS[metric].unit}" for metric in metrics]
-    yield ["conditions", "contender", *units]
-    for conditions in result.conditions():
-        for contender in result.contenders():
-            found = [result.find(conditions, contender, metric) for metric in metrics]
-            if any(found):
-                yield [describe(conditions), contender, *(figure(series) if series else "" for series in found)]
+def _tables(result: Result) -> Iterator[list[list[str]]]:
+    """Tables as rows of cells, the heading first: one for all conditions under which the same was measured."""
+
+    def measured(conditions: Conditions) -> list[str]:
+        there = {series.metric for series in result.series if series.conditions == conditions}
+        return [metric for metric in METRICS if metric in there and METRICS[metric].in_tables]
+
+    for metrics, together in itertools.groupby(filter(measured, result.conditions()), measured):
+        units = [f"{METRICS[metric].title}, {METRICS[metric].unit}" for metric in metrics]
+        rows = [["conditions", "contender", *units]]
+        for conditions in together:
+            for contender in result.contenders():
+                found = [result.find(conditions, contender, metric) for metric in metrics]
+                if any(found):
+                    rows.append([describe(conditions), contender, *(figure(each) if each else "" for each in found)])
+        yield rows
 
 
 def _failures(result: Result) -> list[str]:
