@@ -27,7 +27,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use self::core::Shared;
-use self::forward::{Forwarder, Work};
+use self::forward::Forwarder;
 use self::setup::Setup;
 use self::yielding::{Idle, Yielder};
 use crate::frame::{Batch, PortId};
@@ -128,22 +128,28 @@ impl Dispatcher {
                 self.adopt();
             }
             if self.turn() {
-                self.yielder.worked();
                 turns += 1;
                 let work = self.forwarder.work;
                 if turns >= TURNS_PER_POLL || work.frames >= FRAMES_PER_POLL || work.bytes >= BYTES_PER_POLL {
                     turns = 0;
-                    self.forwarder.work = Work::default();
+                    self.tally();
                     self.wait(Duration::ZERO);
                     self.tick_if_due();
                 }
             } else {
-                turns = 0;
+                if std::mem::take(&mut turns) > 0 {
+                    self.tally();
+                }
                 self.idle();
                 self.tick_if_due();
             }
         }
         self.release_all();
+    }
+
+    /// Tells the yield strategy what was moved since it was told last.
+    fn tally(&mut self) {
+        self.yielder.worked(std::mem::take(&mut self.forwarder.work).bytes);
     }
 
     /// Serves everything that may have frames once. True when there were any.

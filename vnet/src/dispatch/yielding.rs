@@ -1,9 +1,11 @@
 //! What a dispatcher does when there is nothing to do (VNET/P section 4.8).
 //!
 //! Spinning answers the next frame soonest and takes a core from guests; sleeping costs nothing and answers late. The
-//! adaptive strategy spins for `T_nowork` after the last frame, then sleeps until somebody notifies. It spins only on a core
-//! that nobody else wants: a `sched_yield` that comes back late has let another thread run, most likely the very guest whose
-//! next frame is waited for, and then the dispatcher blocks at once for some time.
+//! adaptive strategy spins for `T_nowork` after the last frame, then sleeps until somebody notifies. It does not spin
+//!
+//! - while much is moved: a stream's ends need the core more than its frames need to be met at once;
+//! - on a core that a computation wants: a `sched_yield` that comes back very late has let one run. One that is only late has
+//!   let the peer of a question and answer run, which is what yielding is for.
 
 use std::str::FromStr;
 use std::time::{Duration, Instant};
@@ -35,10 +37,14 @@ impl FromStr for Strategy {
     }
 }
 
-/// A yield that takes longer has let another thread run; one that has not takes well below a microsecond.
-const CONTENDED_YIELD: Duration = Duration::from_micros(4);
+/// A yield that takes longer has let a computation run.
+const CONTENDED_YIELD: Duration = Duration::from_micros(100);
 /// How long a contended core is not spun on.
 const CONTENTION_MEMORY: Duration = Duration::from_millis(2);
+/// Over how long the load is judged, at least.
+const LOAD_WINDOW: Duration = Duration::from_millis(1);
+/// Bytes a millisecond above which the load is a stream: half a gigabit a second.
+const STREAM_BYTES_PER_MS: u64 = 64 << 10;
 
 /// What to do now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,6 +65,10 @@ pub(super) struct Yielder {
     idle_since: Option<Instant>,
     /// Until when the core counts as wanted by others.
     contended_until: Option<Instant>,
+    /// Bytes moved since `window_start`.
+    window_bytes: u64,
+    window_start: Option<Instant>,
+    streaming: bool,
 }
 
 impl Yielder {
@@ -69,13 +79,29 @@ impl Yielder {
             no_work: Duration::from_micros(nowork_us.into()),
             idle_since: None,
             contended_until: None,
+            window_bytes: 0,
+            window_start: None,
+            streaming: false,
         }
     }
 
-    /// A turn had work.
+    /// Turns had work: so many bytes were moved.
     #[inline]
-    pub(super) fn worked(&mut self) {
+    pub(super) fn worked(&mut self, bytes: u64) {
         self.idle_since = None;
+        self.window_bytes += bytes;
+    }
+
+    /// Judges the load of the window that ends now, when it was long enough to tell.
+    fn judge_load(&mut self, now: Instant) {
+        let start = *self.window_start.get_or_insert(now);
+        let length = now.saturating_duration_since(start);
+        if length >= LOAD_WINDOW {
+            // No overflow: a million seconds at 100 Gbit/s stay below 2^54 bytes.
+            self.streaming = self.window_bytes * 1000 >= STREAM_BYTES_PER_MS * length.as_micros() as u64;
+            self.window_start = Some(now);
+            self.window_bytes = 0;
+        }
     }
 
     /// True when nothing has happened for so long that timers may run slowly.
@@ -91,8 +117,10 @@ impl Yielder {
             Strategy::Immediate => Idle::Spin,
             Strategy::Timed => Idle::Sleep(self.sleep),
             Strategy::Adaptive => {
+                self.judge_load(now);
                 let contended = self.contended_until.is_some_and(|until| now < until);
-                let spin = !contended && now.saturating_duration_since(since) < self.no_work;
+                let spin =
+                    !self.streaming && !contended && now.saturating_duration_since(since) < self.no_work;
                 if spin { Idle::Spin } else { Idle::Block }
             }
         }
@@ -118,7 +146,7 @@ mod tests {
         assert_eq!(yielder.idle(start), Idle::Spin);
         assert_eq!(yielder.idle(at(199)), Idle::Spin);
         assert_eq!(yielder.idle(at(200)), Idle::Block);
-        yielder.worked();
+        yielder.worked(60);
         assert_eq!(yielder.idle(at(300)), Idle::Spin);
     }
 
@@ -130,12 +158,34 @@ mod tests {
         assert_eq!(yielder.idle(at(0)), Idle::Spin);
         yielder.yielded(at(0), at(1));
         assert_eq!(yielder.idle(at(1)), Idle::Spin);
-        yielder.yielded(at(1), at(40));
-        assert_eq!(yielder.idle(at(40)), Idle::Block);
-        yielder.worked();
-        assert_eq!(yielder.idle(at(2000)), Idle::Block);
-        yielder.worked();
-        assert_eq!(yielder.idle(at(2041)), Idle::Spin);
+        yielder.yielded(at(1), at(90));
+        assert_eq!(yielder.idle(at(90)), Idle::Spin);
+        yielder.yielded(at(90), at(200));
+        yielder.worked(60);
+        assert_eq!(yielder.idle(at(200)), Idle::Block);
+        yielder.worked(60);
+        assert_eq!(yielder.idle(at(2150)), Idle::Block);
+        yielder.worked(60);
+        assert_eq!(yielder.idle(at(2201)), Idle::Spin);
+    }
+
+    #[test]
+    fn adaptive_sleeps_between_the_frames_of_a_stream() {
+        let mut yielder = Yielder::new(Strategy::Adaptive, 50, 200);
+        let start = Instant::now();
+        let at = |us| start + Duration::from_micros(us);
+        assert_eq!(yielder.idle(start), Idle::Spin);
+        yielder.worked(1 << 20);
+        assert_eq!(yielder.idle(at(500)), Idle::Spin, "too early to tell");
+        yielder.worked(1 << 20);
+        assert_eq!(yielder.idle(at(1000)), Idle::Block);
+        // Over: questions and answers again.
+        for us in (1100..2000).step_by(100) {
+            yielder.worked(100);
+            assert_eq!(yielder.idle(at(us)), Idle::Block);
+        }
+        yielder.worked(100);
+        assert_eq!(yielder.idle(at(2000)), Idle::Spin);
     }
 
     #[test]
