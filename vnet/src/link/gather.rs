@@ -16,6 +16,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use super::Link;
 use super::udp::{Name, Socket, check};
 use crate::frame::{Batch, Frame, Segment};
+use crate::scratch::Scratch;
 use crate::stats::{DropReason, PortStats};
 
 /// Segments that every kernel with `UDP_SEGMENT` takes in a message; from Linux 6.9 on it would be 128, which matters only
@@ -73,7 +74,9 @@ const CONTROL_LEN: usize = size_of::<libc::cmsghdr>() + size_of::<u16>();
 
 /// See the module's comment.
 pub(super) struct Gather {
+    /// Filled from the start on, up to `scratch_used`, while slices already point into what is filled.
     scratch: Scratch,
+    scratch_used: usize,
     slices: Vec<libc::iovec>,
     messages: Vec<Message>,
     records: Vec<Record>,
@@ -94,6 +97,7 @@ impl Gather {
     pub(super) fn new() -> Gather {
         Gather {
             scratch: Scratch::new(SCRATCH),
+            scratch_used: 0,
             slices: Vec::with_capacity(SLICES),
             messages: Vec::with_capacity(MESSAGES),
             records: Vec::with_capacity(MESSAGES),
@@ -110,27 +114,38 @@ impl Gather {
     pub(super) fn has_room(&self, datagrams: usize, slices: usize, bytes: usize) -> bool {
         self.messages.len() + datagrams <= MESSAGES
             && self.slices.len() + slices <= SLICES
-            && self.scratch.used + bytes <= SCRATCH
+            && self.scratch_used + bytes <= SCRATCH
     }
 
     /// Adds a copy of `bytes` to the datagram.
     #[inline]
     pub(super) fn copy(&mut self, bytes: &[u8]) {
-        self.scratch.take(bytes.len()).copy_from_slice(bytes);
+        self.next_scratch(bytes.len()).copy_from_slice(bytes);
         self.add_scratch(bytes.len());
     }
 
     /// Adds a copy of a whole frame to the datagram.
     #[inline]
     pub(super) fn copy_frame(&mut self, batch: &Batch, frame: &Frame) {
-        batch.copy_to(frame, self.scratch.take(frame.len()));
+        batch.copy_to(frame, self.next_scratch(frame.len()));
         self.add_scratch(frame.len());
+    }
+
+    /// The scratch memory's next `len` bytes.
+    ///
+    /// # Panics
+    /// When there are not so many: ask [`Gather::has_room`] first.
+    #[inline]
+    fn next_scratch(&mut self, len: usize) -> &mut [u8] {
+        let start = self.scratch_used;
+        self.scratch_used += len;
+        self.scratch.bytes_mut(start..start + len)
     }
 
     /// Adds the scratch memory's last `len` bytes, to the slice before when it ends there.
     #[inline]
     fn add_scratch(&mut self, len: usize) {
-        let base = self.scratch.end().wrapping_sub(len);
+        let base = self.scratch.ptr(self.scratch_used - len).cast_mut();
         self.bytes += len;
         if self.slices.len() > self.start
             && let Some(last) = self.slices.last_mut()
@@ -212,7 +227,7 @@ impl Gather {
         self.address(to);
         let tried = self.send(socket, link, may_stop);
         let stop = self.account(&link.stats, tried);
-        self.scratch.used = 0;
+        self.scratch_used = 0;
         self.slices.clear();
         self.messages.clear();
         self.records.clear();
@@ -361,44 +376,5 @@ impl Gather {
         stats.delivered(frames, bytes);
         stats.out_datagrams.add(self.messages.iter().map(|message| message.sent as u64).sum());
         stop
-    }
-}
-
-/// Memory that is filled from start to end while pointers to what is filled already exist.
-struct Scratch {
-    base: *mut [u8],
-    used: usize,
-}
-
-impl Scratch {
-    fn new(len: usize) -> Scratch {
-        Scratch { base: Box::into_raw(vec![0; len].into_boxed_slice()), used: 0 }
-    }
-
-    /// The next `len` bytes.
-    ///
-    /// # Panics
-    /// When there are not so many: ask [`Gather::has_room`] first.
-    #[inline]
-    fn take(&mut self, len: usize) -> &mut [u8] {
-        assert!(len <= self.base.len() - self.used, "no room asked for");
-        let start = self.base.cast::<u8>().wrapping_add(self.used);
-        self.used += len;
-        // SAFETY: the bytes lie in our allocation, as asserted, and behind everything given out since the last reset, so
-        // that no other reference to them exists; `&mut self` bounds this one's life.
-        unsafe { std::slice::from_raw_parts_mut(start, len) }
-    }
-
-    /// Where the next bytes will be.
-    #[inline]
-    fn end(&self) -> *mut u8 {
-        self.base.cast::<u8>().wrapping_add(self.used)
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        // SAFETY: `base` came from `Box::into_raw` and is freed only here.
-        drop(unsafe { Box::from_raw(self.base) });
     }
 }
