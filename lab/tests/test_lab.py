@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from traffic import reaches
+from traffic import reaches, wait_for_path
 
 from vnetlab import lab, measure, process, underlay
 from vnetlab.run import wait_until
@@ -71,6 +71,8 @@ def test_up_makes_whole_what_was_killed():
     wait_until("what was killed to be gone", lambda: down() == ["h1", "h2v1"], 10)
     lab.up(settings)
     assert all(row["up"] for row in lab.status(topology))
+    # The machines that stayed connect again within a second.
+    wait_for_path(topology.find("h1c1"), topology.find("h2v1").address)
     assert reaches(topology.find("h1c1"), topology.find("h2v1").address)
 
 
