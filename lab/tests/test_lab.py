@@ -71,7 +71,7 @@ def test_up_makes_whole_what_was_killed():
     wait_until("what was killed to be gone", lambda: down() == ["h1", "h2v1"], 10)
     lab.up(settings)
     assert all(row["up"] for row in lab.status(topology))
-    # The machines that stayed connect again within a second.
+    # Once in a while the first ping after `up` is lost; why is not known yet.
     wait_for_path(topology.find("h1c1"), topology.find("h2v1").address)
     assert reaches(topology.find("h1c1"), topology.find("h2v1").address)
 
