@@ -2,8 +2,9 @@
 
 use std::path::PathBuf;
 
-use clap::{Args as Group, Parser, Subcommand};
+use clap::{Args as Group, Parser, Subcommand, ValueEnum};
 use serde_json::{Map, Value};
+use vnet::control::language::Dialect;
 
 use crate::client::encode;
 
@@ -82,8 +83,51 @@ pub enum Command {
     },
     /// What would become of a frame, and which rule or known address decides
     Trace(Trace),
+    /// The VNET control language: typed, with history and completion, or read from files or standard input
+    #[command(after_long_help = CONSOLE_HELP)]
+    Console {
+        /// Files with one command a line; - for standard input, which is read when it is no terminal
+        files: Vec<PathBuf>,
+        /// How lines are read: 'links' and 'routes' are VNET/P's files, and known by these names [default: console]
+        #[arg(long = "as", value_name = "DIALECT")]
+        dialect: Option<Lines>,
+    },
     /// Versions of this command and of vnetd
     Version,
+}
+
+const CONSOLE_HELP: &str = "\
+Commands (HELP tells more):
+  LINK ADD IP PORT [udp|tcp]     LINK DEL INDEX         LINKS?
+  ROUTE ADD SRC DST edge|interface ID any|edge|interface [ID]
+                                 ROUTE DEL INDEX        ROUTES?
+  INTERFACE ADD NAME tap|vhost-user KEY=VALUE ...
+                                 INTERFACE DEL INDEX    INTERFACES?
+  STATS?  HELP  HELLO  DONE
+
+Examples:
+  echo 'LINK ADD 10.10.0.2 9000 udp' | vnet console
+  vnet console links routes      VNET/P's own files";
+
+/// How lines are read.
+#[derive(Clone, Copy, ValueEnum)]
+pub enum Lines {
+    /// Each line begins with its noun
+    Console,
+    /// ADD and DEL mean links
+    Links,
+    /// ADD and DEL mean routes
+    Routes,
+}
+
+impl From<Lines> for Dialect {
+    fn from(lines: Lines) -> Dialect {
+        match lines {
+            Lines::Console => Dialect::Console,
+            Lines::Links => Dialect::Links,
+            Lines::Routes => Dialect::Routes,
+        }
+    }
 }
 
 #[derive(Group)]

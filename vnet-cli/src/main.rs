@@ -3,6 +3,7 @@
 
 mod args;
 mod client;
+mod console;
 mod show;
 
 use std::fmt;
@@ -86,6 +87,9 @@ fn run(args: &Args) -> Result<(), Failure> {
         Command::Apply { file, dry_run } => vnet.apply(file, *dry_run),
         Command::Check { file } => vnet.check(file),
         Command::Trace(trace) => vnet.list(&trace.path(), show::trace),
+        Command::Console { files, dialect } => {
+            console::run(&vnet.client, files, dialect.map(Into::into), args.json)
+        }
         Command::Version => vnet.version(),
     }
 }

@@ -130,6 +130,25 @@ fn a_host_is_built_and_taken_down_by_commands() {
 }
 
 #[test]
+fn the_control_language_is_read_from_files_and_standard_input() {
+    let host = Host::start();
+    let links = host.dir.path().join("links");
+    std::fs::write(&links, "# a remark\nADD 10.1.2.3 9000 udp\n").unwrap();
+    let links = links.to_str().unwrap();
+    assert_eq!(host.says(&["console", links]), "OK link 1\n");
+    assert_eq!(host.json(&["link", "list"])[0]["encapsulation"], "vnet");
+    let refused = host.refused(&["console", links]);
+    assert!(refused.starts_with(&format!("{links}:2: remote 10.1.2.3:9000 is used already")), "{refused}");
+    let other = host.dir.path().join("commands");
+    std::fs::write(&other, "DEL 1\n").unwrap();
+    let other = other.to_str().unwrap();
+    assert!(host.refused(&["console", other]).contains("'DEL' is no command"));
+    assert_eq!(host.says(&["console", "--as", "links", other]), "OK link 1 removed\n");
+    let answers = host.json(&["console", "--as", "console", "/dev/null"]);
+    assert_eq!(answers, json!([]));
+}
+
+#[test]
 fn a_file_is_applied() {
     let host = Host::start();
     let file = host.dir.path().join("vnet.toml");

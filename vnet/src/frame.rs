@@ -32,6 +32,7 @@ pub const SEGMENTS_MAX: usize = 256 + 1;
 /// A network's number in the overlay (VNI), 24 bits; network 1 is the default.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 #[serde(try_from = "u32", into = "u32")]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct NetworkId(u32);
 
 impl NetworkId {

@@ -1,58 +1,106 @@
 //! The HTTP/JSON API under `/v1`: one thin function a request, each of which asks the engine or changes it.
 //!
 //! Answers are the types of `vnet::control::api`; whatever is refused comes as `{"errors": [LINE, ...]}`. The engine is
-//! used on a thread of its own, so that a change that takes long holds up neither signals nor other connections.
+//! used on a thread of its own, so that a change that takes long holds up neither signals nor other connections. Requests
+//! are registered with the description that they are documented by, so that the OpenAPI document cannot miss one.
 
-use std::sync::{MutexGuard, PoisonError};
+#![allow(unused_qualifications, reason = "utoipa writes qualified names")]
 
-use axum::Router;
+use std::sync::{Arc, MutexGuard, PoisonError};
+
 use axum::body::Bytes;
 use axum::extract::rejection::{BytesRejection, PathRejection, QueryRejection};
-use axum::extract::{DefaultBodyLimit, Path, Query, State};
+use axum::extract::{DefaultBodyLimit, Extension, FromRef, Path, Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{delete, get, post};
+use axum::{Router, middleware};
 use serde::{Deserialize, Serialize};
-use vnet::control::api;
+use tokio::sync::Semaphore;
+use utoipa::{IntoParams, OpenApi, ToSchema};
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
 use vnet::control::config::{self, ConfigError};
+use vnet::control::console;
 use vnet::control::desired::Target;
 use vnet::control::engine::{Engine, EngineError};
+use vnet::control::events::Asker;
+use vnet::control::language::Dialect;
+use vnet::control::{api, requests};
 use vnet::frame::NetworkId;
 use vnet::wire::ethernet::Mac;
 
 use crate::Shared;
-use crate::socket::Guarded;
+use crate::events::Hub;
+use crate::gate::{self, Token};
+use crate::{events, metrics};
 
 /// Largest request body in bytes (DESIGN.md section 10).
-const BODY_MAX: usize = 1 << 20;
+pub const BODY_MAX: usize = 1 << 20;
 
-/// Answers requests for ever.
-pub async fn serve(listener: Guarded, shared: Shared) {
-    let routes = Router::new()
-        .route("/v1/status", get(async |State(shared)| ask(shared, Engine::status).await))
-        .route("/v1/stats", get(async |State(shared)| ask(shared, Engine::stats).await))
-        .route("/v1/networks", get(async |State(shared)| ask(shared, Engine::networks).await))
-        .route("/v1/learned", get(async |State(shared)| ask(shared, Engine::learned).await))
-        .route(
-            "/v1/interfaces",
-            get(async |State(shared)| ask(shared, Engine::interfaces).await).post(add_interface),
-        )
-        .route("/v1/interfaces/{name}", delete(remove_interface))
-        .route("/v1/links", get(async |State(shared)| ask(shared, Engine::links).await).post(add_link))
-        .route("/v1/links/{name}", delete(remove_link))
-        .route("/v1/routes", get(async |State(shared)| ask(shared, Engine::routes).await).post(add_route))
-        .route("/v1/routes/{index}", delete(remove_route))
-        .route("/v1/apply", post(apply))
-        .route("/v1/trace", get(trace))
-        .fallback(async || refusal(StatusCode::NOT_FOUND, "there is nothing at this path; see /v1/status"))
+/// What requests act on.
+#[derive(Clone)]
+pub struct App {
+    pub shared: Shared,
+    pub events: Hub,
+    /// What changes by TCP have to show; without it there are none.
+    pub token: Option<Arc<Token>>,
+}
+
+impl FromRef<App> for Shared {
+    fn from_ref(app: &App) -> Shared {
+        app.shared.clone()
+    }
+}
+
+/// The document's head.
+#[derive(OpenApi)]
+#[openapi(info(
+    title = "vnet",
+    description = "Asks and changes a running vnetd. On the control socket everything is allowed to root and vnetd's user; by \
+                   TCP reading is free, and changes need `Authorization: Bearer TOKEN` with the token of [control] token_file."
+))]
+struct Head;
+
+/// All requests with their descriptions.
+fn described() -> OpenApiRouter<App> {
+    OpenApiRouter::with_openapi(Head::openapi())
+        .routes(routes!(status))
+        .routes(routes!(stats))
+        .routes(routes!(networks))
+        .routes(routes!(learned))
+        .routes(routes!(interfaces, add_interface))
+        .routes(routes!(remove_interface))
+        .routes(routes!(links, add_link))
+        .routes(routes!(remove_link))
+        .routes(routes!(list_routes, add_route))
+        .routes(routes!(remove_route))
+        .routes(routes!(apply))
+        .routes(routes!(trace))
+        .routes(routes!(run_console))
+        .routes(routes!(events::stream))
+        .routes(routes!(metrics::text))
+        .routes(routes!(openapi))
+}
+
+/// The OpenAPI document.
+pub fn document() -> utoipa::openapi::OpenApi {
+    described().into_openapi()
+}
+
+/// Answers requests that carry their [`gate::Caller`] as an extension.
+pub fn router(app: App) -> Router {
+    let (router, _) = described().split_for_parts();
+    router
+        .fallback(async || {
+            refusal(StatusCode::NOT_FOUND, "there is nothing at this path; see /v1/openapi.json")
+        })
         .method_not_allowed_fallback(async || {
             refusal(StatusCode::METHOD_NOT_ALLOWED, "this path does not know this method")
         })
         .layer(DefaultBodyLimit::max(BODY_MAX))
-        .with_state(shared);
-    if let Err(error) = axum::serve(listener, routes).await {
-        tracing::error!("the control API has ended: {error}");
-    }
+        .layer(middleware::from_fn(gate::whole_body))
+        .layer(middleware::from_fn_with_state(app.clone(), gate::allow))
+        .with_state(app)
 }
 
 /// The engine. A poisoned lock says nothing here: a panic ends the whole process (`panic = "abort"`).
@@ -61,7 +109,7 @@ pub fn lock(shared: &Shared) -> MutexGuard<'_, Option<Engine>> {
 }
 
 /// Why a request is refused.
-enum Refused {
+pub enum Refused {
     Engine(EngineError),
     Request(String),
 }
@@ -118,7 +166,8 @@ impl IntoResponse for Refused {
     }
 }
 
-fn refusal(status: StatusCode, text: &str) -> Response {
+/// An answer that says no.
+pub fn refusal(status: StatusCode, text: &str) -> Response {
     json(status, &api::Refusal { errors: text.lines().map(String::from).collect() })
 }
 
@@ -127,17 +176,33 @@ fn json(status: StatusCode, body: &impl Serialize) -> Response {
     (status, [(header::CONTENT_TYPE, "application/json")], body).into_response()
 }
 
+/// Threads that wait for the engine at a time; further requests wait without one.
+static PLACES: Semaphore = Semaphore::const_new(4);
+
 /// Uses the engine away from the thread that serves connections.
-async fn with_engine<T: Send + 'static>(
+pub async fn with_engine<T: Send + 'static>(
     shared: Shared,
     task: impl FnOnce(&mut Engine) -> Result<T, Refused> + Send + 'static,
 ) -> Result<T, Refused> {
     let stopping = || Refused::Request("vnetd is stopping".into());
-    let done = tokio::task::spawn_blocking(move || match lock(&shared).as_mut() {
-        Some(engine) => task(engine),
-        None => Err(stopping()),
+    let Ok(place) = PLACES.acquire().await else { return Err(stopping()) };
+    let done = tokio::task::spawn_blocking(move || {
+        let _place = place;
+        match lock(&shared).as_mut() {
+            Some(engine) => task(engine),
+            None => Err(stopping()),
+        }
     });
     done.await.unwrap_or_else(|_| Err(stopping()))
+}
+
+/// Uses the engine for somebody who may change it.
+pub async fn change<T: Send + 'static>(
+    shared: Shared,
+    asker: Asker,
+    task: impl FnOnce(&mut Engine) -> Result<T, Refused> + Send + 'static,
+) -> Result<T, Refused> {
+    with_engine(shared, |engine| engine.on_behalf(asker, task)).await
 }
 
 async fn ask<T: Serialize + Send + 'static>(
@@ -152,57 +217,132 @@ async fn ask<T: Serialize + Send + 'static>(
 
 type Answer = Result<Response, Refused>;
 type Body = Result<Bytes, BytesRejection>;
+/// Who asks.
+type By = Extension<Asker>;
 
-async fn add_interface(State(shared): State<Shared>, body: Body) -> Answer {
+/// The host at a glance
+#[utoipa::path(get, path = "/v1/status", responses((status = 200, body = api::Status)))]
+async fn status(State(shared): State<Shared>) -> Response {
+    ask(shared, Engine::status).await
+}
+
+/// Counters of every port, drops and discards by reason, and the balance of all frames
+#[utoipa::path(get, path = "/v1/stats", responses((status = 200, body = api::Stats)))]
+async fn stats(State(shared): State<Shared>) -> Response {
+    ask(shared, Engine::stats).await
+}
+
+/// Networks
+#[utoipa::path(get, path = "/v1/networks", responses((status = 200, body = Vec<api::Network>)))]
+async fn networks(State(shared): State<Shared>) -> Response {
+    ask(shared, Engine::networks).await
+}
+
+/// Known addresses, learned and configured
+#[utoipa::path(get, path = "/v1/learned", responses((status = 200, body = Vec<api::Learned>)))]
+async fn learned(State(shared): State<Shared>) -> Response {
+    ask(shared, Engine::learned).await
+}
+
+/// Interfaces
+#[utoipa::path(get, path = "/v1/interfaces", responses((status = 200, body = Vec<api::Interface>)))]
+async fn interfaces(State(shared): State<Shared>) -> Response {
+    ask(shared, Engine::interfaces).await
+}
+
+/// Links
+#[utoipa::path(get, path = "/v1/links", responses((status = 200, body = Vec<api::Link>)))]
+async fn links(State(shared): State<Shared>) -> Response {
+    ask(shared, Engine::links).await
+}
+
+/// Routes
+#[utoipa::path(get, path = "/v1/routes", responses((status = 200, body = Vec<api::Route>)))]
+async fn list_routes(State(shared): State<Shared>) -> Response {
+    ask(shared, Engine::routes).await
+}
+
+/// Adds an interface
+#[utoipa::path(post, path = "/v1/interfaces", request_body = requests::NewInterface,
+    responses((status = 201, body = api::Interface), (status = "4XX", body = api::Refusal)))]
+async fn add_interface(State(shared): State<Shared>, Extension(by): By, body: Body) -> Answer {
     let item = config::interface_from_json(&body?)?;
-    let made = with_engine(shared, |engine| {
+    let made = change(shared, by, |engine| {
         engine.add_interface(item)?;
         Ok(engine.interfaces().pop())
     });
     Ok(json(StatusCode::CREATED, &made.await?))
 }
 
-async fn add_link(State(shared): State<Shared>, body: Body) -> Answer {
+/// Adds a link
+#[utoipa::path(post, path = "/v1/links", request_body = requests::NewLink,
+    responses((status = 201, body = api::Link), (status = "4XX", body = api::Refusal)))]
+async fn add_link(State(shared): State<Shared>, Extension(by): By, body: Body) -> Answer {
     let item = config::link_from_json(&body?)?;
-    let made = with_engine(shared, |engine| {
+    let made = change(shared, by, |engine| {
         engine.add_link(item)?;
         Ok(engine.links().pop())
     });
     Ok(json(StatusCode::CREATED, &made.await?))
 }
 
-async fn add_route(State(shared): State<Shared>, body: Body) -> Answer {
+/// Adds a route; its index is counted from 1 and never used again
+#[utoipa::path(post, path = "/v1/routes", request_body = requests::NewRoute,
+    responses((status = 201, body = api::Route), (status = "4XX", body = api::Refusal)))]
+async fn add_route(State(shared): State<Shared>, Extension(by): By, body: Body) -> Answer {
     let item = config::route_from_json(&body?)?;
-    let made = with_engine(shared, |engine| {
+    let made = change(shared, by, |engine| {
         engine.add_route(item)?;
         Ok(engine.routes().pop())
     });
     Ok(json(StatusCode::CREATED, &made.await?))
 }
 
-async fn remove_interface(State(shared): State<Shared>, name: Result<Path<String>, PathRejection>) -> Answer {
+/// Removes an interface that no route names
+#[utoipa::path(delete, path = "/v1/interfaces/{name}", params(("name" = String, Path)),
+    responses((status = 204), (status = "4XX", body = api::Refusal)))]
+async fn remove_interface(
+    State(shared): State<Shared>,
+    Extension(by): By,
+    name: Result<Path<String>, PathRejection>,
+) -> Answer {
     let Path(name) = name?;
-    with_engine(shared, move |engine| Ok(engine.remove_interface(&name)?)).await?;
+    change(shared, by, move |engine| Ok(engine.remove_interface(&name)?)).await?;
     Ok(StatusCode::NO_CONTENT.into_response())
 }
 
-async fn remove_link(State(shared): State<Shared>, name: Result<Path<String>, PathRejection>) -> Answer {
+/// Removes a link that no route names
+#[utoipa::path(delete, path = "/v1/links/{name}", params(("name" = String, Path)),
+    responses((status = 204), (status = "4XX", body = api::Refusal)))]
+async fn remove_link(
+    State(shared): State<Shared>,
+    Extension(by): By,
+    name: Result<Path<String>, PathRejection>,
+) -> Answer {
     let Path(name) = name?;
-    with_engine(shared, move |engine| Ok(engine.remove_link(&name)?)).await?;
+    change(shared, by, move |engine| Ok(engine.remove_link(&name)?)).await?;
     Ok(StatusCode::NO_CONTENT.into_response())
 }
 
-async fn remove_route(State(shared): State<Shared>, index: Result<Path<String>, PathRejection>) -> Answer {
+/// Removes a route
+#[utoipa::path(delete, path = "/v1/routes/{index}", params(("index" = u32, Path)),
+    responses((status = 204), (status = "4XX", body = api::Refusal)))]
+async fn remove_route(
+    State(shared): State<Shared>,
+    Extension(by): By,
+    index: Result<Path<String>, PathRejection>,
+) -> Answer {
     let Path(index) = index?;
     let index = index.parse().map_err(|_| {
         Refused::Request("a route is removed by its index; see them with 'route list'".to_string())
     })?;
-    with_engine(shared, move |engine| Ok(engine.remove_route(index)?)).await?;
+    change(shared, by, move |engine| Ok(engine.remove_route(index)?)).await?;
     Ok(StatusCode::NO_CONTENT.into_response())
 }
 
 /// What `POST /v1/apply` may be asked.
-#[derive(Deserialize)]
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 #[serde(deny_unknown_fields)]
 struct ApplyQuery {
     /// Only say what would be done.
@@ -218,16 +358,24 @@ fn request() -> String {
 }
 
 /// What `GET /v1/trace` may be asked.
-#[derive(Deserialize)]
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 #[serde(deny_unknown_fields)]
 struct TraceQuery {
+    /// Source address.
     src: Mac,
+    /// Destination address.
     dst: Mac,
+    /// Network, 1 unless given.
     #[serde(default)]
     network: NetworkId,
+    /// Where the frame comes from: `interface NAME` or `link NAME`; where `src` is known to be unless given.
     from: Option<String>,
 }
 
+/// What would become of a frame, and what decides
+#[utoipa::path(get, path = "/v1/trace", params(TraceQuery),
+    responses((status = 200, body = api::Trace), (status = "4XX", body = api::Refusal)))]
 async fn trace(State(shared): State<Shared>, query: Result<Query<TraceQuery>, QueryRejection>) -> Answer {
     let Query(TraceQuery { src, dst, network, from }) = query?;
     let from = from.map(|from| from.parse::<Target>()).transpose().map_err(Refused::Request)?;
@@ -235,8 +383,13 @@ async fn trace(State(shared): State<Shared>, query: Result<Query<TraceQuery>, Qu
     Ok(json(StatusCode::OK, &traced.await?))
 }
 
+/// Makes the host be as a configuration (TOML) says; only what differs is touched
+#[utoipa::path(post, path = "/v1/apply", params(ApplyQuery),
+    request_body(content = String, content_type = "text/plain"),
+    responses((status = 200, body = api::Applied), (status = "4XX", body = api::Refusal)))]
 async fn apply(
     State(shared): State<Shared>,
+    Extension(by): By,
     query: Result<Query<ApplyQuery>, QueryRejection>,
     body: Body,
 ) -> Answer {
@@ -246,7 +399,7 @@ async fn apply(
     let body = body?;
     let text = str::from_utf8(&body).map_err(|_| Refused::Request(format!("{name}: is not UTF-8 text")))?;
     let configuration = config::parse(&name, text)?;
-    let applied = with_engine(shared, move |engine| {
+    let applied = change(shared, by, move |engine| {
         let desired = configuration.desired;
         let plan = if dry_run { engine.plan(&desired)? } else { engine.apply(desired)? };
         let warnings = configuration.warnings.iter().map(ToString::to_string).collect();
@@ -254,3 +407,53 @@ async fn apply(
     });
     Ok(json(StatusCode::OK, &applied.await?))
 }
+
+/// How the lines of `POST /v1/console` are read.
+#[derive(Clone, Copy, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+enum ConsoleDialect {
+    Console,
+    Links,
+    Routes,
+}
+
+/// What `POST /v1/console` may be asked.
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+#[serde(deny_unknown_fields)]
+struct ConsoleQuery {
+    /// `links` and `routes` read VNET/P's files of these names; `console` unless given.
+    #[param(inline)]
+    dialect: Option<ConsoleDialect>,
+}
+
+/// Carries out lines of the control language, one after the other
+#[utoipa::path(post, path = "/v1/console", params(ConsoleQuery),
+    request_body(content = String, content_type = "text/plain"),
+    responses((status = 200, body = Vec<api::ConsoleAnswer>), (status = "4XX", body = api::Refusal)))]
+async fn run_console(
+    State(shared): State<Shared>,
+    Extension(by): By,
+    query: Result<Query<ConsoleQuery>, QueryRejection>,
+    body: Body,
+) -> Answer {
+    let Query(ConsoleQuery { dialect }) = query?;
+    let dialect = match dialect {
+        None | Some(ConsoleDialect::Console) => Dialect::Console,
+        Some(ConsoleDialect::Links) => Dialect::Links,
+        Some(ConsoleDialect::Routes) => Dialect::Routes,
+    };
+    let body = body?;
+    let answers = change(shared, by, move |engine| Ok(console::answers(engine, dialect, &body)));
+    Ok(json(StatusCode::OK, &answers.await?))
+}
+
+/// This document
+#[utoipa::path(get, path = "/v1/openapi.json", responses((status = 200, body = serde_json::Value)))]
+async fn openapi() -> Response {
+    json(StatusCode::OK, &document())
+}
+
+#[cfg(test)]
+#[path = "api_tests.rs"]
+pub mod tests;

@@ -5,7 +5,15 @@
 //! are moved by the core's dispatchers, which never wait for it.
 
 mod api;
-mod socket;
+mod console;
+mod events;
+mod gate;
+mod metrics;
+#[cfg(test)]
+mod reference;
+mod remote;
+mod serve;
+mod tls;
 
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
@@ -21,9 +29,12 @@ use tracing_subscriber::util::SubscriberInitExt;
 use vnet::control::config::{self, Configuration};
 use vnet::control::desired::Desired;
 use vnet::control::engine::Engine;
+use vnet::control::events::Asker;
 use vnet::unix::Listener;
 
-use crate::socket::Guarded;
+use crate::api::App;
+use crate::events::Hub;
+use crate::remote::Remote;
 
 /// Only root and vnetd's own user may connect.
 const CONTROL_SOCKET_MODE: u32 = 0o600;
@@ -139,17 +150,24 @@ fn run(file: &Path) -> Result<(), Failure> {
         let path = &desired.control.spec.socket;
         make_folder(path)?;
         let socket = Listener::bind(path, CONTROL_SOCKET_MODE)?;
-        let engine = Engine::start(desired)?;
-        let ready = ready_line(&engine);
+        let remote = Remote::open(&desired.control.spec.access)?;
+        let mut engine = Engine::start(desired)?;
+        let events = Hub::new();
+        engine.tell(events.sink());
+        let ready = ready_line(&engine, &remote);
         let shared: Shared = Arc::new(Mutex::new(Some(engine)));
-        let listener = Guarded::new(socket.try_clone()?)?;
-        let server = tokio::spawn(api::serve(listener, shared.clone()));
+        let app = App { shared: shared.clone(), events: events.clone(), token: remote.token.clone() };
+        let listener = tokio::net::UnixListener::from_std(socket.try_clone()?)?;
+        let mut servers = tokio::task::JoinSet::new();
+        servers.spawn(serve::unix(listener, api::router(app.clone())));
+        servers.spawn(events::watch(shared.clone(), events));
+        remote.serve(app, &mut servers);
         println!("{ready}");
         notify(&[NotifyState::Ready, NotifyState::Status(&ready)]);
 
         signals.until_stopped(|| reload(file, &shared)).await;
         notify(&[NotifyState::Stopping]);
-        server.abort();
+        servers.abort_all();
         // Requests that are being carried out hold the lock until they are done.
         let engine = api::lock(&shared).take();
         if let Some(engine) = engine {
@@ -161,10 +179,10 @@ fn run(file: &Path) -> Result<(), Failure> {
     })
 }
 
-fn ready_line(engine: &Engine) -> String {
+fn ready_line(engine: &Engine, remote: &Remote) -> String {
     let desired = engine.current();
     format!(
-        "vnetd {} ready: host {}, links arrive at {}, control at {}, {}",
+        "vnetd {} ready: host {}, links arrive at {}, control at {}{remote}, {}",
         env!("CARGO_PKG_VERSION"),
         desired.host.spec.name,
         engine.status().bridge,
@@ -181,12 +199,11 @@ fn reload(file: &Path, shared: &Shared) {
     match config::load(file) {
         Ok(Configuration { desired, warnings }) => {
             warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
-            match api::lock(shared).as_mut().map(|engine| engine.apply(desired)) {
+            let apply = |engine: &mut Engine| engine.on_behalf(Asker::Hangup, |engine| engine.apply(desired));
+            let applied = api::lock(shared).as_mut().map(apply);
+            match applied {
                 Some(Ok(plan)) if plan.is_empty() => tracing::info!("{}: nothing to change", file.display()),
-                Some(Ok(plan)) => {
-                    plan.changes().iter().for_each(|change| tracing::info!("{change}"));
-                    tracing::info!("{}: applied", file.display());
-                }
+                Some(Ok(_)) => tracing::info!("{}: applied", file.display()),
                 Some(Err(error)) => not_applied(file, &error),
                 None => {}
             }

@@ -14,6 +14,7 @@ use crate::wire::ethernet::Mac;
 
 /// `GET /v1/status`
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Status {
     /// Version of vnetd.
     pub version: String,
@@ -48,6 +49,7 @@ pub struct Status {
 
 /// One of `GET /v1/interfaces`; the answer to `POST /v1/interfaces`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Interface {
     /// Its name.
     pub name: String,
@@ -87,6 +89,7 @@ pub struct Interface {
 
 /// One of `GET /v1/links`; the answer to `POST /v1/links`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Link {
     /// Its name.
     pub name: String,
@@ -111,6 +114,7 @@ pub struct Link {
 
 /// One of `GET /v1/routes`; the answer to `POST /v1/routes`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Route {
     /// Counted from 1, never used again.
     pub index: u32,
@@ -128,6 +132,7 @@ pub struct Route {
 
 /// One of `GET /v1/networks`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Network {
     /// Its number.
     pub id: NetworkId,
@@ -141,6 +146,7 @@ pub struct Network {
 
 /// One of `GET /v1/learned`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Learned {
     /// Network.
     pub network: NetworkId,
@@ -156,6 +162,7 @@ pub struct Learned {
 
 /// `GET /v1/trace?src=MAC&dst=MAC`, optionally `&network=ID&from=PLACE`
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Trace {
     /// Network.
     pub network: NetworkId,
@@ -180,6 +187,7 @@ pub struct Trace {
 
 /// `GET /v1/stats`
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Stats {
     /// Each interface and link, then `bridge` (datagrams of no link) and `removed` (all that are gone).
     pub ports: Vec<Port>,
@@ -189,6 +197,7 @@ pub struct Stats {
 
 /// One port's counters.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Port {
     /// `interface`, `link`, `bridge` or `removed`.
     pub kind: String,
@@ -201,6 +210,7 @@ pub struct Port {
 
 /// Counters of a port since it was added; the words are those of [`PortStats`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Counters {
     /// Frames that entered here.
     pub in_frames: u64,
@@ -276,6 +286,7 @@ impl Counters {
 
 /// Where all frames went: in + copies = out + drops, but for those on their way while it was read.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Balance {
     /// Frames that entered the core.
     #[serde(rename = "in")]
@@ -312,6 +323,7 @@ impl fmt::Display for Balance {
 
 /// What happens to an object; in the order in which a plan tells it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Action {
     /// It goes.
@@ -324,6 +336,7 @@ pub enum Action {
 
 /// One step of a plan.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Change {
     /// What happens.
     pub action: Action,
@@ -349,6 +362,7 @@ impl fmt::Display for Change {
 
 /// The answer to `POST /v1/apply`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Applied {
     /// True when it was only asked what would be done.
     pub dry_run: bool,
@@ -358,8 +372,21 @@ pub struct Applied {
     pub warnings: Vec<String>,
 }
 
+/// One of the answers to `POST /v1/console`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct ConsoleAnswer {
+    /// Line that is answered, counted from 1.
+    pub line: usize,
+    /// False when the answer is `ERROR …`.
+    pub good: bool,
+    /// The answer as the console would send it.
+    pub lines: Vec<String>,
+}
+
 /// The answer when something is refused or fails.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Refusal {
     /// One line each.
     pub errors: Vec<String>,

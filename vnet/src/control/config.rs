@@ -8,6 +8,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use super::access::Access;
 use super::check;
 use super::desired::*;
 use super::table::{Entry, Place, Placed, Problem, Reader, Table, Value, quote};
@@ -162,16 +163,10 @@ fn read_control(table: Table, notes: &mut Notes) -> Item<ControlSpec> {
     let mut reader = Reader::new("[control]", table, &mut notes.problems);
     let place = reader.place();
     let socket = reader.text("socket").and_then(|text| socket_path(&mut reader, text));
-    for key in ["http", "console"] {
-        if let Some(entry) = reader.take(key) {
-            reader.problem(
-                &entry.place,
-                format!("[control] {key} is not available in this version; remove the line"),
-            );
-        }
-    }
+    let access = Access::read(&mut reader);
     reader.finish();
-    Item { place, spec: socket.map_or_else(ControlSpec::default, |socket| ControlSpec { socket }) }
+    let socket = socket.unwrap_or_else(|| ControlSpec::default().socket);
+    Item { place, spec: ControlSpec { socket, access } }
 }
 
 fn read_dispatch(table: Table, notes: &mut Notes) -> Item<DispatchSpec> {
@@ -468,7 +463,11 @@ fn device_name(reader: &mut Reader<'_>, (place, name): Placed<String>) -> Option
     None
 }
 
-fn socket_address(reader: &mut Reader<'_>, key: &str, (place, text): Placed<String>) -> Option<SocketAddr> {
+pub(super) fn socket_address(
+    reader: &mut Reader<'_>,
+    key: &str,
+    (place, text): Placed<String>,
+) -> Option<SocketAddr> {
     let Ok(address) = text.parse::<SocketAddr>() else {
         let text = format!(
             "{key} {} is not an address with a port; write 10.0.0.2:9000 or [fd00::2]:9000",

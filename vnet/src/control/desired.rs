@@ -9,6 +9,7 @@ use std::net::{Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use super::access::Access;
 use super::table::Place;
 use crate::dispatch::yielding::Strategy;
 use crate::frame::NetworkId;
@@ -86,11 +87,13 @@ pub struct HostSpec {
 pub struct ControlSpec {
     /// Unix socket of the HTTP/JSON API.
     pub socket: PathBuf,
+    /// What is offered by TCP.
+    pub access: Access,
 }
 
 impl Default for ControlSpec {
     fn default() -> ControlSpec {
-        ControlSpec { socket: CONTROL_SOCKET.into() }
+        ControlSpec { socket: CONTROL_SOCKET.into(), access: Access::default() }
     }
 }
 

@@ -18,6 +18,7 @@ use std::time::Instant;
 use super::api::Counters;
 use super::config::ConfigError;
 use super::desired::*;
+use super::events::{Asker, Indices, Witness};
 use super::plan::{self, Plan};
 use super::table::Problem;
 use super::{check, config};
@@ -114,6 +115,8 @@ pub struct Engine {
     /// Counters of all ports that are gone, so that the balance still adds up.
     pub(super) retired: Counters,
     next_route: u32,
+    indices: Indices,
+    pub(super) witness: Witness,
 }
 
 impl Engine {
@@ -133,8 +136,10 @@ impl Engine {
             route_indices: HashMap::new(),
             retired: Counters::from(&PortStats::default()),
             next_route: 1,
+            indices: Indices::default(),
+            witness: Witness::default(),
         };
-        match engine.apply(desired) {
+        match engine.on_behalf(Asker::Part("the configuration file"), |engine| engine.apply(desired)) {
             Ok(_) => Ok(engine),
             Err(error) => {
                 engine.stop();
@@ -152,6 +157,16 @@ impl Engine {
     /// What the host is.
     pub fn current(&self) -> &Desired {
         &self.current
+    }
+
+    /// The numbers of links and interfaces.
+    pub fn indices(&self) -> &Indices {
+        &self.indices
+    }
+
+    /// Every rule with its index, in no order.
+    pub(super) fn route_indices(&self) -> impl Iterator<Item = (u32, &RouteSpec)> {
+        self.route_indices.iter().map(|(spec, index)| (*index, spec))
     }
 
     /// What [`Engine::apply`] would do.
@@ -203,6 +218,7 @@ impl Engine {
         self.interfaces.extend(std::mem::take(&mut opened.0));
         let gone_links = self.change_links(&plan.links);
         self.change_routes(&plan.routes);
+        self.indices.follow(&plan);
         self.current = desired;
         self.core.publish(self.setup(&self.current));
         for live in gone {
@@ -210,6 +226,7 @@ impl Engine {
             self.retire(&live.stats);
         }
         gone_links.iter().for_each(|live| self.retire(&live.stats));
+        self.witness.tell(&plan);
         Ok(plan)
     }
 
@@ -300,6 +317,7 @@ impl Engine {
     /// Takes an interface that is lost, and the rules that name it, out of the current state.
     fn forget(&mut self, name: &str) {
         let target = Target::Interface(name.into());
+        self.indices.forget_interface(&name.into());
         self.current.interfaces.retain(|item| item.spec.name != name);
         self.current.routes.retain(|item| !item.spec.names(&target));
         self.route_indices.retain(|spec, _| !spec.names(&target));

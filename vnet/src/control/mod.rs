@@ -5,13 +5,19 @@
 //! first opens what is new, then publishes one new setup to the dispatchers, then stops what is gone. There is no other
 //! way to change anything, so a command and an edited file cannot differ in what they allow.
 
+pub mod access;
 pub mod api;
 mod check;
 pub mod config;
+pub mod console;
 pub mod desired;
 pub mod engine;
+pub mod events;
+pub mod language;
 pub mod plan;
+pub mod requests;
 mod table;
+mod usage;
 mod view;
 
 pub use table::{Place, Problem};

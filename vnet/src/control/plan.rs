@@ -153,8 +153,12 @@ pub fn restart_needed(current: &Desired, desired: &Desired) -> Vec<Problem> {
     };
     let (is, wanted) = (&current.control, &desired.control);
     if is != wanted {
-        let what =
-            format!("socket changes from {} to {}", is.spec.socket.display(), wanted.spec.socket.display());
+        let (is, to) = (&is.spec, &wanted.spec);
+        let what = if is.socket != to.socket {
+            format!("socket changes from {} to {}", is.socket.display(), to.socket.display())
+        } else {
+            "http, console, token_file or tls_… changes".into()
+        };
         fixed(&wanted.place, "control", what);
     }
     if current.dispatch != desired.dispatch {

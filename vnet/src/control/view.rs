@@ -1,15 +1,17 @@
 //! What the engine shows of itself: the answers of the API.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use super::api;
 use super::desired::*;
 use super::engine::{Engine, EngineError};
 use super::plan;
+use crate::dispatch::counters::DispatcherStats;
 use crate::frame::{NetworkId, PortId};
 use crate::interface::State;
 use crate::link::LinkState;
-use crate::route::{By, Flow, Held, LearnedEntry, explain};
+use crate::route::{By, Flow, Held, LearnedEntry, LearnedStats, explain};
 use crate::wire::ethernet::Mac;
 
 impl Engine {
@@ -146,8 +148,18 @@ impl Engine {
         self.core.learned().entries(&self.core.table(), self.core.now_ms())
     }
 
+    /// Counters of what was learned.
+    pub fn learned_stats(&self) -> LearnedStats {
+        self.core.learned().stats()
+    }
+
+    /// What each dispatcher counts about itself.
+    pub fn dispatcher_stats(&self) -> &[Arc<DispatcherStats>] {
+        self.core.dispatcher_stats()
+    }
+
     /// Who is at each port.
-    fn places(&self) -> HashMap<PortId, Target> {
+    pub(super) fn places(&self) -> HashMap<PortId, Target> {
         let interfaces = self.interfaces.iter().map(|(name, i)| (i.port, Target::Interface(name.clone())));
         let links = self.links.iter().map(|(name, link)| (link.port, Target::Link(name.clone())));
         interfaces.chain(links).collect()

@@ -14,6 +14,7 @@ use std::time::Instant;
 use arc_swap::ArcSwap;
 
 use super::Dispatcher;
+use super::counters::DispatcherStats;
 use super::setup::{Parts, Setup};
 use super::yielding::{Strategy, Yielder};
 use crate::link::{Bridge, BridgeError, ReassemblyBudget};
@@ -64,6 +65,7 @@ pub(super) struct Shared {
     stopping: AtomicBool,
     pollers: Vec<Poller>,
     learned: Arc<Learned>,
+    dispatcher_stats: Vec<Arc<DispatcherStats>>,
     started: Instant,
     /// The generation that each dispatcher has adopted.
     adopted: Mutex<Vec<u64>>,
@@ -101,6 +103,10 @@ impl Shared {
         self.started
     }
 
+    pub(super) fn dispatcher_stats(&self) -> &[Arc<DispatcherStats>] {
+        &self.dispatcher_stats
+    }
+
     pub(super) fn adopted(&self, id: usize, generation: u64) {
         self.adopted.lock().unwrap_or_else(PoisonError::into_inner)[id] = generation;
         self.progress.notify_all();
@@ -135,6 +141,7 @@ impl Core {
             stopping: AtomicBool::new(false),
             pollers: (0..count).map(|_| Poller::new()).collect::<io::Result<_>>()?,
             learned: Arc::new(Learned::new()),
+            dispatcher_stats: (0..count).map(|_| Arc::default()).collect(),
             started: Instant::now(),
             adopted: Mutex::new(vec![0; count]),
             progress: Condvar::new(),
@@ -198,6 +205,11 @@ impl Core {
     /// Addresses learned so far.
     pub fn learned(&self) -> &Arc<Learned> {
         &self.shared.learned
+    }
+
+    /// What each dispatcher counts about itself.
+    pub fn dispatcher_stats(&self) -> &[Arc<DispatcherStats>] {
+        &self.shared.dispatcher_stats
     }
 
     /// The routing table in force.

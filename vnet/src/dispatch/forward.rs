@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use super::counters::DispatcherStats;
 use super::setup::{Port, Setup};
 use crate::frame::{BATCH_MAX, Batch, PortId};
 use crate::link::Sender;
@@ -28,6 +29,8 @@ pub(super) struct Forwarder {
     pub(super) now_ms: u64,
     /// Moved since the dispatcher last set it to nothing.
     pub(super) work: Work,
+    /// What the dispatcher counts about itself.
+    pub(super) stats: Arc<DispatcherStats>,
     /// Frames of the batch under way, by destination port.
     lists: Vec<Vec<u16>>,
     /// Destinations whose list is not empty.
@@ -44,6 +47,7 @@ impl Forwarder {
             setup: setup.clone(),
             now_ms: 0,
             work: Work::default(),
+            stats: Arc::default(),
             lists: vec![],
             touched: vec![],
             by_queue: vec![],
@@ -70,10 +74,12 @@ impl Forwarder {
 
     /// Takes every frame of the batch to completion: delivered, or counted under the reason why not.
     pub(super) fn run(&mut self, batch: &Batch) {
+        let begun = self.stats.begin(batch.len());
         self.decide(batch);
         while let Some(port) = self.touched.pop() {
             self.deliver(port, batch);
         }
+        self.stats.end(begun);
     }
 
     fn decide(&mut self, batch: &Batch) {

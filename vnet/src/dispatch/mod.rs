@@ -15,9 +15,11 @@
 //! - [`core`](mod@self::core): the dispatchers together, and how a new setup reaches them without a lock on a frame's way.
 //! - [`setup`](mod@self::setup): what a core forwards between: ports, peers, routes. Immutable once published.
 //! - [`forward`](mod@self::forward): decide and deliver, for one batch.
+//! - [`counters`](mod@self::counters): what a dispatcher counts about itself.
 //! - [`yielding`](mod@self::yielding): what a dispatcher does when there is nothing to do.
 
 pub mod core;
+pub mod counters;
 mod forward;
 pub mod setup;
 pub mod yielding;
@@ -102,11 +104,13 @@ impl Dispatcher {
         let setup = shared.setup();
         let started = shared.started();
         let router = Router::new(setup.table.clone(), shared.learned().clone());
+        let mut forwarder = Forwarder::new(router, bridge.tx, setup.clone());
+        forwarder.stats = shared.dispatcher_stats()[id].clone();
         Ok(Dispatcher {
             id,
             poller,
             generation: 0,
-            forwarder: Forwarder::new(router, bridge.tx, setup.clone()),
+            forwarder,
             setup,
             receiver: bridge.rx,
             socket_ready: true,

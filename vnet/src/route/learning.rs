@@ -18,6 +18,7 @@
 //! learned, moved or forgotten before its time. A cached decision carries the versions that were read under the same lock
 //! as the addresses it was made from; while they are the current ones, none of that has happened.
 
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -51,6 +52,8 @@ pub const LINKS_ADDRESSES_MAX: u32 = 262_144;
 const BUCKETS: usize = 4096;
 /// How many expired addresses of a share one call removes, which bounds the time under the lock.
 const RECLAIM_MAX: usize = 64;
+/// Moves that are remembered for those who want to hear of them.
+const MOVES_KEPT: usize = 1024;
 /// Milliseconds between two looks for expired addresses of all shares, and between two warnings.
 const HOUSEKEEPING_MS: u64 = 1000;
 
@@ -147,6 +150,21 @@ pub struct LearnedStats {
     pub refused: u64,
 }
 
+/// An address that was heard elsewhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Moved {
+    /// Its network.
+    pub network: NetworkId,
+    /// The address.
+    pub mac: Mac,
+    /// Where it was.
+    pub from: PortId,
+    /// Where it is.
+    pub to: PortId,
+    /// It moved too often and stays there for a while.
+    pub frozen: bool,
+}
+
 /// What is behind the lock.
 struct Book {
     addresses: Addresses,
@@ -156,6 +174,8 @@ struct Book {
     housekeeping_at_ms: u64,
     /// Before this moment no further warning is logged.
     quiet_until_ms: u64,
+    /// The last [`MOVES_KEPT`] moves, the newest last.
+    moves: VecDeque<Moved>,
     /// For the shares of one round of housekeeping; kept for its memory.
     round: Vec<ShareKey>,
 }
@@ -187,6 +207,7 @@ impl Learned {
                 stats: LearnedStats::default(),
                 housekeeping_at_ms: 0,
                 quiet_until_ms: 0,
+                moves: VecDeque::with_capacity(MOVES_KEPT),
                 round: vec![],
             }),
             versions: Versions::new(),
@@ -284,6 +305,14 @@ impl Learned {
         entries
     }
 
+    /// Moves from number `since` on (the first is number 0), as far as they are remembered, and the next one's number.
+    pub fn moves_since(&self, since: u64) -> (Vec<Moved>, u64) {
+        let book = self.book();
+        let next = book.stats.moves;
+        let wanted = usize::try_from(next.saturating_sub(since)).unwrap_or(usize::MAX).min(book.moves.len());
+        (book.moves.range(book.moves.len() - wanted..).copied().collect(), next)
+    }
+
     /// Counters.
     pub fn stats(&self) -> LearnedStats {
         let book = self.book();
@@ -353,6 +382,12 @@ impl Book {
             self.stats.frozen += 1;
             self.warn(&before, &heard);
         }
+        if self.moves.len() == MOVES_KEPT {
+            self.moves.pop_front();
+        }
+        let frozen = self.addresses.get(at).frozen_until_ms > heard.at_ms;
+        let (network, mac, from, to) = (before.network, before.mac, before.last.port, heard.port);
+        self.moves.push_back(Moved { network, mac, from, to, frozen });
     }
 
     /// Logs that an address is in two places; at most once a second, because guests can bring it about.

@@ -170,6 +170,28 @@ fn an_address_in_two_places_is_frozen_and_thaws() {
 }
 
 #[test]
+fn moves_are_remembered_for_a_while() {
+    let mut router = router(vec![], &members());
+    (0..6).for_each(|n| send(&mut router, &flow([HOST, GUEST][n % 2], mac(1), mac(2)), 0));
+    let (moves, next) = router.learned.moves_since(0);
+    assert_eq!((moves.len(), next), (5, 5));
+    let told: Vec<_> = moves.iter().map(|moved| (moved.from, moved.to, moved.frozen)).collect();
+    assert_eq!(told[0], (HOST, GUEST, false));
+    assert_eq!(told[4], (HOST, GUEST, true), "the fifth freezes it");
+    assert_eq!(router.learned.moves_since(4), (moves[4..].to_vec(), 5));
+    assert_eq!(router.learned.moves_since(5), (vec![], 5));
+    // More than are remembered: the oldest are gone, and the number tells how many.
+    for n in 10..1_010 {
+        send(&mut router, &flow(HOST, mac(n), mac(2)), 1_000);
+        send(&mut router, &flow(GUEST, mac(n), mac(2)), 1_000);
+        send(&mut router, &flow(LINK, mac(n), mac(2)), 1_000);
+    }
+    let (moves, next) = router.learned.moves_since(5);
+    assert_eq!((moves.len(), next), (1_024, 2_005));
+    assert_eq!((moves[1_023].mac, moves[1_023].to), (mac(1_009), LINK));
+}
+
+#[test]
 fn a_frozen_address_whose_place_falls_silent_is_learned_anew() {
     let network = NetworkSpec { ageing_s: 10, ..learning() };
     let table = Arc::new(Table::build(vec![], &[network], &members()));

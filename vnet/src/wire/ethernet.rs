@@ -24,6 +24,11 @@ pub const ETHERTYPE_QINQ: u16 = 0x88a8;
 /// A 48-bit MAC address, in transmission order.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
+#[cfg_attr(
+    feature = "openapi",
+    derive(utoipa::ToSchema),
+    schema(value_type = String, pattern = "^[0-9A-Fa-f]{2}(:[0-9A-Fa-f]{2}){5}$", examples("52:54:00:12:34:56"))
+)]
 pub struct Mac(pub [u8; 6]);
 
 impl Mac {

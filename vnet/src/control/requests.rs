@@ -1,0 +1,114 @@
+//! What requests carry: the keys of the configuration file's tables, as the OpenAPI document shows them.
+//!
+//! Nothing is read into these types. A request goes through the same readers as the file (`config`), which say what is wrong in
+//! the same words; a test holds both to the same keys.
+
+use serde::Serialize;
+
+/// The body of `POST /v1/interfaces`: the keys of `[[interface]]`.
+#[derive(Clone, Debug, Default, Serialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct NewInterface {
+    /// Its name: 1 to 64 letters, digits, `.`, `_`, `-`.
+    pub name: String,
+    /// `vhost-user` or `tap`.
+    pub kind: String,
+    /// vhost-user: an absolute path of at most 107 bytes.
+    pub socket: Option<String>,
+    /// vhost-user: vnetd listens; false: it connects.
+    pub server: Option<bool>,
+    /// tap: made if it is not there, at most 15 bytes.
+    pub device: Option<String>,
+    /// tap: where the device lives: a name, a path, `pid:N`.
+    pub netns: Option<String>,
+    /// The network it stands in.
+    pub network: Option<u32>,
+    /// The guest's address.
+    pub mac: Option<String>,
+    /// MTU in bytes, 68 to 65535.
+    pub mtu: Option<u32>,
+    /// Queue pairs.
+    pub queues: Option<u32>,
+    /// Most flooded frames a second.
+    pub storm_limit: Option<u32>,
+    /// Drop frames whose source is not `mac`.
+    pub port_security: Option<bool>,
+    /// How it is driven: `guest-driven`, `vmm-driven` or `adaptive`.
+    pub mode: Option<String>,
+    /// Lower bound of the adaptive mode, frames/s.
+    pub rate_low: Option<u32>,
+    /// Upper bound of the adaptive mode, frames/s.
+    pub rate_high: Option<u32>,
+    /// Window of the adaptive mode, microseconds.
+    pub window_us: Option<u32>,
+}
+
+/// The body of `POST /v1/links`: the keys of `[[link]]`.
+#[derive(Clone, Debug, Default, Serialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct NewLink {
+    /// Its name: 1 to 64 letters, digits, `.`, `_`, `-`.
+    pub name: String,
+    /// The other host, `ADDRESS:PORT`.
+    pub remote: String,
+    /// How frames travel: `native` or `vnet`.
+    pub encapsulation: Option<String>,
+    /// The networks it carries; all when absent.
+    pub networks: Option<Vec<u32>>,
+    /// MTU of the path in bytes, 576 to 65535; found out when absent.
+    pub mtu: Option<u32>,
+    /// Clear text may travel there.
+    pub trusted: Option<bool>,
+    /// Frames travel encrypted.
+    pub sealed: Option<bool>,
+}
+
+/// The body of `POST /v1/routes`: the keys of `[[route]]`.
+#[derive(Clone, Debug, Default, Serialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct NewRoute {
+    /// The network it applies in.
+    pub network: Option<u32>,
+    /// Source: `any`, `none`, a MAC address, `not-MAC`.
+    pub src: Option<String>,
+    /// Destination: `any`, `none`, a MAC address, `not-MAC`.
+    pub dst: String,
+    /// Where frames come from: `any`, `interface`, `link`, `interface NAME`, `link NAME`.
+    pub from: Option<String>,
+    /// Where they go: `interface NAME`, `link NAME`.
+    pub to: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::config;
+
+    /// The keys that a reader knows, from what it says to one that it does not.
+    fn known(error: impl ToString) -> Vec<String> {
+        let text = error.to_string();
+        let line = text.lines().find(|line| line.contains("qqqqqqqqqqqqqqqq")).unwrap();
+        let keys = line.rsplit("known here: ").next().unwrap();
+        let mut keys: Vec<_> = keys.split(", ").map(String::from).collect();
+        keys.sort();
+        keys
+    }
+
+    fn keys(request: &impl Serialize) -> Vec<String> {
+        let serde_json::Value::Object(object) = serde_json::to_value(request).unwrap() else {
+            panic!("an object")
+        };
+        let mut keys: Vec<_> = object.keys().cloned().collect();
+        keys.sort();
+        keys
+    }
+
+    #[test]
+    fn requests_have_the_readers_keys() {
+        let json = br#"{"kind": "tap", "qqqqqqqqqqqqqqqq": 1}"#;
+        assert_eq!(keys(&NewInterface::default()), known(config::interface_from_json(json).unwrap_err()));
+        let json = br#"{"qqqqqqqqqqqqqqqq": 1}"#;
+        assert_eq!(keys(&NewLink::default()), known(config::link_from_json(json).unwrap_err()));
+        assert_eq!(keys(&NewRoute::default()), known(config::route_from_json(json).unwrap_err()));
+    }
+}

@@ -1,0 +1,175 @@
+//! The API against its own document, and who may do what, on a real engine without sockets.
+
+use std::collections::BTreeSet;
+use std::os::unix::fs::PermissionsExt;
+use std::sync::Mutex;
+
+use axum::body::{Body, to_bytes};
+use axum::http::{Method, Request};
+use serde_json::Value;
+use tower::ServiceExt;
+
+use super::*;
+use crate::gate::Caller;
+
+const TOKEN: &str = "0123456789abcdef0123456789abcdef";
+
+/// A host without anything, and what requests act on.
+pub fn app(token: Option<Token>) -> App {
+    let configuration = config::parse("f", "host.name = \"h1\"\nbridge.listen = \"127.0.0.1:0\"").unwrap();
+    let mut engine = Engine::start(configuration.desired).unwrap();
+    let events = Hub::new();
+    engine.tell(events.sink());
+    App { shared: Arc::new(Mutex::new(Some(engine))), events, token: token.map(Arc::new) }
+}
+
+fn token() -> Token {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("token");
+    std::fs::write(&file, TOKEN).unwrap();
+    std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o600)).unwrap();
+    Token::load(&file).unwrap()
+}
+
+const LOCAL: Caller = Caller::Unix { uid: 0, pid: Some(1) };
+
+fn remote() -> Caller {
+    Caller::Tcp("192.0.2.1:5000".parse().unwrap())
+}
+
+/// One request; its status, and its body where it ends.
+async fn ask(
+    app: &App,
+    caller: Caller,
+    method: &str,
+    path: &str,
+    headers: &[(&str, &str)],
+    body: &str,
+) -> (u16, Value) {
+    let mut request = Request::builder().method(method).uri(path).extension(caller);
+    for (name, value) in headers {
+        request = request.header(*name, *value);
+    }
+    let answer =
+        router(app.clone()).oneshot(request.body(Body::from(body.to_string())).unwrap()).await.unwrap();
+    let status = answer.status().as_u16();
+    if answer.headers().get("content-type").is_some_and(|kind| kind == "text/event-stream") {
+        return (status, Value::Null);
+    }
+    let body = to_bytes(answer.into_body(), usize::MAX).await.unwrap();
+    (status, serde_json::from_slice(&body).unwrap_or(Value::Null))
+}
+
+/// Method and path of everything in the document.
+fn documented() -> Vec<(String, String)> {
+    let document = serde_json::to_value(document()).unwrap();
+    let paths = document["paths"].as_object().unwrap();
+    let methods = |(path, item): (&String, &Value)| {
+        let methods = item
+            .as_object()
+            .unwrap()
+            .keys()
+            .filter(|key| Method::from_bytes(key.to_uppercase().as_bytes()).is_ok());
+        methods.map(|method| (method.to_uppercase(), path.clone())).collect::<Vec<_>>()
+    };
+    paths
+        .iter()
+        .flat_map(methods)
+        .filter(|(method, _)| ["GET", "POST", "DELETE"].contains(&method.as_str()))
+        .collect()
+}
+
+#[tokio::test]
+async fn what_is_documented_is_there() {
+    let app = app(None);
+    let documented = documented();
+    assert!(documented.len() >= 18, "{documented:?}");
+    for (method, path) in documented {
+        let path = path.replace("{name}", "none").replace("{index}", "99");
+        let (status, answer) = ask(&app, LOCAL, &method, &path, &[], "").await;
+        let text = answer.to_string();
+        assert!(status != 405 && !text.contains("nothing at this path"), "{method} {path}: {status} {text}");
+        assert!(status < 500, "{method} {path}: {status} {text}");
+    }
+}
+
+#[test]
+fn what_is_there_is_documented() {
+    // Routes that are registered otherwise would be missing in the document.
+    let sources = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/src")).unwrap();
+    let mut files = 0;
+    for file in sources.map(|entry| entry.unwrap().path()) {
+        let source = std::fs::read_to_string(&file).unwrap();
+        let undocumented = [".route", "("].concat();
+        assert!(!source.contains(&undocumented), "{} registers a route without routes!", file.display());
+        files += 1;
+    }
+    assert!(files > 5);
+}
+
+#[tokio::test]
+async fn answers_have_the_documents_form() {
+    let app = app(None);
+    let document = serde_json::to_value(document()).unwrap();
+    let properties = |name: &str| -> BTreeSet<String> {
+        let schema = &document["components"]["schemas"][name]["properties"];
+        schema.as_object().unwrap_or_else(|| panic!("{name} is no object")).keys().cloned().collect()
+    };
+    for (path, schema) in [("/v1/status", "Status"), ("/v1/stats", "Stats"), ("/v1/networks", "Network")] {
+        let (status, answer) = ask(&app, LOCAL, "GET", path, &[], "").await;
+        assert_eq!(status, 200, "{path}");
+        let answer = if let Value::Array(list) = &answer { &list[0] } else { &answer };
+        let fields: BTreeSet<_> = answer.as_object().unwrap().keys().cloned().collect();
+        assert_eq!(fields, properties(schema), "{path}");
+    }
+}
+
+#[tokio::test]
+async fn changes_by_tcp_need_the_token() {
+    let link = r#"{"name": "h2", "remote": "127.0.0.2:9000", "trusted": true}"#;
+    let right = ("authorization", "Bearer 0123456789abcdef0123456789abcdef");
+    let wrong = ("authorization", "Bearer 0123456789abcdef0123456789abcdeg");
+    let without = app(None);
+    for (method, path) in documented() {
+        let path = path.replace("{name}", "none").replace("{index}", "99");
+        let (status, answer) = ask(&without, remote(), &method, &path, &[right], "").await;
+        if method == "GET" {
+            assert!(status < 500 && status != 401 && status != 403, "{method} {path}: {status} {answer}");
+        } else {
+            assert_eq!(status, 403, "{method} {path}: {answer}");
+        }
+    }
+    let with = app(Some(token()));
+    for headers in [&[][..], &[wrong], &[("authorization", "Basic eDp5")]] {
+        assert_eq!(ask(&with, remote(), "POST", "/v1/links", headers, link).await.0, 401);
+        assert_eq!(
+            ask(&with, remote(), "POST", "/v1/console", headers, "LINK ADD 127.0.0.2 9000").await.0,
+            401
+        );
+    }
+    assert_eq!(ask(&with, LOCAL, "GET", "/v1/links", &[], "").await.1, serde_json::json!([]));
+    assert_eq!(ask(&with, remote(), "POST", "/v1/links", &[right], link).await.0, 201);
+    assert_eq!(ask(&with, remote(), "DELETE", "/v1/links/h2", &[], "").await.0, 401);
+    assert_eq!(ask(&with, LOCAL, "DELETE", "/v1/links/h2", &[], "").await.0, 204);
+}
+
+#[tokio::test]
+async fn nobody_unknown_is_answered() {
+    let request = Request::builder().uri("/v1/status").body(Body::empty()).unwrap();
+    let answer = router(app(None)).oneshot(request).await.unwrap();
+    assert_eq!(answer.status(), StatusCode::FORBIDDEN);
+}
+
+#[tokio::test]
+async fn the_console_goes_by_the_api() {
+    let app = app(None);
+    let text = "LINK ADD 127.0.0.2 9000 udp\nNONSENSE\nLINKS?\n";
+    let (status, answers) = ask(&app, LOCAL, "POST", "/v1/console", &[], text).await;
+    assert_eq!(status, 200);
+    assert_eq!(answers[0], serde_json::json!({"line": 1, "good": true, "lines": ["OK link 1"]}));
+    assert_eq!(answers[1]["good"], serde_json::json!(false));
+    assert_eq!(answers[2]["lines"][0], "1 127.0.0.2 9000 udp link1 vnet up");
+    let (status, answers) = ask(&app, LOCAL, "POST", "/v1/console?dialect=links", &[], "DEL 1").await;
+    assert_eq!((status, &answers[0]["lines"][0]), (200, &Value::from("OK link 1 removed")));
+    assert_eq!(ask(&app, LOCAL, "POST", "/v1/console?dialect=latin", &[], "").await.0, 400);
+}

@@ -1,0 +1,226 @@
+//! The console: the control language by TCP, a line each way at a time.
+//!
+//! A client that is slow holds up nobody: a line must be complete [`LINE_TIME`] after it began, a session that says nothing
+//! ends after [`IDLE_TIME`], and a peer that does not read is given up by the kernel. A line that is too long is skipped to its
+//! end and answered by an error; it takes no more memory than one that is not.
+
+use std::io;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::TcpListener;
+use tokio::time::{Instant, timeout_at};
+use tokio_rustls::TlsAcceptor;
+use vnet::control::console::{Answer, answer};
+use vnet::control::events::Asker;
+use vnet::control::language::{Dialect, LINE_MAX, LanguageError};
+
+use crate::Shared;
+use crate::api::change;
+use crate::serve::{self, Places, Stream};
+
+/// Clients at a time: people and scripts that steer one host.
+const CLIENTS: usize = 64;
+/// How long a session may say nothing.
+const IDLE_TIME: Duration = Duration::from_secs(600);
+/// How long a line may take from its first byte to its last.
+const LINE_TIME: Duration = Duration::from_secs(30);
+
+/// Serves the console for ever.
+pub async fn serve(listener: TcpListener, tls: Option<TlsAcceptor>, shared: Shared) {
+    let places = Places::new(CLIENTS);
+    loop {
+        match listener.accept().await {
+            Ok((stream, peer)) => {
+                let Some(place) = places.take("console") else {
+                    // As much as fits into the socket's buffer at once, which is empty.
+                    let _ = stream.try_write(b"ERROR too many clients; try again later\n");
+                    continue;
+                };
+                let (tls, shared) = (tls.clone(), shared.clone());
+                tokio::spawn(async move {
+                    let _place = place;
+                    let ended = match serve::secure(stream, peer, tls).await {
+                        Some(Stream::Clear(stream)) => session(stream, peer, &shared).await,
+                        Some(Stream::Tls(stream)) => session(stream, peer, &shared).await,
+                        None => return,
+                    };
+                    if let Err(error) = ended {
+                        tracing::debug!(%peer, %error, "a console session ended");
+                    }
+                });
+            }
+            Err(error) => serve::cannot_accept("console", &error).await,
+        }
+    }
+}
+
+/// Answers lines until the client is done, gone, or out of time.
+async fn session(
+    stream: impl AsyncRead + AsyncWrite + Unpin,
+    peer: SocketAddr,
+    shared: &Shared,
+) -> io::Result<()> {
+    let mut lines = Lines::new(stream);
+    loop {
+        let said = match lines.next(IDLE_TIME, LINE_TIME).await? {
+            Read::Line(line) => {
+                let line = line.to_vec();
+                let asker = Asker::Console(peer);
+                let said =
+                    change(shared.clone(), asker, move |engine| Ok(answer(engine, Dialect::Console, &line)));
+                match said.await {
+                    Ok(said) => said,
+                    Err(_) => Answer::Error("vnetd is stopping".into()),
+                }
+            }
+            Read::TooLong => LanguageError::TooLong.into(),
+            Read::End => return Ok(()),
+            Read::Late => {
+                lines.stream.write_all(b"ERROR nothing was said for too long\n").await?;
+                return lines.stream.shutdown().await;
+            }
+        };
+        lines.stream.write_all(said.to_string().as_bytes()).await?;
+        lines.stream.flush().await?;
+        if said == Answer::Done {
+            return lines.stream.shutdown().await;
+        }
+    }
+}
+
+/// What comes next from a client.
+#[derive(Debug, PartialEq)]
+enum Read<'a> {
+    /// A line without its end.
+    Line(&'a [u8]),
+    /// A line of more than [`LINE_MAX`] bytes, which was skipped.
+    TooLong,
+    /// The client has ended the session.
+    End,
+    /// The client took too long.
+    Late,
+}
+
+/// Splits what comes into lines, in a buffer that holds one.
+struct Lines<S> {
+    stream: S,
+    buffer: Box<[u8]>,
+    /// Bytes of the buffer that are filled.
+    filled: usize,
+    /// Bytes of the line that was given last, which go before the next one is looked for.
+    used: usize,
+    /// The line under way is too long; its bytes go as they come.
+    skipping: bool,
+}
+
+impl<S: AsyncRead + Unpin> Lines<S> {
+    fn new(stream: S) -> Lines<S> {
+        // A line, its end of two bytes, and no more.
+        Lines { stream, buffer: vec![0; LINE_MAX + 2].into(), filled: 0, used: 0, skipping: false }
+    }
+
+    async fn next(&mut self, idle: Duration, line: Duration) -> io::Result<Read<'_>> {
+        self.buffer.copy_within(self.used..self.filled, 0);
+        self.filled -= std::mem::take(&mut self.used);
+        let mut scanned = 0;
+        let mut begun = self.filled > 0;
+        let mut deadline = Instant::now() + if begun { line } else { idle };
+        loop {
+            if let Some(at) = self.buffer[scanned..self.filled].iter().position(|byte| *byte == b'\n') {
+                let end = scanned + at;
+                self.used = end + 1;
+                if std::mem::take(&mut self.skipping) {
+                    return Ok(Read::TooLong);
+                }
+                let line = &self.buffer[..end];
+                let line = line.strip_suffix(b"\r").unwrap_or(line);
+                return Ok(if line.len() > LINE_MAX { Read::TooLong } else { Read::Line(line) });
+            }
+            scanned = self.filled;
+            if self.filled == self.buffer.len() {
+                (self.skipping, self.filled, scanned) = (true, 0, 0);
+            }
+            match timeout_at(deadline, self.stream.read(&mut self.buffer[self.filled..])).await {
+                Err(_) => return Ok(Read::Late),
+                Ok(read) => match read? {
+                    0 => return Ok(Read::End),
+                    count => self.filled += count,
+                },
+            }
+            if !begun {
+                (begun, deadline) = (true, Instant::now() + line);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(600);
+
+    /// All lines of a text, sent in pieces of `piece` bytes; too long ones as None.
+    async fn read(text: &[u8], piece: usize) -> Vec<Option<Vec<u8>>> {
+        let (mut here, there) = tokio::io::duplex(piece);
+        let text = text.to_vec();
+        tokio::spawn(async move { here.write_all(&text).await });
+        let mut lines = Lines::new(there);
+        let mut got = vec![];
+        loop {
+            match lines.next(LONG, LONG).await.unwrap() {
+                Read::Line(line) => got.push(Some(line.to_vec())),
+                Read::TooLong => got.push(None),
+                Read::End => return got,
+                Read::Late => panic!("late"),
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn lines_are_found_whatever_pieces_they_come_in() {
+        let full = vec![b'x'; LINE_MAX];
+        let over = vec![b'y'; LINE_MAX + 1];
+        let huge = vec![b'z'; 10 * LINE_MAX + 7];
+        let mut text = vec![];
+        for line in [&b"one"[..], b"", b"two\r", &full, &over, b"three", &huge, &over, b"\xff\0", &full] {
+            text.extend_from_slice(line);
+            text.push(b'\n');
+        }
+        text.extend_from_slice(b"without an end");
+        let some = |line: &[u8]| Some(line.to_vec());
+        let want = vec![
+            some(b"one"),
+            some(b""),
+            some(b"two"),
+            some(&full),
+            None,
+            some(b"three"),
+            None,
+            None,
+            some(b"\xff\0"),
+            some(&full),
+        ];
+        for piece in [1, 2, 7, 4095, 4096, 4097, 4098, 100_000] {
+            assert_eq!(read(&text, piece).await, want, "pieces of {piece}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn slow_clients_are_given_up() {
+        let (mut here, there) = tokio::io::duplex(64);
+        let mut lines = Lines::new(there);
+        assert_eq!(lines.next(IDLE_TIME, LINE_TIME).await.unwrap(), Read::Late, "says nothing");
+        tokio::spawn(async move {
+            for _ in 0..1000 {
+                here.write_all(b"x").await.unwrap();
+                tokio::time::sleep(Duration::from_secs(1)).await;
+            }
+        });
+        let before = Instant::now();
+        assert_eq!(lines.next(IDLE_TIME, LINE_TIME).await.unwrap(), Read::Late, "never ends its line");
+        assert!(before.elapsed() <= LINE_TIME + Duration::from_secs(2), "{:?}", before.elapsed());
+    }
+}

@@ -1,0 +1,229 @@
+//! `GET /metrics`: counters as OpenMetrics text, which Prometheus reads.
+//!
+//! Names and units are stable: users build alarms on them. A scrape takes a reading of the engine and writes it out; nothing is
+//! counted for the metrics' sake but what [`vnet::dispatch::counters`] counts.
+
+use std::fmt;
+
+use axum::extract::State;
+use axum::http::header;
+use axum::response::{IntoResponse, Response};
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::registry::{Registry, Unit};
+use vnet::control::api::{self, Counters};
+use vnet::control::engine::Engine;
+use vnet::dispatch::counters::{BATCH_BOUNDS, Counts, LATENCY_BOUNDS_US};
+use vnet::route::LearnedStats;
+
+use crate::Shared;
+use crate::api::{Refused, with_engine};
+
+const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// What one scrape tells.
+#[derive(Debug)]
+pub struct Reading {
+    status: api::Status,
+    ports: Vec<api::Port>,
+    interfaces: Vec<(String, bool)>,
+    links: Vec<(String, bool)>,
+    learned: LearnedStats,
+    dispatchers: Vec<Dispatcher>,
+}
+
+#[derive(Debug)]
+struct Dispatcher {
+    frames: u64,
+    batches: Counts,
+    latency_ns: Counts,
+}
+
+impl Reading {
+    /// Reads everything now.
+    pub fn of(engine: &Engine) -> Reading {
+        let up = |name: String, state: &str| (name, state == "up");
+        let dispatcher = |stats: &std::sync::Arc<vnet::dispatch::counters::DispatcherStats>| Dispatcher {
+            frames: stats.frames(),
+            batches: stats.batches(),
+            latency_ns: stats.latency_ns(),
+        };
+        Reading {
+            status: engine.status(),
+            ports: engine.stats().ports,
+            interfaces: engine.interfaces().into_iter().map(|i| up(i.name, &i.state)).collect(),
+            links: engine.links().into_iter().map(|link| up(link.name, &link.state)).collect(),
+            learned: engine.learned_stats(),
+            dispatchers: engine.dispatcher_stats().iter().map(dispatcher).collect(),
+        }
+    }
+}
+
+/// A port's counter: name, unit, help, value.
+type PortCounter = (&'static str, Option<Unit>, &'static str, fn(&Counters) -> u64);
+
+const PORT_COUNTERS: [PortCounter; 9] = [
+    ("port_in_frames", None, "Frames that entered the core here, refused ones included", |c| c.in_frames),
+    ("port_in", Some(Unit::Bytes), "Their bytes", |c| c.in_bytes),
+    ("port_out_frames", None, "Frames delivered here", |c| c.out_frames),
+    ("port_out", Some(Unit::Bytes), "Their bytes", |c| c.out_bytes),
+    ("port_copies", None, "Frames from here that became more than one, beyond the first", |c| c.copies),
+    ("port_notifications", None, "Notifications given to the guest", |c| c.notifications),
+    ("port_kicks", None, "Notifications got from the guest", |c| c.kicks),
+    ("port_in_datagrams", None, "Datagrams received for this link", |c| c.in_datagrams),
+    ("port_out_datagrams", None, "Datagrams sent on this link", |c| c.out_datagrams),
+];
+
+type Label = (&'static str, String);
+
+/// Writes families one after the other.
+struct Families<'a>(DescriptorEncoder<'a>);
+
+impl Families<'_> {
+    fn family<L>(
+        &mut self,
+        (name, unit, help): (&str, Option<Unit>, &str),
+        kind: MetricType,
+        members: impl IntoIterator<Item = (Vec<Label>, L)>,
+        write: impl Fn(&mut MetricEncoder<'_>, L) -> fmt::Result,
+    ) -> fmt::Result {
+        let mut family = self.0.encode_descriptor(name, help, unit.as_ref(), kind)?;
+        for (labels, value) in members {
+            write(&mut family.encode_family(&labels)?, value)?;
+        }
+        Ok(())
+    }
+
+    fn counter(
+        &mut self,
+        what: (&str, Option<Unit>, &str),
+        members: impl IntoIterator<Item = (Vec<Label>, u64)>,
+    ) -> fmt::Result {
+        self.family(what, MetricType::Counter, members, |member, value| {
+            member.encode_counter::<NoLabelSet, u64, f64>(&value, None)
+        })
+    }
+
+    fn gauge(
+        &mut self,
+        what: (&str, Option<Unit>, &str),
+        members: impl IntoIterator<Item = (Vec<Label>, u64)>,
+    ) -> fmt::Result {
+        let write = |member: &mut MetricEncoder<'_>, value: u64| member.encode_gauge(&value);
+        self.family(what, MetricType::Gauge, members, write)
+    }
+
+    /// `counts` in units of `unit`, with upper bounds in those of the metric.
+    fn histogram<'c>(
+        &mut self,
+        what: (&str, Option<Unit>, &str),
+        unit: f64,
+        bounds: &[f64],
+        members: impl IntoIterator<Item = (Vec<Label>, &'c Counts)>,
+    ) -> fmt::Result {
+        self.family(what, MetricType::Histogram, members, |member, counts| {
+            let bounds = bounds.iter().copied().chain([f64::INFINITY]);
+            let buckets: Vec<_> = bounds.zip(counts.buckets.iter().copied()).collect();
+            let count = counts.buckets.iter().sum();
+            member.encode_histogram::<NoLabelSet>(counts.sum as f64 * unit, count, &buckets, None)
+        })
+    }
+}
+
+fn alone(value: u64) -> [(Vec<Label>, u64); 1] {
+    [(vec![], value)]
+}
+
+impl Collector for Reading {
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let mut families = Families(encoder);
+        self.encode_host(&mut families)?;
+        self.encode_ports(&mut families)?;
+        self.encode_dispatchers(&mut families)
+    }
+}
+
+impl Reading {
+    fn encode_host(&self, families: &mut Families<'_>) -> fmt::Result {
+        let api::Status { version, host, uptime_s, routes, networks, .. } = &self.status;
+        let labels: Vec<Label> = vec![("version", version.clone()), ("host", host.clone())];
+        families.gauge(("host_info", None, "Always 1; the labels say who this is"), [(labels, 1)])?;
+        families.gauge(("uptime", Some(Unit::Seconds), "Time since vnetd was ready"), alone(*uptime_s))?;
+        families.gauge(("routes", None, "Routing rules"), alone(*routes as u64))?;
+        families.gauge(("networks", None, "Networks"), alone(*networks as u64))?;
+        let up = |objects: &[(String, bool)], label: &'static str| {
+            objects.iter().map(|(name, up)| (vec![(label, name.clone())], u64::from(*up))).collect::<Vec<_>>()
+        };
+        let interfaces = up(&self.interfaces, "interface");
+        families.gauge(("interface_up", None, "1 when frames flow through the interface"), interfaces)?;
+        let links = up(&self.links, "link");
+        families.gauge(("link_up", None, "1 when the host has a way to the link's remote"), links)?;
+        let LearnedStats { entries, moves, frozen, refused } = self.learned;
+        families.gauge(("learned_addresses", None, "Learned addresses kept"), alone(entries))?;
+        families
+            .counter(("learned_moves", None, "Times an address was heard at another port"), alone(moves))?;
+        let help = "Times an address was frozen because it moved too often";
+        families.counter(("learned_freezes", None, help), alone(frozen))?;
+        let help = "Times an address was not learned because its port's share was full";
+        families.counter(("learned_refusals", None, help), alone(refused))
+    }
+
+    fn encode_ports(&self, families: &mut Families<'_>) -> fmt::Result {
+        let labels = |port: &api::Port| vec![("kind", port.kind.clone()), ("port", port.name.clone())];
+        for (name, unit, help, value) in PORT_COUNTERS {
+            let members = self.ports.iter().map(|port| (labels(port), value(&port.counters)));
+            families.counter((name, unit, help), members)?;
+        }
+        type Reasons = fn(&Counters) -> &std::collections::BTreeMap<String, u64>;
+        let by_reason: [(&str, &str, Reasons); 2] = [
+            ("port_drops", "Frames not delivered, by reason", |c| &c.drops),
+            ("port_discards", "Datagrams that brought no frame, by reason", |c| &c.discards),
+        ];
+        for (name, help, reasons) in by_reason {
+            let members = self.ports.iter().flat_map(|port| {
+                reasons(&port.counters).iter().map(move |(reason, count)| {
+                    let mut labels = labels(port);
+                    labels.push(("reason", reason.clone()));
+                    (labels, *count)
+                })
+            });
+            families.counter((name, None, help), members)?;
+        }
+        Ok(())
+    }
+
+    fn encode_dispatchers(&self, families: &mut Families<'_>) -> fmt::Result {
+        let each = || {
+            let label = |(id, d)| (vec![("dispatcher", format!("{id}"))], d);
+            self.dispatchers.iter().enumerate().map(label)
+        };
+        let frames = each().map(|(labels, d): (_, &Dispatcher)| (labels, d.frames));
+        families.counter(("dispatch_frames", None, "Frames decided by the dispatcher"), frames)?;
+        let bounds = BATCH_BOUNDS.map(f64::from);
+        let batches = each().map(|(labels, d): (_, &Dispatcher)| (labels, &d.batches));
+        families.histogram(("dispatch_batch_frames", None, "Frames in a batch"), 1.0, &bounds, batches)?;
+        let bounds = LATENCY_BOUNDS_US.map(|us| f64::from(us) / 1e6);
+        let latency = each().map(|(labels, d): (_, &Dispatcher)| (labels, &d.latency_ns));
+        let help =
+            "From a batch's arrival in the dispatcher until all of it is delivered; one batch in 16 is timed";
+        families.histogram(("dispatch_latency", Some(Unit::Seconds), help), 1e-9, &bounds, latency)
+    }
+}
+
+/// A reading as text.
+pub fn write(reading: Reading) -> Result<String, fmt::Error> {
+    let mut registry = Registry::with_prefix("vnet");
+    registry.register_collector(Box::new(reading));
+    let mut text = String::new();
+    prometheus_client::encoding::text::encode(&mut text, &registry)?;
+    Ok(text)
+}
+
+/// Metrics as OpenMetrics text, for Prometheus
+#[utoipa::path(get, path = "/metrics", responses((status = 200, body = String, content_type = "application/openmetrics-text")))]
+pub async fn text(State(shared): State<Shared>) -> Result<Response, Refused> {
+    let reading = with_engine(shared, |engine| Ok(Reading::of(engine))).await?;
+    let text = write(reading).map_err(|error| Refused::Request(error.to_string()))?;
+    Ok(([(header::CONTENT_TYPE, CONTENT_TYPE)], text).into_response())
+}
