@@ -1,4 +1,4 @@
-//! The console: carries out the commands of the [`language`](super::language) on the engine, and words the answers.
+//! The console: carries out the commands of the [`language`] on the engine, and words the answers.
 //!
 //! A command becomes the same edit of the desired state that the API makes: its keys go through the configuration's own
 //! readers, so that nothing is allowed here that a file would be refused. An answer is `OK …`, `ERROR reason`, or the lines of a
