@@ -69,7 +69,12 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument(
         "--wire", choices=list(Wire), default=Wire.NONE, help="the underlay's speed (default: none, unshaped)"
     )
-    up.add_argument("--encapsulation", choices=["native", "vnet"], default="native", help="of links (default: native)")
+    up.add_argument(
+        "--encapsulation",
+        choices=["native", "vnet", "vxlan", "stream"],
+        default="native",
+        help="of links (default: native)",
+    )
     up.add_argument("--ipv6", action="store_true", help="links use the underlay's IPv6 addresses")
 
     status = add("status", _status, "Show what a lab has and whether it runs.")

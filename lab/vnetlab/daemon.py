@@ -11,6 +11,15 @@ from vnetlab.topology import PORT, Kind, Node, Topology
 
 REPOSITORY = Path(__file__).parent.parent.parent
 START_S = 10
+STREAM_PORT = 9001
+"""TCP; where sealed links agree on keys, [bridge] listen's own number is taken on TCP, too."""
+PORTS = {"vxlan": 4789, "stream": STREAM_PORT}
+"""Where links arrive whose encapsulation has a port of its own."""
+LISTEN = {
+    "vxlan": f'vxlan_listen = "[::]:{PORTS["vxlan"]}"\n',
+    "stream": f'stream_listen = "[::]:{PORTS["stream"]}"\n',
+}
+"""What [bridge] needs beyond the usual, by encapsulation."""
 
 
 def binaries() -> Path:
@@ -31,7 +40,7 @@ def configuration(topology: Topology, host: Node) -> str:
     parts = [
         f'[host]\nname = "{host.name}"\n',
         f'[control]\nsocket = "{host.file(".sock")}"\n',
-        f'[bridge]\nlisten = "[::]:{PORT}"\n',
+        f'[bridge]\nlisten = "[::]:{PORT}"\n{LISTEN.get(topology.settings.encapsulation, "")}',
         "[[network]]\nid = 1\nlearning = true\n",
     ]
     for machine in topology.machines(host=host.host):
@@ -43,7 +52,8 @@ def configuration(topology: Topology, host: Node) -> str:
         parts.append("\n".join(["[[interface]]", *lines, ""]))
     for peer in topology.hosts:
         if peer != host:
-            remote = f"[{peer.address6}]:{PORT}" if topology.settings.ipv6 else f"{peer.address}:{PORT}"
+            port = PORTS.get(topology.settings.encapsulation, PORT)
+            remote = f"[{peer.address6}]:{port}" if topology.settings.ipv6 else f"{peer.address}:{port}"
             parts.append(
                 f'[[link]]\nname = "{peer.name}"\nremote = "{remote}"\n'
                 f'encapsulation = "{topology.settings.encapsulation}"\ntrusted = true\n'

@@ -196,7 +196,7 @@ pub enum RouteCommand {
 pub struct InterfaceAdd {
     /// Name of the new interface
     pub name: String,
-    /// How the guest is attached: vhost-user (virtual machine) or tap (container, host)
+    /// How the guest is attached: vhost-user (virtual machine), tap (container, host) or local (this host's own LAN)
     #[arg(long)]
     pub kind: String,
     /// vhost-user: Unix socket, an absolute path
@@ -205,12 +205,15 @@ pub struct InterfaceAdd {
     /// vhost-user: whether vnetd listens on the socket (true, the default) or connects to it
     #[arg(long, value_name = "BOOL")]
     server: Option<bool>,
-    /// tap: device, made if it is not there and then removed at the end
+    /// tap: device, made if it is not there and then removed at the end; local: a device that is there
     #[arg(long)]
     device: Option<String>,
-    /// tap: network namespace of the device: a name, a path, or pid:N
+    /// tap, local: network namespace of the device: a name, a path, or pid:N
     #[arg(long)]
     netns: Option<String>,
+    /// local: take frames for all addresses, not for the overlay's only
+    #[arg(long)]
+    promiscuous: bool,
     /// Network [default: 1]
     #[arg(long, value_name = "ID")]
     network: Option<u32>,
@@ -235,12 +238,24 @@ pub struct InterfaceAdd {
 pub struct LinkAdd {
     /// Name of the new link
     pub name: String,
-    /// The other host: ADDRESS:PORT
+    /// The other host: ADDRESS:PORT; with --proxy also NAME:PORT
     #[arg(long, value_name = "ADDRESS:PORT")]
     remote: String,
-    /// How frames travel: native, or vnet for VNET/P and VNET/U peers [default: native]
+    /// How frames travel: native, vnet (VNET/P and VNET/U peers), vxlan or stream (TCP) [default: native]
     #[arg(long)]
     encapsulation: Option<String>,
+    /// vxlan: other VTEPs of the network, as in 10.0.0.3,10.0.0.4
+    #[arg(long, value_name = "ADDRESSES", value_delimiter = ',')]
+    flood: Option<Vec<String>>,
+    /// vxlan: multicast group for flooded frames
+    #[arg(long, value_name = "ADDRESS")]
+    group: Option<String>,
+    /// stream: SOCKS 5 proxy that connects, as in socks5://127.0.0.1:9050
+    #[arg(long, value_name = "URL")]
+    proxy: Option<String>,
+    /// stream: whether this side connects (true, the default) or waits for the other one
+    #[arg(long, value_name = "BOOL")]
+    connect: Option<bool>,
     /// Networks it carries, as in 1,2 [default: all]
     #[arg(long, value_name = "IDS", value_delimiter = ',')]
     networks: Option<Vec<u32>>,
@@ -291,6 +306,7 @@ impl InterfaceAdd {
             ("server", value(&self.server)),
             ("device", value(&self.device)),
             ("netns", value(&self.netns)),
+            ("promiscuous", self.promiscuous.then_some(true.into())),
             ("network", value(&self.network)),
             ("mac", value(&self.mac)),
             ("mtu", value(&self.mtu)),
@@ -308,6 +324,10 @@ impl LinkAdd {
             ("name", Some(self.name.as_str().into())),
             ("remote", Some(self.remote.as_str().into())),
             ("encapsulation", value(&self.encapsulation)),
+            ("flood", value(&self.flood)),
+            ("group", value(&self.group)),
+            ("proxy", value(&self.proxy)),
+            ("connect", value(&self.connect)),
             ("networks", value(&self.networks)),
             ("mtu", value(&self.mtu)),
             ("trusted", self.trusted.then_some(true.into())),

@@ -321,15 +321,56 @@ impl Batch {
     /// # Panics
     /// When `to` is shorter than the frame; [`FRAME_MAX`] bytes always suffice.
     pub fn copy_to(&self, frame: &Frame, to: &mut [u8]) -> usize {
-        let mut at = 0;
-        for segment in self.segments(frame) {
-            let to = &mut to[at..at + segment.len];
-            // SAFETY: the segment is readable for its length until the batch is cleared (contract of `Builder::push`),
-            // and `to` is an exclusive slice of the same length, so the two cannot overlap.
-            unsafe { std::ptr::copy_nonoverlapping(segment.base, to.as_mut_ptr(), segment.len) };
-            at += segment.len;
+        self.reader(frame).read(&mut to[..frame.len()]);
+        frame.len()
+    }
+
+    /// Copies the frame piece by piece, from its first byte on.
+    #[inline]
+    pub fn reader(&self, frame: &Frame) -> Reader<'_> {
+        Reader { segments: self.segments(frame), offset: 0 }
+    }
+}
+
+/// A place in a frame from which it is copied.
+pub struct Reader<'a> {
+    segments: &'a [Segment],
+    /// Bytes of the first segment that were copied.
+    offset: usize,
+}
+
+impl Reader<'_> {
+    /// Fills `to` with the frame's next bytes.
+    ///
+    /// # Panics
+    /// When fewer are left.
+    #[inline]
+    pub fn read(&mut self, mut to: &mut [u8]) {
+        while !to.is_empty() {
+            let part = self.segments[0].slice(self.offset, to.len());
+            let (now, later) = std::mem::take(&mut to).split_at_mut(part.len);
+            // SAFETY: the segment is readable for its length until the batch, which `self` borrows, is cleared (contract of
+            // `Builder::push`), and `now` is an exclusive slice of the same length, so the two cannot overlap.
+            unsafe { std::ptr::copy_nonoverlapping(part.base, now.as_mut_ptr(), part.len) };
+            self.skip(part.len);
+            to = later;
         }
-        at
+    }
+
+    /// Goes on behind the next `len` bytes.
+    ///
+    /// # Panics
+    /// When fewer are left.
+    #[inline]
+    pub fn skip(&mut self, len: usize) {
+        self.offset += len;
+        while let [segment, rest @ ..] = self.segments
+            && self.offset >= segment.len
+        {
+            self.offset -= segment.len;
+            self.segments = rest;
+        }
+        assert!(!self.segments.is_empty() || self.offset == 0, "behind the frame's end");
     }
 }
 

@@ -1,7 +1,7 @@
 //! Waiting for file descriptors (epoll), and the handle by which a port asks its dispatcher to watch one.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
@@ -60,7 +60,7 @@ impl Poller {
 }
 
 /// Lets a port have file descriptors watched by the dispatcher that serves it.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Waker {
     epoll: Arc<OwnedFd>,
     token: u64,
@@ -72,8 +72,14 @@ impl Waker {
         Ok(epoll::add(&self.epoll, fd, EventData::new_u64(self.token), EventFlags::IN | EventFlags::ET)?)
     }
 
+    /// Watches `fd` as [`Waker::watch`] does, and for room to write, too.
+    pub fn watch_both(&self, fd: impl AsFd) -> io::Result<()> {
+        let flags = EventFlags::IN | EventFlags::OUT | EventFlags::ET;
+        Ok(epoll::add(&self.epoll, fd, EventData::new_u64(self.token), flags)?)
+    }
+
     /// Stops watching `fd`. One that is not watched is no error.
-    pub fn forget(&self, fd: BorrowedFd<'_>) {
+    pub fn forget(&self, fd: impl AsFd) {
         let _ = epoll::delete(&self.epoll, fd);
     }
 }

@@ -64,6 +64,7 @@ reasons! {
         BadHeader = "bad_header", "A native header whose fields contradict each other or the payload.";
         Stale = "stale", "A fragment of a frame that has ended already, or a duplicate.";
         SealRequired = "seal_required", "Clear text where sealing is required, or sealed where no key is known.";
+        NotAsked = "not_asked", "On a local network, for an address that nobody asked for: other stations' business.";
         MemoryLimit = "memory_limit", "A fragment refused because reassembly memory is full.";
     }
 }

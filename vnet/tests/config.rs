@@ -6,8 +6,9 @@ use vnet::control::desired::{Attachment, Origin, Target};
 use vnet::dispatch::yielding;
 use vnet::frame::NetworkId;
 use vnet::interface::tap::Netns;
-use vnet::link::Encapsulation;
+use vnet::link::{Encapsulation, Proxy, StreamOptions, Tunnel, VxlanOptions};
 use vnet::route::Qualifier;
+use vnet::wire::socks::{Credentials, Destination};
 
 /// The lines that are said about a file.
 fn errors(text: &str) -> Vec<String> {
@@ -142,6 +143,59 @@ fn objects_that_the_design_shows_are_understood() {
 }
 
 #[test]
+fn tunnels_and_the_local_network_are_understood() {
+    let text = r#"
+        host.name = "h"
+        bridge.vxlan_listen = "[::]:4789"
+        bridge.stream_listen = "0.0.0.0:9001"
+        [[interface]]
+        name = "lan"
+        kind = "local"
+        device = "eth1"
+        promiscuous = true
+        [[link]]
+        name = "fabric"
+        remote = "10.0.0.2"
+        encapsulation = "vxlan"
+        flood = ["10.0.0.3", "::ffff:10.0.0.4"]
+        group = "239.1.1.1"
+        [[link]]
+        name = "near"
+        remote = "10.0.0.5:9001"
+        encapsulation = "stream"
+        connect = false
+        [[link]]
+        name = "far"
+        remote = "h.onion:9001"
+        encapsulation = "stream"
+        proxy = "socks5://me:se:cret@127.0.0.1:9050"
+    "#;
+    let desired = good(text).desired;
+    assert_eq!(desired.bridge.spec.vxlan_listen, "[::]:4789".parse().ok());
+    assert_eq!(desired.bridge.spec.stream_listen, "0.0.0.0:9001".parse().ok());
+    let local = Attachment::Local { device: "eth1".into(), netns: None, promiscuous: true };
+    assert_eq!(desired.interfaces[0].spec.attachment, local);
+    let [fabric, near, far] = &desired.links[..] else { panic!("three links") };
+    assert_eq!(
+        (fabric.spec.remote, &fabric.spec.networks),
+        ("10.0.0.2:4789".parse().unwrap(), &Some(vec![NetworkId::DEFAULT]))
+    );
+    let flood = vec!["10.0.0.3".parse().unwrap(), "10.0.0.4".parse().unwrap()];
+    let group = "239.1.1.1".parse().ok();
+    assert_eq!(fabric.spec.tunnel, Tunnel::Vxlan(VxlanOptions { flood, group }));
+    let destination = Destination::Address("10.0.0.5:9001".parse().unwrap());
+    assert_eq!(near.spec.tunnel, Tunnel::Stream(StreamOptions { destination, proxy: None, connect: false }));
+    let credentials = Some(Credentials { user: "me".into(), password: "se:cret".into() });
+    let proxy = Some(Proxy { address: "127.0.0.1:9050".parse().unwrap(), credentials });
+    let destination = Destination::Name("h.onion".into(), 9001);
+    assert_eq!(far.spec.tunnel, Tunnel::Stream(StreamOptions { destination, proxy, connect: true }));
+    let shown: Vec<_> = desired.links.iter().map(|link| link.spec.to_string()).collect();
+    assert_eq!(shown[0], "vxlan to 10.0.0.2:4789, networks 1, flood 10.0.0.3 10.0.0.4, group 239.1.1.1");
+    assert_eq!(shown[1], "stream to 10.0.0.5:9001, waiting");
+    assert_eq!(shown[2], "stream to h.onion:9001, proxy 127.0.0.1:9050", "without the password");
+}
+
+#[test]
 fn a_host_needs_no_more_than_a_name() {
     let desired = good("host.name = \"h\"").desired;
     assert_eq!(desired.control.spec.socket.to_str(), Some("/run/vnet/vnet.sock"));
@@ -194,7 +248,7 @@ fn the_packaged_example_is_good() {
     let text: Vec<_> = text.lines().skip(2).map(|line| line.strip_prefix("# ").unwrap_or(line)).collect();
     let text = text.join("\n").replace("[[network]] ", "[[network]]\nid = 2\n[[network]] ");
     let desired = good(&text).desired;
-    assert_eq!((desired.interfaces.len(), desired.links.len(), desired.routes.len()), (2, 1, 1));
+    assert_eq!((desired.interfaces.len(), desired.links.len(), desired.routes.len()), (3, 3, 1));
 }
 
 proptest! {

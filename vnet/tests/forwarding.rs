@@ -9,7 +9,7 @@ use vnet::dispatch::setup::{InterfacePort, LinkPort, Parts};
 use vnet::dispatch::yielding::Strategy;
 use vnet::frame::{FRAME_MAX, MTU_MAX, NetworkId, Origin, PortId};
 use vnet::interface::fake::{Fake, OwnedFrame};
-use vnet::link::{Encapsulation, Link, LinkOptions};
+use vnet::link::{Encapsulation, Link, LinkOptions, Tunnel};
 use vnet::route::{Member, NetworkSpec, Networks, PortKind, Qualifier, Rule, Source};
 use vnet::stats::{DropReason, PortStats};
 use vnet::wire::ethernet::Mac;
@@ -36,6 +36,8 @@ impl Host {
             sleep_us: 50,
             nowork_us: 200,
             listen: "127.0.0.1:0".parse().unwrap(),
+            vxlan_listen: None,
+            stream_listen: None,
         };
         let core = Core::start(&options).unwrap();
         let networks = vec![NetworkSpec { id: NetworkId::DEFAULT, learning: true, ageing_s: 300 }];
@@ -66,9 +68,10 @@ impl Host {
             encapsulation,
             networks: None,
             mtu,
+            tunnel: Tunnel::None,
         };
         let link = Link::new(options, member.port, Arc::new(PortStats::default()));
-        self.links.push(LinkPort { member, link });
+        self.links.push(LinkPort { member, link, stream: None });
     }
 
     fn publish(&self) {

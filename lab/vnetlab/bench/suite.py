@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from vnetlab import machine
-from vnetlab.bench import usage, vhost, workload
+from vnetlab.bench import tunnels, usage, vhost, workload
 from vnetlab.bench.contenders import BLOCK, HOST_TO_HOST, SETTINGS, VNET, Contender, Ends, Nebula, Tinc, Vnet
 from vnetlab.bench.guests import TapGuests, VnetGuests
 from vnetlab.bench.result import Conditions, Sample
@@ -153,6 +153,21 @@ def _small(options: Options) -> list[Case]:
     return one_host + cases
 
 
+def _links(options: Options) -> list[Case]:
+    """Links of every kind between two hosts."""
+    cases = []
+    for wire, mtu in options.settings():
+        settings = Settings(name=LAB, vms=0, wire=wire, underlay_mtu=mtu, mtu=mtu)
+        turns = [
+            _turn(each, lambda ends: workload.tcp_and_ping(ends, options.seconds(5)))
+            for each in tunnels.everybody(options.vnets)
+        ]
+        if not options.vnets:
+            turns.append(_turn(tunnels.Relay(), lambda ends: workload.tcp(ends, options.seconds(5))))
+        cases.append(Case({"wire": wire, "MTU": mtu}, settings, turns))
+    return cases
+
+
 def _scale(options: Options) -> list[Case]:
     """Look-ups by number of routes, then a path between two containers by number of interfaces."""
     vnets = options.vnets or (VNET,)
@@ -279,6 +294,17 @@ BENCHES = {
             ("cached_ns", "few_ns", "all_ns"),
             ("Look-ups by vnet/examples/lookup.rs, which tells what its three kinds are.",),
             axis="routes",
+        ),
+        Bench(
+            "links",
+            "Links",
+            _links,
+            ("tcp_bps", "ping_median_us"),
+            (
+                "One iperf3 stream, default settings, then pings. VXLAN to and from the kernel: a container behind "
+                "vnetd, a kernel VXLAN device on the other host. TCP relays: a Python relay on each host, where a "
+                "stream link has a vnetd; iperf3 through both.",
+            ),
         ),
         Bench("idle", "Idle daemons", _idle_cases, ("daemon_cores", "rss_bytes"), ("One daemon, no traffic.",)),
     )

@@ -53,7 +53,7 @@ pub struct Status {
 pub struct Interface {
     /// Its name.
     pub name: String,
-    /// `vhost-user` or `tap`.
+    /// `vhost-user`, `tap` or `local`.
     pub kind: String,
     /// `up`, `down` or `broken`.
     pub state: String,
@@ -75,10 +75,10 @@ pub struct Interface {
     /// Whether vnetd listens on it (vhost-user).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub server: Option<bool>,
-    /// Device (tap).
+    /// Device (tap, local).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device: Option<String>,
-    /// Where the device lives (tap).
+    /// Where the device lives (tap, local).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub netns: Option<String>,
     /// Most flooded frames a second.
@@ -95,7 +95,7 @@ pub struct Link {
     pub name: String,
     /// The other host.
     pub remote: String,
-    /// `native` or `vnet`.
+    /// `native`, `vnet`, `vxlan` or `stream`.
     pub encapsulation: String,
     /// The networks it carries; all when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]

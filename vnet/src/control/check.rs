@@ -8,6 +8,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use super::desired::*;
 use super::table::{Place, Problem, quote};
+use super::tunnel;
 use crate::frame::NetworkId;
 
 /// Adds everything that is wrong between the parts of `desired` to `problems`.
@@ -106,16 +107,18 @@ fn check_links(desired: &Desired, problems: &mut Vec<Problem>) {
     for Item { place, spec } in &desired.links {
         names.claim(&spec.name, format!("the name '{}'", spec.name), "a link".into(), place, problems);
         // A datagram belongs to the link whose remote address is its source.
-        let user = format!("link {}", spec.name);
-        remotes.claim(spec.remote, format!("remote {}", spec.remote), user, place, problems);
-        if let Some(text) = unreachable(desired.bridge.spec.listen, spec) {
+        for what in tunnel::claims(spec) {
+            let user = format!("link {}", spec.name);
+            remotes.claim(what.clone(), what, user, place, problems);
+        }
+        if let Some(text) = tunnel::unusable(&desired.bridge.spec, spec) {
             problems.push(Problem::new(place, text));
         }
     }
 }
 
 /// Why a link cannot work, whatever the host is.
-fn unreachable(listen: SocketAddr, link: &LinkSpec) -> Option<String> {
+pub(super) fn unreachable(listen: SocketAddr, key: &str, link: &LinkSpec) -> Option<String> {
     let LinkSpec { name, remote, .. } = link;
     let wildcard = listen.ip().is_unspecified();
     let own = if wildcard { remote.ip().is_loopback() } else { remote.ip() == listen.ip() };
@@ -128,7 +131,7 @@ fn unreachable(listen: SocketAddr, link: &LinkSpec) -> Option<String> {
         let (ours, theirs) = if listen.is_ipv4() { ("IPv4", "IPv6") } else { ("IPv6", "IPv4") };
         return Some(format!(
             "link {name} goes to {theirs} address {remote}, but [bridge] listens on {ours} only ({listen}); \
-             write listen = \"[::]:{}\"",
+             write {key} = \"[::]:{}\"",
             listen.port()
         ));
     }

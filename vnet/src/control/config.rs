@@ -4,7 +4,7 @@
 //! in `check`; both say all they find, one line each, and nothing of a text with an error in it is used. The checks look
 //! at the text alone, never at the host, so that a file can be checked anywhere.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -12,6 +12,7 @@ use super::access::Access;
 use super::check;
 use super::desired::*;
 use super::table::{Entry, Place, Placed, Problem, Reader, Table, Value, quote};
+use super::tunnel;
 use crate::dispatch::yielding::Strategy;
 use crate::frame::{MTU_MAX, NetworkId};
 use crate::interface::tap::DEVICE_NAME_MAX;
@@ -201,9 +202,13 @@ fn read_dispatch(table: Table, notes: &mut Notes) -> Item<DispatchSpec> {
 fn read_bridge(table: Table, notes: &mut Notes) -> Item<BridgeSpec> {
     let mut reader = Reader::new("[bridge]", table, &mut notes.problems);
     let place = reader.place();
-    let listen = reader.text("listen").and_then(|text| socket_address(&mut reader, "listen", text));
+    let mut address = |key| reader.text(key).and_then(|text| socket_address(&mut reader, key, text));
+    let listen = address("listen");
+    let (vxlan_listen, stream_listen) = (address("vxlan_listen"), address("stream_listen"));
     reader.finish();
-    Item { place, spec: listen.map_or_else(BridgeSpec::default, |listen| BridgeSpec { listen }) }
+    let default = BridgeSpec::default();
+    let spec = BridgeSpec { listen: listen.unwrap_or(default.listen), vxlan_listen, stream_listen };
+    Item { place, spec }
 }
 
 fn read_network(table: Table, notes: &mut Notes) -> Option<Item<NetworkSpec>> {
@@ -228,6 +233,7 @@ fn read_interface(table: Table, notes: &mut Notes) -> Option<Item<InterfaceSpec>
     let mtu = reader.number("mtu", MTU_MIN, MTU_MAX as u32).unwrap_or(MTU_DEFAULT);
     let queues_max = match attachment {
         Some(Attachment::VhostUser { .. }) => vhost_user::QUEUES_MAX as u32,
+        Some(Attachment::Local { .. }) => 1,
         _ => TAP_QUEUES_MAX,
     };
     let queues = reader.number("queues", 1, queues_max).unwrap_or(1);
@@ -279,28 +285,37 @@ fn read_attachment(reader: &mut Reader<'_>) -> Option<Attachment> {
     enum Kind {
         VhostUser,
         Tap,
+        Local,
     }
     const KINDS: [(&str, Option<Kind>); 3] =
-        [("vhost-user", Some(Kind::VhostUser)), ("tap", Some(Kind::Tap)), ("local", None)];
+        [("vhost-user", Some(Kind::VhostUser)), ("tap", Some(Kind::Tap)), ("local", Some(Kind::Local))];
     reader.require("kind", "\"vhost-user\" or kind = \"tap\"");
     match reader.word("kind", &KINDS) {
         Some((_, Kind::VhostUser)) => {
-            reader.refuse(&["device", "netns"], "has no meaning for kind vhost-user");
+            reader.refuse(&["device", "netns", "promiscuous"], "has no meaning for kind vhost-user");
             reader.require("socket", "\"/run/vnet/vm1.sock\"");
             let server = reader.flag("server").is_none_or(|(_, flag)| flag);
             let socket = reader.text("socket").and_then(|text| socket_path(reader, text))?;
             Some(Attachment::VhostUser { socket, server })
         }
         Some((_, Kind::Tap)) => {
-            reader.refuse(&["socket", "server"], "has no meaning for kind tap");
+            reader.refuse(&["socket", "server", "promiscuous"], "has no meaning for kind tap");
             reader.require("device", "\"vnet0\"");
             let netns = reader.parsed("netns").map(|(_, netns)| netns);
             let device = reader.text("device").and_then(|text| device_name(reader, text))?;
             Some(Attachment::Tap { device, netns })
         }
+        Some((_, Kind::Local)) => {
+            reader.refuse(&["socket", "server"], "has no meaning for kind local");
+            reader.require("device", "\"eth1\"");
+            let netns = reader.parsed("netns").map(|(_, netns)| netns);
+            let promiscuous = reader.flag("promiscuous").is_some_and(|(_, flag)| flag);
+            let device = reader.text("device").and_then(|text| device_name(reader, text))?;
+            Some(Attachment::Local { device, netns, promiscuous })
+        }
         None => {
             // They are known, but nothing can be said about them.
-            for key in ["socket", "server", "device", "netns"] {
+            for key in ["socket", "server", "device", "netns", "promiscuous"] {
                 reader.take(key);
             }
             None
@@ -312,18 +327,19 @@ fn read_link(table: Table, notes: &mut Notes) -> Option<Item<LinkSpec>> {
     const ENCAPSULATIONS: [(&str, Option<Encapsulation>); 4] = [
         ("native", Some(Encapsulation::Native)),
         ("vnet", Some(Encapsulation::Vnet)),
-        ("vxlan", None),
-        ("stream", None),
+        ("vxlan", Some(Encapsulation::Vxlan)),
+        ("stream", Some(Encapsulation::Stream)),
     ];
     let before = notes.problems.len();
     let mut reader = Reader::new("[[link]]", table, &mut notes.problems);
     let place = reader.place();
     let name = read_name(&mut reader, "h2");
-    reader.require("remote", "\"10.0.0.2:9000\"");
-    let remote = reader.text("remote").and_then(|text| remote_address(&mut reader, text));
     let encapsulation =
         reader.word("encapsulation", &ENCAPSULATIONS).map_or(Encapsulation::Native, |(_, word)| word);
-    let networks = read_networks(&mut reader, encapsulation);
+    reader.require("remote", "\"10.0.0.2:9000\"");
+    let remote = reader.text("remote");
+    let (remote, tunnel) = tunnel::read(&mut reader, encapsulation, remote);
+    let networks = read_networks(&mut reader, tunnel::carries_one(encapsulation, &tunnel));
     let mtu = reader.number("mtu", LINK_MTU_MIN, u32::from(u16::MAX)).map(|mtu| mtu as u16);
     let trusted = reader.flag("trusted");
     if let Some((place, false)) = &trusted {
@@ -345,7 +361,10 @@ fn read_link(table: Table, notes: &mut Notes) -> Option<Item<LinkSpec>> {
         let text = "frames travel this link in clear text; write trusted = true to say that its path is safe";
         notes.warnings.push(Problem::new(&place, text));
     }
-    Some(Item { place, spec: LinkSpec { name: name?, remote: remote?, encapsulation, networks, mtu } })
+    Some(Item {
+        place,
+        spec: LinkSpec { name: name?, remote: remote?, encapsulation, networks, mtu, tunnel },
+    })
 }
 
 fn read_route(table: Table, notes: &mut Notes) -> Option<Item<RouteSpec>> {
@@ -397,20 +416,20 @@ fn network_id(reader: &mut Reader<'_>, key: &str, entry: &Entry) -> Option<Netwo
     id
 }
 
-fn read_networks(reader: &mut Reader<'_>, encapsulation: Encapsulation) -> Option<Vec<NetworkId>> {
+/// The networks of a link; `one` says what it is that carries exactly one, if it is that.
+fn read_networks(reader: &mut Reader<'_>, one: Option<&str>) -> Option<Vec<NetworkId>> {
     let given = reader.numbers("networks", 0, NETWORK_MAX).map(|(place, ids)| {
         let mut ids: Vec<_> = ids.into_iter().filter_map(NetworkId::new).collect();
         ids.sort();
         ids.dedup();
         (place, ids)
     });
-    match (given, encapsulation) {
-        (Some((place, ids)), Encapsulation::Vnet) if ids.len() != 1 => {
-            let text = "the vnet encapsulation carries no network number; list exactly one network";
-            reader.problem(&place, text);
+    match (given, one) {
+        (Some((place, ids)), Some(what)) if ids.len() != 1 => {
+            reader.problem(&place, format!("{what}; list exactly one network"));
             Some(ids)
         }
-        (None, Encapsulation::Vnet) => Some(vec![NetworkId::DEFAULT]),
+        (None, Some(_)) => Some(vec![NetworkId::DEFAULT]),
         (Some((place, ids)), _) if ids.is_empty() => {
             reader.problem(
                 &place,
@@ -479,9 +498,16 @@ pub(super) fn socket_address(
     Some(SocketAddr::new(address.ip().to_canonical(), address.port()))
 }
 
-fn remote_address(reader: &mut Reader<'_>, text: Placed<String>) -> Option<SocketAddr> {
-    let place = text.0.clone();
-    let remote = socket_address(reader, "remote", text)?;
+/// A link's remote; `port` is the one meant where none is written, if there is such a thing.
+pub(super) fn remote_address(
+    reader: &mut Reader<'_>,
+    (place, text): Placed<String>,
+    port: Option<u16>,
+) -> Option<SocketAddr> {
+    let remote = match (text.parse::<IpAddr>(), port) {
+        (Ok(ip), Some(port)) => SocketAddr::new(ip.to_canonical(), port),
+        _ => socket_address(reader, "remote", (place.clone(), text))?,
+    };
     let ip = remote.ip();
     let broadcast = matches!(remote, SocketAddr::V4(v4) if v4.ip().is_broadcast());
     if remote.port() == 0 {

@@ -11,10 +11,11 @@ use std::str::FromStr;
 
 use super::access::Access;
 use super::table::Place;
+use super::tunnel;
 use crate::dispatch::yielding::Strategy;
 use crate::frame::NetworkId;
 use crate::interface::tap::Netns;
-use crate::link::Encapsulation;
+use crate::link::{Encapsulation, Tunnel};
 use crate::route::{AGEING_S, Qualifier, STORM_FRAMES_PER_S};
 use crate::wire::ethernet::Mac;
 
@@ -129,11 +130,16 @@ impl Default for DispatchSpec {
 pub struct BridgeSpec {
     /// Where links arrive (UDP).
     pub listen: SocketAddr,
+    /// Where VXLAN links arrive (UDP); nowhere when absent.
+    pub vxlan_listen: Option<SocketAddr>,
+    /// Where stream links arrive (TCP); nowhere when absent.
+    pub stream_listen: Option<SocketAddr>,
 }
 
 impl Default for BridgeSpec {
     fn default() -> BridgeSpec {
-        BridgeSpec { listen: (Ipv6Addr::UNSPECIFIED, BRIDGE_PORT).into() }
+        let listen = (Ipv6Addr::UNSPECIFIED, BRIDGE_PORT).into();
+        BridgeSpec { listen, vxlan_listen: None, stream_listen: None }
     }
 }
 
@@ -193,6 +199,15 @@ pub enum Attachment {
         /// Where the device lives; beside vnetd when absent.
         netns: Option<Netns>,
     },
+    /// A device on the user's own LAN.
+    Local {
+        /// The device's name.
+        device: String,
+        /// Where the device lives; beside vnetd when absent.
+        netns: Option<Netns>,
+        /// Whether frames for all addresses are taken.
+        promiscuous: bool,
+    },
 }
 
 /// A thing of the host that only one interface can have.
@@ -200,7 +215,7 @@ pub enum Attachment {
 pub enum Resource {
     /// A Unix socket.
     Socket(PathBuf),
-    /// A TAP device in a network namespace, the latter as it is written.
+    /// A network device in a network namespace, the latter as it is written.
     Device(String, Option<String>),
 }
 
@@ -219,7 +234,7 @@ impl Attachment {
     pub fn resource(&self) -> Resource {
         match self {
             Attachment::VhostUser { socket, .. } => Resource::Socket(socket.clone()),
-            Attachment::Tap { device, netns } => {
+            Attachment::Tap { device, netns } | Attachment::Local { device, netns, .. } => {
                 Resource::Device(device.clone(), netns.as_ref().map(ToString::to_string))
             }
         }
@@ -230,6 +245,7 @@ impl Attachment {
         match self {
             Attachment::VhostUser { .. } => "vhost-user",
             Attachment::Tap { .. } => "tap",
+            Attachment::Local { .. } => "local",
         }
     }
 }
@@ -247,6 +263,8 @@ pub struct LinkSpec {
     pub networks: Option<Vec<NetworkId>>,
     /// MTU of the path in bytes; found out when absent.
     pub mtu: Option<u16>,
+    /// What only its encapsulation has.
+    pub tunnel: Tunnel,
 }
 
 impl LinkSpec {
@@ -362,8 +380,15 @@ impl fmt::Display for InterfaceSpec {
             Attachment::VhostUser { socket, server } => {
                 write!(f, "vhost-user {} {}", if *server { "at" } else { "to" }, socket.display())?;
             }
-            Attachment::Tap { device, netns: None } => write!(f, "tap {device}")?,
-            Attachment::Tap { device, netns: Some(netns) } => write!(f, "tap {device} in {netns}")?,
+            Attachment::Tap { device, netns } | Attachment::Local { device, netns, .. } => {
+                write!(f, "{} {device}", self.attachment.kind())?;
+                if let Some(netns) = netns {
+                    write!(f, " in {netns}")?;
+                }
+                if matches!(self.attachment, Attachment::Local { promiscuous: true, .. }) {
+                    f.write_str(", promiscuous")?;
+                }
+            }
         }
         if self.network != NetworkId::DEFAULT {
             write!(f, ", network {}", self.network)?;
@@ -384,12 +409,15 @@ impl fmt::Display for InterfaceSpec {
 
 impl fmt::Display for LinkSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} to {}", encapsulation_name(self.encapsulation), self.remote)?;
+        write!(f, "{} to {}", encapsulation_name(self.encapsulation), tunnel::remote(self))?;
         if let Some(networks) = &self.networks {
             let networks: Vec<_> = networks.iter().map(ToString::to_string).collect();
             write!(f, ", networks {}", networks.join(" "))?;
         }
-        if let Some(mtu) = self.mtu { write!(f, ", mtu {mtu}") } else { Ok(()) }
+        if let Some(mtu) = self.mtu {
+            write!(f, ", mtu {mtu}")?;
+        }
+        write!(f, "{}", tunnel::Shown(&self.tunnel))
     }
 }
 
@@ -414,6 +442,8 @@ pub fn encapsulation_name(encapsulation: Encapsulation) -> &'static str {
     match encapsulation {
         Encapsulation::Native => "native",
         Encapsulation::Vnet => "vnet",
+        Encapsulation::Vxlan => "vxlan",
+        Encapsulation::Stream => "stream",
     }
 }
 

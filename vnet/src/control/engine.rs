@@ -21,10 +21,12 @@ use super::desired::*;
 use super::events::{Asker, Indices, Witness};
 use super::plan::{self, Plan};
 use super::table::Problem;
-use super::{check, config};
+use super::{check, config, tunnel};
 use crate::dispatch::core::{Core, CoreError, CoreOptions};
 use crate::dispatch::setup::{InterfacePort, LinkPort, Parts};
+use crate::dispatch::stream::StreamPort;
 use crate::frame::{self, PortId};
+use crate::interface::local::{Local, LocalOptions};
 use crate::interface::tap::{Tap, TapOptions};
 use crate::interface::vhost_user::{VhostUser, VhostUserOptions};
 use crate::interface::{Interface, State};
@@ -83,14 +85,16 @@ pub(super) struct LiveLink {
     pub port: PortId,
     pub stats: Arc<PortStats>,
     pub link: Arc<Link>,
+    stream: Option<Arc<StreamPort>>,
 }
 
 impl LiveLink {
     fn new(spec: &LinkSpec, port: PortId) -> LiveLink {
         let stats = Arc::new(PortStats::default());
-        let LinkSpec { name, remote, encapsulation, networks, mtu } = spec.clone();
-        let options = LinkOptions { name, remote, encapsulation, networks, mtu };
-        LiveLink { port, stats: stats.clone(), link: Link::new(options, port, stats) }
+        let LinkSpec { name, remote, encapsulation, networks, mtu, tunnel } = spec.clone();
+        let options = LinkOptions { name, remote, encapsulation, networks, mtu, tunnel };
+        let link = Link::new(options, port, stats.clone());
+        LiveLink { port, stats, stream: StreamPort::of(&link), link }
     }
 }
 
@@ -124,8 +128,17 @@ impl Engine {
     pub fn start(desired: Desired) -> Result<Engine, EngineError> {
         let DispatchSpec { threads, cpus, yield_strategy, sleep_us, nowork_us } =
             desired.dispatch.spec.clone();
-        let listen = desired.bridge.spec.listen;
-        let core = Core::start(&CoreOptions { threads, cpus, yield_strategy, sleep_us, nowork_us, listen })?;
+        let BridgeSpec { listen, vxlan_listen, stream_listen } = desired.bridge.spec;
+        let core = Core::start(&CoreOptions {
+            threads,
+            cpus,
+            yield_strategy,
+            sleep_us,
+            nowork_us,
+            listen,
+            vxlan_listen,
+            stream_listen,
+        })?;
         let (networks, interfaces, links, routes) = (vec![], vec![], vec![], vec![]);
         let mut engine = Engine {
             core,
@@ -151,6 +164,7 @@ impl Engine {
     /// Stops everything: the guests see their links go down, sockets and devices are removed.
     pub fn stop(self) {
         self.core.publish(Parts::default());
+        self.links.values().for_each(|live| live.link.stop());
         self.interfaces.values().for_each(|live| live.interface.stop());
     }
 
@@ -188,7 +202,10 @@ impl Engine {
     /// True when a link's remote is an address of this very host, at the bridge's port.
     fn leads_here(&self, link: &LinkSpec) -> bool {
         let bridge = self.core.bridge_address();
-        if bridge.port() != link.remote.port() || !bridge.ip().is_unspecified() {
+        if !tunnel::arrives_at_bridge(link)
+            || bridge.port() != link.remote.port()
+            || !bridge.ip().is_unspecified()
+        {
             return false;
         }
         // The way to an address of one's own starts at that address. Nothing is sent.
@@ -225,9 +242,26 @@ impl Engine {
             live.interface.stop();
             self.retire(&live.stats);
         }
-        gone_links.iter().for_each(|live| self.retire(&live.stats));
+        for live in gone_links {
+            live.link.stop();
+            self.retire(&live.stats);
+        }
+        self.tell_addresses();
         self.witness.tell(&plan);
         Ok(plan)
+    }
+
+    /// Tells every interface the addresses that are configured in its network.
+    fn tell_addresses(&self) {
+        let here = |network| {
+            let specs = self.current.interfaces.iter().map(|item| &item.spec);
+            specs.filter(move |spec| spec.network == network).filter_map(|spec| spec.mac)
+        };
+        for Item { spec, .. } in &self.current.interfaces {
+            if let Some(live) = self.interfaces.get(&spec.name) {
+                live.interface.expect(&here(spec.network).collect::<Vec<_>>());
+            }
+        }
     }
 
     /// Opens the plan's new interfaces; on an error everything is as before.
@@ -345,7 +379,12 @@ impl Engine {
         let mut made: Vec<(String, LiveLink)> = vec![];
         for Item { spec, .. } in new {
             let port = self.free_port(made.iter().map(|(_, live)| live.port));
-            made.push((spec.name.clone(), LiveLink::new(spec, port)));
+            let live = LiveLink::new(spec, port);
+            if let Err(error) = live.link.start() {
+                // Out of threads: the link is there, says that it is not connected, and works when it is added again.
+                tracing::error!(link = spec.name, %error, "cannot start the link's threads");
+            }
+            made.push((spec.name.clone(), live));
         }
         let old = diff.removed.iter().chain(changed.map(|(is, _)| is));
         let gone = old.filter_map(|item| self.links.remove(&item.spec.name)).collect();
@@ -404,7 +443,7 @@ impl Engine {
                 storm_frames_per_s: None,
                 port_security: false,
             };
-            Some(LinkPort { member, link: live.link.clone() })
+            Some(LinkPort { member, link: live.link.clone(), stream: live.stream.clone() })
         };
         Parts {
             networks: plan::networks(desired).into_iter().map(|item| network(&item.spec)).collect(),
@@ -516,6 +555,14 @@ fn open_interface(spec: &InterfaceSpec, port: PortId) -> Result<LiveInterface, S
             let tap = Tap::open(&options, origin, stats.clone()).map_err(|e| e.to_string())?;
             let mtu = tap.mtu() as u32;
             (tap, mtu)
+        }
+        Attachment::Local { device, netns, promiscuous } => {
+            let (device, netns, promiscuous) = (device.clone(), netns.clone(), *promiscuous);
+            let origin = frame::Origin { port, network: spec.network };
+            let options = LocalOptions { device, netns, promiscuous, mtu };
+            let local = Local::open(&options, origin, stats.clone()).map_err(|e| e.to_string())?;
+            let mtu = local.mtu() as u32;
+            (local, mtu)
         }
     };
     Ok(LiveInterface { port, mtu, stats, interface })

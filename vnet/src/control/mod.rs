@@ -17,6 +17,7 @@ pub mod language;
 pub mod plan;
 pub mod requests;
 mod table;
+mod tunnel;
 mod usage;
 mod view;
 

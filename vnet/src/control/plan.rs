@@ -6,6 +6,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::hash::Hash;
+use std::net::SocketAddr;
 
 use super::api;
 use super::desired::*;
@@ -168,11 +169,17 @@ pub fn restart_needed(current: &Desired, desired: &Desired) -> Vec<Problem> {
     }
     let (is, wanted) = (&current.bridge, &desired.bridge);
     if is != wanted {
-        fixed(
-            &wanted.place,
-            "bridge",
-            format!("listen changes from {} to {}", is.spec.listen, wanted.spec.listen),
-        );
+        let place = &wanted.place;
+        for (key, is, wanted) in [
+            ("listen", Some(is.spec.listen), Some(wanted.spec.listen)),
+            ("vxlan_listen", is.spec.vxlan_listen, wanted.spec.vxlan_listen),
+            ("stream_listen", is.spec.stream_listen, wanted.spec.stream_listen),
+        ] {
+            if is != wanted {
+                let show = |address: Option<SocketAddr>| address.map_or("nowhere".into(), |a| a.to_string());
+                fixed(place, "bridge", format!("{key} changes from {} to {}", show(is), show(wanted)));
+            }
+        }
     }
     problems
 }

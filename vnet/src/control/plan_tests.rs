@@ -6,7 +6,7 @@ use proptest::sample::subsequence;
 use super::*;
 use crate::control::Place;
 use crate::control::config::{parse, validate};
-use crate::link::Encapsulation;
+use crate::link::{Encapsulation, Tunnel};
 use crate::route::Qualifier;
 use crate::wire::ethernet::Mac;
 
@@ -32,9 +32,10 @@ fn interface(n: usize) -> impl Strategy<Value = Item<InterfaceSpec>> {
 
 fn link(n: usize) -> impl Strategy<Value = Item<LinkSpec>> {
     (1u8..4, proptest::option::of(576u16..578)).prop_map(move |(host, mtu)| {
-        let remote = std::net::SocketAddr::from(([10, 0, n as u8, host], 9000));
+        let remote = SocketAddr::from(([10, 0, n as u8, host], 9000));
         let (name, encapsulation, networks) = (format!("l{n}"), Encapsulation::Native, None);
-        item(LinkSpec { name, remote, encapsulation, networks, mtu })
+        let tunnel = Tunnel::None;
+        item(LinkSpec { name, remote, encapsulation, networks, mtu, tunnel })
     })
 }
 

@@ -341,6 +341,23 @@ impl<'a> Reader<'a> {
         None
     }
 
+    /// A list of texts, each with its place; its own place comes with it.
+    pub fn texts(&mut self, key: &'static str) -> Option<Placed<Vec<Placed<String>>>> {
+        let entry = self.take(key)?;
+        let Value::List(list) = &entry.value else {
+            self.wrong_kind(key, &entry, &format!("a list of texts; write {key} = [\"…\"]"));
+            return None;
+        };
+        let mut texts = vec![];
+        for item in list {
+            match &item.value {
+                Value::Text(text) => texts.push((item.place.clone(), text.clone())),
+                _ => self.problem(&item.place, format!("{key} takes texts in quotes")),
+            }
+        }
+        Some((entry.place, texts))
+    }
+
     /// A list of whole numbers within limits.
     pub fn numbers(&mut self, key: &'static str, least: u32, most: u32) -> Option<Placed<Vec<u32>>> {
         let entry = self.take(key)?;

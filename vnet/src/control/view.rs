@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::api;
 use super::desired::*;
 use super::engine::{Engine, EngineError};
-use super::plan;
+use super::{plan, tunnel};
 use crate::dispatch::counters::DispatcherStats;
 use crate::frame::{NetworkId, PortId};
 use crate::interface::State;
@@ -53,7 +53,8 @@ impl Engine {
             Attachment::VhostUser { socket: path, server: listens } => {
                 (socket, server) = (Some(path.display().to_string()), Some(*listens));
             }
-            Attachment::Tap { device: name, netns: space } => {
+            Attachment::Tap { device: name, netns: space }
+            | Attachment::Local { device: name, netns: space, .. } => {
                 (device, netns) = (Some(name.clone()), space.as_ref().map(ToString::to_string));
             }
         }
@@ -84,15 +85,16 @@ impl Engine {
                 LinkState::Up => ("up", None),
                 LinkState::Unreachable(reason) => ("unreachable", Some(reason)),
             };
+            let heard_s = link.heard_ms().map(|heard_ms| now_ms.saturating_sub(heard_ms) / 1000);
             Some(api::Link {
                 name: spec.name.clone(),
-                remote: spec.remote.to_string(),
+                remote: tunnel::remote(spec),
                 encapsulation: encapsulation_name(spec.encapsulation).into(),
                 networks: spec.networks.clone(),
                 state: state.into(),
                 reason,
                 mtu: link.path_mtu(),
-                heard_s: link.heard_ms().map(|heard_ms| now_ms.saturating_sub(heard_ms) / 1000),
+                heard_s: heard_s.or_else(|| link.stream_heard_s()),
             })
         };
         self.current.links.iter().filter_map(link).collect()

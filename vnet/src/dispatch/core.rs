@@ -17,7 +17,7 @@ use super::Dispatcher;
 use super::counters::DispatcherStats;
 use super::setup::{Parts, Setup};
 use super::yielding::{Strategy, Yielder};
-use crate::link::{Bridge, BridgeError, ReassemblyBudget};
+use crate::link::{Bridge, BridgeError, ReassemblyBudget, stream};
 use crate::poll::Poller;
 use crate::route::{Learned, Table};
 use crate::stats::PortStats;
@@ -37,6 +37,10 @@ pub struct CoreOptions {
     pub nowork_us: u32,
     /// Where links' datagrams arrive.
     pub listen: SocketAddr,
+    /// Where VXLAN arrives, if it may.
+    pub vxlan_listen: Option<SocketAddr>,
+    /// Where streams arrive (TCP), if they may.
+    pub stream_listen: Option<SocketAddr>,
 }
 
 /// Why a core did not start.
@@ -45,6 +49,9 @@ pub enum CoreError {
     /// The bridge's socket.
     #[error(transparent)]
     Bridge(#[from] BridgeError),
+    /// The socket that streams arrive at.
+    #[error(transparent)]
+    Stream(#[from] stream::ListenError),
     /// The system refused a thread, an event set or the like.
     #[error("cannot start a dispatcher: {0}")]
     System(#[from] io::Error),
@@ -125,6 +132,7 @@ pub struct Core {
     threads: Vec<JoinHandle<()>>,
     bridge_address: SocketAddr,
     bridge_stats: Arc<PortStats>,
+    streams: Option<stream::Listener>,
 }
 
 impl Core {
@@ -133,7 +141,10 @@ impl Core {
         let count = options.threads.max(1);
         let bridge_stats = Arc::new(PortStats::default());
         let budget = Arc::new(ReassemblyBudget::new(ReassemblyBudget::HOST));
-        let bridges = Bridge::bind_group(options.listen, count, &bridge_stats, &budget)?;
+        let mut bridges = Bridge::bind_group(options.listen, count, &bridge_stats, &budget)?;
+        if let Some(listen) = options.vxlan_listen {
+            Bridge::add_vxlan(&mut bridges, listen, &bridge_stats, &budget)?;
+        }
         let bridge_address = bridges[0].local_addr();
         let shared = Arc::new(Shared {
             setup: ArcSwap::from_pointee(Setup::new(Parts::default())),
@@ -146,7 +157,12 @@ impl Core {
             adopted: Mutex::new(vec![0; count]),
             progress: Condvar::new(),
         });
-        let mut core = Core { shared, threads: Vec::with_capacity(count), bridge_address, bridge_stats };
+        let streams = match options.stream_listen {
+            Some(listen) => Some(stream::Listener::bind(listen, bridge_stats.clone())?),
+            None => None,
+        };
+        let threads = Vec::with_capacity(count);
+        let mut core = Core { shared, threads, bridge_address, bridge_stats, streams };
         for (id, bridge) in bridges.into_iter().enumerate() {
             core.spawn(id, bridge, options)?;
         }
@@ -177,6 +193,9 @@ impl Core {
     /// forgotten before their slots can be used again.
     pub fn publish(&self, parts: Parts) {
         let setup = Arc::new(Setup::new(parts));
+        if let Some(streams) = &self.streams {
+            streams.adopt(setup.streams());
+        }
         let before = self.shared.setup.swap(setup.clone());
         let generation = self.shared.generation.fetch_add(1, Ordering::AcqRel) + 1;
         self.shared.ring_all();

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use super::counters::DispatcherStats;
 use super::setup::{Port, Setup};
 use crate::frame::{BATCH_MAX, Batch, PortId};
+use crate::interface::Interface;
 use crate::link::Sender;
 use crate::route::{Decision, Router};
 use crate::stats::DropReason;
@@ -135,7 +136,10 @@ impl Forwarder {
                     }
                 }
             },
-            Some(Port::Link(port)) => self.sender.send(&port.link, batch, list),
+            Some(Port::Link(port)) => match &port.stream {
+                Some(stream) => stream.deliver(0, batch, list),
+                None => self.sender.send(&port.link, batch, list),
+            },
             None => {
                 for &index in list.iter() {
                     if let Some(port) = self.setup.port(batch.frame(index.into()).from) {

@@ -13,6 +13,7 @@
 //! queues and links' sockets are shared out over the dispatchers; what a dispatcher owns, nobody else reads from.
 //!
 //! - [`core`](mod@self::core): the dispatchers together, and how a new setup reaches them without a lock on a frame's way.
+//! - [`stream`](mod@self::stream): a stream link as something with queues.
 //! - [`setup`](mod@self::setup): what a core forwards between: ports, peers, routes. Immutable once published.
 //! - [`forward`](mod@self::forward): decide and deliver, for one batch.
 //! - [`counters`](mod@self::counters): what a dispatcher counts about itself.
@@ -22,6 +23,7 @@ pub mod core;
 pub mod counters;
 mod forward;
 pub mod setup;
+pub mod stream;
 pub mod yielding;
 
 use std::collections::HashMap;
@@ -30,7 +32,7 @@ use std::time::{Duration, Instant};
 
 use self::core::Shared;
 use self::forward::Forwarder;
-use self::setup::Setup;
+use self::setup::{Port, Setup};
 use self::yielding::{Idle, Yielder};
 use crate::frame::{Batch, PortId};
 use crate::interface::Interface;
@@ -40,6 +42,8 @@ use crate::route::Router;
 
 /// Token of the dispatcher's own link socket; interface queues have `port << 16 | queue`.
 const SOCKET: u64 = 1 << 40;
+/// The same for VXLAN.
+const VXLAN_SOCKET: u64 = SOCKET + 1;
 /// How often timers run: reassembly time-outs, ageing, path MTUs.
 const TICK: Duration = Duration::from_millis(20);
 /// The same while nothing moves.
@@ -84,6 +88,9 @@ struct Dispatcher {
     forwarder: Forwarder,
     receiver: Receiver,
     socket_ready: bool,
+    /// For VXLAN, where it is listened for, and whether it may have something.
+    vxlan: Option<Receiver>,
+    vxlan_ready: bool,
     served: Vec<Served>,
     by_token: HashMap<u64, usize>,
     batch: Batch,
@@ -101,6 +108,9 @@ impl Dispatcher {
     ) -> std::io::Result<Dispatcher> {
         let poller = shared.poller(id).clone();
         poller.waker(SOCKET).watch(bridge.rx.fd())?;
+        if let Some(rx) = &bridge.vxlan_rx {
+            poller.waker(VXLAN_SOCKET).watch(rx.fd())?;
+        }
         let setup = shared.setup();
         let started = shared.started();
         let router = Router::new(setup.table.clone(), shared.learned().clone());
@@ -114,6 +124,8 @@ impl Dispatcher {
             setup,
             receiver: bridge.rx,
             socket_ready: true,
+            vxlan_ready: bridge.vxlan_rx.is_some(),
+            vxlan: bridge.vxlan_rx,
             served: Vec::new(),
             by_token: HashMap::new(),
             batch: Batch::new(),
@@ -180,13 +192,19 @@ impl Dispatcher {
                 }
             }
         }
-        if self.socket_ready {
-            let forwarder = &mut self.forwarder;
-            let (peers, now_ms) = (&self.setup.peers, forwarder.now_ms);
-            let received =
-                self.receiver.receive(peers, &mut self.batch, now_ms, &mut |batch| forwarder.run(batch));
-            self.socket_ready = !received.emptied;
-            busy |= received.datagrams > 0;
+        let sockets = [
+            (Some(&mut self.receiver), &mut self.socket_ready),
+            (self.vxlan.as_mut(), &mut self.vxlan_ready),
+        ];
+        for (receiver, ready) in sockets {
+            if let Some(receiver) = receiver.filter(|_| *ready) {
+                let forwarder = &mut self.forwarder;
+                let (peers, now_ms) = (&self.setup.peers, forwarder.now_ms);
+                let received =
+                    receiver.receive(peers, &mut self.batch, now_ms, &mut |batch| forwarder.run(batch));
+                *ready = !received.emptied;
+                busy |= received.datagrams > 0;
+            }
         }
         busy
     }
@@ -222,15 +240,18 @@ impl Dispatcher {
                 return false;
             }
         }
-        !self.socket_ready
+        !self.socket_ready && !self.vxlan_ready
     }
 
     /// Waits for news of file descriptors and marks what they concern.
     fn wait(&mut self, timeout: Duration) {
-        let (served, by_token, socket_ready) = (&mut self.served, &self.by_token, &mut self.socket_ready);
+        let (served, by_token) = (&mut self.served, &self.by_token);
+        let (socket_ready, vxlan_ready) = (&mut self.socket_ready, &mut self.vxlan_ready);
         let result = self.poller.wait(Some(timeout), |token| {
             if token == SOCKET {
                 *socket_ready = true;
+            } else if token == VXLAN_SOCKET {
+                *vxlan_ready = true;
             } else if let Some(&index) = by_token.get(&token) {
                 served[index].wake();
             }
@@ -268,26 +289,24 @@ impl Dispatcher {
         self.forwarder.adopt(self.setup.clone());
         let mut kept = Vec::new();
         for served in std::mem::take(&mut self.served) {
-            let same = self
-                .setup
-                .interface(served.port)
-                .is_some_and(|i| Arc::ptr_eq(&i.interface, &served.interface));
+            let now = self.setup.port(served.port).and_then(Port::served);
+            let same = now.is_some_and(|now| Arc::ptr_eq(&now, &served.interface));
             if same {
                 kept.push(served);
             } else {
                 served.interface.detach(served.queue);
             }
         }
-        for port in self.setup.interfaces() {
-            for queue in 0..port.interface.queues() {
-                let mine = (port.member.port.index() + queue) % self.shared.dispatchers() == self.id;
-                if !mine || kept.iter().any(|s| s.port == port.member.port && s.queue == queue) {
+        for (port, interface) in self.setup.served() {
+            for queue in 0..interface.queues() {
+                let mine = (port.index() + queue) % self.shared.dispatchers() == self.id;
+                if !mine || kept.iter().any(|s| s.port == port && s.queue == queue) {
                     continue;
                 }
                 let served = Served {
-                    port: port.member.port,
+                    port,
                     queue,
-                    interface: port.interface.clone(),
+                    interface: interface.clone(),
                     ready: true,
                     armed: false,
                     empty_turns: 0,
@@ -299,6 +318,9 @@ impl Dispatcher {
         self.by_token = kept.iter().enumerate().map(|(i, s)| (s.token(), i)).collect();
         self.served = kept;
         self.receiver.tick(&self.setup.peers, self.now_ms());
+        if let Some(receiver) = &mut self.vxlan {
+            receiver.adopt(&self.setup.peers);
+        }
         self.next_tick = Instant::now();
         self.generation = generation;
         self.shared.adopted(self.id, generation);

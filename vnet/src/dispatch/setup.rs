@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::stream::StreamPort;
 use crate::frame::PortId;
 use crate::interface::Interface;
 use crate::link::{Link, Peers};
@@ -28,6 +29,8 @@ pub struct LinkPort {
     pub member: Member,
     /// The link itself.
     pub link: Arc<Link>,
+    /// Its queues, if it is a stream link: the same ones as long as the link is there.
+    pub stream: Option<Arc<StreamPort>>,
 }
 
 /// The parts of a setup, as control gives them.
@@ -50,6 +53,14 @@ pub(super) enum Port {
 }
 
 impl Port {
+    /// What dispatchers serve of it.
+    pub(super) fn served(&self) -> Option<Arc<dyn Interface>> {
+        match self {
+            Port::Interface(port) => Some(port.interface.clone()),
+            Port::Link(port) => port.stream.clone().map(|stream| stream as Arc<dyn Interface>),
+        }
+    }
+
     pub(super) fn stats(&self) -> &PortStats {
         match self {
             Port::Interface(port) => &port.stats,
@@ -123,11 +134,14 @@ impl Setup {
         self.ports.iter().enumerate().filter_map(missing).collect()
     }
 
-    pub(super) fn interface(&self, id: PortId) -> Option<&InterfacePort> {
-        match self.port(id)? {
-            Port::Interface(port) => Some(port),
-            Port::Link(_) => None,
-        }
+    /// Every port whose queues dispatchers serve: interfaces and stream links.
+    pub(super) fn served(&self) -> impl Iterator<Item = (PortId, Arc<dyn Interface>)> {
+        (0..).map(PortId).zip(&self.ports).filter_map(|(id, port)| Some((id, port.as_ref()?.served()?)))
+    }
+
+    /// Stream links.
+    pub(super) fn streams(&self) -> Vec<Arc<Link>> {
+        self.peers.links().iter().filter(|link| link.is_stream()).cloned().collect()
     }
 
     pub(super) fn interfaces(&self) -> impl Iterator<Item = &InterfacePort> {

@@ -7,6 +7,8 @@
 //! batch (never a frame). A queue's `receive` is called by one dispatcher only.
 
 pub mod fake;
+pub mod local;
+mod packet;
 pub mod tap;
 pub mod vhost_user;
 pub mod virtqueue;
@@ -14,7 +16,7 @@ pub mod virtqueue;
 use crate::frame::{Batch, Frame, FrameError};
 use crate::poll::Waker;
 use crate::stats::DropReason;
-use crate::wire::ethernet::{HEADER_LEN, VLAN_TAG_LEN};
+use crate::wire::ethernet::{HEADER_LEN, Mac, VLAN_TAG_LEN};
 use crate::wire::offload::{GSO_NONE, Offload};
 
 /// What an interface has behind it at the moment.
@@ -74,6 +76,12 @@ pub trait Interface: Send + Sync {
 
     /// Stops the interface for good: no frame enters or leaves afterwards, the guest sees its link go down.
     fn stop(&self);
+
+    /// Tells the addresses that are configured on this host in the interface's network, whenever they change. Of use where
+    /// many stations are behind an interface that has to be asked for frames.
+    fn expect(&self, macs: &[Mac]) {
+        _ = macs;
+    }
 }
 
 /// True when a whole frame is larger than an interface of `mtu` bytes takes. Super-frames are not judged by their own size:

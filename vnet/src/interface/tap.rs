@@ -83,7 +83,8 @@ impl std::fmt::Display for Netns {
 }
 
 impl Netns {
-    fn file(&self) -> PathBuf {
+    /// The file by which it is entered.
+    pub(super) fn file(&self) -> PathBuf {
         match self {
             Netns::Name(name) => Path::new("/run/netns").join(name),
             Netns::Path(path) => path.clone(),

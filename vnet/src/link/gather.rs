@@ -29,6 +29,7 @@ const MESSAGE_SLICES_MAX: usize = 1024;
 /// Messages gathered; `UIO_MAXIOV` is the kernel's limit.
 const MESSAGES: usize = 512;
 const SLICES: usize = 8192;
+/// Holds the segments of several super-frames for encapsulations that carry none.
 const SCRATCH: usize = 256 << 10;
 
 /// A flush that ended early, because a datagram was larger than the path MTU: encode again from `position`.
@@ -129,6 +130,13 @@ impl Gather {
     pub(super) fn copy_frame(&mut self, batch: &Batch, frame: &Frame) {
         batch.copy_to(frame, self.next_scratch(frame.len()));
         self.add_scratch(frame.len());
+    }
+
+    /// Adds `len` bytes that `fill` writes to the datagram.
+    #[inline]
+    pub(super) fn write(&mut self, len: usize, fill: impl FnOnce(&mut [u8])) {
+        fill(self.next_scratch(len));
+        self.add_scratch(len);
     }
 
     /// The scratch memory's next `len` bytes.

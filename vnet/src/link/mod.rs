@@ -9,7 +9,7 @@
 //! ```
 //!
 //! A [`Link`] is what is known of one neighbour: address, encapsulation, counters, the next datagram number, the path MTU.
-//! It owns no socket. Each dispatcher has one [`Bridge`] for all links: a UDP socket with a [`Sender`] and a [`Receiver`],
+//! It owns no socket (but a stream link's connections, see [`stream`]). Each dispatcher has one [`Bridge`] for all links: a UDP socket with a [`Sender`] and a [`Receiver`],
 //! two halves so that a frame may be relayed while the burst it came in is still being worked on. Which link a datagram
 //! came by is told by its source address and port, through an immutable [`Peers`] that control replaces as a whole.
 //!
@@ -30,19 +30,26 @@ use crate::frame::{NetworkId, PortId};
 use crate::stats::PortStats;
 use crate::wire::native::{self, HOPS_MAX};
 
+mod bare;
 pub mod fake;
 mod gather;
 pub mod reassembly;
 mod receive;
 mod send;
+pub mod stream;
 mod udp;
+mod vxlan;
 mod window;
 
 pub use reassembly::ReassemblyBudget;
 pub use receive::{Received, Receiver};
 pub use send::Sender;
+use stream::Stream;
+pub use stream::{Proxy, StreamOptions};
 use udp::Name;
 pub use udp::{Bridge, BridgeError};
+use vxlan::Vteps;
+pub use vxlan::{FLOOD_MAX, VxlanOptions};
 
 /// Largest UDP payload over IPv4; IPv6 would take 20 bytes more, but one limit for both is easier to live with.
 pub const UDP_PAYLOAD_MAX: usize = 65_507;
@@ -70,6 +77,10 @@ pub enum Encapsulation {
     Native,
     /// VNET/P and VNET/U: the bare Ethernet frame is the UDP payload.
     Vnet,
+    /// VXLAN (RFC 7348): kernels, Open vSwitch, hardware.
+    Vxlan,
+    /// Native frames over a TCP connection.
+    Stream,
 }
 
 impl fmt::Display for Encapsulation {
@@ -77,13 +88,15 @@ impl fmt::Display for Encapsulation {
         f.write_str(match self {
             Encapsulation::Native => "native",
             Encapsulation::Vnet => "vnet",
+            Encapsulation::Vxlan => "vxlan",
+            Encapsulation::Stream => "stream",
         })
     }
 }
 
 /// A text that names no encapsulation.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("'{0}' is not an encapsulation; write native or vnet")]
+#[error("'{0}' is not an encapsulation; write native, vnet, vxlan or stream")]
 pub struct EncapsulationError(String);
 
 impl FromStr for Encapsulation {
@@ -92,6 +105,8 @@ impl FromStr for Encapsulation {
         match text {
             "native" => Ok(Encapsulation::Native),
             "vnet" => Ok(Encapsulation::Vnet),
+            "vxlan" => Ok(Encapsulation::Vxlan),
+            "stream" => Ok(Encapsulation::Stream),
             _ => Err(EncapsulationError(text.chars().take(64).collect())),
         }
     }
@@ -110,6 +125,20 @@ pub struct LinkOptions {
     pub networks: Option<Vec<NetworkId>>,
     /// Largest IP packet on the path in bytes, where the kernel's idea of it is too large.
     pub mtu: Option<u16>,
+    /// What only some encapsulations have.
+    pub tunnel: Tunnel,
+}
+
+/// What only some encapsulations have.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Tunnel {
+    /// Nothing.
+    #[default]
+    None,
+    /// A VXLAN link's other VTEPs.
+    Vxlan(VxlanOptions),
+    /// How a stream link connects.
+    Stream(StreamOptions),
 }
 
 /// What a link is able to do at the moment.
@@ -132,6 +161,10 @@ pub struct Link {
     options: LinkOptions,
     /// The remote address for an IPv4 socket, if it is one, and for an IPv6 socket.
     names: [Option<Name>; 2],
+    /// Of a VXLAN link.
+    vteps: Option<Vteps>,
+    /// Of a stream link.
+    stream: Option<Stream>,
     stats: Arc<PortStats>,
     budget: Arc<ReassemblyBudget>,
     path_mtu: AtomicU32,
@@ -153,10 +186,17 @@ impl Link {
     pub fn new(mut options: LinkOptions, port: PortId, stats: Arc<PortStats>) -> Arc<Link> {
         static LINKS: AtomicU64 = AtomicU64::new(0);
         options.remote = normalised(options.remote);
+        let vteps = match (&options.tunnel, options.encapsulation) {
+            (Tunnel::Vxlan(vxlan), _) => Some(Vteps::new(options.remote, vxlan)),
+            (_, Encapsulation::Vxlan) => Some(Vteps::new(options.remote, &VxlanOptions::default())),
+            _ => None,
+        };
         Arc::new(Link {
             id: LINKS.fetch_add(1, Relaxed),
             port,
             names: [false, true].map(|v6| Name::new(options.remote, v6)),
+            vteps,
+            stream: stream::of(&options.tunnel),
             options,
             stats,
             budget: Arc::new(ReassemblyBudget::new(LINK_BUDGET)),
@@ -203,6 +243,9 @@ impl Link {
 
     /// What it is able to do at the moment.
     pub fn state(&self) -> LinkState {
+        if let Some(stream) = &self.stream {
+            return stream.state();
+        }
         match self.route_error.load(Relaxed) {
             0 => LinkState::Up,
             error => LinkState::Unreachable(std::io::Error::from_raw_os_error(error).to_string()),
@@ -285,6 +328,8 @@ pub fn normalised(address: SocketAddr) -> SocketAddr {
 pub struct Peers {
     links: Vec<Arc<Link>>,
     by_address: HashMap<SocketAddr, usize>,
+    /// VXLAN links by the addresses of their VTEPs, with the VTEP's number: a VTEP sends from many ports.
+    by_vtep: HashMap<IpAddr, (usize, u16)>,
     ids: HashSet<u64>,
 }
 
@@ -296,7 +341,15 @@ impl Peers {
         for (index, link) in links.iter().enumerate() {
             let remote = link.options.remote;
             peers.ids.insert(link.id);
-            peers.by_address.entry(remote).or_insert(index);
+            match (&link.vteps, link.options.encapsulation) {
+                (Some(vteps), _) => {
+                    for (number, address) in (0..).zip(vteps.addresses()) {
+                        peers.by_vtep.entry(*address).or_insert((index, number));
+                    }
+                }
+                (None, Encapsulation::Stream) => {}
+                (None, _) => _ = peers.by_address.entry(remote).or_insert(index),
+            }
         }
         peers
     }
@@ -305,6 +358,13 @@ impl Peers {
     /// users of the peer's host have other ports.
     pub fn link(&self, source: SocketAddr) -> Option<&Arc<Link>> {
         self.links.get(*self.by_address.get(&normalised(source))?)
+    }
+
+    /// The VXLAN link that a datagram from `source` came by, and the number of its VTEP: the one that lists this address,
+    /// whatever the port.
+    pub fn vtep(&self, source: SocketAddr) -> Option<(&Arc<Link>, u16)> {
+        let (link, number) = self.by_vtep.get(&normalised(source).ip())?;
+        Some((&self.links[*link], *number))
     }
 
     /// All links.
@@ -323,7 +383,8 @@ mod tests {
 
     fn link(remote: &str, encapsulation: Encapsulation, mtu: Option<u16>) -> Arc<Link> {
         let remote = remote.parse().unwrap();
-        let options = LinkOptions { name: "h2".into(), remote, encapsulation, networks: None, mtu };
+        let (name, tunnel) = ("h2".into(), Tunnel::None);
+        let options = LinkOptions { name, remote, encapsulation, networks: None, mtu, tunnel };
         Link::new(options, PortId(3), Arc::default())
     }
 
@@ -371,11 +432,12 @@ mod tests {
 
     #[test]
     fn encapsulations_have_names() {
-        for encapsulation in [Encapsulation::Native, Encapsulation::Vnet] {
+        use Encapsulation::{Native, Stream, Vnet, Vxlan};
+        for encapsulation in [Native, Vnet, Vxlan, Stream] {
             assert_eq!(encapsulation.to_string().parse(), Ok(encapsulation));
         }
         let error = "gre".parse::<Encapsulation>().unwrap_err();
-        assert_eq!(error.to_string(), "'gre' is not an encapsulation; write native or vnet");
+        assert_eq!(error.to_string(), "'gre' is not an encapsulation; write native, vnet, vxlan or stream");
     }
 
     #[test]

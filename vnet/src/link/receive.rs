@@ -7,16 +7,20 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
 use super::reassembly::{Reassembly, Whole};
-use super::udp::{Name, Socket};
+use super::udp::{Name, RouteProbe, Socket};
+use super::vxlan::Groups;
 use super::{Encapsulation, HOPS_UNKNOWN, Link, Peers, ReassemblyBudget};
 use crate::frame::{Batch, FrameError, NetworkId, Segment};
 use crate::stats::{DiscardReason, DropReason, PortStats};
 use crate::wire::native::{Bundle, Header, HeaderError, Kind, metadata};
 use crate::wire::offload::{Offload, WIRE_LEN};
+use crate::wire::vxlan::{self, VxlanError};
+use crate::wire::{ethernet, partial};
 
 /// Messages in a burst.
 const MESSAGES: usize = 32;
@@ -47,6 +51,10 @@ pub struct Receiver {
     unsettled: Vec<u64>,
     /// Complete frames in the batch with memory of their own.
     held: Vec<Whole>,
+    /// For the socket of VXLAN links, which know their peers by address alone.
+    vxlan: bool,
+    /// Multicast groups, where this receiver is the one that joins them.
+    groups: Option<(Groups, RouteProbe)>,
 }
 
 impl Receiver {
@@ -59,7 +67,28 @@ impl Receiver {
             reassemblies: HashMap::new(),
             unsettled: Vec::new(),
             held: Vec::new(),
+            vxlan: false,
+            groups: None,
         }
+    }
+
+    /// Makes it the receiver of VXLAN links; `groups` says whether it is the one that joins multicast groups.
+    pub(super) fn for_vxlan(mut self, groups: bool) -> Receiver {
+        self.vxlan = true;
+        self.groups = groups.then(|| (Groups::default(), RouteProbe::new(self.socket.local())));
+        self
+    }
+
+    /// Follows a change of the links.
+    pub fn adopt(&mut self, peers: &Peers) {
+        if let Some((groups, routes)) = &mut self.groups {
+            groups.follow(&self.socket, peers.links(), routes);
+        }
+    }
+
+    /// The address listened on, with the port that the kernel chose.
+    pub fn local_addr(&self) -> SocketAddr {
+        self.socket.local()
     }
 
     /// The socket, to wait for.
@@ -100,17 +129,19 @@ impl Receiver {
             replies: 0,
         };
         let mut datagrams = 0;
-        let mut latest: Option<(Name, Option<&Arc<Link>>)> = None;
+        let vxlan = self.vxlan;
+        let find = |source| if vxlan { peers.vtep(source) } else { peers.link(source).map(|link| (link, 0)) };
+        let mut latest: Option<(Name, Option<(&Arc<Link>, u16)>)> = None;
         for index in 0..messages {
             let message = self.burst.message(index);
             datagrams += message.datagrams();
             let link = match &latest {
                 Some((name, link)) if name.same(&message.source) => *link,
-                _ => message.source.address().and_then(|source| peers.link(source)),
+                _ => message.source.address().and_then(find),
             };
             latest = Some((message.source, link));
             match link {
-                Some(link) => intake.message(link, &message),
+                Some((link, vtep)) => intake.message(link, vtep, &message),
                 None => self.stats.discard(DiscardReason::UnknownSource, message.datagrams() as u64),
             }
         }
@@ -155,11 +186,10 @@ struct Intake<'a> {
 }
 
 impl Intake<'_> {
-    /// Works on the datagrams of one message.
-    fn message(&mut self, link: &Arc<Link>, message: &Message) {
+    /// Works on the datagrams of one message, which came from the link's VTEP `vtep` if it has any.
+    fn message(&mut self, link: &Arc<Link>, vtep: u16, message: &Message) {
         link.heard(self.now_ms);
         link.stats.in_datagrams.add(message.datagrams() as u64);
-        let native = link.options.encapsulation == Encapsulation::Native;
         if message.truncated {
             return link.stats.discard(DiscardReason::Truncated, 1);
         }
@@ -167,10 +197,13 @@ impl Intake<'_> {
         let end = message.start + message.len;
         loop {
             let datagram = &self.burst[at..end.min(at + message.segment)];
-            if native {
-                self.native(link, at, datagram, &message.source);
-            } else {
-                self.frame(link, link.default_network(), Offload::default(), HOPS_UNKNOWN, datagram);
+            match link.options.encapsulation {
+                Encapsulation::Native => self.native(link, at, datagram, &message.source),
+                Encapsulation::Vxlan => self.vxlan(link, vtep, datagram),
+                // A stream has no datagrams, and no entry among the peers.
+                Encapsulation::Vnet | Encapsulation::Stream => {
+                    self.frame(link, link.default_network(), Offload::default(), HOPS_UNKNOWN, datagram);
+                }
             }
             at += message.segment;
             if at >= end {
@@ -216,6 +249,23 @@ impl Intake<'_> {
             // That they came is all there is to them.
             Kind::ProbeReply | Kind::Keepalive => {}
         }
+    }
+
+    /// Works on one VXLAN datagram.
+    fn vxlan(&mut self, link: &Arc<Link>, vtep: u16, datagram: &[u8]) {
+        let (vni, frame) = match vxlan::parse(datagram) {
+            Ok(parsed) => parsed,
+            Err(VxlanError::Short) => return link.stats.discard(DiscardReason::Truncated, 1),
+            Err(VxlanError::NoNetwork) => return link.stats.discard(DiscardReason::BadHeader, 1),
+        };
+        let Some(network) = NetworkId::new(vni).filter(|network| link.carries(*network)) else {
+            return link.stats.refuse(DropReason::WrongNetwork, frame.len() as u64);
+        };
+        if let (Some(vteps), Some((_, src))) = (&link.vteps, ethernet::addresses(frame)) {
+            vteps.heard(src, vtep);
+        }
+        let offload = partial::inferred(frame, link.udp_payload() - vxlan::HEADER_LEN);
+        self.frame(link, network, offload, HOPS_UNKNOWN, frame);
     }
 
     /// Adds a frame in one piece that came under a native header.
@@ -344,7 +394,7 @@ fn discard_reason(error: HeaderError) -> DiscardReason {
     }
 }
 
-fn drop_reason(error: FrameError) -> DropReason {
+pub(super) fn drop_reason(error: FrameError) -> DropReason {
     match error {
         FrameError::TooShort => DropReason::TooShort,
         FrameError::TooLong => DropReason::TooLong,

@@ -5,7 +5,7 @@
 //!   *bundled* into one datagram as long as they fit; nothing waits for a bundle to fill;
 //! - any other frame becomes one datagram, or as many fragments as it needs, of headers and slices of its own memory.
 //!
-//! On a `vnet` link each frame is one datagram, as it is. What a guest left unfinished is finished on a private copy first.
+//! On `vnet` and `vxlan` links each datagram holds one finished frame, see bare.rs.
 //!
 //! All datagrams of a call are handed to the kernel at once, see gather.rs. When a native datagram turns out to be larger than
 //! the path MTU, the kernel is asked for the new one and the frames not sent yet are encoded again, once; a frame that had
@@ -19,12 +19,12 @@ use std::sync::atomic::Ordering::Relaxed;
 use super::gather::{Gather, TooBig};
 use super::reassembly::FRAGMENTS_MAX;
 use super::udp::{Name, RouteProbe, Socket};
-use super::{Encapsulation, Link, PATH_MTU_FALLBACK, Peers, UDP_PAYLOAD_MAX};
-use crate::frame::{Batch, FRAME_MAX, Frame, SEGMENTS_MAX, Segment};
+use super::vxlan::SourcePorts;
+use super::{Encapsulation, Link, PATH_MTU_FALLBACK, Peers};
+use crate::frame::{BATCH_MAX, Batch, Frame, SEGMENTS_MAX, Segment};
 use crate::stats::DropReason;
 use crate::wire::native::{ENTRY_LEN, HEADER_LEN, HOPS_MAX, Header, Kind};
-use crate::wire::offload::{Accepts, WIRE_LEN};
-use crate::wire::segment;
+use crate::wire::offload::WIRE_LEN;
 
 /// Largest frame that goes into a bundle. Bundles are copied; beyond this a datagram of its own costs no more.
 const BUNDLE_FRAME_MAX: usize = 1024;
@@ -41,30 +41,32 @@ const TICKS_MAX: u64 = 32;
 
 /// Sends frames on links. One per dispatcher; shares its socket with a [`super::Receiver`].
 pub struct Sender {
-    socket: Arc<Socket>,
-    gather: Gather,
-    routes: RouteProbe,
+    pub(super) socket: Arc<Socket>,
+    pub(super) gather: Gather,
+    pub(super) routes: RouteProbe,
+    /// What VXLAN is sent from, where it is listened for.
+    pub(super) vxlan: Option<SourcePorts>,
+    /// Frames of a call on a VXLAN link: the VTEP's number, the source port, the index in the batch.
+    pub(super) ways: Vec<(u16, u8, u16)>,
     /// What the socket was last told about fragmentation by IP.
     dont_fragment: Option<bool>,
     /// Where the next tick goes on in the list of links, and when the last one was.
     next_link: usize,
     ticked_ms: u64,
-    /// A frame's private copy, to be finished.
-    copy: Box<[u8]>,
 }
 
 impl Sender {
     pub(super) fn new(socket: Arc<Socket>) -> Sender {
         let routes = RouteProbe::new(socket.local());
-        let copy = vec![0; FRAME_MAX].into_boxed_slice();
         Sender {
             socket,
             gather: Gather::new(),
             routes,
+            vxlan: None,
+            ways: Vec::with_capacity(BATCH_MAX),
             dont_fragment: None,
             next_link: 0,
             ticked_ms: 0,
-            copy,
         }
     }
 
@@ -78,17 +80,13 @@ impl Sender {
         if link.path_mtu.load(Relaxed) == 0 {
             self.refresh(link);
         }
-        let Some(name) = self.socket.name(link) else {
-            link.stats.drop_frames(DropReason::SendFailed, which.len() as u64);
-            return;
-        };
         let relayed_too_often = |index: &u16| batch.frame(usize::from(*index)).hops > HOPS_MAX;
         if which.iter().any(relayed_too_often) {
             let rest: Vec<u16> = which.iter().copied().filter(|index| !relayed_too_often(index)).collect();
             link.stats.drop_frames(DropReason::HopLimit, (which.len() - rest.len()) as u64);
-            self.send_all(link, name, batch, &rest);
+            self.send_all(link, batch, &rest);
         } else {
-            self.send_all(link, name, batch, which);
+            self.send_all(link, batch, which);
         }
     }
 
@@ -108,14 +106,22 @@ impl Sender {
             {
                 self.refresh(link);
             }
+            if let Some(vteps) = &link.vteps {
+                vteps.age(now_ms);
+            }
         }
     }
 
     /// Learns anew what the path is able to do.
     fn refresh(&mut self, link: &Link) {
-        let path_mtu = match self.socket.name(link) {
-            Some(_) => self.routes.path_mtu(link.options.remote),
-            None => Err(io::Error::from_raw_os_error(libc::EAFNOSUPPORT)),
+        if let Some(ports) = &self.vxlan {
+            ports.aim(link, &mut self.routes);
+        }
+        // VXLAN has sockets of its own.
+        let path_mtu = if link.vteps.is_some() || self.socket.name(link).is_some() {
+            self.routes.path_mtu(link.options.remote)
+        } else {
+            Err(io::Error::from_raw_os_error(libc::EAFNOSUPPORT))
         };
         match path_mtu {
             Ok(mtu) => {
@@ -132,8 +138,14 @@ impl Sender {
         link.segmentation.store(true, Relaxed);
     }
 
-    fn send_all(&mut self, link: &Link, name: &Name, batch: &Batch, which: &[u16]) {
+    fn send_all(&mut self, link: &Link, batch: &Batch, which: &[u16]) {
         self.gather.segmentation = link.segmentation.load(Relaxed);
+        if link.options.encapsulation == Encapsulation::Vxlan {
+            return self.send_vxlan(link, batch, which);
+        }
+        let Some(name) = self.socket.name(link) else {
+            return link.stats.drop_frames(DropReason::SendFailed, which.len() as u64);
+        };
         let native = link.options.encapsulation == Encapsulation::Native;
         if self.dont_fragment != Some(native) {
             // A socket that cannot be told sends all the same; only what IP does with large packets differs.
@@ -141,7 +153,7 @@ impl Sender {
             self.dont_fragment = Some(native);
         }
         if !native {
-            return self.send_bare(link, name, batch, which);
+            return self.send_vnet(link, name, batch, which);
         }
         if let Err(TooBig { position }) = self.send_native(link, name, batch, which, true) {
             self.refresh(link);
@@ -221,58 +233,6 @@ impl Sender {
         }
         self.gather.record(position, frame.len(), first, last);
     }
-
-    fn send_bare(&mut self, link: &Link, name: &Name, batch: &Batch, which: &[u16]) {
-        for &index in which {
-            let frame = batch.frame(usize::from(index));
-            if !self.gather.has_room(1, SEGMENTS_MAX, 0) {
-                self.flush_bare(link, name);
-            }
-            if !frame.offload.is_none() {
-                self.finish_bare(link, name, batch, frame);
-            } else if frame.len() > UDP_PAYLOAD_MAX {
-                link.stats.drop_frames(DropReason::MtuExceeded, 1);
-            } else {
-                for segment in batch.segments(frame) {
-                    self.gather.slice(*segment);
-                }
-                let message = self.gather.end_datagram(frame.len() <= link.udp_payload());
-                self.gather.record(0, frame.len(), message, message);
-            }
-        }
-        self.flush_bare(link, name);
-    }
-
-    /// Finishes a frame in software and sends what comes out.
-    fn finish_bare(&mut self, link: &Link, name: &Name, batch: &Batch, frame: &Frame) {
-        let Sender { socket, gather, copy, .. } = self;
-        let len = batch.copy_to(frame, copy);
-        let mut pieces = 0;
-        let finished =
-            segment::finish(&mut copy[..len], &frame.offload, &Accepts::NOTHING, &mut |piece, _| {
-                pieces += 1;
-                if piece.len() > UDP_PAYLOAD_MAX {
-                    link.stats.drop_frames(DropReason::MtuExceeded, 1);
-                    return;
-                }
-                if !gather.has_room(1, 1, piece.len()) {
-                    _ = gather.flush(socket, name, link, false);
-                }
-                gather.copy(piece);
-                let message = gather.end_datagram(piece.len() <= link.udp_payload());
-                gather.record(0, piece.len(), message, message);
-            });
-        // One frame came in: what went on beyond one is a copy. Nothing went on of one that cannot be finished.
-        match finished {
-            Ok(()) => link.stats.copies.add(pieces - 1),
-            Err(_) => link.stats.drop_frames(DropReason::Unsegmentable, 1),
-        }
-    }
-
-    fn flush_bare(&mut self, link: &Link, name: &Name) {
-        // Never stops early: what cannot be sent is counted as dropped.
-        _ = self.gather.flush(&self.socket, name, link, false);
-    }
 }
 
 /// How many of the frames `which`, from the first on, go into one datagram; 1 when the first stands alone.
@@ -294,7 +254,7 @@ fn bundled(batch: &Batch, which: &[u16], size: usize) -> usize {
 
 /// The header of a datagram that holds all of `frame`.
 #[inline]
-fn header(frame: &Frame, number: u64) -> Header {
+pub(super) fn header(frame: &Frame, number: u64) -> Header {
     Header {
         kind: Kind::Frame,
         last: true,
@@ -337,8 +297,8 @@ impl Cursor<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::frame::{NetworkId, PortId};
-    use crate::link::{Bridge, LinkOptions};
+    use crate::frame::{FRAME_MAX, NetworkId, PortId};
+    use crate::link::{Bridge, LinkOptions, Tunnel};
     use crate::wire::offload::Offload;
     use std::net::UdpSocket;
     use std::time::Duration;
@@ -356,6 +316,7 @@ mod tests {
             encapsulation: Encapsulation::Native,
             networks: None,
             mtu: Some(1500),
+            tunnel: Tunnel::None,
         };
         let link = Link::new(options, PortId(0), Arc::default());
         link.number.0.store(1, Relaxed);
@@ -401,6 +362,7 @@ mod tests {
                     encapsulation: Encapsulation::Native,
                     networks: None,
                     mtu: None,
+                    tunnel: Tunnel::None,
                 };
                 Link::new(options, PortId(n), Arc::default())
             })

@@ -21,11 +21,16 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
+use super::vxlan::SourcePorts;
 use super::{Link, ReassemblyBudget, Receiver, Sender, normalised};
 use crate::stats::PortStats;
 
 /// Socket buffers asked for in each direction, in bytes: 1.6 ms at 40 Gbit/s.
 const SOCKET_BUFFER: libc::c_int = 8 << 20;
+
+/// `IP_LOCAL_PORT_RANGE` (ip(7)), not in libc yet, and ports 49152 to 65535 as it takes them.
+const IP_LOCAL_PORT_RANGE: libc::c_int = 51;
+const SOURCE_PORTS: libc::c_int = (65_535u32 << 16 | 49_152) as libc::c_int;
 
 /// Why the bridge has no socket.
 #[derive(Debug, thiserror::Error)]
@@ -63,6 +68,8 @@ pub struct Bridge {
     pub rx: Receiver,
     /// Sends frames out.
     pub tx: Sender,
+    /// Takes VXLAN datagrams in, which have a port of their own; where [`Bridge::add_vxlan`] was called.
+    pub vxlan_rx: Option<Receiver>,
 }
 
 impl Bridge {
@@ -78,7 +85,8 @@ impl Bridge {
     ) -> Result<Bridge, BridgeError> {
         let socket = Socket::bind(listen, shared).map_err(|error| BridgeError::new(listen, error))?;
         let socket = Arc::new(socket);
-        Ok(Bridge { rx: Receiver::new(socket.clone(), stats, budget), tx: Sender::new(socket) })
+        let rx = Receiver::new(socket.clone(), stats, budget);
+        Ok(Bridge { rx, tx: Sender::new(socket), vxlan_rx: None })
     }
 
     /// `count` bridges for as many dispatchers on one address, which must be free before. Port 0 lets the kernel choose.
@@ -102,6 +110,27 @@ impl Bridge {
         Ok(bridges)
     }
 
+    /// Has the bridges of one host listen for VXLAN on `listen`, too, beside each other as [`Bridge::bind_group`] does it.
+    pub fn add_vxlan(
+        bridges: &mut [Bridge],
+        listen: SocketAddr,
+        stats: &Arc<PortStats>,
+        budget: &Arc<ReassemblyBudget>,
+    ) -> Result<(), BridgeError> {
+        let failed = |error| BridgeError::new(listen, error);
+        drop(Socket::bind(listen, false).map_err(failed)?);
+        let shared = bridges.len() > 1;
+        for (index, bridge) in bridges.iter_mut().enumerate() {
+            let socket = Arc::new(Socket::bind(listen, shared).map_err(failed)?);
+            // Else a datagram for a group comes to every socket there is, members or not.
+            set(&socket, libc::SOL_IP, libc::IP_MULTICAST_ALL, 0).map_err(failed)?;
+            let rx = Receiver::new(socket, stats.clone(), budget.clone());
+            bridge.vxlan_rx = Some(rx.for_vxlan(index == 0));
+            bridge.tx.vxlan = Some(SourcePorts::new(listen).map_err(failed)?);
+        }
+        Ok(())
+    }
+
     /// The address listened on, with the port that the kernel chose.
     pub fn local_addr(&self) -> SocketAddr {
         self.tx.local_addr()
@@ -121,18 +150,31 @@ impl AsFd for Socket {
 }
 
 impl Socket {
+    /// A socket on a port of the range that RFC 7348 section 5 names for VXLAN's source ports. It sends only.
+    pub(super) fn sending(ip: IpAddr) -> io::Result<Socket> {
+        let fd = udp_socket(ip.is_ipv6())?;
+        // Before Linux 6.3 it is a port of the host's own range (net.ipv4.ip_local_port_range).
+        let _ = set(&fd, libc::SOL_IP, IP_LOCAL_PORT_RANGE, SOURCE_PORTS);
+        // What strangers send there is not read: the kernel is to drop it soon.
+        set(&fd, libc::SOL_SOCKET, libc::SO_RCVBUF, 0)?;
+        Socket::bound(fd, SocketAddr::new(ip, 0), &[(libc::SO_SNDBUFFORCE, libc::SO_SNDBUF)])
+    }
+
     fn bind(listen: SocketAddr, shared: bool) -> io::Result<Socket> {
         let fd = udp_socket(listen.is_ipv6())?;
-        if listen.is_ipv6() {
-            set(&fd, libc::SOL_IPV6, libc::IPV6_V6ONLY, 0)?;
-        }
         if shared {
             set(&fd, libc::SOL_SOCKET, libc::SO_REUSEPORT, 1)?;
         }
         set(&fd, libc::SOL_UDP, libc::UDP_GRO, 1)?;
-        for (forced, polite) in
-            [(libc::SO_RCVBUFFORCE, libc::SO_RCVBUF), (libc::SO_SNDBUFFORCE, libc::SO_SNDBUF)]
-        {
+        let receive = (libc::SO_RCVBUFFORCE, libc::SO_RCVBUF);
+        Socket::bound(fd, listen, &[receive, (libc::SO_SNDBUFFORCE, libc::SO_SNDBUF)])
+    }
+
+    fn bound(fd: OwnedFd, listen: SocketAddr, buffers: &[(libc::c_int, libc::c_int)]) -> io::Result<Socket> {
+        if listen.is_ipv6() {
+            set(&fd, libc::SOL_IPV6, libc::IPV6_V6ONLY, 0)?;
+        }
+        for &(forced, polite) in buffers {
             // Without the privilege the kernel gives what net.core.rmem_max and wmem_max allow.
             set(&fd, libc::SOL_SOCKET, forced, SOCKET_BUFFER)
                 .or_else(|_| set(&fd, libc::SOL_SOCKET, polite, SOCKET_BUFFER))?;
@@ -165,13 +207,15 @@ impl Socket {
     /// IPv4 from any IPv6 address but the unspecified one.
     #[inline]
     pub(super) fn name<'a>(&self, link: &'a Link) -> Option<&'a Name> {
+        let name = &link.names[usize::from(self.local.is_ipv6())];
+        name.as_ref().filter(|_| self.reaches(link.options.remote.is_ipv4()))
+    }
+
+    /// True when the socket can send to addresses of that kind.
+    #[inline]
+    pub(super) fn reaches(&self, v4: bool) -> bool {
         let local = normalised(self.local).ip();
-        let (v4, both) = (link.options.remote.is_ipv4(), local == IpAddr::V6(Ipv6Addr::UNSPECIFIED));
-        if v4 == local.is_ipv4() || both {
-            link.names[usize::from(self.local.is_ipv6())].as_ref()
-        } else {
-            None
-        }
+        v4 == local.is_ipv4() || local == IpAddr::V6(Ipv6Addr::UNSPECIFIED)
     }
 }
 
@@ -191,6 +235,28 @@ impl RouteProbe {
     /// The path MTU to `remote` in bytes, as the kernel knows it: device, route, ICMP heard.
     pub(super) fn path_mtu(&mut self, remote: SocketAddr) -> io::Result<u32> {
         let v6 = remote.is_ipv6();
+        let fd = self.connect(remote)?;
+        let (level, option) =
+            if v6 { (libc::SOL_IPV6, libc::IPV6_MTU) } else { (libc::SOL_IP, libc::IP_MTU) };
+        let mut mtu: libc::c_int = 0;
+        let mut len = size_of::<libc::c_int>() as libc::socklen_t;
+        // SAFETY: `mtu` is writable for the `len` bytes told.
+        check(unsafe { libc::getsockopt(fd.as_raw_fd(), level, option, (&raw mut mtu).cast(), &mut len) })?;
+        u32::try_from(mtu).map_err(|_| io::ErrorKind::InvalidData.into())
+    }
+
+    /// The address of this host that packets to `remote` leave from.
+    pub(super) fn source(&mut self, remote: SocketAddr) -> Option<IpAddr> {
+        let fd = self.connect(remote).ok()?;
+        let mut name = Name::unknown();
+        // SAFETY: `name` has room for any socket address and tells how much.
+        check(unsafe { libc::getsockname(fd.as_raw_fd(), name.as_mut_ptr(), &mut name.len) }).ok()?;
+        Some(name.address()?.ip())
+    }
+
+    /// Makes the socket look for the way to `remote`.
+    fn connect(&mut self, remote: SocketAddr) -> io::Result<&OwnedFd> {
+        let v6 = remote.is_ipv6();
         let (local, slot) = (self.local, if v6 { &mut self.v6 } else { &mut self.v4 });
         let fd = match slot {
             Some(fd) => fd,
@@ -204,13 +270,7 @@ impl RouteProbe {
             // SAFETY: `name` holds a socket address (AF_UNSPEC disconnects) of the length it tells.
             check(unsafe { libc::connect(fd.as_raw_fd(), name.as_ptr(), name.len()) })?;
         }
-        let (level, option) =
-            if v6 { (libc::SOL_IPV6, libc::IPV6_MTU) } else { (libc::SOL_IP, libc::IP_MTU) };
-        let mut mtu: libc::c_int = 0;
-        let mut len = size_of::<libc::c_int>() as libc::socklen_t;
-        // SAFETY: `mtu` is writable for the `len` bytes told.
-        check(unsafe { libc::getsockopt(fd.as_raw_fd(), level, option, (&raw mut mtu).cast(), &mut len) })?;
-        u32::try_from(mtu).map_err(|_| io::ErrorKind::InvalidData.into())
+        Ok(fd)
     }
 
     /// Bound like the bridge where it is bound to one address, so that routes by source address are the same.
@@ -341,10 +401,17 @@ fn udp_socket(v6: bool) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-fn set(fd: &OwnedFd, level: libc::c_int, option: libc::c_int, value: libc::c_int) -> io::Result<()> {
+pub(super) fn set(
+    fd: &impl AsFd,
+    level: libc::c_int,
+    option: libc::c_int,
+    value: libc::c_int,
+) -> io::Result<()> {
     let len = size_of_val(&value) as libc::socklen_t;
     // SAFETY: `value` is readable for the `len` bytes told.
-    check(unsafe { libc::setsockopt(fd.as_raw_fd(), level, option, (&raw const value).cast(), len) })?;
+    check(unsafe {
+        libc::setsockopt(fd.as_fd().as_raw_fd(), level, option, (&raw const value).cast(), len)
+    })?;
     Ok(())
 }
 

@@ -8,4 +8,8 @@ pub mod ethernet;
 pub mod flow;
 pub mod native;
 pub mod offload;
+pub mod partial;
 pub mod segment;
+pub mod socks;
+pub mod stream;
+pub mod vxlan;

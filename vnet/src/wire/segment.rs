@@ -57,7 +57,7 @@ pub fn finish(
         return Ok(());
     }
     if offload.gso_kind() != GSO_NONE {
-        return Headers::read(frame, offload)?.cut(frame, usize::from(offload.gso_size), emit);
+        return Headers::read(frame, frame.len(), offload)?.cut(frame, usize::from(offload.gso_size), emit);
     }
     complete_checksum(frame, offload)?;
     emit(frame, Offload { flags: offload.flags & !F_NEEDS_CSUM, csum_start: 0, csum_offset: 0, ..*offload });
@@ -65,7 +65,7 @@ pub fn finish(
 }
 
 /// Sums from `csum_start` to the end, over the pseudo-header sum already in the field, and stores the complement.
-fn complete_checksum(frame: &mut [u8], offload: &Offload) -> Result<(), SegmentError> {
+pub fn complete_checksum(frame: &mut [u8], offload: &Offload) -> Result<(), SegmentError> {
     let start = usize::from(offload.csum_start);
     let summed = frame.get_mut(start..).ok_or(SegmentError::Headers)?;
     let sum = Sum::default().with(summed).finish();
@@ -75,6 +75,65 @@ fn complete_checksum(frame: &mut [u8], offload: &Offload) -> Result<(), SegmentE
     let field = summed.get_mut(at..at + 2).ok_or(SegmentError::Headers)?;
     field.copy_from_slice(&sum.to_be_bytes());
     Ok(())
+}
+
+/// A super-frame that is cut while it is copied: the caller puts each segment's payload where it is to be, this writes the
+/// headers in front of it. One pass over the payload to copy it, one to sum it.
+pub struct Cut {
+    headers: Headers,
+    payload: usize,
+    size: usize,
+    count: usize,
+}
+
+impl Cut {
+    /// Looks at a frame of `len` bytes, of which `head` are the first. Segments of TCP are made smaller than its metadata says
+    /// where that lets them fit into `room` bytes: a stream does not mind. UDP datagrams keep their size.
+    ///
+    /// A frame that is no super-frame but a TCP segment whose checksum is partial may be cut, too.
+    pub fn new(head: &[u8], len: usize, offload: &Offload, room: usize) -> Result<Cut, SegmentError> {
+        let mut offload = *offload;
+        if offload.gso_kind() == GSO_NONE {
+            let ethertype = ethernet::payload(head).ok_or(SegmentError::Headers)?.ethertype;
+            offload.gso_type = if ethertype == ETHERTYPE_IPV4 { GSO_TCPV4 } else { GSO_TCPV6 };
+            offload.gso_size = u16::MAX;
+        }
+        let headers = Headers::read(head, len, &offload)?;
+        let mut size = usize::from(offload.gso_size);
+        if headers.tcp {
+            size = size
+                .min(room.checked_sub(headers.len).filter(|room| *room > 0).ok_or(SegmentError::Headers)?);
+        }
+        let payload = len - headers.len;
+        let count = headers.check(payload, size)?;
+        Ok(Cut { headers, payload, size, count })
+    }
+
+    /// Segments, at least 1.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Bytes of the headers, which every segment begins with.
+    pub fn headers_len(&self) -> usize {
+        self.headers.len
+    }
+
+    /// Bytes of segment `index`, headers and all.
+    pub fn segment_len(&self, index: usize) -> usize {
+        self.headers.len + self.size.min(self.payload - index * self.size)
+    }
+
+    /// Makes the first bytes of `segment` the headers of segment `index`, its checksums complete. Behind them its payload is
+    /// there already.
+    ///
+    /// # Panics
+    /// When `segment` has not [`Cut::segment_len`] bytes.
+    pub fn write_headers(&self, index: usize, segment: &mut [u8]) {
+        assert_eq!(segment.len(), self.segment_len(index));
+        segment[..self.headers.len].copy_from_slice(&self.headers.bytes[..self.headers.len]);
+        self.headers.amend(segment, index, index * self.size, index + 1 == self.count);
+    }
 }
 
 /// Where the headers of a super-frame lie, and its headers themselves.
@@ -90,7 +149,8 @@ struct Headers {
 }
 
 impl Headers {
-    fn read(frame: &[u8], offload: &Offload) -> Result<Headers, SegmentError> {
+    /// Reads the headers of a frame of `frame_len` bytes that begins with `frame`.
+    fn read(frame: &[u8], frame_len: usize, offload: &Offload) -> Result<Headers, SegmentError> {
         let payload = ethernet::payload(frame).ok_or(SegmentError::Headers)?;
         let ip = payload.offset;
         let transport = usize::from(offload.csum_start);
@@ -125,7 +185,7 @@ impl Headers {
         let len = transport + transport_len;
         if (tcp && transport_len < TCP_HEADER_MIN)
             || usize::from(offload.csum_offset) != checksum_at
-            || len >= frame.len()
+            || len >= frame_len
         {
             return Err(SegmentError::Headers);
         }
@@ -133,7 +193,7 @@ impl Headers {
             return Err(SegmentError::HeadersTooLong);
         }
         let mut bytes = [0; HEADERS_MAX];
-        bytes[..len].copy_from_slice(&frame[..len]);
+        bytes[..len].copy_from_slice(frame.get(..len).ok_or(SegmentError::Headers)?);
         let ecn = offload.gso_type & GSO_ECN != 0;
         Ok(Headers { bytes, len, ip, transport, ipv4, tcp, ecn })
     }
@@ -144,16 +204,7 @@ impl Headers {
         gso_size: usize,
         emit: &mut dyn FnMut(&[u8], Offload),
     ) -> Result<(), SegmentError> {
-        let payload = frame.len() - self.len;
-        let count = payload.div_ceil(gso_size);
-        if count > SEGMENTS_MAX {
-            return Err(SegmentError::TooMany);
-        }
-        // An untagged frame may be 4 bytes longer than IP can say; then no segment but the whole of it is too long.
-        let largest = self.len + payload.min(gso_size) - self.counted_from();
-        if largest > IP_LEN_MAX {
-            return Err(SegmentError::Headers);
-        }
+        let count = self.check(frame.len() - self.len, gso_size)?;
         for index in 0..count {
             let start = index * gso_size;
             let end = (self.len + start + gso_size).min(frame.len());
@@ -163,6 +214,17 @@ impl Headers {
             emit(segment, Offload::default());
         }
         Ok(())
+    }
+
+    /// How many segments of `gso_size` bytes `payload` bytes make, if that many are allowed and IP can say their length.
+    fn check(&self, payload: usize, gso_size: usize) -> Result<usize, SegmentError> {
+        let count = payload.div_ceil(gso_size);
+        if count > SEGMENTS_MAX {
+            return Err(SegmentError::TooMany);
+        }
+        // An untagged frame may be 4 bytes longer than IP can say; then no segment but the whole of it is too long.
+        let largest = self.len + payload.min(gso_size) - self.counted_from();
+        if largest > IP_LEN_MAX { Err(SegmentError::Headers) } else { Ok(count) }
     }
 
     /// Where the bytes begin that the IP header's length field counts: IPv4 counts its header, IPv6 does not.
@@ -329,6 +391,32 @@ mod tests {
                 count += 1;
             }).unwrap();
             prop_assert_eq!(joined, payload);
+        }
+
+        /// Cutting while copying makes the very segments that cutting in place makes.
+        #[test]
+        fn both_ways_of_cutting_agree(
+            ipv4: bool, tcp: bool, vlan: bool, payload in prop::collection::vec(any::<u8>(), 1..5000), size in 40u16..2000,
+            room in 300usize..2100,
+        ) {
+            let (frame, mut offload) = super_frame(ipv4, tcp, vlan, &payload);
+            let header = frame.len() - payload.len();
+            offload.gso_size = size;
+            let cut = Cut::new(&frame[..header.max(128).min(frame.len())], frame.len(), &offload, room).unwrap();
+            if tcp {
+                offload.gso_size = size.min((room - header) as u16);
+            }
+            let mut index = 0;
+            finish(&mut frame.clone(), &offload, &Accepts::NOTHING, &mut |segment, _| {
+                let mut out = vec![0; cut.segment_len(index)];
+                let start = header + index * usize::from(offload.gso_size);
+                let part = out.len() - header;
+                out[header..].copy_from_slice(&frame[start..start + part]);
+                cut.write_headers(index, &mut out);
+                assert_eq!(out, segment);
+                index += 1;
+            }).unwrap();
+            prop_assert_eq!(index, cut.count());
         }
 
         #[test]

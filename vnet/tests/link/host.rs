@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use vnet::frame::{BATCH_MAX, Batch, Frame, NetworkId, PortId, Segment};
 use vnet::link::fake::Random;
-use vnet::link::{Bridge, Encapsulation, Link, LinkOptions, Peers, ReassemblyBudget, Received};
+use vnet::link::{Bridge, Encapsulation, Link, LinkOptions, Peers, ReassemblyBudget, Received, Tunnel};
 use vnet::stats::{DiscardReason, PortStats};
 use vnet::wire::offload::{F_NEEDS_CSUM, GSO_TCPV4, Offload};
 
@@ -59,7 +59,7 @@ pub fn bridge(listen: &str) -> (Bridge, Arc<PortStats>) {
 }
 
 pub fn options(remote: SocketAddr, encapsulation: Encapsulation, mtu: Option<u16>) -> LinkOptions {
-    LinkOptions { name: "peer".into(), remote, encapsulation, networks: None, mtu }
+    LinkOptions { name: "peer".into(), remote, encapsulation, networks: None, mtu, tunnel: Tunnel::None }
 }
 
 impl Host {

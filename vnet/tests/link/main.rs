@@ -4,3 +4,4 @@ mod crossing;
 mod foreign;
 mod host;
 mod network;
+mod vxlan;

@@ -1,0 +1,32 @@
+//! What a SOCKS 5 proxy answers, as a client reads it.
+//!
+//! What must hold: nothing panics; no answer makes the client read more than its longest form; a refusal is one line.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use vnet::wire::socks::{ANSWER_START, TEXT_MAX, answer_rest, connect, granted, login, Destination};
+
+fuzz_target!(|data: &[u8]| {
+    let line = |error: vnet::wire::socks::SocksError| {
+        let text = error.to_string();
+        assert!(!text.is_empty() && !text.contains('\n'));
+    };
+    if let Some(two) = data.first_chunk::<2>() {
+        for credentials in [true, false] {
+            let _ = login(*two, credentials).map_err(line);
+        }
+        let _ = granted(*two).map_err(line);
+    }
+    if let Some(start) = data.first_chunk::<ANSWER_START>() {
+        match answer_rest(*start) {
+            Ok(rest) => assert!(rest <= TEXT_MAX + 2),
+            Err(error) => line(error),
+        }
+    }
+    // A name of any length, though the configuration holds it to 255 bytes.
+    if let Ok(name) = std::str::from_utf8(data) {
+        let request = connect(&Destination::Name(name.into(), 9000));
+        assert_eq!(request.len(), 4 + 1 + name.len().min(TEXT_MAX) + 2);
+        assert_eq!(usize::from(request[4]), name.len().min(TEXT_MAX));
+    }
+});

@@ -1,0 +1,34 @@
+//! A byte stream from a peer: messages, their lengths, what is in them.
+//!
+//! What must hold: nothing panics; every byte is taken once or waited for; a length that no message has ends it; a frame that
+//! is written again is the same message.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use vnet::wire::stream::{LENGTH_LEN, LengthError, MESSAGE_MAX, Message, Prefix, next};
+
+fuzz_target!(|data: &[u8]| {
+    let mut rest = data;
+    loop {
+        match next(rest) {
+            Ok(Some((message, len))) => {
+                assert!((LENGTH_LEN..=LENGTH_LEN + MESSAGE_MAX).contains(&len) && len <= rest.len());
+                if let Message::Frame(header, offload, frame) = message {
+                    assert!(header.is_whole() && !header.sealed && frame.len() <= len);
+                    let again = [Prefix::new(&header, &offload, frame.len()).bytes(), frame].concat();
+                    assert_eq!(next(&again), Ok(Some((message, again.len()))));
+                    assert_eq!(again.len(), len);
+                }
+                rest = &rest[len..];
+            }
+            Ok(None) => {
+                assert!(rest.len() < LENGTH_LEN + MESSAGE_MAX);
+                break;
+            }
+            Err(LengthError(length)) => {
+                assert_eq!(rest[..4], length.to_be_bytes());
+                break;
+            }
+        }
+    }
+});

@@ -1,0 +1,146 @@
+"""The local network: a station on the user's own LAN and the overlay's machines see each other, once each."""
+
+import re
+import time
+from collections.abc import Callable
+
+import pytest
+from conftest import MakeLab
+from traffic import port, reaches, settled, wait_for_path
+
+from vnetlab import daemon, machine, measure, process, underlay
+from vnetlab.run import run, wait_until
+from vnetlab.topology import Kind, Node, Topology
+
+TCP_BPS_MIN = 100e6
+UNKNOWN = "52:54:00:ff:ff:01"
+
+
+@pytest.fixture(scope="module")
+def topology(make_lab: MakeLab) -> Topology:
+    """Two hosts, of which the first has a veth to a LAN with one station: h1c77."""
+    topology = make_lab(vms=0)
+    host, station = topology.hosts[0], lan(topology)
+    underlay.add_namespace(station.namespace)
+    inside = ["ip", "-n", station.namespace]
+    run(f"ip -n {host.namespace} link add eth1 up type veth peer name eth0 netns {station.namespace}".split())
+    run([*inside, "link", "set", "eth0", "up"])
+    run([*inside, "address", "add", f"{station.address}/16", "dev", "eth0"])
+    daemon.vnet(host, "interface", "add", "lan", "--kind", "local", "--device", "eth1")
+    return topology
+
+
+def lan(topology: Topology) -> Node:
+    """The station on the LAN."""
+    return Node(topology.settings.name, Kind.CONTAINER, 1, 77)
+
+
+@pytest.mark.parametrize("name", ["h1c1", "h2c1"])
+def test_station_and_guest_reach_each_other(topology: Topology, name: str):
+    station, guest = lan(topology), topology.find(name)
+    wait_for_path(station, guest.address)
+    assert reaches(guest, station.address, "-s", "1472", "-M", "do")
+    assert measure.throughput(station, guest, seconds=1) > TCP_BPS_MIN
+    assert measure.throughput(guest, station, seconds=1) > TCP_BPS_MIN
+
+
+def test_nothing_comes_twice(topology: Topology):
+    station, guest = lan(topology), topology.find("h2c1")
+    wait_for_path(station, guest.address)
+    for source, destination in ((station, guest), (guest, station)):
+        words = ["ping", "-n", "-c", "50", "-i", "0.01", destination.address]
+        text = machine.execute(source, *words)
+        assert "50 received" in text
+        assert "duplicates" not in text
+    # Broadcasts, too, counted where they arrive.
+    for source, destination in ((station, guest), (guest, station)):
+        assert broadcasts_seen(source, destination, count=20) == 20
+
+
+def test_other_stations_business_stays_on_the_lan(topology: Topology):
+    host, station = topology.hosts[0], lan(topology)
+    before = port(settled(host), "interface", "lan")
+    send(station, UNKNOWN, count=50)
+    wait_for(lambda: asked(host) - before["discards"]["not_asked"] >= 50)
+    after = port(settled(host), "interface", "lan")
+    assert after["discards"]["not_asked"] - before["discards"]["not_asked"] == 50
+    assert after["in_frames"] == before["in_frames"], "none was flooded into the overlay"
+
+
+def test_what_comes_back_is_dropped(topology: Topology):
+    """A LAN that reflects what it gets (hairpin): the guest's own frames must not enter the overlay again."""
+    host, station, guest = topology.hosts[0], lan(topology), topology.find("h2c1")
+    wait_for_path(guest, station.address)
+    before = port(settled(host), "interface", "lan")["drops"].get("hairpin", 0)
+    inside = ["ip", "-n", station.namespace]
+    run([*inside, "link", "add", "mirror", "up", "type", "bridge"])
+    run([*inside, "link", "set", "eth0", "master", "mirror"])
+    run(["bridge", "-n", station.namespace, "link", "set", "dev", "eth0", "hairpin", "on"])
+    try:
+        send(guest, "ff:ff:ff:ff:ff:ff", count=30)
+        wait_for(lambda: port(settled(host), "interface", "lan")["drops"].get("hairpin", 0) - before >= 30)
+    finally:
+        run([*inside, "link", "delete", "mirror"])
+    wait_for_path(station, guest.address)
+
+
+def test_vlan_tags_cross(topology: Topology):
+    """The kernel takes a tag out of a frame that arrives: it has to be put back."""
+    station, guest = lan(topology), topology.find("h2c1")
+    for source, destination in ((station, guest), (guest, station)):
+        assert broadcasts_seen(source, destination, count=20, vlan=5) == 20
+
+
+def test_a_device_that_goes_down_says_so_and_comes_back(topology: Topology):
+    host, station, guest = topology.hosts[0], lan(topology), topology.find("h1c1")
+    run(["ip", "-n", host.namespace, "link", "set", "eth1", "down"])
+    state = next(each for each in daemon.ask(host, "interface", "list") if each["name"] == "lan")
+    assert state["state"] == "down"
+    assert "is down" in state["reason"]
+    run(["ip", "-n", host.namespace, "link", "set", "eth1", "up"])
+    wait_for_path(station, guest.address)
+
+
+def test_every_frame_is_accounted_for(topology: Topology):
+    for host in topology.hosts:
+        assert settled(host)["balance"]["in"] > 0
+
+
+def asked(host: Node) -> int:
+    """How many frames came by the LAN that nobody asked for."""
+    return port(daemon.ask(host, "stats"), "interface", "lan")["discards"].get("not_asked", 0)
+
+
+def broadcasts_seen(source: Node, destination: Node, count: int, vlan: int = 0) -> int:
+    """Sends broadcasts from one node and counts those that another one sees, with the same tag or none."""
+    capture = destination.file(".capture")
+    tag = f"vlan {vlan} and " if vlan else ""
+    words = ["tcpdump", "-n", "-e", "-l", "--immediate-mode", "-i", "eth0", f"{tag}ether proto 0x88b5"]
+    process.start(machine.namespace_command(destination, words), destination.file(".tcpdump"), capture)
+    wait_for(lambda: "listening on" in capture.read_text())
+    send(source, "ff:ff:ff:ff:ff:ff", count, vlan)
+    wait_for(lambda: capture.read_text().count("> ff:ff") >= count)
+    time.sleep(0.2)
+    process.stop(destination.file(".tcpdump"))
+    seen = capture.read_text().count("> ff:ff")
+    capture.unlink()
+    return seen
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Waits until `condition` holds."""
+    wait_until("the test's condition", condition, 5)
+
+
+def send(node: Node, destination: str, count: int, vlan: int = 0) -> None:
+    """Sends frames of a type of our own from a node's device."""
+    own = re.search(r"link/ether (\S+)", machine.execute(node, "ip", "link", "show", "eth0"))
+    assert own
+    addresses = bytes.fromhex((destination + own[1]).replace(":", ""))
+    tag = b"\x81\x00" + vlan.to_bytes(2) if vlan else b""
+    frame = (addresses + tag + b"\x88\xb5").ljust(64, b"\xa5")
+    script = (
+        "import socket; s = socket.socket(socket.AF_PACKET, socket.SOCK_RAW); s.bind(('eth0', 0)); "
+        f"[s.send({frame!r}) for _ in range({count})]"
+    )
+    machine.execute(node, "python3", "-c", script)

@@ -1,0 +1,173 @@
+//! Native frames on a byte stream: before each a `u32` length, then the native header and the whole frame (DESIGN.md
+//! section 6).
+//!
+//! ```text
+//! 0-3    length of what follows, in bytes
+//! 4-19   native header (native.rs): a whole frame, or a keepalive
+//! 20-    12 bytes of offload metadata if OFFLOAD is set, then the frame
+//! ```
+//!
+//! All in network byte order. A stream neither fragments nor bundles. A length that no message has means that the two ends are
+//! out of step, or that the other one is no peer: there is no way on from there, and the connection ends.
+
+use super::native::{self, Header, Kind};
+use super::offload::{Offload, WIRE_LEN};
+
+/// Bytes of the length.
+pub const LENGTH_LEN: usize = 4;
+/// Longest message in bytes, without its length: header, metadata, and the largest frame (DESIGN.md section 10).
+pub const MESSAGE_MAX: usize = native::HEADER_LEN + WIRE_LEN + 65_553;
+
+/// A length that no message has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a message of {0} bytes; they have {min} to {MESSAGE_MAX}", min = native::HEADER_LEN)]
+pub struct LengthError(pub u32);
+
+/// What a message holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Message<'a> {
+    /// A frame. The metadata is foreign still: [`Offload::checked`] has to look at it.
+    Frame(Header, Offload, &'a [u8]),
+    /// Nothing but the sign that the other end lives.
+    Keepalive,
+    /// A message whose header makes no sense on a stream; the next one may.
+    Bad,
+}
+
+/// The first message in `bytes` and how many of them it takes; `None` when more bytes have to come.
+#[inline]
+pub fn next(bytes: &[u8]) -> Result<Option<(Message<'_>, usize)>, LengthError> {
+    let Some((length, rest)) = bytes.split_first_chunk::<LENGTH_LEN>() else { return Ok(None) };
+    let length = u32::from_be_bytes(*length);
+    let len = length as usize;
+    if !(native::HEADER_LEN..=MESSAGE_MAX).contains(&len) {
+        return Err(LengthError(length));
+    }
+    Ok(rest.get(..len).map(|message| (read(message), LENGTH_LEN + len)))
+}
+
+#[inline]
+fn read(message: &[u8]) -> Message<'_> {
+    match Header::parse(message) {
+        Ok((header, _)) if header.sealed => Message::Bad,
+        Ok((header, payload)) if header.kind == Kind::Frame && header.is_whole() => {
+            match native::metadata(payload, header.offload) {
+                Some((offload, frame)) => Message::Frame(header, offload, frame),
+                None => Message::Bad,
+            }
+        }
+        Ok((Header { kind: Kind::Keepalive, .. }, _)) => Message::Keepalive,
+        _ => Message::Bad,
+    }
+}
+
+/// The first bytes of a message: length, header, and the metadata if `offload` is to travel. The frame's `len` bytes follow.
+pub struct Prefix {
+    bytes: [u8; LENGTH_LEN + native::HEADER_LEN + WIRE_LEN],
+    len: usize,
+}
+
+impl Prefix {
+    /// For a message with this header; its OFFLOAD flag says whether metadata is written.
+    #[inline]
+    pub fn new(header: &Header, offload: &Offload, len: usize) -> Prefix {
+        let metadata = if header.offload { WIRE_LEN } else { 0 };
+        let mut bytes = [0; LENGTH_LEN + native::HEADER_LEN + WIRE_LEN];
+        let length = (native::HEADER_LEN + metadata + len) as u32;
+        bytes[..LENGTH_LEN].copy_from_slice(&length.to_be_bytes());
+        bytes[LENGTH_LEN..][..native::HEADER_LEN].copy_from_slice(&header.to_bytes());
+        if header.offload {
+            bytes[LENGTH_LEN + native::HEADER_LEN..].copy_from_slice(&offload.to_wire());
+        }
+        Prefix { bytes, len: LENGTH_LEN + native::HEADER_LEN + metadata }
+    }
+
+    /// The bytes.
+    #[inline]
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes[..self.len]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn header(kind: Kind, offload: bool) -> Header {
+        Header {
+            kind,
+            last: true,
+            offload,
+            sealed: false,
+            hops: 1,
+            epoch: 0,
+            index: 0,
+            network: 9,
+            queue: 0,
+            number: 5,
+        }
+    }
+
+    proptest! {
+        /// However the stream is cut into reads, the same messages come out.
+        #[test]
+        fn messages_come_out_as_they_went_in(
+            frames in prop::collection::vec((prop::collection::vec(any::<u8>(), 0..300), any::<bool>()), 0..8),
+            cut in 1usize..100,
+        ) {
+            let offload = Offload { gso_size: 7, ..Offload::default() };
+            let mut bytes = vec![];
+            for (frame, with) in &frames {
+                bytes.extend_from_slice(Prefix::new(&header(Kind::Frame, *with), &offload, frame.len()).bytes());
+                bytes.extend_from_slice(frame);
+                bytes.extend_from_slice(Prefix::new(&header(Kind::Keepalive, false), &offload, 0).bytes());
+            }
+            let (mut held, mut got, mut kept_alive) = (vec![], vec![], 0);
+            for part in bytes.chunks(cut) {
+                held.extend_from_slice(part);
+                while let Some((message, len)) = next(&held).unwrap() {
+                    match message {
+                        Message::Frame(header, found, frame) => {
+                            prop_assert_eq!(header.network, 9);
+                            prop_assert_eq!(found, if header.offload { offload } else { Offload::default() });
+                            got.push((frame.to_vec(), header.offload));
+                        }
+                        Message::Keepalive => kept_alive += 1,
+                        Message::Bad => prop_assert!(false, "bad"),
+                    }
+                    held.drain(..len);
+                }
+            }
+            prop_assert!(held.is_empty());
+            prop_assert_eq!(kept_alive, frames.len());
+            prop_assert_eq!(got, frames);
+        }
+    }
+
+    #[test]
+    fn what_has_no_place_on_a_stream_is_bad() {
+        let message = |header: Header| {
+            let bytes = [Prefix::new(&header, &Offload::default(), 20).bytes(), &[0; 20]].concat();
+            matches!(next(&bytes), Ok(Some((Message::Bad, len))) if len == bytes.len())
+        };
+        let whole = header(Kind::Frame, false);
+        assert!(!message(whole));
+        assert!(message(Header { last: false, ..whole }), "a fragment");
+        assert!(message(Header { sealed: true, ..whole }));
+        assert!(message(header(Kind::Bundle, false)) && message(header(Kind::Probe, false)));
+        assert!(message(Header { number: 0, ..whole }));
+        let short = [&20u32.to_be_bytes()[..], &header(Kind::Frame, true).to_bytes(), &[0; 4]].concat();
+        assert_eq!(next(&short), Ok(Some((Message::Bad, 24))), "metadata cut off");
+    }
+
+    #[test]
+    fn lengths_that_no_message_has_end_the_stream() {
+        for length in [0, 15, MESSAGE_MAX as u32 + 1, u32::MAX] {
+            assert_eq!(next(&length.to_be_bytes()), Err(LengthError(length)));
+        }
+        for length in [16, MESSAGE_MAX as u32] {
+            assert_eq!(next(&length.to_be_bytes()), Ok(None));
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! The VXLAN header (RFC 7348 section 5): 8 bytes between UDP and the inner Ethernet frame.
+//!
+//! ```text
+//! 0      flags: 0x08 I (the network identifier is valid), all others reserved
+//! 1-3    reserved
+//! 4-6    VXLAN network identifier (VNI)
+//! 7      reserved
+//! ```
+//!
+//! Reserved bits are sent as zero and ignored on receipt, as section 5 asks for. The VNI is the overlay's network id.
+
+use super::ethernet;
+
+/// Bytes of the header.
+pub const HEADER_LEN: usize = 8;
+/// UDP port that IANA gave to VXLAN.
+pub const PORT: u16 = 4789;
+
+/// The I flag.
+const VALID: u8 = 0x08;
+
+/// Why a datagram is no VXLAN packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum VxlanError {
+    /// Fewer bytes than both headers.
+    #[error("shorter than a VXLAN and an Ethernet header")]
+    Short,
+    /// The network identifier is said to be invalid.
+    #[error("the I flag is not set")]
+    NoNetwork,
+}
+
+/// Reads the header in front of `datagram`: the network identifier and the inner frame, which has at least an Ethernet header.
+#[inline]
+pub fn parse(datagram: &[u8]) -> Result<(u32, &[u8]), VxlanError> {
+    let (header, frame) = datagram.split_first_chunk::<HEADER_LEN>().ok_or(VxlanError::Short)?;
+    if frame.len() < ethernet::HEADER_LEN {
+        return Err(VxlanError::Short);
+    }
+    let [flags, _, _, _, v0, v1, v2, _] = *header;
+    if flags & VALID == 0 {
+        return Err(VxlanError::NoNetwork);
+    }
+    Ok((u32::from_be_bytes([0, v0, v1, v2]), frame))
+}
+
+/// The header of a frame of network `vni`, of which the low 24 bits are used.
+#[inline]
+pub fn header(vni: u32) -> [u8; HEADER_LEN] {
+    let [_, v0, v1, v2] = vni.to_be_bytes();
+    [VALID, 0, 0, 0, v0, v1, v2, 0]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reserved_bits_are_sent_as_zero_and_ignored() {
+        let frame = [7u8; 60];
+        let datagram = [&header(0x12_3456)[..], &frame].concat();
+        assert_eq!(datagram[..8], [8, 0, 0, 0, 0x12, 0x34, 0x56, 0]);
+        assert_eq!(parse(&datagram), Ok((0x12_3456, &frame[..])));
+        let mut other = datagram.clone();
+        other[..4].copy_from_slice(&[0xff; 4]);
+        other[7] = 0xff;
+        assert_eq!(parse(&other), Ok((0x12_3456, &frame[..])));
+    }
+
+    #[test]
+    fn what_is_no_packet_is_refused() {
+        let datagram = [&header(1)[..], &[0; 14]].concat();
+        assert!(parse(&datagram).is_ok());
+        assert_eq!(parse(&datagram[..21]), Err(VxlanError::Short));
+        assert_eq!(parse(&[]), Err(VxlanError::Short));
+        let mut silent = datagram;
+        silent[0] = 0xf7;
+        assert_eq!(parse(&silent), Err(VxlanError::NoNetwork));
+    }
+}
