@@ -159,10 +159,13 @@ fn frames_come_from_listed_vteps_by_any_port() {
 fn an_unfinished_inner_frame_is_known_as_one() {
     let peer = vtep("127.0.0.1:0");
     let (mut host, listen) = host(&[peer.local_addr().unwrap()]);
+    // Nothing was sent yet: the path's MTU is asked for by the clock.
+    host.bridge.tx.tick(&host.peers, 20);
     for (sent, gso_size) in [(tcp(100, 1, 0), 0), (tcp(30_000, 1, 1400), (ROOM - 54) as u16)] {
         peer.send_to(&[&vxlan::header(1)[..], &sent.bytes].concat(), listen).unwrap();
         let got = host.receive(1).remove(0);
-        assert_eq!((got.bytes, got.offload.gso_size), (sent.bytes, gso_size));
+        assert!(got.bytes == sent.bytes);
+        assert_eq!(got.offload.gso_size, gso_size);
         assert_eq!((got.offload.csum_start, got.offload.csum_offset), (34, 16));
     }
 }
