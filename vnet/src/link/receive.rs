@@ -29,6 +29,9 @@ const BUFFER_LEN: usize = 65_536;
 /// Probes answered in a burst; more are ignored.
 const REPLIES_MAX: usize = 16;
 
+/// Whose a datagram is: the link, and the number of its VTEP (0 where it has none).
+type Whose<'a> = (&'a Arc<Link>, u16);
+
 /// What one call of [`Receiver::receive`] found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Received {
@@ -131,7 +134,7 @@ impl Receiver {
         let mut datagrams = 0;
         let vxlan = self.vxlan;
         let find = |source| if vxlan { peers.vtep(source) } else { peers.link(source).map(|link| (link, 0)) };
-        let mut latest: Option<(Name, Option<(&Arc<Link>, u16)>)> = None;
+        let mut latest: Option<(Name, Option<Whose<'_>>)> = None;
         for index in 0..messages {
             let message = self.burst.message(index);
             datagrams += message.datagrams();
