@@ -11,16 +11,18 @@ use serde::Serialize;
 pub struct NewInterface {
     /// Its name: 1 to 64 letters, digits, `.`, `_`, `-`.
     pub name: String,
-    /// `vhost-user` or `tap`.
+    /// `vhost-user`, `tap` or `local`.
     pub kind: String,
     /// vhost-user: an absolute path of at most 107 bytes.
     pub socket: Option<String>,
     /// vhost-user: vnetd listens; false: it connects.
     pub server: Option<bool>,
-    /// tap: made if it is not there, at most 15 bytes.
+    /// tap: made if it is not there, at most 15 bytes; local: one that is there.
     pub device: Option<String>,
-    /// tap: where the device lives: a name, a path, `pid:N`.
+    /// tap, local: where the device lives: a name, a path, `pid:N`.
     pub netns: Option<String>,
+    /// local: take frames for all addresses.
+    pub promiscuous: Option<bool>,
     /// The network it stands in.
     pub network: Option<u32>,
     /// The guest's address.
@@ -49,10 +51,18 @@ pub struct NewInterface {
 pub struct NewLink {
     /// Its name: 1 to 64 letters, digits, `.`, `_`, `-`.
     pub name: String,
-    /// The other host, `ADDRESS:PORT`.
+    /// The other host, `ADDRESS:PORT`; with `proxy` also `NAME:PORT`.
     pub remote: String,
-    /// How frames travel: `native` or `vnet`.
+    /// How frames travel: `native`, `vnet`, `vxlan` or `stream`.
     pub encapsulation: Option<String>,
+    /// vxlan: other VTEPs of the network, addresses.
+    pub flood: Option<Vec<String>>,
+    /// vxlan: IPv4 multicast group for flooded frames.
+    pub group: Option<String>,
+    /// stream: this side connects; false: it waits.
+    pub connect: Option<bool>,
+    /// stream: `socks5://[USER:PASSWORD@]ADDRESS:PORT`, which connects.
+    pub proxy: Option<String>,
     /// The networks it carries; all when absent.
     pub networks: Option<Vec<u32>>,
     /// MTU of the path in bytes, 576 to 65535; found out when absent.

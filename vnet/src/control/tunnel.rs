@@ -188,7 +188,7 @@ pub(super) fn unusable(bridge: &BridgeSpec, link: &LinkSpec) -> Option<String> {
         )),
         (Tunnel::Stream(StreamOptions { connect: false, .. }), _) if bridge.stream_listen.is_none() => {
             Some(format!(
-                "link {name} waits for the other side to connect; write stream_listen = \"[::]:9001\" in [bridge]"
+                "link {name} waits for the other side to connect; write stream_listen = \"[::]:9002\" in [bridge]"
             ))
         }
         (Tunnel::Stream(_), _) => None,
