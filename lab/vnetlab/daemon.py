@@ -12,7 +12,7 @@ from vnetlab.topology import PORT, Kind, Node, Topology
 REPOSITORY = Path(__file__).parent.parent.parent
 START_S = 10
 STREAM_PORT = 9002
-"""TCP; the control language has 9001 in the examples, and sealed links use the number of [bridge] listen on TCP, too."""
+"""TCP. In the examples 9001 is the control language; sealed links use the number of [bridge] listen on TCP, too."""
 PORTS = {"vxlan": 4789, "stream": STREAM_PORT}
 """Where links arrive whose encapsulation has a port of its own."""
 LISTEN = {
