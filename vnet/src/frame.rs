@@ -316,6 +316,27 @@ impl Batch {
         Builder { batch: self, first, len: 0, stable: true }
     }
 
+    /// Appends at most the first `limit` bytes of the frame to `to` and returns how many that were.
+    pub fn append_to(&self, frame: &Frame, limit: usize, to: &mut Vec<u8>) -> usize {
+        let wanted = frame.len().min(limit);
+        to.reserve(wanted);
+        let mut left = wanted;
+        for segment in self.segments(frame) {
+            let len = segment.len.min(left);
+            let at = to.len();
+            // SAFETY: the segment is readable for its length until the batch is cleared (contract of `Builder::push`).
+            // `reserve` made room for `wanted` bytes in all, of which `left >= len` are still free, in memory that is `to`'s
+            // alone; the bytes are initialised when the length says so. They are copied as raw bytes, never borrowed, as a
+            // guest may be writing to them.
+            unsafe {
+                std::ptr::copy_nonoverlapping(segment.base, to.as_mut_ptr().add(at), len);
+                to.set_len(at + len);
+            }
+            left -= len;
+        }
+        wanted - left
+    }
+
     /// Copies the whole frame to the start of `to` and returns its length.
     ///
     /// # Panics
@@ -534,6 +555,10 @@ mod tests {
                 let mut out = vec![0; len];
                 prop_assert_eq!(batch.copy_to(&frame, &mut out), len);
                 prop_assert_eq!(&out, &data);
+                let mut prefix = vec![9];
+                prop_assert_eq!(batch.append_to(&frame, len / 2, &mut prefix), len / 2);
+                prop_assert_eq!(&prefix[1..], &data[..len / 2]);
+                prop_assert_eq!(batch.append_to(&frame, usize::MAX, &mut prefix), len);
             }
         }
     }

@@ -12,9 +12,12 @@
 //! [`wire`] knows the formats and does no I/O. [`control`] turns a configuration into a running core. `stats` counts
 //! every frame that is not delivered under exactly one reason.
 //!
+//! [`capture`] copies what passes a port for those who look.
+//!
 //! Dependencies point one way: `dispatch` sees `interface`, `route` and `link`; these three never see each other;
 //! `frame` sees only `wire`, and `wire` nobody. `tests/rooms.rs` keeps it so.
 
+pub mod capture;
 pub mod control;
 pub mod dispatch;
 pub mod frame;

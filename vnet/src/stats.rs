@@ -6,6 +6,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+pub mod watch;
+
 macro_rules! reasons {
     ($(#[$outer:meta])* $name:ident { $($variant:ident = $text:literal, $doc:literal;)* }) => {
         $(#[$outer])*
@@ -120,6 +122,9 @@ impl PortStats {
     #[inline]
     pub fn drop_frames(&self, reason: DropReason, n: u64) {
         self.drops[reason as usize].add(n);
+        if watch::is_on() && n != 0 {
+            watch::note(self, reason, n, None);
+        }
     }
 
     /// Counts one frame of `bytes` bytes that is refused as it enters: in and dropped at once.
@@ -127,7 +132,10 @@ impl PortStats {
     pub fn refuse(&self, reason: DropReason, bytes: u64) {
         self.in_frames.add(1);
         self.in_bytes.add(bytes);
-        self.drop_frames(reason, 1);
+        self.drops[reason as usize].add(1);
+        if watch::is_on() {
+            watch::note(self, reason, 1, Some(bytes));
+        }
     }
 
     /// Counts datagrams that brought nothing into the core.

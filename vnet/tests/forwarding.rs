@@ -80,6 +80,7 @@ impl Host {
             interfaces: self.interfaces.clone(),
             links: self.links.clone(),
             rules: self.rules.clone(),
+            ..Parts::default()
         });
     }
 

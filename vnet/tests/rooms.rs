@@ -16,8 +16,12 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
         ("interface", &["frame", "wire", "poll", "stats", "unix"]),
         ("route", &["frame", "wire", "stats"]),
         ("link", &["frame", "wire", "poll", "stats", "scratch"]),
-        ("dispatch", &["frame", "wire", "poll", "stats", "interface", "route", "link"]),
-        ("control", &["frame", "wire", "poll", "stats", "interface", "route", "link", "dispatch", "unix"]),
+        ("capture", &["frame", "wire", "stats"]),
+        ("dispatch", &["frame", "wire", "poll", "stats", "interface", "route", "link", "capture"]),
+        (
+            "control",
+            &["frame", "wire", "poll", "stats", "interface", "route", "link", "dispatch", "capture", "unix"],
+        ),
     ])
 }
 

@@ -176,13 +176,85 @@ pub struct Trace {
     pub by: String,
     /// The same for people.
     pub why: String,
+    /// What the guard says: `admitted`, or the reason under which the frame would be dropped as it enters.
+    #[serde(default)]
+    pub guard: String,
     /// Indices of the rules that decide.
     pub rules: Vec<u32>,
+    /// Their priority.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub priority: Option<u8>,
+    /// Dispatchers whose cache holds a line for this flow, and so decides without asking further.
+    #[serde(default)]
+    pub cached_by: Vec<usize>,
     /// Where it would go.
     pub to: Vec<String>,
+    /// The same with what is known of each destination, a copy each.
+    #[serde(default)]
+    pub copies: Vec<TracedCopy>,
     /// Why it would be dropped.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drop: Option<String>,
+}
+
+/// A copy of a traced frame.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TracedCopy {
+    /// Where it would go: `interface NAME` or `link NAME`.
+    pub to: String,
+    /// What that is at the moment: `up`, or else.
+    pub state: String,
+    /// MTU of the interface, or of the link's path, in bytes.
+    pub mtu: u32,
+    /// The link's remote address.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub remote: Option<String>,
+    /// What the host at the other end of the link says would become of the copy.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub next: Option<Box<Hop>>,
+    /// Why the other host said nothing, where it was asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub silent: Option<String>,
+}
+
+/// What one host on the way says: the part of a [`Trace`] that other hosts may know.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hop {
+    /// Its name.
+    pub host: String,
+    /// Where the frame would come from there.
+    pub from: String,
+    /// What decides there, for people.
+    pub why: String,
+    /// Where it would go there, a copy each.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub copies: Vec<HopCopy>,
+    /// Why it would be dropped there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub drop: Option<String>,
+    /// Copies that there was no room to tell of.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub more: usize,
+}
+
+fn is_zero(n: &usize) -> bool {
+    *n == 0
+}
+
+/// A copy on another host.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HopCopy {
+    /// Where it would go.
+    pub to: String,
+    /// What that is, when it is not up.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub state: Option<String>,
+    /// What the host after that says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub next: Option<Box<Hop>>,
+    /// Why the host after that said nothing, where it was asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub silent: Option<String>,
 }
 
 /// `GET /v1/stats`

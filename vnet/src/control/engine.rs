@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::api::Counters;
+use super::capture::Capture;
 use super::config::ConfigError;
 use super::desired::*;
 use super::events::{Asker, Indices, Witness};
@@ -30,6 +31,7 @@ use crate::interface::local::{Local, LocalOptions};
 use crate::interface::tap::{Tap, TapOptions};
 use crate::interface::vhost_user::{VhostUser, VhostUserOptions};
 use crate::interface::{Interface, State};
+use crate::link::inquiry::Inbox;
 use crate::link::{Link, LinkOptions};
 use crate::route::{self, Member, Networks, PortKind, Rule, Source};
 use crate::stats::PortStats;
@@ -53,6 +55,15 @@ pub enum EngineError {
     /// What should be removed is not there.
     #[error("there is no {0}; see what there is with 'list'")]
     NotFound(String),
+    /// A name that an interface and a link have.
+    #[error("there are both {0} and {1}; write the whole of one")]
+    Ambiguous(Target, Target),
+    /// As many captures as there may be.
+    #[error(
+        "{} captures are under way, and more there cannot be; end one first",
+        crate::capture::SESSIONS_MAX
+    )]
+    CapturesMax,
     /// Nobody knows where a traced frame would come from.
     #[error("it is not known where {0} is; say where the frame comes from: --from 'interface NAME'")]
     UnknownSource(Mac),
@@ -89,11 +100,12 @@ pub(super) struct LiveLink {
 }
 
 impl LiveLink {
-    fn new(spec: &LinkSpec, port: PortId) -> LiveLink {
+    fn new(spec: &LinkSpec, port: PortId, inbox: &Arc<Inbox>) -> LiveLink {
         let stats = Arc::new(PortStats::default());
         let LinkSpec { name, remote, encapsulation, networks, mtu, tunnel } = spec.clone();
         let options = LinkOptions { name, remote, encapsulation, networks, mtu, tunnel };
         let link = Link::new(options, port, stats.clone());
+        link.answer_by(inbox.clone());
         LiveLink { port, stats, stream: StreamPort::of(&link), link }
     }
 }
@@ -118,6 +130,8 @@ pub struct Engine {
     pub(super) route_indices: HashMap<RouteSpec, u32>,
     /// Counters of all ports that are gone, so that the balance still adds up.
     pub(super) retired: Counters,
+    pub(super) captures: Vec<Capture>,
+    pub(super) inbox: Arc<Inbox>,
     next_route: u32,
     indices: Indices,
     pub(super) witness: Witness,
@@ -148,6 +162,8 @@ impl Engine {
             links: BTreeMap::new(),
             route_indices: HashMap::new(),
             retired: Counters::from(&PortStats::default()),
+            captures: vec![],
+            inbox: Arc::new(Inbox::new().map_err(CoreError::from)?),
             next_route: 1,
             indices: Indices::default(),
             witness: Witness::default(),
@@ -379,7 +395,7 @@ impl Engine {
         let mut made: Vec<(String, LiveLink)> = vec![];
         for Item { spec, .. } in new {
             let port = self.free_port(made.iter().map(|(_, live)| live.port));
-            let live = LiveLink::new(spec, port);
+            let live = LiveLink::new(spec, port, &self.inbox);
             if let Err(error) = live.link.start() {
                 // Out of threads: the link is there, says that it is not connected, and works when it is added again.
                 tracing::error!(link = spec.name, %error, "cannot start the link's threads");
@@ -450,6 +466,7 @@ impl Engine {
             interfaces: desired.interfaces.iter().filter_map(interface).collect(),
             links: desired.links.iter().filter_map(link).collect(),
             rules: desired.routes.iter().filter_map(rule).collect(),
+            observers: self.observers(),
         }
     }
 }

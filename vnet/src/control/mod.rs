@@ -7,16 +7,19 @@
 
 pub mod access;
 pub mod api;
+mod capture;
 mod check;
 pub mod config;
 pub mod console;
 pub mod desired;
 pub mod engine;
 pub mod events;
+pub mod follow;
 pub mod language;
 pub mod plan;
 pub mod requests;
 mod table;
+mod trace;
 mod tunnel;
 mod usage;
 mod view;

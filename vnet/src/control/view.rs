@@ -5,14 +5,13 @@ use std::sync::Arc;
 
 use super::api;
 use super::desired::*;
-use super::engine::{Engine, EngineError};
+use super::engine::Engine;
 use super::{plan, tunnel};
 use crate::dispatch::counters::DispatcherStats;
-use crate::frame::{NetworkId, PortId};
+use crate::frame::PortId;
 use crate::interface::State;
 use crate::link::LinkState;
-use crate::route::{By, Flow, Held, LearnedEntry, LearnedStats, explain};
-use crate::wire::ethernet::Mac;
+use crate::route::{Held, LearnedEntry, LearnedStats};
 
 impl Engine {
     /// The host at a glance.
@@ -146,7 +145,7 @@ impl Engine {
         self.known().into_iter().filter_map(learned).collect()
     }
 
-    fn known(&self) -> Vec<LearnedEntry> {
+    pub(super) fn known(&self) -> Vec<LearnedEntry> {
         self.core.learned().entries(&self.core.table(), self.core.now_ms())
     }
 
@@ -165,52 +164,6 @@ impl Engine {
         let interfaces = self.interfaces.iter().map(|(name, i)| (i.port, Target::Interface(name.clone())));
         let links = self.links.iter().map(|(name, link)| (link.port, Target::Link(name.clone())));
         interfaces.chain(links).collect()
-    }
-
-    /// What would become of a frame, and why. Without `from` it comes from where its source is known to be.
-    pub fn trace(
-        &self,
-        network: NetworkId,
-        src: Mac,
-        dst: Mac,
-        from: Option<&Target>,
-    ) -> Result<api::Trace, EngineError> {
-        let places = self.places();
-        let from = match from {
-            Some(target) => {
-                let found = places.iter().find(|(_, at)| *at == target).map(|(port, _)| *port);
-                found.ok_or_else(|| EngineError::NotFound(target.to_string()))?
-            }
-            None => {
-                let known = self.known();
-                let found = known.iter().find(|entry| entry.mac == src && entry.network == network);
-                found.ok_or(EngineError::UnknownSource(src))?.port
-            }
-        };
-        let flow = Flow { network, src, dst, from };
-        let found = explain(&self.core.table(), self.core.learned(), &flow, self.core.now_ms());
-        let mut rules = vec![];
-        let (by, why) = match found.by {
-            By::Guard => ("guard", "it may not enter".into()),
-            By::Rules { priority, rules: found } => {
-                rules.extend(found.iter().map(|rule| rule.index));
-                let indices: Vec<_> = rules.iter().map(ToString::to_string).collect();
-                ("rules", format!("route {} of priority {priority}", indices.join(" and ")))
-            }
-            By::Pinned => ("configured", format!("{dst} is configured there")),
-            By::Learned { age_s, frozen } => {
-                let frozen = if frozen { ", frozen there" } else { "" };
-                ("learned", format!("{dst} was heard there {age_s} s ago{frozen}"))
-            }
-            By::Flood => ("flood", format!("{dst} is a group or not known, so the network is flooded")),
-            By::Nothing => ("nothing", "no route applies and the network does not learn".into()),
-        };
-        let place = |port: &PortId| places.get(port).map(ToString::to_string).unwrap_or_default();
-        let (to, drop) = match found.outcome {
-            Ok(ports) => (ports.iter().map(place).collect(), None),
-            Err(reason) => (vec![], Some(reason.name().to_string())),
-        };
-        Ok(api::Trace { network, src, dst, from: place(&from), by: by.into(), why, rules, to, drop })
     }
 
     /// All counters.

@@ -15,8 +15,10 @@ use arc_swap::ArcSwap;
 
 use super::Dispatcher;
 use super::counters::DispatcherStats;
+use super::observe::Observers;
 use super::setup::{Parts, Setup};
 use super::yielding::{Strategy, Yielder};
+use crate::link::inquiry::Courier;
 use crate::link::{Bridge, BridgeError, ReassemblyBudget, stream};
 use crate::poll::Poller;
 use crate::route::{Learned, Table};
@@ -133,6 +135,7 @@ pub struct Core {
     bridge_address: SocketAddr,
     bridge_stats: Arc<PortStats>,
     streams: Option<stream::Listener>,
+    courier: Courier,
 }
 
 impl Core {
@@ -145,7 +148,7 @@ impl Core {
         if let Some(listen) = options.vxlan_listen {
             Bridge::add_vxlan(&mut bridges, listen, &bridge_stats, &budget)?;
         }
-        let bridge_address = bridges[0].local_addr();
+        let (bridge_address, courier) = (bridges[0].local_addr(), bridges[0].courier());
         let shared = Arc::new(Shared {
             setup: ArcSwap::from_pointee(Setup::new(Parts::default())),
             generation: AtomicU64::new(0),
@@ -162,7 +165,7 @@ impl Core {
             None => None,
         };
         let threads = Vec::with_capacity(count);
-        let mut core = Core { shared, threads, bridge_address, bridge_stats, streams };
+        let mut core = Core { shared, threads, bridge_address, bridge_stats, streams, courier };
         for (id, bridge) in bridges.into_iter().enumerate() {
             core.spawn(id, bridge, options)?;
         }
@@ -192,10 +195,21 @@ impl Core {
     /// Returns when every dispatcher has adopted it, and so nothing uses ports that went. Learned addresses behind those are
     /// forgotten before their slots can be used again.
     pub fn publish(&self, parts: Parts) {
-        let setup = Arc::new(Setup::new(parts));
+        let setup = Setup::new(parts);
         if let Some(streams) = &self.streams {
             streams.adopt(setup.streams());
         }
+        self.adopt(setup);
+    }
+
+    /// Changes who looks, and nothing else. Returns when every dispatcher knows.
+    pub fn observe(&self, observers: Observers) {
+        let setup = self.shared.setup.load().with(observers);
+        self.adopt(setup);
+    }
+
+    fn adopt(&self, setup: Setup) {
+        let setup = Arc::new(setup);
         let before = self.shared.setup.swap(setup.clone());
         let generation = self.shared.generation.fetch_add(1, Ordering::AcqRel) + 1;
         self.shared.ring_all();
@@ -221,6 +235,11 @@ impl Core {
         &self.bridge_stats
     }
 
+    /// Sends questions to other hosts' controls.
+    pub fn courier(&self) -> &Courier {
+        &self.courier
+    }
+
     /// Addresses learned so far.
     pub fn learned(&self) -> &Arc<Learned> {
         &self.shared.learned
@@ -229,6 +248,11 @@ impl Core {
     /// What each dispatcher counts about itself.
     pub fn dispatcher_stats(&self) -> &[Arc<DispatcherStats>] {
         &self.shared.dispatcher_stats
+    }
+
+    /// How many dispatchers there are.
+    pub fn dispatchers(&self) -> usize {
+        self.shared.dispatchers()
     }
 
     /// The routing table in force.

@@ -11,7 +11,7 @@ use crate::frame::{BATCH_MAX, Batch, PortId};
 use crate::interface::Interface;
 use crate::link::Sender;
 use crate::route::{Decision, Router};
-use crate::stats::DropReason;
+use crate::stats::{DropReason, watch};
 use crate::wire::flow;
 
 /// How much was moved.
@@ -23,9 +23,11 @@ pub(super) struct Work {
 
 /// The deciding and delivering half of a dispatcher.
 pub(super) struct Forwarder {
+    /// Which dispatcher's.
+    pub(super) dispatcher: usize,
     router: Router,
     sender: Sender,
-    setup: Arc<Setup>,
+    pub(super) setup: Arc<Setup>,
     /// Milliseconds since the core started; set once a turn.
     pub(super) now_ms: u64,
     /// Moved since the dispatcher last set it to nothing.
@@ -35,14 +37,17 @@ pub(super) struct Forwarder {
     /// Frames of the batch under way, by destination port.
     lists: Vec<Vec<u16>>,
     /// Destinations whose list is not empty.
-    touched: Vec<PortId>,
+    pub(super) touched: Vec<PortId>,
+    /// Frames of the batch under way that go nowhere, in order, and why.
+    pub(super) undelivered: Vec<(u16, DropReason)>,
     /// Frames of one list, by the queue they go to.
     by_queue: Vec<Vec<u16>>,
 }
 
 impl Forwarder {
-    pub(super) fn new(router: Router, sender: Sender, setup: Arc<Setup>) -> Forwarder {
+    pub(super) fn new(dispatcher: usize, router: Router, sender: Sender, setup: Arc<Setup>) -> Forwarder {
         let mut forwarder = Forwarder {
+            dispatcher,
             router,
             sender,
             setup: setup.clone(),
@@ -51,6 +56,7 @@ impl Forwarder {
             stats: Arc::default(),
             lists: vec![],
             touched: vec![],
+            undelivered: Vec::with_capacity(BATCH_MAX),
             by_queue: vec![],
         };
         forwarder.adopt(setup);
@@ -59,7 +65,14 @@ impl Forwarder {
 
     /// Takes over a new setup. Called between two batches.
     pub(super) fn adopt(&mut self, setup: Arc<Setup>) {
-        self.router.adopt(setup.table.clone());
+        if let Some(question) = &setup.observers.question {
+            question.ask(self.dispatcher, &self.router, self.now_ms);
+        }
+        watch::set(setup.is_observed());
+        // Of a setup in which only the observers differ, the cache stays good.
+        if !Arc::ptr_eq(&setup.table, self.router.table()) {
+            self.router.adopt(setup.table.clone());
+        }
         // All that a batch can need: nothing is allocated on a frame's way.
         let list = || Vec::with_capacity(BATCH_MAX);
         self.lists.resize_with(setup.slots(), list);
@@ -76,16 +89,34 @@ impl Forwarder {
     /// Takes every frame of the batch to completion: delivered, or counted under the reason why not.
     pub(super) fn run(&mut self, batch: &Batch) {
         let begun = self.stats.begin(batch.len());
+        if self.setup.is_observed() {
+            self.run_observed(batch);
+            return self.stats.end(begun);
+        }
         self.decide(batch);
         while let Some(port) = self.touched.pop() {
-            self.deliver(port, batch);
+            let list = self.take_list(port);
+            self.deliver(port, batch, &list);
+            self.return_list(port, list);
         }
         self.stats.end(begun);
     }
 
-    fn decide(&mut self, batch: &Batch) {
+    /// The frames that go to `port`, which are no more on its list.
+    pub(super) fn take_list(&mut self, port: PortId) -> Vec<u16> {
+        std::mem::take(&mut self.lists[port.index()])
+    }
+
+    /// Gives a list's memory back.
+    pub(super) fn return_list(&mut self, port: PortId, mut list: Vec<u16>) {
+        list.clear();
+        self.lists[port.index()] = list;
+    }
+
+    pub(super) fn decide(&mut self, batch: &Batch) {
         let setup = &*self.setup;
         self.work.frames += batch.len() as u64;
+        self.undelivered.clear();
         for (index, frame) in batch.frames().iter().enumerate() {
             let index = index as u16;
             self.work.bytes += frame.len() as u64;
@@ -111,20 +142,22 @@ impl Forwarder {
                 && let Some(port) = setup.port(frame.from)
             {
                 match made {
-                    0 => port.stats().drop_frames(reason, 1),
+                    0 => {
+                        port.stats().drop_frames(reason, 1);
+                        self.undelivered.push((index, reason));
+                    }
                     _ => port.stats().copies.add(made - 1),
                 }
             }
         }
     }
 
-    fn deliver(&mut self, id: PortId, batch: &Batch) {
-        let list = &mut self.lists[id.index()];
+    pub(super) fn deliver(&mut self, id: PortId, batch: &Batch, list: &[u16]) {
         match self.setup.port(id) {
             Some(Port::Interface(port)) => match port.interface.active_queues() {
                 1 => port.interface.deliver(0, batch, list),
                 queues => {
-                    for &index in list.iter() {
+                    for &index in list {
                         let hash = flow::hash(batch.head(batch.frame(index.into())));
                         self.by_queue[hash as usize % queues].push(index);
                     }
@@ -141,13 +174,12 @@ impl Forwarder {
                 None => self.sender.send(&port.link, batch, list),
             },
             None => {
-                for &index in list.iter() {
+                for &index in list {
                     if let Some(port) = self.setup.port(batch.frame(index.into()).from) {
                         port.stats().drop_frames(DropReason::PortGone, 1);
                     }
                 }
             }
         }
-        list.clear();
     }
 }

@@ -17,11 +17,13 @@
 //! - [`setup`](mod@self::setup): what a core forwards between: ports, peers, routes. Immutable once published.
 //! - [`forward`](mod@self::forward): decide and deliver, for one batch.
 //! - [`counters`](mod@self::counters): what a dispatcher counts about itself.
+//! - [`observe`](mod@self::observe): what is done more while somebody captures or asks.
 //! - [`yielding`](mod@self::yielding): what a dispatcher does when there is nothing to do.
 
 pub mod core;
 pub mod counters;
 mod forward;
+pub mod observe;
 pub mod setup;
 pub mod stream;
 pub mod yielding;
@@ -114,7 +116,7 @@ impl Dispatcher {
         let setup = shared.setup();
         let started = shared.started();
         let router = Router::new(setup.table.clone(), shared.learned().clone());
-        let mut forwarder = Forwarder::new(router, bridge.tx, setup.clone());
+        let mut forwarder = Forwarder::new(id, router, bridge.tx, setup.clone());
         forwarder.stats = shared.dispatcher_stats()[id].clone();
         Ok(Dispatcher {
             id,
@@ -206,6 +208,9 @@ impl Dispatcher {
                 busy |= received.datagrams > 0;
             }
         }
+        if busy && self.setup.is_observed() {
+            observe::refusals(&self.setup, self.id);
+        }
         busy
     }
 
@@ -286,6 +291,7 @@ impl Dispatcher {
     fn adopt(&mut self) {
         let generation = self.shared.generation();
         self.setup = self.shared.setup();
+        self.forwarder.now_ms = self.now_ms();
         self.forwarder.adopt(self.setup.clone());
         let mut kept = Vec::new();
         for served in std::mem::take(&mut self.served) {

@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
+use super::observe::Observers;
 use super::stream::StreamPort;
 use crate::frame::PortId;
 use crate::interface::Interface;
 use crate::link::{Link, Peers};
 use crate::route::{Member, NetworkSpec, PortKind, Rule, Table};
-use crate::stats::PortStats;
+use crate::stats::{PortStats, watch};
 
 /// An interface in the setup.
 #[derive(Clone)]
@@ -44,9 +45,12 @@ pub struct Parts {
     pub links: Vec<LinkPort>,
     /// Routing rules, in the order of their indices.
     pub rules: Vec<Rule>,
+    /// Captures and questions.
+    pub observers: Observers,
 }
 
 /// One slot of the port table.
+#[derive(Clone)]
 pub(super) enum Port {
     Interface(InterfacePort),
     Link(LinkPort),
@@ -74,9 +78,11 @@ pub struct Setup {
     /// By port index; `None` where nobody is.
     ports: Vec<Option<Port>>,
     /// Links by remote address.
-    pub(super) peers: Peers,
+    pub(super) peers: Arc<Peers>,
     /// Routing.
     pub(super) table: Arc<Table>,
+    /// Who looks.
+    pub(super) observers: Observers,
 }
 
 impl Setup {
@@ -106,7 +112,26 @@ impl Setup {
             assert_eq!(member_kind, kind, "port {id:?}");
             assert!(ports[id.index()].replace(port).is_none(), "two ports are number {id:?}");
         }
-        Setup { ports, peers: Peers::build(&links), table }
+        Setup { ports, peers: Arc::new(Peers::build(&links)), table, observers: parts.observers }
+    }
+
+    /// The same with other observers: table, ports and peers are these very ones.
+    pub(super) fn with(&self, observers: Observers) -> Setup {
+        let (ports, peers, table) = (self.ports.clone(), self.peers.clone(), self.table.clone());
+        Setup { ports, peers, table, observers }
+    }
+
+    /// Whether frames are captured.
+    #[inline]
+    pub(super) fn is_observed(&self) -> bool {
+        !self.observers.taps.is_empty()
+    }
+
+    /// The port whose counters are at this address.
+    pub(super) fn port_of_stats(&self, address: usize) -> Option<PortId> {
+        let found =
+            |port: &Option<Port>| port.as_ref().is_some_and(|port| watch::address(port.stats()) == address);
+        self.ports.iter().position(found).map(|index| PortId(index as u16))
     }
 
     #[inline]

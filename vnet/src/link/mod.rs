@@ -33,6 +33,7 @@ use crate::wire::native::{self, HOPS_MAX};
 mod bare;
 pub mod fake;
 mod gather;
+pub mod inquiry;
 pub mod reassembly;
 mod receive;
 mod send;
@@ -47,7 +48,7 @@ pub use send::Sender;
 use stream::Stream;
 pub use stream::{Proxy, StreamOptions};
 use udp::Name;
-pub use udp::{Bridge, BridgeError};
+pub use udp::{Bridge, BridgeError, kernel_offloads};
 use vxlan::Vteps;
 pub use vxlan::{FLOOD_MAX, VxlanOptions};
 
@@ -167,6 +168,7 @@ pub struct Link {
     stream: Option<Stream>,
     stats: Arc<PortStats>,
     budget: Arc<ReassemblyBudget>,
+    inquiries: inquiry::Inquiries,
     path_mtu: AtomicU32,
     refreshed_ms: AtomicU64,
     route_error: AtomicI32,
@@ -200,6 +202,7 @@ impl Link {
             options,
             stats,
             budget: Arc::new(ReassemblyBudget::new(LINK_BUDGET)),
+            inquiries: inquiry::Inquiries::default(),
             path_mtu: AtomicU32::new(0),
             refreshed_ms: AtomicU64::new(0),
             route_error: AtomicI32::new(0),

@@ -11,6 +11,7 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
+use super::inquiry::is_inquiry;
 use super::reassembly::{Reassembly, Whole};
 use super::udp::{Name, RouteProbe, Socket};
 use super::vxlan::Groups;
@@ -248,6 +249,14 @@ impl Intake<'_> {
                 }
                 None => link.stats.discard(DiscardReason::BadHeader, 1),
             },
+            Kind::Probe | Kind::ProbeReply
+                if is_inquiry(payload)
+                    && link.inquiries.put(
+                        link.port,
+                        header.kind == Kind::ProbeReply,
+                        payload,
+                        self.now_ms,
+                    ) => {}
             Kind::Probe => self.reply(link, &header, payload, source),
             // That they came is all there is to them.
             Kind::ProbeReply | Kind::Keepalive => {}

@@ -70,6 +70,10 @@ impl Sender {
         }
     }
 
+    pub(super) fn socket(&self) -> &Arc<Socket> {
+        &self.socket
+    }
+
     pub(super) fn local_addr(&self) -> SocketAddr {
         self.socket.local()
     }

@@ -21,6 +21,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
+use super::inquiry::Courier;
 use super::vxlan::SourcePorts;
 use super::{Link, ReassemblyBudget, Receiver, Sender, normalised};
 use crate::stats::PortStats;
@@ -129,6 +130,11 @@ impl Bridge {
             bridge.tx.vxlan = Some(SourcePorts::new(listen).map_err(failed)?);
         }
         Ok(())
+    }
+
+    /// Sends questions and answers on this bridge's socket.
+    pub fn courier(&self) -> Courier {
+        Courier { socket: self.tx.socket().clone() }
     }
 
     /// The address listened on, with the port that the kernel chose.
@@ -413,6 +419,16 @@ pub(super) fn set(
         libc::setsockopt(fd.as_fd().as_raw_fd(), level, option, (&raw const value).cast(), len)
     })?;
     Ok(())
+}
+
+/// Whether the kernel cuts messages into datagrams (`UDP_SEGMENT`), and keeps those that arrive together (`UDP_GRO`).
+pub fn kernel_offloads() -> (bool, bool) {
+    let has = |option| {
+        let socket = udp_socket(false).or_else(|_| udp_socket(true));
+        // Any size does: nothing is sent.
+        socket.and_then(|fd| set(&fd, libc::SOL_UDP, option, 1)).is_ok()
+    };
+    (has(libc::UDP_SEGMENT), has(libc::UDP_GRO))
 }
 
 /// The result of a system call that reports an error as -1.

@@ -102,6 +102,17 @@ impl Router {
         self.misses
     }
 
+    /// Where the cache says that `flow` goes, if it has a decision that still holds. Changes nothing.
+    pub fn cached(&self, flow: &Flow, now_ms: u64) -> Option<Result<Vec<PortId>, DropReason>> {
+        match self.cache.get(flow, now_ms, &self.learned.versions)? {
+            Verdict::To(port) => Some(Ok(vec![port])),
+            Verdict::Few { len, ports } => Some(Ok(ports[..usize::from(len)].to_vec())),
+            Verdict::Flood { start, len } => Some(Ok(self.table.ring(start, len).to_vec())),
+            Verdict::Drop(reason) => Some(Err(reason)),
+            Verdict::Many => None,
+        }
+    }
+
     /// Decides where `frame` goes. `now_ms` is the time on a monotonic clock in milliseconds; one reading a batch will do.
     #[inline]
     pub fn decide(&mut self, frame: &Frame, now_ms: u64) -> Decision<'_> {

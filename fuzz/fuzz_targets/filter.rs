@@ -1,0 +1,27 @@
+//! The capture filter and the line that tells of a frame: an expression up to the first line end, then a frame's bytes.
+//!
+//! What must hold: nothing panics; an expression that is read can be written and read again as the same; a line is one line.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use vnet::capture::{Filter, Packet, Subject};
+use vnet::frame::NetworkId;
+
+fuzz_target!(|data: &[u8]| {
+    let end = data.iter().position(|byte| *byte == b'\n').unwrap_or(data.len());
+    let (expression, frame) = (&data[..end], &data[(end + 1).min(data.len())..]);
+    if let Some(packet) = Packet::new(frame) {
+        assert_eq!(packet.to_string().lines().count(), 1);
+    }
+    let Ok(expression) = str::from_utf8(expression) else { return };
+    match expression.parse::<Filter>() {
+        Err(error) => assert_eq!(error.to_string().lines().count(), 1),
+        Ok(filter) => {
+            for inbound in [true, false] {
+                let subject = Subject { head: frame, len: frame.len(), network: NetworkId::DEFAULT, inbound };
+                filter.matches(&subject);
+            }
+            assert_eq!(filter.to_string().parse::<Filter>(), Ok(filter));
+        }
+    }
+});

@@ -1,0 +1,222 @@
+//! Questions between the controls of two hosts: what would you do with this frame (`vnet trace --follow`).
+//!
+//! A question is a probe (type 2) whose payload begins with [`MAGIC`], the answer a probe reply (type 3) of the same kind; what
+//! follows is control's business. So they travel where the link's frames travel, need no further port, and a peer that does not
+//! know them echoes the question like any probe, by which it is told.
+//!
+//! Peers are not trusted with anything: a dispatcher only copies what is not too long into a short queue, as often as the link's
+//! meter allows, and control takes it from there. An answer is never longer than its question, and goes to the link's remote
+//! address only, so nobody is reached with more than was spent.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::udp::{Socket, check};
+use super::{Encapsulation, Link};
+use crate::frame::PortId;
+use crate::wire::native::{Header, Kind};
+
+/// What the payload of a question or an answer begins with.
+pub const MAGIC: [u8; 8] = *b"vnet-ask";
+/// Longest text of a question or answer in bytes; shorter where the path allows no more.
+pub const TEXT_MAX: usize = 1400;
+/// Questions and answers that wait for control. More are ignored: whoever asked asks again.
+const WAITING_MAX: usize = 64;
+/// Questions and answers taken by one link: so many at once, then so many a second.
+const METER_PER_S: u64 = 64;
+const NS_PER_S: u64 = 1_000_000_000;
+const NS_PER_MS: u64 = 1_000_000;
+
+/// Whether a probe's payload is a question or an answer.
+#[inline]
+pub(super) fn is_inquiry(payload: &[u8]) -> bool {
+    payload.starts_with(&MAGIC)
+}
+
+/// What came by a link.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Inquiry {
+    /// The link.
+    pub link: PortId,
+    /// It came as an answer.
+    pub answer: bool,
+    /// What follows the magic.
+    pub text: Vec<u8>,
+}
+
+/// Where dispatchers put what came, for control.
+pub struct Inbox {
+    waiting: Mutex<VecDeque<Inquiry>>,
+    bell: OwnedFd,
+}
+
+impl Inbox {
+    /// An empty one.
+    pub fn new() -> io::Result<Inbox> {
+        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Inbox { waiting: Mutex::default(), bell })
+    }
+
+    /// Takes what waits.
+    pub fn take(&self) -> Vec<Inquiry> {
+        let mut count = [0; 8];
+        // Nothing to read means that nobody rang since.
+        let _ = rustix::io::read(&self.bell, &mut count);
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner).drain(..).collect()
+    }
+
+    fn put(&self, inquiry: Inquiry) {
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        if waiting.len() < WAITING_MAX {
+            waiting.push_back(inquiry);
+            drop(waiting);
+            // Fails only when the counter is full, and then it is ringing.
+            let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+        }
+    }
+}
+
+impl AsFd for Inbox {
+    /// Readable when something waits.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.bell.as_fd()
+    }
+}
+
+impl AsRawFd for Inbox {
+    fn as_raw_fd(&self) -> i32 {
+        self.bell.as_raw_fd()
+    }
+}
+
+/// A link's part: where its inquiries go, and how many of them do.
+#[derive(Default)]
+pub(super) struct Inquiries {
+    inbox: OnceLock<Arc<Inbox>>,
+    /// When the meter is empty again, for questions and answers: a token bucket as in `route/guard.rs`.
+    empty_at_ns: [AtomicU64; 2],
+}
+
+impl std::fmt::Debug for Inquiries {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Inquiries").field("taken", &self.inbox.get().is_some()).finish()
+    }
+}
+
+impl Inquiries {
+    /// Copies one for control. False when nobody takes any, so that a question is a probe like others.
+    #[cold]
+    pub(super) fn put(&self, link: PortId, answer: bool, payload: &[u8], now_ms: u64) -> bool {
+        let Some(inbox) = self.inbox.get() else { return false };
+        let text = payload.get(MAGIC.len()..).unwrap_or_default();
+        if text.len() <= TEXT_MAX && self.admits(answer, now_ms) {
+            inbox.put(Inquiry { link, answer, text: text.to_vec() });
+        }
+        true
+    }
+
+    fn admits(&self, answer: bool, now_ms: u64) -> bool {
+        let now = now_ms * NS_PER_MS;
+        let meter = &self.empty_at_ns[usize::from(answer)];
+        let next = |empty_at: u64| {
+            let empty_at = empty_at.max(now) + NS_PER_S / METER_PER_S;
+            (empty_at - now <= NS_PER_S).then_some(empty_at)
+        };
+        meter.fetch_update(Relaxed, Relaxed, next).is_ok()
+    }
+}
+
+impl Link {
+    /// Has questions and answers that come by this link put into `inbox`. The first call counts.
+    pub fn answer_by(&self, inbox: Arc<Inbox>) {
+        let _ = self.inquiries.inbox.set(inbox);
+    }
+
+    /// Longest text that a question or an answer on this link may have in bytes.
+    pub fn inquiry_text(&self) -> usize {
+        self.fragment_payload().saturating_sub(MAGIC.len()).min(TEXT_MAX)
+    }
+}
+
+/// Sends questions and answers, on a dispatcher's socket.
+pub struct Courier {
+    pub(super) socket: Arc<Socket>,
+}
+
+impl Courier {
+    /// Sends a question, or an answer.
+    ///
+    /// # Errors
+    /// The link carries none, `text` is longer than [`Link::inquiry_text`], or the kernel refuses.
+    pub fn send(&self, link: &Link, answer: bool, text: &[u8]) -> io::Result<()> {
+        let unfit = |why: &str| io::Error::new(io::ErrorKind::Unsupported, why);
+        if link.options().encapsulation != Encapsulation::Native {
+            return Err(unfit("only links of encapsulation native carry questions"));
+        }
+        if text.len() > link.inquiry_text() {
+            return Err(unfit("too long for the link's path"));
+        }
+        let name = self.socket.name(link).ok_or_else(|| unfit("no socket for its address"))?;
+        let header = Header {
+            kind: if answer { Kind::ProbeReply } else { Kind::Probe },
+            last: true,
+            offload: false,
+            sealed: false,
+            hops: 0,
+            epoch: 0,
+            index: 0,
+            network: 0,
+            queue: 0,
+            number: link.take_numbers(1),
+        };
+        let datagram = [&header.to_bytes()[..], &MAGIC, text].concat();
+        let fd = self.socket.as_fd().as_raw_fd();
+        // SAFETY: `datagram` and `name` are readable for the lengths told.
+        let sent = unsafe {
+            libc::sendto(fd, datagram.as_ptr().cast(), datagram.len(), 0, name.as_ptr(), name.len())
+        };
+        check(sent)?;
+        link.stats().out_datagrams.add(1);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_too_much_is_left() {
+        let inquiries = Inquiries::default();
+        let payload = [&MAGIC[..], b"text"].concat();
+        assert!(is_inquiry(&payload) && !is_inquiry(b"vnet-as") && !is_inquiry(&[0; 64]));
+        assert!(!inquiries.put(PortId(1), false, &payload, 0), "nobody takes any");
+        let inbox = Arc::new(Inbox::new().unwrap());
+        inquiries.inbox.set(inbox.clone()).ok().unwrap();
+        assert!(inquiries.put(PortId(1), false, &payload, 1000));
+        assert!(inquiries.put(PortId(1), true, &[0; TEXT_MAX + 9], 1000));
+        let want = Inquiry { link: PortId(1), answer: false, text: b"text".to_vec() };
+        assert_eq!((inbox.take(), inbox.take()), (vec![want], vec![]), "the other one is too long");
+        let count = |now_ms| {
+            (0..500).for_each(|_| assert!(inquiries.put(PortId(1), false, &payload, now_ms)));
+            inbox.take().len() as u64
+        };
+        assert_eq!(count(1000), METER_PER_S - 1);
+        assert_eq!(count(1250), METER_PER_S / 4);
+        assert!(inquiries.put(PortId(1), true, &payload, 1250), "answers are metered apart");
+        assert_eq!(inbox.take().len(), 1);
+    }
+
+    #[test]
+    fn the_queue_is_short() {
+        let inbox = Inbox::new().unwrap();
+        let inquiry = Inquiry { link: PortId(0), answer: true, text: vec![] };
+        (0..WAITING_MAX + 9).for_each(|_| inbox.put(inquiry.clone()));
+        assert_eq!(inbox.take().len(), WAITING_MAX);
+    }
+}
