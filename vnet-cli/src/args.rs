@@ -46,6 +46,8 @@ Examples:
   vnet link add h2 --remote 10.10.0.2:9000 --trusted
   vnet route add --dst 52:54:00:00:00:02 --to 'link h2'
   vnet apply vnet.toml --dry-run
+  vnet capture c1 tcp port 80
+  vnet trace 52:54:00:00:00:01 52:54:00:00:00:02
   vnet --json stats | jq .balance";
 
 #[derive(Subcommand)]
@@ -92,6 +94,14 @@ pub enum Command {
         #[arg(long = "as", value_name = "DIALECT")]
         dialect: Option<Lines>,
     },
+    /// Watch frames pass an interface or a link: a line each, or pcapng for Wireshark and tcpdump
+    #[command(after_long_help = CAPTURE_HELP)]
+    Capture(Capture),
+    /// What on this host would hold vnet back, and what to do; needs no vnetd, and asks one when there is
+    Doctor,
+    /// Interfaces and links by rate, live
+    #[command(after_long_help = TOP_HELP)]
+    Top(Top),
     /// Versions of this command and of vnetd
     Version,
 }
@@ -130,6 +140,80 @@ impl From<Lines> for Dialect {
     }
 }
 
+const CAPTURE_HELP: &str = "\
+Filter, a part of tcpdump's language; as one argument or the words behind PORT:
+  arp, ip, ip6, icmp, icmp6, tcp, udp     by protocol
+  host 10.0.0.1, net 10.0.0.0/24          by IP address, also ARP's; with src or dst before
+  port 80, tcp dst port 8000-8080         by port; with tcp or udp, src or dst before
+  ether host 52:54:00:00:00:01            by MAC address; also ether src, ether dst
+  ether proto 0x88b5, vlan [7]            by EtherType, by tag
+  broadcast, multicast, network 7         by destination, by network
+  inbound, outbound                       into vnet (from the guest or the other host), out of it
+  less 100, greater 1500                  by length in bytes, the bound included
+  and, or, not, ( )                       'not' binds tightest, then 'and'
+
+Frames stand in the capture as vnet carries them: super-frames whole, checksums as their senders left them. What the
+client is too slow for is missed and counted; the network does not wait for it. Ctrl-C ends it.
+
+Examples:
+  vnet capture c1                          both directions of interface c1, a line each; times are UTC
+  vnet capture any --drops                 what is dropped anywhere, and why
+  vnet capture 'link h2' -w h2.pcapng tcp port 80
+  vnet capture c1 -w - | tcpdump -nr -";
+
+#[derive(Group)]
+pub struct Capture {
+    /// Where: 'interface NAME', 'link NAME', the NAME of either, or any
+    port: String,
+    /// Write pcapng into this file; - for standard output
+    #[arg(short, long, value_name = "FILE")]
+    pub write: Option<PathBuf>,
+    /// Which frames; see below [default: all]
+    #[arg(long, value_name = "EXPRESSION")]
+    filter: Option<String>,
+    /// Only frames that are dropped, each with the reason
+    #[arg(long)]
+    drops: bool,
+    /// Keep so many bytes of each frame [default: all]
+    #[arg(short, long, value_name = "BYTES")]
+    snap: Option<u32>,
+    /// End after so many frames
+    #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub count: Option<u64>,
+    /// The filter's words
+    #[arg(value_name = "EXPRESSION", conflicts_with = "filter")]
+    words: Vec<String>,
+}
+
+impl Capture {
+    /// The request's path.
+    pub fn path(&self) -> String {
+        let Capture { port, filter, drops, snap, count, words, .. } = self;
+        let filter = filter.clone().unwrap_or_else(|| words.join(" "));
+        let mut path = format!("/v1/capture?port={}&filter={}&drops={drops}", encode(port), encode(&filter));
+        path += &snap.map(|snap| format!("&snap={snap}")).unwrap_or_default();
+        path += &count.map(|count| format!("&count={count}")).unwrap_or_default();
+        path
+    }
+}
+
+const TOP_HELP: &str = "\
+Keys: s sorts by the next column, r the other way round, space holds the figures, + and - change the interval, arrows and
+page keys move, h or ? shows help, q leaves. Where standard output is no terminal, one table is printed.";
+
+#[derive(Group)]
+pub struct Top {
+    /// Seconds between two looks
+    #[arg(short, long, value_name = "SECONDS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=3600))]
+    pub interval: u32,
+    /// Print one table of the rates over one interval, and end
+    #[arg(long)]
+    pub once: bool,
+    /// Column to sort by
+    #[arg(long, value_enum, default_value_t = crate::top::Sort::Bits)]
+    pub sort: crate::top::Sort,
+}
+
 #[derive(Group)]
 pub struct Trace {
     /// Source MAC address
@@ -142,12 +226,15 @@ pub struct Trace {
     /// Network
     #[arg(long, value_name = "ID", default_value_t = 1)]
     network: u32,
+    /// Ask the hosts behind native links, too, what they would do, hop by hop
+    #[arg(long)]
+    pub follow: bool,
 }
 
 impl Trace {
     /// The request's path.
     pub fn path(&self) -> String {
-        let Trace { src, dst, from, network } = self;
+        let Trace { src, dst, from, network, .. } = self;
         let from = from.as_ref().map(|from| format!("&from={}", encode(from))).unwrap_or_default();
         format!("/v1/trace?network={network}&src={}&dst={}{from}", encode(src), encode(dst))
     }

@@ -1,15 +1,16 @@
-//! One HTTP request over a Unix socket.
+//! HTTP requests over a Unix socket: one with its whole answer, or one whose answer is read as it comes.
 
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use http_body_util::{BodyExt, Full, Limited};
-use hyper::body::Bytes;
+use hyper::body::{Bytes, Incoming};
 use hyper::client::conn::http1;
-use hyper::{Method, Request, StatusCode};
+use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
+use tokio::signal::unix::{SignalKind, signal};
 use vnet::control::api;
 
 /// Longest wait for an answer.
@@ -72,27 +73,67 @@ impl Client<'_> {
         self.request(Method::DELETE, path, vec![])
     }
 
+    /// Posts to `path` and reads the answer as it comes, until `take` wants no more, the answer ends, or Ctrl-C or SIGTERM comes.
+    /// There is no limit of time or size.
+    pub fn stream(&self, path: &str, mut take: impl FnMut(&[u8]) -> bool) -> Result<Ended, ClientError> {
+        let runtime = self.runtime()?;
+        runtime.block_on(async {
+            let no_answer = |why: String| self.no_answer(why);
+            let mut terminate =
+                signal(SignalKind::terminate()).map_err(|error| no_answer(error.to_string()))?;
+            let answer = tokio::time::timeout(PATIENCE, self.send(Method::POST, path, vec![]));
+            let answer = answer.await.map_err(|_| no_answer(too_late()))??;
+            let status = answer.status();
+            let mut body = answer.into_body();
+            if !status.is_success() {
+                let body = Limited::new(body, ANSWER_MAX).collect().await;
+                let body = body.map_err(|error| no_answer(error.to_string()))?;
+                return Err(self.refusal(status, &body.to_bytes()));
+            }
+            loop {
+                tokio::select! {
+                    frame = body.frame() => match frame {
+                        Some(Ok(frame)) => {
+                            if frame.data_ref().is_some_and(|data| !take(data)) {
+                                return Ok(Ended::ByTaker);
+                            }
+                        }
+                        Some(Err(_)) | None => return Ok(Ended::ByServer),
+                    },
+                    _ = tokio::signal::ctrl_c() => return Ok(Ended::BySignal),
+                    _ = terminate.recv() => return Ok(Ended::BySignal),
+                }
+            }
+        })
+    }
+
+    fn no_answer(&self, why: String) -> ClientError {
+        ClientError::NoAnswer { socket: self.socket.into(), why }
+    }
+
+    fn runtime(&self) -> Result<tokio::runtime::Runtime, ClientError> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        runtime.map_err(|error| self.no_answer(error.to_string()))
+    }
+
+    /// What an answer that is no success says.
+    fn refusal(&self, status: StatusCode, body: &[u8]) -> ClientError {
+        match serde_json::from_slice::<api::Refusal>(body) {
+            Ok(refusal) => ClientError::Refused(refusal.errors),
+            Err(_) => self.no_answer(format!("it sent HTTP status {status}")),
+        }
+    }
+
     fn request(&self, method: Method, path: &str, body: Vec<u8>) -> Result<Vec<u8>, ClientError> {
-        let no_answer = |why: String| ClientError::NoAnswer { socket: self.socket.into(), why };
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .map_err(|error| no_answer(error.to_string()))?;
-        let answer = runtime.block_on(async {
+        let answer = self.runtime()?.block_on(async {
             let exchange = self.exchange(method, path, body);
             match tokio::time::timeout(PATIENCE, exchange).await {
                 Ok(answer) => answer,
-                Err(_) => Err(no_answer(format!("nothing came within {} s", PATIENCE.as_secs()))),
+                Err(_) => Err(self.no_answer(too_late())),
             }
         });
         let (status, body) = answer?;
-        if status.is_success() {
-            return Ok(body);
-        }
-        match serde_json::from_slice::<api::Refusal>(&body) {
-            Ok(refusal) => Err(ClientError::Refused(refusal.errors)),
-            Err(_) => Err(no_answer(format!("it sent HTTP status {status}"))),
-        }
+        if status.is_success() { Ok(body) } else { Err(self.refusal(status, &body)) }
     }
 
     async fn exchange(
@@ -101,7 +142,20 @@ impl Client<'_> {
         path: &str,
         body: Vec<u8>,
     ) -> Result<(StatusCode, Vec<u8>), ClientError> {
-        let no_answer = |error: String| ClientError::NoAnswer { socket: self.socket.into(), why: error };
+        let answer = self.send(method, path, body).await?;
+        let status = answer.status();
+        let body = Limited::new(answer.into_body(), ANSWER_MAX).collect().await;
+        let body = body.map_err(|error| self.no_answer(error.to_string()))?;
+        Ok((status, body.to_bytes().to_vec()))
+    }
+
+    /// Sends a request and waits for the answer's head.
+    async fn send(
+        &self,
+        method: Method,
+        path: &str,
+        body: Vec<u8>,
+    ) -> Result<Response<Incoming>, ClientError> {
         let stream = UnixStream::connect(self.socket).await.map_err(|error| {
             if error.kind() == io::ErrorKind::PermissionDenied {
                 ClientError::Forbidden(self.socket.into())
@@ -110,22 +164,31 @@ impl Client<'_> {
             }
         })?;
         let (mut sender, connection) =
-            http1::handshake(TokioIo::new(stream)).await.map_err(|e| no_answer(e.to_string()))?;
+            http1::handshake(TokioIo::new(stream)).await.map_err(|e| self.no_answer(e.to_string()))?;
         tokio::spawn(connection);
         let request = Request::builder()
             .method(method)
             .uri(path)
             .header(hyper::header::HOST, "vnetd")
             .body(Full::new(Bytes::from(body)))
-            .map_err(|e| no_answer(e.to_string()))?;
-        let answer = sender.send_request(request).await.map_err(|e| no_answer(e.to_string()))?;
-        let status = answer.status();
-        let body = Limited::new(answer.into_body(), ANSWER_MAX)
-            .collect()
-            .await
-            .map_err(|e| no_answer(e.to_string()))?;
-        Ok((status, body.to_bytes().to_vec()))
+            .map_err(|e| self.no_answer(e.to_string()))?;
+        sender.send_request(request).await.map_err(|e| self.no_answer(e.to_string()))
     }
+}
+
+fn too_late() -> String {
+    format!("nothing came within {} s", PATIENCE.as_secs())
+}
+
+/// Who ended a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// Whoever took it.
+    ByTaker,
+    /// vnetd, or its end.
+    ByServer,
+    /// Ctrl-C or SIGTERM.
+    BySignal,
 }
 
 /// Writes text so that it can be part of a URI (RFC 3986, section 2.1).

@@ -2,9 +2,12 @@
 //! and prints the answer as an aligned table or as JSON.
 
 mod args;
+mod capture;
 mod client;
 mod console;
+mod doctor;
 mod show;
+mod top;
 
 use std::fmt;
 use std::io::{self, IsTerminal, Read, Write};
@@ -86,10 +89,14 @@ fn run(args: &Args) -> Result<(), Failure> {
         Command::Route(RouteCommand::Del { index }) => vnet.remove("route", "/v1/routes", &index.to_string()),
         Command::Apply { file, dry_run } => vnet.apply(file, *dry_run),
         Command::Check { file } => vnet.check(file),
+        Command::Trace(trace) if trace.follow => vnet.ask(&trace.path(), show::trace),
         Command::Trace(trace) => vnet.list(&trace.path(), show::trace),
         Command::Console { files, dialect } => {
             console::run(&vnet.client, files, dialect.map(Into::into), args.json)
         }
+        Command::Capture(capture) => capture::run(&vnet.client, capture, args.json),
+        Command::Doctor => doctor::run(&vnet.client, args.json),
+        Command::Top(top) => top::run(&vnet.client, top, args.json),
         Command::Version => vnet.version(),
     }
 }
@@ -103,6 +110,12 @@ impl Vnet<'_> {
     /// Asks for something and prints it.
     fn list<T: DeserializeOwned>(&self, path: &str, show: impl Fn(&T) -> String) -> Result<(), Failure> {
         let answer = self.client.get(path)?;
+        self.print(&answer, |answer| Ok(show(&read(answer)?)))
+    }
+
+    /// Has something found out and prints it.
+    fn ask<T: DeserializeOwned>(&self, path: &str, show: impl Fn(&T) -> String) -> Result<(), Failure> {
+        let answer = self.client.post(path, vec![])?;
         self.print(&answer, |answer| Ok(show(&read(answer)?)))
     }
 

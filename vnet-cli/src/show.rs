@@ -6,21 +6,28 @@ use vnet::control::api::*;
 use vnet::stats::{DiscardReason, DropReason};
 
 /// Rows of cells under a heading, aligned; columns of figures to the right.
-struct Table {
+pub struct Table {
     rows: Vec<Vec<String>>,
     right: &'static [usize],
 }
 
 impl Table {
-    fn new(heading: &[&str], right: &'static [usize]) -> Table {
+    /// A table with this heading; columns `right` stand to the right.
+    pub fn new(heading: &[&str], right: &'static [usize]) -> Table {
         Table { rows: vec![heading.iter().map(ToString::to_string).collect()], right }
     }
 
     fn row<const N: usize>(&mut self, cells: [String; N]) {
-        self.rows.push(cells.into());
+        self.push(cells.into());
     }
 
-    fn print(&self) -> String {
+    /// Adds a row.
+    pub fn push(&mut self, cells: Vec<String>) {
+        self.rows.push(cells);
+    }
+
+    /// The table as lines.
+    pub fn print(&self) -> String {
         let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
         let mut widths = vec![0; columns];
         for row in &self.rows {
@@ -208,14 +215,48 @@ fn port_name(port: &Port) -> String {
     if port.kind == port.name { port.kind.clone() } else { format!("{} {}", port.kind, port.name) }
 }
 
-/// `vnet trace`
+/// `vnet trace`: what decides, then each copy where there are several or there is more to say of one.
 pub fn trace(trace: &Trace) -> String {
-    let Trace { network, src, dst, from, why, to, drop, .. } = trace;
+    let Trace { network, src, dst, from, why, to, drop, cached_by, copies, .. } = trace;
     let outcome = match drop {
         Some(reason) => format!("dropped ({reason})"),
         None => format!("to {}", to.join(" and to ")),
     };
-    format!("{src} -> {dst} in network {network}, from {from}: {outcome}, because {why}\n")
+    let mut text = format!("{src} -> {dst} in network {network}, from {from}: {outcome}, because {why}\n");
+    if !cached_by.is_empty() {
+        let dispatchers: Vec<_> = cached_by.iter().map(ToString::to_string).collect();
+        text += &format!("  by a line in the cache of dispatcher {}\n", dispatchers.join(" and "));
+    }
+    for copy in copies {
+        let remote = copy.remote.as_ref().map(|remote| format!(" at {remote}")).unwrap_or_default();
+        text += &format!("  copy to {}{remote}: {}, MTU {}\n", copy.to, copy.state, copy.mtu);
+        next_hop(&mut text, copy.next.as_deref(), copy.silent.as_deref(), 2);
+    }
+    text
+}
+
+/// What the host behind a link says.
+fn next_hop(text: &mut String, hop: Option<&Hop>, silent: Option<&str>, depth: usize) {
+    let indent = "  ".repeat(depth);
+    if let Some(silent) = silent {
+        *text += &format!("{indent}the other host is not heard: {silent}\n");
+    }
+    let Some(Hop { host, from, why, copies, drop, more }) = hop else { return };
+    let outcome = match drop {
+        Some(reason) => format!("dropped ({reason})"),
+        None => {
+            let to: Vec<_> = copies.iter().map(|copy| copy.to.as_str()).collect();
+            let more = if *more > 0 { format!(" and {more} more") } else { String::new() };
+            format!("to {}{more}", to.join(" and to "))
+        }
+    };
+    *text += &format!("{indent}host {host}, from {from}: {outcome}, because {why}\n");
+    for copy in copies {
+        if let Some(state) = &copy.state {
+            *text += &format!("{indent}  {} is {state}\n", copy.to);
+        }
+        next_hop(text, copy.next.as_deref(), copy.silent.as_deref(), depth + 1);
+    }
 }
 
 /// `vnet apply`

@@ -186,10 +186,11 @@ fn a_frame_is_traced() {
     host.says(&["route", "add", "--dst", "52:54:00:00:00:02", "--to", "link h2"]);
     let trace = |dst: &str| host.says(&["trace", "52:54:00:00:00:01", dst]);
     assert_eq!(
-        trace("52:54:00:00:00:02"),
+        trace("52:54:00:00:00:02").lines().next().unwrap(),
         "52:54:00:00:00:01 -> 52:54:00:00:00:02 in network 1, from interface vm1: to link h2, because route 1 of \
-         priority 6\n"
+         priority 6"
     );
+    assert!(trace("52:54:00:00:00:02").contains("\n  copy to link h2 at 10.1.2.3:9000: "));
     assert!(
         trace("ff:ff:ff:ff:ff:ff")
             .contains(": to link h2, because ff:ff:ff:ff:ff:ff is a group or not known")

@@ -24,6 +24,7 @@ use vnet::control::console;
 use vnet::control::desired::Target;
 use vnet::control::engine::{Engine, EngineError};
 use vnet::control::events::Asker;
+use vnet::control::follow::{FAN_OUT_OWN, HOPS};
 use vnet::control::language::Dialect;
 use vnet::control::{api, requests};
 use vnet::frame::NetworkId;
@@ -31,8 +32,9 @@ use vnet::wire::ethernet::Mac;
 
 use crate::Shared;
 use crate::events::Hub;
+use crate::follow::{self, Followers};
 use crate::gate::{self, Token};
-use crate::{events, metrics};
+use crate::{capture, events, metrics};
 
 /// Largest request body in bytes (DESIGN.md section 10).
 pub const BODY_MAX: usize = 1 << 20;
@@ -42,6 +44,8 @@ pub const BODY_MAX: usize = 1 << 20;
 pub struct App {
     pub shared: Shared,
     pub events: Hub,
+    /// Who waits for other hosts' answers.
+    pub followers: Arc<Followers>,
     /// What changes by TCP have to show; without it there are none.
     pub token: Option<Arc<Token>>,
 }
@@ -49,6 +53,12 @@ pub struct App {
 impl FromRef<App> for Shared {
     fn from_ref(app: &App) -> Shared {
         app.shared.clone()
+    }
+}
+
+impl FromRef<App> for Arc<Followers> {
+    fn from_ref(app: &App) -> Arc<Followers> {
+        app.followers.clone()
     }
 }
 
@@ -75,7 +85,8 @@ fn described() -> OpenApiRouter<App> {
         .routes(routes!(list_routes, add_route))
         .routes(routes!(remove_route))
         .routes(routes!(apply))
-        .routes(routes!(trace))
+        .routes(routes!(trace, follow_trace))
+        .routes(routes!(capture::capture))
         .routes(routes!(run_console))
         .routes(routes!(events::stream))
         .routes(routes!(metrics::text))
@@ -110,8 +121,31 @@ pub fn lock(shared: &Shared) -> MutexGuard<'_, Option<Engine>> {
 
 /// Why a request is refused.
 pub enum Refused {
+    /// The engine said no.
     Engine(EngineError),
+    /// The request makes no sense.
     Request(String),
+}
+
+impl std::fmt::Display for Refused {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Refused::Engine(error) => error.fmt(f),
+            Refused::Request(text) => f.write_str(text),
+        }
+    }
+}
+
+impl From<std::io::Error> for Refused {
+    fn from(error: std::io::Error) -> Refused {
+        Refused::Request(error.to_string())
+    }
+}
+
+impl From<String> for Refused {
+    fn from(text: String) -> Refused {
+        Refused::Request(text)
+    }
 }
 
 impl From<EngineError> for Refused {
@@ -377,10 +411,29 @@ struct TraceQuery {
 #[utoipa::path(get, path = "/v1/trace", params(TraceQuery),
     responses((status = 200, body = api::Trace), (status = "4XX", body = api::Refusal)))]
 async fn trace(State(shared): State<Shared>, query: Result<Query<TraceQuery>, QueryRejection>) -> Answer {
+    Ok(json(StatusCode::OK, &traced(shared, query).await?))
+}
+
+/// The same, with what the hosts behind links say: each is asked by the link that the frame would take
+#[utoipa::path(post, path = "/v1/trace", params(TraceQuery),
+    responses((status = 200, body = api::Trace), (status = "4XX", body = api::Refusal)))]
+async fn follow_trace(
+    State(shared): State<Shared>,
+    State(followers): State<Arc<Followers>>,
+    query: Result<Query<TraceQuery>, QueryRejection>,
+) -> Answer {
+    let mut traced = traced(shared.clone(), query).await?;
+    follow::follow(&shared, &followers, &mut traced, HOPS, FAN_OUT_OWN).await;
+    Ok(json(StatusCode::OK, &traced))
+}
+
+async fn traced(
+    shared: Shared,
+    query: Result<Query<TraceQuery>, QueryRejection>,
+) -> Result<api::Trace, Refused> {
     let Query(TraceQuery { src, dst, network, from }) = query?;
     let from = from.map(|from| from.parse::<Target>()).transpose().map_err(Refused::Request)?;
-    let traced = with_engine(shared, move |engine| Ok(engine.trace(network, src, dst, from.as_ref())?));
-    Ok(json(StatusCode::OK, &traced.await?))
+    with_engine(shared, move |engine| Ok(engine.trace(network, src, dst, from.as_ref())?)).await
 }
 
 /// Makes the host be as a configuration (TOML) says; only what differs is touched

@@ -20,7 +20,8 @@ pub fn app(token: Option<Token>) -> App {
     let mut engine = Engine::start(configuration.desired).unwrap();
     let events = Hub::new();
     engine.tell(events.sink());
-    App { shared: Arc::new(Mutex::new(Some(engine))), events, token: token.map(Arc::new) }
+    let (shared, followers) = (Arc::new(Mutex::new(Some(engine))), Arc::default());
+    App { shared, events, followers, token: token.map(Arc::new) }
 }
 
 fn token() -> Token {

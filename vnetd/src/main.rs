@@ -5,8 +5,10 @@
 //! are moved by the core's dispatchers, which never wait for it.
 
 mod api;
+mod capture;
 mod console;
 mod events;
+mod follow;
 mod gate;
 mod metrics;
 #[cfg(test)]
@@ -34,6 +36,7 @@ use vnet::unix::Listener;
 
 use crate::api::App;
 use crate::events::Hub;
+use crate::follow::Followers;
 use crate::remote::Remote;
 
 /// Only root and vnetd's own user may connect.
@@ -152,15 +155,22 @@ fn run(file: &Path) -> Result<(), Failure> {
         let socket = Listener::bind(path, CONTROL_SOCKET_MODE)?;
         let remote = Remote::open(&desired.control.spec.access)?;
         let mut engine = Engine::start(desired)?;
-        let events = Hub::new();
+        let (events, followers) = (Hub::new(), Arc::new(Followers::default()));
         engine.tell(events.sink());
         let ready = ready_line(&engine, &remote);
+        let inbox = engine.inbox().clone();
         let shared: Shared = Arc::new(Mutex::new(Some(engine)));
-        let app = App { shared: shared.clone(), events: events.clone(), token: remote.token.clone() };
+        let app = App {
+            shared: shared.clone(),
+            events: events.clone(),
+            followers: followers.clone(),
+            token: remote.token.clone(),
+        };
         let listener = tokio::net::UnixListener::from_std(socket.try_clone()?)?;
         let mut servers = tokio::task::JoinSet::new();
         servers.spawn(serve::unix(listener, api::router(app.clone())));
         servers.spawn(events::watch(shared.clone(), events));
+        servers.spawn(follow::serve(shared.clone(), followers, inbox));
         remote.serve(app, &mut servers);
         println!("{ready}");
         notify(&[NotifyState::Ready, NotifyState::Status(&ready)]);

@@ -199,6 +199,7 @@ pub struct Trace {
 
 /// A copy of a traced frame.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct TracedCopy {
     /// Where it would go: `interface NAME` or `link NAME`.
     pub to: String,
@@ -211,6 +212,7 @@ pub struct TracedCopy {
     pub remote: Option<String>,
     /// What the host at the other end of the link says would become of the copy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(no_recursion))]
     pub next: Option<Box<Hop>>,
     /// Why the other host said nothing, where it was asked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -219,6 +221,7 @@ pub struct TracedCopy {
 
 /// What one host on the way says: the part of a [`Trace`] that other hosts may know.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Hop {
     /// Its name.
     pub host: String,
@@ -243,6 +246,7 @@ fn is_zero(n: &usize) -> bool {
 
 /// A copy on another host.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct HopCopy {
     /// Where it would go.
     pub to: String,
@@ -251,6 +255,7 @@ pub struct HopCopy {
     pub state: Option<String>,
     /// What the host after that says.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(no_recursion))]
     pub next: Option<Box<Hop>>,
     /// Why the host after that said nothing, where it was asked.
     #[serde(default, skip_serializing_if = "Option::is_none")]

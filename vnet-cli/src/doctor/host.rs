@@ -1,0 +1,100 @@
+//! How the doctor looks at a host: files of /proc, /sys and /dev under a root that tests replace.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// A host's files.
+pub struct Host {
+    root: PathBuf,
+}
+
+impl Host {
+    /// The host that this runs on.
+    pub fn here() -> Host {
+        Host::at(Path::new("/"))
+    }
+
+    /// A host whose files are under `root`.
+    pub fn at(root: &Path) -> Host {
+        Host { root: root.into() }
+    }
+
+    /// A file's path.
+    pub fn path(&self, path: &str) -> PathBuf {
+        self.root.join(path)
+    }
+
+    /// A file's text without white space around it; `None` when it is not there, or not to be read.
+    pub fn text(&self, path: &str) -> Option<String> {
+        Some(fs::read_to_string(self.path(path)).ok()?.trim().into())
+    }
+
+    /// A file's number.
+    pub fn number(&self, path: &str) -> Option<u64> {
+        self.text(path)?.parse().ok()
+    }
+
+    /// Whether there is such a file.
+    pub fn has(&self, path: &str) -> bool {
+        self.path(path).exists()
+    }
+
+    /// Names in a directory, sorted; none when it is not there.
+    pub fn names(&self, path: &str) -> Vec<String> {
+        let entries = fs::read_dir(self.path(path)).into_iter().flatten().flatten();
+        let mut names: Vec<_> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+        names.sort();
+        names
+    }
+
+    /// The value behind `key` in a file of lines `key: value`, or `key value`.
+    pub fn field(&self, path: &str, key: &str) -> Option<String> {
+        field(&self.text(path)?, key)
+    }
+}
+
+/// The value behind `key` in lines `key: value`, or `key value`.
+pub fn field(text: &str, key: &str) -> Option<String> {
+    text.lines().find_map(|line| {
+        let rest = line.strip_prefix(key)?;
+        let value = rest.trim_start_matches([' ', '\t']);
+        let value = value.strip_prefix(':').unwrap_or(value);
+        // "Max open files" is no "Max open files soft".
+        (rest.starts_with([':', ' ', '\t'])).then(|| value.trim().to_string())
+    })
+}
+
+/// CPUs of a list such as `0-3,8`. Larger numbers than any machine has are not counted up to.
+pub fn cpus(list: &str) -> Vec<usize> {
+    const CPU_MAX: usize = 8192;
+    let mut cpus = vec![];
+    for part in list.trim().split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        if let (Ok(first), Ok(last)) = (first.parse::<usize>(), last.parse::<usize>()) {
+            cpus.extend(first..=last.min(CPU_MAX));
+        }
+    }
+    cpus
+}
+
+/// The word in brackets of `always [madvise] never`.
+pub fn chosen(text: &str) -> Option<&str> {
+    text.split_whitespace().find_map(|word| word.strip_prefix('[')?.strip_suffix(']'))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_and_choices_are_read() {
+        assert_eq!(cpus("0-2,5\n"), [0, 1, 2, 5]);
+        assert_eq!(cpus("\n"), Vec::<usize>::new());
+        assert_eq!(cpus("7-99999999999").len(), 8192 - 6);
+        assert_eq!(chosen("always [madvise] never"), Some("madvise"));
+        assert_eq!(chosen(""), None);
+        let limits = "Max open files            1024                 4096                 files";
+        assert_eq!(field(limits, "Max open files").unwrap().split_whitespace().next(), Some("1024"));
+        assert_eq!(field("a:\t1\nab: 2", "ab"), Some("2".into()));
+    }
+}

@@ -1,0 +1,284 @@
+//! What the doctor asks of any machine: devices, kernel limits, processors, memory.
+
+use vnet::link::kernel_offloads;
+
+use super::host::{Host, chosen, cpus};
+use super::{Daemon, Finding, Level};
+
+/// Socket buffers that the bridge asks for, in bytes (`link/udp.rs`).
+const SOCKET_BUFFER: u64 = 8 << 20;
+/// Capability bits (capabilities(7)).
+const CAP_NET_ADMIN: u32 = 12;
+
+/// All checks that need no daemon. With one, they know how many dispatchers there are and what runs them.
+pub fn examine(host: &Host, daemon: Option<&Daemon>) -> Vec<Finding> {
+    let mut findings = vec![tun(host), kvm(host), udp_offloads()];
+    findings.extend(socket_buffers(host, daemon));
+    findings.push(cores(host, daemon));
+    findings.push(isolation(host));
+    findings.push(governor(host));
+    findings.push(clock_source(host));
+    findings.push(timer(host, daemon));
+    findings.push(huge_pages(host));
+    findings.push(transparent_huge_pages(host));
+    findings.push(asynchronous_io(host));
+    findings.push(udp_losses(host, daemon));
+    findings.push(virtualization(host));
+    findings
+}
+
+fn tun(host: &Host) -> Finding {
+    const WHY: &str = "containers and the host itself attach by TAP devices";
+    let path = host.path("dev/net/tun");
+    if !path.exists() {
+        let todo = "modprobe tun; in a container, give it the device /dev/net/tun";
+        return Finding::bad("tun", Level::Problem, WHY, "/dev/net/tun is not there", todo);
+    }
+    match std::fs::OpenOptions::new().read(true).write(true).open(path) {
+        Ok(_) => Finding::ok("tun", WHY, "/dev/net/tun can be opened"),
+        Err(error) => {
+            let todo = "run vnetd as root or with CAP_NET_ADMIN, and let it open the device";
+            let what = format!("/dev/net/tun cannot be opened: {error}");
+            Finding::bad("tun", Level::Warn, WHY, what, todo)
+        }
+    }
+}
+
+fn kvm(host: &Host) -> Finding {
+    const WHY: &str = "without it virtual machines are emulated, ten to fifty times slower";
+    let flags = host.field("proc/cpuinfo", "flags").unwrap_or_default();
+    let capable = flags.split(' ').any(|flag| matches!(flag, "vmx" | "svm"));
+    match (host.has("dev/kvm"), capable) {
+        (true, true) => Finding::ok("kvm", WHY, "/dev/kvm is there, and the processor supports it"),
+        (true, false) => {
+            let what = "/dev/kvm is there, but the processor shows neither vmx nor svm";
+            let todo =
+                "have nested virtualization switched on outside, or use containers, or QEMU with -accel tcg";
+            Finding::bad("kvm", Level::Warn, WHY, what, todo)
+        }
+        (false, _) => {
+            let todo = "modprobe kvm_intel or kvm_amd; switch virtualization on in the firmware";
+            Finding::bad("kvm", Level::Warn, WHY, "/dev/kvm is not there", todo)
+        }
+    }
+}
+
+fn udp_offloads() -> Finding {
+    const WHY: &str = "one system call then carries a super-frame of 64 KB instead of one datagram";
+    match kernel_offloads() {
+        (true, true) => Finding::ok("udp-offload", WHY, "the kernel has UDP_SEGMENT and UDP_GRO"),
+        (segment, gro) => {
+            let missing = [(segment, "UDP_SEGMENT"), (gro, "UDP_GRO")];
+            let missing: Vec<_> = missing.iter().filter(|(has, _)| !has).map(|(_, name)| *name).collect();
+            let what = format!("the kernel does not have {}", missing.join(" and "));
+            let todo = "use Linux 5.0 or later";
+            Finding::bad("udp-offload", Level::Problem, WHY, what, todo)
+        }
+    }
+}
+
+/// The directory of the process that matters: vnetd's, or this one's.
+pub fn process(daemon: Option<&Daemon>) -> String {
+    daemon.map_or("proc/self".into(), |daemon| format!("proc/{}", daemon.status.pid))
+}
+
+fn has_capability(host: &Host, process: &str, bit: u32) -> bool {
+    let set = host.field(&format!("{process}/status"), "CapEff");
+    set.and_then(|set| u64::from_str_radix(&set, 16).ok()).is_some_and(|set| set >> bit & 1 != 0)
+}
+
+fn socket_buffers(host: &Host, daemon: Option<&Daemon>) -> Vec<Finding> {
+    const WHY: &str = "bursts that find no room in the bridge's socket are lost";
+    let privileged = has_capability(host, &process(daemon), CAP_NET_ADMIN);
+    let check = |(check, limit): (&'static str, &str)| {
+        let bytes = host.number(&format!("proc/sys/net/core/{limit}"))?;
+        if bytes >= SOCKET_BUFFER || privileged {
+            let exempt = if bytes < SOCKET_BUFFER { "; CAP_NET_ADMIN goes beyond it" } else { "" };
+            return Some(Finding::ok(check, WHY, format!("net.core.{limit} is {bytes}{exempt}")));
+        }
+        let what = format!("net.core.{limit} is {bytes}, and there is no CAP_NET_ADMIN to go beyond it");
+        let todo = format!("sysctl -w net.core.{limit}={SOCKET_BUFFER}, or give vnetd CAP_NET_ADMIN");
+        Some(Finding::bad(check, Level::Warn, WHY, what, todo))
+    };
+    [("rmem", "rmem_max"), ("wmem", "wmem_max")].into_iter().filter_map(check).collect()
+}
+
+fn cores(host: &Host, daemon: Option<&Daemon>) -> Finding {
+    const WHY: &str = "a dispatcher that polls takes a core, which guests and the network need, too";
+    let online = cpus(&host.text("sys/devices/system/cpu/online").unwrap_or_default()).len().max(1);
+    let threads = daemon.map_or(1, |daemon| daemon.status.dispatchers);
+    let what = format!(
+        "{online} CPU{}, {threads} dispatcher{}",
+        if online == 1 { "" } else { "s" },
+        if threads == 1 { "" } else { "s" }
+    );
+    if threads < online {
+        return Finding::ok("cores", WHY, what);
+    }
+    let todo = "lower [dispatch] threads, or use yield = \"adaptive\" or \"block\"";
+    Finding::bad("cores", Level::Warn, WHY, what, todo)
+}
+
+fn isolation(host: &Host) -> Finding {
+    const WHY: &str = "on an isolated CPU nothing else delays a dispatcher that is pinned there";
+    let list = |path: &str| host.text(path).filter(|text| !text.is_empty() && text != "(null)");
+    match list("sys/devices/system/cpu/isolated") {
+        Some(isolated) => {
+            let ticks = list("sys/devices/system/cpu/nohz_full")
+                .map_or(", their timer ticks go on".into(), |cpus| format!(", without ticks: {cpus}"));
+            Finding::ok("isolation", WHY, format!("isolated CPUs: {isolated}{ticks}"))
+        }
+        None => Finding::ok("isolation", WHY, "no CPU is isolated (isolcpus=); good unless latency is all"),
+    }
+}
+
+fn governor(host: &Host) -> Finding {
+    const WHY: &str = "a processor that slows down between bursts adds tens of microseconds to each";
+    let mut governors: Vec<String> = host
+        .names("sys/devices/system/cpu")
+        .iter()
+        .filter_map(|cpu| host.text(&format!("sys/devices/system/cpu/{cpu}/cpufreq/scaling_governor")))
+        .collect();
+    governors.sort();
+    governors.dedup();
+    match governors.iter().find(|governor| *governor != "performance") {
+        None if governors.is_empty() => {
+            Finding::ok("governor", WHY, "the kernel does not scale the frequency here")
+        }
+        None => Finding::ok("governor", WHY, "performance"),
+        Some(other) => {
+            let todo = "cpupower frequency-set -g performance";
+            Finding::bad("governor", Level::Warn, WHY, format!("'{other}' on some CPUs"), todo)
+        }
+    }
+}
+
+fn clock_source(host: &Host) -> Finding {
+    const WHY: &str =
+        "dispatchers read the clock all the time; one that takes a system call or a device access is slow";
+    let path = "sys/devices/system/clocksource/clocksource0";
+    let Some(clock) = host.text(&format!("{path}/current_clocksource")) else {
+        return Finding::ok("clock", WHY, "not known");
+    };
+    match clock.as_str() {
+        "tsc" | "kvm-clock" | "arch_sys_counter" | "hyperv_clocksource_tsc_page" => {
+            Finding::ok("clock", WHY, clock)
+        }
+        _ => {
+            let others = host.text(&format!("{path}/available_clocksource")).unwrap_or_default();
+            let todo = if others.split(' ').any(|other| other == "tsc") {
+                format!("echo tsc > /{path}/current_clocksource, and see dmesg why it was not chosen")
+            } else {
+                format!("there are only: {others}; a virtual machine gets a better one from its host")
+            };
+            Finding::bad("clock", Level::Warn, WHY, clock, todo)
+        }
+    }
+}
+
+fn timer(host: &Host, daemon: Option<&Daemon>) -> Finding {
+    const WHY: &str =
+        "the sleep of a dispatcher (sleep_us) is longer by the timer slack, 50 us unless changed";
+    let slack_ns = host.number(&format!("{}/timerslack_ns", process(daemon)));
+    let release = host.text("proc/sys/kernel/osrelease").unwrap_or_default();
+    let hz = host
+        .text(&format!("boot/config-{release}"))
+        .and_then(|config| config.lines().find_map(|line| line.strip_prefix("CONFIG_HZ=").map(String::from)));
+    let hz = hz.map(|hz| format!(", {hz} ticks a second")).unwrap_or_default();
+    match slack_ns {
+        Some(slack) if slack > 50_000 => {
+            let what = format!("timer slack {} us{hz}", slack / 1000);
+            let todo = "start vnetd without TimerSlackNSec= in its service, or with 50us";
+            Finding::bad("timer", Level::Warn, WHY, what, todo)
+        }
+        Some(slack) => Finding::ok("timer", WHY, format!("timer slack {} us{hz}", slack / 1000)),
+        None => Finding::ok("timer", WHY, format!("timer slack not known{hz}")),
+    }
+}
+
+fn huge_pages(host: &Host) -> Finding {
+    const WHY: &str = "copies into guests' memory meet fewer translation misses in huge pages";
+    let field = |key| host.field("proc/meminfo", key).unwrap_or_default();
+    let (total, free) = (field("HugePages_Total"), field("HugePages_Free"));
+    match total.parse::<u64>() {
+        Ok(0) | Err(_) => Finding::ok(
+            "huge-pages",
+            WHY,
+            "none reserved; guests may have them by memory-backend-memfd,hugetlb=on and vm.nr_hugepages",
+        ),
+        Ok(total) => Finding::ok("huge-pages", WHY, format!("{free} of {total} free")),
+    }
+}
+
+fn transparent_huge_pages(host: &Host) -> Finding {
+    const WHY: &str =
+        "guests' memory is shared memory; only shmem_enabled makes its pages huge by themselves";
+    let path = "sys/kernel/mm/transparent_hugepage/shmem_enabled";
+    let text = host.text(path).unwrap_or_default();
+    match chosen(&text) {
+        Some(mode @ ("never" | "deny")) => {
+            let todo = format!("echo advise > /{path}, or reserve huge pages for guests (hugetlb=on)");
+            Finding::bad("thp", Level::Warn, WHY, format!("shared memory: {mode}"), todo)
+        }
+        Some(mode) => Finding::ok("thp", WHY, format!("shared memory: {mode}")),
+        None => Finding::ok("thp", WHY, "this kernel has none"),
+    }
+}
+
+fn asynchronous_io(host: &Host) -> Finding {
+    const WHY: &str = "each queue of a vhost-user interface notifies its guest by an AIO context of its own";
+    /// Requests that one context is counted with; see io_setup(2): the kernel asks for more than it is asked for.
+    const LEFT_MIN: u64 = 4096;
+    let number = |name| host.number(&format!("proc/sys/fs/{name}"));
+    let (Some(used), Some(max)) = (number("aio-nr"), number("aio-max-nr")) else {
+        let todo = "use a kernel with CONFIG_AIO";
+        return Finding::bad("aio", Level::Problem, WHY, "this kernel has no AIO", todo);
+    };
+    let what = format!("{used} of {max} requests reserved");
+    if max.saturating_sub(used) >= LEFT_MIN {
+        return Finding::ok("aio", WHY, what);
+    }
+    let todo = format!("sysctl -w fs.aio-max-nr={}", max.saturating_mul(4));
+    Finding::bad("aio", Level::Problem, WHY, what, todo)
+}
+
+fn udp_losses(host: &Host, daemon: Option<&Daemon>) -> Finding {
+    const WHY: &str = "these are datagrams of links, too, that the kernel threw away for want of room";
+    let path = format!("{}/net/snmp", process(daemon));
+    let Some((received, sent)) = host.text(&path).as_deref().and_then(udp_buffer_errors) else {
+        return Finding::ok("udp-losses", WHY, "not known");
+    };
+    let what = format!(
+        "{received} received and {sent} sent datagrams found no room since the start of this network"
+    );
+    if received + sent == 0 {
+        return Finding::ok("udp-losses", WHY, what);
+    }
+    let todo = "if it grows: more dispatchers, larger socket buffers, and nothing else on dispatchers' cores";
+    Finding::bad("udp-losses", Level::Warn, WHY, what, todo)
+}
+
+/// `RcvbufErrors` and `SndbufErrors` of UDP in /proc/net/snmp, a line of names above a line of numbers.
+pub fn udp_buffer_errors(snmp: &str) -> Option<(u64, u64)> {
+    let mut lines = snmp.lines().filter_map(|line| line.strip_prefix("Udp: "));
+    let (names, values) = (lines.next()?, lines.next()?);
+    let value = |name: &str| {
+        let place = names.split(' ').position(|found| found == name)?;
+        values.split(' ').nth(place)?.parse().ok()
+    };
+    Some((value("RcvbufErrors")?, value("SndbufErrors")?))
+}
+
+fn virtualization(host: &Host) -> Finding {
+    const WHY: &str =
+        "on a virtual machine others' load and exits to the host come on top of everything measured";
+    let flags = host.field("proc/cpuinfo", "flags").unwrap_or_default();
+    let maker =
+        host.text("sys/class/dmi/id/sys_vendor").map(|maker| format!(" ({maker})")).unwrap_or_default();
+    let what = if flags.split(' ').any(|flag| flag == "hypervisor") {
+        format!("this is a virtual machine{maker}")
+    } else {
+        format!("this is a physical machine{maker}")
+    };
+    Finding::ok("machine", WHY, what)
+}

@@ -1,0 +1,181 @@
+//! The doctor on hosts made of files: each ill is found, and a healthy host is told so.
+
+use super::*;
+use std::fs;
+use std::path::Path;
+
+/// A healthy host's files.
+const HEALTHY: &[(&str, &str)] = &[
+    ("dev/net/tun", ""),
+    ("dev/kvm", ""),
+    ("proc/cpuinfo", "processor\t: 0\nflags\t\t: fpu vmx sse\n"),
+    ("proc/self/status", "Name:\tvnet\nCapEff:\t0000000000000000\n"),
+    ("proc/self/timerslack_ns", "50000\n"),
+    ("proc/self/net/snmp", "Udp: InDatagrams RcvbufErrors SndbufErrors\nUdp: 5 0 0\n"),
+    ("proc/sys/kernel/osrelease", "6.1\n"),
+    ("boot/config-6.1", "CONFIG_HZ_250=y\nCONFIG_HZ=250\n"),
+    ("proc/sys/net/core/rmem_max", "8388608\n"),
+    ("proc/sys/net/core/wmem_max", "8388608\n"),
+    ("proc/sys/fs/aio-nr", "0\n"),
+    ("proc/sys/fs/aio-max-nr", "65536\n"),
+    ("proc/meminfo", "SwapTotal:             0 kB\nHugePages_Total:       8\nHugePages_Free:        4\n"),
+    ("sys/devices/system/cpu/online", "0-3\n"),
+    ("sys/devices/system/cpu/isolated", "3\n"),
+    ("sys/devices/system/cpu/nohz_full", "3\n"),
+    ("sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "performance\n"),
+    ("sys/devices/system/clocksource/clocksource0/current_clocksource", "tsc\n"),
+    ("sys/kernel/mm/transparent_hugepage/shmem_enabled", "always [advise] never deny force\n"),
+    // Of a daemon, process 42.
+    ("proc/42/status", "Name:\tvnetd\nCapEff:\t0000000000001000\n"),
+    (
+        "proc/42/limits",
+        "Max open files            65536  65536  files\nMax locked memory  unlimited  unlimited  bytes\n",
+    ),
+    ("proc/42/net/snmp", "Udp: RcvbufErrors SndbufErrors\nUdp: 0 0\n"),
+    ("proc/42/task/43/status", "Name:\tdispatch-0\nCpus_allowed_list:\t3\nnonvoluntary_ctxt_switches:\t7\n"),
+    ("proc/42/task/44/status", "Name:\tdispatch-1\nCpus_allowed_list:\t2\nnonvoluntary_ctxt_switches:\t7\n"),
+    ("proc/42/task/45/status", "Name:\ttokio-rt\nCpus_allowed_list:\t0-3\nnonvoluntary_ctxt_switches:\t7\n"),
+];
+
+/// A host of those files with some changed; those without text are not there.
+fn host(changes: &[(&str, Option<&str>)]) -> (tempfile::TempDir, Host) {
+    let dir = tempfile::tempdir().unwrap();
+    let mut files: Vec<(&str, Option<&str>)> =
+        HEALTHY.iter().map(|(path, text)| (*path, Some(*text))).collect();
+    files.retain(|(path, _)| changes.iter().all(|(changed, _)| changed != path));
+    files.extend(changes);
+    for (path, text) in files {
+        if let Some(text) = text {
+            let path = dir.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+    }
+    let host = Host::at(dir.path());
+    (dir, host)
+}
+
+fn daemon() -> Daemon {
+    let interface = serde_json::json!({
+        "name": "c1", "kind": "tap", "state": "up", "network": 1, "mtu": 1400, "queues": 2,
+        "storm_limit": 1, "port_security": false,
+    });
+    let link = serde_json::json!({
+        "name": "h2", "remote": "10.0.0.2:9000", "encapsulation": "native", "state": "up", "mtu": 1500, "heard_s": 1,
+    });
+    let status = serde_json::json!({
+        "version": "1", "host": "h1", "pid": 42, "uptime_s": 1, "bridge": "[::]:9000", "dispatchers": 2,
+        "yield": "adaptive", "interfaces": 1, "interfaces_up": 1, "links": 1, "routes": 0, "networks": 1,
+        "learned": 0, "balance": { "in": 0, "copies": 0, "out": 0, "drops": 0 },
+    });
+    Daemon {
+        status: serde_json::from_value(status).unwrap(),
+        interfaces: vec![serde_json::from_value(interface).unwrap()],
+        links: vec![serde_json::from_value(link).unwrap()],
+    }
+}
+
+fn level(findings: &[Finding], check: &str) -> Level {
+    let found: Vec<_> = findings.iter().filter(|finding| finding.check == check).collect();
+    assert_eq!(found.len(), 1, "{check} is looked at once: {findings:#?}");
+    found[0].level
+}
+
+#[test]
+fn a_healthy_host_is_told_so() {
+    let (_dir, host) = host(&[]);
+    for daemon in [None, Some(daemon())] {
+        let findings = examine(&host, daemon.as_ref());
+        let bad: Vec<_> = findings.iter().filter(|finding| finding.level != Level::Ok).collect();
+        assert!(bad.is_empty(), "{bad:#?}");
+        let text = text(&findings, daemon.as_ref());
+        assert!(text.ends_with(&format!("{} ok, 0 to improve, 0 not working\n", findings.len())), "{text}");
+    }
+}
+
+#[test]
+fn each_ill_of_a_machine_is_found() {
+    use Level::{Problem, Warn};
+    let cpu = "sys/devices/system/cpu";
+    let clock = "sys/devices/system/clocksource/clocksource0/current_clocksource";
+    let governor = format!("{cpu}/cpu0/cpufreq/scaling_governor");
+    for (path, text, check, want) in [
+        ("dev/net/tun", None, "tun", Problem),
+        ("dev/kvm", None, "kvm", Warn),
+        ("proc/cpuinfo", Some("flags : fpu hypervisor"), "kvm", Warn),
+        ("proc/sys/net/core/rmem_max", Some("212992"), "rmem", Warn),
+        ("proc/sys/net/core/wmem_max", Some("212992"), "wmem", Warn),
+        (&format!("{cpu}/online"), Some("0"), "cores", Warn),
+        (&governor, Some("powersave"), "governor", Warn),
+        (clock, Some("hpet"), "clock", Warn),
+        ("proc/self/timerslack_ns", Some("1000000"), "timer", Warn),
+        ("sys/kernel/mm/transparent_hugepage/shmem_enabled", Some("always [never]"), "thp", Warn),
+        ("proc/sys/fs/aio-nr", Some("65000"), "aio", Problem),
+        ("proc/self/net/snmp", Some("Udp: SndbufErrors RcvbufErrors\nUdp: 0 9"), "udp-losses", Warn),
+    ] {
+        let (_dir, host) = host(&[(path, text)]);
+        let findings = examine(&host, None);
+        assert_eq!(level(&findings, check), want, "{path}: {findings:#?}");
+        let others: Vec<_> =
+            findings.iter().filter(|found| found.check != check && found.level != Level::Ok).collect();
+        assert!(others.is_empty(), "{path}: {others:#?}");
+        let found = findings.iter().find(|finding| finding.check == check).unwrap();
+        assert!(found.todo.is_some(), "what is bad comes with what to do");
+    }
+}
+
+#[test]
+fn limits_do_not_hold_for_those_with_the_privilege() {
+    let (_dir, host) = host(&[("proc/sys/net/core/rmem_max", Some("212992"))]);
+    assert_eq!(level(&examine(&host, Some(&daemon())), "rmem"), Level::Ok);
+}
+
+#[test]
+fn each_ill_of_a_daemon_is_found() {
+    let limits = "Max open files  64  64  files\n";
+    let (_dir, ill) = host(&[
+        ("proc/42/limits", Some(limits)),
+        ("proc/meminfo", Some("SwapTotal:  9 kB\n")),
+        (
+            "proc/42/task/44/status",
+            Some("Name:\tdispatch-1\nCpus_allowed_list:\t3\nnonvoluntary_ctxt_switches:\t7\n"),
+        ),
+    ]);
+    let findings = examine(&ill, Some(&daemon()));
+    assert_eq!(level(&findings, "files"), Level::Problem);
+    assert_eq!(level(&findings, "memlock"), Level::Warn);
+    assert_eq!(level(&findings, "pinning"), Level::Problem);
+
+    let (_dir, host) = host(&[]);
+    let change = |change: fn(&mut Daemon), check: &str| {
+        let mut daemon = daemon();
+        change(&mut daemon);
+        level(&examine(&host, Some(&daemon)), check)
+    };
+    assert_eq!(change(|d| d.interfaces[0].state = "down".into(), "interfaces"), Level::Warn);
+    assert_eq!(change(|d| d.interfaces[0].state = "broken".into(), "interfaces"), Level::Problem);
+    assert_eq!(change(|d| d.links[0].state = "unreachable".into(), "links"), Level::Problem);
+    assert_eq!(change(|d| d.links[0].heard_s = None, "links"), Level::Warn);
+    assert_eq!(change(|d| d.interfaces[0].mtu = 9000, "path-mtu"), Level::Ok);
+    let bare = |d: &mut Daemon| {
+        d.interfaces[0].mtu = 1500;
+        d.links[0].encapsulation = "vnet".into();
+    };
+    assert_eq!(change(bare, "path-mtu"), Level::Warn);
+    assert_eq!(change(|d| d.status.dispatchers = 4, "cores"), Level::Warn);
+}
+
+#[test]
+fn what_is_bad_says_why_and_what_to_do() {
+    let (_dir, host) = host(&[("dev/net/tun", None)]);
+    let text = text(&examine(&host, None), None);
+    assert!(text.starts_with("no vnetd answers"), "{text}");
+    assert!(text.contains("PROBLEM  tun           /dev/net/tun is not there\n         why: "), "{text}");
+    assert!(text.contains("\n         do:  modprobe tun"), "{text}");
+}
+
+#[test]
+fn this_very_machine_can_be_looked_at() {
+    let findings = examine(&Host::at(Path::new("/")), None);
+    assert!(findings.len() > 10 && findings.iter().all(|finding| !finding.what.is_empty()));
+}

@@ -1,0 +1,309 @@
+//! `POST /v1/capture`: frames as they pass, in the pcapng format (draft-ietf-opsawg-pcapng), for as long as the client reads.
+//!
+//! A task for each capture looks every [`LOOK`] at what the dispatchers kept, encodes it and hands it to the connection, one
+//! piece at a time. A client that does not take a piece within [`STALL`] is given up; one that goes away is noticed at once.
+//! While it stalls, what finds no room is missed, which the client is told in interface statistics blocks.
+//!
+//! Each port is a pcapng interface with its name. Packet flags say the direction, seen from vnet: inbound comes from a guest or
+//! another host. Comments say what Ethernet cannot: why a frame was dropped, that it is a super-frame, that its checksum is
+//! left to be completed. The section is big-endian, the format's order for statistics' 64-bit times being highest word first.
+
+use std::borrow::Cow;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::body::{Body, Bytes};
+use axum::extract::rejection::QueryRejection;
+use axum::extract::{Query, State};
+use axum::http::header;
+use axum::response::{IntoResponse, Response};
+use http_body::{Body as HttpBody, Frame as BodyFrame};
+use pcap_file::pcapng::PcapNgWriter;
+use pcap_file::pcapng::blocks::enhanced_packet::{EnhancedPacketBlock, EnhancedPacketOption};
+use pcap_file::pcapng::blocks::interface_description::{
+    InterfaceDescriptionBlock, InterfaceDescriptionOption,
+};
+use pcap_file::pcapng::blocks::interface_statistics::{InterfaceStatisticsBlock, InterfaceStatisticsOption};
+use pcap_file::pcapng::blocks::section_header::{SectionHeaderBlock, SectionHeaderOption};
+use pcap_file::{DataLink, Endianness, PcapResult};
+use serde::Deserialize;
+use tokio::sync::mpsc;
+use utoipa::IntoParams;
+use vnet::capture::{self, Batched, Direction, Filter, Options, Record, SNAP_MIN, Session};
+use vnet::control::api;
+use vnet::frame::FRAME_MAX;
+
+use crate::Shared;
+use crate::api::{Refused, with_engine};
+
+/// How often the dispatchers' buffers are looked at; see [`capture::SESSION_BYTES`].
+const LOOK: Duration = Duration::from_millis(5);
+/// How long a client may take for one piece.
+const STALL: Duration = Duration::from_secs(30);
+/// EPB flags: direction, in the two lowest bits.
+const INBOUND: u32 = 1;
+const OUTBOUND: u32 = 2;
+
+/// What `POST /v1/capture` may be asked.
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+#[serde(deny_unknown_fields)]
+pub struct CaptureQuery {
+    /// `any`, `interface NAME`, `link NAME`, or NAME.
+    port: String,
+    /// An expression of the filter language.
+    #[serde(default)]
+    filter: String,
+    /// Bytes kept of each frame; all by default.
+    snap: Option<u32>,
+    /// Frames after which the capture ends.
+    count: Option<u64>,
+    /// Only frames that are dropped.
+    #[serde(default)]
+    drops: bool,
+}
+
+/// Captures frames, as a stream of pcapng for as long as it is read
+#[utoipa::path(post, path = "/v1/capture", params(CaptureQuery),
+    responses((status = 200, body = Vec<u8>, content_type = "application/x-pcapng"), (status = "4XX", body = api::Refusal)))]
+pub async fn capture(
+    State(shared): State<Shared>,
+    query: Result<Query<CaptureQuery>, QueryRejection>,
+) -> Result<Response, Refused> {
+    let Query(CaptureQuery { port, filter, snap, count, drops }) = query?;
+    let filter: Filter = filter.parse().map_err(|error: capture::FilterError| error.to_string())?;
+    let snap = snap.unwrap_or(FRAME_MAX as u32);
+    if !(SNAP_MIN..=FRAME_MAX as u32).contains(&snap) {
+        return Err(format!("snap length {snap} is beyond the limits; use {SNAP_MIN} to {FRAME_MAX}").into());
+    }
+    let options = Options { filter, snap, drops_only: drops };
+    let session =
+        with_engine(shared.clone(), move |engine| Ok(engine.start_capture(&port, options)?)).await?;
+    let (sender, receiver) = mpsc::channel(1);
+    tokio::spawn(async move {
+        feed(&session, count.unwrap_or(u64::MAX), &sender).await;
+        session.end();
+        // Refused only when vnetd stops, and everything with it.
+        let _ = with_engine(shared, |engine| {
+            engine.forget_ended_captures();
+            Ok(())
+        })
+        .await;
+    });
+    Ok(([(header::CONTENT_TYPE, "application/x-pcapng")], Body::new(Pieces(receiver))).into_response())
+}
+
+/// Hands over what is captured, until the client is gone or has had `count` frames.
+async fn feed(session: &Arc<Session>, count: u64, sender: &mpsc::Sender<Bytes>) {
+    let Ok(mut encoder) = Encoder::new(session.options().snap, count) else { return };
+    let mut first = true;
+    while encoder.left > 0 || first {
+        if !std::mem::take(&mut first) {
+            tokio::select! {
+                () = sender.closed() => return,
+                () = tokio::time::sleep(LOOK) => {}
+            }
+        }
+        let session = session.clone();
+        // Away from the thread that serves connections: there may be megabytes.
+        let looked = tokio::task::spawn_blocking(move || {
+            let piece = encoder.look(&session);
+            (encoder, piece)
+        });
+        let Ok((back, Ok(piece))) = looked.await else { return };
+        encoder = back;
+        if !piece.is_empty() && !matches!(tokio::time::timeout(STALL, sender.send(piece)).await, Ok(Ok(()))) {
+            return;
+        }
+    }
+}
+
+/// A response's body in pieces, as they come.
+struct Pieces(mpsc::Receiver<Bytes>);
+
+impl HttpBody for Pieces {
+    type Data = Bytes;
+    type Error = std::convert::Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<BodyFrame<Bytes>, Self::Error>>> {
+        self.0.poll_recv(context).map(|piece| piece.map(|piece| Ok(BodyFrame::data(piece))))
+    }
+}
+
+/// Writes pcapng.
+struct Encoder {
+    writer: PcapNgWriter<Vec<u8>>,
+    snap: u32,
+    /// Interfaces described so far.
+    described: usize,
+    /// Missed frames told so far.
+    missed: u64,
+    /// Frames until the end.
+    left: u64,
+}
+
+impl Encoder {
+    fn new(snap: u32, count: u64) -> PcapResult<Encoder> {
+        let application = Cow::Borrowed(concat!("vnetd ", env!("CARGO_PKG_VERSION")));
+        let section = SectionHeaderBlock {
+            endianness: Endianness::Big,
+            options: vec![SectionHeaderOption::UserApplication(application)],
+            ..SectionHeaderBlock::default()
+        };
+        let writer = PcapNgWriter::with_section_header(vec![], section)?;
+        Ok(Encoder { writer, snap, described: 0, missed: 0, left: count })
+    }
+
+    /// What is new, encoded.
+    fn look(&mut self, session: &Session) -> PcapResult<Bytes> {
+        let mut result = self.describe(&session.names());
+        session.drain(|batched| {
+            // Places that came meanwhile stand in the names now.
+            let described = self.describe(&session.names()).and_then(|()| self.frames(batched));
+            result = std::mem::replace(&mut result, Ok(())).and(described);
+        });
+        result?;
+        self.statistics(session.missed())?;
+        Ok(std::mem::take(self.writer.get_mut()).into())
+    }
+
+    fn describe(&mut self, names: &[String]) -> PcapResult<()> {
+        for name in &names[self.described..] {
+            let options = vec![
+                InterfaceDescriptionOption::IfName(Cow::Borrowed(name.as_str())),
+                // Times in units of 10^-9 s.
+                InterfaceDescriptionOption::IfTsResol(9),
+            ];
+            let linktype = DataLink::ETHERNET;
+            let block = InterfaceDescriptionBlock { linktype, snaplen: self.snap, options };
+            self.writer.write_pcapng_block(block)?;
+            self.described += 1;
+        }
+        Ok(())
+    }
+
+    fn frames(&mut self, batched: &Batched) -> PcapResult<()> {
+        for (record, bytes) in batched.frames() {
+            if self.left == 0 {
+                break;
+            }
+            self.left -= 1;
+            self.writer.write_pcapng_block(EnhancedPacketBlock {
+                interface_id: record.place.into(),
+                timestamp: record.at,
+                original_len: record.len,
+                data: Cow::Borrowed(bytes),
+                options: options(record),
+            })?;
+        }
+        Ok(())
+    }
+
+    fn statistics(&mut self, missed: u64) -> PcapResult<()> {
+        if missed == self.missed || self.described == 0 {
+            return Ok(());
+        }
+        self.missed = missed;
+        self.writer.write_pcapng_block(InterfaceStatisticsBlock {
+            // Lanes do not say whose frames found no room: the first interface speaks for all.
+            interface_id: 0,
+            timestamp: capture::now().as_nanos() as u64,
+            options: vec![InterfaceStatisticsOption::IsbIfDrop(missed)],
+        })?;
+        Ok(())
+    }
+}
+
+fn options(record: &Record) -> Vec<EnhancedPacketOption<'static>> {
+    let flags = if record.direction == Direction::In { INBOUND } else { OUTBOUND };
+    let mut options = vec![EnhancedPacketOption::Flags(flags)];
+    let mut comment = |text: String| options.push(EnhancedPacketOption::Comment(text.into()));
+    if let Some(dropped) = record.dropped {
+        let pieces = if dropped.pieces == 1 { String::new() } else { format!(", {} pieces", dropped.pieces) };
+        comment(format!("dropped: {}{pieces}: {}", dropped.reason.name(), dropped.reason.help()));
+    }
+    if let Some(segment) = record.segment {
+        comment(format!("super-frame of segments of {segment} bytes"));
+    }
+    if record.partial_checksum {
+        comment("checksum left to be completed".into());
+    }
+    options
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pcap_file::pcapng::{Block, PcapNgParser};
+    use vnet::capture::{Dropped, Tap};
+    use vnet::frame::PortId;
+    use vnet::stats::DropReason;
+
+    fn blocks(bytes: &[u8]) -> Vec<Block<'static>> {
+        let (mut rest, mut parser) = PcapNgParser::new(bytes).unwrap();
+        let mut blocks = vec![];
+        while !rest.is_empty() {
+            let (after, block) = parser.next_block(rest).unwrap();
+            blocks.push(block.into_owned());
+            rest = after;
+        }
+        blocks
+    }
+
+    #[test]
+    fn a_capture_can_be_read_back() {
+        let session = Arc::new(Session::new(Options::default(), 1));
+        let _tap = Tap::new(session.clone(), [(PortId(0), "interface c1"), (PortId(3), "link h2")]);
+        let record = Record {
+            at: Duration::new(1_700_000_000, 123_456_789),
+            place: 1,
+            direction: Direction::Out,
+            network: None,
+            dropped: Some(Dropped { reason: DropReason::NoBuffer, pieces: 3 }),
+            segment: Some(1448),
+            partial_checksum: true,
+            len: 4400,
+            kept: 0,
+        };
+        session.lane(0).push_empty(record);
+        session.lane(0).push_empty(Record { place: 0, direction: Direction::In, dropped: None, ..record });
+        session.lane(0).push_empty(record);
+        session.lane(0).miss(7);
+        let mut encoder = Encoder::new(100, 2).unwrap();
+        let bytes = encoder.look(&session).unwrap();
+        assert_eq!(encoder.left, 0, "the third frame is one too many");
+        let blocks = blocks(&bytes);
+        let names: Vec<_> = blocks
+            .iter()
+            .filter_map(|block| match block {
+                Block::InterfaceDescription(block) => Some((block.options[0].clone(), block.snaplen)),
+                _ => None,
+            })
+            .collect();
+        let name = |name: &'static str| (InterfaceDescriptionOption::IfName(name.into()), 100);
+        assert_eq!(names, [name("interface c1"), name("link h2")]);
+        let Block::EnhancedPacket(packet) = &blocks[2] else { panic!("{blocks:?}") };
+        assert_eq!((packet.interface_id, packet.timestamp, packet.original_len), (1, record.at, 4400));
+        assert_eq!(packet.options[0], EnhancedPacketOption::Flags(OUTBOUND));
+        let comments: Vec<_> = packet.options[1..]
+            .iter()
+            .map(|option| match option {
+                EnhancedPacketOption::Comment(text) => text.as_ref(),
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        let why = format!("dropped: no_buffer, 3 pieces: {}", DropReason::NoBuffer.help());
+        assert_eq!(
+            comments,
+            [&why, "super-frame of segments of 1448 bytes", "checksum left to be completed"]
+        );
+        let Some(Block::InterfaceStatistics(told)) = blocks.last() else { panic!("{blocks:?}") };
+        assert_eq!(told.options, [InterfaceStatisticsOption::IsbIfDrop(7)]);
+        assert!(encoder.look(&session).unwrap().is_empty(), "nothing new, nothing said");
+    }
+}

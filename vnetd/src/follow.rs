@@ -1,0 +1,174 @@
+//! Traces over several hosts: asks those behind links, and answers them. See `vnet::control::follow` for what is said.
+//!
+//! One task takes in what comes by links. An answer goes to whoever waits for that question on that link; a question is
+//! answered by a task of its own, of which there are at most [`ANSWERING_MAX`]: it may have to ask further hosts first.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::sync::{Semaphore, oneshot};
+use tokio::time::{Instant, timeout_at};
+use vnet::control::api::{Hop, Trace, TracedCopy};
+use vnet::control::follow::{Answer, FAN_OUT, HOPS, Question, Said};
+use vnet::frame::PortId;
+use vnet::link::inquiry::{Inbox, Inquiry};
+
+use crate::Shared;
+use crate::api::{Refused, with_engine};
+
+/// Questions of others that are being answered at a time.
+const ANSWERING_MAX: usize = 16;
+/// Longest wait for an answer, for each host that the question may reach: less the farther away, so that those who wait nearer
+/// still hear what the others have.
+const WAIT_PER_HOP: Duration = Duration::from_millis(150);
+/// A question is asked so often, evenly over the wait: datagrams get lost.
+const TRIES: u32 = 3;
+
+/// Who waits for which answer, by link and question.
+#[derive(Default)]
+pub struct Followers(Mutex<HashMap<(PortId, u64), oneshot::Sender<Result<Hop, String>>>>);
+
+impl Followers {
+    fn expect(&self, key: (PortId, u64)) -> oneshot::Receiver<Result<Hop, String>> {
+        let (sender, receiver) = oneshot::channel();
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(key, sender);
+        receiver
+    }
+
+    fn settle(&self, key: (PortId, u64), result: Result<Hop, String>) {
+        let waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&key);
+        if let Some(waiting) = waiting {
+            // Nobody waits any more: then it does not matter.
+            let _ = waiting.send(result);
+        }
+    }
+}
+
+/// Takes in questions and answers for ever.
+pub async fn serve(shared: Shared, followers: Arc<Followers>, inbox: Arc<Inbox>) {
+    if let Err(error) = take_in(shared, followers, inbox).await {
+        tracing::error!("traces are not followed over links any more: {error}");
+    }
+}
+
+async fn take_in(shared: Shared, followers: Arc<Followers>, inbox: Arc<Inbox>) -> io::Result<()> {
+    // SAFETY: the inbox owns one descriptor, always the same, and is owned by `bell` until that is dropped.
+    let bell = unsafe { AsyncFd::register_with_interest(inbox, Interest::READABLE)? };
+    let answering = Arc::new(Semaphore::new(ANSWERING_MAX));
+    loop {
+        let mut ready = bell.readable().await?;
+        // Cleared first: what comes after that rings again.
+        ready.clear_ready();
+        for Inquiry { link, answer, text } in bell.get_ref().take() {
+            match Said::read(answer, &text) {
+                Some(Said::Question(question)) => {
+                    let Ok(permit) = answering.clone().try_acquire_owned() else { continue };
+                    let (shared, followers) = (shared.clone(), followers.clone());
+                    tokio::spawn(async move {
+                        // What cannot be answered is not: the other host says that it heard nothing.
+                        let _ = reply(shared, &followers, link, question, text.len()).await;
+                        drop(permit);
+                    });
+                }
+                Some(Said::Answer(Answer { id, hop })) => followers.settle((link, id), Ok(hop)),
+                Some(Said::Echo { id }) => {
+                    followers.settle((link, id), Err("its version does not answer traces".into()));
+                }
+                None => {}
+            }
+        }
+    }
+}
+
+/// Answers one question.
+async fn reply(
+    shared: Shared,
+    followers: &Followers,
+    link: PortId,
+    question: Question,
+    len: usize,
+) -> Result<(), Refused> {
+    let Question { id, hops, .. } = question;
+    let mut trace = {
+        let question = question.clone();
+        with_engine(shared.clone(), move |engine| Ok(engine.trace_for(link, &question)?)).await?
+    };
+    follow(&shared, followers, &mut trace, hops.min(HOPS) - u8::from(hops > 0), FAN_OUT).await;
+    with_engine(shared, move |engine| {
+        let hop = engine.hop(trace);
+        Ok(engine.answer(link, len, Answer { id, hop })?)
+    })
+    .await
+}
+
+/// A copy whose next host is asked.
+struct Asked<'a> {
+    copy: &'a mut TracedCopy,
+    link: String,
+    key: (PortId, u64),
+    receiver: oneshot::Receiver<Result<Hop, String>>,
+}
+
+impl Asked<'_> {
+    fn is_open(&self) -> bool {
+        self.copy.next.is_none() && self.copy.silent.is_none()
+    }
+
+    fn close(&mut self, result: Result<Hop, String>) {
+        match result {
+            Ok(hop) => self.copy.next = Some(hop.into()),
+            Err(why) => self.copy.silent = Some(why),
+        }
+    }
+}
+
+/// Asks the hosts behind the links that copies of a traced frame would take: at most `fan_out`, at most `hops` hosts far. What
+/// they say is put beside the copies.
+pub async fn follow(shared: &Shared, followers: &Followers, trace: &mut Trace, hops: u8, fan_out: usize) {
+    let Trace { network, src, dst, .. } = *trace;
+    let question = Question { id: random(), network, src, dst, hops };
+    let mut asked = vec![];
+    let links = trace.copies.iter_mut().filter_map(|copy| {
+        let link = copy.to.strip_prefix("link ")?.to_string();
+        Some((copy, link))
+    });
+    for (copy, link) in links.take(if hops == 0 { 0 } else { fan_out }) {
+        let name = link.clone();
+        let port = with_engine(shared.clone(), move |engine| Ok(engine.link_port(&name))).await;
+        if let Ok(Some(port)) = port {
+            let key = (port, question.id);
+            asked.push(Asked { copy, link, key, receiver: followers.expect(key) });
+        }
+    }
+    let wait = WAIT_PER_HOP * u32::from(hops);
+    let started = Instant::now();
+    for attempt in 1..=TRIES {
+        for asked in asked.iter_mut().filter(|asked| asked.is_open()) {
+            let (link, question) = (asked.link.clone(), question.clone());
+            let sent = with_engine(shared.clone(), move |engine| Ok(engine.ask(&link, &question)?)).await;
+            if let Err(error) = sent {
+                asked.close(Err(error.to_string()));
+            }
+        }
+        let until = started + wait * attempt / TRIES;
+        for asked in asked.iter_mut().filter(|asked| asked.is_open()) {
+            if let Ok(Ok(result)) = timeout_at(until, &mut asked.receiver).await {
+                asked.close(result);
+            }
+        }
+    }
+    for asked in asked.iter_mut().filter(|asked| asked.is_open()) {
+        followers.settle(asked.key, Err(String::new()));
+        asked.close(Err("no answer came".into()));
+    }
+}
+
+/// A number that nobody can guess: the hasher's keys are random.
+fn random() -> u64 {
+    RandomState::new().build_hasher().finish()
+}
