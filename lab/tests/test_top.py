@@ -114,8 +114,8 @@ def top(host: Node, *arguments: str, columns: int = 110, lines: int = 16) -> Ite
 def test_it_shows_rates_and_answers_keys(topology: Topology):
     host = topology.hosts[0]
     with pinging((topology.find("h1c1"), topology.find("h2c1"))), top(host) as terminal:
-        # Some 500 pings a second, and as many answers.
-        terminal.wait_for(r"vnet top: h1, every 1 s, by bits.*interface +h1c1 .* [345]\d\d ")
+        # Some 500 pings a second make some 400 kbit/s each way, fewer where the machine is busy.
+        terminal.wait_for(r"vnet top: h1, every 1 s, by bits.*interface +h1c1 +[\d.]+k +[\d.]+k ")
         assert re.search(r"link +h2 ", terminal.screen())
         terminal.press("s")
         terminal.wait_for("by frames")

@@ -38,7 +38,7 @@ pub fn run(client: &Client<'_>, capture: &Capture, json: bool) -> Result<(), Fai
     let Totals { frames, missed } = reader.totals;
     eprintln!("{frames} frames captured, {missed} missed");
     result?;
-    if ended == Ended::ByServer && Some(frames) != capture.count {
+    if ended == Ended::Server && Some(frames) != capture.count {
         return Err(Failure::Lines(vec!["vnetd ended the capture; see its log".into()]));
     }
     Ok(())

@@ -95,13 +95,13 @@ impl Client<'_> {
                     frame = body.frame() => match frame {
                         Some(Ok(frame)) => {
                             if frame.data_ref().is_some_and(|data| !take(data)) {
-                                return Ok(Ended::ByTaker);
+                                return Ok(Ended::Taker);
                             }
                         }
-                        Some(Err(_)) | None => return Ok(Ended::ByServer),
+                        Some(Err(_)) | None => return Ok(Ended::Server),
                     },
-                    _ = tokio::signal::ctrl_c() => return Ok(Ended::BySignal),
-                    _ = terminate.recv() => return Ok(Ended::BySignal),
+                    _ = tokio::signal::ctrl_c() => return Ok(Ended::Signal),
+                    _ = terminate.recv() => return Ok(Ended::Signal),
                 }
             }
         })
@@ -184,11 +184,11 @@ fn too_late() -> String {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
     /// Whoever took it.
-    ByTaker,
+    Taker,
     /// vnetd, or its end.
-    ByServer,
+    Server,
     /// Ctrl-C or SIGTERM.
-    BySignal,
+    Signal,
 }
 
 /// Writes text so that it can be part of a URI (RFC 3986, section 2.1).

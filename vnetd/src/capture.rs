@@ -255,21 +255,57 @@ mod tests {
         blocks
     }
 
-    #[test]
-    fn a_capture_can_be_read_back() {
+    fn session() -> Arc<Session> {
         let session = Arc::new(Session::new(Options::default(), 1));
         let _tap = Tap::new(session.clone(), [(PortId(0), "interface c1"), (PortId(3), "link h2")]);
-        let record = Record {
-            at: Duration::new(1_700_000_000, 123_456_789),
-            place: 1,
-            direction: Direction::Out,
-            network: None,
-            dropped: Some(Dropped { reason: DropReason::NoBuffer, pieces: 3 }),
-            segment: Some(1448),
-            partial_checksum: true,
-            len: 4400,
-            kept: 0,
-        };
+        session
+    }
+
+    const RECORD: Record = Record {
+        at: Duration::new(1_700_000_000, 123_456_789),
+        place: 1,
+        direction: Direction::Out,
+        network: None,
+        dropped: Some(Dropped { reason: DropReason::NoBuffer, pieces: 3 }),
+        segment: Some(1448),
+        partial_checksum: true,
+        len: 4400,
+        kept: 0,
+    };
+
+    #[tokio::test(start_paused = true)]
+    async fn a_client_that_takes_nothing_is_given_up() {
+        let (session, started) = (session(), tokio::time::Instant::now());
+        // Room for one piece, which the section's head fills.
+        let (sender, _receiver) = mpsc::channel(1);
+        let later = session.clone();
+        tokio::spawn(async move {
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            later.lane(0).push_empty(RECORD);
+        });
+        feed(&session, u64::MAX, &sender).await;
+        let lasted = started.elapsed();
+        assert!(
+            lasted >= STALL + Duration::from_secs(5) && lasted < STALL + Duration::from_secs(6),
+            "{lasted:?}"
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_client_that_is_gone_is_noticed_though_nothing_passes() {
+        let (session, started) = (session(), tokio::time::Instant::now());
+        let (sender, receiver) = mpsc::channel(1);
+        tokio::spawn(async move {
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            drop(receiver);
+        });
+        feed(&session, u64::MAX, &sender).await;
+        assert!(started.elapsed() < Duration::from_secs(6));
+    }
+
+    #[test]
+    fn a_capture_can_be_read_back() {
+        let (session, record) = (session(), RECORD);
         session.lane(0).push_empty(record);
         session.lane(0).push_empty(Record { place: 0, direction: Direction::In, dropped: None, ..record });
         session.lane(0).push_empty(record);

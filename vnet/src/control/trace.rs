@@ -3,9 +3,9 @@
 //! The table, the learned addresses and the guard explain themselves (`route::explain`). The dispatchers' caches are asked, too:
 //! a frame of a known flow is decided by its line there, which says the same. Nothing is learned and no frame is sent.
 
-use super::api;
 use super::desired::Target;
 use super::engine::{Engine, EngineError};
+use super::{api, tunnel};
 use crate::frame::{NetworkId, PortId};
 use crate::interface::State;
 use crate::link::LinkState;
@@ -60,7 +60,10 @@ impl Engine {
                 let frozen = if frozen { ", frozen there" } else { "" };
                 ("learned", format!("{dst} was heard there {age_s} s ago{frozen}"))
             }
-            By::Flood => ("flood", format!("{dst} is a group or not known, so the network is flooded")),
+            By::Flood => {
+                let limit = self.storm_limit(places.get(&from));
+                ("flood", format!("{dst} is a group or not known, so the network is flooded{limit}"))
+            }
             By::Nothing => ("nothing", "no route applies and the network does not learn".into()),
         };
         let place = |port: &PortId| places.get(port).map(ToString::to_string).unwrap_or_default();
@@ -89,6 +92,15 @@ impl Engine {
         })
     }
 
+    /// What the guard lets a place flood, where it limits that.
+    fn storm_limit(&self, from: Option<&Target>) -> String {
+        let Some(Target::Interface(name)) = from else { return String::new() };
+        let item = self.current.interfaces.iter().find(|item| item.spec.name == *name);
+        let limit =
+            item.map(|item| format!(", within its storm limit of {} frames/s", item.spec.storm_limit));
+        limit.unwrap_or_default()
+    }
+
     /// What is known of a destination.
     fn traced_copy(&self, to: &Target) -> Option<api::TracedCopy> {
         let (state, mtu, remote) = match to {
@@ -107,7 +119,8 @@ impl Engine {
                     LinkState::Up => "up".into(),
                     LinkState::Unreachable(reason) => format!("unreachable ({reason})"),
                 };
-                (state, u32::from(link.path_mtu()), Some(link.options().remote.to_string()))
+                let spec = self.current.links.iter().find(|item| item.spec.name == *name);
+                (state, u32::from(link.path_mtu()), spec.map(|item| tunnel::remote(&item.spec)))
             }
         };
         Some(api::TracedCopy { to: to.to_string(), state, mtu, remote, next: None, silent: None })
