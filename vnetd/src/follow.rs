@@ -29,18 +29,23 @@ const WAIT_PER_HOP: Duration = Duration::from_millis(150);
 /// A question is asked so often, evenly over the wait: datagrams get lost.
 const TRIES: u32 = 3;
 
-/// Who waits for which answer, by link and question.
+/// A question: the link it went by, and its number.
+type Key = (PortId, u64);
+/// What came of one: what the other host said, or why it said nothing.
+type Outcome = Result<Hop, String>;
+
+/// Who waits for which answer.
 #[derive(Default)]
-pub struct Followers(Mutex<HashMap<(PortId, u64), oneshot::Sender<Result<Hop, String>>>>);
+pub struct Followers(Mutex<HashMap<Key, oneshot::Sender<Outcome>>>);
 
 impl Followers {
-    fn expect(&self, key: (PortId, u64)) -> oneshot::Receiver<Result<Hop, String>> {
+    fn expect(&self, key: Key) -> oneshot::Receiver<Outcome> {
         let (sender, receiver) = oneshot::channel();
         self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(key, sender);
         receiver
     }
 
-    fn settle(&self, key: (PortId, u64), result: Result<Hop, String>) {
+    fn settle(&self, key: Key, result: Outcome) {
         let waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&key);
         if let Some(waiting) = waiting {
             // Nobody waits any more: then it does not matter.
@@ -110,8 +115,8 @@ async fn reply(
 struct Asked<'a> {
     copy: &'a mut TracedCopy,
     link: String,
-    key: (PortId, u64),
-    receiver: oneshot::Receiver<Result<Hop, String>>,
+    key: Key,
+    receiver: oneshot::Receiver<Outcome>,
 }
 
 impl Asked<'_> {
@@ -119,7 +124,7 @@ impl Asked<'_> {
         self.copy.next.is_none() && self.copy.silent.is_none()
     }
 
-    fn close(&mut self, result: Result<Hop, String>) {
+    fn close(&mut self, result: Outcome) {
         match result {
             Ok(hop) => self.copy.next = Some(hop.into()),
             Err(why) => self.copy.silent = Some(why),
