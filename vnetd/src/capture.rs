@@ -8,6 +8,8 @@
 //! another host. Comments say what Ethernet cannot: why a frame was dropped, that it is a super-frame, that its checksum is
 //! left to be completed. The section is big-endian, the format's order for statistics' 64-bit times being highest word first.
 
+#![allow(unused_qualifications, reason = "utoipa writes qualified names")]
+
 use std::borrow::Cow;
 use std::pin::Pin;
 use std::sync::Arc;
