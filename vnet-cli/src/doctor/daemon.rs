@@ -20,6 +20,8 @@ const PREEMPTIONS_PER_S: f64 = 50.0;
 const NATIVE_BYTES: u32 = 20 + 8 + 16 + 12 + 14;
 /// The same for a bare frame.
 const BARE_BYTES: u32 = 20 + 8 + 14;
+/// The same for a VXLAN datagram.
+const VXLAN_BYTES: u32 = BARE_BYTES + 8;
 
 /// All checks that need a daemon.
 pub fn examine(host: &Host, daemon: &Daemon) -> Vec<Finding> {
@@ -178,10 +180,16 @@ fn path_mtus(interfaces: &[Interface], links: &[Link]) -> Finding {
     let Some(largest) = interfaces.iter().map(|interface| interface.mtu).max() else {
         return Finding::ok("path-mtu", WHY, "no interfaces");
     };
-    let overhead = |link: &Link| if link.encapsulation == "vnet" { BARE_BYTES } else { NATIVE_BYTES };
-    let cut = |link: &&Link| largest + overhead(link) > u32::from(link.mtu);
-    let cut: Vec<&Link> = links.iter().filter(cut).collect();
-    let Some(link) = cut.iter().find(|link| link.encapsulation == "vnet").or(cut.first()) else {
+    // TCP cuts a stream by itself.
+    let overhead = |link: &Link| match link.encapsulation.as_str() {
+        "native" => Some(NATIVE_BYTES),
+        "vnet" => Some(BARE_BYTES),
+        "vxlan" => Some(VXLAN_BYTES),
+        _ => None,
+    };
+    let is_cut = |link: &&Link| overhead(link).is_some_and(|bytes| largest + bytes > u32::from(link.mtu));
+    let cut: Vec<&Link> = links.iter().filter(is_cut).collect();
+    let Some(link) = cut.iter().find(|link| link.encapsulation != "native").or(cut.first()) else {
         return Finding::ok(
             "path-mtu",
             WHY,
