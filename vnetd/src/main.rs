@@ -9,6 +9,7 @@ mod console;
 mod events;
 mod gate;
 mod metrics;
+mod overlay;
 #[cfg(test)]
 mod reference;
 mod remote;
@@ -156,6 +157,7 @@ fn run(file: &Path) -> Result<(), Failure> {
         engine.tell(events.sink());
         let ready = ready_line(&engine, &remote);
         let shared: Shared = Arc::new(Mutex::new(Some(engine)));
+        let overlay = overlay::start(&shared)?;
         let app = App { shared: shared.clone(), events: events.clone(), token: remote.token.clone() };
         let listener = tokio::net::UnixListener::from_std(socket.try_clone()?)?;
         let mut servers = tokio::task::JoinSet::new();
@@ -168,6 +170,9 @@ fn run(file: &Path) -> Result<(), Failure> {
         signals.until_stopped(|| reload(file, &shared)).await;
         notify(&[NotifyState::Stopping]);
         servers.abort_all();
+        if let Some(overlay) = overlay {
+            overlay.stop();
+        }
         // Requests that are being carried out hold the lock until they are done.
         let engine = api::lock(&shared).take();
         if let Some(engine) = engine {

@@ -32,8 +32,20 @@ impl Engine {
             routes: self.current.routes.len(),
             networks: plan::networks(&self.current).len(),
             learned: self.known().iter().filter(|entry| entry.held != Held::Pinned).count(),
+            overlay: self.shown.as_ref().map(|overlay| api::OverlaySummary {
+                state: overlay.state.clone(),
+                since_s: overlay.since_s,
+                hosts: overlay.hosts.len(),
+                stations: overlay.stations,
+                alarms: overlay.alarms_total,
+            }),
             balance: self.stats().balance,
         }
+    }
+
+    /// The distributed overlay, as its agent described it last.
+    pub fn overlay(&self) -> Option<api::Overlay> {
+        self.shown.clone()
     }
 
     /// All interfaces.
@@ -65,6 +77,7 @@ impl Engine {
             reason,
             network: spec.network,
             mac: spec.mac,
+            addresses: spec.addresses.clone(),
             mtu: live.mtu,
             queues: spec.queues,
             socket,
@@ -197,7 +210,7 @@ impl Engine {
                 let indices: Vec<_> = rules.iter().map(ToString::to_string).collect();
                 ("rules", format!("route {} of priority {priority}", indices.join(" and ")))
             }
-            By::Pinned => ("configured", format!("{dst} is configured there")),
+            By::Pinned => ("configured", format!("{dst} is configured or published there")),
             By::Learned { age_s, frozen } => {
                 let frozen = if frozen { ", frozen there" } else { "" };
                 ("learned", format!("{dst} was heard there {age_s} s ago{frozen}"))
