@@ -68,7 +68,7 @@ demo: packages build ## Show it: two hosts, two virtual machines, two containers
 BENCH ?= all
 .PHONY: bench
 bench: bench-packages build .venv/made ## Measure it against its alternatives: tables and plots into docs/.
-	cargo build --release --locked --package vnet --examples
+	cargo build --release --locked --package vnet --package vnetd --examples
 	.venv/bin/python lab/lab bench $(BENCH) --publish $(FLAGS)
 
 # Stage by stage, each with its name and time; the first that fails ends it.

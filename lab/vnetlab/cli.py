@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         default="native",
         help="of links (default: native)",
     )
+    up.add_argument("--store", action="store_true", help="hosts find each other by an etcd on h1, not by their files")
     up.add_argument("--ipv6", action="store_true", help="links use the underlay's IPv6 addresses")
 
     status = add("status", _status, "Show what a lab has and whether it runs.")

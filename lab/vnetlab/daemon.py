@@ -5,7 +5,7 @@ import os
 import socket
 from pathlib import Path
 
-from vnetlab import process
+from vnetlab import process, store
 from vnetlab.run import LabError, run, wait_until
 from vnetlab.topology import PORT, Kind, Node, Topology
 
@@ -36,7 +36,7 @@ def binaries() -> Path:
 
 
 def configuration(topology: Topology, host: Node) -> str:
-    """Writes a host's vnet.toml: its machines, and a link to every other host."""
+    """Writes a host's vnet.toml: its machines, and a link to every other host, or where the store is."""
     parts = [
         f'[host]\nname = "{host.name}"\n',
         f'[control]\nsocket = "{host.file(".sock")}"\n',
@@ -45,11 +45,17 @@ def configuration(topology: Topology, host: Node) -> str:
     ]
     for machine in topology.machines(host=host.host):
         lines = [f'name = "{machine.name}"', f'mac = "{machine.mac}"', f"mtu = {topology.mtu(machine)}"]
+        if topology.settings.store:
+            lines.append(f'addresses = ["{machine.address}"]')
         if machine.kind is Kind.VM:
             lines += ['kind = "vhost-user"', f'socket = "{machine.file(".vhost")}"']
         else:
             lines += ['kind = "tap"', 'device = "eth0"', f'netns = "{machine.namespace}"']
         parts.append("\n".join(["[[interface]]", *lines, ""]))
+    if topology.settings.store:
+        endpoint = store.endpoint(topology, topology.settings.ipv6)
+        parts.append(f'[overlay]\netcd = ["{endpoint}"]\ntrusted = true\n')
+        return "\n".join(parts)
     for peer in topology.hosts:
         if peer != host:
             port = PORTS.get(topology.settings.encapsulation, PORT)

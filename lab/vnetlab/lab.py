@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from vnetlab import container, daemon, guest, process, underlay
+from vnetlab import container, daemon, guest, process, store, underlay
 from vnetlab.image import Image, ensure_image
 from vnetlab.run import LabError, progress, wait_until
 from vnetlab.topology import STATE, Kind, Node, Settings, Topology
@@ -124,6 +124,9 @@ def _begin(topology: Topology) -> None:
 def _start(topology: Topology) -> None:
     """Starts every process that does not run: daemons first, then all guests at once."""
     image = ensure_image(CACHE) if topology.machines(Kind.VM) else None
+    if topology.settings.store and store.find(topology) is None:
+        progress(f"h1: etcd at {store.endpoint(topology)}")
+        store.start(topology)
     for host in topology.hosts:
         if process.find(host.file(".pid")) is None:
             machines = topology.machines(Kind.CONTAINER, host.host)

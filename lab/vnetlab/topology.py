@@ -48,6 +48,8 @@ class Settings:
     wire: str = Wire.NONE
     encapsulation: str = "native"
     ipv6: bool = False
+    store: bool = False
+    """Whether hosts find each other by a store, instead of by links in their files."""
 
     def __post_init__(self) -> None:
         """Raises LabError for settings that no lab can have."""

@@ -63,6 +63,8 @@ pub enum Command {
     /// Routes: which frames go where, before anything learned
     #[command(subcommand)]
     Route(RouteCommand),
+    /// The distributed overlay: its store, the other hosts, alarms
+    Overlay,
     /// Make the host be as a configuration file says; only what differs is touched
     Apply {
         /// Configuration file; - for standard input. At most 1 MiB: have larger ones read with SIGHUP
@@ -307,6 +309,9 @@ pub struct InterfaceAdd {
     /// The guest's MAC address
     #[arg(long)]
     mac: Option<String>,
+    /// The guest's IP addresses, as in 10.0.0.1,fd00::1: other hosts of the overlay answer questions for them
+    #[arg(long, value_name = "ADDRESSES", value_delimiter = ',', requires = "mac")]
+    addresses: Option<Vec<String>>,
     /// MTU in bytes, up to 65535 [default: 1500]
     #[arg(long, value_name = "BYTES")]
     mtu: Option<u32>,
@@ -396,6 +401,7 @@ impl InterfaceAdd {
             ("promiscuous", self.promiscuous.then_some(true.into())),
             ("network", value(&self.network)),
             ("mac", value(&self.mac)),
+            ("addresses", value(&self.addresses)),
             ("mtu", value(&self.mtu)),
             ("queues", value(&self.queues)),
             ("storm_limit", value(&self.storm_limit)),

@@ -66,6 +66,7 @@ fn run(args: &Args) -> Result<(), Failure> {
     match &args.command {
         Command::Status => vnet.list("/v1/status", show::status),
         Command::Stats { watch } => vnet.stats(*watch),
+        Command::Overlay => vnet.list("/v1/overlay", show::overlay),
         Command::Interface(InterfaceCommand::List) => vnet.list("/v1/interfaces", show::interfaces),
         Command::Link(LinkCommand::List) => vnet.list("/v1/links", show::links),
         Command::Route(RouteCommand::List) => vnet.list("/v1/routes", show::routes),

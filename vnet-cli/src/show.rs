@@ -67,8 +67,45 @@ pub fn status(status: &Status) -> String {
     row("links", status.links.to_string());
     row("routes", status.routes.to_string());
     row("networks", format!("{}, {} addresses learned", status.networks, status.learned));
+    if let Some(overlay) = &status.overlay {
+        let OverlaySummary { state, since_s, hosts, stations, alarms } = overlay;
+        let what = format!("{hosts} hosts, {stations} stations, {alarms} alarms");
+        row("overlay", format!("store {state} for {}, {what}", duration(*since_s)));
+    }
     row("frames", status.balance.to_string());
     table.print()
+}
+
+/// `vnet overlay`: the store, then the hosts, then what is wrong.
+pub fn overlay(overlay: &Overlay) -> String {
+    let mut table = Table::new(&[], &[]);
+    table.rows.clear();
+    let mut row = |what: &str, value: String| table.row([what.into(), value]);
+    let (state, since) = (&overlay.state, duration(overlay.since_s));
+    row("store", format!("{state} for {since}, revision {}", overlay.revision));
+    row("etcd", overlay.etcd.join(" "));
+    row("topology", overlay.topology.clone());
+    row("address", or_dash(&overlay.address));
+    row("published", format!("{} of this host's stations", overlay.published));
+    row("stations", format!("{}, {} frozen", overlay.stations, overlay.frozen));
+    let mut text = table.print();
+    let mut hosts = Table::new(&["HOST", "ADDRESS", "NETWORKS", "NOTE"], &[]);
+    for host in &overlay.hosts {
+        let networks: Vec<_> = host.networks.iter().map(ToString::to_string).collect();
+        let silent = host.silent_s.map(|s| format!("not in the store for {}", duration(s)));
+        let notes: Vec<_> = host.behind_nat.then(|| "behind NAT".into()).into_iter().chain(silent).collect();
+        hosts.row([host.name.clone(), host.address.clone(), networks.join(" "), notes.join("; ")]);
+    }
+    text += &format!("\n{}", hosts.print());
+    if !overlay.alarms.is_empty() {
+        let mut alarms = Table::new(&["ALARM", "COUNT", "LAST", "WHAT"], &[1]);
+        for alarm in &overlay.alarms {
+            let last = format!("{} ago", duration(alarm.age_s));
+            alarms.row([alarm.name.clone(), alarm.count.to_string(), last, alarm.text.clone()]);
+        }
+        text += &format!("\n{}", alarms.print());
+    }
+    text
 }
 
 fn duration(seconds: u64) -> String {
@@ -95,6 +132,10 @@ pub fn interfaces(interfaces: &Vec<Interface>) -> String {
         let mut notes: Vec<_> = i.reason.iter().cloned().collect();
         notes.push(format!("storm limit {}/s", i.storm_limit));
         notes.extend(i.port_security.then(|| "port security".to_string()));
+        notes.extend(i.addresses.first().map(|_| {
+            let addresses: Vec<_> = i.addresses.iter().map(ToString::to_string).collect();
+            format!("addresses {}", addresses.join(" "))
+        }));
         table.row([
             i.name.clone(),
             i.kind.clone(),
@@ -151,6 +192,7 @@ pub fn stats(stats: &Stats) -> String {
         "OUT FRAMES",
         "OUT BYTES",
         "COPIES",
+        "ANSWERS",
         "DROPS",
         "IN DATAGRAMS",
         "OUT DATAGRAMS",
@@ -158,7 +200,7 @@ pub fn stats(stats: &Stats) -> String {
         "NOTIFICATIONS",
         "KICKS",
     ];
-    let mut table = Table::new(&heading, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]);
+    let mut table = Table::new(&heading, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]);
     for port in &stats.ports {
         let c = &port.counters;
         table.row([
@@ -168,6 +210,7 @@ pub fn stats(stats: &Stats) -> String {
             c.out_frames.to_string(),
             c.out_bytes.to_string(),
             c.copies.to_string(),
+            c.answers.to_string(),
             c.drops_total().to_string(),
             c.in_datagrams.to_string(),
             c.out_datagrams.to_string(),

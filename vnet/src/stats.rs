@@ -105,6 +105,8 @@ pub struct PortStats {
     /// Copies made of frames that entered here and had more than one destination (destinations minus one), and segments
     /// cut from super-frames here beyond the first.
     pub copies: Counter,
+    /// Frames delivered here that took the place of a question for a neighbour from here (ARP, ND): answered by the host.
+    pub answers: Counter,
     /// Notifications given to the guest.
     pub notifications: Counter,
     /// Notifications got from the guest.

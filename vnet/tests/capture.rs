@@ -34,6 +34,8 @@ impl Host {
             sleep_us: 50,
             nowork_us: 200,
             listen: "127.0.0.1:0".parse().unwrap(),
+            vxlan_listen: None,
+            stream_listen: None,
         })
         .unwrap();
         let (mut fakes, mut stats, mut interfaces) = (vec![], vec![], vec![]);

@@ -10,7 +10,7 @@ use vnet::dispatch::yielding::Strategy;
 use vnet::frame::{FRAME_MAX, MTU_MAX, NetworkId, Origin, PortId};
 use vnet::interface::fake::{Fake, OwnedFrame};
 use vnet::link::{Encapsulation, Link, LinkOptions, Tunnel};
-use vnet::route::{Member, NetworkSpec, Networks, PortKind, Qualifier, Rule, Source};
+use vnet::route::{Member, NetworkSpec, Networks, PortKind, Published, Qualifier, Rule, Source};
 use vnet::stats::{DropReason, PortStats};
 use vnet::wire::ethernet::Mac;
 use vnet::wire::offload::{F_NEEDS_CSUM, GSO_TCPV4, Offload};
@@ -25,6 +25,7 @@ struct Host {
     links: Vec<LinkPort>,
     rules: Vec<Rule>,
     networks: Vec<NetworkSpec>,
+    published: Arc<Published>,
 }
 
 impl Host {
@@ -41,7 +42,15 @@ impl Host {
         };
         let core = Core::start(&options).unwrap();
         let networks = vec![NetworkSpec { id: NetworkId::DEFAULT, learning: true, ageing_s: 300 }];
-        Host { core, fakes: vec![], interfaces: vec![], links: vec![], rules: vec![], networks }
+        Host {
+            core,
+            fakes: vec![],
+            interfaces: vec![],
+            links: vec![],
+            rules: vec![],
+            networks,
+            published: Arc::default(),
+        }
     }
 
     fn member(&self, kind: PortKind, networks: Networks) -> Member {
@@ -80,6 +89,7 @@ impl Host {
             interfaces: self.interfaces.clone(),
             links: self.links.clone(),
             rules: self.rules.clone(),
+            published: self.published.clone(),
             ..Parts::default()
         });
     }
@@ -301,4 +311,34 @@ fn publishing_loses_nothing_on_what_stays() {
     for (i, (bytes, _)) in got.iter().enumerate() {
         assert_eq!(*bytes, frame(mac(2), mac(1), 60, i as u8).0, "frame {i} in order");
     }
+}
+
+/// A question for a published neighbour is answered on the spot and reaches nobody else; another is flooded.
+#[test]
+fn questions_for_published_neighbours_are_answered() {
+    let request = |target: u8| -> OwnedFrame {
+        let mut frame = [Mac::BROADCAST.0, mac(1).0].concat();
+        frame.extend([8, 6, 0, 1, 8, 0, 6, 4, 0, 1]);
+        frame.extend([mac(1).0.as_slice(), &[10, 0, 0, 1], &[0; 6], &[10, 0, 0, target]].concat());
+        (frame, Offload::default())
+    };
+    let mut host = Host::start(1, Strategy::Adaptive);
+    let (asker, other) = (host.add_fake(NetworkId::DEFAULT), host.add_fake(NetworkId::DEFAULT));
+    let neighbours = Arc::new([((NetworkId::DEFAULT, [10, 0, 0, 2].into()), mac(2))].into());
+    host.published = Arc::new(Published { neighbours, ..Published::default() });
+    host.publish();
+    asker.send([request(2), request(3), request(2)]);
+    let answers = asker.wait_for(2, WAIT);
+    assert_eq!(answers.len(), 2);
+    for (frame, _) in &answers {
+        assert_eq!(frame[..12], [mac(1).0, mac(2).0].concat());
+        assert_eq!(frame[20..22], [0, 2]);
+    }
+    assert_eq!(other.wait_for(1, WAIT), [request(3)]);
+    assert_eq!(host.interfaces[0].stats.answers.get(), 2);
+    // What enters by the other interface is answered there, for all that is published in its network.
+    other.send([request(2)]);
+    assert_eq!(other.wait_for(1, WAIT).len(), 1);
+    host.assert_balanced();
+    assert_eq!(host.interfaces[0].stats.out_frames.get(), 2, "nobody else's question came here");
 }

@@ -77,6 +77,7 @@ fn described() -> OpenApiRouter<App> {
         .routes(routes!(status))
         .routes(routes!(stats))
         .routes(routes!(networks))
+        .routes(routes!(overlay))
         .routes(routes!(learned))
         .routes(routes!(interfaces, add_interface))
         .routes(routes!(remove_interface))
@@ -276,6 +277,14 @@ async fn networks(State(shared): State<Shared>) -> Response {
 #[utoipa::path(get, path = "/v1/learned", responses((status = 200, body = Vec<api::Learned>)))]
 async fn learned(State(shared): State<Shared>) -> Response {
     ask(shared, Engine::learned).await
+}
+
+/// The distributed overlay: its store, the other hosts, alarms
+#[utoipa::path(get, path = "/v1/overlay", responses((status = 200, body = api::Overlay), (status = 404, body = api::Refusal)))]
+async fn overlay(State(shared): State<Shared>) -> Answer {
+    let none = "this host takes part in no overlay; see [overlay] in the configuration";
+    let shown = with_engine(shared, |engine| Ok(engine.overlay())).await?;
+    Ok(shown.map_or_else(|| refusal(StatusCode::NOT_FOUND, none), |shown| json(StatusCode::OK, &shown)))
 }
 
 /// Interfaces

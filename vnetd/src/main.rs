@@ -11,6 +11,7 @@ mod events;
 mod follow;
 mod gate;
 mod metrics;
+mod overlay;
 #[cfg(test)]
 mod reference;
 mod remote;
@@ -160,6 +161,7 @@ fn run(file: &Path) -> Result<(), Failure> {
         let ready = ready_line(&engine, &remote);
         let inbox = engine.inbox().clone();
         let shared: Shared = Arc::new(Mutex::new(Some(engine)));
+        let overlay = overlay::start(&shared)?;
         let app = App {
             shared: shared.clone(),
             events: events.clone(),
@@ -178,6 +180,9 @@ fn run(file: &Path) -> Result<(), Failure> {
         signals.until_stopped(|| reload(file, &shared)).await;
         notify(&[NotifyState::Stopping]);
         servers.abort_all();
+        if let Some(overlay) = overlay {
+            overlay.stop();
+        }
         // Requests that are being carried out hold the lock until they are done.
         let engine = api::lock(&shared).take();
         if let Some(engine) = engine {

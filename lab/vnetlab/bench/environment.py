@@ -17,6 +17,7 @@ PACKAGES = (
     "openvswitch-switch-dpdk",
     "dpdk-dev",
     "qemu-system-x86",
+    "etcd-server",
 )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from vnetlab import machine
-from vnetlab.bench import tunnels, usage, vhost, workload
+from vnetlab.bench import control, tunnels, usage, vhost, workload
 from vnetlab.bench.contenders import BLOCK, HOST_TO_HOST, SETTINGS, VNET, Contender, Ends, Nebula, Tinc, Vnet
 from vnetlab.bench.guests import TapGuests, VnetGuests
 from vnetlab.bench.result import Conditions, Sample
@@ -227,6 +227,18 @@ def _idle_cases(options: Options) -> list[Case]:
     ]
 
 
+def _control(options: Options) -> list[Case]:
+    """Agents of the distributed overlay."""
+    scale = control.QUICK if options.quick else control.FULL
+
+    def turn(vnet: Vnet) -> Turn:
+        return Turn(vnet.name, vnet.missing, lambda topology: control.measure(vnet, topology, scale))
+
+    conditions = {"hosts": scale.hosts, "MACs": scale.stations, "agents": scale.agents}
+    settings = Settings(name=LAB, hosts=1, vms=0, containers=0, store=True)
+    return [Case(conditions, settings, [turn(vnet) for vnet in options.vnets or (VNET,)])]
+
+
 def _idle(processes: dict[str, int], seconds: float) -> Sample:
     """What one idle daemon takes: the average of those there are."""
     if not processes:
@@ -304,6 +316,16 @@ BENCHES = {
                 "One iperf3 stream, default settings, then pings. VXLAN to and from the kernel: a container behind "
                 "vnetd, a kernel VXLAN device on the other host. TCP relays: a Python relay on each host, where a "
                 "stream link has a vnetd; iperf3 through both.",
+            ),
+        ),
+        Bench(
+            "control",
+            "Agents of the distributed overlay",
+            _control,
+            ("view_s", "move_p99_s", "agent_cores", "rss_bytes"),
+            (
+                "One etcd and whole agents in one process (vnetd/examples/agents.rs), other hosts as records; "
+                "cores and RSS are those of one agent, while one address moves every second.",
             ),
         ),
         Bench("idle", "Idle daemons", _idle_cases, ("daemon_cores", "rss_bytes"), ("One daemon, no traffic.",)),

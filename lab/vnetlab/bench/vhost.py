@@ -306,7 +306,7 @@ def example(name: str) -> Path:
     """Finds a program of vnet/examples; raises LabError when it is not built."""
     path = daemon.binaries() / "examples" / name
     if not path.exists():
-        raise LabError(f"{path} is not there: run 'cargo build --release -p vnet --examples'")
+        raise LabError(f"{path} is not there: run 'cargo build --release -p vnet -p vnetd --examples'")
     return path
 
 

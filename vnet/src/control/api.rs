@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::net::IpAddr;
 
 use serde::{Deserialize, Serialize};
 
@@ -43,8 +44,89 @@ pub struct Status {
     pub networks: usize,
     /// Learned addresses.
     pub learned: usize,
+    /// The distributed overlay, where the host takes part in one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub overlay: Option<OverlaySummary>,
     /// Where the frames went.
     pub balance: Balance,
+}
+
+/// The distributed overlay at a glance.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct OverlaySummary {
+    /// The store: `starting` (never reached), `connected` or `away`.
+    pub state: String,
+    /// For how many seconds.
+    pub since_s: u64,
+    /// Other hosts.
+    pub hosts: usize,
+    /// Stations that are known, this host's included.
+    pub stations: usize,
+    /// Alarms raised so far.
+    pub alarms: u64,
+}
+
+/// `GET /v1/overlay`
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Overlay {
+    /// The store: `starting` (never reached), `connected` or `away`.
+    pub state: String,
+    /// For how many seconds.
+    pub since_s: u64,
+    /// Members of the etcd cluster.
+    pub etcd: Vec<String>,
+    /// The store's revision that was seen last.
+    pub revision: i64,
+    /// `mesh`, `hub NAME` or `explicit`.
+    pub topology: String,
+    /// Where other hosts reach this one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub address: Option<String>,
+    /// Stations of this host that the store has.
+    pub published: usize,
+    /// Stations that are known, this host's included.
+    pub stations: usize,
+    /// Hosts and stations that moved too often and stay where they are for a while.
+    pub frozen: usize,
+    /// Other hosts.
+    pub hosts: Vec<OverlayHost>,
+    /// Alarms raised so far.
+    pub alarms_total: u64,
+    /// The last of each kind.
+    pub alarms: Vec<Alarm>,
+}
+
+/// Another host of the overlay.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct OverlayHost {
+    /// Its name, and that of the link to it.
+    pub name: String,
+    /// Where its links arrive.
+    pub address: String,
+    /// The networks it takes part in.
+    pub networks: Vec<NetworkId>,
+    /// Whether only reflectors reach it.
+    pub behind_nat: bool,
+    /// For how many seconds the store has not had it, although nobody withdrew it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub silent_s: Option<u64>,
+}
+
+/// Alarms of one kind.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Alarm {
+    /// Its stable name.
+    pub name: String,
+    /// How often it was raised.
+    pub count: u64,
+    /// What was wrong, the last time.
+    pub text: String,
+    /// Seconds since then.
+    pub age_s: u64,
 }
 
 /// One of `GET /v1/interfaces`; the answer to `POST /v1/interfaces`.
@@ -65,6 +147,10 @@ pub struct Interface {
     /// The guest's address, when it was given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mac: Option<Mac>,
+    /// The guest's IP addresses, when they were given.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Vec<String>))]
+    pub addresses: Vec<IpAddr>,
     /// MTU in bytes, as it is.
     pub mtu: u32,
     /// Queue pairs.
@@ -299,6 +385,10 @@ pub struct Counters {
     pub out_bytes: u64,
     /// Frames that became more than one.
     pub copies: u64,
+    /// Questions for a neighbour (ARP, ND) from here that the host answered; each is in `in_frames`, its answer in
+    /// `out_frames`.
+    #[serde(default)]
+    pub answers: u64,
     /// Notifications given to the guest.
     pub notifications: u64,
     /// Notifications got from the guest.
@@ -321,6 +411,7 @@ impl From<&PortStats> for Counters {
             out_frames: stats.out_frames.get(),
             out_bytes: stats.out_bytes.get(),
             copies: stats.copies.get(),
+            answers: stats.answers.get(),
             notifications: stats.notifications.get(),
             kicks: stats.kicks.get(),
             in_datagrams: stats.in_datagrams.get(),
@@ -349,6 +440,7 @@ impl Counters {
         self.out_frames += other.out_frames;
         self.out_bytes += other.out_bytes;
         self.copies += other.copies;
+        self.answers += other.answers;
         self.notifications += other.notifications;
         self.kicks += other.kicks;
         self.in_datagrams += other.in_datagrams;

@@ -7,6 +7,7 @@ use std::hash::Hash;
 use std::net::{IpAddr, SocketAddr};
 
 use super::desired::*;
+use super::overlay;
 use super::table::{Place, Problem, quote};
 use super::tunnel;
 use crate::frame::NetworkId;
@@ -22,6 +23,7 @@ pub fn check(desired: &Desired, broken: &[Target], problems: &mut Vec<Problem>) 
     check_interfaces(desired, problems);
     check_links(desired, problems);
     check_routes(desired, broken, problems);
+    overlay::spec::check(desired, problems);
 }
 
 fn limit<T>(what: &str, items: &[Item<T>], most: usize, problems: &mut Vec<Problem>) {

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use super::access::Access;
 use super::check;
 use super::desired::*;
+use super::overlay::spec;
 use super::table::{Entry, Place, Placed, Problem, Reader, Table, Value, quote};
 use super::tunnel;
 use crate::dispatch::yielding::Strategy;
@@ -118,9 +119,9 @@ fn from_json<T>(json: &[u8], read: fn(Table, &mut Notes) -> Option<Item<T>>) -> 
 
 /// What is found while reading.
 #[derive(Default)]
-struct Notes {
-    problems: Vec<Problem>,
-    warnings: Vec<Problem>,
+pub(super) struct Notes {
+    pub(super) problems: Vec<Problem>,
+    pub(super) warnings: Vec<Problem>,
     broken: Vec<Target>,
 }
 
@@ -132,12 +133,7 @@ fn read_desired(table: Table, top: &Place, notes: &mut Notes) -> Desired {
     let interfaces = root.tables("interface");
     let links = root.tables("link");
     let routes = root.tables("route");
-    if let Some(overlay) = root.take("overlay") {
-        root.problem(
-            &overlay.place,
-            "[overlay] is not available in this version; remove it and list the links instead",
-        );
-    }
+    let overlay = root.table("overlay");
     root.finish();
     let or_top = |table: Option<Table>| table.unwrap_or(Table { place: top.clone(), ..Table::default() });
     Desired {
@@ -145,6 +141,7 @@ fn read_desired(table: Table, top: &Place, notes: &mut Notes) -> Desired {
         control: read_control(or_top(control), notes),
         dispatch: read_dispatch(or_top(dispatch), notes),
         bridge: read_bridge(or_top(bridge), notes),
+        overlay: overlay.and_then(|table| spec::read(table, notes)),
         networks: networks.into_iter().filter_map(|table| read_network(table, notes)).collect(),
         interfaces: interfaces.into_iter().filter_map(|table| read_interface(table, notes)).collect(),
         links: links.into_iter().filter_map(|table| read_link(table, notes)).collect(),
@@ -230,6 +227,7 @@ fn read_interface(table: Table, notes: &mut Notes) -> Option<Item<InterfaceSpec>
     let attachment = read_attachment(&mut reader);
     let network = read_network_of(&mut reader);
     let mac = read_mac(&mut reader);
+    let addresses = read_addresses(&mut reader, mac);
     let mtu = reader.number("mtu", MTU_MIN, MTU_MAX as u32).unwrap_or(MTU_DEFAULT);
     let queues_max = match attachment {
         Some(Attachment::VhostUser { .. }) => vhost_user::QUEUES_MAX as u32,
@@ -257,6 +255,7 @@ fn read_interface(table: Table, notes: &mut Notes) -> Option<Item<InterfaceSpec>
             attachment: attachment?,
             network,
             mac,
+            addresses,
             mtu,
             queues,
             storm_limit,
@@ -388,8 +387,7 @@ fn read_route(table: Table, notes: &mut Notes) -> Option<Item<RouteSpec>> {
 fn read_name(reader: &mut Reader<'_>, example: &str) -> Option<String> {
     reader.require("name", &format!("\"{example}\""));
     let (place, name) = reader.text("name")?;
-    let good = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
-    if !name.is_empty() && name.len() <= NAME_MAX && name.chars().all(good) && !name.starts_with(['.', '-']) {
+    if is_name(&name) {
         return Some(name);
     }
     let text = format!(
@@ -398,6 +396,12 @@ fn read_name(reader: &mut Reader<'_>, example: &str) -> Option<String> {
     );
     reader.problem(&place, text);
     None
+}
+
+/// True for what can be the name of a host, interface or link.
+pub(super) fn is_name(name: &str) -> bool {
+    let good = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+    !name.is_empty() && name.len() <= NAME_MAX && name.chars().all(good) && !name.starts_with(['.', '-'])
 }
 
 fn read_network_of(reader: &mut Reader<'_>) -> NetworkId {
@@ -418,12 +422,7 @@ fn network_id(reader: &mut Reader<'_>, key: &str, entry: &Entry) -> Option<Netwo
 
 /// The networks of a link; `one` says what it is that carries exactly one, if it is that.
 fn read_networks(reader: &mut Reader<'_>, one: Option<&str>) -> Option<Vec<NetworkId>> {
-    let given = reader.numbers("networks", 0, NETWORK_MAX).map(|(place, ids)| {
-        let mut ids: Vec<_> = ids.into_iter().filter_map(NetworkId::new).collect();
-        ids.sort();
-        ids.dedup();
-        (place, ids)
-    });
+    let given = network_ids(reader, "networks");
     match (given, one) {
         (Some((place, ids)), Some(what)) if ids.len() != 1 => {
             reader.problem(&place, format!("{what}; list exactly one network"));
@@ -439,6 +438,46 @@ fn read_networks(reader: &mut Reader<'_>, one: Option<&str>) -> Option<Vec<Netwo
         }
         (given, _) => given.map(|(_, ids)| ids),
     }
+}
+
+/// A list of networks, sorted, each once.
+pub(super) fn network_ids(reader: &mut Reader<'_>, key: &'static str) -> Option<Placed<Vec<NetworkId>>> {
+    let (place, ids) = reader.numbers(key, 0, NETWORK_MAX)?;
+    let mut ids: Vec<_> = ids.into_iter().filter_map(NetworkId::new).collect();
+    ids.sort();
+    ids.dedup();
+    Some((place, ids))
+}
+
+/// The guest's IP addresses, which are published with its MAC address.
+fn read_addresses(reader: &mut Reader<'_>, mac: Option<Mac>) -> Vec<IpAddr> {
+    let Some(entry) = reader.take("addresses") else { return vec![] };
+    let Value::List(list) = entry.value else {
+        reader.problem(&entry.place, "'addresses' must be a list of texts; write addresses = [\"10.0.0.1\"]");
+        return vec![];
+    };
+    if mac.is_none() {
+        reader.problem(&entry.place, "addresses are published with the interface's address; give it a 'mac'");
+    }
+    if list.len() > ADDRESSES_MAX {
+        reader.problem(&entry.place, format!("addresses lists {}; {ADDRESSES_MAX} is the limit", list.len()));
+    }
+    let mut addresses = vec![];
+    for item in list {
+        let parsed = match &item.value {
+            Value::Text(text) => text.parse().ok().filter(|address| is_station_address(*address)),
+            _ => None,
+        };
+        match parsed {
+            Some(address) if !addresses.contains(&address) => addresses.push(address),
+            Some(address) => reader.problem(&item.place, format!("addresses lists {address} twice")),
+            None => reader.problem(
+                &item.place,
+                "addresses takes one station's IP addresses without a prefix length, as in \"10.0.0.1\"",
+            ),
+        }
+    }
+    addresses
 }
 
 fn read_mac(reader: &mut Reader<'_>) -> Option<Mac> {

@@ -5,11 +5,12 @@
 //! goes wrong later can still be told with its line; two that differ only in that are equal.
 
 use std::fmt;
-use std::net::{Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 use std::str::FromStr;
 
 use super::access::Access;
+use super::overlay::spec::OverlaySpec;
 use super::table::Place;
 use super::tunnel;
 use crate::dispatch::yielding::Strategy;
@@ -33,6 +34,8 @@ pub const MTU_DEFAULT: u32 = 1_500;
 pub const LINK_MTU_MIN: u32 = 576;
 /// Most queues of a TAP (the kernel's limit).
 pub const TAP_QUEUES_MAX: u32 = 256;
+/// Most IP addresses of an interface's guest.
+pub const ADDRESSES_MAX: usize = 16;
 /// Longest path of a Unix socket, in bytes (`sockaddr_un` less the closing zero).
 pub const SOCKET_PATH_MAX: usize = 107;
 /// The control socket unless the file says otherwise.
@@ -66,6 +69,8 @@ pub struct Desired {
     pub dispatch: Item<DispatchSpec>,
     /// `[bridge]`; fixed while vnetd runs.
     pub bridge: Item<BridgeSpec>,
+    /// `[overlay]`, where there is one; fixed while vnetd runs.
+    pub overlay: Option<Item<OverlaySpec>>,
     /// Networks with settings of their own; [`NetworkId::DEFAULT`] is there even when it is not listed.
     pub networks: Vec<Item<NetworkSpec>>,
     /// Interfaces, in the order of the file.
@@ -172,6 +177,8 @@ pub struct InterfaceSpec {
     pub network: NetworkId,
     /// The guest's address; learned when absent.
     pub mac: Option<Mac>,
+    /// The guest's IP addresses: other hosts of the overlay answer questions for them.
+    pub addresses: Vec<IpAddr>,
     /// Largest payload of a frame, in bytes.
     pub mtu: u32,
     /// Queue pairs.
@@ -369,6 +376,17 @@ impl FromStr for Origin {
     }
 }
 
+/// True for an address at which another host can be reached: not this host's own, not a group's, with a port.
+pub fn is_host_address(address: SocketAddr) -> bool {
+    address.port() != 0 && !address.ip().is_loopback() && is_station_address(address.ip())
+}
+
+/// True for an address that one station may have.
+pub fn is_station_address(address: IpAddr) -> bool {
+    let broadcast = matches!(address, IpAddr::V4(v4) if v4.is_broadcast());
+    !(address.is_unspecified() || address.is_multicast() || address.is_loopback() || broadcast)
+}
+
 fn q(text: &str) -> String {
     super::table::quote(text)
 }
@@ -395,6 +413,10 @@ impl fmt::Display for InterfaceSpec {
         }
         if let Some(mac) = self.mac {
             write!(f, ", mac {mac}")?;
+        }
+        if !self.addresses.is_empty() {
+            let addresses: Vec<_> = self.addresses.iter().map(ToString::to_string).collect();
+            write!(f, ", addresses {}", addresses.join(" "))?;
         }
         write!(f, ", mtu {}", self.mtu)?;
         if self.queues != 1 {

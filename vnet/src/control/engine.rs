@@ -15,11 +15,12 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::api::Counters;
+use super::api::{self, Counters};
 use super::capture::Capture;
 use super::config::ConfigError;
 use super::desired::*;
 use super::events::{Asker, Indices, Witness};
+use super::overlay::Computed;
 use super::plan::{self, Plan};
 use super::table::Problem;
 use super::{check, config, tunnel};
@@ -67,6 +68,9 @@ pub enum EngineError {
     /// Nobody knows where a traced frame would come from.
     #[error("it is not known where {0} is; say where the frame comes from: --from 'interface NAME'")]
     UnknownSource(Mac),
+    /// What should be removed is there because of the overlay.
+    #[error("{0} is there because its host is in the overlay's store; it goes when that host does")]
+    Computed(Target),
     /// What should be removed is named by rules.
     #[error("{target} is named by route {routes}; delete that first")]
     InUse {
@@ -124,7 +128,14 @@ impl Drop for Opened {
 pub struct Engine {
     pub(super) core: Core,
     pub(super) started: Instant,
+    /// What the host is: what was asked for, and what the overlay adds.
     pub(super) current: Desired,
+    /// What was asked for.
+    pub(super) own: Desired,
+    /// What the overlay adds.
+    pub(super) joined: Computed,
+    /// What its agent says about it.
+    pub(super) shown: Option<api::Overlay>,
     pub(super) interfaces: BTreeMap<String, LiveInterface>,
     pub(super) links: BTreeMap<String, LiveLink>,
     pub(super) route_indices: HashMap<RouteSpec, u32>,
@@ -154,10 +165,14 @@ impl Engine {
             stream_listen,
         })?;
         let (networks, interfaces, links, routes) = (vec![], vec![], vec![], vec![]);
+        let nothing = Desired { networks, interfaces, links, routes, ..desired.clone() };
         let mut engine = Engine {
             core,
             started: Instant::now(),
-            current: Desired { networks, interfaces, links, routes, ..desired.clone() },
+            current: nothing.clone(),
+            own: nothing,
+            joined: Computed::default(),
+            shown: None,
             interfaces: BTreeMap::new(),
             links: BTreeMap::new(),
             route_indices: HashMap::new(),
@@ -201,6 +216,10 @@ impl Engine {
 
     /// What [`Engine::apply`] would do.
     pub fn plan(&self, desired: &Desired) -> Result<Plan, EngineError> {
+        self.difference(&self.merged(desired))
+    }
+
+    fn difference(&self, desired: &Desired) -> Result<Plan, EngineError> {
         let problems = plan::restart_needed(&self.current, desired);
         if !problems.is_empty() {
             return Err(EngineError::Restart(ConfigError(problems)));
@@ -216,7 +235,7 @@ impl Engine {
     }
 
     /// True when a link's remote is an address of this very host, at the bridge's port.
-    fn leads_here(&self, link: &LinkSpec) -> bool {
+    pub(super) fn leads_here(&self, link: &LinkSpec) -> bool {
         let bridge = self.core.bridge_address();
         if !tunnel::arrives_at_bridge(link)
             || bridge.port() != link.remote.port()
@@ -238,7 +257,14 @@ impl Engine {
 
     /// Makes the host be as desired, and says what that took. On an error nothing has changed.
     pub fn apply(&mut self, desired: Desired) -> Result<Plan, EngineError> {
-        let plan = self.plan(&desired)?;
+        let plan = self.carry_out(self.merged(&desired))?;
+        self.own = desired;
+        Ok(plan)
+    }
+
+    /// Makes the host be exactly `desired`.
+    pub(super) fn carry_out(&mut self, desired: Desired) -> Result<Plan, EngineError> {
+        let plan = self.difference(&desired)?;
         if plan.is_empty() {
             // Lines may have moved, though.
             self.current = desired;
@@ -253,7 +279,7 @@ impl Engine {
         self.change_routes(&plan.routes);
         self.indices.follow(&plan);
         self.current = desired;
-        self.core.publish(self.setup(&self.current));
+        self.publish();
         for live in gone {
             live.interface.stop();
             self.retire(&live.stats);
@@ -368,8 +394,10 @@ impl Engine {
     fn forget(&mut self, name: &str) {
         let target = Target::Interface(name.into());
         self.indices.forget_interface(&name.into());
-        self.current.interfaces.retain(|item| item.spec.name != name);
-        self.current.routes.retain(|item| !item.spec.names(&target));
+        for desired in [&mut self.current, &mut self.own] {
+            desired.interfaces.retain(|item| item.spec.name != name);
+            desired.routes.retain(|item| !item.spec.names(&target));
+        }
         self.route_indices.retain(|spec, _| !spec.names(&target));
     }
 
@@ -467,14 +495,25 @@ impl Engine {
             links: desired.links.iter().filter_map(link).collect(),
             rules: desired.routes.iter().filter_map(rule).collect(),
             observers: self.observers(),
+            published: self.published(),
         }
+    }
+
+    /// Has the core do what the host is now.
+    pub(super) fn publish(&self) {
+        self.core.publish(self.setup(&self.current));
+    }
+
+    /// Where links' datagrams arrive.
+    pub fn bridge_address(&self) -> SocketAddr {
+        self.core.bridge_address()
     }
 }
 
 /// Single changes: each makes a desired state of its own and goes the way of all others.
 impl Engine {
     fn edit(&mut self, edit: impl FnOnce(&mut Desired)) -> Result<(), EngineError> {
-        let mut desired = self.current.clone();
+        let mut desired = self.own.clone();
         edit(&mut desired);
         config::validate(&desired)?;
         self.apply(desired).map(drop)
@@ -512,6 +551,9 @@ impl Engine {
         if !self.links.contains_key(name) {
             return Err(EngineError::NotFound(target.to_string()));
         }
+        if !self.own.links.iter().any(|item| item.spec.name == name) {
+            return Err(EngineError::Computed(target));
+        }
         self.not_in_use(target)?;
         self.edit(|desired| desired.links.retain(|item| item.spec.name != name))
     }
@@ -538,9 +580,10 @@ impl Engine {
 /// The interfaces that have to be opened anew because of what changes: as they are, as they should be.
 fn replaced(plan: &Plan) -> impl Iterator<Item = &(Item<InterfaceSpec>, Item<InterfaceSpec>)> {
     plan.interfaces.changed.iter().filter(|(is, wanted)| {
-        let InterfaceSpec { storm_limit, port_security, .. } = wanted.spec;
-        // These are the core's, all others the interface's.
-        wanted.spec != InterfaceSpec { storm_limit, port_security, ..is.spec.clone() }
+        let InterfaceSpec { storm_limit, port_security, ref addresses, .. } = wanted.spec;
+        // These are the core's and the overlay's, all others the interface's.
+        let addresses = addresses.clone();
+        wanted.spec != InterfaceSpec { storm_limit, port_security, addresses, ..is.spec.clone() }
     })
 }
 

@@ -3,7 +3,8 @@
 //! A configuration file, or a command, is read ([`config`]) into the state that is wanted ([`desired`]) and checked as a
 //! whole ([`check`]). The difference to the state that is ([`plan`]) is carried out by the [`engine`], all or nothing: it
 //! first opens what is new, then publishes one new setup to the dispatchers, then stops what is gone. There is no other
-//! way to change anything, so a command and an edited file cannot differ in what they allow.
+//! way to change anything, so a command and an edited file cannot differ in what they allow. What other hosts say through
+//! a store ([`overlay`]) joins it ([`joined`]) and goes the same way.
 
 pub mod access;
 pub mod api;
@@ -15,7 +16,9 @@ pub mod desired;
 pub mod engine;
 pub mod events;
 pub mod follow;
+mod joined;
 pub mod language;
+pub mod overlay;
 pub mod plan;
 pub mod requests;
 mod table;

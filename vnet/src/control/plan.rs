@@ -181,6 +181,16 @@ pub fn restart_needed(current: &Desired, desired: &Desired) -> Vec<Problem> {
             }
         }
     }
+    let (is, wanted) = (&current.overlay, &desired.overlay);
+    if is != wanted {
+        let place = wanted.as_ref().map_or(&desired.host.place, |item| &item.place);
+        let what = match (is, wanted) {
+            (None, _) => "is new",
+            (_, None) => "is gone",
+            _ => "changes",
+        };
+        fixed(place, "overlay", what.into());
+    }
     problems
 }
 

@@ -25,8 +25,19 @@ fn interface(n: usize) -> impl Strategy<Value = Item<InterfaceSpec>> {
         } else {
             Attachment::VhostUser { socket: format!("/run/{n}").into(), server: true }
         };
-        let (name, mac, mtu) = (format!("i{n}"), None, 1500);
-        item(InterfaceSpec { name, attachment, network, mac, mtu, queues, storm_limit, port_security: false })
+        let (name, mac, addresses, mtu) = (format!("i{n}"), None, vec![], 1500);
+        let port_security = false;
+        item(InterfaceSpec {
+            name,
+            attachment,
+            network,
+            mac,
+            addresses,
+            mtu,
+            queues,
+            storm_limit,
+            port_security,
+        })
     })
 }
 
@@ -63,6 +74,7 @@ fn desired() -> impl Strategy<Value = Desired> {
             control: item(ControlSpec::default()),
             dispatch: item(DispatchSpec::default()),
             bridge: item(BridgeSpec::default()),
+            overlay: None,
             networks,
             interfaces,
             links,

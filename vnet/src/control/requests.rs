@@ -27,6 +27,8 @@ pub struct NewInterface {
     pub network: Option<u32>,
     /// The guest's address.
     pub mac: Option<String>,
+    /// The guest's IP addresses, at most 16, with `mac`: other hosts of the overlay answer questions for them.
+    pub addresses: Option<Vec<String>>,
     /// MTU in bytes, 68 to 65535.
     pub mtu: Option<u32>,
     /// Queue pairs.

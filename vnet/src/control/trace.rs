@@ -55,7 +55,7 @@ impl Engine {
                 let indices: Vec<_> = rules.iter().map(ToString::to_string).collect();
                 ("rules", format!("route {} of priority {priority}", indices.join(" and ")))
             }
-            By::Pinned => ("configured", format!("{dst} is configured there")),
+            By::Pinned => ("configured", format!("{dst} is configured or published there")),
             By::Learned { age_s, frozen } => {
                 let frozen = if frozen { ", frozen there" } else { "" };
                 ("learned", format!("{dst} was heard there {age_s} s ago{frozen}"))

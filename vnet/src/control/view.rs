@@ -31,8 +31,20 @@ impl Engine {
             routes: self.current.routes.len(),
             networks: plan::networks(&self.current).len(),
             learned: self.known().iter().filter(|entry| entry.held != Held::Pinned).count(),
+            overlay: self.shown.as_ref().map(|overlay| api::OverlaySummary {
+                state: overlay.state.clone(),
+                since_s: overlay.since_s,
+                hosts: overlay.hosts.len(),
+                stations: overlay.stations,
+                alarms: overlay.alarms_total,
+            }),
             balance: self.stats().balance,
         }
+    }
+
+    /// The distributed overlay, as its agent described it last.
+    pub fn overlay(&self) -> Option<api::Overlay> {
+        self.shown.clone()
     }
 
     /// All interfaces.
@@ -64,6 +76,7 @@ impl Engine {
             reason,
             network: spec.network,
             mac: spec.mac,
+            addresses: spec.addresses.clone(),
             mtu: live.mtu,
             queues: spec.queues,
             socket,

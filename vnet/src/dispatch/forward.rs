@@ -2,17 +2,22 @@
 //!
 //! Frames are decided one by one, collected by destination, and delivered destination by destination, so that every guest is
 //! notified and every socket called once a batch. The order of frames between two ports is kept.
+//!
+//! A guest's question for a neighbour that is published ([`Published::neighbours`](crate::route::Published)) is not flooded:
+//! the answer takes its place, and goes back to where it came from.
 
 use std::sync::Arc;
 
 use super::counters::DispatcherStats;
 use super::setup::{Port, Setup};
-use crate::frame::{BATCH_MAX, Batch, PortId};
+use crate::frame::{BATCH_MAX, Batch, Frame, Origin, PortId};
 use crate::interface::Interface;
 use crate::link::Sender;
 use crate::route::{Decision, Router};
 use crate::stats::{DropReason, watch};
 use crate::wire::flow;
+use crate::wire::neighbour::{self, ANSWER_MAX};
+use crate::wire::offload::Offload;
 
 /// How much was moved.
 #[derive(Clone, Copy, Default)]
@@ -42,6 +47,8 @@ pub(super) struct Forwarder {
     pub(super) undelivered: Vec<(u16, DropReason)>,
     /// Frames of one list, by the queue they go to.
     by_queue: Vec<Vec<u16>>,
+    /// Answers to frames of the batch under way, in the place of those frames.
+    answers: Batch,
 }
 
 impl Forwarder {
@@ -58,6 +65,7 @@ impl Forwarder {
             touched: vec![],
             undelivered: Vec::with_capacity(BATCH_MAX),
             by_queue: vec![],
+            answers: Batch::new(),
         };
         forwarder.adopt(setup);
         forwarder
@@ -91,15 +99,30 @@ impl Forwarder {
         let begun = self.stats.begin(batch.len());
         if self.setup.is_observed() {
             self.run_observed(batch);
-            return self.stats.end(begun);
+        } else {
+            self.decide(batch);
+            while let Some(port) = self.touched.pop() {
+                let list = self.take_list(port);
+                self.deliver(port, batch, &list);
+                self.return_list(port, list);
+            }
         }
-        self.decide(batch);
-        while let Some(port) = self.touched.pop() {
-            let list = self.take_list(port);
-            self.deliver(port, batch, &list);
-            self.return_list(port, list);
+        if !self.answers.is_empty() {
+            self.deliver_answers();
         }
         self.stats.end(begun);
+    }
+
+    /// Delivers the answers, each to the interface whose question it takes the place of.
+    #[cold]
+    fn deliver_answers(&mut self) {
+        for (index, frame) in self.answers.frames().iter().enumerate() {
+            if let Some(Port::Interface(port)) = self.setup.port(frame.from) {
+                port.stats.answers.add(1);
+                port.interface.deliver(0, &self.answers, &[index as u16]);
+            }
+        }
+        self.answers.clear();
     }
 
     /// The frames that go to `port`, which are no more on its list.
@@ -131,7 +154,14 @@ impl Forwarder {
                 }
                 None => false,
             };
-            let (made, reason) = match self.router.decide(frame, self.now_ms) {
+            let decision = self.router.decide(frame, self.now_ms);
+            if frame.dst.is_multicast()
+                && !matches!(decision, Decision::Drop(_))
+                && answer(setup, batch.head(frame), frame, &mut self.answers)
+            {
+                continue;
+            }
+            let (made, reason) = match decision {
                 Decision::To(port) => (u64::from(push(port)), DropReason::PortGone),
                 Decision::Copies(ports) => {
                     (ports.iter().map(|&port| u64::from(push(port))).sum(), DropReason::PortGone)
@@ -182,4 +212,22 @@ impl Forwarder {
             }
         }
     }
+}
+
+/// Puts the answer to a guest's question for a published neighbour into `answers`. False when it is none: it is flooded.
+fn answer(setup: &Setup, head: &[u8], frame: &Frame, answers: &mut Batch) -> bool {
+    let known = &setup.table.published().neighbours;
+    let asks =
+        || matches!(setup.port(frame.from), Some(Port::Interface(port)) if port.interface.may_be_answered());
+    if known.is_empty() || !asks() || answers.is_full() {
+        return false;
+    }
+    let Some(asked) = neighbour::question(head) else { return false };
+    // Who asks for an address of its own wants to hear of others that use it.
+    let owner = known.get(&(frame.network, asked.target)).filter(|owner| **owner != asked.asker);
+    let (Some(owner), Some(room)) = (owner, answers.spare(ANSWER_MAX)) else { return false };
+    let Some(room) = room.first_chunk_mut() else { return false };
+    let Some(length) = neighbour::answer(&asked, *owner, room) else { return false };
+    let from = Origin { port: frame.from, network: frame.network };
+    answers.push_spare(0, length, from, Offload::default()).is_ok()
 }

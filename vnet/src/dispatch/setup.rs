@@ -7,7 +7,7 @@ use super::stream::StreamPort;
 use crate::frame::PortId;
 use crate::interface::Interface;
 use crate::link::{Link, Peers};
-use crate::route::{Member, NetworkSpec, PortKind, Rule, Table};
+use crate::route::{Member, NetworkSpec, PortKind, Published, Rule, Table};
 use crate::stats::{PortStats, watch};
 
 /// An interface in the setup.
@@ -47,6 +47,8 @@ pub struct Parts {
     pub rules: Vec<Rule>,
     /// Captures and questions.
     pub observers: Observers,
+    /// What is published of stations on other hosts.
+    pub published: Arc<Published>,
 }
 
 /// One slot of the port table.
@@ -97,7 +99,8 @@ impl Setup {
             .map(|i| i.member.clone())
             .chain(parts.links.iter().map(|l| l.member.clone()))
             .collect();
-        let table = Arc::new(Table::build(parts.rules, &parts.networks, &members));
+        let table = Table::build_published(parts.rules, &parts.networks, &members, parts.published);
+        let table = Arc::new(table);
         let links: Vec<Arc<Link>> = parts.links.iter().map(|l| l.link.clone()).collect();
         let size = members.iter().map(|m| m.port.index() + 1).max().unwrap_or(0);
         let mut ports: Vec<Option<Port>> = (0..size).map(|_| None).collect();

@@ -281,6 +281,11 @@ fn reason(error: &io::Error) -> DropReason {
 }
 
 impl Interface for Local {
+    /// Frames for addresses that were not heard here are not taken from the LAN.
+    fn may_be_answered(&self) -> bool {
+        false
+    }
+
     fn queues(&self) -> usize {
         1
     }

@@ -77,6 +77,12 @@ pub trait Interface: Send + Sync {
     /// Stops the interface for good: no frame enters or leaves afterwards, the guest sees its link go down.
     fn stop(&self);
 
+    /// True when this host may answer questions for a neighbour that come from here: what is then sent to that neighbour has
+    /// to come in.
+    fn may_be_answered(&self) -> bool {
+        true
+    }
+
     /// Tells the addresses that are configured on this host in the interface's network, whenever they change. Of use where
     /// many stations are behind an interface that has to be asked for frames.
     fn expect(&self, macs: &[Mac]) {

@@ -5,8 +5,8 @@
 //! 1. its cache (`cache.rs`), which answers all but the first frames of a flow with one probe, without a lock;
 //! 2. the guard (`guard.rs`): may a frame with this source enter here;
 //! 3. the [`Table`] (`table.rs`): do VNET rules apply. If so they alone decide: all rules of the highest priority get a copy;
-//! 4. where the network learns: [`Learned`] (`learning.rs`), which first notes the frame's source. A known destination
-//!    gets the frame;
+//! 4. where the network learns: what is configured or published ([`Published`]), then [`Learned`] (`learning.rs`), which
+//!    first notes the frame's source. A known destination gets the frame;
 //! 5. flooding, with split horizon, within the port's storm limit.
 //!
 //! Table and learned addresses are shared by all dispatchers. The table never changes; a new one is adopted as a whole.
@@ -20,6 +20,7 @@ mod hash;
 mod learning;
 #[cfg(test)]
 mod oracle;
+mod published;
 mod rule;
 mod table;
 #[cfg(test)]
@@ -33,6 +34,7 @@ pub use learning::{
     FREEZE_MS, Held, INTERFACE_ADDRESSES_MAX, LINK_ADDRESSES_MAX, LINKS_ADDRESSES_MAX, Learned, LearnedEntry,
     LearnedStats, MOVES_MAX, MOVES_WINDOW_MS, Moved, REFRESH_MS,
 };
+pub use published::Published;
 pub use rule::{
     AGEING_S, Flow, Member, NetworkSpec, Networks, PortKind, Qualifier, QualifierError, Rule, Source,
 };
@@ -194,7 +196,10 @@ impl Scratch {
             self.by_rules(table, flow)
         } else if !here.network.learning {
             Verdict::Drop(DropReason::NoRoute)
-        } else if let Some(port) = pinned.or(known.filter(|&port| table.carries(port, flow.network))) {
+        } else if let Some(port) = pinned
+            .or(known.filter(|&port| table.carries(port, flow.network)))
+            .or_else(|| table.advised(flow.network, flow.dst))
+        {
             table.toward(here, flow, port).map_or_else(Verdict::Drop, Verdict::To)
         } else {
             let range = table.flood(here);

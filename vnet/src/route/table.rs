@@ -17,17 +17,20 @@
 //! found: its cost does not grow with the number of other addresses' rules. A route costs 28 bytes and 6 to 12 of the index.
 //!
 //! # How frames are flooded
-//! The members of a network that learns stand in a *ring*: interfaces, then links, and the same once more. "Everybody
-//! but me" is then one slice, starting behind me; "all interfaces" is the ring's beginning. Nothing is copied.
+//! The members of a network that learns stand in a *ring*: interfaces, then links to spokes (hosts that this one relays
+//! for), then all other links, and the same once more. "Everybody but me" is then one slice, starting behind me; "all
+//! interfaces and spokes" is the ring's beginning. Nothing is copied.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 use hashbrown::HashTable;
 
 use super::guard::source_allowed;
 use super::hash::Seed;
+use super::published::Published;
 use super::rule::{Flow, Member, NetworkSpec, PortKind, Qualifier, Rule};
 use crate::frame::{NetworkId, PortId};
 use crate::stats::DropReason;
@@ -81,9 +84,10 @@ pub(super) struct Network {
     ways: [bool; 4],
     /// Its members within `Table::rings`.
     ring: Range<u32>,
-    /// How many members there are, and how many of them are interfaces.
+    /// How many members there are, and how many of them are interfaces and spokes.
     members: u32,
     interfaces: u32,
+    spokes: u32,
 }
 
 /// A frame's flow that may enter, with what the table knows of its network and port.
@@ -100,6 +104,7 @@ pub struct Table {
     networks: HashMap<NetworkId, Network>,
     ports: Box<[Option<Member>]>,
     pinned: HashMap<(NetworkId, Mac), PortId>,
+    published: Arc<Published>,
     rings: Box<[PortId]>,
 }
 
@@ -108,11 +113,21 @@ impl Table {
     ///
     /// Rules whose qualifier is `none`, and rules of other networks, can never apply and are left out. Of two members with
     /// one address in one network the first keeps it.
-    pub fn build(mut rules: Vec<Rule>, networks: &[NetworkSpec], members: &[Member]) -> Table {
+    pub fn build(rules: Vec<Rule>, networks: &[NetworkSpec], members: &[Member]) -> Table {
+        Table::build_published(rules, networks, members, Arc::default())
+    }
+
+    /// The same, with what is published of stations on other hosts.
+    pub fn build_published(
+        mut rules: Vec<Rule>,
+        networks: &[NetworkSpec],
+        members: &[Member],
+        published: Arc<Published>,
+    ) -> Table {
         let mut specs: HashMap<NetworkId, Network> = HashMap::with_capacity(networks.len());
         let mut rings = Vec::new();
         for spec in networks {
-            specs.entry(spec.id).or_insert_with(|| Network::new(spec, members, &mut rings));
+            specs.entry(spec.id).or_insert_with(|| Network::new(spec, members, &published, &mut rings));
         }
         rules.retain(|rule| rule.priority().is_some() && specs.contains_key(&rule.network));
         rules.sort_unstable_by_key(|rule| (RunKey::of(rule), Reverse(rule.priority()), rule.index));
@@ -123,6 +138,7 @@ impl Table {
             networks: specs,
             ports: slots(members),
             pinned: HashMap::new(),
+            published,
             rings: rings.into_boxed_slice(),
         };
         table.index_rules();
@@ -167,9 +183,28 @@ impl Table {
         self.port(port).is_some_and(|member| member.networks.contains(network))
     }
 
-    /// The interface whose configured address `mac` is.
+    /// Where `mac` is, whatever is learned: at the interface whose configured address it is, unless it is published to be
+    /// elsewhere, which is then where it is while that is firm.
     pub(super) fn pinned(&self, network: NetworkId, mac: Mac) -> Option<PortId> {
-        self.pinned.get(&(network, mac)).copied()
+        match self.published.place(network, mac) {
+            Some(port) => Some(port).filter(|&port| self.published.firm && self.carries(port, network)),
+            None => self.pinned.get(&(network, mac)).copied(),
+        }
+    }
+
+    /// Where `mac` was published to be before the store went away; what is learned goes first.
+    pub(super) fn advised(&self, network: NetworkId, mac: Mac) -> Option<PortId> {
+        self.published.place(network, mac).filter(|&port| self.carries(port, network))
+    }
+
+    /// What is published.
+    pub fn published(&self) -> &Published {
+        &self.published
+    }
+
+    /// True for a port that split horizon concerns: a link to a host that this one does not relay for.
+    fn is_horizon(&self, port: &Member) -> bool {
+        port.kind == PortKind::Link && !self.published.spokes.contains(&port.port)
     }
 
     /// All configured addresses.
@@ -281,31 +316,32 @@ impl Table {
         flow: &Flow,
         port: PortId,
     ) -> Result<PortId, DropReason> {
-        let is_link = self.port(port).is_some_and(|port| port.kind == PortKind::Link);
-        if port == flow.from || (is_link && here.port.kind == PortKind::Link) {
+        let behind = self.port(port).is_some_and(|port| self.is_horizon(port));
+        if port == flow.from || (behind && self.is_horizon(here.port)) {
             Err(DropReason::Hairpin)
         } else {
             Ok(port)
         }
     }
 
-    /// Where in the rings a flow is flooded to: from an interface to all other members, from a link to interfaces only
-    /// (split horizon: the host that sent it has sent it to all others itself).
+    /// Where in the rings a flow is flooded to: from an interface or a spoke to all other members, from another link to
+    /// interfaces and spokes only (split horizon: the host that sent it has sent it to all others itself).
     pub(super) fn flood(&self, here: &Admitted<'_>) -> Range<u32> {
-        let Network { ring, members, interfaces, .. } = here.network;
-        match here.port.kind {
-            PortKind::Link => ring.start..ring.start + interfaces,
-            PortKind::Interface => {
-                // Interfaces stand first, in ascending order.
-                let first = &self.rings[ring.start as usize..][..*interfaces as usize];
-                match first.binary_search(&here.port.port) {
-                    Ok(own) => {
-                        let behind = ring.start + own as u32 + 1;
-                        behind..behind + members - 1
-                    }
-                    Err(_) => 0..0,
-                }
+        let Network { ring, members, interfaces, spokes, .. } = here.network;
+        if self.is_horizon(here.port) {
+            return ring.start..ring.start + interfaces + spokes;
+        }
+        // Interfaces stand first, then spokes, each in ascending order.
+        let (start, count) = match here.port.kind {
+            PortKind::Interface => (ring.start, *interfaces),
+            PortKind::Link => (ring.start + interfaces, *spokes),
+        };
+        match self.ring(start, count).binary_search(&here.port.port) {
+            Ok(own) => {
+                let behind = start + own as u32 + 1;
+                behind..behind + members - 1
             }
+            Err(_) => 0..0,
         }
     }
 
@@ -333,20 +369,30 @@ impl Table {
 
 impl Network {
     /// Prepares a network, and adds its ring to `rings` when it can be needed.
-    fn new(spec: &NetworkSpec, members: &[Member], rings: &mut Vec<PortId>) -> Network {
-        let of_kind = |kind| {
-            let ours = members.iter().filter(|m| m.kind == kind && m.networks.contains(spec.id));
+    fn new(
+        spec: &NetworkSpec,
+        members: &[Member],
+        published: &Published,
+        rings: &mut Vec<PortId>,
+    ) -> Network {
+        let spoke = |member: &Member| published.spokes.contains(&member.port);
+        let of_kind = |kind, spokes: bool| {
+            let ours = members
+                .iter()
+                .filter(|m| m.kind == kind && m.networks.contains(spec.id) && spoke(m) == spokes);
             let mut ports: Vec<PortId> = ours.map(|m| m.port).collect();
             ports.sort_unstable();
             ports.dedup();
             ports
         };
         let start = rings.len() as u32;
-        let (mut interfaces, mut members) = (0, 0);
+        let (mut interfaces, mut spokes, mut members) = (0, 0, 0);
         if spec.learning {
-            let mut ring = of_kind(PortKind::Interface);
+            let mut ring = of_kind(PortKind::Interface, false);
             interfaces = ring.len() as u32;
-            ring.extend(of_kind(PortKind::Link));
+            ring.extend(of_kind(PortKind::Link, true));
+            spokes = ring.len() as u32 - interfaces;
+            ring.extend(of_kind(PortKind::Link, false));
             members = ring.len() as u32;
             rings.extend_from_slice(&ring);
             rings.extend_from_slice(&ring);
@@ -358,6 +404,7 @@ impl Network {
             ring: start..rings.len() as u32,
             members,
             interfaces,
+            spokes,
         }
     }
 }
@@ -448,6 +495,31 @@ mod tests {
                 .map(PortId)
                 .collect();
             assert_eq!(ports, expected, "from {from}");
+        }
+    }
+
+    #[test]
+    fn spokes_are_relayed_between() {
+        // An interface, two spokes, two links of the mesh.
+        let kinds = [PortKind::Link, PortKind::Link, PortKind::Interface, PortKind::Link, PortKind::Link];
+        let members: Vec<Member> = kinds.iter().enumerate().map(|(i, &k)| member(i as u16, k)).collect();
+        let spokes: std::collections::HashSet<_> = [PortId(1), PortId(3)].into();
+        let published = Arc::new(Published { spokes: spokes.clone(), ..Published::default() });
+        let table = Table::build_published(vec![], &[network(true)], &members, published);
+        let mesh = |port: u16| kinds[port as usize] == PortKind::Link && !spokes.contains(&PortId(port));
+        for from in 0..5u16 {
+            let (src, dst) = (mac(1), Mac::BROADCAST);
+            let flow = Flow { network: NetworkId::DEFAULT, src, dst, from: PortId(from) };
+            let here = table.admit(&flow).unwrap();
+            let range = table.flood(&here);
+            let mut ports = table.ring(range.start, range.len() as u32).to_vec();
+            ports.sort_unstable();
+            let allowed = |&to: &u16| to != from && !(mesh(from) && mesh(to));
+            let expected: Vec<PortId> = (0..5).filter(allowed).map(PortId).collect();
+            assert_eq!(ports, expected, "from {from}");
+            for to in 0..5u16 {
+                assert_eq!(table.toward(&here, &flow, PortId(to)).is_ok(), allowed(&to), "{from} to {to}");
+            }
         }
     }
 }

@@ -353,3 +353,35 @@ fn threads_agree_when_all_is_quiet() {
         assert!(router.misses() - misses < u64::from(FLOWS * FLOWS), "some of these were cached");
     }
 }
+
+#[test]
+fn what_is_published_is_found_and_cannot_be_drawn_away() {
+    let (away, near, local) = (Mac([2, 0, 0, 0, 0, 9]), Mac([2, 0, 0, 0, 0, 8]), Mac([2, 0, 0, 0, 0, 7]));
+    let mut members = members();
+    // Configured here, but published elsewhere: its machine has moved.
+    members[1].mac = Some(away);
+    members[0].mac = Some(local);
+    let table = |firm| {
+        let places = Arc::new([((NETWORK, away), 0)].into());
+        let published = Arc::new(Published { firm, places, links: vec![LINK], ..Published::default() });
+        Arc::new(Table::build_published(vec![], &[learning()], &members, published))
+    };
+    let mut router = Router::new(table(true), Arc::new(Learned::new()));
+    let to = |router: &mut Router, dst| match router.route(&flow(HOST, near, dst), 10) {
+        Decision::To(port) => Some(port),
+        _ => None,
+    };
+    assert_eq!(to(&mut router, away), Some(LINK));
+    // Somebody else uses the address: nothing moves while the store is there.
+    send(&mut router, &flow(LINK_2, away, near), 11);
+    assert_eq!(to(&mut router, away), Some(LINK));
+    // The store is away: what is heard goes first, what was published holds where nothing was heard.
+    router.adopt(table(false));
+    assert_eq!(to(&mut router, away), Some(LINK));
+    send(&mut router, &flow(LINK_2, away, near), 12);
+    assert_eq!(to(&mut router, away), Some(LINK_2));
+    router.adopt(table(true));
+    assert_eq!(to(&mut router, away), Some(LINK));
+    let own = router.route(&flow(GUEST, near, local), 13);
+    assert_eq!(own, Decision::To(HOST));
+}

@@ -18,7 +18,7 @@ pub enum By {
         /// All rules that share it, ordered by index.
         rules: Vec<Rule>,
     },
-    /// The destination is configured on an interface.
+    /// The destination is configured on an interface, or published by another host.
     Pinned,
     /// The destination was learned.
     Learned {
@@ -67,6 +67,9 @@ pub fn explain(table: &Table, learned: &Learned, flow: &Flow, now_ms: u64) -> Ex
         let age_s = (now_ms.saturating_sub(address.last.at_ms) / 1000) as u32;
         let by = By::Learned { age_s, frozen: address.is_frozen(now_ms) };
         return Explanation { by, outcome: toward(address.last.port) };
+    }
+    if let Some(port) = table.advised(flow.network, flow.dst) {
+        return Explanation { by: By::Pinned, outcome: toward(port) };
     }
     let range = table.flood(&here);
     let ports = table.ring(range.start, range.len() as u32).to_vec();

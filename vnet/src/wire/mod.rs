@@ -7,6 +7,7 @@ pub mod checksum;
 pub mod ethernet;
 pub mod flow;
 pub mod native;
+pub mod neighbour;
 pub mod offload;
 pub mod partial;
 pub mod segment;

@@ -1,0 +1,309 @@
+"""Hosts that know but their names and a store: they find each other, and what happens to the store is not theirs."""
+
+import itertools
+import json
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from conftest import MakeLab
+from traffic import assert_balanced, captured, ping, pinging, port, reaches, settled, wait_for_path
+
+from vnetlab import container, daemon, lab, machine, process, store
+from vnetlab.bench import usage
+from vnetlab.run import LabError, run, wait_until
+from vnetlab.topology import Node, Topology
+
+START_S = 2
+MOVE_S = 0.2
+STEP_S = 5
+EXTRA = ["--mtu", "1500", "--kind", "tap", "--device", "extra"]
+
+
+@pytest.fixture(scope="module")
+def topology(make_lab: MakeLab) -> Topology:
+    return make_lab(hosts=3, vms=0, store=True)
+
+
+@pytest.fixture
+def paths(topology: Topology) -> list[tuple[Node, Node]]:
+    find = topology.find
+    return [(find("h1c1"), find("h2c1")), (find("h3c1"), find("h1c1")), (find("h2c1"), find("h3c1"))]
+
+
+def overlay(host: Node) -> dict:
+    return daemon.ask(host, "overlay")
+
+
+def wait_for_step(topology: Topology) -> float:
+    """Waits until all hosts are in step with the store; gives how long that took."""
+    begin = time.monotonic()
+    for host in topology.hosts:
+        wait_until(
+            f"{host.name} to be in step", lambda host=host: overlay(host)["state"] == "connected", 10, poll_s=0.02
+        )
+    return time.monotonic() - begin
+
+
+def place(host: Node, source: Node, mac: str) -> list[str]:
+    """Where a host sends frames for an address."""
+    return daemon.ask(host, "trace", source.mac, mac, "--from", f"interface {source.name}")["to"]
+
+
+def pairs(topology: Topology) -> list[tuple[Node, Node]]:
+    return list(itertools.permutations(topology.machines(), 2))
+
+
+def alarms(host: Node) -> dict[str, int]:
+    return {alarm["name"]: alarm["count"] for alarm in overlay(host)["alarms"]}
+
+
+def test_empty_hosts_reach_each_other(topology: Topology):
+    """The time from the start of the last daemon until every container reaches every other."""
+    for host in topology.hosts:
+        process.stop(host.file(".pid"))
+    store.stop(topology, forget=True)
+    store.start(topology)
+    lab.start_daemon(topology, topology.hosts[0])
+    lab.start_daemon(topology, topology.hosts[1])
+    begin = time.monotonic()
+    lab.start_daemon(topology, topology.hosts[2])
+    with ThreadPoolExecutor(len(pairs(topology))) as pool:
+        list(pool.map(lambda pair: wait_for_path(pair[0], pair[1].address), pairs(topology)))
+    assert time.monotonic() - begin <= START_S
+    assert {key.rpartition("/")[2] for key in store.records(topology)} == {
+        *(host.name for host in topology.hosts),
+        *(machine.mac for machine in topology.machines()),
+    }
+    for host in topology.hosts:
+        assert {link["name"] for link in daemon.ask(host, "link", "list")} == {"h1", "h2", "h3"} - {host.name}
+
+
+def test_questions_are_answered_on_the_spot(topology: Topology):
+    """Nobody on another host hears an ARP request for an address that is published."""
+    source, destination, third = (topology.find(name) for name in ("h1c1", "h2c1", "h3c1"))
+    listen = ["timeout", "3", "tcpdump", "-nn", "-l", "-i", "eth0", "arp and ether broadcast"]
+    before = port(settled(topology.hosts[0]), "interface", source.name)["answers"]
+    with ThreadPoolExecutor(2) as pool:
+        heard = [pool.submit(machine.attempt, node, *listen) for node in (destination, third)]
+        time.sleep(1)
+        machine.execute(source, "ip", "neighbour", "flush", "all")
+        assert reaches(source, destination.address)
+        assert destination.mac in machine.execute(source, "ip", "neighbour", "show", destination.address)
+        for future in heard:
+            assert destination.address not in future.result()[1]
+    assert port(settled(topology.hosts[0]), "interface", source.name)["answers"] > before
+    assert_balanced(topology)
+
+
+@pytest.mark.parametrize("what", ["killed", "emptied", "compacted", "hung"])
+def test_the_store_fails_under_traffic(topology: Topology, paths: list[tuple[Node, Node]], what: str):
+    """Nothing is lost, and all are back in step soon."""
+    wait_for_step(topology)
+    logged = {host.name: host.file(".log").stat().st_size for host in topology.hosts}
+    with pinging(*paths, seconds=8):
+        if what == "hung":
+            pid = store.find(topology)
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(4)
+            os.kill(pid, signal.SIGCONT)
+        elif what == "compacted":
+            revision = json.loads(store.control(topology, "get", "x", "-w", "json"))["header"]["revision"]
+            store.control(topology, "compaction", str(revision))
+        else:
+            pid = store.find(topology)
+            os.kill(pid, signal.SIGKILL)
+            wait_until("etcd to end", lambda: store.find(topology) is None, 5)
+            time.sleep(1)
+            store.stop(topology, forget=what == "emptied")
+            store.start(topology)
+        assert wait_for_step(topology) <= STEP_S
+        wait_until("all records to be there", lambda: len(store.records(topology)) == 6, STEP_S)
+    for host in topology.hosts:
+        assert host.file(".log").stat().st_size - logged[host.name] < 5_000, "a failing store does not fill the log"
+
+
+def test_a_full_store_changes_nothing(topology: Topology, paths: list[tuple[Node, Node]]):
+    """Records that it does not take raise an alarm, and are there when it has room again."""
+    host, home = topology.hosts[0], topology.find("h1c1")
+    key = "/vnet/v1/1/interfaces/52:54:00:77:00:02"
+    store.stop(topology, forget=True)
+    store.start(topology, room_bytes=2 << 20)
+    wait_until("all records to be there", lambda: len(store.records(topology)) == 6, 5)
+    with pinging(*paths, seconds=8):
+        with pytest.raises(LabError, match="HTTP Error"):
+            fill(topology, 50_000)
+        daemon.vnet(host, "interface", "add", "extra", *EXTRA, "--mac", key[-17:], "--netns", home.namespace)
+        wait_until("h1 to raise an alarm", lambda: "write" in alarms(host), 5)
+        assert overlay(host)["state"] == "connected"
+        store.stop(topology, forget=True)
+        store.start(topology)
+        assert wait_for_step(topology) <= STEP_S
+        wait_until("the record to be there", lambda: key in store.records(topology), STEP_S)
+    daemon.vnet(host, "interface", "del", "extra")
+
+
+def fill(topology: Topology, count: int) -> None:
+    """Writes so many records of stations that nobody has."""
+    script = Path(__file__).parent / "flood_store.py"
+    run(store.inside(topology, "python3", str(script), store.endpoint(topology), str(count)), timeout_s=60)
+
+
+def test_a_new_guest_is_reachable_at_once_and_moves(topology: Topology, paths: list[tuple[Node, Node]]):
+    """The same address on another host: traffic follows, nothing is sent to where it was."""
+    homes = [topology.find("h1c1"), topology.find("h2c1")]
+    watcher = topology.find("h3c1")
+    mac, address = "52:54:00:77:00:01", "10.77.200.1"
+    arguments = ["interface", "add", "extra", *EXTRA, "--mac", mac, "--addresses", address]
+    with pinging(*paths, seconds=8):
+        for index in (0, 1, 0):
+            host, home = topology.hosts[index], homes[index]
+            daemon.vnet(host, *arguments, "--netns", home.namespace)
+            begin = time.monotonic()
+            run(["ip", "-n", home.namespace, "address", "add", f"{address}/32", "dev", "extra"])
+            others = [(topology.hosts[2], watcher), (topology.hosts[1 - index], homes[1 - index])]
+            wait_until(
+                f"the others to know that {mac} is on {host.name}",
+                lambda host=host, others=others: all(place(*other, mac) == [f"link {host.name}"] for other in others),
+                5,
+                poll_s=0.005,
+            )
+            assert time.monotonic() - begin <= MOVE_S + 0.2, "the commands themselves take some of it"
+            assert store.records(topology)[f"/vnet/v1/1/interfaces/{mac}"]["host"] == host.name
+            daemon.vnet(host, "interface", "del", "extra")
+
+
+def test_only_hosts_with_members_get_copies(topology: Topology):
+    """A network that two of three hosts take part in: the third has no link for it."""
+    text = {host.name: host.file(".toml").read_text() for host in topology.hosts}
+    for host in topology.hosts[:2]:
+        more = (
+            "\n[[network]]\nid = 7\n"
+            '[[interface]]\nname = "n7"\nkind = "tap"\ndevice = "n7"\nnetwork = 7\n'
+            f'mac = "52:54:00:07:00:0{host.host}"\n'
+        )
+        process.stop(host.file(".pid"))
+        host.file(".toml").write_text(text[host.name] + more)
+        lab.start_daemon(topology, host)
+    try:
+
+        def networks(host: Node) -> dict[str, list[int]]:
+            return {link["name"]: link["networks"] for link in daemon.ask(host, "link", "list")}
+
+        wait_until("h1 and h2 to share network 7", lambda: networks(topology.hosts[0]) == {"h2": [1, 7], "h3": [1]}, 5)
+        wait_until("h2 to know", lambda: networks(topology.hosts[1]) == {"h1": [1, 7], "h3": [1]}, 5)
+        assert networks(topology.hosts[2]) == {"h1": [1], "h2": [1]}
+    finally:
+        for host in topology.hosts[:2]:
+            process.stop(host.file(".pid"))
+            host.file(".toml").write_text(text[host.name])
+            lab.start_daemon(topology, host)
+    for source, destination in pairs(topology):
+        wait_for_path(source, destination.address)
+
+
+def test_a_hub_relays(topology: Topology):
+    """With one link each, to the hub, everybody still reaches everybody, and a broadcast comes once."""
+    text = {host.name: host.file(".toml").read_text() for host in topology.hosts}
+    try:
+        restart(topology, {name: f'{old}\ntopology = "hub h2"\n' for name, old in text.items()})
+        ends = {host.name: {link["name"] for link in daemon.ask(host, "link", "list")} for host in topology.hosts}
+        assert ends == {"h1": {"h2"}, "h2": {"h1", "h3"}, "h3": {"h2"}}
+        source, destination = topology.find("h1c1"), topology.find("h3c1")
+        listen = ["timeout", "3", "tcpdump", "-e", "-nn", "-l", "-i", "eth0", "ether broadcast and icmp"]
+        with ThreadPoolExecutor(1) as pool:
+            heard = pool.submit(machine.attempt, destination, *listen)
+            machine.attempt(source, "sleep 1; ping -n -b -c 3 -i 0.1 -W 1 10.77.255.255")
+            assert captured(heard.result()[1]) == [(source.mac, "ff:ff:ff:ff:ff:ff")] * 3
+    finally:
+        restart(topology, text)
+
+
+def test_the_store_takes_only_who_has_a_certificate(topology: Topology):
+    """TLS both ways; a host without a certificate stays alone, and says why."""
+    text = {host.name: host.file(".toml").read_text() for host in topology.hosts}
+    folder = store.certify(topology)
+    store.stop(topology, forget=True)
+    try:
+        store.start(topology, tls=True)
+        secure = {name: old.replace("http://", "https://") for name, old in text.items()}
+        files = f'ca = "{folder}/ca.pem"\n'
+        secure = {name: new + files for name, new in secure.items()}
+        stranger = topology.hosts[2]
+        for host in topology.hosts:
+            process.stop(host.file(".pid"))
+            own = "" if host == stranger else f'cert = "{folder}/cert.pem"\nkey = "{folder}/key.pem"\n'
+            host.file(".toml").write_text(secure[host.name] + own)
+            lab.start_daemon(topology, host)
+        wait_for_path(topology.find("h1c1"), topology.find("h2c1").address)
+        time.sleep(1)
+        assert overlay(stranger)["state"] == "starting"
+        assert "the store is out of reach" in stranger.file(".log").read_text()
+        assert {link["name"] for link in daemon.ask(topology.hosts[0], "link", "list")} == {"h2"}
+    finally:
+        store.stop(topology, forget=True)
+        store.start(topology)
+        restart(topology, text)
+
+
+def restart(topology: Topology, text: dict[str, str]) -> None:
+    """Starts all daemons anew with these configurations, and waits until all containers reach each other."""
+    for host in topology.hosts:
+        process.stop(host.file(".pid"))
+        host.file(".toml").write_text(text[host.name])
+    for host in topology.hosts:
+        lab.start_daemon(topology, host)
+    for source, destination in pairs(topology):
+        wait_for_path(source, destination.address)
+
+
+def test_what_others_write_leads_nobody_astray(topology: Topology, paths: list[tuple[Node, Node]]):
+    """Claims in others' names, garbage, an empty tree, 100 000 keys: no wrong route, bounded memory, alarms."""
+    one, two, three = topology.find("h1c1"), topology.find("h2c1"), topology.find("h3c1")
+    key = f"/vnet/v1/1/interfaces/{two.mac}"
+
+    def right() -> bool:
+        return place(topology.hosts[0], one, two.mac) == ["link h2"] and place(topology.hosts[2], three, two.mac) == [
+            "link h2"
+        ]
+
+    wait_until("all to know where h2c1 is", right, 5)
+    with pinging(*paths, seconds=9):
+        for bad in ('{"host":"h3","sequence":7}', '{"host":"h9","sequence":8}', "nonsense", "{}"):
+            store.control(topology, "put", key, bad)
+            for _ in range(5):
+                assert right(), bad
+        store.control(topology, "del", "--prefix", "/vnet/v1/")
+        for _ in range(10):
+            assert right()
+        fill(topology, 100_000)
+        assert right()
+    for host in topology.hosts:
+        wait_until(f"{host.name} to raise alarms", lambda host=host: {"garbage"} <= set(alarms(host)), 5)
+        assert usage.rss_bytes(process.find(host.file(".pid"))) < 200 << 20
+    assert "forged" in alarms(topology.hosts[1]) or "forged" in alarms(topology.hosts[2])
+    assert "alarms" in daemon.vnet(topology.hosts[0], "status")
+    assert_balanced(topology)
+
+
+def test_a_computed_link_is_the_overlays(topology: Topology):
+    with pytest.raises(LabError, match="overlay's store"):
+        daemon.vnet(topology.hosts[0], "link", "del", "h2")
+    assert ping(topology.find("h1c1"), topology.find("h2c1").address)[1] == 3
+
+
+def test_a_host_that_stops_leaves(topology: Topology):
+    """An orderly stop withdraws the host at once; its start brings it back."""
+    last = topology.hosts[2]
+    process.stop(last.file(".pid"))
+    for host in topology.hosts[:2]:
+        wait_until(
+            f"{host.name} to have no link to h3", lambda host=host: "h3" not in daemon.vnet(host, "link", "list"), 2
+        )
+    lab.start_daemon(topology, last)
+    container.configure(topology.find("h3c1"))
+    for source, destination in pairs(topology):
+        wait_for_path(source, destination.address)

@@ -1,0 +1,450 @@
+//! Hosts on one store: what each believes, at every moment.
+
+use proptest::prelude::*;
+
+use super::oracle::*;
+use super::record::{HostRecord, Record, StationRecord};
+use super::spec::Topology;
+use super::*;
+
+fn station(n: usize) -> String {
+    Key::Station(network(1), mac(n)).to_string()
+}
+
+fn claim(host: &str, sequence: u32) -> String {
+    format!(r#"{{"host":"{host}","sequence":{sequence}}}"#)
+}
+
+#[test]
+fn empty_hosts_find_each_other() {
+    let mut world = World::new(3);
+    world.host(3).locals.push(guest(2, 30));
+    world.run(300, |_| {});
+    world.assert_truth();
+    // Network 2 has one member: nobody has to carry it.
+    assert!(world.computed(1).links.iter().all(|link| link.networks == [network(1)]));
+    assert_eq!(world.keys(), 3 + 1 + 4);
+}
+
+#[test]
+fn a_guest_that_comes_up_elsewhere_is_found_there_at_once() {
+    let mut world = World::new(3);
+    world.run(300, |_| {});
+    let moved = world.host(1).locals.pop().unwrap();
+    world.run(60, |_| {});
+    world.host(2).locals.push(moved.clone());
+    world.run(200, |_| {});
+    assert_eq!(world.toward(3, 1, 1), Some("h2".into()));
+    assert_eq!(world.toward(1, 1, 1), None, "no interface, no member");
+    // Live migration: both have it for a while, only the new one speaks. The new one says so 100 ms after it came up.
+    world.host(3).locals.push(Local { in_frames: 7, ..moved });
+    world.run(200, |_| {});
+    assert_eq!(
+        world.toward(2, 1, 1),
+        Some("h3".into()),
+        "the old host yields, although its guest is still attached"
+    );
+    assert_eq!(world.toward(3, 1, 1), None, "it is here");
+    assert_eq!(StationRecord::parse(world.value(&station(1)).unwrap().as_bytes()).unwrap().sequence, 3);
+}
+
+#[test]
+fn two_guests_of_one_address_freeze_it() {
+    let mut world = World::new(3);
+    world.run(300, |_| {});
+    world.host(2).locals.push(guest(1, 1));
+    let mut writes = 0;
+    for round in 1..=100u64 {
+        // Both speak all the time.
+        for host in [1, 2] {
+            world.host(host).locals.iter_mut().for_each(|local| local.in_frames = round);
+        }
+        let before = world.value(&station(1));
+        world.run(50, |_| {});
+        writes += u32::from(before != world.value(&station(1)));
+    }
+    assert!(world.alarms(3).contains(&"frozen".into()), "{:?}", world.alarms(3));
+    assert!(writes <= 10, "{writes} writes: two who fight do not load the store");
+    let place = world.toward(3, 1, 1);
+    world.run(10_000, |world| assert_eq!(world.toward(3, 1, 1), place, "frozen is frozen"));
+}
+
+/// A host with a guest that others' records concern; `bad` is done to the store once every 30 ms.
+fn no_wrong_route(mut bad: impl FnMut(&mut World, u32)) -> World {
+    let mut world = World::new(3);
+    world.run(300, |_| {});
+    world.assert_truth();
+    for round in 0..40 {
+        bad(&mut world, round);
+        world.run(30, |world| {
+            for (host, n) in [(1, 2), (1, 3), (2, 1), (2, 3), (3, 1), (3, 2)] {
+                let toward = world.toward(host, 1, n);
+                assert_eq!(
+                    toward,
+                    Some(name(n)),
+                    "round {round}, {} at {host}: {:?}",
+                    mac(n),
+                    world.alarms(host)
+                );
+            }
+            assert_eq!(world.computed(1).links.len(), 2);
+            assert_eq!(world.computed(1).links[0].remote, address(2));
+        });
+    }
+    world
+}
+
+#[test]
+fn a_claim_in_another_hosts_name_is_put_right_before_it_counts() {
+    let world = no_wrong_route(|world, round| world.put(&station(1), &claim("h3", 2 + round)));
+    assert!(world.alarms(3).contains(&"forged".into()));
+}
+
+#[test]
+fn a_claim_for_a_host_that_is_not_there_is_passed_over() {
+    let world = no_wrong_route(|world, round| world.put(&station(1), &claim("h99", 2 + round)));
+    assert!(world.alarms(2).contains(&"unknown_host".into()));
+}
+
+#[test]
+fn a_sequence_number_cannot_be_exhausted() {
+    let world = no_wrong_route(|world, round| {
+        let sequence = [1 << 31, u32::MAX, (1 << 31) - 1][round as usize % 3];
+        world.put(&station(1), &claim("h3", sequence));
+    });
+    assert!(world.alarms(2).contains(&"sequence".into()));
+    let mut moved = world;
+    let guest = moved.host(1).locals.pop().unwrap();
+    moved.host(2).locals.push(guest);
+    // Frozen by the forgeries at first.
+    moved.skip(400_000, |_| {});
+    assert_eq!(moved.toward(3, 1, 1), Some("h2".into()));
+}
+
+#[test]
+fn garbage_is_passed_over_and_replaced() {
+    let mut world = no_wrong_route(|world, round| {
+        world.put(&station(1), "nonsense");
+        world.put("/vnet/v1/1/hosts/h2", "{}");
+        world.put(&format!("/vnet/v1/1/nonsense/{round}"), "");
+    });
+    assert!(world.alarms(3).contains(&"garbage".into()));
+    world.run(2_000, |_| {});
+    world.assert_truth();
+}
+
+#[test]
+fn an_emptied_store_changes_nothing_and_is_filled_again() {
+    let mut world = no_wrong_route(|world, _| {
+        world.wipe();
+        world.reread();
+    });
+    assert!(world.alarms(1).contains(&"vanished".into()));
+    world.run(2_000, |_| {});
+    assert_eq!(world.keys(), 6);
+}
+
+#[test]
+fn a_hosts_address_that_somebody_else_writes_is_put_right_before_it_counts() {
+    let evil = r#"{"address":"10.9.9.9:9000","instance":5}"#;
+    let world = no_wrong_route(|world, _| world.put("/vnet/v1/1/hosts/h2", evil));
+    assert!(world.alarms(2).contains(&"forged".into()) || world.alarms(2).contains(&"name".into()));
+    // A new host at the address of one that is there takes nothing from it, nor from this host itself.
+    let copy = r#"{"address":"10.0.0.2:9000","instance":5}"#;
+    let own = r#"{"address":"10.0.0.1:9000","instance":5}"#;
+    let mut world = no_wrong_route(|world, _| {
+        world.put("/vnet/v1/1/hosts/a", copy);
+        world.put("/vnet/v1/1/hosts/b", own);
+        world.host(1).overlay.check_addresses(1);
+    });
+    assert!(world.host(1).overlay.show(&[], 0, 1).alarms.iter().any(|alarm| alarm.name == "address"));
+}
+
+#[test]
+fn withdrawals_that_the_owner_did_not_write_are_put_right() {
+    let gone = StationRecord { withdrawn: true, ..StationRecord::parse(claim("h1", 1).as_bytes()).unwrap() };
+    let left = HostRecord { address: address(1), behind_nat: false, instance: 1, withdrawn: true };
+    let (gone, left) = (String::from_utf8(gone.write()).unwrap(), String::from_utf8(left.write()).unwrap());
+    // Once each: a host that has to put its record right again and again gives up after five times.
+    no_wrong_route(|world, round| {
+        if round == 0 {
+            world.put(&station(1), &gone);
+        }
+        if round == 10 {
+            world.put("/vnet/v1/1/hosts/h1", &left);
+        }
+    });
+}
+
+#[test]
+fn memory_is_bounded_however_much_is_written() {
+    let mut overlay = Overlay::new("h1".into(), 1, settings(1));
+    overlay.connected(1, 1);
+    overlay.locals(&[guest(1, 1)]);
+    overlay.begin_reading();
+    let host = HostRecord { address: address(2), behind_nat: false, instance: 1, withdrawn: false };
+    overlay.put(b"/vnet/v1/1/hosts/h2", &host.write(), 1, 1, 1);
+    let value = claim("h2", 1);
+    for n in 0..STATIONS_MAX as u32 + 1000 {
+        let [a, b, c, d] = n.to_be_bytes();
+        let key = Key::Station(network(1), Mac([2, 1, a, b, c, d])).to_string();
+        overlay.put(key.as_bytes(), value.as_bytes(), 0, 2, 1);
+    }
+    for n in 0..HOSTS_MAX + 10 {
+        overlay.put(format!("/vnet/v1/1/hosts/x{n}").as_bytes(), &host.write(), 0, 2, 1);
+        overlay.put(format!("/vnet/v1/1/hosts/y{n}").as_bytes(), b"", 0, 2, 1);
+        overlay.put(format!("/vnet/v1/9/hosts/z{n}").as_bytes(), &host.write(), 0, 2, 1);
+    }
+    overlay.end_reading(1);
+    let shown = overlay.show(&[], 1, 1);
+    assert_eq!(shown.stations, STATIONS_MAX);
+    assert_eq!(shown.hosts.len(), HOSTS_MAX);
+    assert_eq!(overlay.computed().stations.len(), STATIONS_MAX);
+    assert_eq!(overlay.computed().links.len(), 1, "all say that they are at one address");
+    let limit = shown.alarms.iter().find(|alarm| alarm.name == "limit").unwrap();
+    assert_eq!(limit.count, 1000 + 11);
+}
+
+#[test]
+fn records_that_name_this_host_are_put_right_at_a_bounded_rate() {
+    let mut world = World::new(2);
+    world.run(300, |_| {});
+    for n in 10..250 {
+        world.put(&station(n), &claim("h2", 1));
+    }
+    world.run(1_000, |_| {});
+    let withdrawn = (10..250).filter(|n| world.value(&station(*n)).unwrap().contains("withdrawn")).count();
+    assert!((50..=110).contains(&withdrawn), "{withdrawn}");
+    world.run(5_000, |_| {});
+    assert!((10..250).all(|n| world.toward(1, 1, n).is_none()));
+    world.skip(70_000, |_| {});
+    assert_eq!(world.keys(), 4, "withdrawals do not stay for ever");
+}
+
+#[test]
+fn what_runs_out_while_the_store_is_away_is_kept() {
+    let mut world = World::new(3);
+    world.run(300, |_| {});
+    for host in 1..=3 {
+        world.disconnect(host);
+    }
+    (1..=3).for_each(|host| world.expire(host));
+    assert_eq!(world.keys(), 0);
+    let all = |world: &World| {
+        for host in 1..=3 {
+            assert_eq!(world.computed(host).links.len(), 2);
+            assert_eq!(world.computed(host).stations.len(), 2);
+        }
+    };
+    world.skip(2 * FORGET_MS, all);
+    assert!(!world.computed(1).firm);
+    // They come back one after the other, each into a store that lacks the others.
+    for host in 1..=3 {
+        world.connect(host);
+        world.run(5_000, all);
+    }
+    world.assert_truth();
+}
+
+#[test]
+fn a_host_that_is_gone_is_forgotten_in_the_end() {
+    let mut world = World::new(3);
+    world.run(300, |_| {});
+    world.disconnect(3);
+    world.expire(3);
+    world.skip(FORGET_MS / 2, |world| assert_eq!(world.toward(1, 1, 3), Some("h3".into())));
+    world.reread();
+    world.skip(FORGET_MS, |_| {});
+    assert_eq!(world.toward(1, 1, 3), Some("h3".into()), "one reading is not enough");
+    // Something came by its link: it lives, only the store does not know.
+    let now_ms = world.now_ms;
+    world.host(1).overlay.heard("h3", now_ms);
+    world.reread();
+    world.skip(20_000, |_| {});
+    assert_eq!(world.toward(1, 1, 3), Some("h3".into()));
+    assert_eq!(world.toward(2, 1, 3), None);
+    world.skip(FORGET_MS, |_| {});
+    assert_eq!(world.toward(1, 1, 3), None);
+    assert_eq!(world.computed(1).links.len(), 1);
+}
+
+#[test]
+fn a_host_that_takes_leave_is_gone_at_once() {
+    let mut world = World::new(3);
+    world.run(300, |_| {});
+    let farewell = world.host(3).overlay.farewell();
+    assert_eq!(farewell.len(), 1);
+    world.disconnect(3);
+    for write in farewell {
+        world.put(&write.key, str::from_utf8(&write.value.unwrap()).unwrap());
+    }
+    world.run(HOLD_MS + 2 * STEP_MS, |_| {});
+    assert_eq!((world.toward(1, 1, 3), world.computed(1).links.len()), (None, 1));
+    // And back again, as another life of the same host.
+    world.host(3).overlay = Overlay::new("h3".into(), 77, settings(3));
+    world.connect(3);
+    world.run(500, |_| {});
+    world.assert_truth();
+}
+
+#[test]
+fn an_address_that_two_have_is_answered_by_nobody() {
+    let mut world = World::new(3);
+    world.host(2).locals[0].addresses = vec![ip(1), ip(2)];
+    world.run(300, |_| {});
+    for host in 1..=3 {
+        let neighbours = world.computed(host).neighbours;
+        assert_eq!(neighbours.get(&(network(1), ip(1))), None);
+        assert_eq!(neighbours.get(&(network(1), ip(2))), Some(&mac(2)));
+    }
+}
+
+#[test]
+fn in_a_star_everybody_reaches_everybody_by_the_hub() {
+    let hub = || Topology::Hub("h2".into());
+    let mut world = World::with((1..=4).map(|host| in_topology(host, hub())).collect());
+    world.host(2).locals.clear();
+    world.run(300, |_| {});
+    let names = |world: &World, host| -> Vec<String> {
+        world.computed(host).links.iter().map(|link| link.name.to_string()).collect()
+    };
+    assert_eq!(names(&world, 1), ["h2"]);
+    assert_eq!(names(&world, 2), ["h1", "h3", "h4"], "it relays, although it has no member");
+    assert!(world.computed(2).links.iter().all(|link| link.spoke));
+    assert!(!world.computed(1).links[0].spoke);
+    assert_eq!(world.toward(1, 1, 3), Some("h2".into()));
+    assert_eq!(world.toward(2, 1, 3), Some("h3".into()));
+}
+
+#[test]
+fn hosts_behind_nat_are_reached_by_the_first_reflector() {
+    let reflectors = vec!["h1".to_string(), "h2".to_string()];
+    let make =
+        |host: usize| Settings { reflectors: reflectors.clone(), behind_nat: host > 3, ..settings(host) };
+    let mut world = World::with((1..=5).map(make).collect());
+    let names = |world: &World, host| -> Vec<String> {
+        let shown = |link: &PeerLink| format!("{}{}", link.name, if link.spoke { "*" } else { "" });
+        world.computed(host).links.iter().map(shown).collect()
+    };
+    world.run(300, |_| {});
+    assert_eq!(names(&world, 1), ["h2", "h3", "h4*", "h5*"]);
+    assert_eq!(names(&world, 3), ["h1", "h2"]);
+    assert_eq!(names(&world, 4), ["h1"]);
+    for (from, to, hop) in
+        [(3, 4, "h1"), (4, 5, "h1"), (4, 3, "h1"), (2, 5, "h1"), (1, 5, "h5"), (3, 2, "h2")]
+    {
+        assert_eq!(world.toward(from, 1, to), Some(hop.into()), "{from} to {to}");
+    }
+    // The first one leaves: the second takes over.
+    let farewell = world.host(1).overlay.farewell();
+    world.disconnect(1);
+    for write in farewell {
+        world.put(&write.key, str::from_utf8(&write.value.unwrap()).unwrap());
+    }
+    world.run(300, |_| {});
+    assert_eq!(names(&world, 2), ["h3", "h4*", "h5*"]);
+    assert_eq!(world.toward(4, 1, 3), Some("h2".into()));
+}
+
+#[test]
+fn explicit_links_are_named_and_not_made() {
+    let mut world = World::with((1..=2).map(|host| in_topology(host, Topology::Explicit)).collect());
+    world.run(300, |_| {});
+    assert!(world.computed(1).links.is_empty());
+    assert_eq!(world.toward(1, 1, 2), Some("h2".into()));
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    /// A guest stops where it is, and starts elsewhere after some time.
+    Move {
+        n: usize,
+        to: usize,
+        pause_ms: u64,
+    },
+    Stop {
+        n: usize,
+    },
+    Disconnect {
+        host: usize,
+    },
+    Connect {
+        host: usize,
+    },
+    Expire {
+        host: usize,
+    },
+    Wipe,
+    Wait {
+        ms: u64,
+    },
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let host = || 1..5usize;
+    prop_oneof![
+        3 => (1..6usize, host(), 0..30u64).prop_map(|(n, to, p)| Step::Move { n, to, pause_ms: p * STEP_MS }),
+        1 => (1..6usize).prop_map(|n| Step::Stop { n }),
+        1 => host().prop_map(|host| Step::Disconnect { host }),
+        1 => host().prop_map(|host| Step::Connect { host }),
+        1 => host().prop_map(|host| Step::Expire { host }),
+        1 => Just(Step::Wipe),
+        3 => (0..40u64).prop_map(|ms| Step::Wait { ms: ms * STEP_MS }),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// Whatever happened, when everybody is connected and time has passed every host knows the truth.
+    #[test]
+    fn all_know_the_truth_in_the_end(steps in prop::collection::vec(step(), 1..25)) {
+        let mut world = World::new(4);
+        // Every host stays a member of network 1, whoever moves.
+        for host in 1..=4 {
+            world.host(host).locals = vec![Local { mac: Some(mac(100 + host)), addresses: vec![], ..guest(1, host) }];
+        }
+        let mut moves = [0; 6];
+        for step in steps {
+            let stop = |world: &mut World, n: usize| {
+                world.hosts.iter_mut().for_each(|host| host.locals.retain(|local| local.mac != Some(mac(n))));
+            };
+            match step {
+                // Five moves would freeze it.
+                Step::Move { n, to, pause_ms } if moves[n] < 3 => {
+                    moves[n] += 1;
+                    stop(&mut world, n);
+                    world.run(pause_ms, |_| {});
+                    world.host(to).locals.push(guest(1, n));
+                }
+                Step::Move { .. } => {}
+                Step::Stop { n } => stop(&mut world, n),
+                Step::Disconnect { host } => world.disconnect(host),
+                Step::Connect { host } => {
+                    if !world.host(host).connected {
+                        world.connect(host);
+                    }
+                }
+                Step::Expire { host } => {
+                    if !world.host(host).connected {
+                        world.expire(host);
+                    }
+                }
+                Step::Wipe => world.wipe(),
+                Step::Wait { ms } => world.run(ms, |_| {}),
+            }
+        }
+        for host in 1..=4 {
+            if !world.host(host).connected {
+                world.connect(host);
+            }
+        }
+        world.run(3_000, |_| {});
+        // What vanished without a withdrawal is kept, here by those whose host could not say that it went.
+        for _ in 0..3 {
+            world.reread();
+            world.skip(FORGET_MS / 2 + SWEEP_MS, |_| {});
+        }
+        world.assert_truth();
+    }
+}
