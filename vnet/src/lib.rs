@@ -16,6 +16,7 @@
 //! `frame` sees only `wire`, and `wire` nobody. `tests/rooms.rs` keeps it so.
 
 pub mod control;
+mod copy;
 pub mod dispatch;
 pub mod frame;
 pub mod interface;

@@ -79,6 +79,7 @@ impl Forwarder {
     fn decide(&mut self, batch: &Batch) {
         let setup = &*self.setup;
         self.work.frames += batch.len() as u64;
+        self.router.begin();
         for (index, frame) in batch.frames().iter().enumerate() {
             let index = index as u16;
             self.work.bytes += frame.len() as u64;
