@@ -11,6 +11,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::copy::copy;
 use crate::scratch::Scratch;
 use crate::wire::ethernet::{self, HEADER_LEN, Mac, VLAN_TAG_LEN};
 use crate::wire::offload::Offload;
@@ -491,7 +492,7 @@ impl Builder<'_> {
         {
             // A small frame in one piece, the commonest by number: all of it becomes the head.
             // SAFETY: as below.
-            unsafe { std::ptr::copy_nonoverlapping(only.base, head.as_mut_ptr(), wanted) };
+            unsafe { copy(only.base, head.as_mut_ptr(), wanted) };
             segments.truncate(self.first + 1);
             segments[self.first] = Segment::new(self.batch.heads.ptr(place), wanted);
             return;

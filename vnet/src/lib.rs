@@ -19,6 +19,7 @@
 
 pub mod capture;
 pub mod control;
+mod copy;
 pub mod dispatch;
 pub mod frame;
 pub mod interface;

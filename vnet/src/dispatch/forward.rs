@@ -140,6 +140,7 @@ impl Forwarder {
         let setup = &*self.setup;
         self.work.frames += batch.len() as u64;
         self.undelivered.clear();
+        self.router.begin();
         for (index, frame) in batch.frames().iter().enumerate() {
             let index = index as u16;
             self.work.bytes += frame.len() as u64;

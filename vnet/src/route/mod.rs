@@ -68,6 +68,8 @@ pub struct Router {
     scratch: Scratch,
     /// Destinations of a cached decision while it is used.
     few: [PortId; FEW],
+    /// The flow of the frame before, when it went to one port: bursts of one flow are common.
+    last: Option<(Flow, PortId)>,
     misses: u64,
 }
 
@@ -84,6 +86,7 @@ impl Router {
             cache: Cache::new(entries),
             scratch: Scratch::default(),
             few: [PortId::NONE; FEW],
+            last: None,
             misses: 0,
         }
     }
@@ -91,6 +94,7 @@ impl Router {
     /// Uses `table` from now on, and forgets what was decided by the one before.
     pub fn adopt(&mut self, table: Arc<Table>) {
         self.table = table;
+        self.last = None;
         self.cache.empty();
     }
 
@@ -115,6 +119,13 @@ impl Router {
         }
     }
 
+    /// A batch begins. Within one, a frame goes where the frame of the same flow just before it went, whatever other
+    /// dispatchers have learned in between.
+    #[inline]
+    pub fn begin(&mut self) {
+        self.last = None;
+    }
+
     /// Decides where `frame` goes. `now_ms` is the time on a monotonic clock in milliseconds; one reading a batch will do.
     #[inline]
     pub fn decide(&mut self, frame: &Frame, now_ms: u64) -> Decision<'_> {
@@ -123,12 +134,20 @@ impl Router {
 
     #[inline]
     fn route(&mut self, flow: &Flow, now_ms: u64) -> Decision<'_> {
+        if let Some((last, port)) = &self.last
+            && last == flow
+        {
+            return Decision::To(*port);
+        }
         let verdict = match self.cache.get(flow, now_ms, &self.learned.versions) {
             Some(verdict) => verdict,
             None => self.resolve(flow, now_ms),
         };
         match verdict {
-            Verdict::To(port) => Decision::To(port),
+            Verdict::To(port) => {
+                self.last = Some((*flow, port));
+                Decision::To(port)
+            }
             Verdict::Drop(reason) => Decision::Drop(reason),
             Verdict::Flood { start, len } => self.flood(flow, start, len, now_ms),
             Verdict::Few { len, ports } => {
@@ -154,6 +173,8 @@ impl Router {
     #[cold]
     fn resolve(&mut self, flow: &Flow, now_ms: u64) -> Verdict {
         self.misses += 1;
+        // What is learned here may concern it.
+        self.last = None;
         let (verdict, lease) = match self.table.admit(flow) {
             Ok(here) => self.scratch.forward(&self.table, &self.learned, &here, flow, now_ms),
             Err(reason) => (Verdict::Drop(reason), Lease::FOREVER),

@@ -16,7 +16,7 @@ use super::dirty::DirtyLog;
 use super::memory::{GuestMemory, Translator};
 use super::{
     AVAIL_NO_INTERRUPT, DESC_INDIRECT, DESC_NEXT, DESC_WRITE, Descriptor, QUEUE_SIZE_MAX, USED_NO_NOTIFY,
-    prefetch,
+    prefetch, prefetch_write,
 };
 
 /// Chains that are read ahead: a batch.
@@ -256,9 +256,15 @@ impl Ring {
                 if flags & DESC_INDIRECT == 0 {
                     head.single = target;
                 }
-                prefetch(target);
-                prefetch(target.wrapping_add(64));
+                let ask = if flags & DESC_WRITE == 0 { prefetch } else { prefetch_write };
+                ask(target);
+                ask(target.wrapping_add(64));
             }
+        }
+        // Used entries of as many chains: eight share a line.
+        for i in (0..count).step_by(8) {
+            let slot = usize::from(self.next_used.wrapping_add(i as u16) & (self.size - 1));
+            prefetch_write(self.used.wrapping_add(4 + 8 * slot));
         }
         self.primed = count;
         Ok(count)
