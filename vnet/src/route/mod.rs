@@ -129,25 +129,39 @@ impl Router {
     /// Decides where `frame` goes. `now_ms` is the time on a monotonic clock in milliseconds; one reading a batch will do.
     #[inline]
     pub fn decide(&mut self, frame: &Frame, now_ms: u64) -> Decision<'_> {
-        self.route(&Flow::from(frame), now_ms)
-    }
-
-    #[inline]
-    fn route(&mut self, flow: &Flow, now_ms: u64) -> Decision<'_> {
+        let flow = Flow::from(frame);
         if let Some((last, port)) = &self.last
-            && last == flow
+            && *last == flow
         {
             return Decision::To(*port);
         }
-        let verdict = match self.cache.get(flow, now_ms, &self.learned.versions) {
+        let verdict = self.verdict(&flow, now_ms);
+        self.last = match verdict {
+            Verdict::To(port) => Some((flow, port)),
+            _ => None,
+        };
+        self.decision(verdict, &flow, now_ms)
+    }
+
+    /// Decides by what holds now, whatever was decided before in the batch.
+    #[cfg(test)]
+    fn route(&mut self, flow: &Flow, now_ms: u64) -> Decision<'_> {
+        let verdict = self.verdict(flow, now_ms);
+        self.decision(verdict, flow, now_ms)
+    }
+
+    #[inline]
+    fn verdict(&mut self, flow: &Flow, now_ms: u64) -> Verdict {
+        match self.cache.get(flow, now_ms, &self.learned.versions) {
             Some(verdict) => verdict,
             None => self.resolve(flow, now_ms),
-        };
+        }
+    }
+
+    #[inline]
+    fn decision(&mut self, verdict: Verdict, flow: &Flow, now_ms: u64) -> Decision<'_> {
         match verdict {
-            Verdict::To(port) => {
-                self.last = Some((*flow, port));
-                Decision::To(port)
-            }
+            Verdict::To(port) => Decision::To(port),
             Verdict::Drop(reason) => Decision::Drop(reason),
             Verdict::Flood { start, len } => self.flood(flow, start, len, now_ms),
             Verdict::Few { len, ports } => {
@@ -173,8 +187,6 @@ impl Router {
     #[cold]
     fn resolve(&mut self, flow: &Flow, now_ms: u64) -> Verdict {
         self.misses += 1;
-        // What is learned here may concern it.
-        self.last = None;
         let (verdict, lease) = match self.table.admit(flow) {
             Ok(here) => self.scratch.forward(&self.table, &self.learned, &here, flow, now_ms),
             Err(reason) => (Verdict::Drop(reason), Lease::FOREVER),

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use super::*;
-use crate::frame::NetworkId;
+use crate::frame::{Batch, NetworkId, Origin};
 use crate::wire::ethernet::Mac;
+use crate::wire::offload::Offload;
 
 const NETWORK: NetworkId = NetworkId::DEFAULT;
 const HOST: PortId = PortId(0);
@@ -276,6 +277,23 @@ fn a_forgotten_port_is_not_used_from_any_cache() {
     assert_eq!(router.route(&there, 0), Decision::To(LINK));
     router.learned.forget_port(LINK);
     assert!(matches!(router.route(&there, 0), Decision::Copies(_)), "even before a table is adopted");
+}
+
+#[test]
+fn a_flow_is_remembered_for_a_batch_and_no_longer() {
+    let mut router = router(vec![], &members());
+    let mut batch = Batch::new();
+    batch.spare(14).unwrap()[..12].copy_from_slice(&[mac(2).0, mac(1).0].concat());
+    let from = Origin { port: HOST, network: NETWORK };
+    batch.push_spare(0, 14, from, Offload::default()).unwrap();
+    let there = batch.frame(0);
+    router.route(&flow(LINK, mac(2), mac(1)), 0);
+    router.begin();
+    assert_eq!(router.decide(there, 0), Decision::To(LINK));
+    router.learned.forget_port(LINK);
+    assert_eq!(router.decide(there, 0), Decision::To(LINK), "the batch sees one state");
+    router.begin();
+    assert!(matches!(router.decide(there, 0), Decision::Copies(_)));
 }
 
 #[test]
