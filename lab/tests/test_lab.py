@@ -119,7 +119,8 @@ def test_down_after_up_was_killed(after_s: float):
 
 def test_up_interrupted_cleans_up():
     with subprocess.Popen([LAB, "up", "--name", "test-one"], stderr=subprocess.PIPE, text=True) as up:
-        assert up.stderr and any("booting" in line for line in up.stderr)
+        assert up.stderr
+        assert any("booting" in line for line in up.stderr)
         up.send_signal(signal.SIGINT)
         up.communicate(timeout=60)
     assert up.returncode == 130
