@@ -48,7 +48,7 @@ def test_nothing_comes_twice(topology: Topology):
     station, guest = lan(topology), topology.find("h2c1")
     wait_for_path(station, guest.address)
     for source, destination in ((station, guest), (guest, station)):
-        words = ["ping", "-n", "-c", "50", "-i", "0.01", destination.address]
+        words = ["ping", "-n", "-c", "50", "-i", "0.01", "-w", "3", destination.address]
         text = machine.execute(source, *words)
         assert "50 received" in text
         assert "duplicates" not in text

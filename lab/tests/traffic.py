@@ -5,37 +5,26 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from vnetlab import daemon, machine
-from vnetlab.measure import RECEIVED
+from vnetlab import daemon, machine, measure
 from vnetlab.run import wait_until
 from vnetlab.topology import Node, Topology
-
-SEQUENCE = re.compile(r"bytes from .* icmp_seq=(\d+) ")
 
 
 def ping(source: Node, address: str, *options: str, count: int = 3, interval_s: float = 0.01) -> tuple[int, int]:
     """Pings and gives how many were sent and how many answered; the first opens the path and may wait for ARP."""
-    words = ["ping", "-n", "-q", "-c", str(count), "-i", str(interval_s), "-W", "1", *options, address]
-    _, text = machine.attempt(source, *words, timeout_s=count * interval_s + 60)
-    totals = RECEIVED.search(text)
-    assert totals, f"{source.name}: {' '.join(words)}: {text}"
-    return int(totals[1]), int(totals[2])
+    sent, times = measure.ping(source, address, *options, count=count, interval_s=interval_s)
+    return sent, len(times)
 
 
 def reaches(source: Node, address: str, *options: str) -> bool:
-    """Whether the first three pings are answered.
-
-    By its count alone, ping leaves two round trips after the last request, too soon for a machine that has just booted;
-    with a deadline it waits, and asks on meanwhile.
-    """
-    words = ["ping", "-n", "-c", "3", "-i", "0.01", "-w", "2", *options, address]
-    _, text = machine.attempt(source, *words)
-    return {"1", "2", "3"} <= set(SEQUENCE.findall(text))
+    """Whether the first three pings are answered."""
+    return ping(source, address, *options)[1] == 3
 
 
 def silent(source: Node, address: str) -> bool:
-    """Whether none of three pings is answered."""
-    return ping(source, address)[1] == 0
+    """Whether none of three pings, and no more than three, is answered within a second."""
+    _, text = machine.attempt(source, "ping", "-n", "-q", "-c", "3", "-i", "0.01", "-W", "1", address)
+    return "3 packets transmitted, 0 received" in text
 
 
 def wait_for_path(source: Node, address: str, timeout_s: float = 10) -> None:

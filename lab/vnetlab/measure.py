@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 import statistics
 import time
@@ -15,7 +16,8 @@ from vnetlab.topology import Kind, Node, Topology
 PINGS = 200
 PING_INTERVAL_S = 0.005
 THROUGHPUT_S = 2
-RECEIVED = re.compile(r"(\d+) packets transmitted, (\d+) received")
+SENT = re.compile(r"(\d+) packets transmitted, ")
+ANSWER = re.compile(r"bytes from .* icmp_seq=(\d+) .*time=([\d.]+) ms")
 WORDS = {Kind.HOST: "host", Kind.CONTAINER: "container", Kind.VM: "VM"}
 
 
@@ -48,18 +50,28 @@ class Pair:
 
 
 def ping(
-    source: Node, destination: Node, *options: str, count: int = PINGS, timeout_s: float = 60
+    source: Node,
+    address: str,
+    *options: str,
+    count: int = PINGS,
+    interval_s: float = PING_INTERVAL_S,
+    timeout_s: float = 60,
 ) -> tuple[int, list[float]]:
-    """Pings `count` times; gives how many were sent, and the round trips that came back in microseconds.
+    """Pings `count` times; gives how many were sent, and the round trips of those that were answered in microseconds.
+
+    By its count alone, ping leaves two round trips after the last request, too soon when the last answer meets a busy
+    machine; with a deadline it waits, asks on meanwhile, and what it asks beyond the count is not looked at.
 
     Raises LabError when ping itself cannot run.
     """
-    words = ["ping", "-n", "-c", str(count), "-i", str(PING_INTERVAL_S), "-W", "2", *options, destination.address]
-    status, text = machine.attempt(source, *words, timeout_s=timeout_s)
-    totals = RECEIVED.search(text)
+    deadline_s = math.ceil(count * interval_s) + 2
+    words = ["ping", "-n", "-c", str(count), "-i", str(interval_s), "-w", str(deadline_s), *options, address]
+    status, text = machine.attempt(source, *words, timeout_s=deadline_s + timeout_s)
+    totals = SENT.search(text)
     if not totals:
         raise LabError(f"'{' '.join(words)}' on {source.name} failed with status {status}: {text.strip()[-200:]}")
-    return int(totals[1]), [float(time) * 1000 for time in re.findall(r"time=([\d.]+) ms", text)]
+    answered = {int(sequence): float(time) * 1000 for sequence, time in ANSWER.findall(text) if int(sequence) <= count}
+    return min(int(totals[1]), count), list(answered.values())
 
 
 def throughput(source: Node, destination: Node, *options: str, seconds: float = THROUGHPUT_S) -> float:
@@ -102,8 +114,8 @@ def _report(text: str) -> dict:
 
 def path(source: Node, destination: Node, repeat: int = 1) -> Path:
     """Measures one path, after one ping that opens it."""
-    ping(source, destination, "-w", "10", count=1)
-    sent, times = ping(source, destination)
+    ping(source, destination.address, "-w", "10", count=1)
+    sent, times = ping(source, destination.address)
     if not times:
         raise LabError(f"{destination.name} answers no ping from {source.name}")
     rates = [throughput(source, destination) for _ in range(repeat)]

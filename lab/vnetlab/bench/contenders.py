@@ -285,7 +285,7 @@ def _meet(name: str, ends: list[Node]) -> Ends:
 
 def reach(source: Node, destination: Node) -> bool:
     """True when one ping gets its answer."""
-    return bool(measure.ping(source, destination, "-w", "1", count=1)[1])
+    return bool(measure.ping(source, destination.address, "-w", "1", count=1)[1])
 
 
 def running(suffix: str, nodes: list[Node]) -> dict[str, int]:

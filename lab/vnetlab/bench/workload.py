@@ -53,7 +53,7 @@ def pings(ends: Ends, seconds: float) -> Sample:
     """Round trips by ping, one each millisecond or, when they take longer, one after the other."""
     count = max(10, round(seconds / PING_INTERVAL_S))
     options = ("-i", str(PING_INTERVAL_S), "-w", str(max(1, round(2 * seconds))))
-    _, times = measure.ping(ends.source, ends.destination, *options, count=count)
+    _, times = measure.ping(ends.source, ends.destination.address, *options, count=count)
     if len(times) < count / 4:
         raise LabError(f"only {len(times)} of {count} pings were answered")
     return {f"ping_{name}_us": percentile(times, share) for name, share in RANKS.items()}
