@@ -35,8 +35,8 @@ def binaries() -> Path:
     return directory
 
 
-def configuration(topology: Topology, host: Node) -> str:
-    """Writes a host's vnet.toml: its machines, and a link to every other host, or where the store is."""
+def configuration(topology: Topology, host: Node, interface: str = "") -> str:
+    """Writes a host's vnet.toml: its machines with the lines `interface`, and links to all hosts or where the store is."""
     parts = [
         f'[host]\nname = "{host.name}"\n',
         f'[control]\nsocket = "{host.file(".sock")}"\n',
@@ -51,7 +51,7 @@ def configuration(topology: Topology, host: Node) -> str:
             lines += ['kind = "vhost-user"', f'socket = "{machine.file(".vhost")}"']
         else:
             lines += ['kind = "tap"', 'device = "eth0"', f'netns = "{machine.namespace}"']
-        parts.append("\n".join(["[[interface]]", *lines, ""]))
+        parts.append("\n".join(["[[interface]]", *lines, interface]))
     if topology.settings.store:
         endpoint = store.endpoint(topology, topology.settings.ipv6)
         parts.append(f'[overlay]\netcd = ["{endpoint}"]\ntrusted = true\n')

@@ -43,12 +43,25 @@ Exit status:
 Examples:
   vnet interface add c1 --kind tap --device vnet0 --netns box --mtu 9000
   vnet interface add vm1 --kind vhost-user --socket /run/vnet/vm1.sock --mac 52:54:00:00:00:01
+  vnet interface set vm1 mode=vmm-driven
   vnet link add h2 --remote 10.10.0.2:9000 --trusted
   vnet route add --dst 52:54:00:00:00:02 --to 'link h2'
   vnet apply vnet.toml --dry-run
   vnet capture c1 tcp port 80
   vnet trace 52:54:00:00:00:01 52:54:00:00:00:02
   vnet --json stats | jq .balance";
+
+const SET_HELP: &str = "\
+Keys, as in the configuration file:
+  mode                                       guest-driven, vmm-driven or adaptive
+  rate_low, rate_high, window_us             between which rates (frames/s) adaptive changes, and over what time
+  interrupts                                 direct or optimistic (vhost-user)
+  receive_density_low, receive_density_high  bounds of optimistic interrupts, in bytes/s
+  storm_limit                                flooded frames a second
+  port_security                              true or false
+
+Example:
+  vnet interface set vm1 mode=adaptive rate_high=20000 interrupts=optimistic";
 
 #[derive(Subcommand)]
 pub enum Command {
@@ -248,6 +261,15 @@ pub enum InterfaceCommand {
     List,
     /// Add one
     Add(InterfaceAdd),
+    /// Change one while frames flow: who drives it, how its guest is notified, its limits
+    #[command(after_long_help = SET_HELP)]
+    Set {
+        /// Its name
+        name: String,
+        /// What to change, as in mode=vmm-driven
+        #[arg(required = true, value_name = "KEY=VALUE", value_parser = setting)]
+        settings: Vec<(String, Value)>,
+    },
     /// Remove one that no route names; its guest sees the link go down
     Del {
         /// Its name
@@ -324,6 +346,12 @@ pub struct InterfaceAdd {
     /// Drop frames from it whose source is not its MAC address
     #[arg(long)]
     port_security: bool,
+    /// Who drives it: guest-driven, vmm-driven or adaptive [default: adaptive]
+    #[arg(long)]
+    mode: Option<String>,
+    /// vhost-user: how the guest is notified: direct or optimistic [default: direct]
+    #[arg(long)]
+    interrupts: Option<String>,
 }
 
 #[derive(Group)]
@@ -388,6 +416,21 @@ fn value<T: Clone + Into<Value>>(value: &Option<T>) -> Option<Value> {
     value.clone().map(Into::into)
 }
 
+/// Reads KEY=VALUE; what looks like a number or a truth value is one.
+fn setting(text: &str) -> Result<(String, Value), String> {
+    match text.split_once('=') {
+        Some((key, value)) if !key.is_empty() && !value.is_empty() => {
+            let value = match (value.parse::<i64>(), value.parse::<bool>()) {
+                (Ok(number), _) => number.into(),
+                (_, Ok(flag)) => flag.into(),
+                _ => value.into(),
+            };
+            Ok((key.into(), value))
+        }
+        _ => Err("write KEY=VALUE, as in mode=vmm-driven".into()),
+    }
+}
+
 impl InterfaceAdd {
     /// The request's body.
     pub fn request(&self) -> Value {
@@ -406,6 +449,8 @@ impl InterfaceAdd {
             ("queues", value(&self.queues)),
             ("storm_limit", value(&self.storm_limit)),
             ("port_security", self.port_security.then_some(true.into())),
+            ("mode", value(&self.mode)),
+            ("interrupts", value(&self.interrupts)),
         ])
     }
 }
@@ -459,6 +504,20 @@ mod tests {
         };
         let want = serde_json::json!({ "name": "c1", "kind": "tap", "device": "vnet0", "mtu": 9000 });
         assert_eq!(add.request(), want);
+    }
+
+    #[test]
+    fn settings_have_the_type_they_look_like() {
+        let args = ["vnet", "interface", "set", "c1", "mode=vmm-driven", "rate_low=5", "port_security=true"];
+        let Command::Interface(InterfaceCommand::Set { settings, .. }) = Args::parse_from(args).command
+        else {
+            panic!("interface set")
+        };
+        let want = serde_json::json!({ "mode": "vmm-driven", "rate_low": 5, "port_security": true });
+        assert_eq!(settings.into_iter().collect::<Map<_, _>>(), *want.as_object().unwrap());
+        for bad in [vec![], vec!["mode"], vec!["=5"], vec!["mode="]] {
+            assert!(Args::try_parse_from([&["vnet", "interface", "set", "c1"], &bad[..]].concat()).is_err());
+        }
     }
 
     #[test]

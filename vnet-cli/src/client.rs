@@ -68,6 +68,11 @@ impl Client<'_> {
         self.request(Method::POST, path, body)
     }
 
+    /// Has something changed.
+    pub fn patch(&self, path: &str, body: Vec<u8>) -> Result<Vec<u8>, ClientError> {
+        self.request(Method::PATCH, path, body)
+    }
+
     /// Has something removed.
     pub fn delete(&self, path: &str) -> Result<Vec<u8>, ClientError> {
         self.request(Method::DELETE, path, vec![])

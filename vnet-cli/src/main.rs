@@ -75,6 +75,10 @@ fn run(args: &Args) -> Result<(), Failure> {
                 format!("interface {} added\n", add.name)
             })
         }
+        Command::Interface(InterfaceCommand::Set { name, settings }) => {
+            let settings: serde_json::Map<_, _> = settings.iter().cloned().collect();
+            vnet.change(&format!("/v1/interfaces/{}", client::encode(name)), &settings.into())
+        }
         Command::Link(LinkCommand::Add(add)) => {
             vnet.add("/v1/links", &add.request(), |_: api::Link| format!("link {} added\n", add.name))
         }
@@ -128,6 +132,11 @@ impl Vnet<'_> {
     ) -> Result<(), Failure> {
         let answer = self.client.post(path, request.to_string().into_bytes())?;
         self.print(&answer, |answer| Ok(show(read(answer)?)))
+    }
+
+    fn change(&self, path: &str, request: &Value) -> Result<(), Failure> {
+        let answer = self.client.patch(path, request.to_string().into_bytes())?;
+        self.print(&answer, |answer| Ok(show::interfaces(&vec![read(answer)?])))
     }
 
     fn remove(&self, object: &str, path: &str, name: &str) -> Result<(), Failure> {

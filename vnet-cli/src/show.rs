@@ -120,8 +120,22 @@ fn duration(seconds: u64) -> String {
 
 /// `vnet interface list`
 pub fn interfaces(interfaces: &Vec<Interface>) -> String {
-    let mut table =
-        Table::new(&["NAME", "KIND", "STATE", "NETWORK", "MAC", "MTU", "QUEUES", "AT", "NOTE"], &[3, 5, 6]);
+    let heading = [
+        "NAME",
+        "KIND",
+        "STATE",
+        "NETWORK",
+        "MAC",
+        "MTU",
+        "QUEUES",
+        "MODE",
+        "RATE",
+        "SWITCHES",
+        "INTERRUPTS",
+        "AT",
+        "NOTE",
+    ];
+    let mut table = Table::new(&heading, &[3, 5, 6, 8, 9]);
     for i in interfaces {
         let at = match (&i.socket, &i.device, &i.netns) {
             (Some(socket), _, _) if i.server == Some(false) => format!("to {socket}"),
@@ -144,11 +158,32 @@ pub fn interfaces(interfaces: &Vec<Interface>) -> String {
             or_dash(&i.mac),
             i.mtu.to_string(),
             i.queues.to_string(),
+            mode(&i.driving),
+            format!("{}/s", i.driving.rate),
+            i.driving.switches.to_string(),
+            interrupts(i),
             at,
             notes.join("; "),
         ]);
     }
     table.print()
+}
+
+/// `adaptive, now vmm`: what was asked for, and what it is where that is left open.
+fn mode(driving: &Driving) -> String {
+    match &*driving.mode {
+        "adaptive" => format!("adaptive, now {}", driving.driven_by),
+        fixed => fixed.into(),
+    }
+}
+
+/// How the guest is notified, and how often; a TAP's kernel does as it likes.
+fn interrupts(i: &Interface) -> String {
+    if i.device.is_some() {
+        return "-".into();
+    }
+    let thousandths = i.driving.notifications_per_1000_frames;
+    format!("{}, {}.{:03} a frame", i.driving.interrupts, thousandths / 1000, thousandths % 1000)
 }
 
 /// `vnet link list`

@@ -112,6 +112,19 @@ fn a_host_is_built_and_taken_down_by_commands() {
         host.says(&["route", "list"]),
         "INDEX  NETWORK  SRC  DST                FROM           TO\n    1        1  any  52:54:00:00:00:02  interface vm1  link h2\n"
     );
+    let set = ["interface", "set", "vm1", "mode=vmm-driven", "window_us=100", "interrupts=optimistic"];
+    assert!(
+        host.says(&set).contains("vmm-driven") && host.says(&["interface", "list"]).contains("vmm-driven")
+    );
+    let listed = &host.json(&["interface", "list"])[0];
+    assert_eq!((&listed["mode"], &listed["interrupts"]), (&json!("vmm-driven"), &json!("optimistic")));
+    assert_eq!((&listed["rate_high"], &listed["window_us"]), (&json!(10_000), &json!(100)));
+    for counter in ["rate", "switches", "early", "early_discarded", "coalesced_withheld"] {
+        assert!(listed[counter].is_u64(), "{counter}");
+    }
+    assert!(host.refused(&["interface", "set", "vm1", "mtu=9000"]).starts_with("unknown key 'mtu'"));
+    assert!(host.refused(&["interface", "set", "vm1", "rate_low=20000"]).contains("exceeds rate_high 10000"));
+    assert!(host.refused(&["interface", "set", "vm9", "mode=adaptive"]).contains("no interface vm9"));
     assert_eq!(host.json(&["link", "list"])[0]["name"], "h2");
     assert_eq!(host.json(&["status"])["routes"], 1);
     assert!(host.says(&["status"]).starts_with("host         h1\n"));

@@ -30,3 +30,21 @@ mod scratch;
 pub mod stats;
 pub mod unix;
 pub mod wire;
+
+/// Runs `model` in a process of its own, in which test `name` is the only one: loom's coroutines come with signal handlers
+/// that other tests must not meet.
+#[cfg(test)]
+fn alone(name: &str, model: impl FnOnce()) {
+    const ALONE: &str = "VNET_TEST_ALONE";
+    if std::env::var_os(ALONE).is_some() {
+        return model();
+    }
+    let program = std::env::current_exe().unwrap();
+    let child = std::process::Command::new(program).args(["--exact", name]).env(ALONE, "1").output().unwrap();
+    let said = String::from_utf8_lossy(&child.stdout);
+    assert!(
+        child.status.success() && said.contains("1 passed"),
+        "{said}{}",
+        String::from_utf8_lossy(&child.stderr)
+    );
+}

@@ -91,6 +91,22 @@ impl Counter {
     }
 }
 
+/// What optimistic interrupts did on one interface (VNET/P+ section IV.A).
+#[derive(Default, Debug)]
+pub struct InterruptStats {
+    /// Early interrupts: the guest was notified before its frames were moved. Part of [`PortStats::notifications`].
+    pub early: Counter,
+    /// Early interrupts that were not made, since the guest had notifications off.
+    pub early_discarded: Counter,
+    /// Early interrupts after which the guest waited still when it was checked: it came before its frames, found nothing, and
+    /// had to be notified again.
+    pub early_premature: Counter,
+    /// Notifications at or after the end of coalescing. Part of [`PortStats::notifications`].
+    pub coalesced_injected: Counter,
+    /// Ends of coalescing at which the receive density spoke against a notification.
+    pub coalesced_withheld: Counter,
+}
+
 /// One port's counters.
 #[derive(Default, Debug)]
 pub struct PortStats {
@@ -111,6 +127,8 @@ pub struct PortStats {
     pub notifications: Counter,
     /// Notifications got from the guest.
     pub kicks: Counter,
+    /// What optimistic interrupts did, all zero where they are not used.
+    pub interrupts: InterruptStats,
     /// Datagrams received for this link.
     pub in_datagrams: Counter,
     /// Datagrams sent on this link.

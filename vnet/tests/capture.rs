@@ -5,6 +5,8 @@ use std::time::{Duration, Instant};
 
 use vnet::capture::{Direction, Options, Record, Session, Tap};
 use vnet::dispatch::core::{Core, CoreOptions};
+use vnet::dispatch::isolation::Isolation;
+use vnet::dispatch::mode::Drive;
 use vnet::dispatch::observe::{CacheQuestion, Observers};
 use vnet::dispatch::setup::{InterfacePort, Parts};
 use vnet::dispatch::yielding::Strategy;
@@ -36,6 +38,7 @@ impl Host {
             listen: "127.0.0.1:0".parse().unwrap(),
             vxlan_listen: None,
             stream_listen: None,
+            isolation: Isolation::default(),
         })
         .unwrap();
         let (mut fakes, mut stats, mut interfaces) = (vec![], vec![], vec![]);
@@ -53,7 +56,13 @@ impl Host {
                 port_security: true,
             };
             let (name, stats_of, interface) = (NAMES[index].to_string(), counters.clone(), fake.clone());
-            interfaces.push(InterfacePort { member, name, stats: stats_of, interface });
+            interfaces.push(InterfacePort {
+                member,
+                name,
+                stats: stats_of,
+                interface,
+                drive: Drive::default(),
+            });
             fakes.push(fake);
             stats.push(counters);
         }

@@ -3,8 +3,12 @@
 use proptest::prelude::*;
 use vnet::control::config::{Configuration, parse};
 use vnet::control::desired::{Attachment, Origin, Target};
+use vnet::control::driving::Driving;
+use vnet::dispatch::isolation::Isolation;
+use vnet::dispatch::mode::Mode;
 use vnet::dispatch::yielding;
 use vnet::frame::NetworkId;
+use vnet::interface::interrupts::Interrupts;
 use vnet::interface::tap::Netns;
 use vnet::link::{Encapsulation, Proxy, StreamOptions, Tunnel, VxlanOptions};
 use vnet::route::Qualifier;
@@ -35,6 +39,9 @@ cpus    = [1]
 yield   = "timed"
 sleep_us = 60
 nowork_us = 250
+priority = 5
+lock_memory = true
+busy_poll_us = 20
 
 [bridge]
 listen = "[::]:9001"
@@ -55,15 +62,19 @@ socket = "/run/vnet/vm1.sock"
 server = true
 mac  = "52:54:00:00:00:01"
 mtu  = 1500
-mode = "adaptive"
-rate_low = 1000
-rate_high = 10000
-window_us = 5000
+mode = "vmm-driven"
+rate_low = 1001
+rate_high = 10001
+window_us = 4000
+interrupts = "optimistic"
+receive_density_low = 10
+receive_density_high = 20
 
 [[interface]]
 name = "c1"
 kind = "tap"
 device = "vnet0"
+interrupts = "direct"
 netns = "pid:12"
 network = 7
 mtu = 65535
@@ -104,6 +115,8 @@ fn settings_that_the_design_shows_are_understood() {
         (1, &[1][..], yielding::Strategy::Timed)
     );
     assert_eq!((dispatch.sleep_us, dispatch.nowork_us), (60, 250));
+    let isolation = Isolation { priority: Some(5), lock_memory: true, busy_poll_us: 20 };
+    assert_eq!(dispatch.isolation, isolation);
     assert_eq!(desired.bridge.spec.listen, "[::]:9001".parse().unwrap());
     assert_eq!((desired.networks[0].spec.learning, desired.networks[0].spec.ageing_s), (true, 300));
     assert_eq!((desired.networks[1].spec.learning, desired.networks[1].spec.ageing_s), (false, 20));
@@ -111,11 +124,8 @@ fn settings_that_the_design_shows_are_understood() {
     assert_eq!(
         warnings,
         [
-            "f.toml:34: mode has no effect in this version",
-            "f.toml:35: rate_low has no effect in this version",
-            "f.toml:36: rate_high has no effect in this version",
-            "f.toml:37: window_us has no effect in this version",
-            "f.toml:56: frames travel this link in clear text; write trusted = true to say that its path is safe",
+            "f.toml:49: interrupts has no effect on kind tap: the kernel hands frames over at once",
+            "f.toml:63: frames travel this link in clear text; write trusted = true to say that its path is safe",
         ]
     );
 }
@@ -126,6 +136,14 @@ fn objects_that_the_design_shows_are_understood() {
     let [vm, container] = &desired.interfaces[..] else { panic!("two interfaces") };
     let socket = "/run/vnet/vm1.sock".into();
     assert_eq!(vm.spec.attachment, Attachment::VhostUser { socket, server: true });
+    let (mode, interrupts) = (vm.spec.driving.mode, vm.spec.driving.interrupts);
+    assert_eq!(
+        (mode.mode, mode.rate_low, mode.rate_high, mode.window_us),
+        (Mode::VmmDriven, 1001, 10001, 4000)
+    );
+    assert_eq!(interrupts.interrupts, Interrupts::Optimistic);
+    assert_eq!((interrupts.density_low, interrupts.density_high), (10, 20));
+    assert_eq!(container.spec.driving, Driving::default());
     assert_eq!((vm.spec.mac, vm.spec.mtu), ("52:54:00:00:00:01".parse().ok(), 1500));
     let netns = Some(Netns::Pid(12));
     assert_eq!(container.spec.attachment, Attachment::Tap { device: "vnet0".into(), netns });

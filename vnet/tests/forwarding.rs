@@ -5,6 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vnet::dispatch::core::{Core, CoreOptions};
+use vnet::dispatch::isolation::Isolation;
+use vnet::dispatch::mode::Drive;
 use vnet::dispatch::setup::{InterfacePort, LinkPort, Parts};
 use vnet::dispatch::yielding::Strategy;
 use vnet::frame::{FRAME_MAX, MTU_MAX, NetworkId, Origin, PortId};
@@ -39,6 +41,7 @@ impl Host {
             listen: "127.0.0.1:0".parse().unwrap(),
             vxlan_listen: None,
             stream_listen: None,
+            isolation: Isolation::default(),
         };
         let core = Core::start(&options).unwrap();
         let networks = vec![NetworkSpec { id: NetworkId::DEFAULT, learning: true, ageing_s: 300 }];
@@ -64,7 +67,13 @@ impl Host {
         let origin = Origin { port: member.port, network };
         let fake = Fake::new(origin, MTU_MAX, 200_000, stats.clone()).unwrap();
         let name = format!("fake{}", member.port.0);
-        self.interfaces.push(InterfacePort { member, name, stats, interface: fake.clone() });
+        self.interfaces.push(InterfacePort {
+            member,
+            name,
+            stats,
+            interface: fake.clone(),
+            drive: Drive::default(),
+        });
         self.fakes.push(fake.clone());
         fake
     }

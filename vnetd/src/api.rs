@@ -80,7 +80,7 @@ fn described() -> OpenApiRouter<App> {
         .routes(routes!(overlay))
         .routes(routes!(learned))
         .routes(routes!(interfaces, add_interface))
-        .routes(routes!(remove_interface))
+        .routes(routes!(remove_interface, change_interface))
         .routes(routes!(links, add_link))
         .routes(routes!(remove_link))
         .routes(routes!(list_routes, add_route))
@@ -352,6 +352,27 @@ async fn remove_interface(
     let Path(name) = name?;
     change(shared, by, move |engine| Ok(engine.remove_interface(&name)?)).await?;
     Ok(StatusCode::NO_CONTENT.into_response())
+}
+
+/// Changes an interface while it is open: who drives it, how its guest is notified, its limits
+///
+/// The body has some of `mode`, `rate_low`, `rate_high`, `window_us`, `interrupts`, `receive_density_low`,
+/// `receive_density_high`, `storm_limit`, `port_security`.
+#[utoipa::path(patch, path = "/v1/interfaces/{name}", params(("name" = String, Path)),
+    request_body = requests::ChangedInterface,
+    responses((status = 200, body = api::Interface), (status = "4XX", body = api::Refusal)))]
+async fn change_interface(
+    State(shared): State<Shared>,
+    Extension(by): By,
+    name: Result<Path<String>, PathRejection>,
+    body: Body,
+) -> Answer {
+    let (Path(name), body) = (name?, body?);
+    let changed = change(shared, by, move |engine| {
+        engine.change_interface(&name, |spec| config::change_from_json(&body, spec))?;
+        Ok(engine.interfaces().into_iter().find(|interface| interface.name == name))
+    });
+    Ok(json(StatusCode::OK, &changed.await?))
 }
 
 /// Removes a link that no route names

@@ -448,11 +448,13 @@ fn bad_files_are_refused_with_all_their_mistakes() {
 #[test]
 fn a_check_opens_nothing() {
     let place = Place::new();
-    place.write(&(vm("vm1") + "mode = \"adaptive\"\n"));
+    let tap = "[[interface]]\nname = \"c1\"\nkind = \"tap\"\ndevice = \"none\"\ninterrupts = \"direct\"\n";
+    place.write(&(vm("vm1") + tap));
     let output = place.run(&["--check"]);
     assert_eq!(output.status.code(), Some(0));
-    assert!(text(&output.stdout).ends_with("vnet.toml: good, 1 interface, 0 links, 0 routes\n"));
-    assert!(text(&output.stderr).ends_with("vnet.toml:11: warning: mode has no effect in this version\n"));
+    assert!(text(&output.stdout).ends_with("vnet.toml: good, 2 interfaces, 0 links, 0 routes\n"));
+    let warning = "warning: interrupts has no effect on kind tap: the kernel hands frames over at once\n";
+    assert!(text(&output.stderr).ends_with(&format!("vnet.toml:15: {warning}")));
     assert!(!place.path("vm1.sock").exists());
 }
 

@@ -32,6 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wire", action="append", choices=list(Wire), help="only this underlay; may be repeated")
     parser.add_argument("--mtu", action="append", type=int, choices=MTUS, help="only this underlay MTU")
     parser.add_argument("--contender", action="append", default=[], help="only those whose name has this in it")
+    parser.add_argument("--pings", type=int, default=Options.pings, help="of each size (latency, ablation)")
     parser.add_argument("--publish", action="store_true", help="write table and plots into docs/")
 
 
@@ -56,6 +57,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         wires=tuple(arguments.wire or ()),
         mtus=tuple(arguments.mtu or MTUS),
         contenders=tuple(arguments.contender),
+        pings=arguments.pings,
     )
 
 

@@ -294,18 +294,31 @@ def running(suffix: str, nodes: list[Node]) -> dict[str, int]:
     return {name: pid for name, pid in found.items() if pid is not None}
 
 
+Lines = tuple[tuple[str, str | int | list[int]], ...]
+"""Keys of a configuration with their values."""
+
+
+def _lines(keys: Lines) -> list[str]:
+    """Writes them."""
+    return [f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}" for key, value in keys]
+
+
 @dataclass(frozen=True)
 class Vnet:
     """vnet between containers."""
 
     name: str = "vnet"
-    dispatch: tuple[tuple[str, str | int], ...] = ()
+    dispatch: Lines = ()
     """Lines of [dispatch] that differ from the defaults."""
     encapsulation: str = "native"
     mtu: int = 0
     """The interfaces' MTU; 0: the underlay's."""
     binaries: Path | None = None
     """Where vnetd and vnet are, when not in the usual place."""
+    interface: Lines = ()
+    """Lines of every [[interface]] that differ from the defaults."""
+    pinned: bool = False
+    """Whether the dispatcher of each host has a processor of its own, as far as they go."""
 
     def missing(self) -> None:
         """It is what the bench is for; `up` fails when it is not built."""
@@ -329,7 +342,9 @@ class Vnet:
         with self.own_binaries():
             try:
                 for host in topology.hosts:
-                    text = daemon.configuration(topology, host) + self.section() + more
+                    interface = "".join(f"{line}\n" for line in _lines(self.interface))
+                    section = replace(self, dispatch=self._pinned(host)).section()
+                    text = daemon.configuration(topology, host, interface) + section + more
                     host.file(".toml").write_text(text)
                     lab.start_daemon(topology, host)
                 yield running(".pid", topology.hosts)
@@ -340,8 +355,13 @@ class Vnet:
 
     def section(self) -> str:
         """The configuration's [dispatch]."""
-        lines = [f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}" for key, value in self.dispatch]
+        lines = _lines(self.dispatch)
         return "\n".join(["", "[dispatch]", *lines, ""]) if lines else ""
+
+    def _pinned(self, host: Node) -> Lines:
+        """The lines of a host's [dispatch]."""
+        processor = (host.host - 1) % (os.cpu_count() or 1)
+        return (*self.dispatch, ("cpus", [processor])) if self.pinned else self.dispatch
 
     @contextlib.contextmanager
     def own_binaries(self) -> Iterator[None]:

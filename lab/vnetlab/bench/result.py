@@ -49,7 +49,15 @@ UDP_WRITES = (64, 1400, 8800, 64000)
 METRICS = {
     "tcp_bps": _rate("TCP"),
     **{f"udp_{size}_bps": _rate(f"UDP {size} B", digits=3) for size in UDP_WRITES},
+    "ping_min_us": _time("ping min"),
     **{f"{kind}_{rank}_us": _time(f"{kind} {rank}") for kind in ("ping", "tcp") for rank in ("median", "p99", "p99.9")},
+    "ping_max_us": _time("ping max"),
+    "oneway_us": _time("one way"),
+    "exchange_bps": _rate("both ways"),
+    "tcp_variation": Metric("TCP, deviation", "%", 0.01, digits=1),
+    "notifications_a_frame": Metric("notifications a frame", "", digits=3),
+    "kicks_a_frame": Metric("kicks a frame", "", digits=3),
+    "wakeups_a_frame": Metric("wake-ups a frame", "", digits=3),
     "frames_per_s": Metric("frames", "M/s", 1e6, higher_is_better=True),
     "frames_per_s_a_core": Metric("frames a core", "M/s", 1e6, higher_is_better=True),
     "cycles_a_frame": Metric("busy cycles a frame", "cycles", digits=0),
@@ -169,7 +177,9 @@ class Result:
 def _base_unit(metric: str) -> str:
     """The unit in which values are kept."""
     known = METRICS[metric]
-    return known.unit if known.scale == 1 else {"Gbit/s": "bit/s", "M/s": "1/s", "MiB": "bytes"}[known.unit]
+    return (
+        known.unit if known.scale == 1 else {"Gbit/s": "bit/s", "M/s": "1/s", "MiB": "bytes", "%": "share"}[known.unit]
+    )
 
 
 def _distinct(entries: Iterator[_T]) -> list[_T]:

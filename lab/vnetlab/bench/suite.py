@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from vnetlab import machine
-from vnetlab.bench import control, tunnels, usage, vhost, workload
+from vnetlab.bench import control, latency, tunnels, usage, vhost, workload
 from vnetlab.bench.contenders import BLOCK, HOST_TO_HOST, SETTINGS, VNET, Contender, Ends, Nebula, Tinc, Vnet
 from vnetlab.bench.guests import TapGuests, VnetGuests
 from vnetlab.bench.result import Conditions, Sample
@@ -30,6 +30,8 @@ class Options:
     mtus: tuple[int, ...] = MTUS
     contenders: tuple[str, ...] = ()
     """Parts of names; none: everybody."""
+    pings: int = 5_000
+    """Pings of each size in the benches that look at latency."""
     vnets: tuple[Vnet, ...] = ()
     """These instead of everybody, for comparing vnet with itself."""
 
@@ -255,6 +257,68 @@ def _idle(processes: dict[str, int], seconds: float) -> Sample:
     }
 
 
+def _latency(options: Options) -> list[Case]:
+    """Pings by size between containers and between virtual machines; messages and a stream between containers."""
+    count = 100 if options.quick else options.pings
+    containers = Settings(name=LAB, vms=0)
+    both = ((containers, latency.CONTAINERS), (Settings(name=LAB, containers=0), latency.GUESTS))
+    everybody = list(options.vnets) or latency.CONTAINERS
+    cases = []
+    for settings, usual in both:
+        guests = settings.vms > 0
+        found = [VnetGuests(vnet) for vnet in options.vnets] if guests else list(options.vnets)
+        for size in latency.PING_BYTES[:: 3 if options.quick else 1]:
+
+            def load(topology: Topology, ends: Ends, size: int = size) -> Sample:
+                workload.meet(ends)
+                return latency.counted(topology, ends, lambda: latency.pings(ends, size, count))
+
+            conditions = {"between": "virtual machines" if guests else "containers", "bytes": size}
+            cases.append(Case(conditions, settings, [_told(each, load) for each in found or usual]))
+    for size in latency.MESSAGE_BYTES[:: 3 if options.quick else 1]:
+
+        def exchange(topology: Topology, ends: Ends, size: int = size) -> Sample:
+            workload.meet(ends)
+            return latency.counted(topology, ends, lambda: latency.messages(ends, size, options.seconds(3)))
+
+        cases.append(
+            Case({"load": "messages", "bytes": size}, containers, [_told(each, exchange) for each in everybody])
+        )
+
+    def stream(topology: Topology, ends: Ends) -> Sample:
+        workload.meet(ends)
+        return latency.counted(topology, ends, lambda: latency.stream(ends, max(2, options.seconds(30))))
+
+    return [*cases, Case({"load": "TCP stream"}, containers, [_told(each, stream) for each in everybody])]
+
+
+def _ablation(options: Options) -> list[Case]:
+    """One part of vnet after the other, between containers and between virtual machines."""
+    count = 100 if options.quick else options.pings
+    seconds = max(2, options.seconds(5))
+
+    def load(topology: Topology, ends: Ends) -> Sample:
+        return latency.step(topology, ends, seconds, count)
+
+    cases = []
+    for guests in (False, True):
+        found: list[Contender] = [VnetGuests(vnet) if guests else vnet for vnet in options.vnets]
+        settings = Settings(name=LAB, containers=0) if guests else Settings(name=LAB, vms=0)
+        conditions = {"between": "virtual machines" if guests else "containers"}
+        cases.append(Case(conditions, settings, [_told(each, load) for each in found or latency.steps(guests=guests)]))
+    return cases
+
+
+def _told(contender: Contender, load: Callable[[Topology, Ends], Sample]) -> Turn:
+    """As `_turn`, for a load that asks the daemons too."""
+
+    def take(topology: Topology) -> Sample:
+        with contender.up(topology) as ends:
+            return load(topology, ends)
+
+    return Turn(contender.name, contender.missing, take)
+
+
 _SHAPED = "Wires are shaped by a token bucket on the underlay's devices: compare with native on the same wire."
 _RTT = tuple(f"{kind}_{rank}_us" for kind in ("ping", "tcp") for rank in ("median", "p99"))
 _SMALL_NOTES = (
@@ -327,6 +391,25 @@ BENCHES = {
                 "One etcd and whole agents in one process (vnetd/examples/agents.rs), other hosts as records; "
                 "cores and RSS are those of one agent, while one address moves every second.",
             ),
+        ),
+        Bench(
+            "latency",
+            "Latency by size",
+            _latency,
+            ("ping_median_us", "ping_p99_us", "oneway_us"),
+            (
+                "One ping each millisecond, or one after the other when they take longer. Messages go over one TCP "
+                "connection, as MPI sends them (lab/vnetlab/bench/exchange.py). A frame is counted where it enters or "
+                "leaves a guest; wake-ups are all of vnetd's threads.",
+            ),
+            axis="bytes",
+        ),
+        Bench(
+            "ablation",
+            "Which part buys what",
+            _ablation,
+            ("ping_median_us", "tcp_bps"),
+            ("56-byte pings, one each millisecond, then one iperf3 stream. Rows go from the least to all there is.",),
         ),
         Bench("idle", "Idle daemons", _idle_cases, ("daemon_cores", "rss_bytes"), ("One daemon, no traffic.",)),
     )

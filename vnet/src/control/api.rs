@@ -10,7 +10,7 @@ use std::net::IpAddr;
 use serde::{Deserialize, Serialize};
 
 use crate::frame::NetworkId;
-use crate::stats::{DiscardReason, DropReason, PortStats};
+use crate::stats::{DiscardReason, DropReason, InterruptStats, PortStats};
 use crate::wire::ethernet::Mac;
 
 /// `GET /v1/status`
@@ -171,6 +171,80 @@ pub struct Interface {
     pub storm_limit: u32,
     /// Whether source addresses are held to `mac`.
     pub port_security: bool,
+    /// Who drives it, and how its guest is notified.
+    #[serde(flatten)]
+    pub driving: Driving,
+}
+
+/// Who drives an interface and how its guest is notified: part of [`Interface`].
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Driving {
+    /// `guest-driven`, `vmm-driven` or `adaptive`.
+    pub mode: String,
+    /// alpha_l in frames/s.
+    pub rate_low: u32,
+    /// alpha_u in frames/s.
+    pub rate_high: u32,
+    /// omega in microseconds.
+    pub window_us: u32,
+    /// `guest`, `vmm`, or `both` when its queues differ.
+    pub driven_by: String,
+    /// Frames a second from the guest, over the last window.
+    pub rate: u64,
+    /// Changes between guest-driven and VMM-driven so far.
+    pub switches: u64,
+    /// `direct` or `optimistic`.
+    pub interrupts: String,
+    /// alpha of optimistic interrupts, bytes/s.
+    pub receive_density_low: u64,
+    /// beta of optimistic interrupts, bytes/s.
+    pub receive_density_high: u64,
+    /// Notifications given for a thousand frames delivered.
+    pub notifications_per_1000_frames: u64,
+    /// What optimistic interrupts did.
+    #[serde(flatten)]
+    pub interrupt_counters: InterruptCounters,
+}
+
+/// What optimistic interrupts did; the words are those of [`InterruptStats`].
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct InterruptCounters {
+    /// Early interrupts.
+    pub early: u64,
+    /// Early interrupts not made: the guest had notifications off.
+    pub early_discarded: u64,
+    /// Early interrupts that came before their frames.
+    pub early_premature: u64,
+    /// Notifications at the end of coalescing or after it.
+    pub coalesced_injected: u64,
+    /// Ends of coalescing without one because of the receive density.
+    pub coalesced_withheld: u64,
+}
+
+impl From<&InterruptStats> for InterruptCounters {
+    fn from(stats: &InterruptStats) -> InterruptCounters {
+        InterruptCounters {
+            early: stats.early.get(),
+            early_discarded: stats.early_discarded.get(),
+            early_premature: stats.early_premature.get(),
+            coalesced_injected: stats.coalesced_injected.get(),
+            coalesced_withheld: stats.coalesced_withheld.get(),
+        }
+    }
+}
+
+impl InterruptCounters {
+    fn add(&mut self, other: &InterruptCounters) {
+        self.early += other.early;
+        self.early_discarded += other.early_discarded;
+        self.early_premature += other.early_premature;
+        self.coalesced_injected += other.coalesced_injected;
+        self.coalesced_withheld += other.coalesced_withheld;
+    }
 }
 
 /// One of `GET /v1/links`; the answer to `POST /v1/links`.
@@ -393,6 +467,9 @@ pub struct Counters {
     pub notifications: u64,
     /// Notifications got from the guest.
     pub kicks: u64,
+    /// What optimistic interrupts did.
+    #[serde(flatten)]
+    pub interrupts: InterruptCounters,
     /// Datagrams received.
     pub in_datagrams: u64,
     /// Datagrams sent.
@@ -414,6 +491,7 @@ impl From<&PortStats> for Counters {
             answers: stats.answers.get(),
             notifications: stats.notifications.get(),
             kicks: stats.kicks.get(),
+            interrupts: (&stats.interrupts).into(),
             in_datagrams: stats.in_datagrams.get(),
             out_datagrams: stats.out_datagrams.get(),
             drops: DropReason::ALL.iter().map(|r| (r.name().into(), stats.drops(*r))).collect(),
@@ -443,6 +521,7 @@ impl Counters {
         self.answers += other.answers;
         self.notifications += other.notifications;
         self.kicks += other.kicks;
+        self.interrupts.add(&other.interrupts);
         self.in_datagrams += other.in_datagrams;
         self.out_datagrams += other.out_datagrams;
         for (reasons, others) in [(&mut self.drops, &other.drops), (&mut self.discards, &other.discards)] {

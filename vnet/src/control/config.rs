@@ -11,9 +11,11 @@ use std::sync::Arc;
 use super::access::Access;
 use super::check;
 use super::desired::*;
+use super::driving::{self, Driving};
 use super::overlay::spec;
 use super::table::{Entry, Place, Placed, Problem, Reader, Table, Value, quote};
 use super::tunnel;
+use crate::dispatch::isolation::{Isolation, PRIORITY_MAX};
 use crate::dispatch::yielding::Strategy;
 use crate::frame::{MTU_MAX, NetworkId};
 use crate::interface::tap::DEVICE_NAME_MAX;
@@ -96,6 +98,16 @@ pub fn validate(desired: &Desired) -> Result<(), ConfigError> {
 /// Reads an interface from a JSON object with the keys of `[[interface]]`.
 pub fn interface_from_json(json: &[u8]) -> Result<Item<InterfaceSpec>, ConfigError> {
     from_json(json, read_interface)
+}
+
+/// Reads what is to change of an open interface from a JSON object with some of the keys of `[[interface]]`: `mode` and its
+/// rates, `interrupts` and its densities, `storm_limit`, `port_security`. The others are refused.
+pub fn change_from_json(json: &[u8], spec: &InterfaceSpec) -> Result<InterfaceSpec, ConfigError> {
+    let (mut problems, mut spec) = (vec![], spec.clone());
+    let mut reader = Reader::new("an open interface", Table::from_json(json)?, &mut problems);
+    driving::read_change(&mut reader, &mut spec);
+    reader.finish();
+    if problems.is_empty() { Ok(spec) } else { Err(ConfigError(problems)) }
 }
 
 /// Reads a link from a JSON object with the keys of `[[link]]`.
@@ -192,8 +204,23 @@ fn read_dispatch(table: Table, notes: &mut Notes) -> Item<DispatchSpec> {
     let yield_strategy = reader.word("yield", &YIELDS).map_or(default.yield_strategy, |(_, word)| word);
     let sleep_us = reader.number("sleep_us", 1, US_MAX).unwrap_or(default.sleep_us);
     let nowork_us = reader.number("nowork_us", 0, US_MAX).unwrap_or(default.nowork_us);
+    let isolation = read_isolation(&mut reader, yield_strategy, cpus.is_empty());
     reader.finish();
-    Item { place, spec: DispatchSpec { threads, cpus, yield_strategy, sleep_us, nowork_us } }
+    Item { place, spec: DispatchSpec { threads, cpus, yield_strategy, sleep_us, nowork_us, isolation } }
+}
+
+fn read_isolation(reader: &mut Reader<'_>, strategy: Strategy, anywhere: bool) -> Isolation {
+    let place = reader.place_of("priority");
+    let priority = reader.number("priority", 1, PRIORITY_MAX);
+    let spins = matches!(strategy, Strategy::Immediate | Strategy::Adaptive);
+    if priority.is_some() && spins && anywhere {
+        let text = "priority lets a dispatcher that spins keep everybody else from its processor; give it one with \
+                    cpus, or yield = \"block\"";
+        reader.problem(&place, text);
+    }
+    let lock_memory = reader.flag("lock_memory").is_some_and(|(_, flag)| flag);
+    let busy_poll_us = reader.number("busy_poll_us", 0, US_MAX).unwrap_or(0);
+    Isolation { priority, lock_memory, busy_poll_us }
 }
 
 fn read_bridge(table: Table, notes: &mut Notes) -> Item<BridgeSpec> {
@@ -241,7 +268,8 @@ fn read_interface(table: Table, notes: &mut Notes) -> Option<Item<InterfaceSpec>
         let place = place.clone();
         reader.problem(&place, "port_security holds frames to the interface's address; give it a 'mac'");
     }
-    let hints = read_hints(&mut reader);
+    let hints = Driving::without_effect(&reader, matches!(attachment, Some(Attachment::Tap { .. })));
+    let driving = Driving::read(&mut reader, Driving::default());
     reader.finish();
     notes.warnings.extend(hints);
     if notes.problems.len() != before {
@@ -260,23 +288,9 @@ fn read_interface(table: Table, notes: &mut Notes) -> Option<Item<InterfaceSpec>
             queues,
             storm_limit,
             port_security: security.is_some_and(|(_, flag)| flag),
+            driving,
         },
     })
-}
-
-/// How the interface is to be driven: checked, but without effect so far.
-fn read_hints(reader: &mut Reader<'_>) -> Vec<Problem> {
-    const MODES: [(&str, Option<()>); 3] =
-        [("guest-driven", Some(())), ("vmm-driven", Some(())), ("adaptive", Some(()))];
-    let mut hints = vec![];
-    hints.extend(reader.word("mode", &MODES).map(|(place, ())| ("mode", place)));
-    for key in ["rate_low", "rate_high", "window_us"] {
-        let place = reader.place_of(key);
-        hints.extend(reader.number(key, 1, RATE_MAX).map(|_| (key, place)));
-    }
-    let no_effect =
-        |(key, place): (&str, Place)| Problem::new(&place, format!("{key} has no effect in this version"));
-    hints.into_iter().map(no_effect).collect()
 }
 
 fn read_attachment(reader: &mut Reader<'_>) -> Option<Attachment> {

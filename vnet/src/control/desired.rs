@@ -10,9 +10,11 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use super::access::Access;
+use super::driving::Driving;
 use super::overlay::spec::OverlaySpec;
 use super::table::Place;
 use super::tunnel;
+use crate::dispatch::isolation::Isolation;
 use crate::dispatch::yielding::Strategy;
 use crate::frame::NetworkId;
 use crate::interface::tap::Netns;
@@ -116,6 +118,8 @@ pub struct DispatchSpec {
     pub sleep_us: u32,
     /// T_nowork of VNET/P's adaptive yield, in microseconds.
     pub nowork_us: u32,
+    /// `priority`, `lock_memory`, `busy_poll_us`: how they are kept from being disturbed.
+    pub isolation: Isolation,
 }
 
 impl Default for DispatchSpec {
@@ -126,6 +130,7 @@ impl Default for DispatchSpec {
             yield_strategy: Strategy::Adaptive,
             sleep_us: 50,
             nowork_us: 200,
+            isolation: Isolation::default(),
         }
     }
 }
@@ -187,6 +192,8 @@ pub struct InterfaceSpec {
     pub storm_limit: u32,
     /// Whether frames from it must carry its own address as their source.
     pub port_security: bool,
+    /// Who drives it, and how its guest is notified.
+    pub driving: Driving,
 }
 
 /// What an interface is attached by.
@@ -425,7 +432,10 @@ impl fmt::Display for InterfaceSpec {
         if self.storm_limit != STORM_FRAMES_PER_S {
             write!(f, ", storm limit {}/s", self.storm_limit)?;
         }
-        if self.port_security { f.write_str(", port security") } else { Ok(()) }
+        if self.port_security {
+            f.write_str(", port security")?;
+        }
+        self.driving.fmt(f)
     }
 }
 

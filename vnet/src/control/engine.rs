@@ -23,8 +23,9 @@ use super::events::{Asker, Indices, Witness};
 use super::overlay::Computed;
 use super::plan::{self, Plan};
 use super::table::Problem;
-use super::{check, config, tunnel};
+use super::{check, config, driving, tunnel};
 use crate::dispatch::core::{Core, CoreError, CoreOptions};
+use crate::dispatch::mode::Drive;
 use crate::dispatch::setup::{InterfacePort, LinkPort, Parts};
 use crate::dispatch::stream::StreamPort;
 use crate::frame::{self, PortId};
@@ -86,6 +87,7 @@ pub(super) struct LiveInterface {
     pub port: PortId,
     pub mtu: u32,
     pub stats: Arc<PortStats>,
+    pub drive: Drive,
     interface: Arc<dyn Interface>,
 }
 
@@ -151,7 +153,7 @@ pub struct Engine {
 impl Engine {
     /// Starts a core and brings it into the desired state.
     pub fn start(desired: Desired) -> Result<Engine, EngineError> {
-        let DispatchSpec { threads, cpus, yield_strategy, sleep_us, nowork_us } =
+        let DispatchSpec { threads, cpus, yield_strategy, sleep_us, nowork_us, isolation } =
             desired.dispatch.spec.clone();
         let BridgeSpec { listen, vxlan_listen, stream_listen } = desired.bridge.spec;
         let core = Core::start(&CoreOptions {
@@ -163,6 +165,7 @@ impl Engine {
             listen,
             vxlan_listen,
             stream_listen,
+            isolation,
         })?;
         let (networks, interfaces, links, routes) = (vec![], vec![], vec![], vec![]);
         let nothing = Desired { networks, interfaces, links, routes, ..desired.clone() };
@@ -278,6 +281,7 @@ impl Engine {
         let gone_links = self.change_links(&plan.links);
         self.change_routes(&plan.routes);
         self.indices.follow(&plan);
+        self.change_driving(&plan.interfaces);
         self.current = desired;
         self.publish();
         for live in gone {
@@ -436,6 +440,18 @@ impl Engine {
         gone
     }
 
+    /// Has open interfaces driven, and their guests notified, as is wanted now. Dispatchers hear of it with the next setup.
+    fn change_driving(&mut self, diff: &plan::Diff<InterfaceSpec>) {
+        for (is, Item { spec, .. }) in &diff.changed {
+            if let Some(live) = self.interfaces.get_mut(&spec.name)
+                && is.spec.driving != spec.driving
+            {
+                live.drive.settings = spec.driving.mode;
+                live.interface.set_interrupts(spec.driving.interrupts);
+            }
+        }
+    }
+
     fn change_routes(&mut self, diff: &plan::Diff<RouteSpec>) {
         for Item { spec, .. } in &diff.removed {
             self.route_indices.remove(spec);
@@ -474,7 +490,7 @@ impl Engine {
                 port_security: spec.port_security,
             };
             let (name, stats, interface) = (spec.name.clone(), live.stats.clone(), live.interface.clone());
-            Some(InterfacePort { member, name, stats, interface })
+            Some(InterfacePort { member, name, stats, interface, drive: live.drive.clone() })
         };
         let link = |Item { spec, .. }: &Item<LinkSpec>| {
             let live = self.links.get(&spec.name)?;
@@ -522,6 +538,18 @@ impl Engine {
     /// Adds an interface.
     pub fn add_interface(&mut self, item: Item<InterfaceSpec>) -> Result<(), EngineError> {
         self.edit(|desired| desired.interfaces.push(item))
+    }
+
+    /// Changes what can be changed of an interface while it is open; `change` makes the new spec of the old one.
+    pub fn change_interface(
+        &mut self,
+        name: &str,
+        change: impl FnOnce(&InterfaceSpec) -> Result<InterfaceSpec, ConfigError>,
+    ) -> Result<(), EngineError> {
+        let at = self.current.interfaces.iter().position(|item| item.spec.name == name);
+        let at = at.ok_or_else(|| EngineError::NotFound(Target::Interface(name.into()).to_string()))?;
+        let spec = change(&self.current.interfaces[at].spec)?;
+        self.edit(|desired| desired.interfaces[at].spec = spec)
     }
 
     /// Adds a link.
@@ -579,12 +607,9 @@ impl Engine {
 
 /// The interfaces that have to be opened anew because of what changes: as they are, as they should be.
 fn replaced(plan: &Plan) -> impl Iterator<Item = &(Item<InterfaceSpec>, Item<InterfaceSpec>)> {
-    plan.interfaces.changed.iter().filter(|(is, wanted)| {
-        let InterfaceSpec { storm_limit, port_security, ref addresses, .. } = wanted.spec;
-        // These are the core's and the overlay's, all others the interface's.
-        let addresses = addresses.clone();
-        wanted.spec != InterfaceSpec { storm_limit, port_security, addresses, ..is.spec.clone() }
-    })
+    // What is not part of this is the core's, or can be changed while frames flow.
+    let fixed = driving::fixed_part;
+    plan.interfaces.changed.iter().filter(move |(is, wanted)| fixed(&is.spec) != fixed(&wanted.spec))
 }
 
 /// The interfaces that are stopped: those that go for good and those that are opened anew.
@@ -625,7 +650,9 @@ fn open_interface(spec: &InterfaceSpec, port: PortId) -> Result<LiveInterface, S
             (local, mtu)
         }
     };
-    Ok(LiveInterface { port, mtu, stats, interface })
+    interface.set_interrupts(spec.driving.interrupts);
+    let drive = Drive::new(spec.driving.mode, queues);
+    Ok(LiveInterface { port, mtu, stats, drive, interface })
 }
 
 #[cfg(test)]

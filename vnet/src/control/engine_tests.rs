@@ -228,3 +228,32 @@ fn a_port_in_use_is_told_in_one_line() {
     assert!(error.contains(&listen.to_string()) && error.contains("in use"), "{error}");
     assert_eq!(error.lines().count(), 1, "{error}");
 }
+
+#[test]
+fn driving_changes_without_opening_anything() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut engine = Engine::start(desired(dir.path(), &vm("vm1"))).unwrap();
+    let live = |engine: &Engine| engine.interfaces["vm1"].interface.clone();
+    let (before, port) = (live(&engine), engine.interfaces["vm1"].port);
+    assert!(!before.coalesces());
+    let text = vm("vm1") + "mode = \"vmm-driven\"\ninterrupts = \"optimistic\"\nstorm_limit = 5\n";
+    let plan = engine.apply(desired(dir.path(), &text)).unwrap();
+    assert!(plan.to_string().ends_with("storm limit 5/s, vmm-driven, optimistic interrupts"), "{plan}");
+    assert!(Arc::ptr_eq(&before, &live(&engine)) && engine.interfaces["vm1"].port == port);
+    assert!(before.coalesces());
+    let shown = engine.interfaces().remove(0).driving;
+    assert_eq!((&*shown.mode, &*shown.driven_by, shown.switches), ("vmm-driven", "vmm", 1));
+    // A single change goes the same way.
+    let json = br#"{"mode": "guest-driven", "interrupts": "direct"}"#;
+    engine.change_interface("vm1", |spec| config::change_from_json(json, spec)).unwrap();
+    assert!(Arc::ptr_eq(&before, &live(&engine)) && !before.coalesces());
+    let shown = engine.interfaces().remove(0);
+    assert_eq!((&*shown.driving.mode, &*shown.driving.driven_by), ("guest-driven", "guest"));
+    assert_eq!((shown.driving.switches, shown.storm_limit), (2, 5));
+    let wrong = |engine: &mut Engine, json: &[u8]| {
+        engine.change_interface("vm1", |spec| config::change_from_json(json, spec)).unwrap_err().to_string()
+    };
+    assert!(wrong(&mut engine, br#"{"mode": "fast"}"#).contains("mode 'fast' is not known"));
+    assert!(wrong(&mut engine, br#"{"name": "vm2"}"#).contains("unknown key 'name'"));
+    engine.stop();
+}

@@ -13,6 +13,7 @@ mod check;
 pub mod config;
 pub mod console;
 pub mod desired;
+pub mod driving;
 pub mod engine;
 pub mod events;
 pub mod follow;

@@ -37,6 +37,7 @@ fn interface(n: usize) -> impl Strategy<Value = Item<InterfaceSpec>> {
             queues,
             storm_limit,
             port_security,
+            driving: Default::default(),
         })
     })
 }

@@ -45,6 +45,36 @@ pub struct NewInterface {
     pub rate_high: Option<u32>,
     /// Window of the adaptive mode, microseconds.
     pub window_us: Option<u32>,
+    /// How its guest is notified: `direct` or `optimistic` (vhost-user).
+    pub interrupts: Option<String>,
+    /// Lower bound of optimistic interrupts, bytes/s.
+    pub receive_density_low: Option<u32>,
+    /// Upper bound of optimistic interrupts, bytes/s.
+    pub receive_density_high: Option<u32>,
+}
+
+/// The body of `PATCH /v1/interfaces/NAME`: what can be changed while the interface is open. What is absent stays.
+#[derive(Clone, Debug, Default, Serialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct ChangedInterface {
+    /// Most flooded frames a second.
+    pub storm_limit: Option<u32>,
+    /// Drop frames whose source is not its address.
+    pub port_security: Option<bool>,
+    /// How it is driven: `guest-driven`, `vmm-driven` or `adaptive`.
+    pub mode: Option<String>,
+    /// Lower bound of the adaptive mode, frames/s.
+    pub rate_low: Option<u32>,
+    /// Upper bound of the adaptive mode, frames/s.
+    pub rate_high: Option<u32>,
+    /// Window of the adaptive mode, microseconds.
+    pub window_us: Option<u32>,
+    /// How its guest is notified: `direct` or `optimistic` (vhost-user).
+    pub interrupts: Option<String>,
+    /// Lower bound of optimistic interrupts, bytes/s.
+    pub receive_density_low: Option<u32>,
+    /// Upper bound of optimistic interrupts, bytes/s.
+    pub receive_density_high: Option<u32>,
 }
 
 /// The body of `POST /v1/links`: the keys of `[[link]]`.

@@ -240,6 +240,11 @@ impl<'a> Reader<'a> {
         self.table.entries.get(key).map_or_else(|| self.place(), |entry| entry.place.clone())
     }
 
+    /// True when the key is there and was not taken yet.
+    pub fn has(&self, key: &str) -> bool {
+        self.table.entries.contains_key(key)
+    }
+
     pub fn problem(&mut self, place: &Place, text: impl Into<String>) {
         self.problems.push(Problem::new(place, text));
     }

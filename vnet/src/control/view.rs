@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::api;
 use super::desired::*;
 use super::engine::Engine;
-use super::{plan, tunnel};
+use super::{driving, plan, tunnel};
 use crate::dispatch::counters::DispatcherStats;
 use crate::frame::PortId;
 use crate::interface::State;
@@ -85,6 +85,7 @@ impl Engine {
             netns,
             storm_limit: spec.storm_limit,
             port_security: spec.port_security,
+            driving: driving::view(&spec.driving, &live.drive, spec.queues as usize, &live.stats),
         })
     }
 

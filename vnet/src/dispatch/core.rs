@@ -15,6 +15,7 @@ use arc_swap::ArcSwap;
 
 use super::Dispatcher;
 use super::counters::DispatcherStats;
+use super::isolation::{self, Isolation, IsolationError};
 use super::observe::Observers;
 use super::setup::{Parts, Setup};
 use super::yielding::{Strategy, Yielder};
@@ -43,6 +44,8 @@ pub struct CoreOptions {
     pub vxlan_listen: Option<SocketAddr>,
     /// Where streams arrive (TCP), if they may.
     pub stream_listen: Option<SocketAddr>,
+    /// How they are kept from being disturbed.
+    pub isolation: Isolation,
 }
 
 /// Why a core did not start.
@@ -57,14 +60,9 @@ pub enum CoreError {
     /// The system refused a thread, an event set or the like.
     #[error("cannot start a dispatcher: {0}")]
     System(#[from] io::Error),
-    /// A CPU that is not there or not allowed.
-    #[error("cannot pin a dispatcher to CPU {cpu}: {error}; see 'nproc' and [dispatch] cpus")]
-    Cpu {
-        /// The CPU's number.
-        cpu: usize,
-        /// What the kernel said.
-        error: io::Error,
-    },
+    /// The kernel refused to isolate them.
+    #[error(transparent)]
+    Isolation(#[from] IsolationError),
 }
 
 /// What the dispatchers and the core share.
@@ -142,6 +140,7 @@ impl Core {
     /// Binds the bridge's sockets and starts the dispatchers with an empty setup.
     pub fn start(options: &CoreOptions) -> Result<Core, CoreError> {
         let count = options.threads.max(1);
+        options.isolation.apply_to_process()?;
         let bridge_stats = Arc::new(PortStats::default());
         let budget = Arc::new(ReassemblyBudget::new(ReassemblyBudget::HOST));
         let mut bridges = Bridge::bind_group(options.listen, count, &bridge_stats, &budget)?;
@@ -174,11 +173,12 @@ impl Core {
 
     fn spawn(&mut self, id: usize, bridge: Bridge, options: &CoreOptions) -> Result<(), CoreError> {
         let yielder = Yielder::new(options.yield_strategy, options.sleep_us, options.nowork_us);
+        options.isolation.apply_to_socket(bridge.rx.fd(), self.shared.poller(id));
         let dispatcher = Dispatcher::new(id, self.shared.clone(), bridge, yielder)?;
-        let cpu = options.cpus.get(id % options.cpus.len().max(1)).copied();
+        let (isolation, cpu) = (options.isolation, options.cpus.get(id % options.cpus.len().max(1)).copied());
         let (report, pinned) = std::sync::mpsc::channel();
         let thread = std::thread::Builder::new().name(format!("dispatch-{id}")).spawn(move || {
-            let result = cpu.map_or(Ok(()), |cpu| pin(cpu).map_err(|error| CoreError::Cpu { cpu, error }));
+            let result = cpu.map_or(Ok(()), isolation::pin).and_then(|()| isolation.apply_to_thread());
             let run = result.is_ok();
             // The other end waits for exactly this message.
             let _ = report.send(result);
@@ -187,7 +187,7 @@ impl Core {
             }
         })?;
         self.threads.push(thread);
-        pinned.recv().map_err(|_| io::Error::other("the thread ended at once"))?
+        Ok(pinned.recv().map_err(|_| io::Error::other("the thread ended at once"))??)
     }
 
     /// Makes `parts` what the core forwards between, at once and as a whole, under traffic.
@@ -277,13 +277,4 @@ impl Drop for Core {
             }
         }
     }
-}
-
-fn pin(cpu: usize) -> io::Result<()> {
-    let mut set = rustix::thread::CpuSet::new();
-    if cpu >= rustix::thread::CpuSet::MAX_CPU {
-        return Err(io::ErrorKind::InvalidInput.into());
-    }
-    set.set(cpu);
-    Ok(rustix::thread::sched_setaffinity(None, &set)?)
 }

@@ -6,12 +6,15 @@
 //! A guest's question for a neighbour that is published ([`Published::neighbours`](crate::route::Published)) is not flooded:
 //! the answer takes its place, and goes back to where it came from.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::counters::DispatcherStats;
 use super::setup::{Port, Setup};
 use crate::frame::{BATCH_MAX, Batch, Frame, Origin, PortId};
 use crate::interface::Interface;
+use crate::interface::interrupts::CHECK_AFTER;
 use crate::link::Sender;
 use crate::route::{Decision, Router};
 use crate::stats::{DropReason, watch};
@@ -49,6 +52,8 @@ pub(super) struct Forwarder {
     by_queue: Vec<Vec<u16>>,
     /// Answers to frames of the batch under way, in the place of those frames.
     answers: Batch,
+    /// Guests that may have to be notified yet.
+    pending: Pending,
 }
 
 impl Forwarder {
@@ -66,6 +71,7 @@ impl Forwarder {
             undelivered: Vec::with_capacity(BATCH_MAX),
             by_queue: vec![],
             answers: Batch::new(),
+            pending: Pending::default(),
         };
         forwarder.adopt(setup);
         forwarder
@@ -185,21 +191,29 @@ impl Forwarder {
 
     pub(super) fn deliver(&mut self, id: PortId, batch: &Batch, list: &[u16]) {
         match self.setup.port(id) {
-            Some(Port::Interface(port)) => match port.interface.active_queues() {
-                1 => port.interface.deliver(0, batch, list),
-                queues => {
-                    for &index in list {
-                        let hash = flow::hash(batch.head(batch.frame(index.into())));
-                        self.by_queue[hash as usize % queues].push(index);
+            Some(Port::Interface(port)) => {
+                let mut give = |queue: usize, list: &[u16]| {
+                    port.interface.deliver(queue, batch, list);
+                    if port.interface.coalesces() {
+                        self.pending.delivered(id, queue);
                     }
-                    for (queue, list) in self.by_queue[..queues].iter_mut().enumerate() {
-                        if !list.is_empty() {
-                            port.interface.deliver(queue, batch, list);
-                            list.clear();
+                };
+                match port.interface.active_queues() {
+                    1 => give(0, list),
+                    queues => {
+                        for &index in list.iter() {
+                            let hash = flow::hash(batch.head(batch.frame(index.into())));
+                            self.by_queue[hash as usize % queues].push(index);
+                        }
+                        for (queue, list) in self.by_queue[..queues].iter_mut().enumerate() {
+                            if !list.is_empty() {
+                                give(queue, list);
+                                list.clear();
+                            }
                         }
                     }
                 }
-            },
+            }
             Some(Port::Link(port)) => match &port.stream {
                 Some(stream) => stream.deliver(0, batch, list),
                 None => self.sender.send(&port.link, batch, list),
@@ -231,4 +245,82 @@ fn answer(setup: &Setup, head: &[u8], frame: &Frame, answers: &mut Batch) -> boo
     let Some(length) = neighbour::answer(&asked, *owner, room) else { return false };
     let from = Origin { port: frame.from, network: frame.network };
     answers.push_spare(0, length, from, Offload::default()).is_ok()
+}
+
+/// Optimistic interrupts: which guests are owed a decision.
+impl Forwarder {
+    /// The sources are drained, or so much was moved that guests should hear of it.
+    #[inline]
+    pub(super) fn end_of_coalescing(&mut self) {
+        if !self.pending.delivered.is_empty() {
+            self.pending.end(&self.setup);
+        }
+    }
+
+    /// Looks after guests whose time is up.
+    #[inline]
+    pub(super) fn check_if_due(&mut self) {
+        if self.pending.time_to_check() == Some(Duration::ZERO) {
+            self.pending.check(&self.setup, Instant::now());
+        }
+    }
+
+    /// Until when the dispatcher may sleep; `None` when no guest has to be looked after.
+    #[inline]
+    pub(super) fn time_to_check(&self) -> Option<Duration> {
+        self.pending.time_to_check()
+    }
+
+    /// Leaves no guest waiting: before the setup changes, and at the end.
+    pub(super) fn settle_all(&mut self) {
+        self.pending.end(&self.setup);
+        self.pending.check(&self.setup, Instant::now() + CHECK_AFTER);
+    }
+}
+
+/// Queues whose guests have been given frames and may have to be notified yet. Every queue is in each list once at most, so
+/// that the queues there are bound them.
+#[derive(Default)]
+struct Pending {
+    /// Given something since the last end of coalescing.
+    delivered: Vec<(PortId, usize)>,
+    /// Not notified then; to be checked when the time comes, in this order.
+    checks: VecDeque<(PortId, usize, Instant)>,
+}
+
+impl Pending {
+    #[inline]
+    fn delivered(&mut self, port: PortId, queue: usize) {
+        if !self.delivered.contains(&(port, queue)) {
+            self.delivered.push((port, queue));
+        }
+    }
+
+    fn end(&mut self, setup: &Setup) {
+        for (id, queue) in self.delivered.drain(..) {
+            let Some(port) = setup.interface(id) else { continue };
+            let known = self.checks.iter().any(|check| (check.0, check.1) == (id, queue));
+            if port.interface.end_of_coalescing(queue) && !known {
+                self.checks.push_back((id, queue, Instant::now() + CHECK_AFTER));
+            }
+        }
+    }
+
+    fn check(&mut self, setup: &Setup, now: Instant) {
+        while let Some(&(id, queue, at)) = self.checks.front() {
+            if at > now {
+                break;
+            }
+            self.checks.pop_front();
+            if let Some(port) = setup.interface(id) {
+                port.interface.check(queue);
+            }
+        }
+    }
+
+    #[inline]
+    fn time_to_check(&self) -> Option<Duration> {
+        let (_, _, at) = self.checks.front()?;
+        Some(at.saturating_duration_since(Instant::now()))
+    }
 }

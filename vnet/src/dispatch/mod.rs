@@ -18,12 +18,19 @@
 //! - [`forward`](mod@self::forward): decide and deliver, for one batch.
 //! - [`counters`](mod@self::counters): what a dispatcher counts about itself.
 //! - [`observe`](mod@self::observe): what is done more while somebody captures or asks.
+//! - [`mode`](mod@self::mode): who drives an interface, its guest or the dispatcher; `served`: when a queue is looked at.
 //! - [`yielding`](mod@self::yielding): what a dispatcher does when there is nothing to do.
+//! - [`isolation`](mod@self::isolation): keeping the noise of the host away from dispatchers.
 
 pub mod core;
 pub mod counters;
 mod forward;
+pub mod isolation;
+pub mod mode;
 pub mod observe;
+mod served;
+#[cfg(test)]
+mod served_model;
 pub mod setup;
 pub mod stream;
 pub mod yielding;
@@ -34,10 +41,10 @@ use std::time::{Duration, Instant};
 
 use self::core::Shared;
 use self::forward::Forwarder;
+use self::served::Served;
 use self::setup::{Port, Setup};
 use self::yielding::{Idle, Yielder};
-use crate::frame::{Batch, PortId};
-use crate::interface::Interface;
+use crate::frame::{BATCH_MAX, Batch};
 use crate::link::Receiver;
 use crate::poll::Poller;
 use crate::route::Router;
@@ -55,30 +62,6 @@ const IDLE_TICK: Duration = Duration::from_millis(1000);
 const TURNS_PER_POLL: u32 = 8;
 const FRAMES_PER_POLL: u64 = 128;
 const BYTES_PER_POLL: u64 = 128 << 10;
-/// A ring that was empty so many turns in a row is left until its guest notifies.
-const EMPTY_TURNS_MAX: u32 = 1024;
-
-/// A queue that this dispatcher serves.
-struct Served {
-    port: PortId,
-    queue: usize,
-    interface: Arc<dyn Interface>,
-    /// Worth a `receive`: it had frames last time, was woken, or is cheap to look at.
-    ready: bool,
-    /// The guest has been asked to notify.
-    armed: bool,
-    empty_turns: u32,
-}
-
-impl Served {
-    fn token(&self) -> u64 {
-        token(self.port, self.queue)
-    }
-}
-
-fn token(port: PortId, queue: usize) -> u64 {
-    u64::from(port.0) << 16 | queue as u64
-}
 
 /// One dispatcher's own state. Lives on its thread.
 struct Dispatcher {
@@ -151,6 +134,7 @@ impl Dispatcher {
                 if turns >= TURNS_PER_POLL || work.frames >= FRAMES_PER_POLL || work.bytes >= BYTES_PER_POLL {
                     turns = 0;
                     self.tally();
+                    self.forwarder.end_of_coalescing();
                     self.wait(Duration::ZERO);
                     self.tick_if_due();
                 }
@@ -161,7 +145,9 @@ impl Dispatcher {
                 self.idle();
                 self.tick_if_due();
             }
+            self.forwarder.check_if_due();
         }
+        self.forwarder.settle_all();
         self.release_all();
     }
 
@@ -172,8 +158,9 @@ impl Dispatcher {
 
     /// Serves everything that may have frames once. True when there were any.
     fn turn(&mut self) -> bool {
-        self.forwarder.now_ms = self.now_ms();
-        let mut busy = false;
+        let now = Instant::now();
+        self.forwarder.now_ms = now.saturating_duration_since(self.started).as_millis() as u64;
+        let (mut busy, mut drained) = (false, true);
         for served in &mut self.served {
             if !served.ready {
                 continue;
@@ -181,18 +168,9 @@ impl Dispatcher {
             let forwarder = &mut self.forwarder;
             let taken =
                 served.interface.receive(served.queue, &mut self.batch, &mut |batch| forwarder.run(batch));
+            served.looked(taken, now);
             busy |= taken > 0;
-            if !served.interface.polls() {
-                // Emptied, it need not be looked at before it wakes us.
-                served.ready = !served.interface.arm(served.queue);
-            } else if taken > 0 {
-                served.empty_turns = 0;
-            } else {
-                served.empty_turns += 1;
-                if served.empty_turns >= EMPTY_TURNS_MAX {
-                    served.rest();
-                }
-            }
+            drained &= taken < BATCH_MAX;
         }
         let sockets = [
             (Some(&mut self.receiver), &mut self.socket_ready),
@@ -206,7 +184,11 @@ impl Dispatcher {
                     receiver.receive(peers, &mut self.batch, now_ms, &mut |batch| forwarder.run(batch));
                 *ready = !received.emptied;
                 busy |= received.datagrams > 0;
+                drained &= received.emptied;
             }
+        }
+        if drained {
+            self.forwarder.end_of_coalescing();
         }
         if busy && self.setup.is_observed() {
             observe::refusals(&self.setup, self.id);
@@ -216,16 +198,18 @@ impl Dispatcher {
 
     /// Nothing was there: do what the yield strategy says.
     fn idle(&mut self) {
-        match self.yielder.idle(Instant::now()) {
+        let polled = self.served.iter().any(Served::is_polled);
+        match self.yielder.idle(Instant::now(), polled) {
             Idle::Spin => self.spin(),
             Idle::Sleep(time) => self.wait(time),
             Idle::Block => {
-                if self.arm_all() {
+                if self.rest_all() {
                     self.wait(self.time_to_tick());
                 } else {
                     // Somebody has frames, or cannot notify at all and wants to be polled.
                     self.spin();
                 }
+                self.served.iter_mut().for_each(Served::resume);
             }
         }
     }
@@ -239,17 +223,14 @@ impl Dispatcher {
     }
 
     /// Asks every guest to notify. False when one has frames waiting, so that sleeping now would leave them there.
-    fn arm_all(&mut self) -> bool {
-        for served in &mut self.served {
-            if !served.armed && !served.rest() {
-                return false;
-            }
-        }
-        !self.socket_ready && !self.vxlan_ready
+    fn rest_all(&mut self) -> bool {
+        !self.socket_ready && !self.vxlan_ready && self.served.iter_mut().all(Served::rest)
     }
 
-    /// Waits for news of file descriptors and marks what they concern.
+    /// Waits for news of file descriptors and marks what they concern. A guest that may not have noticed its frames is
+    /// looked after in time.
     fn wait(&mut self, timeout: Duration) {
+        let timeout = self.forwarder.time_to_check().map_or(timeout, |check| timeout.min(check));
         let (served, by_token) = (&mut self.served, &self.by_token);
         let (socket_ready, vxlan_ready) = (&mut self.socket_ready, &mut self.vxlan_ready);
         let result = self.poller.wait(Some(timeout), |token| {
@@ -284,39 +265,36 @@ impl Dispatcher {
         let now_ms = self.now_ms();
         self.receiver.tick(&self.setup.peers, now_ms);
         self.forwarder.tick(now_ms);
+        self.served.iter_mut().for_each(|served| served.refresh(now));
         self.next_tick = now + if self.yielder.is_quiet() { IDLE_TICK } else { TICK };
     }
 
     /// Takes over the setup that was published last: lets go of queues that went, takes up those that came.
     fn adopt(&mut self) {
         let generation = self.shared.generation();
+        self.forwarder.settle_all();
         self.setup = self.shared.setup();
         self.forwarder.now_ms = self.now_ms();
         self.forwarder.adopt(self.setup.clone());
         let mut kept = Vec::new();
-        for served in std::mem::take(&mut self.served) {
-            let now = self.setup.port(served.port).and_then(Port::served);
-            let same = now.is_some_and(|now| Arc::ptr_eq(&now, &served.interface));
-            if same {
-                kept.push(served);
-            } else {
-                served.interface.detach(served.queue);
+        for mut served in std::mem::take(&mut self.served) {
+            let port = self.setup.port(served.port).and_then(Port::served);
+            match port.filter(|(interface, _)| Arc::ptr_eq(interface, &served.interface)) {
+                Some((_, drive)) => {
+                    served.set_drive(&drive);
+                    kept.push(served);
+                }
+                None => served.interface.detach(served.queue),
             }
         }
-        for (port, interface) in self.setup.served() {
+        let now = Instant::now();
+        for (port, (interface, drive)) in self.setup.served() {
             for queue in 0..interface.queues() {
                 let mine = (port.index() + queue) % self.shared.dispatchers() == self.id;
                 if !mine || kept.iter().any(|s| s.port == port && s.queue == queue) {
                     continue;
                 }
-                let served = Served {
-                    port,
-                    queue,
-                    interface: interface.clone(),
-                    ready: true,
-                    armed: false,
-                    empty_turns: 0,
-                };
+                let served = Served::new(port, queue, interface.clone(), &drive, now);
                 served.interface.attach(queue, self.poller.waker(served.token()));
                 kept.push(served);
             }
@@ -327,7 +305,7 @@ impl Dispatcher {
         if let Some(receiver) = &mut self.vxlan {
             receiver.adopt(&self.setup.peers);
         }
-        self.next_tick = Instant::now();
+        self.next_tick = now;
         self.generation = generation;
         self.shared.adopted(self.id, generation);
     }
@@ -336,28 +314,5 @@ impl Dispatcher {
         for served in self.served.drain(..) {
             served.interface.detach(served.queue);
         }
-    }
-}
-
-impl Served {
-    /// Leaves the queue until its guest notifies. False when frames are waiting already.
-    fn rest(&mut self) -> bool {
-        if self.interface.arm(self.queue) {
-            self.armed = true;
-            self.ready = false;
-        } else {
-            self.ready = true;
-        }
-        self.empty_turns = 0;
-        !self.ready
-    }
-
-    /// The guest notified.
-    fn wake(&mut self) {
-        if self.armed {
-            self.interface.disarm(self.queue);
-            self.armed = false;
-        }
-        self.ready = true;
     }
 }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::mode::{Drive, Mode, ModeSettings};
 use super::observe::Observers;
 use super::stream::StreamPort;
 use crate::frame::PortId;
@@ -21,6 +22,8 @@ pub struct InterfacePort {
     pub stats: Arc<PortStats>,
     /// The interface itself.
     pub interface: Arc<dyn Interface>,
+    /// Who drives it.
+    pub drive: Drive,
 }
 
 /// A link in the setup.
@@ -59,11 +62,14 @@ pub(super) enum Port {
 }
 
 impl Port {
-    /// What dispatchers serve of it.
-    pub(super) fn served(&self) -> Option<Arc<dyn Interface>> {
+    /// What dispatchers serve of it, and who drives that: a stream link's connections wake them.
+    pub(super) fn served(&self) -> Option<(Arc<dyn Interface>, Drive)> {
         match self {
-            Port::Interface(port) => Some(port.interface.clone()),
-            Port::Link(port) => port.stream.clone().map(|stream| stream as Arc<dyn Interface>),
+            Port::Interface(port) => Some((port.interface.clone(), port.drive.clone())),
+            Port::Link(port) => {
+                let settings = ModeSettings { mode: Mode::GuestDriven, ..ModeSettings::default() };
+                port.stream.clone().map(|stream| (stream as Arc<dyn Interface>, Drive::new(settings, 1)))
+            }
         }
     }
 
@@ -163,7 +169,7 @@ impl Setup {
     }
 
     /// Every port whose queues dispatchers serve: interfaces and stream links.
-    pub(super) fn served(&self) -> impl Iterator<Item = (PortId, Arc<dyn Interface>)> {
+    pub(super) fn served(&self) -> impl Iterator<Item = (PortId, (Arc<dyn Interface>, Drive))> {
         (0..).map(PortId).zip(&self.ports).filter_map(|(id, port)| Some((id, port.as_ref()?.served()?)))
     }
 

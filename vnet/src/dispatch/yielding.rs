@@ -1,7 +1,9 @@
 //! What a dispatcher does when there is nothing to do (VNET/P section 4.8).
 //!
 //! Spinning answers the next frame soonest and takes a core from guests; sleeping costs nothing and answers late. The
-//! adaptive strategy spins for `T_nowork` after the last frame, then sleeps until somebody notifies. It does not spin
+//! adaptive strategy spins for `T_nowork` after the last frame, then sleeps for `T_sleep` between looks as long as a queue
+//! is VMM-driven, and blocks until somebody notifies once none is: an idle daemon costs nothing. It blocks instead of
+//! spinning
 //!
 //! - while much is moved: a stream's ends need the core more than its frames need to be met at once;
 //! - on a core that a computation wants: a `sched_yield` that comes back very late has let one run. One that is only late has
@@ -19,7 +21,7 @@ pub enum Strategy {
     Immediate,
     /// Sleep for `T_sleep`, then look again.
     Timed,
-    /// Immediate until `T_nowork` without work, then block.
+    /// Immediate until `T_nowork` without work, then timed; block once nothing is polled.
     #[default]
     Adaptive,
 }
@@ -109,8 +111,8 @@ impl Yielder {
         self.idle_since.is_some_and(|since| since.elapsed() >= self.no_work)
     }
 
-    /// A turn had no work.
-    pub(super) fn idle(&mut self, now: Instant) -> Idle {
+    /// A turn had no work. `polled` says that some queue has to be looked at, since its guest does not notify.
+    pub(super) fn idle(&mut self, now: Instant, polled: bool) -> Idle {
         let since = *self.idle_since.get_or_insert(now);
         match self.strategy {
             Strategy::Block => Idle::Block,
@@ -119,9 +121,13 @@ impl Yielder {
             Strategy::Adaptive => {
                 self.judge_load(now);
                 let contended = self.contended_until.is_some_and(|until| now < until);
-                let spin =
-                    !self.streaming && !contended && now.saturating_duration_since(since) < self.no_work;
-                if spin { Idle::Spin } else { Idle::Block }
+                if now.saturating_duration_since(since) < self.no_work {
+                    if self.streaming || contended { Idle::Block } else { Idle::Spin }
+                } else if polled {
+                    Idle::Sleep(self.sleep)
+                } else {
+                    Idle::Block
+                }
             }
         }
     }
@@ -143,11 +149,22 @@ mod tests {
         let mut yielder = Yielder::new(Strategy::Adaptive, 50, 200);
         let start = Instant::now();
         let at = |us| start + Duration::from_micros(us);
-        assert_eq!(yielder.idle(start), Idle::Spin);
-        assert_eq!(yielder.idle(at(199)), Idle::Spin);
-        assert_eq!(yielder.idle(at(200)), Idle::Block);
+        assert_eq!(yielder.idle(start, false), Idle::Spin);
+        assert_eq!(yielder.idle(at(199), false), Idle::Spin);
+        assert_eq!(yielder.idle(at(200), false), Idle::Block);
         yielder.worked(60);
-        assert_eq!(yielder.idle(at(300)), Idle::Spin);
+        assert_eq!(yielder.idle(at(300), false), Idle::Spin);
+    }
+
+    #[test]
+    fn adaptive_looks_at_what_is_polled_now_and_then() {
+        let mut yielder = Yielder::new(Strategy::Adaptive, 50, 200);
+        let start = Instant::now();
+        let at = |us| start + Duration::from_micros(us);
+        assert_eq!(yielder.idle(at(0), true), Idle::Spin);
+        assert_eq!(yielder.idle(at(200), true), Idle::Sleep(Duration::from_micros(50)));
+        assert_eq!(yielder.idle(at(5000), true), Idle::Sleep(Duration::from_micros(50)));
+        assert_eq!(yielder.idle(at(5050), false), Idle::Block);
     }
 
     #[test]
@@ -155,18 +172,18 @@ mod tests {
         let mut yielder = Yielder::new(Strategy::Adaptive, 50, 200);
         let start = Instant::now();
         let at = |us| start + Duration::from_micros(us);
-        assert_eq!(yielder.idle(at(0)), Idle::Spin);
+        assert_eq!(yielder.idle(at(0), false), Idle::Spin);
         yielder.yielded(at(0), at(1));
-        assert_eq!(yielder.idle(at(1)), Idle::Spin);
+        assert_eq!(yielder.idle(at(1), false), Idle::Spin);
         yielder.yielded(at(1), at(90));
-        assert_eq!(yielder.idle(at(90)), Idle::Spin);
+        assert_eq!(yielder.idle(at(90), false), Idle::Spin);
         yielder.yielded(at(90), at(200));
         yielder.worked(60);
-        assert_eq!(yielder.idle(at(200)), Idle::Block);
+        assert_eq!(yielder.idle(at(200), false), Idle::Block);
         yielder.worked(60);
-        assert_eq!(yielder.idle(at(2150)), Idle::Block);
+        assert_eq!(yielder.idle(at(2150), false), Idle::Block);
         yielder.worked(60);
-        assert_eq!(yielder.idle(at(2201)), Idle::Spin);
+        assert_eq!(yielder.idle(at(2201), false), Idle::Spin);
     }
 
     #[test]
@@ -174,25 +191,28 @@ mod tests {
         let mut yielder = Yielder::new(Strategy::Adaptive, 50, 200);
         let start = Instant::now();
         let at = |us| start + Duration::from_micros(us);
-        assert_eq!(yielder.idle(start), Idle::Spin);
+        assert_eq!(yielder.idle(start, false), Idle::Spin);
         yielder.worked(1 << 20);
-        assert_eq!(yielder.idle(at(500)), Idle::Spin, "too early to tell");
+        assert_eq!(yielder.idle(at(500), false), Idle::Spin, "too early to tell");
         yielder.worked(1 << 20);
-        assert_eq!(yielder.idle(at(1000)), Idle::Block);
+        assert_eq!(yielder.idle(at(1000), false), Idle::Block);
         // Over: questions and answers again.
         for us in (1100..2000).step_by(100) {
             yielder.worked(100);
-            assert_eq!(yielder.idle(at(us)), Idle::Block);
+            assert_eq!(yielder.idle(at(us), false), Idle::Block);
         }
         yielder.worked(100);
-        assert_eq!(yielder.idle(at(2000)), Idle::Spin);
+        assert_eq!(yielder.idle(at(2000), false), Idle::Spin);
     }
 
     #[test]
     fn the_others_do_what_they_are_called() {
         let now = Instant::now();
-        assert_eq!(Yielder::new(Strategy::Block, 50, 200).idle(now), Idle::Block);
-        assert_eq!(Yielder::new(Strategy::Immediate, 50, 200).idle(now), Idle::Spin);
-        assert_eq!(Yielder::new(Strategy::Timed, 50, 200).idle(now), Idle::Sleep(Duration::from_micros(50)));
+        assert_eq!(Yielder::new(Strategy::Block, 50, 200).idle(now, false), Idle::Block);
+        assert_eq!(Yielder::new(Strategy::Immediate, 50, 200).idle(now, false), Idle::Spin);
+        assert_eq!(
+            Yielder::new(Strategy::Timed, 50, 200).idle(now, false),
+            Idle::Sleep(Duration::from_micros(50))
+        );
     }
 }

@@ -7,12 +7,14 @@
 //! batch (never a frame). A queue's `receive` is called by one dispatcher only.
 
 pub mod fake;
+pub mod interrupts;
 pub mod local;
 mod packet;
 pub mod tap;
 pub mod vhost_user;
 pub mod virtqueue;
 
+use self::interrupts::InterruptSettings;
 use crate::frame::{Batch, Frame, FrameError};
 use crate::poll::Waker;
 use crate::stats::DropReason;
@@ -70,6 +72,24 @@ pub trait Interface: Send + Sync {
     /// True when `receive` is cheap enough to be called every turn (a look at memory); false when it costs a system call
     /// and should follow a wake-up.
     fn polls(&self) -> bool;
+
+    /// How the guest is notified of what is delivered, from now on. Interfaces whose guests cannot choose ignore it.
+    fn set_interrupts(&self, _settings: InterruptSettings) {}
+
+    /// True when `deliver` leaves notifying the guest to [`end_of_coalescing`](Interface::end_of_coalescing), which the
+    /// dispatcher then owes for every queue that it has delivered to. Ask after delivering.
+    fn coalesces(&self) -> bool {
+        false
+    }
+
+    /// What was delivered on `queue` is all there is for now. True when [`check`](Interface::check) has to follow within
+    /// [`CHECK_AFTER`](interrupts::CHECK_AFTER).
+    fn end_of_coalescing(&self, _queue: usize) -> bool {
+        false
+    }
+
+    /// Notifies the guest of what was delivered on `queue` if it still waits for that.
+    fn check(&self, _queue: usize) {}
 
     /// What is behind the interface.
     fn state(&self) -> State;

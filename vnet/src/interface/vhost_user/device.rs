@@ -10,6 +10,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use rustix::event::{EventfdFlags, eventfd};
 
@@ -18,6 +19,7 @@ use super::event::Signals;
 use super::vring::{Common, Vring};
 use crate::frame::{Batch, NetworkId, PortId, Segment};
 use crate::interface::State;
+use crate::interface::interrupts::{Coalescing, InterruptSettings, Verdict};
 use crate::interface::virtqueue::net::{Giver, Owner, Taken, take};
 use crate::poll::Waker;
 use crate::stats::{DropReason, PortStats};
@@ -49,6 +51,8 @@ pub(super) struct Transmit {
 pub(super) struct Receive {
     pub(super) vring: Vring,
     giver: Giver,
+    /// When the guest is notified.
+    coalescing: Coalescing,
 }
 
 /// One queue pair.
@@ -74,6 +78,8 @@ pub(super) struct Device {
     pairs: Vec<Pair>,
     /// Pairs, from the first one on, whose receive vrings are up.
     active: AtomicUsize,
+    /// Guests are notified at the end of coalescing; changed only under the locks of the receive vrings.
+    coalesces: AtomicBool,
     /// What is missing while no frame can flow.
     status: Mutex<String>,
 }
@@ -93,7 +99,11 @@ impl Device {
         let mut pairs = vec![];
         for _ in 0..options.queues {
             let transmit = Transmit { vring: Vring::new(true), taken: Taken::default(), announcement: None };
-            let receive = Receive { vring: Vring::new(false), giver: Giver::default() };
+            let receive = Receive {
+                vring: Vring::new(false),
+                giver: Giver::default(),
+                coalescing: Coalescing::default(),
+            };
             let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
             pairs.push(Pair {
                 transmit: Mutex::new(transmit),
@@ -112,6 +122,7 @@ impl Device {
             signals: Signals::new()?,
             pairs,
             active: AtomicUsize::new(0),
+            coalesces: AtomicBool::new(false),
             status,
         })
     }
@@ -267,33 +278,112 @@ impl Device {
         1
     }
 
+    /// The receive vring that frames for `queue` go to: a guest may use fewer queues than it could; the first one is always
+    /// among them.
+    fn receiving(&self, queue: usize) -> MutexGuard<'_, Receive> {
+        let wanted = queue % self.pairs.len();
+        let guard = lock(&self.pairs[wanted].receive);
+        if wanted == 0 || guard.vring.is_up() {
+            return guard;
+        }
+        drop(guard);
+        lock(&self.pairs[0].receive)
+    }
+
     pub(super) fn deliver(&self, queue: usize, batch: &Batch, which: &[u16]) {
         if which.is_empty() {
             return;
         }
-        let wanted = queue % self.pairs.len();
-        let mut guard = lock(&self.pairs[wanted].receive);
-        if wanted != 0 && !guard.vring.is_up() {
-            // A guest may use fewer queues than it could; the first one is always among them.
-            drop(guard);
-            guard = lock(&self.pairs[0].receive);
+        let mut guard = self.receiving(queue);
+        let Receive { vring, giver, coalescing } = &mut *guard;
+        if coalescing.is_on() {
+            self.inject_early(vring, coalescing);
         }
-        let Receive { vring, giver } = &mut *guard;
         let Some(running) = vring.running() else {
             self.stats.drop_frames(DropReason::NotReady, which.len() as u64);
             return;
         };
         let ring = &mut running.ring;
         let result = giver.give(ring, &running.format, &self.owner(), batch, which);
-        let notify = ring.publish();
         let poisoned = ring.memory().is_poisoned();
-        if notify && vring.notify() {
+        if coalescing.is_on() {
+            coalescing.gave(which.iter().map(|index| batch.frame(usize::from(*index)).len() as u64).sum());
+            ring.show();
+        } else if ring.publish() && vring.notify() {
             self.stats.notifications.add(1);
         }
         if poisoned {
             vring.break_with(POISONED.to_owned());
         } else if let Err(error) = result {
             vring.break_with(error.to_string());
+        }
+    }
+
+    /// Notifies a guest that has nothing to do of frames that are about to be moved.
+    fn inject_early(&self, vring: &mut Vring, coalescing: &mut Coalescing) {
+        let Some(running) = vring.running() else { return };
+        if running.ring.caught_up() {
+            running.ring.settle();
+            coalescing.caught_up();
+        }
+        let waits = running.ring.would_wait();
+        if coalescing.before(waits, Instant::now(), &self.stats.interrupts) && vring.notify() {
+            self.stats.notifications.add(1);
+        }
+    }
+
+    /// See [`Interface::set_interrupts`](crate::interface::Interface::set_interrupts).
+    pub(super) fn set_interrupts(&self, settings: InterruptSettings) {
+        for pair in &self.pairs {
+            let mut receive = lock(&pair.receive);
+            receive.coalescing = Coalescing::new(settings);
+            // Whoever delivers from now on sees this; what was delivered before is settled here.
+            self.coalesces.store(receive.coalescing.is_on(), Ordering::Relaxed);
+            self.stats.notifications.add(u64::from(receive.vring.settle()));
+        }
+    }
+
+    /// See [`Interface::coalesces`](crate::interface::Interface::coalesces).
+    #[inline]
+    pub(super) fn coalesces(&self) -> bool {
+        self.coalesces.load(Ordering::Relaxed)
+    }
+
+    /// See [`Interface::end_of_coalescing`](crate::interface::Interface::end_of_coalescing).
+    pub(super) fn end_of_coalescing(&self, queue: usize) -> bool {
+        let mut withheld = false;
+        self.delivered_to(queue, |Receive { vring, coalescing, .. }| {
+            let Some(running) = vring.running() else { return };
+            match coalescing.end(running.ring.waits(), Instant::now(), &self.stats.interrupts) {
+                Verdict::Withhold => withheld = true,
+                Verdict::Settled => running.ring.settle(),
+                Verdict::Inject => {
+                    running.ring.settle();
+                    self.stats.notifications.add(u64::from(vring.notify()));
+                }
+            }
+        });
+        withheld
+    }
+
+    /// See [`Interface::check`](crate::interface::Interface::check).
+    pub(super) fn check(&self, queue: usize) {
+        self.delivered_to(queue, |Receive { vring, coalescing, .. }| {
+            let Some(running) = vring.running() else { return };
+            let waits = running.ring.waits();
+            running.ring.settle();
+            if coalescing.check(waits, &self.stats.interrupts) {
+                self.stats.notifications.add(u64::from(vring.notify()));
+            }
+        });
+    }
+
+    /// The receive vrings that frames for `queue` may have gone to: its own, and the first one while that was down.
+    fn delivered_to(&self, queue: usize, mut then: impl FnMut(&mut Receive)) {
+        let wanted = queue % self.pairs.len();
+        then(&mut lock(&self.pairs[wanted].receive));
+        if wanted != 0 {
+            then(&mut lock(&self.pairs[0].receive));
         }
     }
 

@@ -23,6 +23,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use crate::frame::{Batch, MTU_MAX, NetworkId, PortId};
+use crate::interface::interrupts::InterruptSettings;
 use crate::interface::{Interface, State};
 use crate::poll::Waker;
 use crate::stats::PortStats;
@@ -158,6 +159,22 @@ impl Interface for VhostUser {
 
     fn polls(&self) -> bool {
         true
+    }
+
+    fn set_interrupts(&self, settings: InterruptSettings) {
+        self.device.set_interrupts(settings);
+    }
+
+    fn coalesces(&self) -> bool {
+        self.device.coalesces()
+    }
+
+    fn end_of_coalescing(&self, queue: usize) -> bool {
+        self.device.end_of_coalescing(queue)
+    }
+
+    fn check(&self, queue: usize) {
+        self.device.check(queue);
     }
 
     fn state(&self) -> State {

@@ -135,6 +135,14 @@ impl Vring {
         self.call.as_ref().is_some_and(Event::signal)
     }
 
+    /// Tells the guest of what it was shown if it waits for that. Returns true when it was told.
+    pub(super) fn settle(&mut self) -> bool {
+        let Some(Running { ring, .. }) = &mut self.running else { return false };
+        let waits = ring.waits();
+        ring.settle();
+        waits && self.notify()
+    }
+
     /// Disables the vring until the guest or front end resets it.
     #[cold]
     pub(super) fn break_with(&mut self, reason: String) {
@@ -148,8 +156,9 @@ impl Vring {
         }
     }
 
-    /// Takes the ring out of use and remembers where it stood.
+    /// Takes the ring out of use and remembers where it stood. The guest hears of all it was shown: nobody could tell it later.
     fn halt(&mut self) {
+        self.settle();
         if let Some(running) = self.running.take() {
             self.base = running.ring.position();
         }
@@ -200,12 +209,14 @@ impl Vring {
     }
 
     pub(super) fn set_base(&mut self, base: u16) {
+        self.settle();
         self.running = None;
         self.base = base;
         self.update();
     }
 
     pub(super) fn set_enabled(&mut self, enabled: bool) {
+        self.settle();
         self.enabled = enabled;
     }
 

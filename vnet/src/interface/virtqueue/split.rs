@@ -3,7 +3,7 @@
 //! A burst goes like this: [`Ring::prime`] reads the available index once, copies up to [`BURST`] heads and their first
 //! descriptors out of guest memory, and prefetches what they point to; [`Ring::next`] hands them out one by one;
 //! [`Ring::complete`] writes used entries, in the order of the heads; [`Ring::publish`] makes them visible at once and says
-//! whether the driver wants to be notified.
+//! whether the driver wants to be notified. Who may notify later calls [`Ring::show`] instead, and asks [`Ring::waits`] then.
 //!
 //! Completion is strictly in order, whether or not the driver negotiated IN_ORDER. Net devices have no in-flight
 //! record, so a front end restarts a dead back end at the used index; in order, that neither loses nor repeats a buffer.
@@ -142,6 +142,8 @@ pub struct Ring {
     next_used: u16,
     /// The used index that the driver sees.
     published: u16,
+    /// Entries shown since the driver was last notified, or found not to want it.
+    unsettled: u32,
     /// The first publication always notifies: what the driver was told before is not known.
     notified_once: bool,
     heads: Box<[Head; BURST]>,
@@ -191,6 +193,7 @@ impl Ring {
             seen_avail: config.base,
             next_used: config.base,
             published: config.base,
+            unsettled: 0,
             notified_once: false,
             heads: Box::new([Head::NONE; BURST]),
             at: 0,
@@ -322,25 +325,71 @@ impl Ring {
     /// Shows the driver everything completed since the last call, and tells whether it wants to be notified.
     #[inline]
     pub fn publish(&mut self) -> bool {
-        let (old, new) = (self.published, self.next_used);
-        if old == new {
-            return false;
+        self.show();
+        let waits = self.waits();
+        self.settle();
+        waits
+    }
+
+    /// Shows the driver everything completed since the last call. Whoever calls it owes [`Ring::waits`] and
+    /// [`Ring::settle`] later.
+    #[inline]
+    pub fn show(&mut self) {
+        let new = self.next_used;
+        if self.published == new {
+            return;
         }
         // Release: entries and buffers are written before the index.
         self.used_idx().store(new, Ordering::Release);
+        self.unsettled = self.unsettled.saturating_add(u32::from(new.wrapping_sub(self.published)));
         self.published = new;
         if self.log.is_some() {
             self.log_used(2, 2);
         }
+    }
+
+    /// True when the driver wants to be notified of something that was shown since the last [`Ring::settle`].
+    #[inline]
+    pub fn waits(&self) -> bool {
+        if self.unsettled == 0 {
+            return false;
+        }
         // The index is written before the driver's wish is read (virtio 1.2 section 2.7.7.2), or both could go to sleep.
         fence(Ordering::SeqCst);
-        let wanted = if self.event_idx {
-            needs_event(self.used_event().load(Ordering::Relaxed), new, old)
+        let wanted = match u16::try_from(self.unsettled) {
+            Ok(count) if self.event_idx => {
+                let event = self.used_event().load(Ordering::Relaxed);
+                needs_event(event, self.published, self.published.wrapping_sub(count))
+            }
+            Ok(_) => self.avail_flags().load(Ordering::Relaxed) & AVAIL_NO_INTERRUPT == 0,
+            // An event index says nothing about more entries than it can count.
+            Err(_) => true,
+        };
+        wanted || !self.notified_once
+    }
+
+    /// The driver was notified of everything shown so far, or does not want to be.
+    #[inline]
+    pub fn settle(&mut self) {
+        self.notified_once |= self.unsettled != 0;
+        self.unsettled = 0;
+    }
+
+    /// True when something was shown that is not settled, and the driver has since taken all of it and waits for the next.
+    /// Without EVENT_IDX that cannot be seen.
+    #[inline]
+    pub fn caught_up(&self) -> bool {
+        self.event_idx && self.unsettled != 0 && self.used_event().load(Ordering::Relaxed) == self.published
+    }
+
+    /// True when the driver wants to be notified of the next entry and knows of none before it: it has nothing to do.
+    #[inline]
+    pub fn would_wait(&self) -> bool {
+        if self.event_idx {
+            self.used_event().load(Ordering::Relaxed) == self.published
         } else {
             self.avail_flags().load(Ordering::Relaxed) & AVAIL_NO_INTERRUPT == 0
-        };
-        let first = !std::mem::replace(&mut self.notified_once, true);
-        wanted || first
+        }
     }
 
     /// Asks the driver to notify us of the next chain. False when one waits already: it came before the request took

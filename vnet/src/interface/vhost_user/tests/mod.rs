@@ -2,6 +2,7 @@
 
 mod flow;
 mod hostile;
+mod optimistic;
 mod sockets;
 
 use std::os::fd::AsRawFd;

@@ -1,0 +1,93 @@
+"""Modes, optimistic interrupts and isolation on real guests: set while frames flow, seen to work, and nothing lost."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import MakeLab
+from traffic import assert_balanced, ping, pinging, wait_for_path
+
+from vnetlab import daemon, lab, process
+from vnetlab.run import run, wait_until
+from vnetlab.topology import Node, Topology
+
+ROUNDS = 4
+
+
+@pytest.fixture(scope="module")
+def topology(make_lab: MakeLab) -> Topology:
+    return make_lab()
+
+
+def interface(host: Node, name: str) -> dict:
+    return next(each for each in daemon.ask(host, "interface", "list") if each["name"] == name)
+
+
+def test_modes_change_under_traffic(topology: Topology):
+    host, find = topology.hosts[0], topology.find
+    with pinging((find("h1v1"), find("h2v1")), (find("h1c1"), find("h2c1")), seconds=4):
+        for _ in range(ROUNDS):
+            for mode in ("vmm-driven", "guest-driven", "adaptive"):
+                for name in ("h1v1", "h1c1"):
+                    daemon.vnet(host, "interface", "set", name, f"mode={mode}")
+                    found = interface(host, name)
+                    assert found["mode"] == mode
+                    assert mode == "adaptive" or found["driven_by"] == mode.split("-")[0]
+    assert interface(host, "h1v1")["switches"] >= ROUNDS
+    assert_balanced(topology)
+
+
+def test_a_rate_drives_and_silence_gives_back(topology: Topology):
+    host, source, destination = topology.hosts[0], topology.find("h1c1"), topology.find("h2c1")
+    daemon.vnet(host, "interface", "set", source.name, "mode=adaptive", "rate_low=500", "rate_high=1000")
+    wait_for_path(source, destination.address)
+    with ThreadPoolExecutor(1) as pool:
+        # As fast as answers come: thousands a second.
+        flood = pool.submit(ping, source, destination.address, "-f", count=20_000, interval_s=0)
+        # Both are of the last window, and the next one may be another.
+        wait_until("the flood to drive", lambda: interface(host, source.name)["driven_by"] == "vmm", 5)
+        wait_until("its rate", lambda: interface(host, source.name)["rate"] > 1000, 5)
+        sent, received = flood.result()
+        assert sent == received
+    wait_until("silence to give back", lambda: interface(host, source.name)["driven_by"] == "guest", 5)
+    wait_until("no rate", lambda: interface(host, source.name)["rate"] < 500, 5)
+
+
+def test_guests_hear_early(topology: Topology):
+    """Every ping is answered with optimistic interrupts, whatever the density is judged to be."""
+    source, destination = topology.find("h1v1"), topology.find("h2v1")
+    wait_for_path(source, destination.address)
+    for low, high in ((50_000_000, 1_000_000_000), (4_294_967_295, 4_294_967_295), (0, 4_294_967_295)):
+        for host, guest in zip(topology.hosts, (source, destination), strict=True):
+            densities = [f"receive_density_low={low}", f"receive_density_high={high}"]
+            daemon.vnet(host, "interface", "set", guest.name, "interrupts=optimistic", *densities)
+        sent, received = ping(source, destination.address, count=300, interval_s=0.002)
+        assert sent == received == 300, f"densities {low} to {high}"
+    for host, guest in zip(topology.hosts, (source, destination), strict=True):
+        found = interface(host, guest.name)
+        assert found["interrupts"] == "optimistic"
+        assert found["early"] > 0
+        assert found["coalesced_withheld"] > 0
+        assert found["coalesced_injected"] > 0
+        assert found["early_premature"] <= found["early"]
+        assert 0 < found["notifications_per_1000_frames"] <= 3000
+        daemon.vnet(host, "interface", "set", guest.name, "interrupts=direct")
+    assert_balanced(topology)
+
+
+def test_dispatchers_are_isolated(topology: Topology):
+    """Locked memory, and a real-time priority where the machine grants one."""
+    host = topology.hosts[1]
+    config = host.file(".toml")
+    text = config.read_text()
+    process.stop(host.file(".pid"))
+    try:
+        config.write_text(text + "\n[dispatch]\nlock_memory = true\nbusy_poll_us = 50\n")
+        lab.start_daemon(topology, host)
+        pid = process.find(host.file(".pid"))
+        locked = run(["grep", "VmLck", f"/proc/{pid}/status"]).split()[1]
+        assert int(locked) > 1000, "kB that cannot be paged out"
+    finally:
+        process.stop(host.file(".pid"))
+        config.write_text(text)
+        lab.start_daemon(topology, host)
+    wait_for_path(topology.find("h1c1"), topology.find("h2c1").address)

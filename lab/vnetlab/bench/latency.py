@@ -1,0 +1,137 @@
+"""Latency in full, and which part of vnet buys what: the benches `latency` and `ablation`.
+
+`latency` is figures 4, 6 and 7 of the VNET/P+ paper: round trips by ICMP size with their spread, throughput over time,
+and messages to and fro as MPI sends them over TCP. `ablation` measures the same two machines with one part of vnet
+after the other switched on, from what VNET/U was to all there is. Both count notifications and wake-ups a frame.
+"""
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from vnetlab import daemon, machine, measure, process
+from vnetlab.bench import exchange, usage, workload
+from vnetlab.bench.contenders import BLOCK, VNET, Bare, Contender, Ends, Vnet, VxlanContainers
+from vnetlab.bench.guests import TapGuests, VnetGuests
+from vnetlab.bench.result import Sample, percentile
+from vnetlab.run import LabError, wait_until
+from vnetlab.topology import Node, Topology
+
+PING_BYTES = (56, 256, 1_024, 4_096, 16_384, 65_000)
+MESSAGE_BYTES = (1, 64, 1_024, 8_192, 65_536, 1 << 20, 4 << 20)
+INTERVAL_S = 0.001
+EXCHANGE_PORT = 11112
+STREAM_INTERVAL_S = 0.1
+
+OPTIMISTIC = Vnet("vnet, optimistic interrupts", interface=(("interrupts", "optimistic"),))
+LIKE_VNET_U = Vnet(
+    "like VNET/U: one frame a datagram, blocking",
+    (("yield", "block"),),
+    encapsulation="vnet",
+    interface=(("mode", "guest-driven"),),
+)
+GUEST_DRIVEN = Vnet("guest-driven, blocking", (("yield", "block"),), interface=(("mode", "guest-driven"),))
+VMM_DRIVEN = Vnet("VMM-driven, immediate yield", (("yield", "immediate"),), interface=(("mode", "vmm-driven"),))
+ADAPTIVE = Vnet("adaptive mode and yield")
+PLUS_OPTIMISTIC = replace(OPTIMISTIC, name="+ optimistic interrupts")
+PLUS_PINNING = replace(OPTIMISTIC, name="+ pinning", pinned=True)
+STEPS = (LIKE_VNET_U, GUEST_DRIVEN, VMM_DRIVEN, ADAPTIVE, PLUS_OPTIMISTIC, PLUS_PINNING)
+"""What is switched on, one part after the other. A TAP has no interrupts to be optimistic about."""
+CONTAINERS: tuple[Contender, ...] = (Bare(), VxlanContainers(), VNET, BLOCK)
+GUESTS: tuple[Contender, ...] = (TapGuests(), VnetGuests(VNET), VnetGuests(OPTIMISTIC), VnetGuests(BLOCK))
+
+
+def steps(*, guests: bool) -> list[Contender]:
+    """The rows of the ablation, with somebody to compare with."""
+    if guests:
+        return [TapGuests(), *(VnetGuests(step) for step in STEPS)]
+    return [Bare(), VxlanContainers(), *(step for step in STEPS if step != PLUS_OPTIMISTIC)]
+
+
+@dataclass
+class _Counts:
+    """What the daemons of some hosts counted so far."""
+
+    delivered: int = 0
+    taken: int = 0
+    notifications: int = 0
+    kicks: int = 0
+    wakeups: int = 0
+
+
+def _counts(hosts: list[Node], ends: Ends) -> _Counts:
+    counts = _Counts(wakeups=usage.wakeups(pid for name, pid in ends.processes.items() if name.startswith("h")))
+    for host in hosts:
+        for port in daemon.ask(host, "stats")["ports"]:
+            if port["kind"] == "interface":
+                counts.delivered += port["out_frames"]
+                counts.taken += port["in_frames"]
+                counts.notifications += port["notifications"]
+                counts.kicks += port["kicks"]
+    return counts
+
+
+def counted(topology: Topology, ends: Ends, load: Callable[[], Sample]) -> Sample:
+    """Runs a load and adds what it took: processors, and for vnet notifications, kicks and wake-ups a frame."""
+    # Only vnetd answers; other contenders have no daemon of a host's name, or one that is not ours.
+    hosts = [host for host in topology.hosts if host.name in ends.processes and host.file(".sock").exists()]
+    before = _counts(hosts, ends)
+    with usage.measured(ends.processes) as used:
+        sample = load()
+    sample = sample | used.sample()
+    if hosts:
+        after = _counts(hosts, ends)
+        delivered, taken = max(1, after.delivered - before.delivered), max(1, after.taken - before.taken)
+        sample["notifications_a_frame"] = (after.notifications - before.notifications) / delivered
+        sample["kicks_a_frame"] = (after.kicks - before.kicks) / taken
+        sample["wakeups_a_frame"] = (after.wakeups - before.wakeups) / (delivered + taken)
+    return sample
+
+
+def pings(ends: Ends, size: int, count: int) -> Sample:
+    """Round trips of one size: the least, the median, the 99th of a hundred, and the most."""
+    seconds = max(2, round(2 * count * INTERVAL_S + count * 0.001))
+    options = ("-s", str(size), "-i", str(INTERVAL_S), "-w", str(seconds))
+    _, times = measure.ping(ends.source, ends.destination, *options, count=count, timeout_s=seconds + 30)
+    if len(times) < count / 4:
+        raise LabError(f"only {len(times)} of {count} pings of {size} bytes were answered")
+    ranks = {"ping_min_us": min(times), "ping_max_us": max(times)}
+    return ranks | {f"ping_{name}_us": percentile(times, workload.RANKS[name]) for name in ("median", "p99")}
+
+
+def stream(ends: Ends, seconds: float) -> Sample:
+    """One TCP stream, and by how much it varies from one tenth of a second to the next."""
+    report = measure.iperf3(ends.source, ends.destination, "--interval", str(STREAM_INTERVAL_S), seconds=seconds)
+    rates = [each["sum"]["bits_per_second"] for each in report["intervals"]]
+    # The first intervals are TCP's start.
+    rates = rates[len(rates) // 5 :]
+    rate = report["end"]["sum_received"]["bits_per_second"]
+    return {"tcp_bps": rate, "tcp_variation": statistics.pstdev(rates) / statistics.fmean(rates)}
+
+
+def messages(ends: Ends, size: int, seconds: float) -> Sample:
+    """Messages of one size over one TCP connection, as MPI sends them: to and fro, then both ways at once."""
+    pid, log = ends.destination.file(".exchange.pid"), ends.destination.file(".exchange.log")
+    here = ["python3", exchange.__file__]
+    process.start(
+        machine.namespace_command(ends.destination, [*here, "serve", ends.destination.address, str(EXCHANGE_PORT)]),
+        pid,
+        log,
+    )
+    try:
+        listening = ["ss", "-Hltn", f"sport = :{EXCHANGE_PORT}"]
+        wait_until("the exchange to listen", lambda: machine.execute(ends.destination, *listening).strip(), 10, log)
+        where = [ends.destination.address, str(EXCHANGE_PORT), str(size), str(seconds)]
+        text = machine.execute(ends.source, *here, "run", *where, timeout_s=4 * seconds + 30)
+    finally:
+        process.stop(pid)
+    found = json.loads(text)
+    return {"oneway_us": found["oneway_us"], "exchange_bps": found["exchange_bps"]}
+
+
+def step(topology: Topology, ends: Ends, seconds: float, count: int) -> Sample:
+    """What a row of the ablation is judged by: pings, then a stream."""
+    workload.meet(ends)
+    found = counted(topology, ends, lambda: pings(ends, PING_BYTES[0], count))
+    return stream(ends, seconds) | found

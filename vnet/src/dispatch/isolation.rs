@@ -1,0 +1,174 @@
+//! Noise isolation: what keeps the rest of the host from disturbing a dispatcher (VNET/P+ section IV.C).
+//!
+//! The papers' lightweight kernel has no timer ticks, no other threads and no paging. On Linux the like is asked for piece by
+//! piece: a processor of its own, a real-time priority, memory that is not paged out, timers that are not rounded, and
+//! sockets that are looked into rather than interrupted by. What belongs to the whole host (isolated processors, interrupt
+//! affinity, frequency scaling) is the administrator's; docs/tuning.md says how.
+
+use std::io;
+use std::num::NonZeroU64;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use rustix::mm::MlockAllFlags;
+
+use crate::poll::Poller;
+
+/// Highest real-time priority of Linux.
+pub const PRIORITY_MAX: u32 = 99;
+
+/// How dispatchers are kept from being disturbed, besides pinning.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct Isolation {
+    /// Real-time priority (SCHED_FIFO), 1 to [`PRIORITY_MAX`]; none: an ordinary thread.
+    pub priority: Option<u32>,
+    /// Whether vnetd's memory is kept from being paged out.
+    pub lock_memory: bool,
+    /// Microseconds for which the kernel looks into the network device itself when a socket is empty; 0: not at all.
+    pub busy_poll_us: u32,
+}
+
+/// What the kernel refused.
+#[derive(Debug, thiserror::Error)]
+pub enum IsolationError {
+    /// A CPU that is not there or not allowed.
+    #[error("cannot pin a dispatcher to CPU {cpu}: {error}; see 'nproc' and [dispatch] cpus")]
+    Cpu {
+        /// The CPU's number.
+        cpu: usize,
+        /// What the kernel said.
+        error: io::Error,
+    },
+    /// The priority.
+    #[error(
+        "cannot give a dispatcher real-time priority {priority}: {error}; give vnetd CAP_SYS_NICE or LimitRTPRIO, or \
+         remove [dispatch] priority"
+    )]
+    Priority {
+        /// The priority asked for.
+        priority: u32,
+        /// What the kernel said.
+        error: io::Error,
+    },
+    /// Locked memory.
+    #[error(
+        "cannot lock memory: {0}; give vnetd CAP_IPC_LOCK or LimitMEMLOCK=infinity, or remove [dispatch] lock_memory"
+    )]
+    Memory(io::Error),
+}
+
+impl Isolation {
+    /// Locks the process's memory. Pages that nobody has touched, of guests above all, are not brought in for that: they are
+    /// locked when they come.
+    pub(super) fn apply_to_process(&self) -> Result<(), IsolationError> {
+        if !self.lock_memory {
+            return Ok(());
+        }
+        rustix::mm::mlockall(MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT)
+            .map_err(|error| IsolationError::Memory(error.into()))
+    }
+
+    /// Gives the calling thread its priority, and timers as exact as they can be.
+    pub(super) fn apply_to_thread(&self) -> Result<(), IsolationError> {
+        // The usual slack of 50 us would double a T_sleep of as much. Refused, only that stays.
+        if let Err(error) = rustix::thread::set_current_timer_slack(NonZeroU64::new(1)) {
+            tracing::debug!(%error, "timers stay inexact");
+        }
+        let Some(priority) = self.priority else { return Ok(()) };
+        let parameters = libc::sched_param { sched_priority: priority as libc::c_int };
+        // SAFETY: 0 is the calling thread; the kernel reads the one `sched_param` passed.
+        let result = unsafe {
+            libc::sched_setscheduler(0, libc::SCHED_FIFO | libc::SCHED_RESET_ON_FORK, &raw const parameters)
+        };
+        if result < 0 {
+            let error = io::Error::last_os_error();
+            return Err(IsolationError::Priority { priority, error });
+        }
+        Ok(())
+    }
+
+    /// Has the kernel look into the device behind a dispatcher's socket, as far as it can: not being able to is no error,
+    /// since nothing but time is lost.
+    pub(super) fn apply_to_socket(&self, socket: BorrowedFd<'_>, poller: &Poller) {
+        if self.busy_poll_us == 0 {
+            return;
+        }
+        let us = libc::c_int::try_from(self.busy_poll_us).unwrap_or(libc::c_int::MAX);
+        for (option, value) in [(libc::SO_BUSY_POLL, us), (libc::SO_PREFER_BUSY_POLL, 1)] {
+            let len = size_of_val(&value) as libc::socklen_t;
+            // SAFETY: `value` is readable for the `len` bytes told.
+            let result = unsafe {
+                libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, option, (&raw const value).cast(), len)
+            };
+            if result < 0 {
+                let error = io::Error::last_os_error();
+                tracing::warn!(%error, "the link socket is not busy-polled; vnetd needs CAP_NET_ADMIN for it");
+            }
+        }
+        if let Err(error) = poller.busy_poll(self.busy_poll_us) {
+            tracing::info!(%error, "waiting does not busy-poll devices; that takes Linux 6.9");
+        }
+    }
+}
+
+/// Binds the calling thread to one processor.
+pub(super) fn pin(cpu: usize) -> Result<(), IsolationError> {
+    let mut set = rustix::thread::CpuSet::new();
+    if cpu >= rustix::thread::CpuSet::MAX_CPU {
+        return Err(IsolationError::Cpu { cpu, error: io::ErrorKind::InvalidInput.into() });
+    }
+    set.set(cpu);
+    rustix::thread::sched_setaffinity(None, &set)
+        .map_err(|error| IsolationError::Cpu { cpu, error: error.into() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The scheduling policy and priority of the calling thread.
+    fn scheduling() -> (libc::c_int, libc::c_int) {
+        let mut parameters = libc::sched_param { sched_priority: 0 };
+        // SAFETY: 0 is the calling thread; the kernel writes one `sched_param`.
+        let policy = unsafe {
+            assert_eq!(libc::sched_getparam(0, &raw mut parameters), 0);
+            libc::sched_getscheduler(0)
+        };
+        (policy, parameters.sched_priority)
+    }
+
+    #[test]
+    fn a_thread_gets_what_was_asked_for() {
+        let thread = std::thread::spawn(|| {
+            Isolation::default().apply_to_thread().unwrap();
+            assert_eq!(rustix::thread::current_timer_slack().unwrap(), 1);
+            assert_eq!(scheduling(), (libc::SCHED_OTHER, 0));
+            let isolation = Isolation { priority: Some(7), ..Isolation::default() };
+            match isolation.apply_to_thread() {
+                Ok(()) => assert_eq!(scheduling(), (libc::SCHED_FIFO | libc::SCHED_RESET_ON_FORK, 7)),
+                // Without the privilege, or in a control group without a real-time share.
+                Err(error) => assert!(error.to_string().contains("real-time priority 7"), "{error}"),
+            }
+            let isolation = Isolation { priority: Some(PRIORITY_MAX + 1), ..Isolation::default() };
+            assert!(isolation.apply_to_thread().is_err());
+        });
+        thread.join().unwrap();
+    }
+
+    #[test]
+    fn a_processor_that_is_not_there_is_an_error() {
+        assert!(pin(1023).unwrap_err().to_string().contains("cannot pin a dispatcher to CPU 1023"));
+        assert!(pin(usize::MAX).is_err());
+    }
+
+    #[test]
+    fn sockets_are_busy_polled_as_far_as_the_kernel_can() {
+        let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+        let poller = Poller::new().unwrap();
+        let isolation = Isolation { busy_poll_us: 20, ..Isolation::default() };
+        isolation.apply_to_socket(std::os::fd::AsFd::as_fd(&socket), &poller);
+        // Whatever was granted, waiting still works.
+        poller.waker(1).watch(&socket).unwrap();
+        poller.ring();
+        poller.wait(None, |_| panic!("nothing was sent")).unwrap();
+    }
+}

@@ -1,0 +1,240 @@
+//! Who drives an interface: its guest or the dispatcher (VNET/P section 4.3, figure 6).
+//!
+//! - *guest-driven*: the ring is left alone until the guest notifies. Best for one frame now and then: nothing is looked at
+//!   in vain, and the notification wakes the dispatcher at once.
+//! - *VMM-driven*: notifications are suppressed and the ring is looked at every turn. Best for many frames: none of them costs
+//!   the guest a notification, and each turn takes all that have gathered.
+//! - *adaptive*: the rate of frames from the guest decides, measured over windows of at least omega. Above alpha_u the queue
+//!   becomes VMM-driven, below alpha_l guest-driven again; between the two it stays what it is.
+//!
+//! Each queue is judged by itself, since each may have another dispatcher. That a switch loses no wake-up does not depend
+//! on anything here: a queue that is left alone has been armed, and arming fails where a frame waits already.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use crate::stats::Counter;
+
+/// Who drives an interface.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Mode {
+    /// The guest's notifications wake the dispatcher.
+    GuestDriven,
+    /// The dispatcher looks at the ring every turn.
+    VmmDriven,
+    /// One or the other, by the rate of frames.
+    #[default]
+    Adaptive,
+}
+
+impl fmt::Display for Mode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Mode::GuestDriven => "guest-driven",
+            Mode::VmmDriven => "vmm-driven",
+            Mode::Adaptive => "adaptive",
+        })
+    }
+}
+
+/// A mode with the bounds between which it adapts. The defaults are VNET/P's (table 1).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ModeSettings {
+    /// The mode.
+    pub mode: Mode,
+    /// alpha_l in frames/s: below it a queue becomes guest-driven.
+    pub rate_low: u32,
+    /// alpha_u in frames/s: above it a queue becomes VMM-driven. Not less than `rate_low`.
+    pub rate_high: u32,
+    /// omega in microseconds: the shortest time over which a rate is judged.
+    pub window_us: u32,
+}
+
+impl Default for ModeSettings {
+    fn default() -> ModeSettings {
+        ModeSettings { mode: Mode::Adaptive, rate_low: 1_000, rate_high: 10_000, window_us: 5_000 }
+    }
+}
+
+/// How an interface is driven, and what shows how it goes.
+#[derive(Clone, Debug)]
+pub struct Drive {
+    /// What was asked for.
+    pub settings: ModeSettings,
+    /// What it is at the moment. The same for all setups that hold the interface.
+    pub gauge: Arc<Gauge>,
+}
+
+impl Drive {
+    /// An interface with so many queues.
+    pub fn new(settings: ModeSettings, queues: usize) -> Drive {
+        let queues = (0..queues.max(1)).map(|_| QueueGauge::default()).collect();
+        Drive { settings, gauge: Arc::new(Gauge { queues, switches: Counter::default() }) }
+    }
+}
+
+impl Default for Drive {
+    fn default() -> Drive {
+        Drive::new(ModeSettings::default(), 1)
+    }
+}
+
+/// What an interface's queues do at the moment, for people to see.
+#[derive(Debug)]
+pub struct Gauge {
+    queues: Vec<QueueGauge>,
+    /// Changes from one mode to the other, of all queues.
+    pub switches: Counter,
+}
+
+#[derive(Debug, Default)]
+struct QueueGauge {
+    vmm_driven: AtomicBool,
+    rate: AtomicU64,
+}
+
+impl Gauge {
+    /// Queues that are VMM-driven.
+    pub fn vmm_driven(&self) -> usize {
+        self.queues.iter().filter(|queue| queue.vmm_driven.load(Relaxed)).count()
+    }
+
+    /// Frames a second from the guest over the last windows, all queues together.
+    pub fn rate(&self) -> u64 {
+        self.queues.iter().map(|queue| queue.rate.load(Relaxed)).sum()
+    }
+}
+
+/// One queue's mode: its state, and the window over which its rate is being measured.
+pub(super) struct Driver {
+    drive: Drive,
+    queue: usize,
+    vmm_driven: bool,
+    window_start: Instant,
+    frames: u64,
+}
+
+impl Driver {
+    /// `queue` is the queue's number within its interface.
+    pub(super) fn new(drive: Drive, queue: usize, now: Instant) -> Driver {
+        let vmm_driven = drive.settings.mode == Mode::VmmDriven;
+        let driver = Driver { drive, queue, vmm_driven, window_start: now, frames: 0 };
+        driver.show(0);
+        driver
+    }
+
+    /// True when the queue is looked at every turn.
+    #[inline]
+    pub(super) fn is_vmm_driven(&self) -> bool {
+        self.vmm_driven
+    }
+
+    /// Takes over other settings.
+    pub(super) fn set(&mut self, drive: &Drive) {
+        if self.drive.settings != drive.settings {
+            self.drive.settings = drive.settings;
+            match drive.settings.mode {
+                Mode::GuestDriven => self.switch(false),
+                Mode::VmmDriven => self.switch(true),
+                Mode::Adaptive => {}
+            }
+        }
+    }
+
+    /// The queue gave `frames` frames when it was looked at; ends the window when it was long enough.
+    #[inline]
+    pub(super) fn account(&mut self, frames: usize, now: Instant) {
+        self.frames += frames as u64;
+        let length = now.saturating_duration_since(self.window_start);
+        if length >= Duration::from_micros(self.drive.settings.window_us.into()) {
+            self.judge(length);
+            self.window_start = now;
+            self.frames = 0;
+        }
+    }
+
+    /// Figure 6 of VNET/P.
+    fn judge(&mut self, length: Duration) {
+        let rate = self.frames.saturating_mul(1_000_000) / (length.as_micros() as u64).max(1);
+        let ModeSettings { mode, rate_low, rate_high, .. } = self.drive.settings;
+        if mode == Mode::Adaptive {
+            if rate > u64::from(rate_high) {
+                self.switch(true);
+            } else if rate < u64::from(rate_low) {
+                self.switch(false);
+            }
+        }
+        self.show(rate);
+    }
+
+    fn switch(&mut self, vmm_driven: bool) {
+        if self.vmm_driven != vmm_driven {
+            self.vmm_driven = vmm_driven;
+            self.drive.gauge.switches.add(1);
+            if let Some(gauge) = self.drive.gauge.queues.get(self.queue) {
+                gauge.vmm_driven.store(vmm_driven, Relaxed);
+            }
+        }
+    }
+
+    fn show(&self, rate: u64) {
+        if let Some(gauge) = self.drive.gauge.queues.get(self.queue) {
+            gauge.vmm_driven.store(self.vmm_driven, Relaxed);
+            gauge.rate.store(rate, Relaxed);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn driver(mode: Mode) -> (Driver, Drive, Instant) {
+        let settings = ModeSettings { mode, ..ModeSettings::default() };
+        let (drive, start) = (Drive::new(settings, 1), Instant::now());
+        (Driver::new(drive.clone(), 0, start), drive, start)
+    }
+
+    #[test]
+    fn the_rate_decides_with_hysteresis() {
+        let (mut driver, drive, start) = driver(Mode::Adaptive);
+        // Frames in each window of 5 ms, and the mode at its end: 51 are 10 200/s, 50 are 10 000/s, 5 are 1 000/s.
+        let windows = [(50, false), (51, true), (50, true), (5, true), (4, false), (5, false), (51, true)];
+        for (i, (frames, vmm_driven)) in (1..).zip(windows) {
+            driver.account(frames, start + Duration::from_micros(5_000 * i - 1));
+            driver.account(0, start + Duration::from_micros(5_000 * i));
+            assert_eq!(driver.is_vmm_driven(), vmm_driven, "window {i}");
+            assert_eq!(drive.gauge.rate(), frames as u64 * 200);
+            assert_eq!(drive.gauge.vmm_driven(), usize::from(vmm_driven));
+        }
+        assert_eq!(drive.gauge.switches.get(), 3);
+    }
+
+    #[test]
+    fn a_window_that_was_slept_through_counts_whole() {
+        let (mut driver, _, start) = driver(Mode::Adaptive);
+        driver.account(500, start + Duration::from_millis(5));
+        assert!(driver.is_vmm_driven());
+        // 64 frames at once after a second of silence are no rate.
+        driver.account(64, start + Duration::from_millis(1_005));
+        assert!(!driver.is_vmm_driven());
+    }
+
+    #[test]
+    fn a_fixed_mode_stays() {
+        for (mode, vmm_driven) in [(Mode::GuestDriven, false), (Mode::VmmDriven, true)] {
+            let (mut driver, drive, start) = driver(mode);
+            for (ms, frames) in [(5, 1_000_000), (10, 0), (2_000, 0)] {
+                driver.account(frames, start + Duration::from_millis(ms));
+                assert_eq!(driver.is_vmm_driven(), vmm_driven);
+            }
+            assert_eq!(drive.gauge.switches.get(), 0);
+            let other = if vmm_driven { Mode::GuestDriven } else { Mode::VmmDriven };
+            driver.set(&Drive { settings: ModeSettings { mode: other, ..drive.settings }, ..drive.clone() });
+            assert_eq!(driver.is_vmm_driven(), !vmm_driven);
+            assert_eq!((drive.gauge.switches.get(), drive.gauge.vmm_driven()), (1, usize::from(!vmm_driven)));
+        }
+    }
+}

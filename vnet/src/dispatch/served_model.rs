@@ -1,0 +1,196 @@
+//! No lost wake-up, in every order in which a guest and its dispatcher can meet (loom).
+//!
+//! The dispatcher's side is the real [`Served`] with its real mode; the ring between them is the real one's shape in loom's
+//! atomics: the same accesses, orderings and fences as `Ring::prime`, `Ring::arm` and a virtio driver. A wake-up that gets
+//! lost leaves the dispatcher asleep for ever, which loom reports as a deadlock.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use loom::sync::atomic::{AtomicBool, AtomicU16, Ordering, fence};
+use loom::sync::{Condvar, Mutex};
+
+use super::mode::{Drive, Mode, ModeSettings};
+use super::served::Served;
+use crate::alone;
+use crate::frame::{Batch, PortId};
+use crate::interface::virtqueue::split::needs_event;
+use crate::interface::{Interface, State};
+use crate::poll::Waker;
+
+/// The words of a transmit ring that both sides use, and the kick that wakes the dispatcher.
+struct Shared {
+    event_idx: bool,
+    available: AtomicU16,
+    available_event: AtomicU16,
+    no_notify: AtomicBool,
+    /// The eventfd: set when written; taken by who waits for it.
+    kick: Mutex<bool>,
+    kicked: Condvar,
+}
+
+impl Shared {
+    /// A driver makes its `n`th frame available (virtio 1.2 section 2.7.13).
+    fn send(&self, n: u16) {
+        self.available.store(n, Ordering::Release);
+        fence(Ordering::SeqCst);
+        let wanted = if self.event_idx {
+            needs_event(self.available_event.load(Ordering::Relaxed), n, n - 1)
+        } else {
+            !self.no_notify.load(Ordering::Relaxed)
+        };
+        if wanted {
+            *self.kick.lock().unwrap() = true;
+            self.kicked.notify_one();
+        }
+    }
+
+    /// The dispatcher sleeps until it is kicked.
+    fn sleep(&self) {
+        let mut kick = self.kick.lock().unwrap();
+        while !std::mem::take(&mut *kick) {
+            kick = self.kicked.wait(kick).unwrap();
+        }
+    }
+}
+
+/// The device's side of the ring.
+struct Model {
+    shared: loom::sync::Arc<Shared>,
+    /// The dispatcher's own; a loom mutex, since the trait asks for Sync.
+    next: Mutex<u16>,
+}
+
+impl Interface for Model {
+    fn queues(&self) -> usize {
+        1
+    }
+
+    fn receive(&self, _: usize, _: &mut Batch, _: &mut dyn FnMut(&Batch)) -> usize {
+        let mut next = self.next.lock().unwrap();
+        let taken = self.shared.available.load(Ordering::Acquire).wrapping_sub(*next);
+        *next = next.wrapping_add(taken);
+        taken.into()
+    }
+
+    fn deliver(&self, _: usize, _: &Batch, _: &[u16]) {}
+    fn attach(&self, _: usize, _: Waker) {}
+    fn detach(&self, _: usize) {}
+
+    fn arm(&self, queue: usize) -> bool {
+        let next = *self.next.lock().unwrap();
+        if self.shared.event_idx {
+            self.shared.available_event.store(next, Ordering::Relaxed);
+        } else {
+            self.shared.no_notify.store(false, Ordering::Relaxed);
+        }
+        fence(Ordering::SeqCst);
+        let armed = self.shared.available.load(Ordering::Acquire) == next;
+        if !armed {
+            self.disarm(queue);
+        }
+        armed
+    }
+
+    fn disarm(&self, _: usize) {
+        if !self.shared.event_idx {
+            self.shared.no_notify.store(true, Ordering::Relaxed);
+        }
+    }
+
+    fn polls(&self) -> bool {
+        true
+    }
+
+    fn state(&self) -> State {
+        State::Up
+    }
+
+    fn stop(&self) {}
+}
+
+/// A guest sends `frames` one by one while its dispatcher takes them, in `mode`, sleeping whenever it may.
+fn meet(mode: Mode, event_idx: bool, frames: u16) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(3);
+    builder.check(move || {
+        let shared = loom::sync::Arc::new(Shared {
+            event_idx,
+            available: AtomicU16::new(0),
+            available_event: AtomicU16::new(0),
+            no_notify: AtomicBool::new(false),
+            kick: Mutex::new(false),
+            kicked: Condvar::new(),
+        });
+        let guest = loom::thread::spawn({
+            let shared = shared.clone();
+            move || (1..=frames).for_each(|n| shared.send(n))
+        });
+        // Each look ends a window; one frame is above alpha_u, none is below alpha_l: it switches as often as it can.
+        let settings = ModeSettings { mode, rate_low: 1, rate_high: 1, window_us: 1 };
+        let drive = Drive::new(settings, 1);
+        let mut now = Instant::now();
+        let model = Arc::new(Model { shared: shared.clone(), next: Mutex::new(0) });
+        let mut served = Served::new(PortId(0), 0, model.clone(), &drive, now);
+        let mut taken = 0;
+        while taken < usize::from(frames) {
+            now += Duration::from_micros(1);
+            if served.ready {
+                let count = model.receive(0, &mut Batch::new(), &mut |_| {});
+                served.looked(count, now);
+                taken += count;
+                if count > 0 {
+                    continue;
+                }
+            }
+            // Nothing: what `Dispatcher::idle` does before it blocks, and what `Dispatcher::wait` does behind it.
+            if served.rest() {
+                shared.sleep();
+                served.wake();
+            }
+            served.resume();
+        }
+        guest.join().unwrap();
+    });
+}
+
+#[test]
+fn no_wake_up_is_lost_in_any_order() {
+    alone("dispatch::served_model::no_wake_up_is_lost_in_any_order", || {
+        for mode in [Mode::GuestDriven, Mode::VmmDriven, Mode::Adaptive] {
+            for event_idx in [true, false] {
+                meet(mode, event_idx, 2);
+            }
+        }
+    });
+}
+
+/// The model can fail: without the second look of `arm`, a frame that comes before it is slept through.
+#[test]
+fn the_model_finds_a_wake_up_that_is_lost() {
+    let careless = || {
+        let shared = loom::sync::Arc::new(Shared {
+            event_idx: true,
+            available: AtomicU16::new(0),
+            // As if the ring had been armed at another place before.
+            available_event: AtomicU16::new(u16::MAX),
+            no_notify: AtomicBool::new(false),
+            kick: Mutex::new(false),
+            kicked: Condvar::new(),
+        });
+        let guest = loom::thread::spawn({
+            let shared = shared.clone();
+            move || shared.send(1)
+        });
+        if shared.available.load(Ordering::Acquire) == 0 {
+            shared.available_event.store(0, Ordering::Relaxed);
+            shared.sleep();
+        }
+        guest.join().unwrap();
+    };
+    alone("dispatch::served_model::the_model_finds_a_wake_up_that_is_lost", || {
+        let panic = std::panic::catch_unwind(|| loom::model(careless)).unwrap_err();
+        let said = panic.downcast::<String>().map(|text| *text).unwrap_or_default();
+        assert!(said.contains("deadlock"), "{said}");
+    });
+}

@@ -1,0 +1,254 @@
+//! Single frames at random intervals, both ways, and none of them late: no wake-up and no notification is ever lost.
+//!
+//! Two cores with a link between them and a guest on each. The guests share nothing but their rings: they sleep until they
+//! are notified and notify only when they are asked to, by the event index, so that whatever is lost stays lost. One sends a
+//! frame, the other sends it back, each after a pause that is chosen around the times at which something changes: T_sleep,
+//! T_nowork, the window over which rates are judged, the check of optimistic interrupts, the dispatcher's ticks.
+//!
+//! `VNET_STALL_FRAMES=10000000 cargo test --release --test stalls` takes as many frames as it says (about ten minutes).
+
+mod guest;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use guest::Guest;
+use vnet::dispatch::core::{Core, CoreOptions};
+use vnet::dispatch::isolation::Isolation;
+use vnet::dispatch::mode::{Drive, Gauge, Mode, ModeSettings};
+use vnet::dispatch::setup::{InterfacePort, LinkPort, Parts};
+use vnet::dispatch::yielding::Strategy;
+use vnet::frame::{NetworkId, PortId};
+use vnet::interface::Interface;
+use vnet::interface::interrupts::{InterruptSettings, Interrupts};
+use vnet::interface::vhost_user::{VhostUser, VhostUserOptions};
+use vnet::link::{Encapsulation, Link, LinkOptions, Tunnel};
+use vnet::route::{Member, NetworkSpec, Networks, PortKind};
+use vnet::stats::PortStats;
+use vnet::wire::ethernet::Mac;
+
+/// Frames in an ordinary run, all settings together.
+const FRAMES: u64 = 100_000;
+/// A frame that takes longer was forgotten: ten times the longest pause of anything here, but for ticks of an idle core.
+const STALL: Duration = Duration::from_millis(900);
+
+const SLEEP_US: u32 = 50;
+const NOWORK_US: u32 = 200;
+const WINDOW_US: u32 = 1_000;
+
+/// How a host is set.
+#[derive(Clone, Copy, Debug)]
+struct Settings {
+    strategy: Strategy,
+    mode: Mode,
+    interrupts: Interrupts,
+    /// alpha and beta.
+    densities: (u64, u64),
+}
+
+/// A core with one vhost-user interface, its guest, and a link.
+struct Host {
+    core: Core,
+    stats: Arc<PortStats>,
+    gauge: Arc<Gauge>,
+    port: InterfacePort,
+    guest: Guest,
+    _folder: tempfile::TempDir,
+}
+
+impl Host {
+    fn start(settings: Settings) -> Host {
+        let core = Core::start(&CoreOptions {
+            threads: 1,
+            cpus: vec![],
+            yield_strategy: settings.strategy,
+            sleep_us: SLEEP_US,
+            nowork_us: NOWORK_US,
+            listen: "127.0.0.1:0".parse().unwrap(),
+            vxlan_listen: None,
+            stream_listen: None,
+            isolation: Isolation::default(),
+        })
+        .unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("guest");
+        let (stats, port) = (Arc::new(PortStats::default()), PortId(0));
+        let options = VhostUserOptions {
+            name: "guest".into(),
+            socket: socket.clone(),
+            server: true,
+            mac: None,
+            mtu: 1500,
+            queues: 1,
+        };
+        let interface = VhostUser::start(options, port, NetworkId::DEFAULT, stats.clone()).unwrap();
+        let (density_low, density_high) = settings.densities;
+        let interrupts = settings.interrupts;
+        interface.set_interrupts(InterruptSettings { interrupts, density_low, density_high });
+        // Rates that pauses of some ten microseconds pass again and again.
+        let mode =
+            ModeSettings { mode: settings.mode, rate_low: 5_000, rate_high: 8_000, window_us: WINDOW_US };
+        let drive = Drive::new(mode, 1);
+        let member = Member {
+            port,
+            kind: PortKind::Interface,
+            networks: Networks::only([NetworkId::DEFAULT]),
+            mac: None,
+            storm_frames_per_s: None,
+            port_security: false,
+        };
+        let (name, gauge) = ("guest".into(), drive.gauge.clone());
+        let port = InterfacePort { member, name, stats: stats.clone(), interface, drive };
+        let guest = Guest::connect(&socket);
+        Host { core, stats, gauge, port, guest, _folder: folder }
+    }
+
+    fn join(&self, other: &Host) {
+        let options = LinkOptions {
+            name: "other".into(),
+            remote: other.core.bridge_address(),
+            encapsulation: Encapsulation::Native,
+            networks: None,
+            mtu: None,
+            tunnel: Tunnel::None,
+        };
+        let port = PortId(1);
+        let link = Link::new(options, port, Arc::default());
+        let member =
+            Member { port, kind: PortKind::Link, networks: Networks::All, ..self.port.member.clone() };
+        self.core.publish(Parts {
+            networks: vec![NetworkSpec { id: NetworkId::DEFAULT, learning: true, ageing_s: 300 }],
+            interfaces: vec![self.port.clone()],
+            links: vec![LinkPort { member, link, stream: None }],
+            ..Parts::default()
+        });
+    }
+}
+
+/// Pseudo-random numbers (xorshift64*), the same in every run.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    /// A pause: none, or one of the times that matter, give or take a fifth; long ones are rare.
+    fn pause(&mut self) -> Duration {
+        let us = match self.next() % 4096 {
+            0..1600 => return Duration::ZERO,
+            1600..3000 => 10,
+            3000..3800 => u64::from(SLEEP_US),
+            3800..4060 => u64::from(NOWORK_US),
+            4060..4094 => u64::from(WINDOW_US),
+            _ => 20_000,
+        };
+        Duration::from_nanos(us * (800 + self.next() % 400))
+    }
+}
+
+/// Passes the time to the nanosecond: by sleeping as long as that is exact enough.
+fn pause(time: Duration) {
+    const INEXACT: Duration = Duration::from_micros(150);
+    let end = Instant::now() + time;
+    if time > INEXACT {
+        std::thread::sleep(time - INEXACT);
+    }
+    while Instant::now() < end {
+        std::hint::spin_loop();
+    }
+}
+
+fn mac(n: u8) -> Mac {
+    Mac([0x52, 0x54, 0, 0, 0, n])
+}
+
+/// Sends `rounds` frames to and fro and returns how many were late.
+fn to_and_fro(one: &mut Guest, other: &mut Guest, rounds: u64, seed: u64) -> u64 {
+    // Ends the answering guest: it has no other way of knowing.
+    const LAST: u64 = u64::MAX;
+    std::thread::scope(|scope| {
+        let answers = scope.spawn(move || {
+            let mut random = Random(seed ^ 0x9e37_79b9_7f4a_7c15);
+            // It asks to be notified for as long as it takes: who has to hurry is the one that asks.
+            while let Some(number) = other.take(Duration::from_secs(30)) {
+                pause(random.pause());
+                other.send(mac(1), mac(2), number);
+                if number == LAST {
+                    break;
+                }
+            }
+        });
+        let (mut random, mut stalls) = (Random(seed), 0);
+        for number in (0..rounds).chain([LAST]) {
+            pause(random.pause());
+            one.send(mac(2), mac(1), number);
+            let sent = Instant::now();
+            let mut got = one.take(STALL);
+            while got != Some(number) {
+                // Whatever was lost, a second frame must not be taken for the first one's answer.
+                stalls += u64::from(got.is_none());
+                assert!(sent.elapsed() < Duration::from_secs(20), "frame {number} never came back");
+                if got.is_none() {
+                    one.send(mac(2), mac(1), number);
+                }
+                got = one.take(STALL);
+            }
+        }
+        answers.join().unwrap();
+        stalls
+    })
+}
+
+#[test]
+fn no_single_frame_stalls() {
+    let frames: u64 =
+        std::env::var("VNET_STALL_FRAMES").map_or(FRAMES, |count| count.parse().expect("a number"));
+    let direct =
+        |strategy, mode| Settings { strategy, mode, interrupts: Interrupts::Direct, densities: (0, 0) };
+    let optimistic = |strategy, mode, densities| Settings {
+        interrupts: Interrupts::Optimistic,
+        densities,
+        ..direct(strategy, mode)
+    };
+    // Withheld always, by the defaults, and never.
+    let (cold, usual, right) = ((u64::MAX, u64::MAX), (50_000_000, 1_000_000_000), (0, u64::MAX));
+    let settings = [
+        direct(Strategy::Adaptive, Mode::Adaptive),
+        optimistic(Strategy::Adaptive, Mode::Adaptive, usual),
+        direct(Strategy::Block, Mode::GuestDriven),
+        optimistic(Strategy::Block, Mode::Adaptive, cold),
+        optimistic(Strategy::Timed, Mode::VmmDriven, right),
+        optimistic(Strategy::Adaptive, Mode::VmmDriven, cold),
+    ];
+    let rounds = frames / 2 / settings.len() as u64;
+    for (seed, each) in (1..).zip(settings) {
+        let (mut one, mut other) = (Host::start(each), Host::start(each));
+        one.join(&other);
+        other.join(&one);
+        let stalls = to_and_fro(&mut one.guest, &mut other.guest, rounds, seed);
+        assert_eq!(stalls, 0, "{each:?}: frames that came late");
+        let interrupts = &one.stats.interrupts;
+        println!(
+            "{each:?}: {} frames, {} notifications, {} kicks, {} switches, early {} (discarded {}, premature {}), \
+             at the end {} (withheld {})",
+            2 * rounds,
+            one.stats.notifications.get(),
+            one.stats.kicks.get(),
+            one.gauge.switches.get(),
+            interrupts.early.get(),
+            interrupts.early_discarded.get(),
+            interrupts.early_premature.get(),
+            interrupts.coalesced_injected.get(),
+            interrupts.coalesced_withheld.get(),
+        );
+        assert_eq!(interrupts.early.get() > 0, each.interrupts == Interrupts::Optimistic);
+        if each.densities == cold {
+            assert!(interrupts.coalesced_withheld.get() > 0);
+        }
+        assert_eq!(one.gauge.switches.get() > 0, each.mode == Mode::Adaptive);
+    }
+}
