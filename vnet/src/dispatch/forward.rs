@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::counters::DispatcherStats;
-use super::setup::{Port, Setup};
+use super::setup::{InterfacePort, Port, Setup};
 use crate::frame::{BATCH_MAX, Batch, Frame, Origin, PortId};
 use crate::interface::Interface;
 use crate::interface::interrupts::CHECK_AFTER;
@@ -125,7 +125,7 @@ impl Forwarder {
         for (index, frame) in self.answers.frames().iter().enumerate() {
             if let Some(Port::Interface(port)) = self.setup.port(frame.from) {
                 port.stats.answers.add(1);
-                port.interface.deliver(0, &self.answers, &[index as u16]);
+                self.pending.give(port, 0, &self.answers, &[index as u16]);
             }
         }
         self.answers.clear();
@@ -191,29 +191,21 @@ impl Forwarder {
 
     pub(super) fn deliver(&mut self, id: PortId, batch: &Batch, list: &[u16]) {
         match self.setup.port(id) {
-            Some(Port::Interface(port)) => {
-                let mut give = |queue: usize, list: &[u16]| {
-                    port.interface.deliver(queue, batch, list);
-                    if port.interface.coalesces() {
-                        self.pending.delivered(id, queue);
+            Some(Port::Interface(port)) => match port.interface.active_queues() {
+                1 => self.pending.give(port, 0, batch, list),
+                queues => {
+                    for &index in list.iter() {
+                        let hash = flow::hash(batch.head(batch.frame(index.into())));
+                        self.by_queue[hash as usize % queues].push(index);
                     }
-                };
-                match port.interface.active_queues() {
-                    1 => give(0, list),
-                    queues => {
-                        for &index in list.iter() {
-                            let hash = flow::hash(batch.head(batch.frame(index.into())));
-                            self.by_queue[hash as usize % queues].push(index);
-                        }
-                        for (queue, list) in self.by_queue[..queues].iter_mut().enumerate() {
-                            if !list.is_empty() {
-                                give(queue, list);
-                                list.clear();
-                            }
+                    for (queue, list) in self.by_queue[..queues].iter_mut().enumerate() {
+                        if !list.is_empty() {
+                            self.pending.give(port, queue, batch, list);
+                            list.clear();
                         }
                     }
                 }
-            }
+            },
             Some(Port::Link(port)) => match &port.stream {
                 Some(stream) => stream.deliver(0, batch, list),
                 None => self.sender.send(&port.link, batch, list),
@@ -289,10 +281,13 @@ struct Pending {
 }
 
 impl Pending {
+    /// Delivers to an interface and notes what is owed for it: the only way there.
     #[inline]
-    fn delivered(&mut self, port: PortId, queue: usize) {
-        if !self.delivered.contains(&(port, queue)) {
-            self.delivered.push((port, queue));
+    fn give(&mut self, port: &InterfacePort, queue: usize, batch: &Batch, list: &[u16]) {
+        port.interface.deliver(queue, batch, list);
+        let place = (port.member.port, queue);
+        if port.interface.coalesces() && !self.delivered.contains(&place) {
+            self.delivered.push(place);
         }
     }
 
