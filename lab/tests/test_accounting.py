@@ -15,6 +15,7 @@ from vnetlab.topology import Kind, Node, Topology
 
 FRAMES = 1_000_000
 SCRIPT = Path(__file__).parent / "frames.py"
+FLOOD = Path(__file__).parent / "flood.py"
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +74,32 @@ def test_a_million_frames(topology: Topology):
             assert new["drops"]["bad_source"] - old["drops"]["bad_source"] > given / 32, "group addresses are refused"
         entered += given
     assert entered > FRAMES / 2, "most frames came as far as vnetd"
+
+
+def test_more_than_a_guest_can_take(topology: Topology):
+    """Two containers flood a guest: what does not fit into its ring is dropped there, and counted exactly."""
+    senders, victim = [topology.find("h1c1"), topology.find("h1c2")], topology.find("h1v1")
+    for sender in senders:
+        wait_for_path(sender, victim.address)
+    kernel_before, before = counts(topology)
+
+    with ThreadPoolExecutor() as pool:
+        words = [sys.executable, str(FLOOD), victim.address]
+        list(pool.map(lambda sender: machine.execute(sender, *words, timeout_s=30), senders))
+
+    kernel_after, after = counts(topology)
+    entered = 0
+    for node in senders:
+        given = kernel_after[node][0] - kernel_before[node][0]
+        new, old = (port(stats[node.host], "interface", node.name) for stats in (after, before))
+        assert new["in_frames"] - old["in_frames"] == given, f"every frame that {node.name} gave was seen"
+        entered += given
+    new, old = (port(stats[victim.host], "interface", victim.name) for stats in (after, before))
+    delivered, refused = (
+        new["out_frames"] - old["out_frames"],
+        {reason: new["drops"][reason] - old["drops"][reason] for reason in new["drops"]},
+    )
+    assert refused["no_buffer"] > 0, "it was more than the guest could take"
+    assert {reason for reason, count in refused.items() if count} == {"no_buffer"}
+    assert abs(entered - delivered - refused["no_buffer"]) < entered / 100, "but for the kernels' own multicast"
+    wait_for_path(senders[0], victim.address)

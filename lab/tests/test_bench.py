@@ -138,11 +138,13 @@ def test_programs_output():
 
 @pytest.mark.parametrize("link", [False, True])
 def test_configuration_of_a_switch(link: bool):
-    vnet = Vnet("x", (("yield", "block"), ("threads", 2)))
+    vnet = Vnet("x", (("yield", "block"),), dispatchers=2)
     switch = vhost.VnetSwitch(vnet, link=link)
     host = Topology(Settings(name="bench", vms=0, containers=0)).hosts[0]
     read = tomllib.loads(switch.configuration(host, [Path("/a"), Path("/b")]))
     assert read["dispatch"] == {"yield": "block", "threads": 2, "cpus": [0, 0]}
+    assert read["bridge"]["ports"] == 2
+    assert all(each["ports"] == 2 for each in read.get("link", []))
     assert [each["socket"] for each in read["interface"]] == (["/a"] if link else ["/a", "/b"])
     there = "link there" if link else "interface v1"
     rules = [{"dst": "any", "from": a, "to": b} for a, b in (("interface v0", there), (there, "interface v0"))]

@@ -76,6 +76,8 @@ def _parser() -> argparse.ArgumentParser:
         help="of links (default: native)",
     )
     up.add_argument("--store", action="store_true", help="hosts find each other by an etcd on h1, not by their files")
+    up.add_argument("--dispatchers", type=int, default=1, metavar="N", help="of each vnetd (default: 1)")
+    up.add_argument("--queues", type=int, default=1, metavar="N", help="of each machine's device (default: 1)")
     up.add_argument("--ipv6", action="store_true", help="links use the underlay's IPv6 addresses")
 
     status = add("status", _status, "Show what a lab has and whether it runs.")

@@ -37,10 +37,14 @@ def binaries() -> Path:
 
 def configuration(topology: Topology, host: Node, interface: str = "") -> str:
     """Writes a host's vnet.toml: its machines with the lines `interface`, and links to all hosts or where the store is."""
+    settings = topology.settings
+    # Earlier revisions, which are compared with this one, know nothing of ports.
+    ports = f"ports = {settings.dispatchers}\n" if settings.dispatchers > 1 else ""
     parts = [
         f'[host]\nname = "{host.name}"\n',
         f'[control]\nsocket = "{host.file(".sock")}"\n',
-        f'[bridge]\nlisten = "[::]:{PORT}"\n{LISTEN.get(topology.settings.encapsulation, "")}',
+        f"[dispatch]\nthreads = {settings.dispatchers}\n" if settings.dispatchers > 1 else "",
+        f'[bridge]\nlisten = "[::]:{PORT}"\n{ports}{LISTEN.get(settings.encapsulation, "")}',
         "[[network]]\nid = 1\nlearning = true\n",
     ]
     for machine in topology.machines(host=host.host):
@@ -51,18 +55,20 @@ def configuration(topology: Topology, host: Node, interface: str = "") -> str:
             lines += ['kind = "vhost-user"', f'socket = "{machine.file(".vhost")}"']
         else:
             lines += ['kind = "tap"', 'device = "eth0"', f'netns = "{machine.namespace}"']
+        lines.append(f"queues = {settings.queues}")
         parts.append("\n".join(["[[interface]]", *lines, interface]))
-    if topology.settings.store:
-        endpoint = store.endpoint(topology, topology.settings.ipv6)
+    if settings.store:
+        endpoint = store.endpoint(topology, settings.ipv6)
         parts.append(f'[overlay]\netcd = ["{endpoint}"]\ntrusted = true\n')
         return "\n".join(parts)
     for peer in topology.hosts:
         if peer != host:
-            port = PORTS.get(topology.settings.encapsulation, PORT)
-            remote = f"[{peer.address6}]:{port}" if topology.settings.ipv6 else f"{peer.address}:{port}"
+            port = PORTS.get(settings.encapsulation, PORT)
+            remote = f"[{peer.address6}]:{port}" if settings.ipv6 else f"{peer.address}:{port}"
             parts.append(
                 f'[[link]]\nname = "{peer.name}"\nremote = "{remote}"\n'
-                f'encapsulation = "{topology.settings.encapsulation}"\ntrusted = true\n'
+                f'encapsulation = "{settings.encapsulation}"\ntrusted = true\n'
+                + (ports if settings.encapsulation == "native" else "")
             )
     return "\n".join(parts)
 

@@ -44,25 +44,34 @@ def wait(guest: Node) -> None:
     wait_until(f"{guest.name} to boot", ready, BOOT_S, console)
 
 
-def vhost_user(guest: Node) -> list[str]:
+def vhost_user(guest: Node, queues: int = 1) -> list[str]:
     """QEMU's arguments for a network device that vnetd serves."""
     return [
         *("-chardev", f"socket,id=vhost,path={guest.file('.vhost')},reconnect=1"),
-        *("-netdev", "vhost-user,id=net,chardev=vhost,queues=1"),
+        *("-netdev", f"vhost-user,id=net,chardev=vhost,queues={queues}"),
     ]
 
 
 def command(
-    topology: Topology, guest: Node, image: Image, netdev: list[str] | None = None, msix: bool = False
+    topology: Topology,
+    guest: Node,
+    image: Image,
+    netdev: list[str] | None = None,
+    msix: bool = False,
+    device: str = "",
+    memory: str = "",
 ) -> list[str]:
     """Writes the QEMU command line of a guest, whose network device vnetd serves unless `netdev` says otherwise.
 
-    `netdev` names its back end "net". QEMU 7.2 crashes under TCG when a vhost-user device uses MSI-X; others may.
+    `netdev` names its back end "net"; `device` and `memory` are further properties of the network device and the
+    memory. QEMU 7.2 crashes under TCG when a vhost-user device uses MSI-X; others may.
     """
     mtu = topology.mtu(guest)
     # Only an MTU beyond the usual must be told to the driver; it would refuse one that was not.
     host_mtu = f",host_mtu={mtu}" if mtu > 1500 else ""
     vectors = "" if msix else ",vectors=0"
+    queues = topology.settings.queues
+    many = ",mq=on" if queues > 1 else ""
     options = f"{KERNEL_OPTIONS} vnet.name={guest.name} vnet.address={guest.address}/16 vnet.mtu={mtu}"
     console = f"socket,id=console,path={guest.file('.console')},server=on,wait=off"
     serials = [["-chardev", f"{console},logfile={guest.file('.console.log')}", "-serial", "chardev:console"]]
@@ -72,14 +81,18 @@ def command(
     return [
         QEMU,
         *("-name", f"{guest.lab}-{guest.name}", "-nodefaults", "-no-user-config", "-display", "none"),
-        *("-machine", "pc", *_accelerator(), "-smp", "1", "-m", MEMORY),
+        *("-machine", "pc", *_accelerator(), "-smp", str(queues), "-m", MEMORY),
         *("-kernel", str(image.kernel), "-initrd", str(image.initramfs), "-append", options),
         # vhost-user: the guest's memory is shared with vnetd.
-        *("-object", f"memory-backend-memfd,id=mem,size={MEMORY},share=on", "-numa", "node,memdev=mem"),
-        *(netdev or vhost_user(guest)),
-        *("-device", f"virtio-net-pci,netdev=net,mac={guest.mac}{vectors},romfile={host_mtu}"),
+        *("-object", f"memory-backend-memfd,id=mem,size={MEMORY},share=on{_more(memory)}", "-numa", "node,memdev=mem"),
+        *(netdev or vhost_user(guest, queues)),
+        *("-device", f"virtio-net-pci,netdev=net,mac={guest.mac}{vectors},romfile={host_mtu}{many}{_more(device)}"),
         *(word for serial in serials for word in serial),
     ]
+
+
+def _more(properties: str) -> str:
+    return f",{properties}" if properties else ""
 
 
 def _accelerator() -> list[str]:

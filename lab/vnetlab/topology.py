@@ -50,6 +50,10 @@ class Settings:
     ipv6: bool = False
     store: bool = False
     """Whether hosts find each other by a store, instead of by links in their files."""
+    dispatchers: int = 1
+    """Of each vnetd, which has as many ports."""
+    queues: int = 1
+    """Queue pairs of each container and virtual machine, which has as many processors."""
 
     def __post_init__(self) -> None:
         """Raises LabError for settings that no lab can have."""
@@ -60,6 +64,8 @@ class Settings:
             ("vms", self.vms, 0, 99),
             ("containers", self.containers, 0, 99),
             ("mtu", self.mtu, 68, 65535),
+            ("dispatchers", self.dispatchers, 1, 64),
+            ("queues", self.queues, 1, 16),
             ("underlay-mtu", self.underlay_mtu, 1280 if self.ipv6 else 576, 65535),
         ):
             if not low <= value <= high:

@@ -361,6 +361,9 @@ pub struct LinkAdd {
     /// The other host: ADDRESS:PORT; with --proxy also NAME:PORT
     #[arg(long, value_name = "ADDRESS:PORT")]
     remote: String,
+    /// native: UDP ports of the other host, from that of REMOTE on; its [bridge] ports [default: 1]
+    #[arg(long, value_name = "N")]
+    ports: Option<u16>,
     /// How frames travel: native, vnet (VNET/P and VNET/U peers), vxlan or stream (TCP) [default: native]
     #[arg(long)]
     encapsulation: Option<String>,
@@ -461,6 +464,7 @@ impl LinkAdd {
         object([
             ("name", Some(self.name.as_str().into())),
             ("remote", Some(self.remote.as_str().into())),
+            ("ports", value(&self.ports)),
             ("encapsulation", value(&self.encapsulation)),
             ("flood", value(&self.flood)),
             ("group", value(&self.group)),

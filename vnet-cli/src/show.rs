@@ -61,7 +61,9 @@ pub fn status(status: &Status) -> String {
     let mut row = |what: &str, value: String| table.row([what.into(), value]);
     row("host", status.host.clone());
     row("vnetd", format!("{}, process {}, up {}", status.version, status.pid, duration(status.uptime_s)));
-    row("bridge", format!("{} (UDP)", status.bridge));
+    let more =
+        if status.ports > 1 { format!(" and {} ports behind it", status.ports - 1) } else { String::new() };
+    row("bridge", format!("{}{more} (UDP)", status.bridge));
     row("dispatchers", format!("{}, yield {}", status.dispatchers, status.yield_strategy));
     row("interfaces", format!("{} of {} up", status.interfaces_up, status.interfaces));
     row("links", status.links.to_string());
@@ -188,8 +190,8 @@ fn interrupts(i: &Interface) -> String {
 
 /// `vnet link list`
 pub fn links(links: &Vec<Link>) -> String {
-    let heading = ["NAME", "REMOTE", "ENCAPSULATION", "NETWORKS", "STATE", "MTU", "HEARD", "NOTE"];
-    let mut table = Table::new(&heading, &[5]);
+    let heading = ["NAME", "REMOTE", "PORTS", "ENCAPSULATION", "NETWORKS", "STATE", "MTU", "HEARD", "NOTE"];
+    let mut table = Table::new(&heading, &[2, 6]);
     for link in links {
         let networks = link.networks.as_ref().map_or("all".into(), |networks| {
             networks.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ")
@@ -197,6 +199,7 @@ pub fn links(links: &Vec<Link>) -> String {
         table.row([
             link.name.clone(),
             link.remote.clone(),
+            link.ports.to_string(),
             link.encapsulation.clone(),
             networks,
             link.state.clone(),
@@ -218,7 +221,7 @@ pub fn routes(routes: &Vec<Route>) -> String {
     table.print()
 }
 
-/// `vnet stats`: ports, then every reason with the ports that have it, then the balance.
+/// `vnet stats`: ports, then every reason with the ports that have it, then dispatchers, then the balance.
 pub fn stats(stats: &Stats) -> String {
     let heading = [
         "PORT",
@@ -256,11 +259,17 @@ pub fn stats(stats: &Stats) -> String {
     }
     let drops = DropReason::ALL.iter().map(|reason| reason.name());
     let discards = DiscardReason::ALL.iter().map(|reason| reason.name());
+    let mut dispatchers = Table::new(&["DISPATCHER", "FRAMES", "BUSY TURNS", "BUSY MS"], &[1, 2, 3]);
+    for d in &stats.dispatchers {
+        let busy_ms = (d.busy_ns / 1_000_000).to_string();
+        dispatchers.row([d.id.to_string(), d.frames.to_string(), d.busy_turns.to_string(), busy_ms]);
+    }
     format!(
-        "{}\n{}\n{}\n{}\n",
+        "{}\n{}\n{}\n{}\n{}\n",
         table.print(),
         reasons("FRAMES DROPPED", drops, stats, |counters| &counters.drops),
         reasons("DATAGRAMS DISCARDED", discards, stats, |counters| &counters.discards),
+        dispatchers.print(),
         stats.balance
     )
 }
@@ -370,7 +379,7 @@ mod tests {
         link.discard(DiscardReason::BadVersion, 7);
         let ports = vec![port("interface", "vm1", &vm), port("link", "h2", &link)];
         let balance = Balance::of(ports.iter().map(|port| &port.counters));
-        let text = stats(&Stats { ports, balance });
+        let text = stats(&Stats { ports, dispatchers: vec![Dispatcher::default()], balance });
         for reason in
             DropReason::ALL.iter().map(|r| r.name()).chain(DiscardReason::ALL.iter().map(|r| r.name()))
         {

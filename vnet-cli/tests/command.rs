@@ -226,7 +226,9 @@ fn a_check_needs_no_daemon() {
     assert_eq!(output.status.code(), Some(1));
     let lines = [
         format!("{name}:3: unknown key 'x' in [host]; known here: name"),
-        format!("{name}:5: unknown key 'y' in [bridge]; known here: listen, vxlan_listen, stream_listen"),
+        format!(
+            "{name}:5: unknown key 'y' in [bridge]; known here: listen, ports, vxlan_listen, stream_listen"
+        ),
     ];
     assert_eq!(text(&output.stderr), format!("{}\n{}\n", lines[0], lines[1]));
     let answer: Value = serde_json::from_slice(&output.stdout).unwrap();

@@ -324,3 +324,56 @@ fn any_line() -> impl Strategy<Value = String> {
         (key, value).prop_map(|(key, value)| format!("{key} = {value}"))
     ]
 }
+
+#[test]
+fn ports_are_counted_from_the_first() {
+    let top = "[host]\nname = \"h1\"\n";
+    let link = |name: &str, remote: &str, more: &str| {
+        format!("[[link]]\nname = \"{name}\"\nremote = \"{remote}\"\ntrusted = true\n{more}")
+    };
+    let bridge = |dispatch: &str, bridge: &str| format!("{top}[dispatch]\n{dispatch}\n[bridge]\n{bridge}\n");
+
+    let read =
+        good(&(bridge("threads = 2", "ports = 4") + &link("h2", "10.0.0.2:9000", "ports = 3"))).desired;
+    assert_eq!((read.bridge.spec.ports, read.links[0].spec.ports), (4, 3));
+    assert_eq!(read.links[0].spec.to_string(), "native to 10.0.0.2:9000, 3 ports");
+    let read = good(&(top.to_string() + &link("h2", "10.0.0.2:9000", ""))).desired;
+    assert_eq!((read.bridge.spec.ports, read.links[0].spec.ports), (1, 1));
+
+    let neighbours = link("h2", "10.0.0.2:9000", "ports = 2\n");
+    let cases = [
+        (
+            bridge("threads = 4", "ports = 2"),
+            "f.toml:5: ports = 2 for 4 dispatchers leaves some without one; write ports = 4, or 1 for all of them",
+        ),
+        (bridge("", "ports = 65"), "f.toml:6: ports 65 is beyond the limits; use 1 to 64"),
+        (
+            bridge("", "listen = \"[::]:65535\"\nports = 2"),
+            "f.toml:7: 2 ports from 65535 on end beyond 65535; begin with a lower one",
+        ),
+        (
+            bridge("", "listen = \"10.0.0.1:9000\"\nports = 3") + &link("h2", "10.0.0.1:9002", ""),
+            "f.toml:8: link h2 leads to this host itself (10.0.0.1:9002); name the other host's address",
+        ),
+        (
+            bridge("", "listen = \"10.0.0.1:9003\"") + &link("h2", "10.0.0.1:9002", "ports = 2"),
+            "f.toml:7: link h2 leads to this host itself (10.0.0.1:9002); name the other host's address",
+        ),
+        (
+            top.to_string() + &link("h2", "10.0.0.2:9000", "ports = 2\nencapsulation = \"vnet\""),
+            "f.toml:7: 'ports' has a meaning for encapsulation native only; remove it",
+        ),
+        (
+            top.to_string() + &neighbours + &link("h3", "10.0.0.2:9001", ""),
+            "f.toml:8: remote 10.0.0.2:9001 is used already by link h2 (f.toml:3); choose another",
+        ),
+        (
+            top.to_string() + &neighbours + &link("h3", "10.0.0.2:8999", "ports = 9"),
+            "f.toml:8: remote 10.0.0.2:9000 is used already by link h2 (f.toml:3); choose another",
+        ),
+    ];
+    for (text, want) in cases {
+        assert_eq!(errors(&text), [want], "{text}");
+    }
+    good(&(top.to_string() + &neighbours + &link("h3", "10.0.0.2:9002", "ports = 64")));
+}

@@ -32,6 +32,10 @@ struct Host {
 
 impl Host {
     fn start(threads: usize, strategy: Strategy) -> Host {
+        Host::with_ports(threads, 1, strategy)
+    }
+
+    fn with_ports(threads: usize, ports: u16, strategy: Strategy) -> Host {
         let options = CoreOptions {
             threads,
             cpus: vec![],
@@ -39,6 +43,7 @@ impl Host {
             sleep_us: 50,
             nowork_us: 200,
             listen: "127.0.0.1:0".parse().unwrap(),
+            ports,
             vxlan_listen: None,
             stream_listen: None,
             isolation: Isolation::default(),
@@ -78,11 +83,12 @@ impl Host {
         fake
     }
 
-    fn add_link(&mut self, remote: SocketAddr, encapsulation: Encapsulation, mtu: Option<u16>) {
+    fn add_link(&mut self, remote: SocketAddr, ports: u16, encapsulation: Encapsulation, mtu: Option<u16>) {
         let member = self.member(PortKind::Link, Networks::All);
         let options = LinkOptions {
             name: format!("link{}", member.port.0),
             remote,
+            ports,
             encapsulation,
             networks: None,
             mtu,
@@ -142,8 +148,8 @@ fn pair(
     let (mut one, mut two) =
         (Host::start(threads, Strategy::Adaptive), Host::start(threads, Strategy::Block));
     let (a, b) = (one.add_fake(NetworkId::DEFAULT), two.add_fake(NetworkId::DEFAULT));
-    one.add_link(two.core.bridge_address(), encapsulation, mtu);
-    two.add_link(one.core.bridge_address(), encapsulation, mtu);
+    one.add_link(two.core.bridge_address(), 1, encapsulation, mtu);
+    two.add_link(one.core.bridge_address(), 1, encapsulation, mtu);
     one.publish();
     two.publish();
     (one, two, a, b)
@@ -350,4 +356,59 @@ fn questions_for_published_neighbours_are_answered() {
     assert_eq!(other.wait_for(1, WAIT).len(), 1);
     host.assert_balanced();
     assert_eq!(host.interfaces[0].stats.out_frames.get(), 2, "nobody else's question came here");
+}
+
+/// A UDP packet of `flow` with a number inside.
+fn packet(flow: u16, number: u32, len: usize) -> OwnedFrame {
+    let (mut bytes, offload) = frame(mac(2), mac(1), len, number as u8);
+    bytes[12..24].copy_from_slice(&[8, 0, 0x45, 0, 0, 0, 0, 0, 0x40, 0, 64, 17]);
+    bytes[26..34].copy_from_slice(&[10, 0, 0, 1, 10, 0, 0, 2]);
+    bytes[34..36].copy_from_slice(&flow.to_be_bytes());
+    bytes[36..38].copy_from_slice(&7u16.to_be_bytes());
+    bytes[38..42].copy_from_slice(&number.to_be_bytes());
+    (bytes, offload)
+}
+
+/// Several dispatchers and ports, different on the two hosts: all of them work, every flow stays in order, nothing is lost.
+#[test]
+fn dispatchers_share_flows_and_keep_their_order() {
+    const FLOWS: u16 = 32;
+    const ROUNDS: u32 = 300;
+    let (mut one, mut two) =
+        (Host::with_ports(2, 2, Strategy::Adaptive), Host::with_ports(3, 3, Strategy::Adaptive));
+    let (a, b) = (one.add_fake(NetworkId::DEFAULT), two.add_fake(NetworkId::DEFAULT));
+    one.add_link(two.core.bridge_address(), 3, Encapsulation::Native, Some(1500));
+    two.add_link(one.core.bridge_address(), 2, Encapsulation::Native, Some(1500));
+    one.publish();
+    two.publish();
+    // What is not known is flooded, and floods have a limit.
+    b.send([frame(mac(1), mac(2), 60, 0)]);
+    assert_eq!(a.wait_for(1, WAIT).len(), 1);
+    for number in 0..ROUNDS {
+        let len = [60, 64, 1514, 4000][number as usize % 4];
+        a.send((0..FLOWS).map(|flow| packet(flow, number, len)));
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    let mut next = [0; FLOWS as usize];
+    let got = b.wait_for(usize::from(FLOWS) * ROUNDS as usize, WAIT);
+    assert_eq!(got.len(), usize::from(FLOWS) * ROUNDS as usize);
+    for (bytes, _) in got {
+        let flow = u16::from_be_bytes([bytes[34], bytes[35]]);
+        let number = u32::from_be_bytes(bytes[38..42].try_into().unwrap());
+        assert_eq!(number, next[usize::from(flow)], "flow {flow}");
+        next[usize::from(flow)] += 1;
+    }
+    assert_eq!(next, [ROUNDS; FLOWS as usize]);
+    one.assert_balanced();
+    two.assert_balanced();
+    let all = u64::from(FLOWS) * u64::from(ROUNDS) + 1;
+    let frames = || two.core.dispatcher_stats().iter().map(|stats| stats.frames()).sum::<u64>();
+    let deadline = Instant::now() + WAIT;
+    while frames() < all && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(frames(), all);
+    for (id, stats) in two.core.dispatcher_stats().iter().enumerate() {
+        assert!(stats.frames() > 0 && stats.busy_ns() > 0, "dispatcher {id} had its share: {stats:?}");
+    }
 }

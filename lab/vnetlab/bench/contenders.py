@@ -311,6 +311,8 @@ class Vnet:
     dispatch: Lines = ()
     """Lines of [dispatch] that differ from the defaults."""
     encapsulation: str = "native"
+    dispatchers: int = 1
+    """With as many ports, and as many queues of each interface."""
     mtu: int = 0
     """The interfaces' MTU; 0: the underlay's."""
     binaries: Path | None = None
@@ -334,7 +336,8 @@ class Vnet:
     def topology(self, topology: Topology) -> Topology:
         """The lab with this contender's settings."""
         mtu = self.mtu or topology.settings.underlay_mtu
-        return Topology(replace(topology.settings, encapsulation=self.encapsulation, mtu=mtu))
+        wide = {"dispatchers": self.dispatchers, "queues": self.dispatchers}
+        return Topology(replace(topology.settings, encapsulation=self.encapsulation, mtu=mtu, **wide))
 
     @contextlib.contextmanager
     def daemons(self, topology: Topology, more: str = "") -> Iterator[dict[str, int]]:
@@ -380,10 +383,11 @@ class Vnet:
 
 VNET = Vnet()
 BLOCK = Vnet("vnet, yield=block", (("yield", "block"),))
+TWO = Vnet("vnet, 2 dispatchers", dispatchers=2)
 SETTINGS = [
     VNET,
     BLOCK,
-    Vnet("vnet, 2 threads", (("threads", 2),)),
+    TWO,
     Vnet("vnet, encapsulation=vnet", encapsulation="vnet"),
     Vnet("vnet, interface MTU 65521", mtu=TAP_MTU_MAX),
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from vnetlab import machine
 from vnetlab.bench import control, latency, tunnels, usage, vhost, workload
-from vnetlab.bench.contenders import BLOCK, HOST_TO_HOST, SETTINGS, VNET, Contender, Ends, Nebula, Tinc, Vnet
+from vnetlab.bench.contenders import BLOCK, HOST_TO_HOST, SETTINGS, TWO, VNET, Contender, Ends, Nebula, Tinc, Vnet
 from vnetlab.bench.guests import TapGuests, VnetGuests
 from vnetlab.bench.result import Conditions, Sample
 from vnetlab.run import LabError, run
@@ -122,7 +122,7 @@ def _vm(options: Options) -> list[Case]:
 def _small(options: Options) -> list[Case]:
     """64-byte frames on one host and across a link, and a stream of super-frames."""
     seconds = max(3, options.seconds(10))
-    vnets = options.vnets or (VNET, BLOCK)
+    vnets = options.vnets or (VNET, BLOCK, TWO)
     local = [*([] if options.vnets else [vhost.Ovs()]), *(vhost.VnetSwitch(vnet) for vnet in vnets)]
     across = [vhost.VnetSwitch(vnet, link=True) for vnet in vnets]
 
@@ -323,9 +323,12 @@ _SHAPED = "Wires are shaped by a token bucket on the underlay's devices: compare
 _RTT = tuple(f"{kind}_{rank}_us" for kind in ("ping", "tcp") for rank in ("median", "p99"))
 _SMALL_NOTES = (
     "testpmd (virtio-user, flow generator) is pinned to processor 1, the switch to processor 0, on a link both vnetd.",
-    "Frames a second are those that arrived, both directions together. Busy cycles are counted by OVS's polling "
-    "thread, for iterations with work. All cycles are processor time of the forwarding threads times the clock, "
-    "spinning included: of a switch that is not saturated they say too much.",
+    "Frames a second are those that arrived, both directions together. Busy cycles are counted by the forwarding "
+    "threads themselves, of OVS and vnet alike, for turns of their loops with work, by the clock on the wall. All "
+    "cycles are their processor time times the clock, spinning included: of a switch that is not saturated they say "
+    "too much.",
+    "Across a link cycles are those of both daemons. Two dispatchers share processor 0: what sharding costs, not what "
+    "it gains.",
     "A core is that of the busier daemon. The TSO stream goes one way, in frames of 65226 bytes with their checksum "
     "and segmentation left to the device, from and to a guest that waits for interrupts (vnet/examples/guest.rs).",
 )

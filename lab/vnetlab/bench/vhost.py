@@ -75,30 +75,32 @@ class RunningVnet:
 
     hosts: list[Node]
     processes: dict[str, int]
-    before: tuple[float, int] = (0, 0)
+    before: tuple[float, float, int] = (0, 0, 0)
 
     def begin(self) -> None:
         """Counts from now on."""
         self.before = self._now()
 
     def cycles(self) -> Sample:
-        """Cycles of all dispatcher threads, those they spin without work included, for each frame that crossed."""
-        seconds, frames = self._now()
-        frames -= self.before[1]
+        """Cycles of all dispatchers together for each frame that crossed: of turns with work, and all."""
+        seconds, busy, frames = (now - then for now, then in zip(self._now(), self.before, strict=True))
         if frames <= 0:
             raise LabError("vnetd forwarded no frame", self.hosts[0].file(".log"))
-        return {"thread_cycles_a_frame": (seconds - self.before[0]) * environment.clock_hz() / frames}
+        clock = environment.clock_hz()
+        return {"cycles_a_frame": busy * clock / frames, "thread_cycles_a_frame": seconds * clock / frames}
 
-    def _now(self) -> tuple[float, int]:
-        """Processor seconds of the dispatchers, and frames that left to guests."""
+    def _now(self) -> tuple[float, float, int]:
+        """Seconds that the dispatchers had a processor and that they were busy, and frames that left to guests."""
         seconds = 0.0
         for pid in self.processes.values():
             seconds += sum(usage.thread_s(pid, thread) for thread in usage.named_threads(pid, "dispatch"))
-        frames = 0
+        frames, busy_ns = 0, 0
         for host in self.hosts:
-            ports = daemon.ask(host, "stats")["ports"]
-            frames += sum(port["out_frames"] for port in ports if port["kind"] == "interface")
-        return seconds, frames
+            stats = daemon.ask(host, "stats")
+            frames += sum(port["out_frames"] for port in stats["ports"] if port["kind"] == "interface")
+            # A revision to compare with may not count it.
+            busy_ns += sum(dispatcher["busy_ns"] for dispatcher in stats.get("dispatchers", []))
+        return seconds, busy_ns / 1e9, frames
 
 
 @dataclass(frozen=True)
@@ -137,13 +139,16 @@ class VnetSwitch:
 
     def configuration(self, host: Node, sockets: list[Path]) -> str:
         """Writes a host's vnet.toml: its interface or both, a link when there is one, and rules between the two."""
-        dispatch = dict(self.vnet.dispatch)
+        count = self.vnet.dispatchers
+        # Earlier revisions, which are compared with this one, know nothing of ports.
+        bridge_ports = f"ports = {count}\n" if count > 1 else ""
+        dispatch = dict(self.vnet.dispatch) | {"threads": count}
         if self.pinned:
-            dispatch |= {"cpus": [SWITCH_CPU] * int(dispatch.get("threads", 1))}
+            dispatch |= {"cpus": [SWITCH_CPU] * count}
         parts = [
             f'[host]\nname = "{host.name}"\n',
             f'[control]\nsocket = "{host.file(".sock")}"\n',
-            f'[bridge]\nlisten = "[::]:{PORT}"\n',
+            f'[bridge]\nlisten = "[::]:{PORT}"\n{bridge_ports}',
             "\n".join(["[dispatch]", *(f"{key} = {json.dumps(value)}" for key, value in dispatch.items()), ""]),
             "[[network]]\nid = 1\nlearning = false\n",
         ]
@@ -154,7 +159,7 @@ class VnetSwitch:
                 remote = f"10.78.0.{number + 1}:{PORT}"
                 parts.append(
                     f'[[link]]\nname = "there"\nremote = "{remote}"\n'
-                    f'encapsulation = "{self.vnet.encapsulation}"\ntrusted = true\n'
+                    f'encapsulation = "{self.vnet.encapsulation}"\ntrusted = true\n{bridge_ports}'
                 )
             else:
                 ports.append(f"interface v{number}")

@@ -172,7 +172,7 @@ mod tests {
         };
         let ports = vec![port("interface", "c1", frames, 0), port("link", "h2", frames / 2, drops)];
         let balance = Balance::of(ports.iter().map(|port| &port.counters));
-        Stats { ports, balance }
+        Stats { ports, dispatchers: vec![], balance }
     }
 
     fn screen<'a>(client: &'a Client<'a>) -> Screen<'a> {

@@ -176,7 +176,7 @@ mod tests {
 
     fn stats(ports: Vec<Port>) -> Stats {
         let balance = Balance::of(ports.iter().map(|port| &port.counters));
-        Stats { ports, balance }
+        Stats { ports, dispatchers: vec![], balance }
     }
 
     #[test]

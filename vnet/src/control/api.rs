@@ -9,9 +9,15 @@ use std::net::IpAddr;
 
 use serde::{Deserialize, Serialize};
 
+use crate::dispatch::counters::DispatcherStats;
 use crate::frame::NetworkId;
 use crate::stats::{DiscardReason, DropReason, InterruptStats, PortStats};
 use crate::wire::ethernet::Mac;
+
+/// What was so before it could be told.
+fn one() -> u16 {
+    1
+}
 
 /// `GET /v1/status`
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,6 +33,9 @@ pub struct Status {
     pub uptime_s: u64,
     /// Where links arrive (UDP).
     pub bridge: String,
+    /// Ports that they arrive at, from that of `bridge` on.
+    #[serde(default = "one")]
+    pub ports: u16,
     /// Number of dispatchers.
     pub dispatchers: usize,
     /// What they do when there is nothing to do.
@@ -255,6 +264,9 @@ pub struct Link {
     pub name: String,
     /// The other host.
     pub remote: String,
+    /// Ports of the other host, from that of `remote` on.
+    #[serde(default = "one")]
+    pub ports: u16,
     /// `native`, `vnet`, `vxlan` or `stream`.
     pub encapsulation: String,
     /// The networks it carries; all when absent.
@@ -428,8 +440,33 @@ pub struct HopCopy {
 pub struct Stats {
     /// Each interface and link, then `bridge` (datagrams of no link) and `removed` (all that are gone).
     pub ports: Vec<Port>,
+    /// Each dispatcher, by number.
+    #[serde(default)]
+    pub dispatchers: Vec<Dispatcher>,
     /// Where the frames went.
     pub balance: Balance,
+}
+
+/// What one dispatcher has done; the words are those of [`DispatcherStats`].
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Dispatcher {
+    /// Its number, from 0.
+    pub id: usize,
+    /// Frames taken from interfaces and links.
+    pub frames: u64,
+    /// Turns of its loop in which there was work.
+    pub busy_turns: u64,
+    /// Nanoseconds of these turns.
+    pub busy_ns: u64,
+}
+
+impl Dispatcher {
+    /// The counters of dispatcher `id`.
+    pub fn new(id: usize, stats: &DispatcherStats) -> Dispatcher {
+        let (frames, busy_turns) = (stats.frames(), stats.busy_turns());
+        Dispatcher { id, frames, busy_turns, busy_ns: stats.busy_ns() }
+    }
 }
 
 /// One port's counters.

@@ -19,6 +19,7 @@ pub fn check(desired: &Desired, broken: &[Target], problems: &mut Vec<Problem>) 
     limit("interfaces", &desired.interfaces, INTERFACES_MAX, problems);
     limit("links", &desired.links, LINKS_MAX, problems);
     limit("routes", &desired.routes, ROUTES_MAX, problems);
+    check_bridge(desired, problems);
     check_networks(desired, problems);
     check_interfaces(desired, problems);
     check_links(desired, problems);
@@ -41,6 +42,10 @@ impl<K: Hash + Eq> Once<K> {
         Once(HashMap::new())
     }
 
+    fn is_taken(&self, key: &K) -> bool {
+        self.0.contains_key(key)
+    }
+
     /// Notes that `user` uses `key`; when another does already, that is a problem.
     fn claim(
         &mut self,
@@ -60,6 +65,21 @@ impl<K: Hash + Eq> Once<K> {
                 free.insert((user, place.clone()));
             }
         }
+    }
+}
+
+fn check_bridge(desired: &Desired, problems: &mut Vec<Problem>) {
+    let (ports, threads) = (desired.bridge.spec.ports, desired.dispatch.spec.threads);
+    if ports > 1 && usize::from(ports) < threads {
+        let text = format!(
+            "ports = {ports} for {threads} dispatchers leaves some without one; write ports = {threads}, or 1 for all of them"
+        );
+        problems.push(Problem::new(&desired.bridge.place, text));
+    }
+    if ports > 1 && desired.overlay.is_some() {
+        let text =
+            "the hosts of an [overlay] know one port of each other; remove ports, or list the links instead";
+        problems.push(Problem::new(&desired.bridge.place, text));
     }
 }
 
@@ -109,7 +129,10 @@ fn check_links(desired: &Desired, problems: &mut Vec<Problem>) {
     for Item { place, spec } in &desired.links {
         names.claim(&spec.name, format!("the name '{}'", spec.name), "a link".into(), place, problems);
         // A datagram belongs to the link whose remote address is its source.
-        for what in tunnel::claims(spec) {
+        // Of several that are taken the first is enough to tell.
+        let claims = tunnel::claims(spec);
+        let taken = claims.iter().find(|what| remotes.is_taken(what));
+        for what in taken.map_or(&claims[..], std::slice::from_ref) {
             let user = format!("link {}", spec.name);
             remotes.claim(what.clone(), what, user, place, problems);
         }
@@ -120,11 +143,13 @@ fn check_links(desired: &Desired, problems: &mut Vec<Problem>) {
 }
 
 /// Why a link cannot work, whatever the host is.
-pub(super) fn unreachable(listen: SocketAddr, key: &str, link: &LinkSpec) -> Option<String> {
+///
+/// The host listens at `listen` and the ports behind it, `ports` all together; `key` is what that is called.
+pub(super) fn unreachable(listen: SocketAddr, ports: u16, key: &str, link: &LinkSpec) -> Option<String> {
     let LinkSpec { name, remote, .. } = link;
     let wildcard = listen.ip().is_unspecified();
     let own = if wildcard { remote.ip().is_loopback() } else { remote.ip() == listen.ip() };
-    if own && remote.port() == listen.port() {
+    if own && link.has_port_of(listen.port(), ports) {
         return Some(to_oneself(link));
     }
     // [::] takes both; every other address only its own kind.

@@ -20,7 +20,7 @@ use crate::dispatch::yielding::Strategy;
 use crate::frame::{MTU_MAX, NetworkId};
 use crate::interface::tap::DEVICE_NAME_MAX;
 use crate::interface::vhost_user;
-use crate::link::Encapsulation;
+use crate::link::{Encapsulation, PORTS_MAX};
 use crate::route::{AGEING_S, Qualifier, STORM_FRAMES_PER_S};
 use crate::wire::ethernet::Mac;
 
@@ -226,13 +226,27 @@ fn read_isolation(reader: &mut Reader<'_>, strategy: Strategy, anywhere: bool) -
 fn read_bridge(table: Table, notes: &mut Notes) -> Item<BridgeSpec> {
     let mut reader = Reader::new("[bridge]", table, &mut notes.problems);
     let place = reader.place();
+    let default = BridgeSpec::default();
+    let listen = reader.text("listen").and_then(|text| socket_address(&mut reader, "listen", text));
+    let listen = listen.unwrap_or(default.listen);
+    let ports = read_ports(&mut reader, Some(listen));
     let mut address = |key| reader.text(key).and_then(|text| socket_address(&mut reader, key, text));
-    let listen = address("listen");
     let (vxlan_listen, stream_listen) = (address("vxlan_listen"), address("stream_listen"));
     reader.finish();
-    let default = BridgeSpec::default();
-    let spec = BridgeSpec { listen: listen.unwrap_or(default.listen), vxlan_listen, stream_listen };
-    Item { place, spec }
+    Item { place, spec: BridgeSpec { listen, ports, vxlan_listen, stream_listen } }
+}
+
+/// How many ports there are from that of `first` on.
+fn read_ports(reader: &mut Reader<'_>, first: Option<SocketAddr>) -> u16 {
+    let place = reader.place_of("ports");
+    let ports = reader.number("ports", 1, PORTS_MAX.into()).map_or(1, |ports| ports as u16);
+    if let Some(first) = first
+        && first.port().checked_add(ports - 1).is_none()
+    {
+        let text = format!("{ports} ports from {} on end beyond 65535; begin with a lower one", first.port());
+        reader.problem(&place, text);
+    }
+    ports
 }
 
 fn read_network(table: Table, notes: &mut Notes) -> Option<Item<NetworkSpec>> {
@@ -353,6 +367,12 @@ fn read_link(table: Table, notes: &mut Notes) -> Option<Item<LinkSpec>> {
     let remote = reader.text("remote");
     let (remote, tunnel) = tunnel::read(&mut reader, encapsulation, remote);
     let networks = read_networks(&mut reader, tunnel::carries_one(encapsulation, &tunnel));
+    let ports = if encapsulation == Encapsulation::Native {
+        read_ports(&mut reader, remote)
+    } else {
+        reader.refuse(&["ports"], "has a meaning for encapsulation native only");
+        1
+    };
     let mtu = reader.number("mtu", LINK_MTU_MIN, u32::from(u16::MAX)).map(|mtu| mtu as u16);
     let trusted = reader.flag("trusted");
     if let Some((place, false)) = &trusted {
@@ -376,7 +396,7 @@ fn read_link(table: Table, notes: &mut Notes) -> Option<Item<LinkSpec>> {
     }
     Some(Item {
         place,
-        spec: LinkSpec { name: name?, remote: remote?, encapsulation, networks, mtu, tunnel },
+        spec: LinkSpec { name: name?, remote: remote?, ports, encapsulation, networks, mtu, tunnel },
     })
 }
 

@@ -140,6 +140,8 @@ impl Default for DispatchSpec {
 pub struct BridgeSpec {
     /// Where links arrive (UDP).
     pub listen: SocketAddr,
+    /// Ports that links arrive at, from that of `listen` on.
+    pub ports: u16,
     /// Where VXLAN links arrive (UDP); nowhere when absent.
     pub vxlan_listen: Option<SocketAddr>,
     /// Where stream links arrive (TCP); nowhere when absent.
@@ -149,7 +151,7 @@ pub struct BridgeSpec {
 impl Default for BridgeSpec {
     fn default() -> BridgeSpec {
         let listen = (Ipv6Addr::UNSPECIFIED, BRIDGE_PORT).into();
-        BridgeSpec { listen, vxlan_listen: None, stream_listen: None }
+        BridgeSpec { listen, ports: 1, vxlan_listen: None, stream_listen: None }
     }
 }
 
@@ -271,6 +273,8 @@ pub struct LinkSpec {
     pub name: String,
     /// The other host.
     pub remote: SocketAddr,
+    /// Ports of the other host, from that of `remote` on.
+    pub ports: u16,
     /// How frames travel.
     pub encapsulation: Encapsulation,
     /// The networks it carries; all when absent.
@@ -282,6 +286,24 @@ pub struct LinkSpec {
 }
 
 impl LinkSpec {
+    /// True when one of its ports is among the `ports` ports from `first` on.
+    pub fn has_port_of(&self, first: u16, ports: u16) -> bool {
+        let last = |first: u16, ports: u16| first.saturating_add(ports - 1);
+        let own = self.remote.port();
+        first <= last(own, self.ports) && own <= last(first, ports)
+    }
+
+    /// The addresses that its datagrams go to and come from.
+    pub fn remotes(&self) -> impl Iterator<Item = SocketAddr> {
+        let remote = self.remote;
+        let ports = (0..self.ports).map_while(move |offset| remote.port().checked_add(offset));
+        ports.map(move |port| {
+            let mut address = remote;
+            address.set_port(port);
+            address
+        })
+    }
+
     /// True when the link carries frames of `network`.
     pub fn carries(&self, network: NetworkId) -> bool {
         self.networks.as_ref().is_none_or(|networks| networks.contains(&network))
@@ -442,6 +464,9 @@ impl fmt::Display for InterfaceSpec {
 impl fmt::Display for LinkSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} to {}", encapsulation_name(self.encapsulation), tunnel::remote(self))?;
+        if self.ports != 1 {
+            write!(f, ", {} ports", self.ports)?;
+        }
         if let Some(networks) = &self.networks {
             let networks: Vec<_> = networks.iter().map(ToString::to_string).collect();
             write!(f, ", networks {}", networks.join(" "))?;

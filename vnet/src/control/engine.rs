@@ -108,8 +108,8 @@ pub(super) struct LiveLink {
 impl LiveLink {
     fn new(spec: &LinkSpec, port: PortId, inbox: &Arc<Inbox>) -> LiveLink {
         let stats = Arc::new(PortStats::default());
-        let LinkSpec { name, remote, encapsulation, networks, mtu, tunnel } = spec.clone();
-        let options = LinkOptions { name, remote, encapsulation, networks, mtu, tunnel };
+        let LinkSpec { name, remote, ports, encapsulation, networks, mtu, tunnel } = spec.clone();
+        let options = LinkOptions { name, remote, ports, encapsulation, networks, mtu, tunnel };
         let link = Link::new(options, port, stats.clone());
         link.answer_by(inbox.clone());
         LiveLink { port, stats, stream: StreamPort::of(&link), link }
@@ -155,7 +155,7 @@ impl Engine {
     pub fn start(desired: Desired) -> Result<Engine, EngineError> {
         let DispatchSpec { threads, cpus, yield_strategy, sleep_us, nowork_us, isolation } =
             desired.dispatch.spec.clone();
-        let BridgeSpec { listen, vxlan_listen, stream_listen } = desired.bridge.spec;
+        let BridgeSpec { listen, ports, vxlan_listen, stream_listen } = desired.bridge.spec;
         let core = Core::start(&CoreOptions {
             threads,
             cpus,
@@ -163,6 +163,7 @@ impl Engine {
             sleep_us,
             nowork_us,
             listen,
+            ports,
             vxlan_listen,
             stream_listen,
             isolation,
@@ -237,11 +238,12 @@ impl Engine {
         Ok(plan)
     }
 
-    /// True when a link's remote is an address of this very host, at the bridge's port.
+    /// True when a link's remote is an address of this very host, at one of the bridge's ports.
     pub(super) fn leads_here(&self, link: &LinkSpec) -> bool {
         let bridge = self.core.bridge_address();
+        let ports = self.current.bridge.spec.ports;
         if !tunnel::arrives_at_bridge(link)
-            || bridge.port() != link.remote.port()
+            || !link.has_port_of(bridge.port(), ports)
             || !bridge.ip().is_unspecified()
         {
             return false;

@@ -125,6 +125,7 @@ fn link(peer: &PeerLink) -> LinkSpec {
     LinkSpec {
         name: peer.name.to_string(),
         remote: peer.remote,
+        ports: 1,
         encapsulation: Encapsulation::Native,
         networks: Some(peer.networks.clone()),
         mtu: None,

@@ -180,6 +180,10 @@ pub fn restart_needed(current: &Desired, desired: &Desired) -> Vec<Problem> {
                 fixed(place, "bridge", format!("{key} changes from {} to {}", show(is), show(wanted)));
             }
         }
+        let (is, wanted) = (is.spec.ports, wanted.spec.ports);
+        if is != wanted {
+            fixed(place, "bridge", format!("ports changes from {is} to {wanted}"));
+        }
     }
     let (is, wanted) = (&current.overlay, &desired.overlay);
     if is != wanted {

@@ -46,8 +46,8 @@ fn link(n: usize) -> impl Strategy<Value = Item<LinkSpec>> {
     (1u8..4, proptest::option::of(576u16..578)).prop_map(move |(host, mtu)| {
         let remote = SocketAddr::from(([10, 0, n as u8, host], 9000));
         let (name, encapsulation, networks) = (format!("l{n}"), Encapsulation::Native, None);
-        let tunnel = Tunnel::None;
-        item(LinkSpec { name, remote, encapsulation, networks, mtu, tunnel })
+        let (ports, tunnel) = (1, Tunnel::None);
+        item(LinkSpec { name, remote, ports, encapsulation, networks, mtu, tunnel })
     })
 }
 

@@ -85,6 +85,8 @@ pub struct NewLink {
     pub name: String,
     /// The other host, `ADDRESS:PORT`; with `proxy` also `NAME:PORT`.
     pub remote: String,
+    /// native: ports of the other host, from that of `remote` on; 1 when absent.
+    pub ports: Option<u32>,
     /// How frames travel: `native`, `vnet`, `vxlan` or `stream`.
     pub encapsulation: Option<String>,
     /// vxlan: other VTEPs of the network, addresses.

@@ -170,7 +170,7 @@ pub(super) fn claims(link: &LinkSpec) -> Vec<String> {
             vec![format!("stream peer {}", link.remote.ip())]
         }
         Tunnel::Stream(StreamOptions { destination, .. }) => vec![format!("stream to {destination}")],
-        Tunnel::None => vec![format!("remote {}", link.remote)],
+        Tunnel::None => link.remotes().map(|remote| format!("remote {remote}")).collect(),
     }
 }
 
@@ -182,7 +182,7 @@ pub(super) fn unusable(bridge: &BridgeSpec, link: &LinkSpec) -> Option<String> {
             "link {name} needs VXLAN to be listened for; write vxlan_listen = \"[::]:{}\" in [bridge]",
             vxlan::PORT
         )),
-        (Tunnel::Vxlan(_), Some(listen)) => check::unreachable(listen, "vxlan_listen", link),
+        (Tunnel::Vxlan(_), Some(listen)) => check::unreachable(listen, 1, "vxlan_listen", link),
         (Tunnel::Stream(StreamOptions { connect: false, proxy: Some(_), .. }), _) => Some(format!(
             "link {name} waits for the other side to connect (connect = false), but names a proxy; remove one of them"
         )),
@@ -192,7 +192,7 @@ pub(super) fn unusable(bridge: &BridgeSpec, link: &LinkSpec) -> Option<String> {
             ))
         }
         (Tunnel::Stream(_), _) => None,
-        (Tunnel::None, _) => check::unreachable(bridge.listen, "listen", link),
+        (Tunnel::None, _) => check::unreachable(bridge.listen, bridge.ports, "listen", link),
     }
 }
 

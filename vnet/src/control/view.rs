@@ -23,6 +23,7 @@ impl Engine {
             pid: std::process::id(),
             uptime_s: self.started.elapsed().as_secs(),
             bridge: self.core.bridge_address().to_string(),
+            ports: self.current.bridge.spec.ports,
             dispatchers: self.current.dispatch.spec.threads,
             yield_strategy: yield_name(self.current.dispatch.spec.yield_strategy).into(),
             interfaces_up: interfaces.iter().filter(|interface| interface.state == "up").count(),
@@ -102,6 +103,7 @@ impl Engine {
             Some(api::Link {
                 name: spec.name.clone(),
                 remote: tunnel::remote(spec),
+                ports: spec.ports,
                 encapsulation: encapsulation_name(spec.encapsulation).into(),
                 networks: spec.networks.clone(),
                 state: state.into(),
@@ -198,6 +200,8 @@ impl Engine {
         ports.push(port("bridge", "bridge", (&**self.core.bridge_stats()).into()));
         ports.push(port("removed", "removed", self.retired.clone()));
         let balance = api::Balance::of(ports.iter().map(|port| &port.counters));
-        api::Stats { ports, balance }
+        let dispatchers = self.core.dispatcher_stats().iter().enumerate();
+        let dispatchers = dispatchers.map(|(id, stats)| api::Dispatcher::new(id, stats)).collect();
+        api::Stats { ports, dispatchers, balance }
     }
 }

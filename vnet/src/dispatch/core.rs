@@ -38,8 +38,10 @@ pub struct CoreOptions {
     pub sleep_us: u32,
     /// `T_nowork` in microseconds.
     pub nowork_us: u32,
-    /// Where links' datagrams arrive.
+    /// Where links' datagrams arrive: the first port.
     pub listen: SocketAddr,
+    /// How many ports, from that one on.
+    pub ports: u16,
     /// Where VXLAN arrives, if it may.
     pub vxlan_listen: Option<SocketAddr>,
     /// Where streams arrive (TCP), if they may.
@@ -143,7 +145,8 @@ impl Core {
         options.isolation.apply_to_process()?;
         let bridge_stats = Arc::new(PortStats::default());
         let budget = Arc::new(ReassemblyBudget::new(ReassemblyBudget::HOST));
-        let mut bridges = Bridge::bind_group(options.listen, count, &bridge_stats, &budget)?;
+        let ports = options.ports.max(1);
+        let mut bridges = Bridge::bind_group(options.listen, ports, count, &bridge_stats, &budget)?;
         if let Some(listen) = options.vxlan_listen {
             Bridge::add_vxlan(&mut bridges, listen, &bridge_stats, &budget)?;
         }
@@ -173,7 +176,7 @@ impl Core {
 
     fn spawn(&mut self, id: usize, bridge: Bridge, options: &CoreOptions) -> Result<(), CoreError> {
         let yielder = Yielder::new(options.yield_strategy, options.sleep_us, options.nowork_us);
-        options.isolation.apply_to_socket(bridge.rx.fd(), self.shared.poller(id));
+        options.isolation.apply_to_sockets(bridge.rx.fds(), self.shared.poller(id));
         let dispatcher = Dispatcher::new(id, self.shared.clone(), bridge, yielder)?;
         let (isolation, cpu) = (options.isolation, options.cpus.get(id % options.cpus.len().max(1)).copied());
         let (report, pinned) = std::sync::mpsc::channel();
@@ -225,7 +228,7 @@ impl Core {
         }
     }
 
-    /// Where links' datagrams arrive.
+    /// Where links' datagrams arrive: the first port.
     pub fn bridge_address(&self) -> SocketAddr {
         self.bridge_address
     }

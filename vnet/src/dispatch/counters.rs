@@ -76,6 +76,8 @@ pub struct DispatcherStats {
     batches: Histogram<{ BATCH_BOUNDS.len() }>,
     latency_ns: Histogram<{ LATENCY_BOUNDS_US.len() }>,
     turn: Own,
+    busy_turns: Own,
+    busy_ns: Own,
 }
 
 impl DispatcherStats {
@@ -103,6 +105,23 @@ impl DispatcherStats {
         let ns = time.as_nanos() as u64;
         let bucket = LATENCY_BOUNDS_US.partition_point(|bound| u64::from(*bound) * 1000 < ns);
         self.latency_ns.observe(ns, bucket);
+    }
+
+    /// So many turns of the loop with work took so many nanoseconds.
+    pub(super) fn busy(&self, turns: u64, ns: u64) {
+        self.busy_turns.add(turns);
+        self.busy_ns.add(ns);
+    }
+
+    /// Turns of the loop in which there was work.
+    pub fn busy_turns(&self) -> u64 {
+        self.busy_turns.get()
+    }
+
+    /// Nanoseconds of these turns, by the clock on the wall: time in which others had the core is among them, time spent looking
+    /// for work in vain is not.
+    pub fn busy_ns(&self) -> u64 {
+        self.busy_ns.get()
     }
 
     /// Frames decided.

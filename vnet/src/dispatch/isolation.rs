@@ -86,28 +86,40 @@ impl Isolation {
         Ok(())
     }
 
-    /// Has the kernel look into the device behind a dispatcher's socket, as far as it can: not being able to is no error,
+    /// Has the kernel look into the device behind a dispatcher's sockets, as far as it can: not being able to is no error,
     /// since nothing but time is lost.
-    pub(super) fn apply_to_socket(&self, socket: BorrowedFd<'_>, poller: &Poller) {
+    pub(super) fn apply_to_sockets<'fd>(
+        &self,
+        sockets: impl Iterator<Item = BorrowedFd<'fd>>,
+        poller: &Poller,
+    ) {
         if self.busy_poll_us == 0 {
             return;
         }
         let us = libc::c_int::try_from(self.busy_poll_us).unwrap_or(libc::c_int::MAX);
-        for (option, value) in [(libc::SO_BUSY_POLL, us), (libc::SO_PREFER_BUSY_POLL, 1)] {
-            let len = size_of_val(&value) as libc::socklen_t;
-            // SAFETY: `value` is readable for the `len` bytes told.
-            let result = unsafe {
-                libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, option, (&raw const value).cast(), len)
-            };
-            if result < 0 {
-                let error = io::Error::last_os_error();
-                tracing::warn!(%error, "the link socket is not busy-polled; vnetd needs CAP_NET_ADMIN for it");
+        for socket in sockets {
+            if let Err(error) = busy_poll(socket, us) {
+                tracing::warn!(%error, "a link socket is not busy-polled; vnetd needs CAP_NET_ADMIN for it");
             }
         }
         if let Err(error) = poller.busy_poll(self.busy_poll_us) {
             tracing::info!(%error, "waiting does not busy-poll devices; that takes Linux 6.9");
         }
     }
+}
+
+fn busy_poll(socket: BorrowedFd<'_>, us: libc::c_int) -> io::Result<()> {
+    for (option, value) in [(libc::SO_BUSY_POLL, us), (libc::SO_PREFER_BUSY_POLL, 1)] {
+        let len = size_of_val(&value) as libc::socklen_t;
+        // SAFETY: `value` is readable for the `len` bytes told.
+        let result = unsafe {
+            libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, option, (&raw const value).cast(), len)
+        };
+        if result < 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
 }
 
 /// Binds the calling thread to one processor.

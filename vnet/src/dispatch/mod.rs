@@ -4,7 +4,7 @@
 //! loop {
 //!     adopt a new setup, if one was published
 //!     for queue in mine { queue.receive() -> decide -> deliver }   // from guests
-//!     socket.receive() -> decide -> deliver                        // from other hosts
+//!     for socket in mine { socket.receive() -> decide -> deliver } // from other hosts
 //!     nothing done? yield, spin or sleep
 //! }
 //! ```
@@ -40,6 +40,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use self::core::Shared;
+use self::counters::DispatcherStats;
 use self::forward::Forwarder;
 use self::served::Served;
 use self::setup::{Port, Setup};
@@ -49,10 +50,10 @@ use crate::link::Receiver;
 use crate::poll::Poller;
 use crate::route::Router;
 
-/// Token of the dispatcher's own link socket; interface queues have `port << 16 | queue`.
+/// Token of the first of the dispatcher's own link sockets; interface queues have `port << 16 | queue`.
 const SOCKET: u64 = 1 << 40;
 /// The same for VXLAN.
-const VXLAN_SOCKET: u64 = SOCKET + 1;
+const VXLAN_SOCKET: u64 = 1 << 41;
 /// How often timers run: reassembly time-outs, ageing, path MTUs.
 const TICK: Duration = Duration::from_millis(20);
 /// The same while nothing moves.
@@ -72,7 +73,8 @@ struct Dispatcher {
     setup: Arc<Setup>,
     forwarder: Forwarder,
     receiver: Receiver,
-    socket_ready: bool,
+    /// Which of the receiver's sockets may have datagrams.
+    sockets_ready: Vec<bool>,
     /// For VXLAN, where it is listened for, and whether it may have something.
     vxlan: Option<Receiver>,
     vxlan_ready: bool,
@@ -80,8 +82,52 @@ struct Dispatcher {
     by_token: HashMap<u64, usize>,
     batch: Batch,
     yielder: Yielder,
-    started: Instant,
+    clock: BusyClock,
+    stats: Arc<DispatcherStats>,
     next_tick: Instant,
+}
+
+/// How long the turns with work take. The clock is read once a turn, at its begin, which is the end of the one before.
+struct BusyClock {
+    started: Instant,
+    now: Instant,
+    /// Since `now` the dispatcher has been busy.
+    busy: bool,
+    busy_ns: u64,
+    turns: u64,
+}
+
+impl BusyClock {
+    fn new(started: Instant) -> BusyClock {
+        BusyClock { started, now: started, busy: false, busy_ns: 0, turns: 0 }
+    }
+
+    /// Begins a turn.
+    #[inline]
+    fn turn(&mut self) {
+        let now = Instant::now();
+        if self.busy {
+            self.busy_ns += now.saturating_duration_since(self.now).as_nanos() as u64;
+            self.turns += 1;
+        }
+        (self.now, self.busy) = (now, false);
+    }
+
+    /// Milliseconds from the core's start to the begin of this turn.
+    #[inline]
+    fn now_ms(&self) -> u64 {
+        self.ms(self.now)
+    }
+
+    /// Milliseconds from the core's start to `now`.
+    fn ms(&self, now: Instant) -> u64 {
+        now.saturating_duration_since(self.started).as_millis() as u64
+    }
+
+    /// Adds what was gathered to the counters.
+    fn publish(&mut self, stats: &DispatcherStats) {
+        stats.busy(std::mem::take(&mut self.turns), std::mem::take(&mut self.busy_ns));
+    }
 }
 
 impl Dispatcher {
@@ -92,12 +138,13 @@ impl Dispatcher {
         yielder: Yielder,
     ) -> std::io::Result<Dispatcher> {
         let poller = shared.poller(id).clone();
-        poller.waker(SOCKET).watch(bridge.rx.fd())?;
-        if let Some(rx) = &bridge.vxlan_rx {
-            poller.waker(VXLAN_SOCKET).watch(rx.fd())?;
+        for (token, fd) in (SOCKET..).zip(bridge.rx.fds()) {
+            poller.waker(token).watch(fd)?;
+        }
+        if let Some(fd) = bridge.vxlan_rx.as_ref().and_then(|rx| rx.fds().next()) {
+            poller.waker(VXLAN_SOCKET).watch(fd)?;
         }
         let setup = shared.setup();
-        let started = shared.started();
         let router = Router::new(setup.table.clone(), shared.learned().clone());
         let mut forwarder = Forwarder::new(id, router, bridge.tx, setup.clone());
         forwarder.stats = shared.dispatcher_stats()[id].clone();
@@ -107,15 +154,16 @@ impl Dispatcher {
             generation: 0,
             forwarder,
             setup,
+            sockets_ready: vec![true; bridge.rx.fds().count()],
             receiver: bridge.rx,
-            socket_ready: true,
             vxlan_ready: bridge.vxlan_rx.is_some(),
             vxlan: bridge.vxlan_rx,
             served: Vec::new(),
             by_token: HashMap::new(),
             batch: Batch::new(),
             yielder,
-            started,
+            clock: BusyClock::new(shared.started()),
+            stats: shared.dispatcher_stats()[id].clone(),
             next_tick: Instant::now(),
             shared,
         })
@@ -125,10 +173,12 @@ impl Dispatcher {
     fn run(mut self) {
         let mut turns = 0;
         while !self.shared.is_stopping() {
+            self.clock.turn();
             if self.shared.generation() != self.generation {
                 self.adopt();
             }
             if self.turn() {
+                self.clock.busy = true;
                 turns += 1;
                 let work = self.forwarder.work;
                 if turns >= TURNS_PER_POLL || work.frames >= FRAMES_PER_POLL || work.bytes >= BYTES_PER_POLL {
@@ -151,15 +201,17 @@ impl Dispatcher {
         self.release_all();
     }
 
-    /// Tells the yield strategy what was moved since it was told last.
+    /// Tells the yield strategy, and whoever reads the counters, what was moved since they were told last.
     fn tally(&mut self) {
-        self.yielder.worked(std::mem::take(&mut self.forwarder.work).bytes);
+        let work = std::mem::take(&mut self.forwarder.work);
+        self.yielder.worked(work.bytes);
+        self.clock.publish(&self.stats);
     }
 
     /// Serves everything that may have frames once. True when there were any.
     fn turn(&mut self) -> bool {
-        let now = Instant::now();
-        self.forwarder.now_ms = now.saturating_duration_since(self.started).as_millis() as u64;
+        let now = self.clock.now;
+        self.forwarder.now_ms = self.clock.now_ms();
         let (mut busy, mut drained) = (false, true);
         for served in &mut self.served {
             if !served.ready {
@@ -172,16 +224,15 @@ impl Dispatcher {
             busy |= taken > 0;
             drained &= taken < BATCH_MAX;
         }
-        let sockets = [
-            (Some(&mut self.receiver), &mut self.socket_ready),
-            (self.vxlan.as_mut(), &mut self.vxlan_ready),
-        ];
-        for (receiver, ready) in sockets {
+        let sockets = self.sockets_ready.iter_mut().enumerate();
+        let bridge = sockets.map(|(socket, ready)| (false, socket, ready));
+        for (vxlan, socket, ready) in bridge.chain([(true, 0, &mut self.vxlan_ready)]) {
+            let receiver = if vxlan { self.vxlan.as_mut() } else { Some(&mut self.receiver) };
             if let Some(receiver) = receiver.filter(|_| *ready) {
                 let forwarder = &mut self.forwarder;
                 let (peers, now_ms) = (&self.setup.peers, forwarder.now_ms);
-                let received =
-                    receiver.receive(peers, &mut self.batch, now_ms, &mut |batch| forwarder.run(batch));
+                let mut run = |batch: &Batch| forwarder.run(batch);
+                let received = receiver.receive(socket, peers, &mut self.batch, now_ms, &mut run);
                 *ready = !received.emptied;
                 busy |= received.datagrams > 0;
                 drained &= received.emptied;
@@ -224,7 +275,7 @@ impl Dispatcher {
 
     /// Asks every guest to notify. False when one has frames waiting, so that sleeping now would leave them there.
     fn rest_all(&mut self) -> bool {
-        !self.socket_ready && !self.vxlan_ready && self.served.iter_mut().all(Served::rest)
+        !self.sockets_ready.contains(&true) && !self.vxlan_ready && self.served.iter_mut().all(Served::rest)
     }
 
     /// Waits for news of file descriptors and marks what they concern. A guest that may not have noticed its frames is
@@ -232,12 +283,12 @@ impl Dispatcher {
     fn wait(&mut self, timeout: Duration) {
         let timeout = self.forwarder.time_to_check().map_or(timeout, |check| timeout.min(check));
         let (served, by_token) = (&mut self.served, &self.by_token);
-        let (socket_ready, vxlan_ready) = (&mut self.socket_ready, &mut self.vxlan_ready);
+        let (sockets_ready, vxlan_ready) = (&mut self.sockets_ready, &mut self.vxlan_ready);
         let result = self.poller.wait(Some(timeout), |token| {
-            if token == SOCKET {
-                *socket_ready = true;
-            } else if token == VXLAN_SOCKET {
+            if token == VXLAN_SOCKET {
                 *vxlan_ready = true;
+            } else if let Some(socket) = token.checked_sub(SOCKET) {
+                sockets_ready[socket as usize] = true;
             } else if let Some(&index) = by_token.get(&token) {
                 served[index].wake();
             }
@@ -249,10 +300,6 @@ impl Dispatcher {
         }
     }
 
-    fn now_ms(&self) -> u64 {
-        self.started.elapsed().as_millis() as u64
-    }
-
     fn time_to_tick(&self) -> Duration {
         self.next_tick.saturating_duration_since(Instant::now())
     }
@@ -262,7 +309,7 @@ impl Dispatcher {
         if now < self.next_tick {
             return;
         }
-        let now_ms = self.now_ms();
+        let now_ms = self.clock.ms(now);
         self.receiver.tick(&self.setup.peers, now_ms);
         self.forwarder.tick(now_ms);
         self.served.iter_mut().for_each(|served| served.refresh(now));
@@ -274,7 +321,7 @@ impl Dispatcher {
         let generation = self.shared.generation();
         self.forwarder.settle_all();
         self.setup = self.shared.setup();
-        self.forwarder.now_ms = self.now_ms();
+        self.forwarder.now_ms = self.clock.now_ms();
         self.forwarder.adopt(self.setup.clone());
         let mut kept = Vec::new();
         for mut served in std::mem::take(&mut self.served) {
@@ -301,7 +348,7 @@ impl Dispatcher {
         }
         self.by_token = kept.iter().enumerate().map(|(i, s)| (s.token(), i)).collect();
         self.served = kept;
-        self.receiver.tick(&self.setup.peers, self.now_ms());
+        self.receiver.tick(&self.setup.peers, self.clock.now_ms());
         if let Some(receiver) = &mut self.vxlan {
             receiver.adopt(&self.setup.peers);
         }

@@ -135,7 +135,7 @@ impl<'a> Way<'a> {
 impl Sender {
     /// Sends frames as they are, each the payload of a datagram.
     pub(super) fn send_vnet(&mut self, link: &Link, name: &Name, batch: &Batch, which: &[u16]) {
-        let way = Way::new(link, &self.socket, name);
+        let way = Way::new(link, &self.exits[0].socket, name);
         for &index in which {
             way.put(&mut self.gather, batch, batch.frame(usize::from(index)));
         }

@@ -161,7 +161,7 @@ impl Courier {
         if text.len() > link.inquiry_text() {
             return Err(unfit("too long for the link's path"));
         }
-        let name = self.socket.name(link).ok_or_else(|| unfit("no socket for its address"))?;
+        let name = self.socket.name(link, 0).ok_or_else(|| unfit("no socket for its address"))?;
         let header = Header {
             kind: if answer { Kind::ProbeReply } else { Kind::Probe },
             last: true,

@@ -12,6 +12,7 @@
 //! It owns no socket (but a stream link's connections, see [`stream`]). Each dispatcher has one [`Bridge`] for all links: a UDP socket with a [`Sender`] and a [`Receiver`],
 //! two halves so that a frame may be relayed while the burst it came in is still being worked on. Which link a datagram
 //! came by is told by its source address and port, through an immutable [`Peers`] that control replaces as a whole.
+//! A host may have several ports, over which flows are spread: see ports.rs.
 //!
 //! Bytes are not copied on the way: what is sent are slices of the guest's memory between prepared headers, what is
 //! received are slices of the receive buffers, and only frames that are still incomplete when a burst ends are moved.
@@ -34,9 +35,11 @@ mod bare;
 pub mod fake;
 mod gather;
 pub mod inquiry;
+mod ports;
 pub mod reassembly;
 mod receive;
 mod send;
+mod speed;
 pub mod stream;
 mod udp;
 mod vxlan;
@@ -66,6 +69,8 @@ const IPV6_HEADER_LEN: u16 = 40;
 const UDP_HEADER_LEN: u16 = 8;
 /// Path MTU assumed while the kernel knows no route.
 const PATH_MTU_FALLBACK: u16 = 1280;
+/// Most ports of a host's bridge: as many as it may have dispatchers.
+pub const PORTS_MAX: u16 = 64;
 /// Reassembly memory of one link (DESIGN.md section 10).
 const LINK_BUDGET: usize = 4 << 20;
 
@@ -118,8 +123,10 @@ impl FromStr for Encapsulation {
 pub struct LinkOptions {
     /// Its name on this host.
     pub name: String,
-    /// The other host's bridge.
+    /// The other host's bridge: its first port.
     pub remote: SocketAddr,
+    /// How many ports the other host's bridge has, from that of `remote` on: 1 to [`PORTS_MAX`]. A `vnet` link uses the first.
+    pub ports: u16,
     /// How frames are wrapped.
     pub encapsulation: Encapsulation,
     /// Networks that the link carries; `None` for all.
@@ -160,8 +167,8 @@ pub struct Link {
     id: u64,
     port: PortId,
     options: LinkOptions,
-    /// The remote address for an IPv4 socket, if it is one, and for an IPv6 socket.
-    names: [Option<Name>; 2],
+    /// For each of the remote's ports the address for an IPv4 socket, if it is one, and for an IPv6 socket.
+    names: Vec<[Option<Name>; 2]>,
     /// Of a VXLAN link.
     vteps: Option<Vteps>,
     /// Of a stream link.
@@ -170,6 +177,8 @@ pub struct Link {
     budget: Arc<ReassemblyBudget>,
     inquiries: inquiry::Inquiries,
     path_mtu: AtomicU32,
+    /// Speed of the path's device in Mbit/s; 0: to be asked for.
+    mbps: AtomicU32,
     refreshed_ms: AtomicU64,
     route_error: AtomicI32,
     /// Whether the path's device cuts messages (`UDP_SEGMENT`), as far as is known.
@@ -196,7 +205,7 @@ impl Link {
         Arc::new(Link {
             id: LINKS.fetch_add(1, Relaxed),
             port,
-            names: [false, true].map(|v6| Name::new(options.remote, v6)),
+            names: remotes(&options).map(|remote| [false, true].map(|v6| Name::new(remote, v6))).collect(),
             vteps,
             stream: stream::of(&options.tunnel),
             options,
@@ -204,6 +213,7 @@ impl Link {
             budget: Arc::new(ReassemblyBudget::new(LINK_BUDGET)),
             inquiries: inquiry::Inquiries::default(),
             path_mtu: AtomicU32::new(0),
+            mbps: AtomicU32::new(0),
             refreshed_ms: AtomicU64::new(0),
             route_error: AtomicI32::new(0),
             segmentation: AtomicBool::new(true),
@@ -315,6 +325,17 @@ fn first_number() -> u64 {
     wall + instant.elapsed().as_nanos() as u64
 }
 
+/// The addresses that a link's datagrams go to and come from. Ports beyond the last one there is are nobody's.
+fn remotes(options: &LinkOptions) -> impl Iterator<Item = SocketAddr> {
+    let LinkOptions { remote, ports, .. } = *options;
+    let ports = (0..ports.clamp(1, PORTS_MAX)).map_while(move |offset| remote.port().checked_add(offset));
+    ports.map(move |port| {
+        let mut address = remote;
+        address.set_port(port);
+        address
+    })
+}
+
 /// An address as the peer table knows it: IPv4 in its own form, no flow label.
 pub fn normalised(address: SocketAddr) -> SocketAddr {
     match address {
@@ -337,12 +358,11 @@ pub struct Peers {
 }
 
 impl Peers {
-    /// The table of `links`. Where two have the same remote address and port, the first one gets the datagrams; control
-    /// refuses such a configuration.
+    /// The table of `links`. Where two have the same remote address and a port in common, the first one gets the datagrams;
+    /// control refuses such a configuration.
     pub fn build(links: &[Arc<Link>]) -> Peers {
         let mut peers = Peers { links: links.to_vec(), ..Peers::default() };
         for (index, link) in links.iter().enumerate() {
-            let remote = link.options.remote;
             peers.ids.insert(link.id);
             match (&link.vteps, link.options.encapsulation) {
                 (Some(vteps), _) => {
@@ -351,14 +371,18 @@ impl Peers {
                     }
                 }
                 (None, Encapsulation::Stream) => {}
-                (None, _) => _ = peers.by_address.entry(remote).or_insert(index),
+                (None, _) => {
+                    for remote in remotes(&link.options) {
+                        peers.by_address.entry(remote).or_insert(index);
+                    }
+                }
             }
         }
         peers
     }
 
-    /// The link that a datagram from `source` came by: the one whose remote is this address and this port. Other programs and
-    /// users of the peer's host have other ports.
+    /// The link that a datagram from `source` came by: the one whose remote is this address and this port, or one of its ports
+    /// where it has several. All of them are bound by the peer's bridge: other programs and users of its host have others.
     pub fn link(&self, source: SocketAddr) -> Option<&Arc<Link>> {
         self.links.get(*self.by_address.get(&normalised(source))?)
     }
@@ -387,8 +411,30 @@ mod tests {
     fn link(remote: &str, encapsulation: Encapsulation, mtu: Option<u16>) -> Arc<Link> {
         let remote = remote.parse().unwrap();
         let (name, tunnel) = ("h2".into(), Tunnel::None);
-        let options = LinkOptions { name, remote, encapsulation, networks: None, mtu, tunnel };
+        let options = LinkOptions { name, remote, ports: 1, encapsulation, networks: None, mtu, tunnel };
         Link::new(options, PortId(3), Arc::default())
+    }
+
+    #[test]
+    fn a_peer_has_its_own_ports_only() {
+        let several = |remote: &str, ports| {
+            let options = LinkOptions { ports, ..link(remote, Encapsulation::Native, None).options.clone() };
+            Link::new(options, PortId(3), Arc::default())
+        };
+        let links = [several("10.0.0.2:9000", 3), several("10.0.0.2:9003", 1), several("[fd00::5]:65534", 9)];
+        let peers = Peers::build(&links);
+        let find = |text: &str| peers.link(text.parse().unwrap()).map(|found| found.options.remote.port());
+        for port in 9000..9003 {
+            assert_eq!(find(&format!("[::ffff:10.0.0.2]:{port}")), Some(9000));
+        }
+        assert_eq!(
+            (find("10.0.0.2:9003"), find("10.0.0.2:9004"), find("10.0.0.2:8999")),
+            (Some(9003), None, None)
+        );
+        assert_eq!(
+            (find("[fd00::5]:65535"), find("[fd00::5]:1"), links[2].names.len()),
+            (Some(65_534), None, 2)
+        );
     }
 
     #[test]

@@ -42,9 +42,9 @@ pub struct Received {
     pub emptied: bool,
 }
 
-/// Receives frames by links. One per dispatcher; shares its socket with a [`super::Sender`].
+/// Receives frames by links. One per dispatcher; shares its sockets with a [`super::Sender`].
 pub struct Receiver {
-    socket: Arc<Socket>,
+    sockets: Vec<Arc<Socket>>,
     /// Counts what no link is known for.
     stats: Arc<PortStats>,
     budget: Arc<ReassemblyBudget>,
@@ -62,9 +62,13 @@ pub struct Receiver {
 }
 
 impl Receiver {
-    pub(super) fn new(socket: Arc<Socket>, stats: Arc<PortStats>, budget: Arc<ReassemblyBudget>) -> Receiver {
+    pub(super) fn new(
+        sockets: Vec<Arc<Socket>>,
+        stats: Arc<PortStats>,
+        budget: Arc<ReassemblyBudget>,
+    ) -> Receiver {
         Receiver {
-            socket,
+            sockets,
             stats,
             budget,
             burst: Burst::new(),
@@ -79,40 +83,42 @@ impl Receiver {
     /// Makes it the receiver of VXLAN links; `groups` says whether it is the one that joins multicast groups.
     pub(super) fn for_vxlan(mut self, groups: bool) -> Receiver {
         self.vxlan = true;
-        self.groups = groups.then(|| (Groups::default(), RouteProbe::new(self.socket.local())));
+        self.groups = groups.then(|| (Groups::default(), RouteProbe::new(self.local_addr())));
         self
     }
 
     /// Follows a change of the links.
     pub fn adopt(&mut self, peers: &Peers) {
         if let Some((groups, routes)) = &mut self.groups {
-            groups.follow(&self.socket, peers.links(), routes);
+            groups.follow(&self.sockets[0], peers.links(), routes);
         }
     }
 
-    /// The address listened on, with the port that the kernel chose.
+    /// The address listened on, with the first port, which the kernel may have chosen.
     pub fn local_addr(&self) -> SocketAddr {
-        self.socket.local()
+        self.sockets[0].local()
     }
 
-    /// The socket, to wait for.
-    pub fn fd(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
+    /// The sockets, to wait for; at least one.
+    pub fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.sockets.iter().map(|socket| socket.as_fd())
     }
 
-    /// Takes one burst of datagrams, makes frames of them, and has `run` take them to completion, several times when there
-    /// are more than a batch holds. `batch` is empty on entry and on return.
+    /// Takes one burst of datagrams from the `socket`th of [`Receiver::fds`], makes frames of them, and has `run` take them to
+    /// completion, several times when there are more than a batch holds. `batch` is empty on entry and on return.
     ///
     /// `now_ms` is any clock that does not run backwards. A frame's `hops` count the relays it has passed and this host,
     /// should it relay it; [`HOPS_UNKNOWN`] when the link does not say.
     pub fn receive(
         &mut self,
+        socket: usize,
         peers: &Peers,
         batch: &mut Batch,
         now_ms: u64,
         run: &mut dyn FnMut(&Batch),
     ) -> Received {
-        let messages = self.burst.receive(&self.socket);
+        let socket = &*self.sockets[socket];
+        let messages = self.burst.receive(socket);
         // The kernel looks until the burst is full or nothing is left.
         let emptied = messages < MESSAGES;
         if messages == 0 {
@@ -120,7 +126,7 @@ impl Receiver {
         }
         let mut intake = Intake {
             burst: &self.burst.memory,
-            socket: &self.socket,
+            socket,
             reassemblies: &mut self.reassemblies,
             unsettled: &mut self.unsettled,
             held: &mut self.held,

@@ -7,12 +7,16 @@
 //!
 //! On `vnet` and `vxlan` links each datagram holds one finished frame, see bare.rs.
 //!
+//! Between hosts with several ports frames are first parted by *path*, a socket of ours and a port of theirs, which the hash
+//! of their flow chooses: a flow stays in order, and so do the datagrams of a frame.
+//!
 //! All datagrams of a call are handed to the kernel at once, see gather.rs. When a native datagram turns out to be larger than
 //! the path MTU, the kernel is asked for the new one and the frames not sent yet are encoded again, once; a frame that had
 //! gone out in part then goes again under a new name, and the other host counts the first try as incomplete.
 
 use std::io;
 use std::net::SocketAddr;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -20,9 +24,10 @@ use super::gather::{Gather, TooBig};
 use super::reassembly::FRAGMENTS_MAX;
 use super::udp::{Name, RouteProbe, Socket};
 use super::vxlan::SourcePorts;
-use super::{Encapsulation, Link, PATH_MTU_FALLBACK, Peers};
+use super::{Encapsulation, Link, PATH_MTU_FALLBACK, PORTS_MAX, Peers, speed};
 use crate::frame::{BATCH_MAX, Batch, Frame, SEGMENTS_MAX, Segment};
 use crate::stats::DropReason;
+use crate::wire::flow;
 use crate::wire::native::{ENTRY_LEN, HEADER_LEN, HOPS_MAX, Header, Kind};
 use crate::wire::offload::WIRE_LEN;
 
@@ -39,43 +44,68 @@ const TICK_LINKS: usize = 32;
 const TICK_MS: u64 = 20;
 const TICKS_MAX: u64 = 32;
 
-/// Sends frames on links. One per dispatcher; shares its socket with a [`super::Receiver`].
-pub struct Sender {
+/// A socket to send by, and what it was last told about fragmentation by IP.
+pub(super) struct Exit {
     pub(super) socket: Arc<Socket>,
+    dont_fragment: Option<bool>,
+}
+
+/// How a frame leaves: by which of the exits, and where to.
+#[derive(Clone, Copy)]
+struct Path<'a> {
+    exit: usize,
+    name: &'a Name,
+}
+
+/// Sends frames on links. One per dispatcher; shares its sockets with a [`super::Receiver`].
+pub struct Sender {
+    /// The first one is bound to the host's first port.
+    pub(super) exits: Vec<Exit>,
+    /// Native frames leave by this exit and those behind it.
+    native_from: usize,
+    /// Frames of a call, by path.
+    by_path: Vec<Vec<u16>>,
     pub(super) gather: Gather,
     pub(super) routes: RouteProbe,
     /// What VXLAN is sent from, where it is listened for.
     pub(super) vxlan: Option<SourcePorts>,
     /// Frames of a call on a VXLAN link: the VTEP's number, the source port, the index in the batch.
     pub(super) ways: Vec<(u16, u8, u16)>,
-    /// What the socket was last told about fragmentation by IP.
-    dont_fragment: Option<bool>,
+    /// Speed in Mbit/s that the sockets' buffers are sized for; 0 before any path's is known.
+    mbps: u32,
     /// Where the next tick goes on in the list of links, and when the last one was.
     next_link: usize,
     ticked_ms: u64,
 }
 
 impl Sender {
-    pub(super) fn new(socket: Arc<Socket>) -> Sender {
-        let routes = RouteProbe::new(socket.local());
+    /// A sender by `sockets`, of which the first is bound to the host's first port, and native frames leave by those from
+    /// `native_from` on.
+    pub(super) fn new(sockets: Vec<Arc<Socket>>, native_from: usize) -> Sender {
+        let routes = RouteProbe::new(sockets[0].local());
+        let exits: Vec<_> = sockets.into_iter().map(|socket| Exit { socket, dont_fragment: None }).collect();
+        let paths = exits.len().max(usize::from(PORTS_MAX));
         Sender {
-            socket,
+            exits,
+            native_from,
+            // All that a batch can need: nothing is allocated on a frame's way.
+            by_path: (0..paths).map(|_| Vec::with_capacity(BATCH_MAX)).collect(),
             gather: Gather::new(),
             routes,
             vxlan: None,
             ways: Vec::with_capacity(BATCH_MAX),
-            dont_fragment: None,
+            mbps: 0,
             next_link: 0,
             ticked_ms: 0,
         }
     }
 
     pub(super) fn socket(&self) -> &Arc<Socket> {
-        &self.socket
+        &self.exits[0].socket
     }
 
     pub(super) fn local_addr(&self) -> SocketAddr {
-        self.socket.local()
+        self.exits[0].socket.local()
     }
 
     /// Encapsulates the frames `which` (indices into `batch`, in order) and sends them on `link`, counting each as out or
@@ -88,9 +118,9 @@ impl Sender {
         if which.iter().any(relayed_too_often) {
             let rest: Vec<u16> = which.iter().copied().filter(|index| !relayed_too_often(index)).collect();
             link.stats.drop_frames(DropReason::HopLimit, (which.len() - rest.len()) as u64);
-            self.send_all(link, batch, &rest);
+            self.spread(link, batch, &rest);
         } else {
-            self.send_all(link, batch, which);
+            self.spread(link, batch, which);
         }
     }
 
@@ -109,9 +139,27 @@ impl Sender {
                 && link.refreshed_ms.compare_exchange(last, now_ms.max(1), Relaxed, Relaxed).is_ok()
             {
                 self.refresh(link);
+                if link.mbps.load(Relaxed) == 0 {
+                    let socket = self.exits[0].socket.as_fd();
+                    link.mbps.store(speed::path_mbps(socket, link.options.remote).max(1), Relaxed);
+                }
             }
             if let Some(vteps) = &link.vteps {
                 vteps.age(now_ms);
+            }
+            self.fit_buffers(link.mbps.load(Relaxed));
+        }
+    }
+
+    /// Sizes the sockets' buffers for a path of `mbps` Mbit/s, when it is the first or the fastest so far.
+    fn fit_buffers(&mut self, mbps: u32) {
+        if mbps <= self.mbps {
+            return;
+        }
+        self.mbps = mbps;
+        for exit in &self.exits {
+            if let Err(error) = exit.socket.set_buffers(speed::buffer_bytes(mbps)) {
+                tracing::warn!(%error, mbps, "cannot size a socket's buffers, which stay as they are");
             }
         }
     }
@@ -122,14 +170,17 @@ impl Sender {
             ports.aim(link, &mut self.routes);
         }
         // VXLAN has sockets of its own.
-        let path_mtu = if link.vteps.is_some() || self.socket.name(link).is_some() {
+        let path_mtu = if link.vteps.is_some() || self.socket().name(link, 0).is_some() {
             self.routes.path_mtu(link.options.remote)
         } else {
             Err(io::Error::from_raw_os_error(libc::EAFNOSUPPORT))
         };
         match path_mtu {
             Ok(mtu) => {
-                link.path_mtu.store(mtu, Relaxed);
+                if link.path_mtu.swap(mtu, Relaxed) != mtu {
+                    // Likely another device.
+                    link.mbps.store(0, Relaxed);
+                }
                 link.route_error.store(0, Relaxed);
             }
             Err(error) => {
@@ -142,34 +193,61 @@ impl Sender {
         link.segmentation.store(true, Relaxed);
     }
 
-    fn send_all(&mut self, link: &Link, batch: &Batch, which: &[u16]) {
+    /// Parts the frames by the path that each takes, and sends them.
+    ///
+    /// There are as many paths as the side with more sockets has, so that each of those is used, by one path.
+    fn spread(&mut self, link: &Link, batch: &Batch, which: &[u16]) {
+        let (exits, ports) = match link.options.encapsulation {
+            Encapsulation::Native => (self.exits.len() - self.native_from, link.names.len()),
+            _ => return self.send_by(link, 0, 0, batch, which),
+        };
+        let paths = exits.max(ports);
+        if paths == 1 {
+            return self.send_by(link, self.native_from, 0, batch, which);
+        }
+        let mut by_path = std::mem::take(&mut self.by_path);
+        for &index in which {
+            let hash = flow::hash(batch.head(batch.frame(usize::from(index))));
+            by_path[hash as usize % paths].push(index);
+        }
+        for (path, which) in by_path[..paths].iter_mut().enumerate().filter(|(_, which)| !which.is_empty()) {
+            self.send_by(link, self.native_from + path % exits, path % ports, batch, which);
+            which.clear();
+        }
+        self.by_path = by_path;
+    }
+
+    /// Sends the frames by an exit to one of the remote's ports.
+    fn send_by(&mut self, link: &Link, exit: usize, port: usize, batch: &Batch, which: &[u16]) {
         self.gather.segmentation = link.segmentation.load(Relaxed);
         if link.options.encapsulation == Encapsulation::Vxlan {
             return self.send_vxlan(link, batch, which);
         }
-        let Some(name) = self.socket.name(link) else {
+        let Exit { socket, dont_fragment } = &mut self.exits[exit];
+        let Some(name) = socket.name(link, port) else {
             return link.stats.drop_frames(DropReason::SendFailed, which.len() as u64);
         };
         let native = link.options.encapsulation == Encapsulation::Native;
-        if self.dont_fragment != Some(native) {
+        if *dont_fragment != Some(native) {
             // A socket that cannot be told sends all the same; only what IP does with large packets differs.
-            let _ = self.socket.set_dont_fragment(native);
-            self.dont_fragment = Some(native);
+            let _ = socket.set_dont_fragment(native);
+            *dont_fragment = Some(native);
         }
         if !native {
             return self.send_vnet(link, name, batch, which);
         }
-        if let Err(TooBig { position }) = self.send_native(link, name, batch, which, true) {
+        let path = Path { exit, name };
+        if let Err(TooBig { position }) = self.send_native(link, path, batch, which, true) {
             self.refresh(link);
             // Never stops early: what is too big again is counted as dropped.
-            _ = self.send_native(link, name, batch, &which[position..], false);
+            _ = self.send_native(link, path, batch, &which[position..], false);
         }
     }
 
     fn send_native(
         &mut self,
         link: &Link,
-        name: &Name,
+        path: Path<'_>,
         batch: &Batch,
         which: &[u16],
         may_stop: bool,
@@ -180,7 +258,7 @@ impl Sender {
             // Enough for any frame: each of its segments may be cut once by each fragment's end.
             let slices = 2 * FRAGMENTS_MAX + SEGMENTS_MAX;
             if !self.gather.has_room(FRAGMENTS_MAX, slices, FRAGMENTS_MAX * HEADER_LEN + BUNDLE_MAX) {
-                self.gather.flush(&self.socket, name, link, may_stop)?;
+                self.gather.flush(&self.exits[path.exit].socket, path.name, link, may_stop)?;
             }
             let count = bundled(batch, &which[at..], size);
             if count > 1 {
@@ -190,7 +268,7 @@ impl Sender {
             }
             at += count;
         }
-        self.gather.flush(&self.socket, name, link, may_stop)
+        self.gather.flush(&self.exits[path.exit].socket, path.name, link, may_stop)
     }
 
     /// One datagram with several frames.
@@ -317,6 +395,7 @@ mod tests {
         let options = LinkOptions {
             name: "peer".into(),
             remote: peer.local_addr().unwrap(),
+            ports: 1,
             encapsulation: Encapsulation::Native,
             networks: None,
             mtu: Some(1500),
@@ -363,6 +442,7 @@ mod tests {
                 let options = LinkOptions {
                     name: format!("peer{n}"),
                     remote: SocketAddr::new(listen.ip(), 10_000 + n),
+                    ports: 1,
                     encapsulation: Encapsulation::Native,
                     networks: None,
                     mtu: None,

@@ -1,6 +1,6 @@
 //! The bridge's UDP socket: made, sized, and asked about routes.
 //!
-//! One socket carries all links of a dispatcher. What Linux 6.18 really does with the options used here, found by trying
+//! One socket carries all links of a dispatcher, unless the host has several ports (ports.rs). What Linux 6.18 really does with the options used here, found by trying
 //! them on a veth pair of MTU 1500 (IPv4, IPv6 and IPv4 through an IPv6 socket behave alike unless noted):
 //!
 //! - `UDP_SEGMENT` refuses a segment that does not fit the path MTU (`EMSGSIZE`), whatever `IP_MTU_DISCOVER` says; it takes at
@@ -23,11 +23,12 @@ use std::sync::Arc;
 
 use super::inquiry::Courier;
 use super::vxlan::SourcePorts;
-use super::{Link, ReassemblyBudget, Receiver, Sender, normalised};
+use super::{Link, ReassemblyBudget, Receiver, Sender, normalised, speed};
 use crate::stats::PortStats;
 
-/// Socket buffers asked for in each direction, in bytes: 1.6 ms at 40 Gbit/s.
-const SOCKET_BUFFER: libc::c_int = 8 << 20;
+/// Options that size a buffer, for those who may exceed the host's limit and for others.
+const RECEIVE_BUFFER: (libc::c_int, libc::c_int) = (libc::SO_RCVBUFFORCE, libc::SO_RCVBUF);
+const SEND_BUFFER: (libc::c_int, libc::c_int) = (libc::SO_SNDBUFFORCE, libc::SO_SNDBUF);
 
 /// `IP_LOCAL_PORT_RANGE` (ip(7)), not in libc yet, and ports 49152 to 65535 as it takes them.
 const IP_LOCAL_PORT_RANGE: libc::c_int = 51;
@@ -53,7 +54,7 @@ pub enum BridgeError {
 }
 
 impl BridgeError {
-    fn new(listen: SocketAddr, error: io::Error) -> BridgeError {
+    pub(super) fn new(listen: SocketAddr, error: io::Error) -> BridgeError {
         match error.raw_os_error() {
             Some(libc::EADDRINUSE) => BridgeError::InUse(listen),
             Some(libc::EADDRNOTAVAIL) => BridgeError::NotHere(listen),
@@ -63,7 +64,7 @@ impl BridgeError {
     }
 }
 
-/// One dispatcher's end of all links: a UDP socket in two halves.
+/// One dispatcher's end of all links: its UDP sockets in two halves.
 pub struct Bridge {
     /// Takes datagrams in.
     pub rx: Receiver,
@@ -74,43 +75,6 @@ pub struct Bridge {
 }
 
 impl Bridge {
-    /// Listens on `listen`; with `shared`, beside other bridges of this process on the same address, among which the kernel
-    /// spreads the peers' flows. `stats` counts datagrams of unknown source, `budget` is the host's reassembly memory.
-    ///
-    /// A shared bridge cannot tell its own kind from another vnetd of the same user: use [`Bridge::bind_group`].
-    pub fn bind(
-        listen: SocketAddr,
-        shared: bool,
-        stats: Arc<PortStats>,
-        budget: Arc<ReassemblyBudget>,
-    ) -> Result<Bridge, BridgeError> {
-        let socket = Socket::bind(listen, shared).map_err(|error| BridgeError::new(listen, error))?;
-        let socket = Arc::new(socket);
-        let rx = Receiver::new(socket.clone(), stats, budget);
-        Ok(Bridge { rx, tx: Sender::new(socket), vxlan_rx: None })
-    }
-
-    /// `count` bridges for as many dispatchers on one address, which must be free before. Port 0 lets the kernel choose.
-    pub fn bind_group(
-        listen: SocketAddr,
-        count: usize,
-        stats: &Arc<PortStats>,
-        budget: &Arc<ReassemblyBudget>,
-    ) -> Result<Vec<Bridge>, BridgeError> {
-        let bind = |listen, shared| Bridge::bind(listen, shared, stats.clone(), budget.clone());
-        if count <= 1 {
-            return Ok(vec![bind(listen, false)?]);
-        }
-        // A socket that does not share finds out whether anybody else is there.
-        drop(Socket::bind(listen, false).map_err(|error| BridgeError::new(listen, error))?);
-        let mut bridges = vec![bind(listen, true)?];
-        let listen = bridges[0].local_addr();
-        while bridges.len() < count {
-            bridges.push(bind(listen, true)?);
-        }
-        Ok(bridges)
-    }
-
     /// Has the bridges of one host listen for VXLAN on `listen`, too, beside each other as [`Bridge::bind_group`] does it.
     pub fn add_vxlan(
         bridges: &mut [Bridge],
@@ -125,7 +89,7 @@ impl Bridge {
             let socket = Arc::new(Socket::bind(listen, shared).map_err(failed)?);
             // Else a datagram for a group comes to every socket there is, members or not.
             set(&socket, libc::SOL_IP, libc::IP_MULTICAST_ALL, 0).map_err(failed)?;
-            let rx = Receiver::new(socket, stats.clone(), budget.clone());
+            let rx = Receiver::new(vec![socket], stats.clone(), budget.clone());
             bridge.vxlan_rx = Some(rx.for_vxlan(index == 0));
             bridge.tx.vxlan = Some(SourcePorts::new(listen).map_err(failed)?);
         }
@@ -135,11 +99,6 @@ impl Bridge {
     /// Sends questions and answers on this bridge's socket.
     pub fn courier(&self) -> Courier {
         Courier { socket: self.tx.socket().clone() }
-    }
-
-    /// The address listened on, with the port that the kernel chose.
-    pub fn local_addr(&self) -> SocketAddr {
-        self.tx.local_addr()
     }
 }
 
@@ -163,27 +122,25 @@ impl Socket {
         let _ = set(&fd, libc::SOL_IP, IP_LOCAL_PORT_RANGE, SOURCE_PORTS);
         // What strangers send there is not read: the kernel is to drop it soon.
         set(&fd, libc::SOL_SOCKET, libc::SO_RCVBUF, 0)?;
-        Socket::bound(fd, SocketAddr::new(ip, 0), &[(libc::SO_SNDBUFFORCE, libc::SO_SNDBUF)])
+        let socket = Socket::bound(fd, SocketAddr::new(ip, 0))?;
+        socket.set_buffer(SEND_BUFFER, speed::buffer_bytes(speed::ASSUMED_MBPS))?;
+        Ok(socket)
     }
 
-    fn bind(listen: SocketAddr, shared: bool) -> io::Result<Socket> {
+    pub(super) fn bind(listen: SocketAddr, shared: bool) -> io::Result<Socket> {
         let fd = udp_socket(listen.is_ipv6())?;
         if shared {
             set(&fd, libc::SOL_SOCKET, libc::SO_REUSEPORT, 1)?;
         }
         set(&fd, libc::SOL_UDP, libc::UDP_GRO, 1)?;
-        let receive = (libc::SO_RCVBUFFORCE, libc::SO_RCVBUF);
-        Socket::bound(fd, listen, &[receive, (libc::SO_SNDBUFFORCE, libc::SO_SNDBUF)])
+        let socket = Socket::bound(fd, listen)?;
+        socket.set_buffers(speed::buffer_bytes(speed::ASSUMED_MBPS))?;
+        Ok(socket)
     }
 
-    fn bound(fd: OwnedFd, listen: SocketAddr, buffers: &[(libc::c_int, libc::c_int)]) -> io::Result<Socket> {
+    fn bound(fd: OwnedFd, listen: SocketAddr) -> io::Result<Socket> {
         if listen.is_ipv6() {
             set(&fd, libc::SOL_IPV6, libc::IPV6_V6ONLY, 0)?;
-        }
-        for &(forced, polite) in buffers {
-            // Without the privilege the kernel gives what net.core.rmem_max and wmem_max allow.
-            set(&fd, libc::SOL_SOCKET, forced, SOCKET_BUFFER)
-                .or_else(|_| set(&fd, libc::SOL_SOCKET, polite, SOCKET_BUFFER))?;
         }
         let name = Name::new(listen, listen.is_ipv6()).ok_or(io::ErrorKind::InvalidInput)?;
         // SAFETY: `name` holds a socket address of the length it tells.
@@ -193,6 +150,19 @@ impl Socket {
         check(unsafe { libc::getsockname(fd.as_raw_fd(), local.as_mut_ptr(), &mut local.len) })?;
         let local = local.address().ok_or(io::ErrorKind::InvalidData)?;
         Ok(Socket { fd, local })
+    }
+
+    /// Has the kernel hold up to `bytes` bytes in each direction.
+    pub(super) fn set_buffers(&self, bytes: usize) -> io::Result<()> {
+        self.set_buffer(RECEIVE_BUFFER, bytes)?;
+        self.set_buffer(SEND_BUFFER, bytes)
+    }
+
+    fn set_buffer(&self, (forced, polite): (libc::c_int, libc::c_int), bytes: usize) -> io::Result<()> {
+        let bytes = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);
+        // Without the privilege the kernel gives what net.core.rmem_max and wmem_max allow.
+        set(&self.fd, libc::SOL_SOCKET, forced, bytes)
+            .or_else(|_| set(&self.fd, libc::SOL_SOCKET, polite, bytes))
     }
 
     pub(super) fn local(&self) -> SocketAddr {
@@ -209,11 +179,19 @@ impl Socket {
         set(&self.fd, libc::SOL_IP, libc::IP_MTU_DISCOVER, mode)
     }
 
-    /// The link's remote address in the form that this socket sends to. `None` when it cannot: IPv6 from an IPv4 address, and
-    /// IPv4 from any IPv6 address but the unspecified one.
+    /// Has this socket get every datagram that comes to the port it shares; it has to be the first of those that do.
+    pub(super) fn receive_alone(&self) -> io::Result<()> {
+        // Classic BPF: return 0, the index of the socket in the order of their binds (socket(7)).
+        let mut code = libc::sock_filter { code: (libc::BPF_RET | libc::BPF_K) as u16, jt: 0, jf: 0, k: 0 };
+        let program = libc::sock_fprog { len: 1, filter: &raw mut code };
+        set(&self.fd, libc::SOL_SOCKET, libc::SO_ATTACH_REUSEPORT_CBPF, program)
+    }
+
+    /// The address of the link's remote, at the `port`th of its ports, in the form that this socket sends to. `None` when it
+    /// cannot: IPv6 from an IPv4 address, and IPv4 from any IPv6 address but the unspecified one.
     #[inline]
-    pub(super) fn name<'a>(&self, link: &'a Link) -> Option<&'a Name> {
-        let name = &link.names[usize::from(self.local.is_ipv6())];
+    pub(super) fn name<'a>(&self, link: &'a Link, port: usize) -> Option<&'a Name> {
+        let name = &link.names.get(port)?[usize::from(self.local.is_ipv6())];
         name.as_ref().filter(|_| self.reaches(link.options.remote.is_ipv4()))
     }
 
@@ -407,12 +385,8 @@ fn udp_socket(v6: bool) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-pub(super) fn set(
-    fd: &impl AsFd,
-    level: libc::c_int,
-    option: libc::c_int,
-    value: libc::c_int,
-) -> io::Result<()> {
+/// Sets an option whose value is an integer, or the plain data that the option takes.
+pub(super) fn set<T>(fd: &impl AsFd, level: libc::c_int, option: libc::c_int, value: T) -> io::Result<()> {
     let len = size_of_val(&value) as libc::socklen_t;
     // SAFETY: `value` is readable for the `len` bytes told.
     check(unsafe {

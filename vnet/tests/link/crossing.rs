@@ -91,7 +91,7 @@ fn messages_that_are_refused_go_datagram_by_datagram() {
         let [mut a, mut b] = Host::pair("127.0.0.1:0", encapsulation, Some(1500));
         let on: libc::c_int = 1;
         let len = size_of_val(&on) as libc::socklen_t;
-        let fd = a.bridge.rx.fd().as_raw_fd();
+        let fd = a.bridge.rx.fds().next().unwrap().as_raw_fd();
         // SAFETY: `on` is readable for the `len` bytes told.
         let set =
             unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_NO_CHECK, (&raw const on).cast(), len) };

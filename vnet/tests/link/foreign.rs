@@ -278,7 +278,7 @@ fn a_taken_port_is_named() {
     let budget = Arc::new(ReassemblyBudget::new(1 << 20));
     let taken = first.local_addr();
     for count in [1, 2] {
-        let error = Bridge::bind_group(taken, count, &stats, &budget).err().unwrap();
+        let error = Bridge::bind_group(taken, 1, count, &stats, &budget).err().unwrap();
         assert_eq!(
             error.to_string(),
             format!(
@@ -291,8 +291,8 @@ fn a_taken_port_is_named() {
         Bridge::bind(nowhere, false, stats.clone(), budget.clone()),
         Err(BridgeError::NotHere(_))
     ));
-    let group = Bridge::bind_group("127.0.0.1:0".parse().unwrap(), 3, &stats, &budget).unwrap();
+    let group = Bridge::bind_group("127.0.0.1:0".parse().unwrap(), 1, 3, &stats, &budget).unwrap();
     assert!(group.iter().all(|bridge| bridge.local_addr() == group[0].local_addr()));
-    let error = Bridge::bind_group(group[0].local_addr(), 3, &stats, &budget).err().unwrap();
+    let error = Bridge::bind_group(group[0].local_addr(), 1, 3, &stats, &budget).err().unwrap();
     assert!(matches!(error, BridgeError::InUse(_)), "a second daemon must not join the first one's sockets");
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use vnet::frame::{BATCH_MAX, Batch, Frame, NetworkId, PortId, Segment};
 use vnet::link::fake::Random;
-use vnet::link::{Bridge, Encapsulation, Link, LinkOptions, Peers, ReassemblyBudget, Received, Tunnel};
+use vnet::link::{Bridge, Encapsulation, Link, LinkOptions, Peers, ReassemblyBudget, Tunnel};
 use vnet::stats::{DiscardReason, PortStats};
 use vnet::wire::offload::{F_NEEDS_CSUM, GSO_TCPV4, Offload};
 
@@ -59,7 +59,8 @@ pub fn bridge(listen: &str) -> (Bridge, Arc<PortStats>) {
 }
 
 pub fn options(remote: SocketAddr, encapsulation: Encapsulation, mtu: Option<u16>) -> LinkOptions {
-    LinkOptions { name: "peer".into(), remote, encapsulation, networks: None, mtu, tunnel: Tunnel::None }
+    let (name, tunnel) = ("peer".into(), Tunnel::None);
+    LinkOptions { name, remote, ports: 1, encapsulation, networks: None, mtu, tunnel }
 }
 
 impl Host {
@@ -104,8 +105,12 @@ impl Host {
             let _spoilt: Vec<Vec<u8>> = batch.frames().iter().map(|frame| vec![0xee; frame.len()]).collect();
             got.extend(batch.frames().iter().map(|frame| copy(batch, frame)));
         };
-        let Received { datagrams, .. } =
-            self.bridge.rx.receive(&self.peers, &mut self.batch, self.now_ms, &mut run);
+        let mut datagrams = 0;
+        for socket in 0..self.bridge.rx.fds().count() {
+            let received =
+                self.bridge.rx.receive(socket, &self.peers, &mut self.batch, self.now_ms, &mut run);
+            datagrams += received.datagrams;
+        }
         assert!(self.batch.is_empty());
         (got, datagrams)
     }

@@ -4,4 +4,5 @@ mod crossing;
 mod foreign;
 mod host;
 mod network;
+mod ports;
 mod vxlan;

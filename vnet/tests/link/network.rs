@@ -48,6 +48,22 @@ impl Network {
         control(&self.0, libc::SIOCSIFMTU, device, libc::__c_anonymous_ifr_ifru { ifru_mtu: mtu });
     }
 
+    /// Has a device say that it has a speed, in Mbit/s (`struct ethtool_cmd`, linux/ethtool.h).
+    fn set_speed(&self, device: &str, mbps: u16) {
+        const ETHTOOL_GSET: u32 = 1;
+        const ETHTOOL_SSET: u32 = 2;
+        let mut command = [0u32; 11];
+        for request in [ETHTOOL_GSET, ETHTOOL_SSET] {
+            command[0] = request;
+            if request == ETHTOOL_SSET {
+                command[3] = command[3] & 0xffff_0000 | u32::from(mbps);
+                command[7] = 0;
+            }
+            let ifru_data = (&raw mut command).cast();
+            control(&self.0, libc::SIOCETHTOOL as _, device, libc::__c_anonymous_ifr_ifru { ifru_data });
+        }
+    }
+
     fn set_address(&self, device: &str, request: libc::Ioctl, address: Ipv4Addr) {
         let mut sa_data = [0; 14];
         for (to, from) in sa_data[2..].iter_mut().zip(address.octets()) {
@@ -85,10 +101,22 @@ fn control(to: &impl AsRawFd, request: libc::Ioctl, device: &str, value: libc::_
 /// Sets an integer option of the bridge's socket.
 fn set_option(host: &Host, level: libc::c_int, option: libc::c_int, value: libc::c_int) {
     let len = size_of_val(&value) as libc::socklen_t;
-    let fd = host.bridge.rx.fd().as_raw_fd();
+    let fd = host.bridge.rx.fds().next().unwrap().as_raw_fd();
     // SAFETY: `value` is readable for the `len` bytes told.
     let result = unsafe { libc::setsockopt(fd, level, option, (&raw const value).cast(), len) };
     assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+}
+
+/// The size of the bridge's receive buffer in bytes, which the kernel says doubled.
+fn receive_buffer(host: &Host) -> usize {
+    let (mut value, mut len): (libc::c_int, _) = (0, size_of::<libc::c_int>() as libc::socklen_t);
+    let fd = host.bridge.rx.fds().next().unwrap().as_raw_fd();
+    // SAFETY: `value` is writable for the `len` bytes told.
+    let result = unsafe {
+        libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_RCVBUF, (&raw mut value).cast(), &raw mut len)
+    };
+    assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+    value as usize / 2
 }
 
 /// The UDP packets captured so far: their lengths, and whether they carry DF.
@@ -262,11 +290,35 @@ fn an_emptied_socket_is_known() {
     for len in 100..140 {
         peer.send(&vec![0; len]).unwrap();
     }
-    let mut receive = || host.bridge.rx.receive(&host.peers, &mut host.batch, 1, &mut |_| ());
+    let mut receive = || host.bridge.rx.receive(0, &host.peers, &mut host.batch, 1, &mut |_| ());
     let first = receive();
     assert_eq!((first.datagrams, first.emptied), (32, false));
     let second = receive();
     assert_eq!((second.datagrams, second.emptied), (8, true));
     let third = receive();
     assert_eq!((third.datagrams, third.emptied), (0, true));
+}
+
+/// Buffers are made for the device that a path leads over, and for the fastest of several.
+#[test]
+fn buffers_are_sized_for_the_path() {
+    let Some(network) = Network::new() else { return };
+    let _taps = [("slow", 1, 1000), ("fast", 2, 25_000)].map(|(device, net, mbps)| {
+        let tap = network.tap(device, Ipv4Addr::new(10, 9, net, 1), 1500);
+        network.set_speed(device, mbps);
+        tap
+    });
+    let native = |remote: &str| options(remote.parse().unwrap(), Encapsulation::Native, None);
+    let mut host = Host::new(bridge("[::]:0"), native("10.9.1.2:9000"));
+    assert_eq!(receive_buffer(&host), 12_500_000, "10 ms of 10 Gbit/s before anything is known");
+    host.bridge.tx.tick(&host.peers, 20);
+    assert_eq!(receive_buffer(&host), 4 << 20, "the least");
+    let fast = Link::new(native("10.9.2.2:9000"), PortId(7), Arc::default());
+    host.peers = Peers::build(&[host.link.clone(), fast]);
+    host.bridge.tx.tick(&host.peers, 40);
+    assert_eq!(receive_buffer(&host), 31_250_000);
+    for now_ms in (1100..3000).step_by(20) {
+        host.bridge.tx.tick(&host.peers, now_ms);
+    }
+    assert_eq!(receive_buffer(&host), 31_250_000, "it stays so when the slower one is looked at again");
 }

@@ -81,11 +81,13 @@ pub(super) fn protocol(options: &VhostUserOptions) -> VhostUserProtocolFeatures 
         | VhostUserProtocolFeatures::RARP
         | VhostUserProtocolFeatures::MTU
         | VhostUserProtocolFeatures::CONFIG
-        | VhostUserProtocolFeatures::RESET_DEVICE
-        | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
-    if options.queues > 1 {
-        features |= VhostUserProtocolFeatures::MQ;
-    }
+        | VhostUserProtocolFeatures::RESET_DEVICE;
+    // QEMU 7.2 adds every memory slot once for each queue pair, which is no more to be told from a front end that lies. Without
+    // slots it says its whole memory once, in up to eight regions.
+    features |= match options.queues {
+        1 => VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS,
+        _ => VhostUserProtocolFeatures::MQ,
+    };
     features
 }
 

@@ -12,6 +12,7 @@ fn link(destination: SocketAddr, connect: bool) -> Arc<Link> {
     let options = LinkOptions {
         name: "peer".into(),
         remote: destination,
+        ports: 1,
         encapsulation: Encapsulation::Stream,
         networks: None,
         mtu: None,

@@ -1,0 +1,84 @@
+"""Two dispatchers, two ports, two queues: all of them work, and every flow stays in order."""
+
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from conftest import MakeLab
+from traffic import assert_balanced, ping, reaches, settled, wait_for_path
+
+from vnetlab import daemon, machine, measure
+from vnetlab.topology import PORT, Node, Topology
+
+SCRIPT = Path(__file__).parent / "flows.py"
+FLOWS = 16
+
+
+@pytest.fixture(scope="module")
+def topology(make_lab: MakeLab) -> Topology:
+    return make_lab(dispatchers=2, queues=2)
+
+
+def busy(host: Node) -> list[dict]:
+    return settled(host)["dispatchers"]
+
+
+@pytest.mark.parametrize(("source", "destination"), [("h1v1", "h2v1"), ("h1c1", "h2c1"), ("h1c1", "h2v1")])
+def test_it_is_one_lan(topology: Topology, source: str, destination: str):
+    one, other = topology.find(source), topology.find(destination)
+    wait_for_path(one, other.address)
+    assert ping(one, other.address, count=100) == (100, 100)
+    assert reaches(other, one.address, "-M", "do", "-s", "1472")
+
+
+def test_a_guest_uses_both_queue_pairs(topology: Topology):
+    """Its driver has them; of several streams each dispatcher gets some, on both hosts."""
+    source, destination = topology.find("h1v1"), topology.find("h2v1")
+    channels = machine.execute(source, "ethtool -l eth0")
+    assert re.search(r"Current hardware settings:.*Combined:\s+2\b", channels, re.DOTALL), channels
+    wait_for_path(source, destination.address)
+    before = [busy(host) for host in topology.hosts]
+    assert measure.throughput(source, destination, "--parallel", "8", seconds=2) > 10e6
+    queues = machine.execute(destination, "ethtool -S eth0")
+    received = [int(count) for count in re.findall(r"rx_queue_[01]_packets: (\d+)", queues)]
+    assert len(received) == 2
+    assert all(received), queues
+    for host, then in zip(topology.hosts, before, strict=True):
+        for was, now in zip(then, busy(host), strict=True):
+            assert now["frames"] - was["frames"] > 100, f"dispatcher {now['id']} of {host.name}"
+            assert now["busy_ns"] > was["busy_ns"]
+
+
+def test_flows_between_containers_spread_and_stay_in_order(topology: Topology):
+    """Numbered datagrams of many flows, of all sizes, answered on the way; and what the underlay sees of them."""
+    source, destination = topology.find("h1c1"), topology.find("h2c1")
+    wait_for_path(source, destination.address)
+    host = topology.hosts[0]
+    capture = ["timeout", "5", "tcpdump", "-nn", "-l", "-i", "eth0", f"src {host.address} and udp"]
+    before = busy(topology.hosts[1])
+    with ThreadPoolExecutor() as pool:
+        seen = pool.submit(machine.attempt, host, *capture)
+        taking = pool.submit(machine.execute, destination, sys.executable, str(SCRIPT), "take", str(FLOWS))
+        words = ["send", str(FLOWS), destination.address]
+        sent = int(machine.execute(source, sys.executable, str(SCRIPT), *words, timeout_s=20))
+        report = taking.result().split()
+        pairs = set(re.findall(r"IP [\d.]+\.(\d+) > [\d.]+\.(\d+): UDP", seen.result()[1]))
+    taken, late = map(int, report)
+    assert taken > sent / 2, f"{taken} of {sent} arrived"
+    assert late == 0, f"{late} of {taken} came behind a later one of their flow"
+    assert pairs == {(str(port), str(port)) for port in (PORT, PORT + 1)}, "both ports are used, in pairs"
+    for was, now in zip(before, busy(topology.hosts[1]), strict=True):
+        assert now["frames"] - was["frames"] > sent / FLOWS, f"dispatcher {now['id']} had its share"
+
+
+def test_status_tells_the_ports(topology: Topology):
+    host = topology.hosts[0]
+    status = daemon.ask(host, "status")
+    assert (status["dispatchers"], status["ports"]) == (2, 2)
+    assert [link["ports"] for link in daemon.ask(host, "link", "list")] == [2]
+
+
+def test_every_frame_is_accounted_for(topology: Topology):
+    assert_balanced(topology)
