@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--dispatchers", type=int, default=1, metavar="N", help="of each vnetd (default: 1)")
     up.add_argument("--queues", type=int, default=1, metavar="N", help="of each machine's device (default: 1)")
     up.add_argument("--ipv6", action="store_true", help="links use the underlay's IPv6 addresses")
+    up.add_argument("--sealed", action="store_true", help="links are sealed, with an authority of the lab's own")
 
     status = add("status", _status, "Show what a lab has and whether it runs.")
     status.add_argument("--json", action="store_true", help="for programs")

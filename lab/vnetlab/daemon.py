@@ -1,4 +1,4 @@
-"""A vnetd on each host: its configuration file, its start, and its answers."""
+"""A vnetd on each host: its configuration file and certificate, its start, and its answers."""
 
 import json
 import os
@@ -67,10 +67,34 @@ def configuration(topology: Topology, host: Node, interface: str = "") -> str:
             remote = f"[{peer.address6}]:{port}" if settings.ipv6 else f"{peer.address}:{port}"
             parts.append(
                 f'[[link]]\nname = "{peer.name}"\nremote = "{remote}"\n'
-                f'encapsulation = "{settings.encapsulation}"\ntrusted = true\n'
+                f'encapsulation = "{settings.encapsulation}"\n'
+                f"{'sealed' if settings.sealed else 'trusted'} = true\n"
                 + (ports if settings.encapsulation == "native" else "")
             )
-    return "\n".join(parts)
+    return "\n".join(parts) + (identity(topology, host) if topology.settings.sealed else "")
+
+
+def keys(topology: Topology) -> Path:
+    """The folder of the lab's certificate authority."""
+    return topology.state / "keys"
+
+
+def issue(topology: Topology, host: Node, *options: str) -> None:
+    """Issues a certificate to a host, or another one; makes the authority when there is none."""
+    command = [str(binaries() / "vnet"), "keys"]
+    folder = ["--dir", str(keys(topology))]
+    if not keys(topology).exists():
+        run([*command, "init", *folder])
+    run([*command, "issue", host.name, *folder, *options])
+
+
+def identity(topology: Topology, host: Node) -> str:
+    """Writes the part of a host's vnet.toml about who it is, and has a certificate issued when there is none."""
+    folder = keys(topology)
+    if not (folder / f"{host.name}.pem").exists():
+        issue(topology, host)
+    files = {"ca": "ca.pem", "certificate": f"{host.name}.pem", "key": f"{host.name}.key", "crl": "crl.pem"}
+    return "\n".join(["", "[identity]", *(f'{key} = "{folder / file}"' for key, file in files.items()), ""])
 
 
 def start(topology: Topology, host: Node) -> None:

@@ -54,6 +54,8 @@ class Settings:
     """Of each vnetd, which has as many ports."""
     queues: int = 1
     """Queue pairs of each container and virtual machine, which has as many processors."""
+    sealed: bool = False
+    """Whether links are sealed, with certificates of an authority of the lab's own."""
 
     def __post_init__(self) -> None:
         """Raises LabError for settings that no lab can have."""

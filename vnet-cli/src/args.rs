@@ -7,6 +7,7 @@ use serde_json::{Map, Value};
 use vnet::control::language::Dialect;
 
 use crate::client::encode;
+use crate::keys::KeysCommand;
 
 /// Asks and changes a running vnetd.
 #[derive(Parser)]
@@ -44,7 +45,8 @@ Examples:
   vnet interface add c1 --kind tap --device vnet0 --netns box --mtu 9000
   vnet interface add vm1 --kind vhost-user --socket /run/vnet/vm1.sock --mac 52:54:00:00:00:01
   vnet interface set vm1 mode=vmm-driven
-  vnet link add h2 --remote 10.10.0.2:9000 --trusted
+  vnet link add h2 --remote 10.10.0.2:9000 --sealed
+  vnet keys init && vnet keys issue h1
   vnet route add --dst 52:54:00:00:00:02 --to 'link h2'
   vnet apply vnet.toml --dry-run
   vnet capture c1 tcp port 80
@@ -117,6 +119,9 @@ pub enum Command {
     /// Interfaces and links by rate, live
     #[command(after_long_help = TOP_HELP)]
     Top(Top),
+    /// Certificates for sealed links: a small authority of one's own; needs no vnetd
+    #[command(subcommand)]
+    Keys(KeysCommand),
     /// Versions of this command and of vnetd
     Version,
 }
@@ -386,8 +391,17 @@ pub struct LinkAdd {
     #[arg(long, value_name = "BYTES")]
     mtu: Option<u32>,
     /// Clear text may travel this path
-    #[arg(long)]
+    #[arg(long, conflicts_with = "sealed")]
     trusted: bool,
+    /// Nothing travels in clear text (vnetd needs an [identity])
+    #[arg(long)]
+    sealed: bool,
+    /// sealed: name that the other host's certificate must have [default: the link's name]
+    #[arg(long, value_name = "NAME", requires = "sealed")]
+    peer: Option<String>,
+    /// Source addresses that frames from the other host may have [default: all]
+    #[arg(long, value_name = "MACS", value_delimiter = ',')]
+    macs: Option<Vec<String>>,
 }
 
 #[derive(Group)]
@@ -473,6 +487,9 @@ impl LinkAdd {
             ("networks", value(&self.networks)),
             ("mtu", value(&self.mtu)),
             ("trusted", self.trusted.then_some(true.into())),
+            ("sealed", self.sealed.then_some(true.into())),
+            ("peer", value(&self.peer)),
+            ("macs", value(&self.macs)),
         ])
     }
 }

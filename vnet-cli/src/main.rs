@@ -6,6 +6,7 @@ mod capture;
 mod client;
 mod console;
 mod doctor;
+mod keys;
 mod show;
 mod top;
 
@@ -102,6 +103,10 @@ fn run(args: &Args) -> Result<(), Failure> {
         Command::Capture(capture) => capture::run(&vnet.client, capture, args.json),
         Command::Doctor => doctor::run(&vnet.client, args.json),
         Command::Top(top) => top::run(&vnet.client, top, args.json),
+        Command::Keys(command) => {
+            let (text, answer) = keys::run(command).map_err(|line| Failure::Lines(vec![line]))?;
+            vnet.print(answer.to_string().as_bytes(), |_| Ok(text))
+        }
         Command::Version => vnet.version(),
     }
 }

@@ -190,7 +190,19 @@ fn interrupts(i: &Interface) -> String {
 
 /// `vnet link list`
 pub fn links(links: &Vec<Link>) -> String {
-    let heading = ["NAME", "REMOTE", "PORTS", "ENCAPSULATION", "NETWORKS", "STATE", "MTU", "HEARD", "NOTE"];
+    let heading = [
+        "NAME",
+        "REMOTE",
+        "PORTS",
+        "ENCAPSULATION",
+        "NETWORKS",
+        "STATE",
+        "MTU",
+        "HEARD",
+        "RTT",
+        "SEALED",
+        "NOTE",
+    ];
     let mut table = Table::new(&heading, &[2, 6]);
     for link in links {
         let networks = link.networks.as_ref().map_or("all".into(), |networks| {
@@ -205,6 +217,12 @@ pub fn links(links: &Vec<Link>) -> String {
             link.state.clone(),
             link.mtu.to_string(),
             link.heard_s.map_or("never".into(), |seconds| format!("{} ago", duration(seconds))),
+            link.rtt_us.map_or("-".into(), |rtt| format!("{}.{:03} ms", rtt / 1000, rtt % 1000)),
+            match (&link.peer, link.keys_s) {
+                (Some(peer), Some(keys_s)) => format!("with {peer}, keys {} old", duration(keys_s)),
+                (Some(peer), None) => format!("with {peer}, no keys"),
+                (None, _) => "no".into(),
+            },
             link.reason.clone().unwrap_or_default(),
         ]);
     }

@@ -168,7 +168,7 @@ fn a_file_is_applied() {
     let link = "[[link]]\nname = \"h2\"\nremote = \"10.1.2.3:9000\"\ntrusted = true\n";
     std::fs::write(&file, std::fs::read_to_string(&file).unwrap() + link).unwrap();
     let file = file.to_str().unwrap();
-    let step = "+ link h2: native to 10.1.2.3:9000\n";
+    let step = "+ link h2: native to 10.1.2.3:9000, trusted\n";
     assert_eq!(host.says(&["apply", file, "--dry-run"]), format!("{step}1 change would be made\n"));
     assert_eq!(host.json(&["link", "list"]), json!([]));
     assert_eq!(host.says(&["apply", file]), format!("{step}1 change made\n"));
@@ -195,7 +195,7 @@ fn a_frame_is_traced() {
         "--mac",
         "52:54:00:00:00:01",
     ]);
-    host.says(&["link", "add", "h2", "--remote", "10.1.2.3:9000"]);
+    host.says(&["link", "add", "h2", "--remote", "10.1.2.3:9000", "--trusted"]);
     host.says(&["route", "add", "--dst", "52:54:00:00:00:02", "--to", "link h2"]);
     let trace = |dst: &str| host.says(&["trace", "52:54:00:00:00:01", dst]);
     assert_eq!(
@@ -226,9 +226,7 @@ fn a_check_needs_no_daemon() {
     assert_eq!(output.status.code(), Some(1));
     let lines = [
         format!("{name}:3: unknown key 'x' in [host]; known here: name"),
-        format!(
-            "{name}:5: unknown key 'y' in [bridge]; known here: listen, ports, vxlan_listen, stream_listen"
-        ),
+        format!("{name}:5: unknown key 'y' in [bridge]; known here: listen, ports, vxlan_listen, stream_listen, trusted, rekey_s"),
     ];
     assert_eq!(text(&output.stderr), format!("{}\n{}\n", lines[0], lines[1]));
     let answer: Value = serde_json::from_slice(&output.stdout).unwrap();

@@ -54,6 +54,7 @@ reasons! {
         MtuExceeded = "mtu_exceeded", "Larger than the destination's MTU or encapsulation allows (at the destination).";
         Unsegmentable = "unsegmentable", "A super-frame whose headers do not allow cutting it for this receiver (at the destination).";
         SendFailed = "send_failed", "The host's network refused it (at the destination).";
+        NoKey = "no_key", "A sealed link has no key agreed with the other host (at the destination).";
     }
 }
 
@@ -65,7 +66,10 @@ reasons! {
         BadVersion = "bad_version", "A native header with an unknown version or type.";
         BadHeader = "bad_header", "A native header whose fields contradict each other or the payload.";
         Stale = "stale", "A fragment of a frame that has ended already, or a duplicate.";
-        SealRequired = "seal_required", "Clear text where sealing is required, or sealed where no key is known.";
+        SealRequired = "seal_required", "Clear text where sealing is required, or sealed where clear text is expected.";
+        WrongEpoch = "wrong_epoch", "Sealed with a key that is not known, or not any more.";
+        Forged = "forged", "Sealed, but not with the key of its epoch, or changed on the way.";
+        Replayed = "replayed", "Sealed, but it came before, or so late that this cannot be told.";
         NotAsked = "not_asked", "On a local network, for an address that nobody asked for: other stations' business.";
         MemoryLimit = "memory_limit", "A fragment refused because reassembly memory is full.";
     }

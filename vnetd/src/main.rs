@@ -211,6 +211,9 @@ fn reload(file: &Path, shared: &Shared) {
     let mut reloading = vec![NotifyState::Reloading];
     reloading.extend(NotifyState::monotonic_usec_now().ok());
     notify(&reloading);
+    if let Some(engine) = api::lock(shared).as_ref() {
+        engine.refresh_identity();
+    }
     match config::load(file) {
         Ok(Configuration { desired, warnings }) => {
             warnings.iter().for_each(|warning| tracing::warn!("{warning}"));

@@ -228,7 +228,8 @@ fn it_is_changed_by_requests() {
     let (status, answer) = daemon.request("POST", "/v1/interfaces", &add);
     assert_eq!((status, &answer["name"], &answer["mtu"]), (201, &json!("vm1"), &json!(1500)));
     assert!(place.path("s").exists());
-    let (status, _) = daemon.request("POST", "/v1/links", r#"{"name":"h2","remote":"10.1.2.3:9000"}"#);
+    let (status, _) =
+        daemon.request("POST", "/v1/links", r#"{"name":"h2","remote":"10.1.2.3:9000","trusted":true}"#);
     assert_eq!(status, 201);
     let route = r#"{"dst":"52:54:00:00:00:02","to":"link h2"}"#;
     let (status, answer) = daemon.request("POST", "/v1/routes", route);

@@ -313,6 +313,7 @@ class Vnet:
     encapsulation: str = "native"
     dispatchers: int = 1
     """With as many ports, and as many queues of each interface."""
+    sealed: bool = False
     mtu: int = 0
     """The interfaces' MTU; 0: the underlay's."""
     binaries: Path | None = None
@@ -331,13 +332,17 @@ class Vnet:
         topology = self.topology(topology)
         with self.daemons(topology) as processes:
             containers = topology.machines(Kind.CONTAINER)
+            if self.sealed:
+                # Hosts have to agree on keys first.
+                wait_until(f"{self.name} to join the hosts", lambda: reach(containers[0], containers[-1]), START_S)
             yield Ends(containers[0], containers[-1], processes)
 
     def topology(self, topology: Topology) -> Topology:
         """The lab with this contender's settings."""
         mtu = self.mtu or topology.settings.underlay_mtu
         wide = {"dispatchers": self.dispatchers, "queues": self.dispatchers}
-        return Topology(replace(topology.settings, encapsulation=self.encapsulation, mtu=mtu, **wide))
+        links = {"encapsulation": self.encapsulation, "sealed": self.sealed}
+        return Topology(replace(topology.settings, mtu=mtu, **links, **wide))
 
     @contextlib.contextmanager
     def daemons(self, topology: Topology, more: str = "") -> Iterator[dict[str, int]]:
@@ -384,6 +389,7 @@ class Vnet:
 VNET = Vnet()
 BLOCK = Vnet("vnet, yield=block", (("yield", "block"),))
 TWO = Vnet("vnet, 2 dispatchers", dispatchers=2)
+SEALED = Vnet("vnet, sealed", sealed=True)
 SETTINGS = [
     VNET,
     BLOCK,

@@ -69,6 +69,8 @@ METRICS = {
     "all_ns": Metric("look-up, whole table", "ns", digits=1),
     "bytes_a_route": Metric("memory a route", "bytes", digits=0),
     "build_ms": Metric("table built in", "ms", digits=1),
+    "seal_bps": _rate("sealing, a core"),
+    "open_bps": _rate("opening, a core"),
     "wakeups_per_s": Metric("wake-ups", "1/s", digits=1),
     "rss_bytes": Metric("RSS", "MiB", 2**20, digits=1),
     "view_s": Metric("whole view after", "s"),

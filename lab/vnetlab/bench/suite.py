@@ -156,8 +156,10 @@ def _small(options: Options) -> list[Case]:
 
 
 def _links(options: Options) -> list[Case]:
-    """Links of every kind between two hosts."""
-    cases = []
+    """What sealing a datagram of the usual size costs, then links of every kind between two hosts."""
+    settings = Settings(name=LAB, vms=0, containers=0)
+    sealing = [_sealing(vnet) for vnet in options.vnets or (VNET,)]
+    cases = [Case({"load": "datagrams of 1440 bytes"}, settings, sealing)]
     for wire, mtu in options.settings():
         settings = Settings(name=LAB, vms=0, wire=wire, underlay_mtu=mtu, mtu=mtu)
         turns = [
@@ -168,6 +170,16 @@ def _links(options: Options) -> list[Case]:
             turns.append(_turn(tunnels.Relay(), lambda ends: workload.tcp(ends, options.seconds(5))))
         cases.append(Case({"wire": wire, "MTU": mtu}, settings, turns))
     return cases
+
+
+def _sealing(vnet: Vnet) -> Turn:
+    """One run of vnet/examples/seal.rs."""
+
+    def take(_topology: Topology) -> Sample:
+        with vnet.own_binaries():
+            return json.loads(run([str(vhost.example("seal"))], timeout_s=120))
+
+    return Turn(vnet.name, vnet.missing, take)
 
 
 def _scale(options: Options) -> list[Case]:
@@ -378,11 +390,11 @@ BENCHES = {
             "links",
             "Links",
             _links,
-            ("tcp_bps", "ping_median_us"),
+            ("seal_bps", "open_bps", "tcp_bps", "ping_median_us"),
             (
-                "One iperf3 stream, default settings, then pings. VXLAN to and from the kernel: a container behind "
-                "vnetd, a kernel VXLAN device on the other host. TCP relays: a Python relay on each host, where a "
-                "stream link has a vnetd; iperf3 through both.",
+                "Sealing and opening on one core, by vnet/examples/seal.rs. One iperf3 stream, default settings, then "
+                "pings. VXLAN to and from the kernel: a container behind vnetd, a kernel VXLAN device on the other "
+                "host. TCP relays: a Python relay on each host, where a stream link has a vnetd; iperf3 through both.",
             ),
         ),
         Bench(

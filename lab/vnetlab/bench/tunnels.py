@@ -8,10 +8,13 @@ from pathlib import Path
 
 from vnetlab import daemon, lab, machine, process
 from vnetlab.bench.contenders import (
+    SEALED,
     START_S,
+    VNET,
     VXLAN_HEADERS,
     Contender,
     Ends,
+    Nebula,
     OnHost,
     Vnet,
     VxlanContainers,
@@ -108,7 +111,7 @@ def everybody(vnets: tuple[Vnet, ...]) -> list[Contender]:
     """Who is measured with TCP and pings between two hosts."""
     if vnets:
         return list(vnets)
-    return [VxlanDevice(), VxlanContainers(), VxlanToKernel(), VxlanFromKernel, Stream()]
+    return [VNET, SEALED, Nebula(), VxlanDevice(), VxlanContainers(), VxlanToKernel(), VxlanFromKernel, Stream()]
 
 
 VxlanFromKernel = VxlanToKernel("vnet, VXLAN from the kernel", reverse=True)

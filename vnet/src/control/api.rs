@@ -272,7 +272,8 @@ pub struct Link {
     /// The networks it carries; all when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub networks: Option<Vec<NetworkId>>,
-    /// `up`, or `unreachable` where the kernel has no route to the other host.
+    /// `up`; `degraded`: it works, but will not for long; `down`: the kernel has no route to the other host, or, of a sealed
+    /// link, there are no keys or the other host is silent.
     pub state: String,
     /// Why it is not up.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -282,6 +283,21 @@ pub struct Link {
     /// Seconds since anything came by it; absent when nothing ever did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub heard_s: Option<u64>,
+    /// Nothing travels in clear text.
+    #[serde(default)]
+    pub sealed: bool,
+    /// The name that the other host's certificate has to have (sealed).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub peer: Option<String>,
+    /// Seconds since the present keys were agreed on (sealed); absent without keys.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keys_s: Option<u64>,
+    /// Round trip in microseconds, by keepalives (sealed).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rtt_us: Option<u32>,
+    /// Source addresses that frames from the other host may have; all when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub macs: Option<Vec<Mac>>,
 }
 
 /// One of `GET /v1/routes`; the answer to `POST /v1/routes`.

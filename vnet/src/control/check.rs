@@ -8,6 +8,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use super::desired::*;
 use super::overlay;
+use super::security;
 use super::table::{Place, Problem, quote};
 use super::tunnel;
 use crate::frame::NetworkId;
@@ -23,6 +24,7 @@ pub fn check(desired: &Desired, broken: &[Target], problems: &mut Vec<Problem>) 
     check_networks(desired, problems);
     check_interfaces(desired, problems);
     check_links(desired, problems);
+    security::check(desired, problems);
     check_routes(desired, broken, problems);
     overlay::spec::check(desired, problems);
 }

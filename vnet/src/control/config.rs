@@ -13,6 +13,7 @@ use super::check;
 use super::desired::*;
 use super::driving::{self, Driving};
 use super::overlay::spec;
+use super::security;
 use super::table::{Entry, Place, Placed, Problem, Reader, Table, Value, quote};
 use super::tunnel;
 use crate::dispatch::isolation::{Isolation, PRIORITY_MAX};
@@ -139,8 +140,8 @@ pub(super) struct Notes {
 
 fn read_desired(table: Table, top: &Place, notes: &mut Notes) -> Desired {
     let mut root = Reader::new("the file", table, &mut notes.problems);
-    let [host, control, dispatch, bridge] =
-        ["host", "control", "dispatch", "bridge"].map(|key| root.table(key));
+    let [host, control, dispatch, bridge, identity] =
+        ["host", "control", "dispatch", "bridge", "identity"].map(|key| root.table(key));
     let networks = root.tables("network");
     let interfaces = root.tables("interface");
     let links = root.tables("link");
@@ -154,6 +155,7 @@ fn read_desired(table: Table, top: &Place, notes: &mut Notes) -> Desired {
         dispatch: read_dispatch(or_top(dispatch), notes),
         bridge: read_bridge(or_top(bridge), notes),
         overlay: overlay.and_then(|table| spec::read(table, notes)),
+        identity: identity.and_then(|table| security::read_identity(table, &mut notes.problems)),
         networks: networks.into_iter().filter_map(|table| read_network(table, notes)).collect(),
         interfaces: interfaces.into_iter().filter_map(|table| read_interface(table, notes)).collect(),
         links: links.into_iter().filter_map(|table| read_link(table, notes)).collect(),
@@ -232,8 +234,9 @@ fn read_bridge(table: Table, notes: &mut Notes) -> Item<BridgeSpec> {
     let ports = read_ports(&mut reader, Some(listen));
     let mut address = |key| reader.text(key).and_then(|text| socket_address(&mut reader, key, text));
     let (vxlan_listen, stream_listen) = (address("vxlan_listen"), address("stream_listen"));
+    let (trusted, rekey_s) = security::read_bridge(&mut reader);
     reader.finish();
-    Item { place, spec: BridgeSpec { listen, ports, vxlan_listen, stream_listen } }
+    Item { place, spec: BridgeSpec { listen, ports, vxlan_listen, stream_listen, trusted, rekey_s } }
 }
 
 /// How many ports there are from that of `first` on.
@@ -374,29 +377,16 @@ fn read_link(table: Table, notes: &mut Notes) -> Option<Item<LinkSpec>> {
         1
     };
     let mtu = reader.number("mtu", LINK_MTU_MIN, u32::from(u16::MAX)).map(|mtu| mtu as u16);
-    let trusted = reader.flag("trusted");
-    if let Some((place, false)) = &trusted {
-        let text = "trusted = false needs sealed links, which are not available in this version; write \
-                    trusted = true if clear text may travel there";
-        reader.problem(&place.clone(), text);
-    }
-    if let Some((place, true)) = reader.flag("sealed") {
-        let text = "sealed = true is not available in this version: frames would travel in clear text; remove \
-                    the link, or write trusted = true instead if its path is safe";
-        reader.problem(&place, text);
-    }
+    let security = security::read_link(&mut reader, name.as_deref(), encapsulation);
     reader.finish();
     if notes.problems.len() != before {
         notes.broken.extend(name.map(Target::Link));
         return None;
     }
-    if trusted.is_none() {
-        let text = "frames travel this link in clear text; write trusted = true to say that its path is safe";
-        notes.warnings.push(Problem::new(&place, text));
-    }
+    let (name, remote) = (name?, remote?);
     Some(Item {
         place,
-        spec: LinkSpec { name: name?, remote: remote?, ports, encapsulation, networks, mtu, tunnel },
+        spec: LinkSpec { name, remote, ports, encapsulation, networks, mtu, tunnel, security },
     })
 }
 

@@ -12,12 +12,14 @@ use std::str::FromStr;
 use super::access::Access;
 use super::driving::Driving;
 use super::overlay::spec::OverlaySpec;
+use super::security::{LinkSecurity, Prefix, REKEY_S};
 use super::table::Place;
 use super::tunnel;
 use crate::dispatch::isolation::Isolation;
 use crate::dispatch::yielding::Strategy;
 use crate::frame::NetworkId;
 use crate::interface::tap::Netns;
+use crate::link::identity::IdentityFiles;
 use crate::link::{Encapsulation, Tunnel};
 use crate::route::{AGEING_S, Qualifier, STORM_FRAMES_PER_S};
 use crate::wire::ethernet::Mac;
@@ -73,6 +75,8 @@ pub struct Desired {
     pub bridge: Item<BridgeSpec>,
     /// `[overlay]`, where there is one; fixed while vnetd runs.
     pub overlay: Option<Item<OverlaySpec>>,
+    /// `[identity]`; fixed while vnetd runs. The files' contents are not.
+    pub identity: Option<Item<IdentityFiles>>,
     /// Networks with settings of their own; [`NetworkId::DEFAULT`] is there even when it is not listed.
     pub networks: Vec<Item<NetworkSpec>>,
     /// Interfaces, in the order of the file.
@@ -138,7 +142,7 @@ impl Default for DispatchSpec {
 /// The links' side of this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BridgeSpec {
-    /// Where links arrive (UDP).
+    /// Where links arrive (UDP), and handshakes of sealed ones (TCP).
     pub listen: SocketAddr,
     /// Ports that links arrive at, from that of `listen` on.
     pub ports: u16,
@@ -146,12 +150,23 @@ pub struct BridgeSpec {
     pub vxlan_listen: Option<SocketAddr>,
     /// Where stream links arrive (TCP); nowhere when absent.
     pub stream_listen: Option<SocketAddr>,
+    /// Networks in which clear text may travel.
+    pub trusted: Vec<Prefix>,
+    /// Seconds after which sealed links get new keys.
+    pub rekey_s: u32,
 }
 
 impl Default for BridgeSpec {
     fn default() -> BridgeSpec {
         let listen = (Ipv6Addr::UNSPECIFIED, BRIDGE_PORT).into();
-        BridgeSpec { listen, ports: 1, vxlan_listen: None, stream_listen: None }
+        BridgeSpec {
+            listen,
+            ports: 1,
+            vxlan_listen: None,
+            stream_listen: None,
+            trusted: vec![],
+            rekey_s: REKEY_S,
+        }
     }
 }
 
@@ -283,6 +298,8 @@ pub struct LinkSpec {
     pub mtu: Option<u16>,
     /// What only its encapsulation has.
     pub tunnel: Tunnel,
+    /// What it lets through, and how.
+    pub security: LinkSecurity,
 }
 
 impl LinkSpec {
@@ -474,7 +491,8 @@ impl fmt::Display for LinkSpec {
         if let Some(mtu) = self.mtu {
             write!(f, ", mtu {mtu}")?;
         }
-        write!(f, "{}", tunnel::Shown(&self.tunnel))
+        tunnel::Shown(&self.tunnel).fmt(f)?;
+        self.security.fmt(f)
     }
 }
 

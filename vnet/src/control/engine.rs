@@ -13,7 +13,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::api::{self, Counters};
 use super::capture::Capture;
@@ -33,8 +33,10 @@ use crate::interface::local::{Local, LocalOptions};
 use crate::interface::tap::{Tap, TapOptions};
 use crate::interface::vhost_user::{VhostUser, VhostUserOptions};
 use crate::interface::{Interface, State};
+use crate::link::identity::IdentityStore;
 use crate::link::inquiry::Inbox;
-use crate::link::{Link, LinkOptions};
+use crate::link::keeper::{Keeper, KeeperOptions};
+use crate::link::{Link, LinkOptions, Security};
 use crate::route::{self, Member, Networks, PortKind, Rule, Source};
 use crate::stats::PortStats;
 use crate::wire::ethernet::Mac;
@@ -108,9 +110,10 @@ pub(super) struct LiveLink {
 impl LiveLink {
     fn new(spec: &LinkSpec, port: PortId, inbox: &Arc<Inbox>) -> LiveLink {
         let stats = Arc::new(PortStats::default());
-        let LinkSpec { name, remote, ports, encapsulation, networks, mtu, tunnel } = spec.clone();
+        let LinkSpec { name, remote, ports, encapsulation, networks, mtu, tunnel, security } = spec.clone();
         let options = LinkOptions { name, remote, ports, encapsulation, networks, mtu, tunnel };
-        let link = Link::new(options, port, stats.clone());
+        let security = Security { peer: security.peer, macs: security.macs };
+        let link = Link::with_security(options, security, port, stats.clone());
         link.answer_by(inbox.clone());
         LiveLink { port, stats, stream: StreamPort::of(&link), link }
     }
@@ -145,6 +148,8 @@ pub struct Engine {
     pub(super) retired: Counters,
     pub(super) captures: Vec<Capture>,
     pub(super) inbox: Arc<Inbox>,
+    /// Sees to sealed links; there when this host has an identity.
+    keeper: Option<Keeper>,
     next_route: u32,
     indices: Indices,
     pub(super) witness: Witness,
@@ -155,7 +160,7 @@ impl Engine {
     pub fn start(desired: Desired) -> Result<Engine, EngineError> {
         let DispatchSpec { threads, cpus, yield_strategy, sleep_us, nowork_us, isolation } =
             desired.dispatch.spec.clone();
-        let BridgeSpec { listen, ports, vxlan_listen, stream_listen } = desired.bridge.spec;
+        let BridgeSpec { listen, ports, vxlan_listen, stream_listen, .. } = desired.bridge.spec;
         let core = Core::start(&CoreOptions {
             threads,
             cpus,
@@ -168,6 +173,7 @@ impl Engine {
             stream_listen,
             isolation,
         })?;
+        let keeper = keeper(&desired, &core)?;
         let (networks, interfaces, links, routes) = (vec![], vec![], vec![], vec![]);
         let nothing = Desired { networks, interfaces, links, routes, ..desired.clone() };
         let mut engine = Engine {
@@ -183,6 +189,7 @@ impl Engine {
             retired: Counters::from(&PortStats::default()),
             captures: vec![],
             inbox: Arc::new(Inbox::new().map_err(CoreError::from)?),
+            keeper,
             next_route: 1,
             indices: Indices::default(),
             witness: Witness::default(),
@@ -193,6 +200,13 @@ impl Engine {
                 engine.stop();
                 Err(error)
             }
+        }
+    }
+
+    /// Has the identity's files looked at now, and not only within a second.
+    pub fn refresh_identity(&self) {
+        if let Some(keeper) = &self.keeper {
+            keeper.refresh();
         }
     }
 
@@ -286,6 +300,9 @@ impl Engine {
         self.change_driving(&plan.interfaces);
         self.current = desired;
         self.publish();
+        if let Some(keeper) = &self.keeper {
+            keeper.set_links(&self.links.values().map(|live| live.link.clone()).collect::<Vec<_>>());
+        }
         for live in gone {
             live.interface.stop();
             self.retire(&live.stats);
@@ -617,6 +634,22 @@ fn replaced(plan: &Plan) -> impl Iterator<Item = &(Item<InterfaceSpec>, Item<Int
 /// The interfaces that are stopped: those that go for good and those that are opened anew.
 fn leaving(plan: &Plan) -> impl Iterator<Item = &Item<InterfaceSpec>> {
     plan.interfaces.removed.iter().chain(replaced(plan).map(|(is, _)| is))
+}
+
+/// Starts what sees to sealed links, if this host has an identity to seal with.
+fn keeper(desired: &Desired, core: &Core) -> Result<Option<Keeper>, EngineError> {
+    let Some(Item { place, spec: files }) = &desired.identity else { return Ok(None) };
+    let open = |text: String| EngineError::Open(Problem::new(place, text));
+    let name = &desired.host.spec.name;
+    let identity = IdentityStore::open(files.clone(), name).map_err(|error| open(error.to_string()))?;
+    let options = KeeperOptions {
+        listen: core.bridge_address(),
+        identity,
+        started: core.started(),
+        rekey: Duration::from_secs(desired.bridge.spec.rekey_s.into()),
+        courier: core.courier().clone(),
+    };
+    Keeper::start(options).map(Some).map_err(|error| open(error.to_string()))
 }
 
 fn network(spec: &NetworkSpec) -> route::NetworkSpec {

@@ -17,7 +17,7 @@ fn vm(name: &str) -> String {
 }
 
 fn link(name: &str, host: u8) -> String {
-    format!("[[link]]\nname = \"{name}\"\nremote = \"10.1.2.{host}:9000\"\n")
+    format!("[[link]]\nname = \"{name}\"\nremote = \"10.1.2.{host}:9000\"\ntrusted = true\n")
 }
 
 fn route(dst: &str, to: &str) -> String {
@@ -167,7 +167,9 @@ fn single_changes_go_the_same_way() {
     engine.add_interface(interface_from_json(json.as_bytes()).unwrap()).unwrap();
     let again = engine.add_interface(interface_from_json(json.as_bytes()).unwrap()).unwrap_err().to_string();
     assert!(again.contains("the name 'vm1' is used already by an interface; choose another"), "{again}");
-    engine.add_link(link_from_json(br#"{"name":"h2","remote":"10.1.2.2:9000"}"#).unwrap()).unwrap();
+    engine
+        .add_link(link_from_json(br#"{"name":"h2","remote":"10.1.2.2:9000","trusted":true}"#).unwrap())
+        .unwrap();
     let to_vm = br#"{"dst":"any","to":"interface vm1","from":"link h2"}"#;
     assert_eq!(engine.add_route(route_from_json(to_vm).unwrap()).unwrap(), 1);
 

@@ -9,6 +9,7 @@ use super::desired::*;
 use super::engine::{Engine, EngineError};
 use super::overlay::{Computed, Local, PeerLink};
 use super::plan::Plan;
+use super::security::{self, LinkSecurity};
 use super::{Place, api, check, config, tunnel};
 use crate::frame::PortId;
 use crate::interface::State;
@@ -50,9 +51,10 @@ impl Engine {
 
     /// Why a link that the store asks for cannot be.
     fn unusable(&self, peer: &PeerLink) -> Option<String> {
-        let spec = link(peer);
+        let spec = link(&self.own, peer);
         let own = || self.leads_here(&spec).then(|| check::to_oneself(&spec));
-        tunnel::unusable(&self.own.bridge.spec, &spec).or_else(own)
+        let risky = || security::unsafe_link(&self.own, &spec);
+        tunnel::unusable(&self.own.bridge.spec, &spec).or_else(own).or_else(risky)
     }
 
     /// `desired` and what was computed from the store. What both have is as the former says.
@@ -64,13 +66,16 @@ impl Engine {
         let names: HashSet<_> = desired.links.iter().map(|item| item.spec.name.as_str()).collect();
         let claims: HashSet<_> = desired.links.iter().flat_map(|item| tunnel::claims(&item.spec)).collect();
         let declared: HashSet<_> = super::plan::networks(desired).iter().map(|item| item.spec.id).collect();
+        let sealed: Vec<_> = desired.links.iter().filter_map(|item| item.spec.security.peer.as_ref()).collect();
         let room = LINKS_MAX.saturating_sub(desired.links.len());
         let usable = self.joined.links.iter().filter_map(|peer| {
-            let mut spec = link(peer);
+            let mut spec = link(desired, peer);
             spec.networks.iter_mut().for_each(|ids| ids.retain(|id| declared.contains(id)));
             let empty = spec.networks.as_ref().is_some_and(Vec::is_empty);
             let claimed = tunnel::claims(&spec).iter().any(|claim| claims.contains(claim));
-            let taken = names.contains(&*peer.name) || claimed;
+            let sealed_with = |peer: &String| sealed.iter().any(|other| other.eq_ignore_ascii_case(peer));
+            let known = spec.security.peer.as_ref().is_some_and(sealed_with);
+            let taken = names.contains(&*peer.name) || claimed || known;
             (!empty && !taken).then_some(Item { place: Place::default(), spec })
         });
         merged.links.extend(usable.take(room));
@@ -121,14 +126,22 @@ impl Engine {
 }
 
 /// A computed link as the configuration knows links.
-fn link(peer: &PeerLink) -> LinkSpec {
+fn link(own: &Desired, peer: &PeerLink) -> LinkSpec {
+    let overlay = own.overlay.as_ref().map(|item| &item.spec);
+    let name = peer.name.to_string();
+    let security = LinkSecurity {
+        trusted: overlay.is_some_and(|overlay| overlay.trusted),
+        peer: overlay.is_some_and(|overlay| overlay.sealed).then(|| name.clone()),
+        macs: None,
+    };
     LinkSpec {
-        name: peer.name.to_string(),
+        name,
         remote: peer.remote,
         ports: 1,
         encapsulation: Encapsulation::Native,
         networks: Some(peer.networks.clone()),
         mtu: None,
         tunnel: Tunnel::None,
+        security,
     }
 }

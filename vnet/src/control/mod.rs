@@ -22,6 +22,7 @@ pub mod language;
 pub mod overlay;
 pub mod plan;
 pub mod requests;
+pub mod security;
 mod table;
 mod trace;
 mod tunnel;

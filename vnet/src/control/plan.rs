@@ -180,9 +180,13 @@ pub fn restart_needed(current: &Desired, desired: &Desired) -> Vec<Problem> {
                 fixed(place, "bridge", format!("{key} changes from {} to {}", show(is), show(wanted)));
             }
         }
-        let (is, wanted) = (is.spec.ports, wanted.spec.ports);
-        if is != wanted {
-            fixed(place, "bridge", format!("ports changes from {is} to {wanted}"));
+        for (key, is, wanted) in [
+            ("ports", u32::from(is.spec.ports), u32::from(wanted.spec.ports)),
+            ("rekey_s", is.spec.rekey_s, wanted.spec.rekey_s),
+        ] {
+            if is != wanted {
+                fixed(place, "bridge", format!("{key} changes from {is} to {wanted}"));
+            }
         }
     }
     let (is, wanted) = (&current.overlay, &desired.overlay);
@@ -194,6 +198,16 @@ pub fn restart_needed(current: &Desired, desired: &Desired) -> Vec<Problem> {
             _ => "changes",
         };
         fixed(place, "overlay", what.into());
+    }
+    if current.identity != desired.identity {
+        let place = desired.identity.as_ref().or(current.identity.as_ref()).map(|item| &item.place);
+        let what = "names other files (to renew a certificate, replace those that are there)";
+        fixed(place.unwrap_or(&desired.host.place), "identity", what.into());
+    }
+    // A certificate is for a name, and which of two hosts connects depends on their names.
+    if current.identity.is_some() && current.host != desired.host {
+        let what = format!("name changes to {} beside an [identity]", desired.host.spec.name);
+        fixed(&desired.host.place, "host", what);
     }
     problems
 }

@@ -6,6 +6,7 @@ use proptest::sample::subsequence;
 use super::*;
 use crate::control::Place;
 use crate::control::config::{parse, validate};
+use crate::control::security::LinkSecurity;
 use crate::link::{Encapsulation, Tunnel};
 use crate::route::Qualifier;
 use crate::wire::ethernet::Mac;
@@ -47,7 +48,8 @@ fn link(n: usize) -> impl Strategy<Value = Item<LinkSpec>> {
         let remote = SocketAddr::from(([10, 0, n as u8, host], 9000));
         let (name, encapsulation, networks) = (format!("l{n}"), Encapsulation::Native, None);
         let (ports, tunnel) = (1, Tunnel::None);
-        item(LinkSpec { name, remote, ports, encapsulation, networks, mtu, tunnel })
+        let security = LinkSecurity { trusted: true, ..LinkSecurity::default() };
+        item(LinkSpec { name, remote, ports, encapsulation, networks, mtu, tunnel, security })
     })
 }
 
@@ -76,6 +78,7 @@ fn desired() -> impl Strategy<Value = Desired> {
             dispatch: item(DispatchSpec::default()),
             bridge: item(BridgeSpec::default()),
             overlay: None,
+            identity: None,
             networks,
             interfaces,
             links,
@@ -156,7 +159,7 @@ fn a_plan_is_told_in_lines() {
     assert_eq!(
         plan.to_string(),
         "- route: src any, dst any, from any, to link h2\n\
-         ~ link h2: native to 10.0.0.2:9000 -> native to 10.0.0.3:9000\n\
+         ~ link h2: native to 10.0.0.2:9000, trusted -> native to 10.0.0.3:9000, trusted\n\
          + interface c1: tap t0, mtu 1500"
     );
     let json = serde_json::to_string(&plan.changes()[2]).unwrap();
@@ -184,6 +187,11 @@ fn what_is_fixed_while_vnetd_runs_takes_a_restart() {
             "f:3: [bridge] listen changes from [::]:9000 to [::]:9001, which",
         ),
         ("[control]\nsocket = \"/x\"", "f:3: [control] socket changes from /run/vnet/vnet.sock to /x, which"),
+        ("[bridge]\nrekey_s = 60", "f:3: [bridge] rekey_s changes from 3600 to 60, which"),
+        (
+            "[identity]\nca = \"/a\"\ncertificate = \"/b\"\nkey = \"/c\"",
+            "f:3: [identity] names other files (to renew a certificate, replace those that are there), which",
+        ),
         ("[dispatch]\nthreads = 2", "f:3: [dispatch] changes (threads = 2, yield = adaptive, …), which"),
     ] {
         let wanted = parse(text);

@@ -103,8 +103,12 @@ pub struct NewLink {
     pub mtu: Option<u32>,
     /// Clear text may travel there.
     pub trusted: Option<bool>,
-    /// Frames travel encrypted.
+    /// Nothing travels in clear text.
     pub sealed: Option<bool>,
+    /// The name that the other host's certificate must have (sealed); the link's name when absent.
+    pub peer: Option<String>,
+    /// Source addresses that frames from the other host may have; all when absent.
+    pub macs: Option<Vec<String>>,
 }
 
 /// The body of `POST /v1/routes`: the keys of `[[route]]`.

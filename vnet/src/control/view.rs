@@ -97,9 +97,11 @@ impl Engine {
             let link = &self.links.get(&spec.name)?.link;
             let (state, reason) = match link.state() {
                 LinkState::Up => ("up", None),
-                LinkState::Unreachable(reason) => ("unreachable", Some(reason)),
+                LinkState::Degraded(reason) => ("degraded", Some(reason)),
+                LinkState::Down(reason) | LinkState::Unreachable(reason) => ("down", Some(reason)),
             };
             let heard_s = link.heard_ms().map(|heard_ms| now_ms.saturating_sub(heard_ms) / 1000);
+            let seal = link.seal_view();
             Some(api::Link {
                 name: spec.name.clone(),
                 remote: tunnel::remote(spec),
@@ -109,6 +111,11 @@ impl Engine {
                 state: state.into(),
                 reason,
                 mtu: link.path_mtu(),
+                sealed: seal.is_some(),
+                keys_s: seal.as_ref().and_then(|seal| seal.keys_s),
+                rtt_us: seal.as_ref().and_then(|seal| seal.rtt_us),
+                peer: seal.map(|seal| seal.peer),
+                macs: spec.security.macs.clone(),
                 heard_s: heard_s.or_else(|| link.stream_heard_s()),
             })
         };

@@ -19,7 +19,7 @@ use super::isolation::{self, Isolation, IsolationError};
 use super::observe::Observers;
 use super::setup::{Parts, Setup};
 use super::yielding::{Strategy, Yielder};
-use crate::link::inquiry::Courier;
+use crate::link::courier::Courier;
 use crate::link::{Bridge, BridgeError, ReassemblyBudget, stream};
 use crate::poll::Poller;
 use crate::route::{Learned, Table};
@@ -233,12 +233,17 @@ impl Core {
         self.bridge_address
     }
 
+    /// When the core's clock began.
+    pub fn started(&self) -> Instant {
+        self.shared.started
+    }
+
     /// Counters of datagrams that belong to no link.
     pub fn bridge_stats(&self) -> &Arc<PortStats> {
         &self.bridge_stats
     }
 
-    /// Sends questions to other hosts' controls.
+    /// Sends questions to other hosts' controls, and keepalives.
     pub fn courier(&self) -> &Courier {
         &self.courier
     }

@@ -14,6 +14,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::Link;
+use super::seal::{SealingKey, TAG_LEN};
 use super::udp::{Name, Socket, check};
 use crate::frame::{Batch, Frame, Segment};
 use crate::scratch::Scratch;
@@ -137,6 +138,25 @@ impl Gather {
     pub(super) fn write(&mut self, len: usize, fill: impl FnOnce(&mut [u8])) {
         fill(self.next_scratch(len));
         self.add_scratch(len);
+    }
+
+    /// Adds a copy of a slice of a frame to the datagram.
+    #[inline]
+    pub(super) fn copy_slice(&mut self, slice: Segment) {
+        let to = self.next_scratch(slice.len());
+        // SAFETY: the slice is one of a frame's, readable until its batch is cleared; the scratch memory is our own, so that
+        // the two cannot overlap.
+        unsafe { std::ptr::copy_nonoverlapping(slice.as_ptr(), to.as_mut_ptr(), slice.len()) };
+        self.add_scratch(slice.len());
+    }
+
+    /// Seals the datagram being put together, all of which was copied, header first.
+    #[inline]
+    pub(super) fn seal(&mut self, key: &SealingKey) {
+        let start = self.scratch_used - self.bytes;
+        self.next_scratch(TAG_LEN);
+        key.seal(self.scratch.bytes_mut(start..self.scratch_used));
+        self.add_scratch(TAG_LEN);
     }
 
     /// The scratch memory's next `len` bytes.

@@ -16,10 +16,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::udp::{Socket, check};
-use super::{Encapsulation, Link};
+use super::Link;
 use crate::frame::PortId;
-use crate::wire::native::{Header, Kind};
 
 /// What the payload of a question or an answer begins with.
 pub const MAGIC: [u8; 8] = *b"vnet-ask";
@@ -140,49 +138,6 @@ impl Link {
     /// Longest text that a question or an answer on this link may have in bytes.
     pub fn inquiry_text(&self) -> usize {
         self.fragment_payload().saturating_sub(MAGIC.len()).min(TEXT_MAX)
-    }
-}
-
-/// Sends questions and answers, on a dispatcher's socket.
-pub struct Courier {
-    pub(super) socket: Arc<Socket>,
-}
-
-impl Courier {
-    /// Sends a question, or an answer.
-    ///
-    /// # Errors
-    /// The link carries none, `text` is longer than [`Link::inquiry_text`], or the kernel refuses.
-    pub fn send(&self, link: &Link, answer: bool, text: &[u8]) -> io::Result<()> {
-        let unfit = |why: &str| io::Error::new(io::ErrorKind::Unsupported, why);
-        if link.options().encapsulation != Encapsulation::Native {
-            return Err(unfit("only links of encapsulation native carry questions"));
-        }
-        if text.len() > link.inquiry_text() {
-            return Err(unfit("too long for the link's path"));
-        }
-        let name = self.socket.name(link, 0).ok_or_else(|| unfit("no socket for its address"))?;
-        let header = Header {
-            kind: if answer { Kind::ProbeReply } else { Kind::Probe },
-            last: true,
-            offload: false,
-            sealed: false,
-            hops: 0,
-            epoch: 0,
-            index: 0,
-            network: 0,
-            queue: 0,
-            number: link.take_numbers(1),
-        };
-        let datagram = [&header.to_bytes()[..], &MAGIC, text].concat();
-        let fd = self.socket.as_fd().as_raw_fd();
-        // SAFETY: `datagram` and `name` are readable for the lengths told.
-        let sent = unsafe {
-            libc::sendto(fd, datagram.as_ptr().cast(), datagram.len(), 0, name.as_ptr(), name.len())
-        };
-        check(sent)?;
-        link.stats().out_datagrams.add(1);
-        Ok(())
     }
 }
 

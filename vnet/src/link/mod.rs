@@ -14,7 +14,10 @@
 //! came by is told by its source address and port, through an immutable [`Peers`] that control replaces as a whole.
 //! A host may have several ports, over which flows are spread: see ports.rs.
 //!
-//! Bytes are not copied on the way: what is sent are slices of the guest's memory between prepared headers, what is
+//! A *sealed* link carries nothing in clear text: `seal.rs` encrypts datagrams with keys that two hosts agree on by TLS
+//! (`identity.rs`, `handshake.rs`, `session.rs`), which the [`keeper`] sees to outside the frames' way.
+//!
+//! Bytes are not copied on the way, unless they are to be sealed: what is sent are slices of the guest's memory between prepared headers, what is
 //! received are slices of the receive buffers, and only frames that are still incomplete when a burst ends are moved.
 
 use std::collections::{HashMap, HashSet};
@@ -29,16 +32,28 @@ use serde::{Deserialize, Serialize};
 
 use crate::frame::{NetworkId, PortId};
 use crate::stats::PortStats;
+use crate::wire::ethernet::{self, Mac};
 use crate::wire::native::{self, HOPS_MAX};
 
 mod bare;
+pub mod courier;
 pub mod fake;
+#[cfg(feature = "test-util")]
+pub mod fuzz;
 mod gather;
+pub mod handshake;
+pub mod identity;
 pub mod inquiry;
+pub mod keeper;
+#[cfg(any(test, feature = "test-util"))]
+pub mod pki;
 mod ports;
 pub mod reassembly;
 mod receive;
+mod replay;
+pub mod seal;
 mod send;
+mod session;
 mod speed;
 pub mod stream;
 mod udp;
@@ -48,6 +63,8 @@ mod window;
 pub use reassembly::ReassemblyBudget;
 pub use receive::{Received, Receiver};
 pub use send::Sender;
+use session::Seal;
+pub use session::SealView;
 use stream::Stream;
 pub use stream::{Proxy, StreamOptions};
 use udp::Name;
@@ -149,11 +166,24 @@ pub enum Tunnel {
     Stream(StreamOptions),
 }
 
+/// What a link lets through, and how.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Security {
+    /// Nothing travels in clear text; keys are agreed on with the host of this name.
+    pub peer: Option<String>,
+    /// Source addresses that frames from the other host may have; `None` for all.
+    pub macs: Option<Vec<Mac>>,
+}
+
 /// What a link is able to do at the moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LinkState {
-    /// The kernel has a route to the remote address.
+    /// The kernel has a route to the remote address; for a sealed link: the other host was heard under keys agreed with it.
     Up,
+    /// It works, but will not for long.
+    Degraded(String),
+    /// A sealed link without keys, or whose other end is silent.
+    Down(String),
     /// It has none, and says why.
     Unreachable(String),
 }
@@ -173,6 +203,10 @@ pub struct Link {
     vteps: Option<Vteps>,
     /// Of a stream link.
     stream: Option<Stream>,
+    /// Of a sealed link.
+    seal: Option<Box<Seal>>,
+    /// Source addresses that frames from the other host may have, sorted.
+    macs: Option<Vec<Mac>>,
     stats: Arc<PortStats>,
     budget: Arc<ReassemblyBudget>,
     inquiries: inquiry::Inquiries,
@@ -194,7 +228,17 @@ struct CacheLine<T>(T);
 
 impl Link {
     /// A link that nothing has been sent on.
-    pub fn new(mut options: LinkOptions, port: PortId, stats: Arc<PortStats>) -> Arc<Link> {
+    pub fn new(options: LinkOptions, port: PortId, stats: Arc<PortStats>) -> Arc<Link> {
+        Link::with_security(options, Security::default(), port, stats)
+    }
+
+    /// The same, with limits on what comes and goes.
+    pub fn with_security(
+        mut options: LinkOptions,
+        security: Security,
+        port: PortId,
+        stats: Arc<PortStats>,
+    ) -> Arc<Link> {
         static LINKS: AtomicU64 = AtomicU64::new(0);
         options.remote = normalised(options.remote);
         let vteps = match (&options.tunnel, options.encapsulation) {
@@ -202,12 +246,16 @@ impl Link {
             (_, Encapsulation::Vxlan) => Some(Vteps::new(options.remote, &VxlanOptions::default())),
             _ => None,
         };
+        let Security { peer, mut macs } = security;
+        macs.iter_mut().for_each(|macs| macs.sort());
         Arc::new(Link {
             id: LINKS.fetch_add(1, Relaxed),
             port,
             names: remotes(&options).map(|remote| [false, true].map(|v6| Name::new(remote, v6))).collect(),
             vteps,
             stream: stream::of(&options.tunnel),
+            seal: peer.map(|peer| Box::new(Seal::new(peer))),
+            macs,
             options,
             stats,
             budget: Arc::new(ReassemblyBudget::new(LINK_BUDGET)),
@@ -259,10 +307,37 @@ impl Link {
         if let Some(stream) = &self.stream {
             return stream.state();
         }
-        match self.route_error.load(Relaxed) {
-            0 => LinkState::Up,
-            error => LinkState::Unreachable(std::io::Error::from_raw_os_error(error).to_string()),
+        match (self.seal(), self.route_failure()) {
+            (Some(seal), _) => seal.state(),
+            (None, Some(why)) => LinkState::Unreachable(why),
+            (None, None) => LinkState::Up,
         }
+    }
+
+    /// Why the kernel has no way to the remote address.
+    fn route_failure(&self) -> Option<String> {
+        match self.route_error.load(Relaxed) {
+            0 => None,
+            error => Some(std::io::Error::from_raw_os_error(error).to_string()),
+        }
+    }
+
+    /// Its keys, if nothing may travel in clear text.
+    #[inline]
+    fn seal(&self) -> Option<&Seal> {
+        self.seal.as_deref()
+    }
+
+    /// True when a frame from the other host may have the source `mac`, as far as the configuration says.
+    #[inline]
+    fn allows_source(&self, mac: Mac) -> bool {
+        self.macs.as_ref().is_none_or(|macs| macs.binary_search(&mac).is_ok())
+    }
+
+    /// The same for a whole frame, or what there is of one.
+    #[inline]
+    fn allows_frame(&self, frame: &[u8]) -> bool {
+        self.macs.is_none() || ethernet::addresses(frame).is_some_and(|(_, src)| self.allows_source(src))
     }
 
     /// When the last datagram came by it, on the dispatchers' clock; `None` when none ever did.
@@ -287,9 +362,15 @@ impl Link {
         usize::from(self.path_mtu() - ip - UDP_HEADER_LEN).min(UDP_PAYLOAD_MAX)
     }
 
-    /// S: payload bytes of a full native datagram. Sealing will take its 16-byte tag from here.
+    /// S: payload bytes of a full native datagram.
     fn fragment_payload(&self) -> usize {
-        self.udp_payload() - native::HEADER_LEN
+        self.udp_payload() - native::HEADER_LEN - if self.seal.is_some() { seal::TAG_LEN } else { 0 }
+    }
+
+    /// The number that will be taken next.
+    #[inline]
+    fn next_number(&self) -> u64 {
+        self.number.0.load(Relaxed)
     }
 
     /// Takes `count` consecutive datagram numbers and returns the first.
@@ -355,6 +436,7 @@ pub struct Peers {
     /// VXLAN links by the addresses of their VTEPs, with the VTEP's number: a VTEP sends from many ports.
     by_vtep: HashMap<IpAddr, (usize, u16)>,
     ids: HashSet<u64>,
+    any_sealed: bool,
 }
 
 impl Peers {
@@ -364,6 +446,7 @@ impl Peers {
         let mut peers = Peers { links: links.to_vec(), ..Peers::default() };
         for (index, link) in links.iter().enumerate() {
             peers.ids.insert(link.id);
+            peers.any_sealed |= link.seal.is_some();
             match (&link.vteps, link.options.encapsulation) {
                 (Some(vteps), _) => {
                     for (number, address) in (0..).zip(vteps.addresses()) {

@@ -2,7 +2,9 @@
 //!
 //! One burst is what one `recvmmsg` brings: up to [`MESSAGES`] messages, each one datagram or several of one size that the
 //! kernel kept together (`UDP_GRO`). They are worked on in order and in place. A datagram that holds whole frames adds them to
-//! the batch; a fragment goes through the link's [`Reassembly`]. The batch is run when it is full and when the burst ends.
+//! the batch; a fragment goes through the link's [`Reassembly`]. What came by a sealed link is opened in place before any of
+//! it is looked at, so that nobody but the peer reaches reassembly or anything else behind it.
+//! The batch is run when it is full and when the burst ends.
 //! Frames point into the burst's buffers, which stay as they are until then.
 
 use std::collections::HashMap;
@@ -11,13 +13,17 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
+use super::identity::Claims;
 use super::inquiry::is_inquiry;
 use super::reassembly::{Reassembly, Whole};
+use super::seal::TAG_LEN;
+use super::session::Seal;
 use super::udp::{Name, RouteProbe, Socket};
 use super::vxlan::Groups;
 use super::{Encapsulation, HOPS_UNKNOWN, Link, Peers, ReassemblyBudget};
 use crate::frame::{Batch, FrameError, NetworkId, Segment};
 use crate::stats::{DiscardReason, DropReason, PortStats};
+use crate::wire::ethernet::Mac;
 use crate::wire::native::{Bundle, Header, HeaderError, Kind, metadata};
 use crate::wire::offload::{Offload, WIRE_LEN};
 use crate::wire::vxlan::{self, VxlanError};
@@ -59,6 +65,8 @@ pub struct Receiver {
     vxlan: bool,
     /// Multicast groups, where this receiver is the one that joins them.
     groups: Option<(Groups, RouteProbe)>,
+    /// For each datagram that came by a sealed link in this burst, in order: whether it could be opened.
+    opened: Vec<bool>,
 }
 
 impl Receiver {
@@ -77,6 +85,7 @@ impl Receiver {
             held: Vec::new(),
             vxlan: false,
             groups: None,
+            opened: Vec::new(),
         }
     }
 
@@ -124,8 +133,30 @@ impl Receiver {
         if messages == 0 {
             return Received { datagrams: 0, emptied };
         }
+        let vxlan = self.vxlan;
+        let find = |source| if vxlan { peers.vtep(source) } else { peers.link(source).map(|link| (link, 0)) };
+        let mut links: [Option<Whose<'_>>; MESSAGES] = [None; MESSAGES];
+        let mut latest: Option<(Name, Option<Whose<'_>>)> = None;
+        self.opened.clear();
+        for (index, found) in links.iter_mut().enumerate().take(messages) {
+            let message = self.burst.message(index);
+            let whose = match &latest {
+                Some((name, whose)) if name.same(&message.source) => *whose,
+                _ => message.source.address().and_then(find),
+            };
+            latest = Some((message.source, whose));
+            *found = whose;
+            if peers.any_sealed
+                && let Some((link, _)) = whose
+                && let Some(seal) = link.seal()
+            {
+                self.burst.open(&message, link, seal, &mut self.opened);
+            }
+        }
         let mut intake = Intake {
             burst: &self.burst.memory,
+            opened: self.opened.iter(),
+            claims: None,
             socket,
             reassemblies: &mut self.reassemblies,
             unsettled: &mut self.unsettled,
@@ -139,18 +170,10 @@ impl Receiver {
             replies: 0,
         };
         let mut datagrams = 0;
-        let vxlan = self.vxlan;
-        let find = |source| if vxlan { peers.vtep(source) } else { peers.link(source).map(|link| (link, 0)) };
-        let mut latest: Option<(Name, Option<Whose<'_>>)> = None;
-        for index in 0..messages {
+        for (index, whose) in links.into_iter().enumerate().take(messages) {
             let message = self.burst.message(index);
             datagrams += message.datagrams();
-            let link = match &latest {
-                Some((name, link)) if name.same(&message.source) => *link,
-                _ => message.source.address().and_then(find),
-            };
-            latest = Some((message.source, link));
-            match link {
+            match whose {
                 Some((link, vtep)) => intake.message(link, vtep, &message),
                 None => self.stats.discard(DiscardReason::UnknownSource, message.datagrams() as u64),
             }
@@ -181,6 +204,9 @@ impl Receiver {
 /// What one burst is worked on with.
 struct Intake<'a> {
     burst: &'a [u8],
+    opened: std::slice::Iter<'a, bool>,
+    /// For what the host that sent the message may speak, where its certificate has limits.
+    claims: Option<Arc<Claims>>,
     socket: &'a Socket,
     reassemblies: &'a mut HashMap<u64, Reassembly>,
     unsettled: &'a mut Vec<u64>,
@@ -198,11 +224,17 @@ struct Intake<'a> {
 impl Intake<'_> {
     /// Works on the datagrams of one message, which came from the link's VTEP `vtep` if it has any.
     fn message(&mut self, link: &Arc<Link>, vtep: u16, message: &Message) {
-        link.heard(self.now_ms);
         link.stats.in_datagrams.add(message.datagrams() as u64);
         if message.truncated {
             return link.stats.discard(DiscardReason::Truncated, 1);
         }
+        if let Some(seal) = link.seal() {
+            self.claims = seal.keyring().claims().cloned();
+            self.sealed(link, message);
+            self.claims = None;
+            return self.count(link);
+        }
+        link.heard(self.now_ms);
         let mut at = message.start;
         let end = message.start + message.len;
         loop {
@@ -223,6 +255,33 @@ impl Intake<'_> {
         self.count(link);
     }
 
+    /// Works on those datagrams of a message that could be opened. The others are counted.
+    fn sealed(&mut self, link: &Arc<Link>, message: &Message) {
+        for (at, datagram) in message.split(self.burst) {
+            if self.opened.next() == Some(&true) {
+                link.heard(self.now_ms);
+                self.native(link, at, &datagram[..datagram.len() - TAG_LEN], &message.source);
+            }
+        }
+    }
+
+    /// True when the other host may speak for `network`.
+    #[inline]
+    fn allows_network(&self, link: &Link, network: NetworkId) -> bool {
+        link.carries(network) && self.claims.as_ref().is_none_or(|claims| claims.allows_network(network))
+    }
+
+    /// True when the other host may send the frame that `pieces` are, or that has no source at all.
+    #[inline]
+    fn allows_source<'b>(&self, link: &Link, pieces: impl Iterator<Item = &'b [u8]>) -> bool {
+        if link.macs.is_none() && self.claims.is_none() {
+            return true;
+        }
+        let mut addresses = pieces.flatten().copied().skip(6).take(6);
+        let mac = Mac(std::array::from_fn(|_| addresses.next().unwrap_or(0)));
+        link.allows_source(mac) && self.claims.as_ref().is_none_or(|claims| claims.allows_source(mac))
+    }
+
     /// Counts the frames added.
     fn count(&mut self, link: &Link) {
         link.stats.in_frames.add(std::mem::take(&mut self.frames));
@@ -235,7 +294,7 @@ impl Intake<'_> {
             Ok(parsed) => parsed,
             Err(error) => return link.stats.discard(discard_reason(error), 1),
         };
-        if header.sealed {
+        if header.sealed != link.seal().is_some() {
             return link.stats.discard(DiscardReason::SealRequired, 1);
         }
         match header.kind {
@@ -264,8 +323,13 @@ impl Intake<'_> {
                         self.now_ms,
                     ) => {}
             Kind::Probe => self.reply(link, &header, payload, source),
-            // That they came is all there is to them.
-            Kind::ProbeReply | Kind::Keepalive => {}
+            Kind::Keepalive => {
+                if let Some(seal) = link.seal() {
+                    seal.hear(payload);
+                }
+            }
+            // That it came is all there is to it.
+            Kind::ProbeReply => {}
         }
     }
 
@@ -289,7 +353,8 @@ impl Intake<'_> {
     /// Adds a frame in one piece that came under a native header.
     #[inline]
     fn frame_of(&mut self, link: &Link, header: &Header, offload: Offload, frame: &[u8]) {
-        let Some(network) = NetworkId::new(header.network).filter(|network| link.carries(*network)) else {
+        let network = NetworkId::new(header.network).filter(|network| self.allows_network(link, *network));
+        let Some(network) = network else {
             return link.stats.refuse(DropReason::WrongNetwork, frame.len() as u64);
         };
         self.frame(link, network, offload, header.hops + 1, frame);
@@ -298,6 +363,9 @@ impl Intake<'_> {
     /// Adds a frame in one piece.
     #[inline]
     fn frame(&mut self, link: &Link, network: NetworkId, offload: Offload, hops: u8, frame: &[u8]) {
+        if !self.allows_source(link, std::iter::once(frame)) {
+            return link.stats.refuse(DropReason::BadSource, frame.len() as u64);
+        }
         if self.batch.is_full() {
             self.run_counted(link);
         }
@@ -334,6 +402,14 @@ impl Intake<'_> {
         }
         let metadata_len = if whole.offload() { WIRE_LEN } else { 0 };
         let len = whole.bytes() - metadata_len;
+        let network = NetworkId::new(whole.network()).filter(|network| self.allows_network(link, *network));
+        let pieces = whole.pieces(self.burst).enumerate();
+        let allowed = self.allows_source(
+            link,
+            pieces.map(
+                |(index, piece)| if index == 0 { piece.get(metadata_len..).unwrap_or(&[]) } else { piece },
+            ),
+        );
         let mut offload = Offload::default();
         let mut builder = self.batch.begin();
         for (index, piece) in whole.pieces(self.burst).enumerate() {
@@ -348,8 +424,11 @@ impl Intake<'_> {
             // the batch is cleared.
             unsafe { builder.push_stable(Segment::new(piece.as_ptr(), piece.len())) };
         }
-        let network = NetworkId::new(whole.network()).filter(|network| link.carries(*network));
         let finished = match network {
+            Some(_) if !allowed => {
+                drop(builder);
+                Err(DropReason::BadSource)
+            }
             Some(network) => {
                 builder.finish(link.port, network, offload, whole.hops() + 1).map_err(drop_reason)
             }
@@ -381,12 +460,19 @@ impl Intake<'_> {
         }
         self.replies += 1;
         let header = Header { kind: Kind::ProbeReply, number: link.take_numbers(1), ..*header };
-        let reply = [&header.to_bytes(), payload].concat();
-        let fd = self.socket.as_fd().as_raw_fd();
-        // SAFETY: `reply` and `to` are readable for the lengths told.
-        let sent = unsafe { libc::sendto(fd, reply.as_ptr().cast(), reply.len(), 0, to.as_ptr(), to.len()) };
+        let keyring = link.seal().map(Seal::keyring);
+        let reply = match &keyring {
+            None => [&header.to_bytes(), payload].concat(),
+            Some(keyring) => {
+                let Some(key) = keyring.sealing(header.number) else { return };
+                let header = Header { sealed: true, epoch: key.epoch(), ..header };
+                let mut reply = [&header.to_bytes(), payload, &[0; TAG_LEN]].concat();
+                key.seal(&mut reply);
+                reply
+            }
+        };
         // A reply that cannot be sent is like one that got lost: the prober asks again.
-        link.stats.out_datagrams.add(u64::from(sent >= 0));
+        link.stats.out_datagrams.add(u64::from(self.socket.send(&reply, to).is_ok()));
     }
 
     fn run_counted(&mut self, link: &Link) {
@@ -434,6 +520,14 @@ struct Message {
 impl Message {
     fn datagrams(&self) -> usize {
         self.len.div_ceil(self.segment).max(1)
+    }
+
+    /// The datagrams of the message, and where each begins in `burst`, the memory of all messages.
+    fn split<'a>(&self, burst: &'a [u8]) -> impl Iterator<Item = (usize, &'a [u8])> {
+        let end = self.start + self.len;
+        // An empty message is one datagram.
+        let at = (0..self.datagrams()).map(move |n| self.start + n * self.segment);
+        at.map(move |at| (at, &burst[at..end.min(at + self.segment)]))
     }
 }
 
@@ -519,6 +613,33 @@ impl Burst {
         }
     }
 
+    /// Opens the datagrams of a message in place, counts those that cannot be opened, and tells of each which it is.
+    fn open(&mut self, message: &Message, link: &Link, seal: &Seal, opened: &mut Vec<bool>) {
+        if message.truncated {
+            return;
+        }
+        let keyring = seal.keyring();
+        let memory = &mut self.memory[message.start..message.start + message.len];
+        // `chunks_mut` has none for an empty message, which still is a datagram.
+        let mut empty = [];
+        let datagrams = memory.chunks_mut(message.segment);
+        let datagrams = datagrams.chain((message.len == 0).then_some(&mut empty[..]));
+        for datagram in datagrams {
+            let result = match Header::parse(datagram) {
+                Ok((header, _)) if !header.sealed => Err(DiscardReason::SealRequired),
+                Ok((header, _)) => match keyring.opening(header.epoch) {
+                    Some(key) => key.open(datagram),
+                    None => Err(DiscardReason::WrongEpoch),
+                },
+                Err(error) => Err(discard_reason(error)),
+            };
+            opened.push(result.is_ok());
+            if let Err(reason) = result {
+                link.stats.discard(reason, 1);
+            }
+        }
+    }
+
     fn message(&self, index: usize) -> Message {
         let header = &self.headers[index];
         let len = (header.msg_len as usize).min(BUFFER_LEN);
@@ -536,3 +657,7 @@ impl Burst {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "receive_tests.rs"]
+mod tests;

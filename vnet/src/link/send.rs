@@ -5,6 +5,9 @@
 //!   *bundled* into one datagram as long as they fit; nothing waits for a bundle to fill;
 //! - any other frame becomes one datagram, or as many fragments as it needs, of headers and slices of its own memory.
 //!
+//! On a sealed link the same datagrams are put together by copying, and encrypted in place before they are handed over.
+//! Frames for which there is no key are dropped.
+//!
 //! On `vnet` and `vxlan` links each datagram holds one finished frame, see bare.rs.
 //!
 //! Between hosts with several ports frames are first parted by *path*, a socket of ours and a port of theirs, which the hash
@@ -22,10 +25,12 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use super::gather::{Gather, TooBig};
 use super::reassembly::FRAGMENTS_MAX;
+use super::seal::{SealingKey, TAG_LEN};
+use super::session::Seal;
 use super::udp::{Name, RouteProbe, Socket};
 use super::vxlan::SourcePorts;
 use super::{Encapsulation, Link, PATH_MTU_FALLBACK, PORTS_MAX, Peers, speed};
-use crate::frame::{BATCH_MAX, Batch, Frame, SEGMENTS_MAX, Segment};
+use crate::frame::{BATCH_MAX, Batch, FRAME_MAX, Frame, SEGMENTS_MAX, Segment};
 use crate::stats::DropReason;
 use crate::wire::flow;
 use crate::wire::native::{ENTRY_LEN, HEADER_LEN, HOPS_MAX, Header, Kind};
@@ -50,11 +55,12 @@ pub(super) struct Exit {
     dont_fragment: Option<bool>,
 }
 
-/// How a frame leaves: by which of the exits, and where to.
+/// How a frame leaves: by which of the exits, where to, and sealed with which key.
 #[derive(Clone, Copy)]
 struct Path<'a> {
     exit: usize,
     name: &'a Name,
+    key: Option<&'a SealingKey>,
 }
 
 /// Sends frames on links. One per dispatcher; shares its sockets with a [`super::Receiver`].
@@ -236,7 +242,12 @@ impl Sender {
         if !native {
             return self.send_vnet(link, name, batch, which);
         }
-        let path = Path { exit, name };
+        let keyring = link.seal().map(Seal::keyring);
+        let key = keyring.as_ref().and_then(|keyring| keyring.sealing(link.next_number()));
+        if keyring.is_some() && key.is_none() {
+            return link.stats.drop_frames(DropReason::NoKey, which.len() as u64);
+        }
+        let path = Path { exit, name, key };
         if let Err(TooBig { position }) = self.send_native(link, path, batch, which, true) {
             self.refresh(link);
             // Never stops early: what is too big again is counted as dropped.
@@ -257,14 +268,16 @@ impl Sender {
         while at < which.len() {
             // Enough for any frame: each of its segments may be cut once by each fragment's end.
             let slices = 2 * FRAGMENTS_MAX + SEGMENTS_MAX;
-            if !self.gather.has_room(FRAGMENTS_MAX, slices, FRAGMENTS_MAX * HEADER_LEN + BUNDLE_MAX) {
+            let frame = if path.key.is_some() { FRAME_MAX + WIRE_LEN } else { 0 };
+            let copies = FRAGMENTS_MAX * (HEADER_LEN + TAG_LEN) + BUNDLE_MAX.max(frame);
+            if !self.gather.has_room(FRAGMENTS_MAX, slices, copies) {
                 self.gather.flush(&self.exits[path.exit].socket, path.name, link, may_stop)?;
             }
             let count = bundled(batch, &which[at..], size);
             if count > 1 {
-                self.put_bundle(link, batch, &which[at..at + count], at);
+                self.put_bundle(link, path.key, batch, &which[at..at + count], at);
             } else {
-                self.put_frame(link, batch, which[at], at, size);
+                self.put_frame(link, path.key, batch, which[at], at, size);
             }
             at += count;
         }
@@ -272,9 +285,16 @@ impl Sender {
     }
 
     /// One datagram with several frames.
-    fn put_bundle(&mut self, link: &Link, batch: &Batch, which: &[u16], position: usize) {
+    fn put_bundle(
+        &mut self,
+        link: &Link,
+        key: Option<&SealingKey>,
+        batch: &Batch,
+        which: &[u16],
+        position: usize,
+    ) {
         let first = batch.frame(usize::from(which[0]));
-        let header = Header { kind: Kind::Bundle, ..header(first, link.take_numbers(1)) };
+        let header = Header { kind: Kind::Bundle, ..header(first, key, link.take_numbers(1)) };
         self.gather.copy(&header.to_bytes());
         for &index in which {
             let frame = batch.frame(usize::from(index));
@@ -285,6 +305,9 @@ impl Sender {
             }
             self.gather.copy_frame(batch, frame);
         }
+        if let Some(key) = key {
+            self.gather.seal(key);
+        }
         let message = self.gather.end_datagram(true);
         for (i, &index) in which.iter().enumerate() {
             self.gather.record(position + i, batch.frame(usize::from(index)).len(), message, message);
@@ -292,9 +315,17 @@ impl Sender {
     }
 
     /// One frame in as many datagrams as it needs, with `size` bytes of payload each.
-    fn put_frame(&mut self, link: &Link, batch: &Batch, index: u16, position: usize, size: usize) {
+    fn put_frame(
+        &mut self,
+        link: &Link,
+        key: Option<&SealingKey>,
+        batch: &Batch,
+        index: u16,
+        position: usize,
+        size: usize,
+    ) {
         let frame = batch.frame(usize::from(index));
-        let mut header = header(frame, 0);
+        let mut header = header(frame, key, 0);
         let metadata = if header.offload { WIRE_LEN } else { 0 };
         let count = (frame.len() + metadata).div_ceil(size);
         header.number = link.take_numbers(count as u64);
@@ -307,7 +338,14 @@ impl Sender {
             if header.offload {
                 self.gather.copy(&frame.offload.to_wire());
             }
-            cursor.take(size - if header.offload { WIRE_LEN } else { 0 }, |slice| self.gather.slice(slice));
+            let len = size - if header.offload { WIRE_LEN } else { 0 };
+            match key {
+                None => cursor.take(len, |slice| self.gather.slice(slice)),
+                Some(key) => {
+                    cursor.take(len, |slice| self.gather.copy_slice(slice));
+                    self.gather.seal(key);
+                }
+            }
             last = self.gather.end_datagram(true);
             first = first.min(last);
             header.number += 1;
@@ -334,16 +372,16 @@ fn bundled(batch: &Batch, which: &[u16], size: usize) -> usize {
     which.iter().take_while(fits).count().max(1)
 }
 
-/// The header of a datagram that holds all of `frame`.
+/// The header of a datagram that holds all of `frame`, to be sealed with `key`.
 #[inline]
-pub(super) fn header(frame: &Frame, number: u64) -> Header {
+pub(super) fn header(frame: &Frame, key: Option<&SealingKey>, number: u64) -> Header {
     Header {
         kind: Kind::Frame,
         last: true,
         offload: !frame.offload.is_none(),
-        sealed: false,
+        sealed: key.is_some(),
         hops: frame.hops,
-        epoch: 0,
+        epoch: key.map_or(0, SealingKey::epoch),
         index: 0,
         network: frame.network.get(),
         queue: 0,

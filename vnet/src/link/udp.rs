@@ -21,7 +21,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
-use super::inquiry::Courier;
+use super::courier::Courier;
 use super::vxlan::SourcePorts;
 use super::{Link, ReassemblyBudget, Receiver, Sender, normalised, speed};
 use crate::stats::PortStats;
@@ -96,9 +96,9 @@ impl Bridge {
         Ok(())
     }
 
-    /// Sends questions and answers on this bridge's socket.
+    /// Sends what is no frame on this bridge's first socket.
     pub fn courier(&self) -> Courier {
-        Courier { socket: self.tx.socket().clone() }
+        Courier::new(self.tx.socket().clone())
     }
 }
 
@@ -167,6 +167,16 @@ impl Socket {
 
     pub(super) fn local(&self) -> SocketAddr {
         self.local
+    }
+
+    /// Sends one datagram.
+    pub(super) fn send(&self, datagram: &[u8], to: &Name) -> io::Result<()> {
+        let (fd, flags) = (self.fd.as_raw_fd(), libc::MSG_DONTWAIT);
+        // SAFETY: `datagram` and `to` are readable for the lengths told.
+        let sent = unsafe {
+            libc::sendto(fd, datagram.as_ptr().cast(), datagram.len(), flags, to.as_ptr(), to.len())
+        };
+        check(sent).map(drop)
     }
 
     /// Lets packets that are larger than the path MTU be fragmented by IP (`false`) or refused, with DF on all (`true`).

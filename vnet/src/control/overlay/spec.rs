@@ -34,6 +34,10 @@ pub struct OverlaySpec {
     pub address: Option<SocketAddr>,
     /// The networks that are published and joined; all that are declared when absent.
     pub networks: Option<Vec<NetworkId>>,
+    /// Computed links are sealed, with the host that each leads to.
+    pub sealed: bool,
+    /// Clear text may travel computed links.
+    pub trusted: bool,
 }
 
 /// Which hosts have links to each other.
@@ -103,23 +107,16 @@ pub(in crate::control) fn read(table: Table, notes: &mut Notes) -> Option<Item<O
     }
     let address = reader.text("address").and_then(|text| advertised(&mut reader, text));
     let networks = network_ids(&mut reader, "networks").map(|(_, ids)| ids);
-    let trusted = reader.flag("trusted");
-    if let Some((place, false)) = &trusted {
-        let text = "trusted = false needs sealed links, which are not available in this version; write trusted = true \
-                    if the paths between the overlay's hosts are safe";
-        reader.problem(place, text);
-    }
+    let (sealed, trusted) = (reader.flag("sealed"), reader.flag("trusted"));
     reader.finish();
     if notes.problems.len() != before {
         return None;
     }
-    if trusted.is_none() {
-        let text = "frames travel the overlay's links in clear text; write trusted = true to say that their paths are safe";
-        notes.warnings.push(Problem::new(&place, text));
-    }
     let behind_nat = behind_nat.is_some_and(|(_, flag)| flag);
     let identity = cert.zip(key);
-    let spec = OverlaySpec { etcd, ca, identity, topology, reflectors, behind_nat, address, networks };
+    let [sealed, trusted] = [sealed, trusted].map(|flag| flag.is_some_and(|(_, flag)| flag));
+    let spec =
+        OverlaySpec { etcd, ca, identity, topology, reflectors, behind_nat, address, networks, sealed, trusted };
     Some(Item { place, spec })
 }
 
@@ -191,6 +188,19 @@ fn file(reader: &mut Reader<'_>, key: &'static str) -> Option<PathBuf> {
 /// What has to hold between `[overlay]` and the rest.
 pub(in crate::control) fn check(desired: &Desired, problems: &mut Vec<Problem>) {
     let Some(Item { place, spec }) = &desired.overlay else { return };
+    if spec.sealed && desired.identity.is_none() {
+        let text = format!(
+            "[overlay] sealed needs an [identity] to be known by; make one with 'vnet keys init' and 'vnet keys issue {}'",
+            desired.host.spec.name
+        );
+        problems.push(Problem::new(place, text));
+    }
+    let safe = spec.sealed || spec.trusted || spec.topology == Topology::Explicit;
+    if !safe && desired.bridge.spec.trusted.is_empty() {
+        let text = "the overlay's links would carry frames in clear text; write sealed = true, or trusted = true if their \
+                    paths are safe (or the paths' networks in [bridge] trusted)";
+        problems.push(Problem::new(place, text));
+    }
     for network in spec.networks.iter().flatten() {
         let declared = desired.networks.iter().any(|item| item.spec.id == *network);
         if !declared && *network != NetworkId::DEFAULT {

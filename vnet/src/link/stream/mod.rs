@@ -339,6 +339,10 @@ impl Link {
             self.stats.refuse(DropReason::WrongNetwork, len);
             return 0;
         };
+        if !self.allows_frame(frame) {
+            self.stats.refuse(DropReason::BadSource, len);
+            return 0;
+        }
         let mut builder = batch.begin();
         // SAFETY: the frame lies in the inbox, which the caller keeps locked and unchanged until it has cleared the batch.
         unsafe { builder.push_stable(Segment::new(frame.as_ptr(), frame.len())) };

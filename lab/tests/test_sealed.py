@@ -1,0 +1,190 @@
+"""Sealed links: nothing is seen on the underlay, keys and certificates change under traffic, who is revoked is out."""
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import MakeLab
+from traffic import ping, pinging, port, reaches, silent, wait_for_path
+
+from vnetlab import daemon, lab, machine, process
+from vnetlab.run import LabError, run, wait_until
+from vnetlab.topology import Node, Topology
+
+MARK = "never-in-clear-text"
+
+
+def link(host: Node) -> dict:
+    """A host's only link."""
+    return daemon.ask(host, "link", "list")[0]
+
+
+def wait_for_state(host: Node, state: str, timeout_s: float = 10) -> None:
+    """Waits until a host's link is up, degraded or down."""
+    wait_until(f"{host.name}'s link to be {state}", lambda: link(host)["state"] == state, timeout_s, poll_s=0.05)
+
+
+def hang_up(host: Node) -> None:
+    """Has a vnetd read its files again."""
+    pid = process.find(host.file(".pid"))
+    assert pid
+    os.kill(pid, signal.SIGHUP)
+
+
+@pytest.fixture(scope="module")
+def topology(make_lab: MakeLab) -> Topology:
+    """A lab with sealed links whose keys are changed every two seconds."""
+    topology = make_lab(vms=0, sealed=True)
+    for host in topology.hosts:
+        file = host.file(".toml")
+        file.write_text(file.read_text().replace("[bridge]\n", "[bridge]\nrekey_s = 2\n"))
+        process.stop(host.file(".pid"))
+        lab.start_daemon(topology, host)
+    for host in topology.hosts:
+        wait_for_state(host, "up")
+    wait_for_path(topology.find("h1c1"), topology.find("h2c1").address)
+    return topology
+
+
+@contextlib.contextmanager
+def underlay_capture(host: Node) -> Iterator[list[bytes]]:
+    """What passes a host's underlay device while the context lasts: one string of bytes, when it has ended."""
+    found: list[bytes] = []
+    path = host.file(".pcap")
+    words = ["timeout", "4", "tcpdump", "-U", "-n", "-i", "eth0", "-s", "0", "-w", str(path)]
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(machine.attempt, host, *words)
+        wait_until("tcpdump to begin", path.exists, 5)
+        time.sleep(0.3)
+        yield found
+        running.result()
+    found.append(path.read_bytes())
+
+
+def test_nothing_is_seen_on_the_underlay(topology: Topology):
+    one, other = topology.find("h1c1"), topology.find("h2c1")
+    pattern = MARK.encode().hex()[:32]
+    with underlay_capture(topology.hosts[0]) as seen:
+        assert ping(one, other.address, "-p", pattern, "-s", "1000", count=20) == (20, 20)
+    assert len(seen[0]) > 40 * 1000, "the pings were captured"
+    assert bytes.fromhex(pattern)[:8] not in seen[0]
+    for mac in (one.mac, other.mac):
+        assert bytes.fromhex(mac.replace(":", "")) not in seen[0], "nor are the containers' addresses"
+
+
+def test_tcp_goes_at_any_size(topology: Topology):
+    one, other = topology.find("h1c1"), topology.find("h2c1")
+    server = machine.namespace_command(other, ["iperf3", "-s", "-1", "--forceflush"])
+    process.start(server, other.file(".iperf.pid"), other.file(".iperf.log"))
+    wait_until("iperf3 to listen", lambda: "listening" in other.file(".iperf.log").read_text(), 5)
+    text = machine.execute(one, "iperf3", "-c", other.address, "-t", "1", "-f", "m")
+    assert re.search(r"[1-9]\d+ Mbits/sec.*receiver", text), text
+    assert reaches(one, other.address, "-s", "60000")
+
+
+def test_keys_change_under_traffic_without_loss(topology: Topology):
+    one, other = topology.find("h1c1"), topology.find("h2c1")
+    ages = []
+    with pinging((one, other), (other, one), seconds=6):
+        for _ in range(8):
+            ages.append(link(topology.hosts[0])["keys_s"])
+            time.sleep(0.6)
+    assert ages != sorted(ages), f"keys became new meanwhile: {ages}"
+    assert max(ages) <= 4
+
+
+def test_certificates_are_replaced_under_traffic(topology: Topology):
+    one, other = topology.find("h1c1"), topology.find("h2c1")
+    with pinging((one, other), seconds=4):
+        for host in topology.hosts:
+            daemon.issue(topology, host)
+            hang_up(host)
+            time.sleep(1)
+    for host in topology.hosts:
+        assert link(host)["state"] == "up"
+        assert "identity read again" in host.file(".log").read_text()
+
+
+def test_a_killed_peer_is_noticed_within_a_second_and_comes_back(topology: Topology):
+    near, far = topology.hosts
+    pid = process.find(far.file(".pid"))
+    assert pid
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    wait_for_state(near, "down", 5)
+    assert time.monotonic() - killed < 1.3, "a second, and what asking takes"
+    assert "h2" in link(near)["reason"]
+    process.stop(far.file(".pid"))
+    lab.start_daemon(topology, far)
+    wait_for_state(near, "up")
+    wait_for_path(topology.find("h1c1"), topology.find("h2c1").address)
+    assert link(near)["rtt_us"] > 0
+
+
+def test_clear_text_from_the_peer_is_refused(topology: Topology):
+    near, far = topology.hosts
+    process.stop(far.file(".pid"))
+    before = port(daemon.ask(near, "stats"), "link", far.name)["discards"]["seal_required"]
+    send = (
+        "import socket; s = socket.socket(type=socket.SOCK_DGRAM); s.bind(('0.0.0.0', 9000));"
+        f"[s.sendto(b'\\x10\\x01\\0\\0\\0\\0\\x01\\0' + n.to_bytes(8, 'big') + bytes(60), ('{near.address}', 9000))"
+        " for n in range(1, 101)]"
+    )
+    machine.execute(far, "python3", "-c", send)
+
+    def counted() -> bool:
+        return port(daemon.ask(near, "stats"), "link", far.name)["discards"]["seal_required"] == before + 100
+
+    wait_until("all hundred to be counted", counted, 5)
+    lab.start_daemon(topology, far)
+    wait_for_state(near, "up")
+
+
+def test_a_certificate_limits_its_host(topology: Topology):
+    near, far = topology.hosts
+    one, other = topology.find("h1c1"), topology.find("h2c1")
+    wait_for_path(one, other.address)
+    daemon.issue(topology, far, "--macs", "52:54:00:00:00:77")
+    hang_up(far)
+    wait_until("frames of another source to be dropped", lambda: silent(one, other.address), 10)
+    assert port(daemon.ask(near, "stats"), "link", far.name)["drops"]["bad_source"] > 0
+    daemon.issue(topology, far, "--macs", other.mac, "--networks", "1")
+    hang_up(far)
+    wait_for_path(one, other.address)
+
+
+def test_a_revoked_peer_is_out(topology: Topology):
+    near, far = topology.hosts
+    folder = str(daemon.keys(topology))
+    text = run([str(daemon.binaries() / "vnet"), "keys", "revoke", far.name, "--dir", folder])
+    assert "revoked" in text
+    wait_until("the link to say why", lambda: "revoked" in link(near).get("reason", ""), 5, poll_s=0.05)
+    assert link(near)["state"] == "down"
+    assert silent(topology.find("h1c1"), topology.find("h2c1").address)
+    with pytest.raises(LabError, match="no certificate"):
+        run([str(daemon.binaries() / "vnet"), "keys", "revoke", far.name, "--dir", folder])
+    # Both sides say why, in their logs.
+    for host in topology.hosts:
+        wait_until("the reason to be logged", lambda: "revoked" in host.file(".log").read_text(), 5)  # noqa: B023
+    daemon.issue(topology, far)
+    for host in topology.hosts:
+        hang_up(host)
+    wait_for_state(near, "up")
+    wait_for_path(topology.find("h1c1"), topology.find("h2c1").address)
+    assert "revoked" in run([str(daemon.binaries() / "vnet"), "keys", "show", "--dir", folder])
+
+
+def test_every_frame_is_accounted_for(topology: Topology):
+    for host in topology.hosts:
+
+        def adds_up() -> bool:
+            # Datagrams are never still here, because of keepalives.
+            balance = daemon.ask(host, "stats")["balance"]  # noqa: B023
+            return balance["in"] > 0 and balance["in"] + balance["copies"] == balance["out"] + balance["drops"]
+
+        wait_until(f"the counters of {host.name} to add up", adds_up, 10, poll_s=0.3)

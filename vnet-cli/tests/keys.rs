@@ -1,0 +1,130 @@
+//! `vnet keys`: what it makes is taken by sealed links, and what it revokes is not.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+use tempfile::TempDir;
+use vnet::link::identity::{CertificateInfo, Identity, IdentityFiles};
+
+fn keys(folder: &Path, words: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_vnet"));
+    command.args(["--json", "keys", words[0], "--dir"]).arg(folder).args(&words[1..]);
+    command.output().unwrap()
+}
+
+/// The answer to something that works.
+fn says(folder: &Path, words: &[&str]) -> Value {
+    let output = keys(folder, words);
+    assert!(output.status.success(), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// The one line about something that does not.
+fn refused(folder: &Path, words: &[&str]) -> String {
+    let output = keys(folder, words);
+    assert_eq!(output.status.code(), Some(1), "{words:?}");
+    let line = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(line.lines().count(), 1, "{line}");
+    line
+}
+
+fn files(folder: &Path, name: &str) -> IdentityFiles {
+    let at = |file: &str| folder.join(file);
+    let (certificate, key) = (at(&format!("{name}.pem")), at(&format!("{name}.key")));
+    IdentityFiles { ca: at("ca.pem"), certificate, key, crl: Some(at("crl.pem")) }
+}
+
+fn mode(path: &Path) -> u32 {
+    fs::metadata(path).unwrap().permissions().mode() & 0o777
+}
+
+fn authority() -> (TempDir, std::path::PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("keys");
+    says(&path, &["init"]);
+    (folder, path)
+}
+
+#[test]
+fn what_is_issued_can_be_used() {
+    let (_folder, path) = authority();
+    says(&path, &["issue", "h1"]);
+    let limits = ["issue", "h2", "--networks", "2,1", "--macs", "52:54:00:00:00:01"];
+    let issued = says(&path, &limits);
+    let identity = Identity::load(&files(&path, "h1"), "h1").unwrap();
+    let other = Identity::load(&files(&path, "h2"), "h2").unwrap();
+    assert_eq!(issued["serial"].as_str(), Some(other.info().serial.as_str()));
+    assert!(Identity::load(&files(&path, "h1"), "h2").is_err(), "not for another name");
+    let claims = &other.info().claims;
+    assert_eq!(claims.networks.as_ref().unwrap().iter().map(|id| id.get()).collect::<Vec<_>>(), [1, 2]);
+    assert!(claims.macs.is_some() && identity.info().claims.macs.is_none());
+    for secret in ["ca.key", "h1.key", "h2.key"] {
+        assert_eq!(mode(&path.join(secret)), 0o600, "{secret}");
+    }
+    for public in ["ca.pem", "crl.pem", "h1.pem"] {
+        assert_eq!(mode(&path.join(public)), 0o644, "{public}");
+    }
+    let left = fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    assert!(left.into_iter().all(|name| !name.ends_with(".new")), "nothing half done is left");
+}
+
+#[test]
+fn what_is_revoked_is_refused_and_what_is_renewed_is_not() {
+    let (_folder, path) = authority();
+    let first = says(&path, &["issue", "h1"])["serial"].clone();
+    let second = says(&path, &["issue", "h1"])["serial"].clone();
+    assert_ne!(first, second);
+    let revoked = says(&path, &["revoke", "h1"])["revoked"].as_array().unwrap().clone();
+    assert!(revoked.len() == 2 && revoked.contains(&first) && revoked.contains(&second), "{revoked:?}");
+    let error = Identity::load(&files(&path, "h1"), "h1").map(drop).unwrap_err().to_string();
+    assert!(error.contains("revoked"), "{error}");
+    assert!(refused(&path, &["revoke", "h1"]).contains("no certificate of 'h1'"));
+    assert!(refused(&path, &["revoke", "h9"]).contains("no certificate of 'h9'"));
+    let third = says(&path, &["issue", "h1"])["serial"].clone();
+    assert!(Identity::load(&files(&path, "h1"), "h1").is_ok());
+    says(&path, &["issue", "h2"]);
+    says(&path, &["revoke", "h2"]);
+    let shown = says(&path, &["show"]);
+    let states: Vec<_> = shown["certificates"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|row| (row["serial"].clone(), row["state"].clone()))
+        .collect();
+    assert_eq!(states.len(), 4);
+    for (serial, state) in states {
+        assert_eq!(state, if serial == third { "valid" } else { "revoked" });
+    }
+    assert_eq!(shown["ca"]["state"], "valid");
+    let text =
+        Command::new(env!("CARGO_BIN_EXE_vnet")).args(["keys", "show", "--dir"]).arg(&path).output().unwrap();
+    assert!(String::from_utf8(text.stdout).unwrap().lines().count() == 6);
+}
+
+#[test]
+fn mistakes_are_one_line_and_change_nothing() {
+    let (folder, path) = authority();
+    let before = fs::read(path.join("ca.pem")).unwrap();
+    assert!(refused(&path, &["init"]).contains("is there already"));
+    for name in ["no name", "ca", "crl", "../h1", "-"] {
+        let name = refused(&path, &["issue", "--", name]);
+        assert!(name.contains("cannot be"), "{name}");
+    }
+    assert!(refused(&folder.path().join("elsewhere"), &["issue", "h1"]).contains("vnet keys init"));
+    assert!(refused(&folder.path().join("elsewhere"), &["show"]).contains("ca.pem"));
+    assert_eq!(fs::read(path.join("ca.pem")).unwrap(), before);
+    assert_eq!(keys(&path, &["issue", "h1", "--days", "0"]).status.code(), Some(2), "wrong usage");
+    assert_eq!(keys(&path, &["issue", "h1", "--macs", "nonsense"]).status.code(), Some(2), "wrong usage");
+}
+
+#[test]
+fn days_are_those_asked_for() {
+    let (_folder, path) = authority();
+    says(&path, &["issue", "h1", "--days", "10"]);
+    let info = CertificateInfo::load(&path.join("h1.pem")).unwrap();
+    let days = (info.valid.1 - info.valid.0) as f64 / 86_400.0;
+    assert!((10.0..10.1).contains(&days), "{days}");
+}

@@ -1,0 +1,79 @@
+//! What a host sends besides frames: questions and answers between controls, keepalives. Rare, so one datagram a call.
+
+use std::io;
+use std::sync::Arc;
+
+use super::inquiry::MAGIC;
+use super::seal::TAG_LEN;
+use super::session::Seal;
+use super::udp::Socket;
+use super::{Encapsulation, Link};
+use crate::wire::native::{Header, Kind};
+
+/// Sends from a dispatcher's socket, beside the dispatcher.
+#[derive(Clone)]
+pub struct Courier {
+    socket: Arc<Socket>,
+}
+
+impl Courier {
+    pub(super) fn new(socket: Arc<Socket>) -> Courier {
+        Courier { socket }
+    }
+
+    /// Sends a question, or an answer, as [`inquiry`](super::inquiry) describes them.
+    ///
+    /// # Errors
+    /// The link carries none, `text` is longer than [`Link::inquiry_text`], there is no key for it, or the kernel refuses.
+    pub fn send(&self, link: &Link, answer: bool, text: &[u8]) -> io::Result<()> {
+        if link.options.encapsulation != Encapsulation::Native {
+            return Err(unfit("only links of encapsulation native carry questions"));
+        }
+        if text.len() > link.inquiry_text() {
+            return Err(unfit("too long for the link's path"));
+        }
+        let kind = if answer { Kind::ProbeReply } else { Kind::Probe };
+        self.post(link, kind, &[&MAGIC, text].concat())
+    }
+
+    /// Sends a keepalive on a sealed link. One that cannot be sent is like one that got lost.
+    pub(super) fn keepalive(&self, link: &Link, seal: &Seal, asks: bool) {
+        let _ = self.post(link, Kind::Keepalive, &seal.keepalive(asks));
+    }
+
+    /// Sends one datagram of no network, sealed where the link is.
+    fn post(&self, link: &Link, kind: Kind, payload: &[u8]) -> io::Result<()> {
+        let name = self.socket.name(link, 0).ok_or_else(|| unfit("no socket for its address"))?;
+        let keyring = link.seal().map(Seal::keyring);
+        let key = match &keyring {
+            None => None,
+            Some(keyring) => {
+                Some(keyring.sealing(link.next_number()).ok_or_else(|| unfit("the link has no keys yet"))?)
+            }
+        };
+        let header = Header {
+            kind,
+            last: true,
+            offload: false,
+            sealed: key.is_some(),
+            hops: 0,
+            epoch: key.map_or(0, |key| key.epoch()),
+            index: 0,
+            network: 0,
+            queue: 0,
+            number: link.take_numbers(1),
+        };
+        let mut datagram = [&header.to_bytes()[..], payload].concat();
+        if let Some(key) = key {
+            datagram.resize(datagram.len() + TAG_LEN, 0);
+            key.seal(&mut datagram);
+        }
+        self.socket.send(&datagram, name)?;
+        link.stats.out_datagrams.add(1);
+        Ok(())
+    }
+}
+
+fn unfit(why: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::Unsupported, why)
+}

@@ -1,0 +1,95 @@
+//! What fuzz targets drive of sealed links: handshakes and everything else that reads foreign bytes.
+
+use std::io::{self, Read, Write};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use rustls::pki_types::CertificateDer;
+
+use super::handshake::{self, Message, Patient};
+use super::identity::{CertificateInfo, Identity, is_for};
+use super::pki::Pki;
+use super::{Encapsulation, Link, LinkOptions, Security};
+use crate::frame::PortId;
+
+/// The identities of h1 and h2, made once: keys cost time.
+fn identities() -> &'static [Identity; 2] {
+    static MADE: OnceLock<[Identity; 2]> = OnceLock::new();
+    MADE.get_or_init(|| {
+        let folder = std::env::temp_dir().join(format!("vnet-fuzz-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).expect("a folder for keys");
+        let pki = Pki::new(&folder);
+        let made = ["h1", "h2"].map(|name| pki.identity(name));
+        std::fs::remove_dir_all(folder).expect("the folder is removed again");
+        made
+    })
+}
+
+fn link(peer: &str) -> Arc<Link> {
+    let remote = "127.0.0.1:9".parse().expect("an address");
+    let encapsulation = Encapsulation::Native;
+    let options = LinkOptions { name: peer.into(), remote, encapsulation, networks: None, mtu: None };
+    let security = Security { peer: Some(peer.into()), macs: None };
+    Link::with_security(options, security, PortId(0), Arc::default())
+}
+
+/// A peer that says what it was given, and then closes.
+struct Peer<'a>(&'a [u8]);
+
+impl Read for Peer<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.0.read(buffer)
+    }
+}
+
+impl Write for Peer<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        Ok(bytes.len())
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Patient for Peer<'_> {
+    fn wait_at_most(&mut self, _time: Duration) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Arbitrary bytes instead of a handshake, on both sides; instead of a message, a certificate and a keepalive.
+///
+/// What must hold: nothing panics; nobody gets keys; a message that is understood is written the same way again; a reason
+/// is one line.
+pub fn handshake(data: &[u8]) {
+    let [h1, h2] = identities();
+    let (a, b) = (link("h2"), link("h1"));
+    let choose = |chain: &[CertificateDer<'_>]| {
+        if is_for(chain, "h1") { Ok(b.clone()) } else { Err("no".to_string()) }
+    };
+    let said = [
+        handshake::respond(Peer(data), h2, choose).map(drop).expect_err("no keys without a certificate"),
+        handshake::initiate(Peer(data), h1, &a).expect_err("no keys without a certificate"),
+    ];
+    assert!(said.iter().all(|why| why.0.lines().count() == 1));
+    for link in [&a, &b] {
+        let seal = link.seal().expect("it is sealed");
+        seal.hear(data);
+        assert!(
+            seal.keyring().sealing(1).is_none()
+                && (0..4).all(|epoch| seal.keyring().opening(epoch).is_none())
+        );
+    }
+    if let Ok(message) = Message::read(&mut &data[..]) {
+        let bytes = message.to_bytes();
+        match &message {
+            Message::Refuse(why) => assert!(!why.chars().any(char::is_control)),
+            _ => assert_eq!(bytes, data[..bytes.len()]),
+        }
+        assert!(Message::read(&mut &bytes[..]).is_ok());
+    }
+    if let Ok(info) = CertificateInfo::read(data) {
+        assert_eq!(info.fingerprint.len(), 64);
+        assert!(is_for(&[data.into()], "h1") || !info.names.iter().any(|name| name == "h1"));
+    }
+}

@@ -1,0 +1,299 @@
+//! Sealed links over real sockets: what crosses, and what attackers get.
+
+use std::net::UdpSocket;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::frame::{Batch, FRAME_MAX, NetworkId, PortId, Segment};
+use crate::link::identity::{CertificateInfo, Claims};
+use crate::link::seal::{MATERIAL_LEN, TAG_LEN};
+use crate::link::session::{Role, Session};
+use crate::link::{
+    Bridge, Encapsulation, Link, LinkOptions, Peers, ReassemblyBudget, Security, first_number,
+};
+use crate::stats::{DiscardReason, DropReason};
+use crate::wire::native::{HEADER_LEN, Header};
+use crate::wire::offload::{F_NEEDS_CSUM, Offload};
+
+fn session(role: Role, epoch: u8, claims: Claims) -> Session {
+    let exported: [u8; 2 * MATERIAL_LEN] = std::array::from_fn(|at| at as u8 ^ epoch);
+    let info = CertificateInfo {
+        names: vec![],
+        claims,
+        valid: (0, 0),
+        serial: String::new(),
+        fingerprint: String::new(),
+    };
+    Session::new(&exported, role, epoch, first_number(), vec![], info)
+}
+
+struct Host {
+    bridge: Bridge,
+    link: Arc<Link>,
+    batch: Batch,
+    peers: Peers,
+}
+
+impl Host {
+    fn new(
+        bridge: Bridge,
+        remote: std::net::SocketAddr,
+        mtu: u16,
+        macs: Option<Vec<crate::wire::ethernet::Mac>>,
+    ) -> Host {
+        let (name, encapsulation) = ("peer".to_string(), Encapsulation::Native);
+        let options = LinkOptions { name, remote, encapsulation, networks: None, mtu: Some(mtu) };
+        let security = Security { peer: Some("peer".into()), macs };
+        let link = Link::with_security(options, security, PortId(7), Arc::default());
+        Host { bridge, peers: Peers::build(std::slice::from_ref(&link)), link, batch: Batch::new() }
+    }
+
+    fn key(&self, role: Role, epoch: u8, claims: Claims) {
+        self.link.seal().unwrap().accept(session(role, epoch, claims));
+        assert!(self.link.seal().unwrap().switch(epoch));
+    }
+
+    fn send(&mut self, frames: &[(Vec<u8>, Offload)]) {
+        let mut batch = Batch::new();
+        for (bytes, offload) in frames {
+            let mut builder = batch.begin();
+            let (head, tail) = bytes.split_at(bytes.len() / 3);
+            for part in [head, tail] {
+                // SAFETY: the frames outlive the batch, which ends with this call, and nobody writes to them.
+                unsafe { builder.push(Segment::new(part.as_ptr(), part.len())) };
+            }
+            builder.finish(PortId(1), NetworkId::DEFAULT, *offload, 0).unwrap();
+        }
+        let which: Vec<u16> = (0..batch.len() as u16).collect();
+        self.bridge.tx.send(&self.link, &batch, &which);
+    }
+
+    /// Receives until nothing has come for a while.
+    fn receive(&mut self) -> Vec<(Vec<u8>, Offload)> {
+        let (mut got, mut idle) = (vec![], 0);
+        while idle < 3 {
+            let mut run = |batch: &Batch| {
+                for frame in batch.frames() {
+                    let mut bytes = vec![0; frame.len()];
+                    batch.copy_to(frame, &mut bytes);
+                    got.push((bytes, frame.offload));
+                }
+            };
+            let received = self.bridge.rx.receive(&self.peers, &mut self.batch, 1, &mut run);
+            idle = if received.datagrams == 0 { idle + 1 } else { 0 };
+            if idle != 0 {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        }
+        got
+    }
+
+    fn discards(&self) -> Vec<(DiscardReason, u64)> {
+        let all = DiscardReason::ALL.iter().map(|reason| (*reason, self.link.stats().discards(*reason)));
+        all.filter(|(_, n)| *n != 0).collect()
+    }
+}
+
+fn bridge() -> Bridge {
+    let budget = Arc::new(ReassemblyBudget::new(ReassemblyBudget::HOST));
+    Bridge::bind("127.0.0.1:0".parse().unwrap(), false, Arc::default(), budget).unwrap()
+}
+
+/// Two hosts with keys.
+fn pair(mtu: u16, claims: Claims) -> [Host; 2] {
+    let (a, b) = (bridge(), bridge());
+    let (at_a, at_b) = (a.local_addr(), b.local_addr());
+    let [a, b] = [Host::new(a, at_b, mtu, None), Host::new(b, at_a, mtu, None)];
+    a.key(Role::Initiator, 1, Claims::default());
+    b.key(Role::Responder, 1, claims);
+    [a, b]
+}
+
+fn frame(len: usize) -> (Vec<u8>, Offload) {
+    let mut bytes: Vec<u8> = b"\x52\x54\0\0\0\x02\x52\x54\0\0\0\x01\x88\xb5CLEAR TEXT".to_vec();
+    bytes.extend((bytes.len()..len.max(60)).map(|at| (at * 7 + len) as u8));
+    (bytes, Offload::default())
+}
+
+#[test]
+fn every_size_crosses_sealed() {
+    for mtu in [576, 1500, 9000, 65_535] {
+        let [mut a, mut b] = pair(mtu, Claims::default());
+        let mut frames: Vec<_> =
+            [60, 61, 62, 63, 600, 1414, 1426, 1427, 1428, 9000, 64, 64, FRAME_MAX, 60, 30_000]
+                .into_iter()
+                .map(frame)
+                .collect();
+        frames[3].1 = Offload { flags: F_NEEDS_CSUM, csum_start: 34, csum_offset: 6, ..Offload::default() };
+        a.send(&frames);
+        assert_eq!(b.receive(), frames, "MTU {mtu}");
+        b.send(&frames);
+        assert_eq!(a.receive(), frames, "MTU {mtu}");
+        assert_eq!((a.discards(), b.discards()), (vec![], vec![]));
+        assert_eq!(b.link.stats().in_frames.get(), frames.len() as u64);
+        assert_eq!(a.link.stats().out_frames.get(), frames.len() as u64);
+    }
+}
+
+/// What a raw peer of a host gets, and the key that opens it.
+fn tapped(mtu: u16) -> (Host, UdpSocket) {
+    let peer = UdpSocket::bind("127.0.0.1:0").unwrap();
+    peer.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+    let host = Host::new(bridge(), peer.local_addr().unwrap(), mtu, None);
+    host.key(Role::Initiator, 1, Claims::default());
+    peer.connect(host.bridge.local_addr()).unwrap();
+    (host, peer)
+}
+
+fn datagrams(peer: &UdpSocket) -> Vec<Vec<u8>> {
+    let mut buffer = vec![0; 65_536];
+    std::iter::from_fn(|| peer.recv(&mut buffer).ok().map(|len| buffer[..len].to_vec())).collect()
+}
+
+#[test]
+fn nothing_of_a_frame_is_seen_on_the_way() {
+    let (mut host, peer) = tapped(1500);
+    host.send(&[frame(60), frame(64), frame(1400), frame(9000)]);
+    let sent = datagrams(&peer);
+    assert!(sent.len() >= 8);
+    let mut numbers: Vec<u64> =
+        sent.iter().map(|datagram| Header::parse(datagram).unwrap().0.number).collect();
+    for datagram in &sent {
+        let header = Header::parse(datagram).unwrap().0;
+        assert!(header.sealed && header.epoch == 1 && datagram.len() + 28 <= 1500);
+        assert!(!datagram.windows(5).any(|window| window == b"CLEAR"));
+    }
+    numbers.dedup();
+    assert_eq!(numbers.len(), sent.len());
+}
+
+#[test]
+fn without_a_key_frames_are_dropped_and_counted() {
+    let peer = UdpSocket::bind("127.0.0.1:0").unwrap();
+    peer.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
+    let mut host = Host::new(bridge(), peer.local_addr().unwrap(), 1500, None);
+    host.send(&[frame(60), frame(9000)]);
+    assert_eq!(host.link.stats().drops(DropReason::NoKey), 2);
+    assert_eq!(datagrams(&peer), Vec::<Vec<u8>>::new());
+}
+
+/// Clear text, forgeries, flips, cuts, repetitions and unknown epochs: none is delivered, each is counted once under its
+/// reason, no memory is taken; and what is real still comes.
+#[test]
+fn attackers_get_nowhere() {
+    const EACH: usize = 5_000;
+    let (mut host, peer) = tapped(1500);
+    // The peer's own datagrams, as an attacker on the way would have recorded them.
+    let (mut real, tap) = tapped(1500);
+    real.link.seal().unwrap().accept(session(Role::Responder, 1, Claims::default()));
+    assert!(real.link.seal().unwrap().switch(1));
+    real.send(&[frame(9000), frame(60)]);
+    let recorded = datagrams(&tap);
+    assert_eq!(recorded.len(), 8);
+    let attack = |host: &mut Host, reason: DiscardReason, make: &mut dyn FnMut(usize) -> Vec<u8>| {
+        let before = host.link.stats().discards(reason);
+        let total: u64 = host.discards().iter().map(|(_, n)| n).sum();
+        for chunk in 0..EACH / 50 {
+            for n in 0..50 {
+                peer.send(&make(chunk * 50 + n)).unwrap();
+            }
+            assert_eq!(host.receive_at_once(), 0, "{reason:?}");
+        }
+        assert_eq!(host.link.stats().discards(reason) - before, EACH as u64, "{reason:?}");
+        let now: u64 = host.discards().iter().map(|(_, n)| n).sum();
+        assert_eq!(now - total, EACH as u64, "{reason:?}: each is counted once");
+        assert_eq!(host.link.heard_ms(), None, "{reason:?}: nobody was heard");
+        assert_eq!(host.link.budget.used(), 0, "{reason:?}");
+    };
+    let numbered = |bytes: &[u8], n: usize| {
+        let mut bytes = bytes.to_vec();
+        bytes[8..16].copy_from_slice(&(u64::MAX / 2 + n as u64).to_be_bytes());
+        bytes
+    };
+    let first = recorded[0].clone();
+    attack(&mut host, DiscardReason::Forged, &mut |n| numbered(&first, n));
+    attack(&mut host, DiscardReason::Forged, &mut |n| {
+        let mut flipped = recorded[n % 8].clone();
+        // Anything behind the version, type and flags.
+        let bit = 16 + (n * 31) % (flipped.len() * 8 - 16);
+        flipped[bit / 8] ^= 1 << (bit % 8);
+        // A fragment index above the number, or on a bundle, is no header at all; numbers are large, so only bundles matter.
+        if flipped[0] == 0x11 { numbered(&first, n) } else { flipped }
+    });
+    attack(&mut host, DiscardReason::SealRequired, &mut |n| {
+        let mut clear = recorded[n % 8].clone();
+        clear[1] &= !0x04;
+        clear
+    });
+    attack(&mut host, DiscardReason::WrongEpoch, &mut |n| {
+        let mut other = recorded[n % 8].clone();
+        other[1] ^= 0x40 << (n % 2);
+        other
+    });
+    attack(&mut host, DiscardReason::Truncated, &mut |n| {
+        recorded[n % 8][..n % (HEADER_LEN + TAG_LEN)].to_vec()
+    });
+    // Now the real ones, and then those again.
+    recorded.iter().for_each(|datagram| assert_eq!(peer.send(datagram).unwrap(), datagram.len()));
+    assert_eq!(host.receive(), [frame(9000), frame(60)]);
+    assert!(host.link.heard_ms().is_some());
+    host.link.heard_ms.0.store(0, std::sync::atomic::Ordering::Relaxed);
+    attack(&mut host, DiscardReason::Replayed, &mut |n| recorded[n % 8].clone());
+}
+
+impl Host {
+    /// Receives what is there; the number of frames.
+    fn receive_at_once(&mut self) -> usize {
+        let (mut frames, mut datagrams) = (0, 0);
+        while datagrams < 50 {
+            let mut run = |batch: &Batch| frames += batch.len();
+            let received = self.bridge.rx.receive(&self.peers, &mut self.batch, 1, &mut run);
+            datagrams += received.datagrams;
+        }
+        frames
+    }
+}
+
+/// An authenticated peer that sends fragments without end takes no more than its share, and stays within what it may speak
+/// for.
+#[test]
+fn a_peer_is_held_to_its_certificate_and_configuration() {
+    let network = |id| NetworkId::new(id).unwrap();
+    let ours = "52:54:00:00:00:01".parse().unwrap();
+    for (claims, macs, reason) in [
+        (
+            Claims { networks: Some(vec![network(2), network(3)]), macs: None },
+            None,
+            Some(DropReason::WrongNetwork),
+        ),
+        (Claims { networks: Some(vec![network(1)]), macs: Some(vec![ours]) }, None, None),
+        (
+            Claims { networks: None, macs: Some(vec!["52:54:00:00:00:09".parse().unwrap()]) },
+            None,
+            Some(DropReason::BadSource),
+        ),
+        (Claims::default(), Some(vec!["52:54:00:00:00:09".parse().unwrap()]), Some(DropReason::BadSource)),
+        (Claims::default(), Some(vec!["52:54:00:00:00:09".parse().unwrap(), ours]), None),
+    ] {
+        let (a, b) = (bridge(), bridge());
+        let (at_a, at_b) = (a.local_addr(), b.local_addr());
+        let [mut a, mut b] = [Host::new(a, at_b, 1500, None), Host::new(b, at_a, 1500, macs)];
+        a.key(Role::Initiator, 1, Claims::default());
+        b.key(Role::Responder, 1, claims.clone());
+        let mut frames = [frame(60), frame(61), frame(9000), frame(1400)];
+        frames[2].1 = Offload { flags: F_NEEDS_CSUM, csum_start: 34, csum_offset: 6, ..Offload::default() };
+        a.send(&frames);
+        let got = b.receive();
+        match reason {
+            None => assert_eq!(got, frames, "{claims:?}"),
+            Some(reason) => {
+                assert_eq!(got, [], "{claims:?}");
+                assert_eq!(
+                    (b.link.stats().drops(reason), b.link.stats().in_frames.get()),
+                    (4, 4),
+                    "{claims:?}"
+                );
+            }
+        }
+    }
+}

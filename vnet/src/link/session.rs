@@ -1,0 +1,367 @@
+//! A sealed link's keys, and what is known of the other end.
+//!
+//! A [`Session`] is what one TLS handshake gives: a key for each direction under a 2-bit epoch, and the certificate of the
+//! other host. [`Seal`] holds a link's sessions, of which one sends and a few receive:
+//!
+//! ```text
+//! responder  accept(e): opens e   ------- ACCEPT e ------->  accept(e), switch(e): opens and seals with e   initiator
+//!            switch(e): seals with e too <--- CONFIRM e ---
+//!            expire(): OVERLAP later the one before is forgotten, on both sides
+//! ```
+//!
+//! Each side opens with a new key before the other seals with it, and with the old one until all that was under way has
+//! come: keys change under traffic, and nothing is lost. What dispatchers use is a [`Keyring`], replaced as a whole.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use arc_swap::{ArcSwap, Guard};
+use rustls::pki_types::CertificateDer;
+
+use super::identity::{CertificateInfo, Claims};
+use super::seal::{MATERIAL_LEN, OpeningKey, SealingKey};
+use super::{Link, LinkState};
+
+/// How long keys are accepted after others have taken their place.
+pub(super) const OVERLAP: Duration = Duration::from_secs(5);
+/// How long the initiator may take to use the keys it agreed to.
+const PENDING_MAX: Duration = Duration::from_secs(15);
+/// Bytes of a keepalive behind its header.
+pub(super) const KEEPALIVE_LEN: usize = 24;
+/// Flag in a keepalive: send me new keys.
+const ASKS: u8 = 0x01;
+
+/// What the exporter gives: the initiator's key and salt, then the responder's.
+pub(super) type Exported = [u8; 2 * MATERIAL_LEN];
+
+/// Which end of the handshake this host was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Role {
+    Initiator,
+    Responder,
+}
+
+/// The keys of one handshake.
+pub(super) struct Session {
+    pub(super) epoch: u8,
+    sealing: Arc<SealingKey>,
+    opening: Arc<OpeningKey>,
+    /// The other host's certificate, and those up to its authority.
+    pub(super) chain: Vec<CertificateDer<'static>>,
+    pub(super) info: CertificateInfo,
+    claims: Option<Arc<Claims>>,
+    made: Instant,
+    stage: Stage,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// Opens, and waits for the other side to use it.
+    Pending,
+    /// Seals and opens.
+    Current,
+    /// Opens what is still under way.
+    Retired(Instant),
+}
+
+impl Session {
+    /// The keys of `epoch` from what was exported, for datagrams with numbers from `first` on.
+    pub(super) fn new(
+        exported: &Exported,
+        role: Role,
+        epoch: u8,
+        first: u64,
+        chain: Vec<CertificateDer<'static>>,
+        info: CertificateInfo,
+    ) -> Session {
+        let (initiator, responder) = exported.split_at(MATERIAL_LEN);
+        let (ours, theirs) = match role {
+            Role::Initiator => (initiator, responder),
+            Role::Responder => (responder, initiator),
+        };
+        let half =
+            |bytes: &[u8]| -> [u8; MATERIAL_LEN] { bytes.try_into().expect("half of what was exported") };
+        Session {
+            epoch,
+            sealing: Arc::new(SealingKey::new(&half(ours), epoch, first)),
+            opening: Arc::new(OpeningKey::new(&half(theirs))),
+            claims: (info.claims != Claims::default()).then(|| Arc::new(info.claims.clone())),
+            chain,
+            info,
+            made: Instant::now(),
+            stage: Stage::Pending,
+        }
+    }
+}
+
+/// What dispatchers seal and open with. Immutable; the next one replaces it as a whole.
+#[derive(Debug, Default)]
+pub(super) struct Keyring {
+    sealing: Option<Arc<SealingKey>>,
+    opening: [Option<Arc<OpeningKey>>; 4],
+    claims: Option<Arc<Claims>>,
+}
+
+impl Keyring {
+    /// The key to seal with, if there is one that may seal datagrams from number `next` on.
+    #[inline]
+    pub(super) fn sealing(&self, next: u64) -> Option<&SealingKey> {
+        self.sealing.as_deref().filter(|key| !key.is_spent(next))
+    }
+
+    /// The key that opens datagrams of `epoch`.
+    #[inline]
+    pub(super) fn opening(&self, epoch: u8) -> Option<&OpeningKey> {
+        self.opening[usize::from(epoch & 3)].as_deref()
+    }
+
+    /// For what the other host may speak; `None` for everything.
+    #[inline]
+    pub(super) fn claims(&self) -> Option<&Arc<Claims>> {
+        self.claims.as_ref()
+    }
+}
+
+/// A sealed link's part of a [`Link`].
+#[derive(Debug)]
+pub(super) struct Seal {
+    /// The name that the other host's certificate has to have.
+    pub(super) peer: String,
+    keyring: ArcSwap<Keyring>,
+    /// Oldest first; at most one of each epoch.
+    sessions: Mutex<Vec<Session>>,
+    /// The other host's clock as it came last, and when that was.
+    clock: Mutex<Option<(u64, Instant)>>,
+    /// Round trip in microseconds; 0: not known.
+    rtt_us: AtomicU32,
+    /// New keys are wanted before the present ones are old: the other host asked for them, or this host's identity is new.
+    renew: AtomicBool,
+    state: Mutex<LinkState>,
+}
+
+impl std::fmt::Debug for Session {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Session(epoch {}, {:?})", self.epoch, self.stage)
+    }
+}
+
+/// What a lock protects here is whole at any time: a panic elsewhere changes nothing about it.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Seal {
+    pub(super) fn new(peer: String) -> Seal {
+        let state = LinkState::Down(format!("no keys agreed with {peer} yet"));
+        Seal {
+            peer,
+            keyring: ArcSwap::default(),
+            sessions: Mutex::default(),
+            clock: Mutex::default(),
+            rtt_us: AtomicU32::new(0),
+            renew: AtomicBool::new(false),
+            state: Mutex::new(state),
+        }
+    }
+
+    /// The keys of the moment: load them once a batch.
+    #[inline]
+    pub(super) fn keyring(&self) -> Guard<Arc<Keyring>> {
+        self.keyring.load()
+    }
+
+    /// The epoch for the next session, by the responder's choice.
+    pub(super) fn next_epoch(&self) -> u8 {
+        lock(&self.sessions).last().map_or(0, |session| (session.epoch + 1) & 3)
+    }
+
+    /// Opens with a new session's key from now on.
+    pub(super) fn accept(&self, session: Session) {
+        let mut sessions = lock(&self.sessions);
+        sessions.retain(|old| old.epoch != session.epoch);
+        sessions.push(session);
+        self.publish(&sessions);
+    }
+
+    /// Seals with the key of `epoch` from now on. False when there is none any more.
+    pub(super) fn switch(&self, epoch: u8) -> bool {
+        let mut sessions = lock(&self.sessions);
+        self.switch_to(&mut sessions, epoch)
+    }
+
+    fn switch_to(&self, sessions: &mut [Session], epoch: u8) -> bool {
+        if !sessions.iter().any(|session| session.epoch == epoch) {
+            return false;
+        }
+        for session in sessions.iter_mut() {
+            if session.epoch == epoch {
+                session.stage = Stage::Current;
+            } else if session.stage == Stage::Current {
+                session.stage = Stage::Retired(Instant::now());
+            }
+        }
+        self.renew.store(false, Relaxed);
+        self.publish(sessions);
+        true
+    }
+
+    /// Takes up a key that the other side seals with already, and forgets what is over: retired keys after [`OVERLAP`], those
+    /// that nobody used, and those older than `age_max`.
+    pub(super) fn expire(&self, now: Instant, age_max: Duration) {
+        let mut sessions = lock(&self.sessions);
+        let used = sessions
+            .iter()
+            .find(|session| session.stage == Stage::Pending && session.opening.has_opened())
+            .map(|session| session.epoch);
+        if let Some(epoch) = used {
+            self.switch_to(&mut sessions, epoch);
+        }
+        let before = sessions.len();
+        sessions.retain(|session| match session.stage {
+            Stage::Pending => now.duration_since(session.made) < PENDING_MAX,
+            Stage::Current => now.duration_since(session.made) < age_max,
+            Stage::Retired(since) => now.duration_since(since) < OVERLAP,
+        });
+        if sessions.len() != before {
+            self.publish(&sessions);
+        }
+    }
+
+    /// Forgets the sessions that `keep` says no to. True when that took the one that seals.
+    pub(super) fn retain(&self, mut keep: impl FnMut(&Session) -> bool) -> bool {
+        let mut sessions = lock(&self.sessions);
+        let had = sessions.iter().any(|session| session.stage == Stage::Current);
+        sessions.retain(|session| keep(session));
+        self.publish(&sessions);
+        had && !sessions.iter().any(|session| session.stage == Stage::Current)
+    }
+
+    fn publish(&self, sessions: &[Session]) {
+        let mut keyring = Keyring::default();
+        for session in sessions {
+            keyring.opening[usize::from(session.epoch)] = Some(session.opening.clone());
+            if session.stage == Stage::Current {
+                keyring.sealing = Some(session.sealing.clone());
+                keyring.claims = session.claims.clone();
+            }
+        }
+        if keyring.sealing.is_none() {
+            // Pending ones only: whoever they let in is held to what its certificate says.
+            keyring.claims = sessions.last().and_then(|session| session.claims.clone());
+        }
+        self.keyring.store(Arc::new(keyring));
+    }
+
+    /// The session that seals: its age, its epoch, the serial number of the other host's certificate; and whether the key
+    /// has sealed so much that another one is due.
+    pub(super) fn current(&self, next: u64) -> Option<Current> {
+        let sessions = lock(&self.sessions);
+        let session = sessions.iter().find(|session| session.stage == Stage::Current)?;
+        Some(Current {
+            age: session.made.elapsed(),
+            epoch: session.epoch,
+            serial: session.info.serial.clone(),
+            is_worn: session.sealing.is_worn(next),
+        })
+    }
+
+    /// Has new keys agreed on soon.
+    pub(super) fn renew(&self) {
+        self.renew.store(true, Relaxed);
+    }
+
+    /// True when that is still to be done.
+    pub(super) fn must_renew(&self) -> bool {
+        self.renew.load(Relaxed)
+    }
+
+    pub(super) fn state(&self) -> LinkState {
+        lock(&self.state).clone()
+    }
+
+    /// Sets the state; true when it differs from the one before.
+    pub(super) fn set_state(&self, state: LinkState) -> bool {
+        let mut held = lock(&self.state);
+        let differs = *held != state;
+        *held = state;
+        differs
+    }
+
+    /// Round trip between the two hosts in microseconds.
+    pub(super) fn rtt_us(&self) -> Option<u32> {
+        Some(self.rtt_us.load(Relaxed)).filter(|rtt| *rtt != 0)
+    }
+
+    /// What a keepalive says: this host's clock, the other's clock as it came last, how long ago, and whether it asks for
+    /// new keys.
+    pub(super) fn keepalive(&self, asks: bool) -> [u8; KEEPALIVE_LEN] {
+        let mut body = [0; KEEPALIVE_LEN];
+        body[..8].copy_from_slice(&clock_us().to_be_bytes());
+        if let Some((clock, at)) = *lock(&self.clock) {
+            let held = u32::try_from(at.elapsed().as_micros()).unwrap_or(u32::MAX);
+            body[8..16].copy_from_slice(&clock.to_be_bytes());
+            body[16..20].copy_from_slice(&held.to_be_bytes());
+        }
+        body[20] = if asks { ASKS } else { 0 };
+        body
+    }
+
+    /// Takes what a keepalive of the other side says; it has been opened.
+    #[cold]
+    pub(super) fn hear(&self, body: &[u8]) {
+        let Some(body) = body.first_chunk::<KEEPALIVE_LEN>() else { return };
+        let clock = |at: usize| u64::from_be_bytes(body[at..at + 8].try_into().expect("8 bytes"));
+        let held = u64::from(u32::from_be_bytes(body[16..20].try_into().expect("4 bytes")));
+        *lock(&self.clock) = Some((clock(0), Instant::now()));
+        if body[20] & ASKS != 0 {
+            self.renew();
+        }
+        let echo = clock(8);
+        // Of a clock that is not ours, or after a restart, nothing can be said.
+        if echo != 0 && held < u64::from(u32::MAX) {
+            let rtt = clock_us().checked_sub(echo).and_then(|passed| passed.checked_sub(held));
+            if let Some(rtt) = rtt.and_then(|rtt| u32::try_from(rtt).ok()) {
+                self.rtt_us.store(rtt.max(1), Relaxed);
+            }
+        }
+    }
+}
+
+/// This host's clock for keepalives, in microseconds; never 0, and never set back.
+fn clock_us() -> u64 {
+    static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+    START.elapsed().as_micros() as u64 + 1
+}
+
+/// See [`Seal::current`].
+pub(super) struct Current {
+    pub(super) age: Duration,
+    pub(super) epoch: u8,
+    pub(super) serial: String,
+    pub(super) is_worn: bool,
+}
+
+/// What a link's seal is at the moment, for people.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SealView {
+    /// The name that the other host's certificate has to have.
+    pub peer: String,
+    /// Seconds since the present keys were agreed on; `None` without keys.
+    pub keys_s: Option<u64>,
+    /// Round trip in microseconds, measured by keepalives.
+    pub rtt_us: Option<u32>,
+}
+
+impl Link {
+    /// What its seal is at the moment; `None` for a link in clear text.
+    pub fn seal_view(&self) -> Option<SealView> {
+        let seal = self.seal()?;
+        let keys_s = seal.current(self.next_number()).map(|current| current.age.as_secs());
+        Some(SealView { peer: seal.peer.clone(), keys_s, rtt_us: seal.rtt_us() })
+    }
+}
+
+#[cfg(test)]
+#[path = "session_tests.rs"]
+mod tests;

@@ -1,0 +1,334 @@
+//! Whole hosts with sealed links on loopback: cores, keepers, certificates, and what goes wrong with them.
+
+use std::collections::HashSet;
+use std::io::Read;
+use std::net::{TcpStream, UdpSocket};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vnet::dispatch::core::{Core, CoreOptions};
+use vnet::dispatch::setup::{InterfacePort, LinkPort, Parts};
+use vnet::dispatch::yielding::Strategy;
+use vnet::frame::{MTU_MAX, NetworkId, Origin, PortId};
+use vnet::interface::fake::{Fake, OwnedFrame};
+use vnet::link::identity::IdentityStore;
+use vnet::link::keeper::{Keeper, KeeperOptions};
+use vnet::link::pki::{Flaw, Pki};
+use vnet::link::{Encapsulation, Link, LinkOptions, LinkState, Security};
+use vnet::route::{Member, NetworkSpec, Networks, PortKind};
+use vnet::stats::{DiscardReason, DropReason, PortStats};
+use vnet::wire::offload::Offload;
+
+const WAIT: Duration = Duration::from_secs(10);
+
+/// A host with one interface and one sealed link.
+struct Host {
+    core: Core,
+    keeper: Option<Keeper>,
+    fake: Arc<Fake>,
+    interface: InterfacePort,
+    link: Option<Arc<Link>>,
+}
+
+impl Host {
+    /// A host whose link is yet to be made.
+    fn start(identity: IdentityStore, rekey: Duration, dispatchers: usize) -> Host {
+        let options = CoreOptions {
+            threads: dispatchers,
+            cpus: vec![],
+            yield_strategy: Strategy::Block,
+            sleep_us: 50,
+            nowork_us: 200,
+            listen: "127.0.0.1:0".parse().unwrap(),
+        };
+        let core = Core::start(&options).unwrap();
+        let (listen, started, courier) = (core.bridge_address(), core.started(), core.courier().clone());
+        let keeper = Keeper::start(KeeperOptions { listen, identity, started, rekey, courier }).unwrap();
+        let (port, network, stats) = (PortId(0), NetworkId::DEFAULT, Arc::new(PortStats::default()));
+        let fake = Fake::new(Origin { port, network }, MTU_MAX, 200_000, stats.clone()).unwrap();
+        let member = member(port, PortKind::Interface);
+        let interface = InterfacePort { member, name: "guest".into(), stats, interface: fake.clone() };
+        Host { core, keeper: Some(keeper), fake, interface, link: None }
+    }
+
+    fn link_to(&mut self, remote: std::net::SocketAddr, peer: &str) {
+        let (name, encapsulation) = (peer.to_string(), Encapsulation::Native);
+        let options = LinkOptions { name, remote, encapsulation, networks: None, mtu: Some(1500) };
+        let security = Security { peer: Some(peer.into()), macs: None };
+        // Ports take turns, so that a new link is not taken for the one before.
+        let port = PortId(1 + self.link.as_ref().map_or(0, |link| link.port().0 % 2));
+        self.link = Some(Link::with_security(options, security, port, Arc::default()));
+        self.publish();
+    }
+
+    fn publish(&self) {
+        let link = self.link.clone().unwrap();
+        self.core.publish(Parts {
+            networks: vec![NetworkSpec { id: NetworkId::DEFAULT, learning: true, ageing_s: 300 }],
+            interfaces: vec![self.interface.clone()],
+            links: vec![LinkPort { member: member(link.port(), PortKind::Link), link: link.clone() }],
+            rules: vec![],
+        });
+        if let Some(keeper) = &self.keeper {
+            keeper.set_links(&[link]);
+        }
+    }
+
+    fn link(&self) -> &Link {
+        self.link.as_ref().unwrap()
+    }
+
+    fn wait_up(&self) {
+        wait_for(
+            "the link to be up",
+            || self.link().state() == LinkState::Up,
+            || format!("{:?}", self.link().state()),
+        );
+    }
+
+    /// Waits for the link to be down for a reason.
+    fn wait_down(&self, why: &str) {
+        let down = || matches!(self.link().state(), LinkState::Down(reason) if reason.contains(why));
+        wait_for(&format!("the link to be down, '{why}'"), down, || format!("{:?}", self.link().state()));
+    }
+
+    fn assert_balanced(&self) {
+        let imbalance = || -> i64 {
+            let all = [&*self.interface.stats, &**self.link().stats()];
+            all.iter()
+                .map(|s| {
+                    (s.in_frames.get() + s.copies.get()) as i64
+                        - (s.out_frames.get() + s.drops_total()) as i64
+                })
+                .sum()
+        };
+        wait_for("the balance", || imbalance() == 0, || imbalance().to_string());
+    }
+}
+
+fn member(port: PortId, kind: PortKind) -> Member {
+    let networks = Networks::only([NetworkId::DEFAULT]);
+    Member { port, kind, networks, mac: None, storm_frames_per_s: None, port_security: false }
+}
+
+fn wait_for(what: &str, done: impl Fn() -> bool, now: impl Fn() -> String) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < WAIT, "{what}: {}", now());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+const HOUR: Duration = Duration::from_secs(3600);
+
+/// Two hosts, h1 and h2, linked.
+fn pair(pki: &Pki, rekey: Duration, dispatchers: usize) -> [Host; 2] {
+    let mut h1 = Host::start(pki.store("h1", 1), rekey, dispatchers);
+    let mut h2 = Host::start(pki.store("h2", 2), rekey, dispatchers);
+    h1.link_to(h2.core.bridge_address(), "h2");
+    h2.link_to(h1.core.bridge_address(), "h1");
+    [h1, h2]
+}
+
+fn frame(to: u8, from: u8, len: usize, seed: u64) -> OwnedFrame {
+    let mut bytes = vec![0x52, 0x54, 0, 0, 0, to, 0x52, 0x54, 0, 0, 0, from, 0x88, 0xb5];
+    bytes.extend(seed.to_be_bytes());
+    bytes.extend((bytes.len()..len.max(60)).map(|at| (at as u64 + seed) as u8));
+    (bytes, Offload::default())
+}
+
+fn folder() -> (tempfile::TempDir, Pki) {
+    let folder = tempfile::tempdir().unwrap();
+    let pki = Pki::new(Path::new(folder.path()));
+    (folder, pki)
+}
+
+#[test]
+fn two_hosts_come_up_and_carry_frames() {
+    let (_folder, pki) = folder();
+    let hosts = pair(&pki, HOUR, 2);
+    hosts.iter().for_each(Host::wait_up);
+    let [h1, h2] = &hosts;
+    for len in [60, 1400, 9000, 65_000] {
+        h1.fake.send([frame(2, 1, len, 1)]);
+        assert_eq!(h2.fake.wait_for(1, WAIT), [frame(2, 1, len, 1)]);
+        h2.fake.send([frame(1, 2, len, 2)]);
+        assert_eq!(h1.fake.wait_for(1, WAIT), [frame(1, 2, len, 2)]);
+    }
+    hosts.iter().for_each(Host::assert_balanced);
+    wait_for("a round trip", || h1.link().seal_view().unwrap().rtt_us.is_some(), String::new);
+}
+
+/// Keys change every two seconds while frames flow: every one arrives, once, in order; and more than one key was used.
+#[test]
+fn new_keys_under_traffic_lose_nothing() {
+    let (_folder, pki) = folder();
+    let hosts = pair(&pki, Duration::from_secs(2), 1);
+    hosts.iter().for_each(Host::wait_up);
+    let [h1, h2] = &hosts;
+    let (start, mut sent, mut ages) = (Instant::now(), 0u64, HashSet::new());
+    while start.elapsed() < Duration::from_millis(5500) {
+        let frames: Vec<_> =
+            (0..20).map(|n| frame(2, 1, if n == 7 { 9000 } else { 200 }, sent + n)).collect();
+        sent += 20;
+        h1.fake.send(frames.clone());
+        let got = h2.fake.wait_for(20, WAIT);
+        assert_eq!(got, frames);
+        ages.insert(h1.link().seal_view().unwrap().keys_s);
+        assert_eq!(h2.link().state(), LinkState::Up);
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    assert!(h1.link().seal_view().unwrap().keys_s < Some(4), "keys are new: {ages:?}");
+    for host in &hosts {
+        host.assert_balanced();
+        for reason in [DiscardReason::WrongEpoch, DiscardReason::Forged, DiscardReason::Replayed] {
+            assert_eq!(host.link().stats().discards(reason), 0, "{reason:?}");
+        }
+    }
+}
+
+/// A peer that ends without a word is down within a second, and up again when it is back.
+#[test]
+fn a_dead_peer_is_noticed_within_a_second() {
+    let (_folder, pki) = folder();
+    let [h1, mut h2] = pair(&pki, HOUR, 1);
+    h1.wait_up();
+    h2.wait_up();
+    // No keepalives from now on: as if its host had lost power.
+    let died = Instant::now();
+    h2.keeper = None;
+    h1.wait_down("nothing came from h2");
+    let noticed = died.elapsed();
+    // One second is the promise; the machine that tests run on may be busy.
+    assert!(noticed < Duration::from_millis(1800), "noticed after {noticed:?}");
+    assert!(noticed > Duration::from_millis(400), "noticed after {noticed:?}: too early to be sure");
+    let (listen, started, courier) = (h2.core.bridge_address(), h2.core.started(), h2.core.courier().clone());
+    let identity = pki.store("h2", 3);
+    h2.keeper =
+        Some(Keeper::start(KeeperOptions { listen, identity, started, rekey: HOUR, courier }).unwrap());
+    // It has forgotten everything.
+    h2.link_to(h1.core.bridge_address(), "h1");
+    h1.wait_up();
+    h2.wait_up();
+    h1.fake.send([frame(2, 1, 100, 1)]);
+    assert_eq!(h2.fake.wait_for(1, WAIT).len(), 1);
+}
+
+/// A link that is made anew a thousand times ends as it began: nothing is left open, and it works.
+#[test]
+fn a_thousand_flaps_leave_nothing_behind() {
+    let (_folder, pki) = folder();
+    let [mut h1, mut h2] = pair(&pki, HOUR, 1);
+    h1.wait_up();
+    let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
+    let before = (descriptors(), threads());
+    let (at_h1, at_h2) = (h1.core.bridge_address(), h2.core.bridge_address());
+    for flap in 0..1000 {
+        h1.link_to(at_h2, "h2");
+        if flap % 3 == 0 {
+            h2.link_to(at_h1, "h1");
+        }
+        if flap % 100 == 99 {
+            h1.wait_up();
+            h2.wait_up();
+        }
+    }
+    h1.wait_up();
+    h2.wait_up();
+    h1.fake.send([frame(2, 1, 5000, 1)]);
+    assert_eq!(h2.fake.wait_for(1, WAIT), [frame(2, 1, 5000, 1)]);
+    // Other tests of this process come and go, too.
+    let slack = 60;
+    wait_for(
+        "handshakes to end",
+        || descriptors() <= before.0 + slack && threads() <= before.1 + slack,
+        || format!("{before:?} became {:?}", (descriptors(), threads())),
+    );
+}
+
+/// Files are replaced: links stay up, get new keys, and show the new certificate. What is revoked is out.
+#[test]
+fn certificates_are_renewed_and_revoked_while_links_stay() {
+    let (_folder, pki) = folder();
+    let [h1, h2] = pair(&pki, HOUR, 1);
+    h1.wait_up();
+    h2.wait_up();
+    std::thread::sleep(Duration::from_millis(1100));
+    assert!(h1.link().seal_view().unwrap().keys_s >= Some(1));
+    // The side that is connected to: it has to ask.
+    pki.issue("h2", 12, Flaw::None, &[]);
+    h2.keeper.as_ref().unwrap().refresh();
+    wait_for(
+        "new keys",
+        || h1.link().seal_view().unwrap().keys_s == Some(0),
+        || format!("{:?}", h1.link().seal_view()),
+    );
+    assert_eq!((h1.link().state(), h2.link().state()), (LinkState::Up, LinkState::Up));
+    // The certificate before is revoked: that hurts nobody any more.
+    std::thread::sleep(Duration::from_millis(300));
+    pki.revoke(&[2]);
+    [&h1, &h2].iter().for_each(|host| host.keeper.as_ref().unwrap().refresh());
+    std::thread::sleep(Duration::from_millis(500));
+    assert_eq!((h1.link().state(), h2.link().state()), (LinkState::Up, LinkState::Up));
+    // The new one is, at h1 only.
+    let before = h1.link().stats().drops(DropReason::NoKey);
+    pki.revoke(&[2, 12]);
+    h1.keeper.as_ref().unwrap().refresh();
+    h1.wait_down("revoked");
+    h1.fake.send([frame(2, 1, 100, 1)]);
+    wait_for("the drop", || h1.link().stats().drops(DropReason::NoKey) == before + 1, String::new);
+    h2.wait_down("nothing came");
+}
+
+/// Strangers get nothing, and hold nobody up: neither from addresses without a link, nor with half a handshake.
+#[test]
+fn handshake_floods_are_bounded() {
+    let (_folder, pki) = folder();
+    let [h1, h2] = pair(&pki, Duration::from_secs(2), 1);
+    h1.wait_up();
+    h2.wait_up();
+    let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
+    let before = threads();
+    // From the peer's address, and silent: at most a few at once are listened to.
+    let half_open: Vec<_> = (0..200).map(|_| TcpStream::connect(h2.core.bridge_address()).unwrap()).collect();
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(threads() < before + 60, "{before} threads became {}", threads());
+    for mut stream in half_open.into_iter().skip(10) {
+        stream.set_read_timeout(Some(WAIT)).unwrap();
+        assert_eq!(stream.read(&mut [0; 100]).unwrap_or(0), 0, "closed without a byte");
+    }
+    // From another address.
+    let stranger = Host::start(pki.store("h3", 3), HOUR, 1);
+    let mut stream = TcpStream::connect(stranger.core.bridge_address()).unwrap();
+    assert_eq!(stream.read(&mut [0; 100]).unwrap_or(0), 0);
+    h1.fake.send([frame(2, 1, 100, 1)]);
+    assert_eq!(h2.fake.wait_for(1, WAIT).len(), 1, "frames flow on meanwhile");
+    h1.wait_up();
+    wait_for(
+        "new keys",
+        || h1.link().seal_view().unwrap().keys_s < Some(2),
+        || format!("{:?}", h1.link().seal_view()),
+    );
+}
+
+/// Who has the wrong name, or speaks clear text from the right address, stays outside.
+#[test]
+fn impostors_stay_outside() {
+    let (_folder, pki) = folder();
+    let mut h1 = Host::start(pki.store("h1", 1), HOUR, 1);
+    let mut h3 = Host::start(pki.store("h3", 3), HOUR, 1);
+    h1.link_to(h3.core.bridge_address(), "h2");
+    h3.link_to(h1.core.bridge_address(), "h1");
+    h1.wait_down("another name");
+    let plain = UdpSocket::bind("127.0.0.1:0").unwrap();
+    let mut h4 = Host::start(pki.store("h4", 4), HOUR, 1);
+    h4.link_to(plain.local_addr().unwrap(), "h5");
+    let mut datagram = vec![0x10, 0x01, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 9];
+    datagram.extend(frame(2, 1, 100, 1).0);
+    plain.send_to(&datagram, h4.core.bridge_address()).unwrap();
+    wait_for("the discard", || h4.link().stats().discards(DiscardReason::SealRequired) == 1, String::new);
+    assert!(h4.fake.take().is_empty());
+    h4.wait_down("cannot connect");
+}
