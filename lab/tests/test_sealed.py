@@ -12,11 +12,12 @@ import pytest
 from conftest import MakeLab
 from traffic import ping, pinging, port, reaches, silent, wait_for_path
 
-from vnetlab import daemon, lab, machine, process
+from vnetlab import daemon, lab, machine, measure, process
 from vnetlab.run import LabError, run, wait_until
 from vnetlab.topology import Node, Topology
 
 MARK = "never-in-clear-text"
+TLS_BPS_MIN = 100e6
 
 
 def link(host: Node) -> dict:
@@ -75,6 +76,42 @@ def test_nothing_is_seen_on_the_underlay(topology: Topology):
     assert bytes.fromhex(pattern)[:8] not in seen[0]
     for mac in (one.mac, other.mac):
         assert bytes.fromhex(mac.replace(":", "")) not in seen[0], "nor are the containers' addresses"
+
+
+@pytest.fixture(scope="module")
+def stream(make_lab: MakeLab) -> Topology:
+    """A lab whose links are streams with TLS."""
+    topology = make_lab(vms=0, sealed=True, encapsulation="stream", mtu=9000)
+    for host in topology.hosts:
+        wait_for_state(host, "up")
+    wait_for_path(topology.find("h1c1"), topology.find("h2c1").address)
+    return topology
+
+
+def test_tls_hides_a_stream_too(stream: Topology):
+    one, other = stream.find("h1c1"), stream.find("h2c1")
+    pattern = MARK.encode().hex()[:32]
+    with underlay_capture(stream.hosts[0]) as seen:
+        assert ping(one, other.address, "-p", pattern, "-s", "1000", count=20) == (20, 20)
+    assert len(seen[0]) > 40 * 1000, "the pings were captured"
+    assert bytes.fromhex(pattern)[:8] not in seen[0]
+    assert reaches(one, other.address, "-s", "8972", "-M", "do"), "whatever the path's MTU"
+    for source, destination in ((one, other), (other, one)):
+        assert measure.throughput(source, destination, seconds=1) > TLS_BPS_MIN
+
+
+def test_a_revoked_certificate_ends_a_stream(stream: Topology):
+    near, far = stream.hosts
+    run([str(daemon.binaries() / "vnet"), "keys", "revoke", far.name, "--dir", str(daemon.keys(stream))])
+    hang_up(near)
+    wait_for_state(near, "down", 15)
+    assert "revoked" in link(near)["reason"]
+    assert silent(stream.find("h1c1"), stream.find("h2c1").address)
+    # Another certificate, and the host is back.
+    daemon.issue(stream, far)
+    hang_up(far)
+    wait_for_state(near, "up", 20)
+    wait_for_path(stream.find("h1c1"), stream.find("h2c1").address)
 
 
 def test_tcp_goes_at_any_size(topology: Topology):

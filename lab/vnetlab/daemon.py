@@ -36,7 +36,7 @@ def binaries() -> Path:
 
 
 def configuration(topology: Topology, host: Node, interface: str = "") -> str:
-    """Writes a host's vnet.toml: its machines with the lines `interface`, and links to all hosts or where the store is."""
+    """Writes a host's vnet.toml: its machines with the lines `interface`, and links to all, or where the store is."""
     settings = topology.settings
     # Earlier revisions, which are compared with this one, know nothing of ports.
     ports = f"ports = {settings.dispatchers}\n" if settings.dispatchers > 1 else ""

@@ -265,7 +265,7 @@ pub enum InterfaceCommand {
     /// List them
     List,
     /// Add one
-    Add(InterfaceAdd),
+    Add(Box<InterfaceAdd>),
     /// Change one while frames flow: who drives it, how its guest is notified, its limits
     #[command(after_long_help = SET_HELP)]
     Set {
@@ -287,7 +287,7 @@ pub enum LinkCommand {
     /// List them
     List,
     /// Add one
-    Add(LinkAdd),
+    Add(Box<LinkAdd>),
     /// Remove one that no route names
     Del {
         /// Its name

@@ -220,6 +220,7 @@ pub fn links(links: &Vec<Link>) -> String {
             link.rtt_us.map_or("-".into(), |rtt| format!("{}.{:03} ms", rtt / 1000, rtt % 1000)),
             match (&link.peer, link.keys_s) {
                 (Some(peer), Some(keys_s)) => format!("with {peer}, keys {} old", duration(keys_s)),
+                (Some(peer), None) if link.encapsulation == "stream" => format!("with {peer}, TLS"),
                 (Some(peer), None) => format!("with {peer}, no keys"),
                 (None, _) => "no".into(),
             },

@@ -60,12 +60,13 @@ impl Drop for Host {
     }
 }
 
-/// The daemon's program, built like this test.
+/// The daemon's program, built like this test: with the features of the whole workspace's tests, or half of it would be
+/// built twice.
 fn vnetd() -> PathBuf {
     let here = Path::new(env!("CARGO_BIN_EXE_vnet"));
     let target = here.ancestors().nth(2).unwrap();
     let mut build = Command::new(env!("CARGO"));
-    build.args(["build", "--quiet", "--package", "vnetd", "--target-dir"]).arg(target);
+    build.args(["test", "--quiet", "--workspace", "--no-run", "--target-dir"]).arg(target);
     if here.parent().unwrap().ends_with("release") {
         build.arg("--release");
     }
@@ -226,7 +227,9 @@ fn a_check_needs_no_daemon() {
     assert_eq!(output.status.code(), Some(1));
     let lines = [
         format!("{name}:3: unknown key 'x' in [host]; known here: name"),
-        format!("{name}:5: unknown key 'y' in [bridge]; known here: listen, ports, vxlan_listen, stream_listen, trusted, rekey_s"),
+        format!(
+            "{name}:5: unknown key 'y' in [bridge]; known here: listen, ports, vxlan_listen, stream_listen, trusted, rekey_s"
+        ),
     ];
     assert_eq!(text(&output.stderr), format!("{}\n{}\n", lines[0], lines[1]));
     let answer: Value = serde_json::from_slice(&output.stdout).unwrap();

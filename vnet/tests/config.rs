@@ -124,9 +124,7 @@ fn settings_that_the_design_shows_are_understood() {
     let warnings: Vec<_> = warnings.iter().map(ToString::to_string).collect();
     assert_eq!(
         warnings,
-        [
-            "f.toml:49: interrupts has no effect on kind tap: the kernel hands frames over at once",
-        ]
+        ["f.toml:49: interrupts has no effect on kind tap: the kernel hands frames over at once",]
     );
 }
 
@@ -177,16 +175,24 @@ fn tunnels_and_the_local_network_are_understood() {
         encapsulation = "vxlan"
         flood = ["10.0.0.3", "::ffff:10.0.0.4"]
         group = "239.1.1.1"
+        trusted = true
         [[link]]
         name = "near"
         remote = "10.0.0.5:9001"
         encapsulation = "stream"
         connect = false
+        trusted = true
         [[link]]
         name = "far"
         remote = "h.onion:9001"
         encapsulation = "stream"
         proxy = "socks5://me:se:cret@127.0.0.1:9050"
+        sealed = true
+        peer = "h2"
+        [identity]
+        ca = "/ca.pem"
+        certificate = "/h.pem"
+        key = "/h.key"
     "#;
     let desired = good(text).desired;
     assert_eq!(desired.bridge.spec.vxlan_listen, "[::]:4789".parse().ok());
@@ -208,9 +214,15 @@ fn tunnels_and_the_local_network_are_understood() {
     let destination = Destination::Name("h.onion".into(), 9001);
     assert_eq!(far.spec.tunnel, Tunnel::Stream(StreamOptions { destination, proxy, connect: true }));
     let shown: Vec<_> = desired.links.iter().map(|link| link.spec.to_string()).collect();
-    assert_eq!(shown[0], "vxlan to 10.0.0.2:4789, networks 1, flood 10.0.0.3 10.0.0.4, group 239.1.1.1");
-    assert_eq!(shown[1], "stream to 10.0.0.5:9001, waiting");
-    assert_eq!(shown[2], "stream to h.onion:9001, proxy 127.0.0.1:9050", "without the password");
+    assert_eq!(
+        shown[0],
+        "vxlan to 10.0.0.2:4789, networks 1, flood 10.0.0.3 10.0.0.4, group 239.1.1.1, trusted"
+    );
+    assert_eq!(shown[1], "stream to 10.0.0.5:9001, waiting, trusted");
+    assert_eq!(
+        shown[2], "stream to h.onion:9001, proxy 127.0.0.1:9050, sealed with h2",
+        "without the password"
+    );
 }
 
 #[test]
@@ -231,10 +243,10 @@ fn mistakes_are_explained_in_one_line_each() {
     for case in MISTAKES.split("\n\n") {
         let (told, text): (Vec<_>, Vec<_>) = case.lines().partition(|line| line.starts_with('>'));
         // Most links here go where clear text may travel; it is said in the host's two lines, so that all lines stay where they are.
-        let links = case.contains("{L}") && !case.contains("[bridge]") && !case.contains("sealed");
+        let text = text.join("\n");
+        let links = text.contains("{L}") && !text.contains("[bridge]") && !text.contains("sealed");
         let host = "host.name = \"h1\"\nbridge.trusted = [\"0.0.0.0/0\"]";
         let text = text
-            .join("\n")
             .replace("{H}", if links { host } else { "{H}" })
             .replace("{H}", "[host]\nname = \"h1\"")
             .replace("{T}", "[[interface]]\nname = \"a\"\nkind = \"tap\"\ndevice = \"t0\"")
@@ -340,7 +352,7 @@ fn ports_are_counted_from_the_first() {
     let read =
         good(&(bridge("threads = 2", "ports = 4") + &link("h2", "10.0.0.2:9000", "ports = 3"))).desired;
     assert_eq!((read.bridge.spec.ports, read.links[0].spec.ports), (4, 3));
-    assert_eq!(read.links[0].spec.to_string(), "native to 10.0.0.2:9000, 3 ports");
+    assert_eq!(read.links[0].spec.to_string(), "native to 10.0.0.2:9000, 3 ports, trusted");
     let read = good(&(top.to_string() + &link("h2", "10.0.0.2:9000", ""))).desired;
     assert_eq!((read.bridge.spec.ports, read.links[0].spec.ports), (1, 1));
 

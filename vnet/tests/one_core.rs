@@ -47,6 +47,7 @@ fn compute_beside(yield_strategy: Strategy) -> (f64, usize) {
         sleep_us: 50,
         nowork_us: 200,
         listen: "127.0.0.1:0".parse().unwrap(),
+        ports: 1,
         vxlan_listen: None,
         stream_listen: None,
         isolation: Isolation::default(),

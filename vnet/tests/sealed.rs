@@ -8,6 +8,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vnet::dispatch::core::{Core, CoreOptions};
+use vnet::dispatch::isolation::Isolation;
+use vnet::dispatch::mode::{Drive, ModeSettings};
 use vnet::dispatch::setup::{InterfacePort, LinkPort, Parts};
 use vnet::dispatch::yielding::Strategy;
 use vnet::frame::{MTU_MAX, NetworkId, Origin, PortId};
@@ -15,7 +17,7 @@ use vnet::interface::fake::{Fake, OwnedFrame};
 use vnet::link::identity::IdentityStore;
 use vnet::link::keeper::{Keeper, KeeperOptions};
 use vnet::link::pki::{Flaw, Pki};
-use vnet::link::{Encapsulation, Link, LinkOptions, LinkState, Security};
+use vnet::link::{Encapsulation, Link, LinkOptions, LinkState, Security, Tunnel};
 use vnet::route::{Member, NetworkSpec, Networks, PortKind};
 use vnet::stats::{DiscardReason, DropReason, PortStats};
 use vnet::wire::offload::Offload;
@@ -28,12 +30,13 @@ struct Host {
     keeper: Option<Keeper>,
     fake: Arc<Fake>,
     interface: InterfacePort,
+    ports: u16,
     link: Option<Arc<Link>>,
 }
 
 impl Host {
     /// A host whose link is yet to be made.
-    fn start(identity: IdentityStore, rekey: Duration, dispatchers: usize) -> Host {
+    fn start(identity: Arc<IdentityStore>, rekey: Duration, dispatchers: usize) -> Host {
         let options = CoreOptions {
             threads: dispatchers,
             cpus: vec![],
@@ -41,6 +44,10 @@ impl Host {
             sleep_us: 50,
             nowork_us: 200,
             listen: "127.0.0.1:0".parse().unwrap(),
+            ports: dispatchers as u16,
+            vxlan_listen: None,
+            stream_listen: None,
+            isolation: Isolation::default(),
         };
         let core = Core::start(&options).unwrap();
         let (listen, started, courier) = (core.bridge_address(), core.started(), core.courier().clone());
@@ -48,13 +55,28 @@ impl Host {
         let (port, network, stats) = (PortId(0), NetworkId::DEFAULT, Arc::new(PortStats::default()));
         let fake = Fake::new(Origin { port, network }, MTU_MAX, 200_000, stats.clone()).unwrap();
         let member = member(port, PortKind::Interface);
-        let interface = InterfacePort { member, name: "guest".into(), stats, interface: fake.clone() };
-        Host { core, keeper: Some(keeper), fake, interface, link: None }
+        let interface = InterfacePort {
+            member,
+            name: "guest".into(),
+            stats,
+            interface: fake.clone(),
+            drive: Drive::new(ModeSettings::default(), 1),
+        };
+        let ports = dispatchers as u16;
+        Host { core, keeper: Some(keeper), fake, interface, ports, link: None }
     }
 
     fn link_to(&mut self, remote: std::net::SocketAddr, peer: &str) {
         let (name, encapsulation) = (peer.to_string(), Encapsulation::Native);
-        let options = LinkOptions { name, remote, encapsulation, networks: None, mtu: Some(1500) };
+        let options = LinkOptions {
+            name,
+            remote,
+            ports: self.ports,
+            encapsulation,
+            networks: None,
+            mtu: Some(1500),
+            tunnel: Tunnel::None,
+        };
         let security = Security { peer: Some(peer.into()), macs: None };
         // Ports take turns, so that a new link is not taken for the one before.
         let port = PortId(1 + self.link.as_ref().map_or(0, |link| link.port().0 % 2));
@@ -67,8 +89,12 @@ impl Host {
         self.core.publish(Parts {
             networks: vec![NetworkSpec { id: NetworkId::DEFAULT, learning: true, ageing_s: 300 }],
             interfaces: vec![self.interface.clone()],
-            links: vec![LinkPort { member: member(link.port(), PortKind::Link), link: link.clone() }],
-            rules: vec![],
+            links: vec![LinkPort {
+                member: member(link.port(), PortKind::Link),
+                link: link.clone(),
+                stream: None,
+            }],
+            ..Parts::default()
         });
         if let Some(keeper) = &self.keeper {
             keeper.set_links(&[link]);
@@ -124,8 +150,8 @@ const HOUR: Duration = Duration::from_secs(3600);
 
 /// Two hosts, h1 and h2, linked.
 fn pair(pki: &Pki, rekey: Duration, dispatchers: usize) -> [Host; 2] {
-    let mut h1 = Host::start(pki.store("h1", 1), rekey, dispatchers);
-    let mut h2 = Host::start(pki.store("h2", 2), rekey, dispatchers);
+    let mut h1 = Host::start(Arc::new(pki.store("h1", 1)), rekey, dispatchers);
+    let mut h2 = Host::start(Arc::new(pki.store("h2", 2)), rekey, dispatchers);
     h1.link_to(h2.core.bridge_address(), "h2");
     h2.link_to(h1.core.bridge_address(), "h1");
     [h1, h2]
@@ -205,8 +231,10 @@ fn a_dead_peer_is_noticed_within_a_second() {
     assert!(noticed > Duration::from_millis(400), "noticed after {noticed:?}: too early to be sure");
     let (listen, started, courier) = (h2.core.bridge_address(), h2.core.started(), h2.core.courier().clone());
     let identity = pki.store("h2", 3);
-    h2.keeper =
-        Some(Keeper::start(KeeperOptions { listen, identity, started, rekey: HOUR, courier }).unwrap());
+    h2.keeper = Some(
+        Keeper::start(KeeperOptions { listen, identity: Arc::new(identity), started, rekey: HOUR, courier })
+            .unwrap(),
+    );
     // It has forgotten everything.
     h2.link_to(h1.core.bridge_address(), "h1");
     h1.wait_up();
@@ -300,7 +328,7 @@ fn handshake_floods_are_bounded() {
         assert_eq!(stream.read(&mut [0; 100]).unwrap_or(0), 0, "closed without a byte");
     }
     // From another address.
-    let stranger = Host::start(pki.store("h3", 3), HOUR, 1);
+    let stranger = Host::start(Arc::new(pki.store("h3", 3)), HOUR, 1);
     let mut stream = TcpStream::connect(stranger.core.bridge_address()).unwrap();
     assert_eq!(stream.read(&mut [0; 100]).unwrap_or(0), 0);
     h1.fake.send([frame(2, 1, 100, 1)]);
@@ -317,13 +345,13 @@ fn handshake_floods_are_bounded() {
 #[test]
 fn impostors_stay_outside() {
     let (_folder, pki) = folder();
-    let mut h1 = Host::start(pki.store("h1", 1), HOUR, 1);
-    let mut h3 = Host::start(pki.store("h3", 3), HOUR, 1);
+    let mut h1 = Host::start(Arc::new(pki.store("h1", 1)), HOUR, 1);
+    let mut h3 = Host::start(Arc::new(pki.store("h3", 3)), HOUR, 1);
     h1.link_to(h3.core.bridge_address(), "h2");
     h3.link_to(h1.core.bridge_address(), "h1");
     h1.wait_down("another name");
     let plain = UdpSocket::bind("127.0.0.1:0").unwrap();
-    let mut h4 = Host::start(pki.store("h4", 4), HOUR, 1);
+    let mut h4 = Host::start(Arc::new(pki.store("h4", 4)), HOUR, 1);
     h4.link_to(plain.local_addr().unwrap(), "h5");
     let mut datagram = vec![0x10, 0x01, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 9];
     datagram.extend(frame(2, 1, 100, 1).0);

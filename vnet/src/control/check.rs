@@ -133,7 +133,7 @@ fn check_links(desired: &Desired, problems: &mut Vec<Problem>) {
         // A datagram belongs to the link whose remote address is its source.
         // Of several that are taken the first is enough to tell.
         let claims = tunnel::claims(spec);
-        let taken = claims.iter().find(|what| remotes.is_taken(what));
+        let taken = claims.iter().find(|what| remotes.is_taken(*what));
         for what in taken.map_or(&claims[..], std::slice::from_ref) {
             let user = format!("link {}", spec.name);
             remotes.claim(what.clone(), what, user, place, problems);

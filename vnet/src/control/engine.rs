@@ -447,7 +447,8 @@ impl Engine {
         for Item { spec, .. } in new {
             let port = self.free_port(made.iter().map(|(_, live)| live.port));
             let live = LiveLink::new(spec, port, &self.inbox);
-            if let Err(error) = live.link.start() {
+            let identity = self.keeper.as_ref().map(|keeper| keeper.identity().clone());
+            if let Err(error) = live.link.start(identity) {
                 // Out of threads: the link is there, says that it is not connected, and works when it is added again.
                 tracing::error!(link = spec.name, %error, "cannot start the link's threads");
             }
@@ -641,7 +642,8 @@ fn keeper(desired: &Desired, core: &Core) -> Result<Option<Keeper>, EngineError>
     let Some(Item { place, spec: files }) = &desired.identity else { return Ok(None) };
     let open = |text: String| EngineError::Open(Problem::new(place, text));
     let name = &desired.host.spec.name;
-    let identity = IdentityStore::open(files.clone(), name).map_err(|error| open(error.to_string()))?;
+    let identity =
+        Arc::new(IdentityStore::open(files.clone(), name).map_err(|error| open(error.to_string()))?);
     let options = KeeperOptions {
         listen: core.bridge_address(),
         identity,

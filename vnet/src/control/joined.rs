@@ -66,7 +66,8 @@ impl Engine {
         let names: HashSet<_> = desired.links.iter().map(|item| item.spec.name.as_str()).collect();
         let claims: HashSet<_> = desired.links.iter().flat_map(|item| tunnel::claims(&item.spec)).collect();
         let declared: HashSet<_> = super::plan::networks(desired).iter().map(|item| item.spec.id).collect();
-        let sealed: Vec<_> = desired.links.iter().filter_map(|item| item.spec.security.peer.as_ref()).collect();
+        let sealed: Vec<_> =
+            desired.links.iter().filter_map(|item| item.spec.security.peer.as_ref()).collect();
         let room = LINKS_MAX.saturating_sub(desired.links.len());
         let usable = self.joined.links.iter().filter_map(|peer| {
             let mut spec = link(desired, peer);

@@ -163,9 +163,9 @@ pub(super) fn read_link(
     let mut security = LinkSecurity { trusted, peer: None, macs };
     match (sealed, peer) {
         (Some((place, true)), peer) => {
-            if encapsulation != Encapsulation::Native {
+            if !matches!(encapsulation, Encapsulation::Native | Encapsulation::Stream) {
                 let text = format!(
-                    "the {encapsulation} encapsulation cannot be sealed; use native, or trusted = true"
+                    "the {encapsulation} encapsulation cannot be sealed; use native or stream, or trusted = true"
                 );
                 reader.problem(&place, text);
             }
@@ -243,19 +243,30 @@ pub(super) fn unsafe_link(desired: &Desired, link: &LinkSpec) -> Option<String> 
 /// Why a link in clear text is refused.
 fn clear(desired: &Desired, link: &LinkSpec) -> Option<String> {
     let LinkSpec { name, remote, security, tunnel, .. } = link;
-    let ip = remote.ip().to_canonical();
-    // Behind a proxy the path goes on, nobody knows where.
-    let proxied = matches!(tunnel, Tunnel::Stream(StreamOptions { proxy: Some(_), .. }));
-    let near = ip.is_loopback() || desired.bridge.spec.trusted.iter().any(|prefix| prefix.contains(ip));
-    let safe = security.trusted || near && !proxied;
-    (!safe).then(|| match link.encapsulation {
-        Encapsulation::Native => format!(
+    if security.trusted {
+        return None;
+    }
+    if let Tunnel::Stream(StreamOptions { proxy: Some(_), .. }) = tunnel {
+        // The path goes on behind the proxy, nobody knows where.
+        return Some(format!(
+            "link {name} would carry frames through a proxy to {} in clear text; write sealed = true, or trusted = true if \
+             its path is safe",
+            super::tunnel::remote(link)
+        ));
+    }
+    let flood = if let Tunnel::Vxlan(vxlan) = tunnel { &vxlan.flood[..] } else { &[] };
+    let near =
+        |ip: IpAddr| ip.is_loopback() || desired.bridge.spec.trusted.iter().any(|prefix| prefix.contains(ip));
+    let mut leads_to = std::iter::once(remote.ip()).chain(flood.iter().copied()).map(|ip| ip.to_canonical());
+    let ip = leads_to.find(|ip| !near(*ip))?;
+    Some(match link.encapsulation {
+        Encapsulation::Native | Encapsulation::Stream => format!(
             "link {name} would carry frames to {ip} in clear text; write sealed = true, or trusted = true if its path is safe \
              (or the path's network in [bridge] trusted)"
         ),
         encapsulation => format!(
             "link {name} would carry frames to {ip} in clear text, as the {encapsulation} encapsulation does; use a sealed \
-             native link, or write trusted = true if its path is safe"
+             native or stream link, or write trusted = true if its path is safe"
         ),
     })
 }

@@ -117,7 +117,8 @@ impl Engine {
                 let link = &self.links.get(name)?.link;
                 let state = match link.state() {
                     LinkState::Up => "up".into(),
-                    LinkState::Unreachable(reason) => format!("unreachable ({reason})"),
+                    LinkState::Degraded(reason) => format!("degraded ({reason})"),
+                    LinkState::Down(reason) | LinkState::Unreachable(reason) => format!("down ({reason})"),
                 };
                 let spec = self.current.links.iter().find(|item| item.spec.name == *name);
                 (state, u32::from(link.path_mtu()), spec.map(|item| tunnel::remote(&item.spec)))

@@ -102,6 +102,7 @@ impl Engine {
             };
             let heard_s = link.heard_ms().map(|heard_ms| now_ms.saturating_sub(heard_ms) / 1000);
             let seal = link.seal_view();
+            let peer = seal.as_ref().map(|seal| seal.peer.clone()).or(link.stream_peer().map(Into::into));
             Some(api::Link {
                 name: spec.name.clone(),
                 remote: tunnel::remote(spec),
@@ -111,10 +112,10 @@ impl Engine {
                 state: state.into(),
                 reason,
                 mtu: link.path_mtu(),
-                sealed: seal.is_some(),
+                sealed: peer.is_some(),
                 keys_s: seal.as_ref().and_then(|seal| seal.keys_s),
                 rtt_us: seal.as_ref().and_then(|seal| seal.rtt_us),
-                peer: seal.map(|seal| seal.peer),
+                peer,
                 macs: spec.security.macs.clone(),
                 heard_s: heard_s.or_else(|| link.stream_heard_s()),
             })

@@ -177,7 +177,7 @@ mod tests {
         let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
         let poller = Poller::new().unwrap();
         let isolation = Isolation { busy_poll_us: 20, ..Isolation::default() };
-        isolation.apply_to_socket(std::os::fd::AsFd::as_fd(&socket), &poller);
+        isolation.apply_to_sockets(std::iter::once(std::os::fd::AsFd::as_fd(&socket)), &poller);
         // Whatever was granted, waiting still works.
         poller.waker(1).watch(&socket).unwrap();
         poller.ring();

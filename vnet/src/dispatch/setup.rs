@@ -148,6 +148,14 @@ impl Setup {
         self.ports.get(id.index())?.as_ref()
     }
 
+    /// The interface in the slot `id`, if that has one.
+    pub(super) fn interface(&self, id: PortId) -> Option<&InterfacePort> {
+        match self.port(id)? {
+            Port::Interface(port) => Some(port),
+            Port::Link(_) => None,
+        }
+    }
+
     /// How many slots there are.
     pub(super) fn slots(&self) -> usize {
         self.ports.len()

@@ -52,8 +52,8 @@ impl Interface for StreamPort {
 
     fn state(&self) -> State {
         match self.0.state() {
-            LinkState::Up => State::Up,
-            LinkState::Unreachable(reason) => State::Down(reason),
+            LinkState::Up | LinkState::Degraded(_) => State::Up,
+            LinkState::Down(reason) | LinkState::Unreachable(reason) => State::Down(reason),
         }
     }
 

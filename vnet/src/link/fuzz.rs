@@ -9,7 +9,7 @@ use rustls::pki_types::CertificateDer;
 use super::handshake::{self, Message, Patient};
 use super::identity::{CertificateInfo, Identity, is_for};
 use super::pki::Pki;
-use super::{Encapsulation, Link, LinkOptions, Security};
+use super::{Encapsulation, Link, LinkOptions, Security, Tunnel};
 use crate::frame::PortId;
 
 /// The identities of h1 and h2, made once: keys cost time.
@@ -28,7 +28,15 @@ fn identities() -> &'static [Identity; 2] {
 fn link(peer: &str) -> Arc<Link> {
     let remote = "127.0.0.1:9".parse().expect("an address");
     let encapsulation = Encapsulation::Native;
-    let options = LinkOptions { name: peer.into(), remote, encapsulation, networks: None, mtu: None };
+    let options = LinkOptions {
+        name: peer.into(),
+        remote,
+        ports: 1,
+        encapsulation,
+        networks: None,
+        mtu: None,
+        tunnel: Tunnel::None,
+    };
     let security = Security { peer: Some(peer.into()), macs: None };
     Link::with_security(options, security, PortId(0), Arc::default())
 }

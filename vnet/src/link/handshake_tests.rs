@@ -2,7 +2,7 @@ use super::*;
 use crate::frame::PortId;
 use crate::link::identity::is_for;
 use crate::link::pki::{Flaw, Pki};
-use crate::link::{Encapsulation, LinkOptions, Security};
+use crate::link::{Encapsulation, LinkOptions, Security, Tunnel};
 use crate::wire::native::{HEADER_LEN, Header, Kind};
 use std::net::TcpListener;
 
@@ -11,9 +11,11 @@ fn link(peer: &str) -> Arc<Link> {
     let options = LinkOptions {
         name: peer.into(),
         remote,
+        ports: 1,
         encapsulation: Encapsulation::Native,
         networks: None,
         mtu: None,
+        tunnel: Tunnel::None,
     };
     let security = Security { peer: Some(peer.into()), macs: None };
     Link::with_security(options, security, PortId(0), Arc::default())

@@ -348,6 +348,12 @@ pub struct IdentityStore {
     read: Mutex<Vec<Option<Stamp>>>,
 }
 
+impl std::fmt::Debug for IdentityStore {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("IdentityStore").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
 impl IdentityStore {
     /// Reads the files for the host `name`.
     pub fn open(files: IdentityFiles, name: &str) -> Result<IdentityStore, IdentityError> {

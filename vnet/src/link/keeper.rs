@@ -57,7 +57,7 @@ pub struct KeeperOptions {
     /// Where TCP connections are taken: the bridge's address.
     pub listen: SocketAddr,
     /// Who this host is.
-    pub identity: IdentityStore,
+    pub identity: Arc<IdentityStore>,
     /// When the dispatchers' clock began.
     pub started: Instant,
     /// After how long new keys are agreed on.
@@ -137,6 +137,11 @@ impl Keeper {
         let sealed: Vec<_> = links.iter().filter(|link| link.seal().is_some()).cloned().collect();
         lock(&self.shared.progress).retain(|id, _| sealed.iter().any(|link| link.id == *id));
         *lock(&self.shared.links) = sealed;
+    }
+
+    /// Who this host is.
+    pub fn identity(&self) -> &Arc<IdentityStore> {
+        &self.shared.options.identity
     }
 
     /// Has the identity's files looked at now.

@@ -32,7 +32,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::frame::{NetworkId, PortId};
 use crate::stats::PortStats;
-use crate::wire::ethernet::{self, Mac};
+use crate::wire::ethernet::Mac;
 use crate::wire::native::{self, HOPS_MAX};
 
 mod bare;
@@ -246,14 +246,16 @@ impl Link {
             (_, Encapsulation::Vxlan) => Some(Vteps::new(options.remote, &VxlanOptions::default())),
             _ => None,
         };
-        let Security { peer, mut macs } = security;
+        let Security { mut peer, mut macs } = security;
+        // A sealed stream has TLS, not keys of its own.
+        let stream = stream::of(&options.tunnel, &mut peer);
         macs.iter_mut().for_each(|macs| macs.sort());
         Arc::new(Link {
             id: LINKS.fetch_add(1, Relaxed),
             port,
             names: remotes(&options).map(|remote| [false, true].map(|v6| Name::new(remote, v6))).collect(),
             vteps,
-            stream: stream::of(&options.tunnel),
+            stream,
             seal: peer.map(|peer| Box::new(Seal::new(peer))),
             macs,
             options,
@@ -332,12 +334,6 @@ impl Link {
     #[inline]
     fn allows_source(&self, mac: Mac) -> bool {
         self.macs.as_ref().is_none_or(|macs| macs.binary_search(&mac).is_ok())
-    }
-
-    /// The same for a whole frame, or what there is of one.
-    #[inline]
-    fn allows_frame(&self, frame: &[u8]) -> bool {
-        self.macs.is_none() || ethernet::addresses(frame).is_some_and(|(_, src)| self.allows_source(src))
     }
 
     /// When the last datagram came by it, on the dispatchers' clock; `None` when none ever did.

@@ -42,7 +42,15 @@ impl Host {
         macs: Option<Vec<crate::wire::ethernet::Mac>>,
     ) -> Host {
         let (name, encapsulation) = ("peer".to_string(), Encapsulation::Native);
-        let options = LinkOptions { name, remote, encapsulation, networks: None, mtu: Some(mtu) };
+        let options = LinkOptions {
+            name,
+            remote,
+            ports: 1,
+            encapsulation,
+            networks: None,
+            mtu: Some(mtu),
+            tunnel: crate::link::Tunnel::None,
+        };
         let security = Security { peer: Some("peer".into()), macs };
         let link = Link::with_security(options, security, PortId(7), Arc::default());
         Host { bridge, peers: Peers::build(std::slice::from_ref(&link)), link, batch: Batch::new() }
@@ -79,7 +87,7 @@ impl Host {
                     got.push((bytes, frame.offload));
                 }
             };
-            let received = self.bridge.rx.receive(&self.peers, &mut self.batch, 1, &mut run);
+            let received = self.bridge.rx.receive(0, &self.peers, &mut self.batch, 1, &mut run);
             idle = if received.datagrams == 0 { idle + 1 } else { 0 };
             if idle != 0 {
                 std::thread::sleep(Duration::from_millis(2));
@@ -247,7 +255,7 @@ impl Host {
         let (mut frames, mut datagrams) = (0, 0);
         while datagrams < 50 {
             let mut run = |batch: &Batch| frames += batch.len();
-            let received = self.bridge.rx.receive(&self.peers, &mut self.batch, 1, &mut run);
+            let received = self.bridge.rx.receive(0, &self.peers, &mut self.batch, 1, &mut run);
             datagrams += received.datagrams;
         }
         frames

@@ -27,9 +27,11 @@ fn link() -> Arc<Link> {
     let options = LinkOptions {
         name: "peer".into(),
         remote,
+        ports: 1,
         encapsulation: Encapsulation::Native,
         networks: None,
         mtu: None,
+        tunnel: crate::link::Tunnel::None,
     };
     let security = Security { peer: Some("peer".into()), macs: None };
     Link::with_security(options, security, PortId(0), Arc::default())

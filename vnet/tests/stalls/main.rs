@@ -65,6 +65,7 @@ impl Host {
             sleep_us: SLEEP_US,
             nowork_us: NOWORK_US,
             listen: "127.0.0.1:0".parse().unwrap(),
+            ports: 1,
             vxlan_listen: None,
             stream_listen: None,
             isolation: Isolation::default(),
@@ -107,6 +108,7 @@ impl Host {
         let options = LinkOptions {
             name: "other".into(),
             remote: other.core.bridge_address(),
+            ports: 1,
             encapsulation: Encapsulation::Native,
             networks: None,
             mtu: None,

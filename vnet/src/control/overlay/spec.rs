@@ -115,8 +115,18 @@ pub(in crate::control) fn read(table: Table, notes: &mut Notes) -> Option<Item<O
     let behind_nat = behind_nat.is_some_and(|(_, flag)| flag);
     let identity = cert.zip(key);
     let [sealed, trusted] = [sealed, trusted].map(|flag| flag.is_some_and(|(_, flag)| flag));
-    let spec =
-        OverlaySpec { etcd, ca, identity, topology, reflectors, behind_nat, address, networks, sealed, trusted };
+    let spec = OverlaySpec {
+        etcd,
+        ca,
+        identity,
+        topology,
+        reflectors,
+        behind_nat,
+        address,
+        networks,
+        sealed,
+        trusted,
+    };
     Some(Item { place, spec })
 }
 

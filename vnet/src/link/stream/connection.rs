@@ -1,14 +1,18 @@
-//! One connection: a socket that does not block, what waits to be sent on it, and what was received.
+//! One connection: a socket that does not block, TLS over it or not, what waits to be sent, and what was received.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Instant;
 
 use rustix::net::sockopt;
+use rustls::pki_types::CertificateDer;
 
+use super::tls::Secured;
 use super::{OUTBOX_MAX, SILENCE};
+use crate::link::identity::{Claims, explain};
 use crate::wire::stream::{LENGTH_LEN, MESSAGE_MAX};
 
 /// Bytes read at a time, at most: as much as the socket likely holds, and room for the longest message.
@@ -27,6 +31,8 @@ pub(super) struct Inbox {
     filled: usize,
     /// Which connection the bytes are of.
     serial: u64,
+    /// For what the host at its other end may speak; all where nobody says.
+    pub(super) claims: Option<Arc<Claims>>,
 }
 
 impl Inbox {
@@ -51,6 +57,7 @@ pub(super) struct Bytes {
 #[derive(Debug)]
 pub(super) struct Connection {
     socket: TcpStream,
+    secured: Option<Box<Secured>>,
     serial: u64,
     outbox: Vec<u8>,
     /// How much of the outbox the socket has taken.
@@ -67,7 +74,7 @@ impl AsFd for Connection {
 
 impl Connection {
     /// Takes over an established connection.
-    pub(super) fn new(socket: TcpStream) -> io::Result<Connection> {
+    pub(super) fn new(socket: TcpStream, secured: Option<Secured>) -> io::Result<Connection> {
         static CONNECTIONS: AtomicU64 = AtomicU64::new(1);
         socket.set_nonblocking(true)?;
         socket.set_nodelay(true)?;
@@ -75,7 +82,8 @@ impl Connection {
         sockopt::set_tcp_user_timeout(&socket, SILENCE.as_millis() as u32)?;
         let now = Instant::now();
         let serial = CONNECTIONS.fetch_add(1, Relaxed);
-        Ok(Connection { socket, serial, outbox: Vec::new(), taken: 0, heard: now, sent: now })
+        let secured = secured.map(Box::new);
+        Ok(Connection { socket, secured, serial, outbox: Vec::new(), taken: 0, heard: now, sent: now })
     }
 
     pub(super) fn heard(&self) -> Instant {
@@ -94,10 +102,11 @@ impl Connection {
         if inbox.serial != self.serial {
             // The rest of an earlier connection belongs to no message of this one.
             (inbox.serial, inbox.filled) = (self.serial, 0);
+            inbox.claims = self.secured.as_ref().map(|secured| secured.claims.clone());
         }
         let mut read = Bytes { bytes: 0, emptied: false };
         while inbox.filled < inbox.memory.len() {
-            match self.socket.read(&mut inbox.memory[inbox.filled..]) {
+            match self.read_some(&mut inbox.memory[inbox.filled..]) {
                 Ok(0) => return Err(io::Error::other("the other end closed it")),
                 Ok(len) => {
                     inbox.filled += len;
@@ -115,6 +124,41 @@ impl Connection {
             self.heard = Instant::now();
         }
         Ok(read)
+    }
+
+    /// Reads into `to` what is there of the stream.
+    fn read_some(&mut self, to: &mut [u8]) -> io::Result<usize> {
+        let Some(secured) = &mut self.secured else { return self.socket.read(to) };
+        loop {
+            match secured.tls.reader().read(to) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                done => return done,
+            }
+            if secured.tls.read_tls(&mut self.socket)? == 0 {
+                return Ok(0);
+            }
+            if let Err(error) = secured.tls.process_new_packets() {
+                // The other side is told by an alert, if it still listens.
+                let _ = secured.tls.write_tls(&mut self.socket);
+                return Err(io::Error::other(explain(&error)));
+            }
+        }
+    }
+
+    /// Writes what the stream takes of `bytes`.
+    fn write_some(&mut self) -> io::Result<usize> {
+        let bytes = &self.outbox[self.taken..];
+        let Some(secured) = &mut self.secured else { return self.socket.write(bytes) };
+        // What is sealed already goes first, so that it stays within TLS's own limit.
+        while secured.tls.wants_write() {
+            secured.tls.write_tls(&mut self.socket)?;
+        }
+        secured.tls.writer().write(&bytes[..bytes.len().min(FLUSH_LEN)])
+    }
+
+    /// The certificates of the other end, where there are any.
+    pub(super) fn chain(&self) -> Option<&[CertificateDer<'static>]> {
+        self.secured.as_ref().map(|secured| &secured.chain[..])
     }
 
     /// Tries to have room for `len` more bytes in the outbox.
@@ -144,7 +188,7 @@ impl Connection {
     /// Hands the socket what waits, as far as it takes it. The rest goes when the socket says that it has room again.
     pub(super) fn flush(&mut self) -> io::Result<()> {
         while self.taken < self.outbox.len() {
-            match self.socket.write(&self.outbox[self.taken..]) {
+            match self.write_some() {
                 Ok(len) => {
                     self.taken += len;
                     self.sent = Instant::now();
@@ -156,6 +200,16 @@ impl Connection {
         }
         self.outbox.clear();
         self.taken = 0;
+        while let Some(secured) = &mut self.secured
+            && secured.tls.wants_write()
+        {
+            match secured.tls.write_tls(&mut self.socket) {
+                Ok(_) => self.sent = Instant::now(),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
         Ok(())
     }
 }

@@ -6,7 +6,7 @@ use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use super::connection::Connection;
-use super::{MADE, Proxy, Stream, StreamOptions};
+use super::{MADE, Proxy, Stream, StreamOptions, tls};
 use crate::link::Link;
 use crate::wire::socks::{self, Destination, Login, SocksError};
 
@@ -28,6 +28,8 @@ enum DialError {
     Proxy(String, #[source] io::Error),
     #[error(transparent)]
     Refused(#[from] SocksError),
+    #[error("{0}")]
+    Tls(String),
     #[error("a name needs a proxy that resolves it")]
     Name,
 }
@@ -36,9 +38,7 @@ enum DialError {
 pub(super) fn run(link: &Link, stream: &Stream) {
     let mut pauses = Pauses::new();
     while !stream.is_stopping() {
-        let connected = dial(&stream.options).and_then(|socket| {
-            Connection::new(socket).map_err(|e| DialError::Connect(stream.options.destination.to_string(), e))
-        });
+        let connected = dial(&stream.options).and_then(|socket| secure(stream, socket));
         match connected {
             Ok(connection) => {
                 tracing::info!(link = link.name(), to = %stream.options.destination, "connected");
@@ -77,6 +77,19 @@ fn dial(options: &StreamOptions) -> Result<TcpStream, DialError> {
         pass(&socket, proxy, &options.destination)?;
     }
     Ok(socket)
+}
+
+/// Makes TLS of it, where the link is sealed.
+fn secure(stream: &Stream, socket: TcpStream) -> Result<Connection, DialError> {
+    let secured = match (&stream.peer, stream.identity.get()) {
+        (None, _) => None,
+        (Some(_), None) => return Err(DialError::Tls("this host has no certificate; see [identity]".into())),
+        (Some(peer), Some(identity)) => {
+            Some(tls::connect(&socket, &identity.current(), peer).map_err(DialError::Tls)?)
+        }
+    };
+    Connection::new(socket, secured)
+        .map_err(|e| DialError::Connect(stream.options.destination.to_string(), e))
 }
 
 /// Asks the proxy for a connection to `to`. Not a byte is read that is not the proxy's.

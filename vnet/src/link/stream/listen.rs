@@ -1,9 +1,13 @@
 //! Taking connections: one thread that accepts, and asks whose they are.
+//!
+//! One from the remote of a link in clear text is that link's. Any other may be a sealed link's, whose peer can come from
+//! anywhere: a thread of its own makes TLS with it, and the certificate says whose it is. Such threads are bounded in number,
+//! and each in time and bytes (handshake.rs).
 
 use std::io;
-use std::net::{SocketAddr, TcpListener};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
@@ -11,12 +15,16 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, listen, socket_with, sockopt};
 
 use super::connection::Connection;
+use super::tls::{self, Secured};
 use super::{ACCEPTED, Stream};
+use crate::link::identity::{Identity, is_for};
 use crate::link::{Link, normalised};
 use crate::stats::{DiscardReason, PortStats};
 
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 128;
+/// TLS handshakes under way; more are refused and counted.
+const HANDSHAKES_MAX: usize = 32;
 
 /// Why streams are not listened for.
 #[derive(Debug, thiserror::Error)]
@@ -41,6 +49,7 @@ pub struct Listener {
 struct Shared {
     roster: Mutex<Roster>,
     stopping: AtomicBool,
+    handshakes: AtomicUsize,
     bell: OwnedFd,
     /// Counts what belongs to no link.
     stats: Arc<PortStats>,
@@ -55,7 +64,8 @@ impl Listener {
         let bell =
             eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|e| failed(e.into()))?;
         let (roster, stopping) = (Mutex::default(), AtomicBool::new(false));
-        let shared = Arc::new(Shared { roster, stopping, bell, stats });
+        let handshakes = AtomicUsize::new(0);
+        let shared = Arc::new(Shared { roster, stopping, handshakes, bell, stats });
         let thread = std::thread::Builder::new().name("streams".into()).spawn({
             let shared = shared.clone();
             move || shared.run(&socket)
@@ -102,7 +112,7 @@ fn listening(address: SocketAddr) -> io::Result<TcpListener> {
 }
 
 impl Shared {
-    fn run(&self, socket: &TcpListener) {
+    fn run(self: &Arc<Shared>, socket: &TcpListener) {
         while !self.stopping.load(Relaxed) {
             let mut waiting = [
                 PollFd::new(socket, PollFlags::IN),
@@ -127,23 +137,77 @@ impl Shared {
     }
 
     /// Gives a connection to the link whose remote it comes from; any port will do.
-    fn take(&self, connection: std::net::TcpStream, source: SocketAddr) {
+    fn take(self: &Arc<Shared>, connection: TcpStream, source: SocketAddr) {
         let roster = self.roster.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let found = roster.iter().find_map(|link| {
             let stream = link.stream.as_ref()?;
-            (link.options().remote.ip() == source.ip() && !stream.is_stopping()).then_some((link, stream))
+            let its = stream.peer.is_none() && link.options().remote.ip() == source.ip();
+            (its && !stream.is_stopping()).then_some((link, stream))
         });
-        let Some((link, stream)) = found else {
+        match found {
+            Some((link, stream)) => install(link, stream, connection, None, source),
+            None => self.secure(connection, source, roster),
+        }
+    }
+
+    /// Finds out by TLS whose connection it is.
+    fn secure(self: &Arc<Shared>, connection: TcpStream, source: SocketAddr, roster: Roster) {
+        let sealed = roster.iter().filter_map(|link| link.stream.as_ref()?.identity.get());
+        let Some(identity) = sealed.map(|store| store.current()).next() else {
             return self.stats.discard(DiscardReason::UnknownSource, 1);
         };
-        match Connection::new(connection) {
-            Ok(connection) => install(link, stream, connection, source),
-            Err(error) => tracing::warn!(link = link.name(), %source, %error, "cannot take a stream"),
+        if self.handshakes.fetch_add(1, Relaxed) >= HANDSHAKES_MAX {
+            self.handshakes.fetch_sub(1, Relaxed);
+            return self.stats.discard(DiscardReason::UnknownSource, 1);
         }
+        let shared = self.clone();
+        let spawned = std::thread::Builder::new().name("stream-accept".into()).spawn(move || {
+            if let Err(why) = shared.introduce(connection, source, &roster, &identity) {
+                shared.stats.discard(DiscardReason::UnknownSource, 1);
+                tracing::warn!(%source, "a stream was refused: {why}");
+            }
+            shared.handshakes.fetch_sub(1, Relaxed);
+        });
+        if let Err(error) = spawned {
+            self.handshakes.fetch_sub(1, Relaxed);
+            self.stats.discard(DiscardReason::UnknownSource, 1);
+            tracing::warn!(%source, %error, "cannot start a thread for a stream");
+        }
+    }
+
+    fn introduce(
+        &self,
+        connection: TcpStream,
+        source: SocketAddr,
+        roster: &Roster,
+        identity: &Identity,
+    ) -> Result<(), String> {
+        let (tls, chain) = tls::accept(&connection, identity)?;
+        let mut streams = roster.iter().filter_map(|link| Some((link, link.stream.as_ref()?)));
+        let named = |(_, stream): &(&Arc<Link>, &Stream)| {
+            !stream.is_stopping() && stream.peer.as_ref().is_some_and(|peer| is_for(&chain, peer))
+        };
+        let (link, stream) =
+            streams.find(named).ok_or("no link here is to the host that its certificate names")?;
+        let info = identity.verify(&chain, stream.peer.as_deref().unwrap_or_default())?;
+        let secured = Secured { tls, chain, claims: Arc::new(info.claims) };
+        install(link, stream, connection, Some(secured), source);
+        Ok(())
     }
 }
 
-fn install(link: &Link, stream: &Stream, connection: Connection, source: SocketAddr) {
-    tracing::info!(link = link.name(), from = %source, "accepted");
-    stream.install(ACCEPTED, connection);
+fn install(
+    link: &Link,
+    stream: &Stream,
+    connection: TcpStream,
+    secured: Option<Secured>,
+    source: SocketAddr,
+) {
+    match Connection::new(connection, secured) {
+        Ok(connection) => {
+            tracing::info!(link = link.name(), from = %source, "accepted");
+            stream.install(ACCEPTED, connection);
+        }
+        Err(error) => tracing::warn!(link = link.name(), %source, %error, "cannot take a stream"),
+    }
 }

@@ -1,4 +1,4 @@
-//! Stream links: native frames over a TCP connection, made directly or through a SOCKS 5 proxy.
+//! Stream links: native frames over a TCP connection, with TLS or in clear text, made directly or through a SOCKS 5 proxy.
 //!
 //! ```text
 //!  dial.rs: makes a connection, with back-off ----.       .---- listen.rs: takes connections, by the peer's address
@@ -26,19 +26,22 @@
 mod connection;
 mod dial;
 mod listen;
+mod tls;
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use connection::{Connection, Inbox};
 pub use listen::{ListenError, Listener, Roster};
 
+use super::identity::{Claims, IdentityStore};
 use super::{Encapsulation, Link, LinkState, Tunnel};
 use crate::frame::{Batch, FRAME_MAX, NetworkId, Segment};
 use crate::poll::Waker;
 use crate::stats::{DiscardReason, DropReason};
+use crate::wire::ethernet;
 use crate::wire::native::{HEADER_LEN, HOPS_MAX, Header, Kind};
 use crate::wire::offload::{Offload, WIRE_LEN};
 use crate::wire::socks::{Credentials, Destination};
@@ -50,6 +53,8 @@ pub const OUTBOX_MAX: usize = 512 << 10;
 pub const KEEPALIVE: Duration = Duration::from_secs(2);
 /// A connection on which nothing was heard for so long is dead.
 pub const SILENCE: Duration = Duration::from_secs(8);
+/// How often the certificates of present connections are held against clock and revocations.
+const VERIFY: Duration = Duration::from_secs(10);
 /// How often connections are looked at.
 const LOOK: Duration = Duration::from_secs(1);
 
@@ -86,6 +91,10 @@ pub struct StreamOptions {
 #[derive(Debug)]
 pub(super) struct Stream {
     pub(super) options: StreamOptions,
+    /// The name in the other host's certificate; `None` for a stream in clear text.
+    peer: Option<String>,
+    /// Who this host is, once it was told.
+    identity: OnceLock<Arc<IdentityStore>>,
     places: [Place; PLACES],
     status: Mutex<Status>,
     changed: Condvar,
@@ -115,10 +124,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Stream {
-    pub(super) fn new(options: StreamOptions) -> Stream {
+    pub(super) fn new(options: StreamOptions, peer: Option<String>) -> Stream {
         let reason = if options.connect { "not connected yet" } else { "nobody has connected yet" };
         Stream {
             options,
+            peer,
+            identity: OnceLock::new(),
             places: Default::default(),
             status: Mutex::new(Status { reason: reason.into(), heard: None }),
             changed: Condvar::new(),
@@ -171,6 +182,15 @@ impl Stream {
         self.changed.notify_all();
     }
 
+    /// Holds the other end's certificate against the present clock and lists.
+    fn verify(&self, connection: &Connection) -> Result<(), String> {
+        let (Some(chain), Some(peer), Some(identity)) = (connection.chain(), &self.peer, self.identity.get())
+        else {
+            return Ok(());
+        };
+        identity.current().verify(chain, peer).map(drop)
+    }
+
     /// Ends what is in `current`.
     fn close(&self, current: &mut Option<Connection>, why: String) {
         *current = None;
@@ -185,9 +205,13 @@ impl Link {
         self.options.encapsulation == Encapsulation::Stream
     }
 
-    /// Starts the threads of a stream link. They end with [`Link::stop`].
-    pub fn start(self: &Arc<Self>) -> std::io::Result<()> {
+    /// Starts the threads of a stream link, which is `identity` where it is sealed. They end with [`Link::stop`].
+    pub fn start(self: &Arc<Self>, identity: Option<Arc<IdentityStore>>) -> std::io::Result<()> {
         let Some(stream) = &self.stream else { return Ok(()) };
+        if let Some(identity) = identity {
+            // It is started once.
+            let _ = stream.identity.set(identity);
+        }
         let spawn = |what: &str, run: fn(&Link, &Stream)| {
             let link = self.clone();
             // Linux cuts names of threads at 15 bytes.
@@ -215,6 +239,11 @@ impl Link {
             }
             stream.failed("removed".into());
         }
+    }
+
+    /// The name that the other host's certificate has to have, where the link is a sealed stream.
+    pub fn stream_peer(&self) -> Option<&str> {
+        self.stream.as_ref()?.peer.as_deref()
     }
 
     /// Seconds since anything came by a stream link; `None` when nothing ever did, or it is none.
@@ -320,7 +349,7 @@ impl Link {
                     if batch.is_full() {
                         flush(batch, &mut bytes);
                     }
-                    bytes += self.enter(batch, &header, offload, frame);
+                    bytes += self.enter(inbox.claims.as_deref(), batch, &header, offload, frame);
                 }
                 Message::Keepalive => {}
                 Message::Bad => self.stats.discard(DiscardReason::BadHeader, 1),
@@ -333,13 +362,25 @@ impl Link {
     }
 
     /// Adds one frame to the batch; returns its bytes, or 0 when it is refused.
-    fn enter(&self, batch: &mut Batch, header: &Header, offload: Offload, frame: &[u8]) -> u64 {
+    fn enter(
+        &self,
+        claims: Option<&Claims>,
+        batch: &mut Batch,
+        header: &Header,
+        offload: Offload,
+        frame: &[u8],
+    ) -> u64 {
         let len = frame.len() as u64;
-        let Some(network) = NetworkId::new(header.network).filter(|network| self.carries(*network)) else {
+        let allowed = |network: &NetworkId| {
+            self.carries(*network) && claims.is_none_or(|claims| claims.allows_network(*network))
+        };
+        let Some(network) = NetworkId::new(header.network).filter(allowed) else {
             self.stats.refuse(DropReason::WrongNetwork, len);
             return 0;
         };
-        if !self.allows_frame(frame) {
+        if let Some((_, src)) = ethernet::addresses(frame)
+            && !(self.allows_source(src) && claims.is_none_or(|claims| claims.allows_source(src)))
+        {
             self.stats.refuse(DropReason::BadSource, len);
             return 0;
         }
@@ -379,7 +420,7 @@ impl Link {
                 self.stats.drop_frames(DropReason::HopLimit, 1);
                 continue;
             }
-            let header = super::send::header(frame, self.take_numbers(1));
+            let header = super::send::header(frame, None, self.take_numbers(1));
             let prefix = Prefix::new(&header, &frame.offload, frame.len());
             result = result.and_then(|()| connection.make_room(prefix.bytes().len() + frame.len()));
             if result.is_err() {
@@ -399,11 +440,20 @@ impl Link {
 
 /// Looks after the connections until the link stops.
 fn watch(link: &Link, stream: &Stream) {
+    let mut verified = Instant::now();
     while !stream.is_stopping() {
         stream.wait(LOOK);
+        let due = verified.elapsed() >= VERIFY;
+        if due {
+            verified = Instant::now();
+        }
         for place in &stream.places {
             let mut current = lock(&place.connection);
             let Some(connection) = &mut *current else { continue };
+            if due && let Err(why) = stream.verify(connection) {
+                stream.close(&mut current, why);
+                continue;
+            }
             let (heard, sent) = (connection.heard(), connection.sent());
             if heard.elapsed() >= SILENCE {
                 stream.close(&mut current, format!("nothing was heard for {} s", SILENCE.as_secs()));
@@ -439,10 +489,10 @@ fn keepalive(link: &Link) -> Header {
     }
 }
 
-/// The stream of a link with these options, if it is to have one.
-pub(super) fn of(tunnel: &Tunnel) -> Option<Stream> {
+/// The stream of a link with these options, if it is to have one, which then takes what `peer` says.
+pub(super) fn of(tunnel: &Tunnel, peer: &mut Option<String>) -> Option<Stream> {
     match tunnel {
-        Tunnel::Stream(options) => Some(Stream::new(options.clone())),
+        Tunnel::Stream(options) => Some(Stream::new(options.clone(), peer.take())),
         _ => None,
     }
 }
