@@ -116,7 +116,9 @@ def test_down_after_up_was_killed(after_s: float):
 
 
 def test_up_interrupted_cleans_up():
-    with subprocess.Popen([LAB, "up", "--name", "test-one"], stderr=subprocess.PIPE, text=True) as up:
+    # A shell's background jobs, of which the tests may be one, pass on that they ignore the signal.
+    command = ["env", "--default-signal=INT", LAB, "up", "--name", "test-one"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as up:
         assert up.stderr
         assert any("booting" in line for line in up.stderr)
         up.send_signal(signal.SIGINT)

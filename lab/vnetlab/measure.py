@@ -17,7 +17,7 @@ PINGS = 200
 PING_INTERVAL_S = 0.005
 THROUGHPUT_S = 2
 SENT = re.compile(r"(\d+) packets transmitted, ")
-ANSWER = re.compile(r"bytes from .* icmp_seq=(\d+) .*time=([\d.]+) ms")
+ANSWER = re.compile(r"bytes from .* icmp_seq=(\d+)(?:.* time=([\d.]+) ms)?")
 WORDS = {Kind.HOST: "host", Kind.CONTAINER: "container", Kind.VM: "VM"}
 
 
@@ -59,6 +59,8 @@ def ping(
 ) -> tuple[int, list[float]]:
     """Pings `count` times; gives how many were sent, and the round trips of those that were answered in microseconds.
 
+    A round trip is NaN where the payload has no room for a time.
+
     By its count alone, ping leaves two round trips after the last request, too soon when the last answer meets a busy
     machine; with a deadline it waits, asks on meanwhile, and what it asks beyond the count is not looked at.
 
@@ -70,7 +72,8 @@ def ping(
     totals = SENT.search(text)
     if not totals:
         raise LabError(f"'{' '.join(words)}' on {source.name} failed with status {status}: {text.strip()[-200:]}")
-    answered = {int(sequence): float(time) * 1000 for sequence, time in ANSWER.findall(text) if int(sequence) <= count}
+    answers = ((int(sequence), float(time or "nan") * 1000) for sequence, time in ANSWER.findall(text))
+    answered = {sequence: time for sequence, time in answers if sequence <= count}
     return min(int(totals[1]), count), list(answered.values())
 
 
