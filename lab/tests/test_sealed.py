@@ -1,40 +1,18 @@
 """Sealed links: nothing is seen on the underlay, keys and certificates change under traffic, who is revoked is out."""
 
-import contextlib
 import os
 import re
 import signal
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import MakeLab
+from sealed import MARK, hang_up, link, underlay_capture, wait_for_state
 from traffic import ping, pinging, port, reaches, silent, wait_for_path
 
-from vnetlab import daemon, lab, machine, measure, process
+from vnetlab import daemon, lab, machine, process
 from vnetlab.run import LabError, run, wait_until
-from vnetlab.topology import Node, Topology
-
-MARK = "never-in-clear-text"
-TLS_BPS_MIN = 100e6
-
-
-def link(host: Node) -> dict:
-    """A host's only link."""
-    return daemon.ask(host, "link", "list")[0]
-
-
-def wait_for_state(host: Node, state: str, timeout_s: float = 10) -> None:
-    """Waits until a host's link is up, degraded or down."""
-    wait_until(f"{host.name}'s link to be {state}", lambda: link(host)["state"] == state, timeout_s, poll_s=0.05)
-
-
-def hang_up(host: Node) -> None:
-    """Has a vnetd read its files again."""
-    pid = process.find(host.file(".pid"))
-    assert pid
-    os.kill(pid, signal.SIGHUP)
+from vnetlab.topology import Topology
 
 
 @pytest.fixture(scope="module")
@@ -52,21 +30,6 @@ def topology(make_lab: MakeLab) -> Topology:
     return topology
 
 
-@contextlib.contextmanager
-def underlay_capture(host: Node) -> Iterator[list[bytes]]:
-    """What passes a host's underlay device while the context lasts: one string of bytes, when it has ended."""
-    found: list[bytes] = []
-    path = host.file(".pcap")
-    words = ["timeout", "4", "tcpdump", "-U", "-n", "-i", "eth0", "-s", "0", "-w", str(path)]
-    with ThreadPoolExecutor() as pool:
-        running = pool.submit(machine.attempt, host, *words)
-        wait_until("tcpdump to begin", path.exists, 5)
-        time.sleep(0.3)
-        yield found
-        running.result()
-    found.append(path.read_bytes())
-
-
 def test_nothing_is_seen_on_the_underlay(topology: Topology):
     one, other = topology.find("h1c1"), topology.find("h2c1")
     pattern = MARK.encode().hex()[:32]
@@ -76,42 +39,6 @@ def test_nothing_is_seen_on_the_underlay(topology: Topology):
     assert bytes.fromhex(pattern)[:8] not in seen[0]
     for mac in (one.mac, other.mac):
         assert bytes.fromhex(mac.replace(":", "")) not in seen[0], "nor are the containers' addresses"
-
-
-@pytest.fixture(scope="module")
-def stream(make_lab: MakeLab) -> Topology:
-    """A lab whose links are streams with TLS."""
-    topology = make_lab(vms=0, sealed=True, encapsulation="stream", mtu=9000)
-    for host in topology.hosts:
-        wait_for_state(host, "up")
-    wait_for_path(topology.find("h1c1"), topology.find("h2c1").address)
-    return topology
-
-
-def test_tls_hides_a_stream_too(stream: Topology):
-    one, other = stream.find("h1c1"), stream.find("h2c1")
-    pattern = MARK.encode().hex()[:32]
-    with underlay_capture(stream.hosts[0]) as seen:
-        assert ping(one, other.address, "-p", pattern, "-s", "1000", count=20) == (20, 20)
-    assert len(seen[0]) > 40 * 1000, "the pings were captured"
-    assert bytes.fromhex(pattern)[:8] not in seen[0]
-    assert reaches(one, other.address, "-s", "8972", "-M", "do"), "whatever the path's MTU"
-    for source, destination in ((one, other), (other, one)):
-        assert measure.throughput(source, destination, seconds=1) > TLS_BPS_MIN
-
-
-def test_a_revoked_certificate_ends_a_stream(stream: Topology):
-    near, far = stream.hosts
-    run([str(daemon.binaries() / "vnet"), "keys", "revoke", far.name, "--dir", str(daemon.keys(stream))])
-    hang_up(near)
-    wait_for_state(near, "down", 15)
-    assert "revoked" in link(near)["reason"]
-    assert silent(stream.find("h1c1"), stream.find("h2c1").address)
-    # Another certificate, and the host is back.
-    daemon.issue(stream, far)
-    hang_up(far)
-    wait_for_state(near, "up", 20)
-    wait_for_path(stream.find("h1c1"), stream.find("h2c1").address)
 
 
 def test_tcp_goes_at_any_size(topology: Topology):

@@ -16,6 +16,8 @@ from vnetlab.topology import Kind, Node, Topology
 PINGS = 200
 PING_INTERVAL_S = 0.005
 THROUGHPUT_S = 2
+PATIENCE = 4
+"""Pings may take so many times as long as they should: a busy machine sends them late."""
 SENT = re.compile(r"(\d+) packets transmitted, ")
 ANSWER = re.compile(r"bytes from .* icmp_seq=(\d+)(?:.* time=([\d.]+) ms)?")
 WORDS = {Kind.HOST: "host", Kind.CONTAINER: "container", Kind.VM: "VM"}
@@ -66,7 +68,7 @@ def ping(
 
     Raises LabError when ping itself cannot run.
     """
-    deadline_s = math.ceil(count * interval_s) + 2
+    deadline_s = math.ceil(PATIENCE * count * interval_s) + 2
     words = ["ping", "-n", "-c", str(count), "-i", str(interval_s), "-w", str(deadline_s), *options, address]
     status, text = machine.attempt(source, *words, timeout_s=deadline_s + timeout_s)
     totals = SENT.search(text)

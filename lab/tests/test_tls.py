@@ -1,0 +1,48 @@
+"""Stream links by TLS: nothing is seen on the underlay, who is revoked is out, and back with another certificate."""
+
+import pytest
+from conftest import MakeLab
+from sealed import MARK, hang_up, link, underlay_capture, wait_for_state
+from traffic import ping, reaches, silent, wait_for_path
+
+from vnetlab import daemon, measure
+from vnetlab.run import run
+from vnetlab.topology import Topology
+
+TLS_BPS_MIN = 100e6
+
+
+@pytest.fixture(scope="module")
+def topology(make_lab: MakeLab) -> Topology:
+    """A lab whose links are streams with TLS."""
+    topology = make_lab(vms=0, sealed=True, encapsulation="stream", mtu=9000)
+    for host in topology.hosts:
+        wait_for_state(host, "up")
+    wait_for_path(topology.find("h1c1"), topology.find("h2c1").address)
+    return topology
+
+
+def test_tls_hides_a_stream_too(topology: Topology):
+    one, other = topology.find("h1c1"), topology.find("h2c1")
+    pattern = MARK.encode().hex()[:32]
+    with underlay_capture(topology.hosts[0]) as seen:
+        assert ping(one, other.address, "-p", pattern, "-s", "1000", count=20) == (20, 20)
+    assert len(seen[0]) > 40 * 1000, "the pings were captured"
+    assert bytes.fromhex(pattern)[:8] not in seen[0]
+    assert reaches(one, other.address, "-s", "8972", "-M", "do"), "whatever the path's MTU"
+    for source, destination in ((one, other), (other, one)):
+        assert measure.throughput(source, destination, seconds=1) > TLS_BPS_MIN
+
+
+def test_a_revoked_certificate_ends_a_stream(topology: Topology):
+    near, far = topology.hosts
+    run([str(daemon.binaries() / "vnet"), "keys", "revoke", far.name, "--dir", str(daemon.keys(topology))])
+    hang_up(near)
+    wait_for_state(near, "down", 15)
+    assert "revoked" in link(near)["reason"]
+    assert silent(topology.find("h1c1"), topology.find("h2c1").address)
+    # Another certificate, and the host is back.
+    daemon.issue(topology, far)
+    hang_up(far)
+    wait_for_state(near, "up", 20)
+    wait_for_path(topology.find("h1c1"), topology.find("h2c1").address)
