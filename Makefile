@@ -77,12 +77,12 @@ test: ## Prove it: format, lints, unit tests, documentation, dependencies, end-t
 	@$(STAGE) "packages" $(MAKE) packages
 	@$(STAGE) "tools" $(MAKE) -j2 .venv/made $(TOOLS)/bin/cargo-deny-$(CARGO_DENY) $(TOOLS)/bin/cargo-fuzz-$(CARGO_FUZZ)
 	@$(STAGE) "format" $(MAKE) format-check
-	@$(STAGE) "lints" cargo clippy --quiet --locked --workspace --all-targets -- -D warnings
 	@$(STAGE) "dependencies" .ci/deny
+	@$(STAGE) "release build" $(MAKE) build
+	@$(STAGE) "end-to-end tests" .ci/beside $(MAKE) end-to-end
+	@$(STAGE) "lints" cargo clippy --quiet --locked --workspace --all-targets -- -D warnings
 	@$(STAGE) "unit tests" cargo test --quiet --locked --workspace
 	@$(STAGE) "documentation" env RUSTDOCFLAGS="-D warnings" cargo doc --quiet --locked --workspace --no-deps
-	@$(STAGE) "release build" $(MAKE) build
-	@$(STAGE) "end-to-end tests" $(MAKE) end-to-end
 	@$(STAGE) "fuzzing" .ci/fuzz $(FUZZ_SECONDS)
 	@printf '\nall stages passed\n'
 
