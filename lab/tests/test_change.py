@@ -1,6 +1,8 @@
 """Changes under traffic: they take effect at once, and nothing is lost on what does not change."""
 
 import json
+import socket
+import time
 
 import pytest
 from conftest import MakeLab
@@ -11,6 +13,8 @@ from vnetlab.run import LabError, run
 from vnetlab.topology import Node, Topology
 
 ROUNDS = 4
+RULES = 1000
+PLAN_S = 0.05
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +75,45 @@ def test_routes_come_and_go_and_work_at_once(topology: Topology, paths: list[tup
     assert daemon.ask(host, "route", "list") == []
 
 
+def apply(host: Node, text: str) -> tuple[str, float]:
+    """Applies a configuration by the API; gives the answer's first line and how many seconds it took."""
+    body = text.encode()
+    head = (
+        f"POST /v1/apply?name=rules HTTP/1.1\r\nHost: vnet\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(host.file(".sock")))
+        start = time.perf_counter()
+        client.sendall(head.encode() + body)
+        status = client.recv(1 << 16)
+        took = time.perf_counter() - start
+        while client.recv(1 << 16):
+            pass
+    return status.decode().splitlines()[0], took
+
+
+def test_a_thousand_rules_are_one_plan(topology: Topology, paths: list[tuple[Node, Node]]):
+    """They come and go as a whole within 50 ms, or not at all, and frames that they do not concern notice nothing."""
+    host = topology.hosts[0]
+    before = host.file(".toml").read_text()
+    rule = '\n[[route]]\nsrc = "52:54:00:99:{0:02x}:{1:02x}"\ndst = "52:54:00:98:{0:02x}:{1:02x}"\nto = "link h2"\n'
+    rules = "".join(rule.format(*divmod(n, 256)) for n in range(RULES))
+    broken = rules + rule.format(9, 9).replace("link h2", "link nowhere")
+    times = []
+    with pinging(*paths, seconds=8):
+        for _ in range(ROUNDS):
+            status, _ = apply(host, before + broken)
+            assert "400" in status or "409" in status or "422" in status, status
+            assert daemon.ask(host, "route", "list") == [], "nothing is half applied"
+            for text, count in ((before + rules, RULES), (before, 0)):
+                status, took = apply(host, text)
+                assert "200" in status, status
+                times.append(took)
+                assert len(daemon.ask(host, "route", "list")) == count
+    # The machine that tests run on may be busy now and then.
+    assert min(times) < PLAN_S, times
+
+
 def configured(host: Node) -> list[list[dict]]:
     """What a host lists, without what changes by itself: rates, counters, times."""
     moving = {"driven_by", "rate", "switches", "notifications_per_1000_frames", "heard_s", "early", "early_discarded"}
@@ -80,10 +123,10 @@ def configured(host: Node) -> list[list[dict]]:
 
 
 def test_a_refused_change_changes_nothing(topology: Topology, paths: list[tuple[Node, Node]]):
-    host, socket = topology.hosts[0], str(topology.find("h1v1").file(".vhost"))
+    host, taken = topology.hosts[0], str(topology.find("h1v1").file(".vhost"))
     refused = {
         "interface add h1c1 --kind tap --device other": "h1c1",
-        f"interface add new --kind vhost-user --socket {socket}": socket,
+        f"interface add new --kind vhost-user --socket {taken}": taken,
         "interface add new --kind tap --device x --mac 52:54:00:01:00:01": "52:54:00:01:00:01",
         "interface add new --kind tap --device x --netns no-such-namespace": "no-such-namespace",
         "interface add new --kind tap --device x --mtu 65536": "65536",
