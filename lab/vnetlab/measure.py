@@ -51,6 +51,11 @@ class Pair:
     underlay: Path | None
 
 
+def deadline_s(count: int, interval_s: float) -> int:
+    """By when, in seconds, that many pings are given up."""
+    return math.ceil(PATIENCE * count * interval_s) + 2
+
+
 def ping(
     source: Node,
     address: str,
@@ -68,9 +73,9 @@ def ping(
 
     Raises LabError when ping itself cannot run.
     """
-    deadline_s = math.ceil(PATIENCE * count * interval_s) + 2
-    words = ["ping", "-n", "-c", str(count), "-i", str(interval_s), "-w", str(deadline_s), *options, address]
-    status, text = machine.attempt(source, *words, timeout_s=deadline_s + timeout_s)
+    deadline = deadline_s(count, interval_s)
+    words = ["ping", "-n", "-c", str(count), "-i", str(interval_s), "-w", str(deadline), *options, address]
+    status, text = machine.attempt(source, *words, timeout_s=deadline + timeout_s)
     totals = SENT.search(text)
     if not totals:
         raise LabError(f"'{' '.join(words)}' on {source.name} failed with status {status}: {text.strip()[-200:]}")
