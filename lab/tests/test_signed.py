@@ -2,13 +2,13 @@
 
 import base64
 import json
-import os
-import signal
+import re
 import subprocess
 import time
 
 import pytest
 from conftest import MakeLab
+from sealed import hang_up
 from traffic import pinging, silent, wait_for_path
 
 from vnetlab import daemon, lab, process, store
@@ -82,11 +82,8 @@ def links(host: Node) -> set[str]:
     return {link["name"] for link in daemon.ask(host, "link", "list")}
 
 
-def hang_up(host: Node) -> None:
-    """Has a vnetd read its files again."""
-    pid = process.find(host.file(".pid"))
-    assert pid
-    os.kill(pid, signal.SIGHUP)
+def metrics(host: Node) -> str:
+    return run(["curl", "-s", "--unix-socket", str(host.file(".sock")), "http://vnetd/metrics"])
 
 
 def test_sealed_hosts_find_each_other(topology: Topology):
@@ -113,7 +110,7 @@ def test_whoever_writes_to_the_store_leads_nobody_astray(topology: Topology, pat
         return toward == [["link h2"]] * 2 and {"h2", "h3"} <= links(topology.hosts[0])
 
     assert right()
-    with pinging(*paths, interval_s=0.01, seconds=6):
+    with pinging(*paths, interval_s=0.005, seconds=6):
         # It is a host like others, but may speak for one address only.
         client.write(own, address)
         wait_until("h1 to know the client", lambda: "evil" in links(topology.hosts[0]), 5)
@@ -132,6 +129,9 @@ def test_whoever_writes_to_the_store_leads_nobody_astray(topology: Topology, pat
     for host in topology.hosts:
         assert alarms(host)["untrusted"] >= 5, alarms(host)
     assert "forged" in alarms(topology.hosts[1])
+    counted = re.search(r'^vnet_overlay_alarms_total\{alarm="untrusted"\} (\d+)$', metrics(topology.hosts[0]), re.M)
+    assert counted
+    assert int(counted[1]) >= 5
     client.write(own, address | {"withdrawn": True})
     wait_until("the client to be gone", lambda: "evil" not in links(topology.hosts[0]), 5)
 
@@ -154,16 +154,18 @@ def test_what_was_once_true_does_not_come_back(topology: Topology, paths: list[t
     daemon.vnet(topology.hosts[2], *extra, "--netns", three.namespace)
     wait_until("h1 to know", lambda: place(topology.hosts[0], one, mac) == ["link h3"], 5)
     wait_for_all(topology)
-    with pinging(*paths, interval_s=0.01, seconds=6):
-        for round in range(6):
-            for key, value in kept[:2]:
-                if round % 2:
-                    store.control(topology, "del", key)
-                store.control(topology, "put", key, value)
-                assert place(topology.hosts[0], one, mac) == ["link h3"]
-                assert "h3" in links(topology.hosts[0])
-    assert "replayed" in alarms(topology.hosts[0])
-    daemon.vnet(topology.hosts[2], "interface", "del", "extra")
+    try:
+        with pinging(*paths, interval_s=0.005, seconds=6):
+            for round in range(6):
+                for key, value in kept[:2]:
+                    if round % 2:
+                        store.control(topology, "del", key)
+                    store.control(topology, "put", key, value)
+                    assert place(topology.hosts[0], one, mac) == ["link h3"]
+                    assert "h3" in links(topology.hosts[0])
+        assert alarms(topology.hosts[0])["replayed"] == 12
+    finally:
+        daemon.vnet(topology.hosts[2], "interface", "del", "extra")
 
 
 def test_a_certificate_is_replaced_under_traffic(topology: Topology, paths: list[tuple[Node, Node]]):
@@ -172,7 +174,7 @@ def test_a_certificate_is_replaced_under_traffic(topology: Topology, paths: list
     keys = ["/vnet/v1/1/hosts/h2", f"/vnet/v1/1/interfaces/{topology.find('h2c1').mac}"]
     before = [store.records(topology)[key] for key in keys]
     troubled = [alarms(other).get("untrusted", 0) for other in topology.hosts]
-    with pinging(*paths, interval_s=0.01, seconds=4):
+    with pinging(*paths, interval_s=0.005, seconds=4):
         daemon.issue(topology, host)
         hang_up(host)
 

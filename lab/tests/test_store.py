@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -97,6 +98,8 @@ def test_questions_are_answered_on_the_spot(topology: Topology, tmp_path: Path):
         for future in heard:
             assert destination.address not in future.result()[1]
     assert port(settled(topology.hosts[0]), "interface", source.name)["answers"] > before
+    text = run(["curl", "-s", "--unix-socket", str(topology.hosts[0].file(".sock")), "http://vnetd/metrics"])
+    assert re.search(r'^vnet_port_answers_total\{kind="interface",port="h1c1"\} [1-9]', text, re.M), text
     # A capture has the answer as a frame that leaves.
     file = tmp_path / "c.pcapng"
     with capturing(topology.hosts[0], source.name, "-w", str(file), "arp"):
