@@ -96,7 +96,7 @@ def test_questions_are_answered_on_the_spot(topology: Topology, tmp_path: Path):
         assert reaches(source, destination.address)
         assert destination.mac in machine.execute(source, "ip", "neighbour", "show", destination.address)
         for future in heard:
-            assert destination.address not in future.result()[1]
+            assert f"who-has {destination.address}" not in future.result()[1]
     assert port(settled(topology.hosts[0]), "interface", source.name)["answers"] > before
     text = run(["curl", "-s", "--unix-socket", str(topology.hosts[0].file(".sock")), "http://vnetd/metrics"])
     assert re.search(r'^vnet_port_answers_total\{kind="interface",port="h1c1"\} [1-9]', text, re.M), text

@@ -28,7 +28,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::record::Key;
 use super::signed::{self, Signed};
-use super::{Alarm, Overlay, STATIONS_MAX, Write};
+use super::{Alarm, Overlay, Write};
 use crate::frame::NetworkId;
 use crate::link::identity::{Identity, IdentityStore};
 use crate::link::signature::Signatory;
@@ -175,8 +175,13 @@ impl Authenticator {
         match self.check(&parsed, value) {
             Ok(Believed { value, stale }) => {
                 overlay.put(key, &value, if stale { 0 } else { lease }, revision, now_ms);
-                if let Key::Host(network, name) = &parsed {
-                    self.await_no_more(overlay, *network, name, now_ms);
+                // What is not kept there is not kept here: this memory is bounded as that is.
+                let kept = overlay.knows(&parsed);
+                match &parsed {
+                    Key::Host(network, name) if kept => self.await_no_more(overlay, *network, name, now_ms),
+                    Key::Host(network, name) => drop(self.hosts.remove(&(*network, name.clone()))),
+                    Key::Station(..) if kept => {}
+                    Key::Station(network, mac) => drop(self.stations.remove(&(*network, *mac))),
                 }
             }
             Err(Doubt::Wrong(alarm, why)) => {
@@ -305,9 +310,7 @@ impl Authenticator {
         if self.stations.get(&(network, mac)).is_some_and(|newest| !newest.takes(&host, signed)) {
             return Err(replayed(&host));
         }
-        if self.stations.len() < STATIONS_MAX || self.stations.contains_key(&(network, mac)) {
-            self.stations.entry((network, mac)).or_default().note(&host, signed);
-        }
+        self.stations.entry((network, mac)).or_default().note(&host, signed);
         Ok(Believed { value, stale })
     }
 }

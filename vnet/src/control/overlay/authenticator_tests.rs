@@ -290,6 +290,24 @@ fn a_certificate_that_ended_keeps_what_it_gave() {
 }
 
 #[test]
+fn what_the_overlay_does_not_keep_is_not_kept_here() {
+    let (_folder, pki) = pki();
+    let (mut judge, mut other) = (signer(&pki, "h1", 1, &[]), signer(&pki, "h2", 2, &[]));
+    let mut overlay = Overlay::new("h1".into(), 1, settings(1));
+    let mut put = |judge: &mut Authenticator, key: &str, value: &str, revision| {
+        let value = signed_by(&mut other, key, value);
+        judge.put(&mut overlay, key.as_bytes(), value.as_bytes(), 1, revision, 1);
+    };
+    put(&mut judge, &host(2), r#"{"address":"0.0.0.0:1","instance":2}"#, 2);
+    assert!(judge.hosts.is_empty(), "signed, but no sound record");
+    put(&mut judge, &host(2), r#"{"address":"10.0.0.2:9000","instance":2}"#, 3);
+    put(&mut judge, &station(2), r#"{"host":"h2","sequence":-1}"#, 4);
+    assert!(judge.hosts.len() == 1 && judge.stations.is_empty());
+    put(&mut judge, &station(2), &claim("h2", 1), 5);
+    assert_eq!(judge.stations.len(), 1);
+}
+
+#[test]
 fn the_number_of_a_value_never_goes_back() {
     let (_folder, pki) = pki();
     let mut one = signer(&pki, "h1", 1, &[]);
