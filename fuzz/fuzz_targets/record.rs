@@ -5,7 +5,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use vnet::control::overlay::record::{HostRecord, Key, Record, StationRecord, VALUE_MAX};
+use vnet::control::overlay::record::{HostRecord, Key, Record, StationRecord};
 use vnet::control::overlay::{Local, Overlay, Settings};
 use vnet::frame::NetworkId;
 use vnet::wire::ethernet::Mac;
@@ -41,6 +41,6 @@ fuzz_target!(|data: &[u8]| {
 fn written_as_read<R: Record + std::fmt::Debug>(data: &[u8]) {
     let Some(record) = R::parse(data) else { return };
     let written = record.write();
-    assert!(written.len() <= VALUE_MAX);
+    assert!(written.len() <= R::MAX);
     assert_eq!(R::parse(&written), Some(record));
 }

@@ -7,16 +7,16 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from captures import capturing, command, tcpdump
 from conftest import MakeLab
 from traffic import assert_balanced, ping, port, reaches, settled, wait_for_path
 
 from vnetlab import daemon, machine
 from vnetlab.run import LabError, run, wait_until
-from vnetlab.topology import Node, Topology
+from vnetlab.topology import Topology
 
 FRAMES = Path(__file__).parent / "frames.py"
 
@@ -27,34 +27,6 @@ def topology(make_lab: MakeLab) -> Topology:
     topology = make_lab(vms=0)
     wait_for_path(topology.find("h1c1"), topology.find("h2c1").address)
     return topology
-
-
-def command(host: Node, *arguments: str) -> list[str]:
-    return [str(daemon.binaries() / "vnet"), "--socket", str(host.file(".sock")), "capture", *arguments]
-
-
-@contextlib.contextmanager
-def capturing(host: Node, *arguments: str) -> Iterator[subprocess.Popen]:
-    """Captures while the body runs, and has it end as Ctrl-C would; the body begins when the capture has."""
-    log = host.file(".log")
-    before = log.read_text().count("capture at")
-    capture = subprocess.Popen(command(host, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        wait_until("the capture to start", lambda: log.read_text().count("capture at") > before, 10, poll_s=0.02)
-        yield capture
-        # What passed is looked at every few milliseconds.
-        time.sleep(0.2)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            capture.send_signal(signal.SIGINT)
-        with contextlib.suppress(ValueError):
-            capture.wait(10)
-
-
-def tcpdump(file: Path, *words: str) -> list[str]:
-    """The lines that tcpdump reads in a file, one a frame."""
-    lines = run(["tcpdump", "-nr", str(file), *words]).splitlines()
-    return [line for line in lines if not line.startswith("\t")]
 
 
 def tshark(file: Path, *fields: str) -> list[tuple[str, ...]]:

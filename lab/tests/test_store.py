@@ -3,12 +3,14 @@
 import itertools
 import json
 import os
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from captures import capturing, tcpdump
 from conftest import MakeLab
 from traffic import assert_balanced, captured, ping, pinging, port, reaches, settled, wait_for_path
 
@@ -82,7 +84,7 @@ def test_empty_hosts_reach_each_other(topology: Topology):
         assert {link["name"] for link in daemon.ask(host, "link", "list")} == {"h1", "h2", "h3"} - {host.name}
 
 
-def test_questions_are_answered_on_the_spot(topology: Topology):
+def test_questions_are_answered_on_the_spot(topology: Topology, tmp_path: Path):
     """Nobody on another host hears an ARP request for an address that is published."""
     source, destination, third = (topology.find(name) for name in ("h1c1", "h2c1", "h3c1"))
     listen = ["timeout", "3", "tcpdump", "-nn", "-l", "-i", "eth0", "arp and ether broadcast"]
@@ -94,8 +96,16 @@ def test_questions_are_answered_on_the_spot(topology: Topology):
         assert reaches(source, destination.address)
         assert destination.mac in machine.execute(source, "ip", "neighbour", "show", destination.address)
         for future in heard:
-            assert destination.address not in future.result()[1]
+            assert f"who-has {destination.address}" not in future.result()[1]
     assert port(settled(topology.hosts[0]), "interface", source.name)["answers"] > before
+    text = run(["curl", "-s", "--unix-socket", str(topology.hosts[0].file(".sock")), "http://vnetd/metrics"])
+    assert re.search(r'^vnet_port_answers_total\{kind="interface",port="h1c1"\} [1-9]', text, re.M), text
+    # A capture has the answer as a frame that leaves.
+    file = tmp_path / "c.pcapng"
+    with capturing(topology.hosts[0], source.name, "-w", str(file), "arp"):
+        machine.execute(source, "ip", "neighbour", "flush", "all")
+        assert reaches(source, destination.address)
+    assert any(f"Reply {destination.address} is-at {destination.mac}" in line for line in tcpdump(file))
     assert_balanced(topology)
 
 

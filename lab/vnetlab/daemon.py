@@ -40,6 +40,8 @@ def configuration(topology: Topology, host: Node, interface: str = "") -> str:
     settings = topology.settings
     # Earlier revisions, which are compared with this one, know nothing of ports.
     ports = f"ports = {settings.dispatchers}\n" if settings.dispatchers > 1 else ""
+    security = f"{'sealed' if settings.sealed else 'trusted'} = true\n"
+    names = identity(topology, host) if settings.sealed else ""
     parts = [
         f'[host]\nname = "{host.name}"\n',
         f'[control]\nsocket = "{host.file(".sock")}"\n',
@@ -59,8 +61,8 @@ def configuration(topology: Topology, host: Node, interface: str = "") -> str:
         parts.append("\n".join(["[[interface]]", *lines, interface]))
     if settings.store:
         endpoint = store.endpoint(topology, settings.ipv6)
-        parts.append(f'[overlay]\netcd = ["{endpoint}"]\ntrusted = true\n')
-        return "\n".join(parts)
+        parts.append(f'[overlay]\netcd = ["{endpoint}"]\n{security}')
+        return "\n".join(parts) + names
     for peer in topology.hosts:
         if peer != host:
             port = PORTS.get(settings.encapsulation, PORT)
@@ -68,10 +70,9 @@ def configuration(topology: Topology, host: Node, interface: str = "") -> str:
             parts.append(
                 f'[[link]]\nname = "{peer.name}"\nremote = "{remote}"\n'
                 f'encapsulation = "{settings.encapsulation}"\n'
-                f"{'sealed' if settings.sealed else 'trusted'} = true\n"
-                + (ports if settings.encapsulation == "native" else "")
+                f"{security}" + (ports if settings.encapsulation == "native" else "")
             )
-    return "\n".join(parts) + (identity(topology, host) if topology.settings.sealed else "")
+    return "\n".join(parts) + names
 
 
 def keys(topology: Topology) -> Path:

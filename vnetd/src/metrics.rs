@@ -14,6 +14,7 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
 use vnet::control::api::{self, Counters};
 use vnet::control::engine::Engine;
+use vnet::control::overlay::Alarm;
 use vnet::dispatch::counters::{BATCH_BOUNDS, Counts, LATENCY_BOUNDS_US};
 use vnet::route::LearnedStats;
 
@@ -30,6 +31,7 @@ pub struct Reading {
     interfaces: Vec<(String, bool)>,
     links: Vec<(String, bool)>,
     learned: LearnedStats,
+    overlay: Option<api::Overlay>,
     dispatchers: Vec<Dispatcher>,
 }
 
@@ -55,6 +57,7 @@ impl Reading {
             interfaces: engine.interfaces().into_iter().map(|i| up(i.name, &i.state)).collect(),
             links: engine.links().into_iter().map(|link| up(link.name, &link.state)).collect(),
             learned: engine.learned_stats(),
+            overlay: engine.overlay(),
             dispatchers: engine.dispatcher_stats().iter().map(dispatcher).collect(),
         }
     }
@@ -63,12 +66,15 @@ impl Reading {
 /// A port's counter: name, unit, help, value.
 type PortCounter = (&'static str, Option<Unit>, &'static str, fn(&Counters) -> u64);
 
-const PORT_COUNTERS: [PortCounter; 9] = [
+const PORT_COUNTERS: [PortCounter; 10] = [
     ("port_in_frames", None, "Frames that entered the core here, refused ones included", |c| c.in_frames),
     ("port_in", Some(Unit::Bytes), "Their bytes", |c| c.in_bytes),
     ("port_out_frames", None, "Frames delivered here", |c| c.out_frames),
     ("port_out", Some(Unit::Bytes), "Their bytes", |c| c.out_bytes),
     ("port_copies", None, "Frames from here that became more than one, beyond the first", |c| c.copies),
+    ("port_answers", None, "Questions for neighbours from here that were answered here, not flooded", |c| {
+        c.answers
+    }),
     ("port_notifications", None, "Notifications given to the guest", |c| c.notifications),
     ("port_kicks", None, "Notifications got from the guest", |c| c.kicks),
     ("port_in_datagrams", None, "Datagrams received for this link", |c| c.in_datagrams),
@@ -139,6 +145,7 @@ impl Collector for Reading {
     fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let mut families = Families(encoder);
         self.encode_host(&mut families)?;
+        self.encode_overlay(&mut families)?;
         self.encode_ports(&mut families)?;
         self.encode_dispatchers(&mut families)
     }
@@ -167,6 +174,23 @@ impl Reading {
         families.counter(("learned_freezes", None, help), alone(frozen))?;
         let help = "Times an address was not learned because its port's share was full";
         families.counter(("learned_refusals", None, help), alone(refused))
+    }
+
+    fn encode_overlay(&self, families: &mut Families<'_>) -> fmt::Result {
+        let shown = |value: fn(&api::Overlay) -> u64| self.overlay.iter().map(move |o| (vec![], value(o)));
+        let help = "1 when the host is in step with the overlay's store";
+        families.gauge(("overlay_connected", None, help), shown(|o| u64::from(o.state == "connected")))?;
+        families
+            .gauge(("overlay_hosts", None, "Other hosts in the overlay"), shown(|o| o.hosts.len() as u64))?;
+        let help = "Stations known by the overlay's store, this host's included";
+        families.gauge(("overlay_stations", None, help), shown(|o| o.stations as u64))?;
+        let alarms = self.overlay.iter().flat_map(|overlay| {
+            Alarm::ALL.into_iter().map(|kind| {
+                let raised = overlay.alarms.iter().find(|alarm| alarm.name == kind.name());
+                (vec![("alarm", kind.name().into())], raised.map_or(0, |alarm| alarm.count))
+            })
+        });
+        families.counter(("overlay_alarms", None, "Alarms of the overlay, by kind"), alarms)
     }
 
     fn encode_ports(&self, families: &mut Families<'_>) -> fmt::Result {

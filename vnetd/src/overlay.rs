@@ -4,7 +4,7 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::thread::JoinHandle;
 
 use tokio::sync::watch::{Sender, channel};
-use vnet::control::overlay::Overlay;
+use vnet::control::overlay::{Authenticator, Overlay};
 use vnet::frame::NetworkId;
 use vnetd::store::{Agent, EngineHost, Options, settings};
 
@@ -37,6 +37,7 @@ pub fn start(shared: &Shared) -> Result<Option<Running>, Failure> {
     let settings = settings(spec, declared);
     let options = Options::new(spec, engine.bridge_address())?;
     let me = desired.host.spec.name.as_str().into();
+    let authenticator = engine.identity().filter(|_| spec.sealed).map(Authenticator::new);
     drop(locked);
     let instance = instance();
     let host = EngineHost(shared.clone());
@@ -45,7 +46,11 @@ pub fn start(shared: &Shared) -> Result<Option<Running>, Failure> {
     let thread = std::thread::Builder::new().name("overlay".into()).spawn(move || {
         runtime.block_on(async {
             let overlay = Overlay::new(me, instance, settings);
-            Agent::new(overlay, host, options).run(stopping).await;
+            let agent = Agent::new(overlay, host, options);
+            match authenticator {
+                Some(authenticator) => agent.with_authenticator(authenticator).run(stopping).await,
+                None => agent.run(stopping).await,
+            }
         });
     })?;
     Ok(Some(Running { stop, thread }))

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use serde_json::Value;
 use vnet::control::language::{COMMANDS, LINE_MAX};
+use vnet::control::overlay::Alarm;
 use vnet::stats::{DiscardReason, DropReason};
 
 use crate::api::{self, tests::app};
@@ -56,6 +57,10 @@ fn metrics_page() -> String {
     text += "\n## Reasons of discards\n\n| reason | meaning |\n|---|---|\n";
     for reason in DiscardReason::ALL {
         writeln!(text, "| `{}` | {} |", reason.name(), reason.help().trim()).unwrap();
+    }
+    text += "\n## Alarms of the overlay\n\n| alarm | meaning |\n|---|---|\n";
+    for alarm in Alarm::ALL {
+        writeln!(text, "| `{}` | {} |", alarm.name(), alarm.help()).unwrap();
     }
     text
 }

@@ -6,9 +6,8 @@
 //! 2. one new setup is published, which the dispatchers adopt between two batches;
 //! 3. what is gone is stopped, when no dispatcher uses it any more.
 //!
-//! What the plan does not name is not touched. The one case in which something has to go before its successor can be
-//! opened is a resource that changes hands (an interface with other settings at the same socket or device): then it is
-//! stopped first, and opened again as it was if the successor fails.
+//! What the plan does not name is not touched. How interfaces are opened is in `opening.rs`, single changes are in
+//! `edits.rs`, what the engine shows of itself in `view.rs`.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
@@ -20,18 +19,16 @@ use super::capture::Capture;
 use super::config::ConfigError;
 use super::desired::*;
 use super::events::{Asker, Indices, Witness};
+use super::opening::leaving;
 use super::overlay::Computed;
 use super::plan::{self, Plan};
 use super::table::Problem;
-use super::{check, config, driving, tunnel};
+use super::{check, tunnel};
 use crate::dispatch::core::{Core, CoreError, CoreOptions};
 use crate::dispatch::mode::Drive;
 use crate::dispatch::setup::{InterfacePort, LinkPort, Parts};
 use crate::dispatch::stream::StreamPort;
-use crate::frame::{self, PortId};
-use crate::interface::local::{Local, LocalOptions};
-use crate::interface::tap::{Tap, TapOptions};
-use crate::interface::vhost_user::{VhostUser, VhostUserOptions};
+use crate::frame::PortId;
 use crate::interface::{Interface, State};
 use crate::link::identity::IdentityStore;
 use crate::link::inquiry::Inbox;
@@ -90,7 +87,7 @@ pub(super) struct LiveInterface {
     pub mtu: u32,
     pub stats: Arc<PortStats>,
     pub drive: Drive,
-    interface: Arc<dyn Interface>,
+    pub interface: Arc<dyn Interface>,
 }
 
 impl LiveInterface {
@@ -119,16 +116,6 @@ impl LiveLink {
     }
 }
 
-/// Interfaces that were opened but are not in the core yet: dropped, they are closed again.
-#[derive(Default)]
-struct Opened(Vec<(String, LiveInterface)>);
-
-impl Drop for Opened {
-    fn drop(&mut self) {
-        self.0.iter().for_each(|(_, live)| live.interface.stop());
-    }
-}
-
 /// A running core and what it was told.
 pub struct Engine {
     pub(super) core: Core,
@@ -150,8 +137,8 @@ pub struct Engine {
     pub(super) inbox: Arc<Inbox>,
     /// Sees to sealed links; there when this host has an identity.
     keeper: Option<Keeper>,
-    next_route: u32,
-    indices: Indices,
+    pub(super) next_route: u32,
+    pub(super) indices: Indices,
     pub(super) witness: Witness,
 }
 
@@ -208,6 +195,11 @@ impl Engine {
         if let Some(keeper) = &self.keeper {
             keeper.refresh();
         }
+    }
+
+    /// Who this host is, where it has an identity.
+    pub fn identity(&self) -> Option<Arc<IdentityStore>> {
+        self.keeper.as_ref().map(|keeper| keeper.identity().clone())
     }
 
     /// Stops everything: the guests see their links go down, sockets and devices are removed.
@@ -329,108 +321,13 @@ impl Engine {
         }
     }
 
-    /// Opens the plan's new interfaces; on an error everything is as before.
-    fn open_new(&mut self, plan: &Plan) -> Result<Opened, EngineError> {
-        let added = plan.interfaces.added.iter();
-        let wanted: Vec<_> = added.chain(replaced(plan).map(|(_, wanted)| wanted)).collect();
-        let needed: HashSet<_> = wanted.iter().map(|item| item.spec.attachment.resource()).collect();
-        let blockers: Vec<_> =
-            leaving(plan).filter(|item| needed.contains(&item.spec.attachment.resource())).collect();
-        let held: HashSet<_> = blockers.iter().map(|item| item.spec.attachment.resource()).collect();
-        let (late, early): (Vec<&Item<_>>, Vec<&Item<_>>) =
-            wanted.into_iter().partition(|item| held.contains(&item.spec.attachment.resource()));
-
-        let mut opened = Opened::default();
-        for item in early {
-            self.open(item, &mut opened)?;
-        }
-        if late.is_empty() {
-            return Ok(opened);
-        }
-        let stopped = self.stop_early(&blockers);
-        for item in late {
-            if let Err(error) = self.open(item, &mut opened) {
-                drop(opened);
-                return Err(self.reopen(&blockers, stopped, error));
-            }
-        }
-        stopped.iter().for_each(|stats| self.retire(stats));
-        Ok(opened)
-    }
-
-    /// Opens one interface, on a port that nothing uses.
-    fn open(&self, item: &Item<InterfaceSpec>, opened: &mut Opened) -> Result<(), EngineError> {
-        let spec = &item.spec;
-        let port = self.free_port(opened.0.iter().map(|(_, live)| live.port));
-        let live = open_interface(spec, port).map_err(|error| {
-            let text = format!("interface {} cannot be opened: {error}", spec.name);
-            EngineError::Open(Problem::new(&item.place, text))
-        })?;
-        opened.0.push((spec.name.clone(), live));
-        Ok(())
-    }
-
-    /// Stops interfaces whose resources pass to others, and returns their counters.
-    fn stop_early(&mut self, blockers: &[&Item<InterfaceSpec>]) -> Vec<Arc<PortStats>> {
-        let gone: Vec<_> =
-            blockers.iter().filter_map(|item| self.interfaces.remove(&item.spec.name)).collect();
-        self.core.publish(self.setup(&self.current));
-        // Dropped here, too: a TAP is free only when its file is closed.
-        gone.into_iter()
-            .map(|live| {
-                live.interface.stop();
-                live.stats
-            })
-            .collect()
-    }
-
-    /// Opens interfaces again that were stopped for successors which failed with `error`.
-    fn reopen(
-        &mut self,
-        blockers: &[&Item<InterfaceSpec>],
-        stopped: Vec<Arc<PortStats>>,
-        error: EngineError,
-    ) -> EngineError {
-        stopped.iter().for_each(|stats| self.retire(stats));
-        let mut lost = String::new();
-        for item in blockers {
-            let mut opened = Opened::default();
-            match self.open(item, &mut opened) {
-                Ok(()) => self.interfaces.extend(std::mem::take(&mut opened.0)),
-                Err(again) => {
-                    let name = &item.spec.name;
-                    lost += &format!("; interface {name} had to stop for it and is lost: {again}");
-                    self.forget(name);
-                }
-            }
-        }
-        self.core.publish(self.setup(&self.current));
-        match error {
-            EngineError::Open(problem) => {
-                EngineError::Open(Problem { text: problem.text + &lost, ..problem })
-            }
-            error => error,
-        }
-    }
-
-    /// Takes an interface that is lost, and the rules that name it, out of the current state.
-    fn forget(&mut self, name: &str) {
-        let target = Target::Interface(name.into());
-        self.indices.forget_interface(&name.into());
-        for desired in [&mut self.current, &mut self.own] {
-            desired.interfaces.retain(|item| item.spec.name != name);
-            desired.routes.retain(|item| !item.spec.names(&target));
-        }
-        self.route_indices.retain(|spec, _| !spec.names(&target));
-    }
-
-    fn retire(&mut self, stats: &PortStats) {
+    pub(super) fn retire(&mut self, stats: &PortStats) {
         self.retired.add(&Counters::from(stats));
     }
 
     /// The lowest port that neither a live object nor one of `taken` has. What a plan removes is live until it is carried
     /// out, so that no port changes hands within one publication.
-    fn free_port(&self, taken: impl Iterator<Item = PortId>) -> PortId {
+    pub(super) fn free_port(&self, taken: impl Iterator<Item = PortId>) -> PortId {
         let interfaces = self.interfaces.values().map(|live| live.port);
         let links = self.links.values().map(|live| live.port);
         let used: HashSet<_> = interfaces.chain(links).chain(taken).collect();
@@ -483,7 +380,7 @@ impl Engine {
     }
 
     /// What the core is to do: `desired`, as far as it is open.
-    fn setup(&self, desired: &Desired) -> Parts {
+    pub(super) fn setup(&self, desired: &Desired) -> Parts {
         let port = |target: &Target| match target {
             Target::Interface(name) => self.interfaces.get(name).map(|live| live.port),
             Target::Link(name) => self.links.get(name).map(|live| live.port),
@@ -546,97 +443,6 @@ impl Engine {
     }
 }
 
-/// Single changes: each makes a desired state of its own and goes the way of all others.
-impl Engine {
-    fn edit(&mut self, edit: impl FnOnce(&mut Desired)) -> Result<(), EngineError> {
-        let mut desired = self.own.clone();
-        edit(&mut desired);
-        config::validate(&desired)?;
-        self.apply(desired).map(drop)
-    }
-
-    /// Adds an interface.
-    pub fn add_interface(&mut self, item: Item<InterfaceSpec>) -> Result<(), EngineError> {
-        self.edit(|desired| desired.interfaces.push(item))
-    }
-
-    /// Changes what can be changed of an interface while it is open; `change` makes the new spec of the old one.
-    pub fn change_interface(
-        &mut self,
-        name: &str,
-        change: impl FnOnce(&InterfaceSpec) -> Result<InterfaceSpec, ConfigError>,
-    ) -> Result<(), EngineError> {
-        let at = self.current.interfaces.iter().position(|item| item.spec.name == name);
-        let at = at.ok_or_else(|| EngineError::NotFound(Target::Interface(name.into()).to_string()))?;
-        let spec = change(&self.current.interfaces[at].spec)?;
-        self.edit(|desired| desired.interfaces[at].spec = spec)
-    }
-
-    /// Adds a link.
-    pub fn add_link(&mut self, item: Item<LinkSpec>) -> Result<(), EngineError> {
-        self.edit(|desired| desired.links.push(item))
-    }
-
-    /// Adds a rule and returns its index.
-    pub fn add_route(&mut self, item: Item<RouteSpec>) -> Result<u32, EngineError> {
-        self.edit(|desired| desired.routes.push(item))?;
-        Ok(self.next_route - 1)
-    }
-
-    /// Removes an interface that no rule names.
-    pub fn remove_interface(&mut self, name: &str) -> Result<(), EngineError> {
-        let target = Target::Interface(name.into());
-        if !self.interfaces.contains_key(name) {
-            return Err(EngineError::NotFound(target.to_string()));
-        }
-        self.not_in_use(target)?;
-        self.edit(|desired| desired.interfaces.retain(|item| item.spec.name != name))
-    }
-
-    /// Removes a link that no rule names.
-    pub fn remove_link(&mut self, name: &str) -> Result<(), EngineError> {
-        let target = Target::Link(name.into());
-        if !self.links.contains_key(name) {
-            return Err(EngineError::NotFound(target.to_string()));
-        }
-        if !self.own.links.iter().any(|item| item.spec.name == name) {
-            return Err(EngineError::Computed(target));
-        }
-        self.not_in_use(target)?;
-        self.edit(|desired| desired.links.retain(|item| item.spec.name != name))
-    }
-
-    /// Removes the rule with index `index`.
-    pub fn remove_route(&mut self, index: u32) -> Result<(), EngineError> {
-        let found = self.route_indices.iter().find(|(_, i)| **i == index).map(|(spec, _)| spec.clone());
-        let spec = found.ok_or_else(|| EngineError::NotFound(format!("route {index}")))?;
-        self.edit(|desired| desired.routes.retain(|item| item.spec != spec))
-    }
-
-    fn not_in_use(&self, target: Target) -> Result<(), EngineError> {
-        let routes = self.current.routes.iter().filter(|item| item.spec.names(&target));
-        match routes.map(|item| &item.spec).next() {
-            Some(spec) => {
-                let routes = format!("{} ({spec})", self.route_indices[spec]);
-                Err(EngineError::InUse { target, routes })
-            }
-            None => Ok(()),
-        }
-    }
-}
-
-/// The interfaces that have to be opened anew because of what changes: as they are, as they should be.
-fn replaced(plan: &Plan) -> impl Iterator<Item = &(Item<InterfaceSpec>, Item<InterfaceSpec>)> {
-    // What is not part of this is the core's, or can be changed while frames flow.
-    let fixed = driving::fixed_part;
-    plan.interfaces.changed.iter().filter(move |(is, wanted)| fixed(&is.spec) != fixed(&wanted.spec))
-}
-
-/// The interfaces that are stopped: those that go for good and those that are opened anew.
-fn leaving(plan: &Plan) -> impl Iterator<Item = &Item<InterfaceSpec>> {
-    plan.interfaces.removed.iter().chain(replaced(plan).map(|(is, _)| is))
-}
-
 /// Starts what sees to sealed links, if this host has an identity to seal with.
 fn keeper(desired: &Desired, core: &Core) -> Result<Option<Keeper>, EngineError> {
     let Some(Item { place, spec: files }) = &desired.identity else { return Ok(None) };
@@ -657,39 +463,6 @@ fn keeper(desired: &Desired, core: &Core) -> Result<Option<Keeper>, EngineError>
 fn network(spec: &NetworkSpec) -> route::NetworkSpec {
     let NetworkSpec { id, learning, ageing_s } = *spec;
     route::NetworkSpec { id, learning, ageing_s }
-}
-
-fn open_interface(spec: &InterfaceSpec, port: PortId) -> Result<LiveInterface, String> {
-    let stats = Arc::new(PortStats::default());
-    let (mac, mtu, queues) = (spec.mac, spec.mtu as usize, spec.queues as usize);
-    let (interface, mtu): (Arc<dyn Interface>, u32) = match &spec.attachment {
-        Attachment::VhostUser { socket, server } => {
-            let (socket, server, name) = (socket.clone(), *server, spec.name.clone());
-            let options = VhostUserOptions { name, socket, server, mac, mtu, queues };
-            let interface =
-                VhostUser::start(options, port, spec.network, stats.clone()).map_err(|e| e.to_string())?;
-            (interface, spec.mtu)
-        }
-        Attachment::Tap { device, netns } => {
-            let (device, netns) = (device.clone(), netns.clone());
-            let origin = frame::Origin { port, network: spec.network };
-            let options = TapOptions { device, netns, mac, mtu, queues };
-            let tap = Tap::open(&options, origin, stats.clone()).map_err(|e| e.to_string())?;
-            let mtu = tap.mtu() as u32;
-            (tap, mtu)
-        }
-        Attachment::Local { device, netns, promiscuous } => {
-            let (device, netns, promiscuous) = (device.clone(), netns.clone(), *promiscuous);
-            let origin = frame::Origin { port, network: spec.network };
-            let options = LocalOptions { device, netns, promiscuous, mtu };
-            let local = Local::open(&options, origin, stats.clone()).map_err(|e| e.to_string())?;
-            let mtu = local.mtu() as u32;
-            (local, mtu)
-        }
-    };
-    interface.set_interrupts(spec.driving.interrupts);
-    let drive = Drive::new(spec.driving.mode, queues);
-    Ok(LiveInterface { port, mtu, stats, drive, interface })
 }
 
 #[cfg(test)]

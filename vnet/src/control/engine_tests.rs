@@ -4,6 +4,7 @@ use std::path::Path;
 
 use super::*;
 use crate::control::api;
+use crate::control::config;
 use crate::control::config::{interface_from_json, link_from_json, parse, route_from_json};
 
 /// A host whose sockets are in `dir`.

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::counters::DispatcherStats;
+use super::observe;
 use super::setup::{InterfacePort, Port, Setup};
 use crate::frame::{BATCH_MAX, Batch, Frame, Origin, PortId};
 use crate::interface::Interface;
@@ -122,11 +123,14 @@ impl Forwarder {
     /// Delivers the answers, each to the interface whose question it takes the place of.
     #[cold]
     fn deliver_answers(&mut self) {
+        let setup = self.setup.clone();
         for (index, frame) in self.answers.frames().iter().enumerate() {
-            if let Some(Port::Interface(port)) = self.setup.port(frame.from) {
-                port.stats.answers.add(1);
-                self.pending.give(port, 0, &self.answers, &[index as u16]);
-            }
+            let Some(Port::Interface(port)) = setup.port(frame.from) else { continue };
+            let index = index as u16;
+            port.stats.answers.add(1);
+            watch::take(|_| ());
+            self.pending.give(port, 0, &self.answers, &[index]);
+            self.record_exit(frame.from, &self.answers, index, observe::drops(), &setup.observers.taps);
         }
         self.answers.clear();
     }

@@ -90,6 +90,19 @@ pub(super) fn refusals(setup: &Setup, dispatcher: usize) {
     }
 }
 
+/// What was dropped on this thread since the last call of [`watch::take`].
+pub(super) fn drops() -> Option<Dropped> {
+    let mut dropped: Option<Dropped> = None;
+    let lost = watch::take(|note| {
+        let pieces = note.frames + dropped.map_or(0, |dropped| dropped.pieces);
+        dropped = Some(Dropped { reason: note.reason, pieces });
+    });
+    if let Some(dropped) = &mut dropped {
+        dropped.pieces += lost;
+    }
+    dropped
+}
+
 impl Forwarder {
     /// What [`Forwarder::run`] does, for those who look.
     #[cold]
@@ -147,19 +160,18 @@ impl Forwarder {
             watch::take(|_| ());
             self.deliver(port, batch, &rest[..1]);
             rest = &rest[1..];
-            let mut dropped: Option<Dropped> = None;
-            let lost = watch::take(|note| {
-                let pieces = note.frames + dropped.map_or(0, |dropped| dropped.pieces);
-                dropped = Some(Dropped { reason: note.reason, pieces });
-            });
-            if let Some(dropped) = &mut dropped {
-                dropped.pieces += lost;
-            }
-            self.record_exit(port, batch, first, dropped, taps);
+            self.record_exit(port, batch, first, drops(), taps);
         }
     }
 
-    fn record_exit(&self, port: PortId, batch: &Batch, index: u16, dropped: Option<Dropped>, taps: &[Tap]) {
+    pub(super) fn record_exit(
+        &self,
+        port: PortId,
+        batch: &Batch,
+        index: u16,
+        dropped: Option<Dropped>,
+        taps: &[Tap],
+    ) {
         let (at, frame) = (capture::now(), batch.frame(index.into()));
         for tap in taps {
             let Some(place) = tap.place(port) else { continue };

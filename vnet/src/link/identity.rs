@@ -27,6 +27,7 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{NoServerSessionStorage, ParsedCertificate, WebPkiClientVerifier};
+use rustls::sign::SigningKey;
 use rustls::{AlertDescription, CertificateError, ClientConfig, RootCertStore, ServerConfig, version};
 use x509_parser::certificate::X509Certificate;
 use x509_parser::extensions::GeneralName;
@@ -228,6 +229,7 @@ pub struct Identity {
     name: String,
     chain: Vec<CertificateDer<'static>>,
     key: PrivateKeyDer<'static>,
+    signing: Arc<dyn SigningKey>,
     info: CertificateInfo,
     servers: Arc<WebPkiServerVerifier>,
     clients: Arc<dyn ClientCertVerifier>,
@@ -264,7 +266,8 @@ impl Identity {
         let chain = certificates(&files.certificate)?;
         let info = CertificateInfo::read(&chain[0]).map_err(|why| bad(&files.certificate, &why))?;
         let (path, key) = (files.certificate.clone(), private_key(&files.key)?);
-        let identity = Identity { name: name.into(), chain, key, info, servers, clients, path };
+        let signing = provider::sign::any_supported_type(&key).map_err(|error| bad(&files.key, &error))?;
+        let identity = Identity { name: name.into(), chain, key, signing, info, servers, clients, path };
         let unusable = |why| IdentityError::Unusable(files.certificate.clone(), why);
         identity.verify(&identity.chain, name).map_err(unusable)?;
         // Also finds out whether the key belongs to the certificate.
@@ -275,6 +278,16 @@ impl Identity {
     /// The name it was loaded for.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// This host's certificate, then those between it and the authority, if any.
+    pub fn chain(&self) -> &[CertificateDer<'static>] {
+        &self.chain
+    }
+
+    /// The private key of this host's certificate, for signatures.
+    pub(super) fn signing_key(&self) -> &dyn SigningKey {
+        &*self.signing
     }
 
     /// What this host's certificate says.
@@ -314,8 +327,17 @@ impl Identity {
 
     /// Checks that `chain` makes its owner `name`, as both client and server, at this moment. The error says why not.
     pub fn verify(&self, chain: &[CertificateDer<'_>], name: &str) -> Result<CertificateInfo, String> {
+        self.verify_at(chain, name, UnixTime::now())
+    }
+
+    /// The same at another moment.
+    pub fn verify_at(
+        &self,
+        chain: &[CertificateDer<'_>],
+        name: &str,
+        now: UnixTime,
+    ) -> Result<CertificateInfo, String> {
         let (leaf, between) = chain.split_first().ok_or("no certificate")?;
-        let now = UnixTime::now();
         let server = server_name(name)?;
         self.clients.verify_client_cert(leaf, between, now).map_err(|error| explain(&error))?;
         self.servers.verify_server_cert(leaf, between, &server, &[], now).map_err(|error| explain(&error))?;

@@ -54,6 +54,7 @@ mod replay;
 pub mod seal;
 mod send;
 mod session;
+pub mod signature;
 mod speed;
 pub mod stream;
 mod udp;

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 use rcgen::{
     BasicConstraints, CertificateParams, CertificateRevocationListParams, ExtendedKeyUsagePurpose, IsCa,
-    Issuer, KeyIdMethod, KeyPair, KeyUsagePurpose, RevokedCertParams, SanType, SerialNumber, date_time_ymd,
+    Issuer, KeyIdMethod, KeyPair, KeyUsagePurpose, RevokedCertParams, SanType, SerialNumber,
+    SignatureAlgorithm, date_time_ymd,
 };
 
 use super::identity::{Identity, IdentityFiles, IdentityStore};
@@ -60,6 +61,18 @@ impl Pki {
 
     /// Issues a certificate with the serial number `serial` to the host `name`, limited to `claims` (URIs).
     pub fn issue(&self, name: &str, serial: u8, flaw: Flaw, claims: &[&str]) -> IdentityFiles {
+        self.issue_of(name, serial, flaw, claims, &rcgen::PKCS_ECDSA_P256_SHA256)
+    }
+
+    /// The same with a key of another kind.
+    pub fn issue_of(
+        &self,
+        name: &str,
+        serial: u8,
+        flaw: Flaw,
+        claims: &[&str],
+        algorithm: &'static SignatureAlgorithm,
+    ) -> IdentityFiles {
         let mut params = CertificateParams::new(vec![name.to_string()]).expect(MADE);
         params.serial_number = Some(SerialNumber::from_slice(&[serial]));
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
@@ -73,7 +86,7 @@ impl Pki {
         }
         let uri = |claim: &&str| SanType::URI((*claim).try_into().expect(MADE));
         params.subject_alt_names.extend(claims.iter().map(uri));
-        let key = KeyPair::generate().expect(MADE);
+        let key = KeyPair::generate_for(algorithm).expect(MADE);
         let certificate = params.signed_by(&key, &self.issuer).expect(MADE);
         let files = self.files(name);
         fs::write(&files.certificate, certificate.pem()).expect(MADE);

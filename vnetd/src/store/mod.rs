@@ -6,6 +6,8 @@
 //!        <-- writes, lease --          <-- locals ---
 //! ```
 //!
+//! Where links are sealed, an [`Authenticator`] stands between the two on the left.
+//!
 //! A *session* is one connection: a lease, one whole reading, page by page, then a watch from the revision behind it. Whatever
 //! goes wrong in it (the store stops, is partitioned, has compacted what the watch wanted) ends the session; the next one
 //! begins with a reading again. Between sessions the overlay is away, and stays as it is. Time goes on for the overlay
@@ -23,12 +25,12 @@ use std::path::Path;
 use std::pin::pin;
 use std::time::Duration;
 
-use etcd_client::{Certificate, ConnectOptions, Identity, TlsOptions};
+use etcd_client::{Certificate, ConnectOptions, Identity, KeyValue, TlsOptions};
 use tokio::sync::watch::Receiver;
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval};
 use vnet::control::api;
 use vnet::control::overlay::spec::OverlaySpec;
-use vnet::control::overlay::{Alarm, Computed, Local, Overlay, Settings};
+use vnet::control::overlay::{Alarm, Authenticator, Computed, Local, Overlay, Settings, Write};
 
 pub use host::EngineHost;
 
@@ -158,6 +160,7 @@ pub fn settings(spec: &OverlaySpec, declared: impl Iterator<Item = vnet::frame::
 /// The agent of one host.
 pub struct Agent<H> {
     overlay: Overlay,
+    authenticator: Option<Authenticator>,
     host: H,
     options: Options,
     started: Instant,
@@ -177,6 +180,7 @@ impl<H: Host> Agent<H> {
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         Agent {
             overlay,
+            authenticator: None,
             host,
             started: Instant::now(),
             ticks,
@@ -186,6 +190,11 @@ impl<H: Host> Agent<H> {
             computed_at: None,
             shown_at: None,
         }
+    }
+
+    /// The same, which signs what it writes and believes only what is signed.
+    pub fn with_authenticator(self, authenticator: Authenticator) -> Agent<H> {
+        Agent { authenticator: Some(authenticator), ..self }
     }
 
     /// Works until `stop` changes, then takes leave of the other hosts, if the store is there.
@@ -256,6 +265,9 @@ impl<H: Host> Agent<H> {
     /// Looks at the host and at the time, and carries out what follows from either.
     fn turn(&mut self) {
         let now_ms = self.now_ms();
+        if let Some(authenticator) = &mut self.authenticator {
+            authenticator.refresh(&mut self.overlay, now_ms);
+        }
         let locals = self.host.locals();
         self.overlay.locals(&locals);
         self.overlay.tick(now_ms);
@@ -276,6 +288,49 @@ impl<H: Host> Agent<H> {
             self.shown_at = Some(Instant::now());
             self.host.show(self.overlay.show(&self.options.endpoints, self.revision, now_ms));
         }
+    }
+
+    /// The store has something under a key.
+    fn put(&mut self, kv: &KeyValue) {
+        let now_ms = self.now_ms();
+        let (key, value, lease, revision) = (kv.key(), kv.value(), kv.lease(), kv.mod_revision());
+        match &mut self.authenticator {
+            Some(judge) => judge.put(&mut self.overlay, key, value, lease, revision, now_ms),
+            None => self.overlay.put(key, value, lease, revision, now_ms),
+        }
+    }
+
+    /// It has nothing there.
+    fn delete(&mut self, kv: &KeyValue) {
+        let now_ms = self.now_ms();
+        match &mut self.authenticator {
+            Some(judge) => judge.delete(&mut self.overlay, kv.key(), kv.mod_revision(), now_ms),
+            None => self.overlay.delete(kv.key(), kv.mod_revision(), now_ms),
+        }
+    }
+
+    /// All of it was read.
+    fn end_reading(&mut self) {
+        let now_ms = self.now_ms();
+        match &mut self.authenticator {
+            Some(judge) => judge.end_reading(&mut self.overlay, now_ms),
+            None => self.overlay.end_reading(now_ms),
+        }
+    }
+
+    /// What is to be written, signed where that is needed; without what cannot be.
+    fn signed(&mut self, mut writes: Vec<Write>) -> Vec<Write> {
+        let now_ms = self.now_ms();
+        if let Some(authenticator) = &mut self.authenticator {
+            writes.retain_mut(|write| match authenticator.sign(write) {
+                Ok(()) => true,
+                Err(why) => {
+                    self.overlay.alarm(Alarm::Write, now_ms, why);
+                    false
+                }
+            });
+        }
+        writes
     }
 
     /// Finds out where other hosts reach this one: at the address from which the store is reached.

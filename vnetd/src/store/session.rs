@@ -83,10 +83,7 @@ impl<H: Host> Agent<H> {
             if revision == 0 {
                 revision = page.header().map_or(0, |header| header.revision());
             }
-            let now_ms = self.now_ms();
-            for kv in page.kvs() {
-                self.overlay.put(kv.key(), kv.value(), kv.lease(), kv.mod_revision(), now_ms);
-            }
+            page.kvs().iter().for_each(|kv| self.put(kv));
             match page.kvs().last() {
                 Some(last) if page.more() => from = [last.key(), &[0]].concat(),
                 _ => break,
@@ -94,8 +91,7 @@ impl<H: Host> Agent<H> {
             limit = (limit * 2).min(PAGE_KEYS);
         }
         self.revision = revision;
-        let now_ms = self.now_ms();
-        self.overlay.end_reading(now_ms);
+        self.end_reading();
         self.turn();
         Ok(())
     }
@@ -151,15 +147,12 @@ impl<H: Host> Agent<H> {
             };
             return Err(StoreError::Watch(why));
         }
-        let now_ms = self.now_ms();
         for event in news.events() {
             let Some(kv) = event.kv() else { continue };
             self.revision = self.revision.max(kv.mod_revision());
             match event.event_type() {
-                EventType::Put => {
-                    self.overlay.put(kv.key(), kv.value(), kv.lease(), kv.mod_revision(), now_ms);
-                }
-                EventType::Delete => self.overlay.delete(kv.key(), kv.mod_revision(), now_ms),
+                EventType::Put => self.put(kv),
+                EventType::Delete => self.delete(kv),
             }
         }
         Ok(())
@@ -171,6 +164,7 @@ impl<H: Host> Agent<H> {
             return;
         }
         let writes = self.overlay.writes(self.now_ms());
+        let writes = self.signed(writes);
         for writes in writes.chunks(WRITES_MAX) {
             writing.spawn(commit(client.clone(), lease, writes.to_vec()));
         }
@@ -185,7 +179,8 @@ impl<H: Host> Agent<H> {
 
     /// Says that this host leaves. The lease runs out by itself: what vanished at once would not be seen to be withdrawn.
     async fn take_leave(&mut self, client: Client, lease: i64) {
-        if let Err(error) = commit(client, lease, self.overlay.farewell()).await {
+        let farewell = self.overlay.farewell();
+        if let Err(error) = commit(client, lease, self.signed(farewell)).await {
             tracing::warn!("overlay: the store was not told that this host leaves: {error}");
         }
     }

@@ -15,6 +15,10 @@ pub enum Alarm {
     Garbage,
     /// A record of this host was written by somebody else.
     Forged,
+    /// A record that its writer's certificate does not vouch for.
+    Untrusted,
+    /// A record that its writer has replaced since, written again.
+    Replayed,
     /// A claim whose sequence number is not newer, or newer beyond belief.
     Sequence,
     /// A station that several hosts claim again and again.
@@ -36,20 +40,55 @@ pub enum Alarm {
 }
 
 impl Alarm {
+    /// All of them.
+    pub const ALL: [Alarm; 13] = [
+        Alarm::Garbage,
+        Alarm::Forged,
+        Alarm::Untrusted,
+        Alarm::Replayed,
+        Alarm::Sequence,
+        Alarm::Frozen,
+        Alarm::UnknownHost,
+        Alarm::Address,
+        Alarm::Name,
+        Alarm::Limit,
+        Alarm::Vanished,
+        Alarm::Write,
+        Alarm::Apply,
+    ];
+
     /// Its stable name.
     pub fn name(self) -> &'static str {
+        self.words().0
+    }
+
+    /// What is wrong, for people.
+    pub fn help(self) -> &'static str {
+        self.words().1
+    }
+
+    fn words(self) -> (&'static str, &'static str) {
         match self {
-            Alarm::Garbage => "garbage",
-            Alarm::Forged => "forged",
-            Alarm::Sequence => "sequence",
-            Alarm::Frozen => "frozen",
-            Alarm::UnknownHost => "unknown_host",
-            Alarm::Address => "address",
-            Alarm::Name => "name",
-            Alarm::Limit => "limit",
-            Alarm::Vanished => "vanished",
-            Alarm::Write => "write",
-            Alarm::Apply => "apply",
+            Alarm::Garbage => ("garbage", "a key or value that is no record of this version"),
+            Alarm::Forged => {
+                ("forged", "a record of this host was written by somebody else; it was put right")
+            }
+            Alarm::Untrusted => ("untrusted", "a record that its writer's certificate does not vouch for"),
+            Alarm::Replayed => {
+                ("replayed", "a record that its writer has replaced since was written again by somebody else")
+            }
+            Alarm::Sequence => ("sequence", "a claim whose sequence number is not among the next ones"),
+            Alarm::Frozen => ("frozen", "several hosts claim one object again and again"),
+            Alarm::UnknownHost => ("unknown_host", "a claim in the name of a host that is not there"),
+            Alarm::Address => ("address", "two hosts at one address, or one at several"),
+            Alarm::Name => ("name", "another host uses this one's name"),
+            Alarm::Limit => ("limit", "more hosts or stations than are kept"),
+            Alarm::Vanished => ("vanished", "the store has lost records that nobody withdrew"),
+            Alarm::Write => (
+                "write",
+                "the store takes nothing: its disk is full, or this host may not write, or not that",
+            ),
+            Alarm::Apply => ("apply", "what was computed could not be carried out"),
         }
     }
 }

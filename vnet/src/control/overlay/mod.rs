@@ -19,12 +19,16 @@
 //!   load the store no further.
 //! - A guest's address that is in use here is here, whatever the store says.
 //!
+//! Where links are sealed, the state machine is told of sound records only that their writer's certificate vouches for
+//! (`authenticator.rs`, `signed.rs`); others count as no records (`vouched.rs`).
+//!
 //! # What outlives the store
 //! All of it. While the store is away nothing changes but what is learned from frames; when it is back, whatever is missing
 //! there stays in force. A host that is silent in the store is forgotten after [`FORGET_MS`], when it was missed by two
 //! whole readings and nothing came by its link meanwhile; a record that withdraws it does so at once.
 
 mod alarm;
+mod authenticator;
 mod compute;
 mod entry;
 mod news;
@@ -33,15 +37,18 @@ mod oracle;
 mod places;
 mod publish;
 pub mod record;
+pub mod signed;
 pub mod spec;
 #[cfg(test)]
 mod tests;
+mod vouched;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::{IpAddr, SocketAddr};
 
 pub use alarm::Alarm;
 use alarm::Alarms;
+pub use authenticator::Authenticator;
 pub use compute::{Computed, PeerLink};
 use entry::Entry;
 pub use entry::{HOLD_MS, SEQUENCE_STEP_MAX};

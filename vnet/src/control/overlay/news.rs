@@ -73,7 +73,7 @@ impl Overlay {
         }
     }
 
-    fn put_host(
+    pub(super) fn put_host(
         &mut self,
         network: NetworkId,
         name: &str,
@@ -99,7 +99,7 @@ impl Overlay {
         entry.store(record, revision, lease);
         if me {
             let stored = entry.stored.as_ref().and_then(|stored| stored.record.as_ref());
-            if stored.is_some_and(|record| record.instance == instance) {
+            if lease == self.lease && stored.is_some_and(|record| record.instance == instance) {
                 self.joined.insert(network);
             }
             return;
@@ -113,7 +113,7 @@ impl Overlay {
         }
     }
 
-    fn put_station(
+    pub(super) fn put_station(
         &mut self,
         network: NetworkId,
         mac: Mac,

@@ -2,10 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 
 use super::spec::Topology;
-use super::{Computed, Local, Overlay, Settings};
+use super::{Authenticator, Computed, Local, Overlay, Settings, Write};
 use crate::frame::NetworkId;
+use crate::link::identity::IdentityStore;
+use crate::link::pki::Pki;
 use crate::wire::ethernet::Mac;
 
 /// Milliseconds between two steps: a poll of the host each fifth.
@@ -23,6 +26,8 @@ type News = (String, Option<Kept>, i64);
 /// A host and its connection to the store.
 pub struct Host {
     pub overlay: Overlay,
+    /// Where records are signed, and who this is.
+    pub identity: Option<(Authenticator, Arc<IdentityStore>)>,
     pub locals: Vec<Local>,
     pub connected: bool,
     /// What was computed when it last said that it has changed.
@@ -78,6 +83,15 @@ impl World {
     }
 
     pub fn with(settings: Vec<Settings>) -> World {
+        World::made(settings, None)
+    }
+
+    /// Hosts 1 to `count`, whose records are signed.
+    pub fn sealed(count: usize, pki: &Pki) -> World {
+        World::made((1..=count).map(settings).collect(), Some(pki))
+    }
+
+    fn made(settings: Vec<Settings>, pki: Option<&Pki>) -> World {
         let mut world =
             World { now_ms: 1, hosts: vec![], store: BTreeMap::new(), news: vec![], revision: 1, leases: 0 };
         for (index, settings) in settings.into_iter().enumerate() {
@@ -85,7 +99,19 @@ impl World {
             let overlay = Overlay::new(name(host).into(), host as u64, settings);
             let locals = vec![guest(1, host)];
             let computed = Computed::default();
-            world.hosts.push(Host { overlay, locals, connected: false, computed, lease: 0, heard: 0 });
+            let identity = pki.map(|pki| {
+                let store = Arc::new(pki.store(&name(host), host as u8));
+                (Authenticator::new(store.clone()), store)
+            });
+            world.hosts.push(Host {
+                overlay,
+                identity,
+                locals,
+                connected: false,
+                computed,
+                lease: 0,
+                heard: 0,
+            });
             world.connect(host);
         }
         world
@@ -191,13 +217,19 @@ impl World {
         if host.connected {
             for (key, kept, revision) in &self.news[host.heard..] {
                 match kept {
-                    Some((value, lease, revision)) => {
-                        host.overlay.put(key.as_bytes(), value, *lease, *revision, now_ms);
-                    }
-                    None => host.overlay.delete(key.as_bytes(), *revision, now_ms),
+                    Some(kept) => host.put(key, kept, now_ms),
+                    None => match &mut host.identity {
+                        Some((judge, _)) => {
+                            judge.delete(&mut host.overlay, key.as_bytes(), *revision, now_ms);
+                        }
+                        None => host.overlay.delete(key.as_bytes(), *revision, now_ms),
+                    },
                 }
             }
             host.heard = self.news.len();
+        }
+        if let Some((authenticator, _)) = &mut host.identity {
+            authenticator.refresh(&mut host.overlay, now_ms);
         }
         // Hosts are not polled at the same moments.
         if (now_ms + index as u64 * STEP_MS) % POLL_MS < step_ms {
@@ -211,7 +243,7 @@ impl World {
             host.assert_full();
         }
         let lease = host.lease;
-        let writes = if host.connected { host.overlay.writes(now_ms) } else { vec![] };
+        let writes = if host.connected { host.writes(now_ms) } else { vec![] };
         for write in writes {
             let is = self.store.get(&write.key).map_or(0, |kept| kept.2);
             match write.value {
@@ -292,10 +324,30 @@ impl Host {
 
     fn read(&mut self, store: &BTreeMap<String, Kept>, now_ms: u64) {
         self.overlay.begin_reading();
-        for (key, (value, lease, revision)) in store {
-            self.overlay.put(key.as_bytes(), value, *lease, *revision, now_ms);
+        for (key, kept) in store {
+            self.put(key, kept, now_ms);
         }
-        self.overlay.end_reading(now_ms);
+        match &mut self.identity {
+            Some((judge, _)) => judge.end_reading(&mut self.overlay, now_ms),
+            None => self.overlay.end_reading(now_ms),
+        }
+    }
+
+    fn put(&mut self, key: &str, (value, lease, revision): &Kept, now_ms: u64) {
+        match &mut self.identity {
+            Some((judge, _)) => {
+                judge.put(&mut self.overlay, key.as_bytes(), value, *lease, *revision, now_ms);
+            }
+            None => self.overlay.put(key.as_bytes(), value, *lease, *revision, now_ms),
+        }
+    }
+
+    fn writes(&mut self, now_ms: u64) -> Vec<Write> {
+        let mut writes = self.overlay.writes(now_ms);
+        if let Some((authenticator, _)) = &mut self.identity {
+            writes.retain_mut(|write| authenticator.sign(write).is_ok());
+        }
+        writes
     }
 }
 

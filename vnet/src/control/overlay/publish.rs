@@ -37,6 +37,10 @@ impl Overlay {
         let forged = self.mine.iter().take(self.repairs.0 as usize + self.sent.len());
         let places: BTreeSet<_> = self.guests.keys().chain(&self.leaving).chain(forged).copied().collect();
         for (id, mac) in places {
+            // A host before its stations: others know by it whom to believe about them.
+            if self.joins(id) && self.settings.address.is_some() && !self.joined.contains(&id) {
+                continue;
+            }
             if let Some((write, why)) = self.station_write(id, mac, now_ms) {
                 self.send(Key::Station(id, mac), write, why, now_ms, &mut writes);
             }
@@ -111,9 +115,13 @@ impl Overlay {
             return None;
         }
         let write = Write { key: key(), value: Some(wanted.write()), expect };
-        let foreign = stored.is_some() && joined && record.is_none_or(|record| *record != wanted);
+        let foreign = stored.is_some() && joined && record.as_deref() != Some(&wanted);
         if !foreign {
             return Some((write, Why::Own));
+        }
+        if record.is_none() {
+            // Nobody is misled by what is no record: it is no move.
+            return Some((write, Why::Repair));
         }
         if self.sent.contains_key(&Key::Host(id, self.me.clone())) || entry.moves.is_frozen(now_ms) {
             return None;

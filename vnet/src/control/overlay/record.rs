@@ -5,8 +5,8 @@
 //! | `/vnet/v1/NETWORK/hosts/NAME` | [`HostRecord`]: the host has members in the network, or relays for those who have |
 //! | `/vnet/v1/NETWORK/interfaces/MAC` | [`StationRecord`]: the station is on a host |
 //!
-//! Fields that are not known are passed over, so that some can be added. Everything has a limit, so that what is kept of a
-//! record is bounded by [`VALUE_MAX`].
+//! Fields that are not known are passed over, so that some can be added: those of signed values (`signed.rs`) are. Everything
+//! has a limit, so that what is kept of a record is bounded.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -20,8 +20,10 @@ use crate::wire::ethernet::Mac;
 
 /// What all keys begin with.
 pub const PREFIX: &str = "/vnet/v1/";
-/// Longest value in bytes: a station with all its addresses takes a fifth of it.
+/// Longest value of a station in bytes: with all its addresses and a signature it takes half of it.
 pub const VALUE_MAX: usize = 4096;
+/// Longest value of a host in bytes: it may carry certificates.
+pub const HOST_VALUE_MAX: usize = 32 << 10;
 
 /// What a key names.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -52,6 +54,14 @@ impl Key {
     pub fn network(&self) -> NetworkId {
         match self {
             Key::Host(network, _) | Key::Station(network, _) => *network,
+        }
+    }
+
+    /// Longest value in bytes.
+    pub fn value_max(&self) -> usize {
+        match self {
+            Key::Host(..) => HostRecord::MAX,
+            Key::Station(..) => StationRecord::MAX,
         }
     }
 
@@ -109,12 +119,15 @@ fn is_false(flag: &bool) -> bool {
 
 /// Something that a key's value says.
 pub trait Record: Clone + PartialEq + Serialize + for<'de> Deserialize<'de> {
+    /// Longest value in bytes.
+    const MAX: usize;
+
     /// True when every field is within its limits.
     fn is_sound(&self) -> bool;
 
     /// Reads a value; `None` when it is not a sound record.
     fn parse(value: &[u8]) -> Option<Self> {
-        let record: Self = if value.len() > VALUE_MAX { None } else { serde_json::from_slice(value).ok() }?;
+        let record: Self = if value.len() > Self::MAX { None } else { serde_json::from_slice(value).ok() }?;
         record.is_sound().then_some(record)
     }
 
@@ -137,6 +150,8 @@ pub trait Record: Clone + PartialEq + Serialize + for<'de> Deserialize<'de> {
 }
 
 impl Record for HostRecord {
+    const MAX: usize = HOST_VALUE_MAX;
+
     fn is_sound(&self) -> bool {
         // One address is written in one way, or a host could hide behind a mapped form of another's.
         is_host_address(self.address) && self.address.ip().to_canonical() == self.address.ip()
@@ -160,6 +175,8 @@ impl Record for HostRecord {
 }
 
 impl Record for StationRecord {
+    const MAX: usize = VALUE_MAX;
+
     fn is_sound(&self) -> bool {
         is_name(&self.host)
             && self.addresses.len() <= ADDRESSES_MAX
@@ -244,6 +261,9 @@ mod tests {
         let many =
             format!(r#"{{"host":"h","sequence":1,"addresses":[{}]}}"#, vec!["\"10.0.0.1\""; 17].join(","));
         assert_eq!(StationRecord::parse(many.as_bytes()), None);
-        assert_eq!(StationRecord::parse(&vec![b' '; VALUE_MAX + 1]), None);
+        let long = |most: usize, text: &[u8]| [&vec![b' '; most + 1 - text.len()], text].concat();
+        assert_eq!(StationRecord::parse(&long(VALUE_MAX, br#"{"host":"h","sequence":1}"#)), None);
+        assert!(StationRecord::parse(&long(VALUE_MAX - 1, br#"{"host":"h","sequence":1}"#)).is_some());
+        assert_eq!(HostRecord::parse(&long(HOST_VALUE_MAX, host.as_bytes())), None);
     }
 }

@@ -70,8 +70,12 @@ fn two_guests_of_one_address_freeze_it() {
 }
 
 /// A host with a guest that others' records concern; `bad` is done to the store once every 30 ms.
-fn no_wrong_route(mut bad: impl FnMut(&mut World, u32)) -> World {
-    let mut world = World::new(3);
+fn no_wrong_route(bad: impl FnMut(&mut World, u32)) -> World {
+    no_wrong_route_in(World::new(3), bad)
+}
+
+/// The same in a world of three hosts.
+pub(super) fn no_wrong_route_in(mut world: World, mut bad: impl FnMut(&mut World, u32)) -> World {
     world.run(300, |_| {});
     world.assert_truth();
     for round in 0..40 {

@@ -1,0 +1,83 @@
+//! Single changes of what the engine was asked for: each makes a desired state of its own and goes the way of all others.
+
+use super::config::{self, ConfigError};
+use super::desired::*;
+use super::engine::{Engine, EngineError};
+
+impl Engine {
+    fn edit(&mut self, edit: impl FnOnce(&mut Desired)) -> Result<(), EngineError> {
+        let mut desired = self.own.clone();
+        edit(&mut desired);
+        config::validate(&desired)?;
+        self.apply(desired).map(drop)
+    }
+
+    /// Adds an interface.
+    pub fn add_interface(&mut self, item: Item<InterfaceSpec>) -> Result<(), EngineError> {
+        self.edit(|desired| desired.interfaces.push(item))
+    }
+
+    /// Changes what can be changed of an interface while it is open; `change` makes the new spec of the old one.
+    pub fn change_interface(
+        &mut self,
+        name: &str,
+        change: impl FnOnce(&InterfaceSpec) -> Result<InterfaceSpec, ConfigError>,
+    ) -> Result<(), EngineError> {
+        let at = self.current.interfaces.iter().position(|item| item.spec.name == name);
+        let at = at.ok_or_else(|| EngineError::NotFound(Target::Interface(name.into()).to_string()))?;
+        let spec = change(&self.current.interfaces[at].spec)?;
+        self.edit(|desired| desired.interfaces[at].spec = spec)
+    }
+
+    /// Adds a link.
+    pub fn add_link(&mut self, item: Item<LinkSpec>) -> Result<(), EngineError> {
+        self.edit(|desired| desired.links.push(item))
+    }
+
+    /// Adds a rule and returns its index.
+    pub fn add_route(&mut self, item: Item<RouteSpec>) -> Result<u32, EngineError> {
+        self.edit(|desired| desired.routes.push(item))?;
+        Ok(self.next_route - 1)
+    }
+
+    /// Removes an interface that no rule names.
+    pub fn remove_interface(&mut self, name: &str) -> Result<(), EngineError> {
+        let target = Target::Interface(name.into());
+        if !self.interfaces.contains_key(name) {
+            return Err(EngineError::NotFound(target.to_string()));
+        }
+        self.not_in_use(target)?;
+        self.edit(|desired| desired.interfaces.retain(|item| item.spec.name != name))
+    }
+
+    /// Removes a link that no rule names.
+    pub fn remove_link(&mut self, name: &str) -> Result<(), EngineError> {
+        let target = Target::Link(name.into());
+        if !self.links.contains_key(name) {
+            return Err(EngineError::NotFound(target.to_string()));
+        }
+        if !self.own.links.iter().any(|item| item.spec.name == name) {
+            return Err(EngineError::Computed(target));
+        }
+        self.not_in_use(target)?;
+        self.edit(|desired| desired.links.retain(|item| item.spec.name != name))
+    }
+
+    /// Removes the rule with index `index`.
+    pub fn remove_route(&mut self, index: u32) -> Result<(), EngineError> {
+        let found = self.route_indices.iter().find(|(_, i)| **i == index).map(|(spec, _)| spec.clone());
+        let spec = found.ok_or_else(|| EngineError::NotFound(format!("route {index}")))?;
+        self.edit(|desired| desired.routes.retain(|item| item.spec != spec))
+    }
+
+    fn not_in_use(&self, target: Target) -> Result<(), EngineError> {
+        let routes = self.current.routes.iter().filter(|item| item.spec.names(&target));
+        match routes.map(|item| &item.spec).next() {
+            Some(spec) => {
+                let routes = format!("{} ({spec})", self.route_indices[spec]);
+                Err(EngineError::InUse { target, routes })
+            }
+            None => Ok(()),
+        }
+    }
+}
