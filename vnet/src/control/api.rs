@@ -262,7 +262,7 @@ impl InterruptCounters {
 pub struct Link {
     /// Its name.
     pub name: String,
-    /// The other host.
+    /// The other host: where it is at present, for links that follow it; `anywhere` while that is not known.
     pub remote: String,
     /// Ports of the other host, from that of `remote` on.
     #[serde(default = "one")]

@@ -21,7 +21,7 @@ use crate::dispatch::yielding::Strategy;
 use crate::frame::{MTU_MAX, NetworkId};
 use crate::interface::tap::DEVICE_NAME_MAX;
 use crate::interface::vhost_user;
-use crate::link::{Encapsulation, PORTS_MAX};
+use crate::link::{ANYWHERE, Encapsulation, PORTS_MAX};
 use crate::route::{AGEING_S, Qualifier, STORM_FRAMES_PER_S};
 use crate::wire::ethernet::Mac;
 
@@ -366,7 +366,11 @@ fn read_link(table: Table, notes: &mut Notes) -> Option<Item<LinkSpec>> {
     let name = read_name(&mut reader, "h2");
     let encapsulation =
         reader.word("encapsulation", &ENCAPSULATIONS).map_or(Encapsulation::Native, |(_, word)| word);
-    reader.require("remote", "\"10.0.0.2:9000\"");
+    let security = security::read_link(&mut reader, name.as_deref(), encapsulation);
+    let learns = tunnel::learns_remote(encapsulation, &security);
+    if !learns {
+        reader.require("remote", "\"10.0.0.2:9000\"");
+    }
     let remote = reader.text("remote");
     let (remote, tunnel) = tunnel::read(&mut reader, encapsulation, remote);
     let networks = read_networks(&mut reader, tunnel::carries_one(encapsulation, &tunnel));
@@ -377,13 +381,12 @@ fn read_link(table: Table, notes: &mut Notes) -> Option<Item<LinkSpec>> {
         1
     };
     let mtu = reader.number("mtu", LINK_MTU_MIN, u32::from(u16::MAX)).map(|mtu| mtu as u16);
-    let security = security::read_link(&mut reader, name.as_deref(), encapsulation);
     reader.finish();
     if notes.problems.len() != before {
         notes.broken.extend(name.map(Target::Link));
         return None;
     }
-    let (name, remote) = (name?, remote?);
+    let (name, remote) = (name?, remote.or(learns.then_some(ANYWHERE))?);
     Some(Item {
         place,
         spec: LinkSpec { name, remote, ports, encapsulation, networks, mtu, tunnel, security },

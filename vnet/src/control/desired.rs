@@ -286,7 +286,7 @@ impl Attachment {
 pub struct LinkSpec {
     /// Its name on this host.
     pub name: String,
-    /// The other host.
+    /// The other host; [`ANYWHERE`](crate::link::ANYWHERE) when a sealed link learns that from its peer.
     pub remote: SocketAddr,
     /// Ports of the other host, from that of `remote` on.
     pub ports: u16,

@@ -105,7 +105,10 @@ impl Engine {
             let peer = seal.as_ref().map(|seal| seal.peer.clone()).or(link.stream_peer().map(Into::into));
             Some(api::Link {
                 name: spec.name.clone(),
-                remote: tunnel::remote(spec),
+                remote: match link.remote() {
+                    Some(remote) if seal.is_some() => remote.to_string(),
+                    _ => tunnel::remote(spec),
+                },
                 ports: spec.ports,
                 encapsulation: encapsulation_name(spec.encapsulation).into(),
                 networks: spec.networks.clone(),

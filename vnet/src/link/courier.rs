@@ -41,10 +41,11 @@ impl Courier {
         let _ = self.post(link, Kind::Keepalive, &seal.keepalive(asks));
     }
 
-    /// Sends one datagram of no network, sealed where the link is.
+    /// Sends one datagram of no network, sealed where the link is. A keepalive has a tag there, see place.rs.
     fn post(&self, link: &Link, kind: Kind, payload: &[u8]) -> io::Result<()> {
         let name = self.socket.name(link, 0).ok_or_else(|| unfit("no socket for its address"))?;
         let keyring = link.seal().map(Seal::keyring);
+        let tag = keyring.as_ref().filter(|_| kind == Kind::Keepalive).map_or(0, |keyring| keyring.tag());
         let key = match &keyring {
             None => None,
             Some(keyring) => {
@@ -59,8 +60,8 @@ impl Courier {
             hops: 0,
             epoch: key.map_or(0, |key| key.epoch()),
             index: 0,
-            network: 0,
-            queue: 0,
+            network: tag >> 8,
+            queue: tag as u8,
             number: link.take_numbers(1),
         };
         let mut datagram = [&header.to_bytes()[..], payload].concat();
@@ -68,7 +69,7 @@ impl Courier {
             datagram.resize(datagram.len() + TAG_LEN, 0);
             key.seal(&mut datagram);
         }
-        self.socket.send(&datagram, name)?;
+        self.socket.send(&datagram, &name)?;
         link.stats.out_datagrams.add(1);
         Ok(())
     }

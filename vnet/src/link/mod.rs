@@ -11,7 +11,8 @@
 //! A [`Link`] is what is known of one neighbour: address, encapsulation, counters, the next datagram number, the path MTU.
 //! It owns no socket (but a stream link's connections, see [`stream`]). Each dispatcher has one [`Bridge`] for all links: a UDP socket with a [`Sender`] and a [`Receiver`],
 //! two halves so that a frame may be relayed while the burst it came in is still being worked on. Which link a datagram
-//! came by is told by its source address and port, through an immutable [`Peers`] that control replaces as a whole.
+//! came by is told by its source address and port, through an immutable [`Peers`] that control replaces as a whole; sealed links
+//! follow their peers to other addresses (`place.rs`).
 //! A host may have several ports, over which flows are spread: see ports.rs.
 //!
 //! A *sealed* link carries nothing in clear text: `seal.rs` encrypts datagrams with keys that two hosts agree on by TLS
@@ -47,6 +48,7 @@ pub mod inquiry;
 pub mod keeper;
 #[cfg(any(test, feature = "test-util"))]
 pub mod pki;
+mod place;
 mod ports;
 pub mod reassembly;
 mod receive;
@@ -60,6 +62,8 @@ mod udp;
 mod vxlan;
 mod window;
 
+pub use place::ANYWHERE;
+use place::{Place, Roster};
 pub use reassembly::ReassemblyBudget;
 pub use receive::{Received, Receiver};
 pub use send::Sender;
@@ -67,7 +71,6 @@ use session::Seal;
 pub use session::SealView;
 use stream::Stream;
 pub use stream::{Proxy, StreamOptions};
-use udp::Name;
 pub use udp::{Bridge, BridgeError, kernel_offloads};
 use vxlan::Vteps;
 pub use vxlan::{FLOOD_MAX, VxlanOptions};
@@ -140,7 +143,7 @@ impl FromStr for Encapsulation {
 pub struct LinkOptions {
     /// Its name on this host.
     pub name: String,
-    /// The other host's bridge: its first port.
+    /// The other host's bridge: its first port. [`ANYWHERE`] when a sealed link is to learn it from its peer.
     pub remote: SocketAddr,
     /// How many ports the other host's bridge has, from that of `remote` on: 1 to [`PORTS_MAX`]. A `vnet` link uses the first.
     pub ports: u16,
@@ -197,8 +200,8 @@ pub struct Link {
     id: u64,
     port: PortId,
     options: LinkOptions,
-    /// For each of the remote's ports the address for an IPv4 socket, if it is one, and for an IPv6 socket.
-    names: Vec<[Option<Name>; 2]>,
+    /// Where the other host is.
+    place: Place,
     /// Of a VXLAN link.
     vteps: Option<Vteps>,
     /// Of a stream link.
@@ -253,7 +256,7 @@ impl Link {
         Arc::new(Link {
             id: LINKS.fetch_add(1, Relaxed),
             port,
-            names: remotes(&options).map(|remote| [false, true].map(|v6| Name::new(remote, v6))).collect(),
+            place: Place::new(&options, place::follows(&options, peer.is_some())),
             vteps,
             stream,
             seal: peer.map(|peer| Box::new(Seal::new(peer))),
@@ -354,7 +357,11 @@ impl Link {
 
     /// Largest UDP payload of an unfragmented packet in bytes.
     fn udp_payload(&self) -> usize {
-        let ip = if self.options.remote.is_ipv4() { IPV4_HEADER_LEN } else { IPV6_HEADER_LEN };
+        let ip = if self.remote().is_some_and(|remote| remote.is_ipv4()) {
+            IPV4_HEADER_LEN
+        } else {
+            IPV6_HEADER_LEN
+        };
         usize::from(self.path_mtu() - ip - UDP_HEADER_LEN).min(UDP_PAYLOAD_MAX)
     }
 
@@ -402,15 +409,9 @@ fn first_number() -> u64 {
     wall + instant.elapsed().as_nanos() as u64
 }
 
-/// The addresses that a link's datagrams go to and come from. Ports beyond the last one there is are nobody's.
+/// The addresses that a link's datagrams come from, as far as they are declared.
 fn remotes(options: &LinkOptions) -> impl Iterator<Item = SocketAddr> {
-    let LinkOptions { remote, ports, .. } = *options;
-    let ports = (0..ports.clamp(1, PORTS_MAX)).map_while(move |offset| remote.port().checked_add(offset));
-    ports.map(move |port| {
-        let mut address = remote;
-        address.set_port(port);
-        address
-    })
+    place::addresses(options.remote, if options.remote == ANYWHERE { 0 } else { options.ports.max(1) })
 }
 
 /// An address as the peer table knows it: IPv4 in its own form, no flow label.
@@ -424,7 +425,7 @@ pub fn normalised(address: SocketAddr) -> SocketAddr {
     }
 }
 
-/// Which link a datagram came by. Immutable; control builds a new one when links change.
+/// Which link a datagram came by. Control builds a new one when links change; but for where peers have moved to, it is immutable.
 #[derive(Debug, Default)]
 pub struct Peers {
     links: Vec<Arc<Link>>,
@@ -433,13 +434,14 @@ pub struct Peers {
     by_vtep: HashMap<IpAddr, (usize, u16)>,
     ids: HashSet<u64>,
     any_sealed: bool,
+    roster: Arc<Roster>,
 }
 
 impl Peers {
     /// The table of `links`. Where two have the same remote address and a port in common, the first one gets the datagrams;
     /// control refuses such a configuration.
     pub fn build(links: &[Arc<Link>]) -> Peers {
-        let mut peers = Peers { links: links.to_vec(), ..Peers::default() };
+        let mut peers = Peers { links: links.to_vec(), roster: Roster::new(links), ..Peers::default() };
         for (index, link) in links.iter().enumerate() {
             peers.ids.insert(link.id);
             peers.any_sealed |= link.seal.is_some();
@@ -463,7 +465,14 @@ impl Peers {
     /// The link that a datagram from `source` came by: the one whose remote is this address and this port, or one of its ports
     /// where it has several. All of them are bound by the peer's bridge: other programs and users of its host have others.
     pub fn link(&self, source: SocketAddr) -> Option<&Arc<Link>> {
-        self.links.get(*self.by_address.get(&normalised(source))?)
+        let source = normalised(source);
+        let index = self.by_address.get(&source).copied().or_else(|| self.roster.at(source))?;
+        self.links.get(index)
+    }
+
+    /// The link that a datagram of unknown source says to be a keepalive of. Nothing of it has been opened.
+    fn tagged(&self, datagram: &[u8]) -> Option<&Arc<Link>> {
+        self.links.get(self.roster.tagged(datagram)?)
     }
 
     /// The VXLAN link that a datagram from `source` came by, and the number of its VTEP: the one that lists this address,
@@ -511,7 +520,7 @@ mod tests {
             (Some(9003), None, None)
         );
         assert_eq!(
-            (find("[fd00::5]:65535"), find("[fd00::5]:1"), links[2].names.len()),
+            (find("[fd00::5]:65535"), find("[fd00::5]:1"), links[2].place.ports()),
             (Some(65_534), None, 2)
         );
     }

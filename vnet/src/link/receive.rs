@@ -145,6 +145,12 @@ impl Receiver {
                 _ => message.source.address().and_then(find),
             };
             latest = Some((message.source, whose));
+            // A peer may have moved. What else comes from there waits until it has proved that.
+            let whose = whose.or_else(|| {
+                let moved = !vxlan && message.datagrams() == 1 && !message.truncated;
+                let link = moved.then(|| peers.tagged(self.burst.bytes(&message)))??;
+                Some((link, 0))
+            });
             *found = whose;
             if peers.any_sealed
                 && let Some((link, _)) = whose
@@ -326,6 +332,7 @@ impl Intake<'_> {
             Kind::Keepalive => {
                 if let Some(seal) = link.seal() {
                     seal.hear(payload);
+                    link.heard_at(&header, source);
                 }
             }
             // That it came is all there is to it.
@@ -638,6 +645,10 @@ impl Burst {
                 link.stats.discard(reason, 1);
             }
         }
+    }
+
+    fn bytes(&self, message: &Message) -> &[u8] {
+        &self.memory[message.start..message.start + message.len]
     }
 
     fn message(&self, index: usize) -> Message {
