@@ -1,12 +1,14 @@
-"""Links whose paths change: peers that move, are declared on one side only, and attackers who would like to move them."""
+"""Links whose paths change: peers that move, links declared on one side only, attackers who would like to move them."""
 
+import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from conftest import MakeLab
-from traffic import ping, port, reaches, wait_for_path
+from traffic import assert_balanced, ping, port, reaches, wait_for_path
 
 from vnetlab import daemon, lab, machine, process
 from vnetlab.run import run, wait_until
@@ -125,3 +127,101 @@ def test_repeated_datagrams_move_nothing(topology: Topology, tmp_path: Path):
         wait_for_path(one, other.address)
     finally:
         run(["ip", "-n", far.namespace, "address", "del", f"{thief}/24", "dev", "eth0"])
+
+
+@pytest.fixture(scope="module", params=["native", "sealed"])
+def narrow(request: pytest.FixtureRequest, make_lab: MakeLab) -> Topology:
+    """Three hosts, so that their underlay has a middle, joined by clear or sealed links."""
+    topology = make_lab(vms=0, hosts=3, sealed=request.param == "sealed")
+    for host in topology.hosts:
+        wait_until("links to be up", lambda: all(entry["state"] == "up" for entry in links(host)), 10)  # noqa: B023
+    wait_for_path(topology.find("h1c1"), topology.find("h2c1").address)
+    return topology
+
+
+def links(host: Node) -> list[dict]:
+    """A host's links, by name."""
+    return sorted(daemon.ask(host, "link", "list"), key=lambda entry: entry["name"])
+
+
+def narrow_to(topology: Topology, mtu: int) -> None:
+    """Has the switch between the hosts drop what is larger on its way to h2. It is no router: no ICMP tells of it."""
+    run(["ip", "-n", topology.switch, "link", "set", "h2", "mtu", str(mtu)])
+
+
+def test_a_path_that_narrows_in_silence_is_obeyed_within_three_seconds(narrow: Topology):
+    near = narrow.hosts[0]
+    one, other = narrow.find("h1c1"), narrow.find("h2c1")
+    assert reaches(one, other.address, "-s", "1400")
+    assert links(near)[0]["mtu"] == 1500
+    # What is larger than 1280 bytes vanishes, and no ICMP tells of it.
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(ping, one, other.address, "-s", "1400", count=300, interval_s=PING_INTERVAL_S)
+        time.sleep(0.5)
+        narrow_to(narrow, 1280)
+        narrowed = time.monotonic()
+        time.sleep(0.1)
+        wait_until("large pings to be answered", lambda: ping(one, other.address, "-s", "1400", count=1)[1] == 1, 5)
+        assert time.monotonic() - narrowed < 3
+        running.result()
+    assert links(near)[0]["mtu"] == 1280
+    assert reaches(one, other.address, "-s", "8000")
+    assert not links(near)[0].get("reason")
+
+
+def test_a_killed_peer_is_noticed_within_a_second(narrow: Topology):
+    near, far, _ = narrow.hosts
+    narrow_to(narrow, 1500)
+    listed = links(near)[0]
+    assert listed["rtt_us"] > 0
+    assert listed["loss_permille"] <= 100
+    pid = process.find(far.file(".pid"))
+    assert pid
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    wait_until("the link to be down", lambda: links(near)[0]["state"] == "down", 5, poll_s=0.05)
+    assert time.monotonic() - killed < 1.3, "a second, and what asking takes"
+    assert "nothing came" in links(near)[0]["reason"]
+    assert links(near)[1]["state"] == "up"
+    process.stop(far.file(".pid"))
+    lab.start_daemon(narrow, far)
+    wait_until("the link to be up", lambda: links(near)[0]["state"] == "up", 10, poll_s=0.05)
+    wait_for_path(narrow.find("h1c1"), narrow.find("h2c1").address)
+
+
+def test_links_tell_rates(narrow: Topology):
+    near = narrow.hosts[0]
+    one, other = narrow.find("h1c1"), narrow.find("h2c1")
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(ping, one, other.address, "-s", "1000", count=300, interval_s=PING_INTERVAL_S)
+        time.sleep(2.3)
+        traffic = links(near)[0]["traffic"]
+        running.result()
+    for way in ("in", "out"):
+        assert 20 <= traffic[f"{way}_frames_per_s"] <= 150
+        assert traffic[f"{way}_bits_per_s"] >= traffic[f"{way}_frames_per_s"] * 8 * 900
+
+
+@pytest.fixture(scope="module")
+def line(make_lab: MakeLab) -> Topology:
+    """Three hosts in a line: h1 and h3 have a link to h2 only, which relays."""
+    topology = make_lab(vms=0, hosts=3)
+    for host, unlinked in zip(topology.hosts, ("h3", None, "h1"), strict=True):
+        process.stop(host.file(".pid"))
+        head, *tables = daemon.configuration(topology, host).split("[[link]]")
+        if not unlinked:
+            head = head.replace("learning = true", "learning = true\nrelay = true")
+        kept = [table for table in tables if f'name = "{unlinked}"' not in table]
+        host.file(".toml").write_text("[[link]]".join([head, *kept]))
+        lab.start_daemon(topology, host)
+    return topology
+
+
+def test_a_relay_joins_hosts_that_have_no_link(line: Topology):
+    ends = line.find("h1c1"), line.find("h3c1")
+    assert [[entry["name"] for entry in links(host)] for host in line.hosts] == [["h2"], ["h1", "h3"], ["h2"]]
+    for source, destination in (ends, ends[::-1]):
+        wait_for_path(source, destination.address)
+        assert reaches(source, destination.address, "-s", "8000")
+    assert reaches(line.find("h2c1"), ends[0].address)
+    assert_balanced(line)

@@ -259,8 +259,9 @@ fn read_network(table: Table, notes: &mut Notes) -> Option<Item<NetworkSpec>> {
     let id = reader.take("id").and_then(|entry| network_id(&mut reader, "id", &entry));
     let learning = reader.flag("learning").is_none_or(|(_, flag)| flag);
     let ageing_s = reader.number("ageing_s", 0, AGEING_MAX_S).unwrap_or(AGEING_S);
+    let relay = reader.flag("relay").is_some_and(|(_, flag)| flag);
     reader.finish();
-    Some(Item { place, spec: NetworkSpec { id: id?, learning, ageing_s } })
+    Some(Item { place, spec: NetworkSpec { id: id?, learning, ageing_s, relay } })
 }
 
 fn read_interface(table: Table, notes: &mut Notes) -> Option<Item<InterfaceSpec>> {

@@ -4,6 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use super::inquiry::MAGIC;
+use super::prober;
 use super::seal::TAG_LEN;
 use super::session::Seal;
 use super::udp::Socket;
@@ -39,6 +40,14 @@ impl Courier {
     /// Sends a keepalive on a sealed link. One that cannot be sent is like one that got lost.
     pub(super) fn keepalive(&self, link: &Link, seal: &Seal, asks: bool) {
         let _ = self.post(link, Kind::Keepalive, &seal.keepalive(asks));
+    }
+
+    /// Sends a probe with a payload of `len` bytes, at least 16. One that cannot be sent is like one that got lost.
+    pub(super) fn probe(&self, link: &Link, id: &[u8; 8], len: usize) {
+        let mut payload = vec![0; len];
+        payload[..8].copy_from_slice(&prober::MAGIC);
+        payload[8..16].copy_from_slice(id);
+        let _ = self.post(link, Kind::Probe, &payload);
     }
 
     /// Sends one datagram of no network, sealed where the link is. A keepalive has a tag there, see place.rs.

@@ -30,7 +30,7 @@ use rustls::pki_types::CertificateDer;
 use super::courier::Courier;
 use super::handshake::{self, HandshakeError, initiates};
 use super::identity::{Identity, IdentityStore, is_for};
-use super::place::ANYWHERE;
+use super::place::{ANYWHERE, follow};
 use super::session::{Current, Role, Seal};
 use super::{Link, LinkState, normalised};
 
@@ -283,7 +283,7 @@ impl Shared {
             }
         };
         if silent_ms.is_some_and(|silent| silent >= FORGET_MS) && link.place.forget() {
-            link.refresh_soon();
+            link.forget_path();
             seal.roster().iter().for_each(|roster| roster.refresh());
         }
         let mine = self.is_mine(link, seal, identity, current.as_ref().filter(|_| !silent));
@@ -533,25 +533,6 @@ impl Shared {
         {
             lock(&self.progress).entry(link.id).or_default().failure = Some(why.into());
         }
-    }
-}
-
-/// Moves links to where their peers were heard, and has the datagrams of new sessions and new places found.
-fn follow(links: &[Arc<Link>]) {
-    let mut roster = None;
-    for (link, seal) in links.iter().filter_map(|link| Some((link, link.seal()?))) {
-        let moved = link.place.follow();
-        if let Some(remote) = moved {
-            tracing::info!("link {}: {} is at {remote} now", link.name(), seal.peer);
-            link.refresh_soon();
-        }
-        if seal.has_changed() || moved.is_some() {
-            roster = seal.roster().or(roster);
-        }
-    }
-    // All links of a host are in one.
-    if let Some(roster) = roster {
-        roster.refresh();
     }
 }
 

@@ -26,7 +26,7 @@ use std::fmt;
 use std::net::{IpAddr, SocketAddr, SocketAddrV6};
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, LazyLock};
+use std::sync::{Arc, LazyLock, Mutex};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
@@ -34,7 +34,7 @@ use serde::{Deserialize, Serialize};
 use crate::frame::{NetworkId, PortId};
 use crate::stats::PortStats;
 use crate::wire::ethernet::Mac;
-use crate::wire::native::{self, HOPS_MAX};
+use crate::wire::native::HOPS_MAX;
 
 mod bare;
 pub mod courier;
@@ -46,10 +46,13 @@ pub mod handshake;
 pub mod identity;
 pub mod inquiry;
 pub mod keeper;
+mod path;
 #[cfg(any(test, feature = "test-util"))]
 pub mod pki;
 mod place;
+mod pmtu;
 mod ports;
+pub mod prober;
 pub mod reassembly;
 mod receive;
 mod replay;
@@ -84,11 +87,6 @@ pub const PATH_MTU_MIN: u16 = 552;
 /// reaches this host's interfaces but is not relayed. Loops of links end here at the latest.
 pub const HOPS_UNKNOWN: u8 = HOPS_MAX + 1;
 
-const IPV4_HEADER_LEN: u16 = 20;
-const IPV6_HEADER_LEN: u16 = 40;
-const UDP_HEADER_LEN: u16 = 8;
-/// Path MTU assumed while the kernel knows no route.
-const PATH_MTU_FALLBACK: u16 = 1280;
 /// Most ports of a host's bridge: as many as it may have dispatchers.
 pub const PORTS_MAX: u16 = 64;
 /// Reassembly memory of one link (DESIGN.md section 10).
@@ -181,11 +179,12 @@ pub struct Security {
 /// What a link is able to do at the moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LinkState {
-    /// The kernel has a route to the remote address; for a sealed link: the other host was heard under keys agreed with it.
+    /// The kernel has a route to the remote address, and the other host, if it ever answered, has not gone silent; for a sealed
+    /// link: it was heard under keys agreed with it.
     Up,
-    /// It works, but will not for long.
+    /// It works, but badly, or not for long.
     Degraded(String),
-    /// A sealed link without keys, or whose other end is silent.
+    /// A sealed link without keys, or one whose other end has gone silent. Frames are sent all the same where they can be.
     Down(String),
     /// It has none, and says why.
     Unreachable(String),
@@ -213,7 +212,11 @@ pub struct Link {
     stats: Arc<PortStats>,
     budget: Arc<ReassemblyBudget>,
     inquiries: inquiry::Inquiries,
+    /// What the kernel says of the path.
     path_mtu: AtomicU32,
+    /// The largest packet that arrives, as far as probes tell; 0: they do not.
+    probed_mtu: AtomicU32,
+    probing: Mutex<prober::Probing>,
     /// Speed of the path's device in Mbit/s; 0: to be asked for.
     mbps: AtomicU32,
     refreshed_ms: AtomicU64,
@@ -266,6 +269,8 @@ impl Link {
             budget: Arc::new(ReassemblyBudget::new(LINK_BUDGET)),
             inquiries: inquiry::Inquiries::default(),
             path_mtu: AtomicU32::new(0),
+            probed_mtu: AtomicU32::new(0),
+            probing: Mutex::default(),
             mbps: AtomicU32::new(0),
             refreshed_ms: AtomicU64::new(0),
             route_error: AtomicI32::new(0),
@@ -297,16 +302,6 @@ impl Link {
         &self.stats
     }
 
-    /// Largest IP packet in bytes that is sent on it: the kernel's route or the configured limit, whichever is smaller.
-    pub fn path_mtu(&self) -> u16 {
-        let known = match self.path_mtu.load(Relaxed) {
-            0 => u32::from(PATH_MTU_FALLBACK),
-            mtu => mtu,
-        };
-        let configured = u32::from(self.options.mtu.unwrap_or(u16::MAX));
-        known.min(configured).clamp(u32::from(PATH_MTU_MIN), u32::from(u16::MAX)) as u16
-    }
-
     /// What it is able to do at the moment.
     pub fn state(&self) -> LinkState {
         if let Some(stream) = &self.stream {
@@ -315,7 +310,7 @@ impl Link {
         match (self.seal(), self.route_failure()) {
             (Some(seal), _) => seal.state(),
             (None, Some(why)) => LinkState::Unreachable(why),
-            (None, None) => LinkState::Up,
+            (None, None) => self.probed_state(),
         }
     }
 
@@ -353,21 +348,6 @@ impl Link {
     /// The network of frames whose encapsulation names none.
     fn default_network(&self) -> NetworkId {
         self.options.networks.as_ref().and_then(|networks| networks.first().copied()).unwrap_or_default()
-    }
-
-    /// Largest UDP payload of an unfragmented packet in bytes.
-    fn udp_payload(&self) -> usize {
-        let ip = if self.remote().is_some_and(|remote| remote.is_ipv4()) {
-            IPV4_HEADER_LEN
-        } else {
-            IPV6_HEADER_LEN
-        };
-        usize::from(self.path_mtu() - ip - UDP_HEADER_LEN).min(UDP_PAYLOAD_MAX)
-    }
-
-    /// S: payload bytes of a full native datagram.
-    fn fragment_payload(&self) -> usize {
-        self.udp_payload() - native::HEADER_LEN - if self.seal.is_some() { seal::TAG_LEN } else { 0 }
     }
 
     /// The number that will be taken next.

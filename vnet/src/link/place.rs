@@ -226,6 +226,25 @@ impl Link {
     }
 }
 
+/// Moves links to where their peers were heard, and has the datagrams of new sessions and new places found.
+pub(super) fn follow(links: &[Arc<Link>]) {
+    let mut roster = None;
+    for (link, seal) in links.iter().filter_map(|link| Some((link, link.seal()?))) {
+        let moved = link.place.follow();
+        if let Some(remote) = moved {
+            tracing::info!("link {}: {} is at {remote} now", link.name(), seal.peer);
+            link.forget_path();
+        }
+        if seal.has_changed() || moved.is_some() {
+            roster = seal.roster().or(roster);
+        }
+    }
+    // All links of a host are in one.
+    if let Some(roster) = roster {
+        roster.refresh();
+    }
+}
+
 /// Whether a link's peer can prove where it is.
 pub(super) fn follows(options: &LinkOptions, is_sealed: bool) -> bool {
     is_sealed && options.encapsulation == Encapsulation::Native

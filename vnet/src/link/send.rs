@@ -24,12 +24,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::gather::{Gather, TooBig};
+use super::path::PATH_MTU_FALLBACK;
 use super::reassembly::FRAGMENTS_MAX;
 use super::seal::{SealingKey, TAG_LEN};
 use super::session::Seal;
 use super::udp::{Name, RouteProbe, Socket};
 use super::vxlan::SourcePorts;
-use super::{Encapsulation, Link, PATH_MTU_FALLBACK, PORTS_MAX, Peers, speed};
+use super::{Encapsulation, Link, PORTS_MAX, Peers, speed};
 use crate::frame::{BATCH_MAX, Batch, FRAME_MAX, Frame, SEGMENTS_MAX, Segment};
 use crate::stats::DropReason;
 use crate::wire::flow;

@@ -399,8 +399,8 @@ impl Seal {
     }
 }
 
-/// This host's clock for keepalives, in microseconds; never 0, and never set back.
-fn clock_us() -> u64 {
+/// This host's clock for keepalives and probes, in microseconds; never 0, and never set back.
+pub(super) fn clock_us() -> u64 {
     static START: LazyLock<Instant> = LazyLock::new(Instant::now);
     START.elapsed().as_micros() as u64 + 1
 }
