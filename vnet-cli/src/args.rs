@@ -363,9 +363,9 @@ pub struct InterfaceAdd {
 pub struct LinkAdd {
     /// Name of the new link
     pub name: String,
-    /// The other host: ADDRESS:PORT; with --proxy also NAME:PORT
-    #[arg(long, value_name = "ADDRESS:PORT")]
-    remote: String,
+    /// The other host: ADDRESS:PORT; with --proxy also NAME:PORT [sealed native links: learned from the peer]
+    #[arg(long, value_name = "ADDRESS:PORT", required_unless_present = "sealed")]
+    remote: Option<String>,
     /// native: UDP ports of the other host, from that of REMOTE on; its [bridge] ports [default: 1]
     #[arg(long, value_name = "N")]
     ports: Option<u16>,
@@ -477,7 +477,7 @@ impl LinkAdd {
     pub fn request(&self) -> Value {
         object([
             ("name", Some(self.name.as_str().into())),
-            ("remote", Some(self.remote.as_str().into())),
+            ("remote", value(&self.remote)),
             ("ports", value(&self.ports)),
             ("encapsulation", value(&self.encapsulation)),
             ("flood", value(&self.flood)),

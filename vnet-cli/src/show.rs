@@ -120,6 +120,16 @@ fn duration(seconds: u64) -> String {
     }
 }
 
+/// Bits per second, with three digits or so.
+fn bits(bits_per_s: u64) -> String {
+    match bits_per_s {
+        0..10_000 => format!("{bits_per_s} bit/s"),
+        10_000..10_000_000 => format!("{} kbit/s", bits_per_s / 1_000),
+        10_000_000..10_000_000_000 => format!("{} Mbit/s", bits_per_s / 1_000_000),
+        _ => format!("{} Gbit/s", bits_per_s / 1_000_000_000),
+    }
+}
+
 /// `vnet interface list`
 pub fn interfaces(interfaces: &Vec<Interface>) -> String {
     let heading = [
@@ -200,6 +210,9 @@ pub fn links(links: &Vec<Link>) -> String {
         "MTU",
         "HEARD",
         "RTT",
+        "LOSS",
+        "IN",
+        "OUT",
         "SEALED",
         "NOTE",
     ];
@@ -218,6 +231,9 @@ pub fn links(links: &Vec<Link>) -> String {
             link.mtu.to_string(),
             link.heard_s.map_or("never".into(), |seconds| format!("{} ago", duration(seconds))),
             link.rtt_us.map_or("-".into(), |rtt| format!("{}.{:03} ms", rtt / 1000, rtt % 1000)),
+            link.loss_permille.map_or("-".into(), |loss| format!("{}.{} %", loss / 10, loss % 10)),
+            bits(link.traffic.in_bits_per_s),
+            bits(link.traffic.out_bits_per_s),
             match (&link.peer, link.keys_s) {
                 (Some(peer), Some(keys_s)) => format!("with {peer}, keys {} old", duration(keys_s)),
                 (Some(peer), None) if link.encapsulation == "stream" => format!("with {peer}, TLS"),
@@ -421,6 +437,20 @@ mod tests {
         table.row(["a".into(), "100".into()]);
         table.row(["long-name".into(), "5".into()]);
         assert_eq!(table.print(), "NAME         N\na          100\nlong-name    5\n");
+    }
+
+    #[test]
+    fn rates_are_short() {
+        let cases = [
+            (0, "0 bit/s"),
+            (9_999, "9999 bit/s"),
+            (10_500, "10 kbit/s"),
+            (25_000_000, "25 Mbit/s"),
+            (u64::MAX, "18446744073 Gbit/s"),
+        ];
+        for (rate, want) in cases {
+            assert_eq!(bits(rate), want);
+        }
     }
 
     #[test]

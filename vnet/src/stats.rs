@@ -54,6 +54,7 @@ reasons! {
         MtuExceeded = "mtu_exceeded", "Larger than the destination's MTU or encapsulation allows (at the destination).";
         Unsegmentable = "unsegmentable", "A super-frame whose headers do not allow cutting it for this receiver (at the destination).";
         SendFailed = "send_failed", "The host's network refused it (at the destination).";
+        NoAddress = "no_address", "A link without remote whose other host has not been heard yet (at the destination).";
         NoKey = "no_key", "A sealed link has no key agreed with the other host (at the destination).";
     }
 }

@@ -393,3 +393,22 @@ fn ports_are_counted_from_the_first() {
     }
     good(&(top.to_string() + &neighbours + &link("h3", "10.0.0.2:9002", "ports = 64")));
 }
+
+/// A sealed native link may leave the address to its peer; nothing else can.
+#[test]
+fn remotes_may_be_left_out_where_the_peer_can_prove_its_own() {
+    let top = "[host]\nname = \"h1\"\n[identity]\nca = \"/a\"\ncertificate = \"/b\"\nkey = \"/c\"\n";
+    let link = |more: &str| format!("{top}[[link]]\nname = \"h2\"\n{more}\n");
+    let read = good(&(link("sealed = true\n[[link]]\nname = \"h3\"\nsealed = true\nports = 4"))).desired;
+    assert_eq!(read.links[0].spec.remote, vnet::link::ANYWHERE);
+    assert_eq!(read.links[1].spec.to_string(), "native to anywhere, 4 ports, sealed with h3");
+    for more in ["trusted = true", "", "sealed = true\nencapsulation = \"stream\""] {
+        let found = errors(&link(more));
+        assert!(found[0].contains("has no 'remote'"), "{found:?}");
+    }
+    let found = errors(&link("sealed = true\nremote = \"[::]:0\""));
+    assert_eq!(found.len(), 1, "{found:?}");
+    // Another network may be relayed, or the default one.
+    let read = good("[host]\nname = \"h1\"\n[[network]]\nid = 7\nrelay = true\n").desired;
+    assert_eq!(read.networks[0].spec.to_string(), "learning, ageing 300 s, relayed");
+}

@@ -412,3 +412,75 @@ fn dispatchers_share_flows_and_keep_their_order() {
         assert!(stats.frames() > 0 && stats.busy_ns() > 0, "dispatcher {id} had its share: {stats:?}");
     }
 }
+
+/// Hosts with one fake each, joined by links as told, all of which relay if so told.
+fn joined(hosts: usize, links: &[(usize, usize)], relayed: bool) -> Vec<Host> {
+    let mut all: Vec<_> = (0..hosts).map(|_| Host::start(1, Strategy::Block)).collect();
+    for host in &mut all {
+        host.add_fake(NetworkId::DEFAULT);
+        if relayed {
+            let relayed = [NetworkId::DEFAULT].into();
+            host.published = Arc::new(Published { relayed, ..Published::default() });
+        }
+    }
+    for &(one, other) in links {
+        let at = all[other].core.bridge_address();
+        all[one].add_link(at, 1, Encapsulation::Native, Some(1500));
+        let at = all[one].core.bridge_address();
+        all[other].add_link(at, 1, Encapsulation::Native, Some(1500));
+    }
+    all.iter().for_each(Host::publish);
+    all
+}
+
+#[test]
+fn a_relay_joins_hosts_that_have_no_link() {
+    let hosts = joined(3, &[(0, 1), (1, 2)], true);
+    let fakes: Vec<_> = hosts.iter().map(|host| host.fakes[0].clone()).collect();
+    fakes[0].send([frame(Mac::BROADCAST, mac(1), 60, 1)]);
+    assert_eq!(fakes[1].wait_for(1, WAIT).len(), 1);
+    assert_eq!(fakes[2].wait_for(1, WAIT).len(), 1);
+    // Now it is known where to, both ways, and nobody else is bothered.
+    for (from, to, len) in [(2, 0, 60), (0, 2, 9000), (2, 0, FRAME_MAX)] {
+        let sent = frame(mac(to as u8 + 1), mac(from as u8 + 1), len, 2);
+        fakes[from].send([sent.clone()]);
+        assert_eq!(fakes[to].wait_for(1, WAIT), [sent]);
+    }
+    hosts.iter().for_each(Host::assert_balanced);
+    assert!(fakes[1].take().is_empty());
+    // Who does not relay keeps what is for others to himself.
+    let hosts = joined(3, &[(0, 1), (1, 2)], false);
+    let fakes: Vec<_> = hosts.iter().map(|host| host.fakes[0].clone()).collect();
+    fakes[0].send([frame(Mac::BROADCAST, mac(1), 60, 1)]);
+    assert_eq!(fakes[1].wait_for(1, WAIT).len(), 1);
+    hosts.iter().for_each(Host::assert_balanced);
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(fakes[2].take().is_empty());
+}
+
+/// Three relays in a ring, which nobody should configure: what is flooded goes around seven relays each way, and ends.
+#[test]
+fn a_ring_of_relays_makes_no_storm() {
+    const CROSSINGS: u64 = 2 * 8;
+    const FRAMES: u64 = 500;
+    let hosts = joined(3, &[(0, 1), (1, 2), (2, 0)], true);
+    for number in 0..FRAMES {
+        hosts[0].fakes[0].send([frame(Mac::BROADCAST, mac(1), 60, number as u8)]);
+        std::thread::sleep(Duration::from_micros(500));
+    }
+    let links = |of: fn(&PortStats) -> u64| -> u64 {
+        hosts.iter().flat_map(|host| &host.links).map(|link| of(link.link.stats())).sum()
+    };
+    let ended = |stats: &PortStats| stats.drops(DropReason::HopLimit);
+    let deadline = Instant::now() + WAIT;
+    while links(ended) < 2 * FRAMES && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    std::thread::sleep(Duration::from_millis(100));
+    hosts.iter().for_each(Host::assert_balanced);
+    assert_eq!(links(ended), 2 * FRAMES, "each way ends once");
+    assert_eq!(links(|stats| stats.out_frames.get()), CROSSINGS * FRAMES);
+    assert_eq!(links(|stats| stats.in_frames.get()), CROSSINGS * FRAMES);
+    let delivered: usize = hosts.iter().map(|host| host.fakes[0].take().len()).sum();
+    assert_eq!(delivered as u64, CROSSINGS * FRAMES, "every crossing ends at a guest, too");
+}

@@ -17,7 +17,7 @@ use vnet::interface::fake::{Fake, OwnedFrame};
 use vnet::link::identity::IdentityStore;
 use vnet::link::keeper::{Keeper, KeeperOptions};
 use vnet::link::pki::{Flaw, Pki};
-use vnet::link::{Encapsulation, Link, LinkOptions, LinkState, Security, Tunnel};
+use vnet::link::{ANYWHERE, Encapsulation, Link, LinkOptions, LinkState, Security, Tunnel};
 use vnet::route::{Member, NetworkSpec, Networks, PortKind};
 use vnet::stats::{DiscardReason, DropReason, PortStats};
 use vnet::wire::offload::Offload;
@@ -184,6 +184,59 @@ fn two_hosts_come_up_and_carry_frames() {
     }
     hosts.iter().for_each(Host::assert_balanced);
     wait_for("a round trip", || h1.link().seal_view().unwrap().rtt_us.is_some(), String::new);
+}
+
+/// A link that one side alone has declared comes up, whichever of the two names comes first.
+#[test]
+fn one_side_alone_knows_the_other() {
+    let (_folder, pki) = folder();
+    for waiting in [0, 1] {
+        let mut hosts = [("h1", 1), ("h2", 2)]
+            .map(|(name, serial)| Host::start(Arc::new(pki.store(name, serial)), HOUR, 2));
+        let at = hosts.each_ref().map(|host| host.core.bridge_address());
+        for (own, peer) in [(0, 1), (1, 0)] {
+            hosts[own].link_to(if own == waiting { ANYWHERE } else { at[peer] }, ["h1", "h2"][peer]);
+        }
+        hosts.iter().for_each(Host::wait_up);
+        let found = || hosts[waiting].link().remote() == Some(at[1 - waiting]);
+        wait_for("the peer to be found", found, String::new);
+        for (from, to) in [(1, 2), (2, 1)] {
+            hosts[from - 1].fake.send([frame(to as u8, from as u8, 9000, 1)]);
+            assert_eq!(hosts[to - 1].fake.wait_for(1, WAIT), [frame(to as u8, from as u8, 9000, 1)]);
+        }
+        hosts.iter().for_each(Host::assert_balanced);
+    }
+}
+
+/// Strangers who hold connections open leave room for those whose address is known.
+#[test]
+fn strangers_take_half_of_the_handshakes() {
+    let (_folder, pki) = folder();
+    let mut h2 = Host::start(Arc::new(pki.store("h2", 2)), HOUR, 1);
+    h2.link_to(ANYWHERE, "h1");
+    let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
+    let before = threads();
+    // Loopback is a whole network of addresses.
+    let half_open: Vec<_> = (1..100u8)
+        .map(|n| {
+            let socket =
+                rustix::net::socket(rustix::net::AddressFamily::INET, rustix::net::SocketType::STREAM, None);
+            let socket = socket.unwrap();
+            rustix::net::bind(&socket, &std::net::SocketAddr::from(([127, 0, 1, n], 0))).unwrap();
+            rustix::net::connect(&socket, &h2.core.bridge_address()).unwrap();
+            TcpStream::from(socket)
+        })
+        .collect();
+    half_open.iter().for_each(|stream| stream.set_nonblocking(true).unwrap());
+    let closed = |stream: &&TcpStream| match stream.peek(&mut [0; 1]) {
+        Ok(bytes) => bytes == 0,
+        Err(error) => error.kind() != std::io::ErrorKind::WouldBlock,
+    };
+    wait_for(
+        "all but sixteen to be closed",
+        || half_open.iter().filter(closed).count() == 99 - 16,
+        || format!("{} closed, {} threads more", half_open.iter().filter(closed).count(), threads() - before),
+    );
 }
 
 /// Keys change every two seconds while frames flow: every one arrives, once, in order; and more than one key was used.

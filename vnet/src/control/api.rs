@@ -9,6 +9,7 @@ use std::net::IpAddr;
 
 use serde::{Deserialize, Serialize};
 
+use super::traffic::Traffic;
 use crate::dispatch::counters::DispatcherStats;
 use crate::frame::NetworkId;
 use crate::stats::{DiscardReason, DropReason, InterruptStats, PortStats};
@@ -262,7 +263,7 @@ impl InterruptCounters {
 pub struct Link {
     /// Its name.
     pub name: String,
-    /// The other host.
+    /// The other host: where it is at present, for links that follow it; `anywhere` while that is not known.
     pub remote: String,
     /// Ports of the other host, from that of `remote` on.
     #[serde(default = "one")]
@@ -272,8 +273,8 @@ pub struct Link {
     /// The networks it carries; all when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub networks: Option<Vec<NetworkId>>,
-    /// `up`; `degraded`: it works, but will not for long; `down`: the kernel has no route to the other host, or, of a sealed
-    /// link, there are no keys or the other host is silent.
+    /// `up`; `degraded`: it works, but badly or not for long; `down`: the kernel has no route to the other host, this has gone
+    /// silent, or, of a sealed link, there are no keys.
     pub state: String,
     /// Why it is not up.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -292,9 +293,16 @@ pub struct Link {
     /// Seconds since the present keys were agreed on (sealed); absent without keys.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keys_s: Option<u64>,
-    /// Round trip in microseconds, by keepalives (sealed).
+    /// Round trip in microseconds, by keepalives (sealed) or probes (native).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rtt_us: Option<u32>,
+    /// Of the last 50 probes, five a second, thousandths that were lost, they or their answers (native); absent when the other host
+    /// never answered.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss_permille: Option<u32>,
+    /// What passes it, and what was lost.
+    #[serde(default)]
+    pub traffic: Traffic,
     /// Source addresses that frames from the other host may have; all when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub macs: Option<Vec<Mac>>,
@@ -328,6 +336,9 @@ pub struct Network {
     pub learning: bool,
     /// Seconds after which a learned address that was not seen again is forgotten.
     pub ageing_s: u32,
+    /// Whether this host relays its frames from link to link.
+    #[serde(default)]
+    pub relay: bool,
     /// Interfaces in it.
     pub interfaces: usize,
 }

@@ -21,7 +21,7 @@ use crate::dispatch::yielding::Strategy;
 use crate::frame::{MTU_MAX, NetworkId};
 use crate::interface::tap::DEVICE_NAME_MAX;
 use crate::interface::vhost_user;
-use crate::link::{Encapsulation, PORTS_MAX};
+use crate::link::{ANYWHERE, Encapsulation, PORTS_MAX};
 use crate::route::{AGEING_S, Qualifier, STORM_FRAMES_PER_S};
 use crate::wire::ethernet::Mac;
 
@@ -259,8 +259,9 @@ fn read_network(table: Table, notes: &mut Notes) -> Option<Item<NetworkSpec>> {
     let id = reader.take("id").and_then(|entry| network_id(&mut reader, "id", &entry));
     let learning = reader.flag("learning").is_none_or(|(_, flag)| flag);
     let ageing_s = reader.number("ageing_s", 0, AGEING_MAX_S).unwrap_or(AGEING_S);
+    let relay = reader.flag("relay").is_some_and(|(_, flag)| flag);
     reader.finish();
-    Some(Item { place, spec: NetworkSpec { id: id?, learning, ageing_s } })
+    Some(Item { place, spec: NetworkSpec { id: id?, learning, ageing_s, relay } })
 }
 
 fn read_interface(table: Table, notes: &mut Notes) -> Option<Item<InterfaceSpec>> {
@@ -366,7 +367,11 @@ fn read_link(table: Table, notes: &mut Notes) -> Option<Item<LinkSpec>> {
     let name = read_name(&mut reader, "h2");
     let encapsulation =
         reader.word("encapsulation", &ENCAPSULATIONS).map_or(Encapsulation::Native, |(_, word)| word);
-    reader.require("remote", "\"10.0.0.2:9000\"");
+    let security = security::read_link(&mut reader, name.as_deref(), encapsulation);
+    let learns = tunnel::learns_remote(encapsulation, &security);
+    if !learns {
+        reader.require("remote", "\"10.0.0.2:9000\"");
+    }
     let remote = reader.text("remote");
     let (remote, tunnel) = tunnel::read(&mut reader, encapsulation, remote);
     let networks = read_networks(&mut reader, tunnel::carries_one(encapsulation, &tunnel));
@@ -377,13 +382,12 @@ fn read_link(table: Table, notes: &mut Notes) -> Option<Item<LinkSpec>> {
         1
     };
     let mtu = reader.number("mtu", LINK_MTU_MIN, u32::from(u16::MAX)).map(|mtu| mtu as u16);
-    let security = security::read_link(&mut reader, name.as_deref(), encapsulation);
     reader.finish();
     if notes.problems.len() != before {
         notes.broken.extend(name.map(Target::Link));
         return None;
     }
-    let (name, remote) = (name?, remote?);
+    let (name, remote) = (name?, remote.or(learns.then_some(ANYWHERE))?);
     Some(Item {
         place,
         spec: LinkSpec { name, remote, ports, encapsulation, networks, mtu, tunnel, security },

@@ -12,6 +12,7 @@ use super::desired::{Item, LinkSpec, Target};
 use super::engine::{Engine, EngineError};
 use super::language::{self, COMMANDS, Command, Dialect, LISTING_MAX, LanguageError, Place, Transport};
 use super::{api, config, desired};
+use crate::link::ANYWHERE;
 use crate::route::Qualifier;
 
 /// What the console says to a line.
@@ -289,8 +290,8 @@ fn routes(engine: &Engine, first: u32) -> Answer {
     let place = |target: &Target| match target {
         Target::Interface(name) => format!("interface {name}"),
         Target::Link(name) => match remotes.get(name.as_str()) {
-            Some(remote) => format!("edge {remote}"),
-            None => format!("edge {name}"),
+            Some(remote) if *remote != ANYWHERE => format!("edge {remote}"),
+            _ => format!("edge {name}"),
         },
     };
     let mut routes: Vec<_> = engine.route_indices().collect();

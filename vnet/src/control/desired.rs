@@ -179,12 +179,14 @@ pub struct NetworkSpec {
     pub learning: bool,
     /// Seconds after which a learned address that was not seen again is forgotten.
     pub ageing_s: u32,
+    /// Whether this host relays frames from link to link.
+    pub relay: bool,
 }
 
 impl NetworkSpec {
     /// Network `id` as it is when nothing is said about it.
     pub fn new(id: NetworkId) -> NetworkSpec {
-        NetworkSpec { id, learning: true, ageing_s: AGEING_S }
+        NetworkSpec { id, learning: true, ageing_s: AGEING_S, relay: false }
     }
 }
 
@@ -286,7 +288,7 @@ impl Attachment {
 pub struct LinkSpec {
     /// Its name on this host.
     pub name: String,
-    /// The other host.
+    /// The other host; [`ANYWHERE`](crate::link::ANYWHERE) when a sealed link learns that from its peer.
     pub remote: SocketAddr,
     /// Ports of the other host, from that of `remote` on.
     pub ports: u16,
@@ -508,7 +510,8 @@ impl fmt::Display for RouteSpec {
 impl fmt::Display for NetworkSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let learning = if self.learning { "learning" } else { "no learning" };
-        write!(f, "{learning}, ageing {} s", self.ageing_s)
+        write!(f, "{learning}, ageing {} s", self.ageing_s)?;
+        f.write_str(if self.relay { ", relayed" } else { "" })
     }
 }
 

@@ -33,6 +33,7 @@ use crate::interface::{Interface, State};
 use crate::link::identity::IdentityStore;
 use crate::link::inquiry::Inbox;
 use crate::link::keeper::{Keeper, KeeperOptions};
+use crate::link::prober::Prober;
 use crate::link::{Link, LinkOptions, Security};
 use crate::route::{self, Member, Networks, PortKind, Rule, Source};
 use crate::stats::PortStats;
@@ -137,6 +138,7 @@ pub struct Engine {
     pub(super) inbox: Arc<Inbox>,
     /// Sees to sealed links; there when this host has an identity.
     keeper: Option<Keeper>,
+    prober: Prober,
     pub(super) next_route: u32,
     pub(super) indices: Indices,
     pub(super) witness: Witness,
@@ -161,6 +163,7 @@ impl Engine {
             isolation,
         })?;
         let keeper = keeper(&desired, &core)?;
+        let prober = Prober::start(core.started(), core.courier().clone()).map_err(CoreError::from)?;
         let (networks, interfaces, links, routes) = (vec![], vec![], vec![], vec![]);
         let nothing = Desired { networks, interfaces, links, routes, ..desired.clone() };
         let mut engine = Engine {
@@ -177,6 +180,7 @@ impl Engine {
             captures: vec![],
             inbox: Arc::new(Inbox::new().map_err(CoreError::from)?),
             keeper,
+            prober,
             next_route: 1,
             indices: Indices::default(),
             witness: Witness::default(),
@@ -292,9 +296,9 @@ impl Engine {
         self.change_driving(&plan.interfaces);
         self.current = desired;
         self.publish();
-        if let Some(keeper) = &self.keeper {
-            keeper.set_links(&self.links.values().map(|live| live.link.clone()).collect::<Vec<_>>());
-        }
+        let links: Vec<_> = self.links.values().map(|live| live.link.clone()).collect();
+        self.keeper.iter().for_each(|keeper| keeper.set_links(&links));
+        self.prober.set_links(&links);
         for live in gone {
             live.interface.stop();
             self.retire(&live.stats);
@@ -461,7 +465,7 @@ fn keeper(desired: &Desired, core: &Core) -> Result<Option<Keeper>, EngineError>
 }
 
 fn network(spec: &NetworkSpec) -> route::NetworkSpec {
-    let NetworkSpec { id, learning, ageing_s } = *spec;
+    let NetworkSpec { id, learning, ageing_s, .. } = *spec;
     route::NetworkSpec { id, learning, ageing_s }
 }
 

@@ -94,6 +94,7 @@ impl Engine {
             links: links.collect(),
             neighbours: self.joined.neighbours.clone(),
             spokes: spokes.collect(),
+            relayed: self.current.networks.iter().filter(|n| n.spec.relay).map(|n| n.spec.id).collect(),
         })
     }
 

@@ -27,6 +27,7 @@ pub mod requests;
 pub mod security;
 mod table;
 mod trace;
+pub mod traffic;
 mod tunnel;
 mod usage;
 mod view;

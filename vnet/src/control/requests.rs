@@ -83,8 +83,8 @@ pub struct ChangedInterface {
 pub struct NewLink {
     /// Its name: 1 to 64 letters, digits, `.`, `_`, `-`.
     pub name: String,
-    /// The other host, `ADDRESS:PORT`; with `proxy` also `NAME:PORT`.
-    pub remote: String,
+    /// The other host, `ADDRESS:PORT`; with `proxy` also `NAME:PORT`. Of a sealed native link: learned from the peer when absent.
+    pub remote: Option<String>,
     /// native: ports of the other host, from that of `remote` on; 1 when absent.
     pub ports: Option<u32>,
     /// How frames travel: `native`, `vnet`, `vxlan` or `stream`.

@@ -197,7 +197,7 @@ fn sorted(mut macs: Vec<Mac>) -> Vec<Mac> {
 pub(super) fn check(desired: &Desired, problems: &mut Vec<Problem>) {
     let mut peers: Vec<(String, &Item<LinkSpec>)> = vec![];
     for item in &desired.links {
-        let LinkSpec { name, remote, security, .. } = &item.spec;
+        let LinkSpec { name, security, .. } = &item.spec;
         let Some(peer) = &security.peer else {
             if let Some(text) = clear(desired, &item.spec) {
                 problems.push(Problem::new(&item.place, text));
@@ -207,8 +207,9 @@ pub(super) fn check(desired: &Desired, problems: &mut Vec<Problem>) {
         let own = &desired.host.spec.name;
         if desired.identity.is_none() {
             let text = format!(
-                "link {name} is sealed, but there is no [identity] to be known by at {remote}; \
-                 make one with 'vnet keys init' and 'vnet keys issue {own}'"
+                "link {name} is sealed, but there is no [identity] to be known by at {}; \
+                 make one with 'vnet keys init' and 'vnet keys issue {own}'",
+                super::tunnel::remote(&item.spec)
             );
             problems.push(Problem::new(&item.place, text));
         } else if let Err(why) = server_name(own) {

@@ -6,8 +6,9 @@ use std::net::{IpAddr, SocketAddr};
 use super::check;
 use super::config::{remote_address, socket_address};
 use super::desired::{BridgeSpec, LinkSpec};
+use super::security::LinkSecurity;
 use super::table::{Placed, Reader, quote};
-use crate::link::{Encapsulation, FLOOD_MAX, Proxy, StreamOptions, Tunnel, VxlanOptions};
+use crate::link::{ANYWHERE, Encapsulation, FLOOD_MAX, Proxy, StreamOptions, Tunnel, VxlanOptions};
 use crate::wire::socks::{Credentials, Destination, TEXT_MAX};
 use crate::wire::vxlan;
 
@@ -144,9 +145,15 @@ pub(super) fn carries_one(encapsulation: Encapsulation, tunnel: &Tunnel) -> Opti
     }
 }
 
+/// Whether a link may do without a remote: what a sealed peer sends proves where it is.
+pub(super) fn learns_remote(encapsulation: Encapsulation, security: &LinkSecurity) -> bool {
+    encapsulation == Encapsulation::Native && security.peer.is_some()
+}
+
 /// A link's remote as it is written.
 pub(super) fn remote(link: &LinkSpec) -> String {
     match &link.tunnel {
+        _ if link.remote == ANYWHERE => "anywhere".into(),
         Tunnel::Stream(StreamOptions { destination, .. }) => destination.to_string(),
         _ => link.remote.to_string(),
     }
@@ -170,6 +177,7 @@ pub(super) fn claims(link: &LinkSpec) -> Vec<String> {
             vec![format!("stream peer {}", link.remote.ip())]
         }
         Tunnel::Stream(StreamOptions { destination, .. }) => vec![format!("stream to {destination}")],
+        Tunnel::None if link.remote == ANYWHERE => vec![],
         Tunnel::None => link.remotes().map(|remote| format!("remote {remote}")).collect(),
     }
 }
@@ -192,6 +200,7 @@ pub(super) fn unusable(bridge: &BridgeSpec, link: &LinkSpec) -> Option<String> {
             ))
         }
         (Tunnel::Stream(_), _) => None,
+        (Tunnel::None, _) if link.remote == ANYWHERE => None,
         (Tunnel::None, _) => check::unreachable(bridge.listen, bridge.ports, "listen", link),
     }
 }

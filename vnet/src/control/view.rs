@@ -101,11 +101,14 @@ impl Engine {
                 LinkState::Down(reason) | LinkState::Unreachable(reason) => ("down", Some(reason)),
             };
             let heard_s = link.heard_ms().map(|heard_ms| now_ms.saturating_sub(heard_ms) / 1000);
-            let seal = link.seal_view();
+            let (seal, probed) = (link.seal_view(), link.probed());
             let peer = seal.as_ref().map(|seal| seal.peer.clone()).or(link.stream_peer().map(Into::into));
             Some(api::Link {
                 name: spec.name.clone(),
-                remote: tunnel::remote(spec),
+                remote: match link.remote() {
+                    Some(remote) if seal.is_some() => remote.to_string(),
+                    _ => tunnel::remote(spec),
+                },
                 ports: spec.ports,
                 encapsulation: encapsulation_name(spec.encapsulation).into(),
                 networks: spec.networks.clone(),
@@ -114,7 +117,9 @@ impl Engine {
                 mtu: link.path_mtu(),
                 sealed: peer.is_some(),
                 keys_s: seal.as_ref().and_then(|seal| seal.keys_s),
-                rtt_us: seal.as_ref().and_then(|seal| seal.rtt_us),
+                rtt_us: seal.as_ref().and_then(|seal| seal.rtt_us).or(probed.rtt_us),
+                loss_permille: probed.loss_permille,
+                traffic: (&**link).into(),
                 peer,
                 macs: spec.security.macs.clone(),
                 heard_s: heard_s.or_else(|| link.stream_heard_s()),
@@ -148,6 +153,7 @@ impl Engine {
             id: spec.id,
             learning: spec.learning,
             ageing_s: spec.ageing_s,
+            relay: spec.relay,
             interfaces: inside.get(&spec.id).copied().unwrap_or(0),
         };
         plan::networks(&self.current).into_iter().map(network).collect()

@@ -4,6 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use super::inquiry::MAGIC;
+use super::prober;
 use super::seal::TAG_LEN;
 use super::session::Seal;
 use super::udp::Socket;
@@ -41,10 +42,19 @@ impl Courier {
         let _ = self.post(link, Kind::Keepalive, &seal.keepalive(asks));
     }
 
-    /// Sends one datagram of no network, sealed where the link is.
+    /// Sends a probe with a payload of `len` bytes, at least 16. One that cannot be sent is like one that got lost.
+    pub(super) fn probe(&self, link: &Link, id: &[u8; 8], len: usize) {
+        let mut payload = vec![0; len];
+        payload[..8].copy_from_slice(&prober::MAGIC);
+        payload[8..16].copy_from_slice(id);
+        let _ = self.post(link, Kind::Probe, &payload);
+    }
+
+    /// Sends one datagram of no network, sealed where the link is. A keepalive has a tag there, see place.rs.
     fn post(&self, link: &Link, kind: Kind, payload: &[u8]) -> io::Result<()> {
         let name = self.socket.name(link, 0).ok_or_else(|| unfit("no socket for its address"))?;
         let keyring = link.seal().map(Seal::keyring);
+        let tag = keyring.as_ref().filter(|_| kind == Kind::Keepalive).map_or(0, |keyring| keyring.tag());
         let key = match &keyring {
             None => None,
             Some(keyring) => {
@@ -59,8 +69,8 @@ impl Courier {
             hops: 0,
             epoch: key.map_or(0, |key| key.epoch()),
             index: 0,
-            network: 0,
-            queue: 0,
+            network: tag >> 8,
+            queue: tag as u8,
             number: link.take_numbers(1),
         };
         let mut datagram = [&header.to_bytes()[..], payload].concat();
@@ -68,7 +78,7 @@ impl Courier {
             datagram.resize(datagram.len() + TAG_LEN, 0);
             key.seal(&mut datagram);
         }
-        self.socket.send(&datagram, name)?;
+        self.socket.send(&datagram, &name)?;
         link.stats.out_datagrams.add(1);
         Ok(())
     }

@@ -38,6 +38,8 @@ pub const BYTES_MAX: usize = 128 << 10;
 /// Longest reason that is read or sent, in bytes.
 const TEXT_MAX: usize = 512;
 const HEAD_LEN: usize = 4;
+/// What is said when both sides begin at once; they try again, the one that waits for the other later.
+const BUSY: &str = "another handshake for this link is under way";
 
 /// Why a handshake failed: one line.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -169,6 +171,7 @@ pub(super) fn initiate<S: Patient>(
     link: &Link,
 ) -> Result<(), HandshakeError> {
     let seal = link.seal().ok_or_else(|| HandshakeError("the link is not sealed".into()))?;
+    let _busy = seal.begin().ok_or_else(|| HandshakeError(BUSY.into()))?;
     let config = identity.client(&[ALPN]).map_err(|error| HandshakeError(explain(&error)))?;
     let name = server_name(&seal.peer).map_err(HandshakeError)?;
     let tls =
@@ -222,6 +225,11 @@ pub(super) fn respond<S: Patient>(
         }
     };
     let Some(seal) = link.seal() else { return Err(HandshakeError("the link is not sealed".into())) };
+    let Some(busy) = seal.begin() else {
+        let _ = channel.send(&Message::Refuse(BUSY.into()));
+        channel.close();
+        return Err(HandshakeError(BUSY.into()));
+    };
     let epoch = seal.next_epoch();
     let exported = channel.export(epoch)?;
     seal.accept(Session::new(&exported, Role::Responder, epoch, link.next_number(), chain, info));
@@ -229,6 +237,7 @@ pub(super) fn respond<S: Patient>(
     match channel.receive()? {
         Message::Confirm(confirmed) if confirmed == epoch => {
             seal.switch(epoch);
+            drop(busy);
             channel.close();
             Ok(link)
         }

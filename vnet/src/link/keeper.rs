@@ -4,10 +4,14 @@
 //!
 //! - `seal-keeper` looks at every sealed link ten times a second: it sends keepalives, has keys agreed on anew when they are
 //!   old, worn or asked for, forgets old ones, holds certificates against the present lists, and judges the link's state.
-//! - `seal-accept` takes TCP connections at the bridge's port number, of the remotes of sealed links only: whoever is
-//!   refused was sent nothing. TCP itself has validated the address by then, so nobody can be flooded by way of us.
+//! - `seal-accept` takes TCP connections at the bridge's port number, of the remotes of sealed links only, as long as all of
+//!   these have one: whoever is refused was sent nothing. Where a link has none its peer may come from anywhere, and anybody may
+//!   begin; others never take more than half of the handshakes that there may be. TCP itself has validated the address by
+//!   then, so nobody can be flooded by way of us.
 //!
-//! Of two hosts, the one whose name comes first connects. The number of handshakes under way is bounded, in all and per
+//! Of two hosts, the one whose name comes first connects; the other one does when that has not come about for a second, unless
+//! its link has no remote. New keys are agreed on by the side that connected before. The keeper also moves links to where
+//! their peers have gone (place.rs). The number of handshakes under way is bounded, in all and per
 //! address; each is bounded in time and bytes (handshake.rs). Dispatchers see nothing of all this but the keys.
 
 use std::collections::HashMap;
@@ -26,7 +30,8 @@ use rustls::pki_types::CertificateDer;
 use super::courier::Courier;
 use super::handshake::{self, HandshakeError, initiates};
 use super::identity::{Identity, IdentityStore, is_for};
-use super::session::Seal;
+use super::place::{ANYWHERE, follow};
+use super::session::{Current, Role, Seal};
 use super::{Link, LinkState, normalised};
 
 /// How often links are looked at.
@@ -49,6 +54,12 @@ const CONNECT_MAX: Duration = Duration::from_secs(3);
 /// Handshakes under way in each direction, and those from one address. Each has a thread and at most 5 s.
 const HANDSHAKES_MAX: usize = 32;
 const HANDSHAKES_PER_ADDRESS_MAX: usize = 4;
+/// Those from addresses that no link has: the remotes of links find room whatever strangers do.
+const HANDSHAKES_OF_STRANGERS_MAX: usize = HANDSHAKES_MAX / 2;
+/// How long the host whose name comes second waits for the other to connect.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// After so much silence, in ms, a peer is sought where the configuration says.
+const FORGET_MS: u64 = 10_000;
 /// When others are due and cannot be agreed on, keys end at twice that age, but not before this one.
 const AGE_MAX_LEAST: Duration = Duration::from_secs(60);
 
@@ -86,8 +97,17 @@ struct Progress {
     /// When the next try may begin.
     not_before: Option<Instant>,
     wait: Duration,
+    /// Since when there are no keys that work.
+    lost: Option<Instant>,
     /// What the last one failed for.
     failure: Option<String>,
+}
+
+/// Handshakes of others under way.
+#[derive(Default)]
+struct Taken {
+    by_address: HashMap<IpAddr, usize>,
+    strangers: usize,
 }
 
 struct Shared {
@@ -95,8 +115,7 @@ struct Shared {
     links: Mutex<Vec<Arc<Link>>>,
     /// By link id.
     progress: Mutex<HashMap<u64, Progress>>,
-    /// Handshakes of others under way, by address.
-    taken: Mutex<HashMap<IpAddr, usize>>,
+    taken: Mutex<Taken>,
     given: AtomicUsize,
     stopping: AtomicBool,
     /// Set to have the files looked at now.
@@ -197,6 +216,7 @@ impl Shared {
                 verified = Instant::now();
                 links.iter().for_each(|link| self.verify(link, &identity));
             }
+            follow(&links);
             for link in &links {
                 if let Some(seal) = link.seal() {
                     self.look_after(link, seal, &identity, ticks.is_multiple_of(KEEPALIVE_TICKS));
@@ -262,7 +282,11 @@ impl Shared {
                 current.age >= rekey || current.is_worn || seal.must_renew() || useless
             }
         };
-        let mine = initiates(identity.name(), &seal.peer);
+        if silent_ms.is_some_and(|silent| silent >= FORGET_MS) && link.place.forget() {
+            link.forget_path();
+            seal.roster().iter().for_each(|roster| roster.refresh());
+        }
+        let mine = self.is_mine(link, seal, identity, current.as_ref().filter(|_| !silent));
         let failure = lock(&self.progress).get(&link.id).and_then(|progress| progress.failure.clone());
         let state = match (&current, link.route_failure(), silent_ms) {
             (_, Some(error), _) => LinkState::Down(error),
@@ -296,6 +320,20 @@ impl Shared {
         if due && mine {
             self.initiate(link);
         }
+    }
+
+    /// Whether it is up to this host to begin a handshake; `working` are the present keys, if they do work.
+    fn is_mine(&self, link: &Link, seal: &Seal, identity: &Identity, working: Option<&Current>) -> bool {
+        let mut all = lock(&self.progress);
+        let progress = all.entry(link.id).or_default();
+        let lost = match working {
+            Some(current) => {
+                progress.lost = None;
+                return current.role == Role::Initiator && link.remote().is_some();
+            }
+            None => progress.lost.get_or_insert_with(Instant::now).elapsed(),
+        };
+        link.remote().is_some() && (initiates(identity.name(), &seal.peer) || lost >= PATIENCE)
     }
 
     /// Sets a link's state, and logs it when it is another one.
@@ -345,7 +383,8 @@ impl Shared {
             let (shared, link) = (shared.clone(), link.clone());
             move || {
                 let identity = shared.options.identity.current();
-                let done = connect(shared.options.listen, link.options.remote)
+                let remote = link.remote().unwrap_or(link.options.remote);
+                let done = connect(shared.options.listen, remote)
                     .and_then(|stream| handshake::initiate(stream, &identity, &link));
                 shared.initiated(&link, done);
             }
@@ -370,7 +409,11 @@ impl Shared {
             }
             Err(HandshakeError(why)) => {
                 if progress.failure.as_ref() != Some(&why) {
-                    tracing::warn!("link {}: no keys from {}: {why}", link.name(), link.options.remote);
+                    tracing::warn!(
+                        "link {}: no keys from {}: {why}",
+                        link.name(),
+                        link.remote().unwrap_or(link.options.remote)
+                    );
                 }
                 progress.failure = Some(why);
                 progress.wait = (progress.wait * 2).clamp(RETRY_MIN, RETRY_MAX);
@@ -406,43 +449,60 @@ impl Shared {
 
     /// Takes a connection, or says why not; it is closed then.
     fn accept(self: &Arc<Shared>, stream: TcpStream, source: IpAddr) -> Result<(), &'static str> {
-        let links: Vec<_> = {
+        let (known, anywhere): (Vec<_>, Vec<_>) = {
             let links = lock(&self.links);
-            links.iter().filter(|link| link.options.remote.ip() == source).cloned().collect()
+            let declared =
+                |link: &Arc<Link>| (link.options.remote != ANYWHERE).then_some(link.options.remote);
+            let is_at = |link: &Arc<Link>| {
+                [declared(link), link.remote()].iter().flatten().any(|remote| remote.ip() == source)
+            };
+            let possible = links.iter().filter(|link| declared(link).is_none() || is_at(link));
+            possible.cloned().partition(is_at)
         };
+        let stranger = known.is_empty();
+        let links = [known, anywhere].concat();
         if links.is_empty() {
             return Err("no sealed link has this remote");
         }
         {
             let mut taken = lock(&self.taken);
-            let all: usize = taken.values().sum();
-            let own = taken.entry(source).or_default();
-            if all >= HANDSHAKES_MAX || *own >= HANDSHAKES_PER_ADDRESS_MAX {
+            let all: usize = taken.by_address.values().sum();
+            let full = all >= HANDSHAKES_MAX || stranger && taken.strangers >= HANDSHAKES_OF_STRANGERS_MAX;
+            let own = taken.by_address.entry(source).or_default();
+            if full || *own >= HANDSHAKES_PER_ADDRESS_MAX {
+                if *own == 0 {
+                    taken.by_address.remove(&source);
+                }
                 return Err("too many handshakes are under way");
             }
             *own += 1;
+            taken.strangers += usize::from(stranger);
         }
         let shared = self.clone();
         let run = move || {
-            let name = links.iter().map(|link| link.name()).collect::<Vec<_>>().join(", ");
             if let Err(HandshakeError(why)) = shared.respond(stream, &links) {
                 shared.refused(&links, &why);
-                tracing::warn!("link {name}: no keys for {source}: {why}");
+                let name = match &links[..] {
+                    [link] => format!("link {}", link.name()),
+                    links => format!("one of {} links", links.len()),
+                };
+                tracing::warn!("{name}: no keys for {source}: {why}");
             }
-            shared.release(source);
+            shared.release(source, stranger);
         };
         spawn("seal-respond", run).map(drop).map_err(|_| {
-            self.release(source);
+            self.release(source, stranger);
             "no thread can be started"
         })
     }
 
-    fn release(&self, source: IpAddr) {
+    fn release(&self, source: IpAddr, stranger: bool) {
         let mut taken = lock(&self.taken);
-        if let Some(count) = taken.get_mut(&source) {
+        taken.strangers -= usize::from(stranger);
+        if let Some(count) = taken.by_address.get_mut(&source) {
             *count -= 1;
             if *count == 0 {
-                taken.remove(&source);
+                taken.by_address.remove(&source);
             }
         }
     }

@@ -11,7 +11,8 @@
 //! A [`Link`] is what is known of one neighbour: address, encapsulation, counters, the next datagram number, the path MTU.
 //! It owns no socket (but a stream link's connections, see [`stream`]). Each dispatcher has one [`Bridge`] for all links: a UDP socket with a [`Sender`] and a [`Receiver`],
 //! two halves so that a frame may be relayed while the burst it came in is still being worked on. Which link a datagram
-//! came by is told by its source address and port, through an immutable [`Peers`] that control replaces as a whole.
+//! came by is told by its source address and port, through an immutable [`Peers`] that control replaces as a whole; sealed links
+//! follow their peers to other addresses (`place.rs`).
 //! A host may have several ports, over which flows are spread: see ports.rs.
 //!
 //! A *sealed* link carries nothing in clear text: `seal.rs` encrypts datagrams with keys that two hosts agree on by TLS
@@ -25,7 +26,7 @@ use std::fmt;
 use std::net::{IpAddr, SocketAddr, SocketAddrV6};
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, LazyLock};
+use std::sync::{Arc, LazyLock, Mutex};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
@@ -33,7 +34,7 @@ use serde::{Deserialize, Serialize};
 use crate::frame::{NetworkId, PortId};
 use crate::stats::PortStats;
 use crate::wire::ethernet::Mac;
-use crate::wire::native::{self, HOPS_MAX};
+use crate::wire::native::HOPS_MAX;
 
 mod bare;
 pub mod courier;
@@ -45,9 +46,13 @@ pub mod handshake;
 pub mod identity;
 pub mod inquiry;
 pub mod keeper;
+mod path;
 #[cfg(any(test, feature = "test-util"))]
 pub mod pki;
+mod place;
+mod pmtu;
 mod ports;
+pub mod prober;
 pub mod reassembly;
 mod receive;
 mod replay;
@@ -61,6 +66,8 @@ mod udp;
 mod vxlan;
 mod window;
 
+pub use place::ANYWHERE;
+use place::{Place, Roster};
 pub use reassembly::ReassemblyBudget;
 pub use receive::{Received, Receiver};
 pub use send::Sender;
@@ -68,7 +75,6 @@ use session::Seal;
 pub use session::SealView;
 use stream::Stream;
 pub use stream::{Proxy, StreamOptions};
-use udp::Name;
 pub use udp::{Bridge, BridgeError, kernel_offloads};
 use vxlan::Vteps;
 pub use vxlan::{FLOOD_MAX, VxlanOptions};
@@ -82,11 +88,6 @@ pub const PATH_MTU_MIN: u16 = 552;
 /// reaches this host's interfaces but is not relayed. Loops of links end here at the latest.
 pub const HOPS_UNKNOWN: u8 = HOPS_MAX + 1;
 
-const IPV4_HEADER_LEN: u16 = 20;
-const IPV6_HEADER_LEN: u16 = 40;
-const UDP_HEADER_LEN: u16 = 8;
-/// Path MTU assumed while the kernel knows no route.
-const PATH_MTU_FALLBACK: u16 = 1280;
 /// Most ports of a host's bridge: as many as it may have dispatchers.
 pub const PORTS_MAX: u16 = 64;
 /// Reassembly memory of one link (DESIGN.md section 10).
@@ -141,7 +142,7 @@ impl FromStr for Encapsulation {
 pub struct LinkOptions {
     /// Its name on this host.
     pub name: String,
-    /// The other host's bridge: its first port.
+    /// The other host's bridge: its first port. [`ANYWHERE`] when a sealed link is to learn it from its peer.
     pub remote: SocketAddr,
     /// How many ports the other host's bridge has, from that of `remote` on: 1 to [`PORTS_MAX`]. A `vnet` link uses the first.
     pub ports: u16,
@@ -179,11 +180,12 @@ pub struct Security {
 /// What a link is able to do at the moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LinkState {
-    /// The kernel has a route to the remote address; for a sealed link: the other host was heard under keys agreed with it.
+    /// The kernel has a route to the remote address, and the other host, if it ever answered, has not gone silent; for a sealed
+    /// link: it was heard under keys agreed with it.
     Up,
-    /// It works, but will not for long.
+    /// It works, but badly, or not for long.
     Degraded(String),
-    /// A sealed link without keys, or whose other end is silent.
+    /// A sealed link without keys, or one whose other end has gone silent. Frames are sent all the same where they can be.
     Down(String),
     /// It has none, and says why.
     Unreachable(String),
@@ -198,8 +200,8 @@ pub struct Link {
     id: u64,
     port: PortId,
     options: LinkOptions,
-    /// For each of the remote's ports the address for an IPv4 socket, if it is one, and for an IPv6 socket.
-    names: Vec<[Option<Name>; 2]>,
+    /// Where the other host is.
+    place: Place,
     /// Of a VXLAN link.
     vteps: Option<Vteps>,
     /// Of a stream link.
@@ -211,7 +213,11 @@ pub struct Link {
     stats: Arc<PortStats>,
     budget: Arc<ReassemblyBudget>,
     inquiries: inquiry::Inquiries,
+    /// What the kernel says of the path.
     path_mtu: AtomicU32,
+    /// The largest packet that arrives, as far as probes tell; 0: they do not.
+    probed_mtu: AtomicU32,
+    probing: Mutex<prober::Probing>,
     /// Speed of the path's device in Mbit/s; 0: to be asked for.
     mbps: AtomicU32,
     refreshed_ms: AtomicU64,
@@ -254,7 +260,7 @@ impl Link {
         Arc::new(Link {
             id: LINKS.fetch_add(1, Relaxed),
             port,
-            names: remotes(&options).map(|remote| [false, true].map(|v6| Name::new(remote, v6))).collect(),
+            place: Place::new(&options, place::follows(&options, peer.is_some())),
             vteps,
             stream,
             seal: peer.map(|peer| Box::new(Seal::new(peer))),
@@ -264,6 +270,8 @@ impl Link {
             budget: Arc::new(ReassemblyBudget::new(LINK_BUDGET)),
             inquiries: inquiry::Inquiries::default(),
             path_mtu: AtomicU32::new(0),
+            probed_mtu: AtomicU32::new(0),
+            probing: Mutex::default(),
             mbps: AtomicU32::new(0),
             refreshed_ms: AtomicU64::new(0),
             route_error: AtomicI32::new(0),
@@ -295,16 +303,6 @@ impl Link {
         &self.stats
     }
 
-    /// Largest IP packet in bytes that is sent on it: the kernel's route or the configured limit, whichever is smaller.
-    pub fn path_mtu(&self) -> u16 {
-        let known = match self.path_mtu.load(Relaxed) {
-            0 => u32::from(PATH_MTU_FALLBACK),
-            mtu => mtu,
-        };
-        let configured = u32::from(self.options.mtu.unwrap_or(u16::MAX));
-        known.min(configured).clamp(u32::from(PATH_MTU_MIN), u32::from(u16::MAX)) as u16
-    }
-
     /// What it is able to do at the moment.
     pub fn state(&self) -> LinkState {
         if let Some(stream) = &self.stream {
@@ -313,7 +311,7 @@ impl Link {
         match (self.seal(), self.route_failure()) {
             (Some(seal), _) => seal.state(),
             (None, Some(why)) => LinkState::Unreachable(why),
-            (None, None) => LinkState::Up,
+            (None, None) => self.probed_state(),
         }
     }
 
@@ -351,17 +349,6 @@ impl Link {
     /// The network of frames whose encapsulation names none.
     fn default_network(&self) -> NetworkId {
         self.options.networks.as_ref().and_then(|networks| networks.first().copied()).unwrap_or_default()
-    }
-
-    /// Largest UDP payload of an unfragmented packet in bytes.
-    fn udp_payload(&self) -> usize {
-        let ip = if self.options.remote.is_ipv4() { IPV4_HEADER_LEN } else { IPV6_HEADER_LEN };
-        usize::from(self.path_mtu() - ip - UDP_HEADER_LEN).min(UDP_PAYLOAD_MAX)
-    }
-
-    /// S: payload bytes of a full native datagram.
-    fn fragment_payload(&self) -> usize {
-        self.udp_payload() - native::HEADER_LEN - if self.seal.is_some() { seal::TAG_LEN } else { 0 }
     }
 
     /// The number that will be taken next.
@@ -403,15 +390,9 @@ fn first_number() -> u64 {
     wall + instant.elapsed().as_nanos() as u64
 }
 
-/// The addresses that a link's datagrams go to and come from. Ports beyond the last one there is are nobody's.
+/// The addresses that a link's datagrams come from, as far as they are declared.
 fn remotes(options: &LinkOptions) -> impl Iterator<Item = SocketAddr> {
-    let LinkOptions { remote, ports, .. } = *options;
-    let ports = (0..ports.clamp(1, PORTS_MAX)).map_while(move |offset| remote.port().checked_add(offset));
-    ports.map(move |port| {
-        let mut address = remote;
-        address.set_port(port);
-        address
-    })
+    place::addresses(options.remote, if options.remote == ANYWHERE { 0 } else { options.ports.max(1) })
 }
 
 /// An address as the peer table knows it: IPv4 in its own form, no flow label.
@@ -425,7 +406,7 @@ pub fn normalised(address: SocketAddr) -> SocketAddr {
     }
 }
 
-/// Which link a datagram came by. Immutable; control builds a new one when links change.
+/// Which link a datagram came by. Control builds a new one when links change; but for where peers have moved to, it is immutable.
 #[derive(Debug, Default)]
 pub struct Peers {
     links: Vec<Arc<Link>>,
@@ -434,13 +415,14 @@ pub struct Peers {
     by_vtep: HashMap<IpAddr, (usize, u16)>,
     ids: HashSet<u64>,
     any_sealed: bool,
+    roster: Arc<Roster>,
 }
 
 impl Peers {
     /// The table of `links`. Where two have the same remote address and a port in common, the first one gets the datagrams;
     /// control refuses such a configuration.
     pub fn build(links: &[Arc<Link>]) -> Peers {
-        let mut peers = Peers { links: links.to_vec(), ..Peers::default() };
+        let mut peers = Peers { links: links.to_vec(), roster: Roster::new(links), ..Peers::default() };
         for (index, link) in links.iter().enumerate() {
             peers.ids.insert(link.id);
             peers.any_sealed |= link.seal.is_some();
@@ -464,7 +446,14 @@ impl Peers {
     /// The link that a datagram from `source` came by: the one whose remote is this address and this port, or one of its ports
     /// where it has several. All of them are bound by the peer's bridge: other programs and users of its host have others.
     pub fn link(&self, source: SocketAddr) -> Option<&Arc<Link>> {
-        self.links.get(*self.by_address.get(&normalised(source))?)
+        let source = normalised(source);
+        let index = self.by_address.get(&source).copied().or_else(|| self.roster.at(source))?;
+        self.links.get(index)
+    }
+
+    /// The link that a datagram of unknown source says to be a keepalive of. Nothing of it has been opened.
+    fn tagged(&self, datagram: &[u8]) -> Option<&Arc<Link>> {
+        self.links.get(self.roster.tagged(datagram)?)
     }
 
     /// The VXLAN link that a datagram from `source` came by, and the number of its VTEP: the one that lists this address,
@@ -512,7 +501,7 @@ mod tests {
             (Some(9003), None, None)
         );
         assert_eq!(
-            (find("[fd00::5]:65535"), find("[fd00::5]:1"), links[2].names.len()),
+            (find("[fd00::5]:65535"), find("[fd00::5]:1"), links[2].place.ports()),
             (Some(65_534), None, 2)
         );
     }

@@ -15,6 +15,7 @@ use std::sync::Arc;
 
 use super::identity::Claims;
 use super::inquiry::is_inquiry;
+use super::prober;
 use super::reassembly::{Reassembly, Whole};
 use super::seal::TAG_LEN;
 use super::session::Seal;
@@ -33,8 +34,8 @@ use crate::wire::{ethernet, partial};
 const MESSAGES: usize = 32;
 /// Bytes of the buffer behind each: any UDP payload.
 const BUFFER_LEN: usize = 65_536;
-/// Probes answered in a burst; more are ignored.
-const REPLIES_MAX: usize = 16;
+/// Probes answered in a burst, one a message; more are ignored.
+const REPLIES_MAX: usize = MESSAGES;
 
 /// Whose a datagram is: the link, and the number of its VTEP (0 where it has none).
 type Whose<'a> = (&'a Arc<Link>, u16);
@@ -145,6 +146,12 @@ impl Receiver {
                 _ => message.source.address().and_then(find),
             };
             latest = Some((message.source, whose));
+            // A peer may have moved. What else comes from there waits until it has proved that.
+            let whose = whose.or_else(|| {
+                let moved = !vxlan && message.datagrams() == 1 && !message.truncated;
+                let link = moved.then(|| peers.tagged(self.burst.bytes(&message)))??;
+                Some((link, 0))
+            });
             *found = whose;
             if peers.any_sealed
                 && let Some((link, _)) = whose
@@ -326,10 +333,11 @@ impl Intake<'_> {
             Kind::Keepalive => {
                 if let Some(seal) = link.seal() {
                     seal.hear(payload);
+                    link.heard_at(&header, source);
                 }
             }
-            // That it came is all there is to it.
-            Kind::ProbeReply => {}
+            // Beyond what the prober makes of it, that it came is all there is to it.
+            Kind::ProbeReply => _ = link.answered(payload),
         }
     }
 
@@ -451,7 +459,7 @@ impl Intake<'_> {
         }
     }
 
-    /// Answers a probe with a datagram of its size; never a larger one, and to a known peer only, so that nobody is
+    /// Answers a probe with a datagram of its size, or with its beginning; never a larger one, and to a known peer only, so that nobody is
     /// reached with more than was spent.
     #[cold]
     fn reply(&mut self, link: &Link, header: &Header, payload: &[u8], to: &Name) {
@@ -459,6 +467,12 @@ impl Intake<'_> {
             return;
         }
         self.replies += 1;
+        // Whether that size arrives is asked of one way only.
+        let payload = if payload.starts_with(&prober::MAGIC) {
+            &payload[..payload.len().min(prober::ANSWER_LEN)]
+        } else {
+            payload
+        };
         let header = Header { kind: Kind::ProbeReply, number: link.take_numbers(1), ..*header };
         let keyring = link.seal().map(Seal::keyring);
         let reply = match &keyring {
@@ -638,6 +652,10 @@ impl Burst {
                 link.stats.discard(reason, 1);
             }
         }
+    }
+
+    fn bytes(&self, message: &Message) -> &[u8] {
+        &self.memory[message.start..message.start + message.len]
     }
 
     fn message(&self, index: usize) -> Message {

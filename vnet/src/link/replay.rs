@@ -78,6 +78,17 @@ impl ReplayWindow {
         self.slots.iter().any(|slot| slot.load(Relaxed) != 0)
     }
 
+    /// True when no higher number was marked.
+    pub fn is_highest(&self, number: u64) -> bool {
+        let (own, ..) = place(number);
+        self.slots.iter().map(|slot| slot.load(Relaxed)).filter(|word| word & MARKS != 0).all(|word| {
+            match ((word >> 16).wrapping_sub(own) << 16) as i64 {
+                0 => 15 - (word as u16).leading_zeros() <= (number & 15) as u32,
+                ahead => ahead < 0,
+            }
+        })
+    }
+
     /// Marks `number`. False when it was marked, or is too old to tell: of all calls with one number, one gets true.
     #[inline]
     pub fn mark(&self, number: u64) -> bool {
@@ -116,6 +127,7 @@ mod tests {
                     let seen = window.has_seen(number);
                     let marked = window.mark(number);
                     prop_assert_eq!(seen, !marked);
+                    prop_assert_eq!(window.is_highest(number), number == highest);
                     if marked {
                         prop_assert!(accepted.insert(number), "{} was accepted twice", number);
                     } else if highest - number < SPAN {

@@ -133,6 +133,11 @@ impl OpeningKey {
         self.window.has_marks()
     }
 
+    /// True when it has opened none with a higher number.
+    pub fn is_newest(&self, number: u64) -> bool {
+        self.window.is_highest(number)
+    }
+
     /// Decrypts a datagram in place: afterwards its payload lies between header and tag. Any thread may.
     ///
     /// An error is the reason to count it under; its payload is lost then, and nothing else has changed.

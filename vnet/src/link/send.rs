@@ -24,12 +24,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::gather::{Gather, TooBig};
+use super::path::PATH_MTU_FALLBACK;
 use super::reassembly::FRAGMENTS_MAX;
 use super::seal::{SealingKey, TAG_LEN};
 use super::session::Seal;
 use super::udp::{Name, RouteProbe, Socket};
 use super::vxlan::SourcePorts;
-use super::{Encapsulation, Link, PATH_MTU_FALLBACK, PORTS_MAX, Peers, speed};
+use super::{Encapsulation, Link, PORTS_MAX, Peers, speed};
 use crate::frame::{BATCH_MAX, Batch, FRAME_MAX, Frame, SEGMENTS_MAX, Segment};
 use crate::stats::DropReason;
 use crate::wire::flow;
@@ -145,9 +146,11 @@ impl Sender {
                 && link.refreshed_ms.compare_exchange(last, now_ms.max(1), Relaxed, Relaxed).is_ok()
             {
                 self.refresh(link);
-                if link.mbps.load(Relaxed) == 0 {
+                if link.mbps.load(Relaxed) == 0
+                    && let Some(remote) = link.remote()
+                {
                     let socket = self.exits[0].socket.as_fd();
-                    link.mbps.store(speed::path_mbps(socket, link.options.remote).max(1), Relaxed);
+                    link.mbps.store(speed::path_mbps(socket, remote).max(1), Relaxed);
                 }
             }
             if let Some(vteps) = &link.vteps {
@@ -172,12 +175,13 @@ impl Sender {
 
     /// Learns anew what the path is able to do.
     fn refresh(&mut self, link: &Link) {
+        let Some(remote) = link.remote() else { return };
         if let Some(ports) = &self.vxlan {
             ports.aim(link, &mut self.routes);
         }
         // VXLAN has sockets of its own.
         let path_mtu = if link.vteps.is_some() || self.socket().name(link, 0).is_some() {
-            self.routes.path_mtu(link.options.remote)
+            self.routes.path_mtu(remote)
         } else {
             Err(io::Error::from_raw_os_error(libc::EAFNOSUPPORT))
         };
@@ -204,7 +208,7 @@ impl Sender {
     /// There are as many paths as the side with more sockets has, so that each of those is used, by one path.
     fn spread(&mut self, link: &Link, batch: &Batch, which: &[u16]) {
         let (exits, ports) = match link.options.encapsulation {
-            Encapsulation::Native => (self.exits.len() - self.native_from, link.names.len()),
+            Encapsulation::Native => (self.exits.len() - self.native_from, link.place.ports()),
             _ => return self.send_by(link, 0, 0, batch, which),
         };
         let paths = exits.max(ports);
@@ -231,7 +235,9 @@ impl Sender {
         }
         let Exit { socket, dont_fragment } = &mut self.exits[exit];
         let Some(name) = socket.name(link, port) else {
-            return link.stats.drop_frames(DropReason::SendFailed, which.len() as u64);
+            let unknown = link.remote().is_none();
+            let reason = if unknown { DropReason::NoAddress } else { DropReason::SendFailed };
+            return link.stats.drop_frames(reason, which.len() as u64);
         };
         let native = link.options.encapsulation == Encapsulation::Native;
         if *dont_fragment != Some(native) {
@@ -240,14 +246,14 @@ impl Sender {
             *dont_fragment = Some(native);
         }
         if !native {
-            return self.send_vnet(link, name, batch, which);
+            return self.send_vnet(link, &name, batch, which);
         }
         let keyring = link.seal().map(Seal::keyring);
         let key = keyring.as_ref().and_then(|keyring| keyring.sealing(link.next_number()));
         if keyring.is_some() && key.is_none() {
             return link.stats.drop_frames(DropReason::NoKey, which.len() as u64);
         }
-        let path = Path { exit, name, key };
+        let path = Path { exit, name: &name, key };
         if let Err(TooBig { position }) = self.send_native(link, path, batch, which, true) {
             self.refresh(link);
             // Never stops early: what is too big again is counted as dropped.

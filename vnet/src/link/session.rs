@@ -12,14 +12,16 @@
 //! Each side opens with a new key before the other seals with it, and with the old one until all that was under way has
 //! come: keys change under traffic, and nothing is lost. What dispatchers use is a [`Keyring`], replaced as a whole.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use arc_swap::{ArcSwap, Guard};
+use aws_lc_rs::hmac;
 use rustls::pki_types::CertificateDer;
 
 use super::identity::{CertificateInfo, Claims};
+use super::place::Roster;
 use super::seal::{MATERIAL_LEN, OpeningKey, SealingKey};
 use super::{Link, LinkState};
 
@@ -51,6 +53,9 @@ pub(super) struct Session {
     pub(super) chain: Vec<CertificateDer<'static>>,
     pub(super) info: CertificateInfo,
     claims: Option<Arc<Claims>>,
+    role: Role,
+    /// Tags of what this host sends, and of what comes.
+    tags: (u32, u32),
     made: Instant,
     stage: Stage,
 }
@@ -89,10 +94,20 @@ impl Session {
             claims: (info.claims != Claims::default()).then(|| Arc::new(info.claims.clone())),
             chain,
             info,
+            role,
+            tags: (tag(&half(ours)), tag(&half(theirs))),
             made: Instant::now(),
             stage: Stage::Pending,
         }
     }
+}
+
+/// What names a session and a direction in a keepalive's header, for a receiver who does not know its source. It tells
+/// nothing of the key: HMAC (RFC 2104) is a pseudorandom function.
+fn tag(material: &[u8; MATERIAL_LEN]) -> u32 {
+    let key = hmac::Key::new(hmac::HMAC_SHA256, material);
+    let tag = hmac::sign(&key, b"vnet-seal tag");
+    u32::from_be_bytes(tag.as_ref()[..4].try_into().expect("SHA-256 gives 32 bytes"))
 }
 
 /// What dispatchers seal and open with. Immutable; the next one replaces it as a whole.
@@ -100,6 +115,10 @@ impl Session {
 pub(super) struct Keyring {
     sealing: Option<Arc<SealingKey>>,
     opening: [Option<Arc<OpeningKey>>; 4],
+    /// Epochs of those that others have taken the place of, a bit each.
+    retired: u8,
+    /// Tag of what is sealed.
+    tag: u32,
     claims: Option<Arc<Claims>>,
 }
 
@@ -114,6 +133,16 @@ impl Keyring {
     #[inline]
     pub(super) fn opening(&self, epoch: u8) -> Option<&OpeningKey> {
         self.opening[usize::from(epoch & 3)].as_deref()
+    }
+
+    /// The tag of keepalives that are sealed.
+    pub(super) fn tag(&self) -> u32 {
+        self.tag
+    }
+
+    /// True when datagram `number` of `epoch`, which was opened, is the newest, so that the peer is where it came from.
+    pub(super) fn is_newest(&self, epoch: u8, number: u64) -> bool {
+        self.retired & (1 << (epoch & 3)) == 0 && self.opening(epoch).is_some_and(|key| key.is_newest(number))
     }
 
     /// For what the other host may speak; `None` for everything.
@@ -137,6 +166,12 @@ pub(super) struct Seal {
     rtt_us: AtomicU32,
     /// New keys are wanted before the present ones are old: the other host asked for them, or this host's identity is new.
     renew: AtomicBool,
+    /// Keys have changed since [`Seal::has_changed`] was asked.
+    changed: AtomicBool,
+    /// By which datagrams from elsewhere are found.
+    roster: Mutex<Weak<Roster>>,
+    /// A handshake is under way: one at a time, or two might give one epoch to different keys.
+    busy: AtomicBool,
     state: Mutex<LinkState>,
 }
 
@@ -161,6 +196,9 @@ impl Seal {
             clock: Mutex::default(),
             rtt_us: AtomicU32::new(0),
             renew: AtomicBool::new(false),
+            changed: AtomicBool::new(false),
+            roster: Mutex::default(),
+            busy: AtomicBool::new(false),
             state: Mutex::new(state),
         }
     }
@@ -241,7 +279,11 @@ impl Seal {
         let mut keyring = Keyring::default();
         for session in sessions {
             keyring.opening[usize::from(session.epoch)] = Some(session.opening.clone());
+            if matches!(session.stage, Stage::Retired(_)) {
+                keyring.retired |= 1 << session.epoch;
+            }
             if session.stage == Stage::Current {
+                keyring.tag = session.tags.0;
                 keyring.sealing = Some(session.sealing.clone());
                 keyring.claims = session.claims.clone();
             }
@@ -251,6 +293,34 @@ impl Seal {
             keyring.claims = sessions.last().and_then(|session| session.claims.clone());
         }
         self.keyring.store(Arc::new(keyring));
+        self.changed.store(true, Relaxed);
+    }
+
+    /// True when keys have come or gone since it was asked last.
+    pub(super) fn has_changed(&self) -> bool {
+        self.changed.swap(false, Relaxed)
+    }
+
+    /// The tags by which the peer's keepalives may be known.
+    pub(super) fn tags(&self) -> Vec<u32> {
+        let sessions = lock(&self.sessions);
+        let live = sessions.iter().filter(|session| !matches!(session.stage, Stage::Retired(_)));
+        live.map(|session| session.tags.1).collect()
+    }
+
+    pub(super) fn set_roster(&self, roster: &Arc<Roster>) {
+        *lock(&self.roster) = Arc::downgrade(roster);
+    }
+
+    /// The roster that the link is in, while there is one.
+    pub(super) fn roster(&self) -> Option<Arc<Roster>> {
+        lock(&self.roster).upgrade()
+    }
+
+    /// Begins a handshake, unless one is under way; it ends when what is returned is dropped.
+    pub(super) fn begin(&self) -> Option<Busy<'_>> {
+        let free = self.busy.compare_exchange(false, true, Acquire, Relaxed).is_ok();
+        free.then_some(Busy(&self.busy))
     }
 
     /// The session that seals: its age, its epoch, the serial number of the other host's certificate; and whether the key
@@ -261,6 +331,7 @@ impl Seal {
         Some(Current {
             age: session.made.elapsed(),
             epoch: session.epoch,
+            role: session.role,
             serial: session.info.serial.clone(),
             is_worn: session.sealing.is_worn(next),
         })
@@ -328,16 +399,26 @@ impl Seal {
     }
 }
 
-/// This host's clock for keepalives, in microseconds; never 0, and never set back.
-fn clock_us() -> u64 {
+/// This host's clock for keepalives and probes, in microseconds; never 0, and never set back.
+pub(super) fn clock_us() -> u64 {
     static START: LazyLock<Instant> = LazyLock::new(Instant::now);
     START.elapsed().as_micros() as u64 + 1
+}
+
+/// A handshake that is under way.
+pub(super) struct Busy<'a>(&'a AtomicBool);
+
+impl Drop for Busy<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Release);
+    }
 }
 
 /// See [`Seal::current`].
 pub(super) struct Current {
     pub(super) age: Duration,
     pub(super) epoch: u8,
+    pub(super) role: Role,
     pub(super) serial: String,
     pub(super) is_worn: bool,
 }

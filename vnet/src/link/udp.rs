@@ -200,9 +200,9 @@ impl Socket {
     /// The address of the link's remote, at the `port`th of its ports, in the form that this socket sends to. `None` when it
     /// cannot: IPv6 from an IPv4 address, and IPv4 from any IPv6 address but the unspecified one.
     #[inline]
-    pub(super) fn name<'a>(&self, link: &'a Link, port: usize) -> Option<&'a Name> {
-        let name = &link.names.get(port)?[usize::from(self.local.is_ipv6())];
-        name.as_ref().filter(|_| self.reaches(link.options.remote.is_ipv4()))
+    pub(super) fn name(&self, link: &Link, port: usize) -> Option<Name> {
+        let (name, is_v4) = link.place.name(port, self.local.is_ipv6())?;
+        self.reaches(is_v4).then_some(name)
     }
 
     /// True when the socket can send to addresses of that kind.

@@ -1,5 +1,5 @@
-//! What the overlay's control plane says of stations on other hosts: behind which link each is, which IP addresses it has,
-//! and between which links this host relays.
+//! What control says of stations on other hosts: behind which link each is, which IP addresses it has, and between which links
+//! this host relays.
 //!
 //! While control is in step with its store, what is published is *firm*: like a configured address it is found where it is
 //! said to be, and no frame can move it, so that a guest that uses another's address draws no traffic to itself. While the
@@ -26,6 +26,8 @@ pub struct Published {
     pub neighbours: Arc<HashMap<(NetworkId, IpAddr), Mac>>,
     /// Links for whose hosts this one relays: exempt from split horizon (the spokes of RFC 4762, section 10).
     pub spokes: HashSet<PortId>,
+    /// Networks in which this host relays between all of its links, because it was told to.
+    pub relayed: HashSet<NetworkId>,
 }
 
 impl Published {

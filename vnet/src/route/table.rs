@@ -78,6 +78,8 @@ impl RunKey {
 pub(super) struct Network {
     /// Whether unknown destinations are flooded.
     pub(super) learning: bool,
+    /// Whether frames go from any link to any other.
+    relayed: bool,
     /// How long a learned address lives without a frame from it.
     pub(super) ageing_ms: u64,
     /// Ways by which the network has any rules, indexed by [`Way`]; saves probes that cannot find anything.
@@ -203,8 +205,8 @@ impl Table {
     }
 
     /// True for a port that split horizon concerns: a link to a host that this one does not relay for.
-    fn is_horizon(&self, port: &Member) -> bool {
-        port.kind == PortKind::Link && !self.published.spokes.contains(&port.port)
+    fn is_horizon(&self, network: &Network, port: &Member) -> bool {
+        port.kind == PortKind::Link && !network.relayed && !self.published.spokes.contains(&port.port)
     }
 
     /// All configured addresses.
@@ -316,8 +318,8 @@ impl Table {
         flow: &Flow,
         port: PortId,
     ) -> Result<PortId, DropReason> {
-        let behind = self.port(port).is_some_and(|port| self.is_horizon(port));
-        if port == flow.from || (behind && self.is_horizon(here.port)) {
+        let behind = self.port(port).is_some_and(|port| self.is_horizon(here.network, port));
+        if port == flow.from || (behind && self.is_horizon(here.network, here.port)) {
             Err(DropReason::Hairpin)
         } else {
             Ok(port)
@@ -328,7 +330,7 @@ impl Table {
     /// interfaces and spokes only (split horizon: the host that sent it has sent it to all others itself).
     pub(super) fn flood(&self, here: &Admitted<'_>) -> Range<u32> {
         let Network { ring, members, interfaces, spokes, .. } = here.network;
-        if self.is_horizon(here.port) {
+        if self.is_horizon(here.network, here.port) {
             return ring.start..ring.start + interfaces + spokes;
         }
         // Interfaces stand first, then spokes, each in ascending order.
@@ -375,7 +377,10 @@ impl Network {
         published: &Published,
         rings: &mut Vec<PortId>,
     ) -> Network {
-        let spoke = |member: &Member| published.spokes.contains(&member.port);
+        let relayed = published.relayed.contains(&spec.id);
+        let spoke = |member: &Member| {
+            member.kind == PortKind::Link && (relayed || published.spokes.contains(&member.port))
+        };
         let of_kind = |kind, spokes: bool| {
             let ours = members
                 .iter()
@@ -399,6 +404,7 @@ impl Network {
         }
         Network {
             learning: spec.learning,
+            relayed,
             ageing_ms: u64::from(spec.ageing_s) * 1000,
             ways: [false; 4],
             ring: start..rings.len() as u32,
@@ -495,6 +501,37 @@ mod tests {
                 .map(PortId)
                 .collect();
             assert_eq!(ports, expected, "from {from}");
+        }
+    }
+
+    /// Where a network is relayed a link is like an interface; in the others it is not.
+    #[test]
+    fn relayed_networks_know_no_horizon() {
+        let kinds = [PortKind::Link, PortKind::Interface, PortKind::Link, PortKind::Link];
+        let members: Vec<Member> = kinds.iter().enumerate().map(|(i, &k)| member(i as u16, k)).collect();
+        for relayed in [NetworkId::DEFAULT, NetworkId::new(7).unwrap()] {
+            let published = Arc::new(Published { relayed: [relayed].into(), ..Published::default() });
+            let table = Table::build_published(vec![], &[network(true)], &members, published);
+            for from in [0, 2, 3] {
+                let flow = Flow {
+                    network: NetworkId::DEFAULT,
+                    src: mac(1),
+                    dst: Mac::BROADCAST,
+                    from: PortId(from),
+                };
+                let here = table.admit(&flow).unwrap();
+                let range = table.flood(&here);
+                let mut ports = table.ring(range.start, range.len() as u32).to_vec();
+                ports.sort_unstable();
+                let all = (0..4).filter(|to| *to != from);
+                let expected: Vec<_> =
+                    all.filter(|to| *to == 1 || relayed == NetworkId::DEFAULT).map(PortId).collect();
+                assert_eq!(ports, expected, "from {from}");
+                for to in 0..4u16 {
+                    let allowed = expected.contains(&PortId(to));
+                    assert_eq!(table.toward(&here, &flow, PortId(to)).is_ok(), allowed, "{from} to {to}");
+                }
+            }
         }
     }
 

@@ -1,0 +1,174 @@
+use std::net::{SocketAddr, UdpSocket};
+
+use super::*;
+use crate::frame::{Batch, PortId};
+use crate::link::{Bridge, LinkOptions, Peers, ReassemblyBudget, Tunnel};
+
+fn link(remote: SocketAddr) -> Arc<Link> {
+    let options = LinkOptions {
+        name: "peer".into(),
+        remote,
+        ports: 1,
+        encapsulation: Encapsulation::Native,
+        networks: None,
+        mtu: Some(1500),
+        tunnel: Tunnel::None,
+    };
+    Link::new(options, PortId(0), Arc::default())
+}
+
+fn bridge() -> Bridge {
+    let listen = "127.0.0.1:0".parse().unwrap();
+    Bridge::bind(listen, false, Arc::default(), Arc::new(ReassemblyBudget::new(0))).unwrap()
+}
+
+/// A prober, and the bridge that takes the answers.
+struct Asking {
+    shared: Shared,
+    bridge: Bridge,
+    link: Arc<Link>,
+    peers: Peers,
+    now_ms: u64,
+}
+
+impl Asking {
+    fn new(remote: SocketAddr) -> Asking {
+        let bridge = bridge();
+        let courier = bridge.courier();
+        let shared = Shared {
+            courier,
+            started: Instant::now(),
+            links: Mutex::default(),
+            stopping: AtomicBool::new(false),
+        };
+        let link = link(remote);
+        link.path_mtu.store(1500, Relaxed);
+        let peers = Peers::build(std::slice::from_ref(&link));
+        Asking { shared, bridge, link, peers, now_ms: 1 }
+    }
+
+    /// Takes what came, and looks once, `passed_ms` after the last look by the dispatchers' clock.
+    fn look(&mut self, passed_ms: u64, small: bool) {
+        let mut batch = Batch::new();
+        while self.bridge.rx.receive(0, &self.peers, &mut batch, self.now_ms, &mut |_| ()).datagrams > 0 {}
+        self.now_ms += passed_ms;
+        self.shared.look_after(&self.link, self.now_ms, small, true);
+    }
+}
+
+/// Answers what has come, as a peer of this version does, or an older one: with everything.
+fn echo(peer: &UdpSocket, whole: bool) -> Vec<usize> {
+    let (mut buffer, mut sizes) = ([0; 65_536], vec![]);
+    while let Ok((len, from)) = peer.recv_from(&mut buffer) {
+        assert_eq!(buffer[0], 0x12, "a probe");
+        buffer[0] = 0x13;
+        let reply = if whole { len } else { len.min(16 + ANSWER_LEN) };
+        peer.send_to(&buffer[..reply], from).unwrap();
+        sizes.push(len + 28);
+    }
+    sizes
+}
+
+fn peer() -> UdpSocket {
+    let peer = UdpSocket::bind("127.0.0.1:0").unwrap();
+    peer.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
+    peer
+}
+
+#[test]
+fn a_peer_that_answers_is_measured_and_its_death_noticed() {
+    for whole in [false, true] {
+        let peer = peer();
+        let mut asking = Asking::new(peer.local_addr().unwrap());
+        assert_eq!(asking.link.probed(), Probed::default());
+        let mut sizes = vec![];
+        for _ in 0..5 {
+            asking.look(50, true);
+            sizes.extend(echo(&peer, whole));
+        }
+        asking.look(50, false);
+        assert!(sizes.contains(&60) && sizes.contains(&1500), "small ones and the path's size: {sizes:?}");
+        let probed = asking.link.probed();
+        assert!(probed.rtt_us.is_some_and(|rtt| rtt < 1_000_000), "{probed:?}");
+        assert_eq!((probed.loss_permille, asking.link.state()), (Some(0), LinkState::Up));
+        asking.look(SILENCE_MS - 100, true);
+        assert_eq!(asking.link.state(), LinkState::Up);
+        asking.look(100, true);
+        assert_eq!(asking.link.state(), LinkState::Down("nothing came for 0.8 s".into()));
+        echo(&peer, whole);
+        asking.look(1, false);
+        assert_eq!(asking.link.state(), LinkState::Up);
+    }
+}
+
+#[test]
+fn who_never_answered_is_not_missed() {
+    let peer = peer();
+    let mut asking = Asking::new(peer.local_addr().unwrap());
+    for _ in 0..30 {
+        asking.look(200, true);
+    }
+    assert_eq!((asking.link.state(), asking.link.probed().loss_permille), (LinkState::Up, None));
+    assert_eq!(asking.link.path_mtu(), 1500);
+}
+
+#[test]
+fn what_nobody_asked_is_no_answer() {
+    let peer = peer();
+    let mut asking = Asking::new(peer.local_addr().unwrap());
+    asking.look(50, true);
+    let mut forged = vec![0x13, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1];
+    forged.extend(MAGIC);
+    forged.extend([7; 8]);
+    for len in 16..=forged.len() {
+        peer.send_to(&forged[..len], asking.bridge.local_addr()).unwrap();
+        asking.look(1, false);
+    }
+    assert_eq!(asking.link.probed().rtt_us, None);
+    // Nor is the same answer twice.
+    let mut buffer = [0; 100];
+    let (len, from) = peer.recv_from(&mut buffer).unwrap();
+    buffer[0] = 0x13;
+    for _ in 0..3 {
+        peer.send_to(&buffer[..len], from).unwrap();
+        asking.look(1, false);
+    }
+    assert_eq!(lock(&asking.link.probing).history.1, 1);
+}
+
+#[test]
+fn loss_is_told_of_the_last_ten_seconds() {
+    let mut probing = Probing { answered_us: Some(1), ..Probing::default() };
+    let degraded = |probing: &mut Probing| {
+        probing.judge(Some(0));
+        matches!(probing.state, LinkState::Degraded(_))
+    };
+    for n in 0..49 {
+        probing.note(n % 5 != 0);
+    }
+    assert_eq!(probing.loss_permille(), Some(10 * 1000 / 49));
+    assert!(!degraded(&mut probing), "too few to judge");
+    probing.note(true);
+    assert!(degraded(&mut probing));
+    assert_eq!(probing.state, LinkState::Degraded("20.0 % of probes are lost".into()));
+    (0..50).for_each(|_| probing.note(true));
+    assert_eq!(probing.loss_permille(), Some(0));
+    assert!(!degraded(&mut probing));
+}
+
+#[test]
+fn rates_are_those_of_the_last_second() {
+    let mut asking = Asking::new("127.0.0.1:9".parse().unwrap());
+    asking.look(RATE_MS, false);
+    let stats = asking.link.stats().clone();
+    stats.in_frames.add(3000);
+    stats.in_bytes.add(300_000);
+    stats.delivered(10, 1000);
+    asking.look(RATE_MS / 2, false);
+    assert_eq!(asking.link.probed().rates, Rates::default());
+    asking.look(RATE_MS / 2, false);
+    let rates = Rates { in_frames: 3000, in_bits: 2_400_000, out_frames: 10, out_bits: 8000 };
+    assert_eq!(asking.link.probed().rates, rates);
+    asking.look(2 * RATE_MS, false);
+    assert_eq!(asking.link.probed().rates, Rates::default());
+}
