@@ -79,7 +79,7 @@ test: ## Prove it: format, lints, unit tests, documentation, dependencies, end-t
 	@$(STAGE) "format" $(MAKE) format-check
 	@$(STAGE) "dependencies" .ci/deny
 	@$(STAGE) "release build" $(MAKE) build
-	@$(STAGE) "end-to-end tests" .ci/beside $(MAKE) end-to-end
+	@$(STAGE) "end-to-end tests" $(MAKE) end-to-end
 	@$(STAGE) "lints" cargo clippy --quiet --locked --workspace --all-targets -- -D warnings
 	@$(STAGE) "unit tests" cargo test --quiet --locked --workspace
 	@$(STAGE) "documentation" env RUSTDOCFLAGS="-D warnings" cargo doc --quiet --locked --workspace --no-deps
@@ -94,7 +94,7 @@ format-check: .venv/made ## Check formatting and lints that need no build.
 
 .PHONY: end-to-end
 end-to-end: .venv/made ## Run the end-to-end tests against the release build.
-	cd lab && ../.venv/bin/pytest
+	.ci/end-to-end
 
 .PHONY: clean
 clean: ## Remove what was built and downloaded.
