@@ -7,9 +7,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from traffic import ping
+
 from vnetlab import daemon, machine, process
 from vnetlab.run import wait_until
-from vnetlab.topology import Node
+from vnetlab.topology import Node, Topology
 
 MARK = "never-in-clear-text"
 """What no capture may show."""
@@ -45,3 +47,15 @@ def underlay_capture(host: Node) -> Iterator[list[bytes]]:
         yield found
         running.result()
     found.append(path.read_bytes())
+
+
+def assert_hidden(topology: Topology) -> None:
+    """Nothing of what two containers say is seen on the underlay, nor who they are."""
+    one, other = topology.find("h1c1"), topology.find("h2c1")
+    pattern = MARK.encode().hex()[:32]
+    with underlay_capture(topology.hosts[0]) as seen:
+        assert ping(one, other.address, "-p", pattern, "-s", "1000", count=20) == (20, 20)
+    assert len(seen[0]) > 40 * 1000, "the pings were captured"
+    assert bytes.fromhex(pattern)[:8] not in seen[0]
+    for mac in (one.mac, other.mac):
+        assert bytes.fromhex(mac.replace(":", "")) not in seen[0], "nor are the containers' addresses"

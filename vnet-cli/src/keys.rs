@@ -180,7 +180,9 @@ impl Authority {
         write(&self.folder.join("issued").join(format!("{}.pem", info.serial)), PUBLIC, &made.pem())?;
         write(&key, SECRET, &pair.serialize_pem())?;
         write(&certificate, PUBLIC, &made.pem())?;
-        let at = self.folder.display();
+        // The configuration takes absolute paths only. There is no such path only where there is no current folder.
+        let folder = std::path::absolute(&self.folder).unwrap_or_else(|_| self.folder.clone());
+        let at = folder.display();
         let text = format!(
             "certificate {} issued to {name}, good for {days} days\nput into its configuration, and give it these files:\n\n\
              [identity]\nca = \"{at}/ca.pem\"\ncertificate = \"{at}/{name}.pem\"\nkey = \"{at}/{name}.key\"\ncrl = \"{at}/crl.pem\"\n",

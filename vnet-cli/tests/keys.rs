@@ -128,3 +128,21 @@ fn days_are_those_asked_for() {
     let days = (info.valid.1 - info.valid.0) as f64 / 86_400.0;
     assert!((10.0..10.1).contains(&days), "{days}");
 }
+
+/// What it says to write into the configuration can be written there, wherever it was said.
+#[test]
+fn paths_are_said_as_the_configuration_takes_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |words: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_vnet"));
+        let output = command.current_dir(folder.path()).arg("keys").args(words).output().unwrap();
+        assert!(output.status.success(), "{words:?}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    run(&["init", "--dir", "keys"]);
+    let text = run(&["issue", "h1", "--dir", "keys"]);
+    let identity = &text[text.find("[identity]").unwrap()..];
+    let configuration = format!("[host]\nname = \"h1\"\n{identity}");
+    let files = vnet::control::config::parse("said", &configuration).unwrap().desired.identity.unwrap().spec;
+    assert!(Identity::load(&files, "h1").is_ok());
+}

@@ -9,17 +9,18 @@
 //! ```
 //!
 //! A [`Link`] is what is known of one neighbour: address, encapsulation, counters, the next datagram number, the path MTU.
-//! It owns no socket (but a stream link's connections, see [`stream`]). Each dispatcher has one [`Bridge`] for all links: a UDP socket with a [`Sender`] and a [`Receiver`],
-//! two halves so that a frame may be relayed while the burst it came in is still being worked on. Which link a datagram
-//! came by is told by its source address and port, through an immutable [`Peers`] that control replaces as a whole; sealed links
-//! follow their peers to other addresses (`place.rs`).
-//! A host may have several ports, over which flows are spread: see ports.rs.
+//! It owns no socket (but a stream link's connections, see [`stream`]). Each dispatcher has one [`Bridge`] for all links: UDP
+//! sockets with a [`Sender`] and a [`Receiver`], two halves so that a frame may be relayed while the burst it came in is still
+//! being worked on. Which link a datagram came by is told by its source address and port, through an immutable [`Peers`] that
+//! control replaces as a whole; sealed links follow their peers to other addresses (`place.rs`). A host may have several ports,
+//! over which flows are spread (`ports.rs`).
 //!
 //! A *sealed* link carries nothing in clear text: `seal.rs` encrypts datagrams with keys that two hosts agree on by TLS
 //! (`identity.rs`, `handshake.rs`, `session.rs`), which the [`keeper`] sees to outside the frames' way.
 //!
-//! Bytes are not copied on the way, unless they are to be sealed: what is sent are slices of the guest's memory between prepared headers, what is
-//! received are slices of the receive buffers, and only frames that are still incomplete when a burst ends are moved.
+//! Bytes are not copied on the way, unless they are to be sealed: what is sent are slices of the guest's memory between
+//! prepared headers, what is received are slices of the receive buffers, and only frames that are still incomplete when a
+//! burst ends are moved.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;

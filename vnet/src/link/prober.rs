@@ -165,7 +165,10 @@ impl Probing {
                 } else {
                     (u64::from(self.rtt_us) * 7 + u64::from(rtt)).div_ceil(8) as u32
                 };
-                self.answered_us = Some(now_us);
+                if self.answered_us.replace(now_us).is_none() {
+                    // What was asked before the other host was there is not lost.
+                    self.sent.retain(|sent| sent.size.is_some() || sent.at_us > at_us);
+                }
                 self.note(true);
             }
         }

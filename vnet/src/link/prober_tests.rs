@@ -172,3 +172,14 @@ fn rates_are_those_of_the_last_second() {
     asking.look(2 * RATE_MS, false);
     assert_eq!(asking.link.probed().rates, Rates::default());
 }
+
+#[test]
+fn what_was_asked_before_the_peer_was_there_is_not_lost() {
+    let mut probing = Probing::default();
+    let ids: Vec<_> = (0..5u64).map(|n| probing.ask(None, n * 200_000).unwrap().0).collect();
+    assert!(probing.answer(ids[3], 601_000));
+    // The one asked after it was not answered, and those before it are not counted.
+    probing.expire(10_000_000);
+    assert_eq!(probing.history, (0b10, 2));
+    assert_eq!(probing.loss_permille(), Some(500));
+}

@@ -1,7 +1,7 @@
 //! The bridge's UDP socket: made, sized, and asked about routes.
 //!
-//! One socket carries all links of a dispatcher, unless the host has several ports (ports.rs). What Linux 6.18 really does with the options used here, found by trying
-//! them on a veth pair of MTU 1500 (IPv4, IPv6 and IPv4 through an IPv6 socket behave alike unless noted):
+//! One socket carries all links of a dispatcher, unless the host has several ports (ports.rs). What Linux 6.18 really does
+//! with the options used here, found by trying them on a veth pair of MTU 1500 (IPv4, IPv6 and IPv4 through an IPv6 socket behave alike unless noted):
 //!
 //! - `UDP_SEGMENT` refuses a segment that does not fit the path MTU (`EMSGSIZE`), whatever `IP_MTU_DISCOVER` says; it takes at
 //!   most 128 segments (64 before Linux 6.9, `EINVAL` beyond), and 65 507 bytes over IPv4, 65 527 over IPv6. Before Linux 6.14
