@@ -106,7 +106,7 @@ pub struct Claims {
 /// What a certificate says.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CertificateInfo {
-    /// DNS names it is for.
+    /// DNS names of hosts it is for, as TLS takes them: no wildcards.
     pub names: Vec<String>,
     /// For what its host may speak.
     pub claims: Claims,
@@ -126,11 +126,15 @@ impl CertificateInfo {
         if !rest.is_empty() {
             return Err("bytes follow the certificate".into());
         }
+        // TLS has a parser of its own: where the two disagree the certificate is for nobody.
+        let leaf = CertificateDer::from(der);
+        let parsed = ParsedCertificate::try_from(&leaf)
+            .map_err(|error| format!("not a certificate for TLS: {error}"))?;
         let alternative = certificate.subject_alternative_name().map_err(|error| error.to_string())?;
         let (mut names, mut claims) = (vec![], Claims::default());
         for name in alternative.iter().flat_map(|extension| &extension.value.general_names) {
             match name {
-                GeneralName::DNSName(name) => names.push((*name).to_string()),
+                GeneralName::DNSName(name) if names_host(&parsed, name) => names.push((*name).to_string()),
                 GeneralName::URI(uri) => claims.add(uri)?,
                 _ => {}
             }
@@ -355,10 +359,12 @@ pub fn server_name(name: &str) -> Result<ServerName<'static>, String> {
 /// True when `chain` is for `name`, whoever signed it.
 pub fn is_for(chain: &[CertificateDer<'_>], name: &str) -> bool {
     let parsed = chain.first().and_then(|leaf| ParsedCertificate::try_from(leaf).ok());
-    match (parsed, server_name(name)) {
-        (Some(parsed), Ok(name)) => verify_server_name(&parsed, &name).is_ok(),
-        _ => false,
-    }
+    parsed.is_some_and(|parsed| names_host(&parsed, name))
+}
+
+/// True when TLS finds `name` in the certificate.
+fn names_host(certificate: &ParsedCertificate<'_>, name: &str) -> bool {
+    server_name(name).is_ok_and(|name| verify_server_name(certificate, &name).is_ok())
 }
 
 /// The latest good identity, read again when its files change.
