@@ -36,10 +36,12 @@ pub use host::EngineHost;
 
 /// Largest message that is taken from the store, in bytes: five times its own default limit of a request.
 pub const MESSAGE_MAX: usize = 8 << 20;
-/// Seconds after which the store forgets a host that is gone.
-const LEASE_S: i64 = 15;
+/// After how long the store forgets a host that is gone; whole seconds.
+const LEASE: Duration = Duration::from_secs(15);
 /// How long one request may take.
 const REQUEST: Duration = Duration::from_secs(3);
+/// How long a page of a reading may take in the end, when a busy store makes each reading too late.
+const PATIENCE_MAX: Duration = Duration::from_secs(24);
 /// After how long a connection on which nothing happens is tried, and for how long: etcd closes connections that are tried
 /// more than every five seconds (`--grpc-keepalive-min-time`).
 const PROBE: (Duration, Duration) = (Duration::from_secs(6), Duration::from_secs(3));
@@ -49,6 +51,9 @@ const PAUSES_MS: (u64, u64) = (50, 1000);
 const COMPUTE_EVERY: Duration = Duration::from_millis(20);
 /// How often the overlay is shown anew, even when nothing happens.
 const SHOW_EVERY: Duration = Duration::from_secs(1);
+/// Computing and showing rest for this many times as long as they took: however large the overlay is and however fast it
+/// changes, each takes a tenth of a core at most.
+const REST: u32 = 9;
 
 /// Why the agent cannot work with the store.
 #[derive(Debug, thiserror::Error)]
@@ -65,7 +70,7 @@ pub enum StoreError {
     #[error("{0}")]
     Etcd(#[from] etcd_client::Error),
     /// A request was not answered in time.
-    #[error("no answer within {} s", REQUEST.as_secs())]
+    #[error("no answer in time")]
     Silent,
     /// The store ended the watch.
     #[error("the watch ended: {0}")]
@@ -169,8 +174,30 @@ pub struct Agent<H> {
     lease: i64,
     /// The store's revision that was seen last.
     revision: i64,
-    computed_at: Option<Instant>,
-    shown_at: Option<Instant>,
+    /// When the lease was renewed last.
+    kept: Instant,
+    /// How long a page of a reading may take: longer each time that this was too short.
+    patience: Duration,
+    computed: Pace,
+    shown: Pace,
+}
+
+/// How often something may be done, by when it was done last and how long that took.
+#[derive(Default)]
+struct Pace {
+    last: Option<(Instant, Duration)>,
+}
+
+impl Pace {
+    /// True when the last time is `least` ago, and the rest after it over.
+    fn is_due(&self, least: Duration) -> bool {
+        self.last.is_none_or(|(ended, took)| ended.elapsed() >= least.max(took * REST))
+    }
+
+    /// It was done just now, from `began` on.
+    fn done(&mut self, began: Instant) {
+        self.last = Some((Instant::now(), began.elapsed()));
+    }
 }
 
 impl<H: Host> Agent<H> {
@@ -187,8 +214,10 @@ impl<H: Host> Agent<H> {
             options,
             lease: 0,
             revision: 0,
-            computed_at: None,
-            shown_at: None,
+            kept: Instant::now(),
+            patience: REQUEST,
+            computed: Pace::default(),
+            shown: Pace::default(),
         }
     }
 
@@ -258,7 +287,15 @@ impl<H: Host> Agent<H> {
         &mut self,
         future: impl Future<Output = Result<T, etcd_client::Error>>,
     ) -> Result<T, StoreError> {
-        let answer = self.meanwhile(tokio::time::timeout(REQUEST, future)).await;
+        self.request_within(REQUEST, future).await
+    }
+
+    async fn request_within<T>(
+        &mut self,
+        time: Duration,
+        future: impl Future<Output = Result<T, etcd_client::Error>>,
+    ) -> Result<T, StoreError> {
+        let answer = self.meanwhile(tokio::time::timeout(time, future)).await;
         Ok(answer.map_err(|_| StoreError::Silent)??)
     }
 
@@ -271,22 +308,23 @@ impl<H: Host> Agent<H> {
         let locals = self.host.locals();
         self.overlay.locals(&locals);
         self.overlay.tick(now_ms);
-        let due = |at: Option<Instant>, every| at.is_none_or(|at| at.elapsed() >= every);
-        let mut show = due(self.shown_at, SHOW_EVERY);
-        if due(self.computed_at, COMPUTE_EVERY) && self.overlay.take_changed() {
-            self.computed_at = Some(Instant::now());
+        let mut show = self.shown.is_due(SHOW_EVERY);
+        if self.computed.is_due(COMPUTE_EVERY) && self.overlay.take_changed() {
+            let began = Instant::now();
             self.overlay.check_addresses(now_ms);
             for line in self.host.join(self.overlay.computed()) {
                 self.overlay.alarm(Alarm::Apply, now_ms, line);
             }
-            show = true;
+            self.computed.done(began);
+            show = self.shown.is_due(COMPUTE_EVERY);
         }
         if show {
+            let began = Instant::now();
             for host in self.host.heard() {
                 self.overlay.heard(&host, now_ms);
             }
-            self.shown_at = Some(Instant::now());
             self.host.show(self.overlay.show(&self.options.endpoints, self.revision, now_ms));
+            self.shown.done(began);
         }
     }
 
@@ -396,5 +434,19 @@ mod tests {
     #[test]
     fn the_own_address_is_the_one_from_which_another_is_reached() {
         assert_eq!(source(([127, 0, 0, 1], 2379).into()), Some([127, 0, 0, 1].into()));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_took_long_rests_long() {
+        let ms = Duration::from_millis;
+        let mut pace = Pace::default();
+        assert!(pace.is_due(ms(20)), "it was never done");
+        let began = Instant::now();
+        tokio::time::advance(ms(10)).await;
+        pace.done(began);
+        tokio::time::advance(ms(89)).await;
+        assert!(!pace.is_due(ms(20)));
+        tokio::time::advance(ms(1)).await;
+        assert!(pace.is_due(ms(20)) && !pace.is_due(ms(91)));
     }
 }

@@ -1,7 +1,5 @@
 //! One connection to the store: lease, reading, watch, writes.
 
-use std::time::Duration;
-
 use etcd_client::{
     Client, Compare, CompareOp, EventType, GetOptions, PutOptions, Txn, TxnOp, WatchOptions, WatchResponse,
 };
@@ -11,10 +9,11 @@ use tokio::time::{Instant, MissedTickBehavior, interval};
 use vnet::control::overlay::record::PREFIX;
 use vnet::control::overlay::{Alarm, Write};
 
-use super::{Agent, Host, LEASE_S, MESSAGE_MAX, REQUEST, StoreError};
+use super::{Agent, Host, LEASE, MESSAGE_MAX, PATIENCE_MAX, REQUEST, StoreError};
 
-/// Keys in one page of a reading; a page whose values are too large is asked for again in smaller ones.
-const PAGE_KEYS: i64 = 1000;
+/// Keys in one page of a reading; a page whose values are too large is asked for again in smaller ones. For each page etcd
+/// counts all keys behind it, so a reading in small pages costs the store the square of what it holds.
+const PAGE_KEYS: i64 = 5000;
 /// Writes in one transaction: half of what etcd takes (`--max-txn-ops`).
 const WRITES_MAX: usize = 64;
 /// Transactions under way.
@@ -61,8 +60,18 @@ impl<H: Host> Agent<H> {
                 return Ok(self.lease);
             }
         }
-        self.lease = self.request(client.lease_grant(LEASE_S, None)).await?.id();
+        self.lease = self.request(client.lease_grant(LEASE.as_secs() as i64, None)).await?.id();
+        self.kept = Instant::now();
         Ok(self.lease)
+    }
+
+    /// Renews the lease when a third of its time is over: a reading may take longer than it lasts.
+    async fn keep_lease(&mut self, client: &Client) -> Result<(), StoreError> {
+        if self.kept.elapsed() >= LEASE / 3 {
+            self.request(client.lease_client().keep_alive(self.lease)).await?;
+            self.kept = Instant::now();
+        }
+        Ok(())
     }
 
     /// Reads the whole store in one revision, page by page.
@@ -73,10 +82,14 @@ impl<H: Host> Agent<H> {
         self.overlay.begin_reading();
         loop {
             let options = GetOptions::new().with_range(end.clone()).with_limit(limit).with_revision(revision);
-            let page = match self.request(kv.get(from.clone(), Some(options))).await {
+            let page = match self.request_within(self.patience, kv.get(from.clone(), Some(options))).await {
                 Err(error) if is_too_large(&error) && limit > 1 => {
                     limit = (limit / 8).max(1);
                     continue;
+                }
+                Err(StoreError::Silent) => {
+                    self.patience = (self.patience * 2).min(PATIENCE_MAX);
+                    return Err(StoreError::Silent);
                 }
                 page => page?,
             };
@@ -89,7 +102,9 @@ impl<H: Host> Agent<H> {
                 _ => break,
             }
             limit = (limit * 2).min(PAGE_KEYS);
+            self.keep_lease(client).await?;
         }
+        self.patience = REQUEST;
         self.revision = revision;
         self.end_reading();
         self.turn();
@@ -104,9 +119,9 @@ impl<H: Host> Agent<H> {
         let mut watch = self.request(watching.watch(PREFIX, Some(options))).await?;
         let mut leases = client.lease_client();
         let (mut keeper, mut kept) = self.request(leases.keep_alive(lease)).await?;
-        let mut alive = interval(Duration::from_secs(LEASE_S as u64) / 3);
+        let mut alive = interval(LEASE / 3);
         alive.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut last_kept = Instant::now();
+        self.kept = Instant::now();
         let mut writing = JoinSet::new();
         // Not all at once, when many agents have started together.
         let spread = self.options.reread.mul_f64(0.5 + 0.5 * f64::from(self.lease as u8) / 255.0);
@@ -117,11 +132,11 @@ impl<H: Host> Agent<H> {
                 news = watch.message() => self.take_in(news?)?,
                 Some(done) = writing.join_next() => self.written(done),
                 answer = kept.message() => match answer? {
-                    Some(answer) if answer.ttl() > 0 => last_kept = Instant::now(),
+                    Some(answer) if answer.ttl() > 0 => self.kept = Instant::now(),
                     _ => return Err(StoreError::Lease),
                 },
                 _ = alive.tick() => {
-                    if last_kept.elapsed().as_secs() >= LEASE_S as u64 {
+                    if self.kept.elapsed() >= LEASE {
                         return Err(StoreError::Silent);
                     }
                     self.request(keeper.keep_alive()).await?;

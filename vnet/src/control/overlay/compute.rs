@@ -11,7 +11,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use super::places::{Place, Places};
-use super::record::HostRecord;
+use super::record::{HostRecord, Key};
 use super::spec::Topology;
 use super::{Alarm, Overlay, Settings, Store};
 use crate::control::api;
@@ -279,10 +279,9 @@ impl Overlay {
             Store::Here(since) => ("connected", since),
             Store::Away(since) => ("away", since),
         };
-        let (mut hosts, mut frozen) = (BTreeMap::<&str, api::OverlayHost>::new(), 0);
+        let mut hosts = BTreeMap::<&str, api::OverlayHost>::new();
         for (id, network) in &self.networks {
             for (name, entry) in network.hosts.iter().filter(|(name, _)| **name != self.me) {
-                frozen += usize::from(entry.moves.is_frozen(now_ms));
                 let Some(record) = entry.in_force() else { continue };
                 let new = || api::OverlayHost {
                     name: name.to_string(),
@@ -295,8 +294,9 @@ impl Overlay {
                 host.networks.push(*id);
                 host.silent_s = entry.silent_since_ms.map(|since| now_ms.saturating_sub(since) / 1000);
             }
-            frozen += network.stations.values().filter(|entry| entry.moves.is_frozen(now_ms)).count();
         }
+        // What is frozen has a timer, and few others have.
+        let frozen = self.timers.iter().filter(|(_, key)| self.is_frozen(key, now_ms)).count();
         api::Overlay {
             state: state.into(),
             since_s: now_ms.saturating_sub(since_ms) / 1000,
@@ -311,5 +311,14 @@ impl Overlay {
             alarms_total: self.alarms.total(),
             alarms: self.alarms.show(now_ms),
         }
+    }
+
+    fn is_frozen(&self, key: &Key, now_ms: u64) -> bool {
+        let Some(network) = self.networks.get(&key.network()) else { return false };
+        let moves = match key {
+            Key::Host(_, name) => network.hosts.get(name).map(|entry| &entry.moves),
+            Key::Station(_, mac) => network.stations.get(mac).map(|entry| &entry.moves),
+        };
+        moves.is_some_and(|moves| moves.is_frozen(now_ms))
     }
 }
