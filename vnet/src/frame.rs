@@ -7,8 +7,12 @@
 //! A [`Batch`] is filled by an interface's or a link's `receive`, lives for one call of the closure that runs it to
 //! completion, and is cleared. It owns all its memory up front and never allocates on a frame's way.
 
-use std::fmt;
+mod hold;
 
+use std::fmt;
+use std::sync::Arc;
+
+pub use hold::{Hold, Holds};
 use serde::{Deserialize, Serialize};
 
 use crate::copy::copy;
@@ -161,7 +165,12 @@ pub struct Frame {
     len: u32,
     first: u32,
     count: u32,
+    /// By which its interface knows the memory it is in; [`NO_SLOT`] when that cannot be held.
+    slot: u16,
 }
+
+/// The slot of a frame whose memory is its batch's only.
+const NO_SLOT: u16 = u16::MAX;
 
 impl Frame {
     /// Bytes, without any encapsulation or virtio-net header.
@@ -195,6 +204,8 @@ pub struct Batch {
     /// What interfaces read frames into, up to `arena_used`.
     arena: Scratch,
     arena_used: usize,
+    /// Of the queue that the frames came from, where their memory can be held.
+    holds: Option<Arc<Holds>>,
 }
 
 // SAFETY: the raw pointers in `segments` are only followed while the memory they were made from is kept readable (the
@@ -218,6 +229,7 @@ impl Batch {
             heads: Scratch::new(BATCH_MAX * HEAD_MAX),
             arena: Scratch::new(ARENA_LEN),
             arena_used: 0,
+            holds: None,
         }
     }
 
@@ -257,6 +269,34 @@ impl Batch {
         self.frames.clear();
         self.segments.clear();
         self.arena_used = 0;
+        self.holds = None;
+    }
+
+    /// Lets the memory of the frames that follow be held beyond the batch's life, see [`Batch::set_slot`].
+    #[inline]
+    pub fn set_holds(&mut self, holds: Arc<Holds>) {
+        self.holds = Some(holds);
+    }
+
+    /// Names the slot that the memory of the last frame is known by.
+    #[inline]
+    pub fn set_slot(&mut self, slot: u16) {
+        if let Some(frame) = self.frames.last_mut() {
+            frame.slot = slot;
+        }
+    }
+
+    /// True when the frame's memory, but for its head, can be held.
+    #[inline]
+    pub fn can_hold(&self, frame: &Frame) -> bool {
+        frame.slot != NO_SLOT && self.holds.is_some()
+    }
+
+    /// Has all segments of the frame but the first stay the frame's when the batch is cleared, for as long as the hold lives.
+    /// `None` when that is not possible. The memory stays a guest's: readable, and written to by whom it likes.
+    #[inline]
+    pub fn hold(&self, frame: &Frame) -> Option<Hold> {
+        Hold::new(self.holds.as_ref()?, frame.slot)
     }
 
     /// Room of at least `len` bytes in the batch's own memory to read the next frame into; `None` when it is used up.
@@ -468,6 +508,7 @@ impl Builder<'_> {
             len: self.len as u32,
             first: first as u32,
             count: count as u32,
+            slot: NO_SLOT,
         };
         let (dst, src) = ethernet::addresses(self.batch.head(&frame)).ok_or(FrameError::TooShort)?;
         self.batch.frames.push(Frame { dst, src, ..frame });
@@ -524,56 +565,4 @@ impl Drop for Builder<'_> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    fn bytes(len: usize) -> Vec<u8> {
-        (0..len).map(|i| (i * 7 + i / 256) as u8).collect()
-    }
-
-    proptest! {
-        /// However a frame is cut, its head and its bytes come out the same, stable or not.
-        #[test]
-        fn cuts_do_not_matter(len in 14usize..3000, cuts in prop::collection::vec(0usize..3000, 0..8), stable: bool) {
-            let data = bytes(len);
-            let mut cuts: Vec<usize> = cuts.into_iter().map(|c| c.min(len)).chain([0, len]).collect();
-            cuts.sort_unstable();
-            let mut batch = Batch::new();
-            for round in 0..2 {
-                let mut builder = batch.begin();
-                for pair in cuts.windows(2) {
-                    let part = &data[pair[0]..pair[1]];
-                    let segment = Segment::new(part.as_ptr(), part.len());
-                    // SAFETY: `data` outlives the batch and is not written to.
-                    unsafe { if stable { builder.push_stable(segment) } else { builder.push(segment) } };
-                }
-                builder.finish(PortId(3), NetworkId::DEFAULT, Offload::default(), 0).unwrap();
-                let frame = *batch.frame(round);
-                prop_assert_eq!(frame.len(), len);
-                prop_assert!(batch.head(&frame).len() >= len.min(HEAD_MAX));
-                prop_assert_eq!(&batch.head(&frame)[..len.min(HEAD_MAX)], &data[..len.min(HEAD_MAX)]);
-                let mut out = vec![0; len];
-                prop_assert_eq!(batch.copy_to(&frame, &mut out), len);
-                prop_assert_eq!(&out, &data);
-                let mut prefix = vec![9];
-                prop_assert_eq!(batch.append_to(&frame, len / 2, &mut prefix), len / 2);
-                prop_assert_eq!(&prefix[1..], &data[..len / 2]);
-                prop_assert_eq!(batch.append_to(&frame, usize::MAX, &mut prefix), len);
-            }
-        }
-    }
-
-    #[test]
-    fn refused_frames_leave_no_trace() {
-        let data = vec![0u8; FRAME_MAX + 1];
-        let mut batch = Batch::new();
-        for (len, error) in [(13, FrameError::TooShort), (FRAME_MAX + 1, FrameError::TooLong)] {
-            let mut builder = batch.begin();
-            // SAFETY: `data` outlives the batch and is not written to.
-            unsafe { builder.push(Segment::new(data.as_ptr(), len)) };
-            assert_eq!(builder.finish(PortId(0), NetworkId::DEFAULT, Offload::default(), 0), Err(error));
-            assert!(batch.is_empty() && batch.segments.is_empty());
-        }
-    }
-}
+mod tests;

@@ -112,6 +112,17 @@ pub struct InterruptStats {
     pub coalesced_withheld: Counter,
 }
 
+/// Messages with guests' memory that were to be sent without copying it (VNET/P+ section IV.B).
+#[derive(Default, Debug)]
+pub struct ZeroCopyStats {
+    /// Handed to the kernel without a copy.
+    pub sent: Counter,
+    /// Those of them that the kernel copied after all, as the device cannot do without.
+    pub copied: Counter,
+    /// Copied at once: no room in the kernel's accounting, or more pieces than a message takes.
+    pub fallen_back: Counter,
+}
+
 /// One port's counters.
 #[derive(Default, Debug)]
 pub struct PortStats {
@@ -134,6 +145,8 @@ pub struct PortStats {
     pub kicks: Counter,
     /// What optimistic interrupts did, all zero where they are not used.
     pub interrupts: InterruptStats,
+    /// What became of frames that were to be sent on this link without a copy.
+    pub zero_copy: ZeroCopyStats,
     /// Datagrams received for this link.
     pub in_datagrams: Counter,
     /// Datagrams sent on this link.

@@ -39,6 +39,7 @@ impl Host {
             ports: 1,
             vxlan_listen: None,
             stream_listen: None,
+            zero_copy: Default::default(),
             isolation: Isolation::default(),
         })
         .unwrap();

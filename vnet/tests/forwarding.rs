@@ -46,6 +46,7 @@ impl Host {
             ports,
             vxlan_listen: None,
             stream_listen: None,
+            zero_copy: Default::default(),
             isolation: Isolation::default(),
         };
         let core = Core::start(&options).unwrap();

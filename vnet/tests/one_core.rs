@@ -50,6 +50,7 @@ fn compute_beside(yield_strategy: Strategy) -> (f64, usize) {
         ports: 1,
         vxlan_listen: None,
         stream_listen: None,
+        zero_copy: Default::default(),
         isolation: Isolation::default(),
     })
     .unwrap();

@@ -47,6 +47,7 @@ impl Host {
             ports: dispatchers as u16,
             vxlan_listen: None,
             stream_listen: None,
+            zero_copy: Default::default(),
             isolation: Isolation::default(),
         };
         let core = Core::start(&options).unwrap();

@@ -66,7 +66,7 @@ impl Reading {
 /// A port's counter: name, unit, help, value.
 type PortCounter = (&'static str, Option<Unit>, &'static str, fn(&Counters) -> u64);
 
-const PORT_COUNTERS: [PortCounter; 10] = [
+const PORT_COUNTERS: [PortCounter; 13] = [
     ("port_in_frames", None, "Frames that entered the core here, refused ones included", |c| c.in_frames),
     ("port_in", Some(Unit::Bytes), "Their bytes", |c| c.in_bytes),
     ("port_out_frames", None, "Frames delivered here", |c| c.out_frames),
@@ -77,6 +77,16 @@ const PORT_COUNTERS: [PortCounter; 10] = [
     }),
     ("port_notifications", None, "Notifications given to the guest", |c| c.notifications),
     ("port_kicks", None, "Notifications got from the guest", |c| c.kicks),
+    ("port_zero_copy_sent", None, "Messages sent on this link from guests' memory without a copy", |c| {
+        c.zero_copy_sent
+    }),
+    ("port_zero_copy_copied", None, "Those of them that the kernel copied after all", |c| c.zero_copy_copied),
+    (
+        "port_zero_copy_fallen_back",
+        None,
+        "Messages that were to go without a copy and were copied at once",
+        |c| c.zero_copy_fallen_back,
+    ),
     ("port_in_datagrams", None, "Datagrams received for this link", |c| c.in_datagrams),
     ("port_out_datagrams", None, "Datagrams sent on this link", |c| c.out_datagrams),
 ];

@@ -320,6 +320,8 @@ class Vnet:
     """Where vnetd and vnet are, when not in the usual place."""
     interface: Lines = ()
     """Lines of every [[interface]] that differ from the defaults."""
+    bridge: Lines = ()
+    """The same of [bridge]."""
     pinned: bool = False
     """Whether the dispatcher of each host has a processor of its own, as far as they go."""
 
@@ -352,7 +354,9 @@ class Vnet:
                 for host in topology.hosts:
                     interface = "".join(f"{line}\n" for line in _lines(self.interface))
                     section = replace(self, dispatch=self._pinned(host)).section()
-                    text = daemon.configuration(topology, host, interface) + section + more
+                    bridge = "".join(f"{line}\n" for line in ["[bridge]", *_lines(self.bridge)])
+                    text = daemon.configuration(topology, host, interface).replace("[bridge]\n", bridge)
+                    text += section + more
                     host.file(".toml").write_text(text)
                     lab.start_daemon(topology, host)
                 yield running(".pid", topology.hosts)

@@ -35,9 +35,14 @@ GUEST_DRIVEN = Vnet("guest-driven, blocking", (("yield", "block"),), interface=(
 VMM_DRIVEN = Vnet("VMM-driven, immediate yield", (("yield", "immediate"),), interface=(("mode", "vmm-driven"),))
 ADAPTIVE = Vnet("adaptive mode and yield")
 PLUS_OPTIMISTIC = replace(OPTIMISTIC, name="+ optimistic interrupts")
-PLUS_PINNING = replace(OPTIMISTIC, name="+ pinning", pinned=True)
-STEPS = (LIKE_VNET_U, GUEST_DRIVEN, VMM_DRIVEN, ADAPTIVE, PLUS_OPTIMISTIC, PLUS_PINNING)
-"""What is switched on, one part after the other. A TAP has no interrupts to be optimistic about."""
+CUT_THROUGH = Vnet("+ cut-through", bridge=(("zero_copy", "on"),))
+BOTH = replace(OPTIMISTIC, name="+ both", bridge=CUT_THROUGH.bridge)
+PLUS_PINNING = replace(BOTH, name="+ pinning", pinned=True)
+STEPS = (LIKE_VNET_U, GUEST_DRIVEN, VMM_DRIVEN, ADAPTIVE, PLUS_OPTIMISTIC, CUT_THROUGH, BOTH, PLUS_PINNING)
+"""What is switched on, one part after the other. A TAP has no interrupts to be optimistic about,
+and no memory of its own to send from."""
+OF_GUESTS = (PLUS_OPTIMISTIC, CUT_THROUGH, BOTH)
+"""What only virtual machines have."""
 CONTAINERS: tuple[Contender, ...] = (Bare(), VxlanContainers(), VNET, BLOCK)
 GUESTS: tuple[Contender, ...] = (TapGuests(), VnetGuests(VNET), VnetGuests(OPTIMISTIC), VnetGuests(BLOCK))
 
@@ -46,7 +51,7 @@ def steps(*, guests: bool) -> list[Contender]:
     """The rows of the ablation, with somebody to compare with."""
     if guests:
         return [TapGuests(), *(VnetGuests(step) for step in STEPS)]
-    return [Bare(), VxlanContainers(), *(step for step in STEPS if step != PLUS_OPTIMISTIC)]
+    return [Bare(), VxlanContainers(), *(step for step in STEPS if step not in OF_GUESTS)]
 
 
 @dataclass

@@ -534,6 +534,15 @@ pub struct Counters {
     /// What optimistic interrupts did.
     #[serde(flatten)]
     pub interrupts: InterruptCounters,
+    /// Messages sent on this link from guests' memory without a copy.
+    #[serde(default)]
+    pub zero_copy_sent: u64,
+    /// Those of them that the kernel copied after all.
+    #[serde(default)]
+    pub zero_copy_copied: u64,
+    /// Messages that should have gone without a copy and were copied at once.
+    #[serde(default)]
+    pub zero_copy_fallen_back: u64,
     /// Datagrams received.
     pub in_datagrams: u64,
     /// Datagrams sent.
@@ -556,6 +565,9 @@ impl From<&PortStats> for Counters {
             notifications: stats.notifications.get(),
             kicks: stats.kicks.get(),
             interrupts: (&stats.interrupts).into(),
+            zero_copy_sent: stats.zero_copy.sent.get(),
+            zero_copy_copied: stats.zero_copy.copied.get(),
+            zero_copy_fallen_back: stats.zero_copy.fallen_back.get(),
             in_datagrams: stats.in_datagrams.get(),
             out_datagrams: stats.out_datagrams.get(),
             drops: DropReason::ALL.iter().map(|r| (r.name().into(), stats.drops(*r))).collect(),
@@ -586,6 +598,9 @@ impl Counters {
         self.notifications += other.notifications;
         self.kicks += other.kicks;
         self.interrupts.add(&other.interrupts);
+        self.zero_copy_sent += other.zero_copy_sent;
+        self.zero_copy_copied += other.zero_copy_copied;
+        self.zero_copy_fallen_back += other.zero_copy_fallen_back;
         self.in_datagrams += other.in_datagrams;
         self.out_datagrams += other.out_datagrams;
         for (reasons, others) in [(&mut self.drops, &other.drops), (&mut self.discards, &other.discards)] {

@@ -21,7 +21,7 @@ use crate::dispatch::yielding::Strategy;
 use crate::frame::{MTU_MAX, NetworkId};
 use crate::interface::tap::DEVICE_NAME_MAX;
 use crate::interface::vhost_user;
-use crate::link::{ANYWHERE, Encapsulation, PORTS_MAX};
+use crate::link::{ANYWHERE, Encapsulation, PORTS_MAX, ZeroCopy};
 use crate::route::{AGEING_S, Qualifier, STORM_FRAMES_PER_S};
 use crate::wire::ethernet::Mac;
 
@@ -226,6 +226,8 @@ fn read_isolation(reader: &mut Reader<'_>, strategy: Strategy, anywhere: bool) -
 }
 
 fn read_bridge(table: Table, notes: &mut Notes) -> Item<BridgeSpec> {
+    const ZERO_COPY: [(&str, Option<ZeroCopy>); 3] =
+        [("auto", Some(ZeroCopy::Auto)), ("off", Some(ZeroCopy::Off)), ("on", Some(ZeroCopy::On))];
     let mut reader = Reader::new("[bridge]", table, &mut notes.problems);
     let place = reader.place();
     let default = BridgeSpec::default();
@@ -234,9 +236,13 @@ fn read_bridge(table: Table, notes: &mut Notes) -> Item<BridgeSpec> {
     let ports = read_ports(&mut reader, Some(listen));
     let mut address = |key| reader.text(key).and_then(|text| socket_address(&mut reader, key, text));
     let (vxlan_listen, stream_listen) = (address("vxlan_listen"), address("stream_listen"));
+    let zero_copy = reader.word("zero_copy", &ZERO_COPY).map_or(default.zero_copy, |(_, word)| word);
     let (trusted, rekey_s) = security::read_bridge(&mut reader);
     reader.finish();
-    Item { place, spec: BridgeSpec { listen, ports, vxlan_listen, stream_listen, trusted, rekey_s } }
+    Item {
+        place,
+        spec: BridgeSpec { listen, ports, vxlan_listen, stream_listen, zero_copy, trusted, rekey_s },
+    }
 }
 
 /// How many ports there are from that of `first` on.

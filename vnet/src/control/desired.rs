@@ -20,7 +20,7 @@ use crate::dispatch::yielding::Strategy;
 use crate::frame::NetworkId;
 use crate::interface::tap::Netns;
 use crate::link::identity::IdentityFiles;
-use crate::link::{Encapsulation, Tunnel};
+use crate::link::{Encapsulation, Tunnel, ZeroCopy};
 use crate::route::{AGEING_S, Qualifier, STORM_FRAMES_PER_S};
 use crate::wire::ethernet::Mac;
 
@@ -150,6 +150,8 @@ pub struct BridgeSpec {
     pub vxlan_listen: Option<SocketAddr>,
     /// Where stream links arrive (TCP); nowhere when absent.
     pub stream_listen: Option<SocketAddr>,
+    /// Whether guests' memory is sent without copying it.
+    pub zero_copy: ZeroCopy,
     /// Networks in which clear text may travel.
     pub trusted: Vec<Prefix>,
     /// Seconds after which sealed links get new keys.
@@ -164,6 +166,7 @@ impl Default for BridgeSpec {
             ports: 1,
             vxlan_listen: None,
             stream_listen: None,
+            zero_copy: ZeroCopy::Auto,
             trusted: vec![],
             rekey_s: REKEY_S,
         }

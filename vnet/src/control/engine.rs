@@ -149,7 +149,7 @@ impl Engine {
     pub fn start(desired: Desired) -> Result<Engine, EngineError> {
         let DispatchSpec { threads, cpus, yield_strategy, sleep_us, nowork_us, isolation } =
             desired.dispatch.spec.clone();
-        let BridgeSpec { listen, ports, vxlan_listen, stream_listen, .. } = desired.bridge.spec;
+        let BridgeSpec { listen, ports, vxlan_listen, stream_listen, zero_copy, .. } = desired.bridge.spec;
         let core = Core::start(&CoreOptions {
             threads,
             cpus,
@@ -160,6 +160,7 @@ impl Engine {
             ports,
             vxlan_listen,
             stream_listen,
+            zero_copy,
             isolation,
         })?;
         let keeper = keeper(&desired, &core)?;

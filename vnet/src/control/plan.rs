@@ -180,6 +180,10 @@ pub fn restart_needed(current: &Desired, desired: &Desired) -> Vec<Problem> {
                 fixed(place, "bridge", format!("{key} changes from {} to {}", show(is), show(wanted)));
             }
         }
+        let (before, after) = (is.spec.zero_copy, wanted.spec.zero_copy);
+        if before != after {
+            fixed(place, "bridge", format!("zero_copy changes from {before} to {after}"));
+        }
         for (key, is, wanted) in [
             ("ports", u32::from(is.spec.ports), u32::from(wanted.spec.ports)),
             ("rekey_s", is.spec.rekey_s, wanted.spec.rekey_s),

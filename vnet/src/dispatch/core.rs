@@ -20,7 +20,7 @@ use super::observe::Observers;
 use super::setup::{Parts, Setup};
 use super::yielding::{Strategy, Yielder};
 use crate::link::courier::Courier;
-use crate::link::{Bridge, BridgeError, ReassemblyBudget, stream};
+use crate::link::{Bridge, BridgeError, ReassemblyBudget, ZeroCopy, stream};
 use crate::poll::Poller;
 use crate::route::{Learned, Table};
 use crate::stats::PortStats;
@@ -46,6 +46,8 @@ pub struct CoreOptions {
     pub vxlan_listen: Option<SocketAddr>,
     /// Where streams arrive (TCP), if they may.
     pub stream_listen: Option<SocketAddr>,
+    /// Whether guests' memory is sent without copying it.
+    pub zero_copy: ZeroCopy,
     /// How they are kept from being disturbed.
     pub isolation: Isolation,
 }
@@ -150,6 +152,7 @@ impl Core {
         if let Some(listen) = options.vxlan_listen {
             Bridge::add_vxlan(&mut bridges, listen, &bridge_stats, &budget)?;
         }
+        bridges.iter_mut().for_each(|bridge| bridge.tx.set_zero_copy(options.zero_copy));
         let (bridge_address, courier) = (bridges[0].local_addr(), bridges[0].courier());
         let shared = Arc::new(Shared {
             setup: ArcSwap::from_pointee(Setup::new(Parts::default())),

@@ -97,6 +97,12 @@ impl Forwarder {
         self.setup = setup;
     }
 
+    /// Hears what the kernel has done with of what was sent without a copy. True when interfaces may give that back.
+    #[inline]
+    pub(super) fn reap(&mut self) -> bool {
+        self.sender.reap()
+    }
+
     pub(super) fn tick(&mut self, now_ms: u64) {
         self.sender.tick(&self.setup.peers, now_ms);
     }

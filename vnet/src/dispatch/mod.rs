@@ -282,6 +282,8 @@ impl Dispatcher {
     /// looked after in time.
     fn wait(&mut self, timeout: Duration) {
         let timeout = self.forwarder.time_to_check().map_or(timeout, |check| timeout.min(check));
+        // What comes after this look wakes: news in a socket's error queue count as an event of it.
+        self.reap();
         let (served, by_token) = (&mut self.served, &self.by_token);
         let (sockets_ready, vxlan_ready) = (&mut self.sockets_ready, &mut self.vxlan_ready);
         let result = self.poller.wait(Some(timeout), |token| {
@@ -297,6 +299,14 @@ impl Dispatcher {
             // Only programming errors get here (a closed epoll descriptor); sleeping keeps the log readable.
             tracing::error!(dispatcher = self.id, %error, "cannot wait for events");
             std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+
+    /// Has guests get back what the kernel no longer reads of their memory.
+    #[inline]
+    fn reap(&mut self) {
+        if self.forwarder.reap() {
+            self.served.iter().for_each(|served| served.interface.reclaim(served.queue));
         }
     }
 

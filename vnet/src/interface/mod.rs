@@ -46,7 +46,8 @@ pub trait Interface: Send + Sync {
     /// Takes up to a batch of frames from the guest's queue `queue` and has `run` take them to completion.
     ///
     /// The batch is empty on entry and cleared on return; `run` is called at most once, and not at all when there is
-    /// nothing to do. Counts the frames as in. The frames' memory is the guest's again when `run` has returned. Returns the number of frames taken
+    /// nothing to do. Counts the frames as in. The frames' memory is the guest's again when `run` has returned and nobody has
+    /// a [`Hold`](crate::frame::Hold) of it. Returns the number of frames taken
     /// (refused ones included), 0 when the queue was empty.
     fn receive(&self, queue: usize, batch: &mut Batch, run: &mut dyn FnMut(&Batch)) -> usize;
 
@@ -54,6 +55,9 @@ pub trait Interface: Send + Sync {
     ///
     /// Counts each frame as delivered or dropped. Finishes in software what the guest did not negotiate.
     fn deliver(&self, queue: usize, batch: &Batch, which: &[u16]);
+
+    /// Gives frames of `queue` back to the guest whose memory was held, and is no longer. Called after holds were let go.
+    fn reclaim(&self, _queue: usize) {}
 
     /// Has the dispatcher that serves `queue` told of new frames from the guest by `waker`, from now on.
     fn attach(&self, queue: usize, waker: Waker);

@@ -39,6 +39,7 @@ use crate::wire::native::HOPS_MAX;
 
 mod bare;
 pub mod courier;
+mod errqueue;
 pub mod fake;
 #[cfg(feature = "test-util")]
 pub mod fuzz;
@@ -66,6 +67,7 @@ pub mod stream;
 mod udp;
 mod vxlan;
 mod window;
+mod zero_copy;
 
 pub use place::ANYWHERE;
 use place::{Place, Roster};
@@ -79,6 +81,7 @@ pub use stream::{Proxy, StreamOptions};
 pub use udp::{Bridge, BridgeError, kernel_offloads};
 use vxlan::Vteps;
 pub use vxlan::{FLOOD_MAX, VxlanOptions};
+pub use zero_copy::ZeroCopy;
 
 /// Largest UDP payload over IPv4; IPv6 would take 20 bytes more, but one limit for both is easier to live with.
 pub const UDP_PAYLOAD_MAX: usize = 65_507;
@@ -225,6 +228,8 @@ pub struct Link {
     route_error: AtomicI32,
     /// Whether the path's device cuts messages (`UDP_SEGMENT`), as far as is known.
     segmentation: AtomicBool,
+    /// Whether it spares copying what is sent.
+    zero_copy: Arc<zero_copy::Verdict>,
     number: CacheLine<AtomicU64>,
     heard_ms: CacheLine<AtomicU64>,
 }
@@ -258,6 +263,7 @@ impl Link {
         // A sealed stream has TLS, not keys of its own.
         let stream = stream::of(&options.tunnel, &mut peer);
         macs.iter_mut().for_each(|macs| macs.sort());
+        let zero_copy = zero_copy::Verdict::new(stats.clone());
         Arc::new(Link {
             id: LINKS.fetch_add(1, Relaxed),
             port,
@@ -277,6 +283,7 @@ impl Link {
             refreshed_ms: AtomicU64::new(0),
             route_error: AtomicI32::new(0),
             segmentation: AtomicBool::new(true),
+            zero_copy,
             number: CacheLine(AtomicU64::new(first_number())),
             heard_ms: CacheLine(AtomicU64::new(0)),
         })

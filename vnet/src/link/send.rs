@@ -5,6 +5,8 @@
 //!   *bundled* into one datagram as long as they fit; nothing waits for a bundle to fill;
 //! - any other frame becomes one datagram, or as many fragments as it needs, of headers and slices of its own memory.
 //!
+//! Large frames of guests' memory may go without being copied, each by itself, see zero_copy.rs.
+//!
 //! On a sealed link the same datagrams are put together by copying, and encrypted in place before they are handed over.
 //! Frames for which there is no key are dropped.
 //!
@@ -30,6 +32,7 @@ use super::seal::{SealingKey, TAG_LEN};
 use super::session::Seal;
 use super::udp::{Name, RouteProbe, Socket};
 use super::vxlan::SourcePorts;
+use super::zero_copy::{CutThrough, Outcome, ZeroCopy};
 use super::{Encapsulation, Link, PORTS_MAX, Peers, speed};
 use crate::frame::{BATCH_MAX, Batch, FRAME_MAX, Frame, SEGMENTS_MAX, Segment};
 use crate::stats::DropReason;
@@ -73,6 +76,7 @@ pub struct Sender {
     /// Frames of a call, by path.
     by_path: Vec<Vec<u16>>,
     pub(super) gather: Gather,
+    cut: CutThrough,
     pub(super) routes: RouteProbe,
     /// What VXLAN is sent from, where it is listened for.
     pub(super) vxlan: Option<SourcePorts>,
@@ -92,12 +96,14 @@ impl Sender {
         let routes = RouteProbe::new(sockets[0].local());
         let exits: Vec<_> = sockets.into_iter().map(|socket| Exit { socket, dont_fragment: None }).collect();
         let paths = exits.len().max(usize::from(PORTS_MAX));
+        let cut = CutThrough::new(exits.len());
         Sender {
             exits,
             native_from,
             // All that a batch can need: nothing is allocated on a frame's way.
             by_path: (0..paths).map(|_| Vec::with_capacity(BATCH_MAX)).collect(),
             gather: Gather::new(),
+            cut,
             routes,
             vxlan: None,
             ways: Vec::with_capacity(BATCH_MAX),
@@ -105,6 +111,17 @@ impl Sender {
             next_link: 0,
             ticked_ms: 0,
         }
+    }
+
+    /// Whether guests' memory is sent without copying it, from now on.
+    pub fn set_zero_copy(&mut self, setting: ZeroCopy) {
+        self.cut.configure(setting, self.exits.iter().map(|exit| &exit.socket));
+    }
+
+    /// Hears which frames' memory the kernel has done with, and lets it go. True when there was any.
+    #[inline]
+    pub fn reap(&mut self) -> bool {
+        self.cut.is_flying() && self.cut.reap(self.exits.iter().map(|exit| &exit.socket))
     }
 
     pub(super) fn socket(&self) -> &Arc<Socket> {
@@ -280,6 +297,16 @@ impl Sender {
                 self.gather.flush(&self.exits[path.exit].socket, path.name, link, may_stop)?;
             }
             let count = bundled(batch, &which[at..], size);
+            let frame = batch.frame(usize::from(which[at]));
+            if path.key.is_none() && self.cut.wants(path.exit, link, batch, frame, size) {
+                // What was gathered goes first.
+                let socket = &self.exits[path.exit].socket;
+                self.gather.flush(socket, path.name, link, may_stop)?;
+                if self.cut.send((path.exit, socket, path.name), link, batch, frame, size) == Outcome::Done {
+                    at += 1;
+                    continue;
+                }
+            }
             if count > 1 {
                 self.put_bundle(link, path.key, batch, &which[at..at + count], at);
             } else {
@@ -361,6 +388,12 @@ impl Sender {
     }
 }
 
+impl Drop for Sender {
+    fn drop(&mut self) {
+        self.cut.end(self.exits.iter().map(|exit| &exit.socket));
+    }
+}
+
 /// How many of the frames `which`, from the first on, go into one datagram; 1 when the first stands alone.
 #[inline]
 fn bundled(batch: &Batch, which: &[u16], size: usize) -> usize {
@@ -396,15 +429,15 @@ pub(super) fn header(frame: &Frame, key: Option<&SealingKey>, number: u64) -> He
 }
 
 /// A place in a frame's segments.
-struct Cursor<'a> {
-    segments: &'a [Segment],
-    offset: usize,
+pub(super) struct Cursor<'a> {
+    pub(super) segments: &'a [Segment],
+    pub(super) offset: usize,
 }
 
 impl Cursor<'_> {
     /// Calls `with` for each slice of the next `len` bytes, or of what is left.
     #[inline]
-    fn take(&mut self, mut len: usize, mut with: impl FnMut(Segment)) {
+    pub(super) fn take(&mut self, mut len: usize, mut with: impl FnMut(Segment)) {
         while let [segment, rest @ ..] = self.segments
             && len > 0
         {

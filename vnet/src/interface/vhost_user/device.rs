@@ -10,17 +10,17 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::VhostUserOptions;
 use super::event::Signals;
-use super::vring::{Common, Vring};
+use super::vring::{Common, Running, Vring};
 use crate::frame::{Batch, NetworkId, PortId, Segment};
 use crate::interface::State;
 use crate::interface::interrupts::{Coalescing, InterruptSettings, Verdict};
-use crate::interface::virtqueue::net::{Giver, Owner, Taken, take};
+use crate::interface::virtqueue::net::{Giver, Owner, take};
 use crate::poll::Waker;
 use crate::stats::{DropReason, PortStats};
 use crate::wire::ethernet::Mac;
@@ -36,13 +36,14 @@ const PRIVATE_MEMORY: &str = "the guest kicks, but its rings are empty here, as 
                               -object memory-backend-memfd,share=on";
 /// Kicks on an empty ring that are too many for a driver that has sent nothing: QEMU makes one itself.
 const BLANK_KICKS: u64 = 2;
+/// How long a change of a queue waits for the kernel to have sent what it reads from the guest's memory.
+const RELEASE_WITHIN: Duration = Duration::from_millis(200);
 /// Bytes of a RARP announcement: the shortest Ethernet frame.
 const RARP_LEN: usize = 60;
 
 /// A guest's transmit vring and what taking frames from it needs.
 pub(super) struct Transmit {
     pub(super) vring: Vring,
-    taken: Taken,
     /// A frame of our own that goes into the core next: see [`Device::announce`].
     announcement: Option<Box<[u8; RARP_LEN]>>,
 }
@@ -98,7 +99,7 @@ impl Device {
     ) -> std::io::Result<Device> {
         let mut pairs = vec![];
         for _ in 0..options.queues {
-            let transmit = Transmit { vring: Vring::new(true), taken: Taken::default(), announcement: None };
+            let transmit = Transmit { vring: Vring::new(true), announcement: None };
             let receive = Receive {
                 vring: Vring::new(false),
                 giver: Giver::default(),
@@ -149,11 +150,44 @@ impl Device {
             self.active.store(up.count(), Ordering::Relaxed);
             result
         } else {
-            change(&mut lock(&pair.transmit).vring)
+            change(&mut self.unheld(pair).vring)
         };
         pair.changing.store(false, Ordering::Relaxed);
         pair.ring();
         Some(result)
+    }
+
+    /// The transmit vring when the kernel reads none of its chains any more, as far as can be waited for: what the guest gets
+    /// back it may use anew. A dispatcher can reach the vring meanwhile, and takes nothing more from it.
+    ///
+    /// A chain whose time does not come stays unused when the ring stops: whoever goes on with the ring takes it again, so
+    /// that its frame may be sent twice. The kernel keeps the pages, whatever is unmapped.
+    fn unheld<'a>(&self, pair: &'a Pair) -> MutexGuard<'a, Transmit> {
+        let end = Instant::now() + RELEASE_WITHIN;
+        loop {
+            let mut transmit = lock(&pair.transmit);
+            let (held, notified) = transmit.vring.reclaim();
+            self.stats.notifications.add(u64::from(notified));
+            if !held {
+                return transmit;
+            }
+            if Instant::now() >= end {
+                tracing::warn!("the network still sends from a guest's memory while its queue changes");
+                return transmit;
+            }
+            drop(transmit);
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    }
+
+    /// See [`Interface::reclaim`](crate::interface::Interface::reclaim).
+    pub(super) fn reclaim(&self, queue: usize) {
+        if let Some(pair) = self.pairs.get(queue)
+            && !pair.changing.load(Ordering::Relaxed)
+        {
+            let (_, notified) = lock(&pair.transmit).vring.reclaim();
+            self.stats.notifications.add(u64::from(notified));
+        }
     }
 
     /// Runs `change` on every vring.
@@ -222,13 +256,13 @@ impl Device {
             return 0;
         }
         let mut guard = lock(&pair.transmit);
-        let Transmit { vring, taken, announcement } = &mut *guard;
+        let Transmit { vring, announcement } = &mut *guard;
         if let Some(frame) = announcement.take() {
             return self.run_announcement(&frame, batch, run);
         }
         let Some(running) = vring.running() else { return 0 };
-        let ring = &mut running.ring;
-        let result = take(ring, &running.format, &self.owner(), batch, taken);
+        let Running { ring, format, taken } = running;
+        let result = take(ring, format, &self.owner(), batch, taken);
         let poisoned = ring.memory().is_poisoned();
         if poisoned {
             // Zeros may stand where frames were: nothing of this burst goes on.

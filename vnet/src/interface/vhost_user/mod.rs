@@ -141,6 +141,10 @@ impl Interface for VhostUser {
         self.device.deliver(queue, batch, which);
     }
 
+    fn reclaim(&self, queue: usize) {
+        self.device.reclaim(queue);
+    }
+
     fn attach(&self, queue: usize, waker: Waker) {
         self.device.attach(queue, waker);
     }

@@ -14,7 +14,7 @@ use super::features;
 use super::quiet::LogLimit;
 use crate::interface::virtqueue::dirty::DirtyLog;
 use crate::interface::virtqueue::memory::GuestMemory;
-use crate::interface::virtqueue::net::Format;
+use crate::interface::virtqueue::net::{Format, Taken};
 use crate::interface::virtqueue::{Ring, RingConfig};
 use crate::poll::Waker;
 
@@ -50,6 +50,8 @@ enum Kick {
 pub(super) struct Running {
     pub(super) ring: Ring,
     pub(super) format: Format,
+    /// Chains of a transmit ring that were not given back yet.
+    pub(super) taken: Taken,
 }
 
 /// One direction of one queue.
@@ -143,6 +145,17 @@ impl Vring {
         waits && self.notify()
     }
 
+    /// Gives back what is held no longer. Returns whether something still is, and whether the guest was notified.
+    pub(super) fn reclaim(&mut self) -> (bool, bool) {
+        let Some(Running { ring, taken, .. }) = &mut self.running else { return (false, false) };
+        if !taken.is_held() {
+            return (false, false);
+        }
+        let wants = taken.reclaim(ring);
+        let held = taken.is_held();
+        (held, wants && self.notify())
+    }
+
     /// Disables the vring until the guest or front end resets it.
     #[cold]
     pub(super) fn break_with(&mut self, reason: String) {
@@ -160,7 +173,8 @@ impl Vring {
     fn halt(&mut self) {
         self.settle();
         if let Some(running) = self.running.take() {
-            self.base = running.ring.position();
+            // Chains that are still held are not given back: whoever goes on with the ring takes them again.
+            self.base = running.ring.completed();
         }
     }
 
@@ -309,7 +323,11 @@ impl Vring {
                 } else {
                     ring.disarm();
                 }
-                self.running = Some(Running { ring, format: features::format(self.common.features) });
+                self.running = Some(Running {
+                    ring,
+                    format: features::format(self.common.features),
+                    taken: Taken::default(),
+                });
             }
             Err(error) => {
                 if let Some(unsaid) = self.limit.pass() {

@@ -3,8 +3,11 @@
 //! *Transmit* is the guest's word for what enters the core: [`take`] makes a frame of each chain, in place. *Receive* is
 //! the guest's word for what leaves it: [`Giver::give`] copies a frame into as many chains as it needs.
 
+use std::collections::VecDeque;
+use std::sync::Arc;
+
 use crate::copy::copy;
-use crate::frame::{BATCH_MAX, Batch, Frame, NetworkId, PortId, Segment};
+use crate::frame::{BATCH_MAX, Batch, Frame, Holds, NetworkId, PortId, Segment};
 use crate::interface::{piece_exceeds_mtu, refusal};
 use crate::stats::{DropReason, PortStats};
 use crate::wire::offload::{Accepts, F_DATA_VALID, F_NEEDS_CSUM, Offload, VIRTIO_NET_HDR_LEN};
@@ -43,36 +46,82 @@ pub struct Owner<'a> {
     pub stats: &'a PortStats,
 }
 
-/// The chains of one burst on a guest's transmit ring, from [`take`] to [`Taken::give_back`].
+/// The chains of a guest's transmit ring from [`take`] to [`Taken::give_back`], or longer while their memory is held (see
+/// [`Holds`]). Belongs to one ring.
 #[derive(Debug)]
 pub struct Taken {
+    /// Of the last burst.
     heads: [u16; BATCH_MAX],
     count: usize,
+    /// Of earlier bursts, oldest first: held themselves, or behind one that is.
+    kept: VecDeque<u16>,
+    /// A chain's slot is its place in the ring.
+    holds: Arc<Holds>,
     /// Room for the buffers of one chain.
     buffers: Vec<Buffer>,
 }
 
 impl Default for Taken {
     fn default() -> Taken {
-        Taken { heads: [0; BATCH_MAX], count: 0, buffers: Vec::with_capacity(CHAIN_MAX) }
+        Taken {
+            heads: [0; BATCH_MAX],
+            count: 0,
+            kept: VecDeque::new(),
+            holds: Holds::new(0),
+            buffers: Vec::with_capacity(CHAIN_MAX),
+        }
     }
 }
 
 impl Taken {
-    /// Gives the chains back unread bytes or not, in order, and returns true when the guest wants to know.
+    /// Gives the chains back unread bytes or not, in order, up to the first one whose memory is held. Returns true when the
+    /// guest wants to know.
     pub fn give_back(&mut self, ring: &mut Ring) -> bool {
-        for index in &self.heads[..self.count] {
-            ring.complete(*index, 0);
+        let heads = &self.heads[..std::mem::take(&mut self.count)];
+        if self.kept.is_empty() && !self.holds.any() {
+            heads.iter().for_each(|index| ring.complete(*index, 0));
+            return ring.publish();
         }
-        self.count = 0;
+        self.kept.extend(heads);
+        self.reclaim(ring)
+    }
+
+    /// Gives back those chains kept before that are held no longer. Returns true when the guest wants to know.
+    pub fn reclaim(&mut self, ring: &mut Ring) -> bool {
+        while let Some(index) = self.kept.front()
+            && !self.holds.is_held(slot(ring, ring.completed()))
+        {
+            ring.complete(*index, 0);
+            self.kept.pop_front();
+        }
         ring.publish()
     }
+
+    /// True while chains are kept.
+    pub fn is_held(&self) -> bool {
+        !self.kept.is_empty()
+    }
+
+    /// Makes room for the chains of `ring`, which bound what is kept.
+    fn fit(&mut self, ring: &Ring) {
+        if self.holds.len() != usize::from(ring.size()) {
+            self.holds = Holds::new(ring.size());
+            self.kept = VecDeque::with_capacity(usize::from(ring.size()));
+        }
+    }
+}
+
+/// The slot of the chain at `position` of the available ring.
+#[inline]
+fn slot(ring: &Ring, position: u16) -> u16 {
+    position & (ring.size() - 1)
 }
 
 /// Fills `batch` with the frames that wait on a guest's transmit ring, at most a batch. Returns the number of chains taken,
 /// refused ones included, which [`Taken::give_back`] must complete once the frames are done with.
 ///
-/// The frames point into guest memory, which `ring` keeps mapped.
+/// The frames point into guest memory, which `ring` keeps mapped and which can be held. No more chains are taken than the ring
+/// has places, those that are kept included, whatever the guest says.
 ///
 /// # Errors
 /// The ring is broken; frames taken before stand in the batch.
@@ -83,9 +132,12 @@ pub fn take(
     batch: &mut Batch,
     taken: &mut Taken,
 ) -> Result<usize, RingError> {
-    let count = ring.prime(BATCH_MAX)?;
+    taken.fit(ring);
+    batch.set_holds(taken.holds.clone());
+    let count = ring.prime(BATCH_MAX.min(usize::from(ring.size()) - taken.kept.len()))?;
     let mut bytes = 0;
     for _ in 0..count {
+        let slot = slot(ring, ring.position());
         let Some(head) = ring.next()? else { break };
         taken.heads[taken.count] = head.index;
         taken.count += 1;
@@ -104,7 +156,10 @@ pub fn take(
             }
         };
         match result {
-            Ok(len) => bytes += len as u64,
+            Ok(len) => {
+                batch.set_slot(slot);
+                bytes += len as u64;
+            }
             Err((reason, len)) => owner.stats.refuse(reason, len),
         }
     }

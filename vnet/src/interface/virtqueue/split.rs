@@ -212,9 +212,21 @@ impl Ring {
         Ok(ring)
     }
 
-    /// Index of the next available entry: what GET_VRING_BASE answers between two batches.
+    /// Index of the next available entry.
     pub fn position(&self) -> u16 {
         self.next_avail
+    }
+
+    /// Index of the oldest entry that was taken and not completed, or of the next one: where another back end would go on.
+    #[inline]
+    pub fn completed(&self) -> u16 {
+        self.next_used
+    }
+
+    /// Places in the ring.
+    #[inline]
+    pub fn size(&self) -> u16 {
+        self.size
     }
 
     /// The memory behind the ring.

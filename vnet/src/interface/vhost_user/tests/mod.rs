@@ -1,6 +1,7 @@
 //! A real front end (crate `vhost`'s) over a real socket, with a mock driver behind it.
 
 mod flow;
+mod held;
 mod hostile;
 mod optimistic;
 mod sockets;

@@ -1,5 +1,7 @@
 //! Guests that keep the rules: what they send and read, how they are notified, what is done for them.
 
+use std::collections::VecDeque;
+
 use proptest::prelude::*;
 
 use super::*;
@@ -71,7 +73,7 @@ proptest! {
         let format = Format { mergeable, ..MODERN };
         let mut buffers = HashMap::new();
         let mut next_room = 0;
-        let mut expected = std::collections::VecDeque::new();
+        let mut expected = VecDeque::new();
         let mut read = 0;
         for (seed, len) in lens.iter().enumerate() {
             // Refill: chains of one or two buffers, or an indirect table of two.
@@ -278,4 +280,51 @@ fn dirty_pages_are_logged() {
     let mut bits = [0; 2];
     rustix::io::pread(&file, &mut bits, 0).unwrap();
     assert_eq!(bits, [1 << 1 | 1 << 5 | 1 << 6, 0]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(256))]
+    /// Chains go back strictly in order and never while their memory is held, whatever is held for how long; the ring never
+    /// has more of them out than places, and all go back in the end.
+    #[test]
+    fn held_chains_go_back_in_order(
+        start: u16,
+        steps in prop::collection::vec((1u16..=SIZE, any::<u64>(), any::<u64>()), 1..40),
+    ) {
+        let mut pair = Pair::new(start, true);
+        let wire = with_header(&bytes(200, 3), 12);
+        // The driver's chains in order, and who holds them: none, or up to two holds.
+        let mut out: VecDeque<(u16, Vec<crate::frame::Hold>)> = VecDeque::new();
+        let mut sent = VecDeque::new();
+        for (count, held, let_go) in steps {
+            // Without a free descriptor the guest waits.
+            sent.extend((0..count).filter_map(|_| pair.send(&wire, &[], false)));
+            let taken = pair.take(&MODERN).unwrap();
+            prop_assert_eq!(sent.len(), taken);
+            for n in 0..taken {
+                let frame = *pair.batch.frame(n);
+                let holds = (held >> (2 * n) & 3) % 3;
+                let holds = (0..holds).map(|_| pair.batch.hold(&frame).unwrap()).collect();
+                out.push_back((sent.pop_front().unwrap(), holds));
+            }
+            pair.batch.clear();
+            pair.taken.give_back(&mut pair.ring);
+            for (n, (_, holds)) in out.iter_mut().enumerate() {
+                if let_go >> (n % 64) & 1 == 1 {
+                    holds.pop();
+                }
+            }
+            pair.taken.reclaim(&mut pair.ring);
+            while let Some((head, len)) = pair.driver.collect(&pair.mock) {
+                let (expected, holds) = out.pop_front().unwrap();
+                prop_assert_eq!((head, len, holds.len()), (expected, 0, 0));
+            }
+            prop_assert!(out.front().is_none_or(|(_, holds)| !holds.is_empty()), "nothing is kept without need");
+            prop_assert_eq!(pair.taken.is_held(), !out.is_empty());
+            prop_assert_eq!(usize::from(pair.ring.position().wrapping_sub(pair.ring.completed())), out.len());
+        }
+        let heads: Vec<u16> = out.drain(..).map(|(head, _)| head).collect();
+        pair.taken.reclaim(&mut pair.ring);
+        prop_assert_eq!(std::iter::from_fn(|| pair.driver.collect(&pair.mock)).map(|(head, _)| head).collect::<Vec<_>>(), heads);
+    }
 }

@@ -1,0 +1,148 @@
+"""Cut-through forwarding between virtual machines: what is sent uncopied arrives as it was, every buffer comes back.
+
+    h1v1 -- vnetd h1 -- veth, jumbo frames -- vnetd h2 -- h2v1
+
+A veth pair makes the kernel copy after all and say so. A device that does not, ifb, drops what it gets.
+"""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from traffic import assert_balanced, ping, port, settled, wait_for_path
+
+from vnetlab import daemon, guest, lab, machine, measure, process
+from vnetlab.image import ensure_image
+from vnetlab.run import run, wait_until
+from vnetlab.topology import Node, Settings, Topology
+
+NAME = "test-cut-through"
+BYTES = 8_000_000
+PORT = 8000
+SINK = "10.99.0.2"
+"""Behind a device that drops everything."""
+KEYS = ("zero_copy_sent", "zero_copy_copied", "zero_copy_fallen_back")
+
+
+@pytest.fixture(scope="module")
+def topology() -> Iterator[Topology]:
+    """Two hosts that send without a copy whatever is large, with a guest each."""
+    lab.down(NAME)
+    topology = lab.prepare(Settings(name=NAME, containers=0, underlay_mtu=9000, mtu=9000))
+    try:
+        for host in topology.hosts:
+            restart(topology, host, "on")
+        image = ensure_image(lab.CACHE)
+        guests = topology.machines()
+        for each in guests:
+            guest.start(topology, each, image)
+        for each in guests:
+            guest.wait(each)
+            machine.execute(each, f"mkdir -p /files && head -c {BYTES} /dev/urandom >/files/sent")
+            machine.execute(each, f"busybox httpd -p {PORT} -h /files")
+        wait_for_path(guests[0], guests[1].address)
+        yield topology
+    finally:
+        lab.down(NAME)
+
+
+def restart(topology: Topology, host: Node, setting: str, more: str = "") -> None:
+    """Starts a host's vnetd anew with another setting."""
+    process.stop(host.file(".pid"))
+    text = daemon.configuration(topology, host)
+    host.file(".toml").write_text(text.replace("[bridge]\n", f'[bridge]\nzero_copy = "{setting}"\n') + more)
+    lab.start_daemon(topology, host)
+
+
+def counters(host: Node, link: str) -> tuple[int, ...]:
+    found = port(daemon.ask(host, "stats"), "link", link)
+    return tuple(found[key] for key in KEYS)
+
+
+def digest(node: Node, command: str) -> str:
+    return machine.execute(node, f"{command} | sha256sum", timeout_s=60).split()[0]
+
+
+def assert_fetched(node: Node, source: Node) -> None:
+    """What a node gets from another is what that has."""
+    sent = digest(source, "cat /files/sent")
+    assert digest(node, f"busybox wget -q -O - http://{source.address}:{PORT}/sent") == sent
+
+
+def test_content_is_right(topology: Topology):
+    """Both ways at once. The veth pair copies, which is seen."""
+    guests = topology.machines()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(assert_fetched, guests, reversed(guests)))
+    for host, peer in zip(topology.hosts, reversed(topology.hosts), strict=True):
+        settled(host)
+        sent, copied, _ = counters(host, peer.name)
+        assert sent > 50
+        assert copied == sent, "a veth pair copies all of it"
+    assert_balanced(topology)
+
+
+def rebind(node: Node, mtu: int) -> None:
+    """Has a guest's driver reset the device and begin anew."""
+    device = "d=$(basename $(readlink -f /sys/class/net/eth0/device)); cd /sys/bus/virtio/drivers/virtio_net"
+    again = f"ip link set eth0 mtu {mtu} up && ip address add {node.address}/16 dev eth0"
+    machine.execute(node, f"{device}; echo $d >unbind; echo $d >bind; sleep 0.2; {again}")
+
+
+def test_rings_may_stop_with_messages_under_way(topology: Topology):
+    """A slow wire holds messages; meanwhile the guest's driver goes and comes, then the daemon stops and starts."""
+    host, source, destination = topology.hosts[0], *topology.machines()
+    within = f"ip netns exec {host.namespace}"
+    run(f"{within} tc qdisc add dev eth0 root tbf rate 40mbit burst 70kb latency 400ms".split())
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            load = pool.submit(measure.throughput, source, destination, seconds=4)
+            time.sleep(1)
+            rebind(source, 9000)
+            time.sleep(1)
+            process.stop(host.file(".pid"))
+            lab.start_daemon(topology, host)
+            # Whether the stream lives on is TCP's business.
+            load.exception()
+    finally:
+        run(f"{within} tc qdisc del dev eth0 root".split())
+    wait_for_path(source, destination.address)
+    assert ping(source, destination.address, count=50) == (50, 50)
+    assert_fetched(destination, source)
+    assert_balanced(topology)
+
+
+def test_what_is_copied_anyway_is_tried_rarely(topology: Topology):
+    host, (source, destination) = topology.hosts[0], topology.machines()
+    restart(topology, host, "auto")
+    wait_for_path(source, destination.address)
+    assert_fetched(destination, source)
+    sent, _, _ = counters(host, "h2")
+    assert 0 < sent <= 100, "tried, and left for long"
+    wait_until("the kernel to tell", lambda: counters(host, "h2")[1] == sent, 5)
+    assert_balanced(topology)
+
+
+def test_a_device_that_can_spares_the_copy(topology: Topology):
+    """Large frames to a device that takes pages as they are: nothing is copied, and every buffer comes back."""
+    host, source = topology.hosts[0], topology.machines()[0]
+    within = f"ip -n {host.namespace}"
+    run(f"{within} link add sink0 mtu 9000 type ifb".split())
+    try:
+        run(f"{within} address add 10.99.0.1/24 dev sink0".split())
+        run(f"{within} link set sink0 up".split())
+        link = f'\n[[link]]\nname = "sink"\nremote = "{SINK}:9000"\ntrusted = true\n'
+        route = '\n[[route]]\ndst = "52:54:00:99:00:01"\nto = "link sink"\n'
+        restart(topology, host, "on", link + route)
+        machine.execute(source, "ip neigh replace 10.77.9.9 lladdr 52:54:00:99:00:01 dev eth0")
+        wait_for_path(source, topology.machines()[1].address)
+        # More than the ring has places.
+        machine.attempt(source, "ping -n -q -s 8900 -c 600 -i 0.002 -W 1 10.77.9.9")
+        assert counters(host, "sink")[0] >= 500
+        assert counters(host, "sink")[1:] == (0, 0)
+        assert ping(source, topology.machines()[1].address, count=20) == (20, 20)
+        assert_balanced(topology)
+    finally:
+        run(f"{within} link del sink0".split())
+        restart(topology, host, "on")

@@ -1,0 +1,102 @@
+//! Frames whose memory is still being read after their batch is done with.
+//!
+//! A guest's descriptor goes back when nobody reads the memory behind it any more. Nearly always that is the end of the
+//! batch; a message sent without copying is read by the kernel and the network device until some time later. Whoever reads
+//! on takes a [`Hold`] of the frame, and lets it go when that is over. The interface that the frame came from counts them by
+//! its chains' *slots* and gives a chain back when none is left.
+//!
+//! ```text
+//!   interface: Holds, a count a slot                     sender: a Hold for every message that has bytes of the frame
+//!        take -> frame names its slot  -- batch -->  hold +1 ... the kernel reads ... -1
+//!        give back while the oldest slot's count is 0  <------------------------------'
+//! ```
+//!
+//! Holds are taken while the batch is run and let go by any thread at any time; the count is all that both sides share.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// What is held of one queue's chains, by slot.
+#[derive(Debug)]
+pub struct Holds {
+    slots: Box<[AtomicU32]>,
+    /// The sum over all slots.
+    total: AtomicU32,
+}
+
+impl Holds {
+    /// For chains with slots below `slots`, none of which is held.
+    pub fn new(slots: u16) -> Arc<Holds> {
+        let slots = (0..slots).map(|_| AtomicU32::new(0)).collect();
+        Arc::new(Holds { slots, total: AtomicU32::new(0) })
+    }
+
+    /// How many slots there are.
+    #[inline]
+    pub fn len(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// True when there are no slots.
+    pub fn is_empty(&self) -> bool {
+        self.slots.is_empty()
+    }
+
+    /// True when any slot is held.
+    #[inline]
+    pub fn any(&self) -> bool {
+        self.total.load(Ordering::Acquire) != 0
+    }
+
+    /// True when the memory behind `slot` is still read. An unknown slot is not.
+    #[inline]
+    pub fn is_held(&self, slot: u16) -> bool {
+        // Acquire: whatever was done to the memory under the hold came before the guest gets it back.
+        self.slots.get(usize::from(slot)).is_some_and(|count| count.load(Ordering::Acquire) != 0)
+    }
+}
+
+/// Keeps the memory of one frame from being given back to its guest for as long as it lives.
+#[derive(Debug)]
+pub struct Hold {
+    holds: Arc<Holds>,
+    slot: u16,
+}
+
+impl Hold {
+    /// Holds `slot`; `None` when there is no such slot.
+    pub fn new(holds: &Arc<Holds>, slot: u16) -> Option<Hold> {
+        let count = holds.slots.get(usize::from(slot))?;
+        holds.total.fetch_add(1, Ordering::Relaxed);
+        count.fetch_add(1, Ordering::Relaxed);
+        Some(Hold { holds: holds.clone(), slot })
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        // The slot first: a sum of 0 says that every slot is 0.
+        self.holds.slots[usize::from(self.slot)].fetch_sub(1, Ordering::Release);
+        self.holds.total.fetch_sub(1, Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slot_is_held_until_the_last_hold_is_gone() {
+        let holds = Holds::new(4);
+        let first = Hold::new(&holds, 1).unwrap();
+        let second = Hold::new(&holds, 1).unwrap();
+        let other = Hold::new(&holds, 3).unwrap();
+        assert!(Hold::new(&holds, 4).is_none());
+        drop(first);
+        assert!(holds.is_held(1) && holds.is_held(3) && !holds.is_held(0) && !holds.is_held(9));
+        drop(second);
+        assert!(!holds.is_held(1) && holds.any());
+        std::thread::spawn(move || drop(other)).join().unwrap();
+        assert!(!holds.any() && !holds.is_held(3));
+    }
+}
