@@ -47,10 +47,12 @@ def topology() -> Iterator[Topology]:
         lab.down(NAME)
 
 
-def restart(topology: Topology, host: Node, setting: str, more: str = "") -> None:
+def restart(topology: Topology, host: Node, setting: str, more: str = "", direct: bool = True) -> None:
     """Starts a host's vnetd anew with another setting."""
     process.stop(host.file(".pid"))
     text = daemon.configuration(topology, host)
+    if direct:
+        text = daemon.with_direct_ports(text, topology, host)
     host.file(".toml").write_text(text.replace("[bridge]\n", f'[bridge]\nzero_copy = "{setting}"\n') + more)
     lab.start_daemon(topology, host)
 
@@ -70,8 +72,13 @@ def assert_fetched(node: Node, source: Node) -> None:
     assert digest(node, f"busybox wget -q -O - http://{source.address}:{PORT}/sent") == sent
 
 
+def landed(host: Node, link: str) -> int:
+    """Frames that came straight into guests' buffers."""
+    return port(daemon.ask(host, "stats"), "link", link)["direct_in_place"]
+
+
 def test_content_is_right(topology: Topology):
-    """Both ways at once. The veth pair copies, which is seen."""
+    """Both ways at once, in place at the other end. The veth pair copies, which is seen."""
     guests = topology.machines()
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(assert_fetched, guests, reversed(guests)))
@@ -80,6 +87,7 @@ def test_content_is_right(topology: Topology):
         sent, copied, _ = counters(host, peer.name)
         assert sent > 50
         assert copied == sent, "a veth pair copies all of it"
+        assert landed(host, peer.name) > 50
     assert_balanced(topology)
 
 
@@ -146,3 +154,43 @@ def test_a_device_that_can_spares_the_copy(topology: Topology):
     finally:
         run(f"{within} link del sink0".split())
         restart(topology, host, "on")
+
+
+def test_only_what_is_for_one_guest_alone_comes_in_place(topology: Topology):
+    """A rule that gives another interface a copy, or a capture: nothing is received in place, and all arrives."""
+    host, (source, destination) = topology.hosts[1], topology.machines()
+    also = f'\n[[route]]\ndst = "{destination.mac}"\nto = "interface {destination.name}"\n'
+    also += f'\n[[route]]\ndst = "{destination.mac}"\nto = "interface watcher"\n'
+    watcher = f'\n[[interface]]\nname = "watcher"\nkind = "vhost-user"\nsocket = "{host.file(".watcher")}"\n'
+    restart(topology, host, "on", watcher + also)
+    try:
+        wait_for_path(source, destination.address)
+        assert_fetched(destination, source)
+        assert landed(host, "h1") == 0
+        daemon.vnet(host, "route", "del", route_to(host, "watcher"))
+        assert_fetched(destination, source)
+        assert landed(host, "h1") > 50
+    finally:
+        restart(topology, host, "on")
+    wait_for_path(source, destination.address)
+    assert_balanced(topology)
+
+
+def route_to(host: Node, name: str) -> str:
+    """The index of the rule that leads to an interface."""
+    routes = daemon.ask(host, "route", "list")
+    return str(next(route["index"] for route in routes if route["to"] == f"interface {name}"))
+
+
+def test_other_paths_have_other_layouts(topology: Topology):
+    """Path MTUs that cut frames otherwise, and a guest that goes in between: each byte is right."""
+    source, destination = topology.machines()
+    for mtu in (1500, 4000, 9000):
+        for host in topology.hosts:
+            run(f"ip -n {host.namespace} link set eth0 mtu {mtu}".split())
+        # The kernel's routes are asked once a second.
+        time.sleep(1.5)
+        before = landed(topology.hosts[1], "h1")
+        assert_fetched(destination, source)
+        assert landed(topology.hosts[1], "h1") > before
+    assert_balanced(topology)

@@ -13,6 +13,8 @@ REPOSITORY = Path(__file__).parent.parent.parent
 START_S = 10
 STREAM_PORT = 9002
 """TCP. In the examples 9001 is the control language; sealed links use the number of [bridge] listen on TCP, too."""
+DIRECT_PORT = 9100
+"""Virtual machines' own ports follow it."""
 PORTS = {"vxlan": 4789, "stream": STREAM_PORT}
 """Where links arrive whose encapsulation has a port of its own."""
 LISTEN = {
@@ -73,6 +75,25 @@ def configuration(topology: Topology, host: Node, interface: str = "") -> str:
                 f"{security}" + (ports if settings.encapsulation == "native" else "")
             )
     return "\n".join(parts) + names
+
+
+def with_direct_ports(text: str, topology: Topology, host: Node) -> str:
+    """Adds underlay ports of their own to a configuration: of its virtual machines, and of its peer's to the link.
+
+    For labs of two hosts: a port takes what comes from one other.
+    """
+    for machine in topology.machines(Kind.VM):
+        port = DIRECT_PORT + machine.number
+        if machine.host == host.host:
+            peer = next(peer for peer in topology.hosts if peer != host)
+            own = f'direct_port = {port}\ndirect_link = "{peer.name}"\n'
+            text = text.replace(f'name = "{machine.name}"\n', f'name = "{machine.name}"\n{own}')
+    for peer in topology.hosts:
+        machines = topology.machines(Kind.VM, peer.host)
+        guests = ", ".join(f'"{machine.mac}@{DIRECT_PORT + machine.number}"' for machine in machines)
+        head = f'[[link]]\nname = "{peer.name}"\n'
+        text = text.replace(head, f"{head}direct = [{guests}]\n")
+    return text
 
 
 def keys(topology: Topology) -> Path:

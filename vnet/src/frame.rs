@@ -8,11 +8,13 @@
 //! completion, and is cleared. It owns all its memory up front and never allocates on a frame's way.
 
 mod hold;
+mod room;
 
 use std::fmt;
 use std::sync::Arc;
 
 pub use hold::{Hold, Holds};
+pub use room::Room;
 use serde::{Deserialize, Serialize};
 
 use crate::copy::copy;

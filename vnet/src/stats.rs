@@ -147,6 +147,10 @@ pub struct PortStats {
     pub interrupts: InterruptStats,
     /// What became of frames that were to be sent on this link without a copy.
     pub zero_copy: ZeroCopyStats,
+    /// Frames that came by this link straight into a guest's buffers.
+    pub direct_in_place: Counter,
+    /// Messages that were received there and were not what they had been guessed to be: copied out again.
+    pub direct_copied_out: Counter,
     /// Datagrams received for this link.
     pub in_datagrams: Counter,
     /// Datagrams sent on this link.

@@ -10,7 +10,7 @@ use vnet::dispatch::yielding;
 use vnet::frame::NetworkId;
 use vnet::interface::interrupts::Interrupts;
 use vnet::interface::tap::Netns;
-use vnet::link::{Encapsulation, Proxy, StreamOptions, Tunnel, VxlanOptions};
+use vnet::link::{Encapsulation, Proxy, StreamOptions, Tunnel, VxlanOptions, ZeroCopy};
 use vnet::route::Qualifier;
 use vnet::wire::socks::{Credentials, Destination};
 
@@ -129,11 +129,27 @@ fn settings_that_the_design_shows_are_understood() {
 }
 
 #[test]
+fn cut_through_is_understood() {
+    let text = "[host]\nname = \"h1\"\n[bridge]\nzero_copy = \"on\"\n[[interface]]\nname = \"vm1\"\nkind = \"vhost-user\"\n\
+                socket = \"/run/vm1\"\nmac = \"52:54:00:00:00:01\"\ndirect_port = 9101\ndirect_link = \"h2\"\n[[link]]\n\
+                name = \"h2\"\nremote = \"10.0.0.2:9000\"\ntrusted = true\ndirect = [\"52:54:00:00:00:02@9102\"]\n";
+    let desired = good(text).desired;
+    assert_eq!(desired.bridge.spec.zero_copy, ZeroCopy::On);
+    let Attachment::VhostUser { direct: Some(direct), .. } = &desired.interfaces[0].spec.attachment else {
+        panic!("a port of its own")
+    };
+    assert_eq!((direct.port, &direct.link[..]), (9101, "h2"));
+    let guests = vec![("52:54:00:00:00:02".parse().unwrap(), 9102)];
+    assert_eq!(desired.links[0].spec.tunnel, Tunnel::Direct(guests));
+    assert_eq!(good(EVERYTHING).desired.bridge.spec.zero_copy, ZeroCopy::Auto);
+}
+
+#[test]
 fn objects_that_the_design_shows_are_understood() {
     let desired = good(EVERYTHING).desired;
     let [vm, container] = &desired.interfaces[..] else { panic!("two interfaces") };
     let socket = "/run/vnet/vm1.sock".into();
-    assert_eq!(vm.spec.attachment, Attachment::VhostUser { socket, server: true });
+    assert_eq!(vm.spec.attachment, Attachment::VhostUser { socket, server: true, direct: None });
     let (mode, interrupts) = (vm.spec.driving.mode, vm.spec.driving.interrupts);
     assert_eq!(
         (mode.mode, mode.rate_low, mode.rate_high, mode.window_us),

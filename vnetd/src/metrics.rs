@@ -66,7 +66,7 @@ impl Reading {
 /// A port's counter: name, unit, help, value.
 type PortCounter = (&'static str, Option<Unit>, &'static str, fn(&Counters) -> u64);
 
-const PORT_COUNTERS: [PortCounter; 13] = [
+const PORT_COUNTERS: [PortCounter; 15] = [
     ("port_in_frames", None, "Frames that entered the core here, refused ones included", |c| c.in_frames),
     ("port_in", Some(Unit::Bytes), "Their bytes", |c| c.in_bytes),
     ("port_out_frames", None, "Frames delivered here", |c| c.out_frames),
@@ -87,6 +87,12 @@ const PORT_COUNTERS: [PortCounter; 13] = [
         "Messages that were to go without a copy and were copied at once",
         |c| c.zero_copy_fallen_back,
     ),
+    ("port_direct_in_place", None, "Frames that came by this link straight into a guest's buffers", |c| {
+        c.direct_in_place
+    }),
+    ("port_direct_copied_out", None, "Messages received there that had to be copied out", |c| {
+        c.direct_copied_out
+    }),
     ("port_in_datagrams", None, "Datagrams received for this link", |c| c.in_datagrams),
     ("port_out_datagrams", None, "Datagrams sent on this link", |c| c.out_datagrams),
 ];

@@ -322,6 +322,8 @@ class Vnet:
     """Lines of every [[interface]] that differ from the defaults."""
     bridge: Lines = ()
     """The same of [bridge]."""
+    direct: bool = False
+    """Whether virtual machines have underlay ports of their own."""
     pinned: bool = False
     """Whether the dispatcher of each host has a processor of its own, as far as they go."""
 
@@ -356,6 +358,8 @@ class Vnet:
                     section = replace(self, dispatch=self._pinned(host)).section()
                     bridge = "".join(f"{line}\n" for line in ["[bridge]", *_lines(self.bridge)])
                     text = daemon.configuration(topology, host, interface).replace("[bridge]\n", bridge)
+                    if self.direct:
+                        text = daemon.with_direct_ports(text, topology, host)
                     text += section + more
                     host.file(".toml").write_text(text)
                     lab.start_daemon(topology, host)

@@ -35,8 +35,8 @@ GUEST_DRIVEN = Vnet("guest-driven, blocking", (("yield", "block"),), interface=(
 VMM_DRIVEN = Vnet("VMM-driven, immediate yield", (("yield", "immediate"),), interface=(("mode", "vmm-driven"),))
 ADAPTIVE = Vnet("adaptive mode and yield")
 PLUS_OPTIMISTIC = replace(OPTIMISTIC, name="+ optimistic interrupts")
-CUT_THROUGH = Vnet("+ cut-through", bridge=(("zero_copy", "on"),))
-BOTH = replace(OPTIMISTIC, name="+ both", bridge=CUT_THROUGH.bridge)
+CUT_THROUGH = Vnet("+ cut-through", bridge=(("zero_copy", "on"),), direct=True)
+BOTH = replace(CUT_THROUGH, name="both", interface=OPTIMISTIC.interface)
 PLUS_PINNING = replace(BOTH, name="+ pinning", pinned=True)
 STEPS = (LIKE_VNET_U, GUEST_DRIVEN, VMM_DRIVEN, ADAPTIVE, PLUS_OPTIMISTIC, CUT_THROUGH, BOTH, PLUS_PINNING)
 """What is switched on, one part after the other. A TAP has no interrupts to be optimistic about,

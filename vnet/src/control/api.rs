@@ -543,6 +543,12 @@ pub struct Counters {
     /// Messages that should have gone without a copy and were copied at once.
     #[serde(default)]
     pub zero_copy_fallen_back: u64,
+    /// Frames that came by this link straight into a guest's buffers.
+    #[serde(default)]
+    pub direct_in_place: u64,
+    /// Messages that were received there and had to be copied out.
+    #[serde(default)]
+    pub direct_copied_out: u64,
     /// Datagrams received.
     pub in_datagrams: u64,
     /// Datagrams sent.
@@ -568,6 +574,8 @@ impl From<&PortStats> for Counters {
             zero_copy_sent: stats.zero_copy.sent.get(),
             zero_copy_copied: stats.zero_copy.copied.get(),
             zero_copy_fallen_back: stats.zero_copy.fallen_back.get(),
+            direct_in_place: stats.direct_in_place.get(),
+            direct_copied_out: stats.direct_copied_out.get(),
             in_datagrams: stats.in_datagrams.get(),
             out_datagrams: stats.out_datagrams.get(),
             drops: DropReason::ALL.iter().map(|r| (r.name().into(), stats.drops(*r))).collect(),
@@ -601,6 +609,8 @@ impl Counters {
         self.zero_copy_sent += other.zero_copy_sent;
         self.zero_copy_copied += other.zero_copy_copied;
         self.zero_copy_fallen_back += other.zero_copy_fallen_back;
+        self.direct_in_place += other.direct_in_place;
+        self.direct_copied_out += other.direct_copied_out;
         self.in_datagrams += other.in_datagrams;
         self.out_datagrams += other.out_datagrams;
         for (reasons, others) in [(&mut self.drops, &other.drops), (&mut self.discards, &other.discards)] {

@@ -7,6 +7,7 @@ use std::hash::Hash;
 use std::net::{IpAddr, SocketAddr};
 
 use super::desired::*;
+use super::direct;
 use super::overlay;
 use super::security;
 use super::table::{Place, Problem, quote};
@@ -24,6 +25,7 @@ pub fn check(desired: &Desired, broken: &[Target], problems: &mut Vec<Problem>) 
     check_networks(desired, problems);
     check_interfaces(desired, problems);
     check_links(desired, problems);
+    direct::check(desired, problems);
     security::check(desired, problems);
     check_routes(desired, broken, problems);
     overlay::spec::check(desired, problems);

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use super::access::Access;
 use super::check;
 use super::desired::*;
+use super::direct;
 use super::driving::{self, Driving};
 use super::overlay::spec;
 use super::security;
@@ -332,11 +333,13 @@ fn read_attachment(reader: &mut Reader<'_>) -> Option<Attachment> {
             reader.refuse(&["device", "netns", "promiscuous"], "has no meaning for kind vhost-user");
             reader.require("socket", "\"/run/vnet/vm1.sock\"");
             let server = reader.flag("server").is_none_or(|(_, flag)| flag);
+            let direct = direct::read_interface(reader);
             let socket = reader.text("socket").and_then(|text| socket_path(reader, text))?;
-            Some(Attachment::VhostUser { socket, server })
+            Some(Attachment::VhostUser { socket, server, direct })
         }
         Some((_, Kind::Tap)) => {
             reader.refuse(&["socket", "server", "promiscuous"], "has no meaning for kind tap");
+            reader.refuse(&direct::KEYS, "has no meaning for kind tap");
             reader.require("device", "\"vnet0\"");
             let netns = reader.parsed("netns").map(|(_, netns)| netns);
             let device = reader.text("device").and_then(|text| device_name(reader, text))?;
@@ -344,6 +347,7 @@ fn read_attachment(reader: &mut Reader<'_>) -> Option<Attachment> {
         }
         Some((_, Kind::Local)) => {
             reader.refuse(&["socket", "server"], "has no meaning for kind local");
+            reader.refuse(&direct::KEYS, "has no meaning for kind local");
             reader.require("device", "\"eth1\"");
             let netns = reader.parsed("netns").map(|(_, netns)| netns);
             let promiscuous = reader.flag("promiscuous").is_some_and(|(_, flag)| flag);
@@ -352,7 +356,8 @@ fn read_attachment(reader: &mut Reader<'_>) -> Option<Attachment> {
         }
         None => {
             // They are known, but nothing can be said about them.
-            for key in ["socket", "server", "device", "netns", "promiscuous"] {
+            for key in ["socket", "server", "device", "netns", "promiscuous"].into_iter().chain(direct::KEYS)
+            {
                 reader.take(key);
             }
             None

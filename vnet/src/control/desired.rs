@@ -227,6 +227,8 @@ pub enum Attachment {
         socket: PathBuf,
         /// True: vnetd listens; false: vnetd connects.
         server: bool,
+        /// An underlay port of its own.
+        direct: Option<DirectSpec>,
     },
     /// A TAP device, for containers and hosts.
     Tap {
@@ -244,6 +246,15 @@ pub enum Attachment {
         /// Whether frames for all addresses are taken.
         promiscuous: bool,
     },
+}
+
+/// An underlay port of an interface's own, by which frames come straight into its guest's buffers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DirectSpec {
+    /// The port (UDP), at the bridge's address.
+    pub port: u16,
+    /// The link whose other host sends there.
+    pub link: String,
 }
 
 /// A thing of the host that only one interface can have.
@@ -446,8 +457,11 @@ impl fmt::Display for InterfaceSpec {
     /// What a plan shows: the interface's settings, those left at their defaults left out.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.attachment {
-            Attachment::VhostUser { socket, server } => {
+            Attachment::VhostUser { socket, server, direct } => {
                 write!(f, "vhost-user {} {}", if *server { "at" } else { "to" }, socket.display())?;
+                if let Some(DirectSpec { port, link }) = direct {
+                    write!(f, ", direct from link {link} at port {port}")?;
+                }
             }
             Attachment::Tap { device, netns } | Attachment::Local { device, netns, .. } => {
                 write!(f, "{} {device}", self.attachment.kind())?;

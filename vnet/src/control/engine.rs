@@ -34,7 +34,7 @@ use crate::link::identity::IdentityStore;
 use crate::link::inquiry::Inbox;
 use crate::link::keeper::{Keeper, KeeperOptions};
 use crate::link::prober::Prober;
-use crate::link::{Link, LinkOptions, Security};
+use crate::link::{Direct, Link, LinkOptions, Security};
 use crate::route::{self, Member, Networks, PortKind, Rule, Source};
 use crate::stats::PortStats;
 use crate::wire::ethernet::Mac;
@@ -89,6 +89,8 @@ pub(super) struct LiveInterface {
     pub stats: Arc<PortStats>,
     pub drive: Drive,
     pub interface: Arc<dyn Interface>,
+    /// Its own underlay port.
+    pub direct: Option<Arc<Direct>>,
 }
 
 impl LiveInterface {
@@ -427,7 +429,18 @@ impl Engine {
             };
             Some(LinkPort { member, link: live.link.clone(), stream: live.stream.clone() })
         };
+        let direct = |Item { spec, .. }: &Item<InterfaceSpec>| {
+            let Attachment::VhostUser { direct: Some(wanted), .. } = &spec.attachment else { return None };
+            let live = self.interfaces.get(&spec.name)?;
+            let (direct, link) = (live.direct.as_ref()?, self.links.get(&wanted.link)?);
+            if let Err(error) = direct.aim(link.link.options().remote) {
+                // Its frames are lost, then, which the state of the peer's link shows.
+                tracing::warn!(%error, interface = spec.name, "no datagrams can come to its own port");
+            }
+            Some((live.port, direct.clone()))
+        };
         Parts {
+            directs: desired.interfaces.iter().filter_map(direct).collect(),
             networks: plan::networks(desired).into_iter().map(|item| network(&item.spec)).collect(),
             interfaces: desired.interfaces.iter().filter_map(interface).collect(),
             links: desired.links.iter().filter_map(link).collect(),

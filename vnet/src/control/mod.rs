@@ -13,6 +13,7 @@ mod check;
 pub mod config;
 pub mod console;
 pub mod desired;
+mod direct;
 pub mod driving;
 mod edits;
 pub mod engine;

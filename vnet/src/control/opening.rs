@@ -4,6 +4,7 @@
 //! with other settings at the same socket or device): it is stopped first, and opened again as it was if the successor fails.
 
 use std::collections::HashSet;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use super::desired::*;
@@ -17,6 +18,7 @@ use crate::interface::Interface;
 use crate::interface::local::{Local, LocalOptions};
 use crate::interface::tap::{Tap, TapOptions};
 use crate::interface::vhost_user::{VhostUser, VhostUserOptions};
+use crate::link::Direct;
 use crate::stats::PortStats;
 
 /// Interfaces that were opened but are not in the core yet: dropped, they are closed again.
@@ -63,7 +65,7 @@ impl Engine {
     fn open(&self, item: &Item<InterfaceSpec>, opened: &mut Opened) -> Result<(), EngineError> {
         let spec = &item.spec;
         let port = self.free_port(opened.0.iter().map(|(_, live)| live.port));
-        let live = open_interface(spec, port).map_err(|error| {
+        let live = open_interface(spec, port, self.bridge_address().ip()).map_err(|error| {
             let text = format!("interface {} cannot be opened: {error}", spec.name);
             EngineError::Open(Problem::new(&item.place, text))
         })?;
@@ -138,11 +140,15 @@ pub(super) fn leaving(plan: &Plan) -> impl Iterator<Item = &Item<InterfaceSpec>>
     plan.interfaces.removed.iter().chain(replaced(plan).map(|(is, _)| is))
 }
 
-fn open_interface(spec: &InterfaceSpec, port: PortId) -> Result<LiveInterface, String> {
+fn open_interface(spec: &InterfaceSpec, port: PortId, listen: IpAddr) -> Result<LiveInterface, String> {
+    let mut direct = None;
     let stats = Arc::new(PortStats::default());
     let (mac, mtu, queues) = (spec.mac, spec.mtu as usize, spec.queues as usize);
     let (interface, mtu): (Arc<dyn Interface>, u32) = match &spec.attachment {
-        Attachment::VhostUser { socket, server } => {
+        Attachment::VhostUser { socket, server, direct: own } => {
+            if let Some(DirectSpec { port, .. }) = own {
+                direct = Some(Direct::bind(SocketAddr::new(listen, *port)).map_err(|e| e.to_string())?);
+            }
             let (socket, server, name) = (socket.clone(), *server, spec.name.clone());
             let options = VhostUserOptions { name, socket, server, mac, mtu, queues };
             let interface =
@@ -168,5 +174,5 @@ fn open_interface(spec: &InterfaceSpec, port: PortId) -> Result<LiveInterface, S
     };
     interface.set_interrupts(spec.driving.interrupts);
     let drive = Drive::new(spec.driving.mode, queues);
-    Ok(LiveInterface { port, mtu, stats, drive, interface })
+    Ok(LiveInterface { port, mtu, stats, drive, interface, direct })
 }

@@ -6,6 +6,7 @@ use std::net::{IpAddr, SocketAddr};
 use super::check;
 use super::config::{remote_address, socket_address};
 use super::desired::{BridgeSpec, LinkSpec};
+use super::direct;
 use super::security::LinkSecurity;
 use super::table::{Placed, Reader, quote};
 use crate::link::{ANYWHERE, Encapsulation, FLOOD_MAX, Proxy, StreamOptions, Tunnel, VxlanOptions};
@@ -29,10 +30,14 @@ pub(super) fn read(
     if encapsulation != Encapsulation::Stream {
         reader.refuse(&["proxy", "connect"], "has a meaning for encapsulation stream only");
     }
+    if encapsulation != Encapsulation::Native {
+        reader.refuse(&["direct"], "has a meaning for encapsulation native only");
+    }
     let address =
         |reader: &mut Reader<'_>, port| remote.clone().and_then(|text| remote_address(reader, text, port));
     match encapsulation {
-        Encapsulation::Native | Encapsulation::Vnet => (address(reader, None), Tunnel::None),
+        Encapsulation::Native => (address(reader, None), direct::read_link(reader)),
+        Encapsulation::Vnet => (address(reader, None), Tunnel::None),
         Encapsulation::Vxlan => {
             let remote = address(reader, Some(vxlan::PORT));
             (remote, Tunnel::Vxlan(read_vxlan(reader)))
@@ -177,8 +182,8 @@ pub(super) fn claims(link: &LinkSpec) -> Vec<String> {
             vec![format!("stream peer {}", link.remote.ip())]
         }
         Tunnel::Stream(StreamOptions { destination, .. }) => vec![format!("stream to {destination}")],
-        Tunnel::None if link.remote == ANYWHERE => vec![],
-        Tunnel::None => link.remotes().map(|remote| format!("remote {remote}")).collect(),
+        Tunnel::None | Tunnel::Direct(_) if link.remote == ANYWHERE => vec![],
+        Tunnel::None | Tunnel::Direct(_) => link.remotes().map(|remote| format!("remote {remote}")).collect(),
     }
 }
 
@@ -200,8 +205,10 @@ pub(super) fn unusable(bridge: &BridgeSpec, link: &LinkSpec) -> Option<String> {
             ))
         }
         (Tunnel::Stream(_), _) => None,
-        (Tunnel::None, _) if link.remote == ANYWHERE => None,
-        (Tunnel::None, _) => check::unreachable(bridge.listen, bridge.ports, "listen", link),
+        (Tunnel::None | Tunnel::Direct(_), _) if link.remote == ANYWHERE => None,
+        (Tunnel::None | Tunnel::Direct(_), _) => {
+            check::unreachable(bridge.listen, bridge.ports, "listen", link)
+        }
     }
 }
 
@@ -212,6 +219,10 @@ impl fmt::Display for Shown<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             Tunnel::None => Ok(()),
+            Tunnel::Direct(guests) => {
+                let guests: Vec<_> = guests.iter().map(|(mac, port)| format!("{mac}@{port}")).collect();
+                write!(f, ", direct {}", guests.join(" "))
+            }
             Tunnel::Vxlan(VxlanOptions { flood, group }) => {
                 if !flood.is_empty() {
                     let flood: Vec<_> = flood.iter().map(ToString::to_string).collect();

@@ -62,7 +62,7 @@ impl Engine {
         };
         let (mut socket, mut server, mut device, mut netns) = (None, None, None, None);
         match &spec.attachment {
-            Attachment::VhostUser { socket: path, server: listens } => {
+            Attachment::VhostUser { socket: path, server: listens, .. } => {
                 (socket, server) = (Some(path.display().to_string()), Some(*listens));
             }
             Attachment::Tap { device: name, netns: space }

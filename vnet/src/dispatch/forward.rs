@@ -17,7 +17,7 @@ use crate::frame::{BATCH_MAX, Batch, Frame, Origin, PortId};
 use crate::interface::Interface;
 use crate::interface::interrupts::CHECK_AFTER;
 use crate::link::Sender;
-use crate::route::{Decision, Router};
+use crate::route::{Decision, Flow, Router};
 use crate::stats::{DropReason, watch};
 use crate::wire::flow;
 use crate::wire::neighbour::{self, ANSWER_MAX};
@@ -95,6 +95,18 @@ impl Forwarder {
         let queues = setup.interfaces().map(|port| port.interface.queues()).max().unwrap_or(1);
         self.by_queue.resize_with(queues, list);
         self.setup = setup;
+    }
+
+    /// The one port that frames of `flow` go to, if it is one.
+    pub(super) fn sole(&mut self, flow: &Flow) -> Option<PortId> {
+        self.router.sole(flow, self.now_ms)
+    }
+
+    /// Counts a frame of `len` bytes that was received in place, and notes what is owed for it.
+    pub(super) fn delivered_in_place(&mut self, port: &InterfacePort, queue: usize, len: usize) {
+        self.work.frames += 1;
+        self.work.bytes += len as u64;
+        self.pending.note(port, queue);
     }
 
     /// Hears what the kernel has done with of what was sent without a copy. True when interfaces may give that back.
@@ -295,6 +307,12 @@ impl Pending {
     #[inline]
     fn give(&mut self, port: &InterfacePort, queue: usize, batch: &Batch, list: &[u16]) {
         port.interface.deliver(queue, batch, list);
+        self.note(port, queue);
+    }
+
+    /// Notes what is owed for something that was delivered.
+    #[inline]
+    fn note(&mut self, port: &InterfacePort, queue: usize) {
         let place = (port.member.port, queue);
         if port.interface.coalesces() && !self.delivered.contains(&place) {
             self.delivered.push(place);

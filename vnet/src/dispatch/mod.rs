@@ -15,7 +15,7 @@
 //! - [`core`](mod@self::core): the dispatchers together, and how a new setup reaches them without a lock on a frame's way.
 //! - [`stream`](mod@self::stream): a stream link as something with queues.
 //! - [`setup`](mod@self::setup): what a core forwards between: ports, peers, routes. Immutable once published.
-//! - [`forward`](mod@self::forward): decide and deliver, for one batch.
+//! - [`forward`](mod@self::forward): decide and deliver, for one batch; `direct`: interfaces' own underlay ports.
 //! - [`counters`](mod@self::counters): what a dispatcher counts about itself.
 //! - [`observe`](mod@self::observe): what is done more while somebody captures or asks.
 //! - [`mode`](mod@self::mode): who drives an interface, its guest or the dispatcher; `served`: when a queue is looked at.
@@ -24,6 +24,7 @@
 
 pub mod core;
 pub mod counters;
+mod direct;
 mod forward;
 pub mod isolation;
 pub mod mode;
@@ -41,12 +42,13 @@ use std::time::{Duration, Instant};
 
 use self::core::Shared;
 use self::counters::DispatcherStats;
+use self::direct::DirectPort;
 use self::forward::Forwarder;
 use self::served::Served;
 use self::setup::{Port, Setup};
 use self::yielding::{Idle, Yielder};
-use crate::frame::{BATCH_MAX, Batch};
-use crate::link::Receiver;
+use crate::frame::{BATCH_MAX, Batch, PortId};
+use crate::link::{Direct, Receiver};
 use crate::poll::Poller;
 use crate::route::Router;
 
@@ -54,6 +56,8 @@ use crate::route::Router;
 const SOCKET: u64 = 1 << 40;
 /// The same for VXLAN.
 const VXLAN_SOCKET: u64 = 1 << 41;
+/// The same for interfaces' own ports; their numbers are added.
+const DIRECT_SOCKET: u64 = 1 << 42;
 /// How often timers run: reassembly time-outs, ageing, path MTUs.
 const TICK: Duration = Duration::from_millis(20);
 /// The same while nothing moves.
@@ -78,6 +82,8 @@ struct Dispatcher {
     /// For VXLAN, where it is listened for, and whether it may have something.
     vxlan: Option<Receiver>,
     vxlan_ready: bool,
+    /// Underlay ports of interfaces that this dispatcher serves.
+    directs: Vec<DirectPort>,
     served: Vec<Served>,
     by_token: HashMap<u64, usize>,
     batch: Batch,
@@ -158,6 +164,7 @@ impl Dispatcher {
             receiver: bridge.rx,
             vxlan_ready: bridge.vxlan_rx.is_some(),
             vxlan: bridge.vxlan_rx,
+            directs: Vec::new(),
             served: Vec::new(),
             by_token: HashMap::new(),
             batch: Batch::new(),
@@ -238,6 +245,13 @@ impl Dispatcher {
                 drained &= received.emptied;
             }
         }
+        for port in self.directs.iter_mut().filter(|port| port.ready) {
+            let (forwarder, receiver) = (&mut self.forwarder, &mut self.receiver);
+            let received = forwarder.receive_direct(port.id, &port.direct, receiver, &mut self.batch);
+            port.ready = !received.emptied;
+            busy |= received.datagrams > 0;
+            drained &= received.emptied;
+        }
         if drained {
             self.forwarder.end_of_coalescing();
         }
@@ -275,7 +289,8 @@ impl Dispatcher {
 
     /// Asks every guest to notify. False when one has frames waiting, so that sleeping now would leave them there.
     fn rest_all(&mut self) -> bool {
-        !self.sockets_ready.contains(&true) && !self.vxlan_ready && self.served.iter_mut().all(Served::rest)
+        let sockets = self.sockets_ready.contains(&true) || self.vxlan_ready;
+        !sockets && !self.directs.iter().any(|port| port.ready) && self.served.iter_mut().all(Served::rest)
     }
 
     /// Waits for news of file descriptors and marks what they concern. A guest that may not have noticed its frames is
@@ -286,8 +301,14 @@ impl Dispatcher {
         self.reap();
         let (served, by_token) = (&mut self.served, &self.by_token);
         let (sockets_ready, vxlan_ready) = (&mut self.sockets_ready, &mut self.vxlan_ready);
+        let directs = &mut self.directs;
         let result = self.poller.wait(Some(timeout), |token| {
-            if token == VXLAN_SOCKET {
+            if let Some(id) = token.checked_sub(DIRECT_SOCKET) {
+                directs
+                    .iter_mut()
+                    .filter(|port| u64::from(port.id.0) == id)
+                    .for_each(|port| port.ready = true);
+            } else if token == VXLAN_SOCKET {
                 *vxlan_ready = true;
             } else if let Some(socket) = token.checked_sub(SOCKET) {
                 sockets_ready[socket as usize] = true;
@@ -358,6 +379,7 @@ impl Dispatcher {
         }
         self.by_token = kept.iter().enumerate().map(|(i, s)| (s.token(), i)).collect();
         self.served = kept;
+        self.adopt_directs();
         self.receiver.tick(&self.setup.peers, self.clock.now_ms());
         if let Some(receiver) = &mut self.vxlan {
             receiver.adopt(&self.setup.peers);
@@ -365,6 +387,30 @@ impl Dispatcher {
         self.next_tick = now;
         self.generation = generation;
         self.shared.adopted(self.id, generation);
+    }
+
+    /// Takes up and lets go of interfaces' own ports: each is the dispatcher's that serves the interface's first queue.
+    fn adopt_directs(&mut self) {
+        let (id, dispatchers) = (self.id, self.shared.dispatchers());
+        let mine = |port: &&(PortId, Arc<Direct>)| port.0.index() % dispatchers == id;
+        let mut before = std::mem::take(&mut self.directs);
+        for (port, direct) in self.setup.directs.iter().filter(mine) {
+            let known =
+                before.iter().position(|known| known.id == *port && Arc::ptr_eq(&known.direct, direct));
+            let token = DIRECT_SOCKET + u64::from(port.0);
+            match known {
+                Some(at) => self.directs.push(before.swap_remove(at)),
+                None => match self.poller.waker(token).watch(direct.fd()) {
+                    Ok(()) => {
+                        self.directs.push(DirectPort { id: *port, direct: direct.clone(), ready: true });
+                    }
+                    Err(error) => tracing::error!(%error, "cannot watch an interface's own port"),
+                },
+            }
+        }
+        for gone in before {
+            self.poller.waker(DIRECT_SOCKET).forget(gone.direct.fd());
+        }
     }
 
     fn release_all(&mut self) {

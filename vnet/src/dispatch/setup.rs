@@ -7,7 +7,7 @@ use super::observe::Observers;
 use super::stream::StreamPort;
 use crate::frame::PortId;
 use crate::interface::Interface;
-use crate::link::{Link, Peers};
+use crate::link::{Direct, Link, Peers};
 use crate::route::{Member, NetworkSpec, PortKind, Published, Rule, Table};
 use crate::stats::{PortStats, watch};
 
@@ -52,6 +52,8 @@ pub struct Parts {
     pub observers: Observers,
     /// What is published of stations on other hosts.
     pub published: Arc<Published>,
+    /// Interfaces' own underlay ports.
+    pub directs: Vec<(PortId, Arc<Direct>)>,
 }
 
 /// One slot of the port table.
@@ -91,6 +93,8 @@ pub struct Setup {
     pub(super) table: Arc<Table>,
     /// Who looks.
     pub(super) observers: Observers,
+    /// Interfaces' own underlay ports.
+    pub(super) directs: Vec<(PortId, Arc<Direct>)>,
 }
 
 impl Setup {
@@ -121,13 +125,14 @@ impl Setup {
             assert_eq!(member_kind, kind, "port {id:?}");
             assert!(ports[id.index()].replace(port).is_none(), "two ports are number {id:?}");
         }
-        Setup { ports, peers: Arc::new(Peers::build(&links)), table, observers: parts.observers }
+        let (observers, directs) = (parts.observers, parts.directs);
+        Setup { ports, peers: Arc::new(Peers::build(&links)), table, observers, directs }
     }
 
     /// The same with other observers: table, ports and peers are these very ones.
     pub(super) fn with(&self, observers: Observers) -> Setup {
         let (ports, peers, table) = (self.ports.clone(), self.peers.clone(), self.table.clone());
-        Setup { ports, peers, table, observers }
+        Setup { ports, peers, table, observers, directs: self.directs.clone() }
     }
 
     /// Whether frames are captured.

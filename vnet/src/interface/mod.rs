@@ -15,7 +15,7 @@ pub mod vhost_user;
 pub mod virtqueue;
 
 use self::interrupts::InterruptSettings;
-use crate::frame::{Batch, Frame, FrameError};
+use crate::frame::{Batch, Frame, FrameError, Room};
 use crate::poll::Waker;
 use crate::stats::DropReason;
 use crate::wire::ethernet::{HEADER_LEN, Mac, VLAN_TAG_LEN};
@@ -58,6 +58,22 @@ pub trait Interface: Send + Sync {
 
     /// Gives frames of `queue` back to the guest whose memory was held, and is no longer. Called after holds were let go.
     fn reclaim(&self, _queue: usize) {}
+
+    /// Lends `fill` room in buffers that the guest of `queue` has posted, exactly for a frame of `len` bytes with the metadata
+    /// `offload`: memory that is writable until `fill` returns, and that the guest reads and writes when it likes. `fill` says
+    /// whether the frame stands there; then the guest gets it as by [`deliver`](Interface::deliver), and it is counted.
+    ///
+    /// Returns true when it did. Else nothing was delivered: there is no such room (`fill` was not called), or `fill` did not
+    /// want it, and the frame goes the ordinary way.
+    fn land(
+        &self,
+        _queue: usize,
+        _offload: &Offload,
+        _len: usize,
+        _fill: &mut dyn FnMut(&[Room]) -> bool,
+    ) -> bool {
+        false
+    }
 
     /// Has the dispatcher that serves `queue` told of new frames from the guest by `waker`, from now on.
     fn attach(&self, queue: usize, waker: Waker);

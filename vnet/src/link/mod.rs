@@ -39,6 +39,7 @@ use crate::wire::native::HOPS_MAX;
 
 mod bare;
 pub mod courier;
+mod direct;
 mod errqueue;
 pub mod fake;
 #[cfg(feature = "test-util")]
@@ -69,6 +70,7 @@ mod vxlan;
 mod window;
 mod zero_copy;
 
+pub use direct::{Candidate, Direct, Landed, Peeked};
 pub use place::ANYWHERE;
 use place::{Place, Roster};
 pub use reassembly::ReassemblyBudget;
@@ -94,6 +96,8 @@ pub const HOPS_UNKNOWN: u8 = HOPS_MAX + 1;
 
 /// Most ports of a host's bridge: as many as it may have dispatchers.
 pub const PORTS_MAX: u16 = 64;
+/// Most guests of another host that a link knows own ports of.
+pub const DIRECT_MAX: usize = 32;
 /// Reassembly memory of one link (DESIGN.md section 10).
 const LINK_BUDGET: usize = 4 << 20;
 
@@ -170,6 +174,9 @@ pub enum Tunnel {
     Vxlan(VxlanOptions),
     /// How a stream link connects.
     Stream(StreamOptions),
+    /// A native link: ports of the other host that are its guests' own, by their addresses ([`Direct`] there); at most
+    /// [`DIRECT_MAX`].
+    Direct(Vec<(Mac, u16)>),
 }
 
 /// What a link lets through, and how.

@@ -20,7 +20,7 @@ use arc_swap::{ArcSwap, ArcSwapOption};
 use super::seal::TAG_LEN;
 use super::session::KEEPALIVE_LEN;
 use super::udp::Name;
-use super::{Encapsulation, Link, LinkOptions, PORTS_MAX, normalised};
+use super::{Encapsulation, Link, LinkOptions, PORTS_MAX, Tunnel, normalised};
 use crate::wire::native::{HEADER_LEN, Header, Kind};
 
 /// The remote of a link that learns it from its peer. No host has this address.
@@ -50,6 +50,8 @@ impl Names {
 pub(super) struct Place {
     ports: u16,
     declared: Names,
+    /// Ports of the other host's guests, in the same forms, in the order of [`Tunnel::Direct`].
+    direct: Vec<[Option<Name>; 2]>,
     /// Of a link that follows its peer: where that is, when it is not where it was declared.
     learned: Option<ArcSwapOption<Names>>,
     /// Where the peer was heard, and the keeper has not seen yet.
@@ -59,7 +61,14 @@ pub(super) struct Place {
 impl Place {
     /// Where the options say; `follows` when the peer can prove to be elsewhere.
     pub(super) fn new(options: &LinkOptions, follows: bool) -> Place {
+        let guests = if let Tunnel::Direct(guests) = &options.tunnel { &guests[..] } else { &[] };
+        let direct = guests.iter().map(|(_, port)| {
+            let mut address = options.remote;
+            address.set_port(*port);
+            [false, true].map(|v6| Name::new(address, v6))
+        });
         Place {
+            direct: direct.collect(),
             ports: options.ports,
             declared: Names::new(options.remote, options.ports),
             learned: follows.then(ArcSwapOption::empty),
@@ -91,6 +100,12 @@ impl Place {
     #[inline]
     pub(super) fn name(&self, port: usize, v6: bool) -> Option<(Name, bool)> {
         self.with(|names| Some((names.list.get(port)?[usize::from(v6)]?, names.remote.is_ipv4())))
+    }
+
+    /// The own port of the `guest`th of the guests that have one, as [`Place::name`] tells it.
+    #[inline]
+    pub(super) fn direct(&self, guest: usize, v6: bool) -> Option<(Name, bool)> {
+        Some((self.direct.get(guest)?[usize::from(v6)]?, self.declared.remote.is_ipv4()))
     }
 
     /// Notes where the peer has proved to be.

@@ -13,6 +13,7 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
+use super::direct::Landing;
 use super::identity::Claims;
 use super::inquiry::is_inquiry;
 use super::prober;
@@ -31,9 +32,9 @@ use crate::wire::vxlan::{self, VxlanError};
 use crate::wire::{ethernet, partial};
 
 /// Messages in a burst.
-const MESSAGES: usize = 32;
+pub(super) const MESSAGES: usize = 32;
 /// Bytes of the buffer behind each: any UDP payload.
-const BUFFER_LEN: usize = 65_536;
+pub(super) const BUFFER_LEN: usize = 65_536;
 /// Probes answered in a burst, one a message; more are ignored.
 const REPLIES_MAX: usize = MESSAGES;
 
@@ -68,6 +69,8 @@ pub struct Receiver {
     groups: Option<(Groups, RouteProbe)>,
     /// For each datagram that came by a sealed link in this burst, in order: whether it could be opened.
     opened: Vec<bool>,
+    /// For direct ports.
+    pub(super) landing: Landing,
 }
 
 impl Receiver {
@@ -87,6 +90,7 @@ impl Receiver {
             vxlan: false,
             groups: None,
             opened: Vec::new(),
+            landing: Landing::new(),
         }
     }
 
@@ -127,13 +131,37 @@ impl Receiver {
         now_ms: u64,
         run: &mut dyn FnMut(&Batch),
     ) -> Received {
-        let socket = &*self.sockets[socket];
+        let socket = self.sockets[socket].clone();
+        self.receive_from(&socket, peers, batch, now_ms, run)
+    }
+
+    /// The same for any socket.
+    pub(super) fn receive_from(
+        &mut self,
+        socket: &Socket,
+        peers: &Peers,
+        batch: &mut Batch,
+        now_ms: u64,
+        run: &mut dyn FnMut(&Batch),
+    ) -> Received {
         let messages = self.burst.receive(socket);
         // The kernel looks until the burst is full or nothing is left.
         let emptied = messages < MESSAGES;
-        if messages == 0 {
-            return Received { datagrams: 0, emptied };
-        }
+        let datagrams =
+            if messages == 0 { 0 } else { self.work(socket, messages, peers, batch, now_ms, run) };
+        Received { datagrams, emptied }
+    }
+
+    /// Makes frames of the burst's first `messages` messages, which came by `socket`. Returns how many datagrams they were.
+    pub(super) fn work(
+        &mut self,
+        socket: &Socket,
+        messages: usize,
+        peers: &Peers,
+        batch: &mut Batch,
+        now_ms: u64,
+        run: &mut dyn FnMut(&Batch),
+    ) -> usize {
         let vxlan = self.vxlan;
         let find = |source| if vxlan { peers.vtep(source) } else { peers.link(source).map(|link| (link, 0)) };
         let mut links: [Option<Whose<'_>>; MESSAGES] = [None; MESSAGES];
@@ -191,7 +219,17 @@ impl Receiver {
                 reassembly.settle(&self.burst.memory);
             }
         }
-        Received { datagrams, emptied }
+        datagrams
+    }
+
+    /// The buffer of a message of the burst.
+    pub(super) fn buffer(&mut self, message: usize) -> &mut [u8] {
+        &mut self.burst.memory[message * BUFFER_LEN..][..BUFFER_LEN]
+    }
+
+    /// Says what a message of the burst is.
+    pub(super) fn set_message(&mut self, message: usize, source: Name, len: usize, segment: usize) {
+        self.burst.set(message, source, len, segment);
     }
 
     /// Ends incomplete frames whose time is up, and those of links that are gone. Call it some ten times a second.
@@ -652,6 +690,17 @@ impl Burst {
                 link.stats.discard(reason, 1);
             }
         }
+    }
+
+    fn set(&mut self, index: usize, source: Name, len: usize, segment: usize) {
+        self.sources[index] = source;
+        let header = &mut self.headers[index];
+        header.msg_len = len as u32;
+        header.msg_hdr.msg_flags = 0;
+        header.msg_hdr.msg_controllen = size_of::<Control>();
+        let (cmsg_level, cmsg_type) = (libc::SOL_UDP, libc::UDP_GRO);
+        let header = libc::cmsghdr { cmsg_len: size_of::<Control>(), cmsg_level, cmsg_type };
+        self.controls[index] = Control { header, segment: segment as libc::c_int, padding: 0 };
     }
 
     fn bytes(&self, message: &Message) -> &[u8] {

@@ -33,7 +33,7 @@ use super::session::Seal;
 use super::udp::{Name, RouteProbe, Socket};
 use super::vxlan::SourcePorts;
 use super::zero_copy::{CutThrough, Outcome, ZeroCopy};
-use super::{Encapsulation, Link, PORTS_MAX, Peers, speed};
+use super::{DIRECT_MAX, Encapsulation, Link, PORTS_MAX, Peers, Tunnel, speed};
 use crate::frame::{BATCH_MAX, Batch, FRAME_MAX, Frame, SEGMENTS_MAX, Segment};
 use crate::stats::DropReason;
 use crate::wire::flow;
@@ -75,6 +75,8 @@ pub struct Sender {
     native_from: usize,
     /// Frames of a call, by path.
     by_path: Vec<Vec<u16>>,
+    /// The same, by guest of the other host that has a port of its own; those for others come first.
+    by_guest: Vec<Vec<u16>>,
     pub(super) gather: Gather,
     cut: CutThrough,
     pub(super) routes: RouteProbe,
@@ -107,6 +109,7 @@ impl Sender {
             routes,
             vxlan: None,
             ways: Vec::with_capacity(BATCH_MAX),
+            by_guest: (0..=DIRECT_MAX).map(|_| Vec::with_capacity(BATCH_MAX)).collect(),
             mbps: 0,
             next_link: 0,
             ticked_ms: 0,
@@ -142,9 +145,9 @@ impl Sender {
         if which.iter().any(relayed_too_often) {
             let rest: Vec<u16> = which.iter().copied().filter(|index| !relayed_too_often(index)).collect();
             link.stats.drop_frames(DropReason::HopLimit, (which.len() - rest.len()) as u64);
-            self.spread(link, batch, &rest);
+            self.by_guest(link, batch, &rest);
         } else {
-            self.spread(link, batch, which);
+            self.by_guest(link, batch, which);
         }
     }
 
@@ -220,6 +223,27 @@ impl Sender {
         link.segmentation.store(true, Relaxed);
     }
 
+    /// Parts the frames by whether they are for a guest of the other host that has a port of its own, and sends them.
+    fn by_guest(&mut self, link: &Link, batch: &Batch, which: &[u16]) {
+        let Tunnel::Direct(guests) = &link.options.tunnel else { return self.spread(link, batch, which) };
+        let mut by_guest = std::mem::take(&mut self.by_guest);
+        for &index in which {
+            let dst = batch.frame(usize::from(index)).dst;
+            let guest = guests.iter().take(DIRECT_MAX).position(|(mac, _)| *mac == dst);
+            by_guest[guest.map_or(0, |guest| guest + 1)].push(index);
+        }
+        for (guest, which) in by_guest.iter_mut().enumerate().filter(|(_, which)| !which.is_empty()) {
+            match guest.checked_sub(1) {
+                None => self.spread(link, batch, which),
+                Some(guest) => {
+                    self.send_by(link, self.native_from, usize::from(PORTS_MAX) + guest, batch, which);
+                }
+            }
+            which.clear();
+        }
+        self.by_guest = by_guest;
+    }
+
     /// Parts the frames by the path that each takes, and sends them.
     ///
     /// There are as many paths as the side with more sockets has, so that each of those is used, by one path.
@@ -244,7 +268,7 @@ impl Sender {
         self.by_path = by_path;
     }
 
-    /// Sends the frames by an exit to one of the remote's ports.
+    /// Sends the frames by an exit to one of the remote's ports, or its guests' (see [`Socket::name`]).
     fn send_by(&mut self, link: &Link, exit: usize, port: usize, batch: &Batch, which: &[u16]) {
         self.gather.segmentation = link.segmentation.load(Relaxed);
         if link.options.encapsulation == Encapsulation::Vxlan {

@@ -23,7 +23,7 @@ use std::sync::Arc;
 
 use super::courier::Courier;
 use super::vxlan::SourcePorts;
-use super::{Link, ReassemblyBudget, Receiver, Sender, normalised, speed};
+use super::{Link, PORTS_MAX, ReassemblyBudget, Receiver, Sender, normalised, speed};
 use crate::stats::PortStats;
 
 /// Options that size a buffer, for those who may exceed the host's limit and for others.
@@ -197,11 +197,15 @@ impl Socket {
         set(&self.fd, libc::SOL_SOCKET, libc::SO_ATTACH_REUSEPORT_CBPF, program)
     }
 
-    /// The address of the link's remote, at the `port`th of its ports, in the form that this socket sends to. `None` when it
+    /// The address of the link's remote, at the `port`th of its ports, or from [`PORTS_MAX`] on at those of its guests, in the form that this socket sends to. `None` when it
     /// cannot: IPv6 from an IPv4 address, and IPv4 from any IPv6 address but the unspecified one.
     #[inline]
     pub(super) fn name(&self, link: &Link, port: usize) -> Option<Name> {
-        let (name, is_v4) = link.place.name(port, self.local.is_ipv6())?;
+        let v6 = self.local.is_ipv6();
+        let (name, is_v4) = match port.checked_sub(PORTS_MAX.into()) {
+            None => link.place.name(port, v6)?,
+            Some(guest) => link.place.direct(guest, v6)?,
+        };
         self.reaches(is_v4).then_some(name)
     }
 

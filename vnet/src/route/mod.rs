@@ -143,6 +143,15 @@ impl Router {
         self.decision(verdict, &flow, now_ms)
     }
 
+    /// The one port that a frame of `flow` goes to; `None` when it is dropped or goes to several. Learns and counts nothing
+    /// that [`Router::decide`] would not.
+    pub fn sole(&mut self, flow: &Flow, now_ms: u64) -> Option<PortId> {
+        match self.verdict(flow, now_ms) {
+            Verdict::To(port) => Some(port),
+            _ => None,
+        }
+    }
+
     /// Decides by what holds now, whatever was decided before in the batch.
     #[cfg(test)]
     fn route(&mut self, flow: &Flow, now_ms: u64) -> Decision<'_> {

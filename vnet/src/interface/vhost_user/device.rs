@@ -17,7 +17,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use super::VhostUserOptions;
 use super::event::Signals;
 use super::vring::{Common, Running, Vring};
-use crate::frame::{Batch, NetworkId, PortId, Segment};
+use crate::frame::{Batch, NetworkId, PortId, Room, Segment};
 use crate::interface::State;
 use crate::interface::interrupts::{Coalescing, InterruptSettings, Verdict};
 use crate::interface::virtqueue::net::{Giver, Owner, take};
@@ -351,6 +351,36 @@ impl Device {
         } else if let Err(error) = result {
             vring.break_with(error.to_string());
         }
+    }
+
+    /// See [`Interface::land`](crate::interface::Interface::land).
+    pub(super) fn land(
+        &self,
+        queue: usize,
+        offload: &Offload,
+        len: usize,
+        fill: &mut dyn FnMut(&[Room]) -> bool,
+    ) -> bool {
+        let mut guard = self.receiving(queue);
+        let Receive { vring, giver, coalescing } = &mut *guard;
+        if coalescing.is_on() {
+            self.inject_early(vring, coalescing);
+        }
+        let Some(Running { ring, format, .. }) = vring.running() else { return false };
+        let result = giver.land(ring, format, &self.owner(), (offload, len), fill);
+        let poisoned = ring.memory().is_poisoned();
+        if coalescing.is_on() {
+            coalescing.gave(if result == Ok(true) { len as u64 } else { 0 });
+            ring.show();
+        } else if ring.publish() && vring.notify() {
+            self.stats.notifications.add(1);
+        }
+        if poisoned {
+            vring.break_with(POISONED.to_owned());
+        } else if let Err(error) = &result {
+            vring.break_with(error.to_string());
+        }
+        result == Ok(true)
     }
 
     /// Notifies a guest that has nothing to do of frames that are about to be moved.

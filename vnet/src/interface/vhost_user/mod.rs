@@ -22,12 +22,13 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use crate::frame::{Batch, MTU_MAX, NetworkId, PortId};
+use crate::frame::{Batch, MTU_MAX, NetworkId, PortId, Room};
 use crate::interface::interrupts::InterruptSettings;
 use crate::interface::{Interface, State};
 use crate::poll::Waker;
 use crate::stats::PortStats;
 use crate::wire::ethernet::Mac;
+use crate::wire::offload::Offload;
 
 use crate::unix::{ListenError, Listener};
 use control::{Source, Stop};
@@ -139,6 +140,16 @@ impl Interface for VhostUser {
 
     fn deliver(&self, queue: usize, batch: &Batch, which: &[u16]) {
         self.device.deliver(queue, batch, which);
+    }
+
+    fn land(
+        &self,
+        queue: usize,
+        offload: &Offload,
+        len: usize,
+        fill: &mut dyn FnMut(&[Room]) -> bool,
+    ) -> bool {
+        self.device.land(queue, offload, len, fill)
     }
 
     fn reclaim(&self, queue: usize) {

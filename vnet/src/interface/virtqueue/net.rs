@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::copy::copy;
-use crate::frame::{BATCH_MAX, Batch, Frame, Holds, NetworkId, PortId, Segment};
+use crate::frame::{BATCH_MAX, Batch, Frame, Holds, NetworkId, PortId, Room, Segment};
 use crate::interface::{piece_exceeds_mtu, refusal};
 use crate::stats::{DropReason, PortStats};
 use crate::wire::offload::{Accepts, F_DATA_VALID, F_NEEDS_CSUM, Offload, VIRTIO_NET_HDR_LEN};
@@ -251,6 +251,8 @@ pub struct Giver {
     buffers: Vec<Buffer>,
     /// Chains gathered for one frame: head, bytes of room.
     chains: Vec<(u16, usize)>,
+    /// Where the frame itself goes of the buffers, see [`Giver::land`].
+    room: Vec<Room>,
     /// A frame that is finished in software; allocated when the first one comes.
     scratch: Vec<u8>,
 }
@@ -260,6 +262,7 @@ impl Default for Giver {
         Giver {
             buffers: Vec::with_capacity(BUFFERS_MAX),
             chains: Vec::with_capacity(MERGE_MAX),
+            room: Vec::with_capacity(BUFFERS_MAX),
             scratch: Vec::new(),
         }
     }
@@ -369,11 +372,7 @@ impl Giver {
         len: usize,
         segments: &[Segment],
     ) -> Result<(), Refused> {
-        let mut offload = *offload;
-        if !format.accepts.csum {
-            // Without GUEST_CSUM the flags are zero (virtio 1.2 section 5.1.6.4.1).
-            offload.flags &= !F_DATA_VALID;
-        }
+        let offload = announced(offload, format);
         let total = format.header_len + len;
         let head = ring.next()?.ok_or(Refused::Dropped(DropReason::NoBuffer))?;
         if let Some(buffer) = head.single_writable()
@@ -413,6 +412,12 @@ impl Giver {
         let mut out = Writer { buffers: &self.buffers, offset: 0 };
         out.write(header.as_ptr(), format.header_len);
         segments.iter().for_each(|s| out.write(s.as_ptr(), s.len()));
+        self.complete(ring, total);
+        Ok(())
+    }
+
+    /// Gives the chains gathered back with `total` bytes written to them.
+    fn complete(&mut self, ring: &mut Ring, total: usize) {
         self.buffers.iter().for_each(|buffer| ring.wrote(*buffer));
         let mut left = total;
         for (index, room) in &self.chains {
@@ -420,7 +425,52 @@ impl Giver {
             ring.complete(*index, part as u32);
             left -= part;
         }
-        Ok(())
+    }
+
+    /// Has `fill` write a frame of `len` bytes straight into a guest's receive ring. It gets the room and says whether the
+    /// frame stands there; if not, the chains stay in the ring. Returns true, and has counted the frame, when it is the guest's;
+    /// false when it is not, and `fill` may not even have been called. The caller publishes in any case.
+    ///
+    /// # Errors
+    /// The ring is broken.
+    pub fn land(
+        &mut self,
+        ring: &mut Ring,
+        format: &Format,
+        owner: &Owner<'_>,
+        (offload, len): (&Offload, usize),
+        fill: &mut dyn FnMut(&[Room]) -> bool,
+    ) -> Result<bool, RingError> {
+        if !offload.fits(&format.accepts) || piece_exceeds_mtu(offload, len, owner.mtu) {
+            return Ok(false);
+        }
+        let total = format.header_len + len;
+        match self.gather(ring, format, total) {
+            Ok(()) => {}
+            Err(Refused::Dropped(_)) => return Ok(false),
+            Err(Refused::Broken(error)) => return Err(error),
+        }
+        self.room.clear();
+        let (mut skip, mut left) = (format.header_len, len);
+        for buffer in &self.buffers {
+            let start = skip.min(buffer.len);
+            let part = left.min(buffer.len - start);
+            (skip, left) = (skip - start, left - part);
+            if part > 0 {
+                self.room.push(Room::new(buffer.ptr.wrapping_add(start), part));
+            }
+        }
+        if !fill(&self.room) {
+            // Something may stand there all the same.
+            self.buffers.iter().for_each(|buffer| ring.wrote(*buffer));
+            ring.put_back(self.chains.len() as u16);
+            return Ok(false);
+        }
+        let header = announced(offload, format).to_virtio(self.chains.len() as u16);
+        Writer { buffers: &self.buffers, offset: 0 }.write(header.as_ptr(), format.header_len);
+        self.complete(ring, total);
+        owner.stats.delivered(1, len as u64);
+        Ok(true)
     }
 
     /// Takes as many chains as `total` bytes need: one, or up to [`MERGE_MAX`] with MRG_RXBUF.
@@ -452,6 +502,14 @@ impl Giver {
         }
         Ok(())
     }
+}
+
+/// What the guest is told of a frame.
+#[inline]
+fn announced(offload: &Offload, format: &Format) -> Offload {
+    // Without GUEST_CSUM the flags are zero (virtio 1.2 section 5.1.6.4.1).
+    let cleared = if format.accepts.csum { 0 } else { F_DATA_VALID };
+    Offload { flags: offload.flags & !cleared, ..*offload }
 }
 
 /// What came of the frames of one call; frames delivered are counted once at its end.

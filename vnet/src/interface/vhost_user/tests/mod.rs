@@ -3,6 +3,7 @@
 mod flow;
 mod held;
 mod hostile;
+mod landing;
 mod optimistic;
 mod sockets;
 

@@ -1,0 +1,260 @@
+use std::net::UdpSocket;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::frame::PortId;
+use crate::link::{Bridge, LinkOptions, ReassemblyBudget, Tunnel};
+use crate::wire::offload::{F_NEEDS_CSUM, GSO_TCPV4};
+
+/// A peer's bridge, and a receiver with a direct port that takes what comes from it.
+struct Pair {
+    sender: Bridge,
+    out: Arc<Link>,
+    receiver: Bridge,
+    direct: Arc<Direct>,
+    link: Arc<Link>,
+    peers: Peers,
+}
+
+fn bridge() -> Bridge {
+    let budget = Arc::new(ReassemblyBudget::new(8 << 20));
+    Bridge::bind("127.0.0.1:0".parse().unwrap(), false, Arc::default(), budget).unwrap()
+}
+
+fn link(remote: SocketAddr) -> Arc<Link> {
+    let options = LinkOptions {
+        name: "peer".into(),
+        remote,
+        ports: 1,
+        encapsulation: Encapsulation::Native,
+        networks: None,
+        mtu: None,
+        tunnel: Tunnel::None,
+    };
+    Link::new(options, PortId(7), Arc::default())
+}
+
+impl Pair {
+    fn new(path_mtu: u32) -> Pair {
+        let (sender, receiver) = (bridge(), bridge());
+        let direct = Direct::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        direct.aim(sender.local_addr()).unwrap();
+        let (out, link) = (link(direct.local_addr()), link(sender.local_addr()));
+        out.path_mtu.store(path_mtu, Relaxed);
+        let peers = Peers::build(std::slice::from_ref(&link));
+        Pair { sender, out, receiver, direct, link, peers }
+    }
+
+    fn send(&mut self, frames: &[(Vec<u8>, Offload)]) {
+        let mut batch = Batch::new();
+        for (bytes, offload) in frames {
+            let mut builder = batch.begin();
+            // SAFETY: the frames outlive the batch and are not written to.
+            unsafe { builder.push_stable(crate::frame::Segment::new(bytes.as_ptr(), bytes.len())) };
+            builder.finish(PortId(1), NetworkId::DEFAULT, *offload, 0).unwrap();
+        }
+        let which: Vec<u16> = (0..frames.len() as u16).collect();
+        self.sender.tx.send(&self.out, &batch, &which);
+    }
+
+    /// What comes until `count` frames have, each with whether it came in place. The room is cut at multiples of `cut`.
+    fn receive(&mut self, count: usize, cut: usize) -> Vec<(Vec<u8>, Offload, bool)> {
+        let mut frames = vec![];
+        let mut batch = Batch::new();
+        let end = Instant::now() + Duration::from_secs(5);
+        while frames.len() < count {
+            assert!(Instant::now() < end, "{} of {count} frames came", frames.len());
+            let Some(peeked) = self.direct.peek() else { continue };
+            let mut messages = 0;
+            if let Some((link, candidate)) = peeked.candidate(&self.peers) {
+                assert!(Arc::ptr_eq(link, &self.link));
+                let mut memory = vec![0xee; candidate.len];
+                let room: Vec<Room> =
+                    memory.chunks_mut(cut).map(|part| Room::new(part.as_mut_ptr(), part.len())).collect();
+                // SAFETY: `memory` lives on and is not looked at before the call has returned.
+                match unsafe { self.receiver.rx.land(&self.direct, link, &candidate, &room, 1) } {
+                    Landed::InPlace => {
+                        assert_eq!(candidate.head(), &memory[..HEAD_MAX]);
+                        frames.push((memory, candidate.offload, true));
+                        continue;
+                    }
+                    Landed::CopiedOut(count) => messages = count,
+                }
+            }
+            let mut run = |batch: &Batch| {
+                for frame in batch.frames() {
+                    let mut bytes = vec![0; frame.len()];
+                    batch.copy_to(frame, &mut bytes);
+                    frames.push((bytes, frame.offload, false));
+                }
+            };
+            let (rx, direct, peers) = (&mut self.receiver.rx, &self.direct, &self.peers);
+            match messages {
+                0 => _ = rx.receive_direct(direct, peers, &mut batch, 1, &mut run),
+                messages => _ = rx.work_off(direct, messages, peers, &mut batch, 1, &mut run),
+            }
+        }
+        frames
+    }
+}
+
+/// A frame whose IP header claims `claimed` bytes.
+fn frame(len: usize, claimed: usize, seed: u8) -> Vec<u8> {
+    let mut bytes: Vec<u8> = (0..len).map(|i| (i * 7 + i / 251) as u8 ^ seed).collect();
+    bytes[..14].copy_from_slice(&[2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, seed & 0xfe, 8, 0]);
+    bytes[16..18].copy_from_slice(&(claimed.saturating_sub(14) as u16).to_be_bytes());
+    bytes
+}
+
+fn super_frame() -> Offload {
+    Offload {
+        flags: F_NEEDS_CSUM,
+        gso_type: GSO_TCPV4,
+        hdr_len: 54,
+        gso_size: 1448,
+        csum_start: 34,
+        csum_offset: 16,
+    }
+}
+
+#[test]
+fn large_frames_come_in_place() {
+    for path_mtu in [1500, 9000, 65_536] {
+        let mut pair = Pair::new(path_mtu);
+        for (len, offload) in
+            [(LEN_MIN, Offload::default()), (20_000, super_frame()), (65_226, super_frame())]
+        {
+            let sent = frame(len, len, 1);
+            pair.send(&[(sent.clone(), offload)]);
+            let got = pair.receive(1, 1500);
+            assert_eq!(got, [(sent, offload, true)], "{len} bytes by {path_mtu}");
+        }
+        let stats = &pair.link.stats;
+        assert_eq!(
+            (stats.direct_in_place.get(), stats.direct_copied_out.get(), stats.in_frames.get()),
+            (3, 0, 3)
+        );
+        assert_eq!(stats.in_datagrams.get(), pair.out.stats.out_datagrams.get());
+    }
+}
+
+/// A frame that is longer or shorter than its IP header says costs a copy and is whole.
+#[test]
+fn a_wrong_guess_costs_a_copy() {
+    for claimed in [0, 40, 4097, 19_000, 19_999, 20_001, 21_456, 40_000, 65_000] {
+        let mut pair = Pair::new(1500);
+        let sent = [frame(20_000, claimed, 1), frame(30_000, 30_000, 2)];
+        pair.send(&sent.clone().map(|bytes| (bytes, super_frame())));
+        let got = pair.receive(2, 4096);
+        let bytes: Vec<_> = got.iter().map(|(bytes, ..)| bytes.clone()).collect();
+        assert!(bytes == sent, "claimed {claimed}");
+        assert!(!got[0].2, "claimed {claimed}");
+    }
+}
+
+/// Several frames in one message, which all look like the beginning of one.
+#[test]
+fn whole_frames_of_one_size_stay_apart() {
+    let mut pair = Pair::new(9000);
+    let sent: Vec<_> = (0..8).map(|seed| (frame(6000, 6000, seed), Offload::default())).collect();
+    pair.send(&sent);
+    let got: Vec<_> = pair.receive(8, 9000).into_iter().map(|(bytes, offload, _)| (bytes, offload)).collect();
+    assert!(got == sent);
+}
+
+/// Nobody but the peer reaches the port, from the moment on that it takes anything.
+#[test]
+fn strangers_reach_nobody() {
+    let direct = Direct::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let (early, stranger) =
+        (UdpSocket::bind("127.0.0.1:0").unwrap(), UdpSocket::bind("127.0.0.1:0").unwrap());
+    early.send_to(&[0x10; 6000], direct.local_addr()).unwrap();
+    let peer = UdpSocket::bind("127.0.0.1:0").unwrap();
+    direct.aim(peer.local_addr().unwrap()).unwrap();
+    stranger.send_to(&[0x10; 6000], direct.local_addr()).unwrap();
+    assert!(direct.peek().is_none());
+    peer.send_to(&[0x10; 6000], direct.local_addr()).unwrap();
+    let peeked = direct.peek().unwrap();
+    assert_eq!((peeked.len, peeked.source.address()), (6000, peer.local_addr().ok()));
+    // Of a link that is not there, or not any more.
+    assert!(peeked.candidate(&Peers::default()).is_none());
+}
+
+/// Bytes that the peer makes up do not take anything down, and what is not a frame is discarded.
+#[test]
+fn headers_are_believed_only_when_they_fit() {
+    let peer = UdpSocket::bind("127.0.0.1:0").unwrap();
+    let direct = Direct::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    direct.aim(peer.local_addr().unwrap()).unwrap();
+    let link = link(peer.local_addr().unwrap());
+    let peers = Peers::build(std::slice::from_ref(&link));
+    let good = Header {
+        kind: Kind::Frame,
+        last: true,
+        offload: false,
+        sealed: false,
+        hops: 0,
+        epoch: 0,
+        index: 0,
+        network: 1,
+        queue: 0,
+        number: 5,
+    };
+    let bad_number = Header { number: u64::MAX, last: false, ..good };
+    for (header, possible) in [
+        (good, true),
+        (Header { kind: Kind::Bundle, ..good }, false),
+        (Header { sealed: true, ..good }, false),
+        (Header { index: 1, ..good }, false),
+        (Header { last: false, ..good }, true),
+        (bad_number, true),
+        (Header { network: 0, number: 0, ..good }, false),
+    ] {
+        let claimed = if header.last { 5000 } else { 8000 };
+        peer.send_to(&[&header.to_bytes()[..], &frame(5000, claimed, 1)].concat(), direct.local_addr())
+            .unwrap();
+        let peeked = direct.peek().unwrap();
+        assert_eq!(peeked.candidate(&peers).is_some(), possible, "{header:?}");
+        let mut rx = bridge().rx;
+        if let Some((link, candidate)) = peeked.candidate(&peers) {
+            let mut memory = vec![0; candidate.len];
+            let room = [Room::new(memory.as_mut_ptr(), memory.len())];
+            // SAFETY: `memory` is ours alone.
+            let landed = unsafe { rx.land(&direct, link, &candidate, &room, 1) };
+            assert_eq!(landed == Landed::InPlace, header.last);
+            if landed != Landed::InPlace {
+                rx.work_off(&direct, 1, &peers, &mut Batch::new(), 1, &mut |_| panic!("no frame"));
+            }
+        } else {
+            rx.receive_direct(&direct, &peers, &mut Batch::new(), 1, &mut |_| ());
+        }
+        assert!(direct.peek().is_none(), "each message is taken once");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+    /// Any mix of frames, right guesses and wrong ones, comes out as it went in, in order.
+    #[test]
+    fn any_mix_comes_out_as_it_went_in(
+        path_mtu in prop_oneof![Just(1500u32), Just(9000), Just(65_536), Just(1280)],
+        frames in prop::collection::vec((prop_oneof![60usize..1500, 3000usize..12_000, 30_000usize..65_535], 0u8..6, any::<bool>()), 1..12),
+        cut in prop_oneof![Just(1526usize), Just(4096), 100usize..70_000],
+    ) {
+        let mut pair = Pair::new(path_mtu);
+        let frames: Vec<_> = frames.iter().enumerate().map(|(n, (len, claim, offloaded))| {
+            let claimed = match claim { 0 => 2 * len, 1 => len / 2, 2 => len + 1, _ => *len };
+            let offload = if *offloaded { super_frame() } else { Offload::default() };
+            (frame(*len, claimed.min(65_535), n as u8), offload)
+        }).collect();
+        pair.send(&frames);
+        let got: Vec<_> = pair.receive(frames.len(), cut).into_iter().map(|(bytes, offload, _)| (bytes, offload)).collect();
+        prop_assert!(got == frames);
+        prop_assert!(pair.direct.peek().is_none());
+        prop_assert_eq!(pair.link.stats.in_frames.get(), frames.len() as u64);
+        prop_assert_eq!(pair.link.stats.in_datagrams.get(), pair.out.stats.out_datagrams.get());
+    }
+}
