@@ -143,7 +143,7 @@ def test_a_device_that_can_spares_the_copy(topology: Topology):
         link = f'\n[[link]]\nname = "sink"\nremote = "{SINK}:9000"\ntrusted = true\n'
         route = '\n[[route]]\ndst = "52:54:00:99:00:01"\nto = "link sink"\n'
         restart(topology, host, "on", link + route)
-        machine.execute(source, "ip neigh replace 10.77.9.9 lladdr 52:54:00:99:00:01 dev eth0")
+        machine.execute(source, "busybox arp -i eth0 -s 10.77.9.9 52:54:00:99:00:01")
         wait_for_path(source, topology.machines()[1].address)
         # More than the ring has places.
         machine.attempt(source, "ping -n -q -s 8900 -c 600 -i 0.002 -W 1 10.77.9.9")

@@ -21,7 +21,6 @@ use vhost::vhost_user::{BackendReqHandler, Error, Result, VhostUserBackendReqHan
 use super::device::Device;
 use super::quiet::LogLimit;
 use super::session::{Session, refuse};
-use super::vring::Vring;
 use crate::unix::{Listener, connect};
 
 /// Shortest and longest pause between two attempts to connect. A connection that lasted for the longest was a good one.
@@ -113,7 +112,7 @@ pub(super) fn run(device: &Arc<Device>, source: &Source, stop: &Stop) {
         let began = Instant::now();
         let result = serve(device, stream, stop);
         stop.serve(None);
-        device.change_all(Vring::reset);
+        device.reset_all();
         let lasted = began.elapsed() >= BACK_OFF_MAX;
         match result {
             Ok(()) if lasted || unsaid.is_some() => tracing::info!(%path, "front end disconnected"),

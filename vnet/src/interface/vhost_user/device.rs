@@ -37,7 +37,7 @@ const PRIVATE_MEMORY: &str = "the guest kicks, but its rings are empty here, as 
 /// Kicks on an empty ring that are too many for a driver that has sent nothing: QEMU makes one itself.
 const BLANK_KICKS: u64 = 2;
 /// How long a change of a queue waits for the kernel to have sent what it reads from the guest's memory.
-const RELEASE_WITHIN: Duration = Duration::from_millis(200);
+const RELEASE_WITHIN: Duration = Duration::from_secs(1);
 /// Bytes of a RARP announcement: the shortest Ethernet frame.
 const RARP_LEN: usize = 60;
 
@@ -139,30 +139,36 @@ impl Device {
 
     /// Runs `change` on vring `index` (even: guest receives, odd: guest transmits) and wakes its dispatcher. `None` when
     /// there is no such vring.
+    ///
+    /// A transmit vring is changed when the network reads none of its chains any more, as far as can be waited for.
     pub(super) fn change<R>(&self, index: usize, change: impl FnOnce(&mut Vring) -> R) -> Option<R> {
         let pair = self.pairs.get(index / 2)?;
         pair.changing.store(true, Ordering::Relaxed);
         let result = if index.is_multiple_of(2) {
-            let mut receive = lock(&pair.receive);
-            let result = change(&mut receive.vring);
-            pair.receives.store(receive.vring.is_up(), Ordering::Relaxed);
-            let up = self.pairs.iter().take_while(|pair| pair.receives.load(Ordering::Relaxed));
-            self.active.store(up.count(), Ordering::Relaxed);
-            result
+            self.change_receive(pair, change)
         } else {
-            change(&mut self.unheld(pair).vring)
+            change(&mut self.drain(pair).vring)
         };
         pair.changing.store(false, Ordering::Relaxed);
         pair.ring();
         Some(result)
     }
 
-    /// The transmit vring when the kernel reads none of its chains any more, as far as can be waited for: what the guest gets
-    /// back it may use anew. A dispatcher can reach the vring meanwhile, and takes nothing more from it.
+    fn change_receive<R>(&self, pair: &Pair, change: impl FnOnce(&mut Vring) -> R) -> R {
+        let mut receive = lock(&pair.receive);
+        let result = change(&mut receive.vring);
+        pair.receives.store(receive.vring.is_up(), Ordering::Relaxed);
+        let up = self.pairs.iter().take_while(|pair| pair.receives.load(Ordering::Relaxed));
+        self.active.store(up.count(), Ordering::Relaxed);
+        result
+    }
+
+    /// Waits until the kernel reads none of the pair's transmit chains any more: what the guest gets back it may use anew.
+    /// A dispatcher can reach the vring's lock meanwhile, and takes nothing more from it.
     ///
     /// A chain whose time does not come stays unused when the ring stops: whoever goes on with the ring takes it again, so
     /// that its frame may be sent twice. The kernel keeps the pages, whatever is unmapped.
-    fn unheld<'a>(&self, pair: &'a Pair) -> MutexGuard<'a, Transmit> {
+    fn drain<'a>(&self, pair: &'a Pair) -> MutexGuard<'a, Transmit> {
         let end = Instant::now() + RELEASE_WITHIN;
         loop {
             let mut transmit = lock(&pair.transmit);
@@ -177,6 +183,26 @@ impl Device {
             }
             drop(transmit);
             std::thread::sleep(Duration::from_micros(100));
+        }
+    }
+
+    /// Drains all pairs, which no dispatcher serves any more. Nothing is written to the rings behind this.
+    pub(super) fn drain_all(&self) {
+        for pair in &self.pairs {
+            pair.changing.store(true, Ordering::Relaxed);
+            drop(self.drain(pair));
+        }
+    }
+
+    /// Forgets all that the front end said, which is gone. The rings are somebody else's already: what is held is not given
+    /// back, for it may have been.
+    pub(super) fn reset_all(&self) {
+        for pair in &self.pairs {
+            pair.changing.store(true, Ordering::Relaxed);
+            self.change_receive(pair, Vring::reset);
+            lock(&pair.transmit).vring.reset();
+            pair.changing.store(false, Ordering::Relaxed);
+            pair.ring();
         }
     }
 

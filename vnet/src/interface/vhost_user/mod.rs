@@ -197,6 +197,8 @@ impl Interface for VhostUser {
     }
 
     fn stop(&self) {
+        // The front end takes the rings back when it sees the connection end.
+        self.device.drain_all();
         self.stop.ask();
         let control = self.control.lock().unwrap_or_else(PoisonError::into_inner).take();
         if control.is_some_and(|control| control.join().is_err()) {

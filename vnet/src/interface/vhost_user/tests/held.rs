@@ -71,7 +71,7 @@ fn a_ring_stops_without_what_is_held_for_ever() {
     drop(holds.remove(0));
     let begun = Instant::now();
     assert_eq!(guest.frontend.get_vring_base(1).unwrap(), 1, "the second chain is the next one");
-    assert!(begun.elapsed() < Duration::from_secs(5));
+    assert!(begun.elapsed() < Duration::from_secs(10));
     assert_eq!(guest.rings[1].collect(&guest.memory), Some((0, 0)));
     assert_eq!(guest.rings[1].collect(&guest.memory), None);
     guest.start_ring(1);
@@ -84,15 +84,23 @@ fn a_ring_stops_without_what_is_held_for_ever() {
     assert_eq!(guest.rings[1].collect(&guest.memory), None);
 }
 
-/// The front end goes, and with it the guest's memory, while the kernel still reads.
+/// The front end goes, and with it the guest's memory, while the kernel still reads. Its rings are written to no more: a machine
+/// monitor gives what stands in them back itself (QEMU does), and so may whoever serves them next.
 #[test]
 fn a_guest_may_go_while_its_memory_is_held() {
     let (mut host, mut guest) = pair();
     guest.transmit(&frame(64, 1));
     let holds = host.receive_held();
     let path = host.path.clone();
-    drop(guest);
+    guest.raw.shutdown(std::net::Shutdown::Both).unwrap();
     wait_for("the front end to be gone", || !host.is_up());
+    drop(holds);
+    host.interface.reclaim(0);
+    assert_eq!(guest.rings[1].collect(&guest.memory), None);
+    guest.transmit(&frame(64, 3));
+    let holds = host.receive_held();
+    assert!(holds.is_empty());
+    drop(guest);
     let mut guest = Guest::connect(&path, 1);
     guest.start();
     drop(holds);
@@ -100,4 +108,20 @@ fn a_guest_may_go_while_its_memory_is_held() {
     guest.transmit(&frame(64, 2));
     assert_eq!(host.receive(), [frame(64, 2)]);
     assert_eq!(guest.rings[1].collect(&guest.memory), Some((0, 0)));
+}
+
+/// When the interface stops, the chains come back before the front end hears of it.
+#[test]
+fn an_interface_that_stops_waits_for_what_is_held() {
+    let (mut host, mut guest) = pair();
+    guest.transmit(&frame(64, 1));
+    let holds = host.receive_held();
+    let kernel = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(30));
+        drop(holds);
+    });
+    host.interface.stop();
+    assert!(kernel.is_finished(), "it was waited for");
+    assert_eq!(guest.rings[1].collect(&guest.memory), Some((0, 0)));
+    assert!(guest.is_closed());
 }
