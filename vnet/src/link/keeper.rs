@@ -32,7 +32,7 @@ use super::handshake::{self, HandshakeError, initiates};
 use super::identity::{Identity, IdentityStore, is_for};
 use super::place::{ANYWHERE, follow};
 use super::session::{Current, Role, Seal};
-use super::{Link, LinkState, normalised};
+use super::{Link, LinkState, normalised, udp};
 
 /// How often links are looked at.
 const TICK: Duration = Duration::from_millis(100);
@@ -133,7 +133,8 @@ impl Keeper {
     pub fn start(options: KeeperOptions) -> Result<Keeper, KeeperError> {
         let listen = options.listen;
         let listener = TcpListener::bind(listen).map_err(|error| KeeperError::Listen(listen, error))?;
-        listener.set_nonblocking(true).map_err(|error| KeeperError::Listen(listen, error))?;
+        let prepared = listener.set_nonblocking(true).and_then(|()| udp::answer_briefly(&listener));
+        prepared.map_err(|error| KeeperError::Listen(listen, error))?;
         let shared = Arc::new(Shared {
             options,
             links: Mutex::default(),

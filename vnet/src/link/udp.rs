@@ -405,6 +405,13 @@ pub(super) fn set<T>(fd: &impl AsFd, level: libc::c_int, option: libc::c_int, va
     Ok(())
 }
 
+/// Has a TCP listener answer a SYN at most twice. The kernel repeats its answer to one that is never confirmed five times
+/// unless it is told otherwise; whoever writes an address that is not his own should not have it reached with more than he spends.
+pub(super) fn answer_briefly(listener: &impl AsFd) -> io::Result<()> {
+    const REPETITIONS: libc::c_int = 1;
+    set(listener, libc::IPPROTO_TCP, libc::TCP_SYNCNT, REPETITIONS)
+}
+
 /// Whether the kernel cuts messages into datagrams (`UDP_SEGMENT`), and keeps those that arrive together (`UDP_GRO`).
 pub fn kernel_offloads() -> (bool, bool) {
     let has = |option| {
