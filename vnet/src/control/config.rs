@@ -235,8 +235,12 @@ fn read_bridge(table: Table, notes: &mut Notes) -> Item<BridgeSpec> {
     let mut address = |key| reader.text(key).and_then(|text| socket_address(&mut reader, key, text));
     let (vxlan_listen, stream_listen) = (address("vxlan_listen"), address("stream_listen"));
     let (trusted, rekey_s) = security::read_bridge(&mut reader);
+    let meetings = security::read_meetings(&mut reader, listen, ports);
     reader.finish();
-    Item { place, spec: BridgeSpec { listen, ports, vxlan_listen, stream_listen, trusted, rekey_s } }
+    Item {
+        place,
+        spec: BridgeSpec { listen, ports, vxlan_listen, stream_listen, trusted, rekey_s, meetings },
+    }
 }
 
 /// How many ports there are from that of `first` on.

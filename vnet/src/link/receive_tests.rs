@@ -52,7 +52,7 @@ impl Host {
             mtu: Some(mtu),
             tunnel: crate::link::Tunnel::None,
         };
-        let security = Security { peer: Some("peer".into()), macs };
+        let security = Security { peer: Some("peer".into()), macs, via: None };
         let link = Link::with_security(options, security, PortId(7), Arc::default());
         Host { bridge, peers: Peers::build(std::slice::from_ref(&link)), link, batch: Batch::new() }
     }

@@ -205,6 +205,12 @@ impl Socket {
         self.reaches(is_v4).then_some(name)
     }
 
+    /// Any address in the form that this socket sends to.
+    pub(super) fn name_of(&self, address: SocketAddr) -> Option<Name> {
+        let name = Name::new(address, self.local.is_ipv6())?;
+        self.reaches(address.is_ipv4()).then_some(name)
+    }
+
     /// True when the socket can send to addresses of that kind.
     #[inline]
     pub(super) fn reaches(&self, v4: bool) -> bool {
