@@ -141,7 +141,7 @@ fn keeping(
     courier: vnet::link::courier::Courier,
 ) -> KeeperOptions {
     let meet_at = std::net::SocketAddr::new(listen.ip(), 0);
-    KeeperOptions { listen, identity, started, rekey, courier, meetings: 0, meet_at }
+    KeeperOptions { listen, identity, started, rekey, courier, meetings: 0, meet_at, stats: Arc::default() }
 }
 
 fn member(port: PortId, kind: PortKind) -> Member {

@@ -462,6 +462,7 @@ fn keeper(desired: &Desired, core: &Core) -> Result<Option<Keeper>, EngineError>
         courier: core.courier().clone(),
         meetings: desired.bridge.spec.meetings,
         meet_at: desired.bridge.spec.meet_at(core.bridge_address()),
+        stats: core.bridge_stats().clone(),
     };
     Keeper::start(options).map(Some).map_err(|error| open(error.to_string()))
 }

@@ -34,6 +34,7 @@ use super::place::follow;
 use super::session::{Current, Role, Seal};
 use super::via::Via;
 use super::{Link, LinkState, normalised, udp};
+use crate::stats::PortStats;
 
 mod answering;
 
@@ -81,6 +82,8 @@ pub struct KeeperOptions {
     pub meetings: u16,
     /// The first of as many UDP ports, one for each pair.
     pub meet_at: SocketAddr,
+    /// Counts what is forwarded for them.
+    pub stats: Arc<PortStats>,
 }
 
 /// Why there is no keeper.
@@ -136,7 +139,8 @@ impl Keeper {
         let listener = TcpListener::bind(listen).map_err(|error| KeeperError::Listen(listen, error))?;
         let prepared = listener.set_nonblocking(true).and_then(|()| udp::answer_briefly(&listener));
         prepared.map_err(|error| KeeperError::Listen(listen, error))?;
-        let meetings = (options.meetings > 0).then(|| Meetings::start(options.meet_at, options.meetings));
+        let meetings = (options.meetings > 0)
+            .then(|| Meetings::start(options.meet_at, options.meetings, options.stats.clone()));
         let meetings = meetings.transpose().map_err(KeeperError::Thread)?;
         let shared = Arc::new(Shared {
             options,
@@ -461,7 +465,7 @@ impl Shared {
                     tracing::warn!(
                         "link {}: no keys from {}: {why}",
                         link.name(),
-                        link.remote().unwrap_or(link.options.remote)
+                        link.remote().map_or("anywhere".into(), |remote| remote.to_string())
                     );
                 }
                 progress.failure = Some(why);

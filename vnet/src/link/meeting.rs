@@ -26,6 +26,7 @@ use rustls::pki_types::CertificateDer;
 use super::handshake::{BYTES_MAX, Channel, HandshakeError, Patient};
 use super::meet::{ID_LEN, KEY_LEN, Message, REGISTRATION_LEN, Registration, Ticket};
 use super::{normalised, speed};
+use crate::stats::{DiscardReason, PortStats};
 
 /// How long a host waits for the other one. A handshake has 5 s in all.
 const WAIT: Duration = Duration::from_millis(3500);
@@ -61,8 +62,6 @@ struct Pair {
     sides: Mutex<[Side; 2]>,
     waiting: Mutex<Option<Waiting>>,
     made: Instant,
-    forwarded: AtomicU64,
-    refused: AtomicU64,
 }
 
 /// Who has come first.
@@ -92,6 +91,8 @@ pub(super) struct Guest {
 struct Shared {
     listen: SocketAddr,
     pairs_max: u16,
+    /// What all pairs have got, and sent on; what ended here is of unknown source.
+    stats: Arc<PortStats>,
     pairs: Mutex<HashMap<[String; 2], Arc<Pair>>>,
     guests: AtomicUsize,
     stopping: AtomicBool,
@@ -110,10 +111,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Meetings {
     /// Up to `pairs_max` pairs, at the UDP ports from that of `first` on (any ports, when that is 0).
-    pub(super) fn start(first: SocketAddr, pairs_max: u16) -> io::Result<Meetings> {
+    pub(super) fn start(first: SocketAddr, pairs_max: u16, stats: Arc<PortStats>) -> io::Result<Meetings> {
         let shared = Arc::new(Shared {
             listen: first,
             pairs_max,
+            stats,
             pairs: Mutex::default(),
             guests: AtomicUsize::new(0),
             stopping: AtomicBool::new(false),
@@ -216,11 +218,9 @@ impl Shared {
         });
         let (socket, port) = sockets.next().ok_or("no UDP port is free here for another pair of hosts")?;
         let (sides, waiting) = (Mutex::default(), Mutex::default());
-        let (forwarded, refused) = (AtomicU64::new(0), AtomicU64::new(0));
         tracing::info!("{} and {} meet by this host, UDP port {port}", names[0], names[1]);
         let made = Instant::now();
-        let pair =
-            Arc::new(Pair { names: names.clone(), socket, port, sides, waiting, made, forwarded, refused });
+        let pair = Arc::new(Pair { names: names.clone(), socket, port, sides, waiting, made });
         pairs.insert(names, pair.clone());
         Ok(pair)
     }
@@ -244,7 +244,7 @@ impl Shared {
             }
             for (pair, fd) in pairs.iter().zip(&fds) {
                 if !fd.revents().is_empty() {
-                    pair.forward(&mut buffer);
+                    pair.forward(&mut buffer, &self.stats);
                 }
             }
         }
@@ -307,15 +307,14 @@ impl Pair {
         let last = sides.iter().filter_map(|side| side.at.map(|(_, at)| at)).max();
         let used = last.unwrap_or(self.made).elapsed() < IDLE;
         if !used {
-            let (forwarded, refused) = (&self.forwarded, &self.refused);
             let [one, other] = &self.names;
-            tracing::info!(?forwarded, ?refused, "{one} and {other} do not meet by this host any more");
+            tracing::info!("{one} and {other} do not meet by this host any more");
         }
         used
     }
 
     /// Forwards what is waiting, up to a burst.
-    fn forward(&self, buffer: &mut [u8]) {
+    fn forward(&self, buffer: &mut [u8], stats: &PortStats) {
         for _ in 0..BURST {
             let Ok((len, source)) = self.socket.recv_from(buffer) else { return };
             let (datagram, source) = (&buffer[..len], normalised(source));
@@ -325,8 +324,12 @@ impl Pair {
                 Some(id) => self.register(id, datagram, source).is_some_and(|answer| send(source, &answer)),
                 None => self.other(source).is_some_and(|to| send(to, datagram)),
             };
-            let counter = if went { &self.forwarded } else { &self.refused };
-            counter.fetch_add(1, Ordering::Relaxed);
+            stats.in_datagrams.add(1);
+            if went {
+                stats.out_datagrams.add(1);
+            } else {
+                stats.discard(DiscardReason::UnknownSource, 1);
+            }
         }
     }
 
