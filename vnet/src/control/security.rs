@@ -130,7 +130,7 @@ pub(super) fn read_bridge(reader: &mut Reader<'_>) -> (Vec<Prefix>, u32) {
 pub(super) fn read_meetings(reader: &mut Reader<'_>, listen: SocketAddr, ports: u16) -> u16 {
     let place = reader.place_of("meetings");
     let meetings = reader.number("meetings", 0, MEETINGS_MAX).unwrap_or(0) as u16;
-    if listen.port().checked_add(ports - 1 + meetings).is_none() {
+    if meetings > 0 && listen.port().checked_add(ports - 1 + meetings).is_none() {
         let text = format!(
             "{meetings} UDP ports for meetings, behind those of the bridge, end beyond 65535; listen on a lower one"
         );
