@@ -15,7 +15,7 @@ PORT = 7008
 LEN = 8000
 PER_S = 1000
 END = 2**32 - 1
-END_REPEATS = 60
+END_REPEATS = 20
 SO_RCVBUFFORCE = 33
 """socket(7); Python has no name for it."""
 NUMBER = struct.Struct("!I")

@@ -87,28 +87,28 @@ def test_a_faulty_wire_loses_what_it_must_and_changes_nothing(topology: Topology
     near, far, middle = topology.hosts
     one, other = topology.find("h1c1"), topology.find("h2c1")
     wait_for_path(one, other.address)
-    before = port(daemon.ask(far, "stats"), "link", near.name)["drops"]["reassembly"]
     script, taken = ["python3", str(HERE / "parcels.py")], other.file(".taken")
     taking = machine.namespace_command(other, [*script, "take", str(PARCELS)])
     process.start(taking, other.file(".taking"), taken)
     wait_until("the receiver to be there", lambda: "ready" in taken.read_text(), 10)
+    before = port(daemon.ask(far, "stats"), "link", near.name)
     machine.execute(one, *script, "send", str(PARCELS), other.address)
     wait_until("the receiver to end", lambda: len(taken.read_text().split()) == 4, 10)
     came, again, wrong = map(int, taken.read_text().split()[1:])
     assert (again, wrong) == (0, 0), "each once, as it was sent"
+    # What is incomplete is given up after 0.2 s.
+    time.sleep(0.5)
+    after = port(daemon.ask(far, "stats"), "link", near.name)
     process.stop(middle.file(".wire"))
     did = json.loads(faulty.read_text().splitlines()[-1])
+    # Of these alone: whether a busy machine's sockets lose some more is another question.
+    begun = after["in_frames"] - before["in_frames"]
+    dropped = after["drops"]["reassembly"] - before["drops"]["reassembly"]
     expected = 1 - (1 - FAULTS_PERMILLE / 1000) ** PARCEL_FRAGMENTS
-    lost = 1 - came / PARCELS
-    counted = [port(daemon.ask(host, "stats"), "link", peer.name) for host, peer in ((near, far), (far, near))]
-    assert 0.9 * expected < lost < 1.1 * expected, f"{lost:.3f}, not {expected:.3f}: {did}, {counted}"
-    assert did["carried"] >= PARCELS * PARCEL_FRAGMENTS
+    lost = dropped / begun
+    assert 0.9 * expected < lost < 1.1 * expected, f"{lost:.3f}, not {expected:.3f}: {did}, {before}, {after}"
+    assert 0.9 * PARCELS < came + dropped <= PARCELS + 100, f"{came} came, {dropped} were dropped"
     assert min(did["lost"], did["repeated"], did["delayed"]) > 0.04 * did["carried"]
-
-    def noticed() -> bool:
-        return port(daemon.ask(far, "stats"), "link", near.name)["drops"]["reassembly"] - before >= PARCELS - came
-
-    wait_until("each lost frame to be counted", noticed, 5)
 
 
 def test_first_fragments_take_bounded_memory_from_one_link_only(topology: Topology):
