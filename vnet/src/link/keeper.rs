@@ -9,10 +9,11 @@
 //!   begin; others never take more than half of the handshakes that there may be. TCP itself has validated the address by
 //!   then, so nobody can be flooded by way of us. `keeper/answering.rs` has this half.
 //!
-//! Of two hosts, the one whose name comes first connects; the other one does when that has not come about for a second, unless
-//! its link has no remote. New keys are agreed on by the side that connected before. Where two hosts meet by a third one, both
-//! connect to that (meet.rs). The keeper also moves links to where their peers have gone (place.rs). The number of handshakes under way is bounded, in all and per
-//! address; each is bounded in time and bytes (handshake.rs). Dispatchers see nothing of all this but the keys.
+//! Of two hosts, the one whose name comes first connects; the other one does when that has not come about for a
+//! second, unless its link has no remote. New keys are agreed on by the side that connected before. Where two hosts
+//! meet by a third one, both connect to that (meet.rs). The keeper also moves links to where their peers have gone
+//! (place.rs). The number of handshakes under way is bounded, in all and per address; each is bounded in time and
+//! bytes (handshake.rs). Dispatchers see nothing of all this but the keys.
 
 use std::collections::HashMap;
 use std::io;
