@@ -402,6 +402,9 @@ pub struct LinkAdd {
     /// Source addresses that frames from the other host may have [default: all]
     #[arg(long, value_name = "MACS", value_delimiter = ',')]
     macs: Option<Vec<String>>,
+    /// sealed native links: the link to a host by which the two meet, where neither reaches the other
+    #[arg(long, value_name = "LINK", requires = "sealed")]
+    via: Option<String>,
 }
 
 #[derive(Group)]
@@ -490,6 +493,7 @@ impl LinkAdd {
             ("sealed", self.sealed.then_some(true.into())),
             ("peer", value(&self.peer)),
             ("macs", value(&self.macs)),
+            ("via", value(&self.via)),
         ])
     }
 }

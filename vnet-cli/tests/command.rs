@@ -228,7 +228,7 @@ fn a_check_needs_no_daemon() {
     let lines = [
         format!("{name}:3: unknown key 'x' in [host]; known here: name"),
         format!(
-            "{name}:5: unknown key 'y' in [bridge]; known here: listen, ports, vxlan_listen, stream_listen, zero_copy, trusted, rekey_s"
+            "{name}:5: unknown key 'y' in [bridge]; known here: listen, ports, vxlan_listen, stream_listen, zero_copy, trusted, rekey_s, meetings"
         ),
     ];
     assert_eq!(text(&output.stderr), format!("{}\n{}\n", lines[0], lines[1]));

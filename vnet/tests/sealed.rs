@@ -52,7 +52,7 @@ impl Host {
         };
         let core = Core::start(&options).unwrap();
         let (listen, started, courier) = (core.bridge_address(), core.started(), core.courier().clone());
-        let keeper = Keeper::start(KeeperOptions { listen, identity, started, rekey, courier }).unwrap();
+        let keeper = Keeper::start(keeping(listen, identity, started, rekey, courier)).unwrap();
         let (port, network, stats) = (PortId(0), NetworkId::DEFAULT, Arc::new(PortStats::default()));
         let fake = Fake::new(Origin { port, network }, MTU_MAX, 200_000, stats.clone()).unwrap();
         let member = member(port, PortKind::Interface);
@@ -78,7 +78,7 @@ impl Host {
             mtu: Some(1500),
             tunnel: Tunnel::None,
         };
-        let security = Security { peer: Some(peer.into()), macs: None };
+        let security = Security { peer: Some(peer.into()), macs: None, via: None };
         // Ports take turns, so that a new link is not taken for the one before.
         let port = PortId(1 + self.link.as_ref().map_or(0, |link| link.port().0 % 2));
         self.link = Some(Link::with_security(options, security, port, Arc::default()));
@@ -132,6 +132,17 @@ impl Host {
         };
         wait_for("the balance", || imbalance() == 0, || imbalance().to_string());
     }
+}
+
+fn keeping(
+    listen: std::net::SocketAddr,
+    identity: Arc<IdentityStore>,
+    started: Instant,
+    rekey: Duration,
+    courier: vnet::link::courier::Courier,
+) -> KeeperOptions {
+    let meet_at = std::net::SocketAddr::new(listen.ip(), 0);
+    KeeperOptions { listen, identity, started, rekey, courier, meetings: 0, meet_at, stats: Arc::default() }
 }
 
 fn member(port: PortId, kind: PortKind) -> Member {
@@ -285,10 +296,7 @@ fn a_dead_peer_is_noticed_within_a_second() {
     assert!(noticed > Duration::from_millis(400), "noticed after {noticed:?}: too early to be sure");
     let (listen, started, courier) = (h2.core.bridge_address(), h2.core.started(), h2.core.courier().clone());
     let identity = pki.store("h2", 3);
-    h2.keeper = Some(
-        Keeper::start(KeeperOptions { listen, identity: Arc::new(identity), started, rekey: HOUR, courier })
-            .unwrap(),
-    );
+    h2.keeper = Some(Keeper::start(keeping(listen, Arc::new(identity), started, HOUR, courier)).unwrap());
     // It has forgotten everything.
     h2.link_to(h1.core.bridge_address(), "h1");
     h1.wait_up();

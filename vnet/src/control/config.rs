@@ -239,10 +239,20 @@ fn read_bridge(table: Table, notes: &mut Notes) -> Item<BridgeSpec> {
     let (vxlan_listen, stream_listen) = (address("vxlan_listen"), address("stream_listen"));
     let zero_copy = reader.word("zero_copy", &ZERO_COPY).map_or(default.zero_copy, |(_, word)| word);
     let (trusted, rekey_s) = security::read_bridge(&mut reader);
+    let meetings = security::read_meetings(&mut reader, listen, ports);
     reader.finish();
     Item {
         place,
-        spec: BridgeSpec { listen, ports, vxlan_listen, stream_listen, zero_copy, trusted, rekey_s },
+        spec: BridgeSpec {
+            listen,
+            ports,
+            vxlan_listen,
+            stream_listen,
+            zero_copy,
+            trusted,
+            rekey_s,
+            meetings,
+        },
     }
 }
 

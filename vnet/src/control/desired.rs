@@ -156,6 +156,16 @@ pub struct BridgeSpec {
     pub trusted: Vec<Prefix>,
     /// Seconds after which sealed links get new keys.
     pub rekey_s: u32,
+    /// Pairs of other hosts that may meet by this one.
+    pub meetings: u16,
+}
+
+impl BridgeSpec {
+    /// Where pairs meet (UDP), from that port on, when the bridge listens on `bridge`: behind the ports of the bridge.
+    pub fn meet_at(&self, bridge: SocketAddr) -> SocketAddr {
+        let port = if self.listen.port() == 0 { 0 } else { bridge.port().saturating_add(self.ports) };
+        SocketAddr::new(bridge.ip(), port)
+    }
 }
 
 impl Default for BridgeSpec {
@@ -169,6 +179,7 @@ impl Default for BridgeSpec {
             zero_copy: ZeroCopy::Auto,
             trusted: vec![],
             rekey_s: REKEY_S,
+            meetings: 0,
         }
     }
 }

@@ -112,7 +112,7 @@ impl LiveLink {
         let stats = Arc::new(PortStats::default());
         let LinkSpec { name, remote, ports, encapsulation, networks, mtu, tunnel, security } = spec.clone();
         let options = LinkOptions { name, remote, ports, encapsulation, networks, mtu, tunnel };
-        let security = Security { peer: security.peer, macs: security.macs };
+        let security = Security { peer: security.peer, macs: security.macs, via: security.via };
         let link = Link::with_security(options, security, port, stats.clone());
         link.answer_by(inbox.clone());
         LiveLink { port, stats, stream: StreamPort::of(&link), link }
@@ -474,6 +474,9 @@ fn keeper(desired: &Desired, core: &Core) -> Result<Option<Keeper>, EngineError>
         started: core.started(),
         rekey: Duration::from_secs(desired.bridge.spec.rekey_s.into()),
         courier: core.courier().clone(),
+        meetings: desired.bridge.spec.meetings,
+        meet_at: desired.bridge.spec.meet_at(core.bridge_address()),
+        stats: core.bridge_stats().clone(),
     };
     Keeper::start(options).map(Some).map_err(|error| open(error.to_string()))
 }

@@ -135,6 +135,7 @@ fn link(own: &Desired, peer: &PeerLink) -> LinkSpec {
         trusted: overlay.is_some_and(|overlay| overlay.trusted),
         peer: overlay.is_some_and(|overlay| overlay.sealed).then(|| name.clone()),
         macs: None,
+        via: None,
     };
     LinkSpec {
         name,

@@ -109,6 +109,8 @@ pub struct NewLink {
     pub peer: Option<String>,
     /// Source addresses that frames from the other host may have; all when absent.
     pub macs: Option<Vec<String>>,
+    /// sealed native: the link to the host by which the two meet, where neither reaches the other.
+    pub via: Option<String>,
 }
 
 /// The body of `POST /v1/routes`: the keys of `[[route]]`.

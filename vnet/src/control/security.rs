@@ -5,20 +5,22 @@
 //! network of `[bridge] trusted`, or it says `trusted = true`.
 
 use std::fmt;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::str::FromStr;
 
 use super::desired::{Desired, Item, LinkSpec};
 use super::table::{Entry, Place, Problem, Reader, Table, Value, quote};
 use crate::link::identity::{IdentityFiles, server_name};
-use crate::link::{Encapsulation, StreamOptions, Tunnel};
+use crate::link::{ANYWHERE, Encapsulation, StreamOptions, Tunnel};
 use crate::wire::ethernet::Mac;
 
 /// Seconds after which sealed links get new keys, unless the file says otherwise.
 pub const REKEY_S: u32 = 3600;
 const REKEY_MIN_S: u32 = 2;
 const REKEY_MAX_S: u32 = 86_400;
+/// Most pairs of hosts that meet by one: each has a UDP port.
+const MEETINGS_MAX: u32 = 256;
 /// Most addresses that a link's `macs` lists, and networks in `[bridge] trusted`.
 const LISTED_MAX: usize = 4096;
 
@@ -31,6 +33,8 @@ pub struct LinkSecurity {
     pub peer: Option<String>,
     /// Source addresses that frames from the other host may have, sorted; all when absent.
     pub macs: Option<Vec<Mac>>,
+    /// The link to the host by which the two hosts meet, where neither reaches the other.
+    pub via: Option<String>,
 }
 
 impl fmt::Display for LinkSecurity {
@@ -39,6 +43,9 @@ impl fmt::Display for LinkSecurity {
             (Some(peer), _) => write!(f, ", sealed with {peer}")?,
             (None, true) => f.write_str(", trusted")?,
             (None, false) => {}
+        }
+        if let Some(via) = &self.via {
+            write!(f, ", via {via}")?;
         }
         match &self.macs {
             Some(macs) => write!(f, ", {} source addresses", macs.len()),
@@ -119,6 +126,19 @@ pub(super) fn read_bridge(reader: &mut Reader<'_>) -> (Vec<Prefix>, u32) {
     (trusted, reader.number("rekey_s", REKEY_MIN_S, REKEY_MAX_S).unwrap_or(REKEY_S))
 }
 
+/// Reads `[bridge] meetings`: pairs that meet at UDP ports behind the `ports` ports from `listen` on.
+pub(super) fn read_meetings(reader: &mut Reader<'_>, listen: SocketAddr, ports: u16) -> u16 {
+    let place = reader.place_of("meetings");
+    let meetings = reader.number("meetings", 0, MEETINGS_MAX).unwrap_or(0) as u16;
+    if meetings > 0 && listen.port().checked_add(ports - 1 + meetings).is_none() {
+        let text = format!(
+            "{meetings} UDP ports for meetings, behind those of the bridge, end beyond 65535; listen on a lower one"
+        );
+        reader.problem(&place, text);
+    }
+    meetings
+}
+
 /// Reads `[identity]`.
 pub(super) fn read_identity(table: Table, problems: &mut Vec<Problem>) -> Option<Item<IdentityFiles>> {
     let mut reader = Reader::new("[identity]", table, problems);
@@ -160,7 +180,16 @@ pub(super) fn read_link(
         }
         sorted(macs)
     });
-    let mut security = LinkSecurity { trusted, peer: None, macs };
+    let via_place = reader.place_of("via");
+    let via = reader.text("via").map(|(_, via)| via);
+    if via.is_some()
+        && (encapsulation != Encapsulation::Native || !sealed.as_ref().is_some_and(|(_, sealed)| *sealed))
+    {
+        let text =
+            "'via' is for sealed links of encapsulation native; write sealed = true as well, or remove it";
+        reader.problem(&via_place, text);
+    }
+    let mut security = LinkSecurity { trusted, peer: None, macs, via };
     match (sealed, peer) {
         (Some((place, true)), peer) => {
             if !matches!(encapsulation, Encapsulation::Native | Encapsulation::Stream) {
@@ -197,6 +226,7 @@ fn sorted(mut macs: Vec<Mac>) -> Vec<Mac> {
 pub(super) fn check(desired: &Desired, problems: &mut Vec<Problem>) {
     let mut peers: Vec<(String, &Item<LinkSpec>)> = vec![];
     for item in &desired.links {
+        check_meeting(desired, item, problems);
         let LinkSpec { name, security, .. } = &item.spec;
         let Some(peer) = &security.peer else {
             if let Some(text) = clear(desired, &item.spec) {
@@ -230,6 +260,31 @@ pub(super) fn check(desired: &Desired, problems: &mut Vec<Problem>) {
             problems.push(Problem::new(&item.place, text));
         }
         peers.push((peer.clone(), item));
+    }
+}
+
+/// Adds what is wrong with links whose hosts meet by a third one to `problems`.
+fn check_meeting(desired: &Desired, item: &Item<LinkSpec>, problems: &mut Vec<Problem>) {
+    let LinkSpec { name, remote, ports, security, .. } = &item.spec;
+    let Some(via) = &security.via else { return };
+    let between = desired.links.iter().find(|other| other.spec.name == *via).map(|other| &other.spec);
+    let good = between.is_some_and(|between| {
+        let sealed = between.encapsulation == Encapsulation::Native && between.security.peer.is_some();
+        sealed && between.security.via.is_none() && between.remote != ANYWHERE
+    });
+    if !good {
+        let text = format!(
+            "link {name} goes via {}, which is no sealed native link with a remote; name one",
+            quote(via)
+        );
+        problems.push(Problem::new(&item.place, text));
+    }
+    if *remote != ANYWHERE || *ports != 1 {
+        let text = format!(
+            "link {name} goes via {}, so its remote is found out; remove remote and ports",
+            quote(via)
+        );
+        problems.push(Problem::new(&item.place, text));
     }
 }
 

@@ -7,7 +7,8 @@ use super::inquiry::MAGIC;
 use super::prober;
 use super::seal::TAG_LEN;
 use super::session::Seal;
-use super::udp::Socket;
+use super::udp::{Name, Socket};
+use super::via::Via;
 use super::{Encapsulation, Link};
 use crate::wire::native::{Header, Kind};
 
@@ -39,7 +40,29 @@ impl Courier {
 
     /// Sends a keepalive on a sealed link. One that cannot be sent is like one that got lost.
     pub(super) fn keepalive(&self, link: &Link, seal: &Seal, asks: bool) {
-        let _ = self.post(link, Kind::Keepalive, &seal.keepalive(asks));
+        let Some(via) = &link.via else {
+            let _ = self.post(link, Kind::Keepalive, &seal.keepalive(asks, false));
+            return;
+        };
+        // By every way there may be.
+        let (hears, besides) = via.besides(link.remote());
+        let body = seal.keepalive(asks, hears);
+        let _ = self.post(link, Kind::Keepalive, &body);
+        for name in besides.into_iter().filter_map(|way| self.socket.name_of(way)) {
+            let _ = self.post_to(&name, link, Kind::Keepalive, &body);
+        }
+    }
+
+    /// Tells the host between where this one is, on a link that needs one.
+    pub(super) fn register(&self, link: &Link) {
+        let registration = link.via.as_ref().and_then(Via::registration);
+        if let Some((relay, bytes)) = registration
+            && let Some(name) = self.socket.name_of(relay)
+        {
+            // One that cannot be sent is like one that got lost.
+            let sent = self.socket.send(&bytes, &name).is_ok();
+            link.stats.out_datagrams.add(u64::from(sent));
+        }
     }
 
     /// Sends a probe with a payload of `len` bytes, at least 16. One that cannot be sent is like one that got lost.
@@ -53,6 +76,10 @@ impl Courier {
     /// Sends one datagram of no network, sealed where the link is. A keepalive has a tag there, see place.rs.
     fn post(&self, link: &Link, kind: Kind, payload: &[u8]) -> io::Result<()> {
         let name = self.socket.name(link, 0).ok_or_else(|| unfit("no socket for its address"))?;
+        self.post_to(&name, link, kind, payload)
+    }
+
+    fn post_to(&self, name: &Name, link: &Link, kind: Kind, payload: &[u8]) -> io::Result<()> {
         let keyring = link.seal().map(Seal::keyring);
         let tag = keyring.as_ref().filter(|_| kind == Kind::Keepalive).map_or(0, |keyring| keyring.tag());
         let key = match &keyring {
@@ -78,7 +105,7 @@ impl Courier {
             datagram.resize(datagram.len() + TAG_LEN, 0);
             key.seal(&mut datagram);
         }
-        self.socket.send(&datagram, &name)?;
+        self.socket.send(&datagram, name)?;
         link.stats.out_datagrams.add(1);
         Ok(())
     }

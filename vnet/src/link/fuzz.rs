@@ -9,6 +9,7 @@ use rustls::pki_types::CertificateDer;
 use super::direct::{PEEK_LEN, Peeked};
 use super::handshake::{self, Message, Patient};
 use super::identity::{CertificateInfo, Identity, is_for};
+use super::meet::{self, KEY_LEN, Registration};
 use super::pki::Pki;
 use super::udp::Name;
 use super::{Encapsulation, Link, LinkOptions, Peers, Security, Tunnel};
@@ -41,7 +42,7 @@ fn link(peer: &str) -> Arc<Link> {
         mtu: None,
         tunnel: Tunnel::None,
     };
-    let security = Security { peer: Some(peer.into()), macs: None };
+    let security = Security { peer: Some(peer.into()), macs: None, via: None };
     Link::with_security(options, security, PortId(0), Arc::default())
 }
 
@@ -128,4 +129,36 @@ pub fn handshake(data: &[u8]) {
         assert_eq!(info.fingerprint.len(), 64);
         assert!(is_for(&[data.into()], "h1") || !info.names.iter().any(|name| name == "h1"));
     }
+}
+
+/// Arbitrary bytes from a host by which others meet, or from those who meet: messages and registrations.
+///
+/// What must hold: nothing panics; a message that is understood is written the same way again; a reason is one line; only what was
+/// authenticated is a registration, and it is read as it was written.
+pub fn meeting(data: &[u8]) {
+    if let Ok(message) = meet::Message::read(&mut &data[..]) {
+        let bytes = message.to_bytes();
+        match &message {
+            meet::Message::Refuse(why) => assert!(!why.chars().any(char::is_control)),
+            _ => assert_eq!(bytes, data[..bytes.len()]),
+        }
+        assert!(meet::Message::read(&mut &bytes[..]).is_ok());
+    }
+    let key = [0x5a; KEY_LEN];
+    if let Some(registration) = Registration::read(data, &key) {
+        assert_eq!(registration.to_bytes(&key), data);
+    }
+    // The same bytes, as somebody would write them who has the key.
+    let Some((id, rest)) = data.split_first_chunk() else { return };
+    let Some((number, rest)) = rest.split_first_chunk() else { return };
+    let other = rest.first_chunk::<6>().map(|[a, b, c, d, p, q]| {
+        std::net::SocketAddr::from(([*a, *b, *c, *d], u16::from_be_bytes([*p, *q]).max(1)))
+    });
+    let written =
+        Registration { id: *id, number: u64::from_be_bytes(*number), other, is_answer: rest.len() % 2 == 1 };
+    let mut bytes = written.to_bytes(&key);
+    assert_eq!(Registration::read(&bytes, &key), Some(written));
+    let at = data.len() % bytes.len();
+    bytes[at] ^= 1 << (data[0] % 8);
+    assert_eq!(Registration::read(&bytes, &key), None);
 }

@@ -93,15 +93,14 @@ impl Message {
         Ok(match head[0] {
             1 => Message::Accept(head[1]),
             2 => Message::Confirm(head[1]),
-            // It goes to a log: one line, and nothing that a terminal would obey.
-            _ => Message::Refuse(
-                String::from_utf8_lossy(&text)
-                    .chars()
-                    .map(|c| if c.is_control() { '\u{fffd}' } else { c })
-                    .collect(),
-            ),
+            _ => Message::Refuse(one_line(&text)),
         })
     }
+}
+
+/// A text for a log: one line, and nothing that a terminal would obey.
+pub(super) fn one_line(text: &[u8]) -> String {
+    String::from_utf8_lossy(text).chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
 /// A stream that ends in time: every wait is cut to what is left, and so is what may come.
@@ -172,11 +171,7 @@ pub(super) fn initiate<S: Patient>(
 ) -> Result<(), HandshakeError> {
     let seal = link.seal().ok_or_else(|| HandshakeError("the link is not sealed".into()))?;
     let _busy = seal.begin().ok_or_else(|| HandshakeError(BUSY.into()))?;
-    let config = identity.client(&[ALPN]).map_err(|error| HandshakeError(explain(&error)))?;
-    let name = server_name(&seal.peer).map_err(HandshakeError)?;
-    let tls =
-        ClientConnection::new(Arc::new(config), name).map_err(|error| HandshakeError(explain(&error)))?;
-    let mut channel = Channel::open(tls.into(), stream)?;
+    let mut channel = Channel::connect(stream, identity, &seal.peer, ALPN)?;
     let epoch = match channel.receive()? {
         Message::Accept(epoch) => epoch,
         Message::Refuse(why) => return Err(HandshakeError(format!("the other host refused: {why}"))),
@@ -208,9 +203,15 @@ pub(super) fn respond<S: Patient>(
     identity: &Identity,
     choose: impl FnOnce(&[CertificateDer<'_>]) -> Result<Arc<Link>, String>,
 ) -> Result<Arc<Link>, HandshakeError> {
-    let config = identity.server(&[ALPN]).map_err(|error| HandshakeError(explain(&error)))?;
-    let tls = ServerConnection::new(Arc::new(config)).map_err(|error| HandshakeError(explain(&error)))?;
-    let mut channel = Channel::open(tls.into(), stream)?;
+    agree(Channel::accept(stream, identity, &[ALPN])?, identity, choose)
+}
+
+/// The same on a connection for which TLS stands.
+pub(super) fn agree<S: Patient>(
+    mut channel: Channel<S>,
+    identity: &Identity,
+    choose: impl FnOnce(&[CertificateDer<'_>]) -> Result<Arc<Link>, String>,
+) -> Result<Arc<Link>, HandshakeError> {
     let chain = channel.certificates()?;
     let chosen = choose(&chain).and_then(|link| {
         let peer = link.seal().map(|seal| seal.peer.clone()).unwrap_or_default();
@@ -247,25 +248,65 @@ pub(super) fn respond<S: Patient>(
 }
 
 /// An established TLS connection.
-struct Channel<S: Patient> {
+pub(super) struct Channel<S: Patient> {
     tls: Connection,
     stream: Limited<S>,
 }
 
 impl<S: Patient> Channel<S> {
-    fn open(mut tls: Connection, stream: S) -> Result<Channel<S>, HandshakeError> {
+    /// TLS as the side that connects, to the host `peer`, for the protocol `alpn`.
+    pub(super) fn connect(
+        stream: S,
+        identity: &Identity,
+        peer: &str,
+        alpn: &[u8],
+    ) -> Result<Channel<S>, HandshakeError> {
+        let failed = |error: rustls::Error| HandshakeError(explain(&error));
+        let config = identity.client(&[alpn]).map_err(failed)?;
+        let name = server_name(peer).map_err(HandshakeError)?;
+        Channel::open(ClientConnection::new(Arc::new(config), name).map_err(failed)?.into(), stream, &[alpn])
+    }
+
+    /// TLS as the side that is connected to, for one of the protocols `alpn`.
+    pub(super) fn accept(
+        stream: S,
+        identity: &Identity,
+        alpn: &[&[u8]],
+    ) -> Result<Channel<S>, HandshakeError> {
+        let failed = |error: rustls::Error| HandshakeError(explain(&error));
+        let config = identity.server(alpn).map_err(failed)?;
+        Channel::open(ServerConnection::new(Arc::new(config)).map_err(failed)?.into(), stream, alpn)
+    }
+
+    fn open(mut tls: Connection, stream: S, alpn: &[&[u8]]) -> Result<Channel<S>, HandshakeError> {
         let mut stream = Limited::new(stream);
         while tls.is_handshaking() {
             tls.complete_io(&mut stream).map_err(|error| HandshakeError(reason(&error)))?;
         }
         // Whoever offers no protocol at all gets through the negotiation.
-        if tls.alpn_protocol() != Some(ALPN) {
+        if !tls.alpn_protocol().is_some_and(|protocol| alpn.contains(&protocol)) {
             return Err(HandshakeError("the other host speaks another protocol there".into()));
         }
         Ok(Channel { tls, stream })
     }
 
-    fn certificates(&self) -> Result<Vec<CertificateDer<'static>>, HandshakeError> {
+    /// The protocol that both sides speak (RFC 7301).
+    pub(super) fn protocol(&self) -> Option<&[u8]> {
+        self.tls.alpn_protocol()
+    }
+
+    /// What TLS goes by.
+    pub(super) fn stream(&self) -> &S {
+        &self.stream.stream
+    }
+
+    /// The same, without TLS.
+    pub(super) fn into_stream(self) -> S {
+        self.stream.stream
+    }
+
+    /// The other host's certificate, and those up to its authority.
+    pub(super) fn certificates(&self) -> Result<Vec<CertificateDer<'static>>, HandshakeError> {
         let chain = self.tls.peer_certificates().unwrap_or_default();
         if chain.is_empty() {
             return Err(HandshakeError("the other host shows no certificate".into()));
@@ -279,7 +320,12 @@ impl<S: Patient> Channel<S> {
     }
 
     fn send(&mut self, message: &Message) -> Result<(), HandshakeError> {
-        let sent = self.tls.writer().write_all(&message.to_bytes()).and_then(|()| self.flush());
+        self.send_bytes(&message.to_bytes())
+    }
+
+    /// Sends bytes at once.
+    pub(super) fn send_bytes(&mut self, bytes: &[u8]) -> Result<(), HandshakeError> {
+        let sent = self.tls.writer().write_all(bytes).and_then(|()| self.flush());
         sent.map_err(|error| HandshakeError(reason(&error)))
     }
 
@@ -296,7 +342,7 @@ impl<S: Patient> Channel<S> {
     }
 
     /// Says that nothing more will be sent.
-    fn close(&mut self) {
+    pub(super) fn close(&mut self) {
         self.tls.send_close_notify();
         // If it does not arrive the end of the connection says the same.
         let _ = self.flush();
@@ -324,7 +370,7 @@ impl<S: Patient> Read for Channel<S> {
 }
 
 /// One line about a stream that failed.
-fn reason(error: &io::Error) -> String {
+pub(super) fn reason(error: &io::Error) -> String {
     if let Some(error) = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>()) {
         return explain(error);
     }

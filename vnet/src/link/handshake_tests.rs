@@ -17,7 +17,7 @@ fn link(peer: &str) -> Arc<Link> {
         mtu: None,
         tunnel: Tunnel::None,
     };
-    let security = Security { peer: Some(peer.into()), macs: None };
+    let security = Security { peer: Some(peer.into()), macs: None, via: None };
     Link::with_security(options, security, PortId(0), Arc::default())
 }
 

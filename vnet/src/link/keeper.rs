@@ -7,32 +7,39 @@
 //! - `seal-accept` takes TCP connections at the bridge's port number, of the remotes of sealed links only, as long as all of
 //!   these have one: whoever is refused was sent nothing. Where a link has none its peer may come from anywhere, and anybody may
 //!   begin; others never take more than half of the handshakes that there may be. TCP itself has validated the address by
-//!   then, so nobody can be flooded by way of us.
+//!   then, so nobody can be flooded by way of us. `keeper/answering.rs` has this half.
 //!
-//! Of two hosts, the one whose name comes first connects; the other one does when that has not come about for a second, unless
-//! its link has no remote. New keys are agreed on by the side that connected before. The keeper also moves links to where
-//! their peers have gone (place.rs). The number of handshakes under way is bounded, in all and per
-//! address; each is bounded in time and bytes (handshake.rs). Dispatchers see nothing of all this but the keys.
+//! Of two hosts, the one whose name comes first connects; the other one does when that has not come about for a
+//! second, unless its link has no remote. New keys are agreed on by the side that connected before. Where two hosts
+//! meet by a third one, both connect to that (meet.rs). The keeper also moves links to where their peers have gone
+//! (place.rs). The number of handshakes under way is bounded, in all and per address; each is bounded in time and
+//! bytes (handshake.rs). Dispatchers see nothing of all this but the keys.
 
 use std::collections::HashMap;
 use std::io;
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
-use std::os::fd::AsFd;
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 use rustls::pki_types::CertificateDer;
 
 use super::courier::Courier;
 use super::handshake::{self, HandshakeError, initiates};
 use super::identity::{Identity, IdentityStore, is_for};
-use super::place::{ANYWHERE, follow};
+use super::meet::attend;
+use super::meeting::Meetings;
+use super::place::follow;
 use super::session::{Current, Role, Seal};
-use super::{Link, LinkState, normalised};
+use super::via::Via;
+use super::{Link, LinkState, normalised, udp};
+use crate::stats::PortStats;
+
+mod answering;
+
+use answering::Taken;
 
 /// How often links are looked at.
 const TICK: Duration = Duration::from_millis(100);
@@ -51,11 +58,8 @@ const RETRY_MAX: Duration = Duration::from_secs(2);
 const SETTLE: Duration = Duration::from_secs(1);
 /// Wait for a TCP connection.
 const CONNECT_MAX: Duration = Duration::from_secs(3);
-/// Handshakes under way in each direction, and those from one address. Each has a thread and at most 5 s.
+/// Handshakes under way in each direction. Each has a thread and at most 5 s.
 const HANDSHAKES_MAX: usize = 32;
-const HANDSHAKES_PER_ADDRESS_MAX: usize = 4;
-/// Those from addresses that no link has: the remotes of links find room whatever strangers do.
-const HANDSHAKES_OF_STRANGERS_MAX: usize = HANDSHAKES_MAX / 2;
 /// How long the host whose name comes second waits for the other to connect.
 const PATIENCE: Duration = Duration::from_secs(1);
 /// After so much silence, in ms, a peer is sought where the configuration says.
@@ -75,6 +79,12 @@ pub struct KeeperOptions {
     pub rekey: Duration,
     /// Sends from the bridge's socket.
     pub courier: Courier,
+    /// How many pairs of other hosts may meet by this one.
+    pub meetings: u16,
+    /// The first of as many UDP ports, one for each pair.
+    pub meet_at: SocketAddr,
+    /// Counts what is forwarded for them.
+    pub stats: Arc<PortStats>,
 }
 
 /// Why there is no keeper.
@@ -103,13 +113,6 @@ struct Progress {
     failure: Option<String>,
 }
 
-/// Handshakes of others under way.
-#[derive(Default)]
-struct Taken {
-    by_address: HashMap<IpAddr, usize>,
-    strangers: usize,
-}
-
 struct Shared {
     options: KeeperOptions,
     links: Mutex<Vec<Arc<Link>>>,
@@ -117,6 +120,8 @@ struct Shared {
     progress: Mutex<HashMap<u64, Progress>>,
     taken: Mutex<Taken>,
     given: AtomicUsize,
+    /// Where other hosts meet by this one.
+    meetings: Option<Meetings>,
     stopping: AtomicBool,
     /// Set to have the files looked at now.
     refresh: AtomicBool,
@@ -133,9 +138,14 @@ impl Keeper {
     pub fn start(options: KeeperOptions) -> Result<Keeper, KeeperError> {
         let listen = options.listen;
         let listener = TcpListener::bind(listen).map_err(|error| KeeperError::Listen(listen, error))?;
-        listener.set_nonblocking(true).map_err(|error| KeeperError::Listen(listen, error))?;
+        let prepared = listener.set_nonblocking(true).and_then(|()| udp::answer_briefly(&listener));
+        prepared.map_err(|error| KeeperError::Listen(listen, error))?;
+        let meetings = (options.meetings > 0)
+            .then(|| Meetings::start(options.meet_at, options.meetings, options.stats.clone()));
+        let meetings = meetings.transpose().map_err(KeeperError::Thread)?;
         let shared = Arc::new(Shared {
             options,
+            meetings,
             links: Mutex::default(),
             progress: Mutex::default(),
             taken: Mutex::default(),
@@ -215,6 +225,7 @@ impl Shared {
             if verified.elapsed() >= VERIFY {
                 verified = Instant::now();
                 links.iter().for_each(|link| self.verify(link, &identity));
+                self.verify_pairs(&identity);
             }
             follow(&links);
             for link in &links {
@@ -243,6 +254,7 @@ impl Shared {
                         seal.renew();
                     }
                 }
+                self.verify_pairs(&identity);
                 lock(&self.progress).values_mut().for_each(|progress| progress.not_before = None);
                 true
             }
@@ -268,6 +280,15 @@ impl Shared {
         }
     }
 
+    /// Forgets pairs of hosts of which one has no link here any more, or a certificate that would not be accepted now.
+    fn verify_pairs(&self, identity: &Identity) {
+        let links = lock(&self.links).clone();
+        let is_known = |name: &str| seals(&links).any(|seal| seal.peer.eq_ignore_ascii_case(name));
+        if let Some(meetings) = &self.meetings {
+            meetings.retain(|name, chain| is_known(name) && identity.verify(chain, name).is_ok());
+        }
+    }
+
     /// One look at one link.
     fn look_after(self: &Arc<Shared>, link: &Arc<Link>, seal: &Seal, identity: &Identity, keepalive: bool) {
         let rekey = self.options.rekey;
@@ -282,7 +303,7 @@ impl Shared {
                 current.age >= rekey || current.is_worn || seal.must_renew() || useless
             }
         };
-        if silent_ms.is_some_and(|silent| silent >= FORGET_MS) && link.place.forget() {
+        if silent_ms.is_some_and(|silent| silent >= FORGET_MS) && link.via.is_none() && link.place.forget() {
             link.forget_path();
             seal.roster().iter().for_each(|roster| roster.refresh());
         }
@@ -312,9 +333,13 @@ impl Shared {
             },
         };
         self.tell(link, seal, state);
+        if keepalive {
+            self.options.courier.register(link);
+        }
         if keepalive && current.is_some() {
-            // The other side initiates, and so has to be asked. Not as often as the answer takes.
-            let asks = due && !mine;
+            // The other side initiates, and so has to be asked; where the two meet by a third host, both have to come. Not as
+            // often as the answer takes.
+            let asks = due && (!mine || link.via.is_some());
             self.options.courier.keepalive(link, seal, asks);
         }
         if due && mine {
@@ -324,6 +349,9 @@ impl Shared {
 
     /// Whether it is up to this host to begin a handshake; `working` are the present keys, if they do work.
     fn is_mine(&self, link: &Link, seal: &Seal, identity: &Identity, working: Option<&Current>) -> bool {
+        if link.via.is_some() {
+            return true;
+        }
         let mut all = lock(&self.progress);
         let progress = all.entry(link.id).or_default();
         let lost = match working {
@@ -384,14 +412,40 @@ impl Shared {
             move || {
                 let identity = shared.options.identity.current();
                 let remote = link.remote().unwrap_or(link.options.remote);
-                let done = connect(shared.options.listen, remote)
-                    .and_then(|stream| handshake::initiate(stream, &identity, &link));
+                let done = match &link.via {
+                    Some(via) => shared.meet(&link, via, &identity),
+                    None => connect(shared.options.listen, remote)
+                        .and_then(|stream| handshake::initiate(stream, &identity, &link)),
+                };
                 shared.initiated(&link, done);
             }
         };
         if let Err(error) = spawn("seal-connect", run) {
             shared.initiated(&link, Err(HandshakeError(format!("cannot start a thread: {error}"))));
         }
+    }
+
+    /// Meets the other host of a link by a third one, and agrees on keys there.
+    fn meet(&self, link: &Arc<Link>, via: &Via, identity: &Identity) -> Result<(), HandshakeError> {
+        let between = lock(&self.links).iter().find(|other| other.name() == via.link).cloned();
+        let failed = |why: String| HandshakeError(format!("by way of {}: {why}", via.link));
+        let seals =
+            between.as_ref().and_then(|between| Some((between.seal()?, between.remote()?))).zip(link.seal());
+        let Some(((between, remote), seal)) = seals else {
+            return Err(failed("no sealed link of this name leads anywhere".into()));
+        };
+        let stream = connect(self.options.listen, remote)?;
+        let met = attend(stream, identity, &between.peer, &seal.peer);
+        let (stream, ticket) = met.map_err(|HandshakeError(why)| failed(why))?;
+        via.met(SocketAddr::new(remote.ip(), ticket.port), ticket);
+        if initiates(identity.name(), &seal.peer) {
+            return handshake::initiate(stream, identity, link);
+        }
+        let choose = |chain: &[CertificateDer<'_>]| {
+            let right = is_for(chain, &seal.peer).then(|| link.clone());
+            right.ok_or_else(|| format!("the certificate is not for {}", seal.peer))
+        };
+        handshake::respond(stream, identity, choose).map(drop)
     }
 
     /// Notes how a handshake of ours ended.
@@ -412,7 +466,7 @@ impl Shared {
                     tracing::warn!(
                         "link {}: no keys from {}: {why}",
                         link.name(),
-                        link.remote().unwrap_or(link.options.remote)
+                        link.remote().map_or("anywhere".into(), |remote| remote.to_string())
                     );
                 }
                 progress.failure = Some(why);
@@ -421,119 +475,11 @@ impl Shared {
             }
         }
     }
+}
 
-    /// The accepting thread's loop.
-    fn accept_all(self: &Arc<Shared>, listener: &TcpListener) {
-        let mut refused = Refused::default();
-        while !self.is_stopping() {
-            let timeout = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
-            let ready = poll(&mut [PollFd::new(&listener.as_fd(), PollFlags::IN)], Some(&timeout));
-            if !matches!(ready, Ok(1)) {
-                continue;
-            }
-            match listener.accept() {
-                Ok((stream, source)) => {
-                    if let Err(why) = self.accept(stream, normalised(source).ip()) {
-                        refused.tell(source, why);
-                    }
-                }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(error) => {
-                    // Out of file descriptors, usually: wait until some are free again.
-                    tracing::warn!("cannot accept a connection for sealed links: {error}");
-                    std::thread::sleep(TICK);
-                }
-            }
-        }
-    }
-
-    /// Takes a connection, or says why not; it is closed then.
-    fn accept(self: &Arc<Shared>, stream: TcpStream, source: IpAddr) -> Result<(), &'static str> {
-        let (known, anywhere): (Vec<_>, Vec<_>) = {
-            let links = lock(&self.links);
-            let declared =
-                |link: &Arc<Link>| (link.options.remote != ANYWHERE).then_some(link.options.remote);
-            let is_at = |link: &Arc<Link>| {
-                [declared(link), link.remote()].iter().flatten().any(|remote| remote.ip() == source)
-            };
-            let possible = links.iter().filter(|link| declared(link).is_none() || is_at(link));
-            possible.cloned().partition(is_at)
-        };
-        let stranger = known.is_empty();
-        let links = [known, anywhere].concat();
-        if links.is_empty() {
-            return Err("no sealed link has this remote");
-        }
-        {
-            let mut taken = lock(&self.taken);
-            let all: usize = taken.by_address.values().sum();
-            let full = all >= HANDSHAKES_MAX || stranger && taken.strangers >= HANDSHAKES_OF_STRANGERS_MAX;
-            let own = taken.by_address.entry(source).or_default();
-            if full || *own >= HANDSHAKES_PER_ADDRESS_MAX {
-                if *own == 0 {
-                    taken.by_address.remove(&source);
-                }
-                return Err("too many handshakes are under way");
-            }
-            *own += 1;
-            taken.strangers += usize::from(stranger);
-        }
-        let shared = self.clone();
-        let run = move || {
-            if let Err(HandshakeError(why)) = shared.respond(stream, &links) {
-                shared.refused(&links, &why);
-                let name = match &links[..] {
-                    [link] => format!("link {}", link.name()),
-                    links => format!("one of {} links", links.len()),
-                };
-                tracing::warn!("{name}: no keys for {source}: {why}");
-            }
-            shared.release(source, stranger);
-        };
-        spawn("seal-respond", run).map(drop).map_err(|_| {
-            self.release(source, stranger);
-            "no thread can be started"
-        })
-    }
-
-    fn release(&self, source: IpAddr, stranger: bool) {
-        let mut taken = lock(&self.taken);
-        taken.strangers -= usize::from(stranger);
-        if let Some(count) = taken.by_address.get_mut(&source) {
-            *count -= 1;
-            if *count == 0 {
-                taken.by_address.remove(&source);
-            }
-        }
-    }
-
-    fn respond(&self, stream: TcpStream, links: &[Arc<Link>]) -> Result<(), HandshakeError> {
-        // On Linux a stream does not take over that its listener does not wait; better said than known.
-        stream.set_nonblocking(false).map_err(|error| HandshakeError(error.to_string()))?;
-        let identity = self.options.identity.current();
-        let choose = |chain: &[CertificateDer<'_>]| {
-            let link = links.iter().find(|link| link.seal().is_some_and(|seal| is_for(chain, &seal.peer)));
-            link.cloned().ok_or_else(|| {
-                let peers: Vec<_> =
-                    links.iter().filter_map(|link| link.seal()).map(|seal| &*seal.peer).collect();
-                format!("the certificate is not for {}, which this link is sealed with", peers.join(" or "))
-            })
-        };
-        let link = handshake::respond(stream, &identity, choose)?;
-        lock(&self.progress).remove(&link.id);
-        Ok(())
-    }
-
-    /// Notes that the other side could not be let in; where it is clear which link that was for, the link says so.
-    fn refused(&self, links: &[Arc<Link>], why: &str) {
-        if let [link] = links
-            && let Some(seal) = link.seal()
-            && seal.current(link.next_number()).is_none()
-            && !initiates(self.options.identity.current().name(), &seal.peer)
-        {
-            lock(&self.progress).entry(link.id).or_default().failure = Some(why.into());
-        }
-    }
+/// What sealed links have.
+fn seals(links: &[Arc<Link>]) -> impl Iterator<Item = &Seal> {
+    links.iter().filter_map(|link| link.seal())
 }
 
 /// A TCP connection to a link's remote, from the address that the bridge listens on.
@@ -560,23 +506,4 @@ fn connect(listen: SocketAddr, remote: SocketAddr) -> Result<TcpStream, Handshak
         };
         HandshakeError(format!("cannot connect to {remote} (TCP): {text}"))
     })
-}
-
-/// Connections that were refused at once: told, but not one by one.
-#[derive(Default)]
-struct Refused {
-    count: u64,
-    told: Option<Instant>,
-}
-
-impl Refused {
-    fn tell(&mut self, source: SocketAddr, why: &str) {
-        const EVERY: Duration = Duration::from_secs(10);
-        self.count += 1;
-        if self.told.is_none_or(|told| told.elapsed() >= EVERY) {
-            let count = std::mem::take(&mut self.count);
-            tracing::warn!("refused {count} connections for sealed links, the last from {source}: {why}");
-            self.told = Some(Instant::now());
-        }
-    }
 }

@@ -16,7 +16,8 @@
 //! over which flows are spread (`ports.rs`).
 //!
 //! A *sealed* link carries nothing in clear text: `seal.rs` encrypts datagrams with keys that two hosts agree on by TLS
-//! (`identity.rs`, `handshake.rs`, `session.rs`), which the [`keeper`] sees to outside the frames' way.
+//! (`identity.rs`, `handshake.rs`, `session.rs`), which the [`keeper`] sees to outside the frames' way. Two hosts behind NAT meet by
+//! a third one (`meet.rs`, `meeting.rs`, `via.rs`).
 //!
 //! Bytes are not copied on the way, unless they are to be sealed: what is sent are slices of the guest's memory between
 //! prepared headers, what is received are slices of the receive buffers, and only frames that are still incomplete when a
@@ -49,6 +50,8 @@ pub mod handshake;
 pub mod identity;
 pub mod inquiry;
 pub mod keeper;
+pub mod meet;
+mod meeting;
 mod path;
 #[cfg(any(test, feature = "test-util"))]
 pub mod pki;
@@ -66,6 +69,7 @@ pub mod signature;
 mod speed;
 pub mod stream;
 mod udp;
+mod via;
 mod vxlan;
 mod window;
 mod zero_copy;
@@ -81,6 +85,7 @@ pub use session::SealView;
 use stream::Stream;
 pub use stream::{Proxy, StreamOptions};
 pub use udp::{Bridge, BridgeError, kernel_offloads};
+use via::Via;
 use vxlan::Vteps;
 pub use vxlan::{FLOOD_MAX, VxlanOptions};
 pub use zero_copy::ZeroCopy;
@@ -186,6 +191,8 @@ pub struct Security {
     pub peer: Option<String>,
     /// Source addresses that frames from the other host may have; `None` for all.
     pub macs: Option<Vec<Mac>>,
+    /// The link to the host by which the two meet, where neither can reach the other; of a sealed native link without remote.
+    pub via: Option<String>,
 }
 
 /// What a link is able to do at the moment.
@@ -219,6 +226,8 @@ pub struct Link {
     stream: Option<Stream>,
     /// Of a sealed link.
     seal: Option<Box<Seal>>,
+    /// Of one whose hosts meet by a third.
+    via: Option<Via>,
     /// Source addresses that frames from the other host may have, sorted.
     macs: Option<Vec<Mac>>,
     stats: Arc<PortStats>,
@@ -266,7 +275,7 @@ impl Link {
             (_, Encapsulation::Vxlan) => Some(Vteps::new(options.remote, &VxlanOptions::default())),
             _ => None,
         };
-        let Security { mut peer, mut macs } = security;
+        let Security { mut peer, mut macs, via } = security;
         // A sealed stream has TLS, not keys of its own.
         let stream = stream::of(&options.tunnel, &mut peer);
         macs.iter_mut().for_each(|macs| macs.sort());
@@ -278,6 +287,7 @@ impl Link {
             vteps,
             stream,
             seal: peer.map(|peer| Box::new(Seal::new(peer))),
+            via: via.map(Via::new),
             macs,
             options,
             stats,

@@ -18,8 +18,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use arc_swap::{ArcSwap, ArcSwapOption};
 
 use super::seal::TAG_LEN;
-use super::session::KEEPALIVE_LEN;
+use super::session::{KEEPALIVE_LEN, hears};
 use super::udp::Name;
+use super::via::Via;
 use super::{Encapsulation, Link, LinkOptions, PORTS_MAX, Tunnel, normalised};
 use crate::wire::native::{HEADER_LEN, Header, Kind};
 
@@ -123,6 +124,13 @@ impl Place {
         Some(remote)
     }
 
+    /// Puts `remote` in place.
+    pub(super) fn put(&self, remote: SocketAddr) {
+        if let Some(learned) = &self.learned {
+            learned.store(Some(Arc::new(Names::new(remote, self.ports))));
+        }
+    }
+
     /// Goes back to where the configuration says. True when it was elsewhere.
     pub(super) fn forget(&self) -> bool {
         self.learned.as_ref().is_some_and(|learned| learned.swap(None).is_some())
@@ -181,7 +189,8 @@ impl Roster {
     pub(super) fn refresh(&self) {
         let mut found = Found::default();
         for (index, link) in &self.links {
-            for address in link.place.learned() {
+            let by_another = link.via.as_ref().map(Via::sources).unwrap_or_default();
+            for address in link.place.learned().chain(by_another) {
                 found.by_address.entry(address).or_insert(*index);
             }
             let Some(seal) = link.seal() else { continue };
@@ -229,10 +238,14 @@ impl Link {
 
     /// Takes note of where a keepalive came from that has been opened.
     #[cold]
-    pub(super) fn heard_at(&self, header: &Header, source: &Name) {
+    pub(super) fn heard_at(&self, header: &Header, source: &Name, payload: &[u8]) {
         let Some(seal) = self.seal() else { return };
         let source = source.address().map(normalised);
-        if let Some(source) = source
+        if let (Some(via), Some(source)) = (&self.via, source) {
+            if seal.keyring().is_live(header.epoch) {
+                via.heard(source, hears(payload));
+            }
+        } else if let Some(source) = source
             && self.remote() != Some(source)
             && seal.keyring().is_newest(header.epoch, header.number)
         {
@@ -245,12 +258,17 @@ impl Link {
 pub(super) fn follow(links: &[Arc<Link>]) {
     let mut roster = None;
     for (link, seal) in links.iter().filter_map(|link| Some((link, link.seal()?))) {
-        let moved = link.place.follow();
+        let (moved, known) = match &link.via {
+            Some(via) => via.settle(&link.place),
+            None => (link.place.follow(), false),
+        };
         if let Some(remote) = moved {
-            tracing::info!("link {}: {} is at {remote} now", link.name(), seal.peer);
+            let between = link.via.as_ref().filter(|via| via.is_between(remote));
+            let by = between.map_or(String::new(), |via| format!(", by way of {}", via.link));
+            tracing::info!("link {}: {} is at {remote} now{by}", link.name(), seal.peer);
             link.forget_path();
         }
-        if seal.has_changed() || moved.is_some() {
+        if seal.has_changed() || known || moved.is_some() {
             roster = seal.roster().or(roster);
         }
     }

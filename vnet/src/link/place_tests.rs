@@ -30,7 +30,7 @@ fn link(remote: SocketAddr, role: Role) -> Arc<Link> {
         mtu: None,
         tunnel: Tunnel::None,
     };
-    let security = Security { peer: Some("peer".into()), macs: None };
+    let security = Security { peer: Some("peer".into()), macs: None, via: None };
     let link = Link::with_security(options, security, PortId(7), Arc::default());
     link.seal().unwrap().accept(session(role, 0));
     assert!(link.seal().unwrap().switch(0));
@@ -63,7 +63,7 @@ impl Waiting {
         let keyring = seal.keyring();
         let key = keyring.sealing(1).unwrap();
         let (tag, body) = match kind {
-            Kind::Keepalive => (keyring.tag(), seal.keepalive(false).to_vec()),
+            Kind::Keepalive => (keyring.tag(), seal.keepalive(false, false).to_vec()),
             _ => (0, vec![0; 60]),
         };
         let header = Header {

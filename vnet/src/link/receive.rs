@@ -371,7 +371,7 @@ impl Intake<'_> {
             Kind::Keepalive => {
                 if let Some(seal) = link.seal() {
                     seal.hear(payload);
-                    link.heard_at(&header, source);
+                    link.heard_at(&header, source, payload);
                 }
             }
             // Beyond what the prober makes of it, that it came is all there is to it.
@@ -683,6 +683,11 @@ impl Burst {
                     Some(key) => key.open(datagram),
                     None => Err(DiscardReason::WrongEpoch),
                 },
+                // The host between answers where the link's datagrams come from.
+                Err(_) if link.via.as_ref().is_some_and(|via| via.answered(datagram)) => {
+                    opened.push(false);
+                    continue;
+                }
                 Err(error) => Err(discard_reason(error)),
             };
             opened.push(result.is_ok());

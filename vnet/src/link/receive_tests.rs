@@ -4,6 +4,7 @@ use std::net::UdpSocket;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::{Message, Name};
 use crate::frame::{Batch, FRAME_MAX, NetworkId, PortId, Segment};
 use crate::link::identity::{CertificateInfo, Claims};
 use crate::link::seal::{MATERIAL_LEN, TAG_LEN};
@@ -51,7 +52,7 @@ impl Host {
             mtu: Some(mtu),
             tunnel: crate::link::Tunnel::None,
         };
-        let security = Security { peer: Some("peer".into()), macs };
+        let security = Security { peer: Some("peer".into()), macs, via: None };
         let link = Link::with_security(options, security, PortId(7), Arc::default());
         Host { bridge, peers: Peers::build(std::slice::from_ref(&link)), link, batch: Batch::new() }
     }
@@ -247,6 +248,78 @@ fn attackers_get_nowhere() {
     assert!(host.link.heard_ms().is_some());
     host.link.heard_ms.0.store(0, std::sync::atomic::Ordering::Relaxed);
     attack(&mut host, DiscardReason::Replayed, &mut |n| recorded[n % 8].clone());
+}
+
+/// A million datagrams of each attack, through what every datagram of a sealed link goes through first: none opens, each is
+/// counted once, under its reason; and what is real still opens after them.
+#[test]
+fn a_million_of_each_attack() {
+    const EACH: usize = 1_000_000;
+    const TOGETHER: usize = 100;
+    let (mut host, _peer) = tapped(1500);
+    let (mut real, tap) = tapped(1500);
+    real.link.seal().unwrap().accept(session(Role::Responder, 1, Claims::default()));
+    assert!(real.link.seal().unwrap().switch(1));
+    real.send(&[frame(60)]);
+    let recorded = datagrams(&tap).remove(0);
+    let (link, whole) = (host.link.clone(), recorded.len());
+    let seal = link.seal().unwrap();
+    let burst = &mut host.bridge.rx.burst;
+    let mut open = |len: usize, count: usize, make: &mut dyn FnMut(usize, &mut [u8])| {
+        for (n, place) in burst.memory[..len * count].chunks_exact_mut(len).enumerate() {
+            place.copy_from_slice(&recorded[..len]);
+            make(n, place);
+        }
+        let source = Name::unknown();
+        let message = Message { source, start: 0, len: len * count, segment: len, truncated: false };
+        let mut opened = vec![];
+        burst.open(&message, &link, seal, &mut opened);
+        assert_eq!(opened.len(), count);
+        opened.iter().filter(|opened| **opened).count()
+    };
+    let all =
+        || -> Vec<u64> { DiscardReason::ALL.iter().map(|reason| link.stats().discards(*reason)).collect() };
+    let mut attack = |reason: DiscardReason,
+                      len: &dyn Fn(usize) -> usize,
+                      make: &dyn Fn(usize, &mut [u8])| {
+        let before = all();
+        for first in (0..EACH).step_by(TOGETHER) {
+            assert_eq!(
+                open(len(first / TOGETHER), TOGETHER, &mut |n, bytes| make(first + n, bytes)),
+                0,
+                "{reason:?}"
+            );
+        }
+        let grown: Vec<u64> = all().iter().zip(before).map(|(now, before)| now - before).collect();
+        let counted = DiscardReason::ALL.iter().map(|other| if *other == reason { EACH as u64 } else { 0 });
+        assert_eq!(grown, counted.collect::<Vec<_>>(), "{reason:?}");
+    };
+    // A number that has not come, and any byte for every other.
+    attack(DiscardReason::Forged, &|_| whole, &|n, bytes| {
+        bytes[8..16].copy_from_slice(&(u64::MAX / 2 + n as u64).to_be_bytes());
+        bytes[HEADER_LEN..].iter_mut().for_each(|byte| *byte = byte.wrapping_mul(167).wrapping_add(n as u8));
+    });
+    // One bit of payload or tag.
+    attack(DiscardReason::Forged, &|_| whole, &|n, bytes| {
+        let bit = HEADER_LEN * 8 + n % ((whole - HEADER_LEN) * 8);
+        bytes[bit / 8] ^= 1 << (bit % 8);
+    });
+    attack(DiscardReason::WrongEpoch, &|_| whole, &|n, bytes| bytes[1] ^= 0x40 << (n % 2));
+    attack(DiscardReason::Truncated, &|batch| 1 + batch % (HEADER_LEN + TAG_LEN - 1), &|_, _| {});
+    // What is cut behind that has another tag.
+    attack(
+        DiscardReason::Forged,
+        &|batch| HEADER_LEN + TAG_LEN + batch % (whole - HEADER_LEN - TAG_LEN),
+        &|_, _| {},
+    );
+    attack(DiscardReason::SealRequired, &|_| whole, &|_, bytes| bytes[1] &= !0x04);
+    assert_eq!(open(whole, 1, &mut |_, _| {}), 1, "the real one");
+    let replayed = link.stats().discards(DiscardReason::Replayed);
+    for _ in 0..EACH / TOGETHER {
+        assert_eq!(open(whole, TOGETHER, &mut |_, _| {}), 0);
+    }
+    assert_eq!(link.stats().discards(DiscardReason::Replayed) - replayed, EACH as u64);
+    assert_eq!(link.budget.used(), 0);
 }
 
 impl Host {

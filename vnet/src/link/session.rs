@@ -33,6 +33,8 @@ const PENDING_MAX: Duration = Duration::from_secs(15);
 pub(super) const KEEPALIVE_LEN: usize = 24;
 /// Flag in a keepalive: send me new keys.
 const ASKS: u8 = 0x01;
+/// Flag in a keepalive: yours come straight, and not by a host between (via.rs).
+const HEARS: u8 = 0x02;
 
 /// What the exporter gives: the initiator's key and salt, then the responder's.
 pub(super) type Exported = [u8; 2 * MATERIAL_LEN];
@@ -142,7 +144,12 @@ impl Keyring {
 
     /// True when datagram `number` of `epoch`, which was opened, is the newest, so that the peer is where it came from.
     pub(super) fn is_newest(&self, epoch: u8, number: u64) -> bool {
-        self.retired & (1 << (epoch & 3)) == 0 && self.opening(epoch).is_some_and(|key| key.is_newest(number))
+        self.is_live(epoch) && self.opening(epoch).is_some_and(|key| key.is_newest(number))
+    }
+
+    /// True for the epoch of a key that none has taken the place of.
+    pub(super) fn is_live(&self, epoch: u8) -> bool {
+        self.retired & (1 << (epoch & 3)) == 0
     }
 
     /// For what the other host may speak; `None` for everything.
@@ -364,9 +371,9 @@ impl Seal {
         Some(self.rtt_us.load(Relaxed)).filter(|rtt| *rtt != 0)
     }
 
-    /// What a keepalive says: this host's clock, the other's clock as it came last, how long ago, and whether it asks for
-    /// new keys.
-    pub(super) fn keepalive(&self, asks: bool) -> [u8; KEEPALIVE_LEN] {
+    /// What a keepalive says: this host's clock, the other's clock as it came last, how long ago, whether it asks for new
+    /// keys, and whether it hears the other host straight.
+    pub(super) fn keepalive(&self, asks: bool, hears: bool) -> [u8; KEEPALIVE_LEN] {
         let mut body = [0; KEEPALIVE_LEN];
         body[..8].copy_from_slice(&clock_us().to_be_bytes());
         if let Some((clock, at)) = *lock(&self.clock) {
@@ -374,7 +381,7 @@ impl Seal {
             body[8..16].copy_from_slice(&clock.to_be_bytes());
             body[16..20].copy_from_slice(&held.to_be_bytes());
         }
-        body[20] = if asks { ASKS } else { 0 };
+        body[20] = if asks { ASKS } else { 0 } | if hears { HEARS } else { 0 };
         body
     }
 
@@ -397,6 +404,11 @@ impl Seal {
             }
         }
     }
+}
+
+/// Whether a keepalive says that this host is heard straight.
+pub(super) fn hears(body: &[u8]) -> bool {
+    body.get(20).is_some_and(|flags| flags & HEARS != 0)
 }
 
 /// This host's clock for keepalives and probes, in microseconds; never 0, and never set back.

@@ -33,7 +33,7 @@ fn link() -> Arc<Link> {
         mtu: None,
         tunnel: crate::link::Tunnel::None,
     };
-    let security = Security { peer: Some("peer".into()), macs: None };
+    let security = Security { peer: Some("peer".into()), macs: None, via: None };
     Link::with_security(options, security, PortId(0), Arc::default())
 }
 
@@ -190,14 +190,14 @@ fn nonces_are_never_repeated() {
 fn keepalives_measure_and_ask() {
     let (a, b) = (link(), link());
     let (a, b) = (a.seal().unwrap(), b.seal().unwrap());
-    b.hear(&a.keepalive(false));
+    b.hear(&a.keepalive(false, false));
     assert_eq!(b.rtt_us(), None, "nothing came back yet");
     std::thread::sleep(Duration::from_millis(30));
-    a.hear(&b.keepalive(false));
+    a.hear(&b.keepalive(false, false));
     let rtt = a.rtt_us().unwrap();
     assert!(rtt < 20_000, "{rtt} us: the time that the other side waited is no part of it");
     assert!(!a.must_renew());
-    a.hear(&b.keepalive(true));
+    a.hear(&b.keepalive(true, false));
     assert!(a.must_renew());
     // Nonsense of an authenticated peer changes nothing that matters.
     for body in [&[][..], &[0xff; KEEPALIVE_LEN], &[0; KEEPALIVE_LEN - 1]] {

@@ -209,6 +209,12 @@ impl Socket {
         self.reaches(is_v4).then_some(name)
     }
 
+    /// Any address in the form that this socket sends to.
+    pub(super) fn name_of(&self, address: SocketAddr) -> Option<Name> {
+        let name = Name::new(address, self.local.is_ipv6())?;
+        self.reaches(address.is_ipv4()).then_some(name)
+    }
+
     /// True when the socket can send to addresses of that kind.
     #[inline]
     pub(super) fn reaches(&self, v4: bool) -> bool {
@@ -407,6 +413,13 @@ pub(super) fn set<T>(fd: &impl AsFd, level: libc::c_int, option: libc::c_int, va
         libc::setsockopt(fd.as_fd().as_raw_fd(), level, option, (&raw const value).cast(), len)
     })?;
     Ok(())
+}
+
+/// Has a TCP listener answer a SYN at most twice. The kernel repeats its answer to one that is never confirmed five times
+/// unless it is told otherwise; whoever writes an address that is not his own should not have it reached with more than he spends.
+pub(super) fn answer_briefly(listener: &impl AsFd) -> io::Result<()> {
+    const REPETITIONS: libc::c_int = 1;
+    set(listener, libc::IPPROTO_TCP, libc::TCP_SYNCNT, REPETITIONS)
 }
 
 /// Whether the kernel cuts messages into datagrams (`UDP_SEGMENT`), and keeps those that arrive together (`UDP_GRO`).

@@ -18,7 +18,7 @@ use super::connection::Connection;
 use super::tls::{self, Secured};
 use super::{ACCEPTED, Stream};
 use crate::link::identity::{Identity, is_for};
-use crate::link::{Link, normalised};
+use crate::link::{Link, normalised, udp};
 use crate::stats::{DiscardReason, PortStats};
 
 /// Connections that wait to be accepted.
@@ -107,6 +107,7 @@ fn listening(address: SocketAddr) -> io::Result<TcpListener> {
         sockopt::set_ipv6_v6only(&socket, false)?;
     }
     bind(&socket, &address)?;
+    udp::answer_briefly(&socket)?;
     listen(&socket, BACKLOG)?;
     Ok(socket.into())
 }

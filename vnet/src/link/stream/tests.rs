@@ -27,7 +27,7 @@ fn sealed_link(destination: SocketAddr, connect: bool, peer: Option<&str>) -> Ar
             connect,
         }),
     };
-    let security = Security { peer: peer.map(Into::into), macs: None };
+    let security = Security { peer: peer.map(Into::into), macs: None, via: None };
     Link::with_security(options, security, PortId(7), Arc::default())
 }
 

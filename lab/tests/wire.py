@@ -1,0 +1,82 @@
+"""A wire that loses, repeats and reorders UDP datagrams: wire.py PORT,PEER PORT,PEER LOSS,REPEAT,DELAY SEED.
+
+What comes to one port goes to the peer of the other, from there. Faults are in thousandths, each drawn for each
+datagram with a frame in it, or a part of one, from one seeded generator; probes and keepalives pass, so that they do
+not change what is drawn. A datagram that is delayed arrives up to DISTANCE behind its turn. Ended by SIGTERM, it prints
+what it did.
+"""
+
+import json
+import random
+import select
+import signal
+import socket
+import sys
+
+DISTANCE = 12
+SO_RCVBUFFORCE = 33
+"""socket(7); Python has no name for it."""
+BUFFER_BYTES = 32 << 20
+QUIET_S = 0.02
+"""Who is delayed does not wait longer than this for those that are to overtake it."""
+FRAMES = (0x10, 0x11)
+"""First byte of a native datagram with a frame, a part of one, or several."""
+
+
+class End:
+    """One end of the wire."""
+
+    def __init__(self, text: str) -> None:
+        port, peer = text.split(",")
+        self.peer = (peer, 9000)
+        self.socket = socket.socket(type=socket.SOCK_DGRAM)
+        self.socket.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, BUFFER_BYTES)
+        self.socket.bind(("0.0.0.0", int(port)))
+        self.turn = 0
+        self.delayed: list[tuple[int, bytes]] = []
+
+    def send_due(self, turn: float) -> None:
+        """Sends what was delayed until that turn."""
+        due = [entry for entry in self.delayed if entry[0] <= turn]
+        self.delayed = [entry for entry in self.delayed if entry[0] > turn]
+        for _, datagram in due:
+            self.socket.sendto(datagram, self.peer)
+
+
+ends = [End(sys.argv[1]), End(sys.argv[2])]
+loss, repeat, delay = (int(word) / 1000 for word in sys.argv[3].split(","))
+chance = random.Random(int(sys.argv[4]))
+counts = {"carried": 0, "lost": 0, "repeated": 0, "delayed": 0}
+print("ready", flush=True)
+
+
+def end(*_: object) -> None:
+    print(json.dumps(counts), flush=True)
+    sys.exit(0)
+
+
+signal.signal(signal.SIGTERM, end)
+while True:
+    ready, _, _ = select.select([one.socket for one in ends], [], [], QUIET_S)
+    for here, there in (ends, ends[::-1]):
+        if here.socket not in ready:
+            there.send_due(float("inf"))
+            continue
+        datagram = here.socket.recv(65536)
+        if datagram[0] not in FRAMES:
+            there.socket.sendto(datagram, there.peer)
+            continue
+        there.turn += 1
+        counts["carried"] += 1
+        draws = chance.random() < loss, chance.random() < repeat, chance.random() < delay, chance.randint(1, DISTANCE)
+        if draws[0]:
+            counts["lost"] += 1
+        elif draws[2]:
+            counts["delayed"] += 1
+            there.delayed.append((there.turn + draws[3], datagram))
+        else:
+            there.socket.sendto(datagram, there.peer)
+        if draws[1] and not draws[0]:
+            counts["repeated"] += 1
+            there.socket.sendto(datagram, there.peer)
+        there.send_due(there.turn)

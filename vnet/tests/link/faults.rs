@@ -1,0 +1,99 @@
+//! Frames over a wire that loses, repeats and reorders: none is changed, and as many are lost as have to be.
+
+use vnet::frame::NetworkId;
+use vnet::link::Encapsulation;
+use vnet::link::fake::{Faults, Relay, Wire};
+use vnet::stats::DropReason;
+use vnet::wire::offload::Offload;
+
+use super::host::*;
+
+/// Payload of a datagram on a path of 1500 bytes: less 20 of IP, 8 of UDP, 16 of the native header.
+const FRAGMENT_LEN: usize = 1456;
+/// Expected losses of each case: their number's standard deviation is 3 % of it then, and seeds make it the same each time.
+const LOSSES: f64 = 1_000.0;
+/// Frames that are never lost, for the case without faults.
+const WHOLE: usize = 2_000;
+/// Datagrams on their way at a time: a socket's buffer holds as many.
+const BURST: usize = 36;
+
+/// A frame that says which it is in its first bytes behind the addresses, and in each byte that follows.
+fn numbered(number: u64, fragments: usize) -> Got {
+    let mut bytes = vec![0x52, 0x54, 0, 0, 0, 2, 0x52, 0x54, 0, 0, 0, 1, 0x88, 0xb5];
+    bytes.extend(number.to_be_bytes());
+    bytes.extend(
+        (bytes.len()..FRAGMENT_LEN * fragments - 9).map(|at| (at as u64 ^ number.wrapping_mul(31)) as u8),
+    );
+    Got { bytes, offload: Offload::default(), network: NetworkId::DEFAULT, hops: 0 }
+}
+
+/// Of `count` frames of so many fragments, how many did not arrive. What arrives must be what was sent.
+fn lost(count: usize, fragments: usize, seed: u64, faults: Faults) -> usize {
+    let (a, b) = (bridge("127.0.0.1:0"), bridge("127.0.0.1:0"));
+    let mut relay = Relay::new(a.0.local_addr(), b.0.local_addr(), Wire::new(seed, faults)).unwrap();
+    let mut a = Host::new(a, options(relay.near().unwrap(), Encapsulation::Native, Some(1500)));
+    let mut b = Host::new(b, options(relay.far().unwrap(), Encapsulation::Native, Some(1500)));
+    let mut arrived_once = vec![false; count];
+    let (mut sent, mut came) = (0, 0);
+    while sent < count {
+        let burst: Vec<Got> =
+            (sent..count.min(sent + BURST / fragments)).map(|n| numbered(n as u64, fragments)).collect();
+        sent += burst.len();
+        a.send(&burst);
+        relay.pump().unwrap();
+        // What is incomplete ends in time, as it does outside of tests: otherwise memory would run out for others.
+        b.now_ms += 10;
+        b.bridge.rx.tick(&b.peers, b.now_ms);
+        loop {
+            let (got, datagrams) = b.receive_once();
+            for got in got {
+                let number = u64::from_be_bytes(got.bytes[14..22].try_into().unwrap());
+                assert!(
+                    got.bytes == numbered(number, fragments).bytes,
+                    "frame {number} was changed on its way"
+                );
+                came += 1;
+                assert!(
+                    !std::mem::replace(&mut arrived_once[number as usize], true) || fragments == 1,
+                    "reassembled twice"
+                );
+            }
+            if datagrams == 0 {
+                break;
+            }
+        }
+    }
+    b.now_ms += 200;
+    b.bridge.rx.tick(&b.peers, b.now_ms);
+    assert_eq!(a.link.stats().out_frames.get(), count as u64);
+    let stats = b.link.stats();
+    assert_eq!(
+        stats.in_frames.get(),
+        came + stats.drops(DropReason::Reassembly),
+        "each is delivered or counted"
+    );
+    arrived_once.iter().filter(|arrived| !**arrived).count()
+}
+
+/// A frame of n datagrams is lost when one of them is: with a chance of 1-(1-p)^n, whatever is repeated and reordered besides.
+#[test]
+fn frames_are_lost_as_their_datagrams_are() {
+    for (case, permille) in (1..).zip([0, 10, 50, 100]) {
+        for fragments in [1, 2, 6] {
+            for repeated in [0, permille] {
+                let faults =
+                    Faults { loss: permille, duplication: repeated, reordering: permille, distance: 12 };
+                // Each copy of a datagram that the wire repeats may be lost by itself.
+                let (loss, repeated) = (f64::from(permille) / 1000.0, f64::from(repeated) / 1000.0);
+                let gone = loss * (1.0 - repeated + repeated * loss);
+                let chance = 1.0 - (1.0 - gone).powi(fragments as i32);
+                let count = if permille == 0 { WHOLE } else { (LOSSES / chance) as usize };
+                let (lost, expected) = (lost(count, fragments, case, faults) as f64, chance * count as f64);
+                assert!(
+                    (lost - expected).abs() <= 0.1 * expected,
+                    "{lost} of {count} frames of {fragments} datagrams were lost, not {expected:.0}: {faults:?}"
+                );
+            }
+        }
+    }
+}
