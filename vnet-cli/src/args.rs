@@ -357,6 +357,12 @@ pub struct InterfaceAdd {
     /// vhost-user: how the guest is notified: direct or optimistic [default: direct]
     #[arg(long)]
     interrupts: Option<String>,
+    /// vhost-user: UDP port of its own, at which the other host of --direct-link sends its frames
+    #[arg(long, value_name = "PORT", requires_all = ["direct_link", "mac"])]
+    direct_port: Option<u16>,
+    /// vhost-user: link whose other host sends to --direct-port
+    #[arg(long, value_name = "LINK", requires = "direct_port")]
+    direct_link: Option<String>,
 }
 
 #[derive(Group)]
@@ -405,6 +411,9 @@ pub struct LinkAdd {
     /// sealed native links: the link to a host by which the two meet, where neither reaches the other
     #[arg(long, value_name = "LINK", requires = "sealed")]
     via: Option<String>,
+    /// native, clear text: guests of the other host with ports of their own, as in 52:54:00:00:00:02@9101
+    #[arg(long, value_name = "MAC@PORT", value_delimiter = ',', conflicts_with = "sealed")]
+    direct: Option<Vec<String>>,
 }
 
 #[derive(Group)]
@@ -471,6 +480,8 @@ impl InterfaceAdd {
             ("port_security", self.port_security.then_some(true.into())),
             ("mode", value(&self.mode)),
             ("interrupts", value(&self.interrupts)),
+            ("direct_port", value(&self.direct_port)),
+            ("direct_link", value(&self.direct_link)),
         ])
     }
 }
@@ -494,6 +505,7 @@ impl LinkAdd {
             ("peer", value(&self.peer)),
             ("macs", value(&self.macs)),
             ("via", value(&self.via)),
+            ("direct", value(&self.direct)),
         ])
     }
 }

@@ -51,6 +51,10 @@ pub struct NewInterface {
     pub receive_density_low: Option<u32>,
     /// Upper bound of optimistic interrupts, bytes/s.
     pub receive_density_high: Option<u32>,
+    /// vhost-user: an underlay port (UDP) of its own, with `direct_link` and `mac`.
+    pub direct_port: Option<u16>,
+    /// vhost-user: the link whose other host sends its frames to `direct_port`.
+    pub direct_link: Option<String>,
 }
 
 /// The body of `PATCH /v1/interfaces/NAME`: what can be changed while the interface is open. What is absent stays.
@@ -111,6 +115,8 @@ pub struct NewLink {
     pub macs: Option<Vec<String>>,
     /// sealed native: the link to the host by which the two meet, where neither reaches the other.
     pub via: Option<String>,
+    /// native, clear text: guests of the other host that have ports of their own, `MAC@PORT`.
+    pub direct: Option<Vec<String>>,
 }
 
 /// The body of `POST /v1/routes`: the keys of `[[route]]`.
