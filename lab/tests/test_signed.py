@@ -82,6 +82,11 @@ def links(host: Node) -> set[str]:
     return {link["name"] for link in daemon.ask(host, "link", "list")}
 
 
+def all_up(host: Node) -> bool:
+    """Whether all links of a host are sealed with their peers."""
+    return all(link["state"] == "up" and link["peer"] for link in daemon.ask(host, "link", "list"))
+
+
 def metrics(host: Node) -> str:
     return run(["curl", "-s", "--unix-socket", str(host.file(".sock")), "http://vnetd/metrics"])
 
@@ -93,7 +98,7 @@ def test_sealed_hosts_find_each_other(topology: Topology):
         assert ("certificate" in record) == ("/hosts/" in key)
     for host in topology.hosts:
         assert not {"untrusted", "replayed", "forged", "garbage"} & alarms(host).keys(), alarms(host)
-        assert all(link["state"] == "up" and link["peer"] for link in daemon.ask(host, "link", "list"))
+        wait_until(f"{host.name}'s links to be up", lambda host=host: all_up(host), 5)
 
 
 def test_whoever_writes_to_the_store_leads_nobody_astray(topology: Topology, paths: list[tuple[Node, Node]]):
