@@ -74,31 +74,39 @@ bench: bench-packages build .venv/made ## Measure it against its alternatives: t
 # Stage by stage, each with its name and time; the first that fails ends it. Builds go two at a time, tests that watch clocks
 # have the machine for themselves.
 .PHONY: test
+test: export CARGO_INCREMENTAL := 0
 test: ## Prove it: format, dependencies, end-to-end tests, lints, unit tests, documentation, fuzzing.
 	@$(STAGE) "packages" $(MAKE) packages
 	@$(MAKE) -j2 -Oline stage-tools stage-build
 	@$(STAGE) "format" $(MAKE) format-check
 	@$(STAGE) "dependencies" .ci/deny
 	@$(STAGE) "end-to-end tests" $(MAKE) end-to-end
-	@$(MAKE) -j2 -Oline stage-unit-tests stage-fuzz-build
+	@$(MAKE) -j2 -Oline stage-unit-build stage-fuzz-build
+	@$(STAGE) "unit tests" $(MAKE) unit-tests
 	@$(STAGE) "documentation" env RUSTDOCFLAGS="-D warnings" cargo doc --quiet --locked --workspace --no-deps
 	@$(STAGE) "fuzzing" .ci/fuzz $(FUZZ_SECONDS)
 	@printf '\nall stages passed\n'
 
-.PHONY: stage-tools stage-build stage-unit-tests stage-fuzz-build
+.PHONY: stage-tools stage-build stage-unit-build stage-fuzz-build
 stage-tools:
 	@$(STAGE) "tools" $(MAKE) .venv/made $(TOOLS)/bin/cargo-deny-$(CARGO_DENY) $(TOOLS)/bin/cargo-fuzz-$(CARGO_FUZZ)
 stage-build:
 	@$(STAGE) "release build" $(MAKE) build
-stage-unit-tests:
-	@$(STAGE) "lints and unit tests" $(MAKE) unit-tests
+stage-unit-build:
+	@$(STAGE) "lints" $(MAKE) unit-build
 stage-fuzz-build:
 	@$(STAGE) "fuzz targets" .ci/fuzz build
 
 # The lints look on while the tests are compiled: cargo clippy would compile everything a second time.
+LINTED := RUSTC_WORKSPACE_WRAPPER=clippy-driver CLIPPY_ARGS=-Dwarnings
+
+.PHONY: unit-build
+unit-build:
+	$(LINTED) cargo test --quiet --locked --workspace --no-run
+
 .PHONY: unit-tests
 unit-tests: ## Run the unit and integration tests, with lints as errors.
-	RUSTC_WORKSPACE_WRAPPER=clippy-driver CLIPPY_ARGS=-Dwarnings cargo test --quiet --locked --workspace
+	$(LINTED) cargo test --quiet --locked --workspace
 
 .PHONY: format-check
 format-check: .venv/made ## Check formatting and lints that need no build.

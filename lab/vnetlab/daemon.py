@@ -92,7 +92,7 @@ def with_direct_ports(text: str, topology: Topology, host: Node) -> str:
         machines = topology.machines(Kind.VM, peer.host)
         guests = ", ".join(f'"{machine.mac}@{DIRECT_PORT + machine.number}"' for machine in machines)
         head = f'[[link]]\nname = "{peer.name}"\n'
-        text = text.replace(head, f"{head}direct = [{guests}]\n")
+        text = text.replace(head, f"{head}networks = [1]\ndirect = [{guests}]\n")
     return text
 
 

@@ -132,7 +132,8 @@ fn settings_that_the_design_shows_are_understood() {
 fn cut_through_is_understood() {
     let text = "[host]\nname = \"h1\"\n[bridge]\nzero_copy = \"on\"\n[[interface]]\nname = \"vm1\"\nkind = \"vhost-user\"\n\
                 socket = \"/run/vm1\"\nmac = \"52:54:00:00:00:01\"\ndirect_port = 9101\ndirect_link = \"h2\"\n[[link]]\n\
-                name = \"h2\"\nremote = \"10.0.0.2:9000\"\ntrusted = true\ndirect = [\"52:54:00:00:00:02@9102\"]\n";
+                name = \"h2\"\nremote = \"10.0.0.2:9000\"\ntrusted = true\nnetworks = [1]\n\
+                direct = [\"52:54:00:00:00:02@9102\"]\n";
     let desired = good(text).desired;
     assert_eq!(desired.bridge.spec.zero_copy, ZeroCopy::On);
     let Attachment::VhostUser { direct: Some(direct), .. } = &desired.interfaces[0].spec.attachment else {

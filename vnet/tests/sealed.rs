@@ -50,9 +50,14 @@ impl Host {
             zero_copy: Default::default(),
             isolation: Isolation::default(),
         };
-        let core = Core::start(&options).unwrap();
-        let (listen, started, courier) = (core.bridge_address(), core.started(), core.courier().clone());
-        let keeper = Keeper::start(keeping(listen, identity, started, rekey, courier)).unwrap();
+        let start = || {
+            let core = Core::start(&options).unwrap();
+            let (listen, started, courier) = (core.bridge_address(), core.started(), core.courier().clone());
+            let keeper = Keeper::start(keeping(listen, identity.clone(), started, rekey, courier)).ok()?;
+            Some((core, keeper))
+        };
+        // The port that UDP was given may be somebody's by TCP.
+        let (core, keeper) = (0..10).find_map(|_| start()).expect("a port that is free for both");
         let (port, network, stats) = (PortId(0), NetworkId::DEFAULT, Arc::new(PortStats::default()));
         let fake = Fake::new(Origin { port, network }, MTU_MAX, 200_000, stats.clone()).unwrap();
         let member = member(port, PortKind::Interface);

@@ -116,5 +116,10 @@ fn unfit(link: &LinkSpec) -> Option<&'static str> {
     if link.security.peer.is_some() {
         return Some("links in clear text only: what is sealed has to be opened in memory of our own");
     }
-    (link.ports > 1).then_some("links with one port only: it is how the kernel knows the sender")
+    if link.ports > 1 {
+        return Some("links with one port only: it is how the kernel knows the sender");
+    }
+    // Frames of several networks could stand in one message, and addresses in several networks.
+    let one = link.networks.as_ref().is_some_and(|networks| networks.len() == 1);
+    (!one).then_some("links that carry one network only; write networks = [1]")
 }

@@ -67,8 +67,14 @@ impl Direct {
             return Ok(());
         }
         let name = Name::new(peer, self.socket.local().is_ipv6()).ok_or(io::ErrorKind::InvalidInput)?;
-        // SAFETY: `name` holds a socket address of the length it tells.
-        check(unsafe { libc::connect(self.fd().as_raw_fd(), name.as_ptr(), name.len()) })?;
+        // SAFETY: `name` holds a socket address (AF_UNSPEC disconnects) of the length it tells.
+        let connect =
+            |name: &Name| unsafe { libc::connect(self.fd().as_raw_fd(), name.as_ptr(), name.len()) };
+        if current.take().is_some() {
+            // The first connection gave the socket a source address, which would stay: the next has to begin without.
+            check(connect(&Name::unknown()))?;
+        }
+        check(connect(&name))?;
         let mut byte = [0u8; 1];
         // SAFETY: one byte is writable; the rest of a datagram is dropped.
         while unsafe { libc::recv(self.fd().as_raw_fd(), byte.as_mut_ptr().cast(), 1, libc::MSG_DONTWAIT) }
@@ -197,7 +203,9 @@ impl Peeked {
             let payload = self.len.checked_sub(HEADER_LEN)?;
             (payload - metadata, payload)
         } else {
-            (guessed_len(&head)?, self.segment.checked_sub(HEADER_LEN).filter(|size| *size > metadata)?)
+            // The head is the first datagram's: what is judged is what the frame begins with.
+            let whole = |size: &usize| *size >= metadata + HEAD_MAX;
+            (guessed_len(&head)?, self.segment.checked_sub(HEADER_LEN).filter(whole)?)
         };
         if !(LEN_MIN..=FRAME_MAX).contains(&len) {
             return None;
@@ -290,11 +298,16 @@ impl Receiver {
                 link.stats.discard(DiscardReason::Truncated, count as u64);
                 break;
             };
-            // Nobody else takes from this socket, so it is the one that was looked at.
+            // Nobody else takes from this socket but who aims it, so it is the one that was looked at; if not, it is not known
+            // how much of it came.
             right = message.source.same(&next.source)
                 && (message.len, message.segment) == (next.len, next.segment);
+            let (source, len, segment) = match right {
+                true => (message.source, next.len, next.segment),
+                false => (Name::unknown(), 0, 1),
+            };
+            self.set_message(landing.ends.len() - 1, source, len, segment);
             right &= (k..k + count).all(|k| landing.prefixes[k].first_chunk() == Some(&candidate.header(k)));
-            self.set_message(landing.ends.len() - 1, message.source, next.len, next.segment);
             k += count;
         }
         let landed = if right && k == candidate.count {
@@ -458,9 +471,13 @@ fn take(socket: &Socket, slices: &mut [libc::iovec], flags: libc::c_int) -> io::
                 return Ok(Message { source, len, segment: if segment == 0 { len.max(1) } else { segment } });
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            // An error of an earlier datagram (a peer that is not there yet) is told once, before what is waiting.
-            Err(error) if error.raw_os_error() == Some(libc::ECONNREFUSED) && errors < 2 => errors += 1,
-            Err(error) => return Err(error),
+            // An error of an earlier datagram (a peer that is not there yet, a path that is closed) is told once, before what
+            // is waiting.
+            Err(error) => match error.raw_os_error() {
+                Some(libc::EAGAIN | libc::EFAULT) => return Err(error),
+                _ if errors == 2 => return Err(error),
+                _ => errors += 1,
+            },
         }
     }
 }

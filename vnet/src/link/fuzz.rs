@@ -111,7 +111,7 @@ pub fn handshake(data: &[u8]) {
     assert!(said.iter().all(|why| why.0.lines().count() == 1));
     for link in [&a, &b] {
         let seal = link.seal().expect("it is sealed");
-        seal.hear(data);
+        seal.hear(data, true);
         assert!(
             seal.keyring().sealing(1).is_none()
                 && (0..4).all(|epoch| seal.keyring().opening(epoch).is_none())

@@ -119,7 +119,7 @@ struct Shared {
     /// By link id.
     progress: Mutex<HashMap<u64, Progress>>,
     taken: Mutex<Taken>,
-    given: AtomicUsize,
+    given: [AtomicUsize; 2],
     /// Where other hosts meet by this one.
     meetings: Option<Meetings>,
     stopping: AtomicBool,
@@ -149,7 +149,7 @@ impl Keeper {
             links: Mutex::default(),
             progress: Mutex::default(),
             taken: Mutex::default(),
-            given: AtomicUsize::new(0),
+            given: Default::default(),
             stopping: AtomicBool::new(false),
             refresh: AtomicBool::new(false),
         });
@@ -400,8 +400,9 @@ impl Shared {
             if progress.under_way || progress.not_before.is_some_and(|time| now < time) {
                 return;
             }
-            if self.given.fetch_add(1, Ordering::Relaxed) >= HANDSHAKES_MAX {
-                self.given.fetch_sub(1, Ordering::Relaxed);
+            let given = self.given(link);
+            if given.fetch_add(1, Ordering::Relaxed) >= HANDSHAKES_MAX {
+                given.fetch_sub(1, Ordering::Relaxed);
                 return;
             }
             progress.under_way = true;
@@ -448,9 +449,14 @@ impl Shared {
         handshake::respond(stream, identity, choose).map(drop)
     }
 
+    /// How many handshakes of ours are under way: those by a third host, which wait there for the other one, count by themselves.
+    fn given(&self, link: &Link) -> &AtomicUsize {
+        &self.given[usize::from(link.via.is_some())]
+    }
+
     /// Notes how a handshake of ours ended.
     fn initiated(&self, link: &Link, done: Result<(), HandshakeError>) {
-        self.given.fetch_sub(1, Ordering::Relaxed);
+        self.given(link).fetch_sub(1, Ordering::Relaxed);
         let mut all = lock(&self.progress);
         // A link that has gone meanwhile leaves nothing behind.
         let Some(progress) = all.get_mut(&link.id) else { return };

@@ -25,6 +25,7 @@ use rustls::pki_types::CertificateDer;
 
 use super::handshake::{BYTES_MAX, Channel, HandshakeError, Patient};
 use super::meet::{ID_LEN, KEY_LEN, Message, REGISTRATION_LEN, Registration, Ticket};
+use super::udp::dont_fragment;
 use super::{normalised, speed};
 use crate::stats::{DiscardReason, PortStats};
 
@@ -38,7 +39,7 @@ const IDLE: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_millis(100);
 /// Datagrams of a pair that are forwarded before the others have their turn.
 const BURST: usize = 64;
-/// Hosts that may be here at a time, waiting or joined, for each pair that there may be.
+/// Hosts of a pair that may be here at a time, waiting or joined.
 const GUESTS_PER_PAIR: usize = 3;
 
 /// One host of a pair.
@@ -61,6 +62,7 @@ struct Pair {
     port: u16,
     sides: Mutex<[Side; 2]>,
     waiting: Mutex<Option<Waiting>>,
+    guests: AtomicUsize,
     made: Instant,
 }
 
@@ -94,7 +96,6 @@ struct Shared {
     /// What all pairs have got, and sent on; what ended here is of unknown source.
     stats: Arc<PortStats>,
     pairs: Mutex<HashMap<[String; 2], Arc<Pair>>>,
-    guests: AtomicUsize,
     stopping: AtomicBool,
 }
 
@@ -117,7 +118,6 @@ impl Meetings {
             pairs_max,
             stats,
             pairs: Mutex::default(),
-            guests: AtomicUsize::new(0),
             stopping: AtomicBool::new(false),
         });
         let forwarding = shared.clone();
@@ -129,7 +129,7 @@ impl Meetings {
 
     /// Takes care of a guest until he has met the other one, or that has not come. Blocks for [`WAIT`] and [`JOINED_MAX`] at most.
     pub(super) fn host(&self, guest: Guest) -> Result<(), HandshakeError> {
-        self.shared.host(guest)
+        self.shared.meet(guest)
     }
 
     /// Forgets the pairs of hosts of which `keep` says no to the name or the certificate.
@@ -159,47 +159,42 @@ fn random<const N: usize>() -> Result<[u8; N], HandshakeError> {
 }
 
 impl Shared {
-    fn host(&self, guest: Guest) -> Result<(), HandshakeError> {
-        let most = usize::from(self.pairs_max) * GUESTS_PER_PAIR;
-        let result = if self.guests.fetch_add(1, Ordering::Relaxed) < most {
-            self.meet(guest)
-        } else {
-            refuse(guest.channel, "too many hosts wait for others here".into())
-        };
-        self.guests.fetch_sub(1, Ordering::Relaxed);
-        result
-    }
-
     fn meet(&self, guest: Guest) -> Result<(), HandshakeError> {
-        let Guest { mut channel, chain, name, wanted } = guest;
-        let (name, wanted) = (name.to_ascii_lowercase(), wanted.to_ascii_lowercase());
+        let (name, wanted) = (guest.name.to_ascii_lowercase(), guest.wanted.to_ascii_lowercase());
         let side = usize::from(name > wanted);
         let pair = match self.pair(if side == 0 { [name, wanted] } else { [wanted, name] }) {
             Ok(pair) => pair,
-            Err(why) => return refuse(channel, why),
+            Err(why) => return refuse(guest.channel, why),
         };
-        let ticket = Ticket { port: pair.port, id: random()?, key: random()? };
-        let own = channel.stream().try_clone().map_err(lost)?;
-        let Some(met) = pair.come(side, own)? else {
-            return refuse(channel, format!("{} has not come", pair.names[1 - side]));
+        let met = guest.channel.stream().try_clone().map_err(lost).and_then(|own| pair.come(side, own));
+        let result = match met {
+            Ok(Some(met)) => pair.introduce(side, guest, met),
+            Ok(None) => refuse(guest.channel, format!("{} has not come", pair.names[1 - side])),
+            Err(why) => Err(why),
         };
-        // From here to where both wait nothing may end this thread.
-        {
-            let own = &mut lock(&pair.sides)[side];
-            (own.id, own.key, own.number, own.chain) = (ticket.id, ticket.key, 0, chain);
-        }
-        let told = channel.send_bytes(&Message::Open(ticket).to_bytes());
-        // Whatever becomes of this one, the other one waits here, too.
-        met.told.wait();
-        told?;
-        copy(channel.into_stream(), met.stream);
-        Ok(())
+        pair.guests.fetch_sub(1, Ordering::Relaxed);
+        self.forget_unmet(&pair);
+        result
     }
 
-    /// The pair of these hosts, made when there is none.
+    /// Ends a pair that has never met and that nobody waits in: another may need its place.
+    fn forget_unmet(&self, pair: &Arc<Pair>) {
+        let mut pairs = lock(&self.pairs);
+        let unmet = lock(&pair.sides).iter().all(|side| side.chain.is_empty());
+        if unmet && pair.guests.load(Ordering::Relaxed) == 0 {
+            // The same one, not its successor.
+            pairs.retain(|_, other| !Arc::ptr_eq(other, pair));
+        }
+    }
+
+    /// The pair of these hosts, made when there is none, with one more guest: as long as it has any it does not end.
     fn pair(&self, names: [String; 2]) -> Result<Arc<Pair>, String> {
         let mut pairs = lock(&self.pairs);
         if let Some(pair) = pairs.get(&names) {
+            if pair.guests.fetch_add(1, Ordering::Relaxed) >= GUESTS_PER_PAIR {
+                pair.guests.fetch_sub(1, Ordering::Relaxed);
+                return Err("too many connections of these two wait here".into());
+            }
             return Ok(pair.clone());
         }
         if pairs.len() >= usize::from(self.pairs_max) {
@@ -214,13 +209,16 @@ impl Shared {
             socket.set_nonblocking(true).ok()?;
             let bytes = speed::buffer_bytes(speed::ASSUMED_MBPS);
             rustix::net::sockopt::set_socket_recv_buffer_size(&socket, bytes).ok()?;
+            // The two find out what the whole path takes: a fragment that this host makes would hide it.
+            dont_fragment(&socket, self.listen.is_ipv6(), true).ok()?;
             Some((socket, port))
         });
         let (socket, port) = sockets.next().ok_or("no UDP port is free here for another pair of hosts")?;
         let (sides, waiting) = (Mutex::default(), Mutex::default());
         tracing::info!("{} and {} meet by this host, UDP port {port}", names[0], names[1]);
         let made = Instant::now();
-        let pair = Arc::new(Pair { names: names.clone(), socket, port, sides, waiting, made });
+        let guests = AtomicUsize::new(1);
+        let pair = Arc::new(Pair { names: names.clone(), socket, port, sides, waiting, guests, made });
         pairs.insert(names, pair.clone());
         Ok(pair)
     }
@@ -277,6 +275,26 @@ fn copy(mut from: TcpStream, mut to: TcpStream) {
 }
 
 impl Pair {
+    /// Tells a host how it is forwarded for, and joins its connection with the other one's.
+    fn introduce(&self, side: usize, guest: Guest, met: Met) -> Result<(), HandshakeError> {
+        let Guest { mut channel, chain, .. } = guest;
+        // Whatever becomes of this one, the other one waits here, too: nothing may end this thread before.
+        let told =
+            self.admit(side, chain).and_then(|ticket| channel.send_bytes(&Message::Open(ticket).to_bytes()));
+        met.told.wait();
+        told?;
+        copy(channel.into_stream(), met.stream);
+        Ok(())
+    }
+
+    /// Gives a side a new ticket.
+    fn admit(&self, side: usize, chain: Vec<CertificateDer<'static>>) -> Result<Ticket, HandshakeError> {
+        let ticket = Ticket { port: self.port, id: random()?, key: random()? };
+        let own = &mut lock(&self.sides)[side];
+        (own.id, own.key, own.number, own.chain) = (ticket.id, ticket.key, 0, chain);
+        Ok(ticket)
+    }
+
     /// A host has come: it is given the other one's connection, when that waits or comes in time.
     fn come(&self, side: usize, own: TcpStream) -> Result<Option<Met>, HandshakeError> {
         static NUMBERS: AtomicU64 = AtomicU64::new(0);
@@ -305,7 +323,8 @@ impl Pair {
     fn is_used(&self) -> bool {
         let sides = lock(&self.sides);
         let last = sides.iter().filter_map(|side| side.at.map(|(_, at)| at)).max();
-        let used = last.unwrap_or(self.made).elapsed() < IDLE;
+        let waited_for = self.guests.load(Ordering::Relaxed) > 0;
+        let used = waited_for || last.unwrap_or(self.made).elapsed() < IDLE;
         if !used {
             let [one, other] = &self.names;
             tracing::info!("{one} and {other} do not meet by this host any more");

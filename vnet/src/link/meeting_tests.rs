@@ -120,10 +120,20 @@ fn who_waits_in_vain_is_told() {
     let alone = between.ask(pki.identity("h1"), "h1", "h2").join().unwrap().unwrap_err();
     assert_eq!(alone, "r refused: h2 has not come");
     assert!(begun.elapsed() < WAIT + Duration::from_secs(1));
+    let pairs = || lock(&between.meetings.shared.pairs).len();
+    while pairs() > 0 {
+        assert!(begun.elapsed() < WAIT + Duration::from_secs(2), "nobody waits any more");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let alone = between.ask(pki.identity("h1"), "h1", "h2");
+    while pairs() == 0 {
+        std::thread::sleep(Duration::from_millis(10));
+    }
     let another = between.ask(pki.identity("h1"), "h1", "h3").join().unwrap().unwrap_err();
     assert!(another.contains("1 pairs of hosts meet here"), "{another}");
     between.meetings.retain(|_, _| false);
-    assert_eq!(lock(&between.meetings.shared.pairs).len(), 1, "nobody was there to be forgotten");
+    assert_eq!(pairs(), 1, "nobody was there to be forgotten");
+    assert!(alone.join().unwrap().is_err());
 }
 
 /// A host that asks again, because its connection was lost, takes the place of its former self.

@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use arc_swap::{ArcSwap, ArcSwapOption};
 
 use super::seal::TAG_LEN;
-use super::session::{KEEPALIVE_LEN, hears};
+use super::session::{KEEPALIVE_LEN, hears, sent_us};
 use super::udp::Name;
 use super::via::Via;
 use super::{Encapsulation, Link, LinkOptions, PORTS_MAX, Tunnel, normalised};
@@ -243,7 +243,7 @@ impl Link {
         let source = source.address().map(normalised);
         if let (Some(via), Some(source)) = (&self.via, source) {
             if seal.keyring().is_live(header.epoch) {
-                via.heard(source, hears(payload));
+                via.heard(source, hears(payload), (tag_of(header), sent_us(payload)));
             }
         } else if let Some(source) = source
             && self.remote() != Some(source)

@@ -370,7 +370,7 @@ impl Intake<'_> {
             Kind::Probe => self.reply(link, &header, payload, source),
             Kind::Keepalive => {
                 if let Some(seal) = link.seal() {
-                    seal.hear(payload);
+                    seal.hear(payload, seal.keyring().is_live(header.epoch));
                     link.heard_at(&header, source, payload);
                 }
             }

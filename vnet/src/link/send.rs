@@ -124,7 +124,7 @@ impl Sender {
     /// Hears which frames' memory the kernel has done with, and lets it go. True when there was any.
     #[inline]
     pub fn reap(&mut self) -> bool {
-        self.cut.is_flying() && self.cut.reap(self.exits.iter().map(|exit| &exit.socket))
+        self.cut.reap(self.exits.iter().map(|exit| &exit.socket))
     }
 
     pub(super) fn socket(&self) -> &Arc<Socket> {
@@ -249,6 +249,8 @@ impl Sender {
     /// There are as many paths as the side with more sockets has, so that each of those is used, by one path.
     fn spread(&mut self, link: &Link, batch: &Batch, which: &[u16]) {
         let (exits, ports) = match link.options.encapsulation {
+            // The host between, and translators, know the first port.
+            Encapsulation::Native if link.via.is_some() => return self.send_by(link, 0, 0, batch, which),
             Encapsulation::Native => (self.exits.len() - self.native_from, link.place.ports()),
             _ => return self.send_by(link, 0, 0, batch, which),
         };

@@ -385,14 +385,15 @@ impl Seal {
         body
     }
 
-    /// Takes what a keepalive of the other side says; it has been opened.
+    /// Takes what a keepalive of the other side says; it has been opened, with a key in use or (`is_live` false) with one that
+    /// another has taken the place of. The latter was sealed before the new keys were known, and asks for these.
     #[cold]
-    pub(super) fn hear(&self, body: &[u8]) {
+    pub(super) fn hear(&self, body: &[u8], is_live: bool) {
         let Some(body) = body.first_chunk::<KEEPALIVE_LEN>() else { return };
         let clock = |at: usize| u64::from_be_bytes(body[at..at + 8].try_into().expect("8 bytes"));
         let held = u64::from(u32::from_be_bytes(body[16..20].try_into().expect("4 bytes")));
         *lock(&self.clock) = Some((clock(0), Instant::now()));
-        if body[20] & ASKS != 0 {
+        if is_live && body[20] & ASKS != 0 {
             self.renew();
         }
         let echo = clock(8);
@@ -404,6 +405,11 @@ impl Seal {
             }
         }
     }
+}
+
+/// The other host's clock when it sent a keepalive.
+pub(super) fn sent_us(body: &[u8]) -> u64 {
+    body.first_chunk().map_or(0, |bytes| u64::from_be_bytes(*bytes))
 }
 
 /// Whether a keepalive says that this host is heard straight.

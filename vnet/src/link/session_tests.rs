@@ -190,18 +190,20 @@ fn nonces_are_never_repeated() {
 fn keepalives_measure_and_ask() {
     let (a, b) = (link(), link());
     let (a, b) = (a.seal().unwrap(), b.seal().unwrap());
-    b.hear(&a.keepalive(false, false));
+    b.hear(&a.keepalive(false, false), true);
     assert_eq!(b.rtt_us(), None, "nothing came back yet");
     std::thread::sleep(Duration::from_millis(30));
-    a.hear(&b.keepalive(false, false));
+    a.hear(&b.keepalive(false, false), true);
     let rtt = a.rtt_us().unwrap();
     assert!(rtt < 20_000, "{rtt} us: the time that the other side waited is no part of it");
     assert!(!a.must_renew());
-    a.hear(&b.keepalive(true, false));
+    a.hear(&b.keepalive(true, false), false);
+    assert!(!a.must_renew(), "it was asked for what there is");
+    a.hear(&b.keepalive(true, false), true);
     assert!(a.must_renew());
     // Nonsense of an authenticated peer changes nothing that matters.
     for body in [&[][..], &[0xff; KEEPALIVE_LEN], &[0; KEEPALIVE_LEN - 1]] {
-        a.hear(body);
+        a.hear(body, true);
     }
     assert_eq!(KEEPALIVE_LEN + HEADER_LEN + TAG_LEN, 56);
 }

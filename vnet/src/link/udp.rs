@@ -181,12 +181,7 @@ impl Socket {
 
     /// Lets packets that are larger than the path MTU be fragmented by IP (`false`) or refused, with DF on all (`true`).
     pub(super) fn set_dont_fragment(&self, on: bool) -> io::Result<()> {
-        if self.local.is_ipv6() {
-            let mode = if on { libc::IPV6_PMTUDISC_DO } else { libc::IPV6_PMTUDISC_WANT };
-            set(&self.fd, libc::SOL_IPV6, libc::IPV6_MTU_DISCOVER, mode)?;
-        }
-        let mode = if on { libc::IP_PMTUDISC_DO } else { libc::IP_PMTUDISC_WANT };
-        set(&self.fd, libc::SOL_IP, libc::IP_MTU_DISCOVER, mode)
+        dont_fragment(&self.fd, self.local.is_ipv6(), on)
     }
 
     /// Has this socket get every datagram that comes to the port it shares; it has to be the first of those that do.
@@ -413,6 +408,16 @@ pub(super) fn set<T>(fd: &impl AsFd, level: libc::c_int, option: libc::c_int, va
         libc::setsockopt(fd.as_fd().as_raw_fd(), level, option, (&raw const value).cast(), len)
     })?;
     Ok(())
+}
+
+/// See [`Socket::set_dont_fragment`].
+pub(super) fn dont_fragment(fd: &impl AsFd, is_v6: bool, on: bool) -> io::Result<()> {
+    if is_v6 {
+        let mode = if on { libc::IPV6_PMTUDISC_DO } else { libc::IPV6_PMTUDISC_WANT };
+        set(fd, libc::SOL_IPV6, libc::IPV6_MTU_DISCOVER, mode)?;
+    }
+    let mode = if on { libc::IP_PMTUDISC_DO } else { libc::IP_PMTUDISC_WANT };
+    set(fd, libc::SOL_IP, libc::IP_MTU_DISCOVER, mode)
 }
 
 /// Has a TCP listener answer a SYN at most twice. The kernel repeats its answer to one that is never confirmed five times

@@ -7,7 +7,9 @@
 //! may overtake each other once when it changes. When nothing has come straight for [`DIRECT_MS`], the flag is gone, and frames go by
 //! the host between again.
 //!
-//! Where the host between says that the other one is counts for where keepalives are sent, five a second, and for nothing else.
+//! Where the host between says that the other one is counts for where keepalives are sent, five a second, and frames only while the other
+//! host says that it hears those. So the host between, which this one has chosen and authenticated, might have frames sent elsewhere for
+//! as long as such a confirmation lasts. Who can only hold datagrams back cannot: a keepalive counts when none that was sent later has come.
 
 use std::net::SocketAddr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -19,6 +21,8 @@ use super::{first_number, normalised};
 
 /// How long something that came straight counts: of five keepalives a second, four may be lost.
 const DIRECT: Duration = Duration::from_millis(1000);
+/// How long datagrams are taken for the other host's by the address at which it was heard. Another may get that address.
+const KNOWN: Duration = Duration::from_secs(10);
 
 /// See the module's comment.
 #[derive(Debug, Default)]
@@ -32,14 +36,17 @@ pub(super) struct Via {
 struct State {
     /// Where the host between forwards, and what it knows this host by.
     ticket: Option<(SocketAddr, Ticket)>,
-    /// Of the last registration.
+    /// Of the last registration, and of the last that was answered.
     number: u64,
+    answered: u64,
     /// Where the other host is said to be.
     told: Option<SocketAddr>,
     /// From where it was heard straight, and when.
     heard: Option<(SocketAddr, Instant)>,
     /// When it said last that it hears this host straight.
     arrives: Option<Instant>,
+    /// The keepalive that was sent last of those that came: the tag of its session, and the other host's clock.
+    latest: Option<(u32, u64)>,
     /// Addresses by which its datagrams are known, as they were settled last.
     known: Vec<SocketAddr>,
 }
@@ -95,18 +102,23 @@ impl Via {
         let Some(answer) = read.filter(|answer| answer.is_answer && answer.id == ticket.id) else {
             return false;
         };
-        // Late ones are old news.
-        if answer.number == state.number && answer.other.is_some() {
-            state.told = answer.other;
+        // The way to there and back may take longer than the next question; who overtook it tells more.
+        if answer.number > state.answered && answer.number <= state.number {
+            state.answered = answer.number;
+            state.told = answer.other.or(state.told);
         }
         true
     }
 
-    /// Takes note of a keepalive that was opened with a key in use: from where it came, and whether the other host hears this one
-    /// straight.
+    /// Takes note of a keepalive that was opened with a key in use: from where it came, whether the other host hears this one
+    /// straight, and by which session and when it was sent. What another has overtaken tells nothing: somebody may have held it back.
     #[cold]
-    pub(super) fn heard(&self, source: SocketAddr, arrives: bool) {
+    pub(super) fn heard(&self, source: SocketAddr, arrives: bool, (tag, sent_us): (u32, u64)) {
         let mut state = self.state();
+        if state.latest.is_some_and(|(session, latest_us)| session == tag && sent_us < latest_us) {
+            return;
+        }
+        state.latest = Some((tag, sent_us));
         let now = Instant::now();
         if state.relay() != Some(source) {
             state.heard = Some((source, now));
@@ -131,7 +143,7 @@ impl Via {
         let mut state = self.state();
         let arrives = state.arrives.is_some_and(|at| at.elapsed() < DIRECT);
         let way = state.straight().filter(|_| arrives).or(state.relay());
-        let heard = state.heard.map(|(from, _)| from);
+        let heard = state.heard.filter(|(_, at)| at.elapsed() < KNOWN).map(|(from, _)| from);
         let known: Vec<_> = [state.relay(), heard].into_iter().flatten().collect();
         let changed = known != state.known;
         state.known = known;

@@ -198,6 +198,8 @@ pub(super) struct CutThrough {
     pool: Option<Pool>,
     /// By exit.
     flights: Vec<Flight>,
+    /// The kernel was done with something since [`CutThrough::reap`] told so.
+    reaped: bool,
     /// The frame being put together.
     draft: Draft,
 }
@@ -233,6 +235,7 @@ impl CutThrough {
             setting: ZeroCopy::Off,
             pool: None,
             flights: (0..exits).map(|_| flight()).collect(),
+            reaped: false,
             draft: Draft::default(),
         }
     }
@@ -390,7 +393,10 @@ impl CutThrough {
                 Err(error) => match error.raw_os_error() {
                     Some(libc::EAGAIN) => DropReason::NoBuffer,
                     // Too large for the path, or not to be cut by the device: the other way knows what to do.
-                    Some(libc::EMSGSIZE | libc::EINVAL | libc::EIO) => {
+                    Some(refused @ (libc::EMSGSIZE | libc::EINVAL | libc::EIO)) => {
+                        if refused != libc::EMSGSIZE {
+                            link.zero_copy.copied(0);
+                        }
                         link.stats.out_datagrams.add(sent);
                         link.stats.zero_copy.fallen_back.add(1);
                         return Outcome::Copy;
@@ -415,25 +421,27 @@ impl CutThrough {
 
     /// True while the kernel reads from memory that was sent.
     #[inline]
-    pub(super) fn is_flying(&self) -> bool {
+    fn is_flying(&self) -> bool {
         self.pool.as_ref().is_some_and(|pool| pool.free.len() < SLOTS)
     }
 
-    /// Hears what the kernel is done with. True when there was anything.
+    /// Hears what the kernel is done with. True when it was done with anything since this was asked last, also when that was
+    /// heard while something else was sent.
+    #[inline]
     pub(super) fn reap<'a>(&mut self, sockets: impl Iterator<Item = &'a Arc<Socket>>) -> bool {
-        let mut any = false;
-        for (exit, socket) in sockets.enumerate() {
-            if !self.flights[exit].messages.is_empty() {
-                any |= self.reap_exit(exit, socket);
+        if self.is_flying() {
+            for (exit, socket) in sockets.enumerate() {
+                if !self.flights[exit].messages.is_empty() {
+                    self.reap_exit(exit, socket);
+                }
             }
         }
-        any
+        std::mem::take(&mut self.reaped)
     }
 
-    fn reap_exit(&mut self, exit: usize, socket: &Socket) -> bool {
-        let mut any = false;
+    fn reap_exit(&mut self, exit: usize, socket: &Socket) {
         while let Some((low, high, copied)) = notification(socket) {
-            any = true;
+            self.reaped = true;
             let (flight, pool) = (&mut self.flights[exit], &mut self.pool);
             flight.complete(low, high, |message| {
                 if copied {
@@ -444,7 +452,6 @@ impl CutThrough {
                 }
             });
         }
-        any
     }
 
     /// Waits a little for what is under way; what is still read then stays where it is for ever.

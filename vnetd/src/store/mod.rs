@@ -40,8 +40,9 @@ pub const MESSAGE_MAX: usize = 8 << 20;
 const LEASE: Duration = Duration::from_secs(15);
 /// How long one request may take.
 const REQUEST: Duration = Duration::from_secs(3);
-/// How long a page of a reading may take in the end, when a busy store makes each reading too late.
-const PATIENCE_MAX: Duration = Duration::from_secs(24);
+/// How long a page of a reading may take in the end, when a busy store makes each reading too late: with the third of a lease
+/// that may have passed before, less than a lease.
+const PATIENCE_MAX: Duration = Duration::from_secs(9);
 /// After how long a connection on which nothing happens is tried, and for how long: etcd closes connections that are tried
 /// more than every five seconds (`--grpc-keepalive-min-time`).
 const PROBE: (Duration, Duration) = (Duration::from_secs(6), Duration::from_secs(3));
@@ -54,6 +55,8 @@ const SHOW_EVERY: Duration = Duration::from_secs(1);
 /// Computing and showing rest for this many times as long as they took: however large the overlay is and however fast it
 /// changes, each takes a tenth of a core at most.
 const REST: u32 = 9;
+/// But not longer than this: what took long may have waited for something else.
+const REST_MAX: Duration = Duration::from_secs(2);
 
 /// Why the agent cannot work with the store.
 #[derive(Debug, thiserror::Error)]
@@ -191,7 +194,7 @@ struct Pace {
 impl Pace {
     /// True when the last time is `least` ago, and the rest after it over.
     fn is_due(&self, least: Duration) -> bool {
-        self.last.is_none_or(|(ended, took)| ended.elapsed() >= least.max(took * REST))
+        self.last.is_none_or(|(ended, took)| ended.elapsed() >= least.max((took * REST).min(REST_MAX)))
     }
 
     /// It was done just now, from `began` on.

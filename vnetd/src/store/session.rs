@@ -3,6 +3,7 @@
 use etcd_client::{
     Client, Compare, CompareOp, EventType, GetOptions, PutOptions, Txn, TxnOp, WatchOptions, WatchResponse,
 };
+use std::time::Duration;
 use tokio::sync::watch::Receiver;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval};
@@ -57,6 +58,8 @@ impl<H: Host> Agent<H> {
         if self.lease != 0 {
             let left = self.request(client.lease_time_to_live(self.lease, None)).await?;
             if left.ttl() > 0 {
+                self.request(client.lease_client().keep_alive(self.lease)).await?;
+                self.kept = Instant::now();
                 return Ok(self.lease);
             }
         }
@@ -79,8 +82,11 @@ impl<H: Host> Agent<H> {
         let mut kv = client.kv_client().max_decoding_message_size(MESSAGE_MAX);
         let end = prefix_end();
         let (mut from, mut revision, mut limit) = (PREFIX.as_bytes().to_vec(), 0, PAGE_KEYS);
+        let mut slowest = Duration::ZERO;
         self.overlay.begin_reading();
         loop {
+            self.keep_lease(client).await?;
+            let asked = Instant::now();
             let options = GetOptions::new().with_range(end.clone()).with_limit(limit).with_revision(revision);
             let page = match self.request_within(self.patience, kv.get(from.clone(), Some(options))).await {
                 Err(error) if is_too_large(&error) && limit > 1 => {
@@ -93,6 +99,7 @@ impl<H: Host> Agent<H> {
                 }
                 page => page?,
             };
+            slowest = slowest.max(asked.elapsed());
             if revision == 0 {
                 revision = page.header().map_or(0, |header| header.revision());
             }
@@ -102,9 +109,8 @@ impl<H: Host> Agent<H> {
                 _ => break,
             }
             limit = (limit * 2).min(PAGE_KEYS);
-            self.keep_lease(client).await?;
         }
-        self.patience = REQUEST;
+        self.patience = (slowest * 2).clamp(REQUEST, PATIENCE_MAX);
         self.revision = revision;
         self.end_reading();
         self.turn();

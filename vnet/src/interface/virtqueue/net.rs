@@ -133,8 +133,12 @@ pub fn take(
     taken: &mut Taken,
 ) -> Result<usize, RingError> {
     taken.fit(ring);
-    batch.set_holds(taken.holds.clone());
     let count = ring.prime(BATCH_MAX.min(usize::from(ring.size()) - taken.kept.len()))?;
+    if count != 0 {
+        batch.set_holds(taken.holds.clone());
+    }
+    // Chains go back in order: where half the ring waits for a slow device, what follows is copied and cannot wait, too.
+    let holdable = taken.kept.len() < usize::from(ring.size()) / 2;
     let mut bytes = 0;
     for _ in 0..count {
         let slot = slot(ring, ring.position());
@@ -157,7 +161,9 @@ pub fn take(
         };
         match result {
             Ok(len) => {
-                batch.set_slot(slot);
+                if holdable {
+                    batch.set_slot(slot);
+                }
                 bytes += len as u64;
             }
             Err((reason, len)) => owner.stats.refuse(reason, len),

@@ -68,7 +68,9 @@ impl Shared {
             let is_at = |link: &Arc<Link>| {
                 [declared(link), link.remote()].iter().flatten().any(|remote| remote.ip() == source)
             };
-            let possible = links.iter().filter(|link| declared(link).is_none() || is_at(link));
+            // With those that meet by a third host no connection begins here.
+            let links = links.iter().filter(|link| link.via.is_none());
+            let possible = links.filter(|link| declared(link).is_none() || is_at(link));
             possible.cloned().partition(is_at)
         };
         let stranger = known.is_empty();

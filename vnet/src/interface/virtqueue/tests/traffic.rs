@@ -304,7 +304,8 @@ proptest! {
             for n in 0..taken {
                 let frame = *pair.batch.frame(n);
                 let holds = (held >> (2 * n) & 3) % 3;
-                let holds = (0..holds).map(|_| pair.batch.hold(&frame).unwrap()).collect();
+                // What comes when half the ring is kept cannot be held.
+                let holds = (0..holds).filter_map(|_| pair.batch.hold(&frame)).collect();
                 out.push_back((sent.pop_front().unwrap(), holds));
             }
             pair.batch.clear();
