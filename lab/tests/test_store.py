@@ -1,11 +1,13 @@
 """Hosts that know but their names and a store: they find each other, and what happens to the store is not theirs."""
 
+import contextlib
 import itertools
 import json
 import os
 import re
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from vnetlab.topology import Node, Topology
 START_S = 2
 MOVE_S = 0.2
 STEP_S = 5
+PARTITION_S = 18
+"""Leases last 15 s."""
 EXTRA = ["--mtu", "1500", "--kind", "tap", "--device", "extra"]
 
 
@@ -134,6 +138,58 @@ def test_the_store_fails_under_traffic(topology: Topology, paths: list[tuple[Nod
         wait_until("all records to be there", lambda: len(store.records(topology)) == 6, STEP_S)
     for host in topology.hosts:
         assert host.file(".log").stat().st_size - logged[host.name] < 5_000, "a failing store does not fill the log"
+
+
+@contextlib.contextmanager
+def partitioned(topology: Topology, *hosts: Node) -> Iterator[None]:
+    """Has the store hear nothing of these hosts, as on a wire that is cut: nobody is told."""
+    namespace = topology.hosts[0].namespace
+    nft = ["ip", "netns", "exec", namespace, "nft"]
+    sources = ", ".join(host.address for host in hosts)
+    rule = f"ip saddr {{ {sources} }} tcp dport {store.PORT} drop"
+    run([*nft, f"table ip cut {{ chain in {{ type filter hook input priority 0; {rule}; }}; }}"])
+    try:
+        yield
+    finally:
+        run([*nft, "delete table ip cut"])
+
+
+def test_the_store_is_partitioned_under_traffic(topology: Topology, paths: list[tuple[Node, Node]]):
+    """For longer than leases last, while the store moves on and forgets how: nothing is lost, all is there soon."""
+    host, home = topology.hosts[0], topology.find("h1c1")
+    mac = "52:54:00:77:00:03"
+    wait_for_step(topology)
+    with pinging(*paths, seconds=PARTITION_S + 9):
+        with partitioned(topology, *topology.hosts[1:]):
+            daemon.vnet(host, "interface", "add", "extra", *EXTRA, "--mac", mac, "--netns", home.namespace)
+            for other in topology.hosts[1:]:
+                gone = f"/vnet/v1/1/hosts/{other.name}"
+                wait_until(
+                    f"the store to forget {other.name}",
+                    lambda gone=gone: gone not in store.records(topology),
+                    PARTITION_S,
+                )
+                assert overlay(other)["state"] == "away", "it has noticed"
+            revision = json.loads(store.control(topology, "get", "x", "-w", "json"))["header"]["revision"]
+            store.control(topology, "compaction", str(revision))
+            for source, destination in paths:
+                assert place(*at(topology, source), destination.mac) == [f"link h{destination.host}"]
+        begin = time.monotonic()
+        assert wait_for_step(topology) <= STEP_S
+        wait_until("all records to be there", lambda: len(store.records(topology)) == 7, STEP_S)
+        others = [topology.find("h2c1"), topology.find("h3c1")]
+        wait_until(
+            "the others to know what came meanwhile",
+            lambda: all(place(*at(topology, other), mac) == ["link h1"] for other in others),
+            STEP_S,
+        )
+        assert time.monotonic() - begin <= STEP_S
+    daemon.vnet(host, "interface", "del", "extra")
+
+
+def at(topology: Topology, source: Node) -> tuple[Node, Node]:
+    """A container's host, and the container."""
+    return topology.hosts[source.host - 1], source
 
 
 def test_a_full_store_changes_nothing(topology: Topology, paths: list[tuple[Node, Node]]):
