@@ -384,6 +384,9 @@ pub struct LinkAdd {
     /// vxlan: multicast group for flooded frames
     #[arg(long, value_name = "ADDRESS")]
     group: Option<String>,
+    /// vxlan: whether streams go by the kernel's VXLAN driver, where it can be had [default: true]
+    #[arg(long, value_name = "BOOL")]
+    offload: Option<bool>,
     /// stream: SOCKS 5 proxy that connects, as in socks5://127.0.0.1:9050
     #[arg(long, value_name = "URL")]
     proxy: Option<String>,
@@ -496,6 +499,7 @@ impl LinkAdd {
             ("encapsulation", value(&self.encapsulation)),
             ("flood", value(&self.flood)),
             ("group", value(&self.group)),
+            ("offload", value(&self.offload)),
             ("proxy", value(&self.proxy)),
             ("connect", value(&self.connect)),
             ("networks", value(&self.networks)),

@@ -200,6 +200,8 @@ pub enum FrameError {
 /// Up to [`BATCH_MAX`] frames and the segments they are made of.
 pub struct Batch {
     frames: Vec<Frame>,
+    /// Frames that it takes.
+    limit: usize,
     segments: Vec<Segment>,
     /// The head of frame `i` at `i * HEAD_MAX`.
     heads: Scratch,
@@ -224,7 +226,13 @@ impl Default for Batch {
 impl Batch {
     /// An empty batch with all its memory.
     pub fn new() -> Batch {
+        Batch::of(BATCH_MAX)
+    }
+
+    /// The same, for at most `limit` frames: 1 to [`BATCH_MAX`].
+    pub fn of(limit: usize) -> Batch {
         Batch {
+            limit: limit.clamp(1, BATCH_MAX),
             frames: Vec::with_capacity(BATCH_MAX),
             // Pages of it that are never needed are never touched.
             segments: Vec::with_capacity(BATCH_MAX * SEGMENTS_MAX),
@@ -259,10 +267,16 @@ impl Batch {
         self.frames.is_empty()
     }
 
+    /// Frames that it takes, at least 1.
+    #[inline]
+    pub fn limit(&self) -> usize {
+        self.limit
+    }
+
     /// True when no frame can be added.
     #[inline]
     pub fn is_full(&self) -> bool {
-        self.frames.len() == BATCH_MAX
+        self.frames.len() == self.limit
     }
 
     /// Forgets all frames; keeps the memory.
@@ -305,7 +319,7 @@ impl Batch {
     #[inline]
     pub fn spare(&mut self, len: usize) -> Option<&mut [u8]> {
         let room = self.arena_used..self.arena.len();
-        (room.len() >= len && self.frames.len() < BATCH_MAX).then(|| self.arena.bytes_mut(room))
+        (room.len() >= len && self.frames.len() < self.limit).then(|| self.arena.bytes_mut(room))
     }
 
     /// Makes a frame of bytes `skip..len` of the room that [`Batch::spare`] gave.
@@ -352,7 +366,7 @@ impl Batch {
     /// When the batch is full: ask [`Batch::is_full`] first.
     #[inline]
     pub fn begin(&mut self) -> Builder<'_> {
-        assert!(!self.is_full(), "batch of {BATCH_MAX} frames is full");
+        assert!(!self.is_full(), "batch of {} frames is full", self.limit);
         let first = self.segments.len();
         // The head's place. Empty until `finish` knows the bytes.
         self.segments.push(Segment::new(std::ptr::null(), 0));

@@ -24,6 +24,7 @@ pub mod dispatch;
 pub mod frame;
 pub mod interface;
 pub mod link;
+mod netlink;
 pub mod poll;
 pub mod route;
 mod scratch;

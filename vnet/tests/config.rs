@@ -223,7 +223,7 @@ fn tunnels_and_the_local_network_are_understood() {
     );
     let flood = vec!["10.0.0.3".parse().unwrap(), "10.0.0.4".parse().unwrap()];
     let group = "239.1.1.1".parse().ok();
-    assert_eq!(fabric.spec.tunnel, Tunnel::Vxlan(VxlanOptions { flood, group }));
+    assert_eq!(fabric.spec.tunnel, Tunnel::Vxlan(VxlanOptions { flood, group, offload: true }));
     let destination = Destination::Address("10.0.0.5:9001".parse().unwrap());
     assert_eq!(near.spec.tunnel, Tunnel::Stream(StreamOptions { destination, proxy: None, connect: false }));
     let credentials = Some(Credentials { user: "me".into(), password: "se:cret".into() });

@@ -106,6 +106,7 @@ impl Host {
             yield_strategy,
             sleep_us: 50,
             nowork_us: 200,
+            burst: 64,
             listen: "127.0.0.1:0".parse().unwrap(),
             ports: 1,
             vxlan_listen: None,

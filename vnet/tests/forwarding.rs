@@ -42,6 +42,7 @@ impl Host {
             yield_strategy: strategy,
             sleep_us: 50,
             nowork_us: 200,
+            burst: 64,
             listen: "127.0.0.1:0".parse().unwrap(),
             ports,
             vxlan_listen: None,

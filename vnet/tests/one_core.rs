@@ -46,6 +46,7 @@ fn compute_beside(yield_strategy: Strategy) -> (f64, usize) {
         yield_strategy,
         sleep_us: 50,
         nowork_us: 200,
+        burst: 64,
         listen: "127.0.0.1:0".parse().unwrap(),
         ports: 1,
         vxlan_listen: None,

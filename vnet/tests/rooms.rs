@@ -13,10 +13,11 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
         ("scratch", &[]),
         ("copy", &[]),
         ("unix", &[]),
+        ("netlink", &[]),
         ("frame", &["wire", "scratch", "copy"]),
-        ("interface", &["frame", "wire", "poll", "stats", "unix", "copy"]),
+        ("interface", &["frame", "wire", "poll", "stats", "unix", "netlink", "copy"]),
         ("route", &["frame", "wire", "stats"]),
-        ("link", &["frame", "wire", "poll", "stats", "scratch"]),
+        ("link", &["frame", "wire", "poll", "stats", "netlink", "scratch"]),
         ("capture", &["frame", "wire", "stats"]),
         ("dispatch", &["frame", "wire", "poll", "stats", "interface", "route", "link", "capture"]),
         (

@@ -43,6 +43,7 @@ impl Host {
             yield_strategy: Strategy::Block,
             sleep_us: 50,
             nowork_us: 200,
+            burst: 64,
             listen: "127.0.0.1:0".parse().unwrap(),
             ports: dispatchers as u16,
             vxlan_listen: None,

@@ -115,7 +115,7 @@ pub fn router(app: App) -> Router {
         .with_state(app)
 }
 
-/// The engine. A poisoned lock says nothing here: a panic ends the whole process (`panic = "abort"`).
+/// The engine. A poisoned lock says nothing here: a panic ends the whole process (`main.rs`).
 pub fn lock(shared: &Shared) -> MutexGuard<'_, Option<Engine>> {
     shared.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -72,8 +72,8 @@ A configuration with a mistake changes nothing.";
 const AFTER_HELP: &str = "\
 Signals:
   SIGHUP            read the configuration file again and carry out the difference; changes made by
-                    commands meanwhile and not written into the file are undone. [control], [dispatch]
-                    and [bridge] take a restart
+                    commands meanwhile and not written into the file are undone. [control], [dispatch],
+                    [identity], [overlay], and [bridge] but for trusted, take a restart
   SIGTERM, SIGINT   stop: guests see their links go down, sockets and TAP devices are removed
 
 Files:
@@ -98,7 +98,18 @@ Examples:
 /// What requests and signals act on. The engine is taken out when vnetd stops.
 type Shared = Arc<Mutex<Option<Engine>>>;
 
+/// Has a panic of any thread end the whole process. Half a daemon would be worse than one that is started again, which guests
+/// hardly notice.
+fn end_with_a_panic() {
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        report(panic);
+        std::process::abort();
+    }));
+}
+
 fn main() -> ExitCode {
+    end_with_a_panic();
     let args = Args::parse();
     tracing_subscriber::registry()
         .with(

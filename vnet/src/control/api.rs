@@ -306,6 +306,9 @@ pub struct Link {
     /// Source addresses that frames from the other host may have; all when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub macs: Option<Vec<Mac>>,
+    /// vxlan: whether streams go by the kernel's VXLAN driver.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub offload: Option<bool>,
 }
 
 /// One of `GET /v1/routes`; the answer to `POST /v1/routes`.

@@ -19,7 +19,7 @@ use super::table::{Entry, Place, Placed, Problem, Reader, Table, Value, quote};
 use super::tunnel;
 use crate::dispatch::isolation::{Isolation, PRIORITY_MAX};
 use crate::dispatch::yielding::Strategy;
-use crate::frame::{MTU_MAX, NetworkId};
+use crate::frame::{BATCH_MAX, MTU_MAX, NetworkId};
 use crate::interface::tap::DEVICE_NAME_MAX;
 use crate::interface::vhost_user;
 use crate::link::{ANYWHERE, Encapsulation, PORTS_MAX, ZeroCopy};
@@ -207,9 +207,13 @@ fn read_dispatch(table: Table, notes: &mut Notes) -> Item<DispatchSpec> {
     let yield_strategy = reader.word("yield", &YIELDS).map_or(default.yield_strategy, |(_, word)| word);
     let sleep_us = reader.number("sleep_us", 1, US_MAX).unwrap_or(default.sleep_us);
     let nowork_us = reader.number("nowork_us", 0, US_MAX).unwrap_or(default.nowork_us);
+    let burst = reader.number("burst", 1, BATCH_MAX as u32).map_or(default.burst, |n| n as usize);
     let isolation = read_isolation(&mut reader, yield_strategy, cpus.is_empty());
     reader.finish();
-    Item { place, spec: DispatchSpec { threads, cpus, yield_strategy, sleep_us, nowork_us, isolation } }
+    Item {
+        place,
+        spec: DispatchSpec { threads, cpus, yield_strategy, sleep_us, nowork_us, burst, isolation },
+    }
 }
 
 fn read_isolation(reader: &mut Reader<'_>, strategy: Strategy, anywhere: bool) -> Isolation {

@@ -17,7 +17,7 @@ use super::table::Place;
 use super::tunnel;
 use crate::dispatch::isolation::Isolation;
 use crate::dispatch::yielding::Strategy;
-use crate::frame::NetworkId;
+use crate::frame::{BATCH_MAX, NetworkId};
 use crate::interface::tap::Netns;
 use crate::link::identity::IdentityFiles;
 use crate::link::{Encapsulation, Tunnel, ZeroCopy};
@@ -122,6 +122,8 @@ pub struct DispatchSpec {
     pub sleep_us: u32,
     /// T_nowork of VNET/P's adaptive yield, in microseconds.
     pub nowork_us: u32,
+    /// Frames taken at a time.
+    pub burst: usize,
     /// `priority`, `lock_memory`, `busy_poll_us`: how they are kept from being disturbed.
     pub isolation: Isolation,
 }
@@ -134,6 +136,7 @@ impl Default for DispatchSpec {
             yield_strategy: Strategy::Adaptive,
             sleep_us: 50,
             nowork_us: 200,
+            burst: BATCH_MAX,
             isolation: Isolation::default(),
         }
     }

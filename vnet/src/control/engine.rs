@@ -28,7 +28,7 @@ use crate::dispatch::core::{Core, CoreError, CoreOptions};
 use crate::dispatch::mode::Drive;
 use crate::dispatch::setup::{InterfacePort, LinkPort, Parts};
 use crate::dispatch::stream::StreamPort;
-use crate::frame::PortId;
+use crate::frame::{NetworkId, PortId};
 use crate::interface::{Interface, State};
 use crate::link::identity::IdentityStore;
 use crate::link::inquiry::Inbox;
@@ -149,7 +149,7 @@ pub struct Engine {
 impl Engine {
     /// Starts a core and brings it into the desired state.
     pub fn start(desired: Desired) -> Result<Engine, EngineError> {
-        let DispatchSpec { threads, cpus, yield_strategy, sleep_us, nowork_us, isolation } =
+        let DispatchSpec { threads, cpus, yield_strategy, sleep_us, nowork_us, burst, isolation } =
             desired.dispatch.spec.clone();
         let BridgeSpec { listen, ports, vxlan_listen, stream_listen, zero_copy, .. } = desired.bridge.spec;
         let core = Core::start(&CoreOptions {
@@ -158,6 +158,7 @@ impl Engine {
             yield_strategy,
             sleep_us,
             nowork_us,
+            burst,
             listen,
             ports,
             vxlan_listen,
@@ -310,6 +311,7 @@ impl Engine {
             live.link.stop();
             self.retire(&live.stats);
         }
+        self.open_drivers();
         self.tell_addresses();
         self.witness.tell(&plan);
         Ok(plan)
@@ -362,6 +364,22 @@ impl Engine {
         let gone = old.filter_map(|item| self.links.remove(&item.spec.name)).collect();
         self.links.extend(made);
         gone
+    }
+
+    /// Has streams on VXLAN links go by the kernel's driver, where it can be had, beside what else is to be done.
+    fn open_drivers(&self) {
+        let Some(listen) = self.current.bridge.spec.vxlan_listen else { return };
+        let declared = self.current.networks.iter().map(|item| item.spec.id);
+        let networks: Vec<_> = std::iter::once(NetworkId::default()).chain(declared).collect();
+        let links = self.links.values().map(|live| live.link.clone());
+        let links: Vec<_> = links.filter(|link| link.has_drivers().is_some()).collect();
+        if links.is_empty() {
+            return;
+        }
+        let open = move || links.iter().for_each(|link| link.open_drivers(listen.ip(), &networks));
+        if let Err(error) = std::thread::Builder::new().name("vxlan-drivers".into()).spawn(open) {
+            tracing::warn!(%error, "cannot start a thread: streams on VXLAN links are cut by vnetd");
+        }
     }
 
     /// Has open interfaces driven, and their guests notified, as is wanted now. Dispatchers hear of it with the next setup.

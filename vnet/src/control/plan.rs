@@ -187,6 +187,7 @@ pub fn restart_needed(current: &Desired, desired: &Desired) -> Vec<Problem> {
         for (key, is, wanted) in [
             ("ports", u32::from(is.spec.ports), u32::from(wanted.spec.ports)),
             ("rekey_s", is.spec.rekey_s, wanted.spec.rekey_s),
+            ("meetings", u32::from(is.spec.meetings), u32::from(wanted.spec.meetings)),
         ] {
             if is != wanted {
                 fixed(place, "bridge", format!("{key} changes from {is} to {wanted}"));

@@ -188,6 +188,7 @@ fn what_is_fixed_while_vnetd_runs_takes_a_restart() {
         ),
         ("[control]\nsocket = \"/x\"", "f:3: [control] socket changes from /run/vnet/vnet.sock to /x, which"),
         ("[bridge]\nrekey_s = 60", "f:3: [bridge] rekey_s changes from 3600 to 60, which"),
+        ("[bridge]\nmeetings = 2", "f:3: [bridge] meetings changes from 0 to 2, which"),
         (
             "[identity]\nca = \"/a\"\ncertificate = \"/b\"\nkey = \"/c\"",
             "f:3: [identity] names other files (to renew a certificate, replace those that are there), which",

@@ -97,6 +97,8 @@ pub struct NewLink {
     pub flood: Option<Vec<String>>,
     /// vxlan: IPv4 multicast group for flooded frames.
     pub group: Option<String>,
+    /// vxlan: streams go by the kernel's VXLAN driver, where it can be had; true when absent.
+    pub offload: Option<bool>,
     /// stream: this side connects; false: it waits.
     pub connect: Option<bool>,
     /// stream: `socks5://[USER:PASSWORD@]ADDRESS:PORT`, which connects.

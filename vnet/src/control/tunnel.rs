@@ -25,7 +25,7 @@ pub(super) fn read(
     remote: Option<Placed<String>>,
 ) -> (Option<SocketAddr>, Tunnel) {
     if encapsulation != Encapsulation::Vxlan {
-        reader.refuse(&["flood", "group"], "has a meaning for encapsulation vxlan only");
+        reader.refuse(&["flood", "group", "offload"], "has a meaning for encapsulation vxlan only");
     }
     if encapsulation != Encapsulation::Stream {
         reader.refuse(&["proxy", "connect"], "has a meaning for encapsulation stream only");
@@ -47,7 +47,8 @@ pub(super) fn read(
 }
 
 fn read_vxlan(reader: &mut Reader<'_>) -> VxlanOptions {
-    let mut options = VxlanOptions::default();
+    let offload = reader.flag("offload").is_none_or(|(_, flag)| flag);
+    let mut options = VxlanOptions { offload, ..VxlanOptions::default() };
     if let Some((place, texts)) = reader.texts("flood") {
         if texts.len() > FLOOD_MAX {
             let text =
@@ -143,7 +144,7 @@ fn read_proxy(reader: &mut Reader<'_>, (place, text): Placed<String>) -> Option<
 pub(super) fn carries_one(encapsulation: Encapsulation, tunnel: &Tunnel) -> Option<&'static str> {
     match (encapsulation, tunnel) {
         (Encapsulation::Vnet, _) => Some("the vnet encapsulation carries no network number"),
-        (_, Tunnel::Vxlan(VxlanOptions { flood, group })) if !flood.is_empty() || group.is_some() => {
+        (_, Tunnel::Vxlan(VxlanOptions { flood, group, .. })) if !flood.is_empty() || group.is_some() => {
             Some("a vxlan link with flood or group is one network's")
         }
         _ => None,
@@ -223,12 +224,13 @@ impl fmt::Display for Shown<'_> {
                 let guests: Vec<_> = guests.iter().map(|(mac, port)| format!("{mac}@{port}")).collect();
                 write!(f, ", direct {}", guests.join(" "))
             }
-            Tunnel::Vxlan(VxlanOptions { flood, group }) => {
+            Tunnel::Vxlan(VxlanOptions { flood, group, offload }) => {
                 if !flood.is_empty() {
                     let flood: Vec<_> = flood.iter().map(ToString::to_string).collect();
                     write!(f, ", flood {}", flood.join(" "))?;
                 }
-                group.map_or(Ok(()), |group| write!(f, ", group {group}"))
+                group.map_or(Ok(()), |group| write!(f, ", group {group}"))?;
+                f.write_str(if *offload { "" } else { ", offload off" })
             }
             Tunnel::Stream(StreamOptions { proxy, connect, .. }) => {
                 if let Some(proxy) = proxy {

@@ -122,6 +122,7 @@ impl Engine {
                 traffic: (&**link).into(),
                 peer,
                 macs: spec.security.macs.clone(),
+                offload: link.has_drivers(),
                 heard_s: heard_s.or_else(|| link.stream_heard_s()),
             })
         };

@@ -38,6 +38,8 @@ pub struct CoreOptions {
     pub sleep_us: u32,
     /// `T_nowork` in microseconds.
     pub nowork_us: u32,
+    /// Frames taken from an interface, and messages from a socket, at a time: 1 to [`crate::frame::BATCH_MAX`].
+    pub burst: usize,
     /// Where links' datagrams arrive: the first port.
     pub listen: SocketAddr,
     /// How many ports, from that one on.
@@ -180,7 +182,7 @@ impl Core {
     fn spawn(&mut self, id: usize, bridge: Bridge, options: &CoreOptions) -> Result<(), CoreError> {
         let yielder = Yielder::new(options.yield_strategy, options.sleep_us, options.nowork_us);
         options.isolation.apply_to_sockets(bridge.rx.fds(), self.shared.poller(id));
-        let dispatcher = Dispatcher::new(id, self.shared.clone(), bridge, yielder)?;
+        let dispatcher = Dispatcher::new(id, self.shared.clone(), bridge, yielder, options.burst)?;
         let (isolation, cpu) = (options.isolation, options.cpus.get(id % options.cpus.len().max(1)).copied());
         let (report, pinned) = std::sync::mpsc::channel();
         let thread = std::thread::Builder::new().name(format!("dispatch-{id}")).spawn(move || {

@@ -47,7 +47,7 @@ use self::forward::Forwarder;
 use self::served::Served;
 use self::setup::{Port, Setup};
 use self::yielding::{Idle, Yielder};
-use crate::frame::{BATCH_MAX, Batch, PortId};
+use crate::frame::{Batch, PortId};
 use crate::link::{Direct, Receiver};
 use crate::poll::Poller;
 use crate::route::Router;
@@ -142,6 +142,7 @@ impl Dispatcher {
         shared: Arc<Shared>,
         bridge: crate::link::Bridge,
         yielder: Yielder,
+        burst: usize,
     ) -> std::io::Result<Dispatcher> {
         let poller = shared.poller(id).clone();
         for (token, fd) in (SOCKET..).zip(bridge.rx.fds()) {
@@ -161,13 +162,13 @@ impl Dispatcher {
             forwarder,
             setup,
             sockets_ready: vec![true; bridge.rx.fds().count()],
-            receiver: bridge.rx,
+            receiver: bridge.rx.taking(burst),
             vxlan_ready: bridge.vxlan_rx.is_some(),
-            vxlan: bridge.vxlan_rx,
+            vxlan: bridge.vxlan_rx.map(|rx| rx.taking(burst)),
             directs: Vec::new(),
             served: Vec::new(),
             by_token: HashMap::new(),
-            batch: Batch::new(),
+            batch: Batch::of(burst),
             yielder,
             clock: BusyClock::new(shared.started()),
             stats: shared.dispatcher_stats()[id].clone(),
@@ -211,7 +212,7 @@ impl Dispatcher {
     /// Tells the yield strategy, and whoever reads the counters, what was moved since they were told last.
     fn tally(&mut self) {
         let work = std::mem::take(&mut self.forwarder.work);
-        self.yielder.worked(work.bytes);
+        self.yielder.worked(work.bytes, self.clock.now);
         self.clock.publish(&self.stats);
     }
 
@@ -229,7 +230,7 @@ impl Dispatcher {
                 served.interface.receive(served.queue, &mut self.batch, &mut |batch| forwarder.run(batch));
             served.looked(taken, now);
             busy |= taken > 0;
-            drained &= taken < BATCH_MAX;
+            drained &= taken < self.batch.limit();
         }
         let sockets = self.sockets_ready.iter_mut().enumerate();
         let bridge = sockets.map(|(socket, ready)| (false, socket, ready));

@@ -1,8 +1,8 @@
 //! What a dispatcher does when there is nothing to do (VNET/P section 4.8).
 //!
 //! Spinning answers the next frame soonest and takes a core from guests; sleeping costs nothing and answers late. The
-//! adaptive strategy spins for `T_nowork` after the last frame, then sleeps for `T_sleep` between looks as long as a queue
-//! is VMM-driven, and blocks until somebody notifies once none is: an idle daemon costs nothing. It blocks instead of
+//! adaptive strategy spins for `T_nowork` after the last frame (ten times that where frames come that regularly), then sleeps
+//! for `T_sleep` between looks as long as a queue is VMM-driven, and blocks until somebody notifies once none is: an idle daemon costs nothing. It blocks instead of
 //! spinning
 //!
 //! - while much is moved: a stream's ends need the core more than its frames need to be met at once;
@@ -39,6 +39,9 @@ impl FromStr for Strategy {
     }
 }
 
+/// How many times `T_nowork` is spun where questions come that regularly: what has just had to wait for a dispatcher to wake up will
+/// most likely come again after as long. Exchanges with up to so long a computation between them are met at once.
+const PATIENCE: u32 = 10;
 /// A yield that takes longer has let a computation run.
 const CONTENDED_YIELD: Duration = Duration::from_micros(100);
 /// How long a contended core is not spun on.
@@ -64,6 +67,8 @@ pub(super) struct Yielder {
     strategy: Strategy,
     sleep: Duration,
     no_work: Duration,
+    /// For how long it is spun at present: `no_work`, or [`PATIENCE`] times that.
+    reach: Duration,
     idle_since: Option<Instant>,
     /// Until when the core counts as wanted by others.
     contended_until: Option<Instant>,
@@ -79,6 +84,7 @@ impl Yielder {
             strategy,
             sleep: Duration::from_micros(sleep_us.into()),
             no_work: Duration::from_micros(nowork_us.into()),
+            reach: Duration::from_micros(nowork_us.into()),
             idle_since: None,
             contended_until: None,
             window_bytes: 0,
@@ -87,10 +93,18 @@ impl Yielder {
         }
     }
 
-    /// Turns had work: so many bytes were moved.
+    /// Turns had work, the first of them at `now`: so many bytes were moved.
     #[inline]
-    pub(super) fn worked(&mut self, bytes: u64) {
-        self.idle_since = None;
+    pub(super) fn worked(&mut self, bytes: u64, now: Instant) {
+        if let Some(since) = self.idle_since.take() {
+            let pause = now.saturating_duration_since(since);
+            let patient = self.no_work * PATIENCE;
+            if pause > patient {
+                self.reach = self.no_work;
+            } else if pause > self.reach {
+                self.reach = patient;
+            }
+        }
         self.window_bytes += bytes;
     }
 
@@ -108,7 +122,7 @@ impl Yielder {
 
     /// True when nothing has happened for so long that timers may run slowly.
     pub(super) fn is_quiet(&self) -> bool {
-        self.idle_since.is_some_and(|since| since.elapsed() >= self.no_work)
+        self.idle_since.is_some_and(|since| since.elapsed() >= self.reach)
     }
 
     /// A turn had no work. `polled` says that some queue has to be looked at, since its guest does not notify.
@@ -121,7 +135,7 @@ impl Yielder {
             Strategy::Adaptive => {
                 self.judge_load(now);
                 let contended = self.contended_until.is_some_and(|until| now < until);
-                if now.saturating_duration_since(since) < self.no_work {
+                if now.saturating_duration_since(since) < self.reach {
                     if self.streaming || contended { Idle::Block } else { Idle::Spin }
                 } else if polled {
                     Idle::Sleep(self.sleep)
@@ -152,7 +166,7 @@ mod tests {
         assert_eq!(yielder.idle(start, false), Idle::Spin);
         assert_eq!(yielder.idle(at(199), false), Idle::Spin);
         assert_eq!(yielder.idle(at(200), false), Idle::Block);
-        yielder.worked(60);
+        yielder.worked(60, at(300));
         assert_eq!(yielder.idle(at(300), false), Idle::Spin);
     }
 
@@ -178,11 +192,11 @@ mod tests {
         yielder.yielded(at(1), at(90));
         assert_eq!(yielder.idle(at(90), false), Idle::Spin);
         yielder.yielded(at(90), at(200));
-        yielder.worked(60);
+        yielder.worked(60, at(200));
         assert_eq!(yielder.idle(at(200), false), Idle::Block);
-        yielder.worked(60);
+        yielder.worked(60, at(2150));
         assert_eq!(yielder.idle(at(2150), false), Idle::Block);
-        yielder.worked(60);
+        yielder.worked(60, at(2201));
         assert_eq!(yielder.idle(at(2201), false), Idle::Spin);
     }
 
@@ -192,17 +206,37 @@ mod tests {
         let start = Instant::now();
         let at = |us| start + Duration::from_micros(us);
         assert_eq!(yielder.idle(start, false), Idle::Spin);
-        yielder.worked(1 << 20);
+        yielder.worked(1 << 20, at(500));
         assert_eq!(yielder.idle(at(500), false), Idle::Spin, "too early to tell");
-        yielder.worked(1 << 20);
+        yielder.worked(1 << 20, at(1000));
         assert_eq!(yielder.idle(at(1000), false), Idle::Block);
         // Over: questions and answers again.
         for us in (1100..2000).step_by(100) {
-            yielder.worked(100);
+            yielder.worked(100, at(us));
             assert_eq!(yielder.idle(at(us), false), Idle::Block);
         }
-        yielder.worked(100);
+        yielder.worked(100, at(2000));
         assert_eq!(yielder.idle(at(2000), false), Idle::Spin);
+    }
+
+    #[test]
+    fn adaptive_waits_longer_for_what_comes_regularly() {
+        let mut yielder = Yielder::new(Strategy::Adaptive, 50, 200);
+        let start = Instant::now();
+        let at = |us| start + Duration::from_micros(us);
+        // Once a millisecond: only the first one finds it asleep.
+        assert_eq!(yielder.idle(at(0), false), Idle::Spin);
+        assert_eq!(yielder.idle(at(999), false), Idle::Block);
+        for ms in 1..4 {
+            yielder.worked(60, at(1000 * ms));
+            assert_eq!(yielder.idle(at(1000 * ms + 1), false), Idle::Spin);
+            assert_eq!(yielder.idle(at(1000 * ms + 999), false), Idle::Spin);
+        }
+        // It gives up, and after a long pause begins as it began.
+        assert_eq!(yielder.idle(at(5001), false), Idle::Block);
+        yielder.worked(60, at(9000));
+        assert_eq!(yielder.idle(at(9001), false), Idle::Spin);
+        assert_eq!(yielder.idle(at(9999), false), Idle::Block);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::{Interface, State, exceeds_mtu, refusal};
-use crate::frame::{BATCH_MAX, Batch, Origin, Segment};
+use crate::frame::{Batch, Origin, Segment};
 use crate::poll::Waker;
 use crate::stats::{DropReason, PortStats};
 use crate::wire::offload::{Accepts, Offload};
@@ -99,7 +99,7 @@ impl Interface for Fake {
         }
         let taken: Vec<OwnedFrame> = {
             let mut queues = self.queues();
-            let count = queues.from_guest.len().min(BATCH_MAX);
+            let count = queues.from_guest.len().min(batch.limit());
             queues.from_guest.drain(..count).collect()
         };
         for (bytes, offload) in &taken {

@@ -295,7 +295,7 @@ impl Interface for Local {
             return 0;
         }
         let mut burst = self.burst.lock().unwrap_or_else(PoisonError::into_inner);
-        let received = burst.receive(&self.socket);
+        let received = burst.receive(&self.socket, batch.limit());
         self.drained.store(received.emptied, Relaxed);
         if received.unreadable > 0 {
             // The kernel cannot describe them by virtio-net metadata, and has dropped them.

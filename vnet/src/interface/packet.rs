@@ -211,8 +211,9 @@ impl Burst {
         }
     }
 
-    /// Receives what is waiting.
-    pub(super) fn receive(&mut self, socket: &OwnedFd) -> Received {
+    /// Receives what is waiting, at most `limit` packets.
+    pub(super) fn receive(&mut self, socket: &OwnedFd, limit: usize) -> Received {
+        let count = limit.min(PACKETS) as libc::c_uint;
         for (index, place) in self.memory.chunks_exact_mut(PLACE).enumerate() {
             let frame = &mut place[ROOM..];
             self.slices[index] = [
@@ -232,11 +233,9 @@ impl Burst {
         // Every error but "empty" takes a packet away, or is told once.
         for _ in 0..PACKETS {
             let (fd, headers) = (socket.as_raw_fd(), self.headers.as_mut_ptr());
-            // SAFETY: each of the PACKETS headers points to a name, two slices of buffers, and a control message of `self`, all
+            // SAFETY: each of the at most PACKETS headers points to a name, two slices of buffers, and a control message of `self`, all
             // writable for the lengths told.
-            let got = unsafe {
-                libc::recvmmsg(fd, headers, PACKETS as libc::c_uint, libc::MSG_DONTWAIT, std::ptr::null_mut())
-            };
+            let got = unsafe { libc::recvmmsg(fd, headers, count, libc::MSG_DONTWAIT, std::ptr::null_mut()) };
             if got >= 0 {
                 received.packets = got as usize;
                 received.emptied = received.packets == 0;

@@ -17,15 +17,13 @@ use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use netlink_packet_core::{NLM_F_ACK, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload};
 use netlink_packet_route::RouteNetlinkMessage;
 use netlink_packet_route::link::{LinkAttribute, LinkFlags, LinkMessage};
-use netlink_sys::protocols::NETLINK_ROUTE;
-use netlink_sys::{Socket, SocketAddr};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use super::{Interface, State};
-use crate::frame::{BATCH_MAX, Batch, FRAME_MAX, Origin, SEGMENTS_MAX};
+use crate::frame::{Batch, FRAME_MAX, Origin, SEGMENTS_MAX};
+use crate::netlink::Netlink;
 use crate::poll::Waker;
 use crate::stats::{DropReason, PortStats};
 use crate::wire::ethernet::{HEADER_LEN, Mac};
@@ -207,7 +205,7 @@ impl Tap {
         queue.drained.store(false, Relaxed);
         let (mut taken, mut bytes_taken) = (0, 0);
         // Refused frames and failed reads use no place in the batch, so tries are bounded apart.
-        for _ in 0..BATCH_MAX {
+        for _ in 0..batch.limit() {
             let Some(room) = batch.spare(ROOM) else { break };
             let len = match (&queue.file).read(&mut room[..ROOM]) {
                 Ok(len) => len,
@@ -508,24 +506,5 @@ fn configure(options: &TapOptions, existed: bool) -> io::Result<()> {
         link.header.flags = LinkFlags::Up;
         link.header.change_mask = LinkFlags::Up;
     }
-    set_link(link)
-}
-
-/// Carries out one RTM_SETLINK (rtnetlink(7)) and waits for the kernel's answer.
-fn set_link(link: LinkMessage) -> io::Result<()> {
-    let mut message = NetlinkMessage::from(RouteNetlinkMessage::SetLink(link));
-    message.header.flags = NLM_F_REQUEST | NLM_F_ACK;
-    message.finalize();
-    let mut bytes = vec![0; message.buffer_len()];
-    message.serialize(&mut bytes);
-    let mut socket = Socket::new(NETLINK_ROUTE)?;
-    socket.bind_auto()?;
-    socket.connect(&SocketAddr::new(0, 0))?;
-    socket.send(&bytes, 0)?;
-    let (answer, _) = socket.recv_from_full()?;
-    let answer = NetlinkMessage::<RouteNetlinkMessage>::deserialize(&answer).map_err(io::Error::other)?;
-    match answer.payload {
-        NetlinkPayload::Error(error) if error.code.is_some() => Err(error.to_io()),
-        _ => Ok(()),
-    }
+    Netlink::new()?.change(RouteNetlinkMessage::SetLink(link), 0)
 }

@@ -9,6 +9,9 @@
 //! Other frames than TCP that the path does not carry in one packet: a `vnet` peer gets them in IP fragments, as VNET/P's peers
 //! always did; a VTEP must not send fragments (RFC 7348 section 4.3), so on a `vxlan` link they are dropped and counted.
 
+use std::sync::atomic::Ordering::Relaxed;
+
+use super::driver::{self, Sent};
 use super::gather::Gather;
 use super::send::Sender;
 use super::udp::{Name, Socket};
@@ -19,7 +22,10 @@ use crate::wire::segment::{self, Cut};
 use crate::wire::{flow, vxlan};
 
 /// Offset of TCP's checksum in its header.
-const TCP_CHECKSUM: u16 = 16;
+pub(super) const TCP_CHECKSUM: u16 = 16;
+
+/// A way that is no source port, but a device of the kernel's VXLAN driver: its number and this.
+const DRIVEN: u8 = super::vxlan::PORTS as u8;
 
 /// Where datagrams of one call go, and how they are made.
 struct Way<'a> {
@@ -78,7 +84,6 @@ impl<'a> Way<'a> {
     /// One frame, whatever it needs.
     fn put(&self, gather: &mut Gather, batch: &Batch, frame: &Frame) {
         let offload = &frame.offload;
-        let fits = frame.len() <= self.room;
         if offload.is_none() {
             if frame.len() > self.most {
                 return self.drop_frame(DropReason::MtuExceeded);
@@ -87,7 +92,7 @@ impl<'a> Way<'a> {
             self.put_header(gather, frame);
             batch.segments(frame).iter().for_each(|segment| gather.slice(*segment));
             self.end(gather, frame.len());
-        } else if offload.gso_type != 0 || (!fits && offload.csum_offset == TCP_CHECKSUM) {
+        } else if driver::must_be_cut(frame, self.room) {
             match Cut::new(batch.head(frame), frame.len(), offload, self.room) {
                 Ok(cut) => self.put_segments(gather, batch, frame, &cut),
                 Err(_) => self.drop_frame(DropReason::Unsegmentable),
@@ -148,26 +153,41 @@ impl Sender {
         let (Some(ports), Some(vteps)) = (&self.vxlan, &link.vteps) else {
             return link.stats.drop_frames(DropReason::SendFailed, which.len() as u64);
         };
+        let room = link.udp_payload() - vxlan::HEADER_LEN;
+        // Without a route the driver would not say so.
+        let drivers = link.drivers.as_ref().filter(|_| link.route_error.load(Relaxed) == 0);
         self.ways.clear();
         for &index in which {
             let frame = batch.frame(usize::from(index));
-            let port = (flow::hash(batch.head(frame)) as usize % ports.len()) as u8;
+            let hash = flow::hash(batch.head(frame));
+            let flow = hash as usize % ports.len();
             let destinations = vteps.destinations(frame);
             link.stats.copies.add(destinations.len() as u64 - 1);
-            self.ways.extend(destinations.map(|vtep| (vtep, port, index)));
+            let streams = &mut self.streams;
+            let drivers =
+                drivers.filter(|_| streams.go_by_driver(link, hash, batch, frame, room, self.ticked_ms));
+            self.ways.extend(destinations.map(|vtep| {
+                let driver = drivers.and_then(|drivers| drivers.find(frame.network, vtep));
+                (vtep, driver.map_or(flow as u8, |number| DRIVEN + number), index)
+            }));
         }
         // Frames of one flow have one source port: their order stays.
         self.ways.sort_unstable();
         for run in self.ways.chunk_by(|a, b| (a.0, a.1) == (b.0, b.1)) {
             let (vtep, port, _) = run[0];
-            let socket = ports.socket(usize::from(port));
+            let driver = link.drivers.as_ref().and_then(|drivers| drivers.get(port.checked_sub(DRIVEN)?));
+            let socket = ports.socket(if driver.is_some() { 0 } else { usize::from(port) });
             let Some(name) = vteps.name(vtep, socket) else {
                 link.stats.drop_frames(DropReason::SendFailed, run.len() as u64);
                 continue;
             };
             let way = Way::new(link, socket, name);
             for &(_, _, index) in run {
-                way.put(&mut self.gather, batch, batch.frame(usize::from(index)));
+                let frame = batch.frame(usize::from(index));
+                let sent = driver.map(|driver| driver.send(&link.stats, batch, frame, room));
+                if !matches!(sent, Some(Sent::Done)) {
+                    way.put(&mut self.gather, batch, frame);
+                }
             }
             way.flush(&mut self.gather);
         }

@@ -41,6 +41,7 @@ use crate::wire::native::HOPS_MAX;
 mod bare;
 pub mod courier;
 mod direct;
+mod driver;
 mod errqueue;
 pub mod fake;
 #[cfg(feature = "test-util")]
@@ -222,6 +223,8 @@ pub struct Link {
     place: Place,
     /// Of a VXLAN link.
     vteps: Option<Vteps>,
+    /// Of the same, unless it is told to do without.
+    drivers: Option<driver::Drivers>,
     /// Of a stream link.
     stream: Option<Stream>,
     /// Of a sealed link.
@@ -275,6 +278,8 @@ impl Link {
             (_, Encapsulation::Vxlan) => Some(Vteps::new(options.remote, &VxlanOptions::default())),
             _ => None,
         };
+        let offload = !matches!(&options.tunnel, Tunnel::Vxlan(VxlanOptions { offload: false, .. }));
+        let drivers = (vteps.is_some() && offload).then(driver::Drivers::default);
         let Security { mut peer, mut macs, via } = security;
         // A sealed stream has TLS, not keys of its own.
         let stream = stream::of(&options.tunnel, &mut peer);
@@ -284,6 +289,7 @@ impl Link {
             id: LINKS.fetch_add(1, Relaxed),
             port,
             place: Place::new(&options, place::follows(&options, peer.is_some())),
+            drivers,
             vteps,
             stream,
             seal: peer.map(|peer| Box::new(Seal::new(peer))),

@@ -65,6 +65,8 @@ pub struct Receiver {
     held: Vec<Whole>,
     /// For the socket of VXLAN links, which know their peers by address alone.
     vxlan: bool,
+    /// Messages taken at a time.
+    at_once: usize,
     /// Multicast groups, where this receiver is the one that joins them.
     groups: Option<(Groups, RouteProbe)>,
     /// For each datagram that came by a sealed link in this burst, in order: whether it could be opened.
@@ -88,10 +90,17 @@ impl Receiver {
             unsettled: Vec::new(),
             held: Vec::new(),
             vxlan: false,
+            at_once: MESSAGES,
             groups: None,
             opened: Vec::new(),
             landing: Landing::new(),
         }
+    }
+
+    /// Has it take at most `burst` messages at a time.
+    pub fn taking(mut self, burst: usize) -> Receiver {
+        self.at_once = burst.clamp(1, MESSAGES);
+        self
     }
 
     /// Makes it the receiver of VXLAN links; `groups` says whether it is the one that joins multicast groups.
@@ -144,9 +153,9 @@ impl Receiver {
         now_ms: u64,
         run: &mut dyn FnMut(&Batch),
     ) -> Received {
-        let messages = self.burst.receive(socket);
+        let messages = self.burst.receive(socket, self.at_once);
         // The kernel looks until the burst is full or nothing is left.
-        let emptied = messages < MESSAGES;
+        let emptied = messages < self.at_once;
         let datagrams =
             if messages == 0 { 0 } else { self.work(socket, messages, peers, batch, now_ms, run) };
         Received { datagrams, emptied }
@@ -624,8 +633,8 @@ impl Burst {
         }
     }
 
-    /// Receives what is waiting; returns the number of messages.
-    fn receive(&mut self, socket: &Socket) -> usize {
+    /// Receives what is waiting, at most `limit` messages; returns their number.
+    fn receive(&mut self, socket: &Socket, limit: usize) -> usize {
         let buffers = self.memory.chunks_exact_mut(BUFFER_LEN);
         for (index, buffer) in buffers.enumerate() {
             self.slices[index] = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
@@ -642,13 +651,13 @@ impl Burst {
         loop {
             let fd = socket.as_fd().as_raw_fd();
             let headers = self.headers.as_mut_ptr();
-            // SAFETY: each of the MESSAGES headers points to a name, a slice of a buffer, and a control message of `self`,
+            // SAFETY: each of the at most MESSAGES headers points to a name, a slice of a buffer, and a control message of `self`,
             // all writable for the lengths told.
             let got = unsafe {
                 libc::recvmmsg(
                     fd,
                     headers,
-                    MESSAGES as libc::c_uint,
+                    limit.min(MESSAGES) as libc::c_uint,
                     libc::MSG_DONTWAIT,
                     std::ptr::null_mut(),
                 )

@@ -25,6 +25,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
+use super::driver::Streams;
 use super::gather::{Gather, TooBig};
 use super::path::PATH_MTU_FALLBACK;
 use super::reassembly::FRAGMENTS_MAX;
@@ -82,13 +83,15 @@ pub struct Sender {
     pub(super) routes: RouteProbe,
     /// What VXLAN is sent from, where it is listened for.
     pub(super) vxlan: Option<SourcePorts>,
+    /// Which flows on VXLAN links have frames to be cut.
+    pub(super) streams: Streams,
     /// Frames of a call on a VXLAN link: the VTEP's number, the source port, the index in the batch.
     pub(super) ways: Vec<(u16, u8, u16)>,
     /// Speed in Mbit/s that the sockets' buffers are sized for; 0 before any path's is known.
     mbps: u32,
     /// Where the next tick goes on in the list of links, and when the last one was.
     next_link: usize,
-    ticked_ms: u64,
+    pub(super) ticked_ms: u64,
 }
 
 impl Sender {
@@ -108,6 +111,7 @@ impl Sender {
             cut,
             routes,
             vxlan: None,
+            streams: Streams::new(),
             ways: Vec::with_capacity(BATCH_MAX),
             by_guest: (0..=DIRECT_MAX).map(|_| Vec::with_capacity(BATCH_MAX)).collect(),
             mbps: 0,

@@ -9,13 +9,11 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-use netlink_packet_core::{NLM_F_REQUEST, NetlinkMessage, NetlinkPayload};
 use netlink_packet_route::route::{RouteAttribute, RouteMessage};
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
-use netlink_sys::Socket;
-use netlink_sys::protocols::NETLINK_ROUTE;
 
 use super::udp::check;
+use crate::netlink::Netlink;
 
 /// Milliseconds of a path's full speed that a buffer holds: three time slices of other threads, as the kernel's scheduler
 /// gives them by default (about 3 ms).
@@ -52,18 +50,8 @@ fn device(remote: IpAddr) -> io::Result<u32> {
         IpAddr::V6(_) => (AddressFamily::Inet6, 128),
     };
     route.attributes.push(RouteAttribute::Destination(remote.into()));
-    let mut message = NetlinkMessage::from(RouteNetlinkMessage::GetRoute(route));
-    message.header.flags = NLM_F_REQUEST;
-    message.finalize();
-    let mut bytes = vec![0; message.buffer_len()];
-    message.serialize(&mut bytes);
-    let mut socket = Socket::new(NETLINK_ROUTE)?;
-    socket.bind_auto()?;
-    socket.connect(&netlink_sys::SocketAddr::new(0, 0))?;
-    socket.send(&bytes, 0)?;
-    let (answer, _) = socket.recv_from_full()?;
-    let answer = NetlinkMessage::<RouteNetlinkMessage>::deserialize(&answer).map_err(io::Error::other)?;
-    let NetlinkPayload::InnerMessage(RouteNetlinkMessage::NewRoute(route)) = answer.payload else {
+    let RouteNetlinkMessage::NewRoute(route) = Netlink::new()?.ask(RouteNetlinkMessage::GetRoute(route))?
+    else {
         return Err(io::ErrorKind::NetworkUnreachable.into());
     };
     let index = route.attributes.iter().find_map(|attribute| match attribute {

@@ -103,6 +103,7 @@ impl Bridge {
 }
 
 /// A bound, non-blocking UDP socket.
+#[derive(Debug)]
 pub(super) struct Socket {
     fd: OwnedFd,
     local: SocketAddr,
@@ -115,14 +116,14 @@ impl AsFd for Socket {
 }
 
 impl Socket {
-    /// A socket on a port of the range that RFC 7348 section 5 names for VXLAN's source ports. It sends only.
-    pub(super) fn sending(ip: IpAddr) -> io::Result<Socket> {
-        let fd = udp_socket(ip.is_ipv6())?;
+    /// A socket that sends only. Port 0 stands for one of the range that RFC 7348 section 5 names for VXLAN's source ports.
+    pub(super) fn sending(from: SocketAddr) -> io::Result<Socket> {
+        let fd = udp_socket(from.is_ipv6())?;
         // Before Linux 6.3 it is a port of the host's own range (net.ipv4.ip_local_port_range).
         let _ = set(&fd, libc::SOL_IP, IP_LOCAL_PORT_RANGE, SOURCE_PORTS);
         // What strangers send there is not read: the kernel is to drop it soon.
         set(&fd, libc::SOL_SOCKET, libc::SO_RCVBUF, 0)?;
-        let socket = Socket::bound(fd, SocketAddr::new(ip, 0))?;
+        let socket = Socket::bound(fd, from)?;
         socket.set_buffer(SEND_BUFFER, speed::buffer_bytes(speed::ASSUMED_MBPS))?;
         Ok(socket)
     }

@@ -32,12 +32,20 @@ const AGEING_MS: u64 = 300_000;
 const FRESH: u64 = 0x8000;
 
 /// Where a VXLAN link leads to beyond its remote.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VxlanOptions {
     /// Other VTEPs of the network, at the remote's port; at most [`FLOOD_MAX`].
     pub flood: Vec<IpAddr>,
     /// Multicast group for flooded frames, at the remote's port.
     pub group: Option<Ipv4Addr>,
+    /// Streams go by the kernel's VXLAN driver, where it can be had (driver.rs).
+    pub offload: bool,
+}
+
+impl Default for VxlanOptions {
+    fn default() -> VxlanOptions {
+        VxlanOptions { flood: vec![], group: None, offload: true }
+    }
 }
 
 /// The VTEPs of one link: number 0 is the remote.
@@ -137,7 +145,7 @@ impl SourcePorts {
     /// Beside the socket that listens on `listen`.
     pub(super) fn new(listen: SocketAddr) -> io::Result<SourcePorts> {
         let sockets = (0..PORTS).map(|_| {
-            let socket = Socket::sending(listen.ip())?;
+            let socket = Socket::sending(SocketAddr::new(listen.ip(), 0))?;
             // RFC 7348 section 4.3: VTEPs do not fragment.
             socket.set_dont_fragment(true)?;
             Ok(socket)
@@ -226,7 +234,7 @@ mod tests {
 
     fn vteps(flood: &[&str], group: Option<Ipv4Addr>) -> Vteps {
         let flood = flood.iter().map(|ip| ip.parse().unwrap()).collect();
-        Vteps::new("10.0.0.2:4789".parse().unwrap(), &VxlanOptions { flood, group })
+        Vteps::new("10.0.0.2:4789".parse().unwrap(), &VxlanOptions { flood, group, ..Default::default() })
     }
 
     #[test]

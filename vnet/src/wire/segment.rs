@@ -81,6 +81,7 @@ pub fn complete_checksum(frame: &mut [u8], offload: &Offload) -> Result<(), Segm
 /// headers in front of it. One pass over the payload to copy it, one to sum it.
 pub struct Cut {
     headers: Headers,
+    offload: Offload,
     payload: usize,
     size: usize,
     count: usize,
@@ -106,12 +107,18 @@ impl Cut {
         }
         let payload = len - headers.len;
         let count = headers.check(payload, size)?;
-        Ok(Cut { headers, payload, size, count })
+        Ok(Cut { headers, offload, payload, size, count })
     }
 
     /// Segments, at least 1.
     pub fn count(&self) -> usize {
         self.count
+    }
+
+    /// What somebody else has to be told who cuts the frame into the same segments.
+    pub fn offload(&self) -> Offload {
+        // Both fit: the headers are short, and segments are not made larger than 16 bits said.
+        Offload { hdr_len: self.headers.len as u16, gso_size: self.size as u16, ..self.offload }
     }
 
     /// Bytes of the headers, which every segment begins with.

@@ -26,7 +26,7 @@ fn host(vteps: &[SocketAddr]) -> (Host, SocketAddr) {
     let [bridge] = bridges;
     let listen = bridge.vxlan_rx.as_ref().unwrap().local_addr();
     let flood = vteps[1..].iter().map(SocketAddr::ip).collect();
-    let tunnel = Tunnel::Vxlan(VxlanOptions { flood, group: None });
+    let tunnel = Tunnel::Vxlan(VxlanOptions { flood, ..VxlanOptions::default() });
     let options = LinkOptions { tunnel, ..options(vteps[0], Encapsulation::Vxlan, Some(MTU)) };
     let mut host = Host::new((bridge, unknown), options);
     // What is received there is what these tests look at.

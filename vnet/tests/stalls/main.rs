@@ -64,6 +64,7 @@ impl Host {
             yield_strategy: settings.strategy,
             sleep_us: SLEEP_US,
             nowork_us: NOWORK_US,
+            burst: 64,
             listen: "127.0.0.1:0".parse().unwrap(),
             ports: 1,
             vxlan_listen: None,

@@ -133,7 +133,7 @@ pub fn take(
     taken: &mut Taken,
 ) -> Result<usize, RingError> {
     taken.fit(ring);
-    let count = ring.prime(BATCH_MAX.min(usize::from(ring.size()) - taken.kept.len()))?;
+    let count = ring.prime(batch.limit().min(usize::from(ring.size()) - taken.kept.len()))?;
     if count != 0 {
         batch.set_holds(taken.holds.clone());
     }
