@@ -5,6 +5,7 @@ virtio modules, and the tools the tests use with the libraries they need, copied
 under a name made of everything they depend on, so that a second run finds them and a changed package makes new ones.
 """
 
+import fcntl
 import hashlib
 import os
 import re
@@ -36,9 +37,18 @@ class Image:
 def ensure_image(cache: Path) -> Image:
     """Gives the guest's kernel and initial RAM file system, made and kept in `cache` when they are not there yet.
 
+    Labs that start at the same time make it once: the others wait.
+
     Raises LabError when the kernel cannot be downloaded or a tool is not installed.
     """
     cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "image.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _ensure_image(cache)
+
+
+def _ensure_image(cache: Path) -> Image:
+    """Does so while nobody else does."""
     release, tree = _ensure_kernel(cache)
     files = dict(_files(tree, release))
     digest = hashlib.sha256()

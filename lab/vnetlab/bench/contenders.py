@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from vnetlab import daemon, lab, measure, process
+from vnetlab import daemon, lab, machine, measure, process
 from vnetlab.run import LabError, run, wait_until
 from vnetlab.topology import TAP_MTU_MAX, Kind, Node, Topology
 
@@ -106,20 +106,48 @@ class VxlanContainers:
     def up(self, topology: Topology) -> Iterator[Ends]:
         """Makes bridges, VXLAN devices and veth pairs, and removes them."""
         with _vxlan(topology) as mtu, contextlib.ExitStack() as stack:
-            for host in topology.hosts:
-                stack.callback(remove_device, host.namespace, "bridge")
-                bridge(host, mtu)
             containers = topology.machines(Kind.CONTAINER)
             for container in containers:
-                host = topology.hosts[container.host - 1]
-                here = f"{container.name} mtu {mtu} master bridge up"
-                there = f"{container.namespace} mtu {mtu}"
-                run(f"ip -n {host.namespace} link add {here} type veth peer name eth0 netns {there}".split())
-                stack.callback(remove_device, host.namespace, container.name)
-                inside = ["ip", "-n", container.namespace]
-                run([*inside, "address", "add", f"{container.address}/16", "dev", "eth0"])
-                run([*inside, "link", "set", "eth0", "up"])
+                stack.enter_context(_bridged(topology.hosts[container.host - 1], container, mtu))
             yield Ends(containers[0], containers[-1])
+
+
+@dataclass(frozen=True)
+class VxlanMixed:
+    """A container behind a bridge and a kernel VXLAN device on one host, the device itself on the other."""
+
+    name: str = "kernel VXLAN, container to device"
+    reverse: bool = False
+    """The device sends."""
+
+    def missing(self) -> None:
+        """The kernel has it."""
+
+    @contextlib.contextmanager
+    def up(self, topology: Topology) -> Iterator[Ends]:
+        """Makes it, and removes it."""
+        near, far = topology.hosts
+        container = topology.machines(Kind.CONTAINER, near.host)[0]
+        end = OnHost(far.lab, Kind.HOST, far.host)
+        with _vxlan(topology) as mtu, _bridged(near, container, mtu):
+            run(["ip", "-n", far.namespace, "address", "add", f"{end.address}/16", "dev", "vxlan"])
+            yield Ends(end, container) if self.reverse else Ends(container, end)
+
+
+@contextlib.contextmanager
+def _bridged(host: Node, container: Node, mtu: int) -> Iterator[None]:
+    """Joins a container to its host's VXLAN device by a veth pair and a bridge while the context lasts."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(remove_device, host.namespace, "bridge")
+        bridge(host, mtu)
+        here = f"{container.name} mtu {mtu} master bridge up"
+        there = f"{container.namespace} mtu {mtu}"
+        run(f"ip -n {host.namespace} link add {here} type veth peer name eth0 netns {there}".split())
+        stack.callback(remove_device, host.namespace, container.name)
+        inside = ["ip", "-n", container.namespace]
+        run([*inside, "address", "add", f"{container.address}/16", "dev", "eth0"])
+        run([*inside, "link", "set", "eth0", "up"])
+        yield
 
 
 @contextlib.contextmanager
@@ -324,6 +352,8 @@ class Vnet:
     """The same of [bridge]."""
     direct: bool = False
     """Whether virtual machines have underlay ports of their own."""
+    offloads: bool = True
+    """Whether guests leave checksums and segmentation to their device."""
     pinned: bool = False
     """Whether the dispatcher of each host has a processor of its own, as far as they go."""
 
@@ -336,6 +366,7 @@ class Vnet:
         topology = self.topology(topology)
         with self.daemons(topology) as processes:
             containers = topology.machines(Kind.CONTAINER)
+            self.settle(containers)
             if self.sealed:
                 # Hosts have to agree on keys first.
                 wait_until(f"{self.name} to join the hosts", lambda: reach(containers[0], containers[-1]), START_S)
@@ -368,6 +399,11 @@ class Vnet:
                 for host in topology.hosts:
                     process.stop(host.file(".pid"))
                     host.file(".toml").unlink(missing_ok=True)
+
+    def settle(self, machines: list[Node]) -> None:
+        """Has containers or virtual machines do for themselves what they are not to leave to their device."""
+        for each in machines if not self.offloads else []:
+            machine.execute(each, "ethtool", "-K", "eth0", "tx", "off", "tso", "off", "gso", "off")
 
     def section(self) -> str:
         """The configuration's [dispatch]."""

@@ -36,7 +36,9 @@ class VnetGuests:
             for machine in guests:
                 stack.callback(process.stop, machine.file(".pid"))
                 guest.start(topology, machine, image)
-            yield _ready(guests, daemons)
+            ends = _ready(guests, daemons)
+            self.vnet.settle(guests)
+            yield ends
 
 
 @dataclass(frozen=True)

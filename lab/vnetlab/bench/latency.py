@@ -26,11 +26,13 @@ STREAM_INTERVAL_S = 0.1
 
 OPTIMISTIC = Vnet("vnet, optimistic interrupts", interface=(("interrupts", "optimistic"),))
 LIKE_VNET_U = Vnet(
-    "like VNET/U: one frame a datagram, blocking",
-    (("yield", "block"),),
+    "like VNET/U: one frame a system call, blocking",
+    (("yield", "block"), ("burst", 1)),
     encapsulation="vnet",
     interface=(("mode", "guest-driven"),),
+    offloads=False,
 )
+"""Frames of the MTU's size, each read, routed and sent by itself."""
 GUEST_DRIVEN = Vnet("guest-driven, blocking", (("yield", "block"),), interface=(("mode", "guest-driven"),))
 VMM_DRIVEN = Vnet("VMM-driven, immediate yield", (("yield", "immediate"),), interface=(("mode", "vmm-driven"),))
 ADAPTIVE = Vnet("adaptive mode and yield")
@@ -98,7 +100,7 @@ def pings(ends: Ends, size: int, count: int) -> Sample:
     """Round trips of one size: the least, the median, the 99th of a hundred, and the most."""
     seconds = max(2, round(2 * count * INTERVAL_S + count * 0.001))
     options = ("-s", str(size), "-i", str(INTERVAL_S), "-w", str(seconds))
-    _, times = measure.ping(ends.source, ends.destination, *options, count=count, timeout_s=seconds + 30)
+    _, times = measure.ping(ends.source, ends.destination.address, *options, count=count, timeout_s=seconds + 30)
     if len(times) < count / 4:
         raise LabError(f"only {len(times)} of {count} pings of {size} bytes were answered")
     ranks = {"ping_min_us": min(times), "ping_max_us": max(times)}
@@ -139,4 +141,8 @@ def step(topology: Topology, ends: Ends, seconds: float, count: int) -> Sample:
     """What a row of the ablation is judged by: pings, then a stream."""
     workload.meet(ends)
     found = counted(topology, ends, lambda: pings(ends, PING_BYTES[0], count))
-    return stream(ends, seconds) | found
+    streamed = counted(topology, ends, lambda: stream(ends, seconds))
+    for name in ("notifications_a_frame", "daemon_cores"):
+        if name in streamed:
+            found[f"stream_{name}"] = streamed[name]
+    return found | {name: streamed[name] for name in ("tcp_bps", "tcp_variation")}

@@ -56,6 +56,8 @@ METRICS = {
     "exchange_bps": _rate("both ways"),
     "tcp_variation": Metric("TCP, deviation", "%", 0.01, digits=1),
     "notifications_a_frame": Metric("notifications a frame", "", digits=3),
+    "stream_notifications_a_frame": Metric("stream: notifications a frame", "", digits=3),
+    "stream_daemon_cores": Metric("stream: daemons", "cores", digits=3),
     "kicks_a_frame": Metric("kicks a frame", "", digits=3),
     "wakeups_a_frame": Metric("wake-ups a frame", "", digits=3),
     "frames_per_s": Metric("frames", "M/s", 1e6, higher_is_better=True),

@@ -19,6 +19,7 @@ from vnetlab.bench.contenders import (
     Vnet,
     VxlanContainers,
     VxlanDevice,
+    VxlanMixed,
     reach,
     remove_device,
     running,
@@ -111,7 +112,21 @@ def everybody(vnets: tuple[Vnet, ...]) -> list[Contender]:
     """Who is measured with TCP and pings between two hosts."""
     if vnets:
         return list(vnets)
-    return [VNET, SEALED, Nebula(), VxlanDevice(), VxlanContainers(), VxlanToKernel(), VxlanFromKernel, Stream()]
+    return [
+        VNET,
+        SEALED,
+        Nebula(),
+        VxlanDevice(),
+        VxlanContainers(),
+        VxlanMixed(),
+        TO_KERNEL,
+        VxlanMixed("kernel VXLAN, device to container", reverse=True),
+        FROM_KERNEL,
+        Stream(),
+        TLS_STREAM,
+    ]
 
 
-VxlanFromKernel = VxlanToKernel("vnet, VXLAN from the kernel", reverse=True)
+TO_KERNEL = VxlanToKernel()
+FROM_KERNEL = VxlanToKernel("vnet, VXLAN from the kernel", reverse=True)
+TLS_STREAM = Stream("vnet, stream with TLS", sealed=True)
