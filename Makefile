@@ -71,8 +71,8 @@ bench: bench-packages build .venv/made ## Measure it against its alternatives: t
 	cargo build --release --locked --package vnet --package vnetd --examples
 	.venv/bin/python lab/lab bench $(BENCH) --publish $(FLAGS)
 
-# Stage by stage, each with its name and time; the first that fails ends it. Builds go two at a time, tests that watch clocks
-# have the machine for themselves.
+# Stage by stage, each with its name and time; the first that fails ends it. Tests have the machine for themselves, or beside
+# them only what runs when nobody else wants to (SCHED_IDLE).
 .PHONY: test
 test: export CARGO_INCREMENTAL := 0
 test: ## Prove it: format, dependencies, end-to-end tests, lints, unit tests, documentation, fuzzing.
@@ -81,21 +81,21 @@ test: ## Prove it: format, dependencies, end-to-end tests, lints, unit tests, do
 	@$(STAGE) "format" $(MAKE) format-check
 	@$(STAGE) "dependencies" .ci/deny
 	@$(STAGE) "end-to-end tests" $(MAKE) end-to-end
-	@$(MAKE) -j2 -Oline stage-unit-build stage-fuzz-build
-	@$(STAGE) "unit tests" $(MAKE) unit-tests
-	@$(STAGE) "documentation" env RUSTDOCFLAGS="-D warnings" cargo doc --quiet --locked --workspace --no-deps
+	@$(STAGE) "lints" $(MAKE) unit-build
+	@$(MAKE) -j2 -Oline stage-unit-tests stage-beside
 	@$(STAGE) "fuzzing" .ci/fuzz $(FUZZ_SECONDS)
 	@printf '\nall stages passed\n'
 
-.PHONY: stage-tools stage-build stage-unit-build stage-fuzz-build
+.PHONY: stage-tools stage-build stage-unit-tests stage-beside
 stage-tools:
 	@$(STAGE) "tools" $(MAKE) .venv/made $(TOOLS)/bin/cargo-deny-$(CARGO_DENY) $(TOOLS)/bin/cargo-fuzz-$(CARGO_FUZZ)
 stage-build:
 	@$(STAGE) "release build" $(MAKE) build
-stage-unit-build:
-	@$(STAGE) "lints" $(MAKE) unit-build
-stage-fuzz-build:
-	@$(STAGE) "fuzz targets" .ci/fuzz build
+stage-unit-tests:
+	@$(STAGE) "unit tests" $(MAKE) unit-tests
+stage-beside:
+	@$(STAGE) "documentation" chrt --idle 0 $(MAKE) documentation
+	@$(STAGE) "fuzz targets" chrt --idle 0 .ci/fuzz build
 
 # The lints look on while the tests are compiled: cargo clippy would compile everything a second time.
 LINTED := RUSTC_WORKSPACE_WRAPPER=clippy-driver CLIPPY_ARGS=-Dwarnings
@@ -107,6 +107,10 @@ unit-build:
 .PHONY: unit-tests
 unit-tests: ## Run the unit and integration tests, with lints as errors.
 	$(LINTED) cargo test --quiet --locked --workspace
+
+.PHONY: documentation
+documentation: ## Build the documentation of the crates, with mistakes in it as errors.
+	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --locked --workspace --no-deps
 
 .PHONY: format-check
 format-check: .venv/made ## Check formatting and lints that need no build.

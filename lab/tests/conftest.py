@@ -9,6 +9,31 @@ from vnetlab.run import tail
 from vnetlab.topology import Settings, Topology
 
 MakeLab = Callable[..., Topology]
+LONG = [
+    "store",
+    "change",
+    "lab",
+    "restart",
+    "faults",
+    "mtu",
+    "bad_input",
+    "cut_through",
+    "paths",
+    "vxlan",
+    "stream",
+    "tls",
+    "offloads",
+    "driving",
+    "accounting",
+    "move",
+]
+"""The modules that take longest, the longest first: begun last, one of them would have all other workers wait."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the long modules first; within a module, and otherwise, the order stays."""
+    place = {f"test_{name}": number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 @pytest.fixture(scope="module")

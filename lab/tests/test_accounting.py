@@ -41,9 +41,17 @@ def counts(topology: Topology) -> tuple[dict[Node, tuple[int, int, int]], dict[i
             return kernel, vnetd
 
 
-def send(source: Node, destinations: list[Node]) -> None:
-    macs = [node.mac for node in destinations]
-    machine.execute(source, sys.executable, str(SCRIPT), "eth0", str(FRAMES // 2), *macs, timeout_s=120)
+def send(source: Node, destinations: list[Node]) -> int:
+    """Sends until half of the frames have come as far as vnetd: it may be given less of the processors than the sender.
+
+    Gives how many were sent.
+    """
+    macs, sent, before = [node.mac for node in destinations], 0, packets(source)[0]
+    while packets(source)[0] - before < FRAMES // 2:
+        assert sent < 10 * FRAMES, f"hardly any frame of {source.name} gets as far as vnetd"
+        machine.execute(source, sys.executable, str(SCRIPT), "eth0", str(FRAMES // 4), *macs, timeout_s=120)
+        sent += FRAMES // 4
+    return sent
 
 
 def test_a_million_frames(topology: Topology):
@@ -58,9 +66,8 @@ def test_a_million_frames(topology: Topology):
 
     with ThreadPoolExecutor() as pool:
         everyone = topology.machines()
-        jobs = [pool.submit(send, node, [other for other in everyone if other != node]) for node in senders]
-        for job in jobs:
-            job.result()
+        jobs = {node: pool.submit(send, node, [other for other in everyone if other != node]) for node in senders}
+        sent = {node: job.result() for node, job in jobs.items()}
 
     kernel_after, after = counts(topology)
     entered = 0
@@ -70,10 +77,10 @@ def test_a_million_frames(topology: Topology):
         assert new["in_frames"] - old["in_frames"] == given, f"every frame that {node.name} gave was seen"
         assert new["out_frames"] - old["out_frames"] == got, f"every frame counted as delivered came to {node.name}"
         if node in senders:
-            assert given + dropped >= FRAMES // 2
+            assert given + dropped >= sent[node]
             assert new["drops"]["bad_source"] - old["drops"]["bad_source"] > given / 32, "group addresses are refused"
         entered += given
-    assert entered > FRAMES / 2, "most frames came as far as vnetd"
+    assert entered >= FRAMES
 
 
 def test_more_than_a_guest_can_take(topology: Topology):

@@ -1,7 +1,11 @@
 """VXLAN links against the kernel's own VXLAN devices: RFC 7348 with a peer that is not ours."""
 
 import contextlib
+import hashlib
+import os
 import re
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,7 +34,7 @@ class Vtep(Node):
 def vtep(topology: Topology, host: Node, *options: str) -> Vtep:
     """Puts a kernel VXLAN device of network 1 where vnetd was."""
     process.stop(host.file(".pid"))
-    mtu = topology.settings.underlay_mtu - 50
+    mtu = topology.settings.underlay_mtu - (70 if any(":" in option for option in options) else 50)
     words = f"ip -n {host.namespace} link add vxlan0 type vxlan id 1 dstport 4789".split()
     run([*words, *(options or ("remote", topology.hosts[0].address, "dev", "eth0"))])
     node = Vtep(host.lab, Kind.HOST, host.host)
@@ -143,3 +147,185 @@ def test_one_link_leads_to_several_vteps(trio: tuple[Topology, list[Vtep]]):
     strays = [line for line in text.splitlines() if f"{vteps[0].address}: ICMP" in line]
     assert not strays
     settled(topology.hosts[0])
+
+
+def streamed(topology: Topology, container: Node, kernel: Vtep) -> float:
+    """Bytes of the average frame that a stream has on the link."""
+    host = topology.hosts[0]
+    before = port(settled(host), "link", "h2")
+    assert measure.throughput(container, kernel, seconds=1) > TCP_BPS_MIN
+    after = port(settled(host), "link", "h2")
+    return (after["out_bytes"] - before["out_bytes"]) / (after["out_frames"] - before["out_frames"])
+
+
+def link(host: Node) -> dict:
+    """The host's only link."""
+    return daemon.ask(host, "link", "list")[0]
+
+
+def offloaded(host: Node) -> bool:
+    """Whether the host's kernel takes streams whole."""
+    return link(host)["offload"]
+
+
+def listening(host: Node) -> set[str]:
+    """The UDP sockets of a host's namespace that take datagrams from anywhere."""
+    text = run(["ip", "netns", "exec", host.namespace, "ss", "-Huln"])
+    return {line.split()[3] for line in text.splitlines()}
+
+
+@pytest.fixture(scope="module", params=["IPv4", "IPv6"])
+def whole(request: pytest.FixtureRequest, make_lab: MakeLab) -> tuple[Topology, Node, Vtep]:
+    """A container behind vnetd and a kernel VTEP, by an underlay of each family."""
+    topology = make_lab(encapsulation="vxlan", vms=0)
+    near, far = topology.hosts
+    remote = near.address
+    if request.param == "IPv6":
+        remote = near.address6
+        daemon.vnet(near, "link", "del", "h2")
+        words = ["--remote", f"[{far.address6}]:4789", "--encapsulation", "vxlan", "--trusted"]
+        daemon.vnet(near, "link", "add", "h2", *words)
+    kernel = vtep(topology, far, "remote", remote, "dev", "eth0")
+    container = topology.find("h1c1")
+    wait_for_path(container, kernel.address)
+    wait_until("the kernel's driver", lambda: offloaded(near), 5)
+    return topology, container, kernel
+
+
+def test_streams_are_handed_to_the_kernel_whole(whole: tuple[Topology, Node, Vtep]):
+    topology, container, kernel = whole
+    host = topology.hosts[0]
+    assert streamed(topology, container, kernel) > 4 * topology.settings.underlay_mtu
+    # Datagrams that the guest leaves to its device to cut arrive as it would have cut them.
+    receive = (
+        "import socket, hashlib; s = socket.socket(type=socket.SOCK_DGRAM); s.settimeout(10); "
+        f"s.bind(('{kernel.address}', 7001)); print('ready', flush=True); "
+        "got = [s.recv(9000) for _ in range(20)]; "
+        "print([len(g) for g in got], hashlib.sha256(b''.join(got)).hexdigest())"
+    )
+    send = (
+        "import socket; s = socket.socket(type=socket.SOCK_DGRAM); s.setsockopt(socket.SOL_UDP, 103, 1200); "
+        f"s.sendto(bytes(i * 7 % 251 for i in range(23500)), ('{kernel.address}', 7001))"
+    )
+    log, pid = kernel.file(".datagrams"), kernel.file(".receiver")
+    process.start(machine.namespace_command(kernel, ["python3", "-c", receive]), pid, log)
+    try:
+        wait_until("the receiver", lambda: "ready" in log.read_text(), 5)
+        machine.execute(container, "python3", "-c", send)
+        wait_until("the datagrams", lambda: "]" in log.read_text(), 10, log)
+    finally:
+        process.stop(pid)
+    digest = hashlib.sha256(bytes(i * 7 % 251 for i in range(23500))).hexdigest()
+    assert f"{[1200] * 19 + [700]} {digest}" in log.read_text()
+    balance = settled(host)["balance"]
+    assert balance["in"] + balance["copies"] == balance["out"] + balance["drops"]
+
+
+def test_without_offload_the_link_cuts_streams_itself(whole: tuple[Topology, Node, Vtep]):
+    topology, container, kernel = whole
+    host = topology.hosts[0]
+    remote = link(host)["remote"]
+    daemon.vnet(host, "link", "del", "h2")
+    words = ["--remote", remote, "--encapsulation", "vxlan", "--trusted", "--offload"]
+    daemon.vnet(host, "link", "add", "h2", *words, "false")
+    assert not offloaded(host)
+    wait_for_path(container, kernel.address)
+    assert streamed(topology, container, kernel) <= topology.settings.underlay_mtu
+    daemon.vnet(host, "link", "del", "h2")
+    daemon.vnet(host, "link", "add", "h2", *words, "true")
+    wait_until("the kernel's driver", lambda: offloaded(host), 5)
+    wait_for_path(container, kernel.address)
+    assert streamed(topology, container, kernel) > 4 * topology.settings.underlay_mtu
+
+
+def test_the_driver_takes_nothing_and_leaves_nothing(whole: tuple[Topology, Node, Vtep]):
+    topology, container, kernel = whole
+    host, far = topology.hosts
+    with_link = listening(host)
+    devices = run(["ip", "-n", host.namespace, "-o", "link"])
+    assert "vxlan0" not in devices, "the user's namespace has no device more"
+    remote = link(host)["remote"]
+    daemon.vnet(host, "link", "del", "h2")
+    wait_until("the driver's sockets to go", lambda: len(listening(host)) <= len(with_link) - 17, 10)
+    without_link = listening(host)
+    words = ["--remote", remote, "--encapsulation", "vxlan", "--trusted"]
+    # It says nothing of its own accord: what comes out of the link is what went in.
+    with captured_on(far, "udp dst port 4789") as capture:
+        daemon.vnet(host, "link", "add", "h2", *words)
+        wait_until("the kernel's driver", lambda: offloaded(host), 5)
+        wait_for_path(container, kernel.address)
+        assert streamed(topology, container, kernel) > 4 * topology.settings.underlay_mtu
+        # What comes to its port goes nowhere, and is not answered: an echo request for everybody.
+        ports = sorted(int(address.rsplit(":", 1)[1]) for address in listening(host) - without_link)
+        assert len(ports) == 17, "the driver's own, and those that it sends from"
+        before = port(settled(host), "interface", "h1c1")["out_frames"]
+        machine.execute(far, "python3", "-c", ECHO, host.address, *map(str, ports))
+        time.sleep(0.2)
+        assert port(settled(host), "interface", "h1c1")["out_frames"] == before
+        text = capture.read_text()
+    assert "ICMP6" not in text.replace(f"> {far.address6}", "")
+    balance = settled(host)["balance"]
+    assert balance["in"] + balance["copies"] == balance["out"] + balance["drops"]
+    os.kill(process.find(host.file(".pid")), signal.SIGKILL)
+    wait_until("the driver's socket to go with a killed vnetd", lambda: not listening(host), 10)
+
+
+ECHO = """
+import socket, struct, sys
+source, group = bytes.fromhex('fe80' + '00' * 13 + '09'), bytes.fromhex('ff02' + '00' * 13 + '01')
+def checksum(data):
+    total = sum(struct.unpack(f'!{len(data) // 2}H', data))
+    return ~((total & 0xffff) + (total >> 16)) & 0xffff
+echo = struct.pack('!BBHHH', 128, 0, 0, 7, 7)
+pseudo = source + group + struct.pack('!IBBBB', len(echo), 0, 0, 0, 58)
+echo = echo[:2] + struct.pack('!H', checksum(pseudo + echo)) + echo[4:]
+ip = struct.pack('!IHBB', 6 << 28, len(echo), 58, 255) + source + group
+frame = bytes.fromhex('333300000001' + '020000000009' + '86dd') + ip + echo
+with socket.socket(type=socket.SOCK_DGRAM) as s:
+    for port in sys.argv[2:]:
+        s.sendto(bytes([8, 0, 0, 0, 0, 0, 1, 0]) + frame, (sys.argv[1], int(port)))
+"""
+"""Sends an ICMPv6 echo request for all hosts, in VXLAN, to each of some ports."""
+
+
+def test_a_path_that_narrows_is_heard_of(make_lab: MakeLab):
+    """ICMP's word about a datagram of the driver's."""
+    topology = make_lab(encapsulation="vxlan", vms=0)
+    host, far = topology.hosts
+    kernel = vtep(topology, far)
+    container = topology.find("h1c1")
+    wait_for_path(container, kernel.address)
+    wait_until("the kernel's driver", lambda: offloaded(host), 5)
+    with captured_on(host, "udp dst port 4789 and greater 2000") as capture:
+        assert streamed(topology, container, kernel) > 4 * topology.settings.underlay_mtu
+        wait_until("a datagram of the stream", lambda: SOURCE_PORT.search(capture.read_text()), 5)
+        source = SOURCE_PORT.search(capture.read_text())[1]
+    machine.execute(far, "python3", "-c", TOO_BIG, far.address, host.address, source)
+    wait_until("the link's MTU to be the path's", lambda: link(host)["mtu"] == 1300, 5)
+    # Segments are cut to that; they are seen one by one where no device takes them whole.
+    devices = ["gso", "tso", "tx-udp_tnl-segmentation", "tx-udp_tnl-csum-segmentation"]
+    words = [word for device in devices for word in (device, "off")]
+    machine.execute(host, "ethtool", "-K", "eth0", *words)
+    with captured_on(far, f"udp dst port 4789 and greater {14 + 1300 + 1}") as too_large:
+        assert streamed(topology, container, kernel) > 4 * topology.settings.underlay_mtu
+        assert "VXLAN" not in too_large.read_text()
+    with captured_on(far, f"udp dst port 4789 and greater {14 + 1300}") as largest:
+        streamed(topology, container, kernel)
+        assert "VXLAN" in largest.read_text()
+
+
+TOO_BIG = """
+import socket, struct, sys
+far, near, port = socket.inet_aton(sys.argv[1]), socket.inet_aton(sys.argv[2]), int(sys.argv[3])
+def checksum(data):
+    total = sum(struct.unpack(f'!{len(data) // 2}H', data))
+    total = (total & 0xffff) + (total >> 16)
+    return ~((total & 0xffff) + (total >> 16)) & 0xffff
+quoted = struct.pack('!BBHHHBBH', 0x45, 0, 1500, 1, 0x4000, 64, 17, 0) + near + far
+quoted += struct.pack('!HHHH', port, 4789, 1480, 0)
+icmp = struct.pack('!BBHHH', 3, 4, 0, 0, 1300) + quoted
+icmp = icmp[:2] + struct.pack('!H', checksum(icmp)) + icmp[4:]
+with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as s:
+    s.sendto(icmp, (sys.argv[2], 0))
+"""
+"""Says that a VXLAN datagram was too big for a path of MTU 1300: fragmentation needed (RFC 1191)."""
