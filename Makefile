@@ -13,7 +13,12 @@ MAKEFLAGS += --no-print-directory
 
 CARGO_HOME ?= $(HOME)/.cargo
 TOOLS := $(CURDIR)/.cache/tools
-export PATH := $(CARGO_HOME)/bin:$(TOOLS)/bin:$(PATH)
+# What is C is the same in every build, and compiled once: Debian's ccache, wherever a program says 'cc'.
+export PATH := $(CARGO_HOME)/bin:$(TOOLS)/bin:/usr/lib/ccache:$(PATH)
+export CCACHE_DIR := $(CURDIR)/.cache/ccache
+export CCACHE_NOHASHDIR := 1
+# Fuzz targets are sanitized, but not what is C in them: .ci/fuzz.
+export CCACHE_IGNOREOPTIONS := -Wall -Wextra -fsanitize=* -fno-sanitize=*
 export CARGO_TERM_PROGRESS_WHEN := never
 
 # The first Python that is new enough and can make virtual environments.
@@ -24,7 +29,7 @@ FUZZ_SECONDS ?= 60
 CARGO_DENY := 0.20.2
 CARGO_FUZZ := 0.13.2
 # Tools run for seconds and are built for minutes: unoptimised ones are the quicker choice.
-INSTALL := CARGO_PROFILE_DEV_DEBUG=0 cargo install --quiet --locked --debug --root $(TOOLS)
+INSTALL := CARGO_PROFILE_DEV_DEBUG=0 CARGO_TARGET_DIR=$(TOOLS)/target cargo install --quiet --locked --debug --root $(TOOLS)
 STAGE := .ci/stage
 
 .PHONY: help
