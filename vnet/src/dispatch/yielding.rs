@@ -2,8 +2,8 @@
 //!
 //! Spinning answers the next frame soonest and takes a core from guests; sleeping costs nothing and answers late. The
 //! adaptive strategy spins for `T_nowork` after the last frame (ten times that where frames come that regularly), then sleeps
-//! for `T_sleep` between looks as long as a queue is VMM-driven, and blocks until somebody notifies once none is: an idle daemon costs nothing. It blocks instead of
-//! spinning
+//! for `T_sleep` between looks as long as a queue is VMM-driven, and blocks until somebody notifies once none is: an idle
+//! daemon costs nothing. It blocks instead of spinning
 //!
 //! - while much is moved: a stream's ends need the core more than its frames need to be met at once;
 //! - on a core that a computation wants: a `sched_yield` that comes back very late has let one run. One that is only late has
@@ -39,8 +39,8 @@ impl FromStr for Strategy {
     }
 }
 
-/// How many times `T_nowork` is spun where questions come that regularly: what has just had to wait for a dispatcher to wake up will
-/// most likely come again after as long. Exchanges with up to so long a computation between them are met at once.
+/// How many times `T_nowork` is spun where questions come that regularly: what has just had to wait for a dispatcher to wake
+/// up will most likely come again after as long. Exchanges with up to so long a computation between them are met at once.
 const PATIENCE: u32 = 10;
 /// A yield that takes longer has let a computation run.
 const CONTENDED_YIELD: Duration = Duration::from_micros(100);
