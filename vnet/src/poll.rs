@@ -14,6 +14,9 @@ pub struct Poller {
     bell: Arc<OwnedFd>,
 }
 
+/// Most tokens that one wait reports.
+pub(crate) const EVENTS_MAX: usize = 64;
+
 /// Token under which the bell reports.
 const BELL: u64 = u64::MAX;
 
@@ -72,7 +75,7 @@ impl Poller {
     pub fn wait(&self, timeout: Option<std::time::Duration>, mut ready: impl FnMut(u64)) -> io::Result<()> {
         let timeout =
             timeout.map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: i64::from(t.subsec_nanos()) });
-        let mut events = [epoll::Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; 64];
+        let mut events = [epoll::Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; EVENTS_MAX];
         let count = match epoll::wait(&self.epoll, &mut events[..], timeout.as_ref()) {
             Ok(count) => count,
             Err(rustix::io::Errno::INTR) => 0,

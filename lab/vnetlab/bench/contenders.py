@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
@@ -331,6 +332,15 @@ def _lines(keys: Lines) -> list[str]:
     return [f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}" for key, value in keys]
 
 
+class Pinned(Enum):
+    """Where the dispatchers of hosts that share a machine run."""
+
+    APART = "apart"
+    """Each host's on a processor of its own, as far as they go: whoever has frames shares one of them."""
+    TOGETHER = "together"
+    """All on the first processor: the others are their guests'."""
+
+
 @dataclass(frozen=True)
 class Vnet:
     """vnet between containers."""
@@ -354,8 +364,8 @@ class Vnet:
     """Whether virtual machines have underlay ports of their own."""
     offloads: bool = True
     """Whether guests leave checksums and segmentation to their device."""
-    pinned: bool = False
-    """Whether the dispatcher of each host has a processor of its own, as far as they go."""
+    pinned: Pinned | None = None
+    """Which processors the hosts' dispatchers run on; none: wherever the kernel puts them."""
 
     def missing(self) -> None:
         """It is what the bench is for; `up` fails when it is not built."""
@@ -412,8 +422,14 @@ class Vnet:
 
     def _pinned(self, host: Node) -> Lines:
         """The lines of a host's [dispatch]."""
-        processor = (host.host - 1) % (os.cpu_count() or 1)
-        return (*self.dispatch, ("cpus", [processor])) if self.pinned else self.dispatch
+        match self.pinned:
+            case None:
+                return self.dispatch
+            case Pinned.APART:
+                processor = (host.host - 1) % (os.cpu_count() or 1)
+            case Pinned.TOGETHER:
+                processor = 0
+        return (*self.dispatch, ("cpus", [processor]))
 
     @contextlib.contextmanager
     def own_binaries(self) -> Iterator[None]:
@@ -432,12 +448,14 @@ class Vnet:
 
 VNET = Vnet()
 BLOCK = Vnet("vnet, yield=block", (("yield", "block"),))
+TOGETHER = Vnet("vnet, dispatchers on one processor", pinned=Pinned.TOGETHER)
 TWO = Vnet("vnet, 2 dispatchers", dispatchers=2)
 SEALED = Vnet("vnet, sealed", sealed=True)
 SETTINGS = [
     VNET,
     BLOCK,
     TWO,
+    TOGETHER,
     Vnet("vnet, encapsulation=vnet", encapsulation="vnet"),
     Vnet("vnet, interface MTU 65521", mtu=TAP_MTU_MAX),
 ]

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from vnetlab import daemon, machine, measure, process
 from vnetlab.bench import exchange, usage, workload
-from vnetlab.bench.contenders import BLOCK, VNET, Bare, Contender, Ends, Vnet, VxlanContainers
+from vnetlab.bench.contenders import BLOCK, VNET, Bare, Contender, Ends, Pinned, Vnet, VxlanContainers
+from vnetlab.bench.floor import Floor
 from vnetlab.bench.guests import TapGuests, VnetGuests
 from vnetlab.bench.result import Sample, percentile
 from vnetlab.run import LabError, wait_until
@@ -39,12 +40,19 @@ ADAPTIVE = Vnet("adaptive mode and yield")
 PLUS_OPTIMISTIC = replace(OPTIMISTIC, name="+ optimistic interrupts")
 CUT_THROUGH = Vnet("+ cut-through", bridge=(("zero_copy", "on"),), direct=True)
 BOTH = replace(CUT_THROUGH, name="both", interface=OPTIMISTIC.interface)
-PLUS_PINNING = replace(BOTH, name="+ pinning", pinned=True)
-STEPS = (LIKE_VNET_U, GUEST_DRIVEN, VMM_DRIVEN, ADAPTIVE, PLUS_OPTIMISTIC, CUT_THROUGH, BOTH, PLUS_PINNING)
+PLUS_PINNING = replace(BOTH, name="+ pinning, each host's dispatcher to a processor", pinned=Pinned.APART)
+ON_ONE = replace(BOTH, name="+ pinning, all dispatchers to one processor", pinned=Pinned.TOGETHER)
+STEPS = (LIKE_VNET_U, GUEST_DRIVEN, VMM_DRIVEN, ADAPTIVE, PLUS_OPTIMISTIC, CUT_THROUGH, BOTH, PLUS_PINNING, ON_ONE)
 """What is switched on, one part after the other. A TAP has no interrupts to be optimistic about,
 and no memory of its own to send from."""
 OF_GUESTS = (PLUS_OPTIMISTIC, CUT_THROUGH, BOTH)
 """What only virtual machines have."""
+FLOORS = (
+    Floor("floor, blocking", blocks=True),
+    Floor("floor, spinning"),
+    Floor("floor, spinning on one processor", processor=0),
+)
+"""What no program with a TAP and a socket can be below."""
 CONTAINERS: tuple[Contender, ...] = (Bare(), VxlanContainers(), VNET, BLOCK)
 GUESTS: tuple[Contender, ...] = (TapGuests(), VnetGuests(VNET), VnetGuests(OPTIMISTIC), VnetGuests(BLOCK))
 
@@ -53,7 +61,7 @@ def steps(*, guests: bool) -> list[Contender]:
     """The rows of the ablation, with somebody to compare with."""
     if guests:
         return [TapGuests(), *(VnetGuests(step) for step in STEPS)]
-    return [Bare(), VxlanContainers(), *(step for step in STEPS if step not in OF_GUESTS)]
+    return [Bare(), VxlanContainers(), *FLOORS, *(step for step in STEPS if step not in OF_GUESTS)]
 
 
 @dataclass
@@ -141,6 +149,7 @@ def step(topology: Topology, ends: Ends, seconds: float, count: int) -> Sample:
     """What a row of the ablation is judged by: pings, then a stream."""
     workload.meet(ends)
     found = counted(topology, ends, lambda: pings(ends, PING_BYTES[0], count))
+    found |= workload.flood(ends, count)
     streamed = counted(topology, ends, lambda: stream(ends, seconds))
     for name in ("notifications_a_frame", "daemon_cores"):
         if name in streamed:

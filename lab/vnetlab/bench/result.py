@@ -45,12 +45,18 @@ def _time(title: str) -> Metric:
 
 PROCESSES = ("h1", "h2", "h1v1", "h2v1", "OVS", "ovsdb", "client", "server")
 """Whose processor time is kept apart: the daemon of a host, virtual machines, Open vSwitch, either end of iperf3."""
+ROUND_TRIPS = ("ping", "flood", "tcp")
+"""Of pings at intervals, of pings one after the other, of requests over TCP."""
 UDP_WRITES = (64, 1400, 8800, 64000)
 METRICS = {
     "tcp_bps": _rate("TCP"),
     **{f"udp_{size}_bps": _rate(f"UDP {size} B", digits=3) for size in UDP_WRITES},
     "ping_min_us": _time("ping min"),
-    **{f"{kind}_{rank}_us": _time(f"{kind} {rank}") for kind in ("ping", "tcp") for rank in ("median", "p99", "p99.9")},
+    **{
+        f"{kind}_{rank}_us": _time(f"{kind} {rank}")
+        for kind in ("ping", "flood", "tcp")
+        for rank in ("median", "p99", "p99.9")
+    },
     "ping_max_us": _time("ping max"),
     "oneway_us": _time("one way"),
     "exchange_bps": _rate("both ways"),

@@ -332,7 +332,7 @@ def _told(contender: Contender, load: Callable[[Topology, Ends], Sample]) -> Tur
 
 
 _SHAPED = "Wires are shaped by a token bucket on the underlay's devices: compare with native on the same wire."
-_RTT = tuple(f"{kind}_{rank}_us" for kind in ("ping", "tcp") for rank in ("median", "p99"))
+_RTT = tuple(f"{kind}_{rank}_us" for kind in ("ping", "flood", "tcp") for rank in ("median", "p99"))
 _SMALL_NOTES = (
     "testpmd (virtio-user, flow generator) is pinned to processor 1, the switch to processor 0, on a link both vnetd.",
     "Frames a second are those that arrived, both directions together. Busy cycles are counted by the forwarding "
@@ -368,7 +368,7 @@ BENCHES = {
             "Round trips between containers",
             _between_hosts(workload.rtt, 4),
             _RTT,
-            ("One ping each millisecond; TCP requests of 64 bytes, one after the other (sockperf).",),
+            ("One ping each millisecond; one after the other (flood); TCP requests of 64 bytes, too (sockperf).",),
         ),
         Bench("small", "vhost-user ports", _small, ("frames_per_s", "tso_bps_a_core"), _SMALL_NOTES),
         Bench(
@@ -423,8 +423,12 @@ BENCHES = {
             "ablation",
             "Which part buys what",
             _ablation,
-            ("ping_median_us", "tcp_bps"),
-            ("56-byte pings, one each millisecond, then one iperf3 stream. Rows go from the least to all there is.",),
+            ("ping_median_us", "flood_median_us", "tcp_bps"),
+            (
+                "56-byte pings, one each millisecond, then one after the other (flood), then one iperf3 stream. Rows "
+                "go from the least to all there is. The least a program can do between a TAP and a socket is "
+                "vnet/examples/floor.rs.",
+            ),
         ),
         Bench("idle", "Idle daemons", _idle_cases, ("daemon_cores", "rss_bytes"), ("One daemon, no traffic.",)),
     )

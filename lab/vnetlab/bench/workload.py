@@ -38,7 +38,7 @@ def rtt(ends: Ends, seconds: float) -> Sample:
     """Round trips by ping and of TCP requests, for so long each."""
     meet(ends)
     with usage.measured(ends.processes) as used:
-        sample = pings(ends, seconds)
+        sample = pings(ends, seconds) | flood(ends, round(seconds / PING_INTERVAL_S))
         text = _sockperf(ends.source, ends.destination, seconds)
     return sample | sockperf_ranks(text) | used.sample()
 
@@ -57,6 +57,14 @@ def pings(ends: Ends, seconds: float) -> Sample:
     if len(times) < count / 4:
         raise LabError(f"only {len(times)} of {count} pings were answered")
     return {f"ping_{name}_us": percentile(times, share) for name, share in RANKS.items()}
+
+
+def flood(ends: Ends, count: int) -> Sample:
+    """Round trips by ping, each begun when the one before is answered."""
+    _, times = measure.ping(ends.source, ends.destination.address, "-i", "0", "-w", "60", count=count, timeout_s=90)
+    if len(times) < count / 4:
+        raise LabError(f"only {len(times)} of {count} pings in a row were answered")
+    return {f"flood_{name}_us": percentile(times, share) for name, share in RANKS.items()}
 
 
 def meet(ends: Ends) -> None:

@@ -67,6 +67,10 @@ const IDLE_TICK: Duration = Duration::from_millis(1000);
 const TURNS_PER_POLL: u32 = 8;
 const FRAMES_PER_POLL: u64 = 128;
 const BYTES_PER_POLL: u64 = 128 << 10;
+/// While it spins, a dispatcher looks straight into the descriptors that had news last, at most so many...
+const WARM_MAX: usize = 4;
+/// ...and asks for news of all of them once in so many spins: some microseconds.
+const SPINS_PER_POLL: u32 = 4;
 
 /// One dispatcher's own state. Lives on its thread.
 struct Dispatcher {
@@ -86,6 +90,11 @@ struct Dispatcher {
     directs: Vec<DirectPort>,
     served: Vec<Served>,
     by_token: HashMap<u64, usize>,
+    /// Tokens that had news since the dispatcher slept last, the latest at the end.
+    warm: Vec<u64>,
+    spins: u32,
+    /// Tokens with news, while they are being marked.
+    news: Vec<u64>,
     batch: Batch,
     yielder: Yielder,
     clock: BusyClock,
@@ -168,6 +177,9 @@ impl Dispatcher {
             directs: Vec::new(),
             served: Vec::new(),
             by_token: HashMap::new(),
+            warm: Vec::with_capacity(WARM_MAX),
+            spins: 0,
+            news: Vec::with_capacity(crate::poll::EVENTS_MAX),
             batch: Batch::of(burst),
             yielder,
             clock: BusyClock::new(shared.started()),
@@ -270,6 +282,7 @@ impl Dispatcher {
             Idle::Sleep(time) => self.wait(time),
             Idle::Block => {
                 if self.rest_all() {
+                    self.warm.clear();
                     self.wait(self.time_to_tick());
                 } else {
                     // Somebody has frames, or cannot notify at all and wants to be polled.
@@ -280,9 +293,19 @@ impl Dispatcher {
         }
     }
 
-    /// Hears of file descriptors, and lets others have the core for a moment.
+    /// Looks for frames, and lets others have the core for a moment.
+    ///
+    /// Asking for news touches much memory that other cores have written to, and the answer is a second system call away from
+    /// the frame. Where a frame was last, the next one is looked for without asking: the exchange that spinning is for comes
+    /// by the same descriptors again and again.
     fn spin(&mut self) {
-        self.wait(Duration::ZERO);
+        self.spins = self.spins.wrapping_add(1);
+        if self.warm.is_empty() || self.spins.is_multiple_of(SPINS_PER_POLL) {
+            self.wait(Duration::ZERO);
+        }
+        for at in 0..self.warm.len() {
+            self.mark(self.warm[at]);
+        }
         let before = Instant::now();
         std::thread::yield_now();
         self.yielder.yielded(before, Instant::now());
@@ -300,28 +323,45 @@ impl Dispatcher {
         let timeout = self.forwarder.time_to_check().map_or(timeout, |check| timeout.min(check));
         // What comes after this look wakes: news in a socket's error queue count as an event of it.
         self.reap();
-        let (served, by_token) = (&mut self.served, &self.by_token);
-        let (sockets_ready, vxlan_ready) = (&mut self.sockets_ready, &mut self.vxlan_ready);
-        let directs = &mut self.directs;
-        let result = self.poller.wait(Some(timeout), |token| {
-            if let Some(id) = token.checked_sub(DIRECT_SOCKET) {
-                directs
-                    .iter_mut()
-                    .filter(|port| u64::from(port.id.0) == id)
-                    .for_each(|port| port.ready = true);
-            } else if token == VXLAN_SOCKET {
-                *vxlan_ready = true;
-            } else if let Some(socket) = token.checked_sub(SOCKET) {
-                sockets_ready[socket as usize] = true;
-            } else if let Some(&index) = by_token.get(&token) {
-                served[index].wake();
-            }
-        });
+        let mut news = std::mem::take(&mut self.news);
+        let result = self.poller.wait(Some(timeout), |token| news.push(token));
+        for token in news.drain(..) {
+            self.mark(token);
+            self.keep_warm(token);
+        }
+        self.news = news;
         if let Err(error) = result {
             // Only programming errors get here (a closed epoll descriptor); sleeping keeps the log readable.
             tracing::error!(dispatcher = self.id, %error, "cannot wait for events");
             std::thread::sleep(Duration::from_millis(100));
         }
+    }
+
+    /// Marks what a token stands for as worth a look.
+    fn mark(&mut self, token: u64) {
+        if let Some(id) = token.checked_sub(DIRECT_SOCKET) {
+            let directs = self.directs.iter_mut().filter(|port| u64::from(port.id.0) == id);
+            directs.for_each(|port| port.ready = true);
+        } else if token == VXLAN_SOCKET {
+            self.vxlan_ready = true;
+        } else if let Some(socket) = token.checked_sub(SOCKET) {
+            self.sockets_ready[socket as usize] = true;
+        } else if let Some(&index) = self.by_token.get(&token) {
+            self.served[index].wake();
+        }
+    }
+
+    /// Remembers what had news, in the place of what had none for longest. Rings are not looked into that way: those that are
+    /// worth it are polled anyway.
+    fn keep_warm(&mut self, token: u64) {
+        let is_ring = |&index: &usize| self.served[index].interface.polls();
+        if self.warm.contains(&token) || self.by_token.get(&token).is_some_and(is_ring) {
+            return;
+        }
+        if self.warm.len() == WARM_MAX {
+            self.warm.remove(0);
+        }
+        self.warm.push(token);
     }
 
     /// Has guests get back what the kernel no longer reads of their memory.

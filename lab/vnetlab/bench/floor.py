@@ -1,0 +1,64 @@
+"""The least a program can do between a TAP device and a UDP socket, as a contender: vnet/examples/floor.rs."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from vnetlab import machine, process
+from vnetlab.bench import vhost
+from vnetlab.bench.contenders import Ends, remove_device, running
+from vnetlab.run import LabError, run, wait_until
+from vnetlab.topology import Kind, Node, Topology
+
+HEADERS = 42
+"""IPv4, UDP, and the Ethernet header inside: a frame is a datagram, and the datagram a packet."""
+PORT = 9900
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Containers behind that program."""
+
+    name: str
+    blocks: bool = False
+    """It sleeps until something comes; otherwise it spins."""
+    processor: int | None = None
+    """Where all of them run; none: wherever the kernel puts them."""
+
+    def missing(self) -> str | None:
+        """Has to be built."""
+        try:
+            vhost.example("floor")
+        except LabError as error:
+            return str(error)
+        return None
+
+    @contextlib.contextmanager
+    def up(self, topology: Topology) -> Iterator[Ends]:
+        """Runs the program on both hosts and moves its devices into the containers."""
+        containers = topology.machines(Kind.CONTAINER)
+        with contextlib.ExitStack() as stack:
+            for host, peer, container in zip(topology.hosts, reversed(topology.hosts), containers, strict=True):
+                stack.callback(remove_device, container.namespace, "eth0")
+                stack.callback(process.stop, host.file(".floor.pid"))
+                self._start(host, peer)
+                _move(host, container, topology.settings.underlay_mtu - HEADERS)
+            yield Ends(containers[0], containers[-1], running(".floor.pid", topology.hosts))
+
+    def _start(self, host: Node, peer: Node) -> None:
+        where = [f"{host.address}:{PORT}", f"{peer.address}:{PORT}"]
+        words = [str(vhost.example("floor")), "floor", *where, "block" if self.blocks else "spin"]
+        if self.processor is not None:
+            words = ["taskset", "--cpu-list", str(self.processor), *words]
+        log = host.file(".floor.log")
+        process.start(machine.namespace_command(host, words), host.file(".floor.pid"), log)
+        shown = ["ip", "link", "show", "floor"]
+        wait_until("the program's device to be there", lambda: machine.attempt(host, *shown)[0] == 0, 10, log)
+
+
+def _move(host: Node, container: Node, mtu: int) -> None:
+    """Makes a host's device a container's."""
+    run(f"ip -n {host.namespace} link set floor netns {container.namespace} name eth0 mtu {mtu}".split())
+    inside = ["ip", "-n", container.namespace]
+    run([*inside, "address", "add", f"{container.address}/16", "dev", "eth0"])
+    run([*inside, "link", "set", "eth0", "up"])
