@@ -1,97 +1,82 @@
-"""Messages to and fro over TCP, timed as MPI benchmarks do. A program of its own: it runs inside containers.
+"""Messages between two machines as MPI programs exchange them: NetPIPE on Open MPI, whose messages go over TCP.
 
-`exchange.py serve ADDRESS PORT` answers; `exchange.py run ADDRESS PORT BYTES SECONDS` measures and prints JSON: the
-time of one message one way (half a round trip, the median), and the rate of both directions together when both send at
-once.
+Open MPI starts a daemon on each machine by a program that it takes for a remote shell; here that is a script which
+enters the machine's namespace. Either machine believes to have all processors for itself, so ranks are not bound to
+any, and give theirs away while they wait.
 """
 
-import json
-import socket
-import statistics
-import struct
-import sys
-import threading
-import time
+import shlex
+from pathlib import Path
 
-HEADER = struct.Struct("!BIQ")
-"""What follows: 0 to and fro, 1 both at once; how many messages; bytes of each."""
-ROUNDS_MIN = 3
-ROUNDS_MAX = 100_000
+from vnetlab import machine
+from vnetlab.bench.contenders import Ends, absent
+from vnetlab.bench.result import Sample
+from vnetlab.run import LabError
+from vnetlab.topology import Node
 
-
-def receive(connection: socket.socket, size: int) -> None:
-    """Takes one message."""
-    buffer = memoryview(bytearray(min(size, 1 << 20)))
-    while size:
-        got = connection.recv_into(buffer[: min(size, len(buffer))])
-        if not got:
-            raise ConnectionError("the other side is gone")
-        size -= got
+START_S = 30
+"""What Open MPI may take to start and to end."""
+MEASURE_S = 60
+"""What NetPIPE may take for one size: seven tries of a quarter of a second, by its own clock."""
 
 
-def to_and_fro(connection: socket.socket, count: int, message: bytes) -> list[float]:
-    """Sends and takes `count` messages, one after the other; gives the seconds that each round trip took."""
-    times = []
-    for _ in range(count):
-        begin = time.perf_counter()
-        connection.sendall(message)
-        receive(connection, len(message))
-        times.append(time.perf_counter() - begin)
-    return times
+def messages(ends: Ends, size: int) -> Sample:
+    """Messages of `size` bytes: to and fro, one way's time; then both ways at once, the rate of both together."""
+    if reason := absent("NPopenmpi", "netpipe-openmpi"):
+        raise LabError(reason)
+    agent = _agent(ends)
+    try:
+        moved, seconds = _netpipe(ends, agent, size)
+        sample = {"oneway_us": seconds * 1e6}
+        moved, seconds = _netpipe(ends, agent, size, "-2", "-a")
+    finally:
+        agent.unlink()
+    return sample | {"exchange_bps": 8 * moved / seconds}
 
 
-def both(connection: socket.socket, count: int, message: bytes) -> float:
-    """Sends and takes `count` messages at the same time; gives the seconds it took."""
-    begin = time.perf_counter()
-    sender = threading.Thread(target=lambda: [connection.sendall(message) for _ in range(count)])
-    sender.start()
-    for _ in range(count):
-        receive(connection, len(message))
-    sender.join()
-    return time.perf_counter() - begin
+def _agent(ends: Ends) -> Path:
+    """Writes what Open MPI calls as a remote shell: `agent ADDRESS COMMAND...`."""
+    enter = [
+        f'{node.address}) exec {shlex.join(machine.namespace_command(node, ["sh", "-c"]))} "$*" ;;'
+        for node in (ends.source, ends.destination)
+    ]
+    agent = ends.source.file(".agent")
+    agent.write_text("\n".join(["#!/bin/sh", "host=$1; shift", 'case "$host" in', *enter, "esac", "exit 1", ""]))
+    agent.chmod(0o755)
+    return agent
 
 
-def serve(address: str, port: int) -> None:
-    """Answers one client after the other."""
-    with socket.create_server((address, port)) as server:
-        while True:
-            connection, _ = server.accept()
-            with connection:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                try:
-                    while header := connection.recv(HEADER.size, socket.MSG_WAITALL):
-                        kind, count, size = HEADER.unpack(header)
-                        message = bytes(size)
-                        if kind:
-                            both(connection, count, message)
-                            continue
-                        for _ in range(count):
-                            receive(connection, size)
-                            connection.sendall(message)
-                except (ConnectionError, struct.error):
-                    continue
+def _netpipe(ends: Ends, agent: Path, size: int, *options: str) -> tuple[int, float]:
+    """Runs NetPIPE with one size; gives the bytes of a message, or of both that pass each other, and what it took."""
+    report = ends.source.file(".netpipe")
+    size_only = ["-l", str(size), "-u", str(size), "-p", "0"]
+    words = ["mpirun", *_open_mpi(ends, agent), "NPopenmpi", *size_only, *options, "-o", str(report)]
+    text = machine.execute(ends.source, *words, timeout_s=START_S + MEASURE_S)
+    try:
+        moved, _, seconds = report.read_text().split()
+        report.unlink()
+    except (OSError, ValueError) as error:
+        raise LabError(f"NetPIPE gave no figures: {text.strip()[-200:]}") from error
+    return int(moved), float(seconds)
 
 
-def run(address: str, port: int, size: int, seconds: float) -> dict[str, float]:
-    """Measures for about so long."""
-    message = bytes(size)
-    with socket.create_connection((address, port), timeout=60) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def _open_mpi(ends: Ends, agent: Path) -> list[str]:
+    """The options of mpirun: one rank on each machine, everything by TCP between these two addresses."""
+    network = _network(ends.source)
+    parameters = {
+        "plm": "rsh",
+        "plm_rsh_agent": str(agent),
+        "oob_tcp_if_include": network,
+        "btl_tcp_if_include": network,
+        "pml": "ob1",
+        "btl": "tcp,self",
+        "mpi_yield_when_idle": "1",
+    }
+    hosts = f"{ends.source.address},{ends.destination.address}"
+    words = ["--allow-run-as-root", "-np", "2", "--host", hosts, "--map-by", "node", "--bind-to", "none"]
+    return words + [word for name, value in parameters.items() for word in ("--mca", name, value)]
 
-        def rounds(count: int) -> list[float]:
-            connection.sendall(HEADER.pack(0, count, size))
-            return to_and_fro(connection, count, message)
 
-        warm = statistics.median(rounds(10))
-        count = max(ROUNDS_MIN, min(ROUNDS_MAX, round(seconds / warm)))
-        oneway_s = statistics.median(rounds(count)) / 2
-        connection.sendall(HEADER.pack(1, count, size))
-        took_s = both(connection, count, message)
-    return {"oneway_us": oneway_s * 1e6, "exchange_bps": 2 * 8 * size * count / took_s}
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        serve(sys.argv[2], int(sys.argv[3]))
-    else:
-        print(json.dumps(run(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]))))
+def _network(node: Node) -> str:
+    """The network that a machine's address is in."""
+    return ".".join([*node.address.split(".")[:2], "0", "0"]) + "/16"

@@ -1,28 +1,27 @@
 """Latency in full, and which part of vnet buys what: the benches `latency` and `ablation`.
 
 `latency` is figures 4, 6 and 7 of the VNET/P+ paper: round trips by ICMP size with their spread, throughput over time,
-and messages to and fro as MPI sends them over TCP. `ablation` measures the same two machines with one part of vnet
-after the other switched on, from what VNET/U was to all there is. Both count notifications and wake-ups a frame.
+and messages to and fro as MPI sends them over TCP (`exchange`). `ablation` measures the same two machines with one
+part of vnet after the other switched on, from what VNET/U was to all there is. Both count notifications and wake-ups a
+frame.
 """
 
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from vnetlab import daemon, machine, measure, process
-from vnetlab.bench import exchange, usage, workload
+from vnetlab import daemon, measure
+from vnetlab.bench import usage, workload
 from vnetlab.bench.contenders import BLOCK, VNET, Bare, Contender, Ends, Pinned, Vnet, VxlanContainers
 from vnetlab.bench.floor import Floor
 from vnetlab.bench.guests import TapGuests, VnetGuests
 from vnetlab.bench.result import Sample, percentile
-from vnetlab.run import LabError, wait_until
+from vnetlab.run import LabError
 from vnetlab.topology import Node, Topology
 
 PING_BYTES = (56, 256, 1_024, 4_096, 16_384, 65_000)
 MESSAGE_BYTES = (1, 64, 1_024, 8_192, 65_536, 1 << 20, 4 << 20)
 INTERVAL_S = 0.001
-EXCHANGE_PORT = 11112
 STREAM_INTERVAL_S = 0.1
 
 OPTIMISTIC = Vnet("vnet, optimistic interrupts", interface=(("interrupts", "optimistic"),))
@@ -123,26 +122,6 @@ def stream(ends: Ends, seconds: float) -> Sample:
     rates = rates[len(rates) // 5 :]
     rate = report["end"]["sum_received"]["bits_per_second"]
     return {"tcp_bps": rate, "tcp_variation": statistics.pstdev(rates) / statistics.fmean(rates)}
-
-
-def messages(ends: Ends, size: int, seconds: float) -> Sample:
-    """Messages of one size over one TCP connection, as MPI sends them: to and fro, then both ways at once."""
-    pid, log = ends.destination.file(".exchange.pid"), ends.destination.file(".exchange.log")
-    here = ["python3", exchange.__file__]
-    process.start(
-        machine.namespace_command(ends.destination, [*here, "serve", ends.destination.address, str(EXCHANGE_PORT)]),
-        pid,
-        log,
-    )
-    try:
-        listening = ["ss", "-Hltn", f"sport = :{EXCHANGE_PORT}"]
-        wait_until("the exchange to listen", lambda: machine.execute(ends.destination, *listening).strip(), 10, log)
-        where = [ends.destination.address, str(EXCHANGE_PORT), str(size), str(seconds)]
-        text = machine.execute(ends.source, *here, "run", *where, timeout_s=4 * seconds + 30)
-    finally:
-        process.stop(pid)
-    found = json.loads(text)
-    return {"oneway_us": found["oneway_us"], "exchange_bps": found["exchange_bps"]}
 
 
 def step(topology: Topology, ends: Ends, seconds: float, count: int) -> Sample:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from vnetlab import machine
-from vnetlab.bench import control, latency, tunnels, usage, vhost, workload
+from vnetlab.bench import control, exchange, latency, tunnels, usage, vhost, workload
 from vnetlab.bench.contenders import BLOCK, HOST_TO_HOST, SETTINGS, TWO, VNET, Contender, Ends, Nebula, Tinc, Vnet
 from vnetlab.bench.guests import TapGuests, VnetGuests
 from vnetlab.bench.result import Conditions, Sample
@@ -289,12 +289,12 @@ def _latency(options: Options) -> list[Case]:
             cases.append(Case(conditions, settings, [_told(each, load) for each in found or usual]))
     for size in latency.MESSAGE_BYTES[:: 3 if options.quick else 1]:
 
-        def exchange(topology: Topology, ends: Ends, size: int = size) -> Sample:
+        def exchanged(topology: Topology, ends: Ends, size: int = size) -> Sample:
             workload.meet(ends)
-            return latency.counted(topology, ends, lambda: latency.messages(ends, size, options.seconds(3)))
+            return latency.counted(topology, ends, lambda: exchange.messages(ends, size))
 
         cases.append(
-            Case({"load": "messages", "bytes": size}, containers, [_told(each, exchange) for each in everybody])
+            Case({"load": "messages", "bytes": size}, containers, [_told(each, exchanged) for each in everybody])
         )
 
     def stream(topology: Topology, ends: Ends) -> Sample:
@@ -413,9 +413,9 @@ BENCHES = {
             _latency,
             ("ping_median_us", "ping_p99_us", "oneway_us"),
             (
-                "One ping each millisecond, or one after the other when they take longer. Messages go over one TCP "
-                "connection, as MPI sends them (lab/vnetlab/bench/exchange.py). A frame is counted where it enters or "
-                "leaves a guest; wake-ups are all of vnetd's threads.",
+                "One ping each millisecond, or one after the other when they take longer. Messages are NetPIPE's on "
+                "Open MPI, over TCP (lab/vnetlab/bench/exchange.py). A frame is counted where it enters or leaves a "
+                "guest; wake-ups are all of vnetd's threads.",
             ),
             axis="bytes",
         ),
