@@ -1,6 +1,7 @@
 //! Waiting for file descriptors (epoll), and the handle by which a port asks its dispatcher to watch one.
 
 use std::io;
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 
@@ -75,13 +76,13 @@ impl Poller {
     pub fn wait(&self, timeout: Option<std::time::Duration>, mut ready: impl FnMut(u64)) -> io::Result<()> {
         let timeout =
             timeout.map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: i64::from(t.subsec_nanos()) });
-        let mut events = [epoll::Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; EVENTS_MAX];
-        let count = match epoll::wait(&self.epoll, &mut events[..], timeout.as_ref()) {
-            Ok(count) => count,
-            Err(rustix::io::Errno::INTR) => 0,
+        let mut room = [const { MaybeUninit::<epoll::Event>::uninit() }; EVENTS_MAX];
+        let events = match epoll::wait(&self.epoll, &mut room, timeout.as_ref()) {
+            Ok((events, _)) => events,
+            Err(rustix::io::Errno::INTR) => &mut [],
             Err(error) => return Err(error.into()),
         };
-        for event in &events[..count] {
+        for event in events {
             let token = { event.data }.u64();
             if token != BELL {
                 ready(token);

@@ -36,7 +36,6 @@ pub mod setup;
 pub mod stream;
 pub mod yielding;
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -89,7 +88,8 @@ struct Dispatcher {
     /// Underlay ports of interfaces that this dispatcher serves.
     directs: Vec<DirectPort>,
     served: Vec<Served>,
-    by_token: HashMap<u64, usize>,
+    /// Tokens of `served` with their places, in order.
+    by_token: Vec<(u64, usize)>,
     /// Tokens that had news since the dispatcher slept last, the latest at the end.
     warm: Vec<u64>,
     spins: u32,
@@ -176,7 +176,7 @@ impl Dispatcher {
             vxlan: bridge.vxlan_rx.map(|rx| rx.taking(burst)),
             directs: Vec::new(),
             served: Vec::new(),
-            by_token: HashMap::new(),
+            by_token: Vec::new(),
             warm: Vec::with_capacity(WARM_MAX),
             spins: 0,
             news: Vec::with_capacity(crate::poll::EVENTS_MAX),
@@ -197,6 +197,7 @@ impl Dispatcher {
             if self.shared.generation() != self.generation {
                 self.adopt();
             }
+            self.tick_if_due();
             if self.turn() {
                 self.clock.busy = true;
                 turns += 1;
@@ -206,14 +207,12 @@ impl Dispatcher {
                     self.tally();
                     self.forwarder.end_of_coalescing();
                     self.wait(Duration::ZERO);
-                    self.tick_if_due();
                 }
             } else {
                 if std::mem::take(&mut turns) > 0 {
                     self.tally();
                 }
                 self.idle();
-                self.tick_if_due();
             }
             self.forwarder.check_if_due();
         }
@@ -277,7 +276,7 @@ impl Dispatcher {
     /// Nothing was there: do what the yield strategy says.
     fn idle(&mut self) {
         let polled = self.served.iter().any(Served::is_polled);
-        match self.yielder.idle(Instant::now(), polled) {
+        match self.yielder.idle(self.clock.now, polled) {
             Idle::Spin => self.spin(),
             Idle::Sleep(time) => self.wait(time),
             Idle::Block => {
@@ -293,12 +292,15 @@ impl Dispatcher {
         }
     }
 
-    /// Looks for frames, and lets others have the core for a moment.
+    /// Lets others have the core for a moment, first of all those who have just been given frames; then looks for frames.
     ///
     /// Asking for news touches much memory that other cores have written to, and the answer is a second system call away from
     /// the frame. Where a frame was last, the next one is looked for without asking: the exchange that spinning is for comes
     /// by the same descriptors again and again.
     fn spin(&mut self) {
+        std::thread::yield_now();
+        // The turn that found nothing took next to no time.
+        self.yielder.yielded(self.clock.now, Instant::now());
         self.spins = self.spins.wrapping_add(1);
         if self.warm.is_empty() || self.spins.is_multiple_of(SPINS_PER_POLL) {
             self.wait(Duration::ZERO);
@@ -306,9 +308,6 @@ impl Dispatcher {
         for at in 0..self.warm.len() {
             self.mark(self.warm[at]);
         }
-        let before = Instant::now();
-        std::thread::yield_now();
-        self.yielder.yielded(before, Instant::now());
     }
 
     /// Asks every guest to notify. False when one has frames waiting, so that sleeping now would leave them there.
@@ -346,16 +345,22 @@ impl Dispatcher {
             self.vxlan_ready = true;
         } else if let Some(socket) = token.checked_sub(SOCKET) {
             self.sockets_ready[socket as usize] = true;
-        } else if let Some(&index) = self.by_token.get(&token) {
+        } else if let Some(index) = self.place(token) {
             self.served[index].wake();
         }
+    }
+
+    /// Where the queue of that token is among those served.
+    fn place(&self, token: u64) -> Option<usize> {
+        let at = self.by_token.binary_search_by_key(&token, |(token, _)| *token).ok()?;
+        Some(self.by_token[at].1)
     }
 
     /// Remembers what had news, in the place of what had none for longest. Rings are not looked into that way: those that are
     /// worth it are polled anyway.
     fn keep_warm(&mut self, token: u64) {
-        let is_ring = |&index: &usize| self.served[index].interface.polls();
-        if self.warm.contains(&token) || self.by_token.get(&token).is_some_and(is_ring) {
+        let is_ring = |index: usize| self.served[index].interface.polls();
+        if self.warm.contains(&token) || self.place(token).is_some_and(is_ring) {
             return;
         }
         if self.warm.len() == WARM_MAX {
@@ -377,7 +382,7 @@ impl Dispatcher {
     }
 
     fn tick_if_due(&mut self) {
-        let now = Instant::now();
+        let now = self.clock.now;
         if now < self.next_tick {
             return;
         }
@@ -419,6 +424,7 @@ impl Dispatcher {
             }
         }
         self.by_token = kept.iter().enumerate().map(|(i, s)| (s.token(), i)).collect();
+        self.by_token.sort_unstable();
         self.served = kept;
         self.adopt_directs();
         self.receiver.tick(&self.setup.peers, self.clock.now_ms());
