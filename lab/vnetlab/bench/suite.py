@@ -18,7 +18,7 @@ MTUS = (1500, 9000)
 ROUTES = (10, 100, 1_000, 10_000, 100_000, 1_000_000)
 INTERFACES = (1, 4, 16, 64, 256)
 SETTLE_S = 1
-"""What has just started is left alone for so long before it is called idle."""
+"""What has just started, or had traffic, is left alone for so long before it is called idle."""
 
 
 @dataclass(frozen=True)
@@ -229,14 +229,14 @@ def _interfaces(vnet: Vnet, count: int, seconds: float) -> Turn:
 
 
 def _idle_cases(options: Options) -> list[Case]:
-    """Daemons that have nothing to do."""
+    """Daemons that have nothing to do any more."""
     everybody = list(options.vnets) or [*SETTINGS[:3], Tinc(), Nebula()]
     seconds = max(3, options.seconds(20))
     return [
         Case(
             {"interfaces": 1},
             Settings(name=LAB, vms=0),
-            [_turn(contender, lambda ends: _idle(ends.processes, seconds)) for contender in everybody],
+            [_turn(contender, lambda ends: _idle_after_traffic(ends, seconds)) for contender in everybody],
         )
     ]
 
@@ -251,6 +251,12 @@ def _control(options: Options) -> list[Case]:
     conditions = {"hosts": scale.hosts, "MACs": scale.stations, "agents": scale.agents}
     settings = Settings(name=LAB, hosts=1, vms=0, containers=0, store=True)
     return [Case(conditions, settings, [turn(vnet) for vnet in options.vnets or (VNET,)])]
+
+
+def _idle_after_traffic(ends: Ends, seconds: float) -> Sample:
+    """What an idle daemon takes once a stream and pings have ended."""
+    workload.tcp_and_ping(ends, 1)
+    return _idle(ends.processes, seconds)
 
 
 def _idle(processes: dict[str, int], seconds: float) -> Sample:
@@ -430,7 +436,13 @@ BENCHES = {
                 "vnet/examples/floor.rs.",
             ),
         ),
-        Bench("idle", "Idle daemons", _idle_cases, ("daemon_cores", "rss_bytes"), ("One daemon, no traffic.",)),
+        Bench(
+            "idle",
+            "Idle daemons",
+            _idle_cases,
+            ("daemon_cores", "rss_bytes"),
+            ("One daemon, from a second after its last traffic on.",),
+        ),
     )
 }
 

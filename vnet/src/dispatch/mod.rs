@@ -223,7 +223,10 @@ impl Dispatcher {
     /// Tells the yield strategy, and whoever reads the counters, what was moved since they were told last.
     fn tally(&mut self) {
         let work = std::mem::take(&mut self.forwarder.work);
-        self.yielder.worked(work.bytes, self.clock.now);
+        // After what hosts say to each other, probes and keepalives, nobody waits for an answer: it is no reason to spin.
+        if work.frames > 0 {
+            self.yielder.worked(work.bytes, self.clock.now);
+        }
         self.clock.publish(&self.stats);
     }
 
