@@ -44,8 +44,11 @@ impl FromStr for Strategy {
 const PATIENCE: u32 = 10;
 /// A yield that takes longer has let a computation run.
 const CONTENDED_YIELD: Duration = Duration::from_micros(100);
-/// How long a contended core is not spun on.
+/// How long a contended core is not spun on at first. Where it is found contended again and again, as beside a virtual machine
+/// that is emulated, four times as long each time: each try lets frames wait for as long as the computation is let run.
 const CONTENTION_MEMORY: Duration = Duration::from_millis(2);
+/// The same at most.
+const CONTENTION_MEMORY_MAX: Duration = Duration::from_millis(512);
 /// Over how long the load is judged, at least.
 const LOAD_WINDOW: Duration = Duration::from_millis(1);
 /// Bytes a millisecond above which the load is a stream: half a gigabit a second.
@@ -72,6 +75,8 @@ pub(super) struct Yielder {
     idle_since: Option<Instant>,
     /// Until when the core counts as wanted by others.
     contended_until: Option<Instant>,
+    /// How long it counted so last.
+    contention: Duration,
     /// Bytes moved since `window_start`.
     window_bytes: u64,
     window_start: Option<Instant>,
@@ -87,6 +92,7 @@ impl Yielder {
             reach: Duration::from_micros(nowork_us.into()),
             idle_since: None,
             contended_until: None,
+            contention: Duration::ZERO,
             window_bytes: 0,
             window_start: None,
             streaming: false,
@@ -149,7 +155,11 @@ impl Yielder {
     /// A yield that began at `before` came back at `after`.
     pub(super) fn yielded(&mut self, before: Instant, after: Instant) {
         if after.saturating_duration_since(before) > CONTENDED_YIELD {
-            self.contended_until = Some(after + CONTENTION_MEMORY);
+            // Uncontended for as long as it was not tried: the computation is over, and this another.
+            let again = self.contended_until.is_some_and(|until| before < until + self.contention);
+            self.contention = if again { self.contention * 4 } else { CONTENTION_MEMORY };
+            self.contention = self.contention.min(CONTENTION_MEMORY_MAX);
+            self.contended_until = Some(after + self.contention);
         }
     }
 }
@@ -198,6 +208,30 @@ mod tests {
         assert_eq!(yielder.idle(at(2150), false), Idle::Block);
         yielder.worked(60, at(2201));
         assert_eq!(yielder.idle(at(2201), false), Idle::Spin);
+    }
+
+    #[test]
+    fn adaptive_tries_a_core_less_and_less_that_stays_wanted() {
+        let mut yielder = Yielder::new(Strategy::Adaptive, 50, 200);
+        let start = Instant::now();
+        let at = |us| start + Duration::from_micros(us);
+        let mut now = 0;
+        for ms in [2, 8, 32, 128, 512, 512] {
+            yielder.worked(60, at(now));
+            assert_eq!(yielder.idle(at(now), false), Idle::Spin);
+            yielder.yielded(at(now), at(now + 3000));
+            now += 3000;
+            for us in [0, 1000 * ms - 1] {
+                yielder.worked(60, at(now + us));
+                assert_eq!(yielder.idle(at(now + us), false), Idle::Block, "{ms} ms");
+            }
+            now += 1000 * ms;
+        }
+        // After as long without, it begins anew.
+        now += 513_000;
+        yielder.yielded(at(now), at(now + 3000));
+        yielder.worked(60, at(now + 5000));
+        assert_eq!(yielder.idle(at(now + 5000), false), Idle::Spin);
     }
 
     #[test]
