@@ -52,11 +52,7 @@ METRICS = {
     "tcp_bps": _rate("TCP"),
     **{f"udp_{size}_bps": _rate(f"UDP {size} B", digits=3) for size in UDP_WRITES},
     "ping_min_us": _time("ping min"),
-    **{
-        f"{kind}_{rank}_us": _time(f"{kind} {rank}")
-        for kind in ("ping", "flood", "tcp")
-        for rank in ("median", "p99", "p99.9")
-    },
+    **{f"{kind}_{rank}_us": _time(f"{kind} {rank}") for kind in ROUND_TRIPS for rank in ("median", "p99", "p99.9")},
     "ping_max_us": _time("ping max"),
     "oneway_us": _time("one way"),
     "exchange_bps": _rate("both ways"),

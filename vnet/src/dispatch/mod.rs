@@ -90,7 +90,7 @@ struct Dispatcher {
     served: Vec<Served>,
     /// Tokens of `served` with their places, in order.
     by_token: Vec<(u64, usize)>,
-    /// Tokens that had news since the dispatcher slept last, the latest at the end.
+    /// Tokens that had news since the dispatcher blocked last, in the order in which they first had.
     warm: Vec<u64>,
     spins: u32,
     /// Tokens with news, while they are being marked.
@@ -209,7 +209,9 @@ impl Dispatcher {
                     self.wait(Duration::ZERO);
                 }
             } else {
-                if std::mem::take(&mut turns) > 0 {
+                // A few datagrams without a frame are what hosts say to each other, probes and keepalives. Nobody waits for what
+                // comes after them, so they are no reason to spin.
+                if std::mem::take(&mut turns) > 0 && self.forwarder.work.frames > 0 {
                     self.tally();
                 }
                 self.idle();
@@ -223,10 +225,7 @@ impl Dispatcher {
     /// Tells the yield strategy, and whoever reads the counters, what was moved since they were told last.
     fn tally(&mut self) {
         let work = std::mem::take(&mut self.forwarder.work);
-        // After what hosts say to each other, probes and keepalives, nobody waits for an answer: it is no reason to spin.
-        if work.frames > 0 {
-            self.yielder.worked(work.bytes, self.clock.now);
-        }
+        self.yielder.worked(work.bytes, self.clock.now);
         self.clock.publish(&self.stats);
     }
 
@@ -301,11 +300,11 @@ impl Dispatcher {
     /// the frame. Where a frame was last, the next one is looked for without asking: the exchange that spinning is for comes
     /// by the same descriptors again and again.
     fn spin(&mut self) {
+        let before = Instant::now();
         std::thread::yield_now();
-        // The turn that found nothing took next to no time.
-        self.yielder.yielded(self.clock.now, Instant::now());
+        let long = self.yielder.yielded(before, Instant::now());
         self.spins = self.spins.wrapping_add(1);
-        if self.warm.is_empty() || self.spins.is_multiple_of(SPINS_PER_POLL) {
+        if long || self.warm.is_empty() || self.spins.is_multiple_of(SPINS_PER_POLL) {
             self.wait(Duration::ZERO);
         }
         for at in 0..self.warm.len() {
@@ -359,7 +358,7 @@ impl Dispatcher {
         Some(self.by_token[at].1)
     }
 
-    /// Remembers what had news, in the place of what had none for longest. Rings are not looked into that way: those that are
+    /// Remembers what had news, in the place of what is remembered for longest. Rings are not looked into that way: those that are
     /// worth it are polled anyway.
     fn keep_warm(&mut self, token: u64) {
         let is_ring = |index: usize| self.served[index].interface.polls();
@@ -426,6 +425,8 @@ impl Dispatcher {
                 kept.push(served);
             }
         }
+        // A port that came may have the token of one that went.
+        self.warm.clear();
         self.by_token = kept.iter().enumerate().map(|(i, s)| (s.token(), i)).collect();
         self.by_token.sort_unstable();
         self.served = kept;

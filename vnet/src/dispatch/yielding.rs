@@ -49,6 +49,8 @@ const CONTENDED_YIELD: Duration = Duration::from_micros(100);
 const CONTENTION_MEMORY: Duration = Duration::from_millis(2);
 /// The same at most.
 const CONTENTION_MEMORY_MAX: Duration = Duration::from_millis(512);
+/// After so much time in yields that came back soon, the next such pause is a quarter of what it would have been.
+const CALM: Duration = Duration::from_millis(1);
 /// Over how long the load is judged, at least.
 const LOAD_WINDOW: Duration = Duration::from_millis(1);
 /// Bytes a millisecond above which the load is a stream: half a gigabit a second.
@@ -75,8 +77,10 @@ pub(super) struct Yielder {
     idle_since: Option<Instant>,
     /// Until when the core counts as wanted by others.
     contended_until: Option<Instant>,
-    /// How long it counted so last.
+    /// How long it counted so last; nothing when it was left alone for long enough since.
     contention: Duration,
+    /// Time spent in short yields since that was set.
+    calm: Duration,
     /// Bytes moved since `window_start`.
     window_bytes: u64,
     window_start: Option<Instant>,
@@ -93,6 +97,7 @@ impl Yielder {
             idle_since: None,
             contended_until: None,
             contention: Duration::ZERO,
+            calm: Duration::ZERO,
             window_bytes: 0,
             window_start: None,
             streaming: false,
@@ -152,15 +157,28 @@ impl Yielder {
         }
     }
 
-    /// A yield that began at `before` came back at `after`.
-    pub(super) fn yielded(&mut self, before: Instant, after: Instant) {
-        if after.saturating_duration_since(before) > CONTENDED_YIELD {
-            // Uncontended for as long as it was not tried: the computation is over, and this another.
-            let again = self.contended_until.is_some_and(|until| before < until + self.contention);
-            self.contention = if again { self.contention * 4 } else { CONTENTION_MEMORY };
-            self.contention = self.contention.min(CONTENTION_MEMORY_MAX);
-            self.contended_until = Some(after + self.contention);
+    /// A yield that began at `before` came back at `after`. True when it took so long that somebody else has computed.
+    pub(super) fn yielded(&mut self, before: Instant, after: Instant) -> bool {
+        let took = after.saturating_duration_since(before);
+        let long = took > CONTENDED_YIELD;
+        if self.contended_until.is_some_and(|until| before < until) {
+            // Not a try: there was no other way than to spin.
+            return long;
         }
+        if long {
+            let longer = (self.contention * 4).min(CONTENTION_MEMORY_MAX);
+            self.contention = longer.max(CONTENTION_MEMORY);
+            self.contended_until = Some(after + self.contention);
+            self.calm = Duration::ZERO;
+        } else if !self.contention.is_zero() {
+            self.calm += took;
+            if self.calm >= CALM {
+                let shorter = self.contention / 4;
+                self.contention = if shorter < CONTENTION_MEMORY { Duration::ZERO } else { shorter };
+                self.calm = Duration::ZERO;
+            }
+        }
+        long
     }
 }
 
@@ -227,9 +245,17 @@ mod tests {
             }
             now += 1000 * ms;
         }
-        // After as long without, it begins anew.
-        now += 513_000;
+        // What was no try says nothing.
+        assert!(yielder.yielded(at(now - 1000), at(now + 1000)));
+        now += 1000;
+        // Nobody wants it any more: it is tried as at first, after some time.
+        for _ in 0..5 * 20 {
+            assert!(!yielder.yielded(at(now), at(now + 50)));
+            now += 50;
+        }
         yielder.yielded(at(now), at(now + 3000));
+        yielder.worked(60, at(now + 4999));
+        assert_eq!(yielder.idle(at(now + 4999), false), Idle::Block);
         yielder.worked(60, at(now + 5000));
         assert_eq!(yielder.idle(at(now + 5000), false), Idle::Spin);
     }

@@ -140,8 +140,6 @@ struct Queue {
     file: File,
     /// Set when the last read found the device empty: the next frame will wake us.
     drained: AtomicBool,
-    /// Set when a read for a second frame was in vain: likely the next frame will be alone, too, and need not wait for that.
-    sparse: AtomicBool,
     waker: Mutex<Option<Waker>>,
 }
 
@@ -177,12 +175,7 @@ impl Tap {
         };
         let queues = files
             .into_iter()
-            .map(|file| Queue {
-                file,
-                drained: AtomicBool::new(false),
-                sparse: AtomicBool::new(false),
-                waker: Mutex::new(None),
-            })
+            .map(|file| Queue { file, drained: AtomicBool::new(false), waker: Mutex::new(None) })
             .collect();
         Ok(Arc::new(Tap {
             device: options.device.clone(),
@@ -211,16 +204,14 @@ impl Tap {
         const ROOM: usize = VIRTIO_NET_HDR_LEN + FRAME_MAX;
         queue.drained.store(false, Relaxed);
         let (mut taken, mut bytes_taken) = (0, 0);
-        let limit = if queue.sparse.swap(false, Relaxed) { 1 } else { batch.limit() };
         // Refused frames and failed reads use no place in the batch, so tries are bounded apart.
-        for _ in 0..limit {
+        for _ in 0..batch.limit() {
             let Some(room) = batch.spare(ROOM) else { break };
             let len = match (&queue.file).read(&mut room[..ROOM]) {
                 Ok(len) => len,
                 Err(error) => match error.raw_os_error() {
                     Some(libc::EAGAIN) => {
                         queue.drained.store(true, Relaxed);
-                        queue.sparse.store(taken <= 1, Relaxed);
                         break;
                     }
                     // The device was removed under us, or its namespace was.
