@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vnetlab.bench import command, plot, report, suite, usage, vhost, workload
+from vnetlab.bench import command, plot, report, share, suite, usage, vhost, workload
 from vnetlab.bench.compare import Difference
 from vnetlab.bench.contenders import VNET, Vnet
 from vnetlab.bench.result import METRICS, Failure, Result, Series, difference_p, percentile, smallest_p
@@ -134,6 +134,16 @@ def test_programs_output():
     testpmd = "  Rx-pps:      5374123          Rx-bps:   2751550976\n  Rx-pps:            0  Rx-bps: 0\n"
     assert vhost.pps(testpmd) == [5374123, 0]
     assert usage.busy_s("cpu  100 10 50 1000 7 1 2 3 0 0\ncpu0 1 1 1 1\n") == pytest.approx(166 * usage.TICK_S)
+
+
+def test_share_of_the_way():
+    """What two captures of one ping say, and of one that was not seen everywhere."""
+    here = "1.000100 IP 10.77.1.101 > 10.77.2.101: ICMP echo request, id 7, seq 1, length 64\n"
+    here += "1.000900 IP 10.77.2.101 > 10.77.1.101: ICMP echo reply, id 7, seq 1, length 64\n"
+    there = here.replace("1.000100", "1.000160").replace("1.000900", "1.000850")
+    near, far = share.times(here), share.times(there)
+    assert share.way_us(near, far, 1) == pytest.approx(60 + 50)
+    assert share.way_us(near, far, 2) is None
 
 
 @pytest.mark.parametrize("link", [False, True])

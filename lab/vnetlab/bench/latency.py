@@ -11,16 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from vnetlab import daemon, measure
-from vnetlab.bench import usage, workload
+from vnetlab.bench import share, usage, workload
 from vnetlab.bench.contenders import BLOCK, VNET, Bare, Contender, Ends, Pinned, Vnet, VxlanContainers
 from vnetlab.bench.floor import Floor
 from vnetlab.bench.guests import TapGuests, VnetGuests
 from vnetlab.bench.result import Sample, percentile
 from vnetlab.run import LabError
-from vnetlab.topology import Node, Topology
+from vnetlab.topology import Kind, Node, Topology
 
 PING_BYTES = (56, 256, 1_024, 4_096, 16_384, 65_000)
 MESSAGE_BYTES = (1, 64, 1_024, 8_192, 65_536, 1 << 20, 4 << 20)
+SMALL_BYTES = 64
 INTERVAL_S = 0.001
 STREAM_INTERVAL_S = 0.1
 
@@ -86,10 +87,14 @@ def _counts(hosts: list[Node], ends: Ends) -> _Counts:
     return counts
 
 
+def _answering(topology: Topology, ends: Ends) -> list[Node]:
+    """Hosts whose daemon is vnetd; other contenders have none of a host's name, or one that is not ours."""
+    return [host for host in topology.hosts if host.name in ends.processes and host.file(".sock").exists()]
+
+
 def counted(topology: Topology, ends: Ends, load: Callable[[], Sample]) -> Sample:
     """Runs a load and adds what it took: processors, and for vnet notifications, kicks and wake-ups a frame."""
-    # Only vnetd answers; other contenders have no daemon of a host's name, or one that is not ours.
-    hosts = [host for host in topology.hosts if host.name in ends.processes and host.file(".sock").exists()]
+    hosts = _answering(topology, ends)
     before = _counts(hosts, ends)
     with usage.measured(ends.processes) as used:
         sample = load()
@@ -124,11 +129,28 @@ def stream(ends: Ends, seconds: float) -> Sample:
     return {"tcp_bps": rate, "tcp_variation": statistics.pstdev(rates) / statistics.fmean(rates)}
 
 
+def small(topology: Topology, ends: Ends, seconds: float) -> Sample:
+    """One stream of small datagrams, as fast as they are sent: how many arrive, and notifications for each of them."""
+    words = ("--udp", "--bitrate", "0", "--length", str(SMALL_BYTES))
+    receiver = _answering(topology, ends)[-1:]
+    before = _counts(receiver, ends)
+    rate = measure.throughput(ends.source, ends.destination, *words, seconds=seconds)
+    sample = {"small_frames_per_s": rate / 8 / SMALL_BYTES}
+    if receiver:
+        after = _counts(receiver, ends)
+        delivered = max(1, after.delivered - before.delivered)
+        sample["small_notifications_a_frame"] = (after.notifications - before.notifications) / delivered
+    return sample
+
+
 def step(topology: Topology, ends: Ends, seconds: float, count: int) -> Sample:
-    """What a row of the ablation is judged by: pings, then a stream."""
+    """What a row of the ablation is judged by: pings, then streams."""
     workload.meet(ends)
     found = counted(topology, ends, lambda: pings(ends, PING_BYTES[0], count))
     found |= workload.flood(ends, count)
+    if ends.source.kind is Kind.VM:
+        found |= share.of_pings(topology, ends)
+        found |= small(topology, ends, seconds)
     streamed = counted(topology, ends, lambda: stream(ends, seconds))
     for name in ("notifications_a_frame", "daemon_cores"):
         if name in streamed:

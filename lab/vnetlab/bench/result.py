@@ -54,10 +54,14 @@ METRICS = {
     "ping_min_us": _time("ping min"),
     **{f"{kind}_{rank}_us": _time(f"{kind} {rank}") for kind in ROUND_TRIPS for rank in ("median", "p99", "p99.9")},
     "ping_max_us": _time("ping max"),
+    "way_us": _time("way there and back"),
+    "machines_us": _time("machines"),
     "oneway_us": _time("one way"),
     "exchange_bps": _rate("both ways"),
     "tcp_variation": Metric("TCP, deviation", "%", 0.01, digits=1),
     "notifications_a_frame": Metric("notifications a frame", "", digits=3),
+    "small_frames_per_s": Metric("small datagrams", "k/s", 1e3, higher_is_better=True, digits=1),
+    "small_notifications_a_frame": Metric("small datagrams: notifications a frame", "", digits=3),
     "stream_notifications_a_frame": Metric("stream: notifications a frame", "", digits=3),
     "stream_daemon_cores": Metric("stream: daemons", "cores", digits=3),
     "kicks_a_frame": Metric("kicks a frame", "", digits=3),
@@ -184,7 +188,9 @@ def _base_unit(metric: str) -> str:
     """The unit in which values are kept."""
     known = METRICS[metric]
     return (
-        known.unit if known.scale == 1 else {"Gbit/s": "bit/s", "M/s": "1/s", "MiB": "bytes", "%": "share"}[known.unit]
+        known.unit
+        if known.scale == 1
+        else {"Gbit/s": "bit/s", "M/s": "1/s", "k/s": "1/s", "MiB": "bytes", "%": "share"}[known.unit]
     )
 
 
