@@ -5,12 +5,12 @@
 //! frame, the other sends it back, each after a pause that is chosen around the times at which something changes: T_sleep,
 //! T_nowork, the window over which rates are judged, the check of optimistic interrupts, the dispatcher's ticks.
 //!
-//! `VNET_STALL_FRAMES=10000000 cargo test --release --test stalls` takes as many frames as it says (half an hour on a slow
-//! machine).
+//! `VNET_STALL_FRAMES=10000000 cargo test --release --test stalls` takes as many frames as it says (ten minutes to an
+//! hour).
 
 mod guest;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use guest::Guest;
@@ -91,9 +91,9 @@ impl Host {
         let (density_low, density_high) = settings.densities;
         let interrupts = settings.interrupts;
         interface.set_interrupts(InterruptSettings { interrupts, density_low, density_high });
-        // Rates that pauses of some ten microseconds pass again and again.
+        // Three frames in a window, or none: bounds that are passed again and again on any machine.
         let mode =
-            ModeSettings { mode: settings.mode, rate_low: 5_000, rate_high: 8_000, window_us: WINDOW_US };
+            ModeSettings { mode: settings.mode, rate_low: 1_000, rate_high: 2_000, window_us: WINDOW_US };
         let drive = Drive::new(mode, 1);
         let member = Member {
             port,
@@ -225,6 +225,9 @@ fn optimistic(strategy: Strategy, mode: Mode, densities: (u64, u64)) -> Settings
 
 /// Sends frames to and fro between two hosts that are set alike; none of them may be late.
 fn no_single_frame_stalls(settings: Settings, seed: u64) {
+    // Rates have to pass the modes' bounds, which they do not on processors that are wanted elsewhere.
+    static ALONE: Mutex<()> = Mutex::new(());
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let frames: u64 =
         std::env::var("VNET_STALL_FRAMES").map_or(FRAMES, |count| count.parse().expect("a number"));
     let rounds = frames / 2 / TESTS;
