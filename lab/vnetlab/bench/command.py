@@ -44,6 +44,9 @@ def command(arguments: argparse.Namespace) -> None:
     if arguments.rest:
         raise LabError(f"bench {arguments.bench} takes no '{arguments.rest[0]}'")
     benches = list(BENCHES.values()) if arguments.bench == ALL else [BENCHES[arguments.bench]]
+    if arguments.publish:
+        # Hours before it is needed.
+        plot.library()
     for bench in benches:
         result = _run(bench, arguments, _options(arguments))
         print(f"\n{bench.title} ({result.repeat} rounds: median, smallest and largest)\n\n{report.table(result)}\n")

@@ -1,6 +1,7 @@
 """Results as drawings, by matplotlib, which only `make bench` needs."""
 
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from vnetlab.bench.report import describe
@@ -15,11 +16,8 @@ HEIGHT_INCHES = 3.2
 FORMATS = ("svg", "png")
 
 
-def draw(result: Result, title: str, metrics: tuple[str, ...], axis: str, folder: Path) -> list[Path]:
-    """Draws each metric there are figures of, one below the other; gives the files, SVG and PNG.
-
-    Raises LabError when there is no matplotlib.
-    """
+def library() -> ModuleType:
+    """What draws; raises LabError when it is not installed."""
     try:
         import matplotlib as mpl  # noqa: PLC0415
 
@@ -29,6 +27,15 @@ def draw(result: Result, title: str, metrics: tuple[str, ...], axis: str, folder
         raise LabError("plots need matplotlib: run 'make bench', or .venv/bin/python lab/lab bench") from error
     # The same figures give the same file.
     mpl.rcParams["svg.hashsalt"] = "vnet"
+    return pyplot
+
+
+def draw(result: Result, title: str, metrics: tuple[str, ...], axis: str, folder: Path) -> list[Path]:
+    """Draws each metric there are figures of, one below the other; gives the files, SVG and PNG.
+
+    Raises LabError when there is no matplotlib.
+    """
+    pyplot = library()
     drawn = [metric for metric in metrics if metric in result.metrics()]
     if not drawn:
         return []
