@@ -35,7 +35,7 @@ def markdown(result: Result, title: str, plots: Iterable[str]) -> str:
     """The part of docs/measurements.md that a bench writes; `plots` are paths of images from there."""
     kind = "QUICK RUN, only to show that it works: no figure here means anything" if result.quick else ""
     lines = [f"## {title}", "", *([f"**{kind}.**", ""] if kind else [])]
-    lines += [f"`{result.command}`, {result.date}, {result.repeat} round{"s" * (result.repeat > 1)}."]
+    lines += [f"`{result.command}`, {result.date}, {result.repeat} round{'s' * (result.repeat > 1)}."]
     lines += [" ".join(result.notes)]
     for head, *rows in _tables(result):
         lines += ["", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
