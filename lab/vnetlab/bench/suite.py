@@ -433,7 +433,8 @@ BENCHES = {
             (
                 "56-byte pings, one each millisecond, then one after the other (flood), then one iperf3 stream. Rows "
                 "go from the least to all there is. The least a program can do between a TAP and a socket is "
-                "vnet/examples/floor.rs.",
+                "vnet/examples/floor.rs. The way between virtual machines, and what of a ping's time is their own, are "
+                "of 300 pings, one each 10 ms; small datagrams have 64 bytes.",
             ),
         ),
         Bench(
