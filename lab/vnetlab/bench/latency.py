@@ -12,7 +12,19 @@ from dataclasses import dataclass, replace
 
 from vnetlab import daemon, measure
 from vnetlab.bench import share, usage, workload
-from vnetlab.bench.contenders import BLOCK, VNET, Bare, Contender, Ends, Pinned, Vnet, VxlanContainers
+from vnetlab.bench.contenders import (
+    BLOCK,
+    VNET,
+    Bare,
+    Contender,
+    Ends,
+    Nebula,
+    Pinned,
+    Tinc,
+    Vnet,
+    VxlanContainers,
+    VxlanDevice,
+)
 from vnetlab.bench.floor import Floor
 from vnetlab.bench.guests import TapGuests, VnetGuests
 from vnetlab.bench.result import Sample, percentile
@@ -53,7 +65,7 @@ FLOORS = (
     Floor("floor, spinning on one processor", processor=0),
 )
 """What no program with a TAP and a socket can be below."""
-CONTAINERS: tuple[Contender, ...] = (Bare(), VxlanContainers(), VNET, BLOCK)
+CONTAINERS: tuple[Contender, ...] = (Bare(), VxlanDevice(), VxlanContainers(), VNET, BLOCK, Tinc(), Nebula())
 GUESTS: tuple[Contender, ...] = (TapGuests(), VnetGuests(VNET), VnetGuests(OPTIMISTIC), VnetGuests(BLOCK))
 
 
