@@ -6,8 +6,9 @@
 //! daemon costs nothing. It blocks instead of spinning
 //!
 //! - while much is moved: a stream's ends need the core more than its frames need to be met at once;
-//! - on a core that a computation wants: a `sched_yield` that comes back very late has let one run. One that is only late has
-//!   let the peer of a question and answer run, which is what yielding is for.
+//! - on a core that a computation wants: a `sched_yield` that comes back very late has let one run, and so have several that
+//!   come back late soon after each other. One that is a little late has let the peer of a question and answer run, which is
+//!   what yielding is for, or somebody who looked in shortly, whom frames need not wait for.
 
 use std::str::FromStr;
 use std::time::{Duration, Instant};
@@ -44,6 +45,10 @@ impl FromStr for Strategy {
 const PATIENCE: u32 = 10;
 /// A yield that takes longer has let a computation run.
 const CONTENDED_YIELD: Duration = Duration::from_micros(100);
+/// How much computations may take at once before the core counts as contended...
+const LOST_MAX: Duration = Duration::from_millis(1);
+/// ...and of all time, one part in so many: who computes for 100 us now and then is no reason to sleep.
+const LOST_SHARE: u32 = 4;
 /// How long a contended core is not spun on at first. Where it is found contended again and again, as beside a virtual machine
 /// that is emulated, four times as long each time: each try lets frames wait for as long as the computation is let run.
 const CONTENTION_MEMORY: Duration = Duration::from_millis(2);
@@ -75,6 +80,9 @@ pub(super) struct Yielder {
     /// For how long it is spun at present: `no_work`, or [`PATIENCE`] times that.
     reach: Duration,
     idle_since: Option<Instant>,
+    /// What long yields took, less the part of the time since the last of them, `lost_at`, that they may take.
+    lost: Duration,
+    lost_at: Option<Instant>,
     /// Until when the core counts as wanted by others.
     contended_until: Option<Instant>,
     /// How long it counted so last; nothing when it was left alone for long enough since.
@@ -95,6 +103,8 @@ impl Yielder {
             no_work: Duration::from_micros(nowork_us.into()),
             reach: Duration::from_micros(nowork_us.into()),
             idle_since: None,
+            lost: Duration::ZERO,
+            lost_at: None,
             contended_until: None,
             contention: Duration::ZERO,
             calm: Duration::ZERO,
@@ -165,12 +175,13 @@ impl Yielder {
             // Not a try: there was no other way than to spin.
             return long;
         }
-        if long {
+        if long && self.lose(before, after) > LOST_MAX {
+            self.lost = Duration::ZERO;
             let longer = (self.contention * 4).min(CONTENTION_MEMORY_MAX);
             self.contention = longer.max(CONTENTION_MEMORY);
             self.contended_until = Some(after + self.contention);
             self.calm = Duration::ZERO;
-        } else if !self.contention.is_zero() {
+        } else if !long && !self.contention.is_zero() {
             self.calm += took;
             if self.calm >= CALM {
                 let shorter = self.contention / 4;
@@ -179,6 +190,14 @@ impl Yielder {
             }
         }
         long
+    }
+
+    /// Adds a long yield to what was lost to computations; gives the sum.
+    fn lose(&mut self, before: Instant, after: Instant) -> Duration {
+        let since = self.lost_at.map_or(Duration::ZERO, |at| before.saturating_duration_since(at));
+        self.lost = self.lost.saturating_sub(since / LOST_SHARE) + after.saturating_duration_since(before);
+        self.lost_at = Some(after);
+        self.lost
     }
 }
 
@@ -219,13 +238,30 @@ mod tests {
         assert_eq!(yielder.idle(at(1), false), Idle::Spin);
         yielder.yielded(at(1), at(90));
         assert_eq!(yielder.idle(at(90), false), Idle::Spin);
-        yielder.yielded(at(90), at(200));
-        yielder.worked(60, at(200));
-        assert_eq!(yielder.idle(at(200), false), Idle::Block);
-        yielder.worked(60, at(2150));
-        assert_eq!(yielder.idle(at(2150), false), Idle::Block);
-        yielder.worked(60, at(2201));
-        assert_eq!(yielder.idle(at(2201), false), Idle::Spin);
+        yielder.yielded(at(90), at(1100));
+        yielder.worked(60, at(1100));
+        assert_eq!(yielder.idle(at(1100), false), Idle::Block);
+        yielder.worked(60, at(3050));
+        assert_eq!(yielder.idle(at(3050), false), Idle::Block);
+        yielder.worked(60, at(3101));
+        assert_eq!(yielder.idle(at(3101), false), Idle::Spin);
+    }
+
+    #[test]
+    fn adaptive_gives_others_a_part_of_the_time_before_it_sleeps() {
+        let start = Instant::now();
+        let at = |us| start + Duration::from_micros(us);
+        // 200 us of every millisecond, or of every half: a fifth of the time, or two fifths.
+        for (period, wanted) in [(1000, false), (500, true)] {
+            let mut yielder = Yielder::new(Strategy::Adaptive, 50, 200);
+            let mut contended = false;
+            for turn in 0..100 {
+                assert!(yielder.yielded(at(turn * period), at(turn * period + 200)));
+                yielder.worked(60, at(turn * period + 200));
+                contended |= yielder.idle(at(turn * period + 200), false) == Idle::Block;
+            }
+            assert_eq!(contended, wanted, "each {period} us");
+        }
     }
 
     #[test]
