@@ -47,7 +47,7 @@ const PATIENCE: u32 = 10;
 const CONTENDED_YIELD: Duration = Duration::from_micros(100);
 /// How much computations may take at once before the core counts as contended...
 const LOST_MAX: Duration = Duration::from_millis(1);
-/// ...and of all time, one part in so many: who computes for 100 us now and then is no reason to sleep.
+/// ...and one part to so many of the time in between, a fifth of all: who computes for 100 us now and then is no reason to sleep.
 const LOST_SHARE: u32 = 4;
 /// How long a contended core is not spun on at first. Where it is found contended again and again, as beside a virtual machine
 /// that is emulated, four times as long each time: each try lets frames wait for as long as the computation is let run.
@@ -80,8 +80,9 @@ pub(super) struct Yielder {
     /// For how long it is spun at present: `no_work`, or [`PATIENCE`] times that.
     reach: Duration,
     idle_since: Option<Instant>,
-    /// What long yields took, less the part of the time since the last of them, `lost_at`, that they may take.
+    /// What long yields took, less the part of the time between them that they may take.
     lost: Duration,
+    /// The end of the last long yield.
     lost_at: Option<Instant>,
     /// Until when the core counts as wanted by others.
     contended_until: Option<Instant>,
