@@ -55,12 +55,18 @@ def test_guests_hear_early(topology: Topology):
     """Every ping is answered with optimistic interrupts, whatever the density is judged to be."""
     source, destination = topology.find("h1v1"), topology.find("h2v1")
     wait_for_path(source, destination.address)
-    for low, high in ((50_000_000, 1_000_000_000), (4_294_967_295, 4_294_967_295), (0, 4_294_967_295)):
+    most = 4_294_967_295
+    for low, high, least in (
+        (50_000_000, 1_000_000_000, 2048),
+        (50_000_000, 1_000_000_000, 0),
+        (most, most, 0),
+        (0, most, 0),
+    ):
         for host, guest in zip(topology.hosts, (source, destination), strict=True):
-            densities = [f"receive_density_low={low}", f"receive_density_high={high}"]
-            daemon.vnet(host, "interface", "set", guest.name, "interrupts=optimistic", *densities)
+            bounds = [f"receive_density_low={low}", f"receive_density_high={high}", f"early_bytes={least}"]
+            daemon.vnet(host, "interface", "set", guest.name, "interrupts=optimistic", *bounds)
         sent, received = ping(source, destination.address, count=300, interval_s=0.002)
-        assert sent == received == 300, f"densities {low} to {high}"
+        assert sent == received == 300, f"densities {low} to {high}, early from {least} bytes"
     for host, guest in zip(topology.hosts, (source, destination), strict=True):
         found = interface(host, guest.name)
         assert found["interrupts"] == "optimistic"

@@ -59,6 +59,7 @@ Keys, as in the configuration file:
   rate_low, rate_high, window_us             between which rates (frames/s) adaptive changes, and over what time
   interrupts                                 direct or optimistic (vhost-user)
   receive_density_low, receive_density_high  bounds of optimistic interrupts, in bytes/s
+  early_bytes                                less than this is not announced early
   storm_limit                                flooded frames a second
   port_security                              true or false
 

@@ -69,6 +69,7 @@ window_us = 4000
 interrupts = "optimistic"
 receive_density_low = 10
 receive_density_high = 20
+early_bytes = 30
 
 [[interface]]
 name = "c1"
@@ -124,7 +125,7 @@ fn settings_that_the_design_shows_are_understood() {
     let warnings: Vec<_> = warnings.iter().map(ToString::to_string).collect();
     assert_eq!(
         warnings,
-        ["f.toml:49: interrupts has no effect on kind tap: the kernel hands frames over at once",]
+        ["f.toml:50: interrupts has no effect on kind tap: the kernel hands frames over at once",]
     );
 }
 
@@ -157,7 +158,7 @@ fn objects_that_the_design_shows_are_understood() {
         (Mode::VmmDriven, 1001, 10001, 4000)
     );
     assert_eq!(interrupts.interrupts, Interrupts::Optimistic);
-    assert_eq!((interrupts.density_low, interrupts.density_high), (10, 20));
+    assert_eq!((interrupts.density_low, interrupts.density_high, interrupts.early_bytes), (10, 20, 30));
     assert_eq!(container.spec.driving, Driving::default());
     assert_eq!((vm.spec.mac, vm.spec.mtu), ("52:54:00:00:00:01".parse().ok(), 1500));
     let netns = Some(Netns::Pid(12));

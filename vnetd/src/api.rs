@@ -357,7 +357,7 @@ async fn remove_interface(
 /// Changes an interface while it is open: who drives it, how its guest is notified, its limits
 ///
 /// The body has some of `mode`, `rate_low`, `rate_high`, `window_us`, `interrupts`, `receive_density_low`,
-/// `receive_density_high`, `storm_limit`, `port_security`.
+/// `receive_density_high`, `early_bytes`, `storm_limit`, `port_security`.
 #[utoipa::path(patch, path = "/v1/interfaces/{name}", params(("name" = String, Path)),
     request_body = requests::ChangedInterface,
     responses((status = 200, body = api::Interface), (status = "4XX", body = api::Refusal)))]

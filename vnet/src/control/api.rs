@@ -211,6 +211,8 @@ pub struct Driving {
     pub receive_density_low: u64,
     /// beta of optimistic interrupts, bytes/s.
     pub receive_density_high: u64,
+    /// Less data than this, in bytes, is not announced early.
+    pub early_bytes: u64,
     /// Notifications given for a thousand frames delivered.
     pub notifications_per_1000_frames: u64,
     /// What optimistic interrupts did.

@@ -15,13 +15,15 @@ const RATE_MAX: u32 = i32::MAX as u32;
 const WINDOW_MAX_US: u32 = 10_000_000;
 /// Bytes a second: 34 Gbit/s.
 const DENSITY_MAX: u32 = u32::MAX;
+/// What announces nothing early, whatever a dispatcher moves between two ends of coalescing.
+const EARLY_BYTES_MAX: u32 = u32::MAX;
 
 /// How an interface is driven and how its guest is notified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Driving {
     /// `mode`, `rate_low`, `rate_high`, `window_us`
     pub mode: ModeSettings,
-    /// `interrupts`, `receive_density_low`, `receive_density_high`
+    /// `interrupts`, `receive_density_low`, `receive_density_high`, `early_bytes`
     pub interrupts: InterruptSettings,
 }
 
@@ -52,6 +54,8 @@ impl Driving {
         let high = reader.number("receive_density_high", 0, DENSITY_MAX);
         interrupts.density_low = low.map_or(interrupts.density_low, u64::from);
         interrupts.density_high = high.map_or(interrupts.density_high, u64::from);
+        let early_bytes = reader.number("early_bytes", 0, EARLY_BYTES_MAX);
+        interrupts.early_bytes = early_bytes.map_or(interrupts.early_bytes, u64::from);
         let InterruptSettings { density_low, density_high, .. } = interrupts;
         if density_low > density_high {
             let text = format!(
@@ -64,7 +68,7 @@ impl Driving {
 
     /// Keys that mean nothing to a TAP, whose kernel notifies as it likes.
     pub(super) fn without_effect(reader: &Reader<'_>, tap: bool) -> Vec<Problem> {
-        let keys = ["interrupts", "receive_density_low", "receive_density_high"];
+        let keys = ["interrupts", "receive_density_low", "receive_density_high", "early_bytes"];
         let given = keys.into_iter().filter(|key| tap && reader.has(key));
         let text = |key| format!("{key} has no effect on kind tap: the kernel hands frames over at once");
         given.map(|key| Problem::new(&reader.place_of(key), text(key))).collect()
@@ -88,9 +92,12 @@ impl fmt::Display for Driving {
         if self.interrupts.interrupts != interrupts.interrupts {
             write!(f, ", {} interrupts", self.interrupts.interrupts)?;
         }
-        let InterruptSettings { density_low, density_high, .. } = self.interrupts;
+        let InterruptSettings { density_low, density_high, early_bytes, .. } = self.interrupts;
         if (density_low, density_high) != (interrupts.density_low, interrupts.density_high) {
             write!(f, ", receive densities {density_low} to {density_high} bytes/s")?;
+        }
+        if early_bytes != interrupts.early_bytes {
+            write!(f, ", early from {early_bytes} bytes")?;
         }
         Ok(())
     }
@@ -135,6 +142,7 @@ pub(super) fn view(driving: &Driving, drive: &Drive, queues: usize, stats: &Port
         interrupts: interrupts.interrupts.to_string(),
         receive_density_low: interrupts.density_low,
         receive_density_high: interrupts.density_high,
+        early_bytes: interrupts.early_bytes,
         notifications_per_1000_frames: notifications.saturating_mul(1000) / frames.max(1),
         interrupt_counters: (&stats.interrupts).into(),
     }

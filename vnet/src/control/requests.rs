@@ -51,6 +51,8 @@ pub struct NewInterface {
     pub receive_density_low: Option<u32>,
     /// Upper bound of optimistic interrupts, bytes/s.
     pub receive_density_high: Option<u32>,
+    /// Less data than this is not announced early, bytes (optimistic interrupts).
+    pub early_bytes: Option<u32>,
     /// vhost-user: an underlay port (UDP) of its own, with `direct_link` and `mac`.
     pub direct_port: Option<u16>,
     /// vhost-user: the link whose other host sends its frames to `direct_port`.
@@ -79,6 +81,8 @@ pub struct ChangedInterface {
     pub receive_density_low: Option<u32>,
     /// Upper bound of optimistic interrupts, bytes/s.
     pub receive_density_high: Option<u32>,
+    /// Less data than this is not announced early, bytes (optimistic interrupts).
+    pub early_bytes: Option<u32>,
 }
 
 /// The body of `POST /v1/links`: the keys of `[[link]]`.

@@ -15,6 +15,8 @@ const SIZE: u16 = 8;
 const COLD: (u64, u64) = (u64::MAX, u64::MAX);
 const RIGHT: (u64, u64) = (0, u64::MAX);
 const HOT: (u64, u64) = (0, 0);
+/// How many bytes a frame has here.
+const FRAME: u64 = 60;
 
 /// A guest's driver as Linux's virtio_net with NAPI, one memory access or so a step.
 struct Guest {
@@ -119,14 +121,14 @@ impl Sender<'_> {
                     self.coalescing.caught_up();
                 }
                 let waits = self.ring.would_wait();
-                guest.interrupts += u32::from(self.coalescing.before(waits, self.clock, self.stats));
+                guest.interrupts += u32::from(self.coalescing.before(FRAME, waits, self.clock, self.stats));
                 Next::Give
             }
             Next::Give => {
                 let head = self.ring.next().unwrap().expect("a buffer");
                 self.ring.complete(head.index, 60);
                 self.ring.show();
-                self.coalescing.gave(60);
+                self.coalescing.gave(FRAME);
                 self.given += 1;
                 Next::EndOrMore
             }
@@ -168,8 +170,18 @@ impl Sender<'_> {
     }
 }
 
+/// All announced, or only what comes behind another frame.
+fn optimistic(density: (u64, u64), all: bool) -> InterruptSettings {
+    InterruptSettings {
+        interrupts: Interrupts::Optimistic,
+        density_low: density.0,
+        density_high: density.1,
+        early_bytes: if all { 0 } else { 2 * FRAME },
+    }
+}
+
 /// One order: bit i of `order` says whose step i is; `more` says where batches follow each other without an end between.
-fn run(memory: &MockMemory, event_idx: bool, density: (u64, u64), order: u32, more: u32, last: bool) {
+fn run(memory: &MockMemory, event_idx: bool, settings: InterruptSettings, order: u32, more: u32, last: bool) {
     const STEPS: u32 = 13;
     let stats = InterruptStats::default();
     let mut mock = MockRing::new(memory, GUEST_BASE, SIZE, 0);
@@ -186,11 +198,6 @@ fn run(memory: &MockMemory, event_idx: bool, density: (u64, u64), order: u32, mo
     assert!(ring.publish());
     let mut guest = Guest { ring: mock, event_idx, at: At::Asleep, interrupts: 1, taken: 0 };
     guest.run(memory);
-    let settings = InterruptSettings {
-        interrupts: Interrupts::Optimistic,
-        density_low: density.0,
-        density_high: density.1,
-    };
     let coalescing = Coalescing::new(settings);
     let (clock, stats) = (Instant::now(), &stats);
     let mut sender = Sender { ring, coalescing, stats, clock, next: Next::Early, given: 1, checks: false };
@@ -208,7 +215,7 @@ fn run(memory: &MockMemory, event_idx: bool, density: (u64, u64), order: u32, mo
     guest.run(memory);
     assert_eq!(
         guest.taken, sender.given,
-        "event_idx {event_idx}, {density:?}, order {order:#b}, more {more:#b}"
+        "event_idx {event_idx}, {settings:?}, order {order:#b}, more {more:#b}"
     );
     let stats = sender.stats;
     assert!(stats.early_premature.get() <= stats.early.get());
@@ -217,12 +224,13 @@ fn run(memory: &MockMemory, event_idx: bool, density: (u64, u64), order: u32, mo
 #[test]
 fn no_frame_waits_wherever_the_traffic_stops() {
     let memory = MockMemory::new(0x4000);
-    for event_idx in [true, false] {
-        for density in [COLD, RIGHT, HOT] {
+    let densities = [COLD, RIGHT, HOT];
+    for (event_idx, all) in [(true, true), (true, false), (false, true), (false, false)] {
+        for settings in densities.map(|density| optimistic(density, all)) {
             for order in 0..1 << 13 {
                 // Batches that follow each other: nowhere, everywhere, now and then.
                 let more = [0, u32::MAX, 0x0f0f][order as usize % 3];
-                run(&memory, event_idx, density, order, more, order % 2 == 0);
+                run(&memory, event_idx, settings, order, more, order % 2 == 0);
             }
         }
     }
@@ -256,8 +264,8 @@ mod weak_memory {
         }
     }
 
-    /// Two frames, each announced early, given, and judged; every verdict.
-    fn meet(density: (u64, u64)) {
+    /// Two frames, each announced early or not, given, and judged; every verdict.
+    fn meet(density: (u64, u64), all: bool) {
         const FRAMES: u16 = 2;
         let mut builder = loom::model::Builder::new();
         builder.preemption_bound = Some(3);
@@ -291,20 +299,15 @@ mod weak_memory {
                 }
             });
             let stats = InterruptStats::default();
-            let settings = InterruptSettings {
-                interrupts: Interrupts::Optimistic,
-                density_low: density.0,
-                density_high: density.1,
-            };
-            let (mut coalescing, mut settled) = (Coalescing::new(settings), 0);
+            let (mut coalescing, mut settled) = (Coalescing::new(optimistic(density, all)), 0);
             let now = Instant::now();
             for n in 1..=FRAMES {
                 let waits = shared.used_event.load(Ordering::Relaxed) == n - 1;
-                if coalescing.before(waits, now, &stats) {
+                if coalescing.before(FRAME, waits, now, &stats) {
                     shared.call();
                 }
                 shared.used.store(n, Ordering::Release);
-                coalescing.gave(60);
+                coalescing.gave(FRAME);
                 match coalescing.end(shared.waits(settled), now + Duration::from_micros(1), &stats) {
                     // The last of them has to be checked, the first may be overtaken by the second.
                     Verdict::Withhold if n < FRAMES => continue,
@@ -325,7 +328,9 @@ mod weak_memory {
     #[test]
     fn no_notification_is_lost_in_any_order() {
         alone("interface::interrupts::model::weak_memory::no_notification_is_lost_in_any_order", || {
-            [COLD, RIGHT, HOT].into_iter().for_each(meet);
+            [COLD, RIGHT, HOT]
+                .into_iter()
+                .for_each(|density| [true, false].into_iter().for_each(|all| meet(density, all)));
         });
     }
 }

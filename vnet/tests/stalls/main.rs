@@ -90,7 +90,9 @@ impl Host {
         let interface = VhostUser::start(options, port, NetworkId::DEFAULT, stats.clone()).unwrap();
         let (density_low, density_high) = settings.densities;
         let interrupts = settings.interrupts;
-        interface.set_interrupts(InterruptSettings { interrupts, density_low, density_high });
+        // All single frames are announced.
+        let early_bytes = 0;
+        interface.set_interrupts(InterruptSettings { interrupts, density_low, density_high, early_bytes });
         // Three frames in a window, or none: bounds that are passed again and again on any machine.
         let mode =
             ModeSettings { mode: settings.mode, rate_low: 1_000, rate_high: 2_000, window_us: WINDOW_US };

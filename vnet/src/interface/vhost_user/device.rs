@@ -356,8 +356,10 @@ impl Device {
         }
         let mut guard = self.receiving(queue);
         let Receive { vring, giver, coalescing } = &mut *guard;
+        let mut bytes = 0;
         if coalescing.is_on() {
-            self.inject_early(vring, coalescing);
+            bytes = which.iter().map(|index| batch.frame(usize::from(*index)).len() as u64).sum();
+            self.inject_early(vring, coalescing, bytes);
         }
         let Some(running) = vring.running() else {
             self.stats.drop_frames(DropReason::NotReady, which.len() as u64);
@@ -367,7 +369,7 @@ impl Device {
         let result = giver.give(ring, &running.format, &self.owner(), batch, which);
         let poisoned = ring.memory().is_poisoned();
         if coalescing.is_on() {
-            coalescing.gave(which.iter().map(|index| batch.frame(usize::from(*index)).len() as u64).sum());
+            coalescing.gave(bytes);
             ring.show();
         } else if ring.publish() && vring.notify() {
             self.stats.notifications.add(1);
@@ -390,7 +392,7 @@ impl Device {
         let mut guard = self.receiving(queue);
         let Receive { vring, giver, coalescing } = &mut *guard;
         if coalescing.is_on() {
-            self.inject_early(vring, coalescing);
+            self.inject_early(vring, coalescing, len as u64);
         }
         let Some(Running { ring, format, .. }) = vring.running() else { return false };
         let result = giver.land(ring, format, &self.owner(), (offload, len), fill);
@@ -409,15 +411,15 @@ impl Device {
         result == Ok(true)
     }
 
-    /// Notifies a guest that has nothing to do of frames that are about to be moved.
-    fn inject_early(&self, vring: &mut Vring, coalescing: &mut Coalescing) {
+    /// Notifies a guest that has nothing to do of frames of so many bytes that are about to be moved.
+    fn inject_early(&self, vring: &mut Vring, coalescing: &mut Coalescing, bytes: u64) {
         let Some(running) = vring.running() else { return };
         if running.ring.caught_up() {
             running.ring.settle();
             coalescing.caught_up();
         }
         let waits = running.ring.would_wait();
-        if coalescing.before(waits, Instant::now(), &self.stats.interrupts) && vring.notify() {
+        if coalescing.before(bytes, waits, Instant::now(), &self.stats.interrupts) && vring.notify() {
             self.stats.notifications.add(1);
         }
     }

@@ -3,10 +3,15 @@
 use super::*;
 use crate::interface::interrupts::{InterruptSettings, Interrupts};
 
-/// Optimistic, with the bounds of the receive density that make it too cold always, or just right.
+/// Optimistic from the first byte on, with the bounds of the receive density that make it too cold always, or just right.
 fn optimistic(always_cold: bool) -> InterruptSettings {
     let density_low = if always_cold { u64::MAX } else { 0 };
-    InterruptSettings { interrupts: Interrupts::Optimistic, density_low, density_high: u64::MAX }
+    InterruptSettings {
+        interrupts: Interrupts::Optimistic,
+        density_low,
+        density_high: u64::MAX,
+        early_bytes: 0,
+    }
 }
 
 /// A guest that has been notified once, has looked, and waits for the next frame.
