@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from vnetlab import machine
-from vnetlab.bench import control, exchange, latency, tunnels, usage, vhost, workload
+from vnetlab.bench import control, exchange, kinds, latency, tunnels, usage, vhost, workload
 from vnetlab.bench.contenders import BLOCK, HOST_TO_HOST, SETTINGS, TWO, VNET, Contender, Ends, Nebula, Tinc, Vnet
 from vnetlab.bench.guests import TapGuests, VnetGuests
 from vnetlab.bench.result import Conditions, Sample
@@ -241,6 +241,19 @@ def _idle_cases(options: Options) -> list[Case]:
     ]
 
 
+def _kinds(options: Options) -> list[Case]:
+    """Two containers of one host. vnetd is no part of it, so there is nothing to compare its revisions by."""
+    if options.vnets:
+        return []
+    return [
+        Case(
+            {"between": "containers of one host"},
+            Settings(name=LAB, containers=2, vms=0),
+            [_turn(each, lambda ends: kinds.load(ends, options.seconds(2))) for each in kinds.CONTENDERS],
+        )
+    ]
+
+
 def _control(options: Options) -> list[Case]:
     """Agents of the distributed overlay."""
     scale = control.QUICK if options.quick else control.FULL
@@ -391,6 +404,16 @@ BENCHES = {
             ("cached_ns", "few_ns", "all_ns"),
             ("Look-ups by vnet/examples/lookup.rs, which tells what its three kinds are.",),
             axis="routes",
+        ),
+        Bench(
+            "kinds",
+            "Kinds of interfaces for containers",
+            _kinds,
+            ("tcp_bps", "small_frames_per_s", "flood_median_us"),
+            (
+                "The least program between two containers of one host, by TAP and by packet sockets (packet(7)) with "
+                "PACKET_VNET_HDR: vnet/examples/kinds/. Datagrams of 64 bytes; pings each millisecond and in a row.",
+            ),
         ),
         Bench(
             "links",

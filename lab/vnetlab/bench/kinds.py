@@ -1,0 +1,96 @@
+"""How a container's frames reach a program, as contenders on one host: vnet/examples/kinds/, and a kernel bridge."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from vnetlab import machine, measure, process
+from vnetlab.bench import vhost, workload
+from vnetlab.bench.contenders import Ends, remove_device, running
+from vnetlab.bench.result import Sample
+from vnetlab.run import LabError, run, wait_until
+from vnetlab.topology import Kind, Node, Topology
+
+SMALL_BYTES = 64
+TAPS = ("tap", "uring")
+DEVICES = ("kinds1", "kinds2")
+"""In the host's namespace: TAP devices until they are moved, else the host's ends of veth pairs."""
+
+
+@dataclass(frozen=True)
+class Between:
+    """Two containers of the first host behind the program, or behind a bridge where there is no program."""
+
+    name: str
+    kind: str | None
+    blocks: bool = False
+    """It sleeps until something comes; otherwise it spins."""
+
+    def missing(self) -> str | None:
+        """Has to be built."""
+        try:
+            vhost.example("kinds")
+        except LabError as error:
+            return str(error)
+        return None
+
+    @contextlib.contextmanager
+    def up(self, topology: Topology) -> Iterator[Ends]:
+        """Makes the devices, with the program or the bridge between them."""
+        host = topology.hosts[0]
+        containers = topology.machines(Kind.CONTAINER, 1)[:2]
+        with contextlib.ExitStack() as stack:
+            for device, container in zip(DEVICES, containers, strict=True):
+                stack.callback(remove_device, container.namespace, "eth0")
+                if self.kind not in TAPS:
+                    words = f"ip -n {host.namespace} link add {device} type veth peer name eth0"
+                    run([*words.split(), "netns", container.namespace])
+                    run(["ip", "-n", host.namespace, "link", "set", device, "up"])
+            if self.kind is None:
+                stack.callback(remove_device, host.namespace, "kinds")
+                run(["ip", "-n", host.namespace, "link", "add", "kinds", "up", "type", "bridge"])
+                for device in DEVICES:
+                    run(["ip", "-n", host.namespace, "link", "set", device, "master", "kinds"])
+            else:
+                stack.callback(process.stop, host.file(".kinds.pid"))
+                self._start(host)
+            for device, container in zip(DEVICES, containers, strict=True):
+                if self.kind in TAPS:
+                    run(f"ip -n {host.namespace} link set {device} netns {container.namespace} name eth0".split())
+                inside = ["ip", "-n", container.namespace]
+                run([*inside, "address", "add", f"{container.address}/16", "dev", "eth0"])
+                run([*inside, "link", "set", "eth0", "up"])
+            yield Ends(*containers, {} if self.kind is None else running(".kinds.pid", [host]))
+
+    def _start(self, host: Node) -> None:
+        words = [str(vhost.example("kinds")), str(self.kind), *DEVICES, "block" if self.blocks else "spin"]
+        log = host.file(".kinds.log")
+        process.start(machine.namespace_command(host, words), host.file(".kinds.pid"), log)
+        shown = ["ip", "link", "show", DEVICES[-1]]
+        wait_until("the program's devices to be there", lambda: machine.attempt(host, *shown)[0] == 0, 10, log)
+
+
+CONTENDERS = [
+    Between("kernel bridge, veth", None),
+    *(
+        Between(f"{name}, {'blocking' if blocks else 'spinning'}", kind, blocks)
+        for blocks in (False, True)
+        for name, kind in (
+            ("TAP", "tap"),
+            ("TAP by io_uring", "uring"),
+            ("packet socket, veth", "packet"),
+            ("packet ring, veth", "ring"),
+            ("packet rings both ways, veth", "rings"),
+        )
+    ),
+]
+
+
+def load(ends: Ends, seconds: float) -> Sample:
+    """A stream, small datagrams as fast as they are sent, and pings, each millisecond and in a row."""
+    workload.meet(ends)
+    sample = workload.tcp(ends, seconds)
+    words = ("--udp", "--bitrate", "0", "--length", str(SMALL_BYTES))
+    rate = measure.throughput(ends.source, ends.destination, *words, seconds=seconds)
+    sample["small_frames_per_s"] = rate / 8 / SMALL_BYTES
+    return sample | workload.pings(ends, seconds) | workload.flood(ends, round(1000 * seconds))

@@ -1,0 +1,128 @@
+//! The same between two TAP devices by io_uring: reads that stay armed (`IORING_OP_READ_MULTISHOT`, Linux 6.7) into buffers the
+//! kernel picks, and all writes of a turn with one system call.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU16, Ordering};
+
+use io_uring::types::{BufRingEntry, Fd};
+use io_uring::{IoUring, cqueue, opcode, squeue};
+
+use crate::ROOM;
+
+/// Buffers of each device, a power of two; every one holds a super-frame.
+const BUFFERS: usize = 64;
+/// `IORING_ENTER_GETEVENTS`: deferred work is done within the call, whether it waits or not.
+const GETEVENTS: u32 = 1;
+/// A completion's user data: whose frames it is about, and for a write the buffer.
+const WRITTEN: u64 = 1 << 32;
+
+/// Moves frames for ever.
+pub fn forward(devices: [&File; 2], blocks: bool) -> io::Result<()> {
+    // A read and a write of every buffer there is.
+    let mut ring: IoUring =
+        IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(4 * BUFFERS as u32)?;
+    let mut pools = [Pool::new(&ring, 0)?, Pool::new(&ring, 1)?];
+    let fds = devices.map(|device| Fd(device.as_raw_fd()));
+    for (from, fd) in fds.into_iter().enumerate() {
+        push(&mut ring, &read(fd, from))?;
+    }
+    loop {
+        let pushed = ring.submission().len() as u32;
+        // SAFETY: no memory is passed; what the queue says was built from live descriptors and buffers.
+        let entered = unsafe { ring.submitter().enter::<()>(pushed, u32::from(blocks), GETEVENTS, None) };
+        match entered {
+            Err(error) if !matches!(error.raw_os_error(), Some(libc::EINTR | libc::EBUSY)) => {
+                return Err(error);
+            }
+            _ => {}
+        }
+        let done: Vec<cqueue::Entry> = ring.completion().collect();
+        if done.is_empty() && !blocks {
+            std::thread::yield_now();
+        }
+        for entry in done {
+            let (from, buffer) = ((entry.user_data() & 1) as usize, (entry.user_data() >> 1) as u16);
+            if entry.user_data() & WRITTEN != 0 {
+                pools[from].give(buffer);
+                continue;
+            }
+            if let (Some(buffer), Ok(len)) =
+                (cqueue::buffer_select(entry.flags()), u32::try_from(entry.result()))
+            {
+                let bytes = pools[from].place(buffer);
+                let data = WRITTEN | u64::from(buffer) << 1 | from as u64;
+                push(&mut ring, &opcode::Write::new(fds[1 - from], bytes, len).build().user_data(data))?;
+            }
+            if !cqueue::more(entry.flags()) {
+                // Out of buffers, or the device is down yet.
+                push(&mut ring, &read(fds[from], from))?;
+            }
+        }
+    }
+}
+
+fn read(fd: Fd, from: usize) -> squeue::Entry {
+    opcode::ReadMulti::new(fd, 0, from as u16).build().user_data(from as u64)
+}
+
+fn push(ring: &mut IoUring, entry: &squeue::Entry) -> io::Result<()> {
+    // SAFETY: descriptors and buffers live until the program ends; a buffer is not touched before its write is completed.
+    while unsafe { ring.submission().push(entry) }.is_err() {
+        ring.submit()?;
+    }
+    Ok(())
+}
+
+/// Buffers the kernel puts a device's frames into, and the ring that says which are free.
+struct Pool {
+    memory: NonNull<u8>,
+    free: NonNull<BufRingEntry>,
+    tail: u16,
+}
+
+impl Pool {
+    fn new(ring: &IoUring, group: u16) -> io::Result<Pool> {
+        let memory = map(BUFFERS * ROOM)?;
+        let free = map(BUFFERS * size_of::<BufRingEntry>())?.cast::<BufRingEntry>();
+        let mut pool = Pool { memory, free, tail: 0 };
+        let at = free.as_ptr() as u64;
+        // SAFETY: a mapping of its own with that many entries, which is never unmapped.
+        unsafe { ring.submitter().register_buf_ring_with_flags(at, BUFFERS as u16, group, 0)? };
+        (0..BUFFERS as u16).for_each(|buffer| pool.give(buffer));
+        Ok(pool)
+    }
+
+    fn place(&self, buffer: u16) -> *mut u8 {
+        // SAFETY: buffers are numbered below BUFFERS, and the mapping holds that many.
+        unsafe { self.memory.as_ptr().add(usize::from(buffer) * ROOM) }
+    }
+
+    /// Says that a buffer is free.
+    fn give(&mut self, buffer: u16) {
+        let bytes = self.place(buffer) as u64;
+        // SAFETY: below BUFFERS, thus in the ring's mapping; the kernel reads an entry only once the tail is behind it.
+        let entry = unsafe { &mut *self.free.as_ptr().add(usize::from(self.tail) % BUFFERS) };
+        entry.set_addr(bytes);
+        entry.set_len(ROOM as u32);
+        entry.set_bid(buffer);
+        self.tail = self.tail.wrapping_add(1);
+        // SAFETY: the ring begins at `free`; its tail is a word that only we write and that the kernel reads as one.
+        let tail = unsafe { AtomicU16::from_ptr(BufRingEntry::tail(self.free.as_ptr()).cast_mut()) };
+        tail.store(self.tail, Ordering::Release);
+    }
+}
+
+/// Memory that begins with a page and is never given back.
+fn map(len: usize) -> io::Result<NonNull<u8>> {
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    // SAFETY: a new mapping.
+    let memory = unsafe { libc::mmap(std::ptr::null_mut(), len, access, flags, -1, 0) };
+    if memory == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(NonNull::new(memory.cast()).expect("a mapping"))
+}
