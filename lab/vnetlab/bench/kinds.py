@@ -70,6 +70,7 @@ class Between:
         wait_until("the program's devices to be there", lambda: machine.attempt(host, *shown)[0] == 0, 10, log)
 
 
+TAP = Between("TAP, spinning", "tap")
 CONTENDERS = [
     Between("kernel bridge, veth", None),
     *(

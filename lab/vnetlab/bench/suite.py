@@ -242,16 +242,19 @@ def _idle_cases(options: Options) -> list[Case]:
 
 
 def _kinds(options: Options) -> list[Case]:
-    """Two containers of one host. vnetd is no part of it, so there is nothing to compare its revisions by."""
-    if options.vnets:
-        return []
-    return [
-        Case(
-            {"between": "containers of one host"},
-            Settings(name=LAB, containers=2, vms=0),
-            [_turn(each, lambda ends: kinds.load(ends, options.seconds(2))) for each in kinds.CONTENDERS],
-        )
-    ]
+    """Two containers of one host behind the least program; of revisions, behind that of each, by TAP."""
+    seconds = options.seconds(2)
+
+    def of(vnet: Vnet) -> Turn:
+        def take(topology: Topology) -> Sample:
+            with vnet.own_binaries(), kinds.TAP.up(topology) as ends:
+                return kinds.load(ends, seconds)
+
+        return Turn(vnet.name, vnet.missing, take)
+
+    turns = [of(vnet) for vnet in options.vnets]
+    turns = turns or [_turn(each, lambda ends: kinds.load(ends, seconds)) for each in kinds.CONTENDERS]
+    return [Case({"between": "containers of one host"}, Settings(name=LAB, containers=2, vms=0), turns)]
 
 
 def _control(options: Options) -> list[Case]:

@@ -5,6 +5,11 @@
 //! way, since a TAP has no batched interface; super-frames are what makes it fast. A frame is read into the batch's arena
 //! behind its 12-byte virtio-net header, and written with one `writev` from wherever its segments lie.
 //!
+//! A write is the receiving kernel's whole work, up to the application's socket; the application only runs once it has a
+//! processor. A datagram socket's buffer of the usual size (`net.core.rmem_default`, 208 KiB) holds a dozen jumbo frames, so that
+//! one burst is more than it takes where dispatchers and applications share processors. So a dispatcher lets others run
+//! whenever it has written [`UNHEARD_MAX`]. Super-frames of TCP do not count, whose windows keep to the buffer.
+//!
 //! A TAP may live in another network namespace: a short-lived thread enters it to make the device; the descriptor works from
 //! everywhere. A device that was made here vanishes with its last descriptor.
 
@@ -14,7 +19,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use netlink_packet_route::RouteNetlinkMessage;
@@ -22,12 +27,12 @@ use netlink_packet_route::link::{LinkAttribute, LinkFlags, LinkMessage};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use super::{Interface, State};
-use crate::frame::{Batch, FRAME_MAX, Origin, SEGMENTS_MAX};
+use crate::frame::{Batch, FRAME_MAX, Frame, Origin, SEGMENTS_MAX};
 use crate::netlink::Netlink;
 use crate::poll::Waker;
 use crate::stats::{DropReason, PortStats};
 use crate::wire::ethernet::{HEADER_LEN, Mac};
-use crate::wire::offload::{Accepts, Offload, VIRTIO_NET_HDR_LEN};
+use crate::wire::offload::{Accepts, GSO_TCPV4, GSO_TCPV6, Offload, VIRTIO_NET_HDR_LEN};
 use crate::wire::segment;
 
 /// Largest MTU that the kernel gives a TAP: 65535 less the Ethernet header.
@@ -35,6 +40,10 @@ pub const TAP_MTU_MAX: usize = 65_535 - HEADER_LEN;
 /// Largest super-frame asked of the kernel on devices made here, in bytes. Cut for a path MTU of 1500 and given its headers, one
 /// of this size fits into a single message to the socket (65 400 bytes, see the link room); a larger one takes two.
 const GSO_MAX_SIZE: u32 = 64_000;
+/// What is written to a queue before others may run, in bytes of the kernel's memory: a third of a usual socket's buffer.
+const UNHEARD_MAX: usize = 64 << 10;
+/// What a frame takes of that besides its bytes: the kernel's `struct sk_buff` and `struct skb_shared_info`, some 600 bytes.
+const UNHEARD_FRAME: usize = 600;
 /// Longest device name the kernel takes (IFNAMSIZ less the closing zero).
 pub const DEVICE_NAME_MAX: usize = 15;
 
@@ -140,7 +149,30 @@ struct Queue {
     file: File,
     /// Set when the last read found the device empty: the next frame will wake us.
     drained: AtomicBool,
+    /// Written since others were last let run. Two dispatchers that write at once may lose a frame of it.
+    unheard: AtomicUsize,
     waker: Mutex<Option<Waker>>,
+}
+
+impl Queue {
+    /// A frame was written; lets whoever receives it run when that makes many.
+    #[inline]
+    fn written(&self, frame: &Frame) {
+        if matches!(frame.offload.gso_kind(), GSO_TCPV4 | GSO_TCPV6) {
+            return;
+        }
+        let unheard = unheard_with(self.unheard.load(Relaxed), frame.len());
+        self.unheard.store(unheard.unwrap_or(0), Relaxed);
+        if unheard.is_none() {
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// What is unheard with one more frame; `None` when that is too much.
+fn unheard_with(before: usize, len: usize) -> Option<usize> {
+    let after = before + len + UNHEARD_FRAME;
+    (after < UNHEARD_MAX).then_some(after)
 }
 
 /// A TAP device.
@@ -175,7 +207,12 @@ impl Tap {
         };
         let queues = files
             .into_iter()
-            .map(|file| Queue { file, drained: AtomicBool::new(false), waker: Mutex::new(None) })
+            .map(|file| Queue {
+                file,
+                drained: AtomicBool::new(false),
+                unheard: AtomicUsize::new(0),
+                waker: Mutex::new(None),
+            })
             .collect();
         Ok(Arc::new(Tap {
             device: options.device.clone(),
@@ -351,6 +388,7 @@ impl Interface for Tap {
                 Ok(()) => {
                     sent += 1;
                     bytes += frame.len() as u64;
+                    queue.written(frame);
                 }
                 Err(reason) => self.stats.drop_frames(reason, 1),
             }
@@ -507,4 +545,27 @@ fn configure(options: &TapOptions, existed: bool) -> io::Result<()> {
         link.header.change_mask = LinkFlags::Up;
     }
     Netlink::new()?.change(RouteNetlinkMessage::SetLink(link), 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn receivers_run_before_a_usual_socket_is_full() {
+        // Bytes of a frame, how many of them are written at a stretch, and how many such a socket holds: 208 KiB of buffers,
+        // which the kernel makes of powers of two.
+        for (len, expected, held) in
+            [(60, 100, 212_992 / 1280), (1514, 31, 212_992 / 2816), (8842, 7, 212_992 / 17_152)]
+        {
+            let mut unheard = Some(0);
+            let mut frames = 0;
+            while let Some(before) = unheard {
+                unheard = unheard_with(before, len);
+                frames += 1;
+            }
+            assert_eq!(frames, expected, "{len} bytes");
+            assert!(frames < held, "{len} bytes");
+        }
+    }
 }
