@@ -164,6 +164,8 @@ impl Ring {
             tp_frame_size: ROOM as u32,
             tp_frame_nr: PLACES as u32,
         };
+        // What is refused is given back as free, and not left where nobody looks for it.
+        set(socket, libc::SOL_PACKET, libc::PACKET_LOSS, &1)?;
         let wanted = [(receive, libc::PACKET_RX_RING), (send, libc::PACKET_TX_RING)];
         let options: Vec<_> =
             wanted.into_iter().filter_map(|(wanted, option)| wanted.then_some(option)).collect();

@@ -167,6 +167,7 @@ impl Coalescing {
     /// The guest has had its time. True when it has not moved on and is to be notified.
     pub(super) fn check(&mut self, waits: bool, stats: &InterruptStats) -> bool {
         let early = self.early.take();
+        self.bytes = 0;
         if waits {
             // Its answer to the early interrupt was to find nothing and wait again, or it is slower than we think.
             stats.early_premature.add(u64::from(early.is_some()));
@@ -206,6 +207,13 @@ mod tests {
         coalescing.gave(1514);
         assert_eq!(coalescing.end(false, now, &stats), Verdict::Settled);
         assert!(!coalescing.before(1514, true, now, &stats), "counted anew");
+        // Nor does what was withheld and looked after count for what comes next.
+        let soon = now + Duration::from_micros(1);
+        assert!(coalescing.before(9000, true, now, &stats));
+        coalescing.gave(9000);
+        assert_eq!(coalescing.end(true, soon, &stats), Verdict::Withhold, "too hot");
+        assert!(!coalescing.check(false, &stats));
+        assert!(!coalescing.before(60, true, soon, &stats));
     }
 
     #[test]
