@@ -1,9 +1,14 @@
-//! Copying small pieces of memory without a call.
+//! Copying between guests' memories and our own: small pieces without a call, long ones without `rep movsb`.
+//!
+//! The C library copies long pieces with `rep movsb` where the processor calls it fast. AMD's Zen 3 and 4 are then ten times slower
+//! (3 in place of 30 GB/s) when the destination's place in its page is 1 to 15 bytes behind the source's (glibc's bug
+//! 30994). That is the usual case here: a driver's receive buffer is a page, 12 bytes of which are the virtio-net header,
+//! and what a sender's pages hold goes behind it.
 
 /// Copies `len` bytes. The two places may overlap, as they do when guests share memory.
 ///
 /// Headers and small frames are copied without a call: as two blocks of fixed size, of which one begins at the first byte and
-/// the other ends at the last.
+/// the other ends at the last. Longer pieces are left to the C library, those that are so long that it might use `rep movsb` are not.
 ///
 /// # Safety
 /// `len` bytes must be readable at `from` and writable at `to`.
@@ -29,26 +34,65 @@ pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
             17..=32 => ends::<[u8; 16]>(from, to, len),
             33..=64 => ends::<[u8; 32]>(from, to, len),
             65..=128 => ends::<[u8; 64]>(from, to, len),
+            LONG.. if to.addr().wrapping_sub(from.addr()) >= len => blocks(from, to, len),
             _ => std::ptr::copy(from, to, len),
         }
     }
 }
 
+/// From this length on the C library might use `rep movsb`; glibc does so from 2 112 bytes on, if not later.
+const LONG: usize = 2048;
+
+/// Copies block by block, forwards.
+///
+/// # Safety
+/// As for [`copy`]; `len` is at least that of a block, and `to` is not among the bytes behind `from` that are yet to be read.
+unsafe fn blocks(from: *const u8, to: *mut u8, len: usize) {
+    /// Four of the vector registers that every x86-64 and ARMv8 has.
+    type Block = [u8; 64];
+    let last = len - size_of::<Block>();
+    // SAFETY: every block is inside the `len` bytes. The last one overlaps the one before it; when the places overlap, too, `from`
+    // is the higher one, so that its end is read before it can be written: the loop stays below `last` in it.
+    unsafe {
+        let end = from.add(last).cast::<Block>().read_unaligned();
+        let mut at = 0;
+        while at < last {
+            to.add(at).cast::<Block>().write_unaligned(from.add(at).cast::<Block>().read_unaligned());
+            at += size_of::<Block>();
+        }
+        to.add(last).cast::<Block>().write_unaligned(end);
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::copy;
+    use super::{LONG, copy};
 
     #[test]
     fn copies_are_exact_and_may_overlap() {
-        let fresh: Vec<u8> = (0..600).map(|i| (i * 7 + i / 256) as u8).collect();
-        for len in 0..300 {
-            for to in [0, 1, 63, 100, 300] {
-                let (mut ours, mut theirs) = (fresh.clone(), fresh.clone());
-                // SAFETY: 100 + len and to + len are at most 600, the length of `ours`.
-                unsafe { copy(ours.as_ptr().add(100), ours.as_mut_ptr().add(to), len) };
-                theirs.copy_within(100..100 + len, to);
-                assert_eq!(ours, theirs, "{len} bytes to {to}");
-            }
+        const ROOM: usize = 10_000;
+        let fresh: Vec<u8> = (0..ROOM).map(|i| (i * 7 + i / 256) as u8).collect();
+        let short = (0..300).flat_map(|len| [0, 1, 63, 100, 300].map(|to| (len, 100, to)));
+        let lengths = [LONG - 1, LONG, LONG + 1, LONG + 63, 4000];
+        // Apart by far, by less than a page and by less than a block, both ways, and not at all.
+        let places = [
+            (0, 5000),
+            (12, 5000),
+            (5000, 0),
+            (100, 88),
+            (100, 1),
+            (100, 100),
+            (88, 100),
+            (1, 100),
+            (0, 3000),
+        ];
+        let long = lengths.into_iter().flat_map(|len| places.map(|(from, to)| (len, from, to)));
+        for (len, from, to) in short.chain(long) {
+            let (mut ours, mut theirs) = (fresh.clone(), fresh.clone());
+            // SAFETY: from + len and to + len are at most 9 000, and `ours` has ROOM bytes.
+            unsafe { copy(ours.as_ptr().add(from), ours.as_mut_ptr().add(to), len) };
+            theirs.copy_within(from..from + len, to);
+            assert!(ours == theirs, "{len} bytes from {from} to {to}");
         }
     }
 }

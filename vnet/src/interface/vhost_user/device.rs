@@ -368,10 +368,15 @@ impl Device {
         let ring = &mut running.ring;
         let result = giver.give(ring, &running.format, &self.owner(), batch, which);
         let poisoned = ring.memory().is_poisoned();
-        if coalescing.is_on() {
+        let wanted = if coalescing.is_on() {
             coalescing.gave(bytes);
             ring.show();
-        } else if ring.publish() && vring.notify() {
+            false
+        } else {
+            ring.publish()
+        };
+        ring.read_ahead(which.len());
+        if wanted && vring.notify() {
             self.stats.notifications.add(1);
         }
         if poisoned {

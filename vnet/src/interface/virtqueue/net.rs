@@ -133,7 +133,7 @@ pub fn take(
     taken: &mut Taken,
 ) -> Result<usize, RingError> {
     taken.fit(ring);
-    let count = ring.prime(batch.limit().min(usize::from(ring.size()) - taken.kept.len()))?;
+    let count = ring.ensure(batch.limit().min(usize::from(ring.size()) - taken.kept.len()))?;
     if count != 0 {
         batch.set_holds(taken.holds.clone());
     }
@@ -169,6 +169,7 @@ pub fn take(
             Err((reason, len)) => owner.stats.refuse(reason, len),
         }
     }
+    ring.read_ahead(count);
     owner.stats.in_frames.add(batch.len() as u64);
     owner.stats.in_bytes.add(bytes);
     Ok(taken.count)
@@ -288,7 +289,7 @@ impl Giver {
         which: &[u16],
     ) -> Result<(), RingError> {
         let mut tally = Tally::default();
-        if let Err(error) = ring.prime(which.len()) {
+        if let Err(error) = ring.ensure(which.len()) {
             tally.broken = Some(error);
         }
         for index in which {
@@ -384,12 +385,18 @@ impl Giver {
         if let Some(buffer) = head.single_writable()
             && buffer.len >= total
         {
-            let header = offload.to_virtio(1);
+            let (first, rest) = offload.to_virtio_words(1);
+            let rest = rest.to_le_bytes();
             let mut to = buffer.ptr;
-            // SAFETY: the buffer is mapped and has room for `total` bytes: the header and all segments, whose lengths add up
-            // to `len`. The header is our own memory, and segments are readable by the contract of whoever made them.
+            // SAFETY: the buffer is mapped and has room for `total` bytes: the header, of either length, and all segments, whose
+            // lengths add up to `len`. Segments are readable by the contract of whoever made them.
             unsafe {
-                copy(header.as_ptr(), to, format.header_len);
+                to.cast::<[u8; 8]>().write_unaligned(first.to_le_bytes());
+                if format.header_len == VIRTIO_NET_HDR_LEN {
+                    to.add(8).cast::<[u8; 4]>().write_unaligned(rest);
+                } else {
+                    to.add(8).cast::<[u8; 2]>().write_unaligned([rest[0], rest[1]]);
+                }
                 to = to.add(format.header_len);
                 for segment in segments {
                     copy(segment.as_ptr(), to, segment.len());

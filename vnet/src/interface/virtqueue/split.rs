@@ -21,6 +21,8 @@ use super::{
 
 /// Chains that are read ahead: a batch.
 pub const BURST: usize = crate::frame::BATCH_MAX;
+/// Smaller bursts are not read ahead for: they are waited for, and what comes next is not likely to come soon.
+const READ_AHEAD_MIN: usize = 8;
 
 /// Why a queue was disabled. It stays so until the guest resets it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -283,6 +285,23 @@ impl Ring {
         }
         self.primed = count;
         Ok(count)
+    }
+
+    /// Reads ahead as [`Ring::prime`] does, unless chains are left that were. Returns how many there are, at most `max`.
+    #[inline]
+    pub fn ensure(&mut self, max: usize) -> Result<usize, RingError> {
+        let left = self.primed - self.at;
+        if left == 0 { self.prime(max) } else { Ok(left.min(max)) }
+    }
+
+    /// Reads ahead for the next burst when the driver is known to have made `count` chains more available: what is prefetched now
+    /// arrives while others are served. Cheaper than waiting for it then, as long as many chains come.
+    #[inline]
+    pub fn read_ahead(&mut self, count: usize) {
+        if count >= READ_AHEAD_MIN && usize::from(self.seen_avail.wrapping_sub(self.next_avail)) >= count {
+            // A ring that is broken is found so again by whoever takes the next chain.
+            let _ = self.ensure(count);
+        }
     }
 
     /// Takes the next chain, reading ahead again when the last burst is used up. `None` when no chain waits.
