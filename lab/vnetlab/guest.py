@@ -80,7 +80,7 @@ def command(
         serials.append(["-chardev", port, "-serial", f"chardev:serial{number}"])
     return [
         QEMU,
-        *("-name", f"{guest.lab}-{guest.name}", "-nodefaults", "-no-user-config", "-display", "none"),
+        *("-name", f"{guest.lab}-{guest.name},debug-threads=on", "-nodefaults", "-no-user-config", "-display", "none"),
         *("-machine", "pc", *_accelerator(), "-smp", str(queues), "-m", MEMORY),
         *("-kernel", str(image.kernel), "-initrd", str(image.initramfs), "-append", options),
         # vhost-user: the guest's memory is shared with vnetd.

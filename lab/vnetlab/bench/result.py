@@ -86,6 +86,7 @@ METRICS = {
     "agent_cores": Metric("one agent", "cores", digits=4),
     "daemon_cores": Metric("daemons", "cores", digits=3),
     "daemon_cores_idle": Metric("daemon, idle", "cores", digits=3),
+    "vcpu_cores": Metric("guests' processors, TCP", "cores"),
     "load_cores": Metric("load", "cores"),
     "system_cores": Metric("whole machine", "cores"),
     **{f"cores_{name}": Metric(name, "cores", digits=3, in_tables=False) for name in PROCESSES},

@@ -398,7 +398,10 @@ BENCHES = {
             "Virtual machines under QEMU",
             _vm,
             ("tcp_bps", "ping_median_us"),
-            ("One iperf3 stream, then pings. QEMU emulates the processor where the machine has no KVM.",),
+            (
+                "One iperf3 stream, then pings. QEMU emulates the processor where the machine has no KVM.",
+                "What the guests' own processors took of the whole is what no switch can save.",
+            ),
         ),
         Bench(
             "scale",

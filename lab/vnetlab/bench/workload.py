@@ -12,6 +12,8 @@ from vnetlab.topology import Node
 MEET_S = 10
 SOCKPERF_PORT = 11111
 MESSAGE_BYTES = 64
+VCPU = "CPU "
+"""What QEMU's threads that run guests are called."""
 PING_INTERVAL_S = 0.001
 RANKS = {"median": 0.5, "p99": 0.99, "p99.9": 0.999}
 SOCKPERF_RANK = re.compile(r"percentile (\d+\.\d+) =\s+([\d.]+)")
@@ -84,11 +86,15 @@ def sockperf_ranks(text: str) -> Sample:
 
 def _throughput(ends: Ends, metric: str, seconds: float) -> Sample:
     """One TCP stream, and the processors it kept busy."""
+    vcpus = [(pid, thread) for pid in ends.processes.values() for thread in usage.named_threads(pid, VCPU)]
+    before = sum(usage.thread_s(*vcpu) for vcpu in vcpus)
     with usage.measured(ends.processes) as used:
         end = measure.iperf3(ends.source, ends.destination, seconds=seconds)["end"]
     percent = end["cpu_utilization_percent"]
     client, server = percent["host_total"] / 100, percent["remote_total"] / 100
     load = {"load_cores": client + server, "cores_client": client, "cores_server": server}
+    if vcpus:
+        load["vcpu_cores"] = (sum(usage.thread_s(*vcpu) for vcpu in vcpus) - before) / used.seconds
     return {metric: end["sum_received"]["bits_per_second"]} | load | used.sample()
 
 
