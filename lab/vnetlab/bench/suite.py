@@ -146,13 +146,20 @@ def _small(options: Options) -> list[Case]:
                 turns(vhost.small_frames, across, seconds),
             )
         )
-        cases.append(Case({"path": "link", "MTU": mtu, "load": "TSO stream"}, settings, streams(link=True)))
+        across_bare = [] if options.vnets else [_bare(options.seconds(5))]
+        load = {"path": "link", "MTU": mtu, "load": "TSO stream"}
+        cases.append(Case(load, settings, [*across_bare, *streams(link=True)]))
     settings = Settings(name=LAB, vms=0, containers=0)
     one_host = [
         Case({"path": "one host", "load": "64-byte frames"}, settings, turns(vhost.small_frames, local, seconds)),
         Case({"path": "one host", "load": "TSO stream"}, settings, streams(link=False)),
     ]
     return one_host + cases
+
+
+def _bare(seconds: float) -> Turn:
+    """The stream across a link without an overlay."""
+    return Turn("bare UDP sockets", lambda: None, lambda topology: vhost.bare_stream(topology, seconds))
 
 
 def _links(options: Options) -> list[Case]:
@@ -365,6 +372,7 @@ _SMALL_NOTES = (
     "it gains.",
     "A core is that of the busier daemon. The TSO stream goes one way, in frames of 65226 bytes with their checksum "
     "and segmentation left to the device, from and to a guest that waits for interrupts (vnet/examples/guest.rs).",
+    "Bare UDP sockets carry the same datagrams without a switch (vnet/examples/sockets.rs): what the kernel leaves.",
 )
 
 BENCHES = {

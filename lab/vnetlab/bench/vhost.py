@@ -307,6 +307,25 @@ def super_frames(switch: VnetSwitch, topology: Topology, seconds: float) -> Samp
     return {"tso_bps": report["bps"], "tso_bps_a_core": report["bps"] / busiest} | used.sample()
 
 
+def bare_stream(topology: Topology, seconds: float) -> Sample:
+    """The same datagrams over bare UDP sockets between the hosts: what the kernel leaves to be had."""
+    source, destination = topology.hosts
+    where = [f"10.78.0.{destination.host}:{PORT}", "--mtu", topology.settings.underlay_mtu, "--seconds"]
+    inside = {host: ["ip", "netns", "exec", host.namespace, example("sockets")] for host in topology.hosts}
+    pid, log = topology.state / "sockets.pid", topology.state / "sockets.log"
+    try:
+        with _spawn([*inside[destination], "take", *where, seconds]) as taking:
+            time.sleep(0.5)
+            process.start([str(word) for word in (*inside[source], "send", *where, seconds + 1)], pid, log)
+            time.sleep(0.2)
+            # The one that sends has more to do; the other is gone when it has reported.
+            with usage.measured({"h1": process.find(pid) or 0}) as used:
+                report = _report(taking, seconds + 40)
+    finally:
+        process.stop(pid)
+    return {"tso_bps": report["bps"], "tso_bps_a_core": report["bps"] / used.processes_cores} | used.sample()
+
+
 def example(name: str) -> Path:
     """Finds a program of vnet/examples; raises LabError when it is not built."""
     path = daemon.binaries() / "examples" / name
