@@ -4,6 +4,7 @@
 //! descriptors out of guest memory, and prefetches what they point to; [`Ring::next`] hands them out one by one;
 //! [`Ring::complete`] writes used entries, in the order of the heads; [`Ring::publish`] makes them visible at once and says
 //! whether the driver wants to be notified. Who may notify later calls [`Ring::show`] instead, and asks [`Ring::waits`] then.
+//! Where as many chains wait again, [`Ring::read_ahead`] does the first step for the next burst before others are served.
 //!
 //! Completion is strictly in order, whether or not the driver negotiated IN_ORDER. Net devices have no in-flight
 //! record, so a front end restarts a dead back end at the used index; in order, that neither loses nor repeats a buffer.

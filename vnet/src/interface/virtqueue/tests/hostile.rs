@@ -237,6 +237,35 @@ fn chains_put_back_are_not_read_again() {
 }
 
 #[test]
+fn chains_read_ahead_are_read_once_and_only_where_many_wait() {
+    let mut pair = Pair::new(0, true);
+    for len in 80..96 {
+        pair.driver.add(&pair.mock, &[(ARENA, len, 0)]).unwrap();
+    }
+    pair.driver.publish(&pair.mock);
+    let lens = |ring: &mut Ring, count| {
+        (0..count).map(|_| ring.next().unwrap().unwrap().single_readable().unwrap().len).collect::<Vec<_>>()
+    };
+    assert_eq!(pair.ring.ensure(8).unwrap(), 8);
+    assert_eq!(lens(&mut pair.ring, 8), (80..88).collect::<Vec<_>>());
+    // Eight are known to wait: neither less than a burst nor more than that is read ahead.
+    pair.ring.read_ahead(7);
+    pair.ring.read_ahead(9);
+    // So this comes in time.
+    pair.driver.describe(&pair.mock, 8, Descriptor { addr: ARENA, len: 7, flags: 0, next: 0 });
+    pair.ring.read_ahead(8);
+    // The guest changes its mind too late.
+    for index in 8..16 {
+        pair.driver.describe(&pair.mock, index, Descriptor { addr: ARENA, len: 8, flags: 0, next: 0 });
+    }
+    assert_eq!(pair.ring.position(), 8, "nothing was taken");
+    assert_eq!(pair.ring.ensure(4).unwrap(), 4, "at most what was asked for");
+    assert_eq!(pair.ring.ensure(64).unwrap(), 8, "at most what was read ahead");
+    assert_eq!(lens(&mut pair.ring, 8)[..3], [7, 89, 90]);
+    assert_eq!(pair.ring.ensure(64).unwrap(), 0);
+}
+
+#[test]
 fn a_ring_that_stays_awake_asks_for_no_kicks() {
     let mut pair = Pair::new(0, false);
     assert!(pair.ring.is_blank());
