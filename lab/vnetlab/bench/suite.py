@@ -372,7 +372,8 @@ _SMALL_NOTES = (
     "it gains.",
     "A core is that of the busier daemon. The TSO stream goes one way, in frames of 65226 bytes with their checksum "
     "and segmentation left to the device, from and to a guest that waits for interrupts (vnet/examples/guest.rs).",
-    "Bare UDP sockets carry the same datagrams without a switch (vnet/examples/sockets.rs): what the kernel leaves.",
+    "For reference, bare UDP sockets carry the same datagrams without a switch or guests, with a system call a message "
+    "(vnet/examples/sockets.rs); their processor time is the sender's.",
 )
 
 BENCHES = {
@@ -408,7 +409,7 @@ BENCHES = {
             ("tcp_bps", "ping_median_us"),
             (
                 "One iperf3 stream, then pings. QEMU emulates the processor where the machine has no KVM.",
-                "What the guests' own processors took of the whole is what no switch can save.",
+                "What the guests' own processors took of the whole is what a switch can hardly save.",
             ),
         ),
         Bench(

@@ -78,7 +78,14 @@ def thread_s(pid: int, thread: int) -> float:
 
 def named_threads(pid: int, prefix: str) -> list[int]:
     """Lists a process's threads whose name starts with `prefix`."""
-    return [thread for thread in threads(pid) if Path(f"/proc/{pid}/task/{thread}/comm").read_text().startswith(prefix)]
+    return [thread for thread in threads(pid) if _name(pid, thread).startswith(prefix)]
+
+
+def _name(pid: int, thread: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/task/{thread}/comm").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def wakeups(pids: Iterable[int]) -> int:

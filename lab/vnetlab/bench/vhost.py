@@ -308,7 +308,7 @@ def super_frames(switch: VnetSwitch, topology: Topology, seconds: float) -> Samp
 
 
 def bare_stream(topology: Topology, seconds: float) -> Sample:
-    """The same datagrams over bare UDP sockets between the hosts: what the kernel leaves to be had."""
+    """The same datagrams over bare UDP sockets between the hosts, and the processor time of the one that sends."""
     source, destination = topology.hosts
     where = [f"10.78.0.{destination.host}:{PORT}", "--mtu", topology.settings.underlay_mtu, "--seconds"]
     inside = {host: ["ip", "netns", "exec", host.namespace, example("sockets")] for host in topology.hosts}
@@ -318,8 +318,11 @@ def bare_stream(topology: Topology, seconds: float) -> Sample:
             time.sleep(0.5)
             process.start([str(word) for word in (*inside[source], "send", *where, seconds + 1)], pid, log)
             time.sleep(0.2)
-            # The one that sends has more to do; the other is gone when it has reported.
-            with usage.measured({"h1": process.find(pid) or 0}) as used:
+            # The other is gone when it has reported.
+            sender = process.find(pid)
+            if sender is None:
+                raise LabError("the sender of the bare sockets ended as it started", log)
+            with usage.measured({"h1": sender}) as used:
                 report = _report(taking, seconds + 40)
     finally:
         process.stop(pid)

@@ -368,16 +368,15 @@ impl Device {
         let ring = &mut running.ring;
         let result = giver.give(ring, &running.format, &self.owner(), batch, which);
         let poisoned = ring.memory().is_poisoned();
-        let wanted = if coalescing.is_on() {
+        if coalescing.is_on() {
             coalescing.gave(bytes);
             ring.show();
-            false
-        } else {
-            ring.publish()
-        };
-        ring.read_ahead(which.len());
-        if wanted && vring.notify() {
+        } else if ring.publish() && vring.notify() {
             self.stats.notifications.add(1);
+        }
+        // Once the guest knows; it waits for nothing of this.
+        if let Some(Running { ring, .. }) = vring.running() {
+            ring.read_ahead(which.len());
         }
         if poisoned {
             vring.break_with(POISONED.to_owned());

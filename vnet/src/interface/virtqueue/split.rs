@@ -288,11 +288,12 @@ impl Ring {
         Ok(count)
     }
 
-    /// Reads ahead as [`Ring::prime`] does, unless chains are left that were. Returns how many there are, at most `max`.
+    /// Reads ahead as [`Ring::prime`] does, unless `max` chains are left that were. Returns how many there are, at most `max`.
     #[inline]
     pub fn ensure(&mut self, max: usize) -> Result<usize, RingError> {
-        let left = self.primed - self.at;
-        if left == 0 { self.prime(max) } else { Ok(left.min(max)) }
+        let max = max.min(BURST);
+        // With fewer all is read again, of which nothing was handed out: who gets less than `max` knows that no more wait.
+        if self.primed - self.at < max { self.prime(max) } else { Ok(max) }
     }
 
     /// Reads ahead for the next burst when the driver is known to have made `count` chains more available: what is prefetched now
