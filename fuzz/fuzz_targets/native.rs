@@ -14,7 +14,7 @@ use std::sync::Arc;
 use libfuzzer_sys::fuzz_target;
 use vnet::frame::{Batch, FRAME_MAX, NetworkId, PortId, SEGMENTS_MAX, Segment};
 use vnet::link::ReassemblyBudget;
-use vnet::link::reassembly::{FRAGMENTS_MAX, Reassembly, TIMEOUT_MS, Whole};
+use vnet::link::native::reassembly::{FRAGMENTS_MAX, Reassembly, TIMEOUT_MS, Whole};
 use vnet::stats::{DropReason, PortStats};
 use vnet::wire::ethernet::HEADER_LEN;
 use vnet::wire::native::{Bundle, ENTRY_LEN, Header, Kind, metadata};

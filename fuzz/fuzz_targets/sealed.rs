@@ -10,7 +10,7 @@
 use std::collections::HashSet;
 
 use libfuzzer_sys::fuzz_target;
-use vnet::link::seal::{MATERIAL_LEN, OpeningKey, SealingKey, TAG_LEN};
+use vnet::link::sealed::aead::{MATERIAL_LEN, OpeningKey, SealingKey, TAG_LEN};
 use vnet::stats::DiscardReason;
 use vnet::wire::native::HEADER_LEN;
 

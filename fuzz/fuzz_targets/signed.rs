@@ -11,8 +11,8 @@ use vnet::control::overlay::record::Key;
 use vnet::control::overlay::signed::{Signed, sign};
 use vnet::control::overlay::{Authenticator, Local, Overlay, Settings};
 use vnet::frame::NetworkId;
-use vnet::link::identity::IdentityStore;
-use vnet::link::pki::Pki;
+use vnet::link::sealed::identity::IdentityStore;
+use vnet::link::sealed::pki::Pki;
 use vnet::wire::ethernet::Mac;
 
 const KEY: &str = "/vnet/v1/1/hosts/h2";

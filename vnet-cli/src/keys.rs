@@ -20,7 +20,7 @@ use rcgen::{
 };
 use serde_json::{Value, json};
 use time::{Duration, OffsetDateTime};
-use vnet::link::identity::{CertificateInfo, Revoked, revoked, server_name, unix_now};
+use vnet::link::sealed::identity::{CertificateInfo, Revoked, revoked, server_name, unix_now};
 use vnet::wire::ethernet::Mac;
 
 /// Where keys are unless `--dir` says otherwise.
@@ -117,7 +117,7 @@ fn init(folder: &Path, days: u32) -> Result<Answer, String> {
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
     // Authorities are told apart by their names when certificates are checked.
     let pair = KeyPair::generate().map_err(failed)?;
-    let mark = vnet::link::identity::hex(&pair.public_key_raw()[1..5]);
+    let mark = vnet::link::sealed::identity::hex(&pair.public_key_raw()[1..5]);
     params.distinguished_name = called(&format!("vnet authority {mark}"));
     let made = params.self_signed(&pair).map_err(failed)?;
     write(&key, SECRET, &pair.serialize_pem())?;

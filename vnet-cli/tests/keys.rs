@@ -7,7 +7,7 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 use tempfile::TempDir;
-use vnet::link::identity::{CertificateInfo, Identity, IdentityFiles};
+use vnet::link::sealed::identity::{CertificateInfo, Identity, IdentityFiles};
 
 fn keys(folder: &Path, words: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_vnet"));

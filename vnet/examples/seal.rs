@@ -7,7 +7,7 @@
 
 use std::time::{Duration, Instant};
 
-use vnet::link::seal::{MATERIAL_LEN, OpeningKey, SealingKey, TAG_LEN};
+use vnet::link::sealed::aead::{MATERIAL_LEN, OpeningKey, SealingKey, TAG_LEN};
 use vnet::wire::native::{HEADER_LEN, Header, Kind};
 
 /// Datagrams of one super-frame of 64 KB.

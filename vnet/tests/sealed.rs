@@ -14,9 +14,9 @@ use vnet::dispatch::setup::{InterfacePort, LinkPort, Parts};
 use vnet::dispatch::yielding::Strategy;
 use vnet::frame::{MTU_MAX, NetworkId, Origin, PortId};
 use vnet::interface::fake::{Fake, OwnedFrame};
-use vnet::link::identity::IdentityStore;
-use vnet::link::keeper::{Keeper, KeeperOptions};
-use vnet::link::pki::{Flaw, Pki};
+use vnet::link::sealed::identity::IdentityStore;
+use vnet::link::sealed::keeper::{Keeper, KeeperOptions};
+use vnet::link::sealed::pki::{Flaw, Pki};
 use vnet::link::{ANYWHERE, Encapsulation, Link, LinkOptions, LinkState, Security, Tunnel};
 use vnet::route::{Member, NetworkSpec, Networks, PortKind};
 use vnet::stats::{DiscardReason, DropReason, PortStats};
@@ -145,7 +145,7 @@ fn keeping(
     identity: Arc<IdentityStore>,
     started: Instant,
     rekey: Duration,
-    courier: vnet::link::courier::Courier,
+    courier: vnet::link::socket::control_datagrams::Courier,
 ) -> KeeperOptions {
     let meet_at = std::net::SocketAddr::new(listen.ip(), 0);
     KeeperOptions { listen, identity, started, rekey, courier, meetings: 0, meet_at, stats: Arc::default() }

@@ -5,7 +5,7 @@ use vnet::link::kernel_offloads;
 use super::host::{Host, chosen, cpus};
 use super::{Daemon, Finding, Level};
 
-/// Socket buffers that the bridge asks for, in bytes (`link/udp.rs`).
+/// Socket buffers that the bridge asks for, in bytes (`link/socket/udp.rs`).
 const SOCKET_BUFFER: u64 = 8 << 20;
 /// Capability bits (capabilities(7)).
 const CAP_NET_ADMIN: u32 = 12;

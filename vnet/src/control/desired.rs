@@ -19,7 +19,7 @@ use crate::dispatch::isolation::Isolation;
 use crate::dispatch::yielding::Strategy;
 use crate::frame::{BATCH_MAX, NetworkId};
 use crate::interface::tap::Netns;
-use crate::link::identity::IdentityFiles;
+use crate::link::sealed::identity::IdentityFiles;
 use crate::link::{Encapsulation, Tunnel, ZeroCopy};
 use crate::route::{AGEING_S, Qualifier, STORM_FRAMES_PER_S};
 use crate::wire::ethernet::Mac;

@@ -11,7 +11,7 @@ use std::str::FromStr;
 
 use super::desired::{Desired, Item, LinkSpec};
 use super::table::{Entry, Place, Problem, Reader, Table, Value, quote};
-use crate::link::identity::{IdentityFiles, server_name};
+use crate::link::sealed::identity::{IdentityFiles, server_name};
 use crate::link::{ANYWHERE, Encapsulation, StreamOptions, Tunnel};
 use crate::wire::ethernet::Mac;
 

@@ -19,7 +19,7 @@ use super::isolation::{self, Isolation, IsolationError};
 use super::observe::Observers;
 use super::setup::{Parts, Setup};
 use super::yielding::{Strategy, Yielder};
-use crate::link::courier::Courier;
+use crate::link::socket::control_datagrams::Courier;
 use crate::link::{Bridge, BridgeError, ReassemblyBudget, ZeroCopy, stream};
 use crate::poll::Poller;
 use crate::route::{Learned, Table};

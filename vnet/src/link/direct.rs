@@ -27,11 +27,11 @@ use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::reassembly::FRAGMENTS_MAX;
-use super::receive::{BUFFER_LEN, MESSAGES, Received, Receiver};
-use super::udp::{BridgeError, Name, Socket, check};
 use super::{Encapsulation, Link, Peers};
 use crate::frame::{Batch, FRAME_MAX, HEAD_MAX, NetworkId, Room};
+use crate::link::native::reassembly::FRAGMENTS_MAX;
+use crate::link::native::receive::{BUFFER_LEN, MESSAGES, Received, Receiver};
+use crate::link::socket::udp::{BridgeError, Name, Socket, check};
 use crate::stats::DiscardReason;
 use crate::wire::ethernet::{self, Mac};
 use crate::wire::native::{HEADER_LEN, Header, Kind, metadata};

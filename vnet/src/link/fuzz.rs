@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use rustls::pki_types::CertificateDer;
 
-use super::direct::{PEEK_LEN, Peeked};
-use super::handshake::{self, Message, Patient};
-use super::identity::{CertificateInfo, Identity, is_for};
-use super::meet::{self, KEY_LEN, Registration};
-use super::pki::Pki;
-use super::udp::Name;
 use super::{Encapsulation, Link, LinkOptions, Peers, Security, Tunnel};
 use crate::frame::{FRAME_MAX, PortId};
+use crate::link::direct::{PEEK_LEN, Peeked};
+use crate::link::rendezvous::client::{self, KEY_LEN, Registration};
+use crate::link::sealed::handshake::{self, Message, Patient};
+use crate::link::sealed::identity::{CertificateInfo, Identity, is_for};
+use crate::link::sealed::pki::Pki;
+use crate::link::socket::udp::Name;
 use crate::wire::native::HEADER_LEN;
 use crate::wire::offload::WIRE_LEN;
 
@@ -136,13 +136,13 @@ pub fn handshake(data: &[u8]) {
 /// What must hold: nothing panics; a message that is understood is written the same way again; a reason is one line; only what was
 /// authenticated is a registration, and it is read as it was written.
 pub fn meeting(data: &[u8]) {
-    if let Ok(message) = meet::Message::read(&mut &data[..]) {
+    if let Ok(message) = client::Message::read(&mut &data[..]) {
         let bytes = message.to_bytes();
         match &message {
-            meet::Message::Refuse(why) => assert!(!why.chars().any(char::is_control)),
+            client::Message::Refuse(why) => assert!(!why.chars().any(char::is_control)),
             _ => assert_eq!(bytes, data[..bytes.len()]),
         }
-        assert!(meet::Message::read(&mut &bytes[..]).is_ok());
+        assert!(client::Message::read(&mut &bytes[..]).is_ok());
     }
     let key = [0x5a; KEY_LEN];
     if let Some(registration) = Registration::read(data, &key) {

@@ -3,27 +3,26 @@
 //! ```text
 //!            batch of frames                                         batch of frames
 //!                  |                                                        ^
-//!   Sender: bundle or fragment (send.rs)                    Receiver: split, reassemble (receive.rs, reassembly.rs)
+//!   Sender: bundle or fragment (native/send.rs)                    Receiver: split, reassemble (native/receive.rs)
 //!                  v                                                        |
-//!     messages of headers and slices (gather.rs) -- sendmmsg --> IP --> recvmmsg into one burst of buffers
+//!     messages of headers and slices (socket/gather.rs) -- sendmmsg --> IP --> recvmmsg into one burst of buffers
 //! ```
 //!
 //! A [`Link`] is what is known of one neighbour: address, encapsulation, counters, the next datagram number, the path MTU.
 //! It owns no socket (but a stream link's connections, see [`stream`]). Each dispatcher has one [`Bridge`] for all links: UDP
 //! sockets with a [`Sender`] and a [`Receiver`], two halves so that a frame may be relayed while the burst it came in is still
 //! being worked on. Which link a datagram came by is told by its source address and port, through an immutable [`Peers`] that
-//! control replaces as a whole; sealed links follow their peers to other addresses (`place.rs`). A host may have several ports,
-//! over which flows are spread (`ports.rs`).
+//! control replaces as a whole; sealed links follow their peers to other addresses (`sealed/roaming.rs`). A host may have several ports,
+//! over which flows are spread (`socket/ports.rs`).
 //!
-//! A *sealed* link carries nothing in clear text: `seal.rs` encrypts datagrams with keys that two hosts agree on by TLS
-//! (`identity.rs`, `handshake.rs`, `session.rs`), which the [`keeper`] sees to outside the frames' way. Two hosts behind NAT meet by
-//! a third one (`meet.rs`, `meeting.rs`, `via.rs`).
+//! A *sealed* link carries nothing in clear text: [`sealed`] encrypts datagrams with keys that two hosts agree on by TLS
+//! which the [`keeper`](sealed::keeper) sees to outside the frames' way. Two hosts behind NAT meet by
+//! a third one ([`rendezvous`]).
 //!
 //! Bytes are not copied on the way, unless they are to be sealed: what is sent are slices of the guest's memory between
 //! prepared headers, what is received are slices of the receive buffers, and only frames that are still incomplete when a
 //! burst ends are moved.
 
-use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::net::{IpAddr, SocketAddr, SocketAddrV6};
 use std::str::FromStr;
@@ -38,63 +37,43 @@ use crate::stats::PortStats;
 use crate::wire::ethernet::Mac;
 use crate::wire::native::HOPS_MAX;
 
-mod bare;
-pub mod courier;
 mod direct;
-mod driver;
-mod errqueue;
 pub mod fake;
 #[cfg(feature = "test-util")]
 pub mod fuzz;
-mod gather;
-pub mod handshake;
-pub mod identity;
 pub mod inquiry;
-pub mod keeper;
-pub mod meet;
-mod meeting;
-mod path;
-#[cfg(any(test, feature = "test-util"))]
-pub mod pki;
-mod place;
-mod pmtu;
-mod ports;
-pub mod prober;
-pub mod reassembly;
-mod receive;
-mod replay;
-pub mod seal;
-mod send;
-mod session;
-pub mod signature;
-mod speed;
+pub mod native;
+pub mod path;
+mod peers;
+pub mod rendezvous;
+pub mod sealed;
+pub mod socket;
 pub mod stream;
-mod udp;
-mod via;
-mod vxlan;
-mod window;
-mod zero_copy;
+pub mod vxlan;
 
 pub use direct::{Candidate, Direct, Landed, Peeked};
-pub use place::ANYWHERE;
-use place::{Place, Roster};
-pub use reassembly::ReassemblyBudget;
-pub use receive::{Received, Receiver};
-pub use send::Sender;
-use session::Seal;
-pub use session::SealView;
+pub use native::reassembly::ReassemblyBudget;
+pub use native::receive::{Received, Receiver};
+pub use native::send::Sender;
+use native::zero_copy;
+pub use native::zero_copy::ZeroCopy;
+use path::prober;
+pub use peers::Peers;
+use rendezvous::choice::Via;
+pub use sealed::roaming::ANYWHERE;
+use sealed::roaming::{self, Place};
+use sealed::session::Seal;
+pub use sealed::session::SealView;
+pub use socket::udp::{Bridge, BridgeError, kernel_offloads};
 use stream::Stream;
 pub use stream::{Proxy, StreamOptions};
-pub use udp::{Bridge, BridgeError, kernel_offloads};
-use via::Via;
-use vxlan::Vteps;
 pub use vxlan::{FLOOD_MAX, VxlanOptions};
-pub use zero_copy::ZeroCopy;
+use vxlan::{Vteps, kernel_device};
 
 /// Largest UDP payload over IPv4; IPv6 would take 20 bytes more, but one limit for both is easier to live with.
 pub const UDP_PAYLOAD_MAX: usize = 65_507;
 /// Smallest path MTU the bridge works with. Linux does not believe an ICMP message that claims less than this
-/// (net.ipv4.route.min_pmtu), and a frame of any size still has at most [`reassembly::FRAGMENTS_MAX`] fragments.
+/// (net.ipv4.route.min_pmtu), and a frame of any size still has at most [`native::reassembly::FRAGMENTS_MAX`] fragments.
 pub const PATH_MTU_MIN: u16 = 552;
 /// Hops of a frame from a link whose encapsulation cannot count them: one more than a relay may have taken, so that it
 /// reaches this host's interfaces but is not relayed. Loops of links end here at the latest.
@@ -224,7 +203,7 @@ pub struct Link {
     /// Of a VXLAN link.
     vteps: Option<Vteps>,
     /// Of the same, unless it is told to do without.
-    drivers: Option<driver::Drivers>,
+    drivers: Option<kernel_device::Drivers>,
     /// Of a stream link.
     stream: Option<Stream>,
     /// Of a sealed link.
@@ -279,7 +258,7 @@ impl Link {
             _ => None,
         };
         let offload = !matches!(&options.tunnel, Tunnel::Vxlan(VxlanOptions { offload: false, .. }));
-        let drivers = (vteps.is_some() && offload).then(driver::Drivers::default);
+        let drivers = (vteps.is_some() && offload).then(kernel_device::Drivers::default);
         let Security { mut peer, mut macs, via } = security;
         // A sealed stream has TLS, not keys of its own.
         let stream = stream::of(&options.tunnel, &mut peer);
@@ -288,7 +267,7 @@ impl Link {
         Arc::new(Link {
             id: LINKS.fetch_add(1, Relaxed),
             port,
-            place: Place::new(&options, place::follows(&options, peer.is_some())),
+            place: Place::new(&options, roaming::follows(&options, peer.is_some())),
             drivers,
             vteps,
             stream,
@@ -409,7 +388,7 @@ impl Link {
 
 /// Where a link's datagram numbers start: the time in nanoseconds. Numbers then go on rising when a host restarts or a link
 /// is configured anew, at any rate below 10^9 datagrams/s, and the other side can never mistake a new datagram for one of
-/// the past. (A peer may as well start at 1; see reassembly.rs for how that is told from a late datagram.)
+/// the past. (A peer may as well start at 1; see native/reassembly.rs for how that is told from a late datagram.)
 ///
 /// The wall clock is read once: after that a clock counts that is never set back.
 fn first_number() -> u64 {
@@ -423,7 +402,7 @@ fn first_number() -> u64 {
 
 /// The addresses that a link's datagrams come from, as far as they are declared.
 fn remotes(options: &LinkOptions) -> impl Iterator<Item = SocketAddr> {
-    place::addresses(options.remote, if options.remote == ANYWHERE { 0 } else { options.ports.max(1) })
+    roaming::addresses(options.remote, if options.remote == ANYWHERE { 0 } else { options.ports.max(1) })
 }
 
 /// An address as the peer table knows it: IPv4 in its own form, no flow label.
@@ -434,73 +413,6 @@ pub fn normalised(address: SocketAddr) -> SocketAddr {
             None => SocketAddrV6::new(*v6.ip(), v6.port(), 0, v6.scope_id()).into(),
         },
         v4 => v4,
-    }
-}
-
-/// Which link a datagram came by. Control builds a new one when links change; but for where peers have moved to, it is immutable.
-#[derive(Debug, Default)]
-pub struct Peers {
-    links: Vec<Arc<Link>>,
-    by_address: HashMap<SocketAddr, usize>,
-    /// VXLAN links by the addresses of their VTEPs, with the VTEP's number: a VTEP sends from many ports.
-    by_vtep: HashMap<IpAddr, (usize, u16)>,
-    ids: HashSet<u64>,
-    any_sealed: bool,
-    roster: Arc<Roster>,
-}
-
-impl Peers {
-    /// The table of `links`. Where two have the same remote address and a port in common, the first one gets the datagrams;
-    /// control refuses such a configuration.
-    pub fn build(links: &[Arc<Link>]) -> Peers {
-        let mut peers = Peers { links: links.to_vec(), roster: Roster::new(links), ..Peers::default() };
-        for (index, link) in links.iter().enumerate() {
-            peers.ids.insert(link.id);
-            peers.any_sealed |= link.seal.is_some();
-            match (&link.vteps, link.options.encapsulation) {
-                (Some(vteps), _) => {
-                    for (number, address) in (0..).zip(vteps.addresses()) {
-                        peers.by_vtep.entry(*address).or_insert((index, number));
-                    }
-                }
-                (None, Encapsulation::Stream) => {}
-                (None, _) => {
-                    for remote in remotes(&link.options) {
-                        peers.by_address.entry(remote).or_insert(index);
-                    }
-                }
-            }
-        }
-        peers
-    }
-
-    /// The link that a datagram from `source` came by: the one whose remote is this address and this port, or one of its ports
-    /// where it has several. All of them are bound by the peer's bridge: other programs and users of its host have others.
-    pub fn link(&self, source: SocketAddr) -> Option<&Arc<Link>> {
-        let source = normalised(source);
-        let index = self.by_address.get(&source).copied().or_else(|| self.roster.at(source))?;
-        self.links.get(index)
-    }
-
-    /// The link that a datagram of unknown source says to be a keepalive of. Nothing of it has been opened.
-    fn tagged(&self, datagram: &[u8]) -> Option<&Arc<Link>> {
-        self.links.get(self.roster.tagged(datagram)?)
-    }
-
-    /// The VXLAN link that a datagram from `source` came by, and the number of its VTEP: the one that lists this address,
-    /// whatever the port.
-    pub fn vtep(&self, source: SocketAddr) -> Option<(&Arc<Link>, u16)> {
-        let (link, number) = self.by_vtep.get(&normalised(source).ip())?;
-        Some((&self.links[*link], *number))
-    }
-
-    /// All links.
-    pub fn links(&self) -> &[Arc<Link>] {
-        &self.links
-    }
-
-    fn contains(&self, id: u64) -> bool {
-        self.ids.contains(&id)
     }
 }
 

@@ -30,8 +30,8 @@ use super::record::Key;
 use super::signed::{self, Signed};
 use super::{Alarm, Overlay, Write};
 use crate::frame::NetworkId;
-use crate::link::identity::{Identity, IdentityStore};
-use crate::link::signature::Signatory;
+use crate::link::sealed::identity::{Identity, IdentityStore};
+use crate::link::sealed::signature::Signatory;
 use crate::wire::ethernet::Mac;
 
 /// Most values that wait for their host's certificate: with 4 KiB each they take 32 MiB. Others are read with the next

@@ -9,7 +9,7 @@ use super::super::oracle::*;
 use super::super::record::{Record, StationRecord};
 use super::super::tests::no_wrong_route_in;
 use super::*;
-use crate::link::pki::{Flaw, Pki};
+use crate::link::sealed::pki::{Flaw, Pki};
 
 fn pki() -> (TempDir, Pki) {
     let folder = tempfile::tempdir().unwrap();

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use super::spec::Topology;
 use super::{Authenticator, Computed, Local, Overlay, Settings, Write};
 use crate::frame::NetworkId;
-use crate::link::identity::IdentityStore;
-use crate::link::pki::Pki;
+use crate::link::sealed::identity::IdentityStore;
+use crate::link::sealed::pki::Pki;
 use crate::wire::ethernet::Mac;
 
 /// Milliseconds between two steps: a poll of the host each fifth.

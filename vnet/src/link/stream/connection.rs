@@ -12,7 +12,7 @@ use rustls::pki_types::CertificateDer;
 
 use super::tls::Secured;
 use super::{OUTBOX_MAX, SILENCE};
-use crate::link::identity::{Claims, explain};
+use crate::link::sealed::identity::{Claims, explain};
 use crate::wire::stream::{LENGTH_LEN, MESSAGE_MAX};
 
 /// Bytes read at a time, at most: as much as the socket likely holds, and room for the longest message.

@@ -17,8 +17,9 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, listen, socket_w
 use super::connection::Connection;
 use super::tls::{self, Secured};
 use super::{ACCEPTED, Stream};
-use crate::link::identity::{Identity, is_for};
-use crate::link::{Link, normalised, udp};
+use crate::link::sealed::identity::{Identity, is_for};
+use crate::link::socket::udp;
+use crate::link::{Link, normalised};
 use crate::stats::{DiscardReason, PortStats};
 
 /// Connections that wait to be accepted.

@@ -36,9 +36,9 @@ use std::time::{Duration, Instant};
 use connection::{Connection, Inbox};
 pub use listen::{ListenError, Listener, Roster};
 
-use super::identity::{Claims, IdentityStore};
 use super::{Encapsulation, Link, LinkState, Tunnel};
 use crate::frame::{Batch, FRAME_MAX, NetworkId, Segment};
+use crate::link::sealed::identity::{Claims, IdentityStore};
 use crate::poll::Waker;
 use crate::stats::{DiscardReason, DropReason};
 use crate::wire::ethernet;
@@ -390,7 +390,7 @@ impl Link {
         match builder.finish(self.port, network, offload, header.hops + 1) {
             Ok(()) => len,
             Err(error) => {
-                self.stats.refuse(super::receive::drop_reason(error), len);
+                self.stats.refuse(crate::link::native::receive::drop_reason(error), len);
                 0
             }
         }
@@ -420,7 +420,7 @@ impl Link {
                 self.stats.drop_frames(DropReason::HopLimit, 1);
                 continue;
             }
-            let header = super::send::header(frame, None, self.take_numbers(1));
+            let header = crate::link::native::send::header(frame, None, self.take_numbers(1));
             let prefix = Prefix::new(&header, &frame.offload, frame.len());
             result = result.and_then(|()| connection.make_room(prefix.bytes().len() + frame.len()));
             if result.is_err() {

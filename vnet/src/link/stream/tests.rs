@@ -4,7 +4,7 @@ use std::net::{IpAddr, Ipv4Addr, TcpListener, TcpStream};
 
 use super::*;
 use crate::frame::{BATCH_MAX, PortId};
-use crate::link::pki::{Flaw, Pki};
+use crate::link::sealed::pki::{Flaw, Pki};
 use crate::link::{LinkOptions, Security};
 use crate::stats::PortStats;
 use std::io::{Read, Write};

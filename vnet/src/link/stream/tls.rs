@@ -11,8 +11,8 @@ use rustls::pki_types::CertificateDer;
 use rustls::{ClientConnection, ServerConnection};
 
 use super::OUTBOX_MAX;
-use crate::link::handshake::Limited;
-use crate::link::identity::{Claims, Identity, explain, server_name};
+use crate::link::sealed::handshake::Limited;
+use crate::link::sealed::identity::{Claims, Identity, explain, server_name};
 
 /// The protocol's name and version (RFC 7301). Another version gets another name.
 pub(super) const ALPN: &[u8] = b"vnet-stream/1";

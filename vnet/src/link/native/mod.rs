@@ -1,0 +1,10 @@
+//! Native links: frames of up to 64 KiB over UDP, with their offload metadata, bundled when small and fragmented when large.
+//!
+//! [`send`] bundles or fragments, [`receive`] splits and hands on, [`reassembly`] puts fragments together, [`duplicates`] tells
+//! datagrams that arrive twice, and [`zero_copy`] lets the kernel send from the guest's own pages.
+
+pub(in crate::link) mod duplicates;
+pub mod reassembly;
+pub(in crate::link) mod receive;
+pub(in crate::link) mod send;
+pub(in crate::link) mod zero_copy;

@@ -1,0 +1,380 @@
+//! Sealed links over real sockets: what crosses, and what attackers get.
+
+use std::net::UdpSocket;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{Message, Name};
+use crate::frame::{Batch, FRAME_MAX, NetworkId, PortId, Segment};
+use crate::link::sealed::aead::{MATERIAL_LEN, TAG_LEN};
+use crate::link::sealed::identity::{CertificateInfo, Claims};
+use crate::link::sealed::session::{Role, Session};
+use crate::link::{
+    Bridge, Encapsulation, Link, LinkOptions, Peers, ReassemblyBudget, Security, first_number,
+};
+use crate::stats::{DiscardReason, DropReason};
+use crate::wire::native::{HEADER_LEN, Header};
+use crate::wire::offload::{F_NEEDS_CSUM, Offload};
+
+fn session(role: Role, epoch: u8, claims: Claims) -> Session {
+    let exported: [u8; 2 * MATERIAL_LEN] = std::array::from_fn(|at| at as u8 ^ epoch);
+    let info = CertificateInfo {
+        names: vec![],
+        claims,
+        valid: (0, 0),
+        serial: String::new(),
+        fingerprint: String::new(),
+    };
+    Session::new(&exported, role, epoch, first_number(), vec![], info)
+}
+
+struct Host {
+    bridge: Bridge,
+    link: Arc<Link>,
+    batch: Batch,
+    peers: Peers,
+}
+
+impl Host {
+    fn new(
+        bridge: Bridge,
+        remote: std::net::SocketAddr,
+        mtu: u16,
+        macs: Option<Vec<crate::wire::ethernet::Mac>>,
+    ) -> Host {
+        let (name, encapsulation) = ("peer".to_string(), Encapsulation::Native);
+        let options = LinkOptions {
+            name,
+            remote,
+            ports: 1,
+            encapsulation,
+            networks: None,
+            mtu: Some(mtu),
+            tunnel: crate::link::Tunnel::None,
+        };
+        let security = Security { peer: Some("peer".into()), macs, via: None };
+        let link = Link::with_security(options, security, PortId(7), Arc::default());
+        Host { bridge, peers: Peers::build(std::slice::from_ref(&link)), link, batch: Batch::new() }
+    }
+
+    fn key(&self, role: Role, epoch: u8, claims: Claims) {
+        self.link.seal().unwrap().accept(session(role, epoch, claims));
+        assert!(self.link.seal().unwrap().switch(epoch));
+    }
+
+    fn send(&mut self, frames: &[(Vec<u8>, Offload)]) {
+        let mut batch = Batch::new();
+        for (bytes, offload) in frames {
+            let mut builder = batch.begin();
+            let (head, tail) = bytes.split_at(bytes.len() / 3);
+            for part in [head, tail] {
+                // SAFETY: the frames outlive the batch, which ends with this call, and nobody writes to them.
+                unsafe { builder.push(Segment::new(part.as_ptr(), part.len())) };
+            }
+            builder.finish(PortId(1), NetworkId::DEFAULT, *offload, 0).unwrap();
+        }
+        let which: Vec<u16> = (0..batch.len() as u16).collect();
+        self.bridge.tx.send(&self.link, &batch, &which);
+    }
+
+    /// Receives until nothing has come for a while.
+    fn receive(&mut self) -> Vec<(Vec<u8>, Offload)> {
+        let (mut got, mut idle) = (vec![], 0);
+        while idle < 3 {
+            let mut run = |batch: &Batch| {
+                for frame in batch.frames() {
+                    let mut bytes = vec![0; frame.len()];
+                    batch.copy_to(frame, &mut bytes);
+                    got.push((bytes, frame.offload));
+                }
+            };
+            let received = self.bridge.rx.receive(0, &self.peers, &mut self.batch, 1, &mut run);
+            idle = if received.datagrams == 0 { idle + 1 } else { 0 };
+            if idle != 0 {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        }
+        got
+    }
+
+    fn discards(&self) -> Vec<(DiscardReason, u64)> {
+        let all = DiscardReason::ALL.iter().map(|reason| (*reason, self.link.stats().discards(*reason)));
+        all.filter(|(_, n)| *n != 0).collect()
+    }
+}
+
+fn bridge() -> Bridge {
+    let budget = Arc::new(ReassemblyBudget::new(ReassemblyBudget::HOST));
+    Bridge::bind("127.0.0.1:0".parse().unwrap(), false, Arc::default(), budget).unwrap()
+}
+
+/// Two hosts with keys.
+fn pair(mtu: u16, claims: Claims) -> [Host; 2] {
+    let (a, b) = (bridge(), bridge());
+    let (at_a, at_b) = (a.local_addr(), b.local_addr());
+    let [a, b] = [Host::new(a, at_b, mtu, None), Host::new(b, at_a, mtu, None)];
+    a.key(Role::Initiator, 1, Claims::default());
+    b.key(Role::Responder, 1, claims);
+    [a, b]
+}
+
+fn frame(len: usize) -> (Vec<u8>, Offload) {
+    let mut bytes: Vec<u8> = b"\x52\x54\0\0\0\x02\x52\x54\0\0\0\x01\x88\xb5CLEAR TEXT".to_vec();
+    bytes.extend((bytes.len()..len.max(60)).map(|at| (at * 7 + len) as u8));
+    (bytes, Offload::default())
+}
+
+#[test]
+fn every_size_crosses_sealed() {
+    for mtu in [576, 1500, 9000, 65_535] {
+        let [mut a, mut b] = pair(mtu, Claims::default());
+        let mut frames: Vec<_> =
+            [60, 61, 62, 63, 600, 1414, 1426, 1427, 1428, 9000, 64, 64, FRAME_MAX, 60, 30_000]
+                .into_iter()
+                .map(frame)
+                .collect();
+        frames[3].1 = Offload { flags: F_NEEDS_CSUM, csum_start: 34, csum_offset: 6, ..Offload::default() };
+        a.send(&frames);
+        assert_eq!(b.receive(), frames, "MTU {mtu}");
+        b.send(&frames);
+        assert_eq!(a.receive(), frames, "MTU {mtu}");
+        assert_eq!((a.discards(), b.discards()), (vec![], vec![]));
+        assert_eq!(b.link.stats().in_frames.get(), frames.len() as u64);
+        assert_eq!(a.link.stats().out_frames.get(), frames.len() as u64);
+    }
+}
+
+/// What a raw peer of a host gets, and the key that opens it.
+fn tapped(mtu: u16) -> (Host, UdpSocket) {
+    let peer = UdpSocket::bind("127.0.0.1:0").unwrap();
+    peer.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+    let host = Host::new(bridge(), peer.local_addr().unwrap(), mtu, None);
+    host.key(Role::Initiator, 1, Claims::default());
+    peer.connect(host.bridge.local_addr()).unwrap();
+    (host, peer)
+}
+
+fn datagrams(peer: &UdpSocket) -> Vec<Vec<u8>> {
+    let mut buffer = vec![0; 65_536];
+    std::iter::from_fn(|| peer.recv(&mut buffer).ok().map(|len| buffer[..len].to_vec())).collect()
+}
+
+#[test]
+fn nothing_of_a_frame_is_seen_on_the_way() {
+    let (mut host, peer) = tapped(1500);
+    host.send(&[frame(60), frame(64), frame(1400), frame(9000)]);
+    let sent = datagrams(&peer);
+    assert!(sent.len() >= 8);
+    let mut numbers: Vec<u64> =
+        sent.iter().map(|datagram| Header::parse(datagram).unwrap().0.number).collect();
+    for datagram in &sent {
+        let header = Header::parse(datagram).unwrap().0;
+        assert!(header.sealed && header.epoch == 1 && datagram.len() + 28 <= 1500);
+        assert!(!datagram.windows(5).any(|window| window == b"CLEAR"));
+    }
+    numbers.dedup();
+    assert_eq!(numbers.len(), sent.len());
+}
+
+#[test]
+fn without_a_key_frames_are_dropped_and_counted() {
+    let peer = UdpSocket::bind("127.0.0.1:0").unwrap();
+    peer.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
+    let mut host = Host::new(bridge(), peer.local_addr().unwrap(), 1500, None);
+    host.send(&[frame(60), frame(9000)]);
+    assert_eq!(host.link.stats().drops(DropReason::NoKey), 2);
+    assert_eq!(datagrams(&peer), Vec::<Vec<u8>>::new());
+}
+
+/// Clear text, forgeries, flips, cuts, repetitions and unknown epochs: none is delivered, each is counted once under its
+/// reason, no memory is taken; and what is real still comes.
+#[test]
+fn attackers_get_nowhere() {
+    const EACH: usize = 5_000;
+    let (mut host, peer) = tapped(1500);
+    // The peer's own datagrams, as an attacker on the way would have recorded them.
+    let (mut real, tap) = tapped(1500);
+    real.link.seal().unwrap().accept(session(Role::Responder, 1, Claims::default()));
+    assert!(real.link.seal().unwrap().switch(1));
+    real.send(&[frame(9000), frame(60)]);
+    let recorded = datagrams(&tap);
+    assert_eq!(recorded.len(), 8);
+    let attack = |host: &mut Host, reason: DiscardReason, make: &mut dyn FnMut(usize) -> Vec<u8>| {
+        let before = host.link.stats().discards(reason);
+        let total: u64 = host.discards().iter().map(|(_, n)| n).sum();
+        for chunk in 0..EACH / 50 {
+            for n in 0..50 {
+                peer.send(&make(chunk * 50 + n)).unwrap();
+            }
+            assert_eq!(host.receive_at_once(), 0, "{reason:?}");
+        }
+        assert_eq!(host.link.stats().discards(reason) - before, EACH as u64, "{reason:?}");
+        let now: u64 = host.discards().iter().map(|(_, n)| n).sum();
+        assert_eq!(now - total, EACH as u64, "{reason:?}: each is counted once");
+        assert_eq!(host.link.heard_ms(), None, "{reason:?}: nobody was heard");
+        assert_eq!(host.link.budget.used(), 0, "{reason:?}");
+    };
+    let numbered = |bytes: &[u8], n: usize| {
+        let mut bytes = bytes.to_vec();
+        bytes[8..16].copy_from_slice(&(u64::MAX / 2 + n as u64).to_be_bytes());
+        bytes
+    };
+    let first = recorded[0].clone();
+    attack(&mut host, DiscardReason::Forged, &mut |n| numbered(&first, n));
+    attack(&mut host, DiscardReason::Forged, &mut |n| {
+        let mut flipped = recorded[n % 8].clone();
+        // Anything behind the version, type and flags.
+        let bit = 16 + (n * 31) % (flipped.len() * 8 - 16);
+        flipped[bit / 8] ^= 1 << (bit % 8);
+        // A fragment index above the number, or on a bundle, is no header at all; numbers are large, so only bundles matter.
+        if flipped[0] == 0x11 { numbered(&first, n) } else { flipped }
+    });
+    attack(&mut host, DiscardReason::SealRequired, &mut |n| {
+        let mut clear = recorded[n % 8].clone();
+        clear[1] &= !0x04;
+        clear
+    });
+    attack(&mut host, DiscardReason::WrongEpoch, &mut |n| {
+        let mut other = recorded[n % 8].clone();
+        other[1] ^= 0x40 << (n % 2);
+        other
+    });
+    attack(&mut host, DiscardReason::Truncated, &mut |n| {
+        recorded[n % 8][..n % (HEADER_LEN + TAG_LEN)].to_vec()
+    });
+    // Now the real ones, and then those again.
+    recorded.iter().for_each(|datagram| assert_eq!(peer.send(datagram).unwrap(), datagram.len()));
+    assert_eq!(host.receive(), [frame(9000), frame(60)]);
+    assert!(host.link.heard_ms().is_some());
+    host.link.heard_ms.0.store(0, std::sync::atomic::Ordering::Relaxed);
+    attack(&mut host, DiscardReason::Replayed, &mut |n| recorded[n % 8].clone());
+}
+
+/// A million datagrams of each attack, through what every datagram of a sealed link goes through first: none opens, each is
+/// counted once, under its reason; and what is real still opens after them.
+#[test]
+fn a_million_of_each_attack() {
+    const EACH: usize = 1_000_000;
+    const TOGETHER: usize = 100;
+    let (mut host, _peer) = tapped(1500);
+    let (mut real, tap) = tapped(1500);
+    real.link.seal().unwrap().accept(session(Role::Responder, 1, Claims::default()));
+    assert!(real.link.seal().unwrap().switch(1));
+    real.send(&[frame(60)]);
+    let recorded = datagrams(&tap).remove(0);
+    let (link, whole) = (host.link.clone(), recorded.len());
+    let seal = link.seal().unwrap();
+    let burst = &mut host.bridge.rx.burst;
+    let mut open = |len: usize, count: usize, make: &mut dyn FnMut(usize, &mut [u8])| {
+        for (n, place) in burst.memory[..len * count].chunks_exact_mut(len).enumerate() {
+            place.copy_from_slice(&recorded[..len]);
+            make(n, place);
+        }
+        let source = Name::unknown();
+        let message = Message { source, start: 0, len: len * count, segment: len, truncated: false };
+        let mut opened = vec![];
+        burst.open(&message, &link, seal, &mut opened);
+        assert_eq!(opened.len(), count);
+        opened.iter().filter(|opened| **opened).count()
+    };
+    let all =
+        || -> Vec<u64> { DiscardReason::ALL.iter().map(|reason| link.stats().discards(*reason)).collect() };
+    let mut attack = |reason: DiscardReason,
+                      len: &dyn Fn(usize) -> usize,
+                      make: &dyn Fn(usize, &mut [u8])| {
+        let before = all();
+        for first in (0..EACH).step_by(TOGETHER) {
+            assert_eq!(
+                open(len(first / TOGETHER), TOGETHER, &mut |n, bytes| make(first + n, bytes)),
+                0,
+                "{reason:?}"
+            );
+        }
+        let grown: Vec<u64> = all().iter().zip(before).map(|(now, before)| now - before).collect();
+        let counted = DiscardReason::ALL.iter().map(|other| if *other == reason { EACH as u64 } else { 0 });
+        assert_eq!(grown, counted.collect::<Vec<_>>(), "{reason:?}");
+    };
+    // A number that has not come, and any byte for every other.
+    attack(DiscardReason::Forged, &|_| whole, &|n, bytes| {
+        bytes[8..16].copy_from_slice(&(u64::MAX / 2 + n as u64).to_be_bytes());
+        bytes[HEADER_LEN..].iter_mut().for_each(|byte| *byte = byte.wrapping_mul(167).wrapping_add(n as u8));
+    });
+    // One bit of payload or tag.
+    attack(DiscardReason::Forged, &|_| whole, &|n, bytes| {
+        let bit = HEADER_LEN * 8 + n % ((whole - HEADER_LEN) * 8);
+        bytes[bit / 8] ^= 1 << (bit % 8);
+    });
+    attack(DiscardReason::WrongEpoch, &|_| whole, &|n, bytes| bytes[1] ^= 0x40 << (n % 2));
+    attack(DiscardReason::Truncated, &|batch| 1 + batch % (HEADER_LEN + TAG_LEN - 1), &|_, _| {});
+    // What is cut behind that has another tag.
+    attack(
+        DiscardReason::Forged,
+        &|batch| HEADER_LEN + TAG_LEN + batch % (whole - HEADER_LEN - TAG_LEN),
+        &|_, _| {},
+    );
+    attack(DiscardReason::SealRequired, &|_| whole, &|_, bytes| bytes[1] &= !0x04);
+    assert_eq!(open(whole, 1, &mut |_, _| {}), 1, "the real one");
+    let replayed = link.stats().discards(DiscardReason::Replayed);
+    for _ in 0..EACH / TOGETHER {
+        assert_eq!(open(whole, TOGETHER, &mut |_, _| {}), 0);
+    }
+    assert_eq!(link.stats().discards(DiscardReason::Replayed) - replayed, EACH as u64);
+    assert_eq!(link.budget.used(), 0);
+}
+
+impl Host {
+    /// Receives what is there; the number of frames.
+    fn receive_at_once(&mut self) -> usize {
+        let (mut frames, mut datagrams) = (0, 0);
+        while datagrams < 50 {
+            let mut run = |batch: &Batch| frames += batch.len();
+            let received = self.bridge.rx.receive(0, &self.peers, &mut self.batch, 1, &mut run);
+            datagrams += received.datagrams;
+        }
+        frames
+    }
+}
+
+/// An authenticated peer that sends fragments without end takes no more than its share, and stays within what it may speak
+/// for.
+#[test]
+fn a_peer_is_held_to_its_certificate_and_configuration() {
+    let network = |id| NetworkId::new(id).unwrap();
+    let ours = "52:54:00:00:00:01".parse().unwrap();
+    for (claims, macs, reason) in [
+        (
+            Claims { networks: Some(vec![network(2), network(3)]), macs: None },
+            None,
+            Some(DropReason::WrongNetwork),
+        ),
+        (Claims { networks: Some(vec![network(1)]), macs: Some(vec![ours]) }, None, None),
+        (
+            Claims { networks: None, macs: Some(vec!["52:54:00:00:00:09".parse().unwrap()]) },
+            None,
+            Some(DropReason::BadSource),
+        ),
+        (Claims::default(), Some(vec!["52:54:00:00:00:09".parse().unwrap()]), Some(DropReason::BadSource)),
+        (Claims::default(), Some(vec!["52:54:00:00:00:09".parse().unwrap(), ours]), None),
+    ] {
+        let (a, b) = (bridge(), bridge());
+        let (at_a, at_b) = (a.local_addr(), b.local_addr());
+        let [mut a, mut b] = [Host::new(a, at_b, 1500, None), Host::new(b, at_a, 1500, macs)];
+        a.key(Role::Initiator, 1, Claims::default());
+        b.key(Role::Responder, 1, claims.clone());
+        let mut frames = [frame(60), frame(61), frame(9000), frame(1400)];
+        frames[2].1 = Offload { flags: F_NEEDS_CSUM, csum_start: 34, csum_offset: 6, ..Offload::default() };
+        a.send(&frames);
+        let got = b.receive();
+        match reason {
+            None => assert_eq!(got, frames, "{claims:?}"),
+            Some(reason) => {
+                assert_eq!(got, [], "{claims:?}");
+                assert_eq!(
+                    (b.link.stats().drops(reason), b.link.stats().in_frames.get()),
+                    (4, 4),
+                    "{claims:?}"
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,539 @@
+//! Sending guests' memory without copying it (`MSG_ZEROCOPY`, Documentation/networking/msg_zerocopy.rst): the transmitting half
+//! of cut-through forwarding (VNET/P+ section IV.B).
+//!
+//! ```text
+//!   frame of a guest:  head (copied)   slices of the guest's pages
+//!                          |                 |
+//!   slot:  header + head, header, ...        |            one Hold of the frame a message
+//!                |                           |
+//!            sendmsg(MSG_ZEROCOPY)  ---> message n: the kernel holds the pages of both
+//!                ...
+//!   error queue: "n to m have been sent [copied after all]"  ---> slots are free, holds let go: the guest gets its buffers
+//! ```
+//!
+//! The kernel reads *all* of a message when it likes, prepared headers too. Mixing copied and uncopied bytes in one datagram
+//! does not work: for a datagram that is put together by several calls (`MSG_MORE`) the kernel copies everything. So headers and
+//! heads live in a *slot* of a pool until the message is done. An skb takes [`FRAGMENTS_MAX`] pieces of pages and each header
+//! is one, each slice as many as pages it touches: large datagrams (jumbo frames below) are sent well this way, those of a path
+//! of 1500 bytes in messages of some five datagrams, which costs more than copying saves. Hence [`ZeroCopy::Auto`].
+//!
+//! Messages are told apart by a number that the kernel counts a socket: successful calls from 0 on. A call that fails late
+//! may have taken a number, too; it is then in the error queue when the call returns, so that queue is read after each error.
+//!
+//! Nothing is ever waited for. What has no slot, or no room in the kernel's accounting (`ENOBUFS`: net.core.optmem_max,
+//! RLIMIT_MEMLOCK), is copied.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use crate::frame::{Batch, Frame, HEAD_MAX, Hold, Segment};
+use crate::link::Link;
+use crate::link::native::send::{Cursor, header};
+use crate::link::socket::error_queue::{notification, send_message};
+use crate::link::socket::udp::{Name, Socket, set};
+use crate::stats::{DropReason, PortStats};
+use crate::wire::native::HEADER_LEN;
+use crate::wire::offload::WIRE_LEN;
+
+/// Pieces of pages in one skb (`MAX_SKB_FRAGS`; kernels may be built with more).
+const FRAGMENTS_MAX: usize = 17;
+/// Datagrams of a message: each has a header and a byte of payload at least.
+const DATAGRAMS_MAX: usize = FRAGMENTS_MAX.div_ceil(2);
+/// Bytes of a message, as in gather.rs.
+const MESSAGE_MAX: usize = 65_400;
+/// Messages of a frame: a frame of more is copied.
+const MESSAGES_MAX: usize = 64;
+const PAGE: usize = 4096;
+/// Bytes of a slot: the headers of a message and one head. Slots do not cross pages.
+const SLOT_LEN: usize = 512;
+const _: () =
+    assert!(DATAGRAMS_MAX * HEADER_LEN + WIRE_LEN + HEAD_MAX <= SLOT_LEN && PAGE.is_multiple_of(SLOT_LEN));
+/// Slots of a sender, and so its messages under way: 64 MB of frames, what the largest send buffer holds.
+const SLOTS: usize = 2048;
+/// Frames smaller than this are copied in any case: pinning their pages and hearing of them again costs more.
+const FRAME_MIN: usize = 8 << 10;
+/// With [`ZeroCopy::Auto`]: what a message has to carry.
+const AUTO_MIN: usize = 16 << 10;
+/// Messages that are copied after the kernel said that it copies them anyway, before another one is tried.
+const RETRY_AFTER: u32 = 4096;
+/// How long a sender that ends waits for the kernel to be done with its slots.
+const END_WITHIN: Duration = Duration::from_millis(100);
+
+/// Whether guests' memory is sent without copying it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ZeroCopy {
+    /// Where it pays: large datagrams, on links whose device does not make the kernel copy after all.
+    #[default]
+    Auto,
+    /// Never.
+    Off,
+    /// Every frame of 8 KiB or more.
+    On,
+}
+
+impl fmt::Display for ZeroCopy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ZeroCopy::Auto => "auto",
+            ZeroCopy::Off => "off",
+            ZeroCopy::On => "on",
+        })
+    }
+}
+
+/// What is known of a link: whether its device spares the copy. Shared with the messages under way.
+#[derive(Debug)]
+pub(in crate::link) struct Verdict {
+    /// Messages to copy before the next try.
+    copy: AtomicU32,
+    stats: Arc<PortStats>,
+}
+
+impl Verdict {
+    pub(in crate::link) fn new(stats: Arc<PortStats>) -> Arc<Verdict> {
+        Arc::new(Verdict { copy: AtomicU32::new(0), stats })
+    }
+
+    /// True when it is worth a try. Called once a frame.
+    fn allows(&self) -> bool {
+        let copy = self.copy.load(Relaxed);
+        if copy > 0 {
+            // Two dispatchers may count one frame together: it is a rough number.
+            self.copy.store(copy - 1, Relaxed);
+        }
+        copy == 0
+    }
+
+    fn copied(&self, messages: u64) {
+        self.stats.zero_copy.copied.add(messages);
+        self.copy.store(RETRY_AFTER, Relaxed);
+    }
+}
+
+/// What became of a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::link) enum Outcome {
+    /// It is counted, as out or dropped.
+    Done,
+    /// It has to be sent the other way.
+    Copy,
+}
+
+/// A message that the kernel reads from.
+struct Message {
+    /// Lets the frame's memory go. Only dropped for that.
+    _hold: Hold,
+    slot: u16,
+    verdict: Arc<Verdict>,
+}
+
+/// The messages under way of one socket, by the numbers that the kernel gives them.
+struct Flight {
+    /// The number of the first one.
+    first: u32,
+    /// `None`: done already, or nothing of ours.
+    messages: VecDeque<Option<Message>>,
+    /// The socket takes `MSG_ZEROCOPY`.
+    able: bool,
+}
+
+impl Flight {
+    /// Messages `low` to `high` are done. Returns those of them that were under way to `done`.
+    fn complete(&mut self, low: u32, high: u32, mut done: impl FnMut(Message)) {
+        let count = high.wrapping_sub(low).saturating_add(1) as usize;
+        // Numbers beyond the last one were taken by calls that failed: the next message's comes behind them.
+        let bound = self.messages.len() + SLOTS;
+        for index in
+            (0..count.min(bound)).map(|n| low.wrapping_add(n as u32).wrapping_sub(self.first) as usize)
+        {
+            if index >= bound {
+                continue;
+            }
+            while index >= self.messages.len() {
+                self.messages.push_back(None);
+            }
+            self.messages[index].take().into_iter().for_each(&mut done);
+        }
+        while let Some(None) = self.messages.front() {
+            self.messages.pop_front();
+            self.first = self.first.wrapping_add(1);
+        }
+    }
+}
+
+/// Memory that does not move and has no piece of a slot on two pages.
+#[repr(C, align(4096))]
+#[derive(Clone, Copy)]
+struct Page([u8; PAGE]);
+
+/// The slots of a sender.
+struct Pool {
+    pages: *mut [Page],
+    free: Vec<u16>,
+}
+
+// SAFETY: the allocation is this value's alone.
+unsafe impl Send for Pool {}
+
+impl Pool {
+    fn new() -> Pool {
+        let pages = vec![Page([0; PAGE]); SLOTS * SLOT_LEN / PAGE].into_boxed_slice();
+        Pool { pages: Box::into_raw(pages), free: (0..SLOTS as u16).collect() }
+    }
+
+    /// Byte `offset` of a slot.
+    fn ptr(&self, slot: u16, offset: usize) -> *mut u8 {
+        debug_assert!(usize::from(slot) < SLOTS && offset <= SLOT_LEN);
+        self.pages.cast::<u8>().wrapping_add(usize::from(slot) * SLOT_LEN + offset)
+    }
+}
+
+/// Sends frames of guests' memory without copying them. One for all sockets of a sender.
+pub(in crate::link) struct CutThrough {
+    setting: ZeroCopy,
+    /// Made with the first frame.
+    pool: Option<Pool>,
+    /// By exit.
+    flights: Vec<Flight>,
+    /// The kernel was done with something since [`CutThrough::reap`] told so.
+    reaped: bool,
+    /// The frame being put together.
+    draft: Draft,
+}
+
+/// One frame as messages.
+#[derive(Default)]
+struct Draft {
+    slices: Vec<libc::iovec>,
+    messages: Vec<Part>,
+}
+
+// SAFETY: the pointers are only used within the call that made them.
+unsafe impl Send for Draft {}
+
+/// One message of a frame.
+struct Part {
+    slot: u16,
+    /// Bytes used of the slot.
+    used: usize,
+    first_slice: usize,
+    slices: usize,
+    bytes: usize,
+    segment: usize,
+    datagrams: usize,
+    fragments: usize,
+}
+
+impl CutThrough {
+    /// For sockets that send by copying until [`CutThrough::configure`].
+    pub(in crate::link) fn new(exits: usize) -> CutThrough {
+        let flight = || Flight { first: 0, messages: VecDeque::new(), able: false };
+        CutThrough {
+            setting: ZeroCopy::Off,
+            pool: None,
+            flights: (0..exits).map(|_| flight()).collect(),
+            reaped: false,
+            draft: Draft::default(),
+        }
+    }
+
+    /// Prepares the sockets, which are those of the exits.
+    pub(in crate::link) fn configure<'a>(
+        &mut self,
+        setting: ZeroCopy,
+        sockets: impl Iterator<Item = &'a Arc<Socket>>,
+    ) {
+        self.setting = setting;
+        if setting == ZeroCopy::Off {
+            return;
+        }
+        for (flight, socket) in self.flights.iter_mut().zip(sockets) {
+            let set = set(&**socket, libc::SOL_SOCKET, libc::SO_ZEROCOPY, 1);
+            flight.able = set.is_ok();
+            if let Err(error) = set {
+                tracing::warn!(%error, "the kernel does not send UDP without copying; frames are copied");
+            }
+        }
+    }
+
+    /// True when `frame` should be tried with datagrams of `size` bytes of payload.
+    #[inline]
+    pub(in crate::link) fn wants(
+        &self,
+        exit: usize,
+        link: &Link,
+        batch: &Batch,
+        frame: &Frame,
+        size: usize,
+    ) -> bool {
+        self.setting != ZeroCopy::Off
+            && frame.len() >= FRAME_MIN
+            && batch.can_hold(frame)
+            && self.flights[exit].able
+            && (self.setting == ZeroCopy::On
+                || (message_bytes(frame.len(), size) >= AUTO_MIN && link.zero_copy.allows()))
+    }
+
+    /// Sends one frame in clear text in datagrams of at most `size` bytes of payload.
+    pub(in crate::link) fn send(
+        &mut self,
+        (exit, socket, to): (usize, &Socket, &Name),
+        link: &Link,
+        batch: &Batch,
+        frame: &Frame,
+        size: usize,
+    ) -> Outcome {
+        let mut draft = std::mem::take(&mut self.draft);
+        let outcome = if self.put(&mut draft, link, batch, frame, size) {
+            self.send_draft(&mut draft, (exit, socket, to), link, batch, frame)
+        } else {
+            link.stats.zero_copy.fallen_back.add(1);
+            Outcome::Copy
+        };
+        let free = &mut self.pool.get_or_insert_with(Pool::new).free;
+        free.extend(draft.messages.drain(..).map(|part| part.slot));
+        draft.slices.clear();
+        self.draft = draft;
+        outcome
+    }
+
+    /// Puts the frame together. False when there are no slots or a datagram has too many pieces.
+    fn put(&mut self, draft: &mut Draft, link: &Link, batch: &Batch, frame: &Frame, size: usize) -> bool {
+        let pool = self.pool.get_or_insert_with(Pool::new);
+        // What is largest and still one message.
+        let size = size.min((FRAGMENTS_MAX - 4) * PAGE);
+        let mut header = header(frame, None, 0);
+        let metadata = if header.offload { WIRE_LEN } else { 0 };
+        let count = (frame.len() + metadata).div_ceil(size);
+        header.number = link.take_numbers(count as u64);
+        let mut cursor = Cursor { segments: batch.segments(frame), offset: 0 };
+        for k in 0..count {
+            header.index = k as u16;
+            header.last = k + 1 == count;
+            let (mut prefix, mut prefix_len) = ([0; HEADER_LEN + WIRE_LEN], HEADER_LEN);
+            prefix[..HEADER_LEN].copy_from_slice(&header.to_bytes());
+            if header.offload {
+                prefix[HEADER_LEN..].copy_from_slice(&frame.offload.to_wire());
+                prefix_len += WIRE_LEN;
+            }
+            let len = size + HEADER_LEN - prefix_len;
+            let start = draft.slices.len();
+            let (mut bytes, mut fragments) = (prefix_len, 1);
+            // The header's place is known when the message is.
+            draft.slices.push(libc::iovec { iov_base: std::ptr::null_mut(), iov_len: prefix_len });
+            let mut head = (k == 0).then_some(batch.head(frame));
+            cursor.take(len, |slice| {
+                bytes += slice.len();
+                match head.take() {
+                    // The frame's first segment is the private copy of its first bytes.
+                    Some(_) => draft.slices[start].iov_len += slice.len(),
+                    None => {
+                        fragments += pages(slice);
+                        let base = slice.as_ptr().cast_mut().cast();
+                        draft.slices.push(libc::iovec { iov_base: base, iov_len: slice.len() });
+                    }
+                }
+            });
+            let copied = draft.slices[start].iov_len;
+            let Some(to) = draft.datagram(pool, start, bytes, fragments, copied) else { return false };
+            draft.slices[start].iov_base = to.cast();
+            // SAFETY: `copied` bytes from `to` on lie inside the slot, which is this message's alone and which nobody else
+            // reads; they are the prefix and, behind it, the first bytes of the head, which a batch keeps readable.
+            unsafe {
+                std::ptr::copy_nonoverlapping(prefix.as_ptr(), to, prefix_len);
+                let head = batch.head(frame).as_ptr();
+                std::ptr::copy_nonoverlapping(head, to.add(prefix_len), copied - prefix_len);
+            }
+            header.number += 1;
+            header.offload = false;
+        }
+        true
+    }
+
+    fn send_draft(
+        &mut self,
+        draft: &mut Draft,
+        (exit, socket, to): (usize, &Socket, &Name),
+        link: &Link,
+        batch: &Batch,
+        frame: &Frame,
+    ) -> Outcome {
+        let mut sent = 0;
+        while !draft.messages.is_empty() {
+            let part = &draft.messages[0];
+            let slices = &mut draft.slices[part.first_slice..][..part.slices];
+            let Some(hold) = batch.hold(frame) else { return Outcome::Copy };
+            let segment = (part.datagrams > 1).then_some(part.segment as u16);
+            // SAFETY: the slices lead into the part's slot, which is written to again when the message is done, and into the
+            // frame's memory, which the batch keeps readable; the kernel holds the pages that it reads later.
+            let first = unsafe { send_message(socket, to, slices, segment, libc::MSG_ZEROCOPY) };
+            let result = match first {
+                Ok(()) => {
+                    let part = draft.messages.remove(0);
+                    sent += part.datagrams as u64;
+                    link.stats.zero_copy.sent.add(1);
+                    let message = Message { _hold: hold, slot: part.slot, verdict: link.zero_copy.clone() };
+                    self.flights[exit].messages.push_back(Some(message));
+                    continue;
+                }
+                Err(error) => {
+                    drop(hold);
+                    // It may have taken a number all the same.
+                    self.reap_exit(exit, socket);
+                    match error.raw_os_error() {
+                        // SAFETY: as above; nothing is read later.
+                        Some(libc::ENOBUFS) => unsafe { send_message(socket, to, slices, segment, 0) },
+                        _ => Err(error),
+                    }
+                }
+            };
+            let reason = match result {
+                Ok(()) => {
+                    link.stats.zero_copy.fallen_back.add(1);
+                    sent += part.datagrams as u64;
+                    self.free(draft.messages.remove(0).slot);
+                    continue;
+                }
+                Err(error) => match error.raw_os_error() {
+                    Some(libc::EAGAIN) => DropReason::NoBuffer,
+                    // Too large for the path, or not to be cut by the device: the other way knows what to do.
+                    Some(refused @ (libc::EMSGSIZE | libc::EINVAL | libc::EIO)) => {
+                        if refused != libc::EMSGSIZE {
+                            link.zero_copy.copied(0);
+                        }
+                        link.stats.out_datagrams.add(sent);
+                        link.stats.zero_copy.fallen_back.add(1);
+                        return Outcome::Copy;
+                    }
+                    _ => DropReason::SendFailed,
+                },
+            };
+            link.stats.out_datagrams.add(sent);
+            link.stats.drop_frames(reason, 1);
+            return Outcome::Done;
+        }
+        link.stats.out_datagrams.add(sent);
+        link.stats.delivered(1, frame.len() as u64);
+        Outcome::Done
+    }
+
+    fn free(&mut self, slot: u16) {
+        if let Some(pool) = &mut self.pool {
+            pool.free.push(slot);
+        }
+    }
+
+    /// True while the kernel reads from memory that was sent.
+    #[inline]
+    fn is_flying(&self) -> bool {
+        self.pool.as_ref().is_some_and(|pool| pool.free.len() < SLOTS)
+    }
+
+    /// Hears what the kernel is done with. True when it was done with anything since this was asked last, also when that was
+    /// heard while something else was sent.
+    #[inline]
+    pub(in crate::link) fn reap<'a>(&mut self, sockets: impl Iterator<Item = &'a Arc<Socket>>) -> bool {
+        if self.is_flying() {
+            for (exit, socket) in sockets.enumerate() {
+                if !self.flights[exit].messages.is_empty() {
+                    self.reap_exit(exit, socket);
+                }
+            }
+        }
+        std::mem::take(&mut self.reaped)
+    }
+
+    fn reap_exit(&mut self, exit: usize, socket: &Socket) {
+        while let Some((low, high, copied)) = notification(socket) {
+            self.reaped = true;
+            let (flight, pool) = (&mut self.flights[exit], &mut self.pool);
+            flight.complete(low, high, |message| {
+                if copied {
+                    message.verdict.copied(1);
+                }
+                if let Some(pool) = pool {
+                    pool.free.push(message.slot);
+                }
+            });
+        }
+    }
+
+    /// Waits a little for what is under way; what is still read then stays where it is for ever.
+    pub(in crate::link) fn end<'a>(&mut self, sockets: impl Iterator<Item = &'a Arc<Socket>> + Clone) {
+        let until = Instant::now() + END_WITHIN;
+        while self.is_flying() && Instant::now() < until {
+            if !self.reap(sockets.clone()) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        if self.is_flying() {
+            // Holds are not let go: that would say that the guest may have its memory back.
+            std::mem::forget(std::mem::take(&mut self.flights));
+        } else if let Some(pool) = self.pool.take() {
+            // SAFETY: `pages` came from `Box::into_raw`, is freed only here, and nobody reads from it any more.
+            drop(unsafe { Box::from_raw(pool.pages) });
+        }
+    }
+}
+
+impl Draft {
+    /// Makes the slices from `start` on, `bytes` in `fragments` pieces, a datagram of the last message or of a new one. Returns
+    /// where in the message's slot its first `copied` bytes are to be. `None` when there is no room for it anywhere.
+    fn datagram(
+        &mut self,
+        pool: &mut Pool,
+        start: usize,
+        bytes: usize,
+        fragments: usize,
+        copied: usize,
+    ) -> Option<*mut u8> {
+        let slices = self.slices.len() - start;
+        let joins = self.messages.last().is_some_and(|part| {
+            part.fragments + fragments <= FRAGMENTS_MAX
+                && part.bytes + bytes <= MESSAGE_MAX
+                && bytes <= part.segment
+                && part.datagrams < DATAGRAMS_MAX
+        });
+        if !joins {
+            if fragments > FRAGMENTS_MAX || self.messages.len() == MESSAGES_MAX {
+                return None;
+            }
+            self.messages.push(Part {
+                slot: pool.free.pop()?,
+                used: 0,
+                first_slice: start,
+                slices: 0,
+                bytes: 0,
+                segment: bytes,
+                datagrams: 0,
+                fragments: 0,
+            });
+        }
+        let part = self.messages.last_mut()?;
+        part.slices += slices;
+        part.bytes += bytes;
+        part.datagrams += 1;
+        part.fragments += fragments;
+        let to = pool.ptr(part.slot, part.used);
+        part.used += copied;
+        (part.used <= SLOT_LEN).then_some(to)
+    }
+}
+
+/// Pages that a slice touches.
+fn pages(slice: Segment) -> usize {
+    (slice.as_ptr().addr() % PAGE + slice.len()).div_ceil(PAGE)
+}
+
+/// What a message carries about, of a frame of `len` bytes in datagrams of `size`.
+fn message_bytes(len: usize, size: usize) -> usize {
+    let pieces = size.min(len).div_ceil(PAGE) + 2;
+    (size * (FRAGMENTS_MAX / pieces).max(1)).min(len)
+}
+
+#[cfg(test)]
+#[path = "zero_copy_tests.rs"]
+mod tests;

@@ -1,0 +1,248 @@
+//! How two hosts meet that cannot reach each other: what each says to a third one that both reach (docs/security.md).
+//!
+//! ```text
+//! h1                          r, the host between                          h2
+//!  | --- TLS "vnet-meet/1", MEET h2 --->|<--- TLS "vnet-meet/1", MEET h1 --- |
+//!  | <-- OPEN port, id, key ------------|------------ OPEN port, id, key --> |
+//!  | <======== the same two TCP connections, bytes copied both ways =======> |   handshake.rs, end to end
+//!  | <------- datagrams of the link by the UDP port: forwarded as they are --> |
+//! ```
+//!
+//! The outer TLS says who asks, and nothing else: r hands out a UDP port and copies bytes, of which it can read nothing. That port
+//! forwards datagrams between two addresses, which the two hosts *register* ([`Registration`]) again and again, so that translators
+//! on the way stay awake; what they get in answer is the other one's address as it is seen from here, to be tried directly (via.rs).
+//!
+//! Here are the messages, and the side of those who meet; meeting.rs is the side of the host between.
+
+use std::io::{self, Read, Write};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpStream};
+use std::time::Duration;
+
+use aws_lc_rs::hmac;
+
+use crate::link::normalised;
+use crate::link::sealed::handshake::{self, Channel, HandshakeError, Patient};
+use crate::link::sealed::identity::Identity;
+
+/// The protocol's name and version (RFC 7301).
+pub const ALPN: &[u8] = b"vnet-meet/1";
+/// Bytes of what authenticates registrations.
+pub const KEY_LEN: usize = 32;
+/// Bytes of a registration's name for its side.
+pub const ID_LEN: usize = 8;
+/// Bytes of a registration, and of its answer: nobody is sent more than came from there.
+pub const REGISTRATION_LEN: usize = 64;
+const MAGIC: &[u8; 8] = b"vnet-via";
+const TAG_LEN: usize = 16;
+const HEAD_LEN: usize = 4;
+/// Longest name of a host (RFC 1035), and longest reason.
+const NAME_MAX: usize = 253;
+const TEXT_MAX: usize = 512;
+const OPEN_LEN: usize = 2 + ID_LEN + KEY_LEN;
+const REQUEST: u8 = 1;
+const ANSWER: u8 = 2;
+
+/// What lets a host use the port of a pair.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Ticket {
+    /// The UDP port of the host between.
+    pub port: u16,
+    /// Names the side of the pair.
+    pub id: [u8; ID_LEN],
+    /// Authenticates its registrations.
+    pub key: [u8; KEY_LEN],
+}
+
+impl std::fmt::Debug for Ticket {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Ticket(port {})", self.port)
+    }
+}
+
+/// What is said when TLS stands. Four bytes, kind, 0, length of what follows in network byte order, and that.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Message {
+    /// 1: which host is to be met.
+    Meet(String),
+    /// 2: it is there; from here on its bytes follow, outside of TLS.
+    Open(Ticket),
+    /// 3: no, for this reason.
+    Refuse(String),
+}
+
+impl Message {
+    /// The message's bytes.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let (kind, rest) = match self {
+            Message::Meet(name) => (1, name.as_bytes()[..name.len().min(NAME_MAX)].to_vec()),
+            Message::Open(ticket) => (2, [&ticket.port.to_be_bytes()[..], &ticket.id, &ticket.key].concat()),
+            Message::Refuse(text) => (3, text.as_bytes()[..text.len().min(TEXT_MAX)].to_vec()),
+        };
+        let len = (rest.len() as u16).to_be_bytes();
+        [&[kind, 0, len[0], len[1]], &rest[..]].concat()
+    }
+
+    /// Reads one message from `stream`.
+    pub fn read(stream: &mut impl Read) -> Result<Message, HandshakeError> {
+        let broken = |error: io::Error| HandshakeError(handshake::reason(&error));
+        let foreign = || HandshakeError("the other host speaks another protocol there".into());
+        let mut head = [0; HEAD_LEN];
+        stream.read_exact(&mut head).map_err(broken)?;
+        let len = usize::from(u16::from_be_bytes([head[2], head[3]]));
+        let good = match head[0] {
+            1 => (1..=NAME_MAX).contains(&len),
+            2 => len == OPEN_LEN,
+            3 => len <= TEXT_MAX,
+            _ => false,
+        };
+        if !good || head[1] != 0 {
+            return Err(foreign());
+        }
+        let mut rest = vec![0; len];
+        stream.read_exact(&mut rest).map_err(broken)?;
+        match head[0] {
+            1 => String::from_utf8(rest).map(Message::Meet).map_err(|_| foreign()),
+            2 => {
+                let (port, rest) = rest.split_first_chunk::<2>().ok_or_else(foreign)?;
+                let (id, key) = rest.split_first_chunk::<ID_LEN>().ok_or_else(foreign)?;
+                let key = *key.first_chunk::<KEY_LEN>().ok_or_else(foreign)?;
+                Ok(Message::Open(Ticket { port: u16::from_be_bytes(*port), id: *id, key }))
+            }
+            _ => Ok(Message::Refuse(handshake::one_line(&rest))),
+        }
+    }
+}
+
+/// A registration, or the answer to one: who says where he is, and is told where the other one is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Registration {
+    /// The side.
+    pub id: [u8; ID_LEN],
+    /// Rises with each; the answer has that of its question.
+    pub number: u64,
+    /// In an answer: where the other host is, as far as that is known.
+    pub other: Option<SocketAddr>,
+    /// Whether it is an answer.
+    pub is_answer: bool,
+}
+
+impl Registration {
+    /// The datagram, authenticated with `key`.
+    pub fn to_bytes(&self, key: &[u8; KEY_LEN]) -> [u8; REGISTRATION_LEN] {
+        let mut bytes = [0; REGISTRATION_LEN];
+        bytes[..8].copy_from_slice(MAGIC);
+        bytes[8..16].copy_from_slice(&self.id);
+        bytes[16..24].copy_from_slice(&self.number.to_be_bytes());
+        if let Some(other) = self.other {
+            let ip = match other.ip() {
+                IpAddr::V4(v4) => v4.to_ipv6_mapped(),
+                IpAddr::V6(v6) => v6,
+            };
+            bytes[24..40].copy_from_slice(&ip.octets());
+            bytes[40..42].copy_from_slice(&other.port().to_be_bytes());
+        }
+        bytes[42] = if self.is_answer { ANSWER } else { REQUEST };
+        let tag = hmac::sign(&hmac::Key::new(hmac::HMAC_SHA256, key), &bytes[..48]);
+        bytes[48..].copy_from_slice(&tag.as_ref()[..TAG_LEN]);
+        bytes
+    }
+
+    /// True for what is to be looked at as a registration, and not to be forwarded.
+    pub fn is_one(datagram: &[u8]) -> bool {
+        datagram.len() == REGISTRATION_LEN && datagram.starts_with(MAGIC)
+    }
+
+    /// The side that a datagram claims to be of.
+    pub fn id_of(datagram: &[u8]) -> Option<[u8; ID_LEN]> {
+        Registration::is_one(datagram).then(|| *datagram[8..].first_chunk().expect("64 bytes"))
+    }
+
+    /// Reads a datagram that was authenticated with `key`; `None` when it is none.
+    pub fn read(datagram: &[u8], key: &[u8; KEY_LEN]) -> Option<Registration> {
+        let id = Registration::id_of(datagram)?;
+        let read = |at: usize| -> [u8; 8] { datagram[at..at + 8].try_into().expect("8 bytes") };
+        let octets: [u8; 16] = datagram[24..40].try_into().expect("16 bytes");
+        let port = u16::from_be_bytes([datagram[40], datagram[41]]);
+        let other = (port != 0).then(|| normalised(SocketAddr::new(Ipv6Addr::from(octets).into(), port)));
+        let number = u64::from_be_bytes(read(16));
+        let registration = Registration { id, number, other, is_answer: datagram[42] == ANSWER };
+        // Compared as a whole and in constant time: nothing is left that could be read in two ways.
+        let same = aws_lc_rs::constant_time::verify_slices_are_equal(&registration.to_bytes(key), datagram);
+        same.is_ok().then_some(registration)
+    }
+}
+
+/// A TCP stream that is read one TLS record at a time, so that what follows the last one is still there afterwards.
+struct Records {
+    stream: TcpStream,
+    head: Vec<u8>,
+    /// Of the record's head and rest, what is still to be given.
+    given: usize,
+    left: usize,
+}
+
+impl Records {
+    const HEAD_LEN: usize = 5;
+
+    fn new(stream: TcpStream) -> Records {
+        Records { stream, head: Vec::new(), given: 0, left: 0 }
+    }
+}
+
+impl Read for Records {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if self.given == self.head.len() && self.left == 0 {
+            let mut head = [0; Records::HEAD_LEN];
+            self.stream.read_exact(&mut head)?;
+            self.left = usize::from(u16::from_be_bytes([head[3], head[4]]));
+            (self.head, self.given) = (head.to_vec(), 0);
+        }
+        if self.given < self.head.len() {
+            let count = buffer.len().min(self.head.len() - self.given);
+            buffer[..count].copy_from_slice(&self.head[self.given..self.given + count]);
+            self.given += count;
+            return Ok(count);
+        }
+        let most = buffer.len().min(self.left);
+        let count = self.stream.read(&mut buffer[..most])?;
+        self.left -= count;
+        Ok(count)
+    }
+}
+
+impl Write for Records {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.stream.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.stream.flush()
+    }
+}
+
+impl Patient for Records {
+    fn wait_at_most(&mut self, time: Duration) -> io::Result<()> {
+        self.stream.wait_at_most(time)
+    }
+}
+
+/// Asks the host between, whose certificate is for `between`, for a meeting with `wanted`. What is returned leads to that host, and
+/// to nobody that could be trusted before a handshake with it is done.
+pub(in crate::link) fn attend(
+    stream: TcpStream,
+    identity: &Identity,
+    between: &str,
+    wanted: &str,
+) -> Result<(TcpStream, Ticket), HandshakeError> {
+    let mut channel = Channel::connect(Records::new(stream), identity, between, ALPN)?;
+    channel.send_bytes(&Message::Meet(wanted.into()).to_bytes())?;
+    match Message::read(&mut channel)? {
+        Message::Open(ticket) => Ok((channel.into_stream().stream, ticket)),
+        Message::Refuse(why) => Err(HandshakeError(format!("{between} refused: {why}"))),
+        Message::Meet(_) => Err(HandshakeError(format!("{between} speaks out of turn"))),
+    }
+}
+
+#[cfg(test)]
+#[path = "client_tests.rs"]
+mod tests;

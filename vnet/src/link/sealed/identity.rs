@@ -1,0 +1,514 @@
+//! Who this host is and whom it believes: certificate, key, authorities and revocations, and TLS configurations made of them.
+//!
+//! An [`Identity`] is one reading of the files, checked as a whole and immutable. An [`IdentityStore`] holds the latest good
+//! one and reads the files again when they have changed; whoever begins a handshake takes what is there then. So
+//! certificates are renewed by replacing files, and what is established stays.
+//!
+//! A host is named by a DNS name in its certificate's subject alternative names. The same extension may limit for what the
+//! host speaks, by URIs: `vnet:network=5` and `vnet:mac=52:54:00:00:00:01`, any number of each; without any of a kind
+//! there is no limit of that kind. What begins with `vnet:` and cannot be understood makes the certificate unusable.
+//!
+//! Everything is TLS 1.3 with AES-256-GCM and certificates on both sides; key exchange prefers the hybrid X25519MLKEM768, so
+//! that what is recorded today stays closed to the computers of tomorrow. Nothing is resumed, nothing is sent early.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use arc_swap::ArcSwap;
+use aws_lc_rs::digest;
+use rustls::client::danger::ServerCertVerifier;
+use rustls::client::{Resumption, WebPkiServerVerifier, verify_server_name};
+use rustls::crypto::{CryptoProvider, aws_lc_rs as provider};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, ServerName, UnixTime};
+use rustls::server::danger::ClientCertVerifier;
+use rustls::server::{NoServerSessionStorage, ParsedCertificate, WebPkiClientVerifier};
+use rustls::sign::SigningKey;
+use rustls::{AlertDescription, CertificateError, ClientConfig, RootCertStore, ServerConfig, version};
+use x509_parser::certificate::X509Certificate;
+use x509_parser::extensions::GeneralName;
+use x509_parser::prelude::FromDer;
+use x509_parser::revocation_list::{CertificateRevocationList, RevokedCertificate};
+
+use crate::frame::NetworkId;
+use crate::wire::ethernet::Mac;
+
+/// Largest file that is read, in bytes: a revocation list of a large authority fits.
+const FILE_MAX: u64 = 16 << 20;
+/// Most limits of one kind in a certificate.
+const CLAIMS_MAX: usize = 4096;
+
+/// Where an identity's files are; all PEM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IdentityFiles {
+    /// Certificates of the authorities that are believed, one or more.
+    pub ca: PathBuf,
+    /// This host's certificate, then those between it and the authority, if any.
+    pub certificate: PathBuf,
+    /// Its private key: PKCS #8, PKCS #1 or SEC 1.
+    pub key: PathBuf,
+    /// Revocation lists, one or more. Certificates of authorities that have no list here are not checked.
+    pub crl: Option<PathBuf>,
+}
+
+/// Inode, length and time of the last change of a file.
+type Stamp = (u64, u64, i64, i64);
+
+impl IdentityFiles {
+    fn paths(&self) -> impl Iterator<Item = &Path> {
+        [&self.ca, &self.certificate, &self.key].into_iter().chain(&self.crl).map(PathBuf::as_path)
+    }
+
+    /// What tells whether any file was replaced or written to.
+    fn stamp(&self) -> Vec<Option<Stamp>> {
+        let stamp = |path: &Path| {
+            fs::metadata(path).ok().map(|meta| (meta.ino(), meta.len(), meta.mtime(), meta.mtime_nsec()))
+        };
+        self.paths().map(stamp).collect()
+    }
+}
+
+/// Why there is no identity.
+#[derive(Debug, thiserror::Error)]
+pub enum IdentityError {
+    /// A file is not there, or not allowed.
+    #[error("cannot read '{0}': {1}; see [identity] in the configuration and 'vnet keys --help'")]
+    Read(PathBuf, #[source] io::Error),
+    /// A file of something else.
+    #[error("'{0}' holds no {1} in PEM; give the right file in [identity]")]
+    Empty(PathBuf, &'static str),
+    /// A file that cannot be understood.
+    #[error("'{0}': {1}; give the right file in [identity]")]
+    Bad(PathBuf, String),
+    /// A private key that is none.
+    #[error(
+        "everybody can read the private key '{0}'; run 'chmod 600' on it, or have a new one issued if others could"
+    )]
+    Exposed(PathBuf),
+    /// The host's own certificate would be refused by others.
+    #[error("this host's certificate '{0}' cannot be used: {1}")]
+    Unusable(PathBuf, String),
+}
+
+/// For what a host may speak, as its certificate says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Claims {
+    /// Networks, sorted; `None` for all.
+    pub networks: Option<Vec<NetworkId>>,
+    /// Source addresses of its frames, sorted; `None` for all.
+    pub macs: Option<Vec<Mac>>,
+}
+
+/// What a certificate says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CertificateInfo {
+    /// DNS names of hosts it is for, as TLS takes them: no wildcards.
+    pub names: Vec<String>,
+    /// For what its host may speak.
+    pub claims: Claims,
+    /// First and last second of its validity, Unix time.
+    pub valid: (i64, i64),
+    /// Serial number, hexadecimal.
+    pub serial: String,
+    /// SHA-256 of all of it, hexadecimal.
+    pub fingerprint: String,
+}
+
+impl CertificateInfo {
+    /// Reads a certificate. The error says what is wrong with it.
+    pub fn read(der: &[u8]) -> Result<CertificateInfo, String> {
+        let (rest, certificate) =
+            X509Certificate::from_der(der).map_err(|error| format!("not a certificate: {error}"))?;
+        if !rest.is_empty() {
+            return Err("bytes follow the certificate".into());
+        }
+        // TLS has a parser of its own: where the two disagree the certificate is for nobody.
+        let leaf = CertificateDer::from(der);
+        let parsed = ParsedCertificate::try_from(&leaf)
+            .map_err(|error| format!("not a certificate for TLS: {error}"))?;
+        let alternative = certificate.subject_alternative_name().map_err(|error| error.to_string())?;
+        let (mut names, mut claims) = (vec![], Claims::default());
+        for name in alternative.iter().flat_map(|extension| &extension.value.general_names) {
+            match name {
+                GeneralName::DNSName(name) if names_host(&parsed, name) => names.push((*name).to_string()),
+                GeneralName::URI(uri) => claims.add(uri)?,
+                _ => {}
+            }
+        }
+        claims.networks.iter_mut().for_each(|networks| networks.sort());
+        claims.macs.iter_mut().for_each(|macs| macs.sort());
+        let validity = certificate.validity();
+        Ok(CertificateInfo {
+            names,
+            claims,
+            valid: (validity.not_before.timestamp(), validity.not_after.timestamp()),
+            serial: hex(certificate.raw_serial()),
+            fingerprint: hex(digest::digest(&digest::SHA256, der).as_ref()),
+        })
+    }
+
+    /// The serial number's bytes.
+    pub fn serial_bytes(&self) -> Vec<u8> {
+        let digit =
+            |at: usize| self.serial.get(at..at + 2).and_then(|pair| u8::from_str_radix(pair, 16).ok());
+        (0..self.serial.len()).step_by(2).filter_map(digit).collect()
+    }
+
+    /// Reads the first certificate of a PEM file.
+    pub fn load(path: &Path) -> Result<CertificateInfo, IdentityError> {
+        let chain = certificates(path)?;
+        CertificateInfo::read(&chain[0]).map_err(|why| IdentityError::Bad(path.into(), why))
+    }
+}
+
+impl Claims {
+    fn add(&mut self, uri: &str) -> Result<(), String> {
+        let Some(claim) = uri.strip_prefix("vnet:") else { return Ok(()) };
+        let bad = || format!("'{uri}' limits the certificate to something that is not known here");
+        let count = match claim.split_once('=') {
+            Some(("network", id)) => {
+                let id = id.parse().ok().and_then(NetworkId::new).ok_or_else(bad)?;
+                let networks = self.networks.get_or_insert_default();
+                networks.push(id);
+                networks.len()
+            }
+            Some(("mac", mac)) => {
+                let macs = self.macs.get_or_insert_default();
+                macs.push(mac.parse().map_err(|_| bad())?);
+                macs.len()
+            }
+            _ => return Err(bad()),
+        };
+        if count > CLAIMS_MAX { Err(format!("more than {CLAIMS_MAX} limits of a kind")) } else { Ok(()) }
+    }
+
+    /// True when the host may speak for `network`.
+    #[inline]
+    pub fn allows_network(&self, network: NetworkId) -> bool {
+        self.networks.as_ref().is_none_or(|networks| networks.binary_search(&network).is_ok())
+    }
+
+    /// True when a frame of the host may have the source `mac`.
+    #[inline]
+    pub fn allows_source(&self, mac: Mac) -> bool {
+        self.macs.as_ref().is_none_or(|macs| macs.binary_search(&mac).is_ok())
+    }
+}
+
+/// A certificate that a revocation list names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Revoked {
+    /// Its serial number.
+    pub serial: Vec<u8>,
+    /// When that was, Unix time in seconds.
+    pub at: i64,
+}
+
+impl Revoked {
+    /// The serial number as [`CertificateInfo::serial`] has it.
+    pub fn serial_hex(&self) -> String {
+        hex(&self.serial)
+    }
+}
+
+/// What the first revocation list of a PEM file names. Its signature is not looked at.
+pub fn revoked(path: &Path) -> Result<Vec<Revoked>, IdentityError> {
+    let lists: Vec<CertificateRevocationListDer<'static>> = all(path, "revocation list")?;
+    let (_, list) = CertificateRevocationList::from_der(&lists[0])
+        .map_err(|error| IdentityError::Bad(path.into(), format!("not a revocation list: {error}")))?;
+    let entries = list.iter_revoked_certificates();
+    let entry = |entry: &RevokedCertificate<'_>| Revoked {
+        serial: entry.raw_serial().to_vec(),
+        at: entry.revocation_date.timestamp(),
+    };
+    Ok(entries.map(entry).collect())
+}
+
+/// One checked reading of the files.
+pub struct Identity {
+    name: String,
+    chain: Vec<CertificateDer<'static>>,
+    key: PrivateKeyDer<'static>,
+    signing: Arc<dyn SigningKey>,
+    info: CertificateInfo,
+    servers: Arc<WebPkiServerVerifier>,
+    clients: Arc<dyn ClientCertVerifier>,
+    path: PathBuf,
+}
+
+impl Identity {
+    /// Reads the files and checks that others can accept this host by them as `name`, now.
+    pub fn load(files: &IdentityFiles, name: &str) -> Result<Identity, IdentityError> {
+        let bad =
+            |path: &Path, error: &dyn std::fmt::Display| IdentityError::Bad(path.into(), error.to_string());
+        let mut roots = RootCertStore::empty();
+        for certificate in certificates(&files.ca)? {
+            roots.add(certificate).map_err(|error| bad(&files.ca, &error))?;
+        }
+        let crls: Vec<CertificateRevocationListDer<'static>> = match &files.crl {
+            Some(path) => all(path, "revocation list")?,
+            None => vec![],
+        };
+        let crl_path = files.crl.as_ref().unwrap_or(&files.ca);
+        let (roots, provider) = (Arc::new(roots), Arc::new(crypto()));
+        let servers = WebPkiServerVerifier::builder_with_provider(roots.clone(), provider.clone())
+            .with_crls(crls.clone())
+            .only_check_end_entity_revocation()
+            .allow_unknown_revocation_status()
+            .build()
+            .map_err(|error| bad(crl_path, &error))?;
+        let clients = WebPkiClientVerifier::builder_with_provider(roots, provider)
+            .with_crls(crls)
+            .only_check_end_entity_revocation()
+            .allow_unknown_revocation_status()
+            .build()
+            .map_err(|error| bad(crl_path, &error))?;
+        let chain = certificates(&files.certificate)?;
+        let info = CertificateInfo::read(&chain[0]).map_err(|why| bad(&files.certificate, &why))?;
+        let (path, key) = (files.certificate.clone(), private_key(&files.key)?);
+        let signing = provider::sign::any_supported_type(&key).map_err(|error| bad(&files.key, &error))?;
+        let identity = Identity { name: name.into(), chain, key, signing, info, servers, clients, path };
+        let unusable = |why| IdentityError::Unusable(files.certificate.clone(), why);
+        identity.verify(&identity.chain, name).map_err(unusable)?;
+        // Also finds out whether the key belongs to the certificate.
+        identity.client(&[]).map_err(|error| bad(&files.key, &error))?;
+        Ok(identity)
+    }
+
+    /// The name it was loaded for.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// This host's certificate, then those between it and the authority, if any.
+    pub fn chain(&self) -> &[CertificateDer<'static>] {
+        &self.chain
+    }
+
+    /// The private key of this host's certificate, for signatures.
+    pub(in crate::link) fn signing_key(&self) -> &dyn SigningKey {
+        &*self.signing
+    }
+
+    /// What this host's certificate says.
+    pub fn info(&self) -> &CertificateInfo {
+        &self.info
+    }
+
+    /// Where this host's certificate is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// For the side that connects: TLS 1.3 with our certificate, speaking one of `alpn` (RFC 7301).
+    pub fn client(&self, alpn: &[&[u8]]) -> Result<ClientConfig, rustls::Error> {
+        let mut config = ClientConfig::builder_with_provider(Arc::new(crypto()))
+            .with_protocol_versions(&[&version::TLS13])?
+            .dangerous() // The verifier is webpki's own, with revocation lists.
+            .with_custom_certificate_verifier(self.servers.clone())
+            .with_client_auth_cert(self.chain.clone(), self.key.clone_key())?;
+        config.alpn_protocols = alpn.iter().map(|name| name.to_vec()).collect();
+        config.resumption = Resumption::disabled();
+        Ok(config)
+    }
+
+    /// For the side that is connected to; asks for a certificate, which has to be one of the same authorities. Its name is
+    /// the caller's to check, by [`Identity::verify`], when the handshake is done.
+    pub fn server(&self, alpn: &[&[u8]]) -> Result<ServerConfig, rustls::Error> {
+        let mut config = ServerConfig::builder_with_provider(Arc::new(crypto()))
+            .with_protocol_versions(&[&version::TLS13])?
+            .with_client_cert_verifier(self.clients.clone())
+            .with_single_cert(self.chain.clone(), self.key.clone_key())?;
+        config.alpn_protocols = alpn.iter().map(|name| name.to_vec()).collect();
+        config.session_storage = Arc::new(NoServerSessionStorage {});
+        config.send_tls13_tickets = 0;
+        Ok(config)
+    }
+
+    /// Checks that `chain` makes its owner `name`, as both client and server, at this moment. The error says why not.
+    pub fn verify(&self, chain: &[CertificateDer<'_>], name: &str) -> Result<CertificateInfo, String> {
+        self.verify_at(chain, name, UnixTime::now())
+    }
+
+    /// The same at another moment.
+    pub fn verify_at(
+        &self,
+        chain: &[CertificateDer<'_>],
+        name: &str,
+        now: UnixTime,
+    ) -> Result<CertificateInfo, String> {
+        let (leaf, between) = chain.split_first().ok_or("no certificate")?;
+        let server = server_name(name)?;
+        self.clients.verify_client_cert(leaf, between, now).map_err(|error| explain(&error))?;
+        self.servers.verify_server_cert(leaf, between, &server, &[], now).map_err(|error| explain(&error))?;
+        CertificateInfo::read(leaf)
+    }
+}
+
+/// The host's name in the form that certificates are checked for.
+pub fn server_name(name: &str) -> Result<ServerName<'static>, String> {
+    ServerName::try_from(name.to_string()).map_err(|_| {
+        format!("'{name}' cannot be a name in a certificate (letters, digits, '-', '_' and '.')")
+    })
+}
+
+/// True when `chain` is for `name`, whoever signed it.
+pub fn is_for(chain: &[CertificateDer<'_>], name: &str) -> bool {
+    let parsed = chain.first().and_then(|leaf| ParsedCertificate::try_from(leaf).ok());
+    parsed.is_some_and(|parsed| names_host(&parsed, name))
+}
+
+/// True when TLS finds `name` in the certificate.
+fn names_host(certificate: &ParsedCertificate<'_>, name: &str) -> bool {
+    server_name(name).is_ok_and(|name| verify_server_name(certificate, &name).is_ok())
+}
+
+/// The latest good identity, read again when its files change.
+pub struct IdentityStore {
+    files: IdentityFiles,
+    name: String,
+    current: ArcSwap<Identity>,
+    /// The files' state when they were read last, good or not.
+    read: Mutex<Vec<Option<Stamp>>>,
+}
+
+impl std::fmt::Debug for IdentityStore {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("IdentityStore").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl IdentityStore {
+    /// Reads the files for the host `name`.
+    pub fn open(files: IdentityFiles, name: &str) -> Result<IdentityStore, IdentityError> {
+        let read = Mutex::new(files.stamp());
+        let current = ArcSwap::from_pointee(Identity::load(&files, name)?);
+        Ok(IdentityStore { files, name: name.into(), current, read })
+    }
+
+    /// What handshakes that begin now use.
+    pub fn current(&self) -> Arc<Identity> {
+        self.current.load_full()
+    }
+
+    /// Reads the files again if any has changed since they were read last. True when there is a new identity; on an error,
+    /// told once for each change, the one before stays.
+    pub fn refresh(&self) -> Result<bool, IdentityError> {
+        let stamp = self.files.stamp();
+        let mut read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
+        if *read == stamp {
+            return Ok(false);
+        }
+        *read = stamp;
+        self.current.store(Arc::new(Identity::load(&self.files, &self.name)?));
+        Ok(true)
+    }
+}
+
+/// One line about a failed handshake, for people of either side.
+pub fn explain(error: &rustls::Error) -> String {
+    use rustls::Error as E;
+    let alert = |what: &str| format!("the other host refused our certificate: {what}");
+    match error {
+        E::InvalidCertificate(why) => match why {
+            CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
+                "the certificate has expired; issue a new one, or set the clock".into()
+            }
+            CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
+                "the certificate is not valid yet; set the clock".into()
+            }
+            CertificateError::Revoked => "the certificate has been revoked".into(),
+            CertificateError::UnknownIssuer | CertificateError::BadSignature => {
+                "the certificate is of an authority that is not believed here; compare the 'ca' files".into()
+            }
+            CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
+                "the certificate is for another name; compare [host] name and the link's peer".into()
+            }
+            CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => {
+                "the certificate is not for both ends of TLS; issue one for server and client authentication"
+                    .into()
+            }
+            other => format!("the certificate cannot be used: {other}"),
+        },
+        E::NoCertificatesPresented => "the other host shows no certificate".into(),
+        E::AlertReceived(description) => match description {
+            AlertDescription::CertificateExpired => alert("expired, or a clock is wrong"),
+            AlertDescription::CertificateRevoked => alert("revoked"),
+            AlertDescription::UnknownCA => {
+                alert("of an authority that it does not believe; compare the 'ca' files")
+            }
+            AlertDescription::BadCertificate | AlertDescription::CertificateUnknown => {
+                alert("for another name or purpose, or broken; compare [host] name and the link's peer there")
+            }
+            AlertDescription::NoApplicationProtocol => "the other host speaks another protocol there".into(),
+            other => format!("the other host broke off: {other:?}"),
+        },
+        E::InvalidMessage(_) | E::InappropriateMessage { .. } | E::InappropriateHandshakeMessage { .. } => {
+            "what answers there does not speak TLS as vnet does".into()
+        }
+        other => other.to_string(),
+    }
+}
+
+/// The cryptography in use; see the module's comment.
+fn crypto() -> CryptoProvider {
+    CryptoProvider {
+        cipher_suites: vec![provider::cipher_suite::TLS13_AES_256_GCM_SHA384],
+        kx_groups: vec![
+            provider::kx_group::X25519MLKEM768,
+            provider::kx_group::X25519,
+            provider::kx_group::SECP256R1,
+        ],
+        ..provider::default_provider()
+    }
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, IdentityError> {
+    let failed = |error| IdentityError::Read(path.into(), error);
+    let len = fs::metadata(path).map_err(failed)?.len();
+    if len > FILE_MAX {
+        return Err(IdentityError::Bad(path.into(), format!("larger than {FILE_MAX} bytes")));
+    }
+    fs::read(path).map_err(failed)
+}
+
+/// All objects of a kind in a PEM file; at least one.
+fn all<T: PemObject>(path: &Path, what: &'static str) -> Result<Vec<T>, IdentityError> {
+    let bytes = read(path)?;
+    let found: Result<Vec<T>, _> = T::pem_slice_iter(&bytes).collect();
+    match found {
+        Ok(found) if found.is_empty() => Err(IdentityError::Empty(path.into(), what)),
+        Ok(found) => Ok(found),
+        Err(error) => Err(IdentityError::Bad(path.into(), format!("not PEM: {error}"))),
+    }
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, IdentityError> {
+    all(path, "certificate")
+}
+
+fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, IdentityError> {
+    let meta = fs::metadata(path).map_err(|error| IdentityError::Read(path.into(), error))?;
+    if meta.permissions().mode() & 0o007 != 0 {
+        return Err(IdentityError::Exposed(path.into()));
+    }
+    PrivateKeyDer::from_pem_slice(&read(path)?).map_err(|_| IdentityError::Empty(path.into(), "private key"))
+}
+
+/// Bytes in hexadecimal.
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Seconds since 1970, by the wall clock.
+pub fn unix_now() -> i64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs() as i64)
+}
+
+#[cfg(test)]
+#[path = "identity_tests.rs"]
+mod tests;

@@ -1,0 +1,214 @@
+use std::net::UdpSocket;
+use std::time::Duration;
+
+use super::*;
+use crate::frame::{Batch, PortId};
+use crate::link::sealed::identity::{CertificateInfo, Claims};
+use crate::link::sealed::session::{Role, Session};
+use crate::link::{Bridge, Peers, ReassemblyBudget, Security, Tunnel};
+use crate::stats::DiscardReason;
+
+fn session(role: Role, epoch: u8) -> Session {
+    let exported = std::array::from_fn(|at| (at as u8).wrapping_mul(7) ^ epoch);
+    let info = CertificateInfo {
+        names: vec![],
+        claims: Claims::default(),
+        valid: (0, 0),
+        serial: String::new(),
+        fingerprint: String::new(),
+    };
+    Session::new(&exported, role, epoch, 1, vec![], info)
+}
+
+fn link(remote: SocketAddr, role: Role) -> Arc<Link> {
+    let options = LinkOptions {
+        name: "peer".into(),
+        remote,
+        ports: 1,
+        encapsulation: Encapsulation::Native,
+        networks: None,
+        mtu: None,
+        tunnel: Tunnel::None,
+    };
+    let security = Security { peer: Some("peer".into()), macs: None, via: None };
+    let link = Link::with_security(options, security, PortId(7), Arc::default());
+    link.seal().unwrap().accept(session(role, 0));
+    assert!(link.seal().unwrap().switch(0));
+    link
+}
+
+/// The side that waits for its peer, which is played by plain sockets.
+struct Waiting {
+    bridge: Bridge,
+    link: Arc<Link>,
+    peers: Peers,
+    /// The peer's link: what it seals with.
+    peer: Arc<Link>,
+    stats: Arc<crate::stats::PortStats>,
+}
+
+impl Waiting {
+    fn new(remote: SocketAddr) -> Waiting {
+        let stats = Arc::<crate::stats::PortStats>::default();
+        let listen = "127.0.0.1:0".parse().unwrap();
+        let bridge = Bridge::bind(listen, false, stats.clone(), Arc::new(ReassemblyBudget::new(0))).unwrap();
+        let link = link(remote, Role::Responder);
+        let peers = Peers::build(std::slice::from_ref(&link));
+        Waiting { peer: self::link(bridge.local_addr(), Role::Initiator), bridge, link, peers, stats }
+    }
+
+    /// A datagram of the peer's, sealed with its keys of `epoch` if those are present.
+    fn sealed(&self, kind: Kind) -> Vec<u8> {
+        let seal = self.peer.seal().unwrap();
+        let keyring = seal.keyring();
+        let key = keyring.sealing(1).unwrap();
+        let (tag, body) = match kind {
+            Kind::Keepalive => (keyring.tag(), seal.keepalive(false, false).to_vec()),
+            _ => (0, vec![0; 60]),
+        };
+        let header = Header {
+            kind,
+            last: true,
+            offload: false,
+            sealed: true,
+            hops: 0,
+            epoch: key.epoch(),
+            index: 0,
+            network: if kind == Kind::Frame { 1 } else { tag >> 8 },
+            queue: tag as u8,
+            number: self.peer.take_numbers(1),
+        };
+        let mut datagram = [&header.to_bytes()[..], &body, &[0; TAG_LEN]].concat();
+        key.seal(&mut datagram);
+        datagram
+    }
+
+    /// Takes what was sent, does what a keeper does then, and returns how many frames came.
+    fn take(&mut self) -> usize {
+        let (mut frames, mut idle, mut batch) = (0, 0, Batch::new());
+        while idle < 2 {
+            let mut run = |batch: &Batch| frames += batch.len();
+            let got = self.bridge.rx.receive(0, &self.peers, &mut batch, 1, &mut run).datagrams;
+            if got == 0 {
+                idle += 1;
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
+        let seal = self.link.seal().unwrap();
+        if self.link.place.follow().is_some() | seal.has_changed() {
+            seal.roster().unwrap().refresh();
+        }
+        frames
+    }
+
+    fn discards(&self, reason: DiscardReason) -> (u64, u64) {
+        (self.stats.discards(reason), self.link.stats().discards(reason))
+    }
+}
+
+fn socket() -> (UdpSocket, Option<SocketAddr>) {
+    let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+    let address = socket.local_addr().ok();
+    (socket, address)
+}
+
+#[test]
+fn a_peer_is_learned_and_followed() {
+    let mut host = Waiting::new(ANYWHERE);
+    let to = host.bridge.local_addr();
+    let ((one, at_one), (other, at_other), (thief, _)) = (socket(), socket(), socket());
+    assert_eq!((host.link.remote(), host.link.place.ports()), (None, 0));
+    // Frames prove nothing: they would cost too much to try.
+    one.send_to(&host.sealed(Kind::Frame), to).unwrap();
+    assert_eq!((host.take(), host.discards(DiscardReason::UnknownSource)), (0, (1, 0)));
+    one.send_to(&host.sealed(Kind::Keepalive), to).unwrap();
+    host.take();
+    assert_eq!((host.link.remote(), host.link.place.ports()), (at_one, 1));
+    one.send_to(&host.sealed(Kind::Frame), to).unwrap();
+    assert_eq!(host.take(), 1);
+
+    let held_back = host.sealed(Kind::Keepalive);
+    let moved = host.sealed(Kind::Keepalive);
+    other.send_to(&moved, to).unwrap();
+    host.take();
+    assert_eq!(host.link.remote(), at_other);
+    other.send_to(&host.sealed(Kind::Frame), to).unwrap();
+    assert_eq!(host.take(), 1);
+
+    // What was seen and is said again, and what is late, moves nothing.
+    thief.send_to(&moved, to).unwrap();
+    host.take();
+    assert_eq!(host.link.remote(), at_other);
+    assert_eq!(host.discards(DiscardReason::Replayed), (0, 1));
+    thief.send_to(&held_back, to).unwrap();
+    host.take();
+    assert_eq!(host.link.remote(), at_other);
+
+    assert!(host.link.place.forget() && !host.link.place.forget());
+    assert_eq!(host.link.remote(), None);
+}
+
+#[test]
+fn a_declared_peer_moves_and_comes_back() {
+    let ((home, at_home), (away, at_away)) = (socket(), socket());
+    let mut host = Waiting::new(at_home.unwrap());
+    let to = host.bridge.local_addr();
+    for (from, at) in [(&away, at_away), (&home, at_home), (&away, at_away)] {
+        from.send_to(&host.sealed(Kind::Keepalive), to).unwrap();
+        host.take();
+        assert_eq!(host.link.remote(), at);
+    }
+    host.link.place.forget();
+    assert_eq!(host.link.remote(), at_home);
+}
+
+/// Neither garbage nor what looks like a keepalive gets anywhere, and each is counted.
+#[test]
+fn strangers_move_nothing() {
+    let mut host = Waiting::new(ANYWHERE);
+    let to = host.bridge.local_addr();
+    let ((home, at_home), (thief, _)) = (socket(), socket());
+    home.send_to(&host.sealed(Kind::Keepalive), to).unwrap();
+    host.take();
+    let forge = |flip: usize| {
+        let mut datagram = host.sealed(Kind::Keepalive);
+        datagram[flip] ^= 0x40;
+        datagram
+    };
+    // Bytes of the number, of what is sealed, of the seal itself.
+    let forged: Vec<_> = [8, 20, 50].map(forge).into();
+    // Of the tag, the type, the version: nobody's.
+    let strange: Vec<_> = [0, 4, 7].map(forge).into();
+    let other_epoch = forge(1);
+    let short = host.sealed(Kind::Keepalive)[..55].to_vec();
+    for datagram in forged.iter().chain(&strange).chain([&other_epoch, &short]) {
+        thief.send_to(datagram, to).unwrap();
+        host.take();
+    }
+    assert_eq!(host.discards(DiscardReason::Forged), (0, 3));
+    assert_eq!(host.discards(DiscardReason::WrongEpoch), (0, 1));
+    assert_eq!(host.discards(DiscardReason::UnknownSource), (4, 0));
+    assert_eq!(host.link.remote(), at_home);
+}
+
+/// Keys that others have replaced open what is under way, and say nothing of where the peer is.
+#[test]
+fn the_keys_before_move_nothing() {
+    let mut host = Waiting::new(ANYWHERE);
+    let to = host.bridge.local_addr();
+    let ((home, at_home), (thief, _)) = (socket(), socket());
+    let held_back = host.sealed(Kind::Keepalive);
+    for link in [&host.link, &host.peer] {
+        let role = if Arc::ptr_eq(link, &host.peer) { Role::Initiator } else { Role::Responder };
+        link.seal().unwrap().accept(session(role, 1));
+        link.seal().unwrap().switch(1);
+    }
+    host.take();
+    home.send_to(&host.sealed(Kind::Keepalive), to).unwrap();
+    host.take();
+    assert_eq!(host.link.remote(), at_home);
+    thief.send_to(&held_back, to).unwrap();
+    host.take();
+    assert_eq!(host.link.remote(), at_home);
+    assert_eq!(host.discards(DiscardReason::UnknownSource), (1, 0), "its tag is nobody's any more");
+}

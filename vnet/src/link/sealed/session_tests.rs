@@ -1,0 +1,209 @@
+use super::*;
+use crate::frame::PortId;
+use crate::link::fake::{Faults, Random, Wire};
+use crate::link::sealed::aead::TAG_LEN;
+use crate::link::{Encapsulation, LinkOptions, Security, first_number};
+use crate::stats::DiscardReason;
+use crate::wire::native::{HEADER_LEN, Header, Kind};
+use std::collections::HashSet;
+
+fn info() -> CertificateInfo {
+    CertificateInfo {
+        names: vec!["peer".into()],
+        claims: Claims::default(),
+        valid: (0, i64::MAX),
+        serial: "01".into(),
+        fingerprint: String::new(),
+    }
+}
+
+fn session(role: Role, epoch: u8, seed: u8) -> Session {
+    let exported = std::array::from_fn(|at| seed.wrapping_mul(73).wrapping_add(at as u8));
+    Session::new(&exported, role, epoch, first_number(), vec![], info())
+}
+
+fn link() -> Arc<Link> {
+    let remote = "127.0.0.1:9".parse().unwrap();
+    let options = LinkOptions {
+        name: "peer".into(),
+        remote,
+        ports: 1,
+        encapsulation: Encapsulation::Native,
+        networks: None,
+        mtu: None,
+        tunnel: crate::link::Tunnel::None,
+    };
+    let security = Security { peer: Some("peer".into()), macs: None, via: None };
+    Link::with_security(options, security, PortId(0), Arc::default())
+}
+
+/// One datagram as a dispatcher would send it; `None` without a key.
+fn seal(link: &Link) -> Option<Vec<u8>> {
+    let keyring = link.seal().unwrap().keyring();
+    let key = keyring.sealing(link.next_number())?;
+    let header = Header {
+        kind: Kind::Frame,
+        last: true,
+        offload: false,
+        sealed: true,
+        hops: 0,
+        epoch: key.epoch(),
+        index: 0,
+        network: 1,
+        queue: 0,
+        number: link.take_numbers(1),
+    };
+    let mut datagram = [&header.to_bytes()[..], &[7; 20], &[0; TAG_LEN]].concat();
+    key.seal(&mut datagram);
+    Some(datagram)
+}
+
+/// The same way in.
+fn open(link: &Link, mut datagram: Vec<u8>) -> Result<(), DiscardReason> {
+    let keyring = link.seal().unwrap().keyring();
+    let (header, _) = Header::parse(&datagram).unwrap();
+    keyring.opening(header.epoch).ok_or(DiscardReason::WrongEpoch)?.open(&mut datagram)
+}
+
+const HOUR: Duration = Duration::from_secs(3600);
+
+#[test]
+fn without_keys_nothing_goes() {
+    let link = link();
+    assert_eq!(seal(&link), None);
+    assert!(!link.seal().unwrap().switch(0));
+    assert!(matches!(link.state(), LinkState::Down(_)));
+    assert_eq!(link.seal_view().unwrap(), SealView { peer: "peer".into(), keys_s: None, rtt_us: None });
+}
+
+/// Keys change in every order that the messages of a handshake allow, over a wire that loses, repeats and reorders: whatever
+/// arrives opens, once.
+#[test]
+fn keys_change_under_traffic_without_loss() {
+    let (initiator, responder) = (link(), link());
+    let (a, b) = (initiator.seal().unwrap(), responder.seal().unwrap());
+    let mut random = Random::new(5);
+    let faults = Faults { loss: 100, duplication: 100, reordering: 300, distance: 100 };
+    let mut wire = Wire::new(9, faults);
+    let (mut seen, mut epochs) = (HashSet::new(), HashSet::new());
+    for round in 0..40u8 {
+        let epoch = b.next_epoch();
+        let mut sent = vec![];
+        // What comes between two steps is sent with the keys of then, and arrives with the keys of later.
+        let mut traffic = |sent: &mut Vec<(bool, Vec<u8>)>| {
+            for _ in 0..random.below(100) {
+                sent.extend(seal(&initiator).map(|datagram| (true, datagram)));
+                sent.extend(seal(&responder).map(|datagram| (false, datagram)));
+            }
+        };
+        traffic(&mut sent);
+        b.accept(session(Role::Responder, epoch, round));
+        traffic(&mut sent);
+        a.accept(session(Role::Initiator, epoch, round));
+        assert!(a.switch(epoch));
+        traffic(&mut sent);
+        if round % 4 != 3 {
+            assert!(b.switch(epoch), "CONFIRM came");
+        }
+        traffic(&mut sent);
+        for (forth, datagram) in wire.carry(sent) {
+            let to = if forth { &responder } else { &initiator };
+            let header = Header::parse(&datagram).unwrap().0;
+            epochs.insert(header.epoch);
+            let fresh = seen.insert((forth, header.number));
+            let want = if fresh { Ok(()) } else { Err(DiscardReason::Replayed) };
+            assert_eq!(open(to, datagram), want, "round {round}, {header:?}");
+        }
+        for seal in [a, b] {
+            seal.expire(Instant::now(), HOUR);
+        }
+        // Without CONFIRM, the first datagram says the same.
+        let current = b.current(0).map(|current| current.epoch);
+        assert!(current == Some(epoch) || round % 4 == 3, "round {round}");
+    }
+    assert_eq!(epochs.len(), 4);
+    assert!(seen.len() > 1000);
+}
+
+#[test]
+fn old_keys_end() {
+    let link = link();
+    let held = link.seal().unwrap();
+    let opens = || (0..4).filter(|epoch| held.keyring().opening(*epoch).is_some()).collect::<Vec<_>>();
+    held.accept(session(Role::Initiator, 0, 1));
+    held.switch(0);
+    held.accept(session(Role::Initiator, 1, 2));
+    held.switch(1);
+    held.accept(session(Role::Initiator, 2, 3));
+    let now = Instant::now();
+    held.expire(now, HOUR);
+    assert_eq!((opens(), held.next_epoch()), (vec![0, 1, 2], 3));
+    held.expire(now + OVERLAP, HOUR);
+    assert_eq!(opens(), [1, 2], "what was replaced is forgotten first");
+    held.expire(now + PENDING_MAX, HOUR);
+    assert_eq!(opens(), [1], "then what nobody used");
+    assert!(seal(&link).is_some());
+    held.expire(now + HOUR, HOUR);
+    assert_eq!((opens(), seal(&link)), (vec![], None), "and in the end the last one");
+}
+
+#[test]
+fn a_certificate_that_is_refused_takes_its_keys_along() {
+    let link = link();
+    let held = link.seal().unwrap();
+    held.accept(session(Role::Initiator, 0, 1));
+    held.switch(0);
+    assert!(!held.retain(|_| true));
+    assert!(seal(&link).is_some());
+    assert!(held.retain(|_| false));
+    assert_eq!(seal(&link), None);
+}
+
+/// Many threads seal for one link, keys change meanwhile, and the link is taken up anew: no key meets a number twice.
+#[test]
+fn nonces_are_never_repeated() {
+    let mut nonces = HashSet::new();
+    for life in 0..3u8 {
+        let link = link();
+        let held = link.seal().unwrap();
+        held.accept(session(Role::Initiator, 0, 10 * life));
+        held.switch(0);
+        let sent: Vec<_> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..4)
+                .map(|_| scope.spawn(|| (0..2000).filter_map(|_| seal(&link)).collect::<Vec<_>>()))
+                .collect();
+            for epoch in 1..4 {
+                held.accept(session(Role::Initiator, epoch, 10 * life + epoch));
+                held.switch(epoch);
+            }
+            threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+        });
+        assert_eq!(sent.len(), 8000);
+        for datagram in sent {
+            let header = Header::parse(&datagram).unwrap().0;
+            assert!(nonces.insert((life, header.epoch, header.number)), "{header:?}");
+        }
+    }
+}
+
+#[test]
+fn keepalives_measure_and_ask() {
+    let (a, b) = (link(), link());
+    let (a, b) = (a.seal().unwrap(), b.seal().unwrap());
+    b.hear(&a.keepalive(false, false), true);
+    assert_eq!(b.rtt_us(), None, "nothing came back yet");
+    std::thread::sleep(Duration::from_millis(30));
+    a.hear(&b.keepalive(false, false), true);
+    let rtt = a.rtt_us().unwrap();
+    assert!(rtt < 20_000, "{rtt} us: the time that the other side waited is no part of it");
+    assert!(!a.must_renew());
+    a.hear(&b.keepalive(true, false), false);
+    assert!(!a.must_renew(), "it was asked for what there is");
+    a.hear(&b.keepalive(true, false), true);
+    assert!(a.must_renew());
+    // Nonsense of an authenticated peer changes nothing that matters.
+    for body in [&[][..], &[0xff; KEEPALIVE_LEN], &[0; KEEPALIVE_LEN - 1]] {
+        a.hear(body, true);
+    }
+    assert_eq!(KEEPALIVE_LEN + HEADER_LEN + TAG_LEN, 56);
+}

@@ -1,0 +1,464 @@
+//! Streams on a VXLAN link, handed uncut to the kernel's own VXLAN driver.
+//!
+//! A VTEP gets one datagram for each segment, and vnet can cut super-frames itself (bare.rs). But then the network device has
+//! nothing left to cut, and another kernel takes each segment through its whole receive path. The kernel's VXLAN driver keeps a
+//! super-frame whole until the device, which cuts it in hardware where it can, or hands it to a veth's other end uncut.
+//!
+//! So a link has a VXLAN device for each of its networks and VTEPs, with one entry in its forwarding table: everything to the
+//! VTEP's port. A packet socket writes frames to it with virtio-net metadata, as on a local network (interface/local.rs). The
+//! device stands in a network namespace that nothing but that socket holds, while its datagrams leave where vnetd is
+//! (`IFLA_NET_NS_FD`): nobody sees it, no name is taken, and it is gone when vnetd is, however that ends.
+//!
+//! It only sends. The namespace has no IPv6, so the device says nothing of its own accord and answers nobody; it learns nothing
+//! (`nolearning`), and the packet socket listens to no protocol. VXLAN is received by the bridge's own socket, from configured
+//! peers only. Source ports are bound by sockets of ours: an ICMP message about a datagram is believed by the kernel only if
+//! its source port is somebody's, and without that nobody would hear of a path that narrows.
+//!
+//! TCP flows go this way while they have frames to be cut ([`Streams`]); everything else is cheaper gathered in one message. At
+//! the change the flow's source port changes, so that on a network with several paths one frame may overtake another, once. Flows
+//! that are marked as able to hear of congestion (ECT, RFC 3168) never do: the driver copies the mark to the outer header
+//! (RFC 6040), and a congested router would then mark what a vnet at the other end does not hand on.
+//!
+//! All of this takes CAP_NET_ADMIN, CAP_NET_RAW and CAP_SYS_ADMIN. Where it cannot be had frames are cut by vnet, as for networks
+//! and VTEPs beyond the limits.
+
+use std::ffi::CStr;
+use std::fs::File;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use netlink_packet_core::{NLM_F_APPEND, NLM_F_CREATE, NLM_F_EXCL};
+use netlink_packet_route::link::{
+    InfoData, InfoKind, InfoVxlan, LinkAttribute, LinkFlags, LinkInfo, LinkMessage, VxlanDf,
+};
+use netlink_packet_route::neighbour::{
+    NeighbourAddress, NeighbourAttribute, NeighbourFlags, NeighbourMessage, NeighbourState,
+};
+use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
+
+use crate::frame::{Batch, Frame, NetworkId, SEGMENTS_MAX};
+use crate::link::Link;
+use crate::link::socket::buffers;
+use crate::link::socket::udp::{Socket, check, set};
+use crate::netlink::Netlink;
+use crate::stats::{DropReason, PortStats};
+use crate::wire::ethernet::{self, ETHERTYPE_IPV4, ETHERTYPE_IPV6};
+use crate::wire::offload::{F_NEEDS_CSUM, Offload};
+use crate::wire::segment::Cut;
+
+/// Devices of one link, and of all links together. Each is a namespace (some hundred kilobytes) and a kernel socket.
+const DRIVERS_MAX: usize = 16;
+const DRIVERS_ALL: usize = 128;
+/// How many there are.
+static DRIVERS: AtomicUsize = AtomicUsize::new(0);
+/// Source ports of a link's devices, which follow each other.
+const PORTS: u16 = 16;
+/// Bytes of the virtio-net header on a packet socket: the one without `num_buffers`.
+const VIRTIO_HEADER_LEN: usize = 10;
+/// MTU of the device. What the path carries is looked at before.
+const MTU: u32 = 65_000;
+/// The name that the kernel gives the first device of its kind in a namespace.
+const NAME: &CStr = c"vxlan0";
+/// How often a port, or several in a row, are asked for.
+const TRIES: u32 = 32;
+/// Flows that are told apart. Two that share a place are streams together.
+const FLOWS: usize = 1024;
+/// For so long after its last frame to be cut a flow goes on this way, in ms.
+const STREAM_MS: u64 = 1_000;
+
+/// The devices of one link.
+#[derive(Debug, Default)]
+pub(in crate::link) struct Drivers {
+    slots: [OnceLock<Driver>; DRIVERS_MAX],
+    /// Held while devices are made: the sockets whose ports they send from.
+    ports: Mutex<Vec<Socket>>,
+    /// It was said that there are none.
+    told: AtomicBool,
+}
+
+/// One device: everything it is given goes to one VTEP in one network.
+#[derive(Debug)]
+pub(in crate::link) struct Driver {
+    network: NetworkId,
+    vtep: u16,
+    socket: OwnedFd,
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        DRIVERS.fetch_sub(1, Relaxed);
+    }
+}
+
+/// What became of a frame.
+pub(in crate::link) enum Sent {
+    /// It is out, or counted as dropped.
+    Done,
+    /// The kernel does not take it, or the device is gone.
+    NotTaken,
+}
+
+impl Link {
+    /// Has streams in `networks`, as far as the link carries them, go by the kernel's VXLAN driver. `local` is the address that
+    /// datagrams come from, unspecified for any. Does nothing for other links, and nothing twice. It may take some 10 ms for each
+    /// network and VTEP; the link works meanwhile.
+    pub fn open_drivers(&self, local: IpAddr, networks: &[NetworkId]) {
+        let (Some(drivers), Some(vteps)) = (&self.drivers, &self.vteps) else { return };
+        let networks = networks.iter().filter(|network| self.carries(**network));
+        let port = self.options.remote.port();
+        let wanted = networks.flat_map(|network| {
+            (0..).zip(vteps.addresses()).map(move |(vtep, ip)| (*network, vtep, SocketAddr::new(*ip, port)))
+        });
+        drivers.open(self.name(), local, wanted);
+    }
+
+    /// Whether streams go by the kernel's VXLAN driver; `None` of links that are no VXLAN links.
+    pub fn has_drivers(&self) -> Option<bool> {
+        let drivers = self.drivers.as_ref();
+        self.vteps.is_some().then(|| drivers.is_some_and(|drivers| drivers.get(0).is_some()))
+    }
+}
+
+impl Drivers {
+    fn open(&self, link: &str, local: IpAddr, wanted: impl Iterator<Item = (NetworkId, u16, SocketAddr)>) {
+        let mut ports = self.ports.lock().unwrap_or_else(PoisonError::into_inner);
+        for (network, vtep, remote) in wanted {
+            if self.find(network, vtep).is_some() {
+                continue;
+            }
+            let Some(free) = self.slots.iter().find(|slot| slot.get().is_none()) else { return };
+            if DRIVERS.fetch_add(1, Relaxed) >= DRIVERS_ALL {
+                DRIVERS.fetch_sub(1, Relaxed);
+                return;
+            }
+            match block(&mut ports, local).and_then(|first| open(network, remote, local, first)) {
+                // Nobody else fills it: `ports` is held.
+                Ok(socket) => drop(free.set(Driver { network, vtep, socket })),
+                Err(error) => {
+                    DRIVERS.fetch_sub(1, Relaxed);
+                    if !self.told.swap(true, Relaxed) {
+                        tracing::info!(link, %error, "no VXLAN device for streams: vnetd cuts them itself");
+                    }
+                    return;
+                }
+            }
+        }
+    }
+
+    /// The number of the device for `network` to VTEP `vtep`.
+    #[inline]
+    pub(in crate::link) fn find(&self, network: NetworkId, vtep: u16) -> Option<u8> {
+        // The first free one ends the list.
+        let there = self.slots.iter().map_while(OnceLock::get);
+        (0..).zip(there).find(|(_, it)| it.network == network && it.vtep == vtep).map(|(number, _)| number)
+    }
+
+    #[inline]
+    pub(in crate::link) fn get(&self, number: u8) -> Option<&Driver> {
+        self.slots.get(usize::from(number))?.get()
+    }
+}
+
+impl Driver {
+    /// Sends a frame on a path that carries frames of `room` bytes, to be cut into such ones where that is needed and possible.
+    pub(in crate::link) fn send(&self, stats: &PortStats, batch: &Batch, frame: &Frame, room: usize) -> Sent {
+        let (offload, segments, largest) = if must_be_cut(frame, room) {
+            match Cut::new(batch.head(frame), frame.len(), &frame.offload, room) {
+                Ok(cut) => (cut.offload(), cut.count() as u64, cut.segment_len(0)),
+                Err(_) => {
+                    stats.drop_frames(DropReason::Unsegmentable, 1);
+                    return Sent::Done;
+                }
+            }
+        } else {
+            (frame.offload, 1, frame.len())
+        };
+        if largest > room {
+            stats.drop_frames(DropReason::MtuExceeded, 1);
+            return Sent::Done;
+        }
+        match self.write(&offload, batch, frame) {
+            Ok(()) => {
+                stats.delivered(1, frame.len() as u64);
+                stats.out_datagrams.add(segments);
+            }
+            Err(error) => match error.raw_os_error() {
+                Some(libc::EAGAIN | libc::ENOBUFS | libc::ENOMEM) => {
+                    stats.drop_frames(DropReason::NoBuffer, 1)
+                }
+                _ => return Sent::NotTaken,
+            },
+        }
+        Sent::Done
+    }
+
+    fn write(&self, offload: &Offload, batch: &Batch, frame: &Frame) -> io::Result<()> {
+        let header = offload.to_virtio(0);
+        let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+        let mut vectors = [empty; 1 + SEGMENTS_MAX];
+        vectors[0] = libc::iovec { iov_base: header.as_ptr().cast_mut().cast(), iov_len: VIRTIO_HEADER_LEN };
+        let segments = batch.segments(frame);
+        for (vector, segment) in vectors[1..].iter_mut().zip(segments) {
+            *vector = libc::iovec { iov_base: segment.as_ptr().cast_mut().cast(), iov_len: segment.len() };
+        }
+        loop {
+            let count = (1 + segments.len()) as libc::c_int;
+            // SAFETY: a frame has at most SEGMENTS_MAX segments, so `count` vectors are filled: the first with the header, which
+            // lives on this stack frame, the others with slices that are readable until the batch is cleared.
+            match check(unsafe { libc::writev(self.socket.as_raw_fd(), vectors.as_ptr(), count) }) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                result => return result.map(drop),
+            }
+        }
+    }
+}
+
+/// Whether a frame does not travel as it is on a path that carries frames of `room` bytes, but may travel in segments.
+#[inline]
+pub(in crate::link) fn must_be_cut(frame: &Frame, room: usize) -> bool {
+    frame.offload.gso_type != 0
+        || (frame.len() > room && frame.offload.csum_offset == crate::link::vxlan::transmit::TCP_CHECKSUM)
+}
+
+/// Which of a dispatcher's flows are streams.
+pub(in crate::link) struct Streams {
+    /// Until when, in ms, by a hash of link and flow.
+    until: Box<[u64; FLOWS]>,
+}
+
+impl Streams {
+    pub(in crate::link) fn new() -> Streams {
+        Streams { until: Box::new([0; FLOWS]) }
+    }
+
+    /// True when the frame goes by the driver: it is one of TCP that is to be cut, or one of the flow was not long ago.
+    #[inline]
+    pub(in crate::link) fn go_by_driver(
+        &mut self,
+        link: &Link,
+        hash: u32,
+        batch: &Batch,
+        frame: &Frame,
+        room: usize,
+        now_ms: u64,
+    ) -> bool {
+        let offload = &frame.offload;
+        if offload.flags & F_NEEDS_CSUM == 0
+            || offload.csum_offset != crate::link::vxlan::transmit::TCP_CHECKSUM
+        {
+            return false;
+        }
+        let until = &mut self.until[(hash as usize ^ link.id as usize) % FLOWS];
+        if must_be_cut(frame, room) {
+            if hears_of_congestion(batch.head(frame)) {
+                return false;
+            }
+            *until = now_ms + STREAM_MS;
+        }
+        *until > now_ms
+    }
+}
+
+/// Whether a frame's IP header says ECT(0), ECT(1) or CE (RFC 3168 section 5).
+fn hears_of_congestion(head: &[u8]) -> bool {
+    let mark = ethernet::payload(head).and_then(|payload| {
+        let second = head.get(payload.offset + 1)?;
+        match payload.ethertype {
+            ETHERTYPE_IPV4 => Some(second & 3),
+            ETHERTYPE_IPV6 => Some(second >> 4 & 3),
+            _ => None,
+        }
+    });
+    mark.is_some_and(|mark| mark != 0)
+}
+
+/// Makes sure that there are [`PORTS`] sockets at ports in a row, from the one that is given.
+fn block(ports: &mut Vec<Socket>, local: IpAddr) -> io::Result<u16> {
+    if let Some(first) = ports.first() {
+        return Ok(first.local().port());
+    }
+    for _ in 0..TRIES {
+        let first = Socket::sending(SocketAddr::new(local, 0))?;
+        let from = first.local().port();
+        // The device is told the port behind the last one, too.
+        let Some(end) = from.checked_add(PORTS) else { continue };
+        let rest = (from + 1..end).map(|port| Socket::sending(SocketAddr::new(local, port)));
+        // One in the row may be somebody's: another row.
+        if let Ok(rest) = rest.collect::<io::Result<Vec<_>>>() {
+            ports.push(first);
+            ports.extend(rest);
+            return Ok(from);
+        }
+    }
+    Err(io::ErrorKind::AddrInUse.into())
+}
+
+/// Makes a device in a namespace of its own, which sends from the ports behind `first`, and the socket that writes to it.
+fn open(network: NetworkId, remote: SocketAddr, local: IpAddr, first: u16) -> io::Result<OwnedFd> {
+    let here = Netlink::new()?;
+    std::thread::scope(|scope| {
+        // A thread of its own, since threads cannot go back.
+        let thread = std::thread::Builder::new().name("vxlan-device".into());
+        let made = thread.spawn_scoped(scope, || {
+            // SAFETY: no memory is passed; the namespace of this thread alone changes, and nothing else runs on it.
+            check(unsafe { libc::unshare(libc::CLONE_NEWNET) })?;
+            silence()?;
+            make(&here, network, remote, local, first)
+        })?;
+        made.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
+/// Has devices of the calling thread's namespace be without IPv6: they would look for routers and neighbours, and answer.
+fn silence() -> io::Result<()> {
+    for which in ["all", "default"] {
+        match std::fs::write(format!("/proc/sys/net/ipv6/conf/{which}/disable_ipv6"), "1") {
+            // A kernel without IPv6.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            result => result?,
+        }
+    }
+    Ok(())
+}
+
+/// The same as [`open`], in the namespace of the calling thread. `here` is where datagrams are to leave.
+fn make(
+    here: &Netlink,
+    network: NetworkId,
+    remote: SocketAddr,
+    local: IpAddr,
+    first: u16,
+) -> io::Result<OwnedFd> {
+    let namespace = File::open("/proc/thread-self/ns/net")?;
+    let mut request = LinkMessage::default();
+    request.header.flags = LinkFlags::Up;
+    request.header.change_mask = LinkFlags::Up;
+    // Without a name, which older kernels would compare with those of the wrong namespace.
+    request.attributes = vec![LinkAttribute::Mtu(MTU), LinkAttribute::NetNsFd(namespace.as_raw_fd())];
+    for _ in 0..TRIES {
+        // It has to be given a port to listen on. The kernel chooses one that is free, at this moment.
+        let port = Socket::sending(SocketAddr::new(local, 0))?.local().port();
+        let info = vec![
+            InfoVxlan::Id(network.get()),
+            InfoVxlan::Learning(false),
+            InfoVxlan::Port(port),
+            // The first one behind is none of them.
+            InfoVxlan::PortRange((first, first + PORTS)),
+            // VTEPs do not fragment (RFC 7348 section 4.3).
+            InfoVxlan::Df(VxlanDf::Set),
+            source(local, remote)?,
+        ];
+        let mut request = request.clone();
+        let info = vec![LinkInfo::Kind(InfoKind::Vxlan), LinkInfo::Data(InfoData::Vxlan(info))];
+        request.attributes.push(LinkAttribute::LinkInfo(info));
+        match here.change(RouteNetlinkMessage::NewLink(request), NLM_F_CREATE | NLM_F_EXCL) {
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EADDRINUSE | libc::EEXIST)) => continue,
+            result => result?,
+        }
+        // SAFETY: the name is a zero-terminated string.
+        let index = unsafe { libc::if_nametoindex(NAME.as_ptr()) };
+        lead(index, remote)?;
+        return socket(index);
+    }
+    Err(io::ErrorKind::AddrInUse.into())
+}
+
+/// What says where a device's datagrams come from, and so of which family it is: unspecified for any address.
+fn source(local: IpAddr, remote: SocketAddr) -> io::Result<InfoVxlan> {
+    match (local.to_canonical(), remote.ip()) {
+        (IpAddr::V4(ip), IpAddr::V4(_)) => Ok(InfoVxlan::Local(ip)),
+        (IpAddr::V6(ip), IpAddr::V6(_)) => Ok(InfoVxlan::Local6(ip)),
+        (IpAddr::V6(ip), IpAddr::V4(_)) if ip.is_unspecified() => Ok(InfoVxlan::Local(Ipv4Addr::UNSPECIFIED)),
+        _ => Err(io::Error::other("the VTEP's address is of another family than the own one")),
+    }
+}
+
+/// Has device `index` send everything to `remote`.
+fn lead(index: u32, remote: SocketAddr) -> io::Result<()> {
+    let mut entry = NeighbourMessage::default();
+    entry.header.family = AddressFamily::Bridge;
+    entry.header.ifindex = index;
+    entry.header.state = NeighbourState::Permanent;
+    entry.header.flags = NeighbourFlags::Own;
+    entry.attributes = vec![
+        // What is not listed goes here, and nothing is.
+        NeighbourAttribute::LinkLayerAddress(vec![0; 6]),
+        NeighbourAttribute::Destination(match remote.ip() {
+            IpAddr::V4(ip) => NeighbourAddress::Inet(ip),
+            IpAddr::V6(ip) => NeighbourAddress::Inet6(ip),
+        }),
+        NeighbourAttribute::Port(remote.port()),
+    ];
+    Netlink::new()?.change(RouteNetlinkMessage::NewNeighbour(entry), NLM_F_CREATE | NLM_F_APPEND)
+}
+
+/// A packet socket that writes to device `index`, and receives nothing.
+fn socket(index: u32) -> io::Result<OwnedFd> {
+    let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    // SAFETY: no memory is passed.
+    let fd = check(unsafe { libc::socket(libc::AF_PACKET, kind, 0) })?;
+    // SAFETY: the descriptor is new and nobody else's.
+    let socket = unsafe { OwnedFd::from_raw_fd(fd) };
+    set(&socket, libc::SOL_PACKET, libc::PACKET_VNET_HDR, 1)?;
+    let bytes = buffers::buffer_bytes(buffers::ASSUMED_MBPS) as libc::c_int;
+    set(&socket, libc::SOL_SOCKET, libc::SO_SNDBUFFORCE, bytes)
+        .or_else(|_| set(&socket, libc::SOL_SOCKET, libc::SO_SNDBUF, bytes))?;
+    // SAFETY: `sockaddr_ll` is plain data, for which all zeros is a value.
+    let mut name = unsafe { std::mem::zeroed::<libc::sockaddr_ll>() };
+    // Protocol 0: it does not listen.
+    name.sll_family = libc::AF_PACKET as libc::c_ushort;
+    name.sll_ifindex = index as libc::c_int;
+    let len = size_of_val(&name) as libc::socklen_t;
+    // SAFETY: `name` is a socket address of the length told.
+    check(unsafe { libc::bind(socket.as_raw_fd(), (&raw const name).cast(), len) })?;
+    Ok(socket)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn marks_of_congestion_are_seen_in_both_families_and_behind_tags() {
+        let frame = |tag: &[u8], ethertype: [u8; 2], first: [u8; 2]| {
+            [&[2; 12], tag, &ethertype, &first, &[0; 40]].concat()
+        };
+        for tag in [&[][..], &[0x81, 0, 0, 7]] {
+            for mark in 0..4 {
+                let ipv4 = frame(tag, [8, 0], [0x45, 0xb8 | mark]);
+                let ipv6 = frame(tag, [0x86, 0xdd], [0x6b, 0x8f | mark << 4]);
+                assert_eq!(hears_of_congestion(&ipv4), mark != 0);
+                assert_eq!(hears_of_congestion(&ipv6), mark != 0);
+            }
+            assert!(!hears_of_congestion(&frame(tag, [8, 6], [0xff, 0xff])));
+        }
+        assert!(!hears_of_congestion(&[0xff; 15]));
+    }
+
+    #[test]
+    fn ports_come_in_a_row_and_stay() {
+        let mut ports = vec![];
+        let first = block(&mut ports, Ipv4Addr::LOCALHOST.into()).unwrap();
+        let found: Vec<_> = ports.iter().map(|socket| socket.local().port()).collect();
+        assert_eq!(found, (first..first + PORTS).collect::<Vec<_>>());
+        assert_eq!(block(&mut ports, Ipv4Addr::LOCALHOST.into()).unwrap(), first);
+        assert_eq!(ports.len(), usize::from(PORTS));
+    }
+
+    #[test]
+    fn the_own_address_fits_the_vteps_or_is_refused() {
+        let vtep = |text: &str| SocketAddr::new(text.parse().unwrap(), 4789);
+        let own = |text: &str| text.parse::<IpAddr>().unwrap();
+        assert_eq!(source(own("::"), vtep("10.0.0.2")).unwrap(), InfoVxlan::Local(Ipv4Addr::UNSPECIFIED));
+        assert_eq!(
+            source(own("::ffff:10.0.0.1"), vtep("10.0.0.2")).unwrap(),
+            InfoVxlan::Local([10, 0, 0, 1].into())
+        );
+        assert_eq!(source(own("::"), vtep("fd00::2")).unwrap(), InfoVxlan::Local6([0; 16].into()));
+        assert!(source(own("10.0.0.1"), vtep("fd00::2")).is_err());
+        assert!(source(own("fd00::1"), vtep("10.0.0.2")).is_err());
+    }
+}
