@@ -7,12 +7,14 @@
 //! A [`Batch`] is filled by an interface's or a link's `receive`, lives for one call of the closure that runs it to
 //! completion, and is cleared. It owns all its memory up front and never allocates on a frame's way.
 
+mod drops;
 mod hold;
 mod room;
 
 use std::fmt;
 use std::sync::Arc;
 
+pub use drops::{DropSink, DroppedFrame, Refusal};
 pub use hold::{Hold, Holds};
 pub use room::Room;
 use serde::{Deserialize, Serialize};
@@ -407,6 +409,32 @@ impl Batch {
     #[inline]
     pub fn reader(&self, frame: &Frame) -> Reader<'_> {
         Reader { segments: self.segments(frame), offset: 0 }
+    }
+}
+
+/// Frames of a batch that go to one destination.
+#[derive(Clone, Copy)]
+pub struct Selection<'a> {
+    /// The batch.
+    pub batch: &'a Batch,
+    /// Indices of the frames, in order of arrival.
+    pub which: &'a [u16],
+}
+
+impl<'a> Selection<'a> {
+    /// The frames with their indices.
+    #[inline]
+    pub fn frames(self) -> impl Iterator<Item = (u16, &'a Frame)> {
+        self.which.iter().map(move |&index| (index, self.batch.frame(usize::from(index))))
+    }
+
+    /// The same batch, other frames.
+    #[inline]
+    pub fn only<'b>(self, which: &'b [u16]) -> Selection<'b>
+    where
+        'a: 'b,
+    {
+        Selection { batch: self.batch, which }
     }
 }
 

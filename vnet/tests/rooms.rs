@@ -14,7 +14,7 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
         ("copy", &[]),
         ("unix", &[]),
         ("netlink", &[]),
-        ("frame", &["wire", "scratch", "copy"]),
+        ("frame", &["wire", "scratch", "copy", "stats"]),
         ("interface", &["frame", "wire", "poll", "stats", "unix", "netlink", "copy"]),
         ("route", &["frame", "wire", "stats"]),
         ("link", &["frame", "wire", "poll", "stats", "netlink", "scratch"]),

@@ -1,0 +1,150 @@
+//! Where frames are dropped: counted at the port, and noted by frame while somebody captures.
+//!
+//! Counters say how many frames were dropped; a capture also wants to know which. Each dispatcher owns one [`DropSink`] and passes
+//! it along with every batch. Whoever drops a frame reports it here, with its index in the batch. While nobody captures that
+//! costs one untaken branch per drop, and nothing per delivered frame.
+
+use super::PortId;
+use crate::stats::{DropReason, PortStats};
+
+/// Notes kept between two looks: one per frame of a batch, as many refused frames, and the segments of one super-frame.
+const NOTES_MAX: usize = 256;
+
+/// A frame of the current batch that was not delivered, or some of the segments it was cut into.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DroppedFrame {
+    /// Index in the batch.
+    pub frame: u16,
+    /// Why.
+    pub reason: DropReason,
+    /// Segments dropped; 1 for a frame that was not cut.
+    pub pieces: u64,
+}
+
+/// Bytes that arrived at a port and were refused before they became a frame of a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// The port they arrived at.
+    pub port: PortId,
+    /// Why.
+    pub reason: DropReason,
+    /// Length in bytes; 0 when unknown.
+    pub bytes: u64,
+}
+
+/// Counts dropped frames and, while watching, remembers which they were.
+#[derive(Debug, Default)]
+pub struct DropSink {
+    watching: bool,
+    drops: Vec<DroppedFrame>,
+    refusals: Vec<Refusal>,
+    /// Frames there was no room to note.
+    missed: u64,
+}
+
+impl DropSink {
+    /// A sink that counts and notes nothing.
+    pub fn new() -> DropSink {
+        DropSink::default()
+    }
+
+    /// Starts or stops noting. Allocates here, never while frames flow.
+    pub fn watch(&mut self, on: bool) {
+        self.watching = on;
+        if on {
+            self.drops.reserve(NOTES_MAX);
+            self.refusals.reserve(NOTES_MAX);
+        } else {
+            (self.drops, self.refusals, self.missed) = (Vec::new(), Vec::new(), 0);
+        }
+    }
+
+    /// Counts at `stats` one frame of the batch that is not delivered, or `pieces` segments of it.
+    #[inline]
+    pub fn dropped(&mut self, stats: &PortStats, reason: DropReason, frame: u16, pieces: u64) {
+        stats.drop_frames(reason, pieces);
+        if self.watching && pieces != 0 {
+            self.note(DroppedFrame { frame, reason, pieces });
+        }
+    }
+
+    /// Counts at `stats` all frames `which` of the batch.
+    pub fn dropped_all(&mut self, stats: &PortStats, reason: DropReason, which: &[u16]) {
+        stats.drop_frames(reason, which.len() as u64);
+        if self.watching {
+            which.iter().for_each(|&frame| self.note(DroppedFrame { frame, reason, pieces: 1 }));
+        }
+    }
+
+    /// Counts at `stats`, the counters of `port`, a frame of `bytes` bytes that is refused on entry: in and dropped at once.
+    #[cold]
+    pub fn refused(&mut self, stats: &PortStats, port: PortId, reason: DropReason, bytes: u64) {
+        stats.refuse(reason, bytes);
+        if self.watching {
+            match self.refusals.len() < NOTES_MAX {
+                true => self.refusals.push(Refusal { port, reason, bytes }),
+                false => self.missed += 1,
+            }
+        }
+    }
+
+    #[cold]
+    fn note(&mut self, drop: DroppedFrame) {
+        match self.drops.len() < NOTES_MAX {
+            true => self.drops.push(drop),
+            false => self.missed += drop.pieces,
+        }
+    }
+
+    /// What became of frame `frame` since [`DropSink::clear`]: the last reason and all pieces dropped; `None` when it was
+    /// delivered.
+    pub fn of(&self, frame: u16) -> Option<DroppedFrame> {
+        let mut found: Option<DroppedFrame> = None;
+        for drop in self.drops.iter().filter(|drop| drop.frame == frame) {
+            let before = found.map_or(0, |found| found.pieces);
+            found = Some(DroppedFrame { pieces: before + drop.pieces, ..*drop });
+        }
+        found
+    }
+
+    /// Forgets noted drops, but not refusals.
+    pub fn clear(&mut self) {
+        self.drops.clear();
+    }
+
+    /// Hands out the refusals since the last call, in order. Returns how many frames there was no room to note.
+    pub fn take_refusals(&mut self, mut each: impl FnMut(Refusal)) -> u64 {
+        self.refusals.drain(..).for_each(&mut each);
+        std::mem::take(&mut self.missed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn notes_are_taken_only_while_watching_and_are_bounded() {
+        let (stats, mut sink) = (PortStats::default(), DropSink::new());
+        sink.dropped(&stats, DropReason::NoRoute, 0, 1);
+        assert_eq!((sink.of(0), stats.drops(DropReason::NoRoute)), (None, 1));
+        sink.watch(true);
+        sink.dropped(&stats, DropReason::NoBuffer, 3, 2);
+        sink.dropped(&stats, DropReason::NoBuffer, 3, 0);
+        sink.dropped(&stats, DropReason::SendFailed, 3, 1);
+        sink.dropped_all(&stats, DropReason::NotReady, &[4, 7]);
+        assert_eq!(sink.of(3), Some(DroppedFrame { frame: 3, reason: DropReason::SendFailed, pieces: 3 }));
+        assert_eq!(sink.of(7), Some(DroppedFrame { frame: 7, reason: DropReason::NotReady, pieces: 1 }));
+        assert_eq!(sink.of(5), None);
+        sink.clear();
+        assert_eq!(sink.of(3), None);
+        (0..NOTES_MAX + 5).for_each(|_| sink.refused(&stats, PortId(2), DropReason::BadChain, 99));
+        let mut seen = vec![];
+        assert_eq!(sink.take_refusals(|refusal| seen.push(refusal)), 5);
+        assert_eq!(seen.len(), NOTES_MAX);
+        assert_eq!(seen[0], Refusal { port: PortId(2), reason: DropReason::BadChain, bytes: 99 });
+        assert_eq!(stats.drops(DropReason::BadChain), NOTES_MAX as u64 + 5);
+        sink.watch(false);
+        assert_eq!(sink.take_refusals(|_| panic!("forgotten")), 0);
+    }
+}
