@@ -4,8 +4,8 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use vnet::control::console::Answer;
-use vnet::control::language::{Dialect, parse, parse_bytes};
+use vnet_control::console::Answer;
+use vnet_control::language::{Dialect, parse, parse_bytes};
 
 fuzz_target!(|data: &[u8]| {
     for dialect in [Dialect::Console, Dialect::Links, Dialect::Routes] {

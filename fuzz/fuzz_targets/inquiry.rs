@@ -5,8 +5,8 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use vnet::control::api::Hop;
-use vnet::control::follow::{HOPS, Said};
+use vnet_control::api::Hop;
+use vnet_control::follow::{HOPS, Said};
 
 fuzz_target!(|data: &[u8]| {
     let Some((first, text)) = data.split_first() else { return };

@@ -5,8 +5,8 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use vnet::control::overlay::record::{HostRecord, Key, Record, StationRecord};
-use vnet::control::overlay::{Local, Overlay, Settings};
+use vnet_control::overlay::record::{HostRecord, Key, Record, StationRecord};
+use vnet_control::overlay::{Local, Overlay, Settings};
 use vnet::frame::NetworkId;
 use vnet::wire::ethernet::Mac;
 

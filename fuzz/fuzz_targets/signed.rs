@@ -7,9 +7,9 @@
 use std::sync::{Arc, OnceLock};
 
 use libfuzzer_sys::fuzz_target;
-use vnet::control::overlay::record::Key;
-use vnet::control::overlay::signed::{Signed, sign};
-use vnet::control::overlay::{Authenticator, Local, Overlay, Settings};
+use vnet_control::overlay::record::Key;
+use vnet_control::overlay::signed::{Signed, sign};
+use vnet_control::overlay::{Authenticator, Local, Overlay, Settings};
 use vnet::frame::NetworkId;
 use vnet::link::sealed::identity::IdentityStore;
 use vnet::link::sealed::pki::Pki;

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args as Group, Parser, Subcommand, ValueEnum};
 use serde_json::{Map, Value};
-use vnet::control::language::Dialect;
+use vnet_control::language::Dialect;
 
 use crate::client::encode;
 use crate::keys::KeysCommand;
@@ -14,7 +14,7 @@ use crate::keys::KeysCommand;
 #[command(name = "vnet", version, long_about = LONG_ABOUT, after_long_help = AFTER_HELP)]
 pub struct Args {
     /// Control socket of vnetd
-    #[arg(long, value_name = "SOCKET", env = "VNET_SOCKET", default_value = vnet::control::desired::CONTROL_SOCKET)]
+    #[arg(long, value_name = "SOCKET", env = "VNET_SOCKET", default_value = vnet_control::desired::CONTROL_SOCKET)]
     pub socket: PathBuf,
 
     /// Print JSON instead of text

@@ -11,7 +11,7 @@ use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
 use tokio::signal::unix::{SignalKind, signal};
-use vnet::control::api;
+use vnet_control::api;
 
 /// Longest wait for an answer.
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -13,8 +13,8 @@ use rustyline::hint::Hinter;
 use rustyline::history::FileHistory;
 use rustyline::validate::Validator;
 use rustyline::{Config, Context, Editor, Helper};
-use vnet::control::api::{self, ConsoleAnswer};
-use vnet::control::language::{self, COMMANDS, Command, Dialect};
+use vnet_control::api::{self, ConsoleAnswer};
+use vnet_control::language::{self, COMMANDS, Command, Dialect};
 
 use crate::client::Client;
 use crate::{Failure, print, read};

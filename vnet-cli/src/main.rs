@@ -21,8 +21,8 @@ use clap::Parser;
 use client::{Client, ClientError};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
-use vnet::control::config::{self, FILE_MAX};
-use vnet::control::{Problem, api};
+use vnet_control::config::{self, FILE_MAX};
+use vnet_control::{Problem, api};
 
 /// Why a command failed: one line for each reason.
 #[derive(Debug)]

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use vnet::control::api::*;
 use vnet::stats::{DiscardReason, DropReason};
+use vnet_control::api::*;
 
 /// Rows of cells under a heading, aligned; columns of figures to the right.
 pub struct Table {

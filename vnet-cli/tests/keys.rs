@@ -143,6 +143,6 @@ fn paths_are_said_as_the_configuration_takes_them() {
     let text = run(&["issue", "h1", "--dir", "keys"]);
     let identity = &text[text.find("[identity]").unwrap()..];
     let configuration = format!("[host]\nname = \"h1\"\n{identity}");
-    let files = vnet::control::config::parse("said", &configuration).unwrap().desired.identity.unwrap().spec;
+    let files = vnet_control::config::parse("said", &configuration).unwrap().desired.identity.unwrap().spec;
     assert!(Identity::load(&files, "h1").is_ok());
 }

@@ -9,8 +9,9 @@
 //! 4. [`link`]: the bridge encapsulates it for another host, or
 //! 5. [`interface`] again: it is copied straight into the receiving guest's ring.
 //!
-//! [`wire`] knows the formats and does no I/O. [`control`] turns a configuration into a running core. `stats` counts
-//! every frame that is not delivered under exactly one reason.
+//! [`wire`] knows the formats and does no I/O. `stats` counts every frame that is not delivered under exactly one reason.
+//! The crate `vnet-control` turns a configuration into a running core; a machine monitor that embeds the data plane can do
+//! so itself, by [`dispatch::core::Core`].
 //!
 //! [`capture`] copies what passes a port for those who look.
 //!
@@ -18,7 +19,6 @@
 //! `frame` sees only `wire`, and `wire` nobody. `tests/rooms.rs` keeps it so.
 
 pub mod capture;
-pub mod control;
 mod copy;
 pub mod dispatch;
 pub mod frame;

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// What each room may name. `wire` knows nobody; `control` knows everybody.
+/// What each room may name. `wire` knows nobody.
 fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
     BTreeMap::from([
         ("wire", &[][..]),
@@ -20,10 +20,6 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
         ("link", &["frame", "wire", "poll", "stats", "netlink", "scratch"]),
         ("capture", &["frame", "wire", "stats"]),
         ("dispatch", &["frame", "wire", "poll", "stats", "interface", "route", "link", "capture"]),
-        (
-            "control",
-            &["frame", "wire", "poll", "stats", "interface", "route", "link", "dispatch", "capture", "unix"],
-        ),
     ])
 }
 

@@ -15,11 +15,11 @@ use std::time::{Duration, Instant};
 
 use etcd_client::{Client, PutOptions, Txn, TxnOp};
 use tokio::task::LocalSet;
-use vnet::control::api;
-use vnet::control::overlay::record::{HostRecord, Key, Record, StationRecord};
-use vnet::control::overlay::{Computed, Local, Overlay, Settings};
 use vnet::frame::NetworkId;
 use vnet::wire::ethernet::Mac;
+use vnet_control::api;
+use vnet_control::overlay::record::{HostRecord, Key, Record, StationRecord};
+use vnet_control::overlay::{Computed, Local, Overlay, Settings};
 use vnetd::store::{Agent, Host, Options};
 
 const NETWORK: NetworkId = NetworkId::DEFAULT;

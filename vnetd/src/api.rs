@@ -1,6 +1,6 @@
 //! The HTTP/JSON API under `/v1`: one thin function a request, each of which asks the engine or changes it.
 //!
-//! Answers are the types of `vnet::control::api`; whatever is refused comes as `{"errors": [LINE, ...]}`. The engine is
+//! Answers are the types of `vnet_control::api`; whatever is refused comes as `{"errors": [LINE, ...]}`. The engine is
 //! used on a thread of its own, so that a change that takes long holds up neither signals nor other connections. Requests
 //! are registered with the description that they are documented by, so that the OpenAPI document cannot miss one.
 
@@ -19,16 +19,16 @@ use tokio::sync::Semaphore;
 use utoipa::{IntoParams, OpenApi, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
-use vnet::control::config::{self, ConfigError};
-use vnet::control::console;
-use vnet::control::desired::Target;
-use vnet::control::engine::{Engine, EngineError};
-use vnet::control::events::Asker;
-use vnet::control::follow::{FAN_OUT_OWN, HOPS};
-use vnet::control::language::Dialect;
-use vnet::control::{api, requests};
 use vnet::frame::NetworkId;
 use vnet::wire::ethernet::Mac;
+use vnet_control::config::{self, ConfigError};
+use vnet_control::console;
+use vnet_control::desired::Target;
+use vnet_control::engine::{Engine, EngineError};
+use vnet_control::events::Asker;
+use vnet_control::follow::{FAN_OUT_OWN, HOPS};
+use vnet_control::language::Dialect;
+use vnet_control::{api, requests};
 
 use crate::Shared;
 use crate::events::Hub;

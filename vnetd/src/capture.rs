@@ -34,8 +34,8 @@ use serde::Deserialize;
 use tokio::sync::mpsc;
 use utoipa::IntoParams;
 use vnet::capture::{self, Batched, Direction, Filter, Options, Record, SNAP_MIN, Session};
-use vnet::control::api;
 use vnet::frame::FRAME_MAX;
+use vnet_control::api;
 
 use crate::Shared;
 use crate::api::{Refused, with_engine};

@@ -12,9 +12,9 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpListener;
 use tokio::time::{Instant, timeout_at};
 use tokio_rustls::TlsAcceptor;
-use vnet::control::console::{Answer, answer};
-use vnet::control::events::Asker;
-use vnet::control::language::{Dialect, LINE_MAX, LanguageError};
+use vnet_control::console::{Answer, answer};
+use vnet_control::events::Asker;
+use vnet_control::language::{Dialect, LINE_MAX, LanguageError};
 
 use crate::Shared;
 use crate::api::change;

@@ -17,8 +17,8 @@ use futures_util::Stream;
 use futures_util::stream::unfold;
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::broadcast::{self, Receiver};
-use vnet::control::api;
-use vnet::control::events::{Event, Sink, Watch};
+use vnet_control::api;
+use vnet_control::events::{Event, Sink, Watch};
 
 use crate::Shared;
 use crate::api::{App, refusal, with_engine};

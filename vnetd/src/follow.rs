@@ -1,4 +1,4 @@
-//! Traces over several hosts: asks those behind links, and answers them. See `vnet::control::follow` for what is said.
+//! Traces over several hosts: asks those behind links, and answers them. See `vnet_control::follow` for what is said.
 //!
 //! One task takes in what comes by links. An answer goes to whoever waits for that question on that link; a question is
 //! answered by a task of its own, of which there are at most [`ANSWERING_MAX`]: it may have to ask further hosts first.
@@ -13,10 +13,10 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::{Semaphore, oneshot};
 use tokio::time::{Instant, timeout_at};
-use vnet::control::api::{Hop, Trace, TracedCopy};
-use vnet::control::follow::{Answer, FAN_OUT, HOPS, Question, Said};
 use vnet::frame::PortId;
 use vnet::link::inquiry::{Inbox, Inquiry};
+use vnet_control::api::{Hop, Trace, TracedCopy};
+use vnet_control::follow::{Answer, FAN_OUT, HOPS, Question, Said};
 
 use crate::Shared;
 use crate::api::{Refused, with_engine};

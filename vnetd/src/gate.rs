@@ -14,7 +14,7 @@ use axum::response::Response;
 use futures_util::StreamExt;
 use subtle::ConstantTimeEq;
 use tokio::sync::Semaphore;
-use vnet::control::events::Asker;
+use vnet_control::events::Asker;
 
 use crate::api::{App, BODY_MAX, refusal};
 

@@ -29,11 +29,11 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
-use vnet::control::config::{self, Configuration};
-use vnet::control::desired::Desired;
-use vnet::control::engine::Engine;
-use vnet::control::events::Asker;
 use vnet::unix::Listener;
+use vnet_control::config::{self, Configuration};
+use vnet_control::desired::Desired;
+use vnet_control::engine::Engine;
+use vnet_control::events::Asker;
 
 use crate::api::App;
 use crate::events::Hub;

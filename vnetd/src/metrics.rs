@@ -12,11 +12,11 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
-use vnet::control::api::{self, Counters};
-use vnet::control::engine::Engine;
-use vnet::control::overlay::Alarm;
 use vnet::dispatch::counters::{BATCH_BOUNDS, Counts, LATENCY_BOUNDS_US};
 use vnet::route::LearnedStats;
+use vnet_control::api::{self, Counters};
+use vnet_control::engine::Engine;
+use vnet_control::overlay::Alarm;
 
 use crate::Shared;
 use crate::api::{Refused, with_engine};

@@ -4,8 +4,8 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::thread::JoinHandle;
 
 use tokio::sync::watch::{Sender, channel};
-use vnet::control::overlay::{Authenticator, Overlay};
 use vnet::frame::NetworkId;
+use vnet_control::overlay::{Authenticator, Overlay};
 use vnetd::store::{Agent, EngineHost, Options, settings};
 
 use crate::{Failure, Shared, api};

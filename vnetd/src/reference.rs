@@ -4,9 +4,9 @@ use std::fmt::Write;
 use std::path::Path;
 
 use serde_json::Value;
-use vnet::control::language::{COMMANDS, LINE_MAX};
-use vnet::control::overlay::Alarm;
 use vnet::stats::{DiscardReason, DropReason};
+use vnet_control::language::{COMMANDS, LINE_MAX};
+use vnet_control::overlay::Alarm;
 
 use crate::api::{self, tests::app};
 use crate::metrics::{self, Reading};

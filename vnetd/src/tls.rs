@@ -9,7 +9,7 @@ use tokio_rustls::rustls::pki_types::pem::{self, PemObject};
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio_rustls::rustls::server::WebPkiClientVerifier;
 use tokio_rustls::rustls::{self, RootCertStore, ServerConfig};
-use vnet::control::access::TlsFiles;
+use vnet_control::access::TlsFiles;
 
 /// Why TLS cannot be spoken.
 #[derive(Debug, thiserror::Error)]

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use vnet::control::api::{Interface, Link};
+use vnet_control::api::{Interface, Link};
 
 use super::host::{Host, cpus};
 use super::machine::process;

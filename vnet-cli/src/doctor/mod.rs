@@ -12,7 +12,7 @@ use std::fmt::Write;
 
 use serde::Serialize;
 use serde_json::json;
-use vnet::control::api::{Interface, Link, Status};
+use vnet_control::api::{Interface, Link, Status};
 
 use crate::client::Client;
 use crate::{Failure, print, read};

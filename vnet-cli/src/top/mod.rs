@@ -13,7 +13,7 @@ pub use model::Sort;
 use ratatui::DefaultTerminal;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 use serde_json::json;
-use vnet::control::api::{Stats, Status};
+use vnet_control::api::{Stats, Status};
 
 use crate::args::Top;
 use crate::client::Client;
@@ -159,8 +159,8 @@ mod tests {
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
     use std::path::Path;
-    use vnet::control::api::{Balance, Port};
     use vnet::stats::{DropReason, PortStats};
+    use vnet_control::api::{Balance, Port};
 
     fn counted(frames: u64, drops: u64) -> Stats {
         let port = |kind: &str, name: &str, frames: u64, drops| {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use serde::Serialize;
-use vnet::control::api::{Counters, Stats};
+use vnet_control::api::{Counters, Stats};
 
 /// The column that rows are sorted by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -115,7 +115,7 @@ pub fn rows(before: &Stats, now: &Stats, time: Duration) -> Vec<Row> {
     let known: HashMap<_, _> =
         before.ports.iter().map(|port| ((&port.kind, &port.name), &port.counters)).collect();
     let nothing = Counters::default();
-    let row = |port: &vnet::control::api::Port| {
+    let row = |port: &vnet_control::api::Port| {
         let before = known.get(&(&port.kind, &port.name)).copied();
         // Counters never go back: if they did, it is another port of this name.
         let same = |c: &&Counters| c.in_frames <= port.counters.in_frames;
@@ -163,8 +163,8 @@ pub fn figure(value: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vnet::control::api::{Balance, Port};
     use vnet::stats::{DropReason, PortStats};
+    use vnet_control::api::{Balance, Port};
 
     fn port(kind: &str, name: &str, frames: u64, bytes: u64, drops: u64) -> Port {
         let stats = PortStats::default();

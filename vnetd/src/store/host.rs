@@ -2,10 +2,10 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use vnet::control::api;
-use vnet::control::engine::Engine;
-use vnet::control::events::Asker;
-use vnet::control::overlay::{Computed, Local};
+use vnet_control::api;
+use vnet_control::engine::Engine;
+use vnet_control::events::Asker;
+use vnet_control::overlay::{Computed, Local};
 
 use super::Host;
 

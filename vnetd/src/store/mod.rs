@@ -1,5 +1,5 @@
 //! The agent of the distributed overlay: carries news between etcd and the state machine
-//! ([`vnet::control::overlay::Overlay`]), and what that computes to the host.
+//! ([`vnet_control::overlay::Overlay`]), and what that computes to the host.
 //!
 //! ```text
 //!   etcd -- reading, watch --> Overlay -- computed --> Host (the engine)
@@ -28,9 +28,9 @@ use std::time::Duration;
 use etcd_client::{Certificate, ConnectOptions, Identity, KeyValue, TlsOptions};
 use tokio::sync::watch::Receiver;
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval};
-use vnet::control::api;
-use vnet::control::overlay::spec::OverlaySpec;
-use vnet::control::overlay::{Alarm, Authenticator, Computed, Local, Overlay, Settings, Write};
+use vnet_control::api;
+use vnet_control::overlay::spec::OverlaySpec;
+use vnet_control::overlay::{Alarm, Authenticator, Computed, Local, Overlay, Settings, Write};
 
 pub use host::EngineHost;
 
@@ -411,7 +411,7 @@ fn source(to: SocketAddr) -> Option<IpAddr> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vnet::control::config;
+    use vnet_control::config;
 
     fn spec(overlay: &str) -> OverlaySpec {
         let text = format!("host.name = \"h1\"\n[overlay]\ntrusted = true\n{overlay}");

@@ -7,8 +7,8 @@ use std::time::Duration;
 use tokio::sync::watch::Receiver;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval};
-use vnet::control::overlay::record::PREFIX;
-use vnet::control::overlay::{Alarm, Write};
+use vnet_control::overlay::record::PREFIX;
+use vnet_control::overlay::{Alarm, Write};
 
 use super::{Agent, Host, LEASE, MESSAGE_MAX, PATIENCE_MAX, REQUEST, StoreError};
 

@@ -107,8 +107,8 @@ impl Signatory {
     }
 
     /// For tests: its certificate has just ended.
-    #[cfg(test)]
-    pub(crate) fn end_now(&mut self) {
+    #[cfg(any(test, feature = "test-util"))]
+    pub fn end_now(&mut self) {
         self.info.valid.1 = unix_now() - 1;
     }
 

@@ -1,0 +1,735 @@
+//! What the HTTP/JSON API says, shared by the daemon that says it and the commands that read it.
+//!
+//! Requests use the keys of the configuration file; these are the answers. A reader ignores fields that it does not know,
+//! so that fields can be added.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::IpAddr;
+
+use serde::{Deserialize, Serialize};
+
+use super::traffic::Traffic;
+use vnet::dispatch::counters::DispatcherStats;
+use vnet::frame::NetworkId;
+use vnet::stats::{DiscardReason, DropReason, InterruptStats, PortStats};
+use vnet::wire::ethernet::Mac;
+
+/// What was so before it could be told.
+fn one() -> u16 {
+    1
+}
+
+/// `GET /v1/status`
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Status {
+    /// Version of vnetd.
+    pub version: String,
+    /// Name of the host.
+    pub host: String,
+    /// Process id of vnetd.
+    pub pid: u32,
+    /// Seconds since it was ready.
+    pub uptime_s: u64,
+    /// Where links arrive (UDP).
+    pub bridge: String,
+    /// Ports that they arrive at, from that of `bridge` on.
+    #[serde(default = "one")]
+    pub ports: u16,
+    /// Number of dispatchers.
+    pub dispatchers: usize,
+    /// What they do when there is nothing to do.
+    #[serde(rename = "yield")]
+    pub yield_strategy: String,
+    /// Interfaces.
+    pub interfaces: usize,
+    /// Interfaces through which frames flow at the moment.
+    pub interfaces_up: usize,
+    /// Links.
+    pub links: usize,
+    /// Rules.
+    pub routes: usize,
+    /// Networks.
+    pub networks: usize,
+    /// Learned addresses.
+    pub learned: usize,
+    /// The distributed overlay, where the host takes part in one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub overlay: Option<OverlaySummary>,
+    /// Where the frames went.
+    pub balance: Balance,
+}
+
+/// The distributed overlay at a glance.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct OverlaySummary {
+    /// The store: `starting` (never reached), `connected` or `away`.
+    pub state: String,
+    /// For how many seconds.
+    pub since_s: u64,
+    /// Other hosts.
+    pub hosts: usize,
+    /// Stations that are known, this host's included.
+    pub stations: usize,
+    /// Alarms raised so far.
+    pub alarms: u64,
+}
+
+/// `GET /v1/overlay`
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Overlay {
+    /// The store: `starting` (never reached), `connected` or `away`.
+    pub state: String,
+    /// For how many seconds.
+    pub since_s: u64,
+    /// Members of the etcd cluster.
+    pub etcd: Vec<String>,
+    /// The store's revision that was seen last.
+    pub revision: i64,
+    /// `mesh`, `hub NAME` or `explicit`.
+    pub topology: String,
+    /// Where other hosts reach this one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub address: Option<String>,
+    /// Stations of this host that the store has.
+    pub published: usize,
+    /// Stations that are known, this host's included.
+    pub stations: usize,
+    /// Hosts and stations that moved too often and stay where they are for a while.
+    pub frozen: usize,
+    /// Other hosts.
+    pub hosts: Vec<OverlayHost>,
+    /// Alarms raised so far.
+    pub alarms_total: u64,
+    /// The last of each kind.
+    pub alarms: Vec<Alarm>,
+}
+
+/// Another host of the overlay.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct OverlayHost {
+    /// Its name, and that of the link to it.
+    pub name: String,
+    /// Where its links arrive.
+    pub address: String,
+    /// The networks it takes part in.
+    pub networks: Vec<NetworkId>,
+    /// Whether only reflectors reach it.
+    pub behind_nat: bool,
+    /// For how many seconds the store has not had it, although nobody withdrew it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub silent_s: Option<u64>,
+}
+
+/// Alarms of one kind.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Alarm {
+    /// Its stable name.
+    pub name: String,
+    /// How often it was raised.
+    pub count: u64,
+    /// What was wrong, the last time.
+    pub text: String,
+    /// Seconds since then.
+    pub age_s: u64,
+}
+
+/// One of `GET /v1/interfaces`; the answer to `POST /v1/interfaces`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Interface {
+    /// Its name.
+    pub name: String,
+    /// `vhost-user`, `tap` or `local`.
+    pub kind: String,
+    /// `up`, `down` or `broken`.
+    pub state: String,
+    /// Why it is not up.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    /// Network.
+    pub network: NetworkId,
+    /// The guest's address, when it was given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mac: Option<Mac>,
+    /// The guest's IP addresses, when they were given.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Vec<String>))]
+    pub addresses: Vec<IpAddr>,
+    /// MTU in bytes, as it is.
+    pub mtu: u32,
+    /// Queue pairs.
+    pub queues: u32,
+    /// Unix socket (vhost-user).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub socket: Option<String>,
+    /// Whether vnetd listens on it (vhost-user).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub server: Option<bool>,
+    /// Device (tap, local).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device: Option<String>,
+    /// Where the device lives (tap, local).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub netns: Option<String>,
+    /// Most flooded frames a second.
+    pub storm_limit: u32,
+    /// Whether source addresses are held to `mac`.
+    pub port_security: bool,
+    /// Who drives it, and how its guest is notified.
+    #[serde(flatten)]
+    pub driving: Driving,
+}
+
+/// Who drives an interface and how its guest is notified: part of [`Interface`].
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Driving {
+    /// `guest-driven`, `vmm-driven` or `adaptive`.
+    pub mode: String,
+    /// alpha_l in frames/s.
+    pub rate_low: u32,
+    /// alpha_u in frames/s.
+    pub rate_high: u32,
+    /// omega in microseconds.
+    pub window_us: u32,
+    /// `guest`, `vmm`, or `both` when its queues differ.
+    pub driven_by: String,
+    /// Frames a second from the guest, over the last window.
+    pub rate: u64,
+    /// Changes between guest-driven and VMM-driven so far.
+    pub switches: u64,
+    /// `direct` or `optimistic`.
+    pub interrupts: String,
+    /// alpha of optimistic interrupts, bytes/s.
+    pub receive_density_low: u64,
+    /// beta of optimistic interrupts, bytes/s.
+    pub receive_density_high: u64,
+    /// Less data than this, in bytes, is not announced early.
+    pub early_bytes: u64,
+    /// Notifications given for a thousand frames delivered.
+    pub notifications_per_1000_frames: u64,
+    /// What optimistic interrupts did.
+    #[serde(flatten)]
+    pub interrupt_counters: InterruptCounters,
+}
+
+/// What optimistic interrupts did; the words are those of [`InterruptStats`].
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct InterruptCounters {
+    /// Early interrupts.
+    pub early: u64,
+    /// Early interrupts not made: the guest had notifications off.
+    pub early_discarded: u64,
+    /// Early interrupts that came before their frames.
+    pub early_premature: u64,
+    /// Notifications at the end of coalescing or after it.
+    pub coalesced_injected: u64,
+    /// Ends of coalescing without one because of the receive density.
+    pub coalesced_withheld: u64,
+}
+
+impl From<&InterruptStats> for InterruptCounters {
+    fn from(stats: &InterruptStats) -> InterruptCounters {
+        InterruptCounters {
+            early: stats.early.get(),
+            early_discarded: stats.early_discarded.get(),
+            early_premature: stats.early_premature.get(),
+            coalesced_injected: stats.coalesced_injected.get(),
+            coalesced_withheld: stats.coalesced_withheld.get(),
+        }
+    }
+}
+
+impl InterruptCounters {
+    fn add(&mut self, other: &InterruptCounters) {
+        self.early += other.early;
+        self.early_discarded += other.early_discarded;
+        self.early_premature += other.early_premature;
+        self.coalesced_injected += other.coalesced_injected;
+        self.coalesced_withheld += other.coalesced_withheld;
+    }
+}
+
+/// One of `GET /v1/links`; the answer to `POST /v1/links`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Link {
+    /// Its name.
+    pub name: String,
+    /// The other host: where it is at present, for links that follow it; `anywhere` while that is not known.
+    pub remote: String,
+    /// Ports of the other host, from that of `remote` on.
+    #[serde(default = "one")]
+    pub ports: u16,
+    /// `native`, `vnet`, `vxlan` or `stream`.
+    pub encapsulation: String,
+    /// The networks it carries; all when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub networks: Option<Vec<NetworkId>>,
+    /// `up`; `degraded`: it works, but badly or not for long; `down`: the kernel has no route to the other host, this has gone
+    /// silent, or, of a sealed link, there are no keys.
+    pub state: String,
+    /// Why it is not up.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    /// Largest IP packet that is sent on it, in bytes.
+    pub mtu: u16,
+    /// Seconds since anything came by it; absent when nothing ever did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub heard_s: Option<u64>,
+    /// Nothing travels in clear text.
+    #[serde(default)]
+    pub sealed: bool,
+    /// The name that the other host's certificate has to have (sealed).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub peer: Option<String>,
+    /// Seconds since the present keys were agreed on (sealed); absent without keys.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keys_s: Option<u64>,
+    /// Round trip in microseconds, by keepalives (sealed) or probes (native).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rtt_us: Option<u32>,
+    /// Of the last 50 probes, five a second, thousandths that were lost, they or their answers (native); absent when the other host
+    /// never answered.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss_permille: Option<u32>,
+    /// What passes it, and what was lost.
+    #[serde(default)]
+    pub traffic: Traffic,
+    /// Source addresses that frames from the other host may have; all when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub macs: Option<Vec<Mac>>,
+    /// vxlan: whether streams go by the kernel's VXLAN driver.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub offload: Option<bool>,
+}
+
+/// One of `GET /v1/routes`; the answer to `POST /v1/routes`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Route {
+    /// Counted from 1, never used again.
+    pub index: u32,
+    /// Network.
+    pub network: NetworkId,
+    /// Source qualifier.
+    pub src: String,
+    /// Destination qualifier.
+    pub dst: String,
+    /// Where frames must come from.
+    pub from: String,
+    /// Where they go.
+    pub to: String,
+}
+
+/// One of `GET /v1/networks`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Network {
+    /// Its number.
+    pub id: NetworkId,
+    /// Whether addresses are learned and unknown ones flooded.
+    pub learning: bool,
+    /// Seconds after which a learned address that was not seen again is forgotten.
+    pub ageing_s: u32,
+    /// Whether this host relays its frames from link to link.
+    #[serde(default)]
+    pub relay: bool,
+    /// Interfaces in it.
+    pub interfaces: usize,
+}
+
+/// One of `GET /v1/learned`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Learned {
+    /// Network.
+    pub network: NetworkId,
+    /// Address.
+    pub mac: Mac,
+    /// Where it is: `interface NAME` or `link NAME`.
+    pub at: String,
+    /// `learned`, `frozen` (learned, but it moved too often) or `configured`.
+    pub held: String,
+    /// Seconds since it was last seen; 0 for configured ones.
+    pub age_s: u32,
+}
+
+/// `GET /v1/trace?src=MAC&dst=MAC`, optionally `&network=ID&from=PLACE`
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Trace {
+    /// Network.
+    pub network: NetworkId,
+    /// Source address.
+    pub src: Mac,
+    /// Destination address.
+    pub dst: Mac,
+    /// Where the frame would come from: `interface NAME` or `link NAME`.
+    pub from: String,
+    /// What decides: `guard`, `rules`, `configured`, `learned`, `flood` or `nothing`.
+    pub by: String,
+    /// The same for people.
+    pub why: String,
+    /// What the guard says: `admitted`, or the reason under which the frame would be dropped as it enters.
+    #[serde(default)]
+    pub guard: String,
+    /// Indices of the rules that decide.
+    pub rules: Vec<u32>,
+    /// Their priority.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub priority: Option<u8>,
+    /// Dispatchers whose cache holds a line for this flow, and so decides without asking further.
+    #[serde(default)]
+    pub cached_by: Vec<usize>,
+    /// Where it would go.
+    pub to: Vec<String>,
+    /// The same with what is known of each destination, a copy each.
+    #[serde(default)]
+    pub copies: Vec<TracedCopy>,
+    /// Why it would be dropped.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub drop: Option<String>,
+}
+
+/// A copy of a traced frame.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct TracedCopy {
+    /// Where it would go: `interface NAME` or `link NAME`.
+    pub to: String,
+    /// What that is at the moment: `up`, or else.
+    pub state: String,
+    /// MTU of the interface, or of the link's path, in bytes.
+    pub mtu: u32,
+    /// The link's remote address.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub remote: Option<String>,
+    /// What the host at the other end of the link says would become of the copy.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(no_recursion))]
+    pub next: Option<Box<Hop>>,
+    /// Why the other host said nothing, where it was asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub silent: Option<String>,
+}
+
+/// What one host on the way says: the part of a [`Trace`] that other hosts may know.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Hop {
+    /// Its name.
+    pub host: String,
+    /// Where the frame would come from there.
+    pub from: String,
+    /// What decides there, for people.
+    pub why: String,
+    /// Where it would go there, a copy each.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub copies: Vec<HopCopy>,
+    /// Why it would be dropped there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub drop: Option<String>,
+    /// Copies that there was no room to tell of.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub more: usize,
+}
+
+fn is_zero(n: &usize) -> bool {
+    *n == 0
+}
+
+/// A copy on another host.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct HopCopy {
+    /// Where it would go.
+    pub to: String,
+    /// What that is, when it is not up.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub state: Option<String>,
+    /// What the host after that says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(no_recursion))]
+    pub next: Option<Box<Hop>>,
+    /// Why the host after that said nothing, where it was asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub silent: Option<String>,
+}
+
+/// `GET /v1/stats`
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Stats {
+    /// Each interface and link, then `bridge` (datagrams of no link) and `removed` (all that are gone).
+    pub ports: Vec<Port>,
+    /// Each dispatcher, by number.
+    #[serde(default)]
+    pub dispatchers: Vec<Dispatcher>,
+    /// Where the frames went.
+    pub balance: Balance,
+}
+
+/// What one dispatcher has done; the words are those of [`DispatcherStats`].
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Dispatcher {
+    /// Its number, from 0.
+    pub id: usize,
+    /// Frames taken from interfaces and links.
+    pub frames: u64,
+    /// Turns of its loop in which there was work.
+    pub busy_turns: u64,
+    /// Nanoseconds of these turns.
+    pub busy_ns: u64,
+}
+
+impl Dispatcher {
+    /// The counters of dispatcher `id`.
+    pub fn new(id: usize, stats: &DispatcherStats) -> Dispatcher {
+        let (frames, busy_turns) = (stats.frames(), stats.busy_turns());
+        Dispatcher { id, frames, busy_turns, busy_ns: stats.busy_ns() }
+    }
+}
+
+/// One port's counters.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Port {
+    /// `interface`, `link`, `bridge` or `removed`.
+    pub kind: String,
+    /// The interface's or link's name.
+    pub name: String,
+    /// The counters.
+    #[serde(flatten)]
+    pub counters: Counters,
+}
+
+/// Counters of a port since it was added; the words are those of [`PortStats`].
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Counters {
+    /// Frames that entered here.
+    pub in_frames: u64,
+    /// Their bytes.
+    pub in_bytes: u64,
+    /// Frames delivered here.
+    pub out_frames: u64,
+    /// Their bytes.
+    pub out_bytes: u64,
+    /// Frames that became more than one.
+    pub copies: u64,
+    /// Questions for a neighbour (ARP, ND) from here that the host answered; each is in `in_frames`, its answer in
+    /// `out_frames`.
+    #[serde(default)]
+    pub answers: u64,
+    /// Notifications given to the guest.
+    pub notifications: u64,
+    /// Notifications got from the guest.
+    pub kicks: u64,
+    /// What optimistic interrupts did.
+    #[serde(flatten)]
+    pub interrupts: InterruptCounters,
+    /// Messages sent on this link from guests' memory without a copy.
+    #[serde(default)]
+    pub zero_copy_sent: u64,
+    /// Those of them that the kernel copied after all.
+    #[serde(default)]
+    pub zero_copy_copied: u64,
+    /// Messages that should have gone without a copy and were copied at once.
+    #[serde(default)]
+    pub zero_copy_fallen_back: u64,
+    /// Frames that came by this link straight into a guest's buffers.
+    #[serde(default)]
+    pub direct_in_place: u64,
+    /// Messages that were received there and had to be copied out.
+    #[serde(default)]
+    pub direct_copied_out: u64,
+    /// Datagrams received.
+    pub in_datagrams: u64,
+    /// Datagrams sent.
+    pub out_datagrams: u64,
+    /// Frames dropped, per reason.
+    pub drops: BTreeMap<String, u64>,
+    /// Datagrams discarded, per reason.
+    pub discards: BTreeMap<String, u64>,
+}
+
+impl From<&PortStats> for Counters {
+    fn from(stats: &PortStats) -> Counters {
+        Counters {
+            in_frames: stats.in_frames.get(),
+            in_bytes: stats.in_bytes.get(),
+            out_frames: stats.out_frames.get(),
+            out_bytes: stats.out_bytes.get(),
+            copies: stats.copies.get(),
+            answers: stats.answers.get(),
+            notifications: stats.notifications.get(),
+            kicks: stats.kicks.get(),
+            interrupts: (&stats.interrupts).into(),
+            zero_copy_sent: stats.zero_copy.sent.get(),
+            zero_copy_copied: stats.zero_copy.copied.get(),
+            zero_copy_fallen_back: stats.zero_copy.fallen_back.get(),
+            direct_in_place: stats.direct_in_place.get(),
+            direct_copied_out: stats.direct_copied_out.get(),
+            in_datagrams: stats.in_datagrams.get(),
+            out_datagrams: stats.out_datagrams.get(),
+            drops: DropReason::ALL.iter().map(|r| (r.name().into(), stats.drops(*r))).collect(),
+            discards: DiscardReason::ALL.iter().map(|r| (r.name().into(), stats.discards(*r))).collect(),
+        }
+    }
+}
+
+impl Counters {
+    /// Frames dropped for any reason.
+    pub fn drops_total(&self) -> u64 {
+        self.drops.values().sum()
+    }
+
+    /// Datagrams discarded for any reason.
+    pub fn discards_total(&self) -> u64 {
+        self.discards.values().sum()
+    }
+
+    /// Adds another port's counters.
+    pub fn add(&mut self, other: &Counters) {
+        self.in_frames += other.in_frames;
+        self.in_bytes += other.in_bytes;
+        self.out_frames += other.out_frames;
+        self.out_bytes += other.out_bytes;
+        self.copies += other.copies;
+        self.answers += other.answers;
+        self.notifications += other.notifications;
+        self.kicks += other.kicks;
+        self.interrupts.add(&other.interrupts);
+        self.zero_copy_sent += other.zero_copy_sent;
+        self.zero_copy_copied += other.zero_copy_copied;
+        self.zero_copy_fallen_back += other.zero_copy_fallen_back;
+        self.direct_in_place += other.direct_in_place;
+        self.direct_copied_out += other.direct_copied_out;
+        self.in_datagrams += other.in_datagrams;
+        self.out_datagrams += other.out_datagrams;
+        for (reasons, others) in [(&mut self.drops, &other.drops), (&mut self.discards, &other.discards)] {
+            for (reason, count) in others {
+                *reasons.entry(reason.clone()).or_default() += count;
+            }
+        }
+    }
+}
+
+/// Where all frames went: in + copies = out + drops, but for those on their way while it was read.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Balance {
+    /// Frames that entered the core.
+    #[serde(rename = "in")]
+    pub entered: u64,
+    /// Frames that became more than one.
+    pub copies: u64,
+    /// Frames delivered.
+    pub out: u64,
+    /// Frames dropped.
+    pub drops: u64,
+}
+
+impl Balance {
+    /// The balance of some ports.
+    pub fn of<'a>(ports: impl IntoIterator<Item = &'a Counters>) -> Balance {
+        ports.into_iter().fold(Balance::default(), |sum, port| Balance {
+            entered: sum.entered + port.in_frames,
+            copies: sum.copies + port.copies,
+            out: sum.out + port.out_frames,
+            drops: sum.drops + port.drops_total(),
+        })
+    }
+}
+
+impl fmt::Display for Balance {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Balance { entered, copies, out, drops } = self;
+        let (left, right) = (entered + copies, out + drops);
+        let sign = if left == right { "=" } else { "≠" };
+        write!(f, "in {entered} + copies {copies} {sign} out {out} + drops {drops}")?;
+        if left == right { Ok(()) } else { write!(f, " ({} on their way)", left.abs_diff(right)) }
+    }
+}
+
+/// What happens to an object; in the order in which a plan tells it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum Action {
+    /// It goes.
+    Remove,
+    /// It becomes another.
+    Change,
+    /// It comes.
+    Add,
+}
+
+/// One step of a plan.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Change {
+    /// What happens.
+    pub action: Action,
+    /// `host`, `network`, `interface`, `link` or `route`.
+    pub object: String,
+    /// Its name; empty for a route.
+    pub name: String,
+    /// What it is; for a change: what it was -> what it becomes.
+    pub detail: String,
+}
+
+impl fmt::Display for Change {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let sign = match self.action {
+            Action::Remove => '-',
+            Action::Change => '~',
+            Action::Add => '+',
+        };
+        let name = if self.name.is_empty() { String::new() } else { format!(" {}", self.name) };
+        write!(f, "{sign} {}{name}: {}", self.object, self.detail)
+    }
+}
+
+/// The answer to `POST /v1/apply`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Applied {
+    /// True when it was only asked what would be done.
+    pub dry_run: bool,
+    /// What was (or would be) done.
+    pub changes: Vec<Change>,
+    /// What the writer of the configuration should know.
+    pub warnings: Vec<String>,
+}
+
+/// One of the answers to `POST /v1/console`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct ConsoleAnswer {
+    /// Line that is answered, counted from 1.
+    pub line: usize,
+    /// False when the answer is `ERROR …`.
+    pub good: bool,
+    /// The answer as the console would send it.
+    pub lines: Vec<String>,
+}
+
+/// The answer when something is refused or fails.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Refusal {
+    /// One line each.
+    pub errors: Vec<String>,
+}

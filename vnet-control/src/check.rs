@@ -1,0 +1,228 @@
+//! What has to hold between the parts of a host's desired state: names, addresses and resources used once, and nothing
+//! named that is not there. Every change goes through here, whether it comes from a file or from a command.
+
+use std::collections::{HashMap, HashSet};
+use std::fmt::Display;
+use std::hash::Hash;
+use std::net::{IpAddr, SocketAddr};
+
+use super::desired::*;
+use super::direct;
+use super::overlay;
+use super::security;
+use super::table::{Place, Problem, quote};
+use super::tunnel;
+use vnet::frame::NetworkId;
+
+/// Adds everything that is wrong between the parts of `desired` to `problems`.
+///
+/// `broken` are interfaces and links that are meant to be there but could not be read: what names them is no mistake.
+pub fn check(desired: &Desired, broken: &[Target], problems: &mut Vec<Problem>) {
+    limit("interfaces", &desired.interfaces, INTERFACES_MAX, problems);
+    limit("links", &desired.links, LINKS_MAX, problems);
+    limit("routes", &desired.routes, ROUTES_MAX, problems);
+    check_bridge(desired, problems);
+    check_networks(desired, problems);
+    check_interfaces(desired, problems);
+    check_links(desired, problems);
+    direct::check(desired, problems);
+    security::check(desired, problems);
+    check_routes(desired, broken, problems);
+    overlay::spec::check(desired, problems);
+}
+
+fn limit<T>(what: &str, items: &[Item<T>], most: usize, problems: &mut Vec<Problem>) {
+    if let Some(item) = items.get(most) {
+        let text = format!("more than {most} {what}, the limit of a host; spread them over more hosts");
+        problems.push(Problem::new(&item.place, text));
+    }
+}
+
+/// Things that may be used once.
+struct Once<K>(HashMap<K, (String, Place)>);
+
+impl<K: Hash + Eq> Once<K> {
+    fn new() -> Once<K> {
+        Once(HashMap::new())
+    }
+
+    fn is_taken(&self, key: &K) -> bool {
+        self.0.contains_key(key)
+    }
+
+    /// Notes that `user` uses `key`; when another does already, that is a problem.
+    fn claim(
+        &mut self,
+        key: K,
+        what: impl Display,
+        user: String,
+        place: &Place,
+        problems: &mut Vec<Problem>,
+    ) {
+        match self.0.entry(key) {
+            std::collections::hash_map::Entry::Occupied(taken) => {
+                let (by, at) = taken.get();
+                let text = format!("{what} is used already by {by}{}; choose another", at.aside());
+                problems.push(Problem::new(place, text));
+            }
+            std::collections::hash_map::Entry::Vacant(free) => {
+                free.insert((user, place.clone()));
+            }
+        }
+    }
+}
+
+fn check_bridge(desired: &Desired, problems: &mut Vec<Problem>) {
+    let (ports, threads) = (desired.bridge.spec.ports, desired.dispatch.spec.threads);
+    if ports > 1 && usize::from(ports) < threads {
+        let text = format!(
+            "ports = {ports} for {threads} dispatchers leaves some without one; write ports = {threads}, or 1 for all of them"
+        );
+        problems.push(Problem::new(&desired.bridge.place, text));
+    }
+    if ports > 1 && desired.overlay.is_some() {
+        let text =
+            "the hosts of an [overlay] know one port of each other; remove ports, or list the links instead";
+        problems.push(Problem::new(&desired.bridge.place, text));
+    }
+}
+
+fn check_networks(desired: &Desired, problems: &mut Vec<Problem>) {
+    let mut seen = HashMap::new();
+    for Item { place, spec } in &desired.networks {
+        if let Some(first) = seen.insert(spec.id, place.clone()) {
+            let text =
+                format!("network {} is there already{}; remove one of the two", spec.id, first.aside());
+            problems.push(Problem::new(place, text));
+        }
+    }
+    let mut declared = |network: NetworkId, place: &Place| {
+        if network != NetworkId::DEFAULT && !seen.contains_key(&network) {
+            let text = format!("network {network} is not declared; add [[network]] with id = {network}");
+            problems.push(Problem::new(place, text));
+        }
+    };
+    for Item { place, spec } in &desired.interfaces {
+        declared(spec.network, place);
+    }
+    for Item { place, spec } in &desired.links {
+        spec.networks.iter().flatten().for_each(|network| declared(*network, place));
+    }
+    for Item { place, spec } in &desired.routes {
+        declared(spec.network, place);
+    }
+}
+
+fn check_interfaces(desired: &Desired, problems: &mut Vec<Problem>) {
+    let (mut names, mut macs, mut resources) = (Once::new(), Once::new(), Once::new());
+    let control = Resource::Socket(desired.control.spec.socket.clone());
+    resources.claim(control.clone(), &control, "the control API".into(), &desired.control.place, problems);
+    for Item { place, spec } in &desired.interfaces {
+        let user = || format!("interface {}", spec.name);
+        names.claim(&spec.name, format!("the name '{}'", spec.name), "an interface".into(), place, problems);
+        if let Some(mac) = spec.mac {
+            macs.claim(mac, format!("mac {mac}"), user(), place, problems);
+        }
+        let resource = spec.attachment.resource();
+        resources.claim(resource.clone(), resource, user(), place, problems);
+    }
+}
+
+fn check_links(desired: &Desired, problems: &mut Vec<Problem>) {
+    let (mut names, mut remotes) = (Once::new(), Once::new());
+    for Item { place, spec } in &desired.links {
+        names.claim(&spec.name, format!("the name '{}'", spec.name), "a link".into(), place, problems);
+        // A datagram belongs to the link whose remote address is its source.
+        // Of several that are taken the first is enough to tell.
+        let claims = tunnel::claims(spec);
+        let taken = claims.iter().find(|what| remotes.is_taken(*what));
+        for what in taken.map_or(&claims[..], std::slice::from_ref) {
+            let user = format!("link {}", spec.name);
+            remotes.claim(what.clone(), what, user, place, problems);
+        }
+        if let Some(text) = tunnel::unusable(&desired.bridge.spec, spec) {
+            problems.push(Problem::new(place, text));
+        }
+    }
+}
+
+/// Why a link cannot work, whatever the host is.
+///
+/// The host listens at `listen` and the ports behind it, `ports` all together; `key` is what that is called.
+pub(super) fn unreachable(listen: SocketAddr, ports: u16, key: &str, link: &LinkSpec) -> Option<String> {
+    let LinkSpec { name, remote, .. } = link;
+    let wildcard = listen.ip().is_unspecified();
+    let own = if wildcard { remote.ip().is_loopback() } else { remote.ip() == listen.ip() };
+    if own && link.has_port_of(listen.port(), ports) {
+        return Some(to_oneself(link));
+    }
+    // [::] takes both; every other address only its own kind.
+    let both = listen.ip() == IpAddr::from(std::net::Ipv6Addr::UNSPECIFIED);
+    if !both && listen.is_ipv4() != remote.is_ipv4() {
+        let (ours, theirs) = if listen.is_ipv4() { ("IPv4", "IPv6") } else { ("IPv6", "IPv4") };
+        return Some(format!(
+            "link {name} goes to {theirs} address {remote}, but [bridge] listens on {ours} only ({listen}); \
+             write {key} = \"[::]:{}\"",
+            listen.port()
+        ));
+    }
+    None
+}
+
+/// The message about a link that leads back to its own host.
+pub(super) fn to_oneself(link: &LinkSpec) -> String {
+    format!("link {} leads to this host itself ({}); name the other host's address", link.name, link.remote)
+}
+
+fn check_routes(desired: &Desired, broken: &[Target], problems: &mut Vec<Problem>) {
+    let interfaces: HashMap<_, _> =
+        desired.interfaces.iter().map(|item| (item.spec.name.as_str(), &item.spec)).collect();
+    let links: HashMap<_, _> =
+        desired.links.iter().map(|item| (item.spec.name.as_str(), &item.spec)).collect();
+    let mut seen = HashSet::new();
+    for Item { place, spec } in &desired.routes {
+        if !seen.insert(spec) {
+            let text =
+                format!("the route ({spec}) is there already, frames would come twice; remove one of them");
+            problems.push(Problem::new(place, text));
+        }
+        let from = match &spec.from {
+            Origin::One(target) => Some(target),
+            _ => None,
+        };
+        for target in from.into_iter().chain([&spec.to]).filter(|target| !broken.contains(target)) {
+            let network = spec.network;
+            let text = match target {
+                Target::Interface(name) => match interfaces.get(name.as_str()) {
+                    None => format!("the route names interface {}, {}", quote(name), missing(&interfaces)),
+                    Some(interface) if interface.network != network => format!(
+                        "the route is in network {network}, but interface {name} in network {}; write network = {}",
+                        interface.network, interface.network
+                    ),
+                    Some(_) => continue,
+                },
+                Target::Link(name) => match links.get(name.as_str()) {
+                    None => format!("the route names link {}, {}", quote(name), missing(&links)),
+                    Some(link) if !link.carries(network) => format!(
+                        "link {name} does not carry network {network} of the route; add it to the link's networks"
+                    ),
+                    Some(_) => continue,
+                },
+            };
+            problems.push(Problem::new(place, text));
+        }
+    }
+}
+
+/// The rest of a sentence about a name that is not there.
+fn missing<T>(there: &HashMap<&str, T>) -> String {
+    const NAMED_MAX: usize = 8;
+    if there.is_empty() {
+        return "which does not exist; there is none".into();
+    }
+    let mut names: Vec<_> = there.keys().copied().collect();
+    names.sort_unstable();
+    let more = if names.len() > NAMED_MAX { ", …" } else { "" };
+    names.truncate(NAMED_MAX);
+    format!("which does not exist; there is {}{more}", names.join(", "))
+}

@@ -1,0 +1,351 @@
+//! The console: carries out the commands of the [`language`] on the engine, and words the answers.
+//!
+//! A command becomes the same edit of the desired state that the API makes: its keys go through the configuration's own
+//! readers, so that nothing is allowed here that a file would be refused. An answer is `OK …`, `ERROR reason`, or the lines of a
+//! listing ended by a line with a single dot.
+
+use std::fmt;
+
+use serde_json::{Map, Value, json};
+
+use super::desired::{Item, LinkSpec, Target};
+use super::engine::{Engine, EngineError};
+use super::language::{self, COMMANDS, Command, Dialect, LISTING_MAX, LanguageError, Place, Transport};
+use super::{api, config, desired};
+use vnet::link::ANYWHERE;
+use vnet::route::Qualifier;
+
+/// What the console says to a line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// Nothing: the line was empty or a comment.
+    Nothing,
+    /// `OK …`
+    Ok(String),
+    /// `ERROR reason`
+    Error(String),
+    /// Lines, ended by `.`; one that begins with `#` is a remark.
+    Listing(Vec<String>),
+    /// `OK …`, and the session is over.
+    Done,
+}
+
+impl From<LanguageError> for Answer {
+    fn from(error: LanguageError) -> Answer {
+        Answer::Error(error.to_string())
+    }
+}
+
+/// One line of text, whatever was quoted in it.
+fn one_line(text: &str) -> String {
+    let lines: Vec<_> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    lines.join("; ").chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
+}
+
+impl fmt::Display for Answer {
+    /// The answer as it is sent, line ends included.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Answer::Nothing => Ok(()),
+            Answer::Ok(text) => writeln!(f, "OK {}", one_line(text)),
+            Answer::Error(reason) => writeln!(f, "ERROR {}", one_line(reason)),
+            Answer::Listing(lines) => {
+                lines.iter().try_for_each(|line| writeln!(f, "{}", one_line(line)))?;
+                f.write_str(".\n")
+            }
+            Answer::Done => f.write_str("OK bye\n"),
+        }
+    }
+}
+
+/// Why a command was not carried out.
+#[derive(Debug, thiserror::Error)]
+enum ConsoleError {
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    #[error(transparent)]
+    Config(#[from] config::ConfigError),
+    #[error("there is no link to {0}; LINKS? lists them")]
+    NoLink(String),
+    #[error("there is no interface {0}; INTERFACES? lists them")]
+    NoInterface(String),
+    #[error("several links go to {0}; name one as IP:PORT or by its name")]
+    Ambiguous(String),
+}
+
+/// Reads a line and carries it out.
+pub fn answer(engine: &mut Engine, dialect: Dialect, line: &[u8]) -> Answer {
+    match language::parse_bytes(dialect, line) {
+        Ok(command) => execute(engine, command),
+        Err(error) => error.into(),
+    }
+}
+
+/// Carries out a whole file, and stops after `DONE`. Lines that are not to be answered are left out.
+pub fn answers(engine: &mut Engine, dialect: Dialect, text: &[u8]) -> Vec<api::ConsoleAnswer> {
+    let mut answers = vec![];
+    for (number, line) in text.split(|byte| *byte == b'\n').enumerate() {
+        let answer = answer(engine, dialect, line.strip_suffix(b"\r").unwrap_or(line));
+        let text = answer.to_string();
+        if !text.is_empty() {
+            let good = !matches!(answer, Answer::Error(_));
+            let lines = text.lines().map(ToString::to_string).collect();
+            answers.push(api::ConsoleAnswer { line: number + 1, good, lines });
+        }
+        if answer == Answer::Done {
+            break;
+        }
+    }
+    answers
+}
+
+/// Carries out a command.
+pub fn execute(engine: &mut Engine, command: Command) -> Answer {
+    match command {
+        Command::Nothing => Answer::Nothing,
+        Command::Done => Answer::Done,
+        Command::Help => help(),
+        Command::Hello => {
+            let host = &engine.current().host.spec.name;
+            Answer::Ok(format!("vnet {} on host {host}; HELP lists the commands", env!("CARGO_PKG_VERSION")))
+        }
+        Command::Links(first) => links(engine, first),
+        Command::Routes(first) => routes(engine, first),
+        Command::Interfaces(first) => interfaces(engine, first),
+        Command::Stats(first) => stats(engine, first),
+        change => match carry_out(engine, change) {
+            Ok(text) => Answer::Ok(text),
+            Err(error) => Answer::Error(error.to_string()),
+        },
+    }
+}
+
+/// Carries out a command that changes something, and says what has changed.
+fn carry_out(engine: &mut Engine, command: Command) -> Result<String, ConsoleError> {
+    match command {
+        Command::AddLink { remote, transport, keys } => {
+            let mut object = object(keys.0);
+            let index = engine.indices().next_link();
+            object.entry("name").or_insert_with(|| json!(format!("link{index}")));
+            object.insert("remote".into(), json!(remote.to_string()));
+            let (encapsulation, clear) = match transport {
+                Transport::Udp => ("vnet", true),
+                Transport::Tcp => ("stream", false),
+            };
+            object.entry("encapsulation").or_insert_with(|| json!(encapsulation));
+            if clear && !object.contains_key("sealed") {
+                // VNET/P knows clear text only: whoever speaks its language has said so.
+                object.entry("trusted").or_insert(json!(true));
+            }
+            engine.add_link(config::link_from_json(&bytes(object))?)?;
+            Ok(format!("link {index}"))
+        }
+        Command::AddInterface { name, kind, keys } => {
+            let mut object = object(keys.0);
+            object.insert("name".into(), json!(name));
+            object.insert("kind".into(), json!(kind));
+            let index = engine.indices().next_interface();
+            engine.add_interface(config::interface_from_json(&bytes(object))?)?;
+            Ok(format!("interface {index}"))
+        }
+        Command::AddRoute(route) => Ok(format!("route {}", add_route(engine, route)?)),
+        Command::DeleteRoute(index) => {
+            engine.remove_route(index)?;
+            Ok(format!("route {index} removed"))
+        }
+        Command::DeleteLink(index) => {
+            let name = engine.indices().link_name(index).map(ToString::to_string);
+            engine.remove_link(&name.ok_or_else(|| EngineError::NotFound(format!("link {index}")))?)?;
+            Ok(format!("link {index} removed"))
+        }
+        Command::DeleteInterface(index) => {
+            let name = engine.indices().interface_name(index).map(ToString::to_string);
+            let name = name.ok_or_else(|| EngineError::NotFound(format!("interface {index}")))?;
+            engine.remove_interface(&name)?;
+            Ok(format!("interface {index} removed"))
+        }
+        // `execute` answers all others itself.
+        other => Ok(other.to_string()),
+    }
+}
+
+fn object(keys: Vec<(String, Value)>) -> Map<String, Value> {
+    keys.into_iter().collect()
+}
+
+fn bytes(object: Map<String, Value>) -> Vec<u8> {
+    Value::Object(object).to_string().into_bytes()
+}
+
+fn add_route(engine: &mut Engine, route: language::AddRoute) -> Result<u32, ConsoleError> {
+    let to = target(engine, &route.to)?;
+    let from = match &route.from {
+        language::Origin::Any => desired::Origin::Any,
+        language::Origin::AnyEdge => desired::Origin::AnyLink,
+        language::Origin::AnyInterface => desired::Origin::AnyInterface,
+        language::Origin::One(place) => desired::Origin::One(target(engine, place)?),
+    };
+    let network = route.network.or_else(|| network_of(engine, &to)).unwrap_or_default();
+    let object = json!({
+        "network": network.get(),
+        "src": route.src.to_string(),
+        "dst": route.dst.to_string(),
+        "from": from.to_string(),
+        "to": to.to_string(),
+    });
+    Ok(engine.add_route(config::route_from_json(object.to_string().as_bytes())?)?)
+}
+
+/// The network that a route to `target` is meant for: the interface's, or the only one that the link carries.
+fn network_of(engine: &Engine, target: &Target) -> Option<vnet::frame::NetworkId> {
+    let current = engine.current();
+    match target {
+        Target::Interface(name) => {
+            current.interfaces.iter().find(|item| item.spec.name == *name).map(|item| item.spec.network)
+        }
+        Target::Link(name) => {
+            let link = current.links.iter().find(|item| item.spec.name == *name)?;
+            match link.spec.networks.as_deref() {
+                Some([only]) => Some(*only),
+                _ => None,
+            }
+        }
+    }
+}
+
+/// Looks up whom a place means.
+fn target(engine: &Engine, place: &Place) -> Result<Target, ConsoleError> {
+    let current = engine.current();
+    let link = |what: String, is: &dyn Fn(&LinkSpec) -> bool| {
+        let mut found = current.links.iter().filter(|item| is(&item.spec));
+        match (found.next(), found.next()) {
+            (Some(item), None) => Ok(Target::Link(item.spec.name.clone())),
+            (None, _) => Err(ConsoleError::NoLink(what)),
+            (Some(_), Some(_)) => Err(ConsoleError::Ambiguous(what)),
+        }
+    };
+    let interface = |what: String, is: &dyn Fn(&desired::InterfaceSpec) -> bool| {
+        let found = current.interfaces.iter().find(|item| is(&item.spec));
+        found.map(|item| Target::Interface(item.spec.name.clone())).ok_or(ConsoleError::NoInterface(what))
+    };
+    match place {
+        Place::EdgeIp(ip) => link(ip.to_string(), &|spec| spec.remote.ip() == ip.to_canonical()),
+        Place::EdgeRemote(remote) => link(remote.to_string(), &|spec| spec.remote == *remote),
+        Place::EdgeName(name) => link(quoted(name), &|spec| spec.name == *name),
+        Place::InterfaceMac(mac) => interface(mac.to_string(), &|spec| spec.mac == Some(*mac)),
+        Place::InterfaceName(name) => interface(quoted(name), &|spec| spec.name == *name),
+    }
+}
+
+fn quoted(name: &str) -> String {
+    super::table::quote(name)
+}
+
+fn help() -> Answer {
+    let mut lines = vec![];
+    for usage in COMMANDS {
+        let synonyms = match usage.synonyms {
+            "" => String::new(),
+            synonyms => format!(" (also {synonyms})"),
+        };
+        lines.push(usage.syntax.to_string());
+        lines.push(format!("    {}{synonyms}", usage.help));
+    }
+    Answer::Listing(lines)
+}
+
+/// Those lines of a listing that are not before `first`, as many as one answer holds, and where the next one begins.
+fn listing(command: &str, lines: impl Iterator<Item = (u32, String)>, first: u32) -> Answer {
+    let mut lines = lines.skip_while(|(index, _)| *index < first);
+    let mut shown: Vec<_> = lines.by_ref().take(LISTING_MAX).map(|(_, line)| line).collect();
+    if let Some((next, _)) = lines.next() {
+        shown.push(format!("# more: {command} {next}"));
+    }
+    Answer::Listing(shown)
+}
+
+fn links(engine: &Engine, first: u32) -> Answer {
+    let indices = engine.indices();
+    let line = |Item { spec, .. }: &Item<LinkSpec>| {
+        let (name, ip, port) = (&spec.name, spec.remote.ip(), spec.remote.port());
+        let encapsulation = desired::encapsulation_name(spec.encapsulation);
+        let transport = if encapsulation == "stream" { Transport::Tcp } else { Transport::Udp };
+        (indices.link(name), format!("{ip} {port} {transport} {name} {encapsulation}"))
+    };
+    let states: std::collections::HashMap<_, _> =
+        engine.links().into_iter().map(|link| (link.name, link.state)).collect();
+    let mut lines: Vec<_> = engine.current().links.iter().map(|item| (line(item), &item.spec.name)).collect();
+    lines.sort_by_key(|((index, _), _)| *index);
+    let state = |name| states.get(name).map_or("gone", String::as_str);
+    let lines = lines
+        .into_iter()
+        .map(|((index, line), name)| (index, format!("{index} {line} {}", state(name.as_str()))));
+    listing("LINKS?", lines, first)
+}
+
+fn routes(engine: &Engine, first: u32) -> Answer {
+    let current = engine.current();
+    let remotes: std::collections::HashMap<_, _> =
+        current.links.iter().map(|item| (item.spec.name.as_str(), item.spec.remote)).collect();
+    let place = |target: &Target| match target {
+        Target::Interface(name) => format!("interface {name}"),
+        Target::Link(name) => match remotes.get(name.as_str()) {
+            Some(remote) if *remote != ANYWHERE => format!("edge {remote}"),
+            _ => format!("edge {name}"),
+        },
+    };
+    let mut routes: Vec<_> = engine.route_indices().collect();
+    routes.sort_unstable_by_key(|(index, _)| *index);
+    let lines = routes.into_iter().map(|(index, spec)| {
+        let from = match &spec.from {
+            desired::Origin::Any => "any".into(),
+            desired::Origin::AnyInterface => "interface".into(),
+            desired::Origin::AnyLink => "edge".into(),
+            desired::Origin::One(target) => place(target),
+        };
+        let (src, dst): (&Qualifier, &Qualifier) = (&spec.src, &spec.dst);
+        (index, format!("{index} {src} {dst} {} {from} network={}", place(&spec.to), spec.network))
+    });
+    listing("ROUTES?", lines, first)
+}
+
+fn interfaces(engine: &Engine, first: u32) -> Answer {
+    let indices = engine.indices();
+    let mut lines: Vec<_> = engine
+        .interfaces()
+        .into_iter()
+        .map(|interface| {
+            let api::Interface { name, kind, state, network, mac, mtu, .. } = interface;
+            let (index, mac) = (indices.interface(&name), mac.map_or("-".into(), |mac| mac.to_string()));
+            (index, format!("{index} {mac} {name} {kind} {state} mtu={mtu} network={network}"))
+        })
+        .collect();
+    lines.sort_unstable();
+    listing("INTERFACES?", lines.into_iter(), first)
+}
+
+/// One line a port, `KIND NAME COUNTER=VALUE …`; counters at zero that are not everybody's are left out.
+fn stats(engine: &Engine, first: u32) -> Answer {
+    let stats = engine.stats();
+    let mut lines = vec![];
+    for api::Port { kind, name, counters } in &stats.ports {
+        let api::Counters { in_frames, in_bytes, out_frames, out_bytes, copies, .. } = counters;
+        let mut line = format!(
+            "{kind} {name} in_frames={in_frames} in_bytes={in_bytes} out_frames={out_frames} out_bytes={out_bytes} \
+             copies={copies}"
+        );
+        for (what, reasons) in [("drop", &counters.drops), ("discard", &counters.discards)] {
+            for (reason, count) in reasons.iter().filter(|(_, count)| **count > 0) {
+                line += &format!(" {what}.{reason}={count}");
+            }
+        }
+        lines.push(line);
+    }
+    let api::Balance { entered, copies, out, drops } = stats.balance;
+    lines.push(format!("balance in={entered} copies={copies} out={out} drops={drops}"));
+    listing("STATS?", (1..).zip(lines), first)
+}
+
+#[cfg(test)]
+#[path = "console_tests.rs"]
+mod tests;

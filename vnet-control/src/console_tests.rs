@@ -1,0 +1,221 @@
+//! The console on a real engine: what it changes is what the API would change.
+
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use super::*;
+use crate::config::parse;
+use crate::events::{Asker, Event, Watch};
+use crate::language::tests::{Random, random_line};
+
+fn engine(dir: &Path, more: &str) -> Engine {
+    let text = format!("[host]\nname = \"h1\"\n[bridge]\nlisten = \"127.0.0.1:0\"\n{more}");
+    Engine::start(parse("f", &text.replace("DIR", dir.to_str().unwrap())).unwrap().desired).unwrap()
+}
+
+fn say(engine: &mut Engine, line: &str) -> String {
+    answer(engine, Dialect::Console, line.as_bytes()).to_string()
+}
+
+/// Each line with the answer it must get.
+fn converse(engine: &mut Engine, lines: &[(&str, &str)]) {
+    for (line, want) in lines {
+        assert_eq!(say(engine, line), *want, "{line}");
+    }
+}
+
+#[test]
+fn links_routes_and_interfaces_come_and_go_by_index() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut engine = engine(dir.path(), "");
+    let add =
+        format!("INTERFACE ADD vm1 vhost-user socket={}/vm1 mac=52:54:00:00:00:01", dir.path().display());
+    converse(
+        &mut engine,
+        &[
+            ("", ""),
+            ("# a remark", ""),
+            ("LINK ADD 127.0.1.2 9000 udp", "OK link 1\n"),
+            ("LINK ADD 127.0.1.3 9000 name=h3 encapsulation=native", "OK link 2\n"),
+            (&add, "OK interface 1\n"),
+            ("LINKS?", "1 127.0.1.2 9000 udp link1 vnet up\n2 127.0.1.3 9000 udp h3 native up\n.\n"),
+            ("INTERFACES?", "1 52:54:00:00:00:01 vm1 vhost-user down mtu=1500 network=1\n.\n"),
+            ("ROUTE ADD any 52:54:00:00:00:02 edge 127.0.1.2 any", "OK route 1\n"),
+            ("ROUTE ADD any not-52:54:00:00:00:02 interface 52:54:00:00:00:01 edge h3", "OK route 2\n"),
+            ("ROUTE ADD none any interface vm1 edge", "OK route 3\n"),
+            (
+                "ROUTES?",
+                "1 any 52:54:00:00:00:02 edge 127.0.1.2:9000 any network=1\n\
+                 2 any not-52:54:00:00:00:02 interface vm1 edge 127.0.1.3:9000 network=1\n\
+                 3 none any interface vm1 edge network=1\n.\n",
+            ),
+            ("ROUTES? 3", "3 none any interface vm1 edge network=1\n.\n"),
+            ("ROUTE DEL 2", "OK route 2 removed\n"),
+            ("ROUTE DEL 2", "ERROR there is no route 2; see what there is with 'list'\n"),
+            (
+                "LINK DEL 1",
+                "ERROR link link1 is named by route 1 (src any, dst 52:54:00:00:00:02, from any, to link link1); delete that first\n",
+            ),
+            ("ROUTE DEL 1", "OK route 1 removed\n"),
+            ("LINK DEL 1", "OK link 1 removed\n"),
+            ("LINK ADD 127.0.1.4 9000", "OK link 3\n"),
+            ("LINK DEL 1", "ERROR there is no link 1; see what there is with 'list'\n"),
+            ("ROUTE DEL 3", "OK route 3 removed\n"),
+            ("INTERFACE DEL 1", "OK interface 1 removed\n"),
+            ("INTERFACES?", ".\n"),
+            ("DONE", "OK bye\n"),
+        ],
+    );
+    assert_eq!(engine.routes(), []);
+    assert_eq!(engine.links().iter().map(|link| &*link.name).collect::<Vec<_>>(), ["h3", "link3"]);
+    engine.stop();
+}
+
+#[test]
+fn what_a_file_is_refused_is_refused_here() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut engine =
+        engine(dir.path(), "[[link]]\nname = \"h2\"\nremote = \"127.0.1.2:9000\"\ntrusted = true\n");
+    for (line, words) in [
+        ("LINK ADD 127.0.1.2 9000", "remote 127.0.1.2:9000 is used already"),
+        ("LINK ADD 127.0.1.3 0", "has no port"),
+        ("LINK ADD 224.0.0.1 9000", "not one host's address"),
+        ("LINK ADD 127.0.1.3 9000 name=h2", "the name 'h2' is used already"),
+        ("LINK ADD 127.0.1.3 9000 colour=red", "unknown key 'colour'"),
+        ("LINK ADD 127.0.1.3 9000 networks=7", "network 7 is not declared"),
+        ("INTERFACE ADD c1 tun device=x", "'tun'"),
+        ("INTERFACE ADD c1 tap device=x mtu=9", "mtu 9 is beyond the limits"),
+        ("ROUTE ADD any any edge 127.0.1.9 any", "no link to 127.0.1.9"),
+        ("ROUTE ADD any any edge h9 any", "no link to 'h9'"),
+        ("ROUTE ADD any any interface 52:54:00:00:00:09 any", "no interface 52:54:00:00:00:09"),
+        ("ROUTE ADD any any edge 127.0.1.2 any network=9", "network 9 is not declared"),
+        ("NONSENSE", "no command"),
+    ] {
+        let said = say(&mut engine, line);
+        assert!(
+            said.starts_with("ERROR ") && said.contains(words) && said.lines().count() == 1,
+            "{line}: {said}"
+        );
+    }
+    assert_eq!(engine.links().len(), 1);
+    // Two links to one address need a port to be told apart.
+    assert_eq!(say(&mut engine, "LINK ADD 127.0.1.2 9001"), "OK link 2\n");
+    assert!(say(&mut engine, "ROUTE ADD any any edge 127.0.1.2 any").contains("several links"));
+    assert_eq!(say(&mut engine, "ROUTE ADD any any edge 127.0.1.2:9001 any"), "OK route 1\n");
+    engine.stop();
+}
+
+#[test]
+fn a_file_is_answered_line_by_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut engine = engine(dir.path(), "");
+    let text =
+        b"# VNET/P's links\r\nADD 127.0.1.2 9000 udp\r\n\nADD nowhere\nHELLO\nDONE\nADD 127.0.1.3 9000";
+    let answers = answers(&mut engine, Dialect::Links, text);
+    let told: Vec<_> =
+        answers.iter().map(|answer| (answer.line, answer.good, answer.lines[0].as_str())).collect();
+    assert_eq!(told[0], (2, true, "OK link 1"));
+    assert_eq!((told[1].0, told[1].1), (4, false));
+    assert!(told[2].2.starts_with("OK vnet "));
+    assert_eq!(told[3], (6, true, "OK bye"));
+    assert_eq!((told.len(), engine.links().len()), (4, 1), "nothing after DONE");
+    engine.stop();
+}
+
+#[test]
+fn random_lines_are_answered_in_form() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut engine = engine(dir.path(), "");
+    let mut random = Random(0xD1B5_4A32_D192_ED03);
+    let (mut line, mut links) = (vec![], (0, 0));
+    for _ in 0..20_000 {
+        random_line(&mut random, &mut line);
+        let answer = answer(&mut engine, Dialect::Console, &line);
+        let text = answer.to_string();
+        if let Answer::Ok(text) = &answer
+            && text.starts_with("link ")
+        {
+            let count = if text.ends_with("removed") { &mut links.1 } else { &mut links.0 };
+            *count += 1;
+        }
+        match answer {
+            Answer::Nothing => assert_eq!(text, ""),
+            Answer::Listing(_) => assert!(text.ends_with("\n.\n") || text == ".\n", "{text}"),
+            Answer::Ok(_) | Answer::Done => {
+                assert!(text.starts_with("OK ") && text.lines().count() == 1, "{text}")
+            }
+            Answer::Error(_) => assert!(text.starts_with("ERROR ") && text.lines().count() == 1, "{text}"),
+        }
+    }
+    let (came, went) = links;
+    assert!(went > 0, "links come and go");
+    assert_eq!(engine.links().len(), came - went);
+    engine.stop();
+}
+
+#[test]
+fn statistics_name_every_port() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut engine = engine(dir.path(), "");
+    say(&mut engine, "LINK ADD 127.0.1.2 9000");
+    let stats = say(&mut engine, "STATS?");
+    let begin: Vec<_> =
+        stats.lines().map(|line| line.split(' ').take(2).collect::<Vec<_>>().join(" ")).collect();
+    assert_eq!(begin, ["link link1", "bridge bridge", "removed removed", "balance in=0", "."]);
+    assert!(say(&mut engine, "HELP").contains("ROUTE ADD SRC DST"));
+    engine.stop();
+}
+
+#[test]
+fn a_listing_tells_where_it_goes_on() {
+    let lines = || (1..=LISTING_MAX as u32 + 10).map(|index| (index, index.to_string()));
+    let Answer::Listing(shown) = listing("ROUTES?", lines(), 0) else { panic!("a listing") };
+    assert_eq!((shown.len(), shown.last().unwrap().as_str()), (LISTING_MAX + 1, "# more: ROUTES? 4097"));
+    let Answer::Listing(rest) = listing("ROUTES?", lines(), LISTING_MAX as u32 + 1) else {
+        panic!("a listing")
+    };
+    assert_eq!((rest.len(), rest[0].as_str()), (10, "4097"));
+}
+
+#[test]
+fn an_answer_is_one_line_whatever_was_quoted() {
+    let answer = Answer::Error("first\r\n.\n\x1b[2Jthird".into()).to_string();
+    assert_eq!(answer, "ERROR first; .; \u{fffd}[2Jthird\n");
+}
+
+#[test]
+fn changes_are_told_with_who_asked() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut engine = engine(dir.path(), "");
+    let told: Arc<Mutex<Vec<Event>>> = Arc::default();
+    let sink = told.clone();
+    engine.tell(Box::new(move |event| sink.lock().unwrap().push(event)));
+    let mut watch = Watch::default();
+    assert_eq!(watch.look(&engine), [], "nothing to compare with");
+    let peer = "127.0.0.1:4000".parse().unwrap();
+    for (asker, line) in [
+        (Asker::Console(peer), "LINK ADD 127.0.1.2 9000"),
+        (Asker::Unix { uid: 1000, pid: Some(77) }, "ROUTE ADD any any edge 127.0.1.2 any"),
+        (Asker::Http(peer), "LINK ADD 127.0.1.2 9000"),
+    ] {
+        engine.on_behalf(asker, |engine| say(engine, line));
+    }
+    let told: Vec<_> = told
+        .lock()
+        .unwrap()
+        .iter()
+        .map(|event| match event {
+            Event::Configuration { who, changes, changes_total: 1 } => {
+                (who.clone(), changes[0].object.clone())
+            }
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    let want = [("console client 127.0.0.1:4000", "link"), ("uid 1000 pid 77", "route")];
+    assert_eq!(told, want.map(|(who, object)| (who.into(), object.into())), "what was refused is not told");
+    let state =
+        Event::State { object: "link".into(), name: "link1".into(), state: "up".into(), reason: None };
+    assert_eq!(watch.look(&engine), [state]);
+    assert_eq!(watch.look(&engine), []);
+    engine.stop();
+}

@@ -1,0 +1,262 @@
+//! All or nothing, and nothing that was not asked for: the engine with a real core and real sockets.
+
+use std::path::Path;
+
+use super::*;
+use crate::api;
+use crate::config;
+use crate::config::{interface_from_json, link_from_json, parse, route_from_json};
+
+/// A host whose sockets are in `dir`.
+fn desired(dir: &Path, more: &str) -> Desired {
+    let text = format!("[host]\nname = \"h1\"\n[bridge]\nlisten = \"127.0.0.1:0\"\n{more}");
+    parse("f", &text.replace("DIR", dir.to_str().unwrap())).unwrap().desired
+}
+
+fn vm(name: &str) -> String {
+    format!("[[interface]]\nname = \"{name}\"\nkind = \"vhost-user\"\nsocket = \"DIR/{name}\"\n")
+}
+
+fn link(name: &str, host: u8) -> String {
+    format!("[[link]]\nname = \"{name}\"\nremote = \"10.1.2.{host}:9000\"\ntrusted = true\n")
+}
+
+fn route(dst: &str, to: &str) -> String {
+    format!("[[route]]\ndst = \"{dst}\"\nto = \"{to}\"\n")
+}
+
+fn names(engine: &Engine) -> (Vec<String>, Vec<String>, Vec<(u32, String)>) {
+    (
+        engine.interfaces().into_iter().map(|i| i.name).collect(),
+        engine.links().into_iter().map(|l| l.name).collect(),
+        engine.routes().into_iter().map(|r| (r.index, r.to)).collect(),
+    )
+}
+
+#[test]
+fn a_host_comes_and_goes() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = vm("vm1") + &link("h2", 2) + &route("any", "link h2");
+    let engine = Engine::start(desired(dir.path(), &text)).unwrap();
+    let want = (vec!["vm1".into()], vec!["h2".into()], vec![(1, "link h2".into())]);
+    assert_eq!(names(&engine), want);
+    assert!(dir.path().join("vm1").exists());
+    let status = engine.status();
+    assert_eq!((status.interfaces, status.links, status.routes, status.networks), (1, 1, 1, 1));
+    assert_eq!(status.interfaces_up, 0, "no guest is there");
+    engine.stop();
+    assert!(!dir.path().join("vm1").exists());
+}
+
+#[test]
+fn what_does_not_change_is_not_touched() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = vm("vm1") + &link("h2", 2) + &route("none", "link h2") + &route("any", "link h2");
+    let mut engine = Engine::start(desired(dir.path(), &text)).unwrap();
+    let (port, stats) = (engine.interfaces["vm1"].port, engine.interfaces["vm1"].stats.clone());
+    let link_stats = engine.links["h2"].stats.clone();
+    let text = vm("vm2")
+        + &link("h3", 3)
+        + &link("h2", 2)
+        + &vm("vm1")
+        + &route("any", "link h2")
+        + &route("any", "link h3");
+    let plan = engine.apply(desired(dir.path(), &text)).unwrap();
+    assert_eq!(plan.changes().len(), 4, "{plan}");
+    assert_eq!(engine.interfaces["vm1"].port, port);
+    assert!(Arc::ptr_eq(&engine.interfaces["vm1"].stats, &stats));
+    assert!(Arc::ptr_eq(&engine.links["h2"].stats, &link_stats));
+    // Indices stay, and none is used again.
+    assert_eq!(names(&engine).2, [(2, "link h2".into()), (3, "link h3".into())]);
+    let ports: HashSet<_> = engine.interfaces.values().map(|live| live.port).collect();
+    let ports: HashSet<_> = ports.into_iter().chain(engine.links.values().map(|live| live.port)).collect();
+    assert_eq!(ports.len(), 4);
+    engine.stop();
+}
+
+#[test]
+fn a_failure_changes_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = vm("vm1") + &link("h2", 2);
+    let mut engine = Engine::start(desired(dir.path(), &text)).unwrap();
+    let before = (names(&engine), engine.current.clone());
+    // vm2 can be opened, vm3 cannot; vm1 and h2 would go.
+    let bad = vm("vm2") + &vm("vm3").replace("DIR/", "DIR/nowhere/") + &link("h3", 3);
+    let error = engine.apply(desired(dir.path(), &bad)).unwrap_err().to_string();
+    assert!(error.starts_with("f:9: interface vm3 cannot be opened: "), "{error}");
+    assert_eq!(error.lines().count(), 1, "{error}");
+    assert_eq!((names(&engine), engine.current.clone()), before);
+    assert!(dir.path().join("vm1").exists());
+    assert!(!dir.path().join("vm2").exists(), "what was opened is closed again");
+    engine.stop();
+}
+
+#[test]
+fn a_start_that_fails_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let bad = vm("vm2") + &vm("vm3").replace("DIR/", "DIR/nowhere/");
+    assert!(Engine::start(desired(dir.path(), &bad)).is_err());
+    assert!(!dir.path().join("vm2").exists());
+}
+
+#[test]
+fn a_socket_passes_from_one_interface_to_another() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut engine = Engine::start(desired(dir.path(), &vm("vm1"))).unwrap();
+    // Another interface at the same socket.
+    let renamed = vm("vm1").replace("name = \"vm1\"", "name = \"vm9\"");
+    engine.apply(desired(dir.path(), &renamed)).unwrap();
+    assert_eq!(names(&engine).0, ["vm9"]);
+    assert!(dir.path().join("vm1").exists());
+    // The same interface with another MTU.
+    engine.apply(desired(dir.path(), &(renamed.clone() + "mtu = 9000\n"))).unwrap();
+    assert_eq!(engine.interfaces()[0].mtu, 9000);
+    assert!(dir.path().join("vm1").exists());
+    // Its successor is fine, but another new interface is not: as it was.
+    let bad = vm("vm1") + &renamed.replace("DIR/vm1", "DIR/nowhere/vm9");
+    let error = engine.apply(desired(dir.path(), &bad)).unwrap_err().to_string();
+    assert!(error.starts_with("f:9: interface vm9 cannot be opened: "), "{error}");
+    assert_eq!((names(&engine).0, engine.interfaces()[0].mtu), (vec!["vm9".into()], 9000));
+    assert!(dir.path().join("vm1").exists());
+    engine.stop();
+}
+
+#[test]
+fn what_stopped_for_a_failed_successor_comes_back_or_is_named_as_lost() {
+    let dir = tempfile::tempdir().unwrap();
+    let below = dir.path().join("below");
+    std::fs::create_dir(&below).unwrap();
+    let text = vm("vm1")
+        + &vm("vm2").replace("DIR/", "DIR/below/")
+        + &route("any", "interface vm1")
+        + &route("any", "interface vm2");
+    let mut engine = Engine::start(desired(dir.path(), &text)).unwrap();
+    // Both sockets pass on, but the place of the second is gone.
+    std::fs::remove_dir_all(&below).unwrap();
+    let swapped =
+        vm("a").replace("DIR/a", "DIR/vm1") + &vm("b").replace("DIR/b", "DIR/below/vm2") + &link("h2", 2);
+    let error = engine.apply(desired(dir.path(), &swapped)).unwrap_err().to_string();
+    assert!(error.starts_with("f:9: interface b cannot be opened: "), "{error}");
+    assert!(error.contains("; interface vm2 had to stop for it and is lost: "), "{error}");
+    assert_eq!(error.lines().count(), 1, "{error}");
+    assert_eq!(names(&engine), (vec!["vm1".into()], vec![], vec![(1, "interface vm1".into())]));
+    assert!(dir.path().join("vm1").exists());
+    // What is lost can be added again.
+    std::fs::create_dir(&below).unwrap();
+    engine.apply(desired(dir.path(), &text)).unwrap();
+    assert_eq!(names(&engine).0, ["vm1", "vm2"]);
+    engine.stop();
+}
+
+#[test]
+fn settings_of_the_core_change_without_opening_anew() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut engine = Engine::start(desired(dir.path(), &vm("vm1"))).unwrap();
+    let port = engine.interfaces["vm1"].port;
+    engine.apply(desired(dir.path(), &(vm("vm1") + "storm_limit = 5\n"))).unwrap();
+    assert_eq!(engine.interfaces["vm1"].port, port);
+    assert_eq!(engine.interfaces()[0].storm_limit, 5);
+    engine.stop();
+}
+
+#[test]
+fn single_changes_go_the_same_way() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut engine = Engine::start(desired(dir.path(), "")).unwrap();
+    let json =
+        format!(r#"{{"name":"vm1","kind":"vhost-user","socket":"{}"}}"#, dir.path().join("s").display());
+    engine.add_interface(interface_from_json(json.as_bytes()).unwrap()).unwrap();
+    let again = engine.add_interface(interface_from_json(json.as_bytes()).unwrap()).unwrap_err().to_string();
+    assert!(again.contains("the name 'vm1' is used already by an interface; choose another"), "{again}");
+    engine
+        .add_link(link_from_json(br#"{"name":"h2","remote":"10.1.2.2:9000","trusted":true}"#).unwrap())
+        .unwrap();
+    let to_vm = br#"{"dst":"any","to":"interface vm1","from":"link h2"}"#;
+    assert_eq!(engine.add_route(route_from_json(to_vm).unwrap()).unwrap(), 1);
+
+    let error = engine.remove_interface("vm1").unwrap_err().to_string();
+    let want = "interface vm1 is named by route 1 (src any, dst any, from link h2, to interface vm1); delete that first";
+    assert_eq!(error, want);
+    assert!(engine.remove_link("h2").unwrap_err().to_string().starts_with("link h2 is named by route 1 ("));
+    assert_eq!(
+        engine.remove_link("h9").unwrap_err().to_string(),
+        "there is no link h9; see what there is with 'list'"
+    );
+    assert!(matches!(engine.remove_route(2), Err(EngineError::NotFound(_))));
+    engine.remove_route(1).unwrap();
+    assert_eq!(engine.add_route(route_from_json(to_vm).unwrap()).unwrap(), 2, "no index is used again");
+    engine.remove_route(2).unwrap();
+    engine.remove_interface("vm1").unwrap();
+    engine.remove_link("h2").unwrap();
+    assert_eq!(names(&engine), (vec![], vec![], vec![]));
+    engine.stop();
+}
+
+#[test]
+fn counters_of_what_is_gone_stay_in_the_balance() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut engine = Engine::start(desired(dir.path(), &(vm("vm1") + &link("h2", 2)))).unwrap();
+    let vm1 = engine.interfaces["vm1"].stats.clone();
+    vm1.in_frames.add(3);
+    engine.links["h2"].stats.delivered(2, 200);
+    vm1.drop_frames(vnet::stats::DropReason::NoRoute, 1);
+    engine.apply(desired(dir.path(), "")).unwrap();
+    let stats = engine.stats();
+    assert_eq!(stats.balance, api::Balance { entered: 3, copies: 0, out: 2, drops: 1 });
+    let removed = stats.ports.iter().find(|port| port.kind == "removed").unwrap();
+    assert_eq!((removed.counters.in_frames, removed.counters.drops["no_route"]), (3, 1));
+    engine.stop();
+}
+
+#[test]
+fn a_link_to_an_address_of_this_host_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = "[host]\nname = \"h1\"\n[bridge]\nlisten = \"[::]:0\"\n";
+    let mut engine = Engine::start(parse("f", text).unwrap().desired).unwrap();
+    let remote = format!("127.0.0.1:{}", engine.core.bridge_address().port());
+    let json = format!(r#"{{"name":"me","remote":"{remote}"}}"#);
+    let error = engine.add_link(link_from_json(json.as_bytes()).unwrap()).unwrap_err().to_string();
+    assert_eq!(error, format!("link me leads to this host itself ({remote}); name the other host's address"));
+    assert!(engine.links().is_empty());
+    engine.stop();
+    drop(dir);
+}
+
+#[test]
+fn a_port_in_use_is_told_in_one_line() {
+    let taken = UdpSocket::bind("127.0.0.1:0").unwrap();
+    let listen = taken.local_addr().unwrap();
+    let text = format!("[host]\nname = \"h1\"\n[bridge]\nlisten = \"{listen}\"\n");
+    let error = Engine::start(parse("f", &text).unwrap().desired).err().unwrap().to_string();
+    assert!(error.contains(&listen.to_string()) && error.contains("in use"), "{error}");
+    assert_eq!(error.lines().count(), 1, "{error}");
+}
+
+#[test]
+fn driving_changes_without_opening_anything() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut engine = Engine::start(desired(dir.path(), &vm("vm1"))).unwrap();
+    let live = |engine: &Engine| engine.interfaces["vm1"].interface.clone();
+    let (before, port) = (live(&engine), engine.interfaces["vm1"].port);
+    assert!(!before.coalesces());
+    let text = vm("vm1") + "mode = \"vmm-driven\"\ninterrupts = \"optimistic\"\nstorm_limit = 5\n";
+    let plan = engine.apply(desired(dir.path(), &text)).unwrap();
+    assert!(plan.to_string().ends_with("storm limit 5/s, vmm-driven, optimistic interrupts"), "{plan}");
+    assert!(Arc::ptr_eq(&before, &live(&engine)) && engine.interfaces["vm1"].port == port);
+    assert!(before.coalesces());
+    let shown = engine.interfaces().remove(0).driving;
+    assert_eq!((&*shown.mode, &*shown.driven_by, shown.switches), ("vmm-driven", "vmm", 1));
+    // A single change goes the same way.
+    let json = br#"{"mode": "guest-driven", "interrupts": "direct"}"#;
+    engine.change_interface("vm1", |spec| config::change_from_json(json, spec)).unwrap();
+    assert!(Arc::ptr_eq(&before, &live(&engine)) && !before.coalesces());
+    let shown = engine.interfaces().remove(0);
+    assert_eq!((&*shown.driving.mode, &*shown.driving.driven_by), ("guest-driven", "guest"));
+    assert_eq!((shown.driving.switches, shown.storm_limit), (2, 5));
+    let wrong = |engine: &mut Engine, json: &[u8]| {
+        engine.change_interface("vm1", |spec| config::change_from_json(json, spec)).unwrap_err().to_string()
+    };
+    assert!(wrong(&mut engine, br#"{"mode": "fast"}"#).contains("mode 'fast' is not known"));
+    assert!(wrong(&mut engine, br#"{"name": "vm2"}"#).contains("unknown key 'name'"));
+    engine.stop();
+}

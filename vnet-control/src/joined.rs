@@ -1,0 +1,150 @@
+//! The engine's part in a distributed overlay: what is computed from the store joins what the file says, is checked by the
+//! same validator, and is carried out by the same plan.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::desired::*;
+use super::engine::{Engine, EngineError};
+use super::overlay::{Computed, Local, PeerLink};
+use super::plan::Plan;
+use super::security::{self, LinkSecurity};
+use super::{Place, api, check, config, tunnel};
+use vnet::frame::PortId;
+use vnet::interface::State;
+use vnet::link::{Encapsulation, Tunnel};
+use vnet::route::Published;
+
+/// A link that was silent for longer says nothing about its host.
+const HEARD: Duration = Duration::from_secs(60);
+
+impl Engine {
+    /// Makes what was computed from the store part of what the host is. Links that cannot be are left out; for each of them a
+    /// line says why. On an error nothing has changed.
+    pub fn join(&mut self, computed: Computed) -> Result<(Plan, Vec<String>), EngineError> {
+        let mut refused = vec![];
+        let links = computed.links.into_iter().filter(|peer| match self.unusable(peer) {
+            Some(why) => {
+                refused.push(why);
+                false
+            }
+            None => true,
+        });
+        let joined = Computed { links: links.collect(), ..computed };
+        let before = std::mem::replace(&mut self.joined, joined);
+        let merged = self.merged(&self.own);
+        let done = config::validate(&merged).map_err(EngineError::from).and_then(|()| self.carry_out(merged));
+        match done {
+            Ok(plan) => {
+                if plan.is_empty() {
+                    self.publish();
+                }
+                Ok((plan, refused))
+            }
+            Err(error) => {
+                self.joined = before;
+                Err(error)
+            }
+        }
+    }
+
+    /// Why a link that the store asks for cannot be.
+    fn unusable(&self, peer: &PeerLink) -> Option<String> {
+        let spec = link(&self.own, peer);
+        let own = || self.leads_here(&spec).then(|| check::to_oneself(&spec));
+        let risky = || security::unsafe_link(&self.own, &spec);
+        tunnel::unusable(&self.own.bridge.spec, &spec).or_else(own).or_else(risky)
+    }
+
+    /// `desired` and what was computed from the store. What both have is as the former says.
+    pub(super) fn merged(&self, desired: &Desired) -> Desired {
+        let mut merged = desired.clone();
+        if self.joined.links.is_empty() {
+            return merged;
+        }
+        let names: HashSet<_> = desired.links.iter().map(|item| item.spec.name.as_str()).collect();
+        let claims: HashSet<_> = desired.links.iter().flat_map(|item| tunnel::claims(&item.spec)).collect();
+        let declared: HashSet<_> = super::plan::networks(desired).iter().map(|item| item.spec.id).collect();
+        let sealed: Vec<_> =
+            desired.links.iter().filter_map(|item| item.spec.security.peer.as_ref()).collect();
+        let room = LINKS_MAX.saturating_sub(desired.links.len());
+        let usable = self.joined.links.iter().filter_map(|peer| {
+            let mut spec = link(desired, peer);
+            spec.networks.iter_mut().for_each(|ids| ids.retain(|id| declared.contains(id)));
+            let empty = spec.networks.as_ref().is_some_and(Vec::is_empty);
+            let claimed = tunnel::claims(&spec).iter().any(|claim| claims.contains(claim));
+            let sealed_with = |peer: &String| sealed.iter().any(|other| other.eq_ignore_ascii_case(peer));
+            let known = spec.security.peer.as_ref().is_some_and(sealed_with);
+            let taken = names.contains(&*peer.name) || claimed || known;
+            (!empty && !taken).then_some(Item { place: Place::default(), spec })
+        });
+        merged.links.extend(usable.take(room));
+        merged
+    }
+
+    /// What is published, by ports: those of the links that there are.
+    pub(super) fn published(&self) -> Arc<Published> {
+        let port = |name: &str| self.links.get(name).map(|live| live.port);
+        let links = self.joined.hops.iter().map(|name| port(name).unwrap_or(PortId::NONE));
+        let spokes = self.joined.links.iter().filter(|peer| peer.spoke).filter_map(|peer| port(&peer.name));
+        Arc::new(Published {
+            firm: self.joined.firm,
+            places: self.joined.stations.clone(),
+            links: links.collect(),
+            neighbours: self.joined.neighbours.clone(),
+            spokes: spokes.collect(),
+            relayed: self.current.networks.iter().filter(|n| n.spec.relay).map(|n| n.spec.id).collect(),
+        })
+    }
+
+    /// This host's interfaces, as the overlay wants to know them.
+    pub fn locals(&self) -> Vec<Local> {
+        let local = |Item { spec, .. }: &Item<InterfaceSpec>| {
+            let live = self.interfaces.get(&spec.name)?;
+            Some(Local {
+                network: spec.network,
+                mac: spec.mac,
+                addresses: spec.addresses.clone(),
+                up: live.state() == State::Up,
+                in_frames: live.stats.in_frames.get(),
+            })
+        };
+        self.current.interfaces.iter().filter_map(local).collect()
+    }
+
+    /// The links by which anything came lately.
+    pub fn heard(&self) -> Vec<String> {
+        let now_ms = self.core.now_ms();
+        let lately = |at: u64| now_ms.saturating_sub(at) < HEARD.as_millis() as u64;
+        let heard = self.links.iter().filter(|(_, live)| live.link.heard_ms().is_some_and(lately));
+        heard.map(|(name, _)| name.clone()).collect()
+    }
+
+    /// What is shown of the overlay from now on.
+    pub fn show_overlay(&mut self, shown: api::Overlay) {
+        self.shown = Some(shown);
+    }
+}
+
+/// A computed link as the configuration knows links.
+fn link(own: &Desired, peer: &PeerLink) -> LinkSpec {
+    let overlay = own.overlay.as_ref().map(|item| &item.spec);
+    let name = peer.name.to_string();
+    let security = LinkSecurity {
+        trusted: overlay.is_some_and(|overlay| overlay.trusted),
+        peer: overlay.is_some_and(|overlay| overlay.sealed).then(|| name.clone()),
+        macs: None,
+        via: None,
+    };
+    LinkSpec {
+        name,
+        remote: peer.remote,
+        ports: 1,
+        encapsulation: Encapsulation::Native,
+        networks: Some(peer.networks.clone()),
+        mtu: None,
+        tunnel: Tunnel::None,
+        security,
+    }
+}

@@ -1,0 +1,543 @@
+//! The control language of VNET/P: one line of text becomes one command. Pure: no I/O, no engine, no allocation that a line
+//! does not pay for.
+//!
+//! ```text
+//! LINK ADD 10.0.0.2 9000 udp
+//! ROUTE ADD any 52:54:00:00:00:02 edge 10.0.0.2 any
+//! ROUTES?
+//! LINK DEL 1
+//! ```
+//!
+//! Keywords ignore case and have synonyms (VNET/P says `edge` for a link, VNET/U says `DEVICES?` for the interfaces). In the
+//! [`Dialect`]s of VNET/P's files `links` and `routes` the noun may be left out, as it is there. What a link or an interface
+//! has beyond the published grammar is given as `key=value` with the keys of the configuration file, so that one reader
+//! checks them all. A command displayed is a line that reads as the same command.
+
+use std::fmt;
+use std::net::{IpAddr, SocketAddr};
+
+use super::table::quote;
+pub use super::usage::{COMMANDS, Usage};
+use vnet::frame::NetworkId;
+use vnet::route::Qualifier;
+use vnet::wire::ethernet::Mac;
+
+/// Longest line in bytes, its end not counted (DESIGN.md section 10).
+pub const LINE_MAX: usize = 4_096;
+/// Most lines of one listing; the next one begins where it ends. A line has at most about 300 bytes, so that an answer stays
+/// near a megabyte.
+pub const LISTING_MAX: usize = 4_096;
+
+/// How lines are read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Dialect {
+    /// The console's: each line begins with its noun or verb.
+    #[default]
+    Console,
+    /// VNET/P's file `links`: `ADD …` and `DEL …` mean links.
+    Links,
+    /// VNET/P's file `routes`: `ADD …` and `DEL …` mean routes.
+    Routes,
+}
+
+/// What a line asks for.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Command {
+    /// An empty line or a comment: no answer.
+    Nothing,
+    /// `HELLO`
+    Hello,
+    /// `HELP`
+    Help,
+    /// `DONE`
+    Done,
+    /// `LINKS?`, from an index on.
+    Links(u32),
+    /// `ROUTES?`, from an index on.
+    Routes(u32),
+    /// `INTERFACES?`, from an index on.
+    Interfaces(u32),
+    /// `STATS?`, from a line on.
+    Stats(u32),
+    /// `LINK ADD`
+    AddLink {
+        /// The other host.
+        remote: SocketAddr,
+        /// What carries the frames.
+        transport: Transport,
+        /// Further keys of `[[link]]`.
+        keys: Keys,
+    },
+    /// `LINK DEL`
+    DeleteLink(u32),
+    /// `ROUTE ADD`
+    AddRoute(AddRoute),
+    /// `ROUTE DEL`
+    DeleteRoute(u32),
+    /// `INTERFACE ADD`
+    AddInterface {
+        /// Its name.
+        name: String,
+        /// `tap` or `vhost-user`, as it is written.
+        kind: String,
+        /// Further keys of `[[interface]]`.
+        keys: Keys,
+    },
+    /// `INTERFACE DEL`
+    DeleteInterface(u32),
+}
+
+/// What carries a link's frames.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transport {
+    /// Datagrams.
+    Udp,
+    /// A stream.
+    Tcp,
+}
+
+/// A route as it is written: places are not looked up yet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AddRoute {
+    /// Source addresses.
+    pub src: Qualifier,
+    /// Destination addresses.
+    pub dst: Qualifier,
+    /// Where frames go.
+    pub to: Place,
+    /// Where they must have come from.
+    pub from: Origin,
+    /// The network; that of the interface it names, else 1.
+    pub network: Option<NetworkId>,
+}
+
+/// Where a route wants frames to have come from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// Anywhere.
+    Any,
+    /// Any link.
+    AnyEdge,
+    /// Any interface.
+    AnyInterface,
+    /// One of them.
+    One(Place),
+}
+
+/// A link or an interface by one of its identities.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// The link to this address.
+    EdgeIp(IpAddr),
+    /// The link to this address and port.
+    EdgeRemote(SocketAddr),
+    /// The link with this name.
+    EdgeName(String),
+    /// The interface with this address.
+    InterfaceMac(Mac),
+    /// The interface with this name.
+    InterfaceName(String),
+}
+
+/// Keys of the configuration file with their values, in the order of the line; none comes twice.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Keys(pub Vec<(String, serde_json::Value)>);
+
+/// Why a line is no command.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum LanguageError {
+    /// The first word means nothing.
+    #[error("{} is no command; HELP lists them", quote(.0))]
+    Unknown(String),
+    /// The command is not written as it must be.
+    #[error("{what}; write {syntax}")]
+    Usage {
+        /// What is wrong.
+        what: String,
+        /// How it is written.
+        syntax: &'static str,
+    },
+    /// More than [`LINE_MAX`] bytes.
+    #[error("the line is longer than {LINE_MAX} bytes")]
+    TooLong,
+    /// Bytes that are no text.
+    #[error("the line is not UTF-8 text")]
+    NotText,
+}
+
+/// Reads one line as it came, without its end.
+pub fn parse_bytes(dialect: Dialect, line: &[u8]) -> Result<Command, LanguageError> {
+    if line.len() > LINE_MAX {
+        return Err(LanguageError::TooLong);
+    }
+    parse(dialect, str::from_utf8(line).map_err(|_| LanguageError::NotText)?)
+}
+
+/// What a line is about.
+#[derive(Clone, Copy, PartialEq)]
+enum Noun {
+    Link,
+    Route,
+    Interface,
+}
+
+/// Reads one line.
+pub fn parse(dialect: Dialect, line: &str) -> Result<Command, LanguageError> {
+    if line.len() > LINE_MAX {
+        return Err(LanguageError::TooLong);
+    }
+    let mut words = Words { rest: line, syntax: "" };
+    let Some(first) = words.next().filter(|word| !word.starts_with('#')) else { return Ok(Command::Nothing) };
+    let bare = match dialect {
+        Dialect::Console => None,
+        Dialect::Links => Some(Noun::Link),
+        Dialect::Routes => Some(Noun::Route),
+    };
+    if let (Some(noun), Some(verb)) = (bare, verb(first)) {
+        return change(noun, verb, words);
+    }
+    let upper = first.to_ascii_uppercase();
+    let (noun, listing) = match &*upper {
+        "LINK" | "EDGE" => (Noun::Link, false),
+        "ROUTE" => (Noun::Route, false),
+        "INTERFACE" | "DEVICE" => (Noun::Interface, false),
+        "LINKS" | "LINKS?" | "LINK?" | "EDGES" | "EDGES?" | "EDGE?" => (Noun::Link, true),
+        "ROUTES" | "ROUTES?" | "ROUTE?" => (Noun::Route, true),
+        "INTERFACES" | "INTERFACES?" | "INTERFACE?" | "DEVICES" | "DEVICES?" | "DEVICE?" => {
+            (Noun::Interface, true)
+        }
+        _ => return simple(&upper, first, words),
+    };
+    if listing {
+        return list(noun, words);
+    }
+    match words.next() {
+        Some(word) if word.eq_ignore_ascii_case("list") => list(noun, words),
+        Some(word) => match verb(word) {
+            Some(verb) => change(noun, verb, words),
+            None => Err(LanguageError::Usage {
+                what: format!("{} is neither ADD, DEL nor LIST", quote(word)),
+                syntax: syntax_of(noun, Verb::Add),
+            }),
+        },
+        None => {
+            Err(LanguageError::Usage { what: "a verb is missing".into(), syntax: syntax_of(noun, Verb::Add) })
+        }
+    }
+}
+
+/// Commands that are about nothing.
+fn simple(upper: &str, first: &str, mut words: Words<'_>) -> Result<Command, LanguageError> {
+    let (command, syntax) = match upper {
+        "HELLO" => return Ok(Command::Hello),
+        "HELP" | "?" => (Command::Help, "HELP"),
+        "DONE" | "QUIT" | "EXIT" => (Command::Done, "DONE"),
+        "STATS" | "STATS?" => {
+            words.syntax = syntax("STATS?");
+            return words.last_number(0).map(Command::Stats);
+        }
+        _ => return Err(LanguageError::Unknown(first.into())),
+    };
+    words.syntax = syntax;
+    words.end()?;
+    Ok(command)
+}
+
+fn list(noun: Noun, mut words: Words<'_>) -> Result<Command, LanguageError> {
+    let (what, command): (_, fn(u32) -> Command) = match noun {
+        Noun::Link => ("LINKS?", Command::Links),
+        Noun::Route => ("ROUTES?", Command::Routes),
+        Noun::Interface => ("INTERFACES?", Command::Interfaces),
+    };
+    words.syntax = syntax(what);
+    words.last_number(0).map(command)
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Verb {
+    Add,
+    Delete,
+}
+
+fn verb(word: &str) -> Option<Verb> {
+    match &*word.to_ascii_lowercase() {
+        "add" => Some(Verb::Add),
+        "del" | "delete" | "remove" => Some(Verb::Delete),
+        _ => None,
+    }
+}
+
+/// How the command that begins with `words` is written.
+fn syntax(words: &str) -> &'static str {
+    COMMANDS.iter().find(|usage| usage.words == words).map_or("HELP", |usage| usage.syntax)
+}
+
+fn syntax_of(noun: Noun, verb: Verb) -> &'static str {
+    syntax(match (noun, verb) {
+        (Noun::Link, Verb::Add) => "LINK ADD",
+        (Noun::Link, Verb::Delete) => "LINK DEL",
+        (Noun::Route, Verb::Add) => "ROUTE ADD",
+        (Noun::Route, Verb::Delete) => "ROUTE DEL",
+        (Noun::Interface, Verb::Add) => "INTERFACE ADD",
+        (Noun::Interface, Verb::Delete) => "INTERFACE DEL",
+    })
+}
+
+fn change(noun: Noun, verb: Verb, mut words: Words<'_>) -> Result<Command, LanguageError> {
+    words.syntax = syntax_of(noun, verb);
+    match (noun, verb) {
+        (Noun::Link, Verb::Add) => add_link(words),
+        (Noun::Route, Verb::Add) => add_route(words).map(Command::AddRoute),
+        (Noun::Interface, Verb::Add) => add_interface(words),
+        (Noun::Link, Verb::Delete) => words.index().map(Command::DeleteLink),
+        (Noun::Route, Verb::Delete) => words.index().map(Command::DeleteRoute),
+        (Noun::Interface, Verb::Delete) => words.index().map(Command::DeleteInterface),
+    }
+}
+
+fn add_link(mut words: Words<'_>) -> Result<Command, LanguageError> {
+    let ip: IpAddr = words.parsed("the IP address")?;
+    let port: u16 = words.parsed("the port")?;
+    let transport = match words.peek() {
+        Some(word) if word.eq_ignore_ascii_case("udp") => Some(Transport::Udp),
+        Some(word) if word.eq_ignore_ascii_case("tcp") => Some(Transport::Tcp),
+        _ => None,
+    };
+    if transport.is_some() {
+        words.next();
+    }
+    let transport = transport.unwrap_or(Transport::Udp);
+    Ok(Command::AddLink { remote: SocketAddr::new(ip, port), transport, keys: words.keys(&["remote"])? })
+}
+
+fn add_interface(mut words: Words<'_>) -> Result<Command, LanguageError> {
+    let name = words.word("a name")?.to_string();
+    let kind = words.word("a kind")?.to_ascii_lowercase();
+    Ok(Command::AddInterface { name, kind, keys: words.keys(&["name", "kind"])? })
+}
+
+fn add_route(mut words: Words<'_>) -> Result<AddRoute, LanguageError> {
+    let src = words.parsed("the source")?;
+    let dst = words.parsed("the destination")?;
+    let kind = words.word("edge or interface")?;
+    let to = match words.kind(kind)? {
+        Some(Noun::Link) => edge(words.word("the link's IP address")?),
+        Some(_) => interface(words.word("the interface's MAC address")?),
+        None => return Err(words.wrong("frames cannot go to 'any'".into())),
+    };
+    let kind = words.word("any, edge or interface")?;
+    let kind = words.kind(kind)?;
+    // What follows is an identity, unless it is a key.
+    let id = words.peek().filter(|word| kind.is_some() && !word.contains('='));
+    if id.is_some() {
+        words.next();
+    }
+    let from = match (kind, id) {
+        (None, _) => Origin::Any,
+        (Some(Noun::Link), None) => Origin::AnyEdge,
+        (Some(_), None) => Origin::AnyInterface,
+        (Some(Noun::Link), Some(id)) => Origin::One(edge(id)),
+        (Some(_), Some(id)) => Origin::One(interface(id)),
+    };
+    let mut network = None;
+    for (key, value) in words.keys(&[])?.0 {
+        let id = value.as_u64().and_then(|id| u32::try_from(id).ok()).and_then(NetworkId::new);
+        network = match (key.as_str(), id) {
+            ("network", Some(id)) => Some(id),
+            ("network", None) => return Err(words.wrong(format!("{value} is no network"))),
+            _ => return Err(words.wrong(format!("a route has no key {}", quote(&key)))),
+        };
+    }
+    Ok(AddRoute { src, dst, to, from, network })
+}
+
+fn edge(id: &str) -> Place {
+    if let Ok(ip) = id.parse() {
+        Place::EdgeIp(ip)
+    } else if let Ok(remote) = id.parse() {
+        Place::EdgeRemote(remote)
+    } else {
+        Place::EdgeName(id.into())
+    }
+}
+
+fn interface(id: &str) -> Place {
+    id.parse().map_or_else(|_| Place::InterfaceName(id.into()), Place::InterfaceMac)
+}
+
+/// The words of a line, taken one by one.
+struct Words<'a> {
+    rest: &'a str,
+    /// How the command is written, for errors.
+    syntax: &'static str,
+}
+
+impl<'a> Words<'a> {
+    fn peek(&self) -> Option<&'a str> {
+        self.rest.split_ascii_whitespace().next()
+    }
+
+    fn next(&mut self) -> Option<&'a str> {
+        let rest = self.rest.trim_ascii_start();
+        let end = rest.find(|c: char| c.is_ascii_whitespace()).unwrap_or(rest.len());
+        let (word, rest) = rest.split_at(end);
+        self.rest = rest;
+        (!word.is_empty()).then_some(word)
+    }
+
+    fn wrong(&self, what: String) -> LanguageError {
+        LanguageError::Usage { what, syntax: self.syntax }
+    }
+
+    fn word(&mut self, what: &str) -> Result<&'a str, LanguageError> {
+        self.next().ok_or_else(|| self.wrong(format!("{what} is missing")))
+    }
+
+    fn parsed<T: std::str::FromStr>(&mut self, what: &str) -> Result<T, LanguageError> {
+        let word = self.word(what)?;
+        word.parse().map_err(|_| self.wrong(format!("{what} cannot be {}", quote(word))))
+    }
+
+    /// `any` is none of them.
+    fn kind(&self, word: &str) -> Result<Option<Noun>, LanguageError> {
+        match &*word.to_ascii_lowercase() {
+            "any" => Ok(None),
+            "edge" | "link" => Ok(Some(Noun::Link)),
+            "interface" | "device" => Ok(Some(Noun::Interface)),
+            _ => Err(self.wrong(format!("{} is neither edge nor interface", quote(word)))),
+        }
+    }
+
+    /// An index, the last word.
+    fn index(mut self) -> Result<u32, LanguageError> {
+        let index = self.parsed("the index")?;
+        self.end()?;
+        Ok(index)
+    }
+
+    /// A number that may be left out, the last word.
+    fn last_number(self, default: u32) -> Result<u32, LanguageError> {
+        if self.peek().is_none() { Ok(default) } else { self.index() }
+    }
+
+    fn end(&mut self) -> Result<(), LanguageError> {
+        self.next().map_or(Ok(()), |word| Err(self.wrong(format!("{} is too much", quote(word)))))
+    }
+
+    /// All words that are left: `key=value`, none of them `taken`.
+    fn keys(&mut self, taken: &[&str]) -> Result<Keys, LanguageError> {
+        let mut keys = Keys::default();
+        while let Some(word) = self.next() {
+            let Some((key, value)) = word.split_once('=') else {
+                return Err(self.wrong(format!("{} is too much, or no KEY=VALUE", quote(word))));
+            };
+            let key = key.to_ascii_lowercase();
+            if taken.contains(&key.as_str()) || keys.0.iter().any(|(known, _)| *known == key) {
+                return Err(self.wrong(format!("{} is said twice", quote(&key))));
+            }
+            let value = value_of(&key, value);
+            keys.0.push((key, value));
+        }
+        Ok(keys)
+    }
+}
+
+/// Keys whose value is a text even when it looks like a number.
+const TEXTS: [&str; 9] =
+    ["device", "encapsulation", "kind", "mac", "mode", "name", "netns", "remote", "socket"];
+
+/// A value as JSON: a list for `networks`, else a whole number, true or false, or a text.
+fn value_of(key: &str, text: &str) -> serde_json::Value {
+    if TEXTS.contains(&key) {
+        return text.into();
+    }
+    if key == "networks" {
+        return text.split(',').map(|item| value_of("", item)).collect::<Vec<_>>().into();
+    }
+    match (text, text.parse::<u32>()) {
+        ("true", _) => true.into(),
+        ("false", _) => false.into(),
+        (_, Ok(number)) => number.into(),
+        _ => text.into(),
+    }
+}
+
+impl fmt::Display for Keys {
+    /// Each as ` key=value`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bare =
+            |value: &serde_json::Value| value.as_str().map_or_else(|| value.to_string(), ToString::to_string);
+        self.0.iter().try_for_each(|(key, value)| match value {
+            serde_json::Value::Array(list) => {
+                write!(f, " {key}={}", list.iter().map(bare).collect::<Vec<_>>().join(","))
+            }
+            value => write!(f, " {key}={}", bare(value)),
+        })
+    }
+}
+
+impl fmt::Display for Transport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Transport::Udp => "udp",
+            Transport::Tcp => "tcp",
+        })
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Place::EdgeIp(ip) => write!(f, "edge {ip}"),
+            Place::EdgeRemote(remote) => write!(f, "edge {remote}"),
+            Place::EdgeName(name) => write!(f, "edge {name}"),
+            Place::InterfaceMac(mac) => write!(f, "interface {mac}"),
+            Place::InterfaceName(name) => write!(f, "interface {name}"),
+        }
+    }
+}
+
+impl fmt::Display for AddRoute {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {} {} ", self.src, self.dst, self.to)?;
+        match &self.from {
+            Origin::Any => f.write_str("any")?,
+            Origin::AnyEdge => f.write_str("edge")?,
+            Origin::AnyInterface => f.write_str("interface")?,
+            Origin::One(place) => place.fmt(f)?,
+        }
+        self.network.map_or(Ok(()), |network| write!(f, " network={network}"))
+    }
+}
+
+impl fmt::Display for Command {
+    /// A line that reads as this command.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let from = |f: &mut fmt::Formatter<'_>, what, first: u32| match first {
+            0 => f.write_str(what),
+            first => write!(f, "{what} {first}"),
+        };
+        match self {
+            Command::Nothing => Ok(()),
+            Command::Hello => f.write_str("HELLO"),
+            Command::Help => f.write_str("HELP"),
+            Command::Done => f.write_str("DONE"),
+            Command::Links(first) => from(f, "LINKS?", *first),
+            Command::Routes(first) => from(f, "ROUTES?", *first),
+            Command::Interfaces(first) => from(f, "INTERFACES?", *first),
+            Command::Stats(first) => from(f, "STATS?", *first),
+            Command::AddLink { remote, transport, keys } => {
+                write!(f, "LINK ADD {} {} {transport}{keys}", remote.ip(), remote.port())
+            }
+            Command::DeleteLink(index) => write!(f, "LINK DEL {index}"),
+            Command::AddRoute(route) => write!(f, "ROUTE ADD {route}"),
+            Command::DeleteRoute(index) => write!(f, "ROUTE DEL {index}"),
+            Command::AddInterface { name, kind, keys } => write!(f, "INTERFACE ADD {name} {kind}{keys}"),
+            Command::DeleteInterface(index) => write!(f, "INTERFACE DEL {index}"),
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "language_tests.rs"]
+pub(super) mod tests;

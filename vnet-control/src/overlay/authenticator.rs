@@ -1,0 +1,346 @@
+//! Records are held against their writer's certificate before the state machine hears of them, and this host's are signed.
+//!
+//! ```text
+//!   store -- put --> Authenticator -- believed --> Overlay
+//!         <-- signed values --        <-- writes --
+//! ```
+//!
+//! What is believed of a value (`signed.rs`):
+//!
+//! - **A host's** carries its certificate. That leads to an authority that is believed, is in time and not revoked, names the
+//!   host of the key, and allows the network; its key has signed the value.
+//! - **A station's** is signed by the certificate that the host's own record in the same network has, which allows the network
+//!   and the address. A host writes its record first, and again when it has another certificate; where it is missing all
+//!   the same, values wait for it ([`WAITING_MAX`]).
+//! - Neither is older than what was believed of the same host under the same key (`Newest`). So a value that its host has
+//!   replaced does not come back, not even when the present one was deleted first.
+//!
+//! Whatever else there is counts as no record: it changes nothing that is in force, the host whose key it is puts it right, and
+//! there is an alarm. A value is checked once for each time it is written: the state machine knows its revision then.
+//!
+//! A certificate that is refused later (revoked, of an authority that is believed no more) takes its host with it. Time alone
+//! does not: a host that cannot reach the store cannot renew its record there. What a certificate has signed after its end,
+//! or is read for the first time then, is not believed.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use super::record::Key;
+use super::signed::{self, Signed};
+use super::{Alarm, Overlay, Write};
+use vnet::frame::NetworkId;
+use vnet::link::sealed::identity::{Identity, IdentityStore};
+use vnet::link::sealed::signature::Signatory;
+use vnet::wire::ethernet::Mac;
+
+/// Most values that wait for their host's certificate: with 4 KiB each they take 32 MiB. Others are read with the next
+/// reading of the whole store.
+pub const WAITING_MAX: usize = 8192;
+/// Hosts of which it is remembered when they last wrote of a station: as many as it has been on within five moves.
+const HOSTS_OF_STATION_MAX: usize = 5;
+
+type Place = (NetworkId, Mac);
+
+/// A host whose record was believed.
+struct Known {
+    signatory: Arc<Signatory>,
+    /// When its newest record was signed.
+    signed: u64,
+}
+
+/// Which hosts have said something of a station, the last one first, and when each signed it.
+#[derive(Default)]
+struct Newest(Vec<(Box<str>, u64)>);
+
+impl Newest {
+    /// False for what `host` has replaced itself, and for what another host has replaced since.
+    fn takes(&self, host: &str, signed: u64) -> bool {
+        let at = self.0.iter().position(|(other, _)| **other == *host);
+        at.is_none_or(|at| signed > self.0[at].1 || (at == 0 && signed == self.0[at].1))
+    }
+
+    fn note(&mut self, host: &str, signed: u64) {
+        match self.0.first_mut() {
+            Some((last, at)) if **last == *host => *at = signed,
+            _ => {
+                self.0.retain(|(other, _)| **other != *host);
+                self.0.insert(0, (host.into(), signed));
+                self.0.truncate(HOSTS_OF_STATION_MAX);
+            }
+        }
+    }
+}
+
+/// A value whose host's certificate is not known.
+struct Waiting {
+    host: Box<str>,
+    value: Vec<u8>,
+    lease: i64,
+    revision: i64,
+}
+
+/// Why a value is not believed.
+enum Doubt {
+    Wrong(Alarm, String),
+    /// Nobody knows this host's certificate.
+    Unknown(Box<str>),
+}
+
+impl From<&str> for Doubt {
+    fn from(why: &str) -> Doubt {
+        Doubt::Wrong(Alarm::Untrusted, why.into())
+    }
+}
+
+/// A value that is believed.
+struct Believed {
+    value: Vec<u8>,
+    /// It is this host's, signed with a certificate that is replaced.
+    stale: bool,
+}
+
+/// Signs what this host writes, and checks what others do.
+pub struct Authenticator {
+    store: Arc<IdentityStore>,
+    identity: Arc<Identity>,
+    own: Arc<Signatory>,
+    /// This host before its certificate was replaced last: what it has signed may be on its way.
+    before: Option<Arc<Signatory>>,
+    /// The number of this host's newest value.
+    signed: u64,
+    hosts: HashMap<(NetworkId, Box<str>), Known>,
+    stations: HashMap<Place, Newest>,
+    waiting: HashMap<Place, Waiting>,
+}
+
+impl Authenticator {
+    /// For the host that the store's identity is of.
+    pub fn new(store: Arc<IdentityStore>) -> Authenticator {
+        let identity = store.current();
+        Authenticator {
+            own: Arc::new(Signatory::own(&identity)),
+            store,
+            identity,
+            before: None,
+            signed: 0,
+            hosts: HashMap::new(),
+            stations: HashMap::new(),
+            waiting: HashMap::new(),
+        }
+    }
+
+    /// Signs the value of a write. The error says why that cannot be.
+    pub fn sign(&mut self, write: &mut Write) -> Result<(), String> {
+        let Some(value) = &write.value else { return Ok(()) };
+        let because =
+            |why: String| format!("{} cannot be written with this host's certificate: {why}", write.key);
+        let key = Key::parse(write.key.as_bytes()).ok_or_else(|| because("it is no key".into()))?;
+        let claims = &self.own.info().claims;
+        let chain = match &key {
+            Key::Host(..) => self.own.chain(),
+            Key::Station(_, mac) if !claims.allows_source(*mac) => {
+                return Err(because("it does not speak for that address (vnet:mac)".into()));
+            }
+            Key::Station(..) => &[],
+        };
+        if !claims.allows_network(key.network()) {
+            return Err(because("it does not speak for that network (vnet:network)".into()));
+        }
+        let clock = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_micros() as u64);
+        // It never goes back, whatever the clock does.
+        self.signed = clock.max(self.signed.saturating_add(1));
+        let sign = |message: &[u8]| self.identity.sign(message);
+        write.value = Some(signed::sign(&key, value, chain, self.signed, sign).map_err(because)?);
+        Ok(())
+    }
+
+    /// What [`Overlay::put`] does, for what is believed.
+    pub fn put(
+        &mut self,
+        overlay: &mut Overlay,
+        key: &[u8],
+        value: &[u8],
+        lease: i64,
+        revision: i64,
+        now_ms: u64,
+    ) {
+        let Some(parsed) = Key::parse(key) else { return overlay.put(key, value, lease, revision, now_ms) };
+        if let Key::Station(network, mac) = &parsed {
+            self.waiting.remove(&(*network, *mac));
+        }
+        if overlay.recognises(&parsed, lease, revision, now_ms) {
+            return;
+        }
+        match self.check(&parsed, value) {
+            Ok(Believed { value, stale }) => {
+                overlay.put(key, &value, if stale { 0 } else { lease }, revision, now_ms);
+                // What is not kept there is not kept here: this memory is bounded as that is.
+                let kept = overlay.knows(&parsed);
+                match &parsed {
+                    Key::Host(network, name) if kept => self.await_no_more(overlay, *network, name, now_ms),
+                    Key::Host(network, name) => drop(self.hosts.remove(&(*network, name.clone()))),
+                    Key::Station(..) if kept => {}
+                    Key::Station(network, mac) => drop(self.stations.remove(&(*network, *mac))),
+                }
+            }
+            Err(Doubt::Wrong(alarm, why)) => {
+                overlay.disbelieve(&parsed, lease, revision, now_ms);
+                overlay.alarm(alarm, now_ms, format!("{parsed} is passed over: {why}"));
+            }
+            Err(Doubt::Unknown(host)) => {
+                overlay.disbelieve(&parsed, lease, revision, now_ms);
+                let room = self.waiting.len() < WAITING_MAX;
+                let text = format!("{parsed} is signed by {host}, whose certificate the store does not have");
+                overlay.alarm(if room { Alarm::UnknownHost } else { Alarm::Limit }, now_ms, text);
+                if let (Key::Station(network, mac), true) = (parsed, room) {
+                    let waiting = Waiting { host, value: value.into(), lease, revision };
+                    self.waiting.insert((network, mac), waiting);
+                }
+            }
+        }
+    }
+
+    /// What [`Overlay::delete`] does.
+    pub fn delete(&mut self, overlay: &mut Overlay, key: &[u8], revision: i64, now_ms: u64) {
+        if let Some(Key::Station(network, mac)) = Key::parse(key) {
+            self.waiting.remove(&(network, mac));
+        }
+        overlay.delete(key, revision, now_ms);
+    }
+
+    /// What [`Overlay::end_reading`] does. What the state machine has forgotten is forgotten here, too.
+    pub fn end_reading(&mut self, overlay: &mut Overlay, now_ms: u64) {
+        overlay.end_reading(now_ms);
+        self.hosts.retain(|(network, name), _| overlay.knows(&Key::Host(*network, name.clone())));
+        self.stations.retain(|(network, mac), _| overlay.knows(&Key::Station(*network, *mac)));
+    }
+
+    /// Looks whether this host has another identity now. With another certificate its records are written anew; hosts that
+    /// are believed no more are left out.
+    pub fn refresh(&mut self, overlay: &mut Overlay, now_ms: u64) {
+        let current = self.store.current();
+        if Arc::ptr_eq(&current, &self.identity) {
+            return;
+        }
+        let renewed = current.chain() != self.own.chain();
+        self.identity = current;
+        if renewed {
+            let own = Arc::new(Signatory::own(&self.identity));
+            self.before = Some(std::mem::replace(&mut self.own, own));
+            overlay.republish();
+        }
+        let (identity, me) = (&self.identity, self.identity.name());
+        self.hosts.retain(|(network, name), known| {
+            let refused = if **name == *me { None } else { known.signatory.refused(identity) };
+            if let Some(why) = &refused {
+                overlay.expel(*network, name, why, now_ms);
+            }
+            refused.is_none()
+        });
+    }
+
+    /// Checks what has waited for a host's certificate.
+    fn await_no_more(&mut self, overlay: &mut Overlay, network: NetworkId, host: &str, now_ms: u64) {
+        let due = |place: &Place, waiting: &Waiting| place.0 == network && *waiting.host == *host;
+        let due: Vec<_> = self.waiting.iter().filter(|(p, w)| due(p, w)).map(|(place, _)| *place).collect();
+        for place in due {
+            if let Some(Waiting { value, lease, revision, .. }) = self.waiting.remove(&place) {
+                let key = Key::Station(place.0, place.1).to_string();
+                self.put(overlay, key.as_bytes(), &value, lease, revision, now_ms);
+            }
+        }
+    }
+
+    fn check(&mut self, key: &Key, value: &[u8]) -> Result<Believed, Doubt> {
+        let value = Signed::parse(key, value).ok_or("it is not signed")?;
+        let signed = value.signed;
+        let (believed, mine) = match key {
+            Key::Host(network, name) => {
+                (self.check_host(*network, name, value)?, **name == *self.identity.name())
+            }
+            Key::Station(network, mac) => {
+                let mine = value.host.as_deref() == Some(self.identity.name());
+                (self.check_station(*network, *mac, value)?, mine)
+            }
+        };
+        if mine {
+            self.signed = self.signed.max(signed);
+        }
+        Ok(believed)
+    }
+
+    fn check_host(&mut self, network: NetworkId, name: &str, value: Signed) -> Result<Believed, Doubt> {
+        let Signed { message, signature, value, chain, signed, .. } = value;
+        let id = (network, Box::from(name));
+        let known = self.hosts.get(&id);
+        let same = known.map(|known| &known.signatory).filter(|known| known.chain() == chain);
+        let signatory = match same.cloned() {
+            Some(signatory) if signatory.has_signed(&message, &signature) => signatory,
+            Some(_) => return Err("the signature is wrong".into()),
+            None => {
+                let believed = Signatory::believed(&self.identity, chain, name, &message, &signature);
+                Arc::new(believed.map_err(|why| Doubt::Wrong(Alarm::Untrusted, why))?)
+            }
+        };
+        let mine = *name == *self.identity.name();
+        let stale = mine && signatory.chain() != self.own.chain();
+        check_claims(&signatory, mine, network, None)?;
+        if known.is_some_and(|known| signed < known.signed) {
+            return Err(replayed(name));
+        }
+        self.hosts.insert(id, Known { signatory, signed });
+        Ok(Believed { value, stale })
+    }
+
+    fn check_station(&mut self, network: NetworkId, mac: Mac, value: Signed) -> Result<Believed, Doubt> {
+        let Signed { message, signature, value, host, signed, .. } = value;
+        let host = host.ok_or("it names no host")?;
+        let mine = *host == *self.identity.name();
+        let known = self.hosts.get(&(network, host.clone())).map(|known| &known.signatory);
+        let own = [Some(&self.own), self.before.as_ref()].into_iter().flatten().filter(|_| mine);
+        let mut candidates = own.chain(known).peekable();
+        if candidates.peek().is_none() {
+            return Err(Doubt::Unknown(host));
+        }
+        let signatory = candidates.find(|candidate| candidate.has_signed(&message, &signature));
+        let signatory = signatory.ok_or("the signature is not of its host's certificate")?;
+        check_claims(signatory, mine, network, Some(mac))?;
+        let stale = mine && signatory.chain() != self.own.chain();
+        if self.stations.get(&(network, mac)).is_some_and(|newest| !newest.takes(&host, signed)) {
+            return Err(replayed(&host));
+        }
+        self.stations.entry((network, mac)).or_default().note(&host, signed);
+        Ok(Believed { value, stale })
+    }
+}
+
+/// Whether a certificate that others have signed with speaks for a network, and for a station there.
+fn check_claims(
+    signatory: &Signatory,
+    mine: bool,
+    network: NetworkId,
+    mac: Option<Mac>,
+) -> Result<(), Doubt> {
+    let claims = &signatory.info().claims;
+    if mine {
+        // Of this host's own, all that matters is whether somebody else wrote it.
+        Ok(())
+    } else if !signatory.is_in_time() {
+        Err("the certificate's time is over, or has not come".into())
+    } else if !claims.allows_network(network) {
+        Err("the certificate does not speak for that network (vnet:network)".into())
+    } else if mac.is_some_and(|mac| !claims.allows_source(mac)) {
+        Err("the certificate does not speak for that address (vnet:mac)".into())
+    } else {
+        Ok(())
+    }
+}
+
+fn replayed(host: &str) -> Doubt {
+    Doubt::Wrong(Alarm::Replayed, format!("{host} has replaced it since; somebody writes it again"))
+}
+
+#[cfg(test)]
+#[path = "authenticator_tests.rs"]
+mod tests;

@@ -1,0 +1,357 @@
+//! Hosts on one store whose records are signed, and a client that writes what it likes: with no certificate, with one of its
+//! own, or what others have written before.
+
+use std::cell::Cell;
+
+use tempfile::TempDir;
+
+use super::super::oracle::*;
+use super::super::record::{Record, StationRecord};
+use super::super::tests::no_wrong_route_in;
+use super::*;
+use vnet::link::sealed::pki::{Flaw, Pki};
+
+fn pki() -> (TempDir, Pki) {
+    let folder = tempfile::tempdir().unwrap();
+    let pki = Pki::new(folder.path());
+    (folder, pki)
+}
+
+fn station(n: usize) -> String {
+    Key::Station(network(1), mac(n)).to_string()
+}
+
+fn host(n: usize) -> String {
+    Key::Host(network(1), name(n).into()).to_string()
+}
+
+fn claim(host: &str, sequence: u32) -> String {
+    format!(r#"{{"host":"{host}","sequence":{sequence}}}"#)
+}
+
+/// Whoever signs as the host `name`.
+fn signer(pki: &Pki, name: &str, serial: u8, claims: &[&str]) -> Authenticator {
+    let files = pki.issue(name, serial, Flaw::None, claims);
+    Authenticator::new(Arc::new(IdentityStore::open(files, name).unwrap()))
+}
+
+/// `value` under `key`, signed.
+fn signed_by(signer: &mut Authenticator, key: &str, value: &str) -> String {
+    let mut write = Write { key: key.into(), value: Some(value.into()), expect: 0 };
+    signer.sign(&mut write).unwrap();
+    String::from_utf8(write.value.unwrap()).unwrap()
+}
+
+#[test]
+fn signed_hosts_find_each_other() {
+    let (_folder, pki) = pki();
+    let mut world = World::sealed(3, &pki);
+    world.host(3).locals.push(guest(2, 30));
+    world.run(400, |_| {});
+    world.assert_truth();
+    assert!(world.value(&host(1)).unwrap().contains("\"certificate\":[\""));
+    assert!(!world.value(&station(1)).unwrap().contains("certificate"));
+    world.reread();
+    world.run(400, |_| {});
+    world.assert_truth();
+    for host in 1..=3 {
+        assert_eq!(world.alarms(host), Vec::<String>::new());
+    }
+    // A guest goes where it likes, as in clear text.
+    let moved = world.host(1).locals.pop().unwrap();
+    world.host(2).locals.push(moved);
+    world.host(1).locals.push(guest(1, 10));
+    world.run(400, |_| {});
+    world.assert_truth();
+    assert_eq!(StationRecord::parse(world.value(&station(1)).unwrap().as_bytes()).unwrap().sequence, 2);
+}
+
+#[test]
+fn what_nobody_vouches_for_changes_nothing() {
+    let (_folder, pki) = pki();
+    let (elsewhere, foreign) = self::pki();
+    let mut evil = signer(&pki, "evil", 66, &["vnet:mac=02:00:00:00:00:66"]);
+    let mut stranger = signer(&foreign, "h1", 1, &[]);
+    let at = r#"{"address":"10.0.0.66:9000","instance":66}"#;
+    let world = no_wrong_route_in(World::sealed(3, &pki), |world, round| {
+        let value = world.value(&station(1)).unwrap();
+        // A host of its own it may be.
+        let own = Key::Host(network(2), "evil".into()).to_string();
+        world.put(&own, &signed_by(&mut evil, &own, at));
+        match round % 8 {
+            0 => world.put(&station(1), &claim("h3", 2 + round)),
+            1 => world.put(&station(1), &signed_by(&mut stranger, &station(1), &claim("h1", 2 + round))),
+            2 => world.put(&host(2), &signed_by(&mut stranger, &host(2), at)),
+            3 => world.put(&host(1), &signed_by(&mut stranger, &host(1), at)),
+            // Another's value in another place, and one that was changed.
+            4 => world.put(&station(2), &value),
+            5 => world.put(&station(1), &value.replace("\"sequence\":1", "\"sequence\":2")),
+            6 => world.put(&host(3), &world.value(&host(1)).unwrap()),
+            // Signed by a host that is believed, in another's name.
+            _ => {
+                let text = signed_by(&mut evil, &own, &claim("h3", 2 + round));
+                world.put(&station(1), &text);
+            }
+        }
+    });
+    for host in 1..=3 {
+        assert!(world.alarms(host).contains(&"untrusted".into()), "{:?}", world.alarms(host));
+    }
+    drop(elsewhere);
+}
+
+#[test]
+fn a_certificate_limits_what_its_host_may_claim() {
+    let (_folder, pki) = pki();
+    let mut evil = signer(&pki, "evil", 66, &["vnet:network=1", "vnet:mac=02:00:00:00:00:66"]);
+    let place = Key::Host(network(1), "evil".into()).to_string();
+    let other = Key::Host(network(2), "evil".into()).to_string();
+    let at = r#"{"address":"10.0.0.66:9000","instance":66}"#;
+    let mut world = World::sealed(2, &pki);
+    world.host(1).locals.push(guest(2, 11));
+    world.run(400, |_| {});
+    world.put(&place, &signed_by(&mut evil, &place, at));
+    let mut without = signer(&pki, "evil", 66, &[]);
+    world.put(&other, &signed_by(&mut without, &other, at));
+    world.run(400, |_| {});
+    // Each record is held to the certificate that it came with.
+    assert_eq!(world.computed(1).links.len(), 2);
+    let mut write = Write { key: station(1), value: Some(claim("evil", 2).into()), expect: 0 };
+    assert!(evil.sign(&mut write).unwrap_err().contains("vnet:mac"), "an honest host does not even write it");
+    write.key = other.clone();
+    assert!(evil.sign(&mut write).unwrap_err().contains("vnet:network"));
+    // Signed all the same.
+    let key = Key::parse(station(1).as_bytes()).unwrap();
+    for sequence in 2..5 {
+        let sign = |message: &[u8]| evil.identity.sign(message);
+        let value = signed::sign(&key, claim("evil", sequence).as_bytes(), &[], u64::MAX / 2, sign).unwrap();
+        world.put(&station(1), &String::from_utf8(value).unwrap());
+        world.run(400, |world| assert_eq!(world.toward(2, 1, 1), Some("h1".into())));
+    }
+    assert!(world.alarms(2).contains(&"untrusted".into()));
+}
+
+#[test]
+fn an_older_record_is_harmless() {
+    let (_folder, pki) = pki();
+    let mut world = World::sealed(3, &pki);
+    world.run(400, |_| {});
+    // Station 9 goes from host 1 to 2 to 3, silent all the while; every value that ever was is kept.
+    let mut kept = vec![];
+    for at in [1, 2, 3, 1, 3] {
+        for n in 1..=3 {
+            world.host(n).locals.retain(|local| local.mac != Some(mac(9)));
+        }
+        world.host(at).locals.push(guest(1, 9));
+        world.run(400, |_| {});
+        kept.push((station(9), world.value(&station(9)).unwrap()));
+    }
+    kept.push((host(2), world.value(&host(2)).unwrap()));
+    // Host 2 has another address from now on.
+    world.host(2).overlay.set_address(address(20));
+    world.run(400, |_| {});
+    assert_eq!(world.toward(1, 1, 9), Some("h3".into()));
+    let right = |world: &World| {
+        assert_eq!(world.toward(1, 1, 9), Some("h3".into()));
+        assert_eq!(world.computed(1).links[0].remote, address(20));
+        assert_eq!(world.computed(3).links[1].remote, address(20));
+    };
+    kept.remove(4);
+    for round in 0..40 {
+        let (key, value) = &kept[round % kept.len()];
+        if round % 2 == 0 {
+            world.delete(key);
+        }
+        world.put(key, value);
+        world.run(30 + 10 * (round as u64 % 20), right);
+    }
+    assert!(world.alarms(1).contains(&"replayed".into()), "{:?}", world.alarms(1));
+    // Not even when nobody is there to put it right.
+    world.disconnect(2);
+    world.disconnect(3);
+    for (key, value) in &kept {
+        world.put(key, value);
+        world.run(2_000, right);
+    }
+}
+
+#[test]
+fn another_certificate_is_published_and_nothing_changes() {
+    let (_folder, pki) = pki();
+    let mut world = World::sealed(3, &pki);
+    world.run(400, |_| {});
+    let before = world.value(&host(2)).unwrap();
+    pki.issue("h2", 22, Flaw::None, &[]);
+    assert!(world.host(2).identity.as_ref().unwrap().1.refresh().unwrap());
+    world.run(400, |world| {
+        assert_eq!((world.toward(1, 1, 2), world.toward(1, 1, 3)), (Some("h2".into()), Some("h3".into())));
+        assert_eq!(world.computed(1).links.len(), 2);
+    });
+    world.assert_truth();
+    let certificate =
+        |text: &str| text.split("certificate").nth(1).unwrap().split(']').next().unwrap().to_string();
+    let now = world.value(&host(2)).unwrap();
+    assert_ne!(certificate(&before), certificate(&now));
+    for host in 1..=3 {
+        assert_eq!(world.alarms(host), Vec::<String>::new());
+    }
+    // Who comes now believes all of it: the stations are signed by the new one, too.
+    let mut late = World::sealed(1, &pki);
+    for key in [host(2), host(3), station(2), station(3)] {
+        late.put(&key, &world.value(&key).unwrap());
+    }
+    late.run(400, |_| {});
+    assert_eq!(late.toward(1, 1, 2), Some("h2".into()));
+    assert_eq!(late.alarms(1), Vec::<String>::new());
+}
+
+#[test]
+fn a_revoked_host_is_out_until_it_has_another_certificate() {
+    let (_folder, pki) = pki();
+    let mut world = World::sealed(3, &pki);
+    world.run(400, |_| {});
+    let refresh = |world: &mut World, hosts: &[usize]| {
+        for host in hosts {
+            // The revoked host's own identity is no good any more, and stays as it was.
+            let _ = world.host(*host).identity.as_ref().unwrap().1.refresh();
+        }
+    };
+    pki.revoke(&[2]);
+    refresh(&mut world, &[1, 2, 3]);
+    world.run(100, |_| {});
+    world.run(400, |world| {
+        assert_eq!(world.computed(1).links.len(), 1);
+        assert_eq!((world.toward(1, 1, 2), world.toward(3, 1, 2)), (None, None));
+    });
+    world.reread();
+    world.host(2).locals.push(guest(1, 20));
+    world.run(400, |world| assert_eq!((world.toward(1, 1, 2), world.toward(1, 1, 20)), (None, None)));
+    assert!(world.alarms(1).contains(&"untrusted".into()));
+    // Its station may come up elsewhere.
+    let moved = world.host(2).locals.remove(0);
+    world.host(3).locals.push(moved);
+    world.run(400, |_| {});
+    assert_eq!(world.toward(1, 1, 2), Some("h3".into()));
+    pki.issue("h2", 22, Flaw::None, &[]);
+    refresh(&mut world, &[2]);
+    world.run(400, |_| {});
+    world.assert_truth();
+    assert_eq!(world.toward(1, 1, 20), Some("h2".into()));
+}
+
+#[test]
+fn a_station_waits_for_its_hosts_certificate() {
+    let (_folder, pki) = pki();
+    let mut world = World::sealed(2, &pki);
+    world.run(400, |_| {});
+    let mut late = World::sealed(1, &pki);
+    late.put(&station(2), &world.value(&station(2)).unwrap());
+    late.run(400, |world| assert_eq!(world.toward(1, 1, 2), None));
+    assert_eq!(late.alarms(1), ["unknown_host"]);
+    late.put(&host(2), &world.value(&host(2)).unwrap());
+    late.run(400, |_| {});
+    assert_eq!(late.toward(1, 1, 2), Some("h2".into()));
+    // As many as there is room for.
+    let mut judge = signer(&pki, "h1", 1, &[]);
+    let mut overlay = Overlay::new("h1".into(), 1, settings(1));
+    let sign = |_: &[u8]| Ok(vec![0; 64]);
+    for n in 0..WAITING_MAX as u32 + 100 {
+        let [_, a, b, c] = n.to_be_bytes();
+        let key = Key::Station(network(1), Mac([2, 9, 9, a, b, c]));
+        let value = signed::sign(&key, claim("h9", 1).as_bytes(), &[], 1, sign).unwrap();
+        judge.put(&mut overlay, key.to_string().as_bytes(), &value, 1, i64::from(n) + 2, 1);
+    }
+    assert_eq!(judge.waiting.len(), WAITING_MAX);
+    assert!(judge.stations.is_empty());
+}
+
+#[test]
+fn a_certificate_that_ended_keeps_what_it_gave() {
+    let (_folder, pki) = pki();
+    let mut judge = signer(&pki, "h1", 1, &[]);
+    let mut overlay = Overlay::new("h1".into(), 1, settings(1));
+    let mut other = signer(&pki, "h2", 2, &[]);
+    let at = r#"{"address":"10.0.0.2:9000","instance":2}"#;
+    let revision = Cell::new(1);
+    let put = |judge: &mut Authenticator, overlay: &mut Overlay, key: &str, value: &str| {
+        revision.set(revision.get() + 1);
+        judge.put(overlay, key.as_bytes(), value.as_bytes(), 1, revision.get(), 1);
+    };
+    put(&mut judge, &mut overlay, &host(2), &signed_by(&mut other, &host(2), at));
+    put(&mut judge, &mut overlay, &station(2), &signed_by(&mut other, &station(2), &claim("h2", 1)));
+    let known = judge.hosts.get_mut(&(network(1), "h2".into())).unwrap();
+    Arc::get_mut(&mut known.signatory).unwrap().end_now();
+    judge.refresh(&mut overlay, 2);
+    let stations = |overlay: &mut Overlay| overlay.computed().stations.len();
+    overlay.locals(&[guest(1, 1)]);
+    assert_eq!(stations(&mut overlay), 1);
+    put(&mut judge, &mut overlay, &station(3), &signed_by(&mut other, &station(3), &claim("h2", 1)));
+    assert_eq!(stations(&mut overlay), 1, "what it signs after its end is not believed");
+}
+
+#[test]
+fn what_the_overlay_does_not_keep_is_not_kept_here() {
+    let (_folder, pki) = pki();
+    let (mut judge, mut other) = (signer(&pki, "h1", 1, &[]), signer(&pki, "h2", 2, &[]));
+    let mut overlay = Overlay::new("h1".into(), 1, settings(1));
+    let mut put = |judge: &mut Authenticator, key: &str, value: &str, revision| {
+        let value = signed_by(&mut other, key, value);
+        judge.put(&mut overlay, key.as_bytes(), value.as_bytes(), 1, revision, 1);
+    };
+    put(&mut judge, &host(2), r#"{"address":"0.0.0.0:1","instance":2}"#, 2);
+    assert!(judge.hosts.is_empty(), "signed, but no sound record");
+    put(&mut judge, &host(2), r#"{"address":"10.0.0.2:9000","instance":2}"#, 3);
+    put(&mut judge, &station(2), r#"{"host":"h2","sequence":-1}"#, 4);
+    assert!(judge.hosts.len() == 1 && judge.stations.is_empty());
+    put(&mut judge, &station(2), &claim("h2", 1), 5);
+    assert_eq!(judge.stations.len(), 1);
+}
+
+#[test]
+fn the_number_of_a_value_never_goes_back() {
+    let (_folder, pki) = pki();
+    let mut one = signer(&pki, "h1", 1, &[]);
+    let number = |text: &str| -> u64 {
+        text.split("\"signed\":").nth(1).unwrap().split([',', '}']).next().unwrap().parse().unwrap()
+    };
+    let first = number(&signed_by(&mut one, &station(1), &claim("h1", 1)));
+    one.signed = first + 3_600_000_000;
+    let next = signed_by(&mut one, &station(1), &claim("h1", 1));
+    assert_eq!(number(&next), first + 3_600_000_001, "as if the clock had gone back by an hour");
+    // The next life of the host finds its former values in the store.
+    let mut again = Authenticator::new(one.store.clone());
+    let mut overlay = Overlay::new("h1".into(), 2, settings(1));
+    again.put(&mut overlay, station(1).as_bytes(), next.as_bytes(), 1, 2, 1);
+    assert!(number(&signed_by(&mut again, &station(1), &claim("h1", 1))) > number(&next));
+}
+
+#[test]
+fn many_records_are_checked_in_time() {
+    let (_folder, pki) = pki();
+    let mut judge = signer(&pki, "h1", 1, &[]);
+    let mut other = signer(&pki, "h2", 2, &[]);
+    let mut overlay = Overlay::new("h1".into(), 1, settings(1));
+    let at = r#"{"address":"10.0.0.2:9000","instance":2}"#;
+    let value = signed_by(&mut other, &host(2), at);
+    judge.put(&mut overlay, host(2).as_bytes(), value.as_bytes(), 1, 2, 1);
+    let records: Vec<_> = (0..1000u32)
+        .map(|n| {
+            let [_, a, b, c] = n.to_be_bytes();
+            let key = Key::Station(network(1), Mac([2, 9, 9, a, b, c])).to_string();
+            let value = signed_by(&mut other, &key, &claim("h2", 1));
+            (key, value)
+        })
+        .collect();
+    let mut read = || {
+        let begun = std::time::Instant::now();
+        for (index, (key, value)) in records.iter().enumerate() {
+            judge.put(&mut overlay, key.as_bytes(), value.as_bytes(), 1, index as i64 + 3, 1);
+        }
+        begun.elapsed()
+    };
+    let first = read();
+    let again = (0..5).map(|_| read()).min().unwrap();
+    println!("1000 records: {first:?}, and {again:?} when they are known");
+    assert_eq!(judge.stations.len(), 1000);
+    assert!(again * 5 < first, "{again:?} for what is known, {first:?} for what is new");
+}

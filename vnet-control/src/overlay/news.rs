@@ -1,0 +1,328 @@
+//! News of the store: what it says of an object, and what follows from that.
+
+use std::collections::{BTreeMap, HashMap};
+
+use super::entry::{Entry, Outcome};
+use super::record::{HostRecord, Key, Record, StationRecord};
+use super::{Alarm, HOSTS_MAX, Network, Overlay, STATIONS_MAX, Store};
+use vnet::frame::NetworkId;
+use vnet::wire::ethernet::Mac;
+
+impl Overlay {
+    /// A whole reading of the store begins.
+    pub fn begin_reading(&mut self) {
+        self.reading = self.reading.wrapping_add(1);
+    }
+
+    /// The reading is complete: what it did not contain is not in the store.
+    pub fn end_reading(&mut self, now_ms: u64) {
+        let reading = self.reading;
+        let (mut missing, mut all) = (0, 0);
+        for network in self.networks.values_mut() {
+            miss(&mut network.hosts, reading, now_ms, &mut missing, &mut all);
+            miss_stations(&mut network.stations, reading, now_ms, &mut missing, &mut all);
+        }
+        self.count_stations();
+        let networks = &self.networks;
+        self.mine.retain(|(network, mac)| {
+            let entry = networks.get(network).and_then(|network| network.stations.get(mac));
+            entry.is_some_and(|entry| entry.stored.is_some())
+        });
+        if missing > 0 {
+            let text =
+                format!("the store lacks {missing} of {all} records that nobody withdrew; they are kept");
+            self.alarms.raise(Alarm::Vanished, now_ms, text);
+        }
+        if !matches!(self.store, Store::Here(_)) {
+            self.store = Store::Here(now_ms);
+            self.changed = true;
+        }
+    }
+
+    /// The store has `value` under `key`, written in `revision` under `lease`.
+    pub fn put(&mut self, key: &[u8], value: &[u8], lease: i64, revision: i64, now_ms: u64) {
+        let Some(key) = Key::parse(key) else {
+            let plain = |c: char| if c.is_control() { '\u{fffd}' } else { c };
+            let shown: String = String::from_utf8_lossy(key).chars().take(80).map(plain).collect();
+            return self.alarms.raise(Alarm::Garbage, now_ms, format!("'{shown}' is no key of an overlay"));
+        };
+        if !self.networks.contains_key(&key.network()) {
+            return;
+        }
+        self.sent.remove(&key);
+        let sound = match &key {
+            Key::Host(network, name) => {
+                let record = HostRecord::parse(value);
+                let sound = record.is_some();
+                self.put_host(*network, name, record, lease, revision, now_ms);
+                sound
+            }
+            Key::Station(network, mac) => {
+                let record = StationRecord::parse(value);
+                let sound = record.is_some();
+                self.put_station(*network, *mac, record, lease, revision, now_ms);
+                sound
+            }
+        };
+        if !sound {
+            self.alarms.raise(
+                Alarm::Garbage,
+                now_ms,
+                format!("the value of {key} is no record; it is passed over"),
+            );
+        }
+    }
+
+    pub(super) fn put_host(
+        &mut self,
+        network: NetworkId,
+        name: &str,
+        record: Option<HostRecord>,
+        lease: i64,
+        revision: i64,
+        now_ms: u64,
+    ) {
+        let (me, instance) = (*self.me == *name, self.instance);
+        let Some(hosts) = self.networks.get_mut(&network).map(|network| &mut network.hosts) else { return };
+        if !hosts.contains_key(name) && !me && (record.is_none() || hosts.len() >= HOSTS_MAX) {
+            if record.is_some() {
+                let text = format!("more than {HOSTS_MAX} hosts in network {network}; {name} is left out");
+                self.alarms.raise(Alarm::Limit, now_ms, text);
+            }
+            return;
+        }
+        let entry = hosts.entry(name.into()).or_default();
+        entry.reading = self.reading;
+        if entry.is_newer(revision) {
+            return;
+        }
+        entry.store(record, revision, lease);
+        if me {
+            let stored = entry.stored.as_ref().and_then(|stored| stored.record.as_ref());
+            if lease == self.lease && stored.is_some_and(|record| record.instance == instance) {
+                self.joined.insert(network);
+            }
+            return;
+        }
+        let was = entry.in_force().is_some();
+        let outcome = entry.consider(true, !matches!(self.store, Store::Here(_)), now_ms);
+        let is = entry.in_force().is_some();
+        self.conclude(outcome, Key::Host(network, name.into()), now_ms);
+        if is && !was {
+            self.reconsider(network, name, now_ms);
+        }
+    }
+
+    pub(super) fn put_station(
+        &mut self,
+        network: NetworkId,
+        mac: Mac,
+        record: Option<StationRecord>,
+        lease: i64,
+        revision: i64,
+        now_ms: u64,
+    ) {
+        let place = (network, mac);
+        let own = self.guests.contains_key(&place);
+        let Some(stations) = self.networks.get_mut(&network).map(|network| &mut network.stations) else {
+            return;
+        };
+        if !stations.contains_key(&mac) {
+            if record.is_none() && !own {
+                return;
+            }
+            if self.stations >= STATIONS_MAX && !own {
+                let text =
+                    format!("more than {STATIONS_MAX} stations; {mac} of network {network} is left out");
+                return self.alarms.raise(Alarm::Limit, now_ms, text);
+            }
+            self.stations += 1;
+        }
+        let entry = stations.entry(mac).or_default();
+        entry.reading = self.reading;
+        if entry.is_newer(revision) {
+            return;
+        }
+        let here = record.as_ref().is_some_and(|record| record.host == self.me && !record.withdrawn);
+        if here {
+            self.mine.insert(place)
+        } else {
+            self.mine.remove(&place)
+        };
+        entry.store(record, revision, lease);
+        self.consider_station(network, mac, now_ms);
+    }
+
+    /// Decides about what the store says of a station.
+    pub(super) fn consider_station(&mut self, network: NetworkId, mac: Mac, now_ms: u64) {
+        let away = !matches!(self.store, Store::Here(_));
+        let Some(Network { hosts, stations }) = self.networks.get_mut(&network) else { return };
+        let Some(entry) = stations.get_mut(&mac) else { return };
+        let is_there =
+            |host: &str| *host == *self.me || hosts.get(host).is_some_and(|host| host.in_force().is_some());
+        let protected = entry.in_force().is_some_and(|record| is_there(&record.host));
+        let stored = entry.stored.as_ref().and_then(|stored| stored.record.clone());
+        if let Some(record) = stored.filter(|record| protected && !is_there(&record.host)) {
+            // Nobody is there to have written it.
+            entry.pending = None;
+            if self.waiting_count < STATIONS_MAX {
+                let waiting = self.waiting.entry((network, record.host.clone())).or_default();
+                self.waiting_count += usize::from(waiting.insert(mac));
+            }
+            let text =
+                format!("{mac} of network {network} is claimed for {}, which is not there", record.host);
+            return self.alarms.raise(Alarm::UnknownHost, now_ms, text);
+        }
+        let outcome = entry.consider(protected, away, now_ms);
+        self.conclude(outcome, Key::Station(network, mac), now_ms);
+    }
+
+    /// Decides again about stations that are claimed for a host which was not there before.
+    pub(super) fn reconsider(&mut self, network: NetworkId, host: &str, now_ms: u64) {
+        let Some(waiting) = self.waiting.remove(&(network, host.into())) else { return };
+        self.waiting_count -= waiting.len();
+        waiting.into_iter().for_each(|mac| self.consider_station(network, mac, now_ms));
+    }
+
+    /// What follows from a decision: a timer, an alarm, a new computation.
+    pub(super) fn conclude(&mut self, outcome: Outcome, key: Key, now_ms: u64) {
+        match outcome {
+            Outcome::Settled => self.touch(&key),
+            Outcome::Refused => {
+                let text = format!(
+                    "{key} is claimed with a sequence number that is not the next; it is passed over"
+                );
+                self.alarms.raise(Alarm::Sequence, now_ms, text);
+            }
+            Outcome::Freezes => {
+                let text = format!(
+                    "{key} is claimed by several hosts again and again; it stays where it is for 180 s"
+                );
+                self.alarms.raise(Alarm::Frozen, now_ms, text);
+            }
+            Outcome::Unchanged | Outcome::Waits | Outcome::Frozen => {}
+        }
+        self.schedule(key, now_ms);
+    }
+
+    fn schedule(&mut self, key: Key, now_ms: u64) {
+        let Some(network) = self.networks.get_mut(&key.network()) else { return };
+        let (timer, next) = match &key {
+            Key::Host(_, name) => match network.hosts.get_mut(name) {
+                Some(entry) => {
+                    let next = entry.next_ms(now_ms);
+                    (&mut entry.timer_ms, next)
+                }
+                None => return,
+            },
+            Key::Station(_, mac) => match network.stations.get_mut(mac) {
+                Some(entry) => {
+                    let next = entry.next_ms(now_ms);
+                    (&mut entry.timer_ms, next)
+                }
+                None => return,
+            },
+        };
+        if *timer != next {
+            let before = std::mem::replace(timer, next);
+            before.map(|at| self.timers.remove(&(at, key.clone())));
+            next.map(|at| self.timers.insert((at, key)));
+        }
+    }
+
+    /// The store has nothing under `key` since `revision`.
+    pub fn delete(&mut self, key: &[u8], revision: i64, now_ms: u64) {
+        let Some(key) = Key::parse(key) else { return };
+        self.sent.remove(&key);
+        let Some(network) = self.networks.get_mut(&key.network()) else { return };
+        let gone = match &key {
+            Key::Host(_, name) => match network.hosts.get_mut(name) {
+                Some(entry) if !entry.is_newer(revision) => entry.vanish(now_ms),
+                _ => return,
+            },
+            Key::Station(id, mac) => match network.stations.get_mut(mac) {
+                Some(entry) if !entry.is_newer(revision) => {
+                    self.mine.remove(&(*id, *mac));
+                    entry.vanish(now_ms)
+                }
+                _ => return,
+            },
+        };
+        self.withdrawals.remove(&key);
+        self.schedule(key.clone(), now_ms);
+        if gone {
+            self.remove(&key);
+        }
+    }
+
+    pub(super) fn remove(&mut self, key: &Key) {
+        let Some(network) = self.networks.get_mut(&key.network()) else { return };
+        let timer = match key {
+            Key::Host(_, name) => network.hosts.remove(name).and_then(|entry| entry.timer_ms),
+            Key::Station(_, mac) => network.stations.remove(mac).and_then(|entry| entry.timer_ms),
+        };
+        timer.map(|at| self.timers.remove(&(at, key.clone())));
+        self.count_stations();
+        self.touch(key);
+    }
+
+    /// What is computed of an object may differ from now on.
+    pub(super) fn touch(&mut self, key: &Key) {
+        match key {
+            Key::Host(..) => self.restructure(),
+            Key::Station(id, mac) => {
+                self.dirty.insert((*id, *mac));
+                self.changed = true;
+            }
+        }
+    }
+
+    pub(super) fn restructure(&mut self) {
+        (self.restructured, self.changed) = (true, true);
+        self.dirty.clear();
+    }
+
+    fn count_stations(&mut self) {
+        self.stations = self.networks.values().map(|network| network.stations.len()).sum();
+    }
+}
+
+/// Notes which hosts a reading has missed.
+fn miss(
+    hosts: &mut BTreeMap<Box<str>, Entry<HostRecord>>,
+    reading: u32,
+    now_ms: u64,
+    missing: &mut usize,
+    all: &mut usize,
+) {
+    hosts.retain(|_, entry| !missed(entry, reading, now_ms, missing, all));
+}
+
+/// Notes which stations a reading has missed.
+fn miss_stations(
+    stations: &mut HashMap<Mac, Entry<StationRecord>>,
+    reading: u32,
+    now_ms: u64,
+    missing: &mut usize,
+    all: &mut usize,
+) {
+    stations.retain(|_, entry| !missed(entry, reading, now_ms, missing, all));
+}
+
+/// Notes whether a reading has missed an object; true when nothing remains to be known of it.
+fn missed<R: Record>(
+    entry: &mut Entry<R>,
+    reading: u32,
+    now_ms: u64,
+    missing: &mut usize,
+    all: &mut usize,
+) -> bool {
+    *all += usize::from(entry.in_force().is_some());
+    if entry.reading == reading {
+        return false;
+    }
+    entry.missed = entry.missed.saturating_add(1);
+    let gone = entry.vanish(now_ms);
+    *missing += usize::from(!gone);
+    gone
+}

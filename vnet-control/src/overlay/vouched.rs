@@ -1,0 +1,90 @@
+//! What the state machine has to know of signatures: that something in the store is not believed, that a host is believed no
+//! more, and that this host's own records have to be written anew.
+
+use super::record::Key;
+use super::{Alarm, Overlay};
+use vnet::frame::NetworkId;
+
+impl Overlay {
+    /// True when nothing has to be read of what the store has under `key`: of this revision it is known, or an older one.
+    /// Records of this host have to be read every time.
+    pub(super) fn recognises(&mut self, key: &Key, lease: i64, revision: i64, now_ms: u64) -> bool {
+        let Some(network) = self.networks.get(&key.network()) else { return true };
+        match key {
+            Key::Host(id, name) => {
+                let Some(stored) = network.hosts.get(name).and_then(|entry| entry.stored.as_ref()) else {
+                    return false;
+                };
+                let known = stored.revision == revision && **name != *self.me && stored.record.is_some();
+                if !known && stored.revision <= revision {
+                    return false;
+                }
+                let record = stored.record.as_deref().cloned();
+                self.sent.remove(key);
+                self.put_host(*id, name, record, lease, revision, now_ms);
+            }
+            Key::Station(id, mac) => {
+                let Some(stored) = network.stations.get(mac).and_then(|entry| entry.stored.as_ref()) else {
+                    return false;
+                };
+                let others = stored.record.as_ref().is_some_and(|record| record.host != self.me);
+                if (stored.revision != revision || !others) && stored.revision <= revision {
+                    return false;
+                }
+                let record = stored.record.as_deref().cloned();
+                self.sent.remove(key);
+                self.put_station(*id, *mac, record, lease, revision, now_ms);
+            }
+        }
+        true
+    }
+
+    /// True when something is known of the object.
+    pub(super) fn knows(&self, key: &Key) -> bool {
+        let network = self.networks.get(&key.network());
+        network.is_some_and(|network| match key {
+            Key::Host(_, name) => network.hosts.contains_key(name),
+            Key::Station(_, mac) => network.stations.contains_key(mac),
+        })
+    }
+
+    /// The store has something under `key` that is not believed: it counts as no record.
+    pub(super) fn disbelieve(&mut self, key: &Key, lease: i64, revision: i64, now_ms: u64) {
+        self.sent.remove(key);
+        match key {
+            Key::Host(id, name) => self.put_host(*id, name, None, lease, revision, now_ms),
+            Key::Station(id, mac) => self.put_station(*id, *mac, None, lease, revision, now_ms),
+        }
+    }
+
+    /// A host is believed no more: it is not there until it writes something that is.
+    pub(super) fn expel(&mut self, network: NetworkId, name: &str, why: &str, now_ms: u64) {
+        let Some(hosts) = self.networks.get_mut(&network).map(|network| &mut network.hosts) else { return };
+        let Some(entry) = hosts.get_mut(name) else { return };
+        (entry.settled, entry.pending) = (None, None);
+        if let Some(stored) = &mut entry.stored {
+            stored.record = None;
+        }
+        self.restructure();
+        let text = format!("host {name} of network {network} is believed no more, and left out: {why}");
+        self.alarm(Alarm::Untrusted, now_ms, text);
+    }
+
+    /// This host's records have to be written anew, though they say the same.
+    pub(super) fn republish(&mut self) {
+        self.joined.clear();
+        self.sent.clear();
+        for network in self.networks.values_mut() {
+            // As if they were under a lease that is not this host's.
+            let host = network.hosts.get_mut(&self.me).and_then(|entry| entry.stored.as_mut());
+            if let Some(stored) = host.filter(|stored| stored.record.as_ref().is_some_and(|r| !r.withdrawn)) {
+                stored.lease = 0;
+            }
+            for stored in network.stations.values_mut().filter_map(|entry| entry.stored.as_mut()) {
+                if stored.record.as_ref().is_some_and(|record| record.host == self.me && !record.withdrawn) {
+                    stored.lease = 0;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! What would become of a frame, and why (`vnet trace`): the engine's part, on this host.
+//!
+//! The table, the learned addresses and the guard explain themselves (`route::explain`). The dispatchers' caches are asked, too:
+//! a frame of a known flow is decided by its line there, which says the same. Nothing is learned and no frame is sent.
+
+use super::desired::Target;
+use super::engine::{Engine, EngineError};
+use super::{api, tunnel};
+use vnet::frame::{NetworkId, PortId};
+use vnet::interface::State;
+use vnet::link::LinkState;
+use vnet::route::{By, Flow, explain};
+use vnet::wire::ethernet::Mac;
+
+impl Engine {
+    /// What would become of a frame, and why. Without `from` it comes from where its source is known to be.
+    ///
+    /// # Errors
+    /// `from` is not there, or not given and the source not known.
+    pub fn trace(
+        &self,
+        network: NetworkId,
+        src: Mac,
+        dst: Mac,
+        from: Option<&Target>,
+    ) -> Result<api::Trace, EngineError> {
+        let places = self.places();
+        let from = match from {
+            Some(target) => {
+                let found = places.iter().find(|(_, at)| *at == target).map(|(port, _)| *port);
+                found.ok_or_else(|| EngineError::NotFound(target.to_string()))?
+            }
+            None => {
+                let known = self.known();
+                let found = known.iter().find(|entry| entry.mac == src && entry.network == network);
+                found.ok_or(EngineError::UnknownSource(src))?.port
+            }
+        };
+        let flow = Flow { network, src, dst, from };
+        let cached_by = self.ask_caches(&flow).iter().map(|answer| answer.dispatcher).collect();
+        let found = explain(&self.core.table(), self.core.learned(), &flow, self.core.now_ms());
+        let (mut rules, mut decisive, mut guard) = (vec![], None, "admitted".to_string());
+        let (by, why) = match found.by {
+            By::Guard => {
+                let reason = found.outcome.as_ref().err().copied();
+                guard = reason.map(|reason| reason.name().into()).unwrap_or_default();
+                (
+                    "guard",
+                    reason.map_or("it may not enter".into(), |r| format!("it may not enter: {}", r.help())),
+                )
+            }
+            By::Rules { priority, rules: found } => {
+                rules.extend(found.iter().map(|rule| rule.index));
+                decisive = Some(priority);
+                let indices: Vec<_> = rules.iter().map(ToString::to_string).collect();
+                ("rules", format!("route {} of priority {priority}", indices.join(" and ")))
+            }
+            By::Pinned => ("configured", format!("{dst} is configured or published there")),
+            By::Learned { age_s, frozen } => {
+                let frozen = if frozen { ", frozen there" } else { "" };
+                ("learned", format!("{dst} was heard there {age_s} s ago{frozen}"))
+            }
+            By::Flood => {
+                let limit = self.storm_limit(places.get(&from));
+                ("flood", format!("{dst} is a group or not known, so the network is flooded{limit}"))
+            }
+            By::Nothing => ("nothing", "no route applies and the network does not learn".into()),
+        };
+        let place = |port: &PortId| places.get(port).map(ToString::to_string).unwrap_or_default();
+        let (ports, drop) = match found.outcome {
+            Ok(ports) => (ports, None),
+            Err(reason) => (vec![], Some(reason.name().to_string())),
+        };
+        let copies =
+            ports.iter().filter_map(|port| places.get(port)).filter_map(|at| self.traced_copy(at)).collect();
+        let (by, priority, to) = (by.into(), decisive, ports.iter().map(place).collect());
+        let from = place(&from);
+        Ok(api::Trace {
+            network,
+            src,
+            dst,
+            from,
+            by,
+            why,
+            guard,
+            rules,
+            priority,
+            cached_by,
+            to,
+            copies,
+            drop,
+        })
+    }
+
+    /// What the guard lets a place flood, where it limits that.
+    fn storm_limit(&self, from: Option<&Target>) -> String {
+        let Some(Target::Interface(name)) = from else { return String::new() };
+        let item = self.current.interfaces.iter().find(|item| item.spec.name == *name);
+        let limit =
+            item.map(|item| format!(", within its storm limit of {} frames/s", item.spec.storm_limit));
+        limit.unwrap_or_default()
+    }
+
+    /// What is known of a destination.
+    fn traced_copy(&self, to: &Target) -> Option<api::TracedCopy> {
+        let (state, mtu, remote) = match to {
+            Target::Interface(name) => {
+                let live = self.interfaces.get(name)?;
+                let state = match live.state() {
+                    State::Up => "up".into(),
+                    State::Down(reason) => format!("down ({reason})"),
+                    State::Broken(reason) => format!("broken ({reason})"),
+                };
+                (state, live.mtu, None)
+            }
+            Target::Link(name) => {
+                let link = &self.links.get(name)?.link;
+                let state = match link.state() {
+                    LinkState::Up => "up".into(),
+                    LinkState::Degraded(reason) => format!("degraded ({reason})"),
+                    LinkState::Down(reason) | LinkState::Unreachable(reason) => format!("down ({reason})"),
+                };
+                let spec = self.current.links.iter().find(|item| item.spec.name == *name);
+                (state, u32::from(link.path_mtu()), spec.map(|item| tunnel::remote(&item.spec)))
+            }
+        };
+        Some(api::TracedCopy { to: to.to_string(), state, mtu, remote, next: None, silent: None })
+    }
+}

@@ -1,0 +1,222 @@
+//! What the engine shows of itself: the answers of the API.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use super::api;
+use super::desired::*;
+use super::engine::Engine;
+use super::{driving, plan, tunnel};
+use vnet::dispatch::counters::DispatcherStats;
+use vnet::frame::PortId;
+use vnet::interface::State;
+use vnet::link::LinkState;
+use vnet::route::{Held, LearnedEntry, LearnedStats};
+
+impl Engine {
+    /// The host at a glance.
+    pub fn status(&self) -> api::Status {
+        let interfaces = self.interfaces();
+        api::Status {
+            version: env!("CARGO_PKG_VERSION").into(),
+            host: self.current.host.spec.name.clone(),
+            pid: std::process::id(),
+            uptime_s: self.started.elapsed().as_secs(),
+            bridge: self.core.bridge_address().to_string(),
+            ports: self.current.bridge.spec.ports,
+            dispatchers: self.current.dispatch.spec.threads,
+            yield_strategy: yield_name(self.current.dispatch.spec.yield_strategy).into(),
+            interfaces_up: interfaces.iter().filter(|interface| interface.state == "up").count(),
+            interfaces: interfaces.len(),
+            links: self.current.links.len(),
+            routes: self.current.routes.len(),
+            networks: plan::networks(&self.current).len(),
+            learned: self.known().iter().filter(|entry| entry.held != Held::Pinned).count(),
+            overlay: self.shown.as_ref().map(|overlay| api::OverlaySummary {
+                state: overlay.state.clone(),
+                since_s: overlay.since_s,
+                hosts: overlay.hosts.len(),
+                stations: overlay.stations,
+                alarms: overlay.alarms_total,
+            }),
+            balance: self.stats().balance,
+        }
+    }
+
+    /// The distributed overlay, as its agent described it last.
+    pub fn overlay(&self) -> Option<api::Overlay> {
+        self.shown.clone()
+    }
+
+    /// All interfaces.
+    pub fn interfaces(&self) -> Vec<api::Interface> {
+        self.current.interfaces.iter().filter_map(|item| self.interface(&item.spec)).collect()
+    }
+
+    fn interface(&self, spec: &InterfaceSpec) -> Option<api::Interface> {
+        let live = self.interfaces.get(&spec.name)?;
+        let (state, reason) = match live.state() {
+            State::Up => ("up", None),
+            State::Down(reason) => ("down", Some(reason)),
+            State::Broken(reason) => ("broken", Some(reason)),
+        };
+        let (mut socket, mut server, mut device, mut netns) = (None, None, None, None);
+        match &spec.attachment {
+            Attachment::VhostUser { socket: path, server: listens, .. } => {
+                (socket, server) = (Some(path.display().to_string()), Some(*listens));
+            }
+            Attachment::Tap { device: name, netns: space }
+            | Attachment::Local { device: name, netns: space, .. } => {
+                (device, netns) = (Some(name.clone()), space.as_ref().map(ToString::to_string));
+            }
+        }
+        Some(api::Interface {
+            name: spec.name.clone(),
+            kind: spec.attachment.kind().into(),
+            state: state.into(),
+            reason,
+            network: spec.network,
+            mac: spec.mac,
+            addresses: spec.addresses.clone(),
+            mtu: live.mtu,
+            queues: spec.queues,
+            socket,
+            server,
+            device,
+            netns,
+            storm_limit: spec.storm_limit,
+            port_security: spec.port_security,
+            driving: driving::view(&spec.driving, &live.drive, spec.queues as usize, &live.stats),
+        })
+    }
+
+    /// All links.
+    pub fn links(&self) -> Vec<api::Link> {
+        let now_ms = self.core.now_ms();
+        let link = |Item { spec, .. }: &Item<LinkSpec>| {
+            let link = &self.links.get(&spec.name)?.link;
+            let (state, reason) = match link.state() {
+                LinkState::Up => ("up", None),
+                LinkState::Degraded(reason) => ("degraded", Some(reason)),
+                LinkState::Down(reason) | LinkState::Unreachable(reason) => ("down", Some(reason)),
+            };
+            let heard_s = link.heard_ms().map(|heard_ms| now_ms.saturating_sub(heard_ms) / 1000);
+            let (seal, probed) = (link.seal_view(), link.probed());
+            let peer = seal.as_ref().map(|seal| seal.peer.clone()).or(link.stream_peer().map(Into::into));
+            Some(api::Link {
+                name: spec.name.clone(),
+                remote: match link.remote() {
+                    Some(remote) if seal.is_some() => remote.to_string(),
+                    _ => tunnel::remote(spec),
+                },
+                ports: spec.ports,
+                encapsulation: encapsulation_name(spec.encapsulation).into(),
+                networks: spec.networks.clone(),
+                state: state.into(),
+                reason,
+                mtu: link.path_mtu(),
+                sealed: peer.is_some(),
+                keys_s: seal.as_ref().and_then(|seal| seal.keys_s),
+                rtt_us: seal.as_ref().and_then(|seal| seal.rtt_us).or(probed.rtt_us),
+                loss_permille: probed.loss_permille,
+                traffic: (&**link).into(),
+                peer,
+                macs: spec.security.macs.clone(),
+                offload: link.has_drivers(),
+                heard_s: heard_s.or_else(|| link.stream_heard_s()),
+            })
+        };
+        self.current.links.iter().filter_map(link).collect()
+    }
+
+    /// All rules, by index.
+    pub fn routes(&self) -> Vec<api::Route> {
+        let route = |(spec, index): (&RouteSpec, &u32)| api::Route {
+            index: *index,
+            network: spec.network,
+            src: spec.src.to_string(),
+            dst: spec.dst.to_string(),
+            from: spec.from.to_string(),
+            to: spec.to.to_string(),
+        };
+        let mut routes: Vec<_> = self.route_indices.iter().map(route).collect();
+        routes.sort_by_key(|route| route.index);
+        routes
+    }
+
+    /// All networks.
+    pub fn networks(&self) -> Vec<api::Network> {
+        let mut inside: HashMap<_, usize> = HashMap::new();
+        for item in &self.current.interfaces {
+            *inside.entry(item.spec.network).or_default() += 1;
+        }
+        let network = |Item { spec, .. }: Item<NetworkSpec>| api::Network {
+            id: spec.id,
+            learning: spec.learning,
+            ageing_s: spec.ageing_s,
+            relay: spec.relay,
+            interfaces: inside.get(&spec.id).copied().unwrap_or(0),
+        };
+        plan::networks(&self.current).into_iter().map(network).collect()
+    }
+
+    /// All known addresses, configured ones included.
+    pub fn learned(&self) -> Vec<api::Learned> {
+        let places = self.places();
+        let learned = |entry: LearnedEntry| {
+            let held = match entry.held {
+                Held::Learned => "learned",
+                Held::Frozen => "frozen",
+                Held::Pinned => "configured",
+            };
+            let LearnedEntry { network, mac, age_s, .. } = entry;
+            let at = places.get(&entry.port)?.to_string();
+            Some(api::Learned { network, mac, at, held: held.into(), age_s })
+        };
+        self.known().into_iter().filter_map(learned).collect()
+    }
+
+    pub(super) fn known(&self) -> Vec<LearnedEntry> {
+        self.core.learned().entries(&self.core.table(), self.core.now_ms())
+    }
+
+    /// Counters of what was learned.
+    pub fn learned_stats(&self) -> LearnedStats {
+        self.core.learned().stats()
+    }
+
+    /// What each dispatcher counts about itself.
+    pub fn dispatcher_stats(&self) -> &[Arc<DispatcherStats>] {
+        self.core.dispatcher_stats()
+    }
+
+    /// Who is at each port.
+    pub(super) fn places(&self) -> HashMap<PortId, Target> {
+        let interfaces = self.interfaces.iter().map(|(name, i)| (i.port, Target::Interface(name.clone())));
+        let links = self.links.iter().map(|(name, link)| (link.port, Target::Link(name.clone())));
+        interfaces.chain(links).collect()
+    }
+
+    /// All counters.
+    pub fn stats(&self) -> api::Stats {
+        let port =
+            |kind: &str, name: &str, counters| api::Port { kind: kind.into(), name: name.into(), counters };
+        let mut ports = vec![];
+        for Item { spec, .. } in &self.current.interfaces {
+            if let Some(live) = self.interfaces.get(&spec.name) {
+                ports.push(port("interface", &spec.name, (&*live.stats).into()));
+            }
+        }
+        for Item { spec, .. } in &self.current.links {
+            if let Some(live) = self.links.get(&spec.name) {
+                ports.push(port("link", &spec.name, (&*live.stats).into()));
+            }
+        }
+        ports.push(port("bridge", "bridge", (&**self.core.bridge_stats()).into()));
+        ports.push(port("removed", "removed", self.retired.clone()));
+        let balance = api::Balance::of(ports.iter().map(|port| &port.counters));
+        let dispatchers = self.core.dispatcher_stats().iter().enumerate();
+        let dispatchers = dispatchers.map(|(id, stats)| api::Dispatcher::new(id, stats)).collect();
+        api::Stats { ports, dispatchers, balance }
+    }
+}

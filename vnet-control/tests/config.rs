@@ -1,0 +1,432 @@
+//! The configuration file: what is accepted, and what is said about what is not, word for word and line for line.
+
+use proptest::prelude::*;
+use vnet::dispatch::isolation::Isolation;
+use vnet::dispatch::mode::Mode;
+use vnet::dispatch::yielding;
+use vnet::frame::NetworkId;
+use vnet::interface::interrupts::Interrupts;
+use vnet::interface::tap::Netns;
+use vnet::link::{Encapsulation, Proxy, StreamOptions, Tunnel, VxlanOptions, ZeroCopy};
+use vnet::route::Qualifier;
+use vnet::wire::socks::{Credentials, Destination};
+use vnet_control::config::{Configuration, parse};
+use vnet_control::desired::{Attachment, Origin, Target};
+use vnet_control::driving::Driving;
+
+/// The lines that are said about a file.
+fn errors(text: &str) -> Vec<String> {
+    match parse("f.toml", text) {
+        Ok(_) => vec![],
+        Err(error) => error.to_string().lines().map(String::from).collect(),
+    }
+}
+
+fn good(text: &str) -> Configuration {
+    parse("f.toml", text).unwrap_or_else(|error| panic!("{error}"))
+}
+
+const EVERYTHING: &str = r#"
+[host]
+name = "h1"
+
+[control]
+socket  = "/run/vnet/h1.sock"
+
+[dispatch]
+threads = 1
+cpus    = [1]
+yield   = "timed"
+sleep_us = 60
+nowork_us = 250
+priority = 5
+lock_memory = true
+busy_poll_us = 20
+
+[bridge]
+listen = "[::]:9001"
+
+[[network]]
+id = 1
+learning = true
+
+[[network]]
+id = 7
+learning = false
+ageing_s = 20
+
+[[interface]]
+name = "vm1"
+kind = "vhost-user"
+socket = "/run/vnet/vm1.sock"
+server = true
+mac  = "52:54:00:00:00:01"
+mtu  = 1500
+mode = "vmm-driven"
+rate_low = 1001
+rate_high = 10001
+window_us = 4000
+interrupts = "optimistic"
+receive_density_low = 10
+receive_density_high = 20
+early_bytes = 30
+
+[[interface]]
+name = "c1"
+kind = "tap"
+device = "vnet0"
+interrupts = "direct"
+netns = "pid:12"
+network = 7
+mtu = 65535
+queues = 2
+storm_limit = 1000
+
+[[link]]
+name = "h2"
+remote = "10.10.0.2:9000"
+encapsulation = "native"
+trusted = true
+mtu = 1400
+
+[[link]]
+name = "old"
+remote = "[fd00::3]:9000"
+encapsulation = "vnet"
+trusted = true
+
+[[route]]
+src = "not-52:54:00:00:00:09"
+dst = "52:54:00:00:00:02"
+from = "interface vm1"
+to  = "link h2"
+
+[[route]]
+dst = "any"
+to = "link old"
+"#;
+
+#[test]
+fn settings_that_the_design_shows_are_understood() {
+    let Configuration { desired, warnings } = good(EVERYTHING);
+    assert_eq!(desired.host.spec.name, "h1");
+    assert_eq!(desired.control.spec.socket.to_str(), Some("/run/vnet/h1.sock"));
+    let dispatch = &desired.dispatch.spec;
+    assert_eq!(
+        (dispatch.threads, &dispatch.cpus[..], dispatch.yield_strategy),
+        (1, &[1][..], yielding::Strategy::Timed)
+    );
+    assert_eq!((dispatch.sleep_us, dispatch.nowork_us), (60, 250));
+    let isolation = Isolation { priority: Some(5), lock_memory: true, busy_poll_us: 20 };
+    assert_eq!(dispatch.isolation, isolation);
+    assert_eq!(desired.bridge.spec.listen, "[::]:9001".parse().unwrap());
+    assert_eq!((desired.networks[0].spec.learning, desired.networks[0].spec.ageing_s), (true, 300));
+    assert_eq!((desired.networks[1].spec.learning, desired.networks[1].spec.ageing_s), (false, 20));
+    let warnings: Vec<_> = warnings.iter().map(ToString::to_string).collect();
+    assert_eq!(
+        warnings,
+        ["f.toml:50: interrupts has no effect on kind tap: the kernel hands frames over at once",]
+    );
+}
+
+#[test]
+fn cut_through_is_understood() {
+    let text = "[host]\nname = \"h1\"\n[bridge]\nzero_copy = \"on\"\n[[interface]]\nname = \"vm1\"\nkind = \"vhost-user\"\n\
+                socket = \"/run/vm1\"\nmac = \"52:54:00:00:00:01\"\ndirect_port = 9101\ndirect_link = \"h2\"\n[[link]]\n\
+                name = \"h2\"\nremote = \"10.0.0.2:9000\"\ntrusted = true\nnetworks = [1]\n\
+                direct = [\"52:54:00:00:00:02@9102\"]\n";
+    let desired = good(text).desired;
+    assert_eq!(desired.bridge.spec.zero_copy, ZeroCopy::On);
+    let Attachment::VhostUser { direct: Some(direct), .. } = &desired.interfaces[0].spec.attachment else {
+        panic!("a port of its own")
+    };
+    assert_eq!((direct.port, &direct.link[..]), (9101, "h2"));
+    let guests = vec![("52:54:00:00:00:02".parse().unwrap(), 9102)];
+    assert_eq!(desired.links[0].spec.tunnel, Tunnel::Direct(guests));
+    assert_eq!(good(EVERYTHING).desired.bridge.spec.zero_copy, ZeroCopy::Auto);
+}
+
+#[test]
+fn objects_that_the_design_shows_are_understood() {
+    let desired = good(EVERYTHING).desired;
+    let [vm, container] = &desired.interfaces[..] else { panic!("two interfaces") };
+    let socket = "/run/vnet/vm1.sock".into();
+    assert_eq!(vm.spec.attachment, Attachment::VhostUser { socket, server: true, direct: None });
+    let (mode, interrupts) = (vm.spec.driving.mode, vm.spec.driving.interrupts);
+    assert_eq!(
+        (mode.mode, mode.rate_low, mode.rate_high, mode.window_us),
+        (Mode::VmmDriven, 1001, 10001, 4000)
+    );
+    assert_eq!(interrupts.interrupts, Interrupts::Optimistic);
+    assert_eq!((interrupts.density_low, interrupts.density_high, interrupts.early_bytes), (10, 20, 30));
+    assert_eq!(container.spec.driving, Driving::default());
+    assert_eq!((vm.spec.mac, vm.spec.mtu), ("52:54:00:00:00:01".parse().ok(), 1500));
+    let netns = Some(Netns::Pid(12));
+    assert_eq!(container.spec.attachment, Attachment::Tap { device: "vnet0".into(), netns });
+    assert_eq!((container.spec.queues, container.spec.storm_limit), (2, 1000));
+    assert_eq!((container.spec.network.get(), container.spec.mtu), (7, 65535));
+    let [link, old] = &desired.links[..] else { panic!("two links") };
+    assert_eq!((link.spec.encapsulation, &link.spec.networks), (Encapsulation::Native, &None));
+    assert_eq!(link.spec.mtu, Some(1400));
+    assert_eq!(old.spec.networks, Some(vec![NetworkId::DEFAULT]));
+    let [route, any] = &desired.routes[..] else { panic!("two routes") };
+    assert_eq!(route.spec.src, Qualifier::Not("52:54:00:00:00:09".parse().unwrap()));
+    assert_eq!(route.spec.from, Origin::One(Target::Interface("vm1".into())));
+    assert_eq!(route.spec.to, Target::Link("h2".into()));
+    assert_eq!((any.spec.src, any.spec.dst, &any.spec.from), (Qualifier::Any, Qualifier::Any, &Origin::Any));
+}
+
+#[test]
+fn tunnels_and_the_local_network_are_understood() {
+    let text = r#"
+        host.name = "h"
+        bridge.vxlan_listen = "[::]:4789"
+        bridge.stream_listen = "0.0.0.0:9001"
+        [[interface]]
+        name = "lan"
+        kind = "local"
+        device = "eth1"
+        promiscuous = true
+        [[link]]
+        name = "fabric"
+        remote = "10.0.0.2"
+        encapsulation = "vxlan"
+        flood = ["10.0.0.3", "::ffff:10.0.0.4"]
+        group = "239.1.1.1"
+        trusted = true
+        [[link]]
+        name = "near"
+        remote = "10.0.0.5:9001"
+        encapsulation = "stream"
+        connect = false
+        trusted = true
+        [[link]]
+        name = "far"
+        remote = "h.onion:9001"
+        encapsulation = "stream"
+        proxy = "socks5://me:se:cret@127.0.0.1:9050"
+        sealed = true
+        peer = "h2"
+        [identity]
+        ca = "/ca.pem"
+        certificate = "/h.pem"
+        key = "/h.key"
+    "#;
+    let desired = good(text).desired;
+    assert_eq!(desired.bridge.spec.vxlan_listen, "[::]:4789".parse().ok());
+    assert_eq!(desired.bridge.spec.stream_listen, "0.0.0.0:9001".parse().ok());
+    let local = Attachment::Local { device: "eth1".into(), netns: None, promiscuous: true };
+    assert_eq!(desired.interfaces[0].spec.attachment, local);
+    let [fabric, near, far] = &desired.links[..] else { panic!("three links") };
+    assert_eq!(
+        (fabric.spec.remote, &fabric.spec.networks),
+        ("10.0.0.2:4789".parse().unwrap(), &Some(vec![NetworkId::DEFAULT]))
+    );
+    let flood = vec!["10.0.0.3".parse().unwrap(), "10.0.0.4".parse().unwrap()];
+    let group = "239.1.1.1".parse().ok();
+    assert_eq!(fabric.spec.tunnel, Tunnel::Vxlan(VxlanOptions { flood, group, offload: true }));
+    let destination = Destination::Address("10.0.0.5:9001".parse().unwrap());
+    assert_eq!(near.spec.tunnel, Tunnel::Stream(StreamOptions { destination, proxy: None, connect: false }));
+    let credentials = Some(Credentials { user: "me".into(), password: "se:cret".into() });
+    let proxy = Some(Proxy { address: "127.0.0.1:9050".parse().unwrap(), credentials });
+    let destination = Destination::Name("h.onion".into(), 9001);
+    assert_eq!(far.spec.tunnel, Tunnel::Stream(StreamOptions { destination, proxy, connect: true }));
+    let shown: Vec<_> = desired.links.iter().map(|link| link.spec.to_string()).collect();
+    assert_eq!(
+        shown[0],
+        "vxlan to 10.0.0.2:4789, networks 1, flood 10.0.0.3 10.0.0.4, group 239.1.1.1, trusted"
+    );
+    assert_eq!(shown[1], "stream to 10.0.0.5:9001, waiting, trusted");
+    assert_eq!(
+        shown[2], "stream to h.onion:9001, proxy 127.0.0.1:9050, sealed with h2",
+        "without the password"
+    );
+}
+
+#[test]
+fn a_host_needs_no_more_than_a_name() {
+    let desired = good("host.name = \"h\"").desired;
+    assert_eq!(desired.control.spec.socket.to_str(), Some("/run/vnet/vnet.sock"));
+    assert_eq!(desired.bridge.spec.listen, "[::]:9000".parse().unwrap());
+    assert!(desired.interfaces.is_empty() && desired.links.is_empty() && desired.routes.is_empty());
+}
+
+/// One a paragraph: a text, in which `{H}`, `{T}`, `{V}` and `{L}` stand for a good host, TAP, vhost-user interface and
+/// link; below it, behind `>`, all that is said about it.
+const MISTAKES: &str = include_str!("config_mistakes.txt");
+
+#[test]
+fn mistakes_are_explained_in_one_line_each() {
+    let mut cases = 0;
+    for case in MISTAKES.split("\n\n") {
+        let (told, text): (Vec<_>, Vec<_>) = case.lines().partition(|line| line.starts_with('>'));
+        // Most links here go where clear text may travel; it is said in the host's two lines, so that all lines stay where they are.
+        let text = text.join("\n");
+        let links = text.contains("{L}") && !text.contains("[bridge]") && !text.contains("sealed");
+        let host = "host.name = \"h1\"\nbridge.trusted = [\"0.0.0.0/0\"]";
+        let text = text
+            .replace("{H}", if links { host } else { "{H}" })
+            .replace("{H}", "[host]\nname = \"h1\"")
+            .replace("{T}", "[[interface]]\nname = \"a\"\nkind = \"tap\"\ndevice = \"t0\"")
+            .replace("{V}", "[[interface]]\nname = \"a\"\nkind = \"vhost-user\"\nsocket = \"/run/a\"")
+            .replace("{L}", "[[link]]\nname = \"x\"\nremote = \"10.0.0.2:9000\"");
+        let want: Vec<_> = told.iter().map(|line| format!("f.toml:{}", &line[1..])).collect();
+        assert!(!want.is_empty(), "a case without a message:\n{case}");
+        // What the TOML parser says about its grammar is its own.
+        let ours = |line: &String| line.split_inclusive("not valid TOML").next().unwrap_or(line).to_string();
+        let said: Vec<_> = errors(&text).iter().map(ours).collect();
+        assert_eq!(said, want, "\n{text}");
+        cases += 1;
+    }
+    assert!(cases > 60, "cases are separated by empty lines");
+}
+
+#[test]
+fn a_file_that_cannot_be_read_is_named() {
+    let error = vnet_control::config::load("/nonexistent/vnet.toml".as_ref()).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "/nonexistent/vnet.toml: cannot read the configuration: No such file or directory (os error 2); give its path \
+         with --config"
+    );
+}
+
+#[test]
+fn the_packaged_example_is_good() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../packaging/vnet.toml");
+    let text = std::fs::read_to_string(path).unwrap();
+    good(&text);
+    // What is commented out there is good as well.
+    let text: Vec<_> = text.lines().skip(2).map(|line| line.strip_prefix("# ").unwrap_or(line)).collect();
+    let text = text.join("\n").replace("[[network]] ", "[[network]]\nid = 2\n[[network]] ");
+    let desired = good(&text).desired;
+    assert_eq!((desired.interfaces.len(), desired.links.len(), desired.routes.len()), (3, 3, 1));
+}
+
+proptest! {
+    /// Whatever a file says, it is taken or refused in lines that begin with its name.
+    #[test]
+    fn any_text_is_answered(lines in proptest::collection::vec(any_line(), 0..12)) {
+        let text = lines.join("\n");
+        if let Err(error) = parse("f.toml", &text) {
+            let error = error.to_string();
+            prop_assert!(!error.is_empty());
+            for line in error.lines() {
+                prop_assert!(line.starts_with("f.toml:"), "{}", line);
+            }
+        }
+    }
+}
+
+fn any_line() -> impl Strategy<Value = String> {
+    let key = proptest::sample::select(vec![
+        "name",
+        "kind",
+        "socket",
+        "mac",
+        "mtu",
+        "remote",
+        "networks",
+        "id",
+        "dst",
+        "to",
+        "from",
+        "\"x\\u001by\"",
+    ]);
+    let value = prop_oneof![
+        "\"\\PC{0,20}\"",
+        Just("\"tap\"".to_string()),
+        Just("\"link h2\"".to_string()),
+        "-?[0-9]{1,20}",
+        Just("[1, 2]".to_string()),
+        Just("true".to_string()),
+        Just("{ a = 1 }".to_string()),
+        "\\PC{0,10}",
+    ];
+    let header = proptest::sample::select(vec![
+        "[host]",
+        "[bridge]",
+        "[[interface]]",
+        "[[link]]",
+        "[[route]]",
+        "[[network]]",
+        "[control]",
+        "[dispatch]",
+    ]);
+    prop_oneof![
+        header.prop_map(String::from),
+        (key, value).prop_map(|(key, value)| format!("{key} = {value}"))
+    ]
+}
+
+#[test]
+fn ports_are_counted_from_the_first() {
+    let top = "[host]\nname = \"h1\"\n";
+    let link = |name: &str, remote: &str, more: &str| {
+        format!("[[link]]\nname = \"{name}\"\nremote = \"{remote}\"\ntrusted = true\n{more}")
+    };
+    let bridge = |dispatch: &str, bridge: &str| format!("{top}[dispatch]\n{dispatch}\n[bridge]\n{bridge}\n");
+
+    let read =
+        good(&(bridge("threads = 2", "ports = 4") + &link("h2", "10.0.0.2:9000", "ports = 3"))).desired;
+    assert_eq!((read.bridge.spec.ports, read.links[0].spec.ports), (4, 3));
+    assert_eq!(read.links[0].spec.to_string(), "native to 10.0.0.2:9000, 3 ports, trusted");
+    let read = good(&(top.to_string() + &link("h2", "10.0.0.2:9000", ""))).desired;
+    assert_eq!((read.bridge.spec.ports, read.links[0].spec.ports), (1, 1));
+
+    let neighbours = link("h2", "10.0.0.2:9000", "ports = 2\n");
+    let cases = [
+        (
+            bridge("threads = 4", "ports = 2"),
+            "f.toml:5: ports = 2 for 4 dispatchers leaves some without one; write ports = 4, or 1 for all of them",
+        ),
+        (bridge("", "ports = 65"), "f.toml:6: ports 65 is beyond the limits; use 1 to 64"),
+        (
+            bridge("", "listen = \"[::]:65535\"\nports = 2"),
+            "f.toml:7: 2 ports from 65535 on end beyond 65535; begin with a lower one",
+        ),
+        (
+            bridge("", "listen = \"10.0.0.1:9000\"\nports = 3") + &link("h2", "10.0.0.1:9002", ""),
+            "f.toml:8: link h2 leads to this host itself (10.0.0.1:9002); name the other host's address",
+        ),
+        (
+            bridge("", "listen = \"10.0.0.1:9003\"") + &link("h2", "10.0.0.1:9002", "ports = 2"),
+            "f.toml:7: link h2 leads to this host itself (10.0.0.1:9002); name the other host's address",
+        ),
+        (
+            top.to_string() + &link("h2", "10.0.0.2:9000", "ports = 2\nencapsulation = \"vnet\""),
+            "f.toml:7: 'ports' has a meaning for encapsulation native only; remove it",
+        ),
+        (
+            top.to_string() + &neighbours + &link("h3", "10.0.0.2:9001", ""),
+            "f.toml:8: remote 10.0.0.2:9001 is used already by link h2 (f.toml:3); choose another",
+        ),
+        (
+            top.to_string() + &neighbours + &link("h3", "10.0.0.2:8999", "ports = 9"),
+            "f.toml:8: remote 10.0.0.2:9000 is used already by link h2 (f.toml:3); choose another",
+        ),
+    ];
+    for (text, want) in cases {
+        assert_eq!(errors(&text), [want], "{text}");
+    }
+    good(&(top.to_string() + &neighbours + &link("h3", "10.0.0.2:9002", "ports = 64")));
+}
+
+/// A sealed native link may leave the address to its peer; nothing else can.
+#[test]
+fn remotes_may_be_left_out_where_the_peer_can_prove_its_own() {
+    let top = "[host]\nname = \"h1\"\n[identity]\nca = \"/a\"\ncertificate = \"/b\"\nkey = \"/c\"\n";
+    let link = |more: &str| format!("{top}[[link]]\nname = \"h2\"\n{more}\n");
+    let read = good(&(link("sealed = true\n[[link]]\nname = \"h3\"\nsealed = true\nports = 4"))).desired;
+    assert_eq!(read.links[0].spec.remote, vnet::link::ANYWHERE);
+    assert_eq!(read.links[1].spec.to_string(), "native to anywhere, 4 ports, sealed with h3");
+    for more in ["trusted = true", "", "sealed = true\nencapsulation = \"stream\""] {
+        let found = errors(&link(more));
+        assert!(found[0].contains("has no 'remote'"), "{found:?}");
+    }
+    let found = errors(&link("sealed = true\nremote = \"[::]:0\""));
+    assert_eq!(found.len(), 1, "{found:?}");
+    // Another network may be relayed, or the default one.
+    let read = good("[host]\nname = \"h1\"\n[[network]]\nid = 7\nrelay = true\n").desired;
+    assert_eq!(read.networks[0].spec.to_string(), "learning, ageing 300 s, relayed");
+}
