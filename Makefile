@@ -2,7 +2,7 @@
 #
 #   make demo    two hosts, two virtual machines, two containers on one Ethernet LAN, and a table of what it gives
 #   make test    everything that proves it
-#   make bench   vnet against its alternatives, into docs/measurements.md; takes hours and wants a quiet machine
+#   make bench   vnet against its alternatives, into docs/; takes hours and wants a quiet machine
 #
 # All install what they need first (Debian packages, Rust, Python packages in .venv), as root on Debian 12.
 
@@ -13,7 +13,7 @@ MAKEFLAGS += --no-print-directory
 
 CARGO_HOME ?= $(HOME)/.cargo
 TOOLS := $(CURDIR)/.cache/tools
-# What is C is the same in every build, and compiled once: Debian's ccache, wherever a program says 'cc'.
+# C code compiles identically in every build: ccache (Debian puts it in front of cc) compiles it once.
 export PATH := $(CARGO_HOME)/bin:$(TOOLS)/bin:/usr/lib/ccache:$(PATH)
 export CCACHE_DIR := $(CURDIR)/.cache/ccache
 export CCACHE_NOHASHDIR := 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vnetlab.bench import command, plot, report, share, suite, usage, vhost, workload
+from vnetlab.bench import bars, command, pages, plot, report, share, suite, usage, vhost, workload
 from vnetlab.bench.compare import Difference
 from vnetlab.bench.contenders import VNET, Vnet
 from vnetlab.bench.result import METRICS, Failure, Result, Series, difference_p, percentile, smallest_p
@@ -75,31 +75,60 @@ def test_tables(result: Result):
     text = report.table(result)
     assert "wire unlimited, MTU 1500" in text
     assert "12.00 (10.00\u201314.00)" in text
-    part = report.markdown(result, "TCP", ["measurements/tcp.svg"])
-    assert "| wire 1 Gbit/s, MTU 1500 | vnet | 0.94 (0.94\u20130.94) |\n" in part, (
+    page = report.page(result, "TCP")
+    assert page.startswith("# TCP\n"), "the bench's title"
+    assert "| wire 1 Gbit/s, MTU 1500 | vnet | 0.94 (0.94\u20130.94) |\n" in page, (
         "a table of its own, without empty columns"
     )
-    assert part.count("| conditions | contender |") == 2
-    assert part.count("tincd is not installed") == 1, "a reason is told once, for all that it holds for"
-    assert "`lab/lab bench tcp`, 2026-01-02 03:04 UTC, 3 rounds." in part
-    assert "QUICK" not in part
+    assert page.count("| conditions | contender |") == 2
+    assert page.count("tincd is not installed") == 1, "each reason appears once, with all its conditions"
+    assert "`lab/lab bench tcp`, 2026-01-02 03:04 UTC, 3 rounds" in page
+    assert "![TCP](tcp.svg)" in page
+    assert "QUICK" not in page
     result.quick = True
-    assert "QUICK" in report.markdown(result, "TCP", [])
+    assert "QUICK" in report.page(result, "TCP")
 
 
-def test_publishing_replaces_one_part(tmp_path: Path):
-    page = tmp_path / "measurements.md"
-    report.publish(page, "tcp", "first tcp")
-    report.publish(page, "udp", "first udp")
-    report.publish(page, "tcp", "second tcp")
-    text = page.read_text()
-    assert text.startswith("# Measurements")
-    assert "first tcp" not in text
-    assert text.index("second tcp") < text.index("first udp")
-    assert text.count("<!-- bench tcp: begin -->") == text.count("<!-- bench tcp: end -->") == 1
-    page.write_text(text.replace("<!-- bench tcp: end -->", ""))
-    with pytest.raises(ValueError, match="without"):
-        report.publish(page, "tcp", "third")
+def test_only_the_marked_table_is_replaced():
+    page = Path("x.md")
+    text = "before\n<!-- bars: begin (do not edit) -->\nold\nold\n<!-- bars: end -->\nafter\n"
+    replaced = pages.replace(page, text, {"bars": "new"})
+    assert replaced == "before\n<!-- bars: begin (do not edit) -->\nnew\n<!-- bars: end -->\nafter\n"
+    assert pages.replace(page, replaced, {"bars": "new"}) == replaced
+    for broken in (text.replace("<!-- bars: end -->", ""), text + text, ""):
+        with pytest.raises(LabError, match="not one"):
+            pages.replace(page, broken, {"bars": "new"})
+
+
+def test_published_pages_are_what_their_results_give():
+    """`lab/lab bench publish` writes them anew."""
+    results = pages.stored()
+    assert results, "there are stored results"
+    for path, text in pages.texts(results):
+        assert path.read_text() == text, f"{path} is not what docs/measurements/*.json give: run lab/lab bench publish"
+    assert {path.stem for path in pages.FOLDER.iterdir()} == set(results), "no page or plot without its result"
+    for name, result in results.items():
+        assert not result.quick, f"{name}: a quick run is not published"
+        assert {path.suffix for path in pages.FOLDER.glob(f"{name}.*")} == {".json", ".md", ".svg", ".png"}
+    assert len((pages.REPOSITORY / "docs" / "performance.md").read_text().splitlines()) <= 80
+
+
+def test_bars(result: Result):
+    result.add(FAST, "native", {"tcp_bps": 15e9})
+    vnet, native = (bars.Cell("tcp", FAST, name, "tcp_bps") for name in ("vnet", "native"))
+    results = {"tcp": result}
+    assert bars.Bar("TCP", vnet, at_least=0.8, base=native).met(results)
+    missed = bars.Bar("TCP", vnet, at_least=0.9, base=native, cause="slow")
+    assert missed.row(results) == [
+        "TCP: \u2265 0.9x",
+        "0.80x (12.00 / 15.00 Gbit/s)",
+        "**not met**: slow",
+        "[tcp](measurements/tcp.md)",
+    ]
+    assert bars.Bar("TCP", vnet, at_least=12).row(results)[:3] == ["TCP: \u2265 12 Gbit/s", "12.00 Gbit/s", "met"]
+    assert not bars.Bar("TCP", vnet, at_most=11).met(results)
+    with pytest.raises(KeyError, match="nobody"):
+        bars.Cell("tcp", FAST, "nobody", "tcp_bps").value(results)
 
 
 def test_plots(result: Result, tmp_path: Path):

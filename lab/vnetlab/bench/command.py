@@ -1,18 +1,22 @@
 """The `lab bench` command."""
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 
-from vnetlab.bench import compare, plot, report, runner
+from vnetlab.bench import compare, pages, plot, report, runner
 from vnetlab.bench.result import METRICS, SIGNIFICANCE, Result
 from vnetlab.bench.suite import BENCHES, MTUS, Bench, Options
 from vnetlab.run import LabError, progress
 from vnetlab.topology import Wire
 
 ALL = "all"
+COMPARE = "compare"
+PUBLISH = "publish"
 EPILOG = f"""\
 Benches: {", ".join(f"{bench.name} ({bench.title})" for bench in BENCHES.values())}.
-`bench compare REV_A REV_B [NAME]` builds two revisions of vnet and runs them against each other.
+`bench compare REV_A REV_B [NAME]` builds two revisions of vnet and runs them in turn.
+`bench publish` measures nothing: it writes plots and pages in docs/ anew from docs/measurements/*.json.
 
 Examples:
   lab bench tcp --wire none --mtu 1500 --contender vnet --contender native
@@ -24,34 +28,44 @@ Examples:
 def add(parser: argparse.ArgumentParser) -> None:
     """Describes the command's arguments."""
     parser.epilog, parser.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("bench", choices=[*BENCHES, ALL, "compare"], metavar="NAME", help="which, or all, or compare")
-    parser.add_argument("rest", nargs="*", metavar="REV_A REV_B [NAME]", help="with compare: what, and by which bench")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there (all: one file each)")
-    parser.add_argument("--quick", action="store_true", help="two short rounds, only to see that it works")
+    parser.add_argument(
+        "bench", choices=[*BENCHES, ALL, COMPARE, PUBLISH], metavar="NAME", help="a bench, or all, compare, publish"
+    )
+    parser.add_argument(
+        "rest", nargs="*", metavar="REV_A REV_B [NAME]", help="with compare: the revisions, and the bench"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON (all: one file per bench)")
+    parser.add_argument("--quick", action="store_true", help="two short rounds that only show that the bench works")
     parser.add_argument("--repeat", type=int, metavar="N", help=f"rounds (default: {runner.REPEAT})")
-    parser.add_argument("--wire", action="append", choices=list(Wire), help="only this underlay; may be repeated")
-    parser.add_argument("--mtu", action="append", type=int, choices=MTUS, help="only this underlay MTU")
-    parser.add_argument("--contender", action="append", default=[], help="only those whose name has this in it")
-    parser.add_argument("--pings", type=int, default=Options.pings, help="of each size (latency, ablation)")
-    parser.add_argument("--publish", action="store_true", help="write table and plots into docs/")
+    parser.add_argument("--wire", action="append", choices=list(Wire), help="only this wire; repeatable")
+    parser.add_argument("--mtu", action="append", type=int, choices=MTUS, help="only this underlay MTU; repeatable")
+    parser.add_argument("--contender", action="append", default=[], help="only contenders whose name contains this")
+    parser.add_argument("--pings", type=int, default=Options.pings, help="pings of each size (latency, ablation)")
+    parser.add_argument("--publish", action="store_true", help="store the result, write its page and plots")
 
 
 def command(arguments: argparse.Namespace) -> None:
-    """Runs it."""
-    if arguments.bench == "compare":
+    """Runs the command."""
+    if arguments.bench == COMPARE:
         _compare(arguments)
         return
     if arguments.rest:
         raise LabError(f"bench {arguments.bench} takes no '{arguments.rest[0]}'")
+    if arguments.bench == PUBLISH:
+        _publish(BENCHES.values())
+        return
     benches = list(BENCHES.values()) if arguments.bench == ALL else [BENCHES[arguments.bench]]
     if arguments.publish:
-        # Hours before it is needed.
+        # A missing library must show now, not after hours of measuring.
         plot.library()
     for bench in benches:
         result = _run(bench, arguments, _options(arguments))
-        print(f"\n{bench.title} ({result.repeat} rounds: median, smallest and largest)\n\n{report.table(result)}\n")
+        print(
+            f"\n{bench.title} ({result.repeat} rounds: median, smallest\N{EN DASH}largest)\n\n{report.table(result)}\n"
+        )
         if arguments.publish:
-            _publish(bench, result)
+            pages.store(result)
+            _publish([bench])
 
 
 def _options(arguments: argparse.Namespace) -> Options:
@@ -65,7 +79,7 @@ def _options(arguments: argparse.Namespace) -> Options:
 
 
 def _run(bench: Bench, arguments: argparse.Namespace, options: Options) -> Result:
-    """Runs a bench; what there is is written also when it is interrupted."""
+    """Runs a bench. An interrupted run still writes what it has measured so far."""
     repeat = arguments.repeat or (runner.REPEAT_QUICK if arguments.quick else runner.REPEAT)
     if repeat < 1:
         raise LabError(f"--repeat {repeat}: choose 1 or more")
@@ -81,17 +95,14 @@ def _run(bench: Bench, arguments: argparse.Namespace, options: Options) -> Resul
     return result
 
 
-def _publish(bench: Bench, result: Result) -> None:
-    """Writes the bench's part of docs/measurements.md, its plots and its figures."""
-    result.write(report.FIGURES / f"{bench.name}.json")
-    plots = plot.draw(result, bench.title, bench.plotted, bench.axis, report.FIGURES)
-    shown = [f"{report.FIGURES.name}/{path.name}" for path in plots if path.suffix == ".svg"]
-    report.publish(report.PAGE, bench.name, report.markdown(result, bench.title, shown))
-    progress(f"written: {report.PAGE}, and figures beside it")
+def _publish(benches: Iterable[Bench]) -> None:
+    """Draws the plots of benches and writes all pages anew."""
+    for path in pages.publish(benches):
+        progress(f"written: {path.relative_to(pages.REPOSITORY)}")
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    """Runs two revisions against each other, by one bench or all."""
+    """Runs two revisions in turn, with one bench or all."""
     *names, bench = arguments.rest if len(arguments.rest) == 3 else [*arguments.rest, ALL]
     if len(names) != 2 or bench not in [*BENCHES, ALL]:
         raise LabError(f"bench compare REV_A REV_B [NAME], NAME one of {' '.join(BENCHES)}")
@@ -106,14 +117,14 @@ def _compare(arguments: argparse.Namespace) -> None:
         if len(result.contenders()) == 2:
             _print_differences(result)
     print(
-        f"\nA difference exceeds the noise when chance makes one like it in at most {SIGNIFICANCE:.0%} of all runs\n"
-        "(Mann-Whitney); of twenty comparisons without any difference one is still expected to look like one."
+        f"\nBETTER and WORSE mean that chance alone gives such a difference in at most {SIGNIFICANCE:.0%} of all runs\n"
+        "(Mann-Whitney). Of twenty comparisons of equal revisions, expect one false alarm."
     )
 
 
 def _print_differences(result: Result) -> None:
     for difference in compare.differences(result):
         metric = METRICS[difference.one.metric]
-        what = f"{report.describe(difference.conditions)}: {metric.title}, {metric.unit}"
+        what = f"{report.describe(difference.conditions)}: {metric.heading}"
         figures = f"{report.figure(difference.one):24} {report.figure(difference.other):24}"
         print(f"{what:60} {figures} {difference.change:+7.1%}  p {difference.p:.3f}  {difference.verdict}")

@@ -1,4 +1,4 @@
-"""Figures: what is measured, in which unit, where medians and spreads come from, and when two differ."""
+"""Metrics and their units, results as JSON, medians and spreads, and the test whether two series differ."""
 
 import itertools
 import json
@@ -11,16 +11,17 @@ from typing import Self, TypeVar
 _T = TypeVar("_T")
 
 Conditions = dict[str, str | int]
-"""Under what a series was measured: {"wire": "10g", "MTU": 9000}."""
+"""What holds for a whole series: {"wire": "10g", "MTU": 9000}."""
 Sample = dict[str, float]
-"""What one run of one contender gave, by metric."""
+"""The values of one run of one contender, by metric."""
 
 SIGNIFICANCE = 0.05
+"""A difference counts when chance alone produces one like it in at most this share of all comparisons."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """Something measured. Values are kept in base units and shown divided by `scale`."""
+    """A quantity. Values are stored in base units and shown divided by `scale`."""
 
     title: str
     unit: str
@@ -28,11 +29,16 @@ class Metric:
     digits: int = 2
     higher_is_better: bool = False
     in_tables: bool = True
-    """Whether tables have it; what is kept always has."""
+    """Whether tables show it. The JSON always has it."""
 
     def show(self, value: float) -> str:
         """The value as text, without its unit."""
         return f"{value / self.scale:.{self.digits}f}"
+
+    @property
+    def heading(self) -> str:
+        """Title and unit: "TCP, Gbit/s"."""
+        return f"{self.title}, {self.unit}" if self.unit else self.title
 
 
 def _rate(title: str, digits: int = 2) -> Metric:
@@ -44,9 +50,9 @@ def _time(title: str) -> Metric:
 
 
 PROCESSES = ("h1", "h2", "h1v1", "h2v1", "OVS", "ovsdb", "client", "server")
-"""Whose processor time is kept apart: the daemon of a host, virtual machines, Open vSwitch, either end of iperf3."""
+"""Processes whose CPU time is stored one by one: daemons, virtual machines, Open vSwitch, iperf3's two ends."""
 ROUND_TRIPS = ("ping", "flood", "tcp")
-"""Of pings at intervals, of pings one after the other, of requests over TCP."""
+"""Pings at intervals, pings back to back, requests over TCP."""
 UDP_WRITES = (64, 1400, 8800, 64000)
 METRICS = {
     "tcp_bps": _rate("TCP"),
@@ -54,40 +60,40 @@ METRICS = {
     "ping_min_us": _time("ping min"),
     **{f"{kind}_{rank}_us": _time(f"{kind} {rank}") for kind in ROUND_TRIPS for rank in ("median", "p99", "p99.9")},
     "ping_max_us": _time("ping max"),
-    "way_us": _time("way there and back"),
-    "machines_us": _time("machines"),
+    "way_us": _time("overlay round trip"),
+    "machines_us": _time("guests' own time"),
     "oneway_us": _time("one way"),
-    "exchange_bps": _rate("both ways"),
-    "tcp_variation": Metric("TCP, deviation", "%", 0.01, digits=1),
-    "notifications_a_frame": Metric("notifications a frame", "", digits=3),
+    "exchange_bps": _rate("both directions"),
+    "tcp_variation": Metric("TCP, standard deviation", "%", 0.01, digits=1),
+    "notifications_a_frame": Metric("notifications per frame", "", digits=3),
     "small_frames_per_s": Metric("small datagrams", "k/s", 1e3, higher_is_better=True, digits=1),
-    "small_notifications_a_frame": Metric("small datagrams: notifications a frame", "", digits=3),
-    "stream_notifications_a_frame": Metric("stream: notifications a frame", "", digits=3),
+    "small_notifications_a_frame": Metric("small datagrams: notifications per frame", "", digits=3),
+    "stream_notifications_a_frame": Metric("stream: notifications per frame", "", digits=3),
     "stream_daemon_cores": Metric("stream: daemons", "cores", digits=3),
-    "kicks_a_frame": Metric("kicks a frame", "", digits=3),
-    "wakeups_a_frame": Metric("wake-ups a frame", "", digits=3),
+    "kicks_a_frame": Metric("kicks per frame", "", digits=3),
+    "wakeups_a_frame": Metric("wake-ups per frame", "", digits=3),
     "frames_per_s": Metric("frames", "M/s", 1e6, higher_is_better=True),
-    "frames_per_s_a_core": Metric("frames a core", "M/s", 1e6, higher_is_better=True),
-    "cycles_a_frame": Metric("busy cycles a frame", "cycles", digits=0),
-    "thread_cycles_a_frame": Metric("all cycles a frame", "cycles", digits=0),
+    "frames_per_s_a_core": Metric("frames per core", "M/s", 1e6, higher_is_better=True),
+    "cycles_a_frame": Metric("busy cycles per frame", "cycles", digits=0),
+    "thread_cycles_a_frame": Metric("all cycles per frame", "cycles", digits=0),
     "tso_bps": _rate("TSO stream"),
-    "tso_bps_a_core": _rate("TSO stream a dispatcher core"),
-    "cached_ns": Metric("look-up, cached", "ns", digits=1),
-    "few_ns": Metric("look-up, table", "ns", digits=1),
-    "all_ns": Metric("look-up, whole table", "ns", digits=1),
-    "bytes_a_route": Metric("memory a route", "bytes", digits=0),
-    "build_ms": Metric("table built in", "ms", digits=1),
-    "seal_bps": _rate("sealing, a core"),
-    "open_bps": _rate("opening, a core"),
+    "tso_bps_a_core": _rate("TSO stream per dispatcher core"),
+    "cached_ns": Metric("lookup, cached", "ns", digits=1),
+    "few_ns": Metric("lookup, table", "ns", digits=1),
+    "all_ns": Metric("lookup, whole table", "ns", digits=1),
+    "bytes_a_route": Metric("memory per route", "bytes", digits=0),
+    "build_ms": Metric("time to build the table", "ms", digits=1),
+    "seal_bps": _rate("sealing, per core"),
+    "open_bps": _rate("opening, per core"),
     "wakeups_per_s": Metric("wake-ups", "1/s", digits=1),
     "rss_bytes": Metric("RSS", "MiB", 2**20, digits=1),
-    "view_s": Metric("whole view after", "s"),
-    "move_p99_s": Metric("move seen by 99 % after", "s", digits=3),
-    "agent_cores": Metric("one agent", "cores", digits=4),
+    "view_s": Metric("time to full view", "s"),
+    "move_p99_s": Metric("move visible to 99 % after", "s", digits=3),
+    "agent_cores": Metric("per agent", "cores", digits=4),
     "daemon_cores": Metric("daemons", "cores", digits=3),
-    "daemon_cores_idle": Metric("daemon, idle", "cores", digits=3),
-    "vcpu_cores": Metric("guests' processors, TCP", "cores"),
-    "load_cores": Metric("load", "cores"),
+    "daemon_cores_idle": Metric("idle daemon", "cores", digits=3),
+    "vcpu_cores": Metric("vCPUs during TCP", "cores"),
+    "load_cores": Metric("load generators", "cores"),
     "system_cores": Metric("whole machine", "cores"),
     **{f"cores_{name}": Metric(name, "cores", digits=3, in_tables=False) for name in PROCESSES},
 }
@@ -95,7 +101,7 @@ METRICS = {
 
 @dataclass
 class Series:
-    """All values of one metric of one contender under the same conditions, in the order of the rounds."""
+    """All values of one metric of one contender under the same conditions, in round order."""
 
     conditions: Conditions
     contender: str
@@ -104,18 +110,18 @@ class Series:
 
     @property
     def median(self) -> float:
-        """Their median."""
+        """The median of all rounds."""
         return statistics.median(self.values)
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The smallest and the largest."""
+        """Smallest and largest value."""
         return min(self.values), max(self.values)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A contender that could not be measured, and why."""
+    """A contender that could not be measured, with the reason."""
 
     conditions: Conditions
     contender: str
@@ -138,7 +144,7 @@ class Result:
     failures: list[Failure] = field(default_factory=list)
 
     def add(self, conditions: Conditions, contender: str, sample: Sample) -> None:
-        """Takes one run's figures in."""
+        """Adds the values of one run."""
         for metric, value in sample.items():
             found = self.find(conditions, contender, metric)
             if found:
@@ -147,27 +153,27 @@ class Result:
                 self.series.append(Series(dict(conditions), contender, metric, [value]))
 
     def find(self, conditions: Conditions, contender: str, metric: str) -> Series | None:
-        """Gives a series, or None when there is none."""
+        """The series, or None."""
         for series in self.series:
             if (series.conditions, series.contender, series.metric) == (conditions, contender, metric):
                 return series
         return None
 
     def metrics(self) -> list[str]:
-        """The metrics there are figures of, in the order of METRICS."""
+        """All metrics that were measured, in the order of METRICS."""
         there = {series.metric for series in self.series}
         return [metric for metric in METRICS if metric in there]
 
     def conditions(self) -> list[Conditions]:
-        """All conditions in the order in which they were met."""
+        """All conditions in the order of measurement."""
         return _distinct(entry.conditions for entry in [*self.series, *self.failures])
 
     def contenders(self) -> list[str]:
-        """All contenders in the order in which they were met, measured or not."""
+        """All contenders in the order of measurement, failed ones included."""
         return _distinct(entry.contender for entry in [*self.series, *self.failures])
 
     def write(self, path: Path) -> None:
-        """Writes everything as JSON, each series with its median and spread."""
+        """Writes the result as JSON; each series carries its median and spread for readers of the file."""
         text = asdict(self)
         for entry, series in zip(text["series"], self.series, strict=True):
             low, high = series.spread
@@ -177,7 +183,7 @@ class Result:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Reads what `write` wrote."""
+        """Reads a file written by `write`."""
         text = json.loads(path.read_text())
         fields = ("conditions", "contender", "metric", "values")
         series = [Series(**{name: entry[name] for name in fields}) for entry in text.pop("series")]
@@ -186,7 +192,7 @@ class Result:
 
 
 def _base_unit(metric: str) -> str:
-    """The unit in which values are kept."""
+    """The unit of stored values."""
     known = METRICS[metric]
     return (
         known.unit
@@ -204,16 +210,16 @@ def _distinct(entries: Iterator[_T]) -> list[_T]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of all values do not exceed (nearest rank)."""
+    """The nearest-rank percentile: the smallest value with at least `share` of all values at or below it."""
     ordered = sorted(values)
     rank = -(-share * len(ordered) // 1)
     return ordered[max(0, min(len(ordered), int(rank)) - 1)]
 
 
 def difference_p(one: Sequence[float], other: Sequence[float]) -> float:
-    """How likely two series from one source differ as much as these: the exact two-sided Mann-Whitney test.
+    """The p-value of the exact two-sided Mann-Whitney test.
 
-    All ways to part the values into two series of these lengths are counted, so lengths up to about 10 are sensible.
+    It enumerates every split of the pooled values, so it is meant for at most about 10 values a side.
     """
     pooled = [*one, *other]
     middle = len(one) * len(other) / 2
@@ -229,5 +235,5 @@ def difference_p(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def smallest_p(one: int, other: int) -> float:
-    """What `difference_p` gives at least for series of these lengths."""
+    """The smallest p-value that `difference_p` can give for series of these lengths."""
     return difference_p(range(one), range(one, one + other))

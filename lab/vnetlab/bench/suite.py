@@ -363,17 +363,17 @@ def _told(contender: Contender, load: Callable[[Topology, Ends], Sample]) -> Tur
 _SHAPED = "Wires are shaped by a token bucket on the underlay's devices: compare with native on the same wire."
 _RTT = tuple(f"{kind}_{rank}_us" for kind in ("ping", "flood", "tcp") for rank in ("median", "p99"))
 _SMALL_NOTES = (
-    "testpmd (virtio-user, flow generator) is pinned to processor 1, the switch to processor 0, on a link both vnetd.",
-    "Frames a second are those that arrived, both directions together. Busy cycles are counted by the forwarding "
-    "threads themselves, of OVS and vnet alike, for turns of their loops with work, by the clock on the wall. All "
-    "cycles are their processor time times the clock, spinning included: of a switch that is not saturated they say "
-    "too much.",
-    "Across a link cycles are those of both daemons. Two dispatchers share processor 0: what sharding costs, not what "
-    "it gains.",
-    "A core is that of the busier daemon. The TSO stream goes one way, in frames of 65226 bytes with their checksum "
-    "and segmentation left to the device, from and to a guest that waits for interrupts (vnet/examples/guest.rs).",
-    "For reference, bare UDP sockets carry the same datagrams without a switch or guests, with a system call a message "
-    "(vnet/examples/sockets.rs); their processor time is the sender's.",
+    "testpmd (virtio-user, flow generator) is pinned to processor 1; the switch, or both daemons of a link, to "
+    "processor 0.",
+    "Frames are those that arrived, both directions together. Forwarding threads of OVS and vnet count busy "
+    "cycles themselves: wall-clock time of loop turns with work. All cycles are CPU time times clock rate, "
+    "spinning included; of a switch that is not saturated they say too much.",
+    "Across a link, cycles are those of both daemons, and per core means the busier daemon's. Two dispatchers "
+    "share processor 0: that shows the cost of sharding, not its gain.",
+    "The TSO stream goes one way, in frames of 65226 bytes with checksum and segmentation left to the device, "
+    "between two guests that wait for interrupts (vnet/examples/guest.rs).",
+    "Bare UDP sockets carry the same datagrams without a switch or guests, one system call per message "
+    "(vnet/examples/sockets.rs); their CPU time is the sender's.",
 )
 
 BENCHES = {
@@ -392,14 +392,14 @@ BENCHES = {
             "UDP goodput between containers",
             _between_hosts(workload.udp, 2),
             tuple(f"udp_{size}_bps" for size in workload.UDP_WRITES),
-            ("iperf3 writes as fast as it can; what arrives whole counts.", _SHAPED),
+            ("iperf3 writes as fast as it can; only datagrams that arrive whole count.", _SHAPED),
         ),
         Bench(
             "rtt",
             "Round trips between containers",
             _between_hosts(workload.rtt, 4),
             _RTT,
-            ("One ping each millisecond; one after the other (flood); TCP requests of 64 bytes, too (sockperf).",),
+            ("Pings one per millisecond (ping) and back to back (flood); TCP requests of 64 bytes by sockperf (tcp).",),
         ),
         Bench("small", "vhost-user ports", _small, ("frames_per_s", "tso_bps_a_core"), _SMALL_NOTES),
         Bench(
@@ -409,7 +409,7 @@ BENCHES = {
             ("tcp_bps", "ping_median_us"),
             (
                 "One iperf3 stream, then pings. QEMU emulates the processor where the machine has no KVM.",
-                "What the guests' own processors took of the whole is what a switch can hardly save.",
+                "Time on vCPUs is what a switch can hardly save.",
             ),
         ),
         Bench(
@@ -417,7 +417,7 @@ BENCHES = {
             "Routes and interfaces",
             _scale,
             ("cached_ns", "few_ns", "all_ns"),
-            ("Look-ups by vnet/examples/lookup.rs, which tells what its three kinds are.",),
+            ("Lookups by vnet/examples/lookup.rs, which defines the three kinds.",),
             axis="routes",
         ),
         Bench(
@@ -426,8 +426,9 @@ BENCHES = {
             _kinds,
             ("tcp_bps", "small_frames_per_s", "flood_median_us"),
             (
-                "The least program between two containers of one host, by TAP and by packet sockets (packet(7)) with "
-                "PACKET_VNET_HDR: vnet/examples/kinds/. Datagrams of 64 bytes; pings each millisecond and in a row.",
+                "The smallest forwarder between two containers of one host, over TAP and over packet sockets "
+                "(packet(7)) with PACKET_VNET_HDR: vnet/examples/kinds/. Datagrams of 64 bytes; pings one per "
+                "millisecond and back to back (flood).",
             ),
         ),
         Bench(
@@ -436,9 +437,10 @@ BENCHES = {
             _links,
             ("seal_bps", "open_bps", "tcp_bps", "ping_median_us"),
             (
-                "Sealing and opening on one core, by vnet/examples/seal.rs. One iperf3 stream, default settings, then "
-                "pings. VXLAN to and from the kernel: a container behind vnetd, a kernel VXLAN device on the other "
-                "host. TCP relays: a Python relay on each host, where a stream link has a vnetd; iperf3 through both.",
+                "Sealing and opening on one core by vnet/examples/seal.rs. One iperf3 stream with default "
+                "settings, then pings. VXLAN to and from the kernel: a container behind vnetd, a kernel VXLAN "
+                "device on the other host. TCP relays: a Python relay on each host in place of vnetd, iperf3 "
+                "through both.",
             ),
         ),
         Bench(
@@ -447,8 +449,8 @@ BENCHES = {
             _control,
             ("view_s", "move_p99_s", "agent_cores", "rss_bytes"),
             (
-                "One etcd and whole agents in one process (vnetd/examples/agents.rs), other hosts as records; "
-                "cores and RSS are those of one agent, while one address moves every second.",
+                "One etcd and complete agents in one process (vnetd/examples/agents.rs); other hosts exist as "
+                "records. Cores and RSS are per agent, while one address moves per second.",
             ),
         ),
         Bench(
@@ -457,9 +459,9 @@ BENCHES = {
             _latency,
             ("ping_median_us", "ping_p99_us", "oneway_us"),
             (
-                "One ping each millisecond, or one after the other when they take longer. Messages are NetPIPE's on "
-                "Open MPI, over TCP (lab/vnetlab/bench/exchange.py). A frame is counted where it enters or leaves a "
-                "guest; wake-ups are all of vnetd's threads.",
+                "Pings one per millisecond, or back to back when they take longer. Messages: NetPIPE on Open MPI "
+                "over TCP (lab/vnetlab/bench/exchange.py). Frames are counted where they enter or leave a guest; "
+                "wake-ups are those of all threads of vnetd.",
             ),
             axis="bytes",
         ),
@@ -469,10 +471,10 @@ BENCHES = {
             _ablation,
             ("ping_median_us", "flood_median_us", "tcp_bps"),
             (
-                "56-byte pings, one each millisecond, then one after the other (flood), then one iperf3 stream. Rows "
-                "go from the least to all there is. The least a program can do between a TAP and a socket is "
-                "vnet/examples/floor.rs. The way between virtual machines, and what of a ping's time is their own, are "
-                "of 300 pings, one each 10 ms; small datagrams have 64 bytes.",
+                "56-byte pings, one per millisecond and back to back (flood), then one iperf3 stream. Rows add "
+                "one part of vnet after the other. The floor is the smallest forwarder between a TAP and a "
+                "socket: vnet/examples/floor.rs. For virtual machines, 300 pings, one per 10 ms, are split into "
+                "the overlay's round trip and the guests' own time; small datagrams have 64 bytes.",
             ),
         ),
         Bench(
@@ -480,7 +482,7 @@ BENCHES = {
             "Idle daemons",
             _idle_cases,
             ("daemon_cores", "rss_bytes"),
-            ("One daemon, from a second after its last traffic on.",),
+            ("One daemon, from one second after its last traffic.",),
         ),
     )
 }
