@@ -16,7 +16,7 @@
 //! [`capture`] copies what passes a port for those who look.
 //!
 //! Dependencies point one way: `dispatch` sees `interface`, `route` and `link`; these three never see each other;
-//! `frame` sees only `wire`, and `wire` nobody. `tests/rooms.rs` keeps it so.
+//! `frame` sees only `wire`, and `wire` nobody. `tests/rooms` keeps it so.
 
 pub mod capture;
 mod copy;

@@ -1,0 +1,72 @@
+//! Finds what no source may say: phrases that a reader has to translate, and names of files that are not there.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Written by other people, or made by tools.
+const SKIPPED: [&str; 7] =
+    ["target", "corpus", "artifacts", "node_modules", "__pycache__", "measurements", "out"];
+/// Hidden folders that are ours.
+const HIDDEN: [&str; 1] = [".ci"];
+
+/// Phrases of documents that are not in the repository, and phrases that nobody of the field would look for.
+const BANNED: [&str; 5] =
+    ["design page", "so before it could be told", "nobody asked for", "and says why", "asks for news"];
+
+/// Every file below `root` that belongs to the project, relative to it.
+pub fn files(root: &Path) -> Vec<PathBuf> {
+    let (mut found, mut open) = (vec![], vec![root.to_owned()]);
+    while let Some(folder) = open.pop() {
+        for entry in fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap()) {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let kind = entry.file_type().unwrap();
+            if kind.is_dir() {
+                if !SKIPPED.contains(&&*name) && (!name.starts_with('.') || HIDDEN.contains(&&*name)) {
+                    open.push(entry.path());
+                }
+            } else if kind.is_file() {
+                found.push(entry.path().strip_prefix(root).unwrap().to_owned());
+            }
+        }
+    }
+    found.sort();
+    found
+}
+
+pub fn has_extension(file: &Path, extensions: &[&str]) -> bool {
+    file.extension().is_some_and(|extension| extensions.iter().any(|known| extension == *known))
+}
+
+/// The banned phrases in a text, also where a line ends within one.
+pub fn banned(text: &str) -> Vec<&'static str> {
+    let words: Vec<&str> =
+        text.split_whitespace().filter(|word| !matches!(*word, "//" | "///" | "//!" | "#" | "*")).collect();
+    let text = words.join(" ");
+    BANNED.into_iter().filter(|phrase| text.contains(phrase)).collect()
+}
+
+/// Source files that the comments of a text name, as far as they are named.
+pub fn named_files(text: &str) -> BTreeSet<String> {
+    let comments = text.lines().filter_map(|line| {
+        let line = line.trim_start();
+        ["//", "#", "*", "/*"].iter().any(|mark| line.starts_with(mark)).then_some(line)
+    });
+    let mut found = BTreeSet::new();
+    for comment in comments {
+        for word in comment.split(|c: char| !(c.is_alphanumeric() || matches!(c, '_' | '-' | '/' | '.'))) {
+            let word = word.trim_end_matches('.').trim_start_matches("./");
+            let (stem, extension) = word.rsplit_once('.').unwrap_or_default();
+            let is_name = stem.chars().any(char::is_alphanumeric) && !stem.ends_with('/');
+            if is_name && ["rs", "py", "md", "c"].contains(&extension) {
+                found.insert(word.to_owned());
+            }
+        }
+    }
+    found
+}
+
+/// Whether a file of this name, with as much of its path as is given, is among `files`.
+pub fn exists(files: &[PathBuf], name: &str) -> bool {
+    files.iter().any(|file| file.ends_with(name))
+}
