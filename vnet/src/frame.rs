@@ -21,6 +21,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::copy::copy;
 use crate::scratch::Scratch;
+use crate::stats::DropReason;
 use crate::wire::ethernet::{self, HEADER_LEN, Mac, VLAN_TAG_LEN};
 use crate::wire::offload::Offload;
 
@@ -197,6 +198,17 @@ pub enum FrameError {
     /// The offload metadata does not fit the frame.
     #[error(transparent)]
     Offload(#[from] crate::wire::offload::OffloadError),
+}
+
+impl From<FrameError> for DropReason {
+    #[cold]
+    fn from(error: FrameError) -> DropReason {
+        match error {
+            FrameError::TooShort => DropReason::TooShort,
+            FrameError::TooLong => DropReason::TooLong,
+            FrameError::Offload(_) => DropReason::BadOffload,
+        }
+    }
 }
 
 /// Up to [`BATCH_MAX`] frames and the segments they are made of.

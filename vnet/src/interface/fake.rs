@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::{Interface, State, exceeds_mtu, refusal};
+use super::{Interface, State, exceeds_mtu};
 use crate::frame::{Batch, Origin, Segment};
 use crate::poll::Waker;
 use crate::stats::{DropReason, PortStats};
@@ -111,7 +111,7 @@ impl Interface for Fake {
                     self.stats.in_frames.add(1);
                     self.stats.in_bytes.add(bytes.len() as u64);
                 }
-                Err(error) => self.stats.refuse(refusal(error), bytes.len() as u64),
+                Err(error) => self.stats.refuse(error.into(), bytes.len() as u64),
             }
         }
         if !batch.is_empty() {

@@ -187,7 +187,7 @@ impl Local {
                     frames += 1;
                     bytes += len;
                 }
-                Err(error) => self.stats.refuse(super::refusal(error), len),
+                Err(error) => self.stats.refuse(error.into(), len),
             }
         }
         self.stats.in_frames.add(frames);

@@ -15,9 +15,8 @@ pub mod vhost_user;
 pub mod virtqueue;
 
 use self::interrupts::InterruptSettings;
-use crate::frame::{Batch, Frame, FrameError, Room};
+use crate::frame::{Batch, Frame, Room};
 use crate::poll::Waker;
-use crate::stats::DropReason;
 use crate::wire::ethernet::{HEADER_LEN, Mac, VLAN_TAG_LEN};
 use crate::wire::offload::{GSO_NONE, Offload};
 
@@ -141,14 +140,4 @@ pub(crate) fn exceeds_mtu(frame: &Frame, mtu: usize) -> bool {
 #[inline]
 pub(crate) fn piece_exceeds_mtu(offload: &Offload, len: usize, mtu: usize) -> bool {
     offload.gso_type == GSO_NONE && len > mtu + HEADER_LEN + VLAN_TAG_LEN
-}
-
-/// The reason under which a frame that an interface got is refused.
-#[cold]
-pub(crate) fn refusal(error: FrameError) -> DropReason {
-    match error {
-        FrameError::TooShort => DropReason::TooShort,
-        FrameError::TooLong => DropReason::TooLong,
-        FrameError::Offload(_) => DropReason::BadOffload,
-    }
 }

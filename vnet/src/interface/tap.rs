@@ -274,7 +274,7 @@ impl Tap {
             let offload = Offload::from_virtio(header);
             match batch.push_spare(VIRTIO_NET_HDR_LEN, len, self.origin, offload) {
                 Ok(()) => bytes_taken += bytes,
-                Err(error) => self.stats.refuse(super::refusal(error), bytes),
+                Err(error) => self.stats.refuse(error.into(), bytes),
             }
         }
         self.stats.in_frames.add(batch.len() as u64);

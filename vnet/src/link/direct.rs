@@ -34,6 +34,7 @@ use crate::link::native::receive::{BUFFER_LEN, MESSAGES, Received, Receiver};
 use crate::link::socket::udp::{BridgeError, Name, Socket, check};
 use crate::stats::DiscardReason;
 use crate::wire::ethernet::{self, Mac};
+use crate::wire::ip;
 use crate::wire::native::{HEADER_LEN, Header, Kind, metadata};
 use crate::wire::offload::{Offload, WIRE_LEN};
 
@@ -43,8 +44,6 @@ const LEN_MIN: usize = 4096;
 pub(super) const PEEK_LEN: usize = HEADER_LEN + WIRE_LEN + HEAD_MAX;
 /// `UIO_MAXIOV`.
 const SLICES_MAX: usize = 1024;
-const ETHERTYPE_IPV4: [u8; 2] = [8, 0];
-const ETHERTYPE_IPV6: [u8; 2] = [0x86, 0xdd];
 
 /// The port and its peer.
 pub struct Direct {
@@ -223,14 +222,10 @@ impl Peeked {
     }
 }
 
-/// The length that a frame has according to its IP header. It is a guess: the peer wrote it.
+/// The length of an untagged frame according to its IP header. A guess: the peer wrote the header.
 fn guessed_len(head: &[u8; HEAD_MAX]) -> Option<usize> {
-    let word = |at: usize| usize::from(u16::from_be_bytes([head[at], head[at + 1]]));
-    match [head[12], head[13]] {
-        ETHERTYPE_IPV4 => Some(ethernet::HEADER_LEN + word(ethernet::HEADER_LEN + 2)),
-        ETHERTYPE_IPV6 => Some(ethernet::HEADER_LEN + 40 + word(ethernet::HEADER_LEN + 4)),
-        _ => None,
-    }
+    let (offset, ip) = ip::in_frame(head)?;
+    (offset == ethernet::HEADER_LEN).then_some(offset + ip.total_len)
 }
 
 /// What became of the messages that were to be received in place.

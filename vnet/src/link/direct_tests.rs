@@ -105,6 +105,7 @@ impl Pair {
 fn frame(len: usize, claimed: usize, seed: u8) -> Vec<u8> {
     let mut bytes: Vec<u8> = (0..len).map(|i| (i * 7 + i / 251) as u8 ^ seed).collect();
     bytes[..14].copy_from_slice(&[2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, seed & 0xfe, 8, 0]);
+    bytes[14] = 0x45;
     bytes[16..18].copy_from_slice(&(claimed.saturating_sub(14) as u16).to_be_bytes());
     bytes
 }

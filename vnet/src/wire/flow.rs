@@ -1,37 +1,32 @@
-//! Flow hashes: frames of one flow get one value, so that spreading by it keeps their order.
+//! Flow hashes: all frames of a flow hash to one value, so spreading by it keeps a flow in order.
 
-use super::ethernet::{self, ETHERTYPE_IPV4, ETHERTYPE_IPV6};
+use super::ip::{self, TCP, UDP};
 
-/// Hash of a frame's addresses, and of IP addresses, protocol and ports where `head` shows them.
+const DCCP: u8 = 33;
+const SCTP: u8 = 132;
+const UDP_LITE: u8 = 136;
+
+/// Hashes a frame's MAC addresses, and IP addresses, protocol and ports as far as `head` has them.
 ///
-/// Fragments of an IPv4 packet all hash without ports, so that they stay together.
+/// IPv4 fragments hash without ports, so all fragments of a packet stay together.
 #[inline]
 pub fn hash(head: &[u8]) -> u32 {
     let mut state = mix(0x9e37_79b9_7f4a_7c15, head.get(..8));
     state = mix(state, head.get(8..12));
-    let Some(payload) = ethernet::payload(head) else { return finish(state) };
-    let ip = &head[payload.offset.min(head.len())..];
-    let (protocol, addresses, transport) = match payload.ethertype {
-        ETHERTYPE_IPV4 if ip.len() >= 20 => {
-            let fragmented = u16::from_be_bytes([ip[6], ip[7]]) & 0x3fff != 0;
-            let header = usize::from(ip[0] & 0xf) * 4;
-            (ip[9], 12..20, if fragmented { usize::MAX } else { header })
-        }
-        ETHERTYPE_IPV6 if ip.len() >= 40 => (ip[6], 8..40, 40),
-        _ => return finish(state),
-    };
-    for part in ip[addresses].chunks(8) {
+    let Some((offset, ip)) = ip::in_frame(head) else { return finish(state) };
+    for part in ip.addresses.chunks(8) {
         state = mix(state, Some(part));
     }
-    state = mix(state, Some(&[protocol]));
-    // TCP, UDP, DCCP, SCTP, UDP-Lite: ports are the first four bytes.
-    if matches!(protocol, 6 | 17 | 33 | 132 | 136) {
-        state = mix(state, transport.checked_add(4).and_then(|end| ip.get(transport..end)));
+    state = mix(state, Some(&[ip.protocol]));
+    // All of these begin with two 16-bit ports.
+    if matches!(ip.protocol, TCP | UDP | DCCP | SCTP | UDP_LITE) && !ip.is_fragment() {
+        let ports = offset + ip.len;
+        state = mix(state, head.get(ports..ports + 4));
     }
     finish(state)
 }
 
-/// Folds up to eight bytes in; absent ones change nothing.
+/// Mixes in up to eight bytes; `None` changes nothing.
 #[inline]
 fn mix(state: u64, bytes: Option<&[u8]>) -> u64 {
     let Some(bytes) = bytes else { return state };
@@ -59,7 +54,7 @@ mod tests {
     }
 
     #[test]
-    fn flows_differ_and_fragments_stay_together() {
+    fn ports_tell_flows_apart_and_fragments_stay_together() {
         assert_ne!(hash(&udp([0, 1, 0, 2], 0)), hash(&udp([0, 1, 0, 3], 0)));
         assert_eq!(hash(&udp([0, 1, 0, 2], 0x2000)), hash(&udp([9, 9, 9, 9], 0x00b9)));
     }
@@ -75,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn short_heads_are_no_trouble() {
+    fn truncated_heads_never_panic() {
         let frame = udp([1, 2, 3, 4], 0);
         for len in 0..frame.len() {
             hash(&frame[..len]);

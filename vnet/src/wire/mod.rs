@@ -1,11 +1,12 @@
-//! Checked views of foreign bytes, without I/O.
+//! Wire formats: bounds-checked views of foreign bytes, without I/O.
 //!
-//! Every function here takes bytes that an attacker may have chosen. None panics, none allocates, none trusts a length
-//! that it has not compared with what is there.
+//! An attacker may have chosen the bytes. No function here panics on them, allocates for them, or trusts a length before
+//! comparing it with the bytes at hand.
 
 pub mod checksum;
 pub mod ethernet;
 pub mod flow;
+pub mod ip;
 pub mod native;
 pub mod neighbour;
 pub mod offload;

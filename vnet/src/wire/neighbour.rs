@@ -1,15 +1,16 @@
-//! Questions for a neighbour's Ethernet address, and answers in its name: ARP (RFC 826) and IPv6 neighbour discovery (ND,
-//! RFC 4861), as a proxy that suppresses them needs (RFC 9161).
+//! ARP (RFC 826) and IPv6 neighbour discovery (ND, RFC 4861) for a proxy that answers requests instead of flooding them
+//! (ARP/ND suppression, RFC 9161).
 //!
-//! Only what can be answered for somebody else is taken for a question. Announcements (the sender asks for its own
-//! address), duplicate address detection (the sender has none yet) and frames with VLAN tags are left to be flooded.
+//! [`question`] recognises only requests that a proxy may answer. Announcements (the sender asks for its own address),
+//! duplicate address detection (the sender has no address yet) and frames with VLAN tags are flooded as usual.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use super::checksum::Sum;
 use super::ethernet::{self, ETHERTYPE_ARP, ETHERTYPE_IPV6, HEADER_LEN, Mac};
+use super::ip::{self, ICMPV6, IPV6_LEN};
 
-/// Longest answer in bytes: a neighbour advertisement with the address option.
+/// Longest reply in bytes: a neighbour advertisement with the target link-layer address option.
 pub const ANSWER_MAX: usize = HEADER_LEN + IPV6_LEN + ADVERTISEMENT_LEN;
 
 const ARP_LEN: usize = 28;
@@ -17,36 +18,34 @@ const ARP_LEN: usize = 28;
 const ARP_KIND: [u8; 6] = [0, 1, 8, 0, 6, 4];
 const ARP_REQUEST: u16 = 1;
 const ARP_REPLY: u16 = 2;
-const IPV6_LEN: usize = 40;
-const ICMPV6: u8 = 58;
 const SOLICITATION: u8 = 135;
 const SOLICITATION_LEN: usize = 24;
 const ADVERTISEMENT: u8 = 136;
 const ADVERTISEMENT_LEN: usize = 32;
-/// A receiver takes neighbour discovery only with this hop limit: no router has passed it on (RFC 4861, section 7.1).
+/// Hop limit of all ND messages: proves that no router forwarded them (RFC 4861, section 7.1).
 const HOP_LIMIT: u8 = 255;
-/// Solicited, and overrides what the asker had cached.
+/// Solicited and Override flags (RFC 4861, section 4.4).
 const ADVERTISEMENT_FLAGS: u8 = 0x60;
 const TARGET_ADDRESS: u8 = 2;
 
-/// Who wants to know whose Ethernet address.
+/// An ARP request or neighbour solicitation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Question {
     /// The asker's Ethernet address: the frame's source.
     pub asker: Mac,
     /// The asker's IP address.
     pub from: IpAddr,
-    /// The address that is asked for.
+    /// The IP address to resolve.
     pub target: IpAddr,
 }
 
-/// Reads a question. `None` for everything else, and for a question that only its target may answer.
+/// Reads a request. `None` for all other frames, and for a request that only its target may answer.
 pub fn question(frame: &[u8]) -> Option<Question> {
     let (_, asker) = ethernet::addresses(frame)?;
     let payload = ethernet::payload(frame)?;
     let packet = frame.get(HEADER_LEN..)?;
     match payload.ethertype {
-        // A tagged frame's payload starts later.
+        // Tagged: flooded as usual.
         _ if payload.offset != HEADER_LEN => None,
         ETHERTYPE_ARP => arp(asker, packet),
         ETHERTYPE_IPV6 => solicitation(asker, packet),
@@ -67,30 +66,27 @@ fn arp(asker: Mac, packet: &[u8]) -> Option<Question> {
 }
 
 fn solicitation(asker: Mac, packet: &[u8]) -> Option<Question> {
-    let ip: &[u8; IPV6_LEN] = packet.first_chunk()?;
-    let length = usize::from(u16::from_be_bytes([ip[4], ip[5]]));
-    let message = packet.get(IPV6_LEN..)?.get(..length)?;
+    let ip = ip::Header::parse(ETHERTYPE_IPV6, packet)?;
+    let message = packet.get(ip.len..ip.total_len)?;
     let head: &[u8; SOLICITATION_LEN] = message.first_chunk()?;
-    let address = |bytes: &[u8]| bytes.first_chunk::<16>().map(|bytes| Ipv6Addr::from(*bytes));
-    let (from, target) = (address(&ip[8..])?, address(&head[8..])?);
-    let honest = ip[0] >> 4 == 6
-        && ip[6] == ICMPV6
-        && ip[7] == HOP_LIMIT
+    let (from, target) = (ip.source(), Ipv6Addr::from(*head[8..].first_chunk::<16>()?));
+    let honest = ip.protocol == ICMPV6
+        && ip.hop_limit == HOP_LIMIT
         && head[..2] == [SOLICITATION, 0]
-        && pseudo_header(&ip[8..], length).with(message).finish() == 0
+        && pseudo_header(ip.addresses, message.len()).with(message).finish() == 0
         && !from.is_unspecified()
         && !from.is_multicast()
         && !target.is_multicast()
         && from != target;
-    honest.then_some(Question { asker, from: from.into(), target: target.into() })
+    honest.then_some(Question { asker, from, target: target.into() })
 }
 
-/// The sum over the pseudo-header (RFC 8200, section 8.1); `addresses` is source and destination.
+/// Sums the pseudo-header (RFC 8200, section 8.1) of source and destination `addresses`.
 fn pseudo_header(addresses: &[u8], length: usize) -> Sum {
     Sum::default().with(&addresses[..32]).with_u16(length as u16).with_u16(ICMPV6.into())
 }
 
-/// Writes the answer `mac` into `frame` and returns its length. `None` when the question mixes IPv4 and IPv6.
+/// Writes the reply "`mac`" to `frame` and returns its length. `None` when the request mixes IPv4 and IPv6.
 pub fn answer(question: &Question, mac: Mac, frame: &mut [u8; ANSWER_MAX]) -> Option<usize> {
     frame.fill(0);
     frame[..6].copy_from_slice(&question.asker.0);
@@ -118,7 +114,7 @@ pub fn answer(question: &Question, mac: Mac, frame: &mut [u8; ANSWER_MAX]) -> Op
             message[0] = ADVERTISEMENT;
             message[4] = ADVERTISEMENT_FLAGS;
             message[8..24].copy_from_slice(&target.octets());
-            // The option's length counts units of eight bytes.
+            // The option's length is in units of eight bytes.
             message[24..26].copy_from_slice(&[TARGET_ADDRESS, 1]);
             message[26..32].copy_from_slice(&mac.0);
             let sum = pseudo_header(&ip[8..], ADVERTISEMENT_LEN).with(message).finish();
@@ -165,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn arp_is_answered_in_the_owners_name() {
+    fn arp_requests_are_answered_for_the_owner() {
         let asked = question(&request([10, 0, 0, 1], [10, 0, 0, 2])).unwrap();
         let want = Question { asker: ASKER, from: [10, 0, 0, 1].into(), target: [10, 0, 0, 2].into() };
         assert_eq!(asked, want);
@@ -175,11 +171,11 @@ mod tests {
         reply.extend([8, 6, 0, 1, 8, 0, 6, 4, 0, 2]);
         reply.extend([OWNER.0.as_slice(), &[10, 0, 0, 2], &ASKER.0, &[10, 0, 0, 1]].concat());
         assert_eq!(frame[..length], reply);
-        assert_eq!(question(&frame[..length]), None, "an answer is no question");
+        assert_eq!(question(&frame[..length]), None, "a reply is not a request");
     }
 
     #[test]
-    fn solicitations_are_answered_in_the_owners_name() {
+    fn solicitations_are_answered_for_the_owner() {
         let (from, target): (Ipv6Addr, Ipv6Addr) = ("fd00::1".parse().unwrap(), "fd00::2".parse().unwrap());
         let mut asking = solicit(from, target);
         let asked = question(&asking).unwrap();
@@ -191,15 +187,15 @@ mod tests {
         assert_eq!(pseudo_header(&ip[8..], 32).with(message).finish(), 0);
         assert_eq!((&ip[8..24], &ip[24..40]), (&target.octets()[..], &from.octets()[..]));
         assert_eq!((message[0], message[4], &message[26..]), (136, 0x60, &OWNER.0[..]));
-        assert_eq!(question(&frame), None, "an answer is no question");
-        // A checksum that does not fit, and a frame that was cut short.
+        assert_eq!(question(&frame), None, "a reply is not a request");
+        // A wrong checksum, and a truncated frame.
         assert_eq!(question(&asking[..asking.len() - 1]), None);
         asking[80] ^= 1;
         assert_eq!(question(&asking), None);
     }
 
     #[test]
-    fn what_only_the_target_may_answer_is_no_question() {
+    fn requests_that_only_the_target_may_answer_are_left() {
         assert_eq!(question(&request([10, 0, 0, 1], [10, 0, 0, 1])), None, "an announcement");
         assert_eq!(question(&request([0; 4], [10, 0, 0, 1])), None, "a probe (RFC 5227)");
         let target: Ipv6Addr = "fd00::2".parse().unwrap();
@@ -207,7 +203,7 @@ mod tests {
         assert_eq!(question(&solicit(target, target)), None);
         let mut other = request([10, 0, 0, 1], [10, 0, 0, 2]);
         other[22] ^= 1;
-        assert_eq!(question(&other), None, "the sender says it is another");
+        assert_eq!(question(&other), None, "the ARP sender address is not the source MAC");
         let mut tagged = request([10, 0, 0, 1], [10, 0, 0, 2]);
         tagged.splice(12..12, [0x81, 0, 0, 5]);
         assert_eq!(question(&tagged), None);

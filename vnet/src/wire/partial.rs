@@ -1,72 +1,52 @@
-//! Finding out what an encapsulation lost: that an inner checksum is still partial, that an inner frame is a super-frame.
+//! Infers offload metadata that an encapsulation lost: a partial inner checksum, an inner TCP super-frame.
 //!
-//! A kernel that encapsulates a frame of a local program leaves its checksum, and the cutting of a TCP super-frame, to the
-//! device underneath. Where that device is virtual (veth, a bridge of one machine, a virtual NIC) nobody ever does it: the
-//! datagram that arrives holds the frame unfinished, and no header says so. A finished frame's checksum is the complement of
-//! the sum over the pseudo-header *and* the payload; an unfinished one's is the plain sum over the pseudo-header alone, which
-//! is what is looked for here. One finished frame in 65 536 looks the same; taking that for unfinished does no harm, since
-//! whoever completes its checksum computes the one that it has.
+//! A kernel that encapsulates a local program's frame leaves its checksum, and the segmentation of a TCP super-frame, to the
+//! device underneath. A virtual device (veth, a bridge within one machine, a virtual NIC) never does either: the datagram
+//! arrives with the inner frame unfinished, and no header tells. A finished checksum is the complement of the sum over
+//! pseudo-header *and* payload; a partial one is the plain sum over the pseudo-header alone, and this module tests for that.
+//! One finished frame in 65 536 passes the test, too. That is harmless: completing its checksum yields the value it has.
 
 use super::checksum::Sum;
-use super::ethernet::{self, ETHERTYPE_IPV4, ETHERTYPE_IPV6};
+use super::ip::{self, TCP, UDP};
 use super::offload::{F_NEEDS_CSUM, GSO_NONE, GSO_TCPV4, GSO_TCPV6, Offload};
 
-const TCP: u8 = 6;
-const UDP: u8 = 17;
-
-/// What is left to do on `frame`, which came without offload metadata. `whole_max` is the largest frame in bytes that the path
-/// carries in one piece: a TCP frame beyond it, unfinished, is a super-frame whose segments were to be of that size at most.
+/// Offload metadata for `frame`, which arrived without any. `whole_max` is the largest frame in bytes that the path carries
+/// unsegmented: a longer TCP frame with a partial checksum is a super-frame, and its segments are at most that long.
 ///
-/// What comes out passes [`Offload::checked`] for the frame's length.
+/// The result passes [`Offload::checked`] for the frame's length.
 #[inline]
 pub fn inferred(frame: &[u8], whole_max: usize) -> Offload {
     find(frame, whole_max).unwrap_or_default()
 }
 
 fn find(frame: &[u8], whole_max: usize) -> Option<Offload> {
-    let payload = ethernet::payload(frame)?;
-    let ip = frame.get(payload.offset..)?;
-    let (ipv4, protocol, header, ip_len) = match payload.ethertype {
-        ETHERTYPE_IPV4 => {
-            let fixed: &[u8; 20] = ip.first_chunk()?;
-            let fragmented = u16::from_be_bytes([fixed[6], fixed[7]]) & 0x3fff != 0;
-            let header = usize::from(fixed[0] & 0xf) * 4;
-            if fragmented || fixed[0] >> 4 != 4 || header < 20 {
-                return None;
-            }
-            (true, fixed[9], header, usize::from(u16::from_be_bytes([fixed[2], fixed[3]])))
-        }
-        ETHERTYPE_IPV6 => {
-            let fixed: &[u8; 40] = ip.first_chunk()?;
-            (false, fixed[6], 40, 40 + usize::from(u16::from_be_bytes([fixed[4], fixed[5]])))
-        }
-        _ => return None,
-    };
-    let offset = match protocol {
+    let (offset, ip) = ip::in_frame(frame)?;
+    let checksum_at = match ip.protocol {
         TCP => 16,
         UDP => 6,
         _ => return None,
     };
-    let transport = ip.get(header..ip_len)?;
-    let field = transport.get(offset..offset + 2)?;
-    let sum = Sum::default()
-        .with(if ipv4 { &ip[12..20] } else { &ip[8..40] })
-        .with_u16(u16::from(protocol))
-        .with_u16(transport.len() as u16);
+    if ip.is_fragment() {
+        return None;
+    }
+    let start = offset + ip.len;
+    let transport = frame.get(start..offset + ip.total_len)?;
+    let field = transport.get(checksum_at..checksum_at + 2)?;
+    let sum =
+        Sum::default().with(ip.addresses).with_u16(u16::from(ip.protocol)).with_u16(transport.len() as u16);
     if field != sum.partial().to_be_bytes() {
         return None;
     }
-    let start = payload.offset + header;
     let mut offload = Offload {
         flags: F_NEEDS_CSUM,
         gso_type: GSO_NONE,
         csum_start: start as u16,
-        csum_offset: offset as u16,
+        csum_offset: checksum_at as u16,
         ..Offload::default()
     };
-    if protocol == TCP && frame.len() > whole_max {
+    if ip.protocol == TCP && frame.len() > whole_max {
         let headers = start + usize::from(*transport.get(12)? >> 4) * 4;
-        offload.gso_type = if ipv4 { GSO_TCPV4 } else { GSO_TCPV6 };
+        offload.gso_type = if ip.is_v4() { GSO_TCPV4 } else { GSO_TCPV6 };
         offload.hdr_len = headers as u16;
         offload.gso_size = u16::try_from(whole_max.checked_sub(headers).filter(|size| *size > 0)?).ok()?;
     }
@@ -113,7 +93,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn unfinished_frames_are_known_and_finished_ones_left(
+        fn partial_checksums_are_found_and_finished_frames_left_alone(
             ipv4: bool, tcp: bool, payload in prop::collection::vec(any::<u8>(), 1..1000), padding in 0usize..6,
         ) {
             let (bytes, start) = frame(ipv4, if tcp { TCP } else { UDP }, &payload);
@@ -142,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_tcp_frame_is_a_super_frame() {
+    fn a_tcp_frame_longer_than_the_path_carries_is_a_super_frame() {
         for ipv4 in [true, false] {
             let (bytes, start) = frame(ipv4, TCP, &[5; 4000]);
             let offload = inferred(&bytes, 1450);

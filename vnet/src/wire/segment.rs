@@ -1,19 +1,16 @@
-//! Finishing in software what a receiver cannot: completing checksums, cutting super-frames (TSO, USO).
+//! Software offload: completes checksums and segments super-frames (TSO, USO) for receivers that cannot.
 //!
-//! The slow path. It runs only for a receiver that did not negotiate the offload (an old guest, a VNET/P peer), on a
-//! private copy of the frame, so that nothing here races with a guest.
+//! The slow path. It runs only for a receiver that did not negotiate the offload (an old guest, a VNET/P peer), and on a
+//! private copy of the frame, so nothing here races with a guest.
 //!
-//! A super-frame is cut in place: the headers are saved once, and before segment *i* is emitted they are written anew right
-//! in front of its payload, over the end of segment *i - 1*, which has been emitted already. No second buffer is needed.
+//! [`finish`] segments in place: it saves the headers once, and before it emits segment *i* it writes them right in front of
+//! that segment's payload, over the end of segment *i - 1*, which is out already. No second buffer is needed. [`Cut`] writes
+//! headers only, for callers that copy the payload themselves.
 
 use super::checksum::Sum;
-use super::ethernet::{self, ETHERTYPE_IPV4, ETHERTYPE_IPV6};
+use super::ip::{self, IPV6_LEN, TCP, UDP, Version};
 use super::offload::{Accepts, F_NEEDS_CSUM, GSO_ECN, GSO_NONE, GSO_TCPV4, GSO_TCPV6, GSO_UDP_L4, Offload};
 
-const PROTOCOL_TCP: u8 = 6;
-const PROTOCOL_UDP: u8 = 17;
-const IPV4_HEADER_MIN: usize = 20;
-const IPV6_HEADER_LEN: usize = 40;
 const TCP_HEADER_MIN: usize = 20;
 const UDP_HEADER_LEN: usize = 8;
 const TCP_FLAG_FIN_PSH: u8 = 0x01 | 0x08;
@@ -27,25 +24,24 @@ const SEGMENTS_MAX: usize = 65_535usize.div_ceil(48);
 /// Largest value of an IP header's length field.
 const IP_LEN_MAX: usize = 65_535;
 
-/// Why a frame cannot be finished.
+/// Why a frame cannot be finished in software.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SegmentError {
-    /// The headers are not those that the metadata announces, run past the end of the frame, or cannot hold a segment's
-    /// length.
+    /// The headers contradict the metadata, run past the end of the frame, or cannot express a segment's length.
     #[error("headers do not match the offload metadata")]
     Headers,
-    /// The headers are longer than any that a NIC must cut.
+    /// The headers are longer than any that a NIC has to segment.
     #[error("headers longer than {HEADERS_MAX} bytes")]
     HeadersTooLong,
-    /// The segments are so small that there would be more than any real sender makes.
+    /// More segments than any real sender makes: `gso_size` is too small.
     #[error("more than {SEGMENTS_MAX} segments")]
     TooMany,
 }
 
-/// Hands `frame` to `emit` in a form that a receiver accepting `accepts` can take: as it is, with its checksum completed,
-/// or cut into finished segments. `emit` is called at least once when the result is `Ok`, and never when it is `Err`.
+/// Hands `frame` to `emit` in a form that `accepts` allows: unchanged, with its checksum completed, or as finished segments.
+/// Calls `emit` at least once when the result is `Ok`, and never when it is `Err`.
 ///
-/// `offload` must have passed [`Offload::checked`] for this length. The contents of `frame` are lost.
+/// `offload` must have passed [`Offload::checked`] for this length. Overwrites `frame`.
 pub fn finish(
     frame: &mut [u8],
     offload: &Offload,
@@ -64,12 +60,13 @@ pub fn finish(
     Ok(())
 }
 
-/// Sums from `csum_start` to the end, over the pseudo-header sum already in the field, and stores the complement.
+/// Completes a partial checksum: sums from `csum_start` to the end, pseudo-header sum in the field included, and stores the
+/// complement.
 pub fn complete_checksum(frame: &mut [u8], offload: &Offload) -> Result<(), SegmentError> {
     let start = usize::from(offload.csum_start);
     let summed = frame.get_mut(start..).ok_or(SegmentError::Headers)?;
     let sum = Sum::default().with(summed).finish();
-    // A UDP checksum of zero means "none" (RFC 768); its other form is all ones. For TCP both forms are valid.
+    // A UDP checksum of 0 means "none" (RFC 768), so 0 is sent as all ones. TCP accepts both.
     let sum = if sum == 0 { 0xffff } else { sum };
     let at = usize::from(offload.csum_offset);
     let field = summed.get_mut(at..at + 2).ok_or(SegmentError::Headers)?;
@@ -77,7 +74,7 @@ pub fn complete_checksum(frame: &mut [u8], offload: &Offload) -> Result<(), Segm
     Ok(())
 }
 
-/// A super-frame that is cut while it is copied: the caller puts each segment's payload where it is to be, this writes the
+/// Segments a super-frame while the caller copies it: the caller puts each segment's payload in place, [`Cut`] writes the
 /// headers in front of it. One pass over the payload to copy it, one to sum it.
 pub struct Cut {
     headers: Headers,
@@ -88,15 +85,15 @@ pub struct Cut {
 }
 
 impl Cut {
-    /// Looks at a frame of `len` bytes, of which `head` are the first. Segments of TCP are made smaller than its metadata says
-    /// where that lets them fit into `room` bytes: a stream does not mind. UDP datagrams keep their size.
+    /// Plans the segments of a frame of `len` bytes that begins with `head`. TCP segments shrink below `gso_size` to fit
+    /// into `room` bytes, since a stream has no message boundaries. UDP datagrams keep their size.
     ///
-    /// A frame that is no super-frame but a TCP segment whose checksum is partial may be cut, too.
+    /// Segments a plain TCP frame with a partial checksum, too.
     pub fn new(head: &[u8], len: usize, offload: &Offload, room: usize) -> Result<Cut, SegmentError> {
         let mut offload = *offload;
         if offload.gso_kind() == GSO_NONE {
-            let ethertype = ethernet::payload(head).ok_or(SegmentError::Headers)?.ethertype;
-            offload.gso_type = if ethertype == ETHERTYPE_IPV4 { GSO_TCPV4 } else { GSO_TCPV6 };
+            let (_, ip) = ip::in_frame(head).ok_or(SegmentError::Headers)?;
+            offload.gso_type = if ip.is_v4() { GSO_TCPV4 } else { GSO_TCPV6 };
             offload.gso_size = u16::MAX;
         }
         let headers = Headers::read(head, len, &offload)?;
@@ -110,32 +107,32 @@ impl Cut {
         Ok(Cut { headers, offload, payload, size, count })
     }
 
-    /// Segments, at least 1.
+    /// Number of segments, at least 1.
     pub fn count(&self) -> usize {
         self.count
     }
 
-    /// What somebody else has to be told who cuts the frame into the same segments.
+    /// Offload metadata for a downstream segmenter that is to produce the same segments.
     pub fn offload(&self) -> Offload {
-        // Both fit: the headers are short, and segments are not made larger than 16 bits said.
+        // Both casts fit: headers have at most HEADERS_MAX bytes, and `size` started as a u16.
         Offload { hdr_len: self.headers.len as u16, gso_size: self.size as u16, ..self.offload }
     }
 
-    /// Bytes of the headers, which every segment begins with.
+    /// Bytes of the headers at the start of each segment.
     pub fn headers_len(&self) -> usize {
         self.headers.len
     }
 
-    /// Bytes of segment `index`, headers and all.
+    /// Bytes of segment `index`, headers included.
     pub fn segment_len(&self, index: usize) -> usize {
         self.headers.len + self.size.min(self.payload - index * self.size)
     }
 
-    /// Makes the first bytes of `segment` the headers of segment `index`, its checksums complete. Behind them its payload is
-    /// there already.
+    /// Writes the headers of segment `index`, checksums included, to the start of `segment`, which already holds the payload
+    /// behind them.
     ///
     /// # Panics
-    /// When `segment` has not [`Cut::segment_len`] bytes.
+    /// When `segment` does not have [`Cut::segment_len`] bytes.
     pub fn write_headers(&self, index: usize, segment: &mut [u8]) {
         assert_eq!(segment.len(), self.segment_len(index));
         segment[..self.headers.len].copy_from_slice(&self.headers.bytes[..self.headers.len]);
@@ -143,12 +140,14 @@ impl Cut {
     }
 }
 
-/// Where the headers of a super-frame lie, and its headers themselves.
+/// A super-frame's headers and their offsets.
 struct Headers {
     bytes: [u8; HEADERS_MAX],
     /// Bytes of all headers.
     len: usize,
+    /// Offset of the IP header.
     ip: usize,
+    /// Offset of the TCP or UDP header.
     transport: usize,
     ipv4: bool,
     tcp: bool,
@@ -156,30 +155,23 @@ struct Headers {
 }
 
 impl Headers {
-    /// Reads the headers of a frame of `frame_len` bytes that begins with `frame`.
+    /// Reads and checks the headers of a frame of `frame_len` bytes that begins with `frame`.
     fn read(frame: &[u8], frame_len: usize, offload: &Offload) -> Result<Headers, SegmentError> {
-        let payload = ethernet::payload(frame).ok_or(SegmentError::Headers)?;
-        let ip = payload.offset;
+        let (ip, header) = ip::in_frame(frame).ok_or(SegmentError::Headers)?;
         let transport = usize::from(offload.csum_start);
-        let ipv4 = match (payload.ethertype, offload.gso_kind()) {
-            (ETHERTYPE_IPV4, GSO_TCPV4 | GSO_UDP_L4) => true,
-            (ETHERTYPE_IPV6, GSO_TCPV6 | GSO_UDP_L4) => false,
-            _ => return Err(SegmentError::Headers),
-        };
+        let ip_len = frame.get(ip..transport).ok_or(SegmentError::Headers)?.len();
+        let ipv4 = header.is_v4();
         let tcp = offload.gso_kind() != GSO_UDP_L4;
-        let protocol = if tcp { PROTOCOL_TCP } else { PROTOCOL_UDP };
-        let ip_header = frame.get(ip..transport).ok_or(SegmentError::Headers)?;
-        if ipv4 {
-            let fits = ip_header.len() >= IPV4_HEADER_MIN
-                && usize::from(ip_header[0] & 0xf) * 4 == ip_header.len()
-                && ip_header[9] == protocol;
-            if !fits {
-                return Err(SegmentError::Headers);
+        let protocol = if tcp { TCP } else { UDP };
+        let fits = match (offload.gso_kind(), header.version) {
+            (GSO_TCPV4 | GSO_UDP_L4, Version::V4) => header.len == ip_len && header.protocol == protocol,
+            // Behind extension headers only csum_start tells where the transport header begins.
+            (GSO_TCPV6 | GSO_UDP_L4, Version::V6) => {
+                header.len < ip_len || (header.len == ip_len && header.protocol == protocol)
             }
-        } else if ip_header.len() < IPV6_HEADER_LEN
-            || (ip_header.len() == IPV6_HEADER_LEN && ip_header[6] != protocol)
-        {
-            // Extension headers may stand between; csum_start then says where they end.
+            _ => false,
+        };
+        if !fits {
             return Err(SegmentError::Headers);
         }
         let transport_len = if tcp {
@@ -223,26 +215,26 @@ impl Headers {
         Ok(())
     }
 
-    /// How many segments of `gso_size` bytes `payload` bytes make, if that many are allowed and IP can say their length.
+    /// Number of segments for `payload` bytes, if the limit allows so many and the IP length field can hold their length.
     fn check(&self, payload: usize, gso_size: usize) -> Result<usize, SegmentError> {
         let count = payload.div_ceil(gso_size);
         if count > SEGMENTS_MAX {
             return Err(SegmentError::TooMany);
         }
-        // An untagged frame may be 4 bytes longer than IP can say; then no segment but the whole of it is too long.
+        // An untagged frame may exceed the IP length field by 4 bytes; only a segment that is the whole frame can.
         let largest = self.len + payload.min(gso_size) - self.counted_from();
         if largest > IP_LEN_MAX { Err(SegmentError::Headers) } else { Ok(count) }
     }
 
-    /// Where the bytes begin that the IP header's length field counts: IPv4 counts its header, IPv6 does not.
+    /// Offset from which the IP length field counts: IPv4 counts its header, IPv6 does not.
     fn counted_from(&self) -> usize {
-        if self.ipv4 { self.ip } else { self.ip + IPV6_HEADER_LEN }
+        if self.ipv4 { self.ip } else { self.ip + IPV6_LEN }
     }
 
-    /// Makes the copied headers those of segment `index`, whose payload starts `start` bytes into the super-frame's.
+    /// Turns the copied headers into those of segment `index`; its payload starts `start` bytes into the super-frame's.
     fn amend(&self, segment: &mut [u8], index: usize, start: usize, last: bool) {
         let (ip, transport) = (self.ip, self.transport);
-        // `cut` has seen to it that these fit 16 bits.
+        // `check` made sure that both fit into 16 bits.
         let transport_len = (segment.len() - transport) as u16;
         let ip_len = (segment.len() - self.counted_from()) as u16;
         if self.ipv4 {
@@ -274,7 +266,7 @@ impl Headers {
         };
         put(segment, checksum_at, 0);
         let addresses = if self.ipv4 { ip + 12..ip + 20 } else { ip + 8..ip + 40 };
-        let protocol = if self.tcp { PROTOCOL_TCP } else { PROTOCOL_UDP };
+        let protocol = if self.tcp { TCP } else { UDP };
         let sum = Sum::default()
             .with(&segment[addresses])
             .with_u16(u16::from(protocol))
@@ -348,9 +340,9 @@ mod tests {
         (frame, offload)
     }
 
-    /// Checks lengths and checksums of a finished frame and returns its payload.
+    /// Asserts that lengths and checksums of a finished frame are right and returns its payload.
     fn verify(frame: &[u8], ipv4: bool, tcp: bool) -> Vec<u8> {
-        let ip = ethernet::payload(frame).unwrap().offset;
+        let (ip, _) = ip::in_frame(frame).unwrap();
         let (transport, addresses) = if ipv4 {
             assert_eq!(usize::from(u16::from_be_bytes([frame[ip + 2], frame[ip + 3]])), frame.len() - ip);
             assert_eq!(Sum::default().with(&frame[ip..ip + 20]).finish(), 0, "IPv4 header checksum");
@@ -373,7 +365,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn cut_frames_are_whole_and_right(
+        fn segments_are_complete_and_correct(
             ipv4: bool, tcp: bool, vlan: bool, payload in prop::collection::vec(any::<u8>(), 1..5000), size in 4u16..2000,
         ) {
             let (mut frame, mut offload) = super_frame(ipv4, tcp, vlan, &payload);
@@ -400,9 +392,9 @@ mod tests {
             prop_assert_eq!(joined, payload);
         }
 
-        /// Cutting while copying makes the very segments that cutting in place makes.
+        /// `Cut` produces the same segments as `finish`.
         #[test]
-        fn both_ways_of_cutting_agree(
+        fn segmenting_while_copying_equals_segmenting_in_place(
             ipv4: bool, tcp: bool, vlan: bool, payload in prop::collection::vec(any::<u8>(), 1..5000), size in 40u16..2000,
             room in 300usize..2100,
         ) {
@@ -430,7 +422,7 @@ mod tests {
         fn checksum_alone(ipv4: bool, tcp: bool, payload in prop::collection::vec(any::<u8>(), 0..1400)) {
             let (mut frame, offload) = super_frame(ipv4, tcp, false, &payload);
             let offload = Offload { gso_type: GSO_NONE, gso_size: 0, hdr_len: 0, ..offload };
-            // The IPv4 header checksum is the sender's work, not the NIC's.
+            // The sender, not the NIC, computes the IPv4 header checksum.
             if ipv4 {
                 let sum = Sum::default().with(&frame[14..34]).finish();
                 put(&mut frame, 24, sum);
@@ -467,10 +459,10 @@ mod tests {
     }
 
     #[test]
-    fn lengths_that_ip_cannot_say_are_refused() {
+    fn lengths_beyond_the_ip_length_field_are_refused() {
         for (ipv4, tcp) in [(true, true), (true, false), (false, true), (false, false)] {
             let headers = super_frame(ipv4, tcp, false, &[]).0.len();
-            let longest = 14 + IP_LEN_MAX + if ipv4 { 0 } else { IPV6_HEADER_LEN } - headers;
+            let longest = 14 + IP_LEN_MAX + if ipv4 { 0 } else { IPV6_LEN } - headers;
             for (payload, fits) in [(longest, true), (longest + 1, false)] {
                 let (mut frame, mut offload) = super_frame(ipv4, tcp, false, &vec![7; payload]);
                 offload.gso_size = u16::MAX;

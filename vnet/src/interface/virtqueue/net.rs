@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use crate::copy::copy;
 use crate::frame::{BATCH_MAX, Batch, Frame, Holds, NetworkId, PortId, Room, Segment};
-use crate::interface::{piece_exceeds_mtu, refusal};
+use crate::interface::piece_exceeds_mtu;
 use crate::stats::{DropReason, PortStats};
 use crate::wire::offload::{Accepts, F_DATA_VALID, F_NEEDS_CSUM, Offload, VIRTIO_NET_HDR_LEN};
 use crate::wire::segment;
@@ -201,7 +201,7 @@ fn frame(
     let len = builder.len();
     match builder.finish(owner.port, owner.network, offload, 0) {
         Ok(()) => Ok(len),
-        Err(error) => Err((refusal(error), len as u64)),
+        Err(error) => Err((error.into(), len as u64)),
     }
 }
 

@@ -13,7 +13,7 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
-use crate::frame::{Batch, FrameError, NetworkId, Segment};
+use crate::frame::{Batch, NetworkId, Segment};
 use crate::link::direct::Landing;
 use crate::link::inquiry::is_inquiry;
 use crate::link::native::reassembly::{Reassembly, Whole};
@@ -433,7 +433,7 @@ impl Intake<'_> {
                 self.frames += 1;
                 self.bytes += frame.len() as u64;
             }
-            Err(error) => link.stats.refuse(drop_reason(error), frame.len() as u64),
+            Err(error) => link.stats.refuse(error.into(), frame.len() as u64),
         }
     }
 
@@ -485,7 +485,7 @@ impl Intake<'_> {
                 Err(DropReason::BadSource)
             }
             Some(network) => {
-                builder.finish(link.port, network, offload, whole.hops() + 1).map_err(drop_reason)
+                builder.finish(link.port, network, offload, whole.hops() + 1).map_err(DropReason::from)
             }
             None => {
                 drop(builder);
@@ -556,14 +556,6 @@ fn discard_reason(error: HeaderError) -> DiscardReason {
         HeaderError::Short => DiscardReason::Truncated,
         HeaderError::Version(_) => DiscardReason::BadVersion,
         HeaderError::Contradiction => DiscardReason::BadHeader,
-    }
-}
-
-pub(in crate::link) fn drop_reason(error: FrameError) -> DropReason {
-    match error {
-        FrameError::TooShort => DropReason::TooShort,
-        FrameError::TooLong => DropReason::TooLong,
-        FrameError::Offload(_) => DropReason::BadOffload,
     }
 }
 

@@ -390,7 +390,7 @@ impl Link {
         match builder.finish(self.port, network, offload, header.hops + 1) {
             Ok(()) => len,
             Err(error) => {
-                self.stats.refuse(crate::link::native::receive::drop_reason(error), len);
+                self.stats.refuse(error.into(), len);
                 0
             }
         }

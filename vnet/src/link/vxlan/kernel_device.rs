@@ -45,7 +45,7 @@ use crate::link::socket::buffers;
 use crate::link::socket::udp::{Socket, check, set};
 use crate::netlink::Netlink;
 use crate::stats::{DropReason, PortStats};
-use crate::wire::ethernet::{self, ETHERTYPE_IPV4, ETHERTYPE_IPV6};
+use crate::wire::ip;
 use crate::wire::offload::{F_NEEDS_CSUM, Offload};
 use crate::wire::segment::Cut;
 
@@ -264,15 +264,7 @@ impl Streams {
 
 /// Whether a frame's IP header says ECT(0), ECT(1) or CE (RFC 3168 section 5).
 fn hears_of_congestion(head: &[u8]) -> bool {
-    let mark = ethernet::payload(head).and_then(|payload| {
-        let second = head.get(payload.offset + 1)?;
-        match payload.ethertype {
-            ETHERTYPE_IPV4 => Some(second & 3),
-            ETHERTYPE_IPV6 => Some(second >> 4 & 3),
-            _ => None,
-        }
-    });
-    mark.is_some_and(|mark| mark != 0)
+    ip::in_frame(head).is_some_and(|(_, ip)| ip.ecn != 0)
 }
 
 /// Makes sure that there are [`PORTS`] sockets at ports in a row, from the one that is given.
