@@ -268,8 +268,9 @@ fn links(engine: &Engine, first: u32) -> Answer {
     let indices = engine.indices();
     let line = |Item { spec, .. }: &Item<LinkSpec>| {
         let (name, ip, port) = (&spec.name, spec.remote.ip(), spec.remote.port());
-        let encapsulation = desired::encapsulation_name(spec.encapsulation);
-        let transport = if encapsulation == "stream" { Transport::Tcp } else { Transport::Udp };
+        let encapsulation = spec.encapsulation;
+        let transport =
+            if encapsulation == vnet::link::Encapsulation::Stream { Transport::Tcp } else { Transport::Udp };
         (indices.link(name), format!("{ip} {port} {transport} {name} {encapsulation}"))
     };
     let states: std::collections::HashMap<_, _> =

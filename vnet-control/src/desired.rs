@@ -513,7 +513,7 @@ impl fmt::Display for InterfaceSpec {
 
 impl fmt::Display for LinkSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} to {}", encapsulation_name(self.encapsulation), tunnel::remote(self))?;
+        write!(f, "{} to {}", self.encapsulation, tunnel::remote(self))?;
         if self.ports != 1 {
             write!(f, ", {} ports", self.ports)?;
         }
@@ -543,25 +543,5 @@ impl fmt::Display for NetworkSpec {
         let learning = if self.learning { "learning" } else { "no learning" };
         write!(f, "{learning}, ageing {} s", self.ageing_s)?;
         f.write_str(if self.relay { ", relayed" } else { "" })
-    }
-}
-
-/// An encapsulation's word in the configuration.
-pub fn encapsulation_name(encapsulation: Encapsulation) -> &'static str {
-    match encapsulation {
-        Encapsulation::Native => "native",
-        Encapsulation::Vnet => "vnet",
-        Encapsulation::Vxlan => "vxlan",
-        Encapsulation::Stream => "stream",
-    }
-}
-
-/// A yield strategy's word in the configuration.
-pub fn yield_name(strategy: Strategy) -> &'static str {
-    match strategy {
-        Strategy::Block => "block",
-        Strategy::Immediate => "immediate",
-        Strategy::Timed => "timed",
-        Strategy::Adaptive => "adaptive",
     }
 }

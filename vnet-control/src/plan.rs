@@ -164,7 +164,7 @@ pub fn restart_needed(current: &Desired, desired: &Desired) -> Vec<Problem> {
     }
     if current.dispatch != desired.dispatch {
         let DispatchSpec { threads, yield_strategy, .. } = &desired.dispatch.spec;
-        let what = format!("changes (threads = {threads}, yield = {}, …)", yield_name(*yield_strategy));
+        let what = format!("changes (threads = {threads}, yield = {}, …)", yield_strategy);
         fixed(&desired.dispatch.place, "dispatch", what);
     }
     let (is, wanted) = (&current.bridge, &desired.bridge);

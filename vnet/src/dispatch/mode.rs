@@ -10,7 +10,6 @@
 //! Each queue is judged by itself, since each may have another dispatcher. That a switch loses no wake-up does not depend
 //! on anything here: a queue that is left alone has been armed, and arming fails where a frame waits already.
 
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -18,7 +17,10 @@ use std::time::{Duration, Instant};
 use crate::stats::Counter;
 
 /// Who drives an interface.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, Default, strum::Display, strum::EnumString, strum::VariantNames,
+)]
+#[strum(serialize_all = "kebab-case")]
 pub enum Mode {
     /// The guest's notifications wake the dispatcher.
     GuestDriven,
@@ -27,16 +29,6 @@ pub enum Mode {
     /// One or the other, by the rate of frames.
     #[default]
     Adaptive,
-}
-
-impl fmt::Display for Mode {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Mode::GuestDriven => "guest-driven",
-            Mode::VmmDriven => "vmm-driven",
-            Mode::Adaptive => "adaptive",
-        })
-    }
 }
 
 /// A mode with the bounds between which it adapts. The defaults are VNET/P's (table 1).

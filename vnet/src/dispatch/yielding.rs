@@ -10,11 +10,13 @@
 //!   come back late soon after each other. One that is a little late has let the peer of a question and answer run, which is
 //!   what yielding is for, or somebody who looked in shortly, whom frames need not wait for.
 
-use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 /// How to yield.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, Default, strum::Display, strum::EnumString, strum::VariantNames,
+)]
+#[strum(serialize_all = "kebab-case")]
 pub enum Strategy {
     /// Sleep in the kernel at once, until notified.
     Block,
@@ -25,19 +27,6 @@ pub enum Strategy {
     /// Immediate until `T_nowork` without work, then timed; block once nothing is polled.
     #[default]
     Adaptive,
-}
-
-impl FromStr for Strategy {
-    type Err = String;
-    fn from_str(text: &str) -> Result<Strategy, String> {
-        match text {
-            "block" => Ok(Strategy::Block),
-            "immediate" => Ok(Strategy::Immediate),
-            "timed" => Ok(Strategy::Timed),
-            "adaptive" => Ok(Strategy::Adaptive),
-            _ => Err(format!("'{text}' is not a yield strategy; choose block, immediate, timed or adaptive")),
-        }
-    }
 }
 
 /// How many times `T_nowork` is spun where questions come that regularly: what has just had to wait for a dispatcher to wake

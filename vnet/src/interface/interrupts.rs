@@ -26,7 +26,6 @@
 //! taken the interrupt, so that nothing is gained, while the check behind it costs a wake-up of the dispatcher. What is less
 //! than [`InterruptSettings::early_bytes`] since the last end of coalescing is notified of at the end, as directly.
 
-use std::fmt;
 use std::time::{Duration, Instant};
 
 use crate::stats::InterruptStats;
@@ -36,22 +35,16 @@ use crate::stats::InterruptStats;
 pub const CHECK_AFTER: Duration = Duration::from_micros(100);
 
 /// How a guest is notified of frames for it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, Default, strum::Display, strum::EnumString, strum::VariantNames,
+)]
+#[strum(serialize_all = "kebab-case")]
 pub enum Interrupts {
     /// Behind each batch.
     #[default]
     Direct,
     /// Early, and at the end of coalescing if need be.
     Optimistic,
-}
-
-impl fmt::Display for Interrupts {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Interrupts::Direct => "direct",
-            Interrupts::Optimistic => "optimistic",
-        })
-    }
 }
 
 /// How a guest is notified, with the bounds of the decision at the end of coalescing.

@@ -24,7 +24,6 @@
 //! RLIMIT_MEMLOCK), is copied.
 
 use std::collections::VecDeque;
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -63,7 +62,10 @@ const RETRY_AFTER: u32 = 4096;
 const END_WITHIN: Duration = Duration::from_millis(100);
 
 /// Whether guests' memory is sent without copying it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, strum::Display, strum::EnumString, strum::VariantNames,
+)]
+#[strum(serialize_all = "kebab-case")]
 pub enum ZeroCopy {
     /// Where it pays: large datagrams, on links whose device does not make the kernel copy after all.
     #[default]
@@ -72,16 +74,6 @@ pub enum ZeroCopy {
     Off,
     /// Every frame of 8 KiB or more.
     On,
-}
-
-impl fmt::Display for ZeroCopy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            ZeroCopy::Auto => "auto",
-            ZeroCopy::Off => "off",
-            ZeroCopy::On => "on",
-        })
-    }
 }
 
 /// What is known of a link: whether its device spares the copy. Shared with the messages under way.
