@@ -24,6 +24,7 @@ pub mod dispatch;
 pub mod frame;
 pub mod interface;
 pub mod link;
+pub mod log_limit;
 mod netlink;
 pub mod poll;
 pub mod route;

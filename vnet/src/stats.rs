@@ -71,7 +71,7 @@ reasons! {
         WrongEpoch = "wrong_epoch", "Sealed with a key that is not known, or not any more.";
         Forged = "forged", "Sealed, but not with the key of its epoch, or changed on the way.";
         Replayed = "replayed", "Sealed, but it came before, or so late that this cannot be told.";
-        NotAsked = "not_asked", "On a local network, for an address that nobody asked for: other stations' business.";
+        NotAsked = "not_asked", "On a local network: destination MAC not subscribed on this local network.";
         MemoryLimit = "memory_limit", "A fragment refused because reassembly memory is full.";
     }
 }

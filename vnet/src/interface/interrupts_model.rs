@@ -1,7 +1,7 @@
-//! No frame is left with a guest that does not know of it: optimistic interrupts against a guest, in every order.
+//! Model check: optimistic interrupts never leave a frame that the guest does not learn of, in any interleaving.
 //!
-//! Twice: with the real ring and the real decisions, where device and guest take turns in every order of their steps and the
-//! traffic stops wherever it may; and with loom, which adds what processors may do to the order of memory accesses.
+//! Two models. The first runs the real ring and the real decisions against a guest in every interleaving of their steps, with the
+//! traffic stopping at any step. The second runs the protocol in loom, which adds the reordering of memory accesses by processors.
 
 use std::time::{Duration, Instant};
 
@@ -11,88 +11,88 @@ use crate::interface::virtqueue::split::needs_event;
 use crate::interface::virtqueue::{AVAIL_NO_INTERRUPT, DESC_WRITE, Ring};
 
 const SIZE: u16 = 8;
-/// What the density is judged to be: the bounds that make it so.
+/// Thresholds (`density_low`, `density_high`) that make every receive density too cold, just right or too hot.
 const COLD: (u64, u64) = (u64::MAX, u64::MAX);
 const RIGHT: (u64, u64) = (0, u64::MAX);
 const HOT: (u64, u64) = (0, 0);
-/// How many bytes a frame has here.
+/// Bytes per frame.
 const FRAME: u64 = 60;
 
-/// A guest's driver as Linux's virtio_net with NAPI, one memory access or so a step.
+/// A driver that behaves like Linux's virtio_net with NAPI, about one memory access per step.
 struct Guest {
     ring: MockRing,
     event_idx: bool,
-    at: At,
+    state: DriverState,
     interrupts: u32,
     taken: usize,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum At {
-    /// Notifications are on; an interrupt wakes it.
+enum DriverState {
+    /// Notifications on; an interrupt wakes the driver.
     Asleep,
-    /// In the handler: notifications are turned off next.
+    /// In the interrupt handler: turns notifications off next.
     Interrupted,
-    /// Takes what there is.
+    /// Consumes used entries.
     Polling,
-    /// Nothing left: notifications are turned on next.
+    /// Ring empty: turns notifications on next.
     Finishing,
-    /// They are on: looks once more.
-    Looking,
+    /// Notifications on: checks the ring once more.
+    Rechecking,
 }
 
 impl Guest {
     fn step(&mut self, memory: &MockMemory) {
         let off = |guest: &Guest| match guest.event_idx {
-            // virtqueue_disable_cb_split() of Linux: an index that will not come soon.
+            // As Linux's virtqueue_disable_cb_split(): an index far away.
             true => guest.ring.set_used_event(memory, guest.ring.used_idx.wrapping_add(0x8000)),
             false => guest.ring.set_avail_flags(memory, AVAIL_NO_INTERRUPT),
         };
-        self.at = match self.at {
-            At::Asleep if self.interrupts > 0 => {
+        self.state = match self.state {
+            DriverState::Asleep if self.interrupts > 0 => {
                 self.interrupts = 0;
-                At::Interrupted
+                DriverState::Interrupted
             }
-            At::Asleep => At::Asleep,
-            At::Interrupted => {
+            DriverState::Asleep => DriverState::Asleep,
+            DriverState::Interrupted => {
                 off(self);
-                At::Polling
+                DriverState::Polling
             }
-            At::Polling => match self.ring.collect(memory) {
+            DriverState::Polling => match self.ring.collect(memory) {
                 Some(_) => {
                     self.taken += 1;
-                    At::Polling
+                    DriverState::Polling
                 }
-                None => At::Finishing,
+                None => DriverState::Finishing,
             },
-            At::Finishing => {
+            DriverState::Finishing => {
                 match self.event_idx {
                     true => self.ring.set_used_event(memory, self.ring.used_idx),
                     false => self.ring.set_avail_flags(memory, 0),
                 }
-                At::Looking
+                DriverState::Rechecking
             }
-            At::Looking => match self.ring.collect(memory) {
+            DriverState::Rechecking => match self.ring.collect(memory) {
                 Some(_) => {
                     self.taken += 1;
                     off(self);
-                    At::Polling
+                    DriverState::Polling
                 }
-                None => At::Asleep,
+                None => DriverState::Asleep,
             },
         };
     }
 
-    /// Lets it run until only an interrupt could wake it.
+    /// Runs the driver until only an interrupt can wake it.
     fn run(&mut self, memory: &MockMemory) {
-        while self.at != At::Asleep || self.interrupts > 0 {
+        while self.state != DriverState::Asleep || self.interrupts > 0 {
             self.step(memory);
         }
     }
 }
 
-/// The device's side: what `Device` and the dispatcher's `Pending` do, one step at a time.
-struct Sender<'a> {
+/// The device side: the steps of `Device` and of the dispatcher's pending checks.
+struct DeviceSide<'a> {
     ring: Ring,
     coalescing: Coalescing,
     stats: &'a InterruptStats,
@@ -110,8 +110,8 @@ enum Next {
     Check,
 }
 
-impl Sender<'_> {
-    /// Takes the next step. `more`: another batch comes before the end of coalescing.
+impl DeviceSide<'_> {
+    /// Takes the next step. `more`: another batch follows before the end of coalescing.
     fn step(&mut self, guest: &mut Guest, more: bool) {
         self.clock += Duration::from_micros(1);
         self.next = match self.next {
@@ -157,10 +157,10 @@ impl Sender<'_> {
         };
     }
 
-    /// The traffic stops here: only what is owed is still done.
+    /// The traffic stops: takes only the steps that are still owed.
     fn finish(&mut self, guest: &mut Guest) {
         if self.next == Next::Give {
-            // Announced, and then dropped on the way: nothing is given.
+            // Announced by an early interrupt, then dropped before delivery.
             self.next = Next::EndOrMore;
         }
         while self.next != Next::Early {
@@ -170,7 +170,7 @@ impl Sender<'_> {
     }
 }
 
-/// All announced, or only what comes behind another frame.
+/// Early interrupts for all frames, or only from the second frame on.
 fn optimistic(density: (u64, u64), all: bool) -> InterruptSettings {
     InterruptSettings {
         interrupts: Interrupts::Optimistic,
@@ -180,9 +180,24 @@ fn optimistic(density: (u64, u64), all: bool) -> InterruptSettings {
     }
 }
 
-/// One order: bit i of `order` says whose step i is; `more` says where batches follow each other without an end between.
-fn run(memory: &MockMemory, event_idx: bool, settings: InterruptSettings, order: u32, more: u32, last: bool) {
-    const STEPS: u32 = 13;
+/// Steps of one interleaving.
+const STEPS: u32 = 13;
+
+/// One interleaving.
+#[derive(Debug)]
+struct Interleaving {
+    event_idx: bool,
+    settings: InterruptSettings,
+    /// Bit i: the device takes step i, else the guest.
+    order: u32,
+    /// Bit i: if the device ends a batch in step i, another one follows without an end of coalescing.
+    more: u32,
+    /// The guest runs until it sleeps before the device takes its last steps.
+    guest_first: bool,
+}
+
+fn run(memory: &MockMemory, case: &Interleaving) {
+    let Interleaving { event_idx, settings, order, more, guest_first } = *case;
     let stats = InterruptStats::default();
     let mut mock = MockRing::new(memory, GUEST_BASE, SIZE, 0);
     mock.set_used_event(memory, 0);
@@ -192,71 +207,70 @@ fn run(memory: &MockMemory, event_idx: bool, settings: InterruptSettings, order:
     }
     mock.publish(memory);
     let mut ring = Ring::new(memory.map(), &mock.config(event_idx, false), None).unwrap();
-    // The first notification, which is always made, is not what this is about.
+    // The first publication always notifies; get it out of the way.
     let head = ring.next().unwrap().unwrap();
     ring.complete(head.index, 1);
     assert!(ring.publish());
-    let mut guest = Guest { ring: mock, event_idx, at: At::Asleep, interrupts: 1, taken: 0 };
+    let mut guest = Guest { ring: mock, event_idx, state: DriverState::Asleep, interrupts: 1, taken: 0 };
     guest.run(memory);
     let coalescing = Coalescing::new(settings);
     let (clock, stats) = (Instant::now(), &stats);
-    let mut sender = Sender { ring, coalescing, stats, clock, next: Next::Early, given: 1, checks: false };
+    let mut device =
+        DeviceSide { ring, coalescing, stats, clock, next: Next::Early, given: 1, checks: false };
     for step in 0..STEPS {
         if order >> step & 1 == 0 {
             guest.step(memory);
-        } else if sender.given < usize::from(SIZE) {
-            sender.step(&mut guest, more >> step & 1 == 1);
+        } else if device.given < usize::from(SIZE) {
+            device.step(&mut guest, more >> step & 1 == 1);
         }
     }
-    if last {
+    if guest_first {
         guest.run(memory);
     }
-    sender.finish(&mut guest);
+    device.finish(&mut guest);
     guest.run(memory);
-    assert_eq!(
-        guest.taken, sender.given,
-        "event_idx {event_idx}, {settings:?}, order {order:#b}, more {more:#b}"
-    );
-    let stats = sender.stats;
+    assert_eq!(guest.taken, device.given, "{case:?}");
+    let stats = device.stats;
     assert!(stats.early_premature.get() <= stats.early.get());
 }
 
 #[test]
-fn no_frame_waits_wherever_the_traffic_stops() {
+fn no_frame_is_left_wherever_the_traffic_stops() {
     let memory = MockMemory::new(0x4000);
     let densities = [COLD, RIGHT, HOT];
     for (event_idx, all) in [(true, true), (true, false), (false, true), (false, false)] {
         for settings in densities.map(|density| optimistic(density, all)) {
-            for order in 0..1 << 13 {
-                // Batches that follow each other: nowhere, everywhere, now and then.
+            for order in 0..1 << STEPS {
+                // Consecutive batches: never, always, sometimes.
                 let more = [0, u32::MAX, 0x0f0f][order as usize % 3];
-                run(&memory, event_idx, settings, order, more, order % 2 == 0);
+                run(&memory, &Interleaving { event_idx, settings, order, more, guest_first: order % 2 == 0 });
             }
         }
     }
 }
 
-/// Loom's half: the same protocol in loom's atomics, with the real decisions.
+/// The same protocol with loom's atomics and the real decisions.
 mod weak_memory {
     use super::*;
     use crate::alone;
     use loom::sync::atomic::{AtomicU16, Ordering, fence};
     use loom::sync::{Condvar, Mutex};
 
-    struct Shared {
+    /// The ring's indices and the guest's interrupt line.
+    struct RingModel {
         used: AtomicU16,
         used_event: AtomicU16,
         call: Mutex<bool>,
         called: Condvar,
     }
 
-    impl Shared {
+    impl RingModel {
         fn call(&self) {
             *self.call.lock().unwrap() = true;
             self.called.notify_one();
         }
 
-        /// `Ring::waits`
+        /// As `Ring::waits`.
         fn waits(&self, settled: u16) -> bool {
             fence(Ordering::SeqCst);
             let used = self.used.load(Ordering::Relaxed);
@@ -264,34 +278,34 @@ mod weak_memory {
         }
     }
 
-    /// Two frames, each announced early or not, given, and judged; every verdict.
-    fn meet(density: (u64, u64), all: bool) {
+    /// Delivers two frames, each with or without an early interrupt, and covers every decision.
+    fn deliver_two(density: (u64, u64), all: bool) {
         const FRAMES: u16 = 2;
         let mut builder = loom::model::Builder::new();
         builder.preemption_bound = Some(3);
         builder.check(move || {
-            let shared = loom::sync::Arc::new(Shared {
+            let ring = loom::sync::Arc::new(RingModel {
                 used: AtomicU16::new(0),
                 used_event: AtomicU16::new(0),
                 call: Mutex::new(false),
                 called: Condvar::new(),
             });
             let guest = loom::thread::spawn({
-                let shared = shared.clone();
+                let ring = ring.clone();
                 move || {
                     let mut taken = 0;
                     while taken < FRAMES {
-                        // Asleep until called, then everything there is, then armed, then another look.
-                        let mut call = shared.call.lock().unwrap();
+                        // Sleeps until called, consumes all frames, turns notifications on, and checks the ring again.
+                        let mut call = ring.call.lock().unwrap();
                         while !std::mem::take(&mut *call) {
-                            call = shared.called.wait(call).unwrap();
+                            call = ring.called.wait(call).unwrap();
                         }
                         drop(call);
                         loop {
-                            taken = shared.used.load(Ordering::Acquire);
-                            shared.used_event.store(taken, Ordering::Relaxed);
+                            taken = ring.used.load(Ordering::Acquire);
+                            ring.used_event.store(taken, Ordering::Relaxed);
                             fence(Ordering::SeqCst);
-                            if shared.used.load(Ordering::Acquire) == taken {
+                            if ring.used.load(Ordering::Acquire) == taken {
                                 break;
                             }
                         }
@@ -302,21 +316,21 @@ mod weak_memory {
             let (mut coalescing, mut settled) = (Coalescing::new(optimistic(density, all)), 0);
             let now = Instant::now();
             for n in 1..=FRAMES {
-                let waits = shared.used_event.load(Ordering::Relaxed) == n - 1;
+                let waits = ring.used_event.load(Ordering::Relaxed) == n - 1;
                 if coalescing.before(FRAME, waits, now, &stats) {
-                    shared.call();
+                    ring.call();
                 }
-                shared.used.store(n, Ordering::Release);
+                ring.used.store(n, Ordering::Release);
                 coalescing.gave(FRAME);
-                match coalescing.end(shared.waits(settled), now + Duration::from_micros(1), &stats) {
-                    // The last of them has to be checked, the first may be overtaken by the second.
+                match coalescing.end(ring.waits(settled), now + Duration::from_micros(1), &stats) {
+                    // Only the last frame must be checked: delivering the second may replace the first one's check.
                     Verdict::Withhold if n < FRAMES => continue,
                     Verdict::Withhold => {
-                        if coalescing.check(shared.waits(settled), &stats) {
-                            shared.call();
+                        if coalescing.check(ring.waits(settled), &stats) {
+                            ring.call();
                         }
                     }
-                    Verdict::Inject => shared.call(),
+                    Verdict::Inject => ring.call(),
                     Verdict::Settled => {}
                 }
                 settled = n;
@@ -330,7 +344,7 @@ mod weak_memory {
         alone("interface::interrupts::model::weak_memory::no_notification_is_lost_in_any_order", || {
             [COLD, RIGHT, HOT]
                 .into_iter()
-                .for_each(|density| [true, false].into_iter().for_each(|all| meet(density, all)));
+                .for_each(|density| [true, false].into_iter().for_each(|all| deliver_two(density, all)));
         });
     }
 }

@@ -478,7 +478,7 @@ impl Asked {
 
     fn ask(&self, socket: &OwnedFd, mac: Mac, on: bool) {
         // A device that cannot filter shows everything anyway; one that is gone shows nothing.
-        let _ = packet::ask(socket, self.index, libc::PACKET_MR_UNICAST, mac, on);
+        let _ = packet::set_membership(socket, self.index, libc::PACKET_MR_UNICAST, mac, on);
     }
 }
 

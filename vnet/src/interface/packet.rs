@@ -1,4 +1,4 @@
-//! The packet socket of a local network (packet(7)): made, asked, read in bursts.
+//! The packet socket of a local network (packet(7)): opens it, changes its memberships, and receives frames in bursts.
 
 use std::ffi::CString;
 use std::io;
@@ -9,15 +9,15 @@ use crate::frame::FRAME_MAX;
 use crate::wire::ethernet::{ETHERTYPE_VLAN, Mac, VLAN_TAG_LEN};
 use crate::wire::offload::{Offload, VIRTIO_NET_HDR_LEN};
 
-/// Bytes of the virtio-net header on a packet socket: the one without `num_buffers`.
+/// Size of the virtio-net header on a packet socket in bytes: without `num_buffers`.
 pub(super) const HEADER_LEN: usize = 10;
-/// Frames in a burst.
+/// Most packets in a burst.
 const PACKETS: usize = 32;
-/// Bytes in front of a frame: room for the tag that is put back, and its alignment.
-const ROOM: usize = 16;
-/// Bytes of a frame's place.
-const PLACE: usize = (ROOM + FRAME_MAX).next_multiple_of(64);
-/// Socket buffers asked for in each direction, in bytes.
+/// Bytes in front of a frame: headroom for the restored VLAN tag, and alignment.
+const HEADROOM: usize = 16;
+/// Bytes per packet in the burst's memory.
+const STRIDE: usize = (HEADROOM + FRAME_MAX).next_multiple_of(64);
+/// Requested size of the socket buffer in each direction, in bytes.
 const SOCKET_BUFFER: libc::c_int = 8 << 20;
 /// `PACKET_IGNORE_OUTGOING` (linux/if_packet.h), since Linux 4.20.
 const PACKET_IGNORE_OUTGOING: libc::c_int = 23;
@@ -25,7 +25,7 @@ const PACKET_IGNORE_OUTGOING: libc::c_int = 23;
 const VLAN_VALID: u32 = 1 << 4;
 const TPID_VALID: u32 = 1 << 6;
 
-/// Opens the device in the namespace of the calling thread.
+/// Opens the device in the network namespace of the calling thread.
 pub(super) fn open(options: &LocalOptions) -> Result<Opened, LocalError> {
     let device: String = options.device.chars().take(64).collect();
     let no_device = || LocalError::NoDevice(device.clone());
@@ -42,52 +42,53 @@ pub(super) fn open(options: &LocalOptions) -> Result<Opened, LocalError> {
         };
         LocalError::Step { step, device: device.clone(), error, hint }
     };
-    // Protocol 0: nothing is received before the socket is bound and set up.
+    // Protocol 0: receive nothing before the socket is set up and bound.
     let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     // SAFETY: no memory is passed.
     let socket = own(unsafe { libc::socket(libc::AF_PACKET, kind, 0) }).map_err(|e| fail("open", e))?;
     for option in [libc::PACKET_VNET_HDR, libc::PACKET_AUXDATA, PACKET_IGNORE_OUTGOING] {
         set(&socket, libc::SOL_PACKET, option, 1).map_err(|e| fail("set up", e))?;
     }
-    for (forced, polite) in [(libc::SO_RCVBUFFORCE, libc::SO_RCVBUF), (libc::SO_SNDBUFFORCE, libc::SO_SNDBUF)]
+    for (force, unprivileged) in
+        [(libc::SO_RCVBUFFORCE, libc::SO_RCVBUF), (libc::SO_SNDBUFFORCE, libc::SO_SNDBUF)]
     {
-        set(&socket, libc::SOL_SOCKET, forced, SOCKET_BUFFER)
-            .or_else(|_| set(&socket, libc::SOL_SOCKET, polite, SOCKET_BUFFER))
+        set(&socket, libc::SOL_SOCKET, force, SOCKET_BUFFER)
+            .or_else(|_| set(&socket, libc::SOL_SOCKET, unprivileged, SOCKET_BUFFER))
             .map_err(|e| fail("set up", e))?;
     }
-    let what = if options.promiscuous { libc::PACKET_MR_PROMISC } else { libc::PACKET_MR_ALLMULTI };
-    ask(&socket, index, what, Mac::default(), true).map_err(|e| fail("listen on", e))?;
-    let (mac, mtu) = describe(&socket, &options.device).map_err(|e| fail("look at", e))?;
+    let kind = if options.promiscuous { libc::PACKET_MR_PROMISC } else { libc::PACKET_MR_ALLMULTI };
+    set_membership(&socket, index, kind, Mac::default(), true).map_err(|e| fail("listen on", e))?;
+    let (mac, mtu) = mac_and_mtu(&socket, &options.device).map_err(|e| fail("look at", e))?;
     bind(&socket, index).map_err(|e| fail("bind to", e))?;
     Ok(Opened { socket, index, mac, mtu })
 }
 
 fn set(socket: &OwnedFd, level: libc::c_int, option: libc::c_int, value: libc::c_int) -> io::Result<()> {
     let len = size_of_val(&value) as libc::socklen_t;
-    // SAFETY: `value` is readable for the `len` bytes told.
+    // SAFETY: `value` is readable for `len` bytes.
     let result =
         unsafe { libc::setsockopt(socket.as_raw_fd(), level, option, (&raw const value).cast(), len) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Adds or drops a membership: frames for `mac`, or all of a kind.
-pub(super) fn ask(
+/// Adds or drops a membership of `kind` (`PACKET_MR_…`): frames for `mac`, or all frames of that kind.
+pub(super) fn set_membership(
     socket: &OwnedFd,
     index: libc::c_int,
-    what: libc::c_int,
+    kind: libc::c_int,
     mac: Mac,
     on: bool,
 ) -> io::Result<()> {
     let [a, b, c, d, e, f] = mac.0;
     let request = libc::packet_mreq {
         mr_ifindex: index,
-        mr_type: what as libc::c_ushort,
+        mr_type: kind as libc::c_ushort,
         mr_alen: 6,
         mr_address: [a, b, c, d, e, f, 0, 0],
     };
     let option = if on { libc::PACKET_ADD_MEMBERSHIP } else { libc::PACKET_DROP_MEMBERSHIP };
     let len = size_of_val(&request) as libc::socklen_t;
-    // SAFETY: `request` is readable for the `len` bytes told.
+    // SAFETY: `request` is readable for `len` bytes.
     let result = unsafe {
         libc::setsockopt(socket.as_raw_fd(), libc::SOL_PACKET, option, (&raw const request).cast(), len)
     };
@@ -95,56 +96,56 @@ pub(super) fn ask(
 }
 
 fn bind(socket: &OwnedFd, index: libc::c_int) -> io::Result<()> {
-    // SAFETY: `sockaddr_ll` is plain data, for which all zeros is a value.
+    // SAFETY: `sockaddr_ll` is plain data, for which all zeros is a valid value.
     let mut name = unsafe { std::mem::zeroed::<libc::sockaddr_ll>() };
     name.sll_family = libc::AF_PACKET as libc::c_ushort;
     name.sll_protocol = (libc::ETH_P_ALL as u16).to_be();
     name.sll_ifindex = index;
     let len = size_of_val(&name) as libc::socklen_t;
-    // SAFETY: `name` is a socket address of the length told.
+    // SAFETY: `name` is a socket address of length `len`.
     let result = unsafe { libc::bind(socket.as_raw_fd(), (&raw const name).cast(), len) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Asks about a device by a request of netdevice(7); the socket is in the device's namespace.
-fn request(socket: &OwnedFd, device: &str, what: libc::c_ulong) -> io::Result<libc::ifreq> {
-    // SAFETY: `ifreq` is plain data, for which all zeros is a value.
+/// Queries a device by an ioctl of netdevice(7). The socket must be in the device's namespace.
+fn query(socket: &OwnedFd, device: &str, request_code: libc::c_ulong) -> io::Result<libc::ifreq> {
+    // SAFETY: `ifreq` is plain data, for which all zeros is a valid value.
     let mut request = unsafe { std::mem::zeroed::<libc::ifreq>() };
     // The last byte stays zero.
-    let room = request.ifr_name.len() - 1;
-    for (to, from) in request.ifr_name[..room].iter_mut().zip(device.bytes()) {
+    let len_max = request.ifr_name.len() - 1;
+    for (to, from) in request.ifr_name[..len_max].iter_mut().zip(device.bytes()) {
         *to = from as libc::c_char;
     }
-    // SAFETY: the requests used here read and write one `struct ifreq`, which `request` is, exclusively ours.
-    let result = unsafe { libc::ioctl(socket.as_raw_fd(), what as _, &raw mut request) };
+    // SAFETY: the ioctls used here read and write one `struct ifreq`: `request`, exclusively ours.
+    let result = unsafe { libc::ioctl(socket.as_raw_fd(), request_code as _, &raw mut request) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(request) }
 }
 
 /// The device's flags (`IFF_…`).
 pub(super) fn flags(socket: &OwnedFd, device: &str) -> io::Result<libc::c_int> {
-    let answer = request(socket, device, libc::SIOCGIFFLAGS)?;
-    // SAFETY: the answer to SIOCGIFFLAGS is in this member; every bit pattern is a value of it.
+    let answer = query(socket, device, libc::SIOCGIFFLAGS)?;
+    // SAFETY: SIOCGIFFLAGS fills this member, of which every bit pattern is valid.
     Ok(libc::c_int::from(unsafe { answer.ifr_ifru.ifru_flags }))
 }
 
-fn describe(socket: &OwnedFd, device: &str) -> io::Result<(Mac, usize)> {
-    let answer = request(socket, device, libc::SIOCGIFHWADDR)?;
-    // SAFETY: the answer to SIOCGIFHWADDR is in this member; every bit pattern is a value of it.
+fn mac_and_mtu(socket: &OwnedFd, device: &str) -> io::Result<(Mac, usize)> {
+    let answer = query(socket, device, libc::SIOCGIFHWADDR)?;
+    // SAFETY: SIOCGIFHWADDR fills this member, of which every bit pattern is valid.
     let address = unsafe { answer.ifr_ifru.ifru_hwaddr };
     if address.sa_family != libc::ARPHRD_ETHER {
-        return Err(io::Error::other("it is no Ethernet device"));
+        return Err(io::Error::other("it is not an Ethernet device"));
     }
     let mac = Mac(std::array::from_fn(|i| address.sa_data[i] as u8));
-    let answer = request(socket, device, libc::SIOCGIFMTU)?;
-    // SAFETY: the answer to SIOCGIFMTU is in this member; every bit pattern is a value of it.
+    let answer = query(socket, device, libc::SIOCGIFMTU)?;
+    // SAFETY: SIOCGIFMTU fills this member, of which every bit pattern is valid.
     let mtu = unsafe { answer.ifr_ifru.ifru_mtu };
     Ok((mac, usize::try_from(mtu).unwrap_or(0)))
 }
 
-/// `struct tpacket_auxdata` behind its control message's header.
+/// A control message with `struct tpacket_auxdata`.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Control {
+struct AuxData {
     header: libc::cmsghdr,
     status: u32,
     len: u32,
@@ -155,14 +156,14 @@ struct Control {
     vlan_tpid: u16,
 }
 
-/// What one look at the socket brought.
+/// Result of one receive call.
 #[derive(Default)]
 pub(super) struct Received {
-    /// Packets in the burst.
+    /// Packets received into the burst.
     pub(super) packets: usize,
-    /// Packets that the kernel dropped while handing them over.
+    /// Packets that the kernel dropped because virtio-net metadata cannot describe them.
     pub(super) unreadable: usize,
-    /// No more were waiting.
+    /// The socket was empty.
     pub(super) emptied: bool,
 }
 
@@ -173,15 +174,15 @@ pub(super) struct Packet<'a> {
     pub(super) truncated: bool,
 }
 
-/// Buffers for one `recvmmsg`, and what it said of them.
+/// Buffers for one `recvmmsg`, and the packets received.
 pub(super) struct Burst {
     memory: Box<[u8]>,
     names: Box<[libc::sockaddr_ll]>,
     virtio: Box<[[u8; VIRTIO_NET_HDR_LEN]]>,
-    controls: Box<[Control]>,
+    controls: Box<[AuxData]>,
     slices: Box<[[libc::iovec; 2]]>,
     headers: Box<[libc::mmsghdr]>,
-    /// Where each packet begins, once its tag is in place.
+    /// Offset of each packet in its part of `memory`: less than the headroom if its VLAN tag was restored.
     starts: [usize; PACKETS],
 }
 
@@ -191,31 +192,31 @@ unsafe impl Send for Burst {}
 
 impl Burst {
     pub(super) fn new() -> Burst {
-        // SAFETY: all are plain data of integers and pointers, for which all zeros is a value.
+        // SAFETY: plain data of integers and pointers, for which all zeros is a valid value.
         let (name, control, slices, header) = unsafe {
             (
                 std::mem::zeroed::<libc::sockaddr_ll>(),
-                std::mem::zeroed::<Control>(),
+                std::mem::zeroed::<AuxData>(),
                 std::mem::zeroed::<[libc::iovec; 2]>(),
                 std::mem::zeroed::<libc::mmsghdr>(),
             )
         };
         Burst {
-            memory: vec![0; PACKETS * PLACE].into_boxed_slice(),
+            memory: vec![0; PACKETS * STRIDE].into_boxed_slice(),
             names: vec![name; PACKETS].into_boxed_slice(),
             virtio: vec![[0; VIRTIO_NET_HDR_LEN]; PACKETS].into_boxed_slice(),
             controls: vec![control; PACKETS].into_boxed_slice(),
             slices: vec![slices; PACKETS].into_boxed_slice(),
             headers: vec![header; PACKETS].into_boxed_slice(),
-            starts: [ROOM; PACKETS],
+            starts: [HEADROOM; PACKETS],
         }
     }
 
-    /// Receives what is waiting, at most `limit` packets.
+    /// Receives waiting packets, at most `limit`.
     pub(super) fn receive(&mut self, socket: &OwnedFd, limit: usize) -> Received {
         let count = limit.min(PACKETS) as libc::c_uint;
-        for (index, place) in self.memory.chunks_exact_mut(PLACE).enumerate() {
-            let frame = &mut place[ROOM..];
+        for (index, part) in self.memory.chunks_exact_mut(STRIDE).enumerate() {
+            let frame = &mut part[HEADROOM..];
             self.slices[index] = [
                 libc::iovec { iov_base: self.virtio[index].as_mut_ptr().cast(), iov_len: HEADER_LEN },
                 libc::iovec { iov_base: frame.as_mut_ptr().cast(), iov_len: frame.len() },
@@ -226,15 +227,15 @@ impl Burst {
             header.msg_iov = self.slices[index].as_mut_ptr();
             header.msg_iovlen = 2;
             header.msg_control = (&raw mut self.controls[index]).cast();
-            header.msg_controllen = size_of::<Control>();
+            header.msg_controllen = size_of::<AuxData>();
             header.msg_flags = 0;
         }
         let mut received = Received::default();
-        // Every error but "empty" takes a packet away, or is told once.
+        // Every error except EAGAIN consumes a packet or is reported once, so bound the attempts.
         for _ in 0..PACKETS {
             let (fd, headers) = (socket.as_raw_fd(), self.headers.as_mut_ptr());
-            // SAFETY: each of the at most PACKETS headers points to a name, two slices of buffers, and a control message of `self`, all
-            // writable for the lengths told.
+            // SAFETY: each of the at most PACKETS headers points to a name, two buffers and a control message of `self`, all writable
+            // for the lengths given.
             let got = unsafe { libc::recvmmsg(fd, headers, count, libc::MSG_DONTWAIT, std::ptr::null_mut()) };
             if got >= 0 {
                 received.packets = got as usize;
@@ -247,7 +248,7 @@ impl Burst {
                     break;
                 }
                 Some(libc::EINVAL) => received.unreadable += 1,
-                // Interrupted, or the device went down.
+                // Interrupted (EINTR), or the device went down (ENETDOWN).
                 _ => {}
             }
         }
@@ -255,42 +256,42 @@ impl Burst {
         received
     }
 
-    /// Puts the VLAN tag back that the kernel took out of packet `index`, if it did.
+    /// Restores the VLAN tag that the kernel stripped from packet `index`, if any.
     fn restore_tag(&mut self, index: usize) {
-        self.starts[index] = ROOM;
+        self.starts[index] = HEADROOM;
         let control = &self.controls[index];
         let header = &self.headers[index];
-        let told = header.msg_hdr.msg_controllen >= size_of::<libc::cmsghdr>() + 20
+        let has_auxdata = header.msg_hdr.msg_controllen >= size_of::<libc::cmsghdr>() + 20
             && control.header.cmsg_level == libc::SOL_PACKET
             && control.header.cmsg_type == libc::PACKET_AUXDATA;
         let len = (header.msg_len as usize).saturating_sub(HEADER_LEN);
-        if !told || control.status & VLAN_VALID == 0 || len < 12 {
+        if !has_auxdata || control.status & VLAN_VALID == 0 || len < 12 {
             return;
         }
         let tpid = if control.status & TPID_VALID != 0 { control.vlan_tpid } else { ETHERTYPE_VLAN };
-        let start = ROOM - VLAN_TAG_LEN;
-        let place = &mut self.memory[index * PLACE..][..PLACE];
-        place.copy_within(ROOM..ROOM + 12, start);
-        place[start + 12..start + 14].copy_from_slice(&tpid.to_be_bytes());
-        place[start + 14..start + 16].copy_from_slice(&control.vlan_tci.to_be_bytes());
+        let start = HEADROOM - VLAN_TAG_LEN;
+        let part = &mut self.memory[index * STRIDE..][..STRIDE];
+        part.copy_within(HEADROOM..HEADROOM + 12, start);
+        part[start + 12..start + 14].copy_from_slice(&tpid.to_be_bytes());
+        part[start + 14..start + 16].copy_from_slice(&control.vlan_tci.to_be_bytes());
         self.starts[index] = start;
     }
 
-    /// Packet `index`; `None` when it is one of this host's own.
+    /// Packet `index`; `None` if this host sent it.
     pub(super) fn packet(&self, index: usize) -> Option<Packet<'_>> {
         if self.names[index].sll_pkttype == libc::PACKET_OUTGOING {
             return None;
         }
         let header = &self.headers[index];
         let start = self.starts[index];
-        let len = (header.msg_len as usize).saturating_sub(HEADER_LEN).min(PLACE - ROOM);
+        let len = (header.msg_len as usize).saturating_sub(HEADER_LEN).min(STRIDE - HEADROOM);
         let mut offload = Offload::from_virtio(&self.virtio[index]);
-        let tag = (ROOM - start) as u16;
-        // The kernel counts from a frame without the tag.
+        let tag = (HEADROOM - start) as u16;
+        // The kernel's offsets refer to the frame without the tag.
         offload.csum_start = offload.csum_start.saturating_add(tag);
         offload.hdr_len = offload.hdr_len.saturating_add(tag);
         Some(Packet {
-            bytes: &self.memory[index * PLACE + start..index * PLACE + ROOM + len],
+            bytes: &self.memory[index * STRIDE + start..index * STRIDE + HEADROOM + len],
             offload,
             truncated: header.msg_hdr.msg_flags & libc::MSG_TRUNC != 0,
         })

@@ -30,7 +30,7 @@ const FRAME_WAY: [&str; 5] = ["source.rs", "interface", "dispatch", "link", "ker
 const LONG_FUNCTIONS: [(&str, &str, &str); 0] = [];
 
 /// What each room of the data plane may name. `wire` knows nobody; `dispatch` knows everybody.
-const ROOMS: [(&str, &[&str]); 13] = [
+const ROOMS: [(&str, &[&str]); 14] = [
     ("wire", &[]),
     ("poll", &[]),
     ("stats", &[]),
@@ -38,8 +38,9 @@ const ROOMS: [(&str, &[&str]); 13] = [
     ("copy", &[]),
     ("unix", &[]),
     ("netlink", &[]),
+    ("log_limit", &[]),
     ("frame", &["wire", "scratch", "copy", "stats"]),
-    ("interface", &["frame", "wire", "poll", "stats", "unix", "netlink", "copy"]),
+    ("interface", &["frame", "wire", "poll", "stats", "unix", "netlink", "copy", "log_limit"]),
     ("route", &["frame", "wire", "stats"]),
     ("link", &["frame", "wire", "poll", "stats", "netlink", "scratch"]),
     ("capture", &["frame", "wire", "stats"]),

@@ -19,8 +19,8 @@ use vhost::vhost_user::message::FrontendReq;
 use vhost::vhost_user::{BackendReqHandler, Error, Result, VhostUserBackendReqHandlerMut};
 
 use super::device::Device;
-use super::quiet::LogLimit;
 use super::session::{Session, refuse};
+use crate::log_limit::LogLimit;
 use crate::unix::{Listener, connect};
 
 /// Shortest and longest pause between two attempts to connect. A connection that lasted for the longest was a good one.
@@ -102,7 +102,7 @@ pub(super) fn run(device: &Arc<Device>, source: &Source, stop: &Stop) {
     let (mut pause, mut limit) = (Pause::default(), LogLimit::default());
     while let Some(stream) = next(device, source, stop, &mut pause) {
         // Front ends that come and go all the time leave one pair of lines a second.
-        let unsaid = limit.pass();
+        let unsaid = limit.allow();
         if let Some(unsaid) = unsaid {
             tracing::info!(%path, unsaid, "front end connected");
         }

@@ -1,13 +1,13 @@
-//! Eventfds that the front end shares with us: telling the guest, and hearing from it, without ever waiting.
+//! Eventfds shared with the front end: notifies the guest and reads its kicks without ever blocking.
 //!
-//! A write to an eventfd whose counter is full waits until somebody reads it, unless `O_NONBLOCK` is set. That flag belongs
-//! to the open file, which the front end holds as well: it could clear the flag, fill the counter, and have a dispatcher wait
-//! for ever. Looking first does not help, for it could do so between the look and the write. (Reads are safe: eventfds take
-//! `RWF_NOWAIT` for reads, though not for writes.)
+//! A write to an eventfd whose counter is full blocks until it is read, unless `O_NONBLOCK` is set. That flag belongs to the open
+//! file, which the front end holds too: it could clear the flag, fill the counter, and block a dispatcher for ever. Checking first
+//! does not help, because the front end could act between check and write. (Reads are safe: eventfds support `RWF_NOWAIT` for
+//! reads, though not for writes.)
 //!
-//! The kernel's own parts signal eventfds by another way, which never waits, and asynchronous I/O lends it to us: a request
-//! with `IOCB_FLAG_RESFD` has an eventfd signalled when it completes (io_submit(2)). So [`Signals`] submits reads of no bytes
-//! from `/dev/null`, which complete before the call returns.
+//! Inside the kernel, signalling an eventfd never blocks, and asynchronous I/O gives access to that: a request with
+//! `IOCB_FLAG_RESFD` signals an eventfd when it completes (io_submit(2)). So [`Signals`] submits reads of zero bytes from
+//! `/dev/null`, which complete before the call returns.
 
 use std::fs::File;
 use std::io::{self, IoSliceMut};
@@ -16,9 +16,9 @@ use std::sync::Arc;
 
 use rustix::io::ReadWriteFlags;
 
-/// Completions that one system call takes out of the kernel's list. They say nothing; the list must only not be full.
+/// Completions that one system call reaps from the kernel's list. They carry no information; the list just must not fill up.
 const REAP: usize = 64;
-/// Attempts at one signal while several threads fill that list.
+/// Attempts to signal while other threads keep filling that list.
 const ATTEMPTS_MAX: usize = 64;
 // linux/aio_abi.h
 const IOCB_CMD_PREAD: u16 = 0;
@@ -45,7 +45,7 @@ struct Request {
 /// `struct io_event`.
 type Completion = [u64; 4];
 
-/// Signals eventfds without ever waiting. May be used by several threads at once.
+/// Signals eventfds without ever blocking. Several threads may use it concurrently.
 #[derive(Debug)]
 pub(super) struct Signals {
     /// `aio_context_t`.
@@ -55,12 +55,12 @@ pub(super) struct Signals {
 
 impl Signals {
     /// # Errors
-    /// The system has no room for another AIO context (`fs.aio-max-nr`) or file descriptor.
+    /// The system is out of AIO contexts (`fs.aio-max-nr`) or file descriptors.
     pub(super) fn new() -> io::Result<Arc<Signals>> {
         let null = File::open("/dev/null")?;
         let mut context: libc::c_ulong = 0;
-        // The kernel makes room for more than the one request at a time that is asked, and counted, here: a page of them.
-        // SAFETY: the kernel writes one aio_context_t to `context`, which is zero as it must be.
+        // One request is asked for and counted against the limit; the kernel allocates a page of them.
+        // SAFETY: the kernel writes one aio_context_t to `context`, which must be and is zero.
         let result = unsafe { libc::syscall(libc::SYS_io_setup, 1 as libc::c_uint, &raw mut context) };
         if result < 0 {
             let error = io::Error::last_os_error();
@@ -70,7 +70,7 @@ impl Signals {
         Ok(Arc::new(Signals { context, null }))
     }
 
-    /// Adds one to an eventfd; one whose counter is full is signalled as it is. True when it was done.
+    /// Adds one to an eventfd; a full counter stays as it is and is readable anyway. Returns true on success.
     fn signal(&self, event: &File) -> bool {
         let request = Request {
             opcode: IOCB_CMD_PREAD,
@@ -80,10 +80,10 @@ impl Signals {
             ..Request::default()
         };
         let list = [&raw const request];
-        // Full again after it was emptied: by other threads, whose signals got through meanwhile.
+        // The list can be full again after reaping if other threads signal meanwhile.
         for _ in 0..ATTEMPTS_MAX {
-            // SAFETY: the context is ours until `drop`; the kernel reads one pointer from `list` and the request behind it,
-            // both alive across the call, and neither reads nor writes a buffer of no bytes.
+            // SAFETY: the context is ours until `drop`; the kernel reads one pointer from `list` and the request it points to, both
+            // alive across the call, and accesses no buffer for zero bytes.
             let submitted =
                 unsafe { libc::syscall(libc::SYS_io_submit, self.context, 1 as libc::c_long, list.as_ptr()) };
             if submitted == 1 {
@@ -97,14 +97,14 @@ impl Signals {
         false
     }
 
-    /// Empties the list of completions, which is full once in a hundred signals.
+    /// Empties the completion list, which fills up about once in a hundred signals.
     #[cold]
     fn reap(&self) {
         let mut completions: [Completion; REAP] = [[0; 4]; REAP];
         loop {
             let none: *const libc::timespec = std::ptr::null();
-            // SAFETY: the context is ours; the kernel writes at most REAP completions, for which there is room. It is asked
-            // for at least none, and so does not wait.
+            // SAFETY: the context is ours; the kernel writes at most REAP completions, for which there is room. With a minimum of
+            // zero completions it does not wait.
             let count = unsafe {
                 let (least, most) = (0 as libc::c_long, REAP as libc::c_long);
                 let room = completions.as_mut_ptr();
@@ -119,13 +119,13 @@ impl Signals {
 
 impl Drop for Signals {
     fn drop(&mut self) {
-        // Every request has completed, so this does not wait either.
-        // SAFETY: the context is ours and used no more.
+        // All requests have completed, so this does not block either.
+        // SAFETY: the context is ours and not used afterwards.
         unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
     }
 }
 
-/// An eventfd by which the front end is told something.
+/// An eventfd that notifies the front end or its guest.
 #[derive(Debug)]
 pub(super) struct Event {
     file: File,
@@ -133,19 +133,19 @@ pub(super) struct Event {
 }
 
 impl Event {
-    /// `file` was found to be an eventfd: see [`accept`].
+    /// `file` must be an eventfd, see [`is_eventfd`].
     pub(super) fn new(file: File, signals: Arc<Signals>) -> Event {
         Event { file, signals }
     }
 
-    /// Adds one to its counter, whatever the front end has done to it, without waiting. True when it was done.
+    /// Adds one to the counter without blocking, whatever flags the front end has set. Returns true on success.
     #[inline]
     pub(super) fn signal(&self) -> bool {
         self.signals.signal(&self.file)
     }
 }
 
-/// Reads an eventfd's counter without waiting, whatever its flags are: the front end may change them at any time.
+/// Reads and resets an eventfd's counter without blocking, whatever flags the front end has set.
 pub(super) fn drain(event: &File) -> u64 {
     let mut count = [0; 8];
     let mut buffers = [IoSliceMut::new(&mut count)];
@@ -155,7 +155,7 @@ pub(super) fn drain(event: &File) -> u64 {
     }
 }
 
-/// True when `file` is certainly an eventfd: polling or reading anything else could wait for whoever made it.
+/// True if `file` is certainly an eventfd. Polling or reading another kind of file could block on its creator.
 pub(super) fn is_eventfd(file: &File) -> bool {
     let kind = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
     kind.is_ok_and(|kind| kind.as_os_str() == "anon_inode:[eventfd]")
@@ -167,17 +167,17 @@ mod tests {
     use rustix::event::{EventfdFlags, eventfd};
 
     #[test]
-    fn signals_are_counted_and_never_wait() {
+    fn signals_are_counted_and_never_block() {
         let file = File::from(eventfd(0, EventfdFlags::empty()).unwrap());
         assert!(is_eventfd(&file));
         let event = Event::new(file.try_clone().unwrap(), Signals::new().unwrap());
-        // More than the kernel's list holds.
+        // More than the kernel's completion list holds.
         for _ in 0..10_000 {
             assert!(event.signal());
         }
         assert_eq!(drain(&file), 10_000);
         assert_eq!(drain(&file), 0);
-        // A blocking eventfd that is full: a write would wait here.
+        // A full blocking eventfd: a write would block here.
         rustix::io::write(&file, &(u64::MAX - 1).to_ne_bytes()).unwrap();
         for _ in 0..1000 {
             assert!(event.signal());
@@ -185,14 +185,14 @@ mod tests {
     }
 
     #[test]
-    fn anything_else_is_not_signalled() {
+    fn signals_only_eventfds() {
         let null = File::open("/dev/null").unwrap();
         assert!(!is_eventfd(&null));
         assert!(!Event::new(null, Signals::new().unwrap()).signal());
     }
 
     #[test]
-    fn several_threads_may_signal() {
+    fn several_threads_can_signal() {
         let file = File::from(eventfd(0, EventfdFlags::empty()).unwrap());
         let event = Event::new(file.try_clone().unwrap(), Signals::new().unwrap());
         std::thread::scope(|scope| {

@@ -1,8 +1,8 @@
-//! What is offered to front ends and guests, and what follows from what they accept.
+//! Feature negotiation: virtio and vhost-user features offered, and what the accepted ones imply.
 //!
-//! Offered is only what works here end to end. CTRL_VQ, STATUS and GUEST_ANNOUNCE are answered by the front end itself: QEMU,
-//! Cloud Hypervisor and DPDK's virtio-user keep the control queue and the link status to themselves, but ask the back end
-//! for leave to show the bits.
+//! Only features that work end to end are offered. The front end itself implements CTRL_VQ, STATUS and GUEST_ANNOUNCE: QEMU, Cloud
+//! Hypervisor and DPDK's virtio-user handle the control queue and the link status, but show the bits only if the back end offers
+//! them.
 
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 
@@ -64,17 +64,18 @@ const ALWAYS: u64 = CSUM
 
 /// `status`: the link is up (virtio 1.2 section 5.1.4).
 const STATUS_LINK_UP: u16 = 1;
-/// Bytes of `struct virtio_net_config` that are served; those behind `mtu` are zero.
+/// Bytes of `struct virtio_net_config` served; fields after `mtu` are zero.
 const CONFIG_LEN: usize = 64;
 
-/// The virtio features of an interface.
+/// The virtio features that an interface offers.
 pub(super) fn offered(options: &VhostUserOptions) -> u64 {
     let mq = if options.queues > 1 { MQ } else { 0 };
     let mac = if options.mac.is_some() { MAC } else { 0 };
     ALWAYS | mq | mac
 }
 
-/// The protocol features of an interface. REPLY_ACK, MTU and RARP take part in [`super::session`], the rest in crate `vhost`.
+/// The vhost-user protocol features that an interface offers. [`super::session`] implements REPLY_ACK, MTU and RARP; crate `vhost`
+/// the others.
 pub(super) fn protocol(options: &VhostUserOptions) -> VhostUserProtocolFeatures {
     let mut features = VhostUserProtocolFeatures::REPLY_ACK
         | VhostUserProtocolFeatures::LOG_SHMFD
@@ -82,8 +83,8 @@ pub(super) fn protocol(options: &VhostUserOptions) -> VhostUserProtocolFeatures 
         | VhostUserProtocolFeatures::MTU
         | VhostUserProtocolFeatures::CONFIG
         | VhostUserProtocolFeatures::RESET_DEVICE;
-    // QEMU 7.2 adds every memory slot once for each queue pair, which is no more to be told from a front end that lies. Without
-    // slots it says its whole memory once, in up to eight regions.
+    // QEMU 7.2 adds every memory slot once per queue pair, which looks the same as a front end that adds a region twice. Without
+    // slots it sends its whole memory table, of up to eight regions.
     features |= match options.queues {
         1 => VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS,
         _ => VhostUserProtocolFeatures::MQ,
@@ -91,7 +92,7 @@ pub(super) fn protocol(options: &VhostUserOptions) -> VhostUserProtocolFeatures 
     features
 }
 
-/// How frames look in the rings of a guest that negotiated `features`.
+/// The frame format in the rings of a guest that negotiated `features`.
 pub(super) fn format(features: u64) -> Format {
     let has = |bits| features & bits == bits;
     let csum = has(GUEST_CSUM);
@@ -108,7 +109,7 @@ pub(super) fn format(features: u64) -> Format {
     }
 }
 
-/// `size` bytes of the device's configuration space from `offset` (virtio 1.2 section 5.1.4); `None` outside of it.
+/// `size` bytes of the device configuration space from `offset` (virtio 1.2 section 5.1.4); `None` if outside.
 pub(super) fn config_space(options: &VhostUserOptions, offset: u32, size: u32) -> Option<Vec<u8>> {
     let mut space = [0; CONFIG_LEN];
     space[..6].copy_from_slice(&options.mac.unwrap_or_default().0);

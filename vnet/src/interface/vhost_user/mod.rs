@@ -11,7 +11,6 @@ mod control;
 mod device;
 mod event;
 mod features;
-mod quiet;
 mod session;
 #[cfg(test)]
 mod tests;

@@ -1,7 +1,7 @@
-//! One connection with a front end: what each message of the vhost-user protocol does.
+//! One connection with a front end: implements the messages of the vhost-user protocol.
 //!
-//! Crate `vhost` reads messages, checks their form and counts their file descriptors; what arrives here is checked for what
-//! it says. Any error ends the connection, whose end resets the device. A session begins with nothing negotiated.
+//! Crate `vhost` reads messages and checks their form and number of file descriptors; this file checks their contents. Any error
+//! ends the connection, which resets the device. A session begins with nothing negotiated.
 
 use std::fs::File;
 use std::io;
@@ -19,14 +19,14 @@ use crate::interface::virtqueue::dirty::DirtyLog;
 use crate::interface::virtqueue::memory::{GuestMemory, REGIONS_MAX, Region, RegionSpec};
 use crate::wire::ethernet::Mac;
 
-/// What one front end has negotiated.
+/// State negotiated with one front end.
 pub(super) struct Session {
     device: Arc<Device>,
     common: Common,
     protocol: u64,
 }
 
-/// An error with a text of our own.
+/// A protocol error with our own message.
 pub(super) fn refuse(text: impl Into<String>) -> Error {
     Error::ReqHandlerError(io::Error::other(text.into()))
 }
@@ -44,10 +44,10 @@ fn spec_of(region: &VhostUserMemoryRegion) -> RegionSpec {
     }
 }
 
-/// Accepts an eventfd from the front end, and nothing else.
-fn eventfd(file: Option<File>) -> Result<Option<File>> {
+/// Checks that a file descriptor from the front end is an eventfd.
+fn checked_eventfd(file: Option<File>) -> Result<Option<File>> {
     if file.as_ref().is_some_and(|file| !is_eventfd(file)) {
-        return Err(refuse("a vring's file descriptor is not an eventfd, or /proc is not there to tell"));
+        return Err(refuse("a vring's file descriptor is not an eventfd, or /proc is not mounted to tell"));
     }
     Ok(file)
 }
@@ -57,12 +57,12 @@ impl Session {
         Session { device, common: Common::default(), protocol: 0 }
     }
 
-    /// True when acknowledgements were negotiated.
+    /// True if REPLY_ACK was negotiated.
     pub(super) fn acknowledges(&self) -> bool {
         self.protocol & VhostUserProtocolFeatures::REPLY_ACK.bits() != 0
     }
 
-    /// The message's vring. `index` is checked at the width it has on the wire.
+    /// Runs `change` on vring `index`, which is checked at its full width on the wire.
     fn vring<R>(&self, index: u32, change: impl FnOnce(&mut Vring) -> R) -> Result<R> {
         let found = usize::try_from(index).ok().and_then(|index| self.device.change(index, change));
         found.ok_or_else(|| {
@@ -74,9 +74,9 @@ impl Session {
         })
     }
 
-    /// Accepts an eventfd that is to be signalled.
+    /// An eventfd from the front end that we will signal.
     fn event(&self, file: Option<File>) -> Result<Option<Event>> {
-        Ok(eventfd(file)?.map(|file| Event::new(file, self.device.signals.clone())))
+        Ok(checked_eventfd(file)?.map(|file| Event::new(file, self.device.signals.clone())))
     }
 
     fn set_regions(&mut self, regions: Vec<Arc<Region>>) -> Result<()> {
@@ -95,13 +95,13 @@ impl Session {
         let [a, b, c, d, e, f, _, _] = payload;
         let mac = Mac([a, b, c, d, e, f]);
         if !mac.is_unicast() {
-            return Err(refuse(format!("SEND_RARP for {mac}, which is no station's address")));
+            return Err(refuse(format!("SEND_RARP for {mac}, which is not a unicast address")));
         }
         self.device.announce(mac);
         Ok(())
     }
 
-    /// NET_SET_MTU: refused, without harm, when the front end promises its guest more than the interface carries.
+    /// NET_SET_MTU: returns false if the guest would get a larger MTU than the interface carries. The connection goes on.
     pub(super) fn set_mtu(&mut self, mtu: u64) -> bool {
         let ours = self.device.options.mtu as u64;
         if mtu > ours {
@@ -117,7 +117,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn reset_owner(&mut self) -> Result<()> {
-        // Deprecated; what it meant is RESET_DEVICE.
+        // Deprecated in favour of RESET_DEVICE.
         self.reset_device()
     }
 
@@ -184,8 +184,8 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
-        let base =
-            u16::try_from(base).map_err(|_| refuse(format!("vring {index}: base {base} is no index")))?;
+        let base = u16::try_from(base)
+            .map_err(|_| refuse(format!("vring {index}: base {base} does not fit in 16 bits")))?;
         self.vring(index, |vring| vring.set_base(base))
     }
 
@@ -195,7 +195,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_kick(&mut self, index: u8, file: Option<File>) -> Result<()> {
-        let file = eventfd(file)?;
+        let file = checked_eventfd(file)?;
         self.vring(index.into(), |vring| vring.set_kick(file))
     }
 
@@ -234,13 +234,13 @@ impl VhostUserBackendReqHandlerMut for Session {
 
     fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
         features::config_space(&self.device.options, offset, size).ok_or_else(|| {
-            refuse(format!("GET_CONFIG of {size} bytes at {offset} lies outside the device's"))
+            refuse(format!("GET_CONFIG of {size} bytes at {offset} lies outside the configuration space"))
         })
     }
 
     fn set_config(&mut self, _offset: u32, _bytes: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
-        // Everything in a net device's configuration space is read-only for a driver with VERSION_1, and older ones may
-        // only write a MAC address, which we do not filter on.
+        // A net device's configuration space is read-only for VERSION_1 drivers. Older ones may only write the MAC address, which
+        // is not filtered on.
         Ok(())
     }
 
@@ -283,7 +283,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
-        // The offset does not take part: front ends differ in what they send here.
+        // Ignores the offset: front ends differ in what they send here.
         let spec = spec_of(region);
         let same = |r: &RegionSpec| {
             (r.guest_addr, r.user_addr, r.len) == (spec.guest_addr, spec.user_addr, spec.len)
@@ -291,7 +291,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         let (gone, stay): (Vec<_>, Vec<_>) = self.regions().iter().cloned().partition(|r| same(r.spec()));
         if gone.is_empty() {
             return Err(refuse(format!(
-                "REM_MEM_REG of a region at {:#x} that is not there",
+                "REM_MEM_REG of a region at {:#x} that was never added",
                 spec.guest_addr
             )));
         }

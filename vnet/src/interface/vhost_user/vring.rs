@@ -1,9 +1,9 @@
-//! One vring: what the front end has said of it so far, and the ring while it runs.
+//! One vring: its configuration by the front end so far, and the ring while it runs.
 //!
-//! A vring is *started* by SET_VRING_KICK and stopped by GET_VRING_BASE; it is *enabled* by SET_VRING_ENABLE, or by nobody's
-//! negotiating protocol features (vhost-user, "Ring states"). Frames flow while it is both. Front ends send the messages in
-//! different orders, some while the ring runs (memory hotplug, migration), so every message only records what it says and
-//! [`Vring::update`] then makes the ring anew, at the position where the old one stood.
+//! SET_VRING_KICK *starts* a vring and GET_VRING_BASE stops it. SET_VRING_ENABLE *enables* it; without protocol features it is
+//! always enabled (vhost-user, "Ring states"). Frames flow while it is started and enabled. Front ends send the messages in
+//! different orders, some while the ring runs (memory hotplug, migration). So each message only records its values, and
+//! [`Vring::update`] then rebuilds the ring at the old one's position.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -11,24 +11,24 @@ use std::sync::Arc;
 
 use super::event::{Event, drain};
 use super::features;
-use super::quiet::LogLimit;
 use crate::interface::virtqueue::dirty::DirtyLog;
 use crate::interface::virtqueue::memory::GuestMemory;
 use crate::interface::virtqueue::net::{Format, Taken};
 use crate::interface::virtqueue::{Ring, RingConfig};
+use crate::log_limit::LogLimit;
 use crate::poll::Waker;
 
-/// Where the three parts of a ring lie, in the front end's address space (SET_VRING_ADDR).
+/// Addresses of the three parts of a ring in the front end's address space (SET_VRING_ADDR).
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Addresses {
     pub(super) descriptors: u64,
     pub(super) available: u64,
     pub(super) used: u64,
-    /// The used ring's guest physical address, when its pages are to be logged.
+    /// Guest physical address of the used ring if writes to it are logged as dirty pages.
     pub(super) used_log: Option<u64>,
 }
 
-/// What the whole device has in common: set by SET_FEATURES, SET_MEM_TABLE, SET_LOG_BASE.
+/// State common to all vrings of a device: SET_FEATURES, SET_MEM_TABLE, SET_LOG_BASE.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Common {
     pub(super) features: u64,
@@ -36,54 +36,56 @@ pub(super) struct Common {
     pub(super) log: Option<Arc<DirtyLog>>,
 }
 
-/// How the guest tells us of new chains.
+/// How the guest notifies us of new chains (SET_VRING_KICK).
 #[derive(Debug)]
 enum Kick {
-    /// By an eventfd.
+    /// It signals an eventfd.
     Event(File),
-    /// Not at all: it expects us to look (no file descriptor came with SET_VRING_KICK).
+    /// It does not; the message had no file descriptor, and we must poll.
     Poll,
 }
 
-/// The ring in use, and how frames look in it.
+/// A running ring.
 #[derive(Debug)]
 pub(super) struct Running {
     pub(super) ring: Ring,
     pub(super) format: Format,
-    /// Chains of a transmit ring that were not given back yet.
+    /// Chains of a transmit ring not yet returned to the driver.
     pub(super) taken: Taken,
 }
 
 /// One direction of one queue.
 #[derive(Default)]
 pub(super) struct Vring {
-    /// The guest's transmit ring: its notifications wake the dispatcher.
+    /// True for a transmit ring, whose kicks wake the dispatcher.
     transmit: bool,
     common: Common,
     size: Option<u32>,
     addresses: Option<Addresses>,
     base: u16,
-    /// Present while the ring is started.
+    /// Some while the ring is started.
     kick: Option<Kick>,
+    /// Notifies the guest (SET_VRING_CALL).
     call: Option<Event>,
-    /// Chains were completed while there was nobody to tell.
+    /// The guest wanted a notification while `call` was absent.
     missed: bool,
+    /// Reports a broken ring to the front end (SET_VRING_ERR).
     error: Option<Event>,
     enabled: bool,
     running: Option<Running>,
-    /// Set when guest or front end broke the running ring; stays until the ring is stopped.
+    /// How guest or front end broke the running ring; kept until the ring is stopped.
     broken: Option<String>,
-    /// Set while what the front end said cannot make a ring.
-    misfit: Option<String>,
+    /// Why the front end's configuration does not make a valid ring.
+    invalid: Option<String>,
     waker: Option<Waker>,
-    /// The dispatcher may be asleep and waits for a kick.
+    /// The dispatcher may be asleep, waiting for a kick.
     armed: bool,
     /// Kicks counted since the ring was started.
     kicks: u64,
-    /// Why the dispatcher is not woken by kicks, when it cannot be.
+    /// Why kicks cannot wake the dispatcher.
     unwatched: Option<String>,
-    /// For what guests can make us log.
-    limit: LogLimit,
+    /// Limits log lines that guests can trigger.
+    log_limit: LogLimit,
 }
 
 impl Vring {
@@ -91,38 +93,38 @@ impl Vring {
         Vring { transmit, ..Vring::default() }
     }
 
-    /// The ring, when frames may flow.
+    /// The ring if frames may flow.
     #[inline]
     pub(super) fn running(&mut self) -> Option<&mut Running> {
         if self.enabled { self.running.as_mut() } else { None }
     }
 
-    /// True when frames may flow.
+    /// True if frames may flow.
     pub(super) fn is_up(&self) -> bool {
         self.enabled && self.running.is_some()
     }
 
-    /// Why the vring is disabled, when the guest broke it.
+    /// Why the vring is disabled if guest or front end broke it.
     pub(super) fn broken(&self) -> Option<&str> {
-        self.broken.as_deref().or(self.misfit.as_deref())
+        self.broken.as_deref().or(self.invalid.as_deref())
     }
 
-    /// Why the dispatcher may sleep through the guest's frames.
+    /// Why the dispatcher may miss the guest's kicks while it sleeps.
     pub(super) fn unwatched(&self) -> Option<&str> {
         self.unwatched.as_deref()
     }
 
-    /// True when the front end has said all of the ring and shared no memory in which it could be.
+    /// True if the front end has configured and started the ring but shared no memory.
     pub(super) fn lacks_memory(&self) -> bool {
         self.kick.is_some() && self.size.is_some() && self.addresses.is_some() && self.common.memory.is_none()
     }
 
-    /// True when no driver has ever touched the ring, as far as we can see.
+    /// True if no driver seems to have used the ring.
     pub(super) fn is_blank(&self) -> bool {
         self.running.as_ref().is_some_and(|running| running.ring.is_blank())
     }
 
-    /// Kicks counted so far, those that wait included. The dispatcher must be woken afterwards: its wake-up may be lost.
+    /// Kicks since the ring was started, including pending ones. The caller must wake the dispatcher: this consumes its wake-up.
     pub(super) fn count_kicks(&mut self) -> u64 {
         if let Some(Kick::Event(kick)) = &self.kick {
             self.kicks = self.kicks.saturating_add(drain(kick));
@@ -130,14 +132,14 @@ impl Vring {
         self.kicks
     }
 
-    /// Tells the guest that chains were completed. Returns true when it could be told.
+    /// Notifies the guest of used chains. Returns true if the notification was sent.
     #[inline]
     pub(super) fn notify(&mut self) -> bool {
         self.missed = self.call.is_none();
         self.call.as_ref().is_some_and(Event::signal)
     }
 
-    /// Tells the guest of what it was shown if it waits for that. Returns true when it was told.
+    /// Notifies the guest of used entries it waits for. Returns true if the notification was sent.
     pub(super) fn settle(&mut self) -> bool {
         let Some(Running { ring, .. }) = &mut self.running else { return false };
         let waits = ring.waits();
@@ -145,7 +147,8 @@ impl Vring {
         waits && self.notify()
     }
 
-    /// Gives back what is held no longer. Returns whether something still is, and whether the guest was notified.
+    /// Returns chains that are no longer held to the driver. Returns whether chains are still held, and whether the guest was
+    /// notified.
     pub(super) fn reclaim(&mut self) -> (bool, bool) {
         let Some(Running { ring, taken, .. }) = &mut self.running else { return (false, false) };
         if !taken.is_held() {
@@ -159,8 +162,8 @@ impl Vring {
     /// Disables the vring until the guest or front end resets it.
     #[cold]
     pub(super) fn break_with(&mut self, reason: String) {
-        if let Some(unsaid) = self.limit.pass() {
-            tracing::warn!(%reason, unsaid, "queue disabled until the guest resets it");
+        if let Some(suppressed) = self.log_limit.allow() {
+            tracing::warn!(%reason, suppressed, "queue disabled until the guest resets it");
         }
         self.halt();
         self.broken = Some(reason);
@@ -169,11 +172,11 @@ impl Vring {
         }
     }
 
-    /// Takes the ring out of use and remembers where it stood. The guest hears of all it was shown: nobody could tell it later.
+    /// Ends the running ring and records its position. Sends owed notifications first: later there is no ring to check.
     fn halt(&mut self) {
         self.settle();
         if let Some(running) = self.running.take() {
-            // Chains that are still held are not given back: whoever goes on with the ring takes them again.
+            // Chains still held are not returned: the next back end of the ring takes them again.
             self.base = running.ring.completed();
         }
     }
@@ -183,11 +186,11 @@ impl Vring {
         self.halt();
         self.set_kick_source(None);
         self.broken = None;
-        self.misfit = None;
+        self.invalid = None;
         self.base
     }
 
-    /// Back to the state before the first message; the waker and its bell stay.
+    /// Returns to the state before the first message; the dispatcher's waker stays.
     pub(super) fn reset(&mut self) {
         self.stop();
         *self = Vring {
@@ -195,12 +198,12 @@ impl Vring {
             waker: self.waker.take(),
             armed: self.armed,
             unwatched: self.unwatched.take(),
-            limit: std::mem::take(&mut self.limit),
+            log_limit: std::mem::take(&mut self.log_limit),
             ..Vring::default()
         };
     }
 
-    /// RESET_DEVICE: as [`Vring::reset`], but memory, features and the way to the guest stay.
+    /// RESET_DEVICE: as [`Vring::reset`], but memory, features and the call and error eventfds stay.
     pub(super) fn reset_device(&mut self) {
         let (common, call, error) = (std::mem::take(&mut self.common), self.call.take(), self.error.take());
         self.reset();
@@ -234,7 +237,7 @@ impl Vring {
         self.enabled = enabled;
     }
 
-    /// SET_VRING_CALL; `None` when the guest polls.
+    /// SET_VRING_CALL; `None` if the guest polls.
     pub(super) fn set_call(&mut self, call: Option<Event>) {
         self.call = call;
         if self.missed {
@@ -247,14 +250,14 @@ impl Vring {
         self.error = error;
     }
 
-    /// SET_VRING_KICK: starts the ring; `None` when the guest will not notify.
+    /// SET_VRING_KICK: starts the ring; `None` if the guest does not notify.
     pub(super) fn set_kick(&mut self, kick: Option<File>) {
         self.set_kick_source(Some(kick.map_or(Kick::Poll, Kick::Event)));
         self.update();
     }
 
     fn set_kick_source(&mut self, kick: Option<Kick>) {
-        // The front end holds the same open file, so closing ours would leave it in the epoll set: take it out first.
+        // The front end holds the same open file, so closing our descriptor would leave it in the epoll set: remove it first.
         if let (Some(waker), Some(Kick::Event(old))) = (&self.waker, &self.kick) {
             waker.forget(old.as_fd());
         }
@@ -272,13 +275,13 @@ impl Vring {
         }
     }
 
-    /// Remembers that the dispatcher cannot be woken, and says so.
+    /// Records and logs that the dispatcher cannot be woken.
     pub(super) fn set_unwatched(&mut self, reason: String) {
-        tracing::warn!(%reason, "frames may be late");
+        tracing::warn!(%reason, "frames may be delayed");
         self.unwatched = Some(reason);
     }
 
-    /// The dispatcher's waker, replacing the one before.
+    /// Replaces the dispatcher's waker.
     pub(super) fn set_waker(&mut self, waker: Option<Waker>) {
         if let (Some(old), Some(Kick::Event(kick))) = (&self.waker, &self.kick) {
             old.forget(kick.as_fd());
@@ -291,10 +294,10 @@ impl Vring {
         self.waker.as_ref()
     }
 
-    /// Makes the ring anew from what is known now, if it is started and complete.
+    /// Rebuilds the ring from the current configuration if it is started and complete.
     fn update(&mut self) {
         self.halt();
-        self.misfit = None;
+        self.invalid = None;
         if self.broken.is_some() || self.kick.is_none() {
             return;
         }
@@ -317,8 +320,8 @@ impl Vring {
         match Ring::new(memory.clone(), &config, log) {
             Ok(mut ring) => {
                 if self.transmit {
-                    // A back end before us may have left notifications off, and the dispatcher may be asleep. When
-                    // frames wait already, it is woken by whoever changes the ring.
+                    // A previous back end may have suppressed notifications, and the dispatcher may be asleep. If frames wait
+                    // already, the caller that changed the ring wakes the dispatcher.
                     ring.arm();
                 } else {
                     ring.disarm();
@@ -330,10 +333,10 @@ impl Vring {
                 });
             }
             Err(error) => {
-                if let Some(unsaid) = self.limit.pass() {
-                    tracing::warn!(%error, unsaid, "the front end's queue cannot be used");
+                if let Some(suppressed) = self.log_limit.allow() {
+                    tracing::warn!(%error, suppressed, "the front end's queue configuration is invalid");
                 }
-                self.misfit = Some(error.to_string());
+                self.invalid = Some(error.to_string());
             }
         }
     }
@@ -345,7 +348,7 @@ impl Vring {
         self.running().is_none_or(|running| !polled && running.ring.arm())
     }
 
-    /// The dispatcher is awake. Returns how often the guest has notified since it was armed.
+    /// The dispatcher is awake. Returns the number of kicks since it was armed.
     pub(super) fn disarm(&mut self) -> u64 {
         if let Some(running) = self.running() {
             running.ring.disarm();
@@ -353,7 +356,7 @@ impl Vring {
         match (std::mem::take(&mut self.armed), &self.kick) {
             (true, Some(Kick::Event(kick))) => {
                 let count = drain(kick);
-                // A front end may add what it likes.
+                // Saturating: a front end may write any count.
                 self.kicks = self.kicks.saturating_add(count);
                 count
             }
@@ -368,7 +371,7 @@ mod tests {
     use crate::poll::Poller;
 
     #[test]
-    fn a_kick_that_cannot_be_watched_is_told() {
+    fn reports_a_kick_that_cannot_be_watched() {
         let mut vring = Vring::new(true);
         vring.set_waker(Some(Poller::new().unwrap().waker(1)));
         // Regular files cannot be polled.

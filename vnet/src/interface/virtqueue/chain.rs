@@ -1,27 +1,27 @@
-//! Descriptor chains (virtio 1.2 section 2.7.5): from a head to a list of checked buffers.
+//! Descriptor chains (virtio 1.2 section 2.7.5): from the head to a list of checked buffers.
 //!
-//! Each descriptor is copied once and only the copy is looked at. A walk ends after [`CHAIN_MAX`] descriptors, so loops
-//! need no detection of their own.
+//! Each descriptor is copied once and only the copy is used. A walk ends after [`CHAIN_MAX`] descriptors, which also ends loops.
 
+use super::layout::{DESC_INDIRECT, DESC_NEXT, DESC_WRITE, Descriptor};
 use super::memory::Translator;
-use super::{DESC_INDIRECT, DESC_NEXT, DESC_WRITE, Descriptor};
 
-/// Descriptors of one chain, those of an indirect table included (DESIGN.md section 10).
+/// Most descriptors in one chain, including those of its indirect table.
 pub const CHAIN_MAX: usize = 256;
 
-/// A run of guest memory that a descriptor names, inside one mapping.
+/// A buffer in guest memory, inside one mapping.
 #[derive(Clone, Copy, Debug)]
 pub struct Buffer {
     /// First byte.
     pub ptr: *mut u8,
-    /// Bytes, never 0.
+    /// Length in bytes, never 0.
     pub len: usize,
 }
 
-// SAFETY: a pointer and a length; whoever follows the pointer keeps the mapping alive by the queue's memory.
+// SAFETY: a pointer and a length without thread affinity; code that dereferences the pointer keeps the mapping alive through the
+// queue's memory.
 unsafe impl Send for Buffer {}
 
-/// Why a chain was given back unused. The ring itself is fine.
+/// Why a chain was returned unused. The ring itself stays usable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ChainError {
     /// More than [`CHAIN_MAX`] descriptors, or a loop.
@@ -30,10 +30,10 @@ pub enum ChainError {
     /// `next` lies outside the table.
     #[error("descriptor chain leaves its table")]
     Index,
-    /// A buffer is not wholly inside one mapping.
+    /// A buffer does not lie inside one mapping.
     #[error("descriptor address lies outside guest memory")]
     Address,
-    /// A readable descriptor follows a writable one.
+    /// A device-readable descriptor follows a device-writable one.
     #[error("readable descriptor behind a writable one")]
     Order,
     /// An indirect table in an indirect table, or an indirect descriptor that continues.
@@ -47,35 +47,35 @@ pub enum ChainError {
     NotNegotiated,
 }
 
-/// Where a chain starts.
-pub(super) struct Table {
-    /// The queue's descriptor table, mapped for `size` descriptors.
+/// A descriptor table: the queue's, or an indirect one.
+pub(super) struct DescriptorTable {
+    /// First descriptor, mapped for `size` descriptors.
     pub(super) base: *const u8,
-    /// Descriptors in it.
+    /// Number of descriptors.
     pub(super) size: u16,
-    /// INDIRECT_DESC was negotiated.
+    /// VIRTIO_F_INDIRECT_DESC was negotiated.
     pub(super) indirect: bool,
 }
 
-/// Appends the buffers of the chain that begins with `first` to `buffers`, readable ones before writable ones, and returns
-/// how many are readable. Buffers of length zero are left out, wherever they point. After an error `buffers` is as before.
+/// Appends the buffers of the chain that begins with `first` to `buffers`, readable ones before writable ones, and returns the
+/// number of readable ones. Buffers of length zero are skipped and their addresses ignored. On error `buffers` is unchanged.
 #[inline]
 pub(super) fn walk(
-    table: Table,
+    table: DescriptorTable,
     first: Descriptor,
     translator: &mut Translator,
     buffers: &mut Vec<Buffer>,
 ) -> Result<usize, ChainError> {
     let before = buffers.len();
-    let result = walk_on(table, first, translator, buffers);
+    let result = walk_descriptors(table, first, translator, buffers);
     if result.is_err() {
         buffers.truncate(before);
     }
     result
 }
 
-fn walk_on(
-    mut table: Table,
+fn walk_descriptors(
+    mut table: DescriptorTable,
     first: Descriptor,
     translator: &mut Translator,
     buffers: &mut Vec<Buffer>,
@@ -86,9 +86,9 @@ fn walk_on(
     for _ in 0..CHAIN_MAX {
         let Descriptor { addr, len, flags, next } = descriptor;
         if flags & DESC_INDIRECT != 0 {
-            table = enter(&table, descriptor, in_table, translator)?;
+            table = indirect_table(&table, descriptor, in_table, translator)?;
             in_table = true;
-            // SAFETY: `enter` translated at least one descriptor.
+            // SAFETY: `indirect_table` translated at least one descriptor.
             descriptor = unsafe { Descriptor::fetch(table.base, 0) };
             continue;
         }
@@ -114,14 +114,14 @@ fn walk_on(
     Err(ChainError::TooLong)
 }
 
-/// Checks an indirect descriptor and returns its table (virtio 1.2 section 2.7.5.3). Its WRITE flag means nothing.
+/// Checks an indirect descriptor and returns its table (virtio 1.2 section 2.7.5.3). Its WRITE flag is ignored.
 #[inline]
-fn enter(
-    table: &Table,
+fn indirect_table(
+    table: &DescriptorTable,
     descriptor: Descriptor,
     in_table: bool,
     translator: &mut Translator,
-) -> Result<Table, ChainError> {
+) -> Result<DescriptorTable, ChainError> {
     if !table.indirect {
         return Err(ChainError::NotNegotiated);
     }
@@ -134,5 +134,5 @@ fn enter(
         return Err(ChainError::TableLength);
     }
     let base = translator.translate(descriptor.addr, len).ok_or(ChainError::Address)?;
-    Ok(Table { base, size: size as u16, indirect: true })
+    Ok(DescriptorTable { base, size: size as u16, indirect: true })
 }

@@ -1,5 +1,5 @@
-//! Dirty page logging for live migration (vhost-user, "Migration"): while the VM's memory is being sent to another host,
-//! every page that we write to is marked in a bitmap shared with the front end, or the guest would lose that write.
+//! Dirty page logging for live migration (vhost-user, "Migration"). While the VM's memory is copied to another host, each page we
+//! write is marked in a bitmap shared with the front end; otherwise the guest would lose that write.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -7,23 +7,26 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use super::memory::{GuestMemory, MemoryError, Region, RegionSpec};
 
-/// Bytes of guest memory that one bit stands for (`VHOST_LOG_PAGE`).
+/// Bytes of guest memory per bit (`VHOST_LOG_PAGE`).
 pub const LOG_PAGE: u64 = 4096;
 
-/// The bitmap: bit `p % 8` of byte `p / 8` stands for the page at guest physical address `p * 4096`.
+/// The dirty bitmap: bit `p % 8` of byte `p / 8` is the page at guest physical address `p * 4096`.
 #[derive(Debug)]
 pub struct DirtyLog {
     region: Arc<Region>,
 }
 
 impl DirtyLog {
-    /// Maps `len` bytes at `offset` of `file`, checked against the file's size.
+    /// Maps `len` bytes at `offset` of `file`.
+    ///
+    /// # Errors
+    /// As [`Region::map`].
     pub fn map(file: &File, offset: u64, len: u64) -> Result<DirtyLog, MemoryError> {
         let region = Region::map(RegionSpec { guest_addr: 0, user_addr: 0, len, offset }, file)?;
         Ok(DirtyLog { region })
     }
 
-    /// Marks the pages of `len` bytes at guest physical address `addr`. Pages beyond the bitmap have no bit.
+    /// Marks the pages of `len` bytes at guest physical address `addr`. Pages beyond the bitmap are ignored.
     pub fn mark(&self, addr: u64, len: u64) {
         if len == 0 {
             return;
@@ -33,14 +36,14 @@ impl DirtyLog {
             if page / 8 >= self.region.spec().len {
                 break;
             }
-            // SAFETY: the byte lies inside the region, which stays mapped as long as `self`; one byte is always aligned,
-            // and the front end, which clears bits meanwhile, uses atomic operations as well.
+            // SAFETY: the byte lies inside the region, which stays mapped as long as `self`; a byte is always aligned, and the front
+            // end, which clears bits concurrently, uses atomic operations too.
             let byte = unsafe { AtomicU8::from_ptr(self.region.host().add((page / 8) as usize)) };
             byte.fetch_or(1 << (page % 8), Ordering::Relaxed);
         }
     }
 
-    /// Marks the pages of `len` bytes behind a pointer that `memory` gave out.
+    /// Marks the pages of `len` bytes from a pointer that `memory` returned.
     #[cold]
     pub fn mark_host(&self, memory: &GuestMemory, pointer: *const u8, len: usize) {
         if let Some(addr) = memory.guest_addr(pointer) {
@@ -54,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_touched_page_has_its_bit() {
+    fn marks_every_written_page() {
         let file = File::from(rustix::fs::memfd_create("log", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
         file.set_len(8).unwrap();
         assert!(matches!(DirtyLog::map(&file, 4, 5), Err(MemoryError::FileTooSmall { .. })));

@@ -1,9 +1,9 @@
-//! Guest memory: what a front end shares with us, mapped, and the way from its addresses to pointers.
+//! Guest memory: maps the regions a front end shares and translates addresses into pointers.
 //!
-//! A [`GuestMemory`] is an immutable sorted table; a change (SET_MEM_TABLE, ADD_MEM_REG, REM_MEM_REG) makes a new one that
-//! shares the regions which stay. Queues hold it by `Arc`, so a mapping lives as long as anybody may follow a pointer into
-//! it. Two kinds of addresses lead in: guest physical ones, in descriptors, and the front end's own (*user* addresses),
-//! by which vhost-user names the rings.
+//! A [`GuestMemory`] is an immutable sorted table. A change (SET_MEM_TABLE, ADD_MEM_REG, REM_MEM_REG) builds a new table that
+//! shares the regions which stay. Queues hold the table by `Arc`, so a mapping lives as long as pointers into it are used. There
+//! are two kinds of addresses: guest physical ones in descriptors, and addresses in the front end's own address space (*user*
+//! addresses) by which vhost-user locates the rings.
 
 use std::fs::File;
 use std::io;
@@ -15,26 +15,26 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::sigbus::{REGION_LEN_MAX, Registration};
 
-/// Regions of one guest: what a front end may ask for as memory slots.
+/// Most regions of one guest; reported as the number of memory slots (GET_MAX_MEM_SLOTS).
 pub const REGIONS_MAX: usize = 64;
 
-/// A region as the front end describes it. All numbers are foreign until [`Region::map`] has checked them.
+/// A region as the front end describes it, untrusted until [`Region::map`] has checked it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionSpec {
     /// First guest physical address.
     pub guest_addr: u64,
     /// First address in the front end's own address space.
     pub user_addr: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
-    /// Where the region starts in its file, in bytes.
+    /// Offset of the region in its file, in bytes.
     pub offset: u64,
 }
 
 /// Why memory was refused.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
-    /// Empty, or its end does not fit into 64 bits, or too large to be watched.
+    /// Empty, larger than 1 TiB, or its end overflows 64 bits.
     #[error("memory region at guest address {0:#x} is empty, overflows, or is larger than 1 TiB")]
     BadRange(u64),
     /// The file ends before the region.
@@ -45,50 +45,53 @@ pub enum MemoryError {
     FileTooSmall {
         /// The region's first guest physical address.
         guest_addr: u64,
-        /// Where it ends in its file.
+        /// End of the region in its file, in bytes.
         end: u64,
-        /// The file's size.
+        /// Size of the file in bytes.
         size: u64,
     },
-    /// A device, pipe or socket.
+    /// The file descriptor is a device, pipe or socket.
     #[error("memory region at guest address {0:#x} is not a file or memfd")]
     NotAFile(u64),
-    /// Two regions claim the same address.
+    /// Two regions contain the same address.
     #[error("memory regions overlap at guest address {0:#x}")]
     Overlap(u64),
     /// More regions than [`REGIONS_MAX`].
     #[error("more than {REGIONS_MAX} memory regions")]
     TooMany,
-    /// The kernel refused.
+    /// The kernel refused to map it.
     #[error("cannot map the memory region at guest address {guest_addr:#x}: {source}")]
     Map {
         /// The region's first guest physical address.
         guest_addr: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }
 
-/// A mapped region; unmapped when the last user is gone.
+/// A mapped region; unmapped when its last owner drops it.
 #[derive(Debug)]
 pub struct Region {
     spec: RegionSpec,
-    /// The region's first byte. The mapping may start before it, where the file's block size asks for that.
+    /// First byte of the region. The mapping may start before it, aligned to the file's block size.
     host: *mut u8,
     mapping: *mut u8,
     mapping_len: usize,
-    /// `None` only while the region is dropped.
+    /// `None` only during construction and drop.
     registration: Option<Registration>,
 }
 
-// SAFETY: the pointers name memory that stays mapped until the region is dropped, and whoever follows them treats the
-// memory as written by others at any time. The region itself is never changed.
+// SAFETY: the pointers lead to memory that stays mapped until the region is dropped, and code that dereferences them treats the
+// memory as concurrently written by the guest. The region itself is immutable.
 unsafe impl Send for Region {}
 // SAFETY: as above; there is no interior mutability.
 unsafe impl Sync for Region {}
 
 impl Region {
-    /// Checks `spec` against the file and maps it, readable and writable.
+    /// Checks `spec` against the file and maps it readable and writable.
+    ///
+    /// # Errors
+    /// The region is invalid, or the kernel cannot map it.
     pub fn map(spec: RegionSpec, file: &File) -> Result<Arc<Region>, MemoryError> {
         let guest_addr = spec.guest_addr;
         let fits = spec.len != 0
@@ -108,20 +111,20 @@ impl Region {
             return Err(MemoryError::FileTooSmall { guest_addr, end, size });
         }
 
-        // A hugetlbfs file is mapped in whole huge pages; its block size is their size. Elsewhere the page's.
+        // hugetlbfs maps whole huge pages and reports their size as its block size.
         let block = u64::try_from(stat.st_blksize).unwrap_or(4096).max(4096);
         let block = if block.is_power_of_two() { block } else { 4096 };
         let before = spec.offset % block;
         let mapping_len = usize::try_from((before + spec.len).next_multiple_of(block))
             .map_err(|_| MemoryError::BadRange(guest_addr))?;
         let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::NORESERVE);
-        // SAFETY: a new mapping at an address of the kernel's choice touches nobody's memory.
+        // SAFETY: a new mapping at an address chosen by the kernel overlaps no existing one.
         let mapping = unsafe {
             mmap(std::ptr::null_mut(), mapping_len, prot, flags, file.as_fd(), spec.offset - before)
         }
         .map_err(map_error)?
         .cast::<u8>();
-        // From here on the region unmaps itself when it is dropped.
+        // From here on dropping `region` unmaps it.
         let host = mapping.wrapping_add(before as usize);
         let mut region = Region { spec, host, mapping, mapping_len, registration: None };
         let registration = Registration::new(mapping as usize, mapping_len);
@@ -129,18 +132,18 @@ impl Region {
         Ok(Arc::new(region))
     }
 
-    /// What the front end said of it.
+    /// The region as the front end described it.
     pub fn spec(&self) -> &RegionSpec {
         &self.spec
     }
 
-    /// Its first byte, mapped for `spec().len` bytes as long as the region lives.
+    /// First byte of the region, mapped for `spec().len` bytes as long as the region lives.
     #[inline]
     pub fn host(&self) -> *mut u8 {
         self.host
     }
 
-    /// True once its file was truncated under us.
+    /// True once the region's file was truncated under the mapping.
     #[inline]
     pub fn is_poisoned(&self) -> bool {
         self.registration.as_ref().is_some_and(Registration::is_poisoned)
@@ -149,16 +152,16 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        // First out of the table: the signal handler must never put pages where somebody else may map meanwhile.
+        // Unregister before unmapping: the signal handler must never replace pages that another mapping may reuse.
         self.registration = None;
-        // SAFETY: the mapping is ours, and as the last owner goes nobody follows a pointer into it any more.
+        // SAFETY: the mapping is ours; its last owner is gone, so no pointer into it is used any more.
         if let Err(error) = unsafe { munmap(self.mapping.cast(), self.mapping_len) } {
             tracing::warn!(%error, "cannot unmap guest memory");
         }
     }
 }
 
-/// One row of the translation table: everything that an address is checked against.
+/// One row of the translation table: a region's guest physical range and its mapping.
 #[derive(Clone, Copy, Debug)]
 struct Row {
     guest_addr: u64,
@@ -167,12 +170,12 @@ struct Row {
 }
 
 impl Row {
-    /// A row into which no address falls.
+    /// A row that contains no address.
     const EMPTY: Row = Row { guest_addr: 0, len: 0, host: std::ptr::null_mut() };
 
     #[inline]
     fn translate(&self, addr: u64, len: u64) -> Option<*mut u8> {
-        // An address below the row wraps to an offset beyond it, because guest_addr + len does not overflow.
+        // An address below the row wraps to an offset beyond its end, because guest_addr + len does not overflow.
         let offset = addr.wrapping_sub(self.guest_addr);
         (offset < self.len && len <= self.len - offset).then(|| self.host.wrapping_add(offset as usize))
     }
@@ -185,13 +188,16 @@ pub struct GuestMemory {
     regions: Vec<Arc<Region>>,
 }
 
-// SAFETY: the pointers in the rows name memory of the regions beside them, which are Send and Sync.
+// SAFETY: the pointers in `rows` lead to memory of `regions`, which are Send and Sync.
 unsafe impl Send for GuestMemory {}
-// SAFETY: as above; the table is never changed.
+// SAFETY: as above; the table is immutable.
 unsafe impl Sync for GuestMemory {}
 
 impl GuestMemory {
-    /// A table of `regions`, in any order.
+    /// A table of `regions`, given in any order.
+    ///
+    /// # Errors
+    /// [`MemoryError::TooMany`] or [`MemoryError::Overlap`].
     pub fn new(mut regions: Vec<Arc<Region>>) -> Result<GuestMemory, MemoryError> {
         if regions.len() > REGIONS_MAX {
             return Err(MemoryError::TooMany);
@@ -216,13 +222,13 @@ impl GuestMemory {
         &self.regions
     }
 
-    /// The first of `len` bytes at guest physical address `addr`, when all of them lie inside one mapping.
+    /// Translates guest physical address `addr` if all `len` bytes from there lie inside one mapping.
     #[inline]
     pub fn translate(&self, addr: u64, len: usize) -> Option<*mut u8> {
         self.row(addr).and_then(|row| row.translate(addr, len as u64))
     }
 
-    /// The same for an address of the front end's own address space.
+    /// Translates an address of the front end's own address space likewise.
     pub fn translate_user(&self, addr: u64, len: usize) -> Option<*mut u8> {
         self.regions.iter().find_map(|region| {
             let row = Row { guest_addr: region.spec.user_addr, len: region.spec.len, host: region.host };
@@ -230,7 +236,7 @@ impl GuestMemory {
         })
     }
 
-    /// The guest physical address behind a pointer that this table gave out.
+    /// The guest physical address of a pointer that this table returned.
     pub fn guest_addr(&self, pointer: *const u8) -> Option<u64> {
         self.rows.iter().find_map(|row| {
             let offset = (pointer as u64).wrapping_sub(row.host as u64);
@@ -238,7 +244,7 @@ impl GuestMemory {
         })
     }
 
-    /// True once any region's file was truncated under us: nothing read from this memory can be trusted any more.
+    /// True once any region's file was truncated under its mapping: data read from this memory may be zeros of ours.
     #[inline]
     pub fn is_poisoned(&self) -> bool {
         self.regions.iter().any(|region| region.is_poisoned())
@@ -251,14 +257,14 @@ impl GuestMemory {
     }
 }
 
-/// A [`GuestMemory`] that remembers where the last address fell: nearly always where the next one will.
+/// A [`GuestMemory`] that caches the row of the last address, which nearly always contains the next one.
 #[derive(Debug)]
 pub struct Translator {
     memory: Arc<GuestMemory>,
     last: Row,
 }
 
-// SAFETY: the pointer in `last` names memory of `memory`, which is Send.
+// SAFETY: the pointer in `last` leads to memory of `memory`, which is Send.
 unsafe impl Send for Translator {}
 
 impl Translator {
@@ -302,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_lie_inside_one_mapping_or_nowhere() {
+    fn translates_only_ranges_inside_one_mapping() {
         let file = memfd(0x6000);
         let low = Region::map(spec(0, 0x3000, 0), &file).unwrap();
         let high = Region::map(spec(0x3000, 0x3000, 0x3000), &file).unwrap();
@@ -332,18 +338,18 @@ mod tests {
     }
 
     #[test]
-    fn offsets_need_not_be_page_aligned() {
+    fn file_offsets_need_not_be_page_aligned() {
         let file = memfd(0x4000);
         rustix::io::pwrite(&file, b"here", 0x1800).unwrap();
         let region = Region::map(spec(0x8000, 0x1000, 0x1800), &file).unwrap();
         let memory = GuestMemory::new(vec![region]).unwrap();
         let pointer = memory.translate(0x8000, 4).unwrap();
-        // SAFETY: translate said that four bytes are there, and nobody writes to them.
+        // SAFETY: `translate` returned a pointer to four mapped bytes, and nobody writes to them.
         assert_eq!(unsafe { std::slice::from_raw_parts(pointer, 4) }, b"here");
     }
 
     #[test]
-    fn files_too_small_and_overflows_are_refused() {
+    fn refuses_small_files_and_address_overflow() {
         let file = memfd(0x2000);
         let map = |s| Region::map(s, &file).map(drop);
         assert!(matches!(map(spec(0, 0x2001, 0)), Err(MemoryError::FileTooSmall { end: 0x2001, .. })));
@@ -358,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn overlapping_regions_are_refused() {
+    fn refuses_overlapping_regions() {
         let file = memfd(0x2000);
         let region = |s| Region::map(s, &file).unwrap();
         let overlap =
@@ -371,39 +377,39 @@ mod tests {
     }
 
     #[test]
-    fn a_truncated_file_poisons_its_region_only() {
+    fn a_truncated_file_poisons_only_its_region() {
         let (file, other) = (memfd(0x4000), memfd(0x4000));
         let region = Region::map(spec(0, 0x4000, 0), &file).unwrap();
         let healthy = GuestMemory::new(vec![Region::map(spec(0, 0x4000, 0), &other).unwrap()]).unwrap();
         let memory = GuestMemory::new(vec![region]).unwrap();
         let pointer = memory.translate(0x2000, 1).unwrap();
-        // SAFETY: translate said so; nobody else uses this memory.
+        // SAFETY: `translate` returned a pointer to a mapped byte; nobody else uses this memory.
         unsafe { pointer.write_volatile(7) };
         assert!(!memory.is_poisoned());
         ftruncate(&file, 0x1000).unwrap();
-        // SAFETY: the mapping stands; its missing pages are what the signal handler is there for.
+        // SAFETY: the mapping still exists; the signal handler replaces its missing pages.
         assert_eq!(unsafe { pointer.read_volatile() }, 0);
         // SAFETY: as above.
         unsafe { pointer.write_volatile(9) };
         assert!(memory.is_poisoned());
         assert!(!healthy.is_poisoned());
         drop(memory);
-        // The slot is used again, clean.
+        // The slot is reused and no longer poisoned.
         let again = GuestMemory::new(vec![Region::map(spec(0, 0x4000, 0), &other).unwrap()]).unwrap();
         assert!(!again.is_poisoned());
     }
 
     #[test]
-    fn a_fault_elsewhere_still_kills() {
+    fn sigbus_outside_guest_memory_still_kills() {
         let file = memfd(0x1000);
-        // The handler stands as soon as one region is mapped.
+        // Mapping a region installs the handler.
         let _region = Region::map(spec(0, 0x1000, 0), &file).unwrap();
         let foreign = memfd(0x1000);
         let (prot, flags) = (ProtFlags::READ, MapFlags::SHARED);
-        // SAFETY: a new mapping at an address of the kernel's choice touches nobody's memory.
+        // SAFETY: a new mapping at an address chosen by the kernel overlaps no existing one.
         let page = unsafe { mmap(std::ptr::null_mut(), 0x1000, prot, flags, &foreign, 0) }.unwrap();
         ftruncate(&foreign, 0).unwrap();
-        // SAFETY: the child only reads memory and ends; both are allowed between fork and exec.
+        // SAFETY: the child only reads memory and exits; both are allowed between fork and exec.
         let child = unsafe { libc::fork() };
         if child == 0 {
             // SAFETY: the page is mapped; reading it raises SIGBUS, which ends the child.
@@ -413,10 +419,10 @@ mod tests {
             }
         }
         let mut status = 0;
-        // SAFETY: `child` is our own child and `status` a valid place.
+        // SAFETY: `child` is our own child and `status` is writable.
         assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
         assert!(libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGBUS, "status {status:#x}");
-        // SAFETY: mapped above, no pointer into it is left.
+        // SAFETY: mapped above; no pointer into it is left.
         unsafe { munmap(page, 0x1000) }.unwrap();
     }
 }

@@ -1,20 +1,20 @@
-//! The guest's side of a virtqueue over a memfd, for tests and fuzz targets: a driver that does everything right, with
-//! raw access to do it wrong.
+//! The driver side of a virtqueue in a memfd, for tests and fuzz targets: a correct driver, with raw access to break the rules.
 
 use std::fs::File;
 use std::sync::Arc;
 
 use rustix::fs::{MemfdFlags, memfd_create};
 
+use super::layout::{DESC_NEXT, Descriptor};
 use super::memory::{GuestMemory, Region, RegionSpec};
-use super::{Descriptor, RingConfig};
+use super::split::RingConfig;
 
-/// What the front end's address space adds to guest physical addresses here.
+/// Offset of user addresses from guest physical addresses.
 pub const USER_BASE: u64 = 0x7f00_0000_0000;
-/// Where guest memory begins: not at 0, so that a zero address is a wrong one.
+/// First guest physical address; not 0, so that a zero address is invalid.
 pub const GUEST_BASE: u64 = 0x1000;
 
-/// Guest memory: one region over a memfd, seen by the guest through system calls and by the device through its mapping.
+/// Guest memory of one memfd region. The guest accesses it by system calls, the device by its mapping.
 #[derive(Debug)]
 pub struct MockMemory {
     file: File,
@@ -25,27 +25,27 @@ impl MockMemory {
     /// `len` bytes of zeros at [`GUEST_BASE`].
     ///
     /// # Panics
-    /// When the system has no memory; this is a test helper.
+    /// If the system has no memory; this is a test helper.
     pub fn new(len: u64) -> MockMemory {
         let file = File::from(memfd_create("vnet-mock", MemfdFlags::CLOEXEC).expect("memfd"));
         file.set_len(len).expect("memory");
         MockMemory { file, len }
     }
 
-    /// The file behind it.
+    /// The memfd.
     pub fn file(&self) -> &File {
         &self.file
     }
 
-    /// The one region.
+    /// The only region.
     pub fn spec(&self) -> RegionSpec {
         RegionSpec { guest_addr: GUEST_BASE, user_addr: USER_BASE + GUEST_BASE, len: self.len, offset: 0 }
     }
 
-    /// The memory as a device maps it.
+    /// Maps the memory as a device does.
     ///
     /// # Panics
-    /// When it cannot be mapped; this is a test helper.
+    /// If it cannot be mapped; this is a test helper.
     pub fn map(&self) -> Arc<GuestMemory> {
         let region = Region::map(self.spec(), &self.file).expect("region");
         Arc::new(GuestMemory::new(vec![region]).expect("memory"))
@@ -54,7 +54,7 @@ impl MockMemory {
     /// Writes guest memory.
     ///
     /// # Panics
-    /// When the range is outside.
+    /// If the range lies outside guest memory.
     pub fn write(&self, addr: u64, bytes: &[u8]) {
         assert!(
             addr >= GUEST_BASE && addr + bytes.len() as u64 <= GUEST_BASE + self.len,
@@ -66,7 +66,7 @@ impl MockMemory {
     /// Reads guest memory.
     ///
     /// # Panics
-    /// When the range is outside.
+    /// If the range lies outside guest memory.
     pub fn read(&self, addr: u64, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         assert_eq!(rustix::io::pread(&self.file, &mut bytes, addr - GUEST_BASE), Ok(len));
@@ -79,24 +79,24 @@ impl MockMemory {
     }
 }
 
-/// A driver's view of one split ring, laid out at `base`: descriptors, available ring, used ring.
+/// A driver's side of one split virtqueue, laid out at `base`: descriptor table, available ring, used ring.
 #[derive(Debug)]
 pub struct MockRing {
     /// Queue size.
     pub size: u16,
-    /// First guest address of the ring.
+    /// Guest physical address of the descriptor table.
     pub base: u64,
-    /// The available index, as the driver keeps it.
+    /// The driver's next available index.
     pub avail_idx: u16,
-    /// Used entries collected so far.
+    /// The next used entry to collect.
     pub used_idx: u16,
-    /// Descriptors not in use.
+    /// Free descriptors.
     pub free: Vec<u16>,
     chains: Vec<Vec<u16>>,
 }
 
 impl MockRing {
-    /// A fresh ring of `size` entries whose indices begin at `start`, in guest memory at `base`.
+    /// An empty ring of `size` entries at `base`, both indices at `start`.
     pub fn new(memory: &MockMemory, base: u64, size: u16, start: u16) -> MockRing {
         let ring = MockRing {
             size,
@@ -111,18 +111,18 @@ impl MockRing {
         ring
     }
 
-    /// Bytes that a ring of `size` entries takes.
+    /// Size in bytes of a ring of `size` entries.
     pub fn bytes(size: u16) -> u64 {
         let size = u64::from(size);
         16 * size + (6 + 2 * size).next_multiple_of(4) + 6 + 8 * size
     }
 
-    /// Guest address of the available ring.
+    /// Guest physical address of the available ring.
     pub fn avail(&self) -> u64 {
         self.base + 16 * u64::from(self.size)
     }
 
-    /// Guest address of the used ring.
+    /// Guest physical address of the used ring.
     pub fn used(&self) -> u64 {
         self.avail() + (6 + 2 * u64::from(self.size)).next_multiple_of(4)
     }
@@ -141,13 +141,13 @@ impl MockRing {
         }
     }
 
-    /// Writes one descriptor of the table.
+    /// Writes descriptor `index` of the table.
     pub fn describe(&self, memory: &MockMemory, index: u16, descriptor: Descriptor) {
         memory.write(self.base + 16 * u64::from(index), &bytes_of(descriptor));
     }
 
-    /// Makes a chain of `buffers` (guest address, length, flags) available without telling the device, and returns its
-    /// head; `None` when there are not enough free descriptors.
+    /// Adds a chain of `buffers` (guest address, length, flags) to the available ring without publishing it. Returns its head, or
+    /// `None` without enough free descriptors.
     pub fn add(&mut self, memory: &MockMemory, buffers: &[(u64, u32, u16)]) -> Option<u16> {
         if self.free.len() < buffers.len() || buffers.is_empty() {
             return None;
@@ -155,7 +155,7 @@ impl MockRing {
         let ids = self.free.split_off(self.free.len() - buffers.len());
         for (i, (addr, len, flags)) in buffers.iter().enumerate() {
             let next = ids.get(i + 1).copied();
-            let flags = flags | if next.is_some() { super::DESC_NEXT } else { 0 };
+            let flags = flags | if next.is_some() { DESC_NEXT } else { 0 };
             let descriptor = Descriptor { addr: *addr, len: *len, flags, next: next.unwrap_or(0) };
             self.describe(memory, ids[i], descriptor);
         }
@@ -165,14 +165,14 @@ impl MockRing {
         Some(head)
     }
 
-    /// Puts `head` into the available ring, whatever it is.
+    /// Adds any `head` to the available ring.
     pub fn offer(&mut self, memory: &MockMemory, head: u16) {
         let slot = u64::from(self.avail_idx % self.size);
         memory.write(self.avail() + 4 + 2 * slot, &head.to_le_bytes());
         self.avail_idx = self.avail_idx.wrapping_add(1);
     }
 
-    /// Shows the device everything added so far.
+    /// Writes the available index: the device sees all chains added so far.
     pub fn publish(&self, memory: &MockMemory) {
         memory.write(self.avail() + 2, &self.avail_idx.to_le_bytes());
     }
@@ -193,12 +193,12 @@ impl MockRing {
         Some((head, len))
     }
 
-    /// Asks (EVENT_IDX) to be interrupted when used entry `event` is written.
+    /// Asks to be interrupted when used entry `event` is written (EVENT_IDX).
     pub fn set_used_event(&self, memory: &MockMemory, event: u16) {
         memory.write(self.avail() + 4 + 2 * u64::from(self.size), &event.to_le_bytes());
     }
 
-    /// Which available entry the device wants to be notified of (EVENT_IDX).
+    /// The available entry at which the device wants a notification (EVENT_IDX).
     pub fn avail_event(&self, memory: &MockMemory) -> u16 {
         memory.read_u16(self.used() + 4 + 8 * u64::from(self.size))
     }
@@ -214,7 +214,7 @@ impl MockRing {
     }
 }
 
-/// A descriptor as it stands in guest memory.
+/// A descriptor's bytes in guest memory.
 pub fn bytes_of(descriptor: Descriptor) -> [u8; 16] {
     let Descriptor { addr, len, flags, next } = descriptor;
     let words = u128::from(addr) | u128::from(len) << 64 | u128::from(flags) << 96 | u128::from(next) << 112;

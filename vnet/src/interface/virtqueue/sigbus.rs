@@ -1,26 +1,26 @@
-//! What happens when guest memory vanishes: a front end may truncate the file under a mapping, and the next access of ours
-//! raises SIGBUS.
+//! Survives truncated guest memory: a front end may truncate the file under a mapping, and our next access raises SIGBUS.
 //!
-//! Mapped regions stand in a fixed table that a signal handler can read without locks. The handler finds the region
-//! around the faulting address, puts zero pages of our own in its place, and marks it *poisoned*; the interrupted
-//! instruction then succeeds, and whoever used the region sees the mark before its next burst and gives the interface up.
-//! A fault anywhere else goes to the handler that was there before.
+//! Mapped regions are registered in a fixed table that the signal handler reads without locks. The handler finds the region around
+//! the faulting address, maps zero pages in its place, and marks it *poisoned*. The interrupted instruction then succeeds; the
+//! queue sees the mark after the burst and disables itself. Any other fault goes to the handler installed before ours.
+//!
+//! Written by hand because a signal handler may only use async-signal-safe operations on memory that is set up beforehand.
 
 use std::io;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
-/// Regions that can be mapped at a time: 1 024 interfaces of 64 memory slots (DESIGN.md section 10).
+/// Most regions mapped at a time: 1 024 interfaces with 64 memory slots each.
 pub const REGIONS_MAX: usize = 65_536;
-/// Bytes of the largest region: what fits beside the address in one word of the table.
+/// Size of the largest region in bytes: its page count shares a 64-bit word with its address.
 pub const REGION_LEN_MAX: u64 = (1 << PAGES_BITS) * PAGE - PAGE;
 
 const PAGE: u64 = 4096;
 const PAGES_BITS: u32 = 28;
-/// The slot is taken, its range not yet set: page 0 is nobody's.
+/// A slot that is taken but not filled in yet; page 0 is never mapped.
 const CLAIMED: u64 = 1;
 
-/// One region: its first page's number and its pages in one word, so that no reader ever sees half of a change.
+/// One region: first page number and page count in one word, so that readers never see half a change.
 struct Slot {
     range: AtomicU64,
     poisoned: AtomicBool,
@@ -28,19 +28,19 @@ struct Slot {
 
 static SLOTS: [Slot; REGIONS_MAX] =
     [const { Slot { range: AtomicU64::new(0), poisoned: AtomicBool::new(false) } }; REGIONS_MAX];
-/// Slots at this index and above were never used.
+/// Slots from this index on were never used.
 static HIGH_WATER: AtomicUsize = AtomicUsize::new(0);
 static PREVIOUS: OnceLock<Option<libc::sigaction>> = OnceLock::new();
 
-/// A region's place in the table; leaves it when dropped, which must come before the region is unmapped.
+/// A region's slot in the table, freed on drop. Drop it before unmapping the region.
 #[derive(Debug)]
 pub struct Registration(usize);
 
 impl Registration {
-    /// Enters the mapping of `len` bytes at `start`, both multiples of 4 096, and installs the handler when it is the first.
+    /// Registers the mapping of `len` bytes at `start`, both multiples of 4 096. The first call installs the handler.
     ///
     /// # Errors
-    /// When the table is full, the range does not fit an entry, or the handler cannot be installed.
+    /// The table is full, the range does not fit a slot, or the handler cannot be installed.
     pub fn new(start: usize, len: usize) -> io::Result<Registration> {
         let (start, len) = (start as u64, len as u64);
         let misfit = start == 0 || start % PAGE != 0 || len % PAGE != 0 || len == 0 || len > REGION_LEN_MAX;
@@ -65,7 +65,7 @@ impl Registration {
         ))
     }
 
-    /// True once the memory under the mapping has vanished: what was read from it lately may be zeros.
+    /// True once the file under the mapping was truncated: recent reads may have returned zeros.
     #[inline]
     pub fn is_poisoned(&self) -> bool {
         SLOTS[self.0].poisoned.load(Ordering::Acquire)
@@ -82,14 +82,14 @@ impl Drop for Registration {
 fn install() -> io::Result<()> {
     static DONE: OnceLock<Result<(), i32>> = OnceLock::new();
     let result = DONE.get_or_init(|| {
-        // SAFETY: both structures are plain data for which all zeros is a valid value; `sigaction` reads and writes only
-        // them. The handler keeps to what POSIX allows in one: atomics, mmap, sigaction, raise.
+        // SAFETY: both structures are plain data for which all zeros is a valid value; `sigaction` reads and writes only them. The
+        // handler uses only async-signal-safe operations: atomics, mmap, sigaction, raise.
         unsafe {
             let mut previous: libc::sigaction = std::mem::zeroed();
             if libc::sigaction(libc::SIGBUS, std::ptr::null(), &mut previous) != 0 {
                 return Err(io::Error::last_os_error().raw_os_error().unwrap_or(libc::EINVAL));
             }
-            // Kept before the handler can run, so that the handler always finds it.
+            // Stored before the handler can run, so that the handler always finds it.
             let _ = PREVIOUS.set(Some(previous));
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = on_sigbus as extern "C" fn(_, _, _) as usize;
@@ -104,16 +104,16 @@ fn install() -> io::Result<()> {
 }
 
 extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: with SA_SIGINFO the kernel passes a valid siginfo, and for SIGBUS with si_code > 0 it holds an address.
+    // SAFETY: with SA_SIGINFO the kernel passes a valid siginfo; for SIGBUS with si_code > 0 it holds an address.
     let (code, address) = unsafe { ((*info).si_code, (*info).si_addr() as usize) };
-    if code > 0 && replace_around(address as u64) {
+    if code > 0 && replace_region_at(address as u64) {
         return;
     }
-    chain(signal, info, context);
+    call_previous_handler(signal, info, context);
 }
 
-/// Puts zero pages in place of the region around `address`. False when there is none, or no memory.
-fn replace_around(address: u64) -> bool {
+/// Maps zero pages in place of the region around `address`. Returns false if there is no such region or no memory.
+fn replace_region_at(address: u64) -> bool {
     let used = HIGH_WATER.load(Ordering::Relaxed).min(REGIONS_MAX);
     for slot in &SLOTS[..used] {
         let range = slot.range.load(Ordering::Acquire);
@@ -122,12 +122,12 @@ fn replace_around(address: u64) -> bool {
         if start == 0 || address.wrapping_sub(start) >= len {
             continue;
         }
-        // SAFETY: the range is a live mapping of guest memory: a region leaves the table before it is unmapped, and it is
-        // not unmapped while the faulting thread uses it. Replacing it changes only bytes that the guest could have
-        // changed as well. Several threads may do it at the same time; the last one's zeros stay. errno is kept as it was.
+        // SAFETY: the range is a live mapping of guest memory: a region leaves the table before it is unmapped, and is not unmapped
+        // while the faulting thread uses it. Replacing it changes only bytes that the guest could change as well. Several threads
+        // may do so concurrently; the last one's zeros stay. errno is restored.
         return unsafe {
             let errno = libc::__errno_location();
-            let kept = *errno;
+            let saved = *errno;
             let page = libc::mmap(
                 start as *mut libc::c_void,
                 len as usize,
@@ -136,7 +136,7 @@ fn replace_around(address: u64) -> bool {
                 -1,
                 0,
             );
-            *errno = kept;
+            *errno = saved;
             slot.poisoned.store(true, Ordering::Release);
             page != libc::MAP_FAILED
         };
@@ -144,19 +144,19 @@ fn replace_around(address: u64) -> bool {
     false
 }
 
-/// Hands a fault that is not ours to whoever was there before.
-fn chain(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+/// Passes a foreign fault to the handler installed before ours.
+fn call_previous_handler(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     let previous = PREVIOUS.get().copied().flatten();
     let handler = previous.map_or(libc::SIG_DFL, |p| p.sa_sigaction);
     if handler == libc::SIG_DFL || handler == libc::SIG_IGN {
-        // SAFETY: zeroed is a valid sigaction asking for SIG_DFL; the raised signal is delivered when this handler returns.
+        // SAFETY: a zeroed sigaction is valid and means SIG_DFL; the raised signal is delivered when this handler returns.
         unsafe {
             let default: libc::sigaction = std::mem::zeroed();
             libc::sigaction(signal, &default, std::ptr::null_mut());
             libc::raise(signal);
         }
     } else if previous.is_some_and(|p| p.sa_flags & libc::SA_SIGINFO != 0) {
-        // SAFETY: the kernel gave us this address as a handler installed with SA_SIGINFO, which has this signature.
+        // SAFETY: the kernel returned this address as a handler installed with SA_SIGINFO, which has this signature.
         let handler: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) =
             unsafe { std::mem::transmute(handler) };
         handler(signal, info, context);

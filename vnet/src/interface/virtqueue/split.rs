@@ -1,104 +1,104 @@
-//! The split ring, device side (virtio 1.2 section 2.7).
+//! The split virtqueue, device side (virtio 1.2 section 2.7).
 //!
-//! A burst goes like this: [`Ring::prime`] reads the available index once, copies up to [`BURST`] heads and their first
-//! descriptors out of guest memory, and prefetches what they point to; [`Ring::next`] hands them out one by one;
-//! [`Ring::complete`] writes used entries, in the order of the heads; [`Ring::publish`] makes them visible at once and says
-//! whether the driver wants to be notified. Who may notify later calls [`Ring::show`] instead, and asks [`Ring::waits`] then.
-//! Where as many chains wait again, [`Ring::read_ahead`] does the first step for the next burst before others are served.
+//! One burst: [`Ring::prime`] reads the available index once, copies up to [`BURST`] heads and their first descriptors out of guest
+//! memory, and prefetches the buffers they point to. [`Ring::next`] hands the heads out one by one. [`Ring::complete`] writes used
+//! entries in the order of the heads. [`Ring::publish`] makes them visible together and tells whether to notify the driver. A
+//! device that may postpone the notification calls [`Ring::show`] instead and [`Ring::waits`] later. If as many chains wait
+//! again, [`Ring::read_ahead`] primes the next burst before other queues are served.
 //!
-//! Completion is strictly in order, whether or not the driver negotiated IN_ORDER. Net devices have no in-flight
-//! record, so a front end restarts a dead back end at the used index; in order, that neither loses nor repeats a buffer.
+//! Completion is strictly in order, whether or not VIRTIO_F_IN_ORDER was negotiated. Net devices have no in-flight record, so a
+//! front end restarts a dead back end at the used index; with in-order completion that neither loses nor repeats a buffer.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering, fence};
 
-use super::chain::{self, Buffer, ChainError, Table};
+use super::chain::{self, Buffer, ChainError, DescriptorTable};
 use super::dirty::DirtyLog;
-use super::memory::{GuestMemory, Translator};
-use super::{
+use super::layout::{
     AVAIL_NO_INTERRUPT, DESC_INDIRECT, DESC_NEXT, DESC_WRITE, Descriptor, QUEUE_SIZE_MAX, USED_NO_NOTIFY,
-    prefetch, prefetch_write,
 };
+use super::memory::{GuestMemory, Translator};
+use super::prefetch::{prefetch, prefetch_write};
 
-/// Chains that are read ahead: a batch.
+/// Most chains read ahead: one batch.
 pub const BURST: usize = crate::frame::BATCH_MAX;
-/// Smaller bursts are not read ahead for: they are waited for, and what comes next is not likely to come soon.
+/// Smallest burst worth reading ahead for. After a smaller one the next chains are unlikely to arrive soon.
 const READ_AHEAD_MIN: usize = 8;
 
-/// Why a queue was disabled. It stays so until the guest resets it.
+/// Why a queue was disabled. It stays disabled until the guest resets it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RingError {
     /// Not a power of two, 0, or above 32 768.
     #[error("queue size {0} is not a power of two up to 32768")]
     Size(u32),
-    /// A ring is not wholly inside one mapping.
+    /// A part of the queue does not lie inside one mapping.
     #[error("{part} at front-end address {addr:#x} lies outside the shared memory")]
     Address {
-        /// Which of the three parts.
+        /// Descriptor table, available ring or used ring.
         part: &'static str,
         /// Its address in the front end's address space.
         addr: u64,
     },
-    /// A ring is not aligned as virtio 1.2 section 2.7 asks.
+    /// A part of the queue is not aligned as virtio 1.2 section 2.7 requires.
     #[error("{part} at front-end address {addr:#x} is misaligned")]
     Misaligned {
-        /// Which of the three parts.
+        /// Descriptor table, available ring or used ring.
         part: &'static str,
         /// Its address in the front end's address space.
         addr: u64,
     },
-    /// More new chains than the ring has places.
+    /// The driver claims more new chains than the ring has entries.
     #[error("available index jumped from {from} to {to} in a ring of {size}")]
     AvailableJump {
-        /// The next index expected.
+        /// Next available index.
         from: u16,
-        /// The index found.
+        /// Index the driver wrote.
         to: u16,
-        /// The ring's size.
+        /// Queue size.
         size: u16,
     },
-    /// A head that is not in the descriptor table; there is nothing that could be given back.
+    /// A head outside the descriptor table: there is no chain that could be returned.
     #[error("available ring names descriptor {index} in a ring of {size}")]
     Head {
-        /// The head found.
+        /// Head the driver wrote.
         index: u16,
-        /// The ring's size.
+        /// Queue size.
         size: u16,
     },
 }
 
-/// Where a ring lies and what was negotiated for it.
+/// Where a virtqueue lies and which features were negotiated for it.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RingConfig {
-    /// Queue size as it came over the wire.
+    /// Queue size as received, unchecked.
     pub size: u32,
-    /// Descriptor table, in the front end's address space.
+    /// Address of the descriptor table in the front end's address space.
     pub descriptors: u64,
-    /// Available ring, likewise.
+    /// Address of the available ring, likewise.
     pub available: u64,
-    /// Used ring, likewise.
+    /// Address of the used ring, likewise.
     pub used: u64,
-    /// The used ring's guest physical address for dirty logging, when its pages are to be logged.
+    /// Guest physical address of the used ring if writes to it are logged as dirty pages.
     pub used_log: Option<u64>,
     /// Index of the next available entry.
     pub base: u16,
-    /// EVENT_IDX was negotiated.
+    /// VIRTIO_F_EVENT_IDX was negotiated.
     pub event_idx: bool,
-    /// INDIRECT_DESC was negotiated.
+    /// VIRTIO_F_INDIRECT_DESC was negotiated.
     pub indirect: bool,
 }
 
-/// A chain's head with a private copy of its first descriptor.
+/// The head of a chain with a private copy of its first descriptor.
 #[derive(Clone, Copy, Debug)]
 pub struct Head {
-    /// The descriptor's index: what the used ring calls the chain.
+    /// Index of the first descriptor: the chain's id in the used ring.
     pub index: u16,
     first: Descriptor,
-    /// Where the first descriptor points, when it is the only one, direct and not empty. Null otherwise.
+    /// The translated buffer if the chain is one direct descriptor of non-zero length, else null.
     single: *mut u8,
 }
 
-// SAFETY: the pointer names guest memory, which the ring keeps mapped.
+// SAFETY: the pointer leads to guest memory, which the ring keeps mapped.
 unsafe impl Send for Head {}
 
 impl Head {
@@ -108,13 +108,13 @@ impl Head {
         single: std::ptr::null_mut(),
     };
 
-    /// The chain's only buffer when it is one that the device reads: the common case, checked already.
+    /// The chain's only buffer if it is device-readable: the common case, already checked.
     #[inline]
     pub fn single_readable(&self) -> Option<Buffer> {
         self.single_with(0)
     }
 
-    /// The chain's only buffer when it is one that the device writes.
+    /// The chain's only buffer if it is device-writable.
     #[inline]
     pub fn single_writable(&self) -> Option<Buffer> {
         self.single_with(DESC_WRITE)
@@ -122,12 +122,12 @@ impl Head {
 
     #[inline]
     fn single_with(&self, write: u16) -> Option<Buffer> {
-        let hit = !self.single.is_null() && self.first.flags & DESC_WRITE == write;
-        hit.then_some(Buffer { ptr: self.single, len: self.first.len as usize })
+        let matches = !self.single.is_null() && self.first.flags & DESC_WRITE == write;
+        matches.then_some(Buffer { ptr: self.single, len: self.first.len as usize })
     }
 }
 
-/// One virtqueue in use.
+/// The device side of one running virtqueue.
 #[derive(Debug)]
 pub struct Ring {
     translator: Translator,
@@ -137,18 +137,19 @@ pub struct Ring {
     used: *mut u8,
     event_idx: bool,
     indirect: bool,
-    /// Entry of the available ring that is taken next.
+    /// Next entry of the available ring to take.
     next_avail: u16,
-    /// The driver's index as last read.
+    /// The driver's available index as last read.
     seen_avail: u16,
-    /// Entry of the used ring that is written next.
+    /// Next entry of the used ring to write.
     next_used: u16,
     /// The used index that the driver sees.
     published: u16,
-    /// Entries shown since the driver was last notified, or found not to want it.
+    /// Used entries shown since the driver was last notified, or found not to want a notification.
     unsettled: u32,
-    /// The first publication always notifies: what the driver was told before is not known.
+    /// False until the first publication, which always notifies: earlier notifications are unknown.
     notified_once: bool,
+    /// Chains read ahead; those from `at` to `primed` are not handed out yet.
     heads: Box<[Head; BURST]>,
     at: usize,
     primed: usize,
@@ -156,14 +157,17 @@ pub struct Ring {
     used_log: Option<u64>,
 }
 
-// SAFETY: the pointers name guest memory that `translator` keeps mapped; the ring is used by one thread at a time.
+// SAFETY: the pointers lead to guest memory that `translator` keeps mapped; one thread at a time uses the ring.
 unsafe impl Send for Ring {}
 
 impl Ring {
-    /// A ring at `config`'s addresses, each translated whole inside one mapping of `memory`.
+    /// A ring at the addresses of `config`; each of its three parts must lie inside one mapping of `memory`.
     ///
-    /// Continues at the used index in guest memory when that differs from `config.base`: the chains in between were
-    /// taken by a back end that died, and never completed.
+    /// Continues at the used index in guest memory if that differs from `config.base`: the chains in between were taken by a back
+    /// end that died, and were never completed.
+    ///
+    /// # Errors
+    /// [`RingError::Size`], [`RingError::Address`] or [`RingError::Misaligned`].
     pub fn new(
         memory: Arc<GuestMemory>,
         config: &RingConfig,
@@ -175,7 +179,7 @@ impl Ring {
         let n = usize::from(size);
         let part = |part, addr: u64, len: usize, align: usize| {
             let pointer = memory.translate_user(addr, len).ok_or(RingError::Address { part, addr })?;
-            // What counts is our own pointer: a region may be mapped at any offset.
+            // Our own pointer must be aligned: a region may be mapped at any offset.
             if pointer.align_offset(align) == 0 {
                 Ok(pointer)
             } else {
@@ -220,13 +224,13 @@ impl Ring {
         self.next_avail
     }
 
-    /// Index of the oldest entry that was taken and not completed, or of the next one: where another back end would go on.
+    /// Index of the oldest entry taken but not completed, else of the next entry: where another back end would continue.
     #[inline]
     pub fn completed(&self) -> u16 {
         self.next_used
     }
 
-    /// Places in the ring.
+    /// Queue size in entries.
     #[inline]
     pub fn size(&self) -> u16 {
         self.size
@@ -238,7 +242,11 @@ impl Ring {
         self.translator.memory()
     }
 
-    /// Reads ahead: up to `max` (at most [`BURST`]) chains that wait are copied and prefetched. Returns how many.
+    /// Copies the heads and first descriptors of up to `max` (at most [`BURST`]) waiting chains and prefetches their buffers.
+    /// Returns the number of chains.
+    ///
+    /// # Errors
+    /// [`RingError::AvailableJump`] or [`RingError::Head`]: the driver broke the ring.
     #[inline(never)]
     pub fn prime(&mut self, max: usize) -> Result<usize, RingError> {
         let max = max.min(BURST);
@@ -246,7 +254,7 @@ impl Ring {
         self.primed = 0;
         let mut waiting = self.seen_avail.wrapping_sub(self.next_avail);
         if usize::from(waiting) < max {
-            // Acquire: the entries up to the index are read after it.
+            // Acquire: the entries below the index are read after the index.
             let to = self.avail_idx().load(Ordering::Acquire);
             waiting = to.wrapping_sub(self.next_avail);
             if waiting > self.size {
@@ -264,22 +272,22 @@ impl Ring {
             prefetch(self.descriptors.wrapping_add(usize::from(index) * Descriptor::SIZE));
         }
         for head in &mut self.heads[..count] {
-            // SAFETY: the index was checked above, and the table is mapped for `size` descriptors.
+            // SAFETY: `index` < `size` was checked above; the table is mapped for `size` descriptors.
             head.first = unsafe { Descriptor::fetch(self.descriptors, head.index) };
             head.single = std::ptr::null_mut();
             let Descriptor { addr, len, flags, .. } = head.first;
             if flags & DESC_NEXT == 0 && len != 0 {
-                // An address that is refused here is refused again, and counted, by `walk`.
+                // A bad address stays null here; `walk` refuses it again and the frame is counted then.
                 let target = self.translator.translate(addr, len as usize).unwrap_or(std::ptr::null_mut());
                 if flags & DESC_INDIRECT == 0 {
                     head.single = target;
                 }
-                let ask = if flags & DESC_WRITE == 0 { prefetch } else { prefetch_write };
-                ask(target);
-                ask(target.wrapping_add(64));
+                let prefetch_line = if flags & DESC_WRITE == 0 { prefetch } else { prefetch_write };
+                prefetch_line(target);
+                prefetch_line(target.wrapping_add(64));
             }
         }
-        // Used entries of as many chains: eight share a line.
+        // The used entries of these chains; eight share a cache line.
         for i in (0..count).step_by(8) {
             let slot = usize::from(self.next_used.wrapping_add(i as u16) & (self.size - 1));
             prefetch_write(self.used.wrapping_add(4 + 8 * slot));
@@ -288,25 +296,31 @@ impl Ring {
         Ok(count)
     }
 
-    /// Reads ahead as [`Ring::prime`] does, unless `max` chains are left that were. Returns how many there are, at most `max`.
+    /// Primes the ring unless `max` chains are cached already. Returns the number of chains, at most `max`.
+    ///
+    /// # Errors
+    /// As [`Ring::prime`].
     #[inline]
     pub fn ensure(&mut self, max: usize) -> Result<usize, RingError> {
         let max = max.min(BURST);
-        // With fewer all is read again, of which nothing was handed out: who gets less than `max` knows that no more wait.
+        // Too few cached: re-read them all; none was handed out. A short count means the ring is empty.
         if self.primed - self.at < max { self.prime(max) } else { Ok(max) }
     }
 
-    /// Reads ahead for the next burst when the driver is known to have made `count` chains more available: what is prefetched now
-    /// arrives while others are served. Cheaper than waiting for it then, as long as many chains come.
+    /// Primes the next burst if the driver is known to have made another `count` chains available: their cache lines arrive while
+    /// other queues are served. Pays off only for large bursts.
     #[inline]
     pub fn read_ahead(&mut self, count: usize) {
         if count >= READ_AHEAD_MIN && usize::from(self.seen_avail.wrapping_sub(self.next_avail)) >= count {
-            // A ring that is broken is found so again by whoever takes the next chain.
+            // An error is found again when the next chain is taken.
             let _ = self.ensure(count);
         }
     }
 
-    /// Takes the next chain, reading ahead again when the last burst is used up. `None` when no chain waits.
+    /// Takes the next chain, priming another burst when the last one is used up. `None` if no chain waits.
+    ///
+    /// # Errors
+    /// As [`Ring::prime`].
     #[inline]
     #[expect(
         clippy::should_implement_trait,
@@ -322,32 +336,35 @@ impl Ring {
         Ok(Some(head))
     }
 
-    /// Puts back the `count` chains taken last, none of which is completed.
+    /// Puts back the last `count` chains taken; none of them may be completed.
     pub fn put_back(&mut self, count: u16) {
         self.next_avail = self.next_avail.wrapping_sub(count);
         match self.at.checked_sub(usize::from(count)) {
-            // The copies are handed out again, so that what was checked is what is used, and nothing is read twice.
+            // The same copies are handed out again: no descriptor is read twice.
             Some(at) => self.at = at,
-            // The first of them were read ahead in an earlier burst.
+            // The first of them belong to an earlier burst, whose copies are gone.
             None => (self.at, self.primed) = (0, 0),
         }
     }
 
-    /// Appends the chain's buffers to `buffers`: readable ones first. Returns how many of them are readable.
+    /// Appends the chain's buffers to `buffers`, readable ones first. Returns the number of readable ones.
+    ///
+    /// # Errors
+    /// The chain is malformed; return it unused.
     #[inline]
     pub fn walk(&mut self, head: &Head, buffers: &mut Vec<Buffer>) -> Result<usize, ChainError> {
-        let table = Table { base: self.descriptors, size: self.size, indirect: self.indirect };
+        let table = DescriptorTable { base: self.descriptors, size: self.size, indirect: self.indirect };
         chain::walk(table, head.first, &mut self.translator, buffers)
     }
 
-    /// Gives the chain `index` back with `len` bytes written, in the order in which chains were taken. The driver sees it
-    /// after [`Ring::publish`].
+    /// Writes the used entry of chain `index` with `len` bytes written. Call it in the order in which chains were taken. The driver
+    /// sees the entry after [`Ring::publish`] or [`Ring::show`].
     #[inline]
     pub fn complete(&mut self, index: u16, len: u32) {
         let slot = usize::from(self.next_used & (self.size - 1));
         // struct virtq_used_elem { le32 id; le32 len; }
         let entry = u64::from(index) | u64::from(len) << 32;
-        // SAFETY: entry `slot` < size of the used ring, which is mapped whole; the write needs no alignment.
+        // SAFETY: `slot` < `size`, and the whole used ring is mapped; the write needs no alignment.
         unsafe { self.used.add(4 + 8 * slot).cast::<u64>().write_unaligned(entry) };
         self.next_used = self.next_used.wrapping_add(1);
         if self.log.is_some() {
@@ -355,7 +372,7 @@ impl Ring {
         }
     }
 
-    /// Shows the driver everything completed since the last call, and tells whether it wants to be notified.
+    /// Shows the driver all entries completed since the last call. Returns true if it wants to be notified.
     #[inline]
     pub fn publish(&mut self) -> bool {
         self.show();
@@ -364,15 +381,14 @@ impl Ring {
         waits
     }
 
-    /// Shows the driver everything completed since the last call. Whoever calls it owes [`Ring::waits`] and
-    /// [`Ring::settle`] later.
+    /// Shows the driver all entries completed since the last call. The caller must call [`Ring::waits`] and [`Ring::settle`] later.
     #[inline]
     pub fn show(&mut self) {
         let new = self.next_used;
         if self.published == new {
             return;
         }
-        // Release: entries and buffers are written before the index.
+        // Release: entries and buffers are written before the index is.
         self.used_idx().store(new, Ordering::Release);
         self.unsettled = self.unsettled.saturating_add(u32::from(new.wrapping_sub(self.published)));
         self.published = new;
@@ -381,13 +397,14 @@ impl Ring {
         }
     }
 
-    /// True when the driver wants to be notified of something that was shown since the last [`Ring::settle`].
+    /// True if the driver wants to be notified of an entry shown since the last [`Ring::settle`].
     #[inline]
     pub fn waits(&self) -> bool {
         if self.unsettled == 0 {
             return false;
         }
-        // The index is written before the driver's wish is read (virtio 1.2 section 2.7.7.2), or both could go to sleep.
+        // Write the used index before reading the driver's suppression state (virtio 1.2 section 2.7.7.2), or device and driver
+        // could both go to sleep.
         fence(Ordering::SeqCst);
         let wanted = match u16::try_from(self.unsettled) {
             Ok(count) if self.event_idx => {
@@ -395,27 +412,27 @@ impl Ring {
                 needs_event(event, self.published, self.published.wrapping_sub(count))
             }
             Ok(_) => self.avail_flags().load(Ordering::Relaxed) & AVAIL_NO_INTERRUPT == 0,
-            // An event index says nothing about more entries than it can count.
+            // A 16-bit event index is meaningless after 65 536 entries.
             Err(_) => true,
         };
         wanted || !self.notified_once
     }
 
-    /// The driver was notified of everything shown so far, or does not want to be.
+    /// Records that the driver was notified of all entries shown so far, or does not want to be.
     #[inline]
     pub fn settle(&mut self) {
         self.notified_once |= self.unsettled != 0;
         self.unsettled = 0;
     }
 
-    /// True when something was shown that is not settled, and the driver has since taken all of it and waits for the next.
-    /// Without EVENT_IDX that cannot be seen.
+    /// True if the driver has consumed all entries shown since the last [`Ring::settle`] and waits for the next one. Always false
+    /// without EVENT_IDX, which does not reveal it.
     #[inline]
     pub fn caught_up(&self) -> bool {
         self.event_idx && self.unsettled != 0 && self.used_event().load(Ordering::Relaxed) == self.published
     }
 
-    /// True when the driver wants to be notified of the next entry and knows of none before it: it has nothing to do.
+    /// True if the driver is idle: it wants to be notified of the next used entry and has none to consume.
     #[inline]
     pub fn would_wait(&self) -> bool {
         if self.event_idx {
@@ -425,8 +442,8 @@ impl Ring {
         }
     }
 
-    /// Asks the driver to notify us of the next chain. False when one waits already: it came before the request took
-    /// effect, and no notification will follow.
+    /// Asks the driver to notify us of the next chain. Returns false if a chain already waits: it was made available before the
+    /// request took effect, and no notification will follow.
     pub fn arm(&mut self) -> bool {
         if self.event_idx {
             self.avail_event().store(self.next_avail, Ordering::Relaxed);
@@ -436,7 +453,7 @@ impl Ring {
         } else {
             self.set_used_flags(0);
         }
-        // The request is written before the index is read (virtio 1.2 section 2.7.10).
+        // Write the request before reading the available index (virtio 1.2 section 2.7.10).
         fence(Ordering::SeqCst);
         let armed = self.avail_idx().load(Ordering::Acquire) == self.next_avail;
         if !armed {
@@ -445,19 +462,19 @@ impl Ring {
         armed
     }
 
-    /// Tells the driver that notifications are not needed. With EVENT_IDX the event index simply stays behind.
+    /// Suppresses the driver's notifications. With EVENT_IDX leaving the event index behind does that.
     pub fn disarm(&mut self) {
         if !self.event_idx {
             self.set_used_flags(USED_NO_NOTIFY);
         }
     }
 
-    /// True when neither driver nor device has ever used the ring, or its indices stand at 0 again.
+    /// True if both indices are 0: neither driver nor device has used the ring, or both indices wrapped to 0.
     pub fn is_blank(&self) -> bool {
         self.avail_idx().load(Ordering::Relaxed) == 0 && self.used_idx().load(Ordering::Relaxed) == 0
     }
 
-    /// Marks the pages of `buffer` as written to, when dirty pages are logged.
+    /// Marks the pages of `buffer` dirty if dirty pages are logged.
     #[inline]
     pub fn wrote(&self, buffer: Buffer) {
         if let Some(log) = &self.log {
@@ -482,7 +499,7 @@ impl Ring {
     #[inline]
     fn avail_entry(&self, at: u16) -> u16 {
         let slot = usize::from(at & (self.size - 1));
-        // SAFETY: `slot` < size; the ring is mapped whole and 2-byte aligned; a volatile read happens exactly once.
+        // SAFETY: `slot` < `size`; the whole ring is mapped and 2-byte aligned; a volatile read happens exactly once.
         unsafe { self.available.add(4 + 2 * slot).cast::<u16>().read_volatile() }
     }
 
@@ -516,17 +533,17 @@ impl Ring {
         self.word(self.used, 4 + 8 * usize::from(self.size))
     }
 
-    /// The 16-bit word at `offset` of one of the two rings.
+    /// The 16-bit word at byte `offset` of the available or used ring.
     #[inline]
     fn word(&self, ring: *mut u8, offset: usize) -> &AtomicU16 {
-        // SAFETY: the six callers above pass offsets of words of that ring, all even and inside what `new` translated and
-        // found aligned; the memory stays mapped as long as `self`. Guest and device both access it atomically.
+        // SAFETY: the six callers above pass even offsets inside the ring that `new` translated and found aligned; the memory stays
+        // mapped as long as `self`. Guest and device both access it atomically.
         unsafe { AtomicU16::from_ptr(ring.add(offset).cast()) }
     }
 }
 
-/// True when moving an index from `old` to `new` passed the event index `event` (virtio 1.2 section 2.7.10,
-/// `virtq_need_event`), in 16-bit arithmetic that wraps.
+/// True if moving an index from `old` to `new` passed the event index `event`, in wrapping 16-bit arithmetic (virtio 1.2 section
+/// 2.7.10, `virtq_need_event`).
 #[inline]
 pub fn needs_event(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)

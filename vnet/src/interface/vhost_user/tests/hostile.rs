@@ -1,4 +1,4 @@
-//! Front ends and guests that attack.
+//! Hostile front ends and guests.
 
 use std::os::fd::RawFd;
 
@@ -7,7 +7,7 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use super::*;
 
-/// A message as it goes over the wire.
+/// A message's bytes on the wire.
 fn message(code: u32, flags: u32, size: u32, payload: &[u8]) -> Vec<u8> {
     let header: Vec<u8> = [code, flags, size].iter().flat_map(|w| w.to_ne_bytes()).collect();
     [header, payload.to_vec()].concat()
@@ -17,12 +17,12 @@ fn words(words: &[u64]) -> Vec<u8> {
     words.iter().flat_map(|w| w.to_ne_bytes()).collect()
 }
 
-/// A message whose size fits its payload.
-fn whole(code: u32, payload: &[u8]) -> Vec<u8> {
+/// A message whose size field matches its payload.
+fn well_formed(code: u32, payload: &[u8]) -> Vec<u8> {
     message(code, 1, payload.len() as u32, payload)
 }
 
-/// Descriptors of this process that lead to the file named `name`.
+/// Number of file descriptors of this process open on the file `name`.
 fn open_descriptors(name: &str) -> usize {
     let all = std::fs::read_dir("/proc/self/fd").unwrap();
     all.filter(|e| {
@@ -33,7 +33,7 @@ fn open_descriptors(name: &str) -> usize {
 }
 
 #[test]
-fn malformed_messages_end_the_connection_only() {
+fn malformed_messages_end_only_the_connection() {
     let mut host = Host::new(1);
     let file = memfd_create("vnet-hostile-fd", MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&file, 0x10000).unwrap();
@@ -43,48 +43,48 @@ fn malformed_messages_end_the_connection_only() {
     let good = region(0x1000, 0x1000, 0x1000, 0);
     let max = u64::MAX;
     let attacks: Vec<(&str, Vec<u8>, Vec<RawFd>)> = vec![
-        ("unknown request", whole(99, &[]), vec![]),
-        ("request 0", whole(0, &[]), vec![]),
+        ("unknown request", well_formed(99, &[]), vec![]),
+        ("request 0", well_formed(0, &[]), vec![]),
         ("wrong version", message(1, 2, 0, &[]), vec![]),
         ("a reply", message(2, 5, 8, &words(&[0])), vec![]),
         ("size beyond the message", message(2, 1, 1 << 20, &[]), vec![]),
-        ("size that lies", message(2, 1, 4, &[0; 4]), vec![]),
-        ("features not offered", whole(2, &words(&[1 << 63])), vec![]),
-        ("protocol features not offered", whole(16, &words(&[1 << 5])), vec![]),
-        ("descriptors where none belong", whole(3, &[]), vec![fd; 8]),
-        ("more descriptors than regions", whole(5, &table(std::slice::from_ref(&good))), vec![fd; 3]),
-        ("fewer descriptors than regions", whole(5, &table(&[good.clone(), good.clone()])), vec![fd]),
-        ("regions beyond the message", whole(5, &[words(&[9]), good.clone()].concat()), vec![fd]),
-        ("no region", whole(5, &words(&[0])), vec![fd]),
-        ("region beyond its file", whole(5, &table(&[region(0, 0x10001, 0, 0)])), vec![fd]),
-        ("offset beyond its file", whole(5, &table(&[region(0, 0x1000, 0, 0x10000)])), vec![fd]),
-        ("offset overflow", whole(5, &table(&[region(0, 0x1000, 0, max - 0xfff)])), vec![fd]),
-        ("address overflow", whole(5, &table(&[region(max - 0xffe, 0x1000, 0, 0)])), vec![fd]),
-        ("overlapping regions", whole(5, &table(&[good.clone(), good.clone()])), vec![fd; 2]),
-        ("adding a region twice", whole(37, &[words(&[0]), good.clone()].concat()), vec![fd; 2]),
-        ("removing what is not there", whole(38, &[words(&[0]), good].concat()), vec![]),
-        ("queue size 0", whole(8, &words(&[0])), vec![]),
-        ("queue size 3", whole(8, &words(&[3 << 32])), vec![]),
-        ("queue size that 16 bits truncate", whole(8, &words(&[0x1_0100 << 32])), vec![]),
-        ("vring that 8 bits truncate", whole(8, &words(&[256 << 32 | 0x101])), vec![]),
-        ("vring that 16 bits truncate", whole(10, &words(&[0x1_0001])), vec![]),
-        ("vring out of range", whole(11, &words(&[2])), vec![]),
-        ("base that 16 bits truncate", whole(10, &words(&[0x1_0000 << 32])), vec![]),
-        ("misaligned descriptors", whole(9, &words(&[0, 8, 0, 0, 0])), vec![]),
-        ("unknown address flags", whole(9, &words(&[8 << 32, 0, 0, 0, 0])), vec![]),
-        ("enable neither 0 nor 1", whole(18, &words(&[2 << 32])), vec![]),
-        ("enable out of range", whole(18, &words(&[2])), vec![]),
-        ("kick without its descriptor", whole(12, &words(&[1])), vec![]),
-        ("kick with two", whole(12, &words(&[1])), vec![fd; 2]),
-        ("kick that is a file", whole(12, &words(&[1])), vec![fd]),
-        ("call that is a file", whole(13, &words(&[1])), vec![fd]),
-        ("kick out of range", whole(12, &words(&[0x177])), vec![]),
-        ("log beyond its file", whole(6, &words(&[0x10001, 0])), vec![fd]),
-        ("log offset overflow", whole(6, &words(&[0x1000, max])), vec![fd]),
-        ("log size 0", whole(6, &words(&[0, 0])), vec![fd]),
-        ("RARP from everybody", whole(19, &words(&[max])), vec![]),
-        ("in-flight area", whole(31, &[0; 24]), vec![]),
-        ("GPU socket", whole(33, &[]), vec![fd]),
+        ("size smaller than the payload", message(2, 1, 4, &[0; 4]), vec![]),
+        ("features not offered", well_formed(2, &words(&[1 << 63])), vec![]),
+        ("protocol features not offered", well_formed(16, &words(&[1 << 5])), vec![]),
+        ("descriptors with a message that takes none", well_formed(3, &[]), vec![fd; 8]),
+        ("more descriptors than regions", well_formed(5, &table(std::slice::from_ref(&good))), vec![fd; 3]),
+        ("fewer descriptors than regions", well_formed(5, &table(&[good.clone(), good.clone()])), vec![fd]),
+        ("regions beyond the message", well_formed(5, &[words(&[9]), good.clone()].concat()), vec![fd]),
+        ("no region", well_formed(5, &words(&[0])), vec![fd]),
+        ("region beyond its file", well_formed(5, &table(&[region(0, 0x10001, 0, 0)])), vec![fd]),
+        ("offset beyond its file", well_formed(5, &table(&[region(0, 0x1000, 0, 0x10000)])), vec![fd]),
+        ("offset overflow", well_formed(5, &table(&[region(0, 0x1000, 0, max - 0xfff)])), vec![fd]),
+        ("address overflow", well_formed(5, &table(&[region(max - 0xffe, 0x1000, 0, 0)])), vec![fd]),
+        ("overlapping regions", well_formed(5, &table(&[good.clone(), good.clone()])), vec![fd; 2]),
+        ("adding a region twice", well_formed(37, &[words(&[0]), good.clone()].concat()), vec![fd; 2]),
+        ("removing an unknown region", well_formed(38, &[words(&[0]), good].concat()), vec![]),
+        ("queue size 0", well_formed(8, &words(&[0])), vec![]),
+        ("queue size 3", well_formed(8, &words(&[3 << 32])), vec![]),
+        ("queue size that 16 bits truncate", well_formed(8, &words(&[0x1_0100 << 32])), vec![]),
+        ("vring that 8 bits truncate", well_formed(8, &words(&[256 << 32 | 0x101])), vec![]),
+        ("vring that 16 bits truncate", well_formed(10, &words(&[0x1_0001])), vec![]),
+        ("vring out of range", well_formed(11, &words(&[2])), vec![]),
+        ("base that 16 bits truncate", well_formed(10, &words(&[0x1_0000 << 32])), vec![]),
+        ("misaligned descriptors", well_formed(9, &words(&[0, 8, 0, 0, 0])), vec![]),
+        ("unknown address flags", well_formed(9, &words(&[8 << 32, 0, 0, 0, 0])), vec![]),
+        ("enable neither 0 nor 1", well_formed(18, &words(&[2 << 32])), vec![]),
+        ("enable out of range", well_formed(18, &words(&[2])), vec![]),
+        ("kick without its descriptor", well_formed(12, &words(&[1])), vec![]),
+        ("kick with two", well_formed(12, &words(&[1])), vec![fd; 2]),
+        ("kick that is not an eventfd", well_formed(12, &words(&[1])), vec![fd]),
+        ("call that is not an eventfd", well_formed(13, &words(&[1])), vec![fd]),
+        ("kick out of range", well_formed(12, &words(&[0x177])), vec![]),
+        ("log beyond its file", well_formed(6, &words(&[0x10001, 0])), vec![fd]),
+        ("log offset overflow", well_formed(6, &words(&[0x1000, max])), vec![fd]),
+        ("log size 0", well_formed(6, &words(&[0, 0])), vec![fd]),
+        ("RARP for the broadcast address", well_formed(19, &words(&[max])), vec![]),
+        ("in-flight area", well_formed(31, &[0; 24]), vec![]),
+        ("GPU socket", well_formed(33, &[]), vec![fd]),
     ];
     for (name, bytes, fds) in attacks {
         let mut guest = Guest::connect(&host.path, 1);
@@ -92,8 +92,8 @@ fn malformed_messages_end_the_connection_only() {
         assert!(guest.is_closed(), "{name}");
     }
     let mut guest = Guest::connect(&host.path, 1);
-    // Crate vhost answers this one with an error instead: bit 8 stands for "no descriptor", the rest for failure.
-    guest.raw.send_with_fds(&[&whole(42, &words(&[0]))[..]], &[fd]).unwrap();
+    // Crate vhost answers this message with an error instead: bit 8 means "no descriptor", the low byte failure.
+    guest.raw.send_with_fds(&[&well_formed(42, &words(&[0]))[..]], &[fd]).unwrap();
     let mut answer = [0; 20];
     io::Read::read_exact(&mut guest.raw, &mut answer).unwrap();
     assert_eq!(answer[12..14], [1, 1]);
@@ -104,7 +104,7 @@ fn malformed_messages_end_the_connection_only() {
 }
 
 #[test]
-fn repeated_messages_leak_nothing() {
+fn repeated_messages_leak_no_descriptor_or_mapping() {
     let host = Host::new(1);
     let name = "vnet-repeated-fd";
     let file = memfd_create(name, MemfdFlags::CLOEXEC).unwrap();
@@ -134,7 +134,7 @@ fn repeated_messages_leak_nothing() {
 }
 
 #[test]
-fn a_broken_ring_disables_its_queue_until_it_is_reset() {
+fn a_broken_ring_disables_its_queue_until_reset() {
     let mut host = Host::new(1);
     let mut guest = Guest::connect(&host.path, 1);
     guest.start();
@@ -145,7 +145,7 @@ fn a_broken_ring_disables_its_queue_until_it_is_reset() {
         host.reason().contains("broken: the guest's transmit queue: available index jumped from 0 to 65")
     );
     assert_eq!(guest.errors[1].read().unwrap(), 1);
-    // The other direction goes on; new memory does not mend the broken one.
+    // The other direction works on; a new memory table does not repair the broken ring.
     guest.offer(1);
     host.deliver(0, &frame(60, 1));
     assert_eq!(guest.read(), Some(frame(60, 1)));
@@ -161,7 +161,7 @@ fn a_broken_ring_disables_its_queue_until_it_is_reset() {
     guest.transmit(&frame(60, 2));
     assert_eq!(host.receive(), [frame(60, 2)]);
 
-    // The receive queue likewise: what was to be delivered is counted.
+    // The receive queue likewise: undeliverable frames are counted.
     guest.rings[0].avail_idx = guest.rings[0].avail_idx.wrapping_add(SIZE + 1);
     guest.rings[0].publish(&guest.memory);
     host.deliver(0, &frame(60, 1));
@@ -171,25 +171,25 @@ fn a_broken_ring_disables_its_queue_until_it_is_reset() {
 }
 
 #[test]
-fn truncated_memory_breaks_one_interface_only() {
+fn truncated_memory_breaks_only_its_interface() {
     let (mut host, mut other) = (Host::new(1), Host::new(1));
     let (mut guest, mut neighbour) = (Guest::connect(&host.path, 1), Guest::connect(&other.path, 1));
     guest.start();
     neighbour.start();
     guest.transmit(&frame(60, 1));
-    // The rings stay, the frame's page goes.
+    // The rings' pages stay, the frame's page is gone.
     guest.memory.file().set_len(0x8000).unwrap();
-    assert!(host.receive().is_empty(), "zeros are no frame");
+    assert!(host.receive().is_empty(), "a poisoned burst is dropped");
     assert!(host.reason().contains("truncated"), "{}", host.reason());
     assert_eq!(host.stats.in_frames.get(), host.stats.drops_total());
     neighbour.transmit(&frame(60, 2));
     assert_eq!(other.receive(), [frame(60, 2)]);
-    // Delivery finds out by itself as well.
+    // Delivery detects truncation as well.
     neighbour.offer(1);
     neighbour.memory.file().set_len(0).unwrap();
     other.deliver(0, &frame(60, 3));
     assert!(other.reason().contains("broken"), "{}", other.reason());
-    // A new guest on the same socket is welcome.
+    // A new guest can use the same socket.
     drop(guest);
     let mut guest = Guest::connect(&host.path, 1);
     guest.start();
@@ -201,7 +201,7 @@ fn truncated_memory_breaks_one_interface_only() {
 fn a_full_eventfd_does_not_stop_the_dispatcher() {
     let mut host = Host::new(1);
     let mut guest = Guest::connect(&host.path, 1);
-    // One short of what a counter holds, and made blocking behind our back: a write to it would wait for a reader.
+    // A full counter, made blocking by the front end later: a write would block.
     guest.calls[0].write(u64::MAX - 1).unwrap();
     guest.start();
     guest.offer(1);
@@ -218,7 +218,7 @@ fn a_full_eventfd_does_not_stop_the_dispatcher() {
 }
 
 #[test]
-fn machines_without_shared_memory_are_told_what_to_do() {
+fn reports_vms_without_shared_memory() {
     // No memory at all.
     let host = Host::new(1);
     let mut guest = Guest::connect(&host.path, 1);
@@ -230,14 +230,14 @@ fn machines_without_shared_memory_are_told_what_to_do() {
     guest.frontend.set_mem_table(&[guest.region()]).unwrap();
     wait_for("the ring", || host.is_up());
 
-    // Memory that is not the guest's own.
+    // Memory other than the guest's.
     let mut host = Host::new(1);
     let mut guest = Guest::connect(&host.path, 1);
     let own = std::mem::replace(&mut guest.memory, MockMemory::new(8 * RING_SPACE + 0x40_0000));
     guest.start();
     guest.memory = own;
     guest.kicks[1].write(1).unwrap();
-    assert!(host.is_up(), "QEMU's own kick: {}", host.reason());
+    assert!(host.is_up(), "QEMU itself kicks once: {}", host.reason());
     guest.transmit(&frame(60, 1));
     guest.kicks[1].write(1).unwrap();
     assert!(host.receive().is_empty());
@@ -246,7 +246,7 @@ fn machines_without_shared_memory_are_told_what_to_do() {
 }
 
 #[test]
-fn a_quiet_guest_is_not_taken_for_one_without_shared_memory() {
+fn an_idle_guest_is_not_reported_as_without_shared_memory() {
     let mut host = Host::new(1);
     let mut guest = Guest::connect(&host.path, 1);
     guest.start();
@@ -262,7 +262,7 @@ fn a_quiet_guest_is_not_taken_for_one_without_shared_memory() {
 }
 
 #[test]
-fn a_front_end_that_hangs_up_at_once_is_left_alone() {
+fn backs_off_from_a_front_end_that_disconnects_at_once() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();

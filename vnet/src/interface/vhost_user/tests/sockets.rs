@@ -1,4 +1,4 @@
-//! Who owns the socket, and how the control thread ends.
+//! Ownership of the socket file, and stopping the control thread.
 
 use std::io::Write;
 use std::os::unix::net::UnixListener;
@@ -11,23 +11,23 @@ fn start(options: VhostUserOptions) -> Result<Arc<VhostUser>, VhostUserError> {
 }
 
 #[test]
-fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
+fn replaces_a_stale_socket_but_not_a_live_one() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
-    // Dropping a listener leaves its file behind, as a killed process does.
+    // Dropping a listener leaves its socket file behind, as a killed process does.
     drop(UnixListener::bind(&path).unwrap());
     let first = start(options(&path, 1)).unwrap();
     let error = start(options(&path, 1)).err().unwrap();
     assert!(matches!(error, VhostUserError::Listen(ListenError::InUse(_))));
     assert!(error.to_string().contains("is in use by a running process (it answered)"));
-    // The probe has not disturbed it, connected or not.
+    // The probe does not disturb the live socket, with or without a front end.
     let guest = Guest::connect(&path, 1);
     assert!(matches!(start(options(&path, 1)), Err(VhostUserError::Listen(ListenError::InUse(_)))));
     drop(guest);
     drop(Guest::connect(&path, 1));
     first.stop();
     assert!(!path.exists());
-    // The name is somebody else's by now: it stays.
+    // Another process has replaced the socket file: it is not removed.
     let first = start(options(&path, 1)).unwrap();
     std::fs::remove_file(&path).unwrap();
     let _other = UnixListener::bind(&path).unwrap();
@@ -37,7 +37,7 @@ fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
 }
 
 #[test]
-fn what_is_no_socket_is_left_alone() {
+fn refuses_bad_paths_and_options() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
     std::fs::write(&path, "precious").unwrap();
@@ -54,7 +54,7 @@ fn what_is_no_socket_is_left_alone() {
 }
 
 #[test]
-fn a_client_finds_its_front_end_whenever_it_comes() {
+fn a_client_reconnects_whenever_the_front_end_comes() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let mut host = Host::at(VhostUserOptions { server: false, ..options(&path, 1) });
@@ -69,20 +69,20 @@ fn a_client_finds_its_front_end_whenever_it_comes() {
         drop((listener, guest));
         wait_for("the end", || !host.is_up());
     }
-    // The file is not ours to remove.
+    // A client does not remove the socket file.
     let _listener = UnixListener::bind(&path).unwrap();
     host.interface.stop();
     assert!(path.exists());
 }
 
 #[test]
-fn stop_is_prompt_wherever_the_thread_waits() {
+fn stop_is_prompt_wherever_the_thread_blocks() {
     let prompt = |interface: Arc<VhostUser>| {
         let begin = Instant::now();
         interface.stop();
         assert!(begin.elapsed() < Duration::from_secs(2));
         assert_eq!(interface.state(), State::Down("stopped".into()));
-        // A second time is harmless.
+        // Stopping twice is harmless.
         interface.stop();
     };
     let folder = tempfile::tempdir().unwrap();
@@ -96,7 +96,7 @@ fn stop_is_prompt_wherever_the_thread_waits() {
     prompt(interface);
     assert!(guest.is_closed());
 
-    // In the middle of a header, and of a message.
+    // While waiting for the rest of a header, and of a message.
     for part in [&[1u8, 0, 0][..], &[2, 0, 0, 0, 1, 0, 0, 0, 8, 0, 0, 0, 1]] {
         let interface = start(options(&path, 1)).unwrap();
         let mut stream = UnixStream::connect(&path).unwrap();

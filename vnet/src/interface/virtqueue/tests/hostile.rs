@@ -1,24 +1,24 @@
-//! Guests that break the rules, one test for each way seen so far.
+//! Hostile guests: one test per kind of attack.
 
 use proptest::prelude::*;
 
 use super::*;
 
 #[test]
-fn bad_chains_are_given_back_and_counted() {
+fn bad_chains_are_returned_and_counted() {
     let mut pair = Pair::new(0, true);
     let end = GUEST_BASE + 0x4000 + SLOT * 64;
     let slot = ARENA;
     let bad = Some(DropReason::BadChain);
-    // Not wholly inside one mapping.
+    // Not inside one mapping.
     assert_eq!(pair.refused_as(&[(end - 10, 80, 0)]), bad);
     assert_eq!(pair.refused_as(&[(0, 80, 0)]), bad);
     assert_eq!(pair.refused_as(&[(u64::MAX - 10, 80, 0)]), bad);
     assert_eq!(pair.refused_as(&[(slot, u32::MAX, 0)]), bad);
     assert_eq!(pair.refused_as(&[(slot, 80, 0), (u64::MAX, 1, 0)]), bad);
-    // Length zero points nowhere, and is no frame either.
+    // The address of an empty buffer is ignored, and an empty chain is no frame.
     assert_eq!(pair.refused_as(&[(u64::MAX, 0, 0)]), bad);
-    // Shorter than its header; nothing but the header; nothing readable; readable behind writable.
+    // Shorter than the header; header only; nothing readable; readable after writable.
     assert_eq!(pair.refused_as(&[(slot, 11, 0)]), bad);
     assert_eq!(pair.refused_as(&[(slot, 12, 0)]), Some(DropReason::TooShort));
     assert_eq!(pair.refused_as(&[(slot, 25, 0)]), Some(DropReason::TooShort));
@@ -26,26 +26,26 @@ fn bad_chains_are_given_back_and_counted() {
     assert_eq!(pair.refused_as(&[(slot, 80, DESC_WRITE), (slot, 80, 0)]), bad);
     // Longer than any frame.
     assert_eq!(pair.refused_as(&[(slot, 12 + FRAME_MAX as u32 + 1, 0)]), Some(DropReason::TooLong));
-    // A writable buffer behind a good frame is none of our business.
+    // A writable buffer behind a good frame is ignored.
     assert_eq!(pair.refused_as(&[(slot, 80, 0), (slot, 80, DESC_WRITE)]), None);
     assert_eq!(pair.stats.in_frames.get(), pair.stats.drops_total() + 1);
 }
 
 #[test]
-fn bad_indirect_tables_are_given_back_and_counted() {
+fn bad_indirect_tables_are_returned_and_counted() {
     let mut pair = Pair::new(0, true);
     let (slot, bad) = (ARENA, Some(DropReason::BadChain));
     let end = GUEST_BASE + 0x4000 + SLOT * 64;
     table(&pair.mock, slot, &[(slot + 0x2000, 80, 0)]);
     assert_eq!(pair.refused_as(&[(slot, 16, DESC_INDIRECT)]), None);
-    // Behind direct descriptors it may come last (virtio 1.2 section 2.7.5.3.2).
+    // An indirect descriptor may follow direct ones (virtio 1.2 section 2.7.5.3.2).
     assert_eq!(pair.refused_as(&[(slot + 0x3000, 12, 0), (slot, 16, DESC_INDIRECT)]), None);
-    // Not whole descriptors; none; 65 535 of them; not wholly mapped.
+    // Partial descriptors; none; 65 535 of them; not inside one mapping.
     for len in [0, 15, 17, 16 * 257, 16 * 65_535, u32::MAX] {
         assert_eq!(pair.refused_as(&[(slot, len, DESC_INDIRECT)]), bad, "{len}");
     }
     assert_eq!(pair.refused_as(&[(end - 16, 32, DESC_INDIRECT)]), bad);
-    // Chained on; nested; leaving the table; looping.
+    // NEXT flag on an indirect descriptor; nested; next outside the table; loop.
     assert_eq!(pair.refused_as(&[(slot, 16, DESC_INDIRECT), (slot, 80, 0)]), bad);
     table(&pair.mock, slot, &[(slot, 16, DESC_INDIRECT)]);
     assert_eq!(pair.refused_as(&[(slot, 16, DESC_INDIRECT)]), bad);
@@ -62,13 +62,13 @@ fn bad_indirect_tables_are_given_back_and_counted() {
 }
 
 #[test]
-fn loops_and_long_chains_end() {
+fn loops_and_overlong_chains_are_refused() {
     let mut pair = Pair::new(0, true);
-    // Descriptor 0 continues in itself.
+    // Descriptor 0 continues at itself.
     let entry = Descriptor { addr: ARENA, len: 1, flags: DESC_NEXT, next: 0 };
     pair.driver.describe(&pair.mock, 0, entry);
     pair.driver.offer(&pair.mock, 0);
-    // Descriptor 1 continues outside of the table.
+    // Descriptor 1 continues outside the table.
     let entry = Descriptor { addr: ARENA, len: 100, flags: DESC_NEXT, next: SIZE };
     pair.driver.describe(&pair.mock, 1, entry);
     pair.driver.offer(&pair.mock, 1);
@@ -108,18 +108,18 @@ fn hostile_offload_metadata_is_refused() {
     assert_eq!(try_header(Offload { csum_start: u16::MAX, csum_offset: u16::MAX, ..tso }), bad);
     assert_eq!(try_header(Offload { gso_type: 77, ..tso }), bad);
     assert_eq!(try_header(Offload { flags: 0, ..tso }), bad);
-    // A guest cannot vouch for its own checksums.
-    let vouched = Offload { flags: F_DATA_VALID, ..Offload::default() };
-    pair.mock.write(ARENA, &[&vouched.to_virtio(0)[..], &bytes(100, 1)].concat());
+    // DATA_VALID from a guest is cleared.
+    let data_valid = Offload { flags: F_DATA_VALID, ..Offload::default() };
+    pair.mock.write(ARENA, &[&data_valid.to_virtio(0)[..], &bytes(100, 1)].concat());
     pair.driver.add(&pair.mock, &[(ARENA, 112, 0)]);
     pair.take(&MODERN).unwrap();
     assert_eq!(pair.batch.frame(0).offload, Offload::default());
 }
 
 #[test]
-fn broken_rings_are_named() {
+fn ring_errors_tell_the_cause() {
     let mut pair = Pair::new(7, true);
-    // More chains than the ring holds.
+    // More new chains than the ring has entries.
     pair.driver.avail_idx = 7 + SIZE + 1;
     let jump = RingError::AvailableJump { from: 7, to: 7 + SIZE + 1, size: SIZE };
     assert_eq!(pair.take(&MODERN), Err(jump));
@@ -127,7 +127,7 @@ fn broken_rings_are_named() {
     assert_eq!(pair.stats.drops(DropReason::NotReady), 1);
     pair.driver.avail_idx = 6;
     assert_eq!(pair.take(&MODERN), Err(RingError::AvailableJump { from: 7, to: 6, size: SIZE }));
-    // A head that is no descriptor.
+    // A head outside the descriptor table.
     pair.driver.avail_idx = 7;
     pair.driver.offer(&pair.mock, SIZE);
     assert_eq!(pair.take(&MODERN), Err(RingError::Head { index: SIZE, size: SIZE }));
@@ -136,7 +136,7 @@ fn broken_rings_are_named() {
 }
 
 #[test]
-fn rings_lie_in_one_mapping_and_aligned() {
+fn rings_must_be_aligned_and_inside_one_mapping() {
     let mock = MockMemory::new(0x4000);
     let memory = mock.map();
     let config = MockRing::new(&mock, GUEST_BASE, 256, 0).config(false, false);
@@ -151,7 +151,7 @@ fn rings_lie_in_one_mapping_and_aligned() {
     assert!(outside(new(RingConfig { available: end - 2, ..config })));
     assert!(outside(new(RingConfig { used: end - 4, ..config })));
     assert!(outside(new(RingConfig { used: u64::MAX - 3, ..config })));
-    // The last ring that fits, event index included, and the first that does not.
+    // The last used ring that fits, including the event index, and the first that does not.
     assert_eq!(new(RingConfig { used: end - 6 - 8 * 256 - 2, ..config }), Ok(()));
     assert!(outside(new(RingConfig { used: end - 6 - 8 * 256 + 2, ..config })));
     let misaligned = |result| matches!(result, Err(RingError::Misaligned { .. }));
@@ -173,10 +173,10 @@ fn tiny_and_bad_receive_chains_are_bounded() {
     }
     pair.give(&MODERN, &one).unwrap();
     assert_eq!(pair.stats.drops(DropReason::BadChain), 1);
-    let given_back: Vec<_> = std::iter::from_fn(|| pair.driver.collect(&pair.mock)).collect();
-    assert!(given_back.len() <= BUFFERS_MAX / 255 && given_back.iter().all(|(_, len)| *len == 0));
+    let returned: Vec<_> = std::iter::from_fn(|| pair.driver.collect(&pair.mock)).collect();
+    assert!(returned.len() <= BUFFERS_MAX / 255 && returned.iter().all(|(_, len)| *len == 0));
 
-    // A readable descriptor and an address outside: given back empty, one frame each.
+    // A readable descriptor and an address outside guest memory: both chains are returned empty and cost one frame each.
     let mut pair = Pair::new(0, true);
     pair.driver.add(&pair.mock, &[(ARENA, 2000, 0)]);
     pair.driver.add(&pair.mock, &[(1, 2000, DESC_WRITE)]);
@@ -189,9 +189,9 @@ fn tiny_and_bad_receive_chains_are_bounded() {
     assert_eq!(pair.stats.out_frames.get(), 1);
 }
 
-/// Everything that the fuzzer has kept, whenever tests run.
+/// Runs the fuzzer's corpus with the unit tests.
 #[test]
-fn the_fuzzer_s_corpus_does_no_harm() {
+fn fuzz_corpus_does_no_harm() {
     let corpus = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../fuzz/corpus/rings")).unwrap();
     let inputs: Vec<_> = corpus.map(|entry| std::fs::read(entry.unwrap().path()).unwrap()).collect();
     assert!(inputs.len() >= 9);
@@ -210,7 +210,7 @@ fn arbitrary_bytes_do_no_harm() {
 }
 
 #[test]
-fn chains_put_back_are_not_read_again() {
+fn chains_put_back_are_not_fetched_twice() {
     let mut pair = Pair::new(0, true);
     for len in [80, 81, 82] {
         pair.driver.add(&pair.mock, &[(ARENA, len, 0)]).unwrap();
@@ -222,13 +222,13 @@ fn chains_put_back_are_not_read_again() {
     assert_eq!(lens(&mut pair.ring, 2), [80, 81]);
     pair.ring.put_back(2);
     assert_eq!(pair.ring.position(), 0);
-    // The guest changes its mind too late.
+    // The guest changes the descriptors too late.
     for index in 0..3 {
         pair.driver.describe(&pair.mock, index, Descriptor { addr: ARENA, len: 7, flags: 0, next: 0 });
     }
     assert_eq!(lens(&mut pair.ring, 3), [80, 81, 82]);
     assert_eq!(pair.ring.position(), 3);
-    // Beyond what is held: read again.
+    // More than are cached: fetched again.
     pair.ring.put_back(3);
     pair.ring.prime(1).unwrap();
     assert_eq!(lens(&mut pair.ring, 2), [7, 7]);
@@ -237,7 +237,7 @@ fn chains_put_back_are_not_read_again() {
 }
 
 #[test]
-fn chains_read_ahead_are_read_once_and_only_where_many_wait() {
+fn read_ahead_fetches_once_and_only_for_large_bursts() {
     let mut pair = Pair::new(0, true);
     for len in 80..96 {
         pair.driver.add(&pair.mock, &[(ARENA, len, 0)]).unwrap();
@@ -248,27 +248,27 @@ fn chains_read_ahead_are_read_once_and_only_where_many_wait() {
     };
     assert_eq!(pair.ring.ensure(8).unwrap(), 8);
     assert_eq!(lens(&mut pair.ring, 8), (80..88).collect::<Vec<_>>());
-    // Eight are known to wait: neither less than a burst nor more than that is read ahead.
+    // Eight chains are known to wait: read_ahead ignores fewer than its minimum and more than are known.
     pair.ring.read_ahead(7);
     pair.ring.read_ahead(9);
-    // So this comes in time.
+    // So this change is seen.
     pair.driver.describe(&pair.mock, 8, Descriptor { addr: ARENA, len: 7, flags: 0, next: 0 });
     pair.ring.read_ahead(8);
-    // The guest changes its mind too late.
+    // The guest changes the descriptors too late.
     for index in 8..16 {
         pair.driver.describe(&pair.mock, index, Descriptor { addr: ARENA, len: 8, flags: 0, next: 0 });
     }
     assert_eq!(pair.ring.position(), 8, "nothing was taken");
-    assert_eq!(pair.ring.ensure(4).unwrap(), 4, "at most what was asked for");
+    assert_eq!(pair.ring.ensure(4).unwrap(), 4, "at most as many as requested");
     assert_eq!(pair.ring.ensure(8).unwrap(), 8);
     assert_eq!(lens(&mut pair.ring, 4), [7, 89, 90, 91]);
-    assert_eq!(pair.ring.ensure(64).unwrap(), 4, "more is asked for than was read ahead: read again");
+    assert_eq!(pair.ring.ensure(64).unwrap(), 4, "more requested than cached: fetched again");
     assert_eq!(lens(&mut pair.ring, 4), [8, 8, 8, 8]);
     assert_eq!(pair.ring.ensure(64).unwrap(), 0);
 }
 
 #[test]
-fn a_ring_that_stays_awake_asks_for_no_kicks() {
+fn an_awake_device_suppresses_kicks() {
     let mut pair = Pair::new(0, false);
     assert!(pair.ring.is_blank());
     assert!(pair.ring.arm());
