@@ -231,8 +231,8 @@ pub struct Top {
     #[arg(long)]
     pub once: bool,
     /// Column to sort by
-    #[arg(long, value_enum, default_value_t = crate::top::Sort::Bits)]
-    pub sort: crate::top::Sort,
+    #[arg(long, value_enum, default_value_t = crate::top::model::Sort::Bits)]
+    pub sort: crate::top::model::Sort,
 }
 
 #[derive(Group)]

@@ -1,7 +1,7 @@
-//! `vnet capture`: reads the stream of `POST /v1/capture`, into a file as it comes or as a line for each frame.
+//! `vnet capture`: reads the stream of `POST /v1/capture` and writes it to a file, or prints a line for each frame.
 //!
-//! Only whole pcapng blocks are written or shown, so that a file can be read wherever the capture ended: by Ctrl-C, by the count,
-//! by a reader of the pipe who has had enough, or with vnetd.
+//! Only whole pcapng blocks are written, so the file is valid wherever the capture ends: by Ctrl-C, the frame count, a
+//! closed pipe or vnetd's end.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -16,14 +16,14 @@ use pcap_file::pcapng::{Block, PcapNgParser};
 use serde_json::json;
 use vnet::capture::Packet;
 
-use crate::Failure;
 use crate::args::Capture;
 use crate::client::{Client, Ended};
+use crate::output::{Failure, print};
 
-/// Why a frame was dropped, in the comment of its block.
+/// Prefix of the block comment that gives the drop reason.
 const DROPPED: &str = "dropped: ";
 
-/// Captures until it ends, and says on standard error how much that was.
+/// Captures to the end and reports the frame count on standard error.
 pub fn run(client: &Client<'_>, capture: &Capture, json: bool) -> Result<(), Failure> {
     let mut reader = Reader::new(match &capture.write {
         Some(file) => Output::File(open(file)?, file.display().to_string()),
@@ -32,7 +32,7 @@ pub fn run(client: &Client<'_>, capture: &Capture, json: bool) -> Result<(), Fai
     });
     let mut result = Ok(());
     let ended = client.stream(&capture.path(), |bytes| {
-        result = reader.take(bytes);
+        result = reader.consume(bytes);
         result.is_ok()
     })?;
     let Totals { frames, missed } = reader.totals;
@@ -50,17 +50,17 @@ fn open(file: &Path) -> Result<Box<dyn Write>, Failure> {
     }
     match File::create(file) {
         Ok(file) => Ok(Box::new(file)),
-        Err(error) => Err(Failure::Lines(vec![format!("{}: cannot write there: {error}", file.display())])),
+        Err(error) => Err(Failure::Lines(vec![format!("{}: cannot write: {error}", file.display())])),
     }
 }
 
-/// Where frames go.
+/// Destination of the frames.
 enum Output {
-    /// A pcapng file, or a pipe, with its name.
+    /// A pcapng file or pipe, with its name.
     File(Box<dyn Write>, String),
-    /// A line each.
+    /// One line per frame.
     Lines,
-    /// A JSON object each.
+    /// One JSON object per frame.
     Json,
 }
 
@@ -70,10 +70,10 @@ struct Totals {
     missed: u64,
 }
 
-/// Takes the stream apart.
+/// Parses the pcapng stream.
 struct Reader {
     output: Output,
-    /// Bytes that came and are not used yet: less than a block between two calls.
+    /// Bytes of an incomplete block.
     pending: Vec<u8>,
     parser: Option<PcapNgParser>,
     totals: Totals,
@@ -84,8 +84,8 @@ impl Reader {
         Reader { output, pending: vec![], parser: None, totals: Totals::default() }
     }
 
-    /// Uses what came, up to the last whole block.
-    fn take(&mut self, bytes: &[u8]) -> Result<(), Failure> {
+    /// Consumes data up to the last whole block.
+    fn consume(&mut self, bytes: &[u8]) -> Result<(), Failure> {
         self.pending.extend_from_slice(bytes);
         let pending = std::mem::take(&mut self.pending);
         let mut rest = &pending[..];
@@ -97,7 +97,7 @@ impl Reader {
                     after
                 }),
                 Some(parser) => parser.next_block(rest).map(|(after, block)| {
-                    let line = see(&mut self.totals, parser, &block, &self.output);
+                    let line = format_block(&mut self.totals, parser, &block, &self.output);
                     text.extend(line);
                     after
                 }),
@@ -106,8 +106,9 @@ impl Reader {
                 Ok(after) => rest = after,
                 Err(PcapError::IncompleteBuffer) => break,
                 Err(error) => {
-                    let text =
-                        format!("vnetd sends no pcapng: {error}; is it the same version? (vnet version)");
+                    let text = format!(
+                        "vnetd did not send valid pcapng: {error}; is it the same version? (vnet version)"
+                    );
                     return Err(Failure::Lines(vec![text]));
                 }
             }
@@ -122,13 +123,18 @@ impl Reader {
                     _ => Failure::Lines(vec![format!("{name}: cannot write: {error}")]),
                 })
             }
-            Output::Lines | Output::Json => crate::print(&text),
+            Output::Lines | Output::Json => print(&text),
         }
     }
 }
 
-/// Counts a block, and gives its line.
-fn see(totals: &mut Totals, parser: &PcapNgParser, block: &Block<'_>, output: &Output) -> Option<String> {
+/// Counts a block and formats it as a line.
+fn format_block(
+    totals: &mut Totals,
+    parser: &PcapNgParser,
+    block: &Block<'_>,
+    output: &Output,
+) -> Option<String> {
     match block {
         Block::EnhancedPacket(packet) => {
             totals.frames += 1;
@@ -138,11 +144,11 @@ fn see(totals: &mut Totals, parser: &PcapNgParser, block: &Block<'_>, output: &O
                     _ => None,
                 })
             });
-            let seen = Seen::new(name.unwrap_or("?"), packet);
+            let frame = CapturedFrame::new(name.unwrap_or("?"), packet);
             match output {
                 Output::File(..) => None,
-                Output::Lines => Some(seen.line()),
-                Output::Json => Some(seen.json()),
+                Output::Lines => Some(frame.line()),
+                Output::Json => Some(frame.json()),
             }
         }
         Block::InterfaceStatistics(statistics) => {
@@ -158,20 +164,20 @@ fn see(totals: &mut Totals, parser: &PcapNgParser, block: &Block<'_>, output: &O
 }
 
 /// A captured frame.
-struct Seen<'a> {
-    place: &'a str,
+struct CapturedFrame<'a> {
+    port: &'a str,
     at: Duration,
     inbound: bool,
     len: u32,
-    /// Its headers for people; nothing when no byte of it was kept.
+    /// Headers as text; `None` if no byte of the frame was kept.
     headers: Option<String>,
     comments: Vec<&'a str>,
 }
 
-impl<'a> Seen<'a> {
-    fn new(place: &'a str, packet: &'a EnhancedPacketBlock<'_>) -> Seen<'a> {
-        let mut seen = Seen {
-            place,
+impl<'a> CapturedFrame<'a> {
+    fn new(port: &'a str, packet: &'a EnhancedPacketBlock<'_>) -> CapturedFrame<'a> {
+        let mut frame = CapturedFrame {
+            port,
             at: packet.timestamp,
             inbound: true,
             len: packet.original_len,
@@ -180,12 +186,12 @@ impl<'a> Seen<'a> {
         };
         for option in &packet.options {
             match option {
-                EnhancedPacketOption::Flags(flags) => seen.inbound = flags & 3 != 2,
-                EnhancedPacketOption::Comment(text) => seen.comments.push(text),
+                EnhancedPacketOption::Flags(flags) => frame.inbound = flags & 3 != 2,
+                EnhancedPacketOption::Comment(text) => frame.comments.push(text),
                 _ => {}
             }
         }
-        seen
+        frame
     }
 
     fn direction(&self) -> &'static str {
@@ -193,10 +199,10 @@ impl<'a> Seen<'a> {
     }
 
     fn line(&self) -> String {
-        let headers = self.headers.as_deref().unwrap_or("refused before it was a frame");
+        let headers = self.headers.as_deref().unwrap_or("no headers captured");
         let comments: String = self.comments.iter().map(|comment| format!(" [{comment}]")).collect();
-        let (clock, place, direction) = (clock(self.at), self.place, self.direction());
-        format!("{clock} {place} {direction:3} {headers}, length {}{comments}\n", self.len)
+        let (clock, port, direction) = (clock(self.at), self.port, self.direction());
+        format!("{clock} {port} {direction:3} {headers}, length {}{comments}\n", self.len)
     }
 
     fn json(&self) -> String {
@@ -206,7 +212,7 @@ impl<'a> Seen<'a> {
         });
         let line = json!({
             "time_ns": self.at.as_nanos() as u64,
-            "at": self.place,
+            "at": self.port,
             "direction": self.direction(),
             "length": self.len,
             "headers": self.headers,
@@ -217,7 +223,7 @@ impl<'a> Seen<'a> {
     }
 }
 
-/// The time of day in UTC.
+/// Time of day in UTC.
 fn clock(at: Duration) -> String {
     let s = at.as_secs();
     format!("{:02}:{:02}:{:02}.{:06}", s / 3600 % 24, s / 60 % 60, s % 60, at.subsec_micros())
@@ -268,9 +274,9 @@ mod tests {
         writer.into_inner()
     }
 
-    /// However the stream is cut into pieces, the same is made of it, and a file ends with a whole block.
+    /// However the stream is split, the result is the same and the file ends with a whole block.
     #[test]
-    fn pieces_of_any_size_make_the_same() {
+    fn the_output_does_not_depend_on_read_sizes() {
         let stream = stream();
         for size in 1..stream.len() {
             let dir = tempfile::tempdir().unwrap();
@@ -278,7 +284,7 @@ mod tests {
             let mut reader = Reader::new(Output::File(open(&path).unwrap(), "f".into()));
             let mut taken = 0;
             for piece in stream.chunks(size) {
-                reader.take(piece).unwrap();
+                reader.consume(piece).unwrap();
                 taken += piece.len();
                 let written = std::fs::read(&path).unwrap();
                 assert_eq!(written.len() + reader.pending.len(), taken);
@@ -290,30 +296,30 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_is_a_line() {
+    fn each_frame_is_one_line() {
         let stream = stream();
         let (mut rest, mut parser) = PcapNgParser::new(&stream).unwrap();
         let mut totals = Totals::default();
         let mut lines = vec![String::new()];
         while !rest.is_empty() {
             let (after, block) = parser.next_block(rest).unwrap();
-            lines.extend(see(&mut totals, &parser, &block, &Output::Lines));
-            lines.extend(see(&mut totals, &parser, &block, &Output::Json));
+            lines.extend(format_block(&mut totals, &parser, &block, &Output::Lines));
+            lines.extend(format_block(&mut totals, &parser, &block, &Output::Json));
             rest = after;
         }
         let macs = "ff:ff:ff:ff:ff:ff > ff:ff:ff:ff:ff:ff";
         assert_eq!(lines[1], format!("01:01:01.000005 link h2 in  {macs}, ethertype 0xffff, length 60\n"));
         assert_eq!(
             lines[3],
-            "01:01:01.000005 link h2 out refused before it was a frame, length 60 [dropped: no_route: No rule.]\n"
+            "01:01:01.000005 link h2 out no headers captured, length 60 [dropped: no_route: No rule.]\n"
         );
         let json: serde_json::Value = serde_json::from_str(&lines[4]).unwrap();
         assert_eq!((&json["dropped"], &json["direction"]), (&json!("no_route"), &json!("out")));
     }
 
     #[test]
-    fn what_is_no_pcapng_is_said() {
+    fn invalid_pcapng_is_reported() {
         let mut reader = Reader::new(Output::Lines);
-        assert!(matches!(reader.take(&[7; 64]), Err(Failure::Lines(_))));
+        assert!(matches!(reader.consume(&[7; 64]), Err(Failure::Lines(_))));
     }
 }

@@ -1,4 +1,4 @@
-//! HTTP requests over a Unix socket: one with its whole answer, or one whose answer is read as it comes.
+//! HTTP client for the control socket: requests with a whole answer, and streams.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -13,41 +13,41 @@ use tokio::net::UnixStream;
 use tokio::signal::unix::{SignalKind, signal};
 use vnet_control::api;
 
-/// Longest wait for an answer.
+/// Timeout of an answer.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Largest answer that is read, in bytes: a million routes as JSON.
+/// Largest answer in bytes: a million routes as JSON.
 const ANSWER_MAX: usize = 256 << 20;
 
-/// Why there is no answer.
+/// Why a request failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// Nobody there.
+    /// No daemon listens there.
     #[error(
         "cannot reach vnetd at '{socket}': {error}; is it running, and is this its socket? (--socket, $VNET_SOCKET)"
     )]
     Unreachable {
         /// The control socket.
         socket: PathBuf,
-        /// What the kernel said.
+        /// The error from connecting.
         error: io::Error,
     },
     /// No permission to connect.
     #[error("no permission to use vnetd's control socket '{0}'; run this command as root or as vnetd's user")]
     Forbidden(PathBuf),
-    /// Somebody there who does not speak HTTP as we do.
+    /// The peer closed the connection, timed out, or does not speak HTTP.
     #[error("vnetd at '{socket}' did not answer: {why}")]
     NoAnswer {
         /// The control socket.
         socket: PathBuf,
-        /// What happened instead.
+        /// What went wrong.
         why: String,
     },
-    /// vnetd said no, in these lines.
+    /// vnetd refused, with these lines.
     #[error("{}", .0.join("\n"))]
     Refused(Vec<String>),
 }
 
-/// Speaks with one vnetd.
+/// A client of one vnetd.
 pub struct Client<'a> {
     socket: &'a Path,
 }
@@ -58,28 +58,28 @@ impl Client<'_> {
         Client { socket }
     }
 
-    /// The body that `path` answers with.
+    /// GETs `path`; returns the body.
     pub fn get(&self, path: &str) -> Result<Vec<u8>, ClientError> {
         self.request(Method::GET, path, vec![])
     }
 
-    /// Has something made.
+    /// POSTs `body`; returns the answer's body.
     pub fn post(&self, path: &str, body: Vec<u8>) -> Result<Vec<u8>, ClientError> {
         self.request(Method::POST, path, body)
     }
 
-    /// Has something changed.
+    /// PATCHes `path`; returns the answer's body.
     pub fn patch(&self, path: &str, body: Vec<u8>) -> Result<Vec<u8>, ClientError> {
         self.request(Method::PATCH, path, body)
     }
 
-    /// Has something removed.
+    /// DELETEs `path`; returns the answer's body.
     pub fn delete(&self, path: &str) -> Result<Vec<u8>, ClientError> {
         self.request(Method::DELETE, path, vec![])
     }
 
-    /// Posts to `path` and reads the answer as it comes, until `take` wants no more, the answer ends, or Ctrl-C or SIGTERM comes.
-    /// There is no limit of time or size.
+    /// POSTs to `path` and passes the answer's data to `take` until that returns false, the answer ends, or on Ctrl-C
+    /// or SIGTERM. No limit of time or size.
     pub fn stream(&self, path: &str, mut take: impl FnMut(&[u8]) -> bool) -> Result<Ended, ClientError> {
         let runtime = self.runtime()?;
         runtime.block_on(async {
@@ -87,7 +87,7 @@ impl Client<'_> {
             let mut terminate =
                 signal(SignalKind::terminate()).map_err(|error| no_answer(error.to_string()))?;
             let answer = tokio::time::timeout(PATIENCE, self.send(Method::POST, path, vec![]));
-            let answer = answer.await.map_err(|_| no_answer(too_late()))??;
+            let answer = answer.await.map_err(|_| no_answer(timed_out()))??;
             let status = answer.status();
             let mut body = answer.into_body();
             if !status.is_success() {
@@ -121,7 +121,7 @@ impl Client<'_> {
         runtime.map_err(|error| self.no_answer(error.to_string()))
     }
 
-    /// What an answer that is no success says.
+    /// The error of an answer without success status.
     fn refusal(&self, status: StatusCode, body: &[u8]) -> ClientError {
         match serde_json::from_slice::<api::Refusal>(body) {
             Ok(refusal) => ClientError::Refused(refusal.errors),
@@ -134,7 +134,7 @@ impl Client<'_> {
             let exchange = self.exchange(method, path, body);
             match tokio::time::timeout(PATIENCE, exchange).await {
                 Ok(answer) => answer,
-                Err(_) => Err(self.no_answer(too_late())),
+                Err(_) => Err(self.no_answer(timed_out())),
             }
         });
         let (status, body) = answer?;
@@ -181,22 +181,22 @@ impl Client<'_> {
     }
 }
 
-fn too_late() -> String {
-    format!("nothing came within {} s", PATIENCE.as_secs())
+fn timed_out() -> String {
+    format!("no answer within {} s", PATIENCE.as_secs())
 }
 
-/// Who ended a stream.
+/// What ended a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
-    /// Whoever took it.
+    /// `take` returned false.
     Taker,
-    /// vnetd, or its end.
+    /// vnetd closed the stream.
     Server,
     /// Ctrl-C or SIGTERM.
     Signal,
 }
 
-/// Writes text so that it can be part of a URI (RFC 3986, section 2.1).
+/// Percent-encodes text for a URI (RFC 3986, section 2.1).
 pub fn encode(text: &str) -> String {
     let mut encoded = String::new();
     for byte in text.bytes() {
@@ -212,7 +212,7 @@ pub fn encode(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn what_is_not_unreserved_is_encoded() {
+    fn reserved_characters_are_percent_encoded() {
         assert_eq!(super::encode("a-b/c d.ü"), "a-b%2Fc%20d.%C3%BC");
     }
 }

@@ -1,9 +1,9 @@
-//! `vnet console`: the control language, typed with history and completion, or read from files and standard input.
+//! `vnet console`: the control language, typed interactively with history and completion, or read from files and
+//! standard input.
 //!
-//! Lines go to vnetd by `POST /v1/console`; nothing is carried out here. A file goes as one request, and vnetd answers its lines
-//! one after the other.
+//! Lines go to vnetd by `POST /v1/console`, a file as one request; vnetd executes them in order.
 
-use std::io::{self, IsTerminal, Read};
+use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 
 use rustyline::completion::{Completer, Pair};
@@ -17,14 +17,14 @@ use vnet_control::api::{self, ConsoleAnswer};
 use vnet_control::language::{self, COMMANDS, Command, Dialect};
 
 use crate::client::Client;
-use crate::{Failure, print, read};
+use crate::output::{Failure, print, read, read_file};
 
 /// Largest file in bytes: the API's largest body.
 const FILE_MAX: u64 = 1 << 20;
-/// Lines of the history that are kept.
+/// Lines kept in the history.
 const HISTORY_MAX: usize = 1_000;
 
-/// Runs what was asked for: files, standard input, or a session with a person.
+/// Runs files, standard input, or an interactive session.
 pub fn run(
     client: &Client<'_>,
     files: &[PathBuf],
@@ -38,7 +38,11 @@ pub fn run(
     let files = if files.is_empty() { &standard_input[..] } else { files };
     let mut failures = vec![];
     for file in files {
-        let (name, text) = read_file(file)?;
+        let (name, text) = read_file(file, FILE_MAX + 1)?;
+        if text.len() as u64 > FILE_MAX {
+            let why = format!("{name}: larger than {FILE_MAX} bytes; split it, or use 'vnet apply'");
+            return Err(Failure::Lines(vec![why]));
+        }
         let dialect = dialect.unwrap_or_else(|| dialect_of(file));
         for ConsoleAnswer { line, good, lines } in send(client, dialect, text, json)? {
             if good {
@@ -55,7 +59,7 @@ pub fn run(
     if failures.is_empty() { Ok(()) } else { Err(Failure::Lines(failures)) }
 }
 
-/// VNET/P's files are known by their names.
+/// VNET/P's files have fixed names.
 fn dialect_of(file: &Path) -> Dialect {
     match file.file_name().and_then(|name| name.to_str()) {
         Some("links") => Dialect::Links,
@@ -82,25 +86,7 @@ fn send(
     read(&answer)
 }
 
-fn read_file(file: &Path) -> Result<(String, Vec<u8>), Failure> {
-    let name = if file == Path::new("-") { "stdin".into() } else { file.display().to_string() };
-    let mut text = vec![];
-    let opened: io::Result<Box<dyn Read>> = if file == Path::new("-") {
-        Ok(Box::new(io::stdin().lock()))
-    } else {
-        std::fs::File::open(file).map(|file| Box::new(file) as _)
-    };
-    let failure = |why: String| Failure::Lines(vec![format!("{name}: {why}")]);
-    opened
-        .and_then(|from| from.take(FILE_MAX + 1).read_to_end(&mut text))
-        .map_err(|error| failure(format!("cannot read the commands: {error}")))?;
-    if text.len() as u64 > FILE_MAX {
-        return Err(failure(format!("larger than {FILE_MAX} bytes; split it, or use 'vnet apply'")));
-    }
-    Ok((name, text))
-}
-
-/// Where the history is kept: below `$XDG_STATE_HOME`, else `~/.local/state`.
+/// History file: below `$XDG_STATE_HOME`, else `~/.local/state`.
 fn history_file() -> Option<PathBuf> {
     let home = || std::env::var_os("HOME").map(|home| Path::new(&home).join(".local/state"));
     let state = std::env::var_os("XDG_STATE_HOME").filter(|path| !path.is_empty()).map(PathBuf::from);
@@ -121,18 +107,18 @@ fn interactive(client: &Client<'_>) -> Result<(), Failure> {
     editor.set_helper(Some(Complete { client }));
     let history = history_file();
     if let Some(history) = &history {
-        // There is none the first time.
+        // Missing on the first run.
         let _ = editor.load_history(history);
     }
-    print("The VNET control language: HELP lists the commands, Tab completes, DONE or Ctrl-D ends.\n")?;
-    let result = converse(client, &mut editor).map_err(|error| match error {
+    print("VNET control language: HELP lists the commands, Tab completes, DONE or Ctrl-D quits.\n")?;
+    let result = read_lines(client, &mut editor).map_err(|error| match error {
         Ended::Terminal(error) => failure(error),
         Ended::Failed(failure) => failure,
     });
     if let Some(history) = &history
         && let Err(error) = editor.save_history(history)
     {
-        eprintln!("the history is not kept: {}: {error}", history.display());
+        eprintln!("cannot save the history: {}: {error}", history.display());
     }
     result
 }
@@ -142,7 +128,7 @@ enum Ended {
     Failed(Failure),
 }
 
-fn converse(client: &Client<'_>, editor: &mut Editor<Complete<'_>, FileHistory>) -> Result<(), Ended> {
+fn read_lines(client: &Client<'_>, editor: &mut Editor<Complete<'_>, FileHistory>) -> Result<(), Ended> {
     loop {
         let line = match editor.readline("vnet> ") {
             Ok(line) => line,
@@ -161,19 +147,19 @@ fn converse(client: &Client<'_>, editor: &mut Editor<Complete<'_>, FileHistory>)
     }
 }
 
-/// Completes keywords, and the names and addresses of what is there.
+/// Completes keywords, and names and addresses of existing ports.
 struct Complete<'a> {
     client: &'a Client<'a>,
 }
 
-/// What the last word of `line` may become, where it begins, given what there is. `there` is asked only when it matters.
-fn complete(line: &str, there: impl FnOnce() -> Vec<String>) -> (usize, Vec<String>) {
+/// Completions of the last word of `line`, and where that word starts. Calls `ports` only if needed.
+fn complete(line: &str, ports: impl FnOnce() -> Vec<String>) -> (usize, Vec<String>) {
     let start = line.rfind(char::is_whitespace).map_or(0, |at| at + 1);
     let word = line[start..].to_ascii_uppercase();
     let before: Vec<String> = line[..start].split_whitespace().map(str::to_ascii_uppercase).collect();
     let mut found = vec![];
     for usage in COMMANDS {
-        // Keywords of the syntax: the beginning in upper case, later ones in lower case.
+        // The syntax has keywords in upper case first, choices in lower case later.
         let words: Vec<_> = usage.words.split(' ').collect();
         if before.len() < words.len() && before.iter().zip(&words).all(|(said, word)| said == word) {
             found.push(words[before.len()].to_string());
@@ -185,7 +171,7 @@ fn complete(line: &str, there: impl FnOnce() -> Vec<String>) -> (usize, Vec<Stri
         }
     }
     if before.len() >= 2 {
-        found.extend(there());
+        found.extend(ports());
     }
     found.retain(|candidate| candidate.to_ascii_uppercase().starts_with(&word));
     found.sort();
@@ -193,10 +179,10 @@ fn complete(line: &str, there: impl FnOnce() -> Vec<String>) -> (usize, Vec<Stri
     (start, found)
 }
 
-/// Names, addresses and indices of links and interfaces.
-fn there(client: &Client<'_>) -> Vec<String> {
+/// Names and addresses of links and interfaces.
+fn ports(client: &Client<'_>) -> Vec<String> {
     let mut found = vec![];
-    // Completion is a convenience: who cannot be asked is not completed.
+    // Completion is a convenience: without an answer, complete nothing.
     if let Ok(links) = client.get("/v1/links").map_err(Failure::from).and_then(|a| read::<Vec<api::Link>>(&a))
     {
         found.extend(links.into_iter().flat_map(|link| [link.name, link.remote]));
@@ -220,7 +206,7 @@ impl Completer for Complete<'_> {
         position: usize,
         _: &Context<'_>,
     ) -> Result<(usize, Vec<Pair>), ReadlineError> {
-        let (start, found) = complete(&line[..position], || there(self.client));
+        let (start, found) = complete(&line[..position], || ports(self.client));
         let pair = |text: String| Pair { display: text.clone(), replacement: text + " " };
         Ok((start, found.into_iter().map(pair).collect()))
     }
@@ -238,8 +224,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_are_completed_by_their_place() {
-        let there = || vec!["h2".to_string(), "10.0.0.2:9000".to_string()];
+    fn words_are_completed_by_position() {
+        let ports = || vec!["h2".to_string(), "10.0.0.2:9000".to_string()];
         for (line, start, want) in [
             ("li", 0, vec!["LINK", "LINKS?"]),
             ("LINK ", 5, vec!["ADD", "DEL"]),
@@ -249,7 +235,7 @@ mod tests {
             ("ROUTE ADD any any e", 18, vec!["edge"]),
             ("zzz", 0, vec![]),
         ] {
-            let (at, found) = complete(line, there);
+            let (at, found) = complete(line, ports);
             assert_eq!((at, found), (start, want.into_iter().map(String::from).collect()), "{line}");
         }
     }

@@ -1,11 +1,11 @@
-//! `vnet keys`: a small private certificate authority for those who have none. It needs no vnetd.
+//! `vnet keys`: a small private certificate authority, for sites without one. It needs no vnetd.
 //!
-//! Everything is in one folder: `ca.pem` and `ca.key`, the authority; `NAME.pem` and `NAME.key`, a host's newest
-//! certificate and its key; `crl.pem`, what is revoked; `issued/SERIAL.pem`, every certificate ever issued. A host needs
-//! `ca.pem`, `crl.pem` and its own two files; `ca.key` stays where it was made.
+//! Everything is in one directory: `ca.pem` and `ca.key`, the authority; `NAME.pem` and `NAME.key`, a host's latest
+//! certificate and its key; `crl.pem`, the revocation list; `issued/SERIAL.pem`, every certificate ever issued. A host needs
+//! `ca.pem`, `crl.pem` and its own two files; `ca.key` never leaves the authority's directory.
 //!
-//! Files are written beside their place and moved there, so that nobody ever reads half a file; keys are never readable by
-//! others, not even for a moment.
+//! Files are written under a temporary name and renamed, so that readers never see a partial file. Keys are created with
+//! mode 600, so they are never readable by others.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -23,24 +23,24 @@ use time::{Duration, OffsetDateTime};
 use vnet::link::sealed::identity::{CertificateInfo, Revoked, revoked, server_name, unix_now};
 use vnet::wire::ethernet::Mac;
 
-/// Where keys are unless `--dir` says otherwise.
+/// Default of `--dir`.
 const FOLDER: &str = "/etc/vnet/keys";
-/// Mode of private keys, and of everything else.
+/// File modes of private keys and of everything else.
 const SECRET: u32 = 0o600;
 const PUBLIC: u32 = 0o644;
-/// A certificate is good from so long before it is issued: hosts' clocks differ.
+/// Certificates are valid from this long before they are issued, because clocks differ.
 const BACKDATED: Duration = Duration::hours(1);
 const CA_DAYS: u32 = 3650;
 const HOST_DAYS: u32 = 397;
 
-/// What `vnet keys` may be asked.
+/// `vnet keys` subcommands.
 #[derive(Subcommand)]
 pub enum KeysCommand {
-    /// Make a new authority
+    /// Create a new authority
     Init {
         #[command(flatten)]
         folder: Folder,
-        /// Days until its certificate ends
+        /// Lifetime of its certificate in days
         #[arg(long, default_value_t = CA_DAYS, value_parser = clap::value_parser!(u32).range(1..=36_500))]
         days: u32,
     },
@@ -62,25 +62,25 @@ pub enum KeysCommand {
     },
 }
 
-/// Where the authority is.
+/// Selects the authority.
 #[derive(Args)]
 pub struct Folder {
-    /// Folder of the authority
+    /// Directory of the authority
     #[arg(long, value_name = "DIR", default_value = FOLDER)]
     dir: PathBuf,
 }
 
-/// What a host's certificate should say.
+/// Contents of a host's certificate.
 #[derive(Args)]
 pub struct Issue {
     #[command(flatten)]
     folder: Folder,
     /// The host's name, as in its [host] name
     name: String,
-    /// Days until it ends
+    /// Lifetime in days
     #[arg(long, default_value_t = HOST_DAYS, value_parser = clap::value_parser!(u32).range(1..=36_500))]
     days: u32,
-    /// Networks that the host may speak for, as in 1,2 [default: all]
+    /// Networks that the host is authorized for, as in 1,2 [default: all]
     #[arg(long, value_name = "IDS", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(0..1 << 24))]
     networks: Vec<u32>,
     /// Source addresses that the host's frames may have [default: all]
@@ -88,10 +88,10 @@ pub struct Issue {
     macs: Vec<Mac>,
 }
 
-/// What is printed: for people, and as JSON.
+/// Output as text and as JSON.
 type Answer = (String, Value);
 
-/// Carries out a command. The error is one line.
+/// Runs a command. The error is one line.
 pub fn run(command: &KeysCommand) -> Result<Answer, String> {
     match command {
         KeysCommand::Init { folder, days } => init(&folder.dir, *days),
@@ -106,32 +106,30 @@ fn init(folder: &Path, days: u32) -> Result<Answer, String> {
     let [certificate, key] = ["ca.pem", "ca.key"].map(|file| folder.join(file));
     if let Some(there) = [&certificate, &key].into_iter().find(|file| file.exists()) {
         let there = there.display();
-        return Err(format!(
-            "'{there}' is there already: an authority that hosts may rely on; choose another --dir"
-        ));
+        return Err(format!("'{there}' already exists, and hosts may rely on it; choose another --dir"));
     }
     fs::create_dir_all(folder.join("issued"))
-        .map_err(|error| format!("cannot make '{}': {error}; choose another --dir", folder.display()))?;
+        .map_err(|error| format!("cannot create '{}': {error}; choose another --dir", folder.display()))?;
     let mut params = validity(days);
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-    // Authorities are told apart by their names when certificates are checked.
+    // Certificate verification identifies authorities by name, so each needs a unique one.
     let pair = KeyPair::generate().map_err(failed)?;
-    let mark = vnet::link::sealed::identity::hex(&pair.public_key_raw()[1..5]);
-    params.distinguished_name = called(&format!("vnet authority {mark}"));
+    let suffix = vnet::link::sealed::identity::hex(&pair.public_key_raw()[1..5]);
+    params.distinguished_name = common_name(&format!("vnet authority {suffix}"));
     let made = params.self_signed(&pair).map_err(failed)?;
     write(&key, SECRET, &pair.serialize_pem())?;
     write(&certificate, PUBLIC, &made.pem())?;
     Authority::open(folder)?.publish(&[])?;
     let text = format!(
-        "authority made in {}\nnext: 'vnet keys issue HOST' for each host; {} stays here, and is all that must be kept secret\n",
+        "authority created in {}\nnext: 'vnet keys issue HOST' for each host; keep {} here and secret\n",
         folder.display(),
         key.display()
     );
     Ok((text, json!({ "ca": certificate, "key": key, "crl": folder.join("crl.pem") })))
 }
 
-/// An authority that may issue and revoke.
+/// An authority with its private key.
 struct Authority {
     folder: PathBuf,
     issuer: Issuer<'static, KeyPair>,
@@ -142,7 +140,10 @@ impl Authority {
         let read = |file: &str| {
             let path = folder.join(file);
             fs::read_to_string(&path).map_err(|error| {
-                format!("cannot read '{}': {error}; make an authority with 'vnet keys init'", path.display())
+                format!(
+                    "cannot read '{}': {error}; create an authority with 'vnet keys init'",
+                    path.display()
+                )
             })
         };
         let wrong = |file: &str, error: rcgen::Error| format!("'{}': {error}", folder.join(file).display());
@@ -156,10 +157,12 @@ impl Authority {
         let Issue { name, days, networks, macs, .. } = issue;
         server_name(name)?;
         if name == "ca" || name == "crl" || name.contains('/') {
-            return Err(format!("'{name}' cannot be a host's name here: its files would be others"));
+            return Err(format!(
+                "'{name}' cannot be a host name: its files would clash with the authority's"
+            ));
         }
         let mut params = validity(*days);
-        params.distinguished_name = called(name);
+        params.distinguished_name = common_name(name);
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages =
             vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
@@ -175,16 +178,16 @@ impl Authority {
         let info = CertificateInfo::read(made.der())?;
         let [certificate, key] = ["pem", "key"].map(|kind| self.folder.join(format!("{name}.{kind}")));
         fs::create_dir_all(self.folder.join("issued"))
-            .map_err(|error| format!("cannot make 'issued': {error}"))?;
-        // Known before it is used: what is not in here cannot be revoked.
+            .map_err(|error| format!("cannot create 'issued': {error}"))?;
+        // Record it before anything else: only recorded certificates can be revoked.
         write(&self.folder.join("issued").join(format!("{}.pem", info.serial)), PUBLIC, &made.pem())?;
         write(&key, SECRET, &pair.serialize_pem())?;
         write(&certificate, PUBLIC, &made.pem())?;
-        // The configuration takes absolute paths only. There is no such path only where there is no current folder.
+        // The configuration takes absolute paths only. This fails only without a current directory.
         let folder = std::path::absolute(&self.folder).unwrap_or_else(|_| self.folder.clone());
         let at = folder.display();
         let text = format!(
-            "certificate {} issued to {name}, good for {days} days\nput into its configuration, and give it these files:\n\n\
+            "certificate {} issued to {name}, valid for {days} days\ncopy these files to the host and add to its configuration:\n\n\
              [identity]\nca = \"{at}/ca.pem\"\ncertificate = \"{at}/{name}.pem\"\nkey = \"{at}/{name}.key\"\ncrl = \"{at}/crl.pem\"\n",
             info.serial
         );
@@ -203,12 +206,12 @@ impl Authority {
             }
         }
         if serials.is_empty() {
-            return Err(format!("no certificate of '{name}' is there to be revoked; see 'vnet keys show'"));
+            return Err(format!("'{name}' has no certificate to revoke; see 'vnet keys show'"));
         }
         self.publish(&list)?;
         let crl = self.folder.join("crl.pem");
         let text = format!(
-            "revoked {} of {name}: {}\ngive {} to the other hosts; they take it up within a second\n",
+            "revoked {} of {name}: {}\ncopy {} to the other hosts; they reload it within a second\n",
             if serials.len() == 1 { "the certificate" } else { "the certificates" },
             serials.join(", "),
             crl.display()
@@ -238,11 +241,11 @@ impl Authority {
     }
 }
 
-/// All certificates that were issued, by the time they end.
+/// All issued certificates, sorted by expiry.
 fn issued(folder: &Path) -> Result<Vec<CertificateInfo>, String> {
     let folder = folder.join("issued");
     let entries = fs::read_dir(&folder).map_err(|error| {
-        format!("cannot read '{}': {error}; make an authority with 'vnet keys init'", folder.display())
+        format!("cannot read '{}': {error}; create an authority with 'vnet keys init'", folder.display())
     })?;
     let mut found = vec![];
     for entry in entries {
@@ -303,7 +306,7 @@ fn state(info: &CertificateInfo) -> &'static str {
 }
 
 fn table(rows: &[(CertificateInfo, &str)]) -> String {
-    let mut text = format!("{:16}  {:13}  {:10}  {:40}  MAY SPEAK FOR\n", "NAME", "STATE", "ENDS", "SERIAL");
+    let mut text = format!("{:16}  {:13}  {:10}  {:40}  AUTHORIZED FOR\n", "NAME", "STATE", "ENDS", "SERIAL");
     for (info, state) in rows {
         let limits =
             |what: &str, list: Option<Vec<String>>| list.map(|list| format!("{what} {}", list.join(" ")));
@@ -333,7 +336,7 @@ fn as_json(info: &CertificateInfo, state: &str) -> Value {
     })
 }
 
-/// A day as ISO 8601 writes it.
+/// The UTC date in ISO 8601.
 fn date(unix_s: i64) -> String {
     OffsetDateTime::from_unix_timestamp(unix_s).map_or("-".into(), |time| time.date().to_string())
 }
@@ -346,17 +349,17 @@ fn validity(days: u32) -> CertificateParams {
     params
 }
 
-fn called(name: &str) -> DistinguishedName {
-    let mut called = DistinguishedName::new();
-    called.push(DnType::CommonName, name);
-    called
+fn common_name(name: &str) -> DistinguishedName {
+    let mut subject = DistinguishedName::new();
+    subject.push(DnType::CommonName, name);
+    subject
 }
 
 fn failed(error: rcgen::Error) -> String {
-    format!("cannot make the certificate: {error}")
+    format!("cannot create the certificate: {error}")
 }
 
-/// Puts a file in its place as a whole, with this mode from the beginning.
+/// Writes a file atomically, with this mode from its creation.
 fn write(path: &Path, mode: u32, text: &str) -> Result<(), String> {
     let scratch = path.with_extension(format!("{}.new", std::process::id()));
     let put = || -> io::Result<()> {
@@ -367,7 +370,6 @@ fn write(path: &Path, mode: u32, text: &str) -> Result<(), String> {
         File::open(path.parent().unwrap_or(Path::new(".")))?.sync_all()
     };
     put().map_err(|error| {
-        // Whatever is left of it is of no use.
         let _ = fs::remove_file(&scratch);
         format!("cannot write '{}': {error}", path.display())
     })

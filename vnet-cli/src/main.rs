@@ -1,5 +1,5 @@
-//! vnet: the command for people and scripts. It asks a running vnetd over its control socket, or has it change something,
-//! and prints the answer as an aligned table or as JSON.
+//! vnet: the command line client. It queries or changes a running vnetd over its control socket, and prints the answer
+//! as an aligned table or as JSON.
 
 mod args;
 mod capture;
@@ -7,49 +7,23 @@ mod client;
 mod console;
 mod doctor;
 mod keys;
+mod output;
 mod show;
 mod top;
 
-use std::fmt;
-use std::io::{self, IsTerminal, Read, Write};
+use std::io::{self, IsTerminal};
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use args::{Args, Command, InterfaceCommand, LinkCommand, RouteCommand};
 use clap::Parser;
-use client::{Client, ClientError};
+use client::Client;
+use output::{Failure, print, read, read_file};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use vnet_control::config::{self, FILE_MAX};
 use vnet_control::{Problem, api};
-
-/// Why a command failed: one line for each reason.
-#[derive(Debug)]
-enum Failure {
-    /// The daemon refused, or is not there.
-    Client(ClientError),
-    /// Lines that say it all.
-    Lines(Vec<String>),
-    /// Standard output is gone, as in `vnet stats | head`: nobody is left to tell.
-    NobodyReads,
-}
-
-impl From<ClientError> for Failure {
-    fn from(error: ClientError) -> Failure {
-        Failure::Client(error)
-    }
-}
-
-impl fmt::Display for Failure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Failure::Client(error) => error.fmt(f),
-            Failure::Lines(lines) => f.write_str(&lines.join("\n")),
-            Failure::NobodyReads => Ok(()),
-        }
-    }
-}
 
 fn main() -> ExitCode {
     let args = Args::parse();
@@ -117,13 +91,13 @@ struct Vnet<'a> {
 }
 
 impl Vnet<'_> {
-    /// Asks for something and prints it.
+    /// GETs an answer and prints it.
     fn list<T: DeserializeOwned>(&self, path: &str, show: impl Fn(&T) -> String) -> Result<(), Failure> {
         let answer = self.client.get(path)?;
         self.print(&answer, |answer| Ok(show(&read(answer)?)))
     }
 
-    /// Has something found out and prints it.
+    /// POSTs without a body and prints the answer.
     fn ask<T: DeserializeOwned>(&self, path: &str, show: impl Fn(&T) -> String) -> Result<(), Failure> {
         let answer = self.client.post(path, vec![])?;
         self.print(&answer, |answer| Ok(show(&read(answer)?)))
@@ -151,7 +125,7 @@ impl Vnet<'_> {
     }
 
     fn apply(&self, file: &Path, dry_run: bool) -> Result<(), Failure> {
-        let (name, text) = read_file(file)?;
+        let (name, text) = read_file(file, FILE_MAX)?;
         let path = format!("/v1/apply?dry_run={dry_run}&name={}", client::encode(&name));
         let answer = self.client.post(&path, text)?;
         let applied: api::Applied = read(&answer)?;
@@ -161,7 +135,7 @@ impl Vnet<'_> {
 
     /// Checks a file; needs no daemon.
     fn check(&self, file: &Path) -> Result<(), Failure> {
-        let (name, text) = read_file(file)?;
+        let (name, text) = read_file(file, FILE_MAX)?;
         let result = match String::from_utf8(text) {
             Ok(text) => config::parse(&name, &text),
             Err(_) => return Err(Failure::Lines(vec![format!("{name}: is not UTF-8 text")])),
@@ -193,13 +167,13 @@ impl Vnet<'_> {
         })
     }
 
-    /// Counters once, or again and again.
+    /// Counters, once or every `watch` seconds.
     fn stats(&self, watch: Option<u32>) -> Result<(), Failure> {
         let Some(seconds) = watch else { return self.list("/v1/stats", show::stats) };
         loop {
             let answer = self.client.get("/v1/stats")?;
             if !self.json && io::stdout().is_terminal() {
-                // Home, and clear what is below.
+                // Cursor home, clear the screen.
                 print("\x1b[H\x1b[J")?;
             }
             self.print(&answer, |answer| Ok(show::stats(&read(answer)?) + "\n"))?;
@@ -207,44 +181,12 @@ impl Vnet<'_> {
         }
     }
 
-    /// Prints an answer: as it came, on one line, or for people.
+    /// Prints an answer: with --json on one line as vnetd sent it, else as text.
     fn print(
         &self,
         answer: &[u8],
         show: impl FnOnce(&[u8]) -> Result<String, Failure>,
     ) -> Result<(), Failure> {
         if self.json { print(&(String::from_utf8_lossy(answer) + "\n")) } else { print(&show(answer)?) }
-    }
-}
-
-fn print(text: &str) -> Result<(), Failure> {
-    let mut out = io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Ok(()) => Ok(()),
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Err(Failure::NobodyReads),
-        Err(error) => Err(Failure::Lines(vec![format!("cannot write the answer: {error}")])),
-    }
-}
-
-fn read<T: DeserializeOwned>(answer: &[u8]) -> Result<T, Failure> {
-    serde_json::from_slice(answer).map_err(|error| {
-        let text =
-            format!("cannot understand vnetd's answer: {error}; is it the same version? (vnet version)");
-        Failure::Lines(vec![text])
-    })
-}
-
-/// A configuration file's name in messages and its text; `-` is standard input.
-fn read_file(file: &Path) -> Result<(String, Vec<u8>), Failure> {
-    let name = if file == Path::new("-") { "stdin".into() } else { file.display().to_string() };
-    let mut text = vec![];
-    let opened: io::Result<Box<dyn Read>> = if file == Path::new("-") {
-        Ok(Box::new(io::stdin().lock()))
-    } else {
-        std::fs::File::open(file).map(|file| Box::new(file) as _)
-    };
-    match opened.and_then(|from| from.take(FILE_MAX).read_to_end(&mut text)) {
-        Ok(_) => Ok((name, text)),
-        Err(error) => Err(Failure::Lines(vec![format!("{name}: cannot read the configuration: {error}")])),
     }
 }

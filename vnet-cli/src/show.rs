@@ -1,18 +1,18 @@
-//! Answers as people read them: aligned columns, nothing left out.
+//! Formats answers as aligned tables for people.
 
 use std::collections::BTreeMap;
 
 use vnet::stats::{DiscardReason, DropReason};
 use vnet_control::api::*;
 
-/// Rows of cells under a heading, aligned; columns of figures to the right.
+/// A table with a heading and aligned columns.
 pub struct Table {
     rows: Vec<Vec<String>>,
     right: &'static [usize],
 }
 
 impl Table {
-    /// A table with this heading; columns `right` stand to the right.
+    /// A table with this heading; columns listed in `right` are right-aligned.
     pub fn new(heading: &[&str], right: &'static [usize]) -> Table {
         Table { rows: vec![heading.iter().map(ToString::to_string).collect()], right }
     }
@@ -26,7 +26,7 @@ impl Table {
         self.rows.push(cells);
     }
 
-    /// The table as lines.
+    /// Formats the table.
     pub fn print(&self) -> String {
         let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
         let mut widths = vec![0; columns];
@@ -62,7 +62,7 @@ pub fn status(status: &Status) -> String {
     row("host", status.host.clone());
     row("vnetd", format!("{}, process {}, up {}", status.version, status.pid, duration(status.uptime_s)));
     let more =
-        if status.ports > 1 { format!(" and {} ports behind it", status.ports - 1) } else { String::new() };
+        if status.ports > 1 { format!(" and the next {} ports", status.ports - 1) } else { String::new() };
     row("bridge", format!("{}{more} (UDP)", status.bridge));
     row("dispatchers", format!("{}, yield {}", status.dispatchers, status.yield_strategy));
     row("interfaces", format!("{} of {} up", status.interfaces_up, status.interfaces));
@@ -78,7 +78,7 @@ pub fn status(status: &Status) -> String {
     table.print()
 }
 
-/// `vnet overlay`: the store, then the hosts, then what is wrong.
+/// `vnet overlay`: the store, then the hosts, then alarms.
 pub fn overlay(overlay: &Overlay) -> String {
     let mut table = Table::new(&[], &[]);
     table.rows.clear();
@@ -120,7 +120,7 @@ fn duration(seconds: u64) -> String {
     }
 }
 
-/// Bits per second, with three digits or so.
+/// A rate in bit/s with a unit prefix.
 fn bits(bits_per_s: u64) -> String {
     match bits_per_s {
         0..10_000 => format!("{bits_per_s} bit/s"),
@@ -181,7 +181,7 @@ pub fn interfaces(interfaces: &Vec<Interface>) -> String {
     table.print()
 }
 
-/// `adaptive, now vmm`: what was asked for, and what it is where that is left open.
+/// The configured mode; for adaptive also the current one, as in `adaptive, now vmm`.
 fn mode(driving: &Driving) -> String {
     match &*driving.mode {
         "adaptive" => format!("adaptive, now {}", driving.driven_by),
@@ -189,13 +189,13 @@ fn mode(driving: &Driving) -> String {
     }
 }
 
-/// How the guest is notified, and how often; a TAP's kernel does as it likes.
+/// Interrupt mode and notifications per frame; `-` for TAP, where the kernel decides.
 fn interrupts(i: &Interface) -> String {
     if i.device.is_some() {
         return "-".into();
     }
     let thousandths = i.driving.notifications_per_1000_frames;
-    format!("{}, {}.{:03} a frame", i.driving.interrupts, thousandths / 1000, thousandths % 1000)
+    format!("{}, {}.{:03} per frame", i.driving.interrupts, thousandths / 1000, thousandths % 1000)
 }
 
 /// `vnet link list`
@@ -256,7 +256,7 @@ pub fn routes(routes: &Vec<Route>) -> String {
     table.print()
 }
 
-/// `vnet stats`: ports, then every reason with the ports that have it, then dispatchers, then the balance.
+/// `vnet stats`: ports, then every drop and discard reason with its ports, then dispatchers, then the balance.
 pub fn stats(stats: &Stats) -> String {
     let heading = [
         "PORT",
@@ -309,7 +309,7 @@ pub fn stats(stats: &Stats) -> String {
     )
 }
 
-/// One row a reason: in the order of the counters, then those of another version of vnetd.
+/// One row per reason: known ones in the order of the counters, then those of a different vnetd version.
 fn reasons<'a>(
     heading: &str,
     known: impl Iterator<Item = &'a str>,
@@ -337,7 +337,7 @@ fn port_name(port: &Port) -> String {
     if port.kind == port.name { port.kind.clone() } else { format!("{} {}", port.kind, port.name) }
 }
 
-/// `vnet trace`: what decides, then each copy where there are several or there is more to say of one.
+/// `vnet trace`: the decision, then each copy.
 pub fn trace(trace: &Trace) -> String {
     let Trace { network, src, dst, from, why, to, drop, cached_by, copies, .. } = trace;
     let outcome = match drop {
@@ -347,7 +347,7 @@ pub fn trace(trace: &Trace) -> String {
     let mut text = format!("{src} -> {dst} in network {network}, from {from}: {outcome}, because {why}\n");
     if !cached_by.is_empty() {
         let dispatchers: Vec<_> = cached_by.iter().map(ToString::to_string).collect();
-        text += &format!("  by a line in the cache of dispatcher {}\n", dispatchers.join(" and "));
+        text += &format!("  from the cache of dispatcher {}\n", dispatchers.join(" and "));
     }
     for copy in copies {
         let remote = copy.remote.as_ref().map(|remote| format!(" at {remote}")).unwrap_or_default();
@@ -357,11 +357,11 @@ pub fn trace(trace: &Trace) -> String {
     text
 }
 
-/// What the host behind a link says.
+/// The answer of the host behind a link.
 fn next_hop(text: &mut String, hop: Option<&Hop>, silent: Option<&str>, depth: usize) {
     let indent = "  ".repeat(depth);
     if let Some(silent) = silent {
-        *text += &format!("{indent}the other host is not heard: {silent}\n");
+        *text += &format!("{indent}no answer from the other host: {silent}\n");
     }
     let Some(Hop { host, from, why, copies, drop, more }) = hop else { return };
     let outcome = match drop {

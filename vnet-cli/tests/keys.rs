@@ -108,7 +108,7 @@ fn what_is_revoked_is_refused_and_what_is_renewed_is_not() {
 fn mistakes_are_one_line_and_change_nothing() {
     let (folder, path) = authority();
     let before = fs::read(path.join("ca.pem")).unwrap();
-    assert!(refused(&path, &["init"]).contains("is there already"));
+    assert!(refused(&path, &["init"]).contains("already exists"));
     for name in ["no name", "ca", "crl", "../h1", "-"] {
         let name = refused(&path, &["issue", "--", name]);
         assert!(name.contains("cannot be"), "{name}");

@@ -1,52 +1,48 @@
-//! The HTTP/JSON API under `/v1`: one thin function a request, each of which asks the engine or changes it.
+//! The HTTP/JSON API under `/v1`: one thin function per request, which queries or changes the engine.
 //!
-//! Answers are the types of `vnet_control::api`; whatever is refused comes as `{"errors": [LINE, ...]}`. The engine is
-//! used on a thread of its own, so that a change that takes long holds up neither signals nor other connections. Requests
-//! are registered with the description that they are documented by, so that the OpenAPI document cannot miss one.
+//! Answers are the types of `vnet_control::api`; refusals are `{"errors": [LINE, ...]}`. The engine runs on a blocking
+//! thread, so that a slow change delays neither signals nor other connections. Each handler is registered together
+//! with its OpenAPI description, so the document is always complete.
 
 #![allow(unused_qualifications, reason = "utoipa writes qualified names")]
 
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use axum::body::Bytes;
 use axum::extract::rejection::{BytesRejection, PathRejection, QueryRejection};
 use axum::extract::{DefaultBodyLimit, Extension, FromRef, Path, Query, State};
-use axum::http::{StatusCode, header};
+use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::{Router, middleware};
 use serde::{Deserialize, Serialize};
-use tokio::sync::Semaphore;
 use utoipa::{IntoParams, OpenApi, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 use vnet::frame::NetworkId;
 use vnet::wire::ethernet::Mac;
-use vnet_control::config::{self, ConfigError};
+use vnet_control::config;
 use vnet_control::console;
 use vnet_control::desired::Target;
-use vnet_control::engine::{Engine, EngineError};
+use vnet_control::engine::Engine;
 use vnet_control::events::Asker;
 use vnet_control::follow::{FAN_OUT_OWN, HOPS};
 use vnet_control::language::Dialect;
 use vnet_control::{api, requests};
 
-use crate::Shared;
 use crate::events::Hub;
 use crate::follow::{self, Followers};
 use crate::gate::{self, Token};
+use crate::shared::{BODY_MAX, Refused, Shared, change, json, refusal, with_engine};
 use crate::{capture, events, metrics};
 
-/// Largest request body in bytes (DESIGN.md section 10).
-pub const BODY_MAX: usize = 1 << 20;
-
-/// What requests act on.
+/// State of the handlers.
 #[derive(Clone)]
 pub struct App {
     pub shared: Shared,
     pub events: Hub,
-    /// Who waits for other hosts' answers.
+    /// Traces that wait for other hosts' answers.
     pub followers: Arc<Followers>,
-    /// What changes by TCP have to show; without it there are none.
+    /// Token that changes over TCP need; without one they are off.
     pub token: Option<Arc<Token>>,
 }
 
@@ -56,22 +52,27 @@ impl FromRef<App> for Shared {
     }
 }
 
+impl FromRef<App> for Hub {
+    fn from_ref(app: &App) -> Hub {
+        app.events.clone()
+    }
+}
+
 impl FromRef<App> for Arc<Followers> {
     fn from_ref(app: &App) -> Arc<Followers> {
         app.followers.clone()
     }
 }
 
-/// The document's head.
 #[derive(OpenApi)]
 #[openapi(info(
     title = "vnet",
-    description = "Asks and changes a running vnetd. On the control socket everything is allowed to root and vnetd's user; by \
-                   TCP reading is free, and changes need `Authorization: Bearer TOKEN` with the token of [control] token_file."
+    description = "Queries and changes a running vnetd. Root and vnetd's own user may do everything on the control socket. \
+                   Over TCP, anybody may read, and changes need `Authorization: Bearer TOKEN` with the token of [control] token_file."
 ))]
 struct Head;
 
-/// All requests with their descriptions.
+/// All handlers with their descriptions.
 fn described() -> OpenApiRouter<App> {
     OpenApiRouter::with_openapi(Head::openapi())
         .routes(routes!(status))
@@ -94,12 +95,11 @@ fn described() -> OpenApiRouter<App> {
         .routes(routes!(openapi))
 }
 
-/// The OpenAPI document.
 pub fn document() -> utoipa::openapi::OpenApi {
     described().into_openapi()
 }
 
-/// Answers requests that carry their [`gate::Caller`] as an extension.
+/// The router. Requests must carry their [`gate::Caller`] as an extension.
 pub fn router(app: App) -> Router {
     let (router, _) = described().split_for_parts();
     router
@@ -111,133 +111,8 @@ pub fn router(app: App) -> Router {
         })
         .layer(DefaultBodyLimit::max(BODY_MAX))
         .layer(middleware::from_fn(gate::whole_body))
-        .layer(middleware::from_fn_with_state(app.clone(), gate::allow))
+        .layer(middleware::from_fn_with_state(app.token.clone(), gate::allow))
         .with_state(app)
-}
-
-/// The engine. A poisoned lock says nothing here: a panic ends the whole process (`main.rs`).
-pub fn lock(shared: &Shared) -> MutexGuard<'_, Option<Engine>> {
-    shared.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Why a request is refused.
-pub enum Refused {
-    /// The engine said no.
-    Engine(EngineError),
-    /// The request makes no sense.
-    Request(String),
-}
-
-impl std::fmt::Display for Refused {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Refused::Engine(error) => error.fmt(f),
-            Refused::Request(text) => f.write_str(text),
-        }
-    }
-}
-
-impl From<std::io::Error> for Refused {
-    fn from(error: std::io::Error) -> Refused {
-        Refused::Request(error.to_string())
-    }
-}
-
-impl From<String> for Refused {
-    fn from(text: String) -> Refused {
-        Refused::Request(text)
-    }
-}
-
-impl From<EngineError> for Refused {
-    fn from(error: EngineError) -> Refused {
-        Refused::Engine(error)
-    }
-}
-
-impl From<ConfigError> for Refused {
-    fn from(error: ConfigError) -> Refused {
-        Refused::Engine(error.into())
-    }
-}
-
-impl From<BytesRejection> for Refused {
-    fn from(rejection: BytesRejection) -> Refused {
-        Refused::Request(if rejection.status() == StatusCode::PAYLOAD_TOO_LARGE {
-            format!(
-                "the request's body is larger than {BODY_MAX} bytes; use the configuration file and SIGHUP"
-            )
-        } else {
-            rejection.body_text()
-        })
-    }
-}
-
-impl From<PathRejection> for Refused {
-    fn from(rejection: PathRejection) -> Refused {
-        Refused::Request(rejection.body_text())
-    }
-}
-
-impl From<QueryRejection> for Refused {
-    fn from(rejection: QueryRejection) -> Refused {
-        Refused::Request(rejection.body_text())
-    }
-}
-
-impl IntoResponse for Refused {
-    fn into_response(self) -> Response {
-        match self {
-            Refused::Request(text) => refusal(StatusCode::BAD_REQUEST, &text),
-            Refused::Engine(error) => {
-                let status = match error {
-                    EngineError::Invalid(_) => StatusCode::BAD_REQUEST,
-                    EngineError::NotFound(_) | EngineError::UnknownSource(_) => StatusCode::NOT_FOUND,
-                    _ => StatusCode::CONFLICT,
-                };
-                refusal(status, &error.to_string())
-            }
-        }
-    }
-}
-
-/// An answer that says no.
-pub fn refusal(status: StatusCode, text: &str) -> Response {
-    json(status, &api::Refusal { errors: text.lines().map(String::from).collect() })
-}
-
-fn json(status: StatusCode, body: &impl Serialize) -> Response {
-    let body = serde_json::to_vec(body).expect("the API's types are all JSON");
-    (status, [(header::CONTENT_TYPE, "application/json")], body).into_response()
-}
-
-/// Threads that wait for the engine at a time; further requests wait without one.
-static PLACES: Semaphore = Semaphore::const_new(4);
-
-/// Uses the engine away from the thread that serves connections.
-pub async fn with_engine<T: Send + 'static>(
-    shared: Shared,
-    task: impl FnOnce(&mut Engine) -> Result<T, Refused> + Send + 'static,
-) -> Result<T, Refused> {
-    let stopping = || Refused::Request("vnetd is stopping".into());
-    let Ok(place) = PLACES.acquire().await else { return Err(stopping()) };
-    let done = tokio::task::spawn_blocking(move || {
-        let _place = place;
-        match lock(&shared).as_mut() {
-            Some(engine) => task(engine),
-            None => Err(stopping()),
-        }
-    });
-    done.await.unwrap_or_else(|_| Err(stopping()))
-}
-
-/// Uses the engine for somebody who may change it.
-pub async fn change<T: Send + 'static>(
-    shared: Shared,
-    asker: Asker,
-    task: impl FnOnce(&mut Engine) -> Result<T, Refused> + Send + 'static,
-) -> Result<T, Refused> {
-    with_engine(shared, |engine| engine.on_behalf(asker, task)).await
 }
 
 async fn ask<T: Serialize + Send + 'static>(
@@ -252,16 +127,16 @@ async fn ask<T: Serialize + Send + 'static>(
 
 type Answer = Result<Response, Refused>;
 type Body = Result<Bytes, BytesRejection>;
-/// Who asks.
+/// The requester's identity, set by [`gate::allow`].
 type By = Extension<Asker>;
 
-/// The host at a glance
+/// Overview of the host
 #[utoipa::path(get, path = "/v1/status", responses((status = 200, body = api::Status)))]
 async fn status(State(shared): State<Shared>) -> Response {
     ask(shared, Engine::status).await
 }
 
-/// Counters of every port, drops and discards by reason, and the balance of all frames
+/// Counters of every port, drops and discards by reason, and the frame balance
 #[utoipa::path(get, path = "/v1/stats", responses((status = 200, body = api::Stats)))]
 async fn stats(State(shared): State<Shared>) -> Response {
     ask(shared, Engine::stats).await
@@ -273,7 +148,7 @@ async fn networks(State(shared): State<Shared>) -> Response {
     ask(shared, Engine::networks).await
 }
 
-/// Known addresses, learned and configured
+/// Known MAC addresses, learned and configured
 #[utoipa::path(get, path = "/v1/learned", responses((status = 200, body = Vec<api::Learned>)))]
 async fn learned(State(shared): State<Shared>) -> Response {
     ask(shared, Engine::learned).await
@@ -282,7 +157,7 @@ async fn learned(State(shared): State<Shared>) -> Response {
 /// The distributed overlay: its store, the other hosts, alarms
 #[utoipa::path(get, path = "/v1/overlay", responses((status = 200, body = api::Overlay), (status = 404, body = api::Refusal)))]
 async fn overlay(State(shared): State<Shared>) -> Answer {
-    let none = "this host takes part in no overlay; see [overlay] in the configuration";
+    let none = "this host is in no overlay; see [overlay] in the configuration";
     let shown = with_engine(shared, |engine| Ok(engine.overlay())).await?;
     Ok(shown.map_or_else(|| refusal(StatusCode::NOT_FOUND, none), |shown| json(StatusCode::OK, &shown)))
 }
@@ -329,7 +204,7 @@ async fn add_link(State(shared): State<Shared>, Extension(by): By, body: Body) -
     Ok(json(StatusCode::CREATED, &made.await?))
 }
 
-/// Adds a route; its index is counted from 1 and never used again
+/// Adds a route; its index counts from 1 and is never reused
 #[utoipa::path(post, path = "/v1/routes", request_body = requests::NewRoute,
     responses((status = 201, body = api::Route), (status = "4XX", body = api::Refusal)))]
 async fn add_route(State(shared): State<Shared>, Extension(by): By, body: Body) -> Answer {
@@ -341,7 +216,7 @@ async fn add_route(State(shared): State<Shared>, Extension(by): By, body: Body) 
     Ok(json(StatusCode::CREATED, &made.await?))
 }
 
-/// Removes an interface that no route names
+/// Removes an interface; no route may refer to it
 #[utoipa::path(delete, path = "/v1/interfaces/{name}", params(("name" = String, Path)),
     responses((status = 204), (status = "4XX", body = api::Refusal)))]
 async fn remove_interface(
@@ -354,7 +229,7 @@ async fn remove_interface(
     Ok(StatusCode::NO_CONTENT.into_response())
 }
 
-/// Changes an interface while it is open: who drives it, how its guest is notified, its limits
+/// Changes settings of an interface while it stays open
 ///
 /// The body has some of `mode`, `rate_low`, `rate_high`, `window_us`, `interrupts`, `receive_density_low`,
 /// `receive_density_high`, `early_bytes`, `storm_limit`, `port_security`.
@@ -375,7 +250,7 @@ async fn change_interface(
     Ok(json(StatusCode::OK, &changed.await?))
 }
 
-/// Removes a link that no route names
+/// Removes a link; no route may refer to it
 #[utoipa::path(delete, path = "/v1/links/{name}", params(("name" = String, Path)),
     responses((status = 204), (status = "4XX", body = api::Refusal)))]
 async fn remove_link(
@@ -404,15 +279,15 @@ async fn remove_route(
     Ok(StatusCode::NO_CONTENT.into_response())
 }
 
-/// What `POST /v1/apply` may be asked.
+/// Query parameters of `POST /v1/apply`.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 #[serde(deny_unknown_fields)]
 struct ApplyQuery {
-    /// Only say what would be done.
+    /// Report the changes without making them.
     #[serde(default)]
     dry_run: bool,
-    /// The configuration's name in messages.
+    /// File name for error messages.
     #[serde(default = "request")]
     name: String,
 }
@@ -421,30 +296,30 @@ fn request() -> String {
     "request".into()
 }
 
-/// What `GET /v1/trace` may be asked.
+/// Query parameters of `GET` and `POST /v1/trace`.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 #[serde(deny_unknown_fields)]
 struct TraceQuery {
-    /// Source address.
+    /// Source MAC address.
     src: Mac,
-    /// Destination address.
+    /// Destination MAC address.
     dst: Mac,
-    /// Network, 1 unless given.
+    /// Network id; default 1.
     #[serde(default)]
     network: NetworkId,
-    /// Where the frame comes from: `interface NAME` or `link NAME`; where `src` is known to be unless given.
+    /// Where the frame enters: `interface NAME` or `link NAME`. Default: where `src` was learned or is configured.
     from: Option<String>,
 }
 
-/// What would become of a frame, and what decides
+/// Shows how a frame would be forwarded, and which rule or entry decides
 #[utoipa::path(get, path = "/v1/trace", params(TraceQuery),
     responses((status = 200, body = api::Trace), (status = "4XX", body = api::Refusal)))]
 async fn trace(State(shared): State<Shared>, query: Result<Query<TraceQuery>, QueryRejection>) -> Answer {
     Ok(json(StatusCode::OK, &traced(shared, query).await?))
 }
 
-/// The same, with what the hosts behind links say: each is asked by the link that the frame would take
+/// Shows how a frame would be forwarded over several hosts: also queries each host behind a link that the frame would take
 #[utoipa::path(post, path = "/v1/trace", params(TraceQuery),
     responses((status = 200, body = api::Trace), (status = "4XX", body = api::Refusal)))]
 async fn follow_trace(
@@ -466,7 +341,7 @@ async fn traced(
     with_engine(shared, move |engine| Ok(engine.trace(network, src, dst, from.as_ref())?)).await
 }
 
-/// Makes the host be as a configuration (TOML) says; only what differs is touched
+/// Makes the host match a configuration (TOML); touches only what differs
 #[utoipa::path(post, path = "/v1/apply", params(ApplyQuery),
     request_body(content = String, content_type = "text/plain"),
     responses((status = 200, body = api::Applied), (status = "4XX", body = api::Refusal)))]
@@ -491,7 +366,7 @@ async fn apply(
     Ok(json(StatusCode::OK, &applied.await?))
 }
 
-/// How the lines of `POST /v1/console` are read.
+/// Syntax of the lines in `POST /v1/console`.
 #[derive(Clone, Copy, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 enum ConsoleDialect {
@@ -500,17 +375,17 @@ enum ConsoleDialect {
     Routes,
 }
 
-/// What `POST /v1/console` may be asked.
+/// Query parameters of `POST /v1/console`.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 #[serde(deny_unknown_fields)]
 struct ConsoleQuery {
-    /// `links` and `routes` read VNET/P's files of these names; `console` unless given.
+    /// `links` and `routes` accept VNET/P's files of these names. Default: `console`.
     #[param(inline)]
     dialect: Option<ConsoleDialect>,
 }
 
-/// Carries out lines of the control language, one after the other
+/// Executes lines of the control language in order
 #[utoipa::path(post, path = "/v1/console", params(ConsoleQuery),
     request_body(content = String, content_type = "text/plain"),
     responses((status = 200, body = Vec<api::ConsoleAnswer>), (status = "4XX", body = api::Refusal)))]
@@ -531,7 +406,7 @@ async fn run_console(
     Ok(json(StatusCode::OK, &answers.await?))
 }
 
-/// This document
+/// The OpenAPI document
 #[utoipa::path(get, path = "/v1/openapi.json", responses((status = 200, body = serde_json::Value)))]
 async fn openapi() -> Response {
     json(StatusCode::OK, &document())

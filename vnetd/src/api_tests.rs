@@ -1,11 +1,11 @@
-//! The API against its own document, and who may do what, on a real engine without sockets.
+//! Tests of the API against its OpenAPI document, and of access control, with a real engine and no sockets.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::PermissionsExt;
-use std::sync::Mutex;
 
 use axum::body::{Body, to_bytes};
 use axum::http::{Method, Request};
+use parking_lot::Mutex;
 use serde_json::Value;
 use tower::ServiceExt;
 
@@ -14,7 +14,7 @@ use crate::gate::Caller;
 
 const TOKEN: &str = "0123456789abcdef0123456789abcdef";
 
-/// A host without anything, and what requests act on.
+/// The handlers' state, with the engine of a host without interfaces or links.
 pub fn app(token: Option<Token>) -> App {
     let configuration = config::parse("f", "host.name = \"h1\"\nbridge.listen = \"127.0.0.1:0\"").unwrap();
     let mut engine = Engine::start(configuration.desired).unwrap();
@@ -38,7 +38,7 @@ fn remote() -> Caller {
     Caller::Tcp("192.0.2.1:5000".parse().unwrap())
 }
 
-/// One request; its status, and its body where it ends.
+/// Sends one request; returns its status, and its body unless that is an event stream.
 async fn ask(
     app: &App,
     caller: Caller,
@@ -61,7 +61,7 @@ async fn ask(
     (status, serde_json::from_slice(&body).unwrap_or(Value::Null))
 }
 
-/// Method and path of everything in the document.
+/// Method and path of each documented request.
 fn documented() -> Vec<(String, String)> {
     let document = serde_json::to_value(document()).unwrap();
     let paths = document["paths"].as_object().unwrap();
@@ -81,7 +81,7 @@ fn documented() -> Vec<(String, String)> {
 }
 
 #[tokio::test]
-async fn what_is_documented_is_there() {
+async fn every_documented_request_exists() {
     let app = app(None);
     let documented = documented();
     assert!(documented.len() >= 18, "{documented:?}");
@@ -95,8 +95,8 @@ async fn what_is_documented_is_there() {
 }
 
 #[test]
-fn what_is_there_is_documented() {
-    // Routes that are registered otherwise would be missing in the document.
+fn every_request_is_documented() {
+    // Routes registered without `routes!` would be missing in the document.
     let mut paths = vec![std::path::PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/src"))];
     let mut files = 0;
     while let Some(file) = paths.pop() {
@@ -113,7 +113,7 @@ fn what_is_there_is_documented() {
 }
 
 #[tokio::test]
-async fn answers_have_the_documents_form() {
+async fn answers_match_their_schemas() {
     let app = app(None);
     let document = serde_json::to_value(document()).unwrap();
     let schema = |name: &str| -> (BTreeSet<String>, BTreeSet<String>) {
@@ -137,7 +137,7 @@ async fn answers_have_the_documents_form() {
 }
 
 #[tokio::test]
-async fn changes_by_tcp_need_the_token() {
+async fn changes_over_tcp_need_the_token() {
     let link = r#"{"name": "h2", "remote": "127.0.0.2:9000", "trusted": true}"#;
     let right = ("authorization", "Bearer 0123456789abcdef0123456789abcdef");
     let wrong = ("authorization", "Bearer 0123456789abcdef0123456789abcdeg");
@@ -166,14 +166,14 @@ async fn changes_by_tcp_need_the_token() {
 }
 
 #[tokio::test]
-async fn nobody_unknown_is_answered() {
+async fn a_request_without_a_known_peer_is_refused() {
     let request = Request::builder().uri("/v1/status").body(Body::empty()).unwrap();
     let answer = router(app(None)).oneshot(request).await.unwrap();
     assert_eq!(answer.status(), StatusCode::FORBIDDEN);
 }
 
 #[tokio::test]
-async fn the_console_goes_by_the_api() {
+async fn the_api_executes_console_lines() {
     let app = app(None);
     let text = "LINK ADD 127.0.0.2 9000 udp\nNONSENSE\nLINKS?\n";
     let (status, answers) = ask(&app, LOCAL, "POST", "/v1/console", &[], text).await;

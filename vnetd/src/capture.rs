@@ -1,12 +1,13 @@
-//! `POST /v1/capture`: frames as they pass, in the pcapng format (draft-ietf-opsawg-pcapng), for as long as the client reads.
+//! `POST /v1/capture`: streams frames in the pcapng format (draft-ietf-opsawg-pcapng) while the client reads.
 //!
-//! A task for each capture looks every [`LOOK`] at what the dispatchers kept, encodes it and hands it to the connection, one
-//! piece at a time. A client that does not take a piece within [`STALL`] is given up; one that goes away is noticed at once.
-//! While it stalls, what finds no room is missed, which the client is told in interface statistics blocks.
+//! Each capture has a task that drains the dispatchers' buffers every [`LOOK`], encodes the frames and writes them to
+//! the connection, one chunk at a time. A client that does not read a chunk within [`STALL`] is disconnected; a closed
+//! connection is noticed at once. While a client stalls, frames that find the buffers full are missed; interface
+//! statistics blocks tell the client how many.
 //!
-//! Each port is a pcapng interface with its name. Packet flags say the direction, seen from vnet: inbound comes from a guest or
-//! another host. Comments say what Ethernet cannot: why a frame was dropped, that it is a super-frame, that its checksum is
-//! left to be completed. The section is big-endian, the format's order for statistics' 64-bit times being highest word first.
+//! Each port is a pcapng interface with its name. Packet flags give the direction seen from vnet: inbound comes from a
+//! guest or another host. Comments carry what Ethernet cannot: the drop reason, super-frames, partial checksums. The
+//! section is big-endian because statistics blocks store 64-bit times with the high word first.
 
 #![allow(unused_qualifications, reason = "utoipa writes qualified names")]
 
@@ -37,37 +38,36 @@ use vnet::capture::{self, Batched, Direction, Filter, Options, Record, SNAP_MIN,
 use vnet::frame::FRAME_MAX;
 use vnet_control::api;
 
-use crate::Shared;
-use crate::api::{Refused, with_engine};
+use crate::shared::{Refused, Shared, with_engine};
 
-/// How often the dispatchers' buffers are looked at; see [`capture::SESSION_BYTES`].
+/// Drain interval of the dispatchers' buffers; see [`capture::SESSION_BYTES`].
 const LOOK: Duration = Duration::from_millis(5);
-/// How long a client may take for one piece.
+/// Timeout for one chunk.
 const STALL: Duration = Duration::from_secs(30);
-/// EPB flags: direction, in the two lowest bits.
+/// EPB flags: the direction is in the two lowest bits.
 const INBOUND: u32 = 1;
 const OUTBOUND: u32 = 2;
 
-/// What `POST /v1/capture` may be asked.
+/// Query parameters of `POST /v1/capture`.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 #[serde(deny_unknown_fields)]
 pub struct CaptureQuery {
     /// `any`, `interface NAME`, `link NAME`, or NAME.
     port: String,
-    /// An expression of the filter language.
+    /// Filter expression.
     #[serde(default)]
     filter: String,
-    /// Bytes kept of each frame; all by default.
+    /// Bytes kept of each frame. Default: all.
     snap: Option<u32>,
-    /// Frames after which the capture ends.
+    /// Stop after this many frames.
     count: Option<u64>,
-    /// Only frames that are dropped.
+    /// Only dropped frames.
     #[serde(default)]
     drops: bool,
 }
 
-/// Captures frames, as a stream of pcapng for as long as it is read
+/// Captures frames as a pcapng stream that lasts as long as the client reads it
 #[utoipa::path(post, path = "/v1/capture", params(CaptureQuery),
     responses((status = 200, body = Vec<u8>, content_type = "application/x-pcapng"), (status = "4XX", body = api::Refusal)))]
 pub async fn capture(
@@ -87,17 +87,17 @@ pub async fn capture(
     tokio::spawn(async move {
         feed(&session, count.unwrap_or(u64::MAX), &sender).await;
         session.end();
-        // Refused only when vnetd stops, and everything with it.
+        // Fails only while vnetd stops.
         let _ = with_engine(shared, |engine| {
             engine.forget_ended_captures();
             Ok(())
         })
         .await;
     });
-    Ok(([(header::CONTENT_TYPE, "application/x-pcapng")], Body::new(Pieces(receiver))).into_response())
+    Ok(([(header::CONTENT_TYPE, "application/x-pcapng")], Body::new(Chunks(receiver))).into_response())
 }
 
-/// Hands over what is captured, until the client is gone or has had `count` frames.
+/// Sends captured frames until the client is gone or has received `count` of them.
 async fn feed(session: &Arc<Session>, count: u64, sender: &mpsc::Sender<Bytes>) {
     let Ok(mut encoder) = Encoder::new(session.options().snap, count) else { return };
     let mut first = true;
@@ -109,7 +109,7 @@ async fn feed(session: &Arc<Session>, count: u64, sender: &mpsc::Sender<Bytes>) 
             }
         }
         let session = session.clone();
-        // Away from the thread that serves connections: there may be megabytes.
+        // On a blocking thread: there may be megabytes to encode.
         let looked = tokio::task::spawn_blocking(move || {
             let piece = encoder.look(&session);
             (encoder, piece)
@@ -122,10 +122,10 @@ async fn feed(session: &Arc<Session>, count: u64, sender: &mpsc::Sender<Bytes>) 
     }
 }
 
-/// A response's body in pieces, as they come.
-struct Pieces(mpsc::Receiver<Bytes>);
+/// A response body of chunks from a channel.
+struct Chunks(mpsc::Receiver<Bytes>);
 
-impl HttpBody for Pieces {
+impl HttpBody for Chunks {
     type Data = Bytes;
     type Error = std::convert::Infallible;
 
@@ -137,15 +137,15 @@ impl HttpBody for Pieces {
     }
 }
 
-/// Writes pcapng.
+/// pcapng encoder.
 struct Encoder {
     writer: PcapNgWriter<Vec<u8>>,
     snap: u32,
-    /// Interfaces described so far.
+    /// Number of interface description blocks written.
     described: usize,
-    /// Missed frames told so far.
+    /// Missed frames reported so far.
     missed: u64,
-    /// Frames until the end.
+    /// Frames left until `count` is reached.
     left: u64,
 }
 
@@ -161,11 +161,11 @@ impl Encoder {
         Ok(Encoder { writer, snap, described: 0, missed: 0, left: count })
     }
 
-    /// What is new, encoded.
+    /// Encodes what is new in the session.
     fn look(&mut self, session: &Session) -> PcapResult<Bytes> {
         let mut result = self.describe(&session.names());
         session.drain(|batched| {
-            // Places that came meanwhile stand in the names now.
+            // Ports added since then: `names` lists them now.
             let described = self.describe(&session.names()).and_then(|()| self.frames(batched));
             result = std::mem::replace(&mut result, Ok(())).and(described);
         });
@@ -178,7 +178,7 @@ impl Encoder {
         for name in &names[self.described..] {
             let options = vec![
                 InterfaceDescriptionOption::IfName(Cow::Borrowed(name.as_str())),
-                // Times in units of 10^-9 s.
+                // Timestamps in nanoseconds.
                 InterfaceDescriptionOption::IfTsResol(9),
             ];
             let linktype = DataLink::ETHERNET;
@@ -212,7 +212,7 @@ impl Encoder {
         }
         self.missed = missed;
         self.writer.write_pcapng_block(InterfaceStatisticsBlock {
-            // Lanes do not say whose frames found no room: the first interface speaks for all.
+            // Lanes do not record which port missed a frame; report the total on the first interface.
             interface_id: 0,
             timestamp: capture::now().as_nanos() as u64,
             options: vec![InterfaceStatisticsOption::IsbIfDrop(missed)],
@@ -276,9 +276,9 @@ mod tests {
     };
 
     #[tokio::test(start_paused = true)]
-    async fn a_client_that_takes_nothing_is_given_up() {
+    async fn a_client_that_does_not_read_is_disconnected() {
         let (session, started) = (session(), tokio::time::Instant::now());
-        // Room for one piece, which the section's head fills.
+        // Capacity for one chunk: the section header fills it.
         let (sender, _receiver) = mpsc::channel(1);
         let later = session.clone();
         tokio::spawn(async move {
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_client_that_is_gone_is_noticed_though_nothing_passes() {
+    async fn a_closed_connection_is_noticed_without_traffic() {
         let (session, started) = (session(), tokio::time::Instant::now());
         let (sender, receiver) = mpsc::channel(1);
         tokio::spawn(async move {
@@ -314,7 +314,7 @@ mod tests {
         session.lane(0).miss(7);
         let mut encoder = Encoder::new(100, 2).unwrap();
         let bytes = encoder.look(&session).unwrap();
-        assert_eq!(encoder.left, 0, "the third frame is one too many");
+        assert_eq!(encoder.left, 0, "the third frame exceeds the count");
         let blocks = blocks(&bytes);
         let names: Vec<_> = blocks
             .iter()

@@ -1,8 +1,8 @@
-//! The console: the control language by TCP, a line each way at a time.
+//! The console: the control language over TCP, one line per command and per answer.
 //!
-//! A client that is slow holds up nobody: a line must be complete [`LINE_TIME`] after it began, a session that says nothing
-//! ends after [`IDLE_TIME`], and a peer that does not read is given up by the kernel. A line that is too long is skipped to its
-//! end and answered by an error; it takes no more memory than one that is not.
+//! A slow client delays nobody: a line must be complete [`LINE_TIME`] after its first byte, an idle session ends after
+//! [`IDLE_TIME`], and the kernel drops a peer that does not read. A line over the limit is skipped up to its end and
+//! answered with an error; it takes no more memory than a valid one.
 
 use std::io;
 use std::net::SocketAddr;
@@ -16,38 +16,37 @@ use vnet_control::console::{Answer, answer};
 use vnet_control::events::Asker;
 use vnet_control::language::{Dialect, LINE_MAX, LanguageError};
 
-use crate::Shared;
-use crate::api::change;
-use crate::serve::{self, Places, Stream};
+use crate::serve::{self, Slots, Stream};
+use crate::shared::{Shared, change};
 
-/// Clients at a time: people and scripts that steer one host.
+/// Concurrent sessions: people and scripts that control one host.
 const CLIENTS: usize = 64;
-/// How long a session may say nothing.
+/// Idle timeout of a session.
 const IDLE_TIME: Duration = Duration::from_secs(600);
-/// How long a line may take from its first byte to its last.
+/// Timeout of a line, from its first byte to its last.
 const LINE_TIME: Duration = Duration::from_secs(30);
 
-/// Serves the console for ever.
+/// Accept loop of the console.
 pub async fn serve(listener: TcpListener, tls: Option<TlsAcceptor>, shared: Shared) {
-    let places = Places::new(CLIENTS);
+    let slots = Slots::new(CLIENTS);
     loop {
         match listener.accept().await {
             Ok((stream, peer)) => {
-                let Some(place) = places.take("console") else {
-                    // As much as fits into the socket's buffer at once, which is empty.
+                let Some(slot) = slots.take("console") else {
+                    // The socket's send buffer is empty, so this does not block.
                     let _ = stream.try_write(b"ERROR too many clients; try again later\n");
                     continue;
                 };
                 let (tls, shared) = (tls.clone(), shared.clone());
                 tokio::spawn(async move {
-                    let _place = place;
+                    let _slot = slot;
                     let ended = match serve::secure(stream, peer, tls).await {
                         Some(Stream::Clear(stream)) => session(stream, peer, &shared).await,
                         Some(Stream::Tls(stream)) => session(stream, peer, &shared).await,
                         None => return,
                     };
                     if let Err(error) = ended {
-                        tracing::debug!(%peer, %error, "a console session ended");
+                        tracing::debug!(%peer, %error, "console session failed");
                     }
                 });
             }
@@ -56,7 +55,7 @@ pub async fn serve(listener: TcpListener, tls: Option<TlsAcceptor>, shared: Shar
     }
 }
 
-/// Answers lines until the client is done, gone, or out of time.
+/// Answers lines until the client quits, disconnects or times out.
 async fn session(
     stream: impl AsyncRead + AsyncWrite + Unpin,
     peer: SocketAddr,
@@ -78,7 +77,7 @@ async fn session(
             Read::TooLong => LanguageError::TooLong.into(),
             Read::End => return Ok(()),
             Read::Late => {
-                lines.stream.write_all(b"ERROR nothing was said for too long\n").await?;
+                lines.stream.write_all(b"ERROR idle for too long\n").await?;
                 return lines.stream.shutdown().await;
             }
         };
@@ -90,34 +89,34 @@ async fn session(
     }
 }
 
-/// What comes next from a client.
+/// What the client sent.
 #[derive(Debug, PartialEq)]
 enum Read<'a> {
-    /// A line without its end.
+    /// A line without its line end.
     Line(&'a [u8]),
-    /// A line of more than [`LINE_MAX`] bytes, which was skipped.
+    /// A line of more than [`LINE_MAX`] bytes; it was skipped.
     TooLong,
-    /// The client has ended the session.
+    /// End of stream.
     End,
-    /// The client took too long.
+    /// Timeout.
     Late,
 }
 
-/// Splits what comes into lines, in a buffer that holds one.
+/// Splits a stream into lines, in a buffer of one line.
 struct Lines<S> {
     stream: S,
     buffer: Box<[u8]>,
-    /// Bytes of the buffer that are filled.
+    /// Bytes in the buffer.
     filled: usize,
-    /// Bytes of the line that was given last, which go before the next one is looked for.
+    /// Bytes of the previous line, removed before the next one is read.
     used: usize,
-    /// The line under way is too long; its bytes go as they come.
+    /// The current line is too long; discard its bytes.
     skipping: bool,
 }
 
 impl<S: AsyncRead + Unpin> Lines<S> {
     fn new(stream: S) -> Lines<S> {
-        // A line, its end of two bytes, and no more.
+        // A line and its line end of two bytes.
         Lines { stream, buffer: vec![0; LINE_MAX + 2].into(), filled: 0, used: 0, skipping: false }
     }
 
@@ -162,7 +161,7 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(600);
 
-    /// All lines of a text, sent in pieces of `piece` bytes; too long ones as None.
+    /// Reads all lines of `text`, sent in pieces of `piece` bytes; `None` for a line over the limit.
     async fn read(text: &[u8], piece: usize) -> Vec<Option<Vec<u8>>> {
         let (mut here, there) = tokio::io::duplex(piece);
         let text = text.to_vec();
@@ -180,7 +179,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn lines_are_found_whatever_pieces_they_come_in() {
+    async fn lines_are_split_the_same_for_any_read_size() {
         let full = vec![b'x'; LINE_MAX];
         let over = vec![b'y'; LINE_MAX + 1];
         let huge = vec![b'z'; 10 * LINE_MAX + 7];
@@ -209,7 +208,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn slow_clients_are_given_up() {
+    async fn slow_clients_time_out() {
         let (mut here, there) = tokio::io::duplex(64);
         let mut lines = Lines::new(there);
         assert_eq!(lines.next(IDLE_TIME, LINE_TIME).await.unwrap(), Read::Late, "says nothing");

@@ -1,8 +1,8 @@
-//! `GET /v1/events`: what happens, told to whoever listens, as server-sent events (WHATWG HTML, section 9.2).
+//! `GET /v1/events`: streams events as server-sent events (WHATWG HTML, section 9.2).
 //!
-//! Events go through one bounded queue that all readers share. A reader that is more than [`EVENTS_KEPT`] behind is told how
-//! many it has missed and goes on with the oldest that is left; nobody is waited for. States and moves are looked for only while
-//! somebody listens.
+//! All readers share one bounded queue. A reader that falls more than [`EVENTS_KEPT`] events behind gets a `lagged`
+//! event with the number it missed and continues with the oldest one left; it never blocks the sender. States and
+//! moves are polled only while somebody reads.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -20,17 +20,17 @@ use tokio::sync::broadcast::{self, Receiver};
 use vnet_control::api;
 use vnet_control::events::{Event, Sink, Watch};
 
-use crate::Shared;
-use crate::api::{App, refusal, with_engine};
+use crate::shared::{Shared, refusal, with_engine};
 
-/// Events that a slow reader may be behind; with 256 changes of some 200 bytes each they have 13 MB together at worst.
+/// Events that a slow reader may fall behind. In the worst case, 256 changes of some 200 bytes in each, they take 13
+/// MB.
 const EVENTS_KEPT: usize = 256;
-/// Readers at a time.
+/// Concurrent readers.
 const READERS_MAX: usize = 32;
-/// How often states and moves are looked for.
+/// Polling interval of states and moves.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
-/// Where events are given and taken.
+/// Distributes events to the readers.
 #[derive(Clone)]
 pub struct Hub {
     sender: broadcast::Sender<Arc<Event>>,
@@ -38,30 +38,30 @@ pub struct Hub {
 }
 
 impl Hub {
-    /// Nothing has happened yet.
+    /// A hub without readers.
     pub fn new() -> Hub {
         Hub { sender: broadcast::Sender::new(EVENTS_KEPT), readers: Arc::default() }
     }
 
-    /// Takes the engine's events.
+    /// A sink that publishes the engine's events here.
     pub fn sink(&self) -> Sink {
         let hub = self.clone();
         Box::new(move |event| hub.tell(event))
     }
 
     fn tell(&self, event: Event) {
-        // Nobody listening is no failure.
+        // Sending fails only without readers.
         let _ = self.sender.send(Arc::new(event));
     }
 
-    /// A place among the readers, when there is one.
+    /// Subscribes a reader, up to [`READERS_MAX`].
     fn join(&self) -> Option<Reader> {
         let place = self.readers.fetch_update(Relaxed, Relaxed, |n| (n < READERS_MAX).then_some(n + 1));
         place.ok().map(|_| Reader { events: self.sender.subscribe(), readers: self.readers.clone() })
     }
 }
 
-/// One listener's end.
+/// A subscription; dropping it frees its slot.
 struct Reader {
     events: Receiver<Arc<Event>>,
     readers: Arc<AtomicUsize>,
@@ -74,7 +74,7 @@ impl Drop for Reader {
 }
 
 impl Reader {
-    /// The next event; none when vnetd stops.
+    /// The next event; `None` when vnetd stops.
     async fn next(&mut self) -> Option<Arc<Event>> {
         match self.events.recv().await {
             Ok(event) => Some(event),
@@ -92,24 +92,24 @@ impl Reader {
     }
 }
 
-/// What happens, as it happens: server-sent events of the kinds `configuration`, `state`, `moved` and `lagged`
+/// Streams server-sent events of the kinds `configuration`, `state`, `moved` and `lagged`
 #[utoipa::path(get, path = "/v1/events",
     responses((status = 200, body = Event, content_type = "text/event-stream"), (status = 503, body = api::Refusal)))]
-pub async fn stream(State(app): State<App>) -> Response {
-    let Some(reader) = app.events.join() else {
-        let text = format!("{READERS_MAX} clients read the events already; close one of them");
+pub async fn stream(State(hub): State<Hub>) -> Response {
+    let Some(reader) = hub.join() else {
+        let text = format!("{READERS_MAX} clients are reading events already; close one of them");
         return refusal(StatusCode::SERVICE_UNAVAILABLE, &text);
     };
     Sse::new(reader.stream()).keep_alive(KeepAlive::default()).into_response()
 }
 
-/// Looks for states and moves for ever, while somebody listens.
+/// Polls for state changes and MAC moves while somebody reads.
 pub async fn watch(shared: Shared, hub: Hub) {
     let mut watch = Watch::default();
     loop {
         tokio::time::sleep(LOOK_EVERY).await;
         if hub.readers.load(Relaxed) == 0 {
-            // What has happened while nobody listened is not told later.
+            // Forget the old states: changes that nobody was there to read are not reported later.
             watch = Watch::default();
             continue;
         }
@@ -128,7 +128,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_slow_reader_is_told_what_it_missed() {
+    async fn a_slow_reader_learns_how_many_events_it_missed() {
         let hub = Hub::new();
         let mut reader = hub.join().unwrap();
         let event = |missed| Event::Lagged { missed: missed as u64 };

@@ -1,14 +1,17 @@
-//! Traces over several hosts: asks those behind links, and answers them. See `vnet_control::follow` for what is said.
+//! Traces over several hosts: queries the hosts behind links and answers theirs. `vnet_control::follow` has the
+//! message format.
 //!
-//! One task takes in what comes by links. An answer goes to whoever waits for that question on that link; a question is
-//! answered by a task of its own, of which there are at most [`ANSWERING_MAX`]: it may have to ask further hosts first.
+//! One task receives what arrives over links. It hands answers to the request that waits for them (by link and
+//! question number), and spawns a task for each question, at most [`ANSWERING_MAX`] at a time, because a question may
+//! have to be forwarded to further hosts first.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::{Semaphore, oneshot};
@@ -18,56 +21,55 @@ use vnet::link::inquiry::{Inbox, Inquiry};
 use vnet_control::api::{Hop, Trace, TracedCopy};
 use vnet_control::follow::{Answer, FAN_OUT, HOPS, Question, Said};
 
-use crate::Shared;
-use crate::api::{Refused, with_engine};
+use crate::shared::{Refused, Shared, with_engine};
 
-/// Questions of others that are being answered at a time.
+/// Questions of other hosts answered at a time.
 const ANSWERING_MAX: usize = 16;
-/// Longest wait for an answer, for each host that the question may reach: less the farther away, so that those who wait nearer
-/// still hear what the others have.
+/// Timeout per remaining hop. Hosts farther away wait less, so that their answers still reach the hosts nearer to the
+/// requester in time.
 const WAIT_PER_HOP: Duration = Duration::from_millis(150);
-/// A question is asked so often, evenly over the wait: datagrams get lost.
+/// Transmissions of a question, spread evenly over the timeout: datagrams get lost.
 const TRIES: u32 = 3;
 
-/// A question: the link it went by, and its number.
+/// Link and number of a question.
 type Key = (PortId, u64);
-/// What came of one: what the other host said, or why it said nothing.
+/// The other host's answer, or why there is none.
 type Outcome = Result<Hop, String>;
 
-/// Who waits for which answer.
+/// Requests that wait for an answer.
 #[derive(Default)]
 pub struct Followers(Mutex<HashMap<Key, oneshot::Sender<Outcome>>>);
 
 impl Followers {
     fn expect(&self, key: Key) -> oneshot::Receiver<Outcome> {
         let (sender, receiver) = oneshot::channel();
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(key, sender);
+        self.0.lock().insert(key, sender);
         receiver
     }
 
     fn settle(&self, key: Key, result: Outcome) {
-        let waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&key);
+        let waiting = self.0.lock().remove(&key);
         if let Some(waiting) = waiting {
-            // Nobody waits any more: then it does not matter.
+            // The requester may have given up.
             let _ = waiting.send(result);
         }
     }
 }
 
-/// Takes in questions and answers for ever.
+/// Receives questions and answers until vnetd stops.
 pub async fn serve(shared: Shared, followers: Arc<Followers>, inbox: Arc<Inbox>) {
     if let Err(error) = take_in(shared, followers, inbox).await {
-        tracing::error!("traces are not followed over links any more: {error}");
+        tracing::error!("traces over links stopped working: {error}");
     }
 }
 
 async fn take_in(shared: Shared, followers: Arc<Followers>, inbox: Arc<Inbox>) -> io::Result<()> {
-    // SAFETY: the inbox owns one descriptor, always the same, and is owned by `bell` until that is dropped.
+    // SAFETY: the inbox owns one descriptor and never replaces it, and `bell` owns the inbox until it is dropped.
     let bell = unsafe { AsyncFd::register_with_interest(inbox, Interest::READABLE)? };
     let answering = Arc::new(Semaphore::new(ANSWERING_MAX));
     loop {
         let mut ready = bell.readable().await?;
-        // Cleared first: what comes after that rings again.
+        // Clear before reading: later arrivals set readiness again.
         ready.clear_ready();
         for Inquiry { link, answer, text } in bell.get_ref().take() {
             match Said::read(answer, &text) {
@@ -75,7 +77,7 @@ async fn take_in(shared: Shared, followers: Arc<Followers>, inbox: Arc<Inbox>) -
                     let Ok(permit) = answering.clone().try_acquire_owned() else { continue };
                     let (shared, followers) = (shared.clone(), followers.clone());
                     tokio::spawn(async move {
-                        // What cannot be answered is not: the other host says that it heard nothing.
+                        // A question that cannot be answered gets none; the other host times out.
                         let _ = reply(shared, &followers, link, question, text.len()).await;
                         drop(permit);
                     });
@@ -111,7 +113,7 @@ async fn reply(
     .await
 }
 
-/// A copy whose next host is asked.
+/// A traced copy whose next host is queried.
 struct Asked<'a> {
     copy: &'a mut TracedCopy,
     link: String,
@@ -132,8 +134,8 @@ impl Asked<'_> {
     }
 }
 
-/// Asks the hosts behind the links that copies of a traced frame would take: at most `fan_out`, at most `hops` hosts far. What
-/// they say is put beside the copies.
+/// Queries the hosts behind the links that copies of a traced frame take: at most `fan_out` links, at most `hops`
+/// hosts away. Adds their answers to the copies.
 pub async fn follow(shared: &Shared, followers: &Followers, trace: &mut Trace, hops: u8, fan_out: usize) {
     let Trace { network, src, dst, .. } = *trace;
     let question = Question { id: random(), network, src, dst, hops };
@@ -173,7 +175,7 @@ pub async fn follow(shared: &Shared, followers: &Followers, trace: &mut Trace, h
     }
 }
 
-/// A number that nobody can guess: the hasher's keys are random.
+/// An unguessable question number: the hasher's keys are random.
 fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }

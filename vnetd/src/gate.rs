@@ -1,9 +1,11 @@
-//! Who may do what: the control socket's peers may do everything, clients by TCP may read, and change with the token.
+//! Access control of the API: peers of the control socket may do everything; TCP clients may read, and change with the
+//! token.
 
 use std::io;
 use std::net::SocketAddr;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::{Body, HttpBody, to_bytes};
@@ -16,31 +18,30 @@ use subtle::ConstantTimeEq;
 use tokio::sync::Semaphore;
 use vnet_control::events::Asker;
 
-use crate::api::{App, BODY_MAX, refusal};
+use crate::shared::{BODY_MAX, refusal};
 
-/// Shortest and longest token in bytes: 128 bits as hexadecimal digits, and more than anybody needs.
+/// Token length in bytes: at least 128 bits as hexadecimal digits.
 const TOKEN_BYTES: std::ops::RangeInclusive<usize> = 32..=1024;
-/// How long a request's body may take to arrive.
+/// Timeout for a request's body.
 const BODY_TIME: Duration = Duration::from_secs(10);
 
-/// An answer of more bytes is large.
+/// Answers above this size take a permit of [`LARGE_ANSWERS`].
 const LARGE_BYTES: u64 = 4 << 20;
-/// Large answers by TCP at a time: a million routes or learned addresses are some 150 MB.
+/// Concurrent large answers over TCP. A million routes or learned addresses are some 150 MB.
 static LARGE_ANSWERS: Semaphore = Semaphore::const_new(4);
 
-/// Who is at the other end of a connection.
+/// The other end of a connection.
 #[derive(Clone, Copy, Debug)]
 pub enum Caller {
-    /// A process of this host, whose user was checked.
+    /// A process of this host; its user was checked at accept.
     Unix { uid: u32, pid: Option<i32> },
-    /// Anybody.
+    /// A TCP peer, not authenticated.
     Tcp(SocketAddr),
 }
 
-/// What changes by TCP have to show.
+/// The bearer token that changes over TCP need.
 pub struct Token(Vec<u8>);
 
-/// Why a token cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenError {
     #[error("cannot read [control] token_file '{file}': {error}")]
@@ -76,16 +77,16 @@ impl Token {
         Ok(Token(token.to_vec()))
     }
 
-    /// Compares in a time that says nothing about the token but its length.
-    fn is(&self, shown: &[u8]) -> bool {
+    /// Compares in constant time for a given length.
+    fn matches(&self, shown: &[u8]) -> bool {
         self.0.ct_eq(shown).into()
     }
 }
 
-/// Lets a request through, or refuses it; those who may change something are named to the handlers.
-pub async fn allow(State(app): State<App>, mut request: Request, next: Next) -> Response {
+/// Middleware: refuses requests that may not pass, and hands the requester's identity to the handlers.
+pub async fn allow(State(token): State<Option<Arc<Token>>>, mut request: Request, next: Next) -> Response {
     let Some(caller) = request.extensions().get::<Caller>().copied() else {
-        return refusal(StatusCode::FORBIDDEN, "it is not known who asks");
+        return refusal(StatusCode::FORBIDDEN, "the connection has no known peer");
     };
     let asker = match caller {
         Caller::Unix { uid, pid } => Asker::Unix { uid, pid },
@@ -93,15 +94,15 @@ pub async fn allow(State(app): State<App>, mut request: Request, next: Next) -> 
     };
     let reads = matches!(*request.method(), Method::GET | Method::HEAD | Method::OPTIONS);
     if matches!(caller, Caller::Tcp(_)) && !reads {
-        let Some(token) = &app.token else {
-            let text = "changes by TCP are off; set [control] token_file, or use the control socket";
+        let Some(token) = token else {
+            let text = "changes over TCP are off; set [control] token_file, or use the control socket";
             return refusal(StatusCode::FORBIDDEN, text);
         };
         let header = request.headers().get(header::AUTHORIZATION);
         let shown = header.and_then(|value| bearer(value.as_bytes()));
-        if !shown.is_some_and(|shown| token.is(shown)) {
+        if !shown.is_some_and(|shown| token.matches(shown)) {
             tracing::warn!(who = %asker, "refused a change without the right token");
-            let text = "changes by TCP need the header 'Authorization: Bearer TOKEN' with the token of [control] token_file";
+            let text = "changes over TCP need the header 'Authorization: Bearer TOKEN' with the token of [control] token_file";
             let mut answer = refusal(StatusCode::UNAUTHORIZED, text);
             answer.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
             return answer;
@@ -112,7 +113,7 @@ pub async fn allow(State(app): State<App>, mut request: Request, next: Next) -> 
     if matches!(caller, Caller::Tcp(_)) { bounded(answer) } else { answer }
 }
 
-/// Passes an answer on unless it is large and as many large ones are on their way as memory is meant for.
+/// Refuses a large answer when [`LARGE_ANSWERS`] are already in progress, to bound memory.
 fn bounded(answer: Response) -> Response {
     if answer.body().size_hint().lower() <= LARGE_BYTES {
         return answer;
@@ -120,36 +121,36 @@ fn bounded(answer: Response) -> Response {
     let Ok(place) = LARGE_ANSWERS.try_acquire() else {
         return refusal(
             StatusCode::SERVICE_UNAVAILABLE,
-            "too many large answers are on their way; try again later",
+            "too many large answers in progress; try again later",
         );
     };
     let (parts, body) = answer.into_parts();
-    // The place is held by the stream, and free again when that has been sent or given up.
+    // The stream owns the permit and drops it when sent or aborted.
     let held = body.into_data_stream().inspect(move |_| {
         let _ = &place;
     });
     Response::from_parts(parts, Body::from_stream(held))
 }
 
-/// What follows the scheme `Bearer`, which ignores case (RFC 9110, section 11.1).
+/// The credentials after the scheme `Bearer`; the scheme ignores case (RFC 9110, section 11.1).
 fn bearer(header: &[u8]) -> Option<&[u8]> {
     let (scheme, rest) = header.split_at_checked("Bearer ".len())?;
     scheme.eq_ignore_ascii_case(b"Bearer ").then(|| rest.trim_ascii())
 }
 
-/// Passes requests on when they are here as a whole: a client that sends slowly holds up only itself, and not for long.
+/// Middleware: waits for the whole body, so that a slow client holds no engine thread; gives up after [`BODY_TIME`].
 pub async fn whole_body(request: Request, next: Next) -> Response {
     let (parts, body) = request.into_parts();
     match tokio::time::timeout(BODY_TIME, to_bytes(body, BODY_MAX)).await {
         Ok(Ok(body)) => next.run(Request::from_parts(parts, Body::from(body))).await,
         Ok(Err(_)) => {
             let text = format!(
-                "the request's body is larger than {BODY_MAX} bytes, or broken; use the configuration file and SIGHUP"
+                "the request's body is larger than {BODY_MAX} bytes, or malformed; use the configuration file and SIGHUP"
             );
             refusal(StatusCode::BAD_REQUEST, &text)
         }
         Err(_) => {
-            let text = format!("the request's body did not come within {} s", BODY_TIME.as_secs());
+            let text = format!("the request's body did not arrive within {} s", BODY_TIME.as_secs());
             refusal(StatusCode::REQUEST_TIMEOUT, &text)
         }
     }
@@ -172,9 +173,11 @@ mod tests {
         };
         let good = "0123456789abcdef0123456789abcdef";
         let token = load(&format!("{good}\n"), 0o600).ok().unwrap();
-        assert!(token.is(good.as_bytes()));
+        assert!(token.matches(good.as_bytes()));
         assert!(
-            !token.is(b"") && !token.is(&good.as_bytes()[1..]) && !token.is(good.to_uppercase().as_bytes())
+            !token.matches(b"")
+                && !token.matches(&good.as_bytes()[1..])
+                && !token.matches(good.to_uppercase().as_bytes())
         );
         for (text, mode, words) in [
             (good, 0o640, "chmod 600"),

@@ -1,3 +1,3 @@
-//! What of vnetd other programs use: the agent between the overlay's store and a host, which benchmarks run by the thousand.
+//! The part of vnetd that is a library: the overlay's store agent, which benchmarks run by the thousand.
 
 pub mod store;

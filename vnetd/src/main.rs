@@ -1,8 +1,8 @@
-//! vnetd: one daemon per host that keeps the host's part of the overlay as its configuration wants it.
+//! vnetd: one daemon per host. It makes the host match its configuration file.
 //!
-//! It reads the configuration, takes its control socket, starts the engine, says that it is ready, and then waits for
-//! requests and signals: SIGHUP reads the file again, SIGTERM and SIGINT stop cleanly. All of this is one thread; frames
-//! are moved by the core's dispatchers, which never wait for it.
+//! Startup: read the configuration, bind the control socket, start the engine, report ready. Then it serves requests
+//! and signals: SIGHUP reloads the file, SIGTERM and SIGINT stop cleanly. All of this runs on one thread; the core's
+//! dispatchers move frames and never wait for it.
 
 mod api;
 mod capture;
@@ -16,14 +16,16 @@ mod overlay;
 mod reference;
 mod remote;
 mod serve;
+mod shared;
 mod tls;
 
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use clap::Parser;
+use parking_lot::Mutex;
 use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing_subscriber::filter::{LevelFilter, Targets};
@@ -39,6 +41,7 @@ use crate::api::App;
 use crate::events::Hub;
 use crate::follow::Followers;
 use crate::remote::Remote;
+use crate::shared::Shared;
 
 /// Only root and vnetd's own user may connect.
 const CONTROL_SOCKET_MODE: u32 = 0o600;
@@ -95,12 +98,9 @@ Examples:
   vnetd --config vnet.toml --log debug  run in the foreground and say more
   systemctl reload vnetd                the same as SIGHUP";
 
-/// What requests and signals act on. The engine is taken out when vnetd stops.
-type Shared = Arc<Mutex<Option<Engine>>>;
-
-/// Has a panic of any thread end the whole process. Half a daemon would be worse than one that is started again, which guests
-/// hardly notice.
-fn end_with_a_panic() {
+/// Makes a panic in any thread abort the process. systemd restarts a dead daemon and guests hardly notice; a daemon
+/// with a dead thread would hang them.
+fn abort_on_panic() {
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         report(panic);
@@ -109,7 +109,7 @@ fn end_with_a_panic() {
 }
 
 fn main() -> ExitCode {
-    end_with_a_panic();
+    abort_on_panic();
     let args = Args::parse();
     tracing_subscriber::registry()
         .with(
@@ -129,7 +129,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whatever ends vnetd: one line for each reason.
+/// Any error that ends vnetd; its text has one line for each reason.
 type Failure = Box<dyn std::error::Error>;
 
 fn check(file: &Path) -> Result<(), Failure> {
@@ -146,7 +146,7 @@ fn summary(desired: &Desired) -> String {
     counts.map(|(n, what)| count(n, what)).join(", ")
 }
 
-/// Makes the folder of the control socket, which is usually vnetd's own in /run.
+/// Creates the control socket's directory, usually vnetd's own in /run.
 fn make_folder(socket: &Path) -> Result<(), Failure> {
     let Some(folder) = socket.parent() else { return Ok(()) };
     std::fs::create_dir_all(folder).map_err(|error| {
@@ -160,7 +160,7 @@ fn run(file: &Path) -> Result<(), Failure> {
     warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
-        // Taken over first: a signal that comes while vnetd starts is answered when it has started.
+        // Install the handlers first: a signal during startup is handled once vnetd is up.
         let mut signals = Signals::new()?;
         let path = &desired.control.spec.socket;
         make_folder(path)?;
@@ -194,8 +194,8 @@ fn run(file: &Path) -> Result<(), Failure> {
         if let Some(overlay) = overlay {
             overlay.stop();
         }
-        // Requests that are being carried out hold the lock until they are done.
-        let engine = api::lock(&shared).take();
+        // Waits for requests in progress: they hold the lock.
+        let engine = shared.lock().take();
         if let Some(engine) = engine {
             engine.stop();
         }
@@ -217,19 +217,19 @@ fn ready_line(engine: &Engine, remote: &Remote) -> String {
     )
 }
 
-/// Reads the file again and carries out the difference. What is wrong is logged, and nothing changes then.
+/// SIGHUP: reads the file again and applies the difference. A mistake is logged and changes nothing.
 fn reload(file: &Path, shared: &Shared) {
     let mut reloading = vec![NotifyState::Reloading];
     reloading.extend(NotifyState::monotonic_usec_now().ok());
     notify(&reloading);
-    if let Some(engine) = api::lock(shared).as_ref() {
+    if let Some(engine) = shared.lock().as_ref() {
         engine.refresh_identity();
     }
     match config::load(file) {
         Ok(Configuration { desired, warnings }) => {
             warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
             let apply = |engine: &mut Engine| engine.on_behalf(Asker::Hangup, |engine| engine.apply(desired));
-            let applied = api::lock(shared).as_mut().map(apply);
+            let applied = shared.lock().as_mut().map(apply);
             match applied {
                 Some(Ok(plan)) if plan.is_empty() => tracing::info!("{}: nothing to change", file.display()),
                 Some(Ok(_)) => tracing::info!("{}: applied", file.display()),
@@ -247,14 +247,14 @@ fn not_applied(file: &Path, error: &dyn std::error::Error) {
     tracing::error!("{}: not applied, everything stays as it is", file.display());
 }
 
-/// Tells the service manager, when there is one.
+/// Sends a state to the service manager, if there is one.
 fn notify(states: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(states) {
-        tracing::warn!("cannot tell the service manager: {error}");
+        tracing::warn!("cannot notify the service manager: {error}");
     }
 }
 
-/// The signals that vnetd answers.
+/// Signal handlers of vnetd.
 struct Signals {
     hangup: Signal,
     terminate: Signal,
@@ -270,7 +270,7 @@ impl Signals {
         })
     }
 
-    /// Calls `reload` for each SIGHUP, until SIGTERM or SIGINT.
+    /// Calls `reload` on each SIGHUP; returns on SIGTERM or SIGINT.
     async fn until_stopped(&mut self, reload: impl Fn()) {
         loop {
             tokio::select! {

@@ -1,7 +1,7 @@
-//! `GET /metrics`: counters as OpenMetrics text, which Prometheus reads.
+//! `GET /metrics`: counters as OpenMetrics text for Prometheus.
 //!
-//! Names and units are stable: users build alarms on them. A scrape takes a reading of the engine and writes it out; nothing is
-//! counted for the metrics' sake but what [`vnet::dispatch::counters`] counts.
+//! Names and units are stable, because users build alarms on them. A scrape reads the engine's counters and
+//! [`vnet::dispatch::counters`]; nothing else is counted for it.
 
 use std::fmt;
 
@@ -18,12 +18,11 @@ use vnet_control::api::{self, Counters};
 use vnet_control::engine::Engine;
 use vnet_control::overlay::Alarm;
 
-use crate::Shared;
-use crate::api::{Refused, with_engine};
+use crate::shared::{Refused, Shared, with_engine};
 
 const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// What one scrape tells.
+/// A snapshot of everything that one scrape reports.
 #[derive(Debug)]
 pub struct Reading {
     status: api::Status,
@@ -43,7 +42,7 @@ struct Dispatcher {
 }
 
 impl Reading {
-    /// Reads everything now.
+    /// Takes a snapshot.
     pub fn of(engine: &Engine) -> Reading {
         let up = |name: String, state: &str| (name, state == "up");
         let dispatcher = |stats: &std::sync::Arc<vnet::dispatch::counters::DispatcherStats>| Dispatcher {
@@ -67,39 +66,46 @@ impl Reading {
 type PortCounter = (&'static str, Option<Unit>, &'static str, fn(&Counters) -> u64);
 
 const PORT_COUNTERS: [PortCounter; 15] = [
-    ("port_in_frames", None, "Frames that entered the core here, refused ones included", |c| c.in_frames),
-    ("port_in", Some(Unit::Bytes), "Their bytes", |c| c.in_bytes),
-    ("port_out_frames", None, "Frames delivered here", |c| c.out_frames),
-    ("port_out", Some(Unit::Bytes), "Their bytes", |c| c.out_bytes),
-    ("port_copies", None, "Frames from here that became more than one, beyond the first", |c| c.copies),
-    ("port_answers", None, "Questions for neighbours from here that were answered here, not flooded", |c| {
-        c.answers
+    ("port_in_frames", None, "Frames received from this port, dropped ones included", |c| c.in_frames),
+    ("port_in", Some(Unit::Bytes), "Bytes of frames received from this port", |c| c.in_bytes),
+    ("port_out_frames", None, "Frames delivered to this port", |c| c.out_frames),
+    ("port_out", Some(Unit::Bytes), "Bytes of frames delivered to this port", |c| c.out_bytes),
+    ("port_copies", None, "Extra copies of frames from this port that went to several destinations", |c| {
+        c.copies
     }),
-    ("port_notifications", None, "Notifications given to the guest", |c| c.notifications),
-    ("port_kicks", None, "Notifications got from the guest", |c| c.kicks),
-    ("port_zero_copy_sent", None, "Messages sent on this link from guests' memory without a copy", |c| {
+    (
+        "port_answers",
+        None,
+        "ARP and neighbour discovery requests from this port answered by vnet instead of flooded",
+        |c| c.answers,
+    ),
+    ("port_notifications", None, "Notifications (interrupts) sent to the guest", |c| c.notifications),
+    ("port_kicks", None, "Notifications (kicks) received from the guest", |c| c.kicks),
+    ("port_zero_copy_sent", None, "Messages sent on this link without a copy (MSG_ZEROCOPY)", |c| {
         c.zero_copy_sent
     }),
-    ("port_zero_copy_copied", None, "Those of them that the kernel copied after all", |c| c.zero_copy_copied),
-    (
-        "port_zero_copy_fallen_back",
-        None,
-        "Messages that were to go without a copy and were copied at once",
-        |c| c.zero_copy_fallen_back,
-    ),
-    ("port_direct_in_place", None, "Frames that came by this link straight into a guest's buffers", |c| {
+    ("port_zero_copy_copied", None, "Zero-copy messages that the kernel copied after all", |c| {
+        c.zero_copy_copied
+    }),
+    ("port_zero_copy_fallen_back", None, "Messages meant for zero copy that vnet copied instead", |c| {
+        c.zero_copy_fallen_back
+    }),
+    ("port_direct_in_place", None, "Frames from this link received directly into a guest's buffers", |c| {
         c.direct_in_place
     }),
-    ("port_direct_copied_out", None, "Messages received there that had to be copied out", |c| {
-        c.direct_copied_out
-    }),
+    (
+        "port_direct_copied_out",
+        None,
+        "Messages received into a guest's buffers that had to be copied out again",
+        |c| c.direct_copied_out,
+    ),
     ("port_in_datagrams", None, "Datagrams received for this link", |c| c.in_datagrams),
     ("port_out_datagrams", None, "Datagrams sent on this link", |c| c.out_datagrams),
 ];
 
 type Label = (&'static str, String);
 
-/// Writes families one after the other.
+/// Writes metric families in order.
 struct Families<'a>(DescriptorEncoder<'a>);
 
 impl Families<'_> {
@@ -136,7 +142,7 @@ impl Families<'_> {
         self.family(what, MetricType::Gauge, members, write)
     }
 
-    /// `counts` in units of `unit`, with upper bounds in those of the metric.
+    /// A histogram of `counts`; `unit` converts them to the metric's unit, in which `bounds` are.
     fn histogram<'c>(
         &mut self,
         what: (&str, Option<Unit>, &str),
@@ -171,7 +177,8 @@ impl Reading {
     fn encode_host(&self, families: &mut Families<'_>) -> fmt::Result {
         let api::Status { version, host, uptime_s, routes, networks, .. } = &self.status;
         let labels: Vec<Label> = vec![("version", version.clone()), ("host", host.clone())];
-        families.gauge(("host_info", None, "Always 1; the labels say who this is"), [(labels, 1)])?;
+        families
+            .gauge(("host_info", None, "Always 1; version and host name are in the labels"), [(labels, 1)])?;
         families.gauge(("uptime", Some(Unit::Seconds), "Time since vnetd was ready"), alone(*uptime_s))?;
         families.gauge(("routes", None, "Routing rules"), alone(*routes as u64))?;
         families.gauge(("networks", None, "Networks"), alone(*networks as u64))?;
@@ -179,26 +186,26 @@ impl Reading {
             objects.iter().map(|(name, up)| (vec![(label, name.clone())], u64::from(*up))).collect::<Vec<_>>()
         };
         let interfaces = up(&self.interfaces, "interface");
-        families.gauge(("interface_up", None, "1 when frames flow through the interface"), interfaces)?;
+        families.gauge(("interface_up", None, "1 when the interface is up"), interfaces)?;
         let links = up(&self.links, "link");
-        families.gauge(("link_up", None, "1 when the host has a way to the link's remote"), links)?;
+        families.gauge(("link_up", None, "1 when the link is up"), links)?;
         let LearnedStats { entries, moves, frozen, refused } = self.learned;
-        families.gauge(("learned_addresses", None, "Learned addresses kept"), alone(entries))?;
+        families.gauge(("learned_addresses", None, "Learned MAC addresses"), alone(entries))?;
         families
-            .counter(("learned_moves", None, "Times an address was heard at another port"), alone(moves))?;
-        let help = "Times an address was frozen because it moved too often";
+            .counter(("learned_moves", None, "Times a MAC address moved to another port"), alone(moves))?;
+        let help = "Times a MAC address was frozen because it moved too often";
         families.counter(("learned_freezes", None, help), alone(frozen))?;
-        let help = "Times an address was not learned because its port's share was full";
+        let help = "Times a MAC address was not learned because its port's share of the table was full";
         families.counter(("learned_refusals", None, help), alone(refused))
     }
 
     fn encode_overlay(&self, families: &mut Families<'_>) -> fmt::Result {
         let shown = |value: fn(&api::Overlay) -> u64| self.overlay.iter().map(move |o| (vec![], value(o)));
-        let help = "1 when the host is in step with the overlay's store";
+        let help = "1 when the host is in sync with the overlay's store";
         families.gauge(("overlay_connected", None, help), shown(|o| u64::from(o.state == "connected")))?;
         families
             .gauge(("overlay_hosts", None, "Other hosts in the overlay"), shown(|o| o.hosts.len() as u64))?;
-        let help = "Stations known by the overlay's store, this host's included";
+        let help = "Stations in the overlay's store, including this host's";
         families.gauge(("overlay_stations", None, help), shown(|o| o.stations as u64))?;
         let alarms = self.overlay.iter().flat_map(|overlay| {
             Alarm::ALL.into_iter().map(|kind| {
@@ -218,7 +225,7 @@ impl Reading {
         type Reasons = fn(&Counters) -> &std::collections::BTreeMap<String, u64>;
         let by_reason: [(&str, &str, Reasons); 2] = [
             ("port_drops", "Frames not delivered, by reason", |c| &c.drops),
-            ("port_discards", "Datagrams that brought no frame, by reason", |c| &c.discards),
+            ("port_discards", "Datagrams that carried no frame into the core, by reason", |c| &c.discards),
         ];
         for (name, help, reasons) in by_reason {
             let members = self.ports.iter().flat_map(|port| {
@@ -239,19 +246,19 @@ impl Reading {
             self.dispatchers.iter().enumerate().map(label)
         };
         let frames = each().map(|(labels, d): (_, &Dispatcher)| (labels, d.frames));
-        families.counter(("dispatch_frames", None, "Frames decided by the dispatcher"), frames)?;
+        families
+            .counter(("dispatch_frames", None, "Frames forwarded or dropped by the dispatcher"), frames)?;
         let bounds = BATCH_BOUNDS.map(f64::from);
         let batches = each().map(|(labels, d): (_, &Dispatcher)| (labels, &d.batches));
         families.histogram(("dispatch_batch_frames", None, "Frames in a batch"), 1.0, &bounds, batches)?;
         let bounds = LATENCY_BOUNDS_US.map(|us| f64::from(us) / 1e6);
         let latency = each().map(|(labels, d): (_, &Dispatcher)| (labels, &d.latency_ns));
-        let help =
-            "From a batch's arrival in the dispatcher until all of it is delivered; one batch in 16 is timed";
+        let help = "Time from a batch's arrival at the dispatcher until all of it is delivered; 1 batch in 16 is sampled";
         families.histogram(("dispatch_latency", Some(Unit::Seconds), help), 1e-9, &bounds, latency)
     }
 }
 
-/// A reading as text.
+/// Encodes a snapshot as OpenMetrics text.
 pub fn write(reading: Reading) -> Result<String, fmt::Error> {
     let mut registry = Registry::with_prefix("vnet");
     registry.register_collector(Box::new(reading));

@@ -1,4 +1,4 @@
-//! The overlay's agent as part of the daemon: on a thread of its own, so that neither waits for the other.
+//! Runs the overlay's agent on a thread of its own, so that the store's latency never delays the API.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::thread::JoinHandle;
@@ -8,7 +8,7 @@ use vnet::frame::NetworkId;
 use vnet_control::overlay::{Authenticator, Overlay};
 use vnetd::store::{Agent, EngineHost, Options, settings};
 
-use crate::{Failure, Shared, api};
+use crate::shared::Shared;
 
 /// A running agent.
 pub struct Running {
@@ -17,9 +17,9 @@ pub struct Running {
 }
 
 impl Running {
-    /// Has it take leave of the other hosts, and waits until it has.
+    /// Tells the agent to leave the overlay, and waits for it.
     pub fn stop(self) {
-        // It may have ended by itself.
+        // The receiver is gone if the agent ended by itself.
         let _ = self.stop.send(true);
         if self.thread.join().is_err() {
             tracing::error!("the overlay's agent ended in a panic");
@@ -27,9 +27,9 @@ impl Running {
     }
 }
 
-/// Starts the agent, when the configuration has an `[overlay]`.
-pub fn start(shared: &Shared) -> Result<Option<Running>, Failure> {
-    let locked = api::lock(shared);
+/// Starts the agent if the configuration has an `[overlay]`.
+pub fn start(shared: &Shared) -> Result<Option<Running>, Box<dyn std::error::Error>> {
+    let locked = shared.lock();
     let Some(engine) = locked.as_ref() else { return Ok(None) };
     let desired = engine.current();
     let Some(spec) = desired.overlay.as_ref().map(|item| &item.spec) else { return Ok(None) };
@@ -56,7 +56,7 @@ pub fn start(shared: &Shared) -> Result<Option<Running>, Failure> {
     Ok(Some(Running { stop, thread }))
 }
 
-/// A number that no other life of a daemon has, drawn from what the standard library seeds its hash maps with.
+/// A random number that identifies this run of the daemon; the standard library seeds its hash maps with it.
 fn instance() -> u64 {
     RandomState::new().build_hasher().finish()
 }

@@ -1,4 +1,4 @@
-//! The reference in `docs/reference`, made from the code that it describes. A test compares; with VNET_WRITE_DOCS=1 it writes.
+//! Generates `docs/reference` from the code. The test compares; with VNET_WRITE_DOCS=1 it writes.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -11,17 +11,17 @@ use vnet_control::overlay::Alarm;
 use crate::api::{self, tests::app};
 use crate::metrics::{self, Reading};
 
-const MADE: &str =
-    "<!-- Made from the code by `VNET_WRITE_DOCS=1 cargo test -p vnetd reference`; do not edit. -->\n\n";
+const GENERATED: &str =
+    "<!-- Generated from the code by `VNET_WRITE_DOCS=1 cargo test -p vnetd reference`; do not edit. -->\n\n";
 
-/// A table's cell.
+/// Escapes a table cell.
 fn cell(text: &str) -> String {
     text.replace('\n', " ").replace('|', "\\|")
 }
 
 fn console() -> String {
     let mut text = format!(
-        "# The control language\n\n{MADE}One command a line of at most {LINE_MAX} bytes; keywords ignore case. An answer is `OK …`, \
+        "# The control language\n\n{GENERATED}One command per line of at most {LINE_MAX} bytes; keywords ignore case. An answer is `OK …`, \
          `ERROR reason`, or the lines of a listing ended by a line with a single dot. Words in capitals that are no keywords stand \
          for values. Empty lines and lines that begin with `#` are not answered.\n\n| command | also | what it does |\n|---|---|---|\n"
     );
@@ -35,10 +35,10 @@ fn console() -> String {
 
 fn metrics_page() -> String {
     let app = app(None);
-    let reading = api::lock(&app.shared).as_ref().map(Reading::of).unwrap();
+    let reading = app.shared.lock().as_ref().map(Reading::of).unwrap();
     let exposition = metrics::write(reading).unwrap();
     let mut text = format!(
-        "# Metrics\n\n{MADE}`GET /metrics` answers with OpenMetrics text. Names end in their unit; a counter's samples end in \
+        "# Metrics\n\n{GENERATED}`GET /metrics` answers with OpenMetrics text. Names end in their unit; a counter's samples end in \
          `_total`. Ports have the labels `kind` (`interface`, `link`, `bridge`, `removed`) and `port`.\n\n\
          | metric | type | meaning |\n|---|---|---|\n"
     );
@@ -50,11 +50,11 @@ fn metrics_page() -> String {
         writeln!(text, "| `{name}` | {} | {} |", described("TYPE", name), cell(&described("HELP", name)))
             .unwrap();
     }
-    text += "\n## Reasons of drops\n\n| reason | meaning |\n|---|---|\n";
+    text += "\n## Drop reasons\n\n| reason | meaning |\n|---|---|\n";
     for reason in DropReason::ALL {
         writeln!(text, "| `{}` | {} |", reason.name(), reason.help().trim()).unwrap();
     }
-    text += "\n## Reasons of discards\n\n| reason | meaning |\n|---|---|\n";
+    text += "\n## Discard reasons\n\n| reason | meaning |\n|---|---|\n";
     for reason in DiscardReason::ALL {
         writeln!(text, "| `{}` | {} |", reason.name(), reason.help().trim()).unwrap();
     }
@@ -65,7 +65,7 @@ fn metrics_page() -> String {
     text
 }
 
-/// A schema's type in a word or two.
+/// A short name of a schema's type.
 fn type_of(schema: &Value) -> String {
     if let Some(reference) = schema["$ref"].as_str() {
         return reference.rsplit('/').next().unwrap_or_default().to_string();
@@ -91,12 +91,12 @@ fn type_of(schema: &Value) -> String {
     }
 }
 
-/// The fields of an object's schema, those of its parts included.
+/// Writes a row per property of a schema, including those of `allOf` and `oneOf` parts.
 fn fields(schema: &Value, text: &mut String) {
     let needed: Vec<_> =
         schema["required"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
     for (name, field) in schema["properties"].as_object().into_iter().flatten() {
-        let may = if needed.contains(&name.as_str()) { "" } else { ", may be absent" };
+        let may = if needed.contains(&name.as_str()) { "" } else { ", optional" };
         let about = field["description"].as_str().unwrap_or("");
         writeln!(text, "| `{name}` | {}{may} | {} |", type_of(field), cell(about)).unwrap();
     }
@@ -108,7 +108,7 @@ fn fields(schema: &Value, text: &mut String) {
 fn api_page() -> String {
     let document = serde_json::to_value(api::document()).unwrap();
     let mut text = format!(
-        "# The HTTP/JSON API\n\n{MADE}{} Refusals are `{{\"errors\": [LINE, …]}}`. The same as an OpenAPI document: \
+        "# The HTTP/JSON API\n\n{GENERATED}{} Refusals are `{{\"errors\": [LINE, …]}}`. The same as an OpenAPI document: \
          `GET /v1/openapi.json`.\n\n| request | parameters | answers | what it does |\n|---|---|---|---|\n",
         document["info"]["description"].as_str().unwrap_or("")
     );

@@ -1,8 +1,9 @@
-//! Accepting clients: of the control socket, of the API by TCP and of the console, each bounded in number and in patience.
+//! Accepts clients of the control socket, of the API over TCP and of the console. The number of clients and their idle
+//! time are limited.
 //!
-//! A client holds one place from the moment it is accepted until it is gone; who finds no place free is closed at once. A peer
-//! that does not take its answers, or is no longer there, is given up by the kernel (`TCP_USER_TIMEOUT`); one that does not send
-//! what it began by the protocol's own limits. So ten thousand clients cost as much as the places there are.
+//! A client holds a slot from accept to close; when all slots are taken, new connections are closed at once. The
+//! kernel drops a peer that is gone or does not read its answers (`TCP_USER_TIMEOUT`); the protocols' own timeouts end
+//! a peer that stops in the middle of a request. Ten thousand clients therefore cost no more than the number of slots.
 
 use std::io;
 use std::net::SocketAddr;
@@ -23,59 +24,61 @@ use tokio_rustls::server::TlsStream;
 
 use crate::gate::Caller;
 
-/// Clients of the control socket at a time.
+/// Concurrent clients of the control socket.
 const UNIX_CLIENTS: usize = 256;
-/// Clients of the API by TCP at a time: a few scrapers, a dashboard, some scripts.
+/// Concurrent clients of the API over TCP: a few scrapers, a dashboard, some scripts.
 const HTTP_CLIENTS: usize = 64;
-/// How long a request's headers may take, and how long a connection may wait for the next request.
+/// Timeout for a request's headers, and for the next request on an idle connection.
 const HEADER_TIME: Duration = Duration::from_secs(10);
-/// How long a TLS handshake may take.
+/// Timeout of a TLS handshake.
 const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
-/// How long sent data may stay without an acknowledgement, or the peer's window closed.
+/// How long sent data may stay unacknowledged, or the peer's window closed.
 const STALL_TIME: Duration = Duration::from_secs(30);
-/// Largest head of a request in bytes.
+/// Largest request head in bytes.
 const HEAD_MAX: usize = 16 << 10;
 
-/// How many clients there may be, and how many were turned away.
-pub struct Places {
+/// Limit of concurrent clients, and how many it refused.
+pub struct Slots {
     free: Arc<Semaphore>,
     refused: AtomicU64,
 }
 
-impl Places {
-    pub fn new(count: usize) -> Places {
-        Places { free: Arc::new(Semaphore::new(count)), refused: AtomicU64::new(0) }
+impl Slots {
+    pub fn new(count: usize) -> Slots {
+        Slots { free: Arc::new(Semaphore::new(count)), refused: AtomicU64::new(0) }
     }
 
-    /// A place until it is dropped; who finds none is counted, and told of in the log at powers of two.
+    /// Takes a slot, free again when the permit is dropped. Refusals are counted, and logged at each power of two.
     pub fn take(&self, what: &str) -> Option<OwnedSemaphorePermit> {
-        let place = self.free.clone().try_acquire_owned().ok();
-        if place.is_none() {
+        let slot = self.free.clone().try_acquire_owned().ok();
+        if slot.is_none() {
             let refused = self.refused.fetch_add(1, Relaxed) + 1;
             if refused.is_power_of_two() {
                 tracing::warn!(
                     refused,
-                    "more clients of the {what} than are served at a time; the newest are closed"
+                    "too many clients of the {what} at a time; new connections are closed"
                 );
             }
         }
-        place
+        slot
     }
 }
 
-/// Serves the control socket for ever.
+/// Accept loop of the control socket.
 pub async fn unix(listener: UnixListener, router: Router) {
-    let places = Places::new(UNIX_CLIENTS);
+    let slots = Slots::new(UNIX_CLIENTS);
     loop {
         match listener.accept().await {
             Ok((stream, _)) => match stream.peer_cred() {
                 Ok(peer) if may_control(&peer) => {
                     let caller = Caller::Unix { uid: peer.uid(), pid: peer.pid() };
-                    let Some(place) = places.take("control socket") else { continue };
-                    tokio::spawn(requests(stream, router.clone(), caller, place));
+                    let Some(slot) = slots.take("control socket") else { continue };
+                    tokio::spawn(requests(stream, router.clone(), caller, slot));
                 }
                 Ok(peer) => tracing::warn!("refused a control connection of user {}", peer.uid()),
-                Err(error) => tracing::warn!("refused a control connection of nobody known: {error}"),
+                Err(error) => {
+                    tracing::warn!("refused a control connection without peer credentials: {error}")
+                }
             },
             Err(error) => cannot_accept("control socket", &error).await,
         }
@@ -86,20 +89,20 @@ fn may_control(peer: &UCred) -> bool {
     peer.uid() == 0 || peer.uid() == rustix::process::geteuid().as_raw()
 }
 
-/// Serves the API by TCP for ever.
+/// Accept loop of the API over TCP.
 pub async fn http(listener: TcpListener, tls: Option<TlsAcceptor>, router: Router) {
-    let places = Places::new(HTTP_CLIENTS);
+    let slots = Slots::new(HTTP_CLIENTS);
     loop {
         match listener.accept().await {
             Ok((stream, peer)) => {
-                let Some(place) = places.take("API") else { continue };
+                let Some(slot) = slots.take("API") else { continue };
                 let (tls, router) = (tls.clone(), router.clone());
                 tokio::spawn(async move {
                     match secure(stream, peer, tls).await {
                         Some(Stream::Clear(stream)) => {
-                            requests(stream, router, Caller::Tcp(peer), place).await
+                            requests(stream, router, Caller::Tcp(peer), slot).await
                         }
-                        Some(Stream::Tls(stream)) => requests(stream, router, Caller::Tcp(peer), place).await,
+                        Some(Stream::Tls(stream)) => requests(stream, router, Caller::Tcp(peer), slot).await,
                         None => {}
                     }
                 });
@@ -109,15 +112,13 @@ pub async fn http(listener: TcpListener, tls: Option<TlsAcceptor>, router: Route
     }
 }
 
-/// A client's connection.
+/// A client's connection, in clear text or under TLS.
 pub enum Stream {
-    /// In clear text.
     Clear(TcpStream),
-    /// Under TLS.
     Tls(Box<TlsStream<TcpStream>>),
 }
 
-/// Makes an accepted connection give up a peer that stalls, and shakes hands when TLS is spoken.
+/// Sets the timeouts for a stalled peer on an accepted connection, and does the TLS handshake if `tls` is set.
 pub async fn secure(stream: TcpStream, peer: SocketAddr, tls: Option<TlsAcceptor>) -> Option<Stream> {
     let guard = || -> io::Result<()> {
         stream.set_nodelay(true)?;
@@ -126,29 +127,29 @@ pub async fn secure(stream: TcpStream, peer: SocketAddr, tls: Option<TlsAcceptor
         Ok(rustix::net::sockopt::set_tcp_user_timeout(&stream, STALL_TIME.as_millis() as u32)?)
     };
     if let Err(error) = guard() {
-        tracing::debug!(%peer, %error, "a client is gone already");
+        tracing::debug!(%peer, %error, "the client closed the connection before it was set up");
         return None;
     }
     let Some(tls) = tls else { return Some(Stream::Clear(stream)) };
     match tokio::time::timeout(HANDSHAKE_TIME, tls.accept(stream)).await {
         Ok(Ok(stream)) => Some(Stream::Tls(Box::new(stream))),
         Ok(Err(error)) => {
-            tracing::debug!(%peer, %error, "no TLS handshake");
+            tracing::debug!(%peer, %error, "TLS handshake failed");
             None
         }
         Err(_) => {
-            tracing::debug!(%peer, "no TLS handshake in time");
+            tracing::debug!(%peer, "TLS handshake timed out");
             None
         }
     }
 }
 
-/// Answers one connection's requests; the place is free again afterwards.
+/// Serves one connection's requests; the slot is free again afterwards.
 async fn requests(
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     router: Router,
     caller: Caller,
-    _place: OwnedSemaphorePermit,
+    _slot: OwnedSemaphorePermit,
 ) {
     let service = TowerToHyperService::new(router.layer(Extension(caller)));
     let served = http1::Builder::new()
@@ -162,7 +163,7 @@ async fn requests(
     }
 }
 
-/// Out of file descriptors, usually: wait until some are free again.
+/// Usually out of file descriptors: wait before the next accept.
 pub async fn cannot_accept(what: &str, error: &io::Error) {
     tracing::warn!("cannot accept a client of the {what}: {error}");
     tokio::time::sleep(Duration::from_millis(100)).await;

@@ -1,4 +1,4 @@
-//! TLS for clients by TCP: rustls with the certificates of `[control]`.
+//! TLS server side for TCP clients: rustls with the certificates of `[control]`.
 
 use std::io;
 use std::path::Path;
@@ -11,7 +11,6 @@ use tokio_rustls::rustls::server::WebPkiClientVerifier;
 use tokio_rustls::rustls::{self, RootCertStore, ServerConfig};
 use vnet_control::access::TlsFiles;
 
-/// Why TLS cannot be spoken.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
     #[error("[control] {key} '{file}' cannot be used: {error}")]
@@ -24,13 +23,13 @@ pub enum TlsError {
     Authority { file: String, error: io::Error },
 }
 
-/// Speaks TLS with everybody.
-pub fn open_to_all(files: &TlsFiles) -> Result<TlsAcceptor, TlsError> {
+/// TLS without client certificates.
+pub fn any_client(files: &TlsFiles) -> Result<TlsAcceptor, TlsError> {
     acceptor(files, None)
 }
 
-/// Speaks TLS with those who have a certificate of an authority in `ca`.
-pub fn for_clients_of(files: &TlsFiles, ca: &Path) -> Result<TlsAcceptor, TlsError> {
+/// TLS that requires a client certificate signed by an authority in `ca`.
+pub fn authenticated_clients(files: &TlsFiles, ca: &Path) -> Result<TlsAcceptor, TlsError> {
     acceptor(files, Some(ca))
 }
 

@@ -1,26 +1,27 @@
-//! What the doctor asks of a running vnetd: its limits, its dispatchers' threads, its interfaces and links.
+//! Checks of a running vnetd: its limits, dispatcher threads, interfaces and links.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use vnet_control::api::{Interface, Link};
 
+use super::finding::{Daemon, Finding, Level};
 use super::host::{Host, cpus};
 use super::machine::process;
-use super::{Daemon, Finding, Level};
 
-/// Descriptors of one queue pair of a vhost-user interface: two kicks, two calls, two errors; and what a daemon has anyway.
+/// File descriptors of one vhost-user queue pair (two kicks, two calls, two errors), and of the daemon itself.
 const FILES_OF_QUEUE: u64 = 6;
 const FILES_BASE: u64 = 256;
-/// How long threads are watched.
+/// Observation time of threads.
 const WATCH: Duration = Duration::from_millis(200);
-/// Times a second that a dispatcher may be pushed off its CPU before that is worth a word.
+/// Involuntary context switches per second of a dispatcher that are worth a warning.
 const PREEMPTIONS_PER_S: f64 = 50.0;
-/// Bytes that a native datagram adds to a frame's payload: IP, UDP, native header, offload metadata, Ethernet header.
+/// Overhead of a native datagram over a frame's payload in bytes: IP, UDP, native header, offload metadata, Ethernet
+/// header.
 const NATIVE_BYTES: u32 = 20 + 8 + 16 + 12 + 14;
-/// The same for a bare frame.
+/// Overhead of encapsulation `vnet`.
 const BARE_BYTES: u32 = 20 + 8 + 14;
-/// The same for a VXLAN datagram.
+/// Overhead of VXLAN.
 const VXLAN_BYTES: u32 = BARE_BYTES + 8;
 
 /// All checks that need a daemon.
@@ -46,13 +47,13 @@ fn in_words(limit: u64) -> String {
 }
 
 fn files(host: &Host, daemon: &Daemon) -> Finding {
-    const WHY: &str = "each queue takes file descriptors; without one a guest cannot attach";
+    const WHY: &str = "each queue takes file descriptors; without them a guest cannot attach";
     let Some(limit) = limit(host, daemon, "Max open files") else {
-        return Finding::ok("files", WHY, "limit not known");
+        return Finding::ok("files", WHY, "limit unknown");
     };
     let queues: u64 = daemon.interfaces.iter().map(|interface| u64::from(interface.queues)).sum();
     let needed = FILES_BASE + FILES_OF_QUEUE * queues;
-    let what = format!("vnetd may open {} files, and needs up to {needed}", in_words(limit));
+    let what = format!("vnetd may open {} files and needs up to {needed}", in_words(limit));
     if limit >= needed {
         return Finding::ok("files", WHY, what);
     }
@@ -61,8 +62,8 @@ fn files(host: &Host, daemon: &Daemon) -> Finding {
 }
 
 fn locked_memory(host: &Host, daemon: &Daemon) -> Finding {
-    const WHY: &str = "pages that are locked stay in memory; a swapped-out guest stalls its dispatcher";
-    let limit = limit(host, daemon, "Max locked memory").map_or("not known".into(), in_words);
+    const WHY: &str = "locked pages stay in memory; a swapped-out guest stalls its dispatcher";
+    let limit = limit(host, daemon, "Max locked memory").map_or("unknown".into(), in_words);
     let swap = host.field("proc/meminfo", "SwapTotal").unwrap_or_default();
     let no_swap = swap.is_empty() || swap.starts_with("0 ");
     let what = format!("limit {limit}, {}", if no_swap { "no swap".into() } else { format!("swap {swap}") });
@@ -97,10 +98,10 @@ fn threads(host: &Host, daemon: &Daemon) -> Vec<Thread> {
 
 fn dispatchers(host: &Host, daemon: &Daemon) -> Vec<Finding> {
     const PINNING: &str = "a dispatcher that moves between CPUs loses its caches; two on one CPU take turns";
-    const COMPANY: &str = "what else runs on a dispatcher's CPU delays every frame of its interfaces";
+    const COMPANY: &str = "other work on a dispatcher's CPU delays every frame of its interfaces";
     let before = threads(host, daemon);
     if before.is_empty() {
-        return vec![Finding::ok("pinning", PINNING, "the dispatchers' threads cannot be seen from here")];
+        return vec![Finding::ok("pinning", PINNING, "cannot see the dispatchers' threads")];
     }
     std::thread::sleep(WATCH);
     let after = threads(host, daemon);
@@ -109,11 +110,11 @@ fn dispatchers(host: &Host, daemon: &Daemon) -> Vec<Finding> {
         by_cpu.entry(thread.allowed[0]).or_default().push(&thread.name);
     }
     let pinning = if let Some((cpu, names)) = by_cpu.iter().find(|(_, names)| names.len() > 1) {
-        let what = format!("{} are pinned to CPU {cpu} together", names.join(" and "));
+        let what = format!("{} are pinned to the same CPU {cpu}", names.join(" and "));
         let todo = "give [dispatch] cpus as many different CPUs as there are threads";
         Finding::bad("pinning", Level::Problem, PINNING, what, todo)
     } else if by_cpu.is_empty() {
-        Finding::ok("pinning", PINNING, "not pinned ([dispatch] cpus); good unless latency is all")
+        Finding::ok("pinning", PINNING, "not pinned ([dispatch] cpus); fine unless latency is critical")
     } else {
         let pins = by_cpu.iter().map(|(cpu, names)| format!("{} to CPU {cpu}", names[0]));
         Finding::ok("pinning", PINNING, pins.collect::<Vec<_>>().join(", "))
@@ -129,12 +130,11 @@ fn dispatchers(host: &Host, daemon: &Daemon) -> Vec<Finding> {
     }
     let company = match worst {
         (name, rate) if rate > PREEMPTIONS_PER_S => {
-            let what = format!("{name} is pushed off its CPU {rate:.0} times a second");
-            let todo =
-                "pin dispatchers ([dispatch] cpus) and keep others away: isolcpus=, cpusets, IRQ affinity";
+            let what = format!("{name} is preempted {rate:.0} times per second");
+            let todo = "pin dispatchers ([dispatch] cpus) and keep other work away: isolcpus=, cpusets, IRQ affinity";
             Finding::bad("company", Level::Warn, COMPANY, what, todo)
         }
-        _ => Finding::ok("company", COMPANY, "dispatchers are not pushed off their CPUs at the moment"),
+        _ => Finding::ok("company", COMPANY, "dispatchers are not being preempted"),
     };
     vec![pinning, company]
 }
@@ -153,12 +153,12 @@ fn interfaces(interfaces: &[Interface]) -> Finding {
     if up == interfaces.len() {
         return Finding::ok("interfaces", WHY, what);
     }
-    let todo = "start the guests; 'vnet interface list' says what each waits for";
+    let todo = "start the guests; 'vnet interface list' shows what each waits for";
     Finding::bad("interfaces", Level::Warn, WHY, what, todo)
 }
 
 fn links(links: &[Link]) -> Finding {
-    const WHY: &str = "guests behind a host that cannot be reached are gone for those here";
+    const WHY: &str = "guests behind an unreachable host cannot be reached from here";
     if let Some(link) = links.iter().find(|link| link.state != "up") {
         let reason = link.reason.as_deref().unwrap_or("no reason given");
         let what = format!("link {} to {}: {}: {reason}", link.name, link.remote, link.state);
@@ -166,21 +166,27 @@ fn links(links: &[Link]) -> Finding {
     }
     let silent: Vec<_> = links.iter().filter(|link| link.heard_s.is_none()).collect();
     if let Some(link) = silent.first() {
-        let what =
-            format!("nothing ever came from {} of {} links, as {}", silent.len(), links.len(), link.name);
-        let todo =
-            format!("see that vnetd runs at {}, and that no firewall stops UDP between you", link.remote);
+        let what = format!(
+            "{} of {} links never received anything, such as {}",
+            silent.len(),
+            links.len(),
+            link.name
+        );
+        let todo = format!(
+            "check that vnetd runs at {} and that no firewall blocks UDP between the hosts",
+            link.remote
+        );
         return Finding::bad("links", Level::Warn, WHY, what, todo);
     }
-    Finding::ok("links", WHY, format!("{} up and heard", links.len()))
+    Finding::ok("links", WHY, format!("{} up and receiving", links.len()))
 }
 
 fn path_mtus(interfaces: &[Interface], links: &[Link]) -> Finding {
-    const WHY: &str = "larger frames cross in pieces, of which each must arrive";
+    const WHY: &str = "larger frames are fragmented, and every fragment must arrive";
     let Some(largest) = interfaces.iter().map(|interface| interface.mtu).max() else {
         return Finding::ok("path-mtu", WHY, "no interfaces");
     };
-    // TCP cuts a stream by itself.
+    // TCP segments a stream by itself.
     let overhead = |link: &Link| match link.encapsulation.as_str() {
         "native" => Some(NATIVE_BYTES),
         "vnet" => Some(BARE_BYTES),
@@ -193,18 +199,17 @@ fn path_mtus(interfaces: &[Interface], links: &[Link]) -> Finding {
         return Finding::ok(
             "path-mtu",
             WHY,
-            format!("interfaces' MTU of up to {largest} fits every link's path"),
+            format!("interface MTUs of up to {largest} fit every link's path"),
         );
     };
     let what =
-        format!("a frame of MTU {largest} does not fit the path of link {} ({} bytes)", link.name, link.mtu);
+        format!("a frame of MTU {largest} exceeds the path MTU of link {} ({} bytes)", link.name, link.mtu);
     if link.encapsulation == "vnet" {
         let mtu = u32::from(link.mtu).saturating_sub(BARE_BYTES);
-        let todo =
-            format!("set the guests' MTU to {mtu}: encapsulation vnet leaves the cutting to IP fragments");
+        let todo = format!("set the guests' MTU to {mtu}: encapsulation vnet relies on IP fragmentation");
         return Finding::bad("path-mtu", Level::Warn, WHY, what, todo);
     }
-    // Nothing is wrong: super-frames make most of that good.
-    let rest = "; vnet cuts and joins it. A larger MTU of the underlay would save that";
+    // No warning: super-frames make up for most of the cost.
+    let rest = "; vnet fragments and reassembles it. A larger underlay MTU would avoid that";
     Finding::ok("path-mtu", WHY, what + rest)
 }

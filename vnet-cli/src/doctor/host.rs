@@ -1,4 +1,4 @@
-//! How the doctor looks at a host: files of /proc, /sys and /dev under a root that tests replace.
+//! Reads a host's files of /proc, /sys and /dev, below a root that tests replace.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ impl Host {
         Host::at(Path::new("/"))
     }
 
-    /// A host whose files are under `root`.
+    /// A host whose files are below `root`.
     pub fn at(root: &Path) -> Host {
         Host { root: root.into() }
     }
@@ -24,7 +24,7 @@ impl Host {
         self.root.join(path)
     }
 
-    /// A file's text without white space around it; `None` when it is not there, or not to be read.
+    /// A file's trimmed text; `None` if it is missing or unreadable.
     pub fn text(&self, path: &str) -> Option<String> {
         Some(fs::read_to_string(self.path(path)).ok()?.trim().into())
     }
@@ -34,12 +34,12 @@ impl Host {
         self.text(path)?.parse().ok()
     }
 
-    /// Whether there is such a file.
+    /// True if the file exists.
     pub fn has(&self, path: &str) -> bool {
         self.path(path).exists()
     }
 
-    /// Names in a directory, sorted; none when it is not there.
+    /// Sorted names in a directory; empty if it is missing.
     pub fn names(&self, path: &str) -> Vec<String> {
         let entries = fs::read_dir(self.path(path)).into_iter().flatten().flatten();
         let mut names: Vec<_> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
@@ -47,24 +47,24 @@ impl Host {
         names
     }
 
-    /// The value behind `key` in a file of lines `key: value`, or `key value`.
+    /// The value of `key` in a file of lines `key: value` or `key value`.
     pub fn field(&self, path: &str, key: &str) -> Option<String> {
         field(&self.text(path)?, key)
     }
 }
 
-/// The value behind `key` in lines `key: value`, or `key value`.
+/// The value of `key` in lines `key: value` or `key value`.
 pub fn field(text: &str, key: &str) -> Option<String> {
     text.lines().find_map(|line| {
         let rest = line.strip_prefix(key)?;
         let value = rest.trim_start_matches([' ', '\t']);
         let value = value.strip_prefix(':').unwrap_or(value);
-        // "Max open files" is no "Max open files soft".
+        // "Max open files" must not match "Max open files soft".
         (rest.starts_with([':', ' ', '\t'])).then(|| value.trim().to_string())
     })
 }
 
-/// CPUs of a list such as `0-3,8`. Larger numbers than any machine has are not counted up to.
+/// CPUs of a list such as `0-3,8`, up to a bound.
 pub fn cpus(list: &str) -> Vec<usize> {
     const CPU_MAX: usize = 8192;
     let mut cpus = vec![];

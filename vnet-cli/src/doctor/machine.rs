@@ -1,16 +1,16 @@
-//! What the doctor asks of any machine: devices, kernel limits, processors, memory.
+//! Checks of the machine: devices, kernel limits, processors, memory.
 
 use vnet::link::kernel_offloads;
 
+use super::finding::{Daemon, Finding, Level};
 use super::host::{Host, chosen, cpus};
-use super::{Daemon, Finding, Level};
 
-/// Socket buffers that the bridge asks for, in bytes (`link/socket/udp.rs`).
+/// Socket buffer size that the bridge requests, in bytes (`vnet/src/link/socket/buffers.rs`).
 const SOCKET_BUFFER: u64 = 8 << 20;
 /// Capability bits (capabilities(7)).
 const CAP_NET_ADMIN: u32 = 12;
 
-/// All checks that need no daemon. With one, they know how many dispatchers there are and what runs them.
+/// All checks that need no daemon; with one, they use its number of dispatchers and its privileges.
 pub fn examine(host: &Host, daemon: Option<&Daemon>) -> Vec<Finding> {
     let mut findings = vec![tun(host), kvm(host), udp_offloads()];
     findings.extend(socket_buffers(host, daemon));
@@ -28,16 +28,16 @@ pub fn examine(host: &Host, daemon: Option<&Daemon>) -> Vec<Finding> {
 }
 
 fn tun(host: &Host) -> Finding {
-    const WHY: &str = "containers and the host itself attach by TAP devices";
+    const WHY: &str = "containers and the host itself attach through TAP devices";
     let path = host.path("dev/net/tun");
     if !path.exists() {
-        let todo = "modprobe tun; in a container, give it the device /dev/net/tun";
-        return Finding::bad("tun", Level::Problem, WHY, "/dev/net/tun is not there", todo);
+        let todo = "modprobe tun; in a container, pass in the device /dev/net/tun";
+        return Finding::bad("tun", Level::Problem, WHY, "/dev/net/tun is missing", todo);
     }
     match std::fs::OpenOptions::new().read(true).write(true).open(path) {
         Ok(_) => Finding::ok("tun", WHY, "/dev/net/tun can be opened"),
         Err(error) => {
-            let todo = "run vnetd as root or with CAP_NET_ADMIN, and let it open the device";
+            let todo = "run vnetd as root or with CAP_NET_ADMIN, and permit it to open the device";
             let what = format!("/dev/net/tun cannot be opened: {error}");
             Finding::bad("tun", Level::Warn, WHY, what, todo)
         }
@@ -49,22 +49,22 @@ fn kvm(host: &Host) -> Finding {
     let flags = host.field("proc/cpuinfo", "flags").unwrap_or_default();
     let capable = flags.split(' ').any(|flag| matches!(flag, "vmx" | "svm"));
     match (host.has("dev/kvm"), capable) {
-        (true, true) => Finding::ok("kvm", WHY, "/dev/kvm is there, and the processor supports it"),
+        (true, true) => Finding::ok("kvm", WHY, "/dev/kvm is available, and the processor supports it"),
         (true, false) => {
-            let what = "/dev/kvm is there, but the processor shows neither vmx nor svm";
+            let what = "/dev/kvm exists, but the processor has neither vmx nor svm";
             let todo =
-                "have nested virtualization switched on outside, or use containers, or QEMU with -accel tcg";
+                "enable nested virtualization on the outer host, or use containers, or QEMU with -accel tcg";
             Finding::bad("kvm", Level::Warn, WHY, what, todo)
         }
         (false, _) => {
-            let todo = "modprobe kvm_intel or kvm_amd; switch virtualization on in the firmware";
-            Finding::bad("kvm", Level::Warn, WHY, "/dev/kvm is not there", todo)
+            let todo = "modprobe kvm_intel or kvm_amd; enable virtualization in the firmware";
+            Finding::bad("kvm", Level::Warn, WHY, "/dev/kvm is missing", todo)
         }
     }
 }
 
 fn udp_offloads() -> Finding {
-    const WHY: &str = "one system call then carries a super-frame of 64 KB instead of one datagram";
+    const WHY: &str = "with them one system call moves a super-frame of 64 KB instead of one datagram";
     match kernel_offloads() {
         (true, true) => Finding::ok("udp-offload", WHY, "the kernel has UDP_SEGMENT and UDP_GRO"),
         (segment, gro) => {
@@ -77,7 +77,7 @@ fn udp_offloads() -> Finding {
     }
 }
 
-/// The directory of the process that matters: vnetd's, or this one's.
+/// The process to check: vnetd's, or without one this process.
 pub fn process(daemon: Option<&Daemon>) -> String {
     daemon.map_or("proc/self".into(), |daemon| format!("proc/{}", daemon.status.pid))
 }
@@ -88,15 +88,15 @@ fn has_capability(host: &Host, process: &str, bit: u32) -> bool {
 }
 
 fn socket_buffers(host: &Host, daemon: Option<&Daemon>) -> Vec<Finding> {
-    const WHY: &str = "bursts that find no room in the bridge's socket are lost";
+    const WHY: &str = "bursts that overflow the bridge's socket buffer are lost";
     let privileged = has_capability(host, &process(daemon), CAP_NET_ADMIN);
     let check = |(check, limit): (&'static str, &str)| {
         let bytes = host.number(&format!("proc/sys/net/core/{limit}"))?;
         if bytes >= SOCKET_BUFFER || privileged {
-            let exempt = if bytes < SOCKET_BUFFER { "; CAP_NET_ADMIN goes beyond it" } else { "" };
+            let exempt = if bytes < SOCKET_BUFFER { "; CAP_NET_ADMIN overrides it" } else { "" };
             return Some(Finding::ok(check, WHY, format!("net.core.{limit} is {bytes}{exempt}")));
         }
-        let what = format!("net.core.{limit} is {bytes}, and there is no CAP_NET_ADMIN to go beyond it");
+        let what = format!("net.core.{limit} is {bytes}, and vnetd lacks CAP_NET_ADMIN to override it");
         let todo = format!("sysctl -w net.core.{limit}={SOCKET_BUFFER}, or give vnetd CAP_NET_ADMIN");
         Some(Finding::bad(check, Level::Warn, WHY, what, todo))
     };
@@ -104,7 +104,7 @@ fn socket_buffers(host: &Host, daemon: Option<&Daemon>) -> Vec<Finding> {
 }
 
 fn cores(host: &Host, daemon: Option<&Daemon>) -> Finding {
-    const WHY: &str = "a dispatcher that polls takes a core, which guests and the network need, too";
+    const WHY: &str = "a polling dispatcher takes a core that guests and the network stack need too";
     let online = cpus(&host.text("sys/devices/system/cpu/online").unwrap_or_default()).len().max(1);
     let threads = daemon.map_or(1, |daemon| daemon.status.dispatchers);
     let what = format!(
@@ -120,20 +120,22 @@ fn cores(host: &Host, daemon: Option<&Daemon>) -> Finding {
 }
 
 fn isolation(host: &Host) -> Finding {
-    const WHY: &str = "on an isolated CPU nothing else delays a dispatcher that is pinned there";
+    const WHY: &str = "nothing else runs on an isolated CPU, so nothing delays a dispatcher pinned there";
     let list = |path: &str| host.text(path).filter(|text| !text.is_empty() && text != "(null)");
     match list("sys/devices/system/cpu/isolated") {
         Some(isolated) => {
             let ticks = list("sys/devices/system/cpu/nohz_full")
-                .map_or(", their timer ticks go on".into(), |cpus| format!(", without ticks: {cpus}"));
+                .map_or(", with timer ticks".into(), |cpus| format!(", without ticks: {cpus}"));
             Finding::ok("isolation", WHY, format!("isolated CPUs: {isolated}{ticks}"))
         }
-        None => Finding::ok("isolation", WHY, "no CPU is isolated (isolcpus=); good unless latency is all"),
+        None => {
+            Finding::ok("isolation", WHY, "no CPU is isolated (isolcpus=); fine unless latency is critical")
+        }
     }
 }
 
 fn governor(host: &Host) -> Finding {
-    const WHY: &str = "a processor that slows down between bursts adds tens of microseconds to each";
+    const WHY: &str = "a processor that clocks down between bursts adds tens of microseconds to each";
     let mut governors: Vec<String> = host
         .names("sys/devices/system/cpu")
         .iter()
@@ -142,9 +144,7 @@ fn governor(host: &Host) -> Finding {
     governors.sort();
     governors.dedup();
     match governors.iter().find(|governor| *governor != "performance") {
-        None if governors.is_empty() => {
-            Finding::ok("governor", WHY, "the kernel does not scale the frequency here")
-        }
+        None if governors.is_empty() => Finding::ok("governor", WHY, "no frequency scaling"),
         None => Finding::ok("governor", WHY, "performance"),
         Some(other) => {
             let todo = "cpupower frequency-set -g performance";
@@ -155,10 +155,10 @@ fn governor(host: &Host) -> Finding {
 
 fn clock_source(host: &Host) -> Finding {
     const WHY: &str =
-        "dispatchers read the clock all the time; one that takes a system call or a device access is slow";
+        "dispatchers read the clock constantly; a clock that needs a system call or device access is slow";
     let path = "sys/devices/system/clocksource/clocksource0";
     let Some(clock) = host.text(&format!("{path}/current_clocksource")) else {
-        return Finding::ok("clock", WHY, "not known");
+        return Finding::ok("clock", WHY, "unknown");
     };
     match clock.as_str() {
         "tsc" | "kvm-clock" | "arch_sys_counter" | "hyperv_clocksource_tsc_page" => {
@@ -167,9 +167,11 @@ fn clock_source(host: &Host) -> Finding {
         _ => {
             let others = host.text(&format!("{path}/available_clocksource")).unwrap_or_default();
             let todo = if others.split(' ').any(|other| other == "tsc") {
-                format!("echo tsc > /{path}/current_clocksource, and see dmesg why it was not chosen")
+                format!(
+                    "echo tsc > /{path}/current_clocksource, and see dmesg for why the kernel rejected it"
+                )
             } else {
-                format!("there are only: {others}; a virtual machine gets a better one from its host")
+                format!("only available: {others}; configure a better one in the hypervisor")
             };
             Finding::bad("clock", Level::Warn, WHY, clock, todo)
         }
@@ -177,42 +179,40 @@ fn clock_source(host: &Host) -> Finding {
 }
 
 fn timer(host: &Host, daemon: Option<&Daemon>) -> Finding {
-    const WHY: &str =
-        "the sleep of a dispatcher (sleep_us) is longer by the timer slack, 50 us unless changed";
+    const WHY: &str = "the timer slack, 50 us by default, prolongs each sleep of a dispatcher (sleep_us)";
     let slack_ns = host.number(&format!("{}/timerslack_ns", process(daemon)));
     let release = host.text("proc/sys/kernel/osrelease").unwrap_or_default();
     let hz = host
         .text(&format!("boot/config-{release}"))
         .and_then(|config| config.lines().find_map(|line| line.strip_prefix("CONFIG_HZ=").map(String::from)));
-    let hz = hz.map(|hz| format!(", {hz} ticks a second")).unwrap_or_default();
+    let hz = hz.map(|hz| format!(", {hz} ticks per second")).unwrap_or_default();
     match slack_ns {
         Some(slack) if slack > 50_000 => {
             let what = format!("timer slack {} us{hz}", slack / 1000);
-            let todo = "start vnetd without TimerSlackNSec= in its service, or with 50us";
+            let todo = "remove TimerSlackNSec= from vnetd's service, or set it to 50us";
             Finding::bad("timer", Level::Warn, WHY, what, todo)
         }
         Some(slack) => Finding::ok("timer", WHY, format!("timer slack {} us{hz}", slack / 1000)),
-        None => Finding::ok("timer", WHY, format!("timer slack not known{hz}")),
+        None => Finding::ok("timer", WHY, format!("timer slack unknown{hz}")),
     }
 }
 
 fn huge_pages(host: &Host) -> Finding {
-    const WHY: &str = "copies into guests' memory meet fewer translation misses in huge pages";
+    const WHY: &str = "copies into guests' memory have fewer TLB misses with huge pages";
     let field = |key| host.field("proc/meminfo", key).unwrap_or_default();
     let (total, free) = (field("HugePages_Total"), field("HugePages_Free"));
     match total.parse::<u64>() {
         Ok(0) | Err(_) => Finding::ok(
             "huge-pages",
             WHY,
-            "none reserved; guests may have them by memory-backend-memfd,hugetlb=on and vm.nr_hugepages",
+            "none reserved; to use them, set vm.nr_hugepages and memory-backend-memfd,hugetlb=on",
         ),
         Ok(total) => Finding::ok("huge-pages", WHY, format!("{free} of {total} free")),
     }
 }
 
 fn transparent_huge_pages(host: &Host) -> Finding {
-    const WHY: &str =
-        "guests' memory is shared memory; only shmem_enabled makes its pages huge by themselves";
+    const WHY: &str = "guests' memory is shared memory; only shmem_enabled gives it transparent huge pages";
     let path = "sys/kernel/mm/transparent_hugepage/shmem_enabled";
     let text = host.text(path).unwrap_or_default();
     match chosen(&text) {
@@ -221,13 +221,13 @@ fn transparent_huge_pages(host: &Host) -> Finding {
             Finding::bad("thp", Level::Warn, WHY, format!("shared memory: {mode}"), todo)
         }
         Some(mode) => Finding::ok("thp", WHY, format!("shared memory: {mode}")),
-        None => Finding::ok("thp", WHY, "this kernel has none"),
+        None => Finding::ok("thp", WHY, "not supported by this kernel"),
     }
 }
 
 fn asynchronous_io(host: &Host) -> Finding {
-    const WHY: &str = "each queue of a vhost-user interface notifies its guest by an AIO context of its own";
-    /// Requests that one context is counted with; see io_setup(2): the kernel asks for more than it is asked for.
+    const WHY: &str = "each queue of a vhost-user interface notifies its guest through its own AIO context";
+    /// Requests that the kernel may reserve for one context: more than io_setup(2) is called with.
     const LEFT_MIN: u64 = 4096;
     let number = |name| host.number(&format!("proc/sys/fs/{name}"));
     let (Some(used), Some(max)) = (number("aio-nr"), number("aio-max-nr")) else {
@@ -243,18 +243,19 @@ fn asynchronous_io(host: &Host) -> Finding {
 }
 
 fn udp_losses(host: &Host, daemon: Option<&Daemon>) -> Finding {
-    const WHY: &str = "these are datagrams of links, too, that the kernel threw away for want of room";
+    const WHY: &str = "the kernel dropped these datagrams, including those of links, on full socket buffers";
     let path = format!("{}/net/snmp", process(daemon));
     let Some((received, sent)) = host.text(&path).as_deref().and_then(udp_buffer_errors) else {
-        return Finding::ok("udp-losses", WHY, "not known");
+        return Finding::ok("udp-losses", WHY, "unknown");
     };
     let what = format!(
-        "{received} received and {sent} sent datagrams found no room since the start of this network"
+        "{received} received and {sent} sent datagrams dropped on full buffers since this network namespace started"
     );
     if received + sent == 0 {
         return Finding::ok("udp-losses", WHY, what);
     }
-    let todo = "if it grows: more dispatchers, larger socket buffers, and nothing else on dispatchers' cores";
+    let todo =
+        "if it grows: more dispatchers, larger socket buffers, no other work on the dispatchers' cores";
     Finding::bad("udp-losses", Level::Warn, WHY, what, todo)
 }
 
@@ -263,15 +264,15 @@ pub fn udp_buffer_errors(snmp: &str) -> Option<(u64, u64)> {
     let mut lines = snmp.lines().filter_map(|line| line.strip_prefix("Udp: "));
     let (names, values) = (lines.next()?, lines.next()?);
     let value = |name: &str| {
-        let place = names.split(' ').position(|found| found == name)?;
-        values.split(' ').nth(place)?.parse().ok()
+        let column = names.split(' ').position(|found| found == name)?;
+        values.split(' ').nth(column)?.parse().ok()
     };
     Some((value("RcvbufErrors")?, value("SndbufErrors")?))
 }
 
 fn virtualization(host: &Host) -> Finding {
     const WHY: &str =
-        "on a virtual machine others' load and exits to the host come on top of everything measured";
+        "in a virtual machine, VM exits and the load of other machines add to every measurement";
     let flags = host.field("proc/cpuinfo", "flags").unwrap_or_default();
     let maker =
         host.text("sys/class/dmi/id/sys_vendor").map(|maker| format!(" ({maker})")).unwrap_or_default();

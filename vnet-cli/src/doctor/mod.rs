@@ -1,85 +1,24 @@
-//! `vnet doctor`: what on this host would hold vnet back, and what to do about it.
+//! `vnet doctor`: finds what on this host limits vnet, and says how to fix it.
 //!
-//! Each check looks at one thing and says a line: [`Level`], what was found, why it matters, what to do. Most need no daemon:
-//! they read /proc and /sys ([`host`]), or ask the kernel. With a daemon its threads, limits, links and counters are looked
-//! at, too. Nothing is changed.
+//! Each check reports one line: [`Level`], finding, reason, fix. Most need no daemon: they read /proc and /sys
+//! ([`host`]) or query the kernel. With a daemon, they also check its threads, limits, links and counters. Nothing is
+//! changed.
 
 mod daemon;
+mod finding;
 mod host;
 mod machine;
 
 use std::fmt::Write;
 
-use serde::Serialize;
 use serde_json::json;
-use vnet_control::api::{Interface, Link, Status};
 
 use crate::client::Client;
-use crate::{Failure, print, read};
+use crate::output::{Failure, print};
+use finding::{Daemon, Finding, Level};
 use host::Host;
 
-/// How bad it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Level {
-    /// As it should be.
-    Ok,
-    /// vnet works, but is slower or less steady than it could be.
-    Warn,
-    /// Something does not work.
-    Problem,
-}
-
-/// What one check found.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Finding {
-    /// The check's name, stable for scripts.
-    pub check: &'static str,
-    /// How bad it is.
-    pub level: Level,
-    /// What was found.
-    pub what: String,
-    /// Why that matters.
-    pub why: &'static str,
-    /// What to do; nothing where all is well.
-    #[serde(rename = "do", skip_serializing_if = "Option::is_none")]
-    pub todo: Option<String>,
-}
-
-impl Finding {
-    fn ok(check: &'static str, why: &'static str, what: impl Into<String>) -> Finding {
-        Finding { check, level: Level::Ok, what: what.into(), why, todo: None }
-    }
-
-    fn bad(
-        check: &'static str,
-        level: Level,
-        why: &'static str,
-        what: impl Into<String>,
-        todo: impl Into<String>,
-    ) -> Finding {
-        Finding { check, level, what: what.into(), why, todo: Some(todo.into()) }
-    }
-}
-
-/// What a daemon says of itself.
-pub struct Daemon {
-    status: Status,
-    interfaces: Vec<Interface>,
-    links: Vec<Link>,
-}
-
-impl Daemon {
-    /// Asks; `None` when nobody answers.
-    fn ask(client: &Client<'_>) -> Option<Daemon> {
-        let status = read(&client.get("/v1/status").ok()?).ok()?;
-        let interfaces = read(&client.get("/v1/interfaces").ok()?).ok()?;
-        let links = read(&client.get("/v1/links").ok()?).ok()?;
-        Some(Daemon { status, interfaces, links })
-    }
-}
-
-/// Looks at everything, and says it. Fails when there is a problem.
+/// Runs all checks and prints the findings. Fails if one is a [`Level::Problem`].
 pub fn run(client: &Client<'_>, json: bool) -> Result<(), Failure> {
     let daemon = Daemon::ask(client);
     let findings = examine(&Host::here(), daemon.as_ref());
@@ -108,7 +47,7 @@ fn examine(host: &Host, daemon: Option<&Daemon>) -> Vec<Finding> {
 fn text(findings: &[Finding], daemon: Option<&Daemon>) -> String {
     let mut text = match daemon {
         Some(daemon) => format!("with vnetd of host {}, process {}\n", daemon.status.host, daemon.status.pid),
-        None => "no vnetd answers: only the machine is looked at\n".into(),
+        None => "no vnetd answers: only the machine is checked\n".into(),
     };
     for Finding { check, level, what, why, todo } in findings {
         let level = match level {

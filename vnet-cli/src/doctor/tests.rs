@@ -1,4 +1,4 @@
-//! The doctor on hosts made of files: each ill is found, and a healthy host is told so.
+//! Tests of the doctor on hosts made of files: each fault is found, and a healthy host has no findings.
 
 use super::*;
 use std::fs;
@@ -25,7 +25,7 @@ const HEALTHY: &[(&str, &str)] = &[
     ("sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "performance\n"),
     ("sys/devices/system/clocksource/clocksource0/current_clocksource", "tsc\n"),
     ("sys/kernel/mm/transparent_hugepage/shmem_enabled", "always [advise] never deny force\n"),
-    // Of a daemon, process 42.
+    // A daemon with process id 42.
     ("proc/42/status", "Name:\tvnetd\nCapEff:\t0000000000001000\n"),
     (
         "proc/42/limits",
@@ -37,7 +37,7 @@ const HEALTHY: &[(&str, &str)] = &[
     ("proc/42/task/45/status", "Name:\ttokio-rt\nCpus_allowed_list:\t0-3\nnonvoluntary_ctxt_switches:\t7\n"),
 ];
 
-/// A host of those files with some changed; those without text are not there.
+/// A host with those files except for `changes`; files without text are missing.
 fn host(changes: &[(&str, Option<&str>)]) -> (tempfile::TempDir, Host) {
     let dir = tempfile::tempdir().unwrap();
     let mut files: Vec<(&str, Option<&str>)> =
@@ -77,12 +77,12 @@ fn daemon() -> Daemon {
 
 fn level(findings: &[Finding], check: &str) -> Level {
     let found: Vec<_> = findings.iter().filter(|finding| finding.check == check).collect();
-    assert_eq!(found.len(), 1, "{check} is looked at once: {findings:#?}");
+    assert_eq!(found.len(), 1, "{check} is checked once: {findings:#?}");
     found[0].level
 }
 
 #[test]
-fn a_healthy_host_is_told_so() {
+fn a_healthy_host_has_no_findings() {
     let (_dir, host) = host(&[]);
     for daemon in [None, Some(daemon())] {
         let findings = examine(&host, daemon.as_ref());
@@ -94,7 +94,7 @@ fn a_healthy_host_is_told_so() {
 }
 
 #[test]
-fn each_ill_of_a_machine_is_found() {
+fn each_fault_of_a_machine_is_found() {
     use Level::{Problem, Warn};
     let cpu = "sys/devices/system/cpu";
     let clock = "sys/devices/system/clocksource/clocksource0/current_clocksource";
@@ -120,20 +120,20 @@ fn each_ill_of_a_machine_is_found() {
             findings.iter().filter(|found| found.check != check && found.level != Level::Ok).collect();
         assert!(others.is_empty(), "{path}: {others:#?}");
         let found = findings.iter().find(|finding| finding.check == check).unwrap();
-        assert!(found.todo.is_some(), "what is bad comes with what to do");
+        assert!(found.todo.is_some(), "a finding comes with a fix");
     }
 }
 
 #[test]
-fn limits_do_not_hold_for_those_with_the_privilege() {
+fn socket_buffer_limits_do_not_apply_to_cap_net_admin() {
     let (_dir, host) = host(&[("proc/sys/net/core/rmem_max", Some("212992"))]);
     assert_eq!(level(&examine(&host, Some(&daemon())), "rmem"), Level::Ok);
 }
 
 #[test]
-fn each_ill_of_a_daemon_is_found() {
+fn each_fault_of_a_daemon_is_found() {
     let limits = "Max open files  64  64  files\n";
-    let (_dir, ill) = host(&[
+    let (_dir, faulty) = host(&[
         ("proc/42/limits", Some(limits)),
         ("proc/meminfo", Some("SwapTotal:  9 kB\n")),
         (
@@ -141,7 +141,7 @@ fn each_ill_of_a_daemon_is_found() {
             Some("Name:\tdispatch-1\nCpus_allowed_list:\t3\nnonvoluntary_ctxt_switches:\t7\n"),
         ),
     ]);
-    let findings = examine(&ill, Some(&daemon()));
+    let findings = examine(&faulty, Some(&daemon()));
     assert_eq!(level(&findings, "files"), Level::Problem);
     assert_eq!(level(&findings, "memlock"), Level::Warn);
     assert_eq!(level(&findings, "pinning"), Level::Problem);
@@ -166,16 +166,16 @@ fn each_ill_of_a_daemon_is_found() {
 }
 
 #[test]
-fn what_is_bad_says_why_and_what_to_do() {
+fn a_problem_comes_with_reason_and_fix() {
     let (_dir, host) = host(&[("dev/net/tun", None)]);
     let text = text(&examine(&host, None), None);
     assert!(text.starts_with("no vnetd answers"), "{text}");
-    assert!(text.contains("PROBLEM  tun           /dev/net/tun is not there\n         why: "), "{text}");
+    assert!(text.contains("PROBLEM  tun           /dev/net/tun is missing\n         why: "), "{text}");
     assert!(text.contains("\n         do:  modprobe tun"), "{text}");
 }
 
 #[test]
-fn this_very_machine_can_be_looked_at() {
+fn the_checks_run_on_this_machine() {
     let findings = examine(&Host::at(Path::new("/")), None);
     assert!(findings.len() > 10 && findings.iter().all(|finding| !finding.what.is_empty()));
 }

@@ -1,4 +1,4 @@
-//! What `vnet top` shows: rates, the difference of two readings of the counters over the time between them.
+//! Data of `vnet top`: rates, from the difference of two counter readings.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use clap::ValueEnum;
 use serde::Serialize;
 use vnet_control::api::{Counters, Stats};
 
-/// The column that rows are sorted by.
+/// The column to sort by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Sort {
     /// Bits a second, both directions.
@@ -21,49 +21,40 @@ pub enum Sort {
 }
 
 impl Sort {
-    /// The column after this one.
+    /// The next column.
     pub fn next(self) -> Sort {
-        match self {
-            Sort::Bits => Sort::Frames,
-            Sort::Frames => Sort::Drops,
-            Sort::Drops => Sort::Name,
-            Sort::Name => Sort::Bits,
-        }
+        let all = Sort::value_variants();
+        all[(self as usize + 1) % all.len()]
     }
 
-    /// What it sorts by, for people.
-    pub fn name(self) -> &'static str {
-        match self {
-            Sort::Bits => "bits",
-            Sort::Frames => "frames",
-            Sort::Drops => "drops",
-            Sort::Name => "name",
-        }
+    /// The name that `--sort` takes.
+    pub fn name(self) -> String {
+        self.to_possible_value().map_or_else(String::new, |value| value.get_name().into())
     }
 }
 
-/// One port's rates.
+/// Rates of one port.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Row {
     /// `interface`, `link`, `bridge` or `removed`.
     pub kind: String,
-    /// Its name.
+    /// Port name.
     pub name: String,
-    /// Frames a second into the core.
+    /// Frames per second into the core.
     pub in_frames_per_s: f64,
-    /// Bits a second into the core.
+    /// Bits per second into the core.
     pub in_bits_per_s: f64,
-    /// Frames a second out of the core.
+    /// Frames per second out of the core.
     pub out_frames_per_s: f64,
-    /// Bits a second out of the core.
+    /// Bits per second out of the core.
     pub out_bits_per_s: f64,
-    /// Frames dropped a second.
+    /// Frames dropped per second.
     pub drops_per_s: f64,
     /// Frames dropped since the port was added.
     pub drops: u64,
-    /// Datagrams discarded a second.
+    /// Datagrams discarded per second.
     pub discards_per_s: f64,
-    /// The reason under which most were dropped or discarded meanwhile.
+    /// The most frequent drop or discard reason in the interval.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
 }
@@ -93,7 +84,7 @@ impl Row {
         }
     }
 
-    /// Something is being lost here.
+    /// True if frames or datagrams were lost in the interval.
     pub fn is_losing(&self) -> bool {
         self.drops_per_s > 0.0 || self.discards_per_s > 0.0
     }
@@ -107,9 +98,9 @@ impl Row {
     }
 }
 
-/// Rates of all ports that are something to look at: interfaces, links, and the bridge and what was removed if they lose.
+/// Rates of all interfaces and links, and of the bridge and removed ports if they lose frames.
 ///
-/// A port that was not there before, or was made anew since, begins with what it has counted by now.
+/// A port that is new, or was removed and added again, counts from zero.
 pub fn rows(before: &Stats, now: &Stats, time: Duration) -> Vec<Row> {
     let seconds = time.as_secs_f64().max(1e-3);
     let known: HashMap<_, _> =
@@ -117,7 +108,7 @@ pub fn rows(before: &Stats, now: &Stats, time: Duration) -> Vec<Row> {
     let nothing = Counters::default();
     let row = |port: &vnet_control::api::Port| {
         let before = known.get(&(&port.kind, &port.name)).copied();
-        // Counters never go back: if they did, it is another port of this name.
+        // Counters only grow: a smaller value means that the port was replaced.
         let same = |c: &&Counters| c.in_frames <= port.counters.in_frames;
         let before = before.filter(same).unwrap_or(&nothing);
         Row::new(&port.kind, &port.name, before, &port.counters, seconds)
@@ -126,7 +117,7 @@ pub fn rows(before: &Stats, now: &Stats, time: Duration) -> Vec<Row> {
     now.ports.iter().map(row).filter(shown).collect()
 }
 
-/// Sorts rows: greatest first, names from the beginning; `reverse` turns that round.
+/// Sorts rows: largest first, names ascending; `reverse` inverts the order.
 pub fn sort(rows: &mut [Row], by: Sort, reverse: bool) {
     rows.sort_by(|a, b| {
         let name = (&a.kind, &a.name).cmp(&(&b.kind, &b.name));
@@ -141,8 +132,8 @@ pub fn sort(rows: &mut [Row], by: Sort, reverse: bool) {
     });
 }
 
-/// A figure in at most six characters: 0, 999, 1.23k, 45.6M.
-pub fn figure(value: f64) -> String {
+/// A number in at most six characters: 0, 999, 1.23k, 45.6M.
+pub fn short(value: f64) -> String {
     let mut value = value;
     for unit in ["", "k", "M", "G", "T"] {
         // Rounding may carry into the next unit.
@@ -192,13 +183,13 @@ mod tests {
         let a = &rows[0];
         assert_eq!((a.in_frames_per_s, a.in_bits_per_s, a.drops_per_s, a.drops), (100.0, 10_000.0, 2.0, 9));
         assert_eq!(a.reason.as_deref(), Some("no_buffer"));
-        assert_eq!((rows[1].in_frames_per_s, &rows[1].reason), (5.0, &None), "made anew");
+        assert_eq!((rows[1].in_frames_per_s, &rows[1].reason), (5.0, &None), "was replaced");
         let kinds: Vec<_> = rows.iter().map(|row| row.kind.as_str()).collect();
-        assert_eq!(kinds, ["interface", "interface", "removed"], "others only when they lose");
+        assert_eq!(kinds, ["interface", "interface", "removed"], "others only if they lose frames");
     }
 
     #[test]
-    fn rows_are_sorted_by_what_is_asked() {
+    fn rows_are_sorted_by_the_chosen_column() {
         let now = stats(vec![
             port("link", "h2", 30, 10, 1),
             port("interface", "b", 20, 300, 0),
@@ -217,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_are_short() {
+    fn numbers_are_short() {
         for (value, want) in [
             (0.0, "0"),
             (0.5, "0.5"),
@@ -229,7 +220,7 @@ mod tests {
             (999_960.0, "1.00M"),
             (14_600_000_000.0, "14.6G"),
         ] {
-            assert_eq!(figure(value), want, "{value}");
+            assert_eq!(short(value), want, "{value}");
         }
     }
 }

@@ -1,5 +1,4 @@
-//! How `vnet top` looks: one line of title, the table, one line of keys. Where there is little room, columns go before rows do,
-//! the least telling first.
+//! Layout of `vnet top`: a title line, the table, a line of keys. Narrow terminals drop the least important columns.
 
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
@@ -7,13 +6,10 @@ use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::Line;
 use ratatui::widgets::{Block, Clear, Paragraph, Row as TableRow, Table};
 
-use super::Screen;
-use super::model::{Row, figure};
+use super::model::{Row, short};
+use super::screen::Screen;
 
-/// Rows that a page key moves.
-pub const PAGE: usize = 10;
-
-/// A column: heading, width, and from which terminal width on it is shown.
+/// A column: heading, width, and the terminal width from which it is shown.
 struct Column {
     heading: &'static str,
     width: u16,
@@ -24,11 +20,11 @@ struct Column {
 const COLUMNS: &[Column] = &[
     Column { heading: "KIND", width: 9, from_width: 60, cell: |row| row.kind.clone() },
     Column { heading: "NAME", width: 14, from_width: 0, cell: |row| row.name.clone() },
-    Column { heading: "IN bit/s", width: 8, from_width: 24, cell: |row| figure(row.in_bits_per_s) },
-    Column { heading: "OUT bit/s", width: 9, from_width: 34, cell: |row| figure(row.out_bits_per_s) },
-    Column { heading: "IN fr/s", width: 7, from_width: 70, cell: |row| figure(row.in_frames_per_s) },
-    Column { heading: "OUT fr/s", width: 8, from_width: 80, cell: |row| figure(row.out_frames_per_s) },
-    Column { heading: "DROPS/s", width: 7, from_width: 44, cell: |row| figure(row.drops_per_s) },
+    Column { heading: "IN bit/s", width: 8, from_width: 24, cell: |row| short(row.in_bits_per_s) },
+    Column { heading: "OUT bit/s", width: 9, from_width: 34, cell: |row| short(row.out_bits_per_s) },
+    Column { heading: "IN fr/s", width: 7, from_width: 70, cell: |row| short(row.in_frames_per_s) },
+    Column { heading: "OUT fr/s", width: 8, from_width: 80, cell: |row| short(row.out_frames_per_s) },
+    Column { heading: "DROPS/s", width: 7, from_width: 44, cell: |row| short(row.drops_per_s) },
     Column { heading: "DROPS", width: 8, from_width: 90, cell: |row| row.drops.to_string() },
     Column {
         heading: "REASON",
@@ -40,16 +36,16 @@ const COLUMNS: &[Column] = &[
 
 const HELP: &[&str] = &[
     "s       sort by the next column",
-    "r       sort the other way round",
-    "space   hold the figures",
+    "r       reverse the order",
+    "space   pause the display",
     "+ -     longer, shorter interval",
     "arrows, page up and down, home, end   move",
     "h ?     this help",
-    "q Esc   leave",
+    "q Esc   quit",
     "",
-    "In is into vnet: from a guest, or another host.",
-    "Red: frames or datagrams are being lost there;",
-    "'vnet stats' and 'vnet capture --drops' say why.",
+    "IN: into vnet, from a guest or another host.",
+    "Red: the port is losing frames or datagrams;",
+    "'vnet stats' and 'vnet capture --drops' show why.",
 ];
 
 fn columns(width: u16) -> impl Iterator<Item = &'static Column> {
@@ -62,9 +58,9 @@ pub fn draw(screen: &Screen<'_>, frame: &mut Frame<'_>) {
         Layout::vertical([Constraint::Length(1), Constraint::Min(0), Constraint::Length(1)])
             .areas(frame.area());
     let order = if screen.reverse { ", reversed" } else { "" };
-    let held = if screen.held { ", held" } else { "" };
+    let paused = if screen.paused { ", paused" } else { "" };
     let text = format!(
-        "vnet top: {}, every {} s, by {}{order}{held}",
+        "vnet top: {}, every {} s, by {}{order}{paused}",
         screen.host,
         screen.interval_s,
         screen.sort.name()
@@ -73,7 +69,7 @@ pub fn draw(screen: &Screen<'_>, frame: &mut Frame<'_>) {
     draw_table(screen, frame, table);
     let (text, style) = match &screen.trouble {
         Some(trouble) => (trouble.as_str(), Style::new().fg(Color::Red)),
-        None => ("s sort  r reverse  space hold  h help  q leave", Style::new().fg(Color::DarkGray)),
+        None => ("s sort  r reverse  space pause  h help  q quit", Style::new().fg(Color::DarkGray)),
     };
     frame.render_widget(Line::styled(text, style), keys);
     if screen.help {
@@ -97,7 +93,7 @@ fn draw_table(screen: &Screen<'_>, frame: &mut Frame<'_>, area: Rect) {
     frame.render_widget(Table::new(rows, widths).header(heading).column_spacing(1), area);
 }
 
-/// Figures stand to the right, words to the left.
+/// Right-aligns numbers.
 fn right(column: &Column, cell: String) -> String {
     if is_word(column) { cell } else { format!("{cell:>width$}", width = usize::from(column.width)) }
 }

@@ -1,22 +1,34 @@
-//! A host with an engine.
+//! What an agent serves.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use vnet_control::api;
 use vnet_control::engine::Engine;
 use vnet_control::events::Asker;
 use vnet_control::overlay::{Computed, Local};
 
-use super::Host;
+/// The host that an agent serves: a real engine, or a simulated host.
+pub trait Host {
+    /// Stations on this host.
+    fn locals(&mut self) -> Vec<Local>;
 
-/// The engine of this host; `None` inside when vnetd stops.
+    /// Hosts whose links received something lately.
+    fn heard(&mut self) -> Vec<String>;
+
+    /// Applies the computed links and stations; returns a line for each that cannot be applied.
+    fn join(&mut self, computed: Computed) -> Vec<String>;
+
+    /// Publishes the overlay's state for `vnet overlay`.
+    fn show(&mut self, shown: api::Overlay);
+}
+
+/// The engine of this host; `None` while vnetd stops.
 pub struct EngineHost(pub Arc<Mutex<Option<Engine>>>);
 
 impl EngineHost {
     fn with<T: Default>(&self, task: impl FnOnce(&mut Engine) -> T) -> T {
-        // A panic ends the whole process (`panic = "abort"`): nobody has left the lock poisoned.
-        let mut engine = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        engine.as_mut().map(task).unwrap_or_default()
+        self.0.lock().as_mut().map(task).unwrap_or_default()
     }
 }
 

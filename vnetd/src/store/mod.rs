@@ -1,20 +1,20 @@
-//! The agent of the distributed overlay: carries news between etcd and the state machine
-//! ([`vnet_control::overlay::Overlay`]), and what that computes to the host.
+//! The agent of the distributed overlay: connects the state machine ([`vnet_control::overlay::Overlay`]) to etcd on
+//! one side and to the host on the other.
 //!
 //! ```text
-//!   etcd -- reading, watch --> Overlay -- computed --> Host (the engine)
-//!        <-- writes, lease --          <-- locals ---
+//! etcd -- snapshot, watch --> Overlay -- computed --> Host (the engine)
+//! <-- writes, lease ---          <-- locals ---
 //! ```
 //!
-//! Where links are sealed, an [`Authenticator`] stands between the two on the left.
+//! On sealed links, an [`Authenticator`] sits between etcd and the overlay.
 //!
-//! A *session* is one connection: a lease, one whole reading, page by page, then a watch from the revision behind it. Whatever
-//! goes wrong in it (the store stops, is partitioned, has compacted what the watch wanted) ends the session; the next one
-//! begins with a reading again. Between sessions the overlay is away, and stays as it is. Time goes on for the overlay
-//! whatever the store does: guests come and go without it.
+//! A *session* is one connection: a lease, a snapshot of the store read page by page at one revision, then a watch
+//! from the next revision. Any failure (store down, partition, watch revision compacted) ends the session; the next
+//! one starts with a new snapshot. Between sessions the overlay keeps its last state. Its clock ticks regardless of
+//! the store, because guests come and go meanwhile.
 //!
-//! Memory is bounded by the size of one message ([`MESSAGE_MAX`]) besides the overlay itself; a page that would be larger is
-//! read in smaller ones.
+//! Apart from the overlay itself, memory is bounded by the largest message ([`MESSAGE_MAX`]); a page above that is
+//! read again in smaller pages.
 
 mod host;
 mod session;
@@ -28,93 +28,77 @@ use std::time::Duration;
 use etcd_client::{Certificate, ConnectOptions, Identity, KeyValue, TlsOptions};
 use tokio::sync::watch::Receiver;
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval};
-use vnet_control::api;
 use vnet_control::overlay::spec::OverlaySpec;
-use vnet_control::overlay::{Alarm, Authenticator, Computed, Local, Overlay, Settings, Write};
+use vnet_control::overlay::{Alarm, Authenticator, Overlay, Settings, Write};
 
-pub use host::EngineHost;
+pub use host::{EngineHost, Host};
 
-/// Largest message that is taken from the store, in bytes: five times its own default limit of a request.
+/// Largest message accepted from the store, in bytes: five times etcd's default request limit.
 pub const MESSAGE_MAX: usize = 8 << 20;
-/// After how long the store forgets a host that is gone; whole seconds.
+/// Lease time-to-live: the store forgets a dead host after this. Whole seconds.
 const LEASE: Duration = Duration::from_secs(15);
-/// How long one request may take.
+/// Timeout of a request.
 const REQUEST: Duration = Duration::from_secs(3);
-/// How long a page of a reading may take in the end, when a busy store makes each reading too late: with the third of a lease
-/// that may have passed before, less than a lease.
+/// Upper limit of the page timeout, which grows when a busy store is too slow for a snapshot. Together with the third
+/// of a lease that may have passed before, it must stay below [`LEASE`].
 const PATIENCE_MAX: Duration = Duration::from_secs(9);
-/// After how long a connection on which nothing happens is tried, and for how long: etcd closes connections that are tried
-/// more than every five seconds (`--grpc-keepalive-min-time`).
+/// HTTP/2 keepalive on an idle connection: interval and timeout. etcd closes connections that ping more often than
+/// every five seconds (`--grpc-keepalive-min-time`).
 const PROBE: (Duration, Duration) = (Duration::from_secs(6), Duration::from_secs(3));
-/// Pauses between two attempts to reach the store: doubled from the first to the last.
+/// Reconnection backoff, first and longest: it doubles.
 const PAUSES_MS: (u64, u64) = (50, 1000);
-/// The shortest time between two computations: what comes in between is carried out together.
+/// Shortest interval between computations; changes in between are batched.
 const COMPUTE_EVERY: Duration = Duration::from_millis(20);
-/// How often the overlay is shown anew, even when nothing happens.
+/// Interval at which the overlay's state is shown even without a change.
 const SHOW_EVERY: Duration = Duration::from_secs(1);
-/// Computing and showing rest for this many times as long as they took: however large the overlay is and however fast it
-/// changes, each takes a tenth of a core at most.
+/// Computing and showing pause for this multiple of their duration: each takes at most a tenth of a core, however
+/// large the overlay is and however fast it changes.
 const REST: u32 = 9;
-/// But not longer than this: what took long may have waited for something else.
+/// Upper limit of that pause: a long duration may have been waiting, not computing.
 const REST_MAX: Duration = Duration::from_secs(2);
 
-/// Why the agent cannot work with the store.
+/// Errors of the store's agent.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// A file of the store's TLS cannot be read.
+    /// Cannot read a TLS file for the store.
     #[error("[overlay] cannot read '{path}': {error}")]
     File {
-        /// The file.
+        /// The file's path.
         path: String,
-        /// Why not.
+        /// The error from reading it.
         error: std::io::Error,
     },
-    /// The store answers with an error, or not at all.
+    /// etcd's client reports an error.
     #[error("{0}")]
     Etcd(#[from] etcd_client::Error),
-    /// A request was not answered in time.
+    /// A request timed out.
     #[error("no answer in time")]
     Silent,
-    /// The store ended the watch.
+    /// The store cancelled the watch.
     #[error("the watch ended: {0}")]
     Watch(String),
-    /// The store has forgotten this host meanwhile.
+    /// The store has dropped this host's lease.
     #[error("the lease ran out")]
     Lease,
 }
 
-/// What an agent works for: a host with an engine, or one that is only simulated.
-pub trait Host {
-    /// What stands on the host.
-    fn locals(&mut self) -> Vec<Local>;
-
-    /// The hosts whose links brought something lately.
-    fn heard(&mut self) -> Vec<String>;
-
-    /// Makes what was computed part of what the host is; gives a line for everything that cannot be.
-    fn join(&mut self, computed: Computed) -> Vec<String>;
-
-    /// Shows the overlay as it is now.
-    fn show(&mut self, shown: api::Overlay);
-}
-
-/// How an agent works.
+/// Settings of an agent.
 #[derive(Clone)]
 pub struct Options {
-    /// Members of the etcd cluster.
+    /// Endpoints of the etcd cluster.
     pub endpoints: Vec<String>,
-    /// TLS towards the store.
+    /// TLS to the store.
     pub tls: Option<TlsOptions>,
-    /// Where links arrive, for finding out the address that is published.
+    /// Where links arrive; used to derive the published address.
     pub bridge: SocketAddr,
-    /// How often the host is looked at.
+    /// Polling interval of the host's stations.
     pub poll: Duration,
-    /// How often the whole store is read, although the watch tells of every change.
+    /// Interval of full snapshots, as a safety net beside the watch.
     pub reread: Duration,
 }
 
 impl Options {
-    /// What the configuration asks for; reads the files it names.
+    /// Options from the configuration; reads the TLS files.
     pub fn new(spec: &OverlaySpec, bridge: SocketAddr) -> Result<Options, StoreError> {
         let https = spec.etcd.iter().any(|endpoint| endpoint.starts_with("https:"));
         let tls = if https { Some(tls(spec)?) } else { None };
@@ -153,7 +137,7 @@ fn tls(spec: &OverlaySpec) -> Result<TlsOptions, StoreError> {
     Ok(tls)
 }
 
-/// The state machine's settings, as the configuration has them.
+/// The state machine's settings from the configuration.
 pub fn settings(spec: &OverlaySpec, declared: impl Iterator<Item = vnet::frame::NetworkId>) -> Settings {
     let networks = spec.networks.clone().map_or_else(|| declared.collect(), |ids| ids.into_iter().collect());
     Settings {
@@ -173,38 +157,38 @@ pub struct Agent<H> {
     options: Options,
     started: Instant,
     ticks: Interval,
-    /// The lease of the last session; it may live longer than that did.
+    /// Lease of the previous session; it may still be alive.
     lease: i64,
-    /// The store's revision that was seen last.
+    /// Latest revision seen.
     revision: i64,
-    /// When the lease was renewed last.
+    /// Last renewal of the lease.
     kept: Instant,
-    /// How long a page of a reading may take: longer each time that this was too short.
+    /// Page timeout; doubles after each timeout.
     patience: Duration,
     computed: Pace,
     shown: Pace,
 }
 
-/// How often something may be done, by when it was done last and how long that took.
+/// Limits how often something is done, by the time and duration of the last run.
 #[derive(Default)]
 struct Pace {
     last: Option<(Instant, Duration)>,
 }
 
 impl Pace {
-    /// True when the last time is `least` ago, and the rest after it over.
+    /// True if the last run ended at least `least` ago and its pause is over.
     fn is_due(&self, least: Duration) -> bool {
         self.last.is_none_or(|(ended, took)| ended.elapsed() >= least.max((took * REST).min(REST_MAX)))
     }
 
-    /// It was done just now, from `began` on.
+    /// Records a run that started at `began` and ends now.
     fn done(&mut self, began: Instant) {
         self.last = Some((Instant::now(), began.elapsed()));
     }
 }
 
 impl<H: Host> Agent<H> {
-    /// An agent that has not reached the store yet. Has to be made within a Tokio runtime.
+    /// An agent that is not connected yet. Must be called within a Tokio runtime.
     pub fn new(overlay: Overlay, host: H, options: Options) -> Agent<H> {
         let mut ticks = interval(options.poll);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -224,28 +208,28 @@ impl<H: Host> Agent<H> {
         }
     }
 
-    /// The same, which signs what it writes and believes only what is signed.
+    /// Adds an authenticator: the agent signs its records and accepts only signed ones.
     pub fn with_authenticator(self, authenticator: Authenticator) -> Agent<H> {
         Agent { authenticator: Some(authenticator), ..self }
     }
 
-    /// Works until `stop` changes, then takes leave of the other hosts, if the store is there.
+    /// Runs until `stop` changes, then leaves the overlay if the store is reachable.
     pub async fn run(mut self, mut stop: Receiver<bool>) {
         let (first_ms, last_ms) = PAUSES_MS;
         let mut pause_ms = first_ms;
-        let mut told = false;
+        let mut logged = false;
         loop {
             let before = self.overlay.in_step();
             let Err(error) = self.session(&mut stop).await else { return };
-            let worked = self.overlay.in_step();
-            if worked || before {
+            let synced = self.overlay.in_step();
+            if synced || before {
                 self.overlay.away(self.now_ms());
                 pause_ms = first_ms;
-                told = false;
+                logged = false;
             }
-            // Once for each time that the store goes away.
-            if !std::mem::replace(&mut told, true) {
-                tracing::warn!("overlay: the store is out of reach, everything stays as it is: {error}");
+            // Once per outage.
+            if !std::mem::replace(&mut logged, true) {
+                tracing::warn!("overlay: the store is out of reach, keeping the last known state: {error}");
             }
             self.turn();
             let pause = tokio::time::sleep(Duration::from_millis(pause_ms));
@@ -257,11 +241,11 @@ impl<H: Host> Agent<H> {
     }
 
     fn now_ms(&self) -> u64 {
-        // From 1: 0 is "never".
+        // Starts at 1: 0 means "never".
         self.started.elapsed().as_millis() as u64 + 1
     }
 
-    /// Waits for a future while time goes on for the overlay.
+    /// Awaits a future while the overlay's clock keeps ticking.
     async fn meanwhile<T>(&mut self, future: impl Future<Output = T>) -> T {
         let mut future = pin!(future);
         loop {
@@ -272,7 +256,7 @@ impl<H: Host> Agent<H> {
         }
     }
 
-    /// The same, but `None` when the agent is to stop before.
+    /// The same; `None` if the agent is stopped first.
     async fn meanwhile_until<T>(
         &mut self,
         future: impl Future<Output = T>,
@@ -285,7 +269,7 @@ impl<H: Host> Agent<H> {
         }
     }
 
-    /// The same for a request to the store, which may not take for ever.
+    /// Awaits a store request with the default timeout.
     async fn request<T>(
         &mut self,
         future: impl Future<Output = Result<T, etcd_client::Error>>,
@@ -302,7 +286,7 @@ impl<H: Host> Agent<H> {
         Ok(answer.map_err(|_| StoreError::Silent)??)
     }
 
-    /// Looks at the host and at the time, and carries out what follows from either.
+    /// One tick: reads the host's stations, advances the overlay's clock, and computes and shows if due.
     fn turn(&mut self) {
         let now_ms = self.now_ms();
         if let Some(authenticator) = &mut self.authenticator {
@@ -331,7 +315,7 @@ impl<H: Host> Agent<H> {
         }
     }
 
-    /// The store has something under a key.
+    /// The store has a value under a key.
     fn put(&mut self, kv: &KeyValue) {
         let now_ms = self.now_ms();
         let (key, value, lease, revision) = (kv.key(), kv.value(), kv.lease(), kv.mod_revision());
@@ -341,7 +325,7 @@ impl<H: Host> Agent<H> {
         }
     }
 
-    /// It has nothing there.
+    /// The store has deleted a key.
     fn delete(&mut self, kv: &KeyValue) {
         let now_ms = self.now_ms();
         match &mut self.authenticator {
@@ -350,7 +334,7 @@ impl<H: Host> Agent<H> {
         }
     }
 
-    /// All of it was read.
+    /// The snapshot is complete.
     fn end_reading(&mut self) {
         let now_ms = self.now_ms();
         match &mut self.authenticator {
@@ -359,7 +343,7 @@ impl<H: Host> Agent<H> {
         }
     }
 
-    /// What is to be written, signed where that is needed; without what cannot be.
+    /// Signs writes if needed; drops those that cannot be signed.
     fn signed(&mut self, mut writes: Vec<Write>) -> Vec<Write> {
         let now_ms = self.now_ms();
         if let Some(authenticator) = &mut self.authenticator {
@@ -374,7 +358,7 @@ impl<H: Host> Agent<H> {
         writes
     }
 
-    /// Finds out where other hosts reach this one: at the address from which the store is reached.
+    /// Derives the address to publish: the local address from which the store is reached.
     async fn find_address(&mut self) {
         let bridge = self.options.bridge;
         if self.overlay.address().is_some() {
@@ -392,12 +376,12 @@ impl<H: Host> Agent<H> {
                 }
             }
         }
-        let text = "the store is on this very host, so the address for other hosts is not known; set [overlay] address";
+        let text = "cannot derive this host's address: the store runs on this host; set [overlay] address";
         self.overlay.alarm(Alarm::Apply, self.now_ms(), text.into());
     }
 }
 
-/// The address from which `to` is reached. Nothing is sent.
+/// Source address of a route to `to`. Sends nothing.
 fn source(to: SocketAddr) -> Option<IpAddr> {
     let any: IpAddr = match to {
         SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
@@ -419,14 +403,14 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_not_there_is_named() {
+    fn a_missing_file_is_named() {
         let spec = spec("etcd = [\"https://store:2379\"]\nca = \"/nowhere/ca.pem\"");
         let error = Options::new(&spec, ([0, 0, 0, 0], 9000).into()).err().unwrap().to_string();
         assert!(error.starts_with("[overlay] cannot read '/nowhere/ca.pem': "), "{error}");
     }
 
     #[test]
-    fn all_declared_networks_take_part_unless_some_are_listed() {
+    fn default_networks_are_the_declared_ones() {
         let declared = || [1, 5].into_iter().filter_map(vnet::frame::NetworkId::new);
         let etcd = "etcd = [\"http://[::1]:2379\"]";
         assert_eq!(settings(&spec(etcd), declared()).networks.len(), 2);
@@ -435,15 +419,15 @@ mod tests {
     }
 
     #[test]
-    fn the_own_address_is_the_one_from_which_another_is_reached() {
+    fn the_source_address_is_that_of_the_route() {
         assert_eq!(source(([127, 0, 0, 1], 2379).into()), Some([127, 0, 0, 1].into()));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_took_long_rests_long() {
+    async fn a_long_run_is_followed_by_a_long_pause() {
         let ms = Duration::from_millis;
         let mut pace = Pace::default();
-        assert!(pace.is_due(ms(20)), "it was never done");
+        assert!(pace.is_due(ms(20)), "first run");
         let began = Instant::now();
         tokio::time::advance(ms(10)).await;
         pace.done(began);

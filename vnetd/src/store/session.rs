@@ -1,4 +1,4 @@
-//! One connection to the store: lease, reading, watch, writes.
+//! One session with the store: lease, snapshot, watch, writes.
 
 use etcd_client::{
     Client, Compare, CompareOp, EventType, GetOptions, PutOptions, Txn, TxnOp, WatchOptions, WatchResponse,
@@ -12,16 +12,16 @@ use vnet_control::overlay::{Alarm, Write};
 
 use super::{Agent, Host, LEASE, MESSAGE_MAX, PATIENCE_MAX, REQUEST, StoreError};
 
-/// Keys in one page of a reading; a page whose values are too large is asked for again in smaller ones. For each page etcd
-/// counts all keys behind it, so a reading in small pages costs the store the square of what it holds.
+/// Keys per page of a snapshot; a page above the message limit is requested again in smaller pages. etcd counts all
+/// remaining keys for each page, so small pages cost it quadratic time.
 const PAGE_KEYS: i64 = 5000;
-/// Writes in one transaction: half of what etcd takes (`--max-txn-ops`).
+/// Writes per transaction: half of etcd's limit (`--max-txn-ops`).
 const WRITES_MAX: usize = 64;
-/// Transactions under way.
+/// Concurrent transactions.
 const TRANSACTIONS_MAX: usize = 4;
 
 impl<H: Host> Agent<H> {
-    /// Works with the store until something goes wrong; `Ok` when it was to stop.
+    /// Runs a session until it fails; `Ok` when the agent is stopped.
     pub(super) async fn session(&mut self, stop: &mut Receiver<bool>) -> Result<(), StoreError> {
         let connect = Client::connect(self.options.endpoints.clone(), Some(self.options.connect()));
         let mut client = tokio::select! {
@@ -35,25 +35,25 @@ impl<H: Host> Agent<H> {
         self.find_address().await;
         let now_ms = self.now_ms();
         self.overlay.connected(lease, now_ms);
-        let behind = self.overlay.in_step();
+        let resumed = self.overlay.in_step();
         tokio::select! {
             read = self.read(&client) => read?,
             _ = stop.changed() => return Ok(()),
         }
-        if !behind {
-            tracing::info!("overlay: in step with the store at revision {}", self.revision);
+        if !resumed {
+            tracing::info!("overlay: in sync with the store at revision {}", self.revision);
         }
         let ended = tokio::select! {
             ended = self.follow(&client, lease) => ended,
             _ = stop.changed() => Ok(()),
         };
         if ended.is_ok() {
-            self.take_leave(client, lease).await;
+            self.leave(client, lease).await;
         }
         ended
     }
 
-    /// Keeps the lease of the session before, if it still lives.
+    /// Reuses the previous session's lease if it is still alive.
     async fn renew_lease(&mut self, client: &mut Client) -> Result<i64, StoreError> {
         if self.lease != 0 {
             let left = self.request(client.lease_time_to_live(self.lease, None)).await?;
@@ -68,7 +68,7 @@ impl<H: Host> Agent<H> {
         Ok(self.lease)
     }
 
-    /// Renews the lease when a third of its time is over: a reading may take longer than it lasts.
+    /// Renews the lease after a third of its lifetime: a snapshot may take longer than the lease.
     async fn keep_lease(&mut self, client: &Client) -> Result<(), StoreError> {
         if self.kept.elapsed() >= LEASE / 3 {
             self.request(client.lease_client().keep_alive(self.lease)).await?;
@@ -77,7 +77,7 @@ impl<H: Host> Agent<H> {
         Ok(())
     }
 
-    /// Reads the whole store in one revision, page by page.
+    /// Reads a snapshot of the store at one revision, page by page.
     async fn read(&mut self, client: &Client) -> Result<(), StoreError> {
         let mut kv = client.kv_client().max_decoding_message_size(MESSAGE_MAX);
         let end = prefix_end();
@@ -117,7 +117,7 @@ impl<H: Host> Agent<H> {
         Ok(())
     }
 
-    /// Follows the store by a watch, writes what there is to write, and keeps the lease.
+    /// Watches the store, writes this host's records, and renews the lease.
     async fn follow(&mut self, client: &Client, lease: i64) -> Result<(), StoreError> {
         let mut watching = client.watch_client().max_decoding_message_size(MESSAGE_MAX);
         let options =
@@ -129,13 +129,13 @@ impl<H: Host> Agent<H> {
         alive.set_missed_tick_behavior(MissedTickBehavior::Delay);
         self.kept = Instant::now();
         let mut writing = JoinSet::new();
-        // Not all at once, when many agents have started together.
+        // Spread the snapshots of agents that started at the same time.
         let spread = self.options.reread.mul_f64(0.5 + 0.5 * f64::from(self.lease as u8) / 255.0);
         let mut reread = Instant::now() + spread;
         loop {
             self.write(client, lease, &mut writing);
             tokio::select! {
-                news = watch.message() => self.take_in(news?)?,
+                news = watch.message() => self.watched(news?)?,
                 Some(done) = writing.join_next() => self.written(done),
                 answer = kept.message() => match answer? {
                     Some(answer) if answer.ttl() > 0 => self.kept = Instant::now(),
@@ -158,13 +158,13 @@ impl<H: Host> Agent<H> {
         }
     }
 
-    /// Takes in what the watch tells.
-    fn take_in(&mut self, news: Option<WatchResponse>) -> Result<(), StoreError> {
-        let news = news.ok_or_else(|| StoreError::Watch("by the store".into()))?;
+    /// Handles a watch response.
+    fn watched(&mut self, news: Option<WatchResponse>) -> Result<(), StoreError> {
+        let news = news.ok_or_else(|| StoreError::Watch("closed by the store".into()))?;
         if news.canceled() {
             let why = match news.compact_revision() {
                 0 => news.cancel_reason().to_string(),
-                revision => format!("what it wanted is compacted (revision {revision})"),
+                revision => format!("its start revision was compacted (now {revision})"),
             };
             return Err(StoreError::Watch(why));
         }
@@ -179,7 +179,7 @@ impl<H: Host> Agent<H> {
         Ok(())
     }
 
-    /// Starts what there is to write.
+    /// Starts transactions for pending writes.
     fn write(&mut self, client: &Client, lease: i64, writing: &mut JoinSet<Result<(), StoreError>>) {
         if writing.len() >= TRANSACTIONS_MAX {
             return;
@@ -193,22 +193,23 @@ impl<H: Host> Agent<H> {
 
     fn written(&mut self, done: Result<Result<(), StoreError>, tokio::task::JoinError>) {
         if let Ok(Err(error)) = done {
-            let text = format!("the store does not take this host's records: {error}");
+            let text = format!("the store refuses this host's records: {error}");
             self.overlay.alarm(Alarm::Write, self.now_ms(), text);
         }
     }
 
-    /// Says that this host leaves. The lease runs out by itself: what vanished at once would not be seen to be withdrawn.
-    async fn take_leave(&mut self, client: Client, lease: i64) {
+    /// Marks this host's records as withdrawn. The lease then expires by itself: a deleted record would not be
+    /// recognised as withdrawn.
+    async fn leave(&mut self, client: Client, lease: i64) {
         let farewell = self.overlay.farewell();
         if let Err(error) = commit(client, lease, self.signed(farewell)).await {
-            tracing::warn!("overlay: the store was not told that this host leaves: {error}");
+            tracing::warn!("overlay: cannot announce in the store that this host leaves: {error}");
         }
     }
 }
 
-/// Makes writes as one transaction; when one of them is overtaken, each by itself. What is overtaken is decided anew when the
-/// watch tells of it.
+/// Commits writes as one transaction; if a key changed meanwhile, each write by itself. The overlay decides about
+/// failed writes again when the watch reports the change.
 async fn commit(mut client: Client, lease: i64, writes: Vec<Write>) -> Result<(), StoreError> {
     if writes.is_empty() {
         return Ok(());
@@ -222,7 +223,7 @@ async fn commit(mut client: Client, lease: i64, writes: Vec<Write>) -> Result<()
     Ok(())
 }
 
-/// True when the transaction was made.
+/// True if the transaction's comparisons held.
 async fn transaction(client: &mut Client, lease: i64, writes: &[Write]) -> Result<bool, StoreError> {
     let unchanged = |write: &Write| Compare::mod_revision(write.key.clone(), CompareOp::Equal, write.expect);
     let operation = |write: &Write| match &write.value {
@@ -238,7 +239,7 @@ async fn transaction(client: &mut Client, lease: i64, writes: &[Write]) -> Resul
     Ok(done.map_err(|_| StoreError::Silent)??.succeeded())
 }
 
-/// The key behind all that begin with [`PREFIX`].
+/// End of the key range of [`PREFIX`].
 fn prefix_end() -> Vec<u8> {
     let mut end = PREFIX.as_bytes().to_vec();
     if let Some(last) = end.last_mut() {
@@ -247,7 +248,7 @@ fn prefix_end() -> Vec<u8> {
     end
 }
 
-/// True when an answer was larger than is taken.
+/// True if a response exceeded the message limit.
 fn is_too_large(error: &StoreError) -> bool {
     matches!(error, StoreError::Etcd(etcd_client::Error::GRpcStatus(status))
         if status.message().contains("too large") || status.message().contains("larger than max"))
