@@ -19,6 +19,7 @@ use super::isolation::{self, Isolation, IsolationError};
 use super::observe::Observers;
 use super::setup::{Parts, Setup};
 use super::yielding::{Strategy, Yielder};
+use crate::frame::BATCH_MAX;
 use crate::link::socket::control_datagrams::Courier;
 use crate::link::{Bridge, BridgeError, ReassemblyBudget, ZeroCopy, stream};
 use crate::poll::Poller;
@@ -52,6 +53,26 @@ pub struct CoreOptions {
     pub zero_copy: ZeroCopy,
     /// How they are kept from being disturbed.
     pub isolation: Isolation,
+}
+
+impl Default for CoreOptions {
+    /// One dispatcher, reached from this host only, at a port that the kernel chooses.
+    fn default() -> CoreOptions {
+        CoreOptions {
+            threads: 1,
+            cpus: vec![],
+            yield_strategy: Strategy::default(),
+            sleep_us: 50,
+            nowork_us: 200,
+            burst: BATCH_MAX,
+            listen: SocketAddr::from(([127, 0, 0, 1], 0)),
+            ports: 1,
+            vxlan_listen: None,
+            stream_listen: None,
+            zero_copy: ZeroCopy::default(),
+            isolation: Isolation::default(),
+        }
+    }
 }
 
 /// Why a core did not start.

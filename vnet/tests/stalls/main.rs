@@ -1,84 +1,73 @@
-//! Single frames at random intervals, both ways, and none of them late: no wake-up and no notification is ever lost.
+//! Single frames at random intervals, both ways: none of them late, so no wake-up and no notification is lost.
 //!
 //! Two cores with a link between them and a guest on each. The guests share nothing but their rings: they sleep until they
-//! are notified and notify only when they are asked to, by the event index, so that whatever is lost stays lost. One sends a
-//! frame, the other sends it back, each after a pause that is chosen around the times at which something changes: T_sleep,
+//! are notified, and notify only when asked to by the event index, so that a lost notification stays lost. One sends a
+//! frame, the other returns it, each after a random pause near one of the times at which something changes: T_sleep,
 //! T_nowork, the window over which rates are judged, the check of optimistic interrupts, the dispatcher's ticks.
 //!
 //! `VNET_STALL_FRAMES=10000000 cargo test --release --test stalls` takes as many frames as it says (ten minutes to an
 //! hour).
 
+#[path = "../common/mod.rs"]
+mod common;
 mod guest;
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use common::{link_to, mac};
 use guest::Guest;
-use vnet::dispatch::core::{Core, CoreOptions};
-use vnet::dispatch::isolation::Isolation;
+use vnet::dispatch::core::CoreOptions;
 use vnet::dispatch::mode::{Drive, Gauge, Mode, ModeSettings};
-use vnet::dispatch::setup::{InterfacePort, LinkPort, Parts};
 use vnet::dispatch::yielding::Strategy;
 use vnet::frame::{NetworkId, PortId};
 use vnet::interface::Interface;
 use vnet::interface::interrupts::{InterruptSettings, Interrupts};
 use vnet::interface::vhost_user::{VhostUser, VhostUserOptions};
-use vnet::link::{Encapsulation, Link, LinkOptions, Tunnel};
-use vnet::route::{Member, NetworkSpec, Networks, PortKind};
+use vnet::link::Encapsulation;
 use vnet::stats::PortStats;
-use vnet::wire::ethernet::Mac;
 
 /// Frames in an ordinary run, all tests together.
 const FRAMES: u64 = 100_000;
 /// How many tests share them.
 const TESTS: u64 = 6;
-/// A frame that takes longer was forgotten: ten times the longest pause of anything here, but for ticks of an idle core.
+/// A frame that takes longer has stalled: ten times the longest pause of all threads but the tick of an idle core.
 const STALL: Duration = Duration::from_millis(900);
 
 const SLEEP_US: u32 = 50;
 const NOWORK_US: u32 = 200;
 const WINDOW_US: u32 = 1_000;
 
-/// How a host is set.
+/// Settings of a host.
 #[derive(Clone, Copy, Debug)]
 struct Settings {
     strategy: Strategy,
     mode: Mode,
     interrupts: Interrupts,
-    /// alpha and beta.
+    /// Interrupt densities alpha and beta.
     densities: (u64, u64),
 }
 
-/// A core with one vhost-user interface, its guest, and a link.
+/// A host with one vhost-user interface, its guest, and a link.
 struct Host {
-    core: Core,
+    host: common::Host,
     stats: Arc<PortStats>,
     gauge: Arc<Gauge>,
-    port: InterfacePort,
     guest: Guest,
     _folder: tempfile::TempDir,
 }
 
 impl Host {
     fn start(settings: Settings) -> Host {
-        let core = Core::start(&CoreOptions {
-            threads: 1,
-            cpus: vec![],
+        let mut host = common::Host::start(CoreOptions {
             yield_strategy: settings.strategy,
             sleep_us: SLEEP_US,
             nowork_us: NOWORK_US,
-            burst: 64,
-            listen: "127.0.0.1:0".parse().unwrap(),
-            ports: 1,
-            vxlan_listen: None,
-            stream_listen: None,
-            zero_copy: Default::default(),
-            isolation: Isolation::default(),
-        })
-        .unwrap();
+            ..CoreOptions::default()
+        });
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("guest");
-        let (stats, port) = (Arc::new(PortStats::default()), PortId(0));
+        let stats = Arc::new(PortStats::default());
         let options = VhostUserOptions {
             name: "guest".into(),
             socket: socket.clone(),
@@ -87,50 +76,25 @@ impl Host {
             mtu: 1500,
             queues: 1,
         };
-        let interface = VhostUser::start(options, port, NetworkId::DEFAULT, stats.clone()).unwrap();
+        let interface = VhostUser::start(options, PortId(0), NetworkId::DEFAULT, stats.clone()).unwrap();
         let (density_low, density_high) = settings.densities;
         let interrupts = settings.interrupts;
-        // All single frames are announced.
+        // Even a lone frame is announced early.
         let early_bytes = 0;
         interface.set_interrupts(InterruptSettings { interrupts, density_low, density_high, early_bytes });
-        // Three frames in a window, or none: bounds that are passed again and again on any machine.
+        // Three frames in a window, or none: rates that cross these bounds again and again on any machine.
         let mode =
             ModeSettings { mode: settings.mode, rate_low: 1_000, rate_high: 2_000, window_us: WINDOW_US };
         let drive = Drive::new(mode, 1);
-        let member = Member {
-            port,
-            kind: PortKind::Interface,
-            networks: Networks::only([NetworkId::DEFAULT]),
-            mac: None,
-            storm_frames_per_s: None,
-            port_security: false,
-        };
-        let (name, gauge) = ("guest".into(), drive.gauge.clone());
-        let port = InterfacePort { member, name, stats: stats.clone(), interface, drive };
+        let gauge = drive.gauge.clone();
+        host.add_interface(NetworkId::DEFAULT, interface, stats.clone()).drive = drive;
         let guest = Guest::connect(&socket);
-        Host { core, stats, gauge, port, guest, _folder: folder }
+        Host { host, stats, gauge, guest, _folder: folder }
     }
 
-    fn join(&self, other: &Host) {
-        let options = LinkOptions {
-            name: "other".into(),
-            remote: other.core.bridge_address(),
-            ports: 1,
-            encapsulation: Encapsulation::Native,
-            networks: None,
-            mtu: None,
-            tunnel: Tunnel::None,
-        };
-        let port = PortId(1);
-        let link = Link::new(options, port, Arc::default());
-        let member =
-            Member { port, kind: PortKind::Link, networks: Networks::All, ..self.port.member.clone() };
-        self.core.publish(Parts {
-            networks: vec![NetworkSpec { id: NetworkId::DEFAULT, learning: true, ageing_s: 300 }],
-            interfaces: vec![self.port.clone()],
-            links: vec![LinkPort { member, link, stream: None }],
-            ..Parts::default()
-        });
+    fn join(&mut self, other: &Host) {
+        self.host.add_link(link_to(other.host.core.bridge_address(), Encapsulation::Native, None));
+        self.host.publish();
     }
 }
 
@@ -145,7 +109,7 @@ impl Random {
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
 
-    /// A pause: none, or one of the times that matter, give or take a fifth; long ones are rare.
+    /// A pause: none, or one of the times that matter plus or minus a fifth; long ones are rare.
     fn pause(&mut self) -> Duration {
         let us = match self.next() % 4096 {
             0..1600 => return Duration::ZERO,
@@ -159,7 +123,7 @@ impl Random {
     }
 }
 
-/// Passes the time to the nanosecond: by sleeping as long as that is exact enough.
+/// Waits precisely: sleeps while that is exact enough, then spins.
 fn pause(time: Duration) {
     const INEXACT: Duration = Duration::from_micros(150);
     let end = Instant::now() + time;
@@ -171,18 +135,14 @@ fn pause(time: Duration) {
     }
 }
 
-fn mac(n: u8) -> Mac {
-    Mac([0x52, 0x54, 0, 0, 0, n])
-}
-
 /// Sends `rounds` frames to and fro and returns how many were late.
 fn to_and_fro(one: &mut Guest, other: &mut Guest, rounds: u64, seed: u64) -> u64 {
-    // Ends the answering guest: it has no other way of knowing.
+    // Tells the answering guest that this is the last frame.
     const LAST: u64 = u64::MAX;
     std::thread::scope(|scope| {
         let answers = scope.spawn(move || {
             let mut random = Random(seed ^ 0x9e37_79b9_7f4a_7c15);
-            // It asks to be notified for as long as it takes: who has to hurry is the one that asks.
+            // Patient: stalls are measured by the guest that asks.
             while let Some(number) = other.take(Duration::from_secs(30)) {
                 pause(random.pause());
                 other.send(mac(1), mac(2), number);
@@ -198,9 +158,9 @@ fn to_and_fro(one: &mut Guest, other: &mut Guest, rounds: u64, seed: u64) -> u64
             let sent = Instant::now();
             let mut got = one.take(STALL);
             while got != Some(number) {
-                // Whatever was lost, a second frame must not be taken for the first one's answer.
+                // Answers of frames sent again are told from the first one's by their number.
                 stalls += u64::from(got.is_none());
-                assert!(sent.elapsed() < Duration::from_secs(20), "frame {number} never came back");
+                assert!(sent.elapsed() < Duration::from_secs(20), "frame {number} was lost");
                 if got.is_none() {
                     one.send(mac(2), mac(1), number);
                 }
@@ -212,10 +172,10 @@ fn to_and_fro(one: &mut Guest, other: &mut Guest, rounds: u64, seed: u64) -> u64
     })
 }
 
-/// alpha and beta with which the notification at the end is withheld always, by the defaults, and never.
-const COLD: (u64, u64) = (u64::MAX, u64::MAX);
-const USUAL: (u64, u64) = (50_000_000, 1_000_000_000);
-const RIGHT: (u64, u64) = (0, u64::MAX);
+/// alpha and beta with which the notification at the end is always withheld, withheld as by default, and never withheld.
+const WITHHELD: (u64, u64) = (u64::MAX, u64::MAX);
+const DEFAULT: (u64, u64) = (50_000_000, 1_000_000_000);
+const NOTIFIED: (u64, u64) = (0, u64::MAX);
 
 fn direct(strategy: Strategy, mode: Mode) -> Settings {
     Settings { strategy, mode, interrupts: Interrupts::Direct, densities: (0, 0) }
@@ -225,9 +185,9 @@ fn optimistic(strategy: Strategy, mode: Mode, densities: (u64, u64)) -> Settings
     Settings { interrupts: Interrupts::Optimistic, densities, ..direct(strategy, mode) }
 }
 
-/// Sends frames to and fro between two hosts that are set alike; none of them may be late.
+/// Sends frames to and fro between two hosts with the same settings; none of them may be late.
 fn no_single_frame_stalls(settings: Settings, seed: u64) {
-    // Rates have to pass the modes' bounds, which they do not on processors that are wanted elsewhere.
+    // One test at a time: rates have to cross the modes' bounds, which they do not on busy processors.
     static ALONE: Mutex<()> = Mutex::new(());
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let frames: u64 =
@@ -237,7 +197,7 @@ fn no_single_frame_stalls(settings: Settings, seed: u64) {
     one.join(&other);
     other.join(&one);
     let stalls = to_and_fro(&mut one.guest, &mut other.guest, rounds, seed);
-    assert_eq!(stalls, 0, "{settings:?}: frames that came late");
+    assert_eq!(stalls, 0, "{settings:?}: stalled frames");
     let interrupts = &one.stats.interrupts;
     println!(
         "{settings:?}: {} frames, {} notifications, {} kicks, {} switches, early {} (discarded {}, premature {}), \
@@ -253,7 +213,7 @@ fn no_single_frame_stalls(settings: Settings, seed: u64) {
         interrupts.coalesced_withheld.get(),
     );
     assert_eq!(interrupts.early.get() > 0, settings.interrupts == Interrupts::Optimistic);
-    if settings.densities == COLD {
+    if settings.densities == WITHHELD {
         assert!(interrupts.coalesced_withheld.get() > 0);
     }
     assert_eq!(one.gauge.switches.get() > 0, settings.mode == Mode::Adaptive);
@@ -266,7 +226,7 @@ fn adaptive() {
 
 #[test]
 fn adaptive_optimistic() {
-    no_single_frame_stalls(optimistic(Strategy::Adaptive, Mode::Adaptive, USUAL), 2);
+    no_single_frame_stalls(optimistic(Strategy::Adaptive, Mode::Adaptive, DEFAULT), 2);
 }
 
 #[test]
@@ -276,15 +236,15 @@ fn blocking_guest_driven() {
 
 #[test]
 fn blocking_optimistic_always_withheld() {
-    no_single_frame_stalls(optimistic(Strategy::Block, Mode::Adaptive, COLD), 4);
+    no_single_frame_stalls(optimistic(Strategy::Block, Mode::Adaptive, WITHHELD), 4);
 }
 
 #[test]
 fn timed_optimistic_never_withheld() {
-    no_single_frame_stalls(optimistic(Strategy::Timed, Mode::VmmDriven, RIGHT), 5);
+    no_single_frame_stalls(optimistic(Strategy::Timed, Mode::VmmDriven, NOTIFIED), 5);
 }
 
 #[test]
 fn adaptive_vmm_driven_always_withheld() {
-    no_single_frame_stalls(optimistic(Strategy::Adaptive, Mode::VmmDriven, COLD), 6);
+    no_single_frame_stalls(optimistic(Strategy::Adaptive, Mode::VmmDriven, WITHHELD), 6);
 }
