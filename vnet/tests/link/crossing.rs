@@ -1,4 +1,4 @@
-//! Two bridges: every frame crosses, whatever the path.
+//! Two bridges: every frame crosses, at every path MTU.
 
 use std::net::SocketAddr;
 use std::os::fd::AsRawFd;
@@ -72,7 +72,7 @@ fn both_directions_and_an_ipv4_peer_of_an_ipv6_socket() {
     b.send(&frames);
     assert_eq!(b.link.stats().drops(DropReason::SendFailed), 2);
     assert!(matches!(b.link.state(), LinkState::Unreachable(_)), "an IPv4 socket reaches no IPv6 address");
-    // That a route exists for others does not change it.
+    // A route for other address families does not change that.
     b.peers = Peers::build(std::slice::from_ref(&b.link));
     b.bridge.tx.tick(&b.peers, 10_000);
     assert!(matches!(b.link.state(), LinkState::Unreachable(_)));
@@ -83,10 +83,10 @@ fn both_directions_and_an_ipv4_peer_of_an_ipv6_socket() {
     assert!(matches!(c.link.state(), LinkState::Unreachable(_)));
 }
 
-/// The kernel refuses to cut messages of a socket without checksums, with the error that it had for segments larger than the
-/// path MTU before Linux 6.14.
+/// The kernel refuses UDP_SEGMENT on a socket without checksums, with the error that it gave for segments larger than the path
+/// MTU before Linux 6.14.
 #[test]
-fn messages_that_are_refused_go_datagram_by_datagram() {
+fn refused_segmentation_falls_back_to_single_datagrams() {
     for encapsulation in [Encapsulation::Native, Encapsulation::Vnet] {
         let [mut a, mut b] = Host::pair("127.0.0.1:0", encapsulation, Some(1500));
         let on: libc::c_int = 1;
@@ -108,7 +108,7 @@ fn messages_that_are_refused_go_datagram_by_datagram() {
 
 #[test]
 fn full_batches_of_every_kind_arrive_in_order() {
-    // More than a batch holds, so that one burst fills several.
+    // One burst fills several batches.
     const FRAMES: usize = 3 * BATCH_MAX;
     let [mut a, mut b] = Host::pair("127.0.0.1:0", Encapsulation::Native, Some(1500));
     let mut random = Random::new(5);
@@ -134,7 +134,7 @@ fn full_batches_of_every_kind_arrive_in_order() {
 }
 
 #[test]
-fn a_faulty_wire_corrupts_nothing_and_the_counters_add_up() {
+fn a_faulty_wire_corrupts_no_frame_and_counters_add_up() {
     for seed in 0..8 {
         let (a, b) = (bridge("127.0.0.1:0"), bridge("127.0.0.1:0"));
         let faults = Faults { loss: 10, duplication: 10, reordering: 50, distance: 20 };
@@ -144,7 +144,7 @@ fn a_faulty_wire_corrupts_nothing_and_the_counters_add_up() {
         let mut random = Random::new(seed);
         let (mut sent, mut got) = (vec![], vec![]);
         for round in 0..40u64 {
-            // Larger than a datagram each, so that every loss shows.
+            // Larger than a datagram, so that every loss leaves an incomplete frame.
             let frames: Vec<Got> = (0..4)
                 .map(|n| frame(1500 + random.below(18_000) as usize, seed << 32 | round << 8 | n))
                 .collect();
@@ -166,13 +166,13 @@ fn a_faulty_wire_corrupts_nothing_and_the_counters_add_up() {
             let at = left
                 .iter()
                 .position(|other| other == frame)
-                .expect("a frame that was never sent, or sent once");
+                .expect("a frame that was sent, and arrived once");
             left.swap_remove(at);
         }
         assert!(!left.is_empty() && got.len() > sent.len() / 2, "{} of {} came", got.len(), sent.len());
         assert_eq!(stats.in_frames.get(), got.len() as u64 + stats.drops_total());
         assert_eq!(stats.drops(DropReason::Reassembly), stats.drops_total());
-        // No frame of two datagrams or more was lost whole in these seeds, or it is not known to exist.
+        // A frame whose datagrams were all lost is counted nowhere on this side.
         assert!(stats.in_frames.get() <= sent.len() as u64);
         assert!(stats.drops_total() > 0 && stats.discards(DiscardReason::Stale) > 0);
         assert_eq!(a.link.stats().out_frames.get(), sent.len() as u64);

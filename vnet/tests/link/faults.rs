@@ -1,4 +1,4 @@
-//! Frames over a wire that loses, repeats and reorders: none is changed, and as many are lost as have to be.
+//! Loss, duplication and reordering on the wire: no frame is corrupted, and no more frames are lost than their datagrams.
 
 use vnet::frame::NetworkId;
 use vnet::link::Encapsulation;
@@ -10,14 +10,14 @@ use super::host::*;
 
 /// Payload of a datagram on a path of 1500 bytes: less 20 of IP, 8 of UDP, 16 of the native header.
 const FRAGMENT_LEN: usize = 1456;
-/// Expected losses of each case: their number's standard deviation is 3 % of it then, and seeds make it the same each time.
+/// Expected losses of each case: enough for a standard deviation of 3 %. Fixed seeds make every run the same.
 const LOSSES: f64 = 1_000.0;
 /// Frames that are never lost, for the case without faults.
 const WHOLE: usize = 2_000;
-/// Datagrams on their way at a time: a socket's buffer holds as many.
+/// Datagrams in flight: a socket's buffer holds as many.
 const BURST: usize = 36;
 
-/// A frame that says which it is in its first bytes behind the addresses, and in each byte that follows.
+/// A frame that carries its number behind the addresses, and bytes that depend on it.
 fn numbered(number: u64, fragments: usize) -> Got {
     let mut bytes = vec![0x52, 0x54, 0, 0, 0, 2, 0x52, 0x54, 0, 0, 0, 1, 0x88, 0xb5];
     bytes.extend(number.to_be_bytes());
@@ -27,7 +27,7 @@ fn numbered(number: u64, fragments: usize) -> Got {
     Got { bytes, offload: Offload::default(), network: NetworkId::DEFAULT, hops: 0 }
 }
 
-/// Of `count` frames of so many fragments, how many did not arrive. What arrives must be what was sent.
+/// Sends `count` frames of so many fragments; returns how many were lost. Those that arrive must be unchanged.
 fn lost(count: usize, fragments: usize, seed: u64, faults: Faults) -> usize {
     let (a, b) = (bridge("127.0.0.1:0"), bridge("127.0.0.1:0"));
     let mut relay = Relay::new(a.0.local_addr(), b.0.local_addr(), Wire::new(seed, faults)).unwrap();
@@ -41,17 +41,14 @@ fn lost(count: usize, fragments: usize, seed: u64, faults: Faults) -> usize {
         sent += burst.len();
         a.send(&burst);
         relay.pump().unwrap();
-        // What is incomplete ends in time, as it does outside of tests: otherwise memory would run out for others.
+        // Lets the reassembly timeout pass, or incomplete frames would fill the memory.
         b.now_ms += 10;
         b.bridge.rx.tick(&b.peers, b.now_ms);
         loop {
             let (got, datagrams) = b.receive_once();
             for got in got {
                 let number = u64::from_be_bytes(got.bytes[14..22].try_into().unwrap());
-                assert!(
-                    got.bytes == numbered(number, fragments).bytes,
-                    "frame {number} was changed on its way"
-                );
+                assert!(got.bytes == numbered(number, fragments).bytes, "frame {number} was corrupted");
                 came += 1;
                 assert!(
                     !std::mem::replace(&mut arrived_once[number as usize], true) || fragments == 1,
@@ -70,20 +67,20 @@ fn lost(count: usize, fragments: usize, seed: u64, faults: Faults) -> usize {
     assert_eq!(
         stats.in_frames.get(),
         came + stats.drops(DropReason::Reassembly),
-        "each is delivered or counted"
+        "each frame is delivered or counted"
     );
     arrived_once.iter().filter(|arrived| !**arrived).count()
 }
 
-/// A frame of n datagrams is lost when one of them is: with a chance of 1-(1-p)^n, whatever is repeated and reordered besides.
+/// A frame of n datagrams is lost with probability 1-(1-p)^n at a datagram loss of p, whatever is duplicated and reordered.
 #[test]
-fn frames_are_lost_as_their_datagrams_are() {
+fn frame_loss_follows_datagram_loss() {
     for (case, permille) in (1..).zip([0, 10, 50, 100]) {
         for fragments in [1, 2, 6] {
             for repeated in [0, permille] {
                 let faults =
                     Faults { loss: permille, duplication: repeated, reordering: permille, distance: 12 };
-                // Each copy of a datagram that the wire repeats may be lost by itself.
+                // Each copy of a duplicated datagram may be lost by itself.
                 let (loss, repeated) = (f64::from(permille) / 1000.0, f64::from(repeated) / 1000.0);
                 let gone = loss * (1.0 - repeated + repeated * loss);
                 let chance = 1.0 - (1.0 - gone).powi(fragments as i32);

@@ -1,4 +1,4 @@
-//! A bridge and a plain socket: what is on the wire, and what the bridge makes of a foreign or broken peer.
+//! A bridge and a plain socket: datagrams on the wire, and those of foreign or broken peers.
 
 use std::net::UdpSocket;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use vnet::wire::offload::Offload;
 use super::host::*;
 
 #[test]
-fn a_large_frame_is_cut_as_designed() {
+fn large_frames_are_fragmented() {
     let (mut host, peer) = raw_peer(Encapsulation::Native, 1500);
     let large = Got { offload: TSO, hops: 2, ..frame(FRAME_MAX, 1) };
     host.send(std::slice::from_ref(&large));
@@ -44,7 +44,7 @@ fn a_large_frame_is_cut_as_designed() {
     assert_eq!(joined[..12], TSO.to_wire());
     assert_eq!(joined[12..], large.bytes);
     assert_eq!(host.link.stats().out_datagrams.get(), got.len() as u64);
-    // The next frame goes on where this one ended.
+    // The next frame takes the next number.
     host.send(&[frame(64, 2)]);
     let next = datagrams(&peer);
     assert_eq!(Header::parse(&next[0]).unwrap().0.number, first.unwrap() + got.len() as u64);
@@ -82,14 +82,14 @@ fn small_frames_travel_in_bundles() {
     }
     assert_eq!(out, frames, "in order, each once");
     let tail = [Kind::Frame, Kind::Bundle, Kind::Frame, Kind::Frame, Kind::Bundle];
-    assert_eq!(kinds[kinds.len() - 5..], tail, "what cannot share a header does not");
+    assert_eq!(kinds[kinds.len() - 5..], tail, "frames with different headers share no bundle");
     assert_eq!(host.link.stats().out_frames.get(), frames.len() as u64);
     assert_eq!(host.link.stats().out_datagrams.get(), got.len() as u64);
 }
 
-/// Frames that come in two bursts are put together from memory of their own and from the second burst's buffers.
+/// Reassembly across two bursts: fragments copied from the first one, and those in the second one's buffers.
 #[test]
-fn frames_in_two_bursts_come_out_whole() {
+fn frames_in_two_bursts_are_reassembled() {
     let (mut host, peer) = raw_peer(Encapsulation::Native, 1500);
     let frames: Vec<Got> = (0..8).map(|n| frame(4000, n)).collect();
     host.send(&frames);
@@ -119,7 +119,7 @@ fn frames_in_two_bursts_come_out_whole() {
 }
 
 #[test]
-fn bare_frames_to_and_from_a_foreign_peer() {
+fn classic_encapsulation_to_and_from_a_foreign_peer() {
     let (mut host, peer) = raw_peer(Encapsulation::Vnet, 1500);
     let long = frame(UDP_PAYLOAD_MAX, 1);
     let frames = [frame(60, 2), frame(60, 3), frame(1514, 4), long.clone(), frame(UDP_PAYLOAD_MAX + 1, 5)];
@@ -129,7 +129,7 @@ fn bare_frames_to_and_from_a_foreign_peer() {
     assert_eq!(host.link.stats().out_frames.get(), 4);
     assert_eq!(host.link.stats().drops(DropReason::MtuExceeded), 1);
 
-    // An unfinished frame is finished first: the checksum is completed.
+    // A partial checksum is completed before the frame leaves.
     let mut unfinished = frame(100, 6);
     unfinished.bytes[40..42].fill(0);
     host.send(&[Got { offload: CSUM, ..unfinished.clone() }]);
@@ -142,7 +142,7 @@ fn bare_frames_to_and_from_a_foreign_peer() {
         peer.send(&sent.bytes).unwrap();
         let got = host.receive(1);
         assert_eq!(got, [Got { hops: HOPS_UNKNOWN, ..sent.clone() }]);
-        // It cannot be told how often it was relayed: not again.
+        // The classic encapsulation counts no hops, so its frames are never relayed.
         host.send(&got);
     }
     assert_eq!(host.link.stats().drops(DropReason::HopLimit), 2);
@@ -156,7 +156,7 @@ fn bare_frames_to_and_from_a_foreign_peer() {
 }
 
 #[test]
-fn relays_are_counted_and_end() {
+fn hops_are_counted_and_limited() {
     let (mut host, peer) = raw_peer(Encapsulation::Native, 1500);
     let mut relayed = frame(3000, 1);
     for hops in 0..=7 {
@@ -175,7 +175,7 @@ fn relays_are_counted_and_end() {
 }
 
 #[test]
-fn what_brings_nothing_is_counted() {
+fn datagrams_without_a_valid_frame_are_counted() {
     let (mut host, peer) = raw_peer(Encapsulation::Native, 1500);
     let good = Header {
         kind: Kind::Frame,
@@ -232,7 +232,7 @@ fn what_brings_nothing_is_counted() {
     assert_eq!((stats.drops(DropReason::TooShort), stats.drops(DropReason::BadOffload)), (1, 1));
     assert_eq!((stats.in_frames.get(), stats.in_datagrams.get()), (3, cases.len() as u64));
 
-    // Strangers: on another address, and on another port of the peer's address.
+    // Unknown sources: another address, and another port of the peer's address.
     for address in ["127.0.0.9:0", "127.0.0.1:0"] {
         let stranger = UdpSocket::bind(address).unwrap();
         stranger.send_to(&with(good, &body), host.bridge.local_addr()).unwrap();
@@ -246,7 +246,7 @@ fn what_brings_nothing_is_counted() {
 }
 
 #[test]
-fn probes_are_answered_in_kind() {
+fn probes_are_answered() {
     let (mut host, peer) = raw_peer(Encapsulation::Native, 1500);
     let header = Header {
         kind: Kind::Probe,
@@ -273,7 +273,7 @@ fn probes_are_answered_in_kind() {
 }
 
 #[test]
-fn a_taken_port_is_named() {
+fn errors_name_a_port_in_use() {
     let (first, stats) = bridge("127.0.0.1:0");
     let budget = Arc::new(ReassemblyBudget::new(1 << 20));
     let taken = first.local_addr();

@@ -1,14 +1,16 @@
-//! A host of the tests: a bridge with one link, sending and receiving as a dispatcher would.
+//! A host under test: a bridge with one link, which the test drives as a dispatcher would.
 
-use std::net::{SocketAddr, UdpSocket};
+use std::net::UdpSocket;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vnet::frame::{BATCH_MAX, Batch, Frame, NetworkId, PortId, Segment};
 use vnet::link::fake::Random;
-use vnet::link::{Bridge, Encapsulation, Link, LinkOptions, Peers, ReassemblyBudget, Tunnel};
+use vnet::link::{Bridge, Encapsulation, Link, LinkOptions, Peers, ReassemblyBudget};
 use vnet::stats::{DiscardReason, PortStats};
 use vnet::wire::offload::{F_NEEDS_CSUM, GSO_TCPV4, Offload};
+
+pub use crate::common::link_to as options;
 
 pub const TSO: Offload = Offload {
     flags: F_NEEDS_CSUM,
@@ -21,7 +23,7 @@ pub const TSO: Offload = Offload {
 pub const CSUM: Offload =
     Offload { flags: F_NEEDS_CSUM, gso_type: 0, hdr_len: 0, gso_size: 0, csum_start: 34, csum_offset: 6 };
 
-/// A frame as it comes out of a bridge.
+/// A received frame.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Got {
     pub bytes: Vec<u8>,
@@ -58,11 +60,6 @@ pub fn bridge(listen: &str) -> (Bridge, Arc<PortStats>) {
     (Bridge::bind(listen.parse().unwrap(), false, stats.clone(), budget).unwrap(), stats)
 }
 
-pub fn options(remote: SocketAddr, encapsulation: Encapsulation, mtu: Option<u16>) -> LinkOptions {
-    let (name, tunnel) = ("peer".into(), Tunnel::None);
-    LinkOptions { name, remote, ports: 1, encapsulation, networks: None, mtu, tunnel }
-}
-
 impl Host {
     pub fn new((bridge, unknown): (Bridge, Arc<PortStats>), options: LinkOptions) -> Host {
         let link = Link::new(options, PortId(7), Arc::default());
@@ -77,7 +74,7 @@ impl Host {
         [Host::new(a, options(b_addr, encapsulation, mtu)), Host::new(b, options(a_addr, encapsulation, mtu))]
     }
 
-    /// Sends frames as a dispatcher would, in batches; each frame is cut into segments at odd places.
+    /// Sends frames in batches as a dispatcher would; each frame is split into segments of odd lengths.
     pub fn send(&mut self, frames: &[Got]) {
         for chunk in frames.chunks(BATCH_MAX) {
             let mut batch = Batch::new();
@@ -96,12 +93,12 @@ impl Host {
         }
     }
 
-    /// Receives what is waiting. Returns the frames and the number of datagrams.
+    /// Receives one burst from each socket; returns the frames and the number of datagrams.
     pub fn receive_once(&mut self) -> (Vec<Got>, usize) {
         let mut got = vec![];
         let mut run = |batch: &Batch| {
             assert!(!batch.is_empty() && batch.len() <= BATCH_MAX);
-            // Had memory of a frame been freed by now, this would take and overwrite it.
+            // Would reuse and overwrite the memory of a frame that was freed too early.
             let _spoilt: Vec<Vec<u8>> = batch.frames().iter().map(|frame| vec![0xee; frame.len()]).collect();
             got.extend(batch.frames().iter().map(|frame| copy(batch, frame)));
         };
@@ -115,7 +112,7 @@ impl Host {
         (got, datagrams)
     }
 
-    /// Receives until `count` frames are there; fails when that takes seconds.
+    /// Receives until `count` frames have arrived; fails after 5 s.
     pub fn receive(&mut self, count: usize) -> Vec<Got> {
         let (mut got, start) = (vec![], Instant::now());
         while got.len() < count {
@@ -153,7 +150,7 @@ pub fn frame(len: usize, seed: u64) -> Got {
     Got { bytes, offload: Offload::default(), network: NetworkId::DEFAULT, hops: 0 }
 }
 
-/// What a frame looks like on the other side.
+/// Frames as they arrive on the other host.
 pub fn arrived(frames: &[Got]) -> Vec<Got> {
     frames.iter().map(|frame| Got { hops: frame.hops + 1, ..frame.clone() }).collect()
 }
@@ -162,7 +159,7 @@ pub fn bytes(frames: &[Got]) -> u64 {
     frames.iter().map(|frame| frame.bytes.len() as u64).sum()
 }
 
-/// A peer played by a plain socket, which gets every datagram by itself.
+/// A host whose peer is a plain socket, which gets every datagram.
 pub fn raw_peer(encapsulation: Encapsulation, mtu: u16) -> (Host, UdpSocket) {
     let peer = UdpSocket::bind("127.0.0.1:0").unwrap();
     peer.set_read_timeout(Some(Duration::from_millis(300))).unwrap();

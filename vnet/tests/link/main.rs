@@ -1,5 +1,8 @@
-//! The bridge over real sockets on the loopback device: what is sent comes out, once, unchanged, in order, and counted.
+//! The bridge over real sockets on the loopback device: every frame that is sent arrives once, unchanged, in order, and is
+//! counted.
 
+#[path = "../common/mod.rs"]
+mod common;
 mod crossing;
 mod faults;
 mod foreign;

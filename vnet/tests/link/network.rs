@@ -1,4 +1,4 @@
-//! The bridge in a network of its own, whose devices and addresses change under its feet.
+//! The bridge in a network namespace, while devices, addresses and the path MTU change.
 
 use std::fs::File;
 use std::net::{Ipv4Addr, UdpSocket};
@@ -27,7 +27,7 @@ impl Network {
         Some(network)
     }
 
-    /// A TAP device with an address in a network of 256, behind which nobody answers. It lasts as long as the file.
+    /// A TAP device with an address in a /24 network without other hosts. It exists until the file is closed.
     fn tap(&self, device: &str, address: Ipv4Addr, mtu: i32) -> File {
         let tun = File::options().read(true).write(true).open("/dev/net/tun").unwrap();
         let flags = (libc::IFF_TAP | libc::IFF_NO_PI) as i16;
@@ -48,7 +48,7 @@ impl Network {
         control(&self.0, libc::SIOCSIFMTU, device, libc::__c_anonymous_ifr_ifru { ifru_mtu: mtu });
     }
 
-    /// Has a device say that it has a speed, in Mbit/s (`struct ethtool_cmd`, linux/ethtool.h).
+    /// Sets a device's reported speed in Mbit/s (`struct ethtool_cmd`, linux/ethtool.h).
     fn set_speed(&self, device: &str, mbps: u16) {
         const ETHTOOL_GSET: u32 = 1;
         const ETHTOOL_SSET: u32 = 2;
@@ -73,20 +73,20 @@ impl Network {
         control(&self.0, request, device, libc::__c_anonymous_ifr_ifru { ifru_addr });
     }
 
-    /// A socket that sees every IPv4 packet on the devices from now on.
+    /// A socket that receives every IPv4 packet on all devices from now on.
     fn capture(&self) -> UdpSocket {
         let protocol = (libc::ETH_P_IP as u16).to_be();
         // SAFETY: no memory is passed.
         let fd = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_DGRAM, i32::from(protocol)) };
         assert!(fd >= 0, "{}", std::io::Error::last_os_error());
-        // SAFETY: the descriptor is new and nobody else's. Only `recv` is used of what the type offers.
+        // SAFETY: the descriptor is new and owned here. Only `recv` is called, which every socket has.
         let socket = unsafe { UdpSocket::from_raw_fd(fd) };
         socket.set_nonblocking(true).unwrap();
         socket
     }
 }
 
-/// A request about a device.
+/// An ioctl on a device.
 fn control(to: &impl AsRawFd, request: libc::Ioctl, device: &str, value: libc::__c_anonymous_ifr_ifru) {
     let mut ifr_name = [0; libc::IFNAMSIZ];
     for (to, from) in ifr_name[..libc::IFNAMSIZ - 1].iter_mut().zip(device.bytes()) {
@@ -107,7 +107,7 @@ fn set_option(host: &Host, level: libc::c_int, option: libc::c_int, value: libc:
     assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
 }
 
-/// The size of the bridge's receive buffer in bytes, which the kernel says doubled.
+/// The bridge's receive buffer in bytes (the kernel reports twice its size, socket(7)).
 fn receive_buffer(host: &Host) -> usize {
     let (mut value, mut len): (libc::c_int, _) = (0, size_of::<libc::c_int>() as libc::socklen_t);
     let fd = host.bridge.rx.fds().next().unwrap().as_raw_fd();
@@ -144,7 +144,7 @@ fn native_packets_carry_dont_fragment() {
         let packets = captured(&capture);
         assert!(packets.iter().map(|(len, _)| len).sum::<usize>() > 20_000, "{packets:?}");
         assert!(packets.iter().all(|(_, dont_fragment)| *dont_fragment), "{packets:?}");
-        // A bare frame that is too large is left to IP, by the same socket.
+        // Larger frames of the classic encapsulation are fragmented by IP, from the same socket.
         host.link = bare.link;
         host.send(&[frame(9000, 3)]);
         let packets = captured(&capture);
@@ -153,7 +153,7 @@ fn native_packets_carry_dont_fragment() {
 }
 
 #[test]
-fn a_smaller_path_is_noticed_and_obeyed() {
+fn a_smaller_path_mtu_is_detected_and_obeyed() {
     let Some(network) = Network::new() else { return };
     network.set_mtu("lo", 9000);
     for ip in ["127.0.0.1:0", "[::1]:0"] {
@@ -162,7 +162,7 @@ fn a_smaller_path_is_noticed_and_obeyed() {
         a.send(&frames);
         assert_eq!(b.receive(20), arrived(&frames));
         assert_eq!(a.link.path_mtu(), 9000);
-        // The path shrinks under the link's feet: what was encoded for the old one is encoded again, nothing is lost.
+        // The path MTU shrinks: datagrams encoded for the old one are encoded again, no frame is lost.
         network.set_mtu("lo", 1500);
         a.send(&frames);
         assert_eq!(b.receive(20), arrived(&frames));
@@ -174,7 +174,7 @@ fn a_smaller_path_is_noticed_and_obeyed() {
         assert_eq!(a.link.stats().out_frames.get(), 40);
         assert_eq!(a.link.stats().out_datagrams.get(), b.link.stats().in_datagrams.get());
 
-        // Bare frames are fragmented by IP instead.
+        // Frames of the classic encapsulation are fragmented by IP instead.
         let [mut a, mut b] = Host::pair(ip, Encapsulation::Vnet, None);
         let frames: Vec<Got> = (0..20).map(|n| frame([1400, 1400, 9014, 65_000][n % 4], n as u64)).collect();
         for chunk in frames.chunks(4) {
@@ -184,7 +184,7 @@ fn a_smaller_path_is_noticed_and_obeyed() {
             assert_eq!(b.receive(4), bare);
         }
         assert_eq!(a.link.stats().out_frames.get(), 20);
-        // So are those that were to leave as one message for the path as it was.
+        // So are those of one message that was segmented for the old path MTU.
         network.set_mtu("lo", 1500);
         let frames: Vec<Got> = (0..20).map(|n| frame(5000, n)).collect();
         for _ in 0..2 {
@@ -193,13 +193,13 @@ fn a_smaller_path_is_noticed_and_obeyed() {
             assert_eq!(got, frames.iter().map(|frame| frame.bytes.clone()).collect::<Vec<_>>());
         }
         assert_eq!((a.link.stats().out_frames.get(), a.link.stats().drops_total()), (60, 0));
-        // The new path is asked for at the next tick, however short ago the last one was.
+        // The next tick asks for the new path MTU, even right after the last one.
         assert_eq!(a.link.path_mtu(), 9000);
         a.bridge.tx.tick(&a.peers, 1);
         assert_eq!(a.link.path_mtu(), 1500);
         network.set_mtu("lo", 9000);
     }
-    // There is no route to anywhere else here.
+    // No route leads out of this namespace.
     let nowhere = options("192.0.2.1:9000".parse().unwrap(), Encapsulation::Native, None);
     let mut host = Host::new(bridge("0.0.0.0:0"), nowhere);
     host.send(&[frame(64, 1), frame(20_000, 2)]);
@@ -209,7 +209,7 @@ fn a_smaller_path_is_noticed_and_obeyed() {
 }
 
 #[test]
-fn routes_are_asked_for_from_any_address() {
+fn routes_are_looked_up_from_any_local_address() {
     let Some(network) = Network::new() else { return };
     let _taps = [
         network.tap("t1", Ipv4Addr::new(10, 1, 0, 1), 1401),
@@ -230,7 +230,7 @@ fn routes_are_asked_for_from_any_address() {
         host.bridge.tx.tick(&peers, 1000);
         assert_eq!([links[1].path_mtu(), links[2].path_mtu()], [1401, 1402]);
         assert_eq!([up(0), up(1), up(2), up(3)], [true, true, true, listen == "[::]:0"]);
-        // The address that the last question was asked from goes.
+        // The source address of the last lookup is removed.
         network.set_address("t2", libc::SIOCSIFADDR, Ipv4Addr::UNSPECIFIED);
         host.bridge.tx.tick(&peers, 2000);
         assert_eq!([up(0), up(1), up(2), up(3)], [true, true, false, listen == "[::]:0"]);
@@ -239,7 +239,7 @@ fn routes_are_asked_for_from_any_address() {
         host.bridge.tx.tick(&peers, 3000);
         assert!(up(1) && up(2));
     }
-    // A socket that has an address asks from this one.
+    // A bound socket looks up routes from its own address.
     let remote = "10.2.0.2:9".parse().unwrap();
     let mut host = Host::new(bridge("10.1.0.1:0"), options(remote, Encapsulation::Native, None));
     network.set_address("t1", libc::SIOCSIFADDR, Ipv4Addr::UNSPECIFIED);
@@ -250,10 +250,10 @@ fn routes_are_asked_for_from_any_address() {
 }
 
 #[test]
-fn a_congested_path_is_not_waited_for() {
+fn a_full_send_buffer_drops_without_waiting() {
     const ROUNDS: u32 = 200;
     let Some(network) = Network::new() else { return };
-    // Nobody answers ARP there: packets stay in the socket's buffer.
+    // No host answers ARP there: packets stay in the socket's send buffer.
     let _tap = network.tap("t1", Ipv4Addr::new(10, 1, 0, 1), 1500);
     let remote = "10.1.0.2:9".parse().unwrap();
     let mut host = Host::new(bridge("0.0.0.0:0"), options(remote, Encapsulation::Native, None));
@@ -270,7 +270,7 @@ fn a_congested_path_is_not_waited_for() {
 }
 
 #[test]
-fn an_error_hides_no_datagram() {
+fn socket_errors_lose_no_datagram() {
     let [mut a, mut b] = Host::pair("127.0.0.1:0", Encapsulation::Native, None);
     set_option(&b, libc::SOL_IP, libc::IP_RECVERR, 1);
     let closed = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
@@ -282,11 +282,11 @@ fn an_error_hides_no_datagram() {
     assert_eq!(b.receive_once().0, arrived(&[frame(64, 2)]));
 }
 
-/// A burst that the kernel did not fill is known to be the last; one that it filled is not.
+/// A short burst means that the socket is empty; a full one does not.
 #[test]
-fn an_emptied_socket_is_known() {
+fn a_short_burst_means_an_empty_socket() {
     let (mut host, peer) = raw_peer(Encapsulation::Vnet, 1500);
-    // Of growing size, which the kernel does not keep together.
+    // Growing sizes: UDP_GRO does not coalesce them.
     for len in 100..140 {
         peer.send(&vec![0; len]).unwrap();
     }
@@ -299,9 +299,9 @@ fn an_emptied_socket_is_known() {
     assert_eq!((third.datagrams, third.emptied), (0, true));
 }
 
-/// Buffers are made for the device that a path leads over, and for the fastest of several.
+/// Socket buffers are sized for the speed of the path's device, for the fastest of several.
 #[test]
-fn buffers_are_sized_for_the_path() {
+fn buffers_are_sized_for_the_fastest_device() {
     let Some(network) = Network::new() else { return };
     let _taps = [("slow", 1, 1000), ("fast", 2, 25_000)].map(|(device, net, mbps)| {
         let tap = network.tap(device, Ipv4Addr::new(10, 9, net, 1), 1500);
@@ -310,9 +310,9 @@ fn buffers_are_sized_for_the_path() {
     });
     let native = |remote: &str| options(remote.parse().unwrap(), Encapsulation::Native, None);
     let mut host = Host::new(bridge("[::]:0"), native("10.9.1.2:9000"));
-    assert_eq!(receive_buffer(&host), 12_500_000, "10 ms of 10 Gbit/s before anything is known");
+    assert_eq!(receive_buffer(&host), 12_500_000, "10 ms of 10 Gbit/s while the speed is unknown");
     host.bridge.tx.tick(&host.peers, 20);
-    assert_eq!(receive_buffer(&host), 4 << 20, "the least");
+    assert_eq!(receive_buffer(&host), 4 << 20, "the lower bound");
     let fast = Link::new(native("10.9.2.2:9000"), PortId(7), Arc::default());
     host.peers = Peers::build(&[host.link.clone(), fast]);
     host.bridge.tx.tick(&host.peers, 40);
@@ -320,5 +320,5 @@ fn buffers_are_sized_for_the_path() {
     for now_ms in (1100..3000).step_by(20) {
         host.bridge.tx.tick(&host.peers, now_ms);
     }
-    assert_eq!(receive_buffer(&host), 31_250_000, "it stays so when the slower one is looked at again");
+    assert_eq!(receive_buffer(&host), 31_250_000, "the slower device does not shrink it again");
 }

@@ -59,7 +59,7 @@ fn flow_of(got: &Got) -> u16 {
     u16::from_be_bytes([got.bytes[34], got.bytes[35]])
 }
 
-/// What came to each dispatcher, when all together have `count` frames.
+/// Receives `count` frames in all; returns those of each dispatcher.
 fn receive_all(hosts: &mut [Host], count: usize) -> Vec<Vec<Got>> {
     let mut got: Vec<Vec<Got>> = hosts.iter().map(|_| vec![]).collect();
     let start = Instant::now();
@@ -76,8 +76,8 @@ fn receive_all(hosts: &mut [Host], count: usize) -> Vec<Vec<Got>> {
     got
 }
 
-/// Frames of every size, in datagrams of their own, in bundles and in fragments, of many flows in turn: each flow comes to one
-/// dispatcher, in order, whatever numbers of ports and dispatchers there are; and no dispatcher of the receiver is left out.
+/// Single frames, bundles and fragments of many flows in turn: each flow arrives at one dispatcher, in order, whatever the
+/// numbers of ports and dispatchers; every dispatcher of the receiver gets some.
 #[test]
 fn flows_spread_and_stay_in_order() {
     const FLOWS: u16 = 64;
@@ -101,7 +101,7 @@ fn flows_spread_and_stay_in_order() {
                 let (from, to, (ports, _)) =
                     if from_a { (&mut a, &mut b, sizes[1]) } else { (&mut b, &mut a, sizes[0]) };
                 let mut sent: HashMap<u16, Vec<Got>> = HashMap::new();
-                // A flow comes from one queue, and so from one dispatcher.
+                // A flow is sent from one queue, so by one dispatcher.
                 for (index, sender) in from.iter_mut().enumerate() {
                     let mine = (0..FLOWS).filter(|flow| usize::from(*flow) % sizes.len().max(1) == index % 2);
                     let flows: Vec<u16> = mine.map(|flow| flow + 1000 * index as u16).collect();
@@ -136,9 +136,9 @@ fn flows_spread_and_stay_in_order() {
     }
 }
 
-/// Bare frames leave from the first port and arrive at the first port, whichever dispatcher sends them.
+/// Frames of the classic encapsulation leave and arrive at the first port, whichever dispatcher sends them.
 #[test]
-fn bare_frames_use_the_first_port() {
+fn classic_frames_use_the_first_port() {
     let peer = UdpSocket::bind(LOOPBACK).unwrap();
     peer.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
     let remote = peer.local_addr().unwrap();
@@ -155,12 +155,12 @@ fn bare_frames_use_the_first_port() {
         peer.send_to(&packet(number, 1, 60).bytes, first).unwrap();
     }
     let got = receive_all(&mut hosts, 30);
-    assert_eq!(got.iter().map(Vec::len).collect::<Vec<_>>(), [30, 0, 0], "it is dispatcher 0's to receive");
+    assert_eq!(got.iter().map(Vec::len).collect::<Vec<_>>(), [30, 0, 0], "dispatcher 0 owns the first port");
 }
 
-/// Nobody else on the peer's host can bring a frame in, at whichever port.
+/// Other users of the peer's host cannot inject frames from their ports.
 #[test]
-fn other_ports_of_the_peers_host_are_strangers() {
+fn other_ports_of_the_peers_host_are_unknown_sources() {
     let [mut a, mut b] = pair(LOOPBACK, Encapsulation::Native, [(2, 2), (2, 2)]);
     let first = b[0].bridge.local_addr();
     let stranger = UdpSocket::bind(LOOPBACK).unwrap();
@@ -178,9 +178,9 @@ fn other_ports_of_the_peers_host_are_strangers() {
     }
 }
 
-/// A port that is taken is named, wherever in the row it is, and nothing stays bound.
+/// The error names the port in use, wherever in the range it is; no other port stays bound.
 #[test]
-fn a_taken_port_in_the_row_is_named() {
+fn errors_name_a_port_in_use_within_the_range() {
     let stats: Arc<PortStats> = Arc::default();
     let budget = Arc::new(ReassemblyBudget::new(1 << 20));
     let row = Bridge::bind_group(LOOPBACK.parse().unwrap(), 3, 1, &stats, &budget).unwrap();

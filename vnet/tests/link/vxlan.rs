@@ -1,4 +1,4 @@
-//! A VXLAN link and plain sockets as VTEPs: what is on the wire, and what is made of what comes.
+//! A VXLAN link and plain sockets as VTEPs: packets on the wire, and reception of others' packets.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use vnet::wire::vxlan;
 use super::host::*;
 
 const MTU: u16 = 1500;
-/// Inner frame that such a path carries: IPv4, UDP and VXLAN headers taken off.
+/// Largest inner frame that such a path carries: without IPv4, UDP and VXLAN headers.
 const ROOM: usize = 1500 - 20 - 8 - 8;
 
 /// A host whose VXLAN link leads to `vteps`, the first of which is the remote.
@@ -29,7 +29,7 @@ fn host(vteps: &[SocketAddr]) -> (Host, SocketAddr) {
     let tunnel = Tunnel::Vxlan(VxlanOptions { flood, ..VxlanOptions::default() });
     let options = LinkOptions { tunnel, ..options(vteps[0], Encapsulation::Vxlan, Some(MTU)) };
     let mut host = Host::new((bridge, unknown), options);
-    // What is received there is what these tests look at.
+    // Tests receive from the VXLAN socket.
     std::mem::swap(&mut host.bridge.rx, host.bridge.vxlan_rx.as_mut().unwrap());
     (host, listen)
 }
@@ -40,7 +40,7 @@ fn vtep(address: &str) -> UdpSocket {
     socket
 }
 
-/// TCP over IPv4 with its checksum left to the device.
+/// TCP over IPv4 with a partial checksum.
 fn tcp(payload: usize, port: u16, gso_size: u16) -> Got {
     let mut bytes = vec![2, 0, 0, 0, 0, 2, 2, 0, 0, 0, 0, 1, 8, 0, 0x45, 0];
     bytes.extend(((40 + payload) as u16).to_be_bytes());
@@ -59,7 +59,7 @@ fn tcp(payload: usize, port: u16, gso_size: u16) -> Got {
     Got { bytes, offload, network: NetworkId::DEFAULT, hops: 0 }
 }
 
-/// Checks a finished TCP frame, and gives its sequence number and payload.
+/// Checks both checksums of a TCP frame; returns its sequence number and payload.
 fn finished(frame: &[u8]) -> (usize, Vec<u8>) {
     assert_eq!(usize::from(u16::from_be_bytes([frame[16], frame[17]])), frame.len() - 14);
     assert_eq!(Sum::default().with(&frame[14..34]).finish(), 0, "IPv4 header checksum");
@@ -70,11 +70,11 @@ fn finished(frame: &[u8]) -> (usize, Vec<u8>) {
 }
 
 #[test]
-fn frames_leave_finished_and_as_large_as_the_path_carries() {
+fn frames_leave_with_checksums_and_segmented_for_the_path() {
     let peer = vtep("127.0.0.1:0");
     let (mut host, _) = host(&[peer.local_addr().unwrap()]);
     let plain = Got { network: NetworkId::new(0xab_cdef).unwrap(), ..frame(ROOM, 1) };
-    // A super-frame of larger segments than fit, one of smaller ones, a segment alone that is too large, and a small one.
+    // Super-frames with segments larger and smaller than the path carries, a single segment that is too large, a small one.
     let streams = [tcp(60_000, 1, 8_900), tcp(20_000, 1, 500), tcp(1460, 1, 0), tcp(10, 1, 0)];
     let too_large = frame(ROOM + 1, 2);
     host.send(&[&[plain.clone(), too_large][..], &streams].concat());
@@ -84,7 +84,7 @@ fn frames_leave_finished_and_as_large_as_the_path_carries() {
         let payload = &stream.bytes[54..];
         let mut got = 0;
         while got < payload.len() {
-            let datagram = datagrams.next().expect("the stream goes on");
+            let datagram = datagrams.next().expect("the rest of the stream");
             let (vni, segment) = vxlan::parse(&datagram).unwrap();
             let (at, bytes) = finished(segment);
             assert_eq!((vni, at, bytes.len()), (1, got, size.min(payload.len() - got)));
@@ -100,7 +100,7 @@ fn frames_leave_finished_and_as_large_as_the_path_carries() {
 }
 
 #[test]
-fn a_flow_keeps_its_source_port_and_its_order_and_flows_differ() {
+fn source_ports_follow_flows_and_flows_stay_in_order() {
     let peer = vtep("127.0.0.1:0");
     let (mut host, _) = host(&[peer.local_addr().unwrap()]);
     let frames: Vec<Got> = (0..200u16).map(|n| tcp(n.into(), 1000 + n % 20, 0)).collect();
@@ -122,7 +122,7 @@ fn a_flow_keeps_its_source_port_and_its_order_and_flows_differ() {
 }
 
 #[test]
-fn frames_come_from_listed_vteps_by_any_port() {
+fn frames_are_accepted_from_configured_vteps_at_any_port() {
     let peer = vtep("127.0.0.1:0");
     let (mut host, listen) = host(&[peer.local_addr().unwrap(), "127.0.0.5:1".parse().unwrap()]);
     let sent = frame(100, 3);
@@ -156,7 +156,7 @@ fn frames_come_from_listed_vteps_by_any_port() {
 }
 
 #[test]
-fn an_unfinished_inner_frame_is_known_as_one() {
+fn partial_checksums_of_inner_frames_are_recognised() {
     let peer = vtep("127.0.0.1:0");
     let (mut host, listen) = host(&[peer.local_addr().unwrap()]);
     // Nothing was sent yet: the path's MTU is asked for by the clock.
@@ -171,7 +171,7 @@ fn an_unfinished_inner_frame_is_known_as_one() {
 }
 
 #[test]
-fn unknown_addresses_go_to_all_vteps_and_known_ones_to_theirs() {
+fn unknown_addresses_flood_to_all_vteps_and_learned_ones_to_theirs() {
     let first = vtep("127.0.0.1:0");
     let port = first.local_addr().unwrap().port();
     let second = vtep(&format!("127.0.0.5:{port}"));
@@ -181,7 +181,7 @@ fn unknown_addresses_go_to_all_vteps_and_known_ones_to_theirs() {
     host.send(std::slice::from_ref(&to_both));
     assert_eq!((datagrams(&first).len(), datagrams(&second).len()), (1, 1));
     assert_eq!((host.link.stats().out_frames.get(), host.link.stats().copies.get()), (2, 1));
-    // Its destination is heard from the second one.
+    // The destination is learned from the second VTEP.
     let mut answer = frame(60, 4);
     answer.bytes[..12].copy_from_slice(&[2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 2]);
     second.send_to(&[&vxlan::header(1)[..], &answer.bytes].concat(), listen).unwrap();
