@@ -353,10 +353,8 @@ impl Engine {
         for Item { spec, .. } in new {
             let port = self.free_port(made.iter().map(|(_, live)| live.port));
             let live = LiveLink::new(spec, port, &self.inbox);
-            let identity = self.keeper.as_ref().map(|keeper| keeper.identity().clone());
-            if let Err(error) = live.link.start(identity) {
-                // Out of threads: the link is there, says that it is not connected, and works when it is added again.
-                tracing::error!(link = spec.name, %error, "cannot start the link's threads");
+            if let Some(keeper) = &self.keeper {
+                live.link.set_identity(keeper.identity().clone());
             }
             made.push((spec.name.clone(), live));
         }

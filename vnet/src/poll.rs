@@ -9,7 +9,7 @@ use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
 
 /// One epoll set with a bell: what a dispatcher sleeps on.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Poller {
     epoll: Arc<OwnedFd>,
     bell: Arc<OwnedFd>,

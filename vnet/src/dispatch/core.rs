@@ -81,9 +81,9 @@ pub enum CoreError {
     /// The bridge's socket.
     #[error(transparent)]
     Bridge(#[from] BridgeError),
-    /// The socket that streams arrive at.
+    /// The thread of stream links, or the socket that it accepts at.
     #[error(transparent)]
-    Stream(#[from] stream::ListenError),
+    Stream(#[from] stream::StreamsError),
     /// The system refused a thread, an event set or the like.
     #[error("cannot start a dispatcher: {0}")]
     System(#[from] io::Error),
@@ -159,7 +159,7 @@ pub struct Core {
     threads: Vec<JoinHandle<()>>,
     bridge_address: SocketAddr,
     bridge_stats: Arc<PortStats>,
-    streams: Option<stream::Listener>,
+    streams: stream::Streams,
     courier: Courier,
 }
 
@@ -188,10 +188,7 @@ impl Core {
             adopted: Mutex::new(vec![0; count]),
             progress: Condvar::new(),
         });
-        let streams = match options.stream_listen {
-            Some(listen) => Some(stream::Listener::bind(listen, bridge_stats.clone())?),
-            None => None,
-        };
+        let streams = stream::Streams::start(options.stream_listen, bridge_stats.clone())?;
         let threads = Vec::with_capacity(count);
         let mut core = Core { shared, threads, bridge_address, bridge_stats, streams, courier };
         for (id, bridge) in bridges.into_iter().enumerate() {
@@ -225,9 +222,7 @@ impl Core {
     /// forgotten before their slots can be used again.
     pub fn publish(&self, parts: Parts) {
         let setup = Setup::new(parts);
-        if let Some(streams) = &self.streams {
-            streams.adopt(setup.streams());
-        }
+        self.streams.set_links(setup.peers.links());
         self.adopt(setup);
     }
 

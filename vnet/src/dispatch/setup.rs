@@ -186,11 +186,6 @@ impl Setup {
         (0..).map(PortId).zip(&self.ports).filter_map(|(id, port)| Some((id, port.as_ref()?.served()?)))
     }
 
-    /// Stream links.
-    pub(super) fn streams(&self) -> Vec<Arc<Link>> {
-        self.peers.links().iter().filter(|link| link.is_stream()).cloned().collect()
-    }
-
     pub(super) fn interfaces(&self) -> impl Iterator<Item = &InterfacePort> {
         self.ports.iter().flatten().filter_map(|port| match port {
             Port::Interface(port) => Some(port),

@@ -19,7 +19,7 @@ impl StreamPort {
 
 impl Interface for StreamPort {
     fn queues(&self) -> usize {
-        stream::PLACES
+        stream::CONNECTIONS
     }
 
     fn receive(&self, queue: usize, batch: &mut Batch, run: &mut dyn FnMut(&Batch)) -> usize {

@@ -244,7 +244,10 @@ impl Link {
         let drivers = (vteps.is_some() && offload).then(kernel_device::Drivers::default);
         let Security { mut peer, mut macs, via } = security;
         // A sealed stream has TLS, not keys of its own.
-        let stream = stream::of(&options.tunnel, &mut peer);
+        let stream = match &options.tunnel {
+            Tunnel::Stream(options) => Some(Stream::new(options.clone(), peer.take())),
+            _ => None,
+        };
         macs.iter_mut().for_each(|macs| macs.sort());
         let zero_copy = zero_copy::Verdict::new(stats.clone());
         Arc::new(Link {

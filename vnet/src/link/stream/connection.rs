@@ -1,37 +1,44 @@
-//! One connection: a socket that does not block, TLS over it or not, what waits to be sent, and what was received.
+//! One connection: a non-blocking socket, TLS over it or not, the outbox of bytes to send, and the inbox of bytes received.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::net::sockopt;
 use rustls::pki_types::CertificateDer;
 
 use super::tls::Secured;
-use super::{OUTBOX_MAX, SILENCE};
+use crate::frame::FRAME_MAX;
 use crate::link::sealed::identity::{Claims, explain};
+use crate::wire::native::HEADER_LEN;
+use crate::wire::offload::WIRE_LEN;
 use crate::wire::stream::{LENGTH_LEN, MESSAGE_MAX};
 
-/// Bytes read at a time, at most: as much as the socket likely holds, and room for the longest message.
+/// Bytes that wait for the socket, at most: several of the largest frames.
+pub const OUTBOX_MAX: usize = 512 << 10;
+/// A connection on which nothing was heard for so long is dead.
+pub const SILENCE: Duration = Duration::from_secs(8);
+/// Bytes read at a time, at most: about what the socket holds, and room for the longest message.
 const INBOX_LEN: usize = 512 << 10;
-/// The outbox is handed to the socket when it holds so much.
+/// Bytes in the outbox from which it is handed to the socket.
 const FLUSH_LEN: usize = 128 << 10;
 
+const _: () = assert!(MESSAGE_MAX == HEADER_LEN + WIRE_LEN + FRAME_MAX);
 const _: () =
     assert!(INBOX_LEN >= 2 * (LENGTH_LEN + MESSAGE_MAX) && OUTBOX_MAX >= 2 * (LENGTH_LEN + MESSAGE_MAX));
 
-/// What arrived and is not worked on yet.
+/// Bytes that arrived and were not run yet.
 #[derive(Debug, Default)]
 pub(super) struct Inbox {
-    /// Empty until something comes.
+    /// Allocated when the first bytes arrive.
     memory: Box<[u8]>,
     filled: usize,
-    /// Which connection the bytes are of.
+    /// The connection that the bytes came by.
     serial: u64,
-    /// For what the host at its other end may speak; all where nobody says.
+    /// Networks and addresses that the peer may send from; `None`: no limit.
     pub(super) claims: Option<Arc<Claims>>,
 }
 
@@ -40,27 +47,26 @@ impl Inbox {
         &self.memory[..self.filled]
     }
 
-    /// Forgets the first `len` bytes.
+    /// Removes the first `len` bytes.
     pub(super) fn consume(&mut self, len: usize) {
         self.memory.copy_within(len..self.filled, 0);
         self.filled -= len;
     }
 }
 
-/// What one look at the socket brought.
+/// Result of [`Connection::read`].
 pub(super) struct Bytes {
     pub(super) bytes: usize,
     pub(super) emptied: bool,
 }
 
-/// See the module's comment.
 #[derive(Debug)]
 pub(super) struct Connection {
     socket: TcpStream,
     secured: Option<Box<Secured>>,
     serial: u64,
     outbox: Vec<u8>,
-    /// How much of the outbox the socket has taken.
+    /// Bytes of the outbox that the socket has taken.
     taken: usize,
     heard: Instant,
     sent: Instant,
@@ -78,7 +84,7 @@ impl Connection {
         static CONNECTIONS: AtomicU64 = AtomicU64::new(1);
         socket.set_nonblocking(true)?;
         socket.set_nodelay(true)?;
-        // What is sent and never acknowledged ends it, too (RFC 5482).
+        // Data that is never acknowledged ends the connection, too (RFC 5482).
         sockopt::set_tcp_user_timeout(&socket, SILENCE.as_millis() as u32)?;
         let now = Instant::now();
         let serial = CONNECTIONS.fetch_add(1, Relaxed);
@@ -94,13 +100,13 @@ impl Connection {
         self.sent
     }
 
-    /// Reads what has arrived, as much as the inbox has room for.
+    /// Reads as much as the inbox has room for.
     pub(super) fn read(&mut self, inbox: &mut Inbox) -> io::Result<Bytes> {
         if inbox.memory.is_empty() {
             inbox.memory = vec![0; INBOX_LEN].into_boxed_slice();
         }
         if inbox.serial != self.serial {
-            // The rest of an earlier connection belongs to no message of this one.
+            // Half a message of an earlier connection: its rest will not come.
             (inbox.serial, inbox.filled) = (self.serial, 0);
             inbox.claims = self.secured.as_ref().map(|secured| secured.claims.clone());
         }
@@ -126,7 +132,7 @@ impl Connection {
         Ok(read)
     }
 
-    /// Reads into `to` what is there of the stream.
+    /// Reads from the socket, through TLS where there is TLS.
     fn read_some(&mut self, to: &mut [u8]) -> io::Result<usize> {
         let Some(secured) = &mut self.secured else { return self.socket.read(to) };
         loop {
@@ -138,30 +144,30 @@ impl Connection {
                 return Ok(0);
             }
             if let Err(error) = secured.tls.process_new_packets() {
-                // The other side is told by an alert, if it still listens.
+                // An alert tells the other side, if it still listens.
                 let _ = secured.tls.write_tls(&mut self.socket);
                 return Err(io::Error::other(explain(&error)));
             }
         }
     }
 
-    /// Writes what the stream takes of `bytes`.
+    /// Writes as much of the outbox as the socket takes, through TLS where there is TLS. Returns bytes of the outbox.
     fn write_some(&mut self) -> io::Result<usize> {
         let bytes = &self.outbox[self.taken..];
         let Some(secured) = &mut self.secured else { return self.socket.write(bytes) };
-        // What is sealed already goes first, so that it stays within TLS's own limit.
+        // Records that are encrypted already go first, so that they stay within the limit of TLS's own buffer.
         while secured.tls.wants_write() {
             secured.tls.write_tls(&mut self.socket)?;
         }
         secured.tls.writer().write(&bytes[..bytes.len().min(FLUSH_LEN)])
     }
 
-    /// The certificates of the other end, where there are any.
+    /// The certificates of the other end; `None` in clear text.
     pub(super) fn chain(&self) -> Option<&[CertificateDer<'static>]> {
         self.secured.as_ref().map(|secured| &secured.chain[..])
     }
 
-    /// Tries to have room for `len` more bytes in the outbox.
+    /// Flushes the outbox when it is long or has no room for `len` more bytes.
     pub(super) fn make_room(&mut self, len: usize) -> io::Result<()> {
         let waiting = self.outbox.len() - self.taken;
         if waiting >= FLUSH_LEN || waiting + len > OUTBOX_MAX {
@@ -170,7 +176,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Adds a message: `prefix`, then `len` bytes that `fill` writes. False when there is no room.
+    /// Adds a message: `prefix`, then `len` bytes that `fill` writes. False when the outbox is full.
     pub(super) fn put(&mut self, prefix: &[u8], len: usize, fill: impl FnOnce(&mut [u8])) -> bool {
         if self.outbox.len() - self.taken + prefix.len() + len > OUTBOX_MAX {
             return false;
@@ -185,7 +191,7 @@ impl Connection {
         true
     }
 
-    /// Hands the socket what waits, as far as it takes it. The rest goes when the socket says that it has room again.
+    /// Hands the outbox to the socket. What the socket does not take goes at its next write event.
     pub(super) fn flush(&mut self) -> io::Result<()> {
         while self.taken < self.outbox.len() {
             match self.write_some() {

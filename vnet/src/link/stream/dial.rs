@@ -1,27 +1,34 @@
-//! Making connections: directly or through a SOCKS 5 proxy, again and again until the link stops.
+//! Dialing: a TCP connection, directly or through a SOCKS 5 proxy, then TLS where the link is sealed.
+//!
+//! A [`Dial`] is one attempt. It never blocks: the stream thread advances it when its socket is ready and gives up at its
+//! deadline. [`Backoff`] spaces attempts.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::io::{self, Read, Write};
-use std::net::TcpStream;
+use std::io;
+use std::net::{SocketAddr, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with, sockopt};
+
 use super::connection::Connection;
-use super::{MADE, Proxy, Stream, StreamOptions, tls};
-use crate::link::Link;
-use crate::wire::socks::{self, Destination, Login, SocksError};
+use super::connections::Stream;
+use super::options::StreamOptions;
+use super::proxy::{Exchange, ProxyError};
+use super::tls::{Handshake, Secured};
+use crate::wire::socks::{Destination, SocksError};
 
-/// How long any step of making a connection may take.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// First pause after a failure; doubled after each up to [`PAUSE_MAX`].
+/// Longest time for each step: TCP, proxy, TLS.
+const STEP_MAX: Duration = Duration::from_secs(5);
+/// First pause after a failed attempt; doubled up to [`PAUSE_MAX`].
 const PAUSE_MIN: Duration = Duration::from_millis(100);
-/// Longest pause.
+/// Longest pause between attempts.
 const PAUSE_MAX: Duration = Duration::from_secs(10);
-/// A connection that lasted so long was a good one: the next failure is the first again.
-const GOOD: Duration = Duration::from_secs(10);
 
-/// Why there is no connection.
+/// Why dialing failed.
 #[derive(Debug, thiserror::Error)]
-enum DialError {
+pub(super) enum DialError {
     #[error("cannot connect to {0}: {1}")]
     Connect(String, #[source] io::Error),
     #[error("the proxy at {0} broke off: {1}")]
@@ -30,100 +37,143 @@ enum DialError {
     Refused(#[from] SocksError),
     #[error("{0}")]
     Tls(String),
-    #[error("a name needs a proxy that resolves it")]
+    #[error("a host name needs a proxy that resolves it")]
     Name,
 }
 
-/// Keeps one connection made until the link stops.
-pub(super) fn run(link: &Link, stream: &Stream) {
-    let mut pauses = Pauses::new();
-    while !stream.is_stopping() {
-        let connected = dial(&stream.options).and_then(|socket| secure(stream, socket));
-        match connected {
-            Ok(connection) => {
-                tracing::info!(link = link.name(), to = %stream.options.destination, "connected");
-                let start = Instant::now();
-                stream.install(MADE, connection);
-                while stream.is_connected(MADE) && !stream.is_stopping() {
-                    stream.wait(super::LOOK);
+/// One attempt to connect.
+pub(super) struct Dial {
+    socket: TcpStream,
+    stage: Stage,
+    deadline: Instant,
+}
+
+enum Stage {
+    Tcp(SocketAddr),
+    Proxy(Exchange),
+    Tls(Box<Handshake>),
+}
+
+/// How far an attempt has come.
+pub(super) enum Progress {
+    Waiting(Dial),
+    Connected(Connection),
+}
+
+impl AsFd for Dial {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+impl Dial {
+    /// Starts to connect.
+    pub(super) fn start(options: &StreamOptions) -> Result<Dial, DialError> {
+        let to = match (&options.proxy, &options.destination) {
+            (Some(proxy), _) => proxy.address,
+            (None, Destination::Address(address)) => *address,
+            (None, Destination::Name(..)) => return Err(DialError::Name),
+        };
+        let failed = |error: Errno| DialError::Connect(to.to_string(), error.into());
+        let family = if to.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = socket_with(family, SocketType::STREAM, flags, None).map_err(failed)?;
+        match connect(&socket, &to) {
+            Ok(()) | Err(Errno::INPROGRESS) => {}
+            Err(error) => return Err(failed(error)),
+        }
+        let deadline = Instant::now() + STEP_MAX;
+        Ok(Dial { socket: socket.into(), stage: Stage::Tcp(to), deadline })
+    }
+
+    /// When the step under way has taken too long.
+    pub(super) fn deadline(&self) -> Instant {
+        self.deadline
+    }
+
+    /// Why an attempt that passed its deadline failed.
+    pub(super) fn timed_out(&self, options: &StreamOptions) -> DialError {
+        let late =
+            || io::Error::new(io::ErrorKind::TimedOut, format!("no answer in {} s", STEP_MAX.as_secs()));
+        match (&self.stage, &options.proxy) {
+            (Stage::Tcp(to), _) => DialError::Connect(to.to_string(), late()),
+            (Stage::Proxy(_), Some(proxy)) => DialError::Proxy(proxy.address.to_string(), late()),
+            _ => DialError::Tls(format!("the TLS handshake took longer than {} s", STEP_MAX.as_secs())),
+        }
+    }
+
+    /// Continues until the socket would block.
+    pub(super) fn advance(mut self, stream: &Stream) -> Result<Progress, DialError> {
+        loop {
+            let done = match &mut self.stage {
+                Stage::Tcp(to) => {
+                    is_connected(&self.socket).map_err(|error| DialError::Connect(to.to_string(), error))?
                 }
-                if start.elapsed() >= GOOD {
-                    pauses = Pauses::new();
-                }
+                Stage::Proxy(exchange) => pass(exchange, &self.socket, &stream.options)?,
+                Stage::Tls(handshake) => handshake.advance(&self.socket).map_err(DialError::Tls)?,
+            };
+            if !done {
+                return Ok(Progress::Waiting(self));
             }
-            Err(error) => stream.failed(error.to_string()),
+            self.deadline = Instant::now() + STEP_MAX;
+            self.stage = match (self.stage, &stream.options.proxy, &stream.peer) {
+                (Stage::Tcp(_), Some(proxy), _) => Stage::Proxy(Exchange::new(proxy)),
+                (Stage::Tcp(_) | Stage::Proxy(_), _, Some(peer)) => {
+                    let identity = stream.identity().ok_or_else(no_identity)?;
+                    Stage::Tls(Box::new(Handshake::client(&identity, peer).map_err(DialError::Tls)?))
+                }
+                (Stage::Tls(handshake), _, Some(peer)) => {
+                    let identity = stream.identity().ok_or_else(no_identity)?;
+                    let secured = handshake.secured_with(&identity, peer).map_err(DialError::Tls)?;
+                    return connected(self.socket, Some(secured), stream);
+                }
+                _ => return connected(self.socket, None, stream),
+            };
         }
-        let until = Instant::now() + pauses.next();
-        while !stream.is_stopping() && Instant::now() < until {
-            stream.wait(until.saturating_duration_since(Instant::now()));
-        }
     }
-    // One that was made while the link stopped.
-    *super::lock(&stream.places[MADE].connection) = None;
 }
 
-fn dial(options: &StreamOptions) -> Result<TcpStream, DialError> {
-    let to = match (&options.proxy, &options.destination) {
-        (Some(proxy), _) => proxy.address,
-        (None, Destination::Address(address)) => *address,
-        (None, Destination::Name(..)) => return Err(DialError::Name),
-    };
-    let socket =
-        TcpStream::connect_timeout(&to, PATIENCE).map_err(|e| DialError::Connect(to.to_string(), e))?;
-    if let Some(proxy) = &options.proxy {
-        let broke = |error| DialError::Proxy(to.to_string(), error);
-        socket.set_read_timeout(Some(PATIENCE)).map_err(broke)?;
-        socket.set_write_timeout(Some(PATIENCE)).map_err(broke)?;
-        pass(&socket, proxy, &options.destination)?;
-    }
-    Ok(socket)
+fn connected(socket: TcpStream, secured: Option<Secured>, stream: &Stream) -> Result<Progress, DialError> {
+    let connection = Connection::new(socket, secured);
+    let failed = |error| DialError::Connect(stream.options.destination.to_string(), error);
+    connection.map(Progress::Connected).map_err(failed)
 }
 
-/// Makes TLS of it, where the link is sealed.
-fn secure(stream: &Stream, socket: TcpStream) -> Result<Connection, DialError> {
-    let secured = match (&stream.peer, stream.identity.get()) {
-        (None, _) => None,
-        (Some(_), None) => return Err(DialError::Tls("this host has no certificate; see [identity]".into())),
-        (Some(peer), Some(identity)) => {
-            Some(tls::connect(&socket, &identity.current(), peer).map_err(DialError::Tls)?)
-        }
-    };
-    Connection::new(socket, secured)
-        .map_err(|e| DialError::Connect(stream.options.destination.to_string(), e))
+fn no_identity() -> DialError {
+    DialError::Tls("this host has no certificate; see [identity]".into())
 }
 
-/// Asks the proxy for a connection to `to`. Not a byte is read that is not the proxy's.
-fn pass(mut socket: &TcpStream, proxy: &Proxy, to: &Destination) -> Result<(), DialError> {
-    let broke = |error| DialError::Proxy(proxy.address.to_string(), error);
-    let mut two = [0; 2];
-    socket.write_all(&socks::greeting(proxy.credentials.is_some())).map_err(broke)?;
-    socket.read_exact(&mut two).map_err(broke)?;
-    if let (Login::Password, Some(credentials)) =
-        (socks::login(two, proxy.credentials.is_some())?, &proxy.credentials)
-    {
-        socket.write_all(&socks::password(credentials)).map_err(broke)?;
-        socket.read_exact(&mut two).map_err(broke)?;
-        socks::granted(two)?;
+/// The outcome of a non-blocking connect; false while it is under way.
+fn is_connected(socket: &TcpStream) -> io::Result<bool> {
+    sockopt::socket_error(socket)??;
+    match socket.peer_addr() {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::NotConnected => Ok(false),
+        Err(error) => Err(error),
     }
-    socket.write_all(&socks::connect(to)).map_err(broke)?;
-    let mut start = [0; socks::ANSWER_START];
-    socket.read_exact(&mut start).map_err(broke)?;
-    let mut rest = vec![0; socks::answer_rest(start)?];
-    socket.read_exact(&mut rest).map_err(broke)
 }
 
-/// Exponential back-off with jitter: each pause is half to all of twice the one before.
-struct Pauses(Duration);
+/// Continues the exchange with the proxy. True once it has connected.
+fn pass(exchange: &mut Exchange, socket: &TcpStream, options: &StreamOptions) -> Result<bool, DialError> {
+    let Some(proxy) = &options.proxy else { return Ok(true) };
+    exchange.advance(socket, proxy, &options.destination).map_err(|error| match error {
+        ProxyError::Io(error) => DialError::Proxy(proxy.address.to_string(), error),
+        ProxyError::Refused(error) => DialError::Refused(error),
+    })
+}
 
-impl Pauses {
-    fn new() -> Pauses {
-        Pauses(PAUSE_MIN)
+/// Exponential back-off with jitter: each pause is half to all of a length that doubles up to [`PAUSE_MAX`].
+pub(super) struct Backoff(Duration);
+
+impl Backoff {
+    pub(super) fn new() -> Backoff {
+        Backoff(PAUSE_MIN)
     }
 
-    fn next(&mut self) -> Duration {
+    pub(super) fn next_pause(&mut self) -> Duration {
         let whole = self.0;
         self.0 = (2 * whole).min(PAUSE_MAX);
-        // Not all hosts that lost the same peer shall come back at once; std's hasher is seeded by the system.
+        // Jitter, so that hosts that lost the same peer do not all return at once. The system seeds std's hasher.
         let chance = RandomState::new().build_hasher().finish() % 1000;
         whole / 2 + whole * chance as u32 / 2000
     }
@@ -134,16 +184,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_grow_to_a_limit_and_differ() {
-        let mut pauses = Pauses::new();
+    fn backoff_doubles_to_a_limit_with_jitter() {
+        let mut backoff = Backoff::new();
         let mut whole = PAUSE_MIN;
         for _ in 0..12 {
-            let pause = pauses.next();
+            let pause = backoff.next_pause();
             assert!(whole / 2 <= pause && pause <= whole, "{pause:?} of {whole:?}");
             whole = (2 * whole).min(PAUSE_MAX);
         }
-        assert_eq!(pauses.0, PAUSE_MAX);
-        let some: std::collections::HashSet<_> = (0..20).map(|_| Pauses(PAUSE_MAX).next()).collect();
+        assert_eq!(backoff.0, PAUSE_MAX);
+        let some: std::collections::HashSet<_> = (0..20).map(|_| Backoff(PAUSE_MAX).next_pause()).collect();
         assert!(some.len() > 1);
     }
 }

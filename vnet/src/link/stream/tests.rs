@@ -1,13 +1,21 @@
 //! Two stream links on the loopback device, served as a dispatcher would.
 
-use std::net::{IpAddr, Ipv4Addr, TcpListener, TcpStream};
-
-use super::*;
-use crate::frame::{BATCH_MAX, PortId};
-use crate::link::sealed::pki::{Flaw, Pki};
-use crate::link::{LinkOptions, Security};
-use crate::stats::PortStats;
 use std::io::{Read, Write};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::connections::keepalive;
+use super::*;
+use crate::frame::{BATCH_MAX, Batch, FRAME_MAX, NetworkId, PortId, Segment};
+use crate::link::sealed::identity::IdentityStore;
+use crate::link::sealed::pki::{Flaw, Pki};
+use crate::link::{Encapsulation, Link, LinkOptions, LinkState, Security, Tunnel};
+use crate::stats::{DiscardReason, DropReason, PortStats};
+use crate::wire::native::{Header, Kind};
+use crate::wire::offload::Offload;
+use crate::wire::socks::Destination;
+use crate::wire::stream::Prefix;
 
 fn link(destination: SocketAddr, connect: bool) -> Arc<Link> {
     sealed_link(destination, connect, None)
@@ -71,30 +79,60 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// A listener with a link for whoever comes from the loopback address, and a link that dials it.
-fn pair() -> (Listener, Arc<PortStats>, Arc<Link>, Arc<Link>) {
-    let stats = Arc::<PortStats>::default();
-    let listener = Listener::bind("127.0.0.1:0".parse().unwrap(), stats.clone()).unwrap();
-    let passive = link((IpAddr::V4(Ipv4Addr::LOCALHOST), 1).into(), false);
-    passive.start(None).unwrap();
-    listener.adopt(vec![passive.clone()]);
-    let active = link(listener.local_addr(), true);
-    active.start(None).unwrap();
-    until("a connection", || active.state() == LinkState::Up && passive.state() == LinkState::Up);
-    (listener, stats, active, passive)
+/// One host: its stream thread, and one link.
+struct Host {
+    streams: Streams,
+    link: Arc<Link>,
+    /// Counts connections that belong to no link.
+    stats: Arc<PortStats>,
+}
+
+impl Host {
+    fn new(listen: bool, link: Arc<Link>, identity: Option<IdentityStore>) -> Host {
+        let stats = Arc::<PortStats>::default();
+        let listen = listen.then(|| "127.0.0.1:0".parse().unwrap());
+        let streams = Streams::start(listen, stats.clone()).unwrap();
+        if let Some(identity) = identity {
+            link.set_identity(Arc::new(identity));
+        }
+        streams.set_links(std::slice::from_ref(&link));
+        Host { streams, link, stats }
+    }
+
+    fn accepting(link: Arc<Link>, identity: Option<IdentityStore>) -> Host {
+        Host::new(true, link, identity)
+    }
+
+    fn dialing(link: Arc<Link>, identity: Option<IdentityStore>) -> Host {
+        Host::new(false, link, identity)
+    }
+
+    fn address(&self) -> SocketAddr {
+        self.streams.local_addr().unwrap()
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        self.link.stop();
+    }
+}
+
+/// A host that accepts whoever comes from the loopback address, and one that dials it.
+fn pair() -> (Host, Host) {
+    let passive = Host::accepting(link((IpAddr::V4(Ipv4Addr::LOCALHOST), 1).into(), false), None);
+    let active = Host::dialing(link(passive.address(), true), None);
+    until("a connection", || is_up(&active.link) && is_up(&passive.link));
+    (active, passive)
 }
 
 /// The same by TLS: h1 dials h2.
-fn sealed_pair(pki: &Pki, h1: IdentityStore) -> (Listener, Arc<PortStats>, Arc<Link>, Arc<Link>) {
-    let stats = Arc::<PortStats>::default();
-    let listener = Listener::bind("127.0.0.1:0".parse().unwrap(), stats.clone()).unwrap();
-    // Where it says that its peer is plays no part.
-    let passive = sealed_link("192.0.2.1:1".parse().unwrap(), false, Some("h1"));
-    passive.start(Some(Arc::new(pki.store("h2", 2)))).unwrap();
-    listener.adopt(vec![passive.clone()]);
-    let active = sealed_link(listener.local_addr(), true, Some("h2"));
-    active.start(Some(Arc::new(h1))).unwrap();
-    (listener, stats, active, passive)
+fn sealed_pair(pki: &Pki, h1: IdentityStore) -> (Host, Host) {
+    // The certificate tells whose a connection is, whatever the remote.
+    let remote = "192.0.2.1:1".parse().unwrap();
+    let passive = Host::accepting(sealed_link(remote, false, Some("h1")), Some(pki.store("h2", 2)));
+    let active = Host::dialing(sealed_link(passive.address(), true, Some("h2")), Some(h1));
+    (active, passive)
 }
 
 fn is_up(link: &Link) -> bool {
@@ -105,27 +143,23 @@ fn is_up(link: &Link) -> bool {
 fn frames_of_all_sizes_cross_by_tls() {
     let folder = tempfile::tempdir().unwrap();
     let pki = Pki::new(folder.path());
-    let (_listener, _, active, passive) = sealed_pair(&pki, pki.store("h1", 1));
-    until("a connection", || is_up(&active) && is_up(&passive));
-    exchange(&active, &passive);
-    assert!(active.seal_view().is_none() && active.stream_peer() == Some("h2"));
-    active.stop();
-    passive.stop();
+    let (active, passive) = sealed_pair(&pki, pki.store("h1", 1));
+    until("a connection", || is_up(&active.link) && is_up(&passive.link));
+    exchange(&active.link, &passive.link);
+    assert!(active.link.seal_view().is_none() && active.link.stream_peer() == Some("h2"));
 }
 
 #[test]
-fn what_does_not_fit_into_tls_is_dropped_and_the_rest_comes_whole() {
+fn frames_beyond_the_outbox_are_dropped_on_tls_and_the_others_arrive_whole() {
     let folder = tempfile::tempdir().unwrap();
     let pki = Pki::new(folder.path());
-    let (_listener, _, active, passive) = sealed_pair(&pki, pki.store("h1", 1));
-    until("a connection", || is_up(&active) && is_up(&passive));
-    overfill(&active, &passive);
-    active.stop();
-    passive.stop();
+    let (active, passive) = sealed_pair(&pki, pki.store("h1", 1));
+    until("a connection", || is_up(&active.link) && is_up(&passive.link));
+    overfill(&active.link, &passive.link);
 }
 
 #[test]
-fn who_shows_no_good_certificate_is_refused_and_counted() {
+fn peers_without_a_good_certificate_are_refused_and_counted() {
     let (folder, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let (pki, foreign) = (Pki::new(folder.path()), Pki::new(elsewhere.path()));
     let revoked = pki.store("h1", 9);
@@ -133,71 +167,63 @@ fn who_shows_no_good_certificate_is_refused_and_counted() {
     for (h1, why) in [
         (revoked, "revoked"),
         (foreign.store("h1", 1), "authority"),
-        // Believed, but of a host that no link leads to.
+        // A good certificate, but of a host that no link leads to.
         (pki.store("h3", 3), "closed"),
     ] {
-        let (_listener, stats, active, passive) = sealed_pair(&pki, h1);
-        until(why, || stats.discards(DiscardReason::UnknownSource) > 0 && !is_up(&active));
-        assert!(matches!(passive.state(), LinkState::Unreachable(_) | LinkState::Down(_)));
-        assert_eq!(passive.stats().in_frames.get(), 0);
-        active.stop();
-        passive.stop();
+        let (active, passive) = sealed_pair(&pki, h1);
+        until(why, || passive.stats.discards(DiscardReason::UnknownSource) > 0 && !is_up(&active.link));
+        assert!(matches!(passive.link.state(), LinkState::Unreachable(_) | LinkState::Down(_)));
+        assert_eq!(passive.link.stats().in_frames.get(), 0);
     }
-    // In clear text, as of another age, and as nothing at all.
-    let (listener, stats, active, passive) = sealed_pair(&pki, pki.store("h1", 1));
-    until("a connection", || is_up(&active) && is_up(&passive));
+    // Clear text, a TLS record of a version and length that no handshake has, and nothing at all.
+    let (active, passive) = sealed_pair(&pki, pki.store("h1", 1));
+    until("a connection", || is_up(&active.link) && is_up(&passive.link));
     for bytes in [&b"GET / HTTP/1.0\r\n\r\n"[..], &[0x16, 3, 1, 0xff, 0xff, 1], &[]] {
-        let before = stats.discards(DiscardReason::UnknownSource);
-        let mut stranger = TcpStream::connect(listener.local_addr()).unwrap();
+        let before = passive.stats.discards(DiscardReason::UnknownSource);
+        let mut stranger = TcpStream::connect(passive.address()).unwrap();
         stranger.write_all(bytes).unwrap();
         stranger.shutdown(std::net::Shutdown::Write).unwrap();
         let mut said = vec![];
         // Closed or reset: both are an end.
         let _ = stranger.read_to_end(&mut said);
-        until("the count", || stats.discards(DiscardReason::UnknownSource) == before + 1);
+        until("the count", || passive.stats.discards(DiscardReason::UnknownSource) == before + 1);
     }
-    exchange(&active, &passive);
-    active.stop();
-    passive.stop();
+    exchange(&active.link, &passive.link);
 }
 
 #[test]
-fn a_certificate_speaks_for_what_it_names() {
+fn a_certificate_limits_source_addresses() {
     let folder = tempfile::tempdir().unwrap();
     let pki = Pki::new(folder.path());
     let claims = ["vnet:mac=52:54:00:00:00:01"];
     let files = pki.issue("h1", 1, Flaw::None, &claims);
-    let (_listener, _, active, passive) = sealed_pair(&pki, IdentityStore::open(files, "h1").unwrap());
-    until("a connection", || is_up(&active) && is_up(&passive));
+    let (active, passive) = sealed_pair(&pki, IdentityStore::open(files, "h1").unwrap());
+    until("a connection", || is_up(&active.link) && is_up(&passive.link));
     let frame = |last: u8| [&[0xff; 6][..], &[0x52, 0x54, 0, 0, 0, last], &[8, 0], &[7; 46]].concat();
-    send(&active, &[frame(2), frame(1), frame(3)]);
+    send(&active.link, &[frame(2), frame(1), frame(3)]);
     let mut got = vec![];
     until("the frame", || {
-        got.extend(receive(&passive, ACCEPTED));
-        passive.stats().drops(DropReason::BadSource) == 2 && !got.is_empty()
+        got.extend(receive(&passive.link, ACCEPTED));
+        passive.link.stats().drops(DropReason::BadSource) == 2 && !got.is_empty()
     });
     assert_eq!(got, [frame(1)]);
-    active.stop();
-    passive.stop();
 }
 
 #[test]
 fn frames_of_all_sizes_cross_both_ways() {
-    let (_listener, _, active, passive) = pair();
-    exchange(&active, &passive);
-    active.stop();
-    passive.stop();
+    let (active, passive) = pair();
+    exchange(&active.link, &passive.link);
 }
 
 /// Frames of all sizes, both ways.
 fn exchange(active: &Arc<Link>, passive: &Arc<Link>) {
     let frames: Vec<_> = [14, 60, 1514, 9000, FRAME_MAX, 15, FRAME_MAX - 1].map(bytes).into();
-    for (from, to, place) in [(active, passive, ACCEPTED), (passive, active, MADE)] {
+    for (from, to, slot) in [(active, passive, ACCEPTED), (passive, active, DIALED)] {
         send(from, &frames);
         let mut got = vec![];
         until("the frames", || {
-            from.stream_receive(1 - place, &mut Batch::new(), &mut |_| panic!("nothing was sent back"));
-            got.extend(receive(to, place));
+            from.stream_receive(1 - slot, &mut Batch::new(), &mut |_| panic!("nothing was sent back"));
+            got.extend(receive(to, slot));
             got.len() >= frames.len()
         });
         assert_eq!(got, frames);
@@ -207,24 +233,21 @@ fn exchange(active: &Arc<Link>, passive: &Arc<Link>) {
 }
 
 #[test]
-fn what_does_not_fit_is_dropped_and_counted_and_the_rest_comes_whole() {
-    let (_listener, _, active, passive) = pair();
-    overfill(&active, &passive);
-    active.stop();
-    passive.stop();
+fn frames_beyond_the_outbox_are_dropped_and_the_others_arrive_whole() {
+    let (active, passive) = pair();
+    overfill(&active.link, &passive.link);
 }
 
-/// More than fits, from one side to the other, which looks at it only then.
+/// Sends more than fits while nobody reads, then reads.
 fn overfill(active: &Arc<Link>, passive: &Arc<Link>) {
     let frames: Vec<_> = (0..2000).map(|n| bytes(40_000 + n)).collect();
-    // Nobody reads: the socket's buffers and the outbox fill.
     send(active, &frames);
     let stats = active.stats();
     let (sent, dropped) = (stats.out_frames.get(), stats.drops(DropReason::NoBuffer));
     assert!(dropped > 0 && sent > 0 && sent + dropped == frames.len() as u64, "{sent} + {dropped}");
     let mut got = 0;
     until("what was sent", || {
-        active.stream_receive(MADE, &mut Batch::new(), &mut |_| ());
+        active.stream_receive(DIALED, &mut Batch::new(), &mut |_| ());
         for frame in receive(passive, ACCEPTED) {
             assert_eq!(frame, bytes(frame.len()));
             got += 1;
@@ -234,48 +257,61 @@ fn overfill(active: &Arc<Link>, passive: &Arc<Link>) {
 }
 
 #[test]
-fn a_lost_connection_is_made_again() {
-    let (_listener, _, active, passive) = pair();
-    *lock(&passive.stream.as_ref().unwrap().places[ACCEPTED].connection) = None;
+fn a_lost_connection_is_dialed_again() {
+    let (active, passive) = pair();
+    *passive.link.stream.as_ref().unwrap().slots[ACCEPTED].connection.lock() = None;
     until("the loss to be noticed", || {
-        receive(&active, MADE);
-        active.state() != LinkState::Up
+        receive(&active.link, DIALED);
+        !is_up(&active.link)
     });
-    send(&active, &[bytes(100)]);
-    assert_eq!(active.stats().drops(DropReason::NotReady), 1);
-    until("another connection", || active.state() == LinkState::Up && passive.state() == LinkState::Up);
-    send(&active, &[bytes(100)]);
+    send(&active.link, &[bytes(100)]);
+    assert_eq!(active.link.stats().drops(DropReason::NotReady), 1);
+    until("another connection", || is_up(&active.link) && is_up(&passive.link));
+    send(&active.link, &[bytes(100)]);
     let mut got = vec![];
     until("the frame", || {
-        got.extend(receive(&passive, ACCEPTED));
+        got.extend(receive(&passive.link, ACCEPTED));
         !got.is_empty()
     });
     assert_eq!(got, [bytes(100)]);
-    active.stop();
-    passive.stop();
+}
+
+/// A link that is removed is neither dialed again nor accepted for.
+#[test]
+fn a_stopped_link_stays_closed() {
+    let (active, passive) = pair();
+    active.link.stop();
+    until("the end", || {
+        receive(&passive.link, ACCEPTED);
+        !is_up(&passive.link)
+    });
+    passive.link.stop();
+    let mut late = TcpStream::connect(passive.address()).unwrap();
+    assert_eq!(late.read(&mut [0; 1]).unwrap_or(0), 0, "closed");
+    std::thread::sleep(Duration::from_millis(200));
+    assert!(!is_up(&active.link) && !is_up(&passive.link));
 }
 
 #[test]
 fn strangers_are_closed_and_counted() {
-    let stats = Arc::<PortStats>::default();
-    let listener = Listener::bind("127.0.0.1:0".parse().unwrap(), stats.clone()).unwrap();
-    listener.adopt(vec![link("10.0.0.9:1".parse().unwrap(), false)]);
-    let mut stranger = TcpStream::connect(listener.local_addr()).unwrap();
+    let host = Host::accepting(link("10.0.0.9:1".parse().unwrap(), false), None);
+    let mut stranger = TcpStream::connect(host.address()).unwrap();
     assert_eq!(stranger.read(&mut [0; 1]).unwrap_or(0), 0, "closed");
-    assert_eq!(stats.discards(DiscardReason::UnknownSource), 1);
+    assert_eq!(host.stats.discards(DiscardReason::UnknownSource), 1);
 }
 
 #[test]
-fn nonsense_ends_the_connection_and_bad_messages_do_not() {
-    let (_listener, _, active, passive) = pair();
-    active.stop();
+fn an_impossible_length_ends_the_connection_and_a_bad_message_does_not() {
+    let (active, passive) = pair();
+    let passive_link = &passive.link;
+    active.link.stop();
     until("the end", || {
-        receive(&passive, ACCEPTED);
-        passive.state() != LinkState::Up
+        receive(passive_link, ACCEPTED);
+        !is_up(passive_link)
     });
-    let mut peer = TcpStream::connect(_listener.local_addr()).unwrap();
-    until("a connection", || passive.state() == LinkState::Up);
-    let header = keepalive(&active);
+    let mut peer = TcpStream::connect(passive.address()).unwrap();
+    until("a connection", || is_up(passive_link));
+    let header = keepalive(active.link.take_numbers(1));
     let frame = Header { kind: Kind::Frame, network: 1, ..header };
     let bundle = Header { kind: Kind::Bundle, ..header };
     for header in [bundle, frame] {
@@ -284,29 +320,27 @@ fn nonsense_ends_the_connection_and_bad_messages_do_not() {
     }
     let mut got = vec![];
     until("the frame", || {
-        got.extend(receive(&passive, ACCEPTED));
+        got.extend(receive(passive_link, ACCEPTED));
         !got.is_empty()
     });
-    assert_eq!((got.len(), passive.stats().discards(DiscardReason::BadHeader)), (1, 1));
+    assert_eq!((got.len(), passive_link.stats().discards(DiscardReason::BadHeader)), (1, 1));
     peer.write_all(&[0xff; 4]).unwrap();
     until("the end", || {
-        receive(&passive, ACCEPTED);
-        passive.state() != LinkState::Up
+        receive(passive_link, ACCEPTED);
+        !is_up(passive_link)
     });
-    assert_eq!(passive.stats().discards(DiscardReason::BadHeader), 2);
-    passive.stop();
+    assert_eq!(passive_link.stats().discards(DiscardReason::BadHeader), 2);
 }
 
-/// A peer that is there but says nothing more is given up.
+/// A peer that accepts and then says nothing is given up.
 #[test]
 fn silence_is_noticed_within_ten_seconds() {
     let deaf = TcpListener::bind("127.0.0.1:0").unwrap();
-    let active = link(deaf.local_addr().unwrap(), true);
-    active.start(None).unwrap();
+    let host = Host::dialing(link(deaf.local_addr().unwrap(), true), None);
     let (mut socket, _) = deaf.accept().unwrap();
-    until("a connection", || active.state() == LinkState::Up);
+    until("a connection", || is_up(&host.link));
     let start = Instant::now();
-    while active.state() == LinkState::Up {
+    while is_up(&host.link) {
         assert!(start.elapsed() < Duration::from_secs(10));
         std::thread::sleep(Duration::from_millis(20));
     }
@@ -316,5 +350,71 @@ fn silence_is_noticed_within_ten_seconds() {
     let _ = socket.read_to_end(&mut kept_alive);
     let expected = SILENCE.as_secs() / KEEPALIVE.as_secs();
     assert!(kept_alive.len() as u64 / 20 >= expected - 2, "{} bytes of keepalives", kept_alive.len());
-    active.stop();
+}
+
+/// One thread serves all links, and a peer that never answers a TLS handshake holds up none of the others.
+#[test]
+fn many_links_connect_beside_one_that_hangs() {
+    const LINKS: usize = 100;
+    let folder = tempfile::tempdir().unwrap();
+    let pki = Pki::new(folder.path());
+    let deaf = TcpListener::bind("127.0.0.1:0").unwrap();
+    let open = TcpListener::bind("127.0.0.1:0").unwrap();
+    let hanging = sealed_link(deaf.local_addr().unwrap(), true, Some("h2"));
+    hanging.set_identity(Arc::new(pki.store("h1", 1)));
+    let others = (0..LINKS).map(|_| link(open.local_addr().unwrap(), true));
+    let links: Vec<_> = std::iter::once(hanging.clone()).chain(others).collect();
+    let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
+    let before = threads();
+    let streams = Streams::start(None, Arc::default()).unwrap();
+    streams.set_links(&links);
+    let accepted: Vec<_> = (0..LINKS).map(|_| open.accept().unwrap()).collect();
+    until("all connections", || links[1..].iter().all(|link| is_up(link)));
+    // Other tests have threads, too, but not one for each of these links.
+    assert!(threads() < before + LINKS / 2, "{} threads, {before} before", threads());
+    assert!(!is_up(&hanging));
+    let why = || format!("{:?}", hanging.state());
+    until("the deadline", || why().contains("the TLS handshake took longer than 5 s"));
+    assert!(links[1..].iter().all(|link| is_up(link)), "kept alive meanwhile");
+    drop(accepted);
+    links.iter().for_each(|link| link.stop());
+}
+
+/// The proxy answers byte by byte; what follows its answer is the peer's.
+#[test]
+fn a_proxy_connects_and_its_bytes_are_not_the_peers() {
+    let proxy = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut options = link("192.0.2.9:9".parse().unwrap(), true).options().clone();
+    options.tunnel = Tunnel::Stream(StreamOptions {
+        destination: Destination::Name("peer.example".into(), 9000),
+        proxy: Some(Proxy { address: proxy.local_addr().unwrap(), credentials: None }),
+        connect: true,
+    });
+    let host = Host::dialing(Link::new(options, PortId(7), Arc::default()), None);
+    let (mut socket, _) = proxy.accept().unwrap();
+    socket.set_nodelay(true).unwrap();
+    let mut greeting = [0; 3];
+    socket.read_exact(&mut greeting).unwrap();
+    assert_eq!(greeting, [5, 1, 0]);
+    socket.write_all(&[5]).unwrap();
+    std::thread::sleep(Duration::from_millis(20));
+    socket.write_all(&[0]).unwrap();
+    let mut request = [0; 4 + 1 + 12 + 2];
+    socket.read_exact(&mut request).unwrap();
+    assert_eq!(&request[..5], &[5, 1, 0, 3, 12]);
+    for byte in [5, 0, 0, 1, 127, 0, 0, 1, 0x23] {
+        socket.write_all(&[byte]).unwrap();
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    assert!(!is_up(&host.link));
+    let header = Header { kind: Kind::Frame, network: 1, ..keepalive(1) };
+    let prefix = Prefix::new(&header, &Offload::default(), 60);
+    socket.write_all(&[&[0x28], prefix.bytes(), &bytes(60)].concat()).unwrap();
+    until("the connection", || is_up(&host.link));
+    let mut got = vec![];
+    until("the frame", || {
+        got.extend(receive(&host.link, DIALED));
+        !got.is_empty()
+    });
+    assert_eq!(got, [bytes(60)]);
 }

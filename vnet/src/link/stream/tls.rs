@@ -1,27 +1,28 @@
-//! TLS on a stream link: 1.3, with certificates on both sides, the same that sealed links have (identity.rs).
+//! TLS on a stream link: version 1.3, certificates on both sides, the same that sealed links use.
 //!
-//! The thread that made or accepted the connection does the handshake, for which it may wait. After that the connection is
-//! the dispatchers' like any other: rustls works records off as they come and go over a socket that does not block.
+//! A [`Handshake`] never blocks: the stream thread advances it when the socket is ready, and bounds its time. The bytes that
+//! the other side may send are bounded here. Afterwards the connection is the dispatchers' like any other: rustls encrypts
+//! and decrypts records as bytes come and go.
 
-use std::io;
+use std::io::{self, Read};
 use std::net::TcpStream;
 use std::sync::Arc;
 
 use rustls::pki_types::CertificateDer;
-use rustls::{ClientConnection, ServerConnection};
+use rustls::{ClientConnection, Connection, ServerConnection};
 
-use super::OUTBOX_MAX;
-use crate::link::sealed::handshake::Limited;
+use super::connection::OUTBOX_MAX;
+use crate::link::sealed::handshake::BYTES_MAX;
 use crate::link::sealed::identity::{Claims, Identity, explain, server_name};
 
-/// The protocol's name and version (RFC 7301). Another version gets another name.
-pub(super) const ALPN: &[u8] = b"vnet-stream/1";
+/// Protocol name and version (RFC 7301). Another version gets another name.
+const ALPN: &[u8] = b"vnet-stream/1";
 
-/// An established TLS connection, and who is at the other end.
+/// An established TLS connection and who is at the other end.
 pub(super) struct Secured {
-    pub(super) tls: rustls::Connection,
+    pub(super) tls: Connection,
     pub(super) chain: Vec<CertificateDer<'static>>,
-    /// For what the other host may speak.
+    /// Networks and addresses that the certificate entitles the peer to.
     pub(super) claims: Arc<Claims>,
 }
 
@@ -31,51 +32,91 @@ impl std::fmt::Debug for Secured {
     }
 }
 
-/// Makes the connection that this host dialled one with `peer`, by TLS. The error is one line.
-pub(super) fn connect(socket: &TcpStream, identity: &Identity, peer: &str) -> Result<Secured, String> {
-    let config = identity.client(&[ALPN]).map_err(|error| explain(&error))?;
-    let tls = ClientConnection::new(Arc::new(config), server_name(peer)?).map_err(|error| explain(&error))?;
-    let (tls, chain) = shake_hands(tls.into(), socket)?;
-    let info = identity.verify(&chain, peer)?;
-    Ok(Secured { tls, chain, claims: Arc::new(info.claims) })
+/// A TLS handshake under way. Errors are one line.
+pub(super) struct Handshake {
+    tls: Connection,
+    /// Bytes that the other side may still send.
+    bytes_left: u64,
 }
 
-/// The same for a connection that came in; the caller finds out whose it is by the certificates.
-pub(super) fn accept(
-    socket: &TcpStream,
-    identity: &Identity,
-) -> Result<(rustls::Connection, Vec<CertificateDer<'static>>), String> {
-    let config = identity.server(&[ALPN]).map_err(|error| explain(&error))?;
-    let tls = ServerConnection::new(Arc::new(config)).map_err(|error| explain(&error))?;
-    shake_hands(tls.into(), socket)
-}
+impl Handshake {
+    /// For a connection that this host dialed to `peer`.
+    pub(super) fn client(identity: &Identity, peer: &str) -> Result<Handshake, String> {
+        let config = identity.client(&[ALPN]).map_err(|error| explain(&error))?;
+        let tls = ClientConnection::new(Arc::new(config), server_name(peer)?);
+        Ok(Handshake::new(tls.map_err(|error| explain(&error))?.into()))
+    }
 
-fn shake_hands(
-    mut tls: rustls::Connection,
-    socket: &TcpStream,
-) -> Result<(rustls::Connection, Vec<CertificateDer<'static>>), String> {
-    let socket = socket.try_clone().map_err(|error| error.to_string())?;
-    let mut socket = Limited::new(socket);
-    while tls.is_handshaking() {
-        tls.complete_io(&mut socket).map_err(|error| reason(&error))?;
+    /// For a connection that this host accepted; the certificate tells whose it is.
+    pub(super) fn server(identity: &Identity) -> Result<Handshake, String> {
+        let config = identity.server(&[ALPN]).map_err(|error| explain(&error))?;
+        let tls = ServerConnection::new(Arc::new(config)).map_err(|error| explain(&error))?;
+        Ok(Handshake::new(tls.into()))
     }
-    // Whoever offers no protocol at all gets through the negotiation.
-    if tls.alpn_protocol() != Some(ALPN) {
-        return Err("the other host speaks another protocol there".into());
-    }
-    let chain: Vec<_> =
-        tls.peer_certificates().unwrap_or_default().iter().map(|c| c.clone().into_owned()).collect();
-    if chain.is_empty() {
-        return Err("the other host shows no certificate".into());
-    }
-    // One more than the outbox hands over at a time.
-    tls.set_buffer_limit(Some(OUTBOX_MAX));
-    Ok((tls, chain))
-}
 
-fn reason(error: &io::Error) -> String {
-    match error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>()) {
-        Some(error) => explain(error),
-        None => format!("the TLS handshake ended: {error}"),
+    fn new(tls: Connection) -> Handshake {
+        Handshake { tls, bytes_left: BYTES_MAX as u64 }
+    }
+
+    /// Continues until the socket would block. True when the handshake is complete and all of it has been sent.
+    pub(super) fn advance(&mut self, mut socket: &TcpStream) -> Result<bool, String> {
+        let ended = |error: io::Error| format!("the TLS handshake ended: {error}");
+        loop {
+            let written = self.write(socket).map_err(ended)?;
+            if !self.tls.is_handshaking() {
+                return Ok(written);
+            }
+            if self.bytes_left == 0 {
+                return Err(ended(io::Error::other("the other host sends more than a handshake takes")));
+            }
+            let mut limited = socket.take(self.bytes_left);
+            match self.tls.read_tls(&mut limited) {
+                Ok(0) => return Err(ended(io::ErrorKind::UnexpectedEof.into())),
+                Ok(_) => self.bytes_left = limited.limit(),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(ended(error)),
+            }
+            if let Err(error) = self.tls.process_new_packets() {
+                // An alert tells the other side, if it still listens.
+                let _ = self.tls.write_tls(&mut socket);
+                return Err(explain(&error));
+            }
+        }
+    }
+
+    /// Sends what TLS has to send. False when the socket would block.
+    fn write(&mut self, mut socket: &TcpStream) -> io::Result<bool> {
+        while self.tls.wants_write() {
+            match self.tls.write_tls(&mut socket) {
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(true)
+    }
+
+    /// The certificates of the other end. For a handshake that is complete.
+    pub(super) fn chain(&self) -> Result<Vec<CertificateDer<'static>>, String> {
+        // A peer that offers no protocol at all gets through ALPN.
+        if self.tls.alpn_protocol() != Some(ALPN) {
+            return Err("the other host speaks another protocol there".into());
+        }
+        let chain = self.tls.peer_certificates().unwrap_or_default();
+        if chain.is_empty() {
+            return Err("the other host shows no certificate".into());
+        }
+        Ok(chain.iter().map(|certificate| certificate.clone().into_owned()).collect())
+    }
+
+    /// The connection, if the certificates are those of `peer`. For a handshake that is complete.
+    pub(super) fn secured_with(mut self, identity: &Identity, peer: &str) -> Result<Secured, String> {
+        let chain = self.chain()?;
+        let info = identity.verify(&chain, peer)?;
+        // More than the outbox hands over at a time.
+        self.tls.set_buffer_limit(Some(OUTBOX_MAX));
+        Ok(Secured { tls: self.tls, chain, claims: Arc::new(info.claims) })
     }
 }

@@ -1,0 +1,111 @@
+//! Accepting connections, and telling whose they are.
+//!
+//! In clear text a connection is the link's whose remote it comes from. Any other may be a sealed link's, whose peer can come
+//! from anywhere: after the TLS handshake the certificate tells whose it is.
+
+use std::io;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, listen, socket_with, sockopt};
+
+use super::connection::Connection;
+use super::connections::{ACCEPTED, Stream};
+use super::tls::{Handshake, Secured};
+use crate::link::Link;
+use crate::link::sealed::identity::{Identity, is_for};
+use crate::link::socket::udp;
+
+/// Connections that wait to be accepted.
+const BACKLOG: i32 = 128;
+/// Longest time for the TLS handshake.
+const HANDSHAKE_MAX: Duration = Duration::from_secs(5);
+
+/// A listening TCP socket that does not block.
+pub(super) fn listening(address: SocketAddr) -> io::Result<TcpListener> {
+    let family = if address.is_ipv6() { AddressFamily::INET6 } else { AddressFamily::INET };
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(family, SocketType::STREAM, flags, None)?;
+    // A daemon that restarts need not wait for the connections of its former process.
+    sockopt::set_socket_reuseaddr(&socket, true)?;
+    if address.is_ipv6() {
+        sockopt::set_ipv6_v6only(&socket, false)?;
+    }
+    bind(&socket, &address)?;
+    udp::answer_briefly(&socket)?;
+    listen(&socket, BACKLOG)?;
+    Ok(socket.into())
+}
+
+/// The link in clear text that a connection from `source` belongs to; any port will do.
+pub(super) fn owner_of(links: &[Arc<Link>], source: SocketAddr) -> Option<(&Link, &Stream)> {
+    links.iter().find_map(|link| {
+        let stream = link.stream.as_ref()?;
+        let its = stream.peer.is_none() && link.options().remote.ip() == source.ip();
+        (its && !stream.is_stopping()).then_some((&**link, stream))
+    })
+}
+
+/// A connection whose TLS handshake is under way.
+pub(super) struct Newcomer {
+    pub(super) socket: TcpStream,
+    pub(super) source: SocketAddr,
+    pub(super) deadline: Instant,
+    handshake: Handshake,
+    identity: Arc<Identity>,
+}
+
+impl Newcomer {
+    pub(super) fn new(
+        socket: TcpStream,
+        source: SocketAddr,
+        identity: Arc<Identity>,
+    ) -> Result<Newcomer, String> {
+        socket.set_nonblocking(true).map_err(|error| error.to_string())?;
+        let handshake = Handshake::server(&identity)?;
+        Ok(Newcomer { socket, source, deadline: Instant::now() + HANDSHAKE_MAX, handshake, identity })
+    }
+
+    /// Continues until the socket would block. True when the handshake is complete.
+    pub(super) fn advance(&mut self) -> Result<bool, String> {
+        self.handshake.advance(&self.socket)
+    }
+
+    pub(super) fn timed_out() -> String {
+        format!("the TLS handshake took longer than {} s", HANDSHAKE_MAX.as_secs())
+    }
+
+    /// Gives the connection to the link that is sealed with the host that the certificate names. For a complete handshake.
+    pub(super) fn install(self, links: &[Arc<Link>]) -> Result<(), String> {
+        let chain = self.handshake.chain()?;
+        let mut streams = links.iter().filter_map(|link| Some((link, link.stream.as_ref()?)));
+        let owner = streams.find_map(|(link, stream)| {
+            let peer = stream.peer.as_deref().filter(|peer| is_for(&chain, peer))?;
+            (!stream.is_stopping()).then_some((link, stream, peer))
+        });
+        let (link, stream, peer) = owner.ok_or("no link here is to the host that its certificate names")?;
+        let secured = self.handshake.secured_with(&self.identity, peer)?;
+        install(link, stream, self.socket, Some(secured), self.source);
+        Ok(())
+    }
+}
+
+/// Puts an accepted connection into its link.
+pub(super) fn install(
+    link: &Link,
+    stream: &Stream,
+    socket: TcpStream,
+    secured: Option<Secured>,
+    source: SocketAddr,
+) {
+    match Connection::new(socket, secured) {
+        Ok(connection) => {
+            tracing::info!(link = link.name(), from = %source, "accepted");
+            stream.install(ACCEPTED, connection);
+        }
+        Err(error) => {
+            tracing::warn!(link = link.name(), %source, %error, "cannot use the accepted connection");
+        }
+    }
+}
