@@ -1,6 +1,7 @@
-"""Labs for the tests: one for each module that wants one, with its name, taken down when the module is done."""
+"""Labs for tests: one for each module that asks for it, under the module's name, removed after the module."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,8 @@ from vnetlab.run import tail
 from vnetlab.topology import Settings, Topology
 
 MakeLab = Callable[..., Topology]
+PROGRAMS = Path(__file__).parent / "programs"
+"""Programs that tests run in hosts and containers."""
 LONG = [
     "store",
     "change",
@@ -27,7 +30,7 @@ LONG = [
     "accounting",
     "move",
 ]
-"""The modules that take longest, the longest first: begun last, one of them would have all other workers wait."""
+"""The slowest modules, the slowest first: begun last, one of them would keep all other workers waiting."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def make_lab(request: pytest.FixtureRequest) -> Iterator[MakeLab]:
-    """Makes labs: `make_lab(mtu=9000)`. Each replaces the one before, all are gone when the module is done."""
+    """Makes labs: `make_lab(mtu=9000)`. Each replaces the one before; the last is removed after the module."""
     name = request.module.__name__.replace("_", "-")
 
     def make(**settings: object) -> Topology:
@@ -51,7 +54,7 @@ def make_lab(request: pytest.FixtureRequest) -> Iterator[MakeLab]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Shows the ends of the daemons' logs beside a failure."""
+    """Adds the ends of the daemons' logs to a failure's report."""
     report = yield
     if report.when == "call" and report.failed:
         for fixture in item.funcargs.values():

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from traffic import ping
+from checks import ping
 
 from vnetlab import daemon, machine, process
 from vnetlab.run import wait_until

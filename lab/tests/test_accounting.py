@@ -3,19 +3,18 @@
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from conftest import MakeLab
-from traffic import port, settled, wait_for_path
+from checks import port, settled, wait_for_path
+from conftest import PROGRAMS, MakeLab
 
 from vnetlab import machine
 from vnetlab.run import run
 from vnetlab.topology import Kind, Node, Topology
 
 FRAMES = 1_000_000
-SCRIPT = Path(__file__).parent / "frames.py"
-FLOOD = Path(__file__).parent / "flood.py"
+SCRIPT = PROGRAMS / "mixed_frames.py"
+FLOOD = PROGRAMS / "udp_flood.py"
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
-from remote import TOKEN, Remote, certificates, stream, token_file, vnetd
+from standalone import TOKEN, Remote, certificates, stream, token_file, vnetd
 
 from vnetlab import underlay
 from vnetlab.run import run

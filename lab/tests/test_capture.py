@@ -10,15 +10,15 @@ import time
 from pathlib import Path
 
 import pytest
-from captures import capturing, command, tcpdump
-from conftest import MakeLab
-from traffic import assert_balanced, ping, port, reaches, settled, wait_for_path
+from capture_command import capturing, command, tcpdump
+from checks import assert_balanced, ping, port, reaches, settled, wait_for_path
+from conftest import PROGRAMS, MakeLab
 
 from vnetlab import daemon, machine
 from vnetlab.run import LabError, run, wait_until
 from vnetlab.topology import Topology
 
-FRAMES = Path(__file__).parent / "frames.py"
+FRAMES = PROGRAMS / "mixed_frames.py"
 
 
 @pytest.fixture(scope="module")

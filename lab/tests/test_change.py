@@ -5,8 +5,8 @@ import socket
 import time
 
 import pytest
+from checks import assert_balanced, pinging, port, reaches, settled, silent
 from conftest import MakeLab
-from traffic import assert_balanced, pinging, port, reaches, settled, silent
 
 from vnetlab import daemon, machine
 from vnetlab.run import LabError, run

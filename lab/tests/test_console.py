@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from remote import Remote, certificates, lines, trusting, vnetd
+from standalone import Remote, certificates, lines, trusting, vnetd
 
 from vnetlab import daemon
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from traffic import assert_balanced, ping, port, settled, wait_for_path
+from checks import assert_balanced, ping, port, settled, wait_for_path
 
 from vnetlab import daemon, guest, lab, machine, measure, process
 from vnetlab.image import ensure_image

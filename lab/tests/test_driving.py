@@ -3,8 +3,8 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from checks import assert_balanced, ping, pinging, wait_for_path
 from conftest import MakeLab
-from traffic import assert_balanced, ping, pinging, wait_for_path
 
 from vnetlab import daemon, lab, machine, process
 from vnetlab.run import run, wait_until

@@ -9,14 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import MakeLab
-from traffic import ping, pinging, port, reaches, settled, wait_for_path
+from checks import ping, pinging, port, reaches, settled, wait_for_path
+from conftest import PROGRAMS, MakeLab
 
 from vnetlab import daemon, lab, machine, process
 from vnetlab.run import run, wait_until
 from vnetlab.topology import PORT, Node, Topology
 
-HERE = Path(__file__).parent
 WIRE_PORTS = (9101, 9102)
 PARCELS = 4000
 PARCEL_FRAGMENTS = 6
@@ -74,7 +73,7 @@ def faulty(topology: Topology) -> Path:
     log = middle.file(".wire.log")
     ends = [f"{number},{host.address}" for number, host in zip(WIRE_PORTS, (near, far), strict=True)]
     faults = ",".join([str(FAULTS_PERMILLE)] * 3)
-    words = ["python3", str(HERE / "wire.py"), *ends, faults, "7"]
+    words = ["python3", str(PROGRAMS / "faulty_wire.py"), *ends, faults, "7"]
     process.start(machine.namespace_command(middle, words), middle.file(".wire"), log)
     wait_until("the wire to be there", lambda: "ready" in log.read_text(), 5)
     for host, peer, number in ((near, far, WIRE_PORTS[0]), (far, near, WIRE_PORTS[1])):
@@ -87,7 +86,7 @@ def test_a_faulty_wire_loses_what_it_must_and_changes_nothing(topology: Topology
     near, far, middle = topology.hosts
     one, other = topology.find("h1c1"), topology.find("h2c1")
     wait_for_path(one, other.address)
-    script, taken = ["python3", str(HERE / "parcels.py")], other.file(".taken")
+    script, taken = ["python3", str(PROGRAMS / "udp_integrity.py")], other.file(".taken")
     taking = machine.namespace_command(other, [*script, "take", str(PARCELS)])
     process.start(taking, other.file(".taking"), taken)
     wait_until("the receiver to be there", lambda: "ready" in taken.read_text(), 10)
@@ -120,7 +119,7 @@ def test_first_fragments_take_bounded_memory_from_one_link_only(topology: Topolo
     wait_for_path(other, one.address)
     assert reaches(other, one.address, "-s", "8000")
     before = memory_bytes(near)
-    words = ["python3", str(HERE / "flooder.py"), "fragments", near.address, str(FLOOD_PER_S), str(FLOOD_S)]
+    words = ["python3", str(PROGRAMS / "bridge_attacks.py"), "fragments", near.address, str(FLOOD_PER_S), str(FLOOD_S)]
     with ThreadPoolExecutor() as pool:
         flooding = pool.submit(machine.execute, evil, *words)
         time.sleep(0.5)
@@ -155,7 +154,7 @@ def test_a_flood_of_handshakes_from_invented_addresses(sealed: Topology):
     one, other = sealed.find("h1c1"), sealed.find("h2c1")
     # What answers h1 gives goes where its packets come from, and nobody there says that he did not ask.
     run(["ip", "-n", near.namespace, "route", "add", "198.18.0.0/15", "via", evil.address])
-    words = ["python3", str(HERE / "flooder.py"), "syns", near.address, "eth0"]
+    words = ["python3", str(PROGRAMS / "bridge_attacks.py"), "syns", near.address, "eth0"]
     ages = []
     with ThreadPoolExecutor() as pool:
         flooding = pool.submit(machine.execute, evil, *words)
@@ -200,7 +199,7 @@ class Clock:
     def __init__(self, topology: Topology, host: Node, folder: Path) -> None:
         self.topology, self.host = topology, host
         self.library, self.file = folder / "clock.so", folder / "ahead"
-        run(["gcc", "-O2", "-shared", "-fPIC", "-o", str(self.library), str(HERE / "clock.c")])
+        run(["gcc", "-O2", "-shared", "-fPIC", "-o", str(self.library), str(PROGRAMS / "settable_clock.c")])
         self.file.write_bytes(bytes(64))
         self.jump(0)
 

@@ -1,18 +1,17 @@
 """A VNET/P peer that knows nothing of us: bare Ethernet frames in UDP, port 9000."""
 
 import sys
-from pathlib import Path
 
 import pytest
-from conftest import MakeLab
-from traffic import ping, port, reaches, settled, wait_for_path
+from checks import ping, port, reaches, settled, wait_for_path
+from conftest import PROGRAMS, MakeLab
 
 from vnetlab import daemon, machine, process
 from vnetlab.run import run
 from vnetlab.topology import Topology
 
 ADDRESS = "10.77.200.1"
-SCRIPT = Path(__file__).parent / "foreign_peer.py"
+SCRIPT = PROGRAMS / "classic_peer.py"
 
 
 @pytest.fixture(scope="module")

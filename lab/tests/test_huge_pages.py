@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from traffic import assert_balanced, reaches, wait_for_path
+from checks import assert_balanced, reaches, wait_for_path
 
 from vnetlab import guest, lab, machine, measure, process
 from vnetlab.image import ensure_image

@@ -5,8 +5,8 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from checks import assert_balanced, captured, reaches, silent
 from conftest import MakeLab
-from traffic import assert_balanced, captured, reaches, silent
 
 from vnetlab import container, daemon, machine, process
 from vnetlab.run import wait_until

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from traffic import reaches
+from checks import reaches
 
 from vnetlab import lab, measure, process, underlay
 from vnetlab.run import wait_until

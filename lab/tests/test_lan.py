@@ -3,8 +3,8 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from checks import assert_balanced, captured, ping, port, reaches, settled, wait_for_path
 from conftest import MakeLab
-from traffic import assert_balanced, captured, ping, port, reaches, settled, wait_for_path
 
 from vnetlab import machine, measure
 from vnetlab.topology import Topology

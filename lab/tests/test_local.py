@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 
 import pytest
+from checks import port, reaches, settled, wait_for_path
 from conftest import MakeLab
-from traffic import port, reaches, settled, wait_for_path
 
 from vnetlab import daemon, lab, machine, measure, process, underlay
 from vnetlab.run import run, wait_until

@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from checks import assert_balanced, ping, pinging, port, reaches, wait_for_path
 from conftest import MakeLab
-from traffic import assert_balanced, ping, pinging, port, reaches, wait_for_path
 
 from vnetlab import daemon, lab, machine, process
 from vnetlab.run import run, wait_until

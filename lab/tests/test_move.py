@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from captures import capturing
+from capture_command import capturing
+from checks import assert_balanced, wait_for_path
 from conftest import MakeLab
-from traffic import assert_balanced, wait_for_path
 
 from vnetlab import daemon, guest, lab, machine, process
 from vnetlab.image import ensure_image

@@ -1,8 +1,8 @@
 """Any interface MTU over any underlay MTU, IPv4 and IPv6."""
 
 import pytest
+from checks import assert_balanced, reaches, wait_for_path
 from conftest import MakeLab
-from traffic import assert_balanced, reaches, wait_for_path
 
 from vnetlab import measure
 from vnetlab.topology import Topology

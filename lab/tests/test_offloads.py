@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from traffic import assert_balanced, wait_for_path
+from checks import assert_balanced, wait_for_path
 
 from vnetlab import daemon, guest, lab, machine
 from vnetlab.image import ensure_image

@@ -5,8 +5,8 @@ import signal
 from collections.abc import Callable
 
 import pytest
+from checks import assert_balanced, pinging, reaches, wait_for_path
 from conftest import MakeLab
-from traffic import assert_balanced, pinging, reaches, wait_for_path
 
 from vnetlab import daemon, guest, lab, machine, process
 from vnetlab.image import ensure_image

@@ -3,16 +3,15 @@
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from conftest import MakeLab
-from traffic import assert_balanced, ping, reaches, settled, wait_for_path
+from checks import assert_balanced, ping, reaches, settled, wait_for_path
+from conftest import PROGRAMS, MakeLab
 
 from vnetlab import daemon, machine, measure
 from vnetlab.topology import PORT, Node, Topology
 
-SCRIPT = Path(__file__).parent / "flows.py"
+SCRIPT = PROGRAMS / "udp_flow_order.py"
 FLOWS = 16
 
 

@@ -6,9 +6,9 @@ import signal
 import time
 
 import pytest
+from checks import pinging, port, reaches, silent, wait_for_path
 from conftest import MakeLab
-from sealed import assert_hidden, hang_up, link, wait_for_state
-from traffic import pinging, port, reaches, silent, wait_for_path
+from sealed_links import assert_hidden, hang_up, link, wait_for_state
 
 from vnetlab import daemon, lab, machine, process
 from vnetlab.run import LabError, run, wait_until

@@ -7,9 +7,9 @@ import subprocess
 import time
 
 import pytest
+from checks import pinging, silent, wait_for_path
 from conftest import MakeLab
-from sealed import hang_up
-from traffic import pinging, silent, wait_for_path
+from sealed_links import hang_up
 
 from vnetlab import daemon, lab, process, store
 from vnetlab.run import run, wait_until

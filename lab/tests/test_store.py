@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from captures import capturing, tcpdump
-from conftest import MakeLab
-from traffic import assert_balanced, captured, ping, pinging, port, reaches, settled, wait_for_path
+from capture_command import capturing, tcpdump
+from checks import assert_balanced, captured, ping, pinging, port, reaches, settled, wait_for_path
+from conftest import PROGRAMS, MakeLab
 
 from vnetlab import container, daemon, lab, machine, process, store
 from vnetlab.bench import usage
@@ -214,7 +214,7 @@ def test_a_full_store_changes_nothing(topology: Topology, paths: list[tuple[Node
 
 def fill(topology: Topology, count: int) -> None:
     """Writes so many records of stations that nobody has."""
-    script = Path(__file__).parent / "flood_store.py"
+    script = PROGRAMS / "fill_store.py"
     run(store.inside(topology, "python3", str(script), store.endpoint(topology), str(count)), timeout_s=60)
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
+from checks import ping, port, reaches, settled, wait_for_path
 from conftest import MakeLab
-from traffic import ping, port, reaches, settled, wait_for_path
 
 from vnetlab import daemon, lab, machine, measure, process
 from vnetlab.daemon import STREAM_PORT

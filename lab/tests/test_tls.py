@@ -1,9 +1,9 @@
 """Stream links by TLS: nothing is seen on the underlay, who is revoked is out, and back with another certificate."""
 
 import pytest
+from checks import reaches, silent, wait_for_path
 from conftest import MakeLab
-from sealed import assert_hidden, hang_up, link, wait_for_state
-from traffic import reaches, silent, wait_for_path
+from sealed_links import assert_hidden, hang_up, link, wait_for_state
 
 from vnetlab import daemon, measure
 from vnetlab.run import run

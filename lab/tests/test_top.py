@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from checks import pinging, wait_for_path
 from conftest import MakeLab
-from traffic import pinging, wait_for_path
 
 from vnetlab import daemon, process
 from vnetlab.run import LabError, run, wait_until

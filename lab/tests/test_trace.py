@@ -6,8 +6,8 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
+from checks import port, settled, wait_for_path
 from conftest import MakeLab
-from traffic import port, settled, wait_for_path
 
 from vnetlab import daemon, process
 from vnetlab.run import wait_until

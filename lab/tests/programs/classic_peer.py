@@ -1,20 +1,16 @@
-"""A host that is not ours: answers ARP and ping for one address, in VNET/P's encapsulation.
+"""A foreign host: answers ARP and ping for one address, in VNET/P's encapsulation.
 
-Usage: foreign_peer.py ADDRESS. Each datagram on UDP port 9000 is one bare Ethernet frame.
+Usage: classic_peer.py ADDRESS. Each datagram on UDP port 9000 is one Ethernet frame.
 """
 
 import socket
 import struct
 import sys
 
+from inet import checksum
+
 MAC = bytes.fromhex("020000000099")
 ADDRESS = socket.inet_aton(sys.argv[1])
-
-
-def checksum(data: bytes) -> int:
-    """The Internet checksum (RFC 1071)."""
-    total = sum(word for (word,) in struct.iter_unpack("!H", data + bytes(len(data) % 2)))
-    return ~(total % 0xFFFF) & 0xFFFF
 
 
 bridge = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)

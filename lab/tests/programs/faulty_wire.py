@@ -1,26 +1,26 @@
-"""A wire that loses, repeats and reorders UDP datagrams: wire.py PORT,PEER PORT,PEER LOSS,REPEAT,DELAY SEED.
+"""A wire that loses, duplicates and reorders UDP datagrams.
 
-What comes to one port goes to the peer of the other, from there. Faults are in thousandths, each drawn for each
-datagram with a frame in it, or a part of one, from one seeded generator; probes and keepalives pass, so that they do
-not change what is drawn. A datagram that is delayed arrives up to DISTANCE behind its turn. Ended by SIGTERM, it prints
-what it did.
+Usage: faulty_wire.py PORT,PEER PORT,PEER LOSS,REPEAT,DELAY SEED
+
+Datagrams that arrive at one port leave from the other one, to its peer. Faults are in thousandths, drawn from one
+seeded generator for each datagram that carries frames or a fragment; probes and keepalives pass unharmed, so that they
+do not change the sequence. A delayed datagram arrives up to DISTANCE behind its turn. On SIGTERM it prints its counts.
 """
 
 import json
 import random
 import select
 import signal
-import socket
 import sys
 
+from inet import receiver
+
 DISTANCE = 12
-SO_RCVBUFFORCE = 33
-"""socket(7); Python has no name for it."""
 BUFFER_BYTES = 32 << 20
 QUIET_S = 0.02
-"""Who is delayed does not wait longer than this for those that are to overtake it."""
+"""Longest delay in seconds when no datagram comes to overtake."""
 FRAMES = (0x10, 0x11)
-"""First byte of a native datagram with a frame, a part of one, or several."""
+"""First bytes of native datagrams with a frame or fragment, and with a bundle."""
 
 
 class End:
@@ -29,14 +29,12 @@ class End:
     def __init__(self, text: str) -> None:
         port, peer = text.split(",")
         self.peer = (peer, 9000)
-        self.socket = socket.socket(type=socket.SOCK_DGRAM)
-        self.socket.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, BUFFER_BYTES)
-        self.socket.bind(("0.0.0.0", int(port)))
+        self.socket = receiver(int(port), BUFFER_BYTES)
         self.turn = 0
         self.delayed: list[tuple[int, bytes]] = []
 
     def send_due(self, turn: float) -> None:
-        """Sends what was delayed until that turn."""
+        """Sends datagrams whose delay ends at that turn."""
         due = [entry for entry in self.delayed if entry[0] <= turn]
         self.delayed = [entry for entry in self.delayed if entry[0] > turn]
         for _, datagram in due:

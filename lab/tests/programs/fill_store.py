@@ -1,6 +1,6 @@
-"""Fills an overlay's store with records of stations that nobody has: flood_store.py ETCD COUNT.
+"""Fills an overlay's store with records of stations that do not exist: fill_store.py ETCD COUNT.
 
-Uses etcd's gRPC gateway (JSON over HTTP), so that it needs nothing but Python.
+Uses etcd's gRPC gateway (JSON over HTTP), which needs nothing but Python.
 """
 
 import base64
@@ -9,7 +9,7 @@ import sys
 import urllib.request
 
 OPERATIONS = 128
-"""In one transaction: etcd's default limit."""
+"""Operations in one transaction: etcd's default limit."""
 
 
 def encoded(text: str) -> str:

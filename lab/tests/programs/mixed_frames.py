@@ -1,7 +1,7 @@
-"""Sends frames of mixed sizes to mixed destinations, as fast as it can: frames.py DEVICE COUNT MAC...
+"""Sends frames of mixed sizes to mixed destinations as fast as it can: mixed_frames.py DEVICE COUNT MAC...
 
-The destinations are the given ones, one that nobody has, and broadcast. Source addresses are the device's own, and for
-one frame in sixteen a group address, which no frame may come from.
+Destinations are the given ones, an unknown one, and broadcast. The source is the device's own address, and for one
+frame in sixteen a group address, which is never valid.
 """
 
 import random
@@ -11,7 +11,7 @@ from pathlib import Path
 
 SIZES = (14, 60, 64, 65, 128, 256, 512, 1024, 1280, 1500, 1514)
 KINDS = 4096
-"""Different frames that are made beforehand, and then chosen from."""
+"""Different frames, made before sending and chosen at random."""
 UNKNOWN = "02:00:00:00:ff:ff"
 BROADCAST = "ff:ff:ff:ff:ff:ff"
 
@@ -22,7 +22,7 @@ def main() -> None:
     chance = random.Random(1)
     frames = []
     for _ in range(KINDS):
-        # Flooded frames are some of them only: each is copied to every machine there is.
+        # Few are flooded: each flooded frame is copied to every machine.
         destination = chance.choice([*destinations * 4, UNKNOWN, BROADCAST])
         source = "03:00:00:00:00:01" if chance.random() < 1 / 16 else own
         addresses = bytes.fromhex((destination + source).replace(":", ""))

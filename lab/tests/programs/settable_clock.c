@@ -1,5 +1,5 @@
-/* A wall clock that can be set for one program: loaded before the C library (LD_PRELOAD), it adds the number of seconds in the
- * file $CLOCK_AHEAD, a text, to every reading of CLOCK_REALTIME. The file is mapped, so a change counts at once. */
+/* A wall clock that can be set for one program. Loaded by LD_PRELOAD, it adds the number of seconds in the text file
+ * $CLOCK_AHEAD to every reading of CLOCK_REALTIME. The file is mapped, so changes apply at once. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdlib.h>

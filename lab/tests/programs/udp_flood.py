@@ -1,4 +1,4 @@
-"""Sends small UDP datagrams as fast as it can, for two seconds: flood.py ADDRESS. Nobody listens at the port."""
+"""Sends small UDP datagrams to a closed port as fast as it can, for two seconds: udp_flood.py ADDRESS."""
 
 import socket
 import sys
@@ -9,7 +9,7 @@ SECONDS = 2
 BATCH = 256
 
 own = socket.socket(type=socket.SOCK_DGRAM)
-# Not connected: the answers that nobody listens are none of its business.
+# Not connected: ICMP errors would end a connected socket.
 send, destination, datagram = own.sendto, (sys.argv[1], PORT), bytes(64)
 end = time.monotonic() + SECONDS
 while time.monotonic() < end:

@@ -1,28 +1,25 @@
-"""Numbered UDP datagrams whose content tells what it should be: parcels.py take COUNT, parcels.py send COUNT ADDRESS.
+"""Numbered UDP datagrams whose content follows from their number, to find corruption and duplicates.
 
-Each is as large as a frame of several datagrams of the underlay. The receiver prints how many different ones came, how
-many came again, and how many were not what was sent.
+Usage: udp_integrity.py take COUNT | udp_integrity.py send COUNT ADDRESS
+
+Each is fragmented into several datagrams of the underlay. The receiver prints how many different ones arrived, how many
+more than once, and how many corrupted.
 """
 
-import contextlib
 import hashlib
 import socket
-import struct
 import sys
 import time
+
+from inet import END, NUMBER, end, receiver
 
 PORT = 7008
 LEN = 8000
 PER_S = 1000
-END = 2**32 - 1
-END_REPEATS = 20
-SO_RCVBUFFORCE = 33
-"""socket(7); Python has no name for it."""
-NUMBER = struct.Struct("!I")
 
 
-def parcel(number: int) -> bytes:
-    """What datagram `number` has to be."""
+def content(number: int) -> bytes:
+    """The bytes of datagram `number`."""
     return NUMBER.pack(number) + hashlib.shake_128(NUMBER.pack(number)).digest(LEN - NUMBER.size)
 
 
@@ -31,19 +28,13 @@ def send(count: int, address: str) -> None:
     own.connect((address, PORT))
     begin = time.monotonic()
     for number in range(count):
-        own.send(parcel(number))
+        own.send(content(number))
         time.sleep(max(0.0, begin + number / PER_S - time.monotonic()))
-    for _ in range(END_REPEATS):
-        time.sleep(0.01)
-        # The receiver may have ended already.
-        with contextlib.suppress(ConnectionRefusedError):
-            own.send(NUMBER.pack(END))
+    end([own], repeats=20, interval_s=0.01)
 
 
 def take(count: int) -> None:
-    own = socket.socket(type=socket.SOCK_DGRAM)
-    own.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 64 << 20)
-    own.bind(("", PORT))
+    own = receiver(PORT)
     own.settimeout(30)
     print("ready", flush=True)
     came: set[int] = set()
@@ -53,7 +44,7 @@ def take(count: int) -> None:
         (number,) = NUMBER.unpack_from(datagram)
         if datagram == NUMBER.pack(END):
             break
-        wrong += number >= count or datagram != parcel(number)
+        wrong += number >= count or datagram != content(number)
         again += number in came
         came.add(number)
     print(len(came), again, wrong)
