@@ -14,10 +14,10 @@ use pcap_file::pcapng::blocks::interface_description::InterfaceDescriptionOption
 use pcap_file::pcapng::blocks::interface_statistics::InterfaceStatisticsOption;
 use pcap_file::pcapng::{Block, PcapNgParser};
 use serde_json::json;
-use vnet::capture::Packet;
 
 use crate::args::Capture;
 use crate::client::{Client, Ended};
+use crate::headers;
 use crate::output::{Failure, print};
 
 /// Prefix of the block comment that gives the drop reason.
@@ -181,7 +181,7 @@ impl<'a> CapturedFrame<'a> {
             at: packet.timestamp,
             inbound: true,
             len: packet.original_len,
-            headers: Packet::new(&packet.data).map(|headers| headers.to_string()),
+            headers: headers::line(&packet.data),
             comments: vec![],
         };
         for option in &packet.options {

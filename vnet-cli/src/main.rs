@@ -6,6 +6,7 @@ mod capture;
 mod client;
 mod console;
 mod doctor;
+mod headers;
 mod keys;
 mod output;
 mod show;

@@ -1,4 +1,7 @@
-//! The filter language: which frames a capture is about. A small part of tcpdump's, with the same words and precedence.
+//! The capture filter language: a small part of tcpdump's, with the same words and precedence.
+//!
+//! Kept by hand rather than taken from libpcap: BPF knows neither networks of the overlay nor a frame's direction, and a
+//! filter of untrusted text must cost a bounded number of steps per frame.
 //!
 //! ```text
 //! expression = term { "or" term }            also: ||
@@ -12,44 +15,47 @@
 //!            | ["tcp" | "udp"] ["src" | "dst"] "port" PORT[-PORT]
 //! ```
 //!
-//! A text is read once into a list of steps for a machine with one stack of truth values, so that matching neither recurses
-//! nor allocates. What a frame does not have (the ports of a later fragment, say) does not match.
+//! The parser compiles an expression into steps for a stack machine of truth values, so matching neither recurses nor
+//! allocates. A test on a field that the frame lacks (the ports of a later fragment, say) fails.
 
 use std::fmt;
 use std::net::IpAddr;
 use std::str::FromStr;
 
-use super::packet::{self, Inside, Packet};
+use ipnet::IpNet;
+
+use super::packet::Packet;
 use crate::frame::NetworkId;
 use crate::wire::ethernet::{ETHERTYPE_ARP, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Mac};
+use crate::wire::ip;
 
-/// Longest expression in bytes.
+/// Longest filter expression in bytes.
 pub const EXPRESSION_MAX: usize = 4096;
-/// Most steps, and so the most that one frame costs.
+/// Most steps of one filter; bounds what a frame costs.
 const STEPS_MAX: usize = 256;
 /// Deepest nesting of parentheses and `not`.
 const DEPTH_MAX: usize = 32;
 
-/// Why a text is no filter.
+/// A syntax error in a filter expression.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FilterError {
     /// Longer than [`EXPRESSION_MAX`].
     #[error("the filter is longer than {EXPRESSION_MAX} bytes; shorten it")]
     TooLong,
-    /// More parts than are worth it.
+    /// More than [`STEPS_MAX`] steps, or nested deeper than [`DEPTH_MAX`].
     #[error("the filter has too many parts or is nested too deeply; simplify it")]
     TooMuch,
-    /// Something else stands where a part was expected.
+    /// A word that the grammar does not allow here.
     #[error("filter: '{found}' is not {wanted}")]
     Unexpected {
-        /// What stands there; "the end" when nothing does.
+        /// The word found, or "the end".
         found: String,
-        /// What could have stood there.
+        /// What the grammar allows here.
         wanted: &'static str,
     },
 }
 
-/// Which of two ends a primitive is about.
+/// Which end of a frame's way a primitive tests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum End {
     Src,
@@ -89,7 +95,7 @@ enum Test {
     Less(u32),
     Greater(u32),
     Ether(End, Mac),
-    Net(End, IpAddr, u8),
+    Net(End, IpNet),
     Port(Option<u8>, End, u16, u16),
 }
 
@@ -101,34 +107,34 @@ enum Step {
     Or,
 }
 
-/// A frame, as far as filters look at it.
+/// A frame as filters see it.
 #[derive(Clone, Copy, Debug)]
 pub struct Subject<'a> {
-    /// Its first bytes.
+    /// First bytes of the frame.
     pub head: &'a [u8],
-    /// All of its bytes, counted.
+    /// Length of the whole frame in bytes.
     pub len: usize,
-    /// Its network.
+    /// Network of the frame.
     pub network: NetworkId,
-    /// It enters the core here, rather than leaving it.
+    /// True when the frame enters the core here, false when it leaves.
     pub inbound: bool,
 }
 
-/// Which frames a capture is about. The empty text is all frames.
+/// A compiled filter. The empty expression matches all frames.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Filter {
-    /// In reverse Polish order; empty for all frames.
+    /// In reverse Polish order; empty matches all frames.
     steps: Vec<Step>,
 }
 
 impl Filter {
-    /// Whether a frame is among them.
+    /// True when the filter matches `subject`.
     pub fn matches(&self, subject: &Subject<'_>) -> bool {
         if self.steps.is_empty() {
             return true;
         }
         let Some(packet) = Packet::new(subject.head) else { return false };
-        // One bit each, the top one lowest. The parser bounds the depth at far below 64 (`Reader::push`).
+        // One bit per value, top of stack lowest. The parser keeps the depth far below 64 (`Parser::push`).
         let mut stack = 0u64;
         for step in &self.steps {
             stack = match step {
@@ -156,30 +162,16 @@ impl Test {
             Test::Less(bytes) => subject.len <= bytes as usize,
             Test::Greater(bytes) => subject.len >= bytes as usize,
             Test::Ether(end, mac) => end.test((packet.src, packet.dst), |found| found == mac),
-            Test::Net(end, net, bits) => {
-                packet.hosts().is_some_and(|hosts| end.test(hosts, |found| within(found, net, bits)))
+            Test::Net(end, net) => {
+                packet.hosts().is_some_and(|hosts| end.test(hosts, |found| net.contains(&found)))
             }
             Test::Port(protocol, end, first, last) => {
-                let right = match (protocol, packet.inside) {
-                    (Some(wanted), Inside::Ip { protocol, .. }) => wanted == protocol,
-                    _ => true,
-                };
-                right
+                protocol.is_none_or(|wanted| packet.protocol() == Some(wanted))
                     && packet
                         .ports()
                         .is_some_and(|ports| end.test(ports, |port| (first..=last).contains(&port)))
             }
         }
-    }
-}
-
-/// Whether the first `bits` bits of both addresses are the same.
-fn within(address: IpAddr, net: IpAddr, bits: u8) -> bool {
-    let differ = |a: u128, b: u128, width: u8| (a ^ b).checked_shr(u32::from(width - bits)).unwrap_or(0);
-    match (address, net) {
-        (IpAddr::V4(a), IpAddr::V4(b)) => differ(u128::from(a.to_bits()), u128::from(b.to_bits()), 32) == 0,
-        (IpAddr::V6(a), IpAddr::V6(b)) => differ(a.to_bits(), b.to_bits(), 128) == 0,
-        _ => false,
     }
 }
 
@@ -201,8 +193,10 @@ impl fmt::Display for Test {
             Test::Less(bytes) => write!(f, "less {bytes}"),
             Test::Greater(bytes) => write!(f, "greater {bytes}"),
             Test::Ether(end, mac) => write!(f, "ether {end}host {mac}"),
-            Test::Net(end, net, bits) if bits == width(net) => write!(f, "{end}host {net}"),
-            Test::Net(end, net, bits) => write!(f, "{end}net {net}/{bits}"),
+            Test::Net(end, net) if net.prefix_len() == net.max_prefix_len() => {
+                write!(f, "{end}host {}", net.addr())
+            }
+            Test::Net(end, net) => write!(f, "{end}net {net}"),
             Test::Port(protocol, end, first, last) => {
                 if let Some(protocol) = protocol {
                     write!(f, "{} ", protocol_name(protocol))?;
@@ -216,19 +210,15 @@ impl fmt::Display for Test {
 
 fn protocol_name(protocol: u8) -> &'static str {
     match protocol {
-        packet::TCP => "tcp",
-        packet::UDP => "udp",
-        packet::ICMP => "icmp",
+        ip::TCP => "tcp",
+        ip::UDP => "udp",
+        ip::ICMP => "icmp",
         _ => "icmp6",
     }
 }
 
-fn width(address: IpAddr) -> u8 {
-    if address.is_ipv4() { 32 } else { 128 }
-}
-
 impl fmt::Display for Filter {
-    /// The expression, with the parentheses that it needs: nested no deeper than it was written.
+    /// Writes the expression with as few parentheses as it needs.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const OR: u8 = 0;
         const AND: u8 = 1;
@@ -264,18 +254,18 @@ impl FromStr for Filter {
         if text.len() > EXPRESSION_MAX {
             return Err(FilterError::TooLong);
         }
-        let mut reader = Reader { words: words(text), at: 0, steps: vec![], depth: 0 };
-        if !reader.words.is_empty() {
-            reader.expression()?;
+        let mut parser = Parser { words: words(text), at: 0, steps: vec![], depth: 0 };
+        if !parser.words.is_empty() {
+            parser.expression()?;
         }
-        match reader.peek() {
-            None => Ok(Filter { steps: reader.steps }),
-            Some(_) => Err(reader.unexpected("'and', 'or' or the end")),
+        match parser.peek() {
+            None => Ok(Filter { steps: parser.steps }),
+            Some(_) => Err(parser.unexpected("'and', 'or' or the end")),
         }
     }
 }
 
-/// Splits at white space; parentheses and `!` stand for themselves.
+/// Splits at white space; parentheses and `!` are words of their own.
 fn words(text: &str) -> Vec<&str> {
     let mut words = vec![];
     for mut word in text.split_whitespace() {
@@ -289,19 +279,19 @@ fn words(text: &str) -> Vec<&str> {
     words
 }
 
-struct Reader<'a> {
+struct Parser<'a> {
     words: Vec<&'a str>,
     at: usize,
     steps: Vec<Step>,
     depth: usize,
 }
 
-impl<'a> Reader<'a> {
+impl<'a> Parser<'a> {
     fn peek(&self) -> Option<&'a str> {
         self.words.get(self.at).copied()
     }
 
-    /// Takes the next word if it is one of these.
+    /// Consumes the next word if it is one of `words`.
     fn accept(&mut self, words: &[&str]) -> bool {
         let found = self.peek().is_some_and(|word| words.contains(&word));
         self.at += usize::from(found);
@@ -314,7 +304,7 @@ impl<'a> Reader<'a> {
         FilterError::Unexpected { found, wanted }
     }
 
-    /// Takes the next word as a value.
+    /// Consumes the next word as a value.
     fn value<T>(
         &mut self,
         wanted: &'static str,
@@ -329,8 +319,8 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Adds a step. Operators follow their operands at once, so that the stack of [`Filter::matches`] holds one value for each
-    /// level of nesting and operator that waits: at most `2 * DEPTH_MAX - 1`, which 64 bits have room for.
+    /// Adds a step. An operator directly follows its operands, so the stack of [`Filter::matches`] holds one value for each
+    /// level of nesting and each pending operator: at most `2 * DEPTH_MAX - 1`, which fits 64 bits.
     fn push(&mut self, step: Step) -> Result<(), FilterError> {
         if self.steps.len() == STEPS_MAX {
             return Err(FilterError::TooMuch);
@@ -393,10 +383,10 @@ impl<'a> Reader<'a> {
             "arp" => Test::EtherType(ETHERTYPE_ARP),
             "ip" => Test::EtherType(ETHERTYPE_IPV4),
             "ip6" => Test::EtherType(ETHERTYPE_IPV6),
-            "icmp" => Test::Protocol(packet::ICMP),
-            "icmp6" => Test::Protocol(packet::ICMPV6),
-            "tcp" => return self.transport(packet::TCP),
-            "udp" => return self.transport(packet::UDP),
+            "icmp" => Test::Protocol(ip::ICMP),
+            "icmp6" => Test::Protocol(ip::ICMPV6),
+            "tcp" => return self.transport(ip::TCP),
+            "udp" => return self.transport(ip::UDP),
             "broadcast" => Test::Broadcast,
             "multicast" => Test::Multicast,
             "inbound" => Test::Inbound(true),
@@ -446,7 +436,7 @@ impl<'a> Reader<'a> {
         Ok(Test::Ether(end, self.value("a MAC address", |word| word.parse().ok())?))
     }
 
-    /// Behind `tcp` or `udp`: ports, or nothing.
+    /// Parses what may follow `tcp` or `udp`: ports, or nothing.
     fn transport(&mut self, protocol: u8) -> Result<Test, FilterError> {
         let before = self.at;
         let end = self.end();
@@ -457,20 +447,15 @@ impl<'a> Reader<'a> {
         Ok(Test::Protocol(protocol))
     }
 
-    /// What may follow `src` and `dst`.
+    /// Parses what may follow `src` and `dst`.
     fn ended(&mut self, protocol: Option<u8>, end: End) -> Result<Test, FilterError> {
         if protocol.is_none() && self.accept(&["host"]) {
             let address: IpAddr = self.value("an IP address", |word| word.parse().ok())?;
-            return Ok(Test::Net(end, address, width(address)));
+            return Ok(Test::Net(end, address.into()));
         }
         if protocol.is_none() && self.accept(&["net"]) {
-            let net = |word: &str| {
-                let (address, bits) = word.split_once('/')?;
-                let (address, bits): (IpAddr, u8) = (address.parse().ok()?, bits.parse().ok()?);
-                (bits <= width(address)).then_some((address, bits))
-            };
-            let (address, bits) = self.value("a network such as 10.0.0.0/8", net)?;
-            return Ok(Test::Net(end, address, bits));
+            let net = self.value("a network such as 10.0.0.0/8", |word| word.parse().ok())?;
+            return Ok(Test::Net(end, net));
         }
         if self.accept(&["port"]) {
             let range = |word: &str| {

@@ -1,50 +1,50 @@
-//! Captures: frames copied aside where they pass a port, for those who look (`vnet capture`).
+//! Captures: copies of frames as they pass a port (`vnet capture`).
 //!
 //! ```text
 //!   dispatcher 0 --- lane 0 ---+
 //!   dispatcher 1 --- lane 1 ---+--- Session::drain() --- control: pcapng --- client
 //! ```
 //!
-//! A [`Session`] is one capture: a [`Filter`], a snap length, and a *lane* for each dispatcher, a buffer of fixed size. A
-//! dispatcher appends to its own lane, once for the frames of a batch that enter and once for each destination they are given
-//! to. Control exchanges full buffers for empty ones, which is all that ever happens under a lane's lock. What finds no room is
-//! missed, and counted: a reader who stalls costs frames of the capture, never frames of the network.
+//! A [`Session`] is one capture: a [`Filter`], a snap length, and one *lane* per dispatcher, a buffer of fixed size. A
+//! dispatcher appends to its own lane, once for a batch's incoming frames and once per destination. Control swaps full
+//! buffers for empty ones; nothing else happens under a lane's lock. A frame that finds its lane full is counted as missed:
+//! a slow reader loses frames of the capture, never frames of the network.
 //!
-//! Which ports a session looks at is part of the setup that dispatchers adopt. When nobody captures, that is one empty list,
-//! and looking at it once a batch is all there is to it.
+//! The setup that dispatchers adopt lists the captured ports. Without captures that list is empty, and a batch costs one look
+//! at it.
 
 mod filter;
 mod packet;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use parking_lot::{Mutex, MutexGuard};
+
 pub use filter::{EXPRESSION_MAX, Filter, FilterError, Subject};
-pub use packet::{Inside, Packet};
 
 use crate::frame::{Batch, FRAME_MAX, Frame, NetworkId};
 use crate::stats::DropReason;
 use crate::wire::offload::GSO_NONE;
 
-/// Bytes of frames that one session holds, all lanes together: what comes in 5 ms, the time between two looks of control, at
-/// 13 Gbit/s. Twice that is allocated, and only what is used is ever touched.
+/// Bytes of frames that one session buffers in all lanes together: what arrives at 13 Gbit/s in 5 ms, control's polling
+/// interval. Twice that is allocated; unused pages are never touched.
 pub const SESSION_BYTES: usize = 8 << 20;
-/// Records of one lane: as many frames of 256 bytes as fill its share when there is one dispatcher.
+/// Records of one lane: enough for frames of 256 bytes to fill the lane of a single dispatcher.
 const LANE_RECORDS: usize = SESSION_BYTES / 256;
-/// Captures at a time, on one host. Bounds their memory and what they cost every frame.
+/// Concurrent captures on one host; bounds their memory and their cost per frame.
 pub const SESSIONS_MAX: usize = 4;
 /// Smallest snap length: an Ethernet header.
 pub const SNAP_MIN: u32 = 14;
 
-/// What is captured.
+/// Options of a capture.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// Which frames.
+    /// Frames to capture.
     pub filter: Filter,
     /// Bytes kept of each, [`SNAP_MIN`] to [`FRAME_MAX`].
     pub snap: u32,
-    /// Only frames that are dropped.
+    /// Capture only dropped frames.
     pub drops_only: bool,
 }
 
@@ -54,7 +54,7 @@ impl Default for Options {
     }
 }
 
-/// Which way a frame went.
+/// Direction of a frame, seen from the core.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// Into the core: from the guest, or from the other host.
@@ -63,39 +63,39 @@ pub enum Direction {
     Out,
 }
 
-/// Why a frame, or part of it, got no further.
+/// Drop of a frame or of some of its segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dropped {
-    /// The reason it is counted under.
+    /// The reason that counts the drop.
     pub reason: DropReason,
-    /// How many of the pieces that a super-frame was cut into; 1 for others.
+    /// Dropped segments of a super-frame; 1 for other frames.
     pub pieces: u64,
 }
 
-/// One captured frame; its bytes follow those of the record before.
+/// One captured frame. [`Batched`] stores its bytes behind those of the record before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// Since 1970-01-01 UTC.
+    /// Time since 1970-01-01 UTC.
     pub at: Duration,
-    /// Where: index of a name of [`Session::names`].
+    /// Capture point: an index into [`Session::names`].
     pub place: u16,
-    /// Which way.
+    /// Into or out of the core.
     pub direction: Direction,
-    /// Network; `None` for what was refused before that was known.
+    /// Network; `None` for a frame refused before its network was known.
     pub network: Option<NetworkId>,
-    /// What became of it.
+    /// The drop, if the frame was dropped.
     pub dropped: Option<Dropped>,
-    /// Payload bytes of each segment, for a super-frame.
+    /// Payload bytes per segment of a super-frame (`gso_size`).
     pub segment: Option<u16>,
-    /// Its checksum was left to be completed further on.
+    /// The transport checksum is partial (`VIRTIO_NET_HDR_F_NEEDS_CSUM`).
     pub partial_checksum: bool,
-    /// Bytes of the frame.
+    /// Length of the frame in bytes.
     pub len: u32,
-    /// Bytes kept of it.
+    /// Captured bytes.
     pub kept: u32,
 }
 
-/// Frames taken out of a session, oldest first.
+/// Captured frames, oldest first.
 #[derive(Debug, Default)]
 pub struct Batched {
     records: Vec<Record>,
@@ -107,7 +107,7 @@ impl Batched {
         Batched { records: Vec::with_capacity(LANE_RECORDS), bytes: Vec::with_capacity(bytes) }
     }
 
-    /// The frames with their bytes.
+    /// The records with their captured bytes.
     pub fn frames(&self) -> impl Iterator<Item = (&Record, &[u8])> {
         let mut rest = &self.bytes[..];
         self.records.iter().map(move |record| {
@@ -137,7 +137,7 @@ pub struct Lane {
 }
 
 impl Lane {
-    /// Keeps a frame, or counts it as missed. `record` says all but the bytes.
+    /// Records at most `snap` bytes of a frame, or counts it as missed. Fills in `record`'s lengths.
     pub fn push(&mut self, record: Record, batch: &Batch, frame: &Frame, snap: u32) {
         let wanted = frame.len().min(snap as usize);
         if !self.has_room(wanted) {
@@ -148,7 +148,7 @@ impl Lane {
         self.filled.records.push(Record { kept, len: frame.len() as u32, ..record });
     }
 
-    /// Keeps what is known of a frame whose bytes are gone.
+    /// Records a frame whose bytes are gone.
     pub fn push_empty(&mut self, record: Record) {
         if self.has_room(0) {
             self.filled.records.push(Record { kept: 0, ..record });
@@ -157,7 +157,7 @@ impl Lane {
         }
     }
 
-    /// Counts frames that could not even be looked at.
+    /// Counts frames as missed.
     pub fn miss(&mut self, frames: u64) {
         self.missed += frames;
     }
@@ -172,22 +172,18 @@ impl Lane {
 pub struct Session {
     options: Options,
     lanes: Box<[Mutex<Lane>]>,
-    /// What is exchanged for a lane's full buffer.
+    /// The empty buffer that the next lane gets in exchange.
     spare: Mutex<Batched>,
     names: Mutex<Vec<String>>,
     missed: AtomicU64,
     ended: AtomicBool,
 }
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Session {
-    /// A session for so many dispatchers, which share its memory.
+    /// A session whose memory `dispatchers` dispatchers share.
     pub fn new(options: Options, dispatchers: usize) -> Session {
         let count = dispatchers.max(1);
-        // At least one frame fits, whatever its size.
+        // At least one frame of any size fits.
         let room = (SESSION_BYTES / count).max(FRAME_MAX);
         let lane = || Mutex::new(Lane { filled: Batched::with_room(room), room, missed: 0 });
         Session {
@@ -200,23 +196,23 @@ impl Session {
         }
     }
 
-    /// What is captured.
+    /// Options of the capture.
     pub fn options(&self) -> &Options {
         &self.options
     }
 
-    /// The lane of a dispatcher. Held only while frames are appended or buffers exchanged.
+    /// Locks a dispatcher's lane. Hold it only to append frames.
     pub fn lane(&self, dispatcher: usize) -> MutexGuard<'_, Lane> {
-        locked(&self.lanes[dispatcher % self.lanes.len()])
+        self.lanes[dispatcher % self.lanes.len()].lock()
     }
 
-    /// Has `each` look at what was captured since the last call: lane by lane, each in order of time. Returns whether there was
-    /// anything.
+    /// Calls `each` with the frames captured since the last call, lane by lane, each lane in order of time. Returns false when
+    /// there were none.
     pub fn drain(&self, mut each: impl FnMut(&Batched)) -> bool {
-        let mut spare = locked(&self.spare);
+        let mut spare = self.spare.lock();
         let mut any = false;
         for lane in &self.lanes {
-            let mut lane = locked(lane);
+            let mut lane = lane.lock();
             std::mem::swap(&mut lane.filled, &mut spare);
             let missed = std::mem::take(&mut lane.missed);
             drop(lane);
@@ -230,14 +226,14 @@ impl Session {
         any
     }
 
-    /// Frames that found no room, as of the last [`Session::drain`].
+    /// Frames missed because a lane was full, as of the last [`Session::drain`].
     pub fn missed(&self) -> u64 {
         self.missed.load(Relaxed)
     }
 
-    /// The index of a place's name, the same for the whole life of the session. `None` when there are too many.
+    /// Index of a capture point by name, constant for the session's life. `None` when there are too many.
     pub fn place(&self, name: &str) -> Option<u16> {
-        let mut names = locked(&self.names);
+        let mut names = self.names.lock();
         let found = names.iter().position(|known| known == name);
         let index = found.unwrap_or_else(|| {
             names.push(name.into());
@@ -246,36 +242,36 @@ impl Session {
         u16::try_from(index).ok().filter(|index| *index != Tap::UNSEEN)
     }
 
-    /// Names of places, by index.
+    /// Names of capture points, by index.
     pub fn names(&self) -> Vec<String> {
-        locked(&self.names).clone()
+        self.names.lock().clone()
     }
 
-    /// Nobody reads it any more.
+    /// Ends the session: its reader is gone.
     pub fn end(&self) {
         self.ended.store(true, Relaxed);
     }
 
-    /// Whether it was ended.
+    /// True after [`Session::end`].
     pub fn is_ended(&self) -> bool {
         self.ended.load(Relaxed)
     }
 }
 
-/// A session in a setup: the ports it looks at.
+/// A session as part of a setup: the ports it captures.
 #[derive(Clone, Debug)]
 pub struct Tap {
     /// The session.
     pub session: std::sync::Arc<Session>,
-    /// By port index: the place's index, or [`Tap::UNSEEN`].
+    /// Capture point by port index, or [`Tap::UNSEEN`].
     places: Box<[u16]>,
 }
 
 impl Tap {
-    /// Where the session does not look.
+    /// Marks a port that is not captured.
     pub const UNSEEN: u16 = u16::MAX;
 
-    /// A session that looks at the ports of this list, each with its name.
+    /// A tap on `ports`, each with its name.
     pub fn new<'a>(
         session: std::sync::Arc<Session>,
         ports: impl IntoIterator<Item = (crate::frame::PortId, &'a str)>,
@@ -290,13 +286,13 @@ impl Tap {
         Tap { session, places: places.into() }
     }
 
-    /// The place of a port, if the session looks at it.
+    /// The capture point of a port, if the session captures it.
     #[inline]
     pub fn place(&self, port: crate::frame::PortId) -> Option<u16> {
         self.places.get(port.index()).copied().filter(|place| *place != Tap::UNSEEN)
     }
 
-    /// Whether the session wants a frame that passes a port it looks at.
+    /// True when the filter matches a frame that passes a captured port.
     #[inline]
     pub fn wants(&self, batch: &Batch, frame: &Frame, direction: Direction) -> bool {
         let inbound = direction == Direction::In;
@@ -305,7 +301,7 @@ impl Tap {
     }
 }
 
-/// The record of a frame in a batch.
+/// The record of a frame in a batch, `kept` still 0.
 pub fn record(
     at: Duration,
     place: u16,
@@ -326,7 +322,7 @@ pub fn record(
     }
 }
 
-/// The time that records are given: since 1970-01-01 UTC.
+/// Timestamp for records: time since 1970-01-01 UTC.
 pub fn now() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
@@ -362,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_come_out_as_they_went_in_cut_to_the_snap_length() {
+    fn frames_are_captured_up_to_the_snap_length() {
         let session = Session::new(Options::default(), 2);
         let batch = batch(&[60, 1500, 60_000]);
         for (index, snap) in [(0, 100), (1, 100), (2, 65_553), (0, 14)] {
@@ -383,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn what_finds_no_room_is_counted_and_nothing_is_allocated() {
+    fn full_lanes_count_missed_frames_and_never_allocate() {
         let session = Session::new(Options::default(), 64);
         let batch = batch(&[60_000, 14]);
         let room = session.lane(0).filled.bytes.capacity();
@@ -397,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn places_keep_their_numbers() {
+    fn capture_points_keep_their_indices() {
         let session = Arc::new(Session::new(Options::default(), 1));
         let tap = Tap::new(session.clone(), [(PortId(5), "b"), (PortId(2), "a")]);
         assert_eq!([5, 2, 1, 9].map(|port| tap.place(PortId(port))), [Some(0), Some(1), None, None]);
