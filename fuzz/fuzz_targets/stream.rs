@@ -5,7 +5,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use vnet::wire::stream::{LENGTH_LEN, LengthError, MESSAGE_MAX, Message, Prefix, next};
+use vnet::wire::stream::{Content, LENGTH_LEN, LengthError, MESSAGE_MAX, Prefix, next};
 
 fuzz_target!(|data: &[u8]| {
     let mut rest = data;
@@ -13,7 +13,7 @@ fuzz_target!(|data: &[u8]| {
         match next(rest) {
             Ok(Some((message, len))) => {
                 assert!((LENGTH_LEN..=LENGTH_LEN + MESSAGE_MAX).contains(&len) && len <= rest.len());
-                if let Message::Frame(header, offload, frame) = message {
+                if let Content::Frame(header, offload, frame) = message {
                     assert!(header.is_whole() && !header.sealed && frame.len() <= len);
                     let again = [Prefix::new(&header, &offload, frame.len()).bytes(), frame].concat();
                     assert_eq!(next(&again), Ok(Some((message, again.len()))));

@@ -124,7 +124,7 @@ def test_a_dying_proxy_is_survived(proxied: Topology):
     wait_until("the loss to be told", lambda: not is_up(near, "far"), 5)
     wait_until("the reason to be told", lambda: "cannot connect" in state(near, "far")["reason"], 5)
     start_proxy(far, user="somebody-else")
-    wait_until("the refusal", lambda: "refuses user name or password" in state(near, "far")["reason"], 15)
+    wait_until("the refusal", lambda: "rejected user name or password" in state(near, "far")["reason"], 15)
     process.stop(far.file(".proxy"))
     start_proxy(far)
     wait_for_path(one, other.address, timeout_s=20)

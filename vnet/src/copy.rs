@@ -1,14 +1,14 @@
-//! Copying between guests' memories and our own: small pieces without a call, long ones without a trap of `rep movsb`.
+//! Memory copies between guests and vnet: short ones inline, long ones around a slow case of `rep movsb`.
 //!
-//! The C library copies long pieces with `rep movsb` where the processor calls it fast. AMD's Zen 3 and 4 are then ten times slower
-//! (3 in place of 30 GB/s) when the destination's place in its page is 1 to 15 bytes behind the source's (glibc's bug
-//! 30994). That is the usual case here: a driver's receive buffer is a page, 12 bytes of which are the virtio-net header,
-//! and what a sender's pages hold goes behind it.
+//! The C library copies long runs with `rep movsb` where the processor advertises it as fast. AMD's Zen 3 and 4 are then ten
+//! times slower (3 instead of 30 GB/s) when the destination's page offset is 1 to 15 bytes above the source's (glibc bug
+//! 30994). That is the common case here: a driver's receive buffer is a page that begins with the 12-byte virtio-net header,
+//! and the sender's page-aligned data goes behind it.
 
-/// Copies `len` bytes. The two places may overlap, as they do when guests share memory.
+/// Copies `len` bytes. Source and destination may overlap, as they do when guests share memory.
 ///
-/// Headers and small frames are copied without a call: as two blocks of fixed size, of which one begins at the first byte and
-/// the other ends at the last. The rest is left to the C library, but for long pieces whose places in their pages nearly agree.
+/// Copies headers and small frames inline, as two blocks of fixed size: one begins at the first byte, the other ends at the
+/// last. The C library copies the rest, except for long runs whose page offsets nearly agree.
 ///
 /// # Safety
 /// `len` bytes must be readable at `from` and writable at `to`.
@@ -40,23 +40,23 @@ pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
     }
 }
 
-/// From this length on the C library might use `rep movsb`; glibc does so from 2 112 bytes on, if not later.
+/// From this length on the C library might use `rep movsb`; glibc's threshold is 2 112 bytes or more.
 const LONG: usize = 2048;
 /// Four of the vector registers that every x86-64 and ARMv8 has.
 type Block = [u8; 64];
 
-/// Whether `to` lies less than a block behind `from` once whole pages are taken off, in places that do not overlap.
+/// True when the page offset of `to` is less than a block above that of `from`, and the two do not overlap.
 #[inline]
 fn nearly_agree(from: *const u8, to: *mut u8, len: usize) -> bool {
     let (from, to) = (from.addr(), to.addr());
     (1..size_of::<Block>()).contains(&(to.wrapping_sub(from) % 4096)) && from.abs_diff(to) >= len
 }
 
-/// Copies block by block, forwards. Backwards no load would have the low address bits of a store just before it, which processors
-/// may take for the same place; here it is slower nonetheless (109 against 149 Gbit/s of super-frames, EPYC).
+/// Copies block by block, forwards. Backwards would avoid 4K aliasing (a load whose low address bits match those of a recent
+/// store), but measured slower: 109 instead of 149 Gbit/s of super-frames (EPYC).
 ///
 /// # Safety
-/// As for [`copy`]; `len` is at least that of a block, and the places do not overlap.
+/// As for [`copy`]; `len` is at least that of a block, and source and destination do not overlap.
 unsafe fn blocks(from: *const u8, to: *mut u8, len: usize) {
     let last = len - size_of::<Block>();
     let mut at = 0;
@@ -66,7 +66,7 @@ unsafe fn blocks(from: *const u8, to: *mut u8, len: usize) {
         if at == last {
             return;
         }
-        // The last block may be written in part already: with the same bytes.
+        // The last block may overlap the one before; it writes the same bytes again.
         at = (at + size_of::<Block>()).min(last);
     }
 }
@@ -81,7 +81,7 @@ mod tests {
         let fresh: Vec<u8> = (0..ROOM).map(|i| (i * 7 + i / 256) as u8).collect();
         let short = (0..300).flat_map(|len| [0, 1, 63, 100, 300].map(|to| (len, 100, to)));
         let lengths = [LONG - 1, LONG, LONG + 1, LONG + 63, 4000];
-        // Apart by far, by less than a page and by less than a block, both ways, and not at all.
+        // Distances: far, within a page, within a block, in both directions, and none.
         let places = [
             (0, 5000),
             (12, 5000),

@@ -1,23 +1,24 @@
 //! A frame on its way, and the batch it travels in.
 //!
-//! A frame is a list of segments: the first is a private copy of its first bytes (its *head*), so that what is checked
-//! and routed is what is sent, whatever a hostile guest does to its memory meanwhile; the others point straight into
-//! guest memory or a receive buffer and are never read by vnet, only copied or handed to the kernel. One copy at most.
+//! A frame is a list of segments. The first is a private copy of its first bytes, its *head*: the bytes that are checked and
+//! routed are the bytes that are sent, whatever a hostile guest writes to its memory meanwhile. The other segments point
+//! into guest memory or a receive buffer; vnet never reads them, only copies them or hands them to the kernel. One copy at
+//! most.
 //!
-//! A [`Batch`] is filled by an interface's or a link's `receive`, lives for one call of the closure that runs it to
-//! completion, and is cleared. It owns all its memory up front and never allocates on a frame's way.
+//! A source fills a [`Batch`], the dispatcher runs it to completion, and it is cleared. A batch allocates all its memory up
+//! front and nothing while frames pass.
 
 mod drops;
 mod hold;
+mod ids;
 mod room;
 
-use std::fmt;
 use std::sync::Arc;
 
 pub use drops::{DropSink, DroppedFrame, Refusal};
 pub use hold::{Hold, Holds};
+pub use ids::{NetworkId, PortId};
 pub use room::Room;
-use serde::{Deserialize, Serialize};
 
 use crate::copy::copy;
 use crate::scratch::Scratch;
@@ -27,82 +28,19 @@ use crate::wire::offload::Offload;
 
 /// Largest interface MTU in bytes.
 pub const MTU_MAX: usize = 65_535;
-/// Largest frame in bytes: MTU, Ethernet header, one VLAN tag (DESIGN.md section 10).
+/// Largest frame in bytes: MTU, Ethernet header, one VLAN tag.
 pub const FRAME_MAX: usize = MTU_MAX + HEADER_LEN + VLAN_TAG_LEN;
-/// Bytes of a frame that are copied before anybody looks at them: Ethernet, two tags, IPv6, and a TCP header fit.
+/// Bytes of a frame's head: Ethernet, two tags, IPv6 and a TCP header fit.
 pub const HEAD_MAX: usize = 128;
-/// Frames in one batch. Enough to spread a notification over, few enough that heads stay in the L1 cache (8 KiB).
+/// Most frames in one batch: enough to amortise a notification, few enough to keep all heads in the L1 cache (8 KiB).
 pub const BATCH_MAX: usize = 64;
-/// Bytes that a batch offers to interfaces whose frames have to be read into memory (TAP): eight of the largest frames,
-/// so that a batch of super-frames stays in the L2 cache.
+/// Bytes of a batch's own memory for sources that read frames (TAP): eight of the largest frames, so that a batch of
+/// super-frames stays in the L2 cache.
 const ARENA_LEN: usize = 8 * (FRAME_MAX + 128);
-/// Segments of one frame: a descriptor chain's limit (DESIGN.md section 10) and the head.
+/// Most segments of one frame: those of the longest descriptor chain, and the head.
 pub const SEGMENTS_MAX: usize = 256 + 1;
 
-/// A network's number in the overlay (VNI), 24 bits; network 1 is the default.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
-#[serde(try_from = "u32", into = "u32")]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct NetworkId(u32);
-
-impl NetworkId {
-    /// The network of interfaces that do not name one.
-    pub const DEFAULT: NetworkId = NetworkId(1);
-
-    /// `None` when `id` does not fit into 24 bits.
-    #[inline]
-    pub const fn new(id: u32) -> Option<NetworkId> {
-        if id < 1 << 24 { Some(NetworkId(id)) } else { None }
-    }
-
-    /// The number, below 2^24.
-    #[inline]
-    pub const fn get(self) -> u32 {
-        self.0
-    }
-}
-
-impl Default for NetworkId {
-    fn default() -> NetworkId {
-        NetworkId::DEFAULT
-    }
-}
-
-impl TryFrom<u32> for NetworkId {
-    type Error = String;
-    fn try_from(id: u32) -> Result<NetworkId, String> {
-        NetworkId::new(id).ok_or_else(|| format!("network id {id} is larger than 24 bits allow (16777215)"))
-    }
-}
-
-impl From<NetworkId> for u32 {
-    fn from(id: NetworkId) -> u32 {
-        id.0
-    }
-}
-
-impl fmt::Display for NetworkId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
-
-/// A place where frames enter and leave the core: the slot of an interface or a link in its port table.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
-pub struct PortId(pub u16);
-
-impl PortId {
-    /// No port at all.
-    pub const NONE: PortId = PortId(u16::MAX);
-
-    /// The slot's number.
-    #[inline]
-    pub fn index(self) -> usize {
-        usize::from(self.0)
-    }
-}
-
-/// A run of bytes of a frame: same layout as `struct iovec`.
+/// A run of bytes of a frame. Same layout as `struct iovec`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Segment {
@@ -117,25 +55,25 @@ impl Segment {
         Segment { base, len }
     }
 
-    /// First byte.
+    /// Pointer to the first byte.
     #[inline]
     pub fn as_ptr(&self) -> *const u8 {
         self.base
     }
 
-    /// Bytes.
+    /// Length in bytes.
     #[inline]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// True when there is nothing in it.
+    /// True when it has no bytes.
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The part from `start` of at most `len` bytes; both are clamped to the segment.
+    /// At most `len` bytes from `start` on; clamped to the segment.
     #[inline]
     pub fn slice(&self, start: usize, len: usize) -> Segment {
         let start = start.min(self.len);
@@ -143,42 +81,42 @@ impl Segment {
     }
 }
 
-/// Where a batch's frames come from, when they all come from one interface.
+/// Port and network of a batch's frames, when all come from one interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Origin {
     /// The interface's port.
     pub port: PortId,
-    /// The network it stands in.
+    /// The interface's network.
     pub network: NetworkId,
 }
 
-/// What the core knows of one frame.
+/// One frame of a batch.
 #[derive(Clone, Copy, Debug)]
 pub struct Frame {
-    /// Where it came from.
+    /// Ingress port.
     pub from: PortId,
     /// The network it belongs to.
     pub network: NetworkId,
-    /// Destination address, from the private head.
+    /// Destination MAC, from the private head.
     pub dst: Mac,
-    /// Source address, from the private head.
+    /// Source MAC, from the private head.
     pub src: Mac,
-    /// What is left to do on it; already checked against its length.
+    /// Offload metadata, checked against the length.
     pub offload: Offload,
-    /// Relays passed (native header, 3 bits).
+    /// Hops taken (native header, 3 bits).
     pub hops: u8,
     len: u32,
     first: u32,
     count: u32,
-    /// By which its interface knows the memory it is in; [`NO_SLOT`] when that cannot be held.
+    /// Names the frame's memory to its interface for [`Batch::hold`]; [`NO_SLOT`] when it cannot be held.
     slot: u16,
 }
 
-/// The slot of a frame whose memory is its batch's only.
+/// The frame's memory is valid only until its batch is cleared.
 const NO_SLOT: u16 = u16::MAX;
 
 impl Frame {
-    /// Bytes, without any encapsulation or virtio-net header.
+    /// Length in bytes, without encapsulation and virtio-net header.
     #[inline]
     #[expect(clippy::len_without_is_empty, reason = "a frame has at least an Ethernet header")]
     pub fn len(&self) -> usize {
@@ -186,7 +124,7 @@ impl Frame {
     }
 }
 
-/// Why bytes did not become a frame.
+/// Reason to refuse bytes as a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
     /// Fewer bytes than an Ethernet header.
@@ -211,24 +149,23 @@ impl From<FrameError> for DropReason {
     }
 }
 
-/// Up to [`BATCH_MAX`] frames and the segments they are made of.
+/// Up to [`BATCH_MAX`] frames and their segments.
 pub struct Batch {
     frames: Vec<Frame>,
-    /// Frames that it takes.
+    /// Most frames in this batch.
     limit: usize,
     segments: Vec<Segment>,
     /// The head of frame `i` at `i * HEAD_MAX`.
     heads: Scratch,
-    /// What interfaces read frames into, up to `arena_used`.
+    /// Memory for sources that read frames; used up to `arena_used`.
     arena: Scratch,
     arena_used: usize,
-    /// Of the queue that the frames came from, where their memory can be held.
+    /// Holds of the queue that the frames came from, if it supports them.
     holds: Option<Arc<Holds>>,
 }
 
-// SAFETY: the raw pointers in `segments` are only followed while the memory they were made from is kept readable (the
-// contract of `Builder::push`), and a cleared batch holds none; sending an empty or filled batch to another thread adds
-// no access.
+// SAFETY: the raw pointers in `segments` are dereferenced only while their memory is kept readable (the contract of
+// `Builder::push`), and a cleared batch has none. Moving a batch to another thread adds no access.
 unsafe impl Send for Batch {}
 
 impl Default for Batch {
@@ -238,17 +175,17 @@ impl Default for Batch {
 }
 
 impl Batch {
-    /// An empty batch with all its memory.
+    /// An empty batch for [`BATCH_MAX`] frames.
     pub fn new() -> Batch {
         Batch::of(BATCH_MAX)
     }
 
-    /// The same, for at most `limit` frames: 1 to [`BATCH_MAX`].
+    /// An empty batch for at most `limit` frames, clamped to 1..=[`BATCH_MAX`].
     pub fn of(limit: usize) -> Batch {
         Batch {
             limit: limit.clamp(1, BATCH_MAX),
             frames: Vec::with_capacity(BATCH_MAX),
-            // Pages of it that are never needed are never touched.
+            // Unused pages are never touched.
             segments: Vec::with_capacity(BATCH_MAX * SEGMENTS_MAX),
             heads: Scratch::new(BATCH_MAX * HEAD_MAX),
             arena: Scratch::new(ARENA_LEN),
@@ -257,43 +194,43 @@ impl Batch {
         }
     }
 
-    /// The frames, in the order of their arrival.
+    /// The frames in order of arrival.
     #[inline]
     pub fn frames(&self) -> &[Frame] {
         &self.frames
     }
 
-    /// One frame.
+    /// The frame at `index`.
     #[inline]
     pub fn frame(&self, index: usize) -> &Frame {
         &self.frames[index]
     }
 
-    /// Frames in the batch.
+    /// Number of frames.
     #[inline]
     pub fn len(&self) -> usize {
         self.frames.len()
     }
 
-    /// True when no frame is in the batch.
+    /// True when the batch has no frames.
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.frames.is_empty()
     }
 
-    /// Frames that it takes, at least 1.
+    /// Most frames in this batch, at least 1.
     #[inline]
     pub fn limit(&self) -> usize {
         self.limit
     }
 
-    /// True when no frame can be added.
+    /// True when the batch has `limit` frames.
     #[inline]
     pub fn is_full(&self) -> bool {
         self.frames.len() == self.limit
     }
 
-    /// Forgets all frames; keeps the memory.
+    /// Removes all frames; keeps the memory.
     #[inline]
     pub fn clear(&mut self) {
         self.frames.clear();
@@ -302,13 +239,13 @@ impl Batch {
         self.holds = None;
     }
 
-    /// Lets the memory of the frames that follow be held beyond the batch's life, see [`Batch::set_slot`].
+    /// Lets senders hold the memory of the following frames beyond the batch's life; see [`Batch::set_slot`].
     #[inline]
     pub fn set_holds(&mut self, holds: Arc<Holds>) {
         self.holds = Some(holds);
     }
 
-    /// Names the slot that the memory of the last frame is known by.
+    /// Sets the slot of the last frame's memory.
     #[inline]
     pub fn set_slot(&mut self, slot: u16) {
         if let Some(frame) = self.frames.last_mut() {
@@ -316,30 +253,30 @@ impl Batch {
         }
     }
 
-    /// True when the frame's memory, but for its head, can be held.
+    /// True when [`Batch::hold`] can hold the frame's memory.
     #[inline]
     pub fn can_hold(&self, frame: &Frame) -> bool {
         frame.slot != NO_SLOT && self.holds.is_some()
     }
 
-    /// Has all segments of the frame but the first stay the frame's when the batch is cleared, for as long as the hold lives.
-    /// `None` when that is not possible. The memory stays a guest's: readable, and written to by whom it likes.
+    /// Keeps all segments of the frame but the first valid when the batch is cleared, for as long as the hold lives. `None`
+    /// when the frame's source does not support that. The memory stays the guest's, which may write to it at any time.
     #[inline]
     pub fn hold(&self, frame: &Frame) -> Option<Hold> {
         Hold::new(self.holds.as_ref()?, frame.slot)
     }
 
-    /// Room of at least `len` bytes in the batch's own memory to read the next frame into; `None` when it is used up.
+    /// At least `len` bytes of the batch's own memory to read the next frame into; `None` when it is used up.
     #[inline]
     pub fn spare(&mut self, len: usize) -> Option<&mut [u8]> {
         let room = self.arena_used..self.arena.len();
         (room.len() >= len && self.frames.len() < self.limit).then(|| self.arena.bytes_mut(room))
     }
 
-    /// Makes a frame of bytes `skip..len` of the room that [`Batch::spare`] gave.
+    /// Adds a frame made of bytes `skip..len` of the memory from [`Batch::spare`].
     ///
     /// # Panics
-    /// When `len` is more than that room.
+    /// When `len` exceeds that memory.
     #[inline]
     pub fn push_spare(
         &mut self,
@@ -348,13 +285,13 @@ impl Batch {
         from: Origin,
         offload: Offload,
     ) -> Result<(), FrameError> {
-        assert!(len <= self.arena.len() - self.arena_used, "more bytes than there was room for");
+        assert!(len <= self.arena.len() - self.arena_used, "more bytes than the spare memory has");
         let segment = Segment::new(self.arena.ptr(self.arena_used), len).slice(skip, len);
-        // Cache lines are not shared between frames.
+        // Frames share no cache line.
         self.arena_used = (self.arena_used + len).next_multiple_of(64).min(self.arena.len());
         let mut builder = self.begin();
-        // SAFETY: the arena lives as long as the batch and nobody writes to these bytes before `clear`: `spare` gives
-        // out only what lies behind `arena_used`.
+        // SAFETY: the arena lives as long as the batch, and these bytes do not change before `clear`: `spare` hands out
+        // only bytes behind `arena_used`.
         unsafe { builder.push_stable(segment) };
         builder.finish(from.port, from.network, offload, 0)
     }
@@ -365,29 +302,29 @@ impl Batch {
         &self.segments[frame.first as usize..][..frame.count as usize]
     }
 
-    /// The frame's first bytes, at least `min(len, HEAD_MAX)`, in memory that no guest can change.
+    /// The frame's head: at least `min(len, HEAD_MAX)` bytes, in memory that no guest can change.
     #[inline]
     pub fn head(&self, frame: &Frame) -> &[u8] {
         let head = self.segments[frame.first as usize];
         // SAFETY: `Builder::finish` made the first segment either from `heads`, which this batch owns and does not write
-        // to before `clear`, or from memory whose giver promised with `Builder::stable` that nobody writes to it.
+        // to before `clear`, or from memory that the caller of `Builder::push_stable` promised to keep unchanged.
         unsafe { std::slice::from_raw_parts(head.base, head.len) }
     }
 
     /// Starts a frame.
     ///
     /// # Panics
-    /// When the batch is full: ask [`Batch::is_full`] first.
+    /// When the batch is full; see [`Batch::is_full`].
     #[inline]
     pub fn begin(&mut self) -> Builder<'_> {
         assert!(!self.is_full(), "batch of {} frames is full", self.limit);
         let first = self.segments.len();
-        // The head's place. Empty until `finish` knows the bytes.
+        // Placeholder for the head, which `finish` fills in.
         self.segments.push(Segment::new(std::ptr::null(), 0));
         Builder { batch: self, first, len: 0, stable: true }
     }
 
-    /// Appends at most the first `limit` bytes of the frame to `to` and returns how many that were.
+    /// Appends the first `limit` bytes of the frame, or all of it if it is shorter, to `to`. Returns the number of bytes.
     pub fn append_to(&self, frame: &Frame, limit: usize, to: &mut Vec<u8>) -> usize {
         let wanted = frame.len().min(limit);
         to.reserve(wanted);
@@ -396,9 +333,9 @@ impl Batch {
             let len = segment.len.min(left);
             let at = to.len();
             // SAFETY: the segment is readable for its length until the batch is cleared (contract of `Builder::push`).
-            // `reserve` made room for `wanted` bytes in all, of which `left >= len` are still free, in memory that is `to`'s
-            // alone; the bytes are initialised when the length says so. They are copied as raw bytes, never borrowed, as a
-            // guest may be writing to them.
+            // `reserve` made room for `wanted` bytes, of which `left >= len` are still free, in memory that only `to` owns;
+            // `set_len` follows the copy, so the length covers initialised bytes only. The copy works on raw pointers, never
+            // references, because a guest may write to the source at the same time.
             unsafe {
                 std::ptr::copy_nonoverlapping(segment.base, to.as_mut_ptr().add(at), len);
                 to.set_len(at + len);
@@ -417,7 +354,7 @@ impl Batch {
         frame.len()
     }
 
-    /// Copies the frame piece by piece, from its first byte on.
+    /// Reads the frame piece by piece, from its first byte on.
     #[inline]
     pub fn reader(&self, frame: &Frame) -> Reader<'_> {
         Reader { segments: self.segments(frame), offset: 0 }
@@ -450,18 +387,18 @@ impl<'a> Selection<'a> {
     }
 }
 
-/// A place in a frame from which it is copied.
+/// A cursor for copying a frame.
 pub struct Reader<'a> {
     segments: &'a [Segment],
-    /// Bytes of the first segment that were copied.
+    /// Bytes of the first segment already read.
     offset: usize,
 }
 
 impl Reader<'_> {
-    /// Fills `to` with the frame's next bytes.
+    /// Copies the frame's next bytes to `to`.
     ///
     /// # Panics
-    /// When fewer are left.
+    /// When the frame has fewer bytes left.
     #[inline]
     pub fn read(&mut self, mut to: &mut [u8]) {
         while !to.is_empty() {
@@ -475,10 +412,10 @@ impl Reader<'_> {
         }
     }
 
-    /// Goes on behind the next `len` bytes.
+    /// Skips the next `len` bytes.
     ///
     /// # Panics
-    /// When fewer are left.
+    /// When the frame has fewer bytes left.
     #[inline]
     pub fn skip(&mut self, len: usize) {
         self.offset += len;
@@ -488,11 +425,11 @@ impl Reader<'_> {
             self.offset -= segment.len;
             self.segments = rest;
         }
-        assert!(!self.segments.is_empty() || self.offset == 0, "behind the frame's end");
+        assert!(!self.segments.is_empty() || self.offset == 0, "read past the end of the frame");
     }
 }
 
-/// A frame being put together; dropped without [`Builder::finish`], it leaves the batch as it was.
+/// A frame under construction. Dropped without [`Builder::finish`], it leaves the batch unchanged.
 pub struct Builder<'a> {
     batch: &'a mut Batch,
     first: usize,
@@ -501,7 +438,7 @@ pub struct Builder<'a> {
 }
 
 impl Builder<'_> {
-    /// Adds the next bytes of the frame, memory that a guest may write to at any time.
+    /// Appends bytes that a guest may write to at any time.
     ///
     /// # Safety
     /// The segment's memory must stay mapped and readable until the batch is cleared.
@@ -511,7 +448,7 @@ impl Builder<'_> {
         self.add(segment);
     }
 
-    /// Adds the next bytes of the frame, memory that nobody writes to.
+    /// Appends bytes that nobody writes to, so that the head need not be copied.
     ///
     /// # Safety
     /// The segment's memory must stay mapped, readable and unchanged until the batch is cleared.
@@ -528,14 +465,14 @@ impl Builder<'_> {
         }
     }
 
-    /// Bytes so far.
+    /// Length so far in bytes.
     #[inline]
     #[expect(clippy::len_without_is_empty, reason = "only the length is asked for")]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Makes the frame: copies its head, checks length and offload metadata, reads its addresses.
+    /// Adds the frame to the batch: copies its head, checks length and offload metadata, reads its addresses.
     #[inline]
     pub fn finish(
         mut self,
@@ -572,13 +509,13 @@ impl Builder<'_> {
         Ok(())
     }
 
-    /// Makes the first segment hold the frame's first `min(len, HEAD_MAX)` bytes in memory that no guest can change.
+    /// Turns the first segment into the head: the frame's first `min(len, HEAD_MAX)` bytes in memory that no guest can change.
     #[inline]
     fn settle_head(&mut self) {
         let wanted = self.len.min(HEAD_MAX);
         let segments = &mut self.batch.segments;
         if self.stable && segments[self.first + 1].len >= wanted {
-            // Nothing to copy: the placeholder goes, the first segment is the head.
+            // Nothing to copy: the first stable segment is the head and replaces the placeholder.
             segments.remove(self.first);
             return;
         }
@@ -587,8 +524,8 @@ impl Builder<'_> {
         if let [_, only] = segments[self.first..]
             && only.len == wanted
         {
-            // A small frame in one piece, the commonest by number: all of it becomes the head.
-            // SAFETY: as below.
+            // A small frame in one segment, the most common case: all of it becomes the head.
+            // SAFETY: as for the copy below.
             unsafe { copy(only.base, head.as_mut_ptr(), wanted) };
             segments.truncate(self.first + 1);
             segments[self.first] = Segment::new(self.batch.heads.ptr(place), wanted);

@@ -1,19 +1,19 @@
-//! vnet: a layer-2 overlay that makes virtual machines and containers on many hosts look as if they stood on one
+//! vnet: a layer-2 overlay that connects virtual machines and containers on many hosts as one
 //! Ethernet LAN (the VNET model of Xia et al., "Fast VMM-based overlay networking", 2013).
 //!
-//! This crate is the data plane, in the order in which a frame meets it:
+//! This crate is the data plane. In the order of a frame's way:
 //!
-//! 1. [`interface`]: a frame leaves a guest (vhost-user, TAP) and becomes part of a [`frame::Batch`];
-//! 2. [`dispatch`]: one loop takes the batch to completion;
+//! 1. [`interface`]: a frame leaves a guest (vhost-user, TAP) and joins a [`frame::Batch`];
+//! 2. [`dispatch`]: one loop runs the batch to completion;
 //! 3. [`route`]: guard, cache, table and learned addresses decide where each frame goes;
 //! 4. [`link`]: the bridge encapsulates it for another host, or
 //! 5. [`interface`] again: it is copied straight into the receiving guest's ring.
 //!
-//! [`wire`] knows the formats and does no I/O. `stats` counts every frame that is not delivered under exactly one reason.
+//! [`wire`] has the formats and does no I/O. [`stats`] counts every dropped frame under exactly one reason.
 //! The crate `vnet-control` turns a configuration into a running core; a machine monitor that embeds the data plane can do
 //! so itself, by [`dispatch::core::Core`].
 //!
-//! [`capture`] copies what passes a port for those who look.
+//! [`capture`] copies frames as they pass a port.
 //!
 //! Dependencies point one way: `dispatch` sees `interface`, `route` and `link`; these three never see each other;
 //! `frame` sees only `wire`, and `wire` nobody. `tests/rooms` keeps it so.
@@ -33,8 +33,8 @@ pub mod stats;
 pub mod unix;
 pub mod wire;
 
-/// Runs `model` in a process of its own, in which test `name` is the only one: loom's coroutines come with signal handlers
-/// that other tests must not meet.
+/// Runs `model` in a process of its own with `name` as the only test, because loom's coroutines install signal handlers that
+/// disturb other tests.
 #[cfg(test)]
 fn alone(name: &str, model: impl FnOnce()) {
     const ALONE: &str = "VNET_TEST_ALONE";

@@ -1,4 +1,4 @@
-//! One request to the kernel's rtnetlink(7) and its answer.
+//! Requests to the kernel's rtnetlink(7), one at a time.
 
 use std::io;
 
@@ -7,7 +7,7 @@ use netlink_packet_route::RouteNetlinkMessage;
 use netlink_sys::protocols::NETLINK_ROUTE;
 use netlink_sys::{Socket, SocketAddr};
 
-/// A connection to the kernel in one network namespace: that of the thread that made it.
+/// An rtnetlink socket in the network namespace of the thread that created it.
 pub(crate) struct Netlink(Socket);
 
 impl Netlink {
@@ -19,7 +19,7 @@ impl Netlink {
         Ok(Netlink(socket))
     }
 
-    /// Carries out a change, with `flags` (`NLM_F_…`) beyond the usual ones, and waits for the kernel's word.
+    /// Sends a change with extra `flags` (`NLM_F_…`) and waits for the kernel's acknowledgement.
     pub(crate) fn change(&self, request: RouteNetlinkMessage, flags: u16) -> io::Result<()> {
         let mut message = NetlinkMessage::from(request);
         message.header.flags = NLM_F_REQUEST | NLM_F_ACK | flags;
@@ -29,7 +29,7 @@ impl Netlink {
         }
     }
 
-    /// Asks for one thing, and gives the answer.
+    /// Sends a query for one object and returns the reply.
     pub(crate) fn ask(&self, request: RouteNetlinkMessage) -> io::Result<RouteNetlinkMessage> {
         let mut message = NetlinkMessage::from(request);
         message.header.flags = NLM_F_REQUEST;

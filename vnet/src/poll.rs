@@ -1,4 +1,4 @@
-//! Waiting for file descriptors (epoll), and the handle by which a port asks its dispatcher to watch one.
+//! Waiting for file descriptors (epoll), and the handle by which a port registers descriptors with its dispatcher.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -8,17 +8,17 @@ use std::sync::Arc;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
 
-/// One epoll set with a bell: what a dispatcher sleeps on.
+/// One epoll set with an eventfd (the bell) to wake its waiter: a dispatcher sleeps on it.
 #[derive(Clone, Debug)]
 pub struct Poller {
     epoll: Arc<OwnedFd>,
     bell: Arc<OwnedFd>,
 }
 
-/// Most tokens that one wait reports.
+/// Most events per wait.
 pub(crate) const EVENTS_MAX: usize = 64;
 
-/// Token under which the bell reports.
+/// Token of the bell.
 const BELL: u64 = u64::MAX;
 
 impl Poller {
@@ -26,16 +26,16 @@ impl Poller {
     pub fn new() -> io::Result<Poller> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        // Edge-triggered, so that the bell never has to be read: every write reports once.
+        // Edge-triggered: each write reports once, and the bell never has to be read.
         epoll::add(&epoll, &bell, EventData::new_u64(BELL), EventFlags::IN | EventFlags::ET)?;
         Ok(Poller { epoll: Arc::new(epoll), bell: Arc::new(bell) })
     }
 
-    /// Has waiting look into the queues of network devices itself for so many microseconds before it sleeps, where the kernel
-    /// can (Linux 6.9, `EPIOCSPARAMS`; drivers with NAPI). Their interrupts stay off meanwhile.
+    /// Sets NAPI busy polling: each wait polls the queues of network devices for `us` microseconds before it sleeps, with
+    /// their interrupts off (Linux 6.9, `EPIOCSPARAMS`).
     ///
     /// # Errors
-    /// The kernel cannot, or wants CAP_NET_ADMIN for it.
+    /// The kernel has no busy polling, or requires CAP_NET_ADMIN.
     pub fn busy_poll(&self, us: u32) -> io::Result<()> {
         /// `struct epoll_params` of linux/eventpoll.h.
         #[repr(C)]
@@ -47,7 +47,7 @@ impl Poller {
         }
         // _IOW(0x8A, 0x01, struct epoll_params)
         const EPIOCSPARAMS: libc::c_ulong = 0x4008_8a01;
-        // Above this number of packets a look needs CAP_NET_ADMIN (NAPI_POLL_WEIGHT).
+        // More packets per poll need CAP_NET_ADMIN (NAPI_POLL_WEIGHT).
         const BUDGET: u16 = 64;
         let params = Params {
             busy_poll_usecs: us,
@@ -62,17 +62,17 @@ impl Poller {
 
     /// Wakes the thread in [`Poller::wait`], or makes its next call return at once.
     pub fn ring(&self) {
-        // An eventfd write fails only when the counter is full, and then the bell is ringing already.
+        // An eventfd write fails only when the counter is full, and then the waiter wakes anyway.
         let _ = rustix::io::write(&*self.bell, &1u64.to_ne_bytes());
     }
 
-    /// A handle that lets a port have file descriptors watched under `token`.
+    /// A handle for registering file descriptors under `token`.
     pub fn waker(&self, token: u64) -> Waker {
-        assert_ne!(token, BELL, "the bell's token is taken");
+        assert_ne!(token, BELL, "token reserved for the bell");
         Waker { epoll: self.epoll.clone(), token }
     }
 
-    /// Waits for at most `timeout` (`None`: for ever) and calls `ready` with each token that has something to do.
+    /// Waits at most `timeout` (`None`: for ever) and calls `ready` with the token of each event.
     pub fn wait(&self, timeout: Option<std::time::Duration>, mut ready: impl FnMut(u64)) -> io::Result<()> {
         let timeout =
             timeout.map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: i64::from(t.subsec_nanos()) });
@@ -92,7 +92,7 @@ impl Poller {
     }
 }
 
-/// Lets a port have file descriptors watched by the dispatcher that serves it.
+/// Registers a port's file descriptors with the dispatcher that serves it.
 #[derive(Clone, Debug)]
 pub struct Waker {
     epoll: Arc<OwnedFd>,
@@ -100,18 +100,18 @@ pub struct Waker {
 }
 
 impl Waker {
-    /// Watches `fd` edge-triggered: each new event wakes the dispatcher once, and the descriptor need not be read.
+    /// Watches `fd` for input, edge-triggered: each event wakes the dispatcher once, even if `fd` is not read.
     pub fn watch(&self, fd: impl AsFd) -> io::Result<()> {
         Ok(epoll::add(&self.epoll, fd, EventData::new_u64(self.token), EventFlags::IN | EventFlags::ET)?)
     }
 
-    /// Watches `fd` as [`Waker::watch`] does, and for room to write, too.
+    /// Watches `fd` for input and output, edge-triggered.
     pub fn watch_both(&self, fd: impl AsFd) -> io::Result<()> {
         let flags = EventFlags::IN | EventFlags::OUT | EventFlags::ET;
         Ok(epoll::add(&self.epoll, fd, EventData::new_u64(self.token), flags)?)
     }
 
-    /// Stops watching `fd`. One that is not watched is no error.
+    /// Stops watching `fd`, if it is watched.
     pub fn forget(&self, fd: impl AsFd) {
         let _ = epoll::delete(&self.epoll, fd);
     }

@@ -1,17 +1,17 @@
-//! Memory of our own that raw pointers point into.
+//! A buffer that raw pointers may point into while other parts of it are written.
 //!
-//! Frames and datagrams are lists of pointers and lengths, as the kernel wants them, some of which lead into memory that is
-//! then written to elsewhere. A `Box<[u8]>` does not allow that: borrowing any of it mutably declares all pointers into it
-//! dead. A [`Scratch`] hands out references to the ranges asked for and to nothing else.
+//! Frames and datagrams are lists of pointers and lengths, as the kernel takes them; some point into a buffer that is then
+//! written elsewhere. `Box<[u8]>` does not allow that: a mutable borrow of any part invalidates all pointers into it. A
+//! [`Scratch`] creates references only to the ranges asked for.
 
 use std::ops::Range;
 
-/// A fixed run of bytes, zero at first.
+/// A buffer of fixed size, zeroed at first.
 pub(crate) struct Scratch {
     base: *mut [u8],
 }
 
-// SAFETY: the allocation is this value's alone, as that of a `Box<[u8]>` would be.
+// SAFETY: this value owns the allocation exclusively, as a `Box<[u8]>` would.
 unsafe impl Send for Scratch {}
 
 impl Scratch {
@@ -24,22 +24,22 @@ impl Scratch {
         self.base.len()
     }
 
-    /// A pointer to the byte at `offset`, which may be one past the end; it stays good however other ranges are borrowed.
+    /// A pointer to the byte at `offset`, at most one past the end. Borrowing other ranges does not invalidate it.
     #[inline]
     pub(crate) fn ptr(&self, offset: usize) -> *const u8 {
         debug_assert!(offset <= self.len());
         self.base.cast::<u8>().cast_const().wrapping_add(offset)
     }
 
-    /// The bytes of a range, to be written to.
+    /// The bytes of `range`.
     ///
     /// # Panics
-    /// When the range leaves the memory.
+    /// When `range` exceeds the buffer.
     #[inline]
     pub(crate) fn bytes_mut(&mut self, range: Range<usize>) -> &mut [u8] {
-        assert!(range.start <= range.end && range.end <= self.len(), "outside the scratch memory");
+        assert!(range.start <= range.end && range.end <= self.len(), "range exceeds the buffer");
         let start = self.base.cast::<u8>().wrapping_add(range.start);
-        // SAFETY: the range lies in our allocation, as asserted; `&mut self` keeps every other reference away.
+        // SAFETY: the range lies in our allocation, as asserted; `&mut self` excludes every other reference.
         unsafe { std::slice::from_raw_parts_mut(start, range.len()) }
     }
 }

@@ -1,8 +1,8 @@
-//! Counters: nothing is lost silently.
+//! Counters: no frame is lost silently.
 //!
-//! Every port counts frames in and out, copies made of them, and drops under exactly one reason each, so that over all
-//! ports `in + copies = out + drops` holds whenever the dispatchers are between two batches. Links count datagrams beside
-//! frames: one that carries no (part of a) frame into the core is discarded under one reason, and is not part of that sum.
+//! Every port counts frames in and out, copies, and each drop under exactly one reason. Over all ports, `in + copies = out +
+//! drops` holds whenever the dispatchers are between two batches. Links also count datagrams: one that brings no part of a
+//! frame into the core is discarded under one reason, outside that sum.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -16,17 +16,17 @@ macro_rules! reasons {
         pub enum $name { $(#[doc = $doc] $variant,)* }
 
         impl $name {
-            /// All reasons, in the order of their counters.
+            /// All reasons in the order of their counters.
             pub const ALL: &[$name] = &[$($name::$variant),*];
-            /// How many there are.
+            /// Number of reasons.
             pub const COUNT: usize = Self::ALL.len();
 
-            /// The reason's stable name in statistics and metrics.
+            /// Stable name in statistics and metrics.
             pub fn name(self) -> &'static str {
                 match self { $($name::$variant => $text,)* }
             }
 
-            /// One sentence for people.
+            /// One-sentence description.
             pub fn help(self) -> &'static str {
                 match self { $($name::$variant => $doc,)* }
             }
@@ -35,48 +35,48 @@ macro_rules! reasons {
 }
 
 reasons! {
-    /// Why a frame was not delivered. Each dropped frame is counted under exactly one, at the port named with it.
+    /// Reason for a drop. Each dropped frame counts under exactly one, at the port that its description names.
     DropReason {
-        BadChain = "bad_chain", "The guest's descriptor chain was malformed (at the port it came from).";
-        TooShort = "too_short", "Shorter than an Ethernet header (at the port it came from).";
-        TooLong = "too_long", "Longer than the largest frame (at the port it came from).";
-        BadOffload = "bad_offload", "Offload metadata that does not fit the frame (at the port it came from).";
-        BadSource = "bad_source", "Source address not allowed here: a group address or against port security (at the port it came from).";
-        WrongNetwork = "wrong_network", "The link does not carry the frame's network (at the port it came from).";
-        StormLimit = "storm_limit", "More flooded frames than the port's limit allows (at the port it came from).";
-        NoRoute = "no_route", "No rule, learned address or flooding applies (at the port it came from).";
-        Hairpin = "hairpin", "The only way leads back to where it came from (at the port it came from).";
-        Reassembly = "reassembly", "Fragments were missing when time or memory ran out (at the link it came from).";
-        HopLimit = "hop_limit", "Relayed too often, or by a link that cannot count relays (at the link it was to leave by).";
-        PortGone = "port_gone", "The destination was removed or stopped meanwhile (at the port it came from).";
-        NotReady = "not_ready", "The destination has no guest, driver or device behind it at the moment (at the destination).";
-        NoBuffer = "no_buffer", "The guest's ring, or the socket's buffer on a congested path, had no room (at the destination).";
-        MtuExceeded = "mtu_exceeded", "Larger than the destination's MTU or encapsulation allows (at the destination).";
-        Unsegmentable = "unsegmentable", "A super-frame whose headers do not allow cutting it for this receiver (at the destination).";
-        SendFailed = "send_failed", "The host's network refused it (at the destination).";
-        NoAddress = "no_address", "A link without remote whose other host has not been heard yet (at the destination).";
-        NoKey = "no_key", "A sealed link has no key agreed with the other host (at the destination).";
+        BadChain = "bad_chain", "Malformed descriptor chain from the guest (at the ingress port).";
+        TooShort = "too_short", "Shorter than an Ethernet header (at the ingress port).";
+        TooLong = "too_long", "Longer than the largest frame (at the ingress port).";
+        BadOffload = "bad_offload", "Offload metadata contradicts the frame (at the ingress port).";
+        BadSource = "bad_source", "Source MAC is a group address or violates port security (at the ingress port).";
+        WrongNetwork = "wrong_network", "The port does not carry the frame's network (at the ingress port).";
+        StormLimit = "storm_limit", "Flooded frame above the port's storm limit (at the ingress port).";
+        NoRoute = "no_route", "No rule or address matches, and there is nowhere to flood (at the ingress port).";
+        Hairpin = "hairpin", "The only destination is the ingress port, or split horizon forbids it (at the ingress port).";
+        Reassembly = "reassembly", "Fragments missing at the reassembly timeout or memory limit (at the ingress link).";
+        HopLimit = "hop_limit", "Hop limit reached, or received on a link without hop count (at the egress link).";
+        PortGone = "port_gone", "The destination port was removed or stopped meanwhile (at the ingress port).";
+        NotReady = "not_ready", "No guest, driver or device is connected (at the destination).";
+        NoBuffer = "no_buffer", "The guest's ring was full, or the socket buffer on a congested path (at the destination).";
+        MtuExceeded = "mtu_exceeded", "Larger than the MTU or the encapsulation allows (at the destination).";
+        Unsegmentable = "unsegmentable", "A super-frame whose headers do not allow segmentation for this receiver (at the destination).";
+        SendFailed = "send_failed", "The host's network stack refused the datagram (at the destination).";
+        NoAddress = "no_address", "The link has no remote configured and has not heard from the other host yet (at the destination).";
+        NoKey = "no_key", "The sealed link has no session key yet (at the destination).";
     }
 }
 
 reasons! {
-    /// Why a datagram on a link brought nothing into the core.
+    /// Reason to discard a datagram on a link.
     DiscardReason {
-        UnknownSource = "unknown_source", "From an address that no link has as its remote.";
-        Truncated = "truncated", "Shorter than its header says, or larger than any datagram of ours.";
-        BadVersion = "bad_version", "A native header with an unknown version or type.";
-        BadHeader = "bad_header", "A native header whose fields contradict each other or the payload.";
-        Stale = "stale", "A fragment of a frame that has ended already, or a duplicate.";
-        SealRequired = "seal_required", "Clear text where sealing is required, or sealed where clear text is expected.";
-        WrongEpoch = "wrong_epoch", "Sealed with a key that is not known, or not any more.";
-        Forged = "forged", "Sealed, but not with the key of its epoch, or changed on the way.";
-        Replayed = "replayed", "Sealed, but it came before, or so late that this cannot be told.";
-        NotAsked = "not_asked", "On a local network: destination MAC not subscribed on this local network.";
-        MemoryLimit = "memory_limit", "A fragment refused because reassembly memory is full.";
+        UnknownSource = "unknown_source", "Source address is no link's remote.";
+        Truncated = "truncated", "Shorter than its header claims, or larger than any datagram of a vnet host.";
+        BadVersion = "bad_version", "Unknown version or type in the native header.";
+        BadHeader = "bad_header", "Fields of the native header contradict each other or the payload.";
+        Stale = "stale", "Duplicate, or a fragment of a frame that is complete or timed out.";
+        SealRequired = "seal_required", "Clear text on a sealed link, or a sealed datagram on a clear-text link.";
+        WrongEpoch = "wrong_epoch", "Sealed with an unknown or expired key epoch.";
+        Forged = "forged", "Authentication failed: wrong key, or changed in transit.";
+        Replayed = "replayed", "Sealed datagram seen before, or older than the replay window.";
+        NotAsked = "not_asked", "Destination MAC not subscribed on this local network.";
+        MemoryLimit = "memory_limit", "Fragment refused: reassembly memory is full.";
     }
 }
 
-/// A counter that many threads may add to.
+/// A counter shared by threads.
 #[derive(Default, Debug)]
 pub struct Counter(AtomicU64);
 
@@ -89,67 +89,67 @@ impl Counter {
         }
     }
 
-    /// The value now.
+    /// Current value.
     #[inline]
     pub fn get(&self) -> u64 {
         self.0.load(Relaxed)
     }
 }
 
-/// What optimistic interrupts did on one interface (VNET/P+ section IV.A).
+/// Optimistic interrupts of one interface (VNET/P+ section IV.A).
 #[derive(Default, Debug)]
 pub struct InterruptStats {
-    /// Early interrupts: the guest was notified before its frames were moved. Part of [`PortStats::notifications`].
+    /// Early interrupts: notifications before frames were copied. Part of [`PortStats::notifications`].
     pub early: Counter,
-    /// Early interrupts that were not made, since the guest had notifications off.
+    /// Early interrupts suppressed because the guest had notifications off.
     pub early_discarded: Counter,
-    /// Early interrupts after which the guest waited still when it was checked: it came before its frames, found nothing, and
-    /// had to be notified again.
+    /// Premature early interrupts: the guest looked before its frames arrived and went back to waiting, so it had to be
+    /// notified again.
     pub early_premature: Counter,
     /// Notifications at or after the end of coalescing. Part of [`PortStats::notifications`].
     pub coalesced_injected: Counter,
-    /// Ends of coalescing at which the receive density spoke against a notification.
+    /// Ends of coalescing without a notification because of the receive density.
     pub coalesced_withheld: Counter,
 }
 
-/// Messages with guests' memory that were to be sent without copying it (VNET/P+ section IV.B).
+/// Zero-copy transmit of guest memory (VNET/P+ section IV.B), in messages.
 #[derive(Default, Debug)]
 pub struct ZeroCopyStats {
-    /// Handed to the kernel without a copy.
+    /// Handed to the kernel for zero-copy transmit.
     pub sent: Counter,
-    /// Those of them that the kernel copied after all, as the device cannot do without.
+    /// Part of `sent` that the kernel copied after all, because the device needs it.
     pub copied: Counter,
-    /// Copied at once: no room in the kernel's accounting, or more pieces than a message takes.
+    /// Sent with a copy: kernel memory accounting exhausted, or too many segments for a message.
     pub fallen_back: Counter,
 }
 
 /// One port's counters.
 #[derive(Default, Debug)]
 pub struct PortStats {
-    /// Frames that entered the core here, refused ones included.
+    /// Frames received from this port, refused ones included.
     pub in_frames: Counter,
     /// Their bytes.
     pub in_bytes: Counter,
-    /// Frames delivered here: in the guest's ring, written to the device, or accepted by the host's network.
+    /// Frames delivered here: to the guest's ring, the device, or the host's network stack.
     pub out_frames: Counter,
     /// Their bytes.
     pub out_bytes: Counter,
-    /// Copies made of frames that entered here and had more than one destination (destinations minus one), and segments
-    /// cut from super-frames here beyond the first.
+    /// Extra frames: destinations beyond the first of a frame received here, and segments beyond the first of a super-frame
+    /// segmented here.
     pub copies: Counter,
-    /// Frames delivered here that took the place of a question for a neighbour from here (ARP, ND): answered by the host.
+    /// ARP and ND requests from here that the host answered (suppression); each reply replaces its request.
     pub answers: Counter,
-    /// Notifications given to the guest.
+    /// Notifications sent to the guest (interrupts).
     pub notifications: Counter,
-    /// Notifications got from the guest.
+    /// Notifications received from the guest.
     pub kicks: Counter,
-    /// What optimistic interrupts did, all zero where they are not used.
+    /// Optimistic interrupts; all zero where they are off.
     pub interrupts: InterruptStats,
-    /// What became of frames that were to be sent on this link without a copy.
+    /// Zero-copy transmit on this link.
     pub zero_copy: ZeroCopyStats,
-    /// Frames that came by this link straight into a guest's buffers.
+    /// Frames received in place: straight into a guest's buffers.
     pub direct_in_place: Counter,
-    /// Messages that were received there and were not what they had been guessed to be: copied out again.
+    /// Messages received in place after a wrong guess of their layout, and copied out again.
     pub direct_copied_out: Counter,
     /// Datagrams received for this link.
     pub in_datagrams: Counter,
@@ -160,7 +160,7 @@ pub struct PortStats {
 }
 
 impl PortStats {
-    /// Counts `n` frames that were in the core and are not delivered.
+    /// Counts `n` dropped frames.
     #[inline]
     pub fn drop_frames(&self, reason: DropReason, n: u64) {
         self.drops[reason as usize].add(n);
@@ -169,7 +169,7 @@ impl PortStats {
         }
     }
 
-    /// Counts one frame of `bytes` bytes that is refused as it enters: in and dropped at once.
+    /// Counts one frame of `bytes` bytes refused on entry: in and dropped.
     #[cold]
     pub fn refuse(&self, reason: DropReason, bytes: u64) {
         self.in_frames.add(1);
@@ -180,13 +180,13 @@ impl PortStats {
         }
     }
 
-    /// Counts datagrams that brought nothing into the core.
+    /// Counts `n` discarded datagrams.
     #[cold]
     pub fn discard(&self, reason: DiscardReason, n: u64) {
         self.discards[reason as usize].add(n);
     }
 
-    /// Counts `n` delivered frames of `bytes` bytes together.
+    /// Counts `n` delivered frames of `bytes` bytes in total.
     #[inline]
     pub fn delivered(&self, n: u64, bytes: u64) {
         self.out_frames.add(n);

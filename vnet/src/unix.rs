@@ -1,8 +1,7 @@
-//! Listening on Unix sockets by path: a stale one is replaced, a live one never.
+//! Unix sockets that listen by path: replaces a stale socket file, never a live one.
 //!
-//! A socket file outlives a process that was killed. Whether somebody still listens is found out by connecting; the look and
-//! the replacement are done under a lock on the directory, so that of two daemons that start at once only one finds it
-//! stale.
+//! A socket file outlives a killed process. A connection attempt tells whether anybody still listens. Check and replacement
+//! hold a lock on the directory, so that two daemons that start together cannot both find the file stale.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -15,48 +14,47 @@ use rustix::fs::{FlockOperation, Mode, OFlags, fchmod, flock, open};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 
-/// How long another daemon's look at the same directory is waited for.
+/// Longest wait for the lock on the directory.
 const LOCK_TIME_MAX: Duration = Duration::from_secs(2);
-/// Connections that wait to be accepted.
+/// Pending connections (listen backlog).
 const BACKLOG: i32 = 128;
 
-/// Why there is no listening socket.
+/// Error when listening on a path.
 #[derive(Debug, thiserror::Error)]
 pub enum ListenError {
-    /// Somebody answered there.
+    /// A running process accepts connections there.
     #[error("socket '{0}' is in use by a running process (it answered); stop that or choose another path")]
     InUse(PathBuf),
-    /// The path is something else's.
-    #[error("'{0}' is there and not a socket; remove it or choose another path")]
+    /// The path is not a socket.
+    #[error("'{0}' exists and is not a socket; remove it or choose another path")]
     NotASocket(PathBuf),
-    /// Unix socket addresses are short.
+    /// The path exceeds the length of a Unix socket address.
     #[error("socket path '{0}' is longer than 107 bytes; choose a shorter one")]
     PathTooLong(PathBuf),
-    /// The directory stays locked.
+    /// The lock on the directory was not released in time.
     #[error("the directory of socket '{0}' is locked by another program; choose another path")]
     Locked(PathBuf),
-    /// The system refused.
+    /// A system call failed.
     #[error("cannot listen on socket '{path}': {error}; choose another path or run vnetd as root")]
     System {
         /// The socket.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         error: io::Error,
     },
 }
 
-/// A listening socket whose file goes with it.
+/// A listening socket. Removes its file when dropped.
 #[derive(Debug)]
 pub struct Listener {
     socket: UnixListener,
     path: PathBuf,
-    /// Device and inode of the socket's file, by which it is known to be ours still.
+    /// Device and inode of the socket file, to remove only our own.
     identity: Option<(u64, u64)>,
 }
 
 impl Listener {
-    /// Listens at `path`, whose file gets the permissions `mode` less the process's mask. The listener does
-    /// not wait in `accept`.
+    /// Listens at `path`. The file gets permissions `mode`, less the umask. `accept` does not block.
     pub fn bind(path: &Path, mode: u32) -> Result<Listener, ListenError> {
         let failed = |error: io::Error| ListenError::System { path: path.to_owned(), error };
         let address = SocketAddrUnix::new(path).map_err(|_| ListenError::PathTooLong(path.to_owned()))?;
@@ -66,7 +64,7 @@ impl Listener {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let result = || -> Result<OwnedFd, Errno> {
             let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-            // The file made by `bind` takes the socket's own permissions: no moment in which it has others.
+            // `bind` gives the file the socket's permissions, so it never has wider ones.
             fchmod(&socket, Mode::from_raw_mode(mode))?;
             rustix::net::bind(&socket, &address)?;
             rustix::net::listen(&socket, BACKLOG)?;
@@ -76,14 +74,14 @@ impl Listener {
         Ok(Listener { socket: socket.into(), path: path.to_owned(), identity: identity(path) })
     }
 
-    /// The next connection, without waiting for one.
+    /// Accepts a pending connection, or fails with `WouldBlock`.
     pub fn accept(&self) -> io::Result<UnixStream> {
         let (stream, _) = self.socket.accept()?;
         stream.set_nonblocking(false)?;
         Ok(stream)
     }
 
-    /// A second handle of the listening socket.
+    /// A duplicate of the listening socket.
     pub fn try_clone(&self) -> io::Result<UnixListener> {
         self.socket.try_clone()
     }
@@ -97,9 +95,9 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        // Only if it is still ours: somebody may have removed it and made their own.
+        // Only our own file: another process may have replaced it.
         if self.identity.is_some() && identity(&self.path) == self.identity {
-            // One that cannot be removed is found stale by the next one to listen there.
+            // If removal fails, the next listener finds the file stale.
             let _ = std::fs::remove_file(&self.path);
         }
     }
@@ -125,7 +123,7 @@ fn lock(folder: &Path) -> io::Result<Option<OwnedFd>> {
     }
 }
 
-/// Removes a socket that nobody listens on.
+/// Removes a stale socket file.
 fn make_way(path: &Path) -> Result<(), ListenError> {
     let failed = |error: io::Error| ListenError::System { path: path.to_owned(), error };
     match std::fs::symlink_metadata(path) {
@@ -142,15 +140,15 @@ fn make_way(path: &Path) -> Result<(), ListenError> {
             std::fs::remove_file(path).map_err(failed)
         }
         Err(io::ErrorKind::PermissionDenied) => Err(failed(io::ErrorKind::PermissionDenied.into())),
-        // Answered, or too busy to answer: somebody lives there.
+        // Connected, or its backlog is full: the socket is live.
         _ => Err(ListenError::InUse(path.to_owned())),
     }
 }
 
-/// Connects to `path` without waiting, and returns a stream that waits.
+/// Connects to `path` without blocking. The returned stream blocks.
 ///
 /// # Errors
-/// `ConnectionRefused` when nobody listens; `WouldBlock` when somebody does, but has a full queue.
+/// `ConnectionRefused` when nobody listens; `WouldBlock` when the listener's backlog is full.
 pub fn connect(path: &Path) -> io::Result<UnixStream> {
     let address = SocketAddrUnix::new(path)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -196,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn somebody_elses_new_socket_is_left_alone() {
+    fn another_process_s_socket_is_not_removed() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
         let ours = Listener::bind(&path, 0o600).unwrap();
@@ -208,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_locked_directory_is_an_error_not_a_wait_for_ever() {
+    fn a_locked_directory_is_an_error_after_a_timeout() {
         let folder = tempfile::tempdir().unwrap();
         let _held = lock(folder.path()).unwrap().unwrap();
         assert!(matches!(Listener::bind(&folder.path().join("s"), 0o600), Err(ListenError::Locked(_))));

@@ -1,9 +1,9 @@
-//! Frames whose memory is still being read after their batch is done with.
+//! Holds on guest memory that outlive a batch (zero-copy transmit).
 //!
-//! A guest's descriptor goes back when nobody reads the memory behind it any more. Nearly always that is the end of the
-//! batch; a message sent without copying is read by the kernel and the network device until some time later. Whoever reads
-//! on takes a [`Hold`] of the frame, and lets it go when that is over. The interface that the frame came from counts them by
-//! its chains' *slots* and gives a chain back when none is left.
+//! A guest gets its descriptor back when nobody reads the memory behind it any more. That is usually the end of the batch,
+//! but the kernel and the network device read the memory of a zero-copy message until later. A sender takes a [`Hold`] on the
+//! frame and drops it when the message is done. The frame's interface counts holds by the *slots* of its chains, and returns a
+//! chain when its count is 0.
 //!
 //! ```text
 //!   interface: Holds, a count a slot                     sender: a Hold for every message that has bytes of the frame
@@ -11,27 +11,27 @@
 //!        give back while the oldest slot's count is 0  <------------------------------'
 //! ```
 //!
-//! Holds are taken while the batch is run and let go by any thread at any time; the count is all that both sides share.
+//! Holds are taken while the batch runs and dropped by any thread at any time; both sides share only the counts.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// What is held of one queue's chains, by slot.
+/// Hold counts of one queue's chains, by slot.
 #[derive(Debug)]
 pub struct Holds {
     slots: Box<[AtomicU32]>,
-    /// The sum over all slots.
+    /// Sum over all slots.
     total: AtomicU32,
 }
 
 impl Holds {
-    /// For chains with slots below `slots`, none of which is held.
+    /// Counts of 0 for slots below `slots`.
     pub fn new(slots: u16) -> Arc<Holds> {
         let slots = (0..slots).map(|_| AtomicU32::new(0)).collect();
         Arc::new(Holds { slots, total: AtomicU32::new(0) })
     }
 
-    /// How many slots there are.
+    /// Number of slots.
     #[inline]
     pub fn len(&self) -> usize {
         self.slots.len()
@@ -48,15 +48,15 @@ impl Holds {
         self.total.load(Ordering::Acquire) != 0
     }
 
-    /// True when the memory behind `slot` is still read. An unknown slot is not.
+    /// True when the memory behind `slot` is held. False for an unknown slot.
     #[inline]
     pub fn is_held(&self, slot: u16) -> bool {
-        // Acquire: whatever was done to the memory under the hold came before the guest gets it back.
+        // Acquire: all reads under the hold happen before the guest gets its memory back.
         self.slots.get(usize::from(slot)).is_some_and(|count| count.load(Ordering::Acquire) != 0)
     }
 }
 
-/// Keeps the memory of one frame from being given back to its guest for as long as it lives.
+/// Keeps the memory of one frame from going back to its guest while it lives.
 #[derive(Debug)]
 pub struct Hold {
     holds: Arc<Holds>,
@@ -75,7 +75,7 @@ impl Hold {
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        // The slot first: a sum of 0 says that every slot is 0.
+        // The slot first: a total of 0 then implies that every slot is 0.
         self.holds.slots[usize::from(self.slot)].fetch_sub(1, Ordering::Release);
         self.holds.total.fetch_sub(1, Ordering::Release);
     }

@@ -1,35 +1,35 @@
-//! Memory of a guest that a frame for it may be written to.
+//! Guest memory that a frame may be received into.
 
-/// A run of bytes of a guest's memory. Only a pointer: who follows it needs somebody's word that the memory is there.
+/// A run of writable guest memory. Only a pointer: dereferencing it needs the lender's guarantee that the memory is mapped.
 #[derive(Clone, Copy, Debug)]
 pub struct Room {
     base: *mut u8,
     len: usize,
 }
 
-// SAFETY: a pointer and a length; having them gives no access, and who follows them needs the lender's word on any thread.
+// SAFETY: a pointer and a length give no access by themselves; dereferencing needs the lender's guarantee on any thread.
 unsafe impl Send for Room {}
 
 impl Room {
-    /// Room over memory that the caller keeps writable for as long as it is lent.
+    /// Room over memory that the caller keeps writable while it is lent.
     #[inline]
     pub fn new(base: *mut u8, len: usize) -> Room {
         Room { base, len }
     }
 
-    /// First byte.
+    /// Pointer to the first byte.
     #[inline]
     pub fn as_ptr(&self) -> *mut u8 {
         self.base
     }
 
-    /// Bytes.
+    /// Length in bytes.
     #[inline]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// True when there are none.
+    /// True when it has no bytes.
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.len == 0

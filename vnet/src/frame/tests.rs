@@ -6,9 +6,9 @@ fn bytes(len: usize) -> Vec<u8> {
 }
 
 proptest! {
-    /// However a frame is cut, its head and its bytes come out the same, stable or not.
+    /// However a frame is divided into segments, head and bytes come out the same, stable or not.
     #[test]
-    fn cuts_do_not_matter(len in 14usize..3000, cuts in prop::collection::vec(0usize..3000, 0..8), stable: bool) {
+    fn segmentation_does_not_matter(len in 14usize..3000, cuts in prop::collection::vec(0usize..3000, 0..8), stable: bool) {
         let data = bytes(len);
         let mut cuts: Vec<usize> = cuts.into_iter().map(|c| c.min(len)).chain([0, len]).collect();
         cuts.sort_unstable();
@@ -38,7 +38,7 @@ proptest! {
 }
 
 #[test]
-fn refused_frames_leave_no_trace() {
+fn refused_frames_leave_the_batch_unchanged() {
     let data = vec![0u8; FRAME_MAX + 1];
     let mut batch = Batch::new();
     for (len, error) in [(13, FrameError::TooShort), (FRAME_MAX + 1, FrameError::TooLong)] {

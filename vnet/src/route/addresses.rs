@@ -1,8 +1,8 @@
-//! The store of learned addresses: a slab, an index from (network, address) into it, and for each port of each network one
-//! list of its addresses from the longest silent to the latest heard.
+//! Storage of the MAC table: a slab of addresses, an index from (network, MAC) into it, and for each port of each network a
+//! doubly linked list of its addresses in least-recently-heard order.
 //!
-//! The lists make ageing and limits exact and cheap: what has expired stands at the old end, so finding room, forgetting a
-//! port and counting its addresses never look at the addresses of others. No policy here; that is `learning.rs`.
+//! The lists make ageing and limits exact and cheap: expired addresses are at the old end, so making room, flushing a port
+//! and counting its addresses never touch other ports' addresses. The policy is in `learning.rs`.
 
 use std::collections::HashMap;
 
@@ -16,15 +16,15 @@ use crate::wire::ethernet::Mac;
 /// End of a list.
 const END: u32 = u32::MAX;
 
-/// What is noted of a frame's source.
+/// One sighting of a source address.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Heard {
-    /// Where the frame came from.
+    /// Ingress port.
     pub(super) port: PortId,
     pub(super) kind: PortKind,
-    /// When it came.
+    /// Time of the sighting.
     pub(super) at_ms: u64,
-    /// When that is too long ago to count.
+    /// Time at which the sighting has aged out.
     pub(super) expires_ms: u64,
 }
 
@@ -33,25 +33,25 @@ pub(super) struct Heard {
 pub(super) struct Address {
     pub(super) network: NetworkId,
     pub(super) mac: Mac,
-    /// The latest frame from it that was noted.
+    /// Latest recorded sighting.
     pub(super) last: Heard,
     /// Moves since `first_move_ms`.
     pub(super) moves: u8,
-    /// Start of the period in which moves are counted.
+    /// Start of the window in which moves are counted.
     pub(super) first_move_ms: u64,
-    /// Until when it must not move; 0: it may.
+    /// Frozen until then; 0: not frozen.
     pub(super) frozen_until_ms: u64,
     older: u32,
     newer: u32,
 }
 
 impl Address {
-    /// True when it still counts at `now_ms`.
+    /// True when the address has not aged out.
     pub(super) fn is_alive(&self, now_ms: u64) -> bool {
         now_ms < self.last.expires_ms
     }
 
-    /// True when it must not move at `now_ms`.
+    /// True when the address must not move.
     pub(super) fn is_frozen(&self, now_ms: u64) -> bool {
         now_ms < self.frozen_until_ms
     }
@@ -67,13 +67,13 @@ struct Share {
 
 const EMPTY: Share = Share { count: 0, oldest: END, newest: END };
 
-/// A port's part of a network.
+/// Names the addresses of one port in one network.
 pub(super) type ShareKey = (NetworkId, PortId);
 
 /// All learned addresses.
 pub(super) struct Addresses {
     slab: Vec<Address>,
-    /// Unused places of the slab.
+    /// Free slots of the slab.
     free: Vec<u32>,
     index: HashTable<u32>,
     shares: HashMap<ShareKey, Share>,
@@ -81,7 +81,7 @@ pub(super) struct Addresses {
 }
 
 impl Addresses {
-    /// None yet.
+    /// An empty store.
     pub(super) fn new(seed: Seed) -> Addresses {
         Addresses { slab: vec![], free: vec![], index: HashTable::new(), shares: HashMap::new(), seed }
     }
@@ -90,7 +90,7 @@ impl Addresses {
         seed.hash(mac.to_u64(), u64::from(network.get()))
     }
 
-    /// Where an address is kept.
+    /// Slot of an address.
     pub(super) fn find(&self, network: NetworkId, mac: Mac) -> Option<u32> {
         let is_it = |&at: &u32| {
             let address = &self.slab[at as usize];
@@ -99,17 +99,17 @@ impl Addresses {
         self.index.find(Addresses::hash(self.seed, network, mac), is_it).copied()
     }
 
-    /// The address kept at a place that `find` or `insert` gave.
+    /// The address in a slot that `find` or `oldest` returned.
     pub(super) fn get(&self, at: u32) -> &Address {
         &self.slab[at as usize]
     }
 
-    /// The same, to be changed; where and when it was heard is changed by [`Addresses::hear`] only.
+    /// Mutable access. Change `last` by [`Addresses::hear`] only.
     pub(super) fn get_mut(&mut self, at: u32) -> &mut Address {
         &mut self.slab[at as usize]
     }
 
-    /// Adds an address that is not there yet.
+    /// Adds an address that is not in the store.
     pub(super) fn insert(&mut self, network: NetworkId, mac: Mac, last: Heard) {
         let address = Address {
             network,
@@ -139,7 +139,7 @@ impl Addresses {
         self.append(at);
     }
 
-    /// Removes the address at a place.
+    /// Removes the address in a slot.
     pub(super) fn remove(&mut self, at: u32) {
         self.unlink(at);
         let Address { network, mac, .. } = self.slab[at as usize];
@@ -150,24 +150,24 @@ impl Addresses {
         self.free.push(at);
     }
 
-    /// Notes a frame from the address at a place.
+    /// Records a sighting of the address in a slot.
     pub(super) fn hear(&mut self, at: u32, heard: Heard) {
         self.unlink(at);
         self.slab[at as usize].last = heard;
         self.append(at);
     }
 
-    /// How many addresses a port has in a network.
+    /// Number of addresses of a port in a network.
     pub(super) fn count(&self, share: ShareKey) -> u32 {
         self.shares.get(&share).map_or(0, |share| share.count)
     }
 
-    /// The longest silent address of a share.
+    /// Slot of the least recently heard address of a share.
     pub(super) fn oldest(&self, share: ShareKey) -> Option<u32> {
         self.shares.get(&share).map(|share| share.oldest)
     }
 
-    /// All shares that have addresses.
+    /// All non-empty shares.
     pub(super) fn shares(&self) -> impl Iterator<Item = ShareKey> {
         self.shares.keys().copied()
     }
@@ -177,7 +177,7 @@ impl Addresses {
         self.index.iter().map(|&at| &self.slab[at as usize])
     }
 
-    /// How many there are.
+    /// Number of addresses.
     pub(super) fn len(&self) -> usize {
         self.index.len()
     }
@@ -220,7 +220,7 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::VecDeque;
 
-    /// What the lists are, written down naively: an address stands behind all that were heard before it.
+    /// The lists, naively: one queue of all addresses in the order of hearing.
     #[derive(Default)]
     struct Naive(VecDeque<(NetworkId, Mac, PortId)>);
 

@@ -1,14 +1,12 @@
-//! The cache of one dispatcher: the decisions of the flows it has lately seen, one probe away.
+//! The flow cache of one dispatcher: recent decisions, one hash probe away.
 //!
-//! A decision stays right as long as nothing changes that it was made from, so an entry remembers these things and is
-//! used only while all of them hold:
-//! - the table: by its *generation*, which `Router::adopt` advances, so that the cache is emptied without being touched;
-//! - what was known of its source and destination: by one *version* each, which [`Learned`](super::Learned) advances for
-//!   the few addresses that share a bucket, so that a guest which floods the overlay with new addresses costs other flows
-//!   next to nothing;
-//! - time: by the moment when either address has to be looked at again (ageing, refreshing, unfreezing).
+//! A decision is valid as long as its inputs do not change. An entry records them, and is used only while all still hold:
+//! - the table, by its *generation*: `Router::adopt` advances it, which empties the cache without touching it;
+//! - what was learned of source and destination, by one *version* each: [`Learned`](super::Learned) advances the version of a
+//!   bucket of few addresses, so a guest that floods the overlay with new addresses hardly disturbs other flows;
+//! - time: the moment when either address ages out, needs a refresh or unfreezes.
 //!
-//! Two entries share a set, each one cache line. A new entry takes the first place; what it finds there moves to the second.
+//! Two-way set associative, one cache line per entry. A new entry goes first and pushes the old first entry to second place.
 
 use super::hash::Seed;
 use super::learning::{Lease, Versions};
@@ -16,11 +14,11 @@ use super::rule::Flow;
 use crate::frame::PortId;
 use crate::stats::DropReason;
 
-/// Destinations of one flow by rules that an entry can hold. Flows with more are looked up in the table for each frame,
-/// which is little beside making that many copies.
+/// Most rule destinations that an entry holds. Flows with more go to the table for each frame, which costs little beside
+/// making so many copies.
 pub(super) const FEW: usize = 7;
 
-/// Entries of a dispatcher's cache: 512 KiB, as much as stays in a core's second-level cache.
+/// Entries of a dispatcher's cache: 512 KiB, so that it stays in a core's L2 cache.
 pub(super) const ENTRIES: usize = 8192;
 
 /// Where a flow goes.
@@ -28,11 +26,11 @@ pub(super) const ENTRIES: usize = 8192;
 pub(super) enum Verdict {
     /// To one port.
     To(PortId),
-    /// To the first `len` of `ports`, which may name a port more than once.
+    /// To the first `len` of `ports`; a port may occur more than once.
     Few { len: u8, ports: [PortId; FEW] },
-    /// By rules to more ports than [`FEW`]; not cached.
+    /// To more than [`FEW`] ports by rules; not cached.
     Many,
-    /// Flooded to `len` ports of the table's rings from `start` on.
+    /// Flooded to `len` ports of the table's rings, starting at `start`.
     Flood { start: u32, len: u32 },
     /// Nowhere.
     Drop(DropReason),
@@ -44,7 +42,7 @@ struct Key {
     dst_from: u64,
     src: u64,
     network: u32,
-    /// 0 in an entry that was never used.
+    /// 0 in an unused entry.
     generation: u32,
 }
 
@@ -59,7 +57,7 @@ impl Key {
         }
     }
 
-    /// The port is part of what is hashed, so a guest meets others' entries by chance only.
+    /// Hashes the port, too, so a guest evicts others' entries only by chance.
     #[inline(always)]
     fn hash(&self, seed: Seed) -> u64 {
         seed.hash(self.dst_from, self.src ^ u64::from(self.network))
@@ -94,23 +92,23 @@ impl Cache {
         Cache { entries: vec![empty; entries].into_boxed_slice(), seed: Seed::random(), generation: 1 }
     }
 
-    /// Forgets everything.
+    /// Empties the cache.
     pub(super) fn empty(&mut self) {
         self.generation = self.generation.wrapping_add(1);
         if self.generation == 0 {
-            // Once in 2^32 times: old entries must not come to life again.
+            // The generation wrapped around: entries of its first use must not become valid again.
             self.entries.iter_mut().for_each(|entry| entry.key.generation = 0);
             self.generation = 1;
         }
     }
 
-    /// The place of the first of the two entries that may hold `key`.
+    /// Index of the first of the two entries that may hold `key`.
     #[inline(always)]
     fn set(&self, key: &Key) -> usize {
         key.hash(self.seed) as usize & (self.entries.len() - 2)
     }
 
-    /// The decision for `flow`, if there is one that still holds.
+    /// The cached decision for `flow`, if it is still valid.
     #[inline]
     pub(super) fn get(&self, flow: &Flow, now_ms: u64, versions: &Versions) -> Option<Verdict> {
         let key = Key::new(flow, self.generation);
@@ -119,13 +117,13 @@ impl Cache {
         entry.lease.holds(now_ms, versions).then_some(entry.verdict)
     }
 
-    /// Keeps a decision as long as `lease` holds.
+    /// Caches a decision for as long as `lease` holds.
     pub(super) fn put(&mut self, flow: &Flow, now_ms: u64, lease: Lease, verdict: Verdict) {
         let key = Key::new(flow, self.generation);
         let set = self.set(&key);
         let new = Entry { key, lease, verdict };
         if self.entries[set + 1].key == key {
-            // A key stands in one place only.
+            // A key has one entry only.
             self.entries[set + 1] = new;
             return;
         }
@@ -175,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dead_entry_makes_room() {
+    fn an_expired_entry_is_replaced() {
         let versions = Versions::new();
         let mut cache = Cache::new(2);
         cache.put(&flow(1), 0, Lease::FOREVER, Verdict::Drop(DropReason::NoRoute));

@@ -1,7 +1,7 @@
-//! The guard: what a port may send at all, and how much of it may be flooded.
+//! The guard: port security and the storm limit.
 //!
-//! Sources are checked when a flow is first seen; the answer is cached with the flow. The storm limit is asked for every
-//! flooded frame, and holds for a port as a whole, however many dispatchers serve its queues.
+//! Source addresses are checked when a flow is first seen, and the result is cached with the flow. The storm limit, a rate
+//! limiter, is asked for every flooded frame; it holds for a port as a whole, however many dispatchers serve its queues.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -9,7 +9,7 @@ use super::rule::{Member, PortKind};
 use crate::frame::PortId;
 use crate::wire::ethernet::Mac;
 
-/// A storm limit that no honest guest meets: flooded frames a second and port.
+/// Default storm limit, in flooded frames per second and port; no honest guest reaches it.
 pub const STORM_FRAMES_PER_S: u32 = 20_000;
 
 const NS_PER_S: u64 = 1_000_000_000;
@@ -17,26 +17,26 @@ const NS_PER_MS: u64 = 1_000_000;
 
 /// True when a frame with source `src` may enter at `port`.
 pub(super) fn source_allowed(src: Mac, port: &Member) -> bool {
-    // A group is never a station (IEEE 802.3, 3.2.3); links carry many stations, so port security is for interfaces.
+    // A group address is never a source (IEEE 802.3, 3.2.3). Links carry many stations; port security is for interfaces.
     !src.is_multicast()
         && (port.kind == PortKind::Link || !port.port_security || port.mac.is_some_and(|mac| mac == src))
 }
 
-/// A token bucket for each port, one second deep: a second's worth of frames at once, then the rate.
+/// A token bucket per port, one second deep: bursts of a second's worth of frames, then the rate.
 ///
-/// Kept as the time at which the bucket is full again (the "theoretical arrival time" of the generic cell rate algorithm,
-/// ITU-T I.371): one word, so that dispatchers share it without a lock.
+/// Stores the time at which the bucket is full again (the "theoretical arrival time" of the generic cell rate algorithm,
+/// ITU-T I.371): one word, which dispatchers share without a lock.
 pub(super) struct Storm {
     full_at_ns: Box<[AtomicU64]>,
 }
 
 impl Storm {
-    /// Full buckets for every possible port.
+    /// A full bucket for every possible port.
     pub(super) fn new() -> Storm {
         Storm { full_at_ns: (0..=u16::MAX).map(|_| AtomicU64::new(0)).collect() }
     }
 
-    /// Takes a token for one frame from `port`; false when there is none.
+    /// Takes a token for one frame from `port`; false when its bucket is empty. No limit without `frames_per_s`.
     #[inline]
     pub(super) fn admit(&self, port: PortId, frames_per_s: Option<u32>, now_ms: u64) -> bool {
         let Some(rate) = frames_per_s else { return true };
@@ -50,7 +50,7 @@ impl Storm {
             .is_ok()
     }
 
-    /// Fills the bucket of `port`.
+    /// Refills the bucket of `port`.
     pub(super) fn reset(&self, port: PortId) {
         self.full_at_ns[port.index()].store(0, Relaxed);
     }
@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_second_at_once_then_the_rate() {
+    fn a_burst_of_one_second_then_the_rate() {
         let storm = Storm::new();
         let admit = |n: u32, now| (0..n).filter(|_| storm.admit(PortId(4), Some(10), now)).count();
         assert_eq!(admit(100, 5000), 10);
@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_at_the_ends() {
+    fn no_limit_a_limit_of_zero_and_the_default() {
         let storm = Storm::new();
         assert!((0..100_000).all(|_| storm.admit(PortId(0), None, 1)));
         assert!(!storm.admit(PortId(0), Some(0), 1));

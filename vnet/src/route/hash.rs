@@ -1,8 +1,8 @@
-//! The keyed hash of this room: fast enough for every frame, and not to be aimed by a guest.
+//! The keyed hash of routing: fast enough for every frame, and safe against chosen addresses (hash flooding).
 //!
-//! Two folded multiplications, as in wyhash and foldhash, under secret words drawn from the operating system by each
-//! structure that hashes. A guest that chooses addresses cannot choose the places they take. (One multiplication is not
-//! enough: under some secrets it puts addresses in a row next to each other; the test below found that.)
+//! Two folded multiplications, as in wyhash and foldhash, under secret words that each structure draws from the operating
+//! system. A guest that chooses addresses cannot choose their slots. (One multiplication is not enough: under some secrets
+//! it puts consecutive addresses next to each other; the test below found that.)
 
 use std::hash::{BuildHasher, RandomState};
 
@@ -18,7 +18,7 @@ impl Seed {
         Seed(state.hash_one(0u64), state.hash_one(1u64), state.hash_one(2u64) | 1)
     }
 
-    /// 64 bits, all of them usable, of two words.
+    /// Hashes two words to 64 bits, all of them usable.
     #[inline(always)]
     pub(super) fn hash(self, a: u64, b: u64) -> u64 {
         fold(fold(a ^ self.0, b ^ self.1), self.2)
@@ -35,10 +35,10 @@ fn fold(a: u64, b: u64) -> u64 {
 mod tests {
     use super::*;
 
-    /// Addresses in a row, as hypervisors hand them out, spread like balls thrown at random: of n balls in n bins about
-    /// n/e bins stay empty. Checked for low bits (places) and high bits (tags), for either word.
+    /// Consecutive addresses, as hypervisors assign them, spread like balls thrown at random: of n bins about n/e stay empty.
+    /// Checked for low bits (slots) and high bits (tags), for either word.
     #[test]
-    fn addresses_in_a_row_spread() {
+    fn consecutive_addresses_spread() {
         const BINS: usize = 4096;
         for round in 0..64 {
             let seed = Seed::random();

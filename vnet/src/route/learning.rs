@@ -1,26 +1,27 @@
-//! Learned addresses: where stations were last heard. Shared by all dispatchers.
+//! MAC learning: at which port each station was last heard. Shared by all dispatchers.
 //!
-//! # What is learned
-//! A frame in a network that learns tells at which port its source is. The newest claim wins, so a machine that migrates is
-//! found at once. An address that moves five times in 180 s is in two places (RFC 7432, section 15.1): it is frozen where
-//! it is, counted and logged, and may move again after 180 s. Addresses configured on an interface are never learned; the
-//! table knows them. What is not heard for the network's ageing time is forgotten.
+//! # Policy
+//! In a network that learns, a frame's source address is learned at its ingress port. The newest claim wins, so a machine
+//! that migrates is found at once. An address that moves five times in 180 s is duplicated (RFC 7432, section 15.1): it is
+//! frozen at its port, counted and logged, and may move again after 180 s. Addresses configured on an interface are never
+//! learned; the table has them. An address that stays silent for the network's ageing time is forgotten.
 //!
 //! # Limits
-//! A port has its own share of each network: [`INTERFACE_ADDRESSES_MAX`] or [`LINK_ADDRESSES_MAX`] addresses. When it is
-//! used up, that port's new addresses are refused and counted, so a guest that invents addresses takes room from nobody but
-//! itself. All links together have [`LINKS_ADDRESSES_MAX`]. Frames to an address that was refused are flooded.
+//! Each port has its own share of each network: [`INTERFACE_ADDRESSES_MAX`] or [`LINK_ADDRESSES_MAX`] addresses. When a share
+//! is full, that port's new addresses are refused and counted, so a guest that invents addresses harms only itself. All links
+//! together have [`LINKS_ADDRESSES_MAX`]. Frames to a refused address are flooded.
 //!
 //! # Locking
-//! All addresses are behind one lock, taken when a flow is not in a dispatcher's cache: when it is new, once a second, and
-//! when something about it has changed. *What* has changed a cache sees without the lock: addresses are divided into
-//! [`BUCKETS`] by a keyed hash, and each bucket has a version that is advanced, under the lock, when an address in it is
-//! learned, moved or forgotten before its time. A cached decision carries the versions that were read under the same lock
-//! as the addresses it was made from; while they are the current ones, none of that has happened.
+//! One lock guards all addresses. A dispatcher takes it on a cache miss: for a new flow, once a second per flow, and when a
+//! flow's addresses changed. Caches notice changes without the lock: a keyed hash divides addresses into [`BUCKETS`], and each
+//! bucket has a version, advanced under the lock whenever an address in it is learned, moved or forgotten early. A cached
+//! decision carries the versions read under the same lock as the addresses it was made from; it is valid while they are
+//! current.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use parking_lot::Mutex;
 
 use super::addresses::{Address, Addresses, Heard, ShareKey};
 use super::guard::Storm;
@@ -30,34 +31,34 @@ use super::table::Table;
 use crate::frame::{NetworkId, PortId};
 use crate::wire::ethernet::Mac;
 
-/// A heard address is noted again at most once in this many milliseconds.
+/// Milliseconds between two refreshes of an address that keeps sending.
 pub const REFRESH_MS: u64 = 1000;
-/// Milliseconds after which a refused address is tried again: until then its frames cost no lock.
+/// Milliseconds before a refused address is tried again; its frames take no lock until then.
 const REFUSED_MS: u64 = 100;
 /// Moves within [`MOVES_WINDOW_MS`] that freeze an address (RFC 7432, section 15.1: N = 5).
 pub const MOVES_MAX: u8 = 5;
-/// Milliseconds in which moves are counted together (RFC 7432, section 15.1: M = 180 s).
+/// Window in milliseconds in which moves are counted (RFC 7432, section 15.1: M = 180 s).
 pub const MOVES_WINDOW_MS: u64 = 180_000;
 /// Milliseconds for which an address stays frozen.
 pub const FREEZE_MS: u64 = 180_000;
-/// Addresses of one interface in one network: a guest that bridges a thousand containers.
+/// Most addresses of one interface in one network: a guest that bridges a thousand containers.
 pub const INTERFACE_ADDRESSES_MAX: u32 = 1024;
-/// Addresses of one link in one network: a host with 1 024 interfaces of 16 addresses.
+/// Most addresses of one link in one network: a host with 1 024 interfaces of 16 addresses.
 pub const LINK_ADDRESSES_MAX: u32 = 16_384;
-/// Addresses of all links in all networks: 256 such interfaces on each of 64 hosts. With 1 024 interfaces at their limits
-/// 1.3 million addresses of 56 bytes remain the worst that can happen (about 100 MB).
+/// Most addresses of all links in all networks: 256 such interfaces on each of 64 hosts. The worst case, with 1 024
+/// interfaces at their limits, is 1.3 million addresses of 56 bytes (about 100 MB).
 pub const LINKS_ADDRESSES_MAX: u32 = 262_144;
 
-/// Buckets that addresses are divided into for telling caches of changes: one new address disturbs 1/4096 of the entries.
+/// Buckets for cache invalidation: one new address invalidates 1/4096 of the entries.
 const BUCKETS: usize = 4096;
-/// How many expired addresses of a share one call removes, which bounds the time under the lock.
+/// Most expired addresses of a share removed in one call; bounds the time under the lock.
 const RECLAIM_MAX: usize = 64;
-/// Moves that are remembered for those who want to hear of them.
+/// Moves kept for the event stream.
 const MOVES_KEPT: usize = 1024;
-/// Milliseconds between two looks for expired addresses of all shares, and between two warnings.
+/// Milliseconds between two sweeps for expired addresses of all shares, and between two log warnings.
 const HOUSEKEEPING_MS: u64 = 1000;
 
-/// A version for each bucket, and one that never changes.
+/// A version per bucket, and one that never changes.
 pub(super) struct Versions(Box<[AtomicU32]>);
 
 /// The bucket that never changes.
@@ -70,7 +71,7 @@ impl Versions {
 
     #[inline(always)]
     fn get(&self, bucket: u16) -> u32 {
-        // Acquire pairs with `advance`: who sees a version sees what was done before it was advanced.
+        // Acquire pairs with `advance`: a reader of the version sees everything done before it was advanced.
         self.0[usize::from(bucket)].load(Ordering::Acquire)
     }
 
@@ -79,7 +80,7 @@ impl Versions {
     }
 }
 
-/// How long a decision holds: until a time, and as long as two buckets keep their versions.
+/// Validity of a decision: until a time, and while two buckets keep their versions.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Lease {
     pub(super) until_ms: u64,
@@ -88,10 +89,10 @@ pub(super) struct Lease {
 }
 
 impl Lease {
-    /// Nothing learned is part of the decision.
+    /// For a decision that depends on nothing learned.
     pub(super) const FOREVER: Lease = Lease::until(u64::MAX);
 
-    /// Holds until a time, whatever is learned.
+    /// Valid until a time, whatever is learned.
     pub(super) const fn until(until_ms: u64) -> Lease {
         Lease { until_ms, versions: [0; 2], buckets: [CONSTANT; 2] }
     }
@@ -104,19 +105,19 @@ impl Lease {
     }
 }
 
-/// What a frame says about its source.
+/// A frame's claim about its source address.
 #[derive(Clone, Copy)]
 pub(super) struct Claim {
     pub(super) mac: Mac,
     pub(super) heard: Heard,
 }
 
-/// How an address got its place.
+/// How an address came to its port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Held {
     /// Learned from a frame.
     Learned,
-    /// Learned, and frozen there because it moved too often.
+    /// Learned, and frozen because it moved too often.
     Frozen,
     /// Configured on the interface.
     Pinned,
@@ -129,60 +130,60 @@ pub struct LearnedEntry {
     pub network: NetworkId,
     /// The address.
     pub mac: Mac,
-    /// Where it is.
+    /// Its port.
     pub port: PortId,
-    /// Seconds since it was last noted that it was heard; 0 for configured ones.
+    /// Seconds since the last recorded sighting; 0 for configured addresses.
     pub age_s: u32,
-    /// How it got there.
+    /// How it came to its port.
     pub held: Held,
 }
 
 /// Counters of [`Learned`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LearnedStats {
-    /// Addresses kept now; some may have expired since one was last added.
+    /// Addresses in the store; some may have expired since the last insertion.
     pub entries: u64,
-    /// Times an address was heard at another port than before.
+    /// Times an address moved to another port.
     pub moves: u64,
-    /// Times an address was frozen because it moved too often: two stations use it.
+    /// Times an address was frozen because it moved too often: a duplicate MAC.
     pub frozen: u64,
-    /// Times an address was not learned because its port's share was full.
+    /// Times an address was refused because its port's share was full.
     pub refused: u64,
 }
 
-/// An address that was heard elsewhere.
+/// A move of an address to another port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Moved {
     /// Its network.
     pub network: NetworkId,
     /// The address.
     pub mac: Mac,
-    /// Where it was.
+    /// Its port before.
     pub from: PortId,
-    /// Where it is.
+    /// Its port now.
     pub to: PortId,
-    /// It moved too often and stays there for a while.
+    /// The move froze the address: it moved too often.
     pub frozen: bool,
 }
 
-/// What is behind the lock.
+/// State behind the lock.
 struct Book {
     addresses: Addresses,
     /// Addresses at links.
     at_links: u32,
     stats: LearnedStats,
     housekeeping_at_ms: u64,
-    /// Before this moment no further warning is logged.
+    /// Log rate limit: no warning before this time.
     quiet_until_ms: u64,
-    /// The last [`MOVES_KEPT`] moves, the newest last.
+    /// The last [`MOVES_KEPT`] moves, newest last.
     moves: VecDeque<Moved>,
-    /// For the shares of one round of housekeeping; kept for its memory.
+    /// Shares of one housekeeping sweep; kept to reuse its memory.
     round: Vec<ShareKey>,
 }
 
-/// What the dispatchers have learned together, and each port's storm limit.
+/// The MAC table of all dispatchers, and each port's storm limiter.
 ///
-/// Times are milliseconds of one monotonic clock; dispatchers may be a little apart.
+/// Times are milliseconds of one monotonic clock; dispatchers may differ a little.
 pub struct Learned {
     book: Mutex<Book>,
     pub(super) versions: Versions,
@@ -197,7 +198,7 @@ impl Default for Learned {
 }
 
 impl Learned {
-    /// Nothing learned yet.
+    /// An empty MAC table.
     pub fn new() -> Learned {
         let seed = Seed::random();
         Learned {
@@ -216,17 +217,12 @@ impl Learned {
         }
     }
 
-    fn book(&self) -> MutexGuard<'_, Book> {
-        // A panic while the lock is held is a bug in this room; what was learned stays usable for the others.
-        self.book.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn bucket(&self, network: NetworkId, mac: Mac) -> u16 {
         let hash = self.seed.hash(u64::from(network.get()), mac.to_u64());
         (hash as usize & (BUCKETS - 1)) as u16
     }
 
-    /// Learns `claim`, then tells where `dst` is, and how long both answers hold.
+    /// Learns `claim`, then looks up `dst`. Returns its port and the validity of both results.
     pub(super) fn meet(
         &self,
         network: NetworkId,
@@ -238,7 +234,7 @@ impl Learned {
         if claim.is_none() && dst.is_none() {
             return (None, lease);
         }
-        let mut book = self.book();
+        let mut book = self.book.lock();
         if let Some(claim) = claim {
             let bucket = self.bucket(network, claim.mac);
             let (until_ms, changed) = book.learn(network, claim);
@@ -262,15 +258,15 @@ impl Learned {
         (port, lease)
     }
 
-    /// What is known of `mac`; changes nothing.
+    /// Looks up `mac` without learning.
     pub(super) fn known(&self, network: NetworkId, mac: Mac, now_ms: u64) -> Option<Address> {
-        self.book().known(network, mac, now_ms).copied()
+        self.book.lock().known(network, mac, now_ms).copied()
     }
 
-    /// Forgets all that was learned at `port`, and its storm limit's state. For a port that is removed: call it after every
-    /// dispatcher has adopted a table without the port, and before its slot is given to another.
+    /// Flushes all addresses learned at `port`, and resets its storm limiter. For a removed port: call it after every
+    /// dispatcher has adopted a table without the port, and before another port gets its slot.
     pub fn forget_port(&self, port: PortId) {
-        let mut book = self.book();
+        let mut book = self.book.lock();
         let shares: Vec<ShareKey> = book.addresses.shares().filter(|share| share.1 == port).collect();
         for share in shares {
             while let Some(oldest) = book.addresses.oldest(share) {
@@ -282,14 +278,14 @@ impl Learned {
         self.storm.reset(port);
     }
 
-    /// All known addresses, configured ones included, ordered by network and address.
+    /// All addresses, configured ones included, ordered by network and MAC.
     pub fn entries(&self, table: &Table, now_ms: u64) -> Vec<LearnedEntry> {
         let mut entries: Vec<LearnedEntry> = table
             .all_pinned()
             .map(|(network, mac, port)| LearnedEntry { network, mac, port, age_s: 0, held: Held::Pinned })
             .collect();
-        // Copied first: the dispatchers may want the lock.
-        let learned: Vec<Address> = self.book().addresses.iter().copied().collect();
+        // Copied first, to hold the lock briefly: dispatchers wait for it.
+        let learned: Vec<Address> = self.book.lock().addresses.iter().copied().collect();
         for address in learned.iter().filter(|address| address.is_alive(now_ms)) {
             let Address { network, mac, last: Heard { port, at_ms, .. }, .. } = *address;
             let used = table.network(network).is_some_and(|network| network.learning)
@@ -305,9 +301,9 @@ impl Learned {
         entries
     }
 
-    /// Moves from number `since` on (the first is number 0), as far as they are remembered, and the next one's number.
+    /// Moves from number `since` on (counted from 0), as far as they are kept, and the number of the next one.
     pub fn moves_since(&self, since: u64) -> (Vec<Moved>, u64) {
-        let book = self.book();
+        let book = self.book.lock();
         let next = book.stats.moves;
         let wanted = usize::try_from(next.saturating_sub(since)).unwrap_or(usize::MAX).min(book.moves.len());
         (book.moves.range(book.moves.len() - wanted..).copied().collect(), next)
@@ -315,20 +311,20 @@ impl Learned {
 
     /// Counters.
     pub fn stats(&self) -> LearnedStats {
-        let book = self.book();
+        let book = self.book.lock();
         LearnedStats { entries: book.addresses.len() as u64, ..book.stats }
     }
 }
 
 impl Book {
-    /// An address that has not expired.
+    /// Looks up an address that has not aged out.
     fn known(&self, network: NetworkId, mac: Mac, now_ms: u64) -> Option<&Address> {
         let address = self.addresses.get(self.addresses.find(network, mac)?);
         address.is_alive(now_ms).then_some(address)
     }
 
-    /// Notes a claim. Returns until when noting it again would change nothing, unless the address is learned, moved or
-    /// forgotten meanwhile, and whether it has been now.
+    /// Learns a claim. Returns the time until which repeating the claim would change nothing, as long as the bucket's version
+    /// stays, and whether the version must advance.
     fn learn(&mut self, network: NetworkId, claim: Claim) -> (u64, bool) {
         let heard = claim.heard;
         let refresh_ms = |heard: &Heard| heard.expires_ms.min(heard.at_ms + REFRESH_MS);
@@ -363,7 +359,7 @@ impl Book {
         (refresh_ms(&heard), true)
     }
 
-    /// Moves an address to where it was heard, and freezes it there when it moves too often.
+    /// Moves an address to the port where it was heard, and freezes it when it moved too often.
     fn move_to(&mut self, at: u32, heard: Heard) {
         let before = *self.addresses.get(at);
         self.at_links -= u32::from(before.last.kind == PortKind::Link);
@@ -390,7 +386,7 @@ impl Book {
         self.moves.push_back(Moved { network, mac, from, to, frozen });
     }
 
-    /// Logs that an address is in two places; at most once a second, because guests can bring it about.
+    /// Logs a duplicate address, at most once a second, because guests can cause it.
     fn warn(&mut self, before: &Address, heard: &Heard) {
         if heard.at_ms < self.quiet_until_ms {
             return;
@@ -407,7 +403,7 @@ impl Book {
         );
     }
 
-    /// True when an address may be added to the share of the port where it was heard, after making room.
+    /// Makes room, and tells whether the share of the port has a free slot.
     fn has_room(&mut self, network: NetworkId, heard: &Heard) -> bool {
         let share = (network, heard.port);
         self.reclaim(share, heard.at_ms);
@@ -427,7 +423,7 @@ impl Book {
         room
     }
 
-    /// Removes expired addresses of a share. No version is advanced: what was decided from them has expired as well.
+    /// Removes expired addresses of a share. Advances no version: decisions made from them have expired, too.
     fn reclaim(&mut self, share: ShareKey, now_ms: u64) {
         for _ in 0..RECLAIM_MAX {
             match self.addresses.oldest(share) {

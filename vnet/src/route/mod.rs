@@ -1,17 +1,20 @@
 //! Routing: where each frame goes.
 //!
-//! Each dispatcher has a [`Router`]. For every frame it asks, in this order:
+//! Each dispatcher has a [`Router`]. For every frame it consults, in this order:
 //!
-//! 1. its cache (`cache.rs`), which answers all but the first frames of a flow with one probe, without a lock;
-//! 2. the guard (`guard.rs`): may a frame with this source enter here;
-//! 3. the [`Table`] (`table.rs`): do VNET rules apply. If so they alone decide: all rules of the highest priority get a copy;
-//! 4. where the network learns: what is configured or published ([`Published`]), then [`Learned`] (`learning.rs`), which
-//!    first notes the frame's source. A known destination gets the frame;
+//! 1. the flow cache (`cache.rs`): answers all but the first frames of a flow with one probe, without a lock;
+//! 2. the guard (`guard.rs`): may a frame with this source address enter here;
+//! 3. the [`Table`] (`table.rs`): if VNET rules apply, they alone decide, and all rules of the highest priority get a copy;
+//! 4. in a network that learns: configured and published addresses ([`Published`]), then learned ones ([`Learned`], in
+//!    `learning.rs`, which first learns the frame's source). A known destination gets the frame;
 //! 5. flooding, with split horizon, within the port's storm limit.
 //!
-//! Table and learned addresses are shared by all dispatchers. The table never changes; a new one is adopted as a whole.
-//! Every answer of the cache is the answer that steps 2 to 5 would give: `oracle.rs` holds all of this against a naive
-//! model that searches rules one by one as VNET/P published it.
+//! All dispatchers share the table and the learned addresses. A table never changes; a router adopts a new one as a whole.
+//! The cache answers exactly as steps 2 to 5 would: `oracle.rs` checks that against a naive model that searches rules one by
+//! one as VNET/P published it.
+//!
+//! Kept by hand: no library has VNET's rule semantics, and hash probes, leases and bucket versions fit together so that a
+//! cached decision takes no lock.
 
 mod addresses;
 mod cache;
@@ -54,9 +57,9 @@ use crate::stats::DropReason;
 pub enum Decision<'a> {
     /// To one port.
     To(PortId),
-    /// A copy for each of these ports, two or more. By rules a port may get several.
+    /// One copy for each of these ports, two or more. Rules may name a port repeatedly.
     Copies(&'a [PortId]),
-    /// Nowhere: to be counted under this reason at the port it came from.
+    /// Dropped: count it under this reason at the ingress port.
     Drop(DropReason),
 }
 
@@ -66,15 +69,15 @@ pub struct Router {
     learned: Arc<Learned>,
     cache: Cache,
     scratch: Scratch,
-    /// Destinations of a cached decision while it is used.
+    /// Destinations of the cached decision in use.
     few: [PortId; FEW],
-    /// The flow of the frame before, when it went to one port: bursts of one flow are common.
+    /// Flow and port of the previous frame, when it went to one port: bursts of one flow are common.
     last: Option<(Flow, PortId)>,
     misses: u64,
 }
 
 impl Router {
-    /// A router with an empty cache. `learned` is the one that all dispatchers share.
+    /// A router with an empty cache. All dispatchers share `learned`.
     pub fn new(table: Arc<Table>, learned: Arc<Learned>) -> Router {
         Router::with_cache(table, learned, ENTRIES)
     }
@@ -91,7 +94,7 @@ impl Router {
         }
     }
 
-    /// Uses `table` from now on, and forgets what was decided by the one before.
+    /// Switches to `table` and empties the cache.
     pub fn adopt(&mut self, table: Arc<Table>) {
         self.table = table;
         self.last = None;
@@ -103,12 +106,12 @@ impl Router {
         &self.table
     }
 
-    /// How many frames the cache had no answer for.
+    /// Cache misses.
     pub fn misses(&self) -> u64 {
         self.misses
     }
 
-    /// Where the cache says that `flow` goes, if it has a decision that still holds. Changes nothing.
+    /// The cached decision for `flow`, if it is valid. Changes nothing.
     pub fn cached(&self, flow: &Flow, now_ms: u64) -> Option<Result<Vec<PortId>, DropReason>> {
         match self.cache.get(flow, now_ms, &self.learned.versions)? {
             Verdict::To(port) => Some(Ok(vec![port])),
@@ -119,14 +122,14 @@ impl Router {
         }
     }
 
-    /// A batch begins. Within one, a frame goes where the frame of the same flow just before it went, whatever other
-    /// dispatchers have learned in between.
+    /// Begins a batch. Within a batch, a frame goes where the previous frame of the same flow went, whatever other dispatchers
+    /// have learned meanwhile.
     #[inline]
     pub fn begin(&mut self) {
         self.last = None;
     }
 
-    /// Decides where `frame` goes. `now_ms` is the time on a monotonic clock in milliseconds; one reading a batch will do.
+    /// Decides where `frame` goes. `now_ms` is monotonic time in milliseconds; one clock reading per batch suffices.
     #[inline]
     pub fn decide(&mut self, frame: &Frame, now_ms: u64) -> Decision<'_> {
         let flow = Flow::from(frame);
@@ -143,8 +146,8 @@ impl Router {
         self.decision(verdict, &flow, now_ms)
     }
 
-    /// The one port that a frame of `flow` goes to; `None` when it is dropped or goes to several. Learns and counts nothing
-    /// that [`Router::decide`] would not.
+    /// The port of a flow with exactly one destination; `None` when it is dropped or copied. Learns and counts as
+    /// [`Router::decide`] does.
     pub fn sole(&mut self, flow: &Flow, now_ms: u64) -> Option<PortId> {
         match self.verdict(flow, now_ms) {
             Verdict::To(port) => Some(port),
@@ -152,7 +155,7 @@ impl Router {
         }
     }
 
-    /// Decides by what holds now, whatever was decided before in the batch.
+    /// Decides regardless of the previous frame in the batch.
     #[cfg(test)]
     fn route(&mut self, flow: &Flow, now_ms: u64) -> Decision<'_> {
         let verdict = self.verdict(flow, now_ms);
@@ -192,7 +195,7 @@ impl Router {
         }
     }
 
-    /// Decides without the cache, and keeps the decision there.
+    /// Decides without the cache, then caches the decision.
     #[cold]
     fn resolve(&mut self, flow: &Flow, now_ms: u64) -> Verdict {
         self.misses += 1;
@@ -207,17 +210,17 @@ impl Router {
     }
 }
 
-/// Room for one decision, kept for its memory.
+/// Working memory for one decision, kept to avoid allocation.
 #[derive(Default)]
 struct Scratch {
-    /// Rules that apply.
+    /// Indices of the rules that apply.
     found: Vec<u32>,
     /// Their destinations.
     list: Vec<PortId>,
 }
 
 impl Scratch {
-    /// Decides for a flow that may enter: notes its source, then goes by rules, known addresses, flooding.
+    /// Decides for an admitted flow: learns its source, then applies rules, known addresses, flooding.
     fn forward(
         &mut self,
         table: &Table,
@@ -253,7 +256,7 @@ impl Scratch {
         (verdict, lease)
     }
 
-    /// The verdict of the rules in `found`.
+    /// Applies the rules in `found`.
     fn by_rules(&mut self, table: &Table, flow: &Flow) -> Verdict {
         if let Err(reason) = table.destinations(flow, &self.found, &mut self.list) {
             return Verdict::Drop(reason);
@@ -270,8 +273,7 @@ impl Scratch {
     }
 }
 
-/// What a frame tells about its source, if that can be learned: it is a station's address, and not one that is configured
-/// on an interface.
+/// A frame's claim about its source, if it can be learned: a unicast address that is not configured on an interface.
 fn claim(table: &Table, here: &Admitted<'_>, flow: &Flow, now_ms: u64) -> Option<Claim> {
     let learnable = flow.src.is_unicast()
         && here.network.ageing_ms != 0

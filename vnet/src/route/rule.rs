@@ -1,7 +1,7 @@
-//! What a configuration says about routing: VNET/P's rules, networks and their members.
+//! Routing configuration: VNET/P's rules, networks and their members.
 //!
-//! A rule applies to a frame when its network, both its qualifiers and its source fit. Its priority then depends on the
-//! *kinds* of its qualifiers alone, never on the frame, so it is known when the table is built.
+//! A rule applies to a frame when its network, both qualifiers and its source match. Its priority depends only on the
+//! *kinds* of its qualifiers, never on the frame, so it is known when the table is built.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,22 +11,22 @@ use serde::{Deserialize, Serialize};
 use crate::frame::{Frame, NetworkId, PortId};
 use crate::wire::ethernet::Mac;
 
-/// What a rule asks of a MAC address (VNET/P, section 4).
+/// A rule's condition on a MAC address (VNET/P, section 4).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Qualifier {
-    /// Fits no address: the rule never applies.
+    /// Matches no address: the rule never applies.
     None,
-    /// Fits every address.
+    /// Matches every address.
     Any,
-    /// Fits every address but this.
+    /// Matches every address but this.
     Not(Mac),
-    /// Fits this address alone.
+    /// Matches this address only.
     Is(Mac),
 }
 
 impl Qualifier {
-    /// True when the qualifier fits `mac`.
+    /// True when the qualifier matches `mac`.
     #[inline]
     pub fn fits(self, mac: Mac) -> bool {
         match self {
@@ -48,7 +48,7 @@ impl Qualifier {
     }
 }
 
-/// A text that is not a qualifier.
+/// A string that is not a qualifier.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("'{0}' is not a MAC qualifier; write any, none, xx:xx:xx:xx:xx:xx or not-xx:xx:xx:xx:xx:xx")]
 pub struct QualifierError(pub String);
@@ -56,7 +56,7 @@ pub struct QualifierError(pub String);
 impl FromStr for Qualifier {
     type Err = QualifierError;
 
-    /// Reads `none`, `any`, `not-xx:xx:xx:xx:xx:xx` or `xx:xx:xx:xx:xx:xx`; keywords in either case.
+    /// Parses `none`, `any`, `not-xx:xx:xx:xx:xx:xx` or `xx:xx:xx:xx:xx:xx`; keywords in either case.
     fn from_str(text: &str) -> Result<Qualifier, QualifierError> {
         let error = |_| QualifierError(text.chars().take(64).collect());
         if text.eq_ignore_ascii_case("none") {
@@ -103,7 +103,7 @@ impl From<Qualifier> for String {
 pub enum PortKind {
     /// A guest's virtual NIC, or the local network.
     Interface,
-    /// A way to another host.
+    /// A tunnel to another host.
     Link,
 }
 
@@ -121,7 +121,7 @@ pub enum Source {
 }
 
 impl Source {
-    /// True when a frame from `port` of kind `kind` is meant.
+    /// True when it includes `port` of kind `kind`.
     #[inline]
     pub fn covers(self, port: PortId, kind: PortKind) -> bool {
         match self {
@@ -133,34 +133,34 @@ impl Source {
     }
 }
 
-/// One VNET rule: frames of `network` that fit `src`, `dst` and `from` go to `to`.
+/// One VNET rule: frames of `network` that match `src`, `dst` and `from` go to `to`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rule {
-    /// The number it was given when it was added: counted from 1, never reused.
+    /// Number assigned when the rule was added: counted from 1, never reused.
     pub index: u32,
     /// The network it belongs to.
     pub network: NetworkId,
-    /// What the frame's source address must be.
+    /// Condition on the source address.
     pub src: Qualifier,
-    /// What the frame's destination address must be.
+    /// Condition on the destination address.
     pub dst: Qualifier,
-    /// Where the frame must have come from.
+    /// Condition on the ingress port.
     pub from: Source,
-    /// Where a copy goes.
+    /// Destination port.
     pub to: PortId,
 }
 
-/// VNET/P's published priorities, `[source][destination]`, each NOT, ANY, DIRECT. The highest that applies wins.
+/// VNET/P's published priorities, `[source][destination]`, each NOT, ANY, DIRECT. The highest matching one wins.
 const PRIORITY: [[u8; 3]; 3] = [[3, 5, 7], [5, 6, 6], [7, 8, 8]];
 
 impl Rule {
-    /// The rule's priority where it applies, 3 to 8; `None` when it never applies.
+    /// The rule's priority, 3 to 8; `None` when it never applies.
     pub fn priority(&self) -> Option<u8> {
         Some(PRIORITY[self.src.class()?][self.dst.class()?])
     }
 }
 
-/// What a routing decision depends on, besides time: where a frame comes from and its addresses.
+/// The inputs of a routing decision, besides time: network, addresses and ingress port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Flow {
     /// The network it belongs to.
@@ -169,7 +169,7 @@ pub struct Flow {
     pub src: Mac,
     /// Destination address.
     pub dst: Mac,
-    /// The port where it entered the core.
+    /// Ingress port.
     pub from: PortId,
 }
 
@@ -180,10 +180,10 @@ impl From<&Frame> for Flow {
     }
 }
 
-/// The networks that a port is part of.
+/// The networks of a port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Networks {
-    /// Every network there is.
+    /// Every network.
     All,
     /// These, in ascending order (see [`Networks::only`]).
     Only(Box<[NetworkId]>),
@@ -198,7 +198,7 @@ impl Networks {
         Networks::Only(networks.into_boxed_slice())
     }
 
-    /// True when `network` is one of them.
+    /// True when `network` is included.
     pub fn contains(&self, network: NetworkId) -> bool {
         match self {
             Networks::All => true,
@@ -214,29 +214,29 @@ pub struct Member {
     pub port: PortId,
     /// Which side of the core it is on.
     pub kind: PortKind,
-    /// The networks whose frames may enter and leave here.
+    /// Networks whose frames may enter and leave here.
     pub networks: Networks,
-    /// The address configured for its guest: found here and nowhere else, without having been learned.
+    /// The guest's configured address: always found here, never learned.
     pub mac: Option<Mac>,
-    /// How many frames a second may be flooded from here; `None`: any number.
+    /// Storm limit: flooded frames per second; `None`: no limit.
     pub storm_frames_per_s: Option<u32>,
-    /// Whether only `mac` may be the source of frames from here. Without a `mac`, no frame may enter.
+    /// Port security: only `mac` may be a source address here. Without a `mac`, no frame may enter.
     pub port_security: bool,
 }
 
-/// What a network is configured to do.
+/// A network's configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NetworkSpec {
-    /// Its number.
+    /// Its id.
     pub id: NetworkId,
-    /// Whether sources are learned, and frames without a rule or a known destination flooded.
+    /// True to learn sources, and to flood frames that have neither a rule nor a known destination.
     pub learning: bool,
-    /// Seconds after which a silent address is forgotten ([`AGEING_S`] is usual). 0: nothing is ever learned, frames
-    /// without a rule are always flooded (a hub).
+    /// Ageing time in seconds ([`AGEING_S`] by default). 0 makes a hub: nothing is learned, and frames without a rule are
+    /// flooded.
     pub ageing_s: u32,
 }
 
-/// The usual ageing time in seconds (IEEE 802.1Q, table 8-6).
+/// Default ageing time in seconds (IEEE 802.1Q, table 8-6).
 pub const AGEING_S: u32 = 300;
 
 #[cfg(test)]
@@ -265,7 +265,7 @@ mod tests {
 
     #[test]
     fn a_rule_is_small() {
-        // 2^20 rules below 200 bytes each with their index (DESIGN.md section 10).
+        // A route may take 200 bytes, index included (ARCHITECTURE.md, Limits).
         assert!(size_of::<Rule>() <= 28);
     }
 }

@@ -1,4 +1,4 @@
-//! Says why a frame would go where it goes, for people (`vnet trace`). Learns nothing and takes no storm tokens.
+//! Explains a routing decision (`vnet trace`). Learns nothing and takes no storm tokens.
 
 use super::learning::Learned;
 use super::rule::{Flow, Rule};
@@ -6,28 +6,28 @@ use super::table::Table;
 use crate::frame::PortId;
 use crate::stats::DropReason;
 
-/// What decides about a frame.
+/// The step that decides about a frame.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum By {
-    /// The frame may not enter: its network is not known, its port not part of it, or its source not allowed there.
+    /// The guard refuses the frame: unknown network, port not in the network, or source address not allowed.
     Guard,
     /// These rules, all of priority `priority`.
     Rules {
-        /// The highest priority that applies.
+        /// The highest matching priority.
         priority: u8,
         /// All rules that share it, ordered by index.
         rules: Vec<Rule>,
     },
-    /// The destination is configured on an interface, or published by another host.
+    /// The destination is configured on an interface or published by another host.
     Pinned,
     /// The destination was learned.
     Learned {
-        /// Seconds since it was last noted that it was heard.
+        /// Seconds since the last recorded sighting.
         age_s: u32,
-        /// Whether it is frozen there.
+        /// True when the address is frozen.
         frozen: bool,
     },
-    /// The network learns, and the destination is a group or not known.
+    /// The network learns, and the destination is a group address or unknown.
     Flood,
     /// No rule applies, and the network does not learn.
     Nothing,
@@ -36,13 +36,13 @@ pub enum By {
 /// Where a frame would go, and why.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Explanation {
-    /// What decides.
+    /// The deciding step.
     pub by: By,
-    /// The destinations, or why there are none.
+    /// The destinations, or the reason for none.
     pub outcome: Result<Vec<PortId>, DropReason>,
 }
 
-/// Explains what a router would decide about `flow`, storm limit aside. Its source is taken as it is known already.
+/// Explains what a router would decide about `flow`, without the storm limit and without learning its source.
 pub fn explain(table: &Table, learned: &Learned, flow: &Flow, now_ms: u64) -> Explanation {
     let here = match table.admit(flow) {
         Ok(here) => here,

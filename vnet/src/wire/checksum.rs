@@ -1,11 +1,11 @@
-//! The Internet checksum (RFC 1071), computed eight bytes at a time and folded once.
+//! The Internet checksum (RFC 1071), summed in 32-bit words and folded at the end.
 
-/// A ones' complement sum under way. Pieces may be added in any order as long as each but the last has even length.
+/// A running ones' complement sum. Add pieces in any order; all but the last must have even length.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Sum(u64);
 
 impl Sum {
-    /// Adds a run of bytes; an odd last byte counts as the high half of a word.
+    /// Adds bytes; an odd last byte counts as the high half of a word.
     #[inline]
     pub fn with(mut self, bytes: &[u8]) -> Sum {
         // Words are summed in native order: ones' complement addition commutes with swapping bytes (RFC 1071 section 2 B).
@@ -18,7 +18,7 @@ impl Sum {
         let rest = chunks.remainder();
         tail[..rest.len()].copy_from_slice(rest);
         self.0 += u64::from(u32::from_ne_bytes(tail));
-        // 2^30 additions of 32-bit words cannot overflow; a frame has at most 2^14 of them, so folding here keeps room.
+        // 2^30 additions of 32-bit words cannot overflow 64 bits; a frame has at most 2^14, so folding per call suffices.
         self.0 = (self.0 & 0xffff_ffff) + (self.0 >> 32);
         self
     }
@@ -29,7 +29,7 @@ impl Sum {
         self.with(&word.to_be_bytes())
     }
 
-    /// The sum folded to 16 bits, not complemented: what a partial checksum field holds (pseudo-header only).
+    /// The sum folded to 16 bits, not complemented. Over the pseudo-header, this is the value of a partial checksum field.
     #[inline]
     pub fn partial(self) -> u16 {
         let mut sum = self.0;
@@ -39,7 +39,7 @@ impl Sum {
         u16::from_be((sum & 0xffff) as u16)
     }
 
-    /// The complemented checksum, ready for a header field.
+    /// The complemented checksum, as a header field holds it.
     #[inline]
     pub fn finish(self) -> u16 {
         !self.partial()

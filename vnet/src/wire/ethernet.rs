@@ -1,4 +1,4 @@
-//! Ethernet II addresses and headers (IEEE 802.3), with 802.1Q tags looked through, never changed.
+//! Ethernet II addresses and headers (IEEE 802.3). VLAN tags (802.1Q, 802.1ad) are skipped, never changed.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 /// Bytes of an untagged Ethernet header: destination, source, type.
 pub const HEADER_LEN: usize = 14;
-/// Bytes that one 802.1Q tag adds.
+/// Bytes of one 802.1Q tag.
 pub const VLAN_TAG_LEN: usize = 4;
 
 /// EtherType of IPv4.
@@ -41,13 +41,13 @@ impl Mac {
         self.0[0] & 1 != 0
     }
 
-    /// True for an address that one station may own: neither a group address nor all zeros.
+    /// True for a station's address: neither a group address nor all zeros.
     #[inline]
     pub fn is_unicast(self) -> bool {
         !self.is_multicast() && self.0 != [0; 6]
     }
 
-    /// The address as the low 48 bits of an integer, first byte highest.
+    /// The address as the low 48 bits of an integer, first byte most significant.
     #[inline]
     pub fn to_u64(self) -> u64 {
         let [a, b, c, d, e, f] = self.0;
@@ -68,7 +68,7 @@ impl fmt::Debug for Mac {
     }
 }
 
-/// A text that is not a MAC address.
+/// A string that is not a MAC address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("'{0}' is not a MAC address; write six hexadecimal bytes, as in 52:54:00:12:34:56")]
 pub struct MacError(pub String);
@@ -76,7 +76,7 @@ pub struct MacError(pub String);
 impl FromStr for Mac {
     type Err = MacError;
 
-    /// Reads `xx:xx:xx:xx:xx:xx`, either case, exactly two digits a byte.
+    /// Parses `xx:xx:xx:xx:xx:xx`, either case, exactly two digits per byte.
     fn from_str(text: &str) -> Result<Mac, MacError> {
         let error = || MacError(text.chars().take(64).collect());
         let mut bytes = [0; 6];
@@ -105,16 +105,16 @@ impl From<Mac> for String {
     }
 }
 
-/// What lies behind the Ethernet header and its tags.
+/// The payload behind the Ethernet header and its tags.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Payload {
     /// EtherType behind all tags.
     pub ethertype: u16,
-    /// Offset of the first byte behind the header and its tags.
+    /// Offset of its first byte.
     pub offset: usize,
 }
 
-/// Destination address, source address. `None` when the bytes are too few for a header.
+/// Destination and source address. `None` when `frame` is shorter than a header.
 #[inline]
 pub fn addresses(frame: &[u8]) -> Option<(Mac, Mac)> {
     let header: &[u8; HEADER_LEN] = frame.first_chunk()?;
@@ -122,7 +122,7 @@ pub fn addresses(frame: &[u8]) -> Option<(Mac, Mac)> {
     Some((Mac([d0, d1, d2, d3, d4, d5]), Mac([s0, s1, s2, s3, s4, s5])))
 }
 
-/// Looks through at most two tags (802.1Q, 802.1ad) for the EtherType. `None` when the frame ends before it.
+/// Finds the EtherType behind at most two tags (802.1Q, 802.1ad). `None` when the frame ends before it or has more tags.
 #[inline]
 pub fn payload(frame: &[u8]) -> Option<Payload> {
     let mut offset = HEADER_LEN - 2;
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn tags_are_looked_through() {
+    fn tags_are_skipped() {
         let mut frame = vec![0u8; 12];
         frame.extend([0x81, 0x00, 0x00, 0x05, 0x08, 0x00]);
         assert_eq!(payload(&frame), Some(Payload { ethertype: ETHERTYPE_IPV4, offset: 18 }));
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn tags_without_end_are_refused() {
+    fn more_than_two_tags_are_refused() {
         let frame: Vec<u8> = [0u8; 12].into_iter().chain([0x81, 0x00, 0, 1].repeat(8)).collect();
         assert_eq!(payload(&frame), None);
     }

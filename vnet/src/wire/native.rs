@@ -1,5 +1,4 @@
-//! The native datagram: a 16-byte header, then a fragment of a frame, a whole frame, or a bundle of small whole frames
-//! (DESIGN.md section 6).
+//! The native datagram: a 16-byte header, then a fragment of a frame, a whole frame, or a bundle of small whole frames.
 //!
 //! ```text
 //! 0      version (high 4 bits, = 1) | type (low 4): 0 frame, 1 bundle, 2 probe, 3 probe reply, 4 keepalive
@@ -9,22 +8,22 @@
 //! 8-15   datagram number N
 //! ```
 //!
-//! All fields are in network byte order. A frame of several datagrams takes consecutive numbers, so that `N - k` names it;
-//! every fragment but the last carries the same number of bytes, so that fragment `k` starts at `k` times that number:
-//! neither overlap nor gaps can be written down. LAST marks the last fragment; a frame in one datagram is `k = 0` with LAST.
+//! All fields are in network byte order. The datagrams of a frame have consecutive numbers, so `N - k` identifies the frame.
+//! All fragments but the last have the same size, so fragment `k` starts at `k` times that size: the format cannot express
+//! overlaps or gaps. LAST marks the last fragment; a frame in one datagram has `k = 0` and LAST.
 //!
-//! OFFLOAD says that 12 bytes of offload metadata stand before the frame: in a frame's fragment 0 (the flag means nothing
-//! in the others), and in a bundle before *each* of its frames, inside the length of its entry. A bundle's entry is a `u16`
-//! length and that many bytes. Types other than frame have `k = 0`.
+//! OFFLOAD: 12 bytes of offload metadata precede the frame, in fragment 0 (the flag means nothing in the others). In a bundle
+//! they precede *each* frame, inside the length of its entry. An entry of a bundle is a `u16` length and that many bytes.
+//! Types other than frame have `k = 0`.
 
 use super::ethernet;
 use super::offload::{Offload, WIRE_LEN};
 
 /// Bytes of the header.
 pub const HEADER_LEN: usize = 16;
-/// The version this code speaks.
+/// Protocol version.
 pub const VERSION: u8 = 1;
-/// Most relays that the header can count; a frame that has taken this many is not relayed again.
+/// Hop limit: a frame that has taken this many hops is not relayed again.
 pub const HOPS_MAX: u8 = 7;
 /// Bytes of the length before each frame of a bundle.
 pub const ENTRY_LEN: usize = 2;
@@ -33,7 +32,7 @@ const LAST: u8 = 0x01;
 const OFFLOAD: u8 = 0x02;
 const SEALED: u8 = 0x04;
 
-/// What a datagram carries.
+/// Datagram type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
@@ -41,57 +40,57 @@ pub enum Kind {
     Frame = 0,
     /// Several small whole frames.
     Bundle = 1,
-    /// A question whether a datagram of this size arrives (RFC 8899).
+    /// A path MTU probe (RFC 8899): asks whether a datagram of this size arrives.
     Probe = 2,
-    /// The answer to a probe, of the same size.
+    /// The reply to a probe, of the same size.
     ProbeReply = 3,
-    /// Nothing; keeps translators and state tables on the path awake.
+    /// Empty; keeps NAT and firewall state on the path alive.
     Keepalive = 4,
 }
 
 /// A native header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// What follows.
+    /// Type of the payload.
     pub kind: Kind,
-    /// The frame ends with this datagram.
+    /// Last fragment of the frame.
     pub last: bool,
-    /// Offload metadata stands before the frame.
+    /// Offload metadata precedes the frame.
     pub offload: bool,
     /// The payload is encrypted.
     pub sealed: bool,
-    /// Relays passed, at most [`HOPS_MAX`].
+    /// Hops taken, at most [`HOPS_MAX`].
     pub hops: u8,
-    /// Which of four successive keys sealed the payload.
+    /// Key epoch modulo 4.
     pub epoch: u8,
     /// Fragment index k.
     pub index: u16,
     /// Network id, 24 bits.
     pub network: u32,
-    /// Which receive queue the sender would choose; a hint.
+    /// Receive queue hint of the sender.
     pub queue: u8,
     /// Datagram number N, at least `index + 1`.
     pub number: u64,
 }
 
-/// Why a datagram has no native header.
+/// Reason to refuse a native header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HeaderError {
     /// Fewer bytes than a header.
     #[error("shorter than the native header of {HEADER_LEN} bytes")]
     Short,
-    /// A version or type of the future, or no native datagram at all.
+    /// Unknown version or type: a newer peer, or not a native datagram.
     #[error("unknown native version or type {0:#04x}")]
     Version(u8),
-    /// The fields contradict each other.
+    /// Datagram number and fragment index contradict each other.
     #[error("datagram number and fragment index contradict each other")]
     Contradiction,
 }
 
 impl Header {
-    /// Reads the header in front of `datagram` and returns it with the payload behind it.
+    /// Parses the header of `datagram`. Returns it with the payload.
     ///
-    /// After this `number > index` holds, so that [`Header::frame_id`] is at least 1, and only a frame has an index.
+    /// Guarantees `number > index`, so [`Header::frame_id`] is at least 1, and `index == 0` for all types but frame.
     #[inline]
     pub fn parse(datagram: &[u8]) -> Result<(Header, &[u8]), HeaderError> {
         let (header, payload) = datagram.split_first_chunk::<HEADER_LEN>().ok_or(HeaderError::Short)?;
@@ -122,7 +121,7 @@ impl Header {
         Ok((header, payload))
     }
 
-    /// The header's bytes. Bits that a field has no room for are cut off.
+    /// Encodes the header. Truncates values that exceed their field.
     #[inline]
     pub fn to_bytes(&self) -> [u8; HEADER_LEN] {
         let flag = |set, bit| if set { bit } else { 0 };
@@ -138,21 +137,21 @@ impl Header {
         [first, flags, k0, k1, v0, v1, v2, self.queue, n0, n1, n2, n3, n4, n5, n6, n7]
     }
 
-    /// What names the frame among those of its link: the number of its fragment 0.
+    /// Identifies the frame within its link: the number of its fragment 0.
     #[inline]
     pub fn frame_id(&self) -> u64 {
         self.number - u64::from(self.index)
     }
 
-    /// True for a frame that this datagram holds from its first byte to its last.
+    /// True when this datagram holds the whole frame.
     #[inline]
     pub fn is_whole(&self) -> bool {
         self.index == 0 && self.last
     }
 }
 
-/// Splits the offload metadata from the frame behind it, when `present`. `None` when the bytes are too few. What comes out
-/// is foreign still: [`Offload::checked`] has to look at it.
+/// Splits off the offload metadata before a frame, if `present`. `None` when it is cut off. The metadata is unchecked: pass
+/// it to [`Offload::checked`].
 #[inline]
 pub fn metadata(bytes: &[u8], present: bool) -> Option<(Offload, &[u8])> {
     if !present {
@@ -170,9 +169,9 @@ pub struct Bundle<'a> {
 }
 
 impl<'a> Bundle<'a> {
-    /// Checks a bundle's payload as a whole: at least one frame, every length within the payload, nothing left over,
-    /// metadata complete where `offload` announces it, an Ethernet header's length in each entry. `None` when anything is wrong:
-    /// a bundle then counts as one bad datagram, and not as the 32 000 empty frames that fit into one.
+    /// Checks a bundle's payload as a whole: at least one frame, all lengths within the payload, no bytes left over, metadata
+    /// complete where `offload` announces it, and at least an Ethernet header in each entry. `None` when anything is wrong: a
+    /// bad bundle counts as one bad datagram, not as the 32 000 empty frames that could fit into it.
     #[inline]
     pub fn checked(payload: &'a [u8], offload: bool) -> Option<Bundle<'a>> {
         let bundle = Bundle { rest: payload, offload };
@@ -194,7 +193,7 @@ impl<'a> Bundle<'a> {
 }
 
 impl<'a> Iterator for Bundle<'a> {
-    /// Unchecked metadata, and the frame it is for.
+    /// Unchecked metadata, and its frame.
     type Item = (Offload, &'a [u8]);
 
     #[inline]
@@ -224,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn the_header_is_laid_out_as_designed() {
+    fn the_header_has_the_documented_layout() {
         let header = Header {
             last: true,
             offload: true,
@@ -281,7 +280,7 @@ mod tests {
         }
 
         #[test]
-        fn bundles_round_trip_and_any_cut_is_noticed(
+        fn bundles_round_trip_and_truncation_is_noticed(
             frames in prop::collection::vec(prop::collection::vec(any::<u8>(), 14..80), 1..8), offload: bool, cut in 1usize..90,
         ) {
             let metadata = Offload { hdr_len: 54, csum_start: 34, flags: 1, ..Offload::default() };
@@ -298,13 +297,13 @@ mod tests {
                 prop_assert_eq!(got, &frame[..]);
                 prop_assert_eq!(offload, expected);
             }
-            // A frame shorter than its header among them: no bundle.
+            // One frame shorter than an Ethernet header: the bundle is refused.
             for short in [0, 13] {
                 let entry = vec![0; short + if offload { WIRE_LEN } else { 0 }];
                 let with_short = [&payload[..], &(entry.len() as u16).to_be_bytes(), &entry].concat();
                 prop_assert!(Bundle::checked(&with_short, offload).is_none());
             }
-            // Cut inside the last entry: no bundle. Longer cuts may fall between two entries, which is a shorter bundle.
+            // Truncated inside the last entry: refused. Truncated between two entries it would be a shorter, valid bundle.
             let entry = frames.last().map_or(0, Vec::len) + ENTRY_LEN + if offload { WIRE_LEN } else { 0 };
             let cut = 1 + cut % entry.max(2);
             if cut < entry {

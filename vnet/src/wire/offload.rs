@@ -1,8 +1,7 @@
-//! Offload metadata: what a guest asks its NIC to finish (virtio 1.2 section 5.1.6, `struct virtio_net_hdr`).
+//! Offload metadata: the work that a guest leaves to its NIC (virtio 1.2 section 5.1.6, `struct virtio_net_hdr`).
 //!
-//! One [`Offload`] travels with each frame. It has two outer forms: the little-endian virtio-net header in guest memory
-//! and on a TAP, and 12 bytes in network byte order at the start of a native datagram whose OFFLOAD flag is set
-//! (DESIGN.md section 6).
+//! Each frame has one [`Offload`]. It has two encodings: the little-endian virtio-net header in guest memory and on a TAP, and
+//! 12 bytes in network byte order in native datagrams with the OFFLOAD flag (`native.rs`).
 
 use super::ethernet::HEADER_LEN;
 
@@ -11,9 +10,9 @@ pub const VIRTIO_NET_HDR_LEN: usize = 12;
 /// Bytes of the metadata in a native datagram.
 pub const WIRE_LEN: usize = 12;
 
-/// `flags`: the checksum from `csum_start` is still to be completed.
+/// `flags`: the checksum from `csum_start` is partial and has to be completed.
 pub const F_NEEDS_CSUM: u8 = 1;
-/// `flags`: the checksum was verified by somebody the receiver may trust.
+/// `flags`: a trusted component has verified the checksum.
 pub const F_DATA_VALID: u8 = 2;
 
 /// `gso_type`: not a super-frame.
@@ -22,43 +21,43 @@ pub const GSO_NONE: u8 = 0;
 pub const GSO_TCPV4: u8 = 1;
 /// `gso_type`: TCP over IPv6.
 pub const GSO_TCPV6: u8 = 4;
-/// `gso_type`: UDP datagrams to be cut at `gso_size` (USO).
+/// `gso_type`: UDP, segmented at `gso_size` (USO).
 pub const GSO_UDP_L4: u8 = 5;
 /// `gso_type` modifier: the first segment carries CWR (RFC 3168).
 pub const GSO_ECN: u8 = 0x80;
 
-/// What is left to do on a frame: complete a checksum, cut a super-frame.
+/// Work left on a frame: complete a partial checksum, segment a super-frame.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Offload {
     /// `F_*` bits.
     pub flags: u8,
     /// `GSO_*` value.
     pub gso_type: u8,
-    /// Bytes of all headers, a hint from the sender; never trusted.
+    /// Bytes of all headers: the sender's hint, never trusted.
     pub hdr_len: u16,
-    /// Payload bytes of each segment of a super-frame.
+    /// Payload bytes per segment of a super-frame.
     pub gso_size: u16,
-    /// Where summing starts, from the frame's first byte.
+    /// Offset from the frame's first byte at which the checksum starts.
     pub csum_start: u16,
-    /// Where the checksum goes, from `csum_start`.
+    /// Offset of the checksum field from `csum_start`.
     pub csum_offset: u16,
 }
 
-/// Why offload metadata was refused.
+/// Reason to refuse offload metadata.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum OffloadError {
-    /// The checksum would be read or written past the end of the frame, or in its Ethernet header.
+    /// The checksum would cover the Ethernet header or lie past the end of the frame.
     #[error("checksum position lies outside the frame's payload")]
     ChecksumOutside,
-    /// A super-frame with segments of no size.
+    /// A super-frame with `gso_size` 0.
     #[error("super-frame with gso_size 0")]
     ZeroSegment,
-    /// A `gso_type` this version does not know, or one without its checksum request.
+    /// An unknown `gso_type`, or a super-frame without a partial checksum.
     #[error("unknown or inconsistent gso_type")]
     GsoType,
 }
 
-/// What a receiver is able to take unfinished.
+/// Offloads that a receiver accepts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Accepts {
     /// Partial checksums (GUEST_CSUM).
@@ -74,14 +73,14 @@ pub struct Accepts {
 }
 
 impl Accepts {
-    /// Takes everything; native links and TAPs with all offloads.
+    /// All offloads: native links, and TAPs with all offloads on.
     pub const ALL: Accepts = Accepts { csum: true, tso4: true, tso6: true, uso: true, ecn: true };
-    /// Takes only finished Ethernet frames.
+    /// No offloads: finished Ethernet frames only.
     pub const NOTHING: Accepts = Accepts { csum: false, tso4: false, tso6: false, uso: false, ecn: false };
 }
 
 impl Offload {
-    /// True when the frame is finished: nothing to sum, nothing to cut.
+    /// True when the frame is finished: no partial checksum, not a super-frame.
     #[inline]
     pub fn is_none(&self) -> bool {
         self.flags & F_NEEDS_CSUM == 0 && self.gso_type == GSO_NONE
@@ -93,7 +92,7 @@ impl Offload {
         self.gso_type & !GSO_ECN
     }
 
-    /// True when a receiver that accepts `accepts` may get the frame as it is.
+    /// True when a receiver with these offloads may get the frame unchanged.
     #[inline]
     pub fn fits(&self, accepts: &Accepts) -> bool {
         if self.is_none() {
@@ -109,15 +108,14 @@ impl Offload {
         accepts.csum && kind && (accepts.ecn || self.gso_type & GSO_ECN == 0)
     }
 
-    /// Checks foreign metadata against a frame of `len` bytes and strips what means nothing.
+    /// Checks foreign metadata against a frame of `len` bytes and clears unused fields.
     ///
-    /// After this, `14 <= csum_start` and `csum_start + csum_offset + 2 <= len` hold for a partial checksum, and a
-    /// super-frame has a known kind,
-    /// a positive `gso_size` and a partial checksum (virtio 1.2 section 5.1.6.2 requires it).
+    /// Guarantees `14 <= csum_start` and `csum_start + csum_offset + 2 <= len` for a partial checksum, and for a super-frame a
+    /// known kind, a positive `gso_size` and a partial checksum (required by virtio 1.2 section 5.1.6.2).
     #[inline]
     pub fn checked(mut self, len: usize) -> Result<Offload, OffloadError> {
         if self.flags & F_NEEDS_CSUM != 0 {
-            // Completing a checksum must never rewrite the addresses that the frame was checked and routed by.
+            // Completing the checksum must not rewrite the MAC addresses that the frame was checked and routed by.
             let start = usize::from(self.csum_start);
             if start < HEADER_LEN || start + usize::from(self.csum_offset) + 2 > len {
                 return Err(OffloadError::ChecksumOutside);
@@ -148,23 +146,23 @@ impl Offload {
         Ok(self)
     }
 
-    /// Reads a virtio-net header (little endian). Bytes 10 and 11 (`num_buffers`) are ignored.
+    /// Decodes a virtio-net header (little endian). Ignores bytes 10 and 11 (`num_buffers`).
     #[inline]
     pub fn from_virtio(bytes: &[u8; VIRTIO_NET_HDR_LEN]) -> Offload {
         Offload::read(bytes, u16::from_le_bytes)
     }
 
-    /// Writes a virtio-net header (little endian) with `num_buffers`.
+    /// Encodes a virtio-net header (little endian) with `num_buffers`.
     #[inline]
     pub fn to_virtio(&self, num_buffers: u16) -> [u8; VIRTIO_NET_HDR_LEN] {
         self.write(num_buffers, u16::to_le_bytes)
     }
 
-    /// The same header as two numbers whose little-endian bytes follow one another: 8 bytes and 4.
+    /// Encodes the same header as two integers whose little-endian bytes follow one another: 8 bytes and 4.
     ///
-    /// To be written as they are where frames are many. A copy of [`Offload::to_virtio`]'s bytes would load what was just stored
-    /// in smaller pieces, which processors do only when all earlier stores have reached the cache: those into a
-    /// guest's memory, which another core has.
+    /// For the hot path. Copying [`Offload::to_virtio`]'s bytes would load 8 bytes that were just stored in smaller pieces.
+    /// Store forwarding fails then, and the load waits until all earlier stores have reached the cache, including those to
+    /// guest memory whose cache lines another core owns.
     #[inline]
     pub fn to_virtio_words(&self, num_buffers: u16) -> (u64, u32) {
         let bytes = u64::from(self.flags) | u64::from(self.gso_type) << 8;
@@ -173,13 +171,13 @@ impl Offload {
         (words, u32::from(self.csum_offset) | u32::from(num_buffers) << 16)
     }
 
-    /// Reads the metadata of a native datagram (network byte order); the reserved word is ignored.
+    /// Decodes the metadata of a native datagram (network byte order). Ignores the reserved word.
     #[inline]
     pub fn from_wire(bytes: &[u8; WIRE_LEN]) -> Offload {
         Offload::read(bytes, u16::from_be_bytes)
     }
 
-    /// Writes the metadata of a native datagram (network byte order), reserved word zero.
+    /// Encodes the metadata of a native datagram (network byte order), reserved word zero.
     #[inline]
     pub fn to_wire(&self) -> [u8; WIRE_LEN] {
         self.write(0, u16::to_be_bytes)
@@ -222,7 +220,7 @@ mod tests {
     };
 
     #[test]
-    fn both_forms_round_trip() {
+    fn both_encodings_round_trip() {
         assert_eq!(Offload::from_virtio(&TSO.to_virtio(3)), TSO);
         assert_eq!(Offload::from_wire(&TSO.to_wire()), TSO);
         assert_eq!(TSO.to_virtio(0x0102)[10..], [2, 1]);

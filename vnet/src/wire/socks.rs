@@ -1,7 +1,9 @@
-//! The client's side of SOCKS 5 (RFC 1928) with user name and password (RFC 1929): what is said, and what the answers mean.
+//! SOCKS 5 client messages (RFC 1928) with user name and password authentication (RFC 1929).
 //!
-//! Only CONNECT is used. A name is handed to the proxy as it is, which resolves it: nothing about it leaks to this host's
-//! resolver, and names that only the proxy knows (a bastion's, a `.onion`) work.
+//! Only CONNECT is used. The proxy resolves host names: none leaks to this host's resolver, and names that only the proxy
+//! knows (a bastion's, a `.onion`) work.
+//!
+//! Kept by hand: three small messages without I/O, which the fuzzer reaches directly; libraries bring their own sockets.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -14,15 +16,15 @@ const PASSWORD_VERSION: u8 = 1;
 const IPV4: u8 = 1;
 const NAME: u8 = 3;
 const IPV6: u8 = 4;
-/// Longest name, user name and password in bytes: their length is one byte.
+/// Longest name, user name and password in bytes: the length field has one byte.
 pub const TEXT_MAX: usize = 255;
-/// Bytes of an answer to CONNECT from which its length can be told.
+/// Bytes at the start of a reply to CONNECT that determine its length.
 pub const ANSWER_START: usize = 5;
 
-/// Where the proxy is to connect to.
+/// Destination of a connection through the proxy.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Destination {
-    /// An address.
+    /// An IP address and a port.
     Address(SocketAddr),
     /// A name of 1 to [`TEXT_MAX`] bytes, and a port.
     Name(String, u16),
@@ -47,29 +49,31 @@ pub struct Credentials {
 }
 
 impl fmt::Debug for Credentials {
-    /// Without the password: this may end in a log.
+    /// Omits the password, which must not reach a log.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:…", self.user)
     }
 }
 
-/// Why the proxy does not connect us.
+/// Error of a SOCKS negotiation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SocksError {
-    /// Something else answers there.
-    #[error("what answers is no SOCKS 5 proxy (first byte {0}); look at the link's proxy")]
+    /// The server does not speak SOCKS 5.
+    #[error("the proxy does not speak SOCKS 5 (first byte {0}); check the link's proxy")]
     Version(u8),
-    /// It takes none of the methods offered.
-    #[error("the proxy wants another way to log in; write the proxy as socks5://USER:PASSWORD@ADDRESS:PORT")]
+    /// The proxy accepts none of the offered authentication methods.
+    #[error(
+        "the proxy requires another authentication method; write the proxy as socks5://USER:PASSWORD@ADDRESS:PORT"
+    )]
     Method,
-    /// It does not know the user name or password.
-    #[error("the proxy refuses user name or password; correct them in the link's proxy")]
+    /// The proxy rejected user name or password.
+    #[error("the proxy rejected user name or password; correct them in the link's proxy")]
     Denied,
-    /// It does not connect.
+    /// The proxy could not connect to the destination.
     #[error("the proxy cannot connect: {}", reason(*.0))]
     Refused(u8),
-    /// The answer has an address of unknown kind.
-    #[error("the proxy's answer cannot be understood (address type {0})")]
+    /// The reply has an unknown address type.
+    #[error("the proxy's reply has an unknown address type ({0})")]
     AddressType(u8),
 }
 
@@ -77,32 +81,32 @@ pub enum SocksError {
 fn reason(code: u8) -> &'static str {
     match code {
         1 => "general failure",
-        2 => "its rules do not allow it",
+        2 => "not allowed by its rules",
         3 => "network unreachable",
         4 => "host unreachable",
         5 => "connection refused",
         6 => "time-to-live expired",
-        7 => "it does not know the command",
-        8 => "it does not know the kind of address",
+        7 => "command not supported",
+        8 => "address type not supported",
         _ => "unknown reason",
     }
 }
 
-/// How the proxy wants the client to log in.
+/// Authentication method that the proxy selected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Login {
-    /// Not at all.
+    /// No authentication.
     None,
-    /// By user name and password.
+    /// User name and password.
     Password,
 }
 
-/// The first message: the ways to log in that the client knows.
+/// The first message: offered authentication methods.
 pub fn greeting(credentials: bool) -> Vec<u8> {
     if credentials { vec![VERSION, 2, METHOD_NONE, METHOD_PASSWORD] } else { vec![VERSION, 1, METHOD_NONE] }
 }
 
-/// The answer to [`greeting`].
+/// Parses the reply to [`greeting`].
 pub fn login(answer: [u8; 2], credentials: bool) -> Result<Login, SocksError> {
     match answer {
         [VERSION, METHOD_NONE] => Ok(Login::None),
@@ -112,7 +116,7 @@ pub fn login(answer: [u8; 2], credentials: bool) -> Result<Login, SocksError> {
     }
 }
 
-/// User name and password (RFC 1929 section 2).
+/// The authentication request (RFC 1929 section 2).
 pub fn password(credentials: &Credentials) -> Vec<u8> {
     let mut message = vec![PASSWORD_VERSION];
     for text in [&credentials.user, &credentials.password] {
@@ -121,13 +125,13 @@ pub fn password(credentials: &Credentials) -> Vec<u8> {
     message
 }
 
-/// The answer to [`password`].
+/// Parses the reply to [`password`].
 pub fn granted(answer: [u8; 2]) -> Result<(), SocksError> {
-    // The version is that of the negotiation, but some proxies answer with their own: only the status counts.
+    // The version should be 1, but some proxies send 5: only the status counts.
     if answer[1] == 0 { Ok(()) } else { Err(SocksError::Denied) }
 }
 
-/// The request to connect (RFC 1928 section 4).
+/// The CONNECT request (RFC 1928 section 4).
 pub fn connect(to: &Destination) -> Vec<u8> {
     let mut message = vec![VERSION, CONNECT, 0];
     let port = match to {
@@ -160,8 +164,7 @@ fn put_text(message: &mut Vec<u8>, text: &str) {
     message.extend_from_slice(bytes);
 }
 
-/// How many bytes of the answer to [`connect`] are still to be read behind its first ones. What comes after those is the other
-/// end's.
+/// Bytes of the reply to [`connect`] that follow its first [`ANSWER_START`]. All bytes after those come from the destination.
 pub fn answer_rest(start: [u8; ANSWER_START]) -> Result<usize, SocksError> {
     const PORT: usize = 2;
     match start {
@@ -179,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_are_those_of_the_rfcs() {
+    fn messages_match_the_rfcs() {
         assert_eq!(greeting(false), [5, 1, 0]);
         assert_eq!(greeting(true), [5, 2, 0, 2]);
         let credentials = Credentials { user: "me".into(), password: "pw!".into() };
@@ -193,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_understood_or_refused_with_a_reason() {
+    fn replies_are_parsed_or_refused_with_a_reason() {
         assert_eq!(login([5, 0], false), Ok(Login::None));
         assert_eq!(login([5, 2], true), Ok(Login::Password));
         assert_eq!(login([5, 2], false), Err(SocksError::Method), "it was not offered");

@@ -1,5 +1,4 @@
-//! Native frames on a byte stream: before each a `u32` length, then the native header and the whole frame (DESIGN.md
-//! section 6).
+//! Native frames on a byte stream: a `u32` length, the native header, and the whole frame.
 //!
 //! ```text
 //! 0-3    length of what follows, in bytes
@@ -7,36 +6,36 @@
 //! 20-    12 bytes of offload metadata if OFFLOAD is set, then the frame
 //! ```
 //!
-//! All in network byte order. A stream neither fragments nor bundles. A length that no message has means that the two ends are
-//! out of step, or that the other one is no peer: there is no way on from there, and the connection ends.
+//! All in network byte order. A stream neither fragments nor bundles. After an impossible length the two ends have lost
+//! framing, or the other end is not a vnet host: the connection is closed.
 
 use super::native::{self, Header, Kind};
 use super::offload::{Offload, WIRE_LEN};
 
 /// Bytes of the length.
 pub const LENGTH_LEN: usize = 4;
-/// Longest message in bytes, without its length: header, metadata, and the largest frame (DESIGN.md section 10).
+/// Longest message in bytes, without its length: header, metadata, and the largest frame.
 pub const MESSAGE_MAX: usize = native::HEADER_LEN + WIRE_LEN + 65_553;
 
-/// A length that no message has.
+/// An impossible message length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("a message of {0} bytes; they have {min} to {MESSAGE_MAX}", min = native::HEADER_LEN)]
+#[error("message of {0} bytes; {min} to {MESSAGE_MAX} are possible", min = native::HEADER_LEN)]
 pub struct LengthError(pub u32);
 
-/// What a message holds.
+/// Content of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Message<'a> {
-    /// A frame. The metadata is foreign still: [`Offload::checked`] has to look at it.
+pub enum Content<'a> {
+    /// A frame. The metadata is unchecked: pass it to [`Offload::checked`].
     Frame(Header, Offload, &'a [u8]),
-    /// Nothing but the sign that the other end lives.
+    /// A keepalive.
     Keepalive,
-    /// A message whose header makes no sense on a stream; the next one may.
+    /// A message that is not valid on a stream. Framing is intact: the next message may be valid.
     Bad,
 }
 
-/// The first message in `bytes` and how many of them it takes; `None` when more bytes have to come.
+/// The first message in `bytes` and its length in bytes; `None` when it is incomplete.
 #[inline]
-pub fn next(bytes: &[u8]) -> Result<Option<(Message<'_>, usize)>, LengthError> {
+pub fn next(bytes: &[u8]) -> Result<Option<(Content<'_>, usize)>, LengthError> {
     let Some((length, rest)) = bytes.split_first_chunk::<LENGTH_LEN>() else { return Ok(None) };
     let length = u32::from_be_bytes(*length);
     let len = length as usize;
@@ -47,28 +46,28 @@ pub fn next(bytes: &[u8]) -> Result<Option<(Message<'_>, usize)>, LengthError> {
 }
 
 #[inline]
-fn read(message: &[u8]) -> Message<'_> {
+fn read(message: &[u8]) -> Content<'_> {
     match Header::parse(message) {
-        Ok((header, _)) if header.sealed => Message::Bad,
+        Ok((header, _)) if header.sealed => Content::Bad,
         Ok((header, payload)) if header.kind == Kind::Frame && header.is_whole() => {
             match native::metadata(payload, header.offload) {
-                Some((offload, frame)) => Message::Frame(header, offload, frame),
-                None => Message::Bad,
+                Some((offload, frame)) => Content::Frame(header, offload, frame),
+                None => Content::Bad,
             }
         }
-        Ok((Header { kind: Kind::Keepalive, .. }, _)) => Message::Keepalive,
-        _ => Message::Bad,
+        Ok((Header { kind: Kind::Keepalive, .. }, _)) => Content::Keepalive,
+        _ => Content::Bad,
     }
 }
 
-/// The first bytes of a message: length, header, and the metadata if `offload` is to travel. The frame's `len` bytes follow.
+/// The start of a message: length, header, and metadata if the OFFLOAD flag is set. The frame follows.
 pub struct Prefix {
     bytes: [u8; LENGTH_LEN + native::HEADER_LEN + WIRE_LEN],
     len: usize,
 }
 
 impl Prefix {
-    /// For a message with this header; its OFFLOAD flag says whether metadata is written.
+    /// The start of a message with this header and a frame of `len` bytes. The header's OFFLOAD flag decides about metadata.
     #[inline]
     pub fn new(header: &Header, offload: &Offload, len: usize) -> Prefix {
         let metadata = if header.offload { WIRE_LEN } else { 0 };
@@ -82,7 +81,7 @@ impl Prefix {
         Prefix { bytes, len: LENGTH_LEN + native::HEADER_LEN + metadata }
     }
 
-    /// The bytes.
+    /// The encoded bytes.
     #[inline]
     pub fn bytes(&self) -> &[u8] {
         &self.bytes[..self.len]
@@ -110,7 +109,7 @@ mod tests {
     }
 
     proptest! {
-        /// However the stream is cut into reads, the same messages come out.
+        /// However the stream is divided into reads, the same messages come out.
         #[test]
         fn messages_come_out_as_they_went_in(
             frames in prop::collection::vec((prop::collection::vec(any::<u8>(), 0..300), any::<bool>()), 0..8),
@@ -128,13 +127,13 @@ mod tests {
                 held.extend_from_slice(part);
                 while let Some((message, len)) = next(&held).unwrap() {
                     match message {
-                        Message::Frame(header, found, frame) => {
+                        Content::Frame(header, found, frame) => {
                             prop_assert_eq!(header.network, 9);
                             prop_assert_eq!(found, if header.offload { offload } else { Offload::default() });
                             got.push((frame.to_vec(), header.offload));
                         }
-                        Message::Keepalive => kept_alive += 1,
-                        Message::Bad => prop_assert!(false, "bad"),
+                        Content::Keepalive => kept_alive += 1,
+                        Content::Bad => prop_assert!(false, "bad"),
                     }
                     held.drain(..len);
                 }
@@ -146,10 +145,10 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_place_on_a_stream_is_bad() {
+    fn datagrams_that_are_invalid_on_a_stream_are_bad() {
         let message = |header: Header| {
             let bytes = [Prefix::new(&header, &Offload::default(), 20).bytes(), &[0; 20]].concat();
-            matches!(next(&bytes), Ok(Some((Message::Bad, len))) if len == bytes.len())
+            matches!(next(&bytes), Ok(Some((Content::Bad, len))) if len == bytes.len())
         };
         let whole = header(Kind::Frame, false);
         assert!(!message(whole));
@@ -158,11 +157,11 @@ mod tests {
         assert!(message(header(Kind::Bundle, false)) && message(header(Kind::Probe, false)));
         assert!(message(Header { number: 0, ..whole }));
         let short = [&20u32.to_be_bytes()[..], &header(Kind::Frame, true).to_bytes(), &[0; 4]].concat();
-        assert_eq!(next(&short), Ok(Some((Message::Bad, 24))), "metadata cut off");
+        assert_eq!(next(&short), Ok(Some((Content::Bad, 24))), "metadata cut off");
     }
 
     #[test]
-    fn lengths_that_no_message_has_end_the_stream() {
+    fn impossible_lengths_end_the_stream() {
         for length in [0, 15, MESSAGE_MAX as u32 + 1, u32::MAX] {
             assert_eq!(next(&length.to_be_bytes()), Err(LengthError(length)));
         }

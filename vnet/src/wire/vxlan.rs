@@ -7,30 +7,30 @@
 //! 7      reserved
 //! ```
 //!
-//! Reserved bits are sent as zero and ignored on receipt, as section 5 asks for. The VNI is the overlay's network id.
+//! Reserved bits are sent as zero and ignored on receipt (section 5). The VNI is the overlay's network id.
 
 use super::ethernet;
 
 /// Bytes of the header.
 pub const HEADER_LEN: usize = 8;
-/// UDP port that IANA gave to VXLAN.
+/// UDP port that IANA assigned to VXLAN.
 pub const PORT: u16 = 4789;
 
 /// The I flag.
 const VALID: u8 = 0x08;
 
-/// Why a datagram is no VXLAN packet.
+/// Reason to refuse a VXLAN packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VxlanError {
-    /// Fewer bytes than both headers.
+    /// Shorter than a VXLAN and an Ethernet header.
     #[error("shorter than a VXLAN and an Ethernet header")]
     Short,
-    /// The network identifier is said to be invalid.
+    /// The I flag is not set: the network identifier is invalid.
     #[error("the I flag is not set")]
     NoNetwork,
 }
 
-/// Reads the header in front of `datagram`: the network identifier and the inner frame, which has at least an Ethernet header.
+/// Parses the header of `datagram`. Returns VNI and inner frame, which has at least an Ethernet header.
 #[inline]
 pub fn parse(datagram: &[u8]) -> Result<(u32, &[u8]), VxlanError> {
     let (header, frame) = datagram.split_first_chunk::<HEADER_LEN>().ok_or(VxlanError::Short)?;
@@ -44,7 +44,7 @@ pub fn parse(datagram: &[u8]) -> Result<(u32, &[u8]), VxlanError> {
     Ok((u32::from_be_bytes([0, v0, v1, v2]), frame))
 }
 
-/// The header of a frame of network `vni`, of which the low 24 bits are used.
+/// Encodes the header for the low 24 bits of `vni`.
 #[inline]
 pub fn header(vni: u32) -> [u8; HEADER_LEN] {
     let [_, v0, v1, v2] = vni.to_be_bytes();
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_packet_is_refused() {
+    fn short_packets_and_invalid_vnis_are_refused() {
         let datagram = [&header(1)[..], &[0; 14]].concat();
         assert!(parse(&datagram).is_ok());
         assert_eq!(parse(&datagram[..21]), Err(VxlanError::Short));

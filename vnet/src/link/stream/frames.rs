@@ -11,7 +11,7 @@ use crate::stats::{DiscardReason, DropReason};
 use crate::wire::ethernet;
 use crate::wire::native::{HOPS_MAX, Header};
 use crate::wire::offload::Offload;
-use crate::wire::stream::{self, LengthError, Message, Prefix};
+use crate::wire::stream::{self, Content, LengthError, Prefix};
 
 impl Link {
     /// Sends what waits in `slot`, then takes what has arrived and has `run` take its frames to completion. `batch` is empty on
@@ -60,14 +60,14 @@ impl Link {
             at += len;
             messages += 1;
             match message {
-                Message::Frame(header, offload, frame) => {
+                Content::Frame(header, offload, frame) => {
                     if batch.is_full() {
                         flush(batch, &mut bytes);
                     }
                     bytes += self.enter(inbox.claims.as_deref(), batch, &header, offload, frame);
                 }
-                Message::Keepalive => {}
-                Message::Bad => self.stats.discard(DiscardReason::BadHeader, 1),
+                Content::Keepalive => {}
+                Content::Bad => self.stats.discard(DiscardReason::BadHeader, 1),
             }
         };
         flush(batch, &mut bytes);
