@@ -141,7 +141,7 @@ def test_a_step_that_fails_says_what_and_cleans_up(tmp_path: Path):
         env={**os.environ, "VNET_BINARIES": str(tmp_path)},
     )
     assert done.returncode == 1
-    assert "vnetd on h1 ended" in done.stderr
+    assert "vnetd on h1 exited at once" in done.stderr
     assert "no luck today" in done.stderr, "the end of the log"
     assert traces("test-one") == []
 

@@ -1,8 +1,8 @@
 """Commands in a guest, over its serial ports.
 
-Serial ports need no driver, no address and no network in the guest, so they work while any of that is being tested.
-The guest's side, and the lines that go to and fro, are in `guest/init`. A port serves one command at a time; a lock
-file for each keeps users apart, and three ports let three commands run side by side.
+Serial ports need no driver, address or network in the guest, so they work while those are tested. `guest/init` has the
+guest's side and the protocol. A port serves one command at a time, guarded by a lock file; three ports allow three
+commands in parallel.
 """
 
 import base64
@@ -20,15 +20,15 @@ from vnetlab.topology import Node
 
 PORTS = 3
 BEGIN_S = 2
-"""A guest that does not begin a command after this long is still busy with one whose user went away."""
+"""A guest that does not begin a command within this time is still busy with an abandoned one."""
 INTERRUPT = b"\x03"
 
 
 def execute(guest: Node, command: Sequence[str], timeout_s: float, output: Callable[[bytes], object]) -> int:
-    """Runs a command in a guest, hands its output over as it comes, and gives its exit status.
+    """Runs a command in a guest, passes its output on as it arrives, and gives its exit status.
 
-    One argument is a shell command as it is; several are words of one. Raises LabError when the guest does not answer
-    or the command does not end in time; it is interrupted then, as it is on any other exception.
+    One argument is a complete shell command; several are its words. Raises LabError when the guest does not answer or
+    the command exceeds the time limit; this and any other exception interrupts the command.
     """
     text = command[0] if len(command) == 1 else shlex.join(command)
     deadline = time.monotonic() + timeout_s
@@ -43,7 +43,7 @@ def execute(guest: Node, command: Sequence[str], timeout_s: float, output: Calla
 
 
 def _begin(guest: Node, connection: socket.socket, text: str, deadline: float) -> tuple[bytes, str]:
-    """Has the guest begin the command; gives what came after the line that says so, and the command's token."""
+    """Starts the command; gives the bytes after the BEGIN line, and the command's token."""
     encoded = base64.b64encode(text.encode()).decode()
     while True:
         token = secrets.token_hex(8)
@@ -59,7 +59,7 @@ def _begin(guest: Node, connection: socket.socket, text: str, deadline: float) -
         else:
             return received.partition(begun)[2], token
         if time.monotonic() > deadline:
-            raise LabError(f"{guest.name} takes no commands", guest.file(".log"))
+            raise LabError(f"{guest.name} accepts no commands", guest.file(".log"))
         connection.sendall(INTERRUPT)
         time.sleep(0.2)
 
@@ -73,7 +73,7 @@ def _pass_on(
     deadline: float,
     output: Callable[[bytes], object],
 ) -> int:
-    """Hands the command's output over until it ends; gives its exit status."""
+    """Passes the command's output on until it ends; gives its exit status."""
     end = f"\nEND {token} ".encode()
     while True:
         before, found, after = pending.partition(end)
@@ -81,7 +81,7 @@ def _pass_on(
             output(before)
             return int(after)
         if not found:
-            # The last bytes may be the beginning of the line that ends the output.
+            # The last bytes may be the start of the END line.
             ready = max(0, len(pending) - len(end))
             output(pending[:ready])
             pending = pending[ready:]
@@ -92,17 +92,17 @@ def _pass_on(
 
 
 def _receive(guest: Node, connection: socket.socket, deadline: float) -> bytes:
-    """Gives the next bytes from the guest; raises TimeoutError at `deadline`."""
+    """The next bytes from the guest; raises TimeoutError at `deadline`."""
     connection.settimeout(max(0.001, deadline - time.monotonic()))
     received = connection.recv(65536)
     if not received:
-        raise LabError(f"{guest.name} has ended", guest.file(".log"))
+        raise LabError(f"{guest.name} has exited", guest.file(".log"))
     return received
 
 
 @contextlib.contextmanager
 def _port(guest: Node, deadline: float) -> Iterator[socket.socket]:
-    """Takes a port that nobody else uses."""
+    """Connects to a free port."""
     with contextlib.ExitStack() as stack:
         number = _lock(guest, deadline, stack)
         connection = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -114,7 +114,7 @@ def _port(guest: Node, deadline: float) -> Iterator[socket.socket]:
 
 
 def _lock(guest: Node, deadline: float, stack: contextlib.ExitStack) -> int:
-    """Locks the first free port, for as long as `stack` lasts, and gives its number."""
+    """Locks the first free port until `stack` closes; gives its number."""
     try:
         files: list[BinaryIO] = [
             stack.enter_context(guest.file(f".serial{number}.lock").open("wb")) for number in range(1, PORTS + 1)

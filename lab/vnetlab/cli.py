@@ -27,12 +27,12 @@ Examples:
 
 
 def main() -> None:
-    """Runs the command line; exits with 1, one line on standard error and the log's end when something fails."""
+    """Runs the command line. On failure: exit status 1, one line on standard error, and the end of the log."""
     arguments = _parser().parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         if os.geteuid() != 0 and getattr(arguments, "bench", None) != bench.PUBLISH:
-            raise LabError("the lab makes network namespaces and devices: run it as root")
+            raise LabError("the lab creates network namespaces and devices: run it as root")
         sys.exit(arguments.command(arguments))
     except LabError as error:
         error.keep_log()
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
             added.add_argument("--name", default="lab", help="which lab (default: lab)")
         return added
 
-    up = add("up", _up, "Bring a lab up, or make one that is up whole again.")
+    up = add("up", _up, "Bring a lab up, or restart the missing parts of a running one.")
     up.add_argument("--hosts", type=int, default=2, metavar="N", help="hosts (default: 2)")
     up.add_argument("--vms", type=int, default=1, metavar="N", help="virtual machines on each host (default: 1)")
     up.add_argument("--containers", type=int, default=1, metavar="N", help="containers on each host (default: 1)")
@@ -73,21 +73,23 @@ def _parser() -> argparse.ArgumentParser:
         "--encapsulation",
         choices=["native", "vnet", "vxlan", "stream"],
         default="native",
-        help="of links (default: native)",
+        help="encapsulation of links (default: native)",
     )
-    up.add_argument("--store", action="store_true", help="hosts find each other by an etcd on h1, not by their files")
-    up.add_argument("--dispatchers", type=int, default=1, metavar="N", help="of each vnetd (default: 1)")
-    up.add_argument("--queues", type=int, default=1, metavar="N", help="of each machine's device (default: 1)")
+    up.add_argument("--store", action="store_true", help="hosts find each other by an etcd on h1 instead of [[link]]s")
+    up.add_argument("--dispatchers", type=int, default=1, metavar="N", help="dispatchers of each vnetd (default: 1)")
+    up.add_argument(
+        "--queues", type=int, default=1, metavar="N", help="queue pairs of each guest's device (default: 1)"
+    )
     up.add_argument("--ipv6", action="store_true", help="links use the underlay's IPv6 addresses")
-    up.add_argument("--sealed", action="store_true", help="links are sealed, with an authority of the lab's own")
+    up.add_argument("--sealed", action="store_true", help="sealed links, with a certificate authority of the lab")
 
-    status = add("status", _status, "Show what a lab has and whether it runs.")
-    status.add_argument("--json", action="store_true", help="for programs")
-    execute = add("exec", _exec, "Run a command on a node; gives its output and exit status.")
+    status = add("status", _status, "Show the nodes of a lab and whether they run.")
+    status.add_argument("--json", action="store_true", help="print JSON")
+    execute = add("exec", _exec, "Run a command on a node; pass on its output and exit status.")
     execute.add_argument("node", help="h1, h1c1 or h1v1")
     execute.add_argument("words", nargs="+", metavar="COMMAND", help="after --; one word is a shell command")
     execute.add_argument(
-        "--timeout", type=float, default=3600, metavar="S", help="seconds it may take in a virtual machine"
+        "--timeout", type=float, default=3600, metavar="S", help="time limit in seconds, in a virtual machine"
     )
     console = add("console", _console, "Use a virtual machine's console; ^] ends it.")
     console.add_argument("node", help="h1v1")
@@ -95,11 +97,11 @@ def _parser() -> argparse.ArgumentParser:
     address.add_argument("node", help="h1, h1c1 or h1v1")
     measuring = add("measure", _measure, "Measure every pair of a lab that is up, by ping and iperf3.")
     measuring.add_argument("--repeat", type=int, default=1, metavar="N", help="iperf3 runs for each pair (default: 1)")
-    measuring.add_argument("--json", action="store_true", help="for programs")
-    show = add("demo", _demo, "Bring two hosts up, measure every pair, print one table, take it all down.")
-    show.add_argument("--report", type=Path, metavar="FILE", help="write the figures there, too, as JSON")
-    bench.add(add("bench", bench.command, "Measure vnet against its alternatives, turn by turn."))
-    add("down", _down, "Take a lab down and leave nothing behind.")
+    measuring.add_argument("--json", action="store_true", help="print JSON")
+    show = add("demo", _demo, "Bring two hosts up, measure every pair, print one table, take everything down.")
+    show.add_argument("--report", type=Path, metavar="FILE", help="also write the figures to FILE as JSON")
+    bench.add(add("bench", bench.command, "Measure vnet against its alternatives, in turn."))
+    add("down", _down, "Take a lab down; leave nothing behind.")
     return parser
 
 
@@ -155,7 +157,7 @@ def _down(arguments: argparse.Namespace) -> None:
 def _guest(topology: Topology, name: str) -> Node:
     node = topology.find(name)
     if node.kind is not Kind.VM:
-        raise LabError(f"{name} is not a virtual machine: 'lab exec {name} -- bash' gives a shell there")
+        raise LabError(f"{name} is not a virtual machine: use 'lab exec {name} -- bash'")
     return node
 
 

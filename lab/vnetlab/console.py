@@ -15,7 +15,7 @@ LEAVE = b"\x1d"
 
 
 def attach(guest: Node) -> None:
-    """Joins the terminal and the guest's console until the user types ^] or either side ends."""
+    """Connects the terminal to the guest's console until the user types ^] or either side closes."""
     with socket.socket(socket.AF_UNIX) as console:
         try:
             console.connect(str(guest.file(".console")))

@@ -1,4 +1,4 @@
-"""A vnetd on each host: its configuration file and certificate, its start, and its answers."""
+"""A vnetd on each host: configuration file, certificate, start, and queries."""
 
 import json
 import os
@@ -12,35 +12,35 @@ from vnetlab.topology import PORT, Kind, Node, Topology
 REPOSITORY = Path(__file__).parent.parent.parent
 START_S = 10
 STREAM_PORT = 9002
-"""TCP. In the examples 9001 is the control language; sealed links use the number of [bridge] listen on TCP, too."""
+"""TCP. Examples use 9001 for the console; sealed links use the port of [bridge] listen on TCP, too."""
 DIRECT_PORT = 9100
-"""Virtual machines' own ports follow it."""
+"""Base of virtual machines' own ports (`direct_port`)."""
 PORTS = {"vxlan": 4789, "stream": STREAM_PORT}
-"""Where links arrive whose encapsulation has a port of its own."""
+"""Ports of encapsulations that do not use [bridge] listen."""
 LISTEN = {
     "vxlan": f'vxlan_listen = "[::]:{PORTS["vxlan"]}"\n',
     "stream": f'stream_listen = "[::]:{PORTS["stream"]}"\n',
 }
-"""What [bridge] needs beyond the usual, by encapsulation."""
+"""Additional lines of [bridge] by encapsulation."""
 
 
 def binaries() -> Path:
     """The directory of `vnetd` and `vnet`: $VNET_BINARIES, or where cargo puts a release build of this repository.
 
-    Raises LabError when they are not there.
+    Raises LabError when they are missing.
     """
     target = Path(os.environ.get("CARGO_TARGET_DIR", REPOSITORY / "target"))
     directory = Path(os.environ.get("VNET_BINARIES", target / "release"))
     for name in ("vnetd", "vnet"):
         if not (directory / name).exists():
-            raise LabError(f"{directory / name} is not there: run 'make build'")
+            raise LabError(f"{directory / name} is missing: run 'make build'")
     return directory
 
 
 def configuration(topology: Topology, host: Node, interface: str = "") -> str:
-    """Writes a host's vnet.toml: its machines with the lines `interface`, and links to all, or where the store is."""
+    """A host's vnet.toml: its machines, each with the lines `interface`, and links to all hosts or the store."""
     settings = topology.settings
-    # Earlier revisions, which are compared with this one, know nothing of ports.
+    # Earlier revisions, under comparison, have no ports key.
     ports = f"ports = {settings.dispatchers}\n" if settings.dispatchers > 1 else ""
     security = f"{'sealed' if settings.sealed else 'trusted'} = true\n"
     names = identity(topology, host) if settings.sealed else ""
@@ -78,9 +78,9 @@ def configuration(topology: Topology, host: Node, interface: str = "") -> str:
 
 
 def with_direct_ports(text: str, topology: Topology, host: Node) -> str:
-    """Adds underlay ports of their own to a configuration: of its virtual machines, and of its peer's to the link.
+    """Adds `direct_port` to a host's virtual machines, and the peer's ports to the link.
 
-    For labs of two hosts: a port takes what comes from one other.
+    For labs of two hosts: such a port receives from one other host only.
     """
     for machine in topology.machines(Kind.VM):
         port = DIRECT_PORT + machine.number
@@ -102,7 +102,7 @@ def keys(topology: Topology) -> Path:
 
 
 def issue(topology: Topology, host: Node, *options: str) -> None:
-    """Issues a certificate to a host, or another one; makes the authority when there is none."""
+    """Issues a certificate to a host, or renews it; creates the authority first if necessary."""
     command = [str(binaries() / "vnet"), "keys"]
     folder = ["--dir", str(keys(topology))]
     if not keys(topology).exists():
@@ -111,7 +111,7 @@ def issue(topology: Topology, host: Node, *options: str) -> None:
 
 
 def identity(topology: Topology, host: Node) -> str:
-    """Writes the part of a host's vnet.toml about who it is, and has a certificate issued when there is none."""
+    """The [identity] section of a host's vnet.toml; issues a certificate if there is none."""
     folder = keys(topology)
     if not (folder / f"{host.name}.pem").exists():
         issue(topology, host)
@@ -120,7 +120,7 @@ def identity(topology: Topology, host: Node) -> str:
 
 
 def start(topology: Topology, host: Node) -> None:
-    """Starts a host's vnetd from its configuration file, which is written when it is not there; then waits for it."""
+    """Starts a host's vnetd and waits until it answers; writes its configuration file first if missing."""
     config = host.file(".toml")
     if not config.exists():
         config.write_text(configuration(topology, host))
@@ -129,7 +129,7 @@ def start(topology: Topology, host: Node) -> None:
 
     def answers() -> bool:
         if process.find(host.file(".pid")) is None:
-            raise LabError(f"vnetd on {host.name} ended as it started", host.file(".log"))
+            raise LabError(f"vnetd on {host.name} exited at once", host.file(".log"))
         with socket.socket(socket.AF_UNIX) as client:
             return client.connect_ex(str(host.file(".sock"))) == 0
 
@@ -137,10 +137,10 @@ def start(topology: Topology, host: Node) -> None:
 
 
 def ask(host: Node, *arguments: str) -> dict:
-    """Runs `vnet --json` against a host's vnetd and gives its answer."""
+    """Runs `vnet --json` against a host's vnetd; gives the parsed answer."""
     return json.loads(vnet(host, "--json", *arguments))
 
 
 def vnet(host: Node, *arguments: str) -> str:
-    """Runs `vnet` against a host's vnetd and gives its output; raises LabError when it fails."""
+    """Runs `vnet` against a host's vnetd; gives its output. Raises LabError when it fails."""
     return run([str(binaries() / "vnet"), "--socket", str(host.file(".sock")), *arguments])

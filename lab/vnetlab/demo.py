@@ -10,9 +10,9 @@ NAME = "demo"
 
 
 def run(report: Path | None) -> None:
-    """Runs the demonstration and prints its table; writes the figures as JSON to `report`, too.
+    """Runs the demonstration and prints its table; also writes the figures to `report` as JSON.
 
-    Cleans up also when something fails or the user interrupts.
+    Cleans up after failures and interrupts, too.
     """
     lab.down(NAME)
     try:

@@ -1,4 +1,4 @@
-"""Virtual machines: QEMU with a stock kernel, one network device, and vnetd behind it by vhost-user.
+"""Virtual machines: QEMU with a stock kernel and one network device, served by vnetd over vhost-user.
 
 QEMU runs in the root namespace: it only needs vnetd's socket.
 """
@@ -15,27 +15,27 @@ BOOT_S = 60
 MEMORY = "256M"
 QEMU = "qemu-system-x86_64"
 KERNEL_OPTIONS = "console=ttyS0 quiet panic=-1 mitigations=off tsc=reliable no_timer_check cryptomgr.notests"
-"""Nothing that changes the network: these shorten the start of an emulated processor by a third."""
+"""They do not affect the network, and shorten the boot on an emulated processor by a third."""
 
 
 def start(topology: Topology, guest: Node, image: Image) -> None:
-    """Starts a guest; `wait` tells when it is ready."""
+    """Starts a guest; `wait` waits until it is ready."""
     launch(guest, command(topology, guest, image))
 
 
 def launch(guest: Node, words: list[str]) -> None:
-    """Starts a guest by a command line of its own."""
+    """Starts a guest with a given command line."""
     guest.file(".console.log").unlink(missing_ok=True)
     process.start(words, guest.file(".pid"), guest.file(".log"))
 
 
 def wait(guest: Node) -> None:
-    """Waits until a guest has its address and takes commands."""
+    """Waits until a guest has its address and accepts commands."""
     console = guest.file(".console.log")
 
     def ready() -> bool:
         if process.find(guest.file(".pid")) is None:
-            raise LabError(f"QEMU of {guest.name} has ended", guest.file(".log"))
+            raise LabError(f"QEMU of {guest.name} has exited", guest.file(".log"))
         text = console.read_text(errors="replace") if console.exists() else ""
         if "Kernel panic" in text:
             raise LabError(f"the kernel of {guest.name} panicked", console)
@@ -61,13 +61,13 @@ def command(
     device: str = "",
     memory: str = "",
 ) -> list[str]:
-    """Writes the QEMU command line of a guest, whose network device vnetd serves unless `netdev` says otherwise.
+    """A guest's QEMU command line; vnetd serves its network device unless `netdev` replaces it.
 
-    `netdev` names its back end "net"; `device` and `memory` are further properties of the network device and the
-    memory. QEMU 7.2 crashes under TCG when a vhost-user device uses MSI-X; others may.
+    `netdev` must name its back end "net"; `device` and `memory` are additional properties of network device and memory.
+    QEMU 7.2 crashes under TCG when a vhost-user device uses MSI-X; other back ends may use it.
     """
     mtu = topology.mtu(guest)
-    # Only an MTU beyond the usual must be told to the driver; it would refuse one that was not.
+    # The driver must be told an MTU above 1500: it refuses larger ones by itself.
     host_mtu = f",host_mtu={mtu}" if mtu > 1500 else ""
     vectors = "" if msix else ",vectors=0"
     queues = topology.settings.queues
@@ -96,7 +96,7 @@ def _more(properties: str) -> str:
 
 
 def _accelerator() -> list[str]:
-    """KVM where the processor can, which is not the same as where /dev/kvm is there."""
+    """KVM where the processor supports it; /dev/kvm alone does not prove that."""
     flags = Path("/proc/cpuinfo").read_text().split()
     if Path("/dev/kvm").exists() and ("vmx" in flags or "svm" in flags):
         return ["-accel", "kvm", "-cpu", "host"]

@@ -1,8 +1,8 @@
-"""What a lab guest boots: a stock Debian cloud kernel and a small initial RAM file system around it.
+"""What a lab guest boots: a stock Debian cloud kernel and a small initramfs.
 
-The kernel comes from the Debian package, unpacked and not installed. The file system holds busybox, the kernel's own
-virtio modules, and the tools the tests use with the libraries they need, copied from this machine. Both are kept
-under a name made of everything they depend on, so that a second run finds them and a changed package makes new ones.
+The kernel comes from the Debian package, unpacked but not installed. The initramfs holds busybox, the kernel's own
+virtio modules, and the tests' tools with their libraries, copied from this machine. Both are cached under a name
+derived from all inputs, so that a later run finds them, and a changed package gives new ones.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ KERNEL_PACKAGE = "linux-image-cloud-amd64"
 MODULES = ("virtio_pci", "virtio_net")
 TOOLS = ("iperf3", "ping", "tcpdump", "ethtool")
 PASSWD = b"root:x:0:0:root:/root:/bin/sh\ntcpdump:x:1:1::/:/bin/false\n"
-"""tcpdump gives up root for a user of its own."""
+"""tcpdump drops root privileges to its own user."""
 INIT = Path(__file__).parent.parent / "guest" / "init"
 
 
@@ -35,9 +35,9 @@ class Image:
 
 
 def ensure_image(cache: Path) -> Image:
-    """Gives the guest's kernel and initial RAM file system, made and kept in `cache` when they are not there yet.
+    """The guest's kernel and initramfs, built in `cache` if missing.
 
-    Labs that start at the same time make it once: the others wait.
+    Of labs that start at the same time one builds; the others wait.
 
     Raises LabError when the kernel cannot be downloaded or a tool is not installed.
     """
@@ -48,7 +48,7 @@ def ensure_image(cache: Path) -> Image:
 
 
 def _ensure_image(cache: Path) -> Image:
-    """Does so while nobody else does."""
+    """The same, with the lock held."""
     release, tree = _ensure_kernel(cache)
     files = dict(_files(tree, release))
     digest = hashlib.sha256()
@@ -63,8 +63,8 @@ def _ensure_image(cache: Path) -> Image:
 def cpio(entries: Iterable[tuple[str, int, bytes]]) -> bytes:
     """Builds an archive in the kernel's "newc" format (Documentation/driver-api/early-userspace/buffer-format.rst).
 
-    An entry is a path without a leading slash, a mode with its file type, and the content (of a symbolic link: where
-    it points). Parent directories must come first.
+    An entry is a path without a leading slash, a mode with its file type, and the content (a symbolic link's target).
+    Parent directories must come first.
     """
     out = bytearray()
 
@@ -84,7 +84,7 @@ def cpio(entries: Iterable[tuple[str, int, bytes]]) -> bytes:
 
 
 def _ensure_kernel(cache: Path) -> tuple[str, Path]:
-    """Gives the release ("6.1.0-NN-cloud-amd64") of the kernel Debian has now, and the tree it is unpacked to."""
+    """The release ("6.1.0-NN-cloud-amd64") of Debian's current kernel, and the tree it is unpacked to."""
     try:
         return _unpacked_kernel(cache)
     except LabError as error:
@@ -94,7 +94,7 @@ def _ensure_kernel(cache: Path) -> tuple[str, Path]:
 
 
 def _unpacked_kernel(cache: Path) -> tuple[str, Path]:
-    """Does so with the package index as it stands."""
+    """The same, without refreshing the package index."""
     depends = run(["apt-cache", "depends", KERNEL_PACKAGE])
     found = re.search(r"Depends: linux-image-(\S+-cloud-amd64)$", depends, re.MULTILINE)
     if not found:
@@ -116,7 +116,7 @@ def _unpack_kernel(release: str, tree: Path) -> None:
     package = f"linux-image-{release}"
     with tempfile.TemporaryDirectory(dir=tree.parent) as scratch_name:
         scratch = Path(scratch_name)
-        # As root, apt would hand the download to its own user, who may not write here.
+        # As root, apt downloads as its own user, which may not write here.
         run(["apt-get", "-o", "APT::Sandbox::User=root", "download", package], cwd=scratch, timeout_s=300)
         (deb,) = scratch.glob("*.deb")
         run(["dpkg-deb", "-x", str(deb), str(scratch / "tree")], timeout_s=120)
@@ -124,7 +124,7 @@ def _unpack_kernel(release: str, tree: Path) -> None:
 
 
 def _files(tree: Path, release: str) -> Iterator[tuple[str, tuple[int, bytes]]]:
-    """Lists the file system's content: path, then mode and content. Parents come first when sorted."""
+    """The initramfs's content: path, then mode and bytes. Sorting puts parents first."""
     paths: dict[str, Path] = {"init": INIT, "bin/busybox": _tool("busybox"), "bin/sh": _tool("dash")}
     paths |= {f"usr/bin/{tool}": _tool(tool) for tool in TOOLS}
     for binary in [path for name, path in paths.items() if "bin/" in name and "busybox" not in name]:
@@ -153,7 +153,7 @@ def _files(tree: Path, release: str) -> Iterator[tuple[str, tuple[int, bytes]]]:
 
 
 def _modules(tree: Path, release: str) -> dict[str, tuple[Path, list[str]]]:
-    """Finds MODULES and all they need: name to file and names of all needed modules, in loading order."""
+    """MODULES and their dependencies: name to file and names of all needed modules, in loading order."""
     found = {path.stem.replace("-", "_"): path for path in (tree / "lib/modules" / release).rglob("*.ko")}
     wanted: dict[str, tuple[Path, list[str]]] = {}
 
@@ -161,7 +161,7 @@ def _modules(tree: Path, release: str) -> dict[str, tuple[Path, list[str]]]:
         if name not in wanted:
             if name not in found:
                 raise LabError(f"kernel {release} has no module {name}, which a guest needs")
-            # A module's ".modinfo" section lists what it needs as zero-ended text.
+            # A module's ".modinfo" section lists its dependencies as a zero-terminated string.
             listed = re.search(rb"\0depends=([^\0]*)\0", found[name].read_bytes())
             needs: list[str] = []
             for other in filter(None, (listed[1] if listed else b"").decode().split(",")):
@@ -175,7 +175,7 @@ def _modules(tree: Path, release: str) -> dict[str, tuple[Path, list[str]]]:
 
 
 def _tool(name: str) -> Path:
-    """Finds an installed program."""
+    """Path of an installed program."""
     path = shutil.which(name, path="/usr/sbin:/usr/bin:/sbin:/bin")
     if not path:
         raise LabError(f"{name} is not installed and lab guests need it: run 'make packages'")
@@ -183,12 +183,12 @@ def _tool(name: str) -> Path:
 
 
 def _libraries(binary: Path) -> list[Path]:
-    """Lists the shared libraries that `binary` loads, the loader included, by the paths it looks for."""
+    """Shared libraries that `binary` loads, the loader included, by the paths it uses."""
     return [Path(path) for path in re.findall(r"(/\S+) \(0x", run(["ldd", str(binary)]))]
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a file atomically."""
     scratch = path.with_suffix(f".{os.getpid()}")
     scratch.write_bytes(content)
     os.replace(scratch, path)

@@ -1,8 +1,8 @@
-"""A lab's life: up, status, down.
+"""The life cycle of a lab: up, status, down.
 
-Everything a lab makes carries its name: namespaces, the directory of its files, and the mark its processes bear. `down`
-finds all of it by that name alone, so it needs no record and works after any crash. The record of the settings is only
-for the commands in between; it says "complete" when `up` came to its end.
+Everything that a lab creates carries its name: namespaces, its directory, and its processes' mark. `down` finds all of
+it by that name, so it needs no record and works after any crash. The record of the settings serves the commands in
+between; it is "complete" once `up` has finished.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ CACHE = daemon.REPOSITORY / ".cache"
 
 
 def up(settings: Settings) -> Topology:
-    """Brings a lab up, or makes one that is up whole again. Cleans up when it cannot.
+    """Brings a lab up, or restarts the missing parts of a running one. Cleans up on failure.
 
-    Raises LabError when something fails, or when a lab of that name is up with other settings.
+    Raises LabError on failure, or when a lab of that name is up with other settings.
     """
     topology = Topology(settings)
     daemon.binaries()
@@ -41,7 +41,7 @@ def up(settings: Settings) -> Topology:
                 _begin(topology)
             _start(topology)
         except BaseException as error:
-            # The log is part of what goes away: its end is told now.
+            # Clean-up removes the log: keep its end.
             if isinstance(error, LabError):
                 error.keep_log()
             progress(f"cleaning up lab {settings.name}")
@@ -53,9 +53,9 @@ def up(settings: Settings) -> Topology:
 
 
 def prepare(settings: Settings) -> Topology:
-    """Makes a lab's hosts, containers' namespaces and underlay only, anew; the caller starts what shall run there.
+    """Creates only a lab's hosts, containers' namespaces and underlay; the caller starts processes there.
 
-    `down` takes it down, and everything that was started by `process.start` with it.
+    `down` takes it down, with everything that `process.start` started.
     """
     topology = Topology(settings)
     with _locked(topology.state):
@@ -65,7 +65,7 @@ def prepare(settings: Settings) -> Topology:
 
 
 def down(name: str) -> None:
-    """Takes a lab down and leaves nothing behind, whatever state it is in."""
+    """Takes a lab down from any state, and leaves nothing behind."""
     state = Topology(Settings(name=name)).state
     with _locked(state):
         _clear(name)
@@ -75,7 +75,7 @@ def down(name: str) -> None:
 
 
 def load(name: str) -> Topology:
-    """Gives the lab of that name; raises LabError when it is not up."""
+    """The lab of that name; raises LabError when it is not up."""
     record = _read_record(Topology(Settings(name=name)).state)
     if not record or not record[1]:
         raise LabError(f"lab {name} is not up: 'lab up --name {name}'")
@@ -83,12 +83,12 @@ def load(name: str) -> Topology:
 
 
 def names() -> list[str]:
-    """Lists the labs there are."""
+    """Names of all labs."""
     return sorted(path.name for path in STATE.iterdir()) if STATE.exists() else []
 
 
 def status(topology: Topology) -> list[dict[str, object]]:
-    """Tells of each node its name, kind, address and MTU, and whether what runs it is there."""
+    """For each node its name, kind, address, MTU, and whether it runs."""
     rows: list[dict[str, object]] = []
     for node in [*topology.hosts, *topology.machines()]:
         row = {"name": node.name, "kind": node.kind.name.lower(), "address": node.address}
@@ -106,14 +106,14 @@ def status(topology: Topology) -> list[dict[str, object]]:
 
 
 def start_daemon(topology: Topology, host: Node) -> None:
-    """Starts a host's vnetd, and sets up the devices that it makes for containers."""
+    """Starts a host's vnetd, and configures the devices that it creates for containers."""
     daemon.start(topology, host)
     for machine in topology.machines(Kind.CONTAINER, host.host):
         container.configure(machine)
 
 
 def _begin(topology: Topology) -> None:
-    """Makes what a lab's processes stand on: the record, the hosts and the containers' namespaces."""
+    """Creates the record, the hosts and the containers' namespaces."""
     _write_record(topology.settings, complete=False)
     progress(f"underlay: {_count(topology.hosts, 'host')}, MTU {topology.settings.underlay_mtu}")
     underlay.create(topology)
@@ -122,7 +122,7 @@ def _begin(topology: Topology) -> None:
 
 
 def _start(topology: Topology) -> None:
-    """Starts every process that does not run: daemons first, then all guests at once."""
+    """Starts every missing process: daemons first, then all guests at once."""
     image = ensure_image(CACHE) if topology.machines(Kind.VM) else None
     if topology.settings.store and store.find(topology) is None:
         progress(f"h1: etcd at {store.endpoint(topology)}")
@@ -138,7 +138,7 @@ def _start(topology: Topology) -> None:
 
 
 def _boot(topology: Topology, guests: list[Node], image: Image) -> None:
-    """Boots guests side by side."""
+    """Boots guests in parallel."""
     progress(f"{_count(guests, 'virtual machine')}: booting {image.kernel.name}")
     for machine in guests:
         guest.start(topology, machine, image)
@@ -148,7 +148,7 @@ def _boot(topology: Topology, guests: list[Node], image: Image) -> None:
 
 
 def _clear(name: str) -> None:
-    """Ends a lab's processes, removes its namespaces and all of its files but the lock."""
+    """Stops a lab's processes, removes its namespaces and all its files except the lock."""
     state = STATE / name
     process.sweep(state)
     underlay.delete_namespaces(name)
@@ -160,7 +160,7 @@ def _clear(name: str) -> None:
 
 
 def _namespaces(topology: Topology) -> set[str]:
-    """The namespaces a lab stands on."""
+    """The namespaces of a lab."""
     nodes = [*topology.hosts, *topology.machines(Kind.CONTAINER)]
     return {node.namespace for node in nodes} | ({topology.switch} if len(topology.hosts) != 2 else set())
 
@@ -170,7 +170,7 @@ def _count(nodes: list[Node], word: str) -> str:
 
 
 def _read_record(state: Path) -> tuple[Settings, bool] | None:
-    """Gives a lab's settings and whether `up` came to its end."""
+    """A lab's settings and whether `up` has finished."""
     try:
         record = json.loads((state / "lab.json").read_text())
         return Settings(**record["settings"]), record["complete"]
@@ -187,7 +187,7 @@ def _write_record(settings: Settings, complete: bool) -> None:
 
 @contextlib.contextmanager
 def _locked(state: Path) -> Iterator[None]:
-    """Keeps other `up` and `down` of the same lab out, by a lock in its directory, which is made when missing."""
+    """Excludes other `up` and `down` of the same lab, by a lock in its directory, which is created if missing."""
     with contextlib.ExitStack() as stack:
 
         def taken() -> bool:
@@ -195,7 +195,7 @@ def _locked(state: Path) -> Iterator[None]:
             with contextlib.suppress(FileNotFoundError, BlockingIOError):
                 file = stack.enter_context((state / LOCK).open("wb"))
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The one who had it may have removed it.
+                # The previous holder may have removed the file.
                 return os.path.samestat(os.fstat(file.fileno()), (state / LOCK).stat())
             return False
 

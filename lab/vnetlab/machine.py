@@ -1,4 +1,4 @@
-"""Commands anywhere in a lab, the same way for hosts, containers and virtual machines."""
+"""Runs commands on any node of a lab: hosts, containers, virtual machines."""
 
 import os
 import subprocess
@@ -12,14 +12,14 @@ from vnetlab.topology import Kind, Node
 def attempt(node: Node, *command: str, timeout_s: float = 30) -> tuple[int, str]:
     """Runs a command on a node; gives its exit status and its output, standard error included.
 
-    One argument is a shell command as it is; several are words of one. Raises LabError when the command takes longer
-    than `timeout_s`.
+    One argument is a complete shell command; several are its words. Raises LabError when the command takes longer than
+    `timeout_s`.
     """
     return (_in_guest if node.kind is Kind.VM else _in_namespace)(node, command, timeout_s)
 
 
 def execute(node: Node, *command: str, timeout_s: float = 30) -> str:
-    """Runs a command on a node as `attempt` does and gives its output; raises LabError when it fails, too."""
+    """As `attempt`, but gives only the output, and raises LabError when the command fails."""
     status, text = attempt(node, *command, timeout_s=timeout_s)
     if status:
         words = " / ".join(text.strip().splitlines()[-3:])
@@ -28,12 +28,12 @@ def execute(node: Node, *command: str, timeout_s: float = 30) -> str:
 
 
 def namespace_command(node: Node, command: Sequence[str]) -> list[str]:
-    """The command line that runs a command in the namespace of a host or container."""
+    """Wraps a command to run in the namespace of a host or container."""
     return ["ip", "netns", "exec", node.namespace, *command]
 
 
 def environment(node: Node) -> dict[str, str]:
-    """The environment of commands on a host or container: there `vnet` is the host's own."""
+    """The environment of commands on a host or container: `vnet` reaches that host's vnetd."""
     home = Node(node.lab, Kind.HOST, node.host)
     return {
         **os.environ,

@@ -1,4 +1,4 @@
-"""Round trips by ping and throughput by iperf3 between nodes, and the table that shows them."""
+"""Measures round trips by ping and throughput by iperf3 between nodes; lays them out as a table."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ PINGS = 200
 PING_INTERVAL_S = 0.005
 THROUGHPUT_S = 2
 PATIENCE = 4
-"""Pings may take so many times as long as they should: a busy machine sends them late."""
+"""Time limit of pings as a multiple of the ideal time: a busy machine sends them late."""
 SENT = re.compile(r"(\d+) packets transmitted, ")
 ANSWER = re.compile(r"bytes from .* icmp_seq=(\d+)(?:.* time=([\d.]+) ms)?")
 WORDS = {Kind.HOST: "host", Kind.CONTAINER: "container", Kind.VM: "VM"}
@@ -25,24 +25,24 @@ WORDS = {Kind.HOST: "host", Kind.CONTAINER: "container", Kind.VM: "VM"}
 
 @dataclass(frozen=True)
 class Path:
-    """What was measured from one node to another."""
+    """Measurements from one node to another."""
 
     sent: int
     received: int
     rtt_us: float
-    """Median of all round trips."""
+    """Median round trip."""
     throughput_bps: float
-    """TCP payload that arrived, bits per second; the median of repeated runs."""
+    """Received TCP payload, bits per second; median of repeated runs."""
 
     @property
     def loss(self) -> float:
-        """The share of pings without an answer."""
+        """Share of unanswered pings."""
         return 1 - self.received / self.sent
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two machines, the path between them, and the bare underlay between their hosts when these are two."""
+    """Two machines, the path between them, and the bare underlay between their hosts if they differ."""
 
     source: str
     destination: str
@@ -52,7 +52,7 @@ class Pair:
 
 
 def deadline_s(count: int, interval_s: float) -> int:
-    """By when, in seconds, that many pings are given up."""
+    """Time limit for that many pings, seconds."""
     return math.ceil(PATIENCE * count * interval_s) + 2
 
 
@@ -64,12 +64,12 @@ def ping(
     interval_s: float = PING_INTERVAL_S,
     timeout_s: float = 60,
 ) -> tuple[int, list[float]]:
-    """Pings `count` times; gives how many were sent, and the round trips of those that were answered in microseconds.
+    """Pings `count` times; gives how many were sent, and the round trips of answered ones in microseconds.
 
-    A round trip is NaN where the payload has no room for a time.
+    A round trip is NaN if the payload is too small for a timestamp.
 
-    By its count alone, ping leaves two round trips after the last request, too soon when the last answer meets a busy
-    machine; with a deadline it waits, asks on meanwhile, and what it asks beyond the count is not looked at.
+    With a count alone, ping exits two round trips after the last request, too early for late answers on a busy machine.
+    With a deadline it waits, and keeps sending; requests beyond the count are ignored.
 
     Raises LabError when ping itself cannot run.
     """
@@ -85,9 +85,9 @@ def ping(
 
 
 def throughput(source: Node, destination: Node, *options: str, seconds: float = THROUGHPUT_S) -> float:
-    """Runs iperf3 from `source` to `destination`; gives the bits per second that arrived.
+    """Runs iperf3 from `source` to `destination`; gives received bits per second.
 
-    Raises LabError with iperf3's words when it fails.
+    Raises LabError with iperf3's message when it fails.
     """
     end = iperf3(source, destination, *options, seconds=seconds)["end"]
     return (end.get("sum_received") or end["sum"])["bits_per_second"]
@@ -96,13 +96,13 @@ def throughput(source: Node, destination: Node, *options: str, seconds: float = 
 def iperf3(source: Node, destination: Node, *options: str, seconds: float = THROUGHPUT_S) -> dict:
     """Runs iperf3 from `source` to `destination`; gives its report.
 
-    Raises LabError with iperf3's words when it fails.
+    Raises LabError with iperf3's message when it fails.
     """
     server = "iperf3 --server --one-off --idle-timeout 60 --daemon"
     machine.execute(destination, *server.split())
     client = ["iperf3", "--client", destination.address, "--json", "--time", str(seconds), *options]
     error = ""
-    for _ in range(20):  # A daemon says that it is one before it listens.
+    for _ in range(20):  # The server daemonizes before it listens.
         text = machine.attempt(source, *client, timeout_s=seconds + 30)[1]
         report = _report(text)
         error = report.get("error", "")
@@ -115,7 +115,7 @@ def iperf3(source: Node, destination: Node, *options: str, seconds: float = THRO
 
 
 def _report(text: str) -> dict:
-    """Reads iperf3's report, before which it may warn."""
+    """Parses iperf3's JSON report, which may follow warnings."""
     try:
         return json.JSONDecoder().raw_decode(text, text.index("{"))[0]
     except ValueError:
@@ -123,7 +123,7 @@ def _report(text: str) -> dict:
 
 
 def path(source: Node, destination: Node, repeat: int = 1) -> Path:
-    """Measures one path, after one ping that opens it."""
+    """Measures one path, after a first ping that resolves addresses."""
     ping(source, destination.address, "-w", "10", count=1)
     sent, times = ping(source, destination.address)
     if not times:
@@ -133,7 +133,7 @@ def path(source: Node, destination: Node, repeat: int = 1) -> Path:
 
 
 def pairs(topology: Topology, repeat: int = 1) -> list[Pair]:
-    """Measures every pair of machines, and the underlay between every pair of hosts that has one."""
+    """Measures every pair of machines, and the underlay between every pair of hosts."""
     hosts = {host.host: host for host in topology.hosts}
     underlay: dict[tuple[int, int], Path] = {}
     for one, other in itertools.combinations(hosts.values(), 2):
@@ -150,7 +150,7 @@ def pairs(topology: Topology, repeat: int = 1) -> list[Pair]:
 
 
 def table(measured: Iterable[Pair]) -> str:
-    """Lays measured pairs out as text, those across hosts first."""
+    """Measured pairs as a text table, those across hosts first."""
     column = f"{'LOSS':>8}{'RTT MEDIAN':>12}{'THROUGHPUT':>15}"
     rows = [
         f"{'':51} | {'overlay':^35} | {'bare underlay':^35}",
@@ -166,7 +166,7 @@ def table(measured: Iterable[Pair]) -> str:
 
 
 def as_json(topology: Topology, measured: Iterable[Pair]) -> str:
-    """Writes measured pairs for programs, with the settings they hold for."""
+    """Measured pairs and the lab's settings as JSON."""
     return json.dumps({"settings": asdict(topology.settings), "pairs": [asdict(pair) for pair in measured]}, indent=2)
 
 

@@ -1,8 +1,8 @@
-"""Processes that outlive the command that starts them, and how each is found again.
+"""Processes that outlive the command that starts them, and how to find them again.
 
-A process has a file with its id and start time (an id alone may meanwhile be someone else's). It also carries the lab's
-directory in its environment, and so do all its children: what was started a moment before a kill took the lab itself,
-and whatever users leave running in a container, is found by that.
+A file keeps a process's id and start time (ids are reused). The process and all its children also carry the lab's
+directory in their environment. That finds processes started just before the lab was killed, and those that users left
+running in a container.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ from pathlib import Path
 from vnetlab.run import LabError
 
 MARK = "VNET_LAB_STATE"
-"""The environment variable that holds the directory of the lab a process belongs to."""
+"""Environment variable with the directory of a process's lab."""
 STOP_S = 5
-"""A process has this long to end by itself."""
+"""Time to exit on SIGTERM before SIGKILL."""
 
 
 def start(command: Sequence[str], pid_file: Path, log: Path, environment: Mapping[str, str] | None = None) -> None:
-    """Starts a process of the lab whose directory `pid_file` is in; its output is appended to `log`."""
+    """Starts a process of the lab in whose directory `pid_file` lies; appends its output to `log`."""
     try:
         with log.open("ab") as output:
             process = subprocess.Popen(
@@ -34,7 +34,7 @@ def start(command: Sequence[str], pid_file: Path, log: Path, environment: Mappin
                 env={**os.environ, **(environment or {}), **mark(pid_file.parent)},
             )
     except FileNotFoundError as error:
-        raise LabError(f"{command[0]} is not there: run 'make packages build'") from error
+        raise LabError(f"{command[0]} is missing: run 'make packages build'") from error
     pid_file.write_text(f"{process.pid} {_start_time(process.pid)}\n")
 
 
@@ -44,7 +44,7 @@ def mark(state: Path) -> dict[str, str]:
 
 
 def find(pid_file: Path) -> int | None:
-    """Gives the id of the process that `pid_file` tells of, or None when it runs no more."""
+    """The process id in `pid_file`, or None if that process has exited."""
     try:
         pid, started = pid_file.read_text().split()
     except (FileNotFoundError, ValueError):
@@ -54,18 +54,18 @@ def find(pid_file: Path) -> int | None:
 
 
 def stop(pid_file: Path) -> None:
-    """Ends the process that `pid_file` tells of, by force when it does not end by itself, and removes the file."""
+    """Stops the process of `pid_file`, if necessary by SIGKILL, and removes the file."""
     _end(lambda: [pid] if (pid := find(pid_file)) else [])
     pid_file.unlink(missing_ok=True)
 
 
 def sweep(state: Path) -> None:
-    """Ends every process that belongs to the lab in directory `state`."""
+    """Stops every process of the lab in directory `state`."""
     _end(lambda: list(_marked(state)))
 
 
 def _end(left: Callable[[], list[int]]) -> None:
-    """Ends the processes that `left` names until it names none, by force when they do not end by themselves."""
+    """Stops the processes that `left` gives until it gives none, if necessary by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in left():
             with contextlib.suppress(ProcessLookupError):
@@ -77,11 +77,11 @@ def _end(left: Callable[[], list[int]]) -> None:
             time.sleep(0.02)
         else:
             return
-    raise LabError(f"processes {left()} do not end, not even when killed")
+    raise LabError(f"processes {left()} survive SIGKILL")
 
 
 def _marked(state: Path) -> Iterator[int]:
-    """Finds the processes that carry the mark of `state`, this one aside."""
+    """Processes that carry the mark of `state`, except this one."""
     wanted = f"{MARK}={state}".encode()
     for directory in Path("/proc").iterdir():
         if not directory.name.isdigit() or int(directory.name) == os.getpid():
@@ -95,16 +95,16 @@ def _marked(state: Path) -> Iterator[int]:
 
 
 def _start_time(pid: int) -> str | None:
-    """Gives when a process started, in clock ticks after boot (proc(5), field 22), or None when it runs no more."""
+    """Start time of a process in clock ticks after boot (proc(5), field 22); None if it has exited."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except OSError:
         return None
-    # A zombie runs no more, unless it still has threads: they hold its sockets until they are gone.
+    # A zombie has exited, unless it still has threads, which hold its sockets.
     return None if fields[0] == "Z" and int(fields[17]) <= 1 else fields[19]
 
 
 def _reap(pid: int) -> None:
-    """Takes the exit status of a child of this very program, so that it does not stay behind as a zombie."""
+    """Reaps a child of this program, so that it does not remain a zombie."""
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)

@@ -1,4 +1,4 @@
-"""Running programs and waiting: each with a limit on time, progress to look at, and an error that says what failed."""
+"""Runs programs and waits for conditions: with time limits, progress lines, and errors that say what failed."""
 
 import subprocess
 import sys
@@ -10,9 +10,9 @@ _START = time.monotonic()
 
 
 class LabError(Exception):
-    """Something the lab could not do. Its text says what and, where it can, what to do.
+    """A failure of the lab. Its text says what failed and, where possible, what to do.
 
-    `log` is the file whose last lines tell more.
+    `log` is a file whose last lines say more.
     """
 
     def __init__(self, text: str, log: Path | None = None) -> None:
@@ -21,20 +21,20 @@ class LabError(Exception):
         self.log_end: str | None = None
 
     def keep_log(self) -> None:
-        """Takes the log's last lines along, for when the file goes away before they are shown."""
+        """Keeps the log's last lines, because clean-up may remove the file before they are shown."""
         if self.log and self.log_end is None:
             self.log_end = tail(self.log) or "    (empty)"
 
 
 def progress(text: str) -> None:
-    """Tells what is being done, with the seconds since the program began, on standard error."""
+    """Prints a progress line with the seconds since the start to standard error."""
     print(f"[{time.monotonic() - _START:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
 def run(command: Sequence[str], timeout_s: float = 30, cwd: Path | None = None) -> str:
-    """Runs a program to its end and gives its standard output.
+    """Runs a program and gives its standard output.
 
-    Raises LabError with the program's last words when it fails or takes too long.
+    Raises LabError with the end of its output when it fails, or when it exceeds the time limit.
     """
     text = " ".join(command)
     try:
@@ -54,9 +54,9 @@ def run(command: Sequence[str], timeout_s: float = 30, cwd: Path | None = None) 
 def wait_until(
     what: str, condition: Callable[[], object], timeout_s: float, log: Path | None = None, poll_s: float = 0.05
 ) -> None:
-    """Waits until `condition` holds; it may raise LabError to give up early.
+    """Waits until `condition` holds; the condition may raise LabError to give up early.
 
-    Tells what is waited for every 3 s. Raises LabError, pointing to `log`, after `timeout_s`.
+    Prints progress every 3 s. Raises LabError with `log` after `timeout_s`.
     """
     begin = time.monotonic()
     told = begin
@@ -71,7 +71,7 @@ def wait_until(
 
 
 def tail(log: Path, lines: int = 15) -> str:
-    """Gives the last lines of a log, indented."""
+    """The last lines of a log, indented."""
     try:
         text = log.read_text(errors="replace")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The store of a distributed overlay: a real etcd on host 1, which all hosts reach by the underlay."""
+"""The store of a distributed overlay: a real etcd on host 1, reached over the underlay."""
 
 import json
 import shutil
@@ -14,15 +14,15 @@ PEERS = "http://127.0.0.1:2380"
 
 
 def endpoint(topology: Topology, ipv6: bool = False) -> str:
-    """Where hosts reach the store."""
+    """URL of the store."""
     home = _home(topology)
     return f"http://[{home.address6}]:{PORT}" if ipv6 else f"http://{home.address}:{PORT}"
 
 
 def start(topology: Topology, tls: bool = False, room_bytes: int = 0) -> None:
-    """Starts the store with what it had before, if anything, and waits until it answers.
+    """Starts the store with its existing data, if any, and waits until it answers.
 
-    With `tls`, it takes only clients with a certificate that `certify` made. It has so much room; 0: as usual.
+    With `tls` it accepts only clients with a certificate from `certify`. `room_bytes` is its quota, 0 etcd's default.
     """
     clients = ",".join(endpoint(topology, ipv6) for ipv6 in ([False, True] if topology.settings.ipv6 else [False]))
     arguments = {
@@ -47,7 +47,7 @@ def start(topology: Topology, tls: bool = False, room_bytes: int = 0) -> None:
 
     def answers() -> bool:
         if find(topology) is None:
-            raise LabError("etcd ended as it started", log)
+            raise LabError("etcd exited at once", log)
         try:
             control(topology, "get", "nothing", tls=tls)
         except LabError:
@@ -58,24 +58,24 @@ def start(topology: Topology, tls: bool = False, room_bytes: int = 0) -> None:
 
 
 def find(topology: Topology) -> int | None:
-    """Gives the process id of the store, or None when it does not run."""
+    """Process id of the store; None if it does not run."""
     return process.find(topology.state / "etcd.pid")
 
 
 def stop(topology: Topology, forget: bool = False) -> None:
-    """Stops the store; has it forget everything if wanted."""
+    """Stops the store; with `forget` also deletes its data."""
     process.stop(topology.state / "etcd.pid")
     if forget:
         shutil.rmtree(topology.state / "etcd", ignore_errors=True)
 
 
 def inside(topology: Topology, *words: str) -> list[str]:
-    """A command on the store's host."""
+    """Wraps a command to run on the store's host."""
     return ["ip", "netns", "exec", _home(topology).namespace, *words]
 
 
 def certify(topology: Topology) -> Path:
-    """Makes an authority, and a certificate for the store and its clients; gives the folder they are in."""
+    """Creates an authority, and a certificate for the store and its clients; gives their folder."""
     folder = topology.state / "tls"
     folder.mkdir(exist_ok=True)
     new = ["openssl", "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout"]
@@ -89,7 +89,7 @@ def certify(topology: Topology) -> Path:
 
 
 def control(topology: Topology, *words: str, tls: bool = False) -> str:
-    """Runs etcdctl and gives its output; raises LabError when it fails."""
+    """Runs etcdctl; gives its output. Raises LabError when it fails."""
     client = ["etcdctl", f"--endpoints={endpoint(topology)}", "--command-timeout=2s", "--dial-timeout=1s"]
     if tls:
         folder = topology.state / "tls"

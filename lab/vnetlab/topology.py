@@ -1,4 +1,4 @@
-"""Names and addresses of everything in a lab: plain data, derived from its settings and nothing else.
+"""Names and addresses of everything in a lab: plain data, derived from the settings alone.
 
 Hosts are `h1`, `h2`, …; host 2's first container is `h2c1`, its first virtual machine `h2v1`. Underlay addresses are
 10.78.0.HOST and fd78::HOST, overlay addresses 10.77.HOST.N for containers and 10.77.HOST.(100+N) for virtual machines.
@@ -12,15 +12,15 @@ from pathlib import Path
 from vnetlab.run import LabError
 
 STATE = Path("/run/vnet-lab")
-"""Each lab's files are in a directory here that has its name."""
+"""Parent of the labs' directories."""
 TAP_MTU_MAX = 65521
-"""The kernel's limit for a TAP device: 65535 less an Ethernet header."""
+"""The kernel's limit for a TAP device: 65535 minus an Ethernet header."""
 PORT = 9000
-"""Where vnetd listens on each host, UDP."""
+"""UDP port of [bridge] listen on each host."""
 
 
 class Kind(StrEnum):
-    """What a node is. The value is its letter in names."""
+    """Kinds of nodes; the value is the letter in names."""
 
     HOST = "h"
     CONTAINER = "c"
@@ -28,7 +28,7 @@ class Kind(StrEnum):
 
 
 class Wire(StrEnum):
-    """How fast the underlay is made."""
+    """Speed of the underlay."""
 
     NONE = "none"
     GIGABIT = "1g"
@@ -37,7 +37,7 @@ class Wire(StrEnum):
 
 @dataclass(frozen=True)
 class Settings:
-    """What a lab is made of."""
+    """The settings of a lab."""
 
     name: str = "lab"
     hosts: int = 2
@@ -49,18 +49,18 @@ class Settings:
     encapsulation: str = "native"
     ipv6: bool = False
     store: bool = False
-    """Whether hosts find each other by a store, instead of by links in their files."""
+    """Whether hosts find each other by a store instead of links in their files."""
     dispatchers: int = 1
-    """Of each vnetd, which has as many ports."""
+    """Dispatchers of each vnetd, and its number of ports."""
     queues: int = 1
-    """Queue pairs of each container and virtual machine, which has as many processors."""
+    """Queue pairs of each container and virtual machine, and vCPUs of the latter."""
     sealed: bool = False
-    """Whether links are sealed, with certificates of an authority of the lab's own."""
+    """Whether links are sealed, with certificates of the lab's own authority."""
 
     def __post_init__(self) -> None:
-        """Raises LabError for settings that no lab can have."""
+        """Raises LabError for invalid settings."""
         if not re.fullmatch(r"[a-z][a-z0-9-]{0,31}", self.name):
-            raise LabError(f"lab name '{self.name}': use up to 32 of a-z, 0-9 and -, a letter first")
+            raise LabError(f"lab name '{self.name}': use at most 32 of a-z, 0-9 and -, beginning with a letter")
         for what, value, low, high in (
             ("hosts", self.hosts, 1, 99),
             ("vms", self.vms, 0, 99),
@@ -82,16 +82,16 @@ class Node:
     kind: Kind
     host: int
     number: int = 0
-    """Counted from 1 on each host and for each kind; 0 for the host itself."""
+    """Counted from 1 per host and kind; 0 for the host itself."""
 
     @property
     def name(self) -> str:
-        """As used on the command line: h1, h1c1, h1v1."""
+        """Name on the command line: h1, h1c1, h1v1."""
         return f"h{self.host}" if self.kind is Kind.HOST else f"h{self.host}{self.kind}{self.number}"
 
     @property
     def address(self) -> str:
-        """IPv4 address: a host's on the underlay, others' on the overlay."""
+        """IPv4 address: on the underlay for hosts, on the overlay for others."""
         if self.kind is Kind.HOST:
             return f"10.78.0.{self.host}"
         return f"10.77.{self.host}.{self.number + (100 if self.kind is Kind.VM else 0)}"
@@ -103,7 +103,7 @@ class Node:
 
     @property
     def mac(self) -> str:
-        """The Ethernet address of a container or virtual machine, locally administered."""
+        """Locally administered MAC address of a container or virtual machine."""
         return f"52:54:00:{self.host:02x}:{1 if self.kind is Kind.VM else 0:02x}:{self.number:02x}"
 
     @property
@@ -117,7 +117,7 @@ class Node:
         return STATE / self.lab
 
     def file(self, suffix: str) -> Path:
-        """A file of this node in the lab's directory: .log, .sock, .pid and so on."""
+        """A file of this node in the lab's directory, such as .log, .sock or .pid."""
         return self.state / f"{self.name}{suffix}"
 
 
@@ -134,7 +134,7 @@ class Topology:
 
     @property
     def switch(self) -> str:
-        """The namespace of the bridge that joins hosts when they are not two."""
+        """Namespace of the bridge that connects the hosts unless there are two."""
         return f"{self.settings.name}-underlay"
 
     @property
@@ -143,7 +143,7 @@ class Topology:
         return [Node(self.settings.name, Kind.HOST, host) for host in range(1, self.settings.hosts + 1)]
 
     def machines(self, kind: Kind | None = None, host: int | None = None) -> list[Node]:
-        """Containers and virtual machines, or one kind or one host's only."""
+        """Containers and virtual machines, optionally of one kind or one host."""
         counts = {Kind.CONTAINER: self.settings.containers, Kind.VM: self.settings.vms}
         return [
             Node(self.settings.name, each, home.host, number)
@@ -155,7 +155,7 @@ class Topology:
         ]
 
     def find(self, name: str) -> Node:
-        """Gives the node of that name; raises LabError when there is none."""
+        """The node of that name; raises LabError when there is none."""
         nodes = [*self.hosts, *self.machines()]
         for node in nodes:
             if node.name == name:
@@ -163,5 +163,5 @@ class Topology:
         raise LabError(f"lab {self.settings.name} has no '{name}'; it has {' '.join(node.name for node in nodes)}")
 
     def mtu(self, node: Node) -> int:
-        """The MTU a container or virtual machine gets: a TAP device cannot have all of it."""
+        """MTU of a container or virtual machine, within a TAP device's limit."""
         return self.settings.mtu if node.kind is Kind.VM else min(self.settings.mtu, TAP_MTU_MAX)

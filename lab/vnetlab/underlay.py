@@ -1,6 +1,6 @@
-"""The network underneath: a namespace for each host, joined by a veth pair, or by a bridge when they are not two.
+"""The underlay: a namespace per host, connected by a veth pair, or by a bridge unless there are two hosts.
 
-Each host's device is `eth0`. Wires of a given speed are made by a token bucket on each device's way out.
+Each host's device is `eth0`. A token bucket on its egress limits the wire's speed.
 """
 
 import os
@@ -14,11 +14,11 @@ BUCKETS = {
     Wire.GIGABIT: ["rate", "1gbit", "burst", "256kb", "latency", "10ms"],
     Wire.TEN_GIGABIT: ["rate", "10gbit", "burst", "1mb", "latency", "5ms"],
 }
-"""Arguments of `tc qdisc … tbf`. A burst holds several of the largest segmentation-offload packets."""
+"""Arguments of `tc qdisc … tbf`. A burst holds several of the largest super-frames."""
 
 
 def namespaces() -> set[str]:
-    """Lists the network namespaces there are by name."""
+    """Names of all network namespaces."""
     try:
         return set(os.listdir("/run/netns"))
     except FileNotFoundError:
@@ -26,7 +26,7 @@ def namespaces() -> set[str]:
 
 
 def create(topology: Topology) -> None:
-    """Makes the hosts' namespaces and joins them."""
+    """Creates the hosts' namespaces and connects them."""
     hosts = topology.hosts
     for host in hosts:
         add_namespace(host.namespace)
@@ -40,7 +40,7 @@ def create(topology: Topology) -> None:
 
 
 def add_namespace(name: str) -> None:
-    """Makes a network namespace with its loopback up."""
+    """Creates a network namespace with loopback up."""
     run(["ip", "netns", "add", name])
     run(["ip", "-n", name, "link", "set", "lo", "up"])
 
@@ -52,13 +52,13 @@ def delete_namespaces(lab: str) -> None:
 
 
 def owned(lab: str) -> set[str]:
-    """Lists the namespaces of a lab that are there, whether or not its files are."""
+    """Existing namespaces of a lab, found by name alone."""
     pattern = re.compile(rf"{re.escape(lab)}-(h\d+(c\d+)?|underlay)")
     return {name for name in namespaces() if pattern.fullmatch(name)}
 
 
 def _add_switch(topology: Topology) -> None:
-    """Joins the hosts by a bridge in a namespace of its own."""
+    """Connects the hosts by a bridge in its own namespace."""
     add_namespace(topology.switch)
     mtu = topology.settings.underlay_mtu
     run(["ip", "-n", topology.switch, "link", "add", "bridge", "mtu", str(mtu), "up", "type", "bridge"])
@@ -69,7 +69,7 @@ def _add_switch(topology: Topology) -> None:
 
 
 def _configure(host: Node, topology: Topology) -> None:
-    """Gives a host's device its addresses and its speed."""
+    """Sets the addresses and the speed of a host's device."""
     inside = ["ip", "-n", host.namespace]
     run([*inside, "address", "add", f"{host.address}/24", "dev", "eth0"])
     if topology.settings.underlay_mtu >= IPV6_MTU_MIN:

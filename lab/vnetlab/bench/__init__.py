@@ -1,11 +1,12 @@
-"""The bench: vnet against its alternatives, in the same run and turn by turn.
+"""The bench: vnet against its alternatives, interleaved within one run.
 
-`contenders` and `vhost` bring up what is measured, `guests` virtual machines on it; `workload` loads it, `usage` tells
-what it costs in processor time. `suite` says which bench has which cases, `runner` takes the contenders of a case in
-turn, `result` keeps the figures, `environment` describes the machine, `report` writes tables and `plot` draws.
-`compare` does it with two revisions of vnet and tells what differs. `command` is what users call.
+`contenders` and `vhost` bring up what is measured, `guests` virtual machines on it; `workload` generates load, `usage`
+measures CPU time. `suite` lists the cases of each bench, `runner` runs the contenders of a case in turn, `result` keeps
+the figures, `environment` describes the machine. `report` writes tables, `plot` draws, `bars` computes which bars are
+met, `pages` publishes all of that in docs/. `compare` runs two revisions of vnet and judges differences. `command` is
+the command line.
 
-How a figure comes about: every case has an underlay of its own. In each round each contender is brought up, measured
-and taken down, in the same order, so that whatever drifts on the machine meets all of them, and nobody's daemon runs
-while another is measured. Figures are medians over the rounds, with the smallest and the largest.
+Every case has its own underlay. In each round every contender is brought up, measured and taken down, in the same
+order: drift of the machine meets all of them, and no daemon runs while another is measured. Figures are medians over
+the rounds, with the smallest and the largest.
 """

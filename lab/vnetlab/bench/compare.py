@@ -1,4 +1,4 @@
-"""Two revisions of vnet against each other: built apart, run turn by turn, judged by what chance would do."""
+"""Compares two revisions of vnet: builds both, runs them in turn, and tests differences for significance."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ BUILD_S = 1800
 
 @dataclass(frozen=True)
 class Difference:
-    """One metric under the same conditions for both revisions."""
+    """One metric of both revisions under the same conditions."""
 
     conditions: Conditions
     one: Series
@@ -23,17 +23,17 @@ class Difference:
 
     @property
     def change(self) -> float:
-        """By which part of the first median the second is larger; 0 when the first is 0."""
+        """Relative change of the median; 0 when the first is 0."""
         return self.other.median / self.one.median - 1 if self.one.median else 0.0
 
     @property
     def p(self) -> float:
-        """How likely chance alone makes such a difference."""
+        """The p-value: how likely chance alone gives such a difference."""
         return difference_p(self.one.values, self.other.values)
 
     @property
     def verdict(self) -> str:
-        """Better, worse, or within the noise."""
+        """BETTER, WORSE, or within the noise."""
         if smallest_p(len(self.one.values), len(self.other.values)) > SIGNIFICANCE:
             return "too few rounds to tell"
         if self.p > SIGNIFICANCE or self.change == 0:
@@ -43,7 +43,7 @@ class Difference:
 
 
 def revisions(names: list[str]) -> list[Vnet]:
-    """Builds revisions as git names them, and gives each as a contender."""
+    """Builds git revisions; gives each as a contender."""
     commits = [run(["git", "-C", str(REPOSITORY), "rev-parse", "--verify", f"{name}^{{commit}}"]) for name in names]
     shas = [commit.strip()[:12] for commit in commits]
     if len(set(shas)) < len(shas):
@@ -55,7 +55,7 @@ def revisions(names: list[str]) -> list[Vnet]:
 
 
 def build(sha: str) -> Path:
-    """Builds a commit in a worktree of its own, once, and gives the directory of its programs."""
+    """Builds a commit in its own worktree, once; gives the directory of its programs."""
     tree, target = FOLDER / sha, FOLDER / f"target-{sha}"
     done = target / "built"
     if not done.exists():
@@ -76,7 +76,7 @@ def build(sha: str) -> Path:
 
 
 def differences(result: Result) -> Iterator[Difference]:
-    """Every metric that both revisions have figures of."""
+    """Every metric that was measured for both revisions."""
     one, other = result.contenders()[:2]
     for conditions in result.conditions():
         for metric in result.metrics():

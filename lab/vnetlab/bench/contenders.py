@@ -1,8 +1,7 @@
-"""Who is measured between two hosts: the bare underlay, kernel VXLAN, user-level overlays, and vnet in its settings.
+"""Contenders between two hosts: the bare underlay, kernel VXLAN, user-level overlays, and vnet in several settings.
 
-Each contender is brought up on hosts h1 and h2 of a lab whose underlay is there, gives the two ends to measure between,
-and is gone afterwards without a trace. Its processes bear the lab's mark, so that `lab down` finds them after any
-accident.
+Each contender is brought up on hosts h1 and h2 of a lab with a running underlay, gives the two ends to measure between,
+and removes everything afterwards. Its processes carry the lab's mark, so that `lab down` finds them after a crash.
 """
 
 import contextlib
@@ -19,11 +18,11 @@ from vnetlab.run import LabError, run, wait_until
 from vnetlab.topology import TAP_MTU_MAX, Kind, Node, Topology
 
 VXLAN_HEADERS = 50
-"""What VXLAN over IPv4 takes of the underlay's MTU (RFC 7348)."""
+"""Bytes of the underlay's MTU that VXLAN over IPv4 takes (RFC 7348)."""
 TINC_MTU_MAX = 1500
-"""tinc without its jumbogram option, as Debian builds it, takes Ethernet frames of 1518 bytes."""
+"""Debian builds tinc without its jumbogram option: Ethernet frames of at most 1518 bytes."""
 NEBULA_HEADERS = 60
-"""IPv4, UDP, header and AES-GCM tag."""
+"""Bytes of IPv4, UDP, Nebula's header and AES-GCM tag."""
 NEBULA_MTU_MAX = 8900
 """Its buffers hold 9001 bytes, headers included."""
 START_S = 20
@@ -31,7 +30,7 @@ USER_LEVEL_PORT = 4242
 
 
 class OnHost(Node):
-    """A host by its address on an overlay that ends on the host itself."""
+    """A host, by its address on an overlay that ends on the host itself."""
 
     @property
     def address(self) -> str:
@@ -49,15 +48,15 @@ class Ends:
 
 
 class Contender(Protocol):
-    """Somebody who joins two machines on two hosts."""
+    """Something that connects two machines on two hosts."""
 
     name: str
 
     def missing(self) -> str | None:
-        """Says why it cannot run on this machine, or None when it can."""
+        """Why it cannot run on this machine; None if it can."""
 
     def up(self, topology: Topology) -> contextlib.AbstractContextManager[Ends]:
-        """Joins two machines while the context lasts. Raises LabError when it cannot."""
+        """Connects two machines while the context lasts. Raises LabError when it cannot."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +66,11 @@ class Bare:
     name: str = "native"
 
     def missing(self) -> None:
-        """The kernel has it."""
+        """Never: it is part of the kernel."""
 
     @contextlib.contextmanager
     def up(self, topology: Topology) -> Iterator[Ends]:
-        """Nothing to do."""
+        """Gives the hosts themselves."""
         yield Ends(*topology.hosts)
 
 
@@ -82,11 +81,11 @@ class VxlanDevice:
     name: str = "kernel VXLAN, device"
 
     def missing(self) -> None:
-        """The kernel has it."""
+        """Never: it is part of the kernel."""
 
     @contextlib.contextmanager
     def up(self, topology: Topology) -> Iterator[Ends]:
-        """Makes the devices, and removes them."""
+        """Creates the devices, and removes them."""
         with _vxlan(topology) as _:
             ends = [OnHost(host.lab, Kind.HOST, host.host) for host in topology.hosts]
             for end in ends:
@@ -96,16 +95,16 @@ class VxlanDevice:
 
 @dataclass(frozen=True)
 class VxlanContainers:
-    """Containers as common networks join them: a veth pair each, a bridge on each host, a kernel VXLAN device in it."""
+    """The usual container network: a veth pair each, a bridge on each host, a kernel VXLAN device in it."""
 
     name: str = "kernel VXLAN, containers"
 
     def missing(self) -> None:
-        """The kernel has it."""
+        """Never: it is part of the kernel."""
 
     @contextlib.contextmanager
     def up(self, topology: Topology) -> Iterator[Ends]:
-        """Makes bridges, VXLAN devices and veth pairs, and removes them."""
+        """Creates bridges, VXLAN devices and veth pairs, and removes them."""
         with _vxlan(topology) as mtu, contextlib.ExitStack() as stack:
             containers = topology.machines(Kind.CONTAINER)
             for container in containers:
@@ -122,11 +121,11 @@ class VxlanMixed:
     """The device sends."""
 
     def missing(self) -> None:
-        """The kernel has it."""
+        """Never: it is part of the kernel."""
 
     @contextlib.contextmanager
     def up(self, topology: Topology) -> Iterator[Ends]:
-        """Makes it, and removes it."""
+        """Creates both, and removes them."""
         near, far = topology.hosts
         container = topology.machines(Kind.CONTAINER, near.host)[0]
         end = OnHost(far.lab, Kind.HOST, far.host)
@@ -137,7 +136,7 @@ class VxlanMixed:
 
 @contextlib.contextmanager
 def _bridged(host: Node, container: Node, mtu: int) -> Iterator[None]:
-    """Joins a container to its host's VXLAN device by a veth pair and a bridge while the context lasts."""
+    """Connects a container to its host's VXLAN device by a veth pair and a bridge while the context lasts."""
     with contextlib.ExitStack() as stack:
         stack.callback(remove_device, host.namespace, "bridge")
         bridge(host, mtu)
@@ -153,7 +152,7 @@ def _bridged(host: Node, container: Node, mtu: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _vxlan(topology: Topology) -> Iterator[int]:
-    """Makes a VXLAN device on both hosts while the context lasts; gives its MTU."""
+    """Creates a VXLAN device on both hosts while the context lasts; gives its MTU."""
     hosts = topology.hosts
     mtu = topology.settings.underlay_mtu - VXLAN_HEADERS
     with contextlib.ExitStack() as stack:
@@ -164,31 +163,31 @@ def _vxlan(topology: Topology) -> Iterator[int]:
 
 
 def vxlan(host: Node, peer: Node, mtu: int) -> None:
-    """Makes a kernel VXLAN device to another host."""
+    """Creates a kernel VXLAN device to another host."""
     tunnel = f"id 77 dstport 4789 local {host.address} remote {peer.address} dev eth0"
     run(f"ip -n {host.namespace} link add vxlan mtu {mtu} up type vxlan {tunnel}".split())
 
 
 def bridge(host: Node, mtu: int) -> None:
-    """Makes a bridge with the host's VXLAN device in it."""
+    """Creates a bridge that contains the host's VXLAN device."""
     run(f"ip -n {host.namespace} link add bridge mtu {mtu} up type bridge".split())
     run(f"ip -n {host.namespace} link set vxlan master bridge".split())
 
 
 def remove_device(namespace: str, name: str) -> None:
-    """Removes a device; one that is gone is fine."""
+    """Removes a device; a missing one is no error."""
     with contextlib.suppress(LabError):
         run(["ip", "-n", namespace, "link", "delete", name])
 
 
 @dataclass(frozen=True)
 class Tinc:
-    """tinc 1.0 as an Ethernet switch, without cipher and digest."""
+    """tinc 1.0 in switch mode, without cipher and digest."""
 
     name: str = "tinc"
 
     def missing(self) -> str | None:
-        """Needs Debian's package."""
+        """Needs its Debian package."""
         return absent("tincd", "tinc")
 
     @contextlib.contextmanager
@@ -199,7 +198,7 @@ class Tinc:
             folders = {end.name: self._configure(end) for end in ends}
             for host in topology.hosts:
                 for folder in folders.values():
-                    # Each knows the others' public keys.
+                    # Every host needs the others' public keys.
                     own = folders[host.name] / "hosts" / host.name
                     if folder != folders[host.name]:
                         shutil.copy(own, folder / "hosts" / host.name)
@@ -211,7 +210,7 @@ class Tinc:
             yield _meet("tinc", ends)
 
     def _configure(self, end: Node) -> Path:
-        """Writes a host's configuration, and makes its keys."""
+        """Writes a host's configuration and generates its keys."""
         folder = end.file(".tinc")
         (folder / "hosts").mkdir(parents=True)
         peer = "h2" if end.host == 1 else "h1"
@@ -226,12 +225,12 @@ class Tinc:
 
 @dataclass(frozen=True)
 class Nebula:
-    """Nebula with its own certificate authority; encrypts always, carries IP only."""
+    """Nebula with its own certificate authority; it always encrypts, and carries only IP."""
 
     name: str = "Nebula"
 
     def missing(self) -> str | None:
-        """Needs Debian's package."""
+        """Needs its Debian package."""
         return absent("nebula", "nebula") or absent("nebula-cert", "nebula")
 
     @contextlib.contextmanager
@@ -266,14 +265,14 @@ firewall: {{outbound: {anybody}, inbound: {anybody}}}
 
 
 def absent(program: str, package: str) -> str | None:
-    """Says that a program is not installed, or None when it is."""
+    """The reason that a program is missing; None if it is installed."""
     there = shutil.which(program, path="/usr/sbin:/usr/bin:/sbin:/bin")
     return None if there else f"{program} is not installed (Debian package {package}): run 'make bench-packages'"
 
 
 @contextlib.contextmanager
 def _user_level(topology: Topology, name: str) -> Iterator[list[Node]]:
-    """Gives the hosts by their overlay addresses; ends the daemons called `name` on them and removes their files."""
+    """Gives the hosts with overlay addresses; afterwards stops the daemons `name` and removes their files."""
     ends = [OnHost(host.lab, Kind.HOST, host.host) for host in topology.hosts]
     folders = [topology.state / name, *(end.file(f".{name}") for end in ends)]
     for folder in folders:
@@ -299,7 +298,7 @@ def _has(end: Node, device: str) -> bool:
 
 
 def _address(end: Node, device: str, mtu: int) -> None:
-    """Waits for a daemon's device and sets it up."""
+    """Waits for a daemon's device and configures it."""
     wait_until(f"{device} on {end.name}", lambda: _has(end, device), START_S)
     run(["ip", "-n", end.namespace, "link", "set", device, "mtu", str(mtu), "up"])
     run(["ip", "-n", end.namespace, "address", "add", f"{end.address}/16", "dev", device])
@@ -308,37 +307,37 @@ def _address(end: Node, device: str, mtu: int) -> None:
 def _meet(name: str, ends: list[Node]) -> Ends:
     """Waits until the two ends reach each other."""
     log = ends[0].file(f".{name}.log")
-    wait_until(f"{name} to join the hosts", lambda: reach(*ends), START_S, log)
+    wait_until(f"{name} to connect the hosts", lambda: reach(*ends), START_S, log)
     return Ends(*ends, running(f".{name}.pid", ends))
 
 
 def reach(source: Node, destination: Node) -> bool:
-    """True when one ping gets its answer."""
+    """Whether one ping is answered."""
     return bool(measure.ping(source, destination.address, "-w", "1", count=1)[1])
 
 
 def running(suffix: str, nodes: list[Node]) -> dict[str, int]:
-    """The processes that files with this suffix tell of, by node."""
+    """Running processes by node name, from pid files with this suffix."""
     found = {node.name: process.find(node.file(suffix)) for node in nodes}
     return {name: pid for name, pid in found.items() if pid is not None}
 
 
 Lines = tuple[tuple[str, str | int | list[int]], ...]
-"""Keys of a configuration with their values."""
+"""Keys of a configuration and their values."""
 
 
 def _lines(keys: Lines) -> list[str]:
-    """Writes them."""
+    """The keys as TOML lines."""
     return [f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}" for key, value in keys]
 
 
 class Pinned(Enum):
-    """Where the dispatchers of hosts that share a machine run."""
+    """Which processors dispatchers use, where hosts share a machine."""
 
     APART = "apart"
-    """Each host's on a processor of its own, as far as they go: whoever has frames shares one of them."""
+    """One processor per host, as far as they go; guests share them."""
     TOGETHER = "together"
-    """All on the first processor: the others are their guests'."""
+    """All on the first processor; the others are left to guests."""
 
 
 @dataclass(frozen=True)
@@ -350,25 +349,25 @@ class Vnet:
     """Lines of [dispatch] that differ from the defaults."""
     encapsulation: str = "native"
     dispatchers: int = 1
-    """With as many ports, and as many queues of each interface."""
+    """Also the number of ports, and of queues per interface."""
     sealed: bool = False
     mtu: int = 0
-    """The interfaces' MTU; 0: the underlay's."""
+    """The interfaces' MTU; 0 means the underlay's."""
     binaries: Path | None = None
-    """Where vnetd and vnet are, when not in the usual place."""
+    """Directory of vnetd and vnet; None means the usual one."""
     interface: Lines = ()
     """Lines of every [[interface]] that differ from the defaults."""
     bridge: Lines = ()
-    """The same of [bridge]."""
+    """Lines of [bridge] that differ from the defaults."""
     direct: bool = False
     """Whether virtual machines have underlay ports of their own."""
     offloads: bool = True
     """Whether guests leave checksums and segmentation to their device."""
     pinned: Pinned | None = None
-    """Which processors the hosts' dispatchers run on; none: wherever the kernel puts them."""
+    """Processors of the dispatchers; None leaves that to the kernel."""
 
     def missing(self) -> None:
-        """It is what the bench is for; `up` fails when it is not built."""
+        """Never: `up` fails when it is not built."""
 
     @contextlib.contextmanager
     def up(self, topology: Topology) -> Iterator[Ends]:
@@ -378,12 +377,12 @@ class Vnet:
             containers = topology.machines(Kind.CONTAINER)
             self.settle(containers)
             if self.sealed:
-                # Hosts have to agree on keys first.
-                wait_until(f"{self.name} to join the hosts", lambda: reach(containers[0], containers[-1]), START_S)
+                # The handshake has to finish first.
+                wait_until(f"{self.name} to connect the hosts", lambda: reach(containers[0], containers[-1]), START_S)
             yield Ends(containers[0], containers[-1], processes)
 
     def topology(self, topology: Topology) -> Topology:
-        """The lab with this contender's settings."""
+        """The lab's topology with this contender's settings."""
         mtu = self.mtu or topology.settings.underlay_mtu
         wide = {"dispatchers": self.dispatchers, "queues": self.dispatchers}
         links = {"encapsulation": self.encapsulation, "sealed": self.sealed}
@@ -391,7 +390,7 @@ class Vnet:
 
     @contextlib.contextmanager
     def daemons(self, topology: Topology, more: str = "") -> Iterator[dict[str, int]]:
-        """Runs vnetd on all hosts, with `more` in the configuration; gives the processes by host."""
+        """Runs vnetd on all hosts, with `more` appended to the configuration; gives process ids by host."""
         with self.own_binaries():
             try:
                 for host in topology.hosts:
@@ -411,17 +410,17 @@ class Vnet:
                     host.file(".toml").unlink(missing_ok=True)
 
     def settle(self, machines: list[Node]) -> None:
-        """Has containers or virtual machines do for themselves what they are not to leave to their device."""
+        """Turns off offloads in containers or virtual machines where this contender does without."""
         for each in machines if not self.offloads else []:
             machine.execute(each, "ethtool", "-K", "eth0", "tx", "off", "tso", "off", "gso", "off")
 
     def section(self) -> str:
-        """The configuration's [dispatch]."""
+        """The [dispatch] section."""
         lines = _lines(self.dispatch)
         return "\n".join(["", "[dispatch]", *lines, ""]) if lines else ""
 
     def _pinned(self, host: Node) -> Lines:
-        """The lines of a host's [dispatch]."""
+        """A host's lines of [dispatch], pinning included."""
         match self.pinned:
             case None:
                 return self.dispatch
@@ -433,7 +432,7 @@ class Vnet:
 
     @contextlib.contextmanager
     def own_binaries(self) -> Iterator[None]:
-        """Lets this contender's programs be used while the context lasts."""
+        """Uses this contender's programs while the context lasts."""
         before = os.environ.get("VNET_BINARIES")
         if self.binaries:
             os.environ["VNET_BINARIES"] = str(self.binaries)
@@ -459,6 +458,6 @@ SETTINGS = [
     Vnet("vnet, encapsulation=vnet", encapsulation="vnet"),
     Vnet("vnet, interface MTU 65521", mtu=TAP_MTU_MAX),
 ]
-"""vnet as containers may use it."""
+"""Settings of vnet between containers."""
 HOST_TO_HOST: list[Contender] = [Bare(), VxlanDevice(), VxlanContainers(), *SETTINGS, Tinc(), Nebula()]
-"""Everybody who joins containers or hosts."""
+"""All contenders between containers or hosts."""

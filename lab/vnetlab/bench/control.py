@@ -1,7 +1,7 @@
-"""Many agents of the distributed overlay against one real etcd: vnetd/examples/agents.rs, which tells what it measures.
+"""Many agents of the distributed overlay against one real etcd: vnetd/examples/agents.rs, which defines the metrics.
 
-Every agent has the whole view of a host of its own, so one machine holds as many as its memory and processors allow;
-the other hosts are there as records only, which costs an agent exactly the same.
+Every agent holds the complete view of its own host, so memory and processors limit their number. The other hosts exist
+as records only, which costs an agent exactly the same.
 """
 
 import json
@@ -19,13 +19,13 @@ TIMEOUT_S = 900
 
 @dataclass(frozen=True)
 class Scale:
-    """How much there is of everything."""
+    """Size of the overlay."""
 
     hosts: int
     stations: int
     agents: int
     moves: int
-    """Stations that move while the agents are measured, one a second."""
+    """Stations that move during the measurement, one per second."""
 
 
 FULL = Scale(hosts=1_000, stations=100_000, agents=20, moves=20)
@@ -33,7 +33,7 @@ QUICK = Scale(hosts=20, stations=1_000, agents=4, moves=3)
 
 
 def measure(vnet: Vnet, topology: Topology, scale: Scale) -> Sample:
-    """One run on an etcd of its own, which is empty before."""
+    """One run on a fresh etcd."""
     with vnet.own_binaries():
         program = vhost.example("agents")
     store.start(topology)

@@ -1,4 +1,4 @@
-"""The machine and the versions that figures hold for."""
+"""Describes the machine and the versions that were measured."""
 
 import os
 import re
@@ -22,7 +22,7 @@ PACKAGES = (
 
 
 def machine() -> dict[str, str]:
-    """Describes this machine: processor, kernel, what may make figures jump."""
+    """This machine: processor, kernel, and what may make figures fluctuate."""
     cpuinfo = Path("/proc/cpuinfo").read_text()
     memory_kib = int(re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
     uname = os.uname()
@@ -39,12 +39,12 @@ def machine() -> dict[str, str]:
 
 
 def clock_hz() -> float:
-    """Cycles a second of the time stamp counter, as near as the kernel tells."""
+    """Frequency of the time stamp counter, as far as the kernel reports it."""
     return float(re.search(r"cpu MHz\s*: ([\d.]+)", Path("/proc/cpuinfo").read_text())[1]) * 1e6
 
 
 def versions() -> dict[str, str]:
-    """Tells the versions of everybody that takes part and is there."""
+    """Versions of vnet, the kernel and all installed contenders and tools."""
     found = {"vnet": _vnet(), "kernel VXLAN": os.uname().release}
     for package in PACKAGES:
         asked = subprocess.run(

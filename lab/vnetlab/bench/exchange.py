@@ -1,8 +1,7 @@
-"""Messages between two machines as MPI programs exchange them: NetPIPE on Open MPI, whose messages go over TCP.
+"""MPI messages between two machines: NetPIPE on Open MPI over TCP.
 
-Open MPI starts a daemon on each machine by a program that it takes for a remote shell; here that is a script which
-enters the machine's namespace. Either machine believes to have all processors for itself, so ranks are not bound to
-any, and give theirs away while they wait.
+Open MPI starts a daemon on each machine through a remote shell; here that is a script which enters the machine's
+namespace. Both machines believe to own all processors, so ranks are not bound to any, and yield while they wait.
 """
 
 import shlex
@@ -15,13 +14,13 @@ from vnetlab.run import LabError
 from vnetlab.topology import Node
 
 START_S = 30
-"""What Open MPI may take to start and to end."""
+"""Allowance for Open MPI to start and exit."""
 MEASURE_S = 60
-"""What NetPIPE may take for one size: seven tries of a quarter of a second, by its own clock."""
+"""Allowance for NetPIPE per size: seven tries of a quarter of a second by its own clock."""
 
 
 def messages(ends: Ends, size: int) -> Sample:
-    """Messages of `size` bytes: to and fro, one way's time; then both ways at once, the rate of both together."""
+    """Messages of `size` bytes: one-way time of ping-pong, then the total rate of both directions at once."""
     if reason := absent("NPopenmpi", "netpipe-openmpi"):
         raise LabError(reason)
     agent = _agent(ends)
@@ -35,7 +34,7 @@ def messages(ends: Ends, size: int) -> Sample:
 
 
 def _agent(ends: Ends) -> Path:
-    """Writes what Open MPI calls as a remote shell: `agent ADDRESS COMMAND...`."""
+    """Writes the script that Open MPI runs as a remote shell: `agent ADDRESS COMMAND...`."""
     enter = [
         f'{node.address}) exec {shlex.join(machine.namespace_command(node, ["sh", "-c"]))} "$*" ;;'
         for node in (ends.source, ends.destination)
@@ -47,7 +46,7 @@ def _agent(ends: Ends) -> Path:
 
 
 def _netpipe(ends: Ends, agent: Path, size: int, *options: str) -> tuple[int, float]:
-    """Runs NetPIPE with one size; gives the bytes of a message, or of both that pass each other, and what it took."""
+    """Runs NetPIPE with one size; gives message bytes (of both directions with -2) and seconds."""
     report = ends.source.file(".netpipe")
     size_only = ["-l", str(size), "-u", str(size), "-p", "0"]
     words = ["mpirun", *_open_mpi(ends, agent), "NPopenmpi", *size_only, *options, "-o", str(report)]
@@ -61,7 +60,7 @@ def _netpipe(ends: Ends, agent: Path, size: int, *options: str) -> tuple[int, fl
 
 
 def _open_mpi(ends: Ends, agent: Path) -> list[str]:
-    """The options of mpirun: one rank on each machine, everything by TCP between these two addresses."""
+    """Options of mpirun: one rank per machine, all traffic by TCP between these two addresses."""
     network = _network(ends.source)
     parameters = {
         "plm": "rsh",
@@ -78,5 +77,5 @@ def _open_mpi(ends: Ends, agent: Path) -> list[str]:
 
 
 def _network(node: Node) -> str:
-    """The network that a machine's address is in."""
+    """The /16 network of a machine's address."""
     return ".".join([*node.address.split(".")[:2], "0", "0"]) + "/16"

@@ -1,4 +1,4 @@
-"""The least a program can do between a TAP device and a UDP socket, as a contender: vnet/examples/floor.rs."""
+"""The floor: the smallest forwarder between a TAP device and a UDP socket, vnet/examples/floor.rs."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from vnetlab.run import LabError, run, wait_until
 from vnetlab.topology import Kind, Node, Topology
 
 HEADERS = 42
-"""IPv4, UDP, and the Ethernet header inside: a frame is a datagram, and the datagram a packet."""
+"""Bytes of IPv4, UDP and the inner Ethernet header: one frame per datagram, one datagram per packet."""
 PORT = 9900
 
 
@@ -21,12 +21,12 @@ class Floor:
 
     name: str
     blocks: bool = False
-    """It sleeps until something comes; otherwise it spins."""
+    """Whether the program sleeps until a frame arrives; otherwise it spins."""
     processor: int | None = None
-    """Where all of them run; none: wherever the kernel puts them."""
+    """Processor of all instances; None leaves that to the kernel."""
 
     def missing(self) -> str | None:
-        """Has to be built."""
+        """The program may not be built."""
         try:
             vhost.example("floor")
         except LabError as error:
@@ -53,11 +53,11 @@ class Floor:
         log = host.file(".floor.log")
         process.start(machine.namespace_command(host, words), host.file(".floor.pid"), log)
         shown = ["ip", "link", "show", "floor"]
-        wait_until("the program's device to be there", lambda: machine.attempt(host, *shown)[0] == 0, 10, log)
+        wait_until("the forwarder's device", lambda: machine.attempt(host, *shown)[0] == 0, 10, log)
 
 
 def _move(host: Node, container: Node, mtu: int) -> None:
-    """Makes a host's device a container's."""
+    """Moves a host's device into a container."""
     run(f"ip -n {host.namespace} link set floor netns {container.namespace} name eth0 mtu {mtu}".split())
     inside = ["ip", "-n", container.namespace]
     run([*inside, "address", "add", f"{container.address}/16", "dev", "eth0"])

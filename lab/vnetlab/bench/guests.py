@@ -1,4 +1,4 @@
-"""Virtual machines on two hosts: joined by vnet over vhost-user, or by QEMU's tap, bridge and kernel VXLAN."""
+"""Virtual machines on two hosts, connected by vnet (vhost-user) or by QEMU's tap, bridge and kernel VXLAN."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ class VnetGuests:
 
     @property
     def name(self) -> str:
-        """As the settings are called."""
+        """Name of the settings."""
         return self.vnet.name
 
     def missing(self) -> str | None:
-        """Runs wherever the lab runs."""
+        """Never: it needs nothing beyond the lab."""
         return self.vnet.missing()
 
     @contextlib.contextmanager
@@ -43,16 +43,16 @@ class VnetGuests:
 
 @dataclass(frozen=True)
 class TapGuests:
-    """Virtual machines with a tap each, in a bridge with a kernel VXLAN device; interrupts by MSI-X, as QEMU has it."""
+    """Virtual machines with a tap each, bridged to a kernel VXLAN device; MSI-X interrupts, QEMU's default."""
 
     name: str = "QEMU tap, bridge, kernel VXLAN"
 
     def missing(self) -> None:
-        """The kernel has it."""
+        """Never: it is part of the kernel and QEMU."""
 
     @contextlib.contextmanager
     def up(self, topology: Topology) -> Iterator[Ends]:
-        """Makes devices and runs a virtual machine on each host."""
+        """Creates devices and runs a virtual machine on each host."""
         mtu = topology.settings.underlay_mtu - VXLAN_HEADERS
         topology = Topology(replace(topology.settings, mtu=mtu))
         image = ensure_image(lab.CACHE)
@@ -67,7 +67,7 @@ class TapGuests:
             yield _ready(guests, {})
 
     def _devices(self, machine: Node, host: Node, peer: Node, mtu: int, stack: contextlib.ExitStack) -> None:
-        """Makes a host's VXLAN device, bridge and tap."""
+        """Creates a host's VXLAN device, bridge and tap."""
         for name in ("vxlan", "bridge", "tap"):
             stack.callback(remove_device, host.namespace, name)
         vxlan(host, peer, mtu)
@@ -79,7 +79,7 @@ class TapGuests:
 
 @contextlib.contextmanager
 def _guests(topology: Topology) -> Iterator[contextlib.ExitStack]:
-    """What to do at the end, and no files of guests that ran before."""
+    """A stack of clean-ups; removes files of earlier guests first."""
     with contextlib.ExitStack() as stack:
         for machine in topology.machines(Kind.VM):
             for suffix in (".log", ".console.log"):
@@ -88,7 +88,7 @@ def _guests(topology: Topology) -> Iterator[contextlib.ExitStack]:
 
 
 def _ready(guests: list[Node], daemons: dict[str, int]) -> Ends:
-    """Waits for the guests."""
+    """Waits until the guests have booted."""
     for machine in guests:
         guest.wait(machine)
     return Ends(guests[0], guests[-1], daemons | running(".pid", guests))

@@ -1,4 +1,4 @@
-"""How a container's frames reach a program, as contenders on one host: vnet/examples/kinds/, and a kernel bridge."""
+"""Kinds of container interfaces as contenders on one host: vnet/examples/kinds/, and a kernel bridge."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,20 +14,20 @@ from vnetlab.topology import Kind, Node, Topology
 SMALL_BYTES = 64
 TAPS = ("tap", "uring")
 DEVICES = ("kinds1", "kinds2")
-"""In the host's namespace: TAP devices until they are moved, else the host's ends of veth pairs."""
+"""In the host's namespace: TAP devices before they are moved, or the host's ends of veth pairs."""
 
 
 @dataclass(frozen=True)
 class Between:
-    """Two containers of the first host behind the program, or behind a bridge where there is no program."""
+    """Two containers of the first host behind the forwarder, or behind a bridge if `kind` is None."""
 
     name: str
     kind: str | None
     blocks: bool = False
-    """It sleeps until something comes; otherwise it spins."""
+    """Whether the program sleeps until a frame arrives; otherwise it spins."""
 
     def missing(self) -> str | None:
-        """Has to be built."""
+        """The program may not be built."""
         try:
             vhost.example("kinds")
         except LabError as error:
@@ -36,7 +36,7 @@ class Between:
 
     @contextlib.contextmanager
     def up(self, topology: Topology) -> Iterator[Ends]:
-        """Makes the devices, with the program or the bridge between them."""
+        """Creates the devices, with the program or the bridge between them."""
         host = topology.hosts[0]
         containers = topology.machines(Kind.CONTAINER, 1)[:2]
         with contextlib.ExitStack() as stack:
@@ -67,7 +67,7 @@ class Between:
         log = host.file(".kinds.log")
         process.start(machine.namespace_command(host, words), host.file(".kinds.pid"), log)
         shown = ["ip", "link", "show", DEVICES[-1]]
-        wait_until("the program's devices to be there", lambda: machine.attempt(host, *shown)[0] == 0, 10, log)
+        wait_until("the forwarder's devices", lambda: machine.attempt(host, *shown)[0] == 0, 10, log)
 
 
 TAP = Between("TAP, spinning", "tap")
@@ -88,7 +88,7 @@ CONTENDERS = [
 
 
 def load(ends: Ends, seconds: float) -> Sample:
-    """A stream, small datagrams as fast as they are sent, and pings, each millisecond and in a row."""
+    """A TCP stream, small datagrams at full rate, and pings, one per millisecond and back to back."""
     workload.meet(ends)
     sample = workload.tcp(ends, seconds)
     words = ("--udp", "--bitrate", "0", "--length", str(SMALL_BYTES))

@@ -1,8 +1,8 @@
-"""Latency in full, and which part of vnet buys what: the benches `latency` and `ablation`.
+"""The benches `latency` (latency by size) and `ablation` (what each part of vnet contributes).
 
-`latency` is figures 4, 6 and 7 of the VNET/P+ paper: round trips by ICMP size with their spread, throughput over time,
-and messages to and fro as MPI sends them over TCP (`exchange`). `ablation` measures the same two machines with one
-part of vnet after the other switched on, from what VNET/U was to all there is. Both count notifications and wake-ups a
+`latency` reproduces figures 4, 6 and 7 of the VNET/P+ paper: round trips by ICMP size with their spread, throughput
+over time, and MPI messages over TCP (`exchange`). `ablation` measures the same two machines with one part of vnet
+after the other switched on, from a VNET/U-like configuration to everything. Both count notifications and wake-ups per
 frame.
 """
 
@@ -45,7 +45,7 @@ LIKE_VNET_U = Vnet(
     interface=(("mode", "guest-driven"),),
     offloads=False,
 )
-"""Frames of the MTU's size, each read, routed and sent by itself."""
+"""MTU-sized frames, each read, routed and sent alone."""
 GUEST_DRIVEN = Vnet("guest-driven, blocking", (("yield", "block"),), interface=(("mode", "guest-driven"),))
 VMM_DRIVEN = Vnet("VMM-driven, immediate yield", (("yield", "immediate"),), interface=(("mode", "vmm-driven"),))
 ADAPTIVE = Vnet("adaptive mode and yield")
@@ -55,22 +55,21 @@ BOTH = replace(CUT_THROUGH, name="both", interface=OPTIMISTIC.interface)
 PLUS_PINNING = replace(BOTH, name="+ pinning, each host's dispatcher to a processor", pinned=Pinned.APART)
 ON_ONE = replace(BOTH, name="+ pinning, all dispatchers to one processor", pinned=Pinned.TOGETHER)
 STEPS = (LIKE_VNET_U, GUEST_DRIVEN, VMM_DRIVEN, ADAPTIVE, PLUS_OPTIMISTIC, CUT_THROUGH, BOTH, PLUS_PINNING, ON_ONE)
-"""What is switched on, one part after the other. A TAP has no interrupts to be optimistic about,
-and no memory of its own to send from."""
+"""The parts, switched on one after the other. A TAP has neither guest interrupts nor guest memory to send from."""
 OF_GUESTS = (PLUS_OPTIMISTIC, CUT_THROUGH, BOTH)
-"""What only virtual machines have."""
+"""Parts that only virtual machines have."""
 FLOORS = (
     Floor("floor, blocking", blocks=True),
     Floor("floor, spinning"),
     Floor("floor, spinning on one processor", processor=0),
 )
-"""What no program with a TAP and a socket can be below."""
+"""A lower bound for any program between a TAP and a socket."""
 CONTAINERS: tuple[Contender, ...] = (Bare(), VxlanDevice(), VxlanContainers(), VNET, BLOCK, Tinc(), Nebula())
 GUESTS: tuple[Contender, ...] = (TapGuests(), VnetGuests(VNET), VnetGuests(OPTIMISTIC), VnetGuests(BLOCK))
 
 
 def steps(*, guests: bool) -> list[Contender]:
-    """The rows of the ablation, with somebody to compare with."""
+    """The rows of the ablation, after contenders for comparison."""
     if guests:
         return [TapGuests(), *(VnetGuests(step) for step in STEPS)]
     return [Bare(), VxlanContainers(), *FLOORS, *(step for step in STEPS if step not in OF_GUESTS)]
@@ -78,7 +77,7 @@ def steps(*, guests: bool) -> list[Contender]:
 
 @dataclass
 class _Counts:
-    """What the daemons of some hosts counted so far."""
+    """Counters of some hosts' daemons."""
 
     delivered: int = 0
     taken: int = 0
@@ -100,12 +99,12 @@ def _counts(hosts: list[Node], ends: Ends) -> _Counts:
 
 
 def _answering(topology: Topology, ends: Ends) -> list[Node]:
-    """Hosts whose daemon is vnetd; other contenders have none of a host's name, or one that is not ours."""
+    """Hosts whose daemon is vnetd; other contenders have no daemon of that name, or not a vnetd."""
     return [host for host in topology.hosts if host.name in ends.processes and host.file(".sock").exists()]
 
 
 def counted(topology: Topology, ends: Ends, load: Callable[[], Sample]) -> Sample:
-    """Runs a load and adds what it took: processors, and for vnet notifications, kicks and wake-ups a frame."""
+    """Runs a load and adds its cost: CPU time, and for vnet notifications, kicks and wake-ups per frame."""
     hosts = _answering(topology, ends)
     before = _counts(hosts, ends)
     with usage.measured(ends.processes) as used:
@@ -121,7 +120,7 @@ def counted(topology: Topology, ends: Ends, load: Callable[[], Sample]) -> Sampl
 
 
 def pings(ends: Ends, size: int, count: int) -> Sample:
-    """Round trips of one size: the least, the median, the 99th of a hundred, and the most."""
+    """Round trips of one size: minimum, median, p99, maximum."""
     seconds = max(2, round(2 * count * INTERVAL_S + count * 0.001))
     options = ("-s", str(size), "-i", str(INTERVAL_S), "-w", str(seconds))
     _, times = measure.ping(ends.source, ends.destination.address, *options, count=count, timeout_s=seconds + 30)
@@ -132,17 +131,17 @@ def pings(ends: Ends, size: int, count: int) -> Sample:
 
 
 def stream(ends: Ends, seconds: float) -> Sample:
-    """One TCP stream, and by how much it varies from one tenth of a second to the next."""
+    """One TCP stream, and its relative standard deviation over tenths of a second."""
     report = measure.iperf3(ends.source, ends.destination, "--interval", str(STREAM_INTERVAL_S), seconds=seconds)
     rates = [each["sum"]["bits_per_second"] for each in report["intervals"]]
-    # The first intervals are TCP's start.
+    # Skip TCP's slow start.
     rates = rates[len(rates) // 5 :]
     rate = report["end"]["sum_received"]["bits_per_second"]
     return {"tcp_bps": rate, "tcp_variation": statistics.pstdev(rates) / statistics.fmean(rates)}
 
 
 def small(topology: Topology, ends: Ends, seconds: float) -> Sample:
-    """One stream of small datagrams, as fast as they are sent: how many arrive, and notifications for each of them."""
+    """One stream of small datagrams at full rate: how many arrive, and notifications per frame."""
     words = ("--udp", "--bitrate", "0", "--length", str(SMALL_BYTES))
     receiver = _answering(topology, ends)[-1:]
     before = _counts(receiver, ends)
@@ -156,7 +155,7 @@ def small(topology: Topology, ends: Ends, seconds: float) -> Sample:
 
 
 def step(topology: Topology, ends: Ends, seconds: float, count: int) -> Sample:
-    """What a row of the ablation is judged by: pings, then streams."""
+    """The measurements of one row of the ablation: pings, then streams."""
     workload.meet(ends)
     found = counted(topology, ends, lambda: pings(ends, PING_BYTES[0], count))
     found |= workload.flood(ends, count)

@@ -1,4 +1,4 @@
-"""Results as drawings, by matplotlib, which only `make bench` needs."""
+"""Plots of results by matplotlib, which only benches need."""
 
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +17,7 @@ FORMATS = ("svg", "png")
 
 
 def library() -> ModuleType:
-    """What draws; raises LabError when it is not installed."""
+    """Loads pyplot of matplotlib; raises LabError when it is not installed."""
     try:
         import matplotlib as mpl  # noqa: PLC0415
 
@@ -25,15 +25,15 @@ def library() -> ModuleType:
         from matplotlib import pyplot  # noqa: PLC0415
     except ImportError as error:
         raise LabError("plots need matplotlib: run 'make bench', or .venv/bin/python lab/lab bench") from error
-    # The same figures give the same file.
+    # Reproducible ids: the same figures give the same file.
     mpl.rcParams["svg.hashsalt"] = "vnet"
     return pyplot
 
 
 def draw(result: Result, title: str, metrics: tuple[str, ...], axis: str, folder: Path) -> list[Path]:
-    """Draws each metric there are figures of, one below the other; gives the files, SVG and PNG.
+    """Draws each measured metric, one below the other; gives the SVG and PNG files.
 
-    Raises LabError when there is no matplotlib.
+    Raises LabError without matplotlib.
     """
     pyplot = library()
     drawn = [metric for metric in metrics if metric in result.metrics()]
@@ -58,7 +58,7 @@ def draw(result: Result, title: str, metrics: tuple[str, ...], axis: str, folder
 
 
 def _bars(axes: "Axes", result: Result, metric: str, _axis: str) -> None:
-    """Conditions from left to right, a bar for each contender: median, smallest and largest."""
+    """A group of bars per condition, a bar per contender: median with smallest and largest."""
     groups = [
         each for each in result.conditions() if any(result.find(each, name, metric) for name in result.contenders())
     ]
@@ -82,7 +82,7 @@ def _bars(axes: "Axes", result: Result, metric: str, _axis: str) -> None:
 
 
 def _lines(axes: "Axes", result: Result, metric: str, axis: str) -> None:
-    """One condition from left to right, a line for each contender."""
+    """The condition `axis` from left to right, a line per contender."""
     for name in result.contenders():
         found = [(each[axis], result.find(each, name, metric)) for each in result.conditions() if axis in each]
         there = [(at, series) for at, series in found if series]
@@ -94,12 +94,12 @@ def _lines(axes: "Axes", result: Result, metric: str, axis: str) -> None:
 
 
 def _colour(result: Result, contender: str) -> str:
-    """A contender's colour, the same in all drawings of a result."""
+    """A contender's colour, the same in all plots of a result."""
     return f"C{result.contenders().index(contender)}"
 
 
 def _figures(metric: str, found: list) -> tuple[list[float], list[float], list[float]]:
-    """Medians and their distances to the smallest and the largest, as they are shown."""
+    """Medians and error bars (distance to smallest and largest) in shown units."""
     scale = METRICS[metric].scale
     medians = [series.median / scale for series in found]
     below = [(series.median - series.spread[0]) / scale for series in found]

@@ -1,4 +1,4 @@
-"""Relays TCP connections between blocking sockets, a thread for each direction: relay.py PORT TO_ADDRESS TO_PORT."""
+"""Relays TCP connections with blocking sockets, one thread per direction: relay.py PORT TO_ADDRESS TO_PORT."""
 
 import contextlib
 import socket
@@ -9,7 +9,7 @@ BUFFER_BYTES = 256 << 10
 
 
 def carry(source: socket.socket, destination: socket.socket) -> None:
-    """Copies what comes until it ends, then says so to the other side."""
+    """Copies bytes until end of stream, then shuts the other side down."""
     buffer = bytearray(BUFFER_BYTES)
     view = memoryview(buffer)
     with contextlib.suppress(OSError):
@@ -20,7 +20,7 @@ def carry(source: socket.socket, destination: socket.socket) -> None:
 
 
 def main() -> None:
-    """Accepts connections until it is stopped."""
+    """Accepts connections until killed."""
     port, address, to = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     with socket.create_server(("", port), backlog=64) as listener:
         while True:

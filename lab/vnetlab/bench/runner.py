@@ -1,4 +1,4 @@
-"""Runs the cases of a bench: in each round everybody once, in the same order."""
+"""Runs the cases of a bench: every contender once per round, in the same order."""
 
 import contextlib
 import fcntl
@@ -21,7 +21,7 @@ REPEAT_QUICK = 2
 
 
 def begin(bench: Bench, options: Options, repeat: int) -> Result:
-    """Makes a result without figures: where, when and of what it will be."""
+    """A result without figures yet: command, date, machine, versions."""
     return Result(
         bench=bench.name,
         command=shlex.join(["lab/lab", *sys.argv[1:]]),
@@ -35,9 +35,9 @@ def begin(bench: Bench, options: Options, repeat: int) -> Result:
 
 
 def run(bench: Bench, options: Options, result: Result) -> None:
-    """Runs a bench and adds its figures to `result`, which so has what there is when the user interrupts.
+    """Runs a bench and adds its figures to `result`, which keeps them when the user interrupts.
 
-    Who cannot run is noted with the reason. Takes down everything also when it is interrupted.
+    Contenders that cannot run are noted with the reason. Everything is taken down, also on interrupt.
     """
     with _alone():
         for case in cases(bench, options):
@@ -51,12 +51,12 @@ def run(bench: Bench, options: Options, result: Result) -> None:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Keeps a second bench out."""
+    """Excludes a second bench on this machine."""
     with LOCK.open("wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise LabError("another bench runs on this machine") from error
+            raise LabError("another bench is running on this machine") from error
         yield
 
 
@@ -66,7 +66,7 @@ def words(conditions: Conditions) -> str:
 
 
 def _rounds(bench: Bench, case: Case, topology: Topology, result: Result) -> None:
-    """Takes turns; who fails once is out of the case."""
+    """Runs all rounds; a contender that fails once is excluded from the case."""
     out: set[str] = set()
     for turn in case.turns:
         reason = turn.missing()
@@ -91,10 +91,10 @@ def _rounds(bench: Bench, case: Case, topology: Topology, result: Result) -> Non
 
 def _note(result: Result, case: Case, turn: Turn, reason: str) -> None:
     result.failures.append(Failure(dict(case.conditions), turn.contender, reason))
-    progress(f"  {turn.contender} is out: {reason}")
+    progress(f"  {turn.contender} is excluded: {reason}")
 
 
 def _shown(sample: Sample, bench: Bench) -> str:
-    """The sample's most telling figures."""
+    """The sample's plotted metrics, or its first ones."""
     names = [name for name in bench.plotted if name in sample] or list(sample)[:4]
     return ", ".join(f"{METRICS[name].title} {METRICS[name].show(sample[name])} {METRICS[name].unit}" for name in names)

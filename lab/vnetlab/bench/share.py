@@ -1,8 +1,7 @@
-"""Where the time of a ping between virtual machines goes: in the two machines, and on the way between them.
+"""Splits a ping between virtual machines into the overlay's round trip and the machines' own time.
 
-Frames are watched where they leave and enter a machine: at QEMU's tap by tcpdump, at vnetd's port by `vnet capture`.
-All read the same clock, so four times of each ping tell the way there and back from what the second machine took to
-answer.
+Frames are captured where they leave and enter a machine: at QEMU's tap by tcpdump, at vnetd's port by `vnet capture`.
+Both use the same clock, so four timestamps per ping separate the overlay's round trip from the time to answer.
 """
 
 import contextlib
@@ -22,30 +21,30 @@ from vnetlab.topology import Node, Topology
 
 PINGS = 300
 INTERVAL_S = 0.01
-"""A ping is over before the next begins, also on a machine at half its speed."""
+"""Long enough for a ping to finish before the next, even on a machine at half its speed."""
 LINE = re.compile(r"^([\d.]+) .*ICMP echo (request|reply), id \d+, seq (\d+),", re.MULTILINE)
 Times = dict[tuple[str, int], float]
-"""When the request and the reply of each number passed, in seconds."""
+"""Seconds when the request and the reply of each sequence number passed."""
 
 
 def of_pings(topology: Topology, ends: Ends) -> Sample:
-    """Medians of what the way there and back takes, and of all the rest of a ping's time: the machines' own."""
+    """Medians of the overlay's round trip, and of the rest of a ping: the machines' own time."""
     near, far = topology.hosts[0], topology.hosts[-1]
     options = ("-i", str(INTERVAL_S))
     with _watched(near, ends.source) as at_near, _watched(far, ends.destination) as at_far:
         _, whole = measure.ping(ends.source, ends.destination.address, *options, count=PINGS, timeout_s=60)
-        # What passed is written now and then.
+        # Captures are flushed with a delay.
         time.sleep(0.5)
     here, there = _read(at_near), _read(at_far)
     ways = [way for number in range(1, PINGS + 1) if (way := way_us(here, there, number)) is not None]
     if len(ways) < PINGS / 2:
-        raise LabError(f"only {len(ways)} of {PINGS} pings were seen on all of their way")
+        raise LabError(f"only {len(ways)} of {PINGS} pings were seen at all four points")
     way = statistics.median(ways)
     return {"way_us": way, "machines_us": statistics.median(whole) - way}
 
 
 def way_us(here: Times, there: Times, number: int) -> float | None:
-    """What a ping was between the machines for, both ways together; None when it was not seen everywhere."""
+    """A ping's time between the machines, both directions together; None if a capture missed it."""
     try:
         forth = there["request", number] - here["request", number]
         back = here["reply", number] - there["reply", number]
@@ -56,14 +55,14 @@ def way_us(here: Times, there: Times, number: int) -> float | None:
 
 @contextlib.contextmanager
 def _watched(host: Node, guest: Node) -> Iterator[Path]:
-    """Captures what passes a machine's port while the body runs; gives the file."""
+    """Captures at a machine's port while the context lasts; gives the file."""
     file = guest.file(".capture")
     file.unlink(missing_ok=True)
     if host.file(".sock").exists():
         words = [str(daemon.binaries() / "vnet"), "--socket", str(host.file(".sock"))]
         words += ["capture", guest.name, "icmp", "--write", str(file)]
     else:
-        # Frames are handed over one by one, or many would be lost with tcpdump's end.
+        # Immediate mode: otherwise tcpdump loses buffered frames when it exits.
         words = ["tcpdump", "-i", "tap", "--immediate-mode", "-U", "-w", str(file), "icmp"]
         words = machine.namespace_command(host, words)
     capture = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -80,12 +79,12 @@ def _watched(host: Node, guest: Node) -> Iterator[Path]:
 
 
 def _read(file: Path) -> Times:
-    """The times in a capture."""
+    """The timestamps of a capture file."""
     text = run(["tcpdump", "-ntt", "--time-stamp-precision=nano", "-r", str(file)])
     file.unlink()
     return times(text)
 
 
 def times(text: str) -> Times:
-    """The times in what tcpdump prints."""
+    """The timestamps in tcpdump's output."""
     return {(kind, int(number)): float(seconds) for seconds, kind, number in LINE.findall(text)}

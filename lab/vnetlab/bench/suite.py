@@ -1,4 +1,4 @@
-"""The benches: their cases, who takes part, and what each turn measures."""
+"""The benches: their cases, their contenders, and what each turn measures."""
 
 import json
 import time
@@ -18,29 +18,29 @@ MTUS = (1500, 9000)
 ROUTES = (10, 100, 1_000, 10_000, 100_000, 1_000_000)
 INTERFACES = (1, 4, 16, 64, 256)
 SETTLE_S = 1
-"""What has just started, or had traffic, is left alone for so long before it is called idle."""
+"""Pause after start or traffic before a daemon counts as idle."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What of a bench to run, and how long."""
+    """Which parts of a bench to run, and for how long."""
 
     quick: bool = False
     wires: tuple[str, ...] = ()
     mtus: tuple[int, ...] = MTUS
     contenders: tuple[str, ...] = ()
-    """Parts of names; none: everybody."""
+    """Parts of names; empty means all."""
     pings: int = 5_000
-    """Pings of each size in the benches that look at latency."""
+    """Pings of each size in the benches latency and ablation."""
     vnets: tuple[Vnet, ...] = ()
-    """These instead of everybody, for comparing vnet with itself."""
+    """Run these instead of all contenders, to compare revisions."""
 
     def seconds(self, full: float) -> float:
-        """How long to measure what is measured for `full` seconds usually."""
+        """How long to measure: `full` seconds, or 1 in a quick run."""
         return 1 if self.quick else full
 
     def settings(self) -> Iterable[tuple[str, int]]:
-        """Wires and MTUs of the underlay to go through."""
+        """Underlay wires and MTUs to measure on."""
         return [(wire, mtu) for wire in self.wires for mtu in self.mtus]
 
 
@@ -55,7 +55,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured under the same conditions, by turns."""
+    """Turns under the same conditions."""
 
     conditions: Conditions
     settings: Settings
@@ -70,16 +70,16 @@ class Bench:
     title: str
     cases: Callable[[Options], list[Case]]
     plotted: tuple[str, ...]
-    """Metrics that are drawn."""
+    """Metrics that are plotted."""
     notes: tuple[str, ...] = ()
     wires: tuple[str, ...] = (Wire.NONE,)
-    """Gone through unless asked otherwise."""
+    """Wires by default."""
     axis: str = ""
-    """The condition that is drawn from left to right, when there is one with many values."""
+    """The condition on the x axis, for plots with lines."""
 
 
 def _turn(contender: Contender, load: Callable[[Ends], Sample]) -> Turn:
-    """Brings a contender up and loads it."""
+    """A turn that brings a contender up and loads it."""
 
     def take(topology: Topology) -> Sample:
         with contender.up(topology) as ends:
@@ -89,7 +89,7 @@ def _turn(contender: Contender, load: Callable[[Ends], Sample]) -> Turn:
 
 
 def _between_hosts(load: Callable[[Ends, float], Sample], seconds: float) -> Callable[[Options], list[Case]]:
-    """The cases of a load between two hosts: every wire, every MTU."""
+    """Cases of a load between two hosts: every wire, every MTU."""
 
     def cases(options: Options) -> list[Case]:
         everybody = list(options.vnets) or HOST_TO_HOST
@@ -158,12 +158,12 @@ def _small(options: Options) -> list[Case]:
 
 
 def _bare(seconds: float) -> Turn:
-    """The stream across a link without an overlay."""
+    """The same stream over bare UDP sockets, without an overlay."""
     return Turn("bare UDP sockets", lambda: None, lambda topology: vhost.bare_stream(topology, seconds))
 
 
 def _links(options: Options) -> list[Case]:
-    """What sealing a datagram of the usual size costs, then links of every kind between two hosts."""
+    """The cost of sealing a datagram of the usual size, then links of every kind between two hosts."""
     settings = Settings(name=LAB, vms=0, containers=0)
     sealing = [_sealing(vnet) for vnet in options.vnets or (VNET,)]
     cases = [Case({"load": "datagrams of 1440 bytes"}, settings, sealing)]
@@ -190,7 +190,7 @@ def _sealing(vnet: Vnet) -> Turn:
 
 
 def _scale(options: Options) -> list[Case]:
-    """Look-ups by number of routes, then a path between two containers by number of interfaces."""
+    """Lookups by number of routes, then a path between two containers by number of interfaces."""
     vnets = options.vnets or (VNET,)
     settings = Settings(name=LAB, vms=0, containers=0)
     cases = [
@@ -222,7 +222,7 @@ def _interfaces(vnet: Vnet, count: int, seconds: float) -> Turn:
 
     def take(topology: Topology) -> Sample:
         for host in topology.hosts:
-            # The other interfaces are to be idle: without this, hosts would send neighbour discovery on them.
+            # Keep the other interfaces idle: no IPv6 neighbour discovery on them.
             machine.execute(host, "sysctl", "-q", "-w", "net.ipv6.conf.default.disable_ipv6=1")
         lines = 'kind = "tap"\n'
         more = "".join(f'\n[[interface]]\nname = "more{i}"\n{lines}device = "more{i}"\n' for i in range(1, count))
@@ -236,7 +236,7 @@ def _interfaces(vnet: Vnet, count: int, seconds: float) -> Turn:
 
 
 def _idle_cases(options: Options) -> list[Case]:
-    """Daemons that have nothing to do any more."""
+    """Daemons after their last traffic."""
     everybody = list(options.vnets) or [*SETTINGS[:3], Tinc(), Nebula()]
     seconds = max(3, options.seconds(20))
     return [
@@ -249,7 +249,7 @@ def _idle_cases(options: Options) -> list[Case]:
 
 
 def _kinds(options: Options) -> list[Case]:
-    """Two containers of one host behind the least program; of revisions, behind that of each, by TAP."""
+    """Two containers of one host behind the smallest forwarder; for revisions, behind each one's, by TAP."""
     seconds = options.seconds(2)
 
     def of(vnet: Vnet) -> Turn:
@@ -277,13 +277,13 @@ def _control(options: Options) -> list[Case]:
 
 
 def _idle_after_traffic(ends: Ends, seconds: float) -> Sample:
-    """What an idle daemon takes once a stream and pings have ended."""
+    """An idle daemon's cost after a stream and pings have ended."""
     workload.tcp_and_ping(ends, 1)
     return _idle(ends.processes, seconds)
 
 
 def _idle(processes: dict[str, int], seconds: float) -> Sample:
-    """What one idle daemon takes: the average of those there are."""
+    """Cost of one idle daemon: the average of all."""
     if not processes:
         raise LabError("no daemon runs")
     time.sleep(SETTLE_S)
@@ -351,7 +351,7 @@ def _ablation(options: Options) -> list[Case]:
 
 
 def _told(contender: Contender, load: Callable[[Topology, Ends], Sample]) -> Turn:
-    """As `_turn`, for a load that asks the daemons too."""
+    """As `_turn`, for a load that also queries the daemons."""
 
     def take(topology: Topology) -> Sample:
         with contender.up(topology) as ends:
@@ -489,7 +489,7 @@ BENCHES = {
 
 
 def cases(bench: Bench, options: Options) -> list[Case]:
-    """The cases of a bench, with the contenders that are wanted. Raises LabError when nobody is."""
+    """The cases of a bench with the selected contenders. Raises LabError when none matches."""
     options = replace(options, wires=options.wires or bench.wires)
     found = []
     for case in bench.cases(options):

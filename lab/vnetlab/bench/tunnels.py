@@ -1,4 +1,4 @@
-"""Links to others and through others: VXLAN to the kernel's own device, streams beside a plain TCP relay."""
+"""Links to and through foreign software: VXLAN to the kernel's device, streams beside plain TCP relays."""
 
 import contextlib
 import sys
@@ -42,7 +42,7 @@ class VxlanToKernel(Vnet):
 
     @contextlib.contextmanager
     def up(self, topology: Topology) -> Iterator[Ends]:
-        """Runs vnetd on the first host and makes a device on the second."""
+        """Runs vnetd on the first host and creates a device on the second."""
         topology = self.topology(topology)
         near, far = topology.hosts
         mtu = topology.settings.underlay_mtu - VXLAN_HEADERS
@@ -58,7 +58,7 @@ class VxlanToKernel(Vnet):
             run(["ip", "-n", far.namespace, "address", "add", f"{end.address}/16", "dev", "vxlan"])
             container = topology.machines(Kind.CONTAINER, near.host)[0]
             ends = (end, container) if self.reverse else (container, end)
-            wait_until(f"{self.name} to join the ends", lambda: reach(*ends), START_S)
+            wait_until(f"{self.name} to connect the ends", lambda: reach(*ends), START_S)
             yield Ends(*ends, running(".pid", [near]))
 
 
@@ -73,27 +73,27 @@ class Stream(Vnet):
     def up(self, topology: Topology) -> Iterator[Ends]:
         """Runs vnetd on both hosts, and waits for the connection."""
         with super().up(topology) as ends:
-            wait_until(f"{self.name} to join the hosts", lambda: reach(ends.source, ends.destination), START_S)
+            wait_until(f"{self.name} to connect the hosts", lambda: reach(ends.source, ends.destination), START_S)
             yield ends
 
 
 class Relayed(Node):
-    """The far host as the near one sees it through relays: the near relay's address."""
+    """The far host as seen through relays: the near relay's address."""
 
     @property
     def address(self) -> str:
-        """IPv4 address that connections to it are made to."""
+        """IPv4 address to connect to."""
         return "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Relay:
-    """A plain TCP relay on each host: the same shape as a stream link, without frames. It carries TCP, and no pings."""
+    """A plain TCP relay on each host: like a stream link, without frames. It carries TCP, but no pings."""
 
     name: str = "TCP relays"
 
     def missing(self) -> None:
-        """It is a script of the lab's."""
+        """Never: it is a script of the lab."""
 
     @contextlib.contextmanager
     def up(self, topology: Topology) -> Iterator[Ends]:
@@ -109,7 +109,7 @@ class Relay:
 
 
 def everybody(vnets: tuple[Vnet, ...]) -> list[Contender]:
-    """Who is measured with TCP and pings between two hosts."""
+    """Contenders measured with TCP and pings between two hosts."""
     if vnets:
         return list(vnets)
     return [

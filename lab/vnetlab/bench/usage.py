@@ -1,4 +1,4 @@
-"""Processor time: what processes, a thread or the whole machine took while something ran."""
+"""CPU time of processes, threads and the whole machine."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ CONTEXT_SWITCHES = re.compile(r"^(?:non)?voluntary_ctxt_switches:\s+(\d+)$", re.
 
 @dataclass
 class Usage:
-    """Processor seconds over a time; filled in when the measuring ends."""
+    """CPU seconds over an interval; filled in when measuring ends."""
 
     seconds: float = 0
     system_s: float = 0
@@ -22,23 +22,23 @@ class Usage:
 
     @property
     def system_cores(self) -> float:
-        """How many processors the whole machine kept busy."""
+        """Busy processors of the whole machine."""
         return self.system_s / self.seconds
 
     @property
     def processes_cores(self) -> float:
-        """How many processors the processes kept busy together."""
+        """Busy processors of all measured processes together."""
         return sum(self.processes_s.values()) / self.seconds
 
     def sample(self) -> dict[str, float]:
-        """All of it by metric: the daemons together, the whole machine, each process."""
+        """By metric: daemons together, the whole machine, each process."""
         each = {f"cores_{name}": seconds / self.seconds for name, seconds in self.processes_s.items()}
         return {"daemon_cores": self.processes_cores, "system_cores": self.system_cores, **each}
 
 
 @contextlib.contextmanager
 def measured(processes: Mapping[str, int]) -> Iterator[Usage]:
-    """Measures what is used while the context lasts, of processes by name and id, and of the machine."""
+    """Measures processes, by name and id, and the machine while the context lasts."""
     usage = Usage()
     begin, system = time.monotonic(), busy_s()
     before = {name: process_s(pid) for name, pid in processes.items()}
@@ -49,19 +49,19 @@ def measured(processes: Mapping[str, int]) -> Iterator[Usage]:
 
 
 def busy_s(stat: str | None = None) -> float:
-    """Seconds that all processors together were busy since boot (proc(5), /proc/stat: all but idle and iowait)."""
+    """Busy seconds of all processors since boot (proc(5), /proc/stat: all but idle and iowait)."""
     fields = (stat or Path("/proc/stat").read_text()).splitlines()[0].split()[1:9]
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields)
     return (user + nice + system + irq + softirq + steal) * TICK_S
 
 
 def process_s(pid: int) -> float:
-    """Processor seconds of a process and all its threads that live, to the nanosecond; 0 when it is gone."""
+    """CPU seconds of a process's live threads, to the nanosecond; 0 when it is gone."""
     return sum(thread_s(pid, thread) for thread in threads(pid))
 
 
 def threads(pid: int) -> list[int]:
-    """Lists a process's threads."""
+    """Thread ids of a process."""
     try:
         return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     except FileNotFoundError:
@@ -69,7 +69,7 @@ def threads(pid: int) -> list[int]:
 
 
 def thread_s(pid: int, thread: int) -> float:
-    """Processor seconds of one thread (Documentation/scheduler/sched-stats.rst, /proc/PID/schedstat)."""
+    """CPU seconds of one thread (Documentation/scheduler/sched-stats.rst, /proc/PID/schedstat)."""
     try:
         return int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0]) / 1e9
     except (FileNotFoundError, ProcessLookupError):
@@ -77,7 +77,7 @@ def thread_s(pid: int, thread: int) -> float:
 
 
 def named_threads(pid: int, prefix: str) -> list[int]:
-    """Lists a process's threads whose name starts with `prefix`."""
+    """Threads of a process whose name starts with `prefix`."""
     return [thread for thread in threads(pid) if _name(pid, thread).startswith(prefix)]
 
 
@@ -89,7 +89,7 @@ def _name(pid: int, thread: int) -> str:
 
 
 def wakeups(pids: Iterable[int]) -> int:
-    """How often threads of these processes left a processor so far, by will or not: as often as they came to it."""
+    """Context switches of these processes' threads so far, voluntary or not; as many as wake-ups."""
     total = 0
     for pid in pids:
         for thread in threads(pid):
@@ -99,7 +99,7 @@ def wakeups(pids: Iterable[int]) -> int:
 
 
 def rss_bytes(pid: int) -> int:
-    """Resident memory of a process in bytes."""
+    """Resident memory of a process, bytes."""
     status = Path(f"/proc/{pid}/status").read_text()
     found = re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)
     return int(found[1]) * 1024 if found else 0

@@ -1,4 +1,4 @@
-"""Switches between vhost-user ports, vnetd and Open vSwitch on DPDK, and the load for them.
+"""Switches between vhost-user ports (vnetd, Open vSwitch on DPDK), and their load.
 
     testpmd, processor 1                        the switch, processor 0
     virtio-user port 0 --- socket v0.sock --- interface v0 --.
@@ -6,9 +6,9 @@
     virtio-user port 1 --- socket v1.sock --- interface v1 --'
 
 testpmd is the server of both sockets for every switch, and sends 64-byte frames of 16 flows from each port to the
-other. Its flow generator gives all of them the same two Ethernet addresses, in both directions, which no switch that
-learns can make sense of: every switch gets the rules "what enters here leaves there" instead. A stream of TCP
-super-frames comes from `vnet/examples/guest.rs`, of which two run: one sends, one takes.
+other. Its flow generator uses the same two Ethernet addresses in both directions, which defeats MAC learning: every
+switch gets static rules from port to port instead. The stream of TCP super-frames runs between two instances of
+`vnet/examples/guest.rs`, a sender and a receiver.
 """
 
 import contextlib
@@ -41,48 +41,48 @@ RX_PPS = re.compile(r"Rx-pps:\s+(\d+)")
 PMD_CYCLES = re.compile(r"avg processing cycles per packet: ([\d.]+)")
 PMD_ALL_CYCLES = re.compile(r"avg cycles per packet: ([\d.]+)")
 SUPER_FRAME_BYTES = 65_226
-"""What Linux makes of a long stream at an MSS of 1448: 45 segments and one header."""
+"""Linux's super-frame of a long stream at an MSS of 1448: 45 segments and one header."""
 VSWITCHD = "/usr/lib/openvswitch-switch-dpdk/ovs-vswitchd-dpdk"
 
 
 class Switching(Protocol):
-    """A switch that runs."""
+    """A running switch."""
 
     processes: dict[str, int]
 
     def begin(self) -> None:
-        """Counts from now on."""
+        """Starts counting."""
 
     def cycles(self) -> Sample:
-        """Cycles a frame since `begin`."""
+        """Cycles per frame since `begin`."""
 
 
 class Switch(Protocol):
-    """Somebody who joins the two sockets."""
+    """Something that connects the two sockets."""
 
     name: str
 
     def missing(self) -> str | None:
-        """Says why it cannot run on this machine, or None when it can."""
+        """Why it cannot run on this machine; None if it can."""
 
     def up(self, topology: Topology, sockets: list[Path]) -> contextlib.AbstractContextManager[Switching]:
-        """Joins the sockets while the context lasts."""
+        """Connects the sockets while the context lasts."""
 
 
 @dataclass
 class RunningVnet:
-    """One or two vnetd."""
+    """One vnetd, or two with a link between them."""
 
     hosts: list[Node]
     processes: dict[str, int]
     before: tuple[float, float, int] = (0, 0, 0)
 
     def begin(self) -> None:
-        """Counts from now on."""
+        """Starts counting."""
         self.before = self._now()
 
     def cycles(self) -> Sample:
-        """Cycles of all dispatchers together for each frame that crossed: of turns with work, and all."""
+        """Cycles of all dispatchers per delivered frame: of turns with work, and of all turns."""
         seconds, busy, frames = (now - then for now, then in zip(self._now(), self.before, strict=True))
         if frames <= 0:
             raise LabError("vnetd forwarded no frame", self.hosts[0].file(".log"))
@@ -90,7 +90,7 @@ class RunningVnet:
         return {"cycles_a_frame": busy * clock / frames, "thread_cycles_a_frame": seconds * clock / frames}
 
     def _now(self) -> tuple[float, float, int]:
-        """Seconds that the dispatchers had a processor and that they were busy, and frames that left to guests."""
+        """CPU seconds of the dispatchers, their busy seconds, and frames delivered to guests."""
         seconds = 0.0
         for pid in self.processes.values():
             seconds += sum(usage.thread_s(pid, thread) for thread in usage.named_threads(pid, "dispatch"))
@@ -98,7 +98,7 @@ class RunningVnet:
         for host in self.hosts:
             stats = daemon.ask(host, "stats")
             frames += sum(port["out_frames"] for port in stats["ports"] if port["kind"] == "interface")
-            # A revision to compare with may not count it.
+            # Earlier revisions, under comparison, have no such counter.
             busy_ns += sum(dispatcher["busy_ns"] for dispatcher in stats.get("dispatchers", []))
         return seconds, busy_ns / 1e9, frames
 
@@ -115,16 +115,16 @@ class VnetSwitch:
 
     @property
     def name(self) -> str:
-        """As the settings are called."""
+        """Name of the settings."""
         return self.vnet.name
 
     def missing(self) -> str | None:
-        """The load is missing, at most."""
+        """Only the load generator can be missing."""
         return None if self.server else absent("dpdk-testpmd", "dpdk-dev")
 
     @contextlib.contextmanager
     def up(self, topology: Topology, sockets: list[Path]) -> Iterator[RunningVnet]:
-        """Runs vnetd where it is needed."""
+        """Runs vnetd on one host, or on both ends of a link."""
         hosts = topology.hosts if self.link else topology.hosts[:1]
         with self.vnet.own_binaries():
             try:
@@ -138,9 +138,9 @@ class VnetSwitch:
                     host.file(".toml").unlink(missing_ok=True)
 
     def configuration(self, host: Node, sockets: list[Path]) -> str:
-        """Writes a host's vnet.toml: its interface or both, a link when there is one, and rules between the two."""
+        """A host's vnet.toml: one or both interfaces, the link if any, and rules between the two ports."""
         count = self.vnet.dispatchers
-        # Earlier revisions, which are compared with this one, know nothing of ports.
+        # Earlier revisions, under comparison, have no ports key.
         bridge_ports = f"ports = {count}\n" if count > 1 else ""
         dispatch = dict(self.vnet.dispatch) | {"threads": count}
         if self.pinned:
@@ -174,17 +174,17 @@ class VnetSwitch:
 
 @dataclass
 class RunningOvs:
-    """Open vSwitch with one polling thread."""
+    """A running Open vSwitch with one polling thread."""
 
     folder: Path
     processes: dict[str, int]
 
     def begin(self) -> None:
-        """Counts from now on."""
+        """Starts counting."""
         self._ask("dpif-netdev/pmd-stats-clear")
 
     def cycles(self) -> Sample:
-        """Cycles a frame as its polling thread counts them: those with work, and all."""
+        """Cycles per frame as its polling thread counts them: of iterations with work, and of all."""
         text = self._ask("dpif-netdev/pmd-stats-show")
         busy, everything = PMD_CYCLES.search(text), PMD_ALL_CYCLES.search(text)
         if not busy or not everything:
@@ -197,7 +197,7 @@ class RunningOvs:
 
 @dataclass(frozen=True)
 class Ovs:
-    """Open vSwitch with its DPDK datapath, on one host, in a directory of its own."""
+    """Open vSwitch with its DPDK datapath on one host, with its own directory."""
 
     name: str = "OVS-DPDK"
 
@@ -211,7 +211,7 @@ class Ovs:
 
     @contextlib.contextmanager
     def up(self, topology: Topology, sockets: list[Path]) -> Iterator[RunningOvs]:
-        """Runs the database and the switch in the first host's namespace, and ends them."""
+        """Runs database and switch in the first host's namespace, and stops them."""
         host = topology.hosts[0]
         folder = topology.state / "ovs"
         shutil.rmtree(folder, ignore_errors=True)
@@ -260,7 +260,7 @@ class Ovs:
 
 
 def small_frames(switch: Switch, topology: Topology, seconds: float) -> Sample:
-    """64-byte frames from testpmd, both ways at once: frames a second that arrived, and what they cost the switch."""
+    """64-byte frames from testpmd, both directions at once: delivered frames per second, and their cost."""
     sockets = [topology.state / f"v{number}.sock" for number in range(2)]
     pid, log = topology.state / "testpmd.pid", topology.state / "testpmd.log"
     with contextlib.ExitStack() as stack:
@@ -274,7 +274,7 @@ def small_frames(switch: Switch, topology: Topology, seconds: float) -> Sample:
         skip = len(_received(log)) + len(sockets)
         running_switch.begin()
         with usage.measured(running_switch.processes) as used:
-            # Its reports share a processor with the switch and come late; each is right for its own time.
+            # testpmd's main thread shares the switch's processor: reports come late, each right for its own interval.
             wanted = skip + len(sockets) * round(seconds)
             wait_until("testpmd's reports", lambda: len(_received(log)) >= wanted, START_S + 3 * seconds, log)
         sample = running_switch.cycles()
@@ -285,7 +285,7 @@ def small_frames(switch: Switch, topology: Topology, seconds: float) -> Sample:
 
 
 def super_frames(switch: VnetSwitch, topology: Topology, seconds: float) -> Sample:
-    """A stream of 64 KB TCP super-frames from guest to guest: what arrived, and what it cost the busier vnetd."""
+    """A stream of 64 KB TCP super-frames from guest to guest: goodput, in total and per core of the busier vnetd."""
     guest = example("guest")
     sockets = [topology.state / f"v{number}.sock" for number in range(2)]
     with switch.up(topology, sockets) as running_switch:
@@ -302,13 +302,13 @@ def super_frames(switch: VnetSwitch, topology: Topology, seconds: float) -> Samp
         finally:
             process.stop(pid)
     if report["wrong"] or report["tso_frames"] != report["frames"]:
-        raise LabError(f"frames did not arrive as they were sent: {report}")
+        raise LabError(f"frames arrived changed: {report}")
     busiest = max(used.processes_s.values()) / used.seconds
     return {"tso_bps": report["bps"], "tso_bps_a_core": report["bps"] / busiest} | used.sample()
 
 
 def bare_stream(topology: Topology, seconds: float) -> Sample:
-    """The same datagrams over bare UDP sockets between the hosts, and the processor time of the one that sends."""
+    """The same datagrams over bare UDP sockets between the hosts; CPU time is the sender's."""
     source, destination = topology.hosts
     where = [f"10.78.0.{destination.host}:{PORT}", "--mtu", topology.settings.underlay_mtu, "--seconds"]
     inside = {host: ["ip", "netns", "exec", host.namespace, example("sockets")] for host in topology.hosts}
@@ -318,10 +318,10 @@ def bare_stream(topology: Topology, seconds: float) -> Sample:
             time.sleep(0.5)
             process.start([str(word) for word in (*inside[source], "send", *where, seconds + 1)], pid, log)
             time.sleep(0.2)
-            # The other is gone when it has reported.
+            # The receiver exits after its report, so its CPU time cannot be read.
             sender = process.find(pid)
             if sender is None:
-                raise LabError("the sender of the bare sockets ended as it started", log)
+                raise LabError("the bare sockets' sender exited at once", log)
             with usage.measured({"h1": sender}) as used:
                 report = _report(taking, seconds + 40)
     finally:
@@ -330,7 +330,7 @@ def bare_stream(topology: Topology, seconds: float) -> Sample:
 
 
 def example(name: str) -> Path:
-    """Finds a program of vnet/examples; raises LabError when it is not built."""
+    """A program of vnet/examples; raises LabError when it is not built."""
     path = daemon.binaries() / "examples" / name
     if not path.exists():
         raise LabError(f"{path} is not there: run 'cargo build --release -p vnet -p vnetd --examples'")
@@ -338,12 +338,12 @@ def example(name: str) -> Path:
 
 
 def pps(text: str) -> list[int]:
-    """Reads testpmd's periodical reports: frames a second that each port received, in the order of the reports."""
+    """Frames per second that each port received, in the order of testpmd's periodic reports."""
     return [int(rate) for rate in RX_PPS.findall(text)]
 
 
 def _testpmd(sockets: list[Path]) -> list[str]:
-    """The command line of testpmd: one core that sends new flows from either port to the other."""
+    """Command line of testpmd: one core that generates flows from either port to the other."""
     ports = [
         f"--vdev=net_virtio_user{number},path={socket},server=1,queues=1,mac={mac}"
         for number, (socket, mac) in enumerate(zip(sockets, MACS, strict=True))
@@ -363,7 +363,7 @@ def _end_testpmd(pid: Path) -> None:
 
 def _flows(pid: Path, log: Path) -> bool:
     if process.find(pid) is None:
-        raise LabError("testpmd ended as it started", log)
+        raise LabError("testpmd exited at once", log)
     return any(rate > 0 for rate in _received(log))
 
 
@@ -373,9 +373,9 @@ def _received(log: Path) -> list[int]:
 
 @contextlib.contextmanager
 def _huge_pages() -> Iterator[None]:
-    """Reserves huge pages and mounts them while the context lasts; all is as it was before afterwards.
+    """Reserves huge pages and mounts them while the context lasts, then restores the previous number.
 
-    What was before is kept in a file as well, so that a run that was killed is made good by the next.
+    A file keeps the previous number, so that the next run can restore it after a killed one.
     """
     if not PAGES_BEFORE.exists():
         PAGES_BEFORE.write_text(PAGES_FILE.read_text())
@@ -385,7 +385,7 @@ def _huge_pages() -> Iterator[None]:
         PAGES_FILE.write_text(str(before + PAGES))
         got = int(PAGES_FILE.read_text()) - before
         if got < PAGES:
-            raise LabError(f"only {got} of {PAGES} huge pages of 2 MiB to be had: free some memory")
+            raise LabError(f"only {got} of {PAGES} huge pages of 2 MiB are available: free some memory")
         PAGES_FOLDER.mkdir(exist_ok=True)
         run(["mount", "-t", "hugetlbfs", "-o", "pagesize=2M", "nodev", str(PAGES_FOLDER)])
         yield
@@ -409,7 +409,7 @@ def _remove(*paths: Path) -> None:
 
 @contextlib.contextmanager
 def _spawn(words: list[object]) -> Iterator[subprocess.Popen[str]]:
-    """Runs a program whose output is wanted; it does not outlive the context."""
+    """Runs a program and captures its output; kills it at the end of the context."""
     command = [str(word) for word in words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         try:
@@ -419,11 +419,11 @@ def _spawn(words: list[object]) -> Iterator[subprocess.Popen[str]]:
 
 
 def _report(child: subprocess.Popen[str], timeout_s: float) -> dict:
-    """Waits for a guest to end and reads its report."""
+    """Waits for a receiver to exit and reads its report."""
     try:
         text, errors = child.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
-        raise LabError("the guest that takes the stream did not end") from error
+        raise LabError("the receiver of the stream did not exit") from error
     if child.returncode:
-        raise LabError(f"the guest that takes the stream failed: {errors.strip()[-200:]}")
+        raise LabError(f"the receiver of the stream failed: {errors.strip()[-200:]}")
     return json.loads(text)

@@ -1,4 +1,4 @@
-"""What contenders between hosts are loaded with: iperf3, ping, sockperf. Each gives a sample."""
+"""Load for contenders between hosts: iperf3, ping, sockperf. Each function gives a sample."""
 
 import re
 
@@ -13,20 +13,20 @@ MEET_S = 10
 SOCKPERF_PORT = 11111
 MESSAGE_BYTES = 64
 VCPU = "CPU "
-"""What QEMU's threads that run guests are called."""
+"""Name prefix of QEMU's vCPU threads."""
 PING_INTERVAL_S = 0.001
 RANKS = {"median": 0.5, "p99": 0.99, "p99.9": 0.999}
 SOCKPERF_RANK = re.compile(r"percentile (\d+\.\d+) =\s+([\d.]+)")
 
 
 def tcp(ends: Ends, seconds: float) -> Sample:
-    """One TCP stream for so long."""
+    """One TCP stream for `seconds`."""
     meet(ends)
     return _throughput(ends, "tcp_bps", seconds)
 
 
 def udp(ends: Ends, seconds: float) -> Sample:
-    """One UDP stream as fast as it goes for each size of write; what arrived counts."""
+    """One UDP stream at full rate per write size; counts what arrives."""
     meet(ends)
     sample: Sample = {}
     with usage.measured(ends.processes) as used:
@@ -37,7 +37,7 @@ def udp(ends: Ends, seconds: float) -> Sample:
 
 
 def rtt(ends: Ends, seconds: float) -> Sample:
-    """Round trips by ping and of TCP requests, for so long each."""
+    """Round trips by ping and of TCP requests, `seconds` each."""
     meet(ends)
     with usage.measured(ends.processes) as used:
         sample = pings(ends, seconds) | flood(ends, round(seconds / PING_INTERVAL_S))
@@ -46,13 +46,13 @@ def rtt(ends: Ends, seconds: float) -> Sample:
 
 
 def tcp_and_ping(ends: Ends, seconds: float) -> Sample:
-    """One TCP stream, then pings, for so long each: what machines can do that have only these tools."""
+    """One TCP stream, then pings, `seconds` each: for machines that have only these tools."""
     meet(ends)
     return _throughput(ends, "tcp_bps", seconds) | pings(ends, seconds)
 
 
 def pings(ends: Ends, seconds: float) -> Sample:
-    """Round trips by ping, one each millisecond or, when they take longer, one after the other."""
+    """Round trips by ping, one per millisecond, or back to back when they take longer."""
     count = max(10, round(seconds / PING_INTERVAL_S))
     options = ("-i", str(PING_INTERVAL_S), "-w", str(max(1, round(2 * seconds))))
     _, times = measure.ping(ends.source, ends.destination.address, *options, count=count)
@@ -62,10 +62,10 @@ def pings(ends: Ends, seconds: float) -> Sample:
 
 
 def flood(ends: Ends, count: int) -> Sample:
-    """Round trips by ping, each begun when the one before is answered."""
+    """Round trips by back-to-back pings."""
     _, times = measure.ping(ends.source, ends.destination.address, "-i", "0", "-w", "60", count=count, timeout_s=90)
     if len(times) < count / 4:
-        raise LabError(f"only {len(times)} of {count} pings in a row were answered")
+        raise LabError(f"only {len(times)} of {count} back-to-back pings were answered")
     return {f"flood_{name}_us": percentile(times, share) for name, share in RANKS.items()}
 
 
@@ -76,7 +76,7 @@ def meet(ends: Ends) -> None:
 
 
 def sockperf_ranks(text: str) -> Sample:
-    """Reads sockperf's percentiles, microseconds; raises LabError when they are not there."""
+    """Percentiles of sockperf's output in microseconds; raises LabError when its output has none."""
     found = {float(rank): float(value) for rank, value in SOCKPERF_RANK.findall(text)}
     try:
         return {f"tcp_{name}_us": found[round(share * 100, 1)] for name, share in RANKS.items()}
@@ -85,7 +85,7 @@ def sockperf_ranks(text: str) -> Sample:
 
 
 def _throughput(ends: Ends, metric: str, seconds: float) -> Sample:
-    """One TCP stream, and the processors it kept busy."""
+    """One TCP stream and its CPU time."""
     vcpus = [(pid, thread) for pid in ends.processes.values() for thread in usage.named_threads(pid, VCPU)]
     before = sum(usage.thread_s(*vcpu) for vcpu in vcpus)
     with usage.measured(ends.processes) as used:
@@ -99,12 +99,12 @@ def _throughput(ends: Ends, metric: str, seconds: float) -> Sample:
 
 
 def _sockperf(source: Node, destination: Node, seconds: float) -> str:
-    """Runs TCP requests of 64 bytes, one after the other, and gives sockperf's report."""
+    """Runs TCP requests of 64 bytes back to back; gives sockperf's report."""
     where = ["--tcp", "-i", destination.address, "-p", str(SOCKPERF_PORT)]
     pid, log = destination.file(".sockperf.pid"), destination.file(".sockperf.log")
     process.start(machine.namespace_command(destination, ["sockperf", "server", *where]), pid, log)
     try:
-        # It says so when it listens; its output comes late, so its socket is looked for.
+        # Its message that it listens is buffered: look for the socket.
         listening = ["ss", "-Hltn", f"sport = :{SOCKPERF_PORT}"]
         wait_until("sockperf to listen", lambda: machine.execute(destination, *listening).strip(), 10, log)
         words = ["sockperf", "ping-pong", *where, "-m", str(MESSAGE_BYTES), "-t", str(max(1, round(seconds)))]
