@@ -29,6 +29,7 @@ use super::hash::Seed;
 use super::rule::PortKind;
 use super::table::Table;
 use crate::frame::{NetworkId, PortId};
+use crate::log_limit::LogLimit;
 use crate::wire::ethernet::Mac;
 
 /// Milliseconds between two refreshes of an address that keeps sending.
@@ -55,7 +56,7 @@ const BUCKETS: usize = 4096;
 const RECLAIM_MAX: usize = 64;
 /// Moves kept for the event stream.
 const MOVES_KEPT: usize = 1024;
-/// Milliseconds between two sweeps for expired addresses of all shares, and between two log warnings.
+/// Milliseconds between two sweeps for expired addresses of all shares.
 const HOUSEKEEPING_MS: u64 = 1000;
 
 /// A version per bucket, and one that never changes.
@@ -173,8 +174,8 @@ struct Book {
     at_links: u32,
     stats: LearnedStats,
     housekeeping_at_ms: u64,
-    /// Log rate limit: no warning before this time.
-    quiet_until_ms: u64,
+    /// Limits warnings about duplicate addresses, which guests can cause.
+    log_limit: LogLimit,
     /// The last [`MOVES_KEPT`] moves, newest last.
     moves: VecDeque<Moved>,
     /// Shares of one housekeeping sweep; kept to reuse its memory.
@@ -207,7 +208,7 @@ impl Learned {
                 at_links: 0,
                 stats: LearnedStats::default(),
                 housekeeping_at_ms: 0,
-                quiet_until_ms: 0,
+                log_limit: LogLimit::default(),
                 moves: VecDeque::with_capacity(MOVES_KEPT),
                 round: vec![],
             }),
@@ -386,15 +387,13 @@ impl Book {
         self.moves.push_back(Moved { network, mac, from, to, frozen });
     }
 
-    /// Logs a duplicate address, at most once a second, because guests can cause it.
+    /// Logs a duplicate address, at most once a second.
     fn warn(&mut self, before: &Address, heard: &Heard) {
-        if heard.at_ms < self.quiet_until_ms {
-            return;
-        }
-        self.quiet_until_ms = heard.at_ms + HOUSEKEEPING_MS;
+        let Some(suppressed) = self.log_limit.allow() else { return };
         tracing::warn!(
             network = before.network.get(),
             mac = %before.mac,
+            suppressed,
             ports = ?[before.last.port.0, heard.port.0],
             "two stations use one MAC address: it moved {MOVES_MAX} times within {} s and now stays where it is for {} s; \
              give one of them another address",
