@@ -1,4 +1,4 @@
-"""Running `vnet capture` in tests, and reading what it wrote."""
+"""Running `vnet capture` in tests, and reading its files."""
 
 import contextlib
 import signal
@@ -18,14 +18,14 @@ def command(host: Node, *arguments: str) -> list[str]:
 
 @contextlib.contextmanager
 def capturing(host: Node, *arguments: str) -> Iterator[subprocess.Popen]:
-    """Captures while the body runs, and has it end as Ctrl-C would; the body begins when the capture has."""
+    """Captures while the body runs, from its start to a SIGINT at its end."""
     log = host.file(".log")
     before = log.read_text().count("capture at")
     capture = subprocess.Popen(command(host, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         wait_until("the capture to start", lambda: log.read_text().count("capture at") > before, 10, poll_s=0.02)
         yield capture
-        # What passed is looked at every few milliseconds.
+        # vnetd collects frames every few milliseconds.
         time.sleep(0.2)
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -35,6 +35,6 @@ def capturing(host: Node, *arguments: str) -> Iterator[subprocess.Popen]:
 
 
 def tcpdump(file: Path, *words: str) -> list[str]:
-    """The lines that tcpdump reads in a file, one a frame."""
+    """Tcpdump's lines for a file, one a frame."""
     lines = run(["tcpdump", "-nr", str(file), *words]).splitlines()
     return [line for line in lines if not line.startswith("\t")]

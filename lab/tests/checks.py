@@ -1,4 +1,4 @@
-"""What the tests look at: lost pings, balances of counters, captured frames."""
+"""Checks that tests share: lost pings, links' states, counters that add up, captured frames."""
 
 import contextlib
 import re
@@ -22,9 +22,9 @@ SUMMARY = (
 def ping(
     source: Node, address: str, *options: str, count: int = 3, interval_s: float = 0.01, patience: int = 1
 ) -> tuple[int, int]:
-    """Pings and gives how many were sent and how many answered; the first opens the path and may wait for ARP.
+    """Pings; returns how many were sent and how many answered. The first one opens the path and may wait for ARP.
 
-    As `measure.ping` does it, but the answers are counted where they come: a guest's console is slow.
+    Like `measure.ping`, but answers are counted in the guest: its console is slow.
     """
     deadline_s = patience * measure.deadline_s(count, interval_s)
     words = ["ping", "-n", "-c", str(count), "-i", str(interval_s), "-w", str(deadline_s), *options, address]
@@ -40,7 +40,7 @@ def reaches(source: Node, address: str, *options: str) -> bool:
 
 
 def silent(source: Node, address: str) -> bool:
-    """Whether none of three pings, and no more than three, is answered within a second."""
+    """Whether none of three pings is answered within a second."""
     _, text = machine.attempt(source, "ping", "-n", "-q", "-c", "3", "-i", "0.01", "-W", "1", address)
     return "3 packets transmitted, 0 received" in text
 
@@ -52,7 +52,7 @@ def wait_for_path(source: Node, address: str, timeout_s: float = 10) -> None:
 
 @contextlib.contextmanager
 def pinging(*paths: tuple[Node, Node], interval_s: float = 0.004, seconds: float = 6) -> Iterator[None]:
-    """Pings along each path for so long, and again until the body has ended; every one must be answered."""
+    """Pings along each path for some seconds, and again until the body has ended; all must be answered."""
     for source, destination in paths:
         wait_for_path(source, destination.address)
     count, over = int(seconds / interval_s), threading.Event()
@@ -61,7 +61,7 @@ def pinging(*paths: tuple[Node, Node], interval_s: float = 0.004, seconds: float
         source, destination = path
         lost = 0
         while True:
-            # All are sent, however late a guest is that has to share two processors with others.
+            # Patient: a guest may share its processors with others, and must send them all.
             sent, received = ping(source, destination.address, count=count, interval_s=interval_s, patience=4)
             assert sent == count, f"{source.name} sent {sent} of {count}"
             lost += sent - received
@@ -79,7 +79,7 @@ def pinging(*paths: tuple[Node, Node], interval_s: float = 0.004, seconds: float
 
 
 def settled(host: Node) -> dict:
-    """Waits until a host's counters of frames stand still and add up; gives all. Links are never without datagrams."""
+    """Waits until a host's frame counters stand still and add up; returns all. Datagrams never stop, for keepalives."""
     last: dict = {}
     frames: list = []
 
@@ -102,6 +102,27 @@ def assert_balanced(topology: Topology) -> None:
     for host in topology.hosts:
         balance = settled(host)["balance"]
         assert balance["in"] > 0, f"{host.name} saw no frame"
+
+
+def links(host: Node) -> dict[str, dict]:
+    """A host's links, by name."""
+    return {entry["name"]: entry for entry in daemon.ask(host, "link", "list")}
+
+
+def link(host: Node) -> dict:
+    """A host's only link."""
+    (only,) = links(host).values()
+    return only
+
+
+def wait_for_state(host: Node, state: str, timeout_s: float = 10) -> None:
+    """Waits until a host's only link is up, degraded or down."""
+    wait_until(f"{host.name}'s link to be {state}", lambda: link(host)["state"] == state, timeout_s, poll_s=0.05)
+
+
+def sent_to(host: Node, source: Node, mac: str) -> list[str]:
+    """The interfaces and links that a host sends a container's frames for an address to."""
+    return daemon.ask(host, "trace", source.mac, mac, "--from", f"interface {source.name}")["to"]
 
 
 def port(stats: dict, kind: str, name: str) -> dict:

@@ -1,4 +1,4 @@
-"""What tests of sealed links look at: states of links, and what passes on the underlay."""
+"""Tests of sealed links share this: reloading certificates, and captures of the underlay."""
 
 import contextlib
 import os
@@ -9,26 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 from checks import ping
 
-from vnetlab import daemon, machine, process
+from vnetlab import machine, process
 from vnetlab.run import wait_until
 from vnetlab.topology import Node, Topology
 
 MARK = "never-in-clear-text"
-"""What no capture may show."""
-
-
-def link(host: Node) -> dict:
-    """A host's only link."""
-    return daemon.ask(host, "link", "list")[0]
-
-
-def wait_for_state(host: Node, state: str, timeout_s: float = 10) -> None:
-    """Waits until a host's link is up, degraded or down."""
-    wait_until(f"{host.name}'s link to be {state}", lambda: link(host)["state"] == state, timeout_s, poll_s=0.05)
+"""Payload that no capture may contain."""
 
 
 def hang_up(host: Node) -> None:
-    """Has a vnetd read its files again."""
+    """Sends SIGHUP to a vnetd: it reads its files again."""
     pid = process.find(host.file(".pid"))
     assert pid
     os.kill(pid, signal.SIGHUP)
@@ -36,7 +26,7 @@ def hang_up(host: Node) -> None:
 
 @contextlib.contextmanager
 def underlay_capture(host: Node) -> Iterator[list[bytes]]:
-    """What passes a host's underlay device while the context lasts: one string of bytes, when it has ended."""
+    """Captures a host's underlay device while the context lasts; then the list has the capture's bytes."""
     found: list[bytes] = []
     path = host.file(".pcap")
     words = ["timeout", "4", "tcpdump", "-U", "-n", "-i", "eth0", "-s", "0", "-w", str(path)]
@@ -50,7 +40,7 @@ def underlay_capture(host: Node) -> Iterator[list[bytes]]:
 
 
 def assert_hidden(topology: Topology) -> None:
-    """Nothing of what two containers say is seen on the underlay, nor who they are."""
+    """The underlay shows neither the payload between two containers nor their addresses."""
     one, other = topology.find("h1c1"), topology.find("h2c1")
     pattern = MARK.encode().hex()[:32]
     with underlay_capture(topology.hosts[0]) as seen:
@@ -58,4 +48,4 @@ def assert_hidden(topology: Topology) -> None:
     assert len(seen[0]) > 40 * 1000, "the pings were captured"
     assert bytes.fromhex(pattern)[:8] not in seen[0]
     for mac in (one.mac, other.mac):
-        assert bytes.fromhex(mac.replace(":", "")) not in seen[0], "nor are the containers' addresses"
+        assert bytes.fromhex(mac.replace(":", "")) not in seen[0], "a container's address in clear text"

@@ -1,4 +1,4 @@
-"""A vnetd of its own, controlled by TCP: its ports are taken from the line that says that it is ready."""
+"""A single vnetd for tests of its TCP ports, which are read from its ready line."""
 
 import json
 import os
@@ -31,7 +31,7 @@ class Remote:
 
     @property
     def log(self) -> str:
-        """What it has said so far."""
+        """Its log so far."""
         return (self.directory / "log").read_text()
 
     def connect(self) -> HTTPConnection:
@@ -41,7 +41,7 @@ class Remote:
         return HTTPConnection("127.0.0.1", self.http, timeout=5)
 
     def request(self, method: str, path: str, body: object = None, token: str | None = None) -> tuple[int, bytes]:
-        """One request; its status and its body."""
+        """Sends one request; returns status and body."""
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         text = body if isinstance(body, str) or body is None else json.dumps(body)
         connection = self.connect()
@@ -53,7 +53,7 @@ class Remote:
             connection.close()
 
     def get(self, path: str) -> object:
-        """What a question is answered with."""
+        """The JSON answer to a GET request."""
         status, body = self.request("GET", path)
         assert status == 200, body
         return json.loads(body)
@@ -69,12 +69,12 @@ class Remote:
         return context.wrap_socket(client, server_hostname="127.0.0.1") if context else client
 
     def descriptors(self) -> int:
-        """How many files it has open."""
+        """The number of its open files."""
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
 
 def lines(client: socket.socket, text: str | bytes) -> list[str]:
-    """Says something to the console, ends the session, and gives all answers."""
+    """Sends text to the console, ends the session, and returns all answers."""
     client.sendall(text if isinstance(text, bytes) else text.encode())
     client.shutdown(socket.SHUT_WR)
     with client, client.makefile("r") as answers:
@@ -90,7 +90,7 @@ def stream(answer: HTTPResponse) -> Iterator[dict]:
 
 @contextmanager
 def vnetd(directory: Path, control: str = "", more: str = "", prefix: Sequence[str] = ()) -> Iterator[Remote]:
-    """Runs a vnetd with the API and the console on ports of the loopback that are free; it must end cleanly."""
+    """Runs a vnetd with API and console on free loopback ports; it must end cleanly."""
     file, log = directory / "vnet.toml", directory / "log"
     file.write_text(
         f'[host]\nname = "h1"\n[control]\nsocket = "{directory}/control.sock"\nhttp = "127.0.0.1:0"\n'
@@ -112,7 +112,7 @@ def vnetd(directory: Path, control: str = "", more: str = "", prefix: Sequence[s
 
 
 def token_file(directory: Path) -> str:
-    """A file with the token, and the key that names it."""
+    """Writes the token file; returns its configuration line."""
     file = directory / "token"
     file.write_text(TOKEN + "\n")
     file.chmod(0o600)
@@ -120,7 +120,7 @@ def token_file(directory: Path) -> str:
 
 
 def certificates(directory: Path) -> None:
-    """An authority, and certificates of its for a server at 127.0.0.1 and for a client; and a stranger's client."""
+    """Creates an authority with certificates for a server at 127.0.0.1 and a client; another one for a stranger."""
     for authority in ("ca", "stranger-ca"):
         _openssl(directory, f"req -x509 -days 2 -subj /CN={authority} -keyout {authority}.key -out {authority}.pem")
     (directory / "server.ext").write_text("subjectAltName=IP:127.0.0.1\n")
@@ -138,7 +138,7 @@ def _openssl(directory: Path, arguments: str) -> None:
 
 
 def trusting(directory: Path, client: str | None = None) -> ssl.SSLContext:
-    """A client that trusts the authority, with its own certificate where one is named."""
+    """A TLS context that trusts the authority, with this client's certificate if named."""
     context = ssl.create_default_context(cafile=directory / "ca.pem")
     if client:
         context.load_cert_chain(directory / f"{client}.pem", directory / f"{client}.key")

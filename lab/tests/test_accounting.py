@@ -1,4 +1,4 @@
-"""Nothing is silent: a million frames of mixed sizes, and every one is delivered or counted under one reason."""
+"""Accounting: of a million frames of mixed sizes, every one is delivered or counted under one reason."""
 
 import json
 import sys
@@ -23,14 +23,14 @@ def topology(make_lab: MakeLab) -> Topology:
 
 
 def packets(container: Node) -> tuple[int, int, int]:
-    """The kernel's counts at a container's device: given to vnetd, dropped before it, and got from vnetd."""
+    """The kernel's counters of a container's device: sent to vnetd, dropped before vnetd, received from vnetd."""
     (link,) = json.loads(run(["ip", "-n", container.namespace, "-json", "-statistics", "link", "show", "eth0"]))
     counts = link["stats64"]
     return counts["tx"]["packets"], counts["tx"]["dropped"], counts["rx"]["packets"]
 
 
 def counts(topology: Topology) -> tuple[dict[Node, tuple[int, int, int]], dict[int, dict]]:
-    """The kernel's and vnetd's counts at one moment: kernels send frames of their own (IPv6's multicast)."""
+    """The kernel's and vnetd's counters, read while neither changes: kernels send IPv6 multicast of their own."""
     containers = topology.machines(Kind.CONTAINER)
     while True:
         kernel = {node: packets(node) for node in containers}
@@ -41,20 +41,20 @@ def counts(topology: Topology) -> tuple[dict[Node, tuple[int, int, int]], dict[i
 
 
 def send(source: Node, destinations: list[Node]) -> int:
-    """Sends until half of the frames have come as far as vnetd: it may be given less of the processors than the sender.
+    """Sends until vnetd has received half of the frames: it may get less processor time than the sender.
 
-    Gives how many were sent.
+    Returns how many were sent.
     """
     macs, sent, before = [node.mac for node in destinations], 0, packets(source)[0]
     while packets(source)[0] - before < FRAMES // 2:
-        assert sent < 10 * FRAMES, f"hardly any frame of {source.name} gets as far as vnetd"
+        assert sent < 10 * FRAMES, f"vnetd receives hardly any frame of {source.name}"
         machine.execute(source, sys.executable, str(SCRIPT), "eth0", str(FRAMES // 4), *macs, timeout_s=120)
         sent += FRAMES // 4
     return sent
 
 
 def test_a_million_frames(topology: Topology):
-    """On each host, in + copies = out + drops; and each count is the kernel's on the other side of the device."""
+    """On each host, in + copies = out + drops; each counter equals the kernel's on the other side of the device."""
     containers = topology.machines(Kind.CONTAINER)
     senders = [topology.find("h1c1"), topology.find("h2c1")]
     for node in topology.machines():
@@ -73,17 +73,19 @@ def test_a_million_frames(topology: Topology):
     for node in containers:
         given, dropped, got = (now - then for now, then in zip(kernel_after[node], kernel_before[node], strict=True))
         new, old = (port(stats[node.host], "interface", node.name) for stats in (after, before))
-        assert new["in_frames"] - old["in_frames"] == given, f"every frame that {node.name} gave was seen"
-        assert new["out_frames"] - old["out_frames"] == got, f"every frame counted as delivered came to {node.name}"
+        assert new["in_frames"] - old["in_frames"] == given, f"frames sent by {node.name}"
+        assert new["out_frames"] - old["out_frames"] == got, f"frames delivered to {node.name}"
         if node in senders:
             assert given + dropped >= sent[node]
-            assert new["drops"]["bad_source"] - old["drops"]["bad_source"] > given / 32, "group addresses are refused"
+            assert new["drops"]["bad_source"] - old["drops"]["bad_source"] > given / 32, (
+                "group addresses are no valid sources"
+            )
         entered += given
     assert entered >= FRAMES
 
 
-def test_more_than_a_guest_can_take(topology: Topology):
-    """Two containers flood a guest: what does not fit into its ring is dropped there, and counted exactly."""
+def test_an_overloaded_guest(topology: Topology):
+    """Two containers flood a guest: frames that find its ring full are dropped, and counted exactly."""
     senders, victim = [topology.find("h1c1"), topology.find("h1c2")], topology.find("h1v1")
     for sender in senders:
         wait_for_path(sender, victim.address)
@@ -98,14 +100,14 @@ def test_more_than_a_guest_can_take(topology: Topology):
     for node in senders:
         given = kernel_after[node][0] - kernel_before[node][0]
         new, old = (port(stats[node.host], "interface", node.name) for stats in (after, before))
-        assert new["in_frames"] - old["in_frames"] == given, f"every frame that {node.name} gave was seen"
+        assert new["in_frames"] - old["in_frames"] == given, f"frames sent by {node.name}"
         entered += given
     new, old = (port(stats[victim.host], "interface", victim.name) for stats in (after, before))
     delivered, refused = (
         new["out_frames"] - old["out_frames"],
         {reason: new["drops"][reason] - old["drops"][reason] for reason in new["drops"]},
     )
-    assert refused["no_buffer"] > 0, "it was more than the guest could take"
+    assert refused["no_buffer"] > 0, "the guest kept up"
     assert {reason for reason, count in refused.items() if count} == {"no_buffer"}
-    assert abs(entered - delivered - refused["no_buffer"]) < entered / 100, "but for the kernels' own multicast"
+    assert abs(entered - delivered - refused["no_buffer"]) < entered / 100, "more than the kernels' own multicast"
     wait_for_path(senders[0], victim.address)

@@ -1,4 +1,4 @@
-"""The API by TCP, as scripts, Prometheus and strangers use it."""
+"""The HTTP API by TCP, as scripts, Prometheus and unauthorised clients use it."""
 
 import socket
 import ssl
@@ -27,7 +27,7 @@ def remote(tmp_path: Path) -> Iterator[Remote]:
         yield running
 
 
-def test_reading_is_free_and_changes_need_the_token(remote: Remote):
+def test_reading_is_open_and_changes_need_the_token(remote: Remote):
     assert remote.get("/v1/status")["host"] == "h1"
     for token, status in ((None, 401), ("x" * 32, 401), (TOKEN, 201)):
         assert remote.request("POST", "/v1/links", LINK, token)[0] == status
@@ -38,13 +38,13 @@ def test_reading_is_free_and_changes_need_the_token(remote: Remote):
     assert "refused a change without the right token" in remote.log
 
 
-def test_every_change_is_logged_with_who_asked(remote: Remote):
+def test_every_change_is_logged_with_its_client(remote: Remote):
     assert remote.vnet("link", "add", "h3", "--remote", "127.0.0.3:9000", "--trusted").returncode == 0
     change = next(line for line in remote.log.splitlines() if "+ link h3" in line)
     assert "uid 0 pid " in change
 
 
-def test_without_a_token_file_nothing_changes_by_tcp(tmp_path: Path):
+def test_without_a_token_file_tcp_clients_change_nothing(tmp_path: Path):
     with vnetd(tmp_path) as remote:
         status, body = remote.request("POST", "/v1/links", LINK, TOKEN)
         assert (status, b"token_file" in body) == (403, True)
@@ -65,7 +65,7 @@ def test_curl_speaks_tls(tmp_path: Path):
             )
         with socket.create_connection(("127.0.0.1", remote.http), timeout=5) as clear:
             clear.sendall(b"GET /v1/status HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert b"h1" not in clear.recv(4096), "no clear text where TLS is spoken"
+            assert b"h1" not in clear.recv(4096), "clear text at a TLS port"
 
 
 @pytest.mark.parametrize("break_it", ["none", "readable", "short"])
@@ -83,7 +83,7 @@ def test_a_bad_token_file_is_refused(tmp_path: Path, break_it: str):
     assert len((tmp_path / "log").read_text().splitlines()) == 1
 
 
-def test_metrics_are_what_prometheus_reads(remote: Remote):
+def test_prometheus_parses_the_metrics(remote: Remote):
     remote.vnet("link", "add", "h2", "--remote", "127.0.0.2:9000", "--trusted")
     status, text = remote.request("GET", "/metrics")
     assert status == 200
@@ -102,12 +102,12 @@ def test_metrics_are_what_prometheus_reads(remote: Remote):
     assert [sample.value for sample in families["vnet_link_up"].samples] == [1]
 
 
-def test_events_are_told_as_they_happen(remote: Remote):
+def test_events_are_streamed(remote: Remote):
     connection = remote.connect()
     connection.request("GET", "/v1/events")
     answer = connection.getresponse()
     assert answer.getheader("content-type") == "text/event-stream"
-    time.sleep(0.7)  # States are compared with those of the first look.
+    time.sleep(0.7)  # State events compare with the states of the first poll.
     remote.vnet("link", "add", "h2", "--remote", "127.0.0.2:9000", "--trusted")
     first, second = islice(stream(answer), 2)
     assert first["event"] == "configuration"
@@ -119,16 +119,16 @@ def test_events_are_told_as_they_happen(remote: Remote):
     connection.close()
 
 
-def test_slow_and_many_clients_are_survived(remote: Remote):
-    """More connections than there are places, each of which begins a request and does not end it."""
+def test_many_slow_clients_block_nobody(remote: Remote):
+    """More connections than are served, each with an unfinished request."""
     before = remote.descriptors()
     clients = [socket.create_connection(("127.0.0.1", remote.http), timeout=5) for _ in range(500)]
     for client in clients:
         try:
             client.sendall(b"GET /v1/status HTTP/1.1\r\nX: ")
         except OSError:
-            continue  # Closed already: there was no place for it.
-    assert remote.vnet("status").returncode == 0, "the control socket has places of its own"
+            continue  # Closed already, beyond the limit.
+    assert remote.vnet("status").returncode == 0, "the control socket has a limit of its own"
     assert remote.descriptors() - before <= 70
     for client in clients:
         client.close()
@@ -138,22 +138,22 @@ def test_slow_and_many_clients_are_survived(remote: Remote):
     assert remote.get("/v1/status")["host"] == "h1"
 
 
-def test_garbage_is_survived(remote: Remote):
+def test_garbage_is_refused(remote: Remote):
     for garbage in (b"\x00" * 100_000, b"GET / HTTP/9\r\n\r\n", b"\x16\x03\x01\x02\x00", b"A" * 40_000 + b"\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", remote.http), timeout=5) as client:
             try:
                 client.sendall(garbage)
                 client.recv(4096)
             except OSError:
-                continue  # A reset is an answer, too.
+                continue  # A reset is an answer as well.
     body = "x" * ((1 << 20) + 1)
-    with suppress(BrokenPipeError, ConnectionResetError):  # It may be refused before it was sent as a whole.
+    with suppress(BrokenPipeError, ConnectionResetError):  # Refused before its end, perhaps.
         assert remote.request("POST", "/v1/apply", body, TOKEN)[0] == 400
     assert remote.get("/v1/status")["host"] == "h1"
 
 
 def test_schemathesis_finds_nothing(tmp_path: Path):
-    """The OpenAPI document against the running API, in a namespace where whatever is made harms nobody."""
+    """Tests the running API against its OpenAPI document, in a namespace of its own: it creates devices."""
     if NAMESPACE in underlay.namespaces():
         run(["ip", "netns", "delete", NAMESPACE])
     underlay.add_namespace(NAMESPACE)

@@ -1,4 +1,4 @@
-"""What people get wrong: one line each that says what, where and what to do; exit 1; nothing half done."""
+"""Users' mistakes: each is answered by one line with the mistake, its place and the remedy; exit 1; no change."""
 
 import signal
 import socket
@@ -53,7 +53,7 @@ to = "link h2"
 """
 
 MISTAKES = {
-    # what: (text, its replacement, the line that is named, words of the message)
+    # mistake: (text, its replacement, text in the reported line, words of the message)
     "unknown key": ("mtu = 1500", "mut = 1500", "mut = 1500", ["mut"]),
     "not TOML": ('name = "vm1"', 'name = "vm1', 'name = "vm1', []),
     "MAC address": ("52:54:00:00:00:01", "52:54:00:00:01", "52:54:00:00:01", ["52:54:00:00:01", "mac"]),
@@ -63,13 +63,13 @@ MISTAKES = {
     "listen address": ("192.0.2.1:9000", "localhost", "localhost", ["localhost"]),
     "MTU beyond limits": ("mtu = 1500", "mtu = 65536", "mtu = 65536", ["65536", "65535"]),
     "MTU as text": ("mtu = 1500", 'mtu = "big"', "big", ["mtu", "number"]),
-    "link to oneself": ("192.0.2.2:9000", "192.0.2.1:9000", "[[link]]", ["this host itself"]),
+    "link to itself": ("192.0.2.2:9000", "192.0.2.1:9000", "[[link]]", ["this host itself"]),
     "duplicate name": ('name = "c1"', 'name = "vm1"', "[[interface]]\nname = \"vm1\"\nkind = \"tap\"", ["vm1"]),
     "duplicate MAC": (":00:02", ":00:01", "[[interface]]\nname = \"c1\"", ["52:54:00:00:00:01", "vm1"]),
-    "route to a link that is not there": ("link h2", "link h3", "[[route]]", ["h3", "h2"]),
+    "route to an unknown link": ("link h2", "link h3", "[[route]]", ["h3", "h2"]),
     "unknown kind": ('"tap"', '"tun"', '"tun"', ["tun", "tap"]),
     "unknown encapsulation": ("trusted", 'encapsulation = "gre"\ntrusted', "gre", ["gre", "native"]),
-    "network that is not declared": ("mtu = 1500", "network = 7", "[[interface]]\nname = \"vm1\"", ["network 7"]),
+    "undeclared network": ("mtu = 1500", "network = 7", "[[interface]]\nname = \"vm1\"", ["network 7"]),
     "relative socket": ("DIR/vm1.sock", "vm1.sock", "vm1.sock", ["vm1.sock"]),
     "device name too long": ("bad0", "x" * 16, "x" * 16, ["x" * 16]),
     "no name": ('name = "c1"\n', "", '[[interface]]\nkind = "tap"', ["name"]),
@@ -78,7 +78,7 @@ MISTAKES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def namespace() -> Iterator[None]:
-    """A host of its own for these tests, so that nothing on this machine is touched."""
+    """A network namespace for these tests, to leave this machine alone."""
     if NAMESPACE in underlay.namespaces():
         underlay.run(["ip", "netns", "delete", NAMESPACE])
     underlay.add_namespace(NAMESPACE)
@@ -88,7 +88,7 @@ def namespace() -> Iterator[None]:
 
 
 def refused(*command: str | Path) -> str:
-    """Runs what must be refused: exit status 1 and one line on standard error, which is given."""
+    """Runs a command that must fail with exit status 1 and one line on standard error; returns the line."""
     words = ["ip", "netns", "exec", NAMESPACE, *map(str, command)]
     done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=10)
     assert done.returncode == 1, (done.stdout, done.stderr)
@@ -98,7 +98,7 @@ def refused(*command: str | Path) -> str:
 
 
 def assert_nothing_there(directory: Path) -> None:
-    """Neither sockets nor devices were left."""
+    """No socket and no device is left."""
     assert [path.name for path in directory.iterdir() if path.is_socket()] == []
     assert "bad0" not in underlay.run(["ip", "-n", NAMESPACE, "-brief", "link"])
 
@@ -126,7 +126,7 @@ def test_mistake_in_the_file(tmp_path: Path, what: str):
     assert_nothing_there(tmp_path)
 
 
-def test_every_mistake_is_told_at_once(tmp_path: Path):
+def test_all_mistakes_are_reported_at_once(tmp_path: Path):
     file = write(tmp_path, GOOD.replace("mtu = 1500", "mtu = 0").replace("link h2", "link h3"))
     done = subprocess.run([vnetd(), "--config", file], check=False, capture_output=True, text=True, timeout=10)
     assert done.returncode == 1
@@ -134,7 +134,7 @@ def test_every_mistake_is_told_at_once(tmp_path: Path):
     assert [int(line.split(":")[1]) for line in done.stderr.splitlines()] == lines
 
 
-def test_a_good_file_is_good(tmp_path: Path):
+def test_a_valid_file_passes(tmp_path: Path):
     done = subprocess.run(
         [daemon.binaries() / "vnet", "check", write(tmp_path, GOOD)], check=False, capture_output=True, text=True
     )
@@ -147,7 +147,7 @@ def test_no_file(tmp_path: Path):
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Path]:
-    """The directory of a vnetd that runs with the good file."""
+    """The directory of a vnetd that runs with the valid file."""
     file, log = write(tmp_path, GOOD), tmp_path / "log"
     with log.open("wb") as output:
         words = ["ip", "netns", "exec", NAMESPACE, vnetd(), "--config", file]
@@ -170,8 +170,8 @@ def running(tmp_path: Path) -> Iterator[Path]:
     ],
     ids=["control socket", "port", "guest's socket", "device"],
 )
-def test_what_another_vnetd_uses(running: Path, replacements: dict[str, str], word: str):
-    """A live socket, port or device is never taken over, and the other vnetd does not notice."""
+def test_resources_of_another_vnetd(running: Path, replacements: dict[str, str], word: str):
+    """A live socket, port or device is never taken over, and the other vnetd runs on."""
     text = GOOD.replace("DIR", str(running))
     for old, new in replacements.items():
         text = text.replace(old, new)
@@ -193,7 +193,7 @@ def test_a_stale_socket_is_replaced(tmp_path: Path):
             assert process.wait(5) == 0
 
 
-def test_a_file_that_is_no_socket_is_kept(tmp_path: Path):
+def test_a_file_in_place_of_the_socket_is_kept(tmp_path: Path):
     (tmp_path / "vm1.sock").write_text("precious")
     assert "vm1.sock" in refused(vnetd(), "--config", write(tmp_path, GOOD))
     assert (tmp_path / "vm1.sock").read_text() == "precious"
@@ -211,7 +211,7 @@ def test_no_permission_for_tap_devices(tmp_path: Path):
 
 @pytest.mark.parametrize("how", ["none", "private"])
 def test_a_machine_without_shared_memory(make_lab: MakeLab, how: str):
-    """It cannot see the guest's memory: it says so, and what to do, and all else goes on."""
+    """Vnetd cannot map the guest's memory: it reports the reason and the remedy, and runs on."""
     topology = make_lab(hosts=1)
     vm, host = topology.find("h1v1"), topology.hosts[0]
     process.stop(vm.file(".pid"))
@@ -227,7 +227,7 @@ def test_a_machine_without_shared_memory(make_lab: MakeLab, how: str):
         rows = {row["name"]: row for row in daemon.ask(host, "interface", "list")}
         return rows["h1v1"].get("reason", "") if rows["h1v1"]["state"] != "up" else ""
 
-    wait_until("vnetd to say why", lambda: "share=on" in reason(), 20, host.file(".log"))
+    wait_until("the reason to be shown", lambda: "share=on" in reason(), 20, host.file(".log"))
     assert process.find(host.file(".pid"))
 
 
@@ -238,7 +238,7 @@ def test_wrong_usage():
         assert done.stderr
 
 
-def test_no_vnetd_there(tmp_path: Path):
+def test_no_vnetd_at_the_socket(tmp_path: Path):
     message = refused(daemon.binaries() / "vnet", "--socket", tmp_path / "none.sock", "status")
     assert str(tmp_path / "none.sock") in message
 

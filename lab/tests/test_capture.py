@@ -1,4 +1,4 @@
-"""`vnet capture`: what others' tools read in it, both directions, drops with reasons, clients that stall and vanish."""
+"""`vnet capture`: files for tcpdump and Wireshark, directions, drops with reasons, clients that stall or are killed."""
 
 import contextlib
 import json
@@ -23,14 +23,14 @@ FRAMES = PROGRAMS / "mixed_frames.py"
 
 @pytest.fixture(scope="module")
 def topology(make_lab: MakeLab) -> Topology:
-    """Two hosts with a container each: no machine has to boot for this."""
+    """Two hosts with a container each; no virtual machine has to boot."""
     topology = make_lab(vms=0)
     wait_for_path(topology.find("h1c1"), topology.find("h2c1").address)
     return topology
 
 
 def tshark(file: Path, *fields: str) -> list[tuple[str, ...]]:
-    """What Wireshark finds in a file: these fields of each frame."""
+    """These fields of each frame in a file, read by tshark."""
     options = [word for field in fields for word in ("-e", field)]
     return [tuple(row.split("\t")) for row in run(["tshark", "-r", str(file), "-T", "fields", *options]).splitlines()]
 
@@ -55,7 +55,7 @@ def test_tcpdump_and_wireshark_read_it(topology: Topology, tmp_path: Path):
 
 
 def test_super_frames_are_whole(topology: Topology, tmp_path: Path):
-    """A guest's TCP crosses in frames of up to 64 KB; the capture has them as they are."""
+    """TCP crosses in frames of up to 64 KB; the capture has them unsegmented."""
     host, source, target = topology.hosts[0], topology.find("h1c1"), topology.find("h2c1")
     file = tmp_path / "c.pcapng"
     before = port(settled(host), "link", "h2")["out_bytes"]
@@ -68,7 +68,7 @@ def test_super_frames_are_whole(topology: Topology, tmp_path: Path):
     lengths = [int(size) for line in tcpdump(file, "-e") if (size := re.search(r"length (\d+):", line)[1])]
     assert max(lengths) > 9000
     assert " 0 missed" in capture.stderr.read()
-    # Beside what the counters say there may be a few frames of other protocols.
+    # The counters include a few frames of other protocols.
     sent = port(settled(host), "link", "h2")["out_bytes"] - before
     assert 0.99 * sent <= sum(lengths) <= sent
     assert sent > 1 << 20
@@ -76,7 +76,7 @@ def test_super_frames_are_whole(topology: Topology, tmp_path: Path):
 
 
 def packets(file: Path) -> list[bytes]:
-    """The bytes kept of each frame, from tcpdump's dump in hexadecimal."""
+    """The captured bytes of each frame, from tcpdump's hexadecimal dump."""
     found: list[bytes] = []
     for line in run(["tcpdump", "-nr", str(file), "-xx"]).splitlines():
         if line.startswith("\t0x"):
@@ -86,7 +86,7 @@ def packets(file: Path) -> list[bytes]:
     return found
 
 
-def test_drops_say_why(topology: Topology, tmp_path: Path):
+def test_drops_have_reasons(topology: Topology, tmp_path: Path):
     host, source = topology.hosts[0], topology.find("h1c1")
     file = tmp_path / "drops.pcapng"
     stray = ["--src", source.mac, "--dst", "52:54:00:99:99:99", "--to", "interface h1c1"]
@@ -115,7 +115,7 @@ def test_drops_say_why(topology: Topology, tmp_path: Path):
         daemon.vnet(host, "route", "del", index)
 
 
-def test_lines_for_people_and_a_count(topology: Topology):
+def test_text_lines_and_a_count(topology: Topology):
     host, source, target = topology.hosts[0], topology.find("h1c1"), topology.find("h2c1")
     with capturing(host, "interface h1c1", "--count", "4", "icmp") as capture:
         assert reaches(source, target.address)
@@ -128,7 +128,7 @@ def test_lines_for_people_and_a_count(topology: Topology):
     assert "4 frames captured, 0 missed" in capture.stderr.read()
 
 
-def test_it_can_be_piped(topology: Topology):
+def test_captures_can_be_piped(topology: Topology):
     host, source, target = topology.hosts[0], topology.find("h1c1"), topology.find("h2c1")
     line = (
         " ".join(command(host, "h1c1", "-w", "-", "--count", "6", "icmp")) + " 2>/dev/null | tcpdump -nr - 2>/dev/null"
@@ -139,7 +139,7 @@ def test_it_can_be_piped(topology: Topology):
     assert len(pipe.communicate(timeout=10)[0].splitlines()) == 6
 
 
-def test_what_cannot_be_captured_is_refused(topology: Topology):
+def test_bad_captures_are_refused(topology: Topology):
     host = topology.hosts[0]
     for arguments, word in {
         ("nowhere",): "there is no interface or link 'nowhere'",
@@ -157,13 +157,13 @@ def test_what_cannot_be_captured_is_refused(topology: Topology):
             run(command(host, "any"))
 
 
-def test_clients_that_stall_or_vanish_hold_up_nobody(topology: Topology):
+def test_stalled_and_killed_clients_block_nobody(topology: Topology):
     host, source, target = topology.hosts[0], topology.find("h1c1"), topology.find("h2c1")
     with capturing(host, "any", "-w", "-") as stalled, capturing(host, "any", "-w", "-") as killed:
         os.kill(stalled.pid, signal.SIGSTOP)
         killed.kill()
         killed.wait(10)
-        # Far more than the buffers and the pipe hold.
+        # Far more than buffers and pipe hold.
         burst = [str(FRAMES), "eth0", "60000", target.mac]
         machine.execute(source, "python3", *burst)
         assert reaches(source, target.address)

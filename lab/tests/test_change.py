@@ -1,4 +1,4 @@
-"""Changes under traffic: they take effect at once, and nothing is lost on what does not change."""
+"""Changes under traffic: they take effect at once, and unchanged paths lose no frame."""
 
 import json
 import socket
@@ -24,7 +24,7 @@ def topology(make_lab: MakeLab) -> Topology:
 
 @pytest.fixture
 def paths(topology: Topology) -> list[tuple[Node, Node]]:
-    """Those that nothing in this module changes."""
+    """Paths that no test of this module changes."""
     find = topology.find
     return [(find("h1v1"), find("h2v1")), (find("h1c1"), find("h2c1")), (find("h2c1"), find("h2v1"))]
 
@@ -37,7 +37,7 @@ def test_interfaces_come_and_go(topology: Topology, paths: list[tuple[Node, Node
     host, home = topology.hosts[0], topology.find("h1c1")
     with pinging(*paths):
         for _ in range(ROUNDS):
-            # A second device in the first container's namespace will do as one more container.
+            # A second device in a container's namespace is as good as another container.
             add = ["--kind", "tap", "--device", "extra", "--netns", home.namespace, "--mac", "52:54:00:01:00:63"]
             daemon.vnet(host, "interface", "add", "extra", *add)
             daemon.vnet(host, "interface", "add", "spare", "--kind", "vhost-user", "--socket", str(host.file(".spare")))
@@ -62,21 +62,21 @@ def test_links_come_and_go(topology: Topology, paths: list[tuple[Node, Node]]):
 
 
 def test_routes_come_and_go_and_work_at_once(topology: Topology, paths: list[tuple[Node, Node]]):
-    """A rule that sends a third machine's frames astray does so from the moment it is there until it is deleted."""
+    """A rule that misdirects a third machine's frames works from its addition until its deletion."""
     host, source, destination = topology.hosts[0], topology.find("h1c1"), topology.find("h2v1")
     route = ["--src", source.mac, "--dst", destination.mac, "--to", "interface h1v1"]
     assert reaches(source, destination.address)
     with pinging(*paths):
         for _ in range(2):
             added = json.loads(daemon.vnet(host, "--json", "route", "add", *route))
-            assert silent(source, destination.address), "the rule wins over what was learned"
+            assert silent(source, destination.address), "the rule wins over learned addresses"
             daemon.vnet(host, "route", "del", str(added["index"]))
             assert reaches(source, destination.address)
     assert daemon.ask(host, "route", "list") == []
 
 
 def apply(host: Node, text: str) -> tuple[str, float]:
-    """Applies a configuration by the API; gives the answer's first line and how many seconds it took."""
+    """Applies a configuration by the API; returns the answer's first line and the seconds that it took."""
     body = text.encode()
     head = (
         f"POST /v1/apply?name=rules HTTP/1.1\r\nHost: vnet\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
@@ -93,7 +93,7 @@ def apply(host: Node, text: str) -> tuple[str, float]:
 
 
 def test_a_thousand_rules_are_one_plan(topology: Topology, paths: list[tuple[Node, Node]]):
-    """They come and go as a whole within 50 ms, or not at all, and frames that they do not concern notice nothing."""
+    """They are added and removed as a whole within 50 ms, or not at all; traffic on other paths loses nothing."""
     host = topology.hosts[0]
     before = host.file(".toml").read_text()
     rule = '\n[[route]]\nsrc = "52:54:00:99:{0:02x}:{1:02x}"\ndst = "52:54:00:98:{0:02x}:{1:02x}"\nto = "link h2"\n'
@@ -104,18 +104,18 @@ def test_a_thousand_rules_are_one_plan(topology: Topology, paths: list[tuple[Nod
         for _ in range(ROUNDS):
             status, _ = apply(host, before + broken)
             assert "400" in status or "409" in status or "422" in status, status
-            assert daemon.ask(host, "route", "list") == [], "nothing is half applied"
+            assert daemon.ask(host, "route", "list") == [], "a partly applied configuration"
             for text, count in ((before + rules, RULES), (before, 0)):
                 status, took = apply(host, text)
                 assert "200" in status, status
                 times.append(took)
                 assert len(daemon.ask(host, "route", "list")) == count
-    # The machine that tests run on may be busy now and then.
+    # The best round counts: the machine may be busy.
     assert min(times) < PLAN_S, times
 
 
 def configured(host: Node) -> list[list[dict]]:
-    """What a host lists, without what changes by itself: rates, counters, times."""
+    """A host's lists without rates, counters and times."""
     moving = {"driven_by", "rate", "switches", "notifications_per_1000_frames", "heard_s", "early", "early_discarded"}
     moving |= {"early_premature", "coalesced_injected", "coalesced_withheld", "rtt_us", "loss_permille", "traffic"}
     lists = (daemon.ask(host, what, "list") for what in ("interface", "link", "route"))
@@ -148,8 +148,8 @@ def test_a_refused_change_changes_nothing(topology: Topology, paths: list[tuple[
     assert configured(host) == before
 
 
-def test_a_removed_interface_leaves_its_counts(topology: Topology):
-    """What went through an interface that is gone still stands in the balance."""
+def test_a_removed_interface_stays_in_the_balance(topology: Topology):
+    """Frames of a removed interface stay in the balance."""
     host, home = topology.hosts[0], topology.find("h1c1")
     daemon.vnet(host, "interface", "add", "extra", "--kind", "tap", "--device", "extra", "--netns", home.namespace)
     run(["ip", "-n", home.namespace, "address", "add", "10.99.0.1/24", "dev", "extra"])

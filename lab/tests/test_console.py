@@ -1,4 +1,4 @@
-"""The console by TCP and by `vnet console`: the language, and clients that mean no good."""
+"""The console by TCP and by `vnet console`: the language, and hostile clients."""
 
 import os
 import pty
@@ -55,8 +55,8 @@ def test_files_of_vnet_p(remote: Remote, tmp_path: Path):
     assert remote.get("/v1/routes") == []
 
 
-def test_a_person_at_a_terminal(remote: Remote, tmp_path: Path):
-    """History, completion and the end by Ctrl-D, on a pseudo-terminal."""
+def test_an_interactive_terminal(remote: Remote, tmp_path: Path):
+    """History, completion and Ctrl-D on a pseudo-terminal."""
     ours, theirs = pty.openpty()
     command = [daemon.binaries() / "vnet", "--socket", tmp_path / "control.sock", "console"]
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}
@@ -103,11 +103,11 @@ def test_long_lines_and_garbage(remote: Remote):
     assert lines(remote.talk(), "HELLO\n")[0].startswith("OK")
 
 
-def test_slow_clients_hold_up_nobody(remote: Remote):
+def test_slow_clients_block_nobody(remote: Remote):
     slow = [remote.talk() for _ in range(40)]
     for client in slow:
         client.sendall(b"LINKS")
-    # One that asks for much and reads nothing.
+    # A client that asks for much and reads nothing.
     deaf = remote.talk()
     deaf.settimeout(0.2)
     with suppress(OSError):
@@ -140,18 +140,18 @@ def test_ten_thousand_clients(remote: Remote):
             for descriptor, _ in waiting.poll(100):
                 waiting.unregister(descriptor)
                 left.pop(descriptor).settimeout(5)
-        # All are connected at once; those with a place are answered, the others were told.
-        answered, told = 0, 0
+        # All are connected at once; those within the limit are answered, the others refused.
+        answered, refused = 0, 0
         for client in clients:
             with suppress(OSError):
                 client.sendall(b"HELLO\n")
         for client in clients:
-            with suppress(OSError):  # One that was closed before it spoke may find its connection reset.
+            with suppress(OSError):  # A refused connection may be reset.
                 words = client.recv(100)
                 answered += words.startswith(b"OK vnet ")
-                told += words.startswith(b"ERROR too many clients")
+                refused += words.startswith(b"ERROR too many clients")
         assert 1 <= answered <= 64
-        assert told > 0
+        assert refused > 0
         assert remote.descriptors() - before < 100
         assert remote.vnet("status").returncode == 0
     finally:
@@ -166,7 +166,7 @@ def test_ten_thousand_clients(remote: Remote):
 
     deadline = time.monotonic() + 5
     while not served():
-        assert time.monotonic() < deadline, "places are free again when their clients are gone"
+        assert time.monotonic() < deadline, "the limit still counts clients that are gone"
         time.sleep(0.05)
     assert remote.descriptors() - before < 10
 
@@ -179,7 +179,7 @@ def test_only_clients_with_a_certificate(tmp_path: Path):
             client.sendall(b"HELLO\nDONE\n")
             assert client.makefile("r").read().startswith("OK vnet ")
         for stranger in (None, "stranger"):
-            # Refused in the handshake, or as soon as it speaks.
+            # Refused in the handshake or at its first bytes.
             with suppress(OSError), remote.talk(trusting(tmp_path, stranger)) as client:
                 client.sendall(b"LINK ADD 127.0.0.2 9000\n")
                 assert client.recv(100) == b""

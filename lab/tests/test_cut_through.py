@@ -1,8 +1,8 @@
-"""Cut-through forwarding between virtual machines: what is sent uncopied arrives as it was, every buffer comes back.
+"""Cut-through forwarding between virtual machines: zero-copy sends arrive unchanged, every buffer is returned.
 
     h1v1 -- vnetd h1 -- veth, jumbo frames -- vnetd h2 -- h2v1
 
-A veth pair makes the kernel copy after all and say so. A device that does not, ifb, drops what it gets.
+On a veth pair the kernel copies after all, and reports it. An ifb device does not copy, but drops everything.
 """
 
 import time
@@ -27,7 +27,7 @@ KEYS = ("zero_copy_sent", "zero_copy_copied", "zero_copy_fallen_back")
 
 @pytest.fixture(scope="module")
 def topology() -> Iterator[Topology]:
-    """Two hosts that send without a copy whatever is large, with a guest each."""
+    """Two hosts that send large frames without a copy, with a guest each."""
     lab.down(NAME)
     topology = lab.prepare(Settings(name=NAME, containers=0, underlay_mtu=9000, mtu=9000))
     try:
@@ -48,7 +48,7 @@ def topology() -> Iterator[Topology]:
 
 
 def restart(topology: Topology, host: Node, setting: str, more: str = "", direct: bool = True) -> None:
-    """Starts a host's vnetd anew with another setting."""
+    """Restarts a host's vnetd with another setting."""
     process.stop(host.file(".pid"))
     text = daemon.configuration(topology, host)
     if direct:
@@ -67,18 +67,18 @@ def digest(node: Node, command: str) -> str:
 
 
 def assert_fetched(node: Node, source: Node) -> None:
-    """What a node gets from another is what that has."""
+    """A node fetches a file from another one unchanged."""
     sent = digest(source, "cat /files/sent")
     assert digest(node, f"busybox wget -q -O - http://{source.address}:{PORT}/sent") == sent
 
 
 def landed(host: Node, link: str) -> int:
-    """Frames that came straight into guests' buffers."""
+    """Frames received in place, in guests' buffers."""
     return port(daemon.ask(host, "stats"), "link", link)["direct_in_place"]
 
 
 def test_content_is_right(topology: Topology):
-    """Both ways at once, in place at the other end. The veth pair copies, which is seen."""
+    """Both ways at once, received in place. The veth pair copies, which the counters show."""
     guests = topology.machines()
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(assert_fetched, guests, reversed(guests)))
@@ -92,14 +92,14 @@ def test_content_is_right(topology: Topology):
 
 
 def rebind(node: Node, mtu: int) -> None:
-    """Has a guest's driver reset the device and begin anew."""
+    """Makes a guest's driver reset and reopen the device."""
     device = "d=$(basename $(readlink -f /sys/class/net/eth0/device)); cd /sys/bus/virtio/drivers/virtio_net"
     again = f"ip link set eth0 mtu {mtu} up && ip address add {node.address}/16 dev eth0"
     machine.execute(node, f"{device}; echo $d >unbind; echo $d >bind; sleep 0.2; {again}")
 
 
 def test_rings_may_stop_with_messages_under_way(topology: Topology):
-    """A slow wire holds messages; meanwhile the guest's driver goes and comes, then the daemon stops and starts."""
+    """A slow wire holds messages while the guest's driver is rebound, then while the daemon restarts."""
     host, source, destination = topology.hosts[0], *topology.machines()
     within = f"ip netns exec {host.namespace}"
     run(f"{within} tc qdisc add dev eth0 root tbf rate 40mbit burst 70kb latency 400ms".split())
@@ -111,7 +111,7 @@ def test_rings_may_stop_with_messages_under_way(topology: Topology):
             time.sleep(1)
             process.stop(host.file(".pid"))
             lab.start_daemon(topology, host)
-            # Whether the stream lives on is TCP's business.
+            # TCP may give up meanwhile, or not.
             load.exception()
     finally:
         run(f"{within} tc qdisc del dev eth0 root".split())
@@ -121,19 +121,19 @@ def test_rings_may_stop_with_messages_under_way(topology: Topology):
     assert_balanced(topology)
 
 
-def test_what_is_copied_anyway_is_tried_rarely(topology: Topology):
+def test_zero_copy_is_rarely_tried_where_the_kernel_copies(topology: Topology):
     host, (source, destination) = topology.hosts[0], topology.machines()
     restart(topology, host, "auto")
     wait_for_path(source, destination.address)
     assert_fetched(destination, source)
     sent, _, _ = counters(host, "h2")
-    assert 0 < sent <= 100, "tried, and left for long"
-    wait_until("the kernel to tell", lambda: counters(host, "h2")[1] == sent, 5)
+    assert 0 < sent <= 100, "zero copy is tried once, then not for long"
+    wait_until("the kernel to report", lambda: counters(host, "h2")[1] == sent, 5)
     assert_balanced(topology)
 
 
-def test_a_device_that_can_spares_the_copy(topology: Topology):
-    """Large frames to a device that takes pages as they are: nothing is copied, and every buffer comes back."""
+def test_a_device_without_copies(topology: Topology):
+    """Large frames to a device that takes pages as they are: no copy, and every buffer is returned."""
     host, source = topology.hosts[0], topology.machines()[0]
     within = f"ip -n {host.namespace}"
     run(f"{within} link add sink0 mtu 9000 type ifb".split())
@@ -156,8 +156,8 @@ def test_a_device_that_can_spares_the_copy(topology: Topology):
         restart(topology, host, "on")
 
 
-def test_only_what_is_for_one_guest_alone_comes_in_place(topology: Topology):
-    """A rule that gives another interface a copy, or a capture: nothing is received in place, and all arrives."""
+def test_frames_for_several_ports_are_not_received_in_place(topology: Topology):
+    """While a rule copies frames to another interface, no frame is received in place, and all arrive."""
     host, (source, destination) = topology.hosts[1], topology.machines()
     also = f'\n[[route]]\ndst = "{destination.mac}"\nto = "interface {destination.name}"\n'
     also += f'\n[[route]]\ndst = "{destination.mac}"\nto = "interface watcher"\n'
@@ -177,18 +177,18 @@ def test_only_what_is_for_one_guest_alone_comes_in_place(topology: Topology):
 
 
 def route_to(host: Node, name: str) -> str:
-    """The index of the rule that leads to an interface."""
+    """The index of the rule to an interface."""
     routes = daemon.ask(host, "route", "list")
     return str(next(route["index"] for route in routes if route["to"] == f"interface {name}"))
 
 
-def test_other_paths_have_other_layouts(topology: Topology):
-    """Path MTUs that cut frames otherwise, and a guest that goes in between: each byte is right."""
+def test_other_path_mtus_are_received_in_place(topology: Topology):
+    """Other path MTUs fragment frames otherwise: the content stays right, and frames are received in place."""
     source, destination = topology.machines()
     for mtu in (1500, 4000, 9000):
         for host in topology.hosts:
             run(f"ip -n {host.namespace} link set eth0 mtu {mtu}".split())
-        # The kernel's routes are asked once a second.
+        # vnetd looks up the kernel's routes once a second.
         time.sleep(1.5)
         before = landed(topology.hosts[1], "h1")
         assert_fetched(destination, source)

@@ -1,4 +1,4 @@
-"""Modes, optimistic interrupts and isolation on real guests: set while frames flow, seen to work, and nothing lost."""
+"""Modes, optimistic interrupts and isolation with real guests: changed under traffic, effective, and without loss."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -36,23 +36,23 @@ def test_modes_change_under_traffic(topology: Topology):
     assert_balanced(topology)
 
 
-def test_a_rate_drives_and_silence_gives_back(topology: Topology):
+def test_the_mode_follows_the_rate(topology: Topology):
     host, source, destination = topology.hosts[0], topology.find("h1c1"), topology.find("h2c1")
     daemon.vnet(host, "interface", "set", source.name, "mode=adaptive", "rate_low=500", "rate_high=1000")
     wait_for_path(source, destination.address)
     with ThreadPoolExecutor(1) as pool:
-        # As fast as answers come: thousands a second.
+        # A flood ping: thousands a second.
         flood = pool.submit(machine.execute, source, f"ping -n -q -f -c 20000 -w 20 {destination.address}")
-        # Both are of the last window, and the next one may be another.
-        wait_until("the flood to drive", lambda: interface(host, source.name)["driven_by"] == "vmm", 5)
-        wait_until("its rate", lambda: interface(host, source.name)["rate"] > 1000, 5)
+        # Mode and rate are those of the last window; the next one may differ.
+        wait_until("the interface to be VMM-driven", lambda: interface(host, source.name)["driven_by"] == "vmm", 5)
+        wait_until("the rate to be shown", lambda: interface(host, source.name)["rate"] > 1000, 5)
         assert "20000 received, 0% packet loss" in flood.result()
-    wait_until("silence to give back", lambda: interface(host, source.name)["driven_by"] == "guest", 5)
-    wait_until("no rate", lambda: interface(host, source.name)["rate"] < 500, 5)
+    wait_until("the interface to be guest-driven", lambda: interface(host, source.name)["driven_by"] == "guest", 5)
+    wait_until("the rate to fall", lambda: interface(host, source.name)["rate"] < 500, 5)
 
 
-def test_guests_hear_early(topology: Topology):
-    """Every ping is answered with optimistic interrupts, whatever the density is judged to be."""
+def test_optimistic_interrupts_lose_no_ping(topology: Topology):
+    """With optimistic interrupts every ping is answered, at every density bound."""
     source, destination = topology.find("h1v1"), topology.find("h2v1")
     wait_for_path(source, destination.address)
     most = 4_294_967_295
@@ -80,7 +80,7 @@ def test_guests_hear_early(topology: Topology):
 
 
 def test_dispatchers_are_isolated(topology: Topology):
-    """Locked memory, and a real-time priority where the machine grants one."""
+    """Locked memory and busy polling."""
     host = topology.hosts[1]
     config = host.file(".toml")
     text = config.read_text()
@@ -90,7 +90,7 @@ def test_dispatchers_are_isolated(topology: Topology):
         lab.start_daemon(topology, host)
         pid = process.find(host.file(".pid"))
         locked = run(["grep", "VmLck", f"/proc/{pid}/status"]).split()[1]
-        assert int(locked) > 1000, "kB that cannot be paged out"
+        assert int(locked) > 1000, "kB of locked memory"
     finally:
         process.stop(host.file(".pid"))
         config.write_text(text)

@@ -1,4 +1,4 @@
-"""Networks at their worst: wires that lose and reorder, links that flap, floods, clocks that jump."""
+"""Faults of the network and attacks: loss and reordering, flapping links, floods, clocks that jump."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from checks import ping, pinging, port, reaches, settled, wait_for_path
+from checks import links, ping, pinging, port, reaches, settled, wait_for_path
 from conftest import PROGRAMS, MakeLab
 
 from vnetlab import daemon, lab, machine, process
@@ -17,9 +17,9 @@ from vnetlab.run import run, wait_until
 from vnetlab.topology import PORT, Node, Topology
 
 WIRE_PORTS = (9101, 9102)
-PARCELS = 4000
-PARCEL_FRAGMENTS = 6
-"""A frame of 8042 bytes, and its offload metadata, in datagrams of 1456 bytes."""
+DATAGRAMS = 4000
+FRAGMENTS = 6
+"""A frame of 8042 bytes with its offload metadata, in datagrams of 1456 bytes."""
 FAULTS_PERMILLE = 50
 FLAPS = 1000
 HOUR_S = 3600
@@ -27,12 +27,7 @@ REKEY_S = 2
 FLOOD_PER_S = 20_000
 FLOOD_S = 5
 REASSEMBLY_LINK_BYTES = 4 << 20
-"""What one link may hold for frames that are incomplete."""
-
-
-def links(host: Node) -> dict[str, dict]:
-    """A host's links, by name."""
-    return {entry["name"]: entry for entry in daemon.ask(host, "link", "list")}
+"""Reassembly memory of one link."""
 
 
 def wait_up(host: Node, name: str) -> None:
@@ -40,7 +35,7 @@ def wait_up(host: Node, name: str) -> None:
 
 
 def rewrite(topology: Topology, host: Node, *changes: tuple[str, str], without: str = "") -> None:
-    """Starts a host's vnetd with replacements in its configuration, and without its link of a name."""
+    """Restarts a host's vnetd with replacements in its configuration, and without one of its links."""
     process.stop(host.file(".pid"))
     head, *tables = daemon.configuration(topology, host).split("[[link]]")
     text = "[[link]]".join([head, *(table for table in tables if f'name = "{without}"' not in table)])
@@ -52,7 +47,7 @@ def rewrite(topology: Topology, host: Node, *changes: tuple[str, str], without: 
 
 
 def memory_bytes(host: Node) -> int:
-    """What a host's vnetd has in memory."""
+    """Resident memory of a host's vnetd."""
     status = Path(f"/proc/{process.find(host.file('.pid'))}/status").read_text()
     found = re.search(r"VmRSS:\s+(\d+) kB", status)
     assert found
@@ -61,13 +56,13 @@ def memory_bytes(host: Node) -> int:
 
 @pytest.fixture(scope="module")
 def topology(make_lab: MakeLab) -> Topology:
-    """Three hosts with links in clear text, of which h3 is whatever is evil; large frames."""
+    """Three hosts with links in clear text and large frames; h3 is the attacker, or the faulty wire."""
     return make_lab(vms=0, hosts=3, mtu=9000)
 
 
 @pytest.fixture
 def faulty(topology: Topology) -> Path:
-    """A faulty wire in place of h3 between the two others; gives the file that has what it did when it has ended."""
+    """A faulty wire in place of h3 between the two others; returns the file with its counts after its end."""
     near, far, middle = topology.hosts
     process.stop(middle.file(".pid"))
     log = middle.file(".wire.log")
@@ -75,42 +70,42 @@ def faulty(topology: Topology) -> Path:
     faults = ",".join([str(FAULTS_PERMILLE)] * 3)
     words = ["python3", str(PROGRAMS / "faulty_wire.py"), *ends, faults, "7"]
     process.start(machine.namespace_command(middle, words), middle.file(".wire"), log)
-    wait_until("the wire to be there", lambda: "ready" in log.read_text(), 5)
+    wait_until("the wire to be ready", lambda: "ready" in log.read_text(), 5)
     for host, peer, number in ((near, far, WIRE_PORTS[0]), (far, near, WIRE_PORTS[1])):
         change = (f'"{peer.address}:{PORT}"', f'"{middle.address}:{number}"')
         rewrite(topology, host, change, without=middle.name)
     return log
 
 
-def test_a_faulty_wire_loses_what_it_must_and_changes_nothing(topology: Topology, faulty: Path):
+def test_frame_loss_follows_datagram_loss_and_nothing_is_corrupted(topology: Topology, faulty: Path):
     near, far, middle = topology.hosts
     one, other = topology.find("h1c1"), topology.find("h2c1")
     wait_for_path(one, other.address)
     script, taken = ["python3", str(PROGRAMS / "udp_integrity.py")], other.file(".taken")
-    taking = machine.namespace_command(other, [*script, "take", str(PARCELS)])
+    taking = machine.namespace_command(other, [*script, "take", str(DATAGRAMS)])
     process.start(taking, other.file(".taking"), taken)
-    wait_until("the receiver to be there", lambda: "ready" in taken.read_text(), 10)
+    wait_until("the receiver to be ready", lambda: "ready" in taken.read_text(), 10)
     before = port(daemon.ask(far, "stats"), "link", near.name)
-    machine.execute(one, *script, "send", str(PARCELS), other.address)
+    machine.execute(one, *script, "send", str(DATAGRAMS), other.address)
     wait_until("the receiver to end", lambda: len(taken.read_text().split()) == 4, 10)
     came, again, wrong = map(int, taken.read_text().split()[1:])
-    assert (again, wrong) == (0, 0), "each once, as it was sent"
-    # What is incomplete is given up after 0.2 s; a dispatcher that has nothing to do looks once a second.
+    assert (again, wrong) == (0, 0), "duplicated or corrupted datagrams"
+    # The reassembly timeout is 0.2 s; an idle dispatcher looks once a second.
     time.sleep(1.5)
     after = port(daemon.ask(far, "stats"), "link", near.name)
     process.stop(middle.file(".wire"))
     did = json.loads(faulty.read_text().splitlines()[-1])
-    # Of these alone: whether a busy machine's sockets lose some more is another question.
+    # Counted at the receiver, because a busy machine's sockets may lose some more.
     begun = after["in_frames"] - before["in_frames"]
     dropped = after["drops"]["reassembly"] - before["drops"]["reassembly"]
-    expected = 1 - (1 - FAULTS_PERMILLE / 1000) ** PARCEL_FRAGMENTS
+    expected = 1 - (1 - FAULTS_PERMILLE / 1000) ** FRAGMENTS
     lost = dropped / begun
     assert 0.9 * expected < lost < 1.1 * expected, f"{lost:.3f}, not {expected:.3f}: {did}, {before}, {after}"
-    assert 0.9 * PARCELS < came + dropped <= PARCELS + 100, f"{came} came, {dropped} were dropped"
+    assert 0.9 * DATAGRAMS < came + dropped <= DATAGRAMS + 100, f"{came} came, {dropped} were dropped"
     assert min(did["lost"], did["repeated"], did["delayed"]) > 0.04 * did["carried"]
 
 
-def test_first_fragments_take_bounded_memory_from_one_link_only(topology: Topology):
+def test_a_flood_of_first_fragments_fills_its_own_links_memory_only(topology: Topology):
     near, far, evil = topology.hosts
     one, other = topology.find("h1c1"), topology.find("h2c1")
     for host in (near, far):
@@ -123,22 +118,22 @@ def test_first_fragments_take_bounded_memory_from_one_link_only(topology: Topolo
     with ThreadPoolExecutor() as pool:
         flooding = pool.submit(machine.execute, evil, *words)
         time.sleep(0.5)
-        # Large ones: they take reassembly, too.
+        # Large pings: they need reassembly as well.
         sent, answered = ping(other, one.address, "-s", "8000", count=200, interval_s=0.01)
         grown = memory_bytes(near) - before
         assert not flooding.done(), "the flood ended before the traffic did"
         assert int(flooding.result()) > FLOOD_PER_S
     assert answered >= 0.95 * sent, f"{answered} of {sent} answered"
     counted = daemon.ask(near, "stats")
-    assert port(counted, "link", evil.name)["discards"]["memory_limit"] > 0, "it came to its limit"
-    assert port(counted, "link", far.name)["discards"]["memory_limit"] == 0, "nobody else did"
+    assert port(counted, "link", evil.name)["discards"]["memory_limit"] > 0, "no memory limit reached"
+    assert port(counted, "link", far.name)["discards"]["memory_limit"] == 0, "another link lost frames to the limit"
     assert grown < 8 * REASSEMBLY_LINK_BYTES, f"{grown >> 20} MB more"
     assert settled(near)["balance"]["in"] > 0
 
 
 @pytest.fixture(scope="module")
 def sealed(make_lab: MakeLab) -> Topology:
-    """The same with sealed links whose keys are changed every two seconds."""
+    """The same with sealed links that rekey every two seconds."""
     topology = make_lab(vms=0, hosts=3, sealed=True)
     for host in topology.hosts[:2]:
         rewrite(topology, host, ("[bridge]\n", f"[bridge]\nrekey_s = {REKEY_S}\n"))
@@ -149,10 +144,10 @@ def sealed(make_lab: MakeLab) -> Topology:
     return topology
 
 
-def test_a_flood_of_handshakes_from_invented_addresses(sealed: Topology):
+def test_a_syn_flood_from_spoofed_addresses(sealed: Topology):
     near, _, evil = sealed.hosts
     one, other = sealed.find("h1c1"), sealed.find("h2c1")
-    # What answers h1 gives goes where its packets come from, and nobody there says that he did not ask.
+    # Answers to spoofed addresses go to h3, which sends no reset for them.
     run(["ip", "-n", near.namespace, "route", "add", "198.18.0.0/15", "via", evil.address])
     words = ["python3", str(PROGRAMS / "bridge_attacks.py"), "syns", near.address, "eth0"]
     ages = []
@@ -165,8 +160,8 @@ def test_a_flood_of_handshakes_from_invented_addresses(sealed: Topology):
                 time.sleep(0.5)
         spent, answered, sent = map(int, flooding.result().split())
     assert sent > 10_000
-    assert 0 < answered <= 3 * spent, f"{answered} bytes came of {spent}"
-    assert max(ages) <= REKEY_S + 2, f"keys were changed meanwhile: {ages}"
+    assert 0 < answered <= 3 * spent, f"{answered} bytes answered {spent}"
+    assert max(ages) <= REKEY_S + 2, f"no rekey meanwhile: {ages}"
 
 
 def test_a_thousand_flaps_under_traffic(sealed: Topology, tmp_path: Path):
@@ -188,13 +183,13 @@ def test_a_thousand_flaps_under_traffic(sealed: Topology, tmp_path: Path):
     wait_for_path(one, other.address)
     with pinging((one, other), seconds=1):
         pass
-    wait_until("what was opened meanwhile to be closed", lambda: open_files() <= before + 4, 10)
+    wait_until("descriptors to be closed", lambda: open_files() <= before + 4, 10)
     for host in (near, far):
         assert settled(host)["balance"]["in"] > 0
 
 
 class Clock:
-    """The wall clock of one host's vnetd, which can be set."""
+    """A settable wall clock for one host's vnetd."""
 
     def __init__(self, topology: Topology, host: Node, folder: Path) -> None:
         self.topology, self.host = topology, host
@@ -204,12 +199,12 @@ class Clock:
         self.jump(0)
 
     def jump(self, seconds: int) -> None:
-        """Sets it that far ahead of the true time. In place, for the file is mapped."""
+        """Sets it that far ahead of the true time. Writes in place: the file is mapped."""
         with self.file.open("r+b") as opened:
             opened.write(f"{seconds}\n".encode().ljust(64, b"\0"))
 
     def restart(self) -> None:
-        """Starts the host's vnetd anew, with this clock."""
+        """Restarts the host's vnetd with this clock."""
         process.stop(self.host.file(".pid"))
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("LD_PRELOAD", str(self.library))
@@ -229,7 +224,7 @@ def clock(sealed: Topology, tmp_path: Path) -> Iterator[Clock]:
     lab.start_daemon(sealed, near)
 
 
-def test_a_clock_that_jumps_an_hour_is_not_noticed(sealed: Topology, clock: Clock):
+def test_a_clock_that_jumps_an_hour_changes_nothing(sealed: Topology, clock: Clock):
     near = sealed.hosts[0]
     one, other = sealed.find("h1c1"), sealed.find("h2c1")
     ages = []
@@ -240,19 +235,19 @@ def test_a_clock_that_jumps_an_hour_is_not_noticed(sealed: Topology, clock: Cloc
                 time.sleep(0.6)
                 ages.append(links(near)["h2"]["keys_s"])
                 assert links(near)["h2"]["state"] == "up"
-    assert max(ages) <= REKEY_S + 2, f"keys were changed meanwhile: {ages}"
-    # Its numbers, which begin at the clock, are an hour behind those the other side has seen.
+    assert max(ages) <= REKEY_S + 2, f"no rekey meanwhile: {ages}"
+    # Datagram numbers begin at the clock: an hour behind those that the peer has seen.
     clock.jump(-HOUR_S)
     clock.restart()
     wait_up(near, "h2")
     wait_for_path(one, other.address)
 
 
-def test_a_certificate_ends_by_the_clock(sealed: Topology, clock: Clock):
+def test_certificates_expire_by_the_clock(sealed: Topology, clock: Clock):
     near, far, _ = sealed.hosts
     clock.jump(100 * 365 * 24 * HOUR_S)
-    wait_until("the link to say why", lambda: "expired" in links(near)["h2"].get("reason", ""), 40)
-    # The side whose clock is right is told, too.
-    wait_until("the other side to know", lambda: "expired" in far.file(".log").read_text(), 10)
+    wait_until("the reason to be shown", lambda: "expired" in links(near)["h2"].get("reason", ""), 40)
+    # The side whose clock is right learns the reason as well.
+    wait_until("the other side to log it", lambda: "expired" in far.file(".log").read_text(), 10)
     clock.jump(0)
     wait_up(near, "h2")

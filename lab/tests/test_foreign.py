@@ -1,4 +1,4 @@
-"""A VNET/P peer that knows nothing of us: bare Ethernet frames in UDP, port 9000."""
+"""A foreign VNET/P peer: Ethernet frames as UDP payload, port 9000."""
 
 import sys
 
@@ -16,7 +16,7 @@ SCRIPT = PROGRAMS / "classic_peer.py"
 
 @pytest.fixture(scope="module")
 def topology(make_lab: MakeLab) -> Topology:
-    """A lab whose second host runs the script where vnetd was."""
+    """A lab whose second host runs the foreign peer in place of vnetd."""
     topology = make_lab(encapsulation="vnet")
     host = topology.hosts[1]
     process.stop(host.file(".pid"))
@@ -26,15 +26,15 @@ def topology(make_lab: MakeLab) -> Topology:
 
 
 @pytest.mark.parametrize("name", ["h1v1", "h1c1"])
-def test_it_answers(topology: Topology, name: str):
+def test_the_foreign_peer_answers(topology: Topology, name: str):
     source = topology.find(name)
     wait_for_path(source, ADDRESS)
     assert ping(source, ADDRESS, count=100) == (100, 100)
     assert reaches(source, ADDRESS, "-s", "1472"), "a full-sized frame, in IP fragments"
 
 
-def test_a_stranger_is_dropped_and_counted(topology: Topology):
-    """A datagram belongs to the link whose remote address is its source; this one's source has no link."""
+def test_an_unknown_source_is_dropped_and_counted(topology: Topology):
+    """A datagram belongs to the link whose remote address is its source; this source has no link."""
     host = topology.hosts[0]
     before = port(settled(host), "bridge", "bridge")["discards"]["unknown_source"]
     stranger = topology.hosts[1]

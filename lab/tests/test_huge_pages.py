@@ -1,4 +1,4 @@
-"""A guest whose memory is of huge pages: vnetd maps it as it maps any other."""
+"""A guest with huge pages: vnetd maps its memory like any other."""
 
 import re
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ GUEST_PAGES = 128
 
 
 def surplus() -> int:
-    """Huge pages that the kernel has made beyond those set aside, whoever has them: the limit counts them all."""
+    """Surplus huge pages of the whole machine: the overcommit limit counts them all."""
     return int(re.search(r"HugePages_Surp:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
 
 
 @pytest.fixture(scope="module")
 def topology() -> Iterator[Topology]:
-    """A lab of one host whose guest has memory of huge pages, which the kernel makes when they are wanted."""
+    """A lab of one host whose guest's memory is of huge pages, allocated on demand."""
     lab.down(NAME)
     before = int(OVERCOMMIT.read_text())
     topology = lab.prepare(Settings(name=NAME, hosts=1))

@@ -1,4 +1,4 @@
-"""Networks share hosts and links, and see nothing of each other."""
+"""Networks share hosts and links, but no frame."""
 
 import os
 import signal
@@ -14,13 +14,13 @@ from vnetlab.topology import Node, Topology
 
 
 def network(host: Node, machine: Node) -> int:
-    """The network that a machine's interface is in."""
+    """The network of a machine's interface."""
     return next(row["network"] for row in daemon.ask(host, "interface", "list") if row["name"] == machine.name)
 
 
 @pytest.fixture(scope="module")
 def topology(make_lab: MakeLab) -> Topology:
-    """A lab whose second containers are in a network of their own, put there while it runs."""
+    """A lab whose second containers move to network 2 while it runs."""
     topology = make_lab(vms=0, containers=2)
     for host in topology.hosts:
         file, moved = host.file(".toml"), topology.find(f"{host.name}c2")
@@ -36,22 +36,22 @@ def topology(make_lab: MakeLab) -> Topology:
     return topology
 
 
-def test_each_network_is_whole(topology: Topology):
+def test_each_network_spans_the_hosts(topology: Topology):
     for source, destination in (("h1c1", "h2c1"), ("h1c2", "h2c2")):
         assert reaches(topology.find(source), topology.find(destination).address)
 
 
 @pytest.mark.parametrize(("source", "destination"), [("h1c1", "h1c2"), ("h1c1", "h2c2"), ("h2c2", "h1c1")])
-def test_no_way_leads_to_another(topology: Topology, source: str, destination: str):
+def test_no_frame_crosses_networks(topology: Topology, source: str, destination: str):
     one, other = topology.find(source), topology.find(destination)
-    # Its address is known, so that not only ARP is put to the test.
+    # With a static neighbour entry: unicast is tested as well as ARP.
     machine.execute(one, f"ip neighbour replace {other.address} lladdr {other.mac} dev eth0")
     assert silent(one, other.address)
     machine.execute(one, f"ip neighbour delete {other.address} dev eth0")
     assert silent(one, other.address)
 
 
-def test_broadcasts_stay_inside(topology: Topology):
+def test_broadcasts_stay_in_their_network(topology: Topology):
     source, strangers = topology.find("h1c2"), [topology.find("h1c1"), topology.find("h2c1")]
     capture = ["timeout", "2", "tcpdump", "-e", "-nn", "-l", "-i", "eth0", f"ether src {source.mac}"]
     with ThreadPoolExecutor() as pool:

@@ -1,4 +1,4 @@
-"""The lab itself: repeatable, separate, and gone without a trace."""
+"""The lab itself: repeatable, isolated, and removed without a trace."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def command(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str
 
 
 def traces(name: str) -> list[str]:
-    """Whatever is left of a lab."""
+    """Namespaces, files and processes left of a lab."""
     left = [f"namespace {namespace}" for namespace in underlay.owned(name)]
     left += [str(path) for path in (STATE / name).parent.glob(f"{name}*")]
     for directory in Path("/proc").glob("[0-9]*"):
@@ -47,7 +47,7 @@ def traces(name: str) -> list[str]:
     return left
 
 
-def test_up_twice_is_up_once():
+def test_a_second_up_changes_nothing():
     settings = Settings(name="test-one", vms=1)
     first = lab.status(lab.up(settings))
     assert all(row["up"] for row in first)
@@ -56,7 +56,7 @@ def test_up_twice_is_up_once():
     assert "down" in refused.stderr
 
 
-def test_up_makes_whole_what_was_killed():
+def test_up_restarts_killed_processes():
     settings = Settings(name="test-one", vms=1)
     topology = lab.up(settings)
     for name in ("h1", "h2v1"):
@@ -67,15 +67,15 @@ def test_up_makes_whole_what_was_killed():
     def down() -> list[str]:
         return [row["name"] for row in lab.status(topology) if not row["up"]]
 
-    # A machine that is killed takes its time to give its memory back.
-    wait_until("what was killed to be gone", lambda: down() == ["h1", "h2v1"], 10)
+    # A killed machine takes a while to free its memory.
+    wait_until("killed processes to be gone", lambda: down() == ["h1", "h2v1"], 10)
     lab.up(settings)
     assert all(row["up"] for row in lab.status(topology))
     assert reaches(topology.find("h1c1"), topology.find("h2v1").address)
 
 
-def test_two_labs_do_not_meet():
-    """The same addresses in both, and each ping is answered by its own."""
+def test_two_labs_are_isolated():
+    """Both use the same addresses; each ping is answered in its own lab."""
     one, two = (
         lab.up(Settings(name=name, vms=0, containers=containers))
         for name, containers in zip(NAMES, (1, 2), strict=True)
@@ -116,7 +116,7 @@ def test_down_after_up_was_killed(after_s: float):
 
 
 def test_up_interrupted_cleans_up():
-    # A shell's background jobs, of which the tests may be one, pass on that they ignore the signal.
+    # Background jobs of a shell, which the tests may be, inherit that SIGINT is ignored.
     command = ["env", "--default-signal=INT", LAB, "up", "--name", "test-one"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as up:
         assert up.stderr
@@ -127,7 +127,7 @@ def test_up_interrupted_cleans_up():
     assert traces("test-one") == []
 
 
-def test_a_step_that_fails_says_what_and_cleans_up(tmp_path: Path):
+def test_a_failed_step_is_reported_and_cleaned_up(tmp_path: Path):
     (tmp_path / "vnet").symlink_to("/bin/true")
     broken = tmp_path / "vnetd"
     broken.write_text("#!/bin/sh\necho 'no luck today' >&2\nexit 1\n")

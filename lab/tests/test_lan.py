@@ -1,4 +1,4 @@
-"""One LAN: whatever stands on whichever host, users' own tools see an Ethernet."""
+"""One LAN: standard tools see one Ethernet, across hosts and kinds of machines."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -45,8 +45,8 @@ def test_iperf3(topology: Topology, source: str, destination: str):
     ("source", "destination", "port"),
     [("h1v1", "h2v1", 7001), ("h1c1", "h2v1", 7002), ("h1v1", "h2c1", 7003), ("h1v1", "h1v2", 7004)],
 )
-def test_what_arrives_is_what_was_sent(topology: Topology, source: str, destination: str, port: int):
-    """Offloads leave checksums and segments to others: the content must survive it."""
+def test_content_arrives_unchanged(topology: Topology, source: str, destination: str, port: int):
+    """Offloads leave checksums and segmentation to the receiver: the content must not change."""
     one, other = topology.find(source), topology.find(destination)
     directory = one.file(f".{port}")
     machine.execute(one, f"mkdir -p {directory}; head -c 5000000 /dev/urandom >{directory}/sent")
@@ -57,7 +57,7 @@ def test_what_arrives_is_what_was_sent(topology: Topology, source: str, destinat
 
 @pytest.mark.parametrize(("source", "destination"), [("h1v1", "h2v1"), ("h1c1", "h2c1"), ("h1c1", "h1v1")])
 def test_tcpdump_shows_the_senders_frames(topology: Topology, source: str, destination: str):
-    """Frames arrive with the addresses they left with, as on a wire."""
+    """Frames keep their source and destination addresses, as on a wire."""
     one, other = topology.find(source), topology.find(destination)
     capture = ["timeout", "15", "tcpdump", "-e", "-nn", "-l", "-i", "eth0", "-c", "5"]
     seen = f"icmp[icmptype] == icmp-echo and src {one.address}"
@@ -68,7 +68,7 @@ def test_tcpdump_shows_the_senders_frames(topology: Topology, source: str, desti
     assert frames == [(one.mac, other.mac)] * 5
 
 
-def test_a_broadcast_reaches_everyone_once(topology: Topology):
+def test_a_broadcast_reaches_every_machine_once(topology: Topology):
     others = [node for node in topology.machines() if node.name != "h1c1"]
     source = topology.find("h1c1")
     capture = ["timeout", "4", "tcpdump", "-e", "-nn", "-l", "-i", "eth0", "ether broadcast and icmp"]
@@ -87,13 +87,13 @@ def test_ipv6_works_as_on_any_ethernet(topology: Topology):
 
 
 def test_learned_addresses_are_not_flooded(topology: Topology):
-    """Unicast between two machines never shows up at a third."""
+    """A third machine sees no unicast between two others."""
     source, destination = topology.find("h1c1"), topology.find("h2c1")
     wait_for_path(source, destination.address)
     before = port(settled(topology.hosts[0]), "interface", "h1c2")["out_frames"]
     ping(source, destination.address, count=100)
     after = port(settled(topology.hosts[0]), "interface", "h1c2")["out_frames"]
-    assert after - before < 20, "background multicast is all that a third machine may see"
+    assert after - before < 20, "more than background multicast"
 
 
 def test_every_frame_is_accounted_for(topology: Topology):

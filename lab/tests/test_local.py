@@ -1,4 +1,4 @@
-"""The local network: a station on the user's own LAN and the overlay's machines see each other, once each."""
+"""The local network: stations on the user's own LAN and the overlay's machines reach each other, without duplicates."""
 
 import re
 import time
@@ -18,7 +18,7 @@ UNKNOWN = "52:54:00:ff:ff:01"
 
 @pytest.fixture(scope="module")
 def topology(make_lab: MakeLab) -> Topology:
-    """Two hosts, of which the first has a veth to a LAN with one station: h1c77."""
+    """Two hosts; the first one has a veth to a LAN with one station, h1c77."""
     topology = make_lab(vms=0)
     host, station = topology.hosts[0], lan(topology)
     underlay.add_namespace(station.namespace)
@@ -44,7 +44,7 @@ def test_station_and_guest_reach_each_other(topology: Topology, name: str):
     assert measure.throughput(guest, station, seconds=1) > TCP_BPS_MIN
 
 
-def test_nothing_comes_twice(topology: Topology):
+def test_no_frame_is_duplicated(topology: Topology):
     station, guest = lan(topology), topology.find("h2c1")
     wait_for_path(station, guest.address)
     for source, destination in ((station, guest), (guest, station)):
@@ -52,23 +52,23 @@ def test_nothing_comes_twice(topology: Topology):
         text = machine.execute(source, *words)
         assert "50 received" in text
         assert "duplicates" not in text
-    # Broadcasts, too, counted where they arrive.
+    # Broadcasts as well, counted at the receiver.
     for source, destination in ((station, guest), (guest, station)):
         assert broadcasts_seen(source, destination, count=20) == 20
 
 
-def test_other_stations_business_stays_on_the_lan(topology: Topology):
+def test_frames_to_other_stations_stay_on_the_lan(topology: Topology):
     host, station = topology.hosts[0], lan(topology)
     before = port(settled(host), "interface", "lan")
     send(station, UNKNOWN, count=50)
-    wait_for(lambda: asked(host) - before["discards"]["not_asked"] >= 50)
+    wait_for(lambda: unsubscribed(host) - before["discards"]["not_asked"] >= 50)
     after = port(settled(host), "interface", "lan")
     assert after["discards"]["not_asked"] - before["discards"]["not_asked"] == 50
-    assert after["in_frames"] == before["in_frames"], "none was flooded into the overlay"
+    assert after["in_frames"] == before["in_frames"], "frames flooded into the overlay"
 
 
-def test_what_comes_back_is_dropped(topology: Topology):
-    """A LAN that reflects what it gets (hairpin): the guest's own frames must not enter the overlay again."""
+def test_reflected_frames_are_dropped(topology: Topology):
+    """A LAN in hairpin mode: the guest's own frames must not enter the overlay again."""
     host, station, guest = topology.hosts[0], lan(topology), topology.find("h2c1")
     wait_for_path(guest, station.address)
     before = port(settled(host), "interface", "lan")["drops"].get("hairpin", 0)
@@ -85,13 +85,13 @@ def test_what_comes_back_is_dropped(topology: Topology):
 
 
 def test_vlan_tags_cross(topology: Topology):
-    """The kernel takes a tag out of a frame that arrives: it has to be put back."""
+    """The kernel strips the VLAN tag of a received frame: vnetd has to put it back."""
     station, guest = lan(topology), topology.find("h2c1")
     for source, destination in ((station, guest), (guest, station)):
         assert broadcasts_seen(source, destination, count=20, vlan=5) == 20
 
 
-def test_a_device_that_goes_down_says_so_and_comes_back(topology: Topology):
+def test_a_device_goes_down_and_comes_back(topology: Topology):
     host, station, guest = topology.hosts[0], lan(topology), topology.find("h1c1")
     run(["ip", "-n", host.namespace, "link", "set", "eth1", "down"])
     state = next(each for each in daemon.ask(host, "interface", "list") if each["name"] == "lan")
@@ -106,8 +106,8 @@ def test_every_frame_is_accounted_for(topology: Topology):
         assert settled(host)["balance"]["in"] > 0
 
 
-def test_bursts_of_the_lan_keep_to_the_limit(topology: Topology):
-    """With `burst = 1`, however many frames wait: it was a batch of one that they came to."""
+def test_bursts_of_the_lan_obey_the_limit(topology: Topology):
+    """With `burst = 1` every batch has one frame, however many wait."""
     host, station, guest = topology.hosts[0], lan(topology), topology.find("h1c1")
     config = host.file(".toml")
     config.write_text(config.read_text() + "\n[dispatch]\nburst = 1\n")
@@ -121,16 +121,16 @@ def test_bursts_of_the_lan_keep_to_the_limit(topology: Topology):
     assert settled(host)["balance"]["in"] > 0
 
 
-def asked(host: Node) -> int:
-    """How many frames came by the LAN that nobody asked for."""
+def unsubscribed(host: Node) -> int:
+    """Frames of the LAN to MAC addresses that are not subscribed."""
     return port(daemon.ask(host, "stats"), "interface", "lan")["discards"].get("not_asked", 0)
 
 
 def broadcasts_seen(source: Node, destination: Node, count: int, vlan: int = 0) -> int:
-    """Sends broadcasts from one node and counts those that another one sees, with the same tag or none."""
+    """Sends broadcasts from one node, tagged or not; returns how many another node receives with that tag."""
     capture = destination.file(".capture")
     tag = f"vlan {vlan} and " if vlan else ""
-    # Short ones: its buffer has room for 32 of the length that it would keep by itself.
+    # A short snap length: the buffer has room for only 32 frames of the default one.
     words = ["tcpdump", "-n", "-e", "-l", "-s", "96", "--immediate-mode", "-i", "eth0", f"{tag}ether proto 0x88b5"]
     process.start(machine.namespace_command(destination, words), destination.file(".tcpdump"), capture)
     wait_for(lambda: "listening on" in capture.read_text())
@@ -149,7 +149,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def send(node: Node, destination: str, count: int, vlan: int = 0) -> None:
-    """Sends frames of a type of our own from a node's device."""
+    """Sends frames of an experimental EtherType from a node's device."""
     own = re.search(r"link/ether (\S+)", machine.execute(node, "ip", "link", "show", "eth0"))
     assert own
     addresses = bytes.fromhex((destination + own[1]).replace(":", ""))

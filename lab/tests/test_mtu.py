@@ -8,7 +8,7 @@ from vnetlab import measure
 from vnetlab.topology import Topology
 
 HEADERS = 28
-"""IPv4 and ICMP headers: ping's size is the MTU less these."""
+"""IPv4 and ICMP headers: ping's size is the MTU without these."""
 
 
 @pytest.fixture(
@@ -40,7 +40,7 @@ def test_frames_of_every_size_arrive(topology: Topology, source: str, destinatio
 
 
 @pytest.mark.parametrize(("source", "destination"), [("h1v1", "h2v1"), ("h1c1", "h2c1")])
-def test_tcp_uses_it(topology: Topology, source: str, destination: str):
+def test_tcp_streams(topology: Topology, source: str, destination: str):
     assert measure.throughput(topology.find(source), topology.find(destination), seconds=1) > 10e6
 
 

@@ -1,11 +1,11 @@
-"""Every mix of offloads: what one leaves to the other is right when it arrives, whoever the two are.
+"""Every mix of offloads: work that a sender leaves to its device is done when the frame arrives.
 
     host 1                          host 2                          host 3
     h1c1  tap                       h2c1  tap                       h3c1  tap
     h1v1  VM, all offloads          h2v1  VM, all, one buffer a frame (no MRG_RXBUF)
     h1v2  VM, none                  h2v2  VM, checksums only
 
-Hosts 1 and 2 have a native link, host 3 has links of bare frames: what comes from there or goes there is finished.
+Hosts 1 and 2 have a native link, host 3 has classic links, which carry frames without offload metadata.
 """
 
 import re
@@ -33,7 +33,7 @@ DEVICES = {
 }
 NODES = ("h1c1", "h1v1", "h1v2", "h2c1", "h2v1", "h2v2", "h3c1")
 FINISHED = ("h1v2", "h3c1")
-"""Where only finished frames may arrive from elsewhere: no offload was negotiated, or the link has no place for it."""
+"""Nodes that only get frames without pending offloads: none was negotiated, or the link has no metadata."""
 SUPER_FRAMES = [("h1v1", "h2v1"), ("h1v1", "h2c1"), ("h1c1", "h2v1"), ("h2c1", "h1v1"), ("h1v1", "h1c1")]
 
 
@@ -60,7 +60,7 @@ def topology() -> Iterator[Topology]:
 
 
 def configuration(topology: Topology, host: Node) -> str:
-    """As every lab's, but for the encapsulation of links to and from host 3."""
+    """The lab's configuration, with classic links to and from host 3."""
     parts = daemon.configuration(topology, host).split("[[link]]")
     bare = [
         part.replace('"native"', '"vnet"') if host.host == 3 or 'name = "h3"' in part else part for part in parts[1:]
@@ -73,12 +73,12 @@ def address6(node: Node) -> str:
 
 
 def files(node: Node) -> str:
-    """Where a node keeps what it serves: a container shares the file system with the others."""
+    """The folder that a node serves; containers share one file system."""
     return str(node.file(".files"))
 
 
 def serve(node: Node) -> None:
-    """Has a node serve a file of its own over IPv4 and IPv6."""
+    """Serves a random file over IPv4 and IPv6."""
     machine.execute(node, f"mkdir -p {files(node)} && head -c {BYTES} /dev/urandom >{files(node)}/sent")
     machine.execute(node, f"ip -6 address add {address6(node)}/64 dev eth0")
     machine.execute(node, f"busybox httpd -p {PORT} -h {files(node)}")
@@ -89,7 +89,7 @@ def sums(text: str) -> list[str]:
 
 
 def fetch(node: Node, sources: list[Node], six: bool = False) -> list[str]:
-    """The digests of what a node gets from others."""
+    """The digests of the files that a node fetches from others."""
     addresses = [f"[{address6(source)}]" if six else source.address for source in sources]
     command = f"for a in {' '.join(addresses)}; do busybox wget -q -O - http://$a:{PORT}/sent | sha256sum; done"
     return sums(machine.execute(node, command, timeout_s=60))
@@ -104,7 +104,7 @@ def counters(node: Node, protocol: str, name: str) -> int:
 
 @pytest.mark.parametrize("name", NODES)
 def test_content_is_right_from_everyone(topology: Topology, name: str):
-    """TCP over IPv4 and IPv6 from each of the others, and no packet with a wrong checksum among it."""
+    """TCP over IPv4 and IPv6 from all others, without a wrong checksum."""
     node = topology.find(name)
     others = [topology.find(other) for other in NODES if other != name]
     for other in others:
@@ -123,11 +123,11 @@ def capture(node: Node, seconds: int, count: int, seen: str) -> str:
 
 
 @pytest.mark.parametrize("name", FINISHED)
-def test_finished_frames_have_good_checksums(topology: Topology, name: str):
-    """Where nothing is left to the receiver, each frame is whole, of a legal size, and has the right sum."""
+def test_frames_without_offloads_have_good_checksums(topology: Topology, name: str):
+    """Where no offload may be pending, each frame has a legal size and right checksums."""
     node = topology.find(name)
     others = [topology.find(other) for other in NODES if other != name]
-    # What tcpdump sees shall be what came, not what the kernel made of it.
+    # tcpdump has to see frames as they came, before the kernel merges them.
     machine.execute(node, "ethtool -K eth0 gro off")
     for other in others:
         with ThreadPoolExecutor(1) as pool:
@@ -144,7 +144,7 @@ def test_finished_frames_have_good_checksums(topology: Topology, name: str):
 
 @pytest.mark.parametrize(("source", "destination"), SUPER_FRAMES)
 def test_super_frames_cross_whole(topology: Topology, source: str, destination: str):
-    """Between two who can, nobody cuts."""
+    """No segmentation between two nodes that take super-frames."""
     node, other = topology.find(destination), topology.find(source)
     with ThreadPoolExecutor(1) as pool:
         seen = pool.submit(capture, node, 8, 5, f"tcp and src {other.address} and greater 3000")
@@ -153,8 +153,8 @@ def test_super_frames_cross_whole(topology: Topology, source: str, destination: 
     assert len(re.findall(r"length \d{4,5}\)", seen.result())) >= 5, seen.result()[-500:]
 
 
-def test_what_a_guest_turns_off_stays_off(topology: Topology):
-    """A guest whose driver stops segmenting, then computing checksums: the same content arrives."""
+def test_a_guest_turns_offloads_off(topology: Topology):
+    """A guest turns segmentation offload off, then checksum offload: the same content arrives."""
     source = topology.find("h1v1")
     receivers = [topology.find(name) for name in NODES if name != source.name]
     digest = sums(machine.execute(source, f"sha256sum <{files(source)}/sent"))[0]

@@ -1,4 +1,4 @@
-"""Links whose paths change: peers that move, links declared on one side only, attackers who would like to move them."""
+"""Paths that change: roaming peers, links whose address one side does not know, replay attacks, smaller path MTUs."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from checks import assert_balanced, ping, port, reaches, wait_for_path
+from checks import assert_balanced, link, links, ping, port, reaches, wait_for_path, wait_for_state
 from conftest import MakeLab
 
 from vnetlab import daemon, lab, machine, process
@@ -32,21 +32,11 @@ for payload in payloads * 3:
     thief.sendto(payload, (sys.argv[3], 9000))
 print(len(payloads))
 """
-"""Sends all UDP payloads of a capture that came from one address again, three times, from another one."""
-
-
-def link(host: Node) -> dict:
-    """A host's only link."""
-    return daemon.ask(host, "link", "list")[0]
-
-
-def wait_for_state(host: Node, state: str, timeout_s: float = 10) -> None:
-    """Waits until a host's link is up, degraded or down."""
-    wait_until(f"{host.name}'s link to be {state}", lambda: link(host)["state"] == state, timeout_s, poll_s=0.05)
+"""Replays the UDP payloads that came from one address in a capture, three times, from another address."""
 
 
 def forget_remote(topology: Topology, host: Node, *, forget: bool) -> None:
-    """Writes a host's configuration without the remote of its link, or with it, and starts its vnetd anew."""
+    """Restarts a host's vnetd with or without the remote of its link."""
     process.stop(host.file(".pid"))
     lines = daemon.configuration(topology, host).splitlines(keepends=True)
     host.file(".toml").write_text("".join(line for line in lines if not (forget and line.startswith("remote ="))))
@@ -54,7 +44,7 @@ def forget_remote(topology: Topology, host: Node, *, forget: bool) -> None:
 
 
 def move(host: Node, before: str, now: str) -> None:
-    """Gives a host's underlay device another address in place of the one it has."""
+    """Replaces the address of a host's underlay device."""
     inside = ["ip", "-n", host.namespace, "address"]
     run([*inside, "add", f"{now}/24", "dev", "eth0"])
     # The first address of a subnet takes the others with it, unless they are promoted.
@@ -64,15 +54,15 @@ def move(host: Node, before: str, now: str) -> None:
 
 @pytest.fixture(scope="module")
 def topology(make_lab: MakeLab) -> Topology:
-    """A lab with sealed links of which h1 does not know where the other host is."""
+    """A lab with a sealed link; h1 does not know the address of h2."""
     topology = make_lab(vms=0, sealed=True)
     forget_remote(topology, topology.hosts[0], forget=True)
     return topology
 
 
 @pytest.mark.parametrize("waiting", [1, 0])
-def test_one_side_alone_declares_a_link(topology: Topology, waiting: int):
-    # By name h1 connects; where it has no remote, h2 does.
+def test_one_side_alone_knows_the_address(topology: Topology, waiting: int):
+    # h1 connects, by the order of names; without a remote, h2 does.
     for number, host in enumerate(topology.hosts):
         forget_remote(topology, host, forget=number == waiting)
     for host in topology.hosts:
@@ -82,7 +72,7 @@ def test_one_side_alone_declares_a_link(topology: Topology, waiting: int):
     wait_for_path(topology.find("h1c1"), topology.find("h2c1").address)
 
 
-def test_a_peer_that_moves_is_followed_under_traffic(topology: Topology):
+def test_a_roaming_peer_is_followed_under_traffic(topology: Topology):
     near, far = topology.hosts
     one, other = topology.find("h1c1"), topology.find("h2c1")
     moved = "10.78.0.202"
@@ -93,7 +83,6 @@ def test_a_peer_that_moves_is_followed_under_traffic(topology: Topology):
             time.sleep(0.5)
             move(far, before, now)
             gone = time.monotonic()
-            # It asks until there is an answer.
             wait_for_path(one, other.address)
             assert time.monotonic() - gone < OUTAGE_MAX_S
             assert running.result()[1] > 0
@@ -101,7 +90,7 @@ def test_a_peer_that_moves_is_followed_under_traffic(topology: Topology):
         assert reaches(one, other.address)
 
 
-def test_repeated_datagrams_move_nothing(topology: Topology, tmp_path: Path):
+def test_replayed_datagrams_do_not_move_the_link(topology: Topology, tmp_path: Path):
     near, far = topology.hosts
     one, other = topology.find("h1c1"), topology.find("h2c1")
     wait_for_path(one, other.address)
@@ -115,14 +104,14 @@ def test_repeated_datagrams_move_nothing(topology: Topology, tmp_path: Path):
             running.result()
         before = port(daemon.ask(near, "stats"), "link", far.name)["discards"]["replayed"]
         script = ["python3", "-c", REPLAY, str(capture), far.address, near.address, thief]
-        # The thief sends while the peer's own vnetd holds the port on all addresses: on another one of its host.
+        # Stopped, because it holds the UDP port on all addresses of its host.
         process.stop(far.file(".pid"))
         sent = int(machine.execute(far, *script))
-        assert sent > 10, "there was something to repeat"
+        assert sent > 10, "too few datagrams to replay"
         lab.start_daemon(topology, far)
         wait_for_state(near, "up")
         counted = port(daemon.ask(near, "stats"), "link", far.name)["discards"]["replayed"]
-        assert counted - before >= 3, "keepalives were known by their tags, and refused"
+        assert counted - before >= 3, "replayed keepalives were counted"
         assert link(near)["remote"] == f"{far.address}:{PORT}"
         wait_for_path(one, other.address)
     finally:
@@ -131,30 +120,24 @@ def test_repeated_datagrams_move_nothing(topology: Topology, tmp_path: Path):
 
 @pytest.fixture(scope="module", params=["native", "sealed"])
 def narrow(request: pytest.FixtureRequest, make_lab: MakeLab) -> Topology:
-    """Three hosts, so that their underlay has a middle, joined by clear or sealed links."""
+    """Three hosts around a switch, with links in clear text or sealed."""
     topology = make_lab(vms=0, hosts=3, sealed=request.param == "sealed")
     for host in topology.hosts:
-        wait_until("links to be up", lambda: all(entry["state"] == "up" for entry in links(host)), 10)  # noqa: B023
+        wait_until("links to be up", lambda: all(entry["state"] == "up" for entry in links(host).values()), 10)  # noqa: B023
     wait_for_path(topology.find("h1c1"), topology.find("h2c1").address)
     return topology
 
 
-def links(host: Node) -> list[dict]:
-    """A host's links, by name."""
-    return sorted(daemon.ask(host, "link", "list"), key=lambda entry: entry["name"])
-
-
 def narrow_to(topology: Topology, mtu: int) -> None:
-    """Has the switch between the hosts drop what is larger on its way to h2. It is no router: no ICMP tells of it."""
+    """Makes the switch drop larger packets to h2, without ICMP: it is no router."""
     run(["ip", "-n", topology.switch, "link", "set", "h2", "mtu", str(mtu)])
 
 
-def test_a_path_that_narrows_in_silence_is_obeyed_within_three_seconds(narrow: Topology):
+def test_a_smaller_path_mtu_without_icmp_is_obeyed_within_three_seconds(narrow: Topology):
     near = narrow.hosts[0]
     one, other = narrow.find("h1c1"), narrow.find("h2c1")
     assert reaches(one, other.address, "-s", "1400")
-    assert links(near)[0]["mtu"] == 1500
-    # What is larger than 1280 bytes vanishes, and no ICMP tells of it.
+    assert links(near)["h2"]["mtu"] == 1500
     with ThreadPoolExecutor() as pool:
         running = pool.submit(ping, one, other.address, "-s", "1400", count=300, interval_s=PING_INTERVAL_S)
         time.sleep(0.5)
@@ -164,38 +147,38 @@ def test_a_path_that_narrows_in_silence_is_obeyed_within_three_seconds(narrow: T
         wait_until("large pings to be answered", lambda: ping(one, other.address, "-s", "1400", count=1)[1] == 1, 5)
         assert time.monotonic() - narrowed < 3
         running.result()
-    assert links(near)[0]["mtu"] == 1280
+    assert links(near)["h2"]["mtu"] == 1280
     assert reaches(one, other.address, "-s", "8000")
-    assert not links(near)[0].get("reason")
+    assert not links(near)["h2"].get("reason")
 
 
-def test_a_killed_peer_is_noticed_within_a_second(narrow: Topology):
+def test_a_killed_peer_is_detected_within_a_second(narrow: Topology):
     near, far, _ = narrow.hosts
     narrow_to(narrow, 1500)
-    listed = links(near)[0]
+    listed = links(near)["h2"]
     assert listed["rtt_us"] > 0
     assert listed["loss_permille"] <= 100
     pid = process.find(far.file(".pid"))
     assert pid
     os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()
-    wait_until("the link to be down", lambda: links(near)[0]["state"] == "down", 5, poll_s=0.05)
-    assert time.monotonic() - killed < 1.3, "a second, and what asking takes"
-    assert "nothing came" in links(near)[0]["reason"]
-    assert links(near)[1]["state"] == "up"
+    wait_until("the link to be down", lambda: links(near)["h2"]["state"] == "down", 5, poll_s=0.05)
+    assert time.monotonic() - killed < 1.3, "one second, and the time of the query"
+    assert "nothing came" in links(near)["h2"]["reason"]
+    assert links(near)["h3"]["state"] == "up"
     process.stop(far.file(".pid"))
     lab.start_daemon(narrow, far)
-    wait_until("the link to be up", lambda: links(near)[0]["state"] == "up", 10, poll_s=0.05)
+    wait_until("the link to be up", lambda: links(near)["h2"]["state"] == "up", 10, poll_s=0.05)
     wait_for_path(narrow.find("h1c1"), narrow.find("h2c1").address)
 
 
-def test_links_tell_rates(narrow: Topology):
+def test_links_show_rates(narrow: Topology):
     near = narrow.hosts[0]
     one, other = narrow.find("h1c1"), narrow.find("h2c1")
     with ThreadPoolExecutor() as pool:
         running = pool.submit(ping, one, other.address, "-s", "1000", count=300, interval_s=PING_INTERVAL_S)
         time.sleep(2.3)
-        traffic = links(near)[0]["traffic"]
+        traffic = links(near)["h2"]["traffic"]
         running.result()
     for way in ("in", "out"):
         assert 20 <= traffic[f"{way}_frames_per_s"] <= 150
@@ -204,7 +187,7 @@ def test_links_tell_rates(narrow: Topology):
 
 @pytest.fixture(scope="module")
 def line(make_lab: MakeLab) -> Topology:
-    """Three hosts in a line: h1 and h3 have a link to h2 only, which relays."""
+    """Three hosts in a line: h1 and h3 have a link to h2 only, the relay."""
     topology = make_lab(vms=0, hosts=3)
     for host, unlinked in zip(topology.hosts, ("h3", None, "h1"), strict=True):
         process.stop(host.file(".pid"))
@@ -219,7 +202,7 @@ def line(make_lab: MakeLab) -> Topology:
 
 def test_a_relay_joins_hosts_that_have_no_link(line: Topology):
     ends = line.find("h1c1"), line.find("h3c1")
-    assert [[entry["name"] for entry in links(host)] for host in line.hosts] == [["h2"], ["h1", "h3"], ["h2"]]
+    assert [set(links(host)) for host in line.hosts] == [{"h2"}, {"h1", "h3"}, {"h2"}]
     for source, destination in (ends, ends[::-1]):
         wait_for_path(source, destination.address)
         assert reaches(source, destination.address, "-s", "8000")

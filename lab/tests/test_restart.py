@@ -1,4 +1,4 @@
-"""Ends and beginnings: of vnetd by signal or by force, of a guest's driver, of a guest."""
+"""Restarts: of vnetd by SIGTERM and SIGKILL, of a guest's driver, of a guest."""
 
 import os
 import signal
@@ -44,20 +44,20 @@ def assert_resumes(topology: Topology) -> None:
 
 
 def test_vnetd_killed_and_started_again(topology: Topology):
-    """The guests stay; QEMU connects again, frames flow again."""
+    """The guests stay up; QEMU reconnects and frames flow again."""
     host, vm = topology.hosts[1], topology.find("h2v1")
     boot = machine.execute(vm, "cat /proc/sys/kernel/random/boot_id")
     for _ in range(3):
         send(host, signal.SIGKILL)
         wait_for_end(host)
-        assert host.file(".sock").is_socket(), "killed, it leaves its sockets; the next one replaces them"
+        assert host.file(".sock").is_socket(), "a killed vnetd leaves its sockets; the next one replaces them"
         lab.start_daemon(topology, host)
         assert_resumes(topology)
     assert machine.execute(vm, "cat /proc/sys/kernel/random/boot_id") == boot
 
 
 def test_vnetd_stopped(topology: Topology):
-    """SIGTERM: the guest sees its link go down, sockets and devices go; and all comes back with the next start."""
+    """SIGTERM: the guest's link goes down, sockets and devices are removed; the next start restores everything."""
     host, vm, container = topology.hosts[1], topology.find("h2v1"), topology.find("h2c1")
     assert carrier(vm)()
     send(host, signal.SIGTERM)
@@ -71,14 +71,14 @@ def test_vnetd_stopped(topology: Topology):
     assert_resumes(topology)
 
 
-def test_driver_loaded_anew(topology: Topology):
+def test_driver_reloaded(topology: Topology):
     vm = topology.find("h1v1")
     for _ in range(3):
         machine.execute(vm, "rmmod virtio_net && ! ip link show eth0 2>/dev/null && modprobe virtio_net && configure")
         assert_resumes(topology)
 
 
-def test_guest_killed_and_booted_again(topology: Topology):
+def test_guest_killed_and_rebooted(topology: Topology):
     vm = topology.find("h1v1")
     pid = process.find(vm.file(".pid"))
     assert pid
@@ -89,8 +89,8 @@ def test_guest_killed_and_booted_again(topology: Topology):
     assert_resumes(topology)
 
 
-def test_configuration_read_again(topology: Topology):
-    """SIGHUP carries out the difference, under traffic; a file with a mistake changes nothing."""
+def test_configuration_reloaded(topology: Topology):
+    """SIGHUP applies the difference under traffic; a file with a mistake changes nothing."""
     host = topology.hosts[0]
     file, log = host.file(".toml"), host.file(".log")
     before = file.read_text()

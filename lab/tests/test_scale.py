@@ -1,4 +1,4 @@
-"""Two dispatchers, two ports, two queues: all of them work, and every flow stays in order."""
+"""Two dispatchers, two ports, two queues: all are used, and every flow stays in order."""
 
 import re
 import sys
@@ -25,7 +25,7 @@ def busy(host: Node) -> list[dict]:
 
 
 @pytest.mark.parametrize(("source", "destination"), [("h1v1", "h2v1"), ("h1c1", "h2c1"), ("h1c1", "h2v1")])
-def test_it_is_one_lan(topology: Topology, source: str, destination: str):
+def test_all_machines_reach_each_other(topology: Topology, source: str, destination: str):
     one, other = topology.find(source), topology.find(destination)
     wait_for_path(one, other.address)
     assert ping(one, other.address, count=100) == (100, 100)
@@ -33,7 +33,7 @@ def test_it_is_one_lan(topology: Topology, source: str, destination: str):
 
 
 def test_a_guest_uses_both_queue_pairs(topology: Topology):
-    """Its driver has them; of several streams each dispatcher gets some, on both hosts."""
+    """Its driver uses both; every dispatcher of both hosts gets some of several streams."""
     source, destination = topology.find("h1v1"), topology.find("h2v1")
     channels = machine.execute(source, "ethtool -l eth0")
     assert re.search(r"Current hardware settings:.*Combined:\s+2\b", channels, re.DOTALL), channels
@@ -51,7 +51,7 @@ def test_a_guest_uses_both_queue_pairs(topology: Topology):
 
 
 def test_flows_between_containers_spread_and_stay_in_order(topology: Topology):
-    """Numbered datagrams of many flows, of all sizes, answered on the way; and what the underlay sees of them."""
+    """Numbered datagrams of many flows and sizes, some of them answered; the underlay shows all pairs of ports."""
     source, destination = topology.find("h1c1"), topology.find("h2c1")
     wait_for_path(source, destination.address)
     host = topology.hosts[0]
@@ -66,14 +66,14 @@ def test_flows_between_containers_spread_and_stay_in_order(topology: Topology):
         pairs = set(re.findall(r"IP [\d.]+\.(\d+) > [\d.]+\.(\d+): UDP", seen.result()[1]))
     taken, late = map(int, report)
     assert taken > sent / 2, f"{taken} of {sent} arrived"
-    assert late == 0, f"{late} of {taken} came behind a later one of their flow"
+    assert late == 0, f"{late} of {taken} overtaken by a later one of their flow"
     both = {str(PORT), str(PORT + 1)}
     assert [set(side) for side in zip(*pairs, strict=True)] == [both, both], f"{pairs}: each side uses both its ports"
     for was, now in zip(before, busy(topology.hosts[1]), strict=True):
-        assert now["frames"] - was["frames"] > sent / FLOWS, f"dispatcher {now['id']} had its share"
+        assert now["frames"] - was["frames"] > sent / FLOWS, f"dispatcher {now['id']} got too few"
 
 
-def test_status_tells_the_ports(topology: Topology):
+def test_status_shows_the_ports(topology: Topology):
     host = topology.hosts[0]
     status = daemon.ask(host, "status")
     assert (status["dispatchers"], status["ports"]) == (2, 2)

@@ -1,4 +1,4 @@
-"""Hosts that know but their names and a store: they find each other, and what happens to the store is not theirs."""
+"""Hosts configured with a store only: they find each other, and keep working through the store's failures."""
 
 import contextlib
 import itertools
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from capture_command import capturing, tcpdump
-from checks import assert_balanced, captured, ping, pinging, port, reaches, settled, wait_for_path
+from checks import assert_balanced, captured, ping, pinging, port, reaches, sent_to, settled, wait_for_path
 from conftest import PROGRAMS, MakeLab
 
 from vnetlab import container, daemon, lab, machine, process, store
@@ -45,18 +45,13 @@ def overlay(host: Node) -> dict:
 
 
 def wait_for_step(topology: Topology) -> float:
-    """Waits until all hosts are in step with the store; gives how long that took."""
+    """Waits until all hosts are in step with the store; returns how long that took."""
     begin = time.monotonic()
     for host in topology.hosts:
         wait_until(
             f"{host.name} to be in step", lambda host=host: overlay(host)["state"] == "connected", 10, poll_s=0.02
         )
     return time.monotonic() - begin
-
-
-def place(host: Node, source: Node, mac: str) -> list[str]:
-    """Where a host sends frames for an address."""
-    return daemon.ask(host, "trace", source.mac, mac, "--from", f"interface {source.name}")["to"]
 
 
 def pairs(topology: Topology) -> list[tuple[Node, Node]]:
@@ -88,8 +83,8 @@ def test_empty_hosts_reach_each_other(topology: Topology):
         assert {link["name"] for link in daemon.ask(host, "link", "list")} == {"h1", "h2", "h3"} - {host.name}
 
 
-def test_questions_are_answered_on_the_spot(topology: Topology, tmp_path: Path):
-    """Nobody on another host hears an ARP request for an address that is published."""
+def test_arp_requests_are_answered_locally(topology: Topology, tmp_path: Path):
+    """No other host receives an ARP request for a published address."""
     source, destination, third = (topology.find(name) for name in ("h1c1", "h2c1", "h3c1"))
     listen = ["timeout", "3", "tcpdump", "-nn", "-l", "-i", "eth0", "arp and ether broadcast"]
     before = port(settled(topology.hosts[0]), "interface", source.name)["answers"]
@@ -104,7 +99,7 @@ def test_questions_are_answered_on_the_spot(topology: Topology, tmp_path: Path):
     assert port(settled(topology.hosts[0]), "interface", source.name)["answers"] > before
     text = run(["curl", "-s", "--unix-socket", str(topology.hosts[0].file(".sock")), "http://vnetd/metrics"])
     assert re.search(r'^vnet_port_answers_total\{kind="interface",port="h1c1"\} [1-9]', text, re.M), text
-    # A capture has the answer as a frame that leaves.
+    # A capture shows the answer as an outgoing frame.
     file = tmp_path / "c.pcapng"
     with capturing(topology.hosts[0], source.name, "-w", str(file), "arp"):
         machine.execute(source, "ip", "neighbour", "flush", "all")
@@ -137,12 +132,12 @@ def test_the_store_fails_under_traffic(topology: Topology, paths: list[tuple[Nod
         assert wait_for_step(topology) <= STEP_S
         wait_until("all records to be there", lambda: len(store.records(topology)) == 6, STEP_S)
     for host in topology.hosts:
-        assert host.file(".log").stat().st_size - logged[host.name] < 5_000, "a failing store does not fill the log"
+        assert host.file(".log").stat().st_size - logged[host.name] < 5_000, "a failing store fills the log"
 
 
 @contextlib.contextmanager
 def partitioned(topology: Topology, *hosts: Node) -> Iterator[None]:
-    """Has the store hear nothing of these hosts, as on a wire that is cut: nobody is told."""
+    """Drops all packets of these hosts to the store, as if the wire was cut."""
     namespace = topology.hosts[0].namespace
     nft = ["ip", "netns", "exec", namespace, "nft"]
     sources = ", ".join(host.address for host in hosts)
@@ -155,7 +150,7 @@ def partitioned(topology: Topology, *hosts: Node) -> Iterator[None]:
 
 
 def test_the_store_is_partitioned_under_traffic(topology: Topology, paths: list[tuple[Node, Node]]):
-    """For longer than leases last, while the store moves on and forgets how: nothing is lost, all is there soon."""
+    """Longer than leases last, with changes and a compaction meanwhile: no frame is lost, all hosts catch up soon."""
     host, home = topology.hosts[0], topology.find("h1c1")
     mac = "52:54:00:77:00:03"
     wait_for_step(topology)
@@ -169,18 +164,18 @@ def test_the_store_is_partitioned_under_traffic(topology: Topology, paths: list[
                     lambda gone=gone: gone not in store.records(topology),
                     PARTITION_S,
                 )
-                assert overlay(other)["state"] == "away", "it has noticed"
+                assert overlay(other)["state"] == "away", "the host does not notice the partition"
             revision = json.loads(store.control(topology, "get", "x", "-w", "json"))["header"]["revision"]
             store.control(topology, "compaction", str(revision))
             for source, destination in paths:
-                assert place(*at(topology, source), destination.mac) == [f"link h{destination.host}"]
+                assert sent_to(*at(topology, source), destination.mac) == [f"link h{destination.host}"]
         begin = time.monotonic()
         assert wait_for_step(topology) <= STEP_S
         wait_until("all records to be there", lambda: len(store.records(topology)) == 7, STEP_S)
         others = [topology.find("h2c1"), topology.find("h3c1")]
         wait_until(
-            "the others to know what came meanwhile",
-            lambda: all(place(*at(topology, other), mac) == ["link h1"] for other in others),
+            "the others to know the new record",
+            lambda: all(sent_to(*at(topology, other), mac) == ["link h1"] for other in others),
             STEP_S,
         )
         assert time.monotonic() - begin <= STEP_S
@@ -193,7 +188,7 @@ def at(topology: Topology, source: Node) -> tuple[Node, Node]:
 
 
 def test_a_full_store_changes_nothing(topology: Topology, paths: list[tuple[Node, Node]]):
-    """Records that it does not take raise an alarm, and are there when it has room again."""
+    """Refused records raise an alarm, and are written once there is room."""
     host, home = topology.hosts[0], topology.find("h1c1")
     key = "/vnet/v1/1/interfaces/52:54:00:77:00:02"
     store.stop(topology, forget=True)
@@ -213,13 +208,13 @@ def test_a_full_store_changes_nothing(topology: Topology, paths: list[tuple[Node
 
 
 def fill(topology: Topology, count: int) -> None:
-    """Writes so many records of stations that nobody has."""
+    """Writes records of stations that do not exist."""
     script = PROGRAMS / "fill_store.py"
     run(store.inside(topology, "python3", str(script), store.endpoint(topology), str(count)), timeout_s=60)
 
 
 def test_a_new_guest_is_reachable_at_once_and_moves(topology: Topology, paths: list[tuple[Node, Node]]):
-    """The same address on another host: traffic follows, nothing is sent to where it was."""
+    """The same MAC address moves to another host: traffic follows, and stops to the old one."""
     homes = [topology.find("h1c1"), topology.find("h2c1")]
     watcher = topology.find("h3c1")
     mac, address = "52:54:00:77:00:01", "10.77.200.1"
@@ -234,12 +229,12 @@ def test_a_new_guest_is_reachable_at_once_and_moves(topology: Topology, paths: l
             others = [(topology.hosts[2], watcher), (topology.hosts[1 - index], homes[1 - index])]
             wait_until(
                 f"the others to know that {mac} is on {host.name}",
-                lambda host=host, others=others: all(place(*other, mac) == [f"link {host.name}"] for other in others),
+                lambda host=host, others=others: all(sent_to(*other, mac) == [f"link {host.name}"] for other in others),
                 5,
                 poll_s=0.005,
             )
             times.append(time.monotonic() - begin)
-            # The others may have heard the guest itself before the store was told.
+            # The others may have learned the address from the guest before the store has it.
             key = f"/vnet/v1/1/interfaces/{mac}"
             wait_until(
                 f"the store to know that {mac} is on {host.name}",
@@ -247,13 +242,13 @@ def test_a_new_guest_is_reachable_at_once_and_moves(topology: Topology, paths: l
                 5,
             )
             daemon.vnet(host, "interface", "del", "extra")
-    # The commands themselves take some of it, and the machine may be busy: `lab bench control` measures it.
+    # Includes the commands' own time, on a machine that may be busy: `lab bench control` measures it.
     assert min(times) <= MOVE_S + 0.2, times
     assert max(times) <= 3, times
 
 
 def test_only_hosts_with_members_get_copies(topology: Topology):
-    """A network that two of three hosts take part in: the third has no link for it."""
+    """A network with members on two of three hosts: no link to the third one carries it."""
     text = {host.name: host.file(".toml").read_text() for host in topology.hosts}
     for host in topology.hosts[:2]:
         more = (
@@ -282,7 +277,7 @@ def test_only_hosts_with_members_get_copies(topology: Topology):
 
 
 def test_a_hub_relays(topology: Topology):
-    """With one link each, to the hub, everybody still reaches everybody, and a broadcast comes once."""
+    """Hosts have links to the hub only: all containers reach each other, and broadcasts arrive once."""
     text = {host.name: host.file(".toml").read_text() for host in topology.hosts}
     try:
         restart(topology, {name: f'{old}\ntopology = "hub h2"\n' for name, old in text.items()})
@@ -298,14 +293,14 @@ def test_a_hub_relays(topology: Topology):
         restart(topology, text)
 
 
-def test_the_store_takes_only_who_has_a_certificate(topology: Topology):
-    """TLS both ways; a host without a certificate stays alone, and says why."""
+def test_the_store_requires_client_certificates(topology: Topology):
+    """Mutual TLS; a host without a certificate gets no links, and logs the reason."""
     text = {host.name: host.file(".toml").read_text() for host in topology.hosts}
     folder = store.certify(topology)
     store.stop(topology, forget=True)
     try:
         store.start(topology, tls=True)
-        secure = {name: old.replace("http://", "https://") for name, old in text.items()}
+        secure = {name: old.redestinations("http://", "https://") for name, old in text.items()}
         files = f'ca = "{folder}/ca.pem"\n'
         secure = {name: new + files for name, new in secure.items()}
         stranger = topology.hosts[2]
@@ -326,7 +321,7 @@ def test_the_store_takes_only_who_has_a_certificate(topology: Topology):
 
 
 def restart(topology: Topology, text: dict[str, str]) -> None:
-    """Starts all daemons anew with these configurations, and waits until all containers reach each other."""
+    """Restarts all daemons with these configurations, and waits until all containers reach each other."""
     for host in topology.hosts:
         process.stop(host.file(".pid"))
         host.file(".toml").write_text(text[host.name])
@@ -336,17 +331,17 @@ def restart(topology: Topology, text: dict[str, str]) -> None:
         wait_for_path(source, destination.address)
 
 
-def test_what_others_write_leads_nobody_astray(topology: Topology, paths: list[tuple[Node, Node]]):
-    """Claims in others' names, garbage, an empty tree, 100 000 keys: no wrong route, bounded memory, alarms."""
+def test_bad_records_change_no_route(topology: Topology, paths: list[tuple[Node, Node]]):
+    """Forged claims, garbage, an empty tree, 100 000 keys: no wrong route, bounded memory, alarms."""
     one, two, three = topology.find("h1c1"), topology.find("h2c1"), topology.find("h3c1")
     key = f"/vnet/v1/1/interfaces/{two.mac}"
 
     def right() -> bool:
-        return place(topology.hosts[0], one, two.mac) == ["link h2"] and place(topology.hosts[2], three, two.mac) == [
-            "link h2"
-        ]
+        return sent_to(topology.hosts[0], one, two.mac) == ["link h2"] and sent_to(
+            topology.hosts[2], three, two.mac
+        ) == ["link h2"]
 
-    wait_until("all to know where h2c1 is", right, 5)
+    wait_until("all hosts to know where h2c1 is", right, 5)
     with pinging(*paths, seconds=9):
         for bad in ('{"host":"h3","sequence":7}', '{"host":"h9","sequence":8}', "nonsense", "{}"):
             store.control(topology, "put", key, bad)
@@ -365,7 +360,7 @@ def test_what_others_write_leads_nobody_astray(topology: Topology, paths: list[t
     assert_balanced(topology)
 
 
-def test_a_computed_link_is_the_overlays(topology: Topology):
+def test_a_computed_link_cannot_be_deleted(topology: Topology):
     with pytest.raises(LabError, match="overlay's store"):
         daemon.vnet(topology.hosts[0], "link", "del", "h2")
     assert ping(topology.find("h1c1"), topology.find("h2c1").address)[1] == 3

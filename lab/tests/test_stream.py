@@ -1,9 +1,9 @@
-"""Stream links: over TCP, through a SOCKS 5 proxy, and what becomes of them when something dies."""
+"""Stream links: over TCP, through a SOCKS 5 proxy, and after peers, connections and the proxy die."""
 
 from collections.abc import Iterator
 
 import pytest
-from checks import ping, port, reaches, settled, wait_for_path
+from checks import links, ping, port, reaches, settled, wait_for_path
 from conftest import MakeLab
 
 from vnetlab import daemon, lab, machine, measure, process
@@ -14,22 +14,17 @@ from vnetlab.topology import Node, Settings, Topology
 TCP_BPS_MIN = 100e6
 PROXY_PORT = 1080
 HALF_OPEN_S = 10
-"""A connection that leads nowhere is noticed within this."""
-
-
-def state(host: Node, name: str) -> dict:
-    """What a host says of a link."""
-    return next(link for link in daemon.ask(host, "link", "list") if link["name"] == name)
+"""A half-open connection is detected within this many seconds."""
 
 
 def is_up(host: Node, name: str) -> bool:
     """Whether a link has a connection."""
-    return state(host, name)["state"] == "up"
+    return links(host)[name]["state"] == "up"
 
 
 @pytest.fixture(scope="module")
 def topology(make_lab: MakeLab) -> Topology:
-    """Two hosts that both dial each other."""
+    """Two hosts that connect to each other."""
     return make_lab(encapsulation="stream", vms=0, mtu=9000)
 
 
@@ -37,14 +32,14 @@ def test_frames_of_all_sizes_cross(topology: Topology):
     one, other = topology.machines()
     wait_for_path(one, other.address)
     assert ping(one, other.address, count=100) == (100, 100)
-    assert reaches(one, other.address, "-s", "8972", "-M", "do"), "whatever the path's MTU"
+    assert reaches(one, other.address, "-s", "8972", "-M", "do"), "frames larger than the path MTU"
     for source, destination in ((one, other), (other, one)):
         assert measure.throughput(source, destination, seconds=1) > TCP_BPS_MIN
     for host in topology.hosts:
         settled(host)
 
 
-def test_a_stranger_is_closed_and_counted(topology: Topology):
+def test_unknown_sources_are_closed_and_counted(topology: Topology):
     host, stranger = topology.hosts
     before = port(settled(host), "bridge", "bridge")["discards"].get("unknown_source", 0)
     run(["ip", "-n", stranger.namespace, "address", "add", "10.78.0.77/24", "dev", "eth0"])
@@ -56,28 +51,28 @@ def test_a_stranger_is_closed_and_counted(topology: Topology):
     assert port(settled(host), "bridge", "bridge")["discards"]["unknown_source"] == before + 1
 
 
-def test_a_restarted_peer_is_connected_again(topology: Topology):
+def test_a_restarted_peer_is_reconnected(topology: Topology):
     one, other = topology.machines()
     host = topology.hosts[1]
     wait_for_path(one, other.address)
     process.stop(host.file(".pid"))
-    wait_until("the loss to be told", lambda: not is_up(topology.hosts[0], "h2"), 5)
-    assert state(topology.hosts[0], "h2")["reason"]
+    wait_until("the link to be down", lambda: not is_up(topology.hosts[0], "h2"), 5)
+    assert links(topology.hosts[0])["h2"]["reason"]
     lab.start_daemon(topology, host)
     wait_for_path(one, other.address)
 
 
-def test_half_open_connections_are_noticed(topology: Topology):
-    """The wire is cut: nobody says that the connections are gone."""
+def test_half_open_connections_are_detected(topology: Topology):
+    """The wire is cut: no packet ends the connections."""
     one, other = topology.machines()
     near, far = topology.hosts
     wait_for_path(one, other.address)
-    # A rule drops what arrives: both ends think that they are connected.
+    # A blackhole route: both ends still hold their connections open.
     blackhole = ["ip", "-n", far.namespace, "route", "add", "blackhole", f"{near.address}/32"]
     run(blackhole)
     try:
-        wait_until("the dead connection to be noticed", lambda: not is_up(near, "h2"), HALF_OPEN_S, poll_s=0.2)
-        wait_until("the other end to notice it", lambda: not is_up(far, "h1"), HALF_OPEN_S, poll_s=0.2)
+        wait_until("the dead connection to be detected", lambda: not is_up(near, "h2"), HALF_OPEN_S, poll_s=0.2)
+        wait_until("the other end to detect it", lambda: not is_up(far, "h1"), HALF_OPEN_S, poll_s=0.2)
     finally:
         run([word if word != "add" else "delete" for word in blackhole])
     wait_for_path(one, other.address, timeout_s=20)
@@ -85,7 +80,7 @@ def test_half_open_connections_are_noticed(topology: Topology):
 
 @pytest.fixture(scope="module")
 def proxied() -> Iterator[Topology]:
-    """The first host dials through a proxy that stands on the second; that one waits, and knows the proxy only."""
+    """The first host connects through a proxy on the second; that one accepts, and knows the proxy's address only."""
     name = "stream-socks"
     lab.down(name)
     topology = lab.up(Settings(name=name, vms=0, encapsulation="stream"))
@@ -94,7 +89,7 @@ def proxied() -> Iterator[Topology]:
     daemon.vnet(near, "link", "del", "h2")
     daemon.vnet(far, "link", "del", "h1")
     words = ["--encapsulation", "stream", "--trusted"]
-    # The name is the proxy's to resolve: on the first host it would lead to the first host.
+    # The proxy resolves the name: on the first host, `localhost` would be the first host.
     proxy = f"socks5://lab:secret@{far.address}:{PROXY_PORT}"
     daemon.vnet(near, "link", "add", "far", "--remote", f"localhost:{STREAM_PORT}", "--proxy", proxy, *words)
     daemon.vnet(far, "link", "add", "near", "--remote", f"127.0.0.1:{STREAM_PORT + 1}", "--connect", "false", *words)
@@ -103,7 +98,7 @@ def proxied() -> Iterator[Topology]:
 
 
 def start_proxy(host: Node, user: str = "lab") -> None:
-    """Starts a SOCKS 5 proxy that wants a user's password."""
+    """Starts a SOCKS 5 proxy with user and password."""
     words = ["microsocks", "-i", host.address, "-p", str(PROXY_PORT), "-u", user, "-P", "secret"]
     process.start(machine.namespace_command(host, words), host.file(".proxy"), host.file(".proxy.log"))
 
@@ -116,15 +111,15 @@ def test_a_proxy_carries_the_link(proxied: Topology):
     assert measure.throughput(other, one, seconds=1) > TCP_BPS_MIN
 
 
-def test_a_dying_proxy_is_survived(proxied: Topology):
+def test_the_link_recovers_from_a_dead_proxy(proxied: Topology):
     one, other = proxied.machines()
     near, far = proxied.hosts
     wait_for_path(one, other.address)
     process.stop(far.file(".proxy"))
-    wait_until("the loss to be told", lambda: not is_up(near, "far"), 5)
-    wait_until("the reason to be told", lambda: "cannot connect" in state(near, "far")["reason"], 5)
+    wait_until("the link to be down", lambda: not is_up(near, "far"), 5)
+    wait_until("the reason to be shown", lambda: "cannot connect" in links(near)["far"]["reason"], 5)
     start_proxy(far, user="somebody-else")
-    wait_until("the refusal", lambda: "rejected user name or password" in state(near, "far")["reason"], 15)
+    wait_until("the refusal", lambda: "rejected user name or password" in links(near)["far"]["reason"], 15)
     process.stop(far.file(".proxy"))
     start_proxy(far)
     wait_for_path(one, other.address, timeout_s=20)

@@ -1,9 +1,9 @@
-"""Stream links by TLS: nothing is seen on the underlay, who is revoked is out, and back with another certificate."""
+"""Stream links with TLS: an underlay without clear text; a revoked host is refused until it has a new certificate."""
 
 import pytest
-from checks import reaches, silent, wait_for_path
+from checks import link, reaches, silent, wait_for_path, wait_for_state
 from conftest import MakeLab
-from sealed_links import assert_hidden, hang_up, link, wait_for_state
+from sealed_links import assert_hidden, hang_up
 
 from vnetlab import daemon, measure
 from vnetlab.run import run
@@ -22,22 +22,22 @@ def topology(make_lab: MakeLab) -> Topology:
     return topology
 
 
-def test_tls_hides_a_stream_too(topology: Topology):
+def test_the_underlay_shows_no_clear_text(topology: Topology):
     one, other = topology.find("h1c1"), topology.find("h2c1")
     assert_hidden(topology)
-    assert reaches(one, other.address, "-s", "8972", "-M", "do"), "whatever the path's MTU"
+    assert reaches(one, other.address, "-s", "8972", "-M", "do"), "frames larger than the path MTU"
     for source, destination in ((one, other), (other, one)):
         assert measure.throughput(source, destination, seconds=1) > TLS_BPS_MIN
 
 
-def test_a_revoked_certificate_ends_a_stream(topology: Topology):
+def test_a_revoked_certificate_closes_the_stream(topology: Topology):
     near, far = topology.hosts
     run([str(daemon.binaries() / "vnet"), "keys", "revoke", far.name, "--dir", str(daemon.keys(topology))])
     hang_up(near)
     wait_for_state(near, "down", 15)
     assert "revoked" in link(near)["reason"]
     assert silent(topology.find("h1c1"), topology.find("h2c1").address)
-    # Another certificate, and the host is back.
+    # A new certificate brings it back.
     daemon.issue(topology, far)
     hang_up(far)
     wait_for_state(near, "up", 20)

@@ -1,4 +1,4 @@
-"""`vnet top` in a terminal of its own, `vnet top --once`, and `vnet doctor` on a lab's host."""
+"""`vnet top` in a pseudo-terminal and in scripts, and `vnet doctor` on a lab's host."""
 
 import contextlib
 import fcntl
@@ -33,7 +33,7 @@ def topology(make_lab: MakeLab) -> Topology:
 
 
 class Terminal:
-    """A program in a pseudo-terminal, all that it wrote, and what is on the screen."""
+    """A program in a pseudo-terminal, with its output and its screen."""
 
     def __init__(self, command: list[str], columns: int, lines: int) -> None:
         self.outside, inside = pty.openpty()
@@ -51,7 +51,7 @@ class Terminal:
         self.written = b""
 
     def screen(self) -> str:
-        """What is on the screen: cursor addressing and clearing are understood, colours are not needed."""
+        """The screen's text: interprets cursor addressing and clearing, ignores colours."""
         cells: dict[tuple[int, int], str] = {}
         row = column = 1
         for found in re.finditer(r"\x1b\[([0-9;?]*)([A-Za-z])|([^\x1b])", self.written.decode(errors="ignore")):
@@ -78,17 +78,17 @@ class Terminal:
                 self.written += os.read(self.outside, 65536)
 
     def read_rest(self) -> bytes:
-        """Reads what is there still, and gives all that was written."""
+        """Reads the rest of the output; returns all of it."""
         while select.select([self.outside], [], [], 0.2)[0]:
             self.written += os.read(self.outside, 65536)
         return self.written
 
     def press(self, keys: str) -> None:
-        """Writes as the keyboard would."""
+        """Sends keys."""
         os.write(self.outside, keys.encode())
 
     def resize(self, columns: int, lines: int) -> None:
-        """Changes the size, and tells the program as the kernel would."""
+        """Changes the window size and sends SIGWINCH, as a terminal does."""
         fcntl.ioctl(self.inside, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         self.program.send_signal(signal.SIGWINCH)
 
@@ -111,10 +111,10 @@ def top(host: Node, *arguments: str, columns: int = 110, lines: int = 16) -> Ite
         terminal.close()
 
 
-def test_it_shows_rates_and_answers_keys(topology: Topology):
+def test_rates_and_keys(topology: Topology):
     host = topology.hosts[0]
     with pinging((topology.find("h1c1"), topology.find("h2c1"))), top(host) as terminal:
-        # Some 500 pings a second make some 400 kbit/s each way, fewer where the machine is busy.
+        # Some 500 pings a second are some 400 kbit/s each way, less on a busy machine.
         terminal.wait_for(r"vnet top: h1, every 1 s, by bits.*interface +h1c1 +[\d.]+k +[\d.]+k ")
         assert re.search(r"link +h2 ", terminal.screen())
         terminal.press("s")
@@ -133,10 +133,10 @@ def test_it_shows_rates_and_answers_keys(topology: Topology):
         assert terminal.program.wait(10) == 0
         written = terminal.read_rest()
         assert written.index(ENTER_SCREEN) < written.rindex(LEAVE_SCREEN)
-        assert termios.tcgetattr(terminal.inside) == terminal.settings, "the terminal is as it was"
+        assert termios.tcgetattr(terminal.inside) == terminal.settings, "the terminal's settings are restored"
 
 
-def test_small_terminals_and_a_daemon_that_goes_away(topology: Topology):
+def test_small_terminals_and_a_stopped_daemon(topology: Topology):
     host = topology.hosts[1]
     with top(host, columns=30, lines=4) as terminal:
         terminal.wait_for("h2c1|h1")
@@ -152,7 +152,7 @@ def test_small_terminals_and_a_daemon_that_goes_away(topology: Topology):
         assert terminal.program.wait(10) == 0
 
 
-def test_scripts_get_a_table_or_json(topology: Topology):
+def test_without_a_terminal_it_prints_a_table_or_json(topology: Topology):
     host = topology.hosts[0]
     table = daemon.vnet(host, "top").splitlines()
     assert table[0].split()[:2] == ["KIND", "NAME"]
@@ -163,12 +163,12 @@ def test_scripts_get_a_table_or_json(topology: Topology):
     assert all(port["in_frames_per_s"] >= 0 for port in answer["ports"])
 
 
-def test_the_doctor_knows_the_daemon(topology: Topology):
+def test_the_doctor_examines_the_daemon(topology: Topology):
     host = topology.hosts[0]
     vnet = ["ip", "netns", "exec", host.namespace, str(daemon.binaries() / "vnet")]
     socket = ["--socket", str(host.file(".sock"))]
-    # A link that was down is degraded for as long as lost probes are remembered.
-    wait_until("the link to be as good as new", lambda: daemon.ask(host, "link", "list")[0]["state"] == "up", 40)
+    # A link that was down stays degraded while lost probes count.
+    wait_until("the link to be up", lambda: daemon.ask(host, "link", "list")[0]["state"] == "up", 40)
     done = subprocess.run([*vnet, *socket, "--json", "doctor"], capture_output=True, text=True, check=False)
     answer = json.loads(done.stdout)
     findings = {finding["check"]: finding for finding in answer["findings"]}
@@ -184,7 +184,7 @@ def test_the_doctor_knows_the_daemon(topology: Topology):
     assert alone.stdout.startswith("no vnetd answers")
 
 
-def test_the_doctor_finds_a_link_that_leads_nowhere(topology: Topology):
+def test_the_doctor_finds_a_dead_link(topology: Topology):
     host = topology.hosts[0]
     daemon.vnet(host, "link", "add", "h9", "--remote", "10.99.99.99:9000", "--trusted")
     try:

@@ -1,4 +1,4 @@
-"""`vnet trace`: what decides about a frame, on one host and on those it would cross."""
+"""`vnet trace`: the decision about a frame, on one host and on all hosts on its way."""
 
 import json
 import signal
@@ -28,7 +28,7 @@ def trace(host: Node, *arguments: str) -> dict:
 
 @pytest.fixture
 def relay(topology: Topology) -> Iterator[None]:
-    """Frames from the first host to the third go by way of the second."""
+    """Routes frames from the first host to the third through the second."""
     h1, h2, _ = topology.hosts
     target = topology.find("h3c1").mac
     rules = [(h1, "link h2", "interface h1c1"), (h2, "link h3", "link h1")]
@@ -41,7 +41,7 @@ def relay(topology: Topology) -> Iterator[None]:
         daemon.vnet(host, "route", "del", index)
 
 
-def test_one_host_says_what_decides(topology: Topology):
+def test_one_host_explains_its_decision(topology: Topology):
     host, source, target = topology.hosts[0], topology.find("h1c1"), topology.find("h2c1")
     found = trace(host, source.mac, target.mac)
     assert (found["by"], found["guard"], found["to"], found["from"]) == (
@@ -50,7 +50,7 @@ def test_one_host_says_what_decides(topology: Topology):
         ["link h2"],
         "interface h1c1",
     )
-    assert found["cached_by"] == [0], "pings went this way a moment ago"
+    assert found["cached_by"] == [0], "pings should have filled the route cache"
     (copy,) = found["copies"]
     assert (copy["state"], copy["mtu"], copy["remote"]) == ("up", 1500, f"{topology.hosts[1].address}:9000")
     flooded = trace(host, source.mac, "ff:ff:ff:ff:ff:ff")
@@ -62,7 +62,7 @@ def test_one_host_says_what_decides(topology: Topology):
 
 
 @pytest.mark.usefixtures("relay")
-def test_hop_by_hop_by_way_of_a_relay(topology: Topology):
+def test_a_trace_follows_a_relay_hop_by_hop(topology: Topology):
     host, source, target = topology.hosts[0], topology.find("h1c1"), topology.find("h3c1")
     found = trace(host, source.mac, target.mac, "--follow")
     assert (found["by"], found["priority"]) == ("rules", 6)
@@ -80,14 +80,14 @@ def test_hop_by_hop_by_way_of_a_relay(topology: Topology):
     assert f"\n      host h3, from link h2: to interface h3c1, {because}\n" in text
 
 
-def test_broadcasts_are_followed_along_every_link(topology: Topology):
+def test_a_trace_follows_a_broadcast_along_every_link(topology: Topology):
     found = trace(topology.hosts[0], topology.find("h1c1").mac, "ff:ff:ff:ff:ff:ff", "--follow")
     hops = {copy["to"]: copy["next"] for copy in found["copies"]}
     assert {link: hop["host"] for link, hop in hops.items()} == {"link h2": "h2", "link h3": "h3"}
     assert [copy["to"] for copy in hops["link h3"]["copies"]] == ["interface h3c1"]
 
 
-def test_a_silent_host_is_said(topology: Topology):
+def test_a_trace_names_silent_hosts(topology: Topology):
     host, source, target = topology.hosts[0], topology.find("h1c1"), topology.find("h2c1")
     daemon.vnet(host, "link", "add", "old", "--remote", "10.78.0.99:9000", "--encapsulation", "vnet", "--trusted")
     other = topology.hosts[1]
@@ -104,8 +104,8 @@ def test_a_silent_host_is_said(topology: Topology):
         daemon.start(topology, other)
 
 
-def test_questions_are_counted_as_datagrams_only(topology: Topology):
-    """A trace sends no frame: a capture of what it is about sees none."""
+def test_inquiries_are_datagrams_without_frames(topology: Topology):
+    """A trace sends no frame: a capture of its flow stays empty."""
     host, source, target = topology.hosts[2], topology.find("h1c1").mac, topology.find("h3c1").mac
     before = port(settled(host), "link", "h1")
     vnet = [str(daemon.binaries() / "vnet"), "--socket", str(host.file(".sock"))]

@@ -1,4 +1,4 @@
-"""VXLAN links against the kernel's own VXLAN devices: RFC 7348 with a peer that is not ours."""
+"""VXLAN links with the kernel's own VXLAN devices as peers (RFC 7348)."""
 
 import contextlib
 import hashlib
@@ -19,11 +19,11 @@ from vnetlab.topology import Kind, Node, Settings, Topology
 
 SOURCE_PORT = re.compile(r"\.(\d+) > \S+\.4789")
 TCP_BPS_MIN = 100e6
-"""Far below what any machine does, far above what a path does that works by retransmission only."""
+"""Far below any machine's speed, far above a path that works by retransmission only."""
 
 
 class Vtep(Node):
-    """A host by its address on its kernel's VXLAN device."""
+    """A host with the address of its kernel VXLAN device."""
 
     @property
     def address(self) -> str:
@@ -32,7 +32,7 @@ class Vtep(Node):
 
 
 def vtep(topology: Topology, host: Node, *options: str) -> Vtep:
-    """Puts a kernel VXLAN device of network 1 where vnetd was."""
+    """Replaces a host's vnetd by a kernel VXLAN device of network 1."""
     process.stop(host.file(".pid"))
     mtu = topology.settings.underlay_mtu - (70 if any(":" in option for option in options) else 50)
     words = f"ip -n {host.namespace} link add vxlan0 type vxlan id 1 dstport 4789".split()
@@ -45,7 +45,7 @@ def vtep(topology: Topology, host: Node, *options: str) -> Vtep:
 
 @contextlib.contextmanager
 def captured_on(host: Node, what: str) -> Iterator[Path]:
-    """Captures on a host's underlay; gives the file that tcpdump writes to."""
+    """Captures on a host's underlay; returns the file that tcpdump writes."""
     capture = host.file(".capture")
     capture.unlink(missing_ok=True)
     words = ["tcpdump", "-n", "-l", "--immediate-mode", "-i", "eth0", what]
@@ -59,7 +59,7 @@ def captured_on(host: Node, what: str) -> Iterator[Path]:
 
 @pytest.fixture(scope="module", params=[1500, 9000])
 def pair(request: pytest.FixtureRequest, make_lab: MakeLab) -> tuple[Topology, Node, Vtep]:
-    """A container behind vnetd, whose MTU does not know of VXLAN, and a kernel VTEP on the other host."""
+    """A container behind vnetd, with the underlay's MTU, and a kernel VTEP on the other host."""
     topology = make_lab(encapsulation="vxlan", vms=0, mtu=request.param, underlay_mtu=request.param)
     kernel = vtep(topology, topology.hosts[1])
     container = topology.find("h1c1")
@@ -71,17 +71,17 @@ def test_pings_and_streams_go_both_ways(pair: tuple[Topology, Node, Vtep]):
     topology, container, kernel = pair
     assert ping(container, kernel.address, count=100) == (100, 100)
     whole = str(topology.settings.underlay_mtu - 50 - 28)
-    assert reaches(container, kernel.address, "-s", whole, "-M", "do"), "as much as the path carries"
+    assert reaches(container, kernel.address, "-s", whole, "-M", "do"), "frames of the path's MTU"
     assert reaches(kernel, container.address, "-s", whole)
-    # The container's segments are larger than the path: they are cut to its size.
+    # The container's segments exceed the path MTU: vnetd segments them again.
     assert measure.throughput(container, kernel, seconds=1) > TCP_BPS_MIN
     assert measure.throughput(kernel, container, seconds=1) > TCP_BPS_MIN
 
 
-def test_flows_have_source_ports_of_their_own(pair: tuple[Topology, Node, Vtep]):
+def test_source_ports_follow_flows(pair: tuple[Topology, Node, Vtep]):
     topology, container, kernel = pair
     host = topology.hosts[1]
-    # Of growing sizes: frames of one size may leave as one message, which the capture shows as one datagram.
+    # Growing sizes: frames of one size may leave as one message, which the capture shows as one datagram.
     send = (
         "import socket; s = [socket.socket(type=socket.SOCK_DGRAM) for _ in range(24)]; "
         f"[each.sendto(bytes(100 + n), ('{kernel.address}', 7000)) for n, each in enumerate(s)]"
@@ -94,7 +94,7 @@ def test_flows_have_source_ports_of_their_own(pair: tuple[Topology, Node, Vtep])
     assert min(ports) >= 49152, "the range of RFC 7348 section 5"
 
 
-def test_strangers_are_dropped_and_counted(pair: tuple[Topology, Node, Vtep]):
+def test_unknown_sources_are_dropped_and_counted(pair: tuple[Topology, Node, Vtep]):
     topology, *_ = pair
     host, stranger = topology.hosts
     before = port(settled(host), "bridge", "bridge")["discards"]["unknown_source"]
@@ -106,7 +106,7 @@ def test_strangers_are_dropped_and_counted(pair: tuple[Topology, Node, Vtep]):
     )
     machine.execute(stranger, "python3", "-c", send)
     after = port(settled(host), "bridge", "bridge")["discards"]["unknown_source"]
-    assert after - before == 100, "none of a hundred was delivered"
+    assert after - before == 100, "a hundred datagrams of an unknown source"
 
 
 def test_every_frame_is_accounted_for(pair: tuple[Topology, Node, Vtep]):
@@ -117,7 +117,7 @@ def test_every_frame_is_accounted_for(pair: tuple[Topology, Node, Vtep]):
 
 @pytest.fixture(scope="module", params=["list", "group"])
 def trio(request: pytest.FixtureRequest) -> Iterator[tuple[Topology, list[Vtep]]]:
-    """One link from vnetd to two kernel VTEPs, flooded by a list or by a multicast group."""
+    """One link from vnetd to two kernel VTEPs, with flooding to a list or to a multicast group."""
     name = f"vxlan-{request.param}"
     lab.down(name)
     topology = lab.up(Settings(name=name, hosts=3, vms=0, encapsulation="vxlan"))
@@ -139,7 +139,7 @@ def test_one_link_leads_to_several_vteps(trio: tuple[Topology, list[Vtep]]):
     for kernel in vteps:
         wait_for_path(container, kernel.address)
         assert ping(container, kernel.address, count=50) == (50, 50)
-    # What is known goes to one of them only.
+    # Frames to a learned address go to one VTEP only.
     other = topology.hosts[2]
     with captured_on(other, "udp dst port 4789") as capture:
         assert ping(container, vteps[0].address, count=50) == (50, 50)
@@ -150,7 +150,7 @@ def test_one_link_leads_to_several_vteps(trio: tuple[Topology, list[Vtep]]):
 
 
 def streamed(topology: Topology, container: Node, kernel: Vtep) -> float:
-    """Bytes of the average frame that a stream has on the link."""
+    """Average bytes of a stream's frames on the link."""
     host = topology.hosts[0]
     before = port(settled(host), "link", "h2")
     assert measure.throughput(container, kernel, seconds=1) > TCP_BPS_MIN
@@ -164,19 +164,19 @@ def link(host: Node) -> dict:
 
 
 def offloaded(host: Node) -> bool:
-    """Whether the host's kernel takes streams whole."""
+    """Whether the link uses the kernel's VXLAN device for segmentation."""
     return link(host)["offload"]
 
 
 def listening(host: Node) -> set[str]:
-    """The UDP sockets of a host's namespace that take datagrams from anywhere."""
+    """The UDP sockets of a host's namespace that are not connected."""
     text = run(["ip", "netns", "exec", host.namespace, "ss", "-Huln"])
     return {line.split()[3] for line in text.splitlines()}
 
 
 @pytest.fixture(scope="module", params=["IPv4", "IPv6"])
 def whole(request: pytest.FixtureRequest, make_lab: MakeLab) -> tuple[Topology, Node, Vtep]:
-    """A container behind vnetd and a kernel VTEP, by an underlay of each family."""
+    """A container behind vnetd and a kernel VTEP, over IPv4 and over IPv6."""
     topology = make_lab(encapsulation="vxlan", vms=0)
     near, far = topology.hosts
     remote = near.address
@@ -188,15 +188,15 @@ def whole(request: pytest.FixtureRequest, make_lab: MakeLab) -> tuple[Topology, 
     kernel = vtep(topology, far, "remote", remote, "dev", "eth0")
     container = topology.find("h1c1")
     wait_for_path(container, kernel.address)
-    wait_until("the kernel's driver", lambda: offloaded(near), 5)
+    wait_until("the kernel VXLAN device", lambda: offloaded(near), 5)
     return topology, container, kernel
 
 
-def test_streams_are_handed_to_the_kernel_whole(whole: tuple[Topology, Node, Vtep]):
+def test_super_frames_leave_through_the_kernel_device(whole: tuple[Topology, Node, Vtep]):
     topology, container, kernel = whole
     host = topology.hosts[0]
     assert streamed(topology, container, kernel) > 4 * topology.settings.underlay_mtu
-    # Datagrams that the guest leaves to its device to cut arrive as it would have cut them.
+    # UDP segmentation offload: the datagrams arrive in the sizes that the container asked for.
     receive = (
         "import socket, hashlib; s = socket.socket(type=socket.SOCK_DGRAM); s.settimeout(10); "
         f"s.bind(('{kernel.address}', 7001)); print('ready', flush=True); "
@@ -221,7 +221,7 @@ def test_streams_are_handed_to_the_kernel_whole(whole: tuple[Topology, Node, Vte
     assert balance["in"] + balance["copies"] == balance["out"] + balance["drops"]
 
 
-def test_without_offload_the_link_cuts_streams_itself(whole: tuple[Topology, Node, Vtep]):
+def test_without_offload_vnetd_segments_streams(whole: tuple[Topology, Node, Vtep]):
     topology, container, kernel = whole
     host = topology.hosts[0]
     remote = link(host)["remote"]
@@ -233,31 +233,31 @@ def test_without_offload_the_link_cuts_streams_itself(whole: tuple[Topology, Nod
     assert streamed(topology, container, kernel) <= topology.settings.underlay_mtu
     daemon.vnet(host, "link", "del", "h2")
     daemon.vnet(host, "link", "add", "h2", *words, "true")
-    wait_until("the kernel's driver", lambda: offloaded(host), 5)
+    wait_until("the kernel VXLAN device", lambda: offloaded(host), 5)
     wait_for_path(container, kernel.address)
     assert streamed(topology, container, kernel) > 4 * topology.settings.underlay_mtu
 
 
-def test_the_driver_takes_nothing_and_leaves_nothing(whole: tuple[Topology, Node, Vtep]):
+def test_the_kernel_device_receives_nothing_and_is_removed(whole: tuple[Topology, Node, Vtep]):
     topology, container, kernel = whole
     host, far = topology.hosts
     with_link = listening(host)
     devices = run(["ip", "-n", host.namespace, "-o", "link"])
-    assert "vxlan0" not in devices, "the user's namespace has no device more"
+    assert "vxlan0" not in devices, "a device in the user's namespace"
     remote = link(host)["remote"]
     daemon.vnet(host, "link", "del", "h2")
-    wait_until("the driver's sockets to go", lambda: len(listening(host)) <= len(with_link) - 17, 10)
+    wait_until("the device's sockets to go", lambda: len(listening(host)) <= len(with_link) - 17, 10)
     without_link = listening(host)
     words = ["--remote", remote, "--encapsulation", "vxlan", "--trusted"]
-    # It says nothing of its own accord: what comes out of the link is what went in.
+    # The device sends no packet of its own.
     with captured_on(far, "udp dst port 4789") as capture:
         daemon.vnet(host, "link", "add", "h2", *words)
-        wait_until("the kernel's driver", lambda: offloaded(host), 5)
+        wait_until("the kernel VXLAN device", lambda: offloaded(host), 5)
         wait_for_path(container, kernel.address)
         assert streamed(topology, container, kernel) > 4 * topology.settings.underlay_mtu
-        # What comes to its port goes nowhere, and is not answered: an echo request for everybody.
+        # Packets to its port are dropped: a multicast echo request gets no answer.
         ports = sorted(int(address.rsplit(":", 1)[1]) for address in listening(host) - without_link)
-        assert len(ports) == 17, "the driver's own, and those that it sends from"
+        assert len(ports) == 17, "the device's own port, and its source ports"
         before = port(settled(host), "interface", "h1c1")["out_frames"]
         machine.execute(far, "python3", "-c", ECHO, host.address, *map(str, ports))
         time.sleep(0.2)
@@ -267,7 +267,7 @@ def test_the_driver_takes_nothing_and_leaves_nothing(whole: tuple[Topology, Node
     balance = settled(host)["balance"]
     assert balance["in"] + balance["copies"] == balance["out"] + balance["drops"]
     os.kill(process.find(host.file(".pid")), signal.SIGKILL)
-    wait_until("the driver's socket to go with a killed vnetd", lambda: not listening(host), 10)
+    wait_until("the device's socket to go with a killed vnetd", lambda: not listening(host), 10)
 
 
 ECHO = """
@@ -285,24 +285,24 @@ with socket.socket(type=socket.SOCK_DGRAM) as s:
     for port in sys.argv[2:]:
         s.sendto(bytes([8, 0, 0, 0, 0, 0, 1, 0]) + frame, (sys.argv[1], int(port)))
 """
-"""Sends an ICMPv6 echo request for all hosts, in VXLAN, to each of some ports."""
+"""Sends an ICMPv6 echo request to all nodes, in VXLAN, to each of the ports."""
 
 
-def test_a_path_that_narrows_is_heard_of(make_lab: MakeLab):
-    """ICMP's word about a datagram of the driver's."""
+def test_icmp_reports_a_smaller_path_mtu(make_lab: MakeLab):
+    """ICMP "fragmentation needed" for a datagram of the kernel VXLAN device."""
     topology = make_lab(encapsulation="vxlan", vms=0)
     host, far = topology.hosts
     kernel = vtep(topology, far)
     container = topology.find("h1c1")
     wait_for_path(container, kernel.address)
-    wait_until("the kernel's driver", lambda: offloaded(host), 5)
+    wait_until("the kernel VXLAN device", lambda: offloaded(host), 5)
     with captured_on(host, "udp dst port 4789 and greater 2000") as capture:
         assert streamed(topology, container, kernel) > 4 * topology.settings.underlay_mtu
         wait_until("a datagram of the stream", lambda: SOURCE_PORT.search(capture.read_text()), 5)
         source = SOURCE_PORT.search(capture.read_text())[1]
     machine.execute(far, "python3", "-c", TOO_BIG, far.address, host.address, source)
     wait_until("the link's MTU to be the path's", lambda: link(host)["mtu"] == 1300, 5)
-    # Segments are cut to that; they are seen one by one where no device takes them whole.
+    # Segments follow the new MTU; without device offloads the capture shows them one by one.
     devices = ["gso", "tso", "tx-udp_tnl-segmentation", "tx-udp_tnl-csum-segmentation"]
     words = [word for device in devices for word in (device, "off")]
     machine.execute(host, "ethtool", "-K", "eth0", *words)
@@ -328,4 +328,4 @@ icmp = icmp[:2] + struct.pack('!H', checksum(icmp)) + icmp[4:]
 with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as s:
     s.sendto(icmp, (sys.argv[2], 0))
 """
-"""Says that a VXLAN datagram was too big for a path of MTU 1300: fragmentation needed (RFC 1191)."""
+"""Sends ICMP "fragmentation needed" (RFC 1191) with MTU 1300 for a VXLAN datagram."""
