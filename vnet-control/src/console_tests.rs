@@ -5,8 +5,9 @@ use std::sync::{Arc, Mutex};
 
 use super::*;
 use crate::config::parse;
-use crate::events::{Asker, Event, Watch};
+use crate::events::{Asker, Event};
 use crate::language::tests::{Random, random_line};
+use crate::watch::Watch;
 
 fn engine(dir: &Path, more: &str) -> Engine {
     let text = format!("[host]\nname = \"h1\"\n[bridge]\nlisten = \"127.0.0.1:0\"\n{more}");
@@ -191,7 +192,7 @@ fn changes_are_told_with_who_asked() {
     let sink = told.clone();
     engine.tell(Box::new(move |event| sink.lock().unwrap().push(event)));
     let mut watch = Watch::default();
-    assert_eq!(watch.look(&engine), [], "nothing to compare with");
+    assert_eq!(watch.poll(&engine), [], "nothing to compare with");
     let peer = "127.0.0.1:4000".parse().unwrap();
     for (asker, line) in [
         (Asker::Console(peer), "LINK ADD 127.0.1.2 9000"),
@@ -215,7 +216,7 @@ fn changes_are_told_with_who_asked() {
     assert_eq!(told, want.map(|(who, object)| (who.into(), object.into())), "what was refused is not told");
     let state =
         Event::State { object: "link".into(), name: "link1".into(), state: "up".into(), reason: None };
-    assert_eq!(watch.look(&engine), [state]);
-    assert_eq!(watch.look(&engine), []);
+    assert_eq!(watch.poll(&engine), [state]);
+    assert_eq!(watch.poll(&engine), []);
     engine.stop();
 }

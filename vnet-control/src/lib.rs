@@ -8,6 +8,7 @@
 
 pub mod access;
 pub mod api;
+mod apply;
 mod capture;
 mod check;
 pub mod config;
@@ -19,9 +20,11 @@ mod edits;
 pub mod engine;
 pub mod events;
 pub mod follow;
+mod indices;
 mod joined;
 pub mod language;
-mod opening;
+mod live;
+mod observers;
 pub mod overlay;
 pub mod plan;
 pub mod requests;
@@ -32,5 +35,6 @@ pub mod traffic;
 mod tunnel;
 mod usage;
 mod view;
+pub mod watch;
 
 pub use table::{Place, Problem};

@@ -24,10 +24,10 @@ impl Engine {
         dst: Mac,
         from: Option<&Target>,
     ) -> Result<api::Trace, EngineError> {
-        let places = self.places();
+        let targets = self.targets();
         let from = match from {
             Some(target) => {
-                let found = places.iter().find(|(_, at)| *at == target).map(|(port, _)| *port);
+                let found = targets.iter().find(|(_, at)| *at == target).map(|(port, _)| *port);
                 found.ok_or_else(|| EngineError::NotFound(target.to_string()))?
             }
             None => {
@@ -61,20 +61,20 @@ impl Engine {
                 ("learned", format!("{dst} was heard there {age_s} s ago{frozen}"))
             }
             By::Flood => {
-                let limit = self.storm_limit(places.get(&from));
+                let limit = self.storm_limit(targets.get(&from));
                 ("flood", format!("{dst} is a group or not known, so the network is flooded{limit}"))
             }
             By::Nothing => ("nothing", "no route applies and the network does not learn".into()),
         };
-        let place = |port: &PortId| places.get(port).map(ToString::to_string).unwrap_or_default();
+        let name = |port: &PortId| targets.get(port).map(ToString::to_string).unwrap_or_default();
         let (ports, drop) = match found.outcome {
             Ok(ports) => (ports, None),
             Err(reason) => (vec![], Some(reason.name().to_string())),
         };
         let copies =
-            ports.iter().filter_map(|port| places.get(port)).filter_map(|at| self.traced_copy(at)).collect();
-        let (by, priority, to) = (by.into(), decisive, ports.iter().map(place).collect());
-        let from = place(&from);
+            ports.iter().filter_map(|port| targets.get(port)).filter_map(|at| self.traced_copy(at)).collect();
+        let (by, priority, to) = (by.into(), decisive, ports.iter().map(name).collect());
+        let from = name(&from);
         Ok(api::Trace {
             network,
             src,

@@ -8,7 +8,6 @@ use super::desired::*;
 use super::engine::Engine;
 use super::{driving, plan, tunnel};
 use vnet::dispatch::counters::DispatcherStats;
-use vnet::frame::PortId;
 use vnet::interface::State;
 use vnet::link::LinkState;
 use vnet::route::{Held, LearnedEntry, LearnedStats};
@@ -162,7 +161,7 @@ impl Engine {
 
     /// All known addresses, configured ones included.
     pub fn learned(&self) -> Vec<api::Learned> {
-        let places = self.places();
+        let targets = self.targets();
         let learned = |entry: LearnedEntry| {
             let held = match entry.held {
                 Held::Learned => "learned",
@@ -170,7 +169,7 @@ impl Engine {
                 Held::Pinned => "configured",
             };
             let LearnedEntry { network, mac, age_s, .. } = entry;
-            let at = places.get(&entry.port)?.to_string();
+            let at = targets.get(&entry.port)?.to_string();
             Some(api::Learned { network, mac, at, held: held.into(), age_s })
         };
         self.known().into_iter().filter_map(learned).collect()
@@ -188,13 +187,6 @@ impl Engine {
     /// What each dispatcher counts about itself.
     pub fn dispatcher_stats(&self) -> &[Arc<DispatcherStats>] {
         self.core.dispatcher_stats()
-    }
-
-    /// Who is at each port.
-    pub(super) fn places(&self) -> HashMap<PortId, Target> {
-        let interfaces = self.interfaces.iter().map(|(name, i)| (i.port, Target::Interface(name.clone())));
-        let links = self.links.iter().map(|(name, link)| (link.port, Target::Link(name.clone())));
-        interfaces.chain(links).collect()
     }
 
     /// All counters.

@@ -18,7 +18,8 @@ use futures_util::stream::unfold;
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::broadcast::{self, Receiver};
 use vnet_control::api;
-use vnet_control::events::{Event, Sink, Watch};
+use vnet_control::events::{Event, Sink};
+use vnet_control::watch::Watch;
 
 use crate::shared::{Shared, refusal, with_engine};
 
@@ -114,7 +115,7 @@ pub async fn watch(shared: Shared, hub: Hub) {
             continue;
         }
         let looked = with_engine(shared.clone(), move |engine| {
-            let events = watch.look(engine);
+            let events = watch.poll(engine);
             Ok((watch, events))
         });
         let Ok((looked, events)) = looked.await else { return };

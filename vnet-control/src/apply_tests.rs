@@ -137,7 +137,7 @@ fn what_stopped_for_a_failed_successor_comes_back_or_is_named_as_lost() {
         vm("a").replace("DIR/a", "DIR/vm1") + &vm("b").replace("DIR/b", "DIR/below/vm2") + &link("h2", 2);
     let error = engine.apply(desired(dir.path(), &swapped)).unwrap_err().to_string();
     assert!(error.starts_with("f:9: interface b cannot be opened: "), "{error}");
-    assert!(error.contains("; interface vm2 had to stop for it and is lost: "), "{error}");
+    assert!(error.contains("; interface vm2 was stopped for it and is lost: "), "{error}");
     assert_eq!(error.lines().count(), 1, "{error}");
     assert_eq!(names(&engine), (vec!["vm1".into()], vec![], vec![(1, "interface vm1".into())]));
     assert!(dir.path().join("vm1").exists());

@@ -1,0 +1,306 @@
+//! Changes the engine's state: all or nothing.
+//!
+//! A change is a new desired state. Its difference to the current one is carried out in three steps:
+//!
+//! 1. open everything new; if that fails, close it again, and nothing has changed;
+//! 2. publish one new setup, which the dispatchers adopt between two batches;
+//! 3. stop what is gone, once no dispatcher uses it any more.
+//!
+//! What the plan does not name is not touched. One case needs a stop before the open: an interface that takes over the socket
+//! or device of another. The old one is stopped first, and reopened if its successor fails.
+
+use std::collections::HashSet;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::sync::Arc;
+
+use super::config::ConfigError;
+use super::desired::*;
+use super::engine::{Engine, EngineError};
+use super::events::Asker;
+use super::live::{LiveLink, Opened, open_interface};
+use super::plan::{self, Plan};
+use super::table::Problem;
+use super::{check, driving, tunnel};
+use vnet::frame::NetworkId;
+use vnet::stats::PortStats;
+
+impl Engine {
+    /// Starts a core and applies `desired`.
+    pub fn start(desired: Desired) -> Result<Engine, EngineError> {
+        let mut engine = Engine::idle(&desired)?;
+        match engine.on_behalf(Asker::Part("the configuration file"), |engine| engine.apply(desired)) {
+            Ok(_) => Ok(engine),
+            Err(error) => {
+                engine.stop();
+                Err(error)
+            }
+        }
+    }
+
+    /// The changes that [`Engine::apply`] would make.
+    pub fn plan(&self, desired: &Desired) -> Result<Plan, EngineError> {
+        self.difference(&self.merged(desired))
+    }
+
+    fn difference(&self, desired: &Desired) -> Result<Plan, EngineError> {
+        let problems = plan::restart_needed(&self.current, desired);
+        if !problems.is_empty() {
+            return Err(EngineError::Restart(ConfigError(problems)));
+        }
+        let plan = Plan::between(&self.current, desired);
+        let new_links = plan.links.added.iter().chain(plan.links.changed.iter().map(|(_, wanted)| wanted));
+        for Item { place, spec } in new_links {
+            if self.leads_here(spec) {
+                return Err(EngineError::Open(Problem::new(place, check::to_oneself(spec))));
+            }
+        }
+        Ok(plan)
+    }
+
+    /// True if a link's remote is one of the bridge's ports on this host.
+    pub(super) fn leads_here(&self, link: &LinkSpec) -> bool {
+        let bridge = self.core.bridge_address();
+        let ports = self.current.bridge.spec.ports;
+        if !tunnel::arrives_at_bridge(link)
+            || !link.has_port_of(bridge.port(), ports)
+            || !bridge.ip().is_unspecified()
+        {
+            return false;
+        }
+        // A route to a local address has that address as its source. Sends nothing.
+        let any: IpAddr = match link.remote {
+            SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+            SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+        };
+        let start = UdpSocket::bind((any, 0)).and_then(|socket| {
+            socket.connect(link.remote)?;
+            socket.local_addr()
+        });
+        link.remote.ip().is_loopback() || start.is_ok_and(|start| start.ip() == link.remote.ip())
+    }
+
+    /// Changes the configured state to `desired`; returns the changes. On an error nothing has changed.
+    pub fn apply(&mut self, desired: Desired) -> Result<Plan, EngineError> {
+        let plan = self.carry_out(self.merged(&desired))?;
+        self.own = desired;
+        Ok(plan)
+    }
+
+    /// Changes the host's state to exactly `desired`.
+    pub(super) fn carry_out(&mut self, desired: Desired) -> Result<Plan, EngineError> {
+        let plan = self.difference(&desired)?;
+        if plan.is_empty() {
+            // Line numbers for messages may still differ.
+            self.current = desired;
+            return Ok(plan);
+        }
+        let mut opened = self.open_new(&plan)?;
+        // Nothing can fail from here on.
+        let gone: Vec<_> =
+            leaving(&plan).filter_map(|item| self.interfaces.remove(&item.spec.name)).collect();
+        self.interfaces.extend(std::mem::take(&mut opened.0));
+        let gone_links = self.change_links(&plan.links);
+        self.change_routes(&plan.routes);
+        self.indices.follow(&plan);
+        self.change_driving(&plan.interfaces);
+        self.current = desired;
+        self.publish();
+        let links: Vec<_> = self.links.values().map(|live| live.link.clone()).collect();
+        self.keeper.iter().for_each(|keeper| keeper.set_links(&links));
+        self.prober.set_links(&links);
+        for live in gone {
+            live.interface.stop();
+            self.retire(&live.stats);
+        }
+        for live in gone_links {
+            live.link.stop();
+            self.retire(&live.stats);
+        }
+        self.open_drivers();
+        self.announce_addresses();
+        self.witness.report(&plan);
+        Ok(plan)
+    }
+
+    /// Passes each interface the MAC addresses configured in its network.
+    fn announce_addresses(&self) {
+        let here = |network| {
+            let specs = self.current.interfaces.iter().map(|item| &item.spec);
+            specs.filter(move |spec| spec.network == network).filter_map(|spec| spec.mac)
+        };
+        for Item { spec, .. } in &self.current.interfaces {
+            if let Some(live) = self.interfaces.get(&spec.name) {
+                live.interface.expect(&here(spec.network).collect::<Vec<_>>());
+            }
+        }
+    }
+
+    /// Replaces changed links; returns the old ones.
+    fn change_links(&mut self, diff: &plan::Diff<LinkSpec>) -> Vec<LiveLink> {
+        let changed = diff.changed.iter();
+        let new: Vec<_> = diff.added.iter().chain(changed.clone().map(|(_, wanted)| wanted)).collect();
+        // Created while the old ones are live, so that they get other ports.
+        let mut made: Vec<(String, LiveLink)> = vec![];
+        for Item { spec, .. } in new {
+            let port = self.free_port(made.iter().map(|(_, live)| live.port));
+            let live = LiveLink::new(spec, port, &self.inbox);
+            if let Some(keeper) = &self.keeper {
+                live.link.set_identity(keeper.identity().clone());
+            }
+            made.push((spec.name.clone(), live));
+        }
+        let old = diff.removed.iter().chain(changed.map(|(is, _)| is));
+        let gone = old.filter_map(|item| self.links.remove(&item.spec.name)).collect();
+        self.links.extend(made);
+        gone
+    }
+
+    /// Opens the kernel's VXLAN devices for TCP streams on VXLAN links, on a thread of its own.
+    fn open_drivers(&self) {
+        let Some(listen) = self.current.bridge.spec.vxlan_listen else { return };
+        let declared = self.current.networks.iter().map(|item| item.spec.id);
+        let networks: Vec<_> = std::iter::once(NetworkId::default()).chain(declared).collect();
+        let links = self.links.values().map(|live| live.link.clone());
+        let links: Vec<_> = links.filter(|link| link.has_drivers().is_some()).collect();
+        if links.is_empty() {
+            return;
+        }
+        let open = move || links.iter().for_each(|link| link.open_drivers(listen.ip(), &networks));
+        if let Err(error) = std::thread::Builder::new().name("vxlan-drivers".into()).spawn(open) {
+            tracing::warn!(%error, "cannot start a thread: vnetd segments the streams on VXLAN links");
+        }
+    }
+
+    /// Applies mode and interrupt settings to open interfaces; dispatchers adopt them with the next setup.
+    fn change_driving(&mut self, diff: &plan::Diff<InterfaceSpec>) {
+        for (is, Item { spec, .. }) in &diff.changed {
+            if let Some(live) = self.interfaces.get_mut(&spec.name)
+                && is.spec.driving != spec.driving
+            {
+                live.drive.settings = spec.driving.mode;
+                live.interface.set_interrupts(spec.driving.interrupts);
+            }
+        }
+    }
+
+    fn change_routes(&mut self, diff: &plan::Diff<RouteSpec>) {
+        for Item { spec, .. } in &diff.removed {
+            self.route_indices.remove(spec);
+        }
+        for Item { spec, .. } in &diff.added {
+            self.route_indices.insert(spec.clone(), self.next_route);
+            self.next_route += 1;
+        }
+    }
+
+    /// Opens the plan's new interfaces; on an error nothing has changed.
+    pub(super) fn open_new(&mut self, plan: &Plan) -> Result<Opened, EngineError> {
+        let added = plan.interfaces.added.iter();
+        let wanted: Vec<_> = added.chain(replaced(plan).map(|(_, wanted)| wanted)).collect();
+        let needed: HashSet<_> = wanted.iter().map(|item| item.spec.attachment.resource()).collect();
+        let blockers: Vec<_> =
+            leaving(plan).filter(|item| needed.contains(&item.spec.attachment.resource())).collect();
+        let held: HashSet<_> = blockers.iter().map(|item| item.spec.attachment.resource()).collect();
+        let (late, early): (Vec<&Item<_>>, Vec<&Item<_>>) =
+            wanted.into_iter().partition(|item| held.contains(&item.spec.attachment.resource()));
+
+        let mut opened = Opened::default();
+        for item in early {
+            self.open(item, &mut opened)?;
+        }
+        if late.is_empty() {
+            return Ok(opened);
+        }
+        let stopped = self.stop_early(&blockers);
+        for item in late {
+            if let Err(error) = self.open(item, &mut opened) {
+                drop(opened);
+                return Err(self.reopen(&blockers, stopped, error));
+            }
+        }
+        stopped.iter().for_each(|stats| self.retire(stats));
+        Ok(opened)
+    }
+
+    /// Opens one interface on a free port.
+    fn open(&self, item: &Item<InterfaceSpec>, opened: &mut Opened) -> Result<(), EngineError> {
+        let spec = &item.spec;
+        let port = self.free_port(opened.0.iter().map(|(_, live)| live.port));
+        let live = open_interface(spec, port, self.bridge_address().ip()).map_err(|error| {
+            let text = format!("interface {} cannot be opened: {error}", spec.name);
+            EngineError::Open(Problem::new(&item.place, text))
+        })?;
+        opened.0.push((spec.name.clone(), live));
+        Ok(())
+    }
+
+    /// Stops interfaces whose socket or device a new one needs; returns their counters.
+    fn stop_early(&mut self, blockers: &[&Item<InterfaceSpec>]) -> Vec<Arc<PortStats>> {
+        let gone: Vec<_> =
+            blockers.iter().filter_map(|item| self.interfaces.remove(&item.spec.name)).collect();
+        self.core.publish(self.setup(&self.current));
+        // Also dropped here: a TAP is free only once its file is closed.
+        gone.into_iter()
+            .map(|live| {
+                live.interface.stop();
+                live.stats
+            })
+            .collect()
+    }
+
+    /// Opens stopped interfaces again after their successor failed with `error`.
+    fn reopen(
+        &mut self,
+        blockers: &[&Item<InterfaceSpec>],
+        stopped: Vec<Arc<PortStats>>,
+        error: EngineError,
+    ) -> EngineError {
+        stopped.iter().for_each(|stats| self.retire(stats));
+        let mut lost = String::new();
+        for item in blockers {
+            let mut opened = Opened::default();
+            match self.open(item, &mut opened) {
+                Ok(()) => self.interfaces.extend(std::mem::take(&mut opened.0)),
+                Err(again) => {
+                    let name = &item.spec.name;
+                    lost += &format!("; interface {name} was stopped for it and is lost: {again}");
+                    self.forget(name);
+                }
+            }
+        }
+        self.core.publish(self.setup(&self.current));
+        match error {
+            EngineError::Open(problem) => {
+                EngineError::Open(Problem { text: problem.text + &lost, ..problem })
+            }
+            error => error,
+        }
+    }
+
+    /// Removes a lost interface, and the routes that use it, from the state.
+    fn forget(&mut self, name: &str) {
+        let target = Target::Interface(name.into());
+        self.indices.forget_interface(&name.into());
+        for desired in [&mut self.current, &mut self.own] {
+            desired.interfaces.retain(|item| item.spec.name != name);
+            desired.routes.retain(|item| !item.spec.names(&target));
+        }
+        self.route_indices.retain(|spec, _| !spec.names(&target));
+    }
+}
+
+/// Changed interfaces that must be reopened: old and new.
+fn replaced(plan: &Plan) -> impl Iterator<Item = &(Item<InterfaceSpec>, Item<InterfaceSpec>)> {
+    // All other settings belong to the core or can change while the interface is open.
+    let fixed = driving::fixed_part;
+    plan.interfaces.changed.iter().filter(move |(is, wanted)| fixed(&is.spec) != fixed(&wanted.spec))
+}
+
+/// Interfaces to stop: removed and reopened ones.
+fn leaving(plan: &Plan) -> impl Iterator<Item = &Item<InterfaceSpec>> {
+    plan.interfaces.removed.iter().chain(replaced(plan).map(|(is, _)| is))
+}
+
+#[cfg(test)]
+#[path = "apply_tests.rs"]
+mod tests;

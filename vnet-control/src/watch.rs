@@ -1,0 +1,73 @@
+//! Polls the engine for changes of state and moved MAC addresses, which happen outside of it.
+//!
+//! A change that is undone between two polls is not reported.
+
+use std::collections::HashMap;
+
+use super::desired::Target;
+use super::engine::Engine;
+use super::events::Event;
+use vnet::route::Moved;
+
+/// Polls for changes of state and moved MAC addresses.
+#[derive(Default)]
+pub struct Watch {
+    states: HashMap<Target, (String, Option<String>)>,
+    moves: u64,
+    /// False until the first poll.
+    begun: bool,
+}
+
+impl Watch {
+    /// Events since the previous poll; none at the first one.
+    pub fn poll(&mut self, engine: &Engine) -> Vec<Event> {
+        let mut events = vec![];
+        let mut states = HashMap::new();
+        for (target, state, reason) in engine.states() {
+            let now = (state, reason);
+            if self.begun && self.states.get(&target) != Some(&now) {
+                let (object, name) = match &target {
+                    Target::Interface(name) => ("interface", name.clone()),
+                    Target::Link(name) => ("link", name.clone()),
+                };
+                let (state, reason) = now.clone();
+                events.push(Event::State { object: object.into(), name, state, reason });
+            }
+            states.insert(target, now);
+        }
+        self.states = states;
+        let (moves, next) = engine.moves(self.moves);
+        if self.begun {
+            let missed = next - self.moves - moves.len() as u64;
+            events.extend((missed > 0).then_some(Event::Lagged { missed }));
+            events.extend(moves);
+        }
+        (self.moves, self.begun) = (next, true);
+        events
+    }
+}
+
+impl Engine {
+    /// State and reason of every interface and link.
+    fn states(&self) -> impl Iterator<Item = (Target, String, Option<String>)> {
+        let interfaces =
+            self.interfaces().into_iter().map(|i| (Target::Interface(i.name), i.state, i.reason));
+        let links = self.links().into_iter().map(|link| (Target::Link(link.name), link.state, link.reason));
+        interfaces.chain(links)
+    }
+
+    /// Moves of learned addresses from number `since` on, as far as they are kept, and the number of the next one.
+    fn moves(&self, since: u64) -> (Vec<Event>, u64) {
+        let (moves, next) = self.core.learned().moves_since(since);
+        let targets = self.targets();
+        let target = |port| targets.get(&port).map_or("removed".into(), ToString::to_string);
+        let event = |Moved { network, mac, from, to, frozen }: Moved| Event::Moved {
+            network,
+            mac,
+            from: target(from),
+            to: target(to),
+            frozen,
+        };
+        (moves.into_iter().map(event).collect(), next)
+    }
+}
