@@ -1,7 +1,7 @@
-//! The configuration, as a file and as a request.
+//! Configuration files and API requests.
 //!
-//! What must hold: nothing panics; what is refused is told in lines, each with its place; what is accepted passes the
-//! checks on its own, differs from nothing in nothing, and can be told.
+//! Holds: no panic; mistakes are reported one a line, each with its place; an accepted configuration passes the checks again,
+//! does not differ from itself, and its plan is one line a change.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,6 +1,6 @@
 //! The control language: lines of a console client, and files.
 //!
-//! What must hold: nothing panics; a command, displayed, reads as the same command; a mistake is told in one short line.
+//! Holds: no panic; a displayed command parses as the same command; a mistake is reported in one short line.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

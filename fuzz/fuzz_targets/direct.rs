@@ -1,4 +1,4 @@
-//! The beginning of what comes to an interface's own port, from arbitrary bytes.
+//! Arbitrary datagrams at an interface's own UDP port, up to the decision whether to receive in place.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| vnet::link::fuzz::direct(data));

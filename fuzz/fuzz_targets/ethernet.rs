@@ -1,9 +1,9 @@
-//! Ethernet views, checksums, offload metadata and finishing in software, from arbitrary bytes.
+//! Ethernet headers, checksums, offload metadata and software segmentation of arbitrary bytes.
 //!
-//! The input is a virtio-net header of 12 bytes, a byte that says what the receiver accepts, and a frame.
+//! Input: a virtio-net header of 12 bytes, a byte with the offloads that the receiver accepts, and a frame.
 //!
-//! What must hold: nothing panics; offsets lie within the frame; the fast checksum is the plain one; what comes out of
-//! finishing is a frame with metadata that its receiver accepts and that passes the check again.
+//! Holds: no panic; offsets lie within the frame; the fast checksum equals the plain one; software offload gives frames whose
+//! metadata the receiver accepts and that pass the check again.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -57,7 +57,7 @@ fn views(frame: &[u8]) {
     }
 }
 
-/// RFC 1071, word by word.
+/// The Internet checksum, word by word (RFC 1071).
 fn plain_checksum(bytes: &[u8]) -> u16 {
     let mut sum = 0u64;
     for pair in bytes.chunks(2) {

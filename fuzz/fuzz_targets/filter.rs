@@ -1,6 +1,6 @@
-//! The capture filter and the line that shows a frame's headers: an expression up to the first line end, then a frame's bytes.
+//! Capture filters, and the text of captured headers. Input: an expression up to the first line end, then a frame.
 //!
-//! What must hold: nothing panics; an expression that is read can be written and read again as the same; a line is one line.
+//! Holds: no panic; a displayed expression parses as the same filter; the text of a frame is one line.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,4 +1,4 @@
-//! Handshakes of sealed links, their messages, certificates and keepalives from arbitrary bytes.
+//! Sealed links: handshake messages, certificates and keepalives from arbitrary bytes.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| vnet::link::fuzz::handshake(data));

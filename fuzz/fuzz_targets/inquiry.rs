@@ -1,7 +1,7 @@
-//! What another host's control says (`vnet trace --follow`): a byte that tells question from answer, then the text.
+//! Messages of other hosts' control (`vnet trace --follow`). Input: a byte that tells question from answer, then the text.
 //!
-//! What must hold: nothing panics; what is shown has no control characters and is not deeper than hops are; an answer that is
-//! given on fits where its question came from, or says that it does not.
+//! Holds: no panic; shown text has no control characters and is at most as deep as there are hops; a forwarded answer fits the
+//! length of its question.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

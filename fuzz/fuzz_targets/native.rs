@@ -1,11 +1,11 @@
-//! Native datagrams and sequences of fragments from arbitrary bytes.
+//! Native datagrams, and their reassembly, from arbitrary bytes.
 //!
-//! The input is a list of records: a 16-bit length in network byte order and a datagram of that many bytes (of what is
-//! left), or a length of 0xff00 and more: the burst ends, and as many milliseconds pass as the low byte says.
+//! Input: records of a 16-bit length in network byte order and a datagram of that many bytes, or of what is left. A length of
+//! 0xff00 or more ends the burst; its low byte is the time that passes, in milliseconds.
 //!
-//! What must hold: nothing panics; every piece of a complete frame is the payload of a fragment that was sent for this
-//! place in this frame; all pieces but the last are of one size; memory stays within its budget and none is left when all
-//! has timed out; frames that are refused leave the batch as it was.
+//! Holds: no panic; every piece of a complete frame is the payload of a fragment sent for this index of this frame; all pieces
+//! but the last have the same size; memory stays within the budget, and none is left after the reassembly timeout; refused
+//! frames leave the batch as it was.
 #![no_main]
 
 use std::collections::HashMap;
@@ -20,10 +20,10 @@ use vnet::wire::ethernet::HEADER_LEN;
 use vnet::wire::native::{Bundle, ENTRY_LEN, Header, Kind, metadata};
 use vnet::wire::offload::{Offload, WIRE_LEN};
 
-/// Small, so that it is reached.
+/// Small enough to be reached.
 const BUDGET: usize = 16 << 10;
 
-/// Fragments sent so far, by frame and place in it.
+/// Fragments sent so far, by frame id and index.
 type Sent = HashMap<(u64, u16), Vec<Vec<u8>>>;
 
 fuzz_target!(|data: &[u8]| {
@@ -90,7 +90,7 @@ fuzz_target!(|data: &[u8]| {
     assert!(complete + stats.in_frames.get() <= sent.values().map(|all| all.len() as u64).sum());
 });
 
-/// Checks a complete frame against what was sent.
+/// Checks a complete frame against the fragments sent.
 fn check(whole: &Whole, header: &Header, burst: &[u8], sent: &Sent, batch: &mut Batch) {
     let mut pieces: Vec<&[u8]> = whole.pieces(burst).collect();
     assert!((2..=FRAGMENTS_MAX).contains(&pieces.len()));
@@ -111,7 +111,7 @@ fn check(whole: &Whole, header: &Header, burst: &[u8], sent: &Sent, batch: &mut 
     add(batch, &pieces, offload);
 }
 
-/// Makes a frame of `pieces` the way the receiver does, and checks it.
+/// Builds a frame of `pieces` as the receiver does, and checks it.
 fn add(batch: &mut Batch, pieces: &[&[u8]], offload: Offload) {
     batch.clear();
     let mut builder = batch.begin();

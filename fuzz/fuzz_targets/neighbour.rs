@@ -1,7 +1,7 @@
-//! Questions for a neighbour's address, from guests.
+//! ARP requests and neighbour solicitations from guests.
 //!
-//! What must hold: nothing panics; whatever is taken for a question can be answered, to the asker, in the owner's name; and
-//! no answer is a question, so that two proxies cannot keep each other busy.
+//! Holds: no panic; every accepted request gets a reply to the asker, in the owner's name; no reply is a request, so that two
+//! proxies cannot loop.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

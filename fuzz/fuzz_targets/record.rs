@@ -1,7 +1,7 @@
-//! Keys and values of the store, from anybody who can write there.
+//! Keys and values of the store, as anybody with write access may write them.
 //!
-//! What must hold: nothing panics; what is taken is written again as it was read; and an overlay that is fed with it joins
-//! nobody but sound hosts, and never itself.
+//! Holds: no panic; an accepted record is written as it was read; the overlay computes links to valid hosts only, never to
+//! itself.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -16,7 +16,7 @@ fuzz_target!(|data: &[u8]| {
     }
     written_as_read::<HostRecord>(data);
     written_as_read::<StationRecord>(data);
-    // Lines: key, value, key, value, …; what is left of the time goes by between two.
+    // Lines: key, value, key, value, …; 40 ms pass after each pair.
     let address = Some(([10, 0, 0, 1], 9000).into());
     let networks = [NetworkId::DEFAULT].into();
     let mut overlay = Overlay::new("h1".into(), 1, Settings { address, networks, ..Settings::default() });

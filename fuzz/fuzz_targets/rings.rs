@@ -1,4 +1,4 @@
-//! Guest memory and virtqueues that a guest may write anything into: frames are taken and given through them.
+//! Virtqueues in hostile guest memory: frames are received from them and delivered to them.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| vnet::interface::virtqueue::fuzz::rings(data));

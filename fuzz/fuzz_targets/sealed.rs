@@ -1,10 +1,10 @@
-//! Sealed datagrams that were changed, repeated, reordered or invented on the way.
+//! Sealed datagrams that were corrupted, replayed, reordered or forged.
 //!
-//! The input is a list of records of four bytes: what to do with which datagram, and two numbers for it. Datagrams are
-//! sealed one after the other, with different lengths.
+//! Input: records of four bytes: an action, the datagram that it concerns, and two numbers. Datagrams are sealed in turn, with
+//! different lengths.
 //!
-//! What must hold: nothing panics; what opens is a datagram as it was sealed, unchanged, and it opens once; what does not is
-//! refused for the right reason and changes nothing: a datagram that never arrived opens in the end.
+//! Holds: no panic; only datagrams as they were sealed open, and once each; others are refused for the right reason, and
+//! without effect: datagrams that did not arrive still open in the end.
 #![no_main]
 
 use std::collections::HashSet;
@@ -48,14 +48,14 @@ fuzz_target!(|data: &[u8]| {
         let intact = arrived == *original;
         match opening.open(&mut arrived) {
             Ok(()) => {
-                assert!(intact, "something that was never sealed has opened");
-                assert!(opened.insert(index), "it has opened twice");
+                assert!(intact, "a forged datagram was opened");
+                assert!(opened.insert(index), "a datagram was opened twice");
                 assert_eq!(&arrived[HEADER_LEN..arrived.len() - TAG_LEN], &clear[..]);
             }
             Err(DiscardReason::Truncated) => assert!(arrived.len() < HEADER_LEN + TAG_LEN),
             Err(DiscardReason::Forged) => assert!(!intact),
             Err(DiscardReason::Replayed) => assert!(!intact || opened.contains(&index) || number > 8192),
-            Err(other) => panic!("{other:?} is no reason here"),
+            Err(other) => panic!("unexpected {other:?}"),
         }
     }
     if number <= 8192 {

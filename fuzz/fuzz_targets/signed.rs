@@ -1,7 +1,7 @@
-//! Signed values of the store: taken apart, and held against certificates.
+//! Signed values of the store, checked against certificates.
 //!
-//! What must hold: nothing panics; what is taken apart can be put together again as it was; nothing that was not signed is
-//! believed, and of what was signed not one byte may differ.
+//! Holds: no panic; a parsed value consists of the bytes that were read; no unsigned value is accepted, nor a signed one with
+//! one byte changed.
 #![no_main]
 
 use std::sync::{Arc, OnceLock};
@@ -18,7 +18,7 @@ use vnet::wire::ethernet::Mac;
 const KEY: &str = "/vnet/v1/1/hosts/h2";
 const RECORD: &[u8] = br#"{"address":"10.0.0.2:9000","instance":2}"#;
 
-/// Who h1 is, and a record that it believes of h2. Made once: keys cost time.
+/// h1's identity, and a record of h2 that it accepts. Made once: keys cost time.
 fn made() -> &'static (Arc<IdentityStore>, Vec<u8>) {
     static MADE: OnceLock<(Arc<IdentityStore>, Vec<u8>)> = OnceLock::new();
     MADE.get_or_init(|| {
@@ -26,9 +26,9 @@ fn made() -> &'static (Arc<IdentityStore>, Vec<u8>) {
         std::fs::create_dir_all(&folder).expect("a folder for keys");
         let pki = Pki::new(&folder);
         let (store, other) = (Arc::new(pki.store("h1", 1)), pki.identity("h2"));
-        let key = Key::parse(KEY.as_bytes()).expect("it is a key");
-        let value = sign(&key, RECORD, other.chain(), 1, |message| other.sign(message)).expect("it can be signed");
-        std::fs::remove_dir_all(folder).expect("the folder is removed again");
+        let key = Key::parse(KEY.as_bytes()).expect("a key");
+        let value = sign(&key, RECORD, other.chain(), 1, |message| other.sign(message)).expect("a signature");
+        std::fs::remove_dir_all(folder).expect("an empty folder");
         (store, value)
     })
 }
@@ -36,9 +36,9 @@ fn made() -> &'static (Arc<IdentityStore>, Vec<u8>) {
 fuzz_target!(|data: &[u8]| {
     let (store, good) = made();
     for key in [KEY, "/vnet/v1/1/interfaces/52:54:00:00:00:02"] {
-        let key = Key::parse(key.as_bytes()).expect("it is a key");
+        let key = Key::parse(key.as_bytes()).expect("a key");
         if let Some(signed) = Signed::parse(&key, data) {
-            let body = signed.value.strip_suffix(b"}").expect("it is an object");
+            let body = signed.value.strip_suffix(b"}").expect("an object");
             assert!(data.starts_with(body) && signed.message.ends_with(body));
         }
     }
@@ -58,8 +58,8 @@ fuzz_target!(|data: &[u8]| {
     while let (Some(key), Some(value)) = (lines.next(), lines.next()) {
         put(&mut overlay, key, value);
     }
-    assert_eq!(overlay.computed().hosts, 0, "nobody has signed that");
-    // One byte of a good value is another.
+    assert_eq!(overlay.computed().hosts, 0, "an unsigned value was accepted");
+    // One byte of a good value changes.
     if let [high, low, byte, ..] = *data {
         let mut value = good.clone();
         let at = usize::from(u16::from_be_bytes([high, low])) % value.len();
@@ -68,5 +68,5 @@ fuzz_target!(|data: &[u8]| {
         assert_eq!(overlay.computed().hosts, usize::from(value == *good));
     }
     put(&mut overlay, KEY.as_bytes(), good);
-    assert_eq!(overlay.computed().hosts, 1, "the good value is believed");
+    assert_eq!(overlay.computed().hosts, 1, "the good value is refused");
 });

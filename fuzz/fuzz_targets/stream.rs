@@ -1,7 +1,7 @@
-//! A byte stream from a peer: messages, their lengths, what is in them.
+//! A stream link's bytes from a peer: lengths, headers and frames.
 //!
-//! What must hold: nothing panics; every byte is taken once or waited for; a length that no message has ends it; a frame that
-//! is written again is the same message.
+//! Holds: no panic; every byte is consumed once or waits for more; an invalid length ends the stream; a frame encoded again is
+//! the same message.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,9 +1,9 @@
-//! A VXLAN datagram from arbitrary bytes: the header, and what is inferred of the frame behind it.
+//! VXLAN datagrams from arbitrary bytes: the header, and the offloads inferred of the inner frame.
 //!
-//! The input is two bytes that say how large a frame the path carries, then the datagram.
+//! Input: two bytes with the largest frame that the path carries, then the datagram.
 //!
-//! What must hold: nothing panics; what is read and written again is the same but for reserved bits; what is inferred passes
-//! the check, and a frame that is finished or cut by it comes out whole.
+//! Holds: no panic; a header written again is the same but for reserved bits; inferred offload metadata passes the check;
+//! segmentation by it loses no byte.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -34,7 +34,7 @@ fuzz_target!(|data: &[u8]| {
     for index in 0..cut.count() {
         let mut segment = vec![0; cut.segment_len(index)];
         cut.write_headers(index, &mut segment);
-        assert!(segment.len() <= whole_max, "segments of a stream fit the path");
+        assert!(segment.len() <= whole_max, "a segment exceeds the path");
         assert_eq!(segment[..12], frame[..12]);
         total += segment.len() - cut.headers_len();
     }

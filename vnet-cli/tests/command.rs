@@ -1,4 +1,4 @@
-//! The command against a real daemon: what it prints, what it makes, and how it fails.
+//! The command with a real daemon: output, effects and failures.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::process::{Child, Command, Output, Stdio};
 
 use serde_json::{Value, json};
 
-/// A daemon with an empty host, and where its files are.
+/// A daemon with an empty configuration, and its folder.
 struct Host {
     daemon: Child,
     dir: tempfile::TempDir,
@@ -34,18 +34,18 @@ impl Host {
         vnet(&self.dir.path().join("s"), args)
     }
 
-    /// What a command that succeeds prints.
-    fn says(&self, args: &[&str]) -> String {
+    /// The output of a command that has to succeed.
+    fn output_of(&self, args: &[&str]) -> String {
         let output = self.vnet(args);
         assert_eq!((output.status.code(), text(&output.stderr)), (Some(0), String::new()), "{args:?}");
         text(&output.stdout)
     }
 
     fn json(&self, args: &[&str]) -> Value {
-        serde_json::from_str(&self.says(&[args, &["--json"]].concat())).unwrap()
+        serde_json::from_str(&self.output_of(&[args, &["--json"]].concat())).unwrap()
     }
 
-    /// What a command that is refused says.
+    /// The error of a command that has to fail.
     fn refused(&self, args: &[&str]) -> String {
         let output = self.vnet(args);
         assert_eq!((output.status.code(), text(&output.stdout)), (Some(1), String::new()), "{args:?}");
@@ -60,8 +60,8 @@ impl Drop for Host {
     }
 }
 
-/// The daemon's program, built like this test: with the features of the whole workspace's tests, or half of it would be
-/// built twice.
+/// The daemon's program, built with the features of the whole workspace's tests like this one, or half of it would be built
+/// twice.
 fn vnetd() -> PathBuf {
     let here = Path::new(env!("CARGO_BIN_EXE_vnet"));
     let target = here.ancestors().nth(2).unwrap();
@@ -83,7 +83,7 @@ fn text(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn a_host_is_built_and_taken_down_by_commands() {
+fn commands_add_list_and_remove() {
     let host = Host::start();
     let socket = host.dir.path().join("vm1.sock").display().to_string();
     let add = [
@@ -97,25 +97,26 @@ fn a_host_is_built_and_taken_down_by_commands() {
         "--mac",
         "52:54:00:00:00:01",
     ];
-    assert_eq!(host.says(&add), "interface vm1 added\n");
+    assert_eq!(host.output_of(&add), "interface vm1 added\n");
     assert_eq!(
-        host.says(&["link", "add", "h2", "--remote", "10.1.2.3:9000", "--trusted"]),
+        host.output_of(&["link", "add", "h2", "--remote", "10.1.2.3:9000", "--trusted"]),
         "link h2 added\n"
     );
     let add = ["route", "add", "--dst", "52:54:00:00:00:02", "--from", "interface vm1", "--to", "link h2"];
-    assert_eq!(host.says(&add), "route 1 added\n");
+    assert_eq!(host.output_of(&add), "route 1 added\n");
 
-    let list = host.says(&["interface", "list"]);
+    let list = host.output_of(&["interface", "list"]);
     let words: Vec<Vec<_>> = list.lines().map(|line| line.split_whitespace().collect()).collect();
     assert_eq!(words[0][..4], ["NAME", "KIND", "STATE", "NETWORK"]);
     assert_eq!(words[1][..7], ["vm1", "vhost-user", "down", "1", "52:54:00:00:00:01", "1500", "1"]);
     assert_eq!(
-        host.says(&["route", "list"]),
+        host.output_of(&["route", "list"]),
         "INDEX  NETWORK  SRC  DST                FROM           TO\n    1        1  any  52:54:00:00:00:02  interface vm1  link h2\n"
     );
     let set = ["interface", "set", "vm1", "mode=vmm-driven", "window_us=100", "interrupts=optimistic"];
     assert!(
-        host.says(&set).contains("vmm-driven") && host.says(&["interface", "list"]).contains("vmm-driven")
+        host.output_of(&set).contains("vmm-driven")
+            && host.output_of(&["interface", "list"]).contains("vmm-driven")
     );
     let listed = &host.json(&["interface", "list"])[0];
     assert_eq!((&listed["mode"], &listed["interrupts"]), (&json!("vmm-driven"), &json!("optimistic")));
@@ -128,28 +129,28 @@ fn a_host_is_built_and_taken_down_by_commands() {
     assert!(host.refused(&["interface", "set", "vm9", "mode=adaptive"]).contains("no interface vm9"));
     assert_eq!(host.json(&["link", "list"])[0]["name"], "h2");
     assert_eq!(host.json(&["status"])["routes"], 1);
-    assert!(host.says(&["status"]).starts_with("host         h1\n"));
-    let stats = host.says(&["stats"]);
+    assert!(host.output_of(&["status"]).starts_with("host         h1\n"));
+    let stats = host.output_of(&["stats"]);
     assert!(stats.contains("interface vm1") && stats.contains("no_route"), "{stats}");
     assert!(stats.ends_with("in 0 + copies 0 = out 0 + drops 0\n"), "{stats}");
     assert_eq!(host.json(&["stats"])["balance"]["drops"], 0);
-    assert_eq!(host.says(&["version"]), "vnet 0.1.0\nvnetd 0.1.0\n");
+    assert_eq!(host.output_of(&["version"]), "vnet 0.1.0\nvnetd 0.1.0\n");
 
     let refused = host.refused(&["interface", "del", "vm1"]);
     assert!(refused.starts_with("interface vm1 is named by route 1 ("), "{refused}");
-    assert_eq!(host.says(&["route", "del", "1"]), "route 1 removed\n");
-    assert_eq!(host.says(&["interface", "del", "vm1"]), "interface vm1 removed\n");
+    assert_eq!(host.output_of(&["route", "del", "1"]), "route 1 removed\n");
+    assert_eq!(host.output_of(&["interface", "del", "vm1"]), "interface vm1 removed\n");
     assert_eq!(host.json(&["link", "del", "h2"]), json!({ "removed": { "object": "link", "name": "h2" } }));
     assert_eq!(host.json(&["interface", "list"]), json!([]));
 }
 
 #[test]
-fn the_control_language_is_read_from_files_and_standard_input() {
+fn the_console_reads_files_and_standard_input() {
     let host = Host::start();
     let links = host.dir.path().join("links");
     std::fs::write(&links, "# a remark\nADD 10.1.2.3 9000 udp\n").unwrap();
     let links = links.to_str().unwrap();
-    assert_eq!(host.says(&["console", links]), "OK link 1\n");
+    assert_eq!(host.output_of(&["console", links]), "OK link 1\n");
     assert_eq!(host.json(&["link", "list"])[0]["encapsulation"], "vnet");
     let refused = host.refused(&["console", links]);
     assert!(refused.starts_with(&format!("{links}:2: remote 10.1.2.3:9000 is used already")), "{refused}");
@@ -157,7 +158,7 @@ fn the_control_language_is_read_from_files_and_standard_input() {
     std::fs::write(&other, "DEL 1\n").unwrap();
     let other = other.to_str().unwrap();
     assert!(host.refused(&["console", other]).contains("'DEL' is no command"));
-    assert_eq!(host.says(&["console", "--as", "links", other]), "OK link 1 removed\n");
+    assert_eq!(host.output_of(&["console", "--as", "links", other]), "OK link 1 removed\n");
     let answers = host.json(&["console", "--as", "console", "/dev/null"]);
     assert_eq!(answers, json!([]));
 }
@@ -170,10 +171,10 @@ fn a_file_is_applied() {
     std::fs::write(&file, std::fs::read_to_string(&file).unwrap() + link).unwrap();
     let file = file.to_str().unwrap();
     let step = "+ link h2: native to 10.1.2.3:9000, trusted\n";
-    assert_eq!(host.says(&["apply", file, "--dry-run"]), format!("{step}1 change would be made\n"));
+    assert_eq!(host.output_of(&["apply", file, "--dry-run"]), format!("{step}1 change would be made\n"));
     assert_eq!(host.json(&["link", "list"]), json!([]));
-    assert_eq!(host.says(&["apply", file]), format!("{step}1 change made\n"));
-    assert_eq!(host.says(&["apply", file]), "nothing to change\n");
+    assert_eq!(host.output_of(&["apply", file]), format!("{step}1 change made\n"));
+    assert_eq!(host.output_of(&["apply", file]), "nothing to change\n");
     assert_eq!(host.json(&["apply", file])["changes"], json!([]));
     std::fs::write(file, "[host]\nname = 1\n").unwrap();
     let want = format!("{file}:2: 'name' is a whole number, but must be a text; write name = \"…\"\n");
@@ -185,7 +186,7 @@ fn a_file_is_applied() {
 fn a_frame_is_traced() {
     let host = Host::start();
     let socket = host.dir.path().join("vm1.sock").display().to_string();
-    host.says(&[
+    host.output_of(&[
         "interface",
         "add",
         "vm1",
@@ -196,9 +197,9 @@ fn a_frame_is_traced() {
         "--mac",
         "52:54:00:00:00:01",
     ]);
-    host.says(&["link", "add", "h2", "--remote", "10.1.2.3:9000", "--trusted"]);
-    host.says(&["route", "add", "--dst", "52:54:00:00:00:02", "--to", "link h2"]);
-    let trace = |dst: &str| host.says(&["trace", "52:54:00:00:00:01", dst]);
+    host.output_of(&["link", "add", "h2", "--remote", "10.1.2.3:9000", "--trusted"]);
+    host.output_of(&["route", "add", "--dst", "52:54:00:00:00:02", "--to", "link h2"]);
+    let trace = |dst: &str| host.output_of(&["trace", "52:54:00:00:00:01", dst]);
     assert_eq!(
         trace("52:54:00:00:00:02").lines().next().unwrap(),
         "52:54:00:00:00:01 -> 52:54:00:00:00:02 in network 1, from interface vm1: to link h2, because route 1 of \
@@ -237,7 +238,7 @@ fn a_check_needs_no_daemon() {
 }
 
 #[test]
-fn failures_are_one_line_and_status_one_and_wrong_usage_is_two() {
+fn failures_are_one_line_and_exit_1_and_wrong_usage_exits_2() {
     let dir = tempfile::tempdir().unwrap();
     let nobody = dir.path().join("nobody");
     let output = vnet(&nobody, &["status"]);
@@ -267,7 +268,7 @@ fn failures_are_one_line_and_status_one_and_wrong_usage_is_two() {
 }
 
 #[test]
-fn output_that_nobody_reads_is_no_failure() {
+fn a_closed_pipe_is_no_failure() {
     let host = Host::start();
     let mut child = Command::new(env!("CARGO_BIN_EXE_vnet"))
         .env("VNET_SOCKET", host.dir.path().join("s"))
@@ -277,7 +278,7 @@ fn output_that_nobody_reads_is_no_failure() {
         .spawn()
         .unwrap();
     let mut line = String::new();
-    // Read one line, then close: the next figures go nowhere.
+    // Read one line, then close the pipe.
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
     assert!(line.starts_with("PORT"), "{line}");
     let output = child.wait_with_output().unwrap();

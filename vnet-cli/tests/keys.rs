@@ -1,4 +1,4 @@
-//! `vnet keys`: what it makes is taken by sealed links, and what it revokes is not.
+//! `vnet keys`: sealed links accept the certificates that it issues, and refuse those that it revokes.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -15,14 +15,14 @@ fn keys(folder: &Path, words: &[&str]) -> Output {
     command.output().unwrap()
 }
 
-/// The answer to something that works.
-fn says(folder: &Path, words: &[&str]) -> Value {
+/// The JSON output of a command that has to succeed.
+fn output_of(folder: &Path, words: &[&str]) -> Value {
     let output = keys(folder, words);
     assert!(output.status.success(), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-/// The one line about something that does not.
+/// The one-line error of a command that has to fail.
 fn refused(folder: &Path, words: &[&str]) -> String {
     let output = keys(folder, words);
     assert_eq!(output.status.code(), Some(1), "{words:?}");
@@ -44,20 +44,20 @@ fn mode(path: &Path) -> u32 {
 fn authority() -> (TempDir, std::path::PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("keys");
-    says(&path, &["init"]);
+    output_of(&path, &["init"]);
     (folder, path)
 }
 
 #[test]
-fn what_is_issued_can_be_used() {
+fn issued_certificates_are_accepted() {
     let (_folder, path) = authority();
-    says(&path, &["issue", "h1"]);
+    output_of(&path, &["issue", "h1"]);
     let limits = ["issue", "h2", "--networks", "2,1", "--macs", "52:54:00:00:00:01"];
-    let issued = says(&path, &limits);
+    let issued = output_of(&path, &limits);
     let identity = Identity::load(&files(&path, "h1"), "h1").unwrap();
     let other = Identity::load(&files(&path, "h2"), "h2").unwrap();
     assert_eq!(issued["serial"].as_str(), Some(other.info().serial.as_str()));
-    assert!(Identity::load(&files(&path, "h1"), "h2").is_err(), "not for another name");
+    assert!(Identity::load(&files(&path, "h1"), "h2").is_err(), "a certificate for another name");
     let claims = &other.info().claims;
     assert_eq!(claims.networks.as_ref().unwrap().iter().map(|id| id.get()).collect::<Vec<_>>(), [1, 2]);
     assert!(claims.macs.is_some() && identity.info().claims.macs.is_none());
@@ -68,26 +68,26 @@ fn what_is_issued_can_be_used() {
         assert_eq!(mode(&path.join(public)), 0o644, "{public}");
     }
     let left = fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
-    assert!(left.into_iter().all(|name| !name.ends_with(".new")), "nothing half done is left");
+    assert!(left.into_iter().all(|name| !name.ends_with(".new")), "a temporary file is left");
 }
 
 #[test]
-fn what_is_revoked_is_refused_and_what_is_renewed_is_not() {
+fn revoked_certificates_are_refused_and_renewed_ones_accepted() {
     let (_folder, path) = authority();
-    let first = says(&path, &["issue", "h1"])["serial"].clone();
-    let second = says(&path, &["issue", "h1"])["serial"].clone();
+    let first = output_of(&path, &["issue", "h1"])["serial"].clone();
+    let second = output_of(&path, &["issue", "h1"])["serial"].clone();
     assert_ne!(first, second);
-    let revoked = says(&path, &["revoke", "h1"])["revoked"].as_array().unwrap().clone();
+    let revoked = output_of(&path, &["revoke", "h1"])["revoked"].as_array().unwrap().clone();
     assert!(revoked.len() == 2 && revoked.contains(&first) && revoked.contains(&second), "{revoked:?}");
     let error = Identity::load(&files(&path, "h1"), "h1").map(drop).unwrap_err().to_string();
     assert!(error.contains("revoked"), "{error}");
     assert!(refused(&path, &["revoke", "h1"]).contains("no certificate of 'h1'"));
     assert!(refused(&path, &["revoke", "h9"]).contains("no certificate of 'h9'"));
-    let third = says(&path, &["issue", "h1"])["serial"].clone();
+    let third = output_of(&path, &["issue", "h1"])["serial"].clone();
     assert!(Identity::load(&files(&path, "h1"), "h1").is_ok());
-    says(&path, &["issue", "h2"]);
-    says(&path, &["revoke", "h2"]);
-    let shown = says(&path, &["show"]);
+    output_of(&path, &["issue", "h2"]);
+    output_of(&path, &["revoke", "h2"]);
+    let shown = output_of(&path, &["show"]);
     let states: Vec<_> = shown["certificates"]
         .as_array()
         .unwrap()
@@ -121,17 +121,17 @@ fn mistakes_are_one_line_and_change_nothing() {
 }
 
 #[test]
-fn days_are_those_asked_for() {
+fn certificates_are_valid_for_the_days_given() {
     let (_folder, path) = authority();
-    says(&path, &["issue", "h1", "--days", "10"]);
+    output_of(&path, &["issue", "h1", "--days", "10"]);
     let info = CertificateInfo::load(&path.join("h1.pem")).unwrap();
     let days = (info.valid.1 - info.valid.0) as f64 / 86_400.0;
     assert!((10.0..10.1).contains(&days), "{days}");
 }
 
-/// What it says to write into the configuration can be written there, wherever it was said.
+/// The suggested `[identity]` table has absolute paths and can be pasted into the configuration.
 #[test]
-fn paths_are_said_as_the_configuration_takes_them() {
+fn the_suggested_configuration_is_valid() {
     let folder = tempfile::tempdir().unwrap();
     let run = |words: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_vnet"));
@@ -143,6 +143,7 @@ fn paths_are_said_as_the_configuration_takes_them() {
     let text = run(&["issue", "h1", "--dir", "keys"]);
     let identity = &text[text.find("[identity]").unwrap()..];
     let configuration = format!("[host]\nname = \"h1\"\n{identity}");
-    let files = vnet_control::config::parse("said", &configuration).unwrap().desired.identity.unwrap().spec;
+    let files =
+        vnet_control::config::parse("suggested", &configuration).unwrap().desired.identity.unwrap().spec;
     assert!(Identity::load(&files, "h1").is_ok());
 }

@@ -1,10 +1,10 @@
-//! The least that a program can do between a TAP device and a UDP socket. `lab/lab bench ablation` runs it on two hosts: what
-//! is above its round trips is vnetd's own; what is in them are the kernel's system calls and the machine's wake-ups.
+//! The least that a program can do between a TAP device and a UDP socket. `lab/lab bench ablation` runs it on two hosts: its
+//! round trips are the kernel's system calls and wake-ups; vnetd's own cost is the difference.
 //!
 //! One frame is one datagram: no header, no table, no batch, no offloads, no counters.
 //!
-//! Usage: `floor DEVICE LOCAL:PORT REMOTE:PORT spin|block` makes the device, then moves frames until it is killed. `spin` looks
-//! at both sides in turn and gives the processor to whoever wants it in between; `block` sleeps until one has something.
+//! Usage: `floor DEVICE LOCAL:PORT REMOTE:PORT spin|block` creates the device, then moves frames until it is killed. `spin` polls
+//! both sides in turn and yields the processor in between; `block` sleeps until one is readable.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read, Write};
@@ -14,7 +14,7 @@ use std::os::unix::fs::OpenOptionsExt;
 
 use rustix::event::{PollFd, PollFlags, poll};
 
-/// The largest frame, and more than any datagram.
+/// Larger than any frame and datagram.
 const ROOM: usize = 1 << 16;
 
 fn main() -> io::Result<()> {
@@ -39,7 +39,7 @@ fn forward(mut tap: &File, socket: &UdpSocket, remote: SocketAddr, blocks: bool)
     loop {
         let mut moved = false;
         if let Some(len) = some(tap.read(&mut room))? {
-            // As a network does: what does not get through is lost.
+            // Unsent frames are lost, as on a network.
             let _ = socket.send_to(&room[..len], remote);
             moved = true;
         }
@@ -56,7 +56,7 @@ fn forward(mut tap: &File, socket: &UdpSocket, remote: SocketAddr, blocks: bool)
     }
 }
 
-/// What came, if anything did. That the device is down yet, or the other end not there, is nothing.
+/// `None` if nothing is readable, the device is still down, or the other end does not run yet.
 fn some<T>(result: io::Result<T>) -> io::Result<Option<T>> {
     match result {
         Ok(found) => Ok(Some(found)),
@@ -66,9 +66,9 @@ fn some<T>(result: io::Result<T>) -> io::Result<Option<T>> {
     }
 }
 
-/// Makes a TAP device in this namespace. It may be moved to another.
+/// Creates a TAP device in this namespace; it may be moved to another.
 fn tap(device: &str) -> io::Result<File> {
-    /// `struct ifreq` as TUNSETIFF takes it; as long as the kernel's.
+    /// `struct ifreq` for TUNSETIFF, with the kernel's size.
     #[repr(C)]
     struct Request {
         name: [u8; 16],

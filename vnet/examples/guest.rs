@@ -1,13 +1,13 @@
-//! A guest that does nothing but send or take frames: load for a vhost-user interface. `lab/lab bench` runs it.
+//! A guest that only sends or receives frames: load for a vhost-user interface. `lab/lab bench` runs it.
 //!
-//! It is the driver's side of virtio-net (virtio 1.2 section 5.1) over shared memory, with a vhost-user front end before
-//! it, as a machine monitor with a Linux guest would be: notifications by event index, mergeable receive buffers of a page,
-//! 64 KB frames that leave segmentation and checksum to the device. Frames are written once, and their descriptors too: to
-//! send is to make a chain available again, so that the load costs far less than what it loads.
+//! The driver's side of virtio-net (virtio 1.2 section 5.1) over shared memory, with a vhost-user front end, as a machine
+//! monitor with a Linux guest would have: notifications by event index, mergeable receive buffers of a page, 64 KB frames with
+//! segmentation and checksum offload. Frames and descriptors are written once; sending makes a chain available again, so the
+//! load generator costs far less than the interface under load.
 //!
 //! Usage: `guest SOCKET sink|send --mac MAC [--to MAC] [--bytes N] [--seconds S] [--cpu N]`
-//! Frames beyond 1 514 bytes are TCP super-frames (TSO). Prints what it did as one JSON object. A sink ends S seconds after
-//! the first frame came; it counts what it got, and frames that were not whole or not its own as `wrong`.
+//! Frames beyond 1 514 bytes are TCP super-frames (TSO). Prints one JSON object. A sink ends S seconds after its first frame; it
+//! counts received frames, and truncated or foreign ones as `wrong`.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -34,9 +34,9 @@ const TRANSMIT: usize = 1;
 const RING: u16 = 1024;
 const RING_SPACE: usize = 0x8000;
 const PAGE: usize = 0x1000;
-/// Frames are in pieces of this size, as a Linux guest's page fragments are.
+/// Frames are split into pieces of this size, like a Linux guest's page fragments.
 const PIECE: usize = 0x8000;
-/// Frames on their way at most.
+/// Most frames in flight.
 const SLOTS: u16 = 256;
 const SLOT_SPACE: usize = 0x1_2000;
 const BUFFERS: usize = 2 * RING_SPACE;
@@ -99,7 +99,7 @@ impl Options {
         options
     }
 
-    /// A frame and its offload metadata: a TCP segment, of which the device makes many when it is long.
+    /// A frame and its offload metadata: a TCP segment, which the device segments if it is long.
     fn frame(&self) -> (Vec<u8>, Offload) {
         let mut frame = vec![0x5a; self.bytes];
         let ip_len = u16::try_from(self.bytes - 14).unwrap_or(u16::MAX);
@@ -127,7 +127,7 @@ impl Memory {
     fn new() -> Memory {
         let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).expect("memory"));
         file.set_len(MEMORY as u64).expect("memory");
-        // SAFETY: a new mapping at a place that the kernel chooses; it stays until the process ends.
+        // SAFETY: a new mapping at an address that the kernel chooses; it stays until the process ends.
         let base = unsafe {
             let access = ProtFlags::READ | ProtFlags::WRITE;
             mmap(std::ptr::null_mut(), MEMORY, access, MapFlags::SHARED | MapFlags::POPULATE, &file, 0)
@@ -148,7 +148,7 @@ impl Memory {
     }
 
     fn read<T: Copy>(&self, offset: usize) -> T {
-        // SAFETY: `at` checks bounds and alignment; every `T` used here is an integer, which any bytes are.
+        // SAFETY: `at` checks bounds and alignment; every `T` used here is an integer, valid for all bytes.
         unsafe { self.at::<T>(offset).read_volatile() }
     }
 
@@ -185,13 +185,13 @@ impl Ring {
         memory.write(self.base + 16 * usize::from(index), descriptor);
     }
 
-    /// Makes a chain available, to be published later.
+    /// Makes a chain available; `publish` shows it to the device.
     fn offer(&mut self, memory: &Memory, head: u16) {
         memory.write(self.avail_at() + 4 + 2 * usize::from(self.avail % RING), head);
         self.avail = self.avail.wrapping_add(1);
     }
 
-    /// Shows the device all that was offered, and notifies it when it asks for that.
+    /// Publishes the available chains, and notifies the device if it asks for that.
     fn publish(&mut self, memory: &Memory) {
         let index = memory.index(self.avail_at() + 2);
         let before = index.load(Ordering::Relaxed);
@@ -204,19 +204,19 @@ impl Ring {
         }
     }
 
-    /// Chains that the device has given back and that were not looked at.
+    /// Used chains that were not collected yet.
     fn ready(&self, memory: &Memory) -> u16 {
         memory.index(self.used_at() + 2).load(Ordering::Acquire).wrapping_sub(self.used)
     }
 
-    /// The next chain that was given back (head, bytes written); ask [`Ring::ready`] first.
+    /// The next used chain (head, bytes written); check [`Ring::ready`] first.
     fn take(&mut self, memory: &Memory) -> (u16, usize) {
         let at = self.used_at() + 4 + 8 * usize::from(self.used % RING);
         self.used = self.used.wrapping_add(1);
         (memory.read::<u32>(at) as u16, memory.read::<u32>(at + 4) as usize)
     }
 
-    /// Waits until `count` chains are ready, or a moment.
+    /// Waits for `count` used chains, for a short time.
     fn wait(&self, memory: &Memory, count: u16) {
         let event = memory.index(self.avail_at() + 4 + 2 * usize::from(RING));
         event.store(self.used.wrapping_add(count - 1), Ordering::Relaxed);
@@ -226,7 +226,7 @@ impl Ring {
             let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(self.call.as_raw_fd()) };
             let moment = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
             poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&moment)).expect("poll");
-            // Empty after a moment without an interrupt, which is no error.
+            // No interrupt within the time: no error.
             let _ = self.call.read();
         }
     }
@@ -236,7 +236,7 @@ impl Ring {
 struct Guest {
     memory: Memory,
     rings: [Ring; 2],
-    /// Open as long as the guest lives.
+    /// Holds the connection open.
     _frontend: Frontend,
 }
 
@@ -312,7 +312,7 @@ impl Guest {
         report(done, done * options.bytes as u64, 0, 0, begin.elapsed())
     }
 
-    /// Takes whatever comes.
+    /// Receives everything.
     fn sink(&mut self, options: &Options) -> serde_json::Value {
         let (memory, ring) = (&self.memory, &mut self.rings[RECEIVE]);
         for index in 0..RING {
@@ -354,7 +354,7 @@ impl Guest {
     }
 }
 
-/// Writes every slot's frame and chain: the virtio-net header, then the frame in pieces.
+/// Writes the frame and the chain of every slot: the virtio-net header, then the frame in pieces.
 fn prepare(memory: &Memory, ring: &Ring, options: &Options, slots: u16, chain: u16) {
     let (frame, offload) = options.frame();
     for slot in 0..slots {

@@ -1,13 +1,12 @@
-//! What a look-up costs with 10 to 1 000 000 routes, and what memory a route takes. `lab/lab bench scale` runs it.
+//! The cost of a lookup with 10 to 1 000 000 routes, and the memory of a route. `lab/lab bench scale` runs it.
 //!
-//! Routes lead from any source to one destination each. Three kinds of traffic ask a router for its decisions:
+//! Each route leads from any source to one destination. Three kinds of traffic:
 //!
-//! - `cached_ns`: 64 flows, over and over; after the first round the router's cache answers;
-//! - `few_ns`: ever new sources to 64 destinations, so that the cache has no answer and the table must;
-//! - `all_ns`: ever new sources to destinations all over the table: beside the look-up this costs what memory that is in
-//!   no processor cache costs.
+//! - `cached_ns`: 64 flows in turn; after the first round the route cache answers;
+//! - `few_ns`: new sources to 64 destinations, so that the cache misses and the table answers;
+//! - `all_ns`: new sources to destinations all over the table: adds misses of the processor's caches.
 //!
-//! Usage: `lookup [ROUTES]...` prints one JSON object a line; times are nanoseconds a decision.
+//! Usage: `lookup [ROUTES]...` prints one JSON object a line; times are nanoseconds per decision.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::hint::black_box;
@@ -33,7 +32,7 @@ struct Counting;
 
 static IN_USE: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: every call is passed on to `System` as it came; counting does not touch the memory.
+// SAFETY: every call is forwarded to `System` unchanged; counting does not touch the memory.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         IN_USE.fetch_add(layout.size(), Ordering::Relaxed);
@@ -68,7 +67,7 @@ fn measure(routes: u32) -> serde_json::Value {
     let begin = Instant::now();
     let table = Arc::new(Table::build(rules, &[network], &members()));
     let build_s = begin.elapsed().as_secs_f64();
-    // The rules' own memory went into the table, or away.
+    // The rules' memory was moved into the table or freed.
     let bytes = IN_USE.load(Ordering::Relaxed) + given - before;
     let mut router = Router::new(table, Arc::new(Learned::new()));
     let spread = routes.min(FEW);
@@ -86,7 +85,7 @@ fn measure(routes: u32) -> serde_json::Value {
     })
 }
 
-/// Nanoseconds a decision for a frame whose addresses `addresses` gives; the same work without the decision is taken off.
+/// Nanoseconds per decision for frames with these `addresses`, without the cost of the loop itself.
 fn time(router: &mut Router, addresses: impl Fn(u32) -> (Mac, Mac)) -> f64 {
     let mut frame = some_frame();
     // Every frame is a batch of its own, so that nothing is remembered from the frame before.
@@ -143,7 +142,7 @@ fn members() -> [Member; 2] {
     })
 }
 
-/// Address `n` of a family, locally administered.
+/// Locally administered address `n` of a family.
 fn mac(family: u8, n: u32) -> Mac {
     let [a, b, c, d] = n.to_be_bytes();
     Mac([2, family, a, b, c, d])

@@ -1,9 +1,9 @@
-//! What sealing and opening datagrams costs on one core. `lab/lab bench links` runs it.
+//! The cost of sealing and opening datagrams on one core. `lab/lab bench links` runs it.
 //!
-//! Datagrams of 1440 bytes (the payload of a full packet at an MTU of 1500, about) are sealed in place, in bursts as a
-//! super-frame makes them, then opened. Both work on memory that is in the processor's cache, as they do in vnetd.
+//! Datagrams of 1440 bytes (about the payload at an MTU of 1500) are sealed in place, in bursts of a super-frame's size, then
+//! opened. The memory is in the processor's cache, as in vnetd.
 //!
-//! Usage: `seal [BYTES]` prints one JSON object; bits are those of the payload.
+//! Usage: `seal [BYTES]` prints one JSON object with payload bits per second.
 
 use std::time::{Duration, Instant};
 
@@ -33,7 +33,7 @@ fn main() {
         seal_time += start.elapsed();
         let start = Instant::now();
         for datagram in burst.chunks_exact_mut(size) {
-            opening.open(datagram).expect("what was sealed opens");
+            opening.open(datagram).expect("a sealed datagram opens");
         }
         open_time += start.elapsed();
         sealed += BURST as u64;

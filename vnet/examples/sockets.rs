@@ -1,12 +1,12 @@
-//! A stream of super-frames' bytes over bare UDP sockets, without an overlay: what the kernel alone takes for the datagrams
-//! that a link sends. `lab/lab bench small` runs it beside vnetd.
+//! Super-frames over plain UDP sockets, without an overlay: the kernel's own cost of a link's datagrams. `lab/lab bench small`
+//! runs it beside vnetd.
 //!
-//! As a link does, the sender has each super-frame cut by the kernel (`UDP_SEGMENT`): a header of vnet's length and a slice
-//! of the frame make a datagram, the slices lying in as much memory as a guest's ring spans. The other end takes what the kernel
-//! has joined again (`UDP_GRO`) and does nothing with it.
+//! Like a link, the sender leaves segmentation to the kernel (`UDP_SEGMENT`): a datagram is a header of vnet's length and a slice
+//! of the frame; the frames cover as much memory as a guest's ring. The receiver takes coalesced datagrams (`UDP_GRO`) and
+//! discards them.
 //!
-//! Usage: `sockets take ADDRESS:PORT --mtu BYTES --seconds S`, and then `sockets send` with the same.
-//! The one that takes prints what came of the frames as one JSON object, S seconds after the first datagram.
+//! Usage: `sockets take ADDRESS:PORT --mtu BYTES --seconds S`, and then `sockets send` with the same arguments.
+//! The receiver prints one JSON object with the frames' bytes, S seconds after the first datagram.
 
 use std::io::IoSlice;
 use std::net::{SocketAddr, UdpSocket};
@@ -16,19 +16,19 @@ use std::time::{Duration, Instant};
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg, sockopt};
 use vnet::wire::native::HEADER_LEN;
 
-/// Bytes of a super-frame at an MSS of 1448: 45 segments and one header, as Linux makes it of a long stream.
+/// Bytes of a super-frame at an MSS of 1448: 45 segments and one header, as Linux sends a long stream.
 const FRAME: usize = 65_226;
-/// Super-frames in the sender's memory, and how far apart they are.
+/// Super-frames in the sender's memory, and their distance in bytes.
 const SLOTS: usize = 256;
 const SLOT_SPACE: usize = 0x1_2000;
 /// IPv4 and UDP headers.
 const UNDERLAY: usize = 28;
-/// What one message may have of datagrams (`UDP_MAX_SEGMENTS`), and of bytes.
+/// Most datagrams (`UDP_MAX_SEGMENTS`) and bytes of one message.
 const DATAGRAMS_MAX: usize = 64;
 const MESSAGE_MAX: usize = 65_400;
-/// The buffer of the one that takes, as large as a link's.
+/// The receiver's socket buffer, as large as a link's.
 const SOCKET_BUFFER: usize = 8 << 20;
-/// Where the one that takes puts what comes: as much as a guest's receive ring.
+/// The receiver's memory, as large as a guest's receive ring.
 const ROOM: usize = 4 << 20;
 const READ_MAX: usize = 1 << 16;
 const FIRST_DATAGRAM: Duration = Duration::from_secs(30);
@@ -49,7 +49,7 @@ fn main() {
     }
 }
 
-/// Sends datagrams of that many bytes as fast as the kernel takes them.
+/// Sends datagrams of `datagram` bytes as fast as the kernel takes them.
 fn send(to: SocketAddr, datagram: usize, time: Duration) {
     let socket = UdpSocket::bind("0.0.0.0:0").expect("a socket");
     socket.connect(to).expect("a route");
@@ -67,14 +67,14 @@ fn send(to: SocketAddr, datagram: usize, time: Duration) {
             let vectors: Vec<IoSlice> =
                 message.iter().flat_map(|slice| [IoSlice::new(&header), IoSlice::new(slice)]).collect();
             sendmsg(&socket, &vectors, &mut SendAncillaryBuffer::default(), SendFlags::empty())
-                .expect("the other end takes");
+                .expect("a receiver");
         }
     }
 }
 
-/// Takes whatever comes.
+/// Receives for `time` after the first datagram.
 fn take(at: SocketAddr, datagram: usize, time: Duration) -> serde_json::Value {
-    let socket = UdpSocket::bind(at).expect("the address is ours");
+    let socket = UdpSocket::bind(at).expect("an address of this host");
     sockopt::set_socket_recv_buffer_size_force(&socket, SOCKET_BUFFER).expect("CAP_NET_ADMIN");
     set_udp_option(&socket, libc::UDP_GRO, 1);
     socket.set_read_timeout(Some(FIRST_DATAGRAM)).expect("a time");
@@ -93,9 +93,9 @@ fn take(at: SocketAddr, datagram: usize, time: Duration) -> serde_json::Value {
     unreachable!("a cycle has no end")
 }
 
-/// Sets an option of UDP, for which there is no safe call.
+/// Sets a UDP option; rustix has no call for these.
 fn set_udp_option(socket: &UdpSocket, name: libc::c_int, value: libc::c_int) {
-    // SAFETY: the value lives through the call, and its length is told.
+    // SAFETY: the pointer is to a live integer of the length passed.
     let set = unsafe {
         let value: *const libc::c_int = &value;
         let len = size_of::<libc::c_int>() as libc::socklen_t;

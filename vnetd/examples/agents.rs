@@ -1,11 +1,11 @@
 //! Many agents of the distributed overlay against one etcd: agents ETCD HOSTS STATIONS AGENTS SECONDS
 //!
-//! There are HOSTS hosts with STATIONS stations, evenly spread. AGENTS of the hosts have a whole agent, in this process, each
-//! with the view of a whole host and its own connections; the others are there as records only. Prints one JSON object:
+//! HOSTS hosts have STATIONS stations, evenly spread. AGENTS of the hosts run a real agent in this process, each with a host's
+//! full view and its own connections; the others exist as records only. Prints one JSON object:
 //!
 //! - `view_s`: from the start of the agents until the last one knows every station
-//! - `agent_cores`, `rss_bytes`: what one agent takes after that, while one station moves every second
-//! - `move_p99_s`: from the write of a move until 99 % of the agents route to the new place
+//! - `agent_cores`, `rss_bytes`: of one agent after that, while one station moves every second
+//! - `move_p99_s`: from the write of a move until 99 % of the agents route to the new host
 
 use std::collections::HashMap;
 use std::error::Error;
@@ -28,14 +28,14 @@ const OPERATIONS: usize = 100;
 const LEASE_S: i64 = 600;
 const DEADLINE: Duration = Duration::from_secs(300);
 
-/// What the agents tell: how many have a whole view, and where they see the station that moves.
+/// The agents' progress: how many have a complete view, and where they see the moving station.
 #[derive(Default)]
 struct Seen {
     complete: AtomicUsize,
     moves: Mutex<HashMap<(Mac, String), Vec<Instant>>>,
 }
 
-/// A host that is only simulated.
+/// A simulated host.
 struct Simulated {
     locals: Vec<Local>,
     others: usize,
@@ -141,7 +141,7 @@ fn start(endpoint: &str, host: usize, all: (usize, usize), moving: Vec<Mac>, see
     };
     tokio::task::spawn_local(async move {
         let overlay = Overlay::new(name(host).into(), host as u64, settings);
-        // Never told to stop: the process ends.
+        // Runs until the process ends.
         let (_stop, stopping) = tokio::sync::watch::channel(false);
         Agent::new(overlay, simulated, options).run(stopping).await;
     });
@@ -159,7 +159,7 @@ fn usage() -> (f64, u64) {
         .collect();
     let page = rustix::param::page_size() as u64;
     let ticks = rustix::param::clock_ticks_per_second() as f64;
-    // The state, which is no number, is left out: user and system time are fields 14 and 15, memory is 24.
+    // Behind the state, which is no number: user and system time are fields 14 and 15, memory is 24.
     match fields[..] {
         [_, _, _, _, _, _, _, _, _, _, user, system, _, _, _, _, _, _, _, _, rss, ..] => {
             ((user + system) / ticks, rss as u64 * page)
@@ -168,7 +168,7 @@ fn usage() -> (f64, u64) {
     }
 }
 
-/// Moves a station to the second host without an agent, and gives after how many seconds agents saw it, within one.
+/// Moves a station to the second host without an agent; returns after how many seconds each agent saw it, at most one.
 fn one_move(
     runtime: &tokio::runtime::Runtime,
     client: &mut Client,
@@ -185,7 +185,7 @@ fn one_move(
     Ok(times.iter().map(|at| at.duration_since(moved).as_secs_f64()).collect())
 }
 
-/// ETCD, and the numbers behind it.
+/// The command line: ETCD, then numbers.
 fn arguments() -> Result<(String, [usize; 4]), Box<dyn Error>> {
     let mut arguments = std::env::args().skip(1);
     let usage = || "usage: agents ETCD HOSTS STATIONS AGENTS SECONDS";
@@ -209,7 +209,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         fill(&mut client, agents + 1..=hosts, (hosts, count)).await?;
         Ok::<_, Box<dyn Error>>(client)
     })?;
-    // Those of the first host without an agent move to the second, one a second.
+    // Stations of the first host without an agent move to the second, one a second.
     let moving: Vec<usize> = stations(agents + 1, hosts, count).take(seconds).collect();
     let seen = Arc::new(Seen::default());
     let began = Instant::now();
@@ -245,7 +245,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut late = vec![];
     for n in &moving {
         let times = one_move(&runtime, &mut client, *n, agents, &seen)?;
-        // Who has not seen it after a second counts as one that takes the whole bench.
+        // An agent that has not seen it after a second counts as slow as the whole bench.
         late.extend(std::iter::repeat_n(DEADLINE.as_secs_f64(), agents - times.len().min(agents)));
         late.extend(times);
     }
@@ -260,6 +260,6 @@ fn main() -> Result<(), Box<dyn Error>> {
             "view_s": view_s, "agent_cores": agent_cores, "rss_bytes": rss_bytes, "move_p99_s": move_p99_s
         })
     );
-    // The agents' threads end with the process.
+    // The process's end stops the agents' threads.
     std::process::exit(0);
 }

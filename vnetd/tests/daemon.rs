@@ -1,4 +1,4 @@
-//! The daemon as its users meet it: started, asked over its socket, sent signals, given bad files.
+//! The daemon as users run it: start, requests over its socket, signals, bad files.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -12,21 +12,21 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const WAIT: Duration = Duration::from_secs(20);
 
-/// A directory for one daemon's files.
-struct Place(tempfile::TempDir);
+/// The directory of one daemon's files.
+struct Folder(tempfile::TempDir);
 
-impl Place {
-    fn new() -> Place {
-        Place(tempfile::tempdir().unwrap())
+impl Folder {
+    fn new() -> Folder {
+        Folder(tempfile::tempdir().unwrap())
     }
 
     fn path(&self, name: &str) -> PathBuf {
         self.0.path().join(name)
     }
 
-    /// Writes the configuration: a good host, and `more`, in which DIR stands for the directory.
+    /// Writes a valid configuration with `more`, in which DIR stands for the directory.
     fn write(&self, more: &str) {
         let text = format!(
             "[host]\nname = \"h1\"\n[control]\nsocket = \"DIR/vnet.sock\"\n[bridge]\nlisten = \"127.0.0.1:0\"\n{more}"
@@ -48,7 +48,7 @@ impl Place {
         command
     }
 
-    /// Runs a daemon that is expected to end by itself.
+    /// Runs a daemon that has to end by itself.
     fn run(&self, args: &[&str]) -> Output {
         self.command().args(args).output().unwrap()
     }
@@ -97,7 +97,7 @@ impl Daemon {
 
     /// Waits for a line in the log that contains `text`.
     fn logged(&self, text: &str) -> String {
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + WAIT;
         loop {
             let left = end.saturating_duration_since(Instant::now());
             match self.log.recv_timeout(left) {
@@ -109,7 +109,7 @@ impl Daemon {
     }
 
     fn exit_code(&mut self) -> Option<i32> {
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + WAIT;
         while Instant::now() < end {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status.code();
@@ -138,13 +138,13 @@ impl Daemon {
 /// One HTTP/1.1 request; the status and the body as JSON (null when there is none).
 fn request(socket: &Path, method: &str, path: &str, body: &[u8]) -> (u16, Value) {
     let mut stream = UnixStream::connect(socket).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(WAIT)).unwrap();
     let length = body.len();
     let head = format!(
         "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n"
     );
     stream.write_all(head.as_bytes()).unwrap();
-    // A body that is too large is refused before it is read to its end.
+    // An oversized body is refused before its end is read.
     let _ = stream.write_all(body);
     let mut answer = String::new();
     let _ = stream.read_to_string(&mut answer);
@@ -168,11 +168,11 @@ fn text(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn it_says_when_it_is_ready_and_leaves_nothing_behind() {
+fn it_reports_readiness_and_cleans_up() {
     for signal in [Signal::TERM, Signal::INT] {
-        let place = Place::new();
-        place.write(&(vm("vm1") + LINK));
-        let mut daemon = place.start();
+        let folder = Folder::new();
+        folder.write(&(vm("vm1") + LINK));
+        let mut daemon = folder.start();
         assert!(
             daemon.ready.starts_with("vnetd 0.1.0 ready: host h1, links arrive at 127.0.0.1:"),
             "{}",
@@ -181,18 +181,18 @@ fn it_says_when_it_is_ready_and_leaves_nothing_behind() {
         assert!(daemon.ready.ends_with("vnet.sock, 1 interface, 1 link, 0 routes\n"), "{}", daemon.ready);
         let mode = fs::metadata(&daemon.socket).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
-        assert!(place.path("vm1.sock").exists());
+        assert!(folder.path("vm1.sock").exists());
         daemon.signal(signal);
         assert_eq!(daemon.exit_code(), Some(0));
-        assert!(!daemon.socket.exists() && !place.path("vm1.sock").exists());
+        assert!(!daemon.socket.exists() && !folder.path("vm1.sock").exists());
     }
 }
 
 #[test]
-fn it_answers() {
-    let place = Place::new();
-    place.write(&(vm("vm1") + LINK + "[[route]]\ndst = \"any\"\nto = \"link h2\"\n"));
-    let daemon = place.start();
+fn requests_read_the_hosts_state() {
+    let folder = Folder::new();
+    folder.write(&(vm("vm1") + LINK + "[[route]]\ndst = \"any\"\nto = \"link h2\"\n"));
+    let daemon = folder.start();
     let status = daemon.get("/v1/status");
     assert_eq!(
         (&status["host"], &status["interfaces"], &status["links"]),
@@ -201,7 +201,7 @@ fn it_answers() {
     assert_eq!(status["pid"], json!(daemon.child.id()));
     let interfaces = daemon.get("/v1/interfaces");
     assert_eq!(interfaces[0]["state"], "down");
-    assert_eq!(interfaces[0]["socket"], json!(place.path("vm1.sock")));
+    assert_eq!(interfaces[0]["socket"], json!(folder.path("vm1.sock")));
     assert_eq!(daemon.get("/v1/links")[0]["remote"], "10.1.2.3:9000");
     let routes = daemon.get("/v1/routes");
     let want =
@@ -220,14 +220,14 @@ fn it_answers() {
 }
 
 #[test]
-fn it_is_changed_by_requests() {
-    let place = Place::new();
-    place.write("");
-    let daemon = place.start();
-    let add = json!({"name": "vm1", "kind": "vhost-user", "socket": place.path("s")}).to_string();
+fn requests_change_the_host() {
+    let folder = Folder::new();
+    folder.write("");
+    let daemon = folder.start();
+    let add = json!({"name": "vm1", "kind": "vhost-user", "socket": folder.path("s")}).to_string();
     let (status, answer) = daemon.request("POST", "/v1/interfaces", &add);
     assert_eq!((status, &answer["name"], &answer["mtu"]), (201, &json!("vm1"), &json!(1500)));
-    assert!(place.path("s").exists());
+    assert!(folder.path("s").exists());
     let (status, _) =
         daemon.request("POST", "/v1/links", r#"{"name":"h2","remote":"10.1.2.3:9000","trusted":true}"#);
     assert_eq!(status, 201);
@@ -243,15 +243,15 @@ fn it_is_changed_by_requests() {
     {
         assert_eq!(daemon.request("DELETE", path, "").0, status, "{path}");
     }
-    assert!(!place.path("s").exists());
+    assert!(!folder.path("s").exists());
     assert_eq!(daemon.get("/v1/interfaces"), json!([]));
 }
 
 #[test]
-fn bad_requests_change_nothing_and_say_why() {
-    let place = Place::new();
-    place.write(&vm("vm1"));
-    let daemon = place.start();
+fn bad_requests_change_nothing_and_are_explained() {
+    let folder = Folder::new();
+    folder.write(&vm("vm1"));
+    let daemon = folder.start();
     let tap = |more: &str| format!(r#"{{"name":"t","kind":"tap","device":"t0"{more}}}"#);
     for (method, path, body, status, want) in [
         ("POST", "/v1/interfaces", "{", 400, "the request is not valid JSON: "),
@@ -304,27 +304,27 @@ fn bad_requests_change_nothing_and_say_why() {
 }
 
 #[test]
-fn a_request_is_bounded() {
-    let place = Place::new();
-    place.write("");
-    let daemon = place.start();
+fn request_bodies_are_limited() {
+    let folder = Folder::new();
+    folder.write("");
+    let daemon = folder.start();
     let body = " ".repeat((1 << 20) + 1);
     let (status, answer) = daemon.request("POST", "/v1/apply", &body);
     assert_eq!(status, 400);
     assert!(errors(&answer)[0].starts_with("the request's body is larger than 1048576 bytes"), "{answer}");
-    // One of that very size is read.
-    let config = fs::read_to_string(place.path("vnet.toml")).unwrap();
+    // A body of exactly the limit is read.
+    let config = fs::read_to_string(folder.path("vnet.toml")).unwrap();
     let body = format!("{config}#{}", " ".repeat((1 << 20) - config.len() - 1));
     assert_eq!(daemon.request("POST", "/v1/apply", &body).0, 200);
 }
 
 #[test]
 fn a_configuration_is_applied_as_a_whole() {
-    let place = Place::new();
-    place.write(&vm("vm1"));
-    let daemon = place.start();
-    let config = fs::read_to_string(place.path("vnet.toml")).unwrap();
-    let wanted = config.clone() + &place.fill(&(vm("vm2") + LINK));
+    let folder = Folder::new();
+    folder.write(&vm("vm1"));
+    let daemon = folder.start();
+    let config = fs::read_to_string(folder.path("vnet.toml")).unwrap();
+    let wanted = config.clone() + &folder.fill(&(vm("vm2") + LINK));
     let (status, plan) = daemon.request("POST", "/v1/apply?dry_run=true", &wanted);
     assert_eq!((status, plan["changes"].as_array().unwrap().len()), (200, 2), "{plan}");
     assert_eq!(daemon.names("/v1/interfaces"), ["vm1"]);
@@ -334,13 +334,13 @@ fn a_configuration_is_applied_as_a_whole() {
     let (_, again) = daemon.request("POST", "/v1/apply", &wanted);
     assert_eq!(again["changes"], json!([]));
 
-    let bad = config.clone() + &place.fill(&(vm("vm3") + &vm("vm4").replace("DIR", "DIR/nowhere")));
+    let bad = config.clone() + &folder.fill(&(vm("vm3") + &vm("vm4").replace("DIR", "DIR/nowhere")));
     let (status, answer) = daemon.request("POST", "/v1/apply?name=f", &bad);
     assert_eq!(status, 409);
     assert!(errors(&answer)[0].contains("interface vm4 cannot be opened: "), "{answer}");
     assert!(errors(&answer)[0].starts_with("f:15: "), "{answer}");
     assert_eq!(daemon.names("/v1/interfaces"), ["vm1", "vm2"]);
-    assert!(!place.path("vm3.sock").exists());
+    assert!(!folder.path("vm3.sock").exists());
 
     let restart = config.replace("name = \"h1\"", "name = \"h9\"") + "[dispatch]\nthreads = 2\n";
     let (status, answer) = daemon.request("POST", "/v1/apply", &restart);
@@ -350,37 +350,37 @@ fn a_configuration_is_applied_as_a_whole() {
 }
 
 #[test]
-fn hangup_reads_the_file_again() {
-    let place = Place::new();
-    place.write(&vm("vm1"));
-    let daemon = place.start();
-    place.write(&(vm("vm2") + LINK));
+fn sighup_reloads_the_file() {
+    let folder = Folder::new();
+    folder.write(&vm("vm1"));
+    let daemon = folder.start();
+    folder.write(&(vm("vm2") + LINK));
     daemon.signal(Signal::HUP);
     daemon.logged("vnet.toml: applied");
     assert_eq!(daemon.names("/v1/interfaces"), ["vm2"]);
     assert_eq!(daemon.names("/v1/links"), ["h2"]);
-    assert!(!place.path("vm1.sock").exists() && place.path("vm2.sock").exists());
+    assert!(!folder.path("vm1.sock").exists() && folder.path("vm2.sock").exists());
 
-    place.write(&(vm("vm3") + "mtu = 1\n"));
+    folder.write(&(vm("vm3") + "mtu = 1\n"));
     daemon.signal(Signal::HUP);
     daemon.logged("vnet.toml:11: mtu 1 is beyond the limits; use 68 to 65535");
     daemon.logged("vnet.toml: not applied, everything stays as it is");
     assert_eq!(daemon.names("/v1/interfaces"), ["vm2"]);
 
-    fs::remove_file(place.path("vnet.toml")).unwrap();
+    fs::remove_file(folder.path("vnet.toml")).unwrap();
     daemon.signal(Signal::HUP);
     daemon.logged("cannot read the configuration: No such file");
-    place.write(&(vm("vm2") + LINK));
+    folder.write(&(vm("vm2") + LINK));
     daemon.signal(Signal::HUP);
     daemon.logged("vnet.toml: nothing to change");
 }
 
 #[test]
-fn a_live_control_socket_is_left_alone_and_a_stale_one_replaced() {
-    let place = Place::new();
-    place.write("");
-    let mut first = place.start();
-    let second = place.run(&[]);
+fn a_live_control_socket_is_kept_and_a_stale_one_replaced() {
+    let folder = Folder::new();
+    folder.write("");
+    let mut first = folder.start();
+    let second = folder.run(&[]);
     assert_eq!(second.status.code(), Some(1));
     let want = format!(
         "socket '{}' is in use by a running process (it answered); stop that or choose another path\n",
@@ -389,74 +389,74 @@ fn a_live_control_socket_is_left_alone_and_a_stale_one_replaced() {
     assert_eq!(text(&second.stderr), want);
     assert_eq!(first.get("/v1/status")["host"], "h1");
 
-    // Killed, it leaves its socket behind; the next one takes over.
+    // A killed daemon leaves its socket; the next one replaces it.
     first.signal(Signal::KILL);
     first.exit_code();
     assert!(fs::symlink_metadata(&first.socket).unwrap().file_type().is_socket());
-    let next = place.start();
+    let next = folder.start();
     assert_eq!(next.get("/v1/status")["pid"], json!(next.child.id()));
 }
 
 #[test]
-fn what_is_in_the_way_is_told_in_one_line() {
-    let place = Place::new();
-    place.write("");
-    let one_line = |place: &Place, want: &str| {
-        let output = place.run(&[]);
+fn obstacles_are_reported_in_one_line() {
+    let folder = Folder::new();
+    folder.write("");
+    let one_line = |folder: &Folder, want: &str| {
+        let output = folder.run(&[]);
         assert_eq!(output.status.code(), Some(1), "{output:?}");
         let said = text(&output.stderr);
         assert_eq!((said.lines().count(), said.contains(want)), (1, true), "{said}");
         assert_eq!(text(&output.stdout), "");
     };
-    fs::write(place.path("vnet.sock"), "precious").unwrap();
-    one_line(&place, "vnet.sock' is there and not a socket; remove it or choose another path");
-    assert_eq!(fs::read_to_string(place.path("vnet.sock")).unwrap(), "precious");
-    fs::remove_file(place.path("vnet.sock")).unwrap();
+    fs::write(folder.path("vnet.sock"), "precious").unwrap();
+    one_line(&folder, "vnet.sock' is there and not a socket; remove it or choose another path");
+    assert_eq!(fs::read_to_string(folder.path("vnet.sock")).unwrap(), "precious");
+    fs::remove_file(folder.path("vnet.sock")).unwrap();
 
-    let guest = UnixListener::bind(place.path("vm1.sock")).unwrap();
-    place.write(&vm("vm1"));
-    one_line(&place, "vnet.toml:7: interface vm1 cannot be opened: ");
-    assert!(!place.path("vnet.sock").exists());
+    let guest = UnixListener::bind(folder.path("vm1.sock")).unwrap();
+    folder.write(&vm("vm1"));
+    one_line(&folder, "vnet.toml:7: interface vm1 cannot be opened: ");
+    assert!(!folder.path("vnet.sock").exists());
     drop(guest);
 
     let taken = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
-    place.write("");
-    let config = fs::read_to_string(place.path("vnet.toml")).unwrap().replace("127.0.0.1:0", &address);
-    fs::write(place.path("vnet.toml"), config).unwrap();
-    one_line(&place, &address);
+    folder.write("");
+    let config = fs::read_to_string(folder.path("vnet.toml")).unwrap().replace("127.0.0.1:0", &address);
+    fs::write(folder.path("vnet.toml"), config).unwrap();
+    one_line(&folder, &address);
 }
 
 #[test]
-fn bad_files_are_refused_with_all_their_mistakes() {
-    let place = Place::new();
-    place.write(&(vm("vm1") + "mac = \"x\"\nmtu = 1\n"));
+fn all_mistakes_of_a_file_are_reported() {
+    let folder = Folder::new();
+    folder.write(&(vm("vm1") + "mac = \"x\"\nmtu = 1\n"));
     for args in [&[][..], &["--check"]] {
-        let output = place.run(args);
+        let output = folder.run(args);
         assert_eq!(output.status.code(), Some(1));
         let said = text(&output.stderr);
-        let file = place.path("vnet.toml").display().to_string();
+        let file = folder.path("vnet.toml").display().to_string();
         let lines: Vec<_> = said.lines().map(|line| line.strip_prefix(&file).unwrap()).collect();
         let want = [
             ":11: mac: 'x' is not a MAC address; write six hexadecimal bytes, as in 52:54:00:12:34:56",
             ":12: mtu 1 is beyond the limits; use 68 to 65535",
         ];
         assert_eq!(lines, want);
-        assert!(!place.path("vnet.sock").exists());
+        assert!(!folder.path("vnet.sock").exists());
     }
 }
 
 #[test]
 fn a_check_opens_nothing() {
-    let place = Place::new();
+    let folder = Folder::new();
     let tap = "[[interface]]\nname = \"c1\"\nkind = \"tap\"\ndevice = \"none\"\ninterrupts = \"direct\"\n";
-    place.write(&(vm("vm1") + tap));
-    let output = place.run(&["--check"]);
+    folder.write(&(vm("vm1") + tap));
+    let output = folder.run(&["--check"]);
     assert_eq!(output.status.code(), Some(0));
     assert!(text(&output.stdout).ends_with("vnet.toml: good, 2 interfaces, 0 links, 0 routes\n"));
     let warning = "warning: interrupts has no effect on kind tap: the kernel hands frames over at once\n";
     assert!(text(&output.stderr).ends_with(&format!("vnet.toml:15: {warning}")));
-    assert!(!place.path("vm1.sock").exists());
+    assert!(!folder.path("vm1.sock").exists());
 }
 
 #[test]
@@ -468,30 +468,30 @@ fn wrong_usage_is_status_two() {
 }
 
 #[test]
-fn the_service_manager_is_told() {
-    let place = Place::new();
-    place.write("");
-    let notify = std::os::unix::net::UnixDatagram::bind(place.path("notify")).unwrap();
-    notify.set_read_timeout(Some(PATIENCE)).unwrap();
-    let told = |want: &str| {
+fn the_service_manager_is_notified() {
+    let folder = Folder::new();
+    folder.write("");
+    let notify = std::os::unix::net::UnixDatagram::bind(folder.path("notify")).unwrap();
+    notify.set_read_timeout(Some(WAIT)).unwrap();
+    let notified = |want: &str| {
         let mut buffer = [0; 4096];
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + WAIT;
         while Instant::now() < end {
             let length = notify.recv(&mut buffer).unwrap();
             if text(&buffer[..length]).lines().any(|line| line == want) {
                 return;
             }
         }
-        panic!("{want} was not told");
+        panic!("no notification {want}");
     };
-    let mut command = place.command();
-    command.env("NOTIFY_SOCKET", place.path("notify"));
-    let mut daemon = place.start_command(command);
-    told("READY=1");
+    let mut command = folder.command();
+    command.env("NOTIFY_SOCKET", folder.path("notify"));
+    let mut daemon = folder.start_command(command);
+    notified("READY=1");
     daemon.signal(Signal::HUP);
-    told("RELOADING=1");
-    told("READY=1");
+    notified("RELOADING=1");
+    notified("READY=1");
     daemon.signal(Signal::TERM);
-    told("STOPPING=1");
+    notified("STOPPING=1");
     assert_eq!(daemon.exit_code(), Some(0));
 }

@@ -1,11 +1,11 @@
-//! TAP interfaces of a running daemon, in a network namespace made for the test. Takes root, as TAP devices do.
+//! TAP interfaces of a running daemon, in a network namespace of the test. Needs root, as TAP devices do.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// A network namespace with a name of its own, removed at the end.
+/// A named network namespace, removed at the end.
 struct Netns(String);
 
 impl Netns {
@@ -15,7 +15,7 @@ impl Netns {
         netns
     }
 
-    /// The device's line in `ip link`, when it is there.
+    /// The output of `ip link` for a device, if it exists.
     fn device(&self, device: &str) -> Option<String> {
         let output = Command::new("ip").args(["-n", &self.0, "link", "show", device]).output().unwrap();
         output.status.success().then(|| String::from_utf8(output.stdout).unwrap())
@@ -29,7 +29,7 @@ impl Drop for Netns {
 }
 
 fn ip(args: &[&str]) {
-    assert!(Command::new("ip").args(args).status().unwrap().success(), "ip {args:?}; these tests take root");
+    assert!(Command::new("ip").args(args).status().unwrap().success(), "ip {args:?}; these tests need root");
 }
 
 struct Daemon(Child);
@@ -50,7 +50,7 @@ fn until(what: &str, done: impl Fn() -> bool) {
 }
 
 #[test]
-fn taps_come_change_and_go_with_the_file() {
+fn taps_follow_the_file() {
     let netns = Netns::new();
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("vnet.toml");
@@ -76,16 +76,16 @@ fn taps_come_change_and_go_with_the_file() {
     assert!(ready.contains("1 interface"), "{ready}");
     assert!(netns.device("t0").unwrap().contains("mtu 9000"));
 
-    // The same device with another MTU, and one more: the first has to be given up before it can be opened again.
+    // The same device with another MTU, and a second one: the first is closed before it is opened again.
     let pid = rustix::process::Pid::from_child(&daemon.0);
     write(&(tap("t0", 1400) + &tap("t1", 1500)));
     rustix::process::kill_process(pid, rustix::process::Signal::HUP).unwrap();
-    until("t1 comes", || netns.device("t1").is_some());
-    until("t0 changes", || netns.device("t0").is_some_and(|line| line.contains("mtu 1400")));
+    until("t1 to appear", || netns.device("t1").is_some());
+    until("the MTU of t0 to change", || netns.device("t0").is_some_and(|line| line.contains("mtu 1400")));
 
     write(&tap("t1", 1500));
     rustix::process::kill_process(pid, rustix::process::Signal::HUP).unwrap();
-    until("t0 goes", || netns.device("t0").is_none());
+    until("t0 to be removed", || netns.device("t0").is_none());
     assert!(netns.device("t1").is_some());
 
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
@@ -94,7 +94,7 @@ fn taps_come_change_and_go_with_the_file() {
 }
 
 #[test]
-fn a_namespace_that_is_not_there_is_told_with_its_line() {
+fn an_unknown_namespace_is_reported_with_its_line() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("vnet.toml");
     let text = format!(

@@ -1,12 +1,12 @@
-//! How a container's frames can reach a program: TAP devices, or packet sockets on veth pairs, with and without rings
-//! (packet(7)). `lab/lab bench kinds` runs it between two containers of one host, to see which kind of interface is worth
-//! having; everything else is the same: frames with their virtio-net headers, super-frames whole, moved one by one.
+//! Ways to get a container's frames into a program: TAP devices, or packet sockets on veth pairs, with and without rings
+//! (packet(7)). `lab/lab bench kinds` compares them between two containers of one host; everything else is the same: frames with
+//! virtio-net headers, unsegmented super-frames, moved one by one.
 //!
-//! Usage: `kinds tap|uring|packet|ring|rings DEVICE DEVICE spin|block`. TAP devices are made and may be moved to other namespaces;
-//! for the others, devices of this namespace are opened. Frames are moved from either to the other until the program is killed.
+//! Usage: `kinds tap|uring|packet|ring|rings DEVICE DEVICE spin|block`. TAP devices are created and may be moved to other
+//! namespaces; the other kinds open devices of this namespace. Frames move in both directions until the program is killed.
 //!
-//! `uring` is TAP devices by io_uring. `ring` receives by a ring and sends by write(2), straight from that ring; `rings` sends by one, too, a burst at a time.
-//! That is no sending without a copy: to a veth the kernel copies such frames before it gives their owner up (since 4.20).
+//! `uring`: TAP devices with io_uring. `ring`: receives by a ring and sends by write(2) from that ring. `rings`: sends by a ring
+//! as well, a burst at a time. That is no zero-copy send: to a veth the kernel copies such frames first (since 4.20).
 
 mod uring;
 
@@ -22,11 +22,11 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 /// Bytes of the virtio-net header on all three kinds.
 const HEADER: usize = 10;
-/// The largest super-frame with its header, and the place of one in a ring.
+/// The largest super-frame with its header; the size of a ring's slot.
 const ROOM: usize = 1 << 17;
-/// Places in a ring.
-const PLACES: usize = 128;
-/// Frames moved in one direction before the other is looked at.
+/// Slots of a ring.
+const SLOTS: usize = 128;
+/// Most frames moved in one direction before the other.
 const BURST: usize = 32;
 /// `PACKET_IGNORE_OUTGOING` (linux/if_packet.h).
 const PACKET_IGNORE_OUTGOING: libc::c_int = 23;
@@ -38,7 +38,7 @@ fn main() -> io::Result<()> {
     };
     let open = |device: &str| match kind.as_str() {
         "tap" => tap(device, libc::O_NONBLOCK),
-        // By io_uring a read that finds nothing stays armed, but for files that say they do not block.
+        // io_uring keeps a read armed, except on non-blocking files.
         "uring" => tap(device, 0),
         "packet" => packet(device, false, false),
         "ring" => packet(device, true, false),
@@ -61,7 +61,7 @@ fn main() -> io::Result<()> {
     }
 }
 
-/// Moves what waits, at most a burst, and says how much it was.
+/// Moves at most a burst; returns the number of frames.
 fn forward(from: &mut Device, to: &mut Device, room: &mut [u8]) -> io::Result<usize> {
     let mut moved = 0;
     while moved < BURST {
@@ -74,7 +74,7 @@ fn forward(from: &mut Device, to: &mut Device, room: &mut [u8]) -> io::Result<us
             None => match from.file.read(room) {
                 Ok(len) => to.send(&room[..len]),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                // The device is down yet, or the other end of it.
+                // The device or its peer is still down.
                 Err(error) if matches!(error.raw_os_error(), Some(libc::EIO | libc::ENETDOWN)) => break,
                 Err(error) => return Err(error),
             },
@@ -82,13 +82,13 @@ fn forward(from: &mut Device, to: &mut Device, room: &mut [u8]) -> io::Result<us
         moved += 1;
     }
     if moved > 0 && to.sent.is_some() {
-        // Has the kernel look at the ring.
+        // Makes the kernel send the ring's frames.
         let _ = to.file.write(&[]);
     }
     Ok(moved)
 }
 
-/// A TAP device or a packet socket: both are read and written with the header in front.
+/// A TAP device or a packet socket: both prepend the virtio-net header.
 struct Device {
     file: File,
     received: Option<Ring>,
@@ -96,7 +96,7 @@ struct Device {
 }
 
 impl Device {
-    /// Sends a frame. What does not get through is lost, as in a network.
+    /// Sends a frame. Unsent frames are lost, as on a network.
     fn send(&mut self, frame: &[u8]) {
         match &mut self.sent {
             Some(ring) => ring.send(frame),
@@ -105,7 +105,7 @@ impl Device {
     }
 }
 
-/// Makes a TAP device whose frames have headers, and may be super-frames of TCP.
+/// Creates a TAP device with virtio-net headers and TCP super-frames.
 fn tap(device: &str, flags: libc::c_int) -> io::Result<Device> {
     let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open("/dev/net/tun")?;
     let mut request = request(device);
@@ -118,10 +118,10 @@ fn tap(device: &str, flags: libc::c_int) -> io::Result<Device> {
     Ok(Device { file, received: None, sent: None })
 }
 
-/// Opens a device of this namespace, with rings for what comes and what goes, or without.
+/// Opens a device of this namespace, with or without receive and send rings.
 fn packet(device: &str, receive: bool, send: bool) -> io::Result<Device> {
     let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-    // SAFETY: no memory is passed; the descriptor that is returned is nobody else's.
+    // SAFETY: no memory is passed; the new descriptor is owned here.
     let socket = unsafe { OwnedFd::from_raw_fd(check(libc::socket(libc::AF_PACKET, kind, 0))?) };
     for option in [libc::PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING] {
         set(&socket, libc::SOL_PACKET, option, &1)?;
@@ -136,35 +136,35 @@ fn packet(device: &str, receive: bool, send: bool) -> io::Result<Device> {
     let mut all = packet_mreq(index);
     all.mr_type = libc::PACKET_MR_PROMISC as libc::c_ushort;
     set(&socket, libc::SOL_PACKET, libc::PACKET_ADD_MEMBERSHIP, &all)?;
-    // SAFETY: plain data, for which all zeros is a value.
+    // SAFETY: plain data, valid as all zeros.
     let mut address = unsafe { std::mem::zeroed::<libc::sockaddr_ll>() };
     address.sll_family = libc::AF_PACKET as libc::c_ushort;
     address.sll_protocol = (libc::ETH_P_ALL as u16).to_be();
     address.sll_ifindex = index;
     let len = size_of_val(&address) as libc::socklen_t;
-    // SAFETY: `address` is a socket address of the length told.
+    // SAFETY: `address` is a socket address of the length passed.
     check(unsafe { libc::bind(socket.as_raw_fd(), (&raw const address).cast(), len) })?;
     Ok(Device { file: File::from(socket), received, sent })
 }
 
-/// Frames as the kernel takes them and puts them down (TPACKET_V2 of packet_mmap), one in each place.
+/// A pair of TPACKET_V2 rings (packet_mmap), one frame a slot.
 struct Ring {
     memory: NonNull<u8>,
     next: usize,
 }
 
 impl Ring {
-    /// Makes the rings that are wanted, which share a mapping: first what is received, then what is sent.
+    /// Creates the rings in one mapping: first the receive ring, then the send ring.
     fn pair(socket: &OwnedFd, receive: bool, send: bool) -> io::Result<(Option<Ring>, Option<Ring>)> {
         let version = libc::tpacket_versions::TPACKET_V2 as libc::c_int;
         set(socket, libc::SOL_PACKET, libc::PACKET_VERSION, &version)?;
         let layout = libc::tpacket_req {
             tp_block_size: ROOM as u32,
-            tp_block_nr: PLACES as u32,
+            tp_block_nr: SLOTS as u32,
             tp_frame_size: ROOM as u32,
-            tp_frame_nr: PLACES as u32,
+            tp_frame_nr: SLOTS as u32,
         };
-        // What is refused is given back as free, and not left where nobody looks for it.
+        // Frames that the kernel refuses free their slots.
         set(socket, libc::SOL_PACKET, libc::PACKET_LOSS, &1)?;
         let wanted = [(receive, libc::PACKET_RX_RING), (send, libc::PACKET_TX_RING)];
         let options: Vec<_> =
@@ -175,7 +175,7 @@ impl Ring {
         if options.is_empty() {
             return Ok((None, None));
         }
-        let (len, access) = (ROOM * PLACES * options.len(), libc::PROT_READ | libc::PROT_WRITE);
+        let (len, access) = (ROOM * SLOTS * options.len(), libc::PROT_READ | libc::PROT_WRITE);
         let fd = socket.as_raw_fd();
         // SAFETY: a new mapping of the socket's rings, whose length is the one just set; it is never unmapped.
         let memory = unsafe { libc::mmap(std::ptr::null_mut(), len, access, libc::MAP_SHARED, fd, 0) };
@@ -184,7 +184,7 @@ impl Ring {
         }
         let first = NonNull::new(memory.cast::<u8>()).expect("a mapping");
         // SAFETY: with two rings the mapping is twice as long; with one, the second is not made.
-        let second = || unsafe { first.add(ROOM * PLACES) };
+        let second = || unsafe { first.add(ROOM * SLOTS) };
         let ring = |memory| Ring { memory, next: 0 };
         Ok(match (receive, send) {
             (true, true) => (Some(ring(first)), Some(ring(second()))),
@@ -193,41 +193,41 @@ impl Ring {
         })
     }
 
-    /// Where the header of the next place is: `struct tpacket2_hdr`.
+    /// The header of the next slot: `struct tpacket2_hdr`.
     fn place(&self) -> *mut u8 {
-        // SAFETY: `next` is less than PLACES, and the mapping has that many places.
+        // SAFETY: `next` is less than SLOTS, and the mapping has that many slots.
         unsafe { self.memory.as_ptr().add(self.next * ROOM) }
     }
 
-    /// Says whose the next place is: ours when the kernel has put a frame into it.
+    /// The status of the next slot, which tells its owner.
     fn status(&self) -> &AtomicU32 {
-        // SAFETY: the status is the first member of a place, which is aligned to pages; the kernel, too, writes it as one word.
+        // SAFETY: the status is the first member of a page-aligned slot; the kernel writes it as one word as well.
         unsafe { AtomicU32::from_ptr(self.place().cast()) }
     }
 
-    /// The next frame with its virtio-net header in front; `None` when there is none.
+    /// The next frame behind its virtio-net header, if any.
     fn received(&self) -> Option<&[u8]> {
         if self.status().load(Ordering::Acquire) & libc::TP_STATUS_USER == 0 {
             return None;
         }
-        // SAFETY: the place is ours until its status says otherwise, and begins with this.
+        // SAFETY: the slot is ours until its status changes, and begins with this header.
         let header = unsafe { self.place().cast::<libc::tpacket2_hdr>().read() };
         let start = usize::from(header.tp_mac) - HEADER;
         let len = HEADER + header.tp_snaplen as usize;
         assert!(start + len <= ROOM, "the kernel keeps to the place");
-        // SAFETY: within the place, as just asserted, and ours.
+        // SAFETY: within the slot, as asserted above, and ours.
         Some(unsafe { std::slice::from_raw_parts(self.place().add(start), len) })
     }
 
-    /// Puts a frame into the next place; one for which there is none is lost.
+    /// Puts a frame into the next slot; drops it if the ring is full.
     fn send(&mut self, frame: &[u8]) {
-        /// Where frames that are sent begin in their places: `TPACKET2_HDRLEN` without the socket address.
+        /// Offset of an outgoing frame in its slot: `TPACKET2_HDRLEN` without the socket address.
         const START: usize = size_of::<libc::tpacket2_hdr>();
         if self.status().load(Ordering::Acquire) != libc::TP_STATUS_AVAILABLE || frame.len() > ROOM - START {
             return;
         }
         let header = self.place().cast::<libc::tpacket2_hdr>();
-        // SAFETY: the place is ours until its status says otherwise, and has room for the header and, as just seen, the frame.
+        // SAFETY: the slot is ours until its status changes, and has room for the header and, as checked above, the frame.
         unsafe {
             (&raw mut (*header).tp_len).write(frame.len() as u32);
             std::ptr::copy_nonoverlapping(frame.as_ptr(), self.place().add(START), frame.len());
@@ -235,15 +235,15 @@ impl Ring {
         self.give_up(libc::TP_STATUS_SEND_REQUEST);
     }
 
-    /// Gives the next place to the kernel, and goes on to the one behind it.
+    /// Gives the slot to the kernel and moves on to the next one.
     fn give_up(&mut self, status: u32) {
         self.status().store(status, Ordering::Release);
-        self.next = (self.next + 1) % PLACES;
+        self.next = (self.next + 1) % SLOTS;
     }
 }
 
 fn request(device: &str) -> libc::ifreq {
-    // SAFETY: plain data, for which all zeros is a value.
+    // SAFETY: plain data, valid as all zeros.
     let mut request = unsafe { std::mem::zeroed::<libc::ifreq>() };
     assert!(device.len() < request.ifr_name.len(), "a device's name has at most 15 characters");
     for (to, from) in request.ifr_name.iter_mut().zip(device.bytes()) {
@@ -258,7 +258,7 @@ fn packet_mreq(index: libc::c_int) -> libc::packet_mreq {
 
 fn set<T>(socket: &OwnedFd, level: libc::c_int, option: libc::c_int, value: &T) -> io::Result<()> {
     let len = size_of::<T>() as libc::socklen_t;
-    // SAFETY: `value` is readable for the length told.
+    // SAFETY: `value` is readable for the length passed.
     let result =
         unsafe { libc::setsockopt(socket.as_raw_fd(), level, option, std::ptr::from_ref(value).cast(), len) };
     check(result).map(drop)

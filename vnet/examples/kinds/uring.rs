@@ -1,5 +1,5 @@
-//! The same between two TAP devices by io_uring: reads that stay armed (`IORING_OP_READ_MULTISHOT`, Linux 6.7) into buffers the
-//! kernel picks, and all writes of a turn with one system call.
+//! Two TAP devices with io_uring: multishot reads (`IORING_OP_READ_MULTISHOT`, Linux 6.7) into provided buffers, and all writes
+//! of a turn in one system call.
 
 use std::fs::File;
 use std::io;
@@ -12,16 +12,16 @@ use io_uring::{IoUring, cqueue, opcode, squeue};
 
 use crate::ROOM;
 
-/// Buffers of each device, a power of two; every one holds a super-frame.
+/// Buffers of each device, a power of two; each holds a super-frame.
 const BUFFERS: usize = 64;
-/// `IORING_ENTER_GETEVENTS`: deferred work is done within the call, whether it waits or not.
+/// `IORING_ENTER_GETEVENTS`: runs deferred work within the call, even without waiting.
 const GETEVENTS: u32 = 1;
-/// A completion's user data: whose frames it is about, and for a write the buffer.
+/// A completion's user data: the device, and for a write the buffer.
 const WRITTEN: u64 = 1 << 32;
 
 /// Moves frames for ever.
 pub fn forward(devices: [&File; 2], blocks: bool) -> io::Result<()> {
-    // A read and a write of every buffer there is.
+    // One read and one write for every buffer.
     let mut ring: IoUring =
         IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(4 * BUFFERS as u32)?;
     let mut pools = [Pool::new(&ring, 0)?, Pool::new(&ring, 1)?];
@@ -31,7 +31,7 @@ pub fn forward(devices: [&File; 2], blocks: bool) -> io::Result<()> {
     }
     loop {
         let pushed = ring.submission().len() as u32;
-        // SAFETY: no memory is passed; what the queue says was built from live descriptors and buffers.
+        // SAFETY: no memory is passed; the queue's entries refer to live descriptors and buffers.
         let entered = unsafe { ring.submitter().enter::<()>(pushed, u32::from(blocks), GETEVENTS, None) };
         match entered {
             Err(error) if !matches!(error.raw_os_error(), Some(libc::EINTR | libc::EBUSY)) => {
@@ -57,7 +57,7 @@ pub fn forward(devices: [&File; 2], blocks: bool) -> io::Result<()> {
                 push(&mut ring, &opcode::Write::new(fds[1 - from], bytes, len).build().user_data(data))?;
             }
             if !cqueue::more(entry.flags()) {
-                // Out of buffers, or the device is down yet.
+                // Out of buffers, or the device is still down.
                 push(&mut ring, &read(fds[from], from))?;
             }
         }
@@ -69,14 +69,14 @@ fn read(fd: Fd, from: usize) -> squeue::Entry {
 }
 
 fn push(ring: &mut IoUring, entry: &squeue::Entry) -> io::Result<()> {
-    // SAFETY: descriptors and buffers live until the program ends; a buffer is not touched before its write is completed.
+    // SAFETY: descriptors and buffers live until the program ends; a buffer is not reused before its write completes.
     while unsafe { ring.submission().push(entry) }.is_err() {
         ring.submit()?;
     }
     Ok(())
 }
 
-/// Buffers the kernel puts a device's frames into, and the ring that says which are free.
+/// Provided buffers of a device, and the ring of the free ones.
 struct Pool {
     memory: NonNull<u8>,
     free: NonNull<BufRingEntry>,
@@ -100,22 +100,22 @@ impl Pool {
         unsafe { self.memory.as_ptr().add(usize::from(buffer) * ROOM) }
     }
 
-    /// Says that a buffer is free.
+    /// Frees a buffer.
     fn give(&mut self, buffer: u16) {
         let bytes = self.place(buffer) as u64;
-        // SAFETY: below BUFFERS, thus in the ring's mapping; the kernel reads an entry only once the tail is behind it.
+        // SAFETY: below BUFFERS, so within the ring's mapping; the kernel reads an entry only after the tail has passed it.
         let entry = unsafe { &mut *self.free.as_ptr().add(usize::from(self.tail) % BUFFERS) };
         entry.set_addr(bytes);
         entry.set_len(ROOM as u32);
         entry.set_bid(buffer);
         self.tail = self.tail.wrapping_add(1);
-        // SAFETY: the ring begins at `free`; its tail is a word that only we write and that the kernel reads as one.
+        // SAFETY: the ring begins at `free`; its tail is written here only, and read by the kernel as one word.
         let tail = unsafe { AtomicU16::from_ptr(BufRingEntry::tail(self.free.as_ptr()).cast_mut()) };
         tail.store(self.tail, Ordering::Release);
     }
 }
 
-/// Memory that begins with a page and is never given back.
+/// Page-aligned memory that is never freed.
 fn map(len: usize) -> io::Result<NonNull<u8>> {
     let access = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
