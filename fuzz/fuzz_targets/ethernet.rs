@@ -10,8 +10,9 @@ use libfuzzer_sys::fuzz_target;
 use vnet::frame::FRAME_MAX;
 use vnet::wire::checksum::Sum;
 use vnet::wire::ethernet::{self, HEADER_LEN};
+use vnet::wire::ip;
 use vnet::wire::offload::{Accepts, Offload, VIRTIO_NET_HDR_LEN};
-use vnet::wire::segment;
+use vnet::wire::{flow, partial, segment};
 
 fuzz_target!(|data: &[u8]| {
     let Some((header, rest)) = data.split_first_chunk::<VIRTIO_NET_HDR_LEN>() else { return };
@@ -54,6 +55,16 @@ fn views(frame: &[u8]) {
         assert!(
             payload.ethertype != ethernet::ETHERTYPE_VLAN && payload.ethertype != ethernet::ETHERTYPE_QINQ
         );
+    }
+    flow::hash(frame);
+    let inferred = partial::inferred(frame, 1514);
+    if let Some((offset, header)) = ip::in_frame(frame) {
+        assert_eq!(header.addresses.len(), if header.is_v4() { 8 } else { 32 });
+        assert!(frame[offset..].starts_with(&[if header.is_v4() { 0x40 } else { 0x60 } | frame[offset] & 0xf]));
+        assert!(header.upper_layer(&frame[offset..]).offset >= header.len);
+        assert_eq!(inferred.checked(frame.len()), Ok(inferred));
+    } else {
+        assert!(inferred.is_none(), "no IP, no checksum");
     }
 }
 

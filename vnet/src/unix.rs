@@ -107,7 +107,7 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
     std::fs::symlink_metadata(path).ok().map(|meta| (meta.dev(), meta.ino()))
 }
 
-/// Locks a directory until the result is dropped; `None` when somebody else keeps it locked.
+/// Locks a directory until the result is dropped; `None` when another process keeps it locked.
 fn lock(folder: &Path) -> io::Result<Option<OwnedFd>> {
     let folder = open(folder, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
     let deadline = Instant::now() + LOCK_TIME_MAX;

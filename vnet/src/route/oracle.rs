@@ -1,5 +1,5 @@
-//! The naive model: rules searched one by one as VNET/P published it, learning as a plain map, no cache, no index, no lock.
-//! A property test holds the routers' decisions against it, through changes of tables, removed ports and passing time.
+//! The naive model: searches rules one by one as VNET/P published it, learns in a plain map, has no cache, index or lock. A
+//! property test compares routers with it through table changes, port removals and passing time.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -49,7 +49,7 @@ fn is_station(mac: Mac) -> bool {
     mac.0[0] & 1 == 0 && mac != Mac([0; 6])
 }
 
-/// VNET/P's matching of one MAC: the class, when the qualifier fits.
+/// VNET/P's matching of one MAC: the class of a matching qualifier.
 fn class(qualifier: Qualifier, mac: Mac) -> Option<&'static str> {
     match qualifier {
         Qualifier::Not(other) if other != mac => Some("NOT"),
@@ -59,7 +59,7 @@ fn class(qualifier: Qualifier, mac: Mac) -> Option<&'static str> {
     }
 }
 
-/// VNET/P's table of priorities, as published.
+/// VNET/P's priority table, as published.
 fn priority(src: &str, dst: &str) -> u8 {
     match (src, dst) {
         ("NOT", "NOT") => 3,
@@ -75,7 +75,7 @@ fn priority(src: &str, dst: &str) -> u8 {
     }
 }
 
-/// What the model knows of an address.
+/// A learned address in the model.
 #[derive(Clone, Debug)]
 struct Station {
     port: PortId,
@@ -89,7 +89,7 @@ struct Station {
 struct Model {
     config: Config,
     stations: HashMap<(NetworkId, Mac), Station>,
-    /// Thousandths of a frame that a port may still flood, and when that was so.
+    /// Storm credit per port in thousandths of a frame, and the time it was computed.
     credit: HashMap<PortId, (u64, u64)>,
     now_ms: u64,
 }
@@ -294,7 +294,7 @@ fn member(port: u16) -> impl Strategy<Value = Option<Member>> {
         1 => prop::collection::vec(network(), 0..3).prop_map(Networks::only),
     ];
     let kind = if port.is_multiple_of(2) { PortKind::Interface } else { PortKind::Link };
-    // Always the same for a port: what remains of an old limit under a new one is nobody's business.
+    // Constant per port: credit left over from another limit is not modelled.
     let storm_frames_per_s = [None, None, Some(2), None, None, Some(5), None, None][usize::from(port)];
     (prop::bool::weighted(0.85), networks, prop::option::weighted(0.15, mac()), prop::bool::weighted(0.05))
         .prop_map(move |(there, networks, mac, port_security)| {
@@ -362,7 +362,7 @@ fn adopt(routers: &mut [Router], config: &Config) {
     routers.iter_mut().for_each(|router| router.adopt(table.clone()));
 }
 
-/// Runs `steps` on two routers that share what they learn, one with a cache that hardly holds anything, and the model.
+/// Runs `steps` on the model and on two routers that share learned addresses, one of them with a tiny cache.
 fn run(config: Config, steps: Vec<Step>) -> Result<(), TestCaseError> {
     let learned = Arc::new(Learned::new());
     let router = |entries| Router::with_cache(config.table(), learned.clone(), entries);
@@ -384,7 +384,7 @@ fn run(config: Config, steps: Vec<Step>) -> Result<(), TestCaseError> {
             }
             Step::Frame { router, flow } => {
                 let table = routers[router].table().clone();
-                // Its source is learned first, so what is explained holds for frames to others only.
+                // Routing learns the source first, explaining does not: they differ for a frame to its own source.
                 let explained =
                     (flow.src != flow.dst).then(|| explain(&table, &learned, &flow, model.now_ms).outcome);
                 let expected = model.decide(&flow);
@@ -414,7 +414,7 @@ proptest! {
         run(config, steps)?;
     }
 
-    /// Three stations in a network that learns, and little else: what is rare above happens all the time.
+    /// Three stations in one network that learns: moves and ageing, rare above, happen all the time.
     #[test]
     fn moves_and_ageing_are_those_of_the_naive_model(
         ageing_s in prop::sample::select(vec![10, AGEING_S]),

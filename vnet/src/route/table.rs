@@ -1,8 +1,8 @@
-//! The routing table: everything that is configured, made ready for a look-up. Built once, never changed, shared by all
-//! dispatchers; a change of configuration builds a new one.
+//! The routing table: the configuration, indexed for lookups. Immutable, shared by all dispatchers; a configuration change
+//! builds a new one.
 //!
-//! # How rules are found
-//! A rule's priority follows from the kinds of its two qualifiers, and so does the way to find it:
+//! # Rule lookup
+//! The kinds of a rule's two qualifiers determine its priority, and the way to find it:
 //!
 //! | found by | rules (source, destination) with their priority |
 //! |---|---|
@@ -11,15 +11,15 @@
 //! | destination address | (not, is) 7, (any, is) 6 |
 //! | nothing | (any, any) 6, (not, any) 5, (any, not) 5, (not, not) 3 |
 //!
-//! All rules stand in one array, sorted by network, way, addresses and falling priority. One hash table of `u32` leads from
-//! (way, network, addresses) to the first rule of a *run*; it stores no keys, because the rule it leads to has them. A
-//! look-up is at most three probes and the scan of the four runs, each left as soon as its priorities fall below the best
-//! found: its cost does not grow with the number of other addresses' rules. A route costs 28 bytes and 6 to 12 of the index.
+//! One array holds all rules, sorted by network, way, addresses and falling priority. One hash table of `u32` maps (way,
+//! network, addresses) to the first rule of a *run*; it stores no keys, because the rule has them. A lookup takes at most
+//! three probes and scans four runs, each until its priorities fall below the best match: the cost does not grow with the
+//! number of other addresses' rules. A route takes 28 bytes, and 6 to 12 bytes of the index.
 //!
-//! # How frames are flooded
-//! The members of a network that learns stand in a *ring*: interfaces, then links to spokes (hosts that this one relays
-//! for), then all other links, and the same once more. "Everybody but me" is then one slice, starting behind me; "all
-//! interfaces and spokes" is the ring's beginning. Nothing is copied.
+//! # Flooding
+//! The members of a network that learns form a *ring*: interfaces, then links to spokes (hosts that this one relays for), then
+//! all other links, and the same again. "All but me" is then one slice that starts behind me; "all interfaces and spokes" is
+//! the start of the ring. Nothing is copied.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -36,7 +36,7 @@ use crate::frame::{NetworkId, PortId};
 use crate::stats::DropReason;
 use crate::wire::ethernet::Mac;
 
-/// How a rule is found; the columns of a run's key.
+/// The addresses by which a rule is indexed.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Way {
     Both,
@@ -45,12 +45,12 @@ enum Way {
     Nothing,
 }
 
-/// Names a run of rules.
+/// Key of a run of rules.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct RunKey {
     network: NetworkId,
     way: Way,
-    /// Zero where the way does not ask for it.
+    /// Zero where the way does not use it.
     src: Mac,
     dst: Mac,
 }
@@ -74,31 +74,31 @@ impl RunKey {
     }
 }
 
-/// A network, ready for use.
+/// A network, indexed for lookups.
 pub(super) struct Network {
-    /// Whether unknown destinations are flooded.
+    /// True to learn sources and flood unknown destinations.
     pub(super) learning: bool,
-    /// Whether frames go from any link to any other.
+    /// True to relay between all links: no split horizon.
     relayed: bool,
-    /// How long a learned address lives without a frame from it.
+    /// Ageing time of learned addresses.
     pub(super) ageing_ms: u64,
-    /// Ways by which the network has any rules, indexed by [`Way`]; saves probes that cannot find anything.
+    /// Ways for which the network has rules, indexed by [`Way`]; saves futile probes.
     ways: [bool; 4],
-    /// Its members within `Table::rings`.
+    /// Its ring, as a range of `Table::rings`.
     ring: Range<u32>,
-    /// How many members there are, and how many of them are interfaces and spokes.
+    /// Number of members, and of interfaces and spokes among them.
     members: u32,
     interfaces: u32,
     spokes: u32,
 }
 
-/// A frame's flow that may enter, with what the table knows of its network and port.
+/// Network and ingress port of an admitted flow.
 pub(super) struct Admitted<'a> {
     pub(super) network: &'a Network,
     pub(super) port: &'a Member,
 }
 
-/// Everything that is configured about routing.
+/// The routing table.
 pub struct Table {
     rules: Box<[Rule]>,
     index: HashTable<u32>,
@@ -111,15 +111,15 @@ pub struct Table {
 }
 
 impl Table {
-    /// Makes a table of `rules`, which apply in the networks named by `networks` only, between `members`.
+    /// Builds a table of `rules` and `networks` between `members`.
     ///
-    /// Rules whose qualifier is `none`, and rules of other networks, can never apply and are left out. Of two members with
-    /// one address in one network the first keeps it.
+    /// Leaves out rules that never apply: those with a qualifier `none`, and those of other networks. When two members claim
+    /// one address in one network, the first gets it.
     pub fn build(rules: Vec<Rule>, networks: &[NetworkSpec], members: &[Member]) -> Table {
         Table::build_published(rules, networks, members, Arc::default())
     }
 
-    /// The same, with what is published of stations on other hosts.
+    /// As [`Table::build`], with published stations on other hosts.
     pub fn build_published(
         mut rules: Vec<Rule>,
         networks: &[NetworkSpec],
@@ -180,13 +180,13 @@ impl Table {
         self.ports.get(port.index())?.as_ref()
     }
 
-    /// True when `port` exists and is part of `network`.
+    /// True when `port` exists and carries `network`.
     pub(super) fn carries(&self, port: PortId, network: NetworkId) -> bool {
         self.port(port).is_some_and(|member| member.networks.contains(network))
     }
 
-    /// Where `mac` is, whatever is learned: at the interface whose configured address it is, unless it is published to be
-    /// elsewhere, which is then where it is while that is firm.
+    /// The port of `mac` regardless of learning: the link that it is published behind, while publications are firm, or the
+    /// interface that it is configured on.
     pub(super) fn pinned(&self, network: NetworkId, mac: Mac) -> Option<PortId> {
         match self.published.place(network, mac) {
             Some(port) => Some(port).filter(|&port| self.published.firm && self.carries(port, network)),
@@ -194,17 +194,17 @@ impl Table {
         }
     }
 
-    /// Where `mac` was published to be before the store went away; what is learned goes first.
+    /// The link that `mac` is published behind, firm or advisory; a learned address takes precedence over advisory ones.
     pub(super) fn advised(&self, network: NetworkId, mac: Mac) -> Option<PortId> {
         self.published.place(network, mac).filter(|&port| self.carries(port, network))
     }
 
-    /// What is published.
+    /// The published stations.
     pub fn published(&self) -> &Published {
         &self.published
     }
 
-    /// True for a port that split horizon concerns: a link to a host that this one does not relay for.
+    /// True when split horizon applies to `port`: a link to a host that this one does not relay for.
     fn is_horizon(&self, network: &Network, port: &Member) -> bool {
         port.kind == PortKind::Link && !network.relayed && !self.published.spokes.contains(&port.port)
     }
@@ -219,7 +219,7 @@ impl Table {
         self.networks.get(&network)
     }
 
-    /// Lets a flow in: its network exists, its port is part of it, its source may be used there.
+    /// The guard: admits a flow if its network exists, its port carries it, and its source address is allowed there.
     pub(super) fn admit(&self, flow: &Flow) -> Result<Admitted<'_>, DropReason> {
         let network = self.network(flow.network).ok_or(DropReason::NoRoute)?;
         let port = self
@@ -233,8 +233,8 @@ impl Table {
         }
     }
 
-    /// Finds the rules of the highest priority that apply to `flow`: their places in the table, in the order of their
-    /// indices, replace what is in `found`. Returns the priority.
+    /// Finds the matching rules of the highest priority. Fills `found` with their positions in the table, ordered by rule
+    /// index, and returns the priority.
     pub(super) fn best(&self, here: &Admitted<'_>, flow: &Flow, found: &mut Vec<u32>) -> Option<u8> {
         let mut best = None;
         found.clear();
@@ -263,7 +263,7 @@ impl Table {
         best
     }
 
-    /// The rules to be found one way for a flow, with their places, by falling priority.
+    /// The run of rules for a flow and way, with positions, by falling priority.
     fn run(&self, flow: &Flow, way: Way) -> impl Iterator<Item = (u32, &Rule)> {
         let (src, dst) = match way {
             Way::Both => (flow.src, flow.dst),
@@ -280,13 +280,13 @@ impl Table {
             .take_while(move |(_, rule)| RunKey::of(rule) == key)
     }
 
-    /// The rule at a place that [`Table::best`] found.
+    /// The rule at a position from [`Table::best`].
     pub(super) fn rule(&self, place: u32) -> &Rule {
         &self.rules[place as usize]
     }
 
-    /// Turns rules into destinations, one for each rule, except those that lead back to where the frame came from or to a
-    /// port that does not carry the network. When nothing remains, says why.
+    /// Fills `list` with the rules' destinations, one per rule, without the ingress port and ports that do not carry the
+    /// network. When none remains, returns the reason.
     pub(super) fn destinations(
         &self,
         flow: &Flow,
@@ -310,8 +310,8 @@ impl Table {
         if list.is_empty() { Err(reason) } else { Ok(()) }
     }
 
-    /// Sends a flow to the one port where its destination is known to be, unless that leads back: to where it came from, or
-    /// from one link to another (split horizon).
+    /// `port` as the destination of a flow, unless it is the ingress port, or split horizon forbids the way from one link to
+    /// another.
     pub(super) fn toward(
         &self,
         here: &Admitted<'_>,
@@ -326,14 +326,14 @@ impl Table {
         }
     }
 
-    /// Where in the rings a flow is flooded to: from an interface or a spoke to all other members, from another link to
-    /// interfaces and spokes only (split horizon: the host that sent it has sent it to all others itself).
+    /// The range of the rings to flood a flow to: from an interface or a spoke to all other members, from another link to
+    /// interfaces and spokes only (split horizon: the sending host has sent the frame to all others itself).
     pub(super) fn flood(&self, here: &Admitted<'_>) -> Range<u32> {
         let Network { ring, members, interfaces, spokes, .. } = here.network;
         if self.is_horizon(here.network, here.port) {
             return ring.start..ring.start + interfaces + spokes;
         }
-        // Interfaces stand first, then spokes, each in ascending order.
+        // Interfaces come first, then spokes, each in ascending order.
         let (start, count) = match here.port.kind {
             PortKind::Interface => (ring.start, *interfaces),
             PortKind::Link => (ring.start + interfaces, *spokes),
@@ -347,13 +347,13 @@ impl Table {
         }
     }
 
-    /// Ports of the rings.
+    /// A range of the rings.
     #[inline]
     pub(super) fn ring(&self, start: u32, len: u32) -> &[PortId] {
         &self.rings[start as usize..][..len as usize]
     }
 
-    /// Rules that can apply.
+    /// Number of rules that can apply.
     pub fn len(&self) -> usize {
         self.rules.len()
     }
@@ -363,14 +363,14 @@ impl Table {
         self.rules.is_empty()
     }
 
-    /// Bytes of memory that the rules and their index take.
+    /// Memory of the rules and their index in bytes.
     pub fn rules_bytes(&self) -> usize {
         size_of_val(&*self.rules) + self.index.allocation_size()
     }
 }
 
 impl Network {
-    /// Prepares a network, and adds its ring to `rings` when it can be needed.
+    /// Indexes a network. Appends its ring to `rings` if the network learns.
     fn new(
         spec: &NetworkSpec,
         members: &[Member],
@@ -415,7 +415,7 @@ impl Network {
     }
 }
 
-/// Members by their slots.
+/// Members by port slot.
 fn slots(members: &[Member]) -> Box<[Option<Member>]> {
     let count = members.iter().map(|member| member.port.index() + 1).max().unwrap_or(0);
     let mut slots = vec![None; count];
@@ -461,7 +461,7 @@ mod tests {
         }
     }
 
-    /// DESIGN.md section 10: 1 048 576 exact routes in less than 200 bytes each. Measured: 38 bytes.
+    /// The limit is 1 048 576 exact routes of less than 200 bytes each. Measured: 38 bytes.
     #[test]
     fn a_million_routes_are_found_and_small() {
         const ROUTES: u32 = 1 << 20;
@@ -482,7 +482,7 @@ mod tests {
     }
 
     #[test]
-    fn rings_leave_out_the_sender_and_respect_split_horizon() {
+    fn rings_exclude_the_sender_and_respect_split_horizon() {
         let kinds =
             [PortKind::Link, PortKind::Interface, PortKind::Interface, PortKind::Link, PortKind::Interface];
         let members: Vec<Member> = kinds.iter().enumerate().map(|(i, &k)| member(i as u16, k)).collect();
@@ -504,9 +504,9 @@ mod tests {
         }
     }
 
-    /// Where a network is relayed a link is like an interface; in the others it is not.
+    /// In a relayed network split horizon does not apply; in others it does.
     #[test]
-    fn relayed_networks_know_no_horizon() {
+    fn relayed_networks_have_no_split_horizon() {
         let kinds = [PortKind::Link, PortKind::Interface, PortKind::Link, PortKind::Link];
         let members: Vec<Member> = kinds.iter().enumerate().map(|(i, &k)| member(i as u16, k)).collect();
         for relayed in [NetworkId::DEFAULT, NetworkId::new(7).unwrap()] {
@@ -536,7 +536,7 @@ mod tests {
     }
 
     #[test]
-    fn spokes_are_relayed_between() {
+    fn frames_are_relayed_between_spokes() {
         // An interface, two spokes, two links of the mesh.
         let kinds = [PortKind::Link, PortKind::Link, PortKind::Interface, PortKind::Link, PortKind::Link];
         let members: Vec<Member> = kinds.iter().enumerate().map(|(i, &k)| member(i as u16, k)).collect();

@@ -1,4 +1,4 @@
-//! Routers as the dispatchers use them: the cache is used and told of changes, limits hold, threads agree.
+//! Routers as dispatchers use them: cache hits and invalidation, limits, agreement between threads.
 
 use std::sync::Arc;
 
@@ -52,7 +52,7 @@ fn router(rules: Vec<Rule>, members: &[Member]) -> Router {
     Router::new(Arc::new(Table::build(rules, &[learning()], members)), Arc::new(Learned::new()))
 }
 
-/// Sends a frame for what is learned from it.
+/// Routes a frame so that its source is learned.
 fn send(router: &mut Router, flow: &Flow, now_ms: u64) {
     router.route(flow, now_ms);
 }
@@ -83,7 +83,7 @@ fn a_flood_of_addresses_leaves_other_flows_cached() {
     let mut other = Router::new(router.table().clone(), router.learned.clone());
     flows.iter().for_each(|flow| send(&mut router, flow, 0));
     let misses = router.misses();
-    // Twenty new addresses by way of another dispatcher: each may share a bucket with a few of the flows.
+    // Another dispatcher learns twenty new addresses: each may share a bucket with a few of the flows.
     (0..20).for_each(|n| send(&mut other, &flow(GUEST, mac(5000 + n), mac(1)), 0));
     flows.iter().for_each(|flow| send(&mut router, flow, 0));
     let disturbed = router.misses() - misses;
@@ -91,7 +91,7 @@ fn a_flood_of_addresses_leaves_other_flows_cached() {
 }
 
 #[test]
-fn adopting_a_table_counts_from_the_next_frame() {
+fn an_adopted_table_applies_to_the_next_frame() {
     let mut router = router(vec![], &members());
     let one = flow(HOST, mac(1), mac(2));
     router.route(&flow(LINK, mac(2), mac(1)), 0);
@@ -160,7 +160,7 @@ fn an_address_in_two_places_is_frozen_and_thaws() {
     let where_is = |router: &mut Router, now| outcome_port(router.route(&flow(LINK, mac(3), mac(1)), now));
     assert_eq!(where_is(&mut router, 20), GUEST);
     assert_eq!(router.learned.entries(router.table(), 20)[0].held, Held::Frozen);
-    // A machine in GUEST keeps talking; another in HOST gets its turn when the hold is over.
+    // The station at GUEST keeps sending; the one at HOST gets the address when the freeze is over.
     for now in [60_000, 120_000, 5 + FREEZE_MS - 1] {
         router.route(&claim(1), now);
         router.route(&claim(0), now);
@@ -171,7 +171,7 @@ fn an_address_in_two_places_is_frozen_and_thaws() {
 }
 
 #[test]
-fn moves_are_remembered_for_a_while() {
+fn the_last_moves_are_kept() {
     let mut router = router(vec![], &members());
     (0..6).for_each(|n| send(&mut router, &flow([HOST, GUEST][n % 2], mac(1), mac(2)), 0));
     let (moves, next) = router.learned.moves_since(0);
@@ -181,7 +181,7 @@ fn moves_are_remembered_for_a_while() {
     assert_eq!(told[4], (HOST, GUEST, true), "the fifth freezes it");
     assert_eq!(router.learned.moves_since(4), (moves[4..].to_vec(), 5));
     assert_eq!(router.learned.moves_since(5), (vec![], 5));
-    // More than are remembered: the oldest are gone, and the number tells how many.
+    // More moves than are kept: the oldest are gone, and the number tells how many.
     for n in 10..1_010 {
         send(&mut router, &flow(HOST, mac(n), mac(2)), 1_000);
         send(&mut router, &flow(GUEST, mac(n), mac(2)), 1_000);
@@ -193,13 +193,13 @@ fn moves_are_remembered_for_a_while() {
 }
 
 #[test]
-fn a_frozen_address_whose_place_falls_silent_is_learned_anew() {
+fn a_frozen_address_that_ages_out_is_learned_anew() {
     let network = NetworkSpec { ageing_s: 10, ..learning() };
     let table = Arc::new(Table::build(vec![], &[network], &members()));
     let mut router = Router::new(table, Arc::new(Learned::new()));
     let claim = |n: u32| flow([HOST, GUEST][n as usize % 2], mac(1), mac(2));
     (0..6).for_each(|n| send(&mut router, &claim(n), 0));
-    // Frozen at GUEST. HOST goes on from its cache, until what GUEST said has aged.
+    // Frozen at GUEST. HOST's claims are refused until the sighting at GUEST has aged out.
     send(&mut router, &claim(0), 0);
     send(&mut router, &claim(0), 9_999);
     assert_eq!(router.learned.entries(router.table(), 9_999)[0].port, GUEST);
@@ -230,11 +230,11 @@ fn a_guest_fills_its_own_share_only() {
         router.route(&flow(HOST, mac(flood - 1), Mac::BROADCAST), now);
         assert_eq!(router.learned.stats().refused, refused, "at {now} ms");
     }
-    // The others still learn and are still known; the refused are flooded.
+    // Other ports still learn, and their addresses are found; frames to refused addresses are flooded.
     assert_eq!(router.route(&flow(LINK, mac(8_000_000), mac(9_000_000)), 10), Decision::To(GUEST));
     assert_eq!(router.route(&flow(GUEST, mac(9_000_000), mac(8_000_000)), 10), Decision::To(LINK));
     assert!(matches!(router.route(&flow(LINK, mac(8_000_000), mac(flood - 1)), 10), Decision::Copies(_)));
-    // When the share has expired, all of it is free again.
+    // When all addresses of the share have aged out, it is free again.
     let later = 10 + u64::from(AGEING_S) * 1000;
     for n in 0..INTERFACE_ADDRESSES_MAX {
         router.route(&flow(HOST, mac(100_000 + n), Mac::BROADCAST), later);
@@ -270,7 +270,7 @@ fn links_have_a_share_each_and_one_together() {
 }
 
 #[test]
-fn a_forgotten_port_is_not_used_from_any_cache() {
+fn no_cache_uses_a_flushed_port() {
     let mut router = router(vec![], &members());
     router.route(&flow(LINK, mac(2), mac(1)), 0);
     let there = flow(HOST, mac(1), mac(2));
@@ -297,7 +297,7 @@ fn a_flow_is_remembered_for_a_batch_and_no_longer() {
 }
 
 #[test]
-fn storms_are_limited_and_talks_are_not() {
+fn storm_limits_spare_unicast() {
     let mut members = members();
     members[0].storm_frames_per_s = Some(10);
     let mut router = router(vec![], &members);
@@ -312,8 +312,8 @@ fn storms_are_limited_and_talks_are_not() {
     assert_eq!(counts, [10, 40]);
 }
 
-/// Dispatchers that learn, move and look up the same addresses at once; a table is changed and a port removed meanwhile.
-/// When all is quiet, what each of them answers from its cache is what is known.
+/// Dispatchers that learn, move and look up the same addresses concurrently, while a port is flushed. When all is quiet, each
+/// answers from its cache as the MAC table says.
 #[test]
 fn threads_agree_when_all_is_quiet() {
     const THREADS: u64 = 4;
@@ -373,10 +373,10 @@ fn threads_agree_when_all_is_quiet() {
 }
 
 #[test]
-fn what_is_published_is_found_and_cannot_be_drawn_away() {
+fn published_addresses_cannot_be_spoofed_away() {
     let (away, near, local) = (Mac([2, 0, 0, 0, 0, 9]), Mac([2, 0, 0, 0, 0, 8]), Mac([2, 0, 0, 0, 0, 7]));
     let mut members = members();
-    // Configured here, but published elsewhere: its machine has moved.
+    // Configured here, but published elsewhere: the machine has migrated.
     members[1].mac = Some(away);
     members[0].mac = Some(local);
     let table = |firm| {
@@ -390,10 +390,10 @@ fn what_is_published_is_found_and_cannot_be_drawn_away() {
         _ => None,
     };
     assert_eq!(to(&mut router, away), Some(LINK));
-    // Somebody else uses the address: nothing moves while the store is there.
+    // Another station uses the address: it does not move while the store is reachable.
     send(&mut router, &flow(LINK_2, away, near), 11);
     assert_eq!(to(&mut router, away), Some(LINK));
-    // The store is away: what is heard goes first, what was published holds where nothing was heard.
+    // The store is unreachable: learned addresses take precedence over published ones.
     router.adopt(table(false));
     assert_eq!(to(&mut router, away), Some(LINK));
     send(&mut router, &flow(LINK_2, away, near), 12);

@@ -1,4 +1,4 @@
-//! IPv4 (RFC 791) and IPv6 (RFC 8200) headers, decoded where they lie: the project's one decoder.
+//! IPv4 (RFC 791) and IPv6 (RFC 8200) headers, decoded in place: the project's one decoder.
 //!
 //! [`Header::parse`] checks the version, the IPv4 header length, and that the fixed header is there. Everything behind the
 //! fixed header may be cut off, because callers often hold only a frame's head: `len` and `total_len` are what the header
@@ -67,7 +67,7 @@ pub struct Header<'a> {
     pub addresses: &'a [u8],
 }
 
-/// What a packet carries behind its extension headers.
+/// The upper-layer protocol of a packet, behind its extension headers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UpperLayer {
     /// Protocol number.
@@ -78,8 +78,8 @@ pub struct UpperLayer {
     pub later_fragment: bool,
 }
 
-/// The IP header of an Ethernet frame, tags looked through, and its offset. `None` when the frame carries no IP or ends
-/// inside the fixed header.
+/// The IP header of an Ethernet frame and its offset, behind VLAN tags. `None` when the frame carries no IP or ends inside
+/// the fixed header.
 #[inline]
 pub fn in_frame(frame: &[u8]) -> Option<(usize, Header<'_>)> {
     let payload = ethernet::payload(frame)?;

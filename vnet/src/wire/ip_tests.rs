@@ -135,7 +135,7 @@ proptest! {
 }
 
 #[test]
-fn tags_are_looked_through_and_other_types_are_not_ip() {
+fn tags_are_skipped_and_other_types_are_not_ip() {
     let packet = extended(&[], 0, UDP, &[]);
     let frame = |types: &[u8]| [&[2; 12][..], types, &packet].concat();
     assert_eq!(in_frame(&frame(&[0x86, 0xdd])).unwrap().0, 14);
