@@ -10,7 +10,7 @@ use rustix::event::{EventfdFlags, Timespec, eventfd};
 
 /// One epoll set with an eventfd (the bell) to wake its waiter: a dispatcher sleeps on it.
 #[derive(Clone, Debug)]
-pub struct Poller {
+pub(crate) struct Poller {
     epoll: Arc<OwnedFd>,
     bell: Arc<OwnedFd>,
 }
@@ -106,7 +106,7 @@ impl Waker {
     }
 
     /// Watches `fd` for input and output, edge-triggered.
-    pub fn watch_both(&self, fd: impl AsFd) -> io::Result<()> {
+    pub(crate) fn watch_both(&self, fd: impl AsFd) -> io::Result<()> {
         let flags = EventFlags::IN | EventFlags::OUT | EventFlags::ET;
         Ok(epoll::add(&self.epoll, fd, EventData::new_u64(self.token), flags)?)
     }

@@ -269,7 +269,7 @@ pub struct Tap {
 
 impl Tap {
     /// Marks a port that is not captured.
-    pub const UNSEEN: u16 = u16::MAX;
+    const UNSEEN: u16 = u16::MAX;
 
     /// A tap on `ports`, each with its name.
     pub fn new<'a>(

@@ -33,7 +33,7 @@ use crate::log_limit::LogLimit;
 use crate::wire::ethernet::Mac;
 
 /// Milliseconds between two refreshes of an address that keeps sending.
-pub const REFRESH_MS: u64 = 1000;
+pub(super) const REFRESH_MS: u64 = 1000;
 /// Milliseconds before a refused address is tried again; its frames take no lock until then.
 const REFUSED_MS: u64 = 100;
 /// Moves within [`MOVES_WINDOW_MS`] that freeze an address (RFC 7432, section 15.1: N = 5).
@@ -43,12 +43,12 @@ pub const MOVES_WINDOW_MS: u64 = 180_000;
 /// Milliseconds for which an address stays frozen.
 pub const FREEZE_MS: u64 = 180_000;
 /// Most addresses of one interface in one network: a guest that bridges a thousand containers.
-pub const INTERFACE_ADDRESSES_MAX: u32 = 1024;
+pub(super) const INTERFACE_ADDRESSES_MAX: u32 = 1024;
 /// Most addresses of one link in one network: a host with 1 024 interfaces of 16 addresses.
-pub const LINK_ADDRESSES_MAX: u32 = 16_384;
+pub(super) const LINK_ADDRESSES_MAX: u32 = 16_384;
 /// Most addresses of all links in all networks: 256 such interfaces on each of 64 hosts. The worst case, with 1 024
 /// interfaces at their limits, is 1.3 million addresses of 56 bytes (about 100 MB).
-pub const LINKS_ADDRESSES_MAX: u32 = 262_144;
+pub(super) const LINKS_ADDRESSES_MAX: u32 = 262_144;
 
 /// Buckets for cache invalidation: one new address invalidates 1/4096 of the entries.
 const BUCKETS: usize = 4096;
@@ -266,7 +266,7 @@ impl Learned {
 
     /// Flushes all addresses learned at `port`, and resets its storm limiter. For a removed port: call it after every
     /// dispatcher has adopted a table without the port, and before another port gets its slot.
-    pub fn forget_port(&self, port: PortId) {
+    pub(crate) fn forget_port(&self, port: PortId) {
         let mut book = self.book.lock();
         let shares: Vec<ShareKey> = book.addresses.shares().filter(|share| share.1 == port).collect();
         for share in shares {

@@ -33,10 +33,7 @@ mod trace;
 use std::sync::Arc;
 
 pub use guard::STORM_FRAMES_PER_S;
-pub use learning::{
-    FREEZE_MS, Held, INTERFACE_ADDRESSES_MAX, LINK_ADDRESSES_MAX, LINKS_ADDRESSES_MAX, Learned, LearnedEntry,
-    LearnedStats, MOVES_MAX, MOVES_WINDOW_MS, Moved, REFRESH_MS,
-};
+pub use learning::{FREEZE_MS, Held, Learned, LearnedEntry, LearnedStats, MOVES_MAX, MOVES_WINDOW_MS, Moved};
 pub use published::Published;
 pub use rule::{
     AGEING_S, Flow, Member, NetworkSpec, Networks, PortKind, Qualifier, QualifierError, Rule, Source,

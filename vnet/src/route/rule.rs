@@ -123,7 +123,7 @@ pub enum Source {
 impl Source {
     /// True when it includes `port` of kind `kind`.
     #[inline]
-    pub fn covers(self, port: PortId, kind: PortKind) -> bool {
+    pub(super) fn covers(self, port: PortId, kind: PortKind) -> bool {
         match self {
             Source::Any => true,
             Source::AnyInterface => kind == PortKind::Interface,

@@ -120,7 +120,7 @@ impl Table {
     }
 
     /// As [`Table::build`], with published stations on other hosts.
-    pub fn build_published(
+    pub(crate) fn build_published(
         mut rules: Vec<Rule>,
         networks: &[NetworkSpec],
         members: &[Member],

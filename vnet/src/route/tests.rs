@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::learning::{INTERFACE_ADDRESSES_MAX, LINK_ADDRESSES_MAX, LINKS_ADDRESSES_MAX, REFRESH_MS};
 use super::*;
 use crate::frame::{Batch, NetworkId, Origin};
 use crate::wire::ethernet::Mac;

@@ -49,7 +49,7 @@ impl Mac {
 
     /// The address as the low 48 bits of an integer, first byte most significant.
     #[inline]
-    pub fn to_u64(self) -> u64 {
+    pub(crate) fn to_u64(self) -> u64 {
         let [a, b, c, d, e, f] = self.0;
         u64::from_be_bytes([0, 0, a, b, c, d, e, f])
     }

@@ -62,7 +62,7 @@ pub fn finish(
 
 /// Completes a partial checksum: sums from `csum_start` to the end, pseudo-header sum in the field included, and stores the
 /// complement.
-pub fn complete_checksum(frame: &mut [u8], offload: &Offload) -> Result<(), SegmentError> {
+pub(crate) fn complete_checksum(frame: &mut [u8], offload: &Offload) -> Result<(), SegmentError> {
     let start = usize::from(offload.csum_start);
     let summed = frame.get_mut(start..).ok_or(SegmentError::Headers)?;
     let sum = Sum::default().with(summed).finish();
