@@ -25,8 +25,9 @@ use vnet::dispatch::setup::{InterfacePort, LinkPort, Parts};
 use vnet::frame::PortId;
 use vnet::link::inquiry::Inbox;
 use vnet::link::path::prober::Prober;
+use vnet::link::rendezvous::relay::Relay;
 use vnet::link::sealed::identity::IdentityStore;
-use vnet::link::sealed::keeper::{Keeper, KeeperOptions};
+use vnet::link::sealed::keeper::{GuestService, Keeper, KeeperError, KeeperOptions};
 use vnet::route::{self, Member, Networks, PortKind, Rule, Source};
 use vnet::stats::PortStats;
 use vnet::wire::ethernet::Mac;
@@ -297,15 +298,17 @@ fn keeper(desired: &Desired, core: &Core) -> Result<Option<Keeper>, EngineError>
     let name = &desired.host.spec.name;
     let identity =
         Arc::new(IdentityStore::open(files.clone(), name).map_err(|error| open(error.to_string()))?);
+    let BridgeSpec { meetings, .. } = desired.bridge.spec;
+    let meet_at = desired.bridge.spec.meet_at(core.bridge_address());
+    let relay = (meetings > 0).then(|| Relay::start(meet_at, meetings, core.bridge_stats().clone()));
+    let relay = relay.transpose().map_err(|error| open(KeeperError::Thread(error).to_string()))?;
     let options = KeeperOptions {
         listen: core.bridge_address(),
         identity,
         started: core.started(),
         rekey: Duration::from_secs(desired.bridge.spec.rekey_s.into()),
-        courier: core.courier().clone(),
-        meetings: desired.bridge.spec.meetings,
-        meet_at: desired.bridge.spec.meet_at(core.bridge_address()),
-        stats: core.bridge_stats().clone(),
+        courier: Box::new(core.courier().clone()),
+        relay: relay.map(|relay| Arc::new(relay) as Arc<dyn GuestService>),
     };
     Keeper::start(options).map(Some).map_err(|error| open(error.to_string()))
 }

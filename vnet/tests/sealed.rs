@@ -99,8 +99,8 @@ fn keeping(
     rekey: Duration,
     courier: vnet::link::socket::control_datagrams::Courier,
 ) -> KeeperOptions {
-    let meet_at = std::net::SocketAddr::new(listen.ip(), 0);
-    KeeperOptions { listen, identity, started, rekey, courier, meetings: 0, meet_at, stats: Arc::default() }
+    let courier = Box::new(courier);
+    KeeperOptions { listen, identity, started, rekey, courier, relay: None }
 }
 
 const HOUR: Duration = Duration::from_secs(3600);

@@ -9,8 +9,9 @@ use rustls::pki_types::CertificateDer;
 use super::{Encapsulation, Link, LinkOptions, Peers, Security, Tunnel};
 use crate::frame::{FRAME_MAX, PortId};
 use crate::link::direct::{PEEK_LEN, Peeked};
-use crate::link::rendezvous::client::{self, KEY_LEN, Registration};
-use crate::link::sealed::handshake::{self, Message, Patient};
+use crate::link::rendezvous::client::{KEY_LEN, Registration, RendezvousMessage};
+use crate::link::sealed::handshake::{self, HandshakeMessage};
+use crate::link::sealed::identity::tls::Patient;
 use crate::link::sealed::identity::{CertificateInfo, Identity, is_for};
 use crate::link::sealed::pki::Pki;
 use crate::link::socket::udp::Name;
@@ -102,7 +103,7 @@ pub fn handshake(data: &[u8]) {
     let [h1, h2] = identities();
     let (a, b) = (link("h2"), link("h1"));
     let choose = |chain: &[CertificateDer<'_>]| {
-        if is_for(chain, "h1") { Ok(b.clone()) } else { Err("no".to_string()) }
+        if is_for(chain, "h1") { Ok(&*b) } else { Err("no".to_string()) }
     };
     let said = [
         handshake::respond(Peer(data), h2, choose).map(drop).expect_err("no keys without a certificate"),
@@ -117,13 +118,13 @@ pub fn handshake(data: &[u8]) {
                 && (0..4).all(|epoch| seal.keyring().opening(epoch).is_none())
         );
     }
-    if let Ok(message) = Message::read(&mut &data[..]) {
+    if let Ok(message) = HandshakeMessage::read(&mut &data[..]) {
         let bytes = message.to_bytes();
         match &message {
-            Message::Refuse(why) => assert!(!why.chars().any(char::is_control)),
+            HandshakeMessage::Refuse(why) => assert!(!why.chars().any(char::is_control)),
             _ => assert_eq!(bytes, data[..bytes.len()]),
         }
-        assert!(Message::read(&mut &bytes[..]).is_ok());
+        assert!(HandshakeMessage::read(&mut &bytes[..]).is_ok());
     }
     if let Ok(info) = CertificateInfo::read(data) {
         assert_eq!(info.fingerprint.len(), 64);
@@ -136,13 +137,13 @@ pub fn handshake(data: &[u8]) {
 /// What must hold: nothing panics; a message that is understood is written the same way again; a reason is one line; only what was
 /// authenticated is a registration, and it is read as it was written.
 pub fn meeting(data: &[u8]) {
-    if let Ok(message) = client::Message::read(&mut &data[..]) {
+    if let Ok(message) = RendezvousMessage::read(&mut &data[..]) {
         let bytes = message.to_bytes();
         match &message {
-            client::Message::Refuse(why) => assert!(!why.chars().any(char::is_control)),
+            RendezvousMessage::Refuse(why) => assert!(!why.chars().any(char::is_control)),
             _ => assert_eq!(bytes, data[..bytes.len()]),
         }
-        assert!(client::Message::read(&mut &bytes[..]).is_ok());
+        assert!(RendezvousMessage::read(&mut &bytes[..]).is_ok());
     }
     let key = [0x5a; KEY_LEN];
     if let Some(registration) = Registration::read(data, &key) {

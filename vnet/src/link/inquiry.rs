@@ -1,32 +1,33 @@
-//! Questions between the controls of two hosts: what would you do with this frame (`vnet trace --follow`).
+//! Inquiries: the control of one host asks another one what it would do with a frame (`vnet trace --follow`).
 //!
-//! A question is a probe (type 2) whose payload begins with [`MAGIC`], the answer a probe reply (type 3) of the same kind; what
-//! follows is control's business. So they travel where the link's frames travel, need no further port, and a peer that does not
-//! know them echoes the question like any probe, by which it is told.
+//! A question is a probe (type 2) whose payload begins with [`MAGIC`], the answer a probe reply (type 3) with the same magic;
+//! control defines the text that follows. So inquiries take the path of the link's frames and need no port of their own. A peer
+//! that does not know them echoes the question like any probe, which tells it apart.
 //!
-//! Peers are not trusted with anything: a dispatcher only copies what is not too long into a short queue, as often as the link's
-//! meter allows, and control takes it from there. An answer is never longer than its question, and goes to the link's remote
-//! address only, so nobody is reached with more than was spent.
+//! Peers are not trusted: a dispatcher only copies texts of limited length into a short queue, within the link's rate limit, and
+//! control reads that queue. An answer is never longer than its question and goes to the link's remote address only, so it cannot
+//! amplify an attack.
 
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
+use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::Link;
 use crate::frame::PortId;
 
-/// What the payload of a question or an answer begins with.
+/// First bytes of a question's or answer's payload.
 pub const MAGIC: [u8; 8] = *b"vnet-ask";
 /// Longest text of a question or answer in bytes; shorter where the path allows no more.
 pub const TEXT_MAX: usize = 1400;
-/// Questions and answers that wait for control. More are ignored: whoever asked asks again.
+/// Questions and answers that wait for control. More are ignored: the other side retries.
 const WAITING_MAX: usize = 64;
-/// Questions and answers taken by one link: so many at once, then so many a second.
-const METER_PER_S: u64 = 64;
+/// Rate limit per link, for questions and answers each: burst, and rate per second.
+const RATE_PER_S: u64 = 64;
 const NS_PER_S: u64 = 1_000_000_000;
 const NS_PER_MS: u64 = 1_000_000;
 
@@ -36,44 +37,44 @@ pub(super) fn is_inquiry(payload: &[u8]) -> bool {
     payload.starts_with(&MAGIC)
 }
 
-/// What came by a link.
+/// A question or answer that arrived.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Inquiry {
     /// The link.
     pub link: PortId,
-    /// It came as an answer.
+    /// True for an answer.
     pub answer: bool,
-    /// What follows the magic.
+    /// The bytes behind the magic.
     pub text: Vec<u8>,
 }
 
-/// Where dispatchers put what came, for control.
+/// The queue from dispatchers to control.
 pub struct Inbox {
     waiting: Mutex<VecDeque<Inquiry>>,
     bell: OwnedFd,
 }
 
 impl Inbox {
-    /// An empty one.
+    /// An empty queue.
     pub fn new() -> io::Result<Inbox> {
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Inbox { waiting: Mutex::default(), bell })
     }
 
-    /// Takes what waits.
+    /// Takes all that waits.
     pub fn take(&self) -> Vec<Inquiry> {
         let mut count = [0; 8];
-        // Nothing to read means that nobody rang since.
+        // An empty eventfd: nothing arrived since the last call.
         let _ = rustix::io::read(&self.bell, &mut count);
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner).drain(..).collect()
+        self.waiting.lock().drain(..).collect()
     }
 
     fn put(&self, inquiry: Inquiry) {
-        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut waiting = self.waiting.lock();
         if waiting.len() < WAITING_MAX {
             waiting.push_back(inquiry);
             drop(waiting);
-            // Fails only when the counter is full, and then it is ringing.
+            // Fails only when the counter is full, and then control is woken already.
             let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
         }
     }
@@ -92,11 +93,11 @@ impl AsRawFd for Inbox {
     }
 }
 
-/// A link's part: where its inquiries go, and how many of them do.
+/// A link's inbox and rate limiters.
 #[derive(Default)]
 pub(super) struct Inquiries {
     inbox: OnceLock<Arc<Inbox>>,
-    /// When the meter is empty again, for questions and answers: a token bucket as in `route/guard.rs`.
+    /// When the token bucket is full again, for questions and answers, as in `route/guard.rs`.
     empty_at_ns: [AtomicU64; 2],
 }
 
@@ -107,7 +108,7 @@ impl std::fmt::Debug for Inquiries {
 }
 
 impl Inquiries {
-    /// Copies one for control. False when nobody takes any, so that a question is a probe like others.
+    /// Copies one for control. False without an inbox: then a question is an ordinary probe.
     #[cold]
     pub(super) fn put(&self, link: PortId, answer: bool, payload: &[u8], now_ms: u64) -> bool {
         let Some(inbox) = self.inbox.get() else { return false };
@@ -120,17 +121,17 @@ impl Inquiries {
 
     fn admits(&self, answer: bool, now_ms: u64) -> bool {
         let now = now_ms * NS_PER_MS;
-        let meter = &self.empty_at_ns[usize::from(answer)];
+        let bucket = &self.empty_at_ns[usize::from(answer)];
         let next = |empty_at: u64| {
-            let empty_at = empty_at.max(now) + NS_PER_S / METER_PER_S;
+            let empty_at = empty_at.max(now) + NS_PER_S / RATE_PER_S;
             (empty_at - now <= NS_PER_S).then_some(empty_at)
         };
-        meter.fetch_update(Relaxed, Relaxed, next).is_ok()
+        bucket.fetch_update(Relaxed, Relaxed, next).is_ok()
     }
 }
 
 impl Link {
-    /// Has questions and answers that come by this link put into `inbox`. The first call counts.
+    /// Puts questions and answers that arrive by this link into `inbox`. The first call counts.
     pub fn answer_by(&self, inbox: Arc<Inbox>) {
         let _ = self.inquiries.inbox.set(inbox);
     }
@@ -146,11 +147,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_too_much_is_left() {
+    fn length_and_rate_are_limited() {
         let inquiries = Inquiries::default();
         let payload = [&MAGIC[..], b"text"].concat();
         assert!(is_inquiry(&payload) && !is_inquiry(b"vnet-as") && !is_inquiry(&[0; 64]));
-        assert!(!inquiries.put(PortId(1), false, &payload, 0), "nobody takes any");
+        assert!(!inquiries.put(PortId(1), false, &payload, 0), "no inbox");
         let inbox = Arc::new(Inbox::new().unwrap());
         inquiries.inbox.set(inbox.clone()).ok().unwrap();
         assert!(inquiries.put(PortId(1), false, &payload, 1000));
@@ -161,9 +162,9 @@ mod tests {
             (0..500).for_each(|_| assert!(inquiries.put(PortId(1), false, &payload, now_ms)));
             inbox.take().len() as u64
         };
-        assert_eq!(count(1000), METER_PER_S - 1);
-        assert_eq!(count(1250), METER_PER_S / 4);
-        assert!(inquiries.put(PortId(1), true, &payload, 1250), "answers are metered apart");
+        assert_eq!(count(1000), RATE_PER_S - 1);
+        assert_eq!(count(1250), RATE_PER_S / 4);
+        assert!(inquiries.put(PortId(1), true, &payload, 1250), "answers have a limit of their own");
         assert_eq!(inbox.take().len(), 1);
     }
 

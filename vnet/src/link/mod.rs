@@ -45,6 +45,7 @@ pub mod path;
 mod peers;
 pub mod rendezvous;
 pub mod sealed;
+mod sending_keepalives;
 pub mod socket;
 pub mod stream;
 pub mod vxlan;
@@ -57,9 +58,9 @@ use native::zero_copy;
 pub use native::zero_copy::ZeroCopy;
 use path::prober;
 pub use peers::Peers;
-use rendezvous::choice::Via;
+use rendezvous::choice::PathChoice;
 pub use sealed::roaming::ANYWHERE;
-use sealed::roaming::{self, Place};
+use sealed::roaming::{self, RemoteAddress};
 use sealed::session::Seal;
 pub use sealed::session::SealView;
 pub use socket::udp::{Bridge, BridgeError, kernel_offloads};
@@ -182,7 +183,7 @@ pub struct Link {
     port: PortId,
     options: LinkOptions,
     /// Where the other host is.
-    place: Place,
+    place: RemoteAddress,
     /// Of a VXLAN link.
     vteps: Option<Vteps>,
     /// Of the same, unless it is told to do without.
@@ -192,7 +193,7 @@ pub struct Link {
     /// Of a sealed link.
     seal: Option<Box<Seal>>,
     /// Of one whose hosts meet by a third.
-    via: Option<Via>,
+    via: Option<PathChoice>,
     /// Source addresses that frames from the other host may have, sorted.
     macs: Option<Vec<Mac>>,
     stats: Arc<PortStats>,
@@ -253,12 +254,12 @@ impl Link {
         Arc::new(Link {
             id: LINKS.fetch_add(1, Relaxed),
             port,
-            place: Place::new(&options, roaming::follows(&options, peer.is_some())),
+            place: RemoteAddress::new(&options, roaming::follows(&options, peer.is_some())),
             drivers,
             vteps,
             stream,
             seal: peer.map(|peer| Box::new(Seal::new(peer))),
-            via: via.map(Via::new),
+            via: via.map(PathChoice::new),
             macs,
             options,
             stats,
@@ -323,6 +324,11 @@ impl Link {
     #[inline]
     fn seal(&self) -> Option<&Seal> {
         self.seal.as_deref()
+    }
+
+    /// The choice between relayed and direct path, where the hosts meet by a relay.
+    fn via(&self) -> Option<&PathChoice> {
+        self.via.as_ref()
     }
 
     /// True when a frame from the other host may have the source `mac`, as far as the configuration says.

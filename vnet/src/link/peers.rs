@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
-use super::sealed::roaming::Roster;
+use super::sealed::roaming::SourceTable;
 use super::{Encapsulation, Link, normalised, remotes};
 
 /// Which link a datagram came by. Control builds a new one when links change; but for where peers have moved to, it is immutable.
@@ -16,14 +16,14 @@ pub struct Peers {
     by_vtep: HashMap<IpAddr, (usize, u16)>,
     ids: HashSet<u64>,
     pub(super) any_sealed: bool,
-    roster: Arc<Roster>,
+    sources: Arc<SourceTable>,
 }
 
 impl Peers {
     /// The table of `links`. Where two have the same remote address and a port in common, the first one gets the datagrams;
     /// control refuses such a configuration.
     pub fn build(links: &[Arc<Link>]) -> Peers {
-        let mut peers = Peers { links: links.to_vec(), roster: Roster::new(links), ..Peers::default() };
+        let mut peers = Peers { links: links.to_vec(), sources: SourceTable::new(links), ..Peers::default() };
         for (index, link) in links.iter().enumerate() {
             peers.ids.insert(link.id);
             peers.any_sealed |= link.seal.is_some();
@@ -48,13 +48,13 @@ impl Peers {
     /// where it has several. All of them are bound by the peer's bridge: other programs and users of its host have others.
     pub fn link(&self, source: SocketAddr) -> Option<&Arc<Link>> {
         let source = normalised(source);
-        let index = self.by_address.get(&source).copied().or_else(|| self.roster.at(source))?;
+        let index = self.by_address.get(&source).copied().or_else(|| self.sources.at(source))?;
         self.links.get(index)
     }
 
     /// The link that a datagram of unknown source says to be a keepalive of. Nothing of it has been opened.
     pub(super) fn tagged(&self, datagram: &[u8]) -> Option<&Arc<Link>> {
-        self.links.get(self.roster.tagged(datagram)?)
+        self.links.get(self.sources.tagged(datagram)?)
     }
 
     /// The VXLAN link that a datagram from `source` came by, and the number of its VTEP: the one that lists this address,

@@ -21,6 +21,8 @@ use super::offload::{Offload, WIRE_LEN};
 
 /// Bytes of the header.
 pub const HEADER_LEN: usize = 16;
+/// Bytes of the AEAD tag behind a sealed datagram's payload.
+pub const TAG_LEN: usize = 16;
 /// Protocol version.
 pub const VERSION: u8 = 1;
 /// Hop limit: a frame that has taken this many hops is not relayed again.

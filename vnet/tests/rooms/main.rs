@@ -42,7 +42,7 @@ const ROOMS: [(&str, &[&str]); 14] = [
     ("frame", &["wire", "scratch", "copy", "stats"]),
     ("interface", &["frame", "wire", "poll", "stats", "unix", "netlink", "copy", "log_limit"]),
     ("route", &["frame", "wire", "stats", "log_limit"]),
-    ("link", &["frame", "wire", "poll", "stats", "netlink", "scratch"]),
+    ("link", &["frame", "wire", "poll", "stats", "netlink", "scratch", "log_limit"]),
     ("capture", &["frame", "wire", "stats"]),
     ("dispatch", &["frame", "wire", "poll", "stats", "interface", "route", "link", "capture"]),
 ];

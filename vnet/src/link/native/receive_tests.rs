@@ -25,7 +25,7 @@ fn session(role: Role, epoch: u8, claims: Claims) -> Session {
         serial: String::new(),
         fingerprint: String::new(),
     };
-    Session::new(&exported, role, epoch, first_number(), vec![], info)
+    Session::new(&exported, role, epoch, first_number(), (vec![], info))
 }
 
 struct Host {

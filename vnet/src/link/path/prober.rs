@@ -20,7 +20,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::link::path::pmtu::{Discovery, Moment};
-use crate::link::sealed::session::clock_us;
+use crate::link::sealed::keepalive::clock_us;
 use crate::link::socket::control_datagrams::Courier;
 use crate::link::{Encapsulation, Link, LinkState, PATH_MTU_MIN};
 
@@ -361,7 +361,10 @@ impl Shared {
         // An answer may be here at once: it is not to find the prober at work.
         for (id, size) in asked.iter().flatten() {
             let len = size.map_or(ANSWER_LEN, |size| link.payload_of(size).max(ANSWER_LEN));
-            self.courier.probe(link, id, len);
+            let mut payload = vec![0; len];
+            payload[..8].copy_from_slice(&MAGIC);
+            payload[8..16].copy_from_slice(id);
+            self.courier.probe(link, &payload);
         }
         asked[1].is_some()
     }

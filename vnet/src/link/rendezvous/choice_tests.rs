@@ -1,10 +1,11 @@
 use crate::link::rendezvous::client::{ID_LEN, KEY_LEN};
+use crate::link::sealed::roaming::RemoteAddress;
 use crate::link::{ANYWHERE, Encapsulation, LinkOptions, Tunnel};
 
 use super::*;
 
 const RELAY: &str = "192.0.2.9:9001";
-const STRAIGHT: &str = "198.51.100.2:9000";
+const PEER: &str = "198.51.100.2:9000";
 
 fn address(text: &str) -> SocketAddr {
     text.parse().unwrap()
@@ -14,8 +15,8 @@ fn ticket() -> Ticket {
     Ticket { port: 9001, id: [1; ID_LEN], key: [2; KEY_LEN] }
 }
 
-/// A link that has met its peer, and its place.
-fn met() -> (Via, Place) {
+/// The path choice of a link that has met its peer, and its remote address.
+fn met() -> (PathChoice, RemoteAddress) {
     let options = LinkOptions {
         name: "h2".into(),
         remote: ANYWHERE,
@@ -25,13 +26,20 @@ fn met() -> (Via, Place) {
         mtu: None,
         tunnel: Tunnel::None,
     };
-    let via = Via::new("r".into());
+    let via = PathChoice::new("r".into());
     via.met(address(RELAY), ticket());
-    (via, Place::new(&options, true))
+    (via, RemoteAddress::new(&options, true))
+}
+
+/// Settles the path as the keeper does.
+fn settle(via: &PathChoice, place: &RemoteAddress) -> (Option<SocketAddr>, bool) {
+    let settled = via.settle(place.remote());
+    settled.0.iter().for_each(|remote| place.move_to(*remote));
+    settled
 }
 
 /// The answer to the registration that `via` makes now.
-fn answer(via: &Via, other: &str) -> Vec<u8> {
+fn answer(via: &PathChoice, other: &str) -> Vec<u8> {
     let (to, question) = via.registration().unwrap();
     assert_eq!(to, address(RELAY));
     let question = Registration::read(&question, &ticket().key).unwrap();
@@ -40,62 +48,67 @@ fn answer(via: &Via, other: &str) -> Vec<u8> {
 }
 
 #[test]
-fn datagrams_go_by_the_host_between_until_the_direct_way_is_confirmed() {
+fn datagrams_are_relayed_until_the_direct_path_is_confirmed() {
     let (via, place) = met();
-    assert_eq!(via.settle(&place), (Some(address(RELAY)), true));
-    assert_eq!(via.besides(place.remote()), (false, vec![]), "nobody has said where the other host is");
-    assert!(via.answered(&answer(&via, STRAIGHT)));
-    assert_eq!(via.besides(place.remote()), (false, vec![address(STRAIGHT)]));
-    // The other host hears nothing straight: this one goes on as before, though it does.
-    via.heard(address(STRAIGHT), false, (1, 1));
-    assert_eq!(via.settle(&place), (None, true));
+    assert_eq!(settle(&via, &place), (Some(address(RELAY)), true));
     assert_eq!(
-        (place.remote(), via.sources()),
-        (Some(address(RELAY)), vec![address(RELAY), address(STRAIGHT)])
+        via.other_paths(place.remote()),
+        (false, vec![]),
+        "the relay has not reported the other host's address"
     );
-    assert!(via.besides(place.remote()).0, "it says that it hears it");
+    assert!(via.answered(&answer(&via, PEER)));
+    assert_eq!(via.other_paths(place.remote()), (false, vec![address(PEER)]));
+    // The other host hears nothing directly: datagrams are still relayed, though this host hears it.
+    via.heard(address(PEER), false, (1, 1));
+    assert_eq!(settle(&via, &place), (None, true));
+    assert_eq!((place.remote(), via.sources()), (Some(address(RELAY)), vec![address(RELAY), address(PEER)]));
+    assert!(via.other_paths(place.remote()).0, "keepalives confirm that it is heard");
     via.heard(address(RELAY), true, (1, 2));
-    assert_eq!(via.settle(&place), (Some(address(STRAIGHT)), true));
-    assert_eq!(via.besides(place.remote()), (true, vec![address(RELAY)]), "the way back stays awake");
-    // And back, when the other one hears it no more.
+    assert_eq!(settle(&via, &place), (Some(address(PEER)), true));
+    assert_eq!(
+        via.other_paths(place.remote()),
+        (true, vec![address(RELAY)]),
+        "the NAT mapping towards the relay stays alive"
+    );
+    // Relayed again, when the other host does not hear this one any more.
     via.heard(address(RELAY), false, (1, 3));
-    assert_eq!(via.settle(&place), (Some(address(RELAY)), true));
-    assert!(via.is_between(place.remote().unwrap()));
+    assert_eq!(settle(&via, &place), (Some(address(RELAY)), true));
+    assert!(via.is_relay(place.remote().unwrap()));
 }
 
-/// One that has another address for each it sends to is answered where it was heard, not where it is said to be.
+/// A NAT that maps each destination to another address: the peer is answered where it was heard, not where the relay says.
 #[test]
-fn where_it_was_heard_counts_more_than_where_it_is_said_to_be() {
+fn the_heard_address_wins_over_the_reported_one() {
     let (via, place) = met();
     let heard = address("198.51.100.2:40000");
-    assert!(via.answered(&answer(&via, STRAIGHT)));
+    assert!(via.answered(&answer(&via, PEER)));
     via.heard(heard, true, (1, 4));
-    via.settle(&place);
+    settle(&via, &place);
     assert_eq!(place.remote(), Some(heard));
 }
 
 #[test]
-fn a_direct_way_that_falls_silent_is_left() {
+fn a_silent_direct_path_is_left() {
     let (via, place) = met();
-    via.heard(address(STRAIGHT), true, (1, 5));
-    via.settle(&place);
-    assert_eq!(place.remote(), Some(address(STRAIGHT)));
+    via.heard(address(PEER), true, (1, 5));
+    settle(&via, &place);
+    assert_eq!(place.remote(), Some(address(PEER)));
     std::thread::sleep(DIRECT + Duration::from_millis(50));
-    assert!(!via.besides(None).0);
-    assert_eq!(via.settle(&place).0, Some(address(RELAY)));
+    assert!(!via.other_paths(None).0);
+    assert_eq!(settle(&via, &place).0, Some(address(RELAY)));
 }
 
 #[test]
-fn what_was_held_back_moves_nothing() {
+fn a_delayed_keepalive_moves_nothing() {
     let (via, place) = met();
-    via.heard(address(STRAIGHT), true, (1, 200));
-    via.settle(&place);
+    via.heard(address(PEER), true, (1, 200));
+    settle(&via, &place);
     via.heard(address("203.0.113.1:1"), true, (1, 199));
-    via.settle(&place);
-    assert_eq!(place.remote(), Some(address(STRAIGHT)));
-    // A new session's clock may be that of a host that was started again.
+    settle(&via, &place);
+    assert_eq!(place.remote(), Some(address(PEER)));
+    // A new session's clock may start again with the host.
     via.heard(address("198.51.100.2:7"), true, (2, 1));
-    via.settle(&place);
+    settle(&via, &place);
     assert_eq!(place.remote(), Some(address("198.51.100.2:7")));
 }
 
@@ -103,18 +116,18 @@ fn what_was_held_back_moves_nothing() {
 fn an_answer_counts_unless_a_later_one_has_come() {
     let (via, place) = met();
     let late = answer(&via, "203.0.113.1:1");
-    let good = answer(&via, STRAIGHT);
-    // The round trip to the host between takes longer than the time from one question to the next.
+    let good = answer(&via, PEER);
+    // The round trip to the relay takes longer than the interval of registrations.
     via.registration();
     assert!(via.answered(&good) && via.answered(&late) && via.answered(&good));
-    via.settle(&place);
-    assert_eq!(via.besides(place.remote()).1, [address(STRAIGHT)]);
+    settle(&via, &place);
+    assert_eq!(via.other_paths(place.remote()).1, [address(PEER)]);
     let mut forged = answer(&via, "203.0.113.1:1");
     forged[63] ^= 1;
     assert!(!via.answered(&forged));
-    // Nor does a question come back as an answer.
+    // A reflected question is no answer.
     let (_, question) = via.registration().unwrap();
     assert!(!via.answered(&question));
-    assert_eq!(via.besides(place.remote()).1, [address(STRAIGHT)]);
-    assert!(!Via::new("r".into()).answered(&good), "nobody was met");
+    assert_eq!(via.other_paths(place.remote()).1, [address(PEER)]);
+    assert!(!PathChoice::new("r".into()).answered(&good), "no ticket");
 }

@@ -1,18 +1,16 @@
-//! How two hosts meet that cannot reach each other: what each says to a third one that both reach (docs/security.md).
+//! Rendezvous messages, and the side of the two hosts that cannot reach each other (docs/security.md).
 //!
 //! ```text
-//! h1                          r, the host between                          h2
+//! h1                               r, the relay                               h2
 //!  | --- TLS "vnet-meet/1", MEET h2 --->|<--- TLS "vnet-meet/1", MEET h1 --- |
 //!  | <-- OPEN port, id, key ------------|------------ OPEN port, id, key --> |
 //!  | <======== the same two TCP connections, bytes copied both ways =======> |   handshake.rs, end to end
-//!  | <------- datagrams of the link by the UDP port: forwarded as they are --> |
+//!  | <------- datagrams of the link, forwarded unchanged by the UDP port ---> |
 //! ```
 //!
-//! The outer TLS says who asks, and nothing else: r hands out a UDP port and copies bytes, of which it can read nothing. That port
-//! forwards datagrams between two addresses, which the two hosts *register* ([`Registration`]) again and again, so that translators
-//! on the way stay awake; what they get in answer is the other one's address as it is seen from here, to be tried directly (via.rs).
-//!
-//! Here are the messages, and the side of those who meet; meeting.rs is the side of the host between.
+//! The outer TLS authenticates who asks, and nothing else: r hands out a UDP port and copies bytes that it cannot read. That port
+//! forwards datagrams between two addresses. Each host *registers* its address ([`Registration`]) again and again, which keeps NAT
+//! mappings alive; the answer tells the other host's address as r sees it, for hole punching (choice.rs). relay.rs is r's side.
 
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpStream};
@@ -21,33 +19,33 @@ use std::time::Duration;
 use aws_lc_rs::hmac;
 
 use crate::link::normalised;
-use crate::link::sealed::handshake::{self, Channel, HandshakeError, Patient};
 use crate::link::sealed::identity::Identity;
+use crate::link::sealed::identity::tls::{Channel, HandshakeError, Patient, one_line};
 
-/// The protocol's name and version (RFC 7301).
+/// Protocol name and version (RFC 7301).
 pub const ALPN: &[u8] = b"vnet-meet/1";
-/// Bytes of what authenticates registrations.
+/// Bytes of the key that authenticates registrations.
 pub const KEY_LEN: usize = 32;
-/// Bytes of a registration's name for its side.
+/// Bytes of a registration's id.
 pub const ID_LEN: usize = 8;
-/// Bytes of a registration, and of its answer: nobody is sent more than came from there.
+/// Bytes of a registration, and of its answer: nobody receives more than came from there.
 pub const REGISTRATION_LEN: usize = 64;
 const MAGIC: &[u8; 8] = b"vnet-via";
 const TAG_LEN: usize = 16;
 const HEAD_LEN: usize = 4;
-/// Longest name of a host (RFC 1035), and longest reason.
+/// Longest host name (RFC 1035), and longest reason.
 const NAME_MAX: usize = 253;
 const TEXT_MAX: usize = 512;
 const OPEN_LEN: usize = 2 + ID_LEN + KEY_LEN;
 const REQUEST: u8 = 1;
 const ANSWER: u8 = 2;
 
-/// What lets a host use the port of a pair.
+/// Lets a host use the UDP port of its pair.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Ticket {
-    /// The UDP port of the host between.
+    /// UDP port of the relay.
     pub port: u16,
-    /// Names the side of the pair.
+    /// Names this host's side of the pair.
     pub id: [u8; ID_LEN],
     /// Authenticates its registrations.
     pub key: [u8; KEY_LEN],
@@ -59,35 +57,36 @@ impl std::fmt::Debug for Ticket {
     }
 }
 
-/// What is said when TLS stands. Four bytes, kind, 0, length of what follows in network byte order, and that.
+/// A message after the TLS handshake. Four bytes: kind, 0, length in network byte order of what follows.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Message {
-    /// 1: which host is to be met.
+pub enum RendezvousMessage {
+    /// 1: the host to meet.
     Meet(String),
-    /// 2: it is there; from here on its bytes follow, outside of TLS.
+    /// 2: that host is there; its bytes follow, outside of this TLS connection.
     Open(Ticket),
     /// 3: no, for this reason.
     Refuse(String),
 }
 
-impl Message {
+impl RendezvousMessage {
     /// The message's bytes.
     pub fn to_bytes(&self) -> Vec<u8> {
         let (kind, rest) = match self {
-            Message::Meet(name) => (1, name.as_bytes()[..name.len().min(NAME_MAX)].to_vec()),
-            Message::Open(ticket) => (2, [&ticket.port.to_be_bytes()[..], &ticket.id, &ticket.key].concat()),
-            Message::Refuse(text) => (3, text.as_bytes()[..text.len().min(TEXT_MAX)].to_vec()),
+            RendezvousMessage::Meet(name) => (1, name.as_bytes()[..name.len().min(NAME_MAX)].to_vec()),
+            RendezvousMessage::Open(ticket) => {
+                (2, [&ticket.port.to_be_bytes()[..], &ticket.id, &ticket.key].concat())
+            }
+            RendezvousMessage::Refuse(text) => (3, text.as_bytes()[..text.len().min(TEXT_MAX)].to_vec()),
         };
         let len = (rest.len() as u16).to_be_bytes();
         [&[kind, 0, len[0], len[1]], &rest[..]].concat()
     }
 
     /// Reads one message from `stream`.
-    pub fn read(stream: &mut impl Read) -> Result<Message, HandshakeError> {
-        let broken = |error: io::Error| HandshakeError(handshake::reason(&error));
-        let foreign = || HandshakeError("the other host speaks another protocol there".into());
+    pub fn read(stream: &mut impl Read) -> Result<RendezvousMessage, HandshakeError> {
+        let foreign = HandshakeError::another_protocol;
         let mut head = [0; HEAD_LEN];
-        stream.read_exact(&mut head).map_err(broken)?;
+        stream.read_exact(&mut head)?;
         let len = usize::from(u16::from_be_bytes([head[2], head[3]]));
         let good = match head[0] {
             1 => (1..=NAME_MAX).contains(&len),
@@ -99,30 +98,30 @@ impl Message {
             return Err(foreign());
         }
         let mut rest = vec![0; len];
-        stream.read_exact(&mut rest).map_err(broken)?;
+        stream.read_exact(&mut rest)?;
         match head[0] {
-            1 => String::from_utf8(rest).map(Message::Meet).map_err(|_| foreign()),
+            1 => String::from_utf8(rest).map(RendezvousMessage::Meet).map_err(|_| foreign()),
             2 => {
                 let (port, rest) = rest.split_first_chunk::<2>().ok_or_else(foreign)?;
                 let (id, key) = rest.split_first_chunk::<ID_LEN>().ok_or_else(foreign)?;
                 let key = *key.first_chunk::<KEY_LEN>().ok_or_else(foreign)?;
-                Ok(Message::Open(Ticket { port: u16::from_be_bytes(*port), id: *id, key }))
+                Ok(RendezvousMessage::Open(Ticket { port: u16::from_be_bytes(*port), id: *id, key }))
             }
-            _ => Ok(Message::Refuse(handshake::one_line(&rest))),
+            _ => Ok(RendezvousMessage::Refuse(one_line(&rest))),
         }
     }
 }
 
-/// A registration, or the answer to one: who says where he is, and is told where the other one is.
+/// A registration of this host's address, or the answer with the other host's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Registration {
-    /// The side.
+    /// The side of the pair.
     pub id: [u8; ID_LEN],
-    /// Rises with each; the answer has that of its question.
+    /// Rises with each; the answer has the number of its question.
     pub number: u64,
-    /// In an answer: where the other host is, as far as that is known.
+    /// In an answer: the other host's address, where it is known.
     pub other: Option<SocketAddr>,
-    /// Whether it is an answer.
+    /// True for an answer.
     pub is_answer: bool,
 }
 
@@ -147,17 +146,17 @@ impl Registration {
         bytes
     }
 
-    /// True for what is to be looked at as a registration, and not to be forwarded.
+    /// True for a datagram to read as a registration rather than to forward.
     pub fn is_one(datagram: &[u8]) -> bool {
         datagram.len() == REGISTRATION_LEN && datagram.starts_with(MAGIC)
     }
 
-    /// The side that a datagram claims to be of.
+    /// The side that a datagram claims to come from.
     pub fn id_of(datagram: &[u8]) -> Option<[u8; ID_LEN]> {
         Registration::is_one(datagram).then(|| *datagram[8..].first_chunk().expect("64 bytes"))
     }
 
-    /// Reads a datagram that was authenticated with `key`; `None` when it is none.
+    /// Reads a datagram that was authenticated with `key`; `None` for any other.
     pub fn read(datagram: &[u8], key: &[u8; KEY_LEN]) -> Option<Registration> {
         let id = Registration::id_of(datagram)?;
         let read = |at: usize| -> [u8; 8] { datagram[at..at + 8].try_into().expect("8 bytes") };
@@ -166,18 +165,19 @@ impl Registration {
         let other = (port != 0).then(|| normalised(SocketAddr::new(Ipv6Addr::from(octets).into(), port)));
         let number = u64::from_be_bytes(read(16));
         let registration = Registration { id, number, other, is_answer: datagram[42] == ANSWER };
-        // Compared as a whole and in constant time: nothing is left that could be read in two ways.
+        // Compared as a whole, in constant time: there is one encoding of each registration.
         let same = aws_lc_rs::constant_time::verify_slices_are_equal(&registration.to_bytes(key), datagram);
         same.is_ok().then_some(registration)
     }
 }
 
-/// A TCP stream that is read one TLS record at a time, so that what follows the last one is still there afterwards.
+/// Reads a TCP stream one TLS record at a time, so that bytes after the last record are still in the socket.
 struct Records {
     stream: TcpStream,
     head: Vec<u8>,
-    /// Of the record's head and rest, what is still to be given.
+    /// Bytes of the head that were returned.
     given: usize,
+    /// Bytes of the body still to be read.
     left: usize,
 }
 
@@ -226,20 +226,20 @@ impl Patient for Records {
     }
 }
 
-/// Asks the host between, whose certificate is for `between`, for a meeting with `wanted`. What is returned leads to that host, and
-/// to nobody that could be trusted before a handshake with it is done.
-pub(in crate::link) fn attend(
+/// Asks the relay, whose certificate is for `relay`, for a rendezvous with `wanted`. Returns a connection to that host, which is
+/// not to be trusted before a handshake over it.
+pub(super) fn attend(
     stream: TcpStream,
     identity: &Identity,
-    between: &str,
+    relay: &str,
     wanted: &str,
 ) -> Result<(TcpStream, Ticket), HandshakeError> {
-    let mut channel = Channel::connect(Records::new(stream), identity, between, ALPN)?;
-    channel.send_bytes(&Message::Meet(wanted.into()).to_bytes())?;
-    match Message::read(&mut channel)? {
-        Message::Open(ticket) => Ok((channel.into_stream().stream, ticket)),
-        Message::Refuse(why) => Err(HandshakeError(format!("{between} refused: {why}"))),
-        Message::Meet(_) => Err(HandshakeError(format!("{between} speaks out of turn"))),
+    let mut channel = Channel::connect(Records::new(stream), identity, relay, ALPN)?;
+    channel.send(&RendezvousMessage::Meet(wanted.into()).to_bytes())?;
+    match RendezvousMessage::read(&mut channel)? {
+        RendezvousMessage::Open(ticket) => Ok((channel.into_stream().stream, ticket)),
+        RendezvousMessage::Refuse(why) => Err(HandshakeError::refused(relay, &why)),
+        RendezvousMessage::Meet(_) => Err(HandshakeError::unexpected_message()),
     }
 }
 

@@ -13,17 +13,17 @@ fn messages_are_laid_out_as_documented() {
     let ticket = Ticket { port: 9001, id: *b"side-one", key: KEY };
     let open = [&[2, 0, 0, 42, 0x23, 0x29], &b"side-one"[..], &KEY].concat();
     for (message, bytes) in [
-        (Message::Meet("h2".into()), vec![1, 0, 0, 2, b'h', b'2']),
-        (Message::Open(ticket), open),
-        (Message::Refuse("no".into()), vec![3, 0, 0, 2, b'n', b'o']),
+        (RendezvousMessage::Meet("h2".into()), vec![1, 0, 0, 2, b'h', b'2']),
+        (RendezvousMessage::Open(ticket), open),
+        (RendezvousMessage::Refuse("no".into()), vec![3, 0, 0, 2, b'n', b'o']),
     ] {
         assert_eq!(message.to_bytes(), bytes);
-        assert_eq!(Message::read(&mut &bytes[..]).unwrap(), message);
+        assert_eq!(RendezvousMessage::read(&mut &bytes[..]).unwrap(), message);
     }
 }
 
 #[test]
-fn what_is_no_message_is_refused() {
+fn malformed_messages_are_refused() {
     for bytes in [
         &[1, 0, 0, 0][..],
         &[1, 1, 0, 2, b'h', b'2'],
@@ -35,10 +35,10 @@ fn what_is_no_message_is_refused() {
         &[4, 0, 0, 0],
         &[],
     ] {
-        assert!(Message::read(&mut &bytes[..]).is_err(), "{bytes:?}");
+        assert!(RendezvousMessage::read(&mut &bytes[..]).is_err(), "{bytes:?}");
     }
-    let told = Message::read(&mut &[3, 0, 0, 3, b'a', 7, b'b'][..]).unwrap();
-    assert_eq!(told, Message::Refuse("a\u{fffd}b".into()), "nothing that a terminal would obey");
+    let told = RendezvousMessage::read(&mut &[3, 0, 0, 3, b'a', 7, b'b'][..]).unwrap();
+    assert_eq!(told, RendezvousMessage::Refuse("a\u{fffd}b".into()), "no control characters");
 }
 
 #[test]
@@ -54,7 +54,7 @@ fn registrations_are_laid_out_as_documented() {
 }
 
 #[test]
-fn no_registration_is_believed_that_was_touched() {
+fn a_modified_registration_is_refused() {
     let good = registration().to_bytes(&KEY);
     assert_eq!(Registration::read(&good, &KEY), Some(registration()));
     assert_eq!(Registration::read(&good, &[8; KEY_LEN]), None);
@@ -68,7 +68,7 @@ fn no_registration_is_believed_that_was_touched() {
     }
 }
 
-/// However much comes at once, a reader is never given more than a record.
+/// However much arrives at once, a read never goes beyond a record.
 #[test]
 fn records_are_read_one_by_one() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

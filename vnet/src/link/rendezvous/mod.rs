@@ -5,4 +5,4 @@
 
 pub(in crate::link) mod choice;
 pub mod client;
-pub(in crate::link) mod relay;
+pub mod relay;

@@ -1,23 +1,22 @@
 use std::net::TcpListener;
 
 use super::*;
-use crate::link::rendezvous::client::{self, attend};
+use crate::link::rendezvous::client::attend;
 use crate::link::sealed::identity::Identity;
 use crate::link::sealed::pki::Pki;
 
-/// A host between that takes whoever comes, by the name in `names` at its place.
+/// A relay that admits each guest under the name that the test gives it.
 struct Between {
-    meetings: Arc<Meetings>,
+    relay: Arc<Relay>,
     identity: Arc<Identity>,
     listener: TcpListener,
 }
 
 impl Between {
     fn new(pki: &Pki, pairs: u16) -> Between {
-        let meetings =
-            Arc::new(Meetings::start("127.0.0.1:0".parse().unwrap(), pairs, Arc::default()).unwrap());
+        let relay = Arc::new(Relay::start("127.0.0.1:0".parse().unwrap(), pairs, Arc::default()).unwrap());
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        Between { meetings, identity: Arc::new(pki.identity("r")), listener }
+        Between { relay, identity: Arc::new(pki.identity("r")), listener }
     }
 
     /// A host asks for another; the thread gives what became of it.
@@ -28,12 +27,12 @@ impl Between {
             attend(TcpStream::connect(to).unwrap(), &identity, "r", &other).map_err(|error| error.0)
         });
         let (stream, _) = self.listener.accept().unwrap();
-        let (meetings, identity) = (self.meetings.clone(), self.identity.clone());
+        let (relay, identity, known) = (self.relay.clone(), self.identity.clone(), wanted.to_string());
         std::thread::spawn(move || {
-            let mut channel = Channel::accept(stream, &identity, &[client::ALPN]).unwrap();
+            let channel = Channel::accept(stream, &identity, &[ALPN]).unwrap();
             let chain = channel.certificates().unwrap();
-            let Message::Meet(wanted) = Message::read(&mut channel).unwrap() else { panic!("it asks") };
-            let _ = meetings.host(Guest { channel, chain, name: own, wanted });
+            let guest = Guest { channel, chain, host: Ok(own), known: vec![known] };
+            relay.admit(guest).unwrap()();
         });
         asked
     }
@@ -67,7 +66,7 @@ fn receive(socket: &UdpSocket, key: &[u8; KEY_LEN]) -> Registration {
 }
 
 #[test]
-fn two_hosts_meet_and_what_they_send_is_forwarded() {
+fn two_hosts_meet_and_their_datagrams_are_forwarded() {
     let (_folder, pki) = pki();
     let between = Between::new(&pki, 1);
     let first = between.ask(pki.identity("h2"), "h2", "H1");
@@ -76,7 +75,7 @@ fn two_hosts_meet_and_what_they_send_is_forwarded() {
     let (other, ticket_other) = first.join().unwrap().unwrap();
     assert_eq!(ticket_one.port, ticket_other.port);
     assert!(ticket_one.id != ticket_other.id && ticket_one.key != ticket_other.key);
-    // What one says, whenever, the other reads from its first byte on.
+    // The other host reads the first byte that is sent after the outer TLS.
     for (mut from, mut to) in [(&one, &other), (&other, &one)] {
         from.write_all(b"said in clear here, for it is the end of the one TLS and the begin of the other")
             .unwrap();
@@ -90,7 +89,7 @@ fn two_hosts_meet_and_what_they_send_is_forwarded() {
     let answer = register(&far, &ticket_other, 5);
     assert_eq!((answer.number, answer.other, answer.is_answer), (5, near.local_addr().ok(), true));
     assert_eq!(register(&near, &ticket_one, 2).other, far.local_addr().ok());
-    // Of strangers nothing is taken, nor what was recorded, or is of another key.
+    // Strangers' datagrams, replayed registrations and those under another key are dropped.
     stranger.send_to(b"whatever", to).unwrap();
     let recorded = Registration { id: ticket_one.id, number: 2, other: None, is_answer: false };
     stranger.send_to(&recorded.to_bytes(&ticket_one.key), to).unwrap();
@@ -102,7 +101,7 @@ fn two_hosts_meet_and_what_they_send_is_forwarded() {
         let (len, source) = by.recv_from(&mut buffer).unwrap();
         assert_eq!((&buffer[..len], source.port()), (text.as_bytes(), ticket_one.port));
     }
-    let stats = &between.meetings.shared.stats;
+    let stats = &between.relay.state.stats;
     // The last one may be counted a moment after it has come.
     let until = Instant::now() + Duration::from_secs(5);
     while stats.out_datagrams.get() < 3 + 2 && Instant::now() < until {
@@ -113,14 +112,14 @@ fn two_hosts_meet_and_what_they_send_is_forwarded() {
 }
 
 #[test]
-fn who_waits_in_vain_is_told() {
+fn a_host_whose_peer_does_not_come_is_told() {
     let (_folder, pki) = pki();
     let between = Between::new(&pki, 1);
     let begun = Instant::now();
     let alone = between.ask(pki.identity("h1"), "h1", "h2").join().unwrap().unwrap_err();
     assert_eq!(alone, "r refused: h2 has not come");
     assert!(begun.elapsed() < WAIT + Duration::from_secs(1));
-    let pairs = || lock(&between.meetings.shared.pairs).len();
+    let pairs = || between.relay.state.pairs.lock().len();
     while pairs() > 0 {
         assert!(begun.elapsed() < WAIT + Duration::from_secs(2), "nobody waits any more");
         std::thread::sleep(Duration::from_millis(10));
@@ -130,15 +129,15 @@ fn who_waits_in_vain_is_told() {
         std::thread::sleep(Duration::from_millis(10));
     }
     let another = between.ask(pki.identity("h1"), "h1", "h3").join().unwrap().unwrap_err();
-    assert!(another.contains("1 pairs of hosts meet here"), "{another}");
-    between.meetings.retain(|_, _| false);
+    assert!(another.contains("1 pairs of hosts meet here, the limit"), "{another}");
+    between.relay.retain(&|_, _| false);
     assert_eq!(pairs(), 1, "nobody was there to be forgotten");
     assert!(alone.join().unwrap().is_err());
 }
 
-/// A host that asks again, because its connection was lost, takes the place of its former self.
+/// A host that asks again, because its connection was lost, replaces its older connection.
 #[test]
-fn the_latest_of_a_side_is_the_one_who_waits() {
+fn a_newer_connection_of_a_host_replaces_the_one_that_waits() {
     let (_folder, pki) = pki();
     let between = Between::new(&pki, 2);
     let before = between.ask(pki.identity("h1"), "h1", "h2");
@@ -147,6 +146,30 @@ fn the_latest_of_a_side_is_the_one_who_waits() {
     assert_eq!(before.join().unwrap().unwrap_err(), "r refused: h2 has not come");
     let come = between.ask(pki.identity("h2"), "h2", "h1");
     assert!(waiting.join().unwrap().is_ok() && come.join().unwrap().is_ok());
-    between.meetings.retain(|name, chain| name != "h2" || chain.is_empty());
-    assert!(lock(&between.meetings.shared.pairs).is_empty(), "h2 was forgotten");
+    between.relay.retain(&|name, chain| name != "h2" || chain.is_empty());
+    assert!(between.relay.state.pairs.lock().is_empty(), "h2 was forgotten");
+}
+
+/// A guest without a sealed link here, or one that wants a host without, is refused.
+#[test]
+fn only_hosts_with_sealed_links_meet() {
+    let (_folder, pki) = pki();
+    let between = Between::new(&pki, 1);
+    for (host, known, expected) in [
+        (Err("the certificate is not for h9".to_string()), vec!["h2"], "the certificate is not for h9"),
+        (Ok("h1".to_string()), vec!["h1", "h3"], "this host has no link with h2"),
+        (Ok("h2".to_string()), vec!["h2"], "this host has no link with h2"),
+    ] {
+        let (to, identity) = (between.listener.local_addr().unwrap(), pki.identity("h1"));
+        let asked = std::thread::spawn(move || {
+            attend(TcpStream::connect(to).unwrap(), &identity, "r", "h2").map_err(|error| error.0)
+        });
+        let channel =
+            Channel::accept(between.listener.accept().unwrap().0, &between.identity, &[ALPN]).unwrap();
+        let chain = channel.certificates().unwrap();
+        let known = known.into_iter().map(String::from).collect();
+        let refused = between.relay.admit(Guest { channel, chain, host, known });
+        assert_eq!(refused.map(drop).unwrap_err().0, expected);
+        assert_eq!(asked.join().unwrap().unwrap_err(), format!("r refused: {expected}"));
+    }
 }

@@ -5,13 +5,14 @@
 //! ```
 //!
 //! The nonce is the key's 4-byte salt and the header's datagram number. Numbers are taken from one counter per link, which
-//! never goes back, and keys are of one direction and one TLS session: no nonce is used twice under a key, however many
-//! dispatchers seal at once and however often a host starts again.
+//! never goes back, and a key belongs to one direction of one TLS session: no nonce is used twice under a key, however many
+//! dispatchers seal at once and however often a host restarts.
 //!
-//! An opening key knows which numbers it has opened (`replay.rs`). A number is looked up before a datagram is opened, so
-//! that repetitions cost nothing, and marked only after: what is forged changes nothing.
+//! An opening key has a replay window (`replay.rs`). A number is looked up before a datagram is decrypted, so that replays cost
+//! next to nothing, and marked only afterwards: a forged datagram changes nothing.
 //!
-//! Comparing tags in constant time, and keeping keys out of timing altogether, is left to AWS-LC.
+//! Hand-written rather than a DTLS or WireGuard library: it seals in place, on many threads, without a lock. AWS-LC provides
+//! AES-GCM, constant-time comparison of tags included.
 
 use std::fmt;
 
@@ -21,16 +22,15 @@ use crate::link::sealed::replay::ReplayWindow;
 use crate::stats::DiscardReason;
 use crate::wire::native::HEADER_LEN;
 
-/// Bytes that sealing adds to a datagram.
-pub const TAG_LEN: usize = 16;
-/// Bytes of a key and its salt, as the TLS exporter gives them.
+pub use crate::wire::native::TAG_LEN;
+/// Bytes of keying material: a key and its salt.
 pub const MATERIAL_LEN: usize = KEY_LEN + SALT_LEN;
-/// Datagrams that one key seals at most.
+/// Most datagrams that one key seals.
 pub const DATAGRAMS_MAX: u64 = 1 << 32;
 const KEY_LEN: usize = 32;
 const SALT_LEN: usize = 4;
 
-/// Where the number stands in the header.
+/// Position of the datagram number in the header.
 const NUMBER: std::ops::Range<usize> = 8..16;
 
 /// A key with its salt.
@@ -55,11 +55,11 @@ impl Material {
     }
 }
 
-/// A key of one direction that this host sends with.
+/// Encrypts the datagrams that this host sends.
 pub struct SealingKey {
     material: Material,
     epoch: u8,
-    /// The link's next number when the key was made: it has sealed nothing below.
+    /// The link's next number when the key was made: it has sealed no lower one.
     first: u64,
 }
 
@@ -75,42 +75,42 @@ impl SealingKey {
         SealingKey { material: Material::new(material), epoch: epoch & 3, first }
     }
 
-    /// What the header's epoch field says.
+    /// The epoch in the headers of its datagrams.
     #[inline]
     pub fn epoch(&self) -> u8 {
         self.epoch
     }
 
-    /// True when datagrams with numbers from `next` on would be more than the key may seal, those of a batch included.
+    /// True when the key must not seal a batch of datagrams from number `next` on.
     #[inline]
     pub fn is_spent(&self, next: u64) -> bool {
         const BATCH: u64 = 1 << 20;
         next.saturating_sub(self.first) > DATAGRAMS_MAX - BATCH
     }
 
-    /// True when it is time for another key.
+    /// True when a rekey is due.
     pub fn is_worn(&self, next: u64) -> bool {
         next.saturating_sub(self.first) > DATAGRAMS_MAX / 2
     }
 
-    /// Encrypts a datagram in place: header, payload, and [`TAG_LEN`] bytes of room for the tag.
+    /// Encrypts a datagram in place: header, payload, then [`TAG_LEN`] bytes for the tag.
     ///
-    /// The header's number must be one that this key has not sealed.
+    /// This key must not have sealed the header's number before.
     ///
     /// # Panics
-    /// When there is no room for header and tag.
+    /// When `datagram` is shorter than header and tag.
     #[inline]
     pub fn seal(&self, datagram: &mut [u8]) {
         let (header, rest) = datagram.split_first_chunk_mut::<HEADER_LEN>().expect("a header stands first");
         let (payload, tag) = rest.split_last_chunk_mut::<TAG_LEN>().expect("room for the tag is left");
         let nonce = self.material.nonce(header);
         let made = self.material.key.seal_in_place_separate_tag(nonce, Aad::from(&header[..]), payload);
-        // It fails for more than 2^36 bytes only.
+        // It fails only for more than 2^36 bytes.
         tag.copy_from_slice(made.expect("a datagram is never too long").as_ref());
     }
 }
 
-/// A key of one direction that this host receives with.
+/// Decrypts the datagrams that this host receives.
 pub struct OpeningKey {
     material: Material,
     window: ReplayWindow,
@@ -123,7 +123,7 @@ impl fmt::Debug for OpeningKey {
 }
 
 impl OpeningKey {
-    /// A key that has opened nothing.
+    /// A key with an empty replay window.
     pub fn new(material: &[u8; MATERIAL_LEN]) -> OpeningKey {
         OpeningKey { material: Material::new(material), window: ReplayWindow::new() }
     }
@@ -138,9 +138,10 @@ impl OpeningKey {
         self.window.is_highest(number)
     }
 
-    /// Decrypts a datagram in place: afterwards its payload lies between header and tag. Any thread may.
+    /// Decrypts a datagram in place: afterwards its payload stands between header and tag. Any number of threads may call this.
     ///
-    /// An error is the reason to count it under; its payload is lost then, and nothing else has changed.
+    /// # Errors
+    /// The reason to count the datagram under. Its payload is destroyed then; the key is as before.
     #[inline]
     pub fn open(&self, datagram: &mut [u8]) -> Result<(), DiscardReason> {
         let (header, sealed) =

@@ -24,9 +24,9 @@ fn datagram(number: u64, payload: &[u8]) -> Vec<u8> {
     [&header.to_bytes()[..], payload, &[0; TAG_LEN]].concat()
 }
 
-/// The vectors of docs/security.md: what stands there is what this code makes.
+/// This code makes the test vectors of docs/security.md.
 #[test]
-fn the_documented_vectors_are_ours() {
+fn the_documented_test_vectors_hold() {
     let text = include_str!("../../../../docs/security.md");
     let value = |name: &str| {
         let line = text.lines().find_map(|line| line.trim().strip_prefix(&format!("{name} = ")));
@@ -47,7 +47,7 @@ fn the_documented_vectors_are_ours() {
     }
 }
 
-/// A nonce is the salt and the number as they stand, so two numbers never share one.
+/// The nonce is salt and number side by side, so two numbers never share one.
 #[test]
 fn a_nonce_is_salt_and_number() {
     let key = Material::new(&material(1));
@@ -56,7 +56,7 @@ fn a_nonce_is_salt_and_number() {
 }
 
 #[test]
-fn a_key_ends_before_its_limit() {
+fn a_key_is_worn_then_spent_before_its_limit() {
     let key = SealingKey::new(&material(1), 7, 1000);
     assert_eq!(key.epoch(), 3);
     assert!(!key.is_spent(1000 + DATAGRAMS_MAX / 2) && !key.is_worn(1000 + DATAGRAMS_MAX / 2));
@@ -65,7 +65,7 @@ fn a_key_ends_before_its_limit() {
 
 proptest! {
     #[test]
-    fn what_is_sealed_opens_once(payload in prop::collection::vec(any::<u8>(), 0..3000), number in 1u64..) {
+    fn a_sealed_datagram_opens_once(payload in prop::collection::vec(any::<u8>(), 0..3000), number in 1u64..) {
         let (sealing, opening) = (SealingKey::new(&material(9), 2, 1), OpeningKey::new(&material(9)));
         let mut sealed = datagram(number, &payload);
         sealing.seal(&mut sealed);
@@ -78,7 +78,7 @@ proptest! {
 
 /// Every single bit of header, payload and tag; every length; another key, another direction.
 #[test]
-fn what_was_touched_does_not_open() {
+fn a_modified_datagram_does_not_open() {
     let (sealing, opening) = (SealingKey::new(&material(9), 2, 1), OpeningKey::new(&material(9)));
     let mut good = datagram(5, b"forty-two bytes that nobody else may know.");
     sealing.seal(&mut good);
@@ -96,7 +96,7 @@ fn what_was_touched_does_not_open() {
     assert_eq!(opening.open(&mut good), Ok(()), "none of it changed anything");
 }
 
-/// A million forged, as many replayed and as many of a wrong key: none opens, and what is real still does.
+/// A million forged and as many replayed datagrams: none opens, and a real one still does.
 #[test]
 fn a_million_of_each_attack() {
     let (sealing, opening) = (SealingKey::new(&material(9), 2, 1), OpeningKey::new(&material(9)));
@@ -118,9 +118,9 @@ fn a_million_of_each_attack() {
     assert_eq!(opening.open(&mut next), Ok(()));
 }
 
-/// Reordering within the window loses nothing; beyond it what is late is refused.
+/// Reordering within the replay window loses nothing; later datagrams are refused.
 #[test]
-fn what_comes_too_late_is_refused() {
+fn datagrams_below_the_replay_window_are_refused() {
     let (sealing, opening) = (SealingKey::new(&material(9), 2, 1), OpeningKey::new(&material(9)));
     let open = |number| {
         let mut sealed = datagram(number, b"");

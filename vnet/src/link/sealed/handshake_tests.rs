@@ -1,10 +1,14 @@
 use super::*;
 use crate::frame::PortId;
-use crate::link::sealed::identity::is_for;
+use crate::link::sealed::identity::{is_for, server_name};
 use crate::link::sealed::pki::{Flaw, Pki};
 use crate::link::{Encapsulation, LinkOptions, Security, Tunnel};
 use crate::wire::native::{HEADER_LEN, Header, Kind};
-use std::net::TcpListener;
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+
+use rustls::ClientConnection;
 
 fn link(peer: &str) -> Arc<Link> {
     let remote = "127.0.0.1:9".parse().unwrap();
@@ -34,11 +38,7 @@ fn shake(h1: &Identity, a: &Arc<Link>, h2: &Identity, b: &Arc<Link>) -> [Result<
         let responder = scope.spawn(|| {
             respond(far, h2, |chain| {
                 let peer = &b.seal().unwrap().peer;
-                if is_for(chain, peer) {
-                    Ok(b.clone())
-                } else {
-                    Err(format!("the certificate is not for {peer}"))
-                }
+                if is_for(chain, peer) { Ok(b) } else { Err(format!("the certificate is not for {peer}")) }
             })
         });
         let initiator = initiate(near, h1, a).map_err(|error| error.0);
@@ -83,7 +83,7 @@ fn two_hosts_agree_again_and_again() {
 
 /// Each bad certificate is refused, no keys are left on either side, and both say why.
 #[test]
-fn who_is_not_believed_is_refused_and_both_sides_say_so() {
+fn a_host_that_is_not_trusted_is_refused_and_both_sides_say_why() {
     let (folder, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let (pki, foreign) = (Pki::new(folder.path()), Pki::new(elsewhere.path()));
     let good = || (pki.identity("h1"), pki.identity("h2"));
@@ -98,8 +98,8 @@ fn who_is_not_believed_is_refused_and_both_sides_say_so() {
     let cases: [(&str, &Identity, &Identity, &str, &str); 6] = [
         ("a revoked initiator", &revoked.0, &h2, "revoked", "revoked"),
         ("a revoked responder", &h1, &revoked.1, "revoked", "revoked"),
-        ("a foreign initiator", &foreign.identity("h1"), &h2, "not believed here", "authority"),
-        ("a foreign responder", &h1, &foreign.identity("h2"), "not believed here", "authority"),
+        ("a foreign initiator", &foreign.identity("h1"), &h2, "not trusted here", "authority"),
+        ("a foreign responder", &h1, &foreign.identity("h2"), "not trusted here", "authority"),
         ("another initiator", &pki.identity("h3"), &h2, "not for h1", "not for h1"),
         ("another responder", &h1, &pki.identity("h4"), "another name", "another name"),
     ];
@@ -115,15 +115,16 @@ fn who_is_not_believed_is_refused_and_both_sides_say_so() {
 }
 
 #[test]
-fn what_is_no_handshake_is_refused() {
+fn bytes_that_are_no_handshake_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let pki = Pki::new(folder.path());
     let (h1, h2) = (pki.identity("h1"), pki.identity("h2"));
+    let b = link("h1");
     let refused = |bytes: &[u8]| {
         let (mut near, far) = streams();
         near.write_all(bytes).unwrap();
         near.shutdown(std::net::Shutdown::Write).unwrap();
-        respond(far, &h2, |_| Ok(link("h1"))).map(drop).unwrap_err().0
+        respond(far, &h2, |_| Ok(&b)).map(drop).unwrap_err().0
     };
     assert!(refused(b"GET / HTTP/1.1\r\n\r\n").contains("does not speak TLS"));
     assert!(refused(b"").contains("closed the connection"));
@@ -132,7 +133,7 @@ fn what_is_no_handshake_is_refused() {
     for alpn in [&[&b"http/1.1"[..]][..], &[]] {
         let (mut near, far) = streams();
         std::thread::scope(|scope| {
-            let responder = scope.spawn(|| respond(far, &h2, |_| Ok(link("h1"))).map(drop).unwrap_err().0);
+            let responder = scope.spawn(|| respond(far, &h2, |_| Ok(&b)).map(drop).unwrap_err().0);
             let config = h1.client(alpn).unwrap();
             let mut tls = ClientConnection::new(Arc::new(config), server_name("h2").unwrap()).unwrap();
             let _ = tls.complete_io(&mut near);
@@ -150,69 +151,36 @@ fn there_is_nothing_to_downgrade_to() {
     let h2 = pki.identity("h2");
     // A TLS 1.2 ClientHello: legacy version, random, no session, one suite of 1.2, no compression, no extensions.
     let mut hello = vec![0x16, 3, 3, 0, 45, 1, 0, 0, 41, 3, 3];
+    let b = link("h1");
     hello.extend([7; 32]);
     hello.extend([0, 0, 2, 0xc0, 0x30, 1, 0]);
     let (mut near, far) = streams();
     near.write_all(&hello).unwrap();
-    let why = respond(far, &h2, |_| Ok(link("h1"))).map(drop).unwrap_err().0;
+    let why = respond(far, &h2, |_| Ok(&b)).map(drop).unwrap_err().0;
     assert!(!why.is_empty() && !why.contains("within"), "{why}");
     let mut answer = vec![];
     near.read_to_end(&mut answer).unwrap();
     assert_eq!(answer[0], 0x15, "an alert, and nothing else");
 }
 
-/// Whoever sends a byte now and then, or too much, is gone in time.
-#[test]
-fn a_handshake_ends() {
-    struct Slow(u32);
-    impl Read for Slow {
-        fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-            self.0 += 1;
-            buffer[0] = 0;
-            Ok(1)
-        }
-    }
-    impl Write for Slow {
-        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            Ok(bytes.len())
-        }
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
-    }
-    impl Patient for Slow {
-        fn wait_at_most(&mut self, time: Duration) -> io::Result<()> {
-            assert!(!time.is_zero() && time <= TIME_MAX);
-            Ok(())
-        }
-    }
-    let mut stream = Limited::new(Slow(0));
-    let mut read = vec![];
-    let error = stream.read_to_end(&mut read).unwrap_err();
-    assert_eq!(read.len(), BYTES_MAX, "{error}");
-    let mut late = Limited { stream: Slow(0), until: Instant::now(), bytes_left: 100 };
-    assert_eq!(late.read(&mut [0; 10]).unwrap_err().kind(), io::ErrorKind::TimedOut);
-    assert_eq!(late.stream.0, 0);
-}
-
 #[test]
 fn messages_are_laid_out_as_documented() {
     for (message, bytes) in [
-        (Message::Accept(2), &[1, 2, 0, 0][..]),
-        (Message::Confirm(3), &[2, 3, 0, 0]),
-        (Message::Refuse("no".into()), &[3, 0, 0, 2, b'n', b'o']),
+        (HandshakeMessage::Accept(2), &[1, 2, 0, 0][..]),
+        (HandshakeMessage::Confirm(3), &[2, 3, 0, 0]),
+        (HandshakeMessage::Refuse("no".into()), &[3, 0, 0, 2, b'n', b'o']),
     ] {
         assert_eq!(message.to_bytes(), bytes);
-        assert_eq!(Message::read(&mut &bytes[..]), Ok(message));
-        assert!(Message::read(&mut &bytes[..bytes.len() - 1]).is_err());
+        assert_eq!(HandshakeMessage::read(&mut &bytes[..]), Ok(message));
+        assert!(HandshakeMessage::read(&mut &bytes[..bytes.len() - 1]).is_err());
     }
     for bad in [[0, 0, 0, 0], [1, 4, 0, 0], [1, 0, 0, 1], [3, 1, 0, 0], [3, 0, 2, 1], [4, 0, 0, 0]] {
-        assert!(Message::read(&mut &bad[..]).is_err(), "{bad:?}");
+        assert!(HandshakeMessage::read(&mut &bad[..]).is_err(), "{bad:?}");
     }
-    let long = Message::Refuse("x".repeat(5000)).to_bytes();
-    assert_eq!(Message::read(&mut &long[..]), Ok(Message::Refuse("x".repeat(TEXT_MAX))));
-    let rude = Message::read(&mut &[3, 0, 0, 3, b'a', 0x1b, b'b'][..]).unwrap();
-    assert_eq!(rude, Message::Refuse("a\u{fffd}b".into()));
+    let long = HandshakeMessage::Refuse("x".repeat(5000)).to_bytes();
+    assert_eq!(HandshakeMessage::read(&mut &long[..]), Ok(HandshakeMessage::Refuse("x".repeat(TEXT_MAX))));
+    let rude = HandshakeMessage::read(&mut &[3, 0, 0, 3, b'a', 0x1b, b'b'][..]).unwrap();
+    assert_eq!(rude, HandshakeMessage::Refuse("a\u{fffd}b".into()));
 }
 
 #[test]

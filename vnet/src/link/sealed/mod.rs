@@ -1,12 +1,22 @@
-//! Sealed links: nothing travels in clear text.
+//! Sealed links: nothing travels in clear text (docs/security.md).
 //!
-//! Two hosts agree on keys by TLS with certificates of both ([`identity`], [`handshake`]), which the [`keeper`] does outside the
-//! data path. A [`session`] holds the keys of one epoch; [`aead`] encrypts datagrams with them, [`replay`] refuses what was
-//! received before, and [`roaming`] follows a peer to another address. [`signature`] signs records of the overlay.
+//! ```text
+//!  keeper ----- starts and answers handshakes, rekeys, moves links, away from the data path
+//!    |
+//!  handshake -- TLS 1.3 with certificates of both hosts (identity) gives keys for one epoch
+//!    |
+//!  session ---- which keys seal, which open; published as a keyring that dispatchers load once a batch
+//!    |
+//!  aead ------- encrypts and decrypts datagrams in place; replay: each number opens once
+//! ```
+//!
+//! [`keepalive`] shows that the peer lives and where it is; [`roaming`] follows it to another address. [`signature`] signs
+//! records of the overlay with the same certificates.
 
 pub mod aead;
 pub mod handshake;
 pub mod identity;
+pub(in crate::link) mod keepalive;
 pub mod keeper;
 #[cfg(any(test, feature = "test-util"))]
 pub mod pki;

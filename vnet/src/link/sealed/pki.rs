@@ -1,4 +1,4 @@
-//! A certificate authority for tests: issues good and bad certificates into a directory of their own.
+//! A certificate authority for tests: issues good and bad certificates into a directory.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -31,7 +31,7 @@ pub struct Pki {
     issuer: Issuer<'static, KeyPair>,
 }
 
-/// The expectations of a test are not met: there is no way on.
+/// Message of a panic when the test authority itself fails.
 const MADE: &str = "the test authority works";
 
 impl Pki {
@@ -90,7 +90,7 @@ impl Pki {
         let certificate = params.signed_by(&key, &self.issuer).expect(MADE);
         let files = self.files(name);
         fs::write(&files.certificate, certificate.pem()).expect(MADE);
-        // Whoever looks in between finds no key that is readable, or one that does not fit; replaced as a whole in the end.
+        // Written aside, then renamed: nobody reads half a key, or one that others may read.
         let scratch = files.key.with_extension("new");
         fs::write(&scratch, key.serialize_pem()).expect(MADE);
         fs::set_permissions(&scratch, fs::Permissions::from_mode(0o600)).expect(MADE);
@@ -103,7 +103,7 @@ impl Pki {
         Identity::load(&self.issue(name, 1, Flaw::None, &[]), name).expect(MADE)
     }
 
-    /// The same, kept.
+    /// The same in an [`IdentityStore`].
     pub fn store(&self, name: &str, serial: u8) -> IdentityStore {
         IdentityStore::open(self.issue(name, serial, Flaw::None, &[]), name).expect(MADE)
     }

@@ -1,47 +1,47 @@
-//! Which datagram numbers have been opened under a key: each is accepted once (as RFC 6479 does for IPsec, without a lock).
+//! The replay window of a key: each datagram number is accepted once (as RFC 6479 does for IPsec, but without a lock).
 //!
 //! Numbers are grouped in blocks of 16, and blocks share the slots of a ring. A slot is one atomic word: the number of the
-//! block that has it, and a bit for each of its numbers. A newer block takes a slot over, and then its older ones are
-//! below the window; a block finds its own slot, or one that is older and can be taken over, or one that is newer: too late.
-//! There is no highest number and nothing to shift, so that any number of threads mark at once, each by one
-//! compare-and-swap. Since a slot never goes back to an older block, no number is ever accepted twice.
+//! block that owns it, and a bit for each number of that block. A newer block takes the slot of an older one, whose numbers are
+//! below the window from then on. A number whose slot a newer block owns is too late. There is no highest number and nothing to
+//! shift, so any number of threads mark at once, each by one compare-and-swap. A slot never returns to an older block, so no
+//! number is accepted twice.
 //!
-//! At least [`SPAN`] numbers below the highest one are told apart; up to 15 more, depending on where blocks begin.
+//! The window spans at least [`SPAN`] numbers below the highest one; up to 15 more, depending on where blocks begin.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Numbers below the highest one that may still come, once each.
+/// Numbers below the highest one that are still accepted, once each.
 pub const SPAN: u64 = 8192;
 const BLOCK_BITS: u32 = 4;
-/// One more than the span has blocks: the highest number may be the first of its block.
+/// One more than the span has blocks, since the highest number may be the first of its block.
 const SLOTS: u64 = (SPAN >> BLOCK_BITS) + 1;
-/// Bits of a slot that mark numbers; the others name the block, of which 48 bits are kept.
+/// Bits of a slot that mark numbers; the others are the low 48 bits of the block number.
 const MARKS: u64 = 0xffff;
 
-/// See the module's comment.
+/// The numbers that a key has opened.
 pub struct ReplayWindow {
     slots: Box<[AtomicU64]>,
 }
 
-/// A number's block as a slot names it, its slot, and its bit.
+/// A number's block as slots store it, its slot, and its bit.
 #[inline]
-fn place(number: u64) -> (u64, usize, u64) {
+fn position(number: u64) -> (u64, usize, u64) {
     let block = number >> BLOCK_BITS;
     ((block << 16) >> 16, (block % SLOTS) as usize, 1 << (number & 15))
 }
 
-/// What a slot says about a number.
+/// State of a number in its slot.
 enum Slot {
-    /// Its block has the slot, or may take it: the word that marks it.
+    /// New. Holds the word that marks it.
     Free(u64),
-    /// It was there, or is below the window.
+    /// Marked before, or below the window.
     Seen,
 }
 
 #[inline]
 fn look(word: u64, block: u64, bit: u64) -> Slot {
     let owner = word >> 16;
-    // Block numbers go round after 2^52 numbers, 2^20 times as many as a key seals: the nearer way is the right one.
+    // Block numbers wrap after 2^52 numbers, 2^20 times as many as a key seals: the shorter distance is the right one.
     let newer = (owner.wrapping_sub(block) << 16) as i64 > 0;
     if word & MARKS == 0 {
         Slot::Free(block << 16 | bit)
@@ -61,15 +61,15 @@ impl Default for ReplayWindow {
 }
 
 impl ReplayWindow {
-    /// Nothing seen yet; takes any first number.
+    /// An empty window, which accepts any first number.
     pub fn new() -> ReplayWindow {
         ReplayWindow { slots: (0..SLOTS).map(|_| AtomicU64::new(0)).collect() }
     }
 
-    /// True when `number` was marked, or is too old to tell.
+    /// True when `number` was marked, or is below the window.
     #[inline]
     pub fn has_seen(&self, number: u64) -> bool {
-        let (block, slot, bit) = place(number);
+        let (block, slot, bit) = position(number);
         matches!(look(self.slots[slot].load(Relaxed), block, bit), Slot::Seen)
     }
 
@@ -80,7 +80,7 @@ impl ReplayWindow {
 
     /// True when no higher number was marked.
     pub fn is_highest(&self, number: u64) -> bool {
-        let (own, ..) = place(number);
+        let (own, ..) = position(number);
         self.slots.iter().map(|slot| slot.load(Relaxed)).filter(|word| word & MARKS != 0).all(|word| {
             match ((word >> 16).wrapping_sub(own) << 16) as i64 {
                 0 => 15 - (word as u16).leading_zeros() <= (number & 15) as u32,
@@ -89,10 +89,10 @@ impl ReplayWindow {
         })
     }
 
-    /// Marks `number`. False when it was marked, or is too old to tell: of all calls with one number, one gets true.
+    /// Marks `number`. False when it was marked, or is below the window: of all calls with one number, one returns true.
     #[inline]
     pub fn mark(&self, number: u64) -> bool {
-        let (block, slot, bit) = place(number);
+        let (block, slot, bit) = position(number);
         let slot = &self.slots[slot];
         let mut word = slot.load(Relaxed);
         loop {
@@ -112,7 +112,7 @@ mod tests {
     use std::collections::HashSet;
 
     proptest! {
-        /// Against a set: nothing is accepted twice, and whatever lies within the span and is new is accepted.
+        /// Against a set: no number is accepted twice, and every new number within the span is accepted.
         #[test]
         fn each_number_once(
             start in prop::sample::select(vec![1u64, 100_000, 1 << 60, (1 << 52) - 5000, u64::MAX - 2_000_000]),
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_far_below_a_stream_is_refused() {
+    fn numbers_far_below_the_highest_are_refused() {
         let window = ReplayWindow::new();
         let start = 1_700_000_000_000_000_000;
         assert!((start..start + 3 * SPAN).all(|number| number % 1000 == 7 || window.mark(number)));

@@ -17,7 +17,7 @@ fn session(role: Role, epoch: u8) -> Session {
         serial: String::new(),
         fingerprint: String::new(),
     };
-    Session::new(&exported, role, epoch, 1, vec![], info)
+    Session::new(&exported, role, epoch, 1, (vec![], info))
 }
 
 fn link(remote: SocketAddr, role: Role) -> Arc<Link> {
@@ -37,7 +37,7 @@ fn link(remote: SocketAddr, role: Role) -> Arc<Link> {
     link
 }
 
-/// The side that waits for its peer, which is played by plain sockets.
+/// A host whose peer is played by plain sockets.
 struct Waiting {
     bridge: Bridge,
     link: Arc<Link>,
@@ -63,7 +63,7 @@ impl Waiting {
         let keyring = seal.keyring();
         let key = keyring.sealing(1).unwrap();
         let (tag, body) = match kind {
-            Kind::Keepalive => (keyring.tag(), seal.keepalive(false, false).to_vec()),
+            Kind::Keepalive => (keyring.tag(), seal.keepalive(false, false).to_bytes().to_vec()),
             _ => (0, vec![0; 60]),
         };
         let header = Header {
@@ -83,7 +83,7 @@ impl Waiting {
         datagram
     }
 
-    /// Takes what was sent, does what a keeper does then, and returns how many frames came.
+    /// Receives datagrams, follows the peer as the keeper does, and returns the number of frames.
     fn take(&mut self) -> usize {
         let (mut frames, mut idle, mut batch) = (0, 0, Batch::new());
         while idle < 2 {
@@ -96,7 +96,7 @@ impl Waiting {
         }
         let seal = self.link.seal().unwrap();
         if self.link.place.follow().is_some() | seal.has_changed() {
-            seal.roster().unwrap().refresh();
+            seal.sources().unwrap().refresh();
         }
         frames
     }
@@ -118,7 +118,7 @@ fn a_peer_is_learned_and_followed() {
     let to = host.bridge.local_addr();
     let ((one, at_one), (other, at_other), (thief, _)) = (socket(), socket(), socket());
     assert_eq!((host.link.remote(), host.link.place.ports()), (None, 0));
-    // Frames prove nothing: they would cost too much to try.
+    // Frames have no tag: to try every link's key would cost too much.
     one.send_to(&host.sealed(Kind::Frame), to).unwrap();
     assert_eq!((host.take(), host.discards(DiscardReason::UnknownSource)), (0, (1, 0)));
     one.send_to(&host.sealed(Kind::Keepalive), to).unwrap();
@@ -135,7 +135,7 @@ fn a_peer_is_learned_and_followed() {
     other.send_to(&host.sealed(Kind::Frame), to).unwrap();
     assert_eq!(host.take(), 1);
 
-    // What was seen and is said again, and what is late, moves nothing.
+    // Replayed and late keepalives move nothing.
     thief.send_to(&moved, to).unwrap();
     host.take();
     assert_eq!(host.link.remote(), at_other);
@@ -162,7 +162,7 @@ fn a_declared_peer_moves_and_comes_back() {
     assert_eq!(host.link.remote(), at_home);
 }
 
-/// Neither garbage nor what looks like a keepalive gets anywhere, and each is counted.
+/// Garbage and forged keepalives move nothing, and each is counted.
 #[test]
 fn strangers_move_nothing() {
     let mut host = Waiting::new(ANYWHERE);
@@ -175,9 +175,9 @@ fn strangers_move_nothing() {
         datagram[flip] ^= 0x40;
         datagram
     };
-    // Bytes of the number, of what is sealed, of the seal itself.
+    // A bit of the number, of the ciphertext, of the AEAD tag.
     let forged: Vec<_> = [8, 20, 50].map(forge).into();
-    // Of the tag, the type, the version: nobody's.
+    // A bit of the version, of the keepalive's tag: no link's.
     let strange: Vec<_> = [0, 4, 7].map(forge).into();
     let other_epoch = forge(1);
     let short = host.sealed(Kind::Keepalive)[..55].to_vec();
@@ -191,9 +191,9 @@ fn strangers_move_nothing() {
     assert_eq!(host.link.remote(), at_home);
 }
 
-/// Keys that others have replaced open what is under way, and say nothing of where the peer is.
+/// A retired key opens datagrams in flight, but its keepalives do not move the link.
 #[test]
-fn the_keys_before_move_nothing() {
+fn retired_keys_move_nothing() {
     let mut host = Waiting::new(ANYWHERE);
     let to = host.bridge.local_addr();
     let ((home, at_home), (thief, _)) = (socket(), socket());
@@ -210,5 +210,5 @@ fn the_keys_before_move_nothing() {
     thief.send_to(&held_back, to).unwrap();
     host.take();
     assert_eq!(host.link.remote(), at_home);
-    assert_eq!(host.discards(DiscardReason::UnknownSource), (1, 0), "its tag is nobody's any more");
+    assert_eq!(host.discards(DiscardReason::UnknownSource), (1, 0), "no link has its tag any more");
 }

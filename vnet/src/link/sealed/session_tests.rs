@@ -2,7 +2,8 @@ use super::*;
 use crate::frame::PortId;
 use crate::link::fake::{Faults, Random, Wire};
 use crate::link::sealed::aead::TAG_LEN;
-use crate::link::{Encapsulation, LinkOptions, Security, first_number};
+use crate::link::sealed::keepalive::KEEPALIVE_LEN;
+use crate::link::{Encapsulation, Link, LinkOptions, Security, first_number};
 use crate::stats::DiscardReason;
 use crate::wire::native::{HEADER_LEN, Header, Kind};
 use std::collections::HashSet;
@@ -19,7 +20,7 @@ fn info() -> CertificateInfo {
 
 fn session(role: Role, epoch: u8, seed: u8) -> Session {
     let exported = std::array::from_fn(|at| seed.wrapping_mul(73).wrapping_add(at as u8));
-    Session::new(&exported, role, epoch, first_number(), vec![], info())
+    Session::new(&exported, role, epoch, first_number(), (vec![], info()))
 }
 
 fn link() -> Arc<Link> {
@@ -76,10 +77,10 @@ fn without_keys_nothing_goes() {
     assert_eq!(link.seal_view().unwrap(), SealView { peer: "peer".into(), keys_s: None, rtt_us: None });
 }
 
-/// Keys change in every order that the messages of a handshake allow, over a wire that loses, repeats and reorders: whatever
-/// arrives opens, once.
+/// Rekeys in every order that the messages of a handshake allow, over a wire that loses, duplicates and reorders: every datagram
+/// that arrives opens, once.
 #[test]
-fn keys_change_under_traffic_without_loss() {
+fn a_rekey_under_traffic_loses_nothing() {
     let (initiator, responder) = (link(), link());
     let (a, b) = (initiator.seal().unwrap(), responder.seal().unwrap());
     let mut random = Random::new(5);
@@ -89,7 +90,7 @@ fn keys_change_under_traffic_without_loss() {
     for round in 0..40u8 {
         let epoch = b.next_epoch();
         let mut sent = vec![];
-        // What comes between two steps is sent with the keys of then, and arrives with the keys of later.
+        // Datagrams are sealed with the keys of this step, and opened with those of a later one.
         let mut traffic = |sent: &mut Vec<(bool, Vec<u8>)>| {
             for _ in 0..random.below(100) {
                 sent.extend(seal(&initiator).map(|datagram| (true, datagram)));
@@ -117,7 +118,7 @@ fn keys_change_under_traffic_without_loss() {
         for seal in [a, b] {
             seal.expire(Instant::now(), HOUR);
         }
-        // Without CONFIRM, the first datagram says the same.
+        // Without CONFIRM, the first datagram under the new key confirms it.
         let current = b.current(0).map(|current| current.epoch);
         assert!(current == Some(epoch) || round % 4 == 3, "round {round}");
     }
@@ -126,7 +127,7 @@ fn keys_change_under_traffic_without_loss() {
 }
 
 #[test]
-fn old_keys_end() {
+fn old_keys_expire() {
     let link = link();
     let held = link.seal().unwrap();
     let opens = || (0..4).filter(|epoch| held.keyring().opening(*epoch).is_some()).collect::<Vec<_>>();
@@ -139,16 +140,16 @@ fn old_keys_end() {
     held.expire(now, HOUR);
     assert_eq!((opens(), held.next_epoch()), (vec![0, 1, 2], 3));
     held.expire(now + OVERLAP, HOUR);
-    assert_eq!(opens(), [1, 2], "what was replaced is forgotten first");
+    assert_eq!(opens(), [1, 2], "the retired key is forgotten first");
     held.expire(now + PENDING_MAX, HOUR);
-    assert_eq!(opens(), [1], "then what nobody used");
+    assert_eq!(opens(), [1], "then the key that nobody used");
     assert!(seal(&link).is_some());
     held.expire(now + HOUR, HOUR);
     assert_eq!((opens(), seal(&link)), (vec![], None), "and in the end the last one");
 }
 
 #[test]
-fn a_certificate_that_is_refused_takes_its_keys_along() {
+fn a_refused_certificate_ends_its_session() {
     let link = link();
     let held = link.seal().unwrap();
     held.accept(session(Role::Initiator, 0, 1));
@@ -159,7 +160,7 @@ fn a_certificate_that_is_refused_takes_its_keys_along() {
     assert_eq!(seal(&link), None);
 }
 
-/// Many threads seal for one link, keys change meanwhile, and the link is taken up anew: no key meets a number twice.
+/// Many threads seal for one link through rekeys and restarts of the link: no key seals a number twice.
 #[test]
 fn nonces_are_never_repeated() {
     let mut nonces = HashSet::new();
@@ -187,21 +188,21 @@ fn nonces_are_never_repeated() {
 }
 
 #[test]
-fn keepalives_measure_and_ask() {
+fn keepalives_measure_the_round_trip_and_ask_for_a_rekey() {
     let (a, b) = (link(), link());
     let (a, b) = (a.seal().unwrap(), b.seal().unwrap());
-    b.hear(&a.keepalive(false, false), true);
+    b.hear(&a.keepalive(false, false).to_bytes(), true);
     assert_eq!(b.rtt_us(), None, "nothing came back yet");
     std::thread::sleep(Duration::from_millis(30));
-    a.hear(&b.keepalive(false, false), true);
+    a.hear(&b.keepalive(false, false).to_bytes(), true);
     let rtt = a.rtt_us().unwrap();
-    assert!(rtt < 20_000, "{rtt} us: the time that the other side waited is no part of it");
-    assert!(!a.must_renew());
-    a.hear(&b.keepalive(true, false), false);
-    assert!(!a.must_renew(), "it was asked for what there is");
-    a.hear(&b.keepalive(true, false), true);
-    assert!(a.must_renew());
-    // Nonsense of an authenticated peer changes nothing that matters.
+    assert!(rtt < 20_000, "{rtt} us: the time that the other side held the clock does not count");
+    assert!(!a.is_rekey_requested());
+    a.hear(&b.keepalive(true, false).to_bytes(), false);
+    assert!(!a.is_rekey_requested(), "the rekey that it asks for has been done");
+    a.hear(&b.keepalive(true, false).to_bytes(), true);
+    assert!(a.is_rekey_requested());
+    // An authenticated peer may send nonsense.
     for body in [&[][..], &[0xff; KEEPALIVE_LEN], &[0; KEEPALIVE_LEN - 1]] {
         a.hear(body, true);
     }

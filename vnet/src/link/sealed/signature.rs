@@ -1,8 +1,8 @@
-//! Signatures of hosts by the private keys of their certificates, for what is not said over TLS.
+//! Signatures by the private keys of hosts' certificates, for records that do not travel over TLS.
 //!
-//! A scheme belongs to each kind of key, so none has to be named or agreed on: Ed25519, ECDSA with the hash of its curve's
-//! size, RSA-PSS with SHA-256 (RFC 8446, section 4.2.3). What is signed has to begin with a text of its own: TLS signs with
-//! the same keys, and begins with 64 spaces (section 4.4.3).
+//! The kind of key implies the scheme, so no message names it: Ed25519, ECDSA with the hash of its curve's size, RSA-PSS with
+//! SHA-256 (RFC 8446, section 4.2.3). A signed message must begin with a context string of its own, since TLS signs with the same
+//! keys; TLS begins with 64 spaces (section 4.4.3).
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ use webpki::aws_lc_rs as algorithm;
 
 use crate::link::sealed::identity::{CertificateInfo, Identity, is_for, unix_now};
 
-/// One for each kind of key.
+/// Signature schemes, one for each kind of key.
 const SCHEMES: [SignatureScheme; 5] = [
     SignatureScheme::ED25519,
     SignatureScheme::ECDSA_NISTP256_SHA256,
@@ -22,7 +22,7 @@ const SCHEMES: [SignatureScheme; 5] = [
     SignatureScheme::RSA_PSS_SHA256,
 ];
 
-/// The same for who checks. At most one of them takes a given key; the others refuse it before they calculate.
+/// Verification algorithms for [`SCHEMES`]. At most one fits a given key; the others refuse it before they calculate.
 fn algorithms() -> [&'static dyn SignatureVerificationAlgorithm; 5] {
     [
         algorithm::ED25519,
@@ -34,7 +34,7 @@ fn algorithms() -> [&'static dyn SignatureVerificationAlgorithm; 5] {
 }
 
 impl Identity {
-    /// This host's signature of `message`. The error says why there is none.
+    /// This host's signature of `message`. The error is one line.
     pub fn sign(&self, message: &[u8]) -> Result<Vec<u8>, String> {
         let signer =
             self.signing_key().choose_scheme(&SCHEMES).ok_or("its key is of a kind that cannot sign")?;
@@ -42,7 +42,7 @@ impl Identity {
     }
 }
 
-/// A host by its certificate.
+/// A host with a verified certificate.
 pub struct Signatory {
     name: Box<str>,
     chain: Vec<CertificateDer<'static>>,
@@ -56,7 +56,7 @@ impl fmt::Debug for Signatory {
 }
 
 impl Signatory {
-    /// The host itself.
+    /// This host.
     pub fn own(identity: &Identity) -> Signatory {
         Signatory {
             name: identity.name().into(),
@@ -65,8 +65,7 @@ impl Signatory {
         }
     }
 
-    /// The host `name`, if `chain` makes its owner that in the eyes of `identity` and of now, and its key has signed
-    /// `message`. The error says what is wrong.
+    /// The host `name`, if `identity` accepts `chain` for that name now, and its key has signed `message`. The error is one line.
     pub fn believed(
         identity: &Identity,
         chain: Vec<CertificateDer<'static>>,
@@ -74,7 +73,7 @@ impl Signatory {
         message: &[u8],
         signature: &[u8],
     ) -> Result<Signatory, String> {
-        // What is cheap comes first: anybody can have this done by writing something.
+        // Cheap checks first: anybody who can write to the store triggers this.
         if !is_for(&chain, name) {
             return Err("the certificate is for another name".into());
         }
@@ -85,12 +84,12 @@ impl Signatory {
         Ok(Signatory { name: name.into(), chain, info })
     }
 
-    /// Its certificate, then those between it and the authority.
+    /// Its certificate, then intermediate ones.
     pub fn chain(&self) -> &[CertificateDer<'static>] {
         &self.chain
     }
 
-    /// What its certificate says.
+    /// Contents of its certificate.
     pub fn info(&self) -> &CertificateInfo {
         &self.info
     }
@@ -100,7 +99,7 @@ impl Signatory {
         is_signed(&self.chain[0], message, signature)
     }
 
-    /// True when its certificate is good by the clock.
+    /// True while its certificate is valid by the clock.
     pub fn is_in_time(&self) -> bool {
         let (first, last) = self.info.valid;
         (first..=last).contains(&unix_now())
@@ -112,8 +111,7 @@ impl Signatory {
         self.info.valid.1 = unix_now() - 1;
     }
 
-    /// Why its certificate would be refused by `identity`, whatever the clock says: revoked, or of an authority that is
-    /// believed no more.
+    /// Why `identity` refuses its certificate, whatever the clock says: revoked, or of an authority that is not trusted any more.
     pub fn refused(&self, identity: &Identity) -> Option<String> {
         let (first, last) = self.info.valid;
         let seconds = unix_now().clamp(first.max(0), last.max(0)).unsigned_abs();
@@ -154,7 +152,7 @@ mod tests {
         let signature = foreign.sign(b"message").unwrap();
         let why =
             Signatory::believed(&one, foreign.chain().to_vec(), "h1", b"message", &signature).unwrap_err();
-        assert!(why.contains("not believed"), "{why}");
+        assert!(why.contains("not trusted"), "{why}");
     }
 
     #[test]
@@ -176,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_put_somebody_out_and_the_clock_does_not() {
+    fn revocation_refuses_a_host_and_the_clock_does_not() {
         let folder = tempfile::tempdir().unwrap();
         let pki = Pki::new(folder.path());
         let (one, other) = (pki.identity("h1"), pki.issue("h2", 2, Flaw::None, &[]));

@@ -1,16 +1,13 @@
 //! What a host sends besides frames: questions and answers between controls, keepalives. Rare, so one datagram a call.
 
 use std::io;
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use crate::link::inquiry::MAGIC;
-use crate::link::path::prober;
-use crate::link::rendezvous::choice::Via;
-use crate::link::sealed::aead::TAG_LEN;
-use crate::link::sealed::session::Seal;
 use crate::link::socket::udp::{Name, Socket};
 use crate::link::{Encapsulation, Link};
-use crate::wire::native::{Header, Kind};
+use crate::wire::native::{Header, Kind, TAG_LEN};
 
 /// Sends from a dispatcher's socket, beside the dispatcher.
 #[derive(Clone)]
@@ -38,49 +35,38 @@ impl Courier {
         self.post(link, kind, &[&MAGIC, text].concat())
     }
 
-    /// Sends a keepalive on a sealed link. One that cannot be sent is like one that got lost.
-    pub(in crate::link) fn keepalive(&self, link: &Link, seal: &Seal, asks: bool) {
-        let Some(via) = &link.via else {
-            let _ = self.post(link, Kind::Keepalive, &seal.keepalive(asks, false));
+    /// Sends a probe. One that cannot be sent is like one that got lost.
+    pub(in crate::link) fn probe(&self, link: &Link, payload: &[u8]) {
+        let _ = self.post(link, Kind::Probe, payload);
+    }
+
+    /// Sends a keepalive with this body, to `to` where that is not the link's present address. One that cannot be sent is like one
+    /// that got lost.
+    pub(in crate::link) fn post_keepalive(&self, link: &Link, to: Option<SocketAddr>, body: &[u8]) {
+        let Some(to) = to else {
+            let _ = self.post(link, Kind::Keepalive, body);
             return;
         };
-        // By every way there may be.
-        let (hears, besides) = via.besides(link.remote());
-        let body = seal.keepalive(asks, hears);
-        let _ = self.post(link, Kind::Keepalive, &body);
-        for name in besides.into_iter().filter_map(|way| self.socket.name_of(way)) {
-            let _ = self.post_to(&name, link, Kind::Keepalive, &body);
+        if let Some(name) = self.socket.name_of(to) {
+            let _ = self.post_to(&name, link, Kind::Keepalive, body);
         }
     }
 
-    /// Tells the host between where this one is, on a link that needs one.
-    pub(in crate::link) fn register(&self, link: &Link) {
-        let registration = link.via.as_ref().and_then(Via::registration);
-        if let Some((relay, bytes)) = registration
-            && let Some(name) = self.socket.name_of(relay)
-        {
-            // One that cannot be sent is like one that got lost.
-            let sent = self.socket.send(&bytes, &name).is_ok();
-            link.stats.out_datagrams.add(u64::from(sent));
+    /// Sends bytes that are no native datagram to `to`. If they cannot be sent, they are like lost ones.
+    pub(in crate::link) fn post_raw(&self, link: &Link, to: SocketAddr, bytes: &[u8]) {
+        if let Some(name) = self.socket.name_of(to) {
+            link.stats.out_datagrams.add(u64::from(self.socket.send(bytes, &name).is_ok()));
         }
     }
 
-    /// Sends a probe with a payload of `len` bytes, at least 16. One that cannot be sent is like one that got lost.
-    pub(in crate::link) fn probe(&self, link: &Link, id: &[u8; 8], len: usize) {
-        let mut payload = vec![0; len];
-        payload[..8].copy_from_slice(&prober::MAGIC);
-        payload[8..16].copy_from_slice(id);
-        let _ = self.post(link, Kind::Probe, &payload);
-    }
-
-    /// Sends one datagram of no network, sealed where the link is. A keepalive has a tag there, see place.rs.
+    /// Sends one datagram of no network, sealed where the link is. A keepalive has a tag there, see sealed/roaming.rs.
     fn post(&self, link: &Link, kind: Kind, payload: &[u8]) -> io::Result<()> {
         let name = self.socket.name(link, 0).ok_or_else(|| unfit("no socket for its address"))?;
         self.post_to(&name, link, kind, payload)
     }
 
     fn post_to(&self, name: &Name, link: &Link, kind: Kind, payload: &[u8]) -> io::Result<()> {
-        let keyring = link.seal().map(Seal::keyring);
+        let keyring = link.seal().map(|seal| seal.keyring());
         let tag = keyring.as_ref().filter(|_| kind == Kind::Keepalive).map_or(0, |keyring| keyring.tag());
         let key = match &keyring {
             None => None,

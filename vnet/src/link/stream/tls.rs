@@ -12,7 +12,7 @@ use rustls::pki_types::CertificateDer;
 use rustls::{ClientConnection, Connection, ServerConnection};
 
 use super::connection::OUTBOX_MAX;
-use crate::link::sealed::handshake::BYTES_MAX;
+use crate::link::sealed::identity::tls::BYTES_MAX;
 use crate::link::sealed::identity::{Claims, Identity, explain, server_name};
 
 /// Protocol name and version (RFC 7301). Another version gets another name.

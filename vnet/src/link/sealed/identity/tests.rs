@@ -6,7 +6,7 @@ fn load(pki: &Pki, flaw: Flaw, claims: &[&str]) -> Result<Identity, IdentityErro
 }
 
 #[test]
-fn a_certificate_tells_its_host_and_its_limits() {
+fn a_certificate_names_its_host_and_its_limits() {
     let folder = tempfile::tempdir().unwrap();
     let pki = Pki::new(folder.path());
     let claims = ["vnet:network=7", "vnet:network=2", "vnet:mac=52:54:00:00:00:01", "https://example.org"];
@@ -27,7 +27,7 @@ fn a_certificate_tells_its_host_and_its_limits() {
 }
 
 #[test]
-fn what_others_would_refuse_is_refused_at_home() {
+fn a_certificate_that_others_would_refuse_is_refused_at_home() {
     let folder = tempfile::tempdir().unwrap();
     let pki = Pki::new(folder.path());
     let refused = |flaw, name| {
@@ -51,7 +51,7 @@ fn what_others_would_refuse_is_refused_at_home() {
 }
 
 #[test]
-fn files_are_judged_one_by_one() {
+fn errors_name_the_bad_file() {
     let folder = tempfile::tempdir().unwrap();
     let pki = Pki::new(folder.path());
     let good = pki.issue("h1", 1, Flaw::None, &[]);
@@ -78,7 +78,7 @@ fn files_are_judged_one_by_one() {
 }
 
 #[test]
-fn others_are_judged_by_authority_name_and_time() {
+fn verification_checks_authority_name_and_time() {
     let (folder, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let pki = Pki::new(folder.path());
     let identity = load(&pki, Flaw::None, &[]).unwrap();
@@ -89,12 +89,12 @@ fn others_are_judged_by_authority_name_and_time() {
     assert!(is_for(&good, "h2") && !is_for(&good, "h3") && !is_for(&[], "h2"));
     assert!(identity.verify(&chain(&pki, Flaw::Expired), "h2").unwrap_err().contains("expired"));
     let foreign = chain(&Pki::new(elsewhere.path()), Flaw::None);
-    assert!(identity.verify(&foreign, "h2").unwrap_err().contains("not believed"));
+    assert!(identity.verify(&foreign, "h2").unwrap_err().contains("not trusted"));
     assert!(identity.verify(&[], "h2").is_err());
 }
 
 #[test]
-fn replaced_files_are_read_again_and_bad_ones_left_alone() {
+fn replaced_files_are_read_again_and_bad_ones_ignored() {
     let folder = tempfile::tempdir().unwrap();
     let pki = Pki::new(folder.path());
     let store = pki.store("h1", 1);

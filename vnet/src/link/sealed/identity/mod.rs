@@ -1,25 +1,26 @@
-//! Who this host is and whom it believes: certificate, key, authorities and revocations, and TLS configurations made of them.
+//! This host's identity: certificate, private key, trusted authorities and revocation lists, and TLS configurations from them.
 //!
 //! An [`Identity`] is one reading of the files, checked as a whole and immutable. An [`IdentityStore`] holds the latest good
-//! one and reads the files again when they have changed; whoever begins a handshake takes what is there then. So
-//! certificates are renewed by replacing files, and what is established stays.
+//! one and reads the files again when they change; each handshake uses the identity of the moment. So certificates are renewed by
+//! replacing files, and established sessions stay.
 //!
-//! A host is named by a DNS name in its certificate's subject alternative names. The same extension may limit for what the
-//! host speaks, by URIs: `vnet:network=5` and `vnet:mac=52:54:00:00:00:01`, any number of each; without any of a kind
-//! there is no limit of that kind. What begins with `vnet:` and cannot be understood makes the certificate unusable.
+//! A DNS name in the certificate's subject alternative names names the host. URIs in the same extension may limit what the host
+//! may send: `vnet:network=5` and `vnet:mac=52:54:00:00:00:01`, any number of each; a kind that is absent is not limited. A URI
+//! that begins with `vnet:` and cannot be parsed makes the certificate unusable.
 //!
-//! Everything is TLS 1.3 with AES-256-GCM and certificates on both sides; key exchange prefers the hybrid X25519MLKEM768, so
-//! that what is recorded today stays closed to the computers of tomorrow. Nothing is resumed, nothing is sent early.
+//! TLS is always 1.3 with AES-256-GCM and certificates on both sides. Key exchange prefers the hybrid X25519MLKEM768, so that
+//! quantum computers cannot decrypt recorded handshakes later. No session resumption, no early data.
 
 use std::fs;
 use std::io;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use arc_swap::ArcSwap;
 use aws_lc_rs::digest;
+use parking_lot::Mutex;
 use rustls::client::danger::ServerCertVerifier;
 use rustls::client::{Resumption, WebPkiServerVerifier, verify_server_name};
 use rustls::crypto::{CryptoProvider, aws_lc_rs as provider};
@@ -37,25 +38,27 @@ use x509_parser::revocation_list::{CertificateRevocationList, RevokedCertificate
 use crate::frame::NetworkId;
 use crate::wire::ethernet::Mac;
 
-/// Largest file that is read, in bytes: a revocation list of a large authority fits.
+pub mod tls;
+
+/// Largest file in bytes: the revocation list of a large authority fits.
 const FILE_MAX: u64 = 16 << 20;
 /// Most limits of one kind in a certificate.
 const CLAIMS_MAX: usize = 4096;
 
-/// Where an identity's files are; all PEM.
+/// Paths of an identity's files, all PEM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IdentityFiles {
-    /// Certificates of the authorities that are believed, one or more.
+    /// Certificates of the trusted authorities, one or more.
     pub ca: PathBuf,
-    /// This host's certificate, then those between it and the authority, if any.
+    /// This host's certificate, then intermediate ones.
     pub certificate: PathBuf,
     /// Its private key: PKCS #8, PKCS #1 or SEC 1.
     pub key: PathBuf,
-    /// Revocation lists, one or more. Certificates of authorities that have no list here are not checked.
+    /// Revocation lists, one or more. Certificates of an authority without a list are not checked for revocation.
     pub crl: Option<PathBuf>,
 }
 
-/// Inode, length and time of the last change of a file.
+/// Inode, length and modification time of a file.
 type Stamp = (u64, u64, i64, i64);
 
 impl IdentityFiles {
@@ -63,7 +66,7 @@ impl IdentityFiles {
         [&self.ca, &self.certificate, &self.key].into_iter().chain(&self.crl).map(PathBuf::as_path)
     }
 
-    /// What tells whether any file was replaced or written to.
+    /// Changes when any file is replaced or written to.
     fn stamp(&self) -> Vec<Option<Stamp>> {
         let stamp = |path: &Path| {
             fs::metadata(path).ok().map(|meta| (meta.ino(), meta.len(), meta.mtime(), meta.mtime_nsec()))
@@ -75,26 +78,26 @@ impl IdentityFiles {
 /// Why there is no identity.
 #[derive(Debug, thiserror::Error)]
 pub enum IdentityError {
-    /// A file is not there, or not allowed.
+    /// A file is missing, or this process may not read it.
     #[error("cannot read '{0}': {1}; see [identity] in the configuration and 'vnet keys --help'")]
     Read(PathBuf, #[source] io::Error),
-    /// A file of something else.
+    /// A PEM file without such an object.
     #[error("'{0}' holds no {1} in PEM; give the right file in [identity]")]
     Empty(PathBuf, &'static str),
-    /// A file that cannot be understood.
+    /// A file that cannot be parsed.
     #[error("'{0}': {1}; give the right file in [identity]")]
     Bad(PathBuf, String),
-    /// A private key that is none.
+    /// A private key that everybody can read.
     #[error(
         "everybody can read the private key '{0}'; run 'chmod 600' on it, or have a new one issued if others could"
     )]
     Exposed(PathBuf),
-    /// The host's own certificate would be refused by others.
+    /// Other hosts would refuse this host's certificate.
     #[error("this host's certificate '{0}' cannot be used: {1}")]
     Unusable(PathBuf, String),
 }
 
-/// For what a host may speak, as its certificate says.
+/// What a host may send, as its certificate limits it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Claims {
     /// Networks, sorted; `None` for all.
@@ -103,12 +106,12 @@ pub struct Claims {
     pub macs: Option<Vec<Mac>>,
 }
 
-/// What a certificate says.
+/// Contents of a certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CertificateInfo {
-    /// DNS names of hosts it is for, as TLS takes them: no wildcards.
+    /// DNS names of its hosts that TLS accepts: no wildcards.
     pub names: Vec<String>,
-    /// For what its host may speak.
+    /// What its host may send.
     pub claims: Claims,
     /// First and last second of its validity, Unix time.
     pub valid: (i64, i64),
@@ -119,14 +122,14 @@ pub struct CertificateInfo {
 }
 
 impl CertificateInfo {
-    /// Reads a certificate. The error says what is wrong with it.
+    /// Parses a certificate. The error is one line.
     pub fn read(der: &[u8]) -> Result<CertificateInfo, String> {
         let (rest, certificate) =
             X509Certificate::from_der(der).map_err(|error| format!("not a certificate: {error}"))?;
         if !rest.is_empty() {
             return Err("bytes follow the certificate".into());
         }
-        // TLS has a parser of its own: where the two disagree the certificate is for nobody.
+        // TLS has its own parser: a certificate on which the two disagree names no host.
         let leaf = CertificateDer::from(der);
         let parsed = ParsedCertificate::try_from(&leaf)
             .map_err(|error| format!("not a certificate for TLS: {error}"))?;
@@ -168,7 +171,7 @@ impl CertificateInfo {
 impl Claims {
     fn add(&mut self, uri: &str) -> Result<(), String> {
         let Some(claim) = uri.strip_prefix("vnet:") else { return Ok(()) };
-        let bad = || format!("'{uri}' limits the certificate to something that is not known here");
+        let bad = || format!("'{uri}' is a limit that this version does not know");
         let count = match claim.split_once('=') {
             Some(("network", id)) => {
                 let id = id.parse().ok().and_then(NetworkId::new).ok_or_else(bad)?;
@@ -186,7 +189,7 @@ impl Claims {
         if count > CLAIMS_MAX { Err(format!("more than {CLAIMS_MAX} limits of a kind")) } else { Ok(()) }
     }
 
-    /// True when the host may speak for `network`.
+    /// True when the host may send frames of `network`.
     #[inline]
     pub fn allows_network(&self, network: NetworkId) -> bool {
         self.networks.as_ref().is_none_or(|networks| networks.binary_search(&network).is_ok())
@@ -209,13 +212,13 @@ pub struct Revoked {
 }
 
 impl Revoked {
-    /// The serial number as [`CertificateInfo::serial`] has it.
+    /// The serial number in the form of [`CertificateInfo::serial`].
     pub fn serial_hex(&self) -> String {
         hex(&self.serial)
     }
 }
 
-/// What the first revocation list of a PEM file names. Its signature is not looked at.
+/// The entries of the first revocation list in a PEM file. Its signature is not verified.
 pub fn revoked(path: &Path) -> Result<Vec<Revoked>, IdentityError> {
     let lists: Vec<CertificateRevocationListDer<'static>> = all(path, "revocation list")?;
     let (_, list) = CertificateRevocationList::from_der(&lists[0])
@@ -241,7 +244,7 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// Reads the files and checks that others can accept this host by them as `name`, now.
+    /// Reads the files and checks that other hosts would accept this one as `name` now.
     pub fn load(files: &IdentityFiles, name: &str) -> Result<Identity, IdentityError> {
         let bad =
             |path: &Path, error: &dyn std::fmt::Display| IdentityError::Bad(path.into(), error.to_string());
@@ -274,7 +277,7 @@ impl Identity {
         let identity = Identity { name: name.into(), chain, key, signing, info, servers, clients, path };
         let unusable = |why| IdentityError::Unusable(files.certificate.clone(), why);
         identity.verify(&identity.chain, name).map_err(unusable)?;
-        // Also finds out whether the key belongs to the certificate.
+        // This also checks that the key belongs to the certificate.
         identity.client(&[]).map_err(|error| bad(&files.key, &error))?;
         Ok(identity)
     }
@@ -284,7 +287,7 @@ impl Identity {
         &self.name
     }
 
-    /// This host's certificate, then those between it and the authority, if any.
+    /// This host's certificate, then intermediate ones.
     pub fn chain(&self) -> &[CertificateDer<'static>] {
         &self.chain
     }
@@ -294,17 +297,17 @@ impl Identity {
         &*self.signing
     }
 
-    /// What this host's certificate says.
+    /// Contents of this host's certificate.
     pub fn info(&self) -> &CertificateInfo {
         &self.info
     }
 
-    /// Where this host's certificate is.
+    /// The file of this host's certificate.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// For the side that connects: TLS 1.3 with our certificate, speaking one of `alpn` (RFC 7301).
+    /// TLS configuration of the side that connects, for one of the protocols `alpn` (RFC 7301).
     pub fn client(&self, alpn: &[&[u8]]) -> Result<ClientConfig, rustls::Error> {
         let mut config = ClientConfig::builder_with_provider(Arc::new(crypto()))
             .with_protocol_versions(&[&version::TLS13])?
@@ -316,8 +319,8 @@ impl Identity {
         Ok(config)
     }
 
-    /// For the side that is connected to; asks for a certificate, which has to be one of the same authorities. Its name is
-    /// the caller's to check, by [`Identity::verify`], when the handshake is done.
+    /// TLS configuration of the side that accepts. It requires a certificate of a trusted authority; the caller checks its name
+    /// after the handshake, by [`Identity::verify`].
     pub fn server(&self, alpn: &[&[u8]]) -> Result<ServerConfig, rustls::Error> {
         let mut config = ServerConfig::builder_with_provider(Arc::new(crypto()))
             .with_protocol_versions(&[&version::TLS13])?
@@ -329,12 +332,12 @@ impl Identity {
         Ok(config)
     }
 
-    /// Checks that `chain` makes its owner `name`, as both client and server, at this moment. The error says why not.
+    /// Checks that `chain` is good for the host `name` now, as client and as server. The error is one line.
     pub fn verify(&self, chain: &[CertificateDer<'_>], name: &str) -> Result<CertificateInfo, String> {
         self.verify_at(chain, name, UnixTime::now())
     }
 
-    /// The same at another moment.
+    /// The same at the time `now`.
     pub fn verify_at(
         &self,
         chain: &[CertificateDer<'_>],
@@ -349,30 +352,30 @@ impl Identity {
     }
 }
 
-/// The host's name in the form that certificates are checked for.
+/// A host name in the form that TLS verifies.
 pub fn server_name(name: &str) -> Result<ServerName<'static>, String> {
     ServerName::try_from(name.to_string()).map_err(|_| {
         format!("'{name}' cannot be a name in a certificate (letters, digits, '-', '_' and '.')")
     })
 }
 
-/// True when `chain` is for `name`, whoever signed it.
+/// True when `chain` names the host `name`. Signatures are not verified.
 pub fn is_for(chain: &[CertificateDer<'_>], name: &str) -> bool {
     let parsed = chain.first().and_then(|leaf| ParsedCertificate::try_from(leaf).ok());
     parsed.is_some_and(|parsed| names_host(&parsed, name))
 }
 
-/// True when TLS finds `name` in the certificate.
+/// True when TLS would accept the certificate for `name`.
 fn names_host(certificate: &ParsedCertificate<'_>, name: &str) -> bool {
     server_name(name).is_ok_and(|name| verify_server_name(certificate, &name).is_ok())
 }
 
-/// The latest good identity, read again when its files change.
+/// The latest good identity.
 pub struct IdentityStore {
     files: IdentityFiles,
     name: String,
     current: ArcSwap<Identity>,
-    /// The files' state when they were read last, good or not.
+    /// Stamp of the files when they were last read, good or not.
     read: Mutex<Vec<Option<Stamp>>>,
 }
 
@@ -390,16 +393,16 @@ impl IdentityStore {
         Ok(IdentityStore { files, name: name.into(), current, read })
     }
 
-    /// What handshakes that begin now use.
+    /// The present identity.
     pub fn current(&self) -> Arc<Identity> {
         self.current.load_full()
     }
 
-    /// Reads the files again if any has changed since they were read last. True when there is a new identity; on an error,
-    /// told once for each change, the one before stays.
+    /// Reads the files again if any has changed since. True when there is a new identity. On an error, returned once for each change,
+    /// the old one stays.
     pub fn refresh(&self) -> Result<bool, IdentityError> {
         let stamp = self.files.stamp();
-        let mut read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut read = self.read.lock();
         if *read == stamp {
             return Ok(false);
         }
@@ -409,7 +412,7 @@ impl IdentityStore {
     }
 }
 
-/// One line about a failed handshake, for people of either side.
+/// One line about a failed handshake, for the logs of both sides.
 pub fn explain(error: &rustls::Error) -> String {
     use rustls::Error as E;
     let alert = |what: &str| format!("the other host refused our certificate: {what}");
@@ -423,7 +426,7 @@ pub fn explain(error: &rustls::Error) -> String {
             }
             CertificateError::Revoked => "the certificate has been revoked".into(),
             CertificateError::UnknownIssuer | CertificateError::BadSignature => {
-                "the certificate is of an authority that is not believed here; compare the 'ca' files".into()
+                "the certificate is of an authority that is not trusted here; compare the 'ca' files".into()
             }
             CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
                 "the certificate is for another name; compare [host] name and the link's peer".into()
@@ -439,7 +442,7 @@ pub fn explain(error: &rustls::Error) -> String {
             AlertDescription::CertificateExpired => alert("expired, or a clock is wrong"),
             AlertDescription::CertificateRevoked => alert("revoked"),
             AlertDescription::UnknownCA => {
-                alert("of an authority that it does not believe; compare the 'ca' files")
+                alert("of an authority that it does not trust; compare the 'ca' files")
             }
             AlertDescription::BadCertificate | AlertDescription::CertificateUnknown => {
                 alert("for another name or purpose, or broken; compare [host] name and the link's peer there")
@@ -448,13 +451,13 @@ pub fn explain(error: &rustls::Error) -> String {
             other => format!("the other host broke off: {other:?}"),
         },
         E::InvalidMessage(_) | E::InappropriateMessage { .. } | E::InappropriateHandshakeMessage { .. } => {
-            "what answers there does not speak TLS as vnet does".into()
+            "what answers there does not speak TLS 1.3".into()
         }
         other => other.to_string(),
     }
 }
 
-/// The cryptography in use; see the module's comment.
+/// Cipher suite and key exchange of all TLS connections.
 fn crypto() -> CryptoProvider {
     CryptoProvider {
         cipher_suites: vec![provider::cipher_suite::TLS13_AES_256_GCM_SHA384],
@@ -476,7 +479,7 @@ fn read(path: &Path) -> Result<Vec<u8>, IdentityError> {
     fs::read(path).map_err(failed)
 }
 
-/// All objects of a kind in a PEM file; at least one.
+/// All objects of a kind in a PEM file, at least one.
 fn all<T: PemObject>(path: &Path, what: &'static str) -> Result<Vec<T>, IdentityError> {
     let bytes = read(path)?;
     let found: Result<Vec<T>, _> = T::pem_slice_iter(&bytes).collect();
@@ -510,5 +513,4 @@ pub fn unix_now() -> i64 {
 }
 
 #[cfg(test)]
-#[path = "identity_tests.rs"]
 mod tests;

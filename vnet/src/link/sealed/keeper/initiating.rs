@@ -1,0 +1,168 @@
+//! Handshakes that this host starts, directly or at a relay.
+
+use std::io;
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
+use rustls::pki_types::CertificateDer;
+
+use super::{HANDSHAKES_MAX, KeeperState, spawn};
+use crate::link::sealed::handshake::{self, initiates};
+use crate::link::sealed::identity::tls::HandshakeError;
+use crate::link::sealed::identity::{Identity, is_for};
+use crate::link::sealed::session::{CurrentSession, Role, Seal};
+use crate::link::{Link, normalised};
+
+/// Back-off between attempts, doubled each time.
+const RETRY_MIN: Duration = Duration::from_millis(250);
+const RETRY_MAX: Duration = Duration::from_secs(2);
+/// Pause after a handshake: new keys need a keepalive to prove that they work.
+const SETTLE: Duration = Duration::from_secs(1);
+/// Longest wait for a TCP connection.
+const CONNECT_MAX: Duration = Duration::from_secs(3);
+/// How long the host whose name comes second waits for the other one to connect.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+impl KeeperState {
+    /// Whether this host starts the next handshake. `working`: the present session, if the peer is heard by it.
+    pub(super) fn must_initiate(
+        &self,
+        link: &Link,
+        seal: &Seal,
+        identity: &Identity,
+        working: Option<&CurrentSession>,
+    ) -> bool {
+        if link.via().is_some() {
+            return true;
+        }
+        let mut all = self.progress.lock();
+        let progress = all.entry(link.id).or_default();
+        let lost = match working {
+            Some(current) => {
+                progress.lost = None;
+                return current.role == Role::Initiator && link.remote().is_some();
+            }
+            None => progress.lost.get_or_insert_with(Instant::now).elapsed(),
+        };
+        link.remote().is_some() && (initiates(identity.name(), &seal.peer) || lost >= PATIENCE)
+    }
+
+    /// Starts a handshake for a link, unless one is under way or the back-off lasts.
+    pub(super) fn initiate(self: &Arc<Self>, link: &Arc<Link>) {
+        {
+            let mut progress = self.progress.lock();
+            let progress = progress.entry(link.id).or_default();
+            let early = progress.not_before.is_some_and(|time| Instant::now() < time);
+            if progress.under_way || early {
+                return;
+            }
+            let initiated = self.initiated(link);
+            if initiated.fetch_add(1, Relaxed) >= HANDSHAKES_MAX {
+                initiated.fetch_sub(1, Relaxed);
+                return;
+            }
+            progress.under_way = true;
+        }
+        let (state, on_thread) = (self.clone(), link.clone());
+        let run = move || {
+            let done = state.shake_hands(&on_thread);
+            state.finished(&on_thread, done);
+        };
+        if let Err(error) = spawn("seal-connect", run) {
+            self.finished(link, Err(HandshakeError(format!("cannot start a thread: {error}"))));
+        }
+    }
+
+    fn shake_hands(&self, link: &Link) -> Result<(), HandshakeError> {
+        let identity = self.options.identity.current();
+        if link.via().is_some() {
+            return self.meet(link, &identity);
+        }
+        let remote = link.remote().unwrap_or(link.options().remote);
+        let stream = connect(self.options.listen, remote)?;
+        handshake::initiate(stream, &identity, link)
+    }
+
+    /// Meets the other host of a link at its relay, and agrees on keys there.
+    fn meet(&self, link: &Link, identity: &Identity) -> Result<(), HandshakeError> {
+        let (Some(via), Some(seal)) = (link.via(), link.seal()) else { return Ok(()) };
+        let relay = self.links.lock().iter().find(|other| other.name() == via.link).cloned();
+        let failed = |why: String| HandshakeError(format!("by way of {}: {why}", via.link));
+        let relay = relay.as_ref().and_then(|relay| Some((relay.seal()?, relay.remote()?)));
+        let (relay, remote) =
+            relay.ok_or_else(|| failed("no sealed link of this name leads anywhere".into()))?;
+        let stream = connect(self.options.listen, remote)?;
+        let met = via.meet(stream, identity, &relay.peer, &seal.peer);
+        let stream = met.map_err(|HandshakeError(why)| failed(why))?;
+        if initiates(identity.name(), &seal.peer) {
+            return handshake::initiate(stream, identity, link);
+        }
+        handshake::respond(stream, identity, |chain: &[CertificateDer<'_>]| {
+            let right = is_for(chain, &seal.peer).then_some(link);
+            right.ok_or_else(|| format!("the certificate is not for {}", seal.peer))
+        })
+        .map(drop)
+    }
+
+    /// Handshakes of this host under way. Those at a relay wait there for the other host, so they count apart.
+    fn initiated(&self, link: &Link) -> &AtomicUsize {
+        &self.initiated[usize::from(link.via().is_some())]
+    }
+
+    /// Notes how a handshake ended.
+    fn finished(&self, link: &Link, done: Result<(), HandshakeError>) {
+        self.initiated(link).fetch_sub(1, Relaxed);
+        let mut all = self.progress.lock();
+        // The link may have been removed meanwhile.
+        let Some(progress) = all.get_mut(&link.id) else { return };
+        progress.under_way = false;
+        match done {
+            Ok(()) => {
+                progress.failure = None;
+                progress.wait = RETRY_MIN;
+                progress.not_before = Some(Instant::now() + SETTLE);
+            }
+            Err(HandshakeError(why)) => {
+                if progress.failure.as_ref() != Some(&why) {
+                    tracing::warn!(
+                        "link {}: no keys from {}: {why}",
+                        link.name(),
+                        link.remote().map_or("anywhere".into(), |remote| remote.to_string())
+                    );
+                }
+                progress.failure = Some(why);
+                progress.wait = (progress.wait * 2).clamp(RETRY_MIN, RETRY_MAX);
+                progress.not_before = Some(Instant::now() + progress.wait);
+            }
+        }
+    }
+}
+
+/// A TCP connection to `remote`, from the address that the bridge listens on.
+fn connect(listen: SocketAddr, remote: SocketAddr) -> Result<TcpStream, HandshakeError> {
+    let tried = || -> io::Result<TcpStream> {
+        let local = normalised(listen).ip();
+        let family = if remote.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+        let fd = rustix::net::socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+        // On Linux this limits connecting, too.
+        sockopt::set_socket_timeout(&fd, sockopt::Timeout::Send, Some(CONNECT_MAX))?;
+        if !local.is_unspecified() && local.is_ipv4() == remote.is_ipv4() {
+            rustix::net::bind(&fd, &SocketAddr::new(local, 0))?;
+        }
+        rustix::net::connect(&fd, &remote)?;
+        Ok(TcpStream::from(fd))
+    };
+    tried().map_err(|error| {
+        let text = match error.kind() {
+            io::ErrorKind::WouldBlock => format!("nothing answered within {} s", CONNECT_MAX.as_secs()),
+            io::ErrorKind::ConnectionRefused => {
+                "connection refused; is vnetd with a sealed link running there?".into()
+            }
+            _ => error.to_string(),
+        };
+        HandshakeError(format!("cannot connect to {remote} (TCP): {text}"))
+    })
+}

@@ -1,0 +1,196 @@
+//! The keeper's look at every sealed link, ten times a second.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use super::{KeeperState, TICK, seals};
+use crate::link::sealed::identity::Identity;
+use crate::link::sealed::roaming::follow;
+use crate::link::sealed::session::{CurrentSession, Seal};
+use crate::link::{Link, LinkState};
+
+/// Keepalives are sent every so many ticks.
+const KEEPALIVE_TICKS: u32 = 2;
+/// After so much silence, in ms, a peer is down: noticed within a second of its death.
+const SILENCE_MS: u64 = 800;
+/// After so much silence, in ms, a peer that roamed is sought at its configured address.
+const FORGET_MS: u64 = 10_000;
+/// How often the identity's files are checked for changes.
+const REFRESH: Duration = Duration::from_secs(1);
+/// How often certificates of present sessions are checked against clock and revocations, even when no file has changed.
+const VERIFY: Duration = Duration::from_secs(30);
+/// New keys that bring no keepalive for so long do not work.
+const SETTLE: Duration = Duration::from_secs(1);
+/// Keys that cannot be replaced end at twice the age of a rekey, but not before this age.
+const AGE_MAX_LEAST: Duration = Duration::from_secs(60);
+
+impl KeeperState {
+    /// The keeper thread's loop.
+    pub(super) fn keep(self: &Arc<Self>) {
+        let (mut refreshed, mut verified, mut ticks) = (Instant::now(), Instant::now(), 0u32);
+        while !self.is_stopping() {
+            let identity = self.options.identity.current();
+            if self.refresh.swap(false, Relaxed) || refreshed.elapsed() >= REFRESH {
+                refreshed = Instant::now();
+                if self.read_identity() {
+                    verified = Instant::now();
+                }
+            }
+            let links = self.links.lock().clone();
+            if verified.elapsed() >= VERIFY {
+                verified = Instant::now();
+                links.iter().for_each(|link| self.verify(link, &identity));
+                self.verify_guests(&identity);
+            }
+            follow(&links);
+            for link in &links {
+                if let Some(seal) = link.seal() {
+                    self.look_after(link, seal, &identity, ticks.is_multiple_of(KEEPALIVE_TICKS));
+                }
+            }
+            ticks = ticks.wrapping_add(1);
+            std::thread::park_timeout(TICK);
+        }
+    }
+
+    /// Reads the identity's files if they have changed. True when there is a new identity: then all sessions have been checked
+    /// against it, and links that stay rekey.
+    fn read_identity(&self) -> bool {
+        match self.options.identity.refresh() {
+            Ok(false) => false,
+            Ok(true) => {
+                let identity = self.options.identity.current();
+                let serial = &identity.info().serial;
+                tracing::info!("identity read again: certificate {serial}; sealed links get new keys");
+                let links = self.links.lock().clone();
+                for link in &links {
+                    self.verify(link, &identity);
+                    if let Some(seal) = link.seal() {
+                        seal.request_rekey();
+                    }
+                }
+                self.verify_guests(&identity);
+                self.progress.lock().values_mut().for_each(|progress| progress.not_before = None);
+                true
+            }
+            Err(error) => {
+                tracing::error!("{error}; the identity stays as it was");
+                false
+            }
+        }
+    }
+
+    /// Forgets a link's sessions whose certificate is not good any more.
+    fn verify(&self, link: &Link, identity: &Identity) {
+        let Some(seal) = link.seal() else { return };
+        let mut why = None;
+        let lost = seal.retain(|session| {
+            let verified = identity.verify(&session.chain, &seal.peer);
+            why = why.take().or(verified.as_ref().err().cloned());
+            verified.is_ok()
+        });
+        if lost && let Some(why) = why {
+            tracing::warn!("link {}: the certificate of {} is refused now: {why}", link.name(), seal.peer);
+            self.progress.lock().entry(link.id).or_default().failure = Some(why);
+        }
+    }
+
+    /// Forgets guests without a link here any more, or without a good certificate.
+    fn verify_guests(&self, identity: &Identity) {
+        let links = self.links.lock().clone();
+        let is_known = |name: &str| seals(&links).any(|seal| seal.peer.eq_ignore_ascii_case(name));
+        if let Some(relay) = &self.options.relay {
+            relay.retain(&|name, chain| is_known(name) && identity.verify(chain, name).is_ok());
+        }
+    }
+
+    /// One look at one link.
+    fn look_after(self: &Arc<Self>, link: &Arc<Link>, seal: &Seal, identity: &Identity, keepalive: bool) {
+        let rekey = self.options.rekey;
+        seal.expire(Instant::now(), (2 * rekey).max(AGE_MAX_LEAST));
+        let current = seal.current(link.next_number());
+        let silent_ms = link.heard_ms().map(|heard| self.now_ms().saturating_sub(heard));
+        let silent = silent_ms.is_none_or(|silent| silent >= SILENCE_MS);
+        let rekey_due = current.as_ref().is_none_or(|current| {
+            let useless = silent && current.age >= SETTLE;
+            current.age >= rekey || current.is_worn || seal.is_rekey_requested() || useless
+        });
+        if silent_ms.is_some_and(|silent| silent >= FORGET_MS) && link.via().is_none() && link.place.forget()
+        {
+            link.forget_path();
+            seal.sources().iter().for_each(|sources| sources.refresh());
+        }
+        let initiates = self.must_initiate(link, seal, identity, current.as_ref().filter(|_| !silent));
+        self.set_state(link, seal, self.judge(link, seal, current.as_ref(), silent_ms, initiates));
+        if keepalive {
+            self.options.courier.register(link);
+        }
+        if keepalive && current.is_some() {
+            // The peer initiates and has to be asked; at a relay both have to come.
+            let asks_rekey = rekey_due && (!initiates || link.via().is_some());
+            self.options.courier.keepalive(link, asks_rekey);
+        }
+        if rekey_due && initiates {
+            self.initiate(link);
+        }
+    }
+
+    /// The state of a link whose peer has been silent for `silent_ms`; `None`: it was never heard.
+    fn judge(
+        &self,
+        link: &Link,
+        seal: &Seal,
+        current: Option<&CurrentSession>,
+        silent_ms: Option<u64>,
+        initiates: bool,
+    ) -> LinkState {
+        let failure = self.progress.lock().get(&link.id).and_then(|progress| progress.failure.clone());
+        let peer = &seal.peer;
+        if let Some(error) = link.route_failure() {
+            return LinkState::Down(error);
+        }
+        match (current, silent_ms) {
+            (None, _) => LinkState::Down(match failure {
+                Some(why) => why,
+                None if initiates => format!("agreeing on keys with {peer}"),
+                None => format!("waiting for {peer} to connect to port {} (TCP)", self.options.listen.port()),
+            }),
+            (Some(_), None) => LinkState::Down(format!("nothing came from {peer} yet")),
+            (Some(_), Some(ms)) if ms >= SILENCE_MS => {
+                LinkState::Down(format!("nothing came from {peer} for {}.{} s", ms / 1000, ms / 100 % 10))
+            }
+            (Some(_), Some(_)) => match failure {
+                Some(why) => LinkState::Degraded(format!("no new keys: {why}")),
+                None => LinkState::Up,
+            },
+        }
+    }
+
+    /// Sets a link's state, and logs a change.
+    fn set_state(&self, link: &Link, seal: &Seal, state: LinkState) {
+        let before = seal.state();
+        if !seal.set_state(state.clone()) {
+            return;
+        }
+        match (&before, &state) {
+            // The same reason, but a longer silence.
+            (LinkState::Down(a), LinkState::Down(b))
+                if a.split(" for ").next() == b.split(" for ").next() => {}
+            (_, LinkState::Up) => match seal.current(link.next_number()) {
+                Some(current) => tracing::info!(
+                    "link {}: up, sealed with {} (certificate {}, epoch {})",
+                    link.name(),
+                    seal.peer,
+                    current.serial,
+                    current.epoch
+                ),
+                None => tracing::info!("link {}: up", link.name()),
+            },
+            (_, LinkState::Degraded(why)) => tracing::warn!("link {}: degraded: {why}", link.name()),
+            (_, LinkState::Down(why) | LinkState::Unreachable(why)) => {
+                tracing::warn!("link {}: down: {why}", link.name());
+            }
+        }
+    }
+}
