@@ -5,6 +5,7 @@
 //! - no source has more than 600 lines, and no function more than 70 without a reason in `LONG_FUNCTIONS`;
 //! - no function on a frame's way takes more than five parameters;
 //! - comments name files that exist, in words of the field;
+//! - plumbing is in one place;
 //! - the data plane can be embedded without configuration files, HTTP and the store.
 
 mod functions;
@@ -59,6 +60,14 @@ const ROOTS: [(&str, &str); 5] = [
 /// What a machine monitor that embeds the data plane must not have to build.
 const NOT_IN_THE_DATA_PLANE: [&str; 7] =
     ["toml", "serde_json", "utoipa", "clap", "tokio", "hyper", "etcd-client"];
+
+/// Plumbing that has one place: text of the code, and the only files that may contain it.
+const ONCE: [(&str, &[&str]); 3] = [
+    ("libc::msghdr", &["vnet/src/link/socket/message.rs"]),
+    ("libc::cmsghdr", &["vnet/src/link/socket/message.rs"]),
+    // Locks are parking_lot's, which know no poison.
+    ("PoisonError", &[]),
+];
 
 /// Faults that are being removed, one a line. A line that is no longer needed fails the test, so that the list only shrinks.
 const NOT_YET: &str = include_str!("not_yet.txt");
@@ -247,6 +256,20 @@ fn comments_use_plain_words_and_name_files_that_exist() {
 }
 
 #[test]
+fn plumbing_has_one_place() {
+    let mut repeated = vec![];
+    for file in sources(&["rs"]).iter().filter(|file| !file.starts_with("vnet/tests/rooms")) {
+        let content = read(file);
+        for (plumbing, places) in ONCE {
+            if content.contains(plumbing) && !places.iter().any(|place| file == Path::new(place)) {
+                repeated.push(format!("{} has {plumbing}", file.display()));
+            }
+        }
+    }
+    assert_none("plumbing", repeated);
+}
+
+#[test]
 fn the_data_plane_is_embeddable() {
     let manifest = read(Path::new("vnet/Cargo.toml"));
     let dependencies = manifest.split("[dependencies]").nth(1).unwrap().split("\n[").next().unwrap();
@@ -359,8 +382,7 @@ fn the_reader_measures_functions() {
 
 #[test]
 fn the_reader_understands_comments() {
-    let text =
-        "// As the design\n/// page has it: see `link/a.rs`, b.py.\nlet x = \"c.rs\"; x.c\n# d.md/e.h ...c";
+    let text = "// As the design\n/// page has it: see `link/a.rs`, b.py.\nlet x = \"c.rs\"; x.c\n# d.md/e.h ...c\n#[path = \"f.rs\"]";
     assert_eq!(text::banned(text), ["design page"]);
     assert_eq!(text::named_files(text), ["b.py", "link/a.rs"].map(String::from).into());
     let files = [PathBuf::from("vnet/src/link/a.rs")];

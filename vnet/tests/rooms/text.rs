@@ -50,7 +50,8 @@ pub fn banned(text: &str) -> Vec<&'static str> {
 pub fn named_files(text: &str) -> BTreeSet<String> {
     let comments = text.lines().filter_map(|line| {
         let line = line.trim_start();
-        ["//", "#", "*", "/*"].iter().any(|mark| line.starts_with(mark)).then_some(line)
+        let is_comment = ["//", "# ", "* ", "/*"].iter().any(|mark| line.starts_with(mark));
+        is_comment.then_some(line)
     });
     let mut found = BTreeSet::new();
     for comment in comments {

@@ -12,11 +12,12 @@
 mod common;
 mod guest;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::{link_to, mac};
 use guest::Guest;
+use parking_lot::Mutex;
 use vnet::dispatch::core::CoreOptions;
 use vnet::dispatch::mode::{Drive, Gauge, Mode, ModeSettings};
 use vnet::dispatch::yielding::Strategy;
@@ -189,7 +190,7 @@ fn optimistic(strategy: Strategy, mode: Mode, densities: (u64, u64)) -> Settings
 fn no_single_frame_stalls(settings: Settings, seed: u64) {
     // One test at a time: rates have to cross the modes' bounds, which they do not on busy processors.
     static ALONE: Mutex<()> = Mutex::new(());
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let _alone = ALONE.lock();
     let frames: u64 =
         std::env::var("VNET_STALL_FRAMES").map_or(FRAMES, |count| count.parse().expect("a number"));
     let rounds = frames / 2 / TESTS;
