@@ -88,7 +88,11 @@ impl Connection {
         sockopt::set_tcp_user_timeout(&socket, SILENCE.as_millis() as u32)?;
         let now = Instant::now();
         let serial = CONNECTIONS.fetch_add(1, Relaxed);
-        let secured = secured.map(Box::new);
+        let mut secured = secured.map(Box::new);
+        if let Some(secured) = &mut secured {
+            // More than the outbox hands over at a time.
+            secured.tls.set_buffer_limit(Some(OUTBOX_MAX));
+        }
         Ok(Connection { socket, secured, serial, outbox: Vec::new(), taken: 0, heard: now, sent: now })
     }
 

@@ -11,7 +11,6 @@ use std::sync::Arc;
 use rustls::pki_types::CertificateDer;
 use rustls::{ClientConnection, Connection, ServerConnection};
 
-use super::connection::OUTBOX_MAX;
 use crate::link::sealed::identity::tls::BYTES_MAX;
 use crate::link::sealed::identity::{Claims, Identity, explain, server_name};
 
@@ -112,11 +111,9 @@ impl Handshake {
     }
 
     /// The connection, if the certificates are those of `peer`. For a handshake that is complete.
-    pub(super) fn secured_with(mut self, identity: &Identity, peer: &str) -> Result<Secured, String> {
+    pub(super) fn secured_with(self, identity: &Identity, peer: &str) -> Result<Secured, String> {
         let chain = self.chain()?;
         let info = identity.verify(&chain, peer)?;
-        // More than the outbox hands over at a time.
-        self.tls.set_buffer_limit(Some(OUTBOX_MAX));
         Ok(Secured { tls: self.tls, chain, claims: Arc::new(info.claims) })
     }
 }
