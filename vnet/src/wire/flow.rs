@@ -14,7 +14,7 @@ pub fn hash(head: &[u8]) -> u32 {
     let mut state = mix(0x9e37_79b9_7f4a_7c15, head.get(..8));
     state = mix(state, head.get(8..12));
     let Some((offset, ip)) = ip::in_frame(head) else { return finish(state) };
-    for part in ip.addresses.chunks(8) {
+    for part in ip.addresses.chunks_exact(8) {
         state = mix(state, Some(part));
     }
     state = mix(state, Some(&[ip.protocol]));
