@@ -8,6 +8,7 @@ use vnet_control::language::Dialect;
 
 use crate::client::encode;
 use crate::keys::KeysCommand;
+use crate::top::model::Top;
 
 /// Asks and changes a running vnetd.
 #[derive(Parser)]
@@ -221,19 +222,6 @@ impl Capture {
 const TOP_HELP: &str = "\
 Keys: s sorts by the next column, r the other way round, space holds the figures, + and - change the interval, arrows and
 page keys move, h or ? shows help, q leaves. Where standard output is no terminal, one table is printed.";
-
-#[derive(Group)]
-pub struct Top {
-    /// Seconds between two looks
-    #[arg(short, long, value_name = "SECONDS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=3600))]
-    pub interval: u32,
-    /// Print one table of the rates over one interval, and end
-    #[arg(long)]
-    pub once: bool,
-    /// Column to sort by
-    #[arg(long, value_enum, default_value_t = crate::top::model::Sort::Bits)]
-    pub sort: crate::top::model::Sort,
-}
 
 #[derive(Group)]
 pub struct Trace {

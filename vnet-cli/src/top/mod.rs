@@ -10,12 +10,12 @@ mod view;
 use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
 
+use model::Top;
 use ratatui::DefaultTerminal;
 use ratatui::crossterm::event::{self, Event, KeyEventKind};
 use screen::{Screen, stats};
 use serde_json::json;
 
-use crate::args::Top;
 use crate::client::Client;
 use crate::output::{Failure, print};
 

@@ -3,9 +3,23 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use clap::ValueEnum;
+use clap::{Args, ValueEnum};
 use serde::Serialize;
 use vnet_control::api::{Counters, Stats};
+
+/// The command's arguments.
+#[derive(Args)]
+pub struct Top {
+    /// Seconds between two looks
+    #[arg(short, long, value_name = "SECONDS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=3600))]
+    pub interval: u32,
+    /// Print one table of the rates over one interval, and end
+    #[arg(long)]
+    pub once: bool,
+    /// Column to sort by
+    #[arg(long, value_enum, default_value_t = Sort::Bits)]
+    pub sort: Sort,
+}
 
 /// The column to sort by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

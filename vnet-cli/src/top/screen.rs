@@ -5,8 +5,7 @@ use std::time::{Duration, Instant};
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use vnet_control::api::{Stats, Status};
 
-use super::model::{self, Sort};
-use crate::args::Top;
+use super::model::{self, Sort, Top};
 use crate::client::Client;
 use crate::output::{Failure, read};
 
