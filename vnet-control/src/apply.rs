@@ -107,7 +107,6 @@ impl Engine {
         self.publish();
         let links: Vec<_> = self.links.values().map(|live| live.link.clone()).collect();
         self.keeper.iter().for_each(|keeper| keeper.set_links(&links));
-        self.prober.set_links(&links);
         for live in gone {
             live.interface.stop();
             self.retire(&live.stats);

@@ -24,7 +24,6 @@ use vnet::dispatch::observe::Observers;
 use vnet::dispatch::setup::{InterfacePort, LinkPort, Parts};
 use vnet::frame::PortId;
 use vnet::link::inquiry::Inbox;
-use vnet::link::path::prober::Prober;
 use vnet::link::rendezvous::relay::Relay;
 use vnet::link::sealed::identity::IdentityStore;
 use vnet::link::sealed::keeper::{GuestService, Keeper, KeeperError, KeeperOptions};
@@ -93,7 +92,6 @@ pub struct Engine {
     pub(super) inbox: Arc<Inbox>,
     /// Keeper of sealed links, if this host has an identity.
     pub(super) keeper: Option<Keeper>,
-    pub(super) prober: Prober,
     pub(super) next_route: u32,
     pub(super) indices: Indices,
     pub(super) witness: Witness,
@@ -120,7 +118,6 @@ impl Engine {
             isolation,
         })?;
         let keeper = keeper(desired, &core)?;
-        let prober = Prober::start(core.started(), core.courier().clone()).map_err(CoreError::from)?;
         let (networks, interfaces, links, routes) = (vec![], vec![], vec![], vec![]);
         let nothing = Desired { networks, interfaces, links, routes, ..desired.clone() };
         Ok(Engine {
@@ -137,7 +134,6 @@ impl Engine {
             captures: Captures::default(),
             inbox: Arc::new(Inbox::new().map_err(CoreError::from)?),
             keeper,
-            prober,
             next_route: 1,
             indices: Indices::default(),
             witness: Witness::default(),

@@ -97,7 +97,7 @@ fn keeping(
     identity: Arc<IdentityStore>,
     started: Instant,
     rekey: Duration,
-    courier: vnet::link::socket::control_datagrams::Courier,
+    courier: vnet::link::Courier,
 ) -> KeeperOptions {
     let courier = Box::new(courier);
     KeeperOptions { listen, identity, started, rekey, courier, relay: None }

@@ -20,8 +20,8 @@ use super::observe::Observers;
 use super::setup::{Parts, Setup};
 use super::yielding::{Strategy, Yielder};
 use crate::frame::BATCH_MAX;
-use crate::link::socket::control_datagrams::Courier;
-use crate::link::{Bridge, BridgeError, ReassemblyBudget, ZeroCopy, stream};
+use crate::link::path::prober::Prober;
+use crate::link::{Bridge, BridgeError, Courier, PathWatch, ReassemblyBudget, ZeroCopy, stream};
 use crate::poll::Poller;
 use crate::route::{Learned, Table};
 use crate::stats::PortStats;
@@ -161,6 +161,7 @@ pub struct Core {
     bridge_stats: Arc<PortStats>,
     streams: stream::Streams,
     courier: Courier,
+    prober: Prober,
 }
 
 impl Core {
@@ -177,6 +178,7 @@ impl Core {
         }
         bridges.iter_mut().for_each(|bridge| bridge.tx.set_zero_copy(options.zero_copy));
         let (bridge_address, courier) = (bridges[0].local_addr(), bridges[0].courier());
+        let paths = PathWatch::of(&bridges);
         let shared = Arc::new(Shared {
             setup: ArcSwap::from_pointee(Setup::new(Parts::default())),
             generation: AtomicU64::new(0),
@@ -190,7 +192,8 @@ impl Core {
         });
         let streams = stream::Streams::start(options.stream_listen, bridge_stats.clone())?;
         let threads = Vec::with_capacity(count);
-        let mut core = Core { shared, threads, bridge_address, bridge_stats, streams, courier };
+        let prober = Prober::start(shared.started, paths)?;
+        let mut core = Core { shared, threads, bridge_address, bridge_stats, streams, courier, prober };
         for (id, bridge) in bridges.into_iter().enumerate() {
             core.spawn(id, bridge, options)?;
         }
@@ -222,6 +225,8 @@ impl Core {
     /// forgotten before their slots can be used again.
     pub fn publish(&self, parts: Parts) {
         let setup = Setup::new(parts);
+        // Before frames leave on new links: their routes are known then.
+        self.prober.set_links(setup.peers.links());
         self.streams.set_links(setup.peers.links());
         self.adopt(setup);
     }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use super::counters::DispatcherStats;
 use super::observe;
 use super::setup::{InterfacePort, Port, Setup};
-use crate::frame::{BATCH_MAX, Batch, Frame, Origin, PortId};
+use crate::frame::{BATCH_MAX, Batch, DropSink, Frame, Origin, PortId, Selection};
 use crate::interface::Interface;
 use crate::interface::interrupts::CHECK_AFTER;
 use crate::link::Sender;
@@ -36,6 +36,7 @@ pub(super) struct Forwarder {
     pub(super) dispatcher: usize,
     router: Router,
     sender: Sender,
+    drops: DropSink,
     pub(super) setup: Arc<Setup>,
     /// Milliseconds since the core started; set once a turn.
     pub(super) now_ms: u64,
@@ -63,6 +64,7 @@ impl Forwarder {
             dispatcher,
             router,
             sender,
+            drops: DropSink::new(),
             setup: setup.clone(),
             now_ms: 0,
             work: Work::default(),
@@ -116,7 +118,7 @@ impl Forwarder {
     }
 
     pub(super) fn tick(&mut self, now_ms: u64) {
-        self.sender.tick(&self.setup.peers, now_ms);
+        self.sender.tick(now_ms);
     }
 
     /// Takes every frame of the batch to completion: delivered, or counted under the reason why not.
@@ -230,7 +232,10 @@ impl Forwarder {
             },
             Some(Port::Link(port)) => match &port.stream {
                 Some(stream) => stream.deliver(0, batch, list),
-                None => self.sender.send(&port.link, batch, list),
+                None => {
+                    let frames = Selection { batch, which: list };
+                    self.sender.send(&port.link, frames, &mut self.drops);
+                }
             },
             None => {
                 for &index in list {

@@ -1,11 +1,10 @@
 use std::net::UdpSocket;
-use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
 use super::*;
-use crate::frame::PortId;
+use crate::frame::{DropSink, PortId, Selection};
 use crate::link::{Bridge, LinkOptions, ReassemblyBudget, Tunnel};
 use crate::wire::offload::{F_NEEDS_CSUM, GSO_TCPV4};
 
@@ -43,7 +42,7 @@ impl Pair {
         let direct = Direct::bind("127.0.0.1:0".parse().unwrap()).unwrap();
         direct.aim(sender.local_addr()).unwrap();
         let (out, link) = (link(direct.local_addr()), link(sender.local_addr()));
-        out.path_mtu.store(path_mtu, Relaxed);
+        out.path.set_route_mtu(path_mtu);
         let peers = Peers::build(std::slice::from_ref(&link));
         Pair { sender, out, receiver, direct, link, peers }
     }
@@ -57,7 +56,7 @@ impl Pair {
             builder.finish(PortId(1), NetworkId::DEFAULT, *offload, 0).unwrap();
         }
         let which: Vec<u16> = (0..frames.len() as u16).collect();
-        self.sender.tx.send(&self.out, &batch, &which);
+        self.sender.tx.send(&self.out, Selection { batch: &batch, which: &which }, &mut DropSink::new());
     }
 
     /// What comes until `count` frames have, each with whether it came in place. The room is cut at multiples of `cut`.

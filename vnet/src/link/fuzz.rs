@@ -14,7 +14,7 @@ use crate::link::sealed::handshake::{self, HandshakeMessage};
 use crate::link::sealed::identity::tls::Patient;
 use crate::link::sealed::identity::{CertificateInfo, Identity, is_for};
 use crate::link::sealed::pki::Pki;
-use crate::link::socket::udp::Name;
+use crate::link::socket::name::Name;
 use crate::wire::native::HEADER_LEN;
 use crate::wire::offload::WIRE_LEN;
 

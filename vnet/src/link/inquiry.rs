@@ -17,7 +17,6 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::Link;
 use crate::frame::PortId;
 
 /// First bytes of a question's or answer's payload.
@@ -119,6 +118,11 @@ impl Inquiries {
         true
     }
 
+    /// Puts what arrives into `inbox` from now on. The first call counts.
+    pub(super) fn answer_by(&self, inbox: Arc<Inbox>) {
+        let _ = self.inbox.set(inbox);
+    }
+
     fn admits(&self, answer: bool, now_ms: u64) -> bool {
         let now = now_ms * NS_PER_MS;
         let bucket = &self.empty_at_ns[usize::from(answer)];
@@ -127,18 +131,6 @@ impl Inquiries {
             (empty_at - now <= NS_PER_S).then_some(empty_at)
         };
         bucket.fetch_update(Relaxed, Relaxed, next).is_ok()
-    }
-}
-
-impl Link {
-    /// Puts questions and answers that arrive by this link into `inbox`. The first call counts.
-    pub fn answer_by(&self, inbox: Arc<Inbox>) {
-        let _ = self.inquiries.inbox.set(inbox);
-    }
-
-    /// Longest text that a question or an answer on this link may have in bytes.
-    pub fn inquiry_text(&self) -> usize {
-        self.fragment_payload().saturating_sub(MAGIC.len()).min(TEXT_MAX)
     }
 }
 
@@ -153,7 +145,7 @@ mod tests {
         assert!(is_inquiry(&payload) && !is_inquiry(b"vnet-as") && !is_inquiry(&[0; 64]));
         assert!(!inquiries.put(PortId(1), false, &payload, 0), "no inbox");
         let inbox = Arc::new(Inbox::new().unwrap());
-        inquiries.inbox.set(inbox.clone()).ok().unwrap();
+        inquiries.answer_by(inbox.clone());
         assert!(inquiries.put(PortId(1), false, &payload, 1000));
         assert!(inquiries.put(PortId(1), true, &[0; TEXT_MAX + 9], 1000));
         let want = Inquiry { link: PortId(1), answer: false, text: b"text".to_vec() };

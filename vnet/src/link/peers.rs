@@ -4,8 +4,10 @@ use std::collections::{HashMap, HashSet};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
-use super::sealed::roaming::SourceTable;
-use super::{Encapsulation, Link, normalised, remotes};
+use super::link::Link;
+use super::sealed::source_table::SourceTable;
+use super::socket::name::normalised;
+use super::vxlan::vteps::Vteps;
 
 /// Which link a datagram came by. Control builds a new one when links change; but for where peers have moved to, it is immutable.
 #[derive(Debug, Default)]
@@ -26,19 +28,12 @@ impl Peers {
         let mut peers = Peers { links: links.to_vec(), sources: SourceTable::new(links), ..Peers::default() };
         for (index, link) in links.iter().enumerate() {
             peers.ids.insert(link.id);
-            peers.any_sealed |= link.seal.is_some();
-            match (&link.vteps, link.options.encapsulation) {
-                (Some(vteps), _) => {
-                    for (number, address) in (0..).zip(vteps.addresses()) {
-                        peers.by_vtep.entry(*address).or_insert((index, number));
-                    }
-                }
-                (None, Encapsulation::Stream) => {}
-                (None, _) => {
-                    for remote in remotes(&link.options) {
-                        peers.by_address.entry(remote).or_insert(index);
-                    }
-                }
+            peers.any_sealed |= link.seal().is_some();
+            for (number, address) in (0..).zip(link.vteps().map_or(&[][..], Vteps::addresses)) {
+                peers.by_vtep.entry(*address).or_insert((index, number));
+            }
+            for source in link.sources() {
+                peers.by_address.entry(source).or_insert(index);
             }
         }
         peers

@@ -74,7 +74,7 @@ fn both_directions_and_an_ipv4_peer_of_an_ipv6_socket() {
     assert!(matches!(b.link.state(), LinkState::Unreachable(_)), "an IPv4 socket reaches no IPv6 address");
     // A route for other address families does not change that.
     b.peers = Peers::build(std::slice::from_ref(&b.link));
-    b.bridge.tx.tick(&b.peers, 10_000);
+    b.ask_routes(10_000);
     assert!(matches!(b.link.state(), LinkState::Unreachable(_)));
     // Nor does a socket with an IPv6 address of its own reach IPv4.
     let mut c = Host::new(bridge("[::1]:0"), options(b_addr, Encapsulation::Native, None));

@@ -4,9 +4,9 @@ use std::net::UdpSocket;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vnet::frame::{BATCH_MAX, Batch, Frame, NetworkId, PortId, Segment};
+use vnet::frame::{BATCH_MAX, Batch, DropSink, Frame, NetworkId, PortId, Segment, Selection};
 use vnet::link::fake::Random;
-use vnet::link::{Bridge, Encapsulation, Link, LinkOptions, Peers, ReassemblyBudget};
+use vnet::link::{Bridge, Encapsulation, Link, LinkOptions, PathWatch, Peers, ReassemblyBudget};
 use vnet::stats::{DiscardReason, PortStats};
 use vnet::wire::offload::{F_NEEDS_CSUM, GSO_TCPV4, Offload};
 
@@ -47,6 +47,8 @@ impl std::fmt::Debug for Got {
 
 pub struct Host {
     pub bridge: Bridge,
+    /// Asks the kernel for routes, as the prober does in a core.
+    pub paths: PathWatch,
     pub link: Arc<Link>,
     pub peers: Peers,
     pub unknown: Arc<PortStats>,
@@ -64,7 +66,8 @@ impl Host {
     pub fn new((bridge, unknown): (Bridge, Arc<PortStats>), options: LinkOptions) -> Host {
         let link = Link::new(options, PortId(7), Arc::default());
         let peers = Peers::build(std::slice::from_ref(&link));
-        Host { bridge, link, peers, unknown, batch: Batch::new(), now_ms: 1 }
+        let paths = PathWatch::of(std::slice::from_ref(&bridge));
+        Host { bridge, paths, link, peers, unknown, batch: Batch::new(), now_ms: 1 }
     }
 
     /// Two hosts on the loopback address `ip`, linked.
@@ -76,6 +79,8 @@ impl Host {
 
     /// Sends frames in batches as a dispatcher would; each frame is split into segments of odd lengths.
     pub fn send(&mut self, frames: &[Got]) {
+        // As a core does before it publishes a link.
+        self.paths.meet_all(std::slice::from_ref(&self.link));
         for chunk in frames.chunks(BATCH_MAX) {
             let mut batch = Batch::new();
             for (n, frame) in chunk.iter().enumerate() {
@@ -89,8 +94,14 @@ impl Host {
                 builder.finish(PortId(1), frame.network, frame.offload, frame.hops).unwrap();
             }
             let which: Vec<u16> = (0..batch.len() as u16).collect();
-            self.bridge.tx.send(&self.link, &batch, &which);
+            let frames = Selection { batch: &batch, which: &which };
+            self.bridge.tx.send(&self.link, frames, &mut DropSink::new());
         }
+    }
+
+    /// Asks the kernel for the routes that are due, as the prober does.
+    pub fn ask_routes(&mut self, now_ms: u64) {
+        self.paths.look_at_all(self.peers.links(), now_ms);
     }
 
     /// Receives one burst from each socket; returns the frames and the number of datagrams.

@@ -168,7 +168,7 @@ fn a_smaller_path_mtu_is_detected_and_obeyed() {
         assert_eq!(b.receive(20), arrived(&frames));
         assert_eq!(a.link.path_mtu(), 1500);
         network.set_mtu("lo", 9000);
-        a.bridge.tx.tick(&a.peers, 10_000);
+        a.ask_routes(10_000);
         assert_eq!(a.link.path_mtu(), 9000);
         assert_eq!((a.link.stats().drops_total(), b.link.stats().drops_total()), (0, 0));
         assert_eq!(a.link.stats().out_frames.get(), 40);
@@ -195,7 +195,7 @@ fn a_smaller_path_mtu_is_detected_and_obeyed() {
         assert_eq!((a.link.stats().out_frames.get(), a.link.stats().drops_total()), (60, 0));
         // The next tick asks for the new path MTU, even right after the last one.
         assert_eq!(a.link.path_mtu(), 9000);
-        a.bridge.tx.tick(&a.peers, 1);
+        a.ask_routes(1);
         assert_eq!(a.link.path_mtu(), 1500);
         network.set_mtu("lo", 9000);
     }
@@ -227,16 +227,16 @@ fn routes_are_looked_up_from_any_local_address() {
         let peers = Peers::build(&links);
         let mut host = Host::new(bridge(listen), links[0].options().clone());
         let up = |index: usize| links[index].state() == LinkState::Up;
-        host.bridge.tx.tick(&peers, 1000);
+        host.paths.look_at_all(peers.links(), 1000);
         assert_eq!([links[1].path_mtu(), links[2].path_mtu()], [1401, 1402]);
         assert_eq!([up(0), up(1), up(2), up(3)], [true, true, true, listen == "[::]:0"]);
         // The source address of the last lookup is removed.
         network.set_address("t2", libc::SIOCSIFADDR, Ipv4Addr::UNSPECIFIED);
-        host.bridge.tx.tick(&peers, 2000);
+        host.paths.look_at_all(peers.links(), 2000);
         assert_eq!([up(0), up(1), up(2), up(3)], [true, true, false, listen == "[::]:0"]);
         network.set_address("t2", libc::SIOCSIFADDR, Ipv4Addr::new(10, 2, 0, 1));
         network.set_address("t2", libc::SIOCSIFNETMASK, Ipv4Addr::new(255, 255, 255, 0));
-        host.bridge.tx.tick(&peers, 3000);
+        host.paths.look_at_all(peers.links(), 3000);
         assert!(up(1) && up(2));
     }
     // A bound socket looks up routes from its own address.
@@ -244,7 +244,7 @@ fn routes_are_looked_up_from_any_local_address() {
     let mut host = Host::new(bridge("10.1.0.1:0"), options(remote, Encapsulation::Native, None));
     network.set_address("t1", libc::SIOCSIFADDR, Ipv4Addr::UNSPECIFIED);
     for now_ms in [1000, 2000] {
-        host.bridge.tx.tick(&host.peers, now_ms);
+        host.ask_routes(now_ms);
         assert!(matches!(host.link.state(), LinkState::Unreachable(_)));
     }
 }
@@ -311,14 +311,14 @@ fn buffers_are_sized_for_the_fastest_device() {
     let native = |remote: &str| options(remote.parse().unwrap(), Encapsulation::Native, None);
     let mut host = Host::new(bridge("[::]:0"), native("10.9.1.2:9000"));
     assert_eq!(receive_buffer(&host), 12_500_000, "10 ms of 10 Gbit/s while the speed is unknown");
-    host.bridge.tx.tick(&host.peers, 20);
+    host.ask_routes(20);
     assert_eq!(receive_buffer(&host), 4 << 20, "the lower bound");
     let fast = Link::new(native("10.9.2.2:9000"), PortId(7), Arc::default());
     host.peers = Peers::build(&[host.link.clone(), fast]);
-    host.bridge.tx.tick(&host.peers, 40);
+    host.ask_routes(40);
     assert_eq!(receive_buffer(&host), 31_250_000);
     for now_ms in (1100..3000).step_by(20) {
-        host.bridge.tx.tick(&host.peers, now_ms);
+        host.ask_routes(now_ms);
     }
     assert_eq!(receive_buffer(&host), 31_250_000, "the slower device does not shrink it again");
 }

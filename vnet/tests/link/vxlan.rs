@@ -160,7 +160,7 @@ fn partial_checksums_of_inner_frames_are_recognised() {
     let peer = vtep("127.0.0.1:0");
     let (mut host, listen) = host(&[peer.local_addr().unwrap()]);
     // Nothing was sent yet: the path's MTU is asked for by the clock.
-    host.bridge.tx.tick(&host.peers, 20);
+    host.ask_routes(20);
     for (sent, gso_size) in [(tcp(100, 1, 0), 0), (tcp(30_000, 1, 1400), (ROOM - 54) as u16)] {
         peer.send_to(&[&vxlan::header(1)[..], &sent.bytes].concat(), listen).unwrap();
         let got = host.receive(1).remove(0);

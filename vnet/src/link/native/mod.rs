@@ -3,8 +3,12 @@
 //! [`send`] bundles or fragments, [`receive`] splits and hands on, [`reassembly`] puts fragments together, [`duplicates`] tells
 //! datagrams that arrive twice, and [`zero_copy`] lets the kernel send from the guest's own pages.
 
+pub(in crate::link) mod control_datagrams;
 pub(in crate::link) mod duplicates;
+pub(in crate::link) mod encode;
+pub(in crate::link) mod kind;
 pub mod reassembly;
 pub(in crate::link) mod receive;
 pub(in crate::link) mod send;
+mod trial;
 pub(in crate::link) mod zero_copy;

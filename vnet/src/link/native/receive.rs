@@ -17,12 +17,14 @@ use crate::frame::{Batch, NetworkId, Segment};
 use crate::link::direct::Landing;
 use crate::link::inquiry::is_inquiry;
 use crate::link::native::reassembly::{Reassembly, Whole};
-use crate::link::path::prober;
+use crate::link::path::probing as prober;
+use crate::link::path::route::RouteProbe;
 use crate::link::sealed::aead::TAG_LEN;
 use crate::link::sealed::identity::Claims;
 use crate::link::sealed::session::Seal;
-use crate::link::socket::udp::{Name, RouteProbe, Socket};
-use crate::link::vxlan::Groups;
+use crate::link::socket::name::Name;
+use crate::link::socket::udp::Socket;
+use crate::link::vxlan::groups::Groups;
 use crate::link::{Encapsulation, HOPS_UNKNOWN, Link, Peers, ReassemblyBudget};
 use crate::stats::{DiscardReason, DropReason, PortStats};
 use crate::wire::ethernet::Mac;
@@ -113,7 +115,9 @@ impl Receiver {
     /// Follows a change of the links.
     pub fn adopt(&mut self, peers: &Peers) {
         if let Some((groups, routes)) = &mut self.groups {
-            groups.follow(&self.sockets[0], peers.links(), routes);
+            let links = peers.links().iter();
+            let wanted = links.filter_map(|link| Some((link.vteps()?.group()?, link.options().remote)));
+            groups.follow(&self.sockets[0], wanted, routes);
         }
     }
 
@@ -293,7 +297,7 @@ impl Intake<'_> {
         let end = message.start + message.len;
         loop {
             let datagram = &self.burst[at..end.min(at + message.segment)];
-            match link.options.encapsulation {
+            match link.options().encapsulation {
                 Encapsulation::Native => self.native(link, at, datagram, &message.source),
                 Encapsulation::Vxlan => self.vxlan(link, vtep, datagram),
                 // A stream has no datagrams, and no entry among the peers.
@@ -370,12 +374,10 @@ impl Intake<'_> {
             },
             Kind::Probe | Kind::ProbeReply
                 if is_inquiry(payload)
-                    && link.inquiries.put(
-                        link.port,
-                        header.kind == Kind::ProbeReply,
-                        payload,
-                        self.now_ms,
-                    ) => {}
+                    && link.native().is_some_and(|native| {
+                        let is_answer = header.kind == Kind::ProbeReply;
+                        native.inquiries.put(link.port, is_answer, payload, self.now_ms)
+                    }) => {}
             Kind::Probe => self.reply(link, &header, payload, source),
             Kind::Keepalive => {
                 if let Some(seal) = link.seal() {
@@ -384,7 +386,7 @@ impl Intake<'_> {
                 }
             }
             // Beyond what the prober makes of it, that it came is all there is to it.
-            Kind::ProbeReply => _ = link.answered(payload),
+            Kind::ProbeReply => _ = link.path.answered(payload),
         }
     }
 
@@ -398,7 +400,7 @@ impl Intake<'_> {
         let Some(network) = NetworkId::new(vni).filter(|network| link.carries(*network)) else {
             return link.stats.refuse(DropReason::WrongNetwork, frame.len() as u64);
         };
-        if let (Some(vteps), Some((_, src))) = (&link.vteps, ethernet::addresses(frame)) {
+        if let (Some(vteps), Some((_, src))) = (link.vteps(), ethernet::addresses(frame)) {
             vteps.heard(src, vtep);
         }
         let offload = partial::inferred(frame, link.udp_payload() - vxlan::HEADER_LEN);
@@ -442,8 +444,9 @@ impl Intake<'_> {
         if self.unsettled.last() != Some(&link.id) {
             self.unsettled.push(link.id);
         }
+        let Some(native) = link.native() else { return };
         let reassembly = self.reassemblies.entry(link.id).or_insert_with(|| {
-            Reassembly::new(link.stats.clone(), link.budget.clone(), self.budget.clone(), self.now_ms)
+            Reassembly::new(link.stats.clone(), native.budget.clone(), self.budget.clone(), self.now_ms)
         });
         if let Some(whole) = reassembly.accept(header, place, self.now_ms) {
             self.whole(link, whole);
@@ -685,7 +688,7 @@ impl Burst {
                     None => Err(DiscardReason::WrongEpoch),
                 },
                 // The host between answers where the link's datagrams come from.
-                Err(_) if link.via.as_ref().is_some_and(|via| via.answered(datagram)) => {
+                Err(_) if link.via().is_some_and(|via| via.answered(datagram)) => {
                     opened.push(false);
                     continue;
                 }

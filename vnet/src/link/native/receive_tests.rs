@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{Message, Name};
-use crate::frame::{Batch, FRAME_MAX, NetworkId, PortId, Segment};
+use crate::frame::{Batch, DropSink, FRAME_MAX, NetworkId, PortId, Segment, Selection};
 use crate::link::sealed::aead::{MATERIAL_LEN, TAG_LEN};
 use crate::link::sealed::identity::{CertificateInfo, Claims};
 use crate::link::sealed::session::{Role, Session};
@@ -54,6 +54,7 @@ impl Host {
         };
         let security = Security { peer: Some("peer".into()), macs, via: None };
         let link = Link::with_security(options, security, PortId(7), Arc::default());
+        link.path.set_route_mtu(65_536);
         Host { bridge, peers: Peers::build(std::slice::from_ref(&link)), link, batch: Batch::new() }
     }
 
@@ -74,7 +75,7 @@ impl Host {
             builder.finish(PortId(1), NetworkId::DEFAULT, *offload, 0).unwrap();
         }
         let which: Vec<u16> = (0..batch.len() as u16).collect();
-        self.bridge.tx.send(&self.link, &batch, &which);
+        self.bridge.tx.send(&self.link, Selection { batch: &batch, which: &which }, &mut DropSink::new());
     }
 
     /// Receives until nothing has come for a while.
@@ -212,7 +213,7 @@ fn attackers_get_nowhere() {
         let now: u64 = host.discards().iter().map(|(_, n)| n).sum();
         assert_eq!(now - total, EACH as u64, "{reason:?}: each is counted once");
         assert_eq!(host.link.heard_ms(), None, "{reason:?}: nobody was heard");
-        assert_eq!(host.link.budget.used(), 0, "{reason:?}");
+        assert_eq!(host.link.native().unwrap().budget.used(), 0, "{reason:?}");
     };
     let numbered = |bytes: &[u8], n: usize| {
         let mut bytes = bytes.to_vec();
@@ -246,7 +247,7 @@ fn attackers_get_nowhere() {
     recorded.iter().for_each(|datagram| assert_eq!(peer.send(datagram).unwrap(), datagram.len()));
     assert_eq!(host.receive(), [frame(9000), frame(60)]);
     assert!(host.link.heard_ms().is_some());
-    host.link.heard_ms.0.store(0, std::sync::atomic::Ordering::Relaxed);
+    host.link.forget_heard();
     attack(&mut host, DiscardReason::Replayed, &mut |n| recorded[n % 8].clone());
 }
 
@@ -319,7 +320,7 @@ fn a_million_of_each_attack() {
         assert_eq!(open(whole, TOGETHER, &mut |_, _| {}), 0);
     }
     assert_eq!(link.stats().discards(DiscardReason::Replayed) - replayed, EACH as u64);
-    assert_eq!(link.budget.used(), 0);
+    assert_eq!(link.native().unwrap().budget.used(), 0);
 }
 
 impl Host {

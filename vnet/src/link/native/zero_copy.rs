@@ -25,15 +25,16 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use crate::frame::{Batch, Frame, HEAD_MAX, Hold, Segment};
-use crate::link::Link;
-use crate::link::native::send::{Cursor, header};
-use crate::link::socket::error_queue::{notification, send_message};
-use crate::link::socket::udp::{Name, Socket, set};
-use crate::stats::{DropReason, PortStats};
+use super::encode::{Cursor, Route, header};
+use super::trial::Trial;
+use crate::frame::{HEAD_MAX, Hold, Segment};
+use crate::link::sending::Sending;
+use crate::link::socket::error_queue::notification;
+use crate::link::socket::message::send_message;
+use crate::link::socket::udp::{Socket, set};
+use crate::stats::DropReason;
 use crate::wire::native::HEADER_LEN;
 use crate::wire::offload::WIRE_LEN;
 
@@ -56,8 +57,6 @@ const SLOTS: usize = 2048;
 const FRAME_MIN: usize = 8 << 10;
 /// With [`ZeroCopy::Auto`]: what a message has to carry.
 const AUTO_MIN: usize = 16 << 10;
-/// Messages that are copied after the kernel said that it copies them anyway, before another one is tried.
-const RETRY_AFTER: u32 = 4096;
 /// How long a sender that ends waits for the kernel to be done with its slots.
 const END_WITHIN: Duration = Duration::from_millis(100);
 
@@ -76,38 +75,9 @@ pub enum ZeroCopy {
     On,
 }
 
-/// What is known of a link: whether its device spares the copy. Shared with the messages under way.
-#[derive(Debug)]
-pub(in crate::link) struct Verdict {
-    /// Messages to copy before the next try.
-    copy: AtomicU32,
-    stats: Arc<PortStats>,
-}
-
-impl Verdict {
-    pub(in crate::link) fn new(stats: Arc<PortStats>) -> Arc<Verdict> {
-        Arc::new(Verdict { copy: AtomicU32::new(0), stats })
-    }
-
-    /// True when it is worth a try. Called once a frame.
-    fn allows(&self) -> bool {
-        let copy = self.copy.load(Relaxed);
-        if copy > 0 {
-            // Two dispatchers may count one frame together: it is a rough number.
-            self.copy.store(copy - 1, Relaxed);
-        }
-        copy == 0
-    }
-
-    fn copied(&self, messages: u64) {
-        self.stats.zero_copy.copied.add(messages);
-        self.copy.store(RETRY_AFTER, Relaxed);
-    }
-}
-
 /// What became of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::link) enum Outcome {
+pub(super) enum Outcome {
     /// It is counted, as out or dropped.
     Done,
     /// It has to be sent the other way.
@@ -119,11 +89,12 @@ struct Message {
     /// Lets the frame's memory go. Only dropped for that.
     _hold: Hold,
     slot: u16,
-    verdict: Arc<Verdict>,
+    trial: Arc<Trial>,
 }
 
-/// The messages under way of one socket, by the numbers that the kernel gives them.
+/// One socket's messages under way, by the numbers that the kernel gives them.
 struct Flight {
+    socket: Arc<Socket>,
     /// The number of the first one.
     first: u32,
     /// `None`: done already, or nothing of ours.
@@ -184,7 +155,7 @@ impl Pool {
 }
 
 /// Sends frames of guests' memory without copying them. One for all sockets of a sender.
-pub(in crate::link) struct CutThrough {
+pub(super) struct CutThrough {
     setting: ZeroCopy,
     /// Made with the first frame.
     pool: Option<Pool>,
@@ -221,68 +192,62 @@ struct Part {
 
 impl CutThrough {
     /// For sockets that send by copying until [`CutThrough::configure`].
-    pub(in crate::link) fn new(exits: usize) -> CutThrough {
-        let flight = || Flight { first: 0, messages: VecDeque::new(), able: false };
+    pub(super) fn new(sockets: &[Arc<Socket>]) -> CutThrough {
+        let flight = |socket: &Arc<Socket>| Flight {
+            socket: socket.clone(),
+            first: 0,
+            messages: VecDeque::new(),
+            able: false,
+        };
         CutThrough {
             setting: ZeroCopy::Off,
             pool: None,
-            flights: (0..exits).map(|_| flight()).collect(),
+            flights: sockets.iter().map(flight).collect(),
             reaped: false,
             draft: Draft::default(),
         }
     }
 
-    /// Prepares the sockets, which are those of the exits.
-    pub(in crate::link) fn configure<'a>(
-        &mut self,
-        setting: ZeroCopy,
-        sockets: impl Iterator<Item = &'a Arc<Socket>>,
-    ) {
+    /// Prepares the sockets.
+    pub(super) fn configure(&mut self, setting: ZeroCopy) {
         self.setting = setting;
         if setting == ZeroCopy::Off {
             return;
         }
-        for (flight, socket) in self.flights.iter_mut().zip(sockets) {
-            let set = set(&**socket, libc::SOL_SOCKET, libc::SO_ZEROCOPY, 1);
+        for flight in &mut self.flights {
+            let set = set(&*flight.socket, libc::SOL_SOCKET, libc::SO_ZEROCOPY, 1);
             flight.able = set.is_ok();
             if let Err(error) = set {
-                tracing::warn!(%error, "the kernel does not send UDP without copying; frames are copied");
+                tracing::warn!(%error, "the kernel cannot send UDP without copying; frames are copied");
             }
         }
     }
 
-    /// True when `frame` should be tried with datagrams of `size` bytes of payload.
+    /// True when frame `index` should be tried with datagrams of `size` bytes of payload.
     #[inline]
-    pub(in crate::link) fn wants(
-        &self,
-        exit: usize,
-        link: &Link,
-        batch: &Batch,
-        frame: &Frame,
-        size: usize,
-    ) -> bool {
+    pub(super) fn wants(&self, route: &Route<'_>, out: &Sending<'_>, index: u16, size: usize) -> bool {
+        let frame = out.frame(index);
         self.setting != ZeroCopy::Off
             && frame.len() >= FRAME_MIN
-            && batch.can_hold(frame)
-            && self.flights[exit].able
+            && out.batch.can_hold(frame)
+            && self.flights[route.exit].able
             && (self.setting == ZeroCopy::On
-                || (message_bytes(frame.len(), size) >= AUTO_MIN && link.zero_copy.allows()))
+                || (message_bytes(frame.len(), size) >= AUTO_MIN && route.trial.allows()))
     }
 
     /// Sends one frame in clear text in datagrams of at most `size` bytes of payload.
-    pub(in crate::link) fn send(
+    pub(super) fn send(
         &mut self,
-        (exit, socket, to): (usize, &Socket, &Name),
-        link: &Link,
-        batch: &Batch,
-        frame: &Frame,
+        route: &Route<'_>,
+        out: &mut Sending<'_>,
+        index: u16,
         size: usize,
     ) -> Outcome {
         let mut draft = std::mem::take(&mut self.draft);
-        let outcome = if self.put(&mut draft, link, batch, frame, size) {
-            self.send_draft(&mut draft, (exit, socket, to), link, batch, frame)
+        let outcome = if self.put(&mut draft, out, index, size) {
+            self.send_draft(&mut draft, route, out, index)
         } else {
-            link.stats.zero_copy.fallen_back.add(1);
+            out.link.stats.zero_copy.fallen_back.add(1);
             Outcome::Copy
         };
         let free = &mut self.pool.get_or_insert_with(Pool::new).free;
@@ -293,7 +258,8 @@ impl CutThrough {
     }
 
     /// Puts the frame together. False when there are no slots or a datagram has too many pieces.
-    fn put(&mut self, draft: &mut Draft, link: &Link, batch: &Batch, frame: &Frame, size: usize) -> bool {
+    fn put(&mut self, draft: &mut Draft, out: &Sending<'_>, index: u16, size: usize) -> bool {
+        let (link, batch, frame) = (out.link, out.batch, out.frame(index));
         let pool = self.pool.get_or_insert_with(Pool::new);
         // What is largest and still one message.
         let size = size.min((FRAGMENTS_MAX - 4) * PAGE);
@@ -348,11 +314,11 @@ impl CutThrough {
     fn send_draft(
         &mut self,
         draft: &mut Draft,
-        (exit, socket, to): (usize, &Socket, &Name),
-        link: &Link,
-        batch: &Batch,
-        frame: &Frame,
+        route: &Route<'_>,
+        out: &mut Sending<'_>,
+        index: u16,
     ) -> Outcome {
+        let (stats, batch, frame) = (&*out.link.stats, out.batch, out.frame(index));
         let mut sent = 0;
         while !draft.messages.is_empty() {
             let part = &draft.messages[0];
@@ -361,30 +327,33 @@ impl CutThrough {
             let segment = (part.datagrams > 1).then_some(part.segment as u16);
             // SAFETY: the slices lead into the part's slot, which is written to again when the message is done, and into the
             // frame's memory, which the batch keeps readable; the kernel holds the pages that it reads later.
-            let first = unsafe { send_message(socket, to, slices, segment, libc::MSG_ZEROCOPY) };
+            let first =
+                unsafe { send_message(route.socket, route.name, slices, segment, libc::MSG_ZEROCOPY) };
             let result = match first {
                 Ok(()) => {
                     let part = draft.messages.remove(0);
                     sent += part.datagrams as u64;
-                    link.stats.zero_copy.sent.add(1);
-                    let message = Message { _hold: hold, slot: part.slot, verdict: link.zero_copy.clone() };
-                    self.flights[exit].messages.push_back(Some(message));
+                    stats.zero_copy.sent.add(1);
+                    let message = Message { _hold: hold, slot: part.slot, trial: route.trial.clone() };
+                    self.flights[route.exit].messages.push_back(Some(message));
                     continue;
                 }
                 Err(error) => {
                     drop(hold);
                     // It may have taken a number all the same.
-                    self.reap_exit(exit, socket);
+                    self.reap_exit(route.exit);
                     match error.raw_os_error() {
                         // SAFETY: as above; nothing is read later.
-                        Some(libc::ENOBUFS) => unsafe { send_message(socket, to, slices, segment, 0) },
+                        Some(libc::ENOBUFS) => unsafe {
+                            send_message(route.socket, route.name, slices, segment, 0)
+                        },
                         _ => Err(error),
                     }
                 }
             };
             let reason = match result {
                 Ok(()) => {
-                    link.stats.zero_copy.fallen_back.add(1);
+                    stats.zero_copy.fallen_back.add(1);
                     sent += part.datagrams as u64;
                     self.free(draft.messages.remove(0).slot);
                     continue;
@@ -394,21 +363,21 @@ impl CutThrough {
                     // Too large for the path, or not to be cut by the device: the other way knows what to do.
                     Some(refused @ (libc::EMSGSIZE | libc::EINVAL | libc::EIO)) => {
                         if refused != libc::EMSGSIZE {
-                            link.zero_copy.copied(0);
+                            route.trial.copied(0);
                         }
-                        link.stats.out_datagrams.add(sent);
-                        link.stats.zero_copy.fallen_back.add(1);
+                        stats.out_datagrams.add(sent);
+                        stats.zero_copy.fallen_back.add(1);
                         return Outcome::Copy;
                     }
                     _ => DropReason::SendFailed,
                 },
             };
-            link.stats.out_datagrams.add(sent);
-            link.stats.drop_frames(reason, 1);
+            stats.out_datagrams.add(sent);
+            out.dropped(reason, index);
             return Outcome::Done;
         }
-        link.stats.out_datagrams.add(sent);
-        link.stats.delivered(1, frame.len() as u64);
+        stats.out_datagrams.add(sent);
+        stats.delivered(1, frame.len() as u64);
         Outcome::Done
     }
 
@@ -424,27 +393,27 @@ impl CutThrough {
         self.pool.as_ref().is_some_and(|pool| pool.free.len() < SLOTS)
     }
 
-    /// Hears what the kernel is done with. True when it was done with anything since this was asked last, also when that was
-    /// heard while something else was sent.
+    /// Reads what the kernel is done with. True when it was done with anything since the last call, also when that was read
+    /// while something else was sent.
     #[inline]
-    pub(in crate::link) fn reap<'a>(&mut self, sockets: impl Iterator<Item = &'a Arc<Socket>>) -> bool {
+    pub(super) fn reap(&mut self) -> bool {
         if self.is_flying() {
-            for (exit, socket) in sockets.enumerate() {
+            for exit in 0..self.flights.len() {
                 if !self.flights[exit].messages.is_empty() {
-                    self.reap_exit(exit, socket);
+                    self.reap_exit(exit);
                 }
             }
         }
         std::mem::take(&mut self.reaped)
     }
 
-    fn reap_exit(&mut self, exit: usize, socket: &Socket) {
-        while let Some((low, high, copied)) = notification(socket) {
+    fn reap_exit(&mut self, exit: usize) {
+        while let Some((low, high, copied)) = notification(&self.flights[exit].socket) {
             self.reaped = true;
             let (flight, pool) = (&mut self.flights[exit], &mut self.pool);
             flight.complete(low, high, |message| {
                 if copied {
-                    message.verdict.copied(1);
+                    message.trial.copied(1);
                 }
                 if let Some(pool) = pool {
                     pool.free.push(message.slot);
@@ -454,10 +423,10 @@ impl CutThrough {
     }
 
     /// Waits a little for what is under way; what is still read then stays where it is for ever.
-    pub(in crate::link) fn end<'a>(&mut self, sockets: impl Iterator<Item = &'a Arc<Socket>> + Clone) {
+    pub(super) fn end(&mut self) {
         let until = Instant::now() + END_WITHIN;
         while self.is_flying() && Instant::now() < until {
-            if !self.reap(sockets.clone()) {
+            if !self.reap() {
                 std::thread::sleep(Duration::from_millis(1));
             }
         }

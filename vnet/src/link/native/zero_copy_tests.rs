@@ -4,9 +4,10 @@ use std::net::UdpSocket;
 use proptest::prelude::*;
 
 use super::*;
-use crate::frame::{FRAME_MAX, Holds, NetworkId, PortId};
+use crate::frame::{Batch, DropSink, FRAME_MAX, Holds, NetworkId, PortId, Selection};
+use crate::link::native::trial::RETRY_AFTER;
 use crate::link::socket::error_queue::read_notification;
-use crate::link::{Bridge, Encapsulation, LinkOptions, ReassemblyBudget, Tunnel};
+use crate::link::{Bridge, Encapsulation, Link, LinkOptions, ReassemblyBudget, Tunnel};
 use crate::wire::native::Header;
 use crate::wire::offload::Offload;
 
@@ -33,7 +34,7 @@ fn pair(setting: ZeroCopy, path_mtu: u32) -> Pair {
         tunnel: Tunnel::None,
     };
     let link = Link::new(options, PortId(0), Arc::default());
-    link.path_mtu.store(path_mtu, Relaxed);
+    link.path.set_route_mtu(path_mtu);
     Pair { bridge, link, peer }
 }
 
@@ -47,7 +48,7 @@ impl Pair {
         unsafe { builder.push(Segment::new(frame.as_ptr(), frame.len())) };
         builder.finish(PortId(1), NetworkId::DEFAULT, Offload::default(), 0).unwrap();
         batch.set_slot(3);
-        self.bridge.tx.send(&self.link, &batch, &[0]);
+        self.bridge.tx.send(&self.link, Selection { batch: &batch, which: &[0] }, &mut DropSink::new());
         let (mut parts, mut buffer) = (BTreeMap::new(), vec![0; 65_536]);
         let mut bytes = 0;
         while bytes < frame.len() {
@@ -113,7 +114,7 @@ fn the_head_that_was_routed_is_sent() {
     batch.set_slot(0);
     // SAFETY: inside `frame`, to which nobody else holds a reference.
     unsafe { base.write_bytes(0xee, HEAD_MAX) };
-    pair.bridge.tx.send(&pair.link, &batch, &[0]);
+    pair.bridge.tx.send(&pair.link, Selection { batch: &batch, which: &[0] }, &mut DropSink::new());
     let mut buffer = vec![0; 65_536];
     let got = pair.peer.recv(&mut buffer).unwrap();
     assert_eq!(buffer[HEADER_LEN..HEADER_LEN + HEAD_MAX], bytes(10_000)[..HEAD_MAX]);
@@ -153,7 +154,7 @@ fn what_cannot_go_without_a_copy_is_copied() {
     }
     builder.finish(PortId(1), NetworkId::DEFAULT, Offload::default(), 0).unwrap();
     batch.set_slot(0);
-    pair.bridge.tx.send(&pair.link, &batch, &[0]);
+    pair.bridge.tx.send(&pair.link, Selection { batch: &batch, which: &[0] }, &mut DropSink::new());
     assert!(!holds.any());
     let stats = &pair.link.stats.zero_copy;
     assert_eq!((stats.sent.get(), stats.fallen_back.get(), pair.link.stats.out_frames.get()), (0, 1, 1));
@@ -198,8 +199,9 @@ proptest! {
         cuts in prop::collection::vec((any::<prop::sample::Index>(), 1usize..8), 1..60),
     ) {
         let holds = Holds::new(64);
-        let verdict = Verdict::new(Arc::default());
-        let mut flight = Flight { first, messages: VecDeque::new(), able: true };
+        let trial = Trial::new(Arc::default());
+        let socket = Arc::new(Socket::bind("127.0.0.1:0".parse().unwrap(), false).unwrap());
+        let mut flight = Flight { socket, first, messages: VecDeque::new(), able: true };
         let mut open = vec![];
         for (n, failed) in failed.iter().enumerate() {
             let number = first.wrapping_add(n as u32);
@@ -208,7 +210,7 @@ proptest! {
                 flight.complete(number, number, |_| panic!("not a message"));
             } else {
                 let hold = Hold::new(&holds, n as u16).unwrap();
-                flight.messages.push_back(Some(Message { _hold: hold, slot: n as u16, verdict: verdict.clone() }));
+                flight.messages.push_back(Some(Message { _hold: hold, slot: n as u16, trial: trial.clone() }));
                 open.push(n);
             }
         }

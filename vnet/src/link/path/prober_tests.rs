@@ -2,7 +2,8 @@ use std::net::{SocketAddr, UdpSocket};
 
 use super::*;
 use crate::frame::{Batch, PortId};
-use crate::link::{Bridge, LinkOptions, Peers, ReassemblyBudget, Tunnel};
+use crate::link::path::probing::{ANSWER_LEN, MAGIC, Probed, RATE_MS, Rates, SILENCE_MS};
+use crate::link::{Bridge, Encapsulation, Link, LinkOptions, Peers, ReassemblyBudget, Tunnel};
 
 fn link(remote: SocketAddr) -> Arc<Link> {
     let options = LinkOptions {
@@ -24,7 +25,7 @@ fn bridge() -> Bridge {
 
 /// A prober, and the bridge that takes the answers.
 struct Asking {
-    shared: Shared,
+    work: Work,
     bridge: Bridge,
     link: Arc<Link>,
     peers: Peers,
@@ -34,17 +35,18 @@ struct Asking {
 impl Asking {
     fn new(remote: SocketAddr) -> Asking {
         let bridge = bridge();
-        let courier = bridge.courier();
-        let shared = Shared {
-            courier,
+        let watch = PathWatch::of(std::slice::from_ref(&bridge));
+        let work = Work {
+            socket: watch.socket().clone(),
+            watch: Mutex::new(watch),
             started: Instant::now(),
             links: Mutex::default(),
             stopping: AtomicBool::new(false),
         };
         let link = link(remote);
-        link.path_mtu.store(1500, Relaxed);
+        link.path.set_route_mtu(1500);
         let peers = Peers::build(std::slice::from_ref(&link));
-        Asking { shared, bridge, link, peers, now_ms: 1 }
+        Asking { work, bridge, link, peers, now_ms: 1 }
     }
 
     /// Takes what came, and looks once, `passed_ms` after the last look by the dispatchers' clock.
@@ -52,7 +54,7 @@ impl Asking {
         let mut batch = Batch::new();
         while self.bridge.rx.receive(0, &self.peers, &mut batch, self.now_ms, &mut |_| ()).datagrams > 0 {}
         self.now_ms += passed_ms;
-        self.shared.look_after(&self.link, self.now_ms, small, true);
+        self.work.look_after(&*self.link, self.now_ms, small, true);
     }
 }
 
@@ -133,34 +135,15 @@ fn what_nobody_asked_is_no_answer() {
         peer.send_to(&buffer[..len], from).unwrap();
         asking.look(1, false);
     }
-    assert_eq!(lock(&asking.link.probing).history.1, 1);
-}
-
-#[test]
-fn loss_is_told_of_the_last_ten_seconds() {
-    let mut probing = Probing { answered_us: Some(1), ..Probing::default() };
-    let degraded = |probing: &mut Probing| {
-        probing.judge(Some(0));
-        matches!(probing.state, LinkState::Degraded(_))
-    };
-    for n in 0..49 {
-        probing.note(n % 5 != 0);
-    }
-    assert_eq!(probing.loss_permille(), Some(10 * 1000 / 49));
-    assert!(!degraded(&mut probing), "too few to judge");
-    probing.note(true);
-    assert!(degraded(&mut probing));
-    assert_eq!(probing.state, LinkState::Degraded("20.0 % of probes are lost".into()));
-    (0..50).for_each(|_| probing.note(true));
-    assert_eq!(probing.loss_permille(), Some(0));
-    assert!(!degraded(&mut probing));
+    assert_eq!(asking.link.path.probing.lock().history.1, 1);
 }
 
 #[test]
 fn rates_are_those_of_the_last_second() {
     let mut asking = Asking::new("127.0.0.1:9".parse().unwrap());
     asking.look(RATE_MS, false);
-    let stats = asking.link.stats().clone();
+    let link = asking.link.clone();
+    let stats = link.stats();
     stats.in_frames.add(3000);
     stats.in_bytes.add(300_000);
     stats.delivered(10, 1000);
@@ -173,13 +156,23 @@ fn rates_are_those_of_the_last_second() {
     assert_eq!(asking.link.probed().rates, Rates::default());
 }
 
+/// Thousands of links are not asked for at once, and each has its turn within a second.
 #[test]
-fn what_was_asked_before_the_peer_was_there_is_not_lost() {
-    let mut probing = Probing::default();
-    let ids: Vec<_> = (0..5u64).map(|n| probing.ask(None, n * 200_000).unwrap().0).collect();
-    assert!(probing.answer(ids[3], 601_000));
-    // The one asked after it was not answered, and those before it are not counted.
-    probing.expire(10_000_000);
-    assert_eq!(probing.history, (0b10, 2));
-    assert_eq!(probing.loss_permille(), Some(500));
+fn links_take_turns() {
+    let asking = Asking::new("127.0.0.1:9".parse().unwrap());
+    let links: Vec<Arc<dyn Monitored>> =
+        (0..4096u16).map(|n| link(SocketAddr::new([127, 0, 0, 1].into(), 10_000 + n)) as _).collect();
+    let unknown = || links.iter().filter(|link| link.path().is_unknown()).count();
+    let mut begin = 0;
+    for tick in 1..=4096 / ROUTES_PER_TICK_MAX {
+        asking.work.ask_routes(&links, &mut begin, tick as u64 * 50);
+        assert_eq!(unknown(), 4096 - tick * ROUTES_PER_TICK_MAX);
+    }
+    // What a sender wants to know is asked in the next round, however many others are due.
+    let path = links[4000].path();
+    let before = path.mtu();
+    path.set_route_mtu(1400);
+    path.ask();
+    asking.work.ask_routes(&links, &mut begin, 5000);
+    assert_eq!((before, path.mtu()), (1500, 1500));
 }

@@ -1,6 +1,6 @@
+use crate::link::ANYWHERE;
 use crate::link::rendezvous::client::{ID_LEN, KEY_LEN};
 use crate::link::sealed::roaming::RemoteAddress;
-use crate::link::{ANYWHERE, Encapsulation, LinkOptions, Tunnel};
 
 use super::*;
 
@@ -17,18 +17,9 @@ fn ticket() -> Ticket {
 
 /// The path choice of a link that has met its peer, and its remote address.
 fn met() -> (PathChoice, RemoteAddress) {
-    let options = LinkOptions {
-        name: "h2".into(),
-        remote: ANYWHERE,
-        ports: 1,
-        encapsulation: Encapsulation::Native,
-        networks: None,
-        mtu: None,
-        tunnel: Tunnel::None,
-    };
     let via = PathChoice::new("r".into());
     via.met(address(RELAY), ticket());
-    (via, RemoteAddress::new(&options, true))
+    (via, RemoteAddress::new(ANYWHERE, 1, true))
 }
 
 /// Settles the path as the keeper does.

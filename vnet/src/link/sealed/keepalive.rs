@@ -8,10 +8,11 @@
 //! 21-23  0
 //! ```
 
-use std::sync::LazyLock;
 use std::time::Instant;
 
 use parking_lot::Mutex;
+
+use crate::link::path::probing::clock_us;
 
 /// Bytes of a keepalive behind its header.
 pub(in crate::link) const KEEPALIVE_LEN: usize = 24;
@@ -85,10 +86,4 @@ impl Clock {
         let rtt = passed.checked_sub(u64::from(keepalive.held_us))?;
         u32::try_from(rtt).ok().map(|rtt| rtt.max(1))
     }
-}
-
-/// This host's clock for keepalives and probes, in microseconds; never 0, never set back.
-pub(in crate::link) fn clock_us() -> u64 {
-    static START: LazyLock<Instant> = LazyLock::new(Instant::now);
-    START.elapsed().as_micros() as u64 + 1
 }

@@ -24,3 +24,4 @@ pub(in crate::link) mod replay;
 pub(in crate::link) mod roaming;
 pub(in crate::link) mod session;
 pub mod signature;
+pub(in crate::link) mod source_table;

@@ -5,7 +5,7 @@ use super::*;
 use crate::frame::{Batch, PortId};
 use crate::link::sealed::identity::{CertificateInfo, Claims};
 use crate::link::sealed::session::{Role, Session};
-use crate::link::{Bridge, Peers, ReassemblyBudget, Security, Tunnel};
+use crate::link::{ANYWHERE, Bridge, Encapsulation, LinkOptions, Peers, ReassemblyBudget, Security, Tunnel};
 use crate::stats::DiscardReason;
 
 fn session(role: Role, epoch: u8) -> Session {
@@ -95,7 +95,7 @@ impl Waiting {
             }
         }
         let seal = self.link.seal().unwrap();
-        if self.link.place.follow().is_some() | seal.has_changed() {
+        if self.link.native().unwrap().place.follow().is_some() | seal.has_changed() {
             seal.sources().unwrap().refresh();
         }
         frames
@@ -117,13 +117,13 @@ fn a_peer_is_learned_and_followed() {
     let mut host = Waiting::new(ANYWHERE);
     let to = host.bridge.local_addr();
     let ((one, at_one), (other, at_other), (thief, _)) = (socket(), socket(), socket());
-    assert_eq!((host.link.remote(), host.link.place.ports()), (None, 0));
+    assert_eq!((host.link.remote(), host.link.native().unwrap().place.ports()), (None, 0));
     // Frames have no tag: to try every link's key would cost too much.
     one.send_to(&host.sealed(Kind::Frame), to).unwrap();
     assert_eq!((host.take(), host.discards(DiscardReason::UnknownSource)), (0, (1, 0)));
     one.send_to(&host.sealed(Kind::Keepalive), to).unwrap();
     host.take();
-    assert_eq!((host.link.remote(), host.link.place.ports()), (at_one, 1));
+    assert_eq!((host.link.remote(), host.link.native().unwrap().place.ports()), (at_one, 1));
     one.send_to(&host.sealed(Kind::Frame), to).unwrap();
     assert_eq!(host.take(), 1);
 
@@ -144,7 +144,7 @@ fn a_peer_is_learned_and_followed() {
     host.take();
     assert_eq!(host.link.remote(), at_other);
 
-    assert!(host.link.place.forget() && !host.link.place.forget());
+    assert!(host.link.native().unwrap().place.forget() && !host.link.native().unwrap().place.forget());
     assert_eq!(host.link.remote(), None);
 }
 
@@ -158,7 +158,7 @@ fn a_declared_peer_moves_and_comes_back() {
         host.take();
         assert_eq!(host.link.remote(), at);
     }
-    host.link.place.forget();
+    host.link.native().unwrap().place.forget();
     assert_eq!(host.link.remote(), at_home);
 }
 

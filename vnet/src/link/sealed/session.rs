@@ -24,8 +24,7 @@ use rustls::pki_types::CertificateDer;
 use super::aead::{MATERIAL_LEN, OpeningKey, SealingKey};
 use super::identity::{CertificateInfo, Claims};
 use super::keepalive::{Clock, Keepalive};
-use super::roaming::SourceTable;
-use crate::link::{Link, LinkState};
+use crate::link::state::LinkState;
 
 /// How long keys open datagrams after newer ones have replaced them.
 pub(in crate::link) const OVERLAP: Duration = Duration::from_secs(5);
@@ -177,13 +176,25 @@ pub(in crate::link) struct Seal {
     /// Keys have changed since [`Seal::has_changed`] was asked.
     changed: AtomicBool,
     /// Finds the link of a datagram from an unknown source.
-    sources: Mutex<Weak<SourceTable>>,
+    sources: Mutex<Option<Weak<dyn Sources>>>,
     /// A handshake is under way. One at a time: two might give one epoch to different keys.
     handshaking: AtomicBool,
     state: Mutex<LinkState>,
 }
 
+/// The table of sources by which a link's datagrams are found. It has to read links again after a rekey.
+pub(in crate::link) trait Sources: std::fmt::Debug + Send + Sync {
+    /// Reads all links again.
+    fn refresh(&self);
+}
+
 impl Seal {
+    /// For people; `number` is the one of the link's next datagram.
+    pub(in crate::link) fn view(&self, number: u64) -> SealView {
+        let keys_s = self.current(number).map(|current| current.age.as_secs());
+        SealView { peer: self.peer.clone(), keys_s, rtt_us: self.rtt_us() }
+    }
+
     pub(in crate::link) fn new(peer: String) -> Seal {
         let state = LinkState::Down(format!("no keys agreed with {peer} yet"));
         Seal {
@@ -305,13 +316,13 @@ impl Seal {
         live.map(|session| session.tags.1).collect()
     }
 
-    pub(in crate::link) fn set_sources(&self, sources: &Arc<SourceTable>) {
-        *self.sources.lock() = Arc::downgrade(sources);
+    pub(in crate::link) fn set_sources(&self, sources: &Arc<dyn Sources>) {
+        *self.sources.lock() = Some(Arc::downgrade(sources));
     }
 
     /// The table that lists the link's source addresses, while there is one.
-    pub(in crate::link) fn sources(&self) -> Option<Arc<SourceTable>> {
-        self.sources.lock().upgrade()
+    pub(in crate::link) fn sources(&self) -> Option<Arc<dyn Sources>> {
+        self.sources.lock().as_ref()?.upgrade()
     }
 
     /// Begins a handshake, unless one is under way. It ends when the guard is dropped.
@@ -409,15 +420,6 @@ pub struct SealView {
     pub keys_s: Option<u64>,
     /// Round trip in microseconds, measured by keepalives.
     pub rtt_us: Option<u32>,
-}
-
-impl Link {
-    /// Its keys, for people; `None` for a link in clear text.
-    pub fn seal_view(&self) -> Option<SealView> {
-        let seal = self.seal()?;
-        let keys_s = seal.current(self.next_number()).map(|current| current.age.as_secs());
-        Some(SealView { peer: seal.peer.clone(), keys_s, rtt_us: seal.rtt_us() })
-    }
 }
 
 #[cfg(test)]

@@ -1,29 +1,25 @@
-//! Datagrams gathered for one `sendmmsg`.
+//! Gathers datagrams for one `sendmmsg`.
 //!
-//! A datagram is put together from bytes that are copied to scratch memory (headers, small frames) and from slices that
-//! are not (the rest). Datagrams that follow each other join one *message*, which the kernel cuts again (`UDP_SEGMENT`),
-//! as long as all have the same size but for a shorter last one: the fragments of a frame do so by themselves, and so do
-//! whole frames of one size. A message that the kernel cannot cut is sent again datagram by datagram. A frame is *recorded*
-//! with the messages its datagrams are in; it has gone out when all of its datagrams have.
+//! A datagram is put together from bytes copied to scratch memory (headers, small frames) and from slices that stay where they
+//! are (the rest). Consecutive datagrams join one *message*, which the kernel cuts again (`UDP_SEGMENT`), as long as all have
+//! the same size but for a shorter last one: the fragments of a frame do so by themselves, and so do whole frames of one size.
+//! A message that the kernel refuses to cut is sent again datagram by datagram. A frame is *recorded* with the messages its
+//! datagrams are in; it has gone out when all of its datagrams have.
 //!
-//! Nothing here waits: what does not fit into the socket's buffer is dropped, as any full queue on the way would. A wait
-//! would hold up the other links and the guests of this host, which have no part in the congestion.
+//! Nothing here waits: what does not fit into the socket's buffer is dropped, as at any full queue on the path. Waiting would
+//! hold up the other links and the guests of this host, which have no part in the congestion.
 
-use std::io;
-use std::os::fd::{AsFd, AsRawFd};
-use std::sync::atomic::Ordering::Relaxed;
-
-use crate::frame::{Batch, Frame, Segment};
-use crate::link::Link;
-use crate::link::sealed::aead::{SealingKey, TAG_LEN};
-use crate::link::socket::udp::{Name, Socket, check};
+use super::message::Outgoing;
+use super::name::Name;
+use super::udp::Socket;
+use crate::frame::{Batch, DropSink, Frame, Segment};
 use crate::scratch::Scratch;
 use crate::stats::{DropReason, PortStats};
 
 /// Segments that every kernel with `UDP_SEGMENT` takes in a message; from Linux 6.9 on it would be 128, which matters only
 /// below a path MTU of 1024.
 const SEGMENTS_MAX: usize = 64;
-/// Bytes of a message that is to be cut. Larger ones reach the devices' limit with their headers (udp.rs).
+/// Bytes of a message that is to be cut. Larger ones reach the devices' limit with their headers ([`udp`](super::udp)).
 const MESSAGE_MAX: usize = 65_400;
 /// `UIO_MAXIOV`.
 const MESSAGE_SLICES_MAX: usize = 1024;
@@ -33,11 +29,25 @@ const SLICES: usize = 8192;
 /// Holds the segments of several super-frames for encapsulations that carry none.
 const SCRATCH: usize = 256 << 10;
 
-/// A flush that ended early, because a datagram was larger than the path MTU: encode again from `position`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::link) struct TooBig {
-    /// The first frame not sent (as it was recorded).
-    pub(in crate::link) position: usize,
+/// Where datagrams go, and what is counted and told on the way.
+pub(in crate::link) struct Exit<'a> {
+    /// What they leave by.
+    pub(in crate::link) socket: &'a Socket,
+    /// Where to.
+    pub(in crate::link) to: &'a Name,
+    /// The link's counters.
+    pub(in crate::link) stats: &'a PortStats,
+}
+
+/// What a flush found out about the path.
+#[derive(Clone, Copy, Debug, Default)]
+pub(in crate::link) struct Flushed {
+    /// Set when it ended early, because a datagram was larger than the path MTU: encode again from this frame on.
+    pub(in crate::link) stopped_at: Option<u16>,
+    /// A datagram was larger than the path MTU.
+    pub(in crate::link) too_big: bool,
+    /// The path's device does not cut messages.
+    pub(in crate::link) no_segmentation: bool,
 }
 
 struct Message {
@@ -55,24 +65,14 @@ struct Message {
 }
 
 struct Record {
-    position: usize,
+    /// Index in the batch.
+    frame: u16,
     bytes: usize,
     first: usize,
     last: usize,
     /// Datagrams of the last message up to the end of the frame.
     end: usize,
 }
-
-/// A control message that holds `UDP_SEGMENT`'s 16-bit value.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Control {
-    header: libc::cmsghdr,
-    segment: u16,
-    padding: [u8; 6],
-}
-
-const CONTROL_LEN: usize = size_of::<libc::cmsghdr>() + size_of::<u16>();
 
 /// See the module's comment.
 pub(in crate::link) struct Gather {
@@ -85,14 +85,13 @@ pub(in crate::link) struct Gather {
     /// First slice of the datagram being put together, and its bytes.
     start: usize,
     bytes: usize,
-    /// Whether datagrams join messages: what is known of the link that they are for.
+    /// Whether datagrams join messages: whether the device of the link's path is known to cut them.
     pub(in crate::link) segmentation: bool,
-    headers: Vec<libc::mmsghdr>,
-    controls: Vec<Control>,
+    outgoing: Outgoing,
 }
 
-// SAFETY: the pointers in `slices`, `headers` and `controls` are only used between the calls that gather and the flush that
-// ends them, all through `&mut self`; a flushed one holds nothing that is used again.
+// SAFETY: the pointers in `slices` are used only between the calls that gather and the flush that ends them, all through
+// `&mut self`; a flushed one holds nothing that is used again.
 unsafe impl Send for Gather {}
 
 impl Gather {
@@ -106,8 +105,7 @@ impl Gather {
             start: 0,
             bytes: 0,
             segmentation: true,
-            headers: Vec::with_capacity(MESSAGES),
-            controls: Vec::with_capacity(MESSAGES),
+            outgoing: Outgoing::new(MESSAGES),
         }
     }
 
@@ -150,13 +148,13 @@ impl Gather {
         self.add_scratch(slice.len());
     }
 
-    /// Seals the datagram being put together, all of which was copied, header first.
+    /// Has `encrypt` work on the datagram being put together, all of which was copied, with `tag_len` bytes more at its end.
     #[inline]
-    pub(in crate::link) fn seal(&mut self, key: &SealingKey) {
+    pub(in crate::link) fn encrypt(&mut self, tag_len: usize, encrypt: impl FnOnce(&mut [u8])) {
         let start = self.scratch_used - self.bytes;
-        self.next_scratch(TAG_LEN);
-        key.seal(self.scratch.bytes_mut(start..self.scratch_used));
-        self.add_scratch(TAG_LEN);
+        self.next_scratch(tag_len);
+        encrypt(self.scratch.bytes_mut(start..self.scratch_used));
+        self.add_scratch(tag_len);
     }
 
     /// The scratch memory's next `len` bytes.
@@ -229,112 +227,74 @@ impl Gather {
         self.messages.len() - 1
     }
 
-    /// Notes a frame of `bytes` bytes whose datagrams are in the messages from `first` to `last`. `position` is what
-    /// [`TooBig`] will call it.
+    /// Records frame `frame` of the batch, `bytes` long, whose datagrams are in the messages from `first` to `last`.
     #[inline]
-    pub(in crate::link) fn record(&mut self, position: usize, bytes: usize, first: usize, last: usize) {
+    pub(in crate::link) fn record(&mut self, frame: u16, bytes: usize, first: usize, last: usize) {
         let end = self.messages[last].datagrams;
-        self.records.push(Record { position, bytes, first, last, end });
+        self.records.push(Record { frame, bytes, first, last, end });
     }
 
-    /// Sends everything to `to`, which is the remote of `link`, counts each recorded frame as out or dropped, and starts again
-    /// from nothing.
+    /// Sends everything by `exit`, counts each recorded frame as out or dropped, and starts again from nothing.
     ///
-    /// With `may_stop`, a datagram that is larger than the path MTU ends it early: the frames before it are counted, those
-    /// from [`TooBig::position`] on are not.
+    /// With `may_stop`, a datagram larger than the path MTU ends it early: the frames before it are counted, those from
+    /// [`Flushed::stopped_at`] on are not.
     pub(in crate::link) fn flush(
         &mut self,
-        socket: &Socket,
-        to: &Name,
-        link: &Link,
+        exit: &Exit<'_>,
+        drops: &mut DropSink,
         may_stop: bool,
-    ) -> Result<(), TooBig> {
+    ) -> Flushed {
+        let mut flushed = Flushed::default();
         if self.messages.is_empty() {
-            return Ok(());
+            return flushed;
         }
-        self.address(to);
-        let tried = self.send(socket, link, may_stop);
-        let stop = self.account(&link.stats, tried);
+        self.outgoing.clear();
+        for message in &self.messages {
+            let slices = &mut self.slices[message.first_slice..][..message.slices];
+            let segment = (message.datagrams > 1).then_some(message.segment as u16);
+            self.outgoing.push(exit.to, slices, segment);
+        }
+        let tried = self.send(exit.socket, may_stop, &mut flushed);
+        flushed.stopped_at = self.account(exit.stats, drops, tried);
         self.scratch_used = 0;
         self.slices.clear();
         self.messages.clear();
         self.records.clear();
         self.start = 0;
-        stop.map_or(Ok(()), |position| Err(TooBig { position }))
-    }
-
-    /// Makes the kernel's view of the messages.
-    fn address(&mut self, to: &Name) {
-        self.headers.clear();
-        self.controls.clear();
-        for message in &self.messages {
-            let slices = &mut self.slices[message.first_slice..][..message.slices];
-            // SAFETY: `msghdr` is plain data for which all zeros is a value; libc hides its padding, so that it cannot be
-            // written as a literal.
-            let mut header = unsafe { std::mem::zeroed::<libc::msghdr>() };
-            header.msg_name = to.as_ptr().cast_mut().cast();
-            header.msg_namelen = to.len();
-            header.msg_iov = slices.as_mut_ptr();
-            header.msg_iovlen = slices.len();
-            if message.datagrams > 1 {
-                self.controls.push(Control {
-                    header: libc::cmsghdr {
-                        cmsg_len: CONTROL_LEN,
-                        cmsg_level: libc::SOL_UDP,
-                        cmsg_type: libc::UDP_SEGMENT,
-                    },
-                    segment: message.segment as u16,
-                    padding: [0; 6],
-                });
-                header.msg_controllen = size_of::<Control>();
-            }
-            self.headers.push(libc::mmsghdr { msg_hdr: header, msg_len: 0 });
-        }
-        // Only now do the control messages stay where they are.
-        let mut controls = self.controls.iter_mut();
-        for header in self.headers.iter_mut().filter(|header| header.msg_hdr.msg_controllen != 0) {
-            header.msg_hdr.msg_control =
-                controls.next().map_or(std::ptr::null_mut(), |c| (&raw mut *c).cast());
-        }
+        flushed
     }
 
     /// Sends the messages and marks those that failed. Returns how many were tried: all, unless it stops early.
-    fn send(&mut self, socket: &Socket, link: &Link, may_stop: bool) -> usize {
-        let fd = socket.as_fd().as_raw_fd();
+    fn send(&mut self, socket: &Socket, may_stop: bool, flushed: &mut Flushed) -> usize {
         let mut next = 0;
-        while next < self.headers.len() {
-            let rest = &mut self.headers[next..];
-            // SAFETY: every header points to a name, slices and a control message that live in `self` or the caller's
-            // arguments, and whose lengths it tells; the memory that the slices tell of is kept readable until the flush.
-            let sent = unsafe { libc::sendmmsg(fd, rest.as_mut_ptr(), rest.len() as libc::c_uint, 0) };
-            if sent > 0 {
-                let sent = sent as usize;
-                self.messages[next..next + sent]
-                    .iter_mut()
-                    .for_each(|message| message.sent = message.datagrams);
-                next += sent;
-                continue;
-            }
-            let mut error = io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
+        while next < self.messages.len() {
+            // SAFETY: names and slices live in `self` or in `flush`'s arguments; the memory that the slices tell of is kept
+            // readable until the flush is over (contract of `slice`).
+            let error = match unsafe { self.outgoing.send(socket, next) } {
+                Ok(sent) => {
+                    let sent = &mut self.messages[next..next + sent];
+                    sent.iter_mut().for_each(|message| message.sent = message.datagrams);
+                    next += sent.len();
+                    continue;
+                }
+                Err(error) => error.raw_os_error().unwrap_or(libc::EIO),
+            };
             let cut = self.messages[next].datagrams > 1;
             // EINVAL: what EMSGSIZE was for messages that are cut, before Linux 6.14.
             let too_big = error == libc::EMSGSIZE || (error == libc::EINVAL && cut);
             if error == libc::EINTR {
                 continue;
             }
+            flushed.too_big |= too_big;
             if too_big && may_stop {
                 return next;
             }
-            if too_big {
-                link.refresh_soon();
-            }
             if error == libc::EIO && cut {
                 self.segmentation = false;
-                link.segmentation.store(false, Relaxed);
+                flushed.no_segmentation = true;
             }
-            if cut && (too_big || error == libc::EIO) {
-                error = self.send_uncut(fd, next);
-            }
+            let error =
+                if cut && (too_big || error == libc::EIO) { self.send_uncut(socket, next) } else { error };
             let reason = match error {
                 0 => {
                     next += 1;
@@ -354,11 +314,8 @@ impl Gather {
 
     /// Sends the datagrams of a message one by one, up to the first that fails. Returns its error, or 0.
     #[cold]
-    fn send_uncut(&mut self, fd: libc::c_int, index: usize) -> libc::c_int {
+    fn send_uncut(&mut self, socket: &Socket, index: usize) -> libc::c_int {
         let message = &mut self.messages[index];
-        let mut header = self.headers[index].msg_hdr;
-        header.msg_control = std::ptr::null_mut();
-        header.msg_controllen = 0;
         let mut slices = &mut self.slices[message.first_slice..][..message.slices];
         while message.sent < message.datagrams {
             // No slice is part of two datagrams.
@@ -367,13 +324,9 @@ impl Gather {
                 bytes += slices[count].iov_len;
                 count += 1;
             }
-            header.msg_iov = slices.as_mut_ptr();
-            header.msg_iovlen = count;
-            // SAFETY: the header is one of `send`, told of fewer slices and no control message.
-            while let Err(error) = check(unsafe { libc::sendmsg(fd, &raw const header, 0) }) {
-                if error.kind() != io::ErrorKind::Interrupted {
-                    return error.raw_os_error().unwrap_or(libc::EIO);
-                }
+            // SAFETY: as in `send`; these are some of the slices that were pushed.
+            if let Err(error) = unsafe { self.outgoing.send_apart(socket, index, &mut slices[..count]) } {
+                return error.raw_os_error().unwrap_or(libc::EIO);
             }
             message.sent += 1;
             slices = &mut slices[count..];
@@ -381,12 +334,12 @@ impl Gather {
         0
     }
 
-    /// Counts the frames whose messages are all among the first `tried`. Returns the position of the first other one.
-    fn account(&mut self, stats: &PortStats, tried: usize) -> Option<usize> {
+    /// Counts the frames whose messages are all among the first `tried`. Returns the first other one.
+    fn account(&mut self, stats: &PortStats, drops: &mut DropSink, tried: usize) -> Option<u16> {
         let (mut frames, mut bytes, mut stop) = (0, 0, None);
         for record in &self.records {
             if record.last >= tried {
-                stop = Some(record.position);
+                stop = Some(record.frame);
                 break;
             }
             let last = &self.messages[record.last];
@@ -398,7 +351,7 @@ impl Gather {
                     frames += 1;
                     bytes += record.bytes as u64;
                 }
-                Some(reason) => stats.drop_frames(reason, 1),
+                Some(reason) => drops.dropped(stats, reason, record.frame, 1),
             }
         }
         stats.delivered(frames, bytes);

@@ -28,65 +28,56 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use crate::link::socket::udp::{Bridge, BridgeError, Socket};
-use crate::link::{ReassemblyBudget, Receiver, Sender};
-use crate::stats::PortStats;
+use super::udp::Socket;
 
 /// How often another row of ports is tried when the kernel chooses the first one.
 const TRIES: usize = 32;
 
-impl Bridge {
-    /// Listens on `listen`; with `shared`, beside other bridges of this process on the same address, among which the kernel
-    /// spreads the peers. `stats` counts datagrams of unknown source, `budget` is the host's reassembly memory.
-    ///
-    /// A shared bridge cannot tell its own kind from another vnetd of the same user: use [`Bridge::bind_group`].
-    pub fn bind(
-        listen: SocketAddr,
-        shared: bool,
-        stats: Arc<PortStats>,
-        budget: Arc<ReassemblyBudget>,
-    ) -> Result<Bridge, BridgeError> {
-        Ok(Bridge::new(vec![bind(listen, shared)?], 0, stats, budget))
-    }
+/// Why the bridge has no socket.
+#[derive(Debug, thiserror::Error)]
+pub enum BridgeError {
+    /// Somebody else has the port.
+    #[error(
+        "cannot listen on {0}: address already in use; is another vnetd running? choose another [bridge] listen"
+    )]
+    InUse(SocketAddr),
+    /// The address is nobody's here.
+    #[error("cannot listen on {0}: not an address of this host; choose another [bridge] listen")]
+    NotHere(SocketAddr),
+    /// A port below 1024 without the privilege.
+    #[error("cannot listen on {0}: permission denied; run vnetd as root or choose a port above 1023")]
+    Denied(SocketAddr),
+    /// Anything else.
+    #[error("cannot listen on {0}: {1}")]
+    Other(SocketAddr, #[source] io::Error),
+}
 
-    /// Bridges for `dispatchers` dispatchers on `ports` ports from that of `listen` on, which must be free before. Port 0 lets
-    /// the kernel choose. Of fewer ports than dispatchers, but more than one, the last dispatchers get none to receive by.
-    pub fn bind_group(
-        listen: SocketAddr,
-        ports: u16,
-        dispatchers: usize,
-        stats: &Arc<PortStats>,
-        budget: &Arc<ReassemblyBudget>,
-    ) -> Result<Vec<Bridge>, BridgeError> {
-        let tries = if listen.port() == 0 && ports > 1 { TRIES } else { 1 };
-        let mut sockets = bind_all(listen, ports, dispatchers);
-        for _ in 1..tries {
-            if !matches!(sockets, Err(BridgeError::InUse(_))) {
-                break;
-            }
-            sockets = bind_all(listen, ports, dispatchers);
+impl BridgeError {
+    pub(in crate::link) fn new(listen: SocketAddr, error: io::Error) -> BridgeError {
+        match error.raw_os_error() {
+            Some(libc::EADDRINUSE) => BridgeError::InUse(listen),
+            Some(libc::EADDRNOTAVAIL) => BridgeError::NotHere(listen),
+            Some(libc::EACCES | libc::EPERM) => BridgeError::Denied(listen),
+            _ => BridgeError::Other(listen, error),
         }
-        let bridge = |(dispatcher, own): (usize, Vec<Arc<Socket>>)| {
-            let native_from = usize::from(dispatcher > 0 && own.len() > 1);
-            Bridge::new(own, native_from, stats.clone(), budget.clone())
-        };
-        Ok(sockets?.into_iter().enumerate().map(bridge).collect())
     }
+}
 
-    fn new(
-        sockets: Vec<Arc<Socket>>,
-        native_from: usize,
-        stats: Arc<PortStats>,
-        budget: Arc<ReassemblyBudget>,
-    ) -> Bridge {
-        let rx = Receiver::new(sockets.clone(), stats, budget);
-        Bridge { rx, tx: Sender::new(sockets, native_from), vxlan_rx: None }
+/// The sockets of `dispatchers` dispatchers on `ports` ports from that of `listen` on, see [`Bridge::bind_group`](crate::link::Bridge::bind_group).
+pub(in crate::link) fn bind_group(
+    listen: SocketAddr,
+    ports: u16,
+    dispatchers: usize,
+) -> Result<Vec<Vec<Arc<Socket>>>, BridgeError> {
+    let tries = if listen.port() == 0 && ports > 1 { TRIES } else { 1 };
+    let mut sockets = bind_all(listen, ports, dispatchers);
+    for _ in 1..tries {
+        if !matches!(sockets, Err(BridgeError::InUse(_))) {
+            break;
+        }
+        sockets = bind_all(listen, ports, dispatchers);
     }
-
-    /// The address listened on, with the first port, which the kernel may have chosen.
-    pub fn local_addr(&self) -> SocketAddr {
-        self.tx.local_addr()
-    }
+    sockets
 }
 
 /// The sockets of each dispatcher. The first of each is bound to the first port; where there are several ports, only that
@@ -120,6 +111,6 @@ fn bind_all(
     Ok(all)
 }
 
-fn bind(listen: SocketAddr, shared: bool) -> Result<Arc<Socket>, BridgeError> {
+pub(in crate::link) fn bind(listen: SocketAddr, shared: bool) -> Result<Arc<Socket>, BridgeError> {
     Socket::bind(listen, shared).map(Arc::new).map_err(|error| BridgeError::new(listen, error))
 }

@@ -1,7 +1,8 @@
-//! The bridge's UDP socket: made, sized, and asked about routes.
+//! The bridge's UDP sockets: made, sized, and told whether IP may fragment.
 //!
-//! One socket carries all links of a dispatcher, unless the host has several ports (ports.rs). What Linux 6.18 really does
-//! with the options used here, found by trying them on a veth pair of MTU 1500 (IPv4, IPv6 and IPv4 through an IPv6 socket behave alike unless noted):
+//! One socket carries all links of a dispatcher, unless the host has several ports ([`ports`](super::ports)). What Linux 6.18 does
+//! with the options used here, measured on a veth pair of MTU 1500 (IPv4, IPv6 and IPv4 through an IPv6 socket behave alike
+//! unless noted):
 //!
 //! - `UDP_SEGMENT` refuses a segment that does not fit the path MTU (`EMSGSIZE`), whatever `IP_MTU_DISCOVER` says; it takes at
 //!   most 128 segments (64 before Linux 6.9, `EINVAL` beyond), and 65 507 bytes over IPv4, 65 527 over IPv6. Before Linux 6.14
@@ -12,20 +13,16 @@
 //! - A message whose packet, Ethernet header included, reaches the device's `gso_max_size` (65 536) is cut in software
 //!   before it gets there: 65 507 bytes cross a veth pair as 46 packets, 65 400 as one.
 //!
-//! So native datagrams are sent under `DO` and bare frames under `WANT`; the [`Sender`] switches when the encapsulation
-//! changes from one call to the next. The kernel accepts both options on an IPv6 socket and applies the one that fits.
+//! So native datagrams are sent under `DO` and bare frames under `WANT`; senders switch with
+//! [`Socket::set_dont_fragment`]. The kernel accepts both options on an IPv6 socket and applies the one that fits.
 
-use std::fmt;
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 
-use crate::link::socket::buffers;
-use crate::link::socket::control_datagrams::Courier;
-use crate::link::vxlan::SourcePorts;
-use crate::link::{Link, PORTS_MAX, ReassemblyBudget, Receiver, Sender, normalised};
-use crate::stats::PortStats;
+use super::buffers::{ASSUMED_MBPS, buffer_bytes};
+use super::name::{Name, Target, normalised};
 
 /// Options that size a buffer, for those who may exceed the host's limit and for others.
 const RECEIVE_BUFFER: (libc::c_int, libc::c_int) = (libc::SO_RCVBUFFORCE, libc::SO_RCVBUF);
@@ -35,80 +32,17 @@ const SEND_BUFFER: (libc::c_int, libc::c_int) = (libc::SO_SNDBUFFORCE, libc::SO_
 const IP_LOCAL_PORT_RANGE: libc::c_int = 51;
 const SOURCE_PORTS: libc::c_int = (65_535u32 << 16 | 49_152) as libc::c_int;
 
-/// Why the bridge has no socket.
-#[derive(Debug, thiserror::Error)]
-pub enum BridgeError {
-    /// Somebody else has the port.
-    #[error(
-        "cannot listen on {0}: address already in use; is another vnetd running? choose another [bridge] listen"
-    )]
-    InUse(SocketAddr),
-    /// The address is nobody's here.
-    #[error("cannot listen on {0}: not an address of this host; choose another [bridge] listen")]
-    NotHere(SocketAddr),
-    /// A port below 1024 without the privilege.
-    #[error("cannot listen on {0}: permission denied; run vnetd as root or choose a port above 1023")]
-    Denied(SocketAddr),
-    /// Anything else.
-    #[error("cannot listen on {0}: {1}")]
-    Other(SocketAddr, #[source] io::Error),
-}
-
-impl BridgeError {
-    pub(in crate::link) fn new(listen: SocketAddr, error: io::Error) -> BridgeError {
-        match error.raw_os_error() {
-            Some(libc::EADDRINUSE) => BridgeError::InUse(listen),
-            Some(libc::EADDRNOTAVAIL) => BridgeError::NotHere(listen),
-            Some(libc::EACCES | libc::EPERM) => BridgeError::Denied(listen),
-            _ => BridgeError::Other(listen, error),
-        }
-    }
-}
-
-/// One dispatcher's end of all links: its UDP sockets in two halves.
-pub struct Bridge {
-    /// Takes datagrams in.
-    pub rx: Receiver,
-    /// Sends frames out.
-    pub tx: Sender,
-    /// Takes VXLAN datagrams in, which have a port of their own; where [`Bridge::add_vxlan`] was called.
-    pub vxlan_rx: Option<Receiver>,
-}
-
-impl Bridge {
-    /// Has the bridges of one host listen for VXLAN on `listen`, too, beside each other as [`Bridge::bind_group`] does it.
-    pub fn add_vxlan(
-        bridges: &mut [Bridge],
-        listen: SocketAddr,
-        stats: &Arc<PortStats>,
-        budget: &Arc<ReassemblyBudget>,
-    ) -> Result<(), BridgeError> {
-        let failed = |error| BridgeError::new(listen, error);
-        drop(Socket::bind(listen, false).map_err(failed)?);
-        let shared = bridges.len() > 1;
-        for (index, bridge) in bridges.iter_mut().enumerate() {
-            let socket = Arc::new(Socket::bind(listen, shared).map_err(failed)?);
-            // Else a datagram for a group comes to every socket there is, members or not.
-            set(&socket, libc::SOL_IP, libc::IP_MULTICAST_ALL, 0).map_err(failed)?;
-            let rx = Receiver::new(vec![socket], stats.clone(), budget.clone());
-            bridge.vxlan_rx = Some(rx.for_vxlan(index == 0));
-            bridge.tx.vxlan = Some(SourcePorts::new(listen).map_err(failed)?);
-        }
-        Ok(())
-    }
-
-    /// Sends what is no frame on this bridge's first socket.
-    pub fn courier(&self) -> Courier {
-        Courier::new(self.tx.socket().clone())
-    }
-}
-
 /// A bound, non-blocking UDP socket.
 #[derive(Debug)]
 pub(in crate::link) struct Socket {
     fd: OwnedFd,
     local: SocketAddr,
+    /// Whether large packets are refused (`IP_PMTUDISC_DO`): 0 no, 1 yes, [`UNKNOWN`].
+    dont_fragment: AtomicU8,
 }
+
+/// Not set yet: the host's default holds.
+const UNKNOWN: u8 = 2;
 
 impl AsFd for Socket {
     fn as_fd(&self) -> BorrowedFd<'_> {
@@ -125,7 +59,7 @@ impl Socket {
         // What strangers send there is not read: the kernel is to drop it soon.
         set(&fd, libc::SOL_SOCKET, libc::SO_RCVBUF, 0)?;
         let socket = Socket::bound(fd, from)?;
-        socket.set_buffer(SEND_BUFFER, buffers::buffer_bytes(buffers::ASSUMED_MBPS))?;
+        socket.set_buffer(SEND_BUFFER, buffer_bytes(ASSUMED_MBPS))?;
         Ok(socket)
     }
 
@@ -136,7 +70,7 @@ impl Socket {
         }
         set(&fd, libc::SOL_UDP, libc::UDP_GRO, 1)?;
         let socket = Socket::bound(fd, listen)?;
-        socket.set_buffers(buffers::buffer_bytes(buffers::ASSUMED_MBPS))?;
+        socket.set_buffers(buffer_bytes(ASSUMED_MBPS))?;
         Ok(socket)
     }
 
@@ -147,11 +81,9 @@ impl Socket {
         let name = Name::new(listen, listen.is_ipv6()).ok_or(io::ErrorKind::InvalidInput)?;
         // SAFETY: `name` holds a socket address of the length it tells.
         check(unsafe { libc::bind(fd.as_raw_fd(), name.as_ptr(), name.len()) })?;
-        let mut local = Name::unknown();
-        // SAFETY: `local` has room for any socket address and tells how much.
-        check(unsafe { libc::getsockname(fd.as_raw_fd(), local.as_mut_ptr(), &mut local.len) })?;
+        let local = local_name(&fd)?;
         let local = local.address().ok_or(io::ErrorKind::InvalidData)?;
-        Ok(Socket { fd, local })
+        Ok(Socket { fd, local, dont_fragment: AtomicU8::new(UNKNOWN) })
     }
 
     /// Has the kernel hold up to `bytes` bytes in each direction.
@@ -181,9 +113,15 @@ impl Socket {
         check(sent).map(drop)
     }
 
-    /// Lets packets that are larger than the path MTU be fragmented by IP (`false`) or refused, with DF on all (`true`).
-    pub(in crate::link) fn set_dont_fragment(&self, on: bool) -> io::Result<()> {
-        dont_fragment(&self.fd, self.local.is_ipv6(), on)
+    /// Lets packets larger than the path MTU be fragmented by IP (`false`), or refused, with DF on all (`true`). A system call
+    /// only when that changes.
+    #[inline]
+    pub(in crate::link) fn set_dont_fragment(&self, on: bool) {
+        if self.dont_fragment.load(Relaxed) != u8::from(on) {
+            self.dont_fragment.store(on.into(), Relaxed);
+            // A socket that refuses the option sends all the same; only what IP does with large packets differs.
+            let _ = dont_fragment(&self.fd, self.local.is_ipv6(), on);
+        }
     }
 
     /// Has this socket get every datagram that comes to the port it shares; it has to be the first of those that do.
@@ -194,16 +132,11 @@ impl Socket {
         set(&self.fd, libc::SOL_SOCKET, libc::SO_ATTACH_REUSEPORT_CBPF, program)
     }
 
-    /// The address of the link's remote, at the `port`th of its ports, or from [`PORTS_MAX`] on at those of its guests, in the form that this socket sends to. `None` when it
-    /// cannot: IPv6 from an IPv4 address, and IPv4 from any IPv6 address but the unspecified one.
+    /// The form of `target` that this socket sends to. `None` when it cannot: IPv6 from an IPv4 address, and IPv4 from any IPv6
+    /// address but the unspecified one.
     #[inline]
-    pub(in crate::link) fn name(&self, link: &Link, port: usize) -> Option<Name> {
-        let v6 = self.local.is_ipv6();
-        let (name, is_v4) = match port.checked_sub(PORTS_MAX.into()) {
-            None => link.place.name(port, v6)?,
-            Some(guest) => link.place.direct(guest, v6)?,
-        };
-        self.reaches(is_v4).then_some(name)
+    pub(in crate::link) fn form_of<'a>(&self, target: &'a Target) -> Option<&'a Name> {
+        target.forms[usize::from(self.local.is_ipv6())].as_ref().filter(|_| self.reaches(target.is_v4))
     }
 
     /// Any address in the form that this socket sends to.
@@ -220,186 +153,22 @@ impl Socket {
     }
 }
 
-/// Asks the kernel's routes for path MTUs. A UDP socket that is connected anew for each question and never sends.
-pub(in crate::link) struct RouteProbe {
-    local: SocketAddr,
-    v4: Option<OwnedFd>,
-    v6: Option<OwnedFd>,
-}
-
-impl RouteProbe {
-    /// For packets that leave from `local`.
-    pub(in crate::link) fn new(local: SocketAddr) -> RouteProbe {
-        RouteProbe { local: normalised(local), v4: None, v6: None }
-    }
-
-    /// The path MTU to `remote` in bytes, as the kernel knows it: device, route, ICMP heard.
-    pub(in crate::link) fn path_mtu(&mut self, remote: SocketAddr) -> io::Result<u32> {
-        let v6 = remote.is_ipv6();
-        let fd = self.connect(remote)?;
-        let (level, option) =
-            if v6 { (libc::SOL_IPV6, libc::IPV6_MTU) } else { (libc::SOL_IP, libc::IP_MTU) };
-        let mut mtu: libc::c_int = 0;
-        let mut len = size_of::<libc::c_int>() as libc::socklen_t;
-        // SAFETY: `mtu` is writable for the `len` bytes told.
-        check(unsafe { libc::getsockopt(fd.as_raw_fd(), level, option, (&raw mut mtu).cast(), &mut len) })?;
-        u32::try_from(mtu).map_err(|_| io::ErrorKind::InvalidData.into())
-    }
-
-    /// The address of this host that packets to `remote` leave from.
-    pub(in crate::link) fn source(&mut self, remote: SocketAddr) -> Option<IpAddr> {
-        let fd = self.connect(remote).ok()?;
-        let mut name = Name::unknown();
-        // SAFETY: `name` has room for any socket address and tells how much.
-        check(unsafe { libc::getsockname(fd.as_raw_fd(), name.as_mut_ptr(), &mut name.len) }).ok()?;
-        Some(name.address()?.ip())
-    }
-
-    /// Makes the socket look for the way to `remote`.
-    fn connect(&mut self, remote: SocketAddr) -> io::Result<&OwnedFd> {
-        let v6 = remote.is_ipv6();
-        let (local, slot) = (self.local, if v6 { &mut self.v6 } else { &mut self.v4 });
-        let fd = match slot {
-            Some(fd) => fd,
-            none => none.insert(RouteProbe::socket(v6, local)?),
-        };
-        let name = Name::new(remote, v6).ok_or(io::ErrorKind::InvalidInput)?;
-        // The first question gives the socket a source address, which would stay: the next one has to begin without, or it
-        // fails where that address cannot be a source (127.0.0.1 for a remote elsewhere) or has gone. An address that the
-        // socket was bound to remains.
-        for name in [&Name::unknown(), &name] {
-            // SAFETY: `name` holds a socket address (AF_UNSPEC disconnects) of the length it tells.
-            check(unsafe { libc::connect(fd.as_raw_fd(), name.as_ptr(), name.len()) })?;
-        }
-        Ok(fd)
-    }
-
-    /// Bound like the bridge where it is bound to one address, so that routes by source address are the same.
-    fn socket(v6: bool, mut local: SocketAddr) -> io::Result<OwnedFd> {
-        let fd = udp_socket(v6)?;
-        if local.is_ipv6() == v6 && !local.ip().is_unspecified() {
-            local.set_port(0);
-            let name = Name::new(local, v6).ok_or(io::ErrorKind::InvalidInput)?;
-            // SAFETY: `name` holds a socket address of the length it tells.
-            check(unsafe { libc::bind(fd.as_raw_fd(), name.as_ptr(), name.len()) })?;
-        }
-        Ok(fd)
-    }
-}
-
-/// An IPv4 or IPv6 address in the kernel's form, in the room of the larger one.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(in crate::link) struct Name {
-    storage: libc::sockaddr_in6,
-    len: libc::socklen_t,
-}
-
-const _: () = assert!(
-    size_of::<libc::sockaddr_in>() <= size_of::<libc::sockaddr_in6>()
-        && align_of::<libc::sockaddr_in>() <= align_of::<libc::sockaddr_in6>()
-);
-
-impl fmt::Debug for Name {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.address().fmt(f)
-    }
-}
-
-impl Name {
-    /// `address` for a socket of the family told: IPv4 is mapped into IPv6; `None` for IPv6 on an IPv4 socket.
-    pub(in crate::link) fn new(address: SocketAddr, v6: bool) -> Option<Name> {
-        let mut name = Name::unknown();
-        let ip = match (address.ip(), v6) {
-            (IpAddr::V4(ip), true) => IpAddr::V6(ip.to_ipv6_mapped()),
-            (IpAddr::V6(_), false) => return None,
-            (ip, _) => ip,
-        };
-        match ip {
-            IpAddr::V4(ip) => {
-                let sin = libc::sockaddr_in {
-                    sin_family: libc::AF_INET as libc::sa_family_t,
-                    sin_port: address.port().to_be(),
-                    sin_addr: libc::in_addr { s_addr: u32::from_ne_bytes(ip.octets()) },
-                    sin_zero: [0; 8],
-                };
-                name.len = size_of_val(&sin) as libc::socklen_t;
-                // SAFETY: the storage has room for either address and is aligned for both, as asserted above.
-                unsafe { name.as_mut_ptr().cast::<libc::sockaddr_in>().write(sin) };
-            }
-            IpAddr::V6(ip) => {
-                let sin6 = libc::sockaddr_in6 {
-                    sin6_family: libc::AF_INET6 as libc::sa_family_t,
-                    sin6_port: address.port().to_be(),
-                    sin6_flowinfo: 0,
-                    sin6_addr: libc::in6_addr { s6_addr: ip.octets() },
-                    sin6_scope_id: if let SocketAddr::V6(v6) = address { v6.scope_id() } else { 0 },
-                };
-                name.len = size_of_val(&sin6) as libc::socklen_t;
-                // SAFETY: as above.
-                unsafe { name.as_mut_ptr().cast::<libc::sockaddr_in6>().write(sin6) };
-            }
-        }
-        Some(name)
-    }
-
-    /// Room for any address; as it is, an address of no family.
-    pub(in crate::link) fn unknown() -> Name {
-        // SAFETY: `sockaddr_in6` is plain data, for which all zeros is a value (family AF_UNSPEC).
-        let storage = unsafe { std::mem::zeroed::<libc::sockaddr_in6>() };
-        Name { storage, len: size_of::<libc::sockaddr_in6>() as libc::socklen_t }
-    }
-
-    /// The address, as written by the kernel; `None` for other families.
-    pub(in crate::link) fn address(&self) -> Option<SocketAddr> {
-        match libc::c_int::from(self.storage.sin6_family) {
-            libc::AF_INET => {
-                // SAFETY: the family says which address is inside, and the storage is aligned for it.
-                let sin = unsafe { (&raw const self.storage).cast::<libc::sockaddr_in>().read() };
-                let ip = Ipv4Addr::from(sin.sin_addr.s_addr.to_ne_bytes());
-                Some(SocketAddr::new(ip.into(), u16::from_be(sin.sin_port)))
-            }
-            libc::AF_INET6 => {
-                let sin6 = &self.storage;
-                let ip = Ipv6Addr::from(sin6.sin6_addr.s6_addr);
-                let port = u16::from_be(sin6.sin6_port);
-                Some(SocketAddrV6::new(ip, port, 0, sin6.sin6_scope_id).into())
-            }
-            _ => None,
-        }
-    }
-
-    /// True when the kernel wrote the same address into both.
-    #[inline]
-    pub(in crate::link) fn same(&self, other: &Name) -> bool {
-        // Two addresses of the same source differ in no field, so comparing all of the larger kind does.
-        // SAFETY: `sockaddr_in6` has no padding, so that all of its bytes are initialised.
-        let bytes = |name: &Name| unsafe {
-            std::mem::transmute::<libc::sockaddr_in6, [u8; size_of::<libc::sockaddr_in6>()]>(name.storage)
-        };
-        bytes(self) == bytes(other)
-    }
-
-    pub(in crate::link) fn as_ptr(&self) -> *const libc::sockaddr {
-        (&raw const self.storage).cast()
-    }
-
-    pub(in crate::link) fn as_mut_ptr(&mut self) -> *mut libc::sockaddr {
-        (&raw mut self.storage).cast()
-    }
-
-    pub(in crate::link) fn len(&self) -> libc::socklen_t {
-        self.len
-    }
-}
-
-fn udp_socket(v6: bool) -> io::Result<OwnedFd> {
+pub(in crate::link) fn udp_socket(v6: bool) -> io::Result<OwnedFd> {
     let family = if v6 { libc::AF_INET6 } else { libc::AF_INET };
     let kind = libc::SOCK_DGRAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     // SAFETY: no memory is passed.
     let fd = check(unsafe { libc::socket(family, kind, 0) })?;
     // SAFETY: the kernel just made this descriptor for us, nobody else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// The address that a socket is bound to.
+pub(in crate::link) fn local_name(fd: &OwnedFd) -> io::Result<Name> {
+    let mut name = Name::unknown();
+    let mut len = name.len();
+    // SAFETY: `name` has room for any socket address, of which `len` tells.
+    check(unsafe { libc::getsockname(fd.as_raw_fd(), name.as_mut_ptr(), &mut len) })?;
+    Ok(name)
 }
 
 /// Sets an option whose value is an integer, or the plain data that the option takes.

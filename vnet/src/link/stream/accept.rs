@@ -41,7 +41,7 @@ pub(super) fn listening(address: SocketAddr) -> io::Result<TcpListener> {
 /// The link in clear text that a connection from `source` belongs to; any port will do.
 pub(super) fn owner_of(links: &[Arc<Link>], source: SocketAddr) -> Option<(&Link, &Stream)> {
     links.iter().find_map(|link| {
-        let stream = link.stream.as_ref()?;
+        let stream = link.stream()?;
         let its = stream.peer.is_none() && link.options().remote.ip() == source.ip();
         (its && !stream.is_stopping()).then_some((&**link, stream))
     })
@@ -79,7 +79,7 @@ impl Newcomer {
     /// Gives the connection to the link that is sealed with the host that the certificate names. For a complete handshake.
     pub(super) fn install(self, links: &[Arc<Link>]) -> Result<(), String> {
         let chain = self.handshake.chain()?;
-        let mut streams = links.iter().filter_map(|link| Some((link, link.stream.as_ref()?)));
+        let mut streams = links.iter().filter_map(|link| Some((link, link.stream()?)));
         let owner = streams.find_map(|(link, stream)| {
             let peer = stream.peer.as_deref().filter(|peer| is_for(&chain, peer))?;
             (!stream.is_stopping()).then_some((link, stream, peer))

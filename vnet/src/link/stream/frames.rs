@@ -5,7 +5,7 @@ use std::io;
 use super::connection::{Connection, Inbox};
 use crate::frame::{Batch, NetworkId, Segment};
 use crate::link::Link;
-use crate::link::native::send;
+use crate::link::native::encode;
 use crate::link::sealed::identity::Claims;
 use crate::stats::{DiscardReason, DropReason};
 use crate::wire::ethernet;
@@ -17,7 +17,7 @@ impl Link {
     /// Sends what waits in `slot`, then takes what has arrived and has `run` take its frames to completion. `batch` is empty on
     /// entry and on return. Returns the number of messages.
     pub fn stream_receive(&self, slot: usize, batch: &mut Batch, run: &mut dyn FnMut(&Batch)) -> usize {
-        let Some(stream) = &self.stream else { return 0 };
+        let Some(stream) = self.stream() else { return 0 };
         let slot = &stream.slots[slot];
         let mut inbox = slot.inbox.lock();
         if !stream.fill(slot, &mut inbox) {
@@ -114,7 +114,7 @@ impl Link {
     /// Sends the frames `which` on the dialed connection, or on the accepted one while there is no other. Counts each frame as
     /// out or dropped.
     pub fn stream_send(&self, batch: &Batch, which: &[u16]) {
-        let Some(stream) = &self.stream else { return };
+        let Some(stream) = self.stream() else { return };
         for slot in &stream.slots {
             let mut current = slot.connection.lock();
             if let Some(connection) = &mut *current {
@@ -136,7 +136,7 @@ impl Link {
                 self.stats.drop_frames(DropReason::HopLimit, 1);
                 continue;
             }
-            let header = send::header(frame, None, self.take_numbers(1));
+            let header = encode::header(frame, None, self.take_numbers(1));
             let prefix = Prefix::new(&header, &frame.offload, frame.len());
             result = result.and_then(|()| connection.make_room(prefix.bytes().len() + frame.len()));
             if result.is_err() {

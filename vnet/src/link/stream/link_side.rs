@@ -2,56 +2,56 @@
 
 use std::sync::Arc;
 
+use crate::link::Link;
 use crate::link::sealed::identity::IdentityStore;
-use crate::link::{Encapsulation, Link};
 use crate::poll::Waker;
 
 impl Link {
     /// True for a stream link, which dispatchers serve as they serve an interface's queues.
     pub fn is_stream(&self) -> bool {
-        self.options.encapsulation == Encapsulation::Stream
+        self.stream().is_some()
     }
 
     /// Uses `identity` for TLS, where the stream is sealed. The first call counts.
     pub fn set_identity(&self, identity: Arc<IdentityStore>) {
-        if let Some(stream) = &self.stream {
+        if let Some(stream) = self.stream() {
             stream.set_identity(identity);
         }
     }
 
     /// Closes a stream link's connections for good.
     pub fn stop(&self) {
-        if let Some(stream) = &self.stream {
+        if let Some(stream) = self.stream() {
             stream.stop();
         }
     }
 
     /// Name in the other host's certificate, where the link is a sealed stream.
     pub fn stream_peer(&self) -> Option<&str> {
-        self.stream.as_ref()?.peer.as_deref()
+        self.stream()?.peer.as_deref()
     }
 
     /// Seconds since a stream link heard its peer; `None` when it never did.
     pub fn stream_heard_s(&self) -> Option<u64> {
-        self.stream.as_ref()?.heard_s()
+        self.stream()?.heard_s()
     }
 
     /// Has `waker` wake the dispatcher that serves the connection `slot`.
     pub fn stream_attach(&self, slot: usize, waker: Waker) {
-        if let Some(stream) = &self.stream {
+        if let Some(stream) = self.stream() {
             stream.attach(slot, waker);
         }
     }
 
     /// Takes the waker of `slot` back.
     pub fn stream_detach(&self, slot: usize) {
-        if let Some(stream) = &self.stream {
+        if let Some(stream) = self.stream() {
             stream.detach(slot);
         }
     }
 
     /// True when the next bytes in `slot` will wake the dispatcher; false when some may be waiting.
     pub fn stream_is_drained(&self, slot: usize) -> bool {
-        self.stream.as_ref().is_none_or(|stream| stream.is_drained(slot))
+        self.stream().is_none_or(|stream| stream.is_drained(slot))
     }
 }

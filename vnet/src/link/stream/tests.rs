@@ -259,7 +259,7 @@ fn overfill(active: &Arc<Link>, passive: &Arc<Link>) {
 #[test]
 fn a_lost_connection_is_dialed_again() {
     let (active, passive) = pair();
-    *passive.link.stream.as_ref().unwrap().slots[ACCEPTED].connection.lock() = None;
+    *passive.link.stream().unwrap().slots[ACCEPTED].connection.lock() = None;
     until("the loss to be noticed", || {
         receive(&active.link, DIALED);
         !is_up(&active.link)

@@ -89,7 +89,7 @@ impl Streams {
     /// Makes connections for the stream links among `links` from now on, and for no others.
     pub fn set_links(&self, links: &[Arc<Link>]) {
         let streams: Vec<_> = links.iter().filter(|link| link.is_stream()).cloned().collect();
-        for stream in streams.iter().filter_map(|link| link.stream.as_ref()) {
+        for stream in streams.iter().filter_map(|link| link.stream()) {
             stream.set_dialer(&self.state.poller);
         }
         *self.state.links.lock() = streams;
@@ -197,7 +197,7 @@ impl Worker {
     fn dial_lost(&mut self, links: &[Arc<Link>]) {
         let now = Instant::now();
         let dialing = |link: &&Arc<Link>| {
-            link.stream.as_ref().is_some_and(|stream| stream.options.connect && !stream.is_stopping())
+            link.stream().is_some_and(|stream| stream.options.connect && !stream.is_stopping())
         };
         let dialing: HashMap<u64, &Arc<Link>> =
             links.iter().filter(dialing).map(|link| (link.id, link)).collect();
@@ -207,7 +207,7 @@ impl Worker {
             Attempt::Incoming(_) => true,
         });
         for (id, link) in dialing {
-            let Some(stream) = &link.stream else { continue };
+            let Some(stream) = link.stream() else { continue };
             let redial = self.redials.entry(id).or_insert_with(|| Redial {
                 backoff: Backoff::new(),
                 at: now,
@@ -245,7 +245,7 @@ impl Worker {
     }
 
     fn dial_failed(&mut self, link: &Link, error: &DialError) {
-        if let Some(stream) = &link.stream {
+        if let Some(stream) = link.stream() {
             stream.failed(error.to_string());
         }
         if let Some(redial) = self.redials.get_mut(&link.id) {
@@ -281,7 +281,7 @@ impl Worker {
     }
 
     fn advance_dial(&mut self, token: u64, link: Arc<Link>, dial: Dial) {
-        let Some(stream) = &link.stream else { return };
+        let Some(stream) = link.stream() else { return };
         match dial.advance(stream) {
             Ok(Progress::Waiting(dial)) => {
                 self.attempts.insert(token, Attempt::Outgoing(link, dial));
@@ -324,7 +324,7 @@ impl Worker {
             return install(link, stream, socket, None, source);
         }
         let unknown = || self.state.stats.discard(DiscardReason::UnknownSource, 1);
-        let Some(identity) = links.iter().find_map(|link| link.stream.as_ref()?.identity()) else {
+        let Some(identity) = links.iter().find_map(|link| link.stream()?.identity()) else {
             return unknown();
         };
         let incoming = |attempt: &&Attempt| matches!(attempt, Attempt::Incoming(_));
@@ -358,7 +358,7 @@ impl Worker {
         for token in late {
             match self.attempts.remove(&token) {
                 Some(Attempt::Outgoing(link, dial)) => {
-                    if let Some(stream) = &link.stream {
+                    if let Some(stream) = link.stream() {
                         self.dial_failed(&link, &dial.timed_out(&stream.options));
                     }
                 }
@@ -377,7 +377,7 @@ impl Worker {
         self.next_look = now + LOOK;
         self.looks = self.looks.wrapping_add(1);
         for (index, link) in links.iter().enumerate() {
-            if let Some(stream) = &link.stream {
+            if let Some(stream) = link.stream() {
                 let verify = (index + self.looks).is_multiple_of(VERIFY_LOOKS);
                 stream.look_after(verify, || link.take_numbers(1));
             }

@@ -27,8 +27,8 @@ use std::fs::File;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Mutex, OnceLock, PoisonError};
 
 use netlink_packet_core::{NLM_F_APPEND, NLM_F_CREATE, NLM_F_EXCL};
 use netlink_packet_route::link::{
@@ -38,13 +38,15 @@ use netlink_packet_route::neighbour::{
     NeighbourAddress, NeighbourAttribute, NeighbourFlags, NeighbourMessage, NeighbourState,
 };
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
+use parking_lot::Mutex;
 
+use super::transmit::{TCP_CHECKSUM, must_be_cut};
 use crate::frame::{Batch, Frame, NetworkId, SEGMENTS_MAX};
-use crate::link::Link;
+use crate::link::sending::Sending;
 use crate::link::socket::buffers;
 use crate::link::socket::udp::{Socket, check, set};
 use crate::netlink::Netlink;
-use crate::stats::{DropReason, PortStats};
+use crate::stats::DropReason;
 use crate::wire::ip;
 use crate::wire::offload::{F_NEEDS_CSUM, Offload};
 use crate::wire::segment::Cut;
@@ -101,30 +103,15 @@ pub(in crate::link) enum Sent {
     NotTaken,
 }
 
-impl Link {
-    /// Has streams in `networks`, as far as the link carries them, go by the kernel's VXLAN driver. `local` is the address that
-    /// datagrams come from, unspecified for any. Does nothing for other links, and nothing twice. It may take some 10 ms for each
-    /// network and VTEP; the link works meanwhile.
-    pub fn open_drivers(&self, local: IpAddr, networks: &[NetworkId]) {
-        let (Some(drivers), Some(vteps)) = (&self.drivers, &self.vteps) else { return };
-        let networks = networks.iter().filter(|network| self.carries(**network));
-        let port = self.options.remote.port();
-        let wanted = networks.flat_map(|network| {
-            (0..).zip(vteps.addresses()).map(move |(vtep, ip)| (*network, vtep, SocketAddr::new(*ip, port)))
-        });
-        drivers.open(self.name(), local, wanted);
-    }
-
-    /// Whether streams go by the kernel's VXLAN driver; `None` of links that are no VXLAN links.
-    pub fn has_drivers(&self) -> Option<bool> {
-        let drivers = self.drivers.as_ref();
-        self.vteps.is_some().then(|| drivers.is_some_and(|drivers| drivers.get(0).is_some()))
-    }
-}
-
 impl Drivers {
-    fn open(&self, link: &str, local: IpAddr, wanted: impl Iterator<Item = (NetworkId, u16, SocketAddr)>) {
-        let mut ports = self.ports.lock().unwrap_or_else(PoisonError::into_inner);
+    /// Makes devices for `wanted` networks and VTEPs, as far as there are none.
+    pub(in crate::link) fn open(
+        &self,
+        link: &str,
+        local: IpAddr,
+        wanted: impl Iterator<Item = (NetworkId, u16, SocketAddr)>,
+    ) {
+        let mut ports = self.ports.lock();
         for (network, vtep, remote) in wanted {
             if self.find(network, vtep).is_some() {
                 continue;
@@ -163,13 +150,15 @@ impl Drivers {
 }
 
 impl Driver {
-    /// Sends a frame on a path that carries frames of `room` bytes, to be cut into such ones where that is needed and possible.
-    pub(in crate::link) fn send(&self, stats: &PortStats, batch: &Batch, frame: &Frame, room: usize) -> Sent {
+    /// Sends frame `index` on a path that carries frames of `room` bytes, to be cut into such ones where that is needed and
+    /// possible.
+    pub(super) fn send(&self, out: &mut Sending<'_>, index: u16, room: usize) -> Sent {
+        let (batch, frame) = (out.batch, out.frame(index));
         let (offload, segments, largest) = if must_be_cut(frame, room) {
             match Cut::new(batch.head(frame), frame.len(), &frame.offload, room) {
                 Ok(cut) => (cut.offload(), cut.count() as u64, cut.segment_len(0)),
                 Err(_) => {
-                    stats.drop_frames(DropReason::Unsegmentable, 1);
+                    out.dropped(DropReason::Unsegmentable, index);
                     return Sent::Done;
                 }
             }
@@ -177,17 +166,17 @@ impl Driver {
             (frame.offload, 1, frame.len())
         };
         if largest > room {
-            stats.drop_frames(DropReason::MtuExceeded, 1);
+            out.dropped(DropReason::MtuExceeded, index);
             return Sent::Done;
         }
         match self.write(&offload, batch, frame) {
             Ok(()) => {
-                stats.delivered(1, frame.len() as u64);
-                stats.out_datagrams.add(segments);
+                out.link.stats.delivered(1, frame.len() as u64);
+                out.link.stats.out_datagrams.add(segments);
             }
             Err(error) => match error.raw_os_error() {
                 Some(libc::EAGAIN | libc::ENOBUFS | libc::ENOMEM) => {
-                    stats.drop_frames(DropReason::NoBuffer, 1)
+                    out.dropped(DropReason::NoBuffer, index);
                 }
                 _ => return Sent::NotTaken,
             },
@@ -216,13 +205,6 @@ impl Driver {
     }
 }
 
-/// Whether a frame does not travel as it is on a path that carries frames of `room` bytes, but may travel in segments.
-#[inline]
-pub(in crate::link) fn must_be_cut(frame: &Frame, room: usize) -> bool {
-    frame.offload.gso_type != 0
-        || (frame.len() > room && frame.offload.csum_offset == crate::link::vxlan::transmit::TCP_CHECKSUM)
-}
-
 /// Which of a dispatcher's flows are streams.
 pub(in crate::link) struct Streams {
     /// Until when, in ms, by a hash of link and flow.
@@ -234,24 +216,22 @@ impl Streams {
         Streams { until: Box::new([0; FLOWS]) }
     }
 
-    /// True when the frame goes by the driver: it is one of TCP that is to be cut, or one of the flow was not long ago.
+    /// True when the frame goes by the kernel device: it is one of TCP that is to be cut, or one of the flow was not long ago.
+    /// `flow` is a hash of link and flow.
     #[inline]
-    pub(in crate::link) fn go_by_driver(
+    pub(super) fn go_by_driver(
         &mut self,
-        link: &Link,
-        hash: u32,
+        flow: usize,
         batch: &Batch,
         frame: &Frame,
         room: usize,
         now_ms: u64,
     ) -> bool {
         let offload = &frame.offload;
-        if offload.flags & F_NEEDS_CSUM == 0
-            || offload.csum_offset != crate::link::vxlan::transmit::TCP_CHECKSUM
-        {
+        if offload.flags & F_NEEDS_CSUM == 0 || offload.csum_offset != TCP_CHECKSUM {
             return false;
         }
-        let until = &mut self.until[(hash as usize ^ link.id as usize) % FLOWS];
+        let until = &mut self.until[flow % FLOWS];
         if must_be_cut(frame, room) {
             if hears_of_congestion(batch.head(frame)) {
                 return false;

@@ -10,10 +10,10 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustls::pki_types::CertificateDer;
 
 use super::{Guest, HANDSHAKES_MAX, KeeperState, TICK, seals, spawn};
+use crate::link::ANYWHERE;
 use crate::link::sealed::handshake::{self, initiates};
 use crate::link::sealed::identity::is_for;
 use crate::link::sealed::identity::tls::{Channel, HandshakeError};
-use crate::link::sealed::roaming::ANYWHERE;
 use crate::link::{Link, normalised};
 use crate::log_limit::LogLimit;
 

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use super::{KeeperState, TICK, seals};
 use crate::link::sealed::identity::Identity;
-use crate::link::sealed::roaming::follow;
 use crate::link::sealed::session::{CurrentSession, Seal};
+use crate::link::sealed::source_table::follow;
 use crate::link::{Link, LinkState};
 
 /// Keepalives are sent every so many ticks.
@@ -116,9 +116,11 @@ impl KeeperState {
             let useless = silent && current.age >= SETTLE;
             current.age >= rekey || current.is_worn || seal.is_rekey_requested() || useless
         });
-        if silent_ms.is_some_and(|silent| silent >= FORGET_MS) && link.via().is_none() && link.place.forget()
+        if silent_ms.is_some_and(|silent| silent >= FORGET_MS)
+            && link.via().is_none()
+            && link.native().is_some_and(|native| native.place.forget())
         {
-            link.forget_path();
+            link.path.restart();
             seal.sources().iter().for_each(|sources| sources.refresh());
         }
         let initiates = self.must_initiate(link, seal, identity, current.as_ref().filter(|_| !silent));
@@ -147,7 +149,7 @@ impl KeeperState {
     ) -> LinkState {
         let failure = self.progress.lock().get(&link.id).and_then(|progress| progress.failure.clone());
         let peer = &seal.peer;
-        if let Some(error) = link.route_failure() {
+        if let Some(error) = link.path.route_failure() {
             return LinkState::Down(error);
         }
         match (current, silent_ms) {

@@ -1,13 +1,20 @@
-//! What a host sends besides frames: questions and answers between controls, keepalives. Rare, so one datagram a call.
+//! Datagrams that carry no frames: keepalives, probes, questions and answers between controls, registrations for a rendezvous.
+//! Rare, so one datagram a call.
 
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use crate::link::inquiry::MAGIC;
-use crate::link::socket::udp::{Name, Socket};
-use crate::link::{Encapsulation, Link};
+use super::kind::Native;
+use crate::link::common::Common;
+use crate::link::path::probing::MAGIC;
+use crate::link::sealed::session::Seal;
+use crate::link::socket::name::Name;
+use crate::link::socket::udp::Socket;
 use crate::wire::native::{Header, Kind, TAG_LEN};
+
+/// A native link.
+type Of<'a> = (&'a Common, &'a Native);
 
 /// Sends from a dispatcher's socket, beside the dispatcher.
 #[derive(Clone)]
@@ -20,29 +27,14 @@ impl Courier {
         Courier { socket }
     }
 
-    /// Sends a question, or an answer, as [`inquiry`](crate::link::inquiry) describes them.
-    ///
-    /// # Errors
-    /// The link carries none, `text` is longer than [`Link::inquiry_text`], there is no key for it, or the kernel refuses.
-    pub fn send(&self, link: &Link, answer: bool, text: &[u8]) -> io::Result<()> {
-        if link.options.encapsulation != Encapsulation::Native {
-            return Err(unfit("only links of encapsulation native carry questions"));
-        }
-        if text.len() > link.inquiry_text() {
-            return Err(unfit("too long for the link's path"));
-        }
-        let kind = if answer { Kind::ProbeReply } else { Kind::Probe };
-        self.post(link, kind, &[&MAGIC, text].concat())
-    }
-
-    /// Sends a probe. One that cannot be sent is like one that got lost.
-    pub(in crate::link) fn probe(&self, link: &Link, payload: &[u8]) {
-        let _ = self.post(link, Kind::Probe, payload);
+    /// Sends a question, or an answer, whose payload is `text` behind [`inquiry::MAGIC`](crate::link::inquiry::MAGIC).
+    pub(in crate::link) fn inquiry(&self, link: Of<'_>, is_answer: bool, payload: &[u8]) -> io::Result<()> {
+        self.post(link, if is_answer { Kind::ProbeReply } else { Kind::Probe }, payload)
     }
 
     /// Sends a keepalive with this body, to `to` where that is not the link's present address. One that cannot be sent is like one
     /// that got lost.
-    pub(in crate::link) fn post_keepalive(&self, link: &Link, to: Option<SocketAddr>, body: &[u8]) {
+    pub(in crate::link) fn post_keepalive(&self, link: Of<'_>, to: Option<SocketAddr>, body: &[u8]) {
         let Some(to) = to else {
             let _ = self.post(link, Kind::Keepalive, body);
             return;
@@ -53,20 +45,28 @@ impl Courier {
     }
 
     /// Sends bytes that are no native datagram to `to`. If they cannot be sent, they are like lost ones.
-    pub(in crate::link) fn post_raw(&self, link: &Link, to: SocketAddr, bytes: &[u8]) {
+    pub(in crate::link) fn post_raw(&self, (link, _): Of<'_>, to: SocketAddr, bytes: &[u8]) {
         if let Some(name) = self.socket.name_of(to) {
             link.stats.out_datagrams.add(u64::from(self.socket.send(bytes, &name).is_ok()));
         }
     }
 
-    /// Sends one datagram of no network, sealed where the link is. A keepalive has a tag there, see sealed/roaming.rs.
-    fn post(&self, link: &Link, kind: Kind, payload: &[u8]) -> io::Result<()> {
-        let name = self.socket.name(link, 0).ok_or_else(|| unfit("no socket for its address"))?;
-        self.post_to(&name, link, kind, payload)
+    /// Sends a probe with a payload of `len` bytes, at least 16. One that cannot be sent is like one that got lost.
+    pub(in crate::link) fn probe(&self, link: Of<'_>, id: &[u8; 8], len: usize) {
+        let mut payload = vec![0; len];
+        payload[..8].copy_from_slice(&MAGIC);
+        payload[8..16].copy_from_slice(id);
+        let _ = self.post(link, Kind::Probe, &payload);
     }
 
-    fn post_to(&self, name: &Name, link: &Link, kind: Kind, payload: &[u8]) -> io::Result<()> {
-        let keyring = link.seal().map(|seal| seal.keyring());
+    /// Sends one datagram of no network, sealed where the link is. A keepalive has a tag there, see sealed/roaming.rs.
+    fn post(&self, (link, native): Of<'_>, kind: Kind, payload: &[u8]) -> io::Result<()> {
+        let name = native.name(0, &self.socket).ok_or_else(|| unfit("no socket for its address"))?;
+        self.post_to(&name, (link, native), kind, payload)
+    }
+
+    fn post_to(&self, name: &Name, (link, native): Of<'_>, kind: Kind, payload: &[u8]) -> io::Result<()> {
+        let keyring = native.seal.as_deref().map(Seal::keyring);
         let tag = keyring.as_ref().filter(|_| kind == Kind::Keepalive).map_or(0, |keyring| keyring.tag());
         let key = match &keyring {
             None => None,
@@ -97,6 +97,6 @@ impl Courier {
     }
 }
 
-fn unfit(why: &str) -> io::Error {
+pub(in crate::link) fn unfit(why: &str) -> io::Error {
     io::Error::new(io::ErrorKind::Unsupported, why)
 }

@@ -1,0 +1,193 @@
+//! One dispatcher's end of all links: its sockets, with a sender of each kind and a receiver.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use super::link::{Kind, Link};
+use super::native::control_datagrams::Courier;
+use super::native::reassembly::ReassemblyBudget;
+use super::native::receive::Receiver;
+use super::native::send::NativeSender;
+use super::native::zero_copy::ZeroCopy;
+use super::path::prober::Prober;
+use super::path::watch::{Monitored, PathWatch};
+use super::sending::Sending;
+use super::socket::gather::Gather;
+use super::socket::ports::{self, BridgeError};
+use super::socket::udp::{Socket, set};
+use super::vxlan::send::VxlanSender;
+use super::vxlan::source_ports::SourcePorts;
+use crate::frame::{DropSink, Selection};
+use crate::stats::{DropReason, PortStats};
+use crate::wire::native::HOPS_MAX;
+
+/// One dispatcher's end of all links: its UDP sockets in two halves.
+pub struct Bridge {
+    /// Takes datagrams in.
+    pub rx: Receiver,
+    /// Sends frames out.
+    pub tx: Sender,
+    /// Takes VXLAN datagrams in, which have a port of their own; where [`Bridge::add_vxlan`] was called.
+    pub vxlan_rx: Option<Receiver>,
+}
+
+impl Bridge {
+    /// Has the bridges of one host listen for VXLAN on `listen`, too, beside each other as [`Bridge::bind_group`] does it.
+    pub fn add_vxlan(
+        bridges: &mut [Bridge],
+        listen: SocketAddr,
+        stats: &Arc<PortStats>,
+        budget: &Arc<ReassemblyBudget>,
+    ) -> Result<(), BridgeError> {
+        let failed = |error| BridgeError::new(listen, error);
+        drop(Socket::bind(listen, false).map_err(failed)?);
+        let shared = bridges.len() > 1;
+        for (index, bridge) in bridges.iter_mut().enumerate() {
+            let socket = Arc::new(Socket::bind(listen, shared).map_err(failed)?);
+            // Else a datagram for a group comes to every socket there is, members or not.
+            set(&socket, libc::SOL_IP, libc::IP_MULTICAST_ALL, 0).map_err(failed)?;
+            let rx = Receiver::new(vec![socket], stats.clone(), budget.clone());
+            bridge.vxlan_rx = Some(rx.for_vxlan(index == 0));
+            bridge.tx.vxlan = Some(VxlanSender::new(SourcePorts::new(listen).map_err(failed)?));
+        }
+        Ok(())
+    }
+
+    /// Sends what is no frame on this bridge's first socket.
+    pub fn courier(&self) -> Courier {
+        Courier::new(self.tx.sockets[0].clone())
+    }
+
+    /// Listens on `listen`; with `shared`, beside other bridges of this process on the same address, among which the kernel
+    /// spreads the peers. `stats` counts datagrams of unknown source, `budget` is the host's reassembly memory.
+    ///
+    /// A shared bridge cannot tell its own kind from another vnetd of the same user: use [`Bridge::bind_group`].
+    pub fn bind(
+        listen: SocketAddr,
+        shared: bool,
+        stats: Arc<PortStats>,
+        budget: Arc<ReassemblyBudget>,
+    ) -> Result<Bridge, BridgeError> {
+        Ok(Bridge::new(vec![ports::bind(listen, shared)?], 0, stats, budget))
+    }
+
+    /// Bridges for `dispatchers` dispatchers on `ports` ports from that of `listen` on, which must be free before. Port 0 lets
+    /// the kernel choose. Of fewer ports than dispatchers, but more than one, the last dispatchers get none to receive by.
+    pub fn bind_group(
+        listen: SocketAddr,
+        ports: u16,
+        dispatchers: usize,
+        stats: &Arc<PortStats>,
+        budget: &Arc<ReassemblyBudget>,
+    ) -> Result<Vec<Bridge>, BridgeError> {
+        let sockets = ports::bind_group(listen, ports, dispatchers)?;
+        let bridge = |(dispatcher, own): (usize, Vec<Arc<Socket>>)| {
+            let native_from = usize::from(dispatcher > 0 && own.len() > 1);
+            Bridge::new(own, native_from, stats.clone(), budget.clone())
+        };
+        Ok(sockets.into_iter().enumerate().map(bridge).collect())
+    }
+
+    fn new(
+        sockets: Vec<Arc<Socket>>,
+        native_from: usize,
+        stats: Arc<PortStats>,
+        budget: Arc<ReassemblyBudget>,
+    ) -> Bridge {
+        let rx = Receiver::new(sockets.clone(), stats, budget);
+        Bridge { rx, tx: Sender::new(sockets, native_from), vxlan_rx: None }
+    }
+
+    /// The address listened on, with the first port, which the kernel may have chosen.
+    pub fn local_addr(&self) -> SocketAddr {
+        self.tx.sockets[0].local()
+    }
+}
+
+/// Sends frames on links of all kinds, for one dispatcher; shares its sockets with a [`Receiver`].
+pub struct Sender {
+    /// The first one is bound to the host's first port.
+    sockets: Vec<Arc<Socket>>,
+    gather: Gather,
+    native: NativeSender,
+    /// Where VXLAN is listened for.
+    vxlan: Option<VxlanSender>,
+}
+
+impl Sender {
+    /// A sender by `sockets`, of which the first is bound to the host's first port, and native frames leave by those from
+    /// `native_from` on.
+    fn new(sockets: Vec<Arc<Socket>>, native_from: usize) -> Sender {
+        let native = NativeSender::new(sockets.clone(), native_from);
+        Sender { sockets, gather: Gather::new(), native, vxlan: None }
+    }
+
+    /// Whether guests' memory is sent without copying it, from now on.
+    pub fn set_zero_copy(&mut self, setting: ZeroCopy) {
+        self.native.set_zero_copy(setting);
+    }
+
+    /// Lets frames' memory go that the kernel has sent. True when there was any.
+    #[inline]
+    pub fn reap(&mut self) -> bool {
+        self.native.reap()
+    }
+
+    /// Sets the clock. Call it some ten times a second.
+    pub fn tick(&mut self, now_ms: u64) {
+        if let Some(vxlan) = &mut self.vxlan {
+            vxlan.tick(now_ms);
+        }
+    }
+
+    /// Encapsulates the frames and sends them on `link`, counting each as out or dropped.
+    pub fn send(&mut self, link: &Link, frames: Selection<'_>, drops: &mut DropSink) {
+        let batch = frames.batch;
+        let mut out = Sending { link, batch, gather: &mut self.gather, drops };
+        let relayed_too_often = |index: &u16| batch.frame(usize::from(*index)).hops > HOPS_MAX;
+        let few_hops: Vec<u16>;
+        let mut which = frames.which;
+        if which.iter().any(relayed_too_often) {
+            // Loops of links only: allocating does not matter.
+            for &index in which.iter().filter(|index| relayed_too_often(index)) {
+                out.dropped(DropReason::HopLimit, index);
+            }
+            few_hops = which.iter().copied().filter(|index| !relayed_too_often(index)).collect();
+            which = &few_hops;
+        }
+        match (&link.kind, &mut self.vxlan) {
+            (Kind::Native(native), _) => self.native.send(native, &mut out, which),
+            (Kind::Classic(classic), _) => classic.send(&self.sockets[0], &mut out, which),
+            (Kind::Vxlan(link), Some(sender)) => sender.send(link, &mut out, which),
+            (Kind::Vxlan(_), None) => out.dropped_all(DropReason::SendFailed, which),
+            (Kind::Stream(_), _) => link.stream_send(batch, which),
+        }
+    }
+}
+
+/// The kernel's side of the paths of all links of a host.
+impl PathWatch {
+    /// For the host with these `bridges`.
+    pub fn of(bridges: &[Bridge]) -> PathWatch {
+        let sockets = bridges.iter().flat_map(|bridge| bridge.tx.sockets.iter().cloned()).collect();
+        let vxlan = bridges.iter().filter_map(|bridge| bridge.tx.vxlan.as_ref());
+        PathWatch::new(sockets, vxlan.flat_map(|sender| sender.sockets().iter().cloned()).collect())
+    }
+
+    /// Asks for the routes of links that are new.
+    pub fn meet_all(&mut self, links: &[Arc<Link>]) {
+        links.iter().for_each(|link| self.meet(&**link));
+    }
+
+    /// Asks again for what is older than a second, or what a sender wants to know.
+    pub fn look_at_all(&mut self, links: &[Arc<Link>], now_ms: u64) {
+        links.iter().for_each(|link| _ = self.look_at(&**link, now_ms));
+    }
+}
+
+impl Prober {
+    /// Looks after `links` from now on, and no others. The routes of new ones are known on return.
+    pub fn set_links(&self, links: &[Arc<Link>]) {
+        self.watch(links.iter().map(|link| link.clone() as Arc<dyn Monitored>).collect());
+    }
+}

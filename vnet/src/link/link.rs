@@ -1,0 +1,290 @@
+//! A link: what all links have, and one of the kinds.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::ops::Deref;
+use std::sync::Arc;
+
+use super::common::Common;
+use super::inquiry::{Inbox, MAGIC, TEXT_MAX};
+use super::native::control_datagrams::{Courier, unfit};
+use super::native::kind::Native;
+use super::options::{Encapsulation, LinkOptions, Security, Tunnel};
+use super::path::probing::{ANSWER_LEN, Probed};
+use super::path::state::{Path, udp_payload};
+use super::path::watch::Monitored;
+use super::rendezvous::choice::PathChoice;
+use super::sealed::roaming::RemoteAddress;
+use super::sealed::session::{Seal, SealView};
+use super::socket::name::{ANYWHERE, Target, addresses, normalised};
+use super::socket::udp::Socket;
+use super::state::LinkState;
+use super::stream::Stream;
+use super::vxlan::classic::Classic;
+use super::vxlan::kind::Vxlan;
+use super::vxlan::vteps::{Vteps, VxlanOptions};
+use crate::frame::{NetworkId, PortId};
+use crate::stats::PortStats;
+
+/// One edge of the overlay. Shared by all dispatchers. What all links have is reached through [`Deref`].
+#[derive(Debug)]
+pub struct Link {
+    common: Common,
+    options: LinkOptions,
+    pub(in crate::link) kind: Kind,
+}
+
+/// What carries a link's frames.
+#[derive(Debug)]
+pub(in crate::link) enum Kind {
+    Native(Box<Native>),
+    Classic(Classic),
+    Vxlan(Box<Vxlan>),
+    Stream(Box<Stream>),
+}
+
+impl Deref for Link {
+    type Target = Common;
+
+    #[inline]
+    fn deref(&self) -> &Common {
+        &self.common
+    }
+}
+
+impl Link {
+    /// A link that nothing has been sent on.
+    pub fn new(options: LinkOptions, port: PortId, stats: Arc<PortStats>) -> Arc<Link> {
+        Link::with_security(options, Security::default(), port, stats)
+    }
+
+    /// The same, with limits on what may pass.
+    pub fn with_security(
+        mut options: LinkOptions,
+        security: Security,
+        port: PortId,
+        stats: Arc<PortStats>,
+    ) -> Arc<Link> {
+        options.remote = normalised(options.remote);
+        let Security { peer, macs, via } = security;
+        let common = Common::new(options.name.clone(), port, stats, Path::new(options.mtu))
+            .limited_to(options.networks.clone(), macs);
+        let kind = match (options.encapsulation, &options.tunnel) {
+            (Encapsulation::Native, tunnel) => {
+                Kind::Native(Box::new(native(&common, &options, tunnel, peer, via)))
+            }
+            (Encapsulation::Vnet, _) => Kind::Classic(Classic::new(options.remote)),
+            (Encapsulation::Vxlan, Tunnel::Vxlan(vxlan)) => {
+                Kind::Vxlan(Box::new(Vxlan::new(options.remote, vxlan)))
+            }
+            (Encapsulation::Vxlan, _) => {
+                Kind::Vxlan(Box::new(Vxlan::new(options.remote, &VxlanOptions::default())))
+            }
+            // A sealed stream has TLS, not keys of its own.
+            (Encapsulation::Stream, Tunnel::Stream(stream)) => {
+                Kind::Stream(Box::new(Stream::new(stream.clone(), peer)))
+            }
+            (Encapsulation::Stream, _) => unreachable!("a stream link says how it connects"),
+        };
+        Arc::new(Link { common, options, kind })
+    }
+
+    /// What it was configured to be; the remote address is normalised.
+    pub fn options(&self) -> &LinkOptions {
+        &self.options
+    }
+
+    /// Where the other host is: where it was declared to be, or where it was heard; `None` while nothing is known.
+    pub fn remote(&self) -> Option<SocketAddr> {
+        match &self.kind {
+            Kind::Native(native) => native.place.remote(),
+            _ => Some(self.options.remote).filter(|remote| *remote != ANYWHERE),
+        }
+    }
+
+    /// The addresses that its datagrams come from, as far as they are declared. None for VXLAN links, whose VTEPs send from any
+    /// port, and for streams.
+    pub(in crate::link) fn sources(&self) -> impl Iterator<Item = SocketAddr> {
+        let has_ports =
+            matches!(self.kind, Kind::Native(_) | Kind::Classic(_)) && self.options.remote != ANYWHERE;
+        addresses(self.options.remote, if has_ports { self.options.ports.max(1) } else { 0 })
+    }
+
+    /// What it is able to do at the moment.
+    pub fn state(&self) -> LinkState {
+        match &self.kind {
+            Kind::Stream(stream) => stream.state(),
+            _ => self.seal().map_or_else(|| self.path.state(), Seal::state),
+        }
+    }
+
+    /// Round trip and loss, as probes tell, and rates.
+    pub fn probed(&self) -> Probed {
+        self.path.probed()
+    }
+
+    /// What a native link has beside what all links have.
+    #[inline]
+    pub(in crate::link) fn native(&self) -> Option<&Native> {
+        if let Kind::Native(native) = &self.kind { Some(native) } else { None }
+    }
+
+    #[inline]
+    pub(in crate::link) fn vteps(&self) -> Option<&Vteps> {
+        if let Kind::Vxlan(vxlan) = &self.kind { Some(&vxlan.vteps) } else { None }
+    }
+
+    #[inline]
+    pub(in crate::link) fn stream(&self) -> Option<&Stream> {
+        if let Kind::Stream(stream) = &self.kind { Some(stream) } else { None }
+    }
+
+    /// Its keys, if nothing may travel in clear text.
+    #[inline]
+    pub(in crate::link) fn seal(&self) -> Option<&Seal> {
+        self.native()?.seal.as_deref()
+    }
+
+    /// The choice between relayed and direct path, where the hosts meet by a relay.
+    #[inline]
+    pub(in crate::link) fn via(&self) -> Option<&PathChoice> {
+        self.native()?.via.as_ref()
+    }
+
+    /// Its keys and the host they are agreed with; `None` for a link in clear text.
+    pub fn seal_view(&self) -> Option<SealView> {
+        Some(self.seal()?.view(self.next_number()))
+    }
+
+    /// Largest UDP payload in bytes of an unfragmented packet.
+    pub(in crate::link) fn udp_payload(&self) -> usize {
+        udp_payload(self.path_mtu(), self.remote().is_some_and(|remote| remote.is_ipv4()))
+    }
+
+    /// Has questions and answers of other hosts' controls that arrive on this link put into `inbox`. The first call counts.
+    pub fn answer_by(&self, inbox: Arc<Inbox>) {
+        if let Some(native) = self.native() {
+            native.inquiries.answer_by(inbox);
+        }
+    }
+
+    /// Longest text in bytes that a question or an answer on this link may have.
+    pub fn inquiry_text(&self) -> usize {
+        let payload = self.native().map_or(0, |native| native.payload_of(self.path_mtu()));
+        payload.saturating_sub(MAGIC.len()).min(TEXT_MAX)
+    }
+
+    /// Makes kernel VXLAN devices for TCP streams in `networks`, as far as the link carries them. `local` is the address that
+    /// datagrams come from, unspecified for any. Does nothing for other links, and nothing twice. It may take some 10 ms for each
+    /// network and VTEP; the link works meanwhile.
+    pub fn open_drivers(&self, local: IpAddr, networks: &[NetworkId]) {
+        let Kind::Vxlan(vxlan) = &self.kind else { return };
+        let Vxlan { remote, vteps, drivers: Some(drivers) } = &**vxlan else { return };
+        let networks = networks.iter().filter(|network| self.carries(**network));
+        let wanted = networks.flat_map(|network| {
+            let vtep = |(vtep, ip): (u16, &IpAddr)| (*network, vtep, SocketAddr::new(*ip, remote.port()));
+            (0..).zip(vteps.addresses()).map(vtep)
+        });
+        drivers.open(self.name(), local, wanted);
+    }
+
+    /// Whether TCP streams leave by kernel VXLAN devices; `None` for links that are no VXLAN links.
+    pub fn has_drivers(&self) -> Option<bool> {
+        let Kind::Vxlan(vxlan) = &self.kind else { return None };
+        Some(vxlan.drivers.as_ref().is_some_and(|drivers| drivers.get(0).is_some()))
+    }
+}
+
+fn native(
+    common: &Common,
+    options: &LinkOptions,
+    tunnel: &Tunnel,
+    peer: Option<String>,
+    via: Option<String>,
+) -> Native {
+    let guests = if let Tunnel::Direct(guests) = tunnel { &guests[..] } else { &[] };
+    let guests = guests.iter().map(|(mac, port)| {
+        let mut address = options.remote;
+        address.set_port(*port);
+        (*mac, Target::new(address))
+    });
+    let place = RemoteAddress::new(options.remote, options.ports, peer.is_some());
+    let mut native = Native::new(place, common).with_guests(guests);
+    native.seal = peer.map(|peer| Box::new(Seal::new(peer)));
+    native.via = via.map(PathChoice::new);
+    native
+}
+
+impl Courier {
+    /// Sends a question, or an answer, as [`inquiry`](crate::link::inquiry) describes them.
+    ///
+    /// # Errors
+    /// The link carries none, `text` is longer than [`Link::inquiry_text`], there is no key for it, or the kernel refuses.
+    pub fn send(&self, link: &Link, is_answer: bool, text: &[u8]) -> io::Result<()> {
+        let Some(native) = link.native() else {
+            return Err(unfit("only links of encapsulation native carry questions"));
+        };
+        if text.len() > link.inquiry_text() {
+            return Err(unfit("too long for the link's path"));
+        }
+        self.inquiry((&link.common, native), is_answer, &[&MAGIC, text].concat())
+    }
+}
+
+impl Monitored for Link {
+    fn id(&self) -> u64 {
+        self.id
+    }
+
+    fn name(&self) -> &str {
+        self.common.name()
+    }
+
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn stats(&self) -> &PortStats {
+        self.common.stats()
+    }
+
+    fn remote(&self) -> Option<SocketAddr> {
+        Link::remote(self)
+    }
+
+    fn leaves_by_bridge(&self) -> bool {
+        matches!(self.kind, Kind::Native(_) | Kind::Classic(_))
+    }
+
+    fn has_group(&self) -> bool {
+        self.vteps().is_some_and(|vteps| vteps.group().is_some())
+    }
+
+    fn age(&self, now_ms: u64) {
+        if let Some(vteps) = self.vteps() {
+            vteps.age(now_ms);
+        }
+    }
+
+    fn is_probed(&self) -> bool {
+        self.native().is_some_and(|native| native.place.remote().is_some())
+    }
+
+    fn is_sealed(&self) -> bool {
+        self.seal().is_some()
+    }
+
+    fn heard_ms(&self) -> Option<u64> {
+        self.common.heard_ms()
+    }
+
+    fn send_probe(&self, by: &Arc<Socket>, id: &[u8; 8], size: Option<u16>) {
+        let Some(native) = self.native() else { return };
+        let len = size.map_or(ANSWER_LEN, |size| native.payload_of(size).max(ANSWER_LEN));
+        Courier::new(by.clone()).probe((&self.common, native), id, len);
+    }
+}
+
+#[cfg(test)]
+#[path = "link_tests.rs"]
+mod tests;

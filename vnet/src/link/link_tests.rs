@@ -1,0 +1,93 @@
+use super::*;
+use crate::link::{PATH_MTU_MIN, Peers, UDP_PAYLOAD_MAX};
+
+fn link(remote: &str, encapsulation: Encapsulation, mtu: Option<u16>) -> Arc<Link> {
+    let remote = remote.parse().unwrap();
+    let (name, tunnel) = ("h2".into(), Tunnel::None);
+    let options = LinkOptions { name, remote, ports: 1, encapsulation, networks: None, mtu, tunnel };
+    Link::new(options, PortId(3), Arc::default())
+}
+
+#[test]
+fn a_peer_has_its_own_ports_only() {
+    let several = |remote: &str, ports| {
+        let options = LinkOptions { ports, ..link(remote, Encapsulation::Native, None).options.clone() };
+        Link::new(options, PortId(3), Arc::default())
+    };
+    let links = [several("10.0.0.2:9000", 3), several("10.0.0.2:9003", 1), several("[fd00::5]:65534", 9)];
+    let peers = Peers::build(&links);
+    let find = |text: &str| peers.link(text.parse().unwrap()).map(|found| found.options.remote.port());
+    for port in 9000..9003 {
+        assert_eq!(find(&format!("[::ffff:10.0.0.2]:{port}")), Some(9000));
+    }
+    assert_eq!(
+        (find("10.0.0.2:9003"), find("10.0.0.2:9004"), find("10.0.0.2:8999")),
+        (Some(9003), None, None)
+    );
+    assert_eq!(
+        (find("[fd00::5]:65535"), find("[fd00::5]:1"), links[2].native().unwrap().place.ports()),
+        (Some(65_534), None, 2)
+    );
+}
+
+#[test]
+fn peers_are_found_by_address_and_port() {
+    use Encapsulation::{Native, Vnet};
+    let links = [
+        link("10.0.0.2:9000", Native, None),
+        link("[::ffff:10.0.0.3]:9000", Native, None),
+        link("10.0.0.3:9001", Native, None),
+        link("10.0.0.4:9000", Vnet, None),
+        link("[fd00::5]:9000", Native, None),
+    ];
+    let peers = Peers::build(&links);
+    let find = |text: &str| {
+        peers
+            .link(text.parse().unwrap())
+            .map(|found| links.iter().position(|l| Arc::ptr_eq(l, found)).unwrap())
+    };
+    assert_eq!(find("10.0.0.2:9000"), Some(0));
+    assert_eq!(find("10.0.0.2:4711"), None, "anybody on the peer's host");
+    assert_eq!(find("10.0.0.3:9000"), Some(1));
+    assert_eq!(find("[::ffff:10.0.0.3]:9001"), Some(2));
+    assert_eq!(find("10.0.0.4:9000"), Some(3));
+    assert_eq!(find("10.0.0.4:4711"), None);
+    assert_eq!(find("[fd00::5]:9000"), Some(4));
+    assert_eq!(find("[fd00::5]:1"), None);
+    assert_eq!(find("10.0.0.9:9000"), None);
+}
+
+#[test]
+fn fragments_fit_the_path() {
+    let payload = |link: &Link| link.native().unwrap().payload_of(link.path_mtu());
+    let v4 = link("10.0.0.2:9000", Encapsulation::Native, Some(1500));
+    v4.path.set_route_mtu(9000);
+    assert_eq!((v4.path_mtu(), payload(&v4)), (1500, 1500 - 20 - 8 - 16));
+    let v6 = link("[fd00::2]:9000", Encapsulation::Native, None);
+    v6.path.set_route_mtu(1500);
+    assert_eq!(payload(&v6), 1500 - 40 - 8 - 16);
+    let loopback = link("127.0.0.1:9000", Encapsulation::Native, None);
+    loopback.path.set_route_mtu(65536);
+    assert_eq!(payload(&loopback), UDP_PAYLOAD_MAX - 16);
+    loopback.path.set_route_mtu(68);
+    assert_eq!(loopback.path_mtu(), PATH_MTU_MIN);
+}
+
+#[test]
+fn encapsulations_have_names() {
+    use Encapsulation::{Native, Stream, Vnet, Vxlan};
+    use strum::VariantNames;
+    for encapsulation in [Native, Vnet, Vxlan, Stream] {
+        assert_eq!(encapsulation.to_string().parse(), Ok(encapsulation));
+    }
+    assert_eq!(Encapsulation::VARIANTS, ["native", "vnet", "vxlan", "stream"]);
+    assert!("gre".parse::<Encapsulation>().is_err());
+}
+
+#[test]
+fn numbers_rise_over_restarts() {
+    let first = link("10.0.0.2:9000", Encapsulation::Native, None);
+    let used = first.take_numbers(100) + 100;
+    std::thread::sleep(std::time::Duration::from_millis(1));
+    assert!(link("10.0.0.2:9000", Encapsulation::Native, None).take_numbers(1) > used);
+}

@@ -1,0 +1,268 @@
+//! What probes tell of one link: round trip, loss, liveness, path MTU. No I/O; time is passed in.
+
+use std::collections::VecDeque;
+use std::sync::LazyLock;
+use std::time::Instant;
+
+use super::pmtu::{Discovery, Moment};
+use crate::link::limits::PATH_MTU_MIN;
+use crate::link::state::LinkState;
+use crate::stats::PortStats;
+
+/// What the payload of such a probe begins with.
+pub(in crate::link) const MAGIC: [u8; 8] = *b"vnet-mtu";
+/// Bytes of a small probe's payload, and of an answer's.
+pub(in crate::link) const ANSWER_LEN: usize = 16;
+/// A peer that has answered before is down when it was not heard for so long: noticed within a second.
+pub(super) const SILENCE_MS: u64 = 800;
+/// Small probes are lost when they are not answered within so many ms, or three round trips.
+const ANSWER_MS: u64 = 600;
+/// Small probes that loss is told of: ten seconds.
+const HISTORY: u32 = 50;
+/// A link is degraded when more than so many thousandths of its probes are lost, both ways together.
+const LOSS_PERMILLE_MAX: u32 = 50;
+/// Time over which rates are measured, in ms.
+pub(super) const RATE_MS: u64 = 1000;
+/// Probes under way: small ones of at most 2 s, and a large one.
+const OUTSTANDING_MAX: usize = 16;
+
+/// This host's clock for keepalives and probes, in microseconds; never 0, and never set back.
+pub(in crate::link) fn clock_us() -> u64 {
+    static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+    START.elapsed().as_micros() as u64 + 1
+}
+
+/// A probe that was not answered yet.
+#[derive(Debug)]
+struct Sent {
+    id: [u8; 8],
+    at_us: u64,
+    /// The packet's size; `None` for a small one.
+    size: Option<u16>,
+}
+
+/// How much a link carries, averaged over the last full second.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Rates {
+    /// Frames that came, a second.
+    pub in_frames: u64,
+    /// Their bits.
+    pub in_bits: u64,
+    /// Frames that left, a second.
+    pub out_frames: u64,
+    /// Their bits.
+    pub out_bits: u64,
+}
+
+/// What the prober knows of a link.
+#[derive(Debug)]
+pub(in crate::link) struct Probing {
+    pub(super) discovery: Discovery,
+    sent: VecDeque<Sent>,
+    /// When a small probe was answered last, on [`clock_us`].
+    answered_us: Option<u64>,
+    /// Whether the last small probes were answered, one bit each, and how many those are.
+    pub(super) history: (u64, u32),
+    rtt_us: u32,
+    pub(super) state: LinkState,
+    rates: Rates,
+    /// Counters as they were when rates were measured last, and when that was.
+    counted: (u64, [u64; 4]),
+    /// Frames sent at the last look.
+    out_frames: u64,
+    /// When frames were sent last, as far as looks tell.
+    active_ms: u64,
+}
+
+impl Default for Probing {
+    fn default() -> Probing {
+        Probing {
+            discovery: Discovery::new(u16::MAX, PATH_MTU_MIN),
+            sent: VecDeque::new(),
+            answered_us: None,
+            history: (0, 0),
+            rtt_us: 0,
+            state: LinkState::Up,
+            rates: Rates::default(),
+            counted: (0, [0; 4]),
+            out_frames: 0,
+            active_ms: 0,
+        }
+    }
+}
+
+impl Probing {
+    /// Loss of small probes and their answers, in thousandths; `None` before any was answered.
+    fn loss_permille(&self) -> Option<u32> {
+        let (answered, count) = self.history;
+        self.answered_us?;
+        (count > 0).then(|| (count - answered.count_ones()) * 1000 / count)
+    }
+
+    /// What people want to know.
+    pub(super) fn probed(&self) -> Probed {
+        let rtt_us = Some(self.rtt_us).filter(|rtt| *rtt != 0);
+        Probed { rtt_us, loss_permille: self.loss_permille(), rates: self.rates }
+    }
+
+    /// One step of path MTU discovery below `top`, the size that the kernel allows. Returns the MTU before this step, and the
+    /// size to probe, if there is one.
+    pub(super) fn discover(&mut self, top: Option<u16>, now_ms: u64, now_us: u64) -> (u16, Option<u16>) {
+        if let Some(top) = top {
+            self.discovery.set_top(top);
+        }
+        let patience_us = self.patience_us();
+        let before = self.discovery.mtu();
+        let size = self.discovery.poll(Moment {
+            now_ms: now_us / 1000,
+            active: self.out_frames != 0 && now_ms.saturating_sub(self.active_ms) < RATE_MS,
+            alive: self.answered_us.is_some_and(|at| now_us.saturating_sub(at) < patience_us),
+            rtt_ms: self.rtt_ms(),
+        });
+        (before, size)
+    }
+
+    fn note(&mut self, answered: bool) {
+        let (bits, count) = self.history;
+        let kept = (1 << HISTORY) - 1;
+        self.history = ((bits << 1 | u64::from(answered)) & kept, (count + 1).min(HISTORY));
+    }
+
+    pub(super) fn rtt_ms(&self) -> u64 {
+        u64::from(self.rtt_us.div_ceil(1000))
+    }
+
+    pub(super) fn patience_us(&self) -> u64 {
+        ANSWER_MS.max(3 * self.rtt_ms()) * 1000
+    }
+
+    /// Forgets probes whose time is up.
+    pub(super) fn expire(&mut self, now_us: u64) {
+        let patience = self.patience_us();
+        while let Some(first) = self.sent.front()
+            && (now_us.saturating_sub(first.at_us) >= patience || self.sent.len() > OUTSTANDING_MAX)
+        {
+            if first.size.is_none() && self.answered_us.is_some() {
+                self.note(false);
+            }
+            self.sent.pop_front();
+        }
+    }
+
+    /// Notes a probe that is to be sent: its name, and its size if it is a large one. `None` without random bytes.
+    pub(super) fn ask(&mut self, size: Option<u16>, at_us: u64) -> Option<([u8; 8], Option<u16>)> {
+        let mut id = [0; 8];
+        aws_lc_rs::rand::fill(&mut id).ok()?;
+        self.sent.push_back(Sent { id, at_us, size });
+        Some((id, size))
+    }
+
+    /// Takes an answer; false when nobody asked.
+    pub(super) fn answer(&mut self, id: [u8; 8], now_us: u64) -> bool {
+        let Some(place) = self.sent.iter().position(|sent| sent.id == id) else { return false };
+        let Some(Sent { at_us, size, .. }) = self.sent.remove(place) else { return false };
+        match size {
+            Some(size) => self.discovery.answer(size, now_us / 1000),
+            None => {
+                let rtt = u32::try_from(now_us.saturating_sub(at_us)).unwrap_or(u32::MAX).max(1);
+                // RFC 6298's smoothing.
+                self.rtt_us = if self.rtt_us == 0 {
+                    rtt
+                } else {
+                    (u64::from(self.rtt_us) * 7 + u64::from(rtt)).div_ceil(8) as u32
+                };
+                if self.answered_us.replace(now_us).is_none() {
+                    // What was asked before the other host was there is not lost.
+                    self.sent.retain(|sent| sent.size.is_some() || sent.at_us > at_us);
+                }
+                self.note(true);
+            }
+        }
+        true
+    }
+
+    pub(super) fn measure(&mut self, stats: &PortStats, now_ms: u64) {
+        let counters =
+            [&stats.in_frames, &stats.in_bytes, &stats.out_frames, &stats.out_bytes].map(|c| c.get());
+        let (before_ms, before) = self.counted;
+        let passed = now_ms.saturating_sub(before_ms);
+        if passed >= RATE_MS {
+            let per_s = |at: usize| counters[at].saturating_sub(before[at]).saturating_mul(1000) / passed;
+            self.rates = Rates {
+                in_frames: per_s(0),
+                in_bits: per_s(1).saturating_mul(8),
+                out_frames: per_s(2),
+                out_bits: per_s(3).saturating_mul(8),
+            };
+            self.counted = (now_ms, counters);
+        }
+        if counters[2] != self.out_frames {
+            (self.out_frames, self.active_ms) = (counters[2], now_ms);
+        }
+    }
+
+    /// Judges a link in clear text; `silent_ms` is how long nothing came by it.
+    pub(super) fn judge(&mut self, silent_ms: Option<u64>) -> Option<LinkState> {
+        let state = match (self.answered_us, silent_ms) {
+            (Some(_), Some(ms)) if ms >= SILENCE_MS => {
+                LinkState::Down(format!("nothing came for {}.{} s", ms / 1000, ms / 100 % 10))
+            }
+            _ => match self.loss_permille() {
+                Some(loss) if loss > LOSS_PERMILLE_MAX && self.history.1 == HISTORY => {
+                    LinkState::Degraded(format!("{}.{} % of probes are lost", loss / 10, loss % 10))
+                }
+                _ => LinkState::Up,
+            },
+        };
+        let news = std::mem::discriminant(&state) != std::mem::discriminant(&self.state);
+        self.state = state;
+        news.then(|| self.state.clone())
+    }
+}
+
+/// What is known of a link by probes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Probed {
+    /// Round trip in microseconds, smoothed; `None` while nothing was answered.
+    pub rtt_us: Option<u32>,
+    /// Of the last 50 probes, thousandths that were lost, they or their answers.
+    pub loss_permille: Option<u32>,
+    /// What it carries.
+    pub rates: Rates,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn loss_is_told_of_the_last_ten_seconds() {
+        let mut probing = Probing { answered_us: Some(1), ..Probing::default() };
+        let degraded = |probing: &mut Probing| {
+            probing.judge(Some(0));
+            matches!(probing.state, LinkState::Degraded(_))
+        };
+        for n in 0..49 {
+            probing.note(n % 5 != 0);
+        }
+        assert_eq!(probing.loss_permille(), Some(10 * 1000 / 49));
+        assert!(!degraded(&mut probing), "too few to judge");
+        probing.note(true);
+        assert!(degraded(&mut probing));
+        assert_eq!(probing.state, LinkState::Degraded("20.0 % of probes are lost".into()));
+        (0..50).for_each(|_| probing.note(true));
+        assert_eq!(probing.loss_permille(), Some(0));
+        assert!(!degraded(&mut probing));
+    }
+
+    #[test]
+    fn what_was_asked_before_the_peer_was_there_is_not_lost() {
+        let mut probing = Probing::default();
+        let ids: Vec<_> = (0..5u64).map(|n| probing.ask(None, n * 200_000).unwrap().0).collect();
+        assert!(probing.answer(ids[3], 601_000));
+        // The one asked after it was not answered, and those before it are not counted.
+        probing.expire(10_000_000);
+        assert_eq!(probing.history, (0b10, 2));
+        assert_eq!(probing.loss_permille(), Some(500));
+    }
+}

@@ -1,0 +1,271 @@
+//! What is known of one link's path. Senders only load it.
+
+use std::io;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::thread::Thread;
+
+use parking_lot::Mutex;
+
+use super::probing::{MAGIC, Probed, Probing, clock_us};
+use crate::link::limits::{PATH_MTU_MIN, UDP_PAYLOAD_MAX};
+use crate::link::socket::gather::Flushed;
+use crate::link::state::LinkState;
+
+const IPV4_HEADER_LEN: u16 = 20;
+const IPV6_HEADER_LEN: u16 = 40;
+const UDP_HEADER_LEN: u16 = 8;
+/// Path MTU assumed while the kernel knows no route, and size to go on with when a packet was too large: what nearly every path
+/// carries.
+const FALLBACK: u16 = 1280;
+/// How often the kernel is asked for each link's route, in ms.
+const REFRESH_MS: u64 = 1000;
+
+/// What is known of one link's path. Written by the path room only.
+#[derive(Debug)]
+pub(in crate::link) struct Path {
+    /// Largest IP packet in bytes that the configuration allows.
+    limit: Option<u16>,
+    /// What the kernel says; 0 before it was asked.
+    route_mtu: AtomicU32,
+    /// The largest packet that arrives, as far as probes tell; 0: they do not.
+    probed_mtu: AtomicU32,
+    pub(super) probing: Mutex<Probing>,
+    /// Speed of the path's device in Mbit/s; 0: to be asked for.
+    mbps: AtomicU32,
+    /// When the kernel was asked last, in ms on the core's clock plus 1; 0: never.
+    refreshed_ms: AtomicU64,
+    /// Someone wants the kernel asked again now.
+    wanted: AtomicBool,
+    /// The prober, once it looks after the link.
+    prober: OnceLock<Thread>,
+    /// Error number of the last look for a route; 0: there is one.
+    route_error: AtomicI32,
+    /// Whether the path's device cuts messages (`UDP_SEGMENT`), as far as is known.
+    segmentation: AtomicBool,
+}
+
+impl Path {
+    /// A path of which nothing is known, but that packets have at most `limit` bytes.
+    pub(in crate::link) fn new(limit: Option<u16>) -> Path {
+        Path {
+            limit,
+            route_mtu: AtomicU32::new(0),
+            probed_mtu: AtomicU32::new(0),
+            probing: Mutex::default(),
+            mbps: AtomicU32::new(0),
+            refreshed_ms: AtomicU64::new(0),
+            wanted: AtomicBool::new(false),
+            prober: OnceLock::new(),
+            route_error: AtomicI32::new(0),
+            segmentation: AtomicBool::new(true),
+        }
+    }
+
+    /// Largest IP packet in bytes that is sent: what the kernel's route, the configured limit and probes allow.
+    #[inline]
+    pub(in crate::link) fn mtu(&self) -> u16 {
+        let known = self.unprobed_mtu().unwrap_or_else(|| self.limited(FALLBACK.into()));
+        match self.probed_mtu.load(Relaxed) {
+            0 => known,
+            probed => known.min(probed as u16),
+        }
+    }
+
+    /// Largest IP packet in bytes to try when one of the MTU was refused.
+    pub(in crate::link) fn mtu_below(&self) -> u16 {
+        if self.mtu() > FALLBACK { FALLBACK } else { PATH_MTU_MIN }
+    }
+
+    /// The MTU without probes; `None` while the kernel has not been asked.
+    #[inline]
+    pub(super) fn unprobed_mtu(&self) -> Option<u16> {
+        Some(self.route_mtu.load(Relaxed)).filter(|mtu| *mtu != 0).map(|mtu| self.limited(mtu))
+    }
+
+    /// A path MTU within what the configuration allows.
+    #[inline]
+    fn limited(&self, mtu: u32) -> u16 {
+        let configured = u32::from(self.limit.unwrap_or(u16::MAX));
+        mtu.min(configured).clamp(u32::from(PATH_MTU_MIN), u32::from(u16::MAX)) as u16
+    }
+
+    /// Whether messages may be cut by the path's device.
+    #[inline]
+    pub(in crate::link) fn segmentation(&self) -> bool {
+        self.segmentation.load(Relaxed)
+    }
+
+    /// Whether the kernel has a route to the remote, as far as it was asked.
+    #[inline]
+    pub(in crate::link) fn has_route(&self) -> bool {
+        self.route_error.load(Relaxed) == 0
+    }
+
+    /// Why the kernel has no route to the remote.
+    pub(in crate::link) fn route_failure(&self) -> Option<String> {
+        match self.route_error.load(Relaxed) {
+            0 => None,
+            error => Some(io::Error::from_raw_os_error(error).to_string()),
+        }
+    }
+
+    /// Takes what a sender found out, and wakes the prober if the kernel has to be asked again.
+    #[cold]
+    pub(in crate::link) fn learn(&self, flushed: &Flushed) {
+        if flushed.no_segmentation {
+            self.segmentation.store(false, Relaxed);
+        }
+        if flushed.too_big {
+            self.ask();
+        }
+    }
+
+    /// Has the kernel asked for the route now, and not only within a second.
+    pub(in crate::link) fn ask(&self) {
+        if !self.wanted.swap(true, Relaxed)
+            && let Some(prober) = self.prober.get()
+        {
+            prober.unpark();
+        }
+    }
+
+    /// Forgets what probes told: the path leads elsewhere.
+    pub(in crate::link) fn restart(&self) {
+        self.probing.lock().discovery.restart();
+        self.ask();
+    }
+
+    /// Takes the answer to a probe. False when it is none of ours, or comes too late.
+    #[cold]
+    pub(in crate::link) fn answered(&self, payload: &[u8]) -> bool {
+        let Some(rest) = payload.strip_prefix(&MAGIC) else { return false };
+        let Some(id) = rest.first_chunk() else { return false };
+        // The dispatcher does not wait for the prober.
+        self.probing.try_lock().is_some_and(|mut probing| {
+            let taken = probing.answer(*id, clock_us());
+            self.set_probed_mtu(probing.discovery.mtu());
+            taken
+        })
+    }
+
+    /// Round trip, loss and rates.
+    pub(in crate::link) fn probed(&self) -> Probed {
+        self.probing.lock().probed()
+    }
+
+    /// What probes say of a link in clear text, unless it has no route.
+    pub(in crate::link) fn state(&self) -> LinkState {
+        match self.route_failure() {
+            Some(why) => LinkState::Unreachable(why),
+            None => self.probing.lock().state.clone(),
+        }
+    }
+
+    pub(super) fn mbps(&self) -> u32 {
+        self.mbps.load(Relaxed)
+    }
+
+    pub(super) fn set_mbps(&self, mbps: u32) {
+        self.mbps.store(mbps, Relaxed);
+    }
+
+    pub(super) fn set_probed_mtu(&self, mtu: u16) {
+        self.probed_mtu.store(mtu.into(), Relaxed);
+    }
+
+    /// Whether the kernel has to be asked at `now_ms`. Takes note that it is.
+    pub(super) fn is_due(&self, now_ms: u64) -> bool {
+        let last = self.refreshed_ms.load(Relaxed);
+        let due = last == 0 || (now_ms + 1).saturating_sub(last) >= REFRESH_MS;
+        if self.wanted.swap(false, Relaxed) || due {
+            self.refreshed_ms.store(now_ms + 1, Relaxed);
+            return true;
+        }
+        false
+    }
+
+    /// Whether someone wants the kernel asked now.
+    #[inline]
+    pub(super) fn is_wanted(&self) -> bool {
+        self.wanted.load(Relaxed)
+    }
+
+    /// Whether the kernel was never asked.
+    pub(super) fn is_unknown(&self) -> bool {
+        self.route_mtu.load(Relaxed) == 0
+    }
+
+    /// Takes what the kernel says of the route.
+    pub(super) fn set_route(&self, path_mtu: io::Result<u32>) {
+        match path_mtu {
+            Ok(mtu) => {
+                if self.route_mtu.swap(mtu, Relaxed) != mtu {
+                    // Likely another device.
+                    self.mbps.store(0, Relaxed);
+                }
+                self.route_error.store(0, Relaxed);
+            }
+            Err(error) => {
+                let _ = self.route_mtu.compare_exchange(0, FALLBACK.into(), Relaxed, Relaxed);
+                self.route_error.store(error.raw_os_error().unwrap_or(libc::EIO), Relaxed);
+            }
+        }
+        // The route may lead over another device by now. If not, that costs one refused message.
+        self.segmentation.store(true, Relaxed);
+    }
+
+    /// Has senders wake the calling thread from now on.
+    pub(super) fn watched_by(&self, prober: &Thread) {
+        let _ = self.prober.set(prober.clone());
+    }
+
+    #[cfg(test)]
+    pub(in crate::link) fn set_route_mtu(&self, mtu: u32) {
+        self.route_mtu.store(mtu, Relaxed);
+    }
+}
+
+/// Largest UDP payload in bytes of an IP packet of `size` bytes.
+#[inline]
+pub(in crate::link) fn udp_payload(size: u16, is_v4: bool) -> usize {
+    let ip = if is_v4 { IPV4_HEADER_LEN } else { IPV6_HEADER_LEN };
+    usize::from(size - ip - UDP_HEADER_LEN).min(UDP_PAYLOAD_MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_payload_fits_the_path_mtu() {
+        let path = Path::new(Some(1500));
+        assert_eq!(path.mtu(), 1280, "nothing is known");
+        path.set_route_mtu(9000);
+        assert_eq!((path.mtu(), udp_payload(path.mtu(), true)), (1500, 1500 - 20 - 8));
+        let path = Path::new(None);
+        path.set_route_mtu(1500);
+        assert_eq!(udp_payload(path.mtu(), false), 1500 - 40 - 8);
+        path.set_route_mtu(65536);
+        assert_eq!(udp_payload(path.mtu(), true), UDP_PAYLOAD_MAX);
+        path.set_route_mtu(68);
+        assert_eq!(path.mtu(), PATH_MTU_MIN);
+    }
+
+    #[test]
+    fn the_kernel_is_asked_once_a_second_and_when_wanted() {
+        let path = Path::new(None);
+        assert!(path.is_due(0) && !path.is_due(0) && !path.is_due(999) && path.is_due(1000));
+        path.ask();
+        assert!(path.is_due(1001) && !path.is_due(1002));
+    }
+
+    #[test]
+    fn a_refused_size_falls_back_twice() {
+        let path = Path::new(None);
+        path.set_route_mtu(9000);
+        assert_eq!(path.mtu_below(), 1280);
+        path.set_route_mtu(1280);
+        assert_eq!(path.mtu_below(), PATH_MTU_MIN);
+    }
+}

@@ -1,0 +1,121 @@
+//! Asks the kernel about paths: route, path MTU, speed of the device. Sizes socket buffers by it.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use super::device::path_mbps;
+use super::route::RouteProbe;
+use super::state::Path;
+use crate::link::socket::buffers::buffer_bytes;
+use crate::link::socket::udp::{Socket, set};
+use crate::stats::PortStats;
+
+/// A link as the path room sees it.
+pub(in crate::link) trait Monitored: Send + Sync {
+    fn id(&self) -> u64;
+    fn name(&self) -> &str;
+    fn path(&self) -> &Path;
+    fn stats(&self) -> &PortStats;
+    /// Where the other host is, if that is known.
+    fn remote(&self) -> Option<SocketAddr>;
+    /// Whether its datagrams leave by the bridge's sockets, which cannot reach every address.
+    fn leaves_by_bridge(&self) -> bool;
+    /// Whether it sends to a multicast group on the remote's device.
+    fn has_group(&self) -> bool;
+    /// Forgets what is too old.
+    fn age(&self, now_ms: u64);
+    /// Whether the other host answers probes. `false` also while it is not known where that is.
+    fn is_probed(&self) -> bool;
+    /// Whether keepalives tell its state, and not probes.
+    fn is_sealed(&self) -> bool;
+    /// When the last datagram arrived, in ms on the core's clock.
+    fn heard_ms(&self) -> Option<u64>;
+    /// Sends a probe in an IP packet of `size` bytes, or a small one. One that cannot be sent is like one that got lost.
+    fn send_probe(&self, by: &Arc<Socket>, id: &[u8; 8], size: Option<u16>);
+}
+
+/// Looks after what the kernel knows of paths, for all links of a host.
+pub struct PathWatch {
+    /// Those of all dispatchers; the first is bound to the host's first port.
+    sockets: Vec<Arc<Socket>>,
+    /// Those that send to multicast groups.
+    multicast: Vec<Arc<Socket>>,
+    routes: RouteProbe,
+    /// Speed in Mbit/s that the sockets' buffers are sized for; 0 before any path's is known.
+    mbps: u32,
+}
+
+impl PathWatch {
+    pub(in crate::link) fn new(sockets: Vec<Arc<Socket>>, multicast: Vec<Arc<Socket>>) -> PathWatch {
+        let routes = RouteProbe::new(sockets[0].local());
+        PathWatch { sockets, multicast, routes, mbps: 0 }
+    }
+
+    /// What probes leave by.
+    pub(super) fn socket(&self) -> &Arc<Socket> {
+        &self.sockets[0]
+    }
+
+    /// Asks for the route of a link that is new. Before this senders assume a small path MTU.
+    pub(in crate::link) fn meet(&mut self, link: &dyn Monitored) {
+        if link.path().is_unknown() {
+            self.refresh(link);
+        }
+    }
+
+    /// Asks again for what is older than a second, or wanted. True when it was.
+    pub(in crate::link) fn look_at(&mut self, link: &dyn Monitored, now_ms: u64) -> bool {
+        link.age(now_ms);
+        if !link.path().is_due(now_ms) {
+            return false;
+        }
+        self.refresh(link);
+        let mut mbps = link.path().mbps();
+        if mbps == 0
+            && let Some(remote) = link.remote()
+        {
+            mbps = path_mbps(self.sockets[0].as_fd(), remote).max(1);
+            link.path().set_mbps(mbps);
+        }
+        self.fit_buffers(mbps);
+        true
+    }
+
+    /// Sizes the sockets' buffers for a path of `mbps` Mbit/s, when it is the first or the fastest so far.
+    fn fit_buffers(&mut self, mbps: u32) {
+        if mbps <= self.mbps {
+            return;
+        }
+        self.mbps = mbps;
+        for socket in &self.sockets {
+            if let Err(error) = socket.set_buffers(buffer_bytes(mbps)) {
+                tracing::warn!(%error, mbps, "cannot resize a socket's buffers; they stay as they are");
+            }
+        }
+    }
+
+    fn refresh(&mut self, link: &dyn Monitored) {
+        let Some(remote) = link.remote() else { return };
+        if link.has_group() {
+            self.aim_multicast(remote);
+        }
+        let reachable = !link.leaves_by_bridge() || self.sockets[0].reaches(remote.is_ipv4());
+        link.path().set_route(if reachable {
+            self.routes.path_mtu(remote)
+        } else {
+            Err(io::Error::from_raw_os_error(libc::EAFNOSUPPORT))
+        });
+    }
+
+    /// Has multicast datagrams leave by the device that leads to `remote`.
+    fn aim_multicast(&mut self, remote: SocketAddr) {
+        let Some(IpAddr::V4(source)) = self.routes.source(remote) else { return };
+        for socket in &self.multicast {
+            let value = u32::from(source).to_be() as libc::c_int;
+            // Where it fails the kernel's route for the group decides.
+            let _ = set(socket, libc::SOL_IP, libc::IP_MULTICAST_IF, value);
+        }
+    }
+}

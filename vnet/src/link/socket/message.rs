@@ -1,0 +1,184 @@
+//! `msghdr` and `cmsghdr`: messages as sendmmsg(2), sendmsg(2), recvmmsg(2) and recvmsg(2) take them. Nobody else builds one.
+//!
+//! A message is one datagram, or several of one size that the kernel cuts when it sends (`UDP_SEGMENT`) and keeps together when
+//! it receives (`UDP_GRO`); a control message carries that size. By hand because it is on the frames' way: headers are written in
+//! place into memory that is allocated once, where a wrapper would copy them.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+
+use super::name::Name;
+use super::udp::{Socket, check};
+
+/// Bytes for a control message of the error queue: the extended error and the address behind it.
+pub(super) const ERROR_LEN: usize = 128;
+
+/// A control message with the 16-bit value of `UDP_SEGMENT` or the `int` of `UDP_GRO`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Control {
+    header: libc::cmsghdr,
+    value: [u8; 8],
+}
+
+impl Control {
+    /// Has the kernel cut the message into datagrams of `size` bytes.
+    fn segment(size: u16) -> Control {
+        let mut value = [0; 8];
+        value[..2].copy_from_slice(&size.to_ne_bytes());
+        let cmsg_len = size_of::<libc::cmsghdr>() + size_of::<u16>();
+        let header = libc::cmsghdr { cmsg_len, cmsg_level: libc::SOL_UDP, cmsg_type: libc::UDP_SEGMENT };
+        Control { header, value }
+    }
+}
+
+/// A header that sends `slices` to `to`.
+///
+/// It holds pointers to both, and must not be used when either is gone.
+fn sending(to: &Name, slices: &mut [libc::iovec]) -> libc::msghdr {
+    // SAFETY: `msghdr` is plain data for which all zeros is a value; libc hides its padding, so that it cannot be written as
+    // a literal.
+    let mut header = unsafe { std::mem::zeroed::<libc::msghdr>() };
+    header.msg_name = to.as_ptr().cast_mut().cast();
+    header.msg_namelen = to.len();
+    header.msg_iov = slices.as_mut_ptr();
+    header.msg_iovlen = slices.len();
+    header
+}
+
+fn attach(header: &mut libc::msghdr, control: &mut Control) {
+    header.msg_control = (&raw mut *control).cast();
+    header.msg_controllen = size_of::<Control>();
+}
+
+/// Messages for one `sendmmsg`.
+pub(super) struct Outgoing {
+    headers: Vec<libc::mmsghdr>,
+    /// One for each message that may be pushed, so that none moves.
+    controls: Box<[Control]>,
+}
+
+// SAFETY: the pointers in `headers` are used only between the calls that push and those that send, through `&mut self`.
+unsafe impl Send for Outgoing {}
+
+impl Outgoing {
+    /// Room for `messages`.
+    pub(super) fn new(messages: usize) -> Outgoing {
+        let controls = vec![Control::segment(0); messages].into_boxed_slice();
+        Outgoing { headers: Vec::with_capacity(messages), controls }
+    }
+
+    /// Starts again from nothing.
+    pub(super) fn clear(&mut self) {
+        self.headers.clear();
+    }
+
+    /// Adds a message, in datagrams of `segment` bytes when it is more than one.
+    ///
+    /// # Panics
+    /// When there is no room.
+    #[inline]
+    pub(super) fn push(&mut self, to: &Name, slices: &mut [libc::iovec], segment: Option<u16>) {
+        let mut header = sending(to, slices);
+        if let Some(size) = segment {
+            let control = &mut self.controls[self.headers.len()];
+            *control = Control::segment(size);
+            attach(&mut header, control);
+        }
+        self.headers.push(libc::mmsghdr { msg_hdr: header, msg_len: 0 });
+    }
+
+    /// Sends the messages from the `first` on. Returns how many the kernel took, at least one.
+    ///
+    /// # Safety
+    /// The names and slices pushed, and the memory that the slices tell of, are still there and readable.
+    pub(super) unsafe fn send(&mut self, socket: &Socket, first: usize) -> io::Result<usize> {
+        let rest = &mut self.headers[first..];
+        // SAFETY: every header points to a control message of `self` and, by the caller's promise, to a name and slices whose
+        // lengths it tells and whose memory is readable.
+        let sent = unsafe {
+            libc::sendmmsg(socket.as_fd().as_raw_fd(), rest.as_mut_ptr(), rest.len() as libc::c_uint, 0)
+        };
+        check(sent).map(|sent| sent as usize)
+    }
+
+    /// Sends `slices` as one datagram to where message `index` goes.
+    ///
+    /// # Safety
+    /// As for [`Outgoing::send`].
+    #[cold]
+    pub(super) unsafe fn send_apart(
+        &self,
+        socket: &Socket,
+        index: usize,
+        slices: &mut [libc::iovec],
+    ) -> io::Result<()> {
+        let mut header = self.headers[index].msg_hdr;
+        header.msg_iov = slices.as_mut_ptr();
+        header.msg_iovlen = slices.len();
+        header.msg_control = std::ptr::null_mut();
+        header.msg_controllen = 0;
+        // SAFETY: the header is one of `send`, told of other slices and no control message.
+        unsafe { send_one(socket, &header, 0) }
+    }
+}
+
+/// Sends one message, in datagrams of `segment` bytes when it is more than one.
+///
+/// # Safety
+/// What `slices` tell of is readable; with `MSG_ZEROCOPY`, what of it is not a guest's stays as it is until the message is done.
+pub(in crate::link) unsafe fn send_message(
+    socket: &Socket,
+    to: &Name,
+    slices: &mut [libc::iovec],
+    segment: Option<u16>,
+    flags: libc::c_int,
+) -> io::Result<()> {
+    let mut header = sending(to, slices);
+    let mut control = Control::segment(segment.unwrap_or(0));
+    if segment.is_some() {
+        attach(&mut header, &mut control);
+    }
+    // SAFETY: the header points to a name, slices and a control message that outlive the call; the slices' memory is readable
+    // by the caller's promise.
+    unsafe { send_one(socket, &header, flags | libc::MSG_DONTWAIT) }
+}
+
+/// # Safety
+/// What `header` points to is there and readable for the lengths it tells.
+unsafe fn send_one(socket: &Socket, header: &libc::msghdr, flags: libc::c_int) -> io::Result<()> {
+    let fd = socket.as_fd().as_raw_fd();
+    // SAFETY: the caller's promise.
+    while let Err(error) = check(unsafe { libc::sendmsg(fd, header, flags) }) {
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+    Ok(())
+}
+
+/// Takes the control message of the next entry of the socket's error queue. Returns its length; `None` when the queue is empty.
+pub(super) fn receive_error(socket: &Socket, control: &mut [u8; ERROR_LEN]) -> Option<usize> {
+    /// Aligned as control messages have to be.
+    #[repr(C, align(8))]
+    struct Aligned([u8; ERROR_LEN]);
+    let fd = socket.as_fd().as_raw_fd();
+    let mut aligned = Aligned([0; ERROR_LEN]);
+    loop {
+        // SAFETY: as in `sending`.
+        let mut header = unsafe { std::mem::zeroed::<libc::msghdr>() };
+        header.msg_control = (&raw mut aligned).cast();
+        header.msg_controllen = ERROR_LEN;
+        // SAFETY: the header tells of the control buffer only, which outlives the call and is writable for its length.
+        let got =
+            check(unsafe { libc::recvmsg(fd, &raw mut header, libc::MSG_ERRQUEUE | libc::MSG_DONTWAIT) });
+        match got {
+            Ok(_) => {
+                *control = aligned.0;
+                return Some(header.msg_controllen.min(ERROR_LEN));
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(_) => return None,
+        }
+    }
+}

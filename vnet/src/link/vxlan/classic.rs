@@ -1,0 +1,36 @@
+//! The classic VNET encapsulation (VNET/P and VNET/U): the bare Ethernet frame is the UDP payload.
+
+use std::net::SocketAddr;
+
+use super::transmit::Way;
+use crate::link::path::state::udp_payload;
+use crate::link::sending::Sending;
+use crate::link::socket::name::Target;
+use crate::link::socket::udp::Socket;
+use crate::stats::DropReason;
+
+/// What a `vnet` link has beside what all links have.
+#[derive(Debug)]
+pub(in crate::link) struct Classic {
+    pub(in crate::link) remote: SocketAddr,
+    name: Target,
+}
+
+impl Classic {
+    /// To the peer's one port.
+    pub(in crate::link) fn new(remote: SocketAddr) -> Classic {
+        Classic { remote, name: Target::new(remote) }
+    }
+
+    /// Sends the frames `which` of the batch as they are, each the payload of a datagram.
+    pub(in crate::link) fn send(&self, socket: &Socket, out: &mut Sending<'_>, which: &[u16]) {
+        let Some(name) = socket.form_of(&self.name) else {
+            return out.dropped_all(DropReason::SendFailed, which);
+        };
+        out.gather.segmentation = out.link.path.segmentation();
+        socket.set_dont_fragment(false);
+        let way = Way::classic(socket, name, udp_payload(out.link.path.mtu(), self.remote.is_ipv4()));
+        which.iter().for_each(|&index| way.put(out, index));
+        way.flush(out);
+    }
+}

@@ -1,0 +1,24 @@
+//! What a VXLAN link has beside what all links have.
+
+use std::net::SocketAddr;
+
+use super::kernel_device::Drivers;
+use super::vteps::{Vteps, VxlanOptions};
+
+/// What a VXLAN link has beside what all links have.
+#[derive(Debug)]
+pub(in crate::link) struct Vxlan {
+    /// The first VTEP.
+    pub(in crate::link) remote: SocketAddr,
+    pub(in crate::link) vteps: Vteps,
+    /// Kernel devices for TCP streams; `None` where the configuration wants none.
+    pub(in crate::link) drivers: Option<Drivers>,
+}
+
+impl Vxlan {
+    /// A link to the VTEP at `remote`.
+    pub(in crate::link) fn new(remote: SocketAddr, options: &VxlanOptions) -> Vxlan {
+        let drivers = options.offload.then(Drivers::default);
+        Vxlan { remote, vteps: Vteps::new(remote, options), drivers }
+    }
+}

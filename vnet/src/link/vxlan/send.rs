@@ -1,0 +1,92 @@
+//! Sends frames on VXLAN links: each to the VTEP where its destination is known to be or to all, from a source port that its flow
+//! chooses, or as part of a TCP stream by a kernel VXLAN device.
+
+use std::sync::Arc;
+
+use super::kernel_device::{Drivers, Sent, Streams};
+use super::kind::Vxlan;
+use super::source_ports::{PORTS, SourcePorts};
+use super::transmit::Way;
+use crate::frame::BATCH_MAX;
+use crate::link::path::state::udp_payload;
+use crate::link::sending::Sending;
+use crate::link::socket::udp::Socket;
+use crate::stats::DropReason;
+use crate::wire::{flow, vxlan};
+
+/// The way of a frame by kernel device: this and the device's number. Smaller ones are source ports.
+const BY_DEVICE: u8 = PORTS as u8;
+
+/// Sends frames on VXLAN links, for one dispatcher.
+pub(in crate::link) struct VxlanSender {
+    ports: SourcePorts,
+    /// Which flows have frames to be cut.
+    streams: Streams,
+    /// Frames of a call: the VTEP's number, the source port or [`BY_DEVICE`], the index in the batch.
+    ways: Vec<(u16, u8, u16)>,
+    now_ms: u64,
+}
+
+impl VxlanSender {
+    pub(in crate::link) fn new(ports: SourcePorts) -> VxlanSender {
+        VxlanSender { ports, streams: Streams::new(), ways: Vec::with_capacity(BATCH_MAX), now_ms: 0 }
+    }
+
+    /// The sockets it sends by.
+    pub(in crate::link) fn sockets(&self) -> &[Arc<Socket>] {
+        self.ports.all()
+    }
+
+    /// Sets the clock that streams are told by.
+    pub(in crate::link) fn tick(&mut self, now_ms: u64) {
+        self.now_ms = now_ms;
+    }
+
+    /// Sends the frames `which` of the batch behind VXLAN headers.
+    pub(in crate::link) fn send(&mut self, link: &Vxlan, out: &mut Sending<'_>, which: &[u16]) {
+        out.gather.segmentation = out.link.path.segmentation();
+        let room = udp_payload(out.link.path.mtu(), link.remote.is_ipv4()) - vxlan::HEADER_LEN;
+        self.choose_ways(link, out, which, room);
+        // Frames of one flow have one source port: their order stays.
+        self.ways.sort_unstable();
+        for run in self.ways.chunk_by(|a, b| (a.0, a.1) == (b.0, b.1)) {
+            let (vtep, way, _) = run[0];
+            let device = link.drivers.as_ref().and_then(|drivers| drivers.get(way.checked_sub(BY_DEVICE)?));
+            let socket = self.ports.socket(if device.is_some() { 0 } else { usize::from(way) });
+            let Some(name) = link.vteps.name(vtep, socket) else {
+                run.iter().for_each(|&(_, _, index)| out.dropped(DropReason::SendFailed, index));
+                continue;
+            };
+            let way = Way::vxlan(socket, name, room);
+            for &(_, _, index) in run {
+                let sent = device.map(|device| device.send(out, index, room));
+                if !matches!(sent, Some(Sent::Done)) {
+                    way.put(out, index);
+                }
+            }
+            way.flush(out);
+        }
+    }
+
+    /// Chooses VTEP and source port, or kernel device, of each frame.
+    fn choose_ways(&mut self, link: &Vxlan, out: &Sending<'_>, which: &[u16], room: usize) {
+        // Without a route the device would not say so.
+        let drivers = link.drivers.as_ref().filter(|_| out.link.path.has_route());
+        self.ways.clear();
+        for &index in which {
+            let frame = out.frame(index);
+            let hash = flow::hash(out.batch.head(frame));
+            let port = (hash as usize % self.ports.len()) as u8;
+            let destinations = link.vteps.destinations(frame);
+            out.link.stats.copies.add(destinations.len() as u64 - 1);
+            let flow = hash as usize ^ out.link.id as usize;
+            let (streams, now_ms) = (&mut self.streams, self.now_ms);
+            let drivers: Option<&Drivers> =
+                drivers.filter(|_| streams.go_by_driver(flow, out.batch, frame, room, now_ms));
+            self.ways.extend(destinations.map(|vtep| {
+                let device = drivers.and_then(|drivers| drivers.find(frame.network, vtep));
+                (vtep, device.map_or(port, |number| BY_DEVICE + number), index)
+            }));
+        }
+    }
+}

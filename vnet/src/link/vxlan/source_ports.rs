@@ -1,0 +1,41 @@
+//! Source ports of VXLAN datagrams: one dispatcher's sockets to send from.
+//!
+//! The source port of a datagram is chosen by the hash of its inner flow (RFC 7348 section 5), so that the network underneath
+//! spreads flows over its paths. Raw sockets would need a privilege and could not cut messages: instead each dispatcher has
+//! [`PORTS`] UDP sockets, bound in the range that the RFC names. Nobody reads from them.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use crate::link::socket::udp::Socket;
+
+/// Source ports of a dispatcher.
+pub(in crate::link) const PORTS: usize = 16;
+/// The sockets that one dispatcher sends VXLAN from.
+pub(in crate::link) struct SourcePorts(Vec<Arc<Socket>>);
+
+impl SourcePorts {
+    /// Beside the socket that listens on `listen`.
+    pub(in crate::link) fn new(listen: SocketAddr) -> io::Result<SourcePorts> {
+        let sockets = (0..PORTS).map(|_| {
+            let socket = Socket::sending(SocketAddr::new(listen.ip(), 0))?;
+            // RFC 7348 section 4.3: VTEPs do not fragment.
+            socket.set_dont_fragment(true);
+            Ok(Arc::new(socket))
+        });
+        Ok(SourcePorts(sockets.collect::<io::Result<_>>()?))
+    }
+
+    pub(in crate::link) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    pub(in crate::link) fn socket(&self, index: usize) -> &Socket {
+        &self.0[index]
+    }
+
+    pub(in crate::link) fn all(&self) -> &[Arc<Socket>] {
+        &self.0
+    }
+}
