@@ -6,15 +6,15 @@ use vnet::stats::{DiscardReason, DropReason};
 use vnet_control::api::*;
 
 /// A table with a heading and aligned columns.
-pub struct Table {
+pub struct TextTable {
     rows: Vec<Vec<String>>,
     right: &'static [usize],
 }
 
-impl Table {
+impl TextTable {
     /// A table with this heading; columns listed in `right` are right-aligned.
-    pub fn new(heading: &[&str], right: &'static [usize]) -> Table {
-        Table { rows: vec![heading.iter().map(ToString::to_string).collect()], right }
+    pub fn new(heading: &[&str], right: &'static [usize]) -> TextTable {
+        TextTable { rows: vec![heading.iter().map(ToString::to_string).collect()], right }
     }
 
     fn row<const N: usize>(&mut self, cells: [String; N]) {
@@ -56,7 +56,7 @@ fn or_dash<T: ToString>(value: &Option<T>) -> String {
 
 /// `vnet status`
 pub fn status(status: &Status) -> String {
-    let mut table = Table::new(&[], &[]);
+    let mut table = TextTable::new(&[], &[]);
     table.rows.clear();
     let mut row = |what: &str, value: String| table.row([what.into(), value]);
     row("host", status.host.clone());
@@ -80,7 +80,7 @@ pub fn status(status: &Status) -> String {
 
 /// `vnet overlay`: the store, then the hosts, then alarms.
 pub fn overlay(overlay: &Overlay) -> String {
-    let mut table = Table::new(&[], &[]);
+    let mut table = TextTable::new(&[], &[]);
     table.rows.clear();
     let mut row = |what: &str, value: String| table.row([what.into(), value]);
     let (state, since) = (&overlay.state, duration(overlay.since_s));
@@ -91,7 +91,7 @@ pub fn overlay(overlay: &Overlay) -> String {
     row("published", format!("{} of this host's stations", overlay.published));
     row("stations", format!("{}, {} frozen", overlay.stations, overlay.frozen));
     let mut text = table.print();
-    let mut hosts = Table::new(&["HOST", "ADDRESS", "NETWORKS", "NOTE"], &[]);
+    let mut hosts = TextTable::new(&["HOST", "ADDRESS", "NETWORKS", "NOTE"], &[]);
     for host in &overlay.hosts {
         let networks: Vec<_> = host.networks.iter().map(ToString::to_string).collect();
         let silent = host.silent_s.map(|s| format!("not in the store for {}", duration(s)));
@@ -100,7 +100,7 @@ pub fn overlay(overlay: &Overlay) -> String {
     }
     text += &format!("\n{}", hosts.print());
     if !overlay.alarms.is_empty() {
-        let mut alarms = Table::new(&["ALARM", "COUNT", "LAST", "WHAT"], &[1]);
+        let mut alarms = TextTable::new(&["ALARM", "COUNT", "LAST", "WHAT"], &[1]);
         for alarm in &overlay.alarms {
             let last = format!("{} ago", duration(alarm.age_s));
             alarms.row([alarm.name.clone(), alarm.count.to_string(), last, alarm.text.clone()]);
@@ -147,7 +147,7 @@ pub fn interfaces(interfaces: &Vec<Interface>) -> String {
         "AT",
         "NOTE",
     ];
-    let mut table = Table::new(&heading, &[3, 5, 6, 8, 9]);
+    let mut table = TextTable::new(&heading, &[3, 5, 6, 8, 9]);
     for i in interfaces {
         let at = match (&i.socket, &i.device, &i.netns) {
             (Some(socket), _, _) if i.server == Some(false) => format!("to {socket}"),
@@ -216,7 +216,7 @@ pub fn links(links: &Vec<Link>) -> String {
         "SEALED",
         "NOTE",
     ];
-    let mut table = Table::new(&heading, &[2, 6]);
+    let mut table = TextTable::new(&heading, &[2, 6]);
     for link in links {
         let networks = link.networks.as_ref().map_or("all".into(), |networks| {
             networks.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ")
@@ -248,7 +248,7 @@ pub fn links(links: &Vec<Link>) -> String {
 
 /// `vnet route list`
 pub fn routes(routes: &Vec<Route>) -> String {
-    let mut table = Table::new(&["INDEX", "NETWORK", "SRC", "DST", "FROM", "TO"], &[0, 1]);
+    let mut table = TextTable::new(&["INDEX", "NETWORK", "SRC", "DST", "FROM", "TO"], &[0, 1]);
     for route in routes {
         let Route { index, network, src, dst, from, to } = route.clone();
         table.row([index.to_string(), network.to_string(), src, dst, from, to]);
@@ -273,7 +273,7 @@ pub fn stats(stats: &Stats) -> String {
         "NOTIFICATIONS",
         "KICKS",
     ];
-    let mut table = Table::new(&heading, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]);
+    let mut table = TextTable::new(&heading, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]);
     for port in &stats.ports {
         let c = &port.counters;
         table.row([
@@ -294,7 +294,7 @@ pub fn stats(stats: &Stats) -> String {
     }
     let drops = DropReason::ALL.iter().map(|reason| reason.name());
     let discards = DiscardReason::ALL.iter().map(|reason| reason.name());
-    let mut dispatchers = Table::new(&["DISPATCHER", "FRAMES", "BUSY TURNS", "BUSY MS"], &[1, 2, 3]);
+    let mut dispatchers = TextTable::new(&["DISPATCHER", "FRAMES", "BUSY TURNS", "BUSY MS"], &[1, 2, 3]);
     for d in &stats.dispatchers {
         let busy_ms = (d.busy_ns / 1_000_000).to_string();
         dispatchers.row([d.id.to_string(), d.frames.to_string(), d.busy_turns.to_string(), busy_ms]);
@@ -322,7 +322,7 @@ fn reasons<'a>(
             names.push(name);
         }
     }
-    let mut table = Table::new(&[heading, "TOTAL", "AT"], &[1]);
+    let mut table = TextTable::new(&[heading, "TOTAL", "AT"], &[1]);
     for name in names {
         let at = |port: &'a Port| (port, counts(&port.counters).get(name).copied().unwrap_or(0));
         let ports: Vec<_> = stats.ports.iter().map(at).filter(|(_, count)| *count > 0).collect();
@@ -433,7 +433,7 @@ mod tests {
 
     #[test]
     fn columns_are_aligned() {
-        let mut table = Table::new(&["NAME", "N"], &[1]);
+        let mut table = TextTable::new(&["NAME", "N"], &[1]);
         table.row(["a".into(), "100".into()]);
         table.row(["long-name".into(), "5".into()]);
         assert_eq!(table.print(), "NAME         N\na          100\nlong-name    5\n");

@@ -27,7 +27,7 @@ use vnet::link::inquiry::Inbox;
 use vnet::link::rendezvous::relay::Relay;
 use vnet::link::sealed::identity::IdentityStore;
 use vnet::link::sealed::keeper::{GuestService, Keeper, KeeperError, KeeperOptions};
-use vnet::route::{self, Member, Networks, PortKind, Rule, Source};
+use vnet::route::{self, Member, Networks, PortKind, Rule, RuleSource};
 use vnet::stats::PortStats;
 use vnet::wire::ethernet::Mac;
 
@@ -209,10 +209,10 @@ impl Engine {
         };
         let rule = |Item { spec, .. }: &Item<RouteSpec>| {
             let from = match &spec.from {
-                Origin::Any => Source::Any,
-                Origin::AnyInterface => Source::AnyInterface,
-                Origin::AnyLink => Source::AnyLink,
-                Origin::One(target) => Source::Port(port(target)?),
+                Origin::Any => RuleSource::Any,
+                Origin::AnyInterface => RuleSource::AnyInterface,
+                Origin::AnyLink => RuleSource::AnyLink,
+                Origin::One(target) => RuleSource::Port(port(target)?),
             };
             let index = *self.route_indices.get(spec)?;
             let RouteSpec { network, src, dst, .. } = *spec;

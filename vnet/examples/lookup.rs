@@ -16,7 +16,7 @@ use std::time::Instant;
 
 use vnet::frame::{Batch, Frame, NetworkId, PortId, Segment};
 use vnet::route::{
-    Decision, Learned, Member, NetworkSpec, Networks, PortKind, Qualifier, Router, Rule, Source, Table,
+    Decision, Learned, Member, NetworkSpec, Networks, PortKind, Qualifier, Router, Rule, RuleSource, Table,
 };
 use vnet::wire::ethernet::Mac;
 use vnet::wire::offload::Offload;
@@ -128,7 +128,14 @@ fn some_frame() -> Frame {
 
 fn rule(n: u32) -> Rule {
     let dst = Qualifier::Is(mac(2, n));
-    Rule { index: n + 1, network: NetworkId::DEFAULT, src: Qualifier::Any, dst, from: Source::Any, to: LINK }
+    Rule {
+        index: n + 1,
+        network: NetworkId::DEFAULT,
+        src: Qualifier::Any,
+        dst,
+        from: RuleSource::Any,
+        to: LINK,
+    }
 }
 
 fn members() -> [Member; 2] {

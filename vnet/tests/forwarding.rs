@@ -12,7 +12,7 @@ use vnet::dispatch::yielding::Strategy;
 use vnet::frame::{FRAME_MAX, NetworkId, PortId};
 use vnet::interface::fake::{Fake, OwnedFrame};
 use vnet::link::{Encapsulation, LinkOptions};
-use vnet::route::{NetworkSpec, Published, Qualifier, Rule, Source};
+use vnet::route::{NetworkSpec, Published, Qualifier, Rule, RuleSource};
 use vnet::stats::{DropReason, PortStats};
 use vnet::wire::ethernet::Mac;
 use vnet::wire::offload::{F_NEEDS_CSUM, GSO_TCPV4, Offload};
@@ -126,7 +126,7 @@ fn all_rules_of_the_same_priority_get_a_copy() {
         network: NetworkId::DEFAULT,
         src: Qualifier::Any,
         dst,
-        from: Source::Any,
+        from: RuleSource::Any,
         to: PortId(to),
     };
     // As in VNET/P: `any any` and `any X` have the same priority.

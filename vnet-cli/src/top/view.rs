@@ -114,7 +114,7 @@ fn draw_help(frame: &mut Frame<'_>) {
 /// The table as text.
 pub fn text(rows: &[Row]) -> String {
     let cells = |row: &Row| COLUMNS.iter().map(|column| (column.cell)(row)).collect::<Vec<_>>();
-    let mut table = crate::show::Table::new(
+    let mut table = crate::show::TextTable::new(
         &COLUMNS.iter().map(|column| column.heading).collect::<Vec<_>>(),
         &[2, 3, 4, 5, 6, 7],
     );

@@ -36,7 +36,7 @@ pub use guard::STORM_FRAMES_PER_S;
 pub use learning::{FREEZE_MS, Held, Learned, LearnedEntry, LearnedStats, MOVES_MAX, MOVES_WINDOW_MS, Moved};
 pub use published::Published;
 pub use rule::{
-    AGEING_S, Flow, Member, NetworkSpec, Networks, PortKind, Qualifier, QualifierError, Rule, Source,
+    AGEING_S, Flow, Member, NetworkSpec, Networks, PortKind, Qualifier, QualifierError, Rule, RuleSource,
 };
 pub use table::Table;
 pub use trace::{By, Explanation, explain};

@@ -102,10 +102,10 @@ impl Model {
         let mut best = (0, vec![]);
         for rule in self.config.rules.iter().filter(|rule| rule.network == flow.network) {
             let from = match rule.from {
-                Source::Any => true,
-                Source::AnyInterface => kind == PortKind::Interface,
-                Source::AnyLink => kind == PortKind::Link,
-                Source::Port(port) => port == flow.from,
+                RuleSource::Any => true,
+                RuleSource::AnyInterface => kind == PortKind::Interface,
+                RuleSource::AnyLink => kind == PortKind::Link,
+                RuleSource::Port(port) => port == flow.from,
             };
             if let (true, Some(src), Some(dst)) = (from, class(rule.src, flow.src), class(rule.dst, flow.dst))
             {
@@ -273,10 +273,10 @@ fn qualifier() -> impl Strategy<Value = Qualifier> {
 fn rule() -> impl Strategy<Value = Rule> {
     let port = || (0..PORTS + 1).prop_map(PortId);
     let from = prop_oneof![
-        3 => Just(Source::Any),
-        1 => Just(Source::AnyInterface),
-        1 => Just(Source::AnyLink),
-        2 => port().prop_map(Source::Port),
+        3 => Just(RuleSource::Any),
+        1 => Just(RuleSource::AnyInterface),
+        1 => Just(RuleSource::AnyLink),
+        2 => port().prop_map(RuleSource::Port),
     ];
     (network(), qualifier(), qualifier(), from, port()).prop_map(|(network, src, dst, from, to)| Rule {
         index: 0,

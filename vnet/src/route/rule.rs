@@ -109,7 +109,7 @@ pub enum PortKind {
 
 /// Where a frame must have come from for a rule to apply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Source {
+pub enum RuleSource {
     /// Anywhere.
     Any,
     /// Any interface.
@@ -120,15 +120,15 @@ pub enum Source {
     Port(PortId),
 }
 
-impl Source {
+impl RuleSource {
     /// True when it includes `port` of kind `kind`.
     #[inline]
     pub(super) fn covers(self, port: PortId, kind: PortKind) -> bool {
         match self {
-            Source::Any => true,
-            Source::AnyInterface => kind == PortKind::Interface,
-            Source::AnyLink => kind == PortKind::Link,
-            Source::Port(own) => own == port,
+            RuleSource::Any => true,
+            RuleSource::AnyInterface => kind == PortKind::Interface,
+            RuleSource::AnyLink => kind == PortKind::Link,
+            RuleSource::Port(own) => own == port,
         }
     }
 }
@@ -145,7 +145,7 @@ pub struct Rule {
     /// Condition on the destination address.
     pub dst: Qualifier,
     /// Condition on the ingress port.
-    pub from: Source,
+    pub from: RuleSource,
     /// Destination port.
     pub to: PortId,
 }

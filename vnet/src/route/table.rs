@@ -428,7 +428,7 @@ fn slots(members: &[Member]) -> Box<[Option<Member>]> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::route::rule::{Networks, Source};
+    use crate::route::rule::{Networks, RuleSource};
 
     fn mac(n: u32) -> Mac {
         let [a, b, c, d] = n.to_be_bytes();
@@ -456,7 +456,7 @@ mod tests {
             network: NetworkId::DEFAULT,
             src: Qualifier::Is(mac(n / 1024)),
             dst: Qualifier::Is(mac(n)),
-            from: Source::Any,
+            from: RuleSource::Any,
             to: PortId((n % 7) as u16 + 1),
         }
     }

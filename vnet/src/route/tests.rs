@@ -46,7 +46,7 @@ fn learning() -> NetworkSpec {
 }
 
 fn rule(index: u32, src: Qualifier, dst: Qualifier, to: PortId) -> Rule {
-    Rule { index, network: NETWORK, src, dst, from: Source::Any, to }
+    Rule { index, network: NETWORK, src, dst, from: RuleSource::Any, to }
 }
 
 fn router(rules: Vec<Rule>, members: &[Member]) -> Router {
