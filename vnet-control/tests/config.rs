@@ -1,4 +1,4 @@
-//! The configuration file: what is accepted, and what is said about what is not, word for word and line for line.
+//! The configuration file: accepted settings, and the exact error lines of refused ones.
 
 use proptest::prelude::*;
 use vnet::dispatch::isolation::Isolation;
@@ -14,7 +14,7 @@ use vnet_control::config::{Configuration, parse};
 use vnet_control::desired::{Attachment, Origin, Target};
 use vnet_control::driving::Driving;
 
-/// The lines that are said about a file.
+/// The error lines of a refused file.
 fn errors(text: &str) -> Vec<String> {
     match parse("f.toml", text) {
         Ok(_) => vec![],
@@ -107,7 +107,7 @@ to = "link old"
 "#;
 
 #[test]
-fn settings_that_the_design_shows_are_understood() {
+fn host_settings_are_read() {
     let Configuration { desired, warnings } = good(EVERYTHING);
     assert_eq!(desired.host.spec.name, "h1");
     assert_eq!(desired.control.spec.socket.to_str(), Some("/run/vnet/h1.sock"));
@@ -130,7 +130,7 @@ fn settings_that_the_design_shows_are_understood() {
 }
 
 #[test]
-fn cut_through_is_understood() {
+fn cut_through_settings_are_read() {
     let text = "[host]\nname = \"h1\"\n[bridge]\nzero_copy = \"on\"\n[[interface]]\nname = \"vm1\"\nkind = \"vhost-user\"\n\
                 socket = \"/run/vm1\"\nmac = \"52:54:00:00:00:01\"\ndirect_port = 9101\ndirect_link = \"h2\"\n[[link]]\n\
                 name = \"h2\"\nremote = \"10.0.0.2:9000\"\ntrusted = true\nnetworks = [1]\n\
@@ -147,7 +147,7 @@ fn cut_through_is_understood() {
 }
 
 #[test]
-fn objects_that_the_design_shows_are_understood() {
+fn networks_interfaces_links_and_routes_are_read() {
     let desired = good(EVERYTHING).desired;
     let [vm, container] = &desired.interfaces[..] else { panic!("two interfaces") };
     let socket = "/run/vnet/vm1.sock".into();
@@ -177,7 +177,7 @@ fn objects_that_the_design_shows_are_understood() {
 }
 
 #[test]
-fn tunnels_and_the_local_network_are_understood() {
+fn encapsulations_and_the_local_network_are_read() {
     let text = r#"
         host.name = "h"
         bridge.vxlan_listen = "[::]:4789"
@@ -244,15 +244,15 @@ fn tunnels_and_the_local_network_are_understood() {
 }
 
 #[test]
-fn a_host_needs_no_more_than_a_name() {
+fn a_host_needs_only_a_name() {
     let desired = good("host.name = \"h\"").desired;
     assert_eq!(desired.control.spec.socket.to_str(), Some("/run/vnet/vnet.sock"));
     assert_eq!(desired.bridge.spec.listen, "[::]:9000".parse().unwrap());
     assert!(desired.interfaces.is_empty() && desired.links.is_empty() && desired.routes.is_empty());
 }
 
-/// One a paragraph: a text, in which `{H}`, `{T}`, `{V}` and `{L}` stand for a good host, TAP, vhost-user interface and
-/// link; below it, behind `>`, all that is said about it.
+/// One mistake a paragraph: a file, in which `{H}`, `{T}`, `{V}` and `{L}` stand for a valid host, TAP, vhost-user interface and
+/// link; below it, behind `>`, all error lines.
 const MISTAKES: &str = include_str!("config_mistakes.txt");
 
 #[test]
@@ -260,7 +260,7 @@ fn mistakes_are_explained_in_one_line_each() {
     let mut cases = 0;
     for case in MISTAKES.split("\n\n") {
         let (told, text): (Vec<_>, Vec<_>) = case.lines().partition(|line| line.starts_with('>'));
-        // Most links here go where clear text may travel; it is said in the host's two lines, so that all lines stay where they are.
+        // Most links here use a trusted network. That stands in the host's two lines, so that line numbers stay.
         let text = text.join("\n");
         let links = text.contains("{L}") && !text.contains("[bridge]") && !text.contains("sealed");
         let host = "host.name = \"h1\"\nbridge.trusted = [\"0.0.0.0/0\"]";
@@ -272,7 +272,7 @@ fn mistakes_are_explained_in_one_line_each() {
             .replace("{L}", "[[link]]\nname = \"x\"\nremote = \"10.0.0.2:9000\"");
         let want: Vec<_> = told.iter().map(|line| format!("f.toml:{}", &line[1..])).collect();
         assert!(!want.is_empty(), "a case without a message:\n{case}");
-        // What the TOML parser says about its grammar is its own.
+        // The TOML parser's own messages are not compared.
         let ours = |line: &String| line.split_inclusive("not valid TOML").next().unwrap_or(line).to_string();
         let said: Vec<_> = errors(&text).iter().map(ours).collect();
         assert_eq!(said, want, "\n{text}");
@@ -292,11 +292,11 @@ fn a_file_that_cannot_be_read_is_named() {
 }
 
 #[test]
-fn the_packaged_example_is_good() {
+fn the_packaged_example_is_valid() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../packaging/vnet.toml");
     let text = std::fs::read_to_string(path).unwrap();
     good(&text);
-    // What is commented out there is good as well.
+    // Its commented-out settings are valid as well.
     let text: Vec<_> = text.lines().skip(2).map(|line| line.strip_prefix("# ").unwrap_or(line)).collect();
     let text = text.join("\n").replace("[[network]] ", "[[network]]\nid = 2\n[[network]] ");
     let desired = good(&text).desired;
@@ -304,7 +304,7 @@ fn the_packaged_example_is_good() {
 }
 
 proptest! {
-    /// Whatever a file says, it is taken or refused in lines that begin with its name.
+    /// Any text is accepted, or refused in lines that begin with the file's name.
     #[test]
     fn any_text_is_answered(lines in proptest::collection::vec(any_line(), 0..12)) {
         let text = lines.join("\n");
@@ -412,9 +412,9 @@ fn ports_are_counted_from_the_first() {
     good(&(top.to_string() + &neighbours + &link("h3", "10.0.0.2:9002", "ports = 64")));
 }
 
-/// A sealed native link may leave the address to its peer; nothing else can.
+/// Only sealed native links may omit the remote: their peer proves its address.
 #[test]
-fn remotes_may_be_left_out_where_the_peer_can_prove_its_own() {
+fn only_sealed_native_links_may_omit_the_remote() {
     let top = "[host]\nname = \"h1\"\n[identity]\nca = \"/a\"\ncertificate = \"/b\"\nkey = \"/c\"\n";
     let link = |more: &str| format!("{top}[[link]]\nname = \"h2\"\n{more}\n");
     let read = good(&(link("sealed = true\n[[link]]\nname = \"h3\"\nsealed = true\nports = 4"))).desired;

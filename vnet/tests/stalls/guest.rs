@@ -1,4 +1,4 @@
-//! A guest in this process: a vhost-user front end with a driver behind it that sleeps until it is notified.
+//! A guest in this process: a vhost-user front end and a driver that sleeps until it is notified.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -48,7 +48,7 @@ impl Memory {
         let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).unwrap());
         file.set_len(MEMORY as u64).unwrap();
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at a place that the kernel chooses; unmapped in `drop`.
+        // SAFETY: a new mapping at an address that the kernel chooses; unmapped in `drop`.
         let base = unsafe { mmap(std::ptr::null_mut(), MEMORY, access, MapFlags::SHARED, &file, 0) }.unwrap();
         Memory { file, base: NonNull::new(base.cast()).unwrap() }
     }
@@ -65,7 +65,7 @@ impl Memory {
     }
 
     fn read<T: Copy>(&self, offset: usize) -> T {
-        // SAFETY: `at` checks bounds and alignment; every `T` used is an integer or an array of bytes, which any bytes are.
+        // SAFETY: `at` checks bounds and alignment; every `T` used is an integer or a byte array, valid for all bytes.
         unsafe { self.at::<T>(offset).read_volatile() }
     }
 
@@ -77,7 +77,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: the mapping is this value's, and nothing points into it any more.
+        // SAFETY: this value owns the mapping, and no pointer into it is left.
         unsafe { munmap(self.base.as_ptr().cast(), MEMORY) }.unwrap();
     }
 }
@@ -109,7 +109,7 @@ impl Ring {
         BUFFERS + (self.base / RING_SPACE * usize::from(SIZE) + usize::from(chain)) * BUFFER
     }
 
-    /// Makes chain `head` available, and notifies the device when it asks for that.
+    /// Makes chain `head` available, and notifies the device if it asks for that.
     fn offer(&mut self, memory: &Memory, head: u16) {
         memory.write(self.avail_at() + 4 + 2 * usize::from(self.avail % SIZE), head);
         let before = self.avail;
@@ -122,7 +122,7 @@ impl Ring {
         }
     }
 
-    /// The next chain that the device has given back.
+    /// The next used chain.
     fn collect(&mut self, memory: &Memory) -> Option<u16> {
         if memory.index(self.used_at() + 2).load(Ordering::Acquire) == self.used {
             return None;
@@ -132,20 +132,20 @@ impl Ring {
         Some(id as u16)
     }
 
-    /// Asks to be notified of the next chain; true when none has come meanwhile.
+    /// Asks for a notification of the next used chain; true if none came meanwhile.
     fn arm(&self, memory: &Memory) -> bool {
         memory.index(self.avail_at() + 4 + 2 * usize::from(SIZE)).store(self.used, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         memory.index(self.used_at() + 2).load(Ordering::Acquire) == self.used
     }
 
-    /// Sleeps until it is notified, and by no means longer than `time`.
+    /// Sleeps until it is notified, or for `time`.
     fn sleep(&self, time: Duration) {
         // SAFETY: the event is open as long as `self`.
         let fd = unsafe { BorrowedFd::borrow_raw(self.call.as_raw_fd()) };
         let time = Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) };
         poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&time)).unwrap();
-        // Empty when the time is up, which the caller sees by the clock.
+        // Not readable when the time is up; the caller checks the clock.
         let _ = self.call.read();
     }
 }
@@ -154,7 +154,7 @@ impl Ring {
 pub struct Guest {
     rings: [Ring; 2],
     free: Vec<u16>,
-    /// Open as long as the guest lives.
+    /// Holds the connection open.
     _frontend: Frontend,
     memory: Memory,
 }
@@ -223,7 +223,7 @@ impl Guest {
         ring.offer(&self.memory, chain);
     }
 
-    /// The number in the next frame that comes; `None` when none has come in `time`.
+    /// The number in the next frame; `None` if none comes within `time`.
     pub fn take(&mut self, time: Duration) -> Option<u64> {
         let end = Instant::now() + time;
         loop {
