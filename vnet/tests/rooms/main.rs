@@ -1,6 +1,6 @@
 //! Keeps the house in order. Reads the sources of all crates and holds that:
 //!
-//! - rooms depend on each other one way, as `ROOMS` says, and so do the folders inside a room;
+//! - rooms depend on each other one way, as `ROOMS` and `LINK_ROOMS` say, and so do all folders inside a room;
 //! - no files of a crate import each other in a circle;
 //! - no source has more than 600 lines, and no function more than 70 without a reason in `LONG_FUNCTIONS`;
 //! - no function on a frame's way takes more than five parameters;
@@ -47,6 +47,9 @@ const ROOMS: [(&str, &[&str]); 14] = [
     ("capture", &["frame", "wire", "stats"]),
     ("dispatch", &["frame", "wire", "poll", "stats", "interface", "route", "link", "capture"]),
 ];
+
+/// The rooms of a link: each may name those before it.
+const LINK_ROOMS: [&str; 7] = ["socket", "path", "sealed", "rendezvous", "vxlan", "native", "stream"];
 
 /// Root files of all crates.
 const ROOTS: [(&str, &str); 5] = [
@@ -128,7 +131,24 @@ fn rooms_depend_one_way() {
     assert_none("room", faults);
 }
 
-/// In every folder: what lies in one of its folders or files, as one, against the others.
+#[test]
+fn rooms_of_links_depend_one_way() {
+    let tree = Crate::read(&repository().join("vnet/src"), "lib.rs", false);
+    let place = |file: &Path| {
+        let room = file.strip_prefix("link").ok()?.iter().next()?.to_str()?;
+        LINK_ROOMS.iter().position(|known| *known == room)
+    };
+    let seen: BTreeSet<_> = tree.files().into_iter().filter_map(place).collect();
+    assert_eq!(seen.len(), LINK_ROOMS.len(), "every room of LINK_ROOMS is there");
+    let edges = tree.edges();
+    let faults = edges.iter().filter_map(|((from, to), names)| {
+        let backward = place(from)? < place(to)?;
+        backward.then(|| format!("{} -> {}: {names:?}", from.display(), to.display()))
+    });
+    assert_none("link room", faults);
+}
+
+/// In every folder: circles of its subfolders, each taken as one.
 fn folder_circles(edges: &Edges) -> BTreeSet<String> {
     let mut levels: BTreeMap<PathBuf, Edges> = BTreeMap::new();
     for ((from, to), names) in edges {
@@ -139,13 +159,13 @@ fn folder_circles(edges: &Edges) -> BTreeSet<String> {
             to.next();
         }
         let pair = (PathBuf::from(from.next().unwrap()), PathBuf::from(to.next().unwrap()));
-        levels.entry(common).or_default().entry(pair).or_default().extend(names.iter().cloned());
+        if pair.0.extension().is_none() && pair.1.extension().is_none() {
+            levels.entry(common).or_default().entry(pair).or_default().extend(names.iter().cloned());
+        }
     }
     let mut found = BTreeSet::new();
     for (folder, edges) in levels {
-        // Circles of files only are found without their folders.
-        let circles = circles(&edges).into_iter().filter(|c| c.iter().any(|part| part.extension().is_none()));
-        found.extend(circles.map(|circle| format!("{}: {circle:?}", folder.display())));
+        found.extend(circles(&edges).into_iter().map(|circle| format!("{}: {circle:?}", folder.display())));
     }
     found
 }
