@@ -3,11 +3,12 @@
 use std::path::PathBuf;
 
 use clap::{Args as Group, Parser, Subcommand, ValueEnum};
-use serde_json::{Map, Value};
+use serde_json::Value;
 use vnet_control::language::Dialect;
 
 use crate::client::encode;
 use crate::keys::KeysCommand;
+use crate::settings::{Interface, Link, New, Route};
 use crate::top::model::Top;
 
 /// Asks and changes a running vnetd.
@@ -53,19 +54,6 @@ Examples:
   vnet capture c1 tcp port 80
   vnet trace 52:54:00:00:00:01 52:54:00:00:00:02
   vnet --json stats | jq .balance";
-
-const SET_HELP: &str = "\
-Keys, as in the configuration file:
-  mode                                       guest-driven, vmm-driven or adaptive
-  rate_low, rate_high, window_us             between which rates (frames/s) adaptive changes, and over what time
-  interrupts                                 direct or optimistic (vhost-user)
-  receive_density_low, receive_density_high  bounds of optimistic interrupts, in bytes/s
-  early_bytes                                less than this is not announced early
-  storm_limit                                flooded frames a second
-  port_security                              true or false
-
-Example:
-  vnet interface set vm1 mode=adaptive rate_high=20000 interrupts=optimistic";
 
 #[derive(Subcommand)]
 pub enum Command {
@@ -254,9 +242,9 @@ pub enum InterfaceCommand {
     /// List them
     List,
     /// Add one
-    Add(Box<InterfaceAdd>),
+    Add(New<Interface>),
     /// Change one while frames flow: who drives it, how its guest is notified, its limits
-    #[command(after_long_help = SET_HELP)]
+    #[command(after_long_help = crate::settings::set_help())]
     Set {
         /// Its name
         name: String,
@@ -276,7 +264,7 @@ pub enum LinkCommand {
     /// List them
     List,
     /// Add one
-    Add(Box<LinkAdd>),
+    Add(New<Link>),
     /// Remove one that no route names
     Del {
         /// Its name
@@ -289,152 +277,12 @@ pub enum RouteCommand {
     /// List them
     List,
     /// Add one
-    Add(RouteAdd),
+    Add(New<Route>),
     /// Remove one
     Del {
         /// Its index, as 'route list' shows it
         index: u32,
     },
-}
-
-#[derive(Group)]
-pub struct InterfaceAdd {
-    /// Name of the new interface
-    pub name: String,
-    /// How the guest is attached: vhost-user (virtual machine), tap (container, host) or local (this host's own LAN)
-    #[arg(long)]
-    pub kind: String,
-    /// vhost-user: Unix socket, an absolute path
-    #[arg(long, value_name = "PATH")]
-    socket: Option<String>,
-    /// vhost-user: whether vnetd listens on the socket (true, the default) or connects to it
-    #[arg(long, value_name = "BOOL")]
-    server: Option<bool>,
-    /// tap: device, made if it is not there and then removed at the end; local: a device that is there
-    #[arg(long)]
-    device: Option<String>,
-    /// tap, local: network namespace of the device: a name, a path, or pid:N
-    #[arg(long)]
-    netns: Option<String>,
-    /// local: take frames for all addresses, not for the overlay's only
-    #[arg(long)]
-    promiscuous: bool,
-    /// Network [default: 1]
-    #[arg(long, value_name = "ID")]
-    network: Option<u32>,
-    /// The guest's MAC address
-    #[arg(long)]
-    mac: Option<String>,
-    /// The guest's IP addresses, as in 10.0.0.1,fd00::1: other hosts of the overlay answer questions for them
-    #[arg(long, value_name = "ADDRESSES", value_delimiter = ',', requires = "mac")]
-    addresses: Option<Vec<String>>,
-    /// MTU in bytes, up to 65535 [default: 1500]
-    #[arg(long, value_name = "BYTES")]
-    mtu: Option<u32>,
-    /// Queue pairs [default: 1]
-    #[arg(long, value_name = "N")]
-    queues: Option<u32>,
-    /// Most flooded frames it may send a second [default: 20000]
-    #[arg(long, value_name = "FRAMES")]
-    storm_limit: Option<u32>,
-    /// Drop frames from it whose source is not its MAC address
-    #[arg(long)]
-    port_security: bool,
-    /// Who drives it: guest-driven, vmm-driven or adaptive [default: adaptive]
-    #[arg(long)]
-    mode: Option<String>,
-    /// vhost-user: how the guest is notified: direct or optimistic [default: direct]
-    #[arg(long)]
-    interrupts: Option<String>,
-    /// vhost-user: UDP port of its own, at which the other host of --direct-link sends its frames
-    #[arg(long, value_name = "PORT", requires_all = ["direct_link", "mac"])]
-    direct_port: Option<u16>,
-    /// vhost-user: link whose other host sends to --direct-port
-    #[arg(long, value_name = "LINK", requires = "direct_port")]
-    direct_link: Option<String>,
-}
-
-#[derive(Group)]
-pub struct LinkAdd {
-    /// Name of the new link
-    pub name: String,
-    /// The other host: ADDRESS:PORT; with --proxy also NAME:PORT [sealed native links: learned from the peer]
-    #[arg(long, value_name = "ADDRESS:PORT", required_unless_present = "sealed")]
-    remote: Option<String>,
-    /// native: UDP ports of the other host, from that of REMOTE on; its [bridge] ports [default: 1]
-    #[arg(long, value_name = "N")]
-    ports: Option<u16>,
-    /// How frames travel: native, vnet (VNET/P and VNET/U peers), vxlan or stream (TCP) [default: native]
-    #[arg(long)]
-    encapsulation: Option<String>,
-    /// vxlan: other VTEPs of the network, as in 10.0.0.3,10.0.0.4
-    #[arg(long, value_name = "ADDRESSES", value_delimiter = ',')]
-    flood: Option<Vec<String>>,
-    /// vxlan: multicast group for flooded frames
-    #[arg(long, value_name = "ADDRESS")]
-    group: Option<String>,
-    /// vxlan: whether streams go by the kernel's VXLAN driver, where it can be had [default: true]
-    #[arg(long, value_name = "BOOL")]
-    offload: Option<bool>,
-    /// stream: SOCKS 5 proxy that connects, as in socks5://127.0.0.1:9050
-    #[arg(long, value_name = "URL")]
-    proxy: Option<String>,
-    /// stream: whether this side connects (true, the default) or waits for the other one
-    #[arg(long, value_name = "BOOL")]
-    connect: Option<bool>,
-    /// Networks it carries, as in 1,2 [default: all]
-    #[arg(long, value_name = "IDS", value_delimiter = ',')]
-    networks: Option<Vec<u32>>,
-    /// MTU of the path in bytes [default: found out]
-    #[arg(long, value_name = "BYTES")]
-    mtu: Option<u32>,
-    /// Clear text may travel this path
-    #[arg(long, conflicts_with = "sealed")]
-    trusted: bool,
-    /// Nothing travels in clear text (vnetd needs an [identity])
-    #[arg(long)]
-    sealed: bool,
-    /// sealed: name that the other host's certificate must have [default: the link's name]
-    #[arg(long, value_name = "NAME", requires = "sealed")]
-    peer: Option<String>,
-    /// Source addresses that frames from the other host may have [default: all]
-    #[arg(long, value_name = "MACS", value_delimiter = ',')]
-    macs: Option<Vec<String>>,
-    /// sealed native links: the link to a host by which the two meet, where neither reaches the other
-    #[arg(long, value_name = "LINK", requires = "sealed")]
-    via: Option<String>,
-    /// native, clear text: guests of the other host with ports of their own, as in 52:54:00:00:00:02@9101
-    #[arg(long, value_name = "MAC@PORT", value_delimiter = ',', conflicts_with = "sealed")]
-    direct: Option<Vec<String>>,
-}
-
-#[derive(Group)]
-pub struct RouteAdd {
-    /// Source: any, none, a MAC address or not-MAC
-    #[arg(long, value_name = "QUALIFIER", default_value = "any")]
-    src: String,
-    /// Destination: any, none, a MAC address or not-MAC
-    #[arg(long, value_name = "QUALIFIER")]
-    dst: String,
-    /// Where frames come from: any, interface, link, 'interface NAME' or 'link NAME'
-    #[arg(long, value_name = "PLACE", default_value = "any")]
-    from: String,
-    /// Where they go: 'interface NAME' or 'link NAME'
-    #[arg(long, value_name = "PLACE")]
-    to: String,
-    /// Network [default: 1]
-    #[arg(long, value_name = "ID")]
-    network: Option<u32>,
-}
-
-/// A JSON object of the keys that were given; they are those of the configuration file.
-fn object<const N: usize>(keys: [(&str, Option<Value>); N]) -> Value {
-    let given = keys.into_iter().filter_map(|(key, value)| Some((key.to_string(), value?)));
-    Value::Object(given.collect::<Map<_, _>>())
-}
-
-fn value<T: Clone + Into<Value>>(value: &Option<T>) -> Option<Value> {
-    value.clone().map(Into::into)
 }
 
 /// Reads KEY=VALUE; what looks like a number or a truth value is one.
@@ -452,74 +300,11 @@ fn setting(text: &str) -> Result<(String, Value), String> {
     }
 }
 
-impl InterfaceAdd {
-    /// The request's body.
-    pub fn request(&self) -> Value {
-        object([
-            ("name", Some(self.name.as_str().into())),
-            ("kind", Some(self.kind.as_str().into())),
-            ("socket", value(&self.socket)),
-            ("server", value(&self.server)),
-            ("device", value(&self.device)),
-            ("netns", value(&self.netns)),
-            ("promiscuous", self.promiscuous.then_some(true.into())),
-            ("network", value(&self.network)),
-            ("mac", value(&self.mac)),
-            ("addresses", value(&self.addresses)),
-            ("mtu", value(&self.mtu)),
-            ("queues", value(&self.queues)),
-            ("storm_limit", value(&self.storm_limit)),
-            ("port_security", self.port_security.then_some(true.into())),
-            ("mode", value(&self.mode)),
-            ("interrupts", value(&self.interrupts)),
-            ("direct_port", value(&self.direct_port)),
-            ("direct_link", value(&self.direct_link)),
-        ])
-    }
-}
-
-impl LinkAdd {
-    /// The request's body.
-    pub fn request(&self) -> Value {
-        object([
-            ("name", Some(self.name.as_str().into())),
-            ("remote", value(&self.remote)),
-            ("ports", value(&self.ports)),
-            ("encapsulation", value(&self.encapsulation)),
-            ("flood", value(&self.flood)),
-            ("group", value(&self.group)),
-            ("offload", value(&self.offload)),
-            ("proxy", value(&self.proxy)),
-            ("connect", value(&self.connect)),
-            ("networks", value(&self.networks)),
-            ("mtu", value(&self.mtu)),
-            ("trusted", self.trusted.then_some(true.into())),
-            ("sealed", self.sealed.then_some(true.into())),
-            ("peer", value(&self.peer)),
-            ("macs", value(&self.macs)),
-            ("via", value(&self.via)),
-            ("direct", value(&self.direct)),
-        ])
-    }
-}
-
-impl RouteAdd {
-    /// The request's body.
-    pub fn request(&self) -> Value {
-        object([
-            ("src", Some(self.src.as_str().into())),
-            ("dst", Some(self.dst.as_str().into())),
-            ("from", Some(self.from.as_str().into())),
-            ("to", Some(self.to.as_str().into())),
-            ("network", value(&self.network)),
-        ])
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use clap::CommandFactory;
+    use serde_json::Map;
 
     #[test]
     fn the_command_line_is_consistent() {

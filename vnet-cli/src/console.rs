@@ -185,13 +185,13 @@ fn ports(client: &Client<'_>) -> Vec<String> {
     // Completion is a convenience: without an answer, complete nothing.
     if let Ok(links) = client.get("/v1/links").map_err(Failure::from).and_then(|a| read::<Vec<api::Link>>(&a))
     {
-        found.extend(links.into_iter().flat_map(|link| [link.name, link.remote]));
+        found.extend(links.into_iter().flat_map(|link| [link.settings.text("remote"), link.name]));
     }
     let interfaces = client.get("/v1/interfaces").map_err(Failure::from);
     if let Ok(interfaces) = interfaces.and_then(|answer| read::<Vec<api::Interface>>(&answer)) {
         for interface in interfaces {
             found.push(interface.name);
-            found.extend(interface.mac.map(|mac| mac.to_string()));
+            found.extend(Some(interface.settings.text("mac")).filter(|mac| !mac.is_empty()));
         }
     }
     found

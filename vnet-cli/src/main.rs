@@ -9,6 +9,7 @@ mod doctor;
 mod headers;
 mod keys;
 mod output;
+mod settings;
 mod show;
 mod top;
 
@@ -48,7 +49,7 @@ fn run(args: &Args) -> Result<(), Failure> {
         Command::Route(RouteCommand::List) => vnet.list("/v1/routes", show::routes),
         Command::Interface(InterfaceCommand::Add(add)) => {
             vnet.add("/v1/interfaces", &add.request(), |_: api::Interface| {
-                format!("interface {} added\n", add.name)
+                format!("interface {} added\n", add.name())
             })
         }
         Command::Interface(InterfaceCommand::Set { name, settings }) => {
@@ -56,7 +57,7 @@ fn run(args: &Args) -> Result<(), Failure> {
             vnet.change(&format!("/v1/interfaces/{}", client::encode(name)), &settings.into())
         }
         Command::Link(LinkCommand::Add(add)) => {
-            vnet.add("/v1/links", &add.request(), |_: api::Link| format!("link {} added\n", add.name))
+            vnet.add("/v1/links", &add.request(), |_: api::Link| format!("link {} added\n", add.name()))
         }
         Command::Route(RouteCommand::Add(add)) => {
             vnet.add("/v1/routes", &add.request(), |route: api::Route| {

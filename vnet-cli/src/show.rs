@@ -149,28 +149,27 @@ pub fn interfaces(interfaces: &Vec<Interface>) -> String {
     ];
     let mut table = TextTable::new(&heading, &[3, 5, 6, 8, 9]);
     for i in interfaces {
-        let at = match (&i.socket, &i.device, &i.netns) {
-            (Some(socket), _, _) if i.server == Some(false) => format!("to {socket}"),
-            (Some(socket), _, _) => socket.clone(),
-            (_, Some(device), Some(netns)) => format!("{device} in {netns}"),
-            (_, device, _) => or_dash(device),
+        let text = |key: &str| i.settings.text(key);
+        let at = match (&*text("socket"), text("device"), &*text("netns")) {
+            ("", device, "") => device,
+            ("", device, netns) => format!("{device} in {netns}"),
+            (socket, ..) if !i.settings.flag("server") => format!("to {socket}"),
+            (socket, ..) => socket.into(),
         };
         let mut notes: Vec<_> = i.reason.iter().cloned().collect();
-        notes.push(format!("storm limit {}/s", i.storm_limit));
-        notes.extend(i.port_security.then(|| "port security".to_string()));
-        notes.extend(i.addresses.first().map(|_| {
-            let addresses: Vec<_> = i.addresses.iter().map(ToString::to_string).collect();
-            format!("addresses {}", addresses.join(" "))
-        }));
+        notes.push(format!("storm limit {}/s", text("storm_limit")));
+        notes.extend(i.settings.flag("port_security").then(|| "port security".to_string()));
+        let addresses = text("addresses");
+        notes.extend((!addresses.is_empty()).then(|| format!("addresses {addresses}")));
         table.row([
             i.name.clone(),
-            i.kind.clone(),
+            text("kind"),
             i.state.clone(),
-            i.network.to_string(),
-            or_dash(&i.mac),
-            i.mtu.to_string(),
-            i.queues.to_string(),
-            mode(&i.driving),
+            text("network"),
+            i.settings.text_or("mac", "-"),
+            text("mtu"),
+            text("queues"),
+            mode(i),
             format!("{}/s", i.driving.rate),
             i.driving.switches.to_string(),
             interrupts(i),
@@ -182,20 +181,20 @@ pub fn interfaces(interfaces: &Vec<Interface>) -> String {
 }
 
 /// The configured mode; for adaptive also the current one, as in `adaptive, now vmm`.
-fn mode(driving: &Driving) -> String {
-    match &*driving.mode {
-        "adaptive" => format!("adaptive, now {}", driving.driven_by),
-        fixed => fixed.into(),
+fn mode(i: &Interface) -> String {
+    match i.settings.text("mode") {
+        mode if mode == "adaptive" => format!("adaptive, now {}", i.driving.driven_by),
+        fixed => fixed,
     }
 }
 
 /// Interrupt mode and notifications per frame; `-` for TAP, where the kernel decides.
 fn interrupts(i: &Interface) -> String {
-    if i.device.is_some() {
+    if i.settings.text("socket").is_empty() {
         return "-".into();
     }
     let thousandths = i.driving.notifications_per_1000_frames;
-    format!("{}, {}.{:03} per frame", i.driving.interrupts, thousandths / 1000, thousandths % 1000)
+    format!("{}, {}.{:03} per frame", i.settings.text("interrupts"), thousandths / 1000, thousandths % 1000)
 }
 
 /// `vnet link list`
@@ -218,27 +217,25 @@ pub fn links(links: &Vec<Link>) -> String {
     ];
     let mut table = TextTable::new(&heading, &[2, 6]);
     for link in links {
-        let networks = link.networks.as_ref().map_or("all".into(), |networks| {
-            networks.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ")
-        });
+        let text = |key: &str| link.settings.text(key);
         table.row([
             link.name.clone(),
-            link.remote.clone(),
-            link.ports.to_string(),
-            link.encapsulation.clone(),
-            networks,
+            text("remote"),
+            text("ports"),
+            text("encapsulation"),
+            link.settings.text_or("networks", "all"),
             link.state.clone(),
-            link.mtu.to_string(),
+            text("mtu"),
             link.heard_s.map_or("never".into(), |seconds| format!("{} ago", duration(seconds))),
             link.rtt_us.map_or("-".into(), |rtt| format!("{}.{:03} ms", rtt / 1000, rtt % 1000)),
             link.loss_permille.map_or("-".into(), |loss| format!("{}.{} %", loss / 10, loss % 10)),
             bits(link.traffic.in_bits_per_s),
             bits(link.traffic.out_bits_per_s),
-            match (&link.peer, link.keys_s) {
-                (Some(peer), Some(keys_s)) => format!("with {peer}, keys {} old", duration(keys_s)),
-                (Some(peer), None) if link.encapsulation == "stream" => format!("with {peer}, TLS"),
-                (Some(peer), None) => format!("with {peer}, no keys"),
-                (None, _) => "no".into(),
+            match (&*text("peer"), link.keys_s) {
+                ("", _) => "no".into(),
+                (peer, Some(keys_s)) => format!("with {peer}, keys {} old", duration(keys_s)),
+                (peer, None) if text("encapsulation") == "stream" => format!("with {peer}, TLS"),
+                (peer, None) => format!("with {peer}, no keys"),
             },
             link.reason.clone().unwrap_or_default(),
         ]);
@@ -250,8 +247,9 @@ pub fn links(links: &Vec<Link>) -> String {
 pub fn routes(routes: &Vec<Route>) -> String {
     let mut table = TextTable::new(&["INDEX", "NETWORK", "SRC", "DST", "FROM", "TO"], &[0, 1]);
     for route in routes {
-        let Route { index, network, src, dst, from, to } = route.clone();
-        table.row([index.to_string(), network.to_string(), src, dst, from, to]);
+        let [network, src, dst, from, to] =
+            ["network", "src", "dst", "from", "to"].map(|key| route.settings.text(key));
+        table.row([route.index.to_string(), network, src, dst, from, to]);
     }
     table.print()
 }

@@ -5,10 +5,10 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::net::IpAddr;
 
 use serde::{Deserialize, Serialize};
 
+use super::settings::values::{InterfaceSettings, LinkSettings, NetworkSettings, RouteSettings};
 use super::traffic::Traffic;
 use vnet::dispatch::counters::DispatcherStats;
 use vnet::frame::NetworkId;
@@ -145,45 +145,17 @@ pub struct Alarm {
 pub struct Interface {
     /// Its name.
     pub name: String,
-    /// `vhost-user`, `tap` or `local`.
-    pub kind: String,
     /// `up`, `down` or `broken`.
     pub state: String,
     /// Why it is not up.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// Network.
-    pub network: NetworkId,
-    /// The guest's address, when it was given.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub mac: Option<Mac>,
-    /// The guest's IP addresses, when they were given.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(feature = "openapi", schema(value_type = Vec<String>))]
-    pub addresses: Vec<IpAddr>,
-    /// MTU in bytes, as it is.
-    pub mtu: u32,
-    /// Queue pairs.
-    pub queues: u32,
-    /// Unix socket (vhost-user).
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub socket: Option<String>,
-    /// Whether vnetd listens on it (vhost-user).
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub server: Option<bool>,
-    /// Device (tap, local).
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub device: Option<String>,
-    /// Where the device lives (tap, local).
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub netns: Option<String>,
-    /// Most flooded frames a second.
-    pub storm_limit: u32,
-    /// Whether source addresses are held to `mac`.
-    pub port_security: bool,
     /// Who drives it, and how its guest is notified.
     #[serde(flatten)]
     pub driving: Driving,
+    /// Its settings; `mtu` as it is.
+    #[serde(flatten)]
+    pub settings: InterfaceSettings,
 }
 
 /// Who drives an interface and how its guest is notified: part of [`Interface`].
@@ -191,28 +163,12 @@ pub struct Interface {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Driving {
-    /// `guest-driven`, `vmm-driven` or `adaptive`.
-    pub mode: String,
-    /// alpha_l in frames/s.
-    pub rate_low: u32,
-    /// alpha_u in frames/s.
-    pub rate_high: u32,
-    /// omega in microseconds.
-    pub window_us: u32,
     /// `guest`, `vmm`, or `both` when its queues differ.
     pub driven_by: String,
     /// Frames a second from the guest, over the last window.
     pub rate: u64,
     /// Changes between guest-driven and VMM-driven so far.
     pub switches: u64,
-    /// `direct` or `optimistic`.
-    pub interrupts: String,
-    /// alpha of optimistic interrupts, bytes/s.
-    pub receive_density_low: u64,
-    /// beta of optimistic interrupts, bytes/s.
-    pub receive_density_high: u64,
-    /// Less data than this, in bytes, is not announced early.
-    pub early_bytes: u64,
     /// Notifications given for a thousand frames delivered.
     pub notifications_per_1000_frames: u64,
     /// What optimistic interrupts did.
@@ -265,33 +221,15 @@ impl InterruptCounters {
 pub struct Link {
     /// Its name.
     pub name: String,
-    /// The other host: where it is at present, for links that follow it; `anywhere` while that is not known.
-    pub remote: String,
-    /// Ports of the other host, from that of `remote` on.
-    #[serde(default = "one")]
-    pub ports: u16,
-    /// `native`, `vnet`, `vxlan` or `stream`.
-    pub encapsulation: String,
-    /// The networks it carries; all when absent.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub networks: Option<Vec<NetworkId>>,
     /// `up`; `degraded`: it works, but badly or not for long; `down`: the kernel has no route to the other host, this has gone
     /// silent, or, of a sealed link, there are no keys.
     pub state: String,
     /// Why it is not up.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// Largest IP packet that is sent on it, in bytes.
-    pub mtu: u16,
     /// Seconds since anything came by it; absent when nothing ever did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub heard_s: Option<u64>,
-    /// Nothing travels in clear text.
-    #[serde(default)]
-    pub sealed: bool,
-    /// The name that the other host's certificate has to have (sealed).
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub peer: Option<String>,
     /// Seconds since the present keys were agreed on (sealed); absent without keys.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keys_s: Option<u64>,
@@ -305,12 +243,10 @@ pub struct Link {
     /// What passes it, and what was lost.
     #[serde(default)]
     pub traffic: Traffic,
-    /// Source addresses that frames from the other host may have; all when absent.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub macs: Option<Vec<Mac>>,
-    /// vxlan: whether streams go by the kernel's VXLAN driver.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub offload: Option<bool>,
+    /// Its settings. As they are at the moment: `remote`, where the other host is (`anywhere` while that is not known); `mtu`,
+    /// the largest IP packet that is sent; `sealed` and `peer`; `offload`.
+    #[serde(flatten)]
+    pub settings: LinkSettings,
 }
 
 /// One of `GET /v1/routes`; the answer to `POST /v1/routes`.
@@ -319,33 +255,20 @@ pub struct Link {
 pub struct Route {
     /// Counted from 1, never used again.
     pub index: u32,
-    /// Network.
-    pub network: NetworkId,
-    /// Source qualifier.
-    pub src: String,
-    /// Destination qualifier.
-    pub dst: String,
-    /// Where frames must come from.
-    pub from: String,
-    /// Where they go.
-    pub to: String,
+    /// Its settings.
+    #[serde(flatten)]
+    pub settings: RouteSettings,
 }
 
 /// One of `GET /v1/networks`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Network {
-    /// Its number.
-    pub id: NetworkId,
-    /// Whether addresses are learned and unknown ones flooded.
-    pub learning: bool,
-    /// Seconds after which a learned address that was not seen again is forgotten.
-    pub ageing_s: u32,
-    /// Whether this host relays its frames from link to link.
-    #[serde(default)]
-    pub relay: bool,
     /// Interfaces in it.
     pub interfaces: usize,
+    /// Its settings.
+    #[serde(flatten)]
+    pub settings: NetworkSettings,
 }
 
 /// One of `GET /v1/learned`.

@@ -13,14 +13,15 @@ use std::collections::HashSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;
 
+use super::check::links;
 use super::config::ConfigError;
 use super::desired::*;
 use super::engine::{Engine, EngineError};
 use super::events::Asker;
 use super::live::{LiveLink, Opened, open_interface};
 use super::plan::{self, Plan};
+use super::settings;
 use super::table::Problem;
-use super::{check, driving, tunnel};
 use vnet::frame::NetworkId;
 use vnet::stats::PortStats;
 
@@ -43,7 +44,7 @@ impl Engine {
     }
 
     fn difference(&self, desired: &Desired) -> Result<Plan, EngineError> {
-        let problems = plan::restart_needed(&self.current, desired);
+        let problems = settings::restart_needed(&self.current, desired);
         if !problems.is_empty() {
             return Err(EngineError::Restart(ConfigError(problems)));
         }
@@ -51,7 +52,7 @@ impl Engine {
         let new_links = plan.links.added.iter().chain(plan.links.changed.iter().map(|(_, wanted)| wanted));
         for Item { place, spec } in new_links {
             if self.leads_here(spec) {
-                return Err(EngineError::Open(Problem::new(place, check::to_oneself(spec))));
+                return Err(EngineError::Open(Problem::new(place, links::to_oneself(spec))));
             }
         }
         Ok(plan)
@@ -61,7 +62,7 @@ impl Engine {
     pub(super) fn leads_here(&self, link: &LinkSpec) -> bool {
         let bridge = self.core.bridge_address();
         let ports = self.current.bridge.spec.ports;
-        if !tunnel::arrives_at_bridge(link)
+        if !links::arrives_at_bridge(link)
             || !link.has_port_of(bridge.port(), ports)
             || !bridge.ip().is_unspecified()
         {
@@ -290,9 +291,7 @@ impl Engine {
 
 /// Changed interfaces that must be reopened: old and new.
 fn replaced(plan: &Plan) -> impl Iterator<Item = &(Item<InterfaceSpec>, Item<InterfaceSpec>)> {
-    // All other settings belong to the core or can change while the interface is open.
-    let fixed = driving::fixed_part;
-    plan.interfaces.changed.iter().filter(move |(is, wanted)| fixed(&is.spec) != fixed(&wanted.spec))
+    plan.interfaces.changed.iter().filter(|(is, wanted)| settings::reopens(&is.spec, &wanted.spec))
 }
 
 /// Interfaces to stop: removed and reopened ones.

@@ -29,7 +29,7 @@ fn names(engine: &Engine) -> (Vec<String>, Vec<String>, Vec<(u32, String)>) {
     (
         engine.interfaces().into_iter().map(|i| i.name).collect(),
         engine.links().into_iter().map(|l| l.name).collect(),
-        engine.routes().into_iter().map(|r| (r.index, r.to)).collect(),
+        engine.routes().into_iter().map(|r| (r.index, r.settings.text("to"))).collect(),
     )
 }
 
@@ -110,13 +110,16 @@ fn a_socket_passes_from_one_interface_to_another() {
     assert!(dir.path().join("vm1").exists());
     // The same interface with another MTU.
     engine.apply(desired(dir.path(), &(renamed.clone() + "mtu = 9000\n"))).unwrap();
-    assert_eq!(engine.interfaces()[0].mtu, 9000);
+    assert_eq!(engine.interfaces()[0].settings.number("mtu"), Some(9000));
     assert!(dir.path().join("vm1").exists());
     // Its successor is fine, but another new interface is not: as it was.
     let bad = vm("vm1") + &renamed.replace("DIR/vm1", "DIR/nowhere/vm9");
     let error = engine.apply(desired(dir.path(), &bad)).unwrap_err().to_string();
     assert!(error.starts_with("f:9: interface vm9 cannot be opened: "), "{error}");
-    assert_eq!((names(&engine).0, engine.interfaces()[0].mtu), (vec!["vm9".into()], 9000));
+    assert_eq!(
+        (names(&engine).0, engine.interfaces()[0].settings.number("mtu")),
+        (vec!["vm9".into()], Some(9000))
+    );
     assert!(dir.path().join("vm1").exists());
     engine.stop();
 }
@@ -155,7 +158,7 @@ fn settings_of_the_core_change_without_opening_anew() {
     let port = engine.interfaces["vm1"].port;
     engine.apply(desired(dir.path(), &(vm("vm1") + "storm_limit = 5\n"))).unwrap();
     assert_eq!(engine.interfaces["vm1"].port, port);
-    assert_eq!(engine.interfaces()[0].storm_limit, 5);
+    assert_eq!(engine.interfaces()[0].settings.number("storm_limit"), Some(5));
     engine.stop();
 }
 
@@ -244,15 +247,16 @@ fn driving_changes_without_opening_anything() {
     assert!(plan.to_string().ends_with("storm limit 5/s, vmm-driven, optimistic interrupts"), "{plan}");
     assert!(Arc::ptr_eq(&before, &live(&engine)) && engine.interfaces["vm1"].port == port);
     assert!(before.coalesces());
-    let shown = engine.interfaces().remove(0).driving;
-    assert_eq!((&*shown.mode, &*shown.driven_by, shown.switches), ("vmm-driven", "vmm", 1));
+    let interface = engine.interfaces().remove(0);
+    let (mode, shown) = (interface.settings.text("mode"), interface.driving);
+    assert_eq!((&*mode, &*shown.driven_by, shown.switches), ("vmm-driven", "vmm", 1));
     // A single change goes the same way.
     let json = br#"{"mode": "guest-driven", "interrupts": "direct"}"#;
     engine.change_interface("vm1", |spec| config::change_from_json(json, spec)).unwrap();
     assert!(Arc::ptr_eq(&before, &live(&engine)) && !before.coalesces());
     let shown = engine.interfaces().remove(0);
-    assert_eq!((&*shown.driving.mode, &*shown.driving.driven_by), ("guest-driven", "guest"));
-    assert_eq!((shown.driving.switches, shown.storm_limit), (2, 5));
+    assert_eq!((&*shown.settings.text("mode"), &*shown.driving.driven_by), ("guest-driven", "guest"));
+    assert_eq!((shown.driving.switches, shown.settings.number("storm_limit")), (2, Some(5)));
     let wrong = |engine: &mut Engine, json: &[u8]| {
         engine.change_interface("vm1", |spec| config::change_from_json(json, spec)).unwrap_err().to_string()
     };

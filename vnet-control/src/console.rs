@@ -316,8 +316,9 @@ fn interfaces(engine: &Engine, first: u32) -> Answer {
         .interfaces()
         .into_iter()
         .map(|interface| {
-            let api::Interface { name, kind, state, network, mac, mtu, .. } = interface;
-            let (index, mac) = (indices.interface(&name), mac.map_or("-".into(), |mac| mac.to_string()));
+            let api::Interface { name, state, settings, .. } = interface;
+            let (index, mac) = (indices.interface(&name), settings.text_or("mac", "-"));
+            let [kind, mtu, network] = ["kind", "mtu", "network"].map(|key| settings.text(key));
             (index, format!("{index} {mac} {name} {kind} {state} mtu={mtu} network={network}"))
         })
         .collect();

@@ -5,12 +5,12 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::check::{links, security};
 use super::desired::*;
 use super::engine::{Engine, EngineError};
 use super::overlay::{Computed, Local, PeerLink};
 use super::plan::Plan;
-use super::security::{self, LinkSecurity};
-use super::{Place, api, check, config, tunnel};
+use super::{Place, api, config};
 use vnet::frame::PortId;
 use vnet::interface::State;
 use vnet::link::{Encapsulation, Tunnel};
@@ -52,9 +52,9 @@ impl Engine {
     /// Why a link that the store asks for cannot be.
     fn unusable(&self, peer: &PeerLink) -> Option<String> {
         let spec = link(&self.own, peer);
-        let own = || self.leads_here(&spec).then(|| check::to_oneself(&spec));
+        let own = || self.leads_here(&spec).then(|| links::to_oneself(&spec));
         let risky = || security::unsafe_link(&self.own, &spec);
-        tunnel::unusable(&self.own.bridge.spec, &spec).or_else(own).or_else(risky)
+        links::unusable(&self.own.bridge.spec, &spec).or_else(own).or_else(risky)
     }
 
     /// `desired` and what was computed from the store. What both have is as the former says.
@@ -64,7 +64,7 @@ impl Engine {
             return merged;
         }
         let names: HashSet<_> = desired.links.iter().map(|item| item.spec.name.as_str()).collect();
-        let claims: HashSet<_> = desired.links.iter().flat_map(|item| tunnel::claims(&item.spec)).collect();
+        let claims: HashSet<_> = desired.links.iter().flat_map(|item| links::claims(&item.spec)).collect();
         let declared: HashSet<_> = super::plan::networks(desired).iter().map(|item| item.spec.id).collect();
         let sealed: Vec<_> =
             desired.links.iter().filter_map(|item| item.spec.security.peer.as_ref()).collect();
@@ -73,7 +73,7 @@ impl Engine {
             let mut spec = link(desired, peer);
             spec.networks.iter_mut().for_each(|ids| ids.retain(|id| declared.contains(id)));
             let empty = spec.networks.as_ref().is_some_and(Vec::is_empty);
-            let claimed = tunnel::claims(&spec).iter().any(|claim| claims.contains(claim));
+            let claimed = links::claims(&spec).iter().any(|claim| claims.contains(claim));
             let sealed_with = |peer: &String| sealed.iter().any(|other| other.eq_ignore_ascii_case(peer));
             let known = spec.security.peer.as_ref().is_some_and(sealed_with);
             let taken = names.contains(&*peer.name) || claimed || known;

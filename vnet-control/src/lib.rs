@@ -1,12 +1,11 @@
 //! Control: everything that changes what the core does.
 //!
-//! A configuration file, or a command, is read ([`config`]) into the state that is wanted ([`desired`]) and checked as a
-//! whole ([`check`]). The difference to the state that is ([`plan`]) is carried out by the [`engine`], all or nothing: it
-//! first opens what is new, then publishes one new setup to the dispatchers, then stops what is gone. There is no other
-//! way to change anything, so a command and an edited file cannot differ in what they allow. What other hosts say through
-//! a store ([`overlay`]) joins it ([`joined`]) and goes the same way.
+//! Every key of the configuration is declared once ([`settings`]). A file, or a command, is read by these declarations
+//! ([`config`]) into the desired state ([`desired`]) and checked as a whole (`check`). The difference to the current state
+//! ([`plan`]) is carried out by the [`engine`], all or nothing: it first opens what is new, then publishes one new setup to
+//! the dispatchers, then stops what is gone. There is no other way to change anything, so a command and an edited file cannot
+//! differ in what they allow. What other hosts publish through a store ([`overlay`]) joins it (`joined`) and goes the same way.
 
-pub mod access;
 pub mod api;
 mod apply;
 mod capture;
@@ -14,8 +13,6 @@ mod check;
 pub mod config;
 pub mod console;
 pub mod desired;
-mod direct;
-pub mod driving;
 mod edits;
 pub mod engine;
 pub mod events;
@@ -27,12 +24,10 @@ mod live;
 mod observers;
 pub mod overlay;
 pub mod plan;
-pub mod requests;
-pub mod security;
+pub mod settings;
 mod table;
 mod trace;
 pub mod traffic;
-mod tunnel;
 mod usage;
 mod view;
 pub mod watch;

@@ -6,11 +6,9 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::hash::Hash;
-use std::net::SocketAddr;
 
 use super::api;
 use super::desired::*;
-use super::table::Problem;
 use vnet::frame::NetworkId;
 
 /// What to do to the objects of one kind.
@@ -106,7 +104,7 @@ impl Plan {
 }
 
 /// The networks with the default one, which is there even when nothing is said about it.
-pub(super) fn networks(desired: &Desired) -> Vec<Item<NetworkSpec>> {
+pub(crate) fn networks(desired: &Desired) -> Vec<Item<NetworkSpec>> {
     let mut networks = desired.networks.clone();
     if !networks.iter().any(|item| item.spec.id == NetworkId::DEFAULT) {
         let spec = NetworkSpec::new(NetworkId::DEFAULT);
@@ -143,78 +141,6 @@ impl fmt::Display for Plan {
         let lines: Vec<_> = self.changes().iter().map(ToString::to_string).collect();
         f.write_str(&lines.join("\n"))
     }
-}
-
-/// What differs in settings that are fixed while vnetd runs; empty when nothing does.
-pub fn restart_needed(current: &Desired, desired: &Desired) -> Vec<Problem> {
-    let mut problems = vec![];
-    let mut fixed = |place, table: &str, what: String| {
-        let text = format!("[{table}] {what}, which takes a restart of vnetd; nothing was changed");
-        problems.push(Problem::new(place, text));
-    };
-    let (is, wanted) = (&current.control, &desired.control);
-    if is != wanted {
-        let (is, to) = (&is.spec, &wanted.spec);
-        let what = if is.socket != to.socket {
-            format!("socket changes from {} to {}", is.socket.display(), to.socket.display())
-        } else {
-            "http, console, token_file or tls_… changes".into()
-        };
-        fixed(&wanted.place, "control", what);
-    }
-    if current.dispatch != desired.dispatch {
-        let DispatchSpec { threads, yield_strategy, .. } = &desired.dispatch.spec;
-        let what = format!("changes (threads = {threads}, yield = {}, …)", yield_strategy);
-        fixed(&desired.dispatch.place, "dispatch", what);
-    }
-    let (is, wanted) = (&current.bridge, &desired.bridge);
-    if is != wanted {
-        let place = &wanted.place;
-        for (key, is, wanted) in [
-            ("listen", Some(is.spec.listen), Some(wanted.spec.listen)),
-            ("vxlan_listen", is.spec.vxlan_listen, wanted.spec.vxlan_listen),
-            ("stream_listen", is.spec.stream_listen, wanted.spec.stream_listen),
-        ] {
-            if is != wanted {
-                let show = |address: Option<SocketAddr>| address.map_or("nowhere".into(), |a| a.to_string());
-                fixed(place, "bridge", format!("{key} changes from {} to {}", show(is), show(wanted)));
-            }
-        }
-        let (before, after) = (is.spec.zero_copy, wanted.spec.zero_copy);
-        if before != after {
-            fixed(place, "bridge", format!("zero_copy changes from {before} to {after}"));
-        }
-        for (key, is, wanted) in [
-            ("ports", u32::from(is.spec.ports), u32::from(wanted.spec.ports)),
-            ("rekey_s", is.spec.rekey_s, wanted.spec.rekey_s),
-            ("meetings", u32::from(is.spec.meetings), u32::from(wanted.spec.meetings)),
-        ] {
-            if is != wanted {
-                fixed(place, "bridge", format!("{key} changes from {is} to {wanted}"));
-            }
-        }
-    }
-    let (is, wanted) = (&current.overlay, &desired.overlay);
-    if is != wanted {
-        let place = wanted.as_ref().map_or(&desired.host.place, |item| &item.place);
-        let what = match (is, wanted) {
-            (None, _) => "is new",
-            (_, None) => "is gone",
-            _ => "changes",
-        };
-        fixed(place, "overlay", what.into());
-    }
-    if current.identity != desired.identity {
-        let place = desired.identity.as_ref().or(current.identity.as_ref()).map(|item| &item.place);
-        let what = "names other files (to renew a certificate, replace those that are there)";
-        fixed(place.unwrap_or(&desired.host.place), "identity", what.into());
-    }
-    // A certificate is for a name, and which of two hosts connects depends on their names.
-    if current.identity.is_some() && current.host != desired.host {
-        let what = format!("name changes to {} beside an [identity]", desired.host.spec.name);
-        fixed(&desired.host.place, "host", what);
-    }
-    problems
 }
 
 #[cfg(test)]

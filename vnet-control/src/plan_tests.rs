@@ -6,7 +6,9 @@ use proptest::sample::subsequence;
 use super::*;
 use crate::Place;
 use crate::config::{parse, validate};
-use crate::security::LinkSecurity;
+use crate::desired::LinkSecurity;
+use crate::settings::restart_needed;
+use std::net::SocketAddr;
 use vnet::link::{Encapsulation, Tunnel};
 use vnet::route::Qualifier;
 use vnet::wire::ethernet::Mac;
@@ -193,7 +195,7 @@ fn what_is_fixed_while_vnetd_runs_takes_a_restart() {
             "[identity]\nca = \"/a\"\ncertificate = \"/b\"\nkey = \"/c\"",
             "f:3: [identity] names other files (to renew a certificate, replace those that are there), which",
         ),
-        ("[dispatch]\nthreads = 2", "f:3: [dispatch] changes (threads = 2, yield = adaptive, …), which"),
+        ("[dispatch]\nthreads = 2", "f:3: [dispatch] threads changes from 1 to 2, which"),
     ] {
         let wanted = parse(text);
         validate(&wanted).unwrap();

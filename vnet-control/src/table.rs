@@ -216,18 +216,29 @@ impl Value {
 /// A value with the place it was written at.
 pub(crate) type Placed<T> = (Place, T);
 
+/// What is found while reading.
+#[derive(Debug, Default)]
+pub(crate) struct Notes {
+    /// Mistakes.
+    pub problems: Vec<Problem>,
+    /// Settings that are valid but have no effect.
+    pub warnings: Vec<Problem>,
+}
+
 /// Takes the keys out of one table and collects what is wrong with them.
 pub(crate) struct Reader<'a> {
     /// The table's name in messages, as it is written: `[bridge]`, `[[link]]`.
     what: &'static str,
     table: Table,
     known: Vec<&'static str>,
-    problems: &'a mut Vec<Problem>,
+    /// The keys that were taken, and where they are written.
+    taken: BTreeMap<&'static str, Place>,
+    notes: &'a mut Notes,
 }
 
 impl<'a> Reader<'a> {
-    pub fn new(what: &'static str, table: Table, problems: &'a mut Vec<Problem>) -> Reader<'a> {
-        Reader { what, table, known: vec![], problems }
+    pub fn new(what: &'static str, table: Table, notes: &'a mut Notes) -> Reader<'a> {
+        Reader { what, table, known: vec![], taken: BTreeMap::new(), notes }
     }
 
     /// Where the table begins.
@@ -237,16 +248,27 @@ impl<'a> Reader<'a> {
 
     /// Where a key is written; where the table begins, if it is not.
     pub fn place_of(&self, key: &str) -> Place {
-        self.table.entries.get(key).map_or_else(|| self.place(), |entry| entry.place.clone())
+        let entry = self.table.entries.get(key).map(|entry| &entry.place);
+        entry.or_else(|| self.taken.get(key)).cloned().unwrap_or_else(|| self.place())
     }
 
-    /// True when the key is there and was not taken yet.
-    pub fn has(&self, key: &str) -> bool {
-        self.table.entries.contains_key(key)
+    /// True when the key is written, good or not.
+    pub fn given(&self, key: &str) -> bool {
+        self.table.entries.contains_key(key) || self.taken.contains_key(key)
     }
 
     pub fn problem(&mut self, place: &Place, text: impl Into<String>) {
-        self.problems.push(Problem::new(place, text));
+        self.notes.problems.push(Problem::new(place, text));
+    }
+
+    /// Notes a setting that is valid but has no effect.
+    pub fn hint(&mut self, place: &Place, text: impl Into<String>) {
+        self.notes.warnings.push(Problem::new(place, text));
+    }
+
+    /// How many problems there are so far.
+    pub fn problems(&self) -> usize {
+        self.notes.problems.len()
     }
 
     fn wrong_kind(&mut self, key: &str, entry: &Entry, wanted: &str) {
@@ -256,8 +278,12 @@ impl<'a> Reader<'a> {
 
     /// Takes a key's value as it is.
     pub fn take(&mut self, key: &'static str) -> Option<Entry> {
-        self.known.push(key);
-        self.table.entries.remove(key)
+        if !self.known.contains(&key) {
+            self.known.push(key);
+        }
+        let entry = self.table.entries.remove(key)?;
+        self.taken.insert(key, entry.place.clone());
+        Some(entry)
     }
 
     /// A text.
@@ -272,19 +298,10 @@ impl<'a> Reader<'a> {
 
     /// Reports that a key is missing.
     pub fn require(&mut self, key: &'static str, example: &str) {
-        if !self.table.entries.contains_key(key) {
+        if !self.given(key) {
             let text = format!("{} has no '{key}'; write {key} = {example}", self.what);
             let place = self.place();
             self.problem(&place, text);
-        }
-    }
-
-    /// Reports keys that have no meaning here.
-    pub fn refuse(&mut self, keys: &[&'static str], why: &str) {
-        for key in keys {
-            if let Some(entry) = self.take(key) {
-                self.problem(&entry.place, format!("'{key}' {why}; remove it"));
-            }
         }
     }
 
@@ -295,27 +312,6 @@ impl<'a> Reader<'a> {
             Ok(value) => Some((place, value)),
             Err(error) => {
                 self.problem(&place, format!("{key}: {error}"));
-                None
-            }
-        }
-    }
-
-    /// One of a few words.
-    pub fn word<T: Copy>(
-        &mut self,
-        key: &'static str,
-        words: &[(&'static str, Option<T>)],
-    ) -> Option<Placed<T>> {
-        let (place, text) = self.text(key)?;
-        match words.iter().find(|(word, _)| *word == text) {
-            Some((_, Some(value))) => Some((place, *value)),
-            Some((word, None)) => {
-                let text = format!("{key} '{word}' is not available in this version; use {}", choice(words));
-                self.problem(&place, text);
-                None
-            }
-            None => {
-                self.problem(&place, format!("{key} {} is not known; use {}", quote(&text), choice(words)));
                 None
             }
         }
@@ -416,22 +412,17 @@ impl<'a> Reader<'a> {
 
     /// Reports the keys that nobody asked for.
     pub fn finish(self) {
-        let Reader { what, table, known, problems } = self;
+        let Reader { what, table, known, notes, .. } = self;
         for (key, entry) in &table.entries {
             let advice = match closest(key, &known) {
                 Some(near) => format!("did you mean '{near}'?"),
                 None => format!("known here: {}", known.join(", ")),
             };
-            problems
+            notes
+                .problems
                 .push(Problem::new(&entry.place, format!("unknown key {} in {what}; {advice}", quote(key))));
         }
     }
-}
-
-fn choice<T>(words: &[(&'static str, Option<T>)]) -> String {
-    let words: Vec<_> =
-        words.iter().filter(|(_, value)| value.is_some()).map(|(word, _)| format!("'{word}'")).collect();
-    words.join(" or ")
 }
 
 /// The known key that differs from `key` in the fewest letters, at most two.

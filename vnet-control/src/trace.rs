@@ -3,9 +3,9 @@
 //! The table, the learned addresses and the guard explain themselves (`route::explain`). The dispatchers' caches are asked, too:
 //! a frame of a known flow is decided by its line there, which says the same. Nothing is learned and no frame is sent.
 
+use super::api;
 use super::desired::Target;
 use super::engine::{Engine, EngineError};
-use super::{api, tunnel};
 use vnet::frame::{NetworkId, PortId};
 use vnet::interface::State;
 use vnet::link::LinkState;
@@ -121,7 +121,7 @@ impl Engine {
                     LinkState::Down(reason) | LinkState::Unreachable(reason) => format!("down ({reason})"),
                 };
                 let spec = self.current.links.iter().find(|item| item.spec.name == *name);
-                (state, u32::from(link.path_mtu()), spec.map(|item| tunnel::remote(&item.spec)))
+                (state, u32::from(link.path_mtu()), spec.map(|item| item.spec.remote_text()))
             }
         };
         Some(api::TracedCopy { to: to.to_string(), state, mtu, remote, next: None, silent: None })

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use super::api;
 use super::desired::*;
 use super::engine::Engine;
-use super::{driving, plan, tunnel};
+use super::live::LiveInterface;
+use super::plan;
+use super::settings::values::{InterfaceSettings, LinkSettings};
 use vnet::dispatch::counters::DispatcherStats;
 use vnet::interface::State;
 use vnet::link::LinkState;
@@ -59,33 +61,15 @@ impl Engine {
             State::Down(reason) => ("down", Some(reason)),
             State::Broken(reason) => ("broken", Some(reason)),
         };
-        let (mut socket, mut server, mut device, mut netns) = (None, None, None, None);
-        match &spec.attachment {
-            Attachment::VhostUser { socket: path, server: listens, .. } => {
-                (socket, server) = (Some(path.display().to_string()), Some(*listens));
-            }
-            Attachment::Tap { device: name, netns: space }
-            | Attachment::Local { device: name, netns: space, .. } => {
-                (device, netns) = (Some(name.clone()), space.as_ref().map(ToString::to_string));
-            }
-        }
+        let mut settings = InterfaceSettings::from(spec);
+        // A TAP may have less than it was asked for.
+        settings.set("mtu", Some(live.mtu));
         Some(api::Interface {
             name: spec.name.clone(),
-            kind: spec.attachment.kind().into(),
             state: state.into(),
             reason,
-            network: spec.network,
-            mac: spec.mac,
-            addresses: spec.addresses.clone(),
-            mtu: live.mtu,
-            queues: spec.queues,
-            socket,
-            server,
-            device,
-            netns,
-            storm_limit: spec.storm_limit,
-            port_security: spec.port_security,
-            driving: driving::view(&spec.driving, &live.drive, spec.queues as usize, &live.stats),
+            driving: driving(live, spec.queues as usize),
+            settings,
         })
     }
 
@@ -102,27 +86,25 @@ impl Engine {
             let heard_s = link.heard_ms().map(|heard_ms| now_ms.saturating_sub(heard_ms) / 1000);
             let (seal, probed) = (link.seal_view(), link.probed());
             let peer = seal.as_ref().map(|seal| seal.peer.clone()).or(link.stream_peer().map(Into::into));
+            let mut settings = LinkSettings::from(spec);
+            if let Some(remote) = link.remote().filter(|_| seal.is_some()) {
+                settings.set("remote", Some(remote.to_string()));
+            }
+            settings.set("mtu", Some(link.path_mtu()));
+            settings.set("ports", Some(spec.ports));
+            settings.set("sealed", Some(peer.is_some()));
+            settings.set("peer", peer);
+            settings.set("offload", link.has_drivers());
             Some(api::Link {
                 name: spec.name.clone(),
-                remote: match link.remote() {
-                    Some(remote) if seal.is_some() => remote.to_string(),
-                    _ => tunnel::remote(spec),
-                },
-                ports: spec.ports,
-                encapsulation: spec.encapsulation.to_string(),
-                networks: spec.networks.clone(),
                 state: state.into(),
                 reason,
-                mtu: link.path_mtu(),
-                sealed: peer.is_some(),
                 keys_s: seal.as_ref().and_then(|seal| seal.keys_s),
                 rtt_us: seal.as_ref().and_then(|seal| seal.rtt_us).or(probed.rtt_us),
                 loss_permille: probed.loss_permille,
                 traffic: (&**link).into(),
-                peer,
-                macs: spec.security.macs.clone(),
-                offload: link.has_drivers(),
                 heard_s: heard_s.or_else(|| link.stream_heard_s()),
+                settings,
             })
         };
         self.current.links.iter().filter_map(link).collect()
@@ -130,14 +112,7 @@ impl Engine {
 
     /// All rules, by index.
     pub fn routes(&self) -> Vec<api::Route> {
-        let route = |(spec, index): (&RouteSpec, &u32)| api::Route {
-            index: *index,
-            network: spec.network,
-            src: spec.src.to_string(),
-            dst: spec.dst.to_string(),
-            from: spec.from.to_string(),
-            to: spec.to.to_string(),
-        };
+        let route = |(spec, index): (&RouteSpec, &u32)| api::Route { index: *index, settings: spec.into() };
         let mut routes: Vec<_> = self.route_indices.iter().map(route).collect();
         routes.sort_by_key(|route| route.index);
         routes
@@ -150,10 +125,7 @@ impl Engine {
             *inside.entry(item.spec.network).or_default() += 1;
         }
         let network = |Item { spec, .. }: Item<NetworkSpec>| api::Network {
-            id: spec.id,
-            learning: spec.learning,
-            ageing_s: spec.ageing_s,
-            relay: spec.relay,
+            settings: (&spec).into(),
             interfaces: inside.get(&spec.id).copied().unwrap_or(0),
         };
         plan::networks(&self.current).into_iter().map(network).collect()
@@ -210,5 +182,23 @@ impl Engine {
         let dispatchers = self.core.dispatcher_stats().iter().enumerate();
         let dispatchers = dispatchers.map(|(id, stats)| api::Dispatcher::new(id, stats)).collect();
         api::Stats { ports, dispatchers, balance }
+    }
+}
+
+/// Who drives an interface at the moment, and how often its guest is notified.
+fn driving(live: &LiveInterface, queues: usize) -> api::Driving {
+    let LiveInterface { drive, stats, .. } = live;
+    let driven_by = match drive.gauge.vmm_driven() {
+        0 => "guest",
+        n if n == queues => "vmm",
+        _ => "both",
+    };
+    let (notifications, frames) = (stats.notifications.get(), stats.out_frames.get());
+    api::Driving {
+        driven_by: driven_by.into(),
+        rate: drive.gauge.rate(),
+        switches: drive.gauge.switches.get(),
+        notifications_per_1000_frames: notifications.saturating_mul(1000) / frames.max(1),
+        interrupt_counters: (&stats.interrupts).into(),
     }
 }

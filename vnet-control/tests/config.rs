@@ -11,8 +11,7 @@ use vnet::link::{Encapsulation, Proxy, StreamOptions, Tunnel, VxlanOptions, Zero
 use vnet::route::Qualifier;
 use vnet::wire::socks::{Credentials, Destination};
 use vnet_control::config::{Configuration, parse};
-use vnet_control::desired::{Attachment, Origin, Target};
-use vnet_control::driving::Driving;
+use vnet_control::desired::{Attachment, Driving, Origin, Target};
 
 /// The error lines of a refused file.
 fn errors(text: &str) -> Vec<String> {

@@ -20,6 +20,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 use vnet::frame::NetworkId;
 use vnet::wire::ethernet::Mac;
+use vnet_control::api;
 use vnet_control::config;
 use vnet_control::console;
 use vnet_control::desired::Target;
@@ -27,7 +28,7 @@ use vnet_control::engine::Engine;
 use vnet_control::events::Asker;
 use vnet_control::follow::{FAN_OUT_OWN, HOPS};
 use vnet_control::language::Dialect;
-use vnet_control::{api, requests};
+use vnet_control::settings::schema;
 
 use crate::events::Hub;
 use crate::follow::{self, Followers};
@@ -181,7 +182,7 @@ async fn list_routes(State(shared): State<Shared>) -> Response {
 }
 
 /// Adds an interface
-#[utoipa::path(post, path = "/v1/interfaces", request_body = requests::NewInterface,
+#[utoipa::path(post, path = "/v1/interfaces", request_body = schema::NewInterface,
     responses((status = 201, body = api::Interface), (status = "4XX", body = api::Refusal)))]
 async fn add_interface(State(shared): State<Shared>, Extension(by): By, body: Body) -> Answer {
     let item = config::interface_from_json(&body?)?;
@@ -193,7 +194,7 @@ async fn add_interface(State(shared): State<Shared>, Extension(by): By, body: Bo
 }
 
 /// Adds a link
-#[utoipa::path(post, path = "/v1/links", request_body = requests::NewLink,
+#[utoipa::path(post, path = "/v1/links", request_body = schema::NewLink,
     responses((status = 201, body = api::Link), (status = "4XX", body = api::Refusal)))]
 async fn add_link(State(shared): State<Shared>, Extension(by): By, body: Body) -> Answer {
     let item = config::link_from_json(&body?)?;
@@ -205,7 +206,7 @@ async fn add_link(State(shared): State<Shared>, Extension(by): By, body: Body) -
 }
 
 /// Adds a route; its index counts from 1 and is never reused
-#[utoipa::path(post, path = "/v1/routes", request_body = requests::NewRoute,
+#[utoipa::path(post, path = "/v1/routes", request_body = schema::NewRoute,
     responses((status = 201, body = api::Route), (status = "4XX", body = api::Refusal)))]
 async fn add_route(State(shared): State<Shared>, Extension(by): By, body: Body) -> Answer {
     let item = config::route_from_json(&body?)?;
@@ -234,7 +235,7 @@ async fn remove_interface(
 /// The body has some of `mode`, `rate_low`, `rate_high`, `window_us`, `interrupts`, `receive_density_low`,
 /// `receive_density_high`, `early_bytes`, `storm_limit`, `port_security`.
 #[utoipa::path(patch, path = "/v1/interfaces/{name}", params(("name" = String, Path)),
-    request_body = requests::ChangedInterface,
+    request_body = schema::ChangedInterface,
     responses((status = 200, body = api::Interface), (status = "4XX", body = api::Refusal)))]
 async fn change_interface(
     State(shared): State<Shared>,

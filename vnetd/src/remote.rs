@@ -8,7 +8,7 @@ use std::sync::Arc;
 use tokio::net::{TcpListener, TcpSocket};
 use tokio::task::JoinSet;
 use tokio_rustls::TlsAcceptor;
-use vnet_control::access::Access;
+use vnet_control::desired::Access;
 
 use crate::api::{self, App};
 use crate::gate::{Token, TokenError};

@@ -9,7 +9,7 @@ use tokio_rustls::rustls::pki_types::pem::{self, PemObject};
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio_rustls::rustls::server::WebPkiClientVerifier;
 use tokio_rustls::rustls::{self, RootCertStore, ServerConfig};
-use vnet_control::access::TlsFiles;
+use vnet_control::desired::TlsFiles;
 
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {

@@ -51,7 +51,8 @@ fn files(host: &Host, daemon: &Daemon) -> Finding {
     let Some(limit) = limit(host, daemon, "Max open files") else {
         return Finding::ok("files", WHY, "limit unknown");
     };
-    let queues: u64 = daemon.interfaces.iter().map(|interface| u64::from(interface.queues)).sum();
+    let queues: u64 =
+        daemon.interfaces.iter().filter_map(|interface| interface.settings.number("queues")).sum();
     let needed = FILES_BASE + FILES_OF_QUEUE * queues;
     let what = format!("vnetd may open {} files and needs up to {needed}", in_words(limit));
     if limit >= needed {
@@ -161,7 +162,8 @@ fn links(links: &[Link]) -> Finding {
     const WHY: &str = "guests behind an unreachable host cannot be reached from here";
     if let Some(link) = links.iter().find(|link| link.state != "up") {
         let reason = link.reason.as_deref().unwrap_or("no reason given");
-        let what = format!("link {} to {}: {}: {reason}", link.name, link.remote, link.state);
+        let what =
+            format!("link {} to {}: {}: {reason}", link.name, link.settings.text("remote"), link.state);
         return Finding::bad("links", Level::Problem, WHY, what, "see 'ip route get' for its address");
     }
     let silent: Vec<_> = links.iter().filter(|link| link.heard_s.is_none()).collect();
@@ -174,7 +176,7 @@ fn links(links: &[Link]) -> Finding {
         );
         let todo = format!(
             "check that vnetd runs at {} and that no firewall blocks UDP between the hosts",
-            link.remote
+            link.settings.text("remote")
         );
         return Finding::bad("links", Level::Warn, WHY, what, todo);
     }
@@ -183,19 +185,22 @@ fn links(links: &[Link]) -> Finding {
 
 fn path_mtus(interfaces: &[Interface], links: &[Link]) -> Finding {
     const WHY: &str = "larger frames are fragmented, and every fragment must arrive";
-    let Some(largest) = interfaces.iter().map(|interface| interface.mtu).max() else {
+    let Some(largest) = interfaces.iter().filter_map(|interface| interface.settings.number("mtu")).max()
+    else {
         return Finding::ok("path-mtu", WHY, "no interfaces");
     };
     // TCP segments a stream by itself.
-    let overhead = |link: &Link| match link.encapsulation.as_str() {
+    let mtu = |link: &Link| link.settings.number("mtu").unwrap_or(0);
+    let overhead = |link: &Link| match &*link.settings.text("encapsulation") {
         "native" => Some(NATIVE_BYTES),
         "vnet" => Some(BARE_BYTES),
         "vxlan" => Some(VXLAN_BYTES),
         _ => None,
     };
-    let is_cut = |link: &&Link| overhead(link).is_some_and(|bytes| largest + bytes > u32::from(link.mtu));
+    let is_cut = |link: &&Link| overhead(link).is_some_and(|bytes| largest + u64::from(bytes) > mtu(link));
     let cut: Vec<&Link> = links.iter().filter(is_cut).collect();
-    let Some(link) = cut.iter().find(|link| link.encapsulation != "native").or(cut.first()) else {
+    let Some(link) = cut.iter().find(|link| link.settings.text("encapsulation") != "native").or(cut.first())
+    else {
         return Finding::ok(
             "path-mtu",
             WHY,
@@ -203,9 +208,9 @@ fn path_mtus(interfaces: &[Interface], links: &[Link]) -> Finding {
         );
     };
     let what =
-        format!("a frame of MTU {largest} exceeds the path MTU of link {} ({} bytes)", link.name, link.mtu);
-    if link.encapsulation == "vnet" {
-        let mtu = u32::from(link.mtu).saturating_sub(BARE_BYTES);
+        format!("a frame of MTU {largest} exceeds the path MTU of link {} ({} bytes)", link.name, mtu(link));
+    if link.settings.text("encapsulation") == "vnet" {
+        let mtu = mtu(link).saturating_sub(BARE_BYTES.into());
         let todo = format!("set the guests' MTU to {mtu}: encapsulation vnet relies on IP fragmentation");
         return Finding::bad("path-mtu", Level::Warn, WHY, what, todo);
     }

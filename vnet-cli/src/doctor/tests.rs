@@ -156,10 +156,10 @@ fn each_fault_of_a_daemon_is_found() {
     assert_eq!(change(|d| d.interfaces[0].state = "broken".into(), "interfaces"), Level::Problem);
     assert_eq!(change(|d| d.links[0].state = "unreachable".into(), "links"), Level::Problem);
     assert_eq!(change(|d| d.links[0].heard_s = None, "links"), Level::Warn);
-    assert_eq!(change(|d| d.interfaces[0].mtu = 9000, "path-mtu"), Level::Ok);
+    assert_eq!(change(|d| d.interfaces[0].settings.set("mtu", Some(9000)), "path-mtu"), Level::Ok);
     let bare = |d: &mut Daemon| {
-        d.interfaces[0].mtu = 1500;
-        d.links[0].encapsulation = "vnet".into();
+        d.interfaces[0].settings.set("mtu", Some(1500));
+        d.links[0].settings.set("encapsulation", Some("vnet"));
     };
     assert_eq!(change(bare, "path-mtu"), Level::Warn);
     assert_eq!(change(|d| d.status.dispatchers = 4, "cores"), Level::Warn);

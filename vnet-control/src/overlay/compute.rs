@@ -12,9 +12,9 @@ use std::sync::Arc;
 
 use super::places::{Place, Places};
 use super::record::{HostRecord, Key};
-use super::spec::Topology;
 use super::{Alarm, Overlay, Settings, Store};
 use crate::api;
+use crate::desired::Topology;
 use vnet::frame::NetworkId;
 use vnet::wire::ethernet::Mac;
 

@@ -38,7 +38,6 @@ mod places;
 mod publish;
 pub mod record;
 pub mod signed;
-pub mod spec;
 #[cfg(test)]
 mod tests;
 mod vouched;
@@ -46,6 +45,7 @@ mod vouched;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::{IpAddr, SocketAddr};
 
+use crate::desired::Topology;
 pub use alarm::Alarm;
 use alarm::Alarms;
 pub use authenticator::Authenticator;
@@ -54,7 +54,6 @@ use entry::Entry;
 pub use entry::{HOLD_MS, SEQUENCE_STEP_MAX};
 use places::{Place, Places};
 use record::{HostRecord, Key, StationRecord};
-use spec::Topology;
 
 use super::desired::LINKS_MAX;
 use vnet::frame::NetworkId;

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
-use super::spec::Topology;
 use super::{Authenticator, Computed, Local, Overlay, Settings, Write};
+use crate::desired::Topology;
 use vnet::frame::NetworkId;
 use vnet::link::sealed::identity::IdentityStore;
 use vnet::link::sealed::pki::Pki;

@@ -13,8 +13,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use serde::{Deserialize, Serialize};
 
-use super::super::config::is_name;
-use super::super::desired::{ADDRESSES_MAX, is_host_address, is_station_address};
+use crate::desired::{ADDRESSES_MAX, is_host_address, is_name, is_station_address};
 use vnet::frame::NetworkId;
 use vnet::wire::ethernet::Mac;
 

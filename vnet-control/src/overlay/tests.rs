@@ -4,8 +4,8 @@ use proptest::prelude::*;
 
 use super::oracle::*;
 use super::record::{HostRecord, Record, StationRecord};
-use super::spec::Topology;
 use super::*;
+use crate::desired::Topology;
 
 fn station(n: usize) -> String {
     Key::Station(network(1), mac(n)).to_string()

@@ -22,6 +22,7 @@ use crate::wire::ethernet::Mac;
     Deserialize,
     strum::Display,
     strum::EnumString,
+    strum::IntoStaticStr,
     strum::VariantNames,
 )]
 #[serde(rename_all = "lowercase")]

@@ -28,7 +28,7 @@ use std::time::Duration;
 use etcd_client::{Certificate, ConnectOptions, Identity, KeyValue, TlsOptions};
 use tokio::sync::watch::Receiver;
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval};
-use vnet_control::overlay::spec::OverlaySpec;
+use vnet_control::desired::OverlaySpec;
 use vnet_control::overlay::{Alarm, Authenticator, Overlay, Settings, Write};
 
 pub use host::{EngineHost, Host};

@@ -1,59 +1,11 @@
-//! Interfaces' own underlay ports: `direct_port` and `direct_link` of an interface, `direct` of a link; reading and checking them.
+//! Interfaces' own underlay ports, for receiving straight into a guest's buffers: which links can have them.
 
 use std::collections::HashMap;
 
-use super::desired::{Attachment, Desired, DirectSpec, InterfaceSpec, Item, LinkSpec};
-use super::table::{Problem, Reader, quote};
-use vnet::link::{DIRECT_MAX, Encapsulation, Tunnel};
-use vnet::wire::ethernet::Mac;
+use vnet::link::{Encapsulation, Tunnel};
 
-/// The keys of an interface.
-pub(super) const KEYS: [&str; 2] = ["direct_port", "direct_link"];
-
-/// Reads an interface's own port, and whose datagrams it takes.
-pub(super) fn read_interface(reader: &mut Reader<'_>) -> Option<DirectSpec> {
-    let [port_at, link_at] = KEYS.map(|key| reader.place_of(key));
-    let port = reader.number("direct_port", 1, u16::MAX.into());
-    let link = reader.text("direct_link").map(|(_, text)| text);
-    match (port, link) {
-        (Some(port), Some(link)) => Some(DirectSpec { port: port as u16, link }),
-        (Some(_), None) => {
-            reader.problem(&port_at, "direct_port takes datagrams of one link; write direct_link = \"h2\"");
-            None
-        }
-        (None, Some(_)) => {
-            reader.problem(&link_at, "direct_link needs a port; write direct_port = 9101");
-            None
-        }
-        (None, None) => None,
-    }
-}
-
-/// Reads which guests of a link's other host have ports of their own.
-pub(super) fn read_link(reader: &mut Reader<'_>) -> Tunnel {
-    let Some((place, texts)) = reader.texts("direct") else { return Tunnel::None };
-    if texts.len() > DIRECT_MAX {
-        reader.problem(&place, format!("direct lists {}, the limit is {DIRECT_MAX}", texts.len()));
-    }
-    let mut guests: Vec<(Mac, u16)> = vec![];
-    for (place, text) in texts {
-        let parts = text.rsplit_once('@').map(|(mac, port)| (mac.parse::<Mac>(), port.parse::<u16>()));
-        match parts {
-            Some((Ok(mac), Ok(port))) if port != 0 && !mac.is_multicast() => {
-                if guests.iter().any(|(other, _)| *other == mac) {
-                    reader.problem(&place, format!("direct names {mac} twice; remove one of them"));
-                }
-                guests.push((mac, port));
-            }
-            _ => {
-                let text =
-                    format!("direct: {} is no guest's port; write 52:54:00:00:00:02@9101", quote(&text));
-                reader.problem(&place, text);
-            }
-        }
-    }
-    if guests.is_empty() { Tunnel::None } else { Tunnel::Direct(guests) }
-}
+use crate::desired::{Attachment, Desired, DirectSpec, InterfaceSpec, Item, LinkSpec};
+use crate::table::{Problem, quote};
 
 /// Adds what is wrong between own ports and the rest of the state to `problems`.
 pub(super) fn check(desired: &Desired, problems: &mut Vec<Problem>) {

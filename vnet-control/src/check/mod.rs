@@ -4,15 +4,16 @@
 use std::collections::{HashMap, HashSet};
 use std::fmt::Display;
 use std::hash::Hash;
-use std::net::{IpAddr, SocketAddr};
 
-use super::desired::*;
-use super::direct;
-use super::overlay;
-use super::security;
-use super::table::{Place, Problem, quote};
-use super::tunnel;
+mod in_place;
+pub(crate) mod links;
+mod overlay;
+pub(crate) mod security;
+
 use vnet::frame::NetworkId;
+
+use crate::desired::*;
+use crate::table::{Place, Problem, quote};
 
 /// Adds everything that is wrong between the parts of `desired` to `problems`.
 ///
@@ -25,10 +26,10 @@ pub fn check(desired: &Desired, broken: &[Target], problems: &mut Vec<Problem>) 
     check_networks(desired, problems);
     check_interfaces(desired, problems);
     check_links(desired, problems);
-    direct::check(desired, problems);
+    in_place::check(desired, problems);
     security::check(desired, problems);
     check_routes(desired, broken, problems);
-    overlay::spec::check(desired, problems);
+    overlay::check(desired, problems);
 }
 
 fn limit<T>(what: &str, items: &[Item<T>], most: usize, problems: &mut Vec<Problem>) {
@@ -134,44 +135,16 @@ fn check_links(desired: &Desired, problems: &mut Vec<Problem>) {
         names.claim(&spec.name, format!("the name '{}'", spec.name), "a link".into(), place, problems);
         // A datagram belongs to the link whose remote address is its source.
         // Of several that are taken the first is enough to tell.
-        let claims = tunnel::claims(spec);
+        let claims = links::claims(spec);
         let taken = claims.iter().find(|what| remotes.is_taken(*what));
         for what in taken.map_or(&claims[..], std::slice::from_ref) {
             let user = format!("link {}", spec.name);
             remotes.claim(what.clone(), what, user, place, problems);
         }
-        if let Some(text) = tunnel::unusable(&desired.bridge.spec, spec) {
+        if let Some(text) = links::unusable(&desired.bridge.spec, spec) {
             problems.push(Problem::new(place, text));
         }
     }
-}
-
-/// Why a link cannot work, whatever the host is.
-///
-/// The host listens at `listen` and the ports behind it, `ports` all together; `key` is what that is called.
-pub(super) fn unreachable(listen: SocketAddr, ports: u16, key: &str, link: &LinkSpec) -> Option<String> {
-    let LinkSpec { name, remote, .. } = link;
-    let wildcard = listen.ip().is_unspecified();
-    let own = if wildcard { remote.ip().is_loopback() } else { remote.ip() == listen.ip() };
-    if own && link.has_port_of(listen.port(), ports) {
-        return Some(to_oneself(link));
-    }
-    // [::] takes both; every other address only its own kind.
-    let both = listen.ip() == IpAddr::from(std::net::Ipv6Addr::UNSPECIFIED);
-    if !both && listen.is_ipv4() != remote.is_ipv4() {
-        let (ours, theirs) = if listen.is_ipv4() { ("IPv4", "IPv6") } else { ("IPv6", "IPv4") };
-        return Some(format!(
-            "link {name} goes to {theirs} address {remote}, but [bridge] listens on {ours} only ({listen}); \
-             write {key} = \"[::]:{}\"",
-            listen.port()
-        ));
-    }
-    None
-}
-
-/// The message about a link that leads back to its own host.
-pub(super) fn to_oneself(link: &LinkSpec) -> String {
-    format!("link {} leads to this host itself ({}); name the other host's address", link.name, link.remote)
 }
 
 fn check_routes(desired: &Desired, broken: &[Target], problems: &mut Vec<Problem>) {

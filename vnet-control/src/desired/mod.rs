@@ -1,0 +1,63 @@
+//! The desired state of a host: its settings, and its networks, interfaces, links and routes.
+//!
+//! These are plain values. `settings` declares and reads them, `check` compares them with each other, `plan` computes the
+//! difference of two states, and the engine carries it out. Each item remembers where it was written, for error messages;
+//! items that differ only in that are equal.
+
+mod host;
+mod interface;
+mod limits;
+mod link;
+mod overlay;
+mod route;
+
+pub use host::*;
+pub use interface::*;
+pub use limits::*;
+pub use link::*;
+pub use overlay::*;
+pub use route::*;
+
+use vnet::link::sealed::identity::IdentityFiles;
+
+use crate::table::Place;
+
+/// A value and where it was written.
+#[derive(Clone, Debug)]
+pub struct Item<T> {
+    /// Where.
+    pub place: Place,
+    /// What.
+    pub spec: T,
+}
+
+impl<T: PartialEq> PartialEq for Item<T> {
+    fn eq(&self, other: &Item<T>) -> bool {
+        self.spec == other.spec
+    }
+}
+
+/// Everything a host should be.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Desired {
+    /// `[host]`.
+    pub host: Item<HostSpec>,
+    /// `[control]`; fixed while vnetd runs.
+    pub control: Item<ControlSpec>,
+    /// `[dispatch]`; fixed while vnetd runs.
+    pub dispatch: Item<DispatchSpec>,
+    /// `[bridge]`; fixed while vnetd runs.
+    pub bridge: Item<BridgeSpec>,
+    /// `[overlay]`, where there is one; fixed while vnetd runs.
+    pub overlay: Option<Item<OverlaySpec>>,
+    /// `[identity]`; fixed while vnetd runs. The files' contents are not.
+    pub identity: Option<Item<IdentityFiles>>,
+    /// Networks with settings of their own; network 1 exists even when it is not listed.
+    pub networks: Vec<Item<NetworkSpec>>,
+    /// Interfaces, in the order of the file.
+    pub interfaces: Vec<Item<InterfaceSpec>>,
+    /// Links, in the order of the file.
+    pub links: Vec<Item<LinkSpec>>,
+    /// Rules, in the order of the file.
+    pub routes: Vec<Item<RouteSpec>>,
+}

@@ -1,0 +1,107 @@
+//! Rules, and the interfaces and links that they name.
+
+use std::fmt;
+use std::str::FromStr;
+
+use vnet::frame::NetworkId;
+use vnet::route::Qualifier;
+
+use crate::table::quote;
+
+/// One rule.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct RouteSpec {
+    /// The network it applies in.
+    pub network: NetworkId,
+    /// Source addresses it applies to.
+    pub src: Qualifier,
+    /// Destination addresses it applies to.
+    pub dst: Qualifier,
+    /// Where frames must have come from.
+    pub from: Origin,
+    /// Where they go.
+    pub to: Target,
+}
+
+impl RouteSpec {
+    /// True when the rule names `target`.
+    pub fn names(&self, target: &Target) -> bool {
+        self.to == *target || matches!(&self.from, Origin::One(from) if from == target)
+    }
+}
+
+/// Where a rule wants frames to have come from.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Origin {
+    /// Anywhere.
+    Any,
+    /// Any interface.
+    AnyInterface,
+    /// Any link.
+    AnyLink,
+    /// One of them.
+    One(Target),
+}
+
+/// An interface or a link, by its name.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Target {
+    /// `interface NAME`
+    Interface(String),
+    /// `link NAME`
+    Link(String),
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Target::Interface(name) => write!(f, "interface {name}"),
+            Target::Link(name) => write!(f, "link {name}"),
+        }
+    }
+}
+
+impl FromStr for Target {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Target, String> {
+        let words: Vec<_> = text.split_whitespace().collect();
+        match words[..] {
+            ["interface", name] => Ok(Target::Interface(name.into())),
+            ["link", name] => Ok(Target::Link(name.into())),
+            _ => Err(format!(
+                "{} is no place to send frames to; write interface NAME or link NAME",
+                quote(text)
+            )),
+        }
+    }
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Origin::Any => f.write_str("any"),
+            Origin::AnyInterface => f.write_str("interface"),
+            Origin::AnyLink => f.write_str("link"),
+            Origin::One(target) => target.fmt(f),
+        }
+    }
+}
+
+impl FromStr for Origin {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Origin, String> {
+        match text.trim() {
+            "any" => Ok(Origin::Any),
+            "interface" => Ok(Origin::AnyInterface),
+            "link" => Ok(Origin::AnyLink),
+            _ => text.parse().map(Origin::One).map_err(|_| {
+                format!(
+                    "{} is no place frames come from; write any, interface, link, interface NAME or link NAME",
+                    quote(text)
+                )
+            }),
+        }
+    }
+}

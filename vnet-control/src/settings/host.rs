@@ -1,0 +1,440 @@
+//! The tables that stand once in a file: `[host]`, `[control]`, `[dispatch]`, `[bridge]`, `[identity]`; and `[[network]]`.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use vnet::dispatch::isolation::PRIORITY_MAX;
+use vnet::dispatch::yielding::Strategy;
+use vnet::frame::{BATCH_MAX, NetworkId};
+use vnet::link::sealed::identity::IdentityFiles;
+use vnet::link::{PORTS_MAX, ZeroCopy};
+
+use super::Notes;
+use super::key::{Applies, Declaration, Field, field};
+use super::kinds::{Kind, address, file, flag, list, name, network, number, numbers, socket, word};
+use crate::desired::*;
+use crate::table::{Reader, Table};
+
+const THREADS_MAX: u32 = 64;
+const CPU_MAX: u32 = 8_191;
+const US_MAX: u32 = 1_000_000;
+const AGEING_MAX_S: u32 = 1_000_000;
+const REKEY_MIN_S: u32 = 2;
+const REKEY_MAX_S: u32 = 86_400;
+/// Most pairs of hosts that meet by one: each has a UDP port.
+const MEETINGS_MAX: u32 = 256;
+
+/// `[host]`
+pub static HOST: Declaration<HostSpec> = Declaration {
+    title: "[host]",
+    applies: Applies::Reload,
+    selector: None,
+    default: HostSpec::default,
+    fields: &[field!("name", name(), |host: HostSpec| host.name, "this host's name in the overlay")
+        .needed("\"h1\"")
+        .note("names are 1 to 64 letters, digits, `.`, `_`, `-`; beside an `[identity]` a change takes a restart")],
+};
+
+pub(super) fn read_host(table: Table, notes: &mut Notes) -> Item<HostSpec> {
+    read(&HOST, table, notes, |_, _| ())
+}
+
+/// `[control]`
+pub static CONTROL: Declaration<ControlSpec> = Declaration {
+    title: "[control]",
+    applies: Applies::Restart,
+    selector: None,
+    default: ControlSpec::default,
+    fields: &[
+        field!(
+            "socket",
+            socket(),
+            |control: ControlSpec| control.socket,
+            "Unix socket of the API, for root and vnetd's user"
+        ),
+        field!(
+            "http",
+            address(),
+            |control: ControlSpec| control.access.http,
+            "the API, metrics and events by TCP: reading is free, changes need the token"
+        )
+        .absent("off")
+        .note("beyond loopback only with `tls_cert`"),
+        field!(
+            "console",
+            address(),
+            |control: ControlSpec| control.access.console,
+            "the control language by TCP; whoever can connect may change everything"
+        )
+        .absent("off")
+        .note("beyond loopback only with `tls_client_ca`"),
+        field!(
+            "token_file",
+            file(),
+            |control: ControlSpec| control.access.token_file,
+            "file with the token for changes by http: 32 to 1024 characters, mode 600"
+        )
+        .absent("no changes by TCP"),
+        Field {
+            read: |reader, key, control: &mut ControlSpec| {
+                let cert = (file().read)(reader, key);
+                cert.map(|cert| control.access.tls.get_or_insert_default().cert = cert).is_some()
+            },
+            show: |control: &ControlSpec| written(&control.access.tls.as_ref()?.cert),
+            ..file_field("tls_cert", "PEM file of this host's certificate: http speaks TLS with it")
+        }
+        .absent("clear text"),
+        Field {
+            read: |reader, key, control: &mut ControlSpec| {
+                let file = (file().read)(reader, key);
+                file.map(|file| control.access.tls.get_or_insert_default().key = file).is_some()
+            },
+            show: |control: &ControlSpec| written(&control.access.tls.as_ref()?.key),
+            ..file_field("tls_key", "PEM file of its private key")
+        },
+        field!(
+            "tls_client_ca",
+            file(),
+            |control: ControlSpec| control.access.tls_client_ca,
+            "PEM file: console speaks TLS, too, and only with clients whose certificate this authority signed"
+        ),
+    ],
+};
+
+/// A file whose value is one of a pair.
+const fn file_field<S>(name: &'static str, help: &'static str) -> Field<S> {
+    Field { key: super::key::Key::new(name, file().takes, help), read: |_, _, _| false, show: |_| None }
+}
+
+fn written(path: &PathBuf) -> Option<serde_json::Value> {
+    super::kinds::Show::show(path).filter(|_| !path.as_os_str().is_empty())
+}
+
+pub(super) fn read_control(table: Table, notes: &mut Notes) -> Item<ControlSpec> {
+    read(&CONTROL, table, notes, judge_access)
+}
+
+/// Clear text stays on the host: the API may leave it only under TLS, the console only for clients with a certificate.
+fn judge_access(reader: &mut Reader<'_>, control: &mut ControlSpec) {
+    let Access { http, console, tls, tls_client_ca, .. } = &mut control.access;
+    if let Some(TlsFiles { cert, key }) = tls
+        && (cert.as_os_str().is_empty() || key.as_os_str().is_empty())
+    {
+        let place = reader.place_of(if key.as_os_str().is_empty() { "tls_cert" } else { "tls_key" });
+        reader.problem(&place, "tls_cert and tls_key belong together; name both files, or neither");
+        *tls = None;
+    }
+    if let Some(address) = http.filter(|http| !http.ip().is_loopback() && tls.is_none()) {
+        let text = format!(
+            "http {address} can be reached from other hosts in clear text; write 127.0.0.1:{}, or name \
+             tls_cert and tls_key",
+            address.port()
+        );
+        reader.problem(&reader.place_of("http"), text);
+    }
+    if tls_client_ca.is_some() && tls.is_none() {
+        let place = reader.place();
+        reader.problem(&place, "tls_client_ca asks for TLS; name tls_cert and tls_key, too");
+    }
+    let place = reader.place_of("console");
+    if let Some(address) = console.filter(|console| !console.ip().is_loopback() && tls_client_ca.is_none()) {
+        let text = format!(
+            "console {address} can be reached from other hosts by everybody; write 127.0.0.1:{}, or name tls_cert, \
+             tls_key and tls_client_ca",
+            address.port()
+        );
+        reader.problem(&place, text);
+    }
+    if let (Some(http), Some(console)) = (http, console)
+        && http == console
+        && http.port() != 0
+    {
+        reader.problem(&place, format!("http and console are both at {console}; choose another port"));
+    }
+}
+
+/// `[dispatch]`
+pub static DISPATCH: Declaration<DispatchSpec> = Declaration {
+    title: "[dispatch]",
+    applies: Applies::Restart,
+    selector: None,
+    default: DispatchSpec::default,
+    fields: &[
+        field!(
+            "threads",
+            number::<usize>(1, THREADS_MAX),
+            |dispatch: DispatchSpec| dispatch.threads,
+            "dispatchers, the threads that move frames"
+        )
+        .note("see [Several processors](#several-processors)"),
+        field!(
+            "cpus",
+            numbers::<usize>(0, CPU_MAX),
+            |dispatch: DispatchSpec| dispatch.cpus,
+            "their processors, one each"
+        )
+        .absent("the kernel chooses"),
+        field!(
+            "yield",
+            word::<Strategy>(),
+            |dispatch: DispatchSpec| dispatch.yield_strategy,
+            "what an idle dispatcher does"
+        ),
+        field!(
+            "sleep_us",
+            number::<u32>(1, US_MAX),
+            |dispatch: DispatchSpec| dispatch.sleep_us,
+            "timed: T_sleep of VNET/P, how long to sleep"
+        )
+        .unit("us"),
+        field!(
+            "nowork_us",
+            number::<u32>(0, US_MAX),
+            |dispatch: DispatchSpec| dispatch.nowork_us,
+            "adaptive: T_nowork of VNET/P, how long to look for work before sleeping; ten times as long when requests \
+             arrive at such intervals"
+        )
+        .unit("us"),
+        field!(
+            "burst",
+            number::<usize>(1, BATCH_MAX as u32),
+            |dispatch: DispatchSpec| dispatch.burst,
+            "frames taken from an interface, and messages from a socket, at a time; fewer shorten the wait of others \
+             and cost more each"
+        ),
+        field!(
+            "priority",
+            number::<u32>(1, PRIORITY_MAX),
+            |dispatch: DispatchSpec| dispatch.isolation.priority,
+            "real-time priority of the dispatchers (SCHED_FIFO); one that spins needs cpus with it"
+        )
+        .absent("an ordinary thread"),
+        field!(
+            "lock_memory",
+            flag(),
+            |dispatch: DispatchSpec| dispatch.isolation.lock_memory,
+            "vnetd's memory is never paged out"
+        ),
+        field!(
+            "busy_poll_us",
+            number::<u32>(0, US_MAX),
+            |dispatch: DispatchSpec| dispatch.isolation.busy_poll_us,
+            "how long the kernel polls the network device itself (SO_BUSY_POLL, epoll); 0: not at all"
+        )
+        .unit("us"),
+    ],
+};
+
+pub(super) fn read_dispatch(table: Table, notes: &mut Notes) -> Item<DispatchSpec> {
+    read(&DISPATCH, table, notes, |reader, dispatch| {
+        let DispatchSpec { threads, cpus, yield_strategy, isolation, .. } = dispatch;
+        if !cpus.is_empty() && cpus.len() != *threads {
+            let text =
+                format!("cpus lists {} for {threads} threads; list one per thread, or none", cpus.len());
+            reader.problem(&reader.place_of("cpus"), text);
+        }
+        let spins = matches!(yield_strategy, Strategy::Immediate | Strategy::Adaptive);
+        if isolation.priority.is_some() && spins && cpus.is_empty() {
+            let text = "priority lets a dispatcher that spins keep everybody else from its processor; give it one with \
+                        cpus, or yield = \"block\"";
+            reader.problem(&reader.place_of("priority"), text);
+        }
+    })
+}
+
+/// `[bridge]`
+pub static BRIDGE: Declaration<BridgeSpec> = Declaration {
+    title: "[bridge]",
+    applies: Applies::Restart,
+    selector: None,
+    default: BridgeSpec::default,
+    fields: &[
+        field!(
+            "listen",
+            address(),
+            |bridge: BridgeSpec| bridge.listen,
+            "where links arrive: UDP, and handshakes of sealed ones by TCP; [::] takes IPv4, too"
+        ),
+        field!(
+            "ports",
+            number::<u16>(1, PORTS_MAX as u32),
+            |bridge: BridgeSpec| bridge.ports,
+            "how many UDP ports, from that of listen on: all open in the firewall; 1, or at least one per dispatcher"
+        ),
+        field!(
+            "vxlan_listen",
+            address(),
+            |bridge: BridgeSpec| bridge.vxlan_listen,
+            "where VXLAN links arrive (UDP); such links need it"
+        )
+        .absent("nowhere")
+        .note("usual: `[::]:4789`"),
+        field!(
+            "stream_listen",
+            address(),
+            |bridge: BridgeSpec| bridge.stream_listen,
+            "where stream links arrive (TCP); links that wait for the other side need it"
+        )
+        .absent("nowhere")
+        .note("usual: `[::]:9002`"),
+        field!(
+            "zero_copy",
+            word::<ZeroCopy>(),
+            |bridge: BridgeSpec| bridge.zero_copy,
+            "large frames of virtual machines are sent from their memory, uncopied; auto: where it pays"
+        )
+        .note("see [tuning.md](tuning.md#sending-without-a-copy-zero_copy)"),
+        field!(
+            "trusted",
+            Kind::new(super::key::Takes::Texts("PREFIX"), |reader, key| list::<Prefix>(reader, key, "10.0.0.0/8")),
+            |bridge: BridgeSpec| bridge.trusted,
+            "networks in which clear text may travel, as in [\"10.0.0.0/8\"]"
+        )
+        .absent("none")
+        .applies(Applies::Reload),
+        field!(
+            "rekey_s",
+            number::<u32>(REKEY_MIN_S, REKEY_MAX_S),
+            |bridge: BridgeSpec| bridge.rekey_s,
+            "how often sealed links get new keys"
+        )
+        .unit("s"),
+        field!(
+            "meetings",
+            number::<u16>(0, MEETINGS_MAX),
+            |bridge: BridgeSpec| bridge.meetings,
+            "pairs of other hosts that may meet by this one, each at a UDP port behind those of listen, open in the \
+             firewall"
+        )
+        .note("see [below](#hosts-that-cannot-reach-each-other)"),
+    ],
+};
+
+pub(super) fn read_bridge(table: Table, notes: &mut Notes) -> Item<BridgeSpec> {
+    read(&BRIDGE, table, notes, |reader, bridge| {
+        let BridgeSpec { listen, ports, meetings, .. } = *bridge;
+        judge_ports(reader, ports, Some(listen));
+        if meetings > 0 && listen.port().checked_add(ports - 1 + meetings).is_none() {
+            let text = format!(
+                "{meetings} UDP ports for meetings, behind those of the bridge, end beyond 65535; listen on a lower one"
+            );
+            reader.problem(&reader.place_of("meetings"), text);
+        }
+    })
+}
+
+/// Ports are counted from that of `first` on, and end at 65535.
+pub(super) fn judge_ports(reader: &mut Reader<'_>, ports: u16, first: Option<SocketAddr>) {
+    if let Some(first) = first
+        && first.port().checked_add(ports - 1).is_none()
+    {
+        let text = format!("{ports} ports from {} on end beyond 65535; begin with a lower one", first.port());
+        reader.problem(&reader.place_of("ports"), text);
+    }
+}
+
+/// `[identity]`
+pub static IDENTITY: Declaration<IdentityFiles> = Declaration {
+    title: "[identity]",
+    applies: Applies::Restart,
+    selector: None,
+    default: || IdentityFiles {
+        ca: PathBuf::new(),
+        certificate: PathBuf::new(),
+        key: PathBuf::new(),
+        crl: None,
+    },
+    fields: &[
+        field!(
+            "ca",
+            file(),
+            |identity: IdentityFiles| identity.ca,
+            "PEM file: the authorities that are believed"
+        )
+        .needed("\"/etc/vnet/keys/ca.pem\"")
+        .note("for sealed links; files may be replaced at any time"),
+        field!(
+            "certificate",
+            file(),
+            |identity: IdentityFiles| identity.certificate,
+            "PEM file: this host's certificate for its name"
+        )
+        .needed("\"/etc/vnet/keys/h1.pem\""),
+        field!("key", file(), |identity: IdentityFiles| identity.key, "PEM file: its private key")
+            .needed("\"/etc/vnet/keys/h1.key\""),
+        field!("crl", file(), |identity: IdentityFiles| identity.crl, "PEM file: revoked certificates")
+            .absent("none"),
+    ],
+};
+
+pub(super) fn read_identity(table: Table, notes: &mut Notes) -> Option<Item<IdentityFiles>> {
+    let before = notes.problems.len();
+    let item = read(&IDENTITY, table, notes, |_, _| ());
+    (notes.problems.len() == before).then_some(item)
+}
+
+/// `[[network]]`
+pub static NETWORK: Declaration<NetworkSpec> = Declaration {
+    title: "[[network]]",
+    applies: Applies::Reload,
+    selector: None,
+    default: || NetworkSpec::new(NetworkId::DEFAULT),
+    fields: &[
+        field!(
+            "id",
+            network(),
+            |own: NetworkSpec| own.id,
+            "a network's number; each but 1 has to be declared"
+        )
+        .needed("1")
+        .phrase(""),
+        field!(
+            "learning",
+            flag(),
+            |own: NetworkSpec| own.learning,
+            "learn addresses, and flood what is not known; false: only routes decide"
+        )
+        .phrase(" learning")
+        .phrase_off(" no learning")
+        .always(),
+        field!(
+            "ageing_s",
+            number::<u32>(0, AGEING_MAX_S),
+            |own: NetworkSpec| own.ageing_s,
+            "forget an address that is silent so long; 0: learn nothing, always flood"
+        )
+        .unit("s")
+        .phrase("ageing {} s")
+        .always(),
+        field!("relay", flag(), |own: NetworkSpec| own.relay, "this host forwards from link to link")
+            .note("see [below](#relay-hosts)")
+            .phrase("relayed"),
+    ],
+};
+
+pub(super) fn read_network(table: Table, notes: &mut Notes) -> Option<Item<NetworkSpec>> {
+    let before = notes.problems.len();
+    let item = read(&NETWORK, table, notes, |_, _| ());
+    (notes.problems.len() == before).then_some(item)
+}
+
+impl std::fmt::Display for NetworkSpec {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(NETWORK.phrases(self).trim_start())
+    }
+}
+
+/// Reads a table; `judge` looks at its keys together.
+pub(super) fn read<S>(
+    declaration: &'static Declaration<S>,
+    table: Table,
+    notes: &mut Notes,
+    judge: impl FnOnce(&mut Reader<'_>, &mut S),
+) -> Item<S> {
+    let mut reader = Reader::new(declaration.title, table, notes);
+    let (place, mut spec) = (reader.place(), (declaration.default)());
+    declaration.read(&mut reader, &mut spec);
+    judge(&mut reader, &mut spec);
+    reader.finish();
+    Item { place, spec }
+}

@@ -1,0 +1,400 @@
+//! `[[interface]]`: its keys, and what has to hold between them.
+
+use std::fmt;
+use std::net::IpAddr;
+
+use vnet::dispatch::mode::Mode;
+use vnet::frame::MTU_MAX;
+use vnet::interface::interrupts::Interrupts;
+use vnet::interface::vhost_user::QUEUES_MAX;
+
+use super::Notes;
+use super::key::{Applies, Declaration, Field, Selector, Takes, field};
+use super::kinds::{Kind, Show, device, flag, mac, name, network, number, parsed, socket, text, word};
+use crate::desired::*;
+use crate::table::{Reader, Table, Value};
+
+const RATE_MAX: u32 = i32::MAX as u32;
+const WINDOW_MAX_US: u32 = 10_000_000;
+const AT_ONCE: &str = "the kernel hands frames over at once";
+
+/// `[[interface]]`
+pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
+    title: "[[interface]]",
+    applies: Applies::Reopen,
+    selector: Some(Selector { key: "kind", chosen: |interface| interface.attachment.kind() }),
+    default: InterfaceSpec::default,
+    fields: &[
+        field!("name", name(), |interface: InterfaceSpec| interface.name, "its name on this host")
+            .needed("\"vm1\"")
+            .phrase(""),
+        field!(
+            "kind",
+            attachment(),
+            |interface: InterfaceSpec| interface.attachment,
+            "how the guest is attached: vhost-user (virtual machine), tap (container, host) or local (this host's own LAN)"
+        )
+        .needed("\"vhost-user\" or kind = \"tap\"")
+        .phrase(""),
+        field!(
+            "socket",
+            socket(),
+            |interface: InterfaceSpec| interface.attachment, Attachment::VhostUser { socket, .. } => socket,
+            "Unix socket, an absolute path of at most 107 bytes"
+        )
+        .only_for(&["vhost-user"])
+        .needed("\"/run/vnet/vm1.sock\"")
+        .phrase(""),
+        field!(
+            "server",
+            flag(),
+            |interface: InterfaceSpec| interface.attachment, Attachment::VhostUser { server, .. } => server,
+            "vnetd listens on the socket; false: it connects"
+        )
+        .only_for(&["vhost-user"])
+        .phrase(""),
+        field!(
+            "device",
+            device(),
+            |interface: InterfaceSpec| interface.attachment, Attachment::Tap { device, .. } => device,
+            "device, at most 15 bytes; made if it is not there, then removed at the end"
+        )
+        .only_for(&["tap"])
+        .needed("\"vnet0\"")
+        .phrase(""),
+        field!(
+            "device",
+            device(),
+            |interface: InterfaceSpec| interface.attachment, Attachment::Local { device, .. } => device,
+            "a device that is there"
+        )
+        .only_for(&["local"])
+        .needed("\"eth1\"")
+        .phrase(""),
+        field!(
+            "netns",
+            parsed::<vnet::interface::tap::Netns>("NETNS"),
+            |interface: InterfaceSpec| interface.attachment,
+            Attachment::Tap { netns, .. } | Attachment::Local { netns, .. } => netns,
+            "network namespace of the device: a name, a path, or pid:N"
+        )
+        .only_for(&["tap", "local"])
+        .absent("beside vnetd")
+        .phrase(" in {}"),
+        field!(
+            "promiscuous",
+            flag(),
+            |interface: InterfaceSpec| interface.attachment,
+            Attachment::Local { promiscuous, .. } => promiscuous,
+            "take frames for all addresses, not only for those of the overlay"
+        )
+        .only_for(&["local"]),
+        field!("network", network(), |interface: InterfaceSpec| interface.network, "the network it is in"),
+        field!(
+            "mac",
+            mac(),
+            |interface: InterfaceSpec| interface.mac,
+            "the guest's MAC address: known without having been learned"
+        )
+        .absent("learned"),
+        field!(
+            "addresses",
+            addresses(),
+            |interface: InterfaceSpec| interface.addresses,
+            "the guest's IP addresses, at most 16, as in 10.0.0.1,fd00::1: other hosts of the overlay answer ARP and ND \
+             requests for them"
+        )
+        .absent("none")
+        .note("see [overlay.md](overlay.md); needs `mac`")
+        .requires(&["mac"])
+        .applies(Applies::Reload),
+        field!(
+            "mtu",
+            number::<u32>(MTU_MIN, MTU_MAX as u32),
+            |interface: InterfaceSpec| interface.mtu,
+            "largest payload of a frame"
+        )
+        .unit("bytes")
+        .note("a TAP: what the kernel allows, 65521")
+        .always(),
+        field!(
+            "queues",
+            number::<u32>(1, QUEUES_MAX as u32),
+            |interface: InterfaceSpec| interface.queues,
+            "queue pairs"
+        )
+        .only_for(&["vhost-user"])
+        .phrase("{} queues"),
+        field!(
+            "queues",
+            number::<u32>(1, TAP_QUEUES_MAX),
+            |interface: InterfaceSpec| interface.queues,
+            "queues"
+        )
+        .only_for(&["tap"])
+        .phrase("{} queues"),
+        field!("queues", number::<u32>(1, 1), |interface: InterfaceSpec| interface.queues, "one queue")
+            .only_for(&["local"]),
+        field!(
+            "storm_limit",
+            number::<u32>(1, RATE_MAX),
+            |interface: InterfaceSpec| interface.storm_limit,
+            "most flooded frames a second from it; more are dropped and counted"
+        )
+        .unit("frames/s")
+        .live()
+        .phrase("storm limit {}/s"),
+        field!(
+            "port_security",
+            flag(),
+            |interface: InterfaceSpec| interface.port_security,
+            "drop frames from it whose source is not its mac"
+        )
+        .live()
+        .phrase("port security"),
+        field!(
+            "mode",
+            word::<Mode>(),
+            |interface: InterfaceSpec| interface.driving.mode.mode,
+            "who drives it: the guest's notifications, the dispatcher's polling, or either by the rate"
+        )
+        .live()
+        .phrase("{}"),
+        field!(
+            "rate_low",
+            number::<u32>(1, RATE_MAX),
+            |interface: InterfaceSpec| interface.driving.mode.rate_low,
+            "adaptive: guest-driven below this rate from the guest (alpha_l of VNET/P)"
+        )
+        .unit("frames/s")
+        .live()
+        .phrase("rate_low {}/s"),
+        field!(
+            "rate_high",
+            number::<u32>(1, RATE_MAX),
+            |interface: InterfaceSpec| interface.driving.mode.rate_high,
+            "adaptive: VMM-driven above this rate from the guest (alpha_u of VNET/P)"
+        )
+        .unit("frames/s")
+        .live()
+        .phrase("rate_high {}/s"),
+        field!(
+            "window_us",
+            number::<u32>(1, WINDOW_MAX_US),
+            |interface: InterfaceSpec| interface.driving.mode.window_us,
+            "adaptive: shortest time over which the rate is measured (omega of VNET/P)"
+        )
+        .unit("us")
+        .live()
+        .phrase("window {} us"),
+        field!(
+            "interrupts",
+            word::<Interrupts>(),
+            |interface: InterfaceSpec| interface.driving.interrupts.interrupts,
+            "vhost-user: notify the guest behind its frames (direct) or ahead of them (optimistic)"
+        )
+        .live()
+        .idle_for("tap", AT_ONCE)
+        .phrase("{} interrupts"),
+        field!(
+            "receive_density_low",
+            number::<u64>(0, u32::MAX),
+            |interface: InterfaceSpec| interface.driving.interrupts.density_low,
+            "optimistic: below this density no second notification at once (alpha of VNET/P+)"
+        )
+        .unit("bytes/s")
+        .live()
+        .idle_for("tap", AT_ONCE)
+        .phrase("receive_density_low {} bytes/s"),
+        field!(
+            "receive_density_high",
+            number::<u64>(0, u32::MAX),
+            |interface: InterfaceSpec| interface.driving.interrupts.density_high,
+            "optimistic: above this density no second notification at once (beta of VNET/P+)"
+        )
+        .unit("bytes/s")
+        .live()
+        .idle_for("tap", AT_ONCE)
+        .phrase("receive_density_high {} bytes/s"),
+        field!(
+            "early_bytes",
+            number::<u64>(0, u32::MAX),
+            |interface: InterfaceSpec| interface.driving.interrupts.early_bytes,
+            "optimistic: less data than this is not announced early; 0 announces all, as VNET/P+ does"
+        )
+        .unit("bytes")
+        .live()
+        .idle_for("tap", AT_ONCE)
+        .phrase("early from {} bytes"),
+        Field {
+            read: |reader, key, interface: &mut InterfaceSpec| {
+                let port = (PORT.read)(reader, key);
+                port.map(|port| own_port(interface).map(|direct| direct.port = port)).is_some()
+            },
+            show: |interface: &InterfaceSpec| own_port_of(interface).filter(|direct| direct.port != 0)?.port.show(),
+            key: super::key::Key::new(
+                "direct_port",
+                PORT.takes,
+                "an underlay port (UDP) of its own, at which the other host of direct_link sends its frames",
+            ),
+        }
+        .only_for(&["vhost-user"])
+        .absent("none")
+        .note("see [below](#ports-of-guests-own)")
+        .requires(&["direct_link", "mac"]),
+        Field {
+            read: |reader, key, interface: &mut InterfaceSpec| {
+                let link = (LINK.read)(reader, key);
+                link.map(|link| own_port(interface).map(|direct| direct.link = link)).is_some()
+            },
+            show: |interface: &InterfaceSpec| own_port_of(interface).filter(|direct| !direct.link.is_empty())?.link.show(),
+            key: super::key::Key::new(
+                "direct_link",
+                LINK.takes,
+                "link whose other host sends to direct_port",
+            ),
+        }
+        .only_for(&["vhost-user"])
+        .absent("none")
+        .requires(&["direct_port"]),
+    ],
+};
+
+const PORT: Kind<u16> = number::<u16>(1, u16::MAX as u32);
+const LINK: Kind<String> = text("LINK");
+
+fn own_port(interface: &mut InterfaceSpec) -> Option<&mut DirectSpec> {
+    match &mut interface.attachment {
+        Attachment::VhostUser { direct, .. } => Some(direct.get_or_insert_default()),
+        _ => None,
+    }
+}
+
+fn own_port_of(interface: &InterfaceSpec) -> Option<&DirectSpec> {
+    match &interface.attachment {
+        Attachment::VhostUser { direct, .. } => direct.as_ref(),
+        _ => None,
+    }
+}
+
+impl Show for Attachment {
+    fn show(&self) -> Option<serde_json::Value> {
+        Some(self.kind().into())
+    }
+}
+
+/// The kind, as an attachment whose own keys are still to be read.
+const fn attachment() -> Kind<Attachment> {
+    let Kind { takes, .. } = word::<Attachment>();
+    Kind::new(takes, |reader, key| {
+        let mut attachment = (word::<Attachment>().read)(reader, key)?;
+        if let Attachment::VhostUser { server, .. } = &mut attachment {
+            *server = true;
+        }
+        Some(attachment)
+    })
+}
+
+/// The guest's IP addresses, which are published with its MAC address.
+const fn addresses() -> Kind<Vec<IpAddr>> {
+    Kind::new(Takes::Texts("ADDRESS"), |reader, key| {
+        let entry = reader.take(key.name)?;
+        let Value::List(list) = entry.value else {
+            let text = "'addresses' must be a list of texts; write addresses = [\"10.0.0.1\"]";
+            reader.problem(&entry.place, text);
+            return None;
+        };
+        if list.len() > ADDRESSES_MAX {
+            let text = format!("addresses lists {}; {ADDRESSES_MAX} is the limit", list.len());
+            reader.problem(&entry.place, text);
+        }
+        let mut addresses = vec![];
+        for item in list {
+            let parsed = match &item.value {
+                Value::Text(text) => text.parse().ok().filter(|address| is_station_address(*address)),
+                _ => None,
+            };
+            match parsed {
+                Some(address) if !addresses.contains(&address) => addresses.push(address),
+                Some(address) => reader.problem(&item.place, format!("addresses lists {address} twice")),
+                None => reader.problem(
+                    &item.place,
+                    "addresses takes one station's IP addresses without a prefix length, as in \"10.0.0.1\"",
+                ),
+            }
+        }
+        Some(addresses)
+    })
+}
+
+pub(super) fn read(table: Table, notes: &mut Notes, broken: &mut Vec<Target>) -> Option<Item<InterfaceSpec>> {
+    let before = notes.problems.len();
+    let item = super::host::read(&INTERFACE, table, notes, |reader, interface| {
+        judge_direct(reader, interface);
+        judge(reader, interface);
+    });
+    if notes.problems.len() == before {
+        return Some(item);
+    }
+    if !item.spec.name.is_empty() {
+        broken.push(Target::Interface(item.spec.name));
+    }
+    None
+}
+
+/// What has to hold between keys, also those of an open interface.
+pub(super) fn judge(reader: &mut Reader<'_>, interface: &InterfaceSpec) {
+    if reader.given("addresses") && interface.mac.is_none() && !reader.given("mac") {
+        let text = "addresses are published with the interface's address; give it a 'mac'";
+        reader.problem(&reader.place_of("addresses"), text);
+    }
+    if reader.given("port_security") && interface.port_security && interface.mac.is_none() {
+        let text = "port_security holds frames to the interface's address; give it a 'mac'";
+        reader.problem(&reader.place_of("port_security"), text);
+    }
+    let Driving { mode, interrupts } = &interface.driving;
+    for (low, high, values) in [
+        ("rate_low", "rate_high", (mode.rate_low.into(), mode.rate_high.into())),
+        ("receive_density_low", "receive_density_high", (interrupts.density_low, interrupts.density_high)),
+    ] {
+        let (least, most): (u64, u64) = values;
+        if least > most {
+            let text = format!("{low} {least} exceeds {high} {most}; swap them");
+            reader.problem(&reader.place_of(high), text);
+        }
+    }
+}
+
+/// An underlay port belongs to a link.
+fn judge_direct(reader: &mut Reader<'_>, interface: &mut InterfaceSpec) {
+    let Some(DirectSpec { port, link }) = own_port_of(interface) else { return };
+    let [has_port, has_link] = ["direct_port", "direct_link"].map(|key| reader.given(key));
+    if !link.is_empty() && *port != 0 {
+        return;
+    }
+    if has_port && !has_link {
+        let text = "direct_port takes datagrams of one link; write direct_link = \"h2\"";
+        reader.problem(&reader.place_of("direct_port"), text);
+    }
+    if has_link && !has_port {
+        reader.problem(&reader.place_of("direct_link"), "direct_link needs a port; write direct_port = 9101");
+    }
+    if let Attachment::VhostUser { direct, .. } = &mut interface.attachment {
+        *direct = None;
+    }
+}
+
+impl fmt::Display for InterfaceSpec {
+    /// For plans and logs: the settings that differ from the defaults.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.attachment {
+            Attachment::VhostUser { socket, server, .. } => {
+                write!(f, "vhost-user {} {}", if *server { "at" } else { "to" }, socket.display())?;
+            }
+            Attachment::Tap { device, .. } | Attachment::Local { device, .. } => {
+                write!(f, "{} {device}", self.attachment.kind())?;
+            }
+        }
+        f.write_str(&INTERFACE.phrases(self))
+    }
+}

@@ -1,0 +1,418 @@
+//! What a key is: its declaration, and everything that follows from it.
+
+use std::fmt::Write;
+
+use serde_json::{Map, Value as Json};
+
+use crate::table::{Problem, Reader};
+
+/// What a key takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Takes {
+    /// A text; the name of its value on the command line.
+    Text(&'static str),
+    /// A whole number within limits, both included.
+    Number(u32, u32),
+    /// True or false.
+    Flag,
+    /// One of these words.
+    Words(&'static [&'static str]),
+    /// A list of texts; the name of one on the command line.
+    Texts(&'static str),
+    /// A list of whole numbers within limits.
+    Numbers(u32, u32),
+}
+
+/// How a change of a key takes effect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Applies {
+    /// While frames flow; `vnet interface set` can change it, too.
+    Live,
+    /// While frames flow, when the file is read again.
+    Reload,
+    /// What has the key is closed and opened again.
+    Reopen,
+    /// vnetd has to be restarted.
+    Restart,
+}
+
+/// One key of the configuration: its only declaration.
+#[derive(Clone, Copy, Debug)]
+pub struct Key {
+    /// Its name in the file, in JSON, and with `-` for `_` on the command line.
+    pub name: &'static str,
+    /// What it takes.
+    pub takes: Takes,
+    /// What it is for, in one sentence.
+    pub help: &'static str,
+    /// Markdown that only the documentation adds.
+    pub note: &'static str,
+    /// The unit of a number.
+    pub unit: &'static str,
+    /// A value for the message that it is missing; a key without example may be left out.
+    pub needed: Option<&'static str>,
+    /// What holds without it, where that is no value of the key.
+    pub absent: &'static str,
+    /// The kinds of interfaces, or encapsulations of links, that have it; all when empty.
+    pub only_for: &'static [&'static str],
+    /// A kind that takes it but does nothing with it, and why.
+    pub idle_for: Option<(&'static str, &'static str)>,
+    /// How a change takes effect; as that of its table when absent.
+    pub applies: Option<Applies>,
+    /// How a plan shows it: `{}` is the value, `{#}` the number of values. Empty: it does not.
+    pub phrase: Option<&'static str>,
+    /// How a plan shows a flag that is off.
+    pub phrase_off: &'static str,
+    /// Shown by plans even at its default.
+    pub always: bool,
+    /// Keys that the command line wants beside it.
+    pub requires: &'static [&'static str],
+    /// A key that the command line does not take beside it.
+    pub conflicts: Option<&'static str>,
+    /// The command line wants this key or that one.
+    pub unless: Option<&'static str>,
+}
+
+impl Key {
+    /// A key that may be left out.
+    pub const fn new(name: &'static str, takes: Takes, help: &'static str) -> Key {
+        Key {
+            name,
+            takes,
+            help,
+            note: "",
+            unit: "",
+            needed: None,
+            absent: "",
+            only_for: &[],
+            idle_for: None,
+            applies: None,
+            phrase: None,
+            phrase_off: "",
+            always: false,
+            requires: &[],
+            conflicts: None,
+            unless: None,
+        }
+    }
+
+    fn is_for(&self, kind: Option<&str>) -> bool {
+        self.only_for.is_empty() || kind.is_some_and(|kind| self.only_for.contains(&kind))
+    }
+
+    /// Its help with the kinds that have it in front: `tap, local: …`.
+    pub fn about(&self) -> String {
+        let kinds = self.only_for.join(", ");
+        if kinds.is_empty() { self.help.into() } else { format!("{kinds}: {}", self.help) }
+    }
+
+    /// The limits of a number, with its unit: `68 to 65535 bytes`; the unit alone where there are none to tell.
+    pub fn limits(&self) -> String {
+        let unit = if self.unit.is_empty() { String::new() } else { format!(" {}", self.unit) };
+        match self.takes {
+            Takes::Number(least, most) if most < i32::MAX as u32 => format!("{least} to {most}{unit}"),
+            Takes::Number(..) => unit.trim_start().into(),
+            _ => String::new(),
+        }
+    }
+}
+
+/// A key together with the place in `S` that its value has.
+pub(crate) struct Field<S> {
+    pub key: Key,
+    /// Takes the key out of a table and puts its value where it belongs; true when there was a good one.
+    pub read: fn(&mut Reader<'_>, &Key, &mut S) -> bool,
+    /// The value as JSON; `None` when there is none.
+    pub show: fn(&S) -> Option<Json>,
+}
+
+/// Setters, so that a declaration names only what is special about its key.
+impl<S> Field<S> {
+    pub const fn needed(mut self, example: &'static str) -> Self {
+        self.key.needed = Some(example);
+        self
+    }
+    pub const fn absent(mut self, words: &'static str) -> Self {
+        self.key.absent = words;
+        self
+    }
+    pub const fn unit(mut self, unit: &'static str) -> Self {
+        self.key.unit = unit;
+        self
+    }
+    pub const fn note(mut self, note: &'static str) -> Self {
+        self.key.note = note;
+        self
+    }
+    pub const fn only_for(mut self, kinds: &'static [&'static str]) -> Self {
+        self.key.only_for = kinds;
+        self
+    }
+    pub const fn idle_for(mut self, kind: &'static str, why: &'static str) -> Self {
+        self.key.idle_for = Some((kind, why));
+        self
+    }
+    pub const fn applies(mut self, applies: Applies) -> Self {
+        self.key.applies = Some(applies);
+        self
+    }
+    pub const fn live(self) -> Self {
+        self.applies(Applies::Live)
+    }
+    pub const fn phrase(mut self, phrase: &'static str) -> Self {
+        self.key.phrase = Some(phrase);
+        self
+    }
+    pub const fn phrase_off(mut self, phrase: &'static str) -> Self {
+        self.key.phrase_off = phrase;
+        self
+    }
+    pub const fn always(mut self) -> Self {
+        self.key.always = true;
+        self
+    }
+    pub const fn requires(mut self, keys: &'static [&'static str]) -> Self {
+        self.key.requires = keys;
+        self
+    }
+    pub const fn conflicts(mut self, key: &'static str) -> Self {
+        self.key.conflicts = Some(key);
+        self
+    }
+    pub const fn unless(mut self, key: &'static str) -> Self {
+        self.key.unless = Some(key);
+        self
+    }
+}
+
+/// Declares a key: its name, what it takes (a `Kind` of `kinds.rs`), the place of its value, and its help. A place inside one
+/// variant of an enum is written `|spec: Spec| enum, pattern => value`.
+macro_rules! field {
+    ($name:literal, $kind:expr, |$spec:ident: $type:ty| $place:expr, $help:literal) => {
+        $crate::settings::key::Field::<$type> {
+            key: $crate::settings::key::Key::new($name, $kind.takes, $help),
+            read: |reader, key, $spec| match ($kind.read)(reader, key) {
+                Some(value) => {
+                    $place = value.into();
+                    true
+                }
+                None => false,
+            },
+            show: |$spec| $crate::settings::kinds::Show::show(&$place),
+        }
+    };
+    ($name:literal, $kind:expr, |$spec:ident: $type:ty| $of:expr, $variant:pat => $value:ident, $help:literal) => {
+        $crate::settings::key::Field::<$type> {
+            key: $crate::settings::key::Key::new($name, $kind.takes, $help),
+            read: |reader, key, $spec| match (($kind.read)(reader, key), &mut $of) {
+                (Some(value), $variant) => {
+                    *$value = value.into();
+                    true
+                }
+                _ => false,
+            },
+            show: |$spec| match &$of {
+                $variant => $crate::settings::kinds::Show::show($value),
+                #[allow(unreachable_patterns)]
+                _ => None,
+            },
+        }
+    };
+}
+pub(crate) use field;
+
+/// The key that decides which others have a meaning.
+pub(crate) struct Selector<S> {
+    /// Its name: `kind`, `encapsulation`.
+    pub key: &'static str,
+    /// The word that was chosen.
+    pub chosen: fn(&S) -> &'static str,
+}
+
+/// All keys of one table.
+pub struct Declaration<S: 'static> {
+    /// The table, as it is written: `[bridge]`, `[[link]]`.
+    pub title: &'static str,
+    pub(crate) applies: Applies,
+    pub(crate) selector: Option<Selector<S>>,
+    pub(crate) default: fn() -> S,
+    pub(crate) fields: &'static [Field<S>],
+}
+
+/// A key with its default, for whatever lists keys. What is declared apart for several kinds is put together.
+#[derive(Clone, Debug)]
+pub struct Described {
+    /// The key.
+    pub key: Key,
+    /// What it is for, by kinds, with limits and unit.
+    pub help: String,
+    /// How a change takes effect.
+    pub applies: Applies,
+    /// Its value when it is not given.
+    pub default: Option<Json>,
+}
+
+/// A difference of one key.
+pub(crate) struct Changed {
+    pub key: Key,
+    pub applies: Applies,
+    pub from: String,
+    pub to: String,
+}
+
+/// A value in words; lists without commas.
+pub fn plain(value: &Json) -> String {
+    match value {
+        Json::String(text) => text.clone(),
+        Json::Array(values) => values.iter().map(plain).collect::<Vec<_>>().join(" "),
+        value => value.to_string(),
+    }
+}
+
+impl<S> Declaration<S> {
+    fn applies(&self, key: &Key) -> Applies {
+        key.applies.unwrap_or(self.applies)
+    }
+
+    /// Takes all keys out of `reader` into `spec`; reports those that are missing, and those of other kinds.
+    pub(crate) fn read(&self, reader: &mut Reader<'_>, spec: &mut S) {
+        let mut kind = self.selector.as_ref().map(|selector| (selector.chosen)(spec));
+        for field in self.fields {
+            let key = &field.key;
+            if !key.is_for(kind) {
+                self.refuse(reader, key, kind);
+                continue;
+            }
+            if let Some(example) = key.needed {
+                reader.require(key.name, example);
+            }
+            if let (Some((idle, why)), Some(kind)) = (key.idle_for, kind)
+                && idle == kind
+                && reader.given(key.name)
+            {
+                let place = reader.place_of(key.name);
+                reader.hint(&place, format!("{} has no effect on kind {kind}: {why}", key.name));
+            }
+            let good = (field.read)(reader, key, spec);
+            if let Some(selector) = self.selector.as_ref().filter(|selector| selector.key == key.name) {
+                // Without a kind nothing can be said about the keys of kinds.
+                let known = good || key.needed.is_none();
+                kind = known.then(|| (selector.chosen)(spec));
+            }
+        }
+    }
+
+    /// Reports a key that `kind` does not have, unless it is declared for `kind` elsewhere.
+    fn refuse(&self, reader: &mut Reader<'_>, key: &Key, kind: Option<&str>) {
+        let mut same = self.fields.iter().map(|field| &field.key).filter(|other| other.name == key.name);
+        if kind.is_some() && same.clone().any(|other| other.is_for(kind)) {
+            return;
+        }
+        let (Some(entry), Some(_), Some(selector)) = (reader.take(key.name), kind, &self.selector) else {
+            return;
+        };
+        let kinds: Vec<_> = same.by_ref().flat_map(|key| key.only_for).copied().collect();
+        let text = format!(
+            "'{}' has a meaning for {} {} only; remove it",
+            key.name,
+            selector.key,
+            kinds.join(" and ")
+        );
+        reader.problem(&entry.place, text);
+    }
+
+    /// Takes the keys that can be changed while frames flow.
+    pub(crate) fn read_live(&self, reader: &mut Reader<'_>, spec: &mut S) {
+        for field in self.fields.iter().filter(|field| self.applies(&field.key) == Applies::Live) {
+            (field.read)(reader, &field.key, spec);
+        }
+    }
+
+    /// The keys with their defaults, each name once.
+    pub fn described(&self) -> Vec<Described> {
+        let default = (self.default)();
+        let mut all: Vec<Described> = vec![];
+        for Field { key, show, .. } in self.fields {
+            let limits = key.limits();
+            let comma = if limits.is_empty() { "" } else { "; " };
+            let help = format!("{}{comma}{limits}", key.about());
+            match all.iter_mut().find(|described| described.key.name == key.name) {
+                Some(same) => {
+                    same.help += &format!("; {help}");
+                    if let (Takes::Number(least, most), Takes::Number(low, high)) =
+                        (same.key.takes, key.takes)
+                    {
+                        same.key.takes = Takes::Number(least.min(low), most.max(high));
+                    }
+                }
+                None => all.push(Described {
+                    key: *key,
+                    help,
+                    applies: self.applies(key),
+                    default: show(&default),
+                }),
+            }
+        }
+        all
+    }
+
+    /// All values of `spec`.
+    pub(crate) fn show(&self, spec: &S) -> Map<String, Json> {
+        let kind = self.selector.as_ref().map(|selector| (selector.chosen)(spec));
+        let here = self.fields.iter().filter(|field| field.key.is_for(kind));
+        here.filter_map(|field| Some((field.key.name.to_string(), (field.show)(spec)?))).collect()
+    }
+
+    /// `spec` in words, behind what it begins with: what differs from the defaults, and what is always shown.
+    pub(crate) fn phrases(&self, spec: &S) -> String {
+        let (default, mut text) = ((self.default)(), String::new());
+        let kind = self.selector.as_ref().map(|selector| (selector.chosen)(spec));
+        for Field { key, show, .. } in self.fields.iter().filter(|field| field.key.is_for(kind)) {
+            let Some(value) = show(spec) else { continue };
+            let named = format!("{} {{}}", key.name);
+            let phrase = match value {
+                Json::Bool(false) => key.phrase_off,
+                Json::Bool(true) => key.phrase.unwrap_or(key.name),
+                _ => key.phrase.unwrap_or(&named),
+            };
+            if phrase.is_empty() || !key.always && Some(&value) == show(&default).as_ref() {
+                continue;
+            }
+            let count = value.as_array().map_or(1, Vec::len).to_string();
+            let phrase = phrase.replace("{#}", &count).replace("{}", &plain(&value));
+            // A phrase that begins with a space goes on with what is before it.
+            let comma = if phrase.starts_with(' ') { "" } else { ", " };
+            write!(text, "{comma}{phrase}").expect("a String takes all");
+        }
+        text
+    }
+
+    /// The keys in which two specs differ.
+    pub(crate) fn changed(&self, is: &S, wanted: &S) -> Vec<Changed> {
+        let words = |value: Option<&Json>, key: &Key| match value {
+            Some(value) => plain(value),
+            None if key.absent.is_empty() => "none".into(),
+            None => key.absent.into(),
+        };
+        let changed = |field: &Field<S>| {
+            let (from, to) = ((field.show)(is), (field.show)(wanted));
+            let (key, applies) = (field.key, self.applies(&field.key));
+            let words = |value: &Option<Json>| words(value.as_ref(), &key);
+            (from != to).then(|| Changed { key, applies, from: words(&from), to: words(&to) })
+        };
+        self.fields.iter().filter_map(changed).collect()
+    }
+
+    /// The differences that take a restart of vnetd, one line each.
+    pub(crate) fn restarts(&self, is: &S, wanted: &S, place: &crate::Place) -> Vec<Problem> {
+        let changed =
+            self.changed(is, wanted).into_iter().filter(|change| change.applies == Applies::Restart);
+        let text = |Changed { key, from, to, .. }: Changed| {
+            format!(
+                "{} {} changes from {from} to {to}, which takes a restart of vnetd; nothing was changed",
+                self.title, key.name
+            )
+        };
+        changed.map(|change| Problem::new(place, text(change))).collect()
+    }
+}

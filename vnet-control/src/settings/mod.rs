@@ -1,0 +1,132 @@
+//! Settings: every key of the configuration, declared once.
+//!
+//! A [`Declaration`] lists the keys of one table. Each [`Key`] has its name, what it takes, limits, unit, default, the kinds
+//! that have it, how a change takes effect, and its help; a `Field` adds the place of its value in a plain struct, often one
+//! that a room of the data plane declares and control only carries there. Everything else follows from the declaration:
+//!
+//! | what | made by |
+//! |---|---|
+//! | TOML of a file, JSON of a request, with all error messages | [`read_file`], [`interface_from`], … |
+//! | JSON of answers | [`values`] |
+//! | OpenAPI schemas of both | `schema` |
+//! | arguments of `vnet interface add`, `vnet link add`, `vnet route add`; help of `vnet interface set` | [`Declaration::described`] |
+//! | the text of a spec in plans and logs | `Declaration::phrases` |
+//! | what a change means: nothing, live, close and open again, restart | `Declaration::changed` |
+//! | the tables of docs/configuration.md | [`document`] |
+//!
+//! A new key that one room reads is written in two files: in the struct of that room, with its default, and in one `field!`
+//! of a declaration here. What has to hold between several keys of one table stands in its `judge`; between tables, in
+//! `check`.
+
+mod document;
+mod host;
+mod interface;
+mod key;
+mod kinds;
+mod link;
+mod overlay;
+mod route;
+#[cfg(feature = "openapi")]
+pub mod schema;
+#[cfg(test)]
+mod tests;
+pub mod values;
+
+pub use document::{OVERLAY_TABLES, TABLES, document};
+pub use host::{BRIDGE, CONTROL, DISPATCH, HOST, IDENTITY, NETWORK};
+pub use interface::INTERFACE;
+pub use key::{Applies, Declaration, Described, Key, Takes, plain};
+pub use link::{LINK, LinkForm};
+pub use overlay::OVERLAY;
+pub use route::ROUTE;
+
+use crate::Place;
+use crate::desired::*;
+use crate::table::{Notes, Problem, Reader, Table};
+
+/// Reads the table of a whole file, which begins at `top`. Interfaces and links that are meant to be there but could not be
+/// read are left out, and their names added to `broken`.
+pub(crate) fn read_file(table: Table, top: &Place, notes: &mut Notes, broken: &mut Vec<Target>) -> Desired {
+    let mut root = Reader::new("the file", table, notes);
+    let [host, control, dispatch, bridge, identity] =
+        ["host", "control", "dispatch", "bridge", "identity"].map(|key| root.table(key));
+    let [networks, interfaces, links, routes] =
+        ["network", "interface", "link", "route"].map(|key| root.tables(key));
+    let overlay = root.table("overlay");
+    root.finish();
+    let or_top = |table: Option<Table>| table.unwrap_or(Table { place: top.clone(), ..Table::default() });
+    Desired {
+        host: host::read_host(or_top(host), notes),
+        control: host::read_control(or_top(control), notes),
+        dispatch: host::read_dispatch(or_top(dispatch), notes),
+        bridge: host::read_bridge(or_top(bridge), notes),
+        overlay: overlay.and_then(|table| overlay::read(table, notes)),
+        identity: identity.and_then(|table| host::read_identity(table, notes)),
+        networks: networks.into_iter().filter_map(|table| host::read_network(table, notes)).collect(),
+        interfaces: interfaces
+            .into_iter()
+            .filter_map(|table| interface::read(table, notes, broken))
+            .collect(),
+        links: links.into_iter().filter_map(|table| link::read(table, notes, broken)).collect(),
+        routes: routes.into_iter().filter_map(|table| route::read(table, notes)).collect(),
+    }
+}
+
+/// Reads an interface from a table with the keys of `[[interface]]`.
+pub(crate) fn interface_from(table: Table, notes: &mut Notes) -> Option<Item<InterfaceSpec>> {
+    interface::read(table, notes, &mut vec![])
+}
+
+/// Changes an interface by a table with those keys that can be changed while it is open; others are refused.
+pub(crate) fn change_interface(table: Table, notes: &mut Notes, interface: &mut InterfaceSpec) {
+    let mut reader = Reader::new("an open interface", table, notes);
+    INTERFACE.read_live(&mut reader, interface);
+    interface::judge(&mut reader, interface);
+    reader.finish();
+}
+
+/// Reads a link from a table with the keys of `[[link]]`.
+pub(crate) fn link_from(table: Table, notes: &mut Notes) -> Option<Item<LinkSpec>> {
+    link::read(table, notes, &mut vec![])
+}
+
+/// Reads a rule from a table with the keys of `[[route]]`.
+pub(crate) fn route_from(table: Table, notes: &mut Notes) -> Option<Item<RouteSpec>> {
+    route::read(table, notes)
+}
+
+/// True when a change of an interface closes and opens it again.
+pub(crate) fn reopens(is: &InterfaceSpec, wanted: &InterfaceSpec) -> bool {
+    INTERFACE.changed(is, wanted).iter().any(|change| change.applies == Applies::Reopen)
+}
+
+/// The differences that take a restart of vnetd, one line each; empty when there are none.
+pub fn restart_needed(current: &Desired, desired: &Desired) -> Vec<Problem> {
+    let (is, wanted) = (current, desired);
+    let mut problems = CONTROL.restarts(&is.control.spec, &wanted.control.spec, &wanted.control.place);
+    problems.extend(DISPATCH.restarts(&is.dispatch.spec, &wanted.dispatch.spec, &wanted.dispatch.place));
+    problems.extend(BRIDGE.restarts(&is.bridge.spec, &wanted.bridge.spec, &wanted.bridge.place));
+    let mut fixed = |place: &Place, what: &str| {
+        let text = format!("{what}, which takes a restart of vnetd; nothing was changed");
+        problems.push(Problem::new(place, text));
+    };
+    let top = &wanted.host.place;
+    match (&is.overlay, &wanted.overlay) {
+        (None, Some(item)) => fixed(&item.place, "[overlay] is new"),
+        (Some(_), None) => fixed(top, "[overlay] is gone"),
+        _ => {}
+    }
+    if is.identity != wanted.identity {
+        let place = wanted.identity.as_ref().or(is.identity.as_ref()).map_or(top, |item| &item.place);
+        let what = "[identity] names other files (to renew a certificate, replace those that are there)";
+        fixed(place, what);
+    }
+    // A certificate is for a name, and which of two hosts connects depends on their names.
+    if is.identity.is_some() && is.host != wanted.host {
+        fixed(top, &format!("[host] name changes to {} beside an [identity]", wanted.host.spec.name));
+    }
+    if let (Some(is), Some(wanted)) = (&is.overlay, &wanted.overlay) {
+        problems.extend(OVERLAY.restarts(&is.spec, &wanted.spec, &wanted.place));
+    }
+    problems
+}
