@@ -1,15 +1,15 @@
-//! What a link is able to do at the moment.
+//! The state of a link.
 
-/// What a link is able to do at the moment.
+/// The state of a link.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LinkState {
-    /// The kernel has a route to the remote address, and the other host, if it ever answered, has not gone silent; for a sealed
-    /// link: it was heard under keys agreed with it.
+    /// The kernel has a route to the remote address, and the peer, if it ever answered, has not gone silent. For a sealed link: the
+    /// peer is heard under the present keys.
     Up,
-    /// It works, but badly, or not for long.
+    /// Works, but badly, or not for long; holds the reason.
     Degraded(String),
-    /// A sealed link without keys, or one whose other end has gone silent. Frames are sent all the same where they can be.
+    /// A sealed link without keys, or one whose peer has gone silent; holds the reason. Frames are still sent where possible.
     Down(String),
-    /// It has none, and says why.
+    /// No route to the remote; holds the kernel's error.
     Unreachable(String),
 }

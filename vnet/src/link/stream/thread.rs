@@ -4,6 +4,8 @@
 //! set; it advances when its socket is ready and ends at its deadline. A finished connection goes to its link, and from then
 //! on to the dispatchers. Certificates are checked over ten looks, a tenth of the links each, so that thousands of links do not
 //! hold up keepalives.
+//!
+//! By hand rather than on an async runtime: the data plane has none, and a machine monitor that embeds it need not build one.
 
 use std::collections::HashMap;
 use std::io;
