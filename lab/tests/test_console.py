@@ -37,7 +37,7 @@ def test_a_session(remote: Remote):
     assert said[1:5] == ["OK link 1", "OK route 1", "1 any 52:54:00:00:00:02 edge 127.0.0.2:9000 any network=1", "."]
     assert said[5].startswith("ERROR link link1 is named by route 1")
     assert said[6:9] == ["OK route 1 removed", "OK link 1 removed", "."]
-    assert said[9].startswith("ERROR 'NONSENSE' is no command")
+    assert said[9].startswith("ERROR 'NONSENSE' is not a command")
     assert said[10:] == ["OK bye"], "nothing after DONE"
     assert "console client 127.0.0.1:" in next(line for line in remote.log.splitlines() if "+ link link1" in line)
 

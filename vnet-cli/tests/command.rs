@@ -157,7 +157,7 @@ fn the_console_reads_files_and_standard_input() {
     let other = host.dir.path().join("commands");
     std::fs::write(&other, "DEL 1\n").unwrap();
     let other = other.to_str().unwrap();
-    assert!(host.refused(&["console", other]).contains("'DEL' is no command"));
+    assert!(host.refused(&["console", other]).contains("'DEL' is not a command"));
     assert_eq!(host.output_of(&["console", "--as", "links", other]), "OK link 1 removed\n");
     let answers = host.json(&["console", "--as", "console", "/dev/null"]);
     assert_eq!(answers, json!([]));
@@ -208,7 +208,7 @@ fn a_frame_is_traced() {
     assert!(trace("52:54:00:00:00:02").contains("\n  copy to link h2 at 10.1.2.3:9000: "));
     assert!(
         trace("ff:ff:ff:ff:ff:ff")
-            .contains(": to link h2, because ff:ff:ff:ff:ff:ff is a group or not known")
+            .contains(": to link h2, because ff:ff:ff:ff:ff:ff is a group address or unknown")
     );
     let from_link = host.json(&["trace", "52:54:00:00:00:09", "52:54:00:00:00:01", "--from", "link h2"]);
     assert_eq!((&from_link["by"], &from_link["to"]), (&json!("configured"), &json!(["interface vm1"])));

@@ -1,4 +1,4 @@
-//! All or nothing, and nothing that was not asked for: the engine with a real core and real sockets.
+//! Tests of changes with a real core and real sockets: all or nothing, and nothing beyond what was requested.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use crate::api;
 use crate::config;
 use crate::config::{interface_from_json, link_from_json, parse, route_from_json};
 
-/// A host whose sockets are in `dir`.
+/// A host with its sockets in `dir`.
 fn desired(dir: &Path, more: &str) -> Desired {
     let text = format!("[host]\nname = \"h1\"\n[bridge]\nlisten = \"127.0.0.1:0\"\n{more}");
     parse("f", &text.replace("DIR", dir.to_str().unwrap())).unwrap().desired
@@ -49,7 +49,7 @@ fn a_host_comes_and_goes() {
 }
 
 #[test]
-fn what_does_not_change_is_not_touched() {
+fn unchanged_ports_are_not_touched() {
     let dir = tempfile::tempdir().unwrap();
     let text = vm("vm1") + &link("h2", 2) + &route("none", "link h2") + &route("any", "link h2");
     let mut engine = Engine::start(desired(dir.path(), &text)).unwrap();
@@ -66,7 +66,7 @@ fn what_does_not_change_is_not_touched() {
     assert_eq!(engine.interfaces["vm1"].port, port);
     assert!(Arc::ptr_eq(&engine.interfaces["vm1"].stats, &stats));
     assert!(Arc::ptr_eq(&engine.links["h2"].stats, &link_stats));
-    // Indices stay, and none is used again.
+    // Indices last and are not reused.
     assert_eq!(names(&engine).2, [(2, "link h2".into()), (3, "link h3".into())]);
     let ports: HashSet<_> = engine.interfaces.values().map(|live| live.port).collect();
     let ports: HashSet<_> = ports.into_iter().chain(engine.links.values().map(|live| live.port)).collect();
@@ -80,7 +80,7 @@ fn a_failure_changes_nothing() {
     let text = vm("vm1") + &link("h2", 2);
     let mut engine = Engine::start(desired(dir.path(), &text)).unwrap();
     let before = (names(&engine), engine.current.clone());
-    // vm2 can be opened, vm3 cannot; vm1 and h2 would go.
+    // vm2 can be opened, vm3 cannot; vm1 and h2 would be removed.
     let bad = vm("vm2") + &vm("vm3").replace("DIR/", "DIR/nowhere/") + &link("h3", 3);
     let error = engine.apply(desired(dir.path(), &bad)).unwrap_err().to_string();
     assert!(error.starts_with("f:9: interface vm3 cannot be opened: "), "{error}");
@@ -112,7 +112,7 @@ fn a_socket_passes_from_one_interface_to_another() {
     engine.apply(desired(dir.path(), &(renamed.clone() + "mtu = 9000\n"))).unwrap();
     assert_eq!(engine.interfaces()[0].settings.number("mtu"), Some(9000));
     assert!(dir.path().join("vm1").exists());
-    // Its successor is fine, but another new interface is not: as it was.
+    // The successor opens, but another new interface fails: as before.
     let bad = vm("vm1") + &renamed.replace("DIR/vm1", "DIR/nowhere/vm9");
     let error = engine.apply(desired(dir.path(), &bad)).unwrap_err().to_string();
     assert!(error.starts_with("f:9: interface vm9 cannot be opened: "), "{error}");
@@ -125,7 +125,7 @@ fn a_socket_passes_from_one_interface_to_another() {
 }
 
 #[test]
-fn what_stopped_for_a_failed_successor_comes_back_or_is_named_as_lost() {
+fn an_interface_stopped_for_a_failed_successor_is_reopened_or_reported_lost() {
     let dir = tempfile::tempdir().unwrap();
     let below = dir.path().join("below");
     std::fs::create_dir(&below).unwrap();
@@ -134,7 +134,7 @@ fn what_stopped_for_a_failed_successor_comes_back_or_is_named_as_lost() {
         + &route("any", "interface vm1")
         + &route("any", "interface vm2");
     let mut engine = Engine::start(desired(dir.path(), &text)).unwrap();
-    // Both sockets pass on, but the place of the second is gone.
+    // Both sockets change hands, but the directory of the second is missing.
     std::fs::remove_dir_all(&below).unwrap();
     let swapped =
         vm("a").replace("DIR/a", "DIR/vm1") + &vm("b").replace("DIR/b", "DIR/below/vm2") + &link("h2", 2);
@@ -144,7 +144,7 @@ fn what_stopped_for_a_failed_successor_comes_back_or_is_named_as_lost() {
     assert_eq!(error.lines().count(), 1, "{error}");
     assert_eq!(names(&engine), (vec!["vm1".into()], vec![], vec![(1, "interface vm1".into())]));
     assert!(dir.path().join("vm1").exists());
-    // What is lost can be added again.
+    // A lost interface can be added again.
     std::fs::create_dir(&below).unwrap();
     engine.apply(desired(dir.path(), &text)).unwrap();
     assert_eq!(names(&engine).0, ["vm1", "vm2"]);
@@ -152,7 +152,7 @@ fn what_stopped_for_a_failed_successor_comes_back_or_is_named_as_lost() {
 }
 
 #[test]
-fn settings_of_the_core_change_without_opening_anew() {
+fn core_settings_change_without_reopening() {
     let dir = tempfile::tempdir().unwrap();
     let mut engine = Engine::start(desired(dir.path(), &vm("vm1"))).unwrap();
     let port = engine.interfaces["vm1"].port;
@@ -163,7 +163,7 @@ fn settings_of_the_core_change_without_opening_anew() {
 }
 
 #[test]
-fn single_changes_go_the_same_way() {
+fn single_changes_use_the_same_path() {
     let dir = tempfile::tempdir().unwrap();
     let mut engine = Engine::start(desired(dir.path(), "")).unwrap();
     let json =
@@ -196,7 +196,7 @@ fn single_changes_go_the_same_way() {
 }
 
 #[test]
-fn counters_of_what_is_gone_stay_in_the_balance() {
+fn counters_of_removed_ports_stay_in_the_balance() {
     let dir = tempfile::tempdir().unwrap();
     let mut engine = Engine::start(desired(dir.path(), &(vm("vm1") + &link("h2", 2)))).unwrap();
     let vm1 = engine.interfaces["vm1"].stats.clone();
@@ -226,7 +226,7 @@ fn a_link_to_an_address_of_this_host_is_refused() {
 }
 
 #[test]
-fn a_port_in_use_is_told_in_one_line() {
+fn a_port_in_use_is_one_line() {
     let taken = UdpSocket::bind("127.0.0.1:0").unwrap();
     let listen = taken.local_addr().unwrap();
     let text = format!("[host]\nname = \"h1\"\n[bridge]\nlisten = \"{listen}\"\n");
@@ -236,7 +236,7 @@ fn a_port_in_use_is_told_in_one_line() {
 }
 
 #[test]
-fn driving_changes_without_opening_anything() {
+fn driving_changes_without_reopening() {
     let dir = tempfile::tempdir().unwrap();
     let mut engine = Engine::start(desired(dir.path(), &vm("vm1"))).unwrap();
     let live = |engine: &Engine| engine.interfaces["vm1"].interface.clone();
@@ -250,7 +250,7 @@ fn driving_changes_without_opening_anything() {
     let interface = engine.interfaces().remove(0);
     let (mode, shown) = (interface.settings.text("mode"), interface.driving);
     assert_eq!((&*mode, &*shown.driven_by, shown.switches), ("vmm-driven", "vmm", 1));
-    // A single change goes the same way.
+    // A single change uses the same path.
     let json = br#"{"mode": "guest-driven", "interrupts": "direct"}"#;
     engine.change_interface("vm1", |spec| config::change_from_json(json, spec)).unwrap();
     assert!(Arc::ptr_eq(&before, &live(&engine)) && !before.coalesces());

@@ -1,8 +1,8 @@
-//! The console: carries out the commands of the [`language`] on the engine, and words the answers.
+//! The console: executes commands of the [`language`] on the engine and formats the answers.
 //!
-//! A command becomes the same edit of the desired state that the API makes: its keys go through the configuration's own
-//! readers, so that nothing is allowed here that a file would be refused. An answer is `OK …`, `ERROR reason`, or the lines of a
-//! listing ended by a line with a single dot.
+//! A command becomes the same edit of the desired state as an API request, and its keys go through the configuration's
+//! readers, so the console allows nothing that a file would not. An answer is `OK …`, `ERROR reason`, or the lines of
+//! a listing ended by a line with a single dot.
 
 use std::fmt;
 
@@ -15,18 +15,18 @@ use super::{api, config, desired};
 use vnet::link::ANYWHERE;
 use vnet::route::Qualifier;
 
-/// What the console says to a line.
+/// The answer to a line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// Nothing: the line was empty or a comment.
+    /// None: the line was empty or a comment.
     Nothing,
     /// `OK …`
     Ok(String),
     /// `ERROR reason`
     Error(String),
-    /// Lines, ended by `.`; one that begins with `#` is a remark.
+    /// Listing, ended by `.`; lines that begin with `#` are remarks.
     Listing(Vec<String>),
-    /// `OK …`, and the session is over.
+    /// `OK …`, and the session ends.
     Done,
 }
 
@@ -36,14 +36,14 @@ impl From<LanguageError> for Answer {
     }
 }
 
-/// One line of text, whatever was quoted in it.
+/// Joins text to one line, whatever it quotes.
 fn one_line(text: &str) -> String {
     let lines: Vec<_> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
     lines.join("; ").chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
 impl fmt::Display for Answer {
-    /// The answer as it is sent, line ends included.
+    /// The answer as sent, with line ends.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Answer::Nothing => Ok(()),
@@ -58,7 +58,7 @@ impl fmt::Display for Answer {
     }
 }
 
-/// Why a command was not carried out.
+/// Why a command failed.
 #[derive(Debug, thiserror::Error)]
 enum ConsoleError {
     #[error(transparent)]
@@ -73,7 +73,7 @@ enum ConsoleError {
     Ambiguous(String),
 }
 
-/// Reads a line and carries it out.
+/// Parses and executes a line.
 pub fn answer(engine: &mut Engine, dialect: Dialect, line: &[u8]) -> Answer {
     match language::parse_bytes(dialect, line) {
         Ok(command) => execute(engine, command),
@@ -81,7 +81,7 @@ pub fn answer(engine: &mut Engine, dialect: Dialect, line: &[u8]) -> Answer {
     }
 }
 
-/// Carries out a whole file, and stops after `DONE`. Lines that are not to be answered are left out.
+/// Executes a whole file, up to `DONE`. Lines without an answer are omitted.
 pub fn answers(engine: &mut Engine, dialect: Dialect, text: &[u8]) -> Vec<api::ConsoleAnswer> {
     let mut answers = vec![];
     for (number, line) in text.split(|byte| *byte == b'\n').enumerate() {
@@ -99,7 +99,7 @@ pub fn answers(engine: &mut Engine, dialect: Dialect, text: &[u8]) -> Vec<api::C
     answers
 }
 
-/// Carries out a command.
+/// Executes a command.
 pub fn execute(engine: &mut Engine, command: Command) -> Answer {
     match command {
         Command::Nothing => Answer::Nothing,
@@ -120,7 +120,7 @@ pub fn execute(engine: &mut Engine, command: Command) -> Answer {
     }
 }
 
-/// Carries out a command that changes something, and says what has changed.
+/// Executes a command that changes something; returns what changed.
 fn carry_out(engine: &mut Engine, command: Command) -> Result<String, ConsoleError> {
     match command {
         Command::AddLink { remote, transport, keys } => {
@@ -134,7 +134,7 @@ fn carry_out(engine: &mut Engine, command: Command) -> Result<String, ConsoleErr
             };
             object.entry("encapsulation").or_insert_with(|| json!(encapsulation));
             if clear && !object.contains_key("sealed") {
-                // VNET/P knows clear text only: whoever speaks its language has said so.
+                // VNET/P has no encryption, so using its language implies a trusted path.
                 object.entry("trusted").or_insert(json!(true));
             }
             engine.add_link(config::link_from_json(&bytes(object))?)?;
@@ -196,7 +196,7 @@ fn add_route(engine: &mut Engine, route: language::AddRoute) -> Result<u32, Cons
     Ok(engine.add_route(config::route_from_json(object.to_string().as_bytes())?)?)
 }
 
-/// The network that a route to `target` is meant for: the interface's, or the only one that the link carries.
+/// The network of a route to `target`: the interface's, or the only one of the link.
 fn network_of(engine: &Engine, target: &Target) -> Option<vnet::frame::NetworkId> {
     let current = engine.current();
     match target {
@@ -213,7 +213,7 @@ fn network_of(engine: &Engine, target: &Target) -> Option<vnet::frame::NetworkId
     }
 }
 
-/// Looks up whom a place means.
+/// Resolves a peer to an interface or link.
 fn target(engine: &Engine, place: &Place) -> Result<Target, ConsoleError> {
     let current = engine.current();
     let link = |what: String, is: &dyn Fn(&LinkSpec) -> bool| {
@@ -254,7 +254,7 @@ fn help() -> Answer {
     Answer::Listing(lines)
 }
 
-/// Those lines of a listing that are not before `first`, as many as one answer holds, and where the next one begins.
+/// The lines of a listing from `first` on, up to the limit, with a remark where to continue.
 fn listing(command: &str, lines: impl Iterator<Item = (u32, String)>, first: u32) -> Answer {
     let mut lines = lines.skip_while(|(index, _)| *index < first);
     let mut shown: Vec<_> = lines.by_ref().take(LISTING_MAX).map(|(_, line)| line).collect();
@@ -326,7 +326,7 @@ fn interfaces(engine: &Engine, first: u32) -> Answer {
     listing("INTERFACES?", lines.into_iter(), first)
 }
 
-/// One line a port, `KIND NAME COUNTER=VALUE …`; counters at zero that are not everybody's are left out.
+/// One line per port: `KIND NAME COUNTER=VALUE …`. Optional counters are omitted if zero.
 fn stats(engine: &Engine, first: u32) -> Answer {
     let stats = engine.stats();
     let mut lines = vec![];

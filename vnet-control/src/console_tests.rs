@@ -1,4 +1,4 @@
-//! The console on a real engine: what it changes is what the API would change.
+//! Tests of the console with a real engine.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -18,8 +18,8 @@ fn say(engine: &mut Engine, line: &str) -> String {
     answer(engine, Dialect::Console, line.as_bytes()).to_string()
 }
 
-/// Each line with the answer it must get.
-fn converse(engine: &mut Engine, lines: &[(&str, &str)]) {
+/// Sends each line and checks its answer.
+fn check_dialogue(engine: &mut Engine, lines: &[(&str, &str)]) {
     for (line, want) in lines {
         assert_eq!(say(engine, line), *want, "{line}");
     }
@@ -31,7 +31,7 @@ fn links_routes_and_interfaces_come_and_go_by_index() {
     let mut engine = engine(dir.path(), "");
     let add =
         format!("INTERFACE ADD vm1 vhost-user socket={}/vm1 mac=52:54:00:00:00:01", dir.path().display());
-    converse(
+    check_dialogue(
         &mut engine,
         &[
             ("", ""),
@@ -73,7 +73,7 @@ fn links_routes_and_interfaces_come_and_go_by_index() {
 }
 
 #[test]
-fn what_a_file_is_refused_is_refused_here() {
+fn settings_that_a_file_may_not_have_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let mut engine =
         engine(dir.path(), "[[link]]\nname = \"h2\"\nremote = \"127.0.1.2:9000\"\ntrusted = true\n");
@@ -90,7 +90,7 @@ fn what_a_file_is_refused_is_refused_here() {
         ("ROUTE ADD any any edge h9 any", "no link to 'h9'"),
         ("ROUTE ADD any any interface 52:54:00:00:00:09 any", "no interface 52:54:00:00:00:09"),
         ("ROUTE ADD any any edge 127.0.1.2 any network=9", "network 9 is not declared"),
-        ("NONSENSE", "no command"),
+        ("NONSENSE", "not a command"),
     ] {
         let said = say(&mut engine, line);
         assert!(
@@ -99,7 +99,7 @@ fn what_a_file_is_refused_is_refused_here() {
         );
     }
     assert_eq!(engine.links().len(), 1);
-    // Two links to one address need a port to be told apart.
+    // Two links to the same address are distinguished by port.
     assert_eq!(say(&mut engine, "LINK ADD 127.0.1.2 9001"), "OK link 2\n");
     assert!(say(&mut engine, "ROUTE ADD any any edge 127.0.1.2 any").contains("several links"));
     assert_eq!(say(&mut engine, "ROUTE ADD any any edge 127.0.1.2:9001 any"), "OK route 1\n");
@@ -124,7 +124,7 @@ fn a_file_is_answered_line_by_line() {
 }
 
 #[test]
-fn random_lines_are_answered_in_form() {
+fn random_lines_get_well_formed_answers() {
     let dir = tempfile::tempdir().unwrap();
     let mut engine = engine(dir.path(), "");
     let mut random = Random(0xD1B5_4A32_D192_ED03);
@@ -168,7 +168,7 @@ fn statistics_name_every_port() {
 }
 
 #[test]
-fn a_listing_tells_where_it_goes_on() {
+fn a_listing_names_its_continuation() {
     let lines = || (1..=LISTING_MAX as u32 + 10).map(|index| (index, index.to_string()));
     let Answer::Listing(shown) = listing("ROUTES?", lines(), 0) else { panic!("a listing") };
     assert_eq!((shown.len(), shown.last().unwrap().as_str()), (LISTING_MAX + 1, "# more: ROUTES? 4097"));
@@ -179,13 +179,13 @@ fn a_listing_tells_where_it_goes_on() {
 }
 
 #[test]
-fn an_answer_is_one_line_whatever_was_quoted() {
+fn an_error_is_one_line_whatever_it_quotes() {
     let answer = Answer::Error("first\r\n.\n\x1b[2Jthird".into()).to_string();
     assert_eq!(answer, "ERROR first; .; \u{fffd}[2Jthird\n");
 }
 
 #[test]
-fn changes_are_told_with_who_asked() {
+fn changes_are_reported_with_the_requester() {
     let dir = tempfile::tempdir().unwrap();
     let mut engine = engine(dir.path(), "");
     let told: Arc<Mutex<Vec<Event>>> = Arc::default();

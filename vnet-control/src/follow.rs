@@ -1,11 +1,11 @@
-//! Following a frame from host to host (`vnet trace --follow`): what controls say to each other.
+//! Traces over several hosts (`vnet trace --follow`): the messages between the hosts' control parts.
 //!
-//! Each host asks the next one over the very link that the frame would take (`link/inquiry.rs`), and hands the answer back with
-//! what it knows itself. Texts are JSON, padded with spaces to the length that the answer may have.
+//! Each host queries the next one over the link that the frame would take (`vnet::link::inquiry`), and adds the answer
+//! to its own. Messages are JSON, padded with spaces to the length that the answer may have.
 //!
-//! Bounds: a question counts its hops down from [`HOPS`]; a host asks at most [`FAN_OUT`] links onward for a peer's question;
-//! links meter what they take; an answer has the question's length at most, and leaves copies out that do not fit. What other
-//! hosts say is data for people: it is cut, cleaned of control characters and shown, and changes nothing.
+//! Limits: a question's hop count starts at [`HOPS`]; a host forwards a peer's question to at most [`FAN_OUT`] links;
+//! links rate-limit questions and answers; an answer is at most as long as the question and omits copies that do not
+//! fit. Text of other hosts is truncated, stripped of control characters and only displayed.
 
 use std::io;
 use std::sync::Arc;
@@ -19,49 +19,49 @@ use vnet::frame::{NetworkId, PortId};
 use vnet::link::inquiry::Inbox;
 use vnet::wire::ethernet::Mac;
 
-/// Hosts after the first that a trace is followed to: as many as relays may pass a frame on.
+/// Hops after the first host; a relayed frame takes no more.
 pub const HOPS: u8 = vnet::wire::native::HOPS_MAX;
-/// Links that a host asks onward for one question of a peer.
+/// Links that a peer's question is forwarded to.
 pub const FAN_OUT: usize = 4;
-/// Links that a host asks for its own user.
+/// Links that a local user's question is sent to.
 pub const FAN_OUT_OWN: usize = 64;
-/// Characters of any text that another host sent.
+/// Longest text accepted from another host, in characters.
 const WORDS_MAX: usize = 200;
-/// Copies shown of what another host sent.
+/// Copies accepted from another host.
 const COPIES_MAX: usize = 64;
 
-/// What would become of this frame at your host?
+/// The question: how would this host forward the frame?
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Question {
-    /// Names the question; chosen at random, so that nobody answers in another's place.
+    /// Random id, so that nobody else can answer.
     pub id: u64,
-    /// The frame's network.
+    /// Network id.
     pub network: NetworkId,
-    /// Its source address.
+    /// Source MAC address.
     pub src: Mac,
-    /// Its destination address.
+    /// Destination MAC address.
     pub dst: Mac,
-    /// Hosts that may be asked, the one that gets this included.
+    /// Remaining hops, including the receiver.
     pub hops: u8,
 }
 
-/// This.
+/// The answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Answer {
-    /// The question's.
+    /// The question's id.
     pub id: u64,
-    /// What would become of the frame.
+    /// How this host would forward the frame.
     pub hop: Hop,
 }
 
-/// What another control said.
+/// A received message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Said {
-    /// It asks.
+    /// A question.
     Question(Question),
-    /// It answers.
+    /// An answer.
     Answer(Answer),
-    /// It sent a question of ours back as it was: it does not know what that is.
+    /// Our own question echoed: the peer's version does not support traces.
     Echo {
         /// The question's id.
         id: u64,
@@ -69,7 +69,7 @@ pub enum Said {
 }
 
 impl Said {
-    /// Reads what came by a link. `None` when it is nothing of the kind.
+    /// Parses a message; `None` if it is not one.
     pub fn read(answer: bool, text: &[u8]) -> Option<Said> {
         if !answer {
             return serde_json::from_slice(text).ok().map(Said::Question);
@@ -83,7 +83,7 @@ impl Said {
     }
 }
 
-/// Makes a stranger's text fit to be shown.
+/// Makes a peer's text safe to display.
 fn clean(hop: &mut Hop, depth: u8) {
     let words = |text: &mut String| {
         *text = text.chars().filter(|c| !c.is_control()).take(WORDS_MAX).collect();
@@ -101,7 +101,7 @@ fn clean(hop: &mut Hop, depth: u8) {
 }
 
 impl Question {
-    /// The text of a question that may be answered in `len` bytes. `None` when not even the question fits.
+    /// The question's text, with room for an answer of `len` bytes; `None` if not even the question fits.
     pub fn text(&self, len: usize) -> Option<Vec<u8>> {
         let mut text = serde_json::to_vec(self).ok()?;
         let fits = text.len() <= len;
@@ -111,14 +111,14 @@ impl Question {
 }
 
 impl Answer {
-    /// The text of the answer in at most `len` bytes: what does not fit is left out, later copies first. `None` when nothing fits.
+    /// The answer's text in at most `len` bytes, omitting later copies first; `None` if nothing fits.
     pub fn text(mut self, len: usize) -> Option<Vec<u8>> {
         loop {
             let text = serde_json::to_vec(&self).ok()?;
             if text.len() <= len {
                 return Some(text);
             }
-            // The farthest hops go first: a copy says more than what is behind it.
+            // Omit the farthest hops first: a copy is worth more than the hops behind it.
             let next = self.hop.copies.iter_mut().rev().find_map(|copy| copy.next.take());
             if next.is_none() {
                 self.hop.copies.pop()?;
@@ -129,15 +129,15 @@ impl Answer {
 }
 
 impl Engine {
-    /// Where questions and answers of other hosts come in.
+    /// Questions and answers received from other hosts.
     pub fn inbox(&self) -> &Arc<Inbox> {
         &self.inbox
     }
 
-    /// Asks the host behind a link. The answer comes in by [`Engine::inbox`], or never.
+    /// Sends a question to the host behind a link. An answer, if any, arrives at [`Engine::inbox`].
     ///
     /// # Errors
-    /// There is no such link, it carries no questions, or the kernel refuses.
+    /// Unknown link, a link without inquiries, or a send error.
     pub fn ask(&self, link: &str, question: &Question) -> io::Result<()> {
         let live = self.links.get(link).ok_or(io::ErrorKind::NotFound)?;
         let text = question.text(live.link.inquiry_text());
@@ -145,7 +145,7 @@ impl Engine {
         self.core.courier().send(&live.link, false, &text)
     }
 
-    /// The port of a link, by which [`Engine::inbox`] names it.
+    /// A link's port, which identifies it in [`Engine::inbox`].
     pub fn link_port(&self, link: &str) -> Option<PortId> {
         self.links.get(link).map(|live| live.port)
     }
@@ -153,7 +153,7 @@ impl Engine {
     /// Answers the host behind the link at `port`, in at most `len` bytes.
     ///
     /// # Errors
-    /// The link is gone, nothing fits, or the kernel refuses.
+    /// The link is gone, nothing fits, or a send error.
     pub fn answer(&self, port: PortId, len: usize, answer: Answer) -> io::Result<()> {
         let live = self.links.values().find(|live| live.port == port).ok_or(io::ErrorKind::NotFound)?;
         let len = len.min(live.link.inquiry_text());
@@ -161,7 +161,7 @@ impl Engine {
         self.core.courier().send(&live.link, true, &text)
     }
 
-    /// What would become here of the frame that the host behind the link at `port` asks about.
+    /// How this host would forward the frame that the host behind `port` asks about.
     ///
     /// # Errors
     /// The link is gone.
@@ -172,7 +172,7 @@ impl Engine {
         self.trace(network, src, dst, Some(&Target::Link(name.clone())))
     }
 
-    /// What other hosts may know of a trace.
+    /// The part of a trace that other hosts may see.
     pub fn hop(&self, trace: Trace) -> Hop {
         let copy = |copy: super::api::TracedCopy| HopCopy {
             to: copy.to,
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn questions_and_answers_are_read_as_they_were_written() {
+    fn questions_and_answers_round_trip() {
         let text = question().text(600).unwrap();
         assert_eq!(text.len(), 600);
         assert_eq!(Said::read(false, &text), Some(Said::Question(question())));
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_say_is_cut_and_cleaned() {
+    fn texts_of_peers_are_truncated_and_cleaned() {
         let nasty = format!("\u{1b}[2J\n{}", "x".repeat(500));
         let text = serde_json::to_vec(&Answer { id: 1, hop: hop(9, 1, &nasty) }).unwrap();
         let Some(Said::Answer(answer)) = Said::read(true, &text) else { panic!("an answer") };
@@ -242,7 +242,7 @@ mod tests {
     }
 
     proptest! {
-        /// An answer fits whatever there is to say, as far as anything fits.
+        /// An answer fits any length that fits anything.
         #[test]
         fn answers_fit(depth in 1usize..4, copies in 0usize..6, len in 200usize..1400) {
             let whole = Answer { id: 1, hop: hop(depth, copies, "some words") };

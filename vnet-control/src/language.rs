@@ -1,5 +1,4 @@
-//! The control language of VNET/P: one line of text becomes one command. Pure: no I/O, no engine, no allocation that a line
-//! does not pay for.
+//! The control language of VNET/P: parses a line of text into a command, without I/O or engine.
 //!
 //! ```text
 //! LINK ADD 10.0.0.2 9000 udp
@@ -8,10 +7,12 @@
 //! LINK DEL 1
 //! ```
 //!
-//! Keywords ignore case and have synonyms (VNET/P says `edge` for a link, VNET/U says `DEVICES?` for the interfaces). In the
-//! [`Dialect`]s of VNET/P's files `links` and `routes` the noun may be left out, as it is there. What a link or an interface
-//! has beyond the published grammar is given as `key=value` with the keys of the configuration file, so that one reader
-//! checks them all. A command displayed is a line that reads as the same command.
+//! Keywords ignore case and have synonyms (VNET/P says `edge` for a link, VNET/U says `DEVICES?` for the interfaces).
+//! In VNET/P's files `links` and `routes` the noun is optional ([`Dialect`]). Settings beyond the published grammar
+//! are `key=value` with the keys of the configuration file, checked by the same reader. `Display` prints a line that
+//! parses to the same command.
+//!
+//! Parsed by hand: the grammar is a few words per line, and each error names the expected syntax.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -22,28 +23,28 @@ use vnet::frame::NetworkId;
 use vnet::route::Qualifier;
 use vnet::wire::ethernet::Mac;
 
-/// Longest line in bytes, its end not counted (DESIGN.md section 10).
+/// Longest line in bytes, without its line end.
 pub const LINE_MAX: usize = 4_096;
-/// Most lines of one listing; the next one begins where it ends. A line has at most about 300 bytes, so that an answer stays
-/// near a megabyte.
+/// Most lines of one listing; the next listing continues. At up to 300 bytes per line an answer stays below about a
+/// megabyte.
 pub const LISTING_MAX: usize = 4_096;
 
-/// How lines are read.
+/// Syntax of lines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Dialect {
     /// The console's: each line begins with its noun or verb.
     #[default]
     Console,
-    /// VNET/P's file `links`: `ADD …` and `DEL …` mean links.
+    /// VNET/P's file `links`: `ADD …` and `DEL …` refer to links.
     Links,
-    /// VNET/P's file `routes`: `ADD …` and `DEL …` mean routes.
+    /// VNET/P's file `routes`: `ADD …` and `DEL …` refer to routes.
     Routes,
 }
 
-/// What a line asks for.
+/// A parsed line.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Command {
-    /// An empty line or a comment: no answer.
+    /// An empty line or comment, without an answer.
     Nothing,
     /// `HELLO`
     Hello,
@@ -51,19 +52,19 @@ pub enum Command {
     Help,
     /// `DONE`
     Done,
-    /// `LINKS?`, from an index on.
+    /// `LINKS?` from an index on.
     Links(u32),
-    /// `ROUTES?`, from an index on.
+    /// `ROUTES?` from an index on.
     Routes(u32),
-    /// `INTERFACES?`, from an index on.
+    /// `INTERFACES?` from an index on.
     Interfaces(u32),
-    /// `STATS?`, from a line on.
+    /// `STATS?` from a line on.
     Stats(u32),
     /// `LINK ADD`
     AddLink {
         /// The other host.
         remote: SocketAddr,
-        /// What carries the frames.
+        /// The transport.
         transport: Transport,
         /// Further keys of `[[link]]`.
         keys: Keys,
@@ -76,9 +77,9 @@ pub enum Command {
     DeleteRoute(u32),
     /// `INTERFACE ADD`
     AddInterface {
-        /// Its name.
+        /// Interface name.
         name: String,
-        /// `tap` or `vhost-user`, as it is written.
+        /// `tap` or `vhost-user`, as written.
         kind: String,
         /// Further keys of `[[interface]]`.
         keys: Keys,
@@ -87,31 +88,31 @@ pub enum Command {
     DeleteInterface(u32),
 }
 
-/// What carries a link's frames.
+/// A link's transport.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transport {
-    /// Datagrams.
+    /// UDP.
     Udp,
-    /// A stream.
+    /// TCP.
     Tcp,
 }
 
-/// A route as it is written: places are not looked up yet.
+/// A route with unresolved peers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AddRoute {
     /// Source addresses.
     pub src: Qualifier,
     /// Destination addresses.
     pub dst: Qualifier,
-    /// Where frames go.
+    /// Destination.
     pub to: Place,
-    /// Where they must have come from.
+    /// Origin.
     pub from: Origin,
-    /// The network; that of the interface it names, else 1.
+    /// Network; default: that of the interface it names, else 1.
     pub network: Option<NetworkId>,
 }
 
-/// Where a route wants frames to have come from.
+/// The origin that a route matches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Origin {
     /// Anywhere.
@@ -120,11 +121,11 @@ pub enum Origin {
     AnyEdge,
     /// Any interface.
     AnyInterface,
-    /// One of them.
+    /// One link or interface.
     One(Place),
 }
 
-/// A link or an interface by one of its identities.
+/// A link or interface by one of its identities.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Place {
     /// The link to this address.
@@ -139,33 +140,33 @@ pub enum Place {
     InterfaceName(String),
 }
 
-/// Keys of the configuration file with their values, in the order of the line; none comes twice.
+/// Keys of the configuration file with their values, in the order of the line, without duplicates.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Keys(pub Vec<(String, serde_json::Value)>);
 
-/// Why a line is no command.
+/// Why a line is not a command.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LanguageError {
-    /// The first word means nothing.
-    #[error("{} is no command; HELP lists them", quote(.0))]
+    /// Unknown first word.
+    #[error("{} is not a command; HELP lists them", quote(.0))]
     Unknown(String),
-    /// The command is not written as it must be.
+    /// Wrong syntax.
     #[error("{what}; write {syntax}")]
     Usage {
-        /// What is wrong.
+        /// The mistake.
         what: String,
-        /// How it is written.
+        /// The expected syntax.
         syntax: &'static str,
     },
     /// More than [`LINE_MAX`] bytes.
     #[error("the line is longer than {LINE_MAX} bytes")]
     TooLong,
-    /// Bytes that are no text.
+    /// Not UTF-8.
     #[error("the line is not UTF-8 text")]
     NotText,
 }
 
-/// Reads one line as it came, without its end.
+/// Parses a raw line without its line end.
 pub fn parse_bytes(dialect: Dialect, line: &[u8]) -> Result<Command, LanguageError> {
     if line.len() > LINE_MAX {
         return Err(LanguageError::TooLong);
@@ -173,7 +174,7 @@ pub fn parse_bytes(dialect: Dialect, line: &[u8]) -> Result<Command, LanguageErr
     parse(dialect, str::from_utf8(line).map_err(|_| LanguageError::NotText)?)
 }
 
-/// What a line is about.
+/// The noun of a command.
 #[derive(Clone, Copy, PartialEq)]
 enum Noun {
     Link,
@@ -181,7 +182,7 @@ enum Noun {
     Interface,
 }
 
-/// Reads one line.
+/// Parses a line.
 pub fn parse(dialect: Dialect, line: &str) -> Result<Command, LanguageError> {
     if line.len() > LINE_MAX {
         return Err(LanguageError::TooLong);
@@ -226,7 +227,7 @@ pub fn parse(dialect: Dialect, line: &str) -> Result<Command, LanguageError> {
     }
 }
 
-/// Commands that are about nothing.
+/// Commands without a noun.
 fn simple(upper: &str, first: &str, mut words: Words<'_>) -> Result<Command, LanguageError> {
     let (command, syntax) = match upper {
         "HELLO" => return Ok(Command::Hello),
@@ -267,7 +268,7 @@ fn verb(word: &str) -> Option<Verb> {
     }
 }
 
-/// How the command that begins with `words` is written.
+/// The syntax of the command that begins with `words`.
 fn syntax(words: &str) -> &'static str {
     COMMANDS.iter().find(|usage| usage.words == words).map_or("HELP", |usage| usage.syntax)
 }
@@ -327,7 +328,7 @@ fn add_route(mut words: Words<'_>) -> Result<AddRoute, LanguageError> {
     };
     let kind = words.word("any, edge or interface")?;
     let kind = words.kind(kind)?;
-    // What follows is an identity, unless it is a key.
+    // An identity follows, unless it is a key.
     let id = words.peek().filter(|word| kind.is_some() && !word.contains('='));
     if id.is_some() {
         words.next();
@@ -344,7 +345,7 @@ fn add_route(mut words: Words<'_>) -> Result<AddRoute, LanguageError> {
         let id = value.as_u64().and_then(|id| u32::try_from(id).ok()).and_then(NetworkId::new);
         network = match (key.as_str(), id) {
             ("network", Some(id)) => Some(id),
-            ("network", None) => return Err(words.wrong(format!("{value} is no network"))),
+            ("network", None) => return Err(words.wrong(format!("{value} is not a network"))),
             _ => return Err(words.wrong(format!("a route has no key {}", quote(&key)))),
         };
     }
@@ -365,10 +366,10 @@ fn interface(id: &str) -> Place {
     id.parse().map_or_else(|_| Place::InterfaceName(id.into()), Place::InterfaceMac)
 }
 
-/// The words of a line, taken one by one.
+/// Iterator over the words of a line.
 struct Words<'a> {
     rest: &'a str,
-    /// How the command is written, for errors.
+    /// Syntax of the command, for errors.
     syntax: &'static str,
 }
 
@@ -398,7 +399,7 @@ impl<'a> Words<'a> {
         word.parse().map_err(|_| self.wrong(format!("{what} cannot be {}", quote(word))))
     }
 
-    /// `any` is none of them.
+    /// A set of addresses or `any`.
     fn kind(&self, word: &str) -> Result<Option<Noun>, LanguageError> {
         match &*word.to_ascii_lowercase() {
             "any" => Ok(None),
@@ -408,32 +409,32 @@ impl<'a> Words<'a> {
         }
     }
 
-    /// An index, the last word.
+    /// An index as the last word.
     fn index(mut self) -> Result<u32, LanguageError> {
         let index = self.parsed("the index")?;
         self.end()?;
         Ok(index)
     }
 
-    /// A number that may be left out, the last word.
+    /// An optional number as the last word.
     fn last_number(self, default: u32) -> Result<u32, LanguageError> {
         if self.peek().is_none() { Ok(default) } else { self.index() }
     }
 
     fn end(&mut self) -> Result<(), LanguageError> {
-        self.next().map_or(Ok(()), |word| Err(self.wrong(format!("{} is too much", quote(word)))))
+        self.next().map_or(Ok(()), |word| Err(self.wrong(format!("{} is one word too many", quote(word)))))
     }
 
-    /// All words that are left: `key=value`, none of them `taken`.
+    /// All remaining words as `key=value`, none of them in `taken`.
     fn keys(&mut self, taken: &[&str]) -> Result<Keys, LanguageError> {
         let mut keys = Keys::default();
         while let Some(word) = self.next() {
             let Some((key, value)) = word.split_once('=') else {
-                return Err(self.wrong(format!("{} is too much, or no KEY=VALUE", quote(word))));
+                return Err(self.wrong(format!("{} is one word too many, or not KEY=VALUE", quote(word))));
             };
             let key = key.to_ascii_lowercase();
             if taken.contains(&key.as_str()) || keys.0.iter().any(|(known, _)| *known == key) {
-                return Err(self.wrong(format!("{} is said twice", quote(&key))));
+                return Err(self.wrong(format!("{} is given twice", quote(&key))));
             }
             let value = value_of(&key, value);
             keys.0.push((key, value));
@@ -442,11 +443,11 @@ impl<'a> Words<'a> {
     }
 }
 
-/// Keys whose value is a text even when it looks like a number.
+/// Keys whose value is text even if it looks like a number.
 const TEXTS: [&str; 9] =
     ["device", "encapsulation", "kind", "mac", "mode", "name", "netns", "remote", "socket"];
 
-/// A value as JSON: a list for `networks`, else a whole number, true or false, or a text.
+/// A value as JSON: a list for `networks`, else an integer, a boolean, or text.
 fn value_of(key: &str, text: &str) -> serde_json::Value {
     if TEXTS.contains(&key) {
         return text.into();
@@ -511,7 +512,7 @@ impl fmt::Display for AddRoute {
 }
 
 impl fmt::Display for Command {
-    /// A line that reads as this command.
+    /// A line that parses to this command.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let from = |f: &mut fmt::Formatter<'_>, what, first: u32| match first {
             0 => f.write_str(what),

@@ -7,7 +7,7 @@ fn console(line: &str) -> Result<Command, LanguageError> {
 }
 
 #[test]
-fn the_published_language_is_read() {
+fn the_published_language_is_parsed() {
     for (line, want) in [
         ("", ""),
         ("   \t", ""),
@@ -76,28 +76,28 @@ fn files_of_vnet_p_need_no_noun() {
 }
 
 #[test]
-fn mistakes_are_told_with_the_syntax() {
+fn mistakes_name_the_syntax() {
     for (line, words) in [
-        ("LINC ADD", "'LINC' is no command"),
+        ("LINC ADD", "'LINC' is not a command"),
         ("LINK", "a verb is missing"),
         ("LINK MAKE", "'MAKE' is neither ADD, DEL nor LIST"),
         ("LINK ADD", "the IP address is missing; write LINK ADD IP PORT"),
         ("LINK ADD host 9000", "the IP address cannot be 'host'"),
         ("LINK ADD 10.0.0.2 65536", "the port cannot be '65536'"),
-        ("LINK ADD 10.0.0.2 9000 sctp", "'sctp' is too much"),
-        ("LINK ADD 10.0.0.2 9000 mtu=1 MTU=2", "'mtu' is said twice"),
-        ("LINK ADD 10.0.0.2 9000 remote=x", "'remote' is said twice"),
+        ("LINK ADD 10.0.0.2 9000 sctp", "'sctp' is one word too many"),
+        ("LINK ADD 10.0.0.2 9000 mtu=1 MTU=2", "'mtu' is given twice"),
+        ("LINK ADD 10.0.0.2 9000 remote=x", "'remote' is given twice"),
         ("LINK DEL", "the index is missing"),
         ("LINK DEL -1", "the index cannot be '-1'"),
-        ("LINK DEL 1 2", "'2' is too much"),
+        ("LINK DEL 1 2", "'2' is one word too many"),
         ("ROUTE ADD any 52:54 edge 10.0.0.2 any", "the destination cannot be '52:54'"),
         ("ROUTE ADD any any any", "frames cannot go to 'any'"),
         ("ROUTE ADD any any hub x any", "'hub' is neither edge nor interface"),
         ("ROUTE ADD any any edge 10.0.0.2", "any, edge or interface is missing"),
-        ("ROUTE ADD any any edge 10.0.0.2 any any", "'any' is too much"),
+        ("ROUTE ADD any any edge 10.0.0.2 any any", "'any' is one word too many"),
         ("ROUTE ADD any any edge 10.0.0.2 any mtu=3", "no key 'mtu'"),
-        ("ROUTE ADD any any edge 10.0.0.2 any network=16777216", "no network"),
-        ("DONE now", "'now' is too much"),
+        ("ROUTE ADD any any edge 10.0.0.2 any network=16777216", "is not a network"),
+        ("DONE now", "'now' is one word too many"),
     ] {
         let told = console(line).unwrap_err().to_string();
         assert!(told.contains(words) && told.lines().count() == 1, "{line}: {told}");
@@ -113,7 +113,7 @@ fn lines_are_bounded() {
 }
 
 #[test]
-fn every_command_is_described_and_understood() {
+fn every_documented_command_is_parsed() {
     for usage in COMMANDS {
         let told = console(usage.words);
         assert!(!matches!(told, Err(LanguageError::Unknown(_))), "{}: {told:?}", usage.words);
@@ -130,7 +130,7 @@ fn every_command_is_described_and_understood() {
     }
 }
 
-/// Words that a line may be made of, right and wrong ones.
+/// Words for random lines, valid and invalid.
 const WORDS: [&str; 40] = [
     "LINK",
     "ADD",
@@ -174,7 +174,7 @@ const WORDS: [&str; 40] = [
     "true=false",
 ];
 
-/// Cheap, and the same in every run.
+/// A cheap generator with a fixed seed.
 pub struct Random(pub u64);
 
 impl Random {
@@ -186,7 +186,7 @@ impl Random {
     }
 }
 
-/// Lines that are right, to be made wrong a little.
+/// Valid lines to mutate.
 const LINES: [&str; 8] = [
     "LINK ADD 10.0.0.2 9000 udp",
     "LINK ADD 10.0.0.2 9000 name=a networks=1",
@@ -198,8 +198,7 @@ const LINES: [&str; 8] = [
     "ROUTES? 1",
 ];
 
-/// Makes `line` a random one: words, or a right line of which a word may be another; now and then with a byte that does not
-/// belong there.
+/// Writes a random line: random words, or a valid line with one word replaced; sometimes with an invalid byte.
 pub fn random_line(random: &mut Random, line: &mut Vec<u8>) {
     line.clear();
     let right = LINES[random.below(LINES.len())];
@@ -236,7 +235,7 @@ fn a_million_random_lines() {
             Err(error) => assert!(error.to_string().len() < 1000, "{error}"),
         }
     }
-    // The words are likely enough that all of the language is reached.
+    // The words are chosen so that all commands are reached.
     assert!(understood > 200_000, "{understood}");
 }
 

@@ -1,7 +1,7 @@
-//! What would become of a frame, and why (`vnet trace`): the engine's part, on this host.
+//! How a frame would be forwarded on this host, and why (`vnet trace`).
 //!
-//! The table, the learned addresses and the guard explain themselves (`route::explain`). The dispatchers' caches are asked, too:
-//! a frame of a known flow is decided by its line there, which says the same. Nothing is learned and no frame is sent.
+//! Table, learned addresses and guard explain their decision (`route::explain`); the dispatchers' caches are queried
+//! too, because a known flow is decided there, with the same result. Nothing is learned and no frame is sent.
 
 use super::api;
 use super::desired::Target;
@@ -13,10 +13,10 @@ use vnet::route::{By, Flow, explain};
 use vnet::wire::ethernet::Mac;
 
 impl Engine {
-    /// What would become of a frame, and why. Without `from` it comes from where its source is known to be.
+    /// How a frame would be forwarded, and why. Without `from` it enters at the port of its source address.
     ///
     /// # Errors
-    /// `from` is not there, or not given and the source not known.
+    /// `from` does not exist, or is absent and the source is unknown.
     pub fn trace(
         &self,
         network: NetworkId,
@@ -62,7 +62,7 @@ impl Engine {
             }
             By::Flood => {
                 let limit = self.storm_limit(targets.get(&from));
-                ("flood", format!("{dst} is a group or not known, so the network is flooded{limit}"))
+                ("flood", format!("{dst} is a group address or unknown, so the network is flooded{limit}"))
             }
             By::Nothing => ("nothing", "no route applies and the network does not learn".into()),
         };
@@ -92,7 +92,7 @@ impl Engine {
         })
     }
 
-    /// What the guard lets a place flood, where it limits that.
+    /// The storm limit of an interface, as text.
     fn storm_limit(&self, from: Option<&Target>) -> String {
         let Some(Target::Interface(name)) = from else { return String::new() };
         let item = self.current.interfaces.iter().find(|item| item.spec.name == *name);
@@ -101,7 +101,7 @@ impl Engine {
         limit.unwrap_or_default()
     }
 
-    /// What is known of a destination.
+    /// State of a destination.
     fn traced_copy(&self, to: &Target) -> Option<api::TracedCopy> {
         let (state, mtu, remote) = match to {
             Target::Interface(name) => {

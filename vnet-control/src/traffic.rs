@@ -1,4 +1,4 @@
-//! What passes a link, for those who look at links and not at counters: rates, and what was lost under which reasons.
+//! Rates and losses of a link.
 
 use std::collections::BTreeMap;
 
@@ -7,22 +7,22 @@ use serde::{Deserialize, Serialize};
 use vnet::link::Link;
 use vnet::stats::{DiscardReason, DropReason};
 
-/// What passes a link.
+/// Rates and losses of a link.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(default)]
 pub struct Traffic {
-    /// Frames that came in the last second.
+    /// Frames received in the last second.
     pub in_frames_per_s: u64,
-    /// Their bits.
+    /// Bits received in the last second.
     pub in_bits_per_s: u64,
-    /// Frames that left in the last second.
+    /// Frames sent in the last second.
     pub out_frames_per_s: u64,
-    /// Their bits.
+    /// Bits sent in the last second.
     pub out_bits_per_s: u64,
-    /// Frames that were not delivered, by reason, since the link is there; reasons without any are left out.
+    /// Dropped frames by reason since the link was added; reasons without drops are omitted.
     pub drops: BTreeMap<String, u64>,
-    /// Datagrams that brought nothing into the core, by reason; reasons without any are left out.
+    /// Discarded datagrams by reason since the link was added; reasons without discards are omitted.
     pub discards: BTreeMap<String, u64>,
 }
 

@@ -208,7 +208,7 @@ impl Reading {
         let help = "Stations in the overlay's store, including this host's";
         families.gauge(("overlay_stations", None, help), shown(|o| o.stations as u64))?;
         let alarms = self.overlay.iter().flat_map(|overlay| {
-            Alarm::ALL.into_iter().map(|kind| {
+            Alarm::ALL.iter().map(|kind| {
                 let raised = overlay.alarms.iter().find(|alarm| alarm.name == kind.name());
                 (vec![("alarm", kind.name().into())], raised.map_or(0, |alarm| alarm.count))
             })

@@ -1,99 +1,72 @@
-//! Alarms: what is wrong with the store or with what others write there. Each kind is counted, shown, and logged at most
-//! once in [`LOG_MS`], so that nobody can fill a disk by way of the store.
+//! Alarms about the store and what others write there. Each kind is counted, shown, and logged at most once per
+//! [`LOG_MS`], so that nobody can fill the log through the store.
 
 use std::collections::BTreeMap;
 
-use super::super::api;
+use crate::api;
 
-/// Milliseconds between two lines of the log about one kind of alarm.
+/// Log rate limit per kind of alarm, in milliseconds.
 const LOG_MS: u64 = 10_000;
 
-/// What can be wrong.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+/// Kinds of alarms. The documentation of each is its help text.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    strum::EnumMessage,
+    strum::IntoStaticStr,
+    strum::VariantArray,
+)]
+#[strum(serialize_all = "snake_case")]
 pub enum Alarm {
-    /// A key or value that is no record of this version.
+    /// A key or value that is not a record of this version.
     Garbage,
-    /// A record of this host was written by somebody else.
+    /// Another writer changed a record of this host; it was repaired.
     Forged,
-    /// A record that its writer's certificate does not vouch for.
+    /// A record that its writer's certificate does not authorize.
     Untrusted,
-    /// A record that its writer has replaced since, written again.
+    /// A replay of a record that its writer has since replaced.
     Replayed,
-    /// A claim whose sequence number is not newer, or newer beyond belief.
+    /// A claim without the next sequence number.
     Sequence,
-    /// A station that several hosts claim again and again.
+    /// Several hosts claim the same station in turn.
     Frozen,
-    /// A claim in the name of a host that is not there.
+    /// A claim in the name of an unknown host.
     UnknownHost,
-    /// Two hosts at one address, or one at several.
+    /// Two hosts at the same address, or one host at several.
     Address,
-    /// Another host uses this one's name.
+    /// Another host has this host's name.
     Name,
-    /// More hosts or stations than a host keeps.
+    /// More hosts or stations than the limit.
     Limit,
-    /// The store has lost records that nobody withdrew.
+    /// The store lost records without a withdrawal.
     Vanished,
-    /// The store takes nothing: its disk is full, or this host may not write.
+    /// The store refuses writes: its disk is full, or this host lacks permission.
     Write,
-    /// What was computed could not be carried out.
+    /// The computed links or stations cannot be applied.
     Apply,
 }
 
 impl Alarm {
-    /// All of them.
-    pub const ALL: [Alarm; 13] = [
-        Alarm::Garbage,
-        Alarm::Forged,
-        Alarm::Untrusted,
-        Alarm::Replayed,
-        Alarm::Sequence,
-        Alarm::Frozen,
-        Alarm::UnknownHost,
-        Alarm::Address,
-        Alarm::Name,
-        Alarm::Limit,
-        Alarm::Vanished,
-        Alarm::Write,
-        Alarm::Apply,
-    ];
+    /// All kinds.
+    pub const ALL: &'static [Alarm] = <Alarm as strum::VariantArray>::VARIANTS;
 
-    /// Its stable name.
+    /// The stable name in metrics and the API.
     pub fn name(self) -> &'static str {
-        self.words().0
+        self.into()
     }
 
-    /// What is wrong, for people.
+    /// A sentence about what is wrong.
     pub fn help(self) -> &'static str {
-        self.words().1
-    }
-
-    fn words(self) -> (&'static str, &'static str) {
-        match self {
-            Alarm::Garbage => ("garbage", "a key or value that is no record of this version"),
-            Alarm::Forged => {
-                ("forged", "a record of this host was written by somebody else; it was put right")
-            }
-            Alarm::Untrusted => ("untrusted", "a record that its writer's certificate does not vouch for"),
-            Alarm::Replayed => {
-                ("replayed", "a record that its writer has replaced since was written again by somebody else")
-            }
-            Alarm::Sequence => ("sequence", "a claim whose sequence number is not among the next ones"),
-            Alarm::Frozen => ("frozen", "several hosts claim one object again and again"),
-            Alarm::UnknownHost => ("unknown_host", "a claim in the name of a host that is not there"),
-            Alarm::Address => ("address", "two hosts at one address, or one at several"),
-            Alarm::Name => ("name", "another host uses this one's name"),
-            Alarm::Limit => ("limit", "more hosts or stations than are kept"),
-            Alarm::Vanished => ("vanished", "the store has lost records that nobody withdrew"),
-            Alarm::Write => (
-                "write",
-                "the store takes nothing: its disk is full, or this host may not write, or not that",
-            ),
-            Alarm::Apply => ("apply", "what was computed could not be carried out"),
-        }
+        strum::EnumMessage::get_documentation(&self).unwrap_or_default()
     }
 }
 
-/// The alarms of a host, by kind.
+/// A host's alarms, by kind.
 #[derive(Debug, Default)]
 pub(super) struct Alarms(BTreeMap<Alarm, Raised>);
 

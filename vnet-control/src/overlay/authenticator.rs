@@ -1,60 +1,62 @@
-//! Records are held against their writer's certificate before the state machine hears of them, and this host's are signed.
+//! Verifies records against their writer's certificate before they reach the state machine, and signs this host's
+//! records.
 //!
 //! ```text
-//!   store -- put --> Authenticator -- believed --> Overlay
+//!   store -- put --> Authenticator -- verified --> Overlay
 //!         <-- signed values --        <-- writes --
 //! ```
 //!
-//! What is believed of a value (`signed.rs`):
+//! A value (`signed.rs`) is accepted under these conditions:
 //!
-//! - **A host's** carries its certificate. That leads to an authority that is believed, is in time and not revoked, names the
-//!   host of the key, and allows the network; its key has signed the value.
-//! - **A station's** is signed by the certificate that the host's own record in the same network has, which allows the network
-//!   and the address. A host writes its record first, and again when it has another certificate; where it is missing all
-//!   the same, values wait for it ([`WAITING_MAX`]).
-//! - Neither is older than what was believed of the same host under the same key (`Newest`). So a value that its host has
-//!   replaced does not come back, not even when the present one was deleted first.
+//! - **A host's record** contains its certificate chain. The certificate leads to a trusted authority, is valid and
+//!   not revoked, names the host of the key, and authorizes the network; its key signed the value.
+//! - **A station's record** is signed by the certificate in its host's record of the same network, which authorizes
+//!   the network and the MAC address. A host writes its own record first, and again when its certificate changes;
+//!   stations whose host is still unknown wait ([`WAITING_MAX`]).
+//! - Neither is older than the last one accepted from the same host under the same key (`Newest`). This prevents
+//!   replay of a replaced value, even after the current one was deleted.
 //!
-//! Whatever else there is counts as no record: it changes nothing that is in force, the host whose key it is puts it right, and
-//! there is an alarm. A value is checked once for each time it is written: the state machine knows its revision then.
+//! Any other value counts as no record: it changes nothing in force, the owner repairs it, and an alarm is raised.
+//! Each write is verified once; the state machine then knows its revision.
 //!
-//! A certificate that is refused later (revoked, of an authority that is believed no more) takes its host with it. Time alone
-//! does not: a host that cannot reach the store cannot renew its record there. What a certificate has signed after its end,
-//! or is read for the first time then, is not believed.
+//! A certificate refused later (revoked, authority no longer trusted) removes its host. Expiry alone does not: a host
+//! that cannot reach the store cannot renew its record there. But records signed or first read after expiry are
+//! refused.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use super::alarm::Alarm;
 use super::record::Key;
 use super::signed::{self, Signed};
-use super::{Alarm, Overlay, Write};
+use super::state::{Overlay, Write};
 use vnet::frame::NetworkId;
 use vnet::link::sealed::identity::{Identity, IdentityStore};
 use vnet::link::sealed::signature::Signatory;
 use vnet::wire::ethernet::Mac;
 
-/// Most values that wait for their host's certificate: with 4 KiB each they take 32 MiB. Others are read with the next
-/// reading of the whole store.
+/// Limit of values that wait for their host's certificate: at 4 KiB each they take 32 MiB. Others are read again with
+/// the next snapshot.
 pub const WAITING_MAX: usize = 8192;
-/// Hosts of which it is remembered when they last wrote of a station: as many as it has been on within five moves.
+/// Hosts remembered per station with the time of their last record: as many as a station visits in five moves.
 const HOSTS_OF_STATION_MAX: usize = 5;
 
 type Place = (NetworkId, Mac);
 
-/// A host whose record was believed.
+/// A host whose record was accepted.
 struct Known {
     signatory: Arc<Signatory>,
-    /// When its newest record was signed.
+    /// When its latest record was signed.
     signed: u64,
 }
 
-/// Which hosts have said something of a station, the last one first, and when each signed it.
+/// Hosts that signed records of a station, latest first, with the time of signing.
 #[derive(Default)]
 struct Newest(Vec<(Box<str>, u64)>);
 
 impl Newest {
-    /// False for what `host` has replaced itself, and for what another host has replaced since.
+    /// False for what `host` itself or another host has replaced since.
     fn takes(&self, host: &str, signed: u64) -> bool {
         let at = self.0.iter().position(|(other, _)| **other == *host);
         at.is_none_or(|at| signed > self.0[at].1 || (at == 0 && signed == self.0[at].1))
@@ -72,7 +74,7 @@ impl Newest {
     }
 }
 
-/// A value whose host's certificate is not known.
+/// A value whose host's certificate is unknown.
 struct Waiting {
     host: Box<str>,
     value: Vec<u8>,
@@ -80,10 +82,10 @@ struct Waiting {
     revision: i64,
 }
 
-/// Why a value is not believed.
+/// Why a value is not accepted.
 enum Doubt {
     Wrong(Alarm, String),
-    /// Nobody knows this host's certificate.
+    /// The host's certificate is unknown.
     Unknown(Box<str>),
 }
 
@@ -93,21 +95,21 @@ impl From<&str> for Doubt {
     }
 }
 
-/// A value that is believed.
+/// A verified value.
 struct Believed {
     value: Vec<u8>,
-    /// It is this host's, signed with a certificate that is replaced.
+    /// From this host, signed with a certificate that was replaced since.
     stale: bool,
 }
 
-/// Signs what this host writes, and checks what others do.
+/// Signs this host's records and verifies those of others.
 pub struct Authenticator {
     store: Arc<IdentityStore>,
     identity: Arc<Identity>,
     own: Arc<Signatory>,
-    /// This host before its certificate was replaced last: what it has signed may be on its way.
+    /// This host's previous certificate: records signed with it may still arrive.
     before: Option<Arc<Signatory>>,
-    /// The number of this host's newest value.
+    /// Signing time of this host's latest value.
     signed: u64,
     hosts: HashMap<(NetworkId, Box<str>), Known>,
     stations: HashMap<Place, Newest>,
@@ -115,7 +117,7 @@ pub struct Authenticator {
 }
 
 impl Authenticator {
-    /// For the host that the store's identity is of.
+    /// An authenticator for the host of the identity store.
     pub fn new(store: Arc<IdentityStore>) -> Authenticator {
         let identity = store.current();
         Authenticator {
@@ -130,7 +132,7 @@ impl Authenticator {
         }
     }
 
-    /// Signs the value of a write. The error says why that cannot be.
+    /// Signs the value of a write, or says why that is impossible.
     pub fn sign(&mut self, write: &mut Write) -> Result<(), String> {
         let Some(value) = &write.value else { return Ok(()) };
         let because =
@@ -148,14 +150,14 @@ impl Authenticator {
             return Err(because("it does not speak for that network (vnet:network)".into()));
         }
         let clock = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_micros() as u64);
-        // It never goes back, whatever the clock does.
+        // Strictly increasing, even if the clock goes back.
         self.signed = clock.max(self.signed.saturating_add(1));
         let sign = |message: &[u8]| self.identity.sign(message);
         write.value = Some(signed::sign(&key, value, chain, self.signed, sign).map_err(because)?);
         Ok(())
     }
 
-    /// What [`Overlay::put`] does, for what is believed.
+    /// [`Overlay::put`] with verification.
     pub fn put(
         &mut self,
         overlay: &mut Overlay,
@@ -175,7 +177,7 @@ impl Authenticator {
         match self.check(&parsed, value) {
             Ok(Believed { value, stale }) => {
                 overlay.put(key, &value, if stale { 0 } else { lease }, revision, now_ms);
-                // What is not kept there is not kept here: this memory is bounded as that is.
+                // The overlay did not keep it, so forget it here too: this bounds memory the same way.
                 let kept = overlay.knows(&parsed);
                 match &parsed {
                     Key::Host(network, name) if kept => self.await_no_more(overlay, *network, name, now_ms),
@@ -186,12 +188,12 @@ impl Authenticator {
             }
             Err(Doubt::Wrong(alarm, why)) => {
                 overlay.disbelieve(&parsed, lease, revision, now_ms);
-                overlay.alarm(alarm, now_ms, format!("{parsed} is passed over: {why}"));
+                overlay.alarm(alarm, now_ms, format!("{parsed} is ignored: {why}"));
             }
             Err(Doubt::Unknown(host)) => {
                 overlay.disbelieve(&parsed, lease, revision, now_ms);
                 let room = self.waiting.len() < WAITING_MAX;
-                let text = format!("{parsed} is signed by {host}, whose certificate the store does not have");
+                let text = format!("{parsed} is signed by {host}, whose certificate is not in the store");
                 overlay.alarm(if room { Alarm::UnknownHost } else { Alarm::Limit }, now_ms, text);
                 if let (Key::Station(network, mac), true) = (parsed, room) {
                     let waiting = Waiting { host, value: value.into(), lease, revision };
@@ -201,7 +203,7 @@ impl Authenticator {
         }
     }
 
-    /// What [`Overlay::delete`] does.
+    /// [`Overlay::delete`] with verification.
     pub fn delete(&mut self, overlay: &mut Overlay, key: &[u8], revision: i64, now_ms: u64) {
         if let Some(Key::Station(network, mac)) = Key::parse(key) {
             self.waiting.remove(&(network, mac));
@@ -209,15 +211,15 @@ impl Authenticator {
         overlay.delete(key, revision, now_ms);
     }
 
-    /// What [`Overlay::end_reading`] does. What the state machine has forgotten is forgotten here, too.
+    /// [`Overlay::end_reading`] with verification; forgets what the state machine has forgotten.
     pub fn end_reading(&mut self, overlay: &mut Overlay, now_ms: u64) {
         overlay.end_reading(now_ms);
         self.hosts.retain(|(network, name), _| overlay.knows(&Key::Host(*network, name.clone())));
         self.stations.retain(|(network, mac), _| overlay.knows(&Key::Station(*network, *mac)));
     }
 
-    /// Looks whether this host has another identity now. With another certificate its records are written anew; hosts that
-    /// are believed no more are left out.
+    /// Reloads this host's identity. With a new certificate its records are written again; hosts that are no longer
+    /// trusted are removed.
     pub fn refresh(&mut self, overlay: &mut Overlay, now_ms: u64) {
         let current = self.store.current();
         if Arc::ptr_eq(&current, &self.identity) {
@@ -240,7 +242,7 @@ impl Authenticator {
         });
     }
 
-    /// Checks what has waited for a host's certificate.
+    /// Verifies values that waited for a host's certificate.
     fn await_no_more(&mut self, overlay: &mut Overlay, network: NetworkId, host: &str, now_ms: u64) {
         let due = |place: &Place, waiting: &Waiting| place.0 == network && *waiting.host == *host;
         let due: Vec<_> = self.waiting.iter().filter(|(p, w)| due(p, w)).map(|(place, _)| *place).collect();
@@ -315,7 +317,7 @@ impl Authenticator {
     }
 }
 
-/// Whether a certificate that others have signed with speaks for a network, and for a station there.
+/// True if a certificate authorizes a network, and a station there.
 fn check_claims(
     signatory: &Signatory,
     mine: bool,
@@ -324,7 +326,7 @@ fn check_claims(
 ) -> Result<(), Doubt> {
     let claims = &signatory.info().claims;
     if mine {
-        // Of this host's own, all that matters is whether somebody else wrote it.
+        // For this host's own records, only foreign writes matter.
         Ok(())
     } else if !signatory.is_in_time() {
         Err("the certificate's time is over, or has not come".into())
@@ -338,7 +340,7 @@ fn check_claims(
 }
 
 fn replayed(host: &str) -> Doubt {
-    Doubt::Wrong(Alarm::Replayed, format!("{host} has replaced it since; somebody writes it again"))
+    Doubt::Wrong(Alarm::Replayed, format!("{host} has replaced it since; it was replayed"))
 }
 
 #[cfg(test)]

@@ -67,7 +67,7 @@ fn signed_hosts_find_each_other() {
 }
 
 #[test]
-fn what_nobody_vouches_for_changes_nothing() {
+fn unauthorized_records_change_nothing() {
     let (_folder, pki) = pki();
     let (elsewhere, foreign) = self::pki();
     let mut evil = signer(&pki, "evil", 66, &["vnet:mac=02:00:00:00:00:66"]);
@@ -132,7 +132,7 @@ fn a_certificate_limits_what_its_host_may_claim() {
 }
 
 #[test]
-fn an_older_record_is_harmless() {
+fn a_replayed_record_is_harmless() {
     let (_folder, pki) = pki();
     let mut world = World::sealed(3, &pki);
     world.run(400, |_| {});
@@ -176,7 +176,7 @@ fn an_older_record_is_harmless() {
 }
 
 #[test]
-fn another_certificate_is_published_and_nothing_changes() {
+fn a_renewed_certificate_is_published_without_interruption() {
     let (_folder, pki) = pki();
     let mut world = World::sealed(3, &pki);
     world.run(400, |_| {});
@@ -206,7 +206,7 @@ fn another_certificate_is_published_and_nothing_changes() {
 }
 
 #[test]
-fn a_revoked_host_is_out_until_it_has_another_certificate() {
+fn a_revoked_host_is_removed_until_it_has_a_new_certificate() {
     let (_folder, pki) = pki();
     let mut world = World::sealed(3, &pki);
     world.run(400, |_| {});
@@ -266,7 +266,7 @@ fn a_station_waits_for_its_hosts_certificate() {
 }
 
 #[test]
-fn a_certificate_that_ended_keeps_what_it_gave() {
+fn an_expired_certificate_keeps_its_settled_records() {
     let (_folder, pki) = pki();
     let mut judge = signer(&pki, "h1", 1, &[]);
     let mut overlay = Overlay::new("h1".into(), 1, settings(1));
@@ -290,7 +290,7 @@ fn a_certificate_that_ended_keeps_what_it_gave() {
 }
 
 #[test]
-fn what_the_overlay_does_not_keep_is_not_kept_here() {
+fn records_that_the_overlay_drops_are_forgotten() {
     let (_folder, pki) = pki();
     let (mut judge, mut other) = (signer(&pki, "h1", 1, &[]), signer(&pki, "h2", 2, &[]));
     let mut overlay = Overlay::new("h1".into(), 1, settings(1));
@@ -308,7 +308,7 @@ fn what_the_overlay_does_not_keep_is_not_kept_here() {
 }
 
 #[test]
-fn the_number_of_a_value_never_goes_back() {
+fn signing_times_are_strictly_increasing() {
     let (_folder, pki) = pki();
     let mut one = signer(&pki, "h1", 1, &[]);
     let number = |text: &str| -> u64 {
@@ -326,7 +326,7 @@ fn the_number_of_a_value_never_goes_back() {
 }
 
 #[test]
-fn many_records_are_checked_in_time() {
+fn many_records_are_verified_in_time() {
     let (_folder, pki) = pki();
     let mut judge = signer(&pki, "h1", 1, &[]);
     let mut other = signer(&pki, "h2", 2, &[]);

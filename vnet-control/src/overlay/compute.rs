@@ -1,18 +1,19 @@
-//! From what is in force to links and routes: which hosts this one has links to, behind which link each station is, and
-//! which questions for neighbours can be answered here.
+//! Computes links and routes from settled records: which hosts this one links to, the link to each station, and the
+//! neighbours that vnet answers for.
 //!
-//! A link carries exactly the networks that both ends take part in: only hosts with members get copies of what is flooded.
-//! In a mesh every two hosts have a link, but one behind NAT has a single one: to the first reflector that is there. That
-//! reflector, like a hub, relays between its spokes and all others; everybody else keeps to split horizon, so a frame is
-//! flooded to everybody once.
+//! A link carries the networks that both ends are in, so that only hosts with members receive flooded frames. In a
+//! mesh every two hosts have a link. A host behind NAT has a single one, to the first available reflector. Reflectors
+//! and hubs relay between their spokes and all others; everybody else applies split horizon, so a flooded frame
+//! reaches everybody once.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
+use super::alarm::Alarm;
 use super::places::{Place, Places};
 use super::record::{HostRecord, Key};
-use super::{Alarm, Overlay, Settings, Store};
+use super::state::{Overlay, Settings, Store};
 use crate::api;
 use crate::desired::Topology;
 use vnet::frame::NetworkId;
@@ -21,34 +22,34 @@ use vnet::wire::ethernet::Mac;
 /// A link to another host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerLink {
-    /// The host, and the link.
+    /// Name of the host and of the link.
     pub name: Box<str>,
-    /// Where the host's links arrive.
+    /// The host's bridge address.
     pub remote: SocketAddr,
-    /// The networks that both take part in.
+    /// The networks that both hosts are in.
     pub networks: Vec<NetworkId>,
-    /// Whether this host relays for it.
+    /// True if this host relays for it.
     pub spoke: bool,
 }
 
-/// What this host should have, besides what its file says.
+/// What this host needs beyond its configuration file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Computed {
-    /// Whether it follows the store, so that nothing learned overrides it.
+    /// True while it follows the store; learned addresses then do not override it.
     pub firm: bool,
-    /// Links, by name.
+    /// Links, sorted by name.
     pub links: Vec<PeerLink>,
-    /// Names of links behind which stations are; these need not be in `links`: the file may have them.
+    /// Names of the links to stations. The configuration file may define some of them, so they need not be in `links`.
     pub hops: Vec<Box<str>>,
-    /// Stations on other hosts, each behind a link of `hops`, by its place there.
+    /// Stations on other hosts, with an index into `hops`.
     pub stations: Arc<HashMap<(NetworkId, Mac), u16>>,
-    /// Whose IP address is whose.
+    /// Owners of IP addresses.
     pub neighbours: Arc<HashMap<(NetworkId, IpAddr), Mac>>,
-    /// How many other hosts there are.
+    /// Number of other hosts.
     pub hosts: usize,
 }
 
-/// Another host, all its networks together.
+/// Another host, with all its networks.
 struct Peer<'a> {
     record: &'a HostRecord,
     networks: BTreeSet<NetworkId>,
@@ -57,8 +58,7 @@ struct Peer<'a> {
 type Peers<'a> = BTreeMap<&'a str, Peer<'a>>;
 
 impl Overlay {
-    /// Computes this host's links and routes. What concerns stations is computed for those alone that have changed, unless
-    /// hosts have.
+    /// Computes this host's links and routes. Stations are recomputed only if they or hosts have changed.
     pub fn computed(&mut self) -> Computed {
         let mut places = std::mem::take(&mut self.places);
         let mut names = std::mem::take(&mut self.hops);
@@ -86,7 +86,7 @@ impl Overlay {
         computed
     }
 
-    /// Every station there is, here or elsewhere.
+    /// All stations, local and remote.
     fn all_places(&self) -> impl Iterator<Item = Place> {
         let stations = self
             .networks
@@ -95,7 +95,7 @@ impl Overlay {
         self.guests.keys().copied().chain(stations)
     }
 
-    /// The host on which a station is, and its addresses; no host when it is here.
+    /// The host that a station is on (`None`: this host) and its addresses.
     fn whereabouts(&self, (id, mac): Place) -> Option<(Option<&str>, &[IpAddr])> {
         if let Some(guest) = self.guests.get(&(id, mac)).filter(|guest| !guest.lost) {
             return Some((None, &guest.addresses[..]));
@@ -104,8 +104,8 @@ impl Overlay {
         (self.joins(id) && record.host != self.me).then_some((Some(&*record.host), &record.addresses[..]))
     }
 
-    /// All other hosts that can be reached, and what is wrong with others. Of two at one address, and of two addresses of
-    /// one host, that holds which is longer in force.
+    /// All other reachable hosts, and conflicts. Of two hosts with the same address, or two addresses of one host, the
+    /// older record holds.
     fn peers(&self) -> (Peers<'_>, Vec<String>) {
         let mut entries: Vec<_> = vec![];
         for (id, network) in &self.networks {
@@ -119,12 +119,12 @@ impl Overlay {
         for (_, id, name, record) in entries {
             let at = record.address;
             if self.settings.address == Some(at) {
-                wrong.push(format!("host {name} says that it is at {at}, which is this host"));
+                wrong.push(format!("host {name} claims this host's address {at}"));
                 continue;
             }
             let owner = *taken.entry(at).or_insert(name);
             if owner != name {
-                wrong.push(format!("hosts {owner} and {name} say that they are at {at}; {name} is left out"));
+                wrong.push(format!("hosts {owner} and {name} both claim address {at}; {name} is ignored"));
                 continue;
             }
             let new = || Peer { record, networks: BTreeSet::new() };
@@ -133,7 +133,7 @@ impl Overlay {
                 peer.networks.insert(id);
             } else {
                 wrong.push(format!(
-                    "host {name} says that it is at {} and at {at}; the former holds",
+                    "host {name} claims addresses {} and {at}; the former holds",
                     peer.record.address
                 ));
             }
@@ -141,7 +141,7 @@ impl Overlay {
         (peers, wrong)
     }
 
-    /// Raises alarms about hosts whose addresses contradict each other.
+    /// Raises alarms for hosts with conflicting addresses.
     pub fn check_addresses(&mut self, now_ms: u64) {
         let (_, wrong) = self.peers();
         wrong.into_iter().for_each(|text| self.alarm(Alarm::Address, now_ms, text));
@@ -152,7 +152,7 @@ impl Overlay {
         for (name, peer) in peers {
             let shared = |id: &&NetworkId| self.joins(**id);
             let networks: Vec<NetworkId> = peer.networks.iter().filter(shared).copied().collect();
-            // Whom a host relays by may differ from network to network.
+            // A host may have a different reflector in each network.
             let direct = |id: &NetworkId| self.is_direct(peers, name, *id);
             let networks: Vec<NetworkId> = networks.into_iter().filter(direct).collect();
             if !networks.is_empty() {
@@ -163,7 +163,7 @@ impl Overlay {
         links
     }
 
-    /// True when this host takes part in a network: it has interfaces there, or relays for those who have.
+    /// True if this host takes part in a network: it has interfaces there or relays.
     pub(super) fn joins(&self, id: NetworkId) -> bool {
         self.settings.networks.contains(&id) && (self.members.contains(&id) || self.relay())
     }
@@ -177,7 +177,7 @@ impl Overlay {
         }
     }
 
-    /// True when this host relays for `peer`.
+    /// True if this host relays for `peer`.
     fn is_spoke(&self, peer: &Peer<'_>) -> bool {
         match &self.settings.topology {
             Topology::Hub(name) => **name == *self.me,
@@ -186,8 +186,8 @@ impl Overlay {
         }
     }
 
-    /// The host that relays for those behind NAT in a network: the first of the list that is there. All agree on it as soon
-    /// as they have seen the same.
+    /// The relay of a network for hosts behind NAT: the first reflector of the list that is present. Hosts that have
+    /// seen the same records agree on it.
     fn reflector(&self, peers: &Peers<'_>, id: NetworkId) -> Option<&str> {
         let there = |name: &&String| {
             let here = ***name == *self.me && self.joins(id);
@@ -196,7 +196,7 @@ impl Overlay {
         self.settings.reflectors.iter().find(there).map(String::as_str)
     }
 
-    /// True when this host has a link of its own to `name` in a network.
+    /// True if this host has its own link to `name` in a network.
     fn is_direct(&self, peers: &Peers<'_>, name: &str, id: NetworkId) -> bool {
         match &self.settings.topology {
             Topology::Explicit => false,
@@ -212,7 +212,7 @@ impl Overlay {
         }
     }
 
-    /// The host to which frames for a station on `host` go.
+    /// The next hop for a station on `host`.
     fn next_hop<'a>(&'a self, peers: &Peers<'a>, host: &'a str, id: NetworkId) -> Option<&'a str> {
         if self.settings.topology == Topology::Explicit || self.is_direct(peers, host, id) {
             return Some(host);
@@ -224,18 +224,18 @@ impl Overlay {
     }
 }
 
-/// Finds the link toward each host, once.
+/// Looks up the next hop of each host once.
 struct Hops<'a> {
     overlay: &'a Overlay,
     peers: &'a Peers<'a>,
-    /// The network that `known` is about.
+    /// The network that `known` refers to.
     network: Option<NetworkId>,
     known: HashMap<&'a str, Option<u16>>,
     names: Vec<Box<str>>,
 }
 
 impl<'a> Hops<'a> {
-    /// Puts a station where it is now.
+    /// Records where a station is.
     fn put(&mut self, places: &mut Places, place: Place) {
         match self.overlay.whereabouts(place) {
             Some((None, addresses)) => places.set(place, None, addresses),
@@ -247,7 +247,7 @@ impl<'a> Hops<'a> {
         }
     }
 
-    /// The place in `names` of the link toward `host`; `None` when it is not there or not in the network.
+    /// The index in `names` of the link to `host`; `None` if there is no such host in the network.
     fn toward(&mut self, id: NetworkId, host: &'a str) -> Option<u16> {
         if self.network.replace(id) != Some(id) {
             self.known.clear();
@@ -270,9 +270,9 @@ impl<'a> Hops<'a> {
     }
 }
 
-/// What is shown of the overlay.
+/// The overlay's state for `vnet overlay`.
 impl Overlay {
-    /// The store, the hosts, the alarms; `revision` of the store is the caller's.
+    /// Store, hosts and alarms; the caller provides the store's `revision`.
     pub fn show(&self, endpoints: &[String], revision: i64, now_ms: u64) -> api::Overlay {
         let (state, since_ms) = match self.store {
             Store::Unknown => ("starting", 0),
@@ -295,7 +295,7 @@ impl Overlay {
                 host.silent_s = entry.silent_since_ms.map(|since| now_ms.saturating_sub(since) / 1000);
             }
         }
-        // What is frozen has a timer, and few others have.
+        // Only frozen and pending entries have a timer.
         let frozen = self.timers.iter().filter(|(_, key)| self.is_frozen(key, now_ms)).count();
         api::Overlay {
             state: state.into(),

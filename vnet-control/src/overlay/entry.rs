@@ -1,34 +1,33 @@
-//! One object of the store as this host knows it: what the store says of it, and what is in force.
+//! An object of the store: the record in the store, and the settled record that is in force.
 //!
-//! The two differ on purpose. Anybody may write to the store; the host that an object belongs to watches, and puts right
-//! within milliseconds what others wrote. So what is new comes into force at once, but what *changes* something that is in
-//! force has to stand for [`HOLD_MS`] first. And what merely vanished from the store (a lease ran out, somebody deleted the
-//! tree) stays in force: only a record can withdraw one.
+//! The two differ on purpose. Anybody may write to the store, and an object's owner repairs foreign writes within
+//! milliseconds. So a new record settles at once, but a *change* of a settled record must stand for [`HOLD_MS`] first.
+//! A record that merely vanishes (lease expired, tree deleted) stays in force: only a withdrawal removes it.
 
 use std::sync::Arc;
 
 use super::record::Record;
 use vnet::route::{FREEZE_MS, MOVES_MAX, MOVES_WINDOW_MS};
 
-/// Milliseconds for which a change has to stand before it comes into force: an owner contradicts at once, or when its
-/// guest's counters were read twice (every 50 ms) and show that it still speaks; a move may take 200 ms.
+/// How long a change must stand before it settles, in milliseconds. The owner contradicts at once, or after two
+/// readings of its guest's counters (every 50 ms) prove that the guest still sends; a move may take 200 ms.
 pub const HOLD_MS: u64 = 150;
-/// How far one claim may raise a sequence number: more than a station moves while a host is away, far less than would let
-/// a forged claim exhaust the numbers.
+/// Largest step of a sequence number in one claim: more moves than happen while a host is away, but far too few for a
+/// forged claim to exhaust the numbers.
 pub const SEQUENCE_STEP_MAX: u32 = 1000;
 
-/// What the store says.
+/// The record in the store.
 #[derive(Clone, Debug)]
 pub(super) struct Stored<R> {
-    /// `None` when it is not a sound record.
+    /// `None` if it is malformed.
     pub record: Option<Arc<R>>,
-    /// The store's revision when it was written.
+    /// Revision of its last write.
     pub revision: i64,
-    /// The lease it is under; 0: none.
+    /// Lease of the key; 0 for none.
     pub lease: i64,
 }
 
-/// Counts moves: [`MOVES_MAX`] within [`MOVES_WINDOW_MS`] freeze the object (RFC 7432, section 15.1).
+/// Move counter: [`MOVES_MAX`] within [`MOVES_WINDOW_MS`] freeze the object (RFC 7432, section 15.1).
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Moves {
     count: u8,
@@ -37,7 +36,7 @@ pub(super) struct Moves {
 }
 
 impl Moves {
-    /// Counts one; true when that freezes the object.
+    /// Counts a move; true if that freezes the object.
     pub fn count(&mut self, now_ms: u64) -> bool {
         if self.count == 0 || now_ms >= self.first_ms + MOVES_WINDOW_MS {
             (self.count, self.first_ms) = (0, now_ms);
@@ -55,47 +54,47 @@ impl Moves {
     }
 }
 
-/// What became of a record.
+/// The decision about a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
-    /// Nothing that matters differs.
+    /// No relevant difference.
     Unchanged,
-    /// It has to stand for a while.
+    /// Held back until it has stood for [`HOLD_MS`].
     Waits,
-    /// It is in force.
+    /// Settled.
     Settled,
-    /// It claims another place with a sequence number that is not newer, or newer beyond belief.
+    /// Refused: a claim for another host without the next sequence number.
     Refused,
-    /// The object moved too often and stays where it is.
+    /// Ignored while the object is frozen.
     Frozen,
-    /// The same, from now on.
+    /// Ignored, and freezes the object.
     Freezes,
 }
 
-/// One object.
+/// An object of the store.
 #[derive(Clone, Debug)]
 pub(super) struct Entry<R> {
-    /// What is in force.
+    /// The record in force.
     pub settled: Option<Arc<R>>,
-    /// The store's revision when what is in force was written: of two hosts at one address the older one is the right one.
+    /// Revision at which the settled record was written: of two hosts with the same address, the older one keeps it.
     pub settled_revision: i64,
-    /// What is about to be, and since when it stands.
+    /// The record being held back, and since when.
     pub pending: Option<(Arc<R>, u64)>,
     pub stored: Option<Stored<R>>,
-    /// Since when the store does not have it, although it is in force.
+    /// Since when the store lacks the record that is in force.
     pub silent_since_ms: Option<u64>,
-    /// How many whole readings of the store have missed it since.
+    /// Snapshots that have missed it since.
     pub missed: u8,
-    /// The reading in which it was seen last.
+    /// The last snapshot that contained it.
     pub reading: u32,
     pub moves: Moves,
-    /// It had vanished from the store, and with it the sequence number that the next claim would have gone by.
+    /// It had vanished from the store, and with it the sequence number that the next claim builds on.
     pub orphaned: bool,
-    /// When it has to be looked at again.
+    /// Next timer.
     pub timer_ms: Option<u64>,
 }
 
-/// True when `new` comes after `old`, by at most `step` (serial number arithmetic, RFC 1982).
+/// True if `new` follows `old` by at most `step` (serial number arithmetic, RFC 1982).
 pub(super) fn is_next(old: u32, new: u32, step: u32) -> bool {
     (1..=step).contains(&new.wrapping_sub(old))
 }
@@ -118,31 +117,31 @@ impl<R> Default for Entry<R> {
 }
 
 impl<R: Record> Entry<R> {
-    /// What is in force, unless that is a withdrawal.
+    /// The record in force, unless it is a withdrawal.
     pub fn in_force(&self) -> Option<&Arc<R>> {
         self.settled.as_ref().filter(|record| !record.withdrawn())
     }
 
-    /// True when what is known of the store is newer: a reading overtakes news that are on their way.
+    /// True if the known revision is newer: a snapshot may overtake watch events.
     pub fn is_newer(&self, revision: i64) -> bool {
         self.stored.as_ref().is_some_and(|stored| stored.revision > revision)
     }
 
-    /// Notes what the store says; [`Entry::consider`] decides about it.
+    /// Stores a record; [`Entry::consider`] decides about it.
     pub fn store(&mut self, record: Option<R>, revision: i64, lease: i64) {
         self.stored = Some(Stored { record: record.map(Arc::new), revision, lease });
         (self.silent_since_ms, self.missed) = (None, 0);
     }
 
-    /// The store has it no more. True when nothing remains to be known of it.
+    /// The store no longer has it. True if nothing remains to be kept.
     pub fn vanish(&mut self, now_ms: u64) -> bool {
         (self.stored, self.pending, self.orphaned) = (None, None, true);
         self.silent_since_ms.get_or_insert(now_ms);
         self.in_force().is_none()
     }
 
-    /// Decides about what the store says. `protected`: what is in force is worth holding on to. `away`: this host was, so
-    /// that any number of moves may have been missed, and the store may have lost the numbers meanwhile.
+    /// Decides about the stored record. `protected`: the settled record may only be replaced with delay. `away`: the
+    /// store was out of reach, so moves may have been missed and sequence numbers lost.
     pub fn consider(&mut self, protected: bool, away: bool, now_ms: u64) -> Outcome {
         let Some(Stored { record: Some(record), revision, .. }) = self.stored.clone() else {
             self.pending = None;
@@ -192,7 +191,7 @@ impl<R: Record> Entry<R> {
         (self.pending, self.orphaned) = (None, false);
     }
 
-    /// Brings into force what has stood long enough; true when there was something.
+    /// Settles a record that has been held back long enough; true if there was one.
     pub fn mature(&mut self, now_ms: u64) -> bool {
         match self.pending.take() {
             Some((record, since_ms)) if since_ms + HOLD_MS <= now_ms => {
@@ -207,7 +206,7 @@ impl<R: Record> Entry<R> {
         }
     }
 
-    /// When it has to be looked at again.
+    /// When to look at it again.
     pub fn next_ms(&self, now_ms: u64) -> Option<u64> {
         let thaws = Some(self.moves.frozen_until_ms).filter(|until| *until > now_ms);
         self.pending.as_ref().map(|(_, since)| since + HOLD_MS).or(thaws)

@@ -1,20 +1,21 @@
-//! News of the store: what it says of an object, and what follows from that.
+//! Input from the store: records of snapshots and watch events, and the decisions that follow.
 
 use std::collections::{BTreeMap, HashMap};
 
+use super::alarm::Alarm;
 use super::entry::{Entry, Outcome};
 use super::record::{HostRecord, Key, Record, StationRecord};
-use super::{Alarm, HOSTS_MAX, Network, Overlay, STATIONS_MAX, Store};
+use super::state::{HOSTS_MAX, Network, Overlay, STATIONS_MAX, Store};
 use vnet::frame::NetworkId;
 use vnet::wire::ethernet::Mac;
 
 impl Overlay {
-    /// A whole reading of the store begins.
+    /// A snapshot of the store begins.
     pub fn begin_reading(&mut self) {
         self.reading = self.reading.wrapping_add(1);
     }
 
-    /// The reading is complete: what it did not contain is not in the store.
+    /// The snapshot is complete: what it did not contain is missing from the store.
     pub fn end_reading(&mut self, now_ms: u64) {
         let reading = self.reading;
         let (mut missing, mut all) = (0, 0);
@@ -30,7 +31,7 @@ impl Overlay {
         });
         if missing > 0 {
             let text =
-                format!("the store lacks {missing} of {all} records that nobody withdrew; they are kept");
+                format!("the store lost {missing} of {all} records without a withdrawal; keeping them");
             self.alarms.raise(Alarm::Vanished, now_ms, text);
         }
         if !matches!(self.store, Store::Here(_)) {
@@ -39,12 +40,16 @@ impl Overlay {
         }
     }
 
-    /// The store has `value` under `key`, written in `revision` under `lease`.
+    /// The store has `value` under `key`, written at `revision` under `lease`.
     pub fn put(&mut self, key: &[u8], value: &[u8], lease: i64, revision: i64, now_ms: u64) {
         let Some(key) = Key::parse(key) else {
             let plain = |c: char| if c.is_control() { '\u{fffd}' } else { c };
             let shown: String = String::from_utf8_lossy(key).chars().take(80).map(plain).collect();
-            return self.alarms.raise(Alarm::Garbage, now_ms, format!("'{shown}' is no key of an overlay"));
+            return self.alarms.raise(
+                Alarm::Garbage,
+                now_ms,
+                format!("'{shown}' is not a key of the overlay"),
+            );
         };
         if !self.networks.contains_key(&key.network()) {
             return;
@@ -68,7 +73,7 @@ impl Overlay {
             self.alarms.raise(
                 Alarm::Garbage,
                 now_ms,
-                format!("the value of {key} is no record; it is passed over"),
+                format!("the value of {key} is not a valid record; ignored"),
             );
         }
     }
@@ -86,7 +91,7 @@ impl Overlay {
         let Some(hosts) = self.networks.get_mut(&network).map(|network| &mut network.hosts) else { return };
         if !hosts.contains_key(name) && !me && (record.is_none() || hosts.len() >= HOSTS_MAX) {
             if record.is_some() {
-                let text = format!("more than {HOSTS_MAX} hosts in network {network}; {name} is left out");
+                let text = format!("more than {HOSTS_MAX} hosts in network {network}; {name} is ignored");
                 self.alarms.raise(Alarm::Limit, now_ms, text);
             }
             return;
@@ -133,7 +138,7 @@ impl Overlay {
             }
             if self.stations >= STATIONS_MAX && !own {
                 let text =
-                    format!("more than {STATIONS_MAX} stations; {mac} of network {network} is left out");
+                    format!("more than {STATIONS_MAX} stations; {mac} of network {network} is ignored");
                 return self.alarms.raise(Alarm::Limit, now_ms, text);
             }
             self.stations += 1;
@@ -153,7 +158,7 @@ impl Overlay {
         self.consider_station(network, mac, now_ms);
     }
 
-    /// Decides about what the store says of a station.
+    /// Decides about the stored record of a station.
     pub(super) fn consider_station(&mut self, network: NetworkId, mac: Mac, now_ms: u64) {
         let away = !matches!(self.store, Store::Here(_));
         let Some(Network { hosts, stations }) = self.networks.get_mut(&network) else { return };
@@ -163,41 +168,36 @@ impl Overlay {
         let protected = entry.in_force().is_some_and(|record| is_there(&record.host));
         let stored = entry.stored.as_ref().and_then(|stored| stored.record.clone());
         if let Some(record) = stored.filter(|record| protected && !is_there(&record.host)) {
-            // Nobody is there to have written it.
+            // An unknown host cannot have written it.
             entry.pending = None;
             if self.waiting_count < STATIONS_MAX {
                 let waiting = self.waiting.entry((network, record.host.clone())).or_default();
                 self.waiting_count += usize::from(waiting.insert(mac));
             }
-            let text =
-                format!("{mac} of network {network} is claimed for {}, which is not there", record.host);
+            let text = format!("{mac} of network {network} is claimed for unknown host {}", record.host);
             return self.alarms.raise(Alarm::UnknownHost, now_ms, text);
         }
         let outcome = entry.consider(protected, away, now_ms);
         self.conclude(outcome, Key::Station(network, mac), now_ms);
     }
 
-    /// Decides again about stations that are claimed for a host which was not there before.
+    /// Decides again about stations claimed for a host that was unknown before.
     pub(super) fn reconsider(&mut self, network: NetworkId, host: &str, now_ms: u64) {
         let Some(waiting) = self.waiting.remove(&(network, host.into())) else { return };
         self.waiting_count -= waiting.len();
         waiting.into_iter().for_each(|mac| self.consider_station(network, mac, now_ms));
     }
 
-    /// What follows from a decision: a timer, an alarm, a new computation.
+    /// Acts on a decision: timer, alarm, recomputation.
     pub(super) fn conclude(&mut self, outcome: Outcome, key: Key, now_ms: u64) {
         match outcome {
             Outcome::Settled => self.touch(&key),
             Outcome::Refused => {
-                let text = format!(
-                    "{key} is claimed with a sequence number that is not the next; it is passed over"
-                );
+                let text = format!("{key} is claimed without the next sequence number; ignored");
                 self.alarms.raise(Alarm::Sequence, now_ms, text);
             }
             Outcome::Freezes => {
-                let text = format!(
-                    "{key} is claimed by several hosts again and again; it stays where it is for 180 s"
-                );
+                let text = format!("{key} is claimed by several hosts in turn; frozen at its host for 180 s");
                 self.alarms.raise(Alarm::Frozen, now_ms, text);
             }
             Outcome::Unchanged | Outcome::Waits | Outcome::Frozen => {}
@@ -230,7 +230,7 @@ impl Overlay {
         }
     }
 
-    /// The store has nothing under `key` since `revision`.
+    /// The key was deleted at `revision`.
     pub fn delete(&mut self, key: &[u8], revision: i64, now_ms: u64) {
         let Some(key) = Key::parse(key) else { return };
         self.sent.remove(&key);
@@ -266,7 +266,7 @@ impl Overlay {
         self.touch(key);
     }
 
-    /// What is computed of an object may differ from now on.
+    /// Marks an object for recomputation.
     pub(super) fn touch(&mut self, key: &Key) {
         match key {
             Key::Host(..) => self.restructure(),
@@ -287,7 +287,7 @@ impl Overlay {
     }
 }
 
-/// Notes which hosts a reading has missed.
+/// Marks hosts that a snapshot missed.
 fn miss(
     hosts: &mut BTreeMap<Box<str>, Entry<HostRecord>>,
     reading: u32,
@@ -298,7 +298,7 @@ fn miss(
     hosts.retain(|_, entry| !missed(entry, reading, now_ms, missing, all));
 }
 
-/// Notes which stations a reading has missed.
+/// Marks stations that a snapshot missed.
 fn miss_stations(
     stations: &mut HashMap<Mac, Entry<StationRecord>>,
     reading: u32,
@@ -309,7 +309,7 @@ fn miss_stations(
     stations.retain(|_, entry| !missed(entry, reading, now_ms, missing, all));
 }
 
-/// Notes whether a reading has missed an object; true when nothing remains to be known of it.
+/// Marks an object that a snapshot missed; true if nothing remains to be kept.
 fn missed<R: Record>(
     entry: &mut Entry<R>,
     reading: u32,

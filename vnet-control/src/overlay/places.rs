@@ -1,8 +1,8 @@
-//! Where stations are and whose IP addresses are whose, kept up to date station by station: with a hundred thousand of them
-//! a move must not cost as much as all of them.
+//! Station locations and owners of IP addresses, updated per station: with a hundred thousand stations, a move must
+//! not cost a full recomputation.
 //!
-//! The maps are shared with whoever was given them last. A change copies one that is still in use, which for plain keys and
-//! values is a copy of memory.
+//! Readers share the maps. An update copies a map that a reader still holds, which for plain keys and values is a
+//! memory copy.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -11,24 +11,24 @@ use std::sync::Arc;
 use vnet::frame::NetworkId;
 use vnet::wire::ethernet::Mac;
 
-/// A station of a network.
+/// A station's key.
 pub(super) type Place = (NetworkId, Mac);
 
-/// Where stations are, and whose addresses are whose.
+/// Station locations and owners of IP addresses.
 #[derive(Default)]
 pub(super) struct Places {
-    /// The link towards each station on another host, by its place in a list that is kept elsewhere.
+    /// The link to each remote station, as an index into a list kept elsewhere.
     pub stations: Arc<HashMap<Place, u16>>,
-    /// The station that has an address. One that several claim is nobody's.
+    /// The owner of each IP address; an address claimed by several stations has none.
     pub neighbours: Arc<HashMap<(NetworkId, IpAddr), Mac>>,
-    /// Who claims an address.
+    /// Stations that claim an IP address.
     claims: HashMap<(NetworkId, IpAddr), Vec<Mac>>,
-    /// What a station claims.
+    /// IP addresses that a station claims.
     claimed: HashMap<Place, Box<[IpAddr]>>,
 }
 
 impl Places {
-    /// Puts a station where it is now: behind a link, or here or nowhere (`None`); with these addresses.
+    /// Sets a station's link (`None`: local or unknown) and IP addresses.
     pub fn set(&mut self, place: Place, hop: Option<u16>, addresses: &[IpAddr]) {
         if self.stations.get(&place) != hop.as_ref() {
             let stations = Arc::make_mut(&mut self.stations);
@@ -62,7 +62,7 @@ impl Places {
         }
     }
 
-    /// Decides whose an address is.
+    /// Updates the owner of an IP address.
     fn decide(&mut self, key: (NetworkId, IpAddr)) {
         let claims = self.claims.get(&key).map_or(&[][..], Vec::as_slice);
         let owner = if let [only] = claims { Some(*only) } else { None };

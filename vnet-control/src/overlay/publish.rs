@@ -1,26 +1,26 @@
-//! What this host writes to the store: its part in each network, its stations, and what puts right what others wrote.
+//! This host's writes to the store: its host records, its stations, and repairs of foreign writes.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use super::alarm::Alarm;
 use super::entry::{Entry, SEQUENCE_STEP_MAX, Stored, is_next};
 use super::record::{HostRecord, Key, Record, StationRecord};
-use super::{Alarm, Network, Overlay, REPAIRS_PER_S, WITHDRAWN_MS, WRITE_MS, Write};
+use super::state::{Network, Overlay, REPAIRS_PER_S, WITHDRAWN_MS, WRITE_MS, Write};
 use vnet::frame::NetworkId;
 use vnet::wire::ethernet::Mac;
 
 /// Why a record is written.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Why {
-    /// Something has changed on this host.
+    /// Something changed on this host.
     Own,
-    /// Somebody else wrote it.
+    /// Another host wrote it.
     Repair,
 }
 
 impl Overlay {
-    /// What has to be written now. What was returned once is not returned again before it was seen in the store, or some
-    /// time has passed.
+    /// The writes due now. A write is not returned again until it shows up in the store or times out.
     pub fn writes(&mut self, now_ms: u64) -> Vec<Write> {
         if !self.in_step() || self.lease == 0 {
             return vec![];
@@ -33,11 +33,11 @@ impl Overlay {
                 self.send(Key::Host(id, self.me.clone()), write, why, now_ms, &mut writes);
             }
         }
-        // Those here, those that were, and of those that are only said to be here as many as may be put right.
+        // Local stations, leaving ones, and as many wrongly claimed ones as the repair limit allows.
         let forged = self.mine.iter().take(self.repairs.0 as usize + self.sent.len());
         let places: BTreeSet<_> = self.guests.keys().chain(&self.leaving).chain(forged).copied().collect();
         for (id, mac) in places {
-            // A host before its stations: others know by it whom to believe about them.
+            // Hosts before their stations: other hosts need the certificate in the host's record to verify stations.
             if self.joins(id) && self.settings.address.is_some() && !self.joined.contains(&id) {
                 continue;
             }
@@ -49,7 +49,7 @@ impl Overlay {
         writes
     }
 
-    /// What says that this host leaves all its networks: the last thing it writes.
+    /// Withdraws this host from all networks: its last writes.
     pub fn farewell(&mut self) -> Vec<Write> {
         let mut writes = vec![];
         for (id, network) in &self.networks {
@@ -77,7 +77,7 @@ impl Overlay {
             return;
         }
         if why == Why::Repair {
-            let text = format!("{key} was written by somebody else; it is put right");
+            let text = format!("{key} was written by another host; repaired");
             self.alarms.raise(Alarm::Forged, now_ms, text);
             if self.repairs.0 == 0 {
                 return;
@@ -120,14 +120,14 @@ impl Overlay {
             return Some((write, Why::Own));
         }
         if record.is_none() {
-            // Nobody is misled by what is no record: it is no move.
+            // A malformed record misleads nobody, so this is no move.
             return Some((write, Why::Repair));
         }
         if self.sent.contains_key(&Key::Host(id, self.me.clone())) || entry.moves.is_frozen(now_ms) {
             return None;
         }
         if entry.moves.count(now_ms) {
-            let text = format!("another host calls itself {}; give one of the two another name", self.me);
+            let text = format!("another host is also named {}; rename one of the two", self.me);
             self.alarms.raise(Alarm::Name, now_ms, text);
             return None;
         }
@@ -147,7 +147,7 @@ impl Overlay {
             Write { key, value: Some(record.write()), expect }
         };
         let Some(guest) = guest else {
-            // It is said to be here, and is not.
+            // The store has it here, but it is not.
             let record = stored.filter(|record| record.host == me && !record.withdrawn)?;
             let own = self.leaving.contains(&(id, mac));
             if entry.moves.is_frozen(now_ms) && !own {
@@ -167,7 +167,7 @@ impl Overlay {
             })
         };
         let Some(record) = stored else {
-            // Not there, or not readable: claimed as before, or with the next number when it was another's.
+            // Missing or malformed: claim it as before, or with the next number if another host had it.
             let another = entry.settled.as_ref().is_some_and(|record| record.host != me);
             let why = if expect == 0 { Why::Own } else { Why::Repair };
             let sequence = known.map_or(1, |known| known.wrapping_add(another.into()));
@@ -180,7 +180,7 @@ impl Overlay {
             let why = if same || !leased { Why::Own } else { Why::Repair };
             return (!same || !leased).then(|| (claim(record.sequence), why));
         }
-        // Beyond belief for others, a number is no base for one's own.
+        // A number that other hosts would refuse cannot be the base of the next one.
         let believed =
             |known: &u32| *known == record.sequence || is_next(*known, record.sequence, SEQUENCE_STEP_MAX);
         let next = known.filter(|known| !believed(known)).unwrap_or(record.sequence).wrapping_add(1);
@@ -188,7 +188,7 @@ impl Overlay {
         if record.withdrawn || !is_there {
             return Some((claim(next), if guest.claimed { Why::Repair } else { Why::Own }));
         }
-        // Another host has it. It is taken over when it has just come up here, and taken back when it still speaks here.
+        // Another host has it. Claim it if it just came up here, or reclaim it if it still sends here.
         guest.rivalled = true;
         let speaks = guest.rivalled_at.is_some_and(|frames| guest.in_frames > frames);
         if guest.claimed && !speaks || entry.moves.is_frozen(now_ms) {
@@ -197,7 +197,7 @@ impl Overlay {
         Some((claim(next), if guest.claimed { Why::Repair } else { Why::Own }))
     }
 
-    /// Takes withdrawals out of the store that everybody has seen.
+    /// Deletes withdrawals that every host has seen.
     fn clear_withdrawals(&mut self, now_ms: u64, writes: &mut Vec<Write>) {
         let due: Vec<Key> = self
             .withdrawals

@@ -1,12 +1,12 @@
-//! Keys and values of the store, as bytes that anybody may have written.
+//! Keys and values of the store, parsed from untrusted bytes.
 //!
 //! | key | value (JSON) |
 //! |---|---|
-//! | `/vnet/v1/NETWORK/hosts/NAME` | [`HostRecord`]: the host has members in the network, or relays for those who have |
+//! | `/vnet/v1/NETWORK/hosts/NAME` | [`HostRecord`]: the host has members in the network, or relays for hosts that have |
 //! | `/vnet/v1/NETWORK/interfaces/MAC` | [`StationRecord`]: the station is on a host |
 //!
-//! Fields that are not known are passed over, so that some can be added: those of signed values (`signed.rs`) are. Everything
-//! has a limit, so that what is kept of a record is bounded.
+//! Unknown fields are ignored, so that fields can be added, as signed values do (`signed.rs`). Every field has a
+//! limit, which bounds the memory of a record.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -17,24 +17,24 @@ use crate::desired::{ADDRESSES_MAX, is_host_address, is_name, is_station_address
 use vnet::frame::NetworkId;
 use vnet::wire::ethernet::Mac;
 
-/// What all keys begin with.
+/// Prefix of all keys.
 pub const PREFIX: &str = "/vnet/v1/";
-/// Longest value of a station in bytes: with all its addresses and a signature it takes half of it.
+/// Longest value of a station in bytes; with all addresses and a signature it takes half of that.
 pub const VALUE_MAX: usize = 4096;
-/// Longest value of a host in bytes: it may carry certificates.
+/// Longest value of a host in bytes; it may contain certificates.
 pub const HOST_VALUE_MAX: usize = 32 << 10;
 
-/// What a key names.
+/// A parsed key.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Key {
-    /// A host's part in a network.
+    /// A host in a network.
     Host(NetworkId, Box<str>),
     /// A station of a network.
     Station(NetworkId, Mac),
 }
 
 impl Key {
-    /// Reads a key; exactly what [`Key`]'s `Display` writes.
+    /// Parses a key; accepts exactly what its `Display` prints.
     pub fn parse(key: &[u8]) -> Option<Key> {
         let rest = str::from_utf8(key).ok()?.strip_prefix(PREFIX)?;
         let (network, rest) = rest.split_once('/')?;
@@ -45,11 +45,11 @@ impl Key {
             "interfaces" => Key::Station(parsed, name.parse().ok().filter(|mac: &Mac| mac.is_unicast())?),
             _ => return None,
         };
-        // One object has one key: no leading zeros, no capitals.
+        // Keys are canonical: no leading zeros, no capitals.
         (network == parsed.to_string() && key.name() == name).then_some(key)
     }
 
-    /// The network it belongs to.
+    /// The key's network.
     pub fn network(&self) -> NetworkId {
         match self {
             Key::Host(network, _) | Key::Station(network, _) => *network,
@@ -82,27 +82,27 @@ impl fmt::Display for Key {
     }
 }
 
-/// A host's part in a network.
+/// A host in a network.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostRecord {
-    /// Where its links arrive.
+    /// Address of its bridge.
     pub address: SocketAddr,
-    /// Whether only reflectors reach it there.
+    /// True if only reflectors can reach it there.
     #[serde(default, skip_serializing_if = "is_false")]
     pub behind_nat: bool,
-    /// Drawn at random when its daemon starts: tells two hosts of one name apart, and one host's lives.
+    /// Random for each run of its daemon: distinguishes two hosts of the same name, and a host's restarts.
     pub instance: u64,
-    /// It leaves the network.
+    /// The host leaves the network.
     #[serde(default, skip_serializing_if = "is_false")]
     pub withdrawn: bool,
 }
 
-/// Where a station is.
+/// Location of a station.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StationRecord {
-    /// The host it is on.
+    /// The host that it is on.
     pub host: Box<str>,
-    /// Raised by one with each move (RFC 7432, section 7.7); 0 follows the largest (RFC 1982).
+    /// Incremented with each move (RFC 7432, section 7.7); wraps around to 0 (RFC 1982).
     pub sequence: u32,
     /// Its IP addresses.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -116,35 +116,35 @@ fn is_false(flag: &bool) -> bool {
     !flag
 }
 
-/// Something that a key's value says.
+/// A value of the store.
 pub trait Record: Clone + PartialEq + Serialize + for<'de> Deserialize<'de> {
     /// Longest value in bytes.
     const MAX: usize;
 
-    /// True when every field is within its limits.
+    /// True if every field is within its limits.
     fn is_sound(&self) -> bool;
 
-    /// Reads a value; `None` when it is not a sound record.
+    /// Parses a value; `None` if it is malformed.
     fn parse(value: &[u8]) -> Option<Self> {
         let record: Self = if value.len() > Self::MAX { None } else { serde_json::from_slice(value).ok() }?;
         record.is_sound().then_some(record)
     }
 
-    /// The value.
+    /// Serializes the record.
     fn write(&self) -> Vec<u8> {
         serde_json::to_vec(self).expect("a record has text, numbers and addresses only")
     }
 
-    /// True when the record says that its object is gone.
+    /// True if the record withdraws its object.
     fn withdrawn(&self) -> bool;
 
-    /// True when both say the same of where the object is.
+    /// True if both records place the object at the same host or address.
     fn same_place(&self, other: &Self) -> bool;
 
-    /// True when it makes no difference to anybody's routes which of the two holds.
+    /// True if both records lead to the same routes.
     fn same_effect(&self, other: &Self) -> bool;
 
-    /// The number by which claims of different places are put in order, where there is one.
+    /// The sequence number that orders claims of different hosts, if the type has one.
     fn sequence(&self) -> Option<u32>;
 }
 
@@ -152,7 +152,7 @@ impl Record for HostRecord {
     const MAX: usize = HOST_VALUE_MAX;
 
     fn is_sound(&self) -> bool {
-        // One address is written in one way, or a host could hide behind a mapped form of another's.
+        // One spelling per address, or a host could hide behind an IPv4-mapped form of another's address.
         is_host_address(self.address) && self.address.ip().to_canonical() == self.address.ip()
     }
 

@@ -1,15 +1,16 @@
-//! Values of the store that are signed by their writer: how they are written and taken apart.
+//! Signed values of the store: format, parsing, signing.
 //!
-//! A signed value is a record (`record.rs`) with further members, of which readers in clear text know nothing:
+//! A signed value is a record (`record.rs`) with further members, which readers of unsigned records ignore:
 //!
 //! | member | |
 //! |---|---|
-//! | `"certificate"` | of a host's record: its certificate and those between it and the authority, DER, base64, each a text of a list |
-//! | `"signed"` | when, in microseconds since 1970 by the writer's clock; each of its values has a greater number |
+//! | `"certificate"` | in a host's record: its certificate chain without the authority, a list of DER in base64 |
+//! | `"signed"` | time of signing in microseconds since 1970 by the writer's clock, strictly increasing per writer |
 //! | `"signature"` | base64; always the last member, written exactly as `,"signature":"…"}` |
 //!
-//! Signed are [`CONTEXT`], the key, a zero byte, and the value up to the comma before the signature. The key is part of it, so
-//! that no value counts under another; bytes are signed as they stand, so that nobody has to agree on a form of JSON.
+//! The signature covers [`CONTEXT`], the key, a zero byte, and the value up to the comma before the signature. It
+//! covers the key so that a value cannot be replayed under another key; it covers bytes as they are, so no canonical
+//! JSON is needed.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -18,16 +19,16 @@ use serde::{Deserialize, Serialize};
 
 use super::record::Key;
 
-/// What everything that is signed begins with.
+/// Prefix of every signed message.
 pub const CONTEXT: &[u8] = b"vnet overlay record 1\0";
-/// Most certificates of a host.
+/// Most certificates in a chain.
 const CHAIN_MAX: usize = 4;
 /// Longest signature in bytes: RSA with 8192 bits.
 const SIGNATURE_MAX: usize = 1024;
 const MEMBER: &[u8] = b",\"signature\":\"";
 const END: &[u8] = b"\"}";
 
-/// What is read of a value before it is believed.
+/// Members read before verification.
 #[derive(Deserialize)]
 struct Members {
     #[serde(default)]
@@ -37,10 +38,10 @@ struct Members {
     signed: u64,
 }
 
-/// A signed value, taken apart.
+/// A parsed signed value, not verified yet.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Signed {
-    /// What was signed.
+    /// The signed bytes.
     pub message: Vec<u8>,
     /// The signature.
     pub signature: Vec<u8>,
@@ -48,17 +49,17 @@ pub struct Signed {
     pub value: Vec<u8>,
     /// The host that a station's record names.
     pub host: Option<Box<str>>,
-    /// Certificates, the host's own first.
+    /// Certificate chain, the host's own first.
     pub chain: Vec<CertificateDer<'static>>,
-    /// When it was signed.
+    /// Time of signing.
     pub signed: u64,
 }
 
 impl Signed {
-    /// Takes the value of `key` apart; `None` when it is not a signed one. Nothing of it is believed by that.
+    /// Parses the value of `key`; `None` if it is not a signed value. Verifies nothing.
     pub fn parse(key: &Key, value: &[u8]) -> Option<Signed> {
         let rest = value.strip_suffix(END).filter(|_| value.len() <= key.value_max())?;
-        // The signature's own characters are none of the member's.
+        // Search only the tail: base64 cannot contain the member's name.
         let tail = rest.len().saturating_sub(SIGNATURE_MAX.div_ceil(3) * 4 + MEMBER.len());
         let at = tail + rest[tail..].windows(MEMBER.len()).rposition(|window| window == MEMBER)?;
         let (body, signature) = (&rest[..at], STANDARD.decode(&rest[at + MEMBER.len()..]).ok()?);
@@ -74,7 +75,7 @@ impl Signed {
     }
 }
 
-/// Signs the value of `key`, an unsigned record. `chain` goes with it if it is not empty. The error says why that cannot be.
+/// Signs the value of `key`, an unsigned record, and adds `chain` unless it is empty. The error is one line.
 pub fn sign(
     key: &Key,
     value: &[u8],
@@ -133,7 +134,7 @@ mod tests {
         assert_eq!(signed.message, format!("vnet overlay record 1\0/vnet/v1/1/hosts/h1\0{body}").as_bytes());
         assert_eq!((signed.signature.as_slice(), signed.signed), (&[1, 2, 3][..], 7));
         assert_eq!(signed.chain, [CertificateDer::from(&[0xff; 3][..])]);
-        // Who knows nothing of signatures reads the same.
+        // Readers of unsigned records see the same record.
         assert_eq!(HostRecord::parse(&value), HostRecord::parse(RECORD));
         assert_eq!(HostRecord::parse(&signed.value), HostRecord::parse(RECORD));
         let elsewhere = Key::parse(b"/vnet/v1/1/hosts/h2").unwrap();

@@ -3,9 +3,11 @@
 use proptest::prelude::*;
 
 use super::oracle::*;
-use super::record::{HostRecord, Record, StationRecord};
+use super::record::{HostRecord, Key, Record, StationRecord};
+use super::state::SWEEP_MS;
 use super::*;
 use crate::desired::Topology;
+use vnet::wire::ethernet::Mac;
 
 fn station(n: usize) -> String {
     Key::Station(network(1), mac(n)).to_string()
@@ -27,7 +29,7 @@ fn empty_hosts_find_each_other() {
 }
 
 #[test]
-fn a_guest_that_comes_up_elsewhere_is_found_there_at_once() {
+fn a_guest_that_comes_up_on_another_host_is_found_at_once() {
     let mut world = World::new(3);
     world.run(300, |_| {});
     let moved = world.host(1).locals.pop().unwrap();
@@ -49,7 +51,7 @@ fn a_guest_that_comes_up_elsewhere_is_found_there_at_once() {
 }
 
 #[test]
-fn two_guests_of_one_address_freeze_it() {
+fn two_guests_with_the_same_address_freeze_it() {
     let mut world = World::new(3);
     world.run(300, |_| {});
     world.host(2).locals.push(guest(1, 1));
@@ -99,13 +101,13 @@ pub(super) fn no_wrong_route_in(mut world: World, mut bad: impl FnMut(&mut World
 }
 
 #[test]
-fn a_claim_in_another_hosts_name_is_put_right_before_it_counts() {
+fn a_claim_in_another_hosts_name_is_repaired_before_it_settles() {
     let world = no_wrong_route(|world, round| world.put(&station(1), &claim("h3", 2 + round)));
     assert!(world.alarms(3).contains(&"forged".into()));
 }
 
 #[test]
-fn a_claim_for_a_host_that_is_not_there_is_passed_over() {
+fn a_claim_for_an_unknown_host_is_ignored() {
     let world = no_wrong_route(|world, round| world.put(&station(1), &claim("h99", 2 + round)));
     assert!(world.alarms(2).contains(&"unknown_host".into()));
 }
@@ -126,7 +128,7 @@ fn a_sequence_number_cannot_be_exhausted() {
 }
 
 #[test]
-fn garbage_is_passed_over_and_replaced() {
+fn malformed_records_are_ignored_and_replaced() {
     let mut world = no_wrong_route(|world, round| {
         world.put(&station(1), "nonsense");
         world.put("/vnet/v1/1/hosts/h2", "{}");
@@ -138,7 +140,7 @@ fn garbage_is_passed_over_and_replaced() {
 }
 
 #[test]
-fn an_emptied_store_changes_nothing_and_is_filled_again() {
+fn an_emptied_store_changes_nothing_and_is_refilled() {
     let mut world = no_wrong_route(|world, _| {
         world.wipe();
         world.reread();
@@ -149,7 +151,7 @@ fn an_emptied_store_changes_nothing_and_is_filled_again() {
 }
 
 #[test]
-fn a_hosts_address_that_somebody_else_writes_is_put_right_before_it_counts() {
+fn a_forged_host_address_is_repaired_before_it_settles() {
     let evil = r#"{"address":"10.9.9.9:9000","instance":5}"#;
     let world = no_wrong_route(|world, _| world.put("/vnet/v1/1/hosts/h2", evil));
     assert!(world.alarms(2).contains(&"forged".into()) || world.alarms(2).contains(&"name".into()));
@@ -165,7 +167,7 @@ fn a_hosts_address_that_somebody_else_writes_is_put_right_before_it_counts() {
 }
 
 #[test]
-fn withdrawals_that_the_owner_did_not_write_are_put_right() {
+fn forged_withdrawals_are_repaired() {
     let gone = StationRecord { withdrawn: true, ..StationRecord::parse(claim("h1", 1).as_bytes()).unwrap() };
     let left = HostRecord { address: address(1), behind_nat: false, instance: 1, withdrawn: true };
     let (gone, left) = (String::from_utf8(gone.write()).unwrap(), String::from_utf8(left.write()).unwrap());
@@ -210,7 +212,7 @@ fn memory_is_bounded_however_much_is_written() {
 }
 
 #[test]
-fn records_that_name_this_host_are_put_right_at_a_bounded_rate() {
+fn repairs_are_rate_limited() {
     let mut world = World::new(2);
     world.run(300, |_| {});
     for n in 10..250 {
@@ -226,7 +228,7 @@ fn records_that_name_this_host_are_put_right_at_a_bounded_rate() {
 }
 
 #[test]
-fn what_runs_out_while_the_store_is_away_is_kept() {
+fn records_that_expire_while_the_store_is_away_are_kept() {
     let mut world = World::new(3);
     world.run(300, |_| {});
     for host in 1..=3 {
@@ -251,7 +253,7 @@ fn what_runs_out_while_the_store_is_away_is_kept() {
 }
 
 #[test]
-fn a_host_that_is_gone_is_forgotten_in_the_end() {
+fn a_missing_host_is_forgotten_eventually() {
     let mut world = World::new(3);
     world.run(300, |_| {});
     world.disconnect(3);
@@ -273,7 +275,7 @@ fn a_host_that_is_gone_is_forgotten_in_the_end() {
 }
 
 #[test]
-fn a_host_that_takes_leave_is_gone_at_once() {
+fn a_host_that_leaves_is_removed_at_once() {
     let mut world = World::new(3);
     world.run(300, |_| {});
     let farewell = world.host(3).overlay.farewell();
@@ -292,7 +294,7 @@ fn a_host_that_takes_leave_is_gone_at_once() {
 }
 
 #[test]
-fn an_address_that_two_have_is_answered_by_nobody() {
+fn an_ip_address_with_two_owners_is_not_answered() {
     let mut world = World::new(3);
     world.host(2).locals[0].addresses = vec![ip(1), ip(2)];
     world.run(300, |_| {});
@@ -304,7 +306,7 @@ fn an_address_that_two_have_is_answered_by_nobody() {
 }
 
 #[test]
-fn in_a_star_everybody_reaches_everybody_by_the_hub() {
+fn in_a_star_all_hosts_communicate_through_the_hub() {
     let hub = || Topology::Hub("h2".into());
     let mut world = World::with((1..=4).map(|host| in_topology(host, hub())).collect());
     world.host(2).locals.clear();
@@ -351,7 +353,7 @@ fn hosts_behind_nat_are_reached_by_the_first_reflector() {
 }
 
 #[test]
-fn explicit_links_are_named_and_not_made() {
+fn configured_links_are_used_and_not_computed() {
     let mut world = World::with((1..=2).map(|host| in_topology(host, Topology::Explicit)).collect());
     world.run(300, |_| {});
     assert!(world.computed(1).links.is_empty());

@@ -1,13 +1,14 @@
-//! What the state machine has to know of signatures: that something in the store is not believed, that a host is believed no
-//! more, and that this host's own records have to be written anew.
+//! The state machine's interface for the authenticator: refused records, distrusted hosts, and republication of this
+//! host's records.
 
+use super::alarm::Alarm;
 use super::record::Key;
-use super::{Alarm, Overlay};
+use super::state::Overlay;
 use vnet::frame::NetworkId;
 
 impl Overlay {
-    /// True when nothing has to be read of what the store has under `key`: of this revision it is known, or an older one.
-    /// Records of this host have to be read every time.
+    /// True if the value under `key` need not be verified: this revision, or a later one, is known. This host's own
+    /// records are always verified.
     pub(super) fn recognises(&mut self, key: &Key, lease: i64, revision: i64, now_ms: u64) -> bool {
         let Some(network) = self.networks.get(&key.network()) else { return true };
         match key {
@@ -39,7 +40,7 @@ impl Overlay {
         true
     }
 
-    /// True when something is known of the object.
+    /// True if the object is known.
     pub(super) fn knows(&self, key: &Key) -> bool {
         let network = self.networks.get(&key.network());
         network.is_some_and(|network| match key {
@@ -48,7 +49,7 @@ impl Overlay {
         })
     }
 
-    /// The store has something under `key` that is not believed: it counts as no record.
+    /// A record that failed verification: it counts as no record.
     pub(super) fn disbelieve(&mut self, key: &Key, lease: i64, revision: i64, now_ms: u64) {
         self.sent.remove(key);
         match key {
@@ -57,7 +58,7 @@ impl Overlay {
         }
     }
 
-    /// A host is believed no more: it is not there until it writes something that is.
+    /// Removes a host that is no longer trusted, until it writes an acceptable record.
     pub(super) fn expel(&mut self, network: NetworkId, name: &str, why: &str, now_ms: u64) {
         let Some(hosts) = self.networks.get_mut(&network).map(|network| &mut network.hosts) else { return };
         let Some(entry) = hosts.get_mut(name) else { return };
@@ -66,16 +67,16 @@ impl Overlay {
             stored.record = None;
         }
         self.restructure();
-        let text = format!("host {name} of network {network} is believed no more, and left out: {why}");
+        let text = format!("host {name} of network {network} is no longer trusted and was removed: {why}");
         self.alarm(Alarm::Untrusted, now_ms, text);
     }
 
-    /// This host's records have to be written anew, though they say the same.
+    /// Forces this host's records to be written again, although unchanged.
     pub(super) fn republish(&mut self) {
         self.joined.clear();
         self.sent.clear();
         for network in self.networks.values_mut() {
-            // As if they were under a lease that is not this host's.
+            // Treat them as if they were under a foreign lease.
             let host = network.hosts.get_mut(&self.me).and_then(|entry| entry.stored.as_mut());
             if let Some(stored) = host.filter(|stored| stored.record.as_ref().is_some_and(|r| !r.withdrawn)) {
                 stored.lease = 0;

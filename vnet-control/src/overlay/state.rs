@@ -1,0 +1,356 @@
+//! The state of [`Overlay`], its clock, and this host's stations. `news.rs`, `publish.rs`, `compute.rs` and `vouched.rs` add their parts.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::net::{IpAddr, SocketAddr};
+
+use super::alarm::{Alarm, Alarms};
+use super::entry::Entry;
+use super::places::{Place, Places};
+use super::record::{HostRecord, Key, StationRecord};
+use crate::desired::LINKS_MAX;
+use crate::desired::Topology;
+use vnet::frame::NetworkId;
+use vnet::wire::ethernet::Mac;
+
+/// Station limit: 128 on each of 1024 hosts. With sixteen addresses each they take about 100 MB.
+pub const STATIONS_MAX: usize = 131_072;
+/// Host limit per network: each host has a link.
+pub const HOSTS_MAX: usize = LINKS_MAX;
+/// How long a host or station missing from a reachable store is kept, in milliseconds.
+pub const FORGET_MS: u64 = 600_000;
+/// Snapshots of the store that must also have missed it.
+pub(super) const READINGS_MIN: u8 = 2;
+/// Milliseconds after which a host deletes its own withdrawal: every host has seen it by then.
+pub(super) const WITHDRAWN_MS: u64 = 60_000;
+/// Retry interval of a write that did not show up in the store, in milliseconds.
+pub(super) const WRITE_MS: u64 = 1_000;
+/// Rate limit and burst of repairs of this host's records.
+pub(super) const REPAIRS_PER_S: u64 = 50;
+/// Interval of the search for records to forget, in milliseconds.
+pub(super) const SWEEP_MS: u64 = 10_000;
+
+/// This host's part in the overlay, from the configuration.
+#[derive(Clone, Debug, Default)]
+pub struct Settings {
+    /// Which hosts have links to each other.
+    pub topology: Topology,
+    /// Hosts that relay for hosts behind NAT.
+    pub reflectors: Vec<String>,
+    /// True if only reflectors can reach this host.
+    pub behind_nat: bool,
+    /// Address published for links to this host; nothing is published while it is unknown.
+    pub address: Option<SocketAddr>,
+    /// Networks of the overlay on this host.
+    pub networks: BTreeSet<NetworkId>,
+}
+
+/// An interface of this host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Local {
+    /// Network id.
+    pub network: NetworkId,
+    /// The configured MAC address of its guest.
+    pub mac: Option<Mac>,
+    /// The guest's IP addresses.
+    pub addresses: Vec<IpAddr>,
+    /// True if a guest is connected.
+    pub up: bool,
+    /// Frames received from the guest.
+    pub in_frames: u64,
+}
+
+/// A conditional write: only if the key's last revision is `expect` (0: the key does not exist).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Write {
+    /// The key.
+    pub key: String,
+    /// The value to put under this host's lease; `None` deletes the key.
+    pub value: Option<Vec<u8>>,
+    /// The key's current revision.
+    pub expect: i64,
+}
+
+/// State of the connection to the store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Store {
+    /// Never reached.
+    Unknown,
+    /// In sync since then.
+    Here(u64),
+    /// Out of reach since then.
+    Away(u64),
+}
+
+/// The records of one network.
+#[derive(Default)]
+pub(super) struct Network {
+    pub(super) hosts: BTreeMap<Box<str>, Entry<HostRecord>>,
+    pub(super) stations: HashMap<Mac, Entry<StationRecord>>,
+}
+
+/// A station of this host.
+#[derive(Debug, Default)]
+pub(super) struct Guest {
+    pub(super) addresses: Vec<IpAddr>,
+    pub(super) in_frames: u64,
+    /// The store has this host's record of it.
+    pub(super) claimed: bool,
+    /// Another host claims it.
+    pub(super) rivalled: bool,
+    /// Its frame count when the rival claim was noticed. Earlier frames may have been counted late, so only later ones
+    /// prove that it still sends.
+    pub(super) rivalled_at: Option<u64>,
+    /// It moved to another host.
+    pub(super) lost: bool,
+}
+
+/// The state machine of one host. Times are milliseconds of a monotonic clock.
+pub struct Overlay {
+    pub(super) me: Box<str>,
+    pub(super) instance: u64,
+    pub(super) settings: Settings,
+    pub(super) lease: i64,
+    pub(super) store: Store,
+    pub(super) networks: BTreeMap<NetworkId, Network>,
+    /// Number of stations in all networks.
+    pub(super) stations: usize,
+    /// Networks that this host has interfaces in.
+    pub(super) members: BTreeSet<NetworkId>,
+    /// Stations of this host with a connected guest.
+    pub(super) guests: BTreeMap<(NetworkId, Mac), Guest>,
+    /// Stations that the store has on this host, not withdrawn.
+    pub(super) mine: BTreeSet<(NetworkId, Mac)>,
+    /// Stations whose guest just disconnected.
+    pub(super) leaving: BTreeSet<(NetworkId, Mac)>,
+    /// Stations claimed for unknown hosts, by host; at most [`STATIONS_MAX`] in all.
+    pub(super) waiting: HashMap<(NetworkId, Box<str>), BTreeSet<Mac>>,
+    pub(super) waiting_count: usize,
+    /// Networks in which the store has this host's record of this run.
+    pub(super) joined: BTreeSet<NetworkId>,
+    /// Pending writes and their timeouts.
+    pub(super) sent: HashMap<Key, u64>,
+    /// Withdrawals by this host and their times.
+    pub(super) withdrawals: BTreeMap<Key, u64>,
+    pub(super) timers: BTreeSet<(u64, Key)>,
+    pub(super) reading: u32,
+    /// Tokens of the repair rate limit, and when they were last refilled.
+    pub(super) repairs: (u64, u64),
+    pub(super) swept_ms: u64,
+    /// Hosts whose links received something, and when.
+    pub(super) heard: HashMap<Box<str>, u64>,
+    pub(super) alarms: Alarms,
+    /// Result of the last computation: stations, and the link names that it refers to.
+    pub(super) places: Places,
+    pub(super) hops: Vec<Box<str>>,
+    /// Stations to recompute.
+    pub(super) dirty: HashSet<Place>,
+    /// Hosts or networks changed: recompute all stations.
+    pub(super) restructured: bool,
+    /// Any input changed.
+    pub(super) changed: bool,
+}
+
+impl Overlay {
+    /// Host `me` without any knowledge. `instance` is random for each run of a daemon.
+    pub fn new(me: Box<str>, instance: u64, settings: Settings) -> Overlay {
+        let networks = settings.networks.iter().map(|network| (*network, Network::default())).collect();
+        Overlay {
+            me,
+            instance,
+            settings,
+            lease: 0,
+            store: Store::Unknown,
+            networks,
+            stations: 0,
+            members: BTreeSet::new(),
+            guests: BTreeMap::new(),
+            mine: BTreeSet::new(),
+            leaving: BTreeSet::new(),
+            waiting: HashMap::new(),
+            waiting_count: 0,
+            joined: BTreeSet::new(),
+            sent: HashMap::new(),
+            withdrawals: BTreeMap::new(),
+            timers: BTreeSet::new(),
+            reading: 0,
+            repairs: (REPAIRS_PER_S, 0),
+            swept_ms: 0,
+            heard: HashMap::new(),
+            alarms: Alarms::default(),
+            places: Places::default(),
+            hops: vec![],
+            dirty: HashSet::new(),
+            restructured: true,
+            changed: true,
+        }
+    }
+
+    /// Sets the address published for links to this host.
+    pub fn set_address(&mut self, address: SocketAddr) {
+        self.settings.address = Some(address);
+        self.restructure();
+    }
+
+    /// The address published for links to this host.
+    pub fn address(&self) -> Option<SocketAddr> {
+        self.settings.address
+    }
+
+    /// The store is reachable and has this host's records under `lease`. A snapshot follows.
+    pub fn connected(&mut self, lease: i64, now_ms: u64) {
+        self.lease = lease;
+        self.sent.clear();
+        // Absence counts from now: the records may have been there while the store was unreachable.
+        for network in self.networks.values_mut() {
+            let hosts = network.hosts.values_mut().map(|entry| &mut entry.silent_since_ms);
+            let stations = network.stations.values_mut().map(|entry| &mut entry.silent_since_ms);
+            hosts.chain(stations).flatten().for_each(|since| *since = now_ms);
+        }
+    }
+
+    /// The store is out of reach: keep everything.
+    pub fn away(&mut self, now_ms: u64) {
+        if matches!(self.store, Store::Here(_)) {
+            self.store = Store::Away(now_ms);
+            self.changed = true;
+        }
+        self.sent.clear();
+    }
+
+    /// True while the overlay follows the store.
+    pub fn in_step(&self) -> bool {
+        matches!(self.store, Store::Here(_))
+    }
+
+    /// A host's link received something.
+    pub fn heard(&mut self, host: &str, now_ms: u64) {
+        let room = self.heard.len() < HOSTS_MAX;
+        match self.heard.get_mut(host) {
+            Some(at) => *at = now_ms,
+            None if room => {
+                self.heard.insert(host.into(), now_ms);
+            }
+            None => {}
+        }
+    }
+
+    /// Raises an alarm that the caller has found.
+    pub fn alarm(&mut self, alarm: Alarm, now_ms: u64, text: String) {
+        self.alarms.raise(alarm, now_ms, text);
+    }
+
+    /// Advances time: pending records mature, frozen ones thaw.
+    pub fn tick(&mut self, now_ms: u64) {
+        while let Some((at, key)) = self.timers.first().filter(|(at, _)| *at <= now_ms).cloned() {
+            self.timers.remove(&(at, key.clone()));
+            let Some(network) = self.networks.get_mut(&key.network()) else { continue };
+            match &key {
+                Key::Host(id, name) => {
+                    let Some(entry) = network.hosts.get_mut(name) else { continue };
+                    entry.timer_ms = None;
+                    let matured = entry.mature(now_ms);
+                    let outcome = entry.consider(true, false, now_ms);
+                    let is = entry.in_force().is_some();
+                    if matured {
+                        self.restructure();
+                    }
+                    self.conclude(outcome, key.clone(), now_ms);
+                    if matured && is {
+                        self.reconsider(*id, name, now_ms);
+                    }
+                }
+                Key::Station(id, mac) => {
+                    let Some(entry) = network.stations.get_mut(mac) else { continue };
+                    entry.timer_ms = None;
+                    if entry.mature(now_ms) {
+                        self.touch(&key);
+                    }
+                    self.consider_station(*id, *mac, now_ms);
+                }
+            }
+        }
+        self.watch_losses();
+        if now_ms >= self.swept_ms + SWEEP_MS {
+            self.swept_ms = now_ms;
+            self.sweep(now_ms);
+        }
+    }
+
+    /// Finds stations of this host that have moved away.
+    fn watch_losses(&mut self) {
+        for ((network, mac), guest) in &mut self.guests {
+            let entry = self.networks.get(network).and_then(|network| network.stations.get(mac));
+            let elsewhere = entry.and_then(Entry::in_force).is_some_and(|record| record.host != self.me);
+            let lost = elsewhere && guest.claimed;
+            if lost != guest.lost {
+                guest.lost = lost;
+                self.dirty.insert((*network, *mac));
+                self.changed = true;
+            }
+        }
+    }
+
+    /// Forgets records that have long been missing from the store.
+    fn sweep(&mut self, now_ms: u64) {
+        if !self.in_step() {
+            return;
+        }
+        let due = |since: Option<u64>, missed| {
+            since.is_some_and(|since| since + FORGET_MS <= now_ms) && missed >= READINGS_MIN
+        };
+        let heard = |name: &str| self.heard.get(name).is_some_and(|at| at + FORGET_MS > now_ms);
+        let mut gone = vec![];
+        for (id, network) in &self.networks {
+            let hosts = network.hosts.iter().filter(|(name, entry)| {
+                due(entry.silent_since_ms, entry.missed) && !heard(name) && **name != self.me
+            });
+            gone.extend(hosts.map(|(name, _)| Key::Host(*id, name.clone())));
+            let stations = network.stations.iter().filter(|(_, entry)| {
+                let host = entry.in_force().map(|record| &record.host);
+                due(entry.silent_since_ms, entry.missed) && !host.is_some_and(|host| heard(host))
+            });
+            gone.extend(stations.map(|(mac, _)| Key::Station(*id, *mac)));
+        }
+        gone.iter().for_each(|key| self.remove(key));
+    }
+
+    /// Sets the stations of this host.
+    pub fn locals(&mut self, locals: &[Local]) {
+        let is_ours = |local: &&Local| self.settings.networks.contains(&local.network);
+        let ours: Vec<&Local> = locals.iter().filter(is_ours).collect();
+        let members: BTreeSet<NetworkId> = ours.iter().map(|local| local.network).collect();
+        if members != self.members {
+            self.members = members;
+            self.restructure();
+        }
+        let mut before = std::mem::take(&mut self.guests);
+        for local in ours.into_iter().filter(|local| local.up) {
+            let Some(mac) = local.mac else { continue };
+            let place = (local.network, mac);
+            let known = before.remove(&place);
+            if known.as_ref().is_none_or(|guest| guest.addresses != local.addresses) {
+                self.dirty.insert(place);
+                self.changed = true;
+            }
+            let (addresses, in_frames) = (local.addresses.clone(), local.in_frames);
+            let mut guest = Guest { addresses, in_frames, ..known.unwrap_or_default() };
+            if guest.rivalled && guest.rivalled_at.is_none() {
+                guest.rivalled_at = Some(in_frames);
+            }
+            self.guests.insert(place, guest);
+        }
+        self.changed |= !before.is_empty();
+        self.dirty.extend(before.keys());
+        self.leaving.extend(before.into_keys());
+        let Overlay { mine, sent, guests, leaving, .. } = self;
+        leaving.retain(|place| {
+            let written = mine.contains(place) || sent.contains_key(&Key::Station(place.0, place.1));
+            written && !guests.contains_key(place)
+        });
+    }
+
+    /// True once after a change that may affect the computed links and routes.
+    pub fn take_changed(&mut self) -> bool {
+        std::mem::take(&mut self.changed)
+    }
+}
