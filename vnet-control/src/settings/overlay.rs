@@ -66,7 +66,7 @@ pub static OVERLAY: Declaration<OverlaySpec> = Declaration {
                 texts(reader, key, REFLECTORS_MAX, name)
             }),
             |overlay: OverlaySpec| overlay.reflectors,
-            "hosts that relay for those behind NAT, at most 16; the first that is there, for all"
+            "hosts that relay for those behind NAT, the preferred one first, at most 16; the same list on all hosts"
         )
         .absent("none"),
         field!(
@@ -91,7 +91,7 @@ pub static OVERLAY: Declaration<OverlaySpec> = Declaration {
             |overlay: OverlaySpec| overlay.address,
             "where other hosts reach this one"
         )
-        .absent("found out"),
+        .absent("[bridge] listen, or the address from which the store is reached"),
         field!(
             "networks",
             networks(),
@@ -103,14 +103,14 @@ pub static OVERLAY: Declaration<OverlaySpec> = Declaration {
             "sealed",
             flag(),
             |overlay: OverlaySpec| overlay.sealed,
-            "computed links are sealed, with the host that each leads to"
+            "the overlay's links are sealed, each with the host that it leads to, and records are signed; the same on all hosts"
         )
-        .note("needs `[identity]`"),
+        .note("needs `[identity]` ([security.md](security.md))"),
         field!(
             "trusted",
             flag(),
             |overlay: OverlaySpec| overlay.trusted,
-            "clear text may travel computed links"
+            "clear text may travel the overlay's links; one of the two is needed, or [bridge] trusted for the networks that links lead to"
         ),
     ],
 };
