@@ -41,6 +41,7 @@ nowork_us = 250
 priority = 5
 lock_memory = true
 busy_poll_us = 20
+busy_poll_budget = 32
 
 [bridge]
 listen = "[::]:9001"
@@ -116,7 +117,8 @@ fn host_settings_are_read() {
         (1, &[1][..], yielding::Strategy::Timed)
     );
     assert_eq!((dispatch.sleep_us, dispatch.nowork_us), (60, 250));
-    let isolation = Isolation { priority: Some(5), lock_memory: true, busy_poll_us: 20 };
+    let isolation =
+        Isolation { priority: Some(5), lock_memory: true, busy_poll_us: 20, busy_poll_budget: Some(32) };
     assert_eq!(dispatch.isolation, isolation);
     assert_eq!(desired.bridge.spec.listen, "[::]:9001".parse().unwrap());
     assert_eq!((desired.networks[0].spec.learning, desired.networks[0].spec.ageing_s), (true, 300));
@@ -124,7 +126,7 @@ fn host_settings_are_read() {
     let warnings: Vec<_> = warnings.iter().map(ToString::to_string).collect();
     assert_eq!(
         warnings,
-        ["f.toml:50: interrupts has no effect on kind tap: the kernel hands frames over at once",]
+        ["f.toml:51: interrupts has no effect on kind tap: the kernel hands frames over at once",]
     );
 }
 

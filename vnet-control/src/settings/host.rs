@@ -222,6 +222,14 @@ pub static DISPATCH: Declaration<DispatchSpec> = Declaration {
             "how long the kernel polls the network device itself (SO_BUSY_POLL, epoll); 0: not at all"
         )
         .unit("us"),
+        field!(
+            "busy_poll_budget",
+            number::<u32>(1, 64),
+            |dispatch: DispatchSpec| dispatch.isolation.busy_poll_budget,
+            "most packets the kernel takes from the device in one busy poll (SO_BUSY_POLL_BUDGET); more for small frames \
+             at high rates"
+        )
+        .absent("8, the kernel's own"),
     ],
 };
 

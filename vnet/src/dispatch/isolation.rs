@@ -25,6 +25,8 @@ pub struct Isolation {
     pub lock_memory: bool,
     /// Microseconds for which the kernel looks into the network device itself when a socket is empty; 0: not at all.
     pub busy_poll_us: u32,
+    /// Most packets the kernel takes from the device in one busy poll; `None`: its own default, 8.
+    pub busy_poll_budget: Option<u32>,
 }
 
 /// What the kernel refused.
@@ -98,7 +100,7 @@ impl Isolation {
         }
         let us = libc::c_int::try_from(self.busy_poll_us).unwrap_or(libc::c_int::MAX);
         for socket in sockets {
-            if let Err(error) = busy_poll(socket, us) {
+            if let Err(error) = busy_poll(socket, us, self.busy_poll_budget) {
                 tracing::warn!(%error, "a link socket is not busy-polled; vnetd needs CAP_NET_ADMIN for it");
             }
         }
@@ -108,8 +110,10 @@ impl Isolation {
     }
 }
 
-fn busy_poll(socket: BorrowedFd<'_>, us: libc::c_int) -> io::Result<()> {
-    for (option, value) in [(libc::SO_BUSY_POLL, us), (libc::SO_PREFER_BUSY_POLL, 1)] {
+fn busy_poll(socket: BorrowedFd<'_>, us: libc::c_int, budget: Option<u32>) -> io::Result<()> {
+    let budget = budget.map(|budget| (libc::SO_BUSY_POLL_BUDGET, budget as libc::c_int));
+    let options = [(libc::SO_BUSY_POLL, us), (libc::SO_PREFER_BUSY_POLL, 1)];
+    for (option, value) in options.into_iter().chain(budget) {
         let len = size_of_val(&value) as libc::socklen_t;
         // SAFETY: `value` is readable for the `len` bytes told.
         let result = unsafe {
@@ -178,6 +182,16 @@ mod tests {
         let poller = Poller::new().unwrap();
         let isolation = Isolation { busy_poll_us: 20, ..Isolation::default() };
         isolation.apply_to_sockets(std::iter::once(std::os::fd::AsFd::as_fd(&socket)), &poller);
+        let isolation = Isolation { busy_poll_budget: Some(32), ..isolation };
+        isolation.apply_to_sockets(std::iter::once(std::os::fd::AsFd::as_fd(&socket)), &poller);
+        let (mut budget, mut len) = (0, size_of::<libc::c_int>() as libc::socklen_t);
+        // SAFETY: the kernel writes at most `len` bytes, the size of `budget`.
+        let result = unsafe {
+            let (level, option) = (libc::SOL_SOCKET, libc::SO_BUSY_POLL_BUDGET);
+            libc::getsockopt(socket.as_raw_fd(), level, option, (&raw mut budget).cast(), &raw mut len)
+        };
+        // Without CAP_NET_ADMIN, or before Linux 5.11, it stays as it was.
+        assert!(result < 0 || [0, 8, 32].contains(&budget), "{budget}");
         // Whatever was granted, waiting still works.
         poller.waker(1).watch(&socket).unwrap();
         poller.ring();
