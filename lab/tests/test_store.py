@@ -300,7 +300,7 @@ def test_the_store_requires_client_certificates(topology: Topology):
     store.stop(topology, forget=True)
     try:
         store.start(topology, tls=True)
-        secure = {name: old.redestinations("http://", "https://") for name, old in text.items()}
+        secure = {name: old.replace("http://", "https://") for name, old in text.items()}
         files = f'ca = "{folder}/ca.pem"\n'
         secure = {name: new + files for name, new in secure.items()}
         stranger = topology.hosts[2]
