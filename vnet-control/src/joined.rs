@@ -11,9 +11,10 @@ use super::engine::{Engine, EngineError};
 use super::overlay::{Computed, Local, PeerLink};
 use super::plan::Plan;
 use super::{Place, api, config};
+use crate::carrier::Tunnel;
 use vnet::frame::PortId;
 use vnet::interface::State;
-use vnet::link::{Encapsulation, Tunnel};
+use vnet::link::Encapsulation;
 use vnet::route::Published;
 
 /// A link that was silent for longer says nothing about its host.

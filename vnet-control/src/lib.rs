@@ -9,6 +9,7 @@
 pub mod api;
 mod apply;
 mod capture;
+pub mod carrier;
 mod check;
 pub mod config;
 pub mod console;

@@ -5,11 +5,12 @@ use proptest::sample::subsequence;
 
 use super::*;
 use crate::Place;
+use crate::carrier::Tunnel;
 use crate::config::{parse, validate};
 use crate::desired::LinkSecurity;
 use crate::settings::restart_needed;
 use std::net::SocketAddr;
-use vnet::link::{Encapsulation, Tunnel};
+use vnet::link::Encapsulation;
 use vnet::route::Qualifier;
 use vnet::wire::ethernet::Mac;
 

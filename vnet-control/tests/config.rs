@@ -7,9 +7,10 @@ use vnet::dispatch::yielding;
 use vnet::frame::NetworkId;
 use vnet::interface::interrupts::Interrupts;
 use vnet::interface::tap::Netns;
-use vnet::link::{Encapsulation, Proxy, StreamOptions, Tunnel, VxlanOptions, ZeroCopy};
+use vnet::link::{Encapsulation, Proxy, StreamOptions, VxlanOptions, ZeroCopy};
 use vnet::route::Qualifier;
 use vnet::wire::socks::{Credentials, Destination};
+use vnet_control::carrier::Tunnel;
 use vnet_control::config::{Configuration, parse};
 use vnet_control::desired::{Attachment, Driving, Origin, Target};
 

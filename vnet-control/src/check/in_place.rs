@@ -2,7 +2,8 @@
 
 use std::collections::HashMap;
 
-use vnet::link::{Encapsulation, Tunnel};
+use crate::carrier::Tunnel;
+use vnet::link::Encapsulation;
 
 use crate::desired::{Attachment, Desired, DirectSpec, InterfaceSpec, Item, LinkSpec};
 use crate::table::{Problem, quote};

@@ -2,7 +2,8 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use vnet::link::{ANYWHERE, Encapsulation, StreamOptions, Tunnel, VxlanOptions};
+use crate::carrier::Tunnel;
+use vnet::link::{ANYWHERE, Encapsulation, StreamOptions, VxlanOptions};
 use vnet::wire::vxlan;
 
 use crate::desired::{BridgeSpec, LinkSpec};

@@ -5,8 +5,9 @@
 
 use std::net::IpAddr;
 
+use crate::carrier::Tunnel;
 use vnet::link::sealed::identity::server_name;
-use vnet::link::{ANYWHERE, Encapsulation, StreamOptions, Tunnel};
+use vnet::link::{ANYWHERE, Encapsulation, StreamOptions};
 
 use crate::desired::{Desired, Item, LinkSpec};
 use crate::table::{Problem, quote};

@@ -2,8 +2,9 @@
 
 use std::net::SocketAddr;
 
+use crate::carrier::Tunnel;
 use vnet::frame::NetworkId;
-use vnet::link::{ANYWHERE, Encapsulation, StreamOptions, Tunnel};
+use vnet::link::{ANYWHERE, Encapsulation, StreamOptions};
 use vnet::wire::ethernet::Mac;
 
 /// One link.

@@ -5,10 +5,11 @@
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
+use crate::carrier::Tunnel;
 use vnet::frame::NetworkId;
 use vnet::link::sealed::identity::server_name;
 use vnet::link::{
-    ANYWHERE, DIRECT_MAX, Encapsulation, FLOOD_MAX, PORTS_MAX, Proxy, StreamOptions, Tunnel, VxlanOptions,
+    ANYWHERE, DIRECT_MAX, Encapsulation, FLOOD_MAX, PORTS_MAX, Proxy, StreamOptions, VxlanOptions,
 };
 use vnet::wire::ethernet::Mac;
 use vnet::wire::socks::{Credentials, Destination, TEXT_MAX};

@@ -190,7 +190,7 @@ impl Peeked {
     /// The link that the message came by, and the frame that begins with it, if that can be received in place.
     pub fn candidate<'a>(&self, peers: &'a Peers) -> Option<(&'a Arc<Link>, Candidate)> {
         let link = peers.link(self.source.address()?)?;
-        if link.options().encapsulation != Encapsulation::Native || link.seal().is_some() {
+        if link.options().kind.encapsulation() != Encapsulation::Native || link.seal().is_some() {
             return None;
         }
         let (header, payload) = Header::parse(self.head.get(..self.len.min(PEEK_LEN))?).ok()?;

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::frame::{DropSink, PortId, Selection};
-use crate::link::{Bridge, LinkOptions, ReassemblyBudget, Tunnel};
+use crate::link::{Bridge, LinkKind, LinkOptions, ReassemblyBudget};
 use crate::wire::offload::{F_NEEDS_CSUM, GSO_TCPV4};
 
 /// A peer's bridge, and a receiver with a direct port that takes what comes from it.
@@ -28,10 +28,9 @@ fn link(remote: SocketAddr) -> Arc<Link> {
         name: "peer".into(),
         remote,
         ports: 1,
-        encapsulation: Encapsulation::Native,
         networks: None,
         mtu: None,
-        tunnel: Tunnel::None,
+        kind: LinkKind::default(),
     };
     Link::new(options, PortId(7), Arc::default())
 }

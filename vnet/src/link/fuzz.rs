@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use rustls::pki_types::CertificateDer;
 
-use super::{Encapsulation, Link, LinkOptions, Peers, Security, Tunnel};
+use super::{Link, LinkKind, LinkOptions, Peers, Security};
 use crate::frame::{FRAME_MAX, PortId};
 use crate::link::direct::{PEEK_LEN, Peeked};
 use crate::link::rendezvous::client::{KEY_LEN, Registration, RendezvousMessage};
@@ -33,15 +33,13 @@ fn identities() -> &'static [Identity; 2] {
 
 fn link(peer: &str) -> Arc<Link> {
     let remote = "127.0.0.1:9".parse().expect("an address");
-    let encapsulation = Encapsulation::Native;
     let options = LinkOptions {
         name: peer.into(),
         remote,
         ports: 1,
-        encapsulation,
         networks: None,
         mtu: None,
-        tunnel: Tunnel::None,
+        kind: LinkKind::default(),
     };
     let security = Security { peer: Some(peer.into()), macs: None, via: None };
     Link::with_security(options, security, PortId(0), Arc::default())

@@ -9,20 +9,20 @@ use super::common::Common;
 use super::inquiry::{Inbox, MAGIC, TEXT_MAX};
 use super::native::control_datagrams::{Courier, unfit};
 use super::native::kind::Native;
-use super::options::{Encapsulation, LinkOptions, Security, Tunnel};
+use super::options::{LinkKind, LinkOptions, Security};
 use super::path::probing::{ANSWER_LEN, Probed};
 use super::path::state::{Path, udp_payload};
 use super::path::watch::Monitored;
 use super::rendezvous::choice::PathChoice;
 use super::sealed::roaming::RemoteAddress;
 use super::sealed::session::{Seal, SealView};
-use super::socket::name::{ANYWHERE, Target, addresses, normalised};
+use super::socket::name::{ANYWHERE, addresses, normalised};
 use super::socket::udp::Socket;
 use super::state::LinkState;
 use super::stream::Stream;
 use super::vxlan::classic::Classic;
 use super::vxlan::kind::Vxlan;
-use super::vxlan::vteps::{Vteps, VxlanOptions};
+use super::vxlan::vteps::Vteps;
 use crate::frame::{NetworkId, PortId};
 use crate::stats::PortStats;
 
@@ -69,22 +69,19 @@ impl Link {
         let Security { peer, macs, via } = security;
         let common = Common::new(options.name.clone(), port, stats, Path::new(options.mtu))
             .limited_to(options.networks.clone(), macs);
-        let kind = match (options.encapsulation, &options.tunnel) {
-            (Encapsulation::Native, tunnel) => {
-                Kind::Native(Box::new(native(&common, &options, tunnel, peer, via)))
+        let remote = options.remote;
+        let kind = match &options.kind {
+            LinkKind::Native { guests } => {
+                let place = RemoteAddress::new(remote, options.ports, peer.is_some());
+                let mut native = Native::new(place, &common).with_guests(remote, guests);
+                native.seal = peer.map(|peer| Box::new(Seal::new(peer)));
+                native.via = via.map(PathChoice::new);
+                Kind::Native(Box::new(native))
             }
-            (Encapsulation::Vnet, _) => Kind::Classic(Classic::new(options.remote)),
-            (Encapsulation::Vxlan, Tunnel::Vxlan(vxlan)) => {
-                Kind::Vxlan(Box::new(Vxlan::new(options.remote, vxlan)))
-            }
-            (Encapsulation::Vxlan, _) => {
-                Kind::Vxlan(Box::new(Vxlan::new(options.remote, &VxlanOptions::default())))
-            }
+            LinkKind::Classic => Kind::Classic(Classic::new(remote)),
+            LinkKind::Vxlan(vxlan) => Kind::Vxlan(Box::new(Vxlan::new(remote, vxlan))),
             // A sealed stream has TLS, not keys of its own.
-            (Encapsulation::Stream, Tunnel::Stream(stream)) => {
-                Kind::Stream(Box::new(Stream::new(stream.clone(), peer)))
-            }
-            (Encapsulation::Stream, _) => unreachable!("a stream link says how it connects"),
+            LinkKind::Stream(stream) => Kind::Stream(Box::new(Stream::new(stream.clone(), peer))),
         };
         Arc::new(Link { common, options, kind })
     }
@@ -193,26 +190,6 @@ impl Link {
         let Kind::Vxlan(vxlan) = &self.kind else { return None };
         Some(vxlan.drivers.as_ref().is_some_and(|drivers| drivers.get(0).is_some()))
     }
-}
-
-fn native(
-    common: &Common,
-    options: &LinkOptions,
-    tunnel: &Tunnel,
-    peer: Option<String>,
-    via: Option<String>,
-) -> Native {
-    let guests = if let Tunnel::Direct(guests) = tunnel { &guests[..] } else { &[] };
-    let guests = guests.iter().map(|(mac, port)| {
-        let mut address = options.remote;
-        address.set_port(*port);
-        (*mac, Target::new(address))
-    });
-    let place = RemoteAddress::new(options.remote, options.ports, peer.is_some());
-    let mut native = Native::new(place, common).with_guests(guests);
-    native.seal = peer.map(|peer| Box::new(Seal::new(peer)));
-    native.via = via.map(PathChoice::new);
-    native
 }
 
 impl Courier {

@@ -1,10 +1,13 @@
 use super::*;
-use crate::link::{PATH_MTU_MIN, Peers, UDP_PAYLOAD_MAX};
+use crate::link::{Encapsulation, PATH_MTU_MIN, Peers, UDP_PAYLOAD_MAX};
 
 fn link(remote: &str, encapsulation: Encapsulation, mtu: Option<u16>) -> Arc<Link> {
     let remote = remote.parse().unwrap();
-    let (name, tunnel) = ("h2".into(), Tunnel::None);
-    let options = LinkOptions { name, remote, ports: 1, encapsulation, networks: None, mtu, tunnel };
+    let kind = match encapsulation {
+        Encapsulation::Vnet => LinkKind::Classic,
+        _ => LinkKind::default(),
+    };
+    let options = LinkOptions { name: "h2".into(), remote, ports: 1, networks: None, mtu, kind };
     Link::new(options, PortId(3), Arc::default())
 }
 

@@ -58,7 +58,7 @@ pub use native::control_datagrams::Courier;
 pub use native::reassembly::ReassemblyBudget;
 pub use native::receive::{Received, Receiver};
 pub use native::zero_copy::ZeroCopy;
-pub use options::{Encapsulation, LinkOptions, Security, Tunnel};
+pub use options::{Encapsulation, LinkKind, LinkOptions, Security};
 pub use path::watch::PathWatch;
 pub use peers::Peers;
 pub use sealed::session::SealView;

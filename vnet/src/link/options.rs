@@ -46,31 +46,49 @@ pub struct LinkOptions {
     pub name: String,
     /// The other host's bridge: its first port. [`ANYWHERE`](super::ANYWHERE) when a sealed link is to learn it from its peer.
     pub remote: SocketAddr,
-    /// How many ports the other host's bridge has, from that of `remote` on: 1 to [`PORTS_MAX`](super::PORTS_MAX). A `vnet` link uses the first.
+    /// How many ports the other host's bridge has, from that of `remote` on: 1 to [`PORTS_MAX`](super::PORTS_MAX). A `vnet` link
+    /// sends to the first.
     pub ports: u16,
-    /// How frames are wrapped.
-    pub encapsulation: Encapsulation,
     /// Networks that the link carries; `None` for all.
     pub networks: Option<Vec<NetworkId>>,
     /// Largest IP packet on the path in bytes, where the kernel's idea of it is too large.
     pub mtu: Option<u16>,
-    /// What only some encapsulations have.
-    pub tunnel: Tunnel,
+    /// What carries its frames.
+    pub kind: LinkKind,
 }
 
-/// What only some encapsulations have.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum Tunnel {
-    /// Nothing.
-    #[default]
-    None,
-    /// A VXLAN link's other VTEPs.
+/// What carries a link's frames, with what only that kind has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LinkKind {
+    /// Native datagrams over UDP.
+    Native {
+        /// Ports of the other host that are its guests' own, by their MAC addresses; at most [`DIRECT_MAX`](super::DIRECT_MAX).
+        guests: Vec<(Mac, u16)>,
+    },
+    /// The classic VNET encapsulation: bare Ethernet frames over UDP.
+    Classic,
+    /// VXLAN, to one VTEP or several.
     Vxlan(VxlanOptions),
-    /// How a stream link connects.
+    /// Native frames over a TCP connection.
     Stream(StreamOptions),
-    /// A native link: ports of the other host that are its guests' own, by their addresses ; at most
-    /// [`DIRECT_MAX`](super::DIRECT_MAX).
-    Direct(Vec<(Mac, u16)>),
+}
+
+impl Default for LinkKind {
+    fn default() -> LinkKind {
+        LinkKind::Native { guests: vec![] }
+    }
+}
+
+impl LinkKind {
+    /// How frames are wrapped.
+    pub fn encapsulation(&self) -> Encapsulation {
+        match self {
+            LinkKind::Native { .. } => Encapsulation::Native,
+            LinkKind::Classic => Encapsulation::Vnet,
+            LinkKind::Vxlan(_) => Encapsulation::Vxlan,
+            LinkKind::Stream(_) => Encapsulation::Stream,
+        }
+    }
 }
 
 /// What a link lets through, and how.

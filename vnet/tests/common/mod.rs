@@ -13,7 +13,7 @@ use vnet::dispatch::setup::{InterfacePort, LinkPort, Parts};
 use vnet::frame::{MTU_MAX, NetworkId, Origin, PortId};
 use vnet::interface::Interface;
 use vnet::interface::fake::{Fake, OwnedFrame};
-use vnet::link::{Encapsulation, Link, LinkOptions, Tunnel};
+use vnet::link::{Encapsulation, Link, LinkKind, LinkOptions, VxlanOptions};
 use vnet::route::{Member, NetworkSpec, Networks, PortKind, Published, Rule};
 use vnet::stats::PortStats;
 use vnet::wire::ethernet::Mac;
@@ -138,15 +138,13 @@ pub fn link_port(link: Arc<Link>) -> LinkPort {
 
 /// A link to the first of a host's UDP ports; `mtu`: that of the path, if it is not to be found out.
 pub fn link_to(remote: SocketAddr, encapsulation: Encapsulation, mtu: Option<u16>) -> LinkOptions {
-    LinkOptions {
-        name: "peer".into(),
-        remote,
-        ports: 1,
-        encapsulation,
-        networks: None,
-        mtu,
-        tunnel: Tunnel::None,
-    }
+    let kind = match encapsulation {
+        Encapsulation::Native => LinkKind::default(),
+        Encapsulation::Vnet => LinkKind::Classic,
+        Encapsulation::Vxlan => LinkKind::Vxlan(VxlanOptions::default()),
+        Encapsulation::Stream => panic!("a stream link says how it connects"),
+    };
+    LinkOptions { name: "peer".into(), remote, ports: 1, networks: None, mtu, kind }
 }
 
 pub fn mac(n: u8) -> Mac {

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vnet::frame::NetworkId;
-use vnet::link::{Bridge, Encapsulation, HOPS_UNKNOWN, LinkOptions, ReassemblyBudget, Tunnel, VxlanOptions};
+use vnet::link::{
+    Bridge, Encapsulation, HOPS_UNKNOWN, LinkKind, LinkOptions, ReassemblyBudget, VxlanOptions,
+};
 use vnet::stats::{DiscardReason, DropReason};
 use vnet::wire::checksum::Sum;
 use vnet::wire::offload::{F_NEEDS_CSUM, GSO_TCPV4, Offload};
@@ -26,8 +28,8 @@ fn host(vteps: &[SocketAddr]) -> (Host, SocketAddr) {
     let [bridge] = bridges;
     let listen = bridge.vxlan_rx.as_ref().unwrap().local_addr();
     let flood = vteps[1..].iter().map(SocketAddr::ip).collect();
-    let tunnel = Tunnel::Vxlan(VxlanOptions { flood, ..VxlanOptions::default() });
-    let options = LinkOptions { tunnel, ..options(vteps[0], Encapsulation::Vxlan, Some(MTU)) };
+    let kind = LinkKind::Vxlan(VxlanOptions { flood, ..VxlanOptions::default() });
+    let options = LinkOptions { kind, ..options(vteps[0], Encapsulation::Vxlan, Some(MTU)) };
     let mut host = Host::new((bridge, unknown), options);
     // Tests receive from the VXLAN socket.
     std::mem::swap(&mut host.bridge.rx, host.bridge.vxlan_rx.as_mut().unwrap());

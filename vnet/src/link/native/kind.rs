@@ -1,5 +1,6 @@
 //! What a native link has beside what all links have.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use super::reassembly::ReassemblyBudget;
@@ -56,9 +57,14 @@ impl Native {
         }
     }
 
-    /// The same, with guests of the other host that receive on ports of their own.
-    pub(in crate::link) fn with_guests(self, guests: impl Iterator<Item = (Mac, Target)>) -> Native {
-        Native { guests: guests.map(|(mac, port)| Guest { mac, port }).collect(), ..self }
+    /// The same, with guests of the other host, which is at `remote`, that receive on ports of their own.
+    pub(in crate::link) fn with_guests(self, remote: SocketAddr, guests: &[(Mac, u16)]) -> Native {
+        let guests = guests.iter().map(|&(mac, port)| {
+            let mut address = remote;
+            address.set_port(port);
+            Guest { mac, port: Target::new(address) }
+        });
+        Native { guests: guests.collect(), ..self }
     }
 
     /// The other host's `port`th port, in the form that `socket` sends to; `None` when it cannot, or while the host's address is

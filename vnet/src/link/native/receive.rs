@@ -297,7 +297,7 @@ impl Intake<'_> {
         let end = message.start + message.len;
         loop {
             let datagram = &self.burst[at..end.min(at + message.segment)];
-            match link.options().encapsulation {
+            match link.options().kind.encapsulation() {
                 Encapsulation::Native => self.native(link, at, datagram, &message.source),
                 Encapsulation::Vxlan => self.vxlan(link, vtep, datagram),
                 // A stream has no datagrams, and no entry among the peers.

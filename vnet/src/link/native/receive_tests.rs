@@ -9,9 +9,7 @@ use crate::frame::{Batch, DropSink, FRAME_MAX, NetworkId, PortId, Segment, Selec
 use crate::link::sealed::aead::{MATERIAL_LEN, TAG_LEN};
 use crate::link::sealed::identity::{CertificateInfo, Claims};
 use crate::link::sealed::session::{Role, Session};
-use crate::link::{
-    Bridge, Encapsulation, Link, LinkOptions, Peers, ReassemblyBudget, Security, first_number,
-};
+use crate::link::{Bridge, Link, LinkOptions, Peers, ReassemblyBudget, Security, first_number};
 use crate::stats::{DiscardReason, DropReason};
 use crate::wire::native::{HEADER_LEN, Header};
 use crate::wire::offload::{F_NEEDS_CSUM, Offload};
@@ -42,15 +40,14 @@ impl Host {
         mtu: u16,
         macs: Option<Vec<crate::wire::ethernet::Mac>>,
     ) -> Host {
-        let (name, encapsulation) = ("peer".to_string(), Encapsulation::Native);
+        let name = "peer".to_string();
         let options = LinkOptions {
             name,
             remote,
             ports: 1,
-            encapsulation,
             networks: None,
             mtu: Some(mtu),
-            tunnel: crate::link::Tunnel::None,
+            kind: crate::link::LinkKind::default(),
         };
         let security = Security { peer: Some("peer".into()), macs, via: None };
         let link = Link::with_security(options, security, PortId(7), Arc::default());

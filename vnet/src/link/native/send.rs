@@ -205,7 +205,7 @@ impl Drop for NativeSender {
 mod tests {
     use crate::frame::{Batch, DropSink, FRAME_MAX, NetworkId, PortId, Segment, Selection};
     use crate::link::socket::gather::Flushed;
-    use crate::link::{Bridge, Encapsulation, Link, LinkOptions, ReassemblyBudget, Tunnel};
+    use crate::link::{Bridge, Link, LinkKind, LinkOptions, ReassemblyBudget};
     use crate::wire::offload::Offload;
     use std::net::UdpSocket;
     use std::sync::Arc;
@@ -221,10 +221,9 @@ mod tests {
             name: "peer".into(),
             remote: peer.local_addr().unwrap(),
             ports: 1,
-            encapsulation: Encapsulation::Native,
             networks: None,
             mtu: Some(1500),
-            tunnel: Tunnel::None,
+            kind: LinkKind::default(),
         };
         let link = Link::new(options, PortId(0), Arc::default());
         link.path.set_route_mtu(1500);

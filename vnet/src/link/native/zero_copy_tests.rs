@@ -7,7 +7,7 @@ use super::*;
 use crate::frame::{Batch, DropSink, FRAME_MAX, Holds, NetworkId, PortId, Selection};
 use crate::link::native::trial::RETRY_AFTER;
 use crate::link::socket::error_queue::read_notification;
-use crate::link::{Bridge, Encapsulation, Link, LinkOptions, ReassemblyBudget, Tunnel};
+use crate::link::{Bridge, Link, LinkKind, LinkOptions, ReassemblyBudget};
 use crate::wire::native::Header;
 use crate::wire::offload::Offload;
 
@@ -28,10 +28,9 @@ fn pair(setting: ZeroCopy, path_mtu: u32) -> Pair {
         name: "peer".into(),
         remote: peer.local_addr().unwrap(),
         ports: 1,
-        encapsulation: Encapsulation::Native,
         networks: None,
         mtu: None,
-        tunnel: Tunnel::None,
+        kind: LinkKind::default(),
     };
     let link = Link::new(options, PortId(0), Arc::default());
     link.path.set_route_mtu(path_mtu);

@@ -3,17 +3,16 @@ use std::net::{SocketAddr, UdpSocket};
 use super::*;
 use crate::frame::{Batch, PortId};
 use crate::link::path::probing::{ANSWER_LEN, MAGIC, Probed, RATE_MS, Rates, SILENCE_MS};
-use crate::link::{Bridge, Encapsulation, Link, LinkOptions, Peers, ReassemblyBudget, Tunnel};
+use crate::link::{Bridge, Link, LinkKind, LinkOptions, Peers, ReassemblyBudget};
 
 fn link(remote: SocketAddr) -> Arc<Link> {
     let options = LinkOptions {
         name: "peer".into(),
         remote,
         ports: 1,
-        encapsulation: Encapsulation::Native,
         networks: None,
         mtu: Some(1500),
-        tunnel: Tunnel::None,
+        kind: LinkKind::default(),
     };
     Link::new(options, PortId(0), Arc::default())
 }

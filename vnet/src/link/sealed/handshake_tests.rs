@@ -2,7 +2,7 @@ use super::*;
 use crate::frame::PortId;
 use crate::link::sealed::identity::{is_for, server_name};
 use crate::link::sealed::pki::{Flaw, Pki};
-use crate::link::{Encapsulation, LinkOptions, Security, Tunnel};
+use crate::link::{LinkKind, LinkOptions, Security};
 use crate::wire::native::{HEADER_LEN, Header, Kind};
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
@@ -16,10 +16,9 @@ fn link(peer: &str) -> Arc<Link> {
         name: peer.into(),
         remote,
         ports: 1,
-        encapsulation: Encapsulation::Native,
         networks: None,
         mtu: None,
-        tunnel: Tunnel::None,
+        kind: LinkKind::default(),
     };
     let security = Security { peer: Some(peer.into()), macs: None, via: None };
     Link::with_security(options, security, PortId(0), Arc::default())

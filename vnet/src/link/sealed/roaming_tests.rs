@@ -5,7 +5,7 @@ use super::*;
 use crate::frame::{Batch, PortId};
 use crate::link::sealed::identity::{CertificateInfo, Claims};
 use crate::link::sealed::session::{Role, Session};
-use crate::link::{ANYWHERE, Bridge, Encapsulation, LinkOptions, Peers, ReassemblyBudget, Security, Tunnel};
+use crate::link::{ANYWHERE, Bridge, LinkKind, LinkOptions, Peers, ReassemblyBudget, Security};
 use crate::stats::DiscardReason;
 
 fn session(role: Role, epoch: u8) -> Session {
@@ -25,10 +25,9 @@ fn link(remote: SocketAddr, role: Role) -> Arc<Link> {
         name: "peer".into(),
         remote,
         ports: 1,
-        encapsulation: Encapsulation::Native,
         networks: None,
         mtu: None,
-        tunnel: Tunnel::None,
+        kind: LinkKind::default(),
     };
     let security = Security { peer: Some("peer".into()), macs: None, via: None };
     let link = Link::with_security(options, security, PortId(7), Arc::default());

@@ -3,7 +3,7 @@ use crate::frame::PortId;
 use crate::link::fake::{Faults, Random, Wire};
 use crate::link::sealed::aead::TAG_LEN;
 use crate::link::sealed::keepalive::KEEPALIVE_LEN;
-use crate::link::{Encapsulation, Link, LinkOptions, Security, first_number};
+use crate::link::{Link, LinkOptions, Security, first_number};
 use crate::stats::DiscardReason;
 use crate::wire::native::{HEADER_LEN, Header, Kind};
 use std::collections::HashSet;
@@ -29,10 +29,9 @@ fn link() -> Arc<Link> {
         name: "peer".into(),
         remote,
         ports: 1,
-        encapsulation: Encapsulation::Native,
         networks: None,
         mtu: None,
-        tunnel: crate::link::Tunnel::None,
+        kind: crate::link::LinkKind::default(),
     };
     let security = Security { peer: Some("peer".into()), macs: None, via: None };
     Link::with_security(options, security, PortId(0), Arc::default())

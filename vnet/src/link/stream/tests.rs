@@ -10,7 +10,7 @@ use super::*;
 use crate::frame::{BATCH_MAX, Batch, FRAME_MAX, NetworkId, PortId, Segment};
 use crate::link::sealed::identity::IdentityStore;
 use crate::link::sealed::pki::{Flaw, Pki};
-use crate::link::{Encapsulation, Link, LinkOptions, LinkState, Security, Tunnel};
+use crate::link::{Link, LinkKind, LinkOptions, LinkState, Security};
 use crate::stats::{DiscardReason, DropReason, PortStats};
 use crate::wire::native::{Header, Kind};
 use crate::wire::offload::Offload;
@@ -26,10 +26,9 @@ fn sealed_link(destination: SocketAddr, connect: bool, peer: Option<&str>) -> Ar
         name: "peer".into(),
         remote: destination,
         ports: 1,
-        encapsulation: Encapsulation::Stream,
         networks: None,
         mtu: None,
-        tunnel: Tunnel::Stream(StreamOptions {
+        kind: LinkKind::Stream(StreamOptions {
             destination: Destination::Address(destination),
             proxy: None,
             connect,
@@ -385,7 +384,7 @@ fn many_links_connect_beside_one_that_hangs() {
 fn a_proxy_connects_and_its_bytes_are_not_the_peers() {
     let proxy = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut options = link("192.0.2.9:9".parse().unwrap(), true).options().clone();
-    options.tunnel = Tunnel::Stream(StreamOptions {
+    options.kind = LinkKind::Stream(StreamOptions {
         destination: Destination::Name("peer.example".into(), 9000),
         proxy: Some(Proxy { address: proxy.local_addr().unwrap(), credentials: None }),
         connect: true,
