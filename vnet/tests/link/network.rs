@@ -161,11 +161,14 @@ fn a_smaller_path_mtu_is_detected_and_obeyed() {
         let frames: Vec<Got> = (0..20).map(|n| frame(if n % 4 == 0 { 100 } else { 20_000 }, n)).collect();
         a.send(&frames);
         assert_eq!(b.receive(20), arrived(&frames));
+        a.ask_routes(1);
         assert_eq!(a.link.path_mtu(), 9000);
         // The path MTU shrinks: datagrams encoded for the old one are encoded again, no frame is lost.
         network.set_mtu("lo", 1500);
         a.send(&frames);
         assert_eq!(b.receive(20), arrived(&frames));
+        // The sender wants the kernel asked at once, and not only when the second is over.
+        a.ask_routes(2);
         assert_eq!(a.link.path_mtu(), 1500);
         network.set_mtu("lo", 9000);
         a.ask_routes(10_000);
@@ -177,6 +180,7 @@ fn a_smaller_path_mtu_is_detected_and_obeyed() {
         // Frames of the classic encapsulation are fragmented by IP instead.
         let [mut a, mut b] = Host::pair(ip, Encapsulation::Vnet, None);
         let frames: Vec<Got> = (0..20).map(|n| frame([1400, 1400, 9014, 65_000][n % 4], n as u64)).collect();
+        a.ask_routes(1);
         for chunk in frames.chunks(4) {
             a.send(chunk);
             let bare: Vec<Got> =
@@ -193,9 +197,9 @@ fn a_smaller_path_mtu_is_detected_and_obeyed() {
             assert_eq!(got, frames.iter().map(|frame| frame.bytes.clone()).collect::<Vec<_>>());
         }
         assert_eq!((a.link.stats().out_frames.get(), a.link.stats().drops_total()), (60, 0));
-        // The next tick asks for the new path MTU, even right after the last one.
+        // The sender wants the kernel asked at once here, too.
         assert_eq!(a.link.path_mtu(), 9000);
-        a.ask_routes(1);
+        a.ask_routes(2);
         assert_eq!(a.link.path_mtu(), 1500);
         network.set_mtu("lo", 9000);
     }

@@ -270,7 +270,7 @@ impl Gather {
         while next < self.messages.len() {
             // SAFETY: names and slices live in `self` or in `flush`'s arguments; the memory that the slices tell of is kept
             // readable until the flush is over (contract of `slice`).
-            let error = match unsafe { self.outgoing.send(socket, next) } {
+            let refused = match unsafe { self.outgoing.send(socket, next) } {
                 Ok(sent) => {
                     let sent = &mut self.messages[next..next + sent];
                     sent.iter_mut().for_each(|message| message.sent = message.datagrams);
@@ -279,22 +279,21 @@ impl Gather {
                 }
                 Err(error) => error.raw_os_error().unwrap_or(libc::EIO),
             };
-            let cut = self.messages[next].datagrams > 1;
-            // EINVAL: what EMSGSIZE was for messages that are cut, before Linux 6.14.
-            let too_big = error == libc::EMSGSIZE || (error == libc::EINVAL && cut);
-            if error == libc::EINTR {
+            if refused == libc::EINTR {
                 continue;
             }
-            flushed.too_big |= too_big;
-            if too_big && may_stop {
+            let cut = self.messages[next].datagrams > 1;
+            // EINVAL: what EMSGSIZE was for messages that are cut, before Linux 6.14; also for a socket without checksums.
+            let uncut = refused == libc::EIO || refused == libc::EINVAL || !may_stop;
+            flushed.no_segmentation |= refused == libc::EIO && cut;
+            self.segmentation &= !(refused == libc::EIO && cut);
+            flushed.too_big |= refused == libc::EMSGSIZE || (refused == libc::EINVAL && cut);
+            let is_size = matches!(refused, libc::EIO | libc::EINVAL | libc::EMSGSIZE);
+            let error = if cut && is_size && uncut { self.send_uncut(socket, next) } else { refused };
+            flushed.too_big |= error == libc::EMSGSIZE;
+            if error == libc::EMSGSIZE && may_stop && self.messages[next].sent == 0 {
                 return next;
             }
-            if error == libc::EIO && cut {
-                self.segmentation = false;
-                flushed.no_segmentation = true;
-            }
-            let error =
-                if cut && (too_big || error == libc::EIO) { self.send_uncut(socket, next) } else { error };
             let reason = match error {
                 0 => {
                     next += 1;
