@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::desired::*;
-use crate::table::{Notes, Place, Problem, Table};
+use crate::table::{KeyTable, Notes, Place, Problem};
 use crate::{check, settings};
 
 /// Largest configuration file in bytes: a million routes fit.
@@ -53,7 +53,7 @@ pub fn load(path: &Path) -> Result<Configuration, ConfigError> {
 /// Reads and checks a configuration; `file` is its name in messages.
 pub fn parse(file: &str, text: &str) -> Result<Configuration, ConfigError> {
     let file: Arc<str> = file.into();
-    let table = Table::from_toml(&file, text).map_err(ConfigError)?;
+    let table = KeyTable::from_toml(&file, text).map_err(ConfigError)?;
     let (mut notes, mut broken) = (Notes::default(), vec![]);
     let desired = settings::read_file(table, &Place::new(&file, 1), &mut notes, &mut broken);
     check::check(&desired, &broken, &mut notes.problems);
@@ -83,7 +83,7 @@ pub fn interface_from_json(json: &[u8]) -> Result<Item<InterfaceSpec>, ConfigErr
 /// refused.
 pub fn change_from_json(json: &[u8], spec: &InterfaceSpec) -> Result<InterfaceSpec, ConfigError> {
     let (mut notes, mut spec) = (Notes::default(), spec.clone());
-    settings::change_interface(Table::from_json(json)?, &mut notes, &mut spec);
+    settings::change_interface(KeyTable::from_json(json)?, &mut notes, &mut spec);
     if notes.problems.is_empty() { Ok(spec) } else { Err(ConfigError(notes.problems)) }
 }
 
@@ -97,9 +97,12 @@ pub fn route_from_json(json: &[u8]) -> Result<Item<RouteSpec>, ConfigError> {
     from_json(json, settings::route_from)
 }
 
-fn from_json<T>(json: &[u8], read: fn(Table, &mut Notes) -> Option<Item<T>>) -> Result<Item<T>, ConfigError> {
+fn from_json<T>(
+    json: &[u8],
+    read: fn(KeyTable, &mut Notes) -> Option<Item<T>>,
+) -> Result<Item<T>, ConfigError> {
     let mut notes = Notes::default();
-    let item = read(Table::from_json(json)?, &mut notes);
+    let item = read(KeyTable::from_json(json)?, &mut notes);
     match item {
         Some(item) if notes.problems.is_empty() => Ok(item),
         _ => Err(ConfigError(notes.problems)),

@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 
 use super::desired::{Item, LinkSpec, Target};
 use super::engine::{Engine, EngineError};
-use super::language::{self, COMMANDS, Command, Dialect, LISTING_MAX, LanguageError, Place, Transport};
+use super::language::{self, COMMANDS, Command, Dialect, LISTING_MAX, LanguageError, PortName, Transport};
 use super::{api, config, desired};
 use vnet::link::ANYWHERE;
 use vnet::route::Qualifier;
@@ -180,10 +180,10 @@ fn bytes(object: Map<String, Value>) -> Vec<u8> {
 fn add_route(engine: &mut Engine, route: language::AddRoute) -> Result<u32, ConsoleError> {
     let to = target(engine, &route.to)?;
     let from = match &route.from {
-        language::Origin::Any => desired::Origin::Any,
-        language::Origin::AnyEdge => desired::Origin::AnyLink,
-        language::Origin::AnyInterface => desired::Origin::AnyInterface,
-        language::Origin::One(place) => desired::Origin::One(target(engine, place)?),
+        language::FromClause::Any => desired::RouteSource::Any,
+        language::FromClause::AnyEdge => desired::RouteSource::AnyLink,
+        language::FromClause::AnyInterface => desired::RouteSource::AnyInterface,
+        language::FromClause::One(place) => desired::RouteSource::One(target(engine, place)?),
     };
     let network = route.network.or_else(|| network_of(engine, &to)).unwrap_or_default();
     let object = json!({
@@ -214,7 +214,7 @@ fn network_of(engine: &Engine, target: &Target) -> Option<vnet::frame::NetworkId
 }
 
 /// Resolves a peer to an interface or link.
-fn target(engine: &Engine, place: &Place) -> Result<Target, ConsoleError> {
+fn target(engine: &Engine, place: &PortName) -> Result<Target, ConsoleError> {
     let current = engine.current();
     let link = |what: String, is: &dyn Fn(&LinkSpec) -> bool| {
         let mut found = current.links.iter().filter(|item| is(&item.spec));
@@ -229,11 +229,11 @@ fn target(engine: &Engine, place: &Place) -> Result<Target, ConsoleError> {
         found.map(|item| Target::Interface(item.spec.name.clone())).ok_or(ConsoleError::NoInterface(what))
     };
     match place {
-        Place::EdgeIp(ip) => link(ip.to_string(), &|spec| spec.remote.ip() == ip.to_canonical()),
-        Place::EdgeRemote(remote) => link(remote.to_string(), &|spec| spec.remote == *remote),
-        Place::EdgeName(name) => link(quoted(name), &|spec| spec.name == *name),
-        Place::InterfaceMac(mac) => interface(mac.to_string(), &|spec| spec.mac == Some(*mac)),
-        Place::InterfaceName(name) => interface(quoted(name), &|spec| spec.name == *name),
+        PortName::EdgeIp(ip) => link(ip.to_string(), &|spec| spec.remote.ip() == ip.to_canonical()),
+        PortName::EdgeRemote(remote) => link(remote.to_string(), &|spec| spec.remote == *remote),
+        PortName::EdgeName(name) => link(quoted(name), &|spec| spec.name == *name),
+        PortName::InterfaceMac(mac) => interface(mac.to_string(), &|spec| spec.mac == Some(*mac)),
+        PortName::InterfaceName(name) => interface(quoted(name), &|spec| spec.name == *name),
     }
 }
 
@@ -299,10 +299,10 @@ fn routes(engine: &Engine, first: u32) -> Answer {
     routes.sort_unstable_by_key(|(index, _)| *index);
     let lines = routes.into_iter().map(|(index, spec)| {
         let from = match &spec.from {
-            desired::Origin::Any => "any".into(),
-            desired::Origin::AnyInterface => "interface".into(),
-            desired::Origin::AnyLink => "edge".into(),
-            desired::Origin::One(target) => place(target),
+            desired::RouteSource::Any => "any".into(),
+            desired::RouteSource::AnyInterface => "interface".into(),
+            desired::RouteSource::AnyLink => "edge".into(),
+            desired::RouteSource::One(target) => place(target),
         };
         let (src, dst): (&Qualifier, &Qualifier) = (&spec.src, &spec.dst);
         (index, format!("{index} {src} {dst} {} {from} network={}", place(&spec.to), spec.network))

@@ -209,10 +209,10 @@ impl Engine {
         };
         let rule = |Item { spec, .. }: &Item<RouteSpec>| {
             let from = match &spec.from {
-                Origin::Any => RuleSource::Any,
-                Origin::AnyInterface => RuleSource::AnyInterface,
-                Origin::AnyLink => RuleSource::AnyLink,
-                Origin::One(target) => RuleSource::Port(port(target)?),
+                RouteSource::Any => RuleSource::Any,
+                RouteSource::AnyInterface => RuleSource::AnyInterface,
+                RouteSource::AnyLink => RuleSource::AnyLink,
+                RouteSource::One(target) => RuleSource::Port(port(target)?),
             };
             let index = *self.route_indices.get(spec)?;
             let RouteSpec { network, src, dst, .. } = *spec;

@@ -105,16 +105,16 @@ pub struct AddRoute {
     /// Destination addresses.
     pub dst: Qualifier,
     /// Destination.
-    pub to: Place,
-    /// Origin.
-    pub from: Origin,
+    pub to: PortName,
+    /// Condition on the ingress port.
+    pub from: FromClause,
     /// Network; default: that of the interface it names, else 1.
     pub network: Option<NetworkId>,
 }
 
 /// The origin that a route matches.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Origin {
+pub enum FromClause {
     /// Anywhere.
     Any,
     /// Any link.
@@ -122,12 +122,12 @@ pub enum Origin {
     /// Any interface.
     AnyInterface,
     /// One link or interface.
-    One(Place),
+    One(PortName),
 }
 
 /// A link or interface by one of its identities.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum PortName {
     /// The link to this address.
     EdgeIp(IpAddr),
     /// The link to this address and port.
@@ -334,11 +334,11 @@ fn add_route(mut words: Words<'_>) -> Result<AddRoute, LanguageError> {
         words.next();
     }
     let from = match (kind, id) {
-        (None, _) => Origin::Any,
-        (Some(Noun::Link), None) => Origin::AnyEdge,
-        (Some(_), None) => Origin::AnyInterface,
-        (Some(Noun::Link), Some(id)) => Origin::One(edge(id)),
-        (Some(_), Some(id)) => Origin::One(interface(id)),
+        (None, _) => FromClause::Any,
+        (Some(Noun::Link), None) => FromClause::AnyEdge,
+        (Some(_), None) => FromClause::AnyInterface,
+        (Some(Noun::Link), Some(id)) => FromClause::One(edge(id)),
+        (Some(_), Some(id)) => FromClause::One(interface(id)),
     };
     let mut network = None;
     for (key, value) in words.keys(&[])?.0 {
@@ -352,18 +352,18 @@ fn add_route(mut words: Words<'_>) -> Result<AddRoute, LanguageError> {
     Ok(AddRoute { src, dst, to, from, network })
 }
 
-fn edge(id: &str) -> Place {
+fn edge(id: &str) -> PortName {
     if let Ok(ip) = id.parse() {
-        Place::EdgeIp(ip)
+        PortName::EdgeIp(ip)
     } else if let Ok(remote) = id.parse() {
-        Place::EdgeRemote(remote)
+        PortName::EdgeRemote(remote)
     } else {
-        Place::EdgeName(id.into())
+        PortName::EdgeName(id.into())
     }
 }
 
-fn interface(id: &str) -> Place {
-    id.parse().map_or_else(|_| Place::InterfaceName(id.into()), Place::InterfaceMac)
+fn interface(id: &str) -> PortName {
+    id.parse().map_or_else(|_| PortName::InterfaceName(id.into()), PortName::InterfaceMac)
 }
 
 /// Iterator over the words of a line.
@@ -486,14 +486,14 @@ impl fmt::Display for Transport {
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for PortName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Place::EdgeIp(ip) => write!(f, "edge {ip}"),
-            Place::EdgeRemote(remote) => write!(f, "edge {remote}"),
-            Place::EdgeName(name) => write!(f, "edge {name}"),
-            Place::InterfaceMac(mac) => write!(f, "interface {mac}"),
-            Place::InterfaceName(name) => write!(f, "interface {name}"),
+            PortName::EdgeIp(ip) => write!(f, "edge {ip}"),
+            PortName::EdgeRemote(remote) => write!(f, "edge {remote}"),
+            PortName::EdgeName(name) => write!(f, "edge {name}"),
+            PortName::InterfaceMac(mac) => write!(f, "interface {mac}"),
+            PortName::InterfaceName(name) => write!(f, "interface {name}"),
         }
     }
 }
@@ -502,10 +502,10 @@ impl fmt::Display for AddRoute {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {} {} ", self.src, self.dst, self.to)?;
         match &self.from {
-            Origin::Any => f.write_str("any")?,
-            Origin::AnyEdge => f.write_str("edge")?,
-            Origin::AnyInterface => f.write_str("interface")?,
-            Origin::One(place) => place.fmt(f)?,
+            FromClause::Any => f.write_str("any")?,
+            FromClause::AnyEdge => f.write_str("edge")?,
+            FromClause::AnyInterface => f.write_str("interface")?,
+            FromClause::One(place) => place.fmt(f)?,
         }
         self.network.map_or(Ok(()), |network| write!(f, " network={network}"))
     }

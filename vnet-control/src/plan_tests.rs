@@ -60,7 +60,7 @@ fn route(n: usize) -> impl Strategy<Value = Item<RouteSpec>> {
     (network(), 0u8..2).prop_map(move |(network, last)| {
         let (src, dst) = (Qualifier::Any, Qualifier::Is(Mac([2, 0, 0, 0, n as u8, last])));
         let to = Target::Link(format!("l{n}"));
-        item(RouteSpec { network, src, dst, from: Origin::Any, to })
+        item(RouteSpec { network, src, dst, from: RouteSource::Any, to })
     })
 }
 

@@ -1,6 +1,6 @@
 //! Reading tables of keys, wherever they come from: TOML of a configuration file or JSON of a request.
 //!
-//! Both become a [`Table`], in which every value knows its place. A [`Reader`] takes the keys out one by one, says in one
+//! Both become a [`KeyTable`], in which every value knows its place. A [`Reader`] takes the keys out one by one, says in one
 //! line each what is wrong with them, and in the end reports every key that nobody asked for. So a key is known, checked
 //! and explained in one place, and all mistakes of a file are found in one go.
 
@@ -90,7 +90,7 @@ pub(crate) enum Value {
     Integer(i64),
     Flag(bool),
     List(Vec<Entry>),
-    Table(Table),
+    Table(KeyTable),
     /// Something that no key takes, by its name in messages.
     Other(&'static str),
 }
@@ -110,7 +110,7 @@ impl Value {
 
 /// Keys with their values.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Table {
+pub(crate) struct KeyTable {
     pub place: Place,
     pub entries: BTreeMap<String, Entry>,
 }
@@ -133,13 +133,13 @@ impl Lines<'_> {
     }
 }
 
-impl Table {
+impl KeyTable {
     /// Reads TOML; `file` is its name in messages.
-    pub fn from_toml(file: &Arc<str>, text: &str) -> Result<Table, Vec<Problem>> {
+    pub fn from_toml(file: &Arc<str>, text: &str) -> Result<KeyTable, Vec<Problem>> {
         let lines = Lines::new(file, text);
         let (table, errors) = DeTable::parse_recoverable(text);
         if errors.is_empty() {
-            return Ok(Table::from_de(&lines, table.span().start, table.get_ref()));
+            return Ok(KeyTable::from_de(&lines, table.span().start, table.get_ref()));
         }
         let problem = |error: &toml::de::Error| {
             let place = lines.place(error.span().map_or(0, |span| span.start.min(text.len())));
@@ -148,29 +148,29 @@ impl Table {
         Err(errors.iter().map(problem).collect())
     }
 
-    fn from_de(lines: &Lines<'_>, start: usize, table: &DeTable<'_>) -> Table {
+    fn from_de(lines: &Lines<'_>, start: usize, table: &DeTable<'_>) -> KeyTable {
         let entry = |(key, value): (&toml::Spanned<_>, &toml::Spanned<DeValue<'_>>)| {
             // The key's place, not the value's: a header such as [bridge] is the key of its table.
             let place = lines.place(key.span().start);
             let key: &std::borrow::Cow<'_, str> = key.get_ref();
             (key.to_string(), Entry { place, value: Value::from_de(lines, value) })
         };
-        Table { place: lines.place(start), entries: table.iter().map(entry).collect() }
+        KeyTable { place: lines.place(start), entries: table.iter().map(entry).collect() }
     }
 
     /// Reads a JSON object; its values have no place.
-    pub fn from_json(json: &[u8]) -> Result<Table, Problem> {
+    pub fn from_json(json: &[u8]) -> Result<KeyTable, Problem> {
         let problem = |text| Problem::new(&Place::default(), text);
         match serde_json::from_slice(json) {
-            Ok(serde_json::Value::Object(object)) => Ok(Table::from_object(object)),
+            Ok(serde_json::Value::Object(object)) => Ok(KeyTable::from_object(object)),
             Ok(_) => Err(problem("the request is not a JSON object; write {\"name\": …}".into())),
             Err(error) => Err(problem(format!("the request is not valid JSON: {error}"))),
         }
     }
 
-    fn from_object(object: serde_json::Map<String, serde_json::Value>) -> Table {
+    fn from_object(object: serde_json::Map<String, serde_json::Value>) -> KeyTable {
         let entry = |(key, value)| (key, Entry { place: Place::default(), value: Value::from_json(value) });
-        Table { place: Place::default(), entries: object.into_iter().map(entry).collect() }
+        KeyTable { place: Place::default(), entries: object.into_iter().map(entry).collect() }
     }
 }
 
@@ -189,7 +189,7 @@ impl Value {
                     })
                     .collect(),
             ),
-            DeValue::Table(table) => Value::Table(Table::from_de(lines, value.span().start, table)),
+            DeValue::Table(table) => Value::Table(KeyTable::from_de(lines, value.span().start, table)),
             DeValue::Float(_) => Value::Other("a number with a fraction"),
             DeValue::Datetime(_) => Value::Other("a date"),
         }
@@ -207,7 +207,7 @@ impl Value {
                     .map(|value| Entry { place: Place::default(), value: Value::from_json(value) })
                     .collect(),
             ),
-            serde_json::Value::Object(object) => Value::Table(Table::from_object(object)),
+            serde_json::Value::Object(object) => Value::Table(KeyTable::from_object(object)),
             serde_json::Value::Null => Value::Other("null"),
         }
     }
@@ -229,7 +229,7 @@ pub(crate) struct Notes {
 pub(crate) struct Reader<'a> {
     /// The table's name in messages, as it is written: `[bridge]`, `[[link]]`.
     what: &'static str,
-    table: Table,
+    table: KeyTable,
     known: Vec<&'static str>,
     /// The keys that were taken, and where they are written.
     taken: BTreeMap<&'static str, Place>,
@@ -237,7 +237,7 @@ pub(crate) struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    pub fn new(what: &'static str, table: Table, notes: &'a mut Notes) -> Reader<'a> {
+    pub fn new(what: &'static str, table: KeyTable, notes: &'a mut Notes) -> Reader<'a> {
         Reader { what, table, known: vec![], taken: BTreeMap::new(), notes }
     }
 
@@ -382,10 +382,10 @@ impl<'a> Reader<'a> {
     }
 
     /// A table of its own, written `[key]`.
-    pub fn table(&mut self, key: &'static str) -> Option<Table> {
+    pub fn table(&mut self, key: &'static str) -> Option<KeyTable> {
         let entry = self.take(key)?;
         match entry.value {
-            Value::Table(table) => Some(Table { place: entry.place, ..table }),
+            Value::Table(table) => Some(KeyTable { place: entry.place, ..table }),
             _ => {
                 self.wrong_kind(key, &entry, &format!("a table; write [{key}]"));
                 None
@@ -394,7 +394,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Any number of tables, written `[[key]]`.
-    pub fn tables(&mut self, key: &'static str) -> Vec<Table> {
+    pub fn tables(&mut self, key: &'static str) -> Vec<KeyTable> {
         let Some(entry) = self.take(key) else { return vec![] };
         let Value::List(list) = entry.value else {
             self.wrong_kind(key, &entry, &format!("a list of tables; write [[{key}]]"));
@@ -471,7 +471,7 @@ mod tests {
 
     #[test]
     fn places_are_lines_counted_from_one() {
-        let table = Table::from_toml(&"f".into(), "a = 1\n\n[b]\nc = 2\n").unwrap();
+        let table = KeyTable::from_toml(&"f".into(), "a = 1\n\n[b]\nc = 2\n").unwrap();
         assert_eq!(table.entries["a"].place, Place::new(&"f".into(), 1));
         assert_eq!(table.entries["b"].place, Place::new(&"f".into(), 3));
         let Value::Table(b) = &table.entries["b"].value else { panic!("b is a table") };

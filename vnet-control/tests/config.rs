@@ -12,7 +12,7 @@ use vnet::route::Qualifier;
 use vnet::wire::socks::{Credentials, Destination};
 use vnet_control::carrier::Tunnel;
 use vnet_control::config::{Configuration, parse};
-use vnet_control::desired::{Attachment, Driving, Origin, Target};
+use vnet_control::desired::{Attachment, Driving, RouteSource, Target};
 
 /// The error lines of a refused file.
 fn errors(text: &str) -> Vec<String> {
@@ -173,9 +173,12 @@ fn networks_interfaces_links_and_routes_are_read() {
     assert_eq!(old.spec.networks, Some(vec![NetworkId::DEFAULT]));
     let [route, any] = &desired.routes[..] else { panic!("two routes") };
     assert_eq!(route.spec.src, Qualifier::Not("52:54:00:00:00:09".parse().unwrap()));
-    assert_eq!(route.spec.from, Origin::One(Target::Interface("vm1".into())));
+    assert_eq!(route.spec.from, RouteSource::One(Target::Interface("vm1".into())));
     assert_eq!(route.spec.to, Target::Link("h2".into()));
-    assert_eq!((any.spec.src, any.spec.dst, &any.spec.from), (Qualifier::Any, Qualifier::Any, &Origin::Any));
+    assert_eq!(
+        (any.spec.src, any.spec.dst, &any.spec.from),
+        (Qualifier::Any, Qualifier::Any, &RouteSource::Any)
+    );
 }
 
 #[test]

@@ -160,7 +160,7 @@ fn check_routes(desired: &Desired, broken: &[Target], problems: &mut Vec<Problem
             problems.push(Problem::new(place, text));
         }
         let from = match &spec.from {
-            Origin::One(target) => Some(target),
+            RouteSource::One(target) => Some(target),
             _ => None,
         };
         for target in from.into_iter().chain([&spec.to]).filter(|target| !broken.contains(target)) {

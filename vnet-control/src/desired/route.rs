@@ -18,7 +18,7 @@ pub struct RouteSpec {
     /// Destination addresses it applies to.
     pub dst: Qualifier,
     /// Where frames must have come from.
-    pub from: Origin,
+    pub from: RouteSource,
     /// Where they go.
     pub to: Target,
 }
@@ -26,13 +26,13 @@ pub struct RouteSpec {
 impl RouteSpec {
     /// True when the rule names `target`.
     pub fn names(&self, target: &Target) -> bool {
-        self.to == *target || matches!(&self.from, Origin::One(from) if from == target)
+        self.to == *target || matches!(&self.from, RouteSource::One(from) if from == target)
     }
 }
 
 /// Where a rule wants frames to have come from.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Origin {
+pub enum RouteSource {
     /// Anywhere.
     Any,
     /// Any interface.
@@ -77,26 +77,26 @@ impl FromStr for Target {
     }
 }
 
-impl fmt::Display for Origin {
+impl fmt::Display for RouteSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Origin::Any => f.write_str("any"),
-            Origin::AnyInterface => f.write_str("interface"),
-            Origin::AnyLink => f.write_str("link"),
-            Origin::One(target) => target.fmt(f),
+            RouteSource::Any => f.write_str("any"),
+            RouteSource::AnyInterface => f.write_str("interface"),
+            RouteSource::AnyLink => f.write_str("link"),
+            RouteSource::One(target) => target.fmt(f),
         }
     }
 }
 
-impl FromStr for Origin {
+impl FromStr for RouteSource {
     type Err = String;
 
-    fn from_str(text: &str) -> Result<Origin, String> {
+    fn from_str(text: &str) -> Result<RouteSource, String> {
         match text.trim() {
-            "any" => Ok(Origin::Any),
-            "interface" => Ok(Origin::AnyInterface),
-            "link" => Ok(Origin::AnyLink),
-            _ => text.parse().map(Origin::One).map_err(|_| {
+            "any" => Ok(RouteSource::Any),
+            "interface" => Ok(RouteSource::AnyInterface),
+            "link" => Ok(RouteSource::AnyLink),
+            _ => text.parse().map(RouteSource::One).map_err(|_| {
                 format!(
                     "{} is no place frames come from; write any, interface, link, interface NAME or link NAME",
                     quote(text)

@@ -42,7 +42,7 @@ pub const WAITING_MAX: usize = 8192;
 /// Hosts remembered per station with the time of their last record: as many as a station visits in five moves.
 const HOSTS_OF_STATION_MAX: usize = 5;
 
-type Place = (NetworkId, Mac);
+type StationKey = (NetworkId, Mac);
 
 /// A host whose record was accepted.
 struct Known {
@@ -112,8 +112,8 @@ pub struct Authenticator {
     /// Signing time of this host's latest value.
     signed: u64,
     hosts: HashMap<(NetworkId, Box<str>), Known>,
-    stations: HashMap<Place, Newest>,
-    waiting: HashMap<Place, Waiting>,
+    stations: HashMap<StationKey, Newest>,
+    waiting: HashMap<StationKey, Waiting>,
 }
 
 impl Authenticator {
@@ -244,7 +244,7 @@ impl Authenticator {
 
     /// Verifies values that waited for a host's certificate.
     fn await_no_more(&mut self, overlay: &mut Overlay, network: NetworkId, host: &str, now_ms: u64) {
-        let due = |place: &Place, waiting: &Waiting| place.0 == network && *waiting.host == *host;
+        let due = |place: &StationKey, waiting: &Waiting| place.0 == network && *waiting.host == *host;
         let due: Vec<_> = self.waiting.iter().filter(|(p, w)| due(p, w)).map(|(place, _)| *place).collect();
         for place in due {
             if let Some(Waiting { value, lease, revision, .. }) = self.waiting.remove(&place) {

@@ -11,7 +11,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use super::alarm::Alarm;
-use super::places::{Place, Places};
+use super::places::{Places, StationKey};
 use super::record::{HostRecord, Key};
 use super::state::{Overlay, Settings, Store};
 use crate::api;
@@ -87,7 +87,7 @@ impl Overlay {
     }
 
     /// All stations, local and remote.
-    fn all_places(&self) -> impl Iterator<Item = Place> {
+    fn all_places(&self) -> impl Iterator<Item = StationKey> {
         let stations = self
             .networks
             .iter()
@@ -96,7 +96,7 @@ impl Overlay {
     }
 
     /// The host that a station is on (`None`: this host) and its addresses.
-    fn whereabouts(&self, (id, mac): Place) -> Option<(Option<&str>, &[IpAddr])> {
+    fn whereabouts(&self, (id, mac): StationKey) -> Option<(Option<&str>, &[IpAddr])> {
         if let Some(guest) = self.guests.get(&(id, mac)).filter(|guest| !guest.lost) {
             return Some((None, &guest.addresses[..]));
         }
@@ -236,7 +236,7 @@ struct Hops<'a> {
 
 impl<'a> Hops<'a> {
     /// Records where a station is.
-    fn put(&mut self, places: &mut Places, place: Place) {
+    fn put(&mut self, places: &mut Places, place: StationKey) {
         match self.overlay.whereabouts(place) {
             Some((None, addresses)) => places.set(place, None, addresses),
             Some((Some(host), addresses)) => match self.toward(place.0, host) {

@@ -12,24 +12,24 @@ use vnet::frame::NetworkId;
 use vnet::wire::ethernet::Mac;
 
 /// A station's key.
-pub(super) type Place = (NetworkId, Mac);
+pub(super) type StationKey = (NetworkId, Mac);
 
 /// Station locations and owners of IP addresses.
 #[derive(Default)]
 pub(super) struct Places {
     /// The link to each remote station, as an index into a list kept elsewhere.
-    pub stations: Arc<HashMap<Place, u16>>,
+    pub stations: Arc<HashMap<StationKey, u16>>,
     /// The owner of each IP address; an address claimed by several stations has none.
     pub neighbours: Arc<HashMap<(NetworkId, IpAddr), Mac>>,
     /// Stations that claim an IP address.
     claims: HashMap<(NetworkId, IpAddr), Vec<Mac>>,
     /// IP addresses that a station claims.
-    claimed: HashMap<Place, Box<[IpAddr]>>,
+    claimed: HashMap<StationKey, Box<[IpAddr]>>,
 }
 
 impl Places {
     /// Sets a station's link (`None`: local or unknown) and IP addresses.
-    pub fn set(&mut self, place: Place, hop: Option<u16>, addresses: &[IpAddr]) {
+    pub fn set(&mut self, place: StationKey, hop: Option<u16>, addresses: &[IpAddr]) {
         if self.stations.get(&place) != hop.as_ref() {
             let stations = Arc::make_mut(&mut self.stations);
             match hop {

@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use super::alarm::{Alarm, Alarms};
 use super::entry::Entry;
-use super::places::{Place, Places};
+use super::places::{Places, StationKey};
 use super::record::{HostRecord, Key, StationRecord};
 use crate::desired::LINKS_MAX;
 use crate::desired::Topology;
@@ -143,7 +143,7 @@ pub struct Overlay {
     pub(super) places: Places,
     pub(super) hops: Vec<Box<str>>,
     /// Stations to recompute.
-    pub(super) dirty: HashSet<Place>,
+    pub(super) dirty: HashSet<StationKey>,
     /// Hosts or networks changed: recompute all stations.
     pub(super) restructured: bool,
     /// Any input changed.

@@ -13,7 +13,7 @@ use super::Notes;
 use super::key::{Applies, Declaration, Field, field};
 use super::kinds::{Kind, address, file, flag, list, name, network, number, numbers, socket, word};
 use crate::desired::*;
-use crate::table::{Reader, Table};
+use crate::table::{KeyTable, Reader};
 
 const THREADS_MAX: u32 = 64;
 const CPU_MAX: u32 = 8_191;
@@ -35,7 +35,7 @@ pub static HOST: Declaration<HostSpec> = Declaration {
         .note("names are 1 to 64 letters, digits, `.`, `_`, `-`; beside an `[identity]` a change takes a restart")],
 };
 
-pub(super) fn read_host(table: Table, notes: &mut Notes) -> Item<HostSpec> {
+pub(super) fn read_host(table: KeyTable, notes: &mut Notes) -> Item<HostSpec> {
     read(&HOST, table, notes, |_, _| ())
 }
 
@@ -110,7 +110,7 @@ fn written(path: &PathBuf) -> Option<serde_json::Value> {
     super::kinds::Show::show(path).filter(|_| !path.as_os_str().is_empty())
 }
 
-pub(super) fn read_control(table: Table, notes: &mut Notes) -> Item<ControlSpec> {
+pub(super) fn read_control(table: KeyTable, notes: &mut Notes) -> Item<ControlSpec> {
     read(&CONTROL, table, notes, judge_access)
 }
 
@@ -233,7 +233,7 @@ pub static DISPATCH: Declaration<DispatchSpec> = Declaration {
     ],
 };
 
-pub(super) fn read_dispatch(table: Table, notes: &mut Notes) -> Item<DispatchSpec> {
+pub(super) fn read_dispatch(table: KeyTable, notes: &mut Notes) -> Item<DispatchSpec> {
     read(&DISPATCH, table, notes, |reader, dispatch| {
         let DispatchSpec { threads, cpus, yield_strategy, isolation, .. } = dispatch;
         if !cpus.is_empty() && cpus.len() != *threads {
@@ -318,7 +318,7 @@ pub static BRIDGE: Declaration<BridgeSpec> = Declaration {
     ],
 };
 
-pub(super) fn read_bridge(table: Table, notes: &mut Notes) -> Item<BridgeSpec> {
+pub(super) fn read_bridge(table: KeyTable, notes: &mut Notes) -> Item<BridgeSpec> {
     read(&BRIDGE, table, notes, |reader, bridge| {
         let BridgeSpec { listen, ports, meetings, .. } = *bridge;
         judge_ports(reader, ports, Some(listen));
@@ -375,7 +375,7 @@ pub static IDENTITY: Declaration<IdentityFiles> = Declaration {
     ],
 };
 
-pub(super) fn read_identity(table: Table, notes: &mut Notes) -> Option<Item<IdentityFiles>> {
+pub(super) fn read_identity(table: KeyTable, notes: &mut Notes) -> Option<Item<IdentityFiles>> {
     let before = notes.problems.len();
     let item = read(&IDENTITY, table, notes, |_, _| ());
     (notes.problems.len() == before).then_some(item)
@@ -420,7 +420,7 @@ pub static NETWORK: Declaration<NetworkSpec> = Declaration {
     ],
 };
 
-pub(super) fn read_network(table: Table, notes: &mut Notes) -> Option<Item<NetworkSpec>> {
+pub(super) fn read_network(table: KeyTable, notes: &mut Notes) -> Option<Item<NetworkSpec>> {
     let before = notes.problems.len();
     let item = read(&NETWORK, table, notes, |_, _| ());
     (notes.problems.len() == before).then_some(item)
@@ -435,7 +435,7 @@ impl std::fmt::Display for NetworkSpec {
 /// Reads a table; `judge` looks at its keys together.
 pub(super) fn read<S>(
     declaration: &'static Declaration<S>,
-    table: Table,
+    table: KeyTable,
     notes: &mut Notes,
     judge: impl FnOnce(&mut Reader<'_>, &mut S),
 ) -> Item<S> {

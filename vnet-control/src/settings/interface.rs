@@ -12,7 +12,7 @@ use super::Notes;
 use super::key::{Applies, Declaration, Field, Selector, Takes, field};
 use super::kinds::{Kind, Show, device, flag, mac, name, network, number, parsed, socket, text, word};
 use crate::desired::*;
-use crate::table::{Reader, Table, Value};
+use crate::table::{KeyTable, Reader, Value};
 
 const RATE_MAX: u32 = i32::MAX as u32;
 const WINDOW_MAX_US: u32 = 10_000_000;
@@ -327,7 +327,11 @@ const fn addresses() -> Kind<Vec<IpAddr>> {
     })
 }
 
-pub(super) fn read(table: Table, notes: &mut Notes, broken: &mut Vec<Target>) -> Option<Item<InterfaceSpec>> {
+pub(super) fn read(
+    table: KeyTable,
+    notes: &mut Notes,
+    broken: &mut Vec<Target>,
+) -> Option<Item<InterfaceSpec>> {
     let before = notes.problems.len();
     let item = super::host::read(&INTERFACE, table, notes, |reader, interface| {
         judge_direct(reader, interface);

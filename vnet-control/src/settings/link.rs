@@ -20,7 +20,7 @@ use super::host::judge_ports;
 use super::key::{Applies, Declaration, Selector, Takes, field};
 use super::kinds::{Kind, Show, flag, list, name, networks, number, socket_address, text, word};
 use crate::desired::*;
-use crate::table::{Placed, Reader, Table, quote};
+use crate::table::{KeyTable, Placed, Reader, quote};
 
 /// What a proxy looks like.
 const PROXY: &str = "socks5://127.0.0.1:9050 or socks5://USER:PASSWORD@ADDRESS:PORT";
@@ -319,7 +319,7 @@ const fn proxy() -> Kind<Proxy> {
     })
 }
 
-pub(super) fn read(table: Table, notes: &mut Notes, broken: &mut Vec<Target>) -> Option<Item<LinkSpec>> {
+pub(super) fn read(table: KeyTable, notes: &mut Notes, broken: &mut Vec<Target>) -> Option<Item<LinkSpec>> {
     let before = notes.problems.len();
     let mut reader = Reader::new(LINK.title, table, notes);
     let (place, mut form) = (reader.place(), LinkForm::default());

@@ -42,11 +42,16 @@ pub use route::ROUTE;
 
 use crate::Place;
 use crate::desired::*;
-use crate::table::{Notes, Problem, Reader, Table};
+use crate::table::{KeyTable, Notes, Problem, Reader};
 
 /// Reads the table of a whole file, which begins at `top`. Interfaces and links that are meant to be there but could not be
 /// read are left out, and their names added to `broken`.
-pub(crate) fn read_file(table: Table, top: &Place, notes: &mut Notes, broken: &mut Vec<Target>) -> Desired {
+pub(crate) fn read_file(
+    table: KeyTable,
+    top: &Place,
+    notes: &mut Notes,
+    broken: &mut Vec<Target>,
+) -> Desired {
     let mut root = Reader::new("the file", table, notes);
     let [host, control, dispatch, bridge, identity] =
         ["host", "control", "dispatch", "bridge", "identity"].map(|key| root.table(key));
@@ -54,7 +59,8 @@ pub(crate) fn read_file(table: Table, top: &Place, notes: &mut Notes, broken: &m
         ["network", "interface", "link", "route"].map(|key| root.tables(key));
     let overlay = root.table("overlay");
     root.finish();
-    let or_top = |table: Option<Table>| table.unwrap_or(Table { place: top.clone(), ..Table::default() });
+    let or_top =
+        |table: Option<KeyTable>| table.unwrap_or(KeyTable { place: top.clone(), ..KeyTable::default() });
     Desired {
         host: host::read_host(or_top(host), notes),
         control: host::read_control(or_top(control), notes),
@@ -73,12 +79,12 @@ pub(crate) fn read_file(table: Table, top: &Place, notes: &mut Notes, broken: &m
 }
 
 /// Reads an interface from a table with the keys of `[[interface]]`.
-pub(crate) fn interface_from(table: Table, notes: &mut Notes) -> Option<Item<InterfaceSpec>> {
+pub(crate) fn interface_from(table: KeyTable, notes: &mut Notes) -> Option<Item<InterfaceSpec>> {
     interface::read(table, notes, &mut vec![])
 }
 
 /// Changes an interface by a table with those keys that can be changed while it is open; others are refused.
-pub(crate) fn change_interface(table: Table, notes: &mut Notes, interface: &mut InterfaceSpec) {
+pub(crate) fn change_interface(table: KeyTable, notes: &mut Notes, interface: &mut InterfaceSpec) {
     let mut reader = Reader::new("an open interface", table, notes);
     INTERFACE.read_live(&mut reader, interface);
     interface::judge(&mut reader, interface);
@@ -86,12 +92,12 @@ pub(crate) fn change_interface(table: Table, notes: &mut Notes, interface: &mut 
 }
 
 /// Reads a link from a table with the keys of `[[link]]`.
-pub(crate) fn link_from(table: Table, notes: &mut Notes) -> Option<Item<LinkSpec>> {
+pub(crate) fn link_from(table: KeyTable, notes: &mut Notes) -> Option<Item<LinkSpec>> {
     link::read(table, notes, &mut vec![])
 }
 
 /// Reads a rule from a table with the keys of `[[route]]`.
-pub(crate) fn route_from(table: Table, notes: &mut Notes) -> Option<Item<RouteSpec>> {
+pub(crate) fn route_from(table: KeyTable, notes: &mut Notes) -> Option<Item<RouteSpec>> {
     route::read(table, notes)
 }
 

@@ -4,7 +4,7 @@ use super::Notes;
 use super::key::{Applies, Declaration, Field, Key, Takes, field};
 use super::kinds::{Kind, Show, address, file, flag, networks, parsed};
 use crate::desired::*;
-use crate::table::{Reader, Table, Value, quote};
+use crate::table::{KeyTable, Reader, Value, quote};
 
 /// Most members of an etcd cluster that are listed: etcd's own advice is at most seven.
 const ENDPOINTS_MAX: usize = 16;
@@ -115,7 +115,7 @@ pub static OVERLAY: Declaration<OverlaySpec> = Declaration {
     ],
 };
 
-pub(super) fn read(table: Table, notes: &mut Notes) -> Option<Item<OverlaySpec>> {
+pub(super) fn read(table: KeyTable, notes: &mut Notes) -> Option<Item<OverlaySpec>> {
     let before = notes.problems.len();
     let item = super::host::read(&OVERLAY, table, notes, judge);
     (notes.problems.len() == before).then_some(item)

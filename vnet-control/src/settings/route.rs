@@ -8,8 +8,8 @@ use vnet::route::Qualifier;
 use super::Notes;
 use super::key::{Applies, Declaration, field};
 use super::kinds::{network, parsed};
-use crate::desired::{Item, Origin, RouteSpec, Target};
-use crate::table::Table;
+use crate::desired::{Item, RouteSource, RouteSpec, Target};
+use crate::table::KeyTable;
 
 /// `[[route]]`
 pub static ROUTE: Declaration<RouteSpec> = Declaration {
@@ -20,7 +20,7 @@ pub static ROUTE: Declaration<RouteSpec> = Declaration {
         network: NetworkId::DEFAULT,
         src: Qualifier::Any,
         dst: Qualifier::Any,
-        from: Origin::Any,
+        from: RouteSource::Any,
         to: Target::Link(String::new()),
     },
     fields: &[
@@ -43,7 +43,7 @@ pub static ROUTE: Declaration<RouteSpec> = Declaration {
         .always(),
         field!(
             "from",
-            parsed::<Origin>("PLACE"),
+            parsed::<RouteSource>("PLACE"),
             |route: RouteSpec| route.from,
             "where frames come from: any, interface, link, interface NAME or link NAME"
         )
@@ -59,7 +59,7 @@ pub static ROUTE: Declaration<RouteSpec> = Declaration {
     ],
 };
 
-pub(super) fn read(table: Table, notes: &mut Notes) -> Option<Item<RouteSpec>> {
+pub(super) fn read(table: KeyTable, notes: &mut Notes) -> Option<Item<RouteSpec>> {
     let before = notes.problems.len();
     let item = super::host::read(&ROUTE, table, notes, |_, _| ());
     (notes.problems.len() == before).then_some(item)

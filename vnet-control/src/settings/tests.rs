@@ -83,18 +83,18 @@ static GARDEN: Declaration<Garden> = Declaration {
     ],
 };
 
-fn garden(table: Result<Table, Vec<Problem>>) -> (Garden, Vec<String>) {
+fn garden(table: Result<KeyTable, Vec<Problem>>) -> (Garden, Vec<String>) {
     let mut notes = Notes::default();
     let item = host::read(&GARDEN, table.unwrap(), &mut notes, |_, _| ());
     (item.spec, notes.problems.iter().map(ToString::to_string).collect())
 }
 
 fn from_toml(text: &str) -> (Garden, Vec<String>) {
-    garden(Table::from_toml(&"f".into(), text))
+    garden(KeyTable::from_toml(&"f".into(), text))
 }
 
 fn from_json(text: &str) -> (Garden, Vec<String>) {
-    garden(Table::from_json(text.as_bytes()).map_err(|problem| vec![problem]))
+    garden(KeyTable::from_json(text.as_bytes()).map_err(|problem| vec![problem]))
 }
 
 #[test]
