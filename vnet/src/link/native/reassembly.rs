@@ -5,7 +5,7 @@
 //! of its pieces. Nothing is copied for that. Only when the burst is over, [`Reassembly::settle`] copies what belongs to
 //! frames that are still incomplete, into memory that counts against the budgets of the link and of the host.
 //!
-//! A frame ends exactly once, in one of these ways, and its name is noted as ended (window.rs), so that a late fragment is
+//! A frame ends exactly once, in one of these ways, and its name is noted as ended (duplicates.rs), so that a late fragment is
 //! stale and starts nothing:
 //! - *complete*: every fragment is there;
 //! - *contradicted*: a fragment does not fit the others (another size, two ends, a frame too long);
@@ -49,7 +49,7 @@ pub struct ReassemblyBudget {
 }
 
 impl ReassemblyBudget {
-    /// Memory that one host may use for all its links, in bytes (DESIGN.md section 10).
+    /// Memory that one host may use for all its links, in bytes.
     pub const HOST: usize = 64 << 20;
 
     /// A budget of `limit` bytes.

@@ -1,6 +1,6 @@
 //! Streams on a VXLAN link, handed uncut to the kernel's own VXLAN driver.
 //!
-//! A VTEP gets one datagram for each segment, and vnet can cut super-frames itself (bare.rs). But then the network device has
+//! A VTEP gets one datagram for each segment, and vnet can cut super-frames itself (transmit.rs). But then the network device has
 //! nothing left to cut, and another kernel takes each segment through its whole receive path. The kernel's VXLAN driver keeps a
 //! super-frame whole until the device, which cuts it in hardware where it can, or hands it to a veth's other end uncut.
 //!
