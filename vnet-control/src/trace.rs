@@ -30,11 +30,7 @@ impl Engine {
                 let found = targets.iter().find(|(_, at)| *at == target).map(|(port, _)| *port);
                 found.ok_or_else(|| EngineError::NotFound(target.to_string()))?
             }
-            None => {
-                let known = self.known();
-                let found = known.iter().find(|entry| entry.mac == src && entry.network == network);
-                found.ok_or(EngineError::UnknownSource(src))?.port
-            }
+            None => self.port_of(network, src)?,
         };
         let flow = Flow { network, src, dst, from };
         let cached_by = self.ask_caches(&flow).iter().map(|answer| answer.dispatcher).collect();
@@ -90,6 +86,13 @@ impl Engine {
             copies,
             drop,
         })
+    }
+
+    /// The port where this host knows an address to be.
+    fn port_of(&self, network: NetworkId, mac: Mac) -> Result<PortId, EngineError> {
+        let known = self.known();
+        let found = known.iter().find(|entry| entry.mac == mac && entry.network == network);
+        Ok(found.ok_or(EngineError::UnknownSource(mac))?.port)
     }
 
     /// The storm limit of an interface, as text.
