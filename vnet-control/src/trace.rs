@@ -10,7 +10,17 @@ use vnet::frame::{NetworkId, PortId};
 use vnet::interface::State;
 use vnet::link::LinkState;
 use vnet::route::{By, Flow, explain};
+use vnet::stats::DropReason;
 use vnet::wire::ethernet::Mac;
+
+/// Which stage decided about a frame, and why.
+struct Decision {
+    by: &'static str,
+    why: String,
+    guard: String,
+    rules: Vec<u32>,
+    priority: Option<u8>,
+}
 
 impl Engine {
     /// How a frame would be forwarded, and why. Without `from` it enters at the port of its source address.
@@ -35,10 +45,39 @@ impl Engine {
         let flow = Flow { network, src, dst, from };
         let cached_by = self.ask_caches(&flow).iter().map(|answer| answer.dispatcher).collect();
         let found = explain(&self.core.table(), self.core.learned(), &flow, self.core.now_ms());
+        let Decision { by, why, guard, rules, priority } =
+            self.decision(dst, targets.get(&from), found.by, found.outcome.as_ref().err().copied());
+        let name = |port: &PortId| targets.get(port).map(ToString::to_string).unwrap_or_default();
+        let (ports, drop) = match found.outcome {
+            Ok(ports) => (ports, None),
+            Err(reason) => (vec![], Some(reason.name().to_string())),
+        };
+        let copies =
+            ports.iter().filter_map(|port| targets.get(port)).filter_map(|at| self.traced_copy(at)).collect();
+        let to = ports.iter().map(name).collect();
+        let from = name(&from);
+        Ok(api::Trace {
+            network,
+            src,
+            dst,
+            from,
+            by: by.into(),
+            why,
+            guard,
+            rules,
+            priority,
+            cached_by,
+            to,
+            copies,
+            drop,
+        })
+    }
+
+    /// What decided, in words. `from` is the frame's origin, `reason` the guard's drop reason.
+    fn decision(&self, dst: Mac, from: Option<&Target>, by: By, reason: Option<DropReason>) -> Decision {
         let (mut rules, mut decisive, mut guard) = (vec![], None, "admitted".to_string());
-        let (by, why) = match found.by {
+        let (by, why) = match by {
             By::Guard => {
-                let reason = found.outcome.as_ref().err().copied();
                 guard = reason.map(|reason| reason.name().into()).unwrap_or_default();
                 (
                     "guard",
@@ -57,35 +96,12 @@ impl Engine {
                 ("learned", format!("{dst} was heard there {age_s} s ago{frozen}"))
             }
             By::Flood => {
-                let limit = self.storm_limit(targets.get(&from));
+                let limit = self.storm_limit(from);
                 ("flood", format!("{dst} is a group address or unknown, so the network is flooded{limit}"))
             }
             By::Nothing => ("nothing", "no route applies and the network does not learn".into()),
         };
-        let name = |port: &PortId| targets.get(port).map(ToString::to_string).unwrap_or_default();
-        let (ports, drop) = match found.outcome {
-            Ok(ports) => (ports, None),
-            Err(reason) => (vec![], Some(reason.name().to_string())),
-        };
-        let copies =
-            ports.iter().filter_map(|port| targets.get(port)).filter_map(|at| self.traced_copy(at)).collect();
-        let (by, priority, to) = (by.into(), decisive, ports.iter().map(name).collect());
-        let from = name(&from);
-        Ok(api::Trace {
-            network,
-            src,
-            dst,
-            from,
-            by,
-            why,
-            guard,
-            rules,
-            priority,
-            cached_by,
-            to,
-            copies,
-            drop,
-        })
+        Decision { by, why, guard, rules, priority: decisive }
     }
 
     /// The port where this host knows an address to be.
