@@ -178,7 +178,9 @@ impl Engine {
                 && is.spec.driving != spec.driving
             {
                 live.drive.settings = spec.driving.mode;
-                live.interface.set_interrupts(spec.driving.interrupts);
+                if let Some(guest) = live.interface.coalesce() {
+                    guest.set_interrupts(spec.driving.interrupts);
+                }
             }
         }
     }

@@ -241,19 +241,19 @@ fn driving_changes_without_reopening() {
     let mut engine = Engine::start(desired(dir.path(), &vm("vm1"))).unwrap();
     let live = |engine: &Engine| engine.interfaces["vm1"].interface.clone();
     let (before, port) = (live(&engine), engine.interfaces["vm1"].port);
-    assert!(!before.coalesces());
+    assert!(!before.coalesce().unwrap().coalesces());
     let text = vm("vm1") + "mode = \"vmm-driven\"\ninterrupts = \"optimistic\"\nstorm_limit = 5\n";
     let plan = engine.apply(desired(dir.path(), &text)).unwrap();
     assert!(plan.to_string().ends_with("storm limit 5/s, vmm-driven, optimistic interrupts"), "{plan}");
     assert!(Arc::ptr_eq(&before, &live(&engine)) && engine.interfaces["vm1"].port == port);
-    assert!(before.coalesces());
+    assert!(before.coalesce().unwrap().coalesces());
     let interface = engine.interfaces().remove(0);
     let (mode, shown) = (interface.settings.text("mode"), interface.driving);
     assert_eq!((&*mode, &*shown.driven_by, shown.switches), ("vmm-driven", "vmm", 1));
     // A single change uses the same path.
     let json = br#"{"mode": "guest-driven", "interrupts": "direct"}"#;
     engine.change_interface("vm1", |spec| config::change_from_json(json, spec)).unwrap();
-    assert!(Arc::ptr_eq(&before, &live(&engine)) && !before.coalesces());
+    assert!(Arc::ptr_eq(&before, &live(&engine)) && !before.coalesce().unwrap().coalesces());
     let shown = engine.interfaces().remove(0);
     assert_eq!((&*shown.settings.text("mode"), &*shown.driving.driven_by), ("guest-driven", "guest"));
     assert_eq!((shown.driving.switches, shown.settings.number("storm_limit")), (2, Some(5)));

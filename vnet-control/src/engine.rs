@@ -242,7 +242,7 @@ impl Engine {
                 storm_frames_per_s: None,
                 port_security: false,
             };
-            Some(LinkPort { member, link: live.link.clone(), stream: live.stream.clone() })
+            Some(LinkPort { member, link: live.link.clone() })
         };
         let direct = |Item { spec, .. }: &Item<InterfaceSpec>| {
             let Attachment::VhostUser { direct: Some(wanted), .. } = &spec.attachment else { return None };
@@ -254,7 +254,7 @@ impl Engine {
             Some((live.port, direct.clone()))
         };
         Parts {
-            directs: desired.interfaces.iter().filter_map(direct).collect(),
+            underlay_ports: desired.interfaces.iter().filter_map(direct).collect(),
             networks: plan::networks(desired).into_iter().map(|item| network(&item.spec)).collect(),
             interfaces: desired.interfaces.iter().filter_map(interface).collect(),
             links: desired.links.iter().filter_map(link).collect(),

@@ -5,15 +5,15 @@ use std::sync::Arc;
 
 use super::carrier;
 use super::desired::*;
+use vnet::dispatch::in_place::UnderlayPort;
 use vnet::dispatch::mode::Drive;
-use vnet::dispatch::stream::StreamPort;
 use vnet::frame::{self, PortId};
 use vnet::interface::local::{Local, LocalOptions};
 use vnet::interface::tap::{Tap, TapOptions};
 use vnet::interface::vhost_user::{VhostUser, VhostUserOptions};
 use vnet::interface::{Interface, State};
 use vnet::link::inquiry::Inbox;
-use vnet::link::{Direct, Link, LinkOptions, Security};
+use vnet::link::{Link, LinkOptions, Security};
 use vnet::stats::PortStats;
 
 /// An open interface.
@@ -24,7 +24,7 @@ pub(super) struct LiveInterface {
     pub drive: Drive,
     pub interface: Arc<dyn Interface>,
     /// Its own underlay port, for receiving in place.
-    pub direct: Option<Arc<Direct>>,
+    pub direct: Option<Arc<UnderlayPort>>,
 }
 
 impl LiveInterface {
@@ -38,7 +38,6 @@ pub(super) struct LiveLink {
     pub port: PortId,
     pub stats: Arc<PortStats>,
     pub link: Arc<Link>,
-    pub stream: Option<Arc<StreamPort>>,
 }
 
 impl LiveLink {
@@ -51,7 +50,7 @@ impl LiveLink {
         let security = Security { peer: security.peer, macs: security.macs, via: security.via };
         let link = Link::with_security(options, security, port, stats.clone());
         link.answer_by(inbox.clone());
-        LiveLink { port, stats, stream: StreamPort::of(&link), link }
+        LiveLink { port, stats, link }
     }
 }
 
@@ -77,7 +76,7 @@ pub(super) fn open_interface(
     let (interface, mtu): (Arc<dyn Interface>, u32) = match &spec.attachment {
         Attachment::VhostUser { socket, server, direct: own } => {
             if let Some(DirectSpec { port, .. }) = own {
-                direct = Some(Direct::bind(SocketAddr::new(listen, *port)).map_err(|e| e.to_string())?);
+                direct = Some(UnderlayPort::bind(SocketAddr::new(listen, *port)).map_err(|e| e.to_string())?);
             }
             let (socket, server, name) = (socket.clone(), *server, spec.name.clone());
             let options = VhostUserOptions { name, socket, server, mac, mtu, queues };
@@ -102,7 +101,9 @@ pub(super) fn open_interface(
             (local, mtu)
         }
     };
-    interface.set_interrupts(spec.driving.interrupts);
+    if let Some(guest) = interface.coalesce() {
+        guest.set_interrupts(spec.driving.interrupts);
+    }
     let drive = Drive::new(spec.driving.mode, queues);
     Ok(LiveInterface { port, mtu, stats, drive, interface, direct })
 }

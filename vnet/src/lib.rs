@@ -3,7 +3,7 @@
 //!
 //! This crate is the data plane. In the order of a frame's way:
 //!
-//! 1. [`interface`]: a frame leaves a guest (vhost-user, TAP) and joins a [`frame::Batch`];
+//! 1. [`interface`]: a frame leaves a guest (vhost-user, TAP) by a [`source`] and joins a [`frame::Batch`];
 //! 2. [`dispatch`]: one loop runs the batch to completion;
 //! 3. [`route`]: guard, cache, table and learned addresses decide where each frame goes;
 //! 4. [`link`]: the bridge encapsulates it for another host, or
@@ -29,6 +29,7 @@ mod netlink;
 pub mod poll;
 pub mod route;
 mod scratch;
+pub mod source;
 pub mod stats;
 pub mod unix;
 pub mod wire;

@@ -31,6 +31,17 @@ impl Scratch {
         self.base.cast::<u8>().cast_const().wrapping_add(offset)
     }
 
+    /// The bytes of `range`, to be read.
+    ///
+    /// # Panics
+    /// When `range` exceeds the buffer.
+    #[inline]
+    pub(crate) fn bytes(&self, range: Range<usize>) -> &[u8] {
+        assert!(range.start <= range.end && range.end <= self.len(), "range exceeds the buffer");
+        // SAFETY: the range lies in our allocation, as asserted; `&self` excludes mutable references.
+        unsafe { std::slice::from_raw_parts(self.ptr(range.start), range.len()) }
+    }
+
     /// The bytes of `range`.
     ///
     /// # Panics

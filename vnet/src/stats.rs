@@ -6,8 +6,6 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-pub mod watch;
-
 macro_rules! reasons {
     ($(#[$outer:meta])* $name:ident { $($variant:ident = $text:literal, $doc:literal;)* }) => {
         $(#[$outer])*
@@ -164,9 +162,6 @@ impl PortStats {
     #[inline]
     pub fn drop_frames(&self, reason: DropReason, n: u64) {
         self.drops[reason as usize].add(n);
-        if watch::is_on() && n != 0 {
-            watch::note(self, reason, n, None);
-        }
     }
 
     /// Counts one frame of `bytes` bytes refused on entry: in and dropped.
@@ -175,9 +170,6 @@ impl PortStats {
         self.in_frames.add(1);
         self.in_bytes.add(bytes);
         self.drops[reason as usize].add(1);
-        if watch::is_on() {
-            watch::note(self, reason, 1, Some(bytes));
-        }
     }
 
     /// Counts `n` discarded datagrams.

@@ -8,10 +8,11 @@ use std::time::{Duration, Instant};
 use common::{Host, WAIT, mac, yielding};
 use vnet::dispatch::mode::{Drive, Mode, ModeSettings};
 use vnet::dispatch::yielding::Strategy;
-use vnet::frame::{Batch, NetworkId, Origin, PortId};
+use vnet::frame::{Batch, DropSink, NetworkId, Origin, PortId, Selection};
 use vnet::interface::fake::{Fake, OwnedFrame};
 use vnet::interface::{Interface, State};
 use vnet::poll::Waker;
+use vnet::source::{Source, Taken};
 use vnet::stats::PortStats;
 use vnet::wire::offload::Offload;
 
@@ -45,38 +46,15 @@ impl Interface for Echo {
         1
     }
 
-    fn receive(&self, queue: usize, batch: &mut Batch, run: &mut dyn FnMut(&Batch)) -> usize {
-        self.fake.receive(queue, batch, run)
+    fn source(self: Arc<Self>, queue: usize) -> Box<dyn Source> {
+        let inner = self.fake.clone().source(queue);
+        Box::new(EchoSource { echo: self, inner })
     }
 
-    fn deliver(&self, queue: usize, batch: &Batch, which: &[u16]) {
-        self.fake.deliver(queue, batch, which);
+    fn deliver(&self, queue: usize, frames: Selection<'_>, drops: &mut DropSink) {
+        self.fake.deliver(queue, frames, drops);
         self.held.lock().unwrap().0.extend(self.fake.take());
         self.send_back();
-    }
-
-    fn attach(&self, queue: usize, waker: Waker) {
-        self.fake.attach(queue, waker);
-    }
-
-    fn detach(&self, queue: usize) {
-        self.fake.detach(queue);
-    }
-
-    fn arm(&self, queue: usize) -> bool {
-        let armed = self.fake.arm(queue);
-        self.held.lock().unwrap().1 = armed;
-        self.send_back();
-        armed
-    }
-
-    fn disarm(&self, queue: usize) {
-        self.held.lock().unwrap().1 = false;
-        self.fake.disarm(queue);
-    }
-
-    fn polls(&self) -> bool {
-        true
     }
 
     fn state(&self) -> State {
@@ -85,6 +63,46 @@ impl Interface for Echo {
 
     fn stop(&self) {
         self.fake.stop();
+    }
+}
+
+struct EchoSource {
+    echo: Arc<Echo>,
+    inner: Box<dyn Source>,
+}
+
+impl Source for EchoSource {
+    unsafe fn fill(&mut self, batch: &mut Batch, drops: &mut DropSink, now_ms: u64) -> Taken {
+        // SAFETY: the caller's contract is this function's own.
+        unsafe { self.inner.fill(batch, drops, now_ms) }
+    }
+
+    fn give_back(&mut self) {
+        self.inner.give_back();
+    }
+
+    fn watch(&mut self, waker: Waker) {
+        self.inner.watch(waker);
+    }
+
+    fn unwatch(&mut self) {
+        self.inner.unwatch();
+    }
+
+    fn rest(&mut self) -> bool {
+        let armed = self.inner.rest();
+        self.echo.held.lock().unwrap().1 = armed;
+        self.echo.send_back();
+        armed
+    }
+
+    fn resume(&mut self) {
+        self.echo.held.lock().unwrap().1 = false;
+        self.inner.resume();
+    }
+
+    fn polls(&self) -> bool {
+        true
     }
 }
 

@@ -6,12 +6,13 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
 use arc_swap::ArcSwap;
+use parking_lot::{Condvar, Mutex};
 
 use super::Dispatcher;
 use super::counters::DispatcherStats;
@@ -21,7 +22,7 @@ use super::setup::{Parts, Setup};
 use super::yielding::{Strategy, Yielder};
 use crate::frame::BATCH_MAX;
 use crate::link::path::prober::Prober;
-use crate::link::{Bridge, BridgeError, Courier, PathWatch, ReassemblyBudget, ZeroCopy, stream};
+use crate::link::{Bridge, BridgeError, Courier, PathWatch, ReassemblyBudget, Receiver, ZeroCopy, stream};
 use crate::poll::Poller;
 use crate::route::{Learned, Table};
 use crate::stats::PortStats;
@@ -142,7 +143,7 @@ impl Shared {
     }
 
     pub(super) fn adopted(&self, id: usize, generation: u64) {
-        self.adopted.lock().unwrap_or_else(PoisonError::into_inner)[id] = generation;
+        self.adopted.lock()[id] = generation;
         self.progress.notify_all();
     }
 
@@ -174,7 +175,7 @@ impl Core {
         let ports = options.ports.max(1);
         let mut bridges = Bridge::bind_group(options.listen, ports, count, &bridge_stats, &budget)?;
         if let Some(listen) = options.vxlan_listen {
-            Bridge::add_vxlan(&mut bridges, listen, &bridge_stats, &budget)?;
+            Bridge::add_vxlan(&mut bridges, listen)?;
         }
         bridges.iter_mut().for_each(|bridge| bridge.tx.set_zero_copy(options.zero_copy));
         let (bridge_address, courier) = (bridges[0].local_addr(), bridges[0].courier());
@@ -202,8 +203,8 @@ impl Core {
 
     fn spawn(&mut self, id: usize, bridge: Bridge, options: &CoreOptions) -> Result<(), CoreError> {
         let yielder = Yielder::new(options.yield_strategy, options.sleep_us, options.nowork_us);
-        options.isolation.apply_to_sockets(bridge.rx.fds(), self.shared.poller(id));
-        let dispatcher = Dispatcher::new(id, self.shared.clone(), bridge, yielder, options.burst)?;
+        options.isolation.apply_to_sockets(bridge.rx.iter().map(Receiver::fd), self.shared.poller(id));
+        let dispatcher = Dispatcher::new(id, self.shared.clone(), bridge, yielder, options.burst);
         let (isolation, cpu) = (options.isolation, options.cpus.get(id % options.cpus.len().max(1)).copied());
         let (report, pinned) = std::sync::mpsc::channel();
         let thread = std::thread::Builder::new().name(format!("dispatch-{id}")).spawn(move || {
@@ -242,11 +243,10 @@ impl Core {
         let before = self.shared.setup.swap(setup.clone());
         let generation = self.shared.generation.fetch_add(1, Ordering::AcqRel) + 1;
         self.shared.ring_all();
-        let mut adopted = self.shared.adopted.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut adopted = self.shared.adopted.lock();
         while adopted.iter().any(|&g| g < generation) && self.threads.iter().all(|t| !t.is_finished()) {
             let wait = std::time::Duration::from_millis(100);
-            (adopted, _) =
-                self.shared.progress.wait_timeout(adopted, wait).unwrap_or_else(PoisonError::into_inner);
+            self.shared.progress.wait_for(&mut adopted, wait);
         }
         drop(adopted);
         for id in before.ports_missing_in(&setup) {

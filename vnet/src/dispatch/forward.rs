@@ -11,14 +11,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::counters::DispatcherStats;
-use super::observe;
 use super::setup::{InterfacePort, Port, Setup};
 use crate::frame::{BATCH_MAX, Batch, DropSink, Frame, Origin, PortId, Selection};
-use crate::interface::Interface;
+use crate::interface::Coalesce;
 use crate::interface::interrupts::CHECK_AFTER;
 use crate::link::Sender;
-use crate::route::{Decision, Flow, Router};
-use crate::stats::{DropReason, watch};
+use crate::route::{Decision, Router};
+use crate::source::InPlace;
+use crate::stats::DropReason;
 use crate::wire::flow;
 use crate::wire::neighbour::{self, ANSWER_MAX};
 use crate::wire::offload::Offload;
@@ -36,7 +36,6 @@ pub(super) struct Forwarder {
     pub(super) dispatcher: usize,
     router: Router,
     sender: Sender,
-    drops: DropSink,
     pub(super) setup: Arc<Setup>,
     /// Milliseconds since the core started; set once a turn.
     pub(super) now_ms: u64,
@@ -48,8 +47,6 @@ pub(super) struct Forwarder {
     lists: Vec<Vec<u16>>,
     /// Destinations whose list is not empty.
     pub(super) touched: Vec<PortId>,
-    /// Frames of the batch under way that go nowhere, in order, and why.
-    pub(super) undelivered: Vec<(u16, DropReason)>,
     /// Frames of one list, by the queue they go to.
     by_queue: Vec<Vec<u16>>,
     /// Answers to frames of the batch under way, in the place of those frames.
@@ -64,14 +61,12 @@ impl Forwarder {
             dispatcher,
             router,
             sender,
-            drops: DropSink::new(),
             setup: setup.clone(),
             now_ms: 0,
             work: Work::default(),
             stats: Arc::default(),
             lists: vec![],
             touched: vec![],
-            undelivered: Vec::with_capacity(BATCH_MAX),
             by_queue: vec![],
             answers: Batch::new(),
             pending: Pending::default(),
@@ -85,7 +80,6 @@ impl Forwarder {
         if let Some(question) = &setup.observers.question {
             question.ask(self.dispatcher, &self.router, self.now_ms);
         }
-        watch::set(setup.is_observed());
         // Of a setup in which only the observers differ, the cache stays good.
         if !Arc::ptr_eq(&setup.table, self.router.table()) {
             self.router.adopt(setup.table.clone());
@@ -99,16 +93,18 @@ impl Forwarder {
         self.setup = setup;
     }
 
-    /// The one port that frames of `flow` go to, if it is one.
-    pub(super) fn sole(&mut self, flow: &Flow) -> Option<PortId> {
-        self.router.sole(flow, self.now_ms)
-    }
-
-    /// Counts a frame of `len` bytes that was received in place, and notes what is owed for it.
-    pub(super) fn delivered_in_place(&mut self, port: &InterfacePort, queue: usize, len: usize) {
-        self.work.frames += 1;
-        self.work.bytes += len as u64;
-        self.pending.note(port, queue);
+    /// Counts frames that were received in place for the interface `id`, and notes what its guest is owed.
+    pub(super) fn landed(&mut self, id: PortId, landed: InPlace) {
+        if landed.frames == 0 {
+            return;
+        }
+        self.work.frames += landed.frames;
+        self.work.bytes += landed.bytes;
+        // Each as a batch of its own, as they came.
+        (0..landed.frames).for_each(|_| _ = self.stats.begin(1));
+        if let Some(port) = self.setup.interface(id) {
+            (0..port.interface.active_queues()).for_each(|queue| self.pending.note(port, queue));
+        }
     }
 
     /// Hears what the kernel has done with of what was sent without a copy. True when interfaces may give that back.
@@ -122,35 +118,35 @@ impl Forwarder {
     }
 
     /// Takes every frame of the batch to completion: delivered, or counted under the reason why not.
-    pub(super) fn run(&mut self, batch: &Batch) {
+    pub(super) fn forward(&mut self, batch: &Batch, drops: &mut DropSink) {
         let begun = self.stats.begin(batch.len());
+        self.decide(batch, drops);
         if self.setup.is_observed() {
-            self.run_observed(batch);
+            self.deliver_observed(batch, drops);
         } else {
-            self.decide(batch);
             while let Some(port) = self.touched.pop() {
                 let list = self.take_list(port);
-                self.deliver(port, batch, &list);
+                self.deliver(port, Selection { batch, which: &list }, drops);
                 self.return_list(port, list);
             }
         }
         if !self.answers.is_empty() {
-            self.deliver_answers();
+            self.deliver_answers(drops);
         }
         self.stats.end(begun);
     }
 
     /// Delivers the answers, each to the interface whose question it takes the place of.
     #[cold]
-    fn deliver_answers(&mut self) {
+    fn deliver_answers(&mut self, drops: &mut DropSink) {
         let setup = self.setup.clone();
         for (index, frame) in self.answers.frames().iter().enumerate() {
             let Some(Port::Interface(port)) = setup.port(frame.from) else { continue };
-            let index = index as u16;
+            let answer = Selection { batch: &self.answers, which: &[index as u16] };
             port.stats.answers.add(1);
-            watch::take(|_| ());
-            self.pending.give(port, 0, &self.answers, &[index]);
-            self.record_exit(frame.from, &self.answers, index, observe::drops(), &setup.observers.taps);
+            drops.clear();
+            self.pending.give(port, 0, answer, drops);
+            self.record_exits(frame.from, answer, drops);
         }
         self.answers.clear();
     }
@@ -166,10 +162,10 @@ impl Forwarder {
         self.lists[port.index()] = list;
     }
 
-    pub(super) fn decide(&mut self, batch: &Batch) {
+    /// Sorts the frames by destination.
+    fn decide(&mut self, batch: &Batch, drops: &mut DropSink) {
         let setup = &*self.setup;
         self.work.frames += batch.len() as u64;
-        self.undelivered.clear();
         self.router.begin();
         for (index, frame) in batch.frames().iter().enumerate() {
             let index = index as u16;
@@ -203,44 +199,36 @@ impl Forwarder {
                 && let Some(port) = setup.port(frame.from)
             {
                 match made {
-                    0 => {
-                        port.stats().drop_frames(reason, 1);
-                        self.undelivered.push((index, reason));
-                    }
+                    0 => drops.dropped(port.stats(), reason, index, 1),
                     _ => port.stats().copies.add(made - 1),
                 }
             }
         }
     }
 
-    pub(super) fn deliver(&mut self, id: PortId, batch: &Batch, list: &[u16]) {
+    /// Delivers frames to one port.
+    pub(super) fn deliver(&mut self, id: PortId, frames: Selection<'_>, drops: &mut DropSink) {
         match self.setup.port(id) {
             Some(Port::Interface(port)) => match port.interface.active_queues() {
-                1 => self.pending.give(port, 0, batch, list),
+                1 => self.pending.give(port, 0, frames, drops),
                 queues => {
-                    for &index in list.iter() {
-                        let hash = flow::hash(batch.head(batch.frame(index.into())));
+                    for (index, frame) in frames.frames() {
+                        let hash = flow::hash(frames.batch.head(frame));
                         self.by_queue[hash as usize % queues].push(index);
                     }
                     for (queue, list) in self.by_queue[..queues].iter_mut().enumerate() {
                         if !list.is_empty() {
-                            self.pending.give(port, queue, batch, list);
+                            self.pending.give(port, queue, frames.only(list), drops);
                             list.clear();
                         }
                     }
                 }
             },
-            Some(Port::Link(port)) => match &port.stream {
-                Some(stream) => stream.deliver(0, batch, list),
-                None => {
-                    let frames = Selection { batch, which: list };
-                    self.sender.send(&port.link, frames, &mut self.drops);
-                }
-            },
+            Some(Port::Link(port)) => self.sender.send(&port.link, frames, drops),
             None => {
-                for &index in list {
-                    if let Some(port) = self.setup.port(batch.frame(index.into()).from) {
-                        port.stats().drop_frames(DropReason::PortGone, 1);
+                for (index, frame) in frames.frames() {
+                    if let Some(port) = self.setup.port(frame.from) {
+                        drops.dropped(port.stats(), DropReason::PortGone, index, 1);
                     }
                 }
             }
@@ -310,8 +298,8 @@ struct Pending {
 impl Pending {
     /// Delivers to an interface and notes what is owed for it: the only way there.
     #[inline]
-    fn give(&mut self, port: &InterfacePort, queue: usize, batch: &Batch, list: &[u16]) {
-        port.interface.deliver(queue, batch, list);
+    fn give(&mut self, port: &InterfacePort, queue: usize, frames: Selection<'_>, drops: &mut DropSink) {
+        port.interface.deliver(queue, frames, drops);
         self.note(port, queue);
     }
 
@@ -319,16 +307,19 @@ impl Pending {
     #[inline]
     fn note(&mut self, port: &InterfacePort, queue: usize) {
         let place = (port.member.port, queue);
-        if port.interface.coalesces() && !self.delivered.contains(&place) {
+        let coalesces = port.interface.coalesce().is_some_and(Coalesce::coalesces);
+        if coalesces && !self.delivered.contains(&place) {
             self.delivered.push(place);
         }
     }
 
     fn end(&mut self, setup: &Setup) {
         for (id, queue) in self.delivered.drain(..) {
-            let Some(port) = setup.interface(id) else { continue };
+            let Some(guest) = setup.interface(id).and_then(|port| port.interface.coalesce()) else {
+                continue;
+            };
             let known = self.checks.iter().any(|check| (check.0, check.1) == (id, queue));
-            if port.interface.end_of_coalescing(queue) && !known {
+            if guest.end_of_coalescing(queue) && !known {
                 self.checks.push_back((id, queue, Instant::now() + CHECK_AFTER));
             }
         }
@@ -340,8 +331,8 @@ impl Pending {
                 break;
             }
             self.checks.pop_front();
-            if let Some(port) = setup.interface(id) {
-                port.interface.check(queue);
+            if let Some(guest) = setup.interface(id).and_then(|port| port.interface.coalesce()) {
+                guest.check(queue);
             }
         }
     }

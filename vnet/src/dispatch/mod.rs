@@ -3,19 +3,22 @@
 //! ```text
 //! loop {
 //!     adopt a new setup, if one was published
-//!     for queue in mine { queue.receive() -> decide -> deliver }   // from guests
-//!     for socket in mine { socket.receive() -> decide -> deliver } // from other hosts
+//!     for source in mine {                         // guests' queues, the bridge's sockets, stream links' connections
+//!         burst = source.receive()
+//!         decide(burst)
+//!         for destination in decided { deliver(selection of the burst) }
+//!     }                                            // the burst gives its memory back
 //!     nothing done? yield, spin or sleep
 //! }
 //! ```
 //!
-//! A batch is run to completion before the next is taken: no frame ever waits in a queue between threads. Interfaces'
-//! queues and links' sockets are shared out over the dispatchers; what a dispatcher owns, nobody else reads from.
+//! A batch is run to completion before the next is taken: no frame ever waits in a queue between threads. Sources are shared
+//! out over the dispatchers; nobody else reads from what a dispatcher owns.
 //!
 //! - [`core`](mod@self::core): the dispatchers together, and how a new setup reaches them without a lock on a frame's way.
-//! - [`stream`](mod@self::stream): a stream link as something with queues.
 //! - [`setup`](mod@self::setup): what a core forwards between: ports, peers, routes. Immutable once published.
-//! - [`forward`](mod@self::forward): decide and deliver, for one batch; `direct`: interfaces' own underlay ports.
+//! - [`forward`](mod@self::forward): decide and deliver, for one batch.
+//! - [`in_place`](mod@self::in_place): frames received straight into a guest's buffers (cut-through forwarding).
 //! - [`counters`](mod@self::counters): what a dispatcher counts about itself.
 //! - [`observe`](mod@self::observe): what is done more while somebody captures or asks.
 //! - [`mode`](mod@self::mode): who drives an interface, its guest or the dispatcher; `served`: when a queue is looked at.
@@ -24,8 +27,8 @@
 
 pub mod core;
 pub mod counters;
-mod direct;
 mod forward;
+pub mod in_place;
 pub mod isolation;
 pub mod mode;
 pub mod observe;
@@ -33,7 +36,6 @@ mod served;
 #[cfg(test)]
 mod served_model;
 pub mod setup;
-pub mod stream;
 pub mod yielding;
 
 use std::sync::Arc;
@@ -41,22 +43,18 @@ use std::time::{Duration, Instant};
 
 use self::core::Shared;
 use self::counters::DispatcherStats;
-use self::direct::DirectPort;
 use self::forward::Forwarder;
+use self::in_place::InPlaceSource;
+use self::mode::{Drive, Mode, ModeSettings};
 use self::served::Served;
-use self::setup::{Port, Setup};
+use self::setup::{Feed, FeedKind, Setup, SetupView};
 use self::yielding::{Idle, Yielder};
-use crate::frame::{Batch, PortId};
-use crate::link::{Direct, Receiver};
+use crate::frame::DropSink;
+use crate::link::{Bridge, PeersView, ReceiverParts};
 use crate::poll::Poller;
 use crate::route::Router;
+use crate::source::{self, BatchSlot, Source};
 
-/// Token of the first of the dispatcher's own link sockets; interface queues have `port << 16 | queue`.
-const SOCKET: u64 = 1 << 40;
-/// The same for VXLAN.
-const VXLAN_SOCKET: u64 = 1 << 41;
-/// The same for interfaces' own ports; their numbers are added.
-const DIRECT_SOCKET: u64 = 1 << 42;
 /// How often timers run: reassembly time-outs, ageing, path MTUs.
 const TICK: Duration = Duration::from_millis(20);
 /// The same while nothing moves.
@@ -78,24 +76,22 @@ struct Dispatcher {
     poller: Poller,
     generation: u64,
     setup: Arc<Setup>,
+    /// The same for sources that decide for themselves, and its links for receivers.
+    setup_view: SetupView,
+    peers: PeersView,
+    /// Makes receivers for underlay ports.
+    receivers: ReceiverParts,
     forwarder: Forwarder,
-    receiver: Receiver,
-    /// Which of the receiver's sockets may have datagrams.
-    sockets_ready: Vec<bool>,
-    /// For VXLAN, where it is listened for, and whether it may have something.
-    vxlan: Option<Receiver>,
-    vxlan_ready: bool,
-    /// Underlay ports of interfaces that this dispatcher serves.
-    directs: Vec<DirectPort>,
+    /// All sources, in ascending order of their tokens.
     served: Vec<Served>,
-    /// Tokens of `served` with their places, in order.
-    by_token: Vec<(u64, usize)>,
+    next_token: u64,
     /// Tokens that had news since the dispatcher blocked last, in the order in which they first had.
     warm: Vec<u64>,
     spins: u32,
     /// Tokens with news, while they are being marked.
     news: Vec<u64>,
-    batch: Batch,
+    batch: BatchSlot,
+    drops: DropSink,
     yielder: Yielder,
     clock: BusyClock,
     stats: Arc<DispatcherStats>,
@@ -146,47 +142,49 @@ impl BusyClock {
 }
 
 impl Dispatcher {
-    fn new(
-        id: usize,
-        shared: Arc<Shared>,
-        bridge: crate::link::Bridge,
-        yielder: Yielder,
-        burst: usize,
-    ) -> std::io::Result<Dispatcher> {
-        let poller = shared.poller(id).clone();
-        for (token, fd) in (SOCKET..).zip(bridge.rx.fds()) {
-            poller.waker(token).watch(fd)?;
-        }
-        if let Some(fd) = bridge.vxlan_rx.as_ref().and_then(|rx| rx.fds().next()) {
-            poller.waker(VXLAN_SOCKET).watch(fd)?;
-        }
+    fn new(id: usize, shared: Arc<Shared>, bridge: Bridge, yielder: Yielder, burst: usize) -> Dispatcher {
         let setup = shared.setup();
         let router = Router::new(setup.table.clone(), shared.learned().clone());
         let mut forwarder = Forwarder::new(id, router, bridge.tx, setup.clone());
         forwarder.stats = shared.dispatcher_stats()[id].clone();
-        Ok(Dispatcher {
+        let mut dispatcher = Dispatcher {
             id,
-            poller,
+            poller: shared.poller(id).clone(),
             generation: 0,
             forwarder,
+            setup_view: SetupView::new(setup.clone().into()),
+            peers: bridge.peers,
+            receivers: bridge.receivers.taking(burst),
             setup,
-            sockets_ready: vec![true; bridge.rx.fds().count()],
-            receiver: bridge.rx.taking(burst),
-            vxlan_ready: bridge.vxlan_rx.is_some(),
-            vxlan: bridge.vxlan_rx.map(|rx| rx.taking(burst)),
-            directs: Vec::new(),
             served: Vec::new(),
-            by_token: Vec::new(),
+            next_token: 0,
             warm: Vec::with_capacity(WARM_MAX),
             spins: 0,
             news: Vec::with_capacity(crate::poll::EVENTS_MAX),
-            batch: Batch::of(burst),
+            batch: BatchSlot::new(burst),
+            drops: DropSink::new(),
             yielder,
             clock: BusyClock::new(shared.started()),
             stats: shared.dispatcher_stats()[id].clone(),
             next_tick: Instant::now(),
             shared,
-        })
+        };
+        let guest_driven = ModeSettings { mode: Mode::GuestDriven, ..ModeSettings::default() };
+        for receiver in bridge.rx.into_iter().chain(bridge.vxlan_rx) {
+            let source = Box::new(receiver.taking(burst));
+            dispatcher.serve(source, (Drive::new(guest_driven, 1), 0), None);
+        }
+        dispatcher
+    }
+
+    /// Takes up a source.
+    fn serve(&mut self, mut source: Box<dyn Source>, drive: (Drive, usize), feed: Option<Feed>) {
+        let token = self.next_token;
+        self.next_token += 1;
+        source.watch(self.poller.waker(token));
+        let mut served = Served::new(token, source, drive, Instant::now());
+        served.feed = feed;
+        self.served.push(served);
     }
 
     /// Runs until the core shuts down.
@@ -229,48 +227,31 @@ impl Dispatcher {
         self.clock.publish(&self.stats);
     }
 
-    /// Serves everything that may have frames once. True when there were any.
+    /// Serves every source that may have frames once. True when there were any.
     fn turn(&mut self) -> bool {
         let now = self.clock.now;
-        self.forwarder.now_ms = self.clock.now_ms();
+        let now_ms = self.clock.now_ms();
+        self.forwarder.now_ms = now_ms;
         let (mut busy, mut drained) = (false, true);
-        for served in &mut self.served {
-            if !served.ready {
-                continue;
+        for served in self.served.iter_mut().filter(|served| served.ready) {
+            let burst = source::receive(&mut *served.source, &mut self.batch, &mut self.drops, now_ms);
+            let taken = burst.taken;
+            if !burst.is_empty() {
+                self.forwarder.forward(&burst, &mut self.drops);
             }
-            let forwarder = &mut self.forwarder;
-            let taken =
-                served.interface.receive(served.queue, &mut self.batch, &mut |batch| forwarder.run(batch));
-            served.looked(taken, now);
-            busy |= taken > 0;
-            drained &= taken < self.batch.limit();
-        }
-        let sockets = self.sockets_ready.iter_mut().enumerate();
-        let bridge = sockets.map(|(socket, ready)| (false, socket, ready));
-        for (vxlan, socket, ready) in bridge.chain([(true, 0, &mut self.vxlan_ready)]) {
-            let receiver = if vxlan { self.vxlan.as_mut() } else { Some(&mut self.receiver) };
-            if let Some(receiver) = receiver.filter(|_| *ready) {
-                let forwarder = &mut self.forwarder;
-                let (peers, now_ms) = (&self.setup.peers, forwarder.now_ms);
-                let mut run = |batch: &Batch| forwarder.run(batch);
-                let received = receiver.receive(socket, peers, &mut self.batch, now_ms, &mut run);
-                *ready = !received.emptied;
-                busy |= received.datagrams > 0;
-                drained &= received.emptied;
+            drop(burst);
+            if let Some(feed) = &served.feed {
+                self.forwarder.landed(feed.port, taken.in_place);
             }
-        }
-        for port in self.directs.iter_mut().filter(|port| port.ready) {
-            let (forwarder, receiver) = (&mut self.forwarder, &mut self.receiver);
-            let received = forwarder.receive_direct(port.id, &port.direct, receiver, &mut self.batch);
-            port.ready = !received.emptied;
-            busy |= received.datagrams > 0;
-            drained &= received.emptied;
+            served.looked(taken.units, now);
+            busy |= taken.units > 0;
+            drained &= taken.drained;
         }
         if drained {
             self.forwarder.end_of_coalescing();
         }
         if busy && self.setup.is_observed() {
-            observe::refusals(&self.setup, self.id);
+            observe::refusals(&self.setup, self.id, &mut self.drops);
         }
         busy
     }
@@ -314,8 +295,7 @@ impl Dispatcher {
 
     /// Asks every guest to notify. False when one has frames waiting, so that sleeping now would leave them there.
     fn rest_all(&mut self) -> bool {
-        let sockets = self.sockets_ready.contains(&true) || self.vxlan_ready;
-        !sockets && !self.directs.iter().any(|port| port.ready) && self.served.iter_mut().all(Served::rest)
+        self.served.iter_mut().all(Served::rest)
     }
 
     /// Waits for news of file descriptors and marks what they concern. A guest that may not have noticed its frames is
@@ -338,30 +318,22 @@ impl Dispatcher {
         }
     }
 
-    /// Marks what a token stands for as worth a look.
+    /// Marks the source of a token as worth a look.
     fn mark(&mut self, token: u64) {
-        if let Some(id) = token.checked_sub(DIRECT_SOCKET) {
-            let directs = self.directs.iter_mut().filter(|port| u64::from(port.id.0) == id);
-            directs.for_each(|port| port.ready = true);
-        } else if token == VXLAN_SOCKET {
-            self.vxlan_ready = true;
-        } else if let Some(socket) = token.checked_sub(SOCKET) {
-            self.sockets_ready[socket as usize] = true;
-        } else if let Some(index) = self.place(token) {
+        if let Some(index) = self.place(token) {
             self.served[index].wake();
         }
     }
 
-    /// Where the queue of that token is among those served.
+    /// Where the source of that token is among those served.
     fn place(&self, token: u64) -> Option<usize> {
-        let at = self.by_token.binary_search_by_key(&token, |(token, _)| *token).ok()?;
-        Some(self.by_token[at].1)
+        self.served.binary_search_by_key(&token, |served| served.token).ok()
     }
 
     /// Remembers what had news, in the place of what is remembered for longest. Rings are not looked into that way: those that are
     /// worth it are polled anyway.
     fn keep_warm(&mut self, token: u64) {
-        let is_ring = |index: usize| self.served[index].interface.polls();
+        let is_ring = |index: usize| self.served[index].source.polls();
         if self.warm.contains(&token) || self.place(token).is_some_and(is_ring) {
             return;
         }
@@ -375,7 +347,7 @@ impl Dispatcher {
     #[inline]
     fn reap(&mut self) {
         if self.forwarder.reap() {
-            self.served.iter().for_each(|served| served.interface.reclaim(served.queue));
+            self.served.iter_mut().for_each(|served| served.source.reclaim());
         }
     }
 
@@ -389,84 +361,70 @@ impl Dispatcher {
             return;
         }
         let now_ms = self.clock.ms(now);
-        self.receiver.tick(&self.setup.peers, now_ms);
         self.forwarder.tick(now_ms);
-        self.served.iter_mut().for_each(|served| served.refresh(now));
+        for served in &mut self.served {
+            served.source.tick(now_ms);
+            served.refresh(now);
+        }
         self.next_tick = now + if self.yielder.is_quiet() { IDLE_TICK } else { TICK };
     }
 
-    /// Takes over the setup that was published last: lets go of queues that went, takes up those that came.
+    /// Takes over the setup that was published last: lets go of sources that went, takes up those that came.
     fn adopt(&mut self) {
         let generation = self.shared.generation();
         self.forwarder.settle_all();
         self.setup = self.shared.setup();
-        self.forwarder.now_ms = self.clock.now_ms();
+        self.setup_view.store(self.setup.clone());
+        self.peers.store(self.setup.peers.clone());
+        self.drops.watch(self.setup.is_observed());
+        let now_ms = self.clock.now_ms();
+        self.forwarder.now_ms = now_ms;
         self.forwarder.adopt(self.setup.clone());
-        let mut kept = Vec::new();
-        for mut served in std::mem::take(&mut self.served) {
-            let port = self.setup.port(served.port).and_then(Port::served);
-            match port.filter(|(interface, _)| Arc::ptr_eq(interface, &served.interface)) {
-                Some((_, drive)) => {
-                    served.set_drive(&drive);
-                    kept.push(served);
+        let (id, dispatchers) = (self.id, self.shared.dispatchers());
+        let mut feeds = self.setup.feeds();
+        feeds.retain(|feed| (feed.port.index() + feed.queue) % dispatchers == id);
+        self.served.retain_mut(|served| {
+            let Some(known) = &served.feed else { return true };
+            match feeds.iter().find(|feed| feed.is(known)) {
+                Some(feed) => served.set_drive(&feed.drive),
+                None => {
+                    served.source.unwatch();
+                    return false;
                 }
-                None => served.interface.detach(served.queue),
+            }
+            true
+        });
+        for feed in feeds {
+            let known = self.served.iter().filter_map(|served| served.feed.as_ref());
+            if known.into_iter().any(|known| known.is(&feed)) {
+                continue;
+            }
+            if let Some(source) = self.source(&feed) {
+                self.serve(source, (feed.drive.clone(), feed.queue), Some(feed));
             }
         }
-        let now = Instant::now();
-        for (port, (interface, drive)) in self.setup.served() {
-            for queue in 0..interface.queues() {
-                let mine = (port.index() + queue) % self.shared.dispatchers() == self.id;
-                if !mine || kept.iter().any(|s| s.port == port && s.queue == queue) {
-                    continue;
-                }
-                let served = Served::new(port, queue, interface.clone(), &drive, now);
-                served.interface.attach(queue, self.poller.waker(served.token()));
-                kept.push(served);
-            }
-        }
-        // A port that came may have the token of one that went.
         self.warm.clear();
-        self.by_token = kept.iter().enumerate().map(|(i, s)| (s.token(), i)).collect();
-        self.by_token.sort_unstable();
-        self.served = kept;
-        self.adopt_directs();
-        self.receiver.tick(&self.setup.peers, self.clock.now_ms());
-        if let Some(receiver) = &mut self.vxlan {
-            receiver.adopt(&self.setup.peers);
-        }
-        self.next_tick = now;
+        self.served.iter_mut().for_each(|served| served.source.tick(now_ms));
+        self.next_tick = Instant::now();
         self.generation = generation;
         self.shared.adopted(self.id, generation);
     }
 
-    /// Takes up and lets go of interfaces' own ports: each is the dispatcher's that serves the interface's first queue.
-    fn adopt_directs(&mut self) {
-        let (id, dispatchers) = (self.id, self.shared.dispatchers());
-        let mine = |port: &&(PortId, Arc<Direct>)| port.0.index() % dispatchers == id;
-        let mut before = std::mem::take(&mut self.directs);
-        for (port, direct) in self.setup.directs.iter().filter(mine) {
-            let known =
-                before.iter().position(|known| known.id == *port && Arc::ptr_eq(&known.direct, direct));
-            let token = DIRECT_SOCKET + u64::from(port.0);
-            match known {
-                Some(at) => self.directs.push(before.swap_remove(at)),
-                None => match self.poller.waker(token).watch(direct.fd()) {
-                    Ok(()) => {
-                        self.directs.push(DirectPort { id: *port, direct: direct.clone(), ready: true });
-                    }
-                    Err(error) => tracing::error!(%error, "cannot watch an interface's own port"),
-                },
+    /// The source of a feed of the present setup.
+    fn source(&self, feed: &Feed) -> Option<Box<dyn Source>> {
+        match &feed.kind {
+            FeedKind::Interface(interface) => Some(interface.clone().source(feed.queue)),
+            FeedKind::Stream(link) => link.stream_source(feed.queue),
+            FeedKind::InPlace(port) => {
+                let receiver = self.receivers.receiver(port.socket().clone());
+                let router = Router::new(self.setup.table.clone(), self.shared.learned().clone());
+                let decide = (self.setup_view.clone(), router);
+                Some(Box::new(InPlaceSource::new(feed.port, port.clone(), receiver, decide)))
             }
-        }
-        for gone in before {
-            self.poller.waker(DIRECT_SOCKET).forget(gone.direct.fd());
         }
     }
 
     fn release_all(&mut self) {
-        for served in self.served.drain(..) {
-            served.interface.detach(served.queue);
-        }
+        self.served.drain(..).for_each(|mut served| served.source.unwatch());
     }
 }

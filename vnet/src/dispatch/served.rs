@@ -1,4 +1,4 @@
-//! A queue that a dispatcher serves: when it is looked at, and when its guest has to notify.
+//! A source that a dispatcher serves: when it is looked at, and when its guest has to notify.
 //!
 //! ```text
 //!              empty look, guest-driven: armed
@@ -7,23 +7,24 @@
 //!  every turn)    the guest notified; VMM-driven      the guest notifies)
 //! ```
 //!
-//! A queue rests only when [`Interface::arm`] has said yes: the request to notify is in the guest's ring, and after that the
+//! A source rests only when [`Source::rest`] has said yes: the request to notify is in the guest's ring, and after that the
 //! ring was seen empty. So whatever the guest adds later it notifies of, and nothing is waiting now. A dispatcher that is
-//! about to sleep in the kernel has every queue rest, VMM-driven ones too, since it cannot look while it sleeps.
+//! about to sleep in the kernel has every source rest, VMM-driven ones too, since it cannot look while it sleeps.
 
-use std::sync::Arc;
 use std::time::Instant;
 
 use super::mode::{Drive, Driver};
-use crate::frame::PortId;
-use crate::interface::Interface;
+use super::setup::Feed;
+use crate::source::Source;
 
-/// A queue that a dispatcher serves.
+/// A source that a dispatcher serves.
 pub(super) struct Served {
-    pub(super) port: PortId,
-    pub(super) queue: usize,
-    pub(super) interface: Arc<dyn Interface>,
-    /// Worth a `receive`: it had frames last time, was woken, or is VMM-driven.
+    /// Its wake-ups carry this token.
+    pub(super) token: u64,
+    /// Where it is in the setup; `None` for a socket of the bridge, which is served as long as the dispatcher runs.
+    pub(super) feed: Option<Feed>,
+    pub(super) source: Box<dyn Source>,
+    /// Worth a look: it had frames last time, was woken, or is VMM-driven.
     pub(super) ready: bool,
     /// The guest has been asked to notify, and no frame was taken since.
     armed: bool,
@@ -31,20 +32,21 @@ pub(super) struct Served {
 }
 
 impl Served {
+    /// `queue` is the source's number within its interface.
     pub(super) fn new(
-        port: PortId,
-        queue: usize,
-        interface: Arc<dyn Interface>,
-        drive: &Drive,
+        token: u64,
+        source: Box<dyn Source>,
+        (drive, queue): (Drive, usize),
         now: Instant,
     ) -> Served {
-        let driver = Driver::new(drive.clone(), queue, now);
-        Served { port, queue, interface, ready: true, armed: false, driver }
-    }
-
-    /// By which it is woken.
-    pub(super) fn token(&self) -> u64 {
-        u64::from(self.port.0) << 16 | self.queue as u64
+        Served {
+            token,
+            feed: None,
+            source,
+            ready: true,
+            armed: false,
+            driver: Driver::new(drive, queue, now),
+        }
     }
 
     /// True when it is looked at every turn whether or not its guest notifies.
@@ -52,17 +54,17 @@ impl Served {
         self.driver.is_vmm_driven()
     }
 
-    /// It was looked at and gave `taken` frames.
+    /// It was looked at and gave `units` frames.
     #[inline]
-    pub(super) fn looked(&mut self, taken: usize, now: Instant) {
-        self.driver.account(taken, now);
-        if taken > 0 && self.armed {
+    pub(super) fn looked(&mut self, units: usize, now: Instant) {
+        self.driver.account(units, now);
+        if units > 0 && self.armed {
             // The request was for these: it says nothing of the next.
-            self.interface.disarm(self.queue);
+            self.source.resume();
             self.armed = false;
         }
-        // What costs a system call to look at says by itself that it is empty now, frames or not.
-        if !self.is_polled() && (taken == 0 || !self.interface.polls()) {
+        // A source that costs a system call to look at knows by itself that it is empty now, frames or not.
+        if !self.is_polled() && (units == 0 || !self.source.polls()) {
             self.rest();
         }
     }
@@ -72,10 +74,10 @@ impl Served {
         self.driver.account(0, now);
     }
 
-    /// Leaves the queue until its guest notifies. False when frames are waiting already.
+    /// Leaves the source until its guest notifies. False when frames are waiting already.
     pub(super) fn rest(&mut self) -> bool {
-        if !self.armed || !self.interface.polls() {
-            self.armed = self.interface.arm(self.queue);
+        if !self.armed || !self.source.polls() {
+            self.armed = self.source.rest();
         }
         self.ready = !self.armed;
         self.armed
@@ -84,7 +86,7 @@ impl Served {
     /// The guest notified.
     pub(super) fn wake(&mut self) {
         if self.armed {
-            self.interface.disarm(self.queue);
+            self.source.resume();
             self.armed = false;
         }
         self.ready = true;
@@ -106,22 +108,26 @@ impl Served {
 mod tests {
     use super::*;
     use crate::dispatch::mode::{Mode, ModeSettings};
-    use crate::frame::{Batch, NetworkId, Origin};
+    use crate::frame::{BATCH_MAX, DropSink, NetworkId, Origin, PortId};
+    use crate::interface::Interface;
     use crate::interface::fake::Fake;
+    use crate::source::{BatchSlot, receive};
     use crate::wire::offload::Offload;
+    use std::sync::Arc;
     use std::time::Duration;
 
     fn served(mode: Mode) -> (Served, Arc<Fake>, Instant) {
         let origin = Origin { port: PortId(0), network: NetworkId::DEFAULT };
         let fake = Fake::new(origin, 1500, 10, Arc::default()).unwrap();
         let (drive, now) = (Drive::new(ModeSettings { mode, ..ModeSettings::default() }, 1), Instant::now());
-        (Served::new(PortId(0), 0, fake.clone(), &drive, now), fake, now)
+        (Served::new(0, fake.clone().source(0), (drive, 0), now), fake, now)
     }
 
     fn look(served: &mut Served, now: Instant) -> usize {
-        let taken = served.interface.receive(0, &mut Batch::new(), &mut |_| {});
-        served.looked(taken, now);
-        taken
+        let (mut slot, mut drops) = (BatchSlot::new(BATCH_MAX), DropSink::new());
+        let units = receive(&mut *served.source, &mut slot, &mut drops, 0).taken.units;
+        served.looked(units, now);
+        units
     }
 
     #[test]

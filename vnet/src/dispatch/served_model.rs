@@ -4,7 +4,6 @@
 //! atomics: the same accesses, orderings and fences as `Ring::prime`, `Ring::arm` and a virtio driver. A wake-up that gets
 //! lost leaves the dispatcher asleep for ever, which loom reports as a deadlock.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use loom::sync::atomic::{AtomicBool, AtomicU16, Ordering, fence};
@@ -13,10 +12,10 @@ use loom::sync::{Condvar, Mutex};
 use super::mode::{Drive, Mode, ModeSettings};
 use super::served::Served;
 use crate::alone;
-use crate::frame::{Batch, PortId};
+use crate::frame::{Batch, DropSink};
 use crate::interface::virtqueue::split::needs_event;
-use crate::interface::{Interface, State};
 use crate::poll::Waker;
+use crate::source::{BatchSlot, Source, Taken, receive};
 
 /// The words of a transmit ring that both sides use, and the kick that wakes the dispatcher.
 struct Shared {
@@ -57,42 +56,34 @@ impl Shared {
 /// The device's side of the ring.
 struct Model {
     shared: loom::sync::Arc<Shared>,
-    /// The dispatcher's own; a loom mutex, since the trait asks for Sync.
-    next: Mutex<u16>,
+    next: u16,
 }
 
-impl Interface for Model {
-    fn queues(&self) -> usize {
-        1
+impl Source for Model {
+    unsafe fn fill(&mut self, _: &mut Batch, _: &mut DropSink, _: u64) -> Taken {
+        let units = self.shared.available.load(Ordering::Acquire).wrapping_sub(self.next);
+        self.next = self.next.wrapping_add(units);
+        Taken { units: units.into(), ..Taken::default() }
     }
 
-    fn receive(&self, _: usize, _: &mut Batch, _: &mut dyn FnMut(&Batch)) -> usize {
-        let mut next = self.next.lock().unwrap();
-        let taken = self.shared.available.load(Ordering::Acquire).wrapping_sub(*next);
-        *next = next.wrapping_add(taken);
-        taken.into()
-    }
+    fn watch(&mut self, _: Waker) {}
+    fn unwatch(&mut self) {}
 
-    fn deliver(&self, _: usize, _: &Batch, _: &[u16]) {}
-    fn attach(&self, _: usize, _: Waker) {}
-    fn detach(&self, _: usize) {}
-
-    fn arm(&self, queue: usize) -> bool {
-        let next = *self.next.lock().unwrap();
+    fn rest(&mut self) -> bool {
         if self.shared.event_idx {
-            self.shared.available_event.store(next, Ordering::Relaxed);
+            self.shared.available_event.store(self.next, Ordering::Relaxed);
         } else {
             self.shared.no_notify.store(false, Ordering::Relaxed);
         }
         fence(Ordering::SeqCst);
-        let armed = self.shared.available.load(Ordering::Acquire) == next;
+        let armed = self.shared.available.load(Ordering::Acquire) == self.next;
         if !armed {
-            self.disarm(queue);
+            self.resume();
         }
         armed
     }
 
-    fn disarm(&self, _: usize) {
+    fn resume(&mut self) {
         if !self.shared.event_idx {
             self.shared.no_notify.store(true, Ordering::Relaxed);
         }
@@ -101,12 +92,6 @@ impl Interface for Model {
     fn polls(&self) -> bool {
         true
     }
-
-    fn state(&self) -> State {
-        State::Up
-    }
-
-    fn stop(&self) {}
 }
 
 /// A guest sends `frames` one by one while its dispatcher takes them, in `mode`, sleeping whenever it may.
@@ -130,13 +115,14 @@ fn meet(mode: Mode, event_idx: bool, frames: u16) {
         let settings = ModeSettings { mode, rate_low: 1, rate_high: 1, window_us: 1 };
         let drive = Drive::new(settings, 1);
         let mut now = Instant::now();
-        let model = Arc::new(Model { shared: shared.clone(), next: Mutex::new(0) });
-        let mut served = Served::new(PortId(0), 0, model.clone(), &drive, now);
+        let model = Box::new(Model { shared: shared.clone(), next: 0 });
+        let mut served = Served::new(0, model, (drive, 0), now);
+        let (mut slot, mut drops) = (BatchSlot::new(1), DropSink::new());
         let mut taken = 0;
         while taken < usize::from(frames) {
             now += Duration::from_micros(1);
             if served.ready {
-                let count = model.receive(0, &mut Batch::new(), &mut |_| {});
+                let count = receive(&mut *served.source, &mut slot, &mut drops, 0).taken.units;
                 served.looked(count, now);
                 taken += count;
                 if count > 0 {

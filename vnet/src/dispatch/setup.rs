@@ -2,14 +2,16 @@
 
 use std::sync::Arc;
 
+use arc_swap::ArcSwap;
+
+use super::in_place::UnderlayPort;
 use super::mode::{Drive, Mode, ModeSettings};
 use super::observe::Observers;
-use super::stream::StreamPort;
 use crate::frame::PortId;
 use crate::interface::Interface;
-use crate::link::{Direct, Link, Peers};
+use crate::link::{Link, Peers, stream};
 use crate::route::{Member, NetworkSpec, PortKind, Published, Rule, Table};
-use crate::stats::{PortStats, watch};
+use crate::stats::PortStats;
 
 /// An interface in the setup.
 #[derive(Clone)]
@@ -33,8 +35,6 @@ pub struct LinkPort {
     pub member: Member,
     /// The link itself.
     pub link: Arc<Link>,
-    /// Its queues, if it is a stream link: the same ones as long as the link is there.
-    pub stream: Option<Arc<StreamPort>>,
 }
 
 /// The parts of a setup, as control gives them.
@@ -53,7 +53,39 @@ pub struct Parts {
     /// What is published of stations on other hosts.
     pub published: Arc<Published>,
     /// Interfaces' own underlay ports.
-    pub directs: Vec<(PortId, Arc<Direct>)>,
+    pub underlay_ports: Vec<(PortId, Arc<UnderlayPort>)>,
+}
+
+/// The setup of one dispatcher, which it replaces between two batches; sources that decide for themselves load it.
+pub(super) type SetupView = Arc<ArcSwap<Setup>>;
+
+/// Something in a setup that frames come from: a queue of an interface, a connection of a stream link, an underlay port.
+#[derive(Clone)]
+pub(super) struct Feed {
+    pub(super) port: PortId,
+    pub(super) queue: usize,
+    pub(super) drive: Drive,
+    pub(super) kind: FeedKind,
+}
+
+#[derive(Clone)]
+pub(super) enum FeedKind {
+    Interface(Arc<dyn Interface>),
+    Stream(Arc<Link>),
+    InPlace(Arc<UnderlayPort>),
+}
+
+impl Feed {
+    /// True for the same queue of the very same object.
+    pub(super) fn is(&self, other: &Feed) -> bool {
+        let same = match (&self.kind, &other.kind) {
+            (FeedKind::Interface(a), FeedKind::Interface(b)) => Arc::ptr_eq(a, b),
+            (FeedKind::Stream(a), FeedKind::Stream(b)) => Arc::ptr_eq(a, b),
+            (FeedKind::InPlace(a), FeedKind::InPlace(b)) => Arc::ptr_eq(a, b),
+            _ => false,
+        };
+        same && (self.port, self.queue) == (other.port, other.queue)
+    }
 }
 
 /// One slot of the port table.
@@ -64,17 +96,6 @@ pub(super) enum Port {
 }
 
 impl Port {
-    /// What dispatchers serve of it, and who drives that: a stream link's connections wake them.
-    pub(super) fn served(&self) -> Option<(Arc<dyn Interface>, Drive)> {
-        match self {
-            Port::Interface(port) => Some((port.interface.clone(), port.drive.clone())),
-            Port::Link(port) => {
-                let settings = ModeSettings { mode: Mode::GuestDriven, ..ModeSettings::default() };
-                port.stream.clone().map(|stream| (stream as Arc<dyn Interface>, Drive::new(settings, 1)))
-            }
-        }
-    }
-
     pub(super) fn stats(&self) -> &PortStats {
         match self {
             Port::Interface(port) => &port.stats,
@@ -93,8 +114,7 @@ pub struct Setup {
     pub(super) table: Arc<Table>,
     /// Who looks.
     pub(super) observers: Observers,
-    /// Interfaces' own underlay ports.
-    pub(super) directs: Vec<(PortId, Arc<Direct>)>,
+    underlay_ports: Vec<(PortId, Arc<UnderlayPort>)>,
 }
 
 impl Setup {
@@ -125,27 +145,20 @@ impl Setup {
             assert_eq!(member_kind, kind, "port {id:?}");
             assert!(ports[id.index()].replace(port).is_none(), "two ports are number {id:?}");
         }
-        let (observers, directs) = (parts.observers, parts.directs);
-        Setup { ports, peers: Arc::new(Peers::build(&links)), table, observers, directs }
+        let (observers, underlay_ports) = (parts.observers, parts.underlay_ports);
+        Setup { ports, peers: Arc::new(Peers::build(&links)), table, observers, underlay_ports }
     }
 
     /// The same with other observers: table, ports and peers are these very ones.
     pub(super) fn with(&self, observers: Observers) -> Setup {
         let (ports, peers, table) = (self.ports.clone(), self.peers.clone(), self.table.clone());
-        Setup { ports, peers, table, observers, directs: self.directs.clone() }
+        Setup { ports, peers, table, observers, underlay_ports: self.underlay_ports.clone() }
     }
 
     /// Whether frames are captured.
     #[inline]
     pub(super) fn is_observed(&self) -> bool {
         !self.observers.taps.is_empty()
-    }
-
-    /// The port whose counters are at this address.
-    pub(super) fn port_of_stats(&self, address: usize) -> Option<PortId> {
-        let found =
-            |port: &Option<Port>| port.as_ref().is_some_and(|port| watch::address(port.stats()) == address);
-        self.ports.iter().position(found).map(|index| PortId(index as u16))
     }
 
     #[inline]
@@ -181,9 +194,32 @@ impl Setup {
         self.ports.iter().enumerate().filter_map(missing).collect()
     }
 
-    /// Every port whose queues dispatchers serve: interfaces and stream links.
-    pub(super) fn served(&self) -> impl Iterator<Item = (PortId, (Arc<dyn Interface>, Drive))> {
-        (0..).map(PortId).zip(&self.ports).filter_map(|(id, port)| Some((id, port.as_ref()?.served()?)))
+    /// Everything that frames come from but the bridge's own sockets.
+    pub(super) fn feeds(&self) -> Vec<Feed> {
+        let mut feeds = vec![];
+        let guest_driven =
+            || Drive::new(ModeSettings { mode: Mode::GuestDriven, ..ModeSettings::default() }, 1);
+        for (port, slot) in (0..).map(PortId).zip(&self.ports) {
+            let (queues, drive, kind) = match slot {
+                Some(Port::Interface(p)) => {
+                    (p.interface.queues(), p.drive.clone(), FeedKind::Interface(p.interface.clone()))
+                }
+                // Connections wake their dispatcher.
+                Some(Port::Link(p)) if p.link.is_stream() => {
+                    (stream::CONNECTIONS, guest_driven(), FeedKind::Stream(p.link.clone()))
+                }
+                _ => continue,
+            };
+            let feed = |queue| Feed { port, queue, drive: drive.clone(), kind: kind.clone() };
+            feeds.extend((0..queues).map(feed));
+        }
+        feeds.extend(self.underlay_ports.iter().map(|(port, own)| Feed {
+            port: *port,
+            queue: 0,
+            drive: guest_driven(),
+            kind: FeedKind::InPlace(own.clone()),
+        }));
+        feeds
     }
 
     pub(super) fn interfaces(&self) -> impl Iterator<Item = &InterfacePort> {

@@ -3,15 +3,17 @@
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::{Interface, State, exceeds_mtu};
-use crate::frame::{Batch, Origin, Segment};
+use crate::frame::{Batch, DropSink, Origin, Segment, Selection};
 use crate::poll::Waker;
+use crate::source::{Source, Taken};
 use crate::stats::{DropReason, PortStats};
 use crate::wire::offload::{Accepts, Offload};
 
@@ -22,7 +24,6 @@ pub type OwnedFrame = (Vec<u8>, Offload);
 struct Queues {
     from_guest: VecDeque<OwnedFrame>,
     to_guest: VecDeque<OwnedFrame>,
-    waker: Option<Waker>,
     armed: bool,
 }
 
@@ -53,13 +54,9 @@ impl Fake {
         }))
     }
 
-    fn queues(&self) -> MutexGuard<'_, Queues> {
-        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Sends frames as the guest would: all at once, with one notification if it was asked for.
     pub fn send(&self, frames: impl IntoIterator<Item = OwnedFrame>) {
-        let mut queues = self.queues();
+        let mut queues = self.queues.lock();
         queues.from_guest.extend(frames);
         if std::mem::take(&mut queues.armed) {
             // The counter cannot overflow: it is written once for each time it was armed.
@@ -69,19 +66,17 @@ impl Fake {
 
     /// Takes all frames delivered so far.
     pub fn take(&self) -> Vec<OwnedFrame> {
-        self.queues().to_guest.drain(..).collect()
+        self.queues.lock().to_guest.drain(..).collect()
     }
 
     /// Takes `count` delivered frames, waiting for them at most `timeout`; fewer when it passed.
     pub fn wait_for(&self, count: usize, timeout: Duration) -> Vec<OwnedFrame> {
         let deadline = Instant::now() + timeout;
-        let mut queues = self.queues();
+        let mut queues = self.queues.lock();
         while queues.to_guest.len() < count {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            if self.arrived.wait_until(&mut queues, deadline).timed_out() {
                 break;
             }
-            (queues, _) = self.arrived.wait_timeout(queues, left).unwrap_or_else(PoisonError::into_inner);
         }
         let count = count.min(queues.to_guest.len());
         queues.to_guest.drain(..count).collect()
@@ -93,38 +88,13 @@ impl Interface for Fake {
         1
     }
 
-    fn receive(&self, _queue: usize, batch: &mut Batch, run: &mut dyn FnMut(&Batch)) -> usize {
-        if self.stopped.load(Relaxed) {
-            return 0;
-        }
-        let taken: Vec<OwnedFrame> = {
-            let mut queues = self.queues();
-            let count = queues.from_guest.len().min(batch.limit());
-            queues.from_guest.drain(..count).collect()
-        };
-        for (bytes, offload) in &taken {
-            let mut builder = batch.begin();
-            // SAFETY: `taken` lives, unchanged, until after the batch is cleared below.
-            unsafe { builder.push_stable(Segment::new(bytes.as_ptr(), bytes.len())) };
-            match builder.finish(self.origin.port, self.origin.network, *offload, 0) {
-                Ok(()) => {
-                    self.stats.in_frames.add(1);
-                    self.stats.in_bytes.add(bytes.len() as u64);
-                }
-                Err(error) => self.stats.refuse(error.into(), bytes.len() as u64),
-            }
-        }
-        if !batch.is_empty() {
-            run(batch);
-            batch.clear();
-        }
-        taken.len()
+    fn source(self: Arc<Self>, _queue: usize) -> Box<dyn Source> {
+        Box::new(FakeSource { fake: self, taken: Vec::new(), waker: None })
     }
 
-    fn deliver(&self, _queue: usize, batch: &Batch, which: &[u16]) {
-        let mut queues = self.queues();
-        for &index in which {
-            let frame = batch.frame(index.into());
+    fn deliver(&self, _queue: usize, frames: Selection<'_>, drops: &mut DropSink) {
+        let mut queues = self.queues.lock();
+        for (index, frame) in frames.frames() {
             let reason = if self.stopped.load(Relaxed) {
                 DropReason::NotReady
             } else if exceeds_mtu(frame, self.mtu) {
@@ -133,42 +103,15 @@ impl Interface for Fake {
                 DropReason::NoBuffer
             } else {
                 let mut bytes = vec![0; frame.len()];
-                batch.copy_to(frame, &mut bytes);
+                frames.batch.copy_to(frame, &mut bytes);
                 debug_assert!(frame.offload.fits(&Accepts::ALL));
                 queues.to_guest.push_back((bytes, frame.offload));
                 self.stats.delivered(1, frame.len() as u64);
                 continue;
             };
-            self.stats.drop_frames(reason, 1);
+            drops.dropped(&self.stats, reason, index, 1);
         }
         self.arrived.notify_all();
-    }
-
-    fn attach(&self, _queue: usize, waker: Waker) {
-        if let Err(error) = waker.watch(&self.kick) {
-            tracing::error!(%error, "cannot watch a fake interface");
-        }
-        self.queues().waker = Some(waker);
-    }
-
-    fn detach(&self, _queue: usize) {
-        if let Some(waker) = self.queues().waker.take() {
-            waker.forget(self.kick.as_fd());
-        }
-    }
-
-    fn arm(&self, _queue: usize) -> bool {
-        let mut queues = self.queues();
-        queues.armed = queues.from_guest.is_empty();
-        queues.armed
-    }
-
-    fn disarm(&self, _queue: usize) {
-        self.queues().armed = false;
-    }
-
-    fn polls(&self) -> bool {
-        true
     }
 
     fn state(&self) -> State {
@@ -177,5 +120,74 @@ impl Interface for Fake {
 
     fn stop(&self) {
         self.stopped.store(true, Relaxed);
+    }
+}
+
+/// Frames that the program sends.
+struct FakeSource {
+    fake: Arc<Fake>,
+    /// The frames of the last fill.
+    taken: Vec<OwnedFrame>,
+    waker: Option<Waker>,
+}
+
+impl Source for FakeSource {
+    unsafe fn fill(&mut self, batch: &mut Batch, drops: &mut DropSink, _now_ms: u64) -> Taken {
+        let fake = &*self.fake;
+        if fake.stopped.load(Relaxed) {
+            return Taken { drained: true, ..Taken::default() };
+        }
+        {
+            let mut queues = fake.queues.lock();
+            let count = queues.from_guest.len().min(batch.limit());
+            self.taken.extend(queues.from_guest.drain(..count));
+        }
+        for (bytes, offload) in &self.taken {
+            let mut builder = batch.begin();
+            // SAFETY: `taken` stays unchanged until `give_back`, before which the batch is cleared.
+            unsafe { builder.push_stable(Segment::new(bytes.as_ptr(), bytes.len())) };
+            match builder.finish(fake.origin.port, fake.origin.network, *offload, 0) {
+                Ok(()) => {
+                    fake.stats.in_frames.add(1);
+                    fake.stats.in_bytes.add(bytes.len() as u64);
+                }
+                Err(error) => {
+                    drops.refused(&fake.stats, fake.origin.port, error.into(), bytes.len() as u64);
+                }
+            }
+        }
+        let units = self.taken.len();
+        Taken { units, drained: units < batch.limit(), ..Taken::default() }
+    }
+
+    fn give_back(&mut self) {
+        self.taken.clear();
+    }
+
+    fn watch(&mut self, waker: Waker) {
+        if let Err(error) = waker.watch(&self.fake.kick) {
+            tracing::error!(%error, "cannot watch a fake interface");
+        }
+        self.waker = Some(waker);
+    }
+
+    fn unwatch(&mut self) {
+        if let Some(waker) = self.waker.take() {
+            waker.forget(self.fake.kick.as_fd());
+        }
+    }
+
+    fn rest(&mut self) -> bool {
+        let mut queues = self.fake.queues.lock();
+        queues.armed = queues.from_guest.is_empty();
+        queues.armed
+    }
+
+    fn resume(&mut self) {
+        self.fake.queues.lock().armed = false;
+    }
+
+    fn polls(&self) -> bool {
+        true
     }
 }

@@ -21,17 +21,19 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
+use parking_lot::Mutex;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use super::packet::{self, Burst, Packet};
 use super::tap::Netns;
 use super::{Interface, State};
-use crate::frame::{Batch, FRAME_MAX, Origin, SEGMENTS_MAX, Segment};
+use crate::frame::{Batch, DropSink, FRAME_MAX, Origin, SEGMENTS_MAX, Segment, Selection};
 use crate::poll::Waker;
+use crate::source::{Source, Taken};
 use crate::stats::{DiscardReason, DropReason, PortStats};
 use crate::wire::ethernet::{self, Mac};
 use crate::wire::offload::{Accepts, Offload};
@@ -91,11 +93,7 @@ pub struct Local {
     own: Mac,
     stats: Arc<PortStats>,
     socket: OwnedFd,
-    burst: Mutex<Burst>,
     asked: Mutex<Asked>,
-    /// Set when the last look found the device empty: the next frame will wake us.
-    drained: AtomicBool,
-    waker: Mutex<Option<Waker>>,
     stopped: AtomicBool,
     /// Memory for frames that the kernel does not take unfinished.
     scratch: Mutex<Box<[u8]>>,
@@ -130,9 +128,6 @@ impl Local {
             stats,
             asked: Mutex::new(Asked::new(opened.index)),
             socket: opened.socket,
-            burst: Mutex::new(Burst::new()),
-            drained: AtomicBool::new(false),
-            waker: Mutex::new(None),
             stopped: AtomicBool::new(false),
             scratch: Mutex::new(vec![0; FRAME_MAX].into_boxed_slice()),
         }))
@@ -153,14 +148,17 @@ impl Local {
     }
 
     /// Adds the frames of a burst to the batch.
-    fn fill(&self, burst: &Burst, count: usize, batch: &mut Batch) {
-        let asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+    ///
+    /// # Safety
+    /// The burst stays unchanged until the batch is cleared.
+    unsafe fn enter(&self, burst: &Burst, count: usize, batch: &mut Batch, drops: &mut DropSink) {
+        let (asked, port) = (self.asked.lock(), self.origin.port);
         let (mut frames, mut bytes, mut strangers) = (0, 0, 0);
         for packet in (0..count).filter_map(|index| burst.packet(index)) {
             let Packet { bytes: frame, offload, truncated } = packet;
             let len = frame.len() as u64;
             let Some((dst, src)) = ethernet::addresses(frame) else {
-                self.stats.refuse(DropReason::TooShort, len);
+                drops.refused(&self.stats, port, DropReason::TooShort, len);
                 continue;
             };
             match self.judge(&asked, dst, src) {
@@ -170,24 +168,24 @@ impl Local {
                     continue;
                 }
                 Verdict::CameBack => {
-                    self.stats.refuse(DropReason::Hairpin, len);
+                    drops.refused(&self.stats, port, DropReason::Hairpin, len);
                     continue;
                 }
             }
             if truncated {
-                self.stats.refuse(DropReason::TooLong, len);
+                drops.refused(&self.stats, port, DropReason::TooLong, len);
                 continue;
             }
             let mut builder = batch.begin();
-            // SAFETY: the frame lies in the burst's memory, which the caller keeps locked, and so unchanged, until it has
-            // cleared the batch.
+            // SAFETY: the frame lies in the burst's memory, which stays as it is until the batch is cleared (contract of
+            // `enter`).
             unsafe { builder.push_stable(Segment::new(frame.as_ptr(), frame.len())) };
             match builder.finish(self.origin.port, self.origin.network, offload, 0) {
                 Ok(()) => {
                     frames += 1;
                     bytes += len;
                 }
-                Err(error) => self.stats.refuse(error.into(), len),
+                Err(error) => drops.refused(&self.stats, port, error.into(), len),
             }
         }
         self.stats.in_frames.add(frames);
@@ -217,12 +215,12 @@ impl Local {
         }
     }
 
-    /// Finishes a frame in software, which this kernel does not take as it is, and writes the pieces.
+    /// Finishes a frame in software that this kernel does not take as it is, and writes the pieces.
     #[cold]
-    fn write_finished(&self, batch: &Batch, index: u16) {
-        let frame = batch.frame(index.into());
-        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
-        let len = batch.copy_to(frame, &mut scratch);
+    fn write_finished(&self, frames: Selection<'_>, index: u16, drops: &mut DropSink) {
+        let frame = frames.batch.frame(index.into());
+        let mut scratch = self.scratch.lock();
+        let len = frames.batch.copy_to(frame, &mut scratch);
         let (mut pieces, mut sent, mut bytes) = (0, 0, 0);
         let result =
             segment::finish(&mut scratch[..len], &frame.offload, &Accepts::NOTHING, &mut |piece, offload| {
@@ -233,7 +231,7 @@ impl Local {
                         sent += 1;
                         bytes += piece.len() as u64;
                     }
-                    Err(error) => self.stats.drop_frames(reason(&error), 1),
+                    Err(error) => drops.dropped(&self.stats, reason(&error), index, 1),
                 }
             });
         match result {
@@ -241,14 +239,20 @@ impl Local {
                 self.stats.copies.add(pieces - 1);
                 self.stats.delivered(sent, bytes);
             }
-            Err(_) => self.stats.drop_frames(DropReason::Unsegmentable, 1),
+            Err(_) => drops.dropped(&self.stats, DropReason::Unsegmentable, index, 1),
         }
     }
 
-    /// Writes the frame as it is. False when it was refused because of what is unfinished in it.
-    fn write_whole(&self, batch: &Batch, index: u16, vectors: &mut [libc::iovec]) -> bool {
-        let frame = batch.frame(index.into());
-        let segments = batch.segments(frame);
+    /// Writes the frame as it is. False when the kernel refused it because of what is unfinished in it.
+    fn write_whole(
+        &self,
+        frames: Selection<'_>,
+        index: u16,
+        vectors: &mut [libc::iovec],
+        drops: &mut DropSink,
+    ) -> bool {
+        let frame = frames.batch.frame(index.into());
+        let segments = frames.batch.segments(frame);
         for (vector, segment) in vectors[1..].iter_mut().zip(segments) {
             *vector = libc::iovec { iov_base: segment.as_ptr().cast_mut().cast(), iov_len: segment.len() };
         }
@@ -257,7 +261,7 @@ impl Local {
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) && !frame.offload.is_none() => {
                 return false;
             }
-            Err(error) => self.stats.drop_frames(reason(&error), 1),
+            Err(error) => drops.dropped(&self.stats, reason(&error), index, 1),
         }
         true
     }
@@ -290,69 +294,25 @@ impl Interface for Local {
         1
     }
 
-    fn receive(&self, _queue: usize, batch: &mut Batch, run: &mut dyn FnMut(&Batch)) -> usize {
-        if self.stopped.load(Relaxed) {
-            return 0;
-        }
-        let mut burst = self.burst.lock().unwrap_or_else(PoisonError::into_inner);
-        let received = burst.receive(&self.socket, batch.limit());
-        self.drained.store(received.emptied, Relaxed);
-        if received.unreadable > 0 {
-            // The kernel cannot describe them by virtio-net metadata, and has dropped them.
-            (0..received.unreadable).for_each(|_| self.stats.refuse(DropReason::BadOffload, 0));
-        }
-        self.fill(&burst, received.packets, batch);
-        if !batch.is_empty() {
-            run(batch);
-            batch.clear();
-        }
-        received.packets + received.unreadable
+    fn source(self: Arc<Self>, _queue: usize) -> Box<dyn Source> {
+        Box::new(LocalSource { local: self, burst: Burst::new(), drained: false, waker: None })
     }
 
-    fn deliver(&self, _queue: usize, batch: &Batch, which: &[u16]) {
+    fn deliver(&self, _queue: usize, frames: Selection<'_>, drops: &mut DropSink) {
         if self.stopped.load(Relaxed) {
-            self.stats.drop_frames(DropReason::NotReady, which.len() as u64);
-            return;
+            return drops.dropped_all(&self.stats, DropReason::NotReady, frames.which);
         }
-        // Before the first of them is out: an answer must not come too early.
-        self.asked
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .hear(&self.socket, which.iter().map(|&index| batch.frame(index.into()).src));
+        // Before the first frame is out: an answer must not come too early.
+        self.asked.lock().hear(&self.socket, frames.frames().map(|(_, frame)| frame.src));
         let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
         let mut vectors = [empty; 1 + SEGMENTS_MAX];
-        for &index in which {
-            if super::exceeds_mtu(batch.frame(index.into()), self.mtu) {
-                self.stats.drop_frames(DropReason::MtuExceeded, 1);
-            } else if !self.write_whole(batch, index, &mut vectors) {
-                self.write_finished(batch, index);
+        for (index, frame) in frames.frames() {
+            if super::exceeds_mtu(frame, self.mtu) {
+                drops.dropped(&self.stats, DropReason::MtuExceeded, index, 1);
+            } else if !self.write_whole(frames, index, &mut vectors, drops) {
+                self.write_finished(frames, index, drops);
             }
         }
-    }
-
-    fn attach(&self, _queue: usize, waker: Waker) {
-        self.drained.store(false, Relaxed);
-        if let Err(error) = waker.watch(&self.socket) {
-            tracing::error!(device = self.device, %error, "cannot watch the local network");
-        }
-        *self.waker.lock().unwrap_or_else(PoisonError::into_inner) = Some(waker);
-    }
-
-    fn detach(&self, _queue: usize) {
-        if let Some(waker) = self.waker.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            waker.forget(self.socket.as_fd());
-        }
-    }
-
-    fn arm(&self, _queue: usize) -> bool {
-        // The descriptor is watched edge-triggered all the time; only after an empty look is the next edge certain.
-        self.drained.load(Relaxed) || self.stopped.load(Relaxed)
-    }
-
-    fn disarm(&self, _queue: usize) {}
-
-    fn polls(&self) -> bool {
-        false
     }
 
     fn state(&self) -> State {
@@ -376,7 +336,54 @@ impl Interface for Local {
     }
 
     fn expect(&self, macs: &[Mac]) {
-        self.asked.lock().unwrap_or_else(PoisonError::into_inner).configure(&self.socket, macs);
+        self.asked.lock().configure(&self.socket, macs);
+    }
+}
+
+/// Frames from the LAN.
+struct LocalSource {
+    local: Arc<Local>,
+    burst: Burst,
+    /// The last look found the socket empty: the next frame wakes the dispatcher.
+    drained: bool,
+    waker: Option<Waker>,
+}
+
+impl Source for LocalSource {
+    unsafe fn fill(&mut self, batch: &mut Batch, drops: &mut DropSink, _now_ms: u64) -> Taken {
+        let local = &*self.local;
+        if local.stopped.load(Relaxed) {
+            return Taken { drained: true, ..Taken::default() };
+        }
+        let received = self.burst.receive(&local.socket, batch.limit());
+        self.drained = received.emptied;
+        // The kernel cannot describe these by virtio-net metadata, and has dropped them.
+        for _ in 0..received.unreadable {
+            drops.refused(&local.stats, local.origin.port, DropReason::BadOffload, 0);
+        }
+        // SAFETY: the burst is written to by the next fill only, before which the batch is cleared (contract of `fill`).
+        unsafe { local.enter(&self.burst, received.packets, batch, drops) };
+        let units = received.packets + received.unreadable;
+        Taken { units, drained: units < batch.limit(), ..Taken::default() }
+    }
+
+    fn watch(&mut self, waker: Waker) {
+        self.drained = false;
+        if let Err(error) = waker.watch(&self.local.socket) {
+            tracing::error!(device = self.local.device, %error, "cannot watch the local network");
+        }
+        self.waker = Some(waker);
+    }
+
+    fn unwatch(&mut self) {
+        if let Some(waker) = self.waker.take() {
+            waker.forget(self.local.socket.as_fd());
+        }
+    }
+
+    /// The descriptor is watched edge-triggered all the time; only after an empty look is the next edge certain.
+    fn rest(&mut self) -> bool {
+        self.drained || self.local.stopped.load(Relaxed)
     }
 }
 

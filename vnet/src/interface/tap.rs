@@ -19,17 +19,19 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use netlink_packet_route::RouteNetlinkMessage;
 use netlink_packet_route::link::{LinkAttribute, LinkFlags, LinkMessage};
+use parking_lot::Mutex;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use super::{Interface, State};
-use crate::frame::{Batch, FRAME_MAX, Frame, Origin, SEGMENTS_MAX};
+use crate::frame::{Batch, DropSink, FRAME_MAX, Frame, Origin, SEGMENTS_MAX, Selection};
 use crate::netlink::Netlink;
 use crate::poll::Waker;
+use crate::source::{Source, Taken};
 use crate::stats::{DropReason, PortStats};
 use crate::wire::ethernet::{HEADER_LEN, Mac};
 use crate::wire::offload::{Accepts, GSO_TCPV4, GSO_TCPV6, Offload, VIRTIO_NET_HDR_LEN};
@@ -147,11 +149,8 @@ pub enum TapError {
 
 struct Queue {
     file: File,
-    /// Set when the last read found the device empty: the next frame will wake us.
-    drained: AtomicBool,
     /// Written since others were last let run. Two dispatchers that write at once may lose a frame of it.
     unheard: AtomicUsize,
-    waker: Mutex<Option<Waker>>,
 }
 
 impl Queue {
@@ -205,15 +204,7 @@ impl Tap {
                 inside.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
             })?,
         };
-        let queues = files
-            .into_iter()
-            .map(|file| Queue {
-                file,
-                drained: AtomicBool::new(false),
-                unheard: AtomicUsize::new(0),
-                waker: Mutex::new(None),
-            })
-            .collect();
+        let queues = files.into_iter().map(|file| Queue { file, unheard: AtomicUsize::new(0) }).collect();
         Ok(Arc::new(Tap {
             device: options.device.clone(),
             origin,
@@ -234,52 +225,6 @@ impl Tap {
 
     fn is_down(&self) -> bool {
         self.stopped.load(Relaxed) || self.gone.load(Relaxed)
-    }
-
-    /// Reads frames into the batch until it is full or the device is empty. Returns how many were taken.
-    fn fill(&self, queue: &Queue, batch: &mut Batch) -> usize {
-        const ROOM: usize = VIRTIO_NET_HDR_LEN + FRAME_MAX;
-        queue.drained.store(false, Relaxed);
-        let (mut taken, mut bytes_taken) = (0, 0);
-        // Refused frames and failed reads use no place in the batch, so tries are bounded apart.
-        for _ in 0..batch.limit() {
-            let Some(room) = batch.spare(ROOM) else { break };
-            let len = match (&queue.file).read(&mut room[..ROOM]) {
-                Ok(len) => len,
-                Err(error) => match error.raw_os_error() {
-                    Some(libc::EAGAIN) => {
-                        queue.drained.store(true, Relaxed);
-                        break;
-                    }
-                    // The device was removed under us, or its namespace was.
-                    Some(libc::EBADFD) => {
-                        self.gone.store(true, Relaxed);
-                        break;
-                    }
-                    Some(libc::EINTR) => continue,
-                    // A frame that virtio-net metadata cannot describe (EINVAL): the kernel has dropped it.
-                    _ => {
-                        taken += 1;
-                        self.stats.refuse(DropReason::BadOffload, 0);
-                        continue;
-                    }
-                },
-            };
-            taken += 1;
-            let bytes = len.saturating_sub(VIRTIO_NET_HDR_LEN) as u64;
-            let Some(header) = room[..len].first_chunk() else {
-                self.stats.refuse(DropReason::TooShort, bytes);
-                continue;
-            };
-            let offload = Offload::from_virtio(header);
-            match batch.push_spare(VIRTIO_NET_HDR_LEN, len, self.origin, offload) {
-                Ok(()) => bytes_taken += bytes,
-                Err(error) => self.stats.refuse(error.into(), bytes),
-            }
-        }
-        self.stats.in_frames.add(batch.len() as u64);
-        self.stats.in_bytes.add(bytes_taken);
-        taken
     }
 
     /// Writes one frame: `vectors` are its segments behind an empty first place, which becomes the virtio-net header. The
@@ -312,16 +257,16 @@ impl Tap {
 
     /// Finishes a frame in software and writes the pieces.
     #[cold]
-    fn write_finished(&self, queue: &Queue, batch: &Batch, index: u16) {
-        let frame = batch.frame(index.into());
-        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
-        let len = batch.copy_to(frame, &mut scratch);
+    fn write_finished(&self, queue: &Queue, frames: Selection<'_>, index: u16, drops: &mut DropSink) {
+        let frame = frames.batch.frame(index.into());
+        let mut scratch = self.scratch.lock();
+        let len = frames.batch.copy_to(frame, &mut scratch);
         let (mut pieces, mut sent, mut bytes) = (0, 0, 0);
         let result =
             segment::finish(&mut scratch[..len], &frame.offload, &self.accepts, &mut |piece, offload| {
                 pieces += 1;
                 if super::piece_exceeds_mtu(&offload, piece.len(), self.mtu) {
-                    self.stats.drop_frames(DropReason::MtuExceeded, 1);
+                    drops.dropped(&self.stats, DropReason::MtuExceeded, index, 1);
                     return;
                 }
                 let vector = libc::iovec { iov_base: piece.as_ptr().cast_mut().cast(), iov_len: piece.len() };
@@ -330,7 +275,7 @@ impl Tap {
                         sent += 1;
                         bytes += piece.len() as u64;
                     }
-                    Err(reason) => self.stats.drop_frames(reason, 1),
+                    Err(reason) => drops.dropped(&self.stats, reason, index, 1),
                 }
             });
         match result {
@@ -338,7 +283,7 @@ impl Tap {
                 self.stats.copies.add(pieces - 1);
                 self.stats.delivered(sent, bytes);
             }
-            Err(_) => self.stats.drop_frames(DropReason::Unsegmentable, 1),
+            Err(_) => drops.dropped(&self.stats, DropReason::Unsegmentable, index, 1),
         }
     }
 }
@@ -348,38 +293,28 @@ impl Interface for Tap {
         self.queues.len()
     }
 
-    fn receive(&self, queue: usize, batch: &mut Batch, run: &mut dyn FnMut(&Batch)) -> usize {
-        if self.is_down() {
-            return 0;
-        }
-        let taken = self.fill(&self.queues[queue], batch);
-        if !batch.is_empty() {
-            run(batch);
-            batch.clear();
-        }
-        taken
+    fn source(self: Arc<Self>, queue: usize) -> Box<dyn Source> {
+        Box::new(TapSource { tap: self, queue, drained: false, waker: None })
     }
 
-    fn deliver(&self, queue: usize, batch: &Batch, which: &[u16]) {
+    fn deliver(&self, queue: usize, frames: Selection<'_>, drops: &mut DropSink) {
         if self.is_down() {
-            self.stats.drop_frames(DropReason::NotReady, which.len() as u64);
-            return;
+            return drops.dropped_all(&self.stats, DropReason::NotReady, frames.which);
         }
         let queue = &self.queues[queue];
         let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
         let mut vectors = [empty; 1 + SEGMENTS_MAX];
         let (mut sent, mut bytes) = (0, 0);
-        for &index in which {
-            let frame = batch.frame(index.into());
+        for (index, frame) in frames.frames() {
             if super::exceeds_mtu(frame, self.mtu) {
-                self.stats.drop_frames(DropReason::MtuExceeded, 1);
+                drops.dropped(&self.stats, DropReason::MtuExceeded, index, 1);
                 continue;
             }
             if !frame.offload.fits(&self.accepts) {
-                self.write_finished(queue, batch, index);
+                self.write_finished(queue, frames, index, drops);
                 continue;
             }
-            let segments = batch.segments(frame);
+            let segments = frames.batch.segments(frame);
             for (vector, segment) in vectors[1..].iter_mut().zip(segments) {
                 *vector =
                     libc::iovec { iov_base: segment.as_ptr().cast_mut().cast(), iov_len: segment.len() };
@@ -390,37 +325,10 @@ impl Interface for Tap {
                     bytes += frame.len() as u64;
                     queue.written(frame);
                 }
-                Err(reason) => self.stats.drop_frames(reason, 1),
+                Err(reason) => drops.dropped(&self.stats, reason, index, 1),
             }
         }
         self.stats.delivered(sent, bytes);
-    }
-
-    fn attach(&self, queue: usize, waker: Waker) {
-        let queue = &self.queues[queue];
-        queue.drained.store(false, Relaxed);
-        if let Err(error) = waker.watch(&queue.file) {
-            tracing::error!(device = self.device, %error, "cannot watch the TAP device");
-        }
-        *queue.waker.lock().unwrap_or_else(PoisonError::into_inner) = Some(waker);
-    }
-
-    fn detach(&self, queue: usize) {
-        let queue = &self.queues[queue];
-        if let Some(waker) = queue.waker.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            waker.forget(queue.file.as_fd());
-        }
-    }
-
-    fn arm(&self, queue: usize) -> bool {
-        // The descriptor is watched edge-triggered all the time; only after an empty read is the next edge certain.
-        self.queues[queue].drained.load(Relaxed) || self.is_down()
-    }
-
-    fn disarm(&self, _queue: usize) {}
-
-    fn polls(&self) -> bool {
-        false
     }
 
     fn state(&self) -> State {
@@ -435,6 +343,87 @@ impl Interface for Tap {
 
     fn stop(&self) {
         self.stopped.store(true, Relaxed);
+    }
+}
+
+/// Frames that the kernel hands out on one queue of a TAP.
+struct TapSource {
+    tap: Arc<Tap>,
+    queue: usize,
+    /// The last read found the device empty: the next frame wakes the dispatcher.
+    drained: bool,
+    waker: Option<Waker>,
+}
+
+impl Source for TapSource {
+    /// Reads frames into the batch's own memory until it is full or the device is empty.
+    unsafe fn fill(&mut self, batch: &mut Batch, drops: &mut DropSink, _now_ms: u64) -> Taken {
+        const ROOM: usize = VIRTIO_NET_HDR_LEN + FRAME_MAX;
+        let tap = &*self.tap;
+        if tap.is_down() {
+            return Taken { drained: true, ..Taken::default() };
+        }
+        let (stats, origin) = (&*tap.stats, tap.origin);
+        self.drained = false;
+        let (mut units, mut bytes_taken) = (0, 0);
+        // Refused frames and failed reads use no place in the batch, so tries are bounded apart.
+        for _ in 0..batch.limit() {
+            let Some(room) = batch.spare(ROOM) else { break };
+            let len = match (&tap.queues[self.queue].file).read(&mut room[..ROOM]) {
+                Ok(len) => len,
+                Err(error) => match error.raw_os_error() {
+                    Some(libc::EAGAIN) => {
+                        self.drained = true;
+                        break;
+                    }
+                    // The device was removed, or its namespace was.
+                    Some(libc::EBADFD) => {
+                        tap.gone.store(true, Relaxed);
+                        break;
+                    }
+                    Some(libc::EINTR) => continue,
+                    // Virtio-net metadata cannot describe the frame (EINVAL): the kernel has dropped it.
+                    _ => {
+                        units += 1;
+                        drops.refused(stats, origin.port, DropReason::BadOffload, 0);
+                        continue;
+                    }
+                },
+            };
+            units += 1;
+            let bytes = len.saturating_sub(VIRTIO_NET_HDR_LEN) as u64;
+            let Some(header) = room[..len].first_chunk() else {
+                drops.refused(stats, origin.port, DropReason::TooShort, bytes);
+                continue;
+            };
+            let offload = Offload::from_virtio(header);
+            match batch.push_spare(VIRTIO_NET_HDR_LEN, len, origin, offload) {
+                Ok(()) => bytes_taken += bytes,
+                Err(error) => drops.refused(stats, origin.port, error.into(), bytes),
+            }
+        }
+        stats.in_frames.add(batch.len() as u64);
+        stats.in_bytes.add(bytes_taken);
+        Taken { units, drained: units < batch.limit(), ..Taken::default() }
+    }
+
+    fn watch(&mut self, waker: Waker) {
+        self.drained = false;
+        if let Err(error) = waker.watch(&self.tap.queues[self.queue].file) {
+            tracing::error!(device = self.tap.device, %error, "cannot watch the TAP device");
+        }
+        self.waker = Some(waker);
+    }
+
+    fn unwatch(&mut self) {
+        if let Some(waker) = self.waker.take() {
+            waker.forget(self.tap.queues[self.queue].file.as_fd());
+        }
+    }
+
+    /// The descriptor is watched edge-triggered all the time; only after an empty read is the next edge certain.
+    fn rest(&mut self) -> bool {
+        self.drained || self.tap.is_down()
     }
 }
 

@@ -6,11 +6,11 @@ use std::sync::Arc;
 use super::link::{Kind, Link};
 use super::native::control_datagrams::Courier;
 use super::native::reassembly::ReassemblyBudget;
-use super::native::receive::Receiver;
 use super::native::send::NativeSender;
 use super::native::zero_copy::ZeroCopy;
 use super::path::prober::Prober;
 use super::path::watch::{Monitored, PathWatch};
+use super::receiver::{PeersView, Receiver, ReceiverParts};
 use super::sending::Sending;
 use super::socket::gather::Gather;
 use super::socket::ports::{self, BridgeError};
@@ -23,22 +23,21 @@ use crate::wire::native::HOPS_MAX;
 
 /// One dispatcher's end of all links: its UDP sockets in two halves.
 pub struct Bridge {
-    /// Takes datagrams in.
-    pub rx: Receiver,
+    /// Take datagrams in, one for each socket.
+    pub rx: Vec<Receiver>,
     /// Sends frames out.
     pub tx: Sender,
     /// Takes VXLAN datagrams in, which have a port of their own; where [`Bridge::add_vxlan`] was called.
     pub vxlan_rx: Option<Receiver>,
+    /// The links that receivers find datagrams' senders among: store a setup's here.
+    pub peers: PeersView,
+    /// Makes more receivers.
+    pub receivers: ReceiverParts,
 }
 
 impl Bridge {
     /// Has the bridges of one host listen for VXLAN on `listen`, too, beside each other as [`Bridge::bind_group`] does it.
-    pub fn add_vxlan(
-        bridges: &mut [Bridge],
-        listen: SocketAddr,
-        stats: &Arc<PortStats>,
-        budget: &Arc<ReassemblyBudget>,
-    ) -> Result<(), BridgeError> {
+    pub fn add_vxlan(bridges: &mut [Bridge], listen: SocketAddr) -> Result<(), BridgeError> {
         let failed = |error| BridgeError::new(listen, error);
         drop(Socket::bind(listen, false).map_err(failed)?);
         let shared = bridges.len() > 1;
@@ -46,8 +45,7 @@ impl Bridge {
             let socket = Arc::new(Socket::bind(listen, shared).map_err(failed)?);
             // Else a datagram for a group comes to every socket there is, members or not.
             set(&socket, libc::SOL_IP, libc::IP_MULTICAST_ALL, 0).map_err(failed)?;
-            let rx = Receiver::new(vec![socket], stats.clone(), budget.clone());
-            bridge.vxlan_rx = Some(rx.for_vxlan(index == 0));
+            bridge.vxlan_rx = Some(bridge.receivers.vxlan(socket, index == 0));
             bridge.tx.vxlan = Some(VxlanSender::new(SourcePorts::new(listen).map_err(failed)?));
         }
         Ok(())
@@ -94,8 +92,10 @@ impl Bridge {
         stats: Arc<PortStats>,
         budget: Arc<ReassemblyBudget>,
     ) -> Bridge {
-        let rx = Receiver::new(sockets.clone(), stats, budget);
-        Bridge { rx, tx: Sender::new(sockets, native_from), vxlan_rx: None }
+        let receivers = ReceiverParts::new(stats, budget);
+        let rx = sockets.iter().map(|socket| receivers.receiver(socket.clone())).collect();
+        let (peers, tx) = (receivers.peers.clone(), Sender::new(sockets, native_from));
+        Bridge { rx, tx, vxlan_rx: None, peers, receivers }
     }
 
     /// The address listened on, with the first port, which the kernel may have chosen.
@@ -160,7 +160,7 @@ impl Sender {
             (Kind::Classic(classic), _) => classic.send(&self.sockets[0], &mut out, which),
             (Kind::Vxlan(link), Some(sender)) => sender.send(link, &mut out, which),
             (Kind::Vxlan(_), None) => out.dropped_all(DropReason::SendFailed, which),
-            (Kind::Stream(_), _) => link.stream_send(batch, which),
+            (Kind::Stream(_), _) => link.stream_send(frames.only(which), out.drops),
         }
     }
 }

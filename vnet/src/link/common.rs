@@ -74,7 +74,7 @@ impl Common {
 
     /// True when a frame from the other host may have the source `mac`, as far as the configuration says.
     #[inline]
-    pub(in crate::link) fn allows_source(&self, mac: Mac) -> bool {
+    pub(crate) fn allows_source(&self, mac: Mac) -> bool {
         self.macs.as_ref().is_none_or(|macs| macs.binary_search(&mac).is_ok())
     }
 
@@ -107,7 +107,7 @@ impl Common {
     }
 
     /// Notes that a datagram arrived.
-    pub(in crate::link) fn heard(&self, now_ms: u64) {
+    pub(crate) fn heard(&self, now_ms: u64) {
         // A shared cache line is written once a millisecond, not once a burst. The value is shifted by one: 0 is never.
         if self.heard_ms.0.load(Relaxed) != now_ms + 1 {
             self.heard_ms.0.store(now_ms + 1, Relaxed);

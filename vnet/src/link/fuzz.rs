@@ -1,4 +1,4 @@
-//! What fuzz targets drive of links: handshakes and everything else of sealed ones that reads foreign bytes, direct ports.
+//! What fuzz targets drive of links: handshakes and everything else of sealed ones that reads foreign bytes.
 
 use std::io::{self, Read, Write};
 use std::sync::{Arc, OnceLock};
@@ -6,17 +6,13 @@ use std::time::Duration;
 
 use rustls::pki_types::CertificateDer;
 
-use super::{Link, LinkKind, LinkOptions, Peers, Security};
-use crate::frame::{FRAME_MAX, PortId};
-use crate::link::direct::{PEEK_LEN, Peeked};
+use super::{Link, LinkKind, LinkOptions, Security};
+use crate::frame::PortId;
 use crate::link::rendezvous::client::{KEY_LEN, Registration, RendezvousMessage};
 use crate::link::sealed::handshake::{self, HandshakeMessage};
 use crate::link::sealed::identity::tls::Patient;
 use crate::link::sealed::identity::{CertificateInfo, Identity, is_for};
 use crate::link::sealed::pki::Pki;
-use crate::link::socket::name::Name;
-use crate::wire::native::HEADER_LEN;
-use crate::wire::offload::WIRE_LEN;
 
 /// The identities of h1 and h2, made once: keys cost time.
 fn identities() -> &'static [Identity; 2] {
@@ -67,30 +63,6 @@ impl Patient for Peer<'_> {
     fn wait_at_most(&mut self, _time: Duration) -> io::Result<()> {
         Ok(())
     }
-}
-
-/// Arbitrary bytes as the next message at a direct port: its length, its segments' and its beginning.
-///
-/// What must hold: nothing panics; what is taken for the beginning of a frame has datagrams whose payloads add up to it,
-/// and the message is a number of them.
-pub fn direct(data: &[u8]) {
-    let Some((sizes, bytes)) = data.split_first_chunk::<4>() else { return };
-    let [len, segment] =
-        [[sizes[0], sizes[1]], [sizes[2], sizes[3]]].map(|b| usize::from(u16::from_be_bytes(b)));
-    let source = Name::new("127.0.0.1:9".parse().expect("an address"), false).expect("of that family");
-    let mut head = [0; PEEK_LEN];
-    let known = bytes.len().min(PEEK_LEN).min(len);
-    head[..known].copy_from_slice(&bytes[..known]);
-    let options = LinkOptions { name: "h2".into(), ..link("h2").options().clone() };
-    let peers = Peers::build(&[Link::new(options, PortId(0), Arc::default())]);
-    let peeked = Peeked { source, len, segment: segment.max(1), head };
-    let Some((_, candidate)) = peeked.candidate(&peers) else { return };
-    let metadata = if candidate.offload.is_none() { 0..=WIRE_LEN } else { WIRE_LEN..=WIRE_LEN };
-    let payload: usize = (0..candidate.datagrams()).map(|k| candidate.payload(k)).sum();
-    assert!(metadata.contains(&(payload - candidate.len)) && candidate.len <= FRAME_MAX);
-    assert!((0..candidate.datagrams()).all(|k| candidate.payload(k) > 0));
-    let part = candidate.part(0, len, segment.max(1)).expect("the message is part of it");
-    assert_eq!(len, (0..part).map(|k| HEADER_LEN + candidate.payload(k)).sum::<usize>());
 }
 
 /// Arbitrary bytes instead of a handshake, on both sides; instead of a message, a certificate and a keepalive.

@@ -136,6 +136,18 @@ impl Link {
         if let Kind::Stream(stream) = &self.kind { Some(stream) } else { None }
     }
 
+    /// True when nothing may travel in clear text.
+    #[inline]
+    pub(crate) fn needs_seal(&self) -> bool {
+        self.seal().is_some()
+    }
+
+    /// Takes `mtu` for the path MTU.
+    #[cfg(test)]
+    pub(crate) fn assume_path_mtu(&self, mtu: u32) {
+        self.path.set_route_mtu(mtu);
+    }
+
     /// Its keys, if nothing may travel in clear text.
     #[inline]
     pub(in crate::link) fn seal(&self) -> Option<&Seal> {

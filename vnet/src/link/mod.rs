@@ -27,11 +27,11 @@
 
 mod bridge;
 mod common;
-mod direct;
 pub mod fake;
 #[cfg(feature = "test-util")]
 pub mod fuzz;
 pub mod inquiry;
+mod intake;
 mod limits;
 #[expect(clippy::module_inception, reason = "the type that the room is named after")]
 mod link;
@@ -39,6 +39,7 @@ pub mod native;
 mod options;
 pub mod path;
 mod peers;
+mod receiver;
 pub mod rendezvous;
 pub mod sealed;
 mod sending;
@@ -51,16 +52,15 @@ pub mod vxlan;
 pub use bridge::{Bridge, Sender};
 pub use common::Common;
 use common::first_number;
-pub use direct::{Candidate, Direct, Landed, Peeked};
 pub use limits::{DIRECT_MAX, HOPS_UNKNOWN, PATH_MTU_MIN, UDP_PAYLOAD_MAX};
 pub use link::Link;
 pub use native::control_datagrams::Courier;
 pub use native::reassembly::ReassemblyBudget;
-pub use native::receive::{Received, Receiver};
 pub use native::zero_copy::ZeroCopy;
 pub use options::{Encapsulation, LinkKind, LinkOptions, Security};
 pub use path::watch::PathWatch;
 pub use peers::Peers;
+pub use receiver::{PeersView, Receiver, ReceiverParts};
 pub use sealed::session::SealView;
 pub use socket::name::{ANYWHERE, PORTS_MAX, normalised};
 pub use socket::ports::BridgeError;

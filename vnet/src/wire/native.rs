@@ -184,6 +184,12 @@ impl<'a> Bundle<'a> {
         (!payload.is_empty()).then_some(bundle)
     }
 
+    /// The entries that were not taken yet.
+    #[inline]
+    pub fn rest(&self) -> &'a [u8] {
+        self.rest
+    }
+
     #[inline]
     fn step(&mut self) -> Option<(Offload, &'a [u8])> {
         let (len, rest) = self.rest.split_first_chunk::<ENTRY_LEN>()?;

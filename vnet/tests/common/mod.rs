@@ -133,7 +133,7 @@ pub fn member(port: PortId, kind: PortKind, networks: Networks) -> Member {
 
 /// A link that carries all networks.
 pub fn link_port(link: Arc<Link>) -> LinkPort {
-    LinkPort { member: member(link.port(), PortKind::Link, Networks::All), link, stream: None }
+    LinkPort { member: member(link.port(), PortKind::Link, Networks::All), link }
 }
 
 /// A link to the first of a host's UDP ports; `mtu`: that of the path, if it is not to be found out.

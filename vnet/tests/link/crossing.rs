@@ -73,7 +73,7 @@ fn both_directions_and_an_ipv4_peer_of_an_ipv6_socket() {
     assert_eq!(b.link.stats().drops(DropReason::SendFailed), 2);
     assert!(matches!(b.link.state(), LinkState::Unreachable(_)), "an IPv4 socket reaches no IPv6 address");
     // A route for other address families does not change that.
-    b.peers = Peers::build(std::slice::from_ref(&b.link));
+    b.peers = Arc::new(Peers::build(std::slice::from_ref(&b.link)));
     b.ask_routes(10_000);
     assert!(matches!(b.link.state(), LinkState::Unreachable(_)));
     // Nor does a socket with an IPv6 address of its own reach IPv4.
@@ -91,7 +91,7 @@ fn refused_segmentation_falls_back_to_single_datagrams() {
         let [mut a, mut b] = Host::pair("127.0.0.1:0", encapsulation, Some(1500));
         let on: libc::c_int = 1;
         let len = size_of_val(&on) as libc::socklen_t;
-        let fd = a.bridge.rx.fds().next().unwrap().as_raw_fd();
+        let fd = a.bridge.rx[0].fd().as_raw_fd();
         // SAFETY: `on` is readable for the `len` bytes told.
         let set =
             unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_NO_CHECK, (&raw const on).cast(), len) };
@@ -159,7 +159,7 @@ fn a_faulty_wire_corrupts_no_frame_and_counters_add_up() {
             }
             sent.extend(frames);
         }
-        b.bridge.rx.tick(&b.peers, b.now_ms + 200);
+        b.tick(b.now_ms + 200);
         let stats = b.link.stats();
         let mut left: Vec<Got> = arrived(&sent);
         for frame in &got {

@@ -43,7 +43,7 @@ fn lost(count: usize, fragments: usize, seed: u64, faults: Faults) -> usize {
         relay.pump().unwrap();
         // Lets the reassembly timeout pass, or incomplete frames would fill the memory.
         b.now_ms += 10;
-        b.bridge.rx.tick(&b.peers, b.now_ms);
+        b.tick(b.now_ms);
         loop {
             let (got, datagrams) = b.receive_once();
             for got in got {
@@ -61,7 +61,7 @@ fn lost(count: usize, fragments: usize, seed: u64, faults: Faults) -> usize {
         }
     }
     b.now_ms += 200;
-    b.bridge.rx.tick(&b.peers, b.now_ms);
+    b.tick(b.now_ms);
     assert_eq!(a.link.stats().out_frames.get(), count as u64);
     let stats = b.link.stats();
     assert_eq!(

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use vnet::frame::{BATCH_MAX, Batch, DropSink, Frame, NetworkId, PortId, Segment, Selection};
 use vnet::link::fake::Random;
 use vnet::link::{Bridge, Encapsulation, Link, LinkOptions, PathWatch, Peers, ReassemblyBudget};
+use vnet::source::{Source, drain};
 use vnet::stats::{DiscardReason, PortStats};
 use vnet::wire::offload::{F_NEEDS_CSUM, GSO_TCPV4, Offload};
 
@@ -50,9 +51,8 @@ pub struct Host {
     /// Asks the kernel for routes, as the prober does in a core.
     pub paths: PathWatch,
     pub link: Arc<Link>,
-    pub peers: Peers,
+    pub peers: Arc<Peers>,
     pub unknown: Arc<PortStats>,
-    pub batch: Batch,
     pub now_ms: u64,
 }
 
@@ -65,9 +65,9 @@ pub fn bridge(listen: &str) -> (Bridge, Arc<PortStats>) {
 impl Host {
     pub fn new((bridge, unknown): (Bridge, Arc<PortStats>), options: LinkOptions) -> Host {
         let link = Link::new(options, PortId(7), Arc::default());
-        let peers = Peers::build(std::slice::from_ref(&link));
+        let peers = Arc::new(Peers::build(std::slice::from_ref(&link)));
         let paths = PathWatch::of(std::slice::from_ref(&bridge));
-        Host { bridge, paths, link, peers, unknown, batch: Batch::new(), now_ms: 1 }
+        Host { bridge, paths, link, peers, unknown, now_ms: 1 }
     }
 
     /// Two hosts on the loopback address `ip`, linked.
@@ -104,7 +104,13 @@ impl Host {
         self.paths.look_at_all(self.peers.links(), now_ms);
     }
 
-    /// Receives one burst from each socket; returns the frames and the number of datagrams.
+    /// Has the receivers look at the clock.
+    pub fn tick(&mut self, now_ms: u64) {
+        self.bridge.peers.store(self.peers.clone());
+        self.bridge.rx.iter_mut().for_each(|receiver| receiver.tick(now_ms));
+    }
+
+    /// Receives what waits on each socket; returns the frames and the number of datagrams.
     pub fn receive_once(&mut self) -> (Vec<Got>, usize) {
         let mut got = vec![];
         let mut run = |batch: &Batch| {
@@ -113,13 +119,11 @@ impl Host {
             let _spoilt: Vec<Vec<u8>> = batch.frames().iter().map(|frame| vec![0xee; frame.len()]).collect();
             got.extend(batch.frames().iter().map(|frame| copy(batch, frame)));
         };
+        self.bridge.peers.store(self.peers.clone());
         let mut datagrams = 0;
-        for socket in 0..self.bridge.rx.fds().count() {
-            let received =
-                self.bridge.rx.receive(socket, &self.peers, &mut self.batch, self.now_ms, &mut run);
-            datagrams += received.datagrams;
+        for receiver in &mut self.bridge.rx {
+            datagrams += drain(receiver, self.now_ms, &mut run);
         }
-        assert!(self.batch.is_empty());
         (got, datagrams)
     }
 

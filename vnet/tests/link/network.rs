@@ -6,8 +6,9 @@ use std::os::fd::{AsRawFd, FromRawFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vnet::frame::PortId;
+use vnet::frame::{BATCH_MAX, DropSink, PortId};
 use vnet::link::{Encapsulation, HOPS_UNKNOWN, Link, LinkState, Peers};
+use vnet::source::{BatchSlot, receive};
 use vnet::stats::DropReason;
 
 use super::host::*;
@@ -101,7 +102,7 @@ fn control(to: &impl AsRawFd, request: libc::Ioctl, device: &str, value: libc::_
 /// Sets an integer option of the bridge's socket.
 fn set_option(host: &Host, level: libc::c_int, option: libc::c_int, value: libc::c_int) {
     let len = size_of_val(&value) as libc::socklen_t;
-    let fd = host.bridge.rx.fds().next().unwrap().as_raw_fd();
+    let fd = host.bridge.rx[0].fd().as_raw_fd();
     // SAFETY: `value` is readable for the `len` bytes told.
     let result = unsafe { libc::setsockopt(fd, level, option, (&raw const value).cast(), len) };
     assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
@@ -110,7 +111,7 @@ fn set_option(host: &Host, level: libc::c_int, option: libc::c_int, value: libc:
 /// The bridge's receive buffer in bytes (the kernel reports twice its size, socket(7)).
 fn receive_buffer(host: &Host) -> usize {
     let (mut value, mut len): (libc::c_int, _) = (0, size_of::<libc::c_int>() as libc::socklen_t);
-    let fd = host.bridge.rx.fds().next().unwrap().as_raw_fd();
+    let fd = host.bridge.rx[0].fd().as_raw_fd();
     // SAFETY: `value` is writable for the `len` bytes told.
     let result = unsafe {
         libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_RCVBUF, (&raw mut value).cast(), &raw mut len)
@@ -294,13 +295,15 @@ fn a_short_burst_means_an_empty_socket() {
     for len in 100..140 {
         peer.send(&vec![0; len]).unwrap();
     }
-    let mut receive = || host.bridge.rx.receive(0, &host.peers, &mut host.batch, 1, &mut |_| ());
+    let (mut slot, mut drops) = (BatchSlot::new(BATCH_MAX), DropSink::new());
+    host.bridge.peers.store(host.peers.clone());
+    let mut receive = || receive(&mut host.bridge.rx[0], &mut slot, &mut drops, 1).taken;
     let first = receive();
-    assert_eq!((first.datagrams, first.emptied), (32, false));
+    assert_eq!((first.units, first.drained), (32, false));
     let second = receive();
-    assert_eq!((second.datagrams, second.emptied), (8, true));
+    assert_eq!((second.units, second.drained), (8, true));
     let third = receive();
-    assert_eq!((third.datagrams, third.emptied), (0, true));
+    assert_eq!((third.units, third.drained), (0, true));
 }
 
 /// Socket buffers are sized for the speed of the path's device, for the fastest of several.
@@ -318,7 +321,7 @@ fn buffers_are_sized_for_the_fastest_device() {
     host.ask_routes(20);
     assert_eq!(receive_buffer(&host), 4 << 20, "the lower bound");
     let fast = Link::new(native("10.9.2.2:9000"), PortId(7), Arc::default());
-    host.peers = Peers::build(&[host.link.clone(), fast]);
+    host.peers = Arc::new(Peers::build(&[host.link.clone(), fast]));
     host.ask_routes(40);
     assert_eq!(receive_buffer(&host), 31_250_000);
     for now_ms in (1100..3000).step_by(20) {

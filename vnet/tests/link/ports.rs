@@ -26,7 +26,7 @@ fn linked(host: Vec<(Bridge, Arc<PortStats>)>, options: LinkOptions) -> Vec<Host
     let link = Link::new(options, PortId(7), Arc::default());
     host.into_iter()
         .map(|bridge| {
-            let peers = Peers::build(std::slice::from_ref(&link));
+            let peers = Arc::new(Peers::build(std::slice::from_ref(&link)));
             Host { link: link.clone(), peers, ..Host::new(bridge, link.options().clone()) }
         })
         .collect()

@@ -1,13 +1,10 @@
 //! A VXLAN link and plain sockets as VTEPs: packets on the wire, and reception of others' packets.
 
 use std::net::{SocketAddr, UdpSocket};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vnet::frame::NetworkId;
-use vnet::link::{
-    Bridge, Encapsulation, HOPS_UNKNOWN, LinkKind, LinkOptions, ReassemblyBudget, VxlanOptions,
-};
+use vnet::link::{Bridge, Encapsulation, HOPS_UNKNOWN, LinkKind, LinkOptions, VxlanOptions};
 use vnet::stats::{DiscardReason, DropReason};
 use vnet::wire::checksum::Sum;
 use vnet::wire::offload::{F_NEEDS_CSUM, GSO_TCPV4, Offload};
@@ -23,8 +20,7 @@ const ROOM: usize = 1500 - 20 - 8 - 8;
 fn host(vteps: &[SocketAddr]) -> (Host, SocketAddr) {
     let (bridge, unknown) = bridge("127.0.0.1:0");
     let mut bridges = [bridge];
-    let budget = Arc::new(ReassemblyBudget::new(0));
-    Bridge::add_vxlan(&mut bridges, "127.0.0.1:0".parse().unwrap(), &unknown, &budget).unwrap();
+    Bridge::add_vxlan(&mut bridges, "127.0.0.1:0".parse().unwrap()).unwrap();
     let [bridge] = bridges;
     let listen = bridge.vxlan_rx.as_ref().unwrap().local_addr();
     let flood = vteps[1..].iter().map(SocketAddr::ip).collect();
@@ -32,7 +28,7 @@ fn host(vteps: &[SocketAddr]) -> (Host, SocketAddr) {
     let options = LinkOptions { kind, ..options(vteps[0], Encapsulation::Vxlan, Some(MTU)) };
     let mut host = Host::new((bridge, unknown), options);
     // Tests receive from the VXLAN socket.
-    std::mem::swap(&mut host.bridge.rx, host.bridge.vxlan_rx.as_mut().unwrap());
+    std::mem::swap(&mut host.bridge.rx[0], host.bridge.vxlan_rx.as_mut().unwrap());
     (host, listen)
 }
 

@@ -82,7 +82,8 @@ impl Host {
         let interrupts = settings.interrupts;
         // Even a lone frame is announced early.
         let early_bytes = 0;
-        interface.set_interrupts(InterruptSettings { interrupts, density_low, density_high, early_bytes });
+        let guest = interface.coalesce().expect("a kind that notifies");
+        guest.set_interrupts(InterruptSettings { interrupts, density_low, density_high, early_bytes });
         // Three frames in a window, or none: rates that cross these bounds again and again on any machine.
         let mode =
             ModeSettings { mode: settings.mode, rate_low: 1_000, rate_high: 2_000, window_us: WINDOW_US };

@@ -38,7 +38,7 @@ const REPLY: u32 = 4;
 const NEED_REPLY: u32 = 8;
 
 /// Where front ends come from.
-pub(super) enum Source {
+pub(super) enum Endpoint {
     /// They connect to us.
     Listen(Listener),
     /// We connect to them.
@@ -97,10 +97,10 @@ impl Stop {
 }
 
 /// The control thread.
-pub(super) fn run(device: &Arc<Device>, source: &Source, stop: &Stop) {
+pub(super) fn run(device: &Arc<Device>, endpoint: &Endpoint, stop: &Stop) {
     let path = device.options.socket.display();
     let (mut pause, mut limit) = (Pause::default(), LogLimit::default());
-    while let Some(stream) = next(device, source, stop, &mut pause) {
+    while let Some(stream) = next(device, endpoint, stop, &mut pause) {
         // Front ends that come and go all the time leave one pair of lines a second.
         let unsaid = limit.allow();
         if let Some(unsaid) = unsaid {
@@ -125,9 +125,9 @@ pub(super) fn run(device: &Arc<Device>, source: &Source, stop: &Stop) {
             pause = Pause::default();
         } else {
             device.set_status(format!("the front end at {path} came and went at once"));
-            let pause = match source {
-                Source::Listen(_) => PENALTY,
-                Source::Connect(_) => pause.next(),
+            let pause = match endpoint {
+                Endpoint::Listen(_) => PENALTY,
+                Endpoint::Connect(_) => pause.next(),
             };
             stop.wait(None, Some(pause));
         }
@@ -153,10 +153,10 @@ impl Pause {
 }
 
 /// The next front end's connection; `None` when the thread is to end.
-fn next(device: &Device, source: &Source, stop: &Stop, pause: &mut Pause) -> Option<UnixStream> {
+fn next(device: &Device, endpoint: &Endpoint, stop: &Stop, pause: &mut Pause) -> Option<UnixStream> {
     let path = device.options.socket.display();
-    match source {
-        Source::Listen(listener) => {
+    match endpoint {
+        Endpoint::Listen(listener) => {
             device.set_status(format!("waiting for a front end to connect to {path}"));
             while stop.wait(Some(&listener.as_fd()), None) {
                 match listener.accept() {
@@ -169,7 +169,7 @@ fn next(device: &Device, source: &Source, stop: &Stop, pause: &mut Pause) -> Opt
             }
             None
         }
-        Source::Connect(socket) => {
+        Endpoint::Connect(socket) => {
             while !stop.is_asked() {
                 match connect(socket) {
                     Ok(stream) => return Some(stream),

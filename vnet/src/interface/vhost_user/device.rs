@@ -7,27 +7,27 @@
 //! Lock order: a transmit vring may be held while receive vrings (of other interfaces or this one) are taken one by one;
 //! nothing is taken under a receive vring. The control thread holds one at a time.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Mutex, MutexGuard};
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::VhostUserOptions;
 use super::event::Signals;
 use super::vring::{Common, Running, Vring};
-use crate::frame::{Batch, NetworkId, PortId, Room, Segment};
-use crate::interface::State;
+use crate::frame::{DropSink, NetworkId, PortId, Room, Selection};
 use crate::interface::interrupts::{Coalescing, InterruptSettings, Verdict};
-use crate::interface::virtqueue::net::{Giver, Owner, take};
-use crate::poll::Waker;
+use crate::interface::virtqueue::net::{Format, Giver, Owner};
+use crate::interface::{Coalesce, Land, State};
 use crate::stats::{DropReason, PortStats};
 use crate::wire::ethernet::Mac;
 use crate::wire::offload::Offload;
 
 /// What a broken memory file is called in states and logs.
-const POISONED: &str = "the file behind the guest's memory was truncated";
+pub(super) const POISONED: &str = "the file behind the guest's memory was truncated";
 /// What a machine is called that shares no memory.
 const NO_MEMORY: &str =
     "the VM shares no memory with vnetd: start QEMU with -object memory-backend-memfd,share=on";
@@ -39,13 +39,13 @@ const BLANK_KICKS: u64 = 2;
 /// How long a change of a queue waits for the kernel to have sent what it reads from the guest's memory.
 const RELEASE_WITHIN: Duration = Duration::from_secs(1);
 /// Bytes of a RARP announcement: the shortest Ethernet frame.
-const RARP_LEN: usize = 60;
+pub(super) const RARP_LEN: usize = 60;
 
 /// A guest's transmit vring and what taking frames from it needs.
 pub(super) struct Transmit {
     pub(super) vring: Vring,
     /// A frame of our own that goes into the core next: see [`Device::announce`].
-    announcement: Option<Box<[u8; RARP_LEN]>>,
+    pub(super) announcement: Option<Box<[u8; RARP_LEN]>>,
 }
 
 /// A guest's receive vring and what filling it needs.
@@ -57,37 +57,33 @@ pub(super) struct Receive {
 }
 
 /// One queue pair.
-struct Pair {
-    transmit: Mutex<Transmit>,
+pub(super) struct Pair {
+    /// Locked from a fill of its source until the burst is dropped, see `source.rs`.
+    pub(super) transmit: Arc<Mutex<Transmit>>,
     receive: Mutex<Receive>,
     /// Wakes the dispatcher when the control thread has changed something.
-    bell: OwnedFd,
+    pub(super) bell: OwnedFd,
     /// The receive vring is up, as the control thread left it.
     receives: AtomicBool,
     /// The control thread wants a lock. A busy dispatcher, which gives it up for an instant only, stands back.
-    changing: AtomicBool,
+    pub(super) changing: AtomicBool,
 }
 
 /// A vhost-user interface without its socket.
 pub(super) struct Device {
     pub(super) options: VhostUserOptions,
-    port: PortId,
-    network: NetworkId,
-    stats: Arc<PortStats>,
+    pub(super) port: PortId,
+    pub(super) network: NetworkId,
+    pub(super) stats: Arc<PortStats>,
     /// By which guests are notified.
     pub(super) signals: Arc<Signals>,
-    pairs: Vec<Pair>,
+    pub(super) pairs: Vec<Pair>,
     /// Pairs, from the first one on, whose receive vrings are up.
     active: AtomicUsize,
     /// Guests are notified at the end of coalescing; changed only under the locks of the receive vrings.
     coalesces: AtomicBool,
     /// What is missing while no frame can flow.
     status: Mutex<String>,
-}
-
-/// Locks without caring for panics: a vring is consistent between any two statements that can panic.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Device {
@@ -107,7 +103,7 @@ impl Device {
             };
             let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
             pairs.push(Pair {
-                transmit: Mutex::new(transmit),
+                transmit: Arc::new(Mutex::new(transmit)),
                 receive: Mutex::new(receive),
                 bell,
                 receives: AtomicBool::new(false),
@@ -128,8 +124,9 @@ impl Device {
         })
     }
 
-    fn owner(&self) -> Owner<'_> {
-        Owner { port: self.port, network: self.network, mtu: self.options.mtu, stats: &self.stats }
+    pub(super) fn owner(&self, format: Format) -> Owner<'_> {
+        let (port, network, mtu) = (self.port, self.network, self.options.mtu);
+        Owner { port, network, mtu, stats: &self.stats, format }
     }
 
     /// Vrings: two a pair.
@@ -155,7 +152,7 @@ impl Device {
     }
 
     fn change_receive<R>(&self, pair: &Pair, change: impl FnOnce(&mut Vring) -> R) -> R {
-        let mut receive = lock(&pair.receive);
+        let mut receive = pair.receive.lock();
         let result = change(&mut receive.vring);
         pair.receives.store(receive.vring.is_up(), Ordering::Relaxed);
         let up = self.pairs.iter().take_while(|pair| pair.receives.load(Ordering::Relaxed));
@@ -171,7 +168,7 @@ impl Device {
     fn drain<'a>(&self, pair: &'a Pair) -> MutexGuard<'a, Transmit> {
         let end = Instant::now() + RELEASE_WITHIN;
         loop {
-            let mut transmit = lock(&pair.transmit);
+            let mut transmit = pair.transmit.lock();
             let (held, notified) = transmit.vring.reclaim();
             self.stats.notifications.add(u64::from(notified));
             if !held {
@@ -200,19 +197,9 @@ impl Device {
         for pair in &self.pairs {
             pair.changing.store(true, Ordering::Relaxed);
             self.change_receive(pair, Vring::reset);
-            lock(&pair.transmit).vring.reset();
+            pair.transmit.lock().vring.reset();
             pair.changing.store(false, Ordering::Relaxed);
             pair.ring();
-        }
-    }
-
-    /// See [`Interface::reclaim`](crate::interface::Interface::reclaim).
-    pub(super) fn reclaim(&self, queue: usize) {
-        if let Some(pair) = self.pairs.get(queue)
-            && !pair.changing.load(Ordering::Relaxed)
-        {
-            let (_, notified) = lock(&pair.transmit).vring.reclaim();
-            self.stats.notifications.add(u64::from(notified));
         }
     }
 
@@ -231,7 +218,7 @@ impl Device {
     /// Has the core see a RARP request from `mac`, so that bridges on the way learn where a migrated guest is now.
     pub(super) fn announce(&self, mac: Mac) {
         let pair = &self.pairs[0];
-        lock(&pair.transmit).announcement = Some(Box::new(rarp(mac)));
+        pair.transmit.lock().announcement = Some(Box::new(rarp(mac)));
         pair.ring();
     }
 
@@ -246,9 +233,9 @@ impl Device {
         let (mut up, mut missing) = (false, None);
         for pair in &self.pairs {
             // One lock at a time: see the lock order above.
-            let receive = Health::of(&lock(&pair.receive).vring, "receive");
+            let receive = Health::of(&pair.receive.lock().vring, "receive");
             let transmit = {
-                let vring = &mut lock(&pair.transmit).vring;
+                let vring = &mut pair.transmit.lock().vring;
                 let mut health = Health::of(vring, "transmit");
                 if health.blank && receive.blank {
                     health.blank = vring.count_kicks() >= BLANK_KICKS;
@@ -268,105 +255,42 @@ impl Device {
         match missing {
             Some(reason) => State::Down(reason),
             None if up => State::Up,
-            None => State::Down(lock(&self.status).clone()),
+            None => State::Down(self.status.lock().clone()),
         }
     }
 
     pub(super) fn set_status(&self, status: String) {
-        *lock(&self.status) = status;
-    }
-
-    pub(super) fn receive(&self, queue: usize, batch: &mut Batch, run: &mut dyn FnMut(&Batch)) -> usize {
-        let Some(pair) = self.pairs.get(queue) else { return 0 };
-        if pair.changing.load(Ordering::Relaxed) {
-            return 0;
-        }
-        let mut guard = lock(&pair.transmit);
-        let Transmit { vring, announcement } = &mut *guard;
-        if let Some(frame) = announcement.take() {
-            return self.run_announcement(&frame, batch, run);
-        }
-        let Some(running) = vring.running() else { return 0 };
-        let Running { ring, format, taken } = running;
-        let result = take(ring, format, &self.owner(), batch, taken);
-        let poisoned = ring.memory().is_poisoned();
-        if poisoned {
-            // Zeros may stand where frames were: nothing of this burst goes on.
-            self.stats.drop_frames(DropReason::BadChain, batch.len() as u64);
-            batch.clear();
-        }
-        if !batch.is_empty() {
-            run(batch);
-            batch.clear();
-        }
-        if taken.give_back(ring) && vring.notify() {
-            self.stats.notifications.add(1);
-        }
-        match result {
-            Err(error) => {
-                vring.break_with(if poisoned { POISONED.to_owned() } else { error.to_string() });
-                0
-            }
-            Ok(count) => {
-                if poisoned {
-                    vring.break_with(POISONED.to_owned());
-                }
-                count
-            }
-        }
-    }
-
-    #[cold]
-    fn run_announcement(
-        &self,
-        frame: &[u8; RARP_LEN],
-        batch: &mut Batch,
-        run: &mut dyn FnMut(&Batch),
-    ) -> usize {
-        let mut builder = batch.begin();
-        // SAFETY: `frame` outlives this call, which clears the batch, and nobody writes to it.
-        unsafe { builder.push_stable(Segment::new(frame.as_ptr(), RARP_LEN)) };
-        match builder.finish(self.port, self.network, Offload::default(), 0) {
-            Ok(()) => {
-                self.stats.in_frames.add(1);
-                self.stats.in_bytes.add(RARP_LEN as u64);
-                run(batch);
-            }
-            Err(error) => tracing::warn!(%error, "announcement refused"),
-        }
-        batch.clear();
-        1
+        *self.status.lock() = status;
     }
 
     /// The receive vring that frames for `queue` go to: a guest may use fewer queues than it could; the first one is always
     /// among them.
     fn receiving(&self, queue: usize) -> MutexGuard<'_, Receive> {
         let wanted = queue % self.pairs.len();
-        let guard = lock(&self.pairs[wanted].receive);
+        let guard = self.pairs[wanted].receive.lock();
         if wanted == 0 || guard.vring.is_up() {
             return guard;
         }
         drop(guard);
-        lock(&self.pairs[0].receive)
+        self.pairs[0].receive.lock()
     }
 
-    pub(super) fn deliver(&self, queue: usize, batch: &Batch, which: &[u16]) {
-        if which.is_empty() {
+    pub(super) fn deliver(&self, queue: usize, frames: Selection<'_>, drops: &mut DropSink) {
+        if frames.which.is_empty() {
             return;
         }
         let mut guard = self.receiving(queue);
         let Receive { vring, giver, coalescing } = &mut *guard;
         let mut bytes = 0;
         if coalescing.is_on() {
-            bytes = which.iter().map(|index| batch.frame(usize::from(*index)).len() as u64).sum();
+            bytes = frames.frames().map(|(_, frame)| frame.len() as u64).sum();
             self.inject_early(vring, coalescing, bytes);
         }
         let Some(running) = vring.running() else {
-            self.stats.drop_frames(DropReason::NotReady, which.len() as u64);
-            return;
+            return drops.dropped_all(&self.stats, DropReason::NotReady, frames.which);
         };
         let ring = &mut running.ring;
-        let result = giver.give(ring, &running.format, &self.owner(), batch, which);
+        let result = giver.give(ring, &self.owner(running.format), frames, drops);
         let poisoned = ring.memory().is_poisoned();
         if coalescing.is_on() {
             coalescing.gave(bytes);
@@ -376,43 +300,13 @@ impl Device {
         }
         // Once the guest knows; it waits for nothing of this.
         if let Some(Running { ring, .. }) = vring.running() {
-            ring.read_ahead(which.len());
+            ring.read_ahead(frames.which.len());
         }
         if poisoned {
             vring.break_with(POISONED.to_owned());
         } else if let Err(error) = result {
             vring.break_with(error.to_string());
         }
-    }
-
-    /// See [`Interface::land`](crate::interface::Interface::land).
-    pub(super) fn land(
-        &self,
-        queue: usize,
-        offload: &Offload,
-        len: usize,
-        fill: &mut dyn FnMut(&[Room]) -> bool,
-    ) -> bool {
-        let mut guard = self.receiving(queue);
-        let Receive { vring, giver, coalescing } = &mut *guard;
-        if coalescing.is_on() {
-            self.inject_early(vring, coalescing, len as u64);
-        }
-        let Some(Running { ring, format, .. }) = vring.running() else { return false };
-        let result = giver.land(ring, format, &self.owner(), (offload, len), fill);
-        let poisoned = ring.memory().is_poisoned();
-        if coalescing.is_on() {
-            coalescing.gave(if result == Ok(true) { len as u64 } else { 0 });
-            ring.show();
-        } else if ring.publish() && vring.notify() {
-            self.stats.notifications.add(1);
-        }
-        if poisoned {
-            vring.break_with(POISONED.to_owned());
-        } else if let Err(error) = &result {
-            vring.break_with(error.to_string());
-        }
-        result == Ok(true)
     }
 
     /// Notifies a guest that has nothing to do of frames of so many bytes that are about to be moved.
@@ -428,10 +322,20 @@ impl Device {
         }
     }
 
-    /// See [`Interface::set_interrupts`](crate::interface::Interface::set_interrupts).
-    pub(super) fn set_interrupts(&self, settings: InterruptSettings) {
+    /// The receive vrings that frames for `queue` may have gone to: its own, and the first one while that was down.
+    fn delivered_to(&self, queue: usize, mut then: impl FnMut(&mut Receive)) {
+        let wanted = queue % self.pairs.len();
+        then(&mut self.pairs[wanted].receive.lock());
+        if wanted != 0 {
+            then(&mut self.pairs[0].receive.lock());
+        }
+    }
+}
+
+impl Coalesce for Device {
+    fn set_interrupts(&self, settings: InterruptSettings) {
         for pair in &self.pairs {
-            let mut receive = lock(&pair.receive);
+            let mut receive = pair.receive.lock();
             receive.coalescing = Coalescing::new(settings);
             // Whoever delivers from now on sees this; what was delivered before is settled here.
             self.coalesces.store(receive.coalescing.is_on(), Ordering::Relaxed);
@@ -439,14 +343,12 @@ impl Device {
         }
     }
 
-    /// See [`Interface::coalesces`](crate::interface::Interface::coalesces).
     #[inline]
-    pub(super) fn coalesces(&self) -> bool {
+    fn coalesces(&self) -> bool {
         self.coalesces.load(Ordering::Relaxed)
     }
 
-    /// See [`Interface::end_of_coalescing`](crate::interface::Interface::end_of_coalescing).
-    pub(super) fn end_of_coalescing(&self, queue: usize) -> bool {
+    fn end_of_coalescing(&self, queue: usize) -> bool {
         let mut withheld = false;
         self.delivered_to(queue, |Receive { vring, coalescing, .. }| {
             let Some(running) = vring.running() else { return };
@@ -462,8 +364,7 @@ impl Device {
         withheld
     }
 
-    /// See [`Interface::check`](crate::interface::Interface::check).
-    pub(super) fn check(&self, queue: usize) {
+    fn check(&self, queue: usize) {
         self.delivered_to(queue, |Receive { vring, coalescing, .. }| {
             let Some(running) = vring.running() else { return };
             let waits = running.ring.waits();
@@ -473,46 +374,36 @@ impl Device {
             }
         });
     }
+}
 
-    /// The receive vrings that frames for `queue` may have gone to: its own, and the first one while that was down.
-    fn delivered_to(&self, queue: usize, mut then: impl FnMut(&mut Receive)) {
-        let wanted = queue % self.pairs.len();
-        then(&mut lock(&self.pairs[wanted].receive));
-        if wanted != 0 {
-            then(&mut lock(&self.pairs[0].receive));
+impl Land for Device {
+    fn land(
+        &self,
+        queue: usize,
+        offload: &Offload,
+        len: usize,
+        fill: &mut dyn FnMut(&[Room]) -> bool,
+    ) -> bool {
+        let mut guard = self.receiving(queue);
+        let Receive { vring, giver, coalescing } = &mut *guard;
+        if coalescing.is_on() {
+            self.inject_early(vring, coalescing, len as u64);
         }
-    }
-
-    pub(super) fn attach(&self, queue: usize, waker: Waker) {
-        self.set_waker(queue, Some(waker));
-    }
-
-    pub(super) fn detach(&self, queue: usize) {
-        self.set_waker(queue, None);
-    }
-
-    fn set_waker(&self, queue: usize, waker: Option<Waker>) {
-        let Some(pair) = self.pairs.get(queue) else { return };
-        let mut transmit = lock(&pair.transmit);
-        if let Some(old) = transmit.vring.waker() {
-            old.forget(pair.bell.as_fd());
+        let Some(Running { ring, format, .. }) = vring.running() else { return false };
+        let result = giver.land(ring, &self.owner(*format), (offload, len), fill);
+        let poisoned = ring.memory().is_poisoned();
+        if coalescing.is_on() {
+            coalescing.gave(if result == Ok(true) { len as u64 } else { 0 });
+            ring.show();
+        } else if ring.publish() && vring.notify() {
+            self.stats.notifications.add(1);
         }
-        let watched = waker.as_ref().map_or(Ok(()), |waker| waker.watch(&pair.bell));
-        transmit.vring.set_waker(waker);
-        if let Err(error) = watched {
-            transmit.vring.set_unwatched(format!("cannot watch the control thread's bell: {error}"));
+        if poisoned {
+            vring.break_with(POISONED.to_owned());
+        } else if let Err(error) = &result {
+            vring.break_with(error.to_string());
         }
-        pair.ring();
-    }
-
-    pub(super) fn arm(&self, queue: usize) -> bool {
-        self.pairs.get(queue).is_none_or(|pair| lock(&pair.transmit).vring.arm())
-    }
-
-    pub(super) fn disarm(&self, queue: usize) {
-        if let Some(pair) = self.pairs.get(queue) {
-            self.stats.kicks.add(lock(&pair.transmit).vring.disarm());
-        }
+        result == Ok(true)
     }
 }
 
@@ -539,7 +430,7 @@ impl Health {
 }
 
 impl Pair {
-    fn ring(&self) {
+    pub(super) fn ring(&self) {
         // Fails only when the counter is full, and then the bell is ringing already.
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
     }

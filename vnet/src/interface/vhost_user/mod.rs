@@ -12,26 +12,28 @@ mod device;
 mod event;
 mod features;
 mod session;
+mod source;
 #[cfg(test)]
 mod tests;
 mod vring;
 
 use std::io;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use crate::frame::{Batch, MTU_MAX, NetworkId, PortId, Room};
-use crate::interface::interrupts::InterruptSettings;
-use crate::interface::{Interface, State};
-use crate::poll::Waker;
+use parking_lot::Mutex;
+
+use crate::frame::{DropSink, MTU_MAX, NetworkId, PortId, Selection};
+use crate::interface::{Coalesce, Interface, Land, State};
+use crate::source::Source;
 use crate::stats::PortStats;
 use crate::wire::ethernet::Mac;
-use crate::wire::offload::Offload;
 
 use crate::unix::{ListenError, Listener};
-use control::{Source, Stop};
+use control::{Endpoint, Stop};
 use device::Device;
+use source::GuestSource;
 
 /// Queue pairs of one interface: vhost-user numbers vrings with eight bits where it passes file descriptors.
 pub const QUEUES_MAX: usize = 128;
@@ -105,10 +107,10 @@ impl VhostUser {
         if !(MTU_MIN..=MTU_MAX).contains(&options.mtu) {
             return Err(VhostUserError::Mtu(options.mtu));
         }
-        let source = if options.server {
-            Source::Listen(Listener::bind(&options.socket, SOCKET_MODE)?)
+        let endpoint = if options.server {
+            Endpoint::Listen(Listener::bind(&options.socket, SOCKET_MODE)?)
         } else {
-            Source::Connect(options.socket.clone())
+            Endpoint::Connect(options.socket.clone())
         };
         let name = options.name.clone();
         let failed = |source| VhostUserError::Thread { name: name.clone(), source };
@@ -117,7 +119,7 @@ impl VhostUser {
         let control = std::thread::Builder::new().name(format!("vhost-user-{}", port.0)).spawn({
             let (device, stop) = (device.clone(), stop.clone());
             let span = tracing::info_span!("interface", name = %name);
-            move || span.in_scope(|| control::run(&device, &source, &stop))
+            move || span.in_scope(|| control::run(&device, &endpoint, &stop))
         });
         let control = Mutex::new(Some(control.map_err(failed)?));
         Ok(Arc::new(VhostUser { device, stop, control }))
@@ -133,62 +135,20 @@ impl Interface for VhostUser {
         self.device.active_pairs()
     }
 
-    fn receive(&self, queue: usize, batch: &mut Batch, run: &mut dyn FnMut(&Batch)) -> usize {
-        self.device.receive(queue, batch, run)
+    fn source(self: Arc<Self>, queue: usize) -> Box<dyn Source> {
+        Box::new(GuestSource::new(self.device.clone(), queue))
     }
 
-    fn deliver(&self, queue: usize, batch: &Batch, which: &[u16]) {
-        self.device.deliver(queue, batch, which);
+    fn deliver(&self, queue: usize, frames: Selection<'_>, drops: &mut DropSink) {
+        self.device.deliver(queue, frames, drops);
     }
 
-    fn land(
-        &self,
-        queue: usize,
-        offload: &Offload,
-        len: usize,
-        fill: &mut dyn FnMut(&[Room]) -> bool,
-    ) -> bool {
-        self.device.land(queue, offload, len, fill)
+    fn coalesce(&self) -> Option<&dyn Coalesce> {
+        Some(&*self.device)
     }
 
-    fn reclaim(&self, queue: usize) {
-        self.device.reclaim(queue);
-    }
-
-    fn attach(&self, queue: usize, waker: Waker) {
-        self.device.attach(queue, waker);
-    }
-
-    fn detach(&self, queue: usize) {
-        self.device.detach(queue);
-    }
-
-    fn arm(&self, queue: usize) -> bool {
-        self.device.arm(queue)
-    }
-
-    fn disarm(&self, queue: usize) {
-        self.device.disarm(queue);
-    }
-
-    fn polls(&self) -> bool {
-        true
-    }
-
-    fn set_interrupts(&self, settings: InterruptSettings) {
-        self.device.set_interrupts(settings);
-    }
-
-    fn coalesces(&self) -> bool {
-        self.device.coalesces()
-    }
-
-    fn end_of_coalescing(&self, queue: usize) -> bool {
-        self.device.end_of_coalescing(queue)
-    }
-
-    fn check(&self, queue: usize) {
-        self.device.check(queue);
+    fn land(&self) -> Option<&dyn Land> {
+        Some(&*self.device)
     }
 
     fn state(&self) -> State {
@@ -199,7 +159,7 @@ impl Interface for VhostUser {
         // The front end takes the rings back when it sees the connection end.
         self.device.drain_all();
         self.stop.ask();
-        let control = self.control.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let control = self.control.lock().take();
         if control.is_some_and(|control| control.join().is_err()) {
             tracing::error!(name = self.device.options.name, "the control thread panicked");
         }

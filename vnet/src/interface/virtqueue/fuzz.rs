@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use crate::frame::{Batch, NetworkId, PortId};
+use crate::frame::{Batch, DropSink, NetworkId, PortId, Selection};
 use crate::stats::PortStats;
 use crate::wire::offload::Accepts;
 
@@ -90,19 +90,25 @@ fn run(world: &mut World, prefix: &[u8; PREFIX_LEN]) {
         accepts: if features & 16 != 0 { Accepts::ALL } else { Accepts::NOTHING },
     };
     let (stats, out) = (PortStats::default(), PortStats::default());
-    let owner = |stats| Owner { port: PortId(1), network: NetworkId::DEFAULT, mtu: 9000, stats };
+    let owner = |stats| Owner { port: PortId(1), network: NetworkId::DEFAULT, mtu: 9000, stats, format };
+    let mut drops = DropSink::new();
     let mut given = 0;
     // A guest that stands still offers at most a ring full of chains; writes of ours may change that, not for ever.
     for _ in 0..64 {
         tx.disarm();
         let before = tx.position();
-        let taken = take(&mut tx, &format, &owner(&stats), &mut world.batch, &mut world.taken);
+        let taken = take(&mut tx, &mut world.taken, &owner(&stats), &mut world.batch, &mut drops);
         let count = *taken.as_ref().unwrap_or(&0);
         assert_eq!(usize::from(tx.position().wrapping_sub(before)), count, "chains taken and counted");
         assert!(world.batch.len() <= count, "a frame without a chain");
         let which: Vec<u16> = (0..world.batch.len() as u16).collect();
         given += which.len() as u64;
-        let delivered = world.giver.give(&mut rx, &format, &owner(&out), &world.batch, &which);
+        let delivered = world.giver.give(
+            &mut rx,
+            &owner(&out),
+            Selection { batch: &world.batch, which: &which },
+            &mut drops,
+        );
         rx.publish();
         world.batch.clear();
         world.taken.give_back(&mut tx);

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::copy::copy;
-use crate::frame::{BATCH_MAX, Batch, Frame, Holds, NetworkId, PortId, Room, Segment};
+use crate::frame::{BATCH_MAX, Batch, DropSink, Frame, Holds, NetworkId, PortId, Room, Segment, Selection};
 use crate::interface::piece_exceeds_mtu;
 use crate::stats::{DropReason, PortStats};
 use crate::wire::offload::{Accepts, F_DATA_VALID, F_NEEDS_CSUM, Offload, VIRTIO_NET_HDR_LEN};
@@ -33,7 +33,7 @@ pub struct Format {
     pub accepts: Accepts,
 }
 
-/// Whose frames they are.
+/// Whose frames they are, and how they look in the rings.
 #[derive(Clone, Copy, Debug)]
 pub struct Owner<'a> {
     /// The interface's port.
@@ -44,6 +44,8 @@ pub struct Owner<'a> {
     pub mtu: usize,
     /// Its counters.
     pub stats: &'a PortStats,
+    /// What was negotiated.
+    pub format: Format,
 }
 
 /// The chains of a guest's transmit ring from [`take`] to [`Taken::give_back`], or longer while their memory is held (see
@@ -127,10 +129,10 @@ fn slot(ring: &Ring, position: u16) -> u16 {
 /// The ring is broken; frames taken before stand in the batch.
 pub fn take(
     ring: &mut Ring,
-    format: &Format,
+    taken: &mut Taken,
     owner: &Owner<'_>,
     batch: &mut Batch,
-    taken: &mut Taken,
+    drops: &mut DropSink,
 ) -> Result<usize, RingError> {
     taken.fit(ring);
     let count = ring.ensure(batch.limit().min(usize::from(ring.size()) - taken.kept.len()))?;
@@ -147,11 +149,11 @@ pub fn take(
         taken.count += 1;
         let single = head.single_readable();
         let result = match single {
-            Some(buffer) => frame(std::slice::from_ref(&buffer), format, owner, batch),
+            Some(buffer) => frame(std::slice::from_ref(&buffer), owner, batch),
             None => {
                 taken.buffers.clear();
                 match ring.walk(&head, &mut taken.buffers) {
-                    Ok(readable) => frame(&taken.buffers[..readable], format, owner, batch),
+                    Ok(readable) => frame(&taken.buffers[..readable], owner, batch),
                     Err(error) => {
                         tracing::debug!(%error, port = owner.port.0, "chain refused");
                         Err((DropReason::BadChain, 0))
@@ -166,7 +168,7 @@ pub fn take(
                 }
                 bytes += len as u64;
             }
-            Err((reason, len)) => owner.stats.refuse(reason, len),
+            Err((reason, len)) => drops.refused(owner.stats, owner.port, reason, len),
         }
     }
     ring.read_ahead(count);
@@ -177,15 +179,10 @@ pub fn take(
 
 /// Adds one frame to the batch: header, then Ethernet. Returns its length, or why it was refused and how long it was.
 #[inline]
-fn frame(
-    buffers: &[Buffer],
-    format: &Format,
-    owner: &Owner<'_>,
-    batch: &mut Batch,
-) -> Result<usize, (DropReason, u64)> {
+fn frame(buffers: &[Buffer], owner: &Owner<'_>, batch: &mut Batch) -> Result<usize, (DropReason, u64)> {
     let mut header = [0; VIRTIO_NET_HDR_LEN];
     let (mut next, mut offset) =
-        read_header(buffers, &mut header, format.header_len).ok_or((DropReason::BadChain, 0))?;
+        read_header(buffers, &mut header, owner.format.header_len).ok_or((DropReason::BadChain, 0))?;
     let mut offload = Offload::from_virtio(&header);
     // Only a device may vouch for a checksum (virtio 1.2 section 5.1.6.2).
     offload.flags &= F_NEEDS_CSUM;
@@ -275,30 +272,39 @@ impl Default for Giver {
     }
 }
 
+/// One frame, or a piece of one, on its way into a ring.
+struct Piece<'a> {
+    /// The frame's index in its batch.
+    index: u16,
+    offload: Offload,
+    len: usize,
+    /// Readable memory whose lengths add up to `len`.
+    segments: &'a [Segment],
+}
+
 impl Giver {
-    /// Copies the frames `which` of `batch` into a guest's receive ring and counts each one. The caller publishes.
+    /// Copies frames into a guest's receive ring and counts each one; drops are reported to `drops`. The caller publishes.
     ///
     /// # Errors
     /// The ring is broken; frames not delivered by then are counted as dropped.
     pub fn give(
         &mut self,
         ring: &mut Ring,
-        format: &Format,
         owner: &Owner<'_>,
-        batch: &Batch,
-        which: &[u16],
+        frames: Selection<'_>,
+        drops: &mut DropSink,
     ) -> Result<(), RingError> {
-        let mut tally = Tally::default();
-        if let Err(error) = ring.ensure(which.len()) {
+        let mut tally = Tally { frames: 0, bytes: 0, broken: None, drops };
+        if let Err(error) = ring.ensure(frames.which.len()) {
             tally.broken = Some(error);
         }
-        for index in which {
-            let frame = batch.frame(usize::from(*index));
-            if frame.offload.fits(&format.accepts) {
-                let (len, segments) = (frame.len(), batch.segments(frame));
-                self.put_counted(ring, format, owner, &frame.offload, len, segments, &mut tally);
+        for (index, frame) in frames.frames() {
+            if frame.offload.fits(&owner.format.accepts) {
+                let segments = frames.batch.segments(frame);
+                let piece = Piece { index, offload: frame.offload, len: frame.len(), segments };
+                self.put_counted(ring, owner, &piece, &mut tally);
             } else {
-                self.finish_and_put(ring, format, owner, batch, frame, &mut tally);
+                self.finish_and_put(ring, owner, (frames.batch, index), &mut tally);
             }
         }
         owner.stats.delivered(tally.frames, tally.bytes);
@@ -310,77 +316,57 @@ impl Giver {
     fn finish_and_put(
         &mut self,
         ring: &mut Ring,
-        format: &Format,
         owner: &Owner<'_>,
-        batch: &Batch,
-        frame: &Frame,
-        tally: &mut Tally,
+        (batch, index): (&Batch, u16),
+        tally: &mut Tally<'_>,
     ) {
+        let frame: &Frame = batch.frame(usize::from(index));
         let mut scratch = std::mem::take(&mut self.scratch);
         scratch.resize(frame.len().max(scratch.len()), 0);
         let len = batch.copy_to(frame, &mut scratch);
         let mut pieces = 0;
         let mut emit = |piece: &[u8], offload: Offload| {
             pieces += 1;
-            let segment = Segment::new(piece.as_ptr(), piece.len());
-            self.put_counted(ring, format, owner, &offload, piece.len(), &[segment], tally);
+            let segments = &[Segment::new(piece.as_ptr(), piece.len())];
+            let piece = Piece { index, offload, len: piece.len(), segments };
+            self.put_counted(ring, owner, &piece, tally);
         };
-        let finished = segment::finish(&mut scratch[..len], &frame.offload, &format.accepts, &mut emit);
+        let finished = segment::finish(&mut scratch[..len], &frame.offload, &owner.format.accepts, &mut emit);
         self.scratch = scratch;
         match finished {
             Ok(()) => owner.stats.copies.add(pieces - 1),
-            Err(_) => owner.stats.drop_frames(DropReason::Unsegmentable, 1),
+            Err(_) => tally.drops.dropped(owner.stats, DropReason::Unsegmentable, index, 1),
         }
     }
 
-    /// Copies one frame of `len` bytes into the ring, or drops it; either way it is counted.
+    /// Copies one piece into the ring, or drops it; either way it is counted.
     #[inline]
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "the frame is taken apart so that pieces of one can come here too"
-    )]
-    fn put_counted(
-        &mut self,
-        ring: &mut Ring,
-        format: &Format,
-        owner: &Owner<'_>,
-        offload: &Offload,
-        len: usize,
-        segments: &[Segment],
-        tally: &mut Tally,
-    ) {
+    fn put_counted(&mut self, ring: &mut Ring, owner: &Owner<'_>, piece: &Piece<'_>, tally: &mut Tally<'_>) {
         let outcome = if tally.broken.is_some() {
             Err(Refused::Dropped(DropReason::NotReady))
-        } else if piece_exceeds_mtu(offload, len, owner.mtu) {
+        } else if piece_exceeds_mtu(&piece.offload, piece.len, owner.mtu) {
             Err(Refused::Dropped(DropReason::MtuExceeded))
         } else {
-            self.put(ring, format, offload, len, segments)
+            self.put(ring, &owner.format, piece)
         };
         match outcome {
             Ok(()) => {
                 tally.frames += 1;
-                tally.bytes += len as u64;
+                tally.bytes += piece.len as u64;
             }
-            Err(Refused::Dropped(reason)) => owner.stats.drop_frames(reason, 1),
+            Err(Refused::Dropped(reason)) => tally.drops.dropped(owner.stats, reason, piece.index, 1),
             Err(Refused::Broken(error)) => {
-                owner.stats.drop_frames(DropReason::NotReady, 1);
+                tally.drops.dropped(owner.stats, DropReason::NotReady, piece.index, 1);
                 tally.broken = Some(error);
             }
         }
     }
 
-    /// Copies one frame of `len` bytes into the ring.
+    /// Copies one piece into the ring.
     #[inline]
-    fn put(
-        &mut self,
-        ring: &mut Ring,
-        format: &Format,
-        offload: &Offload,
-        len: usize,
-        segments: &[Segment],
-    ) -> Result<(), Refused> {
-        let offload = announced(offload, format);
-        let total = format.header_len + len;
+    fn put(&mut self, ring: &mut Ring, format: &Format, piece: &Piece<'_>) -> Result<(), Refused> {
+        let offload = announced(&piece.offload, format);
+        let total = format.header_len + piece.len;
         let head = ring.next()?.ok_or(Refused::Dropped(DropReason::NoBuffer))?;
         if let Some(buffer) = head.single_writable()
             && buffer.len >= total
@@ -398,7 +384,7 @@ impl Giver {
                     to.add(8).cast::<[u8; 2]>().write_unaligned([rest[0], rest[1]]);
                 }
                 to = to.add(format.header_len);
-                for segment in segments {
+                for segment in piece.segments {
                     copy(segment.as_ptr(), to, segment.len());
                     to = to.add(segment.len());
                 }
@@ -408,23 +394,17 @@ impl Giver {
             return Ok(());
         }
         ring.put_back(1);
-        self.put_spread(ring, format, &offload, total, segments)
+        self.put_spread(ring, format, &Piece { offload, ..*piece })
     }
 
-    /// Copies one frame into chains of several buffers, or several chains: `total` bytes with its header.
-    fn put_spread(
-        &mut self,
-        ring: &mut Ring,
-        format: &Format,
-        offload: &Offload,
-        total: usize,
-        segments: &[Segment],
-    ) -> Result<(), Refused> {
+    /// Copies one piece into chains of several buffers, or several chains.
+    fn put_spread(&mut self, ring: &mut Ring, format: &Format, piece: &Piece<'_>) -> Result<(), Refused> {
+        let total = format.header_len + piece.len;
         self.gather(ring, format, total)?;
-        let header = offload.to_virtio(self.chains.len() as u16);
+        let header = piece.offload.to_virtio(self.chains.len() as u16);
         let mut out = Writer { buffers: &self.buffers, offset: 0 };
         out.write(header.as_ptr(), format.header_len);
-        segments.iter().for_each(|s| out.write(s.as_ptr(), s.len()));
+        piece.segments.iter().for_each(|s| out.write(s.as_ptr(), s.len()));
         self.complete(ring, total);
         Ok(())
     }
@@ -449,11 +429,11 @@ impl Giver {
     pub fn land(
         &mut self,
         ring: &mut Ring,
-        format: &Format,
         owner: &Owner<'_>,
         (offload, len): (&Offload, usize),
         fill: &mut dyn FnMut(&[Room]) -> bool,
     ) -> Result<bool, RingError> {
+        let format = &owner.format;
         if !offload.fits(&format.accepts) || piece_exceeds_mtu(offload, len, owner.mtu) {
             return Ok(false);
         }
@@ -526,11 +506,11 @@ fn announced(offload: &Offload, format: &Format) -> Offload {
 }
 
 /// What came of the frames of one call; frames delivered are counted once at its end.
-#[derive(Default)]
-struct Tally {
+struct Tally<'a> {
     frames: u64,
     bytes: u64,
     broken: Option<RingError>,
+    drops: &'a mut DropSink,
 }
 
 /// Writes one after the other into buffers that have room for everything that is written.

@@ -264,7 +264,7 @@ pub struct Whole(Partial);
 impl Whole {
     /// The frame's bytes in order, metadata first when [`Whole::offload`] says so. `burst` is the memory that the places of
     /// its last fragments were given in.
-    pub fn pieces<'a>(&'a self, burst: &'a [u8]) -> impl Iterator<Item = &'a [u8]> {
+    pub fn pieces<'a>(&'a self, burst: &'a [u8]) -> impl Iterator<Item = &'a [u8]> + Clone {
         self.0.pieces.iter().map(move |piece| {
             let from = if piece.kept { &self.0.store[..] } else { burst };
             &from[piece.at as usize..][..usize::from(piece.len)]

@@ -1,9 +1,10 @@
 use std::net::{SocketAddr, UdpSocket};
 
 use super::*;
-use crate::frame::{Batch, PortId};
+use crate::frame::PortId;
 use crate::link::path::probing::{ANSWER_LEN, MAGIC, Probed, RATE_MS, Rates, SILENCE_MS};
 use crate::link::{Bridge, Link, LinkKind, LinkOptions, Peers, ReassemblyBudget};
+use crate::source::drain;
 
 fn link(remote: SocketAddr) -> Arc<Link> {
     let options = LinkOptions {
@@ -27,7 +28,6 @@ struct Asking {
     work: Work,
     bridge: Bridge,
     link: Arc<Link>,
-    peers: Peers,
     now_ms: u64,
 }
 
@@ -45,13 +45,13 @@ impl Asking {
         let link = link(remote);
         link.path.set_route_mtu(1500);
         let peers = Peers::build(std::slice::from_ref(&link));
-        Asking { work, bridge, link, peers, now_ms: 1 }
+        bridge.peers.store(Arc::new(peers));
+        Asking { work, bridge, link, now_ms: 1 }
     }
 
     /// Takes what came, and looks once, `passed_ms` after the last look by the dispatchers' clock.
     fn look(&mut self, passed_ms: u64, small: bool) {
-        let mut batch = Batch::new();
-        while self.bridge.rx.receive(0, &self.peers, &mut batch, self.now_ms, &mut |_| ()).datagrams > 0 {}
+        while drain(&mut self.bridge.rx[0], self.now_ms, &mut |_| ()) > 0 {}
         self.now_ms += passed_ms;
         self.work.look_after(&*self.link, self.now_ms, small, true);
     }

@@ -6,6 +6,7 @@ use crate::frame::{Batch, PortId};
 use crate::link::sealed::identity::{CertificateInfo, Claims};
 use crate::link::sealed::session::{Role, Session};
 use crate::link::{ANYWHERE, Bridge, LinkKind, LinkOptions, Peers, ReassemblyBudget, Security};
+use crate::source::drain;
 use crate::stats::DiscardReason;
 
 fn session(role: Role, epoch: u8) -> Session {
@@ -40,7 +41,6 @@ fn link(remote: SocketAddr, role: Role) -> Arc<Link> {
 struct Waiting {
     bridge: Bridge,
     link: Arc<Link>,
-    peers: Peers,
     /// The peer's link: what it seals with.
     peer: Arc<Link>,
     stats: Arc<crate::stats::PortStats>,
@@ -53,7 +53,8 @@ impl Waiting {
         let bridge = Bridge::bind(listen, false, stats.clone(), Arc::new(ReassemblyBudget::new(0))).unwrap();
         let link = link(remote, Role::Responder);
         let peers = Peers::build(std::slice::from_ref(&link));
-        Waiting { peer: self::link(bridge.local_addr(), Role::Initiator), bridge, link, peers, stats }
+        bridge.peers.store(Arc::new(peers));
+        Waiting { peer: self::link(bridge.local_addr(), Role::Initiator), bridge, link, stats }
     }
 
     /// A datagram of the peer's, sealed with its keys of `epoch` if those are present.
@@ -84,10 +85,10 @@ impl Waiting {
 
     /// Receives datagrams, follows the peer as the keeper does, and returns the number of frames.
     fn take(&mut self) -> usize {
-        let (mut frames, mut idle, mut batch) = (0, 0, Batch::new());
+        let (mut frames, mut idle) = (0, 0);
         while idle < 2 {
             let mut run = |batch: &Batch| frames += batch.len();
-            let got = self.bridge.rx.receive(0, &self.peers, &mut batch, 1, &mut run).datagrams;
+            let got = drain(&mut self.bridge.rx[0], 1, &mut run);
             if got == 0 {
                 idle += 1;
                 std::thread::sleep(Duration::from_millis(5));

@@ -5,9 +5,10 @@
 //! speed of the device, [`name`] holds addresses in the kernel's form.
 
 pub(in crate::link) mod buffers;
+pub(crate) mod burst;
 pub(in crate::link) mod error_queue;
 pub(in crate::link) mod gather;
 pub(in crate::link) mod message;
-pub(in crate::link) mod name;
-pub(in crate::link) mod ports;
-pub(in crate::link) mod udp;
+pub(crate) mod name;
+pub(crate) mod ports;
+pub(crate) mod udp;

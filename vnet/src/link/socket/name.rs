@@ -48,7 +48,7 @@ impl Target {
 /// An IPv4 or IPv6 address in the kernel's form, in the room of the larger one.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub(in crate::link) struct Name {
+pub(crate) struct Name {
     storage: libc::sockaddr_in6,
     len: libc::socklen_t,
 }
@@ -66,7 +66,7 @@ impl fmt::Debug for Name {
 
 impl Name {
     /// `address` for a socket of the family told: IPv4 is mapped into IPv6; `None` for IPv6 on an IPv4 socket.
-    pub(in crate::link) fn new(address: SocketAddr, v6: bool) -> Option<Name> {
+    pub(crate) fn new(address: SocketAddr, v6: bool) -> Option<Name> {
         let mut name = Name::unknown();
         let ip = match (address.ip(), v6) {
             (IpAddr::V4(ip), true) => IpAddr::V6(ip.to_ipv6_mapped()),
@@ -102,14 +102,14 @@ impl Name {
     }
 
     /// Room for any address; as it is, an address of no family.
-    pub(in crate::link) fn unknown() -> Name {
+    pub(crate) fn unknown() -> Name {
         // SAFETY: `sockaddr_in6` is plain data, for which all zeros is a value (family AF_UNSPEC).
         let storage = unsafe { std::mem::zeroed::<libc::sockaddr_in6>() };
         Name { storage, len: size_of::<libc::sockaddr_in6>() as libc::socklen_t }
     }
 
     /// The address, as written by the kernel; `None` for other families.
-    pub(in crate::link) fn address(&self) -> Option<SocketAddr> {
+    pub(crate) fn address(&self) -> Option<SocketAddr> {
         match libc::c_int::from(self.storage.sin6_family) {
             libc::AF_INET => {
                 // SAFETY: the family says which address is inside, and the storage is aligned for it.
@@ -129,7 +129,7 @@ impl Name {
 
     /// True when the kernel wrote the same address into both.
     #[inline]
-    pub(in crate::link) fn same(&self, other: &Name) -> bool {
+    pub(crate) fn same(&self, other: &Name) -> bool {
         // Two addresses of the same source differ in no field, so comparing all of the larger kind does.
         // SAFETY: `sockaddr_in6` has no padding, so that all of its bytes are initialised.
         let bytes = |name: &Name| unsafe {
@@ -138,15 +138,15 @@ impl Name {
         bytes(self) == bytes(other)
     }
 
-    pub(in crate::link) fn as_ptr(&self) -> *const libc::sockaddr {
+    pub(crate) fn as_ptr(&self) -> *const libc::sockaddr {
         (&raw const self.storage).cast()
     }
 
-    pub(in crate::link) fn as_mut_ptr(&mut self) -> *mut libc::sockaddr {
+    pub(crate) fn as_mut_ptr(&mut self) -> *mut libc::sockaddr {
         (&raw mut self.storage).cast()
     }
 
-    pub(in crate::link) fn len(&self) -> libc::socklen_t {
+    pub(crate) fn len(&self) -> libc::socklen_t {
         self.len
     }
 }

@@ -53,7 +53,7 @@ pub enum BridgeError {
 }
 
 impl BridgeError {
-    pub(in crate::link) fn new(listen: SocketAddr, error: io::Error) -> BridgeError {
+    pub(crate) fn new(listen: SocketAddr, error: io::Error) -> BridgeError {
         match error.raw_os_error() {
             Some(libc::EADDRINUSE) => BridgeError::InUse(listen),
             Some(libc::EADDRNOTAVAIL) => BridgeError::NotHere(listen),

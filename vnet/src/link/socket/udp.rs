@@ -34,7 +34,7 @@ const SOURCE_PORTS: libc::c_int = (65_535u32 << 16 | 49_152) as libc::c_int;
 
 /// A bound, non-blocking UDP socket.
 #[derive(Debug)]
-pub(in crate::link) struct Socket {
+pub(crate) struct Socket {
     fd: OwnedFd,
     local: SocketAddr,
     /// Whether large packets are refused (`IP_PMTUDISC_DO`): 0 no, 1 yes, [`UNKNOWN`].
@@ -63,7 +63,7 @@ impl Socket {
         Ok(socket)
     }
 
-    pub(in crate::link) fn bind(listen: SocketAddr, shared: bool) -> io::Result<Socket> {
+    pub(crate) fn bind(listen: SocketAddr, shared: bool) -> io::Result<Socket> {
         let fd = udp_socket(listen.is_ipv6())?;
         if shared {
             set(&fd, libc::SOL_SOCKET, libc::SO_REUSEPORT, 1)?;
@@ -99,7 +99,7 @@ impl Socket {
             .or_else(|_| set(&self.fd, libc::SOL_SOCKET, polite, bytes))
     }
 
-    pub(in crate::link) fn local(&self) -> SocketAddr {
+    pub(crate) fn local(&self) -> SocketAddr {
         self.local
     }
 
@@ -214,6 +214,6 @@ pub fn kernel_offloads() -> (bool, bool) {
 }
 
 /// The result of a system call that reports an error as -1.
-pub(in crate::link) fn check<T: Default + PartialOrd>(result: T) -> io::Result<T> {
+pub(crate) fn check<T: Default + PartialOrd>(result: T) -> io::Result<T> {
     if result < T::default() { Err(io::Error::last_os_error()) } else { Ok(result) }
 }

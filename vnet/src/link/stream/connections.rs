@@ -42,8 +42,6 @@ pub(in crate::link) struct Stream {
 #[derive(Debug, Default)]
 pub(super) struct Slot {
     pub(super) connection: Mutex<Option<Connection>>,
-    /// Only the dispatcher that serves the slot locks it; frames are run out of it.
-    pub(super) inbox: Mutex<Inbox>,
     waker: Mutex<Option<Waker>>,
     /// The last read emptied the socket: the next bytes will wake the dispatcher.
     drained: AtomicBool,

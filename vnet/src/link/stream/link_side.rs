@@ -4,10 +4,9 @@ use std::sync::Arc;
 
 use crate::link::Link;
 use crate::link::sealed::identity::IdentityStore;
-use crate::poll::Waker;
 
 impl Link {
-    /// True for a stream link, which dispatchers serve as they serve an interface's queues.
+    /// True for a stream link.
     pub fn is_stream(&self) -> bool {
         self.stream().is_some()
     }
@@ -34,24 +33,5 @@ impl Link {
     /// Seconds since a stream link heard its peer; `None` when it never did.
     pub fn stream_heard_s(&self) -> Option<u64> {
         self.stream()?.heard_s()
-    }
-
-    /// Has `waker` wake the dispatcher that serves the connection `slot`.
-    pub fn stream_attach(&self, slot: usize, waker: Waker) {
-        if let Some(stream) = self.stream() {
-            stream.attach(slot, waker);
-        }
-    }
-
-    /// Takes the waker of `slot` back.
-    pub fn stream_detach(&self, slot: usize) {
-        if let Some(stream) = self.stream() {
-            stream.detach(slot);
-        }
-    }
-
-    /// True when the next bytes in `slot` will wake the dispatcher; false when some may be waiting.
-    pub fn stream_is_drained(&self, slot: usize) -> bool {
-        self.stream().is_none_or(|stream| stream.is_drained(slot))
     }
 }

@@ -28,10 +28,11 @@ mod accept;
 mod connection;
 mod connections;
 mod dial;
-mod frames;
 mod link_side;
 mod options;
 mod proxy;
+mod send;
+mod source;
 mod thread;
 mod tls;
 

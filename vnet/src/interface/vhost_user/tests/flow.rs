@@ -44,33 +44,33 @@ fn a_kick_wakes_the_dispatcher_once() {
         poller.wait(Some(Duration::from_millis(50)), |token| tokens.push(token)).unwrap();
         !tokens.is_empty()
     };
-    host.interface.attach(0, poller.waker(5));
+    host.source(0).watch(poller.waker(5));
     let mut guest = Guest::connect(&host.path, 1);
-    assert!(host.interface.arm(0), "nothing to do without a ring");
+    assert!(host.source(0).rest(), "nothing to do without a ring");
     guest.transmit(&frame(60, 1));
     guest.start();
     // Frames that came before the ring was started wake as well.
     assert!(woken());
-    assert!(!host.interface.arm(0), "a frame waits");
+    assert!(!host.source(0).rest(), "a frame waits");
     assert_eq!(host.receive().len(), 1);
     while woken() {}
-    assert!(host.interface.arm(0));
+    assert!(host.source(0).rest());
     assert!(!woken());
 
     guest.transmit(&frame(60, 2));
     assert_eq!(guest.rings[1].avail_event(&guest.memory), 1, "the driver is asked to kick");
     guest.kicks[1].write(1).unwrap();
     assert!(woken());
-    host.interface.disarm(0);
+    host.source(0).resume();
     assert_eq!(host.stats.kicks.get(), 1);
     assert_eq!(host.receive().len(), 1);
     assert!(!woken());
 
     // Detached: kicks wake nobody, though the front end's descriptor lives on. Attached again: they do.
-    host.interface.detach(0);
+    host.source(0).unwatch();
     guest.kicks[1].write(1).unwrap();
     assert!(!woken());
-    host.interface.attach(0, poller.waker(6));
+    host.source(0).watch(poller.waker(6));
     while woken() {}
     guest.kicks[1].write(1).unwrap();
     assert!(woken());
@@ -86,11 +86,11 @@ fn a_guest_that_does_not_kick_is_polled() {
     let mut host = Host::new(1);
     let mut guest = Guest::connect(&host.path, 1);
     guest.start();
-    assert!(host.interface.arm(0));
+    assert!(host.source(0).rest());
     // SET_VRING_KICK and SET_VRING_CALL without a descriptor: bit 8 of the index.
     guest.send(12, &[0x101, 0]);
     guest.send(13, &[0x101, 0]);
-    wait_for("polling", || !host.interface.arm(0));
+    wait_for("polling", || !host.source(0).rest());
     guest.transmit(&frame(60, 1));
     assert_eq!(host.receive(), [frame(60, 1)]);
     assert!(guest.calls[1].read().is_err());
@@ -254,7 +254,7 @@ fn queues_come_in_pairs() {
     guest.transmit_on(3, &frame(60, 1));
     assert!(host.receive_on(0).is_empty());
     assert_eq!(host.receive_on(1), [frame(60, 1)]);
-    assert!(host.receive_on(2).is_empty());
+    assert_eq!(host.sources.len(), 2);
     assert_eq!((host.interface.queues(), host.interface.active_queues()), (2, 2));
     // A guest that uses one pair gets everything there.
     guest.frontend.set_vring_enable(2, false).unwrap();
@@ -318,15 +318,16 @@ fn changes_never_meet_frames_in_flight() {
     let (interface, end) = (host.interface.clone(), Arc::new(std::sync::atomic::AtomicBool::new(false)));
     let ended = end.clone();
     let dispatcher = std::thread::spawn(move || {
-        let (mut batch, mut seen) = (Batch::new(), vec![]);
+        let (mut slot, mut drops, mut seen) = (BatchSlot::new(BATCH_MAX), DropSink::new(), vec![]);
+        let mut source = interface.clone().source(0);
         while !ended.load(std::sync::atomic::Ordering::SeqCst) {
-            interface.receive(0, &mut batch, &mut |batch| {
-                for frame in batch.frames() {
-                    seen.push(batch.head(frame)[20]);
-                    // Back to where it came from: transmit is held while receive is taken.
-                    interface.deliver(0, batch, &[seen.len() as u16 % batch.len() as u16]);
-                }
-            });
+            let burst = receive(&mut *source, &mut slot, &mut drops, 0);
+            for frame in burst.frames() {
+                seen.push(burst.head(frame)[20]);
+                // Back to where it came from: transmit is held while receive is taken.
+                let which = [seen.len() as u16 % burst.len() as u16];
+                interface.deliver(0, Selection { batch: &burst, which: &which }, &mut DropSink::new());
+            }
         }
         seen
     });

@@ -6,11 +6,9 @@ use crate::frame::Hold;
 impl Host {
     /// Takes what waits and holds every frame.
     fn receive_held(&mut self) -> Vec<Hold> {
-        let mut holds = vec![];
-        self.interface.receive(0, &mut self.batch, &mut |batch| {
-            holds.extend(batch.frames().iter().map(|frame| batch.hold(frame).expect("a guest's memory")));
-        });
-        holds
+        let mut drops = DropSink::new();
+        let burst = receive(&mut *self.sources[0], &mut self.slot, &mut drops, 0);
+        burst.frames().iter().map(|frame| burst.hold(frame).expect("a guest's memory")).collect()
     }
 }
 
@@ -32,16 +30,16 @@ fn a_guest_gets_held_chains_back_in_order_and_hears_of_it() {
     let _ = guest.calls[1].read();
     // The second one is done with first.
     drop(holds.remove(1));
-    host.interface.reclaim(0);
+    host.source(0).reclaim();
     assert_eq!(guest.rings[1].collect(&guest.memory), None);
     drop(holds.remove(0));
-    host.interface.reclaim(0);
+    host.source(0).reclaim();
     assert_eq!(guest.rings[1].collect(&guest.memory), Some((0, 0)));
     assert_eq!(guest.rings[1].collect(&guest.memory), Some((1, 0)));
     assert_eq!(guest.rings[1].collect(&guest.memory), None);
     guest.rings[1].set_used_event(&guest.memory, guest.rings[1].used_idx);
     drop(holds);
-    host.interface.reclaim(0);
+    host.source(0).reclaim();
     assert!(guest.calls[1].read().is_ok(), "the guest is told");
     assert_eq!(guest.rings[1].collect(&guest.memory), Some((2, 0)));
     assert_eq!(guest.rings[1].collect(&guest.memory), Some((3, 0)));
@@ -80,7 +78,7 @@ fn a_ring_stops_without_what_is_held_for_ever() {
     // Its memory was unmapped or not: what is let go now belongs to a ring that is no more.
     assert_eq!(guest.rings[1].collect(&guest.memory), Some((1, 0)));
     drop(holds);
-    host.interface.reclaim(0);
+    host.source(0).reclaim();
     assert_eq!(guest.rings[1].collect(&guest.memory), None);
 }
 
@@ -95,7 +93,7 @@ fn a_guest_may_go_while_its_memory_is_held() {
     guest.raw.shutdown(std::net::Shutdown::Both).unwrap();
     wait_for("the front end to be gone", || !host.is_up());
     drop(holds);
-    host.interface.reclaim(0);
+    host.source(0).reclaim();
     assert_eq!(guest.rings[1].collect(&guest.memory), None);
     guest.transmit(&frame(64, 3));
     let holds = host.receive_held();
@@ -104,7 +102,7 @@ fn a_guest_may_go_while_its_memory_is_held() {
     let mut guest = Guest::connect(&path, 1);
     guest.start();
     drop(holds);
-    host.interface.reclaim(0);
+    host.source(0).reclaim();
     guest.transmit(&frame(64, 2));
     assert_eq!(host.receive(), [frame(64, 2)]);
     assert_eq!(guest.rings[1].collect(&guest.memory), Some((0, 0)));

@@ -254,8 +254,8 @@ fn an_idle_guest_is_not_reported_as_without_shared_memory() {
     for _ in 0..5 {
         guest.kicks[1].write(1).unwrap();
         assert!(host.is_up(), "{}", host.reason());
-        host.interface.arm(0);
-        host.interface.disarm(0);
+        host.source(0).rest();
+        host.source(0).resume();
     }
     guest.transmit(&frame(60, 1));
     assert_eq!(host.receive(), [frame(60, 1)]);

@@ -18,7 +18,7 @@ impl Host {
     /// Has `bytes` written into the room that the guest offers, and then says `landed`.
     fn land(&self, bytes: &[u8], offload: &Offload, landed: bool) -> (bool, usize) {
         let mut asked = 0;
-        let given = self.interface.land(0, offload, bytes.len(), &mut |room: &[Room]| {
+        let given = self.interface.land().unwrap().land(0, offload, bytes.len(), &mut |room: &[Room]| {
             asked += 1;
             let mut rest = bytes;
             for part in room {

@@ -20,10 +20,11 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::features::*;
 use super::*;
-use crate::frame::{Batch, FRAME_MAX, Segment};
+use crate::frame::{BATCH_MAX, Batch, FRAME_MAX, Segment};
 use crate::interface::virtqueue::mock::{GUEST_BASE, MockMemory, MockRing};
 use crate::interface::virtqueue::{DESC_WRITE, RingConfig};
 use crate::poll::Poller;
+use crate::source::{BatchSlot, receive};
 use crate::stats::DropReason;
 use crate::wire::offload::Offload;
 
@@ -49,7 +50,8 @@ struct Host {
     path: PathBuf,
     interface: Arc<VhostUser>,
     stats: Arc<PortStats>,
-    batch: Batch,
+    sources: Vec<Box<dyn Source>>,
+    slot: BatchSlot,
 }
 
 fn options(path: &Path, queues: usize) -> VhostUserOptions {
@@ -68,20 +70,25 @@ impl Host {
         let stats = Arc::new(PortStats::default());
         let path = options.socket.clone();
         let interface = VhostUser::start(options, PortId(1), NetworkId::DEFAULT, stats.clone()).unwrap();
-        Host { _folder: None, path, interface, stats, batch: Batch::new() }
+        let sources = (0..interface.queues()).map(|queue| interface.clone().source(queue)).collect();
+        Host { _folder: None, path, interface, sources, stats, slot: BatchSlot::new(BATCH_MAX) }
+    }
+
+    /// The transmit queue `queue`, as the dispatcher that serves it sees it.
+    fn source(&mut self, queue: usize) -> &mut dyn Source {
+        &mut *self.sources[queue]
     }
 
     /// Takes what a queue has, as plain frames.
     fn receive_on(&mut self, queue: usize) -> Vec<Vec<u8>> {
-        let mut frames = vec![];
-        self.interface.receive(queue, &mut self.batch, &mut |batch| {
-            for frame in batch.frames() {
-                let mut bytes = vec![0; FRAME_MAX];
-                let len = batch.copy_to(frame, &mut bytes);
-                frames.push(bytes[..len].to_vec());
-            }
-        });
-        frames
+        let (source, mut drops) = (&mut *self.sources[queue], DropSink::new());
+        let burst = receive(source, &mut self.slot, &mut drops, 0);
+        let copy = |frame| {
+            let mut bytes = vec![0; FRAME_MAX];
+            let len = burst.copy_to(frame, &mut bytes);
+            bytes[..len].to_vec()
+        };
+        burst.frames().iter().map(copy).collect()
     }
 
     fn receive(&mut self) -> Vec<Vec<u8>> {
@@ -94,7 +101,7 @@ impl Host {
         // SAFETY: `frame` outlives the batch and is not written to.
         unsafe { builder.push_stable(Segment::new(frame.as_ptr(), frame.len())) };
         builder.finish(PortId(2), NetworkId::DEFAULT, Offload::default(), 0).unwrap();
-        self.interface.deliver(queue, &batch, &[0]);
+        self.interface.deliver(queue, Selection { batch: &batch, which: &[0] }, &mut DropSink::new());
     }
 
     fn is_up(&self) -> bool {

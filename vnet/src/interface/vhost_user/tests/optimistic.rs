@@ -23,8 +23,8 @@ fn waiting(settings: InterruptSettings) -> (Host, Guest) {
     host.deliver(0, &frame(60, 0));
     assert_eq!(calls(&guest), 1);
     wait_for_next(&mut guest);
-    host.interface.set_interrupts(settings);
-    assert!(host.interface.coalesces());
+    host.interface.coalesce().unwrap().set_interrupts(settings);
+    assert!(host.interface.coalesce().unwrap().coalesces());
     (host, guest)
 }
 
@@ -50,9 +50,9 @@ fn the_guest_hears_early_and_not_again_if_it_came_in_time() {
         host.deliver(0, &frame(60, round));
         host.deliver(0, &frame(60, round));
         assert_eq!(calls(&guest), 1, "one early notification for both");
-        assert!(host.interface.end_of_coalescing(0), "withheld");
+        assert!(host.interface.coalesce().unwrap().end_of_coalescing(0), "withheld");
         assert_eq!(wait_for_next(&mut guest), 2);
-        host.interface.check(0);
+        host.interface.coalesce().unwrap().check(0);
         assert_eq!(calls(&guest), 0);
     }
     let stats = &host.stats.interrupts;
@@ -66,17 +66,17 @@ fn a_guest_that_looked_too_early_is_notified_again() {
     let (mut host, mut guest) = waiting(optimistic(true));
     host.deliver(0, &frame(60, 1));
     assert_eq!(calls(&guest), 1);
-    assert!(host.interface.end_of_coalescing(0));
+    assert!(host.interface.coalesce().unwrap().end_of_coalescing(0));
     // It has been there, found nothing and waits at the same place: that looks as if it had not been there.
-    host.interface.check(0);
+    host.interface.coalesce().unwrap().check(0);
     assert_eq!(calls(&guest), 1);
     assert_eq!(wait_for_next(&mut guest), 1);
     let stats = &host.stats.interrupts;
     assert_eq!((stats.early_premature.get(), stats.coalesced_injected.get()), (1, 1));
     // Between the bounds it does not come to that.
-    host.interface.set_interrupts(optimistic(false));
+    host.interface.coalesce().unwrap().set_interrupts(optimistic(false));
     host.deliver(0, &frame(60, 2));
-    assert!(!host.interface.end_of_coalescing(0));
+    assert!(!host.interface.coalesce().unwrap().end_of_coalescing(0));
     assert_eq!(calls(&guest), 2, "early and at the end");
 }
 
@@ -86,7 +86,7 @@ fn a_guest_with_notifications_off_is_not_disturbed() {
     let here = guest.rings[0].used_idx;
     guest.rings[0].set_used_event(&guest.memory, here.wrapping_sub(1));
     host.deliver(0, &frame(60, 1));
-    assert!(!host.interface.end_of_coalescing(0), "it looks by itself");
+    assert!(!host.interface.coalesce().unwrap().end_of_coalescing(0), "it looks by itself");
     assert_eq!(calls(&guest), 0);
     assert_eq!(host.stats.interrupts.early_discarded.get(), 1);
     assert_eq!(wait_for_next(&mut guest), 1);
@@ -95,7 +95,7 @@ fn a_guest_with_notifications_off_is_not_disturbed() {
     guest.rings[0].set_used_event(&guest.memory, here.wrapping_sub(1));
     host.deliver(0, &frame(60, 2));
     guest.rings[0].set_used_event(&guest.memory, here);
-    assert!(!host.interface.end_of_coalescing(0));
+    assert!(!host.interface.coalesce().unwrap().end_of_coalescing(0));
     assert_eq!(calls(&guest), 1);
     assert_eq!(host.stats.interrupts.coalesced_injected.get(), 1);
 }
@@ -105,7 +105,9 @@ fn a_guest_with_notifications_off_is_not_disturbed() {
 fn nothing_is_owed_when_things_change() {
     type Change = fn(&mut Host, &mut Guest);
     let changes: [(&str, Change); 4] = [
-        ("direct again", |host, _| host.interface.set_interrupts(InterruptSettings::default())),
+        ("direct again", |host, _| {
+            host.interface.coalesce().unwrap().set_interrupts(InterruptSettings::default())
+        }),
         ("stopped", |_, guest| assert_eq!(guest.frontend.get_vring_base(0).unwrap(), 2)),
         ("disabled", |_, guest| guest.frontend.set_vring_enable(0, false).unwrap()),
         ("mapped anew", |_, guest| drop(guest.frontend.set_mem_table(&[guest.region()]).unwrap())),
@@ -116,8 +118,8 @@ fn nothing_is_owed_when_things_change() {
         assert_eq!(calls(&guest), 1, "early");
         change(&mut host, &mut guest);
         assert_eq!(calls(&guest), 1, "{what}");
-        assert!(!host.interface.end_of_coalescing(0), "{what}");
-        host.interface.check(0);
+        assert!(!host.interface.coalesce().unwrap().end_of_coalescing(0), "{what}");
+        host.interface.coalesce().unwrap().check(0);
         assert_eq!(calls(&guest), 0, "{what}");
         assert_eq!(wait_for_next(&mut guest), 1);
     }

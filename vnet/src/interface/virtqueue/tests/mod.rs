@@ -9,7 +9,7 @@ use super::mock::{GUEST_BASE, MockMemory, MockRing, USER_BASE, bytes_of};
 use super::net::{BUFFERS_MAX, Format, Giver, LEGACY_HDR_LEN, Owner, Taken, take};
 use super::split::needs_event;
 use super::*;
-use crate::frame::{Batch, FRAME_MAX, NetworkId, PortId, Segment};
+use crate::frame::{Batch, DropSink, FRAME_MAX, NetworkId, PortId, Segment, Selection};
 use crate::stats::{DropReason, PortStats};
 use crate::wire::offload::{Accepts, F_DATA_VALID, F_NEEDS_CSUM, GSO_TCPV4, Offload};
 
@@ -72,8 +72,14 @@ impl Pair {
     fn take(&mut self, format: &Format) -> Result<usize, RingError> {
         self.driver.publish(&self.mock);
         self.batch.clear();
-        let owner = Owner { port: PortId(3), network: NetworkId::DEFAULT, mtu: 9000, stats: &self.stats };
-        take(&mut self.ring, format, &owner, &mut self.batch, &mut self.taken)
+        let owner = Owner {
+            port: PortId(3),
+            network: NetworkId::DEFAULT,
+            mtu: 9000,
+            stats: &self.stats,
+            format: *format,
+        };
+        take(&mut self.ring, &mut self.taken, &owner, &mut self.batch, &mut DropSink::new())
     }
 
     fn frames(&self) -> Vec<Vec<u8>> {
@@ -112,8 +118,19 @@ impl Pair {
             builder.finish(PortId(0), NetworkId::DEFAULT, *offload, 0).unwrap();
         }
         let which: Vec<u16> = (0..frames.len() as u16).collect();
-        let owner = Owner { port: PortId(3), network: NetworkId::DEFAULT, mtu: 9000, stats: &self.stats };
-        let result = self.giver.give(&mut self.ring, format, &owner, &self.batch, &which);
+        let owner = Owner {
+            port: PortId(3),
+            network: NetworkId::DEFAULT,
+            mtu: 9000,
+            stats: &self.stats,
+            format: *format,
+        };
+        let result = self.giver.give(
+            &mut self.ring,
+            &owner,
+            Selection { batch: &self.batch, which: &which },
+            &mut DropSink::new(),
+        );
         self.ring.publish();
         self.batch.clear();
         result

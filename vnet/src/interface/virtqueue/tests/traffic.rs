@@ -268,14 +268,16 @@ fn dirty_pages_are_logged() {
     driver.add(&mock, &[(0x5f00, 0x2000, DESC_WRITE)]);
     driver.publish(&mock);
     let stats = PortStats::default();
-    let owner = Owner { port: PortId(0), network: NetworkId::DEFAULT, mtu: 9000, stats: &stats };
+    let owner =
+        Owner { port: PortId(0), network: NetworkId::DEFAULT, mtu: 9000, stats: &stats, format: MODERN };
     let frame = bytes(1000, 0);
     let mut batch = Batch::new();
     let mut builder = batch.begin();
     // SAFETY: `frame` outlives the batch and is not written to.
     unsafe { builder.push_stable(Segment::new(frame.as_ptr(), frame.len())) };
     builder.finish(PortId(1), NetworkId::DEFAULT, Offload::default(), 0).unwrap();
-    Giver::default().give(&mut ring, &MODERN, &owner, &batch, &[0]).unwrap();
+    let frames = Selection { batch: &batch, which: &[0] };
+    Giver::default().give(&mut ring, &owner, frames, &mut DropSink::new()).unwrap();
     ring.publish();
     let mut bits = [0; 2];
     rustix::io::pread(&file, &mut bits, 0).unwrap();

@@ -1,21 +1,27 @@
-use std::net::UdpSocket;
+use std::net::{SocketAddr, UdpSocket};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
-use super::*;
-use crate::frame::{DropSink, PortId, Selection};
-use crate::link::{Bridge, LinkKind, LinkOptions, ReassemblyBudget};
-use crate::wire::offload::{F_NEEDS_CSUM, GSO_TCPV4};
+use super::UnderlayPort;
+use super::candidate::LEN_MIN;
+use super::landing::{Landed, Landing};
+use crate::frame::{BATCH_MAX, Batch, DropSink, HEAD_MAX, NetworkId, PortId, Room, Selection};
+use crate::link::{Bridge, Link, LinkKind, LinkOptions, Peers, ReassemblyBudget, Receiver};
+use crate::source::{BatchSlot, receive};
+use crate::wire::native::{Header, Kind};
+use crate::wire::offload::{F_NEEDS_CSUM, GSO_TCPV4, Offload};
 
 /// A peer's bridge, and a receiver with a direct port that takes what comes from it.
 struct Pair {
     sender: Bridge,
     out: Arc<Link>,
-    receiver: Bridge,
-    direct: Arc<Direct>,
+    receiver: Receiver,
+    landing: Landing,
+    direct: Arc<UnderlayPort>,
     link: Arc<Link>,
-    peers: Peers,
+    peers: Arc<Peers>,
 }
 
 fn bridge() -> Bridge {
@@ -37,13 +43,15 @@ fn link(remote: SocketAddr) -> Arc<Link> {
 
 impl Pair {
     fn new(path_mtu: u32) -> Pair {
-        let (sender, receiver) = (bridge(), bridge());
-        let direct = Direct::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        let (sender, host) = (bridge(), bridge());
+        let direct = UnderlayPort::bind("127.0.0.1:0".parse().unwrap()).unwrap();
         direct.aim(sender.local_addr()).unwrap();
         let (out, link) = (link(direct.local_addr()), link(sender.local_addr()));
-        out.path.set_route_mtu(path_mtu);
-        let peers = Peers::build(std::slice::from_ref(&link));
-        Pair { sender, out, receiver, direct, link, peers }
+        out.assume_path_mtu(path_mtu);
+        let peers = Arc::new(Peers::build(std::slice::from_ref(&link)));
+        host.peers.store(peers.clone());
+        let receiver = host.receivers.receiver(direct.socket().clone());
+        Pair { sender, out, receiver, landing: Landing::new(), direct, link, peers }
     }
 
     fn send(&mut self, frames: &[(Vec<u8>, Offload)]) {
@@ -55,31 +63,32 @@ impl Pair {
             builder.finish(PortId(1), NetworkId::DEFAULT, *offload, 0).unwrap();
         }
         let which: Vec<u16> = (0..frames.len() as u16).collect();
-        self.sender.tx.send(&self.out, Selection { batch: &batch, which: &which }, &mut DropSink::new());
+        let frames = Selection { batch: &batch, which: &which };
+        self.sender.tx.send(&self.out, frames, &mut DropSink::new());
     }
 
     /// What comes until `count` frames have, each with whether it came in place. The room is cut at multiples of `cut`.
     fn receive(&mut self, count: usize, cut: usize) -> Vec<(Vec<u8>, Offload, bool)> {
         let mut frames = vec![];
-        let mut batch = Batch::new();
         let end = Instant::now() + Duration::from_secs(5);
         while frames.len() < count {
             assert!(Instant::now() < end, "{} of {count} frames came", frames.len());
             let Some(peeked) = self.direct.peek() else { continue };
-            let mut messages = 0;
             if let Some((link, candidate)) = peeked.candidate(&self.peers) {
                 assert!(Arc::ptr_eq(link, &self.link));
                 let mut memory = vec![0xee; candidate.len];
                 let room: Vec<Room> =
                     memory.chunks_mut(cut).map(|part| Room::new(part.as_mut_ptr(), part.len())).collect();
                 // SAFETY: `memory` lives on and is not looked at before the call has returned.
-                match unsafe { self.receiver.rx.land(&self.direct, link, &candidate, &room, 1) } {
+                let at = (&*self.direct, &mut self.receiver);
+                match unsafe { self.landing.land(at, link, &candidate, &room, 1) } {
                     Landed::InPlace => {
                         assert_eq!(candidate.head(), &memory[..HEAD_MAX]);
                         frames.push((memory, candidate.offload, true));
                         continue;
                     }
-                    Landed::CopiedOut(count) => messages = count,
+                    Landed::CopiedOut(0) => {}
+                    Landed::CopiedOut(messages) => self.receiver.resume_with(messages),
                 }
             }
             let mut run = |batch: &Batch| {
@@ -89,13 +98,22 @@ impl Pair {
                     frames.push((bytes, frame.offload, false));
                 }
             };
-            let (rx, direct, peers) = (&mut self.receiver.rx, &self.direct, &self.peers);
-            match messages {
-                0 => _ = rx.receive_direct(direct, peers, &mut batch, 1, &mut run),
-                messages => _ = rx.work_off(direct, messages, peers, &mut batch, 1, &mut run),
-            }
+            drain_burst(&mut self.receiver, &mut run);
         }
         frames
+    }
+}
+
+/// Works one burst off, or receives and works off one.
+fn drain_burst(receiver: &mut Receiver, run: &mut dyn FnMut(&Batch)) {
+    let (mut slot, mut drops) = (BatchSlot::new(BATCH_MAX), DropSink::new());
+    loop {
+        let burst = receive(receiver, &mut slot, &mut drops, 1);
+        run(&burst);
+        drop(burst);
+        if receiver.is_done() {
+            return;
+        }
     }
 }
 
@@ -131,12 +149,12 @@ fn large_frames_come_in_place() {
             let got = pair.receive(1, 1500);
             assert_eq!(got, [(sent, offload, true)], "{len} bytes by {path_mtu}");
         }
-        let stats = &pair.link.stats;
+        let stats = &pair.link.stats();
         assert_eq!(
             (stats.direct_in_place.get(), stats.direct_copied_out.get(), stats.in_frames.get()),
             (3, 0, 3)
         );
-        assert_eq!(stats.in_datagrams.get(), pair.out.stats.out_datagrams.get());
+        assert_eq!(stats.in_datagrams.get(), pair.out.stats().out_datagrams.get());
     }
 }
 
@@ -167,7 +185,7 @@ fn whole_frames_of_one_size_stay_apart() {
 /// Nobody but the peer reaches the port, from the moment on that it takes anything.
 #[test]
 fn strangers_reach_nobody() {
-    let direct = Direct::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let direct = UnderlayPort::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let (early, stranger) =
         (UdpSocket::bind("127.0.0.1:0").unwrap(), UdpSocket::bind("127.0.0.1:0").unwrap());
     early.send_to(&[0x10; 6000], direct.local_addr()).unwrap();
@@ -186,10 +204,10 @@ fn strangers_reach_nobody() {
 #[test]
 fn headers_are_believed_only_when_they_fit() {
     let peer = UdpSocket::bind("127.0.0.1:0").unwrap();
-    let direct = Direct::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let direct = UnderlayPort::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     direct.aim(peer.local_addr().unwrap()).unwrap();
     let link = link(peer.local_addr().unwrap());
-    let peers = Peers::build(std::slice::from_ref(&link));
+    let peers = Arc::new(Peers::build(std::slice::from_ref(&link)));
     let good = Header {
         kind: Kind::Frame,
         last: true,
@@ -217,18 +235,21 @@ fn headers_are_believed_only_when_they_fit() {
             .unwrap();
         let peeked = direct.peek().unwrap();
         assert_eq!(peeked.candidate(&peers).is_some(), possible, "{header:?}");
-        let mut rx = bridge().rx;
+        let host = bridge();
+        host.peers.store(peers.clone());
+        let mut rx = host.receivers.receiver(direct.socket().clone());
         if let Some((link, candidate)) = peeked.candidate(&peers) {
             let mut memory = vec![0; candidate.len];
             let room = [Room::new(memory.as_mut_ptr(), memory.len())];
             // SAFETY: `memory` is ours alone.
-            let landed = unsafe { rx.land(&direct, link, &candidate, &room, 1) };
+            let landed = unsafe { Landing::new().land((&direct, &mut rx), link, &candidate, &room, 1) };
             assert_eq!(landed == Landed::InPlace, header.last);
             if landed != Landed::InPlace {
-                rx.work_off(&direct, 1, &peers, &mut Batch::new(), 1, &mut |_| panic!("no frame"));
+                rx.resume_with(1);
+                drain_burst(&mut rx, &mut |batch| assert!(batch.is_empty(), "no frame"));
             }
         } else {
-            rx.receive_direct(&direct, &peers, &mut Batch::new(), 1, &mut |_| ());
+            drain_burst(&mut rx, &mut |_| ());
         }
         assert!(direct.peek().is_none(), "each message is taken once");
     }
@@ -253,7 +274,7 @@ proptest! {
         let got: Vec<_> = pair.receive(frames.len(), cut).into_iter().map(|(bytes, offload, _)| (bytes, offload)).collect();
         prop_assert!(got == frames);
         prop_assert!(pair.direct.peek().is_none());
-        prop_assert_eq!(pair.link.stats.in_frames.get(), frames.len() as u64);
-        prop_assert_eq!(pair.link.stats.in_datagrams.get(), pair.out.stats.out_datagrams.get());
+        prop_assert_eq!(pair.link.stats().in_frames.get(), frames.len() as u64);
+        prop_assert_eq!(pair.link.stats().in_datagrams.get(), pair.out.stats().out_datagrams.get());
     }
 }

@@ -4,12 +4,13 @@ use std::net::UdpSocket;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Message, Name};
+use super::Name;
 use crate::frame::{Batch, DropSink, FRAME_MAX, NetworkId, PortId, Segment, Selection};
 use crate::link::sealed::aead::{MATERIAL_LEN, TAG_LEN};
 use crate::link::sealed::identity::{CertificateInfo, Claims};
 use crate::link::sealed::session::{Role, Session};
 use crate::link::{Bridge, Link, LinkOptions, Peers, ReassemblyBudget, Security, first_number};
+use crate::source::drain;
 use crate::stats::{DiscardReason, DropReason};
 use crate::wire::native::{HEADER_LEN, Header};
 use crate::wire::offload::{F_NEEDS_CSUM, Offload};
@@ -29,8 +30,6 @@ fn session(role: Role, epoch: u8, claims: Claims) -> Session {
 struct Host {
     bridge: Bridge,
     link: Arc<Link>,
-    batch: Batch,
-    peers: Peers,
 }
 
 impl Host {
@@ -51,8 +50,9 @@ impl Host {
         };
         let security = Security { peer: Some("peer".into()), macs, via: None };
         let link = Link::with_security(options, security, PortId(7), Arc::default());
+        bridge.peers.store(Arc::new(Peers::build(std::slice::from_ref(&link))));
         link.path.set_route_mtu(65_536);
-        Host { bridge, peers: Peers::build(std::slice::from_ref(&link)), link, batch: Batch::new() }
+        Host { bridge, link }
     }
 
     fn key(&self, role: Role, epoch: u8, claims: Claims) {
@@ -72,7 +72,8 @@ impl Host {
             builder.finish(PortId(1), NetworkId::DEFAULT, *offload, 0).unwrap();
         }
         let which: Vec<u16> = (0..batch.len() as u16).collect();
-        self.bridge.tx.send(&self.link, Selection { batch: &batch, which: &which }, &mut DropSink::new());
+        let frames = Selection { batch: &batch, which: &which };
+        self.bridge.tx.send(&self.link, frames, &mut DropSink::new());
     }
 
     /// Receives until nothing has come for a while.
@@ -86,8 +87,8 @@ impl Host {
                     got.push((bytes, frame.offload));
                 }
             };
-            let received = self.bridge.rx.receive(0, &self.peers, &mut self.batch, 1, &mut run);
-            idle = if received.datagrams == 0 { idle + 1 } else { 0 };
+            let datagrams = drain(&mut self.bridge.rx[0], 1, &mut run);
+            idle = if datagrams == 0 { idle + 1 } else { 0 };
             if idle != 0 {
                 std::thread::sleep(Duration::from_millis(2));
             }
@@ -261,17 +262,18 @@ fn a_million_of_each_attack() {
     real.send(&[frame(60)]);
     let recorded = datagrams(&tap).remove(0);
     let (link, whole) = (host.link.clone(), recorded.len());
-    let seal = link.seal().unwrap();
-    let burst = &mut host.bridge.rx.burst;
+    assert!(link.seal().is_some());
+    let receiver = &mut host.bridge.rx[0];
     let mut open = |len: usize, count: usize, make: &mut dyn FnMut(usize, &mut [u8])| {
-        for (n, place) in burst.memory[..len * count].chunks_exact_mut(len).enumerate() {
+        for (n, place) in receiver.burst.buffer(0)[..len * count].chunks_exact_mut(len).enumerate() {
             place.copy_from_slice(&recorded[..len]);
             make(n, place);
         }
-        let source = Name::unknown();
-        let message = Message { source, start: 0, len: len * count, segment: len, truncated: false };
-        let mut opened = vec![];
-        burst.open(&message, &link, seal, &mut opened);
+        receiver.burst.set(0, Name::unknown(), len * count, len);
+        receiver.progress.begin(1);
+        let message = receiver.burst.message(0);
+        receiver.open(&link, &message);
+        let opened = &receiver.progress.opened;
         assert_eq!(opened.len(), count);
         opened.iter().filter(|opened| **opened).count()
     };
@@ -326,8 +328,7 @@ impl Host {
         let (mut frames, mut datagrams) = (0, 0);
         while datagrams < 50 {
             let mut run = |batch: &Batch| frames += batch.len();
-            let received = self.bridge.rx.receive(0, &self.peers, &mut self.batch, 1, &mut run);
-            datagrams += received.datagrams;
+            datagrams += drain(&mut self.bridge.rx[0], 1, &mut run);
         }
         frames
     }

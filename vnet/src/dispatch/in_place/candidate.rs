@@ -1,0 +1,126 @@
+//! The frame that begins with a peeked message, and the guess where its fragments lie. Pure: no I/O.
+
+use std::sync::Arc;
+
+use super::port::{Message, PEEK_LEN, Peeked, UnderlayPort};
+use crate::frame::{FRAME_MAX, HEAD_MAX, NetworkId};
+use crate::link::native::reassembly::FRAGMENTS_MAX;
+use crate::link::{Encapsulation, Link, Peers};
+use crate::wire::ethernet::{self, Mac};
+use crate::wire::ip;
+use crate::wire::native::{HEADER_LEN, Header, Kind, metadata};
+use crate::wire::offload::Offload;
+
+/// Frames shorter than this are received the ordinary way: two more system calls cost more than a copy.
+pub(super) const LEN_MIN: usize = 4096;
+
+/// A frame that begins with the next message, and what it is guessed to look like.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Candidate {
+    /// The network it belongs to.
+    pub(super) network: NetworkId,
+    /// Destination address.
+    pub(super) dst: Mac,
+    /// Source address.
+    pub(super) src: Mac,
+    /// Bytes.
+    pub(super) len: usize,
+    /// What is left to do on it, checked against the length.
+    pub(super) offload: Offload,
+    head: [u8; HEAD_MAX],
+    header: Header,
+    /// Bytes of metadata before it.
+    pub(super) metadata: usize,
+    /// Payload of each datagram but the last.
+    size: usize,
+    /// Datagrams.
+    pub(super) count: usize,
+    /// The message that it begins with.
+    pub(super) first: Message,
+}
+
+impl Candidate {
+    /// Its first bytes, which no guest can change.
+    pub(super) fn head(&self) -> &[u8] {
+        &self.head
+    }
+
+    /// Payload of datagram `k`.
+    pub(super) fn payload(&self, k: usize) -> usize {
+        (self.len + self.metadata - k * self.size).min(self.size)
+    }
+
+    /// The header that datagram `k` has.
+    pub(super) fn header(&self, k: usize) -> [u8; HEADER_LEN] {
+        let first = k == 0;
+        let (index, number) = (k as u16, self.header.number.wrapping_add(k as u64));
+        let (last, offload) = (k + 1 == self.count, self.header.offload && first);
+        Header { last, offload, index, number, ..self.header }.to_bytes()
+    }
+
+    /// The next message, if it goes on with datagram `k`.
+    pub(super) fn following(&self, direct: &UnderlayPort, k: usize) -> Option<Message> {
+        let Peeked { source, len, segment, head } = direct.peek()?;
+        (head[..HEADER_LEN] == self.header(k)).then_some(Message { source, len, segment })
+    }
+
+    /// Datagrams that it is sent in.
+    pub(super) fn datagrams(&self) -> usize {
+        self.count
+    }
+
+    /// How many datagrams from `k` on a message of `len` bytes holds, if it is one of this frame.
+    pub(super) fn part(&self, k: usize, len: usize, segment: usize) -> Option<usize> {
+        let whole = HEADER_LEN + self.size;
+        let count = len.div_ceil(whole);
+        let short = if k + count == self.count { self.size - self.payload(self.count - 1) } else { 0 };
+        let fits = k + count <= self.count && len + short == count * whole;
+        // All of its datagrams but the last are as long as the segment.
+        let alike = if count == 1 { segment >= len } else { segment == whole };
+        (fits && alike).then_some(count)
+    }
+}
+
+impl Peeked {
+    /// The link that the message came by, and the frame that begins with it, if that can be received in place.
+    pub(super) fn candidate<'a>(&self, peers: &'a Peers) -> Option<(&'a Arc<Link>, Candidate)> {
+        let link = peers.link(self.source.address()?)?;
+        if link.options().kind.encapsulation() != Encapsulation::Native || link.needs_seal() {
+            return None;
+        }
+        let (header, payload) = Header::parse(self.head.get(..self.len.min(PEEK_LEN))?).ok()?;
+        if header.kind != Kind::Frame || header.index != 0 || header.sealed {
+            return None;
+        }
+        let (offload, frame) = metadata(payload, header.offload)?;
+        let head: [u8; HEAD_MAX] = *frame.first_chunk()?;
+        let metadata = payload.len() - frame.len();
+        let (len, size) = if header.last {
+            let payload = self.len.checked_sub(HEADER_LEN)?;
+            (payload - metadata, payload)
+        } else {
+            // The head is the first datagram's: what is judged is what the frame begins with.
+            let whole = |size: &usize| *size >= metadata + HEAD_MAX;
+            (guessed_len(&head)?, self.segment.checked_sub(HEADER_LEN).filter(whole)?)
+        };
+        if !(LEN_MIN..=FRAME_MAX).contains(&len) {
+            return None;
+        }
+        let count = (len + metadata).div_ceil(size);
+        let (dst, src) = ethernet::addresses(&head)?;
+        let network = NetworkId::new(header.network).filter(|network| link.carries(*network))?;
+        let offload = offload.checked(len).ok()?;
+        let first = Message { source: self.source, len: self.len, segment: self.segment };
+        let candidate =
+            Candidate { network, dst, src, len, offload, head, header, metadata, size, count, first };
+        let possible = link.allows_source(src) && (count == 1) == header.last && count <= FRAGMENTS_MAX;
+        candidate.part(0, self.len, self.segment).filter(|_| possible)?;
+        Some((link, candidate))
+    }
+}
+
+/// The length of an untagged frame according to its IP header. A guess: the peer wrote the header.
+fn guessed_len(head: &[u8; HEAD_MAX]) -> Option<usize> {
+    let (offset, ip) = ip::in_frame(head)?;
+    (offset == ethernet::HEADER_LEN).then_some(offset + ip.total_len)
+}

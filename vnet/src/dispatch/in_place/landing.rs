@@ -1,0 +1,196 @@
+//! Receives the messages of a candidate: headers aside, payload into a guest's buffers.
+
+use std::ops::Range;
+
+use super::candidate::Candidate;
+use super::port::{Message, UnderlayPort, take};
+use crate::frame::Room;
+use crate::link::native::reassembly::FRAGMENTS_MAX;
+use crate::link::socket::burst::{BUFFER_LEN, Burst, MESSAGES};
+use crate::link::socket::name::Name;
+use crate::link::{Link, Receiver};
+use crate::stats::DiscardReason;
+use crate::wire::native::HEADER_LEN;
+use crate::wire::offload::WIRE_LEN;
+
+/// `UIO_MAXIOV`.
+const SLICES_MAX: usize = 1024;
+
+/// What became of the messages that were to be received in place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Landed {
+    /// The frame is in the room.
+    InPlace,
+    /// So many messages were taken and are in the receiver's burst, which goes on with them.
+    CopiedOut(usize),
+}
+
+/// Memory for receiving in place; one for each receiver.
+#[derive(Default)]
+pub(super) struct Landing {
+    /// A header, and metadata behind the first one.
+    prefixes: Vec<[u8; HEADER_LEN + WIRE_LEN]>,
+    slices: Vec<libc::iovec>,
+    /// Where the messages end in `slices`.
+    ends: Vec<usize>,
+}
+
+// SAFETY: the pointers in `slices` are used only within the call that made them.
+unsafe impl Send for Landing {}
+
+impl Landing {
+    pub(super) fn new() -> Landing {
+        Landing {
+            prefixes: vec![[0; HEADER_LEN + WIRE_LEN]; FRAGMENTS_MAX],
+            slices: Vec::with_capacity(SLICES_MAX),
+            ends: Vec::with_capacity(MESSAGES),
+        }
+    }
+}
+
+impl Landing {
+    /// Receives the candidate, which was just peeked on `port`, into `room`, memory of a guest for exactly its length. Messages that
+    /// turn out to be something else are copied out to the receiver's burst.
+    ///
+    /// # Safety
+    /// The room is writable for the time of the call.
+    pub(super) unsafe fn land(
+        &mut self,
+        (port, receiver): (&UnderlayPort, &mut Receiver),
+        link: &Link,
+        candidate: &Candidate,
+        room: &[Room],
+        now_ms: u64,
+    ) -> Landed {
+        // Each end of a datagram may cut one more piece.
+        let pieces = room.len() + 2 * candidate.count;
+        if room.iter().map(Room::len).sum::<usize>() != candidate.len || pieces > SLICES_MAX {
+            return Landed::CopiedOut(0);
+        }
+        self.slices.clear();
+        self.ends.clear();
+        let burst = receiver.burst();
+        if self.receive_all(port, link, candidate, (burst, room)) {
+            link.stats().in_datagrams.add(candidate.count as u64);
+            link.stats().in_frames.add(1);
+            link.stats().in_bytes.add(candidate.len as u64);
+            link.stats().direct_in_place.add(1);
+            link.heard(now_ms);
+            return Landed::InPlace;
+        }
+        self.copy_out(receiver.burst());
+        link.stats().direct_copied_out.add(self.ends.len() as u64);
+        Landed::CopiedOut(self.ends.len())
+    }
+
+    /// Receives message after message while they are what the candidate was guessed to be. True when all of it is in the room.
+    fn receive_all(
+        &mut self,
+        port: &UnderlayPort,
+        link: &Link,
+        candidate: &Candidate,
+        (burst, room): (&mut Burst, &[Room]),
+    ) -> bool {
+        let mut space = Space { room, offset: 0 };
+        let (mut k, mut right) = (0, true);
+        while right && k < candidate.count && self.ends.len() < MESSAGES {
+            let next = if k == 0 { Some(candidate.first) } else { candidate.following(port, k) };
+            let Some(next) = next else { break };
+            let Some(count) = candidate.part(k, next.len, next.segment) else { break };
+            let Some(message) = self.receive(port, candidate, k..k + count, &mut space) else {
+                // The guest took its memory away: what was in the message is gone.
+                link.stats().in_datagrams.add(count as u64);
+                link.stats().discard(DiscardReason::Truncated, count as u64);
+                break;
+            };
+            // Nobody else takes from this socket but who aims it, so it is the message that was peeked; if not, how much of it
+            // came is unknown.
+            right = message.source.same(&next.source)
+                && (message.len, message.segment) == (next.len, next.segment);
+            let (source, len, segment) = match right {
+                true => (message.source, next.len, next.segment),
+                false => (Name::unknown(), 0, 1),
+            };
+            burst.set(self.ends.len() - 1, source, len, segment);
+            right &= (k..k + count).all(|k| self.prefixes[k].first_chunk() == Some(&candidate.header(k)));
+            k += count;
+        }
+        right && k == candidate.count
+    }
+
+    /// Copies messages that were received in place into the burst's buffers.
+    fn copy_out(&self, burst: &mut Burst) {
+        let mut start = 0;
+        for (message, end) in self.ends.iter().enumerate() {
+            let mut at = 0;
+            let buffer = burst.buffer(message);
+            for slice in &self.slices[start..*end] {
+                let len = slice.iov_len.min(BUFFER_LEN - at);
+                // SAFETY: the slice is one of `lay_out`: a prefix, or room that `land`'s caller keeps mapped; the buffer has
+                // room for `len` more bytes and is our own memory, where no guest's is.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(
+                        slice.iov_base.cast::<u8>(),
+                        buffer[at..].as_mut_ptr(),
+                        len,
+                    );
+                }
+                at += len;
+            }
+            start = *end;
+        }
+    }
+
+    /// Receives the next message, which is `datagrams` of the candidate. `None` when that cannot be done.
+    fn receive(
+        &mut self,
+        direct: &UnderlayPort,
+        candidate: &Candidate,
+        datagrams: Range<usize>,
+        space: &mut Space<'_>,
+    ) -> Option<Message> {
+        let start = self.slices.len();
+        self.lay_out(candidate, datagrams, space);
+        let message = take(direct.socket(), &mut self.slices[start..], libc::MSG_TRUNC);
+        match message {
+            Ok(_) => self.ends.push(self.slices.len()),
+            Err(_) => self.slices.truncate(start),
+        }
+        message.ok()
+    }
+
+    /// Adds the slices of some datagrams: headers aside, payload in the room.
+    fn lay_out(&mut self, candidate: &Candidate, datagrams: Range<usize>, space: &mut Space<'_>) {
+        for k in datagrams {
+            let metadata = if k == 0 { candidate.metadata } else { 0 };
+            let prefix = self.prefixes[k].as_mut_ptr();
+            self.slices.push(libc::iovec { iov_base: prefix.cast(), iov_len: HEADER_LEN + metadata });
+            space.take(candidate.payload(k) - metadata, &mut self.slices);
+        }
+    }
+}
+
+/// A place in a guest's room.
+struct Space<'a> {
+    room: &'a [Room],
+    offset: usize,
+}
+
+impl Space<'_> {
+    /// Adds the next `len` bytes to `slices`.
+    fn take(&mut self, mut len: usize, slices: &mut Vec<libc::iovec>) {
+        while let [room, rest @ ..] = self.room
+            && len > 0
+        {
+            let part = len.min(room.len() - self.offset);
+            slices.push(libc::iovec {
+                iov_base: room.as_ptr().wrapping_add(self.offset).cast(),
+                iov_len: part,
+            });
+            (len, self.offset) = (len - part, self.offset + part);
+            if self.offset == room.len() {
+                (self.room, self.offset) = (rest, 0);
+            }
+        }
+    }
+}

@@ -1,0 +1,142 @@
+//! An interface's own underlay port: a UDP socket connected to one peer, whose next message can be looked at before it is taken.
+
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use crate::frame::HEAD_MAX;
+use crate::link::BridgeError;
+use crate::link::socket::name::Name;
+use crate::link::socket::udp::{Socket, check};
+use crate::wire::native::HEADER_LEN;
+use crate::wire::offload::WIRE_LEN;
+
+/// Bytes a peek takes: headers and the head of a frame.
+pub(super) const PEEK_LEN: usize = HEADER_LEN + WIRE_LEN + HEAD_MAX;
+
+/// The port and its peer.
+pub struct UnderlayPort {
+    socket: Arc<Socket>,
+    /// Where the peer is that it is connected to.
+    peer: Mutex<Option<SocketAddr>>,
+}
+
+impl UnderlayPort {
+    /// Binds `address`. Nothing is received before [`UnderlayPort::aim`].
+    pub fn bind(address: SocketAddr) -> Result<Arc<UnderlayPort>, BridgeError> {
+        let socket = Socket::bind(address, false).map_err(|error| BridgeError::new(address, error))?;
+        Ok(Arc::new(UnderlayPort { socket: Arc::new(socket), peer: Mutex::new(None) }))
+    }
+
+    /// Takes datagrams from `peer` only, from now on. Those that came before are dropped.
+    pub fn aim(&self, peer: SocketAddr) -> io::Result<()> {
+        let mut current = self.peer.lock();
+        if *current == Some(peer) {
+            return Ok(());
+        }
+        let name = Name::new(peer, self.socket.local().is_ipv6()).ok_or(io::ErrorKind::InvalidInput)?;
+        // SAFETY: `name` holds a socket address (AF_UNSPEC disconnects) of the length it tells.
+        let connect =
+            |name: &Name| unsafe { libc::connect(self.fd().as_raw_fd(), name.as_ptr(), name.len()) };
+        if current.take().is_some() {
+            // The first connection gave the socket a source address, which would stay: the next has to begin without.
+            check(connect(&Name::unknown()))?;
+        }
+        check(connect(&name))?;
+        let mut byte = [0u8; 1];
+        // SAFETY: one byte is writable; the rest of a datagram is dropped.
+        while unsafe { libc::recv(self.fd().as_raw_fd(), byte.as_mut_ptr().cast(), 1, libc::MSG_DONTWAIT) }
+            >= 0
+        {}
+        *current = Some(peer);
+        Ok(())
+    }
+
+    /// The address bound, whose port the kernel may have chosen.
+    pub fn local_addr(&self) -> SocketAddr {
+        self.socket.local()
+    }
+
+    /// To wait for.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    pub(in crate::dispatch) fn socket(&self) -> &Arc<Socket> {
+        &self.socket
+    }
+
+    /// Looks at the next message without taking it. `None` when none waits.
+    pub(super) fn peek(&self) -> Option<Peeked> {
+        let mut head = [0; PEEK_LEN];
+        let slice = libc::iovec { iov_base: head.as_mut_ptr().cast(), iov_len: PEEK_LEN };
+        let flags = libc::MSG_PEEK | libc::MSG_TRUNC;
+        let Ok(Message { source, len, segment, .. }) = take(&self.socket, &mut [slice], flags) else {
+            return None;
+        };
+        Some(Peeked { source, len, segment, head })
+    }
+}
+
+/// The next message, as far as it was looked at.
+pub(super) struct Peeked {
+    pub(super) source: Name,
+    pub(super) len: usize,
+    pub(super) segment: usize,
+    pub(super) head: [u8; PEEK_LEN],
+}
+
+/// What `recvmsg` said of a message.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Message {
+    pub(super) source: Name,
+    pub(super) len: usize,
+    pub(super) segment: usize,
+}
+
+/// Receives into `slices`, whose memory has to be writable.
+pub(super) fn take(socket: &Socket, slices: &mut [libc::iovec], flags: libc::c_int) -> io::Result<Message> {
+    /// Room for `UDP_GRO`'s `int`.
+    #[repr(C)]
+    struct Control {
+        header: libc::cmsghdr,
+        segment: libc::c_int,
+        padding: libc::c_int,
+    }
+    let mut source = Name::unknown();
+    // SAFETY: both are plain data of integers and pointers, for which all zeros is a value.
+    let (mut control, mut header) =
+        unsafe { (std::mem::zeroed::<Control>(), std::mem::zeroed::<libc::msghdr>()) };
+    let mut errors = 0;
+    loop {
+        header.msg_name = source.as_mut_ptr().cast();
+        header.msg_namelen = Name::unknown().len();
+        header.msg_iov = slices.as_mut_ptr();
+        header.msg_iovlen = slices.len();
+        header.msg_control = (&raw mut control).cast();
+        header.msg_controllen = size_of::<Control>();
+        let fd = socket.as_fd().as_raw_fd();
+        // SAFETY: the header points to a name, slices and a control message that are writable for the lengths it tells.
+        match check(unsafe { libc::recvmsg(fd, &raw mut header, flags | libc::MSG_DONTWAIT) }) {
+            Ok(len) => {
+                let len = len as usize;
+                let offered = header.msg_controllen >= size_of::<libc::cmsghdr>() + size_of::<libc::c_int>()
+                    && control.header.cmsg_level == libc::SOL_UDP
+                    && control.header.cmsg_type == libc::UDP_GRO;
+                let segment = if offered { usize::try_from(control.segment).unwrap_or(0) } else { 0 };
+                return Ok(Message { source, len, segment: if segment == 0 { len.max(1) } else { segment } });
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            // An error of an earlier datagram (a peer that is not there yet, a path that is closed) is told once, before what
+            // is waiting.
+            Err(error) => match error.raw_os_error() {
+                Some(libc::EAGAIN | libc::EFAULT) => return Err(error),
+                _ if errors == 2 => return Err(error),
+                _ => errors += 1,
+            },
+        }
+    }
+}

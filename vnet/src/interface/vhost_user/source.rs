@@ -1,0 +1,152 @@
+//! Frames that a guest sends: the dispatcher's side of a transmit vring.
+//!
+//! The vring's lock is taken by a fill and held until its burst is dropped. So nothing that the front end says takes effect while
+//! frames in the guest's memory are being forwarded: no memory is unmapped, no ring stopped. The lock is uncontended unless the front
+//! end is changing something.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use parking_lot::{ArcMutexGuard, RawMutex};
+
+use super::device::{Device, POISONED, Pair, RARP_LEN, Transmit};
+use crate::frame::{Batch, DropSink, Segment};
+use crate::interface::virtqueue::net::take;
+use crate::poll::Waker;
+use crate::source::{Source, Taken};
+use crate::stats::DropReason;
+use crate::wire::offload::Offload;
+
+/// One transmit vring as a source.
+pub(super) struct GuestSource {
+    device: Arc<Device>,
+    queue: usize,
+    /// The vring, from a fill until its burst is dropped.
+    locked: Option<ArcMutexGuard<RawMutex, Transmit>>,
+    /// The vring broke in the last fill, for this reason.
+    broke: Option<String>,
+    /// A frame of vnetd's own in the last fill, see [`Device::announce`].
+    announcement: Option<Box<[u8; RARP_LEN]>>,
+}
+
+impl GuestSource {
+    /// Of an existing queue of the device.
+    pub(super) fn new(device: Arc<Device>, queue: usize) -> GuestSource {
+        GuestSource { device, queue, locked: None, broke: None, announcement: None }
+    }
+
+    fn pair(&self) -> &Pair {
+        &self.device.pairs[self.queue]
+    }
+
+    #[cold]
+    fn announce(&mut self, frame: Box<[u8; RARP_LEN]>, batch: &mut Batch) -> Taken {
+        let device = &*self.device;
+        let mut builder = batch.begin();
+        // SAFETY: the frame is kept in `announcement`, unchanged, until `give_back`, before which the batch is cleared.
+        unsafe { builder.push_stable(Segment::new(frame.as_ptr(), RARP_LEN)) };
+        match builder.finish(device.port, device.network, Offload::default(), 0) {
+            Ok(()) => {
+                device.stats.in_frames.add(1);
+                device.stats.in_bytes.add(RARP_LEN as u64);
+            }
+            Err(error) => tracing::warn!(%error, "announcement refused"),
+        }
+        self.announcement = Some(frame);
+        Taken { units: 1, ..Taken::default() }
+    }
+
+    fn set_waker(&mut self, waker: Option<Waker>) {
+        let pair = self.pair();
+        let mut transmit = pair.transmit.lock();
+        if let Some(old) = transmit.vring.waker() {
+            old.forget(pair.bell.as_fd());
+        }
+        let watched = waker.as_ref().map_or(Ok(()), |waker| waker.watch(&pair.bell));
+        transmit.vring.set_waker(waker);
+        if let Err(error) = watched {
+            transmit.vring.set_unwatched(format!("cannot watch the control thread's bell: {error}"));
+        }
+        pair.ring();
+    }
+}
+
+impl Source for GuestSource {
+    unsafe fn fill(&mut self, batch: &mut Batch, drops: &mut DropSink, _now_ms: u64) -> Taken {
+        let nothing = Taken { drained: true, ..Taken::default() };
+        if self.pair().changing.load(Ordering::Relaxed) {
+            return nothing;
+        }
+        let mut locked = self.pair().transmit.lock_arc();
+        let Transmit { vring, announcement } = &mut *locked;
+        if let Some(frame) = announcement.take() {
+            return self.announce(frame, batch);
+        }
+        let Some(running) = vring.running() else { return nothing };
+        let owner = self.device.owner(running.format);
+        let result = take(&mut running.ring, &mut running.taken, &owner, batch, drops);
+        let poisoned = running.ring.memory().is_poisoned();
+        if poisoned {
+            // The file behind the memory was truncated: zeros may stand where frames were. No frame of this burst goes on.
+            self.device.stats.drop_frames(DropReason::BadChain, batch.len() as u64);
+            batch.clear();
+        }
+        self.locked = Some(locked);
+        let units = match result {
+            Ok(units) => units,
+            Err(error) => {
+                self.broke = Some(error.to_string());
+                0
+            }
+        };
+        if poisoned {
+            self.broke = Some(POISONED.to_owned());
+        }
+        Taken { units, drained: units < batch.limit(), ..Taken::default() }
+    }
+
+    fn give_back(&mut self) {
+        self.announcement = None;
+        let Some(mut locked) = self.locked.take() else { return };
+        let vring = &mut locked.vring;
+        if let Some(running) = vring.running()
+            && running.taken.give_back(&mut running.ring)
+            && vring.notify()
+        {
+            self.device.stats.notifications.add(1);
+        }
+        if let Some(reason) = self.broke.take() {
+            vring.break_with(reason);
+        }
+    }
+
+    fn watch(&mut self, waker: Waker) {
+        self.set_waker(Some(waker));
+    }
+
+    fn unwatch(&mut self) {
+        self.set_waker(None);
+    }
+
+    fn rest(&mut self) -> bool {
+        self.pair().transmit.lock().vring.arm()
+    }
+
+    fn resume(&mut self) {
+        let kicks = self.pair().transmit.lock().vring.disarm();
+        self.device.stats.kicks.add(kicks);
+    }
+
+    fn polls(&self) -> bool {
+        true
+    }
+
+    fn reclaim(&mut self) {
+        let pair = self.pair();
+        if !pair.changing.load(Ordering::Relaxed) {
+            let (_, notified) = pair.transmit.lock().vring.reclaim();
+            self.device.stats.notifications.add(u64::from(notified));
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! How received bytes become frames of a batch: who may send them, and how they are counted. Shared by all kinds of links.
+
+use std::sync::Arc;
+
+use super::Link;
+use super::sealed::identity::Claims;
+use crate::frame::{Batch, DropSink, NetworkId, Segment};
+use crate::stats::DropReason;
+use crate::wire::ethernet::{self, Mac};
+use crate::wire::native::Header;
+use crate::wire::offload::Offload;
+
+/// One fill of a link's source.
+///
+/// The bytes handed to it lie in the source's own memory, which stays as it is until the batch is cleared (contract of
+/// [`Source::fill`](crate::source::Source::fill)).
+pub(in crate::link) struct Intake<'a> {
+    pub(in crate::link) batch: &'a mut Batch,
+    pub(in crate::link) drops: &'a mut DropSink,
+    /// The dispatchers' clock.
+    pub(in crate::link) now_ms: u64,
+    /// What the certificate of the host that sent the current message allows, where it has limits.
+    pub(in crate::link) claims: Option<Arc<Claims>>,
+    /// Frames added and not counted yet, all by one link.
+    frames: u64,
+    bytes: u64,
+}
+
+impl<'a> Intake<'a> {
+    pub(in crate::link) fn new(batch: &'a mut Batch, drops: &'a mut DropSink, now_ms: u64) -> Intake<'a> {
+        Intake { batch, drops, now_ms, claims: None, frames: 0, bytes: 0 }
+    }
+
+    /// True when the other host may send frames of `network`.
+    #[inline]
+    fn allows_network(&self, link: &Link, network: NetworkId) -> bool {
+        link.carries(network) && self.claims.as_ref().is_none_or(|claims| claims.allows_network(network))
+    }
+
+    /// True when the other host may send frames with the source `mac`.
+    #[inline]
+    fn allows_source(&self, link: &Link, mac: Mac) -> bool {
+        link.allows_source(mac) && self.claims.as_ref().is_none_or(|claims| claims.allows_source(mac))
+    }
+
+    /// Counts the frames added by `link`.
+    pub(in crate::link) fn count(&mut self, link: &Link) {
+        link.stats.in_frames.add(std::mem::take(&mut self.frames));
+        link.stats.in_bytes.add(std::mem::take(&mut self.bytes));
+    }
+
+    #[cold]
+    pub(in crate::link) fn refuse(&mut self, link: &Link, reason: DropReason, bytes: usize) {
+        self.drops.refused(&link.stats, link.port, reason, bytes as u64);
+    }
+
+    /// Adds a frame in one piece that came under a native header, datagram or stream.
+    #[inline]
+    pub(in crate::link) fn native(&mut self, link: &Link, header: &Header, offload: Offload, frame: &[u8]) {
+        match NetworkId::new(header.network) {
+            Some(network) => self.frame(link, network, offload, header.hops + 1, frame),
+            None => self.refuse(link, DropReason::WrongNetwork, frame.len()),
+        }
+    }
+
+    /// Adds a frame in one piece.
+    #[inline]
+    pub(in crate::link) fn frame(
+        &mut self,
+        link: &Link,
+        network: NetworkId,
+        offload: Offload,
+        hops: u8,
+        frame: &[u8],
+    ) {
+        self.pieces(link, network, (offload, hops), std::iter::once(frame));
+    }
+
+    /// Adds a frame that lies in several pieces.
+    #[inline]
+    pub(in crate::link) fn pieces<'b>(
+        &mut self,
+        link: &Link,
+        network: NetworkId,
+        (offload, hops): (Offload, u8),
+        pieces: impl Iterator<Item = &'b [u8]> + Clone,
+    ) {
+        let len = || pieces.clone().map(<[u8]>::len).sum::<usize>();
+        if !self.allows_network(link, network) {
+            return self.refuse(link, DropReason::WrongNetwork, len());
+        }
+        if (link.macs.is_some() || self.claims.is_some())
+            && let Some(source) = source(pieces.clone())
+            && !self.allows_source(link, source)
+        {
+            return self.refuse(link, DropReason::BadSource, len());
+        }
+        let mut builder = self.batch.begin();
+        for piece in pieces.clone() {
+            // SAFETY: the piece lies in memory of the source, unchanged until the batch is cleared, see the type's comment.
+            unsafe { builder.push_stable(Segment::new(piece.as_ptr(), piece.len())) };
+        }
+        let bytes = builder.len();
+        match builder.finish(link.port, network, offload, hops) {
+            Ok(()) => {
+                self.frames += 1;
+                self.bytes += bytes as u64;
+            }
+            Err(error) => self.refuse(link, error.into(), bytes),
+        }
+    }
+}
+
+/// The source address of the frame that `pieces` are; `None` when it is too short to have one.
+fn source<'b>(pieces: impl Iterator<Item = &'b [u8]>) -> Option<Mac> {
+    let mut head = [0; ethernet::HEADER_LEN];
+    let mut at = 0;
+    for piece in pieces {
+        let part = piece.len().min(head.len() - at);
+        head[at..at + part].copy_from_slice(&piece[..part]);
+        at += part;
+        if at == head.len() {
+            break;
+        }
+    }
+    ethernet::addresses(&head[..at]).map(|(_, source)| source)
+}

@@ -1,0 +1,389 @@
+//! The receiving half of the bridge: what comes by one of its UDP sockets, as a [`Source`].
+//!
+//! ```text
+//!   recvmmsg -> burst of messages -> for each: which link? decrypt in place -> for each datagram: the kind's own reader
+//!                                                                  native/receive.rs, vxlan/receive.rs, or the frame itself
+//! ```
+//!
+//! One burst is what one `recvmmsg` brings: up to [`MESSAGES`] messages, each one datagram or several of one size. Frames point into
+//! the burst's buffers. A burst may hold more frames than a batch: then the fill ends where the batch is full, and the next one goes
+//! on there ([`Progress`]); the socket is read again only when the burst is used up.
+//!
+//! Which link a datagram came by is decided by its source address ([`Peers`]). Datagrams of sealed links are decrypted in place before
+//! anything else looks at them, so that nobody but the peer reaches reassembly or anything behind it.
+
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+
+use arc_swap::ArcSwap;
+
+use super::intake::Intake;
+use super::native::receive::{Assembly, Datagram};
+use super::path::route::RouteProbe;
+use super::sealed::aead::TAG_LEN;
+use super::socket::burst::{Burst, MESSAGES, Message};
+use super::socket::name::Name;
+use super::socket::udp::Socket;
+use super::vxlan::groups::Groups;
+use super::{Encapsulation, HOPS_UNKNOWN, Link, Peers, ReassemblyBudget};
+use crate::frame::{Batch, DropSink};
+use crate::poll::Waker;
+use crate::source::{Source, Taken};
+use crate::stats::{DiscardReason, PortStats};
+use crate::wire::native::{Header, HeaderError};
+use crate::wire::offload::Offload;
+
+/// The links of one dispatcher's setup. The dispatcher replaces them between two batches, its receivers load them.
+pub type PeersView = Arc<ArcSwap<Peers>>;
+
+/// What a dispatcher's receivers have in common: makes more of them.
+#[derive(Clone)]
+pub struct ReceiverParts {
+    pub(in crate::link) peers: PeersView,
+    pub(in crate::link) stats: Arc<PortStats>,
+    pub(in crate::link) budget: Arc<ReassemblyBudget>,
+    at_once: usize,
+}
+
+impl ReceiverParts {
+    /// `stats` counts datagrams from unknown sources; `budget` is the host's reassembly memory.
+    pub(in crate::link) fn new(stats: Arc<PortStats>, budget: Arc<ReassemblyBudget>) -> ReceiverParts {
+        ReceiverParts { peers: PeersView::default(), stats, budget, at_once: MESSAGES }
+    }
+
+    /// Limits a read to `burst` messages.
+    pub fn taking(mut self, burst: usize) -> ReceiverParts {
+        self.at_once = burst;
+        self
+    }
+
+    /// A receiver of native and `vnet` links' datagrams that arrive by `socket`.
+    pub(crate) fn receiver(&self, socket: Arc<Socket>) -> Receiver {
+        let kind = For::Bridge(Assembly::new(self.budget.clone()));
+        Receiver::of(kind, socket, self).taking(self.at_once)
+    }
+
+    /// A receiver of VXLAN links' datagrams; one of a host's joins their multicast `groups`.
+    pub(in crate::link) fn vxlan(&self, socket: Arc<Socket>, groups: bool) -> Receiver {
+        let probe = RouteProbe::new(socket.local());
+        let groups = groups.then(|| (Groups::default(), probe, Arc::default()));
+        Receiver::of(For::Vxlan(groups), socket, self).taking(self.at_once)
+    }
+}
+
+/// Whose a datagram is: the link, and the number of its VTEP (0 where it has none).
+type Whose<'a> = (&'a Arc<Link>, u16);
+
+/// How far a burst is worked off.
+#[derive(Default)]
+pub(in crate::link) struct Progress {
+    /// Messages in the burst.
+    messages: usize,
+    /// The message under way.
+    message: usize,
+    /// Its next datagram; when it is not the first, the message's link is `link`.
+    datagram: usize,
+    link: Option<u64>,
+    /// Bytes of a bundle's payload worked off.
+    pub(in crate::link) bundle: usize,
+    /// For each datagram of a sealed message under way: whether it could be decrypted.
+    opened: Vec<bool>,
+    /// Probes answered in this burst.
+    pub(in crate::link) replies: usize,
+}
+
+impl Progress {
+    fn begin(&mut self, messages: usize) {
+        (self.messages, self.message, self.replies) = (messages, 0, 0);
+        self.next_message();
+        self.message = 0;
+    }
+
+    fn next_message(&mut self) {
+        (self.message, self.datagram, self.link, self.bundle) = (self.message + 1, 0, None, 0);
+        self.opened.clear();
+    }
+
+    fn is_done(&self) -> bool {
+        self.message >= self.messages
+    }
+}
+
+/// Which links a receiver's socket is for.
+enum For {
+    /// Links known by address and port: native and `vnet`.
+    Bridge(Assembly),
+    /// VXLAN links, known by address alone; and the multicast groups, where this receiver is the one that joins them.
+    Vxlan(Option<(Groups, RouteProbe, Arc<Peers>)>),
+}
+
+/// Receives frames by one socket. Shares it with a [`super::Sender`].
+pub struct Receiver {
+    socket: Arc<Socket>,
+    peers: PeersView,
+    /// Counts datagrams from unknown sources.
+    stats: Arc<PortStats>,
+    /// Messages taken at a time.
+    at_once: usize,
+    burst: Burst,
+    progress: Progress,
+    kind: For,
+    /// The last read emptied the socket: the next datagram wakes the dispatcher.
+    emptied: bool,
+    waker: Option<Waker>,
+}
+
+impl Receiver {
+    fn of(kind: For, socket: Arc<Socket>, parts: &ReceiverParts) -> Receiver {
+        Receiver {
+            socket,
+            peers: parts.peers.clone(),
+            stats: parts.stats.clone(),
+            at_once: MESSAGES,
+            burst: Burst::new(),
+            progress: Progress::default(),
+            kind,
+            emptied: false,
+            waker: None,
+        }
+    }
+
+    /// Limits a read to `burst` messages.
+    pub fn taking(mut self, burst: usize) -> Receiver {
+        self.at_once = burst.clamp(1, MESSAGES);
+        self
+    }
+
+    /// The address listened on.
+    pub fn local_addr(&self) -> SocketAddr {
+        self.socket.local()
+    }
+
+    /// The socket, to configure it.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    /// The burst, to put messages into that were received otherwise. It must be used up.
+    pub(crate) fn burst(&mut self) -> &mut Burst {
+        debug_assert!(self.progress.is_done());
+        &mut self.burst
+    }
+
+    /// Has the next fills work off `messages` messages that were put into the burst.
+    pub(crate) fn resume_with(&mut self, messages: usize) {
+        self.progress.begin(messages);
+    }
+
+    /// True when the burst is used up.
+    pub(crate) fn is_done(&self) -> bool {
+        self.progress.is_done()
+    }
+
+    /// Works the burst off until it is used up or the batch is full. Returns the number of datagrams.
+    fn work(&mut self, batch: &mut Batch, drops: &mut DropSink, now_ms: u64) -> usize {
+        let peers = self.peers.load();
+        let mut intake = Intake::new(batch, drops, now_ms);
+        let (mut datagrams, mut latest) = (0, None::<(Name, Option<Whose<'_>>)>);
+        while !self.progress.is_done() {
+            let message = self.burst.message(self.progress.message);
+            let whose = match &latest {
+                Some((name, whose)) if name.same(&message.source) => *whose,
+                _ => self.find(&peers, &message),
+            };
+            latest = Some((message.source, whose));
+            let whose = whose.or_else(|| self.moved(&peers, &message));
+            // A message under way stays its link's: another link's keys did not open it.
+            let whose = whose.filter(|(link, _)| self.progress.link.is_none_or(|id| id == link.id));
+            let before = self.progress.datagram;
+            let Some((link, vtep)) = whose else {
+                let rest = message.datagrams() - before;
+                self.stats.discard(DiscardReason::UnknownSource, rest as u64);
+                datagrams += rest;
+                self.progress.next_message();
+                continue;
+            };
+            let done = self.message(link, vtep, &message, &mut intake);
+            intake.count(link);
+            if !done {
+                datagrams += self.progress.datagram - before;
+                break;
+            }
+            datagrams += message.datagrams() - before;
+            self.progress.next_message();
+        }
+        if self.progress.is_done()
+            && let For::Bridge(assembly) = &mut self.kind
+        {
+            assembly.settle(self.burst.memory());
+        }
+        datagrams
+    }
+
+    /// The link a message came by, by its source.
+    fn find<'a>(&self, peers: &'a Peers, message: &Message) -> Option<Whose<'a>> {
+        let source = message.source.address()?;
+        match self.kind {
+            For::Bridge(_) => peers.link(source).map(|link| (link, 0)),
+            For::Vxlan(_) => peers.vtep(source),
+        }
+    }
+
+    /// Roaming: the sealed link that a message from an unknown source may be a keepalive of. Whatever else comes from there waits
+    /// until the peer has proved that it moved.
+    fn moved<'a>(&self, peers: &'a Peers, message: &Message) -> Option<Whose<'a>> {
+        let candidate = matches!(self.kind, For::Bridge(_)) && message.datagrams() == 1 && !message.truncated;
+        let link = candidate.then(|| peers.tagged(self.burst.memory().bytes(message.range())))??;
+        Some((link, 0))
+    }
+
+    /// Works on the datagrams of one message. False when the batch was full before its end.
+    fn message(&mut self, link: &Arc<Link>, vtep: u16, message: &Message, intake: &mut Intake<'_>) -> bool {
+        if self.progress.link.is_none() {
+            self.progress.link = Some(link.id);
+            link.stats.in_datagrams.add(message.datagrams() as u64);
+            if message.truncated {
+                link.stats.discard(DiscardReason::Truncated, 1);
+                return true;
+            }
+            match link.seal() {
+                Some(_) => self.open(link, message),
+                None => link.heard(intake.now_ms),
+            }
+        }
+        let sealed = link.seal();
+        intake.claims = sealed.and_then(|seal| seal.keyring().claims().cloned());
+        let trailer = if sealed.is_some() { TAG_LEN } else { 0 };
+        for n in self.progress.datagram..message.datagrams() {
+            if intake.batch.is_full() {
+                return false;
+            }
+            if sealed.is_none() || self.progress.opened.get(n) == Some(&true) {
+                if sealed.is_some() {
+                    link.heard(intake.now_ms);
+                }
+                let range = message.datagram(n);
+                let range = range.start..range.end - trailer;
+                let datagram = self.burst.memory().bytes(range.clone());
+                match (&mut self.kind, link.options().kind.encapsulation()) {
+                    (For::Vxlan(_), _) => super::vxlan::receive::datagram(link, vtep, datagram, intake),
+                    (For::Bridge(assembly), Encapsulation::Native) => {
+                        let memory = self.burst.memory();
+                        let datagram =
+                            Datagram { memory, range, source: &message.source, socket: &self.socket };
+                        if !assembly.datagram(link, &datagram, &mut self.progress, intake) {
+                            return false;
+                        }
+                    }
+                    // A stream has no datagrams, and no entry among the peers.
+                    (For::Bridge(_), _) => {
+                        let network = link.default_network();
+                        intake.frame(link, network, Offload::default(), HOPS_UNKNOWN, datagram);
+                    }
+                }
+            }
+            self.progress.datagram = n + 1;
+        }
+        true
+    }
+
+    /// Decrypts the datagrams of a message in place, notes which could be, and counts the others.
+    fn open(&mut self, link: &Link, message: &Message) {
+        let Some(seal) = link.seal() else { return };
+        let keyring = seal.keyring();
+        for n in 0..message.datagrams() {
+            let datagram = self.burst.bytes_mut(message.datagram(n));
+            let result = match Header::parse(datagram) {
+                Ok((header, _)) if !header.sealed => Err(DiscardReason::SealRequired),
+                Ok((header, _)) => match keyring.opening(header.epoch) {
+                    Some(key) => key.open(datagram),
+                    None => Err(DiscardReason::WrongEpoch),
+                },
+                // The rendezvous relay's replies come from where the link's datagrams come from.
+                Err(_) if link.via().is_some_and(|via| via.answered(datagram)) => {
+                    self.progress.opened.push(false);
+                    continue;
+                }
+                Err(error) => Err(discard_reason(error)),
+            };
+            self.progress.opened.push(result.is_ok());
+            if let Err(reason) = result {
+                link.stats.discard(reason, 1);
+            }
+        }
+    }
+}
+
+impl Source for Receiver {
+    unsafe fn fill(&mut self, batch: &mut Batch, drops: &mut DropSink, now_ms: u64) -> Taken {
+        if self.progress.is_done() {
+            let messages = self.burst.receive(&self.socket, self.at_once);
+            // The kernel looks until the burst is full or nothing is left.
+            self.emptied = messages < self.at_once;
+            self.progress.begin(messages);
+        }
+        let datagrams = self.work(batch, drops, now_ms);
+        let drained = self.emptied && self.progress.is_done();
+        // In the midst of a bundle no datagram may be finished.
+        let units = datagrams.max(usize::from(!batch.is_empty()));
+        Taken { units, drained, ..Taken::default() }
+    }
+
+    fn give_back(&mut self) {
+        if let For::Bridge(assembly) = &mut self.kind {
+            assembly.release();
+        }
+    }
+
+    fn watch(&mut self, waker: Waker) {
+        self.emptied = false;
+        if let Err(error) = waker.watch(&*self.socket) {
+            tracing::error!(socket = %self.socket.local(), %error, "cannot watch the bridge's socket");
+        }
+        self.waker = Some(waker);
+    }
+
+    fn unwatch(&mut self) {
+        if let Some(waker) = self.waker.take() {
+            waker.forget(self.socket.as_fd());
+        }
+    }
+
+    fn rest(&mut self) -> bool {
+        self.emptied && self.progress.is_done()
+    }
+
+    /// Ends incomplete frames whose time is up, and those of links that are gone; follows multicast groups of new links.
+    fn tick(&mut self, now_ms: u64) {
+        let peers = self.peers.load();
+        match &mut self.kind {
+            // Fragments of a burst under way lie in its buffers still: the next tick is soon enough for them.
+            For::Bridge(assembly) if self.progress.is_done() => assembly.tick(&peers, now_ms),
+            For::Bridge(_) => {}
+            For::Vxlan(Some((groups, routes, followed))) => {
+                if !Arc::ptr_eq(followed, &peers) {
+                    let links = peers.links().iter();
+                    let wanted =
+                        links.filter_map(|link| Some((link.vteps()?.group()?, link.options().remote)));
+                    groups.follow(&self.socket, wanted, routes);
+                    *followed = Arc::clone(&peers);
+                }
+            }
+            For::Vxlan(None) => {}
+        }
+    }
+}
+
+/// Why a datagram without a header that makes sense is discarded.
+pub(in crate::link) fn discard_reason(error: HeaderError) -> DiscardReason {
+    match error {
+        HeaderError::Short => DiscardReason::Truncated,
+        HeaderError::Version(_) => DiscardReason::BadVersion,
+        HeaderError::Contradiction => DiscardReason::BadHeader,
+    }
+}
+
+#[cfg(test)]
+#[path = "receiver_tests.rs"]
+mod tests;
