@@ -2,8 +2,12 @@
 
 use std::fmt::Write;
 
+use super::host::{BRIDGE, CONTROL, DISPATCH, HOST, IDENTITY, NETWORK};
+use super::interface::INTERFACE;
 use super::key::{Applies, Declaration, Key, Takes, plain};
-use super::{BRIDGE, CONTROL, DISPATCH, HOST, IDENTITY, INTERFACE, LINK, NETWORK, OVERLAY, ROUTE};
+use super::link::LINK;
+use super::overlay::OVERLAY;
+use super::route::ROUTE;
 
 /// The tables of docs/configuration.md, in the order of a file.
 pub const TABLES: [fn() -> String; 9] = [

@@ -9,11 +9,10 @@ use vnet::frame::{BATCH_MAX, NetworkId};
 use vnet::link::sealed::identity::IdentityFiles;
 use vnet::link::{PORTS_MAX, ZeroCopy};
 
-use super::Notes;
 use super::key::{Applies, Declaration, Field, field};
 use super::kinds::{Kind, address, file, flag, list, name, network, number, numbers, socket, word};
 use crate::desired::*;
-use crate::table::{KeyTable, Reader};
+use crate::table::{KeyTable, Notes, Reader};
 
 const THREADS_MAX: u32 = 64;
 const CPU_MAX: u32 = 8_191;

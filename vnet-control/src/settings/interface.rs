@@ -8,11 +8,10 @@ use vnet::frame::MTU_MAX;
 use vnet::interface::interrupts::Interrupts;
 use vnet::interface::vhost_user::QUEUES_MAX;
 
-use super::Notes;
 use super::key::{Applies, Declaration, Field, Selector, Takes, field};
 use super::kinds::{Kind, Show, device, flag, mac, name, network, number, parsed, socket, text, word};
 use crate::desired::*;
-use crate::table::{KeyTable, Reader, Value};
+use crate::table::{KeyTable, Notes, Reader, Value};
 
 const RATE_MAX: u32 = i32::MAX as u32;
 const WINDOW_MAX_US: u32 = 10_000_000;

@@ -404,7 +404,7 @@ impl<S> Declaration<S> {
     }
 
     /// The differences that take a restart of vnetd, one line each.
-    pub(crate) fn restarts(&self, is: &S, wanted: &S, place: &crate::Place) -> Vec<Problem> {
+    pub(crate) fn restarts(&self, is: &S, wanted: &S, place: &crate::table::Place) -> Vec<Problem> {
         let changed =
             self.changed(is, wanted).into_iter().filter(|change| change.applies == Applies::Restart);
         let text = |Changed { key, from, to, .. }: Changed| {

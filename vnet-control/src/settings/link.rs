@@ -15,12 +15,11 @@ use vnet::wire::ethernet::Mac;
 use vnet::wire::socks::{Credentials, Destination, TEXT_MAX};
 use vnet::wire::vxlan;
 
-use super::Notes;
 use super::host::judge_ports;
 use super::key::{Applies, Declaration, Selector, Takes, field};
 use super::kinds::{Kind, Show, flag, list, name, networks, number, socket_address, text, word};
 use crate::desired::*;
-use crate::table::{KeyTable, Placed, Reader, quote};
+use crate::table::{KeyTable, Notes, Placed, Reader, quote};
 
 /// What a proxy looks like.
 const PROXY: &str = "socks5://127.0.0.1:9050 or socks5://USER:PASSWORD@ADDRESS:PORT";

@@ -40,9 +40,8 @@ pub use link::{LINK, LinkForm};
 pub use overlay::OVERLAY;
 pub use route::ROUTE;
 
-use crate::Place;
 use crate::desired::*;
-use crate::table::{KeyTable, Notes, Problem, Reader};
+use crate::table::{KeyTable, Notes, Place, Problem, Reader};
 
 /// Reads the table of a whole file, which begins at `top`. Interfaces and links that are meant to be there but could not be
 /// read are left out, and their names added to `broken`.

@@ -1,10 +1,9 @@
 //! `[overlay]`: where the store is, and how hosts are joined.
 
-use super::Notes;
 use super::key::{Applies, Declaration, Field, Key, Takes, field};
 use super::kinds::{Kind, Show, address, file, flag, networks, parsed};
 use crate::desired::*;
-use crate::table::{KeyTable, Reader, Value, quote};
+use crate::table::{KeyTable, Notes, Reader, Value, quote};
 
 /// Most members of an etcd cluster that are listed: etcd's own advice is at most seven.
 const ENDPOINTS_MAX: usize = 16;

@@ -5,11 +5,10 @@ use std::fmt;
 use vnet::frame::NetworkId;
 use vnet::route::Qualifier;
 
-use super::Notes;
 use super::key::{Applies, Declaration, field};
 use super::kinds::{network, parsed};
 use crate::desired::{Item, RouteSource, RouteSpec, Target};
-use crate::table::KeyTable;
+use crate::table::{KeyTable, Notes};
 
 /// `[[route]]`
 pub static ROUTE: Declaration<RouteSpec> = Declaration {

@@ -3,8 +3,10 @@
 use serde_json::{Map, Value as Json, json};
 use utoipa::openapi::{RefOr, Schema};
 
+use super::interface::INTERFACE;
 use super::key::{Applies, Described, Takes};
-use super::{INTERFACE, LINK, ROUTE};
+use super::link::LINK;
+use super::route::ROUTE;
 
 /// The schema of an object with these keys; those that are needed are required of a request.
 pub(crate) fn object(about: &str, keys: &[Described], request: bool) -> RefOr<Schema> {

@@ -3,8 +3,11 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json};
 
+use super::host::NETWORK;
+use super::interface::INTERFACE;
 use super::key::plain;
-use super::{INTERFACE, LINK, LinkForm, NETWORK, ROUTE};
+use super::link::{LINK, LinkForm};
+use super::route::ROUTE;
 use crate::desired::{InterfaceSpec, LinkSpec, NetworkSpec, RouteSpec};
 
 macro_rules! settings {

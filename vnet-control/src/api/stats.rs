@@ -1,0 +1,244 @@
+//! Counters in answers: ports, dispatchers, the balance of all frames.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use vnet::dispatch::counters::DispatcherStats;
+use vnet::stats::{DiscardReason, DropReason, InterruptStats, PortStats};
+
+/// What optimistic interrupts did; the words are those of [`InterruptStats`].
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct InterruptCounters {
+    /// Early interrupts.
+    pub early: u64,
+    /// Early interrupts not made: the guest had notifications off.
+    pub early_discarded: u64,
+    /// Early interrupts that came before their frames.
+    pub early_premature: u64,
+    /// Notifications at the end of coalescing or after it.
+    pub coalesced_injected: u64,
+    /// Ends of coalescing without one because of the receive density.
+    pub coalesced_withheld: u64,
+}
+
+impl From<&InterruptStats> for InterruptCounters {
+    fn from(stats: &InterruptStats) -> InterruptCounters {
+        InterruptCounters {
+            early: stats.early.get(),
+            early_discarded: stats.early_discarded.get(),
+            early_premature: stats.early_premature.get(),
+            coalesced_injected: stats.coalesced_injected.get(),
+            coalesced_withheld: stats.coalesced_withheld.get(),
+        }
+    }
+}
+
+impl InterruptCounters {
+    fn add(&mut self, other: &InterruptCounters) {
+        self.early += other.early;
+        self.early_discarded += other.early_discarded;
+        self.early_premature += other.early_premature;
+        self.coalesced_injected += other.coalesced_injected;
+        self.coalesced_withheld += other.coalesced_withheld;
+    }
+}
+
+/// `GET /v1/stats`
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Stats {
+    /// Each interface and link, then `bridge` (datagrams of no link) and `removed` (all that are gone).
+    pub ports: Vec<Port>,
+    /// Each dispatcher, by number.
+    #[serde(default)]
+    pub dispatchers: Vec<Dispatcher>,
+    /// Where the frames went.
+    pub balance: Balance,
+}
+
+/// What one dispatcher has done; the words are those of [`DispatcherStats`].
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Dispatcher {
+    /// Its number, from 0.
+    pub id: usize,
+    /// Frames taken from interfaces and links.
+    pub frames: u64,
+    /// Turns of its loop in which there was work.
+    pub busy_turns: u64,
+    /// Nanoseconds of these turns.
+    pub busy_ns: u64,
+}
+
+impl Dispatcher {
+    /// The counters of dispatcher `id`.
+    pub fn new(id: usize, stats: &DispatcherStats) -> Dispatcher {
+        let (frames, busy_turns) = (stats.frames(), stats.busy_turns());
+        Dispatcher { id, frames, busy_turns, busy_ns: stats.busy_ns() }
+    }
+}
+
+/// One port's counters.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Port {
+    /// `interface`, `link`, `bridge` or `removed`.
+    pub kind: String,
+    /// The interface's or link's name.
+    pub name: String,
+    /// The counters.
+    #[serde(flatten)]
+    pub counters: Counters,
+}
+
+/// Counters of a port since it was added; the words are those of [`PortStats`].
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Counters {
+    /// Frames that entered here.
+    pub in_frames: u64,
+    /// Their bytes.
+    pub in_bytes: u64,
+    /// Frames delivered here.
+    pub out_frames: u64,
+    /// Their bytes.
+    pub out_bytes: u64,
+    /// Frames that became more than one.
+    pub copies: u64,
+    /// Questions for a neighbour (ARP, ND) from here that the host answered; each is in `in_frames`, its answer in
+    /// `out_frames`.
+    #[serde(default)]
+    pub answers: u64,
+    /// Notifications given to the guest.
+    pub notifications: u64,
+    /// Notifications got from the guest.
+    pub kicks: u64,
+    /// What optimistic interrupts did.
+    #[serde(flatten)]
+    pub interrupts: InterruptCounters,
+    /// Messages sent on this link from guests' memory without a copy.
+    #[serde(default)]
+    pub zero_copy_sent: u64,
+    /// Those of them that the kernel copied after all.
+    #[serde(default)]
+    pub zero_copy_copied: u64,
+    /// Messages that should have gone without a copy and were copied at once.
+    #[serde(default)]
+    pub zero_copy_fallen_back: u64,
+    /// Frames that came by this link straight into a guest's buffers.
+    #[serde(default)]
+    pub direct_in_place: u64,
+    /// Messages that were received there and had to be copied out.
+    #[serde(default)]
+    pub direct_copied_out: u64,
+    /// Datagrams received.
+    pub in_datagrams: u64,
+    /// Datagrams sent.
+    pub out_datagrams: u64,
+    /// Frames dropped, per reason.
+    pub drops: BTreeMap<String, u64>,
+    /// Datagrams discarded, per reason.
+    pub discards: BTreeMap<String, u64>,
+}
+
+impl From<&PortStats> for Counters {
+    fn from(stats: &PortStats) -> Counters {
+        Counters {
+            in_frames: stats.in_frames.get(),
+            in_bytes: stats.in_bytes.get(),
+            out_frames: stats.out_frames.get(),
+            out_bytes: stats.out_bytes.get(),
+            copies: stats.copies.get(),
+            answers: stats.answers.get(),
+            notifications: stats.notifications.get(),
+            kicks: stats.kicks.get(),
+            interrupts: (&stats.interrupts).into(),
+            zero_copy_sent: stats.zero_copy.sent.get(),
+            zero_copy_copied: stats.zero_copy.copied.get(),
+            zero_copy_fallen_back: stats.zero_copy.fallen_back.get(),
+            direct_in_place: stats.direct_in_place.get(),
+            direct_copied_out: stats.direct_copied_out.get(),
+            in_datagrams: stats.in_datagrams.get(),
+            out_datagrams: stats.out_datagrams.get(),
+            drops: DropReason::ALL.iter().map(|r| (r.name().into(), stats.drops(*r))).collect(),
+            discards: DiscardReason::ALL.iter().map(|r| (r.name().into(), stats.discards(*r))).collect(),
+        }
+    }
+}
+
+impl Counters {
+    /// Frames dropped for any reason.
+    pub fn drops_total(&self) -> u64 {
+        self.drops.values().sum()
+    }
+
+    /// Datagrams discarded for any reason.
+    pub fn discards_total(&self) -> u64 {
+        self.discards.values().sum()
+    }
+
+    /// Adds another port's counters.
+    pub fn add(&mut self, other: &Counters) {
+        self.in_frames += other.in_frames;
+        self.in_bytes += other.in_bytes;
+        self.out_frames += other.out_frames;
+        self.out_bytes += other.out_bytes;
+        self.copies += other.copies;
+        self.answers += other.answers;
+        self.notifications += other.notifications;
+        self.kicks += other.kicks;
+        self.interrupts.add(&other.interrupts);
+        self.zero_copy_sent += other.zero_copy_sent;
+        self.zero_copy_copied += other.zero_copy_copied;
+        self.zero_copy_fallen_back += other.zero_copy_fallen_back;
+        self.direct_in_place += other.direct_in_place;
+        self.direct_copied_out += other.direct_copied_out;
+        self.in_datagrams += other.in_datagrams;
+        self.out_datagrams += other.out_datagrams;
+        for (reasons, others) in [(&mut self.drops, &other.drops), (&mut self.discards, &other.discards)] {
+            for (reason, count) in others {
+                *reasons.entry(reason.clone()).or_default() += count;
+            }
+        }
+    }
+}
+
+/// Where all frames went: in + copies = out + drops, but for those on their way while it was read.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Balance {
+    /// Frames that entered the core.
+    #[serde(rename = "in")]
+    pub entered: u64,
+    /// Frames that became more than one.
+    pub copies: u64,
+    /// Frames delivered.
+    pub out: u64,
+    /// Frames dropped.
+    pub drops: u64,
+}
+
+impl Balance {
+    /// The balance of some ports.
+    pub fn of<'a>(ports: impl IntoIterator<Item = &'a Counters>) -> Balance {
+        ports.into_iter().fold(Balance::default(), |sum, port| Balance {
+            entered: sum.entered + port.in_frames,
+            copies: sum.copies + port.copies,
+            out: sum.out + port.out_frames,
+            drops: sum.drops + port.drops_total(),
+        })
+    }
+}
+
+impl fmt::Display for Balance {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Balance { entered, copies, out, drops } = self;
+        let (left, right) = (entered + copies, out + drops);
+        let sign = if left == right { "=" } else { "≠" };
+        write!(f, "in {entered} + copies {copies} {sign} out {out} + drops {drops}")?;
+        if left == right { Ok(()) } else { write!(f, " ({} on their way)", left.abs_diff(right)) }
+    }
+}
