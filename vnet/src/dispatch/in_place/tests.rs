@@ -79,8 +79,8 @@ impl Pair {
                 let mut memory = vec![0xee; candidate.len];
                 let room: Vec<Room> =
                     memory.chunks_mut(cut).map(|part| Room::new(part.as_mut_ptr(), part.len())).collect();
-                // SAFETY: `memory` lives on and is not looked at before the call has returned.
                 let at = (&*self.direct, &mut self.receiver);
+                // SAFETY: `memory` lives on and is not looked at before the call has returned.
                 match unsafe { self.landing.land(at, link, &candidate, &room, 1) } {
                     Landed::InPlace => {
                         assert_eq!(candidate.head(), &memory[..HEAD_MAX]);
