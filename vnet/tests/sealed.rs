@@ -231,8 +231,9 @@ fn a_dead_peer_is_detected_within_a_second() {
     let [h1, mut h2] = pair(&pki, HOUR, 1);
     h1.wait_up();
     h2.wait_up();
-    // No more keepalives, as if its host had lost power.
+    // No more keepalives and probes, as if its host had lost power.
     let died = Instant::now();
+    h2.host.core.publish(vnet::dispatch::setup::Parts::default());
     h2.keeper = None;
     h1.wait_down("nothing came from h2");
     let detected = died.elapsed();
