@@ -1,5 +1,4 @@
-//! An interface without a guest: frames are put in and taken out by the program itself. For tests, and for programs that
-//! embed the core.
+//! An interface without a guest: the program itself sends and takes frames. For tests, and for programs that embed the core.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, OwnedFd};
@@ -17,7 +16,7 @@ use crate::source::{Source, Taken};
 use crate::stats::{DropReason, PortStats};
 use crate::wire::offload::{Accepts, Offload};
 
-/// A frame outside a batch: its bytes and what is left to do on them.
+/// A frame outside a batch: its bytes and offload metadata.
 pub type OwnedFrame = (Vec<u8>, Offload);
 
 #[derive(Default)]
@@ -27,7 +26,7 @@ struct Queues {
     armed: bool,
 }
 
-/// An interface whose guest is this program.
+/// An interface whose guest is the program.
 pub struct Fake {
     origin: Origin,
     mtu: usize,
@@ -40,7 +39,10 @@ pub struct Fake {
 }
 
 impl Fake {
-    /// An interface that holds at most `room` delivered frames until they are taken.
+    /// An interface that queues at most `room` delivered frames until they are taken.
+    ///
+    /// # Errors
+    /// No file descriptor is left.
     pub fn new(origin: Origin, mtu: usize, room: usize, stats: Arc<PortStats>) -> std::io::Result<Arc<Fake>> {
         Ok(Arc::new(Fake {
             origin,
@@ -54,12 +56,12 @@ impl Fake {
         }))
     }
 
-    /// Sends frames as the guest would: all at once, with one notification if it was asked for.
+    /// Sends frames as a guest would: all at once, with one notification if the dispatcher asked for it.
     pub fn send(&self, frames: impl IntoIterator<Item = OwnedFrame>) {
         let mut queues = self.queues.lock();
         queues.from_guest.extend(frames);
         if std::mem::take(&mut queues.armed) {
-            // The counter cannot overflow: it is written once for each time it was armed.
+            // The counter cannot overflow: there is at most one write per arming.
             let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());
         }
     }
@@ -69,7 +71,7 @@ impl Fake {
         self.queues.lock().to_guest.drain(..).collect()
     }
 
-    /// Takes `count` delivered frames, waiting for them at most `timeout`; fewer when it passed.
+    /// Takes `count` delivered frames, or fewer if `timeout` passes first.
     pub fn wait_for(&self, count: usize, timeout: Duration) -> Vec<OwnedFrame> {
         let deadline = Instant::now() + timeout;
         let mut queues = self.queues.lock();

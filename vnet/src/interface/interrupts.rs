@@ -76,7 +76,7 @@ impl Default for InterruptSettings {
 
 /// The decision at the end of coalescing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub(super) enum EndDecision {
     /// No notification is owed.
     Settled,
     /// Notify the guest now.
@@ -137,11 +137,11 @@ impl Coalescing {
     }
 
     /// The source is drained. `waits`: the guest wants a notification of delivered frames.
-    pub(super) fn end(&mut self, waits: bool, now: Instant, stats: &InterruptStats) -> Verdict {
+    pub(super) fn end(&mut self, waits: bool, now: Instant, stats: &InterruptStats) -> EndDecision {
         if !waits {
             // The guest is polling: the early interrupt reached it, or it needed none.
             (self.early, self.bytes) = (None, 0);
-            return Verdict::Settled;
+            return EndDecision::Settled;
         }
         if let Some(early) = self.early {
             let us = (now.saturating_duration_since(early).as_micros() as u64).max(1);
@@ -149,12 +149,12 @@ impl Coalescing {
             let just_right = self.settings.density_low..=self.settings.density_high;
             if !just_right.contains(&density) {
                 stats.coalesced_withheld.add(1);
-                return Verdict::Withhold;
+                return EndDecision::Withhold;
             }
         }
         (self.early, self.bytes) = (None, 0);
         stats.coalesced_injected.add(1);
-        Verdict::Inject
+        EndDecision::Inject
     }
 
     /// [`CHECK_AFTER`] has passed. Returns true if the guest made no progress and must be notified.
@@ -192,7 +192,7 @@ mod tests {
             coalescing.gave(1514);
             assert_eq!(
                 coalescing.end(true, now, &stats),
-                Verdict::Inject,
+                EndDecision::Inject,
                 "notified at the end, as in direct mode"
             );
         }
@@ -202,13 +202,13 @@ mod tests {
         coalescing.gave(1514);
         assert!(coalescing.before(1514, true, now, &stats));
         coalescing.gave(1514);
-        assert_eq!(coalescing.end(false, now, &stats), Verdict::Settled);
+        assert_eq!(coalescing.end(false, now, &stats), EndDecision::Settled);
         assert!(!coalescing.before(1514, true, now, &stats), "the count was reset");
         // A check resets the count as well.
         let soon = now + Duration::from_micros(1);
         assert!(coalescing.before(9000, true, now, &stats));
         coalescing.gave(9000);
-        assert_eq!(coalescing.end(true, soon, &stats), Verdict::Withhold, "too hot");
+        assert_eq!(coalescing.end(true, soon, &stats), EndDecision::Withhold, "too hot");
         assert!(!coalescing.check(false, &stats));
         assert!(!coalescing.before(60, true, soon, &stats));
     }
@@ -217,10 +217,10 @@ mod tests {
     fn the_receive_density_decides_after_an_early_interrupt() {
         // Bytes in 10 us: 499 are 49.9 MB/s, 500 are 50 MB/s, 10 000 are 1 GB/s.
         let cases = [
-            (499, Verdict::Withhold),
-            (500, Verdict::Inject),
-            (10_000, Verdict::Inject),
-            (10_001, Verdict::Withhold),
+            (499, EndDecision::Withhold),
+            (500, EndDecision::Inject),
+            (10_000, EndDecision::Inject),
+            (10_001, EndDecision::Withhold),
         ];
         for (bytes, verdict) in cases {
             let (mut coalescing, stats, start) = optimistic();
@@ -228,7 +228,7 @@ mod tests {
             coalescing.gave(bytes);
             let end = start + Duration::from_micros(10);
             assert_eq!(coalescing.end(true, end, &stats), verdict, "{bytes} bytes");
-            let injected = u64::from(verdict == Verdict::Inject);
+            let injected = u64::from(verdict == EndDecision::Inject);
             assert_eq!(stats.coalesced_injected.get(), injected);
             assert_eq!(stats.coalesced_withheld.get(), 1 - injected);
         }
@@ -239,7 +239,7 @@ mod tests {
         let (mut coalescing, stats, now) = optimistic();
         assert!(coalescing.before(60, true, now, &stats));
         assert!(!coalescing.before(60, true, now, &stats), "the first is still pending");
-        assert_eq!(coalescing.end(false, now, &stats), Verdict::Settled, "the guest has handled it");
+        assert_eq!(coalescing.end(false, now, &stats), EndDecision::Settled, "the guest has handled it");
         assert!(coalescing.before(60, true, now, &stats));
         assert_eq!((stats.early.get(), stats.early_discarded.get()), (2, 0));
     }
@@ -249,7 +249,7 @@ mod tests {
         let (mut coalescing, stats, now) = optimistic();
         assert!(!coalescing.before(60, false, now, &stats));
         coalescing.gave(60);
-        assert_eq!(coalescing.end(true, now, &stats), Verdict::Inject);
+        assert_eq!(coalescing.end(true, now, &stats), EndDecision::Inject);
         assert_eq!((stats.early_discarded.get(), stats.coalesced_injected.get()), (1, 1));
     }
 
@@ -258,12 +258,12 @@ mod tests {
         let (mut coalescing, stats, now) = optimistic();
         assert!(coalescing.before(60, true, now, &stats));
         coalescing.gave(60);
-        assert_eq!(coalescing.end(true, now + Duration::from_micros(5), &stats), Verdict::Withhold);
+        assert_eq!(coalescing.end(true, now + Duration::from_micros(5), &stats), EndDecision::Withhold);
         assert!(coalescing.check(true, &stats));
         assert_eq!((stats.early_premature.get(), stats.coalesced_injected.get()), (1, 1));
         // One that was in time.
         assert!(coalescing.before(60, true, now, &stats));
-        assert_eq!(coalescing.end(true, now + Duration::from_micros(5), &stats), Verdict::Withhold);
+        assert_eq!(coalescing.end(true, now + Duration::from_micros(5), &stats), EndDecision::Withhold);
         assert!(!coalescing.check(false, &stats));
         assert_eq!((stats.early_premature.get(), stats.early.get()), (1, 2));
     }

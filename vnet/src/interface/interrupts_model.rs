@@ -137,13 +137,13 @@ impl DeviceSide<'_> {
                 return self.step(guest, false);
             }
             Next::EndOrMore => match self.coalescing.end(self.ring.waits(), self.clock, self.stats) {
-                Verdict::Withhold => {
+                EndDecision::Withhold => {
                     self.checks = true;
                     Next::Check
                 }
-                verdict => {
+                decision => {
                     self.ring.settle();
-                    guest.interrupts += u32::from(verdict == Verdict::Inject);
+                    guest.interrupts += u32::from(decision == EndDecision::Inject);
                     Next::Early
                 }
             },
@@ -324,14 +324,14 @@ mod weak_memory {
                 coalescing.gave(FRAME);
                 match coalescing.end(ring.waits(settled), now + Duration::from_micros(1), &stats) {
                     // Only the last frame must be checked: delivering the second may replace the first one's check.
-                    Verdict::Withhold if n < FRAMES => continue,
-                    Verdict::Withhold => {
+                    EndDecision::Withhold if n < FRAMES => continue,
+                    EndDecision::Withhold => {
                         if coalescing.check(ring.waits(settled), &stats) {
                             ring.call();
                         }
                     }
-                    Verdict::Inject => ring.call(),
-                    Verdict::Settled => {}
+                    EndDecision::Inject => ring.call(),
+                    EndDecision::Settled => {}
                 }
                 settled = n;
             }

@@ -1,34 +1,33 @@
-//! TAP interfaces: containers, hosts, and machine monitors without vhost-user.
+//! TAP interfaces: for containers, hosts, and virtual machine monitors without vhost-user.
 //!
-//! The device is opened with `IFF_VNET_HDR`, so the kernel hands out TCP and UDP super-frames of up to 64 KB with their
-//! checksums still partial, and takes the same back (Documentation/networking/tuntap.rst). One frame costs one system call each
-//! way, since a TAP has no batched interface; super-frames are what makes it fast. A frame is read into the batch's arena
-//! behind its 12-byte virtio-net header, and written with one `writev` from wherever its segments lie.
+//! The device is opened with `IFF_VNET_HDR`: the kernel delivers and accepts TCP and UDP super-frames of up to 64 KB with partial
+//! checksums (Documentation/networking/tuntap.rst). Each frame costs one system call, since a TAP has no batched interface;
+//! super-frames make up for that. A frame is read into the batch's arena behind its 12-byte virtio-net header, and written with one
+//! `writev` directly from its segments.
 //!
-//! A write is the receiving kernel's whole work, up to the application's socket; the application only runs once it has a
-//! processor. A datagram socket's buffer of the usual size (`net.core.rmem_default`, 208 KiB) holds a dozen jumbo frames, so that
-//! one burst is more than it takes where dispatchers and applications share processors. So a dispatcher lets others run
-//! whenever it has written [`UNHEARD_MAX`]. Super-frames of TCP do not count, whose windows keep to the buffer.
+//! One write does all the work of the receiving kernel, up to the application's socket buffer, but the application runs only once
+//! it gets a processor. A datagram socket's default buffer (`net.core.rmem_default`, 208 KiB) holds a dozen jumbo frames, less than
+//! one burst, and overflows if dispatchers and applications share processors. So a dispatcher yields the processor after writing
+//! [`YIELD_AFTER`]. TCP super-frames do not count, because TCP's window respects the buffer.
 //!
-//! A TAP may live in another network namespace: a short-lived thread enters it to make the device; the descriptor works from
-//! everywhere. A device that was made here vanishes with its last descriptor.
+//! A TAP may live in another network namespace: a short-lived thread enters it to create the device; the file descriptor works from
+//! everywhere. A device created here disappears with its last descriptor.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
-use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
 use netlink_packet_route::RouteNetlinkMessage;
 use netlink_packet_route::link::{LinkAttribute, LinkFlags, LinkMessage};
 use parking_lot::Mutex;
-use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
+use super::frame_writer::FrameWriter;
+pub use super::netns::Netns;
 use super::{Interface, State};
-use crate::frame::{Batch, DropSink, FRAME_MAX, Frame, Origin, SEGMENTS_MAX, Selection};
+use crate::frame::{Batch, DropSink, FRAME_MAX, Frame, Origin, Segment, Selection};
 use crate::netlink::Netlink;
 use crate::poll::Waker;
 use crate::source::{Source, Taken};
@@ -37,81 +36,28 @@ use crate::wire::ethernet::{HEADER_LEN, Mac};
 use crate::wire::offload::{Accepts, GSO_TCPV4, GSO_TCPV6, Offload, VIRTIO_NET_HDR_LEN};
 use crate::wire::segment;
 
-/// Largest MTU that the kernel gives a TAP: 65535 less the Ethernet header.
+/// Largest MTU of a TAP in bytes: 65535 less the Ethernet header.
 pub const TAP_MTU_MAX: usize = 65_535 - HEADER_LEN;
-/// Largest super-frame asked of the kernel on devices made here, in bytes. Cut for a path MTU of 1500 and given its headers, one
-/// of this size fits into a single message to the socket (65 400 bytes, see the link room); a larger one takes two.
+/// Largest super-frame that the kernel may build on devices created here, in bytes. Segmented for a path MTU of 1500, with headers,
+/// it fits into one message to a link's socket (65 400 bytes); a larger one needs two.
 const GSO_MAX_SIZE: u32 = 64_000;
-/// What is written to a queue before others may run, in bytes of the kernel's memory: a third of a usual socket's buffer.
-const UNHEARD_MAX: usize = 64 << 10;
-/// What a frame takes of that besides its bytes: the kernel's `struct sk_buff` and `struct skb_shared_info`, some 600 bytes.
-const UNHEARD_FRAME: usize = 600;
-/// Longest device name the kernel takes (IFNAMSIZ less the closing zero).
+/// Kernel memory in bytes written to a queue before the dispatcher yields: a third of a default socket buffer.
+const YIELD_AFTER: usize = 64 << 10;
+/// Kernel memory per frame besides its data, in bytes: about the size of `struct sk_buff` and `struct skb_shared_info`.
+const FRAME_OVERHEAD: usize = 600;
+/// Longest device name in bytes (IFNAMSIZ less the terminating zero).
 pub const DEVICE_NAME_MAX: usize = 15;
 
-/// Which network namespace a device lives in.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Netns {
-    /// A name of `ip netns`.
-    Name(String),
-    /// A file such as `/proc/1234/ns/net`.
-    Path(PathBuf),
-    /// The namespace of a process, `pid:N`.
-    Pid(u32),
-}
-
-impl FromStr for Netns {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Netns, String> {
-        if let Some(pid) = text.strip_prefix("pid:") {
-            let pid =
-                pid.parse().map_err(|_| format!("'{text}' does not name a process; write pid:NUMBER"))?;
-            return Ok(Netns::Pid(pid));
-        }
-        if text.starts_with('/') {
-            return Ok(Netns::Path(text.into()));
-        }
-        if text.is_empty() || text.contains('/') || text == ".." {
-            return Err(format!(
-                "'{text}' is not a network namespace; write its name, a path, or pid:NUMBER"
-            ));
-        }
-        Ok(Netns::Name(text.into()))
-    }
-}
-
-impl std::fmt::Display for Netns {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Netns::Name(name) => f.write_str(name),
-            Netns::Path(path) => path.display().fmt(f),
-            Netns::Pid(pid) => write!(f, "pid:{pid}"),
-        }
-    }
-}
-
-impl Netns {
-    /// The file by which it is entered.
-    pub(super) fn file(&self) -> PathBuf {
-        match self {
-            Netns::Name(name) => Path::new("/run/netns").join(name),
-            Netns::Path(path) => path.clone(),
-            Netns::Pid(pid) => format!("/proc/{pid}/ns/net").into(),
-        }
-    }
-}
-
-/// What a TAP is opened with.
+/// Configuration of a TAP.
 #[derive(Clone, Debug)]
 pub struct TapOptions {
     /// Device name, at most [`DEVICE_NAME_MAX`] bytes.
     pub device: String,
-    /// Where the device lives; here when absent.
+    /// The device's network namespace; vnetd's own if absent.
     pub netns: Option<Netns>,
-    /// The guest side's address; the kernel's choice when absent.
+    /// MAC address of the guest's side; chosen by the kernel if absent.
     pub mac: Option<Mac>,
-    /// MTU in bytes; more than [`TAP_MTU_MAX`] becomes that.
+    /// MTU in bytes, capped at [`TAP_MTU_MAX`].
     pub mtu: usize,
     /// Queues, 1 to 256.
     pub queues: usize,
@@ -120,58 +66,58 @@ pub struct TapOptions {
 /// Why a TAP could not be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum TapError {
-    /// No such namespace, or no right to enter it.
+    /// The namespace does not exist or may not be entered.
     #[error(
         "cannot enter network namespace '{netns}': {error}; is it there ('ip netns list'), and is vnetd root?"
     )]
     Netns {
-        /// The namespace as it was written.
+        /// The namespace as configured.
         netns: String,
-        /// What the kernel said.
+        /// The kernel's error.
         error: io::Error,
     },
-    /// `/dev/net/tun` could not be opened.
+    /// Cannot open `/dev/net/tun`.
     #[error("cannot open /dev/net/tun: {0}; run vnetd as root or give it CAP_NET_ADMIN and the device")]
     Device(io::Error),
-    /// The kernel refused a step on the device.
+    /// The kernel refused a step of opening the device.
     #[error("cannot {step} TAP device '{device}': {error}{hint}")]
     Step {
-        /// What was being done.
+        /// The step, as a verb.
         step: &'static str,
         /// The device.
         device: String,
-        /// What the kernel said.
+        /// The kernel's error.
         error: io::Error,
-        /// What to do about it.
+        /// A hint for the user, or empty.
         hint: &'static str,
     },
 }
 
 struct Queue {
     file: File,
-    /// Written since others were last let run. Two dispatchers that write at once may lose a frame of it.
-    unheard: AtomicUsize,
+    /// Bytes written since the last yield. Approximate: concurrent writers may lose an update.
+    written: AtomicUsize,
 }
 
 impl Queue {
-    /// A frame was written; lets whoever receives it run when that makes many.
+    /// Counts a written frame and yields the processor to receivers when many were written.
     #[inline]
-    fn written(&self, frame: &Frame) {
+    fn count_written(&self, frame: &Frame) {
         if matches!(frame.offload.gso_kind(), GSO_TCPV4 | GSO_TCPV6) {
             return;
         }
-        let unheard = unheard_with(self.unheard.load(Relaxed), frame.len());
-        self.unheard.store(unheard.unwrap_or(0), Relaxed);
-        if unheard.is_none() {
+        let written = written_with(self.written.load(Relaxed), frame.len());
+        self.written.store(written.unwrap_or(0), Relaxed);
+        if written.is_none() {
             std::thread::yield_now();
         }
     }
 }
 
-/// What is unheard with one more frame; `None` when that is too much.
-fn unheard_with(before: usize, len: usize) -> Option<usize> {
-    let after = before + len + UNHEARD_FRAME;
-    (after < UNHEARD_MAX).then_some(after)
+/// Bytes written including another frame of `len` bytes; `None` if it is time to yield.
+fn written_with(before: usize, len: usize) -> Option<usize> {
+    let after = before + len + FRAME_OVERHEAD;
+    (after < YIELD_AFTER).then_some(after)
 }
 
 /// A TAP device.
@@ -184,27 +130,23 @@ pub struct Tap {
     queues: Vec<Queue>,
     stopped: AtomicBool,
     gone: AtomicBool,
-    /// Memory for frames that have to be finished in software (a kernel without USO), used by one dispatcher at a time.
+    /// Scratch memory for frames whose offloads are finished in software (kernels without USO).
     scratch: Mutex<Box<[u8]>>,
 }
 
 impl Tap {
-    /// Opens the device, making it when it is not there, and brings it up.
+    /// Opens the device. Creates it and sets it up if it does not exist.
+    ///
+    /// # Errors
+    /// As the variants of [`TapError`].
     pub fn open(options: &TapOptions, origin: Origin, stats: Arc<PortStats>) -> Result<Arc<Tap>, TapError> {
         let (files, accepts) = match &options.netns {
             None => open_queues(options)?,
-            Some(netns) => std::thread::scope(|scope| {
-                let inside = scope.spawn(|| {
-                    let error = |error| TapError::Netns { netns: netns.to_string(), error };
-                    let file = File::open(netns.file()).map_err(error)?;
-                    move_into_link_name_space(file.as_fd(), Some(LinkNameSpaceType::Network))
-                        .map_err(|e| error(e.into()))?;
-                    open_queues(options)
-                });
-                inside.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-            })?,
+            Some(netns) => netns
+                .run(|| open_queues(options))
+                .map_err(|error| TapError::Netns { netns: netns.to_string(), error })??,
         };
-        let queues = files.into_iter().map(|file| Queue { file, unheard: AtomicUsize::new(0) }).collect();
+        let queues = files.into_iter().map(|file| Queue { file, written: AtomicUsize::new(0) }).collect();
         Ok(Arc::new(Tap {
             device: options.device.clone(),
             origin,
@@ -218,7 +160,7 @@ impl Tap {
         }))
     }
 
-    /// The device's MTU in bytes, which may be less than was asked for.
+    /// The device's MTU in bytes, which may be less than configured.
     pub fn mtu(&self) -> usize {
         self.mtu
     }
@@ -227,40 +169,27 @@ impl Tap {
         self.stopped.load(Relaxed) || self.gone.load(Relaxed)
     }
 
-    /// Writes one frame: `vectors` are its segments behind an empty first place, which becomes the virtio-net header. The
-    /// caller counts it.
-    fn write(&self, queue: &Queue, offload: &Offload, vectors: &mut [libc::iovec]) -> Result<(), DropReason> {
-        let header = offload.to_virtio(0);
-        vectors[0] = libc::iovec { iov_base: header.as_ptr().cast_mut().cast(), iov_len: header.len() };
-        loop {
-            // SAFETY: the header lives on this stack frame, the other vectors are readable while the batch (or the caller's
-            // slice) they come from is; the kernel only reads them.
-            let written = unsafe {
-                libc::writev(queue.file.as_raw_fd(), vectors.as_ptr(), vectors.len() as libc::c_int)
-            };
-            if written >= 0 {
-                return Ok(());
+    /// The drop reason for a frame that the kernel refused. Records that the device was removed.
+    fn drop_reason(&self, error: &io::Error) -> DropReason {
+        match error.raw_os_error() {
+            // The device is down (`ip link set … down`), or removed.
+            Some(libc::EIO) => DropReason::NotReady,
+            Some(libc::EBADFD) => {
+                self.gone.store(true, Relaxed);
+                DropReason::NotReady
             }
-            match io::Error::last_os_error().raw_os_error() {
-                Some(libc::EINTR) => {}
-                // The interface is down (`ip link set … down`), or gone.
-                Some(libc::EIO) => return Err(DropReason::NotReady),
-                Some(libc::EBADFD) => {
-                    self.gone.store(true, Relaxed);
-                    return Err(DropReason::NotReady);
-                }
-                Some(libc::EAGAIN | libc::ENOBUFS | libc::ENOMEM) => return Err(DropReason::NoBuffer),
-                _ => return Err(DropReason::SendFailed),
-            }
+            Some(libc::EAGAIN | libc::ENOBUFS | libc::ENOMEM) => DropReason::NoBuffer,
+            _ => DropReason::SendFailed,
         }
     }
 
-    /// Finishes a frame in software and writes the pieces.
+    /// Finishes a frame's offloads in software and writes the resulting pieces.
     #[cold]
     fn write_finished(&self, queue: &Queue, frames: Selection<'_>, index: u16, drops: &mut DropSink) {
         let frame = frames.batch.frame(index.into());
         let mut scratch = self.scratch.lock();
         let len = frames.batch.copy_to(frame, &mut scratch);
+        let mut writer = FrameWriter::new(VIRTIO_NET_HDR_LEN);
         let (mut pieces, mut sent, mut bytes) = (0, 0, 0);
         let result =
             segment::finish(&mut scratch[..len], &frame.offload, &self.accepts, &mut |piece, offload| {
@@ -269,13 +198,13 @@ impl Tap {
                     drops.dropped(&self.stats, DropReason::MtuExceeded, index, 1);
                     return;
                 }
-                let vector = libc::iovec { iov_base: piece.as_ptr().cast_mut().cast(), iov_len: piece.len() };
-                match self.write(queue, &offload, &mut [vector, vector]) {
+                let segment = Segment::new(piece.as_ptr(), piece.len());
+                match writer.write(&queue.file, &offload, &[segment]) {
                     Ok(()) => {
                         sent += 1;
                         bytes += piece.len() as u64;
                     }
-                    Err(reason) => drops.dropped(&self.stats, reason, index, 1),
+                    Err(error) => drops.dropped(&self.stats, self.drop_reason(&error), index, 1),
                 }
             });
         match result {
@@ -302,8 +231,7 @@ impl Interface for Tap {
             return drops.dropped_all(&self.stats, DropReason::NotReady, frames.which);
         }
         let queue = &self.queues[queue];
-        let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
-        let mut vectors = [empty; 1 + SEGMENTS_MAX];
+        let mut writer = FrameWriter::new(VIRTIO_NET_HDR_LEN);
         let (mut sent, mut bytes) = (0, 0);
         for (index, frame) in frames.frames() {
             if super::exceeds_mtu(frame, self.mtu) {
@@ -314,18 +242,13 @@ impl Interface for Tap {
                 self.write_finished(queue, frames, index, drops);
                 continue;
             }
-            let segments = frames.batch.segments(frame);
-            for (vector, segment) in vectors[1..].iter_mut().zip(segments) {
-                *vector =
-                    libc::iovec { iov_base: segment.as_ptr().cast_mut().cast(), iov_len: segment.len() };
-            }
-            match self.write(queue, &frame.offload, &mut vectors[..=segments.len()]) {
+            match writer.write(&queue.file, &frame.offload, frames.batch.segments(frame)) {
                 Ok(()) => {
                     sent += 1;
                     bytes += frame.len() as u64;
-                    queue.written(frame);
+                    queue.count_written(frame);
                 }
-                Err(reason) => drops.dropped(&self.stats, reason, index, 1),
+                Err(error) => drops.dropped(&self.stats, self.drop_reason(&error), index, 1),
             }
         }
         self.stats.delivered(sent, bytes);
@@ -346,11 +269,11 @@ impl Interface for Tap {
     }
 }
 
-/// Frames that the kernel hands out on one queue of a TAP.
+/// Frames that the kernel sends to one queue of a TAP.
 struct TapSource {
     tap: Arc<Tap>,
     queue: usize,
-    /// The last read found the device empty: the next frame wakes the dispatcher.
+    /// The last read found the queue empty, so the next frame wakes the dispatcher.
     drained: bool,
     waker: Option<Waker>,
 }
@@ -366,7 +289,7 @@ impl Source for TapSource {
         let (stats, origin) = (&*tap.stats, tap.origin);
         self.drained = false;
         let (mut units, mut bytes_taken) = (0, 0);
-        // Refused frames and failed reads use no place in the batch, so tries are bounded apart.
+        // Refused frames and failed reads do not fill the batch, so bound the attempts.
         for _ in 0..batch.limit() {
             let Some(room) = batch.spare(ROOM) else { break };
             let len = match (&tap.queues[self.queue].file).read(&mut room[..ROOM]) {
@@ -421,13 +344,13 @@ impl Source for TapSource {
         }
     }
 
-    /// The descriptor is watched edge-triggered all the time; only after an empty read is the next edge certain.
+    /// The descriptor is always watched edge-triggered; only an empty read guarantees an edge for the next frame.
     fn rest(&mut self) -> bool {
         self.drained || self.tap.is_down()
     }
 }
 
-/// `struct ifreq` as TUNSETIFF takes it; as long as the kernel's.
+/// `struct ifreq` for TUNSETIFF, of the kernel's size.
 #[repr(C)]
 struct IfReq {
     name: [u8; 16],
@@ -435,7 +358,7 @@ struct IfReq {
     rest: [u8; 22],
 }
 
-/// Opens all queues in the namespace of the calling thread and sets the device up.
+/// Opens all queues and configures the device in the network namespace of the calling thread.
 fn open_queues(options: &TapOptions) -> Result<(Vec<File>, Accepts), TapError> {
     let fail = |step, error: io::Error, hint| TapError::Step {
         step,
@@ -479,24 +402,24 @@ fn open_queues(options: &TapOptions) -> Result<(Vec<File>, Accepts), TapError> {
     Ok((files, accepts))
 }
 
-/// Makes `file` a queue of the device, which is made when it is not there.
+/// Attaches `file` as a queue of the device, which is created if it does not exist.
 fn attach_queue(file: &File, device: &str, many: bool) -> io::Result<()> {
     let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
     let flags = if many { flags | libc::IFF_MULTI_QUEUE } else { flags };
     let mut request = IfReq { name: [0; 16], flags: flags as libc::c_short, rest: [0; 22] };
     request.name[..device.len()].copy_from_slice(device.as_bytes());
-    // SAFETY: TUNSETIFF reads and writes one `struct ifreq`, which `request` is, exclusively ours.
+    // SAFETY: TUNSETIFF reads and writes one `struct ifreq`: `request`, exclusively ours.
     let result = unsafe { libc::ioctl(file.as_raw_fd(), libc::TUNSETIFF as _, &raw mut request) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 fn set_int(file: &File, request: libc::c_ulong, value: libc::c_int) -> io::Result<()> {
-    // SAFETY: both requests used with this function read one int through the pointer, which lives across the call.
+    // SAFETY: both ioctls used here read one int through the pointer, which is valid across the call.
     let result = unsafe { libc::ioctl(file.as_raw_fd(), request as _, &raw const value) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Has the kernel hand out super-frames and partial checksums. UDP super-frames need Linux 6.2.
+/// Makes the kernel send super-frames and partial checksums. UDP super-frames (USO) need Linux 6.2.
 fn set_offloads(file: &File) -> io::Result<Accepts> {
     const TUN_F_USO: libc::c_uint = 0x20 | 0x40;
     let base = libc::TUN_F_CSUM | libc::TUN_F_TSO4 | libc::TUN_F_TSO6 | libc::TUN_F_TSO_ECN;
@@ -520,7 +443,7 @@ fn device_index(device: &str) -> Option<u32> {
     (index != 0).then_some(index)
 }
 
-/// Address, MTU, and for a device that was made here its segmentation limit and up, in the namespace of the calling thread.
+/// Sets MAC address and MTU, and for a device created here also its GSO limit and up, in the namespace of the calling thread.
 fn configure(options: &TapOptions, existed: bool) -> io::Result<()> {
     let mut link = LinkMessage::default();
     link.header.index = device_index(&options.device).ok_or_else(io::Error::last_os_error)?;
@@ -541,16 +464,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn receivers_run_before_a_usual_socket_is_full() {
-        // Bytes of a frame, how many of them are written at a stretch, and how many such a socket holds: 208 KiB of buffers,
-        // which the kernel makes of powers of two.
+    fn yields_before_a_default_socket_buffer_is_full() {
+        // Frame length, frames written before yielding, and frames that fit into a socket: 208 KiB of buffers, whose sizes the
+        // kernel rounds up.
         for (len, expected, held) in
             [(60, 100, 212_992 / 1280), (1514, 32, 212_992 / 2816), (8842, 7, 212_992 / 17_152)]
         {
-            let mut unheard = Some(0);
+            let mut written = Some(0);
             let mut frames = 0;
-            while let Some(before) = unheard {
-                unheard = unheard_with(before, len);
+            while let Some(before) = written {
+                written = written_with(before, len);
                 frames += 1;
             }
             assert_eq!(frames, expected, "{len} bytes");

@@ -67,7 +67,8 @@ const NOT_IN_THE_DATA_PLANE: [&str; 7] =
 /// Plumbing that has one place: text of the code, and the only files that may contain it.
 const ONCE: [(&str, &[&str]); 3] = [
     ("libc::msghdr", &["vnet/src/link/socket/message.rs"]),
-    ("libc::cmsghdr", &["vnet/src/link/socket/message.rs"]),
+    // A packet socket's auxiliary data is read in `interface`, which does not see `link`.
+    ("libc::cmsghdr", &["vnet/src/link/socket/message.rs", "vnet/src/interface/local/packet.rs"]),
     // Locks are parking_lot's, which know no poison.
     ("PoisonError", &[]),
 ];

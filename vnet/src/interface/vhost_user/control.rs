@@ -1,8 +1,7 @@
-//! The control thread of one interface: finds a front end, serves its messages, and finds the next one.
+//! The control thread of one interface: accepts or connects to a front end, serves its messages, and then waits for the next one.
 //!
-//! Most messages are read and checked by crate `vhost`. Three are taken off the socket before it sees them:
-//! SET_VRING_ENABLE, because QEMU sends it before SET_FEATURES, which the crate refuses; SEND_RARP and NET_SET_MTU, because
-//! it does not know them.
+//! Crate `vhost` reads and checks most messages. Three are taken off the socket before it sees them: SET_VRING_ENABLE, because QEMU
+//! sends it before SET_FEATURES, which the crate refuses; SEND_RARP and NET_SET_MTU, because the crate does not know them.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -10,9 +9,10 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{self, Arc};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::net::RecvFlags;
 use vhost::vhost_user::message::FrontendReq;
@@ -23,64 +23,65 @@ use super::session::{Session, refuse};
 use crate::log_limit::LogLimit;
 use crate::unix::{Listener, connect};
 
-/// Shortest and longest pause between two attempts to connect. A connection that lasted for the longest was a good one.
-const BACK_OFF_MIN: Duration = Duration::from_millis(10);
-const BACK_OFF_MAX: Duration = Duration::from_secs(1);
-/// Pause after a front end came and went at once, so that one that does it over and over costs nothing.
-const PENALTY: Duration = Duration::from_millis(100);
-/// Bytes of a message's header, and of one with a 64-bit payload.
+/// Exponential backoff between two attempts to connect. A connection that lasted for the maximum resets it.
+const BACKOFF_MIN: Duration = Duration::from_millis(10);
+const BACKOFF_MAX: Duration = Duration::from_secs(1);
+/// Pause after a front end that disconnected at once, so that a reconnect loop costs no processor time.
+const RECONNECT_PAUSE: Duration = Duration::from_millis(100);
+/// Size of a message's header in bytes, and of a message with a 64-bit payload.
 const HEADER_LEN: usize = 12;
 const MESSAGE_LEN: usize = HEADER_LEN + 8;
-// Bits of a header's flags (vhost-user, "Header").
+// Flag bits of the header (vhost-user, "Header").
 const VERSION_MASK: u32 = 3;
 const VERSION: u32 = 1;
 const REPLY: u32 = 4;
 const NEED_REPLY: u32 = 8;
 
-/// Where front ends come from.
+/// Our end of the Unix socket.
 pub(super) enum Endpoint {
-    /// They connect to us.
+    /// Server: front ends connect to us.
     Listen(Listener),
-    /// We connect to them.
+    /// Client: we connect to the front end.
     Connect(PathBuf),
 }
 
-/// Lets another thread end the control thread, wherever it waits.
+/// Lets another thread stop the control thread wherever it waits.
 pub(super) struct Stop {
-    asked: AtomicBool,
+    requested: AtomicBool,
+    /// An eventfd that wakes the control thread.
     bell: OwnedFd,
-    /// The connection being served: shutting it down ends any read or write on it.
+    /// The connection being served: shutting it down ends blocked reads and writes.
     stream: Mutex<Option<UnixStream>>,
 }
 
 impl Stop {
     pub(super) fn new() -> std::io::Result<Stop> {
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Stop { asked: AtomicBool::new(false), bell, stream: Mutex::new(None) })
+        Ok(Stop { requested: AtomicBool::new(false), bell, stream: Mutex::new(None) })
     }
 
-    /// Asks the thread to end.
-    pub(super) fn ask(&self) {
-        self.asked.store(true, Ordering::SeqCst);
+    /// Requests the thread to stop.
+    pub(super) fn request(&self) {
+        self.requested.store(true, Ordering::SeqCst);
         // The bell is never read, so its counter cannot be full.
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
-        if let Some(stream) = &*self.stream.lock().unwrap_or_else(PoisonError::into_inner) {
-            // A stream that is gone already needs no end.
+        if let Some(stream) = &*self.stream.lock() {
+            // Fails only if the connection has ended already.
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
 
-    fn is_asked(&self) -> bool {
-        self.asked.load(Ordering::SeqCst)
+    fn is_requested(&self) -> bool {
+        self.requested.load(Ordering::SeqCst)
     }
 
-    /// Registers the stream; false when the thread was asked to end meanwhile.
+    /// Registers the connection being served. Returns false if a stop was requested meanwhile.
     fn serve(&self, stream: Option<UnixStream>) -> bool {
-        *self.stream.lock().unwrap_or_else(PoisonError::into_inner) = stream;
-        !self.is_asked()
+        *self.stream.lock() = stream;
+        !self.is_requested()
     }
 
-    /// Waits until `fd` is readable, for at most `timeout`. False when the thread is to end.
+    /// Waits until `fd` is readable or `timeout` passes. Returns false if the thread must stop.
     fn wait(&self, fd: Option<&dyn AsFd>, timeout: Option<Duration>) -> bool {
         let timeout =
             timeout.map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: t.subsec_nanos().into() });
@@ -92,19 +93,19 @@ impl Stop {
             tracing::error!(%error, "cannot wait for the front end");
             return false;
         }
-        !self.is_asked()
+        !self.is_requested()
     }
 }
 
-/// The control thread.
+/// Body of the control thread.
 pub(super) fn run(device: &Arc<Device>, endpoint: &Endpoint, stop: &Stop) {
     let path = device.options.socket.display();
-    let (mut pause, mut limit) = (Pause::default(), LogLimit::default());
-    while let Some(stream) = next(device, endpoint, stop, &mut pause) {
-        // Front ends that come and go all the time leave one pair of lines a second.
-        let unsaid = limit.allow();
-        if let Some(unsaid) = unsaid {
-            tracing::info!(%path, unsaid, "front end connected");
+    let (mut backoff, mut log_limit) = (Backoff::default(), LogLimit::default());
+    while let Some(stream) = next_front_end(device, endpoint, stop, &mut backoff) {
+        // Front ends that reconnect in a loop leave one pair of lines per second.
+        let logged = log_limit.allow();
+        if let Some(suppressed) = logged {
+            tracing::info!(%path, suppressed, "front end connected");
         }
         device.set_status(
             "the front end is connected; the guest's driver has not started its queues".to_owned(),
@@ -113,21 +114,21 @@ pub(super) fn run(device: &Arc<Device>, endpoint: &Endpoint, stop: &Stop) {
         let result = serve(device, stream, stop);
         stop.serve(None);
         device.reset_all();
-        let lasted = began.elapsed() >= BACK_OFF_MAX;
+        let lasted = began.elapsed() >= BACKOFF_MAX;
         match result {
-            Ok(()) if lasted || unsaid.is_some() => tracing::info!(%path, "front end disconnected"),
-            Err(error) if lasted || unsaid.is_some() => {
+            Ok(()) if lasted || logged.is_some() => tracing::info!(%path, "front end disconnected"),
+            Err(error) if lasted || logged.is_some() => {
                 tracing::warn!(%path, "front end broke the vhost-user protocol, connection dropped: {error}");
             }
             _ => {}
         }
         if lasted {
-            pause = Pause::default();
+            backoff = Backoff::default();
         } else {
-            device.set_status(format!("the front end at {path} came and went at once"));
+            device.set_status(format!("the front end at {path} disconnected at once"));
             let pause = match endpoint {
-                Endpoint::Listen(_) => PENALTY,
-                Endpoint::Connect(_) => pause.next(),
+                Endpoint::Listen(_) => RECONNECT_PAUSE,
+                Endpoint::Connect(_) => backoff.next(),
             };
             stop.wait(None, Some(pause));
         }
@@ -135,25 +136,30 @@ pub(super) fn run(device: &Arc<Device>, endpoint: &Endpoint, stop: &Stop) {
     device.set_status("stopped".to_owned());
 }
 
-/// Pauses between attempts to find a front end, each longer than the one before.
-struct Pause(Duration);
+/// Exponential backoff: each pause is twice as long as the one before, up to [`BACKOFF_MAX`].
+struct Backoff(Duration);
 
-impl Default for Pause {
-    fn default() -> Pause {
-        Pause(BACK_OFF_MIN)
+impl Default for Backoff {
+    fn default() -> Backoff {
+        Backoff(BACKOFF_MIN)
     }
 }
 
-impl Pause {
+impl Backoff {
     fn next(&mut self) -> Duration {
         let pause = self.0;
-        self.0 = (pause * 2).min(BACK_OFF_MAX);
+        self.0 = (pause * 2).min(BACKOFF_MAX);
         pause
     }
 }
 
-/// The next front end's connection; `None` when the thread is to end.
-fn next(device: &Device, endpoint: &Endpoint, stop: &Stop, pause: &mut Pause) -> Option<UnixStream> {
+/// Waits for the next front end's connection. `None` if the thread must stop.
+fn next_front_end(
+    device: &Device,
+    endpoint: &Endpoint,
+    stop: &Stop,
+    backoff: &mut Backoff,
+) -> Option<UnixStream> {
     let path = device.options.socket.display();
     match endpoint {
         Endpoint::Listen(listener) => {
@@ -163,32 +169,33 @@ fn next(device: &Device, endpoint: &Endpoint, stop: &Stop, pause: &mut Pause) ->
                     Ok(stream) => return Some(stream),
                     Err(error) => {
                         tracing::debug!(%path, %error, "cannot accept a front end");
-                        stop.wait(None, Some(PENALTY));
+                        stop.wait(None, Some(RECONNECT_PAUSE));
                     }
                 }
             }
             None
         }
         Endpoint::Connect(socket) => {
-            while !stop.is_asked() {
+            while !stop.is_requested() {
                 match connect(socket) {
                     Ok(stream) => return Some(stream),
                     Err(error) => device.set_status(format!("cannot reach a front end at {path}: {error}")),
                 }
-                stop.wait(None, Some(pause.next()));
+                stop.wait(None, Some(backoff.next()));
             }
             None
         }
     }
 }
 
-/// Serves one front end until it goes, misbehaves, or the thread is to end.
+/// Serves one front end until it disconnects, breaks the protocol, or the thread must stop.
 fn serve(device: &Arc<Device>, stream: UnixStream, stop: &Stop) -> Result<()> {
     let mut ours = stream.try_clone().map_err(Error::SocketError)?;
     if !stop.serve(Some(stream.try_clone().map_err(Error::SocketError)?)) {
         return Ok(());
     }
-    let session = Arc::new(Mutex::new(Session::new(device.clone())));
+    // Crate `vhost` implements its handler trait for the standard library's mutex only. This thread alone locks it.
+    let session = Arc::new(sync::Mutex::new(Session::new(device.clone())));
     let mut handler = BackendReqHandler::from_stream(stream, session.clone());
     while stop.wait(Some(&ours.as_fd()), None) {
         let mut message = [0; MESSAGE_LEN];
@@ -201,16 +208,15 @@ fn serve(device: &Arc<Device>, stream: UnixStream, stop: &Stop) -> Result<()> {
                 request @ (FrontendReq::SET_VRING_ENABLE | FrontendReq::SEND_RARP | FrontendReq::NET_SET_MTU),
             ) if len == MESSAGE_LEN => {
                 ours.read_exact(&mut message).map_err(Error::SocketError)?;
-                let mut session = session.lock().unwrap_or_else(PoisonError::into_inner);
-                handle(&mut session, request, &message, &mut ours)
+                handle(&mut session.lock().expect("only this thread locks it"), request, &message, &mut ours)
             }
             _ => handler.handle_request(),
         };
         match result {
             Ok(()) | Err(Error::SocketRetry(_)) => {}
             Err(Error::Disconnected) => return Ok(()),
-            // However it ends, the end was asked for.
-            Err(_) if stop.is_asked() => return Ok(()),
+            // We shut the connection down ourselves.
+            Err(_) if stop.is_requested() => return Ok(()),
             Err(error) => {
                 let name = request.map_or_else(|| format!("message {code}"), |r| format!("{r:?}"));
                 return Err(refuse(format!("{name}: {}", text(&error))));
@@ -220,7 +226,7 @@ fn serve(device: &Arc<Device>, stream: UnixStream, stop: &Stop) -> Result<()> {
     Ok(())
 }
 
-/// What an error says, without the crate's words around our own.
+/// An error's message, without the crate's prefix around our own.
 fn text(error: &Error) -> String {
     match error {
         Error::ReqHandlerError(ours) => ours.to_string(),
@@ -228,7 +234,7 @@ fn text(error: &Error) -> String {
     }
 }
 
-/// Handles one of the messages that crate `vhost` does not.
+/// Handles the messages that crate `vhost` does not.
 fn handle(
     session: &mut Session,
     request: FrontendReq,

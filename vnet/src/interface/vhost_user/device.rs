@@ -1,11 +1,11 @@
-//! The device: every queue pair with its locks. The dispatcher's side and the front end's side meet here.
+//! The device: all queue pairs with their locks, shared by dispatchers and the control thread.
 //!
-//! Each vring has a mutex of its own. A dispatcher holds it for one burst, in which it is uncontended unless the front end
-//! is changing something; the control thread holds it to change that vring. So no message takes effect under a frame in
-//! flight, and GET_VRING_BASE answers with nothing in flight.
+//! Each vring has its own mutex. A dispatcher holds it for one burst, uncontended unless the front end is changing the vring; the
+//! control thread holds it while it changes the vring. So no message takes effect while frames are in flight, and GET_VRING_BASE
+//! answers with none in flight.
 //!
-//! Lock order: a transmit vring may be held while receive vrings (of other interfaces or this one) are taken one by one;
-//! nothing is taken under a receive vring. The control thread holds one at a time.
+//! Lock order: a thread that holds a transmit vring may lock receive vrings (of this or other interfaces) one at a time; a thread
+//! that holds a receive vring locks nothing else. The control thread holds one lock at a time.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -15,44 +15,44 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, MutexGuard};
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::VhostUserOptions;
 use super::event::Signals;
+use super::options::VhostUserOptions;
 use super::vring::{Common, Running, Vring};
 use crate::frame::{DropSink, NetworkId, PortId, Room, Selection};
-use crate::interface::interrupts::{Coalescing, InterruptSettings, Verdict};
+use crate::interface::interrupts::{Coalescing, EndDecision, InterruptSettings};
 use crate::interface::virtqueue::net::{Format, Giver, Owner};
 use crate::interface::{Coalesce, Land, State};
 use crate::stats::{DropReason, PortStats};
 use crate::wire::ethernet::Mac;
 use crate::wire::offload::Offload;
 
-/// What a broken memory file is called in states and logs.
+/// Reason for states and logs: guest memory was truncated.
 pub(super) const POISONED: &str = "the file behind the guest's memory was truncated";
-/// What a machine is called that shares no memory.
+/// Reason: the front end shares no memory.
 const NO_MEMORY: &str =
     "the VM shares no memory with vnetd: start QEMU with -object memory-backend-memfd,share=on";
-/// What a machine is called whose memory is not what its front end shares.
+/// Reason: the guest's memory is not the memory that the front end shares.
 const PRIVATE_MEMORY: &str = "the guest kicks, but its rings are empty here, as if its memory were private: start QEMU with \
                               -object memory-backend-memfd,share=on";
-/// Kicks on an empty ring that are too many for a driver that has sent nothing: QEMU makes one itself.
+/// Kicks on a blank ring that prove an active driver: QEMU itself kicks once.
 const BLANK_KICKS: u64 = 2;
-/// How long a change of a queue waits for the kernel to have sent what it reads from the guest's memory.
+/// How long a change of a queue waits for the kernel to release held chains (zero copy).
 const RELEASE_WITHIN: Duration = Duration::from_secs(1);
-/// Bytes of a RARP announcement: the shortest Ethernet frame.
+/// Length of a RARP announcement in bytes: the shortest Ethernet frame.
 pub(super) const RARP_LEN: usize = 60;
 
-/// A guest's transmit vring and what taking frames from it needs.
+/// A guest's transmit vring.
 pub(super) struct Transmit {
     pub(super) vring: Vring,
-    /// A frame of our own that goes into the core next: see [`Device::announce`].
+    /// A frame of our own to enter the core next, see [`Device::announce`].
     pub(super) announcement: Option<Box<[u8; RARP_LEN]>>,
 }
 
-/// A guest's receive vring and what filling it needs.
+/// A guest's receive vring.
 pub(super) struct Receive {
     pub(super) vring: Vring,
     giver: Giver,
-    /// When the guest is notified.
+    /// Decides when the guest is notified.
     coalescing: Coalescing,
 }
 
@@ -61,11 +61,11 @@ pub(super) struct Pair {
     /// Locked from a fill of its source until the burst is dropped, see `source.rs`.
     pub(super) transmit: Arc<Mutex<Transmit>>,
     receive: Mutex<Receive>,
-    /// Wakes the dispatcher when the control thread has changed something.
+    /// An eventfd that wakes the dispatcher after the control thread has changed the pair.
     pub(super) bell: OwnedFd,
-    /// The receive vring is up, as the control thread left it.
+    /// The receive vring is up since the control thread's last change.
     receives: AtomicBool,
-    /// The control thread wants a lock. A busy dispatcher, which gives it up for an instant only, stands back.
+    /// The control thread wants a lock. A busy dispatcher, which releases it only for an instant, skips the pair meanwhile.
     pub(super) changing: AtomicBool,
 }
 
@@ -75,14 +75,14 @@ pub(super) struct Device {
     pub(super) port: PortId,
     pub(super) network: NetworkId,
     pub(super) stats: Arc<PortStats>,
-    /// By which guests are notified.
+    /// Notifies guests.
     pub(super) signals: Arc<Signals>,
     pub(super) pairs: Vec<Pair>,
-    /// Pairs, from the first one on, whose receive vrings are up.
+    /// Number of pairs, counted from the first, whose receive vrings are all up.
     active: AtomicUsize,
-    /// Guests are notified at the end of coalescing; changed only under the locks of the receive vrings.
+    /// Notifications are deferred to the end of coalescing; changed only under the receive vrings' locks.
     coalesces: AtomicBool,
-    /// What is missing while no frame can flow.
+    /// Why no frame can flow.
     status: Mutex<String>,
 }
 
@@ -129,15 +129,15 @@ impl Device {
         Owner { port, network, mtu, stats: &self.stats, format }
     }
 
-    /// Vrings: two a pair.
+    /// Number of vrings: two per pair.
     pub(super) fn vrings(&self) -> usize {
         2 * self.pairs.len()
     }
 
-    /// Runs `change` on vring `index` (even: guest receives, odd: guest transmits) and wakes its dispatcher. `None` when
-    /// there is no such vring.
+    /// Runs `change` on vring `index` (even: guest receives, odd: guest transmits) and wakes its dispatcher. `None` if there is no
+    /// such vring.
     ///
-    /// A transmit vring is changed when the network reads none of its chains any more, as far as can be waited for.
+    /// A transmit vring is changed after the kernel has released its held chains, or after [`RELEASE_WITHIN`].
     pub(super) fn change<R>(&self, index: usize, change: impl FnOnce(&mut Vring) -> R) -> Option<R> {
         let pair = self.pairs.get(index / 2)?;
         pair.changing.store(true, Ordering::Relaxed);
@@ -160,11 +160,11 @@ impl Device {
         result
     }
 
-    /// Waits until the kernel reads none of the pair's transmit chains any more: what the guest gets back it may use anew.
-    /// A dispatcher can reach the vring's lock meanwhile, and takes nothing more from it.
+    /// Waits until the kernel no longer reads the pair's transmit chains, because the guest may reuse returned chains. Dispatchers
+    /// can lock the vring meanwhile, but take no new frames from it.
     ///
-    /// A chain whose time does not come stays unused when the ring stops: whoever goes on with the ring takes it again, so
-    /// that its frame may be sent twice. The kernel keeps the pages, whatever is unmapped.
+    /// A chain that is not released in time is not returned when the ring stops: the next back end of the ring takes it again, so
+    /// its frame may be sent twice. The kernel keeps the pages even if we unmap them.
     fn drain<'a>(&self, pair: &'a Pair) -> MutexGuard<'a, Transmit> {
         let end = Instant::now() + RELEASE_WITHIN;
         loop {
@@ -175,7 +175,7 @@ impl Device {
                 return transmit;
             }
             if Instant::now() >= end {
-                tracing::warn!("the network still sends from a guest's memory while its queue changes");
+                tracing::warn!("the kernel still sends from a guest's memory while its queue changes");
                 return transmit;
             }
             drop(transmit);
@@ -183,7 +183,7 @@ impl Device {
         }
     }
 
-    /// Drains all pairs, which no dispatcher serves any more. Nothing is written to the rings behind this.
+    /// Drains all pairs before the interface stops. The rings are not written afterwards.
     pub(super) fn drain_all(&self) {
         for pair in &self.pairs {
             pair.changing.store(true, Ordering::Relaxed);
@@ -191,8 +191,8 @@ impl Device {
         }
     }
 
-    /// Forgets all that the front end said, which is gone. The rings are somebody else's already: what is held is not given
-    /// back, for it may have been.
+    /// Resets all vrings after the front end has disconnected. The rings are no longer ours: held chains are not returned, because
+    /// the front end may have returned them already.
     pub(super) fn reset_all(&self) {
         for pair in &self.pairs {
             pair.changing.store(true, Ordering::Relaxed);
@@ -210,29 +210,29 @@ impl Device {
         }
     }
 
-    /// Puts what all vrings share in effect.
+    /// Applies the state common to all vrings.
     pub(super) fn set_common(&self, common: &Common) {
         self.change_all(|vring| vring.set_common(common));
     }
 
-    /// Has the core see a RARP request from `mac`, so that bridges on the way learn where a migrated guest is now.
+    /// Injects a RARP request from `mac` into the core, so that bridges learn the new location of a migrated guest.
     pub(super) fn announce(&self, mac: Mac) {
         let pair = &self.pairs[0];
         pair.transmit.lock().announcement = Some(Box::new(rarp(mac)));
         pair.ring();
     }
 
-    /// Pairs, from the first one on, on which the guest receives; at least 1. Changes with what the guest's driver uses.
+    /// Number of pairs, counted from the first, on which the guest's driver receives; at least 1.
     #[inline]
     pub(super) fn active_pairs(&self) -> usize {
         self.active.load(Ordering::Relaxed).max(1)
     }
 
-    /// Why no frame can flow, or that one can.
+    /// Up if frames can flow, else the reason why not.
     pub(super) fn state(&self) -> State {
         let (mut up, mut missing) = (false, None);
         for pair in &self.pairs {
-            // One lock at a time: see the lock order above.
+            // One lock at a time, see the lock order above.
             let receive = Health::of(&pair.receive.lock().vring, "receive");
             let transmit = {
                 let vring = &mut pair.transmit.lock().vring;
@@ -263,8 +263,7 @@ impl Device {
         *self.status.lock() = status;
     }
 
-    /// The receive vring that frames for `queue` go to: a guest may use fewer queues than it could; the first one is always
-    /// among them.
+    /// Locks the receive vring for frames to `queue`: the first one if the guest does not use that queue.
     fn receiving(&self, queue: usize) -> MutexGuard<'_, Receive> {
         let wanted = queue % self.pairs.len();
         let guard = self.pairs[wanted].receive.lock();
@@ -298,7 +297,7 @@ impl Device {
         } else if ring.publish() && vring.notify() {
             self.stats.notifications.add(1);
         }
-        // Once the guest knows; it waits for nothing of this.
+        // After the notification, which must not wait for this.
         if let Some(Running { ring, .. }) = vring.running() {
             ring.read_ahead(frames.which.len());
         }
@@ -309,7 +308,7 @@ impl Device {
         }
     }
 
-    /// Notifies a guest that has nothing to do of frames of so many bytes that are about to be moved.
+    /// Notifies an idle guest of `bytes` that are about to be delivered.
     fn inject_early(&self, vring: &mut Vring, coalescing: &mut Coalescing, bytes: u64) {
         let Some(running) = vring.running() else { return };
         if running.ring.caught_up() {
@@ -322,7 +321,7 @@ impl Device {
         }
     }
 
-    /// The receive vrings that frames for `queue` may have gone to: its own, and the first one while that was down.
+    /// Calls `then` for the receive vrings that frames for `queue` may have gone to: its own, and the first one.
     fn delivered_to(&self, queue: usize, mut then: impl FnMut(&mut Receive)) {
         let wanted = queue % self.pairs.len();
         then(&mut self.pairs[wanted].receive.lock());
@@ -337,7 +336,7 @@ impl Coalesce for Device {
         for pair in &self.pairs {
             let mut receive = pair.receive.lock();
             receive.coalescing = Coalescing::new(settings);
-            // Whoever delivers from now on sees this; what was delivered before is settled here.
+            // Later deliveries use the new settings; earlier ones are settled here.
             self.coalesces.store(receive.coalescing.is_on(), Ordering::Relaxed);
             self.stats.notifications.add(u64::from(receive.vring.settle()));
         }
@@ -353,9 +352,9 @@ impl Coalesce for Device {
         self.delivered_to(queue, |Receive { vring, coalescing, .. }| {
             let Some(running) = vring.running() else { return };
             match coalescing.end(running.ring.waits(), Instant::now(), &self.stats.interrupts) {
-                Verdict::Withhold => withheld = true,
-                Verdict::Settled => running.ring.settle(),
-                Verdict::Inject => {
+                EndDecision::Withhold => withheld = true,
+                EndDecision::Settled => running.ring.settle(),
+                EndDecision::Inject => {
                     running.ring.settle();
                     self.stats.notifications.add(u64::from(vring.notify()));
                 }
@@ -407,13 +406,13 @@ impl Land for Device {
     }
 }
 
-/// What can be said of one vring.
+/// State of one vring.
 struct Health {
     up: bool,
     broken: Option<String>,
-    /// What is missing for frames to flow.
+    /// Why frames cannot flow.
     missing: Option<String>,
-    /// It runs and no driver has touched it.
+    /// Running, but not used by a driver so far.
     blank: bool,
 }
 
@@ -431,12 +430,12 @@ impl Health {
 
 impl Pair {
     pub(super) fn ring(&self) {
-        // Fails only when the counter is full, and then the bell is ringing already.
+        // Fails only if the counter is full; then the eventfd is readable already.
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
     }
 }
 
-/// A RARP request (RFC 903) by which `mac` asks for its own address: nobody answers, everybody learns.
+/// A RARP request (RFC 903) in which `mac` asks for its own address: bridges learn from it, and no station answers.
 fn rarp(mac: Mac) -> [u8; RARP_LEN] {
     let mut frame = [0; RARP_LEN];
     frame[..6].copy_from_slice(&Mac::BROADCAST.0);

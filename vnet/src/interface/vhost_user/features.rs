@@ -6,7 +6,7 @@
 
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 
-use super::VhostUserOptions;
+use super::options::VhostUserOptions;
 use crate::interface::virtqueue::net::{Format, LEGACY_HDR_LEN};
 use crate::wire::offload::{Accepts, VIRTIO_NET_HDR_LEN};
 

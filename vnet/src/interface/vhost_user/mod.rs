@@ -1,85 +1,40 @@
-//! vhost-user: unmodified VMs (QEMU, Cloud Hypervisor, DPDK's virtio-user) attach by a Unix socket and share their memory.
+//! vhost-user: unmodified VMs (QEMU, Cloud Hypervisor, DPDK's virtio-user) attach through a Unix socket and share their memory.
 //!
 //! How it works: one control thread per interface talks to the front end ([`control`], [`session`]) and changes the vrings
-//! ([`vring`]) of the [`device`], each under a lock of its own; dispatchers move frames under the same locks, one lock a
-//! burst. The rings themselves are [`virtqueue`](super::virtqueue)'s; [`event`] tells guests of them without ever waiting.
+//! ([`vring`]) of the [`device`], each under its own lock. Dispatchers move frames under the same locks, taken once per burst. The
+//! rings themselves are in [`virtqueue`](super::virtqueue); [`event`] notifies guests without ever blocking.
 //!
-//! A front end may go and come back, as may we: whatever it negotiated goes with its connection, and rings continue at the
-//! used index. A malformed message ends the connection with one line in the log; a malformed ring disables its queue.
+//! Either side may disconnect and reconnect: negotiated state ends with the connection, and rings continue at the used index. A
+//! malformed message ends the connection with one line in the log; a malformed ring disables its queue.
 
 mod control;
 mod device;
 mod event;
 mod features;
+mod options;
 mod session;
 mod source;
 #[cfg(test)]
 mod tests;
 mod vring;
 
-use std::io;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use parking_lot::Mutex;
 
-use crate::frame::{DropSink, MTU_MAX, NetworkId, PortId, Selection};
+use crate::frame::{DropSink, NetworkId, PortId, Selection};
 use crate::interface::{Coalesce, Interface, Land, State};
 use crate::source::Source;
 use crate::stats::PortStats;
-use crate::wire::ethernet::Mac;
 
-use crate::unix::{ListenError, Listener};
+use crate::unix::Listener;
 use control::{Endpoint, Stop};
 use device::Device;
+pub use options::{MTU_MIN, QUEUES_MAX, VhostUserError, VhostUserOptions};
 use source::GuestSource;
 
-/// Queue pairs of one interface: vhost-user numbers vrings with eight bits where it passes file descriptors.
-pub const QUEUES_MAX: usize = 128;
-/// Smallest MTU of an interface (RFC 791).
-pub const MTU_MIN: usize = 68;
-
-/// What an interface is made of.
-#[derive(Clone, Debug)]
-pub struct VhostUserOptions {
-    /// The interface's name, for people.
-    pub name: String,
-    /// Path of the Unix socket.
-    pub socket: PathBuf,
-    /// True: listen there. False: connect, and again whenever the front end has gone.
-    pub server: bool,
-    /// The address that the guest finds in its configuration space, if the front end asks us for it.
-    pub mac: Option<Mac>,
-    /// Largest payload of a frame to the guest, in bytes; `MTU_MIN` to [`MTU_MAX`].
-    pub mtu: usize,
-    /// Queue pairs, 1 to [`QUEUES_MAX`].
-    pub queues: usize,
-}
-
-/// Why an interface could not be made.
-#[derive(Debug, thiserror::Error)]
-pub enum VhostUserError {
-    /// The socket cannot be listened on.
-    #[error(transparent)]
-    Listen(#[from] ListenError),
-    /// `queues` out of range.
-    #[error("{0} queues; an interface has 1 to {QUEUES_MAX}")]
-    Queues(usize),
-    /// `mtu` out of range.
-    #[error("MTU {0} is not between {MTU_MIN} and {MTU_MAX}")]
-    Mtu(usize),
-    /// No more threads, file descriptors or AIO contexts.
-    #[error("cannot start interface {name}: {source}")]
-    Thread {
-        /// The interface.
-        name: String,
-        /// What the system said.
-        source: io::Error,
-    },
-}
-
-/// Permissions of the socket's file, less vnetd's mask: who may connect may be a guest.
+/// Mode of the socket file before the umask: every process that may connect may become a guest.
 const SOCKET_MODE: u32 = 0o666;
 
 /// A virtual NIC behind a vhost-user socket.
@@ -93,20 +48,15 @@ impl VhostUser {
     /// Opens the socket and starts the control thread. Frames of the guest enter as `port` in `network`.
     ///
     /// # Errors
-    /// As the variants of [`VhostUserError`] say. A server finds out at once that its socket cannot be had; a client keeps
-    /// trying, and its [`state`](Interface::state) says what is missing.
+    /// As the variants of [`VhostUserError`]. A server fails at once if it cannot listen. A client retries for ever, and its
+    /// [`state`](Interface::state) tells why it is not connected.
     pub fn start(
         options: VhostUserOptions,
         port: PortId,
         network: NetworkId,
         stats: Arc<PortStats>,
     ) -> Result<Arc<VhostUser>, VhostUserError> {
-        if options.queues == 0 || options.queues > QUEUES_MAX {
-            return Err(VhostUserError::Queues(options.queues));
-        }
-        if !(MTU_MIN..=MTU_MAX).contains(&options.mtu) {
-            return Err(VhostUserError::Mtu(options.mtu));
-        }
+        options.check()?;
         let endpoint = if options.server {
             Endpoint::Listen(Listener::bind(&options.socket, SOCKET_MODE)?)
         } else {
@@ -156,9 +106,9 @@ impl Interface for VhostUser {
     }
 
     fn stop(&self) {
-        // The front end takes the rings back when it sees the connection end.
+        // Before the connection ends: then the front end takes the rings back.
         self.device.drain_all();
-        self.stop.ask();
+        self.stop.request();
         let control = self.control.lock().take();
         if control.is_some_and(|control| control.join().is_err()) {
             tracing::error!(name = self.device.options.name, "the control thread panicked");

@@ -1,8 +1,7 @@
 //! Frames that a guest sends: the dispatcher's side of a transmit vring.
 //!
-//! The vring's lock is taken by a fill and held until its burst is dropped. So nothing that the front end says takes effect while
-//! frames in the guest's memory are being forwarded: no memory is unmapped, no ring stopped. The lock is uncontended unless the front
-//! end is changing something.
+//! A fill locks the vring until its burst is dropped. So no message of the front end takes effect while frames in guest memory are
+//! being forwarded: no memory is unmapped and no ring stopped. The lock is uncontended unless the front end is changing the vring.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -22,16 +21,16 @@ use crate::wire::offload::Offload;
 pub(super) struct GuestSource {
     device: Arc<Device>,
     queue: usize,
-    /// The vring, from a fill until its burst is dropped.
+    /// The locked vring, from a fill until its burst is dropped.
     locked: Option<ArcMutexGuard<RawMutex, Transmit>>,
-    /// The vring broke in the last fill, for this reason.
+    /// Why the vring broke in the last fill.
     broke: Option<String>,
-    /// A frame of vnetd's own in the last fill, see [`Device::announce`].
+    /// The announcement in the last fill, see [`Device::announce`].
     announcement: Option<Box<[u8; RARP_LEN]>>,
 }
 
 impl GuestSource {
-    /// Of an existing queue of the device.
+    /// `queue` must be less than the device's number of queue pairs.
     pub(super) fn new(device: Arc<Device>, queue: usize) -> GuestSource {
         GuestSource { device, queue, locked: None, broke: None, announcement: None }
     }
@@ -88,7 +87,7 @@ impl Source for GuestSource {
         let result = take(&mut running.ring, &mut running.taken, &owner, batch, drops);
         let poisoned = running.ring.memory().is_poisoned();
         if poisoned {
-            // The file behind the memory was truncated: zeros may stand where frames were. No frame of this burst goes on.
+            // The memory's file was truncated: frames may have become zeros. Drop the whole burst.
             self.device.stats.drop_frames(DropReason::BadChain, batch.len() as u64);
             batch.clear();
         }

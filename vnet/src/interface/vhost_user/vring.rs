@@ -13,7 +13,7 @@ use super::event::{Event, drain};
 use super::features;
 use crate::interface::virtqueue::dirty::DirtyLog;
 use crate::interface::virtqueue::memory::GuestMemory;
-use crate::interface::virtqueue::net::{Format, Taken};
+use crate::interface::virtqueue::net::{Format, TakenChains};
 use crate::interface::virtqueue::{Ring, RingConfig};
 use crate::log_limit::LogLimit;
 use crate::poll::Waker;
@@ -51,7 +51,7 @@ pub(super) struct Running {
     pub(super) ring: Ring,
     pub(super) format: Format,
     /// Chains of a transmit ring not yet returned to the driver.
-    pub(super) taken: Taken,
+    pub(super) taken: TakenChains,
 }
 
 /// One direction of one queue.
@@ -329,7 +329,7 @@ impl Vring {
                 self.running = Some(Running {
                     ring,
                     format: features::format(self.common.features),
-                    taken: Taken::default(),
+                    taken: TakenChains::default(),
                 });
             }
             Err(error) => {

@@ -1,4 +1,4 @@
-//! One entry for fuzzing: arbitrary bytes as a guest's memory and rings, run through the same code as a live guest's.
+//! Fuzz entry point: arbitrary bytes as a guest's memory and rings, run through the code that serves real guests.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -7,25 +7,25 @@ use crate::frame::{Batch, DropSink, NetworkId, PortId, Selection};
 use crate::stats::PortStats;
 use crate::wire::offload::Accepts;
 
-use super::memory::{GuestMemory, Region};
+use super::memory::{GuestMemory, Region, RegionSpec};
 use super::mock::{GUEST_BASE, MockMemory, USER_BASE};
-use super::net::{Format, Giver, LEGACY_HDR_LEN, Owner, Taken, take};
-use super::{Ring, RingConfig};
+use super::net::{Format, Giver, LEGACY_HDR_LEN, Owner, TakenChains, take};
+use super::split::{Ring, RingConfig};
 
-/// Bytes of guest memory: small, so that random addresses often hit it.
+/// Size of guest memory in bytes: small, so that random addresses often hit it.
 pub const MEMORY_LEN: usize = 0x1_0000;
-/// Bytes of the input before guest memory: features, log2 of the queue size, both ring bases.
+/// Bytes of input before guest memory: features, log2 of the queue size, both ring bases.
 pub const PREFIX_LEN: usize = 6;
-/// Where the transmit ring's and the receive ring's descriptors lie, as offsets into guest memory; the available ring
-/// follows at 0x200 and the used ring at 0x280, close enough to keep inputs short.
+/// Offsets of the transmit and receive descriptor tables in guest memory. The available ring follows at 0x200 and the used ring at
+/// 0x280, close together to keep inputs short.
 pub const RINGS: [usize; 2] = [0, 0x400];
 
-/// Guest memory that outlives one input: mapping it anew every time would be most of the work.
+/// Guest memory reused for every input: mapping it each time would dominate the run time.
 struct World {
     mock: MockMemory,
     memory: Arc<GuestMemory>,
     batch: Batch,
-    taken: Taken,
+    taken: TakenChains,
     giver: Giver,
 }
 
@@ -36,11 +36,11 @@ thread_local! {
 impl World {
     fn new() -> World {
         let mock = MockMemory::new(MEMORY_LEN as u64);
-        // Two mappings side by side, so that ranges across their border are tried.
+        // Two adjacent mappings, so that ranges across their border are tried.
         let half = MEMORY_LEN as u64 / 2;
         let (low, high) = (mock.spec(), mock.spec());
-        let low = super::memory::RegionSpec { len: half, ..low };
-        let high = super::memory::RegionSpec {
+        let low = RegionSpec { len: half, ..low };
+        let high = RegionSpec {
             guest_addr: GUEST_BASE + half,
             user_addr: high.user_addr + half,
             len: half,
@@ -48,14 +48,14 @@ impl World {
         };
         let regions = [low, high].map(|spec| Region::map(spec, mock.file()).expect("region"));
         let memory = Arc::new(GuestMemory::new(regions.to_vec()).expect("memory"));
-        World { mock, memory, batch: Batch::new(), taken: Taken::default(), giver: Giver::default() }
+        World { mock, memory, batch: Batch::new(), taken: TakenChains::default(), giver: Giver::default() }
     }
 }
 
-/// Runs `data` as guest memory: frames are taken from its transmit ring and given to its receive ring until neither moves.
+/// Runs `data` as guest memory: moves frames from its transmit ring to its receive ring until no more chains move.
 ///
 /// # Panics
-/// When a rule is broken that no guest may be able to break: more chains than the ring holds, or frames not counted.
+/// If an invariant breaks that no guest may break: more chains than the ring holds, or frames not counted.
 pub fn rings(data: &[u8]) {
     let Some((prefix, memory)) = data.split_first_chunk::<PREFIX_LEN>() else { return };
     WORLD.with_borrow_mut(|world| {
@@ -93,7 +93,7 @@ fn run(world: &mut World, prefix: &[u8; PREFIX_LEN]) {
     let owner = |stats| Owner { port: PortId(1), network: NetworkId::DEFAULT, mtu: 9000, stats, format };
     let mut drops = DropSink::new();
     let mut given = 0;
-    // A guest that stands still offers at most a ring full of chains; writes of ours may change that, not for ever.
+    // A guest that does not run offers at most one ring full of chains; our own writes may add some, so bound the rounds.
     for _ in 0..64 {
         tx.disarm();
         let before = tx.position();

@@ -1,11 +1,11 @@
-//! Frames through a whole interface, and every way in which its guest and front end may start over.
+//! Frames through a whole interface, and every way in which guest and front end may restart.
 
 use super::*;
 
 #[test]
 fn frames_flow_both_ways() {
     let mut host = Host::new(1);
-    wait_for("the thread", || host.reason().contains("waiting for a front end to connect to"));
+    wait_for("the control thread", || host.reason().contains("waiting for a front end to connect to"));
     let mut guest = Guest::connect(&host.path, 1);
     assert!(host.receive().is_empty());
     host.deliver(0, &frame(60, 0));
@@ -49,7 +49,7 @@ fn a_kick_wakes_the_dispatcher_once() {
     assert!(host.source(0).rest(), "nothing to do without a ring");
     guest.transmit(&frame(60, 1));
     guest.start();
-    // Frames that came before the ring was started wake as well.
+    // Frames made available before the ring was started wake the dispatcher as well.
     assert!(woken());
     assert!(!host.source(0).rest(), "a frame waits");
     assert_eq!(host.receive().len(), 1);
@@ -66,7 +66,7 @@ fn a_kick_wakes_the_dispatcher_once() {
     assert_eq!(host.receive().len(), 1);
     assert!(!woken());
 
-    // Detached: kicks wake nobody, though the front end's descriptor lives on. Attached again: they do.
+    // Detached: kicks do not wake, although the front end's descriptor stays open. Attached again: they do.
     host.source(0).unwatch();
     guest.kicks[1].write(1).unwrap();
     assert!(!woken());
@@ -74,7 +74,7 @@ fn a_kick_wakes_the_dispatcher_once() {
     while woken() {}
     guest.kicks[1].write(1).unwrap();
     assert!(woken());
-    // Stopped: its old descriptor is watched no more.
+    // Stopped: the old descriptor is no longer watched.
     guest.frontend.get_vring_base(1).unwrap();
     while woken() {}
     guest.kicks[1].write(1).unwrap();
@@ -97,7 +97,7 @@ fn a_guest_that_does_not_kick_is_polled() {
 }
 
 #[test]
-fn drivers_may_be_reloaded_with_other_features() {
+fn drivers_can_reload_with_other_features() {
     let mut host = Host::new(1);
     let mut guest = Guest::connect(&host.path, 1);
     guest.start();
@@ -111,7 +111,7 @@ fn drivers_may_be_reloaded_with_other_features() {
         assert_eq!(guest.frontend.get_vring_base(1).unwrap(), 1);
         assert!(!host.is_up());
         assert!(host.receive().is_empty());
-        // A new driver: fresh rings, and in the middle round a legacy one with its shorter header.
+        // A new driver with fresh rings; in the middle round a legacy driver with its shorter header.
         for index in 0..2 {
             guest.rings[index] =
                 MockRing::new(&guest.memory, GUEST_BASE + index as u64 * RING_SPACE, SIZE, 0);
@@ -124,7 +124,7 @@ fn drivers_may_be_reloaded_with_other_features() {
 }
 
 #[test]
-fn rings_stop_and_continue_where_they_were() {
+fn rings_stop_and_continue_at_their_position() {
     let mut host = Host::new(1);
     let mut guest = Guest::connect(&host.path, 1);
     guest.start();
@@ -143,7 +143,7 @@ fn rings_stop_and_continue_where_they_were() {
     assert!(host.receive().is_empty());
     guest.frontend.set_vring_enable(1, true).unwrap();
     assert_eq!(host.receive(), [frame(60, 6)]);
-    // RESET_DEVICE stops everything; memory stays.
+    // RESET_DEVICE stops all rings; memory stays.
     guest.frontend.reset_device().unwrap();
     assert!(!host.is_up());
     while guest.rings[1].collect(&guest.memory).is_some() {}
@@ -155,7 +155,7 @@ fn rings_stop_and_continue_where_they_were() {
 }
 
 #[test]
-fn front_ends_may_leave_and_come_back() {
+fn front_ends_can_reconnect() {
     let mut host = Host::new(1);
     for round in 0..3 {
         let mut guest = Guest::connect(&host.path, 1);
@@ -167,7 +167,7 @@ fn front_ends_may_leave_and_come_back() {
         host.deliver(0, &frame(60, 0));
     }
     assert_eq!(host.stats.drops(DropReason::NotReady), 3);
-    wait_for("the next one", || host.reason().contains("waiting for a front end to connect to"));
+    wait_for("waiting for the next one", || host.reason().contains("waiting for a front end to connect to"));
 }
 
 #[test]
@@ -190,7 +190,7 @@ fn a_restarted_daemon_neither_loses_nor_repeats_a_frame() {
     assert!(host.receive().is_empty(), "no frame after stop");
     guest.transmit(&frame(60, 4));
 
-    // The daemon again; the front end reconnects with the used index, the guest has noticed nothing.
+    // The daemon restarts; the front end reconnects with the used index, unnoticed by the guest.
     let mut host = Host::at(options(&path, 1));
     let again = Guest::connect(&path, 1);
     (guest.frontend, guest.raw) = (again.frontend, again.raw);
@@ -207,13 +207,13 @@ fn a_restarted_daemon_neither_loses_nor_repeats_a_frame() {
 }
 
 #[test]
-fn memory_may_change_under_running_rings() {
+fn memory_can_change_while_rings_run() {
     let mut host = Host::new(1);
     let mut guest = Guest::connect(&host.path, 1);
     guest.start();
     guest.transmit(&frame(60, 1));
     assert_eq!(host.receive(), [frame(60, 1)]);
-    // The same table again; then a second region comes and goes.
+    // The same table again; then a second region is added and removed.
     guest.frontend.set_mem_table(&[guest.region()]).unwrap();
     guest.transmit(&frame(60, 2));
     assert_eq!(host.receive(), [frame(60, 2)]);
@@ -234,7 +234,7 @@ fn memory_may_change_under_running_rings() {
     guest.rings[1].publish(&guest.memory);
     assert!(host.receive().is_empty());
     assert_eq!(host.stats.drops(DropReason::BadChain), 1);
-    // The rings' own region goes: the queues stop, and run again when it is back.
+    // Removing the rings' own region stops the queues; adding it again restarts them.
     let own = guest.region();
     guest.frontend.remove_mem_region(&own).unwrap();
     assert!(host.reason().contains("lies outside the shared memory"), "{}", host.reason());
@@ -256,7 +256,7 @@ fn queues_come_in_pairs() {
     assert_eq!(host.receive_on(1), [frame(60, 1)]);
     assert_eq!(host.sources.len(), 2);
     assert_eq!((host.interface.queues(), host.interface.active_queues()), (2, 2));
-    // A guest that uses one pair gets everything there.
+    // A guest that uses one pair receives all frames there.
     guest.frontend.set_vring_enable(2, false).unwrap();
     assert_eq!(host.interface.active_queues(), 1);
     guest.offer(1);
@@ -265,13 +265,13 @@ fn queues_come_in_pairs() {
 }
 
 #[test]
-fn the_configuration_space_says_what_was_configured() {
+fn the_configuration_space_holds_mac_status_queues_and_mtu() {
     let host = Host::new(1);
     let mut guest = Guest::connect(&host.path, 1);
     let flags = vhost::vhost_user::message::VhostUserConfigFlags::empty();
     let (_, space) = guest.frontend.get_config(0, 12, flags, &[0; 12]).unwrap();
     assert_eq!(space, [0x52, 0x54, 0, 0, 0, 1, 1, 0, 1, 0, 0xdc, 5]);
-    // Beyond its end: answered with size 0 (the crate's front end would wait for more).
+    // Beyond its end: answered with size 0 (the crate's front end would wait for more data).
     guest.send(24, &[60, 8, 0, 0, 0]);
     let mut reply = [0; 24];
     io::Read::read_exact(&mut guest.raw, &mut reply).unwrap();
@@ -293,7 +293,7 @@ fn acknowledged(guest: &mut Guest, code: u32, payload: u64) -> u64 {
 }
 
 #[test]
-fn mtu_and_rarp_are_understood() {
+fn handles_net_set_mtu_and_send_rarp() {
     let mut host = Host::new(1);
     let mut guest = Guest::connect(&host.path, 1);
     assert_eq!(acknowledged(&mut guest, 20, 1500), 0);
@@ -309,9 +309,9 @@ fn mtu_and_rarp_are_understood() {
     assert_eq!(host.stats.in_frames.get(), 2);
 }
 
-/// The front end stops, restarts and remaps while a dispatcher moves frames: nothing is lost, repeated or miscounted.
+/// The front end stops, restarts and remaps rings while a dispatcher moves frames: none is lost, repeated or miscounted.
 #[test]
-fn changes_never_meet_frames_in_flight() {
+fn changes_wait_for_frames_in_flight() {
     let mut host = Host::new(1);
     let mut guest = Guest::connect(&host.path, 1);
     guest.start();

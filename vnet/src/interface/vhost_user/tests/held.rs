@@ -1,10 +1,10 @@
-//! Chains whose memory is read beyond their batch: given back when that is over, whatever ends the ring meanwhile.
+//! Chains held beyond their batch (zero copy): returned when released, whatever ends the ring meanwhile.
 
 use super::*;
 use crate::frame::Hold;
 
 impl Host {
-    /// Takes what waits and holds every frame.
+    /// Receives the waiting frames and holds each one.
     fn receive_held(&mut self) -> Vec<Hold> {
         let mut drops = DropSink::new();
         let burst = receive(&mut *self.sources[0], &mut self.slot, &mut drops, 0);
@@ -20,15 +20,15 @@ fn pair() -> (Host, Guest) {
 }
 
 #[test]
-fn a_guest_gets_held_chains_back_in_order_and_hears_of_it() {
+fn released_chains_return_in_order_and_the_guest_is_notified() {
     let (mut host, mut guest) = pair();
     (1..4).for_each(|seed| guest.transmit(&frame(64, seed)));
     let mut holds = host.receive_held();
     guest.transmit(&frame(64, 4));
-    assert_eq!(host.receive(), [frame(64, 4)], "others go on meanwhile");
+    assert_eq!(host.receive(), [frame(64, 4)], "later frames pass meanwhile");
     assert_eq!(guest.rings[1].collect(&guest.memory), None);
     let _ = guest.calls[1].read();
-    // The second one is done with first.
+    // The second chain is released first.
     drop(holds.remove(1));
     host.source(0).reclaim();
     assert_eq!(guest.rings[1].collect(&guest.memory), None);
@@ -40,13 +40,13 @@ fn a_guest_gets_held_chains_back_in_order_and_hears_of_it() {
     guest.rings[1].set_used_event(&guest.memory, guest.rings[1].used_idx);
     drop(holds);
     host.source(0).reclaim();
-    assert!(guest.calls[1].read().is_ok(), "the guest is told");
+    assert!(guest.calls[1].read().is_ok(), "the guest is notified");
     assert_eq!(guest.rings[1].collect(&guest.memory), Some((2, 0)));
     assert_eq!(guest.rings[1].collect(&guest.memory), Some((3, 0)));
 }
 
 #[test]
-fn a_ring_that_stops_waits_for_what_is_held() {
+fn stopping_a_ring_waits_for_held_chains() {
     let (mut host, mut guest) = pair();
     guest.transmit(&frame(64, 1));
     let holds = host.receive_held();
@@ -55,14 +55,14 @@ fn a_ring_that_stops_waits_for_what_is_held() {
         drop(holds);
     });
     assert_eq!(guest.frontend.get_vring_base(1).unwrap(), 1);
-    assert!(kernel.is_finished(), "it was waited for");
+    assert!(kernel.is_finished(), "the stop waited for it");
     kernel.join().unwrap();
     assert_eq!(guest.rings[1].collect(&guest.memory), Some((0, 0)));
 }
 
-/// What the kernel never tells of stays unused: the ring goes on before it, and its frame is sent once more.
+/// A chain that is never released is not returned: the ring continues before it, and its frame is sent again.
 #[test]
-fn a_ring_stops_without_what_is_held_for_ever() {
+fn a_ring_stops_without_chains_that_are_never_released() {
     let (mut host, mut guest) = pair();
     (1..3).for_each(|seed| guest.transmit(&frame(64, seed)));
     let mut holds = host.receive_held();
@@ -75,17 +75,17 @@ fn a_ring_stops_without_what_is_held_for_ever() {
     guest.start_ring(1);
     let again = host.receive();
     assert_eq!(again, [frame(64, 2)]);
-    // Its memory was unmapped or not: what is let go now belongs to a ring that is no more.
+    // Releasing it now has no effect: its ring is gone.
     assert_eq!(guest.rings[1].collect(&guest.memory), Some((1, 0)));
     drop(holds);
     host.source(0).reclaim();
     assert_eq!(guest.rings[1].collect(&guest.memory), None);
 }
 
-/// The front end goes, and with it the guest's memory, while the kernel still reads. Its rings are written to no more: a machine
-/// monitor gives what stands in them back itself (QEMU does), and so may whoever serves them next.
+/// The front end disconnects, and with it the guest's memory, while the kernel still reads. The rings are not written any more: the
+/// machine monitor returns their chains itself (QEMU does), or the next back end does.
 #[test]
-fn a_guest_may_go_while_its_memory_is_held() {
+fn a_guest_can_disconnect_while_its_memory_is_held() {
     let (mut host, mut guest) = pair();
     guest.transmit(&frame(64, 1));
     let holds = host.receive_held();
@@ -108,9 +108,9 @@ fn a_guest_may_go_while_its_memory_is_held() {
     assert_eq!(guest.rings[1].collect(&guest.memory), Some((0, 0)));
 }
 
-/// When the interface stops, the chains come back before the front end hears of it.
+/// When the interface stops, held chains return before the connection ends.
 #[test]
-fn an_interface_that_stops_waits_for_what_is_held() {
+fn stopping_an_interface_waits_for_held_chains() {
     let (mut host, mut guest) = pair();
     guest.transmit(&frame(64, 1));
     let holds = host.receive_held();
@@ -119,7 +119,7 @@ fn an_interface_that_stops_waits_for_what_is_held() {
         drop(holds);
     });
     host.interface.stop();
-    assert!(kernel.is_finished(), "it was waited for");
+    assert!(kernel.is_finished(), "the stop waited for it");
     assert_eq!(guest.rings[1].collect(&guest.memory), Some((0, 0)));
     assert!(guest.is_closed());
 }

@@ -1,4 +1,4 @@
-//! Frames that are written straight into a guest's buffers by whoever has them.
+//! Frames written directly into a guest's posted buffers (receive in place).
 
 use super::*;
 use crate::frame::Room;
@@ -15,7 +15,7 @@ fn pair() -> (Host, Guest) {
 }
 
 impl Host {
-    /// Has `bytes` written into the room that the guest offers, and then says `landed`.
+    /// Writes `bytes` into the guest's posted buffers and reports `landed`.
     fn land(&self, bytes: &[u8], offload: &Offload, landed: bool) -> (bool, usize) {
         let mut asked = 0;
         let given = self.interface.land().unwrap().land(0, offload, bytes.len(), &mut |room: &[Room]| {
@@ -27,7 +27,7 @@ impl Host {
                 unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), part.as_ptr(), now.len()) };
                 rest = later;
             }
-            assert!(rest.is_empty(), "room for exactly the frame");
+            assert!(rest.is_empty(), "room exactly for the frame");
             landed
         });
         (given, asked)
@@ -35,14 +35,14 @@ impl Host {
 }
 
 #[test]
-fn a_frame_is_the_guests_when_it_has_landed() {
+fn a_landed_frame_is_delivered() {
     let (mut host, mut guest) = pair();
     guest.offer(8);
     let large = frame(9014, 7);
     assert_eq!(host.land(&large, &Offload::default(), true), (true, 1));
     host.deliver(0, &frame(64, 1));
-    assert!(guest.calls[0].read().is_ok(), "the guest is told");
-    // Three buffers of a page: the first with the header before it, which says so.
+    assert!(guest.calls[0].read().is_ok(), "the guest is notified");
+    // Three buffers of one page; num_buffers in the header tells so.
     let at = ARENA + 0x20_0000;
     assert_eq!(guest.memory.read(at + 10, 2), [3, 0]);
     let whole: Vec<u8> = (0..3)
@@ -52,7 +52,7 @@ fn a_frame_is_the_guests_when_it_has_landed() {
         })
         .collect();
     assert!(whole[12..] == large);
-    assert_eq!(guest.read(), Some(frame(64, 1)), "what follows comes behind it");
+    assert_eq!(guest.read(), Some(frame(64, 1)), "later frames follow it");
     assert_eq!(
         (host.stats.out_frames.get(), host.stats.out_bytes.get(), host.stats.drops_total()),
         (2, 9078, 0)
@@ -60,22 +60,22 @@ fn a_frame_is_the_guests_when_it_has_landed() {
 }
 
 #[test]
-fn what_has_not_landed_was_never_there() {
+fn a_frame_that_did_not_land_leaves_no_trace() {
     let (mut host, mut guest) = pair();
     guest.offer(3);
     for _ in 0..3 {
         assert_eq!(host.land(&frame(9000, 9), &Offload::default(), false), (false, 1));
     }
     assert_eq!(guest.read(), None);
-    assert!(guest.calls[0].read().is_err(), "and nobody is told");
-    // Its buffers serve the next one.
+    assert!(guest.calls[0].read().is_err(), "no notification either");
+    // Its buffers hold the next frame.
     host.deliver(0, &frame(1000, 2));
     assert_eq!(guest.read(), Some(frame(1000, 2)));
     assert_eq!(host.stats.out_frames.get(), 1);
 }
 
 #[test]
-fn room_is_lent_only_for_what_the_guest_takes() {
+fn lends_room_only_for_frames_the_guest_accepts() {
     let (mut host, mut guest) = pair();
     assert_eq!(host.land(&frame(5000, 1), &Offload::default(), true), (false, 0), "no buffers");
     guest.offer(1);
@@ -93,17 +93,17 @@ fn room_is_lent_only_for_what_the_guest_takes() {
     assert_eq!(
         host.land(&frame(20_000, 1), &super_frame, true),
         (false, 0),
-        "it did not ask for super-frames"
+        "it did not negotiate super-frames"
     );
-    assert_eq!(host.stats.drops_total(), 0, "nothing is dropped: it goes another way");
+    assert_eq!(host.stats.drops_total(), 0, "not dropped: the caller delivers it the ordinary way");
     guest.frontend.get_vring_base(0).unwrap();
     assert_eq!(host.land(&frame(5000, 1), &Offload::default(), true), (false, 0), "no ring");
     assert!(!host.receive().iter().any(|_| true));
 }
 
-/// A chain that is refused is given back, and the ring is good for others.
+/// A malformed chain is returned, and the ring stays usable.
 #[test]
-fn a_bad_chain_is_given_back() {
+fn a_bad_chain_is_returned() {
     let (host, mut guest) = pair();
     guest.rings[0].add(&guest.memory, &[(u64::MAX, 0x1000, DESC_WRITE)]).unwrap();
     guest.offer(4);

@@ -1,4 +1,4 @@
-//! A real front end (crate `vhost`'s) over a real socket, with a mock driver behind it.
+//! A real front end (crate `vhost`) over a real socket, with a mock driver behind it.
 
 mod flow;
 mod held;
@@ -7,6 +7,7 @@ mod landing;
 mod optimistic;
 mod sockets;
 
+use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -29,11 +30,11 @@ use crate::stats::DropReason;
 use crate::wire::offload::Offload;
 
 const SIZE: u16 = 64;
-/// Where the vrings' memory begins, one after the other.
+/// Bytes of guest memory per vring.
 const RING_SPACE: u64 = 0x2000;
-/// Buffers begin here, one a page.
+/// Guest address of the first buffer, one buffer per page.
 const ARENA: u64 = GUEST_BASE + 8 * RING_SPACE;
-/// What a Linux guest under QEMU takes.
+/// Features that a Linux guest under QEMU accepts.
 const LINUX: u64 = VERSION_1 | MRG_RXBUF | EVENT_IDX | INDIRECT_DESC | CSUM | GUEST_CSUM;
 
 fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
@@ -44,7 +45,7 @@ fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// An interface and the dispatcher's things.
+/// An interface with the dispatcher's state.
 struct Host {
     _folder: Option<tempfile::TempDir>,
     path: PathBuf,
@@ -79,7 +80,7 @@ impl Host {
         &mut *self.sources[queue]
     }
 
-    /// Takes what a queue has, as plain frames.
+    /// Receives the waiting frames of a queue as bytes.
     fn receive_on(&mut self, queue: usize) -> Vec<Vec<u8>> {
         let (source, mut drops) = (&mut *self.sources[queue], DropSink::new());
         let burst = receive(source, &mut self.slot, &mut drops, 0);
@@ -117,7 +118,7 @@ impl Host {
     }
 }
 
-/// A guest: memory, one driver's end of each vring, and its front end.
+/// A guest: memory, the driver's side of each vring, and the front end.
 struct Guest {
     memory: MockMemory,
     rings: Vec<MockRing>,
@@ -170,7 +171,7 @@ impl Guest {
     /// SET_FEATURES, SET_MEM_TABLE, then each ring at its driver's used index: vhost_dev_start in QEMU.
     fn start(&mut self) {
         for index in 0..self.rings.len() {
-            // QEMU enables before it sets features, which crate vhost's front end would refuse to send.
+            // QEMU enables rings before it sets features, which crate vhost's front end refuses to send.
             self.send(18, &[index as u32, 1]);
         }
         self.frontend.set_features(self.features).unwrap();
@@ -203,7 +204,7 @@ impl Guest {
         self.frontend.set_vring_addr(index, &data).unwrap();
     }
 
-    /// A message of 32-bit words without acknowledgement.
+    /// Sends a message of 32-bit words without requesting an acknowledgement.
     fn send(&mut self, code: u32, words: &[u32]) {
         let header = [code, 1, 4 * words.len() as u32];
         let bytes: Vec<u8> = header.iter().chain(words).flat_map(|w| w.to_ne_bytes()).collect();
@@ -224,7 +225,7 @@ impl Guest {
         self.transmit_on(1, frame);
     }
 
-    /// Offers `count` receive buffers of a page each.
+    /// Posts `count` receive buffers of one page each.
     fn offer(&mut self, count: u16) {
         for _ in 0..count {
             let at = ARENA + 0x20_0000 + 0x1000 * u64::from(self.rings[0].avail_idx % 512);
@@ -233,7 +234,7 @@ impl Guest {
         self.rings[0].publish(&self.memory);
     }
 
-    /// The next frame that was delivered, header cut off.
+    /// The next delivered frame without its header.
     fn read(&mut self) -> Option<Vec<u8>> {
         let slot = self.rings[0].used_idx;
         let (_, len) = self.rings[0].collect(&self.memory)?;
@@ -242,14 +243,14 @@ impl Guest {
         Some(self.memory.read(at, len as usize).split_off(header))
     }
 
-    /// True when the connection was closed by the other side.
+    /// True if the other side has closed the connection.
     fn is_closed(&mut self) -> bool {
         self.raw.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
         let mut byte = [0; 64];
         loop {
             match io::Read::read(&mut self.raw, &mut byte) {
                 Ok(0) => return true,
-                // Acknowledgements sent before.
+                // Earlier acknowledgements.
                 Ok(_) => continue,
                 Err(error) => return error.kind() == io::ErrorKind::ConnectionReset,
             }

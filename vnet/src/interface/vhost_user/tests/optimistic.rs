@@ -1,9 +1,9 @@
-//! Optimistic interrupts through a whole interface: when the guest's eventfd is signalled, and that nothing is forgotten.
+//! Optimistic interrupts through a whole interface: when the guest's eventfd is signalled, and that no notification is lost.
 
 use super::*;
 use crate::interface::interrupts::{InterruptSettings, Interrupts};
 
-/// Optimistic from the first byte on, with the bounds of the receive density that make it too cold always, or just right.
+/// Early interrupts from the first byte on; thresholds make every receive density too cold, or just right.
 fn optimistic(always_cold: bool) -> InterruptSettings {
     let density_low = if always_cold { u64::MAX } else { 0 };
     InterruptSettings {
@@ -14,7 +14,7 @@ fn optimistic(always_cold: bool) -> InterruptSettings {
     }
 }
 
-/// A guest that has been notified once, has looked, and waits for the next frame.
+/// A guest that was notified once, emptied its ring, and waits for the next frame.
 fn waiting(settings: InterruptSettings) -> (Host, Guest) {
     let mut host = Host::new(1);
     let mut guest = Guest::connect(&host.path, 1);
@@ -28,12 +28,12 @@ fn waiting(settings: InterruptSettings) -> (Host, Guest) {
     (host, guest)
 }
 
-/// How often the guest was notified since it was asked last.
+/// Notifications to the guest since the last call.
 fn calls(guest: &Guest) -> u64 {
     guest.calls[0].read().unwrap_or(0)
 }
 
-/// The guest takes all there is and asks to be notified of the next frame; returns how many it took.
+/// The guest consumes all frames and asks for a notification of the next one. Returns the number consumed.
 fn wait_for_next(guest: &mut Guest) -> usize {
     let mut taken = 0;
     while guest.read().is_some() {
@@ -44,7 +44,7 @@ fn wait_for_next(guest: &mut Guest) -> usize {
 }
 
 #[test]
-fn the_guest_hears_early_and_not_again_if_it_came_in_time() {
+fn an_early_interrupt_in_time_is_the_only_one() {
     let (mut host, mut guest) = waiting(optimistic(true));
     for round in 1..=5 {
         host.deliver(0, &frame(60, round));
@@ -62,18 +62,18 @@ fn the_guest_hears_early_and_not_again_if_it_came_in_time() {
 }
 
 #[test]
-fn a_guest_that_looked_too_early_is_notified_again() {
+fn a_premature_early_interrupt_is_repeated() {
     let (mut host, mut guest) = waiting(optimistic(true));
     host.deliver(0, &frame(60, 1));
     assert_eq!(calls(&guest), 1);
     assert!(host.interface.coalesce().unwrap().end_of_coalescing(0));
-    // It has been there, found nothing and waits at the same place: that looks as if it had not been there.
+    // A guest that looked, found nothing and waits at the same index looks like one that has not looked.
     host.interface.coalesce().unwrap().check(0);
     assert_eq!(calls(&guest), 1);
     assert_eq!(wait_for_next(&mut guest), 1);
     let stats = &host.stats.interrupts;
     assert_eq!((stats.early_premature.get(), stats.coalesced_injected.get()), (1, 1));
-    // Between the bounds it does not come to that.
+    // Between the thresholds the guest is notified at the end anyway.
     host.interface.coalesce().unwrap().set_interrupts(optimistic(false));
     host.deliver(0, &frame(60, 2));
     assert!(!host.interface.coalesce().unwrap().end_of_coalescing(0));
@@ -81,16 +81,16 @@ fn a_guest_that_looked_too_early_is_notified_again() {
 }
 
 #[test]
-fn a_guest_with_notifications_off_is_not_disturbed() {
+fn a_polling_guest_is_not_interrupted() {
     let (mut host, mut guest) = waiting(optimistic(true));
     let here = guest.rings[0].used_idx;
     guest.rings[0].set_used_event(&guest.memory, here.wrapping_sub(1));
     host.deliver(0, &frame(60, 1));
-    assert!(!host.interface.coalesce().unwrap().end_of_coalescing(0), "it looks by itself");
+    assert!(!host.interface.coalesce().unwrap().end_of_coalescing(0), "it polls");
     assert_eq!(calls(&guest), 0);
     assert_eq!(host.stats.interrupts.early_discarded.get(), 1);
     assert_eq!(wait_for_next(&mut guest), 1);
-    // Off when the frame came and on before the end: that is what the end is for.
+    // Notifications off when the frame came and on before the end of coalescing: notified at the end.
     let here = guest.rings[0].used_idx;
     guest.rings[0].set_used_event(&guest.memory, here.wrapping_sub(1));
     host.deliver(0, &frame(60, 2));
@@ -100,9 +100,9 @@ fn a_guest_with_notifications_off_is_not_disturbed() {
     assert_eq!(host.stats.interrupts.coalesced_injected.get(), 1);
 }
 
-/// Whatever ends the ring or the settings between delivery and end of coalescing: the guest hears of what it was given.
+/// Whatever changes between delivery and end of coalescing, the guest is notified of delivered frames.
 #[test]
-fn nothing_is_owed_when_things_change() {
+fn changes_settle_owed_notifications() {
     type Change = fn(&mut Host, &mut Guest);
     let changes: [(&str, Change); 4] = [
         ("direct again", |host, _| {
@@ -110,7 +110,7 @@ fn nothing_is_owed_when_things_change() {
         }),
         ("stopped", |_, guest| assert_eq!(guest.frontend.get_vring_base(0).unwrap(), 2)),
         ("disabled", |_, guest| guest.frontend.set_vring_enable(0, false).unwrap()),
-        ("mapped anew", |_, guest| drop(guest.frontend.set_mem_table(&[guest.region()]).unwrap())),
+        ("remapped", |_, guest| drop(guest.frontend.set_mem_table(&[guest.region()]).unwrap())),
     ];
     for (what, change) in changes {
         let (mut host, mut guest) = waiting(optimistic(true));

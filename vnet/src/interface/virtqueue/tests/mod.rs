@@ -1,4 +1,4 @@
-//! Rings between a mock driver and the device: everything that goes in comes out, and what must not get in does not.
+//! A mock driver against the device: frames pass unchanged, and attacks are refused.
 
 mod hostile;
 mod traffic;
@@ -6,7 +6,7 @@ mod traffic;
 use std::collections::HashMap;
 
 use super::mock::{GUEST_BASE, MockMemory, MockRing, USER_BASE, bytes_of};
-use super::net::{BUFFERS_MAX, Format, Giver, LEGACY_HDR_LEN, Owner, Taken, take};
+use super::net::{BUFFERS_MAX, Format, Giver, LEGACY_HDR_LEN, Owner, TakenChains, take};
 use super::split::needs_event;
 use super::*;
 use crate::frame::{Batch, DropSink, FRAME_MAX, NetworkId, PortId, Segment, Selection};
@@ -14,20 +14,20 @@ use crate::stats::{DropReason, PortStats};
 use crate::wire::offload::{Accepts, F_DATA_VALID, F_NEEDS_CSUM, GSO_TCPV4, Offload};
 
 const SIZE: u16 = 16;
-/// Where buffers begin, behind any ring of the tests.
+/// Guest address of the first buffer, behind all rings of the tests.
 const ARENA: u64 = GUEST_BASE + 0x4000;
-/// Bytes of each chain's own part of the arena.
+/// Bytes of the arena per chain.
 const SLOT: u64 = 0x1_4000;
 const MODERN: Format = Format { header_len: 12, mergeable: true, accepts: Accepts::ALL };
 
-/// A driver's and a device's end of one ring.
+/// The driver's and the device's side of one ring.
 struct Pair {
     mock: MockMemory,
     driver: MockRing,
     ring: Ring,
     stats: PortStats,
     batch: Batch,
-    taken: Taken,
+    taken: TakenChains,
     giver: Giver,
     slots: u64,
 }
@@ -37,17 +37,17 @@ impl Pair {
         let mock = MockMemory::new(0x4000 + SLOT * 64);
         let driver = MockRing::new(&mock, GUEST_BASE, SIZE, start);
         let ring = Ring::new(mock.map(), &driver.config(event_idx, true), None).unwrap();
-        let (batch, taken, giver) = (Batch::new(), Taken::default(), Giver::default());
+        let (batch, taken, giver) = (Batch::new(), TakenChains::default(), Giver::default());
         Pair { mock, driver, ring, stats: PortStats::default(), batch, taken, giver, slots: 0 }
     }
 
-    /// A place in the arena for the next chain's buffers; comes again after 64 chains.
+    /// Guest address for the next chain's buffers; reused after 64 chains.
     fn slot(&mut self) -> u64 {
         self.slots += 1;
         ARENA + self.slots % 64 * SLOT
     }
 
-    /// Offers `bytes` cut at `cuts`, as one chain.
+    /// Adds `bytes`, split at `cuts`, as one chain.
     fn send(&mut self, bytes: &[u8], cuts: &[usize], indirect: bool) -> Option<u16> {
         let slot = self.slot();
         let mut at = slot + if indirect { 0x1000 } else { 0 };
@@ -56,7 +56,7 @@ impl Pair {
         for pair in cuts.windows(2) {
             let part = &bytes[pair[0]..pair[1]];
             self.mock.write(at, part);
-            // An empty buffer may point anywhere.
+            // The address of an empty buffer is ignored.
             let addr = if part.is_empty() { u64::MAX } else { at };
             chain.push((addr, part.len() as u32, 0));
             at += part.len() as u64;
@@ -92,7 +92,7 @@ impl Pair {
         self.batch.frames().iter().map(copy).collect()
     }
 
-    /// Has one transmit chain of arbitrary descriptors taken and given back; returns what it was counted as.
+    /// Takes and returns one transmit chain of arbitrary descriptors. Returns the drop reason counted.
     fn refused_as(&mut self, chain: &[(u64, u32, u16)]) -> Option<DropReason> {
         let count = |s: &PortStats| DropReason::ALL.iter().map(|r| s.drops(*r)).collect::<Vec<_>>();
         let before = count(&self.stats);
@@ -146,7 +146,7 @@ fn table(mock: &MockMemory, at: u64, chain: &[(u64, u32, u16)]) {
     }
 }
 
-/// What a receive chain of two buffers holds: its slot and the first one's room are in `buffers`.
+/// Contents of a receive chain of two buffers, whose slot and size of the first buffer are in `buffers`.
 fn contents(mock: &MockMemory, buffers: &HashMap<u16, (u64, usize)>, (head, len): (u16, u32)) -> Vec<u8> {
     let (slot, room) = buffers[&head];
     let (len, part) = (len as usize, (len as usize).min(room));
@@ -157,7 +157,7 @@ fn bytes(len: usize, seed: usize) -> Vec<u8> {
     (0..len).map(|i| (i * 7 + i / 256 + seed * 31) as u8).collect()
 }
 
-/// A frame behind an empty header of `header_len` bytes.
+/// A frame after an all-zero header of `header_len` bytes.
 fn with_header(frame: &[u8], header_len: usize) -> Vec<u8> {
     [&vec![0; header_len], frame].concat()
 }

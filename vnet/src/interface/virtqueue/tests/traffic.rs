@@ -1,4 +1,4 @@
-//! Guests that keep the rules: what they send and read, how they are notified, what is done for them.
+//! Well-behaved guests: sending, receiving, notifications, offloads finished in software, dirty logging.
 
 use std::collections::VecDeque;
 
@@ -15,10 +15,9 @@ fn shape() -> impl Strategy<Value = (usize, Vec<usize>, bool)> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// Random frames in random chains come out as they went in, in order, each descriptor given back exactly once, and
-    /// indices wrap without anybody noticing.
+    /// Random frames in random chains arrive unchanged and in order, each descriptor is returned exactly once, and indices wrap.
     #[test]
-    fn what_a_guest_sends_is_what_comes_out(
+    fn sent_frames_arrive_unchanged(
         shapes in prop::collection::vec(shape(), 1..80),
         start in prop_oneof![any::<u16>(), Just(u16::MAX - 3)],
         event_idx: bool,
@@ -59,12 +58,11 @@ proptest! {
         prop_assert_eq!(pair.ring.position(), start.wrapping_add(sent.len() as u16));
     }
 
-    /// Random frames put into random receive chains are read back by the driver as they were, in order, or were dropped
-    /// for want of room, which is counted.
+    /// The driver reads random frames from random receive chains unchanged and in order; frames without room are counted as dropped.
     #[test]
-    fn what_is_given_is_what_the_guest_reads(
+    fn delivered_frames_are_read_unchanged(
         lens in prop::collection::vec(prop_oneof![14usize..100, 100usize..9000], 1..60),
-        // The first chain of a frame holds its header, in one buffer or two.
+        // The first chain of a frame holds its header, in one or two buffers.
         rooms in prop::collection::vec((1u32..3000, 11u32..3000, any::<bool>()), 4..16),
         start in any::<u16>(),
         mergeable: bool,
@@ -76,7 +74,7 @@ proptest! {
         let mut expected = VecDeque::new();
         let mut read = 0;
         for (seed, len) in lens.iter().enumerate() {
-            // Refill: chains of one or two buffers, or an indirect table of two.
+            // Refill with chains of two buffers, direct or in an indirect table.
             loop {
                 let (first, second, indirect) = rooms[next_room % rooms.len()];
                 let slot = pair.slot();
@@ -94,7 +92,7 @@ proptest! {
             let frame = bytes(*len, seed);
             expected.push_back(frame.clone());
             pair.give(&format, &[(frame, Offload::default())]).unwrap();
-            // The driver reads: num_buffers chains are one frame.
+            // The driver reads num_buffers chains per frame.
             while let Some(first) = pair.driver.collect(&pair.mock) {
                 let mut frame = contents(&pair.mock, &buffers, first);
                 let num_buffers = u16::from_le_bytes([frame[10], frame[11]]);
@@ -107,7 +105,7 @@ proptest! {
                 while expected.front().is_some_and(|e| *e != got) {
                     expected.pop_front();
                 }
-                prop_assert!(expected.pop_front().is_some(), "a frame nobody sent");
+                prop_assert!(expected.pop_front().is_some(), "a frame that was not sent");
                 read += 1;
             }
         }
@@ -117,8 +115,8 @@ proptest! {
         prop_assert_eq!(stats.drops_total(), stats.drops(DropReason::NoBuffer));
     }
 
-    /// Whoever sleeps is woken: a driver that kicks only when asked and a device that arms before it sleeps never lose a
-    /// chain, and neither does a driver that sleeps on used entries.
+    /// No lost wake-up: neither a device that arms before it sleeps, with a driver that kicks only if asked, nor a driver that
+    /// sleeps until it is interrupted.
     #[test]
     fn suppressed_notifications_lose_no_wakeup(
         steps in prop::collection::vec((0u8..4, 1u16..5), 1..200),
@@ -128,14 +126,14 @@ proptest! {
         let mut pair = Pair::new(start, event_idx);
         let wire = with_header(&bytes(60, 1), 12);
         let (mut asleep, mut kicked, mut kicked_at) = (false, false, start);
-        // The driver waits for used entries from here on, or does not wait.
+        // Used index from which the driver waits, if it waits.
         let mut waiting: Option<u16> = None;
         let mut interrupted = false;
         pair.driver.set_used_event(&pair.mock, start.wrapping_sub(1));
         pair.ring.disarm();
         for (step, amount) in steps {
             match step {
-                // The driver adds chains and kicks when the device asked for it.
+                // The driver adds chains and kicks if the device asked for it.
                 0 => {
                     for _ in 0..amount {
                         pair.send(&wire, &[], false);
@@ -148,7 +146,7 @@ proptest! {
                         pair.driver.used_flags(&pair.mock) & USED_NO_NOTIFY == 0
                     };
                 }
-                // The device works a burst, when it is awake.
+                // The device processes a burst if it is awake.
                 1 => {
                     if asleep && kicked {
                         (asleep, kicked) = (false, false);
@@ -159,12 +157,12 @@ proptest! {
                         interrupted |= pair.taken.give_back(&mut pair.ring);
                     }
                 }
-                // The device goes to sleep, if nothing waits.
+                // The device goes to sleep if no chain waits.
                 2 => if !asleep && pair.ring.arm() {
                     prop_assert_eq!(pair.ring.position(), pair.driver.avail_idx);
                     (asleep, kicked) = (true, false);
                 },
-                // The driver collects what is there and waits for more.
+                // The driver collects used entries and waits for more.
                 _ => {
                     while pair.driver.collect(&pair.mock).is_some() {}
                     pair.driver.set_used_event(&pair.mock, pair.driver.used_idx);
@@ -173,9 +171,9 @@ proptest! {
                 }
             }
             let work = pair.ring.position() != pair.driver.avail_idx;
-            prop_assert!(!(asleep && work) || kicked, "the device sleeps over waiting chains");
+            prop_assert!(!(asleep && work) || kicked, "the device sleeps while chains wait");
             let done = waiting.is_some_and(|from| pair.ring.position() != from);
-            prop_assert!(!done || interrupted, "the driver sleeps over used chains");
+            prop_assert!(!done || interrupted, "the driver sleeps while used chains wait");
         }
     }
 }
@@ -195,19 +193,19 @@ fn a_ring_continues_at_its_used_index() {
     let mut pair = Pair::new(40, true);
     let wire = with_header(&bytes(60, 1), 12);
     let heads: Vec<_> = (0..3).map(|_| pair.send(&wire, &[], false).unwrap()).collect();
-    // All are taken and the first is completed when the back end dies; the front end knows only the used index.
+    // The back end dies after taking all chains and completing the first; the front end knows only the used index.
     assert_eq!(pair.take(&MODERN), Ok(3));
     pair.ring.complete(heads[0], 0);
     pair.ring.publish();
     let config = RingConfig { base: 43, ..pair.driver.config(true, true) };
     pair.ring = Ring::new(pair.mock.map(), &config, None).unwrap();
-    pair.taken = Taken::default();
+    pair.taken = TakenChains::default();
     assert_eq!(pair.ring.position(), 41);
     assert_eq!(pair.take(&MODERN), Ok(2));
 }
 
 #[test]
-fn a_header_may_be_spread_over_chains() {
+fn the_header_may_span_chains() {
     let mut pair = Pair::new(0, true);
     let slots: Vec<_> = (0..4).map(|_| pair.slot()).collect();
     for (slot, room) in slots.iter().zip([1, 10, 2, 100]) {
@@ -223,7 +221,7 @@ fn a_header_may_be_spread_over_chains() {
 }
 
 #[test]
-fn frames_are_finished_for_guests_that_cannot() {
+fn offloads_are_finished_for_guests_that_lack_them() {
     let plain = Format { accepts: Accepts::NOTHING, ..MODERN };
     let mut pair = Pair::new(0, false);
     for _ in 0..4 {
@@ -231,7 +229,7 @@ fn frames_are_finished_for_guests_that_cannot() {
         pair.driver.add(&pair.mock, &[(slot, 4000, DESC_WRITE)]);
     }
     let slot = ARENA + SLOT;
-    // A partial checksum is completed; DATA_VALID is not told to a guest that does not know it.
+    // A partial checksum is completed; DATA_VALID is cleared for a guest without GUEST_CSUM.
     let partial = Offload { flags: F_NEEDS_CSUM, csum_start: 14, csum_offset: 2, ..Offload::default() };
     let mut frame = vec![0; 60];
     frame[14] = 0x12;
@@ -242,7 +240,7 @@ fn frames_are_finished_for_guests_that_cannot() {
     let valid = Offload { flags: F_DATA_VALID, ..Offload::default() };
     pair.give(&plain, &[(frame.clone(), valid)]).unwrap();
     assert_eq!(pair.mock.read(slot + SLOT, 1), [0]);
-    // Who accepts it gets the partial checksum as it is.
+    // A guest with GUEST_CSUM gets the partial checksum unchanged.
     pair.give(&MODERN, &[(frame.clone(), partial)]).unwrap();
     assert_eq!(pair.mock.read(slot + 2 * SLOT, 12), partial.to_virtio(1));
     // A super-frame that cannot be cut, and a frame above the MTU.
@@ -264,7 +262,7 @@ fn dirty_pages_are_logged() {
     let log = std::sync::Arc::new(dirty::DirtyLog::map(&file, 0, 0x1000).unwrap());
     let config = RingConfig { used_log: Some(driver.used()), ..driver.config(true, true) };
     let mut ring = Ring::new(mock.map(), &config, Some(log)).unwrap();
-    // Two pages of buffer, of which the frame reaches into the second.
+    // A buffer across two pages, with a frame that reaches into the second.
     driver.add(&mock, &[(0x5f00, 0x2000, DESC_WRITE)]);
     driver.publish(&mock);
     let stats = PortStats::default();
@@ -286,27 +284,27 @@ fn dirty_pages_are_logged() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
-    /// Chains go back strictly in order and never while their memory is held, whatever is held for how long; the ring never
-    /// has more of them out than places, and all go back in the end.
+    /// Chains return strictly in order and never while their memory is held; never more than the queue size are outstanding, and
+    /// all return in the end.
     #[test]
-    fn held_chains_go_back_in_order(
+    fn held_chains_return_in_order(
         start: u16,
         steps in prop::collection::vec((1u16..=SIZE, any::<u64>(), any::<u64>()), 1..40),
     ) {
         let mut pair = Pair::new(start, true);
         let wire = with_header(&bytes(200, 3), 12);
-        // The driver's chains in order, and who holds them: none, or up to two holds.
+        // The driver's chains in order, each with up to two holds.
         let mut out: VecDeque<(u16, Vec<crate::frame::Hold>)> = VecDeque::new();
         let mut sent = VecDeque::new();
         for (count, held, let_go) in steps {
-            // Without a free descriptor the guest waits.
+            // Without a free descriptor the guest skips the frame.
             sent.extend((0..count).filter_map(|_| pair.send(&wire, &[], false)));
             let taken = pair.take(&MODERN).unwrap();
             prop_assert_eq!(sent.len(), taken);
             for n in 0..taken {
                 let frame = *pair.batch.frame(n);
                 let holds = (held >> (2 * n) & 3) % 3;
-                // What comes when half the ring is kept cannot be held.
+                // Frames taken while half the ring is kept cannot be held.
                 let holds = (0..holds).filter_map(|_| pair.batch.hold(&frame)).collect();
                 out.push_back((sent.pop_front().unwrap(), holds));
             }
@@ -322,7 +320,7 @@ proptest! {
                 let (expected, holds) = out.pop_front().unwrap();
                 prop_assert_eq!((head, len, holds.len()), (expected, 0, 0));
             }
-            prop_assert!(out.front().is_none_or(|(_, holds)| !holds.is_empty()), "nothing is kept without need");
+            prop_assert!(out.front().is_none_or(|(_, holds)| !holds.is_empty()), "only held chains, and those behind them, are kept");
             prop_assert_eq!(pair.taken.is_held(), !out.is_empty());
             prop_assert_eq!(usize::from(pair.ring.position().wrapping_sub(pair.ring.completed())), out.len());
         }

@@ -2,9 +2,8 @@
 
 use std::ffi::CString;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
-use super::local::{LocalError, LocalOptions, Opened, own};
 use crate::frame::FRAME_MAX;
 use crate::wire::ethernet::{ETHERTYPE_VLAN, Mac, VLAN_TAG_LEN};
 use crate::wire::offload::{Offload, VIRTIO_NET_HDR_LEN};
@@ -25,11 +24,52 @@ const PACKET_IGNORE_OUTGOING: libc::c_int = 23;
 const VLAN_VALID: u32 = 1 << 4;
 const TPID_VALID: u32 = 1 << 6;
 
+/// Why a local network could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum LocalError {
+    /// The namespace does not exist or may not be entered.
+    #[error("cannot enter network namespace '{0}': {1}; is it there ('ip netns list'), and is vnetd root?")]
+    Netns(String, #[source] io::Error),
+    /// The device does not exist.
+    #[error("there is no device '{0}'; the local network needs an existing one, see 'ip link'")]
+    NoDevice(String),
+    /// The kernel refused a step of opening the device.
+    #[error("cannot {step} device '{device}': {error}{hint}")]
+    Step {
+        /// The step, as a verb.
+        step: &'static str,
+        /// The device.
+        device: String,
+        /// The kernel's error.
+        error: io::Error,
+        /// A hint for the user, or empty.
+        hint: &'static str,
+    },
+}
+
+/// A bound packet socket, and properties of its device.
+pub(super) struct PacketSocket {
+    pub(super) socket: OwnedFd,
+    /// The device's interface index.
+    pub(super) index: libc::c_int,
+    pub(super) mac: Mac,
+    pub(super) mtu: usize,
+}
+
+/// Takes ownership of a file descriptor that the kernel just created.
+fn own(fd: libc::c_int) -> io::Result<OwnedFd> {
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel just created this descriptor; nothing else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
 /// Opens the device in the network namespace of the calling thread.
-pub(super) fn open(options: &LocalOptions) -> Result<Opened, LocalError> {
-    let device: String = options.device.chars().take(64).collect();
+pub(super) fn open(device_name: &str, promiscuous: bool) -> Result<PacketSocket, LocalError> {
+    let device: String = device_name.chars().take(64).collect();
     let no_device = || LocalError::NoDevice(device.clone());
-    let name = CString::new(options.device.as_str()).map_err(|_| no_device())?;
+    let name = CString::new(device_name).map_err(|_| no_device())?;
     // SAFETY: `name` is a zero-terminated string that lives across the call.
     let index = unsafe { libc::if_nametoindex(name.as_ptr()) } as libc::c_int;
     if index == 0 {
@@ -56,11 +96,11 @@ pub(super) fn open(options: &LocalOptions) -> Result<Opened, LocalError> {
             .or_else(|_| set(&socket, libc::SOL_SOCKET, unprivileged, SOCKET_BUFFER))
             .map_err(|e| fail("set up", e))?;
     }
-    let kind = if options.promiscuous { libc::PACKET_MR_PROMISC } else { libc::PACKET_MR_ALLMULTI };
+    let kind = if promiscuous { libc::PACKET_MR_PROMISC } else { libc::PACKET_MR_ALLMULTI };
     set_membership(&socket, index, kind, Mac::default(), true).map_err(|e| fail("listen on", e))?;
-    let (mac, mtu) = mac_and_mtu(&socket, &options.device).map_err(|e| fail("look at", e))?;
+    let (mac, mtu) = mac_and_mtu(&socket, device_name).map_err(|e| fail("look at", e))?;
     bind(&socket, index).map_err(|e| fail("bind to", e))?;
-    Ok(Opened { socket, index, mac, mtu })
+    Ok(PacketSocket { socket, index, mac, mtu })
 }
 
 fn set(socket: &OwnedFd, level: libc::c_int, option: libc::c_int, value: libc::c_int) -> io::Result<()> {
@@ -175,7 +215,7 @@ pub(super) struct Packet<'a> {
 }
 
 /// Buffers for one `recvmmsg`, and the packets received.
-pub(super) struct Burst {
+pub(super) struct PacketBurst {
     memory: Box<[u8]>,
     names: Box<[libc::sockaddr_ll]>,
     virtio: Box<[[u8; VIRTIO_NET_HDR_LEN]]>,
@@ -188,10 +228,10 @@ pub(super) struct Burst {
 
 // SAFETY: the pointers in `slices` and `headers` point into the boxes beside them and are written anew before each use,
 // through `&mut self`.
-unsafe impl Send for Burst {}
+unsafe impl Send for PacketBurst {}
 
-impl Burst {
-    pub(super) fn new() -> Burst {
+impl PacketBurst {
+    pub(super) fn new() -> PacketBurst {
         // SAFETY: plain data of integers and pointers, for which all zeros is a valid value.
         let (name, control, slices, header) = unsafe {
             (
@@ -201,7 +241,7 @@ impl Burst {
                 std::mem::zeroed::<libc::mmsghdr>(),
             )
         };
-        Burst {
+        PacketBurst {
             memory: vec![0; PACKETS * STRIDE].into_boxed_slice(),
             names: vec![name; PACKETS].into_boxed_slice(),
             virtio: vec![[0; VIRTIO_NET_HDR_LEN]; PACKETS].into_boxed_slice(),

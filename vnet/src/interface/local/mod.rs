@@ -1,0 +1,327 @@
+//! The local network: the user's own LAN, by a physical or veth device (direct send and receive of VNET/P, section 4.5).
+//!
+//! A packet socket bound to the device receives and sends whole Ethernet frames without encapsulation, so that the overlay's
+//! machines appear on the LAN beside its stations. With `PACKET_VNET_HDR` each frame has the same virtio-net header as on a TAP:
+//! super-frames and partial checksums pass in both directions (packet(7), Documentation/networking/packet_mmap.rst).
+//!
+//! **Reception filter.** A device receives frames to its own address, broadcast, and subscribed addresses. [`subscriptions`] holds
+//! the addresses of the overlay's machines: those configured on this host, and the source of every frame sent to the LAN, because
+//! stations only answer addresses they have heard. All multicast is subscribed, since IPv6 neighbour discovery needs it. A device
+//! may deliver more (a veth delivers all frames; a NIC does if its filter is full or another program subscribed). Frames to other
+//! addresses are discarded, counted, and never flooded into the overlay. With `promiscuous = true` all frames are received except
+//! those to the device's own address, which are this host's.
+//!
+//! **Loop prevention.** Frames sent by the host or vnet itself are not received (`PACKET_IGNORE_OUTGOING`). A frame from the LAN
+//! whose source was just sent to the LAN has looped back (hairpin, second path into the overlay) and is dropped as `hairpin`.
+//! An address that really moves to the LAN is accepted after 2 s.
+//!
+//! **VLAN tags** are stripped by the kernel and passed beside the frame (`PACKET_AUXDATA`); they are restored.
+
+mod packet;
+mod subscriptions;
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use parking_lot::Mutex;
+
+pub use self::packet::LocalError;
+use self::packet::{Packet, PacketBurst};
+use self::subscriptions::Subscriptions;
+use crate::frame::{Batch, DropSink, FRAME_MAX, Origin, Segment, Selection};
+use crate::interface::frame_writer::FrameWriter;
+use crate::interface::netns::Netns;
+use crate::interface::{Interface, State, exceeds_mtu};
+use crate::poll::Waker;
+use crate::source::{Source, Taken};
+use crate::stats::{DiscardReason, DropReason, PortStats};
+use crate::wire::ethernet::{self, Mac};
+use crate::wire::offload::Accepts;
+use crate::wire::segment;
+
+/// Configuration of a local network.
+#[derive(Clone, Debug)]
+pub struct LocalOptions {
+    /// The device, which must exist.
+    pub device: String,
+    /// The device's network namespace; vnetd's own if absent.
+    pub netns: Option<Netns>,
+    /// Receive frames to all addresses.
+    pub promiscuous: bool,
+    /// Largest payload of a frame in bytes, capped at the device's MTU.
+    pub mtu: usize,
+}
+
+/// The user's LAN as an interface.
+pub struct Local {
+    device: String,
+    origin: Origin,
+    mtu: usize,
+    promiscuous: bool,
+    /// The device's own MAC address, which belongs to this host.
+    own: Mac,
+    stats: Arc<PortStats>,
+    socket: OwnedFd,
+    subscriptions: Mutex<Subscriptions>,
+    stopped: AtomicBool,
+    /// Scratch memory for frames whose offloads the kernel refuses.
+    scratch: Mutex<Box<[u8]>>,
+}
+
+impl Local {
+    /// Opens the device in its network namespace.
+    ///
+    /// # Errors
+    /// As the variants of [`LocalError`].
+    pub fn open(
+        options: &LocalOptions,
+        origin: Origin,
+        stats: Arc<PortStats>,
+    ) -> Result<Arc<Local>, LocalError> {
+        let opened = match &options.netns {
+            None => packet::open(&options.device, options.promiscuous)?,
+            Some(netns) => netns
+                .run(|| packet::open(&options.device, options.promiscuous))
+                .map_err(|error| LocalError::Netns(netns.to_string(), error))??,
+        };
+        Ok(Arc::new(Local {
+            device: options.device.clone(),
+            origin,
+            mtu: options.mtu.min(opened.mtu),
+            promiscuous: options.promiscuous,
+            own: opened.mac,
+            stats,
+            subscriptions: Mutex::new(Subscriptions::new(opened.index)),
+            socket: opened.socket,
+            stopped: AtomicBool::new(false),
+            scratch: Mutex::new(vec![0; FRAME_MAX].into_boxed_slice()),
+        }))
+    }
+
+    /// MTU in bytes: the device's, or less if configured.
+    pub fn mtu(&self) -> usize {
+        self.mtu
+    }
+
+    /// Decides whether a frame from the LAN is accepted.
+    fn admit(&self, subscriptions: &Subscriptions, dst: Mac, src: Mac) -> Admission {
+        if subscriptions.sent_recently(src) {
+            return Admission::Hairpin;
+        }
+        let subscribed = dst.is_multicast() || subscriptions.contains(dst);
+        if subscribed || (self.promiscuous && dst != self.own) {
+            Admission::Accepted
+        } else {
+            Admission::NotSubscribed
+        }
+    }
+
+    /// Adds the accepted frames of a burst to the batch.
+    ///
+    /// # Safety
+    /// The burst stays unchanged until the batch is cleared.
+    unsafe fn enter(&self, burst: &PacketBurst, count: usize, batch: &mut Batch, drops: &mut DropSink) {
+        let (subscriptions, port) = (self.subscriptions.lock(), self.origin.port);
+        let (mut frames, mut bytes, mut unsubscribed) = (0, 0, 0);
+        for packet in (0..count).filter_map(|index| burst.packet(index)) {
+            let Packet { bytes: frame, offload, truncated } = packet;
+            let len = frame.len() as u64;
+            let Some((dst, src)) = ethernet::addresses(frame) else {
+                drops.refused(&self.stats, port, DropReason::TooShort, len);
+                continue;
+            };
+            match self.admit(&subscriptions, dst, src) {
+                Admission::Accepted => {}
+                Admission::NotSubscribed => {
+                    unsubscribed += 1;
+                    continue;
+                }
+                Admission::Hairpin => {
+                    drops.refused(&self.stats, port, DropReason::Hairpin, len);
+                    continue;
+                }
+            }
+            if truncated {
+                drops.refused(&self.stats, port, DropReason::TooLong, len);
+                continue;
+            }
+            let mut builder = batch.begin();
+            // SAFETY: the frame lies in the burst's memory, which stays unchanged until the batch is cleared (contract of `enter`).
+            unsafe { builder.push_stable(Segment::new(frame.as_ptr(), frame.len())) };
+            match builder.finish(self.origin.port, self.origin.network, offload, 0) {
+                Ok(()) => {
+                    frames += 1;
+                    bytes += len;
+                }
+                Err(error) => drops.refused(&self.stats, port, error.into(), len),
+            }
+        }
+        self.stats.in_frames.add(frames);
+        self.stats.in_bytes.add(bytes);
+        if unsubscribed > 0 {
+            self.stats.discard(DiscardReason::NotAsked, unsubscribed);
+        }
+    }
+
+    /// Finishes a frame's offloads in software, because the kernel refused it, and writes the resulting pieces.
+    #[cold]
+    fn write_finished(&self, frames: Selection<'_>, index: u16, drops: &mut DropSink) {
+        let frame = frames.batch.frame(index.into());
+        let mut scratch = self.scratch.lock();
+        let len = frames.batch.copy_to(frame, &mut scratch);
+        let mut writer = FrameWriter::new(packet::HEADER_LEN);
+        let (mut pieces, mut sent, mut bytes) = (0, 0, 0);
+        let result =
+            segment::finish(&mut scratch[..len], &frame.offload, &Accepts::NOTHING, &mut |piece, offload| {
+                pieces += 1;
+                let segment = Segment::new(piece.as_ptr(), piece.len());
+                match writer.write(&self.socket, &offload, &[segment]) {
+                    Ok(()) => {
+                        sent += 1;
+                        bytes += piece.len() as u64;
+                    }
+                    Err(error) => drops.dropped(&self.stats, drop_reason(&error), index, 1),
+                }
+            });
+        match result {
+            Ok(()) => {
+                self.stats.copies.add(pieces - 1);
+                self.stats.delivered(sent, bytes);
+            }
+            Err(_) => drops.dropped(&self.stats, DropReason::Unsegmentable, index, 1),
+        }
+    }
+}
+
+/// What happens to a frame from the LAN.
+enum Admission {
+    Accepted,
+    /// Destination MAC not subscribed on this local network.
+    NotSubscribed,
+    /// The overlay's own frame has come back.
+    Hairpin,
+}
+
+/// The drop reason for a frame that the kernel refused.
+fn drop_reason(error: &io::Error) -> DropReason {
+    match error.raw_os_error() {
+        // The device is down, or was removed.
+        Some(libc::ENETDOWN | libc::ENXIO | libc::ENODEV) => DropReason::NotReady,
+        Some(libc::EAGAIN | libc::ENOBUFS | libc::ENOMEM) => DropReason::NoBuffer,
+        Some(libc::EMSGSIZE) => DropReason::MtuExceeded,
+        _ => DropReason::SendFailed,
+    }
+}
+
+impl Interface for Local {
+    /// False: the LAN's frames to an address that has not sent to the LAN are not accepted, see [`subscriptions`].
+    fn may_be_answered(&self) -> bool {
+        false
+    }
+
+    fn queues(&self) -> usize {
+        1
+    }
+
+    fn source(self: Arc<Self>, _queue: usize) -> Box<dyn Source> {
+        Box::new(LocalSource { local: self, burst: PacketBurst::new(), drained: false, waker: None })
+    }
+
+    fn deliver(&self, _queue: usize, frames: Selection<'_>, drops: &mut DropSink) {
+        if self.stopped.load(Relaxed) {
+            return drops.dropped_all(&self.stats, DropReason::NotReady, frames.which);
+        }
+        // Subscribe before sending: an answer could arrive at once.
+        self.subscriptions
+            .lock()
+            .subscribe_sources(&self.socket, frames.frames().map(|(_, frame)| frame.src));
+        let mut writer = FrameWriter::new(packet::HEADER_LEN);
+        for (index, frame) in frames.frames() {
+            if exceeds_mtu(frame, self.mtu) {
+                drops.dropped(&self.stats, DropReason::MtuExceeded, index, 1);
+                continue;
+            }
+            match writer.write(&self.socket, &frame.offload, frames.batch.segments(frame)) {
+                Ok(()) => self.stats.delivered(1, frame.len() as u64),
+                // The kernel refuses the offload metadata.
+                Err(error) if error.raw_os_error() == Some(libc::EINVAL) && !frame.offload.is_none() => {
+                    self.write_finished(frames, index, drops);
+                }
+                Err(error) => drops.dropped(&self.stats, drop_reason(&error), index, 1),
+            }
+        }
+    }
+
+    fn state(&self) -> State {
+        if self.stopped.load(Relaxed) {
+            return State::Down("stopped".into());
+        }
+        match packet::flags(&self.socket, &self.device) {
+            Err(_) => State::Down(format!("device '{}' was removed", self.device)),
+            Ok(flags) if flags & libc::IFF_UP == 0 => {
+                State::Down(format!("device '{0}' is down; 'ip link set {0} up'", self.device))
+            }
+            Ok(flags) if flags & libc::IFF_RUNNING == 0 => {
+                State::Down(format!("device '{}' has no carrier", self.device))
+            }
+            Ok(_) => State::Up,
+        }
+    }
+
+    fn stop(&self) {
+        self.stopped.store(true, Relaxed);
+    }
+
+    fn expect(&self, macs: &[Mac]) {
+        self.subscriptions.lock().configure(&self.socket, macs);
+    }
+}
+
+/// Frames from the LAN.
+struct LocalSource {
+    local: Arc<Local>,
+    burst: PacketBurst,
+    /// The last receive found the socket empty, so the next frame wakes the dispatcher.
+    drained: bool,
+    waker: Option<Waker>,
+}
+
+impl Source for LocalSource {
+    unsafe fn fill(&mut self, batch: &mut Batch, drops: &mut DropSink, _now_ms: u64) -> Taken {
+        let local = &*self.local;
+        if local.stopped.load(Relaxed) {
+            return Taken { drained: true, ..Taken::default() };
+        }
+        let received = self.burst.receive(&local.socket, batch.limit());
+        self.drained = received.emptied;
+        // Virtio-net metadata cannot describe these frames: the kernel has dropped them.
+        for _ in 0..received.unreadable {
+            drops.refused(&local.stats, local.origin.port, DropReason::BadOffload, 0);
+        }
+        // SAFETY: only the next fill writes to the burst, and the batch is cleared before it (contract of `fill`).
+        unsafe { local.enter(&self.burst, received.packets, batch, drops) };
+        let units = received.packets + received.unreadable;
+        Taken { units, drained: units < batch.limit(), ..Taken::default() }
+    }
+
+    fn watch(&mut self, waker: Waker) {
+        self.drained = false;
+        if let Err(error) = waker.watch(&self.local.socket) {
+            tracing::error!(device = self.local.device, %error, "cannot watch the local network");
+        }
+        self.waker = Some(waker);
+    }
+
+    fn unwatch(&mut self) {
+        if let Some(waker) = self.waker.take() {
+            waker.forget(self.local.socket.as_fd());
+        }
+    }
+
+    /// The descriptor is always watched edge-triggered; only an empty receive guarantees an edge for the next frame.
+    fn rest(&mut self) -> bool {
+        self.drained || self.local.stopped.load(Relaxed)
+    }
+}

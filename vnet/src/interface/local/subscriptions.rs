@@ -1,0 +1,129 @@
+//! The MAC addresses that the local network's device is subscribed to (`PACKET_MR_UNICAST`).
+//!
+//! Subscribed are the addresses configured on this host, and the source of every frame sent to the LAN, until it has been silent
+//! for [`SILENT_MS`]. The table is bounded: when it is full, silent addresses make room, and otherwise new ones are refused.
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::time::Instant;
+
+use super::packet;
+use crate::wire::ethernet::Mac;
+
+/// Most subscribed addresses.
+const SUBSCRIPTIONS_MAX: usize = 4096;
+/// An address without frames from the overlay for so long, in ms, can be unsubscribed. Longer than stations cache addresses without
+/// asking again (RFC 4861, Linux's ARP).
+const SILENT_MS: u64 = 600_000;
+/// For so long, in ms, after a frame with a source address was sent here, frames from the LAN with that source are loops.
+const HAIRPIN_MS: u64 = 2_000;
+
+/// The table of subscribed addresses.
+pub(super) struct Subscriptions {
+    /// Interface index of the device.
+    index: libc::c_int,
+    addresses: HashMap<Mac, Subscription>,
+    /// Zero of the millisecond clock.
+    started: Instant,
+    /// The last source address and its time in ms: skips the table for runs of frames from one source.
+    latest: (Mac, u64),
+    expired_ms: u64,
+}
+
+/// Why an address is subscribed.
+#[derive(Clone, Copy, Default)]
+struct Subscription {
+    /// Last time, in ms, at which it was the source of a frame to the LAN.
+    sent_ms: Option<u64>,
+    /// It is configured on this host.
+    configured: bool,
+}
+
+impl Subscriptions {
+    pub(super) fn new(index: libc::c_int) -> Subscriptions {
+        Subscriptions {
+            index,
+            addresses: HashMap::new(),
+            started: Instant::now(),
+            latest: (Mac::default(), 0),
+            expired_ms: 0,
+        }
+    }
+
+    fn now_ms(&self) -> u64 {
+        self.started.elapsed().as_millis() as u64
+    }
+
+    pub(super) fn contains(&self, mac: Mac) -> bool {
+        self.addresses.contains_key(&mac)
+    }
+
+    /// True if a frame from source `mac` was sent to the LAN within [`HAIRPIN_MS`]: the overlay's own frame has come back.
+    pub(super) fn sent_recently(&self, mac: Mac) -> bool {
+        let sent_ms = self.addresses.get(&mac).and_then(|known| known.sent_ms);
+        sent_ms.is_some_and(|at| self.now_ms().saturating_sub(at) < HAIRPIN_MS)
+    }
+
+    /// Subscribes to the sources of frames that are about to be sent.
+    pub(super) fn subscribe_sources(&mut self, socket: &OwnedFd, sources: impl Iterator<Item = Mac>) {
+        let now_ms = self.now_ms();
+        for mac in sources {
+            if (mac, now_ms) == self.latest || !mac.is_unicast() {
+                continue;
+            }
+            self.latest = (mac, now_ms);
+            if let Some(known) = self.addresses.get_mut(&mac) {
+                known.sent_ms = Some(now_ms);
+                continue;
+            }
+            if self.addresses.len() >= SUBSCRIPTIONS_MAX && !self.expire(socket, now_ms) {
+                // Table full: frames to this address are discarded and counted as not subscribed.
+                continue;
+            }
+            self.addresses.insert(mac, Subscription { sent_ms: Some(now_ms), configured: false });
+            self.set_membership(socket, mac, true);
+        }
+    }
+
+    /// Replaces the configured addresses by `macs`.
+    pub(super) fn configure(&mut self, socket: &OwnedFd, macs: &[Mac]) {
+        for known in self.addresses.values_mut() {
+            known.configured = false;
+        }
+        for &mac in macs.iter().take(SUBSCRIPTIONS_MAX) {
+            if !self.contains(mac) {
+                self.set_membership(socket, mac, true);
+            }
+            self.addresses.entry(mac).or_default().configured = true;
+        }
+        self.unsubscribe(socket, |known| known.sent_ms.is_none() && !known.configured);
+    }
+
+    /// Unsubscribes silent addresses, at most once per second. Returns true if the table has room.
+    fn expire(&mut self, socket: &OwnedFd, now_ms: u64) -> bool {
+        if now_ms.saturating_sub(self.expired_ms) >= 1000 {
+            self.expired_ms = now_ms;
+            let silent = |at: u64| now_ms.saturating_sub(at) >= SILENT_MS;
+            self.unsubscribe(socket, |known| !known.configured && known.sent_ms.is_none_or(silent));
+        }
+        self.addresses.len() < SUBSCRIPTIONS_MAX
+    }
+
+    fn unsubscribe(&mut self, socket: &OwnedFd, which: impl Fn(&Subscription) -> bool) {
+        let gone: Vec<Mac> =
+            self.addresses.iter().filter(|(_, known)| which(known)).map(|(mac, _)| *mac).collect();
+        for mac in gone {
+            self.addresses.remove(&mac);
+            self.set_membership(socket, mac, false);
+        }
+    }
+
+    fn set_membership(&self, socket: &OwnedFd, mac: Mac, on: bool) {
+        // A device that cannot filter receives all frames anyway; a removed one receives none.
+        let _ = packet::set_membership(socket, self.index, libc::PACKET_MR_UNICAST, mac, on);
+    }
+}
+
+#[cfg(test)]
+#[path = "subscriptions_tests.rs"]
+mod tests;

@@ -1,0 +1,66 @@
+//! Configuration of a vhost-user interface, and why one cannot be started.
+
+use std::io;
+use std::path::PathBuf;
+
+use crate::frame::MTU_MAX;
+use crate::unix::ListenError;
+use crate::wire::ethernet::Mac;
+
+/// Most queue pairs of one interface: vhost-user messages with file descriptors number vrings with eight bits.
+pub const QUEUES_MAX: usize = 128;
+/// Smallest MTU of an interface (RFC 791).
+pub const MTU_MIN: usize = 68;
+
+/// Configuration of a vhost-user interface.
+#[derive(Clone, Debug)]
+pub struct VhostUserOptions {
+    /// The interface's name, for logs and messages.
+    pub name: String,
+    /// Path of the Unix socket.
+    pub socket: PathBuf,
+    /// True: listen on the socket. False: connect to it, and reconnect whenever the front end disconnects.
+    pub server: bool,
+    /// MAC address in the guest's configuration space, for front ends that ask for it.
+    pub mac: Option<Mac>,
+    /// Largest payload of a frame to the guest, in bytes; `MTU_MIN` to [`MTU_MAX`].
+    pub mtu: usize,
+    /// Queue pairs, 1 to [`QUEUES_MAX`].
+    pub queues: usize,
+}
+
+impl VhostUserOptions {
+    /// # Errors
+    /// [`VhostUserError::Queues`] or [`VhostUserError::Mtu`].
+    pub(super) fn check(&self) -> Result<(), VhostUserError> {
+        if self.queues == 0 || self.queues > QUEUES_MAX {
+            return Err(VhostUserError::Queues(self.queues));
+        }
+        if !(MTU_MIN..=MTU_MAX).contains(&self.mtu) {
+            return Err(VhostUserError::Mtu(self.mtu));
+        }
+        Ok(())
+    }
+}
+
+/// Why a vhost-user interface could not be started.
+#[derive(Debug, thiserror::Error)]
+pub enum VhostUserError {
+    /// Cannot listen on the socket.
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    /// `queues` out of range.
+    #[error("{0} queues; an interface has 1 to {QUEUES_MAX}")]
+    Queues(usize),
+    /// `mtu` out of range.
+    #[error("MTU {0} is not between {MTU_MIN} and {MTU_MAX}")]
+    Mtu(usize),
+    /// Out of threads, file descriptors or AIO contexts.
+    #[error("cannot start interface {name}: {source}")]
+    Thread {
+        /// The interface.
+        name: String,
+        /// The system's error.
+        source: io::Error,
+    },
+}

@@ -1,0 +1,34 @@
+//! How frames look in a guest's rings, and which port they belong to.
+
+use crate::frame::{NetworkId, PortId};
+use crate::stats::PortStats;
+use crate::wire::offload::Accepts;
+
+/// Header size of legacy drivers that negotiated neither VERSION_1 nor MRG_RXBUF, in bytes: it has no `num_buffers`.
+pub const LEGACY_HDR_LEN: usize = 10;
+
+/// The frame format that guest and device negotiated.
+#[derive(Clone, Copy, Debug)]
+pub struct Format {
+    /// Size of the virtio-net header in bytes: 12, or [`LEGACY_HDR_LEN`].
+    pub header_len: usize,
+    /// VIRTIO_NET_F_MRG_RXBUF: a frame may be spread over several chains.
+    pub mergeable: bool,
+    /// Offloads that the guest accepts.
+    pub accepts: Accepts,
+}
+
+/// The port by which frames enter or leave, and their format in its guest's rings.
+#[derive(Clone, Copy, Debug)]
+pub struct Owner<'a> {
+    /// The interface's port.
+    pub port: PortId,
+    /// The interface's network.
+    pub network: NetworkId,
+    /// The interface's MTU in bytes.
+    pub mtu: usize,
+    /// The port's counters.
+    pub stats: &'a PortStats,
+    /// The negotiated frame format.
+    pub format: Format,
+}
