@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::desired::Target;
 use super::engine::{Engine, EngineError};
 use vnet::capture::{Options, SESSIONS_MAX, Session};
-use vnet::dispatch::observe::{CacheAnswer, CacheQuestion, Observers};
+use vnet::dispatch::observers::{CacheAnswer, CacheQuestion, Observers};
 use vnet::route::Flow;
 
 impl Engine {

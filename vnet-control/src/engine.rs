@@ -20,8 +20,8 @@ use super::overlay::Computed;
 use super::plan;
 use super::table::Problem;
 use vnet::dispatch::core::{Core, CoreError, CoreOptions};
-use vnet::dispatch::observe::Observers;
-use vnet::dispatch::setup::{InterfacePort, LinkPort, Parts};
+use vnet::dispatch::observers::Observers;
+use vnet::dispatch::setup::{Feeder, InterfacePort, LinkPort, Parts};
 use vnet::frame::PortId;
 use vnet::link::inquiry::Inbox;
 use vnet::link::rendezvous::relay::Relay;
@@ -251,10 +251,10 @@ impl Engine {
             if let Err(error) = direct.aim(link.link.options().remote) {
                 tracing::warn!(%error, interface = spec.name, "cannot connect its own port to the peer; it will receive nothing");
             }
-            Some((live.port, direct.clone()))
+            Some((live.port, direct.clone() as Arc<dyn Feeder>))
         };
         Parts {
-            underlay_ports: desired.interfaces.iter().filter_map(direct).collect(),
+            feeders: desired.interfaces.iter().filter_map(direct).collect(),
             networks: plan::networks(desired).into_iter().map(|item| network(&item.spec)).collect(),
             interfaces: desired.interfaces.iter().filter_map(interface).collect(),
             links: desired.links.iter().filter_map(link).collect(),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::desired::Target;
 use vnet::capture::{Session, Tap};
-use vnet::dispatch::observe::Observers;
+use vnet::dispatch::observers::Observers;
 use vnet::frame::PortId;
 
 /// A capture in progress.

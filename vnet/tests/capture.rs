@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use common::{Host, WAIT, mac, wait_for, yielding};
 use vnet::capture::{Direction, Options, Record, Session, Tap};
 use vnet::dispatch::core::CoreOptions;
-use vnet::dispatch::observe::{CacheQuestion, Observers};
+use vnet::dispatch::observers::{CacheQuestion, Observers};
 use vnet::dispatch::yielding::Strategy;
 use vnet::frame::{MTU_MAX, NetworkId, PortId};
 use vnet::interface::fake::OwnedFrame;

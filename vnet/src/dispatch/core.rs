@@ -17,7 +17,7 @@ use parking_lot::{Condvar, Mutex};
 use super::Dispatcher;
 use super::counters::DispatcherStats;
 use super::isolation::{self, Isolation, IsolationError};
-use super::observe::Observers;
+use super::observers::Observers;
 use super::setup::{Parts, Setup};
 use super::yielding::{Strategy, Yielder};
 use crate::frame::BATCH_MAX;

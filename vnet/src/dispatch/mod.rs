@@ -20,7 +20,7 @@
 //! - [`forward`](mod@self::forward): decide and deliver, for one batch.
 //! - [`in_place`](mod@self::in_place): frames received straight into a guest's buffers (cut-through forwarding).
 //! - [`counters`](mod@self::counters): what a dispatcher counts about itself.
-//! - [`observe`](mod@self::observe): what is done more while somebody captures or asks.
+//! - `observe`: records frames for captures; [`observers`](mod@self::observers): who captures or asks.
 //! - [`mode`](mod@self::mode): who drives an interface, its guest or the dispatcher; `served`: when a queue is looked at.
 //! - [`yielding`](mod@self::yielding): what a dispatcher does when there is nothing to do.
 //! - [`isolation`](mod@self::isolation): keeping the noise of the host away from dispatchers.
@@ -31,7 +31,8 @@ mod forward;
 pub mod in_place;
 pub mod isolation;
 pub mod mode;
-pub mod observe;
+mod observe;
+pub mod observers;
 mod served;
 #[cfg(test)]
 mod served_model;
@@ -44,10 +45,9 @@ use std::time::{Duration, Instant};
 use self::core::Shared;
 use self::counters::DispatcherStats;
 use self::forward::Forwarder;
-use self::in_place::InPlaceSource;
 use self::mode::{Drive, Mode, ModeSettings};
 use self::served::Served;
-use self::setup::{Feed, FeedKind, Setup, SetupView};
+use self::setup::{Feed, FeedKind, Setup, SetupView, SourceParts};
 use self::yielding::{Idle, Yielder};
 use crate::frame::DropSink;
 use crate::link::{Bridge, PeersView, ReceiverParts};
@@ -59,14 +59,14 @@ use crate::source::{self, BatchSlot, Source};
 const TICK: Duration = Duration::from_millis(20);
 /// The same while nothing moves.
 const IDLE_TICK: Duration = Duration::from_millis(1000);
-/// While there is work, file descriptors are asked for news after so many turns, frames or bytes: some ten microseconds of
+/// While there is work, file descriptors are polled after so many turns, frames or bytes: some ten microseconds of
 /// work, beside which the question costs nothing and behind which nobody's frame waits long.
 const TURNS_PER_POLL: u32 = 8;
 const FRAMES_PER_POLL: u64 = 128;
 const BYTES_PER_POLL: u64 = 128 << 10;
 /// While it spins, a dispatcher looks straight into the descriptors that had news last, at most so many...
 const WARM_MAX: usize = 4;
-/// ...and asks for news of all of them once in so many spins: some microseconds.
+/// ...and polls all of them once in so many spins: some microseconds.
 const SPINS_PER_POLL: u32 = 4;
 
 /// One dispatcher's own state. Lives on its thread.
@@ -415,11 +415,10 @@ impl Dispatcher {
         match &feed.kind {
             FeedKind::Interface(interface) => Some(interface.clone().source(feed.queue)),
             FeedKind::Stream(link) => link.stream_source(feed.queue),
-            FeedKind::InPlace(port) => {
-                let receiver = self.receivers.receiver(port.socket().clone());
+            FeedKind::Other(feeder) => {
                 let router = Router::new(self.setup.table.clone(), self.shared.learned().clone());
-                let decide = (self.setup_view.clone(), router);
-                Some(Box::new(InPlaceSource::new(feed.port, port.clone(), receiver, decide)))
+                let (setup, receivers) = (self.setup_view.clone(), self.receivers.clone());
+                Some(feeder.clone().source(feed.port, SourceParts { setup, receivers, router }))
             }
         }
     }

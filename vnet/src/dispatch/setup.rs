@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 
-use super::in_place::UnderlayPort;
 use super::mode::{Drive, Mode, ModeSettings};
-use super::observe::Observers;
+use super::observers::Observers;
 use crate::frame::PortId;
 use crate::interface::Interface;
-use crate::link::{Link, Peers, stream};
-use crate::route::{Member, NetworkSpec, PortKind, Published, Rule, Table};
+use crate::link::{Link, Peers, ReceiverParts, stream};
+use crate::route::{Member, NetworkSpec, PortKind, Published, Router, Rule, Table};
+use crate::source::Source;
 use crate::stats::PortStats;
 
 /// An interface in the setup.
@@ -52,14 +52,30 @@ pub struct Parts {
     pub observers: Observers,
     /// What is published of stations on other hosts.
     pub published: Arc<Published>,
-    /// Interfaces' own underlay ports.
-    pub underlay_ports: Vec<(PortId, Arc<UnderlayPort>)>,
+    /// Sources of frames beside interfaces and links, each with the port of the interface its frames are for.
+    pub feeders: Vec<(PortId, Arc<dyn Feeder>)>,
 }
 
 /// The setup of one dispatcher, which it replaces between two batches; sources that decide for themselves load it.
 pub(super) type SetupView = Arc<ArcSwap<Setup>>;
 
-/// Something in a setup that frames come from: a queue of an interface, a connection of a stream link, an underlay port.
+/// What a source that decides for itself is made with.
+pub struct SourceParts {
+    /// The setup of the dispatcher that serves it.
+    pub(super) setup: SetupView,
+    /// Makes receivers of links' datagrams.
+    pub(super) receivers: ReceiverParts,
+    /// Decides as the dispatcher does.
+    pub(super) router: Router,
+}
+
+/// A source of frames for one interface, beside the interface itself.
+pub trait Feeder: Send + Sync {
+    /// The source, for the dispatcher that serves the interface in slot `port`.
+    fn source(self: Arc<Self>, port: PortId, parts: SourceParts) -> Box<dyn Source>;
+}
+
+/// Something in a setup that frames come from: a queue of an interface, a connection of a stream link, another feeder.
 #[derive(Clone)]
 pub(super) struct Feed {
     pub(super) port: PortId,
@@ -72,7 +88,7 @@ pub(super) struct Feed {
 pub(super) enum FeedKind {
     Interface(Arc<dyn Interface>),
     Stream(Arc<Link>),
-    InPlace(Arc<UnderlayPort>),
+    Other(Arc<dyn Feeder>),
 }
 
 impl Feed {
@@ -81,7 +97,7 @@ impl Feed {
         let same = match (&self.kind, &other.kind) {
             (FeedKind::Interface(a), FeedKind::Interface(b)) => Arc::ptr_eq(a, b),
             (FeedKind::Stream(a), FeedKind::Stream(b)) => Arc::ptr_eq(a, b),
-            (FeedKind::InPlace(a), FeedKind::InPlace(b)) => Arc::ptr_eq(a, b),
+            (FeedKind::Other(a), FeedKind::Other(b)) => Arc::ptr_eq(a, b),
             _ => false,
         };
         same && (self.port, self.queue) == (other.port, other.queue)
@@ -114,7 +130,7 @@ pub struct Setup {
     pub(super) table: Arc<Table>,
     /// Who looks.
     pub(super) observers: Observers,
-    underlay_ports: Vec<(PortId, Arc<UnderlayPort>)>,
+    feeders: Vec<(PortId, Arc<dyn Feeder>)>,
 }
 
 impl Setup {
@@ -145,14 +161,14 @@ impl Setup {
             assert_eq!(member_kind, kind, "port {id:?}");
             assert!(ports[id.index()].replace(port).is_none(), "two ports are number {id:?}");
         }
-        let (observers, underlay_ports) = (parts.observers, parts.underlay_ports);
-        Setup { ports, peers: Arc::new(Peers::build(&links)), table, observers, underlay_ports }
+        let (observers, feeders) = (parts.observers, parts.feeders);
+        Setup { ports, peers: Arc::new(Peers::build(&links)), table, observers, feeders }
     }
 
     /// The same with other observers: table, ports and peers are these very ones.
     pub(super) fn with(&self, observers: Observers) -> Setup {
         let (ports, peers, table) = (self.ports.clone(), self.peers.clone(), self.table.clone());
-        Setup { ports, peers, table, observers, underlay_ports: self.underlay_ports.clone() }
+        Setup { ports, peers, table, observers, feeders: self.feeders.clone() }
     }
 
     /// Whether frames are captured.
@@ -213,11 +229,9 @@ impl Setup {
             let feed = |queue| Feed { port, queue, drive: drive.clone(), kind: kind.clone() };
             feeds.extend((0..queues).map(feed));
         }
-        feeds.extend(self.underlay_ports.iter().map(|(port, own)| Feed {
-            port: *port,
-            queue: 0,
-            drive: guest_driven(),
-            kind: FeedKind::InPlace(own.clone()),
+        feeds.extend(self.feeders.iter().map(|(port, feeder)| {
+            let kind = FeedKind::Other(feeder.clone());
+            Feed { port: *port, queue: 0, drive: guest_driven(), kind }
         }));
         feeds
     }

@@ -39,6 +39,7 @@ pub mod native;
 mod options;
 pub mod path;
 mod peers;
+mod progress;
 mod receiver;
 pub mod rendezvous;
 pub mod sealed;

@@ -21,6 +21,7 @@ use arc_swap::ArcSwap;
 use super::intake::Intake;
 use super::native::receive::{Assembly, Datagram};
 use super::path::route::RouteProbe;
+use super::progress::{Progress, discard_reason};
 use super::sealed::aead::TAG_LEN;
 use super::socket::burst::{Burst, MESSAGES, Message};
 use super::socket::name::Name;
@@ -31,7 +32,7 @@ use crate::frame::{Batch, DropSink};
 use crate::poll::Waker;
 use crate::source::{Source, Taken};
 use crate::stats::{DiscardReason, PortStats};
-use crate::wire::native::{Header, HeaderError};
+use crate::wire::native::Header;
 use crate::wire::offload::Offload;
 
 /// The links of one dispatcher's setup. The dispatcher replaces them between two batches, its receivers load them.
@@ -74,41 +75,6 @@ impl ReceiverParts {
 
 /// Whose a datagram is: the link, and the number of its VTEP (0 where it has none).
 type Whose<'a> = (&'a Arc<Link>, u16);
-
-/// How far a burst is worked off.
-#[derive(Default)]
-pub(in crate::link) struct Progress {
-    /// Messages in the burst.
-    messages: usize,
-    /// The message under way.
-    message: usize,
-    /// Its next datagram; when it is not the first, the message's link is `link`.
-    datagram: usize,
-    link: Option<u64>,
-    /// Bytes of a bundle's payload worked off.
-    pub(in crate::link) bundle: usize,
-    /// For each datagram of a sealed message under way: whether it could be decrypted.
-    opened: Vec<bool>,
-    /// Probes answered in this burst.
-    pub(in crate::link) replies: usize,
-}
-
-impl Progress {
-    fn begin(&mut self, messages: usize) {
-        (self.messages, self.message, self.replies) = (messages, 0, 0);
-        self.next_message();
-        self.message = 0;
-    }
-
-    fn next_message(&mut self) {
-        (self.message, self.datagram, self.link, self.bundle) = (self.message + 1, 0, None, 0);
-        self.opened.clear();
-    }
-
-    fn is_done(&self) -> bool {
-        self.message >= self.messages
-    }
-}
 
 /// Which links a receiver's socket is for.
 enum For {
@@ -372,15 +338,6 @@ impl Source for Receiver {
             }
             For::Vxlan(None) => {}
         }
-    }
-}
-
-/// Why a datagram without a header that makes sense is discarded.
-pub(in crate::link) fn discard_reason(error: HeaderError) -> DiscardReason {
-    match error {
-        HeaderError::Short => DiscardReason::Truncated,
-        HeaderError::Version(_) => DiscardReason::BadVersion,
-        HeaderError::Contradiction => DiscardReason::BadHeader,
     }
 }
 

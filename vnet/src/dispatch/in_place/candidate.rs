@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use super::port::{Message, PEEK_LEN, Peeked, UnderlayPort};
+use super::port::{PEEK_LEN, Peeked, UnderlayPort};
 use crate::frame::{FRAME_MAX, HEAD_MAX, NetworkId};
 use crate::link::native::reassembly::FRAGMENTS_MAX;
+use crate::link::socket::message::Report;
 use crate::link::{Encapsulation, Link, Peers};
 use crate::wire::ethernet::{self, Mac};
 use crate::wire::ip;
@@ -36,7 +37,7 @@ pub(super) struct Candidate {
     /// Datagrams.
     pub(super) count: usize,
     /// The message that it begins with.
-    pub(super) first: Message,
+    pub(super) first: Report,
 }
 
 impl Candidate {
@@ -59,9 +60,9 @@ impl Candidate {
     }
 
     /// The next message, if it goes on with datagram `k`.
-    pub(super) fn following(&self, direct: &UnderlayPort, k: usize) -> Option<Message> {
+    pub(super) fn following(&self, direct: &UnderlayPort, k: usize) -> Option<Report> {
         let Peeked { source, len, segment, head } = direct.peek()?;
-        (head[..HEADER_LEN] == self.header(k)).then_some(Message { source, len, segment })
+        (head[..HEADER_LEN] == self.header(k)).then_some(Report { source, len, segment, truncated: false })
     }
 
     /// Datagrams that it is sent in.
@@ -110,7 +111,7 @@ impl Peeked {
         let (dst, src) = ethernet::addresses(&head)?;
         let network = NetworkId::new(header.network).filter(|network| link.carries(*network))?;
         let offload = offload.checked(len).ok()?;
-        let first = Message { source: self.source, len: self.len, segment: self.segment };
+        let first = Report { source: self.source, len: self.len, segment: self.segment, truncated: false };
         let candidate =
             Candidate { network, dst, src, len, offload, head, header, metadata, size, count, first };
         let possible = link.allows_source(src) && (count == 1) == header.last && count <= FRAGMENTS_MAX;

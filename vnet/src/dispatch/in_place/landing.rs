@@ -3,10 +3,11 @@
 use std::ops::Range;
 
 use super::candidate::Candidate;
-use super::port::{Message, UnderlayPort, take};
+use super::port::UnderlayPort;
 use crate::frame::Room;
 use crate::link::native::reassembly::FRAGMENTS_MAX;
 use crate::link::socket::burst::{BUFFER_LEN, Burst, MESSAGES};
+use crate::link::socket::message::{Report, receive_message};
 use crate::link::socket::name::Name;
 use crate::link::{Link, Receiver};
 use crate::stats::DiscardReason;
@@ -148,10 +149,10 @@ impl Landing {
         candidate: &Candidate,
         datagrams: Range<usize>,
         space: &mut Space<'_>,
-    ) -> Option<Message> {
+    ) -> Option<Report> {
         let start = self.slices.len();
         self.lay_out(candidate, datagrams, space);
-        let message = take(direct.socket(), &mut self.slices[start..], libc::MSG_TRUNC);
+        let message = receive_message(direct.socket(), &mut self.slices[start..], libc::MSG_TRUNC);
         match message {
             Ok(_) => self.ends.push(self.slices.len()),
             Err(_) => self.slices.truncate(start),

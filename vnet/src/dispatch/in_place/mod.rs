@@ -30,4 +30,3 @@ mod source;
 mod tests;
 
 pub use port::UnderlayPort;
-pub(super) use source::InPlaceSource;

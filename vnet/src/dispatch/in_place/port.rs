@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 
 use crate::frame::HEAD_MAX;
 use crate::link::BridgeError;
+use crate::link::socket::message::{Report, receive_message};
 use crate::link::socket::name::Name;
 use crate::link::socket::udp::{Socket, check};
 use crate::wire::native::HEADER_LEN;
@@ -74,7 +75,8 @@ impl UnderlayPort {
         let mut head = [0; PEEK_LEN];
         let slice = libc::iovec { iov_base: head.as_mut_ptr().cast(), iov_len: PEEK_LEN };
         let flags = libc::MSG_PEEK | libc::MSG_TRUNC;
-        let Ok(Message { source, len, segment, .. }) = take(&self.socket, &mut [slice], flags) else {
+        let Ok(Report { source, len, segment, .. }) = receive_message(&self.socket, &mut [slice], flags)
+        else {
             return None;
         };
         Some(Peeked { source, len, segment, head })
@@ -87,56 +89,4 @@ pub(super) struct Peeked {
     pub(super) len: usize,
     pub(super) segment: usize,
     pub(super) head: [u8; PEEK_LEN],
-}
-
-/// What `recvmsg` said of a message.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Message {
-    pub(super) source: Name,
-    pub(super) len: usize,
-    pub(super) segment: usize,
-}
-
-/// Receives into `slices`, whose memory has to be writable.
-pub(super) fn take(socket: &Socket, slices: &mut [libc::iovec], flags: libc::c_int) -> io::Result<Message> {
-    /// Room for `UDP_GRO`'s `int`.
-    #[repr(C)]
-    struct Control {
-        header: libc::cmsghdr,
-        segment: libc::c_int,
-        padding: libc::c_int,
-    }
-    let mut source = Name::unknown();
-    // SAFETY: both are plain data of integers and pointers, for which all zeros is a value.
-    let (mut control, mut header) =
-        unsafe { (std::mem::zeroed::<Control>(), std::mem::zeroed::<libc::msghdr>()) };
-    let mut errors = 0;
-    loop {
-        header.msg_name = source.as_mut_ptr().cast();
-        header.msg_namelen = Name::unknown().len();
-        header.msg_iov = slices.as_mut_ptr();
-        header.msg_iovlen = slices.len();
-        header.msg_control = (&raw mut control).cast();
-        header.msg_controllen = size_of::<Control>();
-        let fd = socket.as_fd().as_raw_fd();
-        // SAFETY: the header points to a name, slices and a control message that are writable for the lengths it tells.
-        match check(unsafe { libc::recvmsg(fd, &raw mut header, flags | libc::MSG_DONTWAIT) }) {
-            Ok(len) => {
-                let len = len as usize;
-                let offered = header.msg_controllen >= size_of::<libc::cmsghdr>() + size_of::<libc::c_int>()
-                    && control.header.cmsg_level == libc::SOL_UDP
-                    && control.header.cmsg_type == libc::UDP_GRO;
-                let segment = if offered { usize::try_from(control.segment).unwrap_or(0) } else { 0 };
-                return Ok(Message { source, len, segment: if segment == 0 { len.max(1) } else { segment } });
-            }
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            // An error of an earlier datagram (a peer that is not there yet, a path that is closed) is told once, before what
-            // is waiting.
-            Err(error) => match error.raw_os_error() {
-                Some(libc::EAGAIN | libc::EFAULT) => return Err(error),
-                _ if errors == 2 => return Err(error),
-                _ => errors += 1,
-            },
-        }
-    }
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use super::candidate::Candidate;
 use super::landing::{Landed, Landing};
 use super::port::UnderlayPort;
-use crate::dispatch::setup::{InterfacePort, Setup, SetupView};
+use crate::dispatch::setup::{Feeder, InterfacePort, Setup, SetupView, SourceParts};
 use crate::frame::{Batch, DropSink, PortId};
 use crate::link::Receiver;
 use crate::poll::Waker;
@@ -20,7 +20,7 @@ use crate::wire::flow;
 const MESSAGES_MAX: usize = 32;
 
 /// The underlay port of one interface.
-pub(in crate::dispatch) struct InPlaceSource {
+struct InPlaceSource {
     id: PortId,
     port: Arc<UnderlayPort>,
     /// The ordinary way.
@@ -47,26 +47,23 @@ enum Step {
     Nothing,
 }
 
-impl InPlaceSource {
-    /// The port of the interface in slot `id`; `receiver` receives by the same socket.
-    pub(in crate::dispatch) fn new(
-        id: PortId,
-        port: Arc<UnderlayPort>,
-        receiver: Receiver,
-        (setup, router): (SetupView, Router),
-    ) -> InPlaceSource {
-        InPlaceSource {
-            id,
-            port,
+impl Feeder for UnderlayPort {
+    fn source(self: Arc<Self>, port: PortId, parts: SourceParts) -> Box<dyn Source> {
+        let receiver = parts.receivers.receiver(self.socket().clone());
+        Box::new(InPlaceSource {
+            id: port,
+            port: self,
             receiver,
             landing: Landing::new(),
-            setup,
-            router,
+            setup: parts.setup,
+            router: parts.router,
             drained: false,
             waker: None,
-        }
+        })
     }
+}
 
+impl InPlaceSource {
     /// Receives the next message in place, if it is the beginning of a frame for that.
     fn land(&mut self, setup: &Setup, now_ms: u64) -> Step {
         let Some(peeked) = self.port.peek() else { return Step::Nothing };

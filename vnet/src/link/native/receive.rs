@@ -13,7 +13,7 @@ use crate::link::inquiry::is_inquiry;
 use crate::link::intake::Intake;
 use crate::link::native::reassembly::{Reassembly, Whole};
 use crate::link::path::probing;
-use crate::link::receiver::{Progress, discard_reason};
+use crate::link::progress::{Progress, discard_reason};
 use crate::link::sealed::aead::TAG_LEN;
 use crate::link::sealed::session::Seal;
 use crate::link::socket::burst::MESSAGES;

@@ -3,10 +3,9 @@
 //! A message is one datagram, or several of one size that the kernel kept together (`UDP_GRO`). The buffers are raw memory
 //! ([`Scratch`]): frames of a batch point into them while other messages of the burst are still decrypted in place.
 
-use std::io;
 use std::ops::Range;
-use std::os::fd::{AsFd, AsRawFd};
 
+use super::message::{Incoming, Report};
 use super::name::Name;
 use super::udp::Socket;
 use crate::scratch::Scratch;
@@ -47,98 +46,28 @@ impl Message {
     }
 }
 
-/// Room for a control message of any kind that this socket gets: `UDP_GRO`'s `int`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Control {
-    header: libc::cmsghdr,
-    segment: libc::c_int,
-    padding: libc::c_int,
-}
-
 /// See the module's comment.
 pub(crate) struct Burst {
     memory: Scratch,
-    sources: Box<[Name]>,
-    controls: Box<[Control]>,
-    slices: Box<[libc::iovec]>,
-    headers: Box<[libc::mmsghdr]>,
+    incoming: Incoming,
 }
-
-// SAFETY: the pointers in `slices` and `headers` point into the memory beside them and are written anew before each use,
-// through `&mut self`.
-unsafe impl Send for Burst {}
 
 impl Burst {
     pub(crate) fn new() -> Burst {
-        // SAFETY: all three are plain data of integers and pointers, for which all zeros is a value.
-        let (control, slice, header) = unsafe {
-            (
-                std::mem::zeroed::<Control>(),
-                std::mem::zeroed::<libc::iovec>(),
-                std::mem::zeroed::<libc::mmsghdr>(),
-            )
-        };
-        Burst {
-            memory: Scratch::new(MESSAGES * BUFFER_LEN),
-            sources: vec![Name::unknown(); MESSAGES].into_boxed_slice(),
-            controls: vec![control; MESSAGES].into_boxed_slice(),
-            slices: vec![slice; MESSAGES].into_boxed_slice(),
-            headers: vec![header; MESSAGES].into_boxed_slice(),
-        }
+        Burst { memory: Scratch::new(MESSAGES * BUFFER_LEN), incoming: Incoming::new(MESSAGES) }
     }
 
-    /// Receives what is waiting, at most `limit` messages; returns their number.
+    /// Receives waiting messages, at most `limit`; returns their number.
     pub(crate) fn receive(&mut self, socket: &Socket, limit: usize) -> usize {
-        for index in 0..limit.min(MESSAGES) {
-            let base = self.memory.ptr(index * BUFFER_LEN).cast_mut();
-            self.slices[index] = libc::iovec { iov_base: base.cast(), iov_len: BUFFER_LEN };
-            let header = &mut self.headers[index].msg_hdr;
-            header.msg_name = self.sources[index].as_mut_ptr().cast();
-            header.msg_namelen = Name::unknown().len();
-            header.msg_iov = &raw mut self.slices[index];
-            header.msg_iovlen = 1;
-            header.msg_control = (&raw mut self.controls[index]).cast();
-            header.msg_controllen = size_of::<Control>();
-            header.msg_flags = 0;
-        }
-        let mut errors = 0;
-        loop {
-            let fd = socket.as_fd().as_raw_fd();
-            let headers = self.headers.as_mut_ptr();
-            // SAFETY: each of the at most MESSAGES headers points to a name, a slice of a buffer, and a control message of `self`,
-            // all writable for the lengths told.
-            let got = unsafe {
-                libc::recvmmsg(
-                    fd,
-                    headers,
-                    limit.min(MESSAGES) as libc::c_uint,
-                    libc::MSG_DONTWAIT,
-                    std::ptr::null_mut(),
-                )
-            };
-            if got >= 0 {
-                return got as usize;
-            }
-            match io::Error::last_os_error().kind() {
-                io::ErrorKind::Interrupted => {}
-                // An error of an earlier datagram is told once, before what is waiting, and means nothing here.
-                kind if kind != io::ErrorKind::WouldBlock && errors == 0 => errors += 1,
-                _ => return 0,
-            }
-        }
+        let memory = &self.memory;
+        let buffer = |index: usize| memory.ptr(index * BUFFER_LEN).cast_mut();
+        // SAFETY: the buffers lie side by side in our memory, which `&mut self` keeps everybody else from.
+        unsafe { self.incoming.receive(socket, limit, (buffer, BUFFER_LEN)) }
     }
 
     /// Describes a message whose bytes were put into its buffer.
     pub(crate) fn set(&mut self, index: usize, source: Name, len: usize, segment: usize) {
-        self.sources[index] = source;
-        let header = &mut self.headers[index];
-        header.msg_len = len as u32;
-        header.msg_hdr.msg_flags = 0;
-        header.msg_hdr.msg_controllen = size_of::<Control>();
-        let (cmsg_level, cmsg_type) = (libc::SOL_UDP, libc::UDP_GRO);
-        let header = libc::cmsghdr { cmsg_len: size_of::<Control>(), cmsg_level, cmsg_type };
-        self.controls[index] = Control { header, segment: segment as libc::c_int, padding: 0 };
+        self.incoming.set(index, source, len, segment);
     }
 
     /// The memory of all messages.
@@ -158,19 +87,7 @@ impl Burst {
 
     /// Message `index` as it was received.
     pub(crate) fn message(&self, index: usize) -> Message {
-        let header = &self.headers[index];
-        let len = (header.msg_len as usize).min(BUFFER_LEN);
-        let control = &self.controls[index];
-        let offered = header.msg_hdr.msg_controllen >= size_of::<libc::cmsghdr>() + size_of::<libc::c_int>()
-            && control.header.cmsg_level == libc::SOL_UDP
-            && control.header.cmsg_type == libc::UDP_GRO;
-        let segment = if offered { usize::try_from(control.segment).unwrap_or(0) } else { 0 };
-        Message {
-            source: self.sources[index],
-            start: index * BUFFER_LEN,
-            len,
-            segment: if segment == 0 { len.max(1) } else { segment },
-            truncated: header.msg_hdr.msg_flags & libc::MSG_TRUNC != 0,
-        }
+        let Report { source, len, segment, truncated } = self.incoming.report(index);
+        Message { source, start: index * BUFFER_LEN, len: len.min(BUFFER_LEN), segment, truncated }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Linux Documentation/networking/msg_zerocopy.rst; recvmsg(2), MSG_ERRQUEUE; `struct sock_extended_err` in ip(7).
 
-use super::message::{ERROR_LEN, receive_error};
+use super::message::{CONTROL_HEADER_LEN, ERROR_LEN, receive_error};
 use super::udp::Socket;
 
 // Not in libc.
@@ -24,7 +24,7 @@ pub(in crate::link) fn notification(socket: &Socket) -> Option<(u32, u32, bool)>
 /// Reads a control message that holds a `struct sock_extended_err` of a sent message.
 pub(in crate::link) fn read_notification(control: &[u8]) -> Option<(u32, u32, bool)> {
     let word = |at: usize| Some(u32::from_ne_bytes(control.get(at..)?.first_chunk().copied()?));
-    let header = size_of::<libc::cmsghdr>();
+    let header = CONTROL_HEADER_LEN;
     let (level, kind) = (word(header - 8)?.cast_signed(), word(header - 4)?.cast_signed());
     if !matches!((level, kind), (libc::SOL_IP, libc::IP_RECVERR) | (libc::SOL_IPV6, libc::IPV6_RECVERR)) {
         return None;

@@ -10,6 +10,8 @@ use std::os::fd::{AsFd, AsRawFd};
 use super::name::Name;
 use super::udp::{Socket, check};
 
+/// Bytes before the value of a control message.
+pub(super) const CONTROL_HEADER_LEN: usize = size_of::<libc::cmsghdr>();
 /// Bytes for a control message of the error queue: the extended error and the address behind it.
 pub(super) const ERROR_LEN: usize = 128;
 
@@ -29,6 +31,28 @@ impl Control {
         let cmsg_len = size_of::<libc::cmsghdr>() + size_of::<u16>();
         let header = libc::cmsghdr { cmsg_len, cmsg_level: libc::SOL_UDP, cmsg_type: libc::UDP_SEGMENT };
         Control { header, value }
+    }
+
+    /// As the kernel reports a message that it kept together from datagrams of `size` bytes.
+    fn coalesced(size: usize) -> Control {
+        let mut value = [0; 8];
+        value[..4].copy_from_slice(&(size as libc::c_int).to_ne_bytes());
+        let header = libc::cmsghdr {
+            cmsg_len: CONTROL_HEADER_LEN + size_of::<libc::c_int>(),
+            cmsg_level: libc::SOL_UDP,
+            cmsg_type: libc::UDP_GRO,
+        };
+        Control { header, value }
+    }
+
+    /// Size of the datagrams of a message of `len` bytes, given how much of the control message the kernel filled.
+    fn datagram_size(&self, filled: usize, len: usize) -> usize {
+        let offered = filled >= CONTROL_HEADER_LEN + size_of::<libc::c_int>()
+            && self.header.cmsg_level == libc::SOL_UDP
+            && self.header.cmsg_type == libc::UDP_GRO;
+        let [a, b, c, d, ..] = self.value;
+        let size = if offered { libc::c_int::from_ne_bytes([a, b, c, d]) } else { 0 };
+        usize::try_from(size).ok().filter(|size| *size != 0).unwrap_or(len.max(1))
     }
 }
 
@@ -155,6 +179,148 @@ unsafe fn send_one(socket: &Socket, header: &libc::msghdr, flags: libc::c_int) -
         }
     }
     Ok(())
+}
+
+/// What the kernel reported of a received message.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Report {
+    pub(crate) source: Name,
+    /// Bytes.
+    pub(crate) len: usize,
+    /// Bytes of each of its datagrams but the last; at least 1.
+    pub(crate) segment: usize,
+    /// It did not fit.
+    pub(crate) truncated: bool,
+}
+
+/// Messages for one `recvmmsg`.
+pub(super) struct Incoming {
+    sources: Box<[Name]>,
+    controls: Box<[Control]>,
+    slices: Box<[libc::iovec]>,
+    headers: Box<[libc::mmsghdr]>,
+}
+
+// SAFETY: the pointers in `slices` and `headers` are written anew before each use, through `&mut self`.
+unsafe impl Send for Incoming {}
+
+impl Incoming {
+    /// Room for `messages`.
+    pub(super) fn new(messages: usize) -> Incoming {
+        // SAFETY: both are plain data of integers and pointers, for which all zeros is a value.
+        let (slice, header) =
+            unsafe { (std::mem::zeroed::<libc::iovec>(), std::mem::zeroed::<libc::mmsghdr>()) };
+        Incoming {
+            sources: vec![Name::unknown(); messages].into_boxed_slice(),
+            controls: vec![Control::coalesced(0); messages].into_boxed_slice(),
+            slices: vec![slice; messages].into_boxed_slice(),
+            headers: vec![header; messages].into_boxed_slice(),
+        }
+    }
+
+    /// Receives waiting messages, at most `limit`, the `n`th into the `len` bytes at `buffer(n)`. Returns their number.
+    ///
+    /// # Safety
+    /// These buffers are writable, and nobody else uses them during the call.
+    pub(super) unsafe fn receive(
+        &mut self,
+        socket: &Socket,
+        limit: usize,
+        (buffer, len): (impl Fn(usize) -> *mut u8, usize),
+    ) -> usize {
+        let limit = limit.min(self.headers.len());
+        for index in 0..limit {
+            self.slices[index] = libc::iovec { iov_base: buffer(index).cast(), iov_len: len };
+            let header = &mut self.headers[index].msg_hdr;
+            header.msg_name = self.sources[index].as_mut_ptr().cast();
+            header.msg_namelen = Name::unknown().len();
+            header.msg_iov = &raw mut self.slices[index];
+            header.msg_iovlen = 1;
+            attach(header, &mut self.controls[index]);
+            header.msg_flags = 0;
+        }
+        let mut errors = 0;
+        loop {
+            let (fd, flags) = (socket.as_fd().as_raw_fd(), libc::MSG_DONTWAIT);
+            let (headers, count) = (self.headers.as_mut_ptr(), limit as libc::c_uint);
+            // SAFETY: each of the `limit` headers points to a name, a slice and a control message of `self`, and the slice to a
+            // buffer that is writable by the caller's promise.
+            let got = unsafe { libc::recvmmsg(fd, headers, count, flags, std::ptr::null_mut()) };
+            if got >= 0 {
+                return got as usize;
+            }
+            match io::Error::last_os_error().kind() {
+                io::ErrorKind::Interrupted => {}
+                // The error of an earlier datagram is reported once, before what is waiting, and means nothing here.
+                kind if kind != io::ErrorKind::WouldBlock && errors == 0 => errors += 1,
+                _ => return 0,
+            }
+        }
+    }
+
+    /// Notes a message that was received otherwise as message `index`: `len` bytes in datagrams of `segment`.
+    pub(super) fn set(&mut self, index: usize, source: Name, len: usize, segment: usize) {
+        self.sources[index] = source;
+        self.controls[index] = Control::coalesced(segment);
+        let header = &mut self.headers[index];
+        header.msg_len = len as u32;
+        header.msg_hdr.msg_flags = 0;
+        header.msg_hdr.msg_controllen = size_of::<Control>();
+    }
+
+    /// What was reported of message `index`.
+    pub(super) fn report(&self, index: usize) -> Report {
+        let mmsghdr = &self.headers[index];
+        let (header, len) = (&mmsghdr.msg_hdr, mmsghdr.msg_len as usize);
+        Report {
+            source: self.sources[index],
+            len,
+            segment: self.controls[index].datagram_size(header.msg_controllen, len),
+            truncated: header.msg_flags & libc::MSG_TRUNC != 0,
+        }
+    }
+}
+
+/// Receives one message into `slices`, without waiting.
+///
+/// # Errors
+/// The kernel's, `EAGAIN` when none is waiting, `EFAULT` when the memory is gone.
+pub(crate) fn receive_message(
+    socket: &Socket,
+    slices: &mut [libc::iovec],
+    flags: libc::c_int,
+) -> io::Result<Report> {
+    let (mut source, mut control) = (Name::unknown(), Control::coalesced(0));
+    let mut errors = 0;
+    loop {
+        let mut header = sending(&source, slices);
+        header.msg_name = source.as_mut_ptr().cast();
+        header.msg_namelen = Name::unknown().len();
+        attach(&mut header, &mut control);
+        let fd = socket.as_fd().as_raw_fd();
+        // SAFETY: the header points to a name, slices and a control message that outlive the call, writable for the lengths told.
+        // The kernel checks the memory of the slices (`EFAULT`); callers pass only memory that may be written to.
+        match check(unsafe { libc::recvmsg(fd, &raw mut header, flags | libc::MSG_DONTWAIT) }) {
+            Ok(len) => {
+                let len = len as usize;
+                let segment = control.datagram_size(header.msg_controllen, len);
+                return Ok(Report {
+                    source,
+                    len,
+                    segment,
+                    truncated: header.msg_flags & libc::MSG_TRUNC != 0,
+                });
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            // The error of an earlier datagram (a peer that is not there yet, a closed path) is reported once, before what is
+            // waiting.
+            Err(error) => match error.raw_os_error() {
+                Some(libc::EAGAIN | libc::EFAULT) => return Err(error),
+                _ if errors == 2 => return Err(error),
+                _ => errors += 1,
+            },
+        }
+    }
 }
 
 /// Takes the control message of the next entry of the socket's error queue. Returns its length; `None` when the queue is empty.

@@ -8,7 +8,7 @@ pub(in crate::link) mod buffers;
 pub(crate) mod burst;
 pub(in crate::link) mod error_queue;
 pub(in crate::link) mod gather;
-pub(in crate::link) mod message;
+pub(crate) mod message;
 pub(crate) mod name;
 pub(crate) mod ports;
 pub(crate) mod udp;
