@@ -1,7 +1,7 @@
 //! Reading tables of keys, wherever they come from: TOML of a configuration file or JSON of a request.
 //!
 //! Both become a [`KeyTable`], in which every value knows its place. A [`Reader`] takes the keys out one by one, says in one
-//! line each what is wrong with them, and in the end reports every key that nobody asked for. So a key is known, checked
+//! line each what is wrong with them, and in the end reports every key that no setting has. So a key is known, checked
 //! and explained in one place, and all mistakes of a file are found in one go.
 
 use std::collections::BTreeMap;
@@ -410,7 +410,7 @@ impl<'a> Reader<'a> {
         tables
     }
 
-    /// Reports the keys that nobody asked for.
+    /// Reports the keys that no setting has.
     pub fn finish(self) {
         let Reader { what, table, known, notes, .. } = self;
         for (key, entry) in &table.entries {
