@@ -107,7 +107,7 @@ def test_drops_have_reasons(topology: Topology, tmp_path: Path):
             ("hairpin", "interface h1c1", "in")
         ] * 5
         assert len(tcpdump(file)) == 5
-        assert file.read_bytes().count(b"dropped: hairpin: The only way leads back") == 5
+        assert file.read_bytes().count(b"dropped: hairpin: The only destination is the ingress") == 5
         comments = [comment for (comment,) in tshark(file, "frame.comment")]
         assert len(comments) == 5
         assert all(comment.startswith("dropped: hairpin") for comment in comments)

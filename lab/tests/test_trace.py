@@ -111,7 +111,7 @@ def test_inquiries_are_datagrams_without_frames(topology: Topology):
     vnet = [str(daemon.binaries() / "vnet"), "--socket", str(host.file(".sock"))]
     about = f"ether src {source} and ether dst {target}"
     capture = subprocess.Popen([*vnet, "capture", "any", about], stderr=subprocess.PIPE, text=True)
-    started = lambda: "capture at any starts" in host.file(".log").read_text()  # noqa: E731
+    started = lambda: "capture at any started" in host.file(".log").read_text()  # noqa: E731
     wait_until("the capture to start", started, 10)
     for _ in range(3):
         trace(topology.hosts[0], source, target, "--follow")

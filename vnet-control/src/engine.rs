@@ -1,7 +1,7 @@
 //! The engine: the running core, and the state that it is in.
 //!
 //! A change goes through `apply.rs`, which opens what is new and stops what is gone; single changes are in `edits.rs`, the
-//! overlay's part in `joined.rs`, queries in `view.rs`, `trace.rs`, `capture.rs` and `watch.rs`. All of these use the engine; it uses
+//! overlay's part in `overlay_join.rs`, queries in `view.rs`, `trace.rs`, `capture.rs` and `watch.rs`. All of these use the engine; it uses
 //! none of them.
 
 use std::collections::{BTreeMap, HashMap, HashSet};

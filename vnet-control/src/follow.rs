@@ -140,7 +140,7 @@ impl Engine {
     /// Unknown link, a link without inquiries, or a send error.
     pub fn ask(&self, link: &str, question: &Question) -> io::Result<()> {
         let live = self.links.get(link).ok_or(io::ErrorKind::NotFound)?;
-        let text = question.text(live.link.inquiry_text());
+        let text = question.text(live.link.inquiry_text()?);
         let text = text.ok_or_else(|| io::Error::other("the path's MTU is too small for a question"))?;
         self.core.courier().send(&live.link, false, &text)
     }
@@ -156,7 +156,7 @@ impl Engine {
     /// The link is gone, nothing fits, or a send error.
     pub fn answer(&self, port: PortId, len: usize, answer: Answer) -> io::Result<()> {
         let live = self.links.values().find(|live| live.port == port).ok_or(io::ErrorKind::NotFound)?;
-        let len = len.min(live.link.inquiry_text());
+        let len = len.min(live.link.inquiry_text()?);
         let text = answer.text(len).ok_or_else(|| io::Error::other("the answer does not fit"))?;
         self.core.courier().send(&live.link, true, &text)
     }

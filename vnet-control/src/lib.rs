@@ -4,8 +4,9 @@
 //! ([`config`]) into the desired state ([`desired`]) and checked as a whole (`check`). The difference to the current state
 //! ([`plan`]) is carried out by the [`engine`], all or nothing: it first opens what is new, then publishes one new setup to
 //! the dispatchers, then stops what is gone. There is no other way to change anything, so a command and an edited file cannot
-//! differ in what they allow. What other hosts publish through a store ([`overlay`]) joins it (`joined`) and goes the same way.
+//! differ in what they allow. What other hosts publish through a store ([`overlay`]) joins it (`overlay_join`) and goes the same way.
 
+mod answers;
 pub mod api;
 mod apply;
 mod capture;
@@ -19,18 +20,17 @@ pub mod engine;
 pub mod events;
 pub mod follow;
 mod indices;
-mod joined;
 pub mod language;
 mod live;
 mod observers;
 pub mod overlay;
+mod overlay_join;
 pub mod plan;
 pub mod settings;
 mod table;
 mod trace;
 pub mod traffic;
 mod usage;
-mod view;
 pub mod watch;
 
 pub use table::{Place, Problem};

@@ -4,12 +4,12 @@
 //! and signals: SIGHUP reloads the file, SIGTERM and SIGINT stop cleanly. All of this runs on one thread; the core's
 //! dispatchers move frames and never wait for it.
 
-mod api;
 mod capture;
 mod console;
 mod events;
 mod follow;
 mod gate;
+mod handlers;
 mod metrics;
 mod overlay;
 #[cfg(test)]
@@ -37,9 +37,9 @@ use vnet_control::desired::Desired;
 use vnet_control::engine::Engine;
 use vnet_control::events::Asker;
 
-use crate::api::App;
 use crate::events::Hub;
 use crate::follow::Followers;
+use crate::handlers::App;
 use crate::remote::Remote;
 use crate::shared::Shared;
 
@@ -181,7 +181,7 @@ fn run(file: &Path) -> Result<(), Failure> {
         };
         let listener = tokio::net::UnixListener::from_std(socket.try_clone()?)?;
         let mut servers = tokio::task::JoinSet::new();
-        servers.spawn(serve::unix(listener, api::router(app.clone())));
+        servers.spawn(serve::unix(listener, handlers::router(app.clone())));
         servers.spawn(events::watch(shared.clone(), events));
         servers.spawn(follow::serve(shared.clone(), followers, inbox));
         remote.serve(app, &mut servers);

@@ -8,7 +8,7 @@ use vnet::stats::{DiscardReason, DropReason};
 use vnet_control::language::{COMMANDS, LINE_MAX};
 use vnet_control::overlay::Alarm;
 
-use crate::api::{self, tests::app};
+use crate::handlers::{self, tests::app};
 use crate::metrics::{self, Reading};
 
 const GENERATED: &str =
@@ -106,7 +106,7 @@ fn fields(schema: &Value, text: &mut String) {
 }
 
 fn api_page() -> String {
-    let document = serde_json::to_value(api::document()).unwrap();
+    let document = serde_json::to_value(handlers::document()).unwrap();
     let mut text = format!(
         "# The HTTP/JSON API\n\n{GENERATED}{} Refusals are `{{\"errors\": [LINE, …]}}`. The same as an OpenAPI document: \
          `GET /v1/openapi.json`.\n\n| request | parameters | answers | what it does |\n|---|---|---|---|\n",

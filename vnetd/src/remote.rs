@@ -10,8 +10,8 @@ use tokio::task::JoinSet;
 use tokio_rustls::TlsAcceptor;
 use vnet_control::desired::Access;
 
-use crate::api::{self, App};
 use crate::gate::{Token, TokenError};
+use crate::handlers::{self, App};
 use crate::tls::{self, TlsError};
 use crate::{console, serve};
 
@@ -69,7 +69,7 @@ impl Remote {
             servers.spawn(console::serve(listener, tls, app.shared.clone()));
         }
         if let Some(Bound { listener, tls, .. }) = self.http {
-            servers.spawn(serve::http(listener, tls, api::router(app)));
+            servers.spawn(serve::http(listener, tls, handlers::router(app)));
         }
     }
 }

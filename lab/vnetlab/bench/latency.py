@@ -1,7 +1,7 @@
 """The benches `latency` (latency by size) and `ablation` (what each part of vnet contributes).
 
 `latency` reproduces figures 4, 6 and 7 of the VNET/P+ paper: round trips by ICMP size with their spread, throughput
-over time, and MPI messages over TCP (`exchange`). `ablation` measures the same two machines with one part of vnet
+over time, and MPI messages over TCP (`mpi`). `ablation` measures the same two machines with one part of vnet
 after the other switched on, from a VNET/U-like configuration to everything. Both count notifications and wake-ups per
 frame.
 """

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from vnetlab import machine
-from vnetlab.bench import control, exchange, kinds, latency, tunnels, usage, vhost, workload
+from vnetlab.bench import control, kinds, latency, mpi, tunnels, usage, vhost, workload
 from vnetlab.bench.contenders import BLOCK, HOST_TO_HOST, SETTINGS, TWO, VNET, Contender, Ends, Nebula, Tinc, Vnet
 from vnetlab.bench.guests import TapGuests, VnetGuests
 from vnetlab.bench.result import Conditions, Sample
@@ -320,7 +320,7 @@ def _latency(options: Options) -> list[Case]:
 
         def exchanged(topology: Topology, ends: Ends, size: int = size) -> Sample:
             workload.meet(ends)
-            return latency.counted(topology, ends, lambda: exchange.messages(ends, size))
+            return latency.counted(topology, ends, lambda: mpi.messages(ends, size))
 
         cases.append(
             Case({"load": "messages", "bytes": size}, containers, [_told(each, exchanged) for each in everybody])
@@ -460,7 +460,7 @@ BENCHES = {
             ("ping_median_us", "ping_p99_us", "oneway_us"),
             (
                 "Pings one per millisecond, or back to back when they take longer. Messages: NetPIPE on Open MPI "
-                "over TCP (lab/vnetlab/bench/exchange.py). Frames are counted where they enter or leave a guest; "
+                "over TCP (lab/vnetlab/bench/mpi.py). Frames are counted where they enter or leave a guest; "
                 "wake-ups are those of all threads of vnetd.",
             ),
             axis="bytes",

@@ -33,7 +33,6 @@ mod alarm;
 mod authenticator;
 mod compute;
 mod entry;
-mod news;
 #[cfg(test)]
 mod oracle;
 mod places;
@@ -41,6 +40,7 @@ mod publish;
 pub mod record;
 pub mod signed;
 mod state;
+mod store_input;
 #[cfg(test)]
 mod tests;
 mod vouched;

@@ -1,4 +1,4 @@
-//! The state of [`Overlay`], its clock, and this host's stations. `news.rs`, `publish.rs`, `compute.rs` and `vouched.rs` add their parts.
+//! The state of [`Overlay`], its clock, and this host's stations. `store_input.rs`, `publish.rs`, `compute.rs` and `vouched.rs` add their parts.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::{IpAddr, SocketAddr};

@@ -8,7 +8,7 @@
 //! |---|---|
 //! | TOML of a file, JSON of a request, with all error messages | [`read_file`], [`interface_from`], … |
 //! | JSON of answers | [`values`] |
-//! | OpenAPI schemas of both | `schema` |
+//! | OpenAPI schemas of both | `openapi` |
 //! | arguments of `vnet interface add`, `vnet link add`, `vnet route add`; help of `vnet interface set` | [`Declaration::described`] |
 //! | the text of a spec in plans and logs | `Declaration::phrases` |
 //! | what a change means: nothing, live, close and open again, restart | `Declaration::changed` |
@@ -24,10 +24,10 @@ mod interface;
 mod key;
 mod kinds;
 mod link;
+#[cfg(feature = "openapi")]
+pub mod openapi;
 mod overlay;
 mod route;
-#[cfg(feature = "openapi")]
-pub mod schema;
 #[cfg(test)]
 mod tests;
 pub mod values;

@@ -147,7 +147,7 @@ fn a_declared_key_is_shown_compared_and_documented() {
 #[cfg(feature = "openapi")]
 #[test]
 fn a_declared_key_has_a_schema() {
-    let schema = serde_json::to_value(schema::object("A garden.", &GARDEN.described(), true)).unwrap();
+    let schema = serde_json::to_value(openapi::object("A garden.", &GARDEN.described(), true)).unwrap();
     let trees = &schema["properties"]["trees"];
     assert_eq!(
         (&trees["type"], &trees["minimum"], &trees["maximum"], &trees["default"]),

@@ -59,7 +59,7 @@ macro_rules! settings {
             }
 
             #[cfg(feature = "openapi")]
-            super::schema::schema!($name, $keys);
+            super::openapi::schema!($name, $keys);
         )*
     };
 }

@@ -10,7 +10,7 @@ use super::inquiry::{Inbox, MAGIC, TEXT_MAX};
 use super::native::control_datagrams::{Courier, unfit};
 use super::native::kind::Native;
 use super::options::{LinkKind, LinkOptions, Security};
-use super::path::probing::{ANSWER_LEN, Probed};
+use super::path::link_health::{ANSWER_LEN, Probed};
 use super::path::state::{Path, udp_payload};
 use super::path::watch::Monitored;
 use super::rendezvous::choice::PathChoice;
@@ -178,9 +178,16 @@ impl Link {
     }
 
     /// Longest text in bytes that a question or an answer on this link may have.
-    pub fn inquiry_text(&self) -> usize {
-        let payload = self.native().map_or(0, |native| native.payload_of(self.path_mtu()));
-        payload.saturating_sub(MAGIC.len()).min(TEXT_MAX)
+    ///
+    /// # Errors
+    /// The link is not native: it carries none.
+    pub fn inquiry_text(&self) -> io::Result<usize> {
+        let payload = self.for_inquiries()?.payload_of(self.path_mtu());
+        Ok(payload.saturating_sub(MAGIC.len()).min(TEXT_MAX))
+    }
+
+    fn for_inquiries(&self) -> io::Result<&Native> {
+        self.native().ok_or_else(|| unfit("only links of encapsulation native carry questions"))
     }
 
     /// Makes kernel VXLAN devices for TCP streams in `networks`, as far as the link carries them. `local` is the address that
@@ -210,12 +217,10 @@ impl Courier {
     /// # Errors
     /// The link carries none, `text` is longer than [`Link::inquiry_text`], there is no key for it, or the kernel refuses.
     pub fn send(&self, link: &Link, is_answer: bool, text: &[u8]) -> io::Result<()> {
-        let Some(native) = link.native() else {
-            return Err(unfit("only links of encapsulation native carry questions"));
-        };
-        if text.len() > link.inquiry_text() {
+        if text.len() > link.inquiry_text()? {
             return Err(unfit("too long for the link's path"));
         }
+        let native = link.for_inquiries()?;
         self.inquiry((&link.common, native), is_answer, &[&MAGIC, text].concat())
     }
 }

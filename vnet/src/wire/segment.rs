@@ -19,7 +19,7 @@ const TCP_FLAG_CWR: u8 = 0x80;
 const HEADERS_MAX: usize = 256;
 /// Most segments of one super-frame: 65 535 bytes at the smallest MSS that Linux sends (`TCP_MIN_SND_MSS`, 48 bytes). A
 /// hostile `gso_size` of 1 cannot make 65 000 frames of one.
-const SEGMENTS_MAX: usize = 65_535usize.div_ceil(48);
+const CUTS_MAX: usize = 65_535usize.div_ceil(48);
 
 /// Largest value of an IP header's length field.
 const IP_LEN_MAX: usize = 65_535;
@@ -34,7 +34,7 @@ pub enum SegmentError {
     #[error("headers longer than {HEADERS_MAX} bytes")]
     HeadersTooLong,
     /// More segments than any real sender makes: `gso_size` is too small.
-    #[error("more than {SEGMENTS_MAX} segments")]
+    #[error("more than {CUTS_MAX} segments")]
     TooMany,
 }
 
@@ -218,7 +218,7 @@ impl Headers {
     /// Number of segments for `payload` bytes, if the limit allows so many and the IP length field can hold their length.
     fn check(&self, payload: usize, gso_size: usize) -> Result<usize, SegmentError> {
         let count = payload.div_ceil(gso_size);
-        if count > SEGMENTS_MAX {
+        if count > CUTS_MAX {
             return Err(SegmentError::TooMany);
         }
         // An untagged frame may exceed the IP length field by 4 bytes; only a segment that is the whole frame can.

@@ -12,7 +12,7 @@ use crate::frame::NetworkId;
 use crate::link::inquiry::is_inquiry;
 use crate::link::intake::Intake;
 use crate::link::native::reassembly::{Reassembly, Whole};
-use crate::link::path::probing;
+use crate::link::path::link_health;
 use crate::link::progress::{Progress, discard_reason};
 use crate::link::sealed::aead::TAG_LEN;
 use crate::link::sealed::session::Seal;
@@ -213,8 +213,8 @@ fn add_whole(link: &Link, whole: &Whole, memory: &Scratch, intake: &mut Intake<'
 #[cold]
 fn reply(link: &Link, header: &Header, payload: &[u8], datagram: &Datagram<'_>) {
     // A probe of the path MTU asks about one direction only.
-    let payload = match payload.starts_with(&probing::MAGIC) {
-        true => &payload[..payload.len().min(probing::ANSWER_LEN)],
+    let payload = match payload.starts_with(&link_health::MAGIC) {
+        true => &payload[..payload.len().min(link_health::ANSWER_LEN)],
         false => payload,
     };
     let header = Header { kind: Kind::ProbeReply, number: link.take_numbers(1), ..*header };

@@ -13,7 +13,7 @@
 //!
 //! The kernel reads *all* of a message when it likes, prepared headers too. Mixing copied and uncopied bytes in one datagram
 //! does not work: for a datagram that is put together by several calls (`MSG_MORE`) the kernel copies everything. So headers and
-//! heads live in a *slot* of a pool until the message is done. An skb takes [`FRAGMENTS_MAX`] pieces of pages and each header
+//! heads live in a *slot* of a pool until the message is done. An skb takes [`SKB_PIECES_MAX`] pieces of pages and each header
 //! is one, each slice as many as pages it touches: large datagrams (jumbo frames below) are sent well this way, those of a path
 //! of 1500 bytes in messages of some five datagrams, which costs more than copying saves. Hence [`ZeroCopy::Auto`].
 //!
@@ -39,9 +39,9 @@ use crate::wire::native::HEADER_LEN;
 use crate::wire::offload::WIRE_LEN;
 
 /// Pieces of pages in one skb (`MAX_SKB_FRAGS`; kernels may be built with more).
-const FRAGMENTS_MAX: usize = 17;
+const SKB_PIECES_MAX: usize = 17;
 /// Datagrams of a message: each has a header and a byte of payload at least.
-const DATAGRAMS_MAX: usize = FRAGMENTS_MAX.div_ceil(2);
+const DATAGRAMS_MAX: usize = SKB_PIECES_MAX.div_ceil(2);
 /// Bytes of a message, as in gather.rs.
 const MESSAGE_MAX: usize = 65_400;
 /// Messages of a frame: a frame of more is copied.
@@ -262,7 +262,7 @@ impl CutThrough {
         let (link, batch, frame) = (out.link, out.batch, out.frame(index));
         let pool = self.pool.get_or_insert_with(Pool::new);
         // What is largest and still one message.
-        let size = size.min((FRAGMENTS_MAX - 4) * PAGE);
+        let size = size.min((SKB_PIECES_MAX - 4) * PAGE);
         let mut header = header(frame, None, 0);
         let metadata = if header.offload { WIRE_LEN } else { 0 };
         let count = (frame.len() + metadata).div_ceil(size);
@@ -453,13 +453,13 @@ impl Draft {
     ) -> Option<*mut u8> {
         let slices = self.slices.len() - start;
         let joins = self.messages.last().is_some_and(|part| {
-            part.fragments + fragments <= FRAGMENTS_MAX
+            part.fragments + fragments <= SKB_PIECES_MAX
                 && part.bytes + bytes <= MESSAGE_MAX
                 && bytes <= part.segment
                 && part.datagrams < DATAGRAMS_MAX
         });
         if !joins {
-            if fragments > FRAGMENTS_MAX || self.messages.len() == MESSAGES_MAX {
+            if fragments > SKB_PIECES_MAX || self.messages.len() == MESSAGES_MAX {
                 return None;
             }
             self.messages.push(Part {
@@ -492,7 +492,7 @@ fn pages(slice: Segment) -> usize {
 /// What a message carries about, of a frame of `len` bytes in datagrams of `size`.
 fn message_bytes(len: usize, size: usize) -> usize {
     let pieces = size.min(len).div_ceil(PAGE) + 2;
-    (size * (FRAGMENTS_MAX / pieces).max(1)).min(len)
+    (size * (SKB_PIECES_MAX / pieces).max(1)).min(len)
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! What the path to another host is like, and who finds out.
 //!
 //! ```text
-//!   prober thread: every 50 ms --- probes ---> the other host        (probing.rs, pmtu.rs)
+//!   prober thread: every 50 ms --- probes ---> the other host        (link_health.rs, pmtu.rs)
 //!        |  once a second, or when a sender asks
 //!        v
 //!   watch.rs: route, MTU (connect, getsockopt), device speed (netlink), buffer sizes
@@ -14,9 +14,9 @@
 //! ([`state::Path::learn`]), which wakes the prober, and goes on with a size that nearly every path carries.
 
 pub(in crate::link) mod device;
+pub mod link_health;
 mod pmtu;
 pub mod prober;
-pub mod probing;
 pub(in crate::link) mod route;
 pub(in crate::link) mod state;
 pub mod watch;

@@ -7,7 +7,7 @@
 //!   sent all the same;
 //! - probes of the sizes that path MTU discovery (pmtu.rs) wants to know about, one at a time.
 //!
-//! A probe's payload is [`MAGIC`](super::probing::MAGIC), 8 random bytes that name it, and zeros up to its size. The other host
+//! A probe's payload is [`MAGIC`](super::link_health::MAGIC), 8 random bytes that name it, and zeros up to its size. The other host
 //! answers with the first 16 bytes of it (older ones with all of them), so that the path back does not matter. Answers are sealed
 //! where the link is; where it is not, those 8 bytes keep others from answering who do not see the probe.
 //!
@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::probing::clock_us;
+use super::link_health::clock_us;
 use super::watch::{Monitored, PathWatch};
 use crate::link::socket::udp::Socket;
 use crate::link::state::LinkState;

@@ -7,7 +7,7 @@ use std::thread::Thread;
 
 use parking_lot::Mutex;
 
-use super::probing::{MAGIC, Probed, Probing, clock_us};
+use super::link_health::{MAGIC, Probed, Probing, clock_us};
 use crate::link::limits::{PATH_MTU_MIN, UDP_PAYLOAD_MAX};
 use crate::link::socket::gather::Flushed;
 use crate::link::state::LinkState;

@@ -18,7 +18,7 @@ use crate::stats::{DropReason, PortStats};
 
 /// Segments that every kernel with `UDP_SEGMENT` takes in a message; from Linux 6.9 on it would be 128, which matters only
 /// below a path MTU of 1024.
-const SEGMENTS_MAX: usize = 64;
+const GSO_DATAGRAMS_MAX: usize = 64;
 /// Bytes of a message that is to be cut. Larger ones reach the devices' limit with their headers ([`udp`](super::udp)).
 const MESSAGE_MAX: usize = 65_400;
 /// `UIO_MAXIOV`.
@@ -202,7 +202,7 @@ impl Gather {
             && message.open
             && within_mtu
             && bytes <= message.segment
-            && message.datagrams < SEGMENTS_MAX
+            && message.datagrams < GSO_DATAGRAMS_MAX
             && message.bytes + bytes <= MESSAGE_MAX
             && message.slices + slices <= MESSAGE_SLICES_MAX
         {

@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 
-use super::transmit::Way;
+use super::finish_frames::Way;
 use crate::link::path::state::udp_payload;
 use crate::link::sending::Sending;
 use crate::link::socket::name::Target;

@@ -1,6 +1,6 @@
 //! Streams on a VXLAN link, handed uncut to the kernel's own VXLAN driver.
 //!
-//! A VTEP gets one datagram for each segment, and vnet can cut super-frames itself (transmit.rs). But then the network device has
+//! A VTEP gets one datagram for each segment, and vnet can cut super-frames itself (finish_frames.rs). But then the network device has
 //! nothing left to cut, and another kernel takes each segment through its whole receive path. The kernel's VXLAN driver keeps a
 //! super-frame whole until the device, which cuts it in hardware where it can, or hands it to a veth's other end uncut.
 //!
@@ -40,7 +40,7 @@ use netlink_packet_route::neighbour::{
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use parking_lot::Mutex;
 
-use super::transmit::{TCP_CHECKSUM, must_be_cut};
+use super::finish_frames::{TCP_CHECKSUM, must_be_cut};
 use crate::frame::{Batch, Frame, NetworkId, SEGMENTS_MAX};
 use crate::link::sending::Sending;
 use crate::link::socket::buffers;

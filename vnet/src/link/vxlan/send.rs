@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
+use super::finish_frames::Way;
 use super::kernel_device::{Drivers, Sent, Streams};
 use super::kind::Vxlan;
 use super::source_ports::{PORTS, SourcePorts};
-use super::transmit::Way;
 use crate::frame::BATCH_MAX;
 use crate::link::path::state::udp_payload;
 use crate::link::sending::Sending;

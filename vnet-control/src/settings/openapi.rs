@@ -50,7 +50,7 @@ macro_rules! schema {
     ($name:ident, $keys:expr) => {
         impl utoipa::PartialSchema for $name {
             fn schema() -> utoipa::openapi::RefOr<utoipa::openapi::Schema> {
-                $crate::settings::schema::object(
+                $crate::settings::openapi::object(
                     "Settings, by the keys of the configuration file.",
                     &$keys,
                     false,

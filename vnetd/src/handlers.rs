@@ -28,7 +28,7 @@ use vnet_control::engine::Engine;
 use vnet_control::events::Asker;
 use vnet_control::follow::{FAN_OUT_OWN, HOPS};
 use vnet_control::language::Dialect;
-use vnet_control::settings::schema;
+use vnet_control::settings::openapi as schema;
 
 use crate::events::Hub;
 use crate::follow::{self, Followers};
@@ -414,5 +414,5 @@ async fn openapi() -> Response {
 }
 
 #[cfg(test)]
-#[path = "api_tests.rs"]
+#[path = "handlers_tests.rs"]
 pub mod tests;

@@ -8,14 +8,14 @@
 //! A source fills a [`Batch`], the dispatcher runs it to completion, and it is cleared. A batch allocates all its memory up
 //! front and nothing while frames pass.
 
-mod drops;
+mod drop_sink;
 mod hold;
 mod ids;
 mod room;
 
 use std::sync::Arc;
 
-pub use drops::{DropSink, DroppedFrame, Refusal};
+pub use drop_sink::{DropSink, DroppedFrame, Refusal};
 pub use hold::{Hold, Holds};
 pub use ids::{NetworkId, PortId};
 pub use room::Room;
