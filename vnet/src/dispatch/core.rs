@@ -1,8 +1,8 @@
 //! The core: the dispatchers together, and how a new setup reaches them.
 //!
-//! A setup is published by swapping one pointer and raising a generation number; a dispatcher compares that number once a
-//! turn, and adopts the new setup between two batches. `publish` returns when all have done so: from then on no
-//! dispatcher touches what the new setup no longer holds. Readers never lock.
+//! Publishing swaps one pointer and raises a generation number. A dispatcher compares that number once a turn and adopts the
+//! new setup between two batches. `publish` returns when all have adopted it: from then on no dispatcher uses what the new
+//! setup dropped. Readers never lock.
 
 use std::io;
 use std::net::SocketAddr;
@@ -27,37 +27,37 @@ use crate::poll::Poller;
 use crate::route::{Learned, Table};
 use crate::stats::PortStats;
 
-/// How a core runs.
+/// Options of a core.
 #[derive(Clone, Debug)]
 pub struct CoreOptions {
     /// Dispatchers, at least 1 (`n_dispatchers`).
     pub threads: usize,
-    /// CPUs to pin them to, in turn; none when empty.
+    /// CPUs to pin them to, round robin; empty: not pinned.
     pub cpus: Vec<usize>,
-    /// What they do without work.
+    /// What an idle dispatcher does.
     pub yield_strategy: Strategy,
     /// `T_sleep` in microseconds.
     pub sleep_us: u32,
     /// `T_nowork` in microseconds.
     pub nowork_us: u32,
-    /// Frames taken from an interface, and messages from a socket, at a time: 1 to [`crate::frame::BATCH_MAX`].
+    /// Most frames per read from an interface, and messages per read from a socket: 1 to [`crate::frame::BATCH_MAX`].
     pub burst: usize,
-    /// Where links' datagrams arrive: the first port.
+    /// Listening address of links' datagrams, with the first port.
     pub listen: SocketAddr,
-    /// How many ports, from that one on.
+    /// Number of consecutive ports, starting there.
     pub ports: u16,
-    /// Where VXLAN arrives, if it may.
+    /// Listening address for VXLAN; `None`: off.
     pub vxlan_listen: Option<SocketAddr>,
-    /// Where streams arrive (TCP), if they may.
+    /// TCP listening address for stream links; `None`: off.
     pub stream_listen: Option<SocketAddr>,
-    /// Whether guests' memory is sent without copying it.
+    /// Zero-copy transmission of guest memory.
     pub zero_copy: ZeroCopy,
-    /// How they are kept from being disturbed.
+    /// How dispatchers are shielded from the rest of the host.
     pub isolation: Isolation,
 }
 
 impl Default for CoreOptions {
-    /// One dispatcher, reached from this host only, at a port that the kernel chooses.
+    /// One dispatcher, on the loopback, at a port that the kernel chooses.
     fn default() -> CoreOptions {
         CoreOptions {
             threads: 1,
@@ -79,21 +79,21 @@ impl Default for CoreOptions {
 /// Why a core did not start.
 #[derive(Debug, thiserror::Error)]
 pub enum CoreError {
-    /// The bridge's socket.
+    /// The bridge's socket failed.
     #[error(transparent)]
     Bridge(#[from] BridgeError),
-    /// The thread of stream links, or the socket that it accepts at.
+    /// The thread of stream links failed, or its listening socket.
     #[error(transparent)]
     Stream(#[from] stream::StreamsError),
-    /// The system refused a thread, an event set or the like.
+    /// The kernel refused a thread, an epoll instance or the like.
     #[error("cannot start a dispatcher: {0}")]
     System(#[from] io::Error),
-    /// The kernel refused to isolate them.
+    /// The kernel refused to isolate the dispatchers.
     #[error(transparent)]
     Isolation(#[from] IsolationError),
 }
 
-/// What the dispatchers and the core share.
+/// State that the core shares with its dispatchers.
 pub(super) struct Shared {
     setup: ArcSwap<Setup>,
     generation: AtomicU64,
@@ -102,7 +102,7 @@ pub(super) struct Shared {
     learned: Arc<Learned>,
     dispatcher_stats: Vec<Arc<DispatcherStats>>,
     started: Instant,
-    /// The generation that each dispatcher has adopted.
+    /// Generation adopted by each dispatcher.
     adopted: Mutex<Vec<u64>>,
     progress: Condvar,
 }
@@ -154,7 +154,7 @@ impl Shared {
     }
 }
 
-/// The running data plane of one host.
+/// The running data plane of a host.
 pub struct Core {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
@@ -210,7 +210,7 @@ impl Core {
         let thread = std::thread::Builder::new().name(format!("dispatch-{id}")).spawn(move || {
             let result = cpu.map_or(Ok(()), isolation::pin).and_then(|()| isolation.apply_to_thread());
             let run = result.is_ok();
-            // The other end waits for exactly this message.
+            // The other end waits for exactly this report.
             let _ = report.send(result);
             if run {
                 dispatcher.run();
@@ -220,19 +220,19 @@ impl Core {
         Ok(pinned.recv().map_err(|_| io::Error::other("the thread ended at once"))??)
     }
 
-    /// Makes `parts` what the core forwards between, at once and as a whole, under traffic.
+    /// Publishes `parts` as the new setup, atomically and under traffic.
     ///
-    /// Returns when every dispatcher has adopted it, and so nothing uses ports that went. Learned addresses behind those are
-    /// forgotten before their slots can be used again.
+    /// Returns when every dispatcher has adopted it, so nothing uses removed ports any more. Addresses learned behind those are
+    /// forgotten before their slots can be reused.
     pub fn publish(&self, parts: Parts) {
         let setup = Setup::new(parts);
-        // Before frames leave on new links: their routes are known then.
+        // Before frames leave on new links: senders need their routes.
         self.prober.set_links(setup.peers.links());
         self.streams.set_links(setup.peers.links());
         self.adopt(setup);
     }
 
-    /// Changes who looks, and nothing else. Returns when every dispatcher knows.
+    /// Replaces only the observers. Returns when every dispatcher has adopted them.
     pub fn observe(&self, observers: Observers) {
         let setup = self.shared.setup.load().with(observers);
         self.adopt(setup);
@@ -254,12 +254,12 @@ impl Core {
         }
     }
 
-    /// Where links' datagrams arrive: the first port.
+    /// Listening address of links' datagrams, with the first port.
     pub fn bridge_address(&self) -> SocketAddr {
         self.bridge_address
     }
 
-    /// When the core's clock began.
+    /// Start of the core's clock.
     pub fn started(&self) -> Instant {
         self.shared.started
     }
@@ -269,7 +269,7 @@ impl Core {
         &self.bridge_stats
     }
 
-    /// Sends questions to other hosts' controls, and keepalives.
+    /// Sends inquiries to other hosts' control, and keepalives.
     pub fn courier(&self) -> &Courier {
         &self.courier
     }
@@ -279,17 +279,17 @@ impl Core {
         &self.shared.learned
     }
 
-    /// What each dispatcher counts about itself.
+    /// Each dispatcher's own statistics.
     pub fn dispatcher_stats(&self) -> &[Arc<DispatcherStats>] {
         &self.shared.dispatcher_stats
     }
 
-    /// How many dispatchers there are.
+    /// Number of dispatchers.
     pub fn dispatchers(&self) -> usize {
         self.shared.dispatchers()
     }
 
-    /// The routing table in force.
+    /// The current routing table.
     pub fn table(&self) -> Arc<Table> {
         self.shared.setup.load().table.clone()
     }
@@ -307,7 +307,7 @@ impl Drop for Core {
         self.shared.ring_all();
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
-                tracing::error!("a dispatcher ended in a panic");
+                tracing::error!("a dispatcher panicked");
             }
         }
     }

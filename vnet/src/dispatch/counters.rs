@@ -1,17 +1,17 @@
-//! What a dispatcher counts about itself: how large its batches are, and how long it takes to decide and deliver one.
+//! A dispatcher's own statistics: batch sizes, and the latency of deciding and delivering a batch.
 //!
-//! Each dispatcher writes its own counters, with plain loads and stores: no other thread adds to them, so nothing on a frame's
-//! way waits for a cache line. The size of every batch is counted; the clock is read for one batch in [`SAMPLED`].
+//! Each dispatcher writes its own counters, with plain loads and stores: no other thread adds to them, so the data path never
+//! waits for a cache line. Every batch's size is counted; one batch in [`SAMPLED`] is timed.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// One batch in so many is timed.
+/// One batch in this many is timed.
 pub const SAMPLED: u64 = 16;
-/// Upper bounds of the latency histogram's buckets, in microseconds; the last bucket has none.
+/// Upper bounds of the latency histogram's buckets, in microseconds; the last bucket is unbounded.
 pub const LATENCY_BOUNDS_US: [u32; 14] =
     [1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 100_000];
-/// Upper bounds of the batch histogram's buckets, in frames; the last bucket has none.
+/// Upper bounds of the batch histogram's buckets, in frames; the last bucket is unbounded.
 pub const BATCH_BOUNDS: [u32; 7] = [1, 2, 4, 8, 16, 32, 64];
 
 /// A counter that one thread adds to and others read.
@@ -60,12 +60,12 @@ impl<const N: usize> Histogram<N> {
     }
 }
 
-/// A histogram as it was read.
+/// A histogram's values at the time of reading.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Sum of all observed values.
     pub sum: u64,
-    /// Observations in each bucket, not those of the buckets below; the last one has no upper bound.
+    /// Observations per bucket, not cumulative; the last bucket is unbounded.
     pub buckets: Vec<u64>,
 }
 
@@ -81,19 +81,19 @@ pub struct DispatcherStats {
 }
 
 impl DispatcherStats {
-    /// A batch of `frames` is about to be decided and delivered. Gives the time when it is one of those that are timed.
+    /// Counts a batch of `frames` that is about to be forwarded. Returns the start time of a sampled batch.
     #[inline]
     pub(super) fn begin(&self, frames: usize) -> Option<Instant> {
         let frames = frames as u64;
         self.frames.add(frames);
-        // Bounds are powers of two: the bucket is the rounded up logarithm.
+        // Bounds are powers of two: the bucket is the logarithm, rounded up.
         let bucket = u64::BITS - frames.saturating_sub(1).leading_zeros();
         self.batches.observe(frames, bucket as usize);
         self.turn.add(1);
         self.turn.get().is_multiple_of(SAMPLED).then(Instant::now)
     }
 
-    /// The batch that `begin` was called for is delivered.
+    /// Ends the batch that `begin` started.
     #[inline]
     pub(super) fn end(&self, begun: Option<Instant>) {
         if let Some(begun) = begun {
@@ -107,19 +107,18 @@ impl DispatcherStats {
         self.latency_ns.observe(ns, bucket);
     }
 
-    /// So many turns of the loop with work took so many nanoseconds.
+    /// Adds `turns` busy turns that took `ns` nanoseconds.
     pub(super) fn busy(&self, turns: u64, ns: u64) {
         self.busy_turns.add(turns);
         self.busy_ns.add(ns);
     }
 
-    /// Turns of the loop in which there was work.
+    /// Turns of the loop that had work.
     pub fn busy_turns(&self) -> u64 {
         self.busy_turns.get()
     }
 
-    /// Nanoseconds of these turns, by the clock on the wall: time in which others had the core is among them, time spent looking
-    /// for work in vain is not.
+    /// Wall-clock nanoseconds of busy turns: includes preemption, excludes idle polling.
     pub fn busy_ns(&self) -> u64 {
         self.busy_ns.get()
     }
@@ -134,7 +133,7 @@ impl DispatcherStats {
         self.batches.read()
     }
 
-    /// Nanoseconds from a batch's arrival in the dispatcher to its delivery, of one batch in [`SAMPLED`]; bounds are
+    /// Nanoseconds from a batch's arrival at the dispatcher to its delivery, for one batch in [`SAMPLED`]; bounds are
     /// [`LATENCY_BOUNDS_US`].
     pub fn latency_ns(&self) -> Counts {
         self.latency_ns.read()

@@ -1,10 +1,10 @@
-//! Decide and deliver: one batch from where it came from to where it goes.
+//! Decide and deliver: routes one batch and hands it to its destinations.
 //!
-//! Frames are decided one by one, collected by destination, and delivered destination by destination, so that every guest is
-//! notified and every socket called once a batch. The order of frames between two ports is kept.
+//! Frames are decided one by one, grouped by destination, and delivered group by group, so that each batch costs one
+//! notification per guest and one system call per socket. The order of frames between two ports is kept.
 //!
-//! A guest's question for a neighbour that is published ([`Published::neighbours`](crate::route::Published)) is not flooded:
-//! the answer takes its place, and goes back to where it came from.
+//! Neighbour suppression: an ARP or neighbour solicitation for a published neighbour
+//! ([`Published::neighbours`](crate::route::Published)) is not flooded but answered here, back to the port it came from.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -23,35 +23,35 @@ use crate::wire::flow;
 use crate::wire::neighbour::{self, ANSWER_MAX};
 use crate::wire::offload::Offload;
 
-/// How much was moved.
+/// Frames and bytes moved.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Work {
     pub(super) frames: u64,
     pub(super) bytes: u64,
 }
 
-/// The deciding and delivering half of a dispatcher.
+/// A dispatcher's forwarding half.
 pub(super) struct Forwarder {
-    /// Which dispatcher's.
+    /// The dispatcher's number.
     pub(super) dispatcher: usize,
     router: Router,
     sender: Sender,
     pub(super) setup: Arc<Setup>,
     /// Milliseconds since the core started; set once a turn.
     pub(super) now_ms: u64,
-    /// Moved since the dispatcher last set it to nothing.
+    /// Work since the dispatcher last reset it.
     pub(super) work: Work,
-    /// What the dispatcher counts about itself.
+    /// The dispatcher's statistics.
     pub(super) stats: Arc<DispatcherStats>,
-    /// Frames of the batch under way, by destination port.
+    /// Indices of the current batch's frames, by destination port.
     lists: Vec<Vec<u16>>,
-    /// Destinations whose list is not empty.
+    /// Destinations with a non-empty list.
     pub(super) touched: Vec<PortId>,
-    /// Frames of one list, by the queue they go to.
+    /// Frames of one list, by destination queue.
     by_queue: Vec<Vec<u16>>,
-    /// Answers to frames of the batch under way, in the place of those frames.
+    /// Answers that replace frames of the current batch.
     answers: Batch,
-    /// Guests that may have to be notified yet.
+    /// Guests that may still need a notification.
     pending: Pending,
 }
 
@@ -75,16 +75,16 @@ impl Forwarder {
         forwarder
     }
 
-    /// Takes over a new setup. Called between two batches.
+    /// Adopts a new setup. Call between two batches.
     pub(super) fn adopt(&mut self, setup: Arc<Setup>) {
         if let Some(question) = &setup.observers.question {
             question.ask(self.dispatcher, &self.router, self.now_ms);
         }
-        // Of a setup in which only the observers differ, the cache stays good.
+        // When only the observers differ, the route cache stays valid.
         if !Arc::ptr_eq(&setup.table, self.router.table()) {
             self.router.adopt(setup.table.clone());
         }
-        // All that a batch can need: nothing is allocated on a frame's way.
+        // Capacity for a full batch: the data path never allocates.
         let list = || Vec::with_capacity(BATCH_MAX);
         self.lists.resize_with(setup.slots(), list);
         self.touched.reserve(setup.slots());
@@ -93,21 +93,21 @@ impl Forwarder {
         self.setup = setup;
     }
 
-    /// Counts frames that were received in place for the interface `id`, and notes what its guest is owed.
+    /// Counts frames received in place for the interface `id`, and notes that its guest may need a notification.
     pub(super) fn landed(&mut self, id: PortId, landed: InPlace) {
         if landed.frames == 0 {
             return;
         }
         self.work.frames += landed.frames;
         self.work.bytes += landed.bytes;
-        // Each as a batch of its own, as they came.
+        // Each arrived as a batch of its own.
         (0..landed.frames).for_each(|_| _ = self.stats.begin(1));
         if let Some(port) = self.setup.interface(id) {
             (0..port.interface.active_queues()).for_each(|queue| self.pending.note(port, queue));
         }
     }
 
-    /// Hears what the kernel has done with of what was sent without a copy. True when interfaces may give that back.
+    /// Reads zero-copy completions from the kernel. True when interfaces may reclaim buffers.
     #[inline]
     pub(super) fn reap(&mut self) -> bool {
         self.sender.reap()
@@ -117,7 +117,7 @@ impl Forwarder {
         self.sender.tick(now_ms);
     }
 
-    /// Takes every frame of the batch to completion: delivered, or counted under the reason why not.
+    /// Forwards every frame of the batch: delivers it, or counts it with a drop reason.
     pub(super) fn forward(&mut self, batch: &Batch, drops: &mut DropSink) {
         let begun = self.stats.begin(batch.len());
         self.decide(batch, drops);
@@ -136,7 +136,7 @@ impl Forwarder {
         self.stats.end(begun);
     }
 
-    /// Delivers the answers, each to the interface whose question it takes the place of.
+    /// Delivers each answer to the interface that asked.
     #[cold]
     fn deliver_answers(&mut self, drops: &mut DropSink) {
         let setup = self.setup.clone();
@@ -151,18 +151,18 @@ impl Forwarder {
         self.answers.clear();
     }
 
-    /// The frames that go to `port`, which are no more on its list.
+    /// Takes the list of frames for `port`.
     pub(super) fn take_list(&mut self, port: PortId) -> Vec<u16> {
         std::mem::take(&mut self.lists[port.index()])
     }
 
-    /// Gives a list's memory back.
+    /// Returns a list's memory for reuse.
     pub(super) fn return_list(&mut self, port: PortId, mut list: Vec<u16>) {
         list.clear();
         self.lists[port.index()] = list;
     }
 
-    /// Sorts the frames by destination.
+    /// Groups the frames by destination.
     fn decide(&mut self, batch: &Batch, drops: &mut DropSink) {
         let setup = &*self.setup;
         self.work.frames += batch.len() as u64;
@@ -236,7 +236,8 @@ impl Forwarder {
     }
 }
 
-/// Puts the answer to a guest's question for a published neighbour into `answers`. False when it is none: it is flooded.
+/// Answers a guest's ARP or neighbour solicitation for a published neighbour into `answers`. False: not answered, flood the
+/// frame.
 fn answer(setup: &Setup, head: &[u8], frame: &Frame, answers: &mut Batch) -> bool {
     let known = &setup.table.published().neighbours;
     let asks =
@@ -245,7 +246,7 @@ fn answer(setup: &Setup, head: &[u8], frame: &Frame, answers: &mut Batch) -> boo
         return false;
     }
     let Some(asked) = neighbour::question(head) else { return false };
-    // Who asks for an address of its own wants to hear of others that use it.
+    // A host that asks for its own address probes for duplicates: only another owner may answer.
     let owner = known.get(&(frame.network, asked.target)).filter(|owner| **owner != asked.asker);
     let (Some(owner), Some(room)) = (owner, answers.spare(ANSWER_MAX)) else { return false };
     let Some(room) = room.first_chunk_mut() else { return false };
@@ -254,9 +255,9 @@ fn answer(setup: &Setup, head: &[u8], frame: &Frame, answers: &mut Batch) -> boo
     answers.push_spare(0, length, from, Offload::default()).is_ok()
 }
 
-/// Optimistic interrupts: which guests are owed a decision.
+/// Optimistic interrupts: guests with a pending interrupt decision.
 impl Forwarder {
-    /// The sources are drained, or so much was moved that guests should hear of it.
+    /// The sources are drained, or the batch budget is used up: decide about interrupts.
     #[inline]
     pub(super) fn end_of_coalescing(&mut self) {
         if !self.pending.delivered.is_empty() {
@@ -264,7 +265,7 @@ impl Forwarder {
         }
     }
 
-    /// Looks after guests whose time is up.
+    /// Runs interrupt checks that are due.
     #[inline]
     pub(super) fn check_if_due(&mut self) {
         if self.pending.time_to_check() == Some(Duration::ZERO) {
@@ -272,38 +273,38 @@ impl Forwarder {
         }
     }
 
-    /// Until when the dispatcher may sleep; `None` when no guest has to be looked after.
+    /// Time until the next interrupt check; `None`: none is pending.
     #[inline]
     pub(super) fn time_to_check(&self) -> Option<Duration> {
         self.pending.time_to_check()
     }
 
-    /// Leaves no guest waiting: before the setup changes, and at the end.
+    /// Settles every pending interrupt: before the setup changes, and at shutdown.
     pub(super) fn settle_all(&mut self) {
         self.pending.end(&self.setup);
         self.pending.check(&self.setup, Instant::now() + CHECK_AFTER);
     }
 }
 
-/// Queues whose guests have been given frames and may have to be notified yet. Every queue is in each list once at most, so
-/// that the queues there are bound them.
+/// Queues that received frames and whose guests may still need a notification. A queue is in each list at most once, so the
+/// number of queues bounds both.
 #[derive(Default)]
 struct Pending {
-    /// Given something since the last end of coalescing.
+    /// Received frames since the last end of coalescing.
     delivered: Vec<(PortId, usize)>,
-    /// Not notified then; to be checked when the time comes, in this order.
+    /// Not notified then; checked when due, in this order.
     checks: VecDeque<(PortId, usize, Instant)>,
 }
 
 impl Pending {
-    /// Delivers to an interface and notes what is owed for it: the only way there.
+    /// Delivers to an interface and notes the pending interrupt. The only path to an interface.
     #[inline]
     fn give(&mut self, port: &InterfacePort, queue: usize, frames: Selection<'_>, drops: &mut DropSink) {
         port.interface.deliver(queue, frames, drops);
         self.note(port, queue);
     }
 
-    /// Notes what is owed for something that was delivered.
+    /// Notes that a delivery may need an interrupt.
     #[inline]
     fn note(&mut self, port: &InterfacePort, queue: usize) {
         let place = (port.member.port, queue);

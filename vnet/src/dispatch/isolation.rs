@@ -1,9 +1,8 @@
-//! Noise isolation: what keeps the rest of the host from disturbing a dispatcher (VNET/P+ section IV.C).
+//! Noise isolation: shields dispatchers from the rest of the host (VNET/P+ section IV.C).
 //!
-//! The papers' lightweight kernel has no timer ticks, no other threads and no paging. On Linux the like is asked for piece by
-//! piece: a processor of its own, a real-time priority, memory that is not paged out, timers that are not rounded, and
-//! sockets that are looked into rather than interrupted by. What belongs to the whole host (isolated processors, interrupt
-//! affinity, frequency scaling) is the administrator's; docs/tuning.md says how.
+//! The papers' lightweight kernel has no timer ticks, no other threads and no paging. Linux offers the same piece by piece: CPU
+//! pinning, real-time priority, locked memory, exact timers, and busy-polled sockets. Settings of the whole host (isolated
+//! CPUs, interrupt affinity, frequency scaling) belong to the administrator, see docs/tuning.md.
 
 use std::io;
 use std::num::NonZeroU64;
@@ -16,42 +15,42 @@ use crate::poll::Poller;
 /// Highest real-time priority of Linux.
 pub const PRIORITY_MAX: u32 = 99;
 
-/// How dispatchers are kept from being disturbed, besides pinning.
+/// Isolation settings besides pinning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Isolation {
-    /// Real-time priority (SCHED_FIFO), 1 to [`PRIORITY_MAX`]; none: an ordinary thread.
+    /// Real-time priority (SCHED_FIFO), 1 to [`PRIORITY_MAX`]; `None`: an ordinary thread.
     pub priority: Option<u32>,
-    /// Whether vnetd's memory is kept from being paged out.
+    /// Locks vnetd's memory against paging.
     pub lock_memory: bool,
-    /// Microseconds for which the kernel looks into the network device itself when a socket is empty; 0: not at all.
+    /// Microseconds for which the kernel busy-polls the network device when a socket is empty; 0: off.
     pub busy_poll_us: u32,
-    /// Most packets the kernel takes from the device in one busy poll; `None`: its own default, 8.
+    /// Most packets per busy poll; `None`: the kernel's default, 8.
     pub busy_poll_budget: Option<u32>,
 }
 
-/// What the kernel refused.
+/// An isolation setting that the kernel refused.
 #[derive(Debug, thiserror::Error)]
 pub enum IsolationError {
-    /// A CPU that is not there or not allowed.
+    /// The CPU does not exist or is not allowed.
     #[error("cannot pin a dispatcher to CPU {cpu}: {error}; see 'nproc' and [dispatch] cpus")]
     Cpu {
         /// The CPU's number.
         cpu: usize,
-        /// What the kernel said.
+        /// The kernel's error.
         error: io::Error,
     },
-    /// The priority.
+    /// The priority was refused.
     #[error(
         "cannot give a dispatcher real-time priority {priority}: {error}; give vnetd CAP_SYS_NICE or LimitRTPRIO, or \
          remove [dispatch] priority"
     )]
     Priority {
-        /// The priority asked for.
+        /// The configured priority.
         priority: u32,
-        /// What the kernel said.
+        /// The kernel's error.
         error: io::Error,
     },
-    /// Locked memory.
+    /// Locking memory was refused.
     #[error(
         "cannot lock memory: {0}; give vnetd CAP_IPC_LOCK or LimitMEMLOCK=infinity, or remove [dispatch] lock_memory"
     )]
@@ -59,8 +58,8 @@ pub enum IsolationError {
 }
 
 impl Isolation {
-    /// Locks the process's memory. Pages that nobody has touched, of guests above all, are not brought in for that: they are
-    /// locked when they come.
+    /// Locks the process's memory. Untouched pages, mostly of guests, are not faulted in for that: they are locked on first
+    /// use.
     pub(super) fn apply_to_process(&self) -> Result<(), IsolationError> {
         if !self.lock_memory {
             return Ok(());
@@ -69,11 +68,11 @@ impl Isolation {
             .map_err(|error| IsolationError::Memory(error.into()))
     }
 
-    /// Gives the calling thread its priority, and timers as exact as they can be.
+    /// Sets the calling thread's priority and the most exact timers.
     pub(super) fn apply_to_thread(&self) -> Result<(), IsolationError> {
-        // The usual slack of 50 us would double a T_sleep of as much. Refused, only that stays.
+        // The default slack of 50 us would double a T_sleep of 50 us. A refusal only keeps that slack.
         if let Err(error) = rustix::thread::set_current_timer_slack(NonZeroU64::new(1)) {
-            tracing::debug!(%error, "timers stay inexact");
+            tracing::debug!(%error, "cannot reduce the timer slack; sleeps may last 50 us longer");
         }
         let Some(priority) = self.priority else { return Ok(()) };
         let parameters = libc::sched_param { sched_priority: priority as libc::c_int };
@@ -88,8 +87,7 @@ impl Isolation {
         Ok(())
     }
 
-    /// Has the kernel look into the device behind a dispatcher's sockets, as far as it can: not being able to is no error,
-    /// since nothing but time is lost.
+    /// Enables busy polling of a dispatcher's sockets where possible. A failure is no error: it costs latency only.
     pub(super) fn apply_to_sockets<'fd>(
         &self,
         sockets: impl Iterator<Item = BorrowedFd<'fd>>,
@@ -101,11 +99,11 @@ impl Isolation {
         let us = libc::c_int::try_from(self.busy_poll_us).unwrap_or(libc::c_int::MAX);
         for socket in sockets {
             if let Err(error) = busy_poll(socket, us, self.busy_poll_budget) {
-                tracing::warn!(%error, "a link socket is not busy-polled; vnetd needs CAP_NET_ADMIN for it");
+                tracing::warn!(%error, "cannot busy-poll a link socket; give vnetd CAP_NET_ADMIN");
             }
         }
         if let Err(error) = poller.busy_poll(self.busy_poll_us) {
-            tracing::info!(%error, "waiting does not busy-poll devices; that takes Linux 6.9");
+            tracing::info!(%error, "epoll does not busy-poll devices; that needs Linux 6.9");
         }
     }
 }
@@ -126,7 +124,7 @@ fn busy_poll(socket: BorrowedFd<'_>, us: libc::c_int, budget: Option<u32>) -> io
     Ok(())
 }
 
-/// Binds the calling thread to one processor.
+/// Pins the calling thread to one CPU.
 pub(super) fn pin(cpu: usize) -> Result<(), IsolationError> {
     let mut set = rustix::thread::CpuSet::new();
     if cpu >= rustix::thread::CpuSet::MAX_CPU {
@@ -153,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_gets_what_was_asked_for() {
+    fn a_thread_gets_its_priority_and_timer_slack() {
         let thread = std::thread::spawn(|| {
             Isolation::default().apply_to_thread().unwrap();
             assert_eq!(rustix::thread::current_timer_slack().unwrap(), 1);
@@ -171,13 +169,13 @@ mod tests {
     }
 
     #[test]
-    fn a_processor_that_is_not_there_is_an_error() {
+    fn pinning_to_a_missing_cpu_is_an_error() {
         assert!(pin(1023).unwrap_err().to_string().contains("cannot pin a dispatcher to CPU 1023"));
         assert!(pin(usize::MAX).is_err());
     }
 
     #[test]
-    fn sockets_are_busy_polled_as_far_as_the_kernel_can() {
+    fn sockets_are_busy_polled_where_the_kernel_allows() {
         let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
         let poller = Poller::new().unwrap();
         let isolation = Isolation { busy_poll_us: 20, ..Isolation::default() };
@@ -190,9 +188,9 @@ mod tests {
             let (level, option) = (libc::SOL_SOCKET, libc::SO_BUSY_POLL_BUDGET);
             libc::getsockopt(socket.as_raw_fd(), level, option, (&raw mut budget).cast(), &raw mut len)
         };
-        // Without CAP_NET_ADMIN, or before Linux 5.11, it stays as it was.
+        // Unchanged without CAP_NET_ADMIN or before Linux 5.11.
         assert!(result < 0 || [0, 8, 32].contains(&budget), "{budget}");
-        // Whatever was granted, waiting still works.
+        // Waiting works whatever was granted.
         poller.waker(1).watch(&socket).unwrap();
         poller.ring();
         poller.wait(None, |_| panic!("nothing was sent")).unwrap();

@@ -12,18 +12,18 @@
 //! }
 //! ```
 //!
-//! A batch is run to completion before the next is taken: no frame ever waits in a queue between threads. Sources are shared
-//! out over the dispatchers; nobody else reads from what a dispatcher owns.
+//! A batch runs to completion before the next one is taken: no frame ever waits in a queue between threads. Each source belongs
+//! to exactly one dispatcher; no other thread reads from it.
 //!
-//! - [`core`](mod@self::core): the dispatchers together, and how a new setup reaches them without a lock on a frame's way.
-//! - [`setup`](mod@self::setup): what a core forwards between: ports, peers, routes. Immutable once published.
+//! - [`core`](mod@self::core): all dispatchers together, and how they adopt a new setup without a lock on the data path.
+//! - [`setup`](mod@self::setup): the ports, peers and routes that a core forwards between. Immutable once published.
 //! - [`forward`](mod@self::forward): decide and deliver, for one batch.
 //! - [`in_place`](mod@self::in_place): frames received straight into a guest's buffers (cut-through forwarding).
-//! - [`counters`](mod@self::counters): what a dispatcher counts about itself.
-//! - `observe`: records frames for captures; [`observers`](mod@self::observers): who captures or asks.
-//! - [`mode`](mod@self::mode): who drives an interface, its guest or the dispatcher; `served`: when a queue is looked at.
-//! - [`yielding`](mod@self::yielding): what a dispatcher does when there is nothing to do.
-//! - [`isolation`](mod@self::isolation): keeping the noise of the host away from dispatchers.
+//! - [`counters`](mod@self::counters): a dispatcher's own statistics.
+//! - `observe`: records frames for captures; [`observers`](mod@self::observers): active captures and cache queries.
+//! - [`mode`](mod@self::mode): guest-driven or VMM-driven queues; `served`: when a queue is polled and when it sleeps.
+//! - [`yielding`](mod@self::yielding): the yield strategy of an idle dispatcher.
+//! - [`isolation`](mod@self::isolation): shields dispatchers from noise of the host.
 
 pub mod core;
 pub mod counters;
@@ -55,18 +55,18 @@ use crate::poll::Poller;
 use crate::route::Router;
 use crate::source::{self, BatchSlot, Source};
 
-/// How often timers run: reassembly time-outs, ageing, path MTUs.
+/// Timer interval: reassembly timeouts, ageing, path MTUs.
 const TICK: Duration = Duration::from_millis(20);
-/// The same while nothing moves.
+/// Timer interval while the dispatcher is idle.
 const IDLE_TICK: Duration = Duration::from_millis(1000);
-/// While there is work, file descriptors are polled after so many turns, frames or bytes: some ten microseconds of
-/// work, beside which the question costs nothing and behind which nobody's frame waits long.
+/// Under load, poll file descriptors after this many turns, frames or bytes. That is about ten microseconds of work: the poll
+/// is cheap beside it, and no frame waits long behind it.
 const TURNS_PER_POLL: u32 = 8;
 const FRAMES_PER_POLL: u64 = 128;
 const BYTES_PER_POLL: u64 = 128 << 10;
-/// While it spins, a dispatcher looks straight into the descriptors that had news last, at most so many...
+/// While spinning, a dispatcher checks the most recently active descriptors directly, at most this many...
 const WARM_MAX: usize = 4;
-/// ...and polls all of them once in so many spins: some microseconds.
+/// ...and polls all descriptors once every this many spins, a few microseconds.
 const SPINS_PER_POLL: u32 = 4;
 
 /// One dispatcher's own state. Lives on its thread.
@@ -76,19 +76,19 @@ struct Dispatcher {
     poller: Poller,
     generation: u64,
     setup: Arc<Setup>,
-    /// The same for sources that decide for themselves, and its links for receivers.
+    /// The same setup, for sources that route by themselves; and its links, for receivers.
     setup_view: SetupView,
     peers: PeersView,
     /// Makes receivers for underlay ports.
     receivers: ReceiverParts,
     forwarder: Forwarder,
-    /// All sources, in ascending order of their tokens.
+    /// All sources, sorted by token.
     served: Vec<Served>,
     next_token: u64,
-    /// Tokens that had news since the dispatcher blocked last, in the order in which they first had.
+    /// Tokens with events since the dispatcher last blocked, in the order of their first event.
     warm: Vec<u64>,
     spins: u32,
-    /// Tokens with news, while they are being marked.
+    /// Scratch list: tokens with events, until they are marked.
     news: Vec<u64>,
     batch: BatchSlot,
     drops: DropSink,
@@ -98,11 +98,11 @@ struct Dispatcher {
     next_tick: Instant,
 }
 
-/// How long the turns with work take. The clock is read once a turn, at its begin, which is the end of the one before.
+/// Time spent in busy turns. The clock is read once a turn, at its start, which is also the end of the previous turn.
 struct BusyClock {
     started: Instant,
     now: Instant,
-    /// Since `now` the dispatcher has been busy.
+    /// The current turn, since `now`, has had work.
     busy: bool,
     busy_ns: u64,
     turns: u64,
@@ -113,7 +113,7 @@ impl BusyClock {
         BusyClock { started, now: started, busy: false, busy_ns: 0, turns: 0 }
     }
 
-    /// Begins a turn.
+    /// Starts a turn.
     #[inline]
     fn turn(&mut self) {
         let now = Instant::now();
@@ -124,7 +124,7 @@ impl BusyClock {
         (self.now, self.busy) = (now, false);
     }
 
-    /// Milliseconds from the core's start to the begin of this turn.
+    /// Milliseconds from the core's start to the start of this turn.
     #[inline]
     fn now_ms(&self) -> u64 {
         self.ms(self.now)
@@ -135,7 +135,7 @@ impl BusyClock {
         now.saturating_duration_since(self.started).as_millis() as u64
     }
 
-    /// Adds what was gathered to the counters.
+    /// Adds the accumulated time to the counters.
     fn publish(&mut self, stats: &DispatcherStats) {
         stats.busy(std::mem::take(&mut self.turns), std::mem::take(&mut self.busy_ns));
     }
@@ -177,7 +177,7 @@ impl Dispatcher {
         dispatcher
     }
 
-    /// Takes up a source.
+    /// Starts serving a source.
     fn serve(&mut self, mut source: Box<dyn Source>, drive: (Drive, usize), feed: Option<Feed>) {
         let token = self.next_token;
         self.next_token += 1;
@@ -207,8 +207,8 @@ impl Dispatcher {
                     self.wait(Duration::ZERO);
                 }
             } else {
-                // A few datagrams without a frame are what hosts say to each other, probes and keepalives. Nobody waits for what
-                // comes after them, so they are no reason to spin.
+                // Datagrams without a frame are probes and keepalives between hosts. Nobody waits for what follows them, so
+                // they do not justify spinning.
                 if std::mem::take(&mut turns) > 0 && self.forwarder.work.frames > 0 {
                     self.tally();
                 }
@@ -220,14 +220,14 @@ impl Dispatcher {
         self.release_all();
     }
 
-    /// Tells the yield strategy, and whoever reads the counters, what was moved since they were told last.
+    /// Reports the work since the last call to the yield strategy and the counters.
     fn tally(&mut self) {
         let work = std::mem::take(&mut self.forwarder.work);
         self.yielder.worked(work.bytes, self.clock.now);
         self.clock.publish(&self.stats);
     }
 
-    /// Serves every source that may have frames once. True when there were any.
+    /// Serves each ready source once. True when any had work.
     fn turn(&mut self) -> bool {
         let now = self.clock.now;
         let now_ms = self.clock.now_ms();
@@ -256,7 +256,7 @@ impl Dispatcher {
         busy
     }
 
-    /// Nothing was there: do what the yield strategy says.
+    /// No work: follows the yield strategy.
     fn idle(&mut self) {
         let polled = self.served.iter().any(Served::is_polled);
         match self.yielder.idle(self.clock.now, polled) {
@@ -267,7 +267,7 @@ impl Dispatcher {
                     self.warm.clear();
                     self.wait(self.time_to_tick());
                 } else {
-                    // Somebody has frames, or cannot notify at all and wants to be polled.
+                    // A source has frames, or cannot notify and must be polled.
                     self.spin();
                 }
                 self.served.iter_mut().for_each(Served::resume);
@@ -275,11 +275,11 @@ impl Dispatcher {
         }
     }
 
-    /// Lets others have the core for a moment, first of all those who have just been given frames; then looks for frames.
+    /// Yields the core once, so that receivers of fresh frames can run; then looks for frames.
     ///
-    /// Asking for news touches much memory that other cores have written to, and the answer is a second system call away from
-    /// the frame. Where a frame was last, the next one is looked for without asking: the exchange that spinning is for comes
-    /// by the same descriptors again and again.
+    /// Polling touches memory that other cores have written, and the frame is still one more system call away. So the sources
+    /// that had frames last are checked without polling: a request/response exchange, for which spinning exists, uses the same
+    /// descriptors again and again.
     fn spin(&mut self) {
         let before = Instant::now();
         std::thread::yield_now();
@@ -293,16 +293,15 @@ impl Dispatcher {
         }
     }
 
-    /// Asks every guest to notify. False when one has frames waiting, so that sleeping now would leave them there.
+    /// Requests notifications from every guest. False when one has frames waiting already: the dispatcher must not sleep.
     fn rest_all(&mut self) -> bool {
         self.served.iter_mut().all(Served::rest)
     }
 
-    /// Waits for news of file descriptors and marks what they concern. A guest that may not have noticed its frames is
-    /// looked after in time.
+    /// Waits for file descriptor events and marks their sources. Wakes in time for pending interrupt checks of guests.
     fn wait(&mut self, timeout: Duration) {
         let timeout = self.forwarder.time_to_check().map_or(timeout, |check| timeout.min(check));
-        // What comes after this look wakes: news in a socket's error queue count as an event of it.
+        // Read error queues first: entries that arrive after this read wake the poller.
         self.reap();
         let mut news = std::mem::take(&mut self.news);
         let result = self.poller.wait(Some(timeout), |token| news.push(token));
@@ -312,26 +311,25 @@ impl Dispatcher {
         }
         self.news = news;
         if let Err(error) = result {
-            // Only programming errors get here (a closed epoll descriptor); sleeping keeps the log readable.
+            // Only a programming error gets here (a closed epoll descriptor); the sleep bounds the log rate.
             tracing::error!(dispatcher = self.id, %error, "cannot wait for events");
             std::thread::sleep(Duration::from_millis(100));
         }
     }
 
-    /// Marks the source of a token as worth a look.
+    /// Marks the token's source as ready.
     fn mark(&mut self, token: u64) {
         if let Some(index) = self.place(token) {
             self.served[index].wake();
         }
     }
 
-    /// Where the source of that token is among those served.
+    /// Index of the token's source in `served`.
     fn place(&self, token: u64) -> Option<usize> {
         self.served.binary_search_by_key(&token, |served| served.token).ok()
     }
 
-    /// Remembers what had news, in the place of what is remembered for longest. Rings are not looked into that way: those that are
-    /// worth it are polled anyway.
+    /// Remembers the token as recently active and evicts the oldest one. Rings are left out: busy ones are polled anyway.
     fn keep_warm(&mut self, token: u64) {
         let is_ring = |index: usize| self.served[index].source.polls();
         if self.warm.contains(&token) || self.place(token).is_some_and(is_ring) {
@@ -343,7 +341,7 @@ impl Dispatcher {
         self.warm.push(token);
     }
 
-    /// Has guests get back what the kernel no longer reads of their memory.
+    /// Returns buffers to guests once the kernel has finished reading them.
     #[inline]
     fn reap(&mut self) {
         if self.forwarder.reap() {
@@ -369,7 +367,7 @@ impl Dispatcher {
         self.next_tick = now + if self.yielder.is_quiet() { IDLE_TICK } else { TICK };
     }
 
-    /// Takes over the setup that was published last: lets go of sources that went, takes up those that came.
+    /// Adopts the latest published setup: releases removed sources, starts new ones.
     fn adopt(&mut self) {
         let generation = self.shared.generation();
         self.forwarder.settle_all();
@@ -410,7 +408,7 @@ impl Dispatcher {
         self.shared.adopted(self.id, generation);
     }
 
-    /// The source of a feed of the present setup.
+    /// Creates the source of a feed of the current setup.
     fn source(&self, feed: &Feed) -> Option<Box<dyn Source>> {
         match &feed.kind {
             FeedKind::Interface(interface) => Some(interface.clone().source(feed.queue)),

@@ -1,14 +1,14 @@
-//! Who drives an interface: its guest or the dispatcher (VNET/P section 4.3, figure 6).
+//! Drive modes: whether the guest or the dispatcher drives an interface (VNET/P section 4.3, figure 6).
 //!
-//! - *guest-driven*: the ring is left alone until the guest notifies. Best for one frame now and then: nothing is looked at
-//!   in vain, and the notification wakes the dispatcher at once.
-//! - *VMM-driven*: notifications are suppressed and the ring is looked at every turn. Best for many frames: none of them costs
-//!   the guest a notification, and each turn takes all that have gathered.
-//! - *adaptive*: the rate of frames from the guest decides, measured over windows of at least omega. Above alpha_u the queue
-//!   becomes VMM-driven, below alpha_l guest-driven again; between the two it stays what it is.
+//! - *guest-driven*: the ring is not polled until the guest notifies. Best for occasional frames: no poll is wasted, and the
+//!   notification wakes the dispatcher at once.
+//! - *VMM-driven*: notifications are suppressed and the ring is polled every turn. Best for high rates: no frame costs the
+//!   guest a notification, and each turn takes everything that is queued.
+//! - *adaptive*: follows the guest's frame rate, measured over windows of at least omega. Above alpha_u the queue becomes
+//!   VMM-driven, below alpha_l guest-driven; in between it keeps its mode (hysteresis).
 //!
-//! Each queue is judged by itself, since each may have another dispatcher. That a switch loses no wake-up does not depend
-//! on anything here: a queue that is left alone has been armed, and arming fails where a frame waits already.
+//! Each queue is judged by itself, since each may have another dispatcher. Switching cannot lose a wake-up: a resting queue was
+//! armed, and arming fails when a frame is waiting already.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use crate::stats::Counter;
 
-/// Who drives an interface.
+/// How an interface is driven.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, Default, strum::Display, strum::EnumString, strum::VariantNames,
 )]
@@ -24,14 +24,14 @@ use crate::stats::Counter;
 pub enum Mode {
     /// The guest's notifications wake the dispatcher.
     GuestDriven,
-    /// The dispatcher looks at the ring every turn.
+    /// The dispatcher polls the ring every turn.
     VmmDriven,
-    /// One or the other, by the rate of frames.
+    /// Switches between the two by frame rate.
     #[default]
     Adaptive,
 }
 
-/// A mode with the bounds between which it adapts. The defaults are VNET/P's (table 1).
+/// A drive mode and its thresholds. The defaults are VNET/P's (table 1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModeSettings {
     /// The mode.
@@ -40,7 +40,7 @@ pub struct ModeSettings {
     pub rate_low: u32,
     /// alpha_u in frames/s: above it a queue becomes VMM-driven. Not less than `rate_low`.
     pub rate_high: u32,
-    /// omega in microseconds: the shortest time over which a rate is judged.
+    /// omega in microseconds: the shortest window over which a rate is measured.
     pub window_us: u32,
 }
 
@@ -50,17 +50,17 @@ impl Default for ModeSettings {
     }
 }
 
-/// How an interface is driven, and what shows how it goes.
+/// An interface's drive settings and their current state.
 #[derive(Clone, Debug)]
 pub struct Drive {
-    /// What was asked for.
+    /// The configured settings.
     pub settings: ModeSettings,
-    /// What it is at the moment. The same for all setups that hold the interface.
+    /// The current state, shared by all setups that hold the interface.
     pub gauge: Arc<Gauge>,
 }
 
 impl Drive {
-    /// An interface with so many queues.
+    /// For an interface with `queues` queues.
     pub fn new(settings: ModeSettings, queues: usize) -> Drive {
         let queues = (0..queues.max(1)).map(|_| QueueGauge::default()).collect();
         Drive { settings, gauge: Arc::new(Gauge { queues, switches: Counter::default() }) }
@@ -73,11 +73,11 @@ impl Default for Drive {
     }
 }
 
-/// What an interface's queues do at the moment, for people to see.
+/// State of an interface's queues, for status output.
 #[derive(Debug)]
 pub struct Gauge {
     queues: Vec<QueueGauge>,
-    /// Changes from one mode to the other, of all queues.
+    /// Mode switches of all queues.
     pub switches: Counter,
 }
 
@@ -88,18 +88,18 @@ struct QueueGauge {
 }
 
 impl Gauge {
-    /// Queues that are VMM-driven.
+    /// Number of VMM-driven queues.
     pub fn vmm_driven(&self) -> usize {
         self.queues.iter().filter(|queue| queue.vmm_driven.load(Relaxed)).count()
     }
 
-    /// Frames a second from the guest over the last windows, all queues together.
+    /// Frames per second from the guest over the last windows, all queues together.
     pub fn rate(&self) -> u64 {
         self.queues.iter().map(|queue| queue.rate.load(Relaxed)).sum()
     }
 }
 
-/// One queue's mode: its state, and the window over which its rate is being measured.
+/// One queue's current mode and rate window.
 pub(super) struct Driver {
     drive: Drive,
     queue: usize,
@@ -117,13 +117,13 @@ impl Driver {
         driver
     }
 
-    /// True when the queue is looked at every turn.
+    /// True when the queue is polled every turn.
     #[inline]
     pub(super) fn is_vmm_driven(&self) -> bool {
         self.vmm_driven
     }
 
-    /// Takes over other settings.
+    /// Applies new settings.
     pub(super) fn set(&mut self, drive: &Drive) {
         if self.drive.settings != drive.settings {
             self.drive.settings = drive.settings;
@@ -135,7 +135,7 @@ impl Driver {
         }
     }
 
-    /// The queue gave `frames` frames when it was looked at; ends the window when it was long enough.
+    /// Counts `frames` frames of one poll; ends the window when it is long enough.
     #[inline]
     pub(super) fn account(&mut self, frames: usize, now: Instant) {
         self.frames += frames as u64;
@@ -147,7 +147,7 @@ impl Driver {
         }
     }
 
-    /// Figure 6 of VNET/P.
+    /// Figure 6 of VNET/P: compares the rate with the thresholds.
     fn judge(&mut self, length: Duration) {
         let rate = self.frames.saturating_mul(1_000_000) / (length.as_micros() as u64).max(1);
         let ModeSettings { mode, rate_low, rate_high, .. } = self.drive.settings;
@@ -209,7 +209,7 @@ mod tests {
         let (mut driver, _, start) = driver(Mode::Adaptive);
         driver.account(500, start + Duration::from_millis(5));
         assert!(driver.is_vmm_driven());
-        // 64 frames at once after a second of silence are no rate.
+        // 64 frames at once after a second of silence are not a high rate.
         driver.account(64, start + Duration::from_millis(1_005));
         assert!(!driver.is_vmm_driven());
     }

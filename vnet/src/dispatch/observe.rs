@@ -1,14 +1,14 @@
-//! What a dispatcher does more for those who look: captures, and questions about its cache.
+//! Extra work of a dispatcher for observers: captures, and queries of its route cache.
 //!
-//! A capture sees a frame where it enters and at each port it is delivered to. What becomes of it there the [`DropSink`] tells, by the
-//! frame's index, so that observed frames are delivered together like any others.
+//! A capture records a frame where it enters and at each port it is delivered to. The [`DropSink`] tells each frame's fate by
+//! its index, so that observed frames are still delivered in batches.
 
 use super::forward::Forwarder;
 use super::setup::Setup;
 use crate::capture::{self, Direction, Dropped, Record, Tap};
 use crate::frame::{Batch, DropSink, PortId, Selection};
 
-/// Records what was refused before it became a frame, since the last call.
+/// Records input that was refused before it became a frame, since the last call.
 #[cold]
 pub(super) fn refusals(setup: &Setup, dispatcher: usize, drops: &mut DropSink) {
     let at = capture::now();
@@ -26,7 +26,7 @@ pub(super) fn refusals(setup: &Setup, dispatcher: usize, drops: &mut DropSink) {
                 len: u32::try_from(refusal.bytes).unwrap_or(u32::MAX),
                 kept: 0,
             };
-            // Nothing is known of its addresses, so only a capture of all frames is about it.
+            // Its addresses are unknown, so only an unfiltered capture matches.
             if tap.session.options().filter == capture::Filter::default() {
                 tap.session.lane(dispatcher).push_empty(record);
             }
@@ -37,13 +37,13 @@ pub(super) fn refusals(setup: &Setup, dispatcher: usize, drops: &mut DropSink) {
     }
 }
 
-/// What became of a frame since the sink was cleared.
+/// How frame `frame` was dropped since the sink was cleared; `None`: it was not.
 fn fate(drops: &DropSink, frame: u16) -> Option<Dropped> {
     drops.of(frame).map(|drop| Dropped { reason: drop.reason, pieces: drop.pieces })
 }
 
 impl Forwarder {
-    /// Delivers decided frames while somebody captures.
+    /// Delivers decided frames while a capture is active.
     #[cold]
     pub(super) fn deliver_observed(&mut self, batch: &Batch, drops: &mut DropSink) {
         let setup = self.setup.clone();

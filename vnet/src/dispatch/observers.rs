@@ -1,4 +1,4 @@
-//! Observers of a core: captures, and questions about dispatchers' route caches. Part of a setup.
+//! Observers of a core: captures, and queries of dispatchers' route caches. Part of a setup.
 
 use std::sync::Arc;
 
@@ -9,28 +9,28 @@ use crate::frame::PortId;
 use crate::route::{Flow, Router};
 use crate::stats::DropReason;
 
-/// A question to every dispatcher: does your cache decide about this flow? Answered when the setup it came with is adopted.
+/// A query to every dispatcher: does your route cache hold this flow? Answered when a dispatcher adopts the setup.
 pub struct CacheQuestion {
     flow: Flow,
     answers: Mutex<Vec<CacheAnswer>>,
 }
 
-/// What one dispatcher's cache says.
+/// One dispatcher's answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CacheAnswer {
-    /// The dispatcher.
+    /// The dispatcher's number.
     pub dispatcher: usize,
-    /// Where the flow goes by a line of its cache.
+    /// The cached outcome for the flow.
     pub outcome: Result<Vec<PortId>, DropReason>,
 }
 
 impl CacheQuestion {
-    /// Asks about `flow`.
+    /// A query about `flow`.
     pub fn new(flow: Flow) -> CacheQuestion {
         CacheQuestion { flow, answers: Mutex::default() }
     }
 
-    /// The answers of those dispatchers whose caches know the flow.
+    /// Answers of the dispatchers whose caches hold the flow.
     pub fn answers(&self) -> Vec<CacheAnswer> {
         let mut answers = self.answers.lock().clone();
         answers.sort_by_key(|answer| answer.dispatcher);
@@ -45,11 +45,11 @@ impl CacheQuestion {
     }
 }
 
-/// Who looks.
+/// Active observers.
 #[derive(Clone, Default)]
 pub struct Observers {
     /// Captures.
     pub taps: Vec<Tap>,
-    /// A question for the caches.
+    /// A query of the route caches.
     pub question: Option<Arc<CacheQuestion>>,
 }

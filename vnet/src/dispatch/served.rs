@@ -1,4 +1,4 @@
-//! A source that a dispatcher serves: when it is looked at, and when its guest has to notify.
+//! A source as its dispatcher serves it: when it is polled, and when its guest must notify.
 //!
 //! ```text
 //!              empty look, guest-driven: armed
@@ -7,9 +7,9 @@
 //!  every turn)    the guest notified; VMM-driven      the guest notifies)
 //! ```
 //!
-//! A source rests only when [`Source::rest`] has said yes: the request to notify is in the guest's ring, and after that the
-//! ring was seen empty. So whatever the guest adds later it notifies of, and nothing is waiting now. A dispatcher that is
-//! about to sleep in the kernel has every source rest, VMM-driven ones too, since it cannot look while it sleeps.
+//! A source rests only after [`Source::rest`] succeeded: it requested a notification in the guest's ring and then found the
+//! ring empty. So nothing is waiting, and the guest notifies of whatever it adds later. Before it sleeps in the kernel, a
+//! dispatcher rests every source, VMM-driven ones too: it cannot poll while it sleeps.
 
 use std::time::Instant;
 
@@ -19,14 +19,14 @@ use crate::source::Source;
 
 /// A source that a dispatcher serves.
 pub(super) struct Served {
-    /// Its wake-ups carry this token.
+    /// Token of its wake-ups.
     pub(super) token: u64,
-    /// Where it is in the setup; `None` for a socket of the bridge, which is served as long as the dispatcher runs.
+    /// Its feed in the setup; `None` for a socket of the bridge, which is served until shutdown.
     pub(super) feed: Option<Feed>,
     pub(super) source: Box<dyn Source>,
-    /// Worth a look: it had frames last time, was woken, or is VMM-driven.
+    /// Must be polled: it had frames last time, was woken, or is VMM-driven.
     pub(super) ready: bool,
-    /// The guest has been asked to notify, and no frame was taken since.
+    /// Notification requested, and no frame taken since.
     armed: bool,
     driver: Driver,
 }
@@ -49,32 +49,32 @@ impl Served {
         }
     }
 
-    /// True when it is looked at every turn whether or not its guest notifies.
+    /// True when it is polled every turn, notified or not.
     pub(super) fn is_polled(&self) -> bool {
         self.driver.is_vmm_driven()
     }
 
-    /// It was looked at and gave `units` frames.
+    /// Records that a poll returned `units` frames.
     #[inline]
     pub(super) fn looked(&mut self, units: usize, now: Instant) {
         self.driver.account(units, now);
         if units > 0 && self.armed {
-            // The request was for these: it says nothing of the next.
+            // The notification request covered these frames only.
             self.source.resume();
             self.armed = false;
         }
-        // A source that costs a system call to look at knows by itself that it is empty now, frames or not.
+        // A source that costs a system call per poll already knows that it is empty, frames or not.
         if !self.is_polled() && (units == 0 || !self.source.polls()) {
             self.rest();
         }
     }
 
-    /// Time went by without a look.
+    /// Advances the rate window without a poll.
     pub(super) fn refresh(&mut self, now: Instant) {
         self.driver.account(0, now);
     }
 
-    /// Leaves the source until its guest notifies. False when frames are waiting already.
+    /// Sleeps until the guest notifies. False when frames are waiting already.
     pub(super) fn rest(&mut self) -> bool {
         if !self.armed || !self.source.polls() {
             self.armed = self.source.rest();
@@ -92,12 +92,12 @@ impl Served {
         self.ready = true;
     }
 
-    /// The dispatcher is awake again: what it polls need not wait for a notification.
+    /// The dispatcher has woken: polled sources become ready again.
     pub(super) fn resume(&mut self) {
         self.ready |= self.is_polled();
     }
 
-    /// Takes over other settings.
+    /// Applies new drive settings.
     pub(super) fn set_drive(&mut self, drive: &Drive) {
         self.driver.set(drive);
         self.resume();
@@ -138,7 +138,7 @@ mod tests {
         assert!(served.ready, "there may be more");
         assert_eq!(look(&mut served, now), 0);
         assert!(!served.ready);
-        // A frame that came between look and rest keeps it awake.
+        // A frame that arrives between poll and rest keeps it awake.
         served.wake();
         fake.send([(vec![0; 60], Offload::default())]);
         assert!(!served.rest() && served.ready);
@@ -154,7 +154,7 @@ mod tests {
         assert!(served.rest() && !served.ready);
         served.resume();
         assert!(served.ready);
-        // Found by the look, not by the notification: the next sleep asks anew.
+        // The poll found it, not the notification: the next sleep must request one again.
         fake.send([(vec![0; 60], Offload::default())]);
         assert_eq!(look(&mut served, now), 1);
         assert!(!served.armed);

@@ -1,8 +1,8 @@
-//! No lost wake-up, in every order in which a guest and its dispatcher can meet (loom).
+//! Loom model: no wake-up is lost in any interleaving of a guest and its dispatcher.
 //!
-//! The dispatcher's side is the real [`Served`] with its real mode; the ring between them is the real one's shape in loom's
-//! atomics: the same accesses, orderings and fences as `Ring::prime`, `Ring::arm` and a virtio driver. A wake-up that gets
-//! lost leaves the dispatcher asleep for ever, which loom reports as a deadlock.
+//! The dispatcher's side is the real [`Served`] with its real mode. The ring is modelled in loom's atomics with the same
+//! accesses, orderings and fences as `Ring::prime`, `Ring::arm` and a virtio driver. A lost wake-up leaves the dispatcher
+//! asleep for ever, which loom reports as a deadlock.
 
 use std::time::{Duration, Instant};
 
@@ -17,18 +17,18 @@ use crate::interface::virtqueue::split::needs_event;
 use crate::poll::Waker;
 use crate::source::{BatchSlot, Source, Taken, receive};
 
-/// The words of a transmit ring that both sides use, and the kick that wakes the dispatcher.
-struct Shared {
+/// The shared words of a transmit ring, and the kick that wakes the dispatcher.
+struct SharedRing {
     event_idx: bool,
     available: AtomicU16,
     available_event: AtomicU16,
     no_notify: AtomicBool,
-    /// The eventfd: set when written; taken by who waits for it.
+    /// The eventfd: set by a write, cleared by a read.
     kick: Mutex<bool>,
     kicked: Condvar,
 }
 
-impl Shared {
+impl SharedRing {
     /// A driver makes its `n`th frame available (virtio 1.2 section 2.7.13).
     fn send(&self, n: u16) {
         self.available.store(n, Ordering::Release);
@@ -55,7 +55,7 @@ impl Shared {
 
 /// The device's side of the ring.
 struct Model {
-    shared: loom::sync::Arc<Shared>,
+    shared: loom::sync::Arc<SharedRing>,
     next: u16,
 }
 
@@ -94,12 +94,12 @@ impl Source for Model {
     }
 }
 
-/// A guest sends `frames` one by one while its dispatcher takes them, in `mode`, sleeping whenever it may.
+/// A guest sends `frames` one by one; its dispatcher takes them in `mode` and sleeps whenever it may.
 fn meet(mode: Mode, event_idx: bool, frames: u16) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(3);
     builder.check(move || {
-        let shared = loom::sync::Arc::new(Shared {
+        let shared = loom::sync::Arc::new(SharedRing {
             event_idx,
             available: AtomicU16::new(0),
             available_event: AtomicU16::new(0),
@@ -111,7 +111,7 @@ fn meet(mode: Mode, event_idx: bool, frames: u16) {
             let shared = shared.clone();
             move || (1..=frames).for_each(|n| shared.send(n))
         });
-        // Each look ends a window; one frame is above alpha_u, none is below alpha_l: it switches as often as it can.
+        // Each poll ends a window; one frame is above alpha_u, none is below alpha_l: the mode switches as often as possible.
         let settings = ModeSettings { mode, rate_low: 1, rate_high: 1, window_us: 1 };
         let drive = Drive::new(settings, 1);
         let mut now = Instant::now();
@@ -129,7 +129,7 @@ fn meet(mode: Mode, event_idx: bool, frames: u16) {
                     continue;
                 }
             }
-            // Nothing: what `Dispatcher::idle` does before it blocks, and what `Dispatcher::wait` does behind it.
+            // No frame: what `Dispatcher::idle` does before it blocks, and `Dispatcher::wait` after that.
             if served.rest() {
                 shared.sleep();
                 served.wake();
@@ -151,14 +151,14 @@ fn no_wake_up_is_lost_in_any_order() {
     });
 }
 
-/// The model can fail: without the second look of `arm`, a frame that comes before it is slept through.
+/// Checks the model itself: without `arm`'s second look at the ring, a wake-up is lost.
 #[test]
 fn the_model_finds_a_wake_up_that_is_lost() {
     let careless = || {
-        let shared = loom::sync::Arc::new(Shared {
+        let shared = loom::sync::Arc::new(SharedRing {
             event_idx: true,
             available: AtomicU16::new(0),
-            // As if the ring had been armed at another place before.
+            // As if the ring had been armed at another index before.
             available_event: AtomicU16::new(u16::MAX),
             no_notify: AtomicBool::new(false),
             kick: Mutex::new(false),

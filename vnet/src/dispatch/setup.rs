@@ -1,4 +1,5 @@
-//! What a core forwards between. Built by control, immutable once published; every frame sees one whole setup.
+//! The setup: what a core forwards between. Control builds it; immutable once published, so each frame sees one consistent
+//! setup.
 
 use std::sync::Arc;
 
@@ -16,7 +17,7 @@ use crate::stats::PortStats;
 /// An interface in the setup.
 #[derive(Clone)]
 pub struct InterfacePort {
-    /// Its port, network, and what routing has to know of it.
+    /// Its port, network and routing attributes.
     pub member: Member,
     /// Its name in the configuration.
     pub name: String,
@@ -24,20 +25,20 @@ pub struct InterfacePort {
     pub stats: Arc<PortStats>,
     /// The interface itself.
     pub interface: Arc<dyn Interface>,
-    /// Who drives it.
+    /// Its drive mode and statistics.
     pub drive: Drive,
 }
 
 /// A link in the setup.
 #[derive(Clone)]
 pub struct LinkPort {
-    /// Its port, networks, and what routing has to know of it.
+    /// Its port, networks and routing attributes.
     pub member: Member,
     /// The link itself.
     pub link: Arc<Link>,
 }
 
-/// The parts of a setup, as control gives them.
+/// The parts of a setup, supplied by control.
 #[derive(Default)]
 pub struct Parts {
     /// Networks.
@@ -46,36 +47,36 @@ pub struct Parts {
     pub interfaces: Vec<InterfacePort>,
     /// Links.
     pub links: Vec<LinkPort>,
-    /// Routing rules, in the order of their indices.
+    /// Routing rules, by index.
     pub rules: Vec<Rule>,
-    /// Captures and questions.
+    /// Captures and cache queries.
     pub observers: Observers,
-    /// What is published of stations on other hosts.
+    /// Stations on other hosts that control has published.
     pub published: Arc<Published>,
-    /// Sources of frames beside interfaces and links, each with the port of the interface its frames are for.
+    /// Further sources of frames, each with the port of the interface that receives them.
     pub feeders: Vec<(PortId, Arc<dyn Feeder>)>,
 }
 
-/// The setup of one dispatcher, which it replaces between two batches; sources that decide for themselves load it.
+/// One dispatcher's setup, replaced between two batches. Sources that route by themselves load it.
 pub(super) type SetupView = Arc<ArcSwap<Setup>>;
 
-/// What a source that decides for itself is made with.
+/// What a source needs to route by itself.
 pub struct SourceParts {
     /// The setup of the dispatcher that serves it.
     pub(super) setup: SetupView,
-    /// Makes receivers of links' datagrams.
+    /// Creates receivers for links' datagrams.
     pub(super) receivers: ReceiverParts,
-    /// Decides as the dispatcher does.
+    /// Routes like the dispatcher's own router.
     pub(super) router: Router,
 }
 
 /// A source of frames for one interface, beside the interface itself.
 pub trait Feeder: Send + Sync {
-    /// The source, for the dispatcher that serves the interface in slot `port`.
+    /// Creates the source, for the dispatcher that serves the interface in slot `port`.
     fn source(self: Arc<Self>, port: PortId, parts: SourceParts) -> Box<dyn Source>;
 }
 
-/// Something in a setup that frames come from: a queue of an interface, a connection of a stream link, another feeder.
+/// A source of frames in a setup: a queue of an interface, a connection of a stream link, or another feeder.
 #[derive(Clone)]
 pub(super) struct Feed {
     pub(super) port: PortId,
@@ -92,7 +93,7 @@ pub(super) enum FeedKind {
 }
 
 impl Feed {
-    /// True for the same queue of the very same object.
+    /// True for the same queue of the same object.
     pub(super) fn is(&self, other: &Feed) -> bool {
         let same = match (&self.kind, &other.kind) {
             (FeedKind::Interface(a), FeedKind::Interface(b)) => Arc::ptr_eq(a, b),
@@ -120,15 +121,15 @@ impl Port {
     }
 }
 
-/// Everything a dispatcher looks things up in.
+/// The lookup tables of a dispatcher.
 pub struct Setup {
-    /// By port index; `None` where nobody is.
+    /// By port index; `None`: empty slot.
     ports: Vec<Option<Port>>,
     /// Links by remote address.
     pub(super) peers: Arc<Peers>,
-    /// Routing.
+    /// The routing table.
     pub(super) table: Arc<Table>,
-    /// Who looks.
+    /// Active observers.
     pub(super) observers: Observers,
     feeders: Vec<(PortId, Arc<dyn Feeder>)>,
 }
@@ -137,7 +138,7 @@ impl Setup {
     /// Indexes the parts.
     ///
     /// # Panics
-    /// When two ports share a [`PortId`], or one says it is what it is not: control's mistake.
+    /// When two ports share a [`PortId`], or a port's kind contradicts its member: a bug in control.
     pub fn new(parts: Parts) -> Setup {
         let members: Vec<Member> = parts
             .interfaces
@@ -165,13 +166,13 @@ impl Setup {
         Setup { ports, peers: Arc::new(Peers::build(&links)), table, observers, feeders }
     }
 
-    /// The same with other observers: table, ports and peers are these very ones.
+    /// The same setup with other observers; shares table, ports and peers.
     pub(super) fn with(&self, observers: Observers) -> Setup {
         let (ports, peers, table) = (self.ports.clone(), self.peers.clone(), self.table.clone());
         Setup { ports, peers, table, observers, feeders: self.feeders.clone() }
     }
 
-    /// Whether frames are captured.
+    /// Whether any capture is active.
     #[inline]
     pub(super) fn is_observed(&self) -> bool {
         !self.observers.taps.is_empty()
@@ -182,7 +183,7 @@ impl Setup {
         self.ports.get(id.index())?.as_ref()
     }
 
-    /// The interface in the slot `id`, if that has one.
+    /// The interface in slot `id`, if any.
     pub(super) fn interface(&self, id: PortId) -> Option<&InterfacePort> {
         match self.port(id)? {
             Port::Interface(port) => Some(port),
@@ -190,12 +191,12 @@ impl Setup {
         }
     }
 
-    /// How many slots there are.
+    /// Number of slots.
     pub(super) fn slots(&self) -> usize {
         self.ports.len()
     }
 
-    /// Ports of this setup that are empty, or another's, in `other`.
+    /// Ports of this setup that are empty or replaced in `other`.
     pub(super) fn ports_missing_in(&self, other: &Setup) -> Vec<PortId> {
         let same = |a: &Port, b: &Port| match (a, b) {
             (Port::Interface(a), Port::Interface(b)) => Arc::ptr_eq(&a.interface, &b.interface),
@@ -210,7 +211,7 @@ impl Setup {
         self.ports.iter().enumerate().filter_map(missing).collect()
     }
 
-    /// Everything that frames come from but the bridge's own sockets.
+    /// All sources except the bridge's own sockets.
     pub(super) fn feeds(&self) -> Vec<Feed> {
         let mut feeds = vec![];
         let guest_driven =

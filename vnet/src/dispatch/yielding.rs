@@ -1,18 +1,18 @@
-//! What a dispatcher does when there is nothing to do (VNET/P section 4.8).
+//! Yield strategies: what an idle dispatcher does (VNET/P section 4.8).
 //!
-//! Spinning answers the next frame soonest and takes a core from guests; sleeping costs nothing and answers late. The
-//! adaptive strategy spins for `T_nowork` after the last frame (ten times that where frames come that regularly), then sleeps
-//! for `T_sleep` between looks as long as a queue is VMM-driven, and blocks until somebody notifies once none is: an idle
-//! daemon costs nothing. It blocks instead of spinning
+//! Spinning has the lowest latency but takes a core from guests; sleeping is free but slow to respond. The adaptive strategy
+//! spins for `T_nowork` after the last frame (ten times that when frames arrive at such intervals regularly). Then it sleeps
+//! for `T_sleep` between polls while a queue is VMM-driven, and blocks until notified when none is: an idle daemon uses no CPU
+//! time. It blocks instead of spinning
 //!
-//! - while much is moved: a stream's ends need the core more than its frames need to be met at once;
-//! - on a core that a computation wants: a `sched_yield` that comes back very late has let one run, and so have several that
-//!   come back late soon after each other. One that is a little late has let the peer of a question and answer run, which is
-//!   what yielding is for, or somebody who looked in shortly, whom frames need not wait for.
+//! - under streaming load: the endpoints of a stream need the core more than its frames need low latency;
+//! - on a contended core: a very late return from `sched_yield`, or several late ones in a row, means that a computation ran.
+//!   One slightly late return means that the peer of a request/response exchange ran, which is what yielding is for, or some
+//!   short task.
 
 use std::time::{Duration, Instant};
 
-/// How to yield.
+/// Yield strategy.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, Default, strum::Display, strum::EnumString, strum::VariantNames,
 )]
@@ -20,64 +20,66 @@ use std::time::{Duration, Instant};
 pub enum Strategy {
     /// Sleep in the kernel at once, until notified.
     Block,
-    /// Give the core to whoever wants it and look again.
+    /// Yield the core and poll again.
     Immediate,
-    /// Sleep for `T_sleep`, then look again.
+    /// Sleep for `T_sleep`, then poll again.
     Timed,
-    /// Immediate until `T_nowork` without work, then timed; block once nothing is polled.
+    /// Immediate until `T_nowork` without work, then timed; block when no queue is polled.
     #[default]
     Adaptive,
 }
 
-/// How many times `T_nowork` is spun where questions come that regularly: what has just had to wait for a dispatcher to wake
-/// up will most likely come again after as long. Exchanges with up to so long a computation between them are met at once.
+/// Spin-time multiplier when requests arrive at regular intervals: a frame that just had to wait for the dispatcher to wake up
+/// will likely be followed by another after as long. So exchanges with up to this much computation between frames avoid the
+/// wake-up.
 const PATIENCE: u32 = 10;
-/// A yield that takes longer has let a computation run.
+/// A yield longer than this let a computation run.
 const CONTENDED_YIELD: Duration = Duration::from_micros(100);
-/// How much computations may take at once before the core counts as contended...
+/// CPU time lost to computations after which the core counts as contended...
 const LOST_MAX: Duration = Duration::from_millis(1);
-/// ...and one part to so many of the time in between, a fifth of all: who computes for 100 us now and then is no reason to sleep.
+/// ...with one part in this many of the time in between forgiven, a fifth of all: a task that computes for 100 us now and then
+/// is no reason to sleep.
 const LOST_SHARE: u32 = 4;
-/// How long a contended core is not spun on at first. Where it is found contended again and again, as beside a virtual machine
-/// that is emulated, four times as long each time: each try lets frames wait for as long as the computation is let run.
+/// Initial backoff: for this long a contended core is not spun on. Each time the core is found contended again, as beside an
+/// emulated virtual machine, the backoff grows fourfold: each probe delays frames for as long as the computation runs.
 const CONTENTION_MEMORY: Duration = Duration::from_millis(2);
-/// The same at most.
+/// Longest backoff.
 const CONTENTION_MEMORY_MAX: Duration = Duration::from_millis(512);
-/// After so much time in yields that came back soon, the next such pause is a quarter of what it would have been.
+/// After this much time in short yields, the backoff shrinks to a quarter.
 const CALM: Duration = Duration::from_millis(1);
-/// Over how long the load is judged, at least.
+/// Shortest window over which the load is judged.
 const LOAD_WINDOW: Duration = Duration::from_millis(1);
-/// Bytes a millisecond above which the load is a stream: half a gigabit a second.
+/// Bytes per millisecond above which the load is a stream: half a gigabit per second.
 const STREAM_BYTES_PER_MS: u64 = 64 << 10;
 
-/// What to do now.
+/// What an idle dispatcher does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Idle {
-    /// Yield the core and look again.
+    /// Yield the core and poll again.
     Spin,
-    /// Sleep so long, then look again.
+    /// Sleep this long, then poll again.
     Sleep(Duration),
-    /// Have everybody notify, and sleep until one does.
+    /// Request notifications from all guests, and sleep until one arrives.
     Block,
 }
 
-/// A strategy with its times and its memory of the last work.
+/// A strategy with its parameters and recent history.
 pub(super) struct Yielder {
     strategy: Strategy,
     sleep: Duration,
     no_work: Duration,
-    /// For how long it is spun at present: `no_work`, or [`PATIENCE`] times that.
+    /// Current spin time: `no_work`, or [`PATIENCE`] times that.
     reach: Duration,
     idle_since: Option<Instant>,
-    /// What long yields took, less the part of the time between them that they may take.
+    /// Time lost in long yields, less the forgiven share of the time between them.
     lost: Duration,
-    /// The end of the last long yield.
+    /// End of the last long yield.
     lost_at: Option<Instant>,
-    /// Until when the core counts as wanted by others.
+    /// Until then the core counts as contended.
     contended_until: Option<Instant>,
-    /// How long it counted so last; nothing when it was left alone for long enough since.
+    /// The last backoff; zero after enough undisturbed time.
     contention: Duration,
-    /// Time spent in short yields since that was set.
+    /// Time in short yields since the last backoff change.
     calm: Duration,
     /// Bytes moved since `window_start`.
     window_bytes: u64,
@@ -104,7 +106,7 @@ impl Yielder {
         }
     }
 
-    /// Turns had work, the first of them at `now`: so many bytes were moved.
+    /// Reports work: `bytes` moved in turns of which the first began at `now`.
     #[inline]
     pub(super) fn worked(&mut self, bytes: u64, now: Instant) {
         if let Some(since) = self.idle_since.take() {
@@ -119,7 +121,7 @@ impl Yielder {
         self.window_bytes += bytes;
     }
 
-    /// Judges the load of the window that ends now, when it was long enough to tell.
+    /// Judges the load at the end of a window that is long enough.
     fn judge_load(&mut self, now: Instant) {
         let start = *self.window_start.get_or_insert(now);
         let length = now.saturating_duration_since(start);
@@ -131,12 +133,12 @@ impl Yielder {
         }
     }
 
-    /// True when nothing has happened for so long that timers may run slowly.
+    /// True when idle for so long that timers may run slowly.
     pub(super) fn is_quiet(&self) -> bool {
         self.idle_since.is_some_and(|since| since.elapsed() >= self.reach)
     }
 
-    /// A turn had no work. `polled` says that some queue has to be looked at, since its guest does not notify.
+    /// A turn had no work. `polled`: some queue must be polled because its guest does not notify.
     pub(super) fn idle(&mut self, now: Instant, polled: bool) -> Idle {
         let since = *self.idle_since.get_or_insert(now);
         match self.strategy {
@@ -157,12 +159,12 @@ impl Yielder {
         }
     }
 
-    /// A yield that began at `before` came back at `after`. True when it took so long that somebody else has computed.
+    /// Reports a yield from `before` to `after`. True when it was so long that another task computed.
     pub(super) fn yielded(&mut self, before: Instant, after: Instant) -> bool {
         let took = after.saturating_duration_since(before);
         let long = took > CONTENDED_YIELD;
         if self.contended_until.is_some_and(|until| before < until) {
-            // Not a try: there was no other way than to spin.
+            // Spinning was forced (a source cannot notify), so this is no probe of contention.
             return long;
         }
         if long && self.lose(before, after) > LOST_MAX {
@@ -182,7 +184,7 @@ impl Yielder {
         long
     }
 
-    /// Adds a long yield to what was lost to computations; gives the sum.
+    /// Adds a long yield to the time lost to computations; returns the sum.
     fn lose(&mut self, before: Instant, after: Instant) -> Duration {
         let since = self.lost_at.map_or(Duration::ZERO, |at| before.saturating_duration_since(at));
         self.lost = self.lost.saturating_sub(since / LOST_SHARE) + after.saturating_duration_since(before);
@@ -208,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn adaptive_looks_at_what_is_polled_now_and_then() {
+    fn adaptive_sleeps_between_polls_of_polled_queues() {
         let mut yielder = Yielder::new(Strategy::Adaptive, 50, 200);
         let start = Instant::now();
         let at = |us| start + Duration::from_micros(us);
@@ -219,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn adaptive_leaves_a_wanted_core_alone() {
+    fn adaptive_blocks_on_a_contended_core() {
         let mut yielder = Yielder::new(Strategy::Adaptive, 50, 200);
         let start = Instant::now();
         let at = |us| start + Duration::from_micros(us);
@@ -238,10 +240,10 @@ mod tests {
     }
 
     #[test]
-    fn adaptive_gives_others_a_part_of_the_time_before_it_sleeps() {
+    fn adaptive_tolerates_a_share_of_contention() {
         let start = Instant::now();
         let at = |us| start + Duration::from_micros(us);
-        // 200 us of every millisecond, or of every half: a fifth of the time, or two fifths.
+        // 200 us of every 1 ms or 0.5 ms: a fifth of the time, or two fifths.
         for (period, wanted) in [(1000, false), (500, true)] {
             let mut yielder = Yielder::new(Strategy::Adaptive, 50, 200);
             let mut contended = false;
@@ -255,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn adaptive_tries_a_core_less_and_less_that_stays_wanted() {
+    fn adaptive_backs_off_exponentially_on_a_contended_core() {
         let mut yielder = Yielder::new(Strategy::Adaptive, 50, 200);
         let start = Instant::now();
         let at = |us| start + Duration::from_micros(us);
@@ -271,10 +273,10 @@ mod tests {
             }
             now += 1000 * ms;
         }
-        // What was no try says nothing.
+        // A forced spin changes no backoff.
         assert!(yielder.yielded(at(now - 1000), at(now + 1000)));
         now += 1000;
-        // Nobody wants it any more: it is tried as at first, after some time.
+        // The contention is over: after some time the backoff is short again.
         for _ in 0..5 * 20 {
             assert!(!yielder.yielded(at(now), at(now + 50)));
             now += 50;
@@ -287,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn adaptive_sleeps_between_the_frames_of_a_stream() {
+    fn adaptive_blocks_under_streaming_load() {
         let mut yielder = Yielder::new(Strategy::Adaptive, 50, 200);
         let start = Instant::now();
         let at = |us| start + Duration::from_micros(us);
@@ -296,7 +298,7 @@ mod tests {
         assert_eq!(yielder.idle(at(500), false), Idle::Spin, "too early to tell");
         yielder.worked(1 << 20, at(1000));
         assert_eq!(yielder.idle(at(1000), false), Idle::Block);
-        // Over: questions and answers again.
+        // The stream is over: request/response traffic again.
         for us in (1100..2000).step_by(100) {
             yielder.worked(100, at(us));
             assert_eq!(yielder.idle(at(us), false), Idle::Block);
@@ -306,11 +308,11 @@ mod tests {
     }
 
     #[test]
-    fn adaptive_waits_longer_for_what_comes_regularly() {
+    fn adaptive_spins_longer_for_regular_requests() {
         let mut yielder = Yielder::new(Strategy::Adaptive, 50, 200);
         let start = Instant::now();
         let at = |us| start + Duration::from_micros(us);
-        // Once a millisecond: only the first one finds it asleep.
+        // One frame per millisecond: only the first has to wake the dispatcher.
         assert_eq!(yielder.idle(at(0), false), Idle::Spin);
         assert_eq!(yielder.idle(at(999), false), Idle::Block);
         for ms in 1..4 {
@@ -318,7 +320,7 @@ mod tests {
             assert_eq!(yielder.idle(at(1000 * ms + 1), false), Idle::Spin);
             assert_eq!(yielder.idle(at(1000 * ms + 999), false), Idle::Spin);
         }
-        // It gives up, and after a long pause begins as it began.
+        // It gives up; after a long pause it starts over.
         assert_eq!(yielder.idle(at(5001), false), Idle::Block);
         yielder.worked(60, at(9000));
         assert_eq!(yielder.idle(at(9001), false), Idle::Spin);
@@ -326,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn the_others_do_what_they_are_called() {
+    fn fixed_strategies_never_change() {
         let now = Instant::now();
         assert_eq!(Yielder::new(Strategy::Block, 50, 200).idle(now, false), Idle::Block);
         assert_eq!(Yielder::new(Strategy::Immediate, 50, 200).idle(now, false), Idle::Spin);

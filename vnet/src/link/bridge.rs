@@ -1,4 +1,4 @@
-//! One dispatcher's end of all links: its sockets, with a sender of each kind and a receiver.
+//! One dispatcher's end of all links: its sockets, a sender and receivers.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -21,29 +21,29 @@ use crate::frame::{DropSink, Selection};
 use crate::stats::{DropReason, PortStats};
 use crate::wire::native::HOPS_MAX;
 
-/// One dispatcher's end of all links: its UDP sockets in two halves.
+/// One dispatcher's end of all links: its UDP sockets, in two halves.
 pub struct Bridge {
-    /// Take datagrams in, one for each socket.
+    /// Receivers, one per socket.
     pub rx: Vec<Receiver>,
-    /// Sends frames out.
+    /// The sender.
     pub tx: Sender,
-    /// Takes VXLAN datagrams in, which have a port of their own; where [`Bridge::add_vxlan`] was called.
+    /// The receiver of VXLAN's own port, after [`Bridge::add_vxlan`].
     pub vxlan_rx: Option<Receiver>,
-    /// The links that receivers find datagrams' senders among: store a setup's here.
+    /// The links that receivers match source addresses against: store a setup's here.
     pub peers: PeersView,
-    /// Makes more receivers.
+    /// Creates more receivers.
     pub receivers: ReceiverParts,
 }
 
 impl Bridge {
-    /// Has the bridges of one host listen for VXLAN on `listen`, too, beside each other as [`Bridge::bind_group`] does it.
+    /// Makes the bridges of one host listen for VXLAN on `listen`, sharing the port as in [`Bridge::bind_group`].
     pub fn add_vxlan(bridges: &mut [Bridge], listen: SocketAddr) -> Result<(), BridgeError> {
         let failed = |error| BridgeError::new(listen, error);
         drop(Socket::bind(listen, false).map_err(failed)?);
         let shared = bridges.len() > 1;
         for (index, bridge) in bridges.iter_mut().enumerate() {
             let socket = Arc::new(Socket::bind(listen, shared).map_err(failed)?);
-            // Else a datagram for a group comes to every socket there is, members or not.
+            // Otherwise a group's datagrams reach every socket on the host, members or not.
             set(&socket, libc::SOL_IP, libc::IP_MULTICAST_ALL, 0).map_err(failed)?;
             bridge.vxlan_rx = Some(bridge.receivers.vxlan(socket, index == 0));
             bridge.tx.vxlan = Some(VxlanSender::new(SourcePorts::new(listen).map_err(failed)?));
@@ -51,15 +51,15 @@ impl Bridge {
         Ok(())
     }
 
-    /// Sends what is no frame on this bridge's first socket.
+    /// Sends control datagrams on this bridge's first socket.
     pub fn courier(&self) -> Courier {
         Courier::new(self.tx.sockets[0].clone())
     }
 
-    /// Listens on `listen`; with `shared`, beside other bridges of this process on the same address, among which the kernel
-    /// spreads the peers. `stats` counts datagrams of unknown source, `budget` is the host's reassembly memory.
+    /// Listens on `listen`; with `shared`, several bridges of this process share the address and the kernel spreads the peers
+    /// over them. `stats` counts datagrams of unknown source, `budget` is the host's reassembly memory.
     ///
-    /// A shared bridge cannot tell its own kind from another vnetd of the same user: use [`Bridge::bind_group`].
+    /// A shared bridge cannot detect another vnetd of the same user on its port: use [`Bridge::bind_group`].
     pub fn bind(
         listen: SocketAddr,
         shared: bool,
@@ -69,8 +69,8 @@ impl Bridge {
         Ok(Bridge::new(vec![ports::bind(listen, shared)?], 0, stats, budget))
     }
 
-    /// Bridges for `dispatchers` dispatchers on `ports` ports from that of `listen` on, which must be free before. Port 0 lets
-    /// the kernel choose. Of fewer ports than dispatchers, but more than one, the last dispatchers get none to receive by.
+    /// Bridges for `dispatchers` dispatchers on `ports` consecutive ports from that of `listen` on, all of which must be free.
+    /// Port 0 lets the kernel choose. With several ports but fewer than dispatchers, the last dispatchers get no receiver.
     pub fn bind_group(
         listen: SocketAddr,
         ports: u16,
@@ -98,7 +98,7 @@ impl Bridge {
         Bridge { rx, tx, vxlan_rx: None, peers, receivers }
     }
 
-    /// The address listened on, with the first port, which the kernel may have chosen.
+    /// The listening address with the first port, which the kernel may have chosen.
     pub fn local_addr(&self) -> SocketAddr {
         self.tx.sockets[0].local()
     }
@@ -110,30 +110,29 @@ pub struct Sender {
     sockets: Vec<Arc<Socket>>,
     gather: Gather,
     native: NativeSender,
-    /// Where VXLAN is listened for.
+    /// Present when VXLAN is listened for.
     vxlan: Option<VxlanSender>,
 }
 
 impl Sender {
-    /// A sender by `sockets`, of which the first is bound to the host's first port, and native frames leave by those from
-    /// `native_from` on.
+    /// A sender on `sockets`. The first is bound to the host's first port; native frames use those from `native_from` on.
     fn new(sockets: Vec<Arc<Socket>>, native_from: usize) -> Sender {
         let native = NativeSender::new(sockets.clone(), native_from);
         Sender { sockets, gather: Gather::new(), native, vxlan: None }
     }
 
-    /// Whether guests' memory is sent without copying it, from now on.
+    /// Sets whether guest memory is sent without copying.
     pub fn set_zero_copy(&mut self, setting: ZeroCopy) {
         self.native.set_zero_copy(setting);
     }
 
-    /// Lets frames' memory go that the kernel has sent. True when there was any.
+    /// Releases frame memory that the kernel has sent. True when there was any.
     #[inline]
     pub fn reap(&mut self) -> bool {
         self.native.reap()
     }
 
-    /// Sets the clock. Call it some ten times a second.
+    /// Advances the clock; call about ten times per second.
     pub fn tick(&mut self, now_ms: u64) {
         if let Some(vxlan) = &mut self.vxlan {
             vxlan.tick(now_ms);
@@ -148,7 +147,7 @@ impl Sender {
         let few_hops: Vec<u16>;
         let mut which = frames.which;
         if which.iter().any(relayed_too_often) {
-            // Loops of links only: allocating does not matter.
+            // Only in loops of links: the allocation does not matter.
             for &index in which.iter().filter(|index| relayed_too_often(index)) {
                 out.dropped(DropReason::HopLimit, index);
             }
@@ -165,7 +164,7 @@ impl Sender {
     }
 }
 
-/// The kernel's side of the paths of all links of a host.
+/// Route and device state of the paths of all links of a host.
 impl PathWatch {
     /// For the host with these `bridges`.
     pub fn of(bridges: &[Bridge]) -> PathWatch {
@@ -174,19 +173,19 @@ impl PathWatch {
         PathWatch::new(sockets, vxlan.flat_map(|sender| sender.sockets().iter().cloned()).collect())
     }
 
-    /// Asks for the routes of links that are new.
+    /// Looks up the routes of new links.
     pub fn meet_all(&mut self, links: &[Arc<Link>]) {
         links.iter().for_each(|link| self.meet(&**link));
     }
 
-    /// Asks again for what is older than a second, or what a sender wants to know.
+    /// Refreshes routes older than a second, or requested by a sender.
     pub fn look_at_all(&mut self, links: &[Arc<Link>], now_ms: u64) {
         links.iter().for_each(|link| _ = self.look_at(&**link, now_ms));
     }
 }
 
 impl Prober {
-    /// Looks after `links` from now on, and no others. The routes of new ones are known on return.
+    /// Replaces the set of monitored links. Returns when the routes of new ones are known.
     pub fn set_links(&self, links: &[Arc<Link>]) {
         self.watch(links.iter().map(|link| link.clone() as Arc<dyn Monitored>).collect());
     }

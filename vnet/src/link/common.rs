@@ -1,4 +1,4 @@
-//! What all links have in common, whatever carries their frames.
+//! The common part of all links, whatever their kind.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, LazyLock};
@@ -9,31 +9,31 @@ use crate::frame::{NetworkId, PortId};
 use crate::stats::PortStats;
 use crate::wire::ethernet::Mac;
 
-/// What all links have in common. What changes with every burst lies apart from what every burst reads, and senders' part from
-/// receivers'.
+/// The common part of all links. Separate cache lines: fields written by every burst, fields read by every burst, the senders'
+/// and the receivers' part.
 #[derive(Debug)]
 pub struct Common {
-    /// Never reused, unlike ports and addresses: state of an earlier link cannot be taken for this one's.
+    /// Never reused, unlike ports and addresses, so state of a removed link is never mistaken for this one's.
     pub(in crate::link) id: u64,
     pub(in crate::link) port: PortId,
     name: String,
     networks: Option<Vec<NetworkId>>,
-    /// Source addresses that frames from the other host may have, sorted; `None` for all.
+    /// Source MAC addresses that the other host may use, sorted; `None` for all.
     pub(in crate::link) macs: Option<Vec<Mac>>,
     pub(in crate::link) stats: Arc<PortStats>,
-    /// What the path to the other host is like.
+    /// State of the path to the other host.
     pub(in crate::link) path: Path,
     number: CacheLine<AtomicU64>,
     heard_ms: CacheLine<AtomicU64>,
 }
 
-/// A value that shares no cache line with another.
+/// A value on a cache line of its own.
 #[derive(Debug)]
 #[repr(align(64))]
 struct CacheLine<T>(T);
 
 impl Common {
-    /// A link named `name` at `port`, on a path of which nothing is known.
+    /// A link named `name` at `port`, with an unprobed path.
     pub(super) fn new(name: String, port: PortId, stats: Arc<PortStats>, path: Path) -> Common {
         static LINKS: AtomicU64 = AtomicU64::new(0);
         Common {
@@ -49,7 +49,7 @@ impl Common {
         }
     }
 
-    /// The same, for `networks` and frames from `macs` only; `None` for all.
+    /// Restricts it to `networks` and to source addresses `macs`; `None` for all.
     pub(super) fn limited_to(self, networks: Option<Vec<NetworkId>>, mut macs: Option<Vec<Mac>>) -> Common {
         macs.iter_mut().for_each(|macs| macs.sort());
         Common { networks, macs, ..self }
@@ -72,13 +72,13 @@ impl Common {
         &self.stats
     }
 
-    /// True when a frame from the other host may have the source `mac`, as far as the configuration says.
+    /// True when the configuration lets the other host use the source address `mac`.
     #[inline]
     pub(crate) fn allows_source(&self, mac: Mac) -> bool {
         self.macs.as_ref().is_none_or(|macs| macs.binary_search(&mac).is_ok())
     }
 
-    /// When the last datagram arrived, in ms on the dispatchers' clock; `None` when none ever did.
+    /// Arrival of the last datagram, in ms on the dispatchers' clock; `None` before the first.
     pub fn heard_ms(&self) -> Option<u64> {
         self.heard_ms.0.load(Relaxed).checked_sub(1)
     }
@@ -89,7 +89,7 @@ impl Common {
         self.networks.as_ref().is_none_or(|networks| networks.contains(&network))
     }
 
-    /// The network of frames whose encapsulation names none.
+    /// The network of frames whose encapsulation carries no network id.
     pub(in crate::link) fn default_network(&self) -> NetworkId {
         self.networks.as_ref().and_then(|networks| networks.first().copied()).unwrap_or_default()
     }
@@ -106,32 +106,32 @@ impl Common {
         self.number.0.fetch_add(count, Relaxed)
     }
 
-    /// Notes that a datagram arrived.
+    /// Records the arrival of a datagram.
     pub(crate) fn heard(&self, now_ms: u64) {
-        // A shared cache line is written once a millisecond, not once a burst. The value is shifted by one: 0 is never.
+        // Written once a millisecond, not once a burst: the cache line is shared. Stored plus one; 0 means never.
         if self.heard_ms.0.load(Relaxed) != now_ms + 1 {
             self.heard_ms.0.store(now_ms + 1, Relaxed);
         }
     }
 
-    /// As if no datagram ever arrived.
+    /// Resets the arrival time.
     #[cfg(test)]
     pub(in crate::link) fn forget_heard(&self) {
         self.heard_ms.0.store(0, Relaxed);
     }
 
-    /// Largest IP packet in bytes that is sent on it: what the kernel's route, the configured limit and probes allow.
+    /// Largest IP packet in bytes: the minimum of the route's MTU, the configured limit and the probed MTU.
     #[inline]
     pub fn path_mtu(&self) -> u16 {
         self.path.mtu()
     }
 }
 
-/// Where a link's datagram numbers start: the time in nanoseconds. So numbers go on rising when a host restarts or a link is
-/// configured anew, at any rate below 10^9 datagrams/s, and the other side never mistakes a new datagram for an old one. (A peer
-/// may as well start at 1; see native/reassembly.rs for how that is told from a late datagram.)
+/// Start of a link's datagram numbers: the time in nanoseconds. So numbers keep rising when a host restarts or a link is
+/// reconfigured, at any rate below 10^9 datagrams/s, and the peer never takes a new datagram for an old one. (A peer may also
+/// start at 1; native/reassembly.rs tells that from a late datagram.)
 ///
-/// The wall clock is read once: after that a clock counts that is never set back.
+/// Reads the wall clock once, then counts on a monotonic clock.
 pub(in crate::link) fn first_number() -> u64 {
     static START: LazyLock<(u64, Instant)> = LazyLock::new(|| {
         let wall = SystemTime::now().duration_since(UNIX_EPOCH);

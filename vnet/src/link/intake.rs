@@ -1,4 +1,4 @@
-//! How received bytes become frames of a batch: who may send them, and how they are counted. Shared by all kinds of links.
+//! Turns received bytes into frames of a batch: access checks and counters, shared by all kinds of links.
 
 use std::sync::Arc;
 
@@ -12,16 +12,16 @@ use crate::wire::offload::Offload;
 
 /// One fill of a link's source.
 ///
-/// The bytes handed to it lie in the source's own memory, which stays as it is until the batch is cleared (contract of
+/// The bytes passed in lie in the source's own memory and stay unchanged until the batch is cleared (contract of
 /// [`Source::fill`](crate::source::Source::fill)).
 pub(in crate::link) struct Intake<'a> {
     pub(in crate::link) batch: &'a mut Batch,
     pub(in crate::link) drops: &'a mut DropSink,
     /// The dispatchers' clock.
     pub(in crate::link) now_ms: u64,
-    /// What the certificate of the host that sent the current message allows, where it has limits.
+    /// Limits from the certificate of the current message's sender, if it has any.
     pub(in crate::link) claims: Option<Arc<Claims>>,
-    /// Frames added and not counted yet, all by one link.
+    /// Frames added but not counted yet, all from one link.
     frames: u64,
     bytes: u64,
 }
@@ -54,7 +54,7 @@ impl<'a> Intake<'a> {
         self.drops.refused(&link.stats, link.port, reason, bytes as u64);
     }
 
-    /// Adds a frame in one piece that came under a native header, datagram or stream.
+    /// Adds a contiguous frame with a native header, from a datagram or a stream.
     #[inline]
     pub(in crate::link) fn native(&mut self, link: &Link, header: &Header, offload: Offload, frame: &[u8]) {
         match NetworkId::new(header.network) {
@@ -63,7 +63,7 @@ impl<'a> Intake<'a> {
         }
     }
 
-    /// Adds a frame in one piece.
+    /// Adds a contiguous frame.
     #[inline]
     pub(in crate::link) fn frame(
         &mut self,
@@ -76,7 +76,7 @@ impl<'a> Intake<'a> {
         self.pieces(link, network, (offload, hops), std::iter::once(frame));
     }
 
-    /// Adds a frame that lies in several pieces.
+    /// Adds a frame of several pieces.
     #[inline]
     pub(in crate::link) fn pieces<'b>(
         &mut self,
@@ -111,7 +111,7 @@ impl<'a> Intake<'a> {
     }
 }
 
-/// The source address of the frame that `pieces` are; `None` when it is too short to have one.
+/// The source address of the frame in `pieces`; `None` when it is too short.
 fn source<'b>(pieces: impl Iterator<Item = &'b [u8]>) -> Option<Mac> {
     let mut head = [0; ethernet::HEADER_LEN];
     let mut at = 0;

@@ -1,4 +1,4 @@
-//! A link: what all links have, and one of the kinds.
+//! A link: the parts that all links share, and one of the kinds.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -26,7 +26,7 @@ use super::vxlan::vteps::Vteps;
 use crate::frame::{NetworkId, PortId};
 use crate::stats::PortStats;
 
-/// One edge of the overlay. Shared by all dispatchers. What all links have is reached through [`Deref`].
+/// One edge of the overlay, shared by all dispatchers. Derefs to the common part.
 #[derive(Debug)]
 pub struct Link {
     common: Common,
@@ -34,7 +34,7 @@ pub struct Link {
     pub(in crate::link) kind: Kind,
 }
 
-/// What carries a link's frames.
+/// Link kinds.
 #[derive(Debug)]
 pub(in crate::link) enum Kind {
     Native(Box<Native>),
@@ -53,12 +53,12 @@ impl Deref for Link {
 }
 
 impl Link {
-    /// A link that nothing has been sent on.
+    /// A new link in clear text.
     pub fn new(options: LinkOptions, port: PortId, stats: Arc<PortStats>) -> Arc<Link> {
         Link::with_security(options, Security::default(), port, stats)
     }
 
-    /// The same, with limits on what may pass.
+    /// A new link with access limits.
     pub fn with_security(
         mut options: LinkOptions,
         security: Security,
@@ -80,18 +80,18 @@ impl Link {
             }
             LinkKind::Classic => Kind::Classic(Classic::new(remote)),
             LinkKind::Vxlan(vxlan) => Kind::Vxlan(Box::new(Vxlan::new(remote, vxlan))),
-            // A sealed stream has TLS, not keys of its own.
+            // A sealed stream uses TLS and needs no datagram keys.
             LinkKind::Stream(stream) => Kind::Stream(Box::new(Stream::new(stream.clone(), peer))),
         };
         Arc::new(Link { common, options, kind })
     }
 
-    /// What it was configured to be; the remote address is normalised.
+    /// Its configuration; the remote address is normalised.
     pub fn options(&self) -> &LinkOptions {
         &self.options
     }
 
-    /// Where the other host is: where it was declared to be, or where it was heard; `None` while nothing is known.
+    /// The other host's address, configured or learned by roaming; `None` while unknown.
     pub fn remote(&self) -> Option<SocketAddr> {
         match &self.kind {
             Kind::Native(native) => native.place.remote(),
@@ -99,15 +99,15 @@ impl Link {
         }
     }
 
-    /// The addresses that its datagrams come from, as far as they are declared. None for VXLAN links, whose VTEPs send from any
-    /// port, and for streams.
+    /// The configured source addresses of its datagrams. Empty for VXLAN links, whose VTEPs send from any port, and for
+    /// streams.
     pub(in crate::link) fn sources(&self) -> impl Iterator<Item = SocketAddr> {
         let has_ports =
             matches!(self.kind, Kind::Native(_) | Kind::Classic(_)) && self.options.remote != ANYWHERE;
         addresses(self.options.remote, if has_ports { self.options.ports.max(1) } else { 0 })
     }
 
-    /// What it is able to do at the moment.
+    /// The current state.
     pub fn state(&self) -> LinkState {
         match &self.kind {
             Kind::Stream(stream) => stream.state(),
@@ -115,12 +115,12 @@ impl Link {
         }
     }
 
-    /// Round trip and loss, as probes tell, and rates.
+    /// Round trip and loss from probes, and rates.
     pub fn probed(&self) -> Probed {
         self.path.probed()
     }
 
-    /// What a native link has beside what all links have.
+    /// The native part, on native links.
     #[inline]
     pub(in crate::link) fn native(&self) -> Option<&Native> {
         if let Kind::Native(native) = &self.kind { Some(native) } else { None }
@@ -136,31 +136,31 @@ impl Link {
         if let Kind::Stream(stream) = &self.kind { Some(stream) } else { None }
     }
 
-    /// True when nothing may travel in clear text.
+    /// True when nothing may be sent in clear text.
     #[inline]
     pub(crate) fn needs_seal(&self) -> bool {
         self.seal().is_some()
     }
 
-    /// Takes `mtu` for the path MTU.
+    /// Sets the path MTU.
     #[cfg(test)]
     pub(crate) fn assume_path_mtu(&self, mtu: u32) {
         self.path.set_route_mtu(mtu);
     }
 
-    /// Its keys, if nothing may travel in clear text.
+    /// Its keys, on sealed links.
     #[inline]
     pub(in crate::link) fn seal(&self) -> Option<&Seal> {
         self.native()?.seal.as_deref()
     }
 
-    /// The choice between relayed and direct path, where the hosts meet by a relay.
+    /// The choice between relayed and direct path, on links with a rendezvous.
     #[inline]
     pub(in crate::link) fn via(&self) -> Option<&PathChoice> {
         self.native()?.via.as_ref()
     }
 
-    /// Its keys and the host they are agreed with; `None` for a link in clear text.
+    /// State of its keys and the peer's host name; `None` for a link in clear text.
     pub fn seal_view(&self) -> Option<SealView> {
         Some(self.seal()?.view(self.next_number()))
     }
@@ -170,17 +170,17 @@ impl Link {
         udp_payload(self.path_mtu(), self.remote().is_some_and(|remote| remote.is_ipv4()))
     }
 
-    /// Has questions and answers of other hosts' controls that arrive on this link put into `inbox`. The first call counts.
+    /// Queues inquiries that arrive on this link in `inbox`. Only the first call counts.
     pub fn answer_by(&self, inbox: Arc<Inbox>) {
         if let Some(native) = self.native() {
             native.inquiries.answer_by(inbox);
         }
     }
 
-    /// Longest text in bytes that a question or an answer on this link may have.
+    /// Longest inquiry text in bytes that this link carries.
     ///
     /// # Errors
-    /// The link is not native: it carries none.
+    /// The link is not native and carries no inquiries.
     pub fn inquiry_text(&self) -> io::Result<usize> {
         let payload = self.for_inquiries()?.payload_of(self.path_mtu());
         Ok(payload.saturating_sub(MAGIC.len()).min(TEXT_MAX))
@@ -190,9 +190,9 @@ impl Link {
         self.native().ok_or_else(|| unfit("only links of encapsulation native carry questions"))
     }
 
-    /// Makes kernel VXLAN devices for TCP streams in `networks`, as far as the link carries them. `local` is the address that
-    /// datagrams come from, unspecified for any. Does nothing for other links, and nothing twice. It may take some 10 ms for each
-    /// network and VTEP; the link works meanwhile.
+    /// Creates kernel VXLAN devices for TCP streams in `networks`, as far as the link carries them. `local` is the datagrams'
+    /// source address, unspecified for any. No effect on other links or when repeated. Takes about 10 ms per network and VTEP;
+    /// the link works meanwhile.
     pub fn open_drivers(&self, local: IpAddr, networks: &[NetworkId]) {
         let Kind::Vxlan(vxlan) = &self.kind else { return };
         let Vxlan { remote, vteps, drivers: Some(drivers) } = &**vxlan else { return };
@@ -204,7 +204,7 @@ impl Link {
         drivers.open(self.name(), local, wanted);
     }
 
-    /// Whether TCP streams leave by kernel VXLAN devices; `None` for links that are no VXLAN links.
+    /// Whether TCP streams leave through kernel VXLAN devices; `None` for other kinds of links.
     pub fn has_drivers(&self) -> Option<bool> {
         let Kind::Vxlan(vxlan) = &self.kind else { return None };
         Some(vxlan.drivers.as_ref().is_some_and(|drivers| drivers.get(0).is_some()))
@@ -212,10 +212,10 @@ impl Link {
 }
 
 impl Courier {
-    /// Sends a question, or an answer, as [`inquiry`](crate::link::inquiry) describes them.
+    /// Sends a question or an answer of an [`inquiry`](crate::link::inquiry).
     ///
     /// # Errors
-    /// The link carries none, `text` is longer than [`Link::inquiry_text`], there is no key for it, or the kernel refuses.
+    /// The link's kind carries none, `text` exceeds [`Link::inquiry_text`], the link has no key, or the kernel refuses.
     pub fn send(&self, link: &Link, is_answer: bool, text: &[u8]) -> io::Result<()> {
         if text.len() > link.inquiry_text()? {
             return Err(unfit("too long for the link's path"));

@@ -3,27 +3,26 @@
 //! ```text
 //!            batch of frames                                         batch of frames
 //!                  |                                                        ^
-//!   Sender: one of a kind each (native, vxlan, ...)        Receiver: split, reassemble
+//!   Sender: one per kind (native, vxlan, ...)             Receiver: split, reassemble
 //!                  v                                                        |
 //!     messages of headers and slices (socket/gather.rs) -- sendmmsg --> IP --> recvmmsg into one burst of buffers
 //! ```
 //!
-//! A [`Link`] is what is known of one neighbour: what all links have ([`Common`]: name, counters, the next datagram number, the
-//! path), and what its kind has beside that. It owns no socket (but a stream link's connections, see [`stream`]). Each dispatcher
-//! has one [`Bridge`] for all links: UDP sockets with a [`Sender`] and a [`Receiver`], two halves so that a frame may be relayed
-//! while the burst it came in is still being worked on. The source address and port of a datagram tell which link it arrived on,
-//! through an immutable [`Peers`] table that control replaces as a whole; sealed links follow their peers to other addresses
-//! (roaming). A host may have several ports, over which flows are spread ([`socket`]).
+//! A [`Link`] is the state kept for one neighbour: the parts common to all links ([`Common`]: name, counters, next datagram
+//! number, path) and those of its kind. It owns no socket, except a stream link's connections (see [`stream`]). Each dispatcher
+//! has one [`Bridge`] for all links: UDP sockets with a [`Sender`] and a [`Receiver`], two halves so that a frame can be
+//! relayed while its burst is still being processed. A datagram's source address and port select its link, through an immutable
+//! [`Peers`] table that control replaces as a whole; sealed links follow roaming peers. A host may have several ports, over
+//! which flows are spread ([`socket`]).
 //!
-//! A *sealed* link carries nothing in clear text: datagrams are encrypted with keys that two hosts agree on by TLS, which the
-//! [`keeper`](sealed::keeper) does outside the data path. Two hosts behind NAT meet by a third one ([`rendezvous`]).
+//! A *sealed* link sends nothing in clear text: datagrams are encrypted with keys that two hosts agree on by TLS; the
+//! [`keeper`](sealed::keeper) does that outside the data path. Two hosts behind NAT meet through a third one ([`rendezvous`]).
 //!
-//! Bytes are not copied on the way, unless they are to be sealed: datagrams leave as slices of the guest's memory between prepared
-//! headers, and frames arrive as slices of the receive buffers. Only frames that are still incomplete when a burst ends are
-//! moved.
+//! Nothing is copied on the way, except on sealed links: datagrams leave as slices of guest memory between prepared headers,
+//! and frames arrive as slices of the receive buffers. Only frames still incomplete at the end of a burst are moved.
 //!
-//! Each file here knows only those before it: `socket`, [`path`], [`sealed`], [`rendezvous`], what all links have, the kinds
-//! ([`native`], [`vxlan`], [`stream`]), `Link`, then whoever works on links.
+//! Each file here imports only those before it: `socket`, [`path`], [`sealed`], [`rendezvous`], the common parts, the kinds
+//! ([`native`], [`vxlan`], [`stream`]), `Link`, then the users of links.
 
 mod bridge;
 mod common;

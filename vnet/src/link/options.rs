@@ -1,4 +1,4 @@
-//! What a link is configured to be.
+//! A link's configuration.
 
 use std::net::SocketAddr;
 
@@ -9,7 +9,7 @@ use super::vxlan::vteps::VxlanOptions;
 use crate::frame::NetworkId;
 use crate::wire::ethernet::Mac;
 
-/// How frames are wrapped for a link.
+/// Encapsulations.
 #[derive(
     Clone,
     Copy,
@@ -39,30 +39,31 @@ pub enum Encapsulation {
     Stream,
 }
 
-/// What a link is configured to be.
+/// A link's configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LinkOptions {
     /// Its name on this host.
     pub name: String,
-    /// The other host's bridge: its first port. [`ANYWHERE`](super::ANYWHERE) when a sealed link is to learn it from its peer.
+    /// The other host's address with its bridge's first port. [`ANYWHERE`](super::ANYWHERE): a sealed link learns it from its
+    /// peer.
     pub remote: SocketAddr,
-    /// How many ports the other host's bridge has, from that of `remote` on: 1 to [`PORTS_MAX`](super::PORTS_MAX). A `vnet` link
-    /// sends to the first.
+    /// Number of consecutive ports of the other host's bridge, starting at that of `remote`: 1 to
+    /// [`PORTS_MAX`](super::PORTS_MAX). A `vnet` link uses the first only.
     pub ports: u16,
-    /// Networks that the link carries; `None` for all.
+    /// Networks on the link; `None` for all.
     pub networks: Option<Vec<NetworkId>>,
-    /// Largest IP packet on the path in bytes, where the kernel's idea of it is too large.
+    /// Path MTU limit in bytes (IP packet), where the kernel's value is too large.
     pub mtu: Option<u16>,
-    /// What carries its frames.
+    /// Kind of link, with its own options.
     pub kind: LinkKind,
 }
 
-/// What carries a link's frames, with what only that kind has.
+/// Kind of link, with its own options.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LinkKind {
     /// Native datagrams over UDP.
     Native {
-        /// Ports of the other host that are its guests' own, by their MAC addresses; at most [`DIRECT_MAX`](super::DIRECT_MAX).
+        /// Guests of the other host with ports of their own, by MAC address; at most [`DIRECT_MAX`](super::DIRECT_MAX).
         guests: Vec<(Mac, u16)>,
     },
     /// The classic VNET encapsulation: bare Ethernet frames over UDP.
@@ -80,7 +81,7 @@ impl Default for LinkKind {
 }
 
 impl LinkKind {
-    /// How frames are wrapped.
+    /// The encapsulation.
     pub fn encapsulation(&self) -> Encapsulation {
         match self {
             LinkKind::Native { .. } => Encapsulation::Native,
@@ -91,13 +92,13 @@ impl LinkKind {
     }
 }
 
-/// What a link lets through, and how.
+/// Access limits and encryption of a link.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Security {
-    /// Nothing travels in clear text; keys are agreed on with the host of this name.
+    /// Seals the link: nothing is sent in clear text; keys are agreed with the host of this name.
     pub peer: Option<String>,
-    /// Source addresses that frames from the other host may have; `None` for all.
+    /// Source MAC addresses that the other host may use; `None` for all.
     pub macs: Option<Vec<Mac>>,
-    /// The link to the host by which the two meet, where neither can reach the other; of a sealed native link without remote.
+    /// Rendezvous: the link to the relay through which two unreachable hosts meet; for sealed native links without a remote.
     pub via: Option<String>,
 }

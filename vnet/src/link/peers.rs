@@ -1,4 +1,4 @@
-//! Finds the link that a datagram came by, from its source address.
+//! Maps a datagram's source address to its link.
 
 use std::collections::{HashMap, HashSet};
 use std::net::{IpAddr, SocketAddr};
@@ -9,12 +9,12 @@ use super::sealed::source_table::SourceTable;
 use super::socket::name::normalised;
 use super::vxlan::vteps::Vteps;
 
-/// Which link a datagram came by. Control builds a new one when links change; but for where peers have moved to, it is immutable.
+/// Source address to link. Control builds a new table when links change; immutable except for roaming peers.
 #[derive(Debug, Default)]
 pub struct Peers {
     links: Vec<Arc<Link>>,
     by_address: HashMap<SocketAddr, usize>,
-    /// VXLAN links by the addresses of their VTEPs, with the VTEP's number: a VTEP sends from many ports.
+    /// VXLAN links by VTEP address alone, with the VTEP's number: a VTEP sends from many ports.
     by_vtep: HashMap<IpAddr, (usize, u16)>,
     ids: HashSet<u64>,
     pub(super) any_sealed: bool,
@@ -22,8 +22,8 @@ pub struct Peers {
 }
 
 impl Peers {
-    /// The table of `links`. Where two have the same remote address and a port in common, the first one gets the datagrams;
-    /// control refuses such a configuration.
+    /// Builds the table of `links`. If two share a remote address and port, the first one gets the datagrams; control refuses
+    /// such configurations.
     pub fn build(links: &[Arc<Link>]) -> Peers {
         let mut peers = Peers { links: links.to_vec(), sources: SourceTable::new(links), ..Peers::default() };
         for (index, link) in links.iter().enumerate() {
@@ -39,21 +39,20 @@ impl Peers {
         peers
     }
 
-    /// The link that a datagram from `source` came by: the one whose remote is this address and this port, or one of its ports
-    /// where it has several. All of them are bound by the peer's bridge: other programs and users of its host have others.
+    /// The link of a datagram from `source`: matches the remote's address and any of its configured ports. The peer's bridge
+    /// binds all of those; other programs on its host use other ports.
     pub fn link(&self, source: SocketAddr) -> Option<&Arc<Link>> {
         let source = normalised(source);
         let index = self.by_address.get(&source).copied().or_else(|| self.sources.at(source))?;
         self.links.get(index)
     }
 
-    /// The link that a datagram of unknown source says to be a keepalive of. Nothing of it has been opened.
+    /// The link that a datagram of unknown source claims to be a keepalive of. Not authenticated yet.
     pub(super) fn tagged(&self, datagram: &[u8]) -> Option<&Arc<Link>> {
         self.links.get(self.sources.tagged(datagram)?)
     }
 
-    /// The VXLAN link that a datagram from `source` came by, and the number of its VTEP: the one that lists this address,
-    /// whatever the port.
+    /// The VXLAN link that lists this source address, whatever the port, and the number of its VTEP.
     pub fn vtep(&self, source: SocketAddr) -> Option<(&Arc<Link>, u16)> {
         let (link, number) = self.by_vtep.get(&normalised(source).ip())?;
         Some((&self.links[*link], *number))

@@ -1,21 +1,21 @@
-//! How far a burst of datagrams is worked off, between two fills of a batch.
+//! Progress through a burst of datagrams, kept between two fills of a batch.
 
 use crate::stats::DiscardReason;
 use crate::wire::native::HeaderError;
 
-/// How far a burst is worked off.
+/// Position in a burst.
 #[derive(Default)]
 pub(in crate::link) struct Progress {
     /// Messages in the burst.
     pub(in crate::link) messages: usize,
-    /// The message under way.
+    /// The current message.
     pub(in crate::link) message: usize,
-    /// Its next datagram; when it is not the first, the message's link is `link`.
+    /// Its next datagram; if not the first, the message belongs to `link`.
     pub(in crate::link) datagram: usize,
     pub(in crate::link) link: Option<u64>,
-    /// Bytes of a bundle's payload worked off.
+    /// Bytes of the current bundle's payload already processed.
     pub(in crate::link) bundle: usize,
-    /// For each datagram of a sealed message under way: whether it could be decrypted.
+    /// For each datagram of the current sealed message: whether it decrypted.
     pub(in crate::link) opened: Vec<bool>,
     /// Probes answered in this burst.
     pub(in crate::link) replies: usize,
@@ -38,7 +38,7 @@ impl Progress {
     }
 }
 
-/// Why a datagram without a header that makes sense is discarded.
+/// Discard reason of a datagram without a valid header.
 pub(in crate::link) fn discard_reason(error: HeaderError) -> DiscardReason {
     match error {
         HeaderError::Short => DiscardReason::Truncated,

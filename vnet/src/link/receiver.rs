@@ -1,16 +1,16 @@
-//! The receiving half of the bridge: what comes by one of its UDP sockets, as a [`Source`].
+//! The receiving half of the bridge: the datagrams of one UDP socket, as a [`Source`].
 //!
 //! ```text
 //!   recvmmsg -> burst of messages -> for each: which link? decrypt in place -> for each datagram: the kind's own reader
 //!                                                                  native/receive.rs, vxlan/receive.rs, or the frame itself
 //! ```
 //!
-//! One burst is what one `recvmmsg` brings: up to [`MESSAGES`] messages, each one datagram or several of one size. Frames point into
-//! the burst's buffers. A burst may hold more frames than a batch: then the fill ends where the batch is full, and the next one goes
-//! on there ([`Progress`]); the socket is read again only when the burst is used up.
+//! A burst is the result of one `recvmmsg`: up to [`MESSAGES`] messages, each one datagram or several of one size. Frames point
+//! into its buffers. A burst may hold more frames than a batch: then the fill stops when the batch is full and the next fill
+//! resumes there ([`Progress`]). The socket is read again when the burst is used up.
 //!
-//! Which link a datagram came by is decided by its source address ([`Peers`]). Datagrams of sealed links are decrypted in place before
-//! anything else looks at them, so that nobody but the peer reaches reassembly or anything behind it.
+//! The source address selects the link ([`Peers`]). Datagrams from sealed links are decrypted in place first, so
+//! unauthenticated data never reaches reassembly or anything behind it.
 
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -35,10 +35,10 @@ use crate::stats::{DiscardReason, PortStats};
 use crate::wire::native::Header;
 use crate::wire::offload::Offload;
 
-/// The links of one dispatcher's setup. The dispatcher replaces them between two batches, its receivers load them.
+/// The links of one dispatcher's setup. The dispatcher replaces them between two batches; its receivers load them.
 pub type PeersView = Arc<ArcSwap<Peers>>;
 
-/// What a dispatcher's receivers have in common: makes more of them.
+/// What a dispatcher's receivers share; creates receivers.
 #[derive(Clone)]
 pub struct ReceiverParts {
     pub(in crate::link) peers: PeersView,
@@ -59,13 +59,13 @@ impl ReceiverParts {
         self
     }
 
-    /// A receiver of native and `vnet` links' datagrams that arrive by `socket`.
+    /// A receiver of native and `vnet` links on `socket`.
     pub(crate) fn receiver(&self, socket: Arc<Socket>) -> Receiver {
         let kind = For::Bridge(Assembly::new(self.budget.clone()));
         Receiver::of(kind, socket, self).taking(self.at_once)
     }
 
-    /// A receiver of VXLAN links' datagrams; one of a host's joins their multicast `groups`.
+    /// A receiver of VXLAN links; with `groups`, it joins their multicast groups (one receiver per host does).
     pub(in crate::link) fn vxlan(&self, socket: Arc<Socket>, groups: bool) -> Receiver {
         let probe = RouteProbe::new(socket.local());
         let groups = groups.then(|| (Groups::default(), probe, Arc::default()));
@@ -73,24 +73,24 @@ impl ReceiverParts {
     }
 }
 
-/// Whose a datagram is: the link, and the number of its VTEP (0 where it has none).
+/// A datagram's link, and the number of its VTEP (0 for other kinds).
 type Whose<'a> = (&'a Arc<Link>, u16);
 
-/// Which links a receiver's socket is for.
+/// The links a receiver's socket serves.
 enum For {
-    /// Links known by address and port: native and `vnet`.
+    /// Native and `vnet` links, matched by address and port.
     Bridge(Assembly),
-    /// VXLAN links, known by address alone; and the multicast groups, where this receiver is the one that joins them.
+    /// VXLAN links, matched by address alone; and the multicast groups, if this receiver joins them.
     Vxlan(Option<(Groups, RouteProbe, Arc<Peers>)>),
 }
 
-/// Receives frames by one socket. Shares it with a [`super::Sender`].
+/// Receives frames on one socket, which it shares with a [`super::Sender`].
 pub struct Receiver {
     socket: Arc<Socket>,
     peers: PeersView,
     /// Counts datagrams from unknown sources.
     stats: Arc<PortStats>,
-    /// Messages taken at a time.
+    /// Most messages per read.
     at_once: usize,
     burst: Burst,
     progress: Progress,
@@ -121,23 +121,23 @@ impl Receiver {
         self
     }
 
-    /// The address listened on.
+    /// The local address.
     pub fn local_addr(&self) -> SocketAddr {
         self.socket.local()
     }
 
-    /// The socket, to configure it.
+    /// The socket's descriptor, to set options.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 
-    /// The burst, to put messages into that were received otherwise. It must be used up.
+    /// The burst, to insert messages that were received otherwise. It must be used up.
     pub(crate) fn burst(&mut self) -> &mut Burst {
         debug_assert!(self.progress.is_done());
         &mut self.burst
     }
 
-    /// Has the next fills work off `messages` messages that were put into the burst.
+    /// Makes the next fills process `messages` messages that were inserted into the burst.
     pub(crate) fn resume_with(&mut self, messages: usize) {
         self.progress.begin(messages);
     }
@@ -147,7 +147,7 @@ impl Receiver {
         self.progress.is_done()
     }
 
-    /// Works the burst off until it is used up or the batch is full. Returns the number of datagrams.
+    /// Processes the burst until it is used up or the batch is full. Returns the number of datagrams.
     fn work(&mut self, batch: &mut Batch, drops: &mut DropSink, now_ms: u64) -> usize {
         let peers = self.peers.load();
         let mut intake = Intake::new(batch, drops, now_ms);
@@ -160,7 +160,7 @@ impl Receiver {
             };
             latest = Some((message.source, whose));
             let whose = whose.or_else(|| self.moved(&peers, &message));
-            // A message under way stays its link's: another link's keys did not open it.
+            // A half-processed message stays with its link: another link's keys did not decrypt it.
             let whose = whose.filter(|(link, _)| self.progress.link.is_none_or(|id| id == link.id));
             let before = self.progress.datagram;
             let Some((link, vtep)) = whose else {
@@ -187,7 +187,7 @@ impl Receiver {
         datagrams
     }
 
-    /// The link a message came by, by its source.
+    /// Finds a message's link by its source.
     fn find<'a>(&self, peers: &'a Peers, message: &Message) -> Option<Whose<'a>> {
         let source = message.source.address()?;
         match self.kind {
@@ -196,15 +196,15 @@ impl Receiver {
         }
     }
 
-    /// Roaming: the sealed link that a message from an unknown source may be a keepalive of. Whatever else comes from there waits
-    /// until the peer has proved that it moved.
+    /// Roaming: the sealed link that a message from an unknown source claims to be a keepalive of. Other datagrams from that
+    /// source are discarded until the peer has proved the move.
     fn moved<'a>(&self, peers: &'a Peers, message: &Message) -> Option<Whose<'a>> {
         let candidate = matches!(self.kind, For::Bridge(_)) && message.datagrams() == 1 && !message.truncated;
         let link = candidate.then(|| peers.tagged(self.burst.memory().bytes(message.range())))??;
         Some((link, 0))
     }
 
-    /// Works on the datagrams of one message. False when the batch was full before its end.
+    /// Processes the datagrams of one message. False when the batch filled up before its end.
     fn message(&mut self, link: &Arc<Link>, vtep: u16, message: &Message, intake: &mut Intake<'_>) -> bool {
         if self.progress.link.is_none() {
             self.progress.link = Some(link.id);
@@ -242,7 +242,7 @@ impl Receiver {
                             return false;
                         }
                     }
-                    // A stream has no datagrams, and no entry among the peers.
+                    // Streams have no datagrams and no entry among the peers.
                     (For::Bridge(_), _) => {
                         let network = link.default_network();
                         intake.frame(link, network, Offload::default(), HOPS_UNKNOWN, datagram);
@@ -254,7 +254,7 @@ impl Receiver {
         true
     }
 
-    /// Decrypts the datagrams of a message in place, notes which could be, and counts the others.
+    /// Decrypts a message's datagrams in place, marks the authentic ones and counts the others.
     fn open(&mut self, link: &Link, message: &Message) {
         let Some(seal) = link.seal() else { return };
         let keyring = seal.keyring();
@@ -266,7 +266,7 @@ impl Receiver {
                     Some(key) => key.open(datagram),
                     None => Err(DiscardReason::WrongEpoch),
                 },
-                // The rendezvous relay's replies come from where the link's datagrams come from.
+                // The rendezvous relay replies from the address that the link's datagrams come from.
                 Err(_) if link.via().is_some_and(|via| via.answered(datagram)) => {
                     self.progress.opened.push(false);
                     continue;
@@ -285,13 +285,13 @@ impl Source for Receiver {
     unsafe fn fill(&mut self, batch: &mut Batch, drops: &mut DropSink, now_ms: u64) -> Taken {
         if self.progress.is_done() {
             let messages = self.burst.receive(&self.socket, self.at_once);
-            // The kernel looks until the burst is full or nothing is left.
+            // The kernel stops early only when the socket is empty.
             self.emptied = messages < self.at_once;
             self.progress.begin(messages);
         }
         let datagrams = self.work(batch, drops, now_ms);
         let drained = self.emptied && self.progress.is_done();
-        // In the midst of a bundle no datagram may be finished.
+        // Inside a bundle a fill may finish no datagram.
         let units = datagrams.max(usize::from(!batch.is_empty()));
         Taken { units, drained, ..Taken::default() }
     }
@@ -320,11 +320,11 @@ impl Source for Receiver {
         self.emptied && self.progress.is_done()
     }
 
-    /// Ends incomplete frames whose time is up, and those of links that are gone; follows multicast groups of new links.
+    /// Drops timed-out incomplete frames and those of removed links; joins multicast groups of new links.
     fn tick(&mut self, now_ms: u64) {
         let peers = self.peers.load();
         match &mut self.kind {
-            // Fragments of a burst under way lie in its buffers still: the next tick is soon enough for them.
+            // Fragments of an unfinished burst still lie in its buffers: the next tick is soon enough for them.
             For::Bridge(assembly) if self.progress.is_done() => assembly.tick(&peers, now_ms),
             For::Bridge(_) => {}
             For::Vxlan(Some((groups, routes, followed))) => {

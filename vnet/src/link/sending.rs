@@ -1,4 +1,4 @@
-//! One call of a sender: the frames, the link they leave by, and where their datagrams gather.
+//! One call of a sender: frames, their link, and the gather buffer for their datagrams.
 
 use super::common::Common;
 use super::socket::gather::{Exit, Gather};
@@ -7,7 +7,7 @@ use super::socket::udp::Socket;
 use crate::frame::{Batch, DropSink, Frame};
 use crate::stats::DropReason;
 
-/// Frames of one batch on their way out of one link.
+/// Frames of one batch, leaving on one link.
 pub(in crate::link) struct Sending<'a> {
     pub(in crate::link) link: &'a Common,
     pub(in crate::link) batch: &'a Batch,
@@ -15,7 +15,7 @@ pub(in crate::link) struct Sending<'a> {
     pub(in crate::link) drops: &'a mut DropSink,
 }
 
-/// A datagram was larger than the path MTU: encode again from this frame on.
+/// A datagram exceeded the path MTU: encode again from this frame on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::link) struct TooBig {
     pub(in crate::link) frame: u16,
@@ -27,7 +27,7 @@ impl<'a> Sending<'a> {
         self.batch.frame(usize::from(index))
     }
 
-    /// Sends what has gathered, and tells the path room what came of it. Only with `may_stop` it ends early.
+    /// Sends the gathered datagrams and reports the outcome to the path room. Ends early only with `may_stop`.
     pub(in crate::link) fn flush(
         &mut self,
         socket: &Socket,

@@ -1,4 +1,4 @@
-//! The frame that begins with a peeked message, and the guess where its fragments lie. Pure: no I/O.
+//! A frame that starts with a peeked message, and a guess at its layout in datagrams. Pure: no I/O.
 
 use std::sync::Arc;
 
@@ -12,36 +12,36 @@ use crate::wire::ip;
 use crate::wire::native::{HEADER_LEN, Header, Kind, metadata};
 use crate::wire::offload::Offload;
 
-/// Frames shorter than this are received the ordinary way: two more system calls cost more than a copy.
+/// Shorter frames are received by copying: two more system calls cost more than the copy.
 pub(super) const LEN_MIN: usize = 4096;
 
-/// A frame that begins with the next message, and what it is guessed to look like.
+/// A frame that starts with the next message, with its guessed layout.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Candidate {
-    /// The network it belongs to.
+    /// Its network.
     pub(super) network: NetworkId,
     /// Destination address.
     pub(super) dst: Mac,
     /// Source address.
     pub(super) src: Mac,
-    /// Bytes.
+    /// Length in bytes.
     pub(super) len: usize,
-    /// What is left to do on it, checked against the length.
+    /// Outstanding offloads, checked against the length.
     pub(super) offload: Offload,
     head: [u8; HEAD_MAX],
     header: Header,
-    /// Bytes of metadata before it.
+    /// Bytes of metadata in front of it.
     pub(super) metadata: usize,
     /// Payload of each datagram but the last.
     size: usize,
-    /// Datagrams.
+    /// Number of datagrams.
     pub(super) count: usize,
-    /// The message that it begins with.
+    /// Its first message.
     pub(super) first: Report,
 }
 
 impl Candidate {
-    /// Its first bytes, which no guest can change.
+    /// Its first bytes, in a private copy that no guest can change.
     pub(super) fn head(&self) -> &[u8] {
         &self.head
     }
@@ -51,7 +51,7 @@ impl Candidate {
         (self.len + self.metadata - k * self.size).min(self.size)
     }
 
-    /// The header that datagram `k` has.
+    /// The header expected on datagram `k`.
     pub(super) fn header(&self, k: usize) -> [u8; HEADER_LEN] {
         let first = k == 0;
         let (index, number) = (k as u16, self.header.number.wrapping_add(k as u64));
@@ -59,18 +59,18 @@ impl Candidate {
         Header { last, offload, index, number, ..self.header }.to_bytes()
     }
 
-    /// The next message, if it goes on with datagram `k`.
+    /// The next message, if it continues with datagram `k`.
     pub(super) fn following(&self, direct: &UnderlayPort, k: usize) -> Option<Report> {
         let Peeked { source, len, segment, head } = direct.peek()?;
         (head[..HEADER_LEN] == self.header(k)).then_some(Report { source, len, segment, truncated: false })
     }
 
-    /// Datagrams that it is sent in.
+    /// Number of datagrams it is sent in.
     pub(super) fn datagrams(&self) -> usize {
         self.count
     }
 
-    /// How many datagrams from `k` on a message of `len` bytes holds, if it is one of this frame.
+    /// Number of datagrams, from `k` on, in a message of `len` bytes; `None` if the message does not fit this frame.
     pub(super) fn part(&self, k: usize, len: usize, segment: usize) -> Option<usize> {
         let whole = HEADER_LEN + self.size;
         let count = len.div_ceil(whole);
@@ -83,7 +83,7 @@ impl Candidate {
 }
 
 impl Peeked {
-    /// The link that the message came by, and the frame that begins with it, if that can be received in place.
+    /// The message's link and the frame it starts, if that may be received in place.
     pub(super) fn candidate<'a>(&self, peers: &'a Peers) -> Option<(&'a Arc<Link>, Candidate)> {
         let link = peers.link(self.source.address()?)?;
         if link.options().kind.encapsulation() != Encapsulation::Native || link.needs_seal() {
@@ -100,7 +100,7 @@ impl Peeked {
             let payload = self.len.checked_sub(HEADER_LEN)?;
             (payload - metadata, payload)
         } else {
-            // The head is the first datagram's: what is judged is what the frame begins with.
+            // The routing decision needs the whole head, which must lie in the first datagram.
             let whole = |size: &usize| *size >= metadata + HEAD_MAX;
             (guessed_len(&head)?, self.segment.checked_sub(HEADER_LEN).filter(whole)?)
         };

@@ -1,4 +1,4 @@
-//! Receives the messages of a candidate: headers aside, payload into a guest's buffers.
+//! Receives a candidate's messages: headers into our memory, payload into guest buffers.
 
 use std::ops::Range;
 
@@ -17,22 +17,22 @@ use crate::wire::offload::WIRE_LEN;
 /// `UIO_MAXIOV`.
 const SLICES_MAX: usize = 1024;
 
-/// What became of the messages that were to be received in place.
+/// The outcome of receiving in place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Landed {
-    /// The frame is in the room.
+    /// The frame is in the guest's buffers.
     InPlace,
-    /// So many messages were taken and are in the receiver's burst, which goes on with them.
+    /// This many messages were received and copied into the receiver's burst, for it to process.
     CopiedOut(usize),
 }
 
 /// Memory for receiving in place; one for each receiver.
 #[derive(Default)]
 pub(super) struct Landing {
-    /// A header, and metadata behind the first one.
+    /// A header; in the first one, metadata follows.
     prefixes: Vec<[u8; HEADER_LEN + WIRE_LEN]>,
     slices: Vec<libc::iovec>,
-    /// Where the messages end in `slices`.
+    /// End of each message in `slices`.
     ends: Vec<usize>,
 }
 
@@ -50,11 +50,11 @@ impl Landing {
 }
 
 impl Landing {
-    /// Receives the candidate, which was just peeked on `port`, into `room`, memory of a guest for exactly its length. Messages that
-    /// turn out to be something else are copied out to the receiver's burst.
+    /// Receives the candidate, just peeked on `port`, into `room`: guest memory of exactly its length. Messages that turn out
+    /// to be something else are copied to the receiver's burst.
     ///
     /// # Safety
-    /// The room is writable for the time of the call.
+    /// The room must stay writable during the call.
     pub(super) unsafe fn land(
         &mut self,
         (port, receiver): (&UnderlayPort, &mut Receiver),
@@ -63,7 +63,7 @@ impl Landing {
         room: &[Room],
         now_ms: u64,
     ) -> Landed {
-        // Each end of a datagram may cut one more piece.
+        // Each end of a datagram may split one more piece.
         let pieces = room.len() + 2 * candidate.count;
         if room.iter().map(Room::len).sum::<usize>() != candidate.len || pieces > SLICES_MAX {
             return Landed::CopiedOut(0);
@@ -84,7 +84,7 @@ impl Landing {
         Landed::CopiedOut(self.ends.len())
     }
 
-    /// Receives message after message while they are what the candidate was guessed to be. True when all of it is in the room.
+    /// Receives messages while they match the guess. True when the whole frame is in the room.
     fn receive_all(
         &mut self,
         port: &UnderlayPort,
@@ -99,13 +99,13 @@ impl Landing {
             let Some(next) = next else { break };
             let Some(count) = candidate.part(k, next.len, next.segment) else { break };
             let Some(message) = self.receive(port, candidate, k..k + count, &mut space) else {
-                // The guest took its memory away: what was in the message is gone.
+                // The guest unmapped its memory: the message is lost.
                 link.stats().in_datagrams.add(count as u64);
                 link.stats().discard(DiscardReason::Truncated, count as u64);
                 break;
             };
-            // Nobody else takes from this socket but who aims it, so it is the message that was peeked; if not, how much of it
-            // came is unknown.
+            // Besides this thread only `aim` reads from the socket, so this is the peeked message. If not, how much of it
+            // was received is unknown.
             right = message.source.same(&next.source)
                 && (message.len, message.segment) == (next.len, next.segment);
             let (source, len, segment) = match right {
@@ -119,7 +119,7 @@ impl Landing {
         right && k == candidate.count
     }
 
-    /// Copies messages that were received in place into the burst's buffers.
+    /// Copies the messages received so far to the burst's buffers.
     fn copy_out(&self, burst: &mut Burst) {
         let mut start = 0;
         for (message, end) in self.ends.iter().enumerate() {
@@ -142,7 +142,7 @@ impl Landing {
         }
     }
 
-    /// Receives the next message, which is `datagrams` of the candidate. `None` when that cannot be done.
+    /// Receives the next message, holding `datagrams` of the candidate. `None` when the kernel refuses.
     fn receive(
         &mut self,
         direct: &UnderlayPort,
@@ -160,7 +160,7 @@ impl Landing {
         message.ok()
     }
 
-    /// Adds the slices of some datagrams: headers aside, payload in the room.
+    /// Adds the slices of `datagrams`: headers into prefixes, payload into the room.
     fn lay_out(&mut self, candidate: &Candidate, datagrams: Range<usize>, space: &mut Space<'_>) {
         for k in datagrams {
             let metadata = if k == 0 { candidate.metadata } else { 0 };
@@ -171,7 +171,7 @@ impl Landing {
     }
 }
 
-/// A place in a guest's room.
+/// A position in the guest's room.
 struct Space<'a> {
     room: &'a [Room],
     offset: usize,

@@ -1,5 +1,5 @@
-//! Cut-through forwarding, the receiving half (VNET/P+ section IV.B): frames are received straight into the buffers of the guest they
-//! are for. The paper's device assignment is done by the kernel: an interface may have an underlay UDP port of its own ([`port`]).
+//! Cut-through forwarding, receive side (VNET/P+ section IV.B): frames are received directly into the buffers of their guest.
+//! The kernel does the paper's device assignment: an interface may have an underlay UDP port of its own ([`port`]).
 //!
 //! ```text
 //!   peek: source, length, segment, first bytes      nothing is taken from the socket, nothing is in the guest's memory
@@ -12,13 +12,13 @@
 //!   the guest is notified
 //! ```
 //!
-//! A guess can only be wrong about what follows the first datagram. So bytes that stand in a guest's buffers in vain came from the peer
-//! of its port, to its port, behind a frame that was for it, and the guest is not told of them. Others cannot put anything there: the
-//! socket is connected to the peer's address, so the kernel drops what comes from elsewhere, and the source of each message is checked
-//! before it is taken. Whoever can forge the peer's address can forge any datagram of a clear-text link.
+//! The guess can only be wrong about what follows the first datagram. So bytes written to guest buffers in vain came from the
+//! port's peer, to that port, behind a frame for this guest, and the guest is never told of them. Nobody else can write there:
+//! the socket is connected to the peer's address, so the kernel drops other sources, and each message's source is checked
+//! before it is received. An attacker who can forge the peer's address can forge any datagram of a clear-text link.
 //!
-//! A guest writes to its memory when it likes. Decisions use the private copy that the peek made, and the headers, which never stand in
-//! guest memory. What is copied out may have been changed by the guest that it was sent to.
+//! A guest may write to its memory at any time. Routing decisions use the peek's private copy and the headers, which never lie
+//! in guest memory. Data that is copied out may have been changed by the guest it was sent to.
 
 mod candidate;
 #[cfg(feature = "test-util")]

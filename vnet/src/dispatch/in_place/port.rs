@@ -1,4 +1,4 @@
-//! An interface's own underlay port: a UDP socket connected to one peer, whose next message can be looked at before it is taken.
+//! An interface's own underlay port: a UDP socket connected to one peer, whose next message can be peeked.
 
 use std::io;
 use std::net::SocketAddr;
@@ -15,13 +15,13 @@ use crate::link::socket::udp::{Socket, check};
 use crate::wire::native::HEADER_LEN;
 use crate::wire::offload::WIRE_LEN;
 
-/// Bytes a peek takes: headers and the head of a frame.
+/// Bytes per peek: headers and the head of a frame.
 pub(super) const PEEK_LEN: usize = HEADER_LEN + WIRE_LEN + HEAD_MAX;
 
-/// The port and its peer.
+/// The socket and its current peer.
 pub struct UnderlayPort {
     socket: Arc<Socket>,
-    /// Where the peer is that it is connected to.
+    /// The peer's address that the socket is connected to.
     peer: Mutex<Option<SocketAddr>>,
 }
 
@@ -32,7 +32,7 @@ impl UnderlayPort {
         Ok(Arc::new(UnderlayPort { socket: Arc::new(socket), peer: Mutex::new(None) }))
     }
 
-    /// Takes datagrams from `peer` only, from now on. Those that came before are dropped.
+    /// Accepts datagrams from `peer` only, from now on. Drops those that arrived before.
     pub fn aim(&self, peer: SocketAddr) -> io::Result<()> {
         let mut current = self.peer.lock();
         if *current == Some(peer) {
@@ -43,7 +43,7 @@ impl UnderlayPort {
         let connect =
             |name: &Name| unsafe { libc::connect(self.fd().as_raw_fd(), name.as_ptr(), name.len()) };
         if current.take().is_some() {
-            // The first connection gave the socket a source address, which would stay: the next has to begin without.
+            // The first connect fixed the source address; dissolve it, so that the kernel chooses anew.
             check(connect(&Name::unknown()))?;
         }
         check(connect(&name))?;
@@ -56,12 +56,12 @@ impl UnderlayPort {
         Ok(())
     }
 
-    /// The address bound, whose port the kernel may have chosen.
+    /// The bound address; the kernel may have chosen the port.
     pub fn local_addr(&self) -> SocketAddr {
         self.socket.local()
     }
 
-    /// To wait for.
+    /// The socket's descriptor, to poll.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
@@ -70,7 +70,7 @@ impl UnderlayPort {
         &self.socket
     }
 
-    /// Looks at the next message without taking it. `None` when none waits.
+    /// Peeks at the next message. `None` when none is waiting.
     pub(super) fn peek(&self) -> Option<Peeked> {
         let mut head = [0; PEEK_LEN];
         let slice = libc::iovec { iov_base: head.as_mut_ptr().cast(), iov_len: PEEK_LEN };
@@ -83,7 +83,7 @@ impl UnderlayPort {
     }
 }
 
-/// The next message, as far as it was looked at.
+/// The next message, as far as it was peeked.
 pub(super) struct Peeked {
     pub(super) source: Name,
     pub(super) len: usize,

@@ -1,7 +1,8 @@
-//! An underlay port as a [`Source`]: decides, before anything is received, whether the next frame may be received in place.
+//! An underlay port as a [`Source`]: decides from a peek whether the next frame may be received in place.
 //!
-//! The decision is made on a private copy of the frame's beginning: the routing table sends it to this interface and nowhere else, it
-//! has the interface's own address, and nobody captures. Everything else takes the ordinary way, by the [`Receiver`] inside.
+//! The decision uses a private copy of the frame's first bytes: its destination is the interface's own address, the routing
+//! table sends it to this interface only, and no capture is active. Everything else goes through the ordinary [`Receiver`]
+//! inside.
 
 use std::sync::Arc;
 
@@ -16,33 +17,33 @@ use crate::route::{Flow, Router};
 use crate::source::{InPlace, Source, Taken};
 use crate::wire::flow;
 
-/// Messages taken in one fill: the other sources wait meanwhile.
+/// Most messages per fill, for fairness to other sources.
 const MESSAGES_MAX: usize = 32;
 
 /// The underlay port of one interface.
 struct InPlaceSource {
     id: PortId,
     port: Arc<UnderlayPort>,
-    /// The ordinary way.
+    /// Receives everything else, by copying.
     receiver: Receiver,
     landing: Landing,
     setup: SetupView,
-    /// A router of its own: decides like the dispatcher's.
+    /// Its own router, with the dispatcher's tables.
     router: Router,
     drained: bool,
     waker: Option<Waker>,
 }
 
-/// What became of the next message.
+/// Outcome for the next message.
 enum Step {
-    /// The frame is the guest's; so many bytes in so many datagrams.
+    /// The frame is in guest memory: `bytes` in `datagrams`.
     Landed {
         bytes: usize,
         datagrams: usize,
     },
     /// Messages are in the receiver's burst.
     Burst,
-    /// It stands where it stood.
+    /// Untouched: receive it by copying.
     Ordinary,
     Nothing,
 }
@@ -64,7 +65,7 @@ impl Feeder for UnderlayPort {
 }
 
 impl InPlaceSource {
-    /// Receives the next message in place, if it is the beginning of a frame for that.
+    /// Receives the next message in place, if it starts a suitable frame.
     fn land(&mut self, setup: &Setup, now_ms: u64) -> Step {
         let Some(peeked) = self.port.peek() else { return Step::Nothing };
         let Some(interface) = setup.interface(self.id).filter(|_| !setup.is_observed()) else {
@@ -100,7 +101,7 @@ impl InPlaceSource {
         }
     }
 
-    /// True when the frame is for that interface, by its address and by the routing table, and for nobody else.
+    /// True when address and routing table both send the frame to that interface only.
     fn is_sole(
         &mut self,
         interface: &InterfacePort,

@@ -1,5 +1,5 @@
-//! Datagrams that carry no frames: keepalives, probes, questions and answers between controls, registrations for a rendezvous.
-//! Rare, so one datagram a call.
+//! Datagrams without frames: keepalives, probes, inquiries between controls, registrations at a rendezvous relay. Rare, so one
+//! datagram per call.
 
 use std::io;
 use std::net::SocketAddr;
@@ -16,7 +16,7 @@ use crate::wire::native::{Header, Kind, TAG_LEN};
 /// A native link.
 type Of<'a> = (&'a Common, &'a Native);
 
-/// Sends from a dispatcher's socket, beside the dispatcher.
+/// Sends on a dispatcher's socket from other threads.
 #[derive(Clone)]
 pub struct Courier {
     socket: Arc<Socket>,
@@ -27,13 +27,12 @@ impl Courier {
         Courier { socket }
     }
 
-    /// Sends a question, or an answer, whose payload is `text` behind [`inquiry::MAGIC`](crate::link::inquiry::MAGIC).
+    /// Sends a question or answer with payload `text` behind [`inquiry::MAGIC`](crate::link::inquiry::MAGIC).
     pub(in crate::link) fn inquiry(&self, link: Of<'_>, is_answer: bool, payload: &[u8]) -> io::Result<()> {
         self.post(link, if is_answer { Kind::ProbeReply } else { Kind::Probe }, payload)
     }
 
-    /// Sends a keepalive with this body, to `to` where that is not the link's present address. One that cannot be sent is like one
-    /// that got lost.
+    /// Sends a keepalive with this body, to `to` or else to the link's current address. A send error counts as packet loss.
     pub(in crate::link) fn post_keepalive(&self, link: Of<'_>, to: Option<SocketAddr>, body: &[u8]) {
         let Some(to) = to else {
             let _ = self.post(link, Kind::Keepalive, body);
@@ -44,14 +43,14 @@ impl Courier {
         }
     }
 
-    /// Sends bytes that are no native datagram to `to`. If they cannot be sent, they are like lost ones.
+    /// Sends raw bytes, no native datagram, to `to`. A send error counts as packet loss.
     pub(in crate::link) fn post_raw(&self, (link, _): Of<'_>, to: SocketAddr, bytes: &[u8]) {
         if let Some(name) = self.socket.name_of(to) {
             link.stats.out_datagrams.add(u64::from(self.socket.send(bytes, &name).is_ok()));
         }
     }
 
-    /// Sends a probe with a payload of `len` bytes, at least 16. One that cannot be sent is like one that got lost.
+    /// Sends a probe with a payload of `len` bytes, at least 16. A send error counts as packet loss.
     pub(in crate::link) fn probe(&self, link: Of<'_>, id: &[u8; 8], len: usize) {
         let mut payload = vec![0; len];
         payload[..8].copy_from_slice(&MAGIC);
@@ -59,7 +58,8 @@ impl Courier {
         let _ = self.post(link, Kind::Probe, &payload);
     }
 
-    /// Sends one datagram of no network, sealed where the link is. A keepalive has a tag there, see sealed/roaming.rs.
+    /// Sends one datagram outside any network, encrypted on a sealed link. A keepalive there carries a tag, see
+    /// sealed/roaming.rs.
     fn post(&self, (link, native): Of<'_>, kind: Kind, payload: &[u8]) -> io::Result<()> {
         let name = native.name(0, &self.socket).ok_or_else(|| unfit("no socket for its address"))?;
         self.post_to(&name, (link, native), kind, payload)

@@ -1,21 +1,20 @@
-//! Which frames of a link have ended, as far back as it matters.
+//! Duplicate suppression: which frames of a link have ended, as far back as it matters.
 //!
-//! A frame is named by the number of its first datagram. The window covers the last [`SPAN`] numbers below the highest one
-//! seen and holds one bit for each: set when the frame of that name has ended, complete or not. A fragment of such a frame,
-//! or of one below the window, is late and starts nothing.
+//! A frame's name is the number of its first datagram. The window covers the last [`SPAN`] numbers below the highest one seen,
+//! one bit each: set when that frame has ended, complete or not. A fragment of such a frame, or of one below the window, is
+//! late and is ignored.
 //!
-//! What is remembered also grows old: bits and highest number live in two generations, the older of which is forgotten every
-//! [`MEMORY_MS`]. So a frame's end is remembered for one to two of these times, and a peer that has started counting
-//! again from 1 is understood after two at the latest (at once, when it is far enough from where it was: see
-//! [`Window::restarted`]).
+//! Entries also age: bits and highest number live in two generations, and the older one is cleared every [`MEMORY_MS`]. So a
+//! frame's end is remembered for one to two such periods, and a peer that restarts its numbers at 1 is accepted after two at
+//! the latest (at once when it is far enough from its old numbers: see [`Window::restarted`]).
 
-/// Datagram numbers covered: 94 MB at an MTU of 1500, or 19 ms at 40 Gbit/s. Paths whose delays differ by more than
-/// that, with the numbers of one link spread over them, would lose frames on the slower one.
+/// Datagram numbers covered: 94 MB at an MTU of 1500, or 19 ms at 40 Gbit/s. A link spread over paths whose delays differ by
+/// more than that would lose frames on the slower path.
 pub(in crate::link) const SPAN: u64 = 1 << 16;
 /// How long a generation collects, in ms; twice the time a frame may stay incomplete.
 pub(in crate::link) const MEMORY_MS: u64 = 400;
 
-/// Ends that were noted in the same stretch of time.
+/// Ends recorded in the same period.
 struct Generation {
     /// Highest number seen in it; no bit above it is set.
     highest: u64,
@@ -32,7 +31,7 @@ impl Generation {
         self.ended.fill(0);
     }
 
-    /// Clears the bits of `count` names from `first`, which take the places of names that leave the window.
+    /// Clears the bits of `count` names from `first`, which reuse the bits of names that left the window.
     fn forget(&mut self, first: u64, count: u64) {
         if count >= SPAN {
             self.ended.fill(0);
@@ -50,7 +49,7 @@ impl Generation {
     }
 }
 
-/// See the module's comment.
+/// The duplicate window, see the module's comment.
 pub(in crate::link) struct Window {
     young: Generation,
     old: Generation,
@@ -62,7 +61,7 @@ impl Window {
         Window { young: Generation::new(), old: Generation::new(), since_ms: now_ms }
     }
 
-    /// Forgets what is too old.
+    /// Drops an expired generation.
     #[inline]
     pub(in crate::link) fn age(&mut self, now_ms: u64) {
         let age_ms = now_ms.saturating_sub(self.since_ms);
@@ -82,13 +81,13 @@ impl Window {
         self.young.highest.max(self.old.highest)
     }
 
-    /// Lowest name that is covered.
+    /// Lowest name in the window.
     #[inline]
     pub(in crate::link) fn low(&self) -> u64 {
         self.highest().saturating_sub(SPAN - 1)
     }
 
-    /// True when the frame `id` has ended, or when it is too old to tell.
+    /// True when frame `id` has ended or is too old to tell.
     #[inline]
     pub(in crate::link) fn has_ended(&self, id: u64) -> bool {
         if id > self.highest() {
@@ -98,14 +97,14 @@ impl Window {
         id < self.low() || (self.young.ended[word] | self.old.ended[word]) >> bit & 1 != 0
     }
 
-    /// True when `number` can only come from a peer that started again from 1: a peer's first numbers, at a link that has
-    /// left them behind by more than any path delays.
+    /// True when `number` can only come from a peer that restarted at 1: it is among the first numbers, on a link that is
+    /// further ahead than any path delay.
     #[inline]
     pub(in crate::link) fn restarted(&self, number: u64) -> bool {
         number < SPAN && self.highest() >= 2 * SPAN
     }
 
-    /// Notes a datagram number; a new highest one moves the window.
+    /// Records a datagram number; a new highest one moves the window.
     #[inline]
     pub(in crate::link) fn see(&mut self, number: u64) {
         let highest = self.highest();
@@ -116,7 +115,7 @@ impl Window {
         self.young.highest = self.young.highest.max(number);
     }
 
-    /// Notes that the frame `id` has ended; a number at or above it was seen before.
+    /// Records the end of frame `id`; a number at or above it must have been seen.
     #[inline]
     pub(in crate::link) fn end(&mut self, id: u64) {
         if id >= self.low() {
@@ -139,8 +138,8 @@ mod tests {
     use std::collections::HashMap;
 
     proptest! {
-        /// Against a plain map of names to the time of their end: within one generation's time and the span nothing is
-        /// forgotten, and nothing that did not end is ever called ended.
+        /// Against a plain map from names to end times: within one generation and the span nothing is forgotten, and no frame
+        /// is reported as ended that did not end.
         #[test]
         fn remembers_what_a_map_remembers(
             start in prop::sample::select(vec![1, 60_000, u64::MAX / 2, u64::MAX - 300_000]),

@@ -1,4 +1,4 @@
-//! Frames become native datagrams, gathered for one `sendmmsg`.
+//! Encodes frames as native datagrams, gathered for one `sendmmsg`.
 
 use std::sync::Arc;
 
@@ -13,50 +13,50 @@ use crate::link::socket::udp::Socket;
 use crate::wire::native::{ENTRY_LEN, HEADER_LEN, Header, Kind};
 use crate::wire::offload::WIRE_LEN;
 
-/// Largest frame that goes into a bundle. Bundles are copied; beyond this a datagram of its own costs no more.
+/// Largest frame that is bundled. Bundles are copied; above this size a datagram of its own costs no more.
 const BUNDLE_FRAME_MAX: usize = 1024;
-/// Largest bundle in bytes, where the path would allow more.
+/// Largest bundle in bytes, even where the path allows more.
 const BUNDLE_MAX: usize = 16 << 10;
 
-/// By which socket datagrams leave, and where to.
+/// The socket and destination of datagrams.
 pub(super) struct Route<'a> {
-    /// The socket's place among the sender's.
+    /// The socket's index in the sender.
     pub(super) exit: usize,
     pub(super) socket: &'a Socket,
     pub(super) name: &'a Name,
-    /// Whether zero copy pays there.
+    /// Whether zero copy pays on this path.
     pub(super) trial: &'a Arc<Trial>,
 }
 
-/// How datagrams are made.
+/// Encoding parameters.
 #[derive(Clone, Copy)]
 pub(super) struct Encoding<'a> {
-    /// What they are sealed with.
+    /// Encryption key, on sealed links.
     pub(super) key: Option<&'a SealingKey>,
     /// Largest payload in bytes.
     pub(super) size: usize,
-    /// Whether to stop at the first datagram that is larger than the path MTU.
+    /// Stop at the first datagram that exceeds the path MTU.
     pub(super) may_stop: bool,
 }
 
 impl Encoding<'_> {
-    /// True when whatever comes next fits: a bundle, or any frame in fragments.
+    /// True when any next item fits: a bundle, or any frame in fragments.
     #[inline]
     pub(super) fn has_room(&self, gather: &Gather) -> bool {
-        // Each of a frame's segments may be cut once by each fragment's end.
+        // Each fragment boundary may split one more of the frame's segments.
         let slices = 2 * FRAGMENTS_MAX + SEGMENTS_MAX;
         let frame = if self.key.is_some() { FRAME_MAX + WIRE_LEN } else { 0 };
         let copies = FRAGMENTS_MAX * (HEADER_LEN + TAG_LEN) + BUNDLE_MAX.max(frame);
         gather.has_room(FRAGMENTS_MAX, slices, copies)
     }
 
-    /// How many of the frames `which`, from the first on, go into one datagram; 1 when the first stands alone.
+    /// Number of leading frames of `which` that fit into one datagram; 1: the first goes alone.
     #[inline]
     pub(super) fn bundled(&self, batch: &Batch, which: &[u16]) -> usize {
         bundled(batch, which, self.size)
     }
 
-    /// One datagram with several frames.
+    /// Encodes several frames as one datagram.
     pub(super) fn put_bundle(&self, out: &mut Sending<'_>, which: &[u16]) {
         let header = header(out.frame(which[0]), self.key, out.link.take_numbers(1));
         let header = Header { kind: Kind::Bundle, ..header };
@@ -79,7 +79,7 @@ impl Encoding<'_> {
         }
     }
 
-    /// One frame in as many datagrams as it needs.
+    /// Encodes one frame as one datagram or as fragments.
     pub(super) fn put_frame(&self, out: &mut Sending<'_>, index: u16) {
         let frame = out.frame(index);
         let mut header = header(frame, self.key, 0);
@@ -112,7 +112,7 @@ impl Encoding<'_> {
     }
 }
 
-/// How many of the frames `which`, from the first on, go into one datagram; 1 when the first stands alone.
+/// Number of leading frames of `which` that fit into one datagram; 1: the first goes alone.
 #[inline]
 fn bundled(batch: &Batch, which: &[u16], size: usize) -> usize {
     let first = batch.frame(usize::from(which[0]));
@@ -129,7 +129,7 @@ fn bundled(batch: &Batch, which: &[u16], size: usize) -> usize {
     which.iter().take_while(fits).count().max(1)
 }
 
-/// The header of a datagram that holds all of `frame`, to be sealed with `key`.
+/// The header of a datagram with the whole `frame`, to be encrypted with `key`.
 #[inline]
 pub(in crate::link) fn header(frame: &Frame, key: Option<&SealingKey>, number: u64) -> Header {
     Header {
@@ -146,14 +146,14 @@ pub(in crate::link) fn header(frame: &Frame, key: Option<&SealingKey>, number: u
     }
 }
 
-/// A place in a frame's segments.
+/// A position in a frame's segments.
 pub(super) struct Cursor<'a> {
     pub(super) segments: &'a [Segment],
     pub(super) offset: usize,
 }
 
 impl Cursor<'_> {
-    /// Calls `with` for each slice of the next `len` bytes, or of what is left.
+    /// Calls `with` for each slice of the next `len` bytes, or of the rest if shorter.
     #[inline]
     pub(super) fn take(&mut self, mut len: usize, mut with: impl FnMut(Segment)) {
         while let [segment, rest @ ..] = self.segments

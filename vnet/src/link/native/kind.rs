@@ -1,4 +1,4 @@
-//! What a native link has beside what all links have.
+//! The native part of a link.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -19,16 +19,16 @@ use crate::wire::native::{HEADER_LEN, TAG_LEN};
 /// Reassembly memory of one link in bytes.
 const BUDGET: usize = 4 << 20;
 
-/// What a native link has beside what all links have.
+/// The native part of a link.
 #[derive(Debug)]
 pub(in crate::link) struct Native {
-    /// Where the other host is.
+    /// The other host's address.
     pub(in crate::link) place: RemoteAddress,
-    /// Guests of the other host that receive on ports of their own.
+    /// Guests of the other host with receive ports of their own.
     pub(super) guests: Vec<Guest>,
-    /// Keys, if nothing may travel in clear text.
+    /// Keys, on sealed links.
     pub(in crate::link) seal: Option<Box<Seal>>,
-    /// The choice between relayed and direct path, where the hosts meet by a relay.
+    /// The choice between relayed and direct path, with a rendezvous relay.
     pub(in crate::link) via: Option<PathChoice>,
     pub(in crate::link) budget: Arc<ReassemblyBudget>,
     pub(in crate::link) inquiries: Inquiries,
@@ -36,7 +36,7 @@ pub(in crate::link) struct Native {
     pub(super) zero_copy: Arc<Trial>,
 }
 
-/// A guest of the other host that receives on a port of its own.
+/// A guest of the other host with a receive port of its own.
 #[derive(Debug)]
 pub(super) struct Guest {
     pub(super) mac: Mac,
@@ -44,7 +44,7 @@ pub(super) struct Guest {
 }
 
 impl Native {
-    /// To where `place` says, in clear text.
+    /// To the address in `place`, in clear text.
     pub(in crate::link) fn new(place: RemoteAddress, link: &Common) -> Native {
         Native {
             place,
@@ -57,7 +57,7 @@ impl Native {
         }
     }
 
-    /// The same, with guests of the other host, which is at `remote`, that receive on ports of their own.
+    /// Adds guests of the other host, at `remote`, with receive ports of their own.
     pub(in crate::link) fn with_guests(self, remote: SocketAddr, guests: &[(Mac, u16)]) -> Native {
         let guests = guests.iter().map(|&(mac, port)| {
             let mut address = remote;
@@ -67,14 +67,14 @@ impl Native {
         Native { guests: guests.collect(), ..self }
     }
 
-    /// The other host's `port`th port, in the form that `socket` sends to; `None` when it cannot, or while the host's address is
-    /// not known.
+    /// The other host's `port`th port, in `socket`'s address form; `None` if the socket cannot reach it or the address is
+    /// unknown.
     #[inline]
     pub(in crate::link) fn name(&self, port: usize, socket: &Socket) -> Option<Name> {
         self.place.name(port, socket)
     }
 
-    /// Payload of a datagram in an IP packet of `size` bytes.
+    /// UDP payload of an IP packet of `size` bytes.
     #[inline]
     pub(in crate::link) fn payload_of(&self, size: u16) -> usize {
         let is_v4 = self.place.remote().is_some_and(|remote| remote.is_ipv4());

@@ -1,7 +1,7 @@
 //! Native links: frames of up to 64 KiB over UDP, with their offload metadata, bundled when small and fragmented when large.
 //!
-//! [`send`] bundles or fragments, [`receive`] splits and hands on, [`reassembly`] puts fragments together, [`duplicates`] tells
-//! datagrams that arrive twice, and [`zero_copy`] lets the kernel send from the guest's own pages.
+//! [`send`] bundles or fragments, [`receive`] splits and dispatches by type, [`reassembly`] joins fragments, [`duplicates`]
+//! suppresses duplicates, and [`zero_copy`] lets the kernel send from guest pages.
 
 pub(in crate::link) mod control_datagrams;
 pub(in crate::link) mod duplicates;

@@ -1,25 +1,25 @@
-//! Reassembly: fragments of one link become frames again. Protocol state without sockets and clocks.
+//! Reassembly: joins the fragments of one link into frames. Protocol state without sockets and clocks.
 //!
-//! The input is a burst: one run of memory in which the datagrams received together lie. [`Reassembly::accept`] takes each
-//! fragment of it as a header and a place; when it is a frame's last missing one, the frame comes out as the list of places
-//! of its pieces. Nothing is copied for that. Only when the burst is over, [`Reassembly::settle`] copies what belongs to
-//! frames that are still incomplete, into memory that counts against the budgets of the link and of the host.
+//! The input is a burst: one run of memory with the datagrams received together. [`Reassembly::accept`] takes each fragment as
+//! a header and a range in it; the last missing fragment yields the frame, as a list of ranges, without a copy.
+//! [`Reassembly::settle`], at the end of the burst, copies only the fragments of incomplete frames, into memory that counts
+//! against the budgets of the link and of the host.
 //!
-//! A frame ends exactly once, in one of these ways, and its name is noted as ended (duplicates.rs), so that a late fragment is
+//! A frame ends exactly once, in one of these ways. Its name is then recorded as ended (duplicates.rs), so a late fragment is
 //! stale and starts nothing:
-//! - *complete*: every fragment is there;
-//! - *contradicted*: a fragment does not fit the others (another size, two ends, a frame too long);
-//! - *timed out*: incomplete [`TIMEOUT_MS`] after its first fragment;
-//! - *overtaken*: the link's datagram numbers have moved on by a whole window;
-//! - *refused*: no memory is left when its burst ends; it is always the newest that goes;
-//! - *flushed*: the peer has started again, or the link is gone.
+//! - *complete*: every fragment has arrived;
+//! - *contradicted*: a fragment does not fit the others (another size, two last fragments, a frame too long);
+//! - *timed out* (reassembly timeout): incomplete [`TIMEOUT_MS`] after its first fragment;
+//! - *overtaken*: the link's datagram numbers have advanced by a whole window;
+//! - *refused*: no memory is left at the end of the burst; the newest frame is dropped;
+//! - *flushed*: the peer has restarted, or the link was removed.
 //!
-//! All but the first count one frame as dropped for [`DropReason::Reassembly`]. A frame of which no fragment was accepted
-//! is not known to exist and counts as discarded datagrams only. An end is remembered for at least 400 ms.
+//! All but the first count one frame as dropped for [`DropReason::Reassembly`]. A frame without any accepted fragment is
+//! unknown and counts as discarded datagrams only. An end is remembered for at least 400 ms.
 //!
-//! A peer that starts again has new numbers: vnet's own go on from the clock and leave the old ones behind. One that starts
-//! from 1 is noticed when it had come far (131 072 datagrams), and everything partial is flushed; one that had not is
-//! understood within 800 ms, in which fragments whose number belongs to an ended frame are taken for late ones.
+//! A restarted peer uses new numbers: vnet's own start from the clock, above all old ones. A peer that restarts at 1 is
+//! detected if it had come far (131 072 datagrams): everything partial is flushed. Otherwise it recovers within 800 ms; until
+//! then, fragments whose number belongs to an ended frame are taken for late ones.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -32,16 +32,16 @@ use crate::stats::{DiscardReason, DropReason, PortStats};
 use crate::wire::native::Header;
 use crate::wire::offload::WIRE_LEN;
 
-/// Most fragments of a frame: as many as a frame in a batch has segments behind its head.
+/// Most fragments of a frame: a batch's frame has this many segments behind its head.
 pub const FRAGMENTS_MAX: usize = SEGMENTS_MAX - 1;
 /// How long a frame may stay incomplete, in ms.
 pub const TIMEOUT_MS: u64 = 200;
-/// Most bytes of all fragments together: the largest frame and its metadata.
+/// Most bytes of all fragments of a frame: the largest frame and its metadata.
 const BYTES_MAX: usize = FRAME_MAX + WIRE_LEN;
-/// Lists of pieces kept for the next frames.
+/// Piece lists kept for reuse.
 const SPARE_MAX: usize = 64;
 
-/// A limit on reassembly memory that several owners share.
+/// A limit on reassembly memory, shared by several owners.
 #[derive(Debug)]
 pub struct ReassemblyBudget {
     limit: usize,
@@ -49,7 +49,7 @@ pub struct ReassemblyBudget {
 }
 
 impl ReassemblyBudget {
-    /// Memory that one host may use for all its links, in bytes.
+    /// Memory for all links of one host, in bytes.
     pub const HOST: usize = 64 << 20;
 
     /// A budget of `limit` bytes.
@@ -75,7 +75,7 @@ impl ReassemblyBudget {
     }
 }
 
-/// What one incomplete frame has taken from both budgets; gives it back when dropped.
+/// Memory that one incomplete frame has taken from both budgets; returned on drop.
 #[derive(Debug)]
 struct Charge {
     budgets: [Arc<ReassemblyBudget>; 2],
@@ -105,7 +105,7 @@ impl Drop for Charge {
     }
 }
 
-/// Where a fragment's bytes are: in the burst, or (`kept`) in the frame's own store. `len` 0: not there yet.
+/// A fragment's range: in the burst, or (`kept`) in the frame's own store. `len` 0: missing.
 #[derive(Clone, Copy, Debug, Default)]
 struct Piece {
     at: u32,
@@ -113,7 +113,7 @@ struct Piece {
     kept: bool,
 }
 
-/// A frame of which some fragments are there.
+/// An incomplete frame.
 #[derive(Debug)]
 struct Partial {
     id: u64,
@@ -121,17 +121,17 @@ struct Partial {
     network: u32,
     hops: u8,
     offload: bool,
-    /// Bytes of each fragment but the last; 0 while only the last is there.
+    /// Bytes of each fragment but the last; 0 while only the last has arrived.
     size: usize,
     /// Index of the last fragment, once known.
     last: Option<usize>,
     /// By fragment index, up to the highest one seen.
     pieces: Vec<Piece>,
-    /// Pieces that are there.
+    /// Number of pieces present.
     count: usize,
     /// Their bytes.
     bytes: usize,
-    /// Pieces that lie in the burst.
+    /// Pieces still in the burst.
     in_burst: usize,
     store: Vec<u8>,
     charge: Option<Charge>,
@@ -168,7 +168,7 @@ impl Partial {
         now_ms.saturating_sub(self.started_ms) >= TIMEOUT_MS
     }
 
-    /// True when a fragment of `len` bytes says nothing that contradicts the others.
+    /// True when a fragment of `len` bytes is consistent with the others.
     #[inline]
     fn agrees(&self, header: &Header, len: usize) -> bool {
         let index = usize::from(header.index);
@@ -182,7 +182,7 @@ impl Partial {
             None => self.pieces.len().max(index + 1) * size,
         };
         let order = match last {
-            // The last fragment is behind all others, not longer than they, and only one.
+            // The last fragment follows all others, is not longer than they are, and is unique.
             Some((last, last_len)) => {
                 (index == last) == header.last
                     && index <= last
@@ -231,7 +231,7 @@ impl Partial {
         }
     }
 
-    /// Copies the pieces that lie in the burst to the store. False when the budgets do not allow it.
+    /// Copies pieces from the burst to the store. False when a budget is exhausted.
     fn keep(&mut self, burst: &[u8], budgets: &[Arc<ReassemblyBudget>; 2]) -> bool {
         let fixed = size_of::<Partial>() + FRAGMENTS_MAX * size_of::<Piece>();
         let wanted = self.bytes;
@@ -240,7 +240,7 @@ impl Partial {
             none => none.insert(Charge { budgets: budgets.clone(), bytes: 0 }),
         };
         if charge.bytes < fixed + wanted {
-            // Doubling, so that a frame in many bursts is not moved for each of them.
+            // Doubles, so that a frame spread over many bursts is not moved for each of them.
             let capacity = wanted.max((2 * self.store.capacity()).min(BYTES_MAX));
             if !charge.grow(fixed + capacity - charge.bytes) {
                 return false;
@@ -257,13 +257,13 @@ impl Partial {
     }
 }
 
-/// A complete frame. Its pieces stay where they are as long as it and the burst exist.
+/// A complete frame. Its pieces stay valid as long as it and the burst exist.
 #[derive(Debug)]
 pub struct Whole(Partial);
 
 impl Whole {
-    /// The frame's bytes in order, metadata first when [`Whole::offload`] says so. `burst` is the memory that the places of
-    /// its last fragments were given in.
+    /// The frame's bytes in order, metadata first if [`Whole::offload`]. `burst` is the memory of the burst in which its last
+    /// fragments arrived.
     pub fn pieces<'a>(&'a self, burst: &'a [u8]) -> impl Iterator<Item = &'a [u8]> + Clone {
         self.0.pieces.iter().map(move |piece| {
             let from = if piece.kept { &self.0.store[..] } else { burst };
@@ -276,12 +276,12 @@ impl Whole {
         self.0.network
     }
 
-    /// Relays it had passed before it was sent here.
+    /// Relays passed before it was sent here.
     pub fn hops(&self) -> u8 {
         self.0.hops
     }
 
-    /// True when it begins with offload metadata.
+    /// True when it starts with offload metadata.
     pub fn offload(&self) -> bool {
         self.0.offload
     }
@@ -291,28 +291,28 @@ impl Whole {
         self.0.bytes
     }
 
-    /// True when it has memory of its own, which must outlive the use of its pieces.
+    /// True when it owns memory, which must outlive its pieces.
     pub fn owns_memory(&self) -> bool {
         !self.0.store.is_empty()
     }
 }
 
-/// The incomplete frames of one link (at one dispatcher).
+/// The incomplete frames of one link, at one dispatcher.
 pub struct Reassembly {
     stats: Arc<PortStats>,
     budgets: [Arc<ReassemblyBudget>; 2],
     window: Window,
-    /// The frame that the latest fragment belongs to. Most frames begin and complete here.
+    /// The frame of the latest fragment. Most frames begin and complete here.
     current: Option<Partial>,
     /// The other incomplete frames, by name.
     others: BTreeMap<u64, Partial>,
-    /// Names of others with pieces in the burst; some may have ended since.
+    /// Names of others with pieces in the burst; some may have ended meanwhile.
     unsettled: Vec<u64>,
     spare: Vec<Vec<Piece>>,
 }
 
 impl Reassembly {
-    /// No frame yet. What is discarded and dropped counts in `stats`; memory comes from the link's and the host's budget.
+    /// Starts empty. Discards and drops count in `stats`; memory comes from the link's and the host's budget.
     pub fn new(
         stats: Arc<PortStats>,
         link: Arc<ReassemblyBudget>,
@@ -330,14 +330,14 @@ impl Reassembly {
         }
     }
 
-    /// Incomplete frames.
+    /// Number of incomplete frames.
     pub fn incomplete(&self) -> usize {
         self.others.len() + usize::from(self.current.is_some())
     }
 
-    /// Takes the fragment whose payload lies at `place` in the burst, and returns the frame when that makes it complete.
+    /// Accepts the fragment whose payload lies at `place` in the burst; returns the frame once complete.
     ///
-    /// `header` is one that [`Header::parse`] returned. Time does not run backwards.
+    /// `header` must come from [`Header::parse`]. Time does not run backwards.
     #[inline]
     pub fn accept(&mut self, header: &Header, place: Range<usize>, now_ms: u64) -> Option<Whole> {
         if usize::from(header.index) >= FRAGMENTS_MAX
@@ -366,8 +366,8 @@ impl Reassembly {
         None
     }
 
-    /// Makes the frame that a fragment belongs to the current one; a new one when it is the first. `None` when the frame has
-    /// ended: the fragment is counted as stale.
+    /// Makes the fragment's frame the current one, starting it if new. `None` when that frame has ended: the fragment counts as
+    /// stale.
     #[inline]
     fn select(&mut self, header: &Header, now_ms: u64) -> Option<&mut Partial> {
         let id = header.frame_id();
@@ -391,7 +391,7 @@ impl Reassembly {
         self.current.as_mut()
     }
 
-    /// Moves the current frame to the others.
+    /// Moves the current frame to `others`.
     fn park(&mut self) {
         if let Some(partial) = self.current.take() {
             if partial.in_burst != 0 {
@@ -401,7 +401,7 @@ impl Reassembly {
         }
     }
 
-    /// Moves the window; what it leaves behind has ended.
+    /// Advances the window; frames that fall out of it have ended.
     #[inline]
     fn advance(&mut self, number: u64) {
         self.window.see(number);
@@ -413,11 +413,11 @@ impl Reassembly {
         }
     }
 
-    /// The burst is over: moves what belongs to incomplete frames out of it.
+    /// Ends the burst: copies the pieces of incomplete frames out of it.
     pub fn settle(&mut self, burst: &[u8]) {
         self.park();
         let mut unsettled = std::mem::take(&mut self.unsettled);
-        // In the order of their arrival, so that it is the newest that memory runs out for.
+        // In order of arrival, so that memory runs out for the newest.
         for id in unsettled.drain(..) {
             let Some(partial) = self.others.get_mut(&id) else { continue };
             if partial.in_burst == 0 || partial.keep(burst, &self.budgets) {
@@ -431,7 +431,7 @@ impl Reassembly {
         self.unsettled = unsettled;
     }
 
-    /// Ends the frames whose time is up. Between two bursts.
+    /// Ends timed-out frames. Call between two bursts.
     pub fn tick(&mut self, now_ms: u64) {
         self.window.age(now_ms);
         self.park();
@@ -452,7 +452,7 @@ impl Reassembly {
         self.window.clear();
     }
 
-    /// Ends an incomplete frame: the one place where it is counted.
+    /// Ends an incomplete frame: the only place that counts it.
     #[cold]
     fn lose(&mut self, partial: Partial) {
         if partial.count != 0 {
@@ -462,7 +462,7 @@ impl Reassembly {
         self.recycle(Whole(partial));
     }
 
-    /// Takes back a frame that is done with, so that the next needs no allocation.
+    /// Recycles a finished frame, so that the next one needs no allocation.
     #[inline]
     pub fn recycle(&mut self, whole: Whole) {
         let mut pieces = whole.0.pieces;

@@ -1,4 +1,4 @@
-//! Reassembly against a naive oracle that keeps every fragment and judges all of them again each time.
+//! Reassembly against a naive oracle that keeps every fragment and re-evaluates all of them each time.
 
 use super::*;
 use crate::link::fake::{Faults, Random, Wire};
@@ -31,7 +31,7 @@ impl Fragment {
     }
 }
 
-/// One link's reassembly, fed in bursts whose memory is spoilt when they end.
+/// One link's reassembly, fed in bursts whose memory is overwritten when they end.
 struct Bench {
     reassembly: Reassembly,
     stats: Arc<PortStats>,
@@ -94,7 +94,7 @@ fn cut(id: u64, data: &[u8], size: usize) -> Vec<Fragment> {
         .collect()
 }
 
-/// What [`Reassembly`] promises, said in the simplest way.
+/// The contract of [`Reassembly`], in its simplest form.
 #[derive(Default)]
 struct Oracle {
     open: HashMap<u64, (u64, Vec<Fragment>)>,
@@ -177,8 +177,8 @@ impl Oracle {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
-    /// A lossy, reordering, duplicating path: every frame whose fragments all arrived comes out once and unchanged, every
-    /// other one of which anything arrived is counted once, every duplicate is stale, and no memory stays.
+    /// A lossy, reordering, duplicating path: each frame with all fragments comes out once and unchanged, each other frame with
+    /// any fragment is counted once, each duplicate is stale, and all memory is returned.
     #[test]
     fn honest_frames_over_a_faulty_wire(
         seed: u64,
@@ -226,7 +226,7 @@ proptest! {
         bench.reassembly.tick(7 + TIMEOUT_MS);
         prop_assert_eq!(bench.lost() as usize, seen.len() - out.len());
         prop_assert_eq!((bench.reassembly.incomplete(), bench.link.used(), bench.host.used()), (0, 0, 0));
-        // Everything once more: all of it is late now.
+        // Everything once more: now all of it is late.
         for fragment in &arrived {
             prop_assert_eq!(bench.accept(fragment, 7 + TIMEOUT_MS), None);
         }
@@ -234,7 +234,7 @@ proptest! {
         prop_assert_eq!(bench.reassembly.incomplete(), 0);
     }
 
-    /// Fragments that fit together by chance only, with time passing: the same as the oracle says, to the last counter.
+    /// Random fragments that fit by chance only, with time passing: matches the oracle to the last counter.
     #[test]
     fn any_fragments_as_the_oracle_says(
         steps in prop::collection::vec(
@@ -249,7 +249,7 @@ proptest! {
         for (n, (id, index, last, len, wait, settle)) in steps.into_iter().enumerate() {
             now += wait;
             let index = if far && index == 4 { FRAGMENTS_MAX as u16 } else { index };
-            // A whole frame is none of reassembly's business.
+            // Whole frames bypass reassembly.
             let index = if last { index.max(1) } else { index };
             let fragment = Fragment { id: 100 + id, index, last, payload: payload(len, n as u64) };
             prop_assert_eq!(bench.accept(&fragment, now), oracle.accept(&fragment, now), "step {}", n);
@@ -267,7 +267,7 @@ proptest! {
         prop_assert_eq!((bench.link.used(), bench.host.used()), (0, 0));
     }
 
-    /// Whatever the budgets, what is in use stays within them, and every frame ends exactly once.
+    /// Whatever the budgets, memory in use stays within them, and every frame ends exactly once.
     #[test]
     fn memory_is_bounded(
         seed: u64, link in 3000usize..200_000, host in 3000usize..200_000,
@@ -313,7 +313,7 @@ fn a_frame_in_one_burst_takes_no_memory() {
 }
 
 #[test]
-fn it_is_the_newest_that_memory_runs_out_for() {
+fn memory_runs_out_for_the_newest_frame() {
     let mut bench = Bench::new(12_000, 1 << 20);
     let frames: Vec<_> = (0..4u64).map(|n| cut(10 * (n + 1), &payload(2000, n), 1000)).collect();
     for frame in &frames {
@@ -336,7 +336,7 @@ fn a_frame_too_long_is_refused() {
 }
 
 #[test]
-fn fragments_of_other_networks_or_hops_do_not_mix() {
+fn fragments_of_different_networks_or_hops_do_not_mix() {
     for change in [|h: &mut Header| h.network = 2, |h: &mut Header| h.hops = 1] {
         let mut bench = Bench::new(1 << 20, 1 << 20);
         let fragments = cut(1, &payload(40, 1), 20);
@@ -350,7 +350,7 @@ fn fragments_of_other_networks_or_hops_do_not_mix() {
 }
 
 #[test]
-fn metadata_has_to_fit_the_first_fragment() {
+fn metadata_must_fit_the_first_fragment() {
     let mut bench = Bench::new(1 << 20, 1 << 20);
     let fragments = cut(1, &payload(40, 1), 20);
     let header = Header { offload: true, ..fragments[0].header() };
@@ -361,13 +361,13 @@ fn metadata_has_to_fit_the_first_fragment() {
 }
 
 #[test]
-fn a_restarted_peer_starts_anew() {
+fn a_restarted_peer_is_accepted() {
     let mut bench = Bench::new(1 << 20, 1 << 20);
     let data = payload(60, 1);
     let old = cut(500_000, &data, 20);
     assert_eq!(bench.accept(&old[0], 0), None);
     bench.settle();
-    // It counts from 1 again: what was partial is flushed at once, and the new frames come out.
+    // It restarts at 1: partial frames are flushed at once, and the new frames come out.
     let new = cut(1, &payload(60, 2), 20);
     for fragment in &new[..2] {
         assert_eq!(bench.accept(fragment, 1), None);
@@ -375,7 +375,7 @@ fn a_restarted_peer_starts_anew() {
     assert_eq!(bench.lost(), 1);
     assert_eq!(bench.accept(&new[2], 1), Some(payload(60, 2)));
 
-    // A restart that cannot be told from late datagrams is over when the ends have been forgotten.
+    // A restart that looks like late datagrams ends when the recorded ends have expired.
     assert_eq!(bench.accept(&new[0], 2), None);
     assert_eq!(bench.discards(), [1, 0, 0]);
     let later = 2 + 2 * crate::link::native::duplicates::MEMORY_MS;
@@ -386,7 +386,7 @@ fn a_restarted_peer_starts_anew() {
 }
 
 #[test]
-fn frames_left_behind_by_the_window_end() {
+fn frames_below_the_window_end() {
     let mut bench = Bench::new(1 << 20, 1 << 20);
     let old = cut(10, &payload(40, 1), 20);
     assert_eq!(bench.accept(&old[0], 0), None);

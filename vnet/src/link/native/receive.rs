@@ -1,8 +1,8 @@
-//! Native datagrams become frames: whole ones, bundles, and fragments, which are reassembled.
+//! Decodes native datagrams into frames: whole ones, bundles, and fragments for reassembly.
 //!
-//! A datagram that holds whole frames adds them to the batch; a fragment goes through its link's [`Reassembly`]. Only frames that
-//! are still incomplete when the burst ends are copied out of it. Probes are answered here; probe replies, keepalives and inquiries are
-//! handed to who waits for them, without waiting.
+//! A datagram with whole frames adds them to the batch; a fragment goes to its link's [`Reassembly`]. Only frames still
+//! incomplete at the end of the burst are copied out of it. Probes are answered here; probe replies, keepalives and inquiries
+//! are passed on without waiting.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -25,28 +25,29 @@ use crate::stats::{DiscardReason, DropReason};
 use crate::wire::native::{Bundle, Header, Kind, metadata};
 use crate::wire::offload::{Offload, WIRE_LEN};
 
-/// Probes answered in a burst, one a message; more are ignored.
+/// Most probes answered per burst, one per message; further ones are ignored.
 const REPLIES_MAX: usize = MESSAGES;
 
 /// One decrypted datagram.
 pub(in crate::link) struct Datagram<'a> {
-    /// Memory of the whole burst.
+    /// Memory of the burst.
     pub(in crate::link) memory: &'a Scratch,
-    /// Where the datagram is in it.
+    /// The datagram's range in it.
     pub(in crate::link) range: Range<usize>,
-    /// Where it came from.
+    /// Its source address.
     pub(in crate::link) source: &'a Name,
-    /// What it came by, and replies leave by.
+    /// The receiving socket; replies leave on it.
     pub(in crate::link) socket: &'a Socket,
 }
 
-/// The incomplete frames of all links that send to one socket. A frame's datagrams share their path, so that no other socket sees any.
+/// Incomplete frames of all links that send to one socket. All datagrams of a frame share a path, so no other socket sees any
+/// of them.
 pub(in crate::link) struct Assembly {
-    /// By link id; made when a link's first fragment arrives.
+    /// By link id; created by a link's first fragment.
     reassemblies: HashMap<u64, Reassembly>,
     /// Links with fragments in the burst.
     unsettled: Vec<u64>,
-    /// Complete frames in the batch with memory of their own.
+    /// Complete frames in the batch that own memory.
     held: Vec<Whole>,
     budget: Arc<ReassemblyBudget>,
 }
@@ -56,7 +57,7 @@ impl Assembly {
         Assembly { reassemblies: HashMap::new(), unsettled: Vec::new(), held: Vec::new(), budget }
     }
 
-    /// The burst is used up: copies what belongs to incomplete frames out of its memory.
+    /// Ends the burst: copies incomplete frames out of its memory.
     pub(in crate::link) fn settle(&mut self, memory: &Scratch) {
         while let Some(id) = self.unsettled.pop() {
             if let Some(reassembly) = self.reassemblies.get_mut(&id) {
@@ -65,12 +66,12 @@ impl Assembly {
         }
     }
 
-    /// The batch is cleared: frees the memory of its frames.
+    /// The batch was cleared: frees its frames' memory.
     pub(in crate::link) fn release(&mut self) {
         self.held.clear();
     }
 
-    /// Ends incomplete frames whose time is up, and those of links that are gone. Between two bursts.
+    /// Ends timed-out frames and those of removed links. Call between two bursts.
     pub(in crate::link) fn tick(&mut self, peers: &Peers, now_ms: u64) {
         self.reassemblies.retain(|id, reassembly| {
             let stays = peers.contains(*id);
@@ -83,7 +84,7 @@ impl Assembly {
         });
     }
 
-    /// Works on one datagram. False when the batch was full before its end: a bundle goes on where `progress` says.
+    /// Processes one datagram. False when the batch filled up before its end: a bundle resumes at `progress`.
     pub(in crate::link) fn datagram(
         &mut self,
         link: &Arc<Link>,
@@ -130,13 +131,13 @@ impl Assembly {
                     link.heard_at(&header, datagram.source, payload);
                 }
             }
-            // One that the prober does not wait for only shows that the peer is there.
+            // A reply that the prober did not ask for only shows that the peer is alive.
             Kind::ProbeReply => _ = link.path.answered(payload),
         }
         true
     }
 
-    /// Works on a fragment whose payload lies at `place` in the burst.
+    /// Processes a fragment whose payload lies at `place` in the burst.
     fn fragment(
         &mut self,
         link: &Arc<Link>,
@@ -161,7 +162,7 @@ impl Assembly {
     }
 }
 
-/// Adds the frames of a bundle from where `progress` stands. False when the batch was full before the last.
+/// Adds a bundle's frames, starting at `progress`. False when the batch filled up before the last.
 fn bundle(
     link: &Link,
     header: &Header,
@@ -188,7 +189,7 @@ fn bundle(
     done
 }
 
-/// Adds a frame of several pieces.
+/// Adds a reassembled frame.
 fn add_whole(link: &Link, whole: &Whole, memory: &Scratch, intake: &mut Intake<'_>) {
     let memory = memory.bytes(0..memory.len());
     let Some(network) = NetworkId::new(whole.network()) else {
@@ -208,11 +209,11 @@ fn add_whole(link: &Link, whole: &Whole, memory: &Scratch, intake: &mut Intake<'
     intake.pieces(link, network, (offload, whole.hops() + 1), pieces);
 }
 
-/// Answers a probe with a datagram of its size, or with its beginning; never a larger one, and to a known peer only, so that nobody is
-/// reached with more than was spent.
+/// Answers a probe with a datagram of its size or its first bytes, to known peers only, and never with more bytes than it
+/// received: no amplification.
 #[cold]
 fn reply(link: &Link, header: &Header, payload: &[u8], datagram: &Datagram<'_>) {
-    // A probe of the path MTU asks about one direction only.
+    // A path MTU probe tests one direction only.
     let payload = match payload.starts_with(&link_health::MAGIC) {
         true => &payload[..payload.len().min(link_health::ANSWER_LEN)],
         false => payload,
@@ -229,6 +230,6 @@ fn reply(link: &Link, header: &Header, payload: &[u8], datagram: &Datagram<'_>) 
             reply
         }
     };
-    // A reply that cannot be sent is like one that got lost: the prober asks again.
+    // A reply that cannot be sent counts as lost: the prober repeats.
     link.stats.out_datagrams.add(u64::from(datagram.socket.send(&reply, datagram.source).is_ok()));
 }

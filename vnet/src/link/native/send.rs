@@ -1,21 +1,20 @@
 //! Sends frames on native links.
 //!
 //! In the frames' order:
-//! - small frames that follow each other, of one network and number of hops, all finished or all with offload metadata, are
-//!   *bundled* into one datagram as long as they fit; nothing waits for a bundle to fill;
-//! - any other frame becomes one datagram, or as many fragments as it needs, of headers and slices of its own memory.
+//! - consecutive small frames with the same network and hop count, all finished or all with offload metadata, are *bundled*
+//!   into one datagram while they fit; nothing waits for a bundle to fill;
+//! - any other frame becomes one datagram or as many fragments as it needs, made of headers and slices of its own memory.
 //!
-//! Large frames of guests' memory may go without being copied, each by itself, see zero_copy.rs. On a sealed link datagrams are
-//! put together by copying, and encrypted in place before they are handed to the kernel. Frames for which there is no key are
-//! dropped.
+//! Large frames in guest memory may be sent without copying, one at a time, see zero_copy.rs. On a sealed link, datagrams are
+//! copied together and encrypted in place before the kernel gets them. Frames without a key are dropped.
 //!
-//! Between hosts with several ports frames are first spread over *paths*, a socket of ours and a port of theirs, by the hash of
-//! their flow: a flow stays in order, and so do the datagrams of a frame. Frames for a guest of the other host with a port of its
+//! Between hosts with several ports, frames are first spread over *paths* (one of our sockets, one of their ports) by the hash
+//! of their flow: flows stay in order, and so do a frame's datagrams. Frames for a guest of the other host with a port of its
 //! own go to that port.
 //!
-//! All datagrams of a call are handed to the kernel at once. When one turns out to be larger than the path MTU, the frames not
-//! sent yet are encoded again, once, for a size that nearly every path carries, and the path room asks the kernel for the new MTU.
-//! A frame that had gone out in part then goes again under a new name, and the other host counts the first try as incomplete.
+//! A call's datagrams go to the kernel together. When one exceeds the path MTU, the frames not sent yet are encoded again,
+//! once, for a size that nearly every path carries, and the path room asks the kernel for the new MTU. A frame already sent in
+//! part then goes again under a new name; the other host counts the first try as incomplete.
 
 use std::sync::Arc;
 
@@ -31,12 +30,12 @@ use crate::link::socket::udp::Socket;
 use crate::stats::DropReason;
 use crate::wire::flow;
 
-/// Which of the other host's ports frames go to.
+/// A destination port on the other host.
 #[derive(Clone, Copy)]
 enum Port {
-    /// One of the bridge's, counted from its first.
+    /// One of the bridge's ports, counted from the first.
     Bridge(usize),
-    /// That of a guest, by its place in the list of guests.
+    /// A guest's own port, by index in the list of guests.
     Guest(usize),
 }
 
@@ -44,41 +43,41 @@ enum Port {
 pub(in crate::link) struct NativeSender {
     /// The first one is bound to the host's first port.
     sockets: Vec<Arc<Socket>>,
-    /// Frames leave by this socket and those behind it, but those of links that meet by a third host.
+    /// First socket for native frames; links with a rendezvous use socket 0.
     from: usize,
     /// Frames of a call, by path.
     by_path: Vec<Vec<u16>>,
-    /// The same, by guest of the other host that has a port of its own; those for others come first.
+    /// Frames of a call, by guest with a port of its own; the others' frames come first.
     by_guest: Vec<Vec<u16>>,
     cut: CutThrough,
 }
 
 impl NativeSender {
-    /// Sends by `sockets`, from the `from`th on.
+    /// Sends on `sockets`, from the `from`th on.
     pub(in crate::link) fn new(sockets: Vec<Arc<Socket>>, from: usize) -> NativeSender {
         let paths = sockets.len().max(usize::from(PORTS_MAX));
         NativeSender {
             cut: CutThrough::new(&sockets),
             sockets,
             from,
-            // All that a batch can need: nothing is allocated on a frame's way.
+            // Capacity for a full batch: the data path never allocates.
             by_path: (0..paths).map(|_| Vec::with_capacity(BATCH_MAX)).collect(),
             by_guest: (0..=DIRECT_MAX).map(|_| Vec::with_capacity(BATCH_MAX)).collect(),
         }
     }
 
-    /// Whether guests' memory is sent without copying it, from now on.
+    /// Sets whether guest memory is sent without copying.
     pub(in crate::link) fn set_zero_copy(&mut self, setting: ZeroCopy) {
         self.cut.configure(setting);
     }
 
-    /// Lets frames' memory go that the kernel has sent. True when there was any.
+    /// Releases frame memory that the kernel has sent. True when there was any.
     #[inline]
     pub(in crate::link) fn reap(&mut self) -> bool {
         self.cut.reap()
     }
 
-    /// Sends the frames `which` of the batch, by guest, path and flow.
+    /// Sends the frames `which` of the batch, split by guest, path and flow.
     pub(in crate::link) fn send(&mut self, native: &Native, out: &mut Sending<'_>, which: &[u16]) {
         out.gather.segmentation = out.link.path.segmentation();
         if native.guests.is_empty() {
@@ -100,12 +99,12 @@ impl NativeSender {
         self.by_guest = by_guest;
     }
 
-    /// Spreads the frames over paths by flow, and sends them.
+    /// Spreads the frames over paths by flow and sends them.
     ///
-    /// There are as many paths as the side with more sockets has, so that each of those is used, by one path.
+    /// The number of paths is the larger of both sides' socket counts, so each socket of that side is used by exactly one path.
     fn spread(&mut self, native: &Native, out: &mut Sending<'_>, which: &[u16]) {
         if native.via.is_some() {
-            // The host between, and translators, know the first port.
+            // NAT and the relay know the first port only.
             return self.send_by(native, out, (0, Port::Bridge(0)), which);
         }
         let (exits, ports) = (self.sockets.len() - self.from, native.place.ports());
@@ -126,7 +125,7 @@ impl NativeSender {
         self.by_path = by_path;
     }
 
-    /// Sends the frames by one of our sockets to one of the other host's ports.
+    /// Sends the frames from one of our sockets to one of the other host's ports.
     fn send_by(
         &mut self,
         native: &Native,
@@ -155,14 +154,14 @@ impl NativeSender {
         let encoding = Encoding { key, size: native.payload_of(path.mtu()), may_stop: true };
         if let Err(TooBig { frame }) = encode(&mut self.cut, out, &route, encoding, which) {
             let rest = which.iter().position(|index| *index == frame).unwrap_or(which.len());
-            // Never stops early: what is too big again is counted as dropped.
+            // Never stops early: a datagram still too large counts as dropped.
             let smaller = Encoding { size: native.payload_of(path.mtu_below()), may_stop: false, ..encoding };
             _ = encode(&mut self.cut, out, &route, smaller, &which[rest..]);
         }
     }
 }
 
-/// Sends the frames `which` of the batch by `route`.
+/// Encodes and sends the frames `which` of the batch on `route`.
 fn encode(
     cut: &mut CutThrough,
     out: &mut Sending<'_>,
@@ -178,7 +177,7 @@ fn encode(
         }
         let count = encoding.bundled(out.batch, &which[at..]);
         if encoding.key.is_none() && cut.wants(route, out, which[at], encoding.size) {
-            // What was gathered goes first.
+            // Datagrams gathered before go first.
             out.flush(socket, name, may_stop)?;
             if cut.send(route, out, which[at], encoding.size) == Outcome::Done {
                 at += 1;
@@ -244,7 +243,7 @@ mod tests {
         let mut buffer = vec![0; 65_536];
         let mut datagram = || peer.recv(&mut buffer).ok().map(|len| buffer[..len].to_vec());
         let mut got: Vec<_> = std::iter::from_fn(&mut datagram).collect();
-        // Numbers begin with the time.
+        // Numbers start at the time: make them relative.
         for datagram in &mut got {
             let number = u64::from_be_bytes(datagram[8..16].try_into().unwrap());
             datagram[8..16].copy_from_slice(&(number - first).to_be_bytes());
@@ -252,7 +251,7 @@ mod tests {
         (got, link.stats.out_datagrams.get())
     }
 
-    /// A device that cannot cut messages gets every datagram by itself; the same ones come out, in the same order.
+    /// Without segmentation offload each datagram is sent alone: the same datagrams come out, in the same order.
     #[test]
     fn segmentation_changes_nothing_on_the_wire() {
         let lens = [60, 1400, 1400, 1400, 9000, 64, 64, 64, 1456, 1457, 2912, 30_000, FRAME_MAX];

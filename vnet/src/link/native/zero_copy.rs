@@ -1,5 +1,5 @@
-//! Sending guests' memory without copying it (`MSG_ZEROCOPY`, Documentation/networking/msg_zerocopy.rst): the transmitting half
-//! of cut-through forwarding (VNET/P+ section IV.B).
+//! Zero-copy send from guest memory (`MSG_ZEROCOPY`, Documentation/networking/msg_zerocopy.rst): the send side of cut-through
+//! forwarding (VNET/P+ section IV.B).
 //!
 //! ```text
 //!   frame of a guest:  head (copied)   slices of the guest's pages
@@ -11,17 +11,17 @@
 //!   error queue: "n to m have been sent [copied after all]"  ---> slots are free, holds let go: the guest gets its buffers
 //! ```
 //!
-//! The kernel reads *all* of a message when it likes, prepared headers too. Mixing copied and uncopied bytes in one datagram
-//! does not work: for a datagram that is put together by several calls (`MSG_MORE`) the kernel copies everything. So headers and
-//! heads live in a *slot* of a pool until the message is done. An skb takes [`SKB_PIECES_MAX`] pieces of pages and each header
-//! is one, each slice as many as pages it touches: large datagrams (jumbo frames below) are sent well this way, those of a path
-//! of 1500 bytes in messages of some five datagrams, which costs more than copying saves. Hence [`ZeroCopy::Auto`].
+//! The kernel reads *all* of a message at any time until completion, prepared headers too. Copied and uncopied bytes cannot be
+//! mixed in one datagram: with several calls per datagram (`MSG_MORE`) the kernel copies everything. So headers and heads live
+//! in a *slot* of a pool until the message completes. An skb holds [`SKB_PIECES_MAX`] page fragments; each header takes one,
+//! each slice one per page it touches. Large datagrams (jumbo frames below) are sent well this way; on a path of 1500 bytes a
+//! message holds about five datagrams, which costs more than the copy saves. Hence [`ZeroCopy::Auto`].
 //!
-//! Messages are told apart by a number that the kernel counts a socket: successful calls from 0 on. A call that fails late
-//! may have taken a number, too; it is then in the error queue when the call returns, so that queue is read after each error.
+//! The kernel numbers successful calls per socket from 0 on. A call that fails late may have taken a number too; its
+//! notification is then in the error queue when the call returns, so that queue is read after each error.
 //!
-//! Nothing is ever waited for. What has no slot, or no room in the kernel's accounting (`ENOBUFS`: net.core.optmem_max,
-//! RLIMIT_MEMLOCK), is copied.
+//! Nothing ever waits. Frames without a slot, or beyond the kernel's accounting (`ENOBUFS`: net.core.optmem_max,
+//! RLIMIT_MEMLOCK), are copied.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -38,35 +38,35 @@ use crate::stats::DropReason;
 use crate::wire::native::HEADER_LEN;
 use crate::wire::offload::WIRE_LEN;
 
-/// Pieces of pages in one skb (`MAX_SKB_FRAGS`; kernels may be built with more).
+/// Page fragments in one skb (`MAX_SKB_FRAGS`; some kernels are built with more).
 const SKB_PIECES_MAX: usize = 17;
-/// Datagrams of a message: each has a header and a byte of payload at least.
+/// Most datagrams per message: each has at least a header and a byte of payload.
 const DATAGRAMS_MAX: usize = SKB_PIECES_MAX.div_ceil(2);
-/// Bytes of a message, as in gather.rs.
+/// Most bytes per message, as in gather.rs.
 const MESSAGE_MAX: usize = 65_400;
-/// Messages of a frame: a frame of more is copied.
+/// Most messages per frame: a frame of more is copied.
 const MESSAGES_MAX: usize = 64;
 const PAGE: usize = 4096;
 /// Bytes of a slot: the headers of a message and one head. Slots do not cross pages.
 const SLOT_LEN: usize = 512;
 const _: () =
     assert!(DATAGRAMS_MAX * HEADER_LEN + WIRE_LEN + HEAD_MAX <= SLOT_LEN && PAGE.is_multiple_of(SLOT_LEN));
-/// Slots of a sender, and so its messages under way: 64 MB of frames, what the largest send buffer holds.
+/// Slots of a sender, which bounds its messages in flight: 64 MB of frames, as the largest send buffer holds.
 const SLOTS: usize = 2048;
-/// Frames smaller than this are copied in any case: pinning their pages and hearing of them again costs more.
+/// Smaller frames are always copied: pinning pages and reading completions costs more.
 const FRAME_MIN: usize = 8 << 10;
-/// With [`ZeroCopy::Auto`]: what a message has to carry.
+/// Least bytes per message with [`ZeroCopy::Auto`].
 const AUTO_MIN: usize = 16 << 10;
-/// How long a sender that ends waits for the kernel to be done with its slots.
+/// How long a closing sender waits for the kernel to release its slots.
 const END_WITHIN: Duration = Duration::from_millis(100);
 
-/// Whether guests' memory is sent without copying it.
+/// Zero-copy transmission of guest memory.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, strum::Display, strum::EnumString, strum::VariantNames,
 )]
 #[strum(serialize_all = "kebab-case")]
 pub enum ZeroCopy {
-    /// Where it pays: large datagrams, on links whose device does not make the kernel copy after all.
+    /// Where it pays: large datagrams, unless the link's device makes the kernel copy anyway.
     #[default]
     Auto,
     /// Never.
@@ -75,39 +75,39 @@ pub enum ZeroCopy {
     On,
 }
 
-/// What became of a frame.
+/// The outcome for a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
-    /// It is counted, as out or dropped.
+    /// Counted as sent or dropped.
     Done,
-    /// It has to be sent the other way.
+    /// Send it by copying.
     Copy,
 }
 
-/// A message that the kernel reads from.
-struct Message {
-    /// Lets the frame's memory go. Only dropped for that.
+/// A message that the kernel may still read.
+struct InFlight {
+    /// Keeps the frame's memory; released on drop.
     _hold: Hold,
     slot: u16,
     trial: Arc<Trial>,
 }
 
-/// One socket's messages under way, by the numbers that the kernel gives them.
+/// One socket's messages in flight, by the kernel's numbers.
 struct Flight {
     socket: Arc<Socket>,
-    /// The number of the first one.
+    /// Number of the first message.
     first: u32,
-    /// `None`: done already, or nothing of ours.
-    messages: VecDeque<Option<Message>>,
-    /// The socket takes `MSG_ZEROCOPY`.
+    /// `None`: completed, or not one of ours.
+    messages: VecDeque<Option<InFlight>>,
+    /// The socket supports `MSG_ZEROCOPY`.
     able: bool,
 }
 
 impl Flight {
-    /// Messages `low` to `high` are done. Returns those of them that were under way to `done`.
-    fn complete(&mut self, low: u32, high: u32, mut done: impl FnMut(Message)) {
+    /// Completes messages `low` to `high`; passes those in flight to `done`.
+    fn complete(&mut self, low: u32, high: u32, mut done: impl FnMut(InFlight)) {
         let count = high.wrapping_sub(low).saturating_add(1) as usize;
-        // Numbers beyond the last one were taken by calls that failed: the next message's comes behind them.
+        // Failed calls may have taken numbers beyond the last one: the next message follows them.
         let bound = self.messages.len() + SLOTS;
         for index in
             (0..count.min(bound)).map(|n| low.wrapping_add(n as u32).wrapping_sub(self.first) as usize)
@@ -127,7 +127,7 @@ impl Flight {
     }
 }
 
-/// Memory that does not move and has no piece of a slot on two pages.
+/// Page-aligned memory that does not move, so no slot crosses a page.
 #[repr(C, align(4096))]
 #[derive(Clone, Copy)]
 struct Page([u8; PAGE]);
@@ -154,20 +154,20 @@ impl Pool {
     }
 }
 
-/// Sends frames of guests' memory without copying them. One for all sockets of a sender.
+/// Sends frames from guest memory without copying; one for all sockets of a sender.
 pub(super) struct CutThrough {
     setting: ZeroCopy,
-    /// Made with the first frame.
+    /// Allocated with the first frame.
     pool: Option<Pool>,
     /// By exit.
     flights: Vec<Flight>,
-    /// The kernel was done with something since [`CutThrough::reap`] told so.
+    /// Completions were read since the last [`CutThrough::reap`].
     reaped: bool,
-    /// The frame being put together.
+    /// The frame being assembled.
     draft: Draft,
 }
 
-/// One frame as messages.
+/// One frame, split into messages.
 #[derive(Default)]
 struct Draft {
     slices: Vec<libc::iovec>,
@@ -191,7 +191,7 @@ struct Part {
 }
 
 impl CutThrough {
-    /// For sockets that send by copying until [`CutThrough::configure`].
+    /// Sends by copying until [`CutThrough::configure`].
     pub(super) fn new(sockets: &[Arc<Socket>]) -> CutThrough {
         let flight = |socket: &Arc<Socket>| Flight {
             socket: socket.clone(),
@@ -208,7 +208,7 @@ impl CutThrough {
         }
     }
 
-    /// Prepares the sockets.
+    /// Enables zero copy on the sockets.
     pub(super) fn configure(&mut self, setting: ZeroCopy) {
         self.setting = setting;
         if setting == ZeroCopy::Off {
@@ -218,12 +218,12 @@ impl CutThrough {
             let set = set(&*flight.socket, libc::SOL_SOCKET, libc::SO_ZEROCOPY, 1);
             flight.able = set.is_ok();
             if let Err(error) = set {
-                tracing::warn!(%error, "the kernel cannot send UDP without copying; frames are copied");
+                tracing::warn!(%error, "the kernel has no zero copy for UDP; frames are copied");
             }
         }
     }
 
-    /// True when frame `index` should be tried with datagrams of `size` bytes of payload.
+    /// True when frame `index` is worth zero copy in datagrams of `size` bytes of payload.
     #[inline]
     pub(super) fn wants(&self, route: &Route<'_>, out: &Sending<'_>, index: u16, size: usize) -> bool {
         let frame = out.frame(index);
@@ -235,7 +235,7 @@ impl CutThrough {
                 || (message_bytes(frame.len(), size) >= AUTO_MIN && route.trial.allows()))
     }
 
-    /// Sends one frame in clear text in datagrams of at most `size` bytes of payload.
+    /// Sends one clear-text frame in datagrams of at most `size` bytes of payload.
     pub(super) fn send(
         &mut self,
         route: &Route<'_>,
@@ -257,11 +257,11 @@ impl CutThrough {
         outcome
     }
 
-    /// Puts the frame together. False when there are no slots or a datagram has too many pieces.
+    /// Assembles the frame. False when slots run out or a datagram has too many fragments.
     fn put(&mut self, draft: &mut Draft, out: &Sending<'_>, index: u16, size: usize) -> bool {
         let (link, batch, frame) = (out.link, out.batch, out.frame(index));
         let pool = self.pool.get_or_insert_with(Pool::new);
-        // What is largest and still one message.
+        // Largest datagram that fits one message.
         let size = size.min((SKB_PIECES_MAX - 4) * PAGE);
         let mut header = header(frame, None, 0);
         let metadata = if header.offload { WIRE_LEN } else { 0 };
@@ -280,13 +280,13 @@ impl CutThrough {
             let len = size + HEADER_LEN - prefix_len;
             let start = draft.slices.len();
             let (mut bytes, mut fragments) = (prefix_len, 1);
-            // The header's place is known when the message is.
+            // Filled in once the message, and so the slot, is chosen.
             draft.slices.push(libc::iovec { iov_base: std::ptr::null_mut(), iov_len: prefix_len });
             let mut head = (k == 0).then_some(batch.head(frame));
             cursor.take(len, |slice| {
                 bytes += slice.len();
                 match head.take() {
-                    // The frame's first segment is the private copy of its first bytes.
+                    // The first segment is the private copy of the frame's head.
                     Some(_) => draft.slices[start].iov_len += slice.len(),
                     None => {
                         fragments += pages(slice);
@@ -334,13 +334,13 @@ impl CutThrough {
                     let part = draft.messages.remove(0);
                     sent += part.datagrams as u64;
                     stats.zero_copy.sent.add(1);
-                    let message = Message { _hold: hold, slot: part.slot, trial: route.trial.clone() };
+                    let message = InFlight { _hold: hold, slot: part.slot, trial: route.trial.clone() };
                     self.flights[route.exit].messages.push_back(Some(message));
                     continue;
                 }
                 Err(error) => {
                     drop(hold);
-                    // It may have taken a number all the same.
+                    // The failed call may have taken a number.
                     self.reap_exit(route.exit);
                     match error.raw_os_error() {
                         // SAFETY: as above; nothing is read later.
@@ -360,7 +360,7 @@ impl CutThrough {
                 }
                 Err(error) => match error.raw_os_error() {
                     Some(libc::EAGAIN) => DropReason::NoBuffer,
-                    // Too large for the path, or not to be cut by the device: the other way knows what to do.
+                    // Exceeds the path MTU, or the device cannot segment it: the copying path handles both.
                     Some(refused @ (libc::EMSGSIZE | libc::EINVAL | libc::EIO)) => {
                         if refused != libc::EMSGSIZE {
                             route.trial.copied(0);
@@ -387,14 +387,13 @@ impl CutThrough {
         }
     }
 
-    /// True while the kernel reads from memory that was sent.
+    /// True while the kernel may read memory that was sent.
     #[inline]
     fn is_flying(&self) -> bool {
         self.pool.as_ref().is_some_and(|pool| pool.free.len() < SLOTS)
     }
 
-    /// Reads what the kernel is done with. True when it was done with anything since the last call, also when that was read
-    /// while something else was sent.
+    /// Reads completions. True when there were any since the last call, also ones read during another send.
     #[inline]
     pub(super) fn reap(&mut self) -> bool {
         if self.is_flying() {
@@ -422,7 +421,7 @@ impl CutThrough {
         }
     }
 
-    /// Waits a little for what is under way; what is still read then stays where it is for ever.
+    /// Waits briefly for messages in flight; leaks the memory of those that remain.
     pub(super) fn end(&mut self) {
         let until = Instant::now() + END_WITHIN;
         while self.is_flying() && Instant::now() < until {
@@ -431,7 +430,7 @@ impl CutThrough {
             }
         }
         if self.is_flying() {
-            // Holds are not let go: that would say that the guest may have its memory back.
+            // Dropping the holds would return memory to the guest that the kernel still reads.
             std::mem::forget(std::mem::take(&mut self.flights));
         } else if let Some(pool) = self.pool.take() {
             // SAFETY: `pages` came from `Box::into_raw`, is freed only here, and nobody reads from it any more.
@@ -441,8 +440,8 @@ impl CutThrough {
 }
 
 impl Draft {
-    /// Makes the slices from `start` on, `bytes` in `fragments` pieces, a datagram of the last message or of a new one. Returns
-    /// where in the message's slot its first `copied` bytes are to be. `None` when there is no room for it anywhere.
+    /// Appends the slices from `start` on, `bytes` in `fragments` pieces, as a datagram of the last message or of a new one.
+    /// Returns where its first `copied` bytes go in the message's slot. `None` when there is no room.
     fn datagram(
         &mut self,
         pool: &mut Pool,
@@ -489,7 +488,7 @@ fn pages(slice: Segment) -> usize {
     (slice.as_ptr().addr() % PAGE + slice.len()).div_ceil(PAGE)
 }
 
-/// What a message carries about, of a frame of `len` bytes in datagrams of `size`.
+/// Payload bytes per message, for a frame of `len` bytes in datagrams of `size`.
 fn message_bytes(len: usize, size: usize) -> usize {
     let pieces = size.min(len).div_ceil(PAGE) + 2;
     (size * (SKB_PIECES_MAX / pieces).max(1)).min(len)

@@ -11,7 +11,7 @@ use crate::link::{Bridge, Link, LinkKind, LinkOptions, ReassemblyBudget};
 use crate::wire::native::Header;
 use crate::wire::offload::Offload;
 
-/// A sender with a link to a plain socket.
+/// A sender with a link to a plain UDP socket.
 struct Pair {
     bridge: Bridge,
     link: Arc<Link>,
@@ -38,7 +38,7 @@ fn pair(setting: ZeroCopy, path_mtu: u32) -> Pair {
 }
 
 impl Pair {
-    /// Sends `frame` as a guest's whose memory can be held, and returns what arrived, put together.
+    /// Sends `frame` from memory of a guest that supports holds; returns the reassembled bytes that arrived.
     fn send(&mut self, holds: &Arc<Holds>, frame: &[u8]) -> Vec<u8> {
         let mut batch = Batch::new();
         batch.set_holds(holds.clone());
@@ -72,10 +72,10 @@ fn bytes(len: usize) -> Vec<u8> {
     (0..len).map(|i| (i * 7 + i / 251) as u8).collect()
 }
 
-/// Whatever the sizes of frame and path, what arrives is the frame, and its memory is held until the kernel says so. The
-/// loopback is a device that copies, and the kernel tells.
+/// For all frame and path sizes, the frame arrives whole, and its memory is held until the kernel's completion. The loopback
+/// device copies, and the kernel reports that.
 #[test]
-fn frames_arrive_whole_and_are_held_until_the_kernel_is_done() {
+fn frames_arrive_whole_and_are_held_until_completion() {
     for path_mtu in [1500, 9000, 65_536] {
         let mut pair = pair(ZeroCopy::On, path_mtu);
         let holds = Holds::new(8);
@@ -97,8 +97,8 @@ fn frames_arrive_whole_and_are_held_until_the_kernel_is_done() {
     }
 }
 
-/// What stands in the slots and in the guest's pages when the kernel reads is what is sent; a copy is not taken before. Here
-/// that is seen on the head: the guest may change its own, and what was routed leaves.
+/// The kernel reads slots and guest pages as they are at send time. Visible on the head: the guest changes its own copy, and
+/// the routed copy is sent.
 #[test]
 fn the_head_that_was_routed_is_sent() {
     let mut pair = pair(ZeroCopy::On, 9000);
@@ -121,9 +121,9 @@ fn the_head_that_was_routed_is_sent() {
     pair.reap_until(&holds);
 }
 
-/// On a device that copies, the automatic setting tries one message and then leaves it for long.
+/// On a device that copies, the automatic setting tries one message and then stops for long.
 #[test]
-fn what_is_copied_anyway_is_tried_rarely() {
+fn zero_copy_is_retried_rarely_on_devices_that_copy() {
     let mut pair = pair(ZeroCopy::Auto, 9000);
     let (holds, frame) = (Holds::new(8), bytes(40_000));
     let mut tries = 0;
@@ -139,9 +139,9 @@ fn what_is_copied_anyway_is_tried_rarely() {
     assert_eq!(small.link.stats.zero_copy.sent.get(), 0, "small datagrams are copied in larger messages");
 }
 
-/// A frame in more pieces than a datagram takes is copied, and so is everything when the slots are used up.
+/// A frame with too many pieces for a datagram is copied, and so is every frame once slots run out.
 #[test]
-fn what_cannot_go_without_a_copy_is_copied() {
+fn frames_that_cannot_go_without_a_copy_are_copied() {
     let mut pair = pair(ZeroCopy::On, 9000);
     let (holds, frame) = (Holds::new(8), bytes(20_000));
     let mut batch = Batch::new();
@@ -189,8 +189,8 @@ fn only_notifications_of_sent_messages_are_read() {
 }
 
 proptest! {
-    /// In whatever order and ranges the kernel reports, wrapping numbers and those of failed calls included, each message is
-    /// done once, when its own number was reported, and none before.
+    /// Whatever order and ranges the kernel reports, including wrapped numbers and those of failed calls, each message
+    /// completes exactly once, when its own number is reported.
     #[test]
     fn each_message_is_done_when_its_number_is(
         first: u32,
@@ -209,7 +209,7 @@ proptest! {
                 flight.complete(number, number, |_| panic!("not a message"));
             } else {
                 let hold = Hold::new(&holds, n as u16).unwrap();
-                flight.messages.push_back(Some(Message { _hold: hold, slot: n as u16, trial: trial.clone() }));
+                flight.messages.push_back(Some(InFlight { _hold: hold, slot: n as u16, trial: trial.clone() }));
                 open.push(n);
             }
         }

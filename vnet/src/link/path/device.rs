@@ -1,4 +1,4 @@
-//! Speed of the device that a route leads over, by rtnetlink(7) and ethtool.
+//! Speed of the device that a route uses, from rtnetlink(7) and ethtool.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -11,18 +11,18 @@ use crate::link::socket::buffers::ASSUMED_MBPS;
 use crate::link::socket::udp::check;
 use crate::netlink::Netlink;
 
-/// Speed of the device by which packets to `remote` leave, in Mbit/s; [`ASSUMED_MBPS`] when nobody can tell. `socket` is any
-/// socket of the network namespace.
+/// Speed in Mbit/s of the device that packets to `remote` leave by; [`ASSUMED_MBPS`] if unknown. `socket` is any socket in the
+/// network namespace.
 pub(in crate::link) fn path_mbps(socket: BorrowedFd<'_>, remote: SocketAddr) -> u32 {
     let device = match remote {
-        // A link-local address says by which device.
+        // A link-local address names its device.
         SocketAddr::V6(v6) if v6.scope_id() != 0 => Ok(v6.scope_id()),
         _ => device(remote.ip()),
     };
     device.and_then(|index| device_mbps(socket, index)).unwrap_or(ASSUMED_MBPS)
 }
 
-/// Index of the device that the kernel's route to `remote` leads to (RTM_GETROUTE, rtnetlink(7)).
+/// Index of the device on the kernel's route to `remote` (RTM_GETROUTE, rtnetlink(7)).
 fn device(remote: IpAddr) -> io::Result<u32> {
     let mut route = RouteMessage::default();
     (route.header.address_family, route.header.destination_prefix_length) = match remote {
@@ -57,7 +57,7 @@ struct EthtoolCommand {
     reserved: [u32; 2],
 }
 
-/// Speed that a device says it has, in Mbit/s.
+/// Speed reported by a device, in Mbit/s.
 fn device_mbps(socket: BorrowedFd<'_>, index: u32) -> io::Result<u32> {
     const ETHTOOL_GSET: u32 = 1;
     let mut name = [0; libc::IFNAMSIZ];
@@ -71,7 +71,7 @@ fn device_mbps(socket: BorrowedFd<'_>, index: u32) -> io::Result<u32> {
     // SAFETY: SIOCETHTOOL takes an `ifreq` whose data is a command; ETHTOOL_GSET writes one `ethtool_cmd` there, exclusively ours.
     check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCETHTOOL as _, &raw mut request) })?;
     match u32::from(command.speed_high) << 16 | u32::from(command.speed_low) {
-        // SPEED_UNKNOWN, in the two ways in which drivers write it.
+        // SPEED_UNKNOWN, in both encodings that drivers use.
         0 | 0xffff | u32::MAX => Err(io::ErrorKind::Unsupported.into()),
         mbps => Ok(mbps),
     }
@@ -83,9 +83,9 @@ mod tests {
     use std::net::UdpSocket;
     use std::os::fd::AsFd;
 
-    /// The loopback device has no speed; an address without a route has no device.
+    /// The loopback device reports no speed; an address without a route has no device.
     #[test]
-    fn what_has_no_speed_is_assumed_to_have_one() {
+    fn unknown_speeds_are_assumed() {
         let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
         for remote in ["127.0.0.1:9000", "[::1]:9000"] {
             let remote: SocketAddr = remote.parse().unwrap();

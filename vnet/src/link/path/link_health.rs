@@ -1,4 +1,4 @@
-//! What probes tell of one link: round trip, loss, liveness, path MTU. No I/O; time is passed in.
+//! Measures one link by probes: round trip, loss, liveness, path MTU. No I/O; time is passed in.
 
 use std::collections::VecDeque;
 use std::sync::LazyLock;
@@ -9,30 +9,30 @@ use crate::link::limits::PATH_MTU_MIN;
 use crate::link::state::LinkState;
 use crate::stats::PortStats;
 
-/// What the payload of such a probe begins with.
+/// First bytes of a probe's payload.
 pub(in crate::link) const MAGIC: [u8; 8] = *b"vnet-mtu";
-/// Bytes of a small probe's payload, and of an answer's.
+/// Payload bytes of a small probe, and of a reply.
 pub(in crate::link) const ANSWER_LEN: usize = 16;
-/// A peer that has answered before is down when it was not heard for so long: noticed within a second.
+/// Silence after which a peer that answered before is down: detected within a second.
 pub(super) const SILENCE_MS: u64 = 800;
-/// Small probes are lost when they are not answered within so many ms, or three round trips.
+/// A small probe without a reply for this many ms, or three round trips, is lost.
 const ANSWER_MS: u64 = 600;
-/// Small probes that loss is told of: ten seconds.
+/// Number of small probes in the loss statistics: ten seconds.
 const HISTORY: u32 = 50;
-/// A link is degraded when more than so many thousandths of its probes are lost, both ways together.
+/// Loss in thousandths, both directions together, above which a link is degraded.
 const LOSS_PERMILLE_MAX: u32 = 50;
-/// Time over which rates are measured, in ms.
+/// Window of the rate measurement, in ms.
 pub(super) const RATE_MS: u64 = 1000;
-/// Probes under way: small ones of at most 2 s, and a large one.
+/// Most outstanding probes: small ones of at most 2 s, and a large one.
 const OUTSTANDING_MAX: usize = 16;
 
-/// This host's clock for keepalives and probes, in microseconds; never 0, and never set back.
+/// This host's monotonic clock for keepalives and probes, in microseconds; never 0.
 pub(in crate::link) fn clock_us() -> u64 {
     static START: LazyLock<Instant> = LazyLock::new(Instant::now);
     START.elapsed().as_micros() as u64 + 1
 }
 
-/// A probe that was not answered yet.
+/// An outstanding probe.
 #[derive(Debug)]
 struct Sent {
     id: [u8; 8],
@@ -41,36 +41,36 @@ struct Sent {
     size: Option<u16>,
 }
 
-/// How much a link carries, averaged over the last full second.
+/// A link's traffic rates over the last full second.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rates {
-    /// Frames that came, a second.
+    /// Frames received per second.
     pub in_frames: u64,
-    /// Their bits.
+    /// Bits received per second.
     pub in_bits: u64,
-    /// Frames that left, a second.
+    /// Frames sent per second.
     pub out_frames: u64,
-    /// Their bits.
+    /// Bits sent per second.
     pub out_bits: u64,
 }
 
-/// What the prober knows of a link.
+/// The prober's state of a link.
 #[derive(Debug)]
 pub(in crate::link) struct Probing {
     pub(super) discovery: Discovery,
     sent: VecDeque<Sent>,
-    /// When a small probe was answered last, on [`clock_us`].
+    /// Last reply to a small probe, on [`clock_us`].
     answered_us: Option<u64>,
-    /// Whether the last small probes were answered, one bit each, and how many those are.
+    /// Reply bits of the last small probes, and their number.
     pub(super) history: (u64, u32),
     rtt_us: u32,
     pub(super) state: LinkState,
     rates: Rates,
-    /// Counters as they were when rates were measured last, and when that was.
+    /// Time and counter values of the last rate measurement.
     counted: (u64, [u64; 4]),
-    /// Frames sent at the last look.
+    /// Frames sent as of the last round.
     out_frames: u64,
-    /// When frames were sent last, as far as looks tell.
+    /// Last time that a round saw new frames sent.
     active_ms: u64,
 }
 
@@ -99,14 +99,14 @@ impl Probing {
         (count > 0).then(|| (count - answered.count_ones()) * 1000 / count)
     }
 
-    /// What people want to know.
+    /// The measured values, for status output.
     pub(super) fn probed(&self) -> Probed {
         let rtt_us = Some(self.rtt_us).filter(|rtt| *rtt != 0);
         Probed { rtt_us, loss_permille: self.loss_permille(), rates: self.rates }
     }
 
-    /// One step of path MTU discovery below `top`, the size that the kernel allows. Returns the MTU before this step, and the
-    /// size to probe, if there is one.
+    /// One step of path MTU discovery below `top`, the kernel's limit. Returns the MTU before this step, and the size to probe,
+    /// if any.
     pub(super) fn discover(&mut self, top: Option<u16>, now_ms: u64, now_us: u64) -> (u16, Option<u16>) {
         if let Some(top) = top {
             self.discovery.set_top(top);
@@ -136,7 +136,7 @@ impl Probing {
         ANSWER_MS.max(3 * self.rtt_ms()) * 1000
     }
 
-    /// Forgets probes whose time is up.
+    /// Expires probes without a reply.
     pub(super) fn expire(&mut self, now_us: u64) {
         let patience = self.patience_us();
         while let Some(first) = self.sent.front()
@@ -149,7 +149,7 @@ impl Probing {
         }
     }
 
-    /// Notes a probe that is to be sent: its name, and its size if it is a large one. `None` without random bytes.
+    /// Records a probe to be sent: its id, and its size if it is large. `None` when no random bytes are available.
     pub(super) fn ask(&mut self, size: Option<u16>, at_us: u64) -> Option<([u8; 8], Option<u16>)> {
         let mut id = [0; 8];
         aws_lc_rs::rand::fill(&mut id).ok()?;
@@ -157,7 +157,7 @@ impl Probing {
         Some((id, size))
     }
 
-    /// Takes an answer; false when nobody asked.
+    /// Takes a reply; false when it is unsolicited.
     pub(super) fn answer(&mut self, id: [u8; 8], now_us: u64) -> bool {
         let Some(place) = self.sent.iter().position(|sent| sent.id == id) else { return false };
         let Some(Sent { at_us, size, .. }) = self.sent.remove(place) else { return false };
@@ -165,14 +165,14 @@ impl Probing {
             Some(size) => self.discovery.answer(size, now_us / 1000),
             None => {
                 let rtt = u32::try_from(now_us.saturating_sub(at_us)).unwrap_or(u32::MAX).max(1);
-                // RFC 6298's smoothing.
+                // Smoothed as in RFC 6298.
                 self.rtt_us = if self.rtt_us == 0 {
                     rtt
                 } else {
                     (u64::from(self.rtt_us) * 7 + u64::from(rtt)).div_ceil(8) as u32
                 };
                 if self.answered_us.replace(now_us).is_none() {
-                    // What was asked before the other host was there is not lost.
+                    // Probes sent before the first reply do not count as lost: the peer was not up yet.
                     self.sent.retain(|sent| sent.size.is_some() || sent.at_us > at_us);
                 }
                 self.note(true);
@@ -201,7 +201,7 @@ impl Probing {
         }
     }
 
-    /// Judges a link in clear text; `silent_ms` is how long nothing came by it.
+    /// Judges a link in clear text; `silent_ms` is the time since the last datagram.
     pub(super) fn judge(&mut self, silent_ms: Option<u64>) -> Option<LinkState> {
         let state = match (self.answered_us, silent_ms) {
             (Some(_), Some(ms)) if ms >= SILENCE_MS => {
@@ -220,14 +220,14 @@ impl Probing {
     }
 }
 
-/// What is known of a link by probes.
+/// Measurements of a link.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Probed {
-    /// Round trip in microseconds, smoothed; `None` while nothing was answered.
+    /// Smoothed round trip in microseconds; `None` before the first reply.
     pub rtt_us: Option<u32>,
-    /// Of the last 50 probes, thousandths that were lost, they or their answers.
+    /// Loss among the last 50 probes in thousandths, of the probe or its reply.
     pub loss_permille: Option<u32>,
-    /// What it carries.
+    /// Traffic rates.
     pub rates: Rates,
 }
 
@@ -236,7 +236,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn loss_is_told_of_the_last_ten_seconds() {
+    fn loss_covers_the_last_ten_seconds() {
         let mut probing = Probing { answered_us: Some(1), ..Probing::default() };
         let degraded = |probing: &mut Probing| {
             probing.judge(Some(0));
@@ -256,11 +256,11 @@ mod tests {
     }
 
     #[test]
-    fn what_was_asked_before_the_peer_was_there_is_not_lost() {
+    fn probes_before_the_first_reply_are_not_lost() {
         let mut probing = Probing::default();
         let ids: Vec<_> = (0..5u64).map(|n| probing.ask(None, n * 200_000).unwrap().0).collect();
         assert!(probing.answer(ids[3], 601_000));
-        // The one asked after it was not answered, and those before it are not counted.
+        // The probe after it got no reply; those before it do not count.
         probing.expire(10_000_000);
         assert_eq!(probing.history, (0b10, 2));
         assert_eq!(probing.loss_permille(), Some(500));

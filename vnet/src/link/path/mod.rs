@@ -1,4 +1,4 @@
-//! What the path to another host is like, and who finds out.
+//! Path state of links: route, path MTU, round trip and loss, and who measures them.
 //!
 //! ```text
 //!   prober thread: every 50 ms --- probes ---> the other host        (link_health.rs, pmtu.rs)
@@ -10,8 +10,8 @@
 //!   state.rs: atomics of one link  <--- loads --- senders
 //! ```
 //!
-//! Nobody else writes what a path is like. A sender whose datagram turns out to be larger than the path MTU asks for another look
-//! ([`state::Path::learn`]), which wakes the prober, and goes on with a size that nearly every path carries.
+//! Only this room writes path state. A sender whose datagram exceeds the path MTU requests a refresh ([`state::Path::learn`]),
+//! which wakes the prober, and continues with a size that nearly every path carries.
 
 pub(in crate::link) mod device;
 pub mod link_health;

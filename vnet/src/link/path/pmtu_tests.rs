@@ -3,18 +3,18 @@ use proptest::prelude::*;
 use super::*;
 use crate::link::PATH_MTU_MIN;
 
-/// How often the prober looks, in ms.
+/// The prober's tick, in ms.
 const STEP_MS: u64 = 50;
 
-/// A path that carries packets up to a size, in a time that varies, and loses some.
+/// A simulated path with an MTU, jitter and loss.
 struct Path {
     capacity: u16,
-    /// In thousandths, each way.
+    /// Loss each way, in thousandths.
     loss: u64,
     delay_ms: u64,
     jitter_ms: u64,
     random: crate::link::fake::Random,
-    /// Answers under way: when they arrive, and their sizes.
+    /// Replies in flight: arrival time and size.
     answers: Vec<(u64, u16)>,
     probes: Vec<u64>,
 }
@@ -42,7 +42,7 @@ impl Path {
         }
     }
 
-    /// Lets time pass until `until_ms` and returns the times at which another size came into use, with that size.
+    /// Advances time to `until_ms`; returns each change of the size in use, with its time.
     fn run(
         &mut self,
         discovery: &mut Discovery,
@@ -54,7 +54,7 @@ impl Path {
         while *now_ms < until_ms {
             let before = discovery.mtu();
             let now = *now_ms;
-            // Jitter puts answers out of order.
+            // Jitter reorders replies.
             self.answers.sort_unstable();
             let due = self.answers.partition_point(|(at, _)| *at <= now);
             self.answers.drain(..due).for_each(|(at, size)| discovery.answer(size, at));
@@ -73,7 +73,7 @@ impl Path {
 }
 
 proptest! {
-    /// Whatever the path carries is found; a drop is obeyed within three seconds; never are there more probes than one a look.
+    /// Any path MTU is found; a drop is followed within three seconds; never more than one probe per tick.
     #[test]
     fn a_drop_is_obeyed_and_the_largest_size_found(
         top in prop::sample::select(vec![1280u16, 1500, 4000, 9000, 65_535]),
@@ -89,7 +89,7 @@ proptest! {
         let mut path = Path::new(first, loss, delay_ms, seed);
         let mut now = 0;
         path.run(&mut discovery, &mut now, 60_000, true);
-        // By then whatever chance took was found again; what is not told apart is at most a grain and the last half of it.
+        // Chance losses have been recovered by then; the resolution is a grain plus the last half of it.
         prop_assert!(discovery.mtu() <= first, "{} of {}", discovery.mtu(), first);
         if loss == 0 {
             prop_assert!(discovery.mtu() + GRAIN >= first, "{} of {}", discovery.mtu(), first);
@@ -98,7 +98,7 @@ proptest! {
         let dropped = now;
         let changes = path.run(&mut discovery, &mut now, dropped + 3000, true);
         prop_assert!(discovery.mtu() <= then, "{changes:?} from {first} to {then}");
-        // It rests, then looks for more.
+        // It rests, then searches for more.
         path.run(&mut discovery, &mut now, dropped + 150_000, true);
         prop_assert!(discovery.mtu() <= then);
         if loss == 0 {
@@ -109,7 +109,7 @@ proptest! {
         }
     }
 
-    /// What the kernel says is never exceeded, whatever it says and whatever is answered.
+    /// The kernel's value is never exceeded, whatever it is and whatever is answered.
     #[test]
     fn the_kernel_is_obeyed(
         steps in prop::collection::vec((any::<u16>(), any::<u16>(), any::<bool>(), any::<bool>(), 0u64..2000), 1..300),
@@ -134,7 +134,7 @@ proptest! {
 }
 
 #[test]
-fn who_answers_nothing_is_not_judged() {
+fn a_silent_peer_is_not_judged() {
     let mut discovery = Discovery::new(1500, PATH_MTU_MIN);
     let mut path = Path::new(0, 0, 10, 1);
     assert_eq!(path.run(&mut discovery, &mut 0, 600_000, false), []);
@@ -153,7 +153,7 @@ fn a_black_hole_is_noticed_in_under_two_seconds() {
         assert_eq!(size, BASE);
         assert!(at < 7000, "noticed after {} ms", at - 5000);
         assert!(discovery.mtu() <= capacity && discovery.mtu() + GRAIN >= capacity, "{}", discovery.mtu());
-        // And back, when it is time to look.
+        // The path recovers; the size is raised when due.
         path.capacity = 1500;
         path.run(&mut discovery, &mut now, 5000 + 2 * RAISE_MS, true);
         assert_eq!(discovery.mtu(), 1500);

@@ -1,20 +1,20 @@
-//! The prober: one thread that finds out what paths are like, outside the frames' way.
+//! The prober: one thread that measures paths, outside the data path.
 //!
 //! On every native link, clear or sealed, it sends
 //!
-//! - a *small* probe five times a second, whose answers tell round trip and loss, and of a link in clear text whether the other
-//!   host is there: the link is `down` after 0.8 s in which nothing came, once the other host has answered at all. Frames are
-//!   sent all the same;
-//! - probes of the sizes that path MTU discovery (pmtu.rs) wants to know about, one at a time.
+//! - a *small* probe five times a second; the replies give round trip and loss. On a link in clear text they also tell whether
+//!   the peer is alive: once the peer has answered at all, the link is `down` after 0.8 s of silence. Frames are sent all the
+//!   same;
+//! - probes of the sizes that path MTU discovery (pmtu.rs) asks for, one at a time.
 //!
-//! A probe's payload is [`MAGIC`](super::link_health::MAGIC), 8 random bytes that name it, and zeros up to its size. The other host
-//! answers with the first 16 bytes of it (older ones with all of them), so that the path back does not matter. Answers are sealed
-//! where the link is; where it is not, those 8 bytes keep others from answering who do not see the probe.
+//! A probe's payload is [`MAGIC`](super::link_health::MAGIC), an 8-byte random id, and zero padding. The peer replies with its
+//! first 16 bytes (older peers with all of it), so the reverse path's MTU does not matter. Replies are sealed on sealed links;
+//! on others, the random id keeps hosts that do not see the probe from forging a reply.
 //!
-//! For all links it asks the kernel about routes (watch.rs) and measures rates.
+//! For all links it queries the kernel's routes (watch.rs) and measures rates.
 //!
-//! Dispatchers touch this only when an answer comes, and never wait: an answer that meets the prober at work counts as lost. The
-//! number of large probes, and of questions to the kernel, is bounded over all links.
+//! Dispatchers touch this only for replies and never wait: a reply that meets a busy prober counts as lost. The rates of large
+//! probes and of kernel queries are bounded over all links.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -28,37 +28,37 @@ use super::watch::{Monitored, PathWatch};
 use crate::link::socket::udp::Socket;
 use crate::link::state::LinkState;
 
-/// How often links are looked at.
+/// Interval between rounds.
 const TICK: Duration = Duration::from_millis(50);
-/// Each link has a small probe every so many ticks.
+/// Ticks between a link's small probes.
 const SMALL_TICKS: u64 = 4;
-/// Large probes of all links in one tick; links take turns.
+/// Most large probes per tick over all links; links take turns.
 const LARGE_PER_TICK_MAX: usize = 64;
-/// Without links the thread sleeps so long.
+/// Sleep interval without links.
 const IDLE: Duration = Duration::from_secs(1);
-/// Links of which the kernel is asked in one tick: all of 4 096 links have their turn within a second.
+/// Most kernel queries per tick: each of 4 096 links gets its turn within a second.
 const ROUTES_PER_TICK_MAX: usize = 256;
 
 struct Work {
     watch: Mutex<PathWatch>,
-    /// What probes leave by.
+    /// Probes leave on this socket.
     socket: Arc<Socket>,
     started: Instant,
     links: Mutex<Vec<Arc<dyn Monitored>>>,
     stopping: AtomicBool,
 }
 
-/// Probes the native links of a host, asks the kernel for the paths of all, and measures their rates. Dropped, it stops.
+/// Probes a host's native links, refreshes the path state of all links, and measures their rates. Stops on drop.
 pub struct Prober {
     work: Arc<Work>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Prober {
-    /// Starts without links. `started` is when the dispatchers' clock began.
+    /// Starts without links. `started` is the start of the dispatchers' clock.
     ///
     /// # Errors
-    /// No thread can be started.
+    /// The thread cannot be started.
     pub fn start(started: Instant, watch: PathWatch) -> std::io::Result<Prober> {
         let (socket, watch) = (watch.socket().clone(), Mutex::new(watch));
         let (links, stopping) = (Mutex::default(), AtomicBool::new(false));
@@ -68,7 +68,7 @@ impl Prober {
         Ok(Prober { work, thread: Some(thread) })
     }
 
-    /// Looks after `links` from now on, and no others. The routes of new ones are known on return.
+    /// Replaces the set of monitored links. Returns when the routes of new ones are known.
     pub(in crate::link) fn watch(&self, links: Vec<Arc<dyn Monitored>>) {
         let mut watch = self.work.watch.lock();
         links.iter().for_each(|link| watch.meet(&**link));
@@ -87,7 +87,7 @@ impl Drop for Prober {
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();
             if thread.join().is_err() {
-                tracing::error!("the prober of links ended in a panic");
+                tracing::error!("the prober of links panicked");
             }
         }
     }
@@ -96,14 +96,14 @@ impl Drop for Prober {
 impl Work {
     /// The prober's loop.
     fn probe_all(&self) {
-        // Where the next tick begins: links that had no turn come first.
+        // Start of the next round: links without a turn come first.
         let (mut ticks, mut begin, mut begin_routes) = (0u64, 0, 0);
         let mut next = Instant::now();
         while !self.stopping.load(Relaxed) {
             let links = self.links.lock().clone();
             let now_ms = self.started.elapsed().as_millis() as u64;
             self.ask_routes(&links, &mut begin_routes, now_ms);
-            // A sender that asks wakes the prober between two ticks.
+            // A sender's request wakes the prober between ticks.
             if Instant::now() >= next {
                 next = Instant::now() + TICK;
                 let mut large = LARGE_PER_TICK_MAX;
@@ -124,13 +124,13 @@ impl Work {
         }
     }
 
-    /// Asks the kernel about the links whose turn it is.
+    /// Refreshes the routes of links whose turn it is.
     fn ask_routes(&self, links: &[Arc<dyn Monitored>], begin: &mut usize, now_ms: u64) {
         let (mut watch, mut asked) = (self.watch.lock(), 0);
         let first = *begin;
         for at in 0..links.len() {
             let place = (first + at) % links.len();
-            // A sender waits for what is wanted.
+            // Requested by a waiting sender: never skipped.
             if asked < ROUTES_PER_TICK_MAX || links[place].path().is_wanted() {
                 asked += usize::from(watch.look_at(&*links[place], now_ms));
                 if asked == ROUTES_PER_TICK_MAX {
@@ -140,7 +140,7 @@ impl Work {
         }
     }
 
-    /// One look at one link. True when it took a large probe.
+    /// Checks one link. True when it used a large probe.
     fn look_after(&self, link: &dyn Monitored, now_ms: u64, small: bool, large: bool) -> bool {
         let (path, now_us, mut asked) = (link.path(), clock_us(), [None; 2]);
         {
@@ -170,7 +170,7 @@ impl Work {
                 path.set_probed_mtu(mtu);
             }
         }
-        // An answer may be here at once: it is not to find the prober at work.
+        // Send after unlocking: a reply may arrive at once and must not meet a busy prober.
         for (id, size) in asked.iter().flatten() {
             link.send_probe(&self.socket, id, *size);
         }

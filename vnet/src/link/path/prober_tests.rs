@@ -23,7 +23,7 @@ fn bridge() -> Bridge {
     Bridge::bind(listen, false, Arc::default(), Arc::new(ReassemblyBudget::new(0))).unwrap()
 }
 
-/// A prober, and the bridge that takes the answers.
+/// A prober, and the bridge that receives the replies.
 struct Asking {
     work: Work,
     bridge: Bridge,
@@ -49,7 +49,7 @@ impl Asking {
         Asking { work, bridge, link, now_ms: 1 }
     }
 
-    /// Takes what came, and looks once, `passed_ms` after the last look by the dispatchers' clock.
+    /// Receives what arrived and runs one round, `passed_ms` after the last one by the dispatchers' clock.
     fn look(&mut self, passed_ms: u64, small: bool) {
         while drain(&mut self.bridge.rx[0], self.now_ms, &mut |_| ()) > 0 {}
         self.now_ms += passed_ms;
@@ -57,7 +57,7 @@ impl Asking {
     }
 }
 
-/// Answers what has come, as a peer of this version does, or an older one: with everything.
+/// Replies like a peer of this version, or, with `whole`, like an older one.
 fn echo(peer: &UdpSocket, whole: bool) -> Vec<usize> {
     let (mut buffer, mut sizes) = ([0; 65_536], vec![]);
     while let Ok((len, from)) = peer.recv_from(&mut buffer) {
@@ -77,7 +77,7 @@ fn peer() -> UdpSocket {
 }
 
 #[test]
-fn a_peer_that_answers_is_measured_and_its_death_noticed() {
+fn a_peer_is_measured_and_its_silence_noticed() {
     for whole in [false, true] {
         let peer = peer();
         let mut asking = Asking::new(peer.local_addr().unwrap());
@@ -103,7 +103,7 @@ fn a_peer_that_answers_is_measured_and_its_death_noticed() {
 }
 
 #[test]
-fn who_never_answered_is_not_missed() {
+fn a_peer_that_never_answered_is_not_down() {
     let peer = peer();
     let mut asking = Asking::new(peer.local_addr().unwrap());
     for _ in 0..30 {
@@ -114,7 +114,7 @@ fn who_never_answered_is_not_missed() {
 }
 
 #[test]
-fn what_nobody_asked_is_no_answer() {
+fn unsolicited_replies_are_ignored() {
     let peer = peer();
     let mut asking = Asking::new(peer.local_addr().unwrap());
     asking.look(50, true);
@@ -126,7 +126,7 @@ fn what_nobody_asked_is_no_answer() {
         asking.look(1, false);
     }
     assert_eq!(asking.link.probed().rtt_us, None);
-    // Nor is the same answer twice.
+    // A repeated reply is ignored too.
     let mut buffer = [0; 100];
     let (len, from) = peer.recv_from(&mut buffer).unwrap();
     buffer[0] = 0x13;
@@ -155,7 +155,7 @@ fn rates_are_those_of_the_last_second() {
     assert_eq!(asking.link.probed().rates, Rates::default());
 }
 
-/// Thousands of links are not asked for at once, and each has its turn within a second.
+/// Thousands of links are not queried at once, and each gets its turn within a second.
 #[test]
 fn links_take_turns() {
     let asking = Asking::new("127.0.0.1:9".parse().unwrap());
@@ -167,7 +167,7 @@ fn links_take_turns() {
         asking.work.ask_routes(&links, &mut begin, tick as u64 * 50);
         assert_eq!(unknown(), 4096 - tick * ROUTES_PER_TICK_MAX);
     }
-    // What a sender wants to know is asked in the next round, however many others are due.
+    // A sender's request is served in the next round, however many links are due.
     let path = links[4000].path();
     let before = path.mtu();
     path.set_route_mtu(1400);

@@ -1,4 +1,4 @@
-//! Asks the kernel's routing table: path MTU and source address towards a remote.
+//! Queries the kernel's routing table: path MTU and source address towards a remote.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -7,7 +7,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use crate::link::socket::name::{Name, normalised};
 use crate::link::socket::udp::{check, local_name, udp_socket};
 
-/// Asks the kernel's routes for path MTUs. A UDP socket that is connected anew for each question and never sends.
+/// Queries the kernel's routes for path MTUs. Its UDP socket is connected anew for each query and never sends.
 pub(in crate::link) struct RouteProbe {
     local: SocketAddr,
     v4: Option<OwnedFd>,
@@ -20,7 +20,7 @@ impl RouteProbe {
         RouteProbe { local: normalised(local), v4: None, v6: None }
     }
 
-    /// The path MTU to `remote` in bytes, as the kernel knows it: device, route, ICMP heard.
+    /// The kernel's path MTU to `remote` in bytes: from device, route and ICMP.
     pub(in crate::link) fn path_mtu(&mut self, remote: SocketAddr) -> io::Result<u32> {
         let v6 = remote.is_ipv6();
         let fd = self.connect(remote)?;
@@ -33,13 +33,13 @@ impl RouteProbe {
         u32::try_from(mtu).map_err(|_| io::ErrorKind::InvalidData.into())
     }
 
-    /// The address of this host that packets to `remote` leave from.
+    /// This host's source address for packets to `remote`.
     pub(in crate::link) fn source(&mut self, remote: SocketAddr) -> Option<IpAddr> {
         let fd = self.connect(remote).ok()?;
         Some(local_name(fd).ok()?.address()?.ip())
     }
 
-    /// Makes the socket look for the way to `remote`.
+    /// Connects the socket to `remote`, which looks up the route.
     fn connect(&mut self, remote: SocketAddr) -> io::Result<&OwnedFd> {
         let v6 = remote.is_ipv6();
         let (local, slot) = (self.local, if v6 { &mut self.v6 } else { &mut self.v4 });
@@ -48,9 +48,8 @@ impl RouteProbe {
             none => none.insert(RouteProbe::socket(v6, local)?),
         };
         let name = Name::new(remote, v6).ok_or(io::ErrorKind::InvalidInput)?;
-        // The first question gives the socket a source address, which would stay: the next one has to begin without, or it
-        // fails where that address cannot be a source (127.0.0.1 for a remote elsewhere) or has gone. An address that the
-        // socket was bound to remains.
+        // The first connect fixes the source address. Without a disconnect, the next one fails where that address cannot be a
+        // source (127.0.0.1 for a remote elsewhere) or no longer exists. An explicitly bound address remains.
         for name in [&Name::unknown(), &name] {
             // SAFETY: `name` holds a socket address (AF_UNSPEC disconnects) of the length it tells.
             check(unsafe { libc::connect(fd.as_raw_fd(), name.as_ptr(), name.len()) })?;
@@ -58,7 +57,7 @@ impl RouteProbe {
         Ok(fd)
     }
 
-    /// Bound like the bridge where it is bound to one address, so that routes by source address are the same.
+    /// Bound to the bridge's address, if it has a specific one, so that source routing matches.
     fn socket(v6: bool, mut local: SocketAddr) -> io::Result<OwnedFd> {
         let fd = udp_socket(v6)?;
         if local.is_ipv6() == v6 && !local.ip().is_unspecified() {

@@ -1,4 +1,4 @@
-//! What is known of one link's path. Senders only load it.
+//! The path state of one link. Senders only load it.
 
 use std::io;
 use std::sync::OnceLock;
@@ -15,38 +15,37 @@ use crate::link::state::LinkState;
 const IPV4_HEADER_LEN: u16 = 20;
 const IPV6_HEADER_LEN: u16 = 40;
 const UDP_HEADER_LEN: u16 = 8;
-/// Path MTU assumed while the kernel knows no route, and size to go on with when a packet was too large: what nearly every path
-/// carries.
+/// Path MTU without a known route, and after a packet was too large: what nearly every path carries.
 const FALLBACK: u16 = 1280;
-/// How often the kernel is asked for each link's route, in ms.
+/// Refresh interval of each link's route, in ms.
 const REFRESH_MS: u64 = 1000;
 
-/// What is known of one link's path. Written by the path room only.
+/// The path state of one link. Written by the path room only.
 #[derive(Debug)]
 pub(in crate::link) struct Path {
-    /// Largest IP packet in bytes that the configuration allows.
+    /// Configured limit of an IP packet in bytes.
     limit: Option<u16>,
-    /// What the kernel says; 0 before it was asked.
+    /// The kernel's path MTU; 0: not queried yet.
     route_mtu: AtomicU32,
-    /// The largest packet that arrives, as far as probes tell; 0: they do not.
+    /// The path MTU found by probes; 0: none.
     probed_mtu: AtomicU32,
     pub(super) probing: Mutex<Probing>,
-    /// Speed of the path's device in Mbit/s; 0: to be asked for.
+    /// Speed of the path's device in Mbit/s; 0: unknown.
     mbps: AtomicU32,
-    /// When the kernel was asked last, in ms on the core's clock plus 1; 0: never.
+    /// Last kernel query, in ms on the core's clock plus 1; 0: never.
     refreshed_ms: AtomicU64,
-    /// Someone wants the kernel asked again now.
+    /// A sender requests a refresh now.
     wanted: AtomicBool,
-    /// The prober, once it looks after the link.
+    /// The prober's thread, once it monitors the link.
     prober: OnceLock<Thread>,
-    /// Error number of the last look for a route; 0: there is one.
+    /// errno of the last route lookup; 0: success.
     route_error: AtomicI32,
-    /// Whether the path's device cuts messages (`UDP_SEGMENT`), as far as is known.
+    /// Whether the path's device is believed to support segmentation (`UDP_SEGMENT`).
     segmentation: AtomicBool,
 }
 
 impl Path {
-    /// A path of which nothing is known, but that packets have at most `limit` bytes.
+    /// An unknown path with packets of at most `limit` bytes.
     pub(in crate::link) fn new(limit: Option<u16>) -> Path {
         Path {
             limit,
@@ -62,7 +61,7 @@ impl Path {
         }
     }
 
-    /// Largest IP packet in bytes that is sent: what the kernel's route, the configured limit and probes allow.
+    /// Path MTU in bytes for sending: the minimum of the route's MTU, the configured limit and the probed MTU.
     #[inline]
     pub(in crate::link) fn mtu(&self) -> u16 {
         let known = self.unprobed_mtu().unwrap_or_else(|| self.limited(FALLBACK.into()));
@@ -72,37 +71,37 @@ impl Path {
         }
     }
 
-    /// Largest IP packet in bytes to try when one of the MTU was refused.
+    /// Size in bytes of IP packets to try after one of the MTU was refused.
     pub(in crate::link) fn mtu_below(&self) -> u16 {
         if self.mtu() > FALLBACK { FALLBACK } else { PATH_MTU_MIN }
     }
 
-    /// The MTU without probes; `None` while the kernel has not been asked.
+    /// The MTU without probes; `None` before the first kernel query.
     #[inline]
     pub(super) fn unprobed_mtu(&self) -> Option<u16> {
         Some(self.route_mtu.load(Relaxed)).filter(|mtu| *mtu != 0).map(|mtu| self.limited(mtu))
     }
 
-    /// A path MTU within what the configuration allows.
+    /// Applies the configured limit to a path MTU.
     #[inline]
     fn limited(&self, mtu: u32) -> u16 {
         let configured = u32::from(self.limit.unwrap_or(u16::MAX));
         mtu.min(configured).clamp(u32::from(PATH_MTU_MIN), u32::from(u16::MAX)) as u16
     }
 
-    /// Whether messages may be cut by the path's device.
+    /// Whether to use segmentation offload.
     #[inline]
     pub(in crate::link) fn segmentation(&self) -> bool {
         self.segmentation.load(Relaxed)
     }
 
-    /// Whether the kernel has a route to the remote, as far as it was asked.
+    /// Whether the kernel had a route to the remote at the last query.
     #[inline]
     pub(in crate::link) fn has_route(&self) -> bool {
         self.route_error.load(Relaxed) == 0
     }
 
-    /// Why the kernel has no route to the remote.
+    /// The error of the last route lookup, if it failed.
     pub(in crate::link) fn route_failure(&self) -> Option<String> {
         match self.route_error.load(Relaxed) {
             0 => None,
@@ -110,7 +109,7 @@ impl Path {
         }
     }
 
-    /// Takes what a sender found out, and wakes the prober if the kernel has to be asked again.
+    /// Records a sender's findings; wakes the prober if the kernel must be queried again.
     #[cold]
     pub(in crate::link) fn learn(&self, flushed: &Flushed) {
         if flushed.no_segmentation {
@@ -121,7 +120,7 @@ impl Path {
         }
     }
 
-    /// Has the kernel asked for the route now, and not only within a second.
+    /// Requests a route query now instead of within a second.
     pub(in crate::link) fn ask(&self) {
         if !self.wanted.swap(true, Relaxed)
             && let Some(prober) = self.prober.get()
@@ -130,13 +129,13 @@ impl Path {
         }
     }
 
-    /// Forgets what probes told: the path leads elsewhere.
+    /// Forgets probe results: the path has changed.
     pub(in crate::link) fn restart(&self) {
         self.probing.lock().discovery.restart();
         self.ask();
     }
 
-    /// Takes the answer to a probe. False when it is none of ours, or comes too late.
+    /// Takes a probe reply. False when it is unsolicited or late.
     #[cold]
     pub(in crate::link) fn answered(&self, payload: &[u8]) -> bool {
         let Some(rest) = payload.strip_prefix(&MAGIC) else { return false };
@@ -154,7 +153,7 @@ impl Path {
         self.probing.lock().probed()
     }
 
-    /// What probes say of a link in clear text, unless it has no route.
+    /// State of a link in clear text: route first, then probes.
     pub(in crate::link) fn state(&self) -> LinkState {
         match self.route_failure() {
             Some(why) => LinkState::Unreachable(why),
@@ -174,7 +173,7 @@ impl Path {
         self.probed_mtu.store(mtu.into(), Relaxed);
     }
 
-    /// Whether the kernel has to be asked at `now_ms`. Takes note that it is.
+    /// Whether a kernel query is due at `now_ms`; marks it as done.
     pub(super) fn is_due(&self, now_ms: u64) -> bool {
         let last = self.refreshed_ms.load(Relaxed);
         let due = last == 0 || (now_ms + 1).saturating_sub(last) >= REFRESH_MS;
@@ -185,23 +184,23 @@ impl Path {
         false
     }
 
-    /// Whether someone wants the kernel asked now.
+    /// Whether a query was requested.
     #[inline]
     pub(super) fn is_wanted(&self) -> bool {
         self.wanted.load(Relaxed)
     }
 
-    /// Whether the kernel was never asked.
+    /// Whether the kernel was never queried.
     pub(super) fn is_unknown(&self) -> bool {
         self.route_mtu.load(Relaxed) == 0
     }
 
-    /// Takes what the kernel says of the route.
+    /// Records the kernel's path MTU.
     pub(super) fn set_route(&self, path_mtu: io::Result<u32>) {
         match path_mtu {
             Ok(mtu) => {
                 if self.route_mtu.swap(mtu, Relaxed) != mtu {
-                    // Likely another device.
+                    // Probably another device.
                     self.mbps.store(0, Relaxed);
                 }
                 self.route_error.store(0, Relaxed);
@@ -211,11 +210,11 @@ impl Path {
                 self.route_error.store(error.raw_os_error().unwrap_or(libc::EIO), Relaxed);
             }
         }
-        // The route may lead over another device by now. If not, that costs one refused message.
+        // The route may use another device now. If not, this costs one refused message.
         self.segmentation.store(true, Relaxed);
     }
 
-    /// Has senders wake the calling thread from now on.
+    /// Registers the calling prober's thread for wake-ups by senders.
     pub(super) fn watched_by(&self, prober: &Thread) {
         let _ = self.prober.set(prober.clone());
     }
@@ -253,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_is_asked_once_a_second_and_when_wanted() {
+    fn the_kernel_is_queried_once_a_second_and_on_request() {
         let path = Path::new(None);
         assert!(path.is_due(0) && !path.is_due(0) && !path.is_due(999) && path.is_due(1000));
         path.ask();

@@ -1,4 +1,4 @@
-//! Asks the kernel about paths: route, path MTU, speed of the device. Sizes socket buffers by it.
+//! Queries the kernel about paths (route, path MTU, device speed) and sizes socket buffers.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -12,38 +12,38 @@ use crate::link::socket::buffers::buffer_bytes;
 use crate::link::socket::udp::{Socket, set};
 use crate::stats::PortStats;
 
-/// A link as the path room sees it.
+/// A link, as the path room uses it.
 pub(in crate::link) trait Monitored: Send + Sync {
     fn id(&self) -> u64;
     fn name(&self) -> &str;
     fn path(&self) -> &Path;
     fn stats(&self) -> &PortStats;
-    /// Where the other host is, if that is known.
+    /// The other host's address, if known.
     fn remote(&self) -> Option<SocketAddr>;
-    /// Whether its datagrams leave by the bridge's sockets, which cannot reach every address.
+    /// Whether it uses the bridge's sockets, which may not reach every address family.
     fn leaves_by_bridge(&self) -> bool;
-    /// Whether it sends to a multicast group on the remote's device.
+    /// Whether it sends to a multicast group through the remote's device.
     fn has_group(&self) -> bool;
-    /// Forgets what is too old.
+    /// Ages out old entries.
     fn age(&self, now_ms: u64);
-    /// Whether the other host answers probes. `false` also while it is not known where that is.
+    /// Whether the other host answers probes; `false` while its address is unknown.
     fn is_probed(&self) -> bool;
-    /// Whether keepalives tell its state, and not probes.
+    /// Whether keepalives, not probes, decide its state.
     fn is_sealed(&self) -> bool;
-    /// When the last datagram arrived, in ms on the core's clock.
+    /// Arrival of the last datagram, in ms on the core's clock.
     fn heard_ms(&self) -> Option<u64>;
-    /// Sends a probe in an IP packet of `size` bytes, or a small one. One that cannot be sent is like one that got lost.
+    /// Sends a probe in an IP packet of `size` bytes, or a small one. A send error counts as packet loss.
     fn send_probe(&self, by: &Arc<Socket>, id: &[u8; 8], size: Option<u16>);
 }
 
-/// Looks after what the kernel knows of paths, for all links of a host.
+/// Keeps the kernel's view of paths current, for all links of a host.
 pub struct PathWatch {
-    /// Those of all dispatchers; the first is bound to the host's first port.
+    /// The sockets of all dispatchers; the first is bound to the host's first port.
     sockets: Vec<Arc<Socket>>,
-    /// Those that send to multicast groups.
+    /// Sockets that send to multicast groups.
     multicast: Vec<Arc<Socket>>,
     routes: RouteProbe,
-    /// Speed in Mbit/s that the sockets' buffers are sized for; 0 before any path's is known.
+    /// Speed in Mbit/s that the buffers are sized for; 0: no path's speed is known yet.
     mbps: u32,
 }
 
@@ -53,19 +53,19 @@ impl PathWatch {
         PathWatch { sockets, multicast, routes, mbps: 0 }
     }
 
-    /// What probes leave by.
+    /// The socket for probes.
     pub(super) fn socket(&self) -> &Arc<Socket> {
         &self.sockets[0]
     }
 
-    /// Asks for the route of a link that is new. Before this senders assume a small path MTU.
+    /// Looks up a new link's route. Until then senders assume a small path MTU.
     pub(in crate::link) fn meet(&mut self, link: &dyn Monitored) {
         if link.path().is_unknown() {
             self.refresh(link);
         }
     }
 
-    /// Asks again for what is older than a second, or wanted. True when it was.
+    /// Refreshes what is older than a second or requested. True when it did.
     pub(in crate::link) fn look_at(&mut self, link: &dyn Monitored, now_ms: u64) -> bool {
         link.age(now_ms);
         if !link.path().is_due(now_ms) {
@@ -83,7 +83,7 @@ impl PathWatch {
         true
     }
 
-    /// Sizes the sockets' buffers for a path of `mbps` Mbit/s, when it is the first or the fastest so far.
+    /// Resizes the sockets' buffers if `mbps` Mbit/s is the fastest path so far.
     fn fit_buffers(&mut self, mbps: u32) {
         if mbps <= self.mbps {
             return;
@@ -109,12 +109,12 @@ impl PathWatch {
         });
     }
 
-    /// Has multicast datagrams leave by the device that leads to `remote`.
+    /// Sends multicast through the device that leads to `remote`.
     fn aim_multicast(&mut self, remote: SocketAddr) {
         let Some(IpAddr::V4(source)) = self.routes.source(remote) else { return };
         for socket in &self.multicast {
             let value = u32::from(source).to_be() as libc::c_int;
-            // Where it fails the kernel's route for the group decides.
+            // On failure the kernel's route for the group applies.
             let _ = set(socket, libc::SOL_IP, libc::IP_MULTICAST_IF, value);
         }
     }

@@ -1,21 +1,21 @@
-//! Sizes of socket buffers, by the speed of the path.
+//! Socket buffer sizing by the speed of the path.
 //!
-//! The receive buffer holds what arrives while a dispatcher is kept from its core, the send buffer what the device has not sent yet.
-//! Both hold [`HELD_MS`] of the fastest path: less loses frames in an ordinary scheduling pause, more only adds delay. The path's
-//! speed is that of the device its route leads over, an upper bound of whatever lies behind; round trips do not matter, because
-//! nothing is held for retransmission here.
+//! The receive buffer holds what arrives while a dispatcher is descheduled, the send buffer what the device has not sent yet.
+//! Both hold [`HELD_MS`] of the fastest path: less loses frames in an ordinary scheduling pause, more only adds delay. The
+//! path's speed is that of its route's device, an upper bound for whatever lies behind; round trips do not matter, since
+//! nothing is kept for retransmission here.
 
-/// Milliseconds of a path's full speed that a buffer holds: three time slices of other threads, as the kernel's scheduler
-/// gives them by default (about 3 ms).
+/// Milliseconds of a path's full speed that a buffer holds: three default time slices of the kernel's scheduler (about 3 ms
+/// each).
 const HELD_MS: usize = 10;
-/// Bytes that a buffer holds at least: the frames of 64 KB that a guest can have ready at once, many times.
+/// Smallest buffer in bytes: many times the 64 KB frames that a guest can have ready at once.
 const BYTES_MIN: usize = 4 << 20;
-/// Bytes that a buffer holds at most, reached at 54 Gbit/s.
+/// Largest buffer in bytes, reached at 54 Gbit/s.
 const BYTES_MAX: usize = 64 << 20;
-/// The speed of devices that do not tell theirs, in Mbit/s.
+/// Assumed speed of devices that report none, in Mbit/s.
 pub(in crate::link) const ASSUMED_MBPS: u32 = 10_000;
 
-/// Bytes of a socket buffer for a path of `mbps` Mbit/s. The kernel doubles it for its own bookkeeping (socket(7)).
+/// Socket buffer size in bytes for a path of `mbps` Mbit/s. The kernel doubles it for its bookkeeping (socket(7)).
 pub(in crate::link) fn buffer_bytes(mbps: u32) -> usize {
     let bytes_per_ms = mbps as usize * (1_000_000 / 8 / 1000);
     (bytes_per_ms * HELD_MS).clamp(BYTES_MIN, BYTES_MAX)

@@ -1,7 +1,7 @@
-//! One burst of datagrams: buffers for a `recvmmsg`, and what it reported about them.
+//! One burst of datagrams: buffers for a `recvmmsg`, and what it reported.
 //!
-//! A message is one datagram, or several of one size that the kernel kept together (`UDP_GRO`). The buffers are raw memory
-//! ([`Scratch`]): frames of a batch point into them while other messages of the burst are still decrypted in place.
+//! A message is one datagram, or several of equal size that the kernel coalesced (`UDP_GRO`). The buffers are raw memory
+//! ([`Scratch`]): frames of a batch point into them while other messages are still being decrypted in place.
 
 use std::ops::Range;
 
@@ -12,14 +12,14 @@ use crate::scratch::Scratch;
 
 /// Messages in a burst.
 pub(crate) const MESSAGES: usize = 32;
-/// Bytes of the buffer behind each: any UDP payload.
+/// Bytes per message buffer: any UDP payload.
 pub(crate) const BUFFER_LEN: usize = 65_536;
 
-/// One message of a burst.
+/// One received message of a burst.
 #[derive(Clone, Copy)]
 pub(crate) struct Message {
     pub(crate) source: Name,
-    /// Where its bytes start in the burst's memory.
+    /// Offset in the burst's memory.
     start: usize,
     len: usize,
     /// Bytes of each of its datagrams but the last; at least 1.
@@ -28,17 +28,17 @@ pub(crate) struct Message {
 }
 
 impl Message {
-    /// Datagrams in the message. An empty message is one datagram.
+    /// Number of datagrams. An empty message is one datagram.
     pub(crate) fn datagrams(&self) -> usize {
         self.len.div_ceil(self.segment).max(1)
     }
 
-    /// Where its bytes are in the burst's memory.
+    /// Its range in the burst's memory.
     pub(crate) fn range(&self) -> Range<usize> {
         self.start..self.start + self.len
     }
 
-    /// Where datagram `n` is in the burst's memory.
+    /// The range of datagram `n` in the burst's memory.
     #[inline]
     pub(crate) fn datagram(&self, n: usize) -> Range<usize> {
         let (start, end) = (self.start + n * self.segment, self.start + self.len);
@@ -46,7 +46,7 @@ impl Message {
     }
 }
 
-/// See the module's comment.
+/// The buffers and messages of a burst.
 pub(crate) struct Burst {
     memory: Scratch,
     incoming: Incoming,

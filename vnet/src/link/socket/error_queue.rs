@@ -1,27 +1,27 @@
-//! What a socket's error queue says of messages sent with `MSG_ZEROCOPY`.
+//! Reads zero-copy completions (`MSG_ZEROCOPY`) from a socket's error queue.
 //!
 //! Linux Documentation/networking/msg_zerocopy.rst; recvmsg(2), MSG_ERRQUEUE; `struct sock_extended_err` in ip(7).
 
 use super::message::{CONTROL_HEADER_LEN, ERROR_LEN, receive_error};
 use super::udp::Socket;
 
-// Not in libc.
+// Missing in libc.
 const SO_EE_ORIGIN_ZEROCOPY: u8 = 5;
 const SO_EE_CODE_ZEROCOPY_COPIED: u8 = 1;
 
-/// The next notification in the socket's error queue: the first and last message done, and whether they were copied.
+/// The next completion in the socket's error queue: first and last message, and whether the kernel copied them.
 pub(in crate::link) fn notification(socket: &Socket) -> Option<(u32, u32, bool)> {
     let mut control = [0; ERROR_LEN];
     loop {
         let len = receive_error(socket, &mut control)?;
-        // Errors of another kind are not about zero copy: the next one.
+        // Other errors are not zero-copy completions: skip them.
         if let Some(found) = read_notification(&control[..len]) {
             return Some(found);
         }
     }
 }
 
-/// Reads a control message that holds a `struct sock_extended_err` of a sent message.
+/// Parses a control message with a zero-copy `struct sock_extended_err`.
 pub(in crate::link) fn read_notification(control: &[u8]) -> Option<(u32, u32, bool)> {
     let word = |at: usize| Some(u32::from_ne_bytes(control.get(at..)?.first_chunk().copied()?));
     let header = CONTROL_HEADER_LEN;

@@ -1,13 +1,13 @@
 //! Gathers datagrams for one `sendmmsg`.
 //!
-//! A datagram is put together from bytes copied to scratch memory (headers, small frames) and from slices that stay where they
-//! are (the rest). Consecutive datagrams join one *message*, which the kernel cuts again (`UDP_SEGMENT`), as long as all have
-//! the same size but for a shorter last one: the fragments of a frame do so by themselves, and so do whole frames of one size.
-//! A message that the kernel refuses to cut is sent again datagram by datagram. A frame is *recorded* with the messages its
-//! datagrams are in; it has gone out when all of its datagrams have.
+//! A datagram consists of bytes copied to scratch memory (headers, small frames) and slices that stay in place (the rest).
+//! Consecutive datagrams join one *message*, which the kernel segments again (`UDP_SEGMENT`), as long as all have equal size
+//! except a shorter last one: true for a frame's fragments, and for whole frames of one size. A message that the kernel refuses
+//! to segment is sent again datagram by datagram. A frame is *recorded* with the messages of its datagrams; it is sent when all
+//! of them are.
 //!
-//! Nothing here waits: what does not fit into the socket's buffer is dropped, as at any full queue on the path. Waiting would
-//! hold up the other links and the guests of this host, which have no part in the congestion.
+//! Nothing here waits: datagrams that do not fit into the socket's buffer are dropped, as at any full queue on the path.
+//! Waiting would hold up other links and this host's guests, which have no part in the congestion.
 
 use super::message::Outgoing;
 use super::name::Name;
@@ -16,41 +16,41 @@ use crate::frame::{Batch, DropSink, Frame, Segment};
 use crate::scratch::Scratch;
 use crate::stats::{DropReason, PortStats};
 
-/// Segments that every kernel with `UDP_SEGMENT` takes in a message; from Linux 6.9 on it would be 128, which matters only
-/// below a path MTU of 1024.
+/// Segments per message that every kernel with `UDP_SEGMENT` accepts. Linux 6.9 and later accept 128, which matters only below
+/// a path MTU of 1024.
 const GSO_DATAGRAMS_MAX: usize = 64;
-/// Bytes of a message that is to be cut. Larger ones reach the devices' limit with their headers ([`udp`](super::udp)).
+/// Most bytes of a segmented message. Larger ones reach the device limit with their headers ([`udp`](super::udp)).
 const MESSAGE_MAX: usize = 65_400;
 /// `UIO_MAXIOV`.
 const MESSAGE_SLICES_MAX: usize = 1024;
-/// Messages gathered; `UIO_MAXIOV` is the kernel's limit.
+/// Most messages gathered; `UIO_MAXIOV` is the kernel's limit.
 const MESSAGES: usize = 512;
 const SLICES: usize = 8192;
-/// Holds the segments of several super-frames for encapsulations that carry none.
+/// Scratch bytes: several super-frames in segments, for encapsulations without offload metadata.
 const SCRATCH: usize = 256 << 10;
 
-/// Where datagrams go, and what is counted and told on the way.
+/// Socket, destination and counters of a flush.
 pub(in crate::link) struct Exit<'a> {
-    /// What they leave by.
+    /// The sending socket.
     pub(in crate::link) socket: &'a Socket,
-    /// Where to.
+    /// The destination.
     pub(in crate::link) to: &'a Name,
     /// The link's counters.
     pub(in crate::link) stats: &'a PortStats,
 }
 
-/// What a flush found out about the path.
+/// Findings of a flush about the path.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::link) struct Flushed {
-    /// Set when it ended early, because a datagram was larger than the path MTU: encode again from this frame on.
+    /// Ended early, since a datagram exceeded the path MTU: encode again from this frame on.
     pub(in crate::link) stopped_at: Option<u16>,
-    /// A datagram was larger than the path MTU.
+    /// A datagram exceeded the path MTU.
     pub(in crate::link) too_big: bool,
-    /// The path's device does not cut messages.
+    /// The path's device does not segment messages.
     pub(in crate::link) no_segmentation: bool,
 }
 
-struct Message {
+struct GsoMessage {
     first_slice: usize,
     slices: usize,
     bytes: usize,
@@ -59,7 +59,7 @@ struct Message {
     datagrams: usize,
     /// Another datagram may join.
     open: bool,
-    /// Its datagrams that went out; those behind them failed, if any did.
+    /// Datagrams sent; those after them failed.
     sent: usize,
     failed: Option<DropReason>,
 }
@@ -74,18 +74,18 @@ struct Record {
     end: usize,
 }
 
-/// See the module's comment.
+/// The gathered datagrams of one flush.
 pub(in crate::link) struct Gather {
-    /// Filled from the start on, up to `scratch_used`, while slices already point into what is filled.
+    /// Filled from the start up to `scratch_used`; slices point into the filled part.
     scratch: Scratch,
     scratch_used: usize,
     slices: Vec<libc::iovec>,
-    messages: Vec<Message>,
+    messages: Vec<GsoMessage>,
     records: Vec<Record>,
-    /// First slice of the datagram being put together, and its bytes.
+    /// First slice of the current datagram, and its bytes.
     start: usize,
     bytes: usize,
-    /// Whether datagrams join messages: whether the device of the link's path is known to cut them.
+    /// Whether datagrams join messages: the device of the link's path is believed to segment.
     pub(in crate::link) segmentation: bool,
     outgoing: Outgoing,
 }
@@ -109,7 +109,7 @@ impl Gather {
         }
     }
 
-    /// True when `datagrams` more fit, with `bytes` of copies and `slices` all together.
+    /// True when `datagrams` more fit, with `bytes` of copies and `slices` in total.
     #[inline]
     pub(in crate::link) fn has_room(&self, datagrams: usize, slices: usize, bytes: usize) -> bool {
         self.messages.len() + datagrams <= MESSAGES
@@ -131,7 +131,7 @@ impl Gather {
         self.add_scratch(frame.len());
     }
 
-    /// Adds `len` bytes that `fill` writes to the datagram.
+    /// Adds `len` bytes, written by `fill`, to the datagram.
     #[inline]
     pub(in crate::link) fn write(&mut self, len: usize, fill: impl FnOnce(&mut [u8])) {
         fill(self.next_scratch(len));
@@ -148,7 +148,7 @@ impl Gather {
         self.add_scratch(slice.len());
     }
 
-    /// Has `encrypt` work on the datagram being put together, all of which was copied, with `tag_len` bytes more at its end.
+    /// Encrypts the current datagram in place with `encrypt`; all of it was copied. Adds `tag_len` bytes at its end.
     #[inline]
     pub(in crate::link) fn encrypt(&mut self, tag_len: usize, encrypt: impl FnOnce(&mut [u8])) {
         let start = self.scratch_used - self.bytes;
@@ -157,10 +157,10 @@ impl Gather {
         self.add_scratch(tag_len);
     }
 
-    /// The scratch memory's next `len` bytes.
+    /// The next `len` bytes of scratch memory.
     ///
     /// # Panics
-    /// When there are not so many: ask [`Gather::has_room`] first.
+    /// When fewer are left: ask [`Gather::has_room`] first.
     #[inline]
     fn next_scratch(&mut self, len: usize) -> &mut [u8] {
         let start = self.scratch_used;
@@ -168,7 +168,7 @@ impl Gather {
         self.scratch.bytes_mut(start..start + len)
     }
 
-    /// Adds the scratch memory's last `len` bytes, to the slice before when it ends there.
+    /// Adds the last `len` bytes of scratch memory; extends the previous slice if adjacent.
     #[inline]
     fn add_scratch(&mut self, len: usize) {
         let base = self.scratch.ptr(self.scratch_used - len).cast_mut();
@@ -183,7 +183,7 @@ impl Gather {
         self.slices.push(libc::iovec { iov_base: base.cast(), iov_len: len });
     }
 
-    /// Adds memory as it is to the datagram. It has to stay readable until the flush.
+    /// Adds memory to the datagram without copying. It must stay readable until the flush.
     #[inline]
     pub(in crate::link) fn slice(&mut self, segment: Segment) {
         self.bytes += segment.len();
@@ -191,8 +191,8 @@ impl Gather {
             .push(libc::iovec { iov_base: segment.as_ptr().cast_mut().cast(), iov_len: segment.len() });
     }
 
-    /// Ends the datagram and returns the index of its message. `within_mtu` is false when IP will have to fragment it, so
-    /// that it must not be part of a message that is cut.
+    /// Ends the datagram and returns the index of its message. With `within_mtu` false, IP will fragment it, so it must not
+    /// join a segmented message.
     #[inline]
     pub(in crate::link) fn end_datagram(&mut self, within_mtu: bool) -> usize {
         let (bytes, slices) = (self.bytes, self.slices.len() - self.start);
@@ -213,7 +213,7 @@ impl Gather {
         } else {
             let open = within_mtu && self.segmentation;
             let (segment, datagrams) = (bytes, 1);
-            self.messages.push(Message {
+            self.messages.push(GsoMessage {
                 first_slice,
                 slices,
                 bytes,
@@ -227,17 +227,17 @@ impl Gather {
         self.messages.len() - 1
     }
 
-    /// Records frame `frame` of the batch, `bytes` long, whose datagrams are in the messages from `first` to `last`.
+    /// Records frame `frame` of the batch, `bytes` long, with its messages from `first` to `last`.
     #[inline]
     pub(in crate::link) fn record(&mut self, frame: u16, bytes: usize, first: usize, last: usize) {
         let end = self.messages[last].datagrams;
         self.records.push(Record { frame, bytes, first, last, end });
     }
 
-    /// Sends everything by `exit`, counts each recorded frame as out or dropped, and starts again from nothing.
+    /// Sends everything through `exit`, counts each recorded frame as sent or dropped, and clears the gather.
     ///
-    /// With `may_stop`, a datagram larger than the path MTU ends it early: the frames before it are counted, those from
-    /// [`Flushed::stopped_at`] on are not.
+    /// With `may_stop`, the first datagram that exceeds the path MTU ends it: frames before [`Flushed::stopped_at`] are
+    /// counted, the rest are not.
     pub(in crate::link) fn flush(
         &mut self,
         exit: &Exit<'_>,
@@ -264,7 +264,7 @@ impl Gather {
         flushed
     }
 
-    /// Sends the messages and marks those that failed. Returns how many were tried: all, unless it stops early.
+    /// Sends the messages and marks failed ones. Returns how many were tried: all, unless it stops early.
     fn send(&mut self, socket: &Socket, may_stop: bool, flushed: &mut Flushed) -> usize {
         let mut next = 0;
         while next < self.messages.len() {
@@ -283,7 +283,7 @@ impl Gather {
                 continue;
             }
             let cut = self.messages[next].datagrams > 1;
-            // EINVAL: what EMSGSIZE was for messages that are cut, before Linux 6.14; also for a socket without checksums.
+            // EINVAL: before Linux 6.14, what is now EMSGSIZE for segmented messages; also a socket without checksums.
             let uncut = refused == libc::EIO || refused == libc::EINVAL || !may_stop;
             flushed.no_segmentation |= refused == libc::EIO && cut;
             self.segmentation &= !(refused == libc::EIO && cut);
@@ -303,7 +303,7 @@ impl Gather {
                 libc::EAGAIN => DropReason::NoBuffer,
                 _ => DropReason::SendFailed,
             };
-            // A full socket buffer will not take the rest either.
+            // A full socket buffer will refuse the rest too.
             let until = if error == libc::EAGAIN { self.messages.len() } else { next + 1 };
             self.messages[next..until].iter_mut().for_each(|message| message.failed = Some(reason));
             next = until;
@@ -311,13 +311,13 @@ impl Gather {
         next
     }
 
-    /// Sends the datagrams of a message one by one, up to the first that fails. Returns its error, or 0.
+    /// Sends a message's datagrams one by one until one fails. Returns that error, or 0.
     #[cold]
     fn send_uncut(&mut self, socket: &Socket, index: usize) -> libc::c_int {
         let message = &mut self.messages[index];
         let mut slices = &mut self.slices[message.first_slice..][..message.slices];
         while message.sent < message.datagrams {
-            // No slice is part of two datagrams.
+            // No slice spans two datagrams.
             let (mut count, mut bytes) = (0, 0);
             while count < slices.len() && bytes < message.segment {
                 bytes += slices[count].iov_len;
@@ -333,7 +333,7 @@ impl Gather {
         0
     }
 
-    /// Counts the frames whose messages are all among the first `tried`. Returns the first other one.
+    /// Counts the frames whose messages are all among the first `tried`. Returns the first other frame.
     fn account(&mut self, stats: &PortStats, drops: &mut DropSink, tried: usize) -> Option<u16> {
         let (mut frames, mut bytes, mut stop) = (0, 0, None);
         for record in &self.records {
@@ -342,7 +342,7 @@ impl Gather {
                 break;
             }
             let last = &self.messages[record.last];
-            // What failed of a message is its end, and so is what a frame that goes on in the next one has of it.
+            // Failed datagrams are at the end of a message, and so is the start of a frame that continues in the next one.
             let before = &self.messages[record.first..record.last];
             let failed = before.iter().find_map(|message| message.failed);
             match failed.or(last.failed.filter(|_| record.end > last.sent)) {

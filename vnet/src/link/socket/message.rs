@@ -1,7 +1,7 @@
-//! `msghdr` and `cmsghdr`: messages as sendmmsg(2), sendmsg(2), recvmmsg(2) and recvmsg(2) take them. Nobody else builds one.
+//! `msghdr` and `cmsghdr`: messages for sendmmsg(2), sendmsg(2), recvmmsg(2) and recvmsg(2). No other file builds one.
 //!
-//! A message is one datagram, or several of one size that the kernel cuts when it sends (`UDP_SEGMENT`) and keeps together when
-//! it receives (`UDP_GRO`); a control message carries that size. By hand because it is on the frames' way: headers are written in
+//! A message is one datagram, or several of equal size that the kernel segments on send (`UDP_SEGMENT`) and coalesces on
+//! receive (`UDP_GRO`); a control message carries that size. By hand because it is on the data path: headers are written in
 //! place into memory that is allocated once, where a wrapper would copy them.
 
 use std::io;
@@ -10,9 +10,9 @@ use std::os::fd::{AsFd, AsRawFd};
 use super::name::Name;
 use super::udp::{Socket, check};
 
-/// Bytes before the value of a control message.
+/// Bytes in front of a control message's value.
 pub(super) const CONTROL_HEADER_LEN: usize = size_of::<libc::cmsghdr>();
-/// Bytes for a control message of the error queue: the extended error and the address behind it.
+/// Bytes for a control message of the error queue: the extended error, followed by an address.
 pub(super) const ERROR_LEN: usize = 128;
 
 /// A control message with the 16-bit value of `UDP_SEGMENT` or the `int` of `UDP_GRO`.
@@ -24,7 +24,7 @@ struct Control {
 }
 
 impl Control {
-    /// Has the kernel cut the message into datagrams of `size` bytes.
+    /// Makes the kernel segment the message into datagrams of `size` bytes.
     fn segment(size: u16) -> Control {
         let mut value = [0; 8];
         value[..2].copy_from_slice(&size.to_ne_bytes());
@@ -33,7 +33,7 @@ impl Control {
         Control { header, value }
     }
 
-    /// As the kernel reports a message that it kept together from datagrams of `size` bytes.
+    /// As the kernel reports a message coalesced from datagrams of `size` bytes.
     fn coalesced(size: usize) -> Control {
         let mut value = [0; 8];
         value[..4].copy_from_slice(&(size as libc::c_int).to_ne_bytes());
@@ -45,7 +45,7 @@ impl Control {
         Control { header, value }
     }
 
-    /// Size of the datagrams of a message of `len` bytes, given how much of the control message the kernel filled.
+    /// Datagram size of a message of `len` bytes; `filled` is how much of the control message the kernel wrote.
     fn datagram_size(&self, filled: usize, len: usize) -> usize {
         let offered = filled >= CONTROL_HEADER_LEN + size_of::<libc::c_int>()
             && self.header.cmsg_level == libc::SOL_UDP
@@ -58,7 +58,7 @@ impl Control {
 
 /// A header that sends `slices` to `to`.
 ///
-/// It holds pointers to both, and must not be used when either is gone.
+/// Holds pointers to both and must not outlive them.
 fn sending(to: &Name, slices: &mut [libc::iovec]) -> libc::msghdr {
     // SAFETY: `msghdr` is plain data for which all zeros is a value; libc hides its padding, so that it cannot be written as
     // a literal.
@@ -78,7 +78,7 @@ fn attach(header: &mut libc::msghdr, control: &mut Control) {
 /// Messages for one `sendmmsg`.
 pub(super) struct Outgoing {
     headers: Vec<libc::mmsghdr>,
-    /// One for each message that may be pushed, so that none moves.
+    /// One per message, preallocated, so that none moves.
     controls: Box<[Control]>,
 }
 
@@ -86,18 +86,18 @@ pub(super) struct Outgoing {
 unsafe impl Send for Outgoing {}
 
 impl Outgoing {
-    /// Room for `messages`.
+    /// Room for `messages` messages.
     pub(super) fn new(messages: usize) -> Outgoing {
         let controls = vec![Control::segment(0); messages].into_boxed_slice();
         Outgoing { headers: Vec::with_capacity(messages), controls }
     }
 
-    /// Starts again from nothing.
+    /// Removes all messages.
     pub(super) fn clear(&mut self) {
         self.headers.clear();
     }
 
-    /// Adds a message, in datagrams of `segment` bytes when it is more than one.
+    /// Adds a message, in datagrams of `segment` bytes if more than one.
     ///
     /// # Panics
     /// When there is no room.
@@ -112,10 +112,10 @@ impl Outgoing {
         self.headers.push(libc::mmsghdr { msg_hdr: header, msg_len: 0 });
     }
 
-    /// Sends the messages from the `first` on. Returns how many the kernel took, at least one.
+    /// Sends the messages from `first` on. Returns how many the kernel took, at least one.
     ///
     /// # Safety
-    /// The names and slices pushed, and the memory that the slices tell of, are still there and readable.
+    /// The names and slices pushed, and the memory that the slices describe, must still be valid and readable.
     pub(super) unsafe fn send(&mut self, socket: &Socket, first: usize) -> io::Result<usize> {
         let rest = &mut self.headers[first..];
         // SAFETY: every header points to a control message of `self` and, by the caller's promise, to a name and slices whose
@@ -126,7 +126,7 @@ impl Outgoing {
         check(sent).map(|sent| sent as usize)
     }
 
-    /// Sends `slices` as one datagram to where message `index` goes.
+    /// Sends `slices` as one datagram to the destination of message `index`.
     ///
     /// # Safety
     /// As for [`Outgoing::send`].
@@ -147,7 +147,7 @@ impl Outgoing {
     }
 }
 
-/// Sends one message, in datagrams of `segment` bytes when it is more than one.
+/// Sends one message, in datagrams of `segment` bytes if more than one.
 ///
 /// # Safety
 /// What `slices` tell of is readable; with `MSG_ZEROCOPY`, what of it is not a guest's stays as it is until the message is done.
@@ -181,7 +181,7 @@ unsafe fn send_one(socket: &Socket, header: &libc::msghdr, flags: libc::c_int) -
     Ok(())
 }
 
-/// What the kernel reported of a received message.
+/// The kernel's report on a received message.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Report {
     pub(crate) source: Name,
@@ -189,7 +189,7 @@ pub(crate) struct Report {
     pub(crate) len: usize,
     /// Bytes of each of its datagrams but the last; at least 1.
     pub(crate) segment: usize,
-    /// It did not fit.
+    /// It was truncated.
     pub(crate) truncated: bool,
 }
 
@@ -205,7 +205,7 @@ pub(super) struct Incoming {
 unsafe impl Send for Incoming {}
 
 impl Incoming {
-    /// Room for `messages`.
+    /// Room for `messages` messages.
     pub(super) fn new(messages: usize) -> Incoming {
         // SAFETY: both are plain data of integers and pointers, for which all zeros is a value.
         let (slice, header) =
@@ -251,14 +251,14 @@ impl Incoming {
             }
             match io::Error::last_os_error().kind() {
                 io::ErrorKind::Interrupted => {}
-                // The error of an earlier datagram is reported once, before what is waiting, and means nothing here.
+                // The error of an earlier datagram: reported once, before waiting messages, and irrelevant here.
                 kind if kind != io::ErrorKind::WouldBlock && errors == 0 => errors += 1,
                 _ => return 0,
             }
         }
     }
 
-    /// Notes a message that was received otherwise as message `index`: `len` bytes in datagrams of `segment`.
+    /// Describes a message received otherwise as message `index`: `len` bytes in datagrams of `segment`.
     pub(super) fn set(&mut self, index: usize, source: Name, len: usize, segment: usize) {
         self.sources[index] = source;
         self.controls[index] = Control::coalesced(segment);
@@ -268,7 +268,7 @@ impl Incoming {
         header.msg_hdr.msg_controllen = size_of::<Control>();
     }
 
-    /// What was reported of message `index`.
+    /// The report on message `index`.
     pub(super) fn report(&self, index: usize) -> Report {
         let mmsghdr = &self.headers[index];
         let (header, len) = (&mmsghdr.msg_hdr, mmsghdr.msg_len as usize);
@@ -284,7 +284,7 @@ impl Incoming {
 /// Receives one message into `slices`, without waiting.
 ///
 /// # Errors
-/// The kernel's, `EAGAIN` when none is waiting, `EFAULT` when the memory is gone.
+/// The kernel's: `EAGAIN` when none is waiting, `EFAULT` when the memory is unmapped.
 pub(crate) fn receive_message(
     socket: &Socket,
     slices: &mut [libc::iovec],
@@ -312,8 +312,7 @@ pub(crate) fn receive_message(
                 });
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            // The error of an earlier datagram (a peer that is not there yet, a closed path) is reported once, before what is
-            // waiting.
+            // The error of an earlier datagram (a peer not up yet, a closed path) is reported once, before waiting messages.
             Err(error) => match error.raw_os_error() {
                 Some(libc::EAGAIN | libc::EFAULT) => return Err(error),
                 _ if errors == 2 => return Err(error),
@@ -323,9 +322,9 @@ pub(crate) fn receive_message(
     }
 }
 
-/// Takes the control message of the next entry of the socket's error queue. Returns its length; `None` when the queue is empty.
+/// Reads the control message of the next error queue entry. Returns its length; `None` when the queue is empty.
 pub(super) fn receive_error(socket: &Socket, control: &mut [u8; ERROR_LEN]) -> Option<usize> {
-    /// Aligned as control messages have to be.
+    /// Control messages need this alignment.
     #[repr(C, align(8))]
     struct Aligned([u8; ERROR_LEN]);
     let fd = socket.as_fd().as_raw_fd();

@@ -1,8 +1,8 @@
-//! The bridge's UDP sockets, and everything that knows `msghdr` and `cmsghdr`.
+//! The bridge's UDP sockets, and all use of `msghdr` and `cmsghdr`.
 //!
 //! A host has one UDP port or several ([`ports`]). [`gather`] batches headers and slices of guest memory for `sendmmsg`
-//! ([`message`]), [`error_queue`] reads what the kernel reports of messages sent before, [`buffers`] sizes socket buffers by the
-//! speed of the device, [`name`] holds addresses in the kernel's form.
+//! ([`message`]), [`error_queue`] reads completions of zero-copy sends, [`buffers`] sizes socket buffers by device speed,
+//! [`name`] holds addresses in the kernel's form.
 
 pub(in crate::link) mod buffers;
 pub(crate) mod burst;

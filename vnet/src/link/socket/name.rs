@@ -3,7 +3,7 @@
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 
-/// An address as all tables have it: IPv4 in its own form (never mapped into IPv6), no flow label.
+/// The canonical form of an address, as in all tables: IPv4 not mapped into IPv6, no flow label.
 pub fn normalised(address: SocketAddr) -> SocketAddr {
     match address {
         SocketAddr::V6(v6) => match v6.ip().to_ipv4_mapped() {
@@ -14,12 +14,12 @@ pub fn normalised(address: SocketAddr) -> SocketAddr {
     }
 }
 
-/// The remote of a link that learns it from its peer. No host has this address.
+/// Remote of a link that learns its peer's address. No host has this address.
 pub const ANYWHERE: SocketAddr = SocketAddr::new(IpAddr::V6(Ipv6Addr::UNSPECIFIED), 0);
-/// Most ports of a host's bridge: as many as it may have dispatchers.
+/// Most ports of a host's bridge: the same as its most dispatchers.
 pub const PORTS_MAX: u16 = 64;
 
-/// The addresses of `ports` ports in a row, from that of `remote` on. Ports beyond 65535 are nobody's.
+/// The addresses of `ports` consecutive ports from that of `remote` on. Ports beyond 65535 are left out.
 pub(in crate::link) fn addresses(remote: SocketAddr, ports: u16) -> impl Iterator<Item = SocketAddr> {
     let ports = (0..ports.min(PORTS_MAX)).map_while(move |offset| remote.port().checked_add(offset));
     ports.map(move |port| {
@@ -29,23 +29,23 @@ pub(in crate::link) fn addresses(remote: SocketAddr, ports: u16) -> impl Iterato
     })
 }
 
-/// One address in both forms: for IPv4 sockets, and for IPv6 sockets, which take IPv4 addresses mapped.
+/// One address in both forms: for IPv4 sockets, and for IPv6 sockets, which need IPv4 addresses mapped.
 /// [`Socket::form_of`](super::udp::Socket::form_of) chooses.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::link) struct Target {
     pub(super) is_v4: bool,
-    /// By whether the socket is an IPv6 one.
+    /// Indexed by whether the socket is IPv6.
     pub(super) forms: [Option<Name>; 2],
 }
 
 impl Target {
-    /// `address`, which is normalised.
+    /// `address` must be normalised.
     pub(in crate::link) fn new(address: SocketAddr) -> Target {
         Target { is_v4: address.is_ipv4(), forms: [false, true].map(|v6| Name::new(address, v6)) }
     }
 }
 
-/// An IPv4 or IPv6 address in the kernel's form, in the room of the larger one.
+/// An IPv4 or IPv6 address in the kernel's form, in storage for the larger one.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct Name {
@@ -65,7 +65,7 @@ impl fmt::Debug for Name {
 }
 
 impl Name {
-    /// `address` for a socket of the family told: IPv4 is mapped into IPv6; `None` for IPv6 on an IPv4 socket.
+    /// `address` for a socket of the given family: IPv4 is mapped into IPv6; `None` for IPv6 on an IPv4 socket.
     pub(crate) fn new(address: SocketAddr, v6: bool) -> Option<Name> {
         let mut name = Name::unknown();
         let ip = match (address.ip(), v6) {
@@ -101,14 +101,14 @@ impl Name {
         Some(name)
     }
 
-    /// Room for any address; as it is, an address of no family.
+    /// Storage for any address; initially of no family (AF_UNSPEC).
     pub(crate) fn unknown() -> Name {
         // SAFETY: `sockaddr_in6` is plain data, for which all zeros is a value (family AF_UNSPEC).
         let storage = unsafe { std::mem::zeroed::<libc::sockaddr_in6>() };
         Name { storage, len: size_of::<libc::sockaddr_in6>() as libc::socklen_t }
     }
 
-    /// The address, as written by the kernel; `None` for other families.
+    /// The address written by the kernel; `None` for other families.
     pub(crate) fn address(&self) -> Option<SocketAddr> {
         match libc::c_int::from(self.storage.sin6_family) {
             libc::AF_INET => {
@@ -127,10 +127,10 @@ impl Name {
         }
     }
 
-    /// True when the kernel wrote the same address into both.
+    /// True when both hold the same kernel-written address.
     #[inline]
     pub(crate) fn same(&self, other: &Name) -> bool {
-        // Two addresses of the same source differ in no field, so comparing all of the larger kind does.
+        // The same source yields identical bytes in all fields, so comparing the larger struct suffices.
         // SAFETY: `sockaddr_in6` has no padding, so that all of its bytes are initialised.
         let bytes = |name: &Name| unsafe {
             std::mem::transmute::<libc::sockaddr_in6, [u8; size_of::<libc::sockaddr_in6>()]>(name.storage)

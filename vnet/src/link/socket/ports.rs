@@ -1,4 +1,4 @@
-//! How a host's ports are shared out among its dispatchers, and flows among the ports.
+//! How a host's ports are distributed among its dispatchers, and flows among the ports.
 //!
 //! ```text
 //!  host 1, 2 dispatchers, 2 ports                    host 2, 3 dispatchers, 3 ports
@@ -8,21 +8,21 @@
 //!                     `------- flows of path 2 -----> 9002 --- dispatcher 2
 //! ```
 //!
-//! A bridge has one port, or as many in a row as it is told to. With one, every dispatcher has a socket of its own on it, and
-//! the kernel spreads the *peers* over them (`SO_REUSEPORT`): all that one peer sends comes to one dispatcher. With several,
-//! dispatcher `i` of `n` has ports `i`, `i + n`, … for itself, and the sender spreads its *flows* over them: the hash of a
-//! frame's addresses and ports chooses one of its own sockets and one of the receiver's ports. So
+//! A bridge has one port or several consecutive ones. With one, every dispatcher has its own socket on it, and the kernel
+//! spreads the *peers* over them (`SO_REUSEPORT`): all datagrams of a peer reach one dispatcher. With several, dispatcher `i`
+//! of `n` owns ports `i`, `i + n`, … and the sender spreads its *flows* over them: the hash of a frame's addresses and ports
+//! chooses one of its own sockets and one of the receiver's ports. So
 //!
-//! - the frames of a flow take one way through the network and through one dispatcher, in order; so do the datagrams of a
-//!   frame, for which reassembly is each dispatcher's own;
-//! - the underlay sees several flows between two hosts, which its own hashes spread over links and receive queues;
+//! - a flow's frames take one path through the network and through one dispatcher, in order; so do a frame's datagrams, since
+//!   each dispatcher reassembles by itself;
+//! - the underlay sees several flows between two hosts and can hash them over links and receive queues;
 //! - dispatchers share nothing, neither sockets nor locks, and the two sides may have different numbers of both.
 //!
 //! Each side knows the other's ports from its configuration, and a datagram belongs to a link when it comes from one of them.
-//! They are not learned from traffic: whoever could send from another port of the peer's host could teach himself in.
+//! Ports are not learned from traffic: anyone able to send from another port of the peer's host could inject frames.
 //!
-//! Bare frames (`vnet`) know one port only, the first. Where there are several, each dispatcher has a socket on it to send
-//! them by; what comes to it is dispatcher 0's, as its place in the order above wants.
+//! Bare frames (`vnet`) use the first port only. With several ports, each dispatcher has a socket on the first one to send
+//! them; dispatcher 0 receives there, as in the order above.
 
 use std::io;
 use std::net::SocketAddr;
@@ -30,24 +30,24 @@ use std::sync::Arc;
 
 use super::udp::Socket;
 
-/// How often another row of ports is tried when the kernel chooses the first one.
+/// Attempts to get a row of free ports when the kernel chooses the first one.
 const TRIES: usize = 32;
 
-/// Why the bridge has no socket.
+/// Why the bridge cannot listen.
 #[derive(Debug, thiserror::Error)]
 pub enum BridgeError {
-    /// Somebody else has the port.
+    /// The port is in use.
     #[error(
         "cannot listen on {0}: address already in use; is another vnetd running? choose another [bridge] listen"
     )]
     InUse(SocketAddr),
-    /// The address is nobody's here.
+    /// The address is not local.
     #[error("cannot listen on {0}: not an address of this host; choose another [bridge] listen")]
     NotHere(SocketAddr),
-    /// A port below 1024 without the privilege.
+    /// A privileged port without the privilege.
     #[error("cannot listen on {0}: permission denied; run vnetd as root or choose a port above 1023")]
     Denied(SocketAddr),
-    /// Anything else.
+    /// Another error.
     #[error("cannot listen on {0}: {1}")]
     Other(SocketAddr, #[source] io::Error),
 }
@@ -80,8 +80,8 @@ pub(in crate::link) fn bind_group(
     sockets
 }
 
-/// The sockets of each dispatcher. The first of each is bound to the first port; where there are several ports, only that
-/// of dispatcher 0 receives.
+/// The sockets of each dispatcher. Each dispatcher's first socket is bound to the first port; with several ports, only
+/// dispatcher 0 receives there.
 fn bind_all(
     listen: SocketAddr,
     ports: u16,
@@ -89,7 +89,7 @@ fn bind_all(
 ) -> Result<Vec<Vec<Arc<Socket>>>, BridgeError> {
     let shared = dispatchers > 1;
     if shared {
-        // A socket that does not share finds out whether anybody else is there.
+        // An unshared socket detects other users of the port.
         drop(bind(listen, false)?);
     }
     let first = bind(listen, shared)?;

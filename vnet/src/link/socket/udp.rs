@@ -1,4 +1,4 @@
-//! The bridge's UDP sockets: made, sized, and told whether IP may fragment.
+//! The bridge's UDP sockets: creation, buffer sizes, and the fragmentation policy.
 //!
 //! One socket carries all links of a dispatcher, unless the host has several ports ([`ports`](super::ports)). What Linux 6.18 does
 //! with the options used here, measured on a veth pair of MTU 1500 (IPv4, IPv6 and IPv4 through an IPv6 socket behave alike
@@ -24,11 +24,11 @@ use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 use super::buffers::{ASSUMED_MBPS, buffer_bytes};
 use super::name::{Name, Target, normalised};
 
-/// Options that size a buffer, for those who may exceed the host's limit and for others.
+/// Options for buffer sizes: privileged (beyond the host's limit), and unprivileged.
 const RECEIVE_BUFFER: (libc::c_int, libc::c_int) = (libc::SO_RCVBUFFORCE, libc::SO_RCVBUF);
 const SEND_BUFFER: (libc::c_int, libc::c_int) = (libc::SO_SNDBUFFORCE, libc::SO_SNDBUF);
 
-/// `IP_LOCAL_PORT_RANGE` (ip(7)), not in libc yet, and ports 49152 to 65535 as it takes them.
+/// `IP_LOCAL_PORT_RANGE` (ip(7)), missing in libc, and its encoding of ports 49152 to 65535.
 const IP_LOCAL_PORT_RANGE: libc::c_int = 51;
 const SOURCE_PORTS: libc::c_int = (65_535u32 << 16 | 49_152) as libc::c_int;
 
@@ -37,11 +37,11 @@ const SOURCE_PORTS: libc::c_int = (65_535u32 << 16 | 49_152) as libc::c_int;
 pub(crate) struct Socket {
     fd: OwnedFd,
     local: SocketAddr,
-    /// Whether large packets are refused (`IP_PMTUDISC_DO`): 0 no, 1 yes, [`UNKNOWN`].
+    /// Whether packets larger than the path MTU are refused (`IP_PMTUDISC_DO`): 0 no, 1 yes, [`UNKNOWN`].
     dont_fragment: AtomicU8,
 }
 
-/// Not set yet: the host's default holds.
+/// Not set yet: the host's default applies.
 const UNKNOWN: u8 = 2;
 
 impl AsFd for Socket {
@@ -51,12 +51,12 @@ impl AsFd for Socket {
 }
 
 impl Socket {
-    /// A socket that sends only. Port 0 stands for one of the range that RFC 7348 section 5 names for VXLAN's source ports.
+    /// A socket that only sends. Port 0 picks one from the range for VXLAN source ports (RFC 7348 section 5).
     pub(in crate::link) fn sending(from: SocketAddr) -> io::Result<Socket> {
         let fd = udp_socket(from.is_ipv6())?;
-        // Before Linux 6.3 it is a port of the host's own range (net.ipv4.ip_local_port_range).
+        // Before Linux 6.3 the host's own range applies (net.ipv4.ip_local_port_range).
         let _ = set(&fd, libc::SOL_IP, IP_LOCAL_PORT_RANGE, SOURCE_PORTS);
-        // What strangers send there is not read: the kernel is to drop it soon.
+        // Nothing is read here: let the kernel drop strangers' datagrams early.
         set(&fd, libc::SOL_SOCKET, libc::SO_RCVBUF, 0)?;
         let socket = Socket::bound(fd, from)?;
         socket.set_buffer(SEND_BUFFER, buffer_bytes(ASSUMED_MBPS))?;
@@ -86,7 +86,7 @@ impl Socket {
         Ok(Socket { fd, local, dont_fragment: AtomicU8::new(UNKNOWN) })
     }
 
-    /// Has the kernel hold up to `bytes` bytes in each direction.
+    /// Sets both buffers to `bytes` bytes.
     pub(in crate::link) fn set_buffers(&self, bytes: usize) -> io::Result<()> {
         self.set_buffer(RECEIVE_BUFFER, bytes)?;
         self.set_buffer(SEND_BUFFER, bytes)
@@ -94,7 +94,7 @@ impl Socket {
 
     fn set_buffer(&self, (forced, polite): (libc::c_int, libc::c_int), bytes: usize) -> io::Result<()> {
         let bytes = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);
-        // Without the privilege the kernel gives what net.core.rmem_max and wmem_max allow.
+        // Unprivileged: capped by net.core.rmem_max and wmem_max.
         set(&self.fd, libc::SOL_SOCKET, forced, bytes)
             .or_else(|_| set(&self.fd, libc::SOL_SOCKET, polite, bytes))
     }
@@ -113,39 +113,39 @@ impl Socket {
         check(sent).map(drop)
     }
 
-    /// Lets packets larger than the path MTU be fragmented by IP (`false`), or refused, with DF on all (`true`). A system call
-    /// only when that changes.
+    /// Packets larger than the path MTU: let IP fragment them (`false`), or refuse them and set DF on all (`true`). A system
+    /// call only on a change.
     #[inline]
     pub(in crate::link) fn set_dont_fragment(&self, on: bool) {
         if self.dont_fragment.load(Relaxed) != u8::from(on) {
             self.dont_fragment.store(on.into(), Relaxed);
-            // A socket that refuses the option sends all the same; only what IP does with large packets differs.
+            // On failure it still sends; only the treatment of large packets differs.
             let _ = dont_fragment(&self.fd, self.local.is_ipv6(), on);
         }
     }
 
-    /// Has this socket get every datagram that comes to the port it shares; it has to be the first of those that do.
+    /// Makes this socket receive every datagram for the port it shares; it must have been bound first.
     pub(in crate::link) fn receive_alone(&self) -> io::Result<()> {
-        // Classic BPF: return 0, the index of the socket in the order of their binds (socket(7)).
+        // Classic BPF: return 0, the socket's index in bind order (socket(7)).
         let mut code = libc::sock_filter { code: (libc::BPF_RET | libc::BPF_K) as u16, jt: 0, jf: 0, k: 0 };
         let program = libc::sock_fprog { len: 1, filter: &raw mut code };
         set(&self.fd, libc::SOL_SOCKET, libc::SO_ATTACH_REUSEPORT_CBPF, program)
     }
 
-    /// The form of `target` that this socket sends to. `None` when it cannot: IPv6 from an IPv4 address, and IPv4 from any IPv6
-    /// address but the unspecified one.
+    /// The form of `target` for this socket. `None` when unreachable: IPv6 from an IPv4 address, and IPv4 from any IPv6 address
+    /// except the unspecified one.
     #[inline]
     pub(in crate::link) fn form_of<'a>(&self, target: &'a Target) -> Option<&'a Name> {
         target.forms[usize::from(self.local.is_ipv6())].as_ref().filter(|_| self.reaches(target.is_v4))
     }
 
-    /// Any address in the form that this socket sends to.
+    /// `address` in this socket's form.
     pub(in crate::link) fn name_of(&self, address: SocketAddr) -> Option<Name> {
         let name = Name::new(address, self.local.is_ipv6())?;
         self.reaches(address.is_ipv4()).then_some(name)
     }
 
-    /// True when the socket can send to addresses of that kind.
+    /// True when the socket can reach that kind of address.
     #[inline]
     pub(in crate::link) fn reaches(&self, v4: bool) -> bool {
         let local = normalised(self.local).ip();
@@ -171,7 +171,7 @@ pub(in crate::link) fn local_name(fd: &OwnedFd) -> io::Result<Name> {
     Ok(name)
 }
 
-/// Sets an option whose value is an integer, or the plain data that the option takes.
+/// Sets an option to an integer or another plain value.
 pub(in crate::link) fn set<T>(
     fd: &impl AsFd,
     level: libc::c_int,
@@ -196,24 +196,24 @@ pub(in crate::link) fn dont_fragment(fd: &impl AsFd, is_v6: bool, on: bool) -> i
     set(fd, libc::SOL_IP, libc::IP_MTU_DISCOVER, mode)
 }
 
-/// Has a TCP listener answer a SYN at most twice. The kernel repeats its answer to one that is never confirmed five times
-/// unless it is told otherwise; whoever writes an address that is not his own should not have it reached with more than he spends.
+/// Limits a TCP listener to two SYN-ACKs per SYN. The default is five retransmissions to an unconfirmed SYN; this bounds
+/// amplification towards spoofed addresses.
 pub(in crate::link) fn answer_briefly(listener: &impl AsFd) -> io::Result<()> {
     const REPETITIONS: libc::c_int = 1;
     set(listener, libc::IPPROTO_TCP, libc::TCP_SYNCNT, REPETITIONS)
 }
 
-/// Whether the kernel cuts messages into datagrams (`UDP_SEGMENT`), and keeps those that arrive together (`UDP_GRO`).
+/// Whether the kernel segments messages into datagrams (`UDP_SEGMENT`), and coalesces received ones (`UDP_GRO`).
 pub fn kernel_offloads() -> (bool, bool) {
     let has = |option| {
         let socket = udp_socket(false).or_else(|_| udp_socket(true));
-        // Any size does: nothing is sent.
+        // Any size works: nothing is sent.
         socket.and_then(|fd| set(&fd, libc::SOL_UDP, option, 1)).is_ok()
     };
     (has(libc::UDP_SEGMENT), has(libc::UDP_GRO))
 }
 
-/// The result of a system call that reports an error as -1.
+/// Converts a system call's -1 into the error.
 pub(crate) fn check<T: Default + PartialOrd>(result: T) -> io::Result<T> {
     if result < T::default() { Err(io::Error::last_os_error()) } else { Ok(result) }
 }

@@ -7,7 +7,7 @@
 //!                         two connections per link: dialed, accepted (connections.rs)
 //!                                                  |
 //!   dispatcher: reads into the connection's inbox, |     dispatchers: put frames in the outbox of one
-//!   runs the frames where they lie (frames.rs)     |     of the two, and hand it to the socket
+//!   runs the frames where they lie (source.rs)     |     of the two, and hand it to the socket
 //! ```
 //!
 //! Dispatchers serve a stream link as they serve an interface's queues: its sockets do not block, the dispatcher that owns the

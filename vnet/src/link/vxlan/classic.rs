@@ -9,7 +9,7 @@ use crate::link::socket::name::Target;
 use crate::link::socket::udp::Socket;
 use crate::stats::DropReason;
 
-/// What a `vnet` link has beside what all links have.
+/// The `vnet` part of a link.
 #[derive(Debug)]
 pub(in crate::link) struct Classic {
     pub(in crate::link) remote: SocketAddr,
@@ -17,12 +17,12 @@ pub(in crate::link) struct Classic {
 }
 
 impl Classic {
-    /// To the peer's one port.
+    /// To the peer's only port.
     pub(in crate::link) fn new(remote: SocketAddr) -> Classic {
         Classic { remote, name: Target::new(remote) }
     }
 
-    /// Sends the frames `which` of the batch as they are, each the payload of a datagram.
+    /// Sends the frames `which` of the batch unwrapped, one per datagram.
     pub(in crate::link) fn send(&self, socket: &Socket, out: &mut Sending<'_>, which: &[u16]) {
         let Some(name) = socket.form_of(&self.name) else {
             return out.dropped_all(DropReason::SendFailed, which);

@@ -1,12 +1,12 @@
-//! Makes finished Ethernet frames of what guests left to their NIC, and datagrams of them.
+//! Completes what guests left to their NIC (checksums, segmentation), and puts the finished Ethernet frames into datagrams.
 //!
-//! A checksum is completed and a super-frame cut in one pass that copies and one that sums. Segments of TCP are made so small
-//! that the path carries each in one packet, whatever MTU the guest believes in; a TCP frame that is too large without being a
-//! super-frame is cut as well. So the segments of a frame have one size, and the gather joins them in one message that the kernel
-//! or the NIC takes apart again. Frames that are finished are sent from where they lie.
+//! Completing a checksum and segmenting a super-frame take one pass that copies and one that sums. TCP segments are made small
+//! enough for one packet on the path, whatever MTU the guest assumes; an oversized TCP frame that is no super-frame is
+//! segmented as well. A frame's segments have equal sizes, so the gather joins them in one message that the kernel or NIC
+//! splits again. Finished frames are sent without a copy.
 //!
-//! Other frames than TCP that the path does not carry in one packet: a `vnet` peer gets them in IP fragments, as VNET/P's peers
-//! always did; a VTEP must not send fragments (RFC 7348 section 4.3), so on a `vxlan` link they are dropped and counted.
+//! Oversized frames other than TCP: a `vnet` peer gets them in IP fragments, as VNET/P's peers always did; a VTEP must not send
+//! fragments (RFC 7348 section 4.3), so a `vxlan` link drops and counts them.
 
 use crate::frame::{Frame, SEGMENTS_MAX};
 use crate::link::limits::UDP_PAYLOAD_MAX;
@@ -20,35 +20,35 @@ use crate::wire::vxlan;
 /// Offset of TCP's checksum in its header.
 pub(super) const TCP_CHECKSUM: u16 = 16;
 
-/// Whether a frame does not travel as it is on a path that carries frames of `room` bytes, but may travel in segments.
+/// Whether a frame exceeds `room` bytes, what the path carries, but can be segmented.
 #[inline]
 pub(super) fn must_be_cut(frame: &Frame, room: usize) -> bool {
     frame.offload.gso_type != 0 || (frame.len() > room && frame.offload.csum_offset == TCP_CHECKSUM)
 }
 
-/// Where datagrams of one call go, and how they are made.
+/// Destination and encapsulation of the datagrams of one call.
 pub(super) struct Way<'a> {
     socket: &'a Socket,
     name: &'a Name,
-    /// Whether a VXLAN header stands before each frame.
+    /// Whether each frame gets a VXLAN header.
     has_header: bool,
-    /// Largest frame in bytes that travels in one packet, and largest that travels at all.
+    /// Largest frame in bytes that fits one packet, and largest that can be sent at all.
     room: usize,
     most: usize,
 }
 
 impl<'a> Way<'a> {
-    /// Bare frames of `room` bytes at most, larger ones in IP fragments.
+    /// Bare frames; those larger than `room` bytes leave in IP fragments.
     pub(super) fn classic(socket: &'a Socket, name: &'a Name, room: usize) -> Way<'a> {
         Way { socket, name, has_header: false, room, most: UDP_PAYLOAD_MAX }
     }
 
-    /// Frames of `room` bytes at most behind VXLAN headers.
+    /// Frames of at most `room` bytes, with VXLAN headers.
     pub(super) fn vxlan(socket: &'a Socket, name: &'a Name, room: usize) -> Way<'a> {
         Way { socket, name, has_header: true, room, most: room }
     }
 
-    /// Adds what stands before the frame.
+    /// Adds the encapsulation header, if any.
     #[inline]
     fn put_header(&self, out: &mut Sending<'_>, frame: &Frame) {
         if self.has_header {
@@ -64,20 +64,20 @@ impl<'a> Way<'a> {
         }
     }
 
-    /// Sends what has gathered.
+    /// Sends the gathered datagrams.
     pub(super) fn flush(&self, out: &mut Sending<'_>) {
-        // Never stops early: what cannot be sent is counted as dropped.
+        // Never stops early: what cannot be sent counts as dropped.
         _ = out.flush(self.socket, self.name, false);
     }
 
-    /// Ends a datagram that holds `len` bytes of frame `index`.
+    /// Finishes a datagram with `len` bytes of frame `index`.
     #[inline]
     fn end(&self, out: &mut Sending<'_>, index: u16, len: usize) {
         let message = out.gather.end_datagram(len <= self.room);
         out.gather.record(index, len, message, message);
     }
 
-    /// One frame, whatever it needs.
+    /// Sends one frame, with checksum or segmentation as needed.
     pub(super) fn put(&self, out: &mut Sending<'_>, index: u16) {
         let (frame, batch) = (out.frame(index), out.batch);
         let offload = &frame.offload;
@@ -104,16 +104,16 @@ impl<'a> Way<'a> {
                 batch.copy_to(frame, copy);
                 summed = segment::complete_checksum(copy, offload).is_ok();
             });
-            // The metadata was checked against the frame's length: there is no such frame.
+            // Cannot fail: the metadata was checked against the frame's length.
             debug_assert!(summed);
             self.end(out, index, frame.len());
         }
     }
 
-    /// A frame in segments.
+    /// Sends a frame in segments.
     fn put_segments(&self, out: &mut Sending<'_>, index: u16, cut: &Cut) {
         let frame = out.frame(index);
-        // One frame came in: every further segment is a copy.
+        // One frame arrived: every further segment counts as a copy.
         out.link.stats.copies.add(cut.count() as u64 - 1);
         let mut payload = out.batch.reader(frame);
         payload.skip(cut.headers_len());

@@ -1,4 +1,4 @@
-//! Memberships in the multicast groups of VXLAN links.
+//! Multicast group memberships of VXLAN links.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use crate::link::path::route::RouteProbe;
 use crate::link::socket::udp::Socket;
 
-/// Memberships in multicast groups. One dispatcher has them: the kernel gives a group's datagrams to every member.
+/// Multicast group memberships. One dispatcher per host holds them: the kernel delivers a group's datagrams to every member.
 #[derive(Default)]
 pub(in crate::link) struct Groups(Vec<(Ipv4Addr, Ipv4Addr)>);
 
@@ -31,7 +31,7 @@ impl Groups {
         }
         let gone: Vec<_> = self.0.iter().copied().filter(|old| !wanted.contains(old)).collect();
         for membership in gone {
-            // One that is gone with its device is no error.
+            // A membership that vanished with its device is no error.
             let _ = change(socket, libc::IP_DROP_MEMBERSHIP, membership);
             self.0.retain(|old| *old != membership);
         }

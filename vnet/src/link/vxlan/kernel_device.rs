@@ -1,26 +1,27 @@
-//! Streams on a VXLAN link, handed uncut to the kernel's own VXLAN driver.
+//! TCP streams on a VXLAN link, sent uncut through the kernel's own VXLAN driver.
 //!
-//! A VTEP gets one datagram for each segment, and vnet can cut super-frames itself (finish_frames.rs). But then the network device has
-//! nothing left to cut, and another kernel takes each segment through its whole receive path. The kernel's VXLAN driver keeps a
-//! super-frame whole until the device, which cuts it in hardware where it can, or hands it to a veth's other end uncut.
+//! A VTEP expects one datagram per segment, and vnet can segment super-frames itself (finish_frames.rs). But then the network device
+//! has nothing left to segment, and a receiving kernel takes each segment through its whole receive path. The kernel's VXLAN
+//! driver keeps a super-frame whole until the device, which segments it in hardware where it can, or passes it uncut to a
+//! veth's other end.
 //!
-//! So a link has a VXLAN device for each of its networks and VTEPs, with one entry in its forwarding table: everything to the
-//! VTEP's port. A packet socket writes frames to it with virtio-net metadata, as on a local network (interface/local.rs). The
-//! device stands in a network namespace that nothing but that socket holds, while its datagrams leave where vnetd is
-//! (`IFLA_NET_NS_FD`): nobody sees it, no name is taken, and it is gone when vnetd is, however that ends.
+//! So a link has a VXLAN device for each of its networks and VTEPs, with one forwarding entry: everything to the VTEP's port. A
+//! packet socket writes frames to it with virtio-net metadata, as on a local network (interface/local/mod.rs). The device lives
+//! in a network namespace that only that socket keeps alive, while its datagrams leave from vnetd's namespace
+//! (`IFLA_NET_NS_FD`): the device is invisible, takes no name, and vanishes with vnetd, however that ends.
 //!
-//! It only sends. The namespace has no IPv6, so the device says nothing of its own accord and answers nobody; it learns nothing
+//! It only sends. The namespace has no IPv6, so the device sends nothing on its own and answers nobody; it learns nothing
 //! (`nolearning`), and the packet socket listens to no protocol. VXLAN is received by the bridge's own socket, from configured
-//! peers only. Source ports are bound by sockets of ours: an ICMP message about a datagram is believed by the kernel only if
-//! its source port is somebody's, and without that nobody would hear of a path that narrows.
+//! peers only. Our sockets bind the source ports: the kernel accepts an ICMP error about a datagram only if a socket owns its
+//! source port, and without that a shrinking path MTU would go unnoticed.
 //!
-//! TCP flows go this way while they have frames to be cut ([`Streams`]); everything else is cheaper gathered in one message. At
-//! the change the flow's source port changes, so that on a network with several paths one frame may overtake another, once. Flows
-//! that are marked as able to hear of congestion (ECT, RFC 3168) never do: the driver copies the mark to the outer header
-//! (RFC 6040), and a congested router would then mark what a vnet at the other end does not hand on.
+//! TCP flows use the device while they have frames to segment ([`Streams`]); everything else is cheaper gathered in one
+//! message. A switch changes the flow's source port, so on a network with several paths one frame may overtake another, once.
+//! ECN-capable flows (ECT, RFC 3168) never use it: the driver copies the mark to the outer header (RFC 6040), and a congested
+//! router would then set a mark that a vnet at the other end does not pass on.
 //!
-//! All of this takes CAP_NET_ADMIN, CAP_NET_RAW and CAP_SYS_ADMIN. Where it cannot be had frames are cut by vnet, as for networks
-//! and VTEPs beyond the limits.
+//! All of this needs CAP_NET_ADMIN, CAP_NET_RAW and CAP_SYS_ADMIN. Without them, and for networks and VTEPs beyond the limits,
+//! vnet segments frames itself.
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -51,37 +52,37 @@ use crate::wire::ip;
 use crate::wire::offload::{F_NEEDS_CSUM, Offload};
 use crate::wire::segment::Cut;
 
-/// Devices of one link, and of all links together. Each is a namespace (some hundred kilobytes) and a kernel socket.
+/// Most devices of one link, and of all links together. Each is a namespace (some hundred kilobytes) and a kernel socket.
 const DRIVERS_MAX: usize = 16;
 const DRIVERS_ALL: usize = 128;
-/// How many there are.
+/// Current number of devices.
 static DRIVERS: AtomicUsize = AtomicUsize::new(0);
-/// Source ports of a link's devices, which follow each other.
+/// Source ports of a link's devices, consecutive.
 const PORTS: u16 = 16;
 /// Bytes of the virtio-net header on a packet socket: the one without `num_buffers`.
 const VIRTIO_HEADER_LEN: usize = 10;
-/// MTU of the device. What the path carries is looked at before.
+/// MTU of the device. The path's limit is checked before.
 const MTU: u32 = 65_000;
-/// The name that the kernel gives the first device of its kind in a namespace.
+/// The name the kernel gives the first VXLAN device in a namespace.
 const NAME: &CStr = c"vxlan0";
-/// How often a port, or several in a row, are asked for.
+/// Attempts to get a free port, or several in a row.
 const TRIES: u32 = 32;
-/// Flows that are told apart. Two that share a place are streams together.
+/// Flow table size. Colliding flows count as streams together.
 const FLOWS: usize = 1024;
-/// For so long after its last frame to be cut a flow goes on this way, in ms.
+/// A flow keeps using the device for this long after its last frame to segment, in ms.
 const STREAM_MS: u64 = 1_000;
 
 /// The devices of one link.
 #[derive(Debug, Default)]
 pub(in crate::link) struct Drivers {
     slots: [OnceLock<Driver>; DRIVERS_MAX],
-    /// Held while devices are made: the sockets whose ports they send from.
+    /// Held while devices are created: the sockets that own their source ports.
     ports: Mutex<Vec<Socket>>,
-    /// It was said that there are none.
+    /// The lack of devices has been logged.
     told: AtomicBool,
 }
 
-/// One device: everything it is given goes to one VTEP in one network.
+/// One device: sends everything to one VTEP, in one network.
 #[derive(Debug)]
 pub(in crate::link) struct Driver {
     network: NetworkId,
@@ -95,16 +96,16 @@ impl Drop for Driver {
     }
 }
 
-/// What became of a frame.
+/// The outcome for a frame.
 pub(in crate::link) enum Sent {
-    /// It is out, or counted as dropped.
+    /// Sent, or counted as dropped.
     Done,
-    /// The kernel does not take it, or the device is gone.
+    /// The kernel refused it, or the device is gone.
     NotTaken,
 }
 
 impl Drivers {
-    /// Makes devices for `wanted` networks and VTEPs, as far as there are none.
+    /// Creates the missing devices for `wanted` networks and VTEPs.
     pub(in crate::link) fn open(
         &self,
         link: &str,
@@ -122,12 +123,12 @@ impl Drivers {
                 return;
             }
             match block(&mut ports, local).and_then(|first| open(network, remote, local, first)) {
-                // Nobody else fills it: `ports` is held.
+                // Cannot be filled concurrently: `ports` is held.
                 Ok(socket) => drop(free.set(Driver { network, vtep, socket })),
                 Err(error) => {
                     DRIVERS.fetch_sub(1, Relaxed);
                     if !self.told.swap(true, Relaxed) {
-                        tracing::info!(link, %error, "no VXLAN device for streams: vnetd cuts them itself");
+                        tracing::info!(link, %error, "no kernel VXLAN device for TCP streams: vnetd segments them itself");
                     }
                     return;
                 }
@@ -135,10 +136,10 @@ impl Drivers {
         }
     }
 
-    /// The number of the device for `network` to VTEP `vtep`.
+    /// The index of the device for `network` to VTEP `vtep`.
     #[inline]
     pub(in crate::link) fn find(&self, network: NetworkId, vtep: u16) -> Option<u8> {
-        // The first free one ends the list.
+        // The first free slot ends the list.
         let there = self.slots.iter().map_while(OnceLock::get);
         (0..).zip(there).find(|(_, it)| it.network == network && it.vtep == vtep).map(|(number, _)| number)
     }
@@ -150,8 +151,7 @@ impl Drivers {
 }
 
 impl Driver {
-    /// Sends frame `index` on a path that carries frames of `room` bytes, to be cut into such ones where that is needed and
-    /// possible.
+    /// Sends frame `index` on a path that carries frames of `room` bytes; the kernel segments larger ones where possible.
     pub(super) fn send(&self, out: &mut Sending<'_>, index: u16, room: usize) -> Sent {
         let (batch, frame) = (out.batch, out.frame(index));
         let (offload, segments, largest) = if must_be_cut(frame, room) {
@@ -205,9 +205,9 @@ impl Driver {
     }
 }
 
-/// Which of a dispatcher's flows are streams.
+/// A dispatcher's table of flows that are streams.
 pub(in crate::link) struct Streams {
-    /// Until when, in ms, by a hash of link and flow.
+    /// Expiry in ms, by hash of link and flow.
     until: Box<[u64; FLOWS]>,
 }
 
@@ -216,7 +216,7 @@ impl Streams {
         Streams { until: Box::new([0; FLOWS]) }
     }
 
-    /// True when the frame goes by the kernel device: it is one of TCP that is to be cut, or one of the flow was not long ago.
+    /// True when the frame leaves through the kernel device: a TCP frame to segment, or one of a flow that recently had one.
     /// `flow` is a hash of link and flow.
     #[inline]
     pub(super) fn go_by_driver(
@@ -242,12 +242,12 @@ impl Streams {
     }
 }
 
-/// Whether a frame's IP header says ECT(0), ECT(1) or CE (RFC 3168 section 5).
+/// Whether a frame's IP header carries ECT(0), ECT(1) or CE (RFC 3168 section 5).
 fn hears_of_congestion(head: &[u8]) -> bool {
     ip::in_frame(head).is_some_and(|(_, ip)| ip.ecn != 0)
 }
 
-/// Makes sure that there are [`PORTS`] sockets at ports in a row, from the one that is given.
+/// Extends `ports` to [`PORTS`] sockets on consecutive ports, starting at the first one.
 fn block(ports: &mut Vec<Socket>, local: IpAddr) -> io::Result<u16> {
     if let Some(first) = ports.first() {
         return Ok(first.local().port());
@@ -255,10 +255,10 @@ fn block(ports: &mut Vec<Socket>, local: IpAddr) -> io::Result<u16> {
     for _ in 0..TRIES {
         let first = Socket::sending(SocketAddr::new(local, 0))?;
         let from = first.local().port();
-        // The device is told the port behind the last one, too.
+        // The port behind the last one must exist too: the device's range is half-open.
         let Some(end) = from.checked_add(PORTS) else { continue };
         let rest = (from + 1..end).map(|port| Socket::sending(SocketAddr::new(local, port)));
-        // One in the row may be somebody's: another row.
+        // A port of the row is taken: try another row.
         if let Ok(rest) = rest.collect::<io::Result<Vec<_>>>() {
             ports.push(first);
             ports.extend(rest);
@@ -268,11 +268,11 @@ fn block(ports: &mut Vec<Socket>, local: IpAddr) -> io::Result<u16> {
     Err(io::ErrorKind::AddrInUse.into())
 }
 
-/// Makes a device in a namespace of its own, which sends from the ports behind `first`, and the socket that writes to it.
+/// Creates a device in its own namespace, sending from the ports behind `first`, and the socket that writes to it.
 fn open(network: NetworkId, remote: SocketAddr, local: IpAddr, first: u16) -> io::Result<OwnedFd> {
     let here = Netlink::new()?;
     std::thread::scope(|scope| {
-        // A thread of its own, since threads cannot go back.
+        // On its own thread: a thread cannot return to its old namespace.
         let thread = std::thread::Builder::new().name("vxlan-device".into());
         let made = thread.spawn_scoped(scope, || {
             // SAFETY: no memory is passed; the namespace of this thread alone changes, and nothing else runs on it.
@@ -284,7 +284,7 @@ fn open(network: NetworkId, remote: SocketAddr, local: IpAddr, first: u16) -> io
     })
 }
 
-/// Has devices of the calling thread's namespace be without IPv6: they would look for routers and neighbours, and answer.
+/// Disables IPv6 in the calling thread's namespace: devices would send router and neighbour solicitations, and answer.
 fn silence() -> io::Result<()> {
     for which in ["all", "default"] {
         match std::fs::write(format!("/proc/sys/net/ipv6/conf/{which}/disable_ipv6"), "1") {
@@ -296,7 +296,7 @@ fn silence() -> io::Result<()> {
     Ok(())
 }
 
-/// The same as [`open`], in the namespace of the calling thread. `here` is where datagrams are to leave.
+/// Like [`open`], in the calling thread's namespace; datagrams leave from namespace `here`.
 fn make(
     here: &Netlink,
     network: NetworkId,
@@ -308,16 +308,16 @@ fn make(
     let mut request = LinkMessage::default();
     request.header.flags = LinkFlags::Up;
     request.header.change_mask = LinkFlags::Up;
-    // Without a name, which older kernels would compare with those of the wrong namespace.
+    // Without a name: older kernels would check it against those of the wrong namespace.
     request.attributes = vec![LinkAttribute::Mtu(MTU), LinkAttribute::NetNsFd(namespace.as_raw_fd())];
     for _ in 0..TRIES {
-        // It has to be given a port to listen on. The kernel chooses one that is free, at this moment.
+        // A listening port is mandatory. The kernel picks one that is free right now.
         let port = Socket::sending(SocketAddr::new(local, 0))?.local().port();
         let info = vec![
             InfoVxlan::Id(network.get()),
             InfoVxlan::Learning(false),
             InfoVxlan::Port(port),
-            // The first one behind is none of them.
+            // The range is half-open.
             InfoVxlan::PortRange((first, first + PORTS)),
             // VTEPs do not fragment (RFC 7348 section 4.3).
             InfoVxlan::Df(VxlanDf::Set),
@@ -338,7 +338,7 @@ fn make(
     Err(io::ErrorKind::AddrInUse.into())
 }
 
-/// What says where a device's datagrams come from, and so of which family it is: unspecified for any address.
+/// The attribute with the datagrams' source address, which also sets their family; unspecified for any address.
 fn source(local: IpAddr, remote: SocketAddr) -> io::Result<InfoVxlan> {
     match (local.to_canonical(), remote.ip()) {
         (IpAddr::V4(ip), IpAddr::V4(_)) => Ok(InfoVxlan::Local(ip)),
@@ -348,7 +348,7 @@ fn source(local: IpAddr, remote: SocketAddr) -> io::Result<InfoVxlan> {
     }
 }
 
-/// Has device `index` send everything to `remote`.
+/// Sets device `index` to send everything to `remote`.
 fn lead(index: u32, remote: SocketAddr) -> io::Result<()> {
     let mut entry = NeighbourMessage::default();
     entry.header.family = AddressFamily::Bridge;
@@ -356,7 +356,7 @@ fn lead(index: u32, remote: SocketAddr) -> io::Result<()> {
     entry.header.state = NeighbourState::Permanent;
     entry.header.flags = NeighbourFlags::Own;
     entry.attributes = vec![
-        // What is not listed goes here, and nothing is.
+        // The default entry; no other exists.
         NeighbourAttribute::LinkLayerAddress(vec![0; 6]),
         NeighbourAttribute::Destination(match remote.ip() {
             IpAddr::V4(ip) => NeighbourAddress::Inet(ip),
@@ -367,7 +367,7 @@ fn lead(index: u32, remote: SocketAddr) -> io::Result<()> {
     Netlink::new()?.change(RouteNetlinkMessage::NewNeighbour(entry), NLM_F_CREATE | NLM_F_APPEND)
 }
 
-/// A packet socket that writes to device `index`, and receives nothing.
+/// A packet socket that writes to device `index` and receives nothing.
 fn socket(index: u32) -> io::Result<OwnedFd> {
     let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     // SAFETY: no memory is passed.
@@ -380,7 +380,7 @@ fn socket(index: u32) -> io::Result<OwnedFd> {
         .or_else(|_| set(&socket, libc::SOL_SOCKET, libc::SO_SNDBUF, bytes))?;
     // SAFETY: `sockaddr_ll` is plain data, for which all zeros is a value.
     let mut name = unsafe { std::mem::zeroed::<libc::sockaddr_ll>() };
-    // Protocol 0: it does not listen.
+    // Protocol 0: receives nothing.
     name.sll_family = libc::AF_PACKET as libc::c_ushort;
     name.sll_ifindex = index as libc::c_int;
     let len = size_of_val(&name) as libc::socklen_t;
@@ -394,7 +394,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn marks_of_congestion_are_seen_in_both_families_and_behind_tags() {
+    fn ecn_marks_are_seen_in_both_families_and_behind_tags() {
         let frame = |tag: &[u8], ethertype: [u8; 2], first: [u8; 2]| {
             [&[2; 12], tag, &ethertype, &first, &[0; 40]].concat()
         };
@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn ports_come_in_a_row_and_stay() {
+    fn ports_are_consecutive_and_stay() {
         let mut ports = vec![];
         let first = block(&mut ports, Ipv4Addr::LOCALHOST.into()).unwrap();
         let found: Vec<_> = ports.iter().map(|socket| socket.local().port()).collect();
@@ -421,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn the_own_address_fits_the_vteps_or_is_refused() {
+    fn the_source_address_matches_the_vteps_family_or_is_refused() {
         let vtep = |text: &str| SocketAddr::new(text.parse().unwrap(), 4789);
         let own = |text: &str| text.parse::<IpAddr>().unwrap();
         assert_eq!(source(own("::"), vtep("10.0.0.2")).unwrap(), InfoVxlan::Local(Ipv4Addr::UNSPECIFIED));

@@ -1,17 +1,17 @@
-//! What a VXLAN link has beside what all links have.
+//! The VXLAN part of a link.
 
 use std::net::SocketAddr;
 
 use super::kernel_device::Drivers;
 use super::vteps::{Vteps, VxlanOptions};
 
-/// What a VXLAN link has beside what all links have.
+/// The VXLAN part of a link.
 #[derive(Debug)]
 pub(in crate::link) struct Vxlan {
     /// The first VTEP.
     pub(in crate::link) remote: SocketAddr,
     pub(in crate::link) vteps: Vteps,
-    /// Kernel devices for TCP streams; `None` where the configuration wants none.
+    /// Kernel devices for TCP streams; `None` when configured off.
     pub(in crate::link) drivers: Option<Drivers>,
 }
 

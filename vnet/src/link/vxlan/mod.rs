@@ -1,9 +1,9 @@
-//! Links to peers that take finished Ethernet frames only: VXLAN (RFC 7348), and the classic VNET encapsulation beside it.
+//! Links to peers that accept only finished Ethernet frames: VXLAN (RFC 7348), and the classic VNET encapsulation beside it.
 //!
-//! [`finish_frames`] finishes and cuts frames for both; [`send`] and [`classic`] choose sockets and destinations. A VXLAN link leads to
-//! one VTEP or several ([`vteps`]), from source ports that follow the flow ([`source_ports`]); frames are taken from listed VTEPs
-//! only, over unicast or multicast ([`groups`]). TCP streams leave by a kernel VXLAN device where one can be made
-//! ([`kernel_device`]).
+//! [`finish_frames`] completes checksums and segments for both; [`send`] and [`classic`] choose sockets and destinations. A VXLAN
+//! link leads to one VTEP or several ([`vteps`]), from source ports that follow the flow ([`source_ports`]); frames are
+//! accepted from listed VTEPs only, over unicast or multicast ([`groups`]). TCP streams leave through a kernel VXLAN device
+//! where one can be created ([`kernel_device`]).
 
 pub(in crate::link) mod classic;
 mod finish_frames;

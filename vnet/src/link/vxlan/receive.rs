@@ -1,4 +1,4 @@
-//! VXLAN datagrams become frames (RFC 7348 section 5).
+//! Decodes VXLAN datagrams into frames (RFC 7348 section 5).
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::stats::{DiscardReason, DropReason};
 use crate::wire::vxlan::{self, VxlanError};
 use crate::wire::{ethernet, partial};
 
-/// Adds the frame of one datagram, which came from the link's VTEP number `vtep`.
+/// Adds the frame of one datagram from the link's VTEP number `vtep`.
 pub(in crate::link) fn datagram(link: &Arc<Link>, vtep: u16, datagram: &[u8], intake: &mut Intake<'_>) {
     let (vni, frame) = match vxlan::parse(datagram) {
         Ok(parsed) => parsed,

@@ -1,5 +1,5 @@
-//! Sends frames on VXLAN links: each to the VTEP where its destination is known to be or to all, from a source port that its flow
-//! chooses, or as part of a TCP stream by a kernel VXLAN device.
+//! Sends frames on VXLAN links: each to the VTEP that its destination is known behind, or to all; from a source port chosen by
+//! its flow, or through a kernel VXLAN device if it belongs to a TCP stream.
 
 use std::sync::Arc;
 
@@ -14,15 +14,15 @@ use crate::link::socket::udp::Socket;
 use crate::stats::DropReason;
 use crate::wire::{flow, vxlan};
 
-/// The way of a frame by kernel device: this and the device's number. Smaller ones are source ports.
+/// The way of a frame through a kernel device: this plus the device's index. Smaller values are source ports.
 const BY_DEVICE: u8 = PORTS as u8;
 
 /// Sends frames on VXLAN links, for one dispatcher.
 pub(in crate::link) struct VxlanSender {
     ports: SourcePorts,
-    /// Which flows have frames to be cut.
+    /// Which flows have frames to segment.
     streams: Streams,
-    /// Frames of a call: the VTEP's number, the source port or [`BY_DEVICE`], the index in the batch.
+    /// Frames of a call: VTEP number, source port or [`BY_DEVICE`], index in the batch.
     ways: Vec<(u16, u8, u16)>,
     now_ms: u64,
 }
@@ -32,22 +32,22 @@ impl VxlanSender {
         VxlanSender { ports, streams: Streams::new(), ways: Vec::with_capacity(BATCH_MAX), now_ms: 0 }
     }
 
-    /// The sockets it sends by.
+    /// The sockets it sends on.
     pub(in crate::link) fn sockets(&self) -> &[Arc<Socket>] {
         self.ports.all()
     }
 
-    /// Sets the clock that streams are told by.
+    /// Advances the clock that stream flows expire by.
     pub(in crate::link) fn tick(&mut self, now_ms: u64) {
         self.now_ms = now_ms;
     }
 
-    /// Sends the frames `which` of the batch behind VXLAN headers.
+    /// Sends the frames `which` of the batch with VXLAN headers.
     pub(in crate::link) fn send(&mut self, link: &Vxlan, out: &mut Sending<'_>, which: &[u16]) {
         out.gather.segmentation = out.link.path.segmentation();
         let room = udp_payload(out.link.path.mtu(), link.remote.is_ipv4()) - vxlan::HEADER_LEN;
         self.choose_ways(link, out, which, room);
-        // Frames of one flow have one source port: their order stays.
+        // A flow has one source port, so sorting keeps its order.
         self.ways.sort_unstable();
         for run in self.ways.chunk_by(|a, b| (a.0, a.1) == (b.0, b.1)) {
             let (vtep, way, _) = run[0];
@@ -68,9 +68,9 @@ impl VxlanSender {
         }
     }
 
-    /// Chooses VTEP and source port, or kernel device, of each frame.
+    /// Chooses each frame's VTEP and source port, or kernel device.
     fn choose_ways(&mut self, link: &Vxlan, out: &Sending<'_>, which: &[u16], room: usize) {
-        // Without a route the device would not say so.
+        // The device would drop frames silently without a route.
         let drivers = link.drivers.as_ref().filter(|_| out.link.path.has_route());
         self.ways.clear();
         for &index in which {

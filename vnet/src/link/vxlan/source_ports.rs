@@ -1,8 +1,8 @@
-//! Source ports of VXLAN datagrams: one dispatcher's sockets to send from.
+//! Source ports of VXLAN datagrams: the sockets that one dispatcher sends from.
 //!
-//! The source port of a datagram is chosen by the hash of its inner flow (RFC 7348 section 5), so that the network underneath
-//! spreads flows over its paths. Raw sockets would need a privilege and could not cut messages: instead each dispatcher has
-//! [`PORTS`] UDP sockets, bound in the range that the RFC names. Nobody reads from them.
+//! The hash of the inner flow chooses a datagram's source port (RFC 7348 section 5), so that the underlay spreads flows over
+//! its paths. Raw sockets would need a privilege and could not use segmentation offload: instead each dispatcher has [`PORTS`]
+//! UDP sockets, bound in the range that the RFC names. Nobody reads from them.
 
 use std::io;
 use std::net::SocketAddr;
@@ -12,11 +12,11 @@ use crate::link::socket::udp::Socket;
 
 /// Source ports of a dispatcher.
 pub(in crate::link) const PORTS: usize = 16;
-/// The sockets that one dispatcher sends VXLAN from.
+/// One dispatcher's sockets for sending VXLAN.
 pub(in crate::link) struct SourcePorts(Vec<Arc<Socket>>);
 
 impl SourcePorts {
-    /// Beside the socket that listens on `listen`.
+    /// On the same address as the socket that listens on `listen`.
     pub(in crate::link) fn new(listen: SocketAddr) -> io::Result<SourcePorts> {
         let sockets = (0..PORTS).map(|_| {
             let socket = Socket::sending(SocketAddr::new(listen.ip(), 0))?;

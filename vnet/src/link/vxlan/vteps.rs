@@ -1,9 +1,9 @@
-//! The VTEPs of a VXLAN link, and which of them a frame goes to.
+//! The VTEPs of a VXLAN link, and MAC learning among them.
 //!
-//! A link leads to one VTEP, its `remote`, or to several of one network, which are listed in `flood`. Frames to groups and to
-//! unknown addresses go to all of them (RFC 7348 section 4.2 with the list in place of the multicast group, as in `bridge fdb
-//! append 00:00:00:00:00:00 … dst …`), or to a multicast group once if there is one; others go to the VTEP that their
-//! destination was last heard from.
+//! A link leads to one VTEP, its `remote`, or to several of one network, listed in `flood`. Multicast and unknown destinations
+//! are flooded to all of them (RFC 7348 section 4.2 with head-end replication in place of the multicast group, as in `bridge
+//! fdb append 00:00:00:00:00:00 … dst …`), or sent once to a multicast group if there is one; others go to the VTEP where the
+//! address was last heard.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -13,23 +13,23 @@ use crate::link::socket::name::{Name, Target, normalised};
 use crate::link::socket::udp::Socket;
 use crate::wire::ethernet::Mac;
 
-/// Other VTEPs of one link. Each gets a copy of every flooded frame; beyond some hundred a network wants multicast.
+/// Most further VTEPs of one link. Each gets a copy of every flooded frame; beyond some hundred, use multicast.
 pub const FLOOD_MAX: usize = 255;
-/// Places for addresses heard on a link with several VTEPs. Two that share a place drive each other out, and then are flooded.
+/// Size of the learning table of a link with several VTEPs. Colliding addresses evict each other and are flooded meanwhile.
 const PLACES: usize = 4096;
-/// An address that is silent for one to two of these is forgotten, in ms.
+/// Ageing period in ms: an address that stays silent for one to two periods is forgotten.
 const AGEING_MS: u64 = 300_000;
-/// What says in a place that its address was heard since the last ageing.
+/// Bit of an entry: heard since the last ageing.
 const FRESH: u64 = 0x8000;
 
-/// Where a VXLAN link leads to beyond its remote.
+/// Destinations of a VXLAN link besides its remote.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VxlanOptions {
     /// Other VTEPs of the network, at the remote's port; at most [`FLOOD_MAX`].
     pub flood: Vec<IpAddr>,
     /// Multicast group for flooded frames, at the remote's port.
     pub group: Option<Ipv4Addr>,
-    /// TCP streams leave by a kernel VXLAN device, where one can be made (kernel_device.rs).
+    /// Send TCP streams through a kernel VXLAN device where one can be created (kernel_device.rs).
     pub offload: bool,
 }
 
@@ -39,14 +39,14 @@ impl Default for VxlanOptions {
     }
 }
 
-/// The VTEPs of one link: number 0 is the remote.
+/// The VTEPs of one link; number 0 is the remote.
 #[derive(Debug)]
 pub(in crate::link) struct Vteps {
     addresses: Vec<IpAddr>,
-    /// Where to send, in the same order; behind the VTEPs the group, if there is one.
+    /// Destinations in the same order; the multicast group, if any, comes last.
     names: Vec<Target>,
     group: Option<Ipv4Addr>,
-    /// Address (48 bits), [`FRESH`], number of the VTEP plus 1; 0 where nothing is known. Empty where there is one VTEP only.
+    /// Entries: address (48 bits), [`FRESH`], VTEP number plus 1; 0: empty. No table with only one VTEP.
     places: Box<[AtomicU64]>,
     aged_ms: AtomicU64,
 }
@@ -71,7 +71,7 @@ impl Vteps {
         &self.addresses
     }
 
-    /// The numbers of those that get the frame: one, or all (the group counts as one).
+    /// Numbers of the frame's destinations: one, or all (the group counts as one).
     #[inline]
     pub(in crate::link) fn destinations(&self, frame: &Frame) -> std::ops::Range<u16> {
         if let Some(vtep) = self.find(frame.dst) {
@@ -89,7 +89,7 @@ impl Vteps {
         (known >> 16 == mac.to_u64()).then_some((known & (FRESH - 1)) as u16).and_then(|n| n.checked_sub(1))
     }
 
-    /// Notes that `mac` was heard from VTEP `number`.
+    /// Learns that `mac` is behind VTEP `number`.
     #[inline]
     pub(in crate::link) fn heard(&self, mac: Mac, number: u16) {
         if let Some(place) = self.places.get(place(mac))
@@ -102,7 +102,7 @@ impl Vteps {
         }
     }
 
-    /// Forgets addresses that have been silent for long.
+    /// Forgets addresses that have been silent too long.
     pub(in crate::link) fn age(&self, now_ms: u64) {
         let aged_ms = self.aged_ms.load(Relaxed);
         if now_ms.saturating_sub(aged_ms) < AGEING_MS
@@ -111,13 +111,13 @@ impl Vteps {
             return;
         }
         for place in &self.places {
-            // An address that is heard at this very moment may lose its mark: it then has one period left instead of two.
+            // An address heard right now may lose its mark: then it has one period left instead of two.
             let known = place.load(Relaxed);
             place.store(if known & FRESH != 0 { known & !FRESH } else { 0 }, Relaxed);
         }
     }
 
-    /// Where to send for VTEP `number`; `None` when the socket cannot.
+    /// The socket address of VTEP `number`; `None` when the socket cannot reach it.
     pub(in crate::link) fn name(&self, number: u16, socket: &Socket) -> Option<&Name> {
         socket.form_of(self.names.get(usize::from(number))?)
     }
