@@ -319,20 +319,20 @@ impl Dispatcher {
 
     /// Marks the token's source as ready.
     fn mark(&mut self, token: u64) {
-        if let Some(index) = self.place(token) {
+        if let Some(index) = self.index_of(token) {
             self.served[index].wake();
         }
     }
 
     /// Index of the token's source in `served`.
-    fn place(&self, token: u64) -> Option<usize> {
+    fn index_of(&self, token: u64) -> Option<usize> {
         self.served.binary_search_by_key(&token, |served| served.token).ok()
     }
 
     /// Remembers the token as recently active and evicts the oldest one. Rings are left out: busy ones are polled anyway.
     fn keep_warm(&mut self, token: u64) {
         let is_ring = |index: usize| self.served[index].source.polls();
-        if self.warm.contains(&token) || self.place(token).is_some_and(is_ring) {
+        if self.warm.contains(&token) || self.index_of(token).is_some_and(is_ring) {
             return;
         }
         if self.warm.len() == WARM_MAX {

@@ -32,7 +32,7 @@ pub enum Strategy {
 /// Spin-time multiplier when requests arrive at regular intervals: a frame that just had to wait for the dispatcher to wake up
 /// will likely be followed by another after as long. So exchanges with up to this much computation between frames avoid the
 /// wake-up.
-const PATIENCE: u32 = 10;
+const REGULAR_SPIN_FACTOR: u32 = 10;
 /// A yield longer than this let a computation run.
 const CONTENDED_YIELD: Duration = Duration::from_micros(100);
 /// CPU time lost to computations after which the core counts as contended...
@@ -68,8 +68,8 @@ pub(super) struct Yielder {
     strategy: Strategy,
     sleep: Duration,
     no_work: Duration,
-    /// Current spin time: `no_work`, or [`PATIENCE`] times that.
-    reach: Duration,
+    /// Current spin time: `no_work`, or [`REGULAR_SPIN_FACTOR`] times that.
+    spin_time: Duration,
     idle_since: Option<Instant>,
     /// Time lost in long yields, less the forgiven share of the time between them.
     lost: Duration,
@@ -93,7 +93,7 @@ impl Yielder {
             strategy,
             sleep: Duration::from_micros(sleep_us.into()),
             no_work: Duration::from_micros(nowork_us.into()),
-            reach: Duration::from_micros(nowork_us.into()),
+            spin_time: Duration::from_micros(nowork_us.into()),
             idle_since: None,
             lost: Duration::ZERO,
             lost_at: None,
@@ -111,11 +111,11 @@ impl Yielder {
     pub(super) fn worked(&mut self, bytes: u64, now: Instant) {
         if let Some(since) = self.idle_since.take() {
             let pause = now.saturating_duration_since(since);
-            let patient = self.no_work * PATIENCE;
-            if pause > patient {
-                self.reach = self.no_work;
-            } else if pause > self.reach {
-                self.reach = patient;
+            let longer = self.no_work * REGULAR_SPIN_FACTOR;
+            if pause > longer {
+                self.spin_time = self.no_work;
+            } else if pause > self.spin_time {
+                self.spin_time = longer;
             }
         }
         self.window_bytes += bytes;
@@ -135,7 +135,7 @@ impl Yielder {
 
     /// True when idle for so long that timers may run slowly.
     pub(super) fn is_quiet(&self) -> bool {
-        self.idle_since.is_some_and(|since| since.elapsed() >= self.reach)
+        self.idle_since.is_some_and(|since| since.elapsed() >= self.spin_time)
     }
 
     /// A turn had no work. `polled`: some queue must be polled because its guest does not notify.
@@ -148,7 +148,7 @@ impl Yielder {
             Strategy::Adaptive => {
                 self.judge_load(now);
                 let contended = self.contended_until.is_some_and(|until| now < until);
-                if now.saturating_duration_since(since) < self.reach {
+                if now.saturating_duration_since(since) < self.spin_time {
                     if self.streaming || contended { Idle::Block } else { Idle::Spin }
                 } else if polled {
                     Idle::Sleep(self.sleep)

@@ -1,7 +1,7 @@
-//! A wire that loses, repeats and reorders, for tests: the same seed makes the same faults.
+//! A faulty wire for tests that loses, duplicates and reorders; reproducible by seed.
 //!
-//! [`Wire`] works on any sequence of datagrams. [`Relay`] stands between two bridges with real sockets: each takes the relay
-//! for the other.
+//! [`Wire`] works on any sequence of datagrams. [`Relay`] stands between two bridges with real sockets and poses as each one's
+//! peer.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
@@ -9,17 +9,17 @@ use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 /// How often each fault happens, in thousandths.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Faults {
-    /// A datagram does not arrive.
+    /// It is lost.
     pub loss: u32,
-    /// It arrives twice.
+    /// It arrives twice (duplication).
     pub duplication: u32,
-    /// It arrives later than up to [`Faults::distance`] of those behind it.
+    /// It arrives after up to [`Faults::distance`] later ones (reordering).
     pub reordering: u32,
-    /// How far one is moved at most.
+    /// Longest displacement of a reordered datagram.
     pub distance: usize,
 }
 
-/// A source of random numbers with a seed (splitmix64: Steele, Lea, Flood, OOPSLA 2014).
+/// A seeded random number generator (splitmix64: Steele, Lea, Flood, OOPSLA 2014).
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
@@ -29,7 +29,7 @@ impl Random {
         Random(seed)
     }
 
-    /// A number below `bound`, which is not 0.
+    /// A number below `bound`, which must not be 0.
     pub fn below(&mut self, bound: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -51,12 +51,12 @@ pub struct Wire {
 }
 
 impl Wire {
-    /// A wire with the faults of `seed`.
+    /// A wire whose faults are determined by `seed`.
     pub fn new(seed: u64, faults: Faults) -> Wire {
         Wire { random: Random::new(seed), faults }
     }
 
-    /// What arrives of `sent`, in the order of arrival.
+    /// The datagrams of `sent` that arrive, in order of arrival.
     pub fn carry<T: Clone>(&mut self, sent: impl IntoIterator<Item = T>) -> Vec<T> {
         let mut arriving: Vec<(usize, T)> = Vec::new();
         for (index, datagram) in sent.into_iter().enumerate() {
@@ -72,13 +72,13 @@ impl Wire {
                 }
             }
         }
-        // Stable, so that a datagram which is late arrives behind those that overtake it by chance only.
+        // A stable sort, so that a late datagram arrives behind others with the same position.
         arriving.sort_by_key(|(at, _)| *at);
         arriving.into_iter().map(|(_, datagram)| datagram).collect()
     }
 }
 
-/// A faulty wire between two bridges on this machine's loopback.
+/// A faulty wire between two bridges on the loopback.
 pub struct Relay {
     near: UdpSocket,
     far: UdpSocket,
@@ -97,17 +97,17 @@ impl Relay {
         Ok(Relay { near: socket()?, far: socket()?, wire, ends: [near, far] })
     }
 
-    /// The address that the near bridge takes for the far one.
+    /// The address to give the near bridge as its remote.
     pub fn near(&self) -> io::Result<SocketAddr> {
         self.near.local_addr()
     }
 
-    /// The address that the far bridge takes for the near one.
+    /// The address to give the far bridge as its remote.
     pub fn far(&self) -> io::Result<SocketAddr> {
         self.far.local_addr()
     }
 
-    /// Carries what is waiting in both directions. Returns the numbers of datagrams that came from the near and the far side.
+    /// Forwards waiting datagrams both ways. Returns how many came from the near and the far side.
     pub fn pump(&mut self) -> io::Result<[usize; 2]> {
         let mut counts = [0; 2];
         let ways = [(&self.near, &self.far, self.ends[1]), (&self.far, &self.near, self.ends[0])];

@@ -1,4 +1,4 @@
-//! What fuzz targets drive of links: handshakes and everything else of sealed ones that reads foreign bytes.
+//! Fuzz entry points of links: handshakes and all other parsers of foreign bytes on sealed links.
 
 use std::io::{self, Read, Write};
 use std::sync::{Arc, OnceLock};
@@ -14,7 +14,7 @@ use crate::link::sealed::identity::tls::Patient;
 use crate::link::sealed::identity::{CertificateInfo, Identity, is_for};
 use crate::link::sealed::pki::Pki;
 
-/// The identities of h1 and h2, made once: keys cost time.
+/// The identities of h1 and h2, cached: key generation is slow.
 fn identities() -> &'static [Identity; 2] {
     static MADE: OnceLock<[Identity; 2]> = OnceLock::new();
     MADE.get_or_init(|| {
@@ -41,7 +41,7 @@ fn link(peer: &str) -> Arc<Link> {
     Link::with_security(options, security, PortId(0), Arc::default())
 }
 
-/// A peer that says what it was given, and then closes.
+/// A peer that sends the given bytes and then closes.
 struct Peer<'a>(&'a [u8]);
 
 impl Read for Peer<'_> {
@@ -65,10 +65,9 @@ impl Patient for Peer<'_> {
     }
 }
 
-/// Arbitrary bytes instead of a handshake, on both sides; instead of a message, a certificate and a keepalive.
+/// Arbitrary bytes as a handshake, on both sides; and as a message, a certificate and a keepalive.
 ///
-/// What must hold: nothing panics; nobody gets keys; a message that is understood is written the same way again; a reason
-/// is one line.
+/// Invariants: no panic; nobody gets keys; an accepted message re-encodes to the same bytes; a reason is one line.
 pub fn handshake(data: &[u8]) {
     let [h1, h2] = identities();
     let (a, b) = (link("h2"), link("h1"));
@@ -102,10 +101,10 @@ pub fn handshake(data: &[u8]) {
     }
 }
 
-/// Arbitrary bytes from a host by which others meet, or from those who meet: messages and registrations.
+/// Arbitrary bytes from a rendezvous relay, or from its clients: messages and registrations.
 ///
-/// What must hold: nothing panics; a message that is understood is written the same way again; a reason is one line; only what was
-/// authenticated is a registration, and it is read as it was written.
+/// Invariants: no panic; an accepted message re-encodes to the same bytes; a reason is one line; only authenticated bytes parse
+/// as a registration, and it re-encodes to the same bytes.
 pub fn meeting(data: &[u8]) {
     if let Ok(message) = RendezvousMessage::read(&mut &data[..]) {
         let bytes = message.to_bytes();
@@ -119,7 +118,7 @@ pub fn meeting(data: &[u8]) {
     if let Some(registration) = Registration::read(data, &key) {
         assert_eq!(registration.to_bytes(&key), data);
     }
-    // The same bytes, as somebody would write them who has the key.
+    // The same bytes, signed by a holder of the key.
     let Some((id, rest)) = data.split_first_chunk() else { return };
     let Some((number, rest)) = rest.split_first_chunk() else { return };
     let other = rest.first_chunk::<6>().map(|[a, b, c, d, p, q]| {

@@ -1,4 +1,4 @@
-//! Sealed links over real sockets: what crosses, and what attackers get.
+//! Sealed links over real sockets: which frames get through, and what attackers achieve.
 
 use std::net::UdpSocket;
 use std::sync::Arc;
@@ -76,7 +76,7 @@ impl Host {
         self.bridge.tx.send(&self.link, frames, &mut DropSink::new());
     }
 
-    /// Receives until nothing has come for a while.
+    /// Receives until the socket stays silent for a while.
     fn receive(&mut self) -> Vec<(Vec<u8>, Offload)> {
         let (mut got, mut idle) = (vec![], 0);
         while idle < 3 {
@@ -143,7 +143,7 @@ fn every_size_crosses_sealed() {
     }
 }
 
-/// What a raw peer of a host gets, and the key that opens it.
+/// The datagrams that a raw socket in the peer's place receives, and the key that decrypts them.
 fn tapped(mtu: u16) -> (Host, UdpSocket) {
     let peer = UdpSocket::bind("127.0.0.1:0").unwrap();
     peer.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
@@ -159,7 +159,7 @@ fn datagrams(peer: &UdpSocket) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn nothing_of_a_frame_is_seen_on_the_way() {
+fn no_clear_text_leaves_a_sealed_link() {
     let (mut host, peer) = tapped(1500);
     host.send(&[frame(60), frame(64), frame(1400), frame(9000)]);
     let sent = datagrams(&peer);
@@ -185,13 +185,13 @@ fn without_a_key_frames_are_dropped_and_counted() {
     assert_eq!(datagrams(&peer), Vec::<Vec<u8>>::new());
 }
 
-/// Clear text, forgeries, flips, cuts, repetitions and unknown epochs: none is delivered, each is counted once under its
-/// reason, no memory is taken; and what is real still comes.
+/// Clear text, forgeries, bit flips, truncation, replays and unknown epochs: none is delivered, each is counted once under its
+/// reason, and no memory is held; genuine datagrams still get through.
 #[test]
-fn attackers_get_nowhere() {
+fn forged_and_replayed_datagrams_are_discarded() {
     const EACH: usize = 5_000;
     let (mut host, peer) = tapped(1500);
-    // The peer's own datagrams, as an attacker on the way would have recorded them.
+    // The peer's own datagrams, as an on-path attacker would record them.
     let (mut real, tap) = tapped(1500);
     real.link.seal().unwrap().accept(session(Role::Responder, 1, Claims::default()));
     assert!(real.link.seal().unwrap().switch(1));
@@ -222,10 +222,10 @@ fn attackers_get_nowhere() {
     attack(&mut host, DiscardReason::Forged, &mut |n| numbered(&first, n));
     attack(&mut host, DiscardReason::Forged, &mut |n| {
         let mut flipped = recorded[n % 8].clone();
-        // Anything behind the version, type and flags.
+        // Any bit after the version, type and flags.
         let bit = 16 + (n * 31) % (flipped.len() * 8 - 16);
         flipped[bit / 8] ^= 1 << (bit % 8);
-        // A fragment index above the number, or on a bundle, is no header at all; numbers are large, so only bundles matter.
+        // A bundle with a fragment index has no valid header; numbers here are large, so only bundles matter.
         if flipped[0] == 0x11 { numbered(&first, n) } else { flipped }
     });
     attack(&mut host, DiscardReason::SealRequired, &mut |n| {
@@ -241,7 +241,7 @@ fn attackers_get_nowhere() {
     attack(&mut host, DiscardReason::Truncated, &mut |n| {
         recorded[n % 8][..n % (HEADER_LEN + TAG_LEN)].to_vec()
     });
-    // Now the real ones, and then those again.
+    // The genuine ones, followed by their replays.
     recorded.iter().for_each(|datagram| assert_eq!(peer.send(datagram).unwrap(), datagram.len()));
     assert_eq!(host.receive(), [frame(9000), frame(60)]);
     assert!(host.link.heard_ms().is_some());
@@ -249,8 +249,8 @@ fn attackers_get_nowhere() {
     attack(&mut host, DiscardReason::Replayed, &mut |n| recorded[n % 8].clone());
 }
 
-/// A million datagrams of each attack, through what every datagram of a sealed link goes through first: none opens, each is
-/// counted once, under its reason; and what is real still opens after them.
+/// A million datagrams of each attack, through the first step of a sealed link's receive path: none decrypts, each is counted
+/// once under its reason; genuine datagrams still decrypt afterwards.
 #[test]
 fn a_million_of_each_attack() {
     const EACH: usize = 1_000_000;
@@ -294,7 +294,7 @@ fn a_million_of_each_attack() {
         let counted = DiscardReason::ALL.iter().map(|other| if *other == reason { EACH as u64 } else { 0 });
         assert_eq!(grown, counted.collect::<Vec<_>>(), "{reason:?}");
     };
-    // A number that has not come, and any byte for every other.
+    // A fresh number, with any other byte changed.
     attack(DiscardReason::Forged, &|_| whole, &|n, bytes| {
         bytes[8..16].copy_from_slice(&(u64::MAX / 2 + n as u64).to_be_bytes());
         bytes[HEADER_LEN..].iter_mut().for_each(|byte| *byte = byte.wrapping_mul(167).wrapping_add(n as u8));
@@ -306,7 +306,7 @@ fn a_million_of_each_attack() {
     });
     attack(DiscardReason::WrongEpoch, &|_| whole, &|n, bytes| bytes[1] ^= 0x40 << (n % 2));
     attack(DiscardReason::Truncated, &|batch| 1 + batch % (HEADER_LEN + TAG_LEN - 1), &|_, _| {});
-    // What is cut behind that has another tag.
+    // A truncated datagram ends in a wrong tag.
     attack(
         DiscardReason::Forged,
         &|batch| HEADER_LEN + TAG_LEN + batch % (whole - HEADER_LEN - TAG_LEN),
@@ -323,7 +323,7 @@ fn a_million_of_each_attack() {
 }
 
 impl Host {
-    /// Receives what is there; the number of frames.
+    /// Receives what is waiting; returns the number of frames.
     fn receive_at_once(&mut self) -> usize {
         let (mut frames, mut datagrams) = (0, 0);
         while datagrams < 50 {
@@ -334,8 +334,8 @@ impl Host {
     }
 }
 
-/// An authenticated peer that sends fragments without end takes no more than its share, and stays within what it may speak
-/// for.
+/// An authenticated peer that floods fragments takes no more than its share of memory, and may only use what its certificate
+/// allows.
 #[test]
 fn a_peer_is_held_to_its_certificate_and_configuration() {
     let network = |id| NetworkId::new(id).unwrap();

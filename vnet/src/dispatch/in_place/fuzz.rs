@@ -1,4 +1,4 @@
-//! Entry for the fuzz target of peeked messages.
+//! Fuzz entry point for peeked messages.
 
 use super::port::{PEEK_LEN, Peeked};
 use crate::frame::{FRAME_MAX, PortId};
@@ -8,10 +8,9 @@ use crate::wire::native::HEADER_LEN;
 use crate::wire::offload::WIRE_LEN;
 use std::sync::Arc;
 
-/// Arbitrary bytes as the next message at an underlay port: its length, its segments' and its beginning.
+/// Arbitrary bytes as the next message at an underlay port: its length, its segment size and its first bytes.
 ///
-/// What must hold: nothing panics; what is taken for the beginning of a frame has datagrams whose payloads add up to it,
-/// and the message is a number of them.
+/// Invariants: no panic; an accepted candidate's datagrams add up to the frame, and the message holds a whole number of them.
 pub fn peeked(data: &[u8]) {
     let Some((sizes, bytes)) = data.split_first_chunk::<4>() else { return };
     let [len, segment] =

@@ -13,7 +13,7 @@ use crate::source::{BatchSlot, receive};
 use crate::wire::native::{Header, Kind};
 use crate::wire::offload::{F_NEEDS_CSUM, GSO_TCPV4, Offload};
 
-/// A peer's bridge, and a receiver with a direct port that takes what comes from it.
+/// A peer's bridge, and a receiver with an underlay port connected to it.
 struct Pair {
     sender: Bridge,
     out: Arc<Link>,
@@ -67,7 +67,7 @@ impl Pair {
         self.sender.tx.send(&self.out, frames, &mut DropSink::new());
     }
 
-    /// What comes until `count` frames have, each with whether it came in place. The room is cut at multiples of `cut`.
+    /// Receives `count` frames, each with whether it was received in place. The guest's room is split every `cut` bytes.
     fn receive(&mut self, count: usize, cut: usize) -> Vec<(Vec<u8>, Offload, bool)> {
         let mut frames = vec![];
         let end = Instant::now() + Duration::from_secs(5);
@@ -104,7 +104,7 @@ impl Pair {
     }
 }
 
-/// Works one burst off, or receives and works off one.
+/// Processes the current burst, or receives and processes the next one.
 fn drain_burst(receiver: &mut Receiver, run: &mut dyn FnMut(&Batch)) {
     let (mut slot, mut drops) = (BatchSlot::new(BATCH_MAX), DropSink::new());
     loop {
@@ -158,7 +158,7 @@ fn large_frames_come_in_place() {
     }
 }
 
-/// A frame that is longer or shorter than its IP header says costs a copy and is whole.
+/// A frame longer or shorter than its IP header claims arrives whole, at the cost of a copy.
 #[test]
 fn a_wrong_guess_costs_a_copy() {
     for claimed in [0, 40, 4097, 19_000, 19_999, 20_001, 21_456, 40_000, 65_000] {
@@ -172,7 +172,7 @@ fn a_wrong_guess_costs_a_copy() {
     }
 }
 
-/// Several frames in one message, which all look like the beginning of one.
+/// Several frames in one message, each of which looks like the start of one.
 #[test]
 fn whole_frames_of_one_size_stay_apart() {
     let mut pair = Pair::new(9000);
@@ -182,9 +182,9 @@ fn whole_frames_of_one_size_stay_apart() {
     assert!(got == sent);
 }
 
-/// Nobody but the peer reaches the port, from the moment on that it takes anything.
+/// Only the peer reaches the port, from the first datagram it accepts.
 #[test]
-fn strangers_reach_nobody() {
+fn other_sources_cannot_reach_the_port() {
     let direct = UnderlayPort::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let (early, stranger) =
         (UdpSocket::bind("127.0.0.1:0").unwrap(), UdpSocket::bind("127.0.0.1:0").unwrap());
@@ -196,13 +196,13 @@ fn strangers_reach_nobody() {
     peer.send_to(&[0x10; 6000], direct.local_addr()).unwrap();
     let peeked = direct.peek().unwrap();
     assert_eq!((peeked.len, peeked.source.address()), (6000, peer.local_addr().ok()));
-    // Of a link that is not there, or not any more.
+    // No link has this source, or it was removed.
     assert!(peeked.candidate(&Peers::default()).is_none());
 }
 
-/// Bytes that the peer makes up do not take anything down, and what is not a frame is discarded.
+/// Forged bytes cause no panic, and anything but a frame is discarded.
 #[test]
-fn headers_are_believed_only_when_they_fit() {
+fn headers_are_accepted_only_when_consistent() {
     let peer = UdpSocket::bind("127.0.0.1:0").unwrap();
     let direct = UnderlayPort::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     direct.aim(peer.local_addr().unwrap()).unwrap();
@@ -257,7 +257,7 @@ fn headers_are_believed_only_when_they_fit() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
-    /// Any mix of frames, right guesses and wrong ones, comes out as it went in, in order.
+    /// Any mix of frames, with right and wrong guesses, arrives unchanged and in order.
     #[test]
     fn any_mix_comes_out_as_it_went_in(
         path_mtu in prop_oneof![Just(1500u32), Just(9000), Just(65_536), Just(1280)],
