@@ -268,7 +268,7 @@ fn links(engine: &Engine, first: u32) -> Answer {
     let indices = engine.indices();
     let line = |Item { spec, .. }: &Item<LinkSpec>| {
         let (name, ip, port) = (&spec.name, spec.remote.ip(), spec.remote.port());
-        let encapsulation = spec.encapsulation;
+        let encapsulation = spec.encapsulation();
         let transport =
             if encapsulation == vnet::link::Encapsulation::Stream { Transport::Tcp } else { Transport::Udp };
         (indices.link(name), format!("{ip} {port} {transport} {name} {encapsulation}"))

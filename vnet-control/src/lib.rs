@@ -10,7 +10,6 @@ mod answers;
 pub mod api;
 mod apply;
 mod capture;
-pub mod carrier;
 mod check;
 pub mod config;
 pub mod console;

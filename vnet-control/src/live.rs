@@ -3,7 +3,6 @@
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
-use super::carrier;
 use super::desired::*;
 use vnet::dispatch::in_place::UnderlayPort;
 use vnet::dispatch::mode::Drive;
@@ -43,9 +42,7 @@ pub(super) struct LiveLink {
 impl LiveLink {
     pub fn new(spec: &LinkSpec, port: PortId, inbox: &Arc<Inbox>) -> LiveLink {
         let stats = Arc::new(PortStats::default());
-        let LinkSpec { name, remote, ports, encapsulation, networks, mtu, tunnel, security } = spec.clone();
-        let kind =
-            carrier::kind(encapsulation, tunnel).expect("the check refuses streams without a destination");
+        let LinkSpec { name, remote, ports, networks, mtu, kind, security } = spec.clone();
         let options = LinkOptions { name, remote, ports, networks, mtu, kind };
         let security = Security { peer: security.peer, macs: security.macs, via: security.via };
         let link = Link::with_security(options, security, port, stats.clone());

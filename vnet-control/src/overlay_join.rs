@@ -11,10 +11,9 @@ use super::engine::{Engine, EngineError};
 use super::overlay::{Computed, Local, PeerLink};
 use super::plan::Plan;
 use super::{Place, api, config};
-use crate::carrier::Tunnel;
 use vnet::frame::PortId;
 use vnet::interface::State;
-use vnet::link::Encapsulation;
+use vnet::link::LinkKind;
 use vnet::route::Published;
 
 /// A link that was silent for longer says nothing about its host.
@@ -142,10 +141,9 @@ fn link(own: &Desired, peer: &PeerLink) -> LinkSpec {
         name,
         remote: peer.remote,
         ports: 1,
-        encapsulation: Encapsulation::Native,
         networks: Some(peer.networks.clone()),
         mtu: None,
-        tunnel: Tunnel::None,
+        kind: LinkKind::default(),
         security,
     }
 }

@@ -5,12 +5,11 @@ use proptest::sample::subsequence;
 
 use super::*;
 use crate::Place;
-use crate::carrier::Tunnel;
 use crate::config::{parse, validate};
 use crate::desired::LinkSecurity;
 use crate::settings::restart_needed;
 use std::net::SocketAddr;
-use vnet::link::Encapsulation;
+use vnet::link::LinkKind;
 use vnet::route::Qualifier;
 use vnet::wire::ethernet::Mac;
 
@@ -49,10 +48,9 @@ fn interface(n: usize) -> impl Strategy<Value = Item<InterfaceSpec>> {
 fn link(n: usize) -> impl Strategy<Value = Item<LinkSpec>> {
     (1u8..4, proptest::option::of(576u16..578)).prop_map(move |(host, mtu)| {
         let remote = SocketAddr::from(([10, 0, n as u8, host], 9000));
-        let (name, encapsulation, networks) = (format!("l{n}"), Encapsulation::Native, None);
-        let (ports, tunnel) = (1, Tunnel::None);
+        let (name, ports, networks, kind) = (format!("l{n}"), 1, None, LinkKind::default());
         let security = LinkSecurity { trusted: true, ..LinkSecurity::default() };
-        item(LinkSpec { name, remote, ports, encapsulation, networks, mtu, tunnel, security })
+        item(LinkSpec { name, remote, ports, networks, mtu, kind, security })
     })
 }
 

@@ -7,10 +7,9 @@ use vnet::dispatch::yielding;
 use vnet::frame::NetworkId;
 use vnet::interface::interrupts::Interrupts;
 use vnet::interface::tap::Netns;
-use vnet::link::{Encapsulation, Proxy, StreamOptions, VxlanOptions, ZeroCopy};
+use vnet::link::{LinkKind, Proxy, StreamOptions, VxlanOptions, ZeroCopy};
 use vnet::route::Qualifier;
 use vnet::wire::socks::{Credentials, Destination};
-use vnet_control::carrier::Tunnel;
 use vnet_control::config::{Configuration, parse};
 use vnet_control::desired::{Attachment, Driving, RouteSource, Target};
 
@@ -144,7 +143,7 @@ fn cut_through_settings_are_read() {
     };
     assert_eq!((direct.port, &direct.link[..]), (9101, "h2"));
     let guests = vec![("52:54:00:00:00:02".parse().unwrap(), 9102)];
-    assert_eq!(desired.links[0].spec.tunnel, Tunnel::Direct(guests));
+    assert_eq!(desired.links[0].spec.kind, LinkKind::Native { guests });
     assert_eq!(good(EVERYTHING).desired.bridge.spec.zero_copy, ZeroCopy::Auto);
 }
 
@@ -168,7 +167,7 @@ fn networks_interfaces_links_and_routes_are_read() {
     assert_eq!((container.spec.queues, container.spec.storm_limit), (2, 1000));
     assert_eq!((container.spec.network.get(), container.spec.mtu), (7, 65535));
     let [link, old] = &desired.links[..] else { panic!("two links") };
-    assert_eq!((link.spec.encapsulation, &link.spec.networks), (Encapsulation::Native, &None));
+    assert_eq!((&link.spec.kind, &link.spec.networks), (&LinkKind::default(), &None));
     assert_eq!(link.spec.mtu, Some(1400));
     assert_eq!(old.spec.networks, Some(vec![NetworkId::DEFAULT]));
     let [route, any] = &desired.routes[..] else { panic!("two routes") };
@@ -229,13 +228,13 @@ fn encapsulations_and_the_local_network_are_read() {
     );
     let flood = vec!["10.0.0.3".parse().unwrap(), "10.0.0.4".parse().unwrap()];
     let group = "239.1.1.1".parse().ok();
-    assert_eq!(fabric.spec.tunnel, Tunnel::Vxlan(VxlanOptions { flood, group, offload: true }));
+    assert_eq!(fabric.spec.kind, LinkKind::Vxlan(VxlanOptions { flood, group, offload: true }));
     let destination = Destination::Address("10.0.0.5:9001".parse().unwrap());
-    assert_eq!(near.spec.tunnel, Tunnel::Stream(StreamOptions { destination, proxy: None, connect: false }));
+    assert_eq!(near.spec.kind, LinkKind::Stream(StreamOptions { destination, proxy: None, connect: false }));
     let credentials = Some(Credentials { user: "me".into(), password: "se:cret".into() });
     let proxy = Some(Proxy { address: "127.0.0.1:9050".parse().unwrap(), credentials });
     let destination = Destination::Name("h.onion".into(), 9001);
-    assert_eq!(far.spec.tunnel, Tunnel::Stream(StreamOptions { destination, proxy, connect: true }));
+    assert_eq!(far.spec.kind, LinkKind::Stream(StreamOptions { destination, proxy, connect: true }));
     let shown: Vec<_> = desired.links.iter().map(|link| link.spec.to_string()).collect();
     assert_eq!(
         shown[0],

@@ -2,8 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::carrier::Tunnel;
-use vnet::link::Encapsulation;
+use vnet::link::{Encapsulation, LinkKind};
 
 use crate::desired::{Attachment, Desired, DirectSpec, InterfaceSpec, Item, LinkSpec};
 use crate::table::{Problem, quote};
@@ -20,7 +19,7 @@ pub(super) fn check(desired: &Desired, problems: &mut Vec<Problem>) {
         }
     }
     for Item { place, spec } in &desired.links {
-        if !matches!(spec.tunnel, Tunnel::Direct(_)) {
+        if !matches!(&spec.kind, LinkKind::Native { guests } if !guests.is_empty()) {
             continue;
         }
         if let Some(why) = unfit(spec) {
@@ -63,7 +62,7 @@ fn interface_problem(
 
 /// Why a link's frames cannot come to guests' own ports.
 fn unfit(link: &LinkSpec) -> Option<&'static str> {
-    if link.encapsulation != Encapsulation::Native {
+    if link.encapsulation() != Encapsulation::Native {
         return Some("native links only");
     }
     if link.security.peer.is_some() {

@@ -2,55 +2,58 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use crate::carrier::Tunnel;
-use vnet::link::{ANYWHERE, Encapsulation, StreamOptions, VxlanOptions};
+use vnet::link::{ANYWHERE, LinkKind, StreamOptions, VxlanOptions};
 use vnet::wire::vxlan;
 
 use crate::desired::{BridgeSpec, LinkSpec};
 
 /// True when the link's datagrams arrive where the bridge listens, so that its own address would lead back to it.
 pub(crate) fn arrives_at_bridge(link: &LinkSpec) -> bool {
-    matches!(link.encapsulation, Encapsulation::Native | Encapsulation::Vnet)
+    matches!(link.kind, LinkKind::Native { .. } | LinkKind::Classic)
 }
 
 /// What a link claims for itself among the host's links: the addresses it is known by, in words.
 pub(crate) fn claims(link: &LinkSpec) -> Vec<String> {
-    match &link.tunnel {
-        Tunnel::Vxlan(VxlanOptions { flood, .. }) => {
+    match &link.kind {
+        LinkKind::Vxlan(VxlanOptions { flood, .. }) => {
             let mut addresses: Vec<_> = [link.remote.ip()].iter().chain(flood).copied().collect();
             addresses.sort();
             addresses.iter().map(|ip| format!("VTEP {ip}")).collect()
         }
         // A connection that comes in belongs to the link whose remote it comes from; from a proxy nobody comes.
-        Tunnel::Stream(StreamOptions { proxy: None, .. }) => {
+        LinkKind::Stream(StreamOptions { proxy: None, .. }) => {
             vec![format!("stream peer {}", link.remote.ip())]
         }
-        Tunnel::Stream(StreamOptions { destination, .. }) => vec![format!("stream to {destination}")],
-        Tunnel::None | Tunnel::Direct(_) if link.remote == ANYWHERE => vec![],
-        Tunnel::None | Tunnel::Direct(_) => link.remotes().map(|remote| format!("remote {remote}")).collect(),
+        LinkKind::Stream(StreamOptions { destination, .. }) => vec![format!("stream to {destination}")],
+        LinkKind::Native { .. } | LinkKind::Classic if link.remote == ANYWHERE => vec![],
+        LinkKind::Native { .. } | LinkKind::Classic => {
+            link.remotes().map(|remote| format!("remote {remote}")).collect()
+        }
     }
 }
 
 /// Why a link cannot work, whatever the host is.
 pub(crate) fn unusable(bridge: &BridgeSpec, link: &LinkSpec) -> Option<String> {
     let name = &link.name;
-    match (&link.tunnel, bridge.vxlan_listen) {
-        (Tunnel::Vxlan(_), None) => Some(format!(
+    match (&link.kind, bridge.vxlan_listen) {
+        (LinkKind::Vxlan(_), None) => Some(format!(
             "link {name} needs VXLAN to be listened for; write vxlan_listen = \"[::]:{}\" in [bridge]",
             vxlan::PORT
         )),
-        (Tunnel::Vxlan(_), Some(listen)) => unreachable(listen, 1, "vxlan_listen", link),
-        (Tunnel::Stream(StreamOptions { connect: false, proxy: Some(_), .. }), _) => Some(format!(
+        (LinkKind::Vxlan(_), Some(listen)) => unreachable(listen, 1, "vxlan_listen", link),
+        (LinkKind::Stream(StreamOptions { connect: false, proxy: Some(_), .. }), _) => Some(format!(
             "link {name} waits for the other side to connect (connect = false), but names a proxy; remove one of them"
         )),
-        (Tunnel::Stream(StreamOptions { connect: false, .. }), _) if bridge.stream_listen.is_none() => {
+        (LinkKind::Stream(StreamOptions { connect: false, .. }), _) if bridge.stream_listen.is_none() => {
             Some(format!(
                 "link {name} waits for the other side to connect; write stream_listen = \"[::]:9002\" in [bridge]"
             ))
         }
-        (Tunnel::Stream(_), _) => None,
-        (Tunnel::None | Tunnel::Direct(_), _) if link.remote == ANYWHERE => None,
-        (Tunnel::None | Tunnel::Direct(_), _) => unreachable(bridge.listen, bridge.ports, "listen", link),
+        (LinkKind::Stream(_), _) => None,
+        (LinkKind::Native { .. } | LinkKind::Classic, _) if link.remote == ANYWHERE => None,
+        (LinkKind::Native { .. } | LinkKind::Classic, _) => {
+            unreachable(bridge.listen, bridge.ports, "listen", link)
+        }
     }
 }
 

@@ -5,9 +5,8 @@
 
 use std::net::IpAddr;
 
-use crate::carrier::Tunnel;
 use vnet::link::sealed::identity::server_name;
-use vnet::link::{ANYWHERE, Encapsulation, StreamOptions};
+use vnet::link::{ANYWHERE, Encapsulation, LinkKind, StreamOptions};
 
 use crate::desired::{Desired, Item, LinkSpec};
 use crate::table::{Problem, quote};
@@ -59,7 +58,7 @@ fn check_meeting(desired: &Desired, item: &Item<LinkSpec>, problems: &mut Vec<Pr
     let Some(via) = &security.via else { return };
     let between = desired.links.iter().find(|other| other.spec.name == *via).map(|other| &other.spec);
     let good = between.is_some_and(|between| {
-        let sealed = between.encapsulation == Encapsulation::Native && between.security.peer.is_some();
+        let sealed = between.encapsulation() == Encapsulation::Native && between.security.peer.is_some();
         sealed && between.security.via.is_none() && between.remote != ANYWHERE
     });
     if !good {
@@ -88,11 +87,11 @@ pub(crate) fn unsafe_link(desired: &Desired, link: &LinkSpec) -> Option<String> 
 
 /// Why a link in clear text is refused.
 fn clear(desired: &Desired, link: &LinkSpec) -> Option<String> {
-    let LinkSpec { name, remote, security, tunnel, .. } = link;
+    let LinkSpec { name, remote, security, kind, .. } = link;
     if security.trusted {
         return None;
     }
-    if let Tunnel::Stream(StreamOptions { proxy: Some(_), .. }) = tunnel {
+    if let LinkKind::Stream(StreamOptions { proxy: Some(_), .. }) = kind {
         // The path goes on behind the proxy, nobody knows where.
         return Some(format!(
             "link {name} would carry frames through a proxy to {} in clear text; write sealed = true, or trusted = true if \
@@ -100,12 +99,12 @@ fn clear(desired: &Desired, link: &LinkSpec) -> Option<String> {
             link.remote_text()
         ));
     }
-    let flood = if let Tunnel::Vxlan(vxlan) = tunnel { &vxlan.flood[..] } else { &[] };
+    let flood = if let LinkKind::Vxlan(vxlan) = kind { &vxlan.flood[..] } else { &[] };
     let near =
         |ip: IpAddr| ip.is_loopback() || desired.bridge.spec.trusted.iter().any(|prefix| prefix.contains(ip));
     let mut leads_to = std::iter::once(remote.ip()).chain(flood.iter().copied()).map(|ip| ip.to_canonical());
     let ip = leads_to.find(|ip| !near(*ip))?;
-    Some(match link.encapsulation {
+    Some(match link.encapsulation() {
         Encapsulation::Native | Encapsulation::Stream => format!(
             "link {name} would carry frames to {ip} in clear text; write sealed = true, or trusted = true if its path is safe \
              (or the path's network in [bridge] trusted)"

@@ -2,9 +2,8 @@
 
 use std::net::SocketAddr;
 
-use crate::carrier::Tunnel;
 use vnet::frame::NetworkId;
-use vnet::link::{ANYWHERE, Encapsulation, StreamOptions};
+use vnet::link::{ANYWHERE, Encapsulation, LinkKind, StreamOptions};
 use vnet::wire::ethernet::Mac;
 
 /// One link.
@@ -16,24 +15,27 @@ pub struct LinkSpec {
     pub remote: SocketAddr,
     /// Ports of the other host, from that of `remote` on.
     pub ports: u16,
-    /// How frames travel.
-    pub encapsulation: Encapsulation,
     /// The networks it carries; all when absent.
     pub networks: Option<Vec<NetworkId>>,
     /// MTU of the path in bytes; found out when absent.
     pub mtu: Option<u16>,
-    /// What only its encapsulation has.
-    pub tunnel: Tunnel,
+    /// Its encapsulation, with the settings that only this one has.
+    pub kind: LinkKind,
     /// What it lets through, and how.
     pub security: LinkSecurity,
 }
 
 impl LinkSpec {
-    /// Its remote as it is written.
+    /// How its frames are wrapped.
+    pub fn encapsulation(&self) -> Encapsulation {
+        self.kind.encapsulation()
+    }
+
+    /// The remote as the configuration writes it: `ADDRESS:PORT`, `NAME:PORT` behind a proxy, or `anywhere`.
     pub fn remote_text(&self) -> String {
-        match &self.tunnel {
+        match &self.kind {
             _ if self.remote == ANYWHERE => "anywhere".into(),
-            Tunnel::Stream(StreamOptions { destination, .. }) => destination.to_string(),
+            LinkKind::Stream(StreamOptions { destination, .. }) => destination.to_string(),
             _ => self.remote.to_string(),
         }
     }

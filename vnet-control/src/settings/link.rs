@@ -5,11 +5,10 @@
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
-use crate::carrier::Tunnel;
 use vnet::frame::NetworkId;
 use vnet::link::sealed::identity::server_name;
 use vnet::link::{
-    ANYWHERE, DIRECT_MAX, Encapsulation, FLOOD_MAX, PORTS_MAX, Proxy, StreamOptions, VxlanOptions,
+    ANYWHERE, DIRECT_MAX, Encapsulation, FLOOD_MAX, LinkKind, PORTS_MAX, Proxy, StreamOptions, VxlanOptions,
 };
 use vnet::wire::ethernet::Mac;
 use vnet::wire::socks::{Credentials, Destination, TEXT_MAX};
@@ -329,81 +328,71 @@ pub(super) fn read(table: KeyTable, notes: &mut Notes, broken: &mut Vec<Target>)
         reader.require("remote", "\"10.0.0.2:9000\"");
     }
     let remote = form.remote.take().map(|text| (reader.place_of("remote"), text));
-    let (remote, tunnel) = tunnel(&mut reader, &mut form, remote);
+    let (remote, kind) = link_kind(&mut reader, &mut form, remote);
     if form.encapsulation == Encapsulation::Native {
         judge_ports(&mut reader, form.ports, remote);
     }
-    let one = carries_one(form.encapsulation, &tunnel);
+    let one = kind.as_ref().and_then(carries_one);
     judge_networks(&mut reader, &mut form.networks, one);
     reader.finish();
-    let LinkForm { name, encapsulation, ports, networks, mtu, security, .. } = form;
+    let LinkForm { name, ports, networks, mtu, security, .. } = form;
     if notes.problems.len() != before {
         if !name.is_empty() {
             broken.push(Target::Link(name));
         }
         return None;
     }
-    let remote = remote.or(learns.then_some(ANYWHERE))?;
-    Some(Item {
-        place,
-        spec: LinkSpec { name, remote, ports, encapsulation, networks, mtu, tunnel, security },
-    })
+    let (remote, kind) = (remote.or(learns.then_some(ANYWHERE))?, kind?);
+    Some(Item { place, spec: LinkSpec { name, remote, ports, networks, mtu, kind, security } })
 }
 
-/// Makes the link's remote of its text, and takes what only its encapsulation has.
-///
-/// The remote of a stream link that goes through a proxy is the proxy.
-fn tunnel(
+/// The link's remote, if a valid one is written, and its kind; no kind for a stream link without a valid remote.
+fn link_kind(
     reader: &mut Reader<'_>,
     form: &mut LinkForm,
     remote: Option<Placed<String>>,
-) -> (Option<SocketAddr>, Tunnel) {
+) -> (Option<SocketAddr>, Option<LinkKind>) {
     let address = |reader: &mut Reader<'_>, remote: Option<Placed<String>>, port| {
         remote.and_then(|text| remote_address(reader, text, port))
     };
-    match form.encapsulation {
+    let (remote, kind) = match form.encapsulation {
         Encapsulation::Native => {
-            let direct = std::mem::take(&mut form.direct);
-            let tunnel = if direct.is_empty() { Tunnel::None } else { Tunnel::Direct(direct) };
-            (address(reader, remote, None), tunnel)
+            let guests = std::mem::take(&mut form.direct);
+            (address(reader, remote, None), LinkKind::Native { guests })
         }
-        Encapsulation::Vnet => (address(reader, remote, None), Tunnel::None),
+        Encapsulation::Vnet => (address(reader, remote, None), LinkKind::Classic),
         Encapsulation::Vxlan => {
             let options = std::mem::take(&mut form.vxlan);
-            (address(reader, remote, Some(vxlan::PORT)), Tunnel::Vxlan(options))
+            (address(reader, remote, Some(vxlan::PORT)), LinkKind::Vxlan(options))
         }
-        Encapsulation::Stream => stream(reader, form, remote),
-    }
+        Encapsulation::Stream => return remote.and_then(|remote| stream(reader, form, remote)).unzip(),
+    };
+    (remote, Some(kind))
 }
 
+/// The address that a stream link connects to (the proxy's, if it has one) and its kind.
 fn stream(
     reader: &mut Reader<'_>,
     form: &mut LinkForm,
-    remote: Option<Placed<String>>,
-) -> (Option<SocketAddr>, Tunnel) {
+    (place, text): Placed<String>,
+) -> Option<(SocketAddr, LinkKind)> {
     let (proxy, connect) = (form.proxy.take(), form.connect);
-    let Some((place, text)) = remote else { return (None, Tunnel::None) };
-    let destination = match (&proxy, text.parse::<SocketAddr>()) {
-        // The proxy resolves the name; only its form can be judged here.
-        (Some(_), Err(_)) => match named(&text) {
-            Some(destination) => destination,
+    let (remote, destination) = match (&proxy, text.parse::<SocketAddr>()) {
+        // The proxy resolves the name; only its form can be checked here.
+        (Some(proxy), Err(_)) => match named(&text) {
+            Some(destination) => (proxy.address, destination),
             None => {
                 let text = format!("remote {} is no name with a port; write host.example:9000", quote(&text));
                 reader.problem(&place, text);
-                return (None, Tunnel::None);
+                return None;
             }
         },
-        _ => match remote_address(reader, (place, text), None) {
-            Some(address) => Destination::Address(address),
-            None => return (None, Tunnel::None),
-        },
+        _ => {
+            let address = remote_address(reader, (place, text), None)?;
+            (proxy.as_ref().map_or(address, |proxy| proxy.address), Destination::Address(address))
+        }
     };
-    let at = match (&proxy, &destination) {
-        (Some(proxy), _) => Some(proxy.address),
-        (None, Destination::Address(address)) => Some(*address),
-        (None, Destination::Name(..)) => None,
-    };
-    (at, Tunnel::Stream(StreamOptions { destination, proxy, connect }))
+    Some((remote, LinkKind::Stream(StreamOptions { destination, proxy, connect })))
 }
 
 fn named(text: &str) -> Option<Destination> {
@@ -491,10 +480,10 @@ fn learns_remote(encapsulation: Encapsulation, security: &LinkSecurity) -> bool 
 }
 
 /// Why a link carries exactly one network, if it does.
-fn carries_one(encapsulation: Encapsulation, tunnel: &Tunnel) -> Option<&'static str> {
-    match (encapsulation, tunnel) {
-        (Encapsulation::Vnet, _) => Some("the vnet encapsulation carries no network number"),
-        (_, Tunnel::Vxlan(VxlanOptions { flood, group, .. })) if !flood.is_empty() || group.is_some() => {
+fn carries_one(kind: &LinkKind) -> Option<&'static str> {
+    match kind {
+        LinkKind::Classic => Some("the vnet encapsulation carries no network number"),
+        LinkKind::Vxlan(VxlanOptions { flood, group, .. }) if !flood.is_empty() || group.is_some() => {
             Some("a vxlan link with flood or group is one network's")
         }
         _ => None,
@@ -503,12 +492,12 @@ fn carries_one(encapsulation: Encapsulation, tunnel: &Tunnel) -> Option<&'static
 
 impl From<&LinkSpec> for LinkForm {
     fn from(spec: &LinkSpec) -> LinkForm {
-        let LinkSpec { name, ports, encapsulation, networks, mtu, tunnel, security, .. } = spec.clone();
+        let LinkSpec { name, ports, networks, mtu, kind, security, .. } = spec.clone();
         let sealed = security.peer.is_some();
         let remote = Some(spec.remote_text());
         let form = LinkForm {
             name,
-            encapsulation,
+            encapsulation: kind.encapsulation(),
             remote,
             ports,
             networks,
@@ -517,11 +506,11 @@ impl From<&LinkSpec> for LinkForm {
             security,
             ..LinkForm::default()
         };
-        match tunnel {
-            Tunnel::None => form,
-            Tunnel::Direct(direct) => LinkForm { direct, ..form },
-            Tunnel::Vxlan(vxlan) => LinkForm { vxlan, ..form },
-            Tunnel::Stream(StreamOptions { proxy, connect, .. }) => LinkForm { proxy, connect, ..form },
+        match kind {
+            LinkKind::Native { guests } => LinkForm { direct: guests, ..form },
+            LinkKind::Classic => form,
+            LinkKind::Vxlan(vxlan) => LinkForm { vxlan, ..form },
+            LinkKind::Stream(StreamOptions { proxy, connect, .. }) => LinkForm { proxy, connect, ..form },
         }
     }
 }
@@ -530,6 +519,6 @@ impl fmt::Display for LinkSpec {
     /// For plans and logs: the settings that differ from the defaults.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let form = LinkForm::from(self);
-        write!(f, "{} to {}{}", self.encapsulation, self.remote_text(), LINK.phrases(&form))
+        write!(f, "{} to {}{}", self.encapsulation(), self.remote_text(), LINK.phrases(&form))
     }
 }
