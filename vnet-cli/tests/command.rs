@@ -153,7 +153,7 @@ fn the_console_reads_files_and_standard_input() {
     assert_eq!(host.output_of(&["console", links]), "OK link 1\n");
     assert_eq!(host.json(&["link", "list"])[0]["encapsulation"], "vnet");
     let refused = host.refused(&["console", links]);
-    assert!(refused.starts_with(&format!("{links}:2: remote 10.1.2.3:9000 is used already")), "{refused}");
+    assert!(refused.starts_with(&format!("{links}:2: remote 10.1.2.3:9000 is already used")), "{refused}");
     let other = host.dir.path().join("commands");
     std::fs::write(&other, "DEL 1\n").unwrap();
     let other = other.to_str().unwrap();

@@ -1,4 +1,4 @@
-//! What the engine shows of itself: the answers of the API.
+//! Read-only views of the engine: answers of the API.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -44,7 +44,7 @@ impl Engine {
         }
     }
 
-    /// The distributed overlay, as its agent described it last.
+    /// The overlay agent's latest report.
     pub fn overlay(&self) -> Option<api::Overlay> {
         self.shown.clone()
     }
@@ -62,7 +62,7 @@ impl Engine {
             State::Broken(reason) => ("broken", Some(reason)),
         };
         let mut settings = InterfaceSettings::from(spec);
-        // A TAP may have less than it was asked for.
+        // The kernel may grant a TAP less than requested.
         settings.set("mtu", Some(live.mtu));
         Some(api::Interface {
             name: spec.name.clone(),
@@ -151,12 +151,12 @@ impl Engine {
         self.core.learned().entries(&self.core.table(), self.core.now_ms())
     }
 
-    /// Counters of what was learned.
+    /// Counters of the learning table.
     pub fn learned_stats(&self) -> LearnedStats {
         self.core.learned().stats()
     }
 
-    /// What each dispatcher counts about itself.
+    /// Counters of each dispatcher.
     pub fn dispatcher_stats(&self) -> &[Arc<DispatcherStats>] {
         self.core.dispatcher_stats()
     }
@@ -185,7 +185,7 @@ impl Engine {
     }
 }
 
-/// Who drives an interface at the moment, and how often its guest is notified.
+/// Current polling mode of an interface, and its guest's notification rate.
 fn driving(live: &LiveInterface, queues: usize) -> api::Driving {
     let LiveInterface { drive, stats, .. } = live;
     let driven_by = match drive.gauge.vmm_driven() {

@@ -170,7 +170,7 @@ fn single_changes_use_the_same_path() {
         format!(r#"{{"name":"vm1","kind":"vhost-user","socket":"{}"}}"#, dir.path().join("s").display());
     engine.add_interface(interface_from_json(json.as_bytes()).unwrap()).unwrap();
     let again = engine.add_interface(interface_from_json(json.as_bytes()).unwrap()).unwrap_err().to_string();
-    assert!(again.contains("the name 'vm1' is used already by an interface; choose another"), "{again}");
+    assert!(again.contains("the name 'vm1' is already used by an interface; choose another"), "{again}");
     engine
         .add_link(link_from_json(br#"{"name":"h2","remote":"10.1.2.2:9000","trusted":true}"#).unwrap())
         .unwrap();

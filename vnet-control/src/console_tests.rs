@@ -78,10 +78,10 @@ fn settings_that_a_file_may_not_have_are_refused() {
     let mut engine =
         engine(dir.path(), "[[link]]\nname = \"h2\"\nremote = \"127.0.1.2:9000\"\ntrusted = true\n");
     for (line, words) in [
-        ("LINK ADD 127.0.1.2 9000", "remote 127.0.1.2:9000 is used already"),
+        ("LINK ADD 127.0.1.2 9000", "remote 127.0.1.2:9000 is already used"),
         ("LINK ADD 127.0.1.3 0", "has no port"),
         ("LINK ADD 224.0.0.1 9000", "not one host's address"),
-        ("LINK ADD 127.0.1.3 9000 name=h2", "the name 'h2' is used already"),
+        ("LINK ADD 127.0.1.3 9000 name=h2", "the name 'h2' is already used"),
         ("LINK ADD 127.0.1.3 9000 colour=red", "unknown key 'colour'"),
         ("LINK ADD 127.0.1.3 9000 networks=7", "network 7 is not declared"),
         ("INTERFACE ADD c1 tun device=x", "'tun'"),

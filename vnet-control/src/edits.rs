@@ -17,7 +17,7 @@ impl Engine {
         self.edit(|desired| desired.interfaces.push(item))
     }
 
-    /// Changes what can be changed of an interface while it is open; `change` makes the new spec of the old one.
+    /// Changes settings of an open interface; `change` derives the new spec from the old one.
     pub fn change_interface(
         &mut self,
         name: &str,

@@ -1,5 +1,5 @@
-//! The engine's part in a distributed overlay: what is computed from the store joins what the file says, is checked by the
-//! same validator, and is carried out by the same plan.
+//! Links and stations that the overlay computes from the store: merged with the configuration, then validated and applied
+//! like any other change.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -16,12 +16,12 @@ use vnet::interface::State;
 use vnet::link::LinkKind;
 use vnet::route::Published;
 
-/// A link that was silent for longer says nothing about its host.
+/// A link that received nothing for this long is no sign of life from its host.
 const HEARD: Duration = Duration::from_secs(60);
 
 impl Engine {
-    /// Makes what was computed from the store part of what the host is. Links that cannot be are left out; for each of them a
-    /// line says why. On an error nothing has changed.
+    /// Merges what the overlay computed into the running state. Unusable links are left out; one returned line each says why.
+    /// On an error nothing changes.
     pub fn join(&mut self, computed: Computed) -> Result<(Plan, Vec<String>), EngineError> {
         let mut refused = vec![];
         let links = computed.links.into_iter().filter(|peer| match self.unusable(peer) {
@@ -49,7 +49,7 @@ impl Engine {
         }
     }
 
-    /// Why a link that the store asks for cannot be.
+    /// Why a computed link is unusable; `None` when it can be added.
     fn unusable(&self, peer: &PeerLink) -> Option<String> {
         let spec = link(&self.own, peer);
         let own = || self.leads_here(&spec).then(|| links::to_oneself(&spec));
@@ -57,7 +57,7 @@ impl Engine {
         links::unusable(&self.own.bridge.spec, &spec).or_else(own).or_else(risky)
     }
 
-    /// `desired` and what was computed from the store. What both have is as the former says.
+    /// `desired` plus the computed links; on a conflict `desired` wins.
     pub(super) fn merged(&self, desired: &Desired) -> Desired {
         let mut merged = desired.clone();
         if self.joined.links.is_empty() {
@@ -83,7 +83,7 @@ impl Engine {
         merged
     }
 
-    /// What is published, by ports: those of the links that there are.
+    /// Station locations from the store, as ports of existing links, for the data path.
     pub(super) fn published(&self) -> Arc<Published> {
         let port = |name: &str| self.links.get(name).map(|live| live.port);
         let links = self.joined.hops.iter().map(|name| port(name).unwrap_or(PortId::NONE));
@@ -98,7 +98,7 @@ impl Engine {
         })
     }
 
-    /// This host's interfaces, as the overlay wants to know them.
+    /// This host's interfaces, as input for the overlay.
     pub fn locals(&self) -> Vec<Local> {
         let local = |Item { spec, .. }: &Item<InterfaceSpec>| {
             let live = self.interfaces.get(&spec.name)?;
@@ -113,7 +113,7 @@ impl Engine {
         self.current.interfaces.iter().filter_map(local).collect()
     }
 
-    /// The links by which anything came lately.
+    /// Names of links that received something recently.
     pub fn heard(&self) -> Vec<String> {
         let now_ms = self.core.now_ms();
         let lately = |at: u64| now_ms.saturating_sub(at) < HEARD.as_millis() as u64;
@@ -121,13 +121,13 @@ impl Engine {
         heard.map(|(name, _)| name.clone()).collect()
     }
 
-    /// What is shown of the overlay from now on.
+    /// Stores the overlay agent's latest report for the API.
     pub fn show_overlay(&mut self, shown: api::Overlay) {
         self.shown = Some(shown);
     }
 }
 
-/// A computed link as the configuration knows links.
+/// The spec of a computed link.
 fn link(own: &Desired, peer: &PeerLink) -> LinkSpec {
     let overlay = own.overlay.as_ref().map(|item| &item.spec);
     let name = peer.name.to_string();

@@ -1,7 +1,7 @@
-//! The difference between what a host is and what it should be.
+//! The difference between the current and the desired state of a host.
 //!
-//! A [`Plan`] is a pure value: what goes, what comes, what changes, per kind of object. Carrying it out makes the one
-//! state the other; when there is no difference it is empty. What is not in it is not touched.
+//! A [`Plan`] is a pure value: objects to remove, add and change, per kind. Applying it turns the current state into the
+//! desired one. Objects without a difference are not in it and keep running.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -14,11 +14,11 @@ use vnet::frame::NetworkId;
 /// What to do to the objects of one kind.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Diff<T> {
-    /// There, but not wanted.
+    /// To be removed.
     pub removed: Vec<Item<T>>,
-    /// Wanted, but not there.
+    /// To be added.
     pub added: Vec<Item<T>>,
-    /// There, but wanted otherwise: as it is, as it should be.
+    /// To be changed: current, desired.
     pub changed: Vec<(Item<T>, Item<T>)>,
 }
 
@@ -29,7 +29,7 @@ impl<T> Diff<T> {
 }
 
 impl<T: Clone + PartialEq> Diff<T> {
-    /// Compares two lists, whose items are the same object when their keys are equal.
+    /// Compares two lists; items with equal keys are the same object.
     fn between<'a, K: Hash + Eq>(
         current: &'a [Item<T>],
         desired: &'a [Item<T>],
@@ -50,10 +50,10 @@ impl<T: Clone + PartialEq> Diff<T> {
     }
 }
 
-/// Everything that differs.
+/// All differences between two states.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
-    /// The host's name.
+    /// The host's name: current, desired.
     pub host: Option<(HostSpec, HostSpec)>,
     /// Networks.
     pub networks: Diff<NetworkSpec>,
@@ -61,12 +61,12 @@ pub struct Plan {
     pub interfaces: Diff<InterfaceSpec>,
     /// Links, by name.
     pub links: Diff<LinkSpec>,
-    /// Rules; one that differs in anything is another one.
+    /// Rules. A rule has no name: a changed one is removed and added.
     pub routes: Diff<RouteSpec>,
 }
 
 impl Plan {
-    /// What makes `current` be `desired`.
+    /// The plan that turns `current` into `desired`.
     pub fn between(current: &Desired, desired: &Desired) -> Plan {
         let (is, wanted) = (&current.host.spec, &desired.host.spec);
         Plan {
@@ -87,7 +87,7 @@ impl Plan {
             && self.routes.is_empty()
     }
 
-    /// The single steps, what goes first.
+    /// The single steps, removals first.
     pub fn changes(&self) -> Vec<api::Change> {
         let mut changes = vec![];
         if let Some((is, wanted)) = &self.host {
@@ -103,7 +103,7 @@ impl Plan {
     }
 }
 
-/// The networks with the default one, which is there even when nothing is said about it.
+/// The networks, including the default network, which exists without being declared.
 pub(crate) fn networks(desired: &Desired) -> Vec<Item<NetworkSpec>> {
     let mut networks = desired.networks.clone();
     if !networks.iter().any(|item| item.spec.id == NetworkId::DEFAULT) {
@@ -136,7 +136,7 @@ fn list<T: fmt::Display>(
 }
 
 impl fmt::Display for Plan {
-    /// One line a step: `+` comes, `-` goes, `~` changes.
+    /// One line per step: `+` added, `-` removed, `~` changed.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let lines: Vec<_> = self.changes().iter().map(ToString::to_string).collect();
         f.write_str(&lines.join("\n"))

@@ -1,4 +1,4 @@
-//! Carrying out a plan makes the one state the other, whatever the two are.
+//! Properties of plans: applying one turns any state into any other.
 
 use proptest::prelude::*;
 use proptest::sample::subsequence;
@@ -88,12 +88,14 @@ fn desired() -> impl Strategy<Value = Desired> {
     })
 }
 
-/// Carries out a plan on plain lists: the meaning of a plan.
+/// Reference model: applies a plan to plain lists.
 fn applied(plan: &Plan, mut to: Desired) -> Desired {
     fn each<T: Clone + PartialEq>(diff: &Diff<T>, items: &mut Vec<Item<T>>) {
         for item in diff.removed.iter().chain(diff.changed.iter().map(|(is, _)| is)) {
-            let at =
-                items.iter().position(|there| there == item).expect("only what is there goes or changes");
+            let at = items
+                .iter()
+                .position(|there| there == item)
+                .expect("only existing items are removed or changed");
             items.remove(at);
         }
         items.extend(diff.added.iter().chain(diff.changed.iter().map(|(_, wanted)| wanted)).cloned());
@@ -110,7 +112,7 @@ fn applied(plan: &Plan, mut to: Desired) -> Desired {
     to
 }
 
-/// The same state in one order.
+/// The state in canonical order.
 fn sorted(mut desired: Desired) -> Desired {
     desired.networks = networks(&desired);
     desired.networks.sort_by_key(|item| item.spec.id);
@@ -122,13 +124,13 @@ fn sorted(mut desired: Desired) -> Desired {
 
 proptest! {
     #[test]
-    fn carried_out_a_plan_makes_the_one_the_other(is in desired(), wanted in desired()) {
+    fn applying_a_plan_gives_the_desired_state(is in desired(), wanted in desired()) {
         let plan = Plan::between(&is, &wanted);
         prop_assert_eq!(sorted(applied(&plan, is)), sorted(wanted));
     }
 
     #[test]
-    fn there_is_nothing_to_do_between_a_state_and_itself(is in desired()) {
+    fn the_plan_between_equal_states_is_empty(is in desired()) {
         let plan = Plan::between(&is, &is);
         prop_assert!(plan.is_empty());
         prop_assert!(plan.changes().is_empty());
@@ -136,7 +138,7 @@ proptest! {
     }
 
     #[test]
-    fn every_step_is_told_once(is in desired(), wanted in desired()) {
+    fn changes_list_every_step_once(is in desired(), wanted in desired()) {
         let plan = Plan::between(&is, &wanted);
         prop_assert_eq!(plan.is_empty(), plan.changes().is_empty());
         let sizes = |d: [usize; 3]| d.iter().sum::<usize>();
@@ -150,7 +152,7 @@ proptest! {
 }
 
 #[test]
-fn a_plan_is_told_in_lines() {
+fn a_plan_is_shown_one_step_per_line() {
     let text = |more: &str| format!("[host]\nname = \"h1\"\n[[link]]\nname = \"h2\"\ntrusted = true\n{more}");
     let is =
         parse("f", &text("remote = \"10.0.0.2:9000\"\n[[route]]\ndst = \"any\"\nto = \"link h2\"")).unwrap();
@@ -168,7 +170,7 @@ fn a_plan_is_told_in_lines() {
 }
 
 #[test]
-fn the_default_network_is_there_without_being_named() {
+fn the_default_network_exists_without_being_declared() {
     let without = parse("f", "[host]\nname = \"h1\"").unwrap().desired;
     let with = parse("f", "[host]\nname = \"h1\"\n[[network]]\nid = 1").unwrap().desired;
     assert!(Plan::between(&without, &with).is_empty());
@@ -178,7 +180,7 @@ fn the_default_network_is_there_without_being_named() {
 }
 
 #[test]
-fn what_is_fixed_while_vnetd_runs_takes_a_restart() {
+fn fixed_settings_need_a_restart() {
     let parse = |text: &str| parse("f", &format!("[host]\nname = \"h1\"\n{text}")).unwrap().desired;
     let is = parse("");
     assert!(restart_needed(&is, &parse("[bridge]\nlisten = \"[::]:9000\"")).is_empty());

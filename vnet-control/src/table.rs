@@ -1,8 +1,7 @@
-//! Reading tables of keys, wherever they come from: TOML of a configuration file or JSON of a request.
+//! Reads tables of keys from TOML (configuration file) or JSON (request).
 //!
-//! Both become a [`KeyTable`], in which every value knows its place. A [`Reader`] takes the keys out one by one, says in one
-//! line each what is wrong with them, and in the end reports every key that no setting has. So a key is known, checked
-//! and explained in one place, and all mistakes of a file are found in one go.
+//! Both become a [`KeyTable`], in which every value has its place. A [`Reader`] takes the keys one by one, reports each bad
+//! value in one line, and finally reports unknown keys. One pass over a file finds all its errors.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,7 +10,7 @@ use std::sync::Arc;
 
 use toml::de::{DeTable, DeValue};
 
-/// Where something was written: file and line, or nowhere that has lines (a command).
+/// Where a value was written: file and line, or nowhere (a command).
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place(Option<(Arc<str>, usize)>);
 
@@ -40,7 +39,7 @@ impl fmt::Display for Place {
     }
 }
 
-/// One thing that is wrong, in one line: where, what, and what to do.
+/// One error or warning, in one line: where, what, and what to do.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Problem {
     /// Where it was written.
@@ -50,7 +49,7 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// A problem at a place.
+    /// A problem at `place`.
     pub fn new(place: &Place, text: impl Into<String>) -> Problem {
         Problem { place: place.clone(), text: text.into() }
     }
@@ -59,14 +58,14 @@ impl Problem {
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.place.fmt(f)?;
-        // One problem is one line, whatever was quoted in it.
+        // Quoted text may hold control characters; the message stays one line.
         self.text
             .chars()
             .try_for_each(|c| if c.is_control() { write!(f, "\u{fffd}") } else { write!(f, "{c}") })
     }
 }
 
-/// Text quoted in a message: cut to a length that a line can carry.
+/// Quotes text for a message, truncated to a readable length.
 pub(crate) fn quote(text: &str) -> String {
     const QUOTED_MAX: usize = 64;
     let mut quoted: String = text.chars().take(QUOTED_MAX).collect();
@@ -83,7 +82,7 @@ pub(crate) struct Entry {
     pub value: Value,
 }
 
-/// What the control surface knows of a value.
+/// A value of TOML or JSON.
 #[derive(Clone, Debug)]
 pub(crate) enum Value {
     Text(String),
@@ -91,7 +90,7 @@ pub(crate) enum Value {
     Flag(bool),
     List(Vec<Entry>),
     Table(KeyTable),
-    /// Something that no key takes, by its name in messages.
+    /// A type that no key takes, by its name in messages.
     Other(&'static str),
 }
 
@@ -150,7 +149,7 @@ impl KeyTable {
 
     fn from_de(lines: &Lines<'_>, start: usize, table: &DeTable<'_>) -> KeyTable {
         let entry = |(key, value): (&toml::Spanned<_>, &toml::Spanned<DeValue<'_>>)| {
-            // The key's place, not the value's: a header such as [bridge] is the key of its table.
+            // The key's place, not the value's: the place of a table is its header.
             let place = lines.place(key.span().start);
             let key: &std::borrow::Cow<'_, str> = key.get_ref();
             (key.to_string(), Entry { place, value: Value::from_de(lines, value) })
@@ -216,22 +215,22 @@ impl Value {
 /// A value with the place it was written at.
 pub(crate) type Placed<T> = (Place, T);
 
-/// What is found while reading.
+/// Problems and warnings collected while reading.
 #[derive(Debug, Default)]
 pub(crate) struct Notes {
-    /// Mistakes.
+    /// Errors.
     pub problems: Vec<Problem>,
     /// Settings that are valid but have no effect.
     pub warnings: Vec<Problem>,
 }
 
-/// Takes the keys out of one table and collects what is wrong with them.
+/// Reads one table key by key and collects problems.
 pub(crate) struct Reader<'a> {
     /// The table's name in messages, as it is written: `[bridge]`, `[[link]]`.
     what: &'static str,
     table: KeyTable,
     known: Vec<&'static str>,
-    /// The keys that were taken, and where they are written.
+    /// Keys read so far, and where they are written.
     taken: BTreeMap<&'static str, Place>,
     notes: &'a mut Notes,
 }
@@ -246,13 +245,13 @@ impl<'a> Reader<'a> {
         self.table.place.clone()
     }
 
-    /// Where a key is written; where the table begins, if it is not.
+    /// Where a key is written; the table's place if it is absent.
     pub fn place_of(&self, key: &str) -> Place {
         let entry = self.table.entries.get(key).map(|entry| &entry.place);
         entry.or_else(|| self.taken.get(key)).cloned().unwrap_or_else(|| self.place())
     }
 
-    /// True when the key is written, good or not.
+    /// True when the key is present, valid or not.
     pub fn given(&self, key: &str) -> bool {
         self.table.entries.contains_key(key) || self.taken.contains_key(key)
     }
@@ -261,12 +260,12 @@ impl<'a> Reader<'a> {
         self.notes.problems.push(Problem::new(place, text));
     }
 
-    /// Notes a setting that is valid but has no effect.
+    /// Warns about a setting that is valid but has no effect.
     pub fn hint(&mut self, place: &Place, text: impl Into<String>) {
         self.notes.warnings.push(Problem::new(place, text));
     }
 
-    /// How many problems there are so far.
+    /// Number of problems so far.
     pub fn problems(&self) -> usize {
         self.notes.problems.len()
     }
@@ -305,7 +304,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// A text that `T` can be read from; its error is the message.
+    /// A text, parsed by `T::from_str`; its error becomes the message.
     pub fn parsed<T: FromStr<Err: fmt::Display>>(&mut self, key: &'static str) -> Option<Placed<T>> {
         let (place, text) = self.text(key)?;
         match text.parse() {
@@ -342,7 +341,7 @@ impl<'a> Reader<'a> {
         None
     }
 
-    /// A list of texts, each with its place; its own place comes with it.
+    /// A list of texts, with the place of the list and of each text.
     pub fn texts(&mut self, key: &'static str) -> Option<Placed<Vec<Placed<String>>>> {
         let entry = self.take(key)?;
         let Value::List(list) = &entry.value else {
@@ -410,7 +409,7 @@ impl<'a> Reader<'a> {
         tables
     }
 
-    /// Reports the keys that no setting has.
+    /// Reports unknown keys.
     pub fn finish(self) {
         let Reader { what, table, known, notes, .. } = self;
         for (key, entry) in &table.entries {
@@ -427,7 +426,7 @@ impl<'a> Reader<'a> {
 
 /// The known key that differs from `key` in the fewest letters, at most two.
 fn closest(key: &str, known: &[&'static str]) -> Option<&'static str> {
-    // Longer ones are no misspelling, and their distance would cost time to compute.
+    // Longer keys are no misspelling, and the distance takes quadratic time.
     if key.len() > 32 {
         return None;
     }

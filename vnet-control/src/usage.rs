@@ -1,13 +1,13 @@
-//! The commands of the control language as they are shown: by `HELP`, by completion, and in the reference.
+//! Usage texts of the control language, for `HELP`, completion and the reference.
 
-/// What a command looks like, for help, completion and the reference.
+/// One command's usage.
 #[derive(Clone, Copy, Debug)]
 pub struct Usage {
-    /// The keywords that begin it.
+    /// Leading keywords.
     pub words: &'static str,
-    /// The whole line; words in upper case that are not keywords stand for values, brackets enclose what may be left out.
+    /// The whole line. Upper-case words after the keywords are placeholders; brackets enclose optional parts.
     pub syntax: &'static str,
-    /// Other ways to write the keywords.
+    /// Alternative keywords.
     pub synonyms: &'static str,
     /// What it does.
     pub help: &'static str,

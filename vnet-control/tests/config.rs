@@ -1,4 +1,4 @@
-//! The configuration file: accepted settings, and the exact error lines of refused ones.
+//! The configuration file: accepted settings, and exact error lines of rejected ones.
 
 use proptest::prelude::*;
 use vnet::dispatch::isolation::Isolation;
@@ -13,7 +13,7 @@ use vnet::wire::socks::{Credentials, Destination};
 use vnet_control::config::{Configuration, parse};
 use vnet_control::desired::{Attachment, Driving, RouteSource, Target};
 
-/// The error lines of a refused file.
+/// The error lines of a rejected file.
 fn errors(text: &str) -> Vec<String> {
     match parse("f.toml", text) {
         Ok(_) => vec![],
@@ -131,7 +131,7 @@ fn host_settings_are_read() {
 }
 
 #[test]
-fn cut_through_settings_are_read() {
+fn receive_in_place_settings_are_read() {
     let text = "[host]\nname = \"h1\"\n[bridge]\nzero_copy = \"on\"\n[[interface]]\nname = \"vm1\"\nkind = \"vhost-user\"\n\
                 socket = \"/run/vm1\"\nmac = \"52:54:00:00:00:01\"\ndirect_port = 9101\ndirect_link = \"h2\"\n[[link]]\n\
                 name = \"h2\"\nremote = \"10.0.0.2:9000\"\ntrusted = true\nnetworks = [1]\n\
@@ -255,8 +255,8 @@ fn a_host_needs_only_a_name() {
     assert!(desired.interfaces.is_empty() && desired.links.is_empty() && desired.routes.is_empty());
 }
 
-/// One mistake a paragraph: a file, in which `{H}`, `{T}`, `{V}` and `{L}` stand for a valid host, TAP, vhost-user interface and
-/// link; below it, behind `>`, all error lines.
+/// One paragraph per case: a file, in which `{H}`, `{T}`, `{V}` and `{L}` stand for a valid host, TAP, vhost-user interface and
+/// link, then all its error lines, each after `>`.
 const MISTAKES: &str = include_str!("config_mistakes.txt");
 
 #[test]
@@ -264,7 +264,7 @@ fn mistakes_are_explained_in_one_line_each() {
     let mut cases = 0;
     for case in MISTAKES.split("\n\n") {
         let (told, text): (Vec<_>, Vec<_>) = case.lines().partition(|line| line.starts_with('>'));
-        // Most links here use a trusted network. That stands in the host's two lines, so that line numbers stay.
+        // Most links here need a trusted network; it fits in the two lines of {H}, so line numbers do not change.
         let text = text.join("\n");
         let links = text.contains("{L}") && !text.contains("[bridge]") && !text.contains("sealed");
         let host = "host.name = \"h1\"\nbridge.trusted = [\"0.0.0.0/0\"]";
@@ -308,9 +308,9 @@ fn the_packaged_example_is_valid() {
 }
 
 proptest! {
-    /// Any text is accepted, or refused in lines that begin with the file's name.
+    /// Any text is accepted, or rejected with lines that begin with the file's name.
     #[test]
-    fn any_text_is_answered(lines in proptest::collection::vec(any_line(), 0..12)) {
+    fn any_text_is_accepted_or_rejected_with_file_and_line(lines in proptest::collection::vec(any_line(), 0..12)) {
         let text = lines.join("\n");
         if let Err(error) = parse("f.toml", &text) {
             let error = error.to_string();
@@ -364,7 +364,7 @@ fn any_line() -> impl Strategy<Value = String> {
 }
 
 #[test]
-fn ports_are_counted_from_the_first() {
+fn port_ranges_are_checked() {
     let top = "[host]\nname = \"h1\"\n";
     let link = |name: &str, remote: &str, more: &str| {
         format!("[[link]]\nname = \"{name}\"\nremote = \"{remote}\"\ntrusted = true\n{more}")
@@ -382,7 +382,7 @@ fn ports_are_counted_from_the_first() {
     let cases = [
         (
             bridge("threads = 4", "ports = 2"),
-            "f.toml:5: ports = 2 for 4 dispatchers leaves some without one; write ports = 4, or 1 for all of them",
+            "f.toml:5: ports = 2 for 4 dispatchers leaves some without a port; write ports = 4, or 1 for all of them",
         ),
         (bridge("", "ports = 65"), "f.toml:6: ports 65 is beyond the limits; use 1 to 64"),
         (
@@ -399,15 +399,15 @@ fn ports_are_counted_from_the_first() {
         ),
         (
             top.to_string() + &link("h2", "10.0.0.2:9000", "ports = 2\nencapsulation = \"vnet\""),
-            "f.toml:7: 'ports' has a meaning for encapsulation native only; remove it",
+            "f.toml:7: 'ports' applies to encapsulation native only; remove it",
         ),
         (
             top.to_string() + &neighbours + &link("h3", "10.0.0.2:9001", ""),
-            "f.toml:8: remote 10.0.0.2:9001 is used already by link h2 (f.toml:3); choose another",
+            "f.toml:8: remote 10.0.0.2:9001 is already used by link h2 (f.toml:3); choose another",
         ),
         (
             top.to_string() + &neighbours + &link("h3", "10.0.0.2:8999", "ports = 9"),
-            "f.toml:8: remote 10.0.0.2:9000 is used already by link h2 (f.toml:3); choose another",
+            "f.toml:8: remote 10.0.0.2:9000 is already used by link h2 (f.toml:3); choose another",
         ),
     ];
     for (text, want) in cases {
@@ -430,7 +430,7 @@ fn only_sealed_native_links_may_omit_the_remote() {
     }
     let found = errors(&link("sealed = true\nremote = \"[::]:0\""));
     assert_eq!(found.len(), 1, "{found:?}");
-    // Another network may be relayed, or the default one.
+    // Relaying applies to any network, not only the default one.
     let read = good("[host]\nname = \"h1\"\n[[network]]\nid = 7\nrelay = true\n").desired;
     assert_eq!(read.networks[0].spec.to_string(), "learning, ageing 300 s, relayed");
 }

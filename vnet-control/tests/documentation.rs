@@ -1,4 +1,4 @@
-//! The tables of keys in docs/ are generated from the declarations. A test compares; with VNET_WRITE_DOCS=1 it writes.
+//! The tables of keys in docs/ are generated from the declarations. The test compares them; VNET_WRITE_DOCS=1 writes them.
 
 use std::path::Path;
 
@@ -31,7 +31,7 @@ fn the_tables_of_keys_are_current() {
     is_current("overlay.md", &OVERLAY_TABLES);
 }
 
-/// `KEY = VALUE` in the packaged file that is no example is the default: written or not, the host is the same.
+/// Every commented-out `KEY = VALUE` of the packaged file shows the default, except for examples.
 #[test]
 fn the_packaged_defaults_are_the_defaults() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../packaging/vnet.toml");
@@ -43,7 +43,7 @@ fn the_packaged_defaults_are_the_defaults() {
     };
     let host = "[host]\nname = \"h1\"\n";
     let default = config::parse("f", host).unwrap().desired;
-    // Those that say what could be written, not what holds.
+    // These show an example, not the default.
     let examples = ["cpus", "priority", "vxlan_listen", "stream_listen", "trusted"];
     for name in ["dispatch", "bridge"] {
         let lines = section(name);

@@ -265,7 +265,7 @@ fn bad_requests_change_nothing_and_are_explained() {
             "/v1/interfaces",
             &tap("").replace("\"t\"", "\"vm1\""),
             400,
-            "the name 'vm1' is used already by an interface (",
+            "the name 'vm1' is already used by an interface (",
         ),
         (
             "POST",

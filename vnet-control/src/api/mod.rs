@@ -1,7 +1,6 @@
-//! What the HTTP/JSON API says, shared by the daemon that says it and the commands that read it.
+//! Answers of the HTTP/JSON API, shared by the daemon and its clients.
 //!
-//! Requests use the keys of the configuration file; these are the answers. A reader ignores fields that it does not know,
-//! so that fields can be added.
+//! Requests use the keys of the configuration file. Clients ignore unknown fields, so new fields can be added.
 
 mod stats;
 
@@ -31,21 +30,21 @@ pub struct Status {
     pub host: String,
     /// Process id of vnetd.
     pub pid: u32,
-    /// Seconds since it was ready.
+    /// Seconds since vnetd became ready.
     pub uptime_s: u64,
     /// Where links arrive (UDP).
     pub bridge: String,
-    /// Ports that they arrive at, from that of `bridge` on.
+    /// Number of UDP ports, consecutive from that of `bridge`.
     #[serde(default = "one")]
     pub ports: u16,
     /// Number of dispatchers.
     pub dispatchers: usize,
-    /// What they do when there is nothing to do.
+    /// What idle dispatchers do.
     #[serde(rename = "yield")]
     pub yield_strategy: String,
     /// Interfaces.
     pub interfaces: usize,
-    /// Interfaces through which frames flow at the moment.
+    /// Interfaces in state `up`.
     pub interfaces_up: usize,
     /// Links.
     pub links: usize,
@@ -55,10 +54,10 @@ pub struct Status {
     pub networks: usize,
     /// Learned addresses.
     pub learned: usize,
-    /// The distributed overlay, where the host takes part in one.
+    /// The distributed overlay, if configured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub overlay: Option<OverlaySummary>,
-    /// Where the frames went.
+    /// The balance of all frames.
     pub balance: Balance,
 }
 
@@ -68,11 +67,11 @@ pub struct Status {
 pub struct OverlaySummary {
     /// The store: `starting` (never reached), `connected` or `away`.
     pub state: String,
-    /// For how many seconds.
+    /// Seconds in this state.
     pub since_s: u64,
     /// Other hosts.
     pub hosts: usize,
-    /// Stations that are known, this host's included.
+    /// Known stations, including this host's.
     pub stations: usize,
     /// Alarms raised so far.
     pub alarms: u64,
@@ -84,28 +83,28 @@ pub struct OverlaySummary {
 pub struct Overlay {
     /// The store: `starting` (never reached), `connected` or `away`.
     pub state: String,
-    /// For how many seconds.
+    /// Seconds in this state.
     pub since_s: u64,
     /// Members of the etcd cluster.
     pub etcd: Vec<String>,
-    /// The store's revision that was seen last.
+    /// Latest store revision seen.
     pub revision: i64,
     /// `mesh`, `hub NAME` or `explicit`.
     pub topology: String,
     /// Where other hosts reach this one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
-    /// Stations of this host that the store has.
+    /// Stations of this host that are in the store.
     pub published: usize,
-    /// Stations that are known, this host's included.
+    /// Known stations, including this host's.
     pub stations: usize,
-    /// Hosts and stations that moved too often and stay where they are for a while.
+    /// Hosts and stations frozen for a while after moving too often.
     pub frozen: usize,
     /// Other hosts.
     pub hosts: Vec<OverlayHost>,
     /// Alarms raised so far.
     pub alarms_total: u64,
-    /// The last of each kind.
+    /// The latest alarm of each kind.
     pub alarms: Vec<Alarm>,
 }
 
@@ -113,15 +112,15 @@ pub struct Overlay {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct OverlayHost {
-    /// Its name, and that of the link to it.
+    /// Its name, also that of the link to it.
     pub name: String,
     /// Where its links arrive.
     pub address: String,
-    /// The networks it takes part in.
+    /// Its networks.
     pub networks: Vec<NetworkId>,
-    /// Whether only reflectors reach it.
+    /// Only reflectors reach it.
     pub behind_nat: bool,
-    /// For how many seconds the store has not had it, although nobody withdrew it.
+    /// Seconds since its record vanished from the store without a withdrawal.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub silent_s: Option<u64>,
 }
@@ -134,9 +133,9 @@ pub struct Alarm {
     pub name: String,
     /// How often it was raised.
     pub count: u64,
-    /// What was wrong, the last time.
+    /// Text of the latest one.
     pub text: String,
-    /// Seconds since then.
+    /// Seconds since the latest one.
     pub age_s: u64,
 }
 
@@ -151,28 +150,28 @@ pub struct Interface {
     /// Why it is not up.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// Who drives it, and how its guest is notified.
+    /// Polling mode and guest notifications.
     #[serde(flatten)]
     pub driving: Driving,
-    /// Its settings; `mtu` as it is.
+    /// Its settings; `mtu` is the effective one.
     #[serde(flatten)]
     pub settings: InterfaceSettings,
 }
 
-/// Who drives an interface and how its guest is notified: part of [`Interface`].
+/// Polling mode and guest notifications: part of [`Interface`].
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Driving {
     /// `guest`, `vmm`, or `both` when its queues differ.
     pub driven_by: String,
-    /// Frames a second from the guest, over the last window.
+    /// Frames per second from the guest, over the last window.
     pub rate: u64,
     /// Changes between guest-driven and VMM-driven so far.
     pub switches: u64,
-    /// Notifications given for a thousand frames delivered.
+    /// Notifications per thousand delivered frames.
     pub notifications_per_1000_frames: u64,
-    /// What optimistic interrupts did.
+    /// Counters of optimistic interrupts.
     #[serde(flatten)]
     pub interrupt_counters: InterruptCounters,
 }
@@ -183,30 +182,30 @@ pub struct Driving {
 pub struct Link {
     /// Its name.
     pub name: String,
-    /// `up`; `degraded`: it works, but badly or not for long; `down`: the kernel has no route to the other host, this has gone
-    /// silent, or, of a sealed link, there are no keys.
+    /// `up`; `degraded`: works, but poorly or not for long; `down`: no route to the other host, the other host is silent, or a
+    /// sealed link has no keys.
     pub state: String,
     /// Why it is not up.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// Seconds since anything came by it; absent when nothing ever did.
+    /// Seconds since anything was received; absent if nothing ever was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub heard_s: Option<u64>,
-    /// Seconds since the present keys were agreed on (sealed); absent without keys.
+    /// Age of the current keys in seconds (sealed); absent without keys.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keys_s: Option<u64>,
-    /// Round trip in microseconds, by keepalives (sealed) or probes (native).
+    /// Round-trip time in microseconds, from keepalives (sealed) or probes (native).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rtt_us: Option<u32>,
-    /// Of the last 50 probes, five a second, thousandths that were lost, they or their answers (native); absent when the other host
-    /// never answered.
+    /// Loss in permille: probes without an answer among the last 50, five per second (native); absent if the other host never
+    /// answered.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss_permille: Option<u32>,
-    /// What passes it, and what was lost.
+    /// Traffic and losses.
     #[serde(default)]
     pub traffic: Traffic,
-    /// Its settings. As they are at the moment: `remote`, where the other host is (`anywhere` while that is not known); `mtu`,
-    /// the largest IP packet that is sent; `sealed` and `peer`; `offload`.
+    /// Its settings. These show the current state instead of the configuration: `remote` (`anywhere` while unknown), `mtu` (the
+    /// path MTU in use), `sealed`, `peer` and `offload`.
     #[serde(flatten)]
     pub settings: LinkSettings,
 }
@@ -215,7 +214,7 @@ pub struct Link {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Route {
-    /// Counted from 1, never used again.
+    /// Counted from 1, never reused.
     pub index: u32,
     /// Its settings.
     #[serde(flatten)]
@@ -245,7 +244,7 @@ pub struct Learned {
     pub at: String,
     /// `learned`, `frozen` (learned, but it moved too often) or `configured`.
     pub held: String,
-    /// Seconds since it was last seen; 0 for configured ones.
+    /// Seconds since it was last seen; 0 if configured.
     pub age_s: u32,
 }
 
@@ -259,13 +258,13 @@ pub struct Trace {
     pub src: Mac,
     /// Destination address.
     pub dst: Mac,
-    /// Where the frame would come from: `interface NAME` or `link NAME`.
+    /// Where the frame would enter: `interface NAME` or `link NAME`.
     pub from: String,
     /// What decides: `guard`, `rules`, `configured`, `learned`, `flood` or `nothing`.
     pub by: String,
-    /// The same for people.
+    /// Explanation of the decision for people.
     pub why: String,
-    /// What the guard says: `admitted`, or the reason under which the frame would be dropped as it enters.
+    /// The guard's verdict on entry: `admitted`, or the drop reason.
     #[serde(default)]
     pub guard: String,
     /// Indices of the rules that decide.
@@ -273,12 +272,12 @@ pub struct Trace {
     /// Their priority.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub priority: Option<u8>,
-    /// Dispatchers whose cache holds a line for this flow, and so decides without asking further.
+    /// Dispatchers that have this flow in their cache.
     #[serde(default)]
     pub cached_by: Vec<usize>,
     /// Where it would go.
     pub to: Vec<String>,
-    /// The same with what is known of each destination, a copy each.
+    /// One copy per destination, with the destination's state.
     #[serde(default)]
     pub copies: Vec<TracedCopy>,
     /// Why it would be dropped.
@@ -292,39 +291,39 @@ pub struct Trace {
 pub struct TracedCopy {
     /// Where it would go: `interface NAME` or `link NAME`.
     pub to: String,
-    /// What that is at the moment: `up`, or else.
+    /// State of the destination: `up`, or another.
     pub state: String,
     /// MTU of the interface, or of the link's path, in bytes.
     pub mtu: u32,
     /// The link's remote address.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remote: Option<String>,
-    /// What the host at the other end of the link says would become of the copy.
+    /// The remote host's answer to the trace inquiry.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(no_recursion))]
     pub next: Option<Box<Hop>>,
-    /// Why the other host said nothing, where it was asked.
+    /// Why the remote host did not answer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub silent: Option<String>,
 }
 
-/// What one host on the way says: the part of a [`Trace`] that other hosts may know.
+/// One hop of a trace: the part of a [`Trace`] that is disclosed to other hosts.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Hop {
     /// Its name.
     pub host: String,
-    /// Where the frame would come from there.
+    /// Where the frame would enter there.
     pub from: String,
-    /// What decides there, for people.
+    /// Explanation of the decision for people.
     pub why: String,
-    /// Where it would go there, a copy each.
+    /// One copy per destination.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub copies: Vec<HopCopy>,
     /// Why it would be dropped there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drop: Option<String>,
-    /// Copies that there was no room to tell of.
+    /// Copies omitted for lack of room.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub more: usize,
 }
@@ -333,34 +332,34 @@ fn is_zero(n: &usize) -> bool {
     *n == 0
 }
 
-/// A copy on another host.
+/// A copy of the frame on another host.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct HopCopy {
     /// Where it would go.
     pub to: String,
-    /// What that is, when it is not up.
+    /// State of the destination, if it is not up.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub state: Option<String>,
-    /// What the host after that says.
+    /// The next host's answer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(no_recursion))]
     pub next: Option<Box<Hop>>,
-    /// Why the host after that said nothing, where it was asked.
+    /// Why the next host did not answer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub silent: Option<String>,
 }
 
-/// What happens to an object; in the order in which a plan tells it.
+/// What a plan does to an object, in the order in which plans list it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Action {
-    /// It goes.
+    /// The object is removed.
     Remove,
-    /// It becomes another.
+    /// The object is changed.
     Change,
-    /// It comes.
+    /// The object is added.
     Add,
 }
 
@@ -374,7 +373,7 @@ pub struct Change {
     pub object: String,
     /// Its name; empty for a route.
     pub name: String,
-    /// What it is; for a change: what it was -> what it becomes.
+    /// Description of the object; for a change `OLD -> NEW`.
     pub detail: String,
 }
 
@@ -394,11 +393,11 @@ impl fmt::Display for Change {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Applied {
-    /// True when it was only asked what would be done.
+    /// True when nothing was applied.
     pub dry_run: bool,
-    /// What was (or would be) done.
+    /// Changes applied, or that would be.
     pub changes: Vec<Change>,
-    /// What the writer of the configuration should know.
+    /// Warnings about the configuration.
     pub warnings: Vec<String>,
 }
 
@@ -406,18 +405,18 @@ pub struct Applied {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct ConsoleAnswer {
-    /// Line that is answered, counted from 1.
+    /// Line number of the command, from 1.
     pub line: usize,
     /// False when the answer is `ERROR …`.
     pub good: bool,
-    /// The answer as the console would send it.
+    /// The answer as the console sends it.
     pub lines: Vec<String>,
 }
 
-/// The answer when something is refused or fails.
+/// The answer to a refused or failed request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Refusal {
-    /// One line each.
+    /// One line per error.
     pub errors: Vec<String>,
 }

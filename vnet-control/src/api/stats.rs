@@ -1,4 +1,4 @@
-//! Counters in answers: ports, dispatchers, the balance of all frames.
+//! Counters in answers: ports, dispatchers, and the balance of all frames.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,20 +7,20 @@ use serde::{Deserialize, Serialize};
 use vnet::dispatch::counters::DispatcherStats;
 use vnet::stats::{DiscardReason, DropReason, InterruptStats, PortStats};
 
-/// What optimistic interrupts did; the words are those of [`InterruptStats`].
+/// Counters of optimistic interrupts; names as in [`InterruptStats`].
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct InterruptCounters {
     /// Early interrupts.
     pub early: u64,
-    /// Early interrupts not made: the guest had notifications off.
+    /// Early interrupts suppressed: the guest had notifications off.
     pub early_discarded: u64,
     /// Early interrupts that came before their frames.
     pub early_premature: u64,
-    /// Notifications at the end of coalescing or after it.
+    /// Notifications injected at or after the end of coalescing.
     pub coalesced_injected: u64,
-    /// Ends of coalescing without one because of the receive density.
+    /// Notifications withheld at the end of coalescing because of the receive density.
     pub coalesced_withheld: u64,
 }
 
@@ -50,16 +50,16 @@ impl InterruptCounters {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Stats {
-    /// Each interface and link, then `bridge` (datagrams of no link) and `removed` (all that are gone).
+    /// Each interface and link, then `bridge` (datagrams that match no link) and `removed` (the sum of all removed ports).
     pub ports: Vec<Port>,
     /// Each dispatcher, by number.
     #[serde(default)]
     pub dispatchers: Vec<Dispatcher>,
-    /// Where the frames went.
+    /// The balance of all frames.
     pub balance: Balance,
 }
 
-/// What one dispatcher has done; the words are those of [`DispatcherStats`].
+/// Counters of one dispatcher; names as in [`DispatcherStats`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Dispatcher {
@@ -67,9 +67,9 @@ pub struct Dispatcher {
     pub id: usize,
     /// Frames taken from interfaces and links.
     pub frames: u64,
-    /// Turns of its loop in which there was work.
+    /// Loop iterations with work.
     pub busy_turns: u64,
-    /// Nanoseconds of these turns.
+    /// Nanoseconds spent in them.
     pub busy_ns: u64,
 }
 
@@ -94,44 +94,44 @@ pub struct Port {
     pub counters: Counters,
 }
 
-/// Counters of a port since it was added; the words are those of [`PortStats`].
+/// Counters of a port since it was added; names as in [`PortStats`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Counters {
     /// Frames that entered here.
     pub in_frames: u64,
-    /// Their bytes.
+    /// Bytes that entered here.
     pub in_bytes: u64,
     /// Frames delivered here.
     pub out_frames: u64,
-    /// Their bytes.
+    /// Bytes delivered here.
     pub out_bytes: u64,
-    /// Frames that became more than one.
+    /// Additional copies of frames with several destinations.
     pub copies: u64,
-    /// Questions for a neighbour (ARP, ND) from here that the host answered; each is in `in_frames`, its answer in
+    /// Neighbour requests (ARP, ND) from here that this host answered; the request counts in `in_frames`, the answer in
     /// `out_frames`.
     #[serde(default)]
     pub answers: u64,
-    /// Notifications given to the guest.
+    /// Notifications sent to the guest.
     pub notifications: u64,
-    /// Notifications got from the guest.
+    /// Notifications received from the guest.
     pub kicks: u64,
-    /// What optimistic interrupts did.
+    /// Counters of optimistic interrupts.
     #[serde(flatten)]
     pub interrupts: InterruptCounters,
-    /// Messages sent on this link from guests' memory without a copy.
+    /// Messages sent with zero copy from guests' memory.
     #[serde(default)]
     pub zero_copy_sent: u64,
-    /// Those of them that the kernel copied after all.
+    /// Zero-copy messages that the kernel copied after all.
     #[serde(default)]
     pub zero_copy_copied: u64,
-    /// Messages that should have gone without a copy and were copied at once.
+    /// Messages eligible for zero copy that fell back to a copy.
     #[serde(default)]
     pub zero_copy_fallen_back: u64,
-    /// Frames that came by this link straight into a guest's buffers.
+    /// Frames received in place, into a guest's buffers.
     #[serde(default)]
     pub direct_in_place: u64,
-    /// Messages that were received there and had to be copied out.
+    /// Messages received in place that had to be copied out.
     #[serde(default)]
     pub direct_copied_out: u64,
     /// Datagrams received.
@@ -206,14 +206,14 @@ impl Counters {
     }
 }
 
-/// Where all frames went: in + copies = out + drops, but for those on their way while it was read.
+/// The balance of all frames: in + copies = out + drops, except for frames in flight while the counters are read.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Balance {
     /// Frames that entered the core.
     #[serde(rename = "in")]
     pub entered: u64,
-    /// Frames that became more than one.
+    /// Additional copies of frames with several destinations.
     pub copies: u64,
     /// Frames delivered.
     pub out: u64,

@@ -1,4 +1,4 @@
-//! Interfaces' own underlay ports, for receiving straight into a guest's buffers: which links can have them.
+//! Receive in place: which interfaces and links may use a guest's own underlay port.
 
 use std::collections::HashMap;
 
@@ -7,7 +7,7 @@ use vnet::link::{Encapsulation, LinkKind};
 use crate::desired::{Attachment, Desired, DirectSpec, InterfaceSpec, Item, LinkSpec};
 use crate::table::{Problem, quote};
 
-/// Adds what is wrong between own ports and the rest of the state to `problems`.
+/// Checks guests' own ports against the rest of the desired state.
 pub(super) fn check(desired: &Desired, problems: &mut Vec<Problem>) {
     let mut taken = HashMap::new();
     for Item { place, spec } in &desired.interfaces {
@@ -27,7 +27,7 @@ pub(super) fn check(desired: &Desired, problems: &mut Vec<Problem>) {
         }
         if desired.bridge.spec.ports > 1 {
             let text = format!(
-                "link {}: direct is for hosts with one port, for guests' own ports know one sender; remove ports from [bridge]",
+                "link {}: direct needs a host with one port, because guests' ports accept one sender; remove ports from [bridge]",
                 spec.name
             );
             problems.push(Problem::new(place, text));
@@ -46,13 +46,15 @@ fn interface_problem(
     let bridge = &desired.bridge.spec;
     let bridge_ports = bridge.listen.port()..=bridge.listen.port().saturating_add(bridge.ports - 1);
     if let Some(other) = before {
-        return Some(format!("direct_port {port} is used already by interface {other}; choose another"));
+        return Some(format!("direct_port {port} is already used by interface {other}; choose another"));
     }
     if bridge_ports.contains(port) {
-        return Some(format!("direct_port {port} is one of [bridge] listen's; choose another"));
+        return Some(format!("direct_port {port} belongs to [bridge] listen; choose another"));
     }
     if spec.mac.is_none() {
-        return Some(format!("direct_port {port} takes frames for the interface's address; give it a 'mac'"));
+        return Some(format!(
+            "direct_port {port} receives frames for the interface's address; give it a 'mac'"
+        ));
     }
     let Some(link) = link else {
         return Some(format!("direct_link {} does not exist; name a [[link]]", quote(name)));
@@ -60,18 +62,18 @@ fn interface_problem(
     unfit(link).map(|why| format!("direct_link {name}: direct_port is for {why}"))
 }
 
-/// Why a link's frames cannot come to guests' own ports.
+/// Why a link cannot deliver to guests' own ports; `None` when it can.
 fn unfit(link: &LinkSpec) -> Option<&'static str> {
     if link.encapsulation() != Encapsulation::Native {
         return Some("native links only");
     }
     if link.security.peer.is_some() {
-        return Some("links in clear text only: what is sealed has to be opened in memory of our own");
+        return Some("links in clear text only: sealed datagrams are decrypted in vnetd's memory first");
     }
     if link.ports > 1 {
-        return Some("links with one port only: it is how the kernel knows the sender");
+        return Some("links with one port only: the kernel drops datagrams from any other");
     }
-    // Frames of several networks could stand in one message, and addresses in several networks.
+    // One message may mix frames of several networks, and a MAC address may occur in more than one.
     let one = link.networks.as_ref().is_some_and(|networks| networks.len() == 1);
     (!one).then_some("links that carry one network only; write networks = [1]")
 }

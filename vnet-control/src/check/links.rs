@@ -1,4 +1,4 @@
-//! What a link claims for itself, and why it may be unusable, by its encapsulation.
+//! Links by kind: the addresses that each claims on this host, and why one cannot work.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -7,12 +7,12 @@ use vnet::wire::vxlan;
 
 use crate::desired::{BridgeSpec, LinkSpec};
 
-/// True when the link's datagrams arrive where the bridge listens, so that its own address would lead back to it.
+/// True when the link's datagrams arrive at the bridge's ports: a remote that is this host's own address would loop.
 pub(crate) fn arrives_at_bridge(link: &LinkSpec) -> bool {
     matches!(link.kind, LinkKind::Native { .. } | LinkKind::Classic)
 }
 
-/// What a link claims for itself among the host's links: the addresses it is known by, in words.
+/// The addresses that identify the link on receive, as text; each may belong to one link only.
 pub(crate) fn claims(link: &LinkSpec) -> Vec<String> {
     match &link.kind {
         LinkKind::Vxlan(VxlanOptions { flood, .. }) => {
@@ -20,7 +20,7 @@ pub(crate) fn claims(link: &LinkSpec) -> Vec<String> {
             addresses.sort();
             addresses.iter().map(|ip| format!("VTEP {ip}")).collect()
         }
-        // A connection that comes in belongs to the link whose remote it comes from; from a proxy nobody comes.
+        // Incoming connections are matched to links by source address; a proxy only connects outwards.
         LinkKind::Stream(StreamOptions { proxy: None, .. }) => {
             vec![format!("stream peer {}", link.remote.ip())]
         }
@@ -32,12 +32,12 @@ pub(crate) fn claims(link: &LinkSpec) -> Vec<String> {
     }
 }
 
-/// Why a link cannot work, whatever the host is.
+/// Why a link cannot work with these bridge settings.
 pub(crate) fn unusable(bridge: &BridgeSpec, link: &LinkSpec) -> Option<String> {
     let name = &link.name;
     match (&link.kind, bridge.vxlan_listen) {
         (LinkKind::Vxlan(_), None) => Some(format!(
-            "link {name} needs VXLAN to be listened for; write vxlan_listen = \"[::]:{}\" in [bridge]",
+            "link {name} needs a VXLAN port; write vxlan_listen = \"[::]:{}\" in [bridge]",
             vxlan::PORT
         )),
         (LinkKind::Vxlan(_), Some(listen)) => unreachable(listen, 1, "vxlan_listen", link),
@@ -57,9 +57,8 @@ pub(crate) fn unusable(bridge: &BridgeSpec, link: &LinkSpec) -> Option<String> {
     }
 }
 
-/// Why a link cannot work, whatever the host is.
-///
-/// The host listens at `listen` and the ports behind it, `ports` all together; `key` is what that is called.
+/// Why the link's remote cannot be reached from a host that listens at `ports` consecutive ports from `listen` on;
+/// `key` is the setting that says so.
 fn unreachable(listen: SocketAddr, ports: u16, key: &str, link: &LinkSpec) -> Option<String> {
     let LinkSpec { name, remote, .. } = link;
     let wildcard = listen.ip().is_unspecified();
@@ -67,7 +66,7 @@ fn unreachable(listen: SocketAddr, ports: u16, key: &str, link: &LinkSpec) -> Op
     if own && link.has_port_of(listen.port(), ports) {
         return Some(to_oneself(link));
     }
-    // [::] takes both; every other address only its own kind.
+    // [::] accepts IPv4 and IPv6; every other address only its own version.
     let both = listen.ip() == IpAddr::from(std::net::Ipv6Addr::UNSPECIFIED);
     if !both && listen.is_ipv4() != remote.is_ipv4() {
         let (ours, theirs) = if listen.is_ipv4() { ("IPv4", "IPv6") } else { ("IPv6", "IPv4") };
@@ -80,7 +79,7 @@ fn unreachable(listen: SocketAddr, ports: u16, key: &str, link: &LinkSpec) -> Op
     None
 }
 
-/// The message about a link that leads back to its own host.
+/// Error text for a link whose remote is this host.
 pub(crate) fn to_oneself(link: &LinkSpec) -> String {
     format!("link {} leads to this host itself ({}); name the other host's address", link.name, link.remote)
 }

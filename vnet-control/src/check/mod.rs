@@ -1,5 +1,5 @@
-//! What has to hold between the parts of a host's desired state: names, addresses and resources used once, and nothing
-//! named that is not there. Every change goes through here, whether it comes from a file or from a command.
+//! Validation of a host's desired state as a whole: names, addresses and resources are used once, and every reference
+//! resolves. Every change passes through here, whether it comes from a file, a command or the overlay.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt::Display;
@@ -15,9 +15,9 @@ use vnet::frame::NetworkId;
 use crate::desired::*;
 use crate::table::{Place, Problem, quote};
 
-/// Adds everything that is wrong between the parts of `desired` to `problems`.
+/// Validates `desired` and adds what it finds to `problems`.
 ///
-/// `broken` are interfaces and links that are meant to be there but could not be read: what names them is no mistake.
+/// `broken` lists interfaces and links whose own tables were refused: references to them are not reported again.
 pub fn check(desired: &Desired, broken: &[Target], problems: &mut Vec<Problem>) {
     limit("interfaces", &desired.interfaces, INTERFACES_MAX, problems);
     limit("links", &desired.links, LINKS_MAX, problems);
@@ -39,7 +39,7 @@ fn limit<T>(what: &str, items: &[Item<T>], most: usize, problems: &mut Vec<Probl
     }
 }
 
-/// Things that may be used once.
+/// Keys that may have one user each.
 struct Once<K>(HashMap<K, (String, Place)>);
 
 impl<K: Hash + Eq> Once<K> {
@@ -51,7 +51,7 @@ impl<K: Hash + Eq> Once<K> {
         self.0.contains_key(key)
     }
 
-    /// Notes that `user` uses `key`; when another does already, that is a problem.
+    /// Records `user` as the user of `key`; reports a problem when there is another.
     fn claim(
         &mut self,
         key: K,
@@ -63,7 +63,7 @@ impl<K: Hash + Eq> Once<K> {
         match self.0.entry(key) {
             std::collections::hash_map::Entry::Occupied(taken) => {
                 let (by, at) = taken.get();
-                let text = format!("{what} is used already by {by}{}; choose another", at.aside());
+                let text = format!("{what} is already used by {by}{}; choose another", at.aside());
                 problems.push(Problem::new(place, text));
             }
             std::collections::hash_map::Entry::Vacant(free) => {
@@ -77,13 +77,13 @@ fn check_bridge(desired: &Desired, problems: &mut Vec<Problem>) {
     let (ports, threads) = (desired.bridge.spec.ports, desired.dispatch.spec.threads);
     if ports > 1 && usize::from(ports) < threads {
         let text = format!(
-            "ports = {ports} for {threads} dispatchers leaves some without one; write ports = {threads}, or 1 for all of them"
+            "ports = {ports} for {threads} dispatchers leaves some without a port; write ports = {threads}, or 1 for all of them"
         );
         problems.push(Problem::new(&desired.bridge.place, text));
     }
     if ports > 1 && desired.overlay.is_some() {
         let text =
-            "the hosts of an [overlay] know one port of each other; remove ports, or list the links instead";
+            "hosts of an [overlay] reach each other at one port; remove ports, or list the links instead";
         problems.push(Problem::new(&desired.bridge.place, text));
     }
 }
@@ -93,7 +93,7 @@ fn check_networks(desired: &Desired, problems: &mut Vec<Problem>) {
     for Item { place, spec } in &desired.networks {
         if let Some(first) = seen.insert(spec.id, place.clone()) {
             let text =
-                format!("network {} is there already{}; remove one of the two", spec.id, first.aside());
+                format!("network {} is already declared{}; remove one of the two", spec.id, first.aside());
             problems.push(Problem::new(place, text));
         }
     }
@@ -133,8 +133,8 @@ fn check_links(desired: &Desired, problems: &mut Vec<Problem>) {
     let (mut names, mut remotes) = (Once::new(), Once::new());
     for Item { place, spec } in &desired.links {
         names.claim(&spec.name, format!("the name '{}'", spec.name), "a link".into(), place, problems);
-        // A datagram belongs to the link whose remote address is its source.
-        // Of several that are taken the first is enough to tell.
+        // Received datagrams are matched to links by source address, so a remote belongs to one link.
+        // If several claims are taken, report only the first.
         let claims = links::claims(spec);
         let taken = claims.iter().find(|what| remotes.is_taken(*what));
         for what in taken.map_or(&claims[..], std::slice::from_ref) {
@@ -155,8 +155,9 @@ fn check_routes(desired: &Desired, broken: &[Target], problems: &mut Vec<Problem
     let mut seen = HashSet::new();
     for Item { place, spec } in &desired.routes {
         if !seen.insert(spec) {
-            let text =
-                format!("the route ({spec}) is there already, frames would come twice; remove one of them");
+            let text = format!(
+                "the route ({spec}) is already there, so frames would arrive twice; remove one of them"
+            );
             problems.push(Problem::new(place, text));
         }
         let from = match &spec.from {
@@ -187,7 +188,7 @@ fn check_routes(desired: &Desired, broken: &[Target], problems: &mut Vec<Problem
     }
 }
 
-/// The rest of a sentence about a name that is not there.
+/// Ends an error about an unknown name with the names that exist.
 fn missing<T>(there: &HashMap<&str, T>) -> String {
     const NAMED_MAX: usize = 8;
     if there.is_empty() {

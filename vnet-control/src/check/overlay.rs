@@ -1,16 +1,15 @@
-//! What has to hold between `[overlay]` and the rest of the configuration.
+//! Checks `[overlay]` against the rest of the configuration.
 
 use vnet::frame::NetworkId;
 
 use crate::desired::{Desired, Item, Topology};
 use crate::table::Problem;
 
-/// What has to hold between `[overlay]` and the rest.
 pub(crate) fn check(desired: &Desired, problems: &mut Vec<Problem>) {
     let Some(Item { place, spec }) = &desired.overlay else { return };
     if spec.sealed && desired.identity.is_none() {
         let text = format!(
-            "[overlay] sealed needs an [identity] to be known by; make one with 'vnet keys init' and 'vnet keys issue {}'",
+            "[overlay] sealed needs an [identity]; make one with 'vnet keys init' and 'vnet keys issue {}'",
             desired.host.spec.name
         );
         problems.push(Problem::new(place, text));
@@ -33,7 +32,7 @@ pub(crate) fn check(desired: &Desired, problems: &mut Vec<Problem>) {
         && desired.bridge.spec.listen.is_ipv4() != address.is_ipv4()
     {
         let listen = desired.bridge.spec.listen;
-        let text = format!("[overlay] address {address} is of another kind than [bridge] listen {listen}");
+        let text = format!("[overlay] address {address} differs in IP version from [bridge] listen {listen}");
         problems.push(Problem::new(place, text));
     }
 }

@@ -1,7 +1,7 @@
-//! Whether links are safe: sealed with somebody else, or on a path where clear text may travel.
+//! Link security: no link carries clear text over an untrusted path.
 //!
-//! A link is safe unless its writer says otherwise: it is sealed, or it stays on this machine, or its remote is in a
-//! network of `[bridge] trusted`, or it says `trusted = true`.
+//! A link is accepted when it is sealed, or its remote is on this machine or in a network of `[bridge] trusted`, or it sets
+//! `trusted = true`. A sealed link needs an identity and a peer with another name than this host's.
 
 use std::net::IpAddr;
 
@@ -11,7 +11,7 @@ use vnet::link::{ANYWHERE, Encapsulation, LinkKind, StreamOptions};
 use crate::desired::{Desired, Item, LinkSpec};
 use crate::table::{Problem, quote};
 
-/// Adds what is wrong between links and the host's security to `problems`.
+/// Checks the security of every link.
 pub(crate) fn check(desired: &Desired, problems: &mut Vec<Problem>) {
     let mut peers: Vec<(String, &Item<LinkSpec>)> = vec![];
     for item in &desired.links {
@@ -26,7 +26,7 @@ pub(crate) fn check(desired: &Desired, problems: &mut Vec<Problem>) {
         let own = &desired.host.spec.name;
         if desired.identity.is_none() {
             let text = format!(
-                "link {name} is sealed, but there is no [identity] to be known by at {}; \
+                "link {name} to {} is sealed, but the host has no [identity]; \
                  make one with 'vnet keys init' and 'vnet keys issue {own}'",
                 item.spec.remote_text()
             );
@@ -42,7 +42,7 @@ pub(crate) fn check(desired: &Desired, problems: &mut Vec<Problem>) {
         }
         if let Some((_, first)) = peers.iter().find(|(other, _)| other.eq_ignore_ascii_case(peer)) {
             let text = format!(
-                "link {name} is sealed with {peer}, as link {} is{}; hosts are told apart by their names: name another peer",
+                "link {name} is sealed with {peer}, as link {} is{}; a host's name identifies it: name another peer",
                 first.spec.name,
                 first.place.aside()
             );
@@ -52,7 +52,7 @@ pub(crate) fn check(desired: &Desired, problems: &mut Vec<Problem>) {
     }
 }
 
-/// Adds what is wrong with links whose hosts meet by a third one to `problems`.
+/// Checks a link that finds its peer by rendezvous at a third host (`via`).
 fn check_meeting(desired: &Desired, item: &Item<LinkSpec>, problems: &mut Vec<Problem>) {
     let LinkSpec { name, remote, ports, security, .. } = &item.spec;
     let Some(via) = &security.via else { return };
@@ -63,21 +63,21 @@ fn check_meeting(desired: &Desired, item: &Item<LinkSpec>, problems: &mut Vec<Pr
     });
     if !good {
         let text = format!(
-            "link {name} goes via {}, which is no sealed native link with a remote; name one",
+            "link {name} goes via {}, which is not a sealed native link with a remote; name one",
             quote(via)
         );
         problems.push(Problem::new(&item.place, text));
     }
     if *remote != ANYWHERE || *ports != 1 {
         let text = format!(
-            "link {name} goes via {}, so its remote is found out; remove remote and ports",
+            "link {name} goes via {}, so it discovers its remote; remove remote and ports",
             quote(via)
         );
         problems.push(Problem::new(&item.place, text));
     }
 }
 
-/// Why a link that the overlay asks for is refused: no mistake in the configuration, but nothing to be done.
+/// Why a link that the overlay computed is refused: not a configuration error, so it is only left out.
 pub(crate) fn unsafe_link(desired: &Desired, link: &LinkSpec) -> Option<String> {
     let Some(peer) = &link.security.peer else { return clear(desired, link) };
     let own = peer.eq_ignore_ascii_case(&desired.host.spec.name);
@@ -92,7 +92,7 @@ fn clear(desired: &Desired, link: &LinkSpec) -> Option<String> {
         return None;
     }
     if let LinkKind::Stream(StreamOptions { proxy: Some(_), .. }) = kind {
-        // The path goes on behind the proxy, nobody knows where.
+        // The path behind the proxy is unknown.
         return Some(format!(
             "link {name} would carry frames through a proxy to {} in clear text; write sealed = true, or trusted = true if \
              its path is safe",

@@ -1,4 +1,4 @@
-//! Settings of the host itself: the tables that stand once in a file.
+//! Settings of the host itself: tables that occur once in a file, and networks.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
@@ -14,19 +14,19 @@ use vnet::route::AGEING_S;
 use super::limits::{BRIDGE_PORT, CONTROL_SOCKET};
 use crate::table::quote;
 
-/// Who this host is.
+/// `[host]`
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostSpec {
     /// Its name in the overlay.
     pub name: String,
 }
 
-/// How the daemon is controlled.
+/// `[control]`: how the daemon is controlled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ControlSpec {
     /// Unix socket of the HTTP/JSON API.
     pub socket: PathBuf,
-    /// What is offered by TCP.
+    /// Access by TCP.
     pub access: Access,
 }
 
@@ -36,22 +36,22 @@ impl Default for ControlSpec {
     }
 }
 
-/// Where control listens by TCP, and what it asks of its clients.
+/// Where control listens by TCP, and how clients authenticate.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Access {
     /// The API, metrics and events.
     pub http: Option<SocketAddr>,
     /// The control language.
     pub console: Option<SocketAddr>,
-    /// File with the token that changes by the API must show.
+    /// File with the bearer token that API requests need for changes.
     pub token_file: Option<PathBuf>,
     /// TLS: this host's certificate.
     pub tls: Option<TlsFiles>,
-    /// PEM file of the authority whose clients may use the console, which then speaks TLS.
+    /// PEM file of the authority that signs console clients' certificates; the console then uses mutual TLS.
     pub tls_client_ca: Option<PathBuf>,
 }
 
-/// PEM files.
+/// PEM files of a TLS server.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TlsFiles {
     /// The certificate, then its chain.
@@ -60,22 +60,22 @@ pub struct TlsFiles {
     pub key: PathBuf,
 }
 
-/// The dispatchers.
+/// `[dispatch]`: the dispatcher threads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DispatchSpec {
     /// Number of dispatchers.
     pub threads: usize,
     /// Processor of each dispatcher; empty: the kernel chooses.
     pub cpus: Vec<usize>,
-    /// What a dispatcher does when there is nothing to do.
+    /// What an idle dispatcher does.
     pub yield_strategy: Strategy,
     /// T_sleep of VNET/P's timed yield, in microseconds.
     pub sleep_us: u32,
     /// T_nowork of VNET/P's adaptive yield, in microseconds.
     pub nowork_us: u32,
-    /// Frames taken at a time.
+    /// Most frames taken from an interface, or messages from a socket, at a time.
     pub burst: usize,
-    /// `priority`, `lock_memory`, `busy_poll_us`: how they are kept from being disturbed.
+    /// `priority`, `lock_memory`, `busy_poll_us`, `busy_poll_budget`.
     pub isolation: Isolation,
 }
 
@@ -101,7 +101,7 @@ pub const REKEY_S: u32 = 3600;
 pub struct Prefix(pub ipnet::IpNet);
 
 impl Prefix {
-    /// True when `address` is in it. IPv4 addresses in IPv6 form are IPv4 addresses.
+    /// True when the prefix contains `address`. IPv4-mapped IPv6 addresses count as IPv4.
     pub fn contains(&self, address: IpAddr) -> bool {
         self.0.contains(&address.to_canonical())
     }
@@ -124,12 +124,12 @@ impl FromStr for Prefix {
     }
 }
 
-/// The links' side of this host.
+/// `[bridge]`: where links arrive.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BridgeSpec {
-    /// Where links arrive (UDP), and handshakes of sealed ones (TCP).
+    /// Where links arrive (UDP) and handshakes of sealed links (TCP).
     pub listen: SocketAddr,
-    /// Ports that links arrive at, from that of `listen` on.
+    /// Number of UDP ports, consecutive from that of `listen`.
     pub ports: u16,
     /// Where VXLAN links arrive (UDP); nowhere when absent.
     pub vxlan_listen: Option<SocketAddr>,
@@ -141,12 +141,12 @@ pub struct BridgeSpec {
     pub trusted: Vec<Prefix>,
     /// Seconds after which sealed links get new keys.
     pub rekey_s: u32,
-    /// Pairs of other hosts that may meet by this one.
+    /// Most pairs of hosts that use this one for rendezvous and relay at the same time.
     pub meetings: u16,
 }
 
 impl BridgeSpec {
-    /// Where pairs meet (UDP), from that port on, when the bridge listens on `bridge`: behind the ports of the bridge.
+    /// First UDP port for rendezvous when the bridge listens at `bridge`: the one after the bridge's own ports.
     pub fn meet_at(&self, bridge: SocketAddr) -> SocketAddr {
         let port = if self.listen.port() == 0 { 0 } else { bridge.port().saturating_add(self.ports) };
         SocketAddr::new(bridge.ip(), port)
@@ -174,16 +174,16 @@ impl Default for BridgeSpec {
 pub struct NetworkSpec {
     /// Its number.
     pub id: NetworkId,
-    /// Whether addresses are learned and unknown ones flooded; else only rules decide.
+    /// Learn addresses and flood unknown destinations; if false, only rules decide.
     pub learning: bool,
-    /// Seconds after which a learned address that was not seen again is forgotten.
+    /// Ageing time of learned addresses in seconds.
     pub ageing_s: u32,
-    /// Whether this host relays frames from link to link.
+    /// This host relays frames from link to link.
     pub relay: bool,
 }
 
 impl NetworkSpec {
-    /// Network `id` as it is when nothing is said about it.
+    /// Network `id` with default settings.
     pub fn new(id: NetworkId) -> NetworkSpec {
         NetworkSpec { id, learning: true, ageing_s: AGEING_S, relay: false }
     }
@@ -194,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn prefixes_contain_what_they_say() {
+    fn prefixes_contain_their_addresses() {
         let contains = |prefix: &str, address: &str| {
             prefix.parse::<Prefix>().unwrap().contains(address.parse().unwrap())
         };

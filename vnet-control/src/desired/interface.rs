@@ -1,4 +1,4 @@
-//! Interfaces: what is attached to this host, and how it is driven.
+//! Interfaces: attachment of guests, and the policy that drives them.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -18,23 +18,23 @@ use super::limits::MTU_DEFAULT;
 pub struct InterfaceSpec {
     /// Its name on this host.
     pub name: String,
-    /// What it is attached by.
+    /// How the guest is attached.
     pub attachment: Attachment,
-    /// The network it stands in.
+    /// Its network.
     pub network: NetworkId,
-    /// The guest's address; learned when absent.
+    /// The guest's MAC address; learned when absent.
     pub mac: Option<Mac>,
-    /// The guest's IP addresses: other hosts of the overlay answer questions for them.
+    /// The guest's IP addresses: other hosts of the overlay answer ARP and ND for them.
     pub addresses: Vec<IpAddr>,
     /// Largest payload of a frame, in bytes.
     pub mtu: u32,
     /// Queue pairs.
     pub queues: u32,
-    /// Most flooded frames it may send a second.
+    /// Storm control: most flooded frames per second from it.
     pub storm_limit: u32,
-    /// Whether frames from it must carry its own address as their source.
+    /// Drop frames from it with another source address than `mac`.
     pub port_security: bool,
-    /// Who drives it, and how its guest is notified.
+    /// Polling mode and interrupt coalescing.
     pub driving: Driving,
 }
 
@@ -55,7 +55,7 @@ impl Default for InterfaceSpec {
     }
 }
 
-/// What an interface is attached by.
+/// How a guest is attached to an interface.
 #[derive(Clone, Debug, PartialEq, Eq, strum::EnumString, strum::IntoStaticStr, strum::VariantNames)]
 #[strum(serialize_all = "kebab-case")]
 pub enum Attachment {
@@ -72,35 +72,35 @@ pub enum Attachment {
     Tap {
         /// The device's name.
         device: String,
-        /// Where the device lives; beside vnetd when absent.
+        /// Network namespace of the device; vnetd's own when absent.
         netns: Option<Netns>,
     },
-    /// A device on the user's own LAN.
+    /// A network device of this host, bridged to its LAN.
     Local {
         /// The device's name.
         device: String,
-        /// Where the device lives; beside vnetd when absent.
+        /// Network namespace of the device; vnetd's own when absent.
         netns: Option<Netns>,
-        /// Whether frames for all addresses are taken.
+        /// Promiscuous mode: receive frames for all addresses.
         promiscuous: bool,
     },
 }
 
-/// An underlay port of an interface's own, by which frames come straight into its guest's buffers.
+/// Receive in place: an underlay port of one interface, from which the kernel copies into the guest's buffers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DirectSpec {
     /// The port (UDP), at the bridge's address.
     pub port: u16,
-    /// The link whose other host sends there.
+    /// The link whose remote host sends there.
     pub link: String,
 }
 
-/// A thing of the host that only one interface can have.
+/// A host resource that only one interface can use.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Resource {
     /// A Unix socket.
     Socket(PathBuf),
-    /// A network device in a network namespace, the latter as it is written.
+    /// A network device in a network namespace (as configured).
     Device(String, Option<String>),
 }
 
@@ -115,7 +115,7 @@ impl fmt::Display for Resource {
 }
 
 impl Attachment {
-    /// What the attachment takes from the host.
+    /// The host resource that the attachment occupies.
     pub fn resource(&self) -> Resource {
         match self {
             Attachment::VhostUser { socket, .. } => Resource::Socket(socket.clone()),
@@ -125,7 +125,7 @@ impl Attachment {
         }
     }
 
-    /// Its `kind` in the configuration.
+    /// Value of `kind` in the configuration.
     pub fn kind(&self) -> &'static str {
         self.into()
     }

@@ -8,38 +8,38 @@ pub const INTERFACES_MAX: usize = 1_024;
 pub const LINKS_MAX: usize = 4_096;
 /// Most routes of a host.
 pub const ROUTES_MAX: usize = 1_048_576;
-/// Smallest interface MTU in bytes (RFC 791: what every IPv4 host can take).
+/// Smallest interface MTU in bytes (RFC 791: every IPv4 module forwards 68 bytes unfragmented).
 pub const MTU_MIN: u32 = 68;
-/// An interface's MTU unless it says otherwise, in bytes.
+/// Default MTU of an interface in bytes.
 pub const MTU_DEFAULT: u32 = 1_500;
-/// Smallest path MTU of a link in bytes (RFC 791: what every IPv4 path can take, reassembled).
+/// Smallest path MTU of a link in bytes (RFC 791: every IPv4 host reassembles 576 bytes).
 pub const LINK_MTU_MIN: u32 = 576;
 /// Most queues of a TAP (the kernel's limit).
 pub const TAP_QUEUES_MAX: u32 = 256;
 /// Most IP addresses of an interface's guest.
 pub const ADDRESSES_MAX: usize = 16;
-/// Longest path of a Unix socket, in bytes (`sockaddr_un` less the closing zero).
+/// Longest path of a Unix socket in bytes (`sockaddr_un` without the terminating zero).
 pub const SOCKET_PATH_MAX: usize = 107;
-/// The control socket unless the file says otherwise.
+/// Default control socket.
 pub const CONTROL_SOCKET: &str = "/run/vnet/vnet.sock";
-/// UDP port of links (VNET/P's).
+/// Default UDP port of links, as in VNET/P.
 pub const BRIDGE_PORT: u16 = 9_000;
 
 /// Longest name of a host, interface or link in bytes.
 pub const NAME_MAX: usize = 64;
 
-/// True for what can be the name of a host, interface or link.
+/// True for a valid name of a host, interface or link.
 pub fn is_name(name: &str) -> bool {
     let good = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     !name.is_empty() && name.len() <= NAME_MAX && name.chars().all(good) && !name.starts_with(['.', '-'])
 }
 
-/// True for an address at which another host can be reached: not this host's own, not a group's, with a port.
+/// True for an address at which another host can be reached: unicast, not loopback, with a port.
 pub fn is_host_address(address: SocketAddr) -> bool {
     address.port() != 0 && !address.ip().is_loopback() && is_station_address(address.ip())
 }
 
-/// True for an address that one station may have.
+/// True for a unicast address, loopback excluded.
 pub fn is_station_address(address: IpAddr) -> bool {
     let broadcast = matches!(address, IpAddr::V4(v4) if v4.is_broadcast());
     !(address.is_unspecified() || address.is_multicast() || address.is_loopback() || broadcast)

@@ -11,17 +11,17 @@ use vnet::wire::ethernet::Mac;
 pub struct LinkSpec {
     /// Its name on this host.
     pub name: String,
-    /// The other host; [`ANYWHERE`] when a sealed link learns that from its peer.
+    /// The other host; [`ANYWHERE`] while a sealed link learns it from its peer.
     pub remote: SocketAddr,
-    /// Ports of the other host, from that of `remote` on.
+    /// Number of UDP ports of the other host, consecutive from that of `remote`.
     pub ports: u16,
     /// The networks it carries; all when absent.
     pub networks: Option<Vec<NetworkId>>,
-    /// MTU of the path in bytes; found out when absent.
+    /// Path MTU in bytes; discovered when absent.
     pub mtu: Option<u16>,
     /// Its encapsulation, with the settings that only this one has.
     pub kind: LinkKind,
-    /// What it lets through, and how.
+    /// Encryption, peer and admitted source addresses.
     pub security: LinkSecurity,
 }
 
@@ -40,14 +40,14 @@ impl LinkSpec {
         }
     }
 
-    /// True when one of its ports is among the `ports` ports from `first` on.
+    /// True when the remote's port range overlaps `ports` ports from `first` on.
     pub fn has_port_of(&self, first: u16, ports: u16) -> bool {
         let last = |first: u16, ports: u16| first.saturating_add(ports - 1);
         let own = self.remote.port();
         first <= last(own, self.ports) && own <= last(first, ports)
     }
 
-    /// The addresses that its datagrams go to and come from.
+    /// The addresses of the other host: one per port.
     pub fn remotes(&self) -> impl Iterator<Item = SocketAddr> {
         let remote = self.remote;
         let ports = (0..self.ports).map_while(move |offset| remote.port().checked_add(offset));
@@ -64,15 +64,15 @@ impl LinkSpec {
     }
 }
 
-/// What a link lets through, and how.
+/// Encryption, peer and admitted source addresses of a link.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LinkSecurity {
-    /// Clear text may travel its path.
+    /// The path is trusted with clear text.
     pub trusted: bool,
-    /// Nothing travels in clear text; the other host's certificate has to have this name.
+    /// Sealed link: the name in the other host's certificate. `None`: clear text.
     pub peer: Option<String>,
-    /// Source addresses that frames from the other host may have, sorted; all when absent.
+    /// Admitted source MAC addresses of received frames, sorted; all when absent.
     pub macs: Option<Vec<Mac>>,
-    /// The link to the host by which the two hosts meet, where neither reaches the other.
+    /// Rendezvous: the link to a host that both sides reach, for two hosts behind NAT.
     pub via: Option<String>,
 }

@@ -1,8 +1,8 @@
 //! The desired state of a host: its settings, and its networks, interfaces, links and routes.
 //!
 //! These are plain values. `settings` declares and reads them, `check` compares them with each other, `plan` computes the
-//! difference of two states, and the engine carries it out. Each item remembers where it was written, for error messages;
-//! items that differ only in that are equal.
+//! difference of two states, and the engine carries it out. Each item keeps its place in the file, for error messages;
+//! the place does not count when items are compared.
 
 mod host;
 mod interface;
@@ -25,9 +25,9 @@ use crate::table::Place;
 /// A value and where it was written.
 #[derive(Clone, Debug)]
 pub struct Item<T> {
-    /// Where.
+    /// File and line, or nowhere (a command).
     pub place: Place,
-    /// What.
+    /// The value.
     pub spec: T,
 }
 
@@ -48,9 +48,9 @@ pub struct Desired {
     pub dispatch: Item<DispatchSpec>,
     /// `[bridge]`; fixed while vnetd runs.
     pub bridge: Item<BridgeSpec>,
-    /// `[overlay]`, where there is one; fixed while vnetd runs.
+    /// `[overlay]`, if configured; fixed while vnetd runs.
     pub overlay: Option<Item<OverlaySpec>>,
-    /// `[identity]`; fixed while vnetd runs. The files' contents are not.
+    /// `[identity]`; the paths are fixed while vnetd runs, the files' contents are reloaded.
     pub identity: Option<Item<IdentityFiles>>,
     /// Networks with settings of their own; network 1 exists even when it is not listed.
     pub networks: Vec<Item<NetworkSpec>>,

@@ -1,4 +1,4 @@
-//! How this host takes part in the distributed overlay.
+//! Settings of the distributed overlay.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -10,26 +10,26 @@ use vnet::frame::NetworkId;
 use super::limits::is_name;
 use crate::table::quote;
 
-/// How this host takes part in the distributed overlay.
+/// `[overlay]`: the store, and the links computed from it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct OverlaySpec {
     /// Members of the etcd cluster: `http://HOST:PORT` or `https://HOST:PORT`.
     pub etcd: Vec<String>,
-    /// PEM file of the authorities that the store's certificate is checked against; there when an endpoint has https.
+    /// PEM file of the authorities that verify the store's certificate; set when an endpoint uses https.
     pub ca: Option<PathBuf>,
-    /// PEM files of this host's certificate and key for the store.
+    /// PEM files of this host's client certificate and key for the store.
     pub identity: Option<(PathBuf, PathBuf)>,
     /// Which hosts have links to each other.
     pub topology: Topology,
-    /// Hosts that relay for those behind NAT, the first that is there for all.
+    /// Hosts that relay for those behind NAT; the first that is present serves all.
     pub reflectors: Vec<String>,
-    /// Whether only reflectors can reach this host.
+    /// This host is behind NAT: only reflectors can reach it.
     pub behind_nat: bool,
-    /// Where other hosts reach this one; found out when absent.
+    /// Where other hosts reach this one; detected when absent.
     pub address: Option<SocketAddr>,
-    /// The networks that are published and joined; all that are declared when absent.
+    /// Networks to publish and join; all declared ones when absent.
     pub networks: Option<Vec<NetworkId>>,
-    /// Computed links are sealed, with the host that each leads to.
+    /// Computed links are sealed; the peer is the host that the link leads to.
     pub sealed: bool,
     /// Clear text may travel computed links.
     pub trusted: bool,
@@ -38,12 +38,12 @@ pub struct OverlaySpec {
 /// Which hosts have links to each other.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Topology {
-    /// All that share a network; those behind NAT by way of a reflector.
+    /// A link between every two hosts that share a network; hosts behind NAT use a reflector.
     #[default]
     Mesh,
-    /// All with one host, which relays.
+    /// Hub and spoke: every host has a link to this one, which relays.
     Hub(String),
-    /// Those that the file links; the store only tells where stations are.
+    /// Only links of the configuration file; the store provides station locations.
     Explicit,
 }
 

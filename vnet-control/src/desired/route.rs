@@ -1,4 +1,4 @@
-//! Rules, and the interfaces and links that they name.
+//! Routing rules, and the interfaces and links that they name.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,15 +11,15 @@ use crate::table::quote;
 /// One rule.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct RouteSpec {
-    /// The network it applies in.
+    /// Network of the frames it applies to.
     pub network: NetworkId,
     /// Source addresses it applies to.
     pub src: Qualifier,
     /// Destination addresses it applies to.
     pub dst: Qualifier,
-    /// Where frames must have come from.
+    /// Where matching frames enter.
     pub from: RouteSource,
-    /// Where they go.
+    /// Where matching frames go.
     pub to: Target,
 }
 
@@ -30,7 +30,7 @@ impl RouteSpec {
     }
 }
 
-/// Where a rule wants frames to have come from.
+/// Where frames that match a rule enter.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum RouteSource {
     /// Anywhere.
@@ -39,7 +39,7 @@ pub enum RouteSource {
     AnyInterface,
     /// Any link.
     AnyLink,
-    /// One of them.
+    /// One interface or link.
     One(Target),
 }
 
@@ -70,7 +70,7 @@ impl FromStr for Target {
             ["interface", name] => Ok(Target::Interface(name.into())),
             ["link", name] => Ok(Target::Link(name.into())),
             _ => Err(format!(
-                "{} is no place to send frames to; write interface NAME or link NAME",
+                "{} is not a destination for frames; write interface NAME or link NAME",
                 quote(text)
             )),
         }
@@ -98,7 +98,7 @@ impl FromStr for RouteSource {
             "link" => Ok(RouteSource::AnyLink),
             _ => text.parse().map(RouteSource::One).map_err(|_| {
                 format!(
-                    "{} is no place frames come from; write any, interface, link, interface NAME or link NAME",
+                    "{} is not a source of frames; write any, interface, link, interface NAME or link NAME",
                     quote(text)
                 )
             }),

@@ -1,5 +1,5 @@
-//! Hosts on one store whose records are signed, and a client that writes what it likes: with no certificate, with one of its
-//! own, or what others have written before.
+//! Hosts with signed records on one store, against a client that writes anything: unsigned, signed with its own certificate,
+//! or replayed.
 
 use std::cell::Cell;
 
@@ -29,7 +29,7 @@ fn claim(host: &str, sequence: u32) -> String {
     format!(r#"{{"host":"{host}","sequence":{sequence}}}"#)
 }
 
-/// Whoever signs as the host `name`.
+/// Signs as host `name` with the claims of its certificate.
 fn signer(pki: &Pki, name: &str, serial: u8, claims: &[&str]) -> Authenticator {
     let files = pki.issue(name, serial, Flaw::None, claims);
     Authenticator::new(Arc::new(IdentityStore::open(files, name).unwrap()))
@@ -57,7 +57,7 @@ fn signed_hosts_find_each_other() {
     for host in 1..=3 {
         assert_eq!(world.alarms(host), Vec::<String>::new());
     }
-    // A guest goes where it likes, as in clear text.
+    // Guests may move, as without signatures.
     let moved = world.host(1).locals.pop().unwrap();
     world.host(2).locals.push(moved);
     world.host(1).locals.push(guest(1, 10));
@@ -75,7 +75,7 @@ fn unauthorized_records_change_nothing() {
     let at = r#"{"address":"10.0.0.66:9000","instance":66}"#;
     let world = no_wrong_route_in(World::sealed(3, &pki), |world, round| {
         let value = world.value(&station(1)).unwrap();
-        // A host of its own it may be.
+        // It may publish a host record of its own.
         let own = Key::Host(network(2), "evil".into()).to_string();
         world.put(&own, &signed_by(&mut evil, &own, at));
         match round % 8 {
@@ -83,11 +83,11 @@ fn unauthorized_records_change_nothing() {
             1 => world.put(&station(1), &signed_by(&mut stranger, &station(1), &claim("h1", 2 + round))),
             2 => world.put(&host(2), &signed_by(&mut stranger, &host(2), at)),
             3 => world.put(&host(1), &signed_by(&mut stranger, &host(1), at)),
-            // Another's value in another place, and one that was changed.
+            // A signed value under another key, and a modified one.
             4 => world.put(&station(2), &value),
             5 => world.put(&station(1), &value.replace("\"sequence\":1", "\"sequence\":2")),
             6 => world.put(&host(3), &world.value(&host(1)).unwrap()),
-            // Signed by a host that is believed, in another's name.
+            // Signed by a trusted host, in another host's name.
             _ => {
                 let text = signed_by(&mut evil, &own, &claim("h3", 2 + round));
                 world.put(&station(1), &text);
@@ -114,13 +114,13 @@ fn a_certificate_limits_what_its_host_may_claim() {
     let mut without = signer(&pki, "evil", 66, &[]);
     world.put(&other, &signed_by(&mut without, &other, at));
     world.run(400, |_| {});
-    // Each record is held to the certificate that it came with.
+    // Each record is checked against the certificate that it carries.
     assert_eq!(world.computed(1).links.len(), 2);
     let mut write = Write { key: station(1), value: Some(claim("evil", 2).into()), expect: 0 };
-    assert!(evil.sign(&mut write).unwrap_err().contains("vnet:mac"), "an honest host does not even write it");
+    assert!(evil.sign(&mut write).unwrap_err().contains("vnet:mac"), "an honest host refuses to sign it");
     write.key = other.clone();
     assert!(evil.sign(&mut write).unwrap_err().contains("vnet:network"));
-    // Signed all the same.
+    // Signed with the key directly, bypassing that check.
     let key = Key::parse(station(1).as_bytes()).unwrap();
     for sequence in 2..5 {
         let sign = |message: &[u8]| evil.identity.sign(message);
@@ -136,7 +136,7 @@ fn a_replayed_record_is_harmless() {
     let (_folder, pki) = pki();
     let mut world = World::sealed(3, &pki);
     world.run(400, |_| {});
-    // Station 9 goes from host 1 to 2 to 3, silent all the while; every value that ever was is kept.
+    // Station 9 moves between hosts 1, 2 and 3 without sending; collect every value for the replay.
     let mut kept = vec![];
     for at in [1, 2, 3, 1, 3] {
         for n in 1..=3 {
@@ -147,7 +147,7 @@ fn a_replayed_record_is_harmless() {
         kept.push((station(9), world.value(&station(9)).unwrap()));
     }
     kept.push((host(2), world.value(&host(2)).unwrap()));
-    // Host 2 has another address from now on.
+    // Host 2 changes its address.
     world.host(2).overlay.set_address(address(20));
     world.run(400, |_| {});
     assert_eq!(world.toward(1, 1, 9), Some("h3".into()));
@@ -166,7 +166,7 @@ fn a_replayed_record_is_harmless() {
         world.run(30 + 10 * (round as u64 % 20), right);
     }
     assert!(world.alarms(1).contains(&"replayed".into()), "{:?}", world.alarms(1));
-    // Not even when nobody is there to put it right.
+    // Nor when the owners are offline and cannot repair it.
     world.disconnect(2);
     world.disconnect(3);
     for (key, value) in &kept {
@@ -195,7 +195,7 @@ fn a_renewed_certificate_is_published_without_interruption() {
     for host in 1..=3 {
         assert_eq!(world.alarms(host), Vec::<String>::new());
     }
-    // Who comes now believes all of it: the stations are signed by the new one, too.
+    // A host that joins now accepts all of it: the stations are signed with the new certificate, too.
     let mut late = World::sealed(1, &pki);
     for key in [host(2), host(3), station(2), station(3)] {
         late.put(&key, &world.value(&key).unwrap());
@@ -212,7 +212,7 @@ fn a_revoked_host_is_removed_until_it_has_a_new_certificate() {
     world.run(400, |_| {});
     let refresh = |world: &mut World, hosts: &[usize]| {
         for host in hosts {
-            // The revoked host's own identity is no good any more, and stays as it was.
+            // Refreshing the revoked host's identity fails, and leaves it unchanged.
             let _ = world.host(*host).identity.as_ref().unwrap().1.refresh();
         }
     };
@@ -227,7 +227,7 @@ fn a_revoked_host_is_removed_until_it_has_a_new_certificate() {
     world.host(2).locals.push(guest(1, 20));
     world.run(400, |world| assert_eq!((world.toward(1, 1, 2), world.toward(1, 1, 20)), (None, None)));
     assert!(world.alarms(1).contains(&"untrusted".into()));
-    // Its station may come up elsewhere.
+    // Its station may move to another host.
     let moved = world.host(2).locals.remove(0);
     world.host(3).locals.push(moved);
     world.run(400, |_| {});
@@ -251,7 +251,7 @@ fn a_station_waits_for_its_hosts_certificate() {
     late.put(&host(2), &world.value(&host(2)).unwrap());
     late.run(400, |_| {});
     assert_eq!(late.toward(1, 1, 2), Some("h2".into()));
-    // As many as there is room for.
+    // The queue of waiting records is bounded.
     let mut judge = signer(&pki, "h1", 1, &[]);
     let mut overlay = Overlay::new("h1".into(), 1, settings(1));
     let sign = |_: &[u8]| Ok(vec![0; 64]);
@@ -286,7 +286,7 @@ fn an_expired_certificate_keeps_its_settled_records() {
     overlay.locals(&[guest(1, 1)]);
     assert_eq!(stations(&mut overlay), 1);
     put(&mut judge, &mut overlay, &station(3), &signed_by(&mut other, &station(3), &claim("h2", 1)));
-    assert_eq!(stations(&mut overlay), 1, "what it signs after its end is not believed");
+    assert_eq!(stations(&mut overlay), 1, "records signed after expiry are rejected");
 }
 
 #[test]
@@ -299,7 +299,7 @@ fn records_that_the_overlay_drops_are_forgotten() {
         judge.put(&mut overlay, key.as_bytes(), value.as_bytes(), 1, revision, 1);
     };
     put(&mut judge, &host(2), r#"{"address":"0.0.0.0:1","instance":2}"#, 2);
-    assert!(judge.hosts.is_empty(), "signed, but no sound record");
+    assert!(judge.hosts.is_empty(), "signed, but invalid");
     put(&mut judge, &host(2), r#"{"address":"10.0.0.2:9000","instance":2}"#, 3);
     put(&mut judge, &station(2), r#"{"host":"h2","sequence":-1}"#, 4);
     assert!(judge.hosts.len() == 1 && judge.stations.is_empty());
@@ -317,8 +317,8 @@ fn signing_times_are_strictly_increasing() {
     let first = number(&signed_by(&mut one, &station(1), &claim("h1", 1)));
     one.signed = first + 3_600_000_000;
     let next = signed_by(&mut one, &station(1), &claim("h1", 1));
-    assert_eq!(number(&next), first + 3_600_000_001, "as if the clock had gone back by an hour");
-    // The next life of the host finds its former values in the store.
+    assert_eq!(number(&next), first + 3_600_000_001, "despite a clock that went back by an hour");
+    // After a restart the host finds its former values in the store.
     let mut again = Authenticator::new(one.store.clone());
     let mut overlay = Overlay::new("h1".into(), 2, settings(1));
     again.put(&mut overlay, station(1).as_bytes(), next.as_bytes(), 1, 2, 1);
@@ -351,7 +351,7 @@ fn many_records_are_verified_in_time() {
     };
     let first = read();
     let again = (0..5).map(|_| read()).min().unwrap();
-    println!("1000 records: {first:?}, and {again:?} when they are known");
+    println!("1000 records: {first:?}, and {again:?} when known");
     assert_eq!(judge.stations.len(), 1000);
-    assert!(again * 5 < first, "{again:?} for what is known, {first:?} for what is new");
+    assert!(again * 5 < first, "{again:?} for known records, {first:?} for new ones");
 }

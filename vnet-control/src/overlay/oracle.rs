@@ -1,4 +1,4 @@
-//! A world to test in: hosts, a store that keeps what etcd keeps, and a naive answer to what every host should know.
+//! Test world: hosts, a fake etcd, a simulated clock, and an oracle that computes naively what every host should know.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
@@ -11,33 +11,33 @@ use vnet::link::sealed::identity::IdentityStore;
 use vnet::link::sealed::pki::Pki;
 use vnet::wire::ethernet::Mac;
 
-/// Milliseconds between two steps: a poll of the host each fifth.
+/// Milliseconds per step; a host is polled every fifth.
 pub const STEP_MS: u64 = 10;
 const POLL_MS: u64 = 50;
-/// How often what was computed station by station is compared with what comes of all at once.
+/// Interval at which the incremental result is compared with a full computation, in milliseconds.
 const FULL_MS: u64 = 500;
 
-/// What is under a key: value, lease, revision.
+/// A stored value: bytes, lease, revision.
 type Kept = (Vec<u8>, i64, i64);
 
-/// What the watch tells: key, what is there now, revision.
+/// A watch event: key, new value (`None`: deleted), revision.
 type News = (String, Option<Kept>, i64);
 
 /// A host and its connection to the store.
 pub struct Host {
     pub overlay: Overlay,
-    /// Where records are signed, and who this is.
+    /// Signs and verifies records, with this host's identity; `None` in clear text.
     pub identity: Option<(Authenticator, Arc<IdentityStore>)>,
     pub locals: Vec<Local>,
     pub connected: bool,
-    /// What was computed when it last said that it has changed.
+    /// Result as of the last reported change.
     pub computed: Computed,
     lease: i64,
-    /// How much of the news it has heard.
+    /// Number of watch events received.
     heard: usize,
 }
 
-/// Everything.
+/// All hosts and the store.
 pub struct World {
     pub now_ms: u64,
     pub hosts: Vec<Host>,
@@ -71,13 +71,13 @@ pub fn settings(host: usize) -> Settings {
     Settings { address: Some(address(host)), networks: [1, 2].map(network).into(), ..Settings::default() }
 }
 
-/// A guest that is there.
+/// A guest that is up.
 pub fn guest(id: u32, n: usize) -> Local {
     Local { network: network(id), mac: Some(mac(n)), addresses: vec![ip(n)], up: true, in_frames: 0 }
 }
 
 impl World {
-    /// Hosts 1 to `count`, each with one guest of its own number in network 1, all connected.
+    /// Hosts 1 to `count`, connected; host n has guest n in network 1.
     pub fn new(count: usize) -> World {
         World::with((1..=count).map(settings).collect())
     }
@@ -86,7 +86,7 @@ impl World {
         World::made(settings, None)
     }
 
-    /// Hosts 1 to `count`, whose records are signed.
+    /// Like [`World::new`], with signed records.
     pub fn sealed(count: usize, pki: &Pki) -> World {
         World::made((1..=count).map(settings).collect(), Some(pki))
     }
@@ -121,7 +121,7 @@ impl World {
         &mut self.hosts[host - 1]
     }
 
-    /// Connects a host: a new lease if its old one has run out, and a whole reading.
+    /// Connects a host: it reads the whole store, with a new lease if the old one has expired.
     pub fn connect(&mut self, host: usize) {
         let now_ms = self.now_ms;
         let leased = self.store.values().any(|(_, lease, _)| *lease == self.hosts[host - 1].lease);
@@ -138,7 +138,7 @@ impl World {
         Host::read(host, store, now_ms);
     }
 
-    /// Has every connected host read the whole store.
+    /// Every connected host reads the whole store again.
     pub fn reread(&mut self) {
         for host in self.hosts.iter_mut().filter(|host| host.connected) {
             host.heard = self.news.len();
@@ -153,7 +153,7 @@ impl World {
         host.overlay.away(now_ms);
     }
 
-    /// The lease of a host runs out.
+    /// Expires the lease of a host.
     pub fn expire(&mut self, host: usize) {
         let lease = self.hosts[host - 1].lease;
         let keys: Vec<_> =
@@ -161,7 +161,7 @@ impl World {
         keys.iter().for_each(|key| self.delete(key));
     }
 
-    /// Anybody writes anything.
+    /// Writes any value, as a stranger would.
     pub fn put(&mut self, key: &str, value: &str) {
         self.write(key, value.as_bytes().to_vec(), 0);
     }
@@ -192,12 +192,12 @@ impl World {
         self.store.get(key).map(|kept| String::from_utf8(kept.0.clone()).unwrap())
     }
 
-    /// Lets time pass, and has `look` see the world at each step.
+    /// Advances the clock in steps of [`STEP_MS`]; `look` runs after each.
     pub fn run(&mut self, ms: u64, look: impl FnMut(&World)) {
         self.pass(ms, STEP_MS, look);
     }
 
-    /// Lets much time pass, second by second.
+    /// Advances the clock in steps of a second.
     pub fn skip(&mut self, ms: u64, look: impl FnMut(&World)) {
         self.pass(ms, 1_000, look);
     }
@@ -231,7 +231,7 @@ impl World {
         if let Some((authenticator, _)) = &mut host.identity {
             authenticator.refresh(&mut host.overlay, now_ms);
         }
-        // Hosts are not polled at the same moments.
+        // Hosts are polled at different times.
         if (now_ms + index as u64 * STEP_MS) % POLL_MS < step_ms {
             host.overlay.locals(&host.locals);
         }
@@ -258,7 +258,7 @@ impl World {
         self.hosts[host - 1].computed.clone()
     }
 
-    /// The host to which frames for a station go, as another sees it.
+    /// The next hop for a station, as host `host` sees it.
     pub fn toward(&self, host: usize, id: u32, n: usize) -> Option<String> {
         let computed = self.computed(host);
         let hop = *computed.stations.get(&(network(id), mac(n)))?;
@@ -270,8 +270,8 @@ impl World {
         shown.alarms.into_iter().map(|alarm| alarm.name).collect()
     }
 
-    /// What every host should know when all are connected in a mesh and nothing is under way, told by looking at all of
-    /// them: every guest is where it is, every two hosts that share a network have a link that carries it.
+    /// The oracle for a settled mesh of connected hosts: every host knows the location of every guest, and every two hosts
+    /// that share a network have a link that carries it.
     pub fn assert_truth(&self) {
         let networks =
             |host: &Host| -> BTreeSet<NetworkId> { host.locals.iter().map(|local| local.network).collect() };
@@ -307,7 +307,7 @@ impl World {
 }
 
 impl Host {
-    /// What was computed station by station is what comes of all at once.
+    /// Asserts that the incremental result equals a full computation.
     fn assert_full(&mut self) {
         let told = |computed: &Computed| {
             let hop = |(place, hop): (&_, &u16)| (*place, computed.hops[usize::from(*hop)].clone());

@@ -1,4 +1,4 @@
-//! Hosts on one store: what each believes, at every moment.
+//! Hosts on one store: what each knows, checked at every step.
 
 use proptest::prelude::*;
 
@@ -23,13 +23,13 @@ fn empty_hosts_find_each_other() {
     world.host(3).locals.push(guest(2, 30));
     world.run(300, |_| {});
     world.assert_truth();
-    // Network 2 has one member: nobody has to carry it.
+    // Network 2 has one member: no link carries it.
     assert!(world.computed(1).links.iter().all(|link| link.networks == [network(1)]));
     assert_eq!(world.keys(), 3 + 1 + 4);
 }
 
 #[test]
-fn a_guest_that_comes_up_on_another_host_is_found_at_once() {
+fn a_guest_that_migrates_is_found_at_once() {
     let mut world = World::new(3);
     world.run(300, |_| {});
     let moved = world.host(1).locals.pop().unwrap();
@@ -38,7 +38,8 @@ fn a_guest_that_comes_up_on_another_host_is_found_at_once() {
     world.run(200, |_| {});
     assert_eq!(world.toward(3, 1, 1), Some("h2".into()));
     assert_eq!(world.toward(1, 1, 1), None, "no interface, no member");
-    // Live migration: both have it for a while, only the new one speaks. The new one says so 100 ms after it came up.
+    // Live migration: both hosts have the guest for a while, only the new one sends. The new host claims it 100 ms after it
+    // came up.
     world.host(3).locals.push(Local { in_frames: 7, ..moved });
     world.run(200, |_| {});
     assert_eq!(
@@ -46,7 +47,7 @@ fn a_guest_that_comes_up_on_another_host_is_found_at_once() {
         Some("h3".into()),
         "the old host yields, although its guest is still attached"
     );
-    assert_eq!(world.toward(3, 1, 1), None, "it is here");
+    assert_eq!(world.toward(3, 1, 1), None, "a local station has no next hop");
     assert_eq!(StationRecord::parse(world.value(&station(1)).unwrap().as_bytes()).unwrap().sequence, 3);
 }
 
@@ -57,7 +58,7 @@ fn two_guests_with_the_same_address_freeze_it() {
     world.host(2).locals.push(guest(1, 1));
     let mut writes = 0;
     for round in 1..=100u64 {
-        // Both speak all the time.
+        // Both keep sending.
         for host in [1, 2] {
             world.host(host).locals.iter_mut().for_each(|local| local.in_frames = round);
         }
@@ -66,17 +67,17 @@ fn two_guests_with_the_same_address_freeze_it() {
         writes += u32::from(before != world.value(&station(1)));
     }
     assert!(world.alarms(3).contains(&"frozen".into()), "{:?}", world.alarms(3));
-    assert!(writes <= 10, "{writes} writes: two who fight do not load the store");
+    assert!(writes <= 10, "{writes} writes: conflicting claims must not load the store");
     let place = world.toward(3, 1, 1);
-    world.run(10_000, |world| assert_eq!(world.toward(3, 1, 1), place, "frozen is frozen"));
+    world.run(10_000, |world| assert_eq!(world.toward(3, 1, 1), place, "a frozen station does not move"));
 }
 
-/// A host with a guest that others' records concern; `bad` is done to the store once every 30 ms.
+/// Asserts that no route goes wrong while `bad` tampers with the store every 30 ms.
 fn no_wrong_route(bad: impl FnMut(&mut World, u32)) -> World {
     no_wrong_route_in(World::new(3), bad)
 }
 
-/// The same in a world of three hosts.
+/// [`no_wrong_route`] in a given world of three hosts.
 pub(super) fn no_wrong_route_in(mut world: World, mut bad: impl FnMut(&mut World, u32)) -> World {
     world.run(300, |_| {});
     world.assert_truth();
@@ -122,7 +123,7 @@ fn a_sequence_number_cannot_be_exhausted() {
     let mut moved = world;
     let guest = moved.host(1).locals.pop().unwrap();
     moved.host(2).locals.push(guest);
-    // Frozen by the forgeries at first.
+    // The forgeries froze the station; wait until it thaws.
     moved.skip(400_000, |_| {});
     assert_eq!(moved.toward(3, 1, 1), Some("h2".into()));
 }
@@ -155,7 +156,7 @@ fn a_forged_host_address_is_repaired_before_it_settles() {
     let evil = r#"{"address":"10.9.9.9:9000","instance":5}"#;
     let world = no_wrong_route(|world, _| world.put("/vnet/v1/1/hosts/h2", evil));
     assert!(world.alarms(2).contains(&"forged".into()) || world.alarms(2).contains(&"name".into()));
-    // A new host at the address of one that is there takes nothing from it, nor from this host itself.
+    // A new host with the address of an existing one, or of this host itself, takes no traffic.
     let copy = r#"{"address":"10.0.0.2:9000","instance":5}"#;
     let own = r#"{"address":"10.0.0.1:9000","instance":5}"#;
     let mut world = no_wrong_route(|world, _| {
@@ -171,7 +172,7 @@ fn forged_withdrawals_are_repaired() {
     let gone = StationRecord { withdrawn: true, ..StationRecord::parse(claim("h1", 1).as_bytes()).unwrap() };
     let left = HostRecord { address: address(1), behind_nat: false, instance: 1, withdrawn: true };
     let (gone, left) = (String::from_utf8(gone.write()).unwrap(), String::from_utf8(left.write()).unwrap());
-    // Once each: a host that has to put its record right again and again gives up after five times.
+    // Once each: a host stops repairing a record after five times.
     no_wrong_route(|world, round| {
         if round == 0 {
             world.put(&station(1), &gone);
@@ -206,7 +207,7 @@ fn memory_is_bounded_however_much_is_written() {
     assert_eq!(shown.stations, STATIONS_MAX);
     assert_eq!(shown.hosts.len(), HOSTS_MAX);
     assert_eq!(overlay.computed().stations.len(), STATIONS_MAX);
-    assert_eq!(overlay.computed().links.len(), 1, "all say that they are at one address");
+    assert_eq!(overlay.computed().links.len(), 1, "all of them claim one address");
     let limit = shown.alarms.iter().find(|alarm| alarm.name == "limit").unwrap();
     assert_eq!(limit.count, 1000 + 11);
 }
@@ -224,7 +225,7 @@ fn repairs_are_rate_limited() {
     world.run(5_000, |_| {});
     assert!((10..250).all(|n| world.toward(1, 1, n).is_none()));
     world.skip(70_000, |_| {});
-    assert_eq!(world.keys(), 4, "withdrawals do not stay for ever");
+    assert_eq!(world.keys(), 4, "withdrawals expire");
 }
 
 #[test]
@@ -244,7 +245,7 @@ fn records_that_expire_while_the_store_is_away_are_kept() {
     };
     world.skip(2 * FORGET_MS, all);
     assert!(!world.computed(1).firm);
-    // They come back one after the other, each into a store that lacks the others.
+    // They reconnect one by one, each to a store without the others' records.
     for host in 1..=3 {
         world.connect(host);
         world.run(5_000, all);
@@ -262,7 +263,7 @@ fn a_missing_host_is_forgotten_eventually() {
     world.reread();
     world.skip(FORGET_MS, |_| {});
     assert_eq!(world.toward(1, 1, 3), Some("h3".into()), "one reading is not enough");
-    // Something came by its link: it lives, only the store does not know.
+    // Its link received something: the host is alive, only its record is missing.
     let now_ms = world.now_ms;
     world.host(1).overlay.heard("h3", now_ms);
     world.reread();
@@ -286,7 +287,7 @@ fn a_host_that_leaves_is_removed_at_once() {
     }
     world.run(HOLD_MS + 2 * STEP_MS, |_| {});
     assert_eq!((world.toward(1, 1, 3), world.computed(1).links.len()), (None, 1));
-    // And back again, as another life of the same host.
+    // It comes back as a new instance of the same host.
     world.host(3).overlay = Overlay::new("h3".into(), 77, settings(3));
     world.connect(3);
     world.run(500, |_| {});
@@ -315,7 +316,7 @@ fn in_a_star_all_hosts_communicate_through_the_hub() {
         world.computed(host).links.iter().map(|link| link.name.to_string()).collect()
     };
     assert_eq!(names(&world, 1), ["h2"]);
-    assert_eq!(names(&world, 2), ["h1", "h3", "h4"], "it relays, although it has no member");
+    assert_eq!(names(&world, 2), ["h1", "h3", "h4"], "the hub relays without a member of its own");
     assert!(world.computed(2).links.iter().all(|link| link.spoke));
     assert!(!world.computed(1).links[0].spoke);
     assert_eq!(world.toward(1, 1, 3), Some("h2".into()));
@@ -341,7 +342,7 @@ fn hosts_behind_nat_are_reached_by_the_first_reflector() {
     {
         assert_eq!(world.toward(from, 1, to), Some(hop.into()), "{from} to {to}");
     }
-    // The first one leaves: the second takes over.
+    // The first reflector leaves: the second takes over.
     let farewell = world.host(1).overlay.farewell();
     world.disconnect(1);
     for write in farewell {
@@ -362,7 +363,7 @@ fn configured_links_are_used_and_not_computed() {
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// A guest stops where it is, and starts elsewhere after some time.
+    /// A guest stops, and starts on host `to` after a pause.
     Move {
         n: usize,
         to: usize,
@@ -402,11 +403,11 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Whatever happened, when everybody is connected and time has passed every host knows the truth.
+    /// After any sequence of events every host converges to the oracle's result.
     #[test]
-    fn all_know_the_truth_in_the_end(steps in prop::collection::vec(step(), 1..25)) {
+    fn hosts_converge_after_any_events(steps in prop::collection::vec(step(), 1..25)) {
         let mut world = World::new(4);
-        // Every host stays a member of network 1, whoever moves.
+        // A permanent guest keeps every host in network 1.
         for host in 1..=4 {
             world.host(host).locals = vec![Local { mac: Some(mac(100 + host)), addresses: vec![], ..guest(1, host) }];
         }
@@ -416,7 +417,7 @@ proptest! {
                 world.hosts.iter_mut().for_each(|host| host.locals.retain(|local| local.mac != Some(mac(n))));
             };
             match step {
-                // Five moves would freeze it.
+                // Five moves would freeze the station.
                 Step::Move { n, to, pause_ms } if moves[n] < 3 => {
                     moves[n] += 1;
                     stop(&mut world, n);
@@ -446,7 +447,7 @@ proptest! {
             }
         }
         world.run(3_000, |_| {});
-        // What vanished without a withdrawal is kept, here by those whose host could not say that it went.
+        // Records that vanished without a withdrawal are kept for FORGET_MS: wait for that to pass.
         for _ in 0..3 {
             world.reread();
             world.skip(FORGET_MS / 2 + SWEEP_MS, |_| {});

@@ -1,4 +1,4 @@
-//! The tables of the documentation.
+//! Markdown tables of keys, for docs/.
 
 use std::fmt::Write;
 

@@ -1,4 +1,4 @@
-//! The tables that stand once in a file: `[host]`, `[control]`, `[dispatch]`, `[bridge]`, `[identity]`; and `[[network]]`.
+//! Keys of tables that occur once in a file: `[host]`, `[control]`, `[dispatch]`, `[bridge]`, `[identity]`; and `[[network]]`.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -20,7 +20,7 @@ const US_MAX: u32 = 1_000_000;
 const AGEING_MAX_S: u32 = 1_000_000;
 const REKEY_MIN_S: u32 = 2;
 const REKEY_MAX_S: u32 = 86_400;
-/// Most pairs of hosts that meet by one: each has a UDP port.
+/// Most rendezvous pairs of a host: each occupies a UDP port.
 const MEETINGS_MAX: u32 = 256;
 
 /// `[host]`
@@ -100,7 +100,7 @@ pub static CONTROL: Declaration<ControlSpec> = Declaration {
     ],
 };
 
-/// A file whose value is one of a pair.
+/// A file that belongs to a pair (certificate and key): the declaration adds its own reader.
 const fn file_field<S>(name: &'static str, help: &'static str) -> Field<S> {
     Field { key: super::key::Key::new(name, file().takes, help), read: |_, _, _| false, show: |_| None }
 }
@@ -113,7 +113,7 @@ pub(super) fn read_control(table: KeyTable, notes: &mut Notes) -> Item<ControlSp
     read(&CONTROL, table, notes, judge_access)
 }
 
-/// Clear text stays on the host: the API may leave it only under TLS, the console only for clients with a certificate.
+/// Control in clear text is limited to loopback: beyond it the API needs TLS, and the console TLS client certificates.
 fn judge_access(reader: &mut Reader<'_>, control: &mut ControlSpec) {
     let Access { http, console, tls, tls_client_ca, .. } = &mut control.access;
     if let Some(TlsFiles { cert, key }) = tls
@@ -133,12 +133,12 @@ fn judge_access(reader: &mut Reader<'_>, control: &mut ControlSpec) {
     }
     if tls_client_ca.is_some() && tls.is_none() {
         let place = reader.place();
-        reader.problem(&place, "tls_client_ca asks for TLS; name tls_cert and tls_key, too");
+        reader.problem(&place, "tls_client_ca needs TLS; name tls_cert and tls_key, too");
     }
     let place = reader.place_of("console");
     if let Some(address) = console.filter(|console| !console.ip().is_loopback() && tls_client_ca.is_none()) {
         let text = format!(
-            "console {address} can be reached from other hosts by everybody; write 127.0.0.1:{}, or name tls_cert, \
+            "console {address} is open to everyone on other hosts; write 127.0.0.1:{}, or name tls_cert, \
              tls_key and tls_client_ca",
             address.port()
         );
@@ -242,7 +242,7 @@ pub(super) fn read_dispatch(table: KeyTable, notes: &mut Notes) -> Item<Dispatch
         }
         let spins = matches!(yield_strategy, Strategy::Immediate | Strategy::Adaptive);
         if isolation.priority.is_some() && spins && cpus.is_empty() {
-            let text = "priority lets a dispatcher that spins keep everybody else from its processor; give it one with \
+            let text = "with priority, a dispatcher that spins starves its processor; give it one with \
                         cpus, or yield = \"block\"";
             reader.problem(&reader.place_of("priority"), text);
         }
@@ -323,14 +323,14 @@ pub(super) fn read_bridge(table: KeyTable, notes: &mut Notes) -> Item<BridgeSpec
         judge_ports(reader, ports, Some(listen));
         if meetings > 0 && listen.port().checked_add(ports - 1 + meetings).is_none() {
             let text = format!(
-                "{meetings} UDP ports for meetings, behind those of the bridge, end beyond 65535; listen on a lower one"
+                "{meetings} UDP ports for meetings, after those of the bridge, end beyond 65535; listen on a lower one"
             );
             reader.problem(&reader.place_of("meetings"), text);
         }
     })
 }
 
-/// Ports are counted from that of `first` on, and end at 65535.
+/// Checks that `ports` consecutive ports from that of `first` on end by 65535.
 pub(super) fn judge_ports(reader: &mut Reader<'_>, ports: u16, first: Option<SocketAddr>) {
     if let Some(first) = first
         && first.port().checked_add(ports - 1).is_none()
@@ -431,7 +431,7 @@ impl std::fmt::Display for NetworkSpec {
     }
 }
 
-/// Reads a table; `judge` looks at its keys together.
+/// Reads a table; `judge` checks constraints between its keys.
 pub(super) fn read<S>(
     declaration: &'static Declaration<S>,
     table: KeyTable,

@@ -1,4 +1,4 @@
-//! `[[interface]]`: its keys, and what has to hold between them.
+//! `[[interface]]`: its keys, and constraints between them.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -282,7 +282,7 @@ impl Show for Attachment {
     }
 }
 
-/// The kind, as an attachment whose own keys are still to be read.
+/// The kind, as an attachment with default values; its own keys are read later.
 const fn attachment() -> Kind<Attachment> {
     let Kind { takes, .. } = word::<Attachment>();
     Kind::new(takes, |reader, key| {
@@ -294,7 +294,7 @@ const fn attachment() -> Kind<Attachment> {
     })
 }
 
-/// The guest's IP addresses, which are published with its MAC address.
+/// The guest's IP addresses, published to the overlay with its MAC address.
 const fn addresses() -> Kind<Vec<IpAddr>> {
     Kind::new(Takes::Texts("ADDRESS"), |reader, key| {
         let entry = reader.take(key.name)?;
@@ -345,14 +345,14 @@ pub(super) fn read(
     None
 }
 
-/// What has to hold between keys, also those of an open interface.
+/// Constraints between keys, also for changes of an open interface.
 pub(super) fn judge(reader: &mut Reader<'_>, interface: &InterfaceSpec) {
     if reader.given("addresses") && interface.mac.is_none() && !reader.given("mac") {
         let text = "addresses are published with the interface's address; give it a 'mac'";
         reader.problem(&reader.place_of("addresses"), text);
     }
     if reader.given("port_security") && interface.port_security && interface.mac.is_none() {
-        let text = "port_security holds frames to the interface's address; give it a 'mac'";
+        let text = "port_security compares sources with the interface's address; give it a 'mac'";
         reader.problem(&reader.place_of("port_security"), text);
     }
     let Driving { mode, interrupts } = &interface.driving;
@@ -368,7 +368,7 @@ pub(super) fn judge(reader: &mut Reader<'_>, interface: &InterfaceSpec) {
     }
 }
 
-/// An underlay port belongs to a link.
+/// `direct_port` and `direct_link` are given together.
 fn judge_direct(reader: &mut Reader<'_>, interface: &mut InterfaceSpec) {
     let Some(DirectSpec { port, link }) = own_port_of(interface) else { return };
     let [has_port, has_link] = ["direct_port", "direct_link"].map(|key| reader.given(key));

@@ -1,4 +1,4 @@
-//! What a key is: its declaration, and everything that follows from it.
+//! Declarations of keys, and what is derived from them: reading, showing, comparing, help.
 
 use std::fmt::Write;
 
@@ -6,10 +6,10 @@ use serde_json::{Map, Value as Json};
 
 use crate::table::{Problem, Reader};
 
-/// What a key takes.
+/// The type of a key's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Takes {
-    /// A text; the name of its value on the command line.
+    /// A text; holds the placeholder on the command line.
     Text(&'static str),
     /// A whole number within limits, both included.
     Number(u32, u32),
@@ -17,7 +17,7 @@ pub enum Takes {
     Flag,
     /// One of these words.
     Words(&'static [&'static str]),
-    /// A list of texts; the name of one on the command line.
+    /// A list of texts; holds the placeholder on the command line.
     Texts(&'static str),
     /// A list of whole numbers within limits.
     Numbers(u32, u32),
@@ -26,13 +26,13 @@ pub enum Takes {
 /// How a change of a key takes effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Applies {
-    /// While frames flow; `vnet interface set` can change it, too.
+    /// At once, on reload or by `vnet interface set`.
     Live,
-    /// While frames flow, when the file is read again.
+    /// At once, on reload.
     Reload,
-    /// What has the key is closed and opened again.
+    /// The interface or link is closed and reopened.
     Reopen,
-    /// vnetd has to be restarted.
+    /// Only after a restart of vnetd.
     Restart,
 }
 
@@ -41,40 +41,40 @@ pub enum Applies {
 pub struct Key {
     /// Its name in the file, in JSON, and with `-` for `_` on the command line.
     pub name: &'static str,
-    /// What it takes.
+    /// Type of its value.
     pub takes: Takes,
-    /// What it is for, in one sentence.
+    /// Its purpose, in one sentence.
     pub help: &'static str,
     /// Markdown that only the documentation adds.
     pub note: &'static str,
     /// The unit of a number.
     pub unit: &'static str,
-    /// A value for the message that it is missing; a key without example may be left out.
+    /// Mandatory key: example for the error when it is missing.
     pub needed: Option<&'static str>,
-    /// What holds without it, where that is no value of the key.
+    /// Behaviour when absent, if no value of the key means the same.
     pub absent: &'static str,
-    /// The kinds of interfaces, or encapsulations of links, that have it; all when empty.
+    /// Kinds of interfaces, or encapsulations of links, that it applies to; all when empty.
     pub only_for: &'static [&'static str],
-    /// A kind that takes it but does nothing with it, and why.
+    /// A kind that accepts but ignores it, and why.
     pub idle_for: Option<(&'static str, &'static str)>,
-    /// How a change takes effect; as that of its table when absent.
+    /// How a change takes effect; the table's default when absent.
     pub applies: Option<Applies>,
-    /// How a plan shows it: `{}` is the value, `{#}` the number of values. Empty: it does not.
+    /// How a plan shows it: `{}` is the value, `{#}` the number of values; empty hides it.
     pub phrase: Option<&'static str>,
     /// How a plan shows a flag that is off.
     pub phrase_off: &'static str,
     /// Shown by plans even at its default.
     pub always: bool,
-    /// Keys that the command line wants beside it.
+    /// Keys that the command line requires with it.
     pub requires: &'static [&'static str],
-    /// A key that the command line does not take beside it.
+    /// A key that the command line refuses with it.
     pub conflicts: Option<&'static str>,
-    /// The command line wants this key or that one.
+    /// The command line requires this key unless that one is given.
     pub unless: Option<&'static str>,
 }
 
 impl Key {
-    /// A key that may be left out.
+    /// An optional key with default attributes.
     pub const fn new(name: &'static str, takes: Takes, help: &'static str) -> Key {
         Key {
             name,
@@ -100,13 +100,13 @@ impl Key {
         self.only_for.is_empty() || kind.is_some_and(|kind| self.only_for.contains(&kind))
     }
 
-    /// Its help with the kinds that have it in front: `tap, local: …`.
+    /// Its help, prefixed with the kinds that it applies to: `tap, local: …`.
     pub fn about(&self) -> String {
         let kinds = self.only_for.join(", ");
         if kinds.is_empty() { self.help.into() } else { format!("{kinds}: {}", self.help) }
     }
 
-    /// The limits of a number, with its unit: `68 to 65535 bytes`; the unit alone where there are none to tell.
+    /// The limits of a number with its unit, `68 to 65535 bytes`; only the unit without an upper limit.
     pub fn limits(&self) -> String {
         let unit = if self.unit.is_empty() { String::new() } else { format!(" {}", self.unit) };
         match self.takes {
@@ -117,16 +117,16 @@ impl Key {
     }
 }
 
-/// A key together with the place in `S` that its value has.
+/// A key bound to a member of `S`.
 pub(crate) struct Field<S> {
     pub key: Key,
-    /// Takes the key out of a table and puts its value where it belongs; true when there was a good one.
+    /// Reads the key from a table into `S`; true when it was present and valid.
     pub read: fn(&mut Reader<'_>, &Key, &mut S) -> bool,
     /// The value as JSON; `None` when there is none.
     pub show: fn(&S) -> Option<Json>,
 }
 
-/// Setters, so that a declaration names only what is special about its key.
+/// Setters for the attributes that differ from the defaults.
 impl<S> Field<S> {
     pub const fn needed(mut self, example: &'static str) -> Self {
         self.key.needed = Some(example);
@@ -185,8 +185,8 @@ impl<S> Field<S> {
     }
 }
 
-/// Declares a key: its name, what it takes (a `Kind` of `kinds.rs`), the place of its value, and its help. A place inside one
-/// variant of an enum is written `|spec: Spec| enum, pattern => value`.
+/// Declares a key: name, type (a `Kind` of `kinds.rs`), member, and help. A member of one enum variant is
+/// written `|spec: Spec| enum, pattern => value`.
 macro_rules! field {
     ($name:literal, $kind:expr, |$spec:ident: $type:ty| $place:expr, $help:literal) => {
         $crate::settings::key::Field::<$type> {
@@ -221,11 +221,11 @@ macro_rules! field {
 }
 pub(crate) use field;
 
-/// The key that decides which others have a meaning.
+/// The key that decides which other keys apply.
 pub(crate) struct Selector<S> {
     /// Its name: `kind`, `encapsulation`.
     pub key: &'static str,
-    /// The word that was chosen.
+    /// Its current value.
     pub chosen: fn(&S) -> &'static str,
 }
 
@@ -239,16 +239,16 @@ pub struct Declaration<S: 'static> {
     pub(crate) fields: &'static [Field<S>],
 }
 
-/// A key with its default, for whatever lists keys. What is declared apart for several kinds is put together.
+/// A key with its default, for lists of keys. Declarations of one name for several kinds are merged.
 #[derive(Clone, Debug)]
 pub struct Described {
     /// The key.
     pub key: Key,
-    /// What it is for, by kinds, with limits and unit.
+    /// Help by kind, with limits and unit.
     pub help: String,
     /// How a change takes effect.
     pub applies: Applies,
-    /// Its value when it is not given.
+    /// Its default.
     pub default: Option<Json>,
 }
 
@@ -274,7 +274,7 @@ impl<S> Declaration<S> {
         key.applies.unwrap_or(self.applies)
     }
 
-    /// Takes all keys out of `reader` into `spec`; reports those that are missing, and those of other kinds.
+    /// Reads all keys into `spec`; reports missing keys and keys of other kinds.
     pub(crate) fn read(&self, reader: &mut Reader<'_>, spec: &mut S) {
         let mut kind = self.selector.as_ref().map(|selector| (selector.chosen)(spec));
         for field in self.fields {
@@ -295,14 +295,14 @@ impl<S> Declaration<S> {
             }
             let good = (field.read)(reader, key, spec);
             if let Some(selector) = self.selector.as_ref().filter(|selector| selector.key == key.name) {
-                // Without a kind nothing can be said about the keys of kinds.
+                // Without a valid kind, do not judge keys by kind.
                 let known = good || key.needed.is_none();
                 kind = known.then(|| (selector.chosen)(spec));
             }
         }
     }
 
-    /// Reports a key that `kind` does not have, unless it is declared for `kind` elsewhere.
+    /// Reports a key that does not apply to `kind`, unless another declaration of its name does.
     fn refuse(&self, reader: &mut Reader<'_>, key: &Key, kind: Option<&str>) {
         let mut same = self.fields.iter().map(|field| &field.key).filter(|other| other.name == key.name);
         if kind.is_some() && same.clone().any(|other| other.is_for(kind)) {
@@ -312,23 +312,19 @@ impl<S> Declaration<S> {
             return;
         };
         let kinds: Vec<_> = same.by_ref().flat_map(|key| key.only_for).copied().collect();
-        let text = format!(
-            "'{}' has a meaning for {} {} only; remove it",
-            key.name,
-            selector.key,
-            kinds.join(" and ")
-        );
+        let text =
+            format!("'{}' applies to {} {} only; remove it", key.name, selector.key, kinds.join(" and "));
         reader.problem(&entry.place, text);
     }
 
-    /// Takes the keys that can be changed while frames flow.
+    /// Reads only the keys that apply to an open interface.
     pub(crate) fn read_live(&self, reader: &mut Reader<'_>, spec: &mut S) {
         for field in self.fields.iter().filter(|field| self.applies(&field.key) == Applies::Live) {
             (field.read)(reader, &field.key, spec);
         }
     }
 
-    /// The keys with their defaults, each name once.
+    /// The keys with their defaults; one entry per name.
     pub fn described(&self) -> Vec<Described> {
         let default = (self.default)();
         let mut all: Vec<Described> = vec![];
@@ -356,14 +352,14 @@ impl<S> Declaration<S> {
         all
     }
 
-    /// All values of `spec`.
+    /// All values of `spec` as JSON.
     pub(crate) fn show(&self, spec: &S) -> Map<String, Json> {
         let kind = self.selector.as_ref().map(|selector| (selector.chosen)(spec));
         let here = self.fields.iter().filter(|field| field.key.is_for(kind));
         here.filter_map(|field| Some((field.key.name.to_string(), (field.show)(spec)?))).collect()
     }
 
-    /// `spec` in words, behind what it begins with: what differs from the defaults, and what is always shown.
+    /// The settings of `spec` that differ from the defaults (or are always shown), as text to append.
     pub(crate) fn phrases(&self, spec: &S) -> String {
         let (default, mut text) = ((self.default)(), String::new());
         let kind = self.selector.as_ref().map(|selector| (selector.chosen)(spec));
@@ -380,7 +376,7 @@ impl<S> Declaration<S> {
             }
             let count = value.as_array().map_or(1, Vec::len).to_string();
             let phrase = phrase.replace("{#}", &count).replace("{}", &plain(&value));
-            // A phrase that begins with a space goes on with what is before it.
+            // A leading space continues the text before it, without a comma.
             let comma = if phrase.starts_with(' ') { "" } else { ", " };
             write!(text, "{comma}{phrase}").expect("a String takes all");
         }
@@ -403,7 +399,7 @@ impl<S> Declaration<S> {
         self.fields.iter().filter_map(changed).collect()
     }
 
-    /// The differences that take a restart of vnetd, one line each.
+    /// Differences that need a restart of vnetd, one problem each.
     pub(crate) fn restarts(&self, is: &S, wanted: &S, place: &crate::table::Place) -> Vec<Problem> {
         let changed =
             self.changed(is, wanted).into_iter().filter(|change| change.applies == Applies::Restart);

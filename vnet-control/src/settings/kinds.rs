@@ -1,4 +1,4 @@
-//! What keys can take: readers of single values, which say what is wrong, and the way back to JSON.
+//! Types of keys: parsers of single values with their error messages, and conversion back to JSON.
 
 use std::fmt::Display;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -23,7 +23,7 @@ use crate::table::{Entry, Placed, Reader, Value, quote};
 /// The largest network number (24 bits).
 pub(crate) const NETWORK_MAX: u32 = (1 << 24) - 1;
 
-/// What a key takes, and how that is read.
+/// A type of value and its parser.
 pub(crate) struct Kind<T> {
     pub takes: Takes,
     pub read: fn(&mut Reader<'_>, &Key) -> Option<T>,
@@ -62,7 +62,7 @@ pub(crate) const fn text(name: &'static str) -> Kind<String> {
     Kind::new(Takes::Text(name), |reader, key| reader.text(key.name).map(|(_, text)| text))
 }
 
-/// One of an enum's names.
+/// A variant of an enum, by name.
 pub(crate) const fn word<T: FromStr + VariantNames>() -> Kind<T> {
     Kind::new(Takes::Words(T::VARIANTS), |reader, key| {
         let (place, text) = reader.text(key.name)?;
@@ -76,15 +76,15 @@ pub(crate) const fn word<T: FromStr + VariantNames>() -> Kind<T> {
     })
 }
 
-/// A text that `T` can be read from; its error is the message.
+/// A text, parsed by `T::from_str`; its error becomes the message.
 pub(crate) const fn parsed<T: FromStr<Err: Display>>(name: &'static str) -> Kind<T> {
     Kind::new(Takes::Text(name), |reader, key| reader.parsed(key.name).map(|(_, value)| value))
 }
 
-/// Most values that a list has, where nothing else limits it.
+/// Default limit of a list's length.
 const LISTED_MAX: usize = 4096;
 
-/// A list of texts that `T` can be read from; the errors are the messages. The key's help ends with an example in quotes.
+/// A list of texts, parsed by `T::from_str`; its errors become the messages, with `example` as the advice.
 pub(crate) fn list<T: FromStr<Err: Display>>(
     reader: &mut Reader<'_>,
     key: &Key,
@@ -144,7 +144,7 @@ pub(crate) const fn network() -> Kind<NetworkId> {
     })
 }
 
-/// Networks, sorted, each once.
+/// Networks, sorted, without duplicates.
 pub(crate) const fn networks() -> Kind<Vec<NetworkId>> {
     Kind::new(Takes::Numbers(0, NETWORK_MAX), |reader, key| {
         let (_, ids) = reader.numbers(key.name, 0, NETWORK_MAX)?;
@@ -179,7 +179,7 @@ pub(crate) fn socket_address(
     Some(SocketAddr::new(address.ip().to_canonical(), address.port()))
 }
 
-/// The MAC address of one station.
+/// A unicast MAC address.
 pub(crate) const fn mac() -> Kind<Mac> {
     Kind::new(Takes::Text("MAC"), |reader, key| {
         let (place, mac) = reader.parsed::<Mac>(key.name)?;
@@ -187,7 +187,7 @@ pub(crate) const fn mac() -> Kind<Mac> {
             return Some(mac);
         }
         let text =
-            format!("{}: {mac} is no address of one station; take one such as 52:54:00:12:34:56", key.name);
+            format!("{}: {mac} is not a unicast address; take one such as 52:54:00:12:34:56", key.name);
         reader.problem(&place, text);
         None
     })
@@ -228,7 +228,7 @@ pub(crate) const fn socket() -> Kind<PathBuf> {
 pub(crate) const fn device() -> Kind<String> {
     Kind::new(Takes::Text("DEVICE"), |reader, key| {
         let (place, name) = reader.text(key.name)?;
-        // The kernel's dev_valid_name(), and no '%', which it would expand.
+        // Rules of the kernel's dev_valid_name(); '%' is refused too, because the kernel would expand it.
         let bad = |c: char| c == '/' || c == ':' || c == '%' || c.is_whitespace() || c.is_control();
         let dots = name == "." || name == "..";
         if !name.is_empty() && name.len() <= DEVICE_NAME_MAX && !dots && !name.contains(bad) {
@@ -243,7 +243,7 @@ pub(crate) const fn device() -> Kind<String> {
     })
 }
 
-/// A value as answers and plans show it.
+/// Conversion to JSON for answers and plans.
 pub(crate) trait Show {
     /// `None` when there is nothing to show.
     fn show(&self) -> Option<Json>;

@@ -1,6 +1,6 @@
-//! `[[link]]`: its keys, and what has to hold between them.
+//! `[[link]]`: its keys, and constraints between them.
 //!
-//! Keys are read into a [`LinkForm`], which has a place for each; a [`LinkSpec`] has only what its encapsulation has.
+//! Keys are read into a [`LinkForm`], which has a member for each; a [`LinkSpec`] holds only those of its kind of link.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -20,10 +20,10 @@ use super::kinds::{Kind, Show, flag, list, name, networks, number, socket_addres
 use crate::desired::*;
 use crate::table::{KeyTable, Notes, Placed, Reader, quote};
 
-/// What a proxy looks like.
+/// Syntax of a proxy, for error messages.
 const PROXY: &str = "socks5://127.0.0.1:9050 or socks5://USER:PASSWORD@ADDRESS:PORT";
 
-/// The keys of a link, as they are written.
+/// All keys of a link, whatever its encapsulation.
 pub struct LinkForm {
     name: String,
     encapsulation: Encapsulation,
@@ -223,7 +223,7 @@ const fn group() -> Kind<Ipv4Addr> {
         let (place, text) = reader.text(key.name)?;
         let group = text.parse().ok().filter(Ipv4Addr::is_multicast);
         if group.is_none() {
-            let text = format!("group {} is no IPv4 multicast group; write 239.1.1.1", quote(&text));
+            let text = format!("group {} is not an IPv4 multicast group; write 239.1.1.1", quote(&text));
             reader.problem(&place, text);
         }
         group
@@ -245,7 +245,7 @@ const fn macs() -> Kind<Vec<Mac>> {
     })
 }
 
-/// Guests of the other host that have ports of their own.
+/// Receive in place: guests of the other host with their own underlay ports.
 const fn guests() -> Kind<Vec<(Mac, u16)>> {
     Kind::new(Takes::Texts("MAC@PORT"), |reader, key| {
         let (place, texts) = reader.texts(key.name)?;
@@ -263,8 +263,10 @@ const fn guests() -> Kind<Vec<(Mac, u16)>> {
                     guests.push((mac, port));
                 }
                 _ => {
-                    let text =
-                        format!("direct: {} is no guest's port; write 52:54:00:00:00:02@9101", quote(&text));
+                    let text = format!(
+                        "direct: {} is not a guest's address and port; write 52:54:00:00:00:02@9101",
+                        quote(&text)
+                    );
                     reader.problem(&place, text);
                 }
             }
@@ -280,7 +282,7 @@ impl Show for (Mac, u16) {
 }
 
 impl Show for Proxy {
-    /// Without the password.
+    /// Omits the password.
     fn show(&self) -> Option<serde_json::Value> {
         Some(self.address.to_string().into())
     }
@@ -290,8 +292,8 @@ const fn proxy() -> Kind<Proxy> {
     Kind::new(Takes::Text("URL"), |reader, key| {
         let (place, text) = reader.text(key.name)?;
         let Some(rest) = text.strip_prefix("socks5://").or_else(|| text.strip_prefix("socks5h://")) else {
-            // The text may hold a password: it is not shown.
-            reader.problem(&place, format!("proxy is no SOCKS 5 proxy; write {PROXY}"));
+            // The text may hold a password: do not quote it.
+            reader.problem(&place, format!("proxy is not a SOCKS 5 proxy; write {PROXY}"));
             return None;
         };
         let (login, address) = match rest.rsplit_once('@') {
@@ -382,7 +384,8 @@ fn stream(
         (Some(proxy), Err(_)) => match named(&text) {
             Some(destination) => (proxy.address, destination),
             None => {
-                let text = format!("remote {} is no name with a port; write host.example:9000", quote(&text));
+                let text =
+                    format!("remote {} is not a name with a port; write host.example:9000", quote(&text));
                 reader.problem(&place, text);
                 return None;
             }
@@ -403,7 +406,7 @@ fn named(text: &str) -> Option<Destination> {
     fits.then(|| Destination::Name(name.into(), port))
 }
 
-/// A link's remote; `port` is the one meant where none is written, if there is such a thing.
+/// Parses a link's remote; `port` is the default port, if the encapsulation has one.
 fn remote_address(
     reader: &mut Reader<'_>,
     (place, text): Placed<String>,
@@ -426,7 +429,7 @@ fn remote_address(
     Some(remote)
 }
 
-/// The networks of a link; `one` says why it carries exactly one, if it does.
+/// Checks the networks of a link; `one` says why it carries exactly one.
 fn judge_networks(reader: &mut Reader<'_>, networks: &mut Option<Vec<NetworkId>>, one: Option<&str>) {
     let place = reader.place_of("networks");
     match (&networks, one) {
@@ -442,7 +445,7 @@ fn judge_networks(reader: &mut Reader<'_>, networks: &mut Option<Vec<NetworkId>>
     }
 }
 
-/// What `sealed`, `peer` and `via` mean together.
+/// Checks `sealed`, `peer` and `via` together; sets the peer of a sealed link.
 fn judge_security(reader: &mut Reader<'_>, form: &mut LinkForm) {
     let LinkForm { name, encapsulation, sealed, security, .. } = form;
     let peer = security.peer.take();
@@ -453,7 +456,7 @@ fn judge_security(reader: &mut Reader<'_>, form: &mut LinkForm) {
     }
     if !*sealed {
         if peer.is_some() {
-            let text = "'peer' is the name that a sealed link's other host must have; write sealed = true as well, or remove it";
+            let text = "'peer' names the host at the other end of a sealed link; write sealed = true as well, or remove it";
             reader.problem(&reader.place_of("peer"), text);
         }
         return;
@@ -464,7 +467,7 @@ fn judge_security(reader: &mut Reader<'_>, form: &mut LinkForm) {
         );
         reader.problem(&reader.place_of("sealed"), text);
     }
-    // Links are usually named after the host that they lead to.
+    // By default the link's name is the peer's: links are usually named after the remote host.
     let peer = peer.unwrap_or_else(|| name.clone());
     if !name.is_empty()
         && let Err(why) = server_name(&peer)
@@ -474,7 +477,7 @@ fn judge_security(reader: &mut Reader<'_>, form: &mut LinkForm) {
     security.peer = Some(peer);
 }
 
-/// Whether a link may do without a remote: what a sealed peer sends proves where it is.
+/// True for links without a fixed remote: authenticated datagrams of a sealed peer prove its address (roaming).
 fn learns_remote(encapsulation: Encapsulation, security: &LinkSecurity) -> bool {
     encapsulation == Encapsulation::Native && security.peer.is_some()
 }
@@ -484,7 +487,7 @@ fn carries_one(kind: &LinkKind) -> Option<&'static str> {
     match kind {
         LinkKind::Classic => Some("the vnet encapsulation carries no network number"),
         LinkKind::Vxlan(VxlanOptions { flood, group, .. }) if !flood.is_empty() || group.is_some() => {
-            Some("a vxlan link with flood or group is one network's")
+            Some("a vxlan link with flood or group carries one network")
         }
         _ => None,
     }

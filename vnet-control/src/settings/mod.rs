@@ -1,8 +1,8 @@
 //! Settings: every key of the configuration, declared once.
 //!
-//! A [`Declaration`] lists the keys of one table. Each [`Key`] has its name, what it takes, limits, unit, default, the kinds
-//! that have it, how a change takes effect, and its help; a `Field` adds the place of its value in a plain struct, often one
-//! that a room of the data plane declares and control only carries there. Everything else follows from the declaration:
+//! A [`Declaration`] lists the keys of one table. A [`Key`] has a name, type, limits, unit, default, the kinds that it applies
+//! to, the way in which a change takes effect, and help; a `Field` binds it to a member of a plain struct, often one that a
+//! room of the data plane declares. Everything else is derived:
 //!
 //! | what | made by |
 //! |---|---|
@@ -14,9 +14,8 @@
 //! | what a change means: nothing, live, close and open again, restart | `Declaration::changed` |
 //! | the tables of docs/configuration.md | [`document`] |
 //!
-//! A new key that one room reads is written in two files: in the struct of that room, with its default, and in one `field!`
-//! of a declaration here. What has to hold between several keys of one table stands in its `judge`; between tables, in
-//! `check`.
+//! A new key for one room touches two files: the struct of that room, with the default, and a `field!` in a declaration
+//! here. Constraints between keys of one table belong in its `judge` function; between tables, in `check`.
 
 mod document;
 mod host;
@@ -43,8 +42,8 @@ pub use route::ROUTE;
 use crate::desired::*;
 use crate::table::{KeyTable, Notes, Place, Problem, Reader};
 
-/// Reads the table of a whole file, which begins at `top`. Interfaces and links that are meant to be there but could not be
-/// read are left out, and their names added to `broken`.
+/// Reads the root table of a file, which begins at `top`. Invalid interfaces and links are left out, and their names added to
+/// `broken`.
 pub(crate) fn read_file(
     table: KeyTable,
     top: &Place,
@@ -82,7 +81,7 @@ pub(crate) fn interface_from(table: KeyTable, notes: &mut Notes) -> Option<Item<
     interface::read(table, notes, &mut vec![])
 }
 
-/// Changes an interface by a table with those keys that can be changed while it is open; others are refused.
+/// Changes an open interface; keys that need reopening are refused.
 pub(crate) fn change_interface(table: KeyTable, notes: &mut Notes, interface: &mut InterfaceSpec) {
     let mut reader = Reader::new("an open interface", table, notes);
     INTERFACE.read_live(&mut reader, interface);
@@ -100,12 +99,12 @@ pub(crate) fn route_from(table: KeyTable, notes: &mut Notes) -> Option<Item<Rout
     route::read(table, notes)
 }
 
-/// True when a change of an interface closes and opens it again.
+/// True when the change closes and reopens the interface.
 pub(crate) fn reopens(is: &InterfaceSpec, wanted: &InterfaceSpec) -> bool {
     INTERFACE.changed(is, wanted).iter().any(|change| change.applies == Applies::Reopen)
 }
 
-/// The differences that take a restart of vnetd, one line each; empty when there are none.
+/// Differences that need a restart of vnetd, one problem each.
 pub fn restart_needed(current: &Desired, desired: &Desired) -> Vec<Problem> {
     let (is, wanted) = (current, desired);
     let mut problems = CONTROL.restarts(&is.control.spec, &wanted.control.spec, &wanted.control.place);
@@ -126,7 +125,7 @@ pub fn restart_needed(current: &Desired, desired: &Desired) -> Vec<Problem> {
         let what = "[identity] names other files (to renew a certificate, replace those that are there)";
         fixed(place, what);
     }
-    // A certificate is for a name, and which of two hosts connects depends on their names.
+    // The certificate names the host, and the names decide which of two hosts connects.
     if is.identity.is_some() && is.host != wanted.host {
         fixed(top, &format!("[host] name changes to {} beside an [identity]", wanted.host.spec.name));
     }

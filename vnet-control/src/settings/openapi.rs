@@ -8,7 +8,7 @@ use super::key::{Applies, Described, Takes};
 use super::link::LINK;
 use super::route::ROUTE;
 
-/// The schema of an object with these keys; those that are needed are required of a request.
+/// The schema of an object with these keys; mandatory keys are required in a request.
 pub(crate) fn object(about: &str, keys: &[Described], request: bool) -> RefOr<Schema> {
     let keys = || keys.iter().filter(|key| request || key.key.name != "name");
     let properties: Map<_, _> =
@@ -45,7 +45,7 @@ fn property(described: &Described, request: bool) -> Json {
     schema
 }
 
-/// Implements the schema of an answer's settings.
+/// Implements `ToSchema` for the settings in an answer.
 macro_rules! schema {
     ($name:ident, $keys:expr) => {
         impl utoipa::PartialSchema for $name {

@@ -1,13 +1,13 @@
-//! `[overlay]`: where the store is, and how hosts are joined.
+//! `[overlay]`: its keys.
 
 use super::key::{Applies, Declaration, Field, Key, Takes, field};
 use super::kinds::{Kind, Show, address, file, flag, networks, parsed};
 use crate::desired::*;
 use crate::table::{KeyTable, Notes, Reader, Value, quote};
 
-/// Most members of an etcd cluster that are listed: etcd's own advice is at most seven.
+/// Most endpoints of an etcd cluster; etcd itself recommends at most seven members.
 const ENDPOINTS_MAX: usize = 16;
-/// Most reflectors: each is a host that everybody knows.
+/// Most reflectors; every host knows all of them.
 const REFLECTORS_MAX: usize = 16;
 
 /// `[overlay]`
@@ -82,7 +82,7 @@ pub static OVERLAY: Declaration<OverlaySpec> = Declaration {
                     return Some(address);
                 }
                 let text = format!(
-                    "address {address} is not one at which others reach this host; write 10.0.0.1:9000"
+                    "address {address} cannot be reached from other hosts; write 10.0.0.1:9000"
                 );
                 reader.problem(&place, text);
                 None
@@ -127,7 +127,10 @@ fn judge(reader: &mut Reader<'_>, overlay: &mut OverlaySpec) {
         reader.problem(&place, "[overlay] cert and key belong together; give both or neither");
     }
     if (overlay.ca.is_some() || reader.given("cert")) && any("http:") {
-        reader.problem(&place, "[overlay] ca, cert and key have no use with http://; write https:// in etcd");
+        reader.problem(
+            &place,
+            "[overlay] ca, cert and key have no effect with http://; write https:// in etcd",
+        );
     }
     if overlay.ca.is_none() && any("https:") {
         let text = "[overlay] https:// needs the authority of the store's certificate; write ca = \"/…\"";
@@ -139,7 +142,7 @@ fn judge(reader: &mut Reader<'_>, overlay: &mut OverlaySpec) {
     }
 }
 
-/// A list of texts, each of which passes `check` (whose error goes on behind the text).
+/// A list of texts, each validated by `check`, whose error continues the message after the quoted text.
 fn texts(
     reader: &mut Reader<'_>,
     key: &Key,

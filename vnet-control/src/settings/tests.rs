@@ -1,4 +1,4 @@
-//! One declaration is enough: a key of a table made for this test is read, shown, compared and documented everywhere.
+//! One declaration is enough: a key of a test table is read, shown, compared, documented and in the schema.
 
 use super::key::field;
 use super::kinds::{flag, number, text};
@@ -14,7 +14,7 @@ fn control_errors(control: &str) -> Vec<String> {
 }
 
 #[test]
-fn clear_text_stays_on_the_host() {
+fn control_in_clear_text_is_limited_to_loopback() {
     const TLS: &str = "tls_cert = \"/c\"\ntls_key = \"/k\"\n";
     const CA: &str = "tls_client_ca = \"/a\"\n";
     for good in [
@@ -35,7 +35,7 @@ fn clear_text_stays_on_the_host() {
         ("console = \"127.0.0.1:1\"\nhttp = \"127.0.0.1:1\"".into(), "another port"),
         ("tls_cert = \"/c\"".into(), "belong together"),
         ("tls_key = \"/c\"".into(), "belong together"),
-        (CA.into(), "asks for TLS"),
+        (CA.into(), "needs TLS"),
         ("token_file = \"t\"".into(), "absolute"),
     ] {
         let told = control_errors(&bad);
@@ -45,7 +45,7 @@ fn clear_text_stays_on_the_host() {
 }
 
 #[test]
-fn access_takes_a_restart() {
+fn access_changes_need_a_restart() {
     let at = |control: &str| {
         config::parse("f", &format!("host.name = \"h\"\n[control]\n{control}")).unwrap().desired
     };
@@ -55,7 +55,7 @@ fn access_takes_a_restart() {
     assert!(problems[0].to_string().contains("http"), "{}", problems[0]);
 }
 
-/// What a room would declare.
+/// Stands for the settings struct of a room.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Garden {
     kind: String,
@@ -107,7 +107,7 @@ fn a_declared_key_is_read_and_judged() {
         ("statue = 5", "f:1: unknown key 'statue' in [[garden]]; known here: kind, trees, fenced"),
         ("\ntrees = 10", "f:2: trees 10 is beyond the limits; use 1 to 9"),
         ("trees = true", "f:1: 'trees' is true or false, but must be a whole number from 1 to 9"),
-        ("kind = \"rock\"\ntrees = 5", "f:2: 'trees' has a meaning for kind green only; remove it"),
+        ("kind = \"rock\"\ntrees = 5", "f:2: 'trees' applies to kind green only; remove it"),
     ] {
         assert_eq!(from_toml(text).1, [want], "{text}");
     }
@@ -156,7 +156,7 @@ fn a_declared_key_has_a_schema() {
     assert_eq!(schema["properties"]["fenced"]["type"], "boolean");
 }
 
-/// A key that is declared is documented, and the file that is packaged shows its default.
+/// A name is declared once, or once per kind; every key has help.
 #[test]
 fn names_are_declared_once_per_kind() {
     fn check<S>(declaration: &Declaration<S>) {

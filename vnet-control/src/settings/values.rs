@@ -1,4 +1,4 @@
-//! Settings in answers of the API: the keys of the file with the values that hold, whatever keys there are.
+//! Settings in answers of the API: keys of the configuration file with their effective values. Unknown keys pass through.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json};
@@ -22,34 +22,34 @@ macro_rules! settings {
                 fn from(spec: &$spec) -> $name {
                     #[allow(clippy::redundant_closure_call)]
                     let mut settings = ($of)(spec);
-                    // Answers have it as a field of their own.
+                    // Answers have a separate field for the name.
                     settings.remove("name");
                     $name(settings)
                 }
             }
 
             impl $name {
-                /// The value of `key` in words; empty when there is none.
+                /// The value of `key` as text; empty when absent.
                 pub fn text(&self, key: &str) -> String {
                     self.0.get(key).map(plain).unwrap_or_default()
                 }
 
-                /// The value of `key` in words; `absent` when there is none.
+                /// The value of `key` as text; `absent` when absent.
                 pub fn text_or(&self, key: &str, absent: &str) -> String {
                     self.0.get(key).map_or(absent.into(), plain)
                 }
 
-                /// The value of `key`, a number.
+                /// The value of `key` as a number.
                 pub fn number(&self, key: &str) -> Option<u64> {
                     self.0.get(key)?.as_u64()
                 }
 
-                /// The value of `key`, true or false; false when there is none.
+                /// The value of `key` as a flag; false when absent.
                 pub fn flag(&self, key: &str) -> bool {
                     self.0.get(key).and_then(Json::as_bool).unwrap_or(false)
                 }
 
-                /// Puts the value that holds at the moment in the place of the configured one; `None` takes it out.
+                /// Replaces the configured value by the effective one; `None` removes it.
                 pub fn set(&mut self, key: &str, value: Option<impl Into<Json>>) {
                     match value {
                         Some(value) => drop(self.0.insert(key.into(), value.into())),
