@@ -148,6 +148,7 @@ impl Forwarder {
             self.pending.give(port, 0, answer, drops);
             self.record_exits(frame.from, answer, drops);
         }
+        drops.clear();
         self.answers.clear();
     }
 

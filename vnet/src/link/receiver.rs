@@ -97,6 +97,10 @@ pub struct Receiver {
     kind: For,
     /// The last read emptied the socket: the next datagram wakes the dispatcher.
     emptied: bool,
+    /// Time-outs were due while a burst was under way.
+    tick_due: bool,
+    /// The socket cannot be watched: it is looked at every turn instead.
+    unwatched: bool,
     waker: Option<Waker>,
 }
 
@@ -111,6 +115,8 @@ impl Receiver {
             progress: Progress::default(),
             kind,
             emptied: false,
+            tick_due: false,
+            unwatched: false,
             waker: None,
         }
     }
@@ -290,6 +296,12 @@ impl Source for Receiver {
             self.progress.begin(messages);
         }
         let datagrams = self.work(batch, drops, now_ms);
+        // Datagrams that arrive before the burst is finished may be reported to a dispatcher that does not look for them then: an
+        // unfinished burst no longer knows that the socket is empty.
+        self.emptied &= self.progress.is_done();
+        if self.tick_due && self.progress.is_done() {
+            self.tick(now_ms);
+        }
         let drained = self.emptied && self.progress.is_done();
         // Inside a bundle a fill may finish no datagram.
         let units = datagrams.max(usize::from(!batch.is_empty()));
@@ -304,8 +316,10 @@ impl Source for Receiver {
 
     fn watch(&mut self, waker: Waker) {
         self.emptied = false;
-        if let Err(error) = waker.watch(&*self.socket) {
-            tracing::error!(socket = %self.socket.local(), %error, "cannot watch the bridge's socket");
+        let watched = waker.watch(&*self.socket);
+        self.unwatched = watched.is_err();
+        if let Err(error) = watched {
+            tracing::error!(socket = %self.socket.local(), %error, "cannot watch the bridge's socket; it is polled");
         }
         self.waker = Some(waker);
     }
@@ -317,16 +331,19 @@ impl Source for Receiver {
     }
 
     fn rest(&mut self) -> bool {
-        self.emptied && self.progress.is_done()
+        self.emptied && self.progress.is_done() && !self.unwatched
     }
 
     /// Drops timed-out incomplete frames and those of removed links; joins multicast groups of new links.
     fn tick(&mut self, now_ms: u64) {
         let peers = self.peers.load();
         match &mut self.kind {
-            // Fragments of an unfinished burst still lie in its buffers: the next tick is soon enough for them.
-            For::Bridge(assembly) if self.progress.is_done() => assembly.tick(&peers, now_ms),
-            For::Bridge(_) => {}
+            // Fragments of an unfinished burst still lie in its buffers: the fill that finishes it ticks.
+            For::Bridge(_) if !self.progress.is_done() => self.tick_due = true,
+            For::Bridge(assembly) => {
+                self.tick_due = false;
+                assembly.tick(&peers, now_ms);
+            }
             For::Vxlan(Some((groups, routes, followed))) => {
                 if !Arc::ptr_eq(followed, &peers) {
                     let links = peers.links().iter();

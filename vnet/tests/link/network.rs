@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use vnet::frame::{BATCH_MAX, DropSink, PortId};
 use vnet::link::{Encapsulation, HOPS_UNKNOWN, Link, LinkState, Peers};
-use vnet::source::{BatchSlot, receive};
+use vnet::source::{BatchSlot, Source, receive};
 use vnet::stats::DropReason;
 
 use super::host::*;
@@ -285,6 +285,31 @@ fn socket_errors_lose_no_datagram() {
     b.link = peer;
     a.send(&[frame(64, 2)]);
     assert_eq!(b.receive_once().0, arrived(&[frame(64, 2)]));
+}
+
+/// A burst with more frames than a batch: datagrams that arrive before it is worked off keep the receiver awake.
+#[test]
+fn an_unfinished_burst_does_not_know_that_the_socket_is_empty() {
+    let (mut host, peer) = raw_peer(Encapsulation::Vnet, 1500);
+    // Of one size: UDP_GRO may coalesce them into few messages. A batch of two frames leaves most of them for later fills.
+    for _ in 0..20 {
+        peer.send(&[0; 100]).unwrap();
+    }
+    let (mut slot, mut drops) = (BatchSlot::new(2), DropSink::new());
+    host.bridge.peers.store(host.peers.clone());
+    let receiver = &mut host.bridge.rx[0];
+    let mut frames = receive(receiver, &mut slot, &mut drops, 1).len();
+    assert_eq!(frames, 2);
+    peer.send(&[0; 100]).unwrap();
+    while frames < 20 {
+        assert!(!receiver.rest(), "more frames wait after {frames}");
+        frames += receive(receiver, &mut slot, &mut drops, 1).len();
+    }
+    assert!(!receiver.rest(), "the last datagram waits in the socket");
+    assert_eq!(receive(receiver, &mut slot, &mut drops, 1).len(), 1);
+    while !receiver.rest() {
+        assert!(receive(receiver, &mut slot, &mut drops, 1).is_empty());
+    }
 }
 
 /// A short burst means that the socket is empty; a full one does not.

@@ -96,6 +96,11 @@ impl Connection {
         Ok(Connection { socket, secured, serial, outbox: Vec::new(), taken: 0, heard: now, sent: now })
     }
 
+    /// True when the bytes in `inbox` came by this connection.
+    pub(super) fn filled(&self, inbox: &Inbox) -> bool {
+        inbox.serial == self.serial
+    }
+
     pub(super) fn heard(&self) -> Instant {
         self.heard
     }

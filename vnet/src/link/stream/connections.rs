@@ -55,6 +55,13 @@ struct Status {
     heard: Option<Instant>,
 }
 
+impl Slot {
+    /// Bytes may be waiting in the socket: a read has to find out before anybody rests.
+    pub(super) fn mark_undrained(&self) {
+        self.drained.store(false, Relaxed);
+    }
+}
+
 impl Stream {
     pub(in crate::link) fn new(options: StreamOptions, peer: Option<String>) -> Stream {
         let reason = if options.connect { "not connected yet" } else { "nobody has connected yet" };

@@ -44,6 +44,8 @@ impl StreamSource {
         loop {
             if intake.batch.is_full() {
                 self.more = true;
+                // Events that come before the inbox is worked off are not looked at then: the next read finds out.
+                stream.slots[self.slot].mark_undrained();
                 break;
             }
             let (message, len) = match stream::next(&self.inbox.bytes()[self.at..]) {
@@ -67,8 +69,11 @@ impl StreamSource {
         if let Some(error) = broken {
             // A length that makes no sense leaves no way to find the next message.
             link.stats.discard(DiscardReason::BadHeader, 1);
-            stream
-                .close(&mut stream.slots[self.slot].connection.lock(), format!("the other end sent {error}"));
+            let mut current = stream.slots[self.slot].connection.lock();
+            // The bytes may be of an earlier connection than the present one.
+            if current.as_ref().is_some_and(|connection| connection.filled(&self.inbox)) {
+                stream.close(&mut current, format!("the other end sent {error}"));
+            }
         }
         messages
     }

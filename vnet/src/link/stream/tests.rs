@@ -13,7 +13,7 @@ use crate::frame::{BATCH_MAX, Batch, DropSink, FRAME_MAX, NetworkId, PortId, Seg
 use crate::link::sealed::identity::IdentityStore;
 use crate::link::sealed::pki::{Flaw, Pki};
 use crate::link::{Link, LinkKind, LinkOptions, LinkState, Security};
-use crate::source::{Source, drain};
+use crate::source::{self, BatchSlot, Source, drain};
 use crate::stats::{DiscardReason, DropReason, PortStats};
 use crate::wire::native::{Header, Kind};
 use crate::wire::offload::Offload;
@@ -227,6 +227,30 @@ fn a_certificate_limits_source_addresses() {
 fn frames_of_all_sizes_cross_both_ways() {
     let (active, passive) = pair();
     exchange(&active.link, &passive.link);
+}
+
+/// An inbox with more frames than a batch: what arrives before it is worked off keeps the source awake.
+#[test]
+fn an_unfinished_inbox_does_not_know_that_the_socket_is_empty() {
+    let (active, passive) = pair();
+    until("a connection", || is_up(&active.link) && is_up(&passive.link));
+    let mut source = passive.link.stream_source(ACCEPTED).unwrap();
+    let (mut slot, mut drops) = (BatchSlot::new(2), DropSink::new());
+    send(&active.link, &(0..9).map(|n| bytes(100 + n)).collect::<Vec<_>>());
+    let mut frames = 0;
+    until("the frames", || {
+        while {
+            frames += source::receive(&mut *source, &mut slot, &mut drops, 1).len();
+            frames % 2 == 0 && (1..8).contains(&frames)
+        } {
+            assert!(!source.rest(), "more wait after {frames}");
+        }
+        frames == 9
+    });
+    until("a read that finds nothing", || {
+        assert!(source::receive(&mut *source, &mut slot, &mut drops, 1).is_empty());
+        source.rest()
+    });
 }
 
 /// Frames of all sizes, both ways.

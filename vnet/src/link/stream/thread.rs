@@ -33,6 +33,8 @@ const LOOK: Duration = Duration::from_secs(1);
 const VERIFY_LOOKS: usize = 10;
 /// A connection that lasted so long resets the back-off.
 const GOOD: Duration = Duration::from_secs(10);
+/// Connections accepted in a row: keepalives of all links must not wait for a flood of connections.
+const ACCEPTS_MAX: usize = 64;
 /// Pause after a failed accept: out of file descriptors, most likely.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Token of the listening socket. Attempts count up from the next one.
@@ -216,7 +218,11 @@ impl Worker {
                 under_way: false,
                 connected: None,
             });
-            if redial.under_way || stream.is_connected(DIALED) {
+            if stream.is_connected(DIALED) {
+                redial.connected.get_or_insert(now);
+                continue;
+            }
+            if redial.under_way {
                 continue;
             }
             if let Some(since) = redial.connected.take() {
@@ -306,7 +312,10 @@ impl Worker {
     }
 
     fn accept_waiting(&mut self) {
-        while self.accept_at.is_some_and(|at| at <= Instant::now()) {
+        for _ in 0..ACCEPTS_MAX {
+            if self.accept_at.is_none_or(|at| at > Instant::now()) {
+                return;
+            }
             let Some(listener) = &self.listener else { return };
             match listener.accept() {
                 Ok((socket, source)) => self.accept(socket, normalised(source)),

@@ -103,10 +103,18 @@ pub fn take(
     }
     // Chains return in order. If half the ring already waits for a slow device, later frames are copied rather than held.
     let holdable = taken.kept.len() < usize::from(ring.size()) / 2;
-    let mut bytes = 0;
+    let (mut bytes, mut broken) = (0, None);
     for _ in 0..count {
         let slot = slot(ring, ring.position());
-        let Some(head) = ring.next()? else { break };
+        let head = match ring.next() {
+            Ok(Some(head)) => head,
+            Ok(None) => break,
+            // Frames taken before are counted, as they are forwarded.
+            Err(error) => {
+                broken = Some(error);
+                break;
+            }
+        };
         taken.heads[taken.count] = head.index;
         taken.count += 1;
         let single = head.single_readable();
@@ -136,7 +144,7 @@ pub fn take(
     ring.read_ahead(count);
     owner.stats.in_frames.add(batch.len() as u64);
     owner.stats.in_bytes.add(bytes);
-    Ok(taken.count)
+    broken.map_or(Ok(taken.count), Err)
 }
 
 /// Parses the virtio-net header and adds the frame behind it to the batch. Returns the frame's length in bytes, or why it is
