@@ -16,7 +16,7 @@
 //! [`capture`] copies frames as they pass a port.
 //!
 //! Dependencies point one way: `dispatch` sees `interface`, `route` and `link`; these three never see each other;
-//! `frame` sees only `wire`, and `wire` nobody. `tests/rooms` keeps it so.
+//! `frame` sees only `wire`, and `wire` nobody. `tests/structure` keeps it so.
 
 pub mod capture;
 mod copy;

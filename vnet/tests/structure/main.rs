@@ -253,7 +253,7 @@ fn comments_use_plain_words_and_name_files_that_exist() {
     for file in &files {
         let is_source =
             text::has_extension(file, &["rs", "py", "c", "h", "toml", "sh"]) || file.starts_with(".ci");
-        if file.starts_with("vnet/tests/rooms") || !(is_source || text::has_extension(file, &["md"])) {
+        if file.starts_with("vnet/tests/structure") || !(is_source || text::has_extension(file, &["md"])) {
             continue;
         }
         let content = read(file);
@@ -272,7 +272,7 @@ fn comments_use_plain_words_and_name_files_that_exist() {
 #[test]
 fn plumbing_has_one_place() {
     let mut repeated = vec![];
-    for file in sources(&["rs"]).iter().filter(|file| !file.starts_with("vnet/tests/rooms")) {
+    for file in sources(&["rs"]).iter().filter(|file| !file.starts_with("vnet/tests/structure")) {
         let content = read(file);
         for (plumbing, places) in ONCE {
             if content.contains(plumbing) && !places.iter().any(|place| file == Path::new(place)) {
