@@ -81,8 +81,8 @@ fn revoked_certificates_are_refused_and_renewed_ones_accepted() {
     assert!(revoked.len() == 2 && revoked.contains(&first) && revoked.contains(&second), "{revoked:?}");
     let error = Identity::load(&files(&path, "h1"), "h1").map(drop).unwrap_err().to_string();
     assert!(error.contains("revoked"), "{error}");
-    assert!(refused(&path, &["revoke", "h1"]).contains("no certificate of 'h1'"));
-    assert!(refused(&path, &["revoke", "h9"]).contains("no certificate of 'h9'"));
+    assert!(refused(&path, &["revoke", "h1"]).contains("'h1' has no certificate to revoke"));
+    assert!(refused(&path, &["revoke", "h9"]).contains("'h9' has no certificate to revoke"));
     let third = output_of(&path, &["issue", "h1"])["serial"].clone();
     assert!(Identity::load(&files(&path, "h1"), "h1").is_ok());
     output_of(&path, &["issue", "h2"]);

@@ -409,7 +409,7 @@ fn obstacles_are_reported_in_one_line() {
         assert_eq!(text(&output.stdout), "");
     };
     fs::write(folder.path("vnet.sock"), "precious").unwrap();
-    one_line(&folder, "vnet.sock' is there and not a socket; remove it or choose another path");
+    one_line(&folder, "vnet.sock' exists and is not a socket; remove it or choose another path");
     assert_eq!(fs::read_to_string(folder.path("vnet.sock")).unwrap(), "precious");
     fs::remove_file(folder.path("vnet.sock")).unwrap();
 
