@@ -6,7 +6,8 @@
 
 use libfuzzer_sys::fuzz_target;
 use vnet_control::config::{self, ConfigError};
-use vnet_control::plan::{Plan, restart_needed};
+use vnet_control::plan::Plan;
+use vnet_control::settings::restart_needed;
 
 fuzz_target!(|data: &[u8]| {
     refused_in_lines(config::interface_from_json(data).err(), "");
