@@ -347,7 +347,8 @@ impl<'ast> Visit<'ast> for Uses {
 
 /// Paths in tokens: identifiers joined by `::`. `.name` is a field or a method, `$crate::name` belongs to who calls the macro.
 fn paths_in(tokens: TokenStream, found: &mut BTreeSet<Segments>) {
-    // `skip`: this path belongs to somebody else; `fresh`: the token before says so of the path that begins now.
+    // `skip`: the current path is a field, a method, or starts with `$crate`, so it names nothing here. `fresh`: the next path
+    // starts that way, because the last token was `.` or `$`.
     let (mut path, mut colons, mut skip, mut fresh) = (Segments::new(), 0, false, false);
     let mut end = |path: &mut Segments| {
         let path = std::mem::take(path);

@@ -113,8 +113,8 @@ impl Socket {
         check(sent).map(drop)
     }
 
-    /// Packets larger than the path MTU: let IP fragment them (`false`), or refuse them and set DF on all (`true`). A system
-    /// call only on a change.
+    /// Packets larger than the path MTU: let IP fragment them (`false`), or refuse them and set DF on all (`true`). Makes no
+    /// system call when the setting is the same as before.
     #[inline]
     pub(in crate::link) fn set_dont_fragment(&self, on: bool) {
         if self.dont_fragment.load(Relaxed) != u8::from(on) {
