@@ -156,7 +156,7 @@ pub fn interfaces(interfaces: &Vec<Interface>) -> String {
             (socket, ..) if !i.settings.flag("server") => format!("to {socket}"),
             (socket, ..) => socket.into(),
         };
-        let mut notes: Vec<_> = i.reason.iter().cloned().collect();
+        let mut notes: Vec<_> = i.reason.iter().chain(&i.notes).cloned().collect();
         notes.push(format!("storm limit {}/s", text("storm_limit")));
         notes.extend(i.settings.flag("port_security").then(|| "port security".to_string()));
         let addresses = text("addresses");

@@ -68,6 +68,7 @@ impl Engine {
             name: spec.name.clone(),
             state: state.into(),
             reason,
+            notes: live.interface.notes(),
             driving: driving(live, spec.queues as usize),
             settings,
         })

@@ -29,6 +29,7 @@ pub fn examine(host: &Host, daemon: &Daemon) -> Vec<Finding> {
     let mut findings = vec![files(host, daemon), locked_memory(host, daemon)];
     findings.extend(dispatchers(host, daemon));
     findings.push(interfaces(&daemon.interfaces));
+    findings.push(guests(&daemon.interfaces));
     findings.push(links(&daemon.links));
     findings.push(path_mtus(&daemon.interfaces, &daemon.links));
     findings
@@ -156,6 +157,21 @@ fn interfaces(interfaces: &[Interface]) -> Finding {
     }
     let todo = "start the guests; 'vnet interface list' shows what each waits for";
     Finding::bad("interfaces", Level::Warn, WHY, what, todo)
+}
+
+/// Notes of interfaces: mistakes that lose frames although the interface may be up.
+fn guests(interfaces: &[Interface]) -> Finding {
+    const WHY: &str = "a guest whose settings do not match its interface's loses frames";
+    let noted: Vec<_> = interfaces.iter().filter(|interface| !interface.notes.is_empty()).collect();
+    let Some(first) = noted.first() else {
+        return Finding::ok("guests", WHY, "no interface has a note");
+    };
+    let what = format!("interface {}: {}", first.name, first.notes.join("; "));
+    let todo = match noted.len() {
+        1 => "mend what the note says".into(),
+        n => format!("mend what the note says; 'vnet interface list' shows those of {n} interfaces"),
+    };
+    Finding::bad("guests", Level::Warn, WHY, what, todo)
 }
 
 fn links(links: &[Link]) -> Finding {

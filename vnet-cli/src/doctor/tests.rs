@@ -154,6 +154,7 @@ fn each_fault_of_a_daemon_is_found() {
     };
     assert_eq!(change(|d| d.interfaces[0].state = "down".into(), "interfaces"), Level::Warn);
     assert_eq!(change(|d| d.interfaces[0].state = "broken".into(), "interfaces"), Level::Problem);
+    assert_eq!(change(|d| d.interfaces[0].notes.push("its MTU is too large".into()), "guests"), Level::Warn);
     assert_eq!(change(|d| d.links[0].state = "unreachable".into(), "links"), Level::Problem);
     assert_eq!(change(|d| d.links[0].heard_s = None, "links"), Level::Warn);
     assert_eq!(change(|d| d.interfaces[0].settings.set("mtu", Some(9000)), "path-mtu"), Level::Ok);

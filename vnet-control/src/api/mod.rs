@@ -150,6 +150,9 @@ pub struct Interface {
     /// Why it is not up.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
+    /// Likely mistakes that lose frames, one short sentence each; the interface may be up.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
     /// Polling mode and guest notifications.
     #[serde(flatten)]
     pub driving: Driving,

@@ -68,6 +68,12 @@ pub trait Interface: Send + Sync {
     /// State of the guest or device.
     fn state(&self) -> State;
 
+    /// What an administrator should know beside the state: mistakes that lose frames although the interface may be up. One short
+    /// sentence each.
+    fn notes(&self) -> Vec<String> {
+        vec![]
+    }
+
     /// Stops the interface for good: no frame enters or leaves afterwards, and the guest sees its link go down.
     fn stop(&self);
 
