@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 
 use libfuzzer_sys::fuzz_target;
 use vnet_control::overlay::record::Key;
-use vnet_control::overlay::signed::{Signed, sign};
+use vnet_control::overlay::signed_format::{Signed, sign};
 use vnet_control::overlay::{Authenticator, Local, Overlay, Settings};
 use vnet::frame::NetworkId;
 use vnet::link::sealed::identity::IdentityStore;

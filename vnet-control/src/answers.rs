@@ -9,7 +9,7 @@ use super::engine::Engine;
 use super::live::LiveInterface;
 use super::plan;
 use super::settings::values::{InterfaceSettings, LinkSettings};
-use vnet::dispatch::counters::DispatcherStats;
+use vnet::dispatch::dispatcher_stats::DispatcherStats;
 use vnet::interface::State;
 use vnet::link::LinkState;
 use vnet::route::{Held, LearnedEntry, LearnedStats};

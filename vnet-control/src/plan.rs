@@ -87,7 +87,7 @@ impl Plan {
             && self.routes.is_empty()
     }
 
-    /// The single steps, removals first.
+    /// The single steps in display order, removals first. `apply.rs` decides the order of execution.
     pub fn changes(&self) -> Vec<api::Change> {
         let mut changes = vec![];
         if let Some((is, wanted)) = &self.host {

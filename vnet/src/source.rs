@@ -72,7 +72,7 @@ pub trait Source: Send {
     /// Gives frames back to the guest whose memory was held (see [`Hold`](crate::frame::Hold)), and no longer is.
     fn reclaim(&mut self) {}
 
-    /// Ends what has taken too long, such as incomplete frames. Called some ten times a second while frames flow.
+    /// Ends what has taken too long, such as incomplete frames. Called every 20 ms while frames flow.
     fn tick(&mut self, _now_ms: u64) {}
 }
 

@@ -12,7 +12,7 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
-use vnet::dispatch::counters::{BATCH_BOUNDS, Counts, LATENCY_BOUNDS_US};
+use vnet::dispatch::dispatcher_stats::{BATCH_BOUNDS, Counts, LATENCY_BOUNDS_US};
 use vnet::route::LearnedStats;
 use vnet_control::api::{self, Counters};
 use vnet_control::engine::Engine;
@@ -45,10 +45,8 @@ impl Reading {
     /// Takes a snapshot.
     pub fn of(engine: &Engine) -> Reading {
         let up = |name: String, state: &str| (name, state == "up");
-        let dispatcher = |stats: &std::sync::Arc<vnet::dispatch::counters::DispatcherStats>| Dispatcher {
-            frames: stats.frames(),
-            batches: stats.batches(),
-            latency_ns: stats.latency_ns(),
+        let dispatcher = |stats: &std::sync::Arc<vnet::dispatch::dispatcher_stats::DispatcherStats>| {
+            Dispatcher { frames: stats.frames(), batches: stats.batches(), latency_ns: stats.latency_ns() }
         };
         Reading {
             status: engine.status(),

@@ -353,7 +353,7 @@ pub struct HopCopy {
     pub silent: Option<String>,
 }
 
-/// What a plan does to an object, in the order in which plans list it.
+/// What a plan does to an object, in display order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "lowercase")]

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
-use vnet::dispatch::counters::DispatcherStats;
+use vnet::dispatch::dispatcher_stats::DispatcherStats;
 use vnet::stats::{DiscardReason, DropReason, InterruptStats, PortStats};
 
 /// Counters of optimistic interrupts; names as in [`InterruptStats`].

@@ -29,11 +29,11 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::alarm::Alarm;
 use super::record::Key;
-use super::signed::{self, Signed};
+use super::signed_format::{self, Signed};
 use super::state::{Overlay, Write};
 use vnet::frame::NetworkId;
 use vnet::link::sealed::identity::{Identity, IdentityStore};
-use vnet::link::sealed::signature::Signatory;
+use vnet::link::sealed::signature_algorithms::Signatory;
 use vnet::wire::ethernet::Mac;
 
 /// Limit of values that wait for their host's certificate: at 4 KiB each they take 32 MiB. Others are read again with
@@ -153,7 +153,7 @@ impl Authenticator {
         // Strictly increasing, even if the clock goes back.
         self.signed = clock.max(self.signed.saturating_add(1));
         let sign = |message: &[u8]| self.identity.sign(message);
-        write.value = Some(signed::sign(&key, value, chain, self.signed, sign).map_err(because)?);
+        write.value = Some(signed_format::sign(&key, value, chain, self.signed, sign).map_err(because)?);
         Ok(())
     }
 

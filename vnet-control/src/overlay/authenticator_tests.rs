@@ -124,7 +124,8 @@ fn a_certificate_limits_what_its_host_may_claim() {
     let key = Key::parse(station(1).as_bytes()).unwrap();
     for sequence in 2..5 {
         let sign = |message: &[u8]| evil.identity.sign(message);
-        let value = signed::sign(&key, claim("evil", sequence).as_bytes(), &[], u64::MAX / 2, sign).unwrap();
+        let value =
+            signed_format::sign(&key, claim("evil", sequence).as_bytes(), &[], u64::MAX / 2, sign).unwrap();
         world.put(&station(1), &String::from_utf8(value).unwrap());
         world.run(400, |world| assert_eq!(world.toward(2, 1, 1), Some("h1".into())));
     }
@@ -258,7 +259,7 @@ fn a_station_waits_for_its_hosts_certificate() {
     for n in 0..WAITING_MAX as u32 + 100 {
         let [_, a, b, c] = n.to_be_bytes();
         let key = Key::Station(network(1), Mac([2, 9, 9, a, b, c]));
-        let value = signed::sign(&key, claim("h9", 1).as_bytes(), &[], 1, sign).unwrap();
+        let value = signed_format::sign(&key, claim("h9", 1).as_bytes(), &[], 1, sign).unwrap();
         judge.put(&mut overlay, key.to_string().as_bytes(), &value, 1, i64::from(n) + 2, 1);
     }
     assert_eq!(judge.waiting.len(), WAITING_MAX);

@@ -38,7 +38,7 @@ mod oracle;
 mod places;
 mod publish;
 pub mod record;
-pub mod signed;
+pub mod signed_format;
 mod state;
 mod store_input;
 #[cfg(test)]

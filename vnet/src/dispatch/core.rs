@@ -15,7 +15,7 @@ use arc_swap::ArcSwap;
 use parking_lot::{Condvar, Mutex};
 
 use super::Dispatcher;
-use super::counters::DispatcherStats;
+use super::dispatcher_stats::DispatcherStats;
 use super::isolation::{self, Isolation, IsolationError};
 use super::observers::Observers;
 use super::setup::{Parts, Setup};

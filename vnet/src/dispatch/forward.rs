@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::counters::DispatcherStats;
+use super::dispatcher_stats::DispatcherStats;
 use super::setup::{InterfacePort, Port, Setup};
 use crate::frame::{BATCH_MAX, Batch, DropSink, Frame, Origin, PortId, Selection};
 use crate::interface::Coalesce;

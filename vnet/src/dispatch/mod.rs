@@ -26,7 +26,7 @@
 //! - [`isolation`](mod@self::isolation): shields dispatchers from noise of the host.
 
 pub mod core;
-pub mod counters;
+pub mod dispatcher_stats;
 mod forward;
 pub mod in_place;
 pub mod isolation;
@@ -43,7 +43,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use self::core::Shared;
-use self::counters::DispatcherStats;
+use self::dispatcher_stats::DispatcherStats;
 use self::forward::Forwarder;
 use self::mode::{Drive, Mode, ModeSettings};
 use self::served::Served;

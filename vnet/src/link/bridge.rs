@@ -4,9 +4,9 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use super::link::{Kind, Link};
-use super::native::control_datagrams::Courier;
 use super::native::reassembly::ReassemblyBudget;
 use super::native::send::NativeSender;
+use super::native::send_probes::Courier;
 use super::native::zero_copy::ZeroCopy;
 use super::path::prober::Prober;
 use super::path::watch::{Monitored, PathWatch};

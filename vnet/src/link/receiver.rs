@@ -23,8 +23,8 @@ use super::native::receive::{Assembly, Datagram};
 use super::path::route::RouteProbe;
 use super::progress::{Progress, discard_reason};
 use super::sealed::aead::TAG_LEN;
-use super::socket::burst::{Burst, MESSAGES, Message};
 use super::socket::name::Name;
+use super::socket::receive_buffers::{MESSAGES, Message, ReceiveBuffers};
 use super::socket::udp::Socket;
 use super::vxlan::groups::Groups;
 use super::{Encapsulation, HOPS_UNKNOWN, Link, Peers, ReassemblyBudget};
@@ -92,7 +92,7 @@ pub struct Receiver {
     stats: Arc<PortStats>,
     /// Most messages per read.
     at_once: usize,
-    burst: Burst,
+    burst: ReceiveBuffers,
     progress: Progress,
     kind: For,
     /// The last read emptied the socket: the next datagram wakes the dispatcher.
@@ -111,7 +111,7 @@ impl Receiver {
             peers: parts.peers.clone(),
             stats: parts.stats.clone(),
             at_once: MESSAGES,
-            burst: Burst::new(),
+            burst: ReceiveBuffers::new(),
             progress: Progress::default(),
             kind,
             emptied: false,
@@ -138,7 +138,7 @@ impl Receiver {
     }
 
     /// The burst, to insert messages that were received otherwise. It must be used up.
-    pub(crate) fn burst(&mut self) -> &mut Burst {
+    pub(crate) fn burst(&mut self) -> &mut ReceiveBuffers {
         debug_assert!(self.progress.is_done());
         &mut self.burst
     }

@@ -1,7 +1,7 @@
 //! Keepalives and registrations of sealed links: the keeper's datagrams, from the bridge's socket.
 
 use super::link::Link;
-use super::native::control_datagrams::Courier;
+use super::native::send_probes::Courier;
 use super::sealed::keeper::KeepaliveSender;
 
 impl KeepaliveSender for Courier {

@@ -1,4 +1,4 @@
-//! Counters: no frame is lost silently.
+//! Counters of ports: no frame is lost silently. Dispatchers' histograms are in `dispatch/dispatcher_stats.rs`.
 //!
 //! Every port counts frames in and out, copies, and each drop under exactly one reason. Over all ports, `in + copies = out +
 //! drops` holds whenever the dispatchers are between two batches. Links also count datagrams: one that brings no part of a

@@ -6,9 +6,9 @@ use super::candidate::Candidate;
 use super::port::UnderlayPort;
 use crate::frame::Room;
 use crate::link::native::reassembly::FRAGMENTS_MAX;
-use crate::link::socket::burst::{BUFFER_LEN, Burst, MESSAGES};
 use crate::link::socket::message::{Report, receive_message};
 use crate::link::socket::name::Name;
+use crate::link::socket::receive_buffers::{BUFFER_LEN, MESSAGES, ReceiveBuffers};
 use crate::link::{Link, Receiver};
 use crate::stats::DiscardReason;
 use crate::wire::native::HEADER_LEN;
@@ -90,7 +90,7 @@ impl Landing {
         port: &UnderlayPort,
         link: &Link,
         candidate: &Candidate,
-        (burst, room): (&mut Burst, &[Room]),
+        (burst, room): (&mut ReceiveBuffers, &[Room]),
     ) -> bool {
         let mut space = Space { room, offset: 0 };
         let (mut k, mut right) = (0, true);
@@ -120,7 +120,7 @@ impl Landing {
     }
 
     /// Copies the messages received so far to the burst's buffers.
-    fn copy_out(&self, burst: &mut Burst) {
+    fn copy_out(&self, burst: &mut ReceiveBuffers) {
         let mut start = 0;
         for (message, end) in self.ends.iter().enumerate() {
             let mut at = 0;

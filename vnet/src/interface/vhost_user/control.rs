@@ -18,7 +18,7 @@ use rustix::net::RecvFlags;
 use vhost::vhost_user::message::FrontendReq;
 use vhost::vhost_user::{BackendReqHandler, Error, Result, VhostUserBackendReqHandlerMut};
 
-use super::device::Device;
+use super::queue_pairs::Device;
 use super::session::{Session, refuse};
 use crate::log_limit::LogLimit;
 use crate::unix::{Listener, connect};

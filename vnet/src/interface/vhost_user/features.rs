@@ -62,11 +62,6 @@ const ALWAYS: u64 = CSUM
     | GUEST_USO6
     | HOST_USO;
 
-/// `status`: the link is up (virtio 1.2 section 5.1.4).
-const STATUS_LINK_UP: u16 = 1;
-/// Bytes of `struct virtio_net_config` served; fields after `mtu` are zero.
-const CONFIG_LEN: usize = 64;
-
 /// The virtio features that an interface offers.
 pub(super) fn offered(options: &VhostUserOptions) -> u64 {
     let mq = if options.queues > 1 { MQ } else { 0 };
@@ -107,16 +102,4 @@ pub(super) fn format(features: u64) -> Format {
             ecn: has(GUEST_ECN),
         },
     }
-}
-
-/// `size` bytes of the device configuration space from `offset` (virtio 1.2 section 5.1.4); `None` if outside.
-pub(super) fn config_space(options: &VhostUserOptions, offset: u32, size: u32) -> Option<Vec<u8>> {
-    let mut space = [0; CONFIG_LEN];
-    space[..6].copy_from_slice(&options.mac.unwrap_or_default().0);
-    space[6..8].copy_from_slice(&STATUS_LINK_UP.to_le_bytes());
-    space[8..10].copy_from_slice(&(options.queues as u16).to_le_bytes());
-    space[10..12].copy_from_slice(&(options.mtu as u16).to_le_bytes());
-    let start = usize::try_from(offset).ok()?;
-    let end = start.checked_add(usize::try_from(size).ok()?)?;
-    Some(space.get(start..end)?.to_vec())
 }

@@ -1,17 +1,18 @@
 //! vhost-user: unmodified VMs (QEMU, Cloud Hypervisor, DPDK's virtio-user) attach through a Unix socket and share their memory.
 //!
 //! How it works: one control thread per interface talks to the front end ([`control`], [`session`]) and changes the vrings
-//! ([`vring`]) of the [`device`], each under its own lock. Dispatchers move frames under the same locks, taken once per burst. The
+//! ([`vring`]) of the [`queue_pairs`], each under its own lock. Dispatchers move frames under the same locks, taken once per burst. The
 //! rings themselves are in [`virtqueue`](super::virtqueue); [`event`] notifies guests without ever blocking.
 //!
 //! Either side may disconnect and reconnect: negotiated state ends with the connection, and rings continue at the used index. A
 //! malformed message ends the connection with one line in the log; a malformed ring disables its queue.
 
+mod config_space;
 mod control;
-mod device;
 mod event;
 mod features;
 mod options;
+mod queue_pairs;
 mod session;
 mod source;
 #[cfg(test)]
@@ -30,8 +31,8 @@ use crate::stats::PortStats;
 
 use crate::unix::Listener;
 use control::{Endpoint, Stop};
-use device::Device;
 pub use options::{MTU_MIN, QUEUES_MAX, VhostUserError, VhostUserOptions};
+use queue_pairs::Device;
 use source::GuestSource;
 
 /// Mode of the socket file before the umask: every process that may connect may become a guest.

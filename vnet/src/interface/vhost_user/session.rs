@@ -10,10 +10,10 @@ use std::sync::Arc;
 use vhost::vhost_user::message::*;
 use vhost::vhost_user::{Backend, Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
 
-use super::device::Device;
 use super::event::{Event, is_eventfd};
-use super::features;
+use super::queue_pairs::Device;
 use super::vring::{Addresses, Common, Vring};
+use super::{config_space, features};
 use crate::interface::virtqueue::QUEUE_SIZE_MAX;
 use crate::interface::virtqueue::dirty::DirtyLog;
 use crate::interface::virtqueue::memory::{GuestMemory, REGIONS_MAX, Region, RegionSpec};
@@ -233,7 +233,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
-        features::config_space(&self.device.options, offset, size).ok_or_else(|| {
+        config_space::read(&self.device.options, offset, size).ok_or_else(|| {
             refuse(format!("GET_CONFIG of {size} bytes at {offset} lies outside the configuration space"))
         })
     }

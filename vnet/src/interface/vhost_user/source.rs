@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 
 use parking_lot::{ArcMutexGuard, RawMutex};
 
-use super::device::{Device, POISONED, Pair, RARP_LEN, Transmit};
+use super::queue_pairs::{Device, POISONED, Pair, RARP_LEN, Transmit};
 use crate::frame::{Batch, DropSink, Segment};
 use crate::interface::virtqueue::net::take;
 use crate::poll::Waker;

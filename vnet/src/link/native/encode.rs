@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::reassembly::FRAGMENTS_MAX;
-use super::trial::Trial;
+use super::zero_copy_backoff::Trial;
 use crate::frame::{Batch, FRAME_MAX, Frame, SEGMENTS_MAX, Segment};
 use crate::link::sealed::aead::{SealingKey, TAG_LEN};
 use crate::link::sending::Sending;

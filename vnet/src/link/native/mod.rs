@@ -3,12 +3,12 @@
 //! [`send`] bundles or fragments, [`receive`] splits and dispatches by type, [`reassembly`] joins fragments, [`duplicates`]
 //! suppresses duplicates, and [`zero_copy`] lets the kernel send from guest pages.
 
-pub(in crate::link) mod control_datagrams;
 pub(in crate::link) mod duplicates;
 pub(in crate::link) mod encode;
-pub(in crate::link) mod kind;
+pub(in crate::link) mod link_part;
 pub mod reassembly;
 pub(in crate::link) mod receive;
 pub(in crate::link) mod send;
-mod trial;
+pub(in crate::link) mod send_probes;
 pub(in crate::link) mod zero_copy;
+mod zero_copy_backoff;

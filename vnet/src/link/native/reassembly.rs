@@ -27,7 +27,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use crate::frame::{FRAME_MAX, SEGMENTS_MAX};
-use crate::link::native::duplicates::Window;
+use crate::link::native::duplicates::{MEMORY_MS, Window};
 use crate::stats::{DiscardReason, DropReason, PortStats};
 use crate::wire::native::Header;
 use crate::wire::offload::WIRE_LEN;
@@ -36,6 +36,8 @@ use crate::wire::offload::WIRE_LEN;
 pub const FRAGMENTS_MAX: usize = SEGMENTS_MAX - 1;
 /// How long a frame may stay incomplete, in ms.
 pub const TIMEOUT_MS: u64 = 200;
+// A frame's end must be remembered for as long as its late fragments may come.
+const _: () = assert!(MEMORY_MS >= 2 * TIMEOUT_MS);
 /// Most bytes of all fragments of a frame: the largest frame and its metadata.
 const BYTES_MAX: usize = FRAME_MAX + WIRE_LEN;
 /// Piece lists kept for reuse.

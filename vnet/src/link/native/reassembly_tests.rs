@@ -378,7 +378,7 @@ fn a_restarted_peer_is_accepted() {
     // A restart that looks like late datagrams ends when the recorded ends have expired.
     assert_eq!(bench.accept(&new[0], 2), None);
     assert_eq!(bench.discards(), [1, 0, 0]);
-    let later = 2 + 2 * crate::link::native::duplicates::MEMORY_MS;
+    let later = 2 + 2 * MEMORY_MS;
     assert_eq!(bench.accept(&new[0], later), None);
     assert_eq!(bench.accept(&new[1], later), None);
     assert_eq!(bench.accept(&new[2], later), Some(payload(60, 2)));

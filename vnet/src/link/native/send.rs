@@ -19,7 +19,7 @@
 use std::sync::Arc;
 
 use super::encode::{Encoding, Route};
-use super::kind::Native;
+use super::link_part::Native;
 use super::zero_copy::{CutThrough, Outcome, ZeroCopy};
 use crate::frame::BATCH_MAX;
 use crate::link::limits::DIRECT_MAX;

@@ -28,7 +28,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::encode::{Cursor, Route, header};
-use super::trial::Trial;
+use super::zero_copy_backoff::Trial;
 use crate::frame::{HEAD_MAX, Hold, Segment};
 use crate::link::sending::Sending;
 use crate::link::socket::error_queue::notification;
@@ -53,10 +53,10 @@ const _: () =
     assert!(DATAGRAMS_MAX * HEADER_LEN + WIRE_LEN + HEAD_MAX <= SLOT_LEN && PAGE.is_multiple_of(SLOT_LEN));
 /// Slots of a sender, which bounds its messages in flight: 64 MB of frames, as the largest send buffer holds.
 const SLOTS: usize = 2048;
-/// Smaller frames are always copied: pinning pages and reading completions costs more.
-const FRAME_MIN: usize = 8 << 10;
+/// Smaller frames are always copied, even with [`ZeroCopy::On`]: pinning pages and reading completions costs more.
+const ON_FRAME_MIN: usize = 8 << 10;
 /// Least bytes per message with [`ZeroCopy::Auto`].
-const AUTO_MIN: usize = 16 << 10;
+const AUTO_MESSAGE_MIN: usize = 16 << 10;
 /// How long a closing sender waits for the kernel to release its slots.
 const END_WITHIN: Duration = Duration::from_millis(100);
 
@@ -228,11 +228,11 @@ impl CutThrough {
     pub(super) fn wants(&self, route: &Route<'_>, out: &Sending<'_>, index: u16, size: usize) -> bool {
         let frame = out.frame(index);
         self.setting != ZeroCopy::Off
-            && frame.len() >= FRAME_MIN
+            && frame.len() >= ON_FRAME_MIN
             && out.batch.can_hold(frame)
             && self.flights[route.exit].able
             && (self.setting == ZeroCopy::On
-                || (message_bytes(frame.len(), size) >= AUTO_MIN && route.trial.allows()))
+                || (message_bytes(frame.len(), size) >= AUTO_MESSAGE_MIN && route.trial.allows()))
     }
 
     /// Sends one clear-text frame in datagrams of at most `size` bytes of payload.

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::frame::{Batch, DropSink, FRAME_MAX, Holds, NetworkId, PortId, Selection};
-use crate::link::native::trial::RETRY_AFTER;
+use crate::link::native::zero_copy_backoff::RETRY_AFTER;
 use crate::link::socket::error_queue::read_notification;
 use crate::link::{Bridge, Link, LinkKind, LinkOptions, ReassemblyBudget};
 use crate::wire::native::Header;
@@ -79,12 +79,12 @@ fn frames_arrive_whole_and_are_held_until_completion() {
     for path_mtu in [1500, 9000, 65_536] {
         let mut pair = pair(ZeroCopy::On, path_mtu);
         let holds = Holds::new(8);
-        for len in [FRAME_MIN - 1, FRAME_MIN, 20_000, 40_001, FRAME_MAX] {
+        for len in [ON_FRAME_MIN - 1, ON_FRAME_MIN, 20_000, 40_001, FRAME_MAX] {
             let (frame, sent) = (bytes(len), pair.link.stats.zero_copy.sent.get());
             assert_eq!(pair.send(&holds, &frame), frame, "{len} bytes by {path_mtu}");
             let messages = pair.link.stats.zero_copy.sent.get() - sent;
-            assert_eq!(messages > 0, len >= FRAME_MIN, "{len} bytes by {path_mtu}");
-            assert_eq!(holds.is_held(3), len >= FRAME_MIN, "nobody has asked the kernel yet");
+            assert_eq!(messages > 0, len >= ON_FRAME_MIN, "{len} bytes by {path_mtu}");
+            assert_eq!(holds.is_held(3), len >= ON_FRAME_MIN, "nobody has asked the kernel yet");
             pair.reap_until(&holds);
         }
         let stats = &pair.link.stats;
@@ -164,8 +164,10 @@ fn messages_are_counted_by_pages() {
     let page = Segment::new(std::ptr::without_provenance(8 * PAGE), PAGE);
     assert_eq!((pages(page), pages(page.slice(0, 1)), pages(page.slice(4095, 1))), (1, 1, 1));
     assert_eq!(pages(Segment::new(std::ptr::without_provenance(8 * PAGE + 4095), 2)), 2);
-    assert!(message_bytes(65_000, 8956) >= AUTO_MIN && message_bytes(65_000, 1456) < AUTO_MIN);
-    assert!(message_bytes(9000, 8956) < AUTO_MIN);
+    assert!(
+        message_bytes(65_000, 8956) >= AUTO_MESSAGE_MIN && message_bytes(65_000, 1456) < AUTO_MESSAGE_MIN
+    );
+    assert!(message_bytes(9000, 8956) < AUTO_MESSAGE_MIN);
 }
 
 #[test]

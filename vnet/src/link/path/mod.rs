@@ -13,7 +13,7 @@
 //! Only this room writes path state. A sender whose datagram exceeds the path MTU requests a refresh ([`state::Path::learn`]),
 //! which wakes the prober, and continues with a size that nearly every path carries.
 
-pub(in crate::link) mod device;
+pub(in crate::link) mod device_speed;
 pub mod link_health;
 mod pmtu;
 pub mod prober;

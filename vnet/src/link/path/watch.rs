@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use super::device::path_mbps;
+use super::device_speed::path_mbps;
 use super::route::RouteProbe;
 use super::state::Path;
 use crate::link::socket::buffers::buffer_bytes;

@@ -23,5 +23,5 @@ pub mod pki;
 pub(in crate::link) mod replay;
 pub(in crate::link) mod roaming;
 pub(in crate::link) mod session;
-pub mod signature;
+pub mod signature_algorithms;
 pub(in crate::link) mod source_table;

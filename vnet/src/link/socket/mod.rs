@@ -5,10 +5,10 @@
 //! [`name`] holds addresses in the kernel's form.
 
 pub(in crate::link) mod buffers;
-pub(crate) mod burst;
 pub(in crate::link) mod error_queue;
 pub(in crate::link) mod gather;
 pub(crate) mod message;
 pub(crate) mod name;
 pub(crate) mod ports;
+pub(crate) mod receive_buffers;
 pub(crate) mod udp;

@@ -9,7 +9,7 @@ pub(in crate::link) mod classic;
 mod finish_frames;
 pub(in crate::link) mod groups;
 pub(in crate::link) mod kernel_device;
-pub(in crate::link) mod kind;
+pub(in crate::link) mod link_part;
 pub(in crate::link) mod receive;
 pub(in crate::link) mod send;
 pub(in crate::link) mod source_ports;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::finish_frames::Way;
 use super::kernel_device::{Drivers, Sent, Streams};
-use super::kind::Vxlan;
+use super::link_part::Vxlan;
 use super::source_ports::{PORTS, SourcePorts};
 use crate::frame::BATCH_MAX;
 use crate::link::path::state::udp_payload;

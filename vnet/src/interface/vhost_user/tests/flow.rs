@@ -1,5 +1,6 @@
 //! Frames through a whole interface, and every way in which guest and front end may restart.
 
+use super::super::config_space;
 use super::*;
 
 #[test]
@@ -276,7 +277,7 @@ fn the_configuration_space_holds_mac_status_queues_and_mtu() {
     let mut reply = [0; 24];
     io::Read::read_exact(&mut guest.raw, &mut reply).unwrap();
     assert_eq!(reply, [24u32, 5, 12, 60, 0, 0].map(u32::to_ne_bytes).concat()[..]);
-    assert_eq!(config_space(&host.interface.device.options, u32::MAX, u32::MAX), None);
+    assert_eq!(config_space::read(&host.interface.device.options, u32::MAX, u32::MAX), None);
     let offered = guest.frontend.get_protocol_features().unwrap();
     assert!(offered.contains(VhostUserProtocolFeatures::MTU | VhostUserProtocolFeatures::RARP));
     assert!(!offered.contains(VhostUserProtocolFeatures::MQ));

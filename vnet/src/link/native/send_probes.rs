@@ -5,7 +5,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use super::kind::Native;
+use super::link_part::Native;
 use crate::link::common::Common;
 use crate::link::path::link_health::MAGIC;
 use crate::link::sealed::session::Seal;

@@ -47,14 +47,14 @@ impl Message {
 }
 
 /// The buffers and messages of a burst.
-pub(crate) struct Burst {
+pub(crate) struct ReceiveBuffers {
     memory: Scratch,
     incoming: Incoming,
 }
 
-impl Burst {
-    pub(crate) fn new() -> Burst {
-        Burst { memory: Scratch::new(MESSAGES * BUFFER_LEN), incoming: Incoming::new(MESSAGES) }
+impl ReceiveBuffers {
+    pub(crate) fn new() -> ReceiveBuffers {
+        ReceiveBuffers { memory: Scratch::new(MESSAGES * BUFFER_LEN), incoming: Incoming::new(MESSAGES) }
     }
 
     /// Receives waiting messages, at most `limit`; returns their number.

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use super::reassembly::ReassemblyBudget;
-use super::trial::Trial;
+use super::zero_copy_backoff::Trial;
 use crate::link::common::Common;
 use crate::link::inquiry::Inquiries;
 use crate::link::path::state::udp_payload;
