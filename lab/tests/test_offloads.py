@@ -9,8 +9,10 @@ Hosts 1 and 2 have a native link, host 3 has classic links, which carry frames w
 """
 
 import re
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from checks import assert_balanced, wait_for_path
@@ -20,6 +22,7 @@ from vnetlab.image import ensure_image
 from vnetlab.topology import Node, Settings, Topology
 
 NAME = "test-offloads"
+PROGRAMS = Path(__file__).parent / "programs"
 BYTES = 1_500_000
 PORT = 8000
 SEGMENTATION = (
@@ -163,6 +166,17 @@ def test_a_guest_turns_offloads_off(topology: Topology):
         for node in receivers:
             assert fetch(node, [source]) == [digest], f"{setting}, to {node.name}"
             assert counters(node, "Tcp", "InCsumErrors") == 0, f"{setting}, to {node.name}"
+
+
+def test_bursts_of_the_largest_datagrams_arrive(topology: Topology):
+    """64 datagrams of 64 000 bytes at once leave as 2 816 fragments; one lost fragment costs a datagram."""
+    source, destination = topology.find("h1c1"), topology.find("h2c1")
+    wait_for_path(source, destination.address)
+    program = [sys.executable, str(PROGRAMS / "udp_bursts.py")]
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(machine.execute, destination, *program, "receive", timeout_s=60)
+        machine.execute(source, *program, "send", destination.address, timeout_s=60)
+        assert receiving.result().split() == ["256", "of", "256"]
 
 
 def test_every_frame_is_accounted_for(topology: Topology):

@@ -10,6 +10,11 @@
 //! one burst, and overflows if dispatchers and applications share processors. So a dispatcher yields the processor after writing
 //! [`YIELD_AFTER`]. TCP super-frames do not count, because TCP's window respects the buffer.
 //!
+//! Towards vnetd the kernel keeps frames in a ring per queue, and drops what does not fit: nothing tells a sender to wait. A large datagram
+//! leaves as a burst of IP fragments, all of which are lost with one of them, and the receiving kernel keeps the rest for 30 s; a few
+//! such remains fill its memory for reassembly, and no large datagram arrives any more. So the ring's length follows from the MTU
+//! ([`queue_len`]).
+//!
 //! A TAP may live in another network namespace: a short-lived thread enters it to create the device; the file descriptor works from
 //! everywhere. A device created here disappears with its last descriptor.
 
@@ -45,6 +50,15 @@ const GSO_MAX_SIZE: u32 = 64_000;
 const YIELD_AFTER: usize = 64 << 10;
 /// Kernel memory per frame besides its data, in bytes: about the size of `struct sk_buff` and `struct skb_shared_info`.
 const FRAME_OVERHEAD: usize = 600;
+/// Largest datagrams that a queue holds as fragments: 4 MiB, what the receiving kernel reassembles at once by default
+/// (`net.ipv4.ipfrag_high_thresh`).
+const QUEUED_DATAGRAMS: usize = 64;
+/// Shortest queue in frames: the kernel's own default.
+const QUEUE_LEN_MIN: usize = 1_000;
+/// Longest queue in frames, reached by MTUs below 600: 512 MiB of the largest frames, should a guest send such ones only.
+const QUEUE_LEN_MAX: usize = 8_192;
+/// Headers of a fragment in bytes: IPv6 (40) and its fragment header (8), more than IPv4's 20.
+const FRAGMENT_HEADERS: usize = 48;
 /// Longest device name in bytes (IFNAMSIZ less the terminating zero).
 pub const DEVICE_NAME_MAX: usize = 15;
 
@@ -443,7 +457,15 @@ fn device_index(device: &str) -> Option<u32> {
     (index != 0).then_some(index)
 }
 
-/// Sets MAC address and MTU, and for a device created here also its GSO limit and up, in the namespace of the calling thread.
+/// Length of a queue in frames, for frames of `mtu` bytes.
+fn queue_len(mtu: usize) -> usize {
+    // Every fragment but the last carries a multiple of 8 bytes (RFC 791, RFC 8200).
+    let payload = (mtu.saturating_sub(FRAGMENT_HEADERS) / 8 * 8).max(8);
+    (QUEUED_DATAGRAMS * 65_535usize.div_ceil(payload)).clamp(QUEUE_LEN_MIN, QUEUE_LEN_MAX)
+}
+
+/// Sets MAC address and MTU, and for a device created here also its queues' length, its GSO limit and up, in the namespace of the
+/// calling thread.
 fn configure(options: &TapOptions, existed: bool) -> io::Result<()> {
     let mut link = LinkMessage::default();
     link.header.index = device_index(&options.device).ok_or_else(io::Error::last_os_error)?;
@@ -453,6 +475,7 @@ fn configure(options: &TapOptions, existed: bool) -> io::Result<()> {
     }
     if !existed {
         link.attributes.push(LinkAttribute::GsoMaxSize(GSO_MAX_SIZE));
+        link.attributes.push(LinkAttribute::TxQueueLen(queue_len(options.mtu) as u32));
         link.header.flags = LinkFlags::Up;
         link.header.change_mask = LinkFlags::Up;
     }
@@ -462,6 +485,19 @@ fn configure(options: &TapOptions, existed: bool) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn queues_hold_bursts_of_the_largest_datagrams() {
+        for (mtu, expected) in [
+            (68, QUEUE_LEN_MAX),
+            (1280, 64 * 54),
+            (1500, 64 * 46),
+            (9000, QUEUE_LEN_MIN),
+            (65_535, QUEUE_LEN_MIN),
+        ] {
+            assert_eq!(queue_len(mtu), expected, "MTU {mtu}");
+        }
+    }
 
     #[test]
     fn yields_before_a_default_socket_buffer_is_full() {

@@ -1,0 +1,67 @@
+"""Bursts of datagrams: `udp_bursts.py receive`, then `udp_bursts.py send ADDRESS`.
+
+Between bursts the sender asks until the receiver answers: so the receiver listens, and has read the burst before. It
+prints how many datagrams arrived, of how many.
+"""
+
+import socket
+import sys
+import time
+
+PORT = 9999
+BURSTS = 4
+DATAGRAMS = 64
+BYTES = 64_000
+ANSWER_S = 1
+"""Time for an answer before the sender asks again."""
+SO_RCVBUFFORCE = 33
+ROOM = 64 << 20
+"""Receive buffer for a whole burst: what counts is the way there."""
+
+
+def receive() -> None:
+    """Counts whole datagrams; answers questions when a burst is over."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as port:
+        port.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, ROOM)
+        port.bind(("", PORT))
+        port.settimeout(50)
+        found = 0
+        while True:
+            datagram, sender = port.recvfrom(1 << 16)
+            if len(datagram) == BYTES:
+                found += 1
+            else:
+                port.sendto(datagram, sender)
+                if datagram == b"end":
+                    break
+    print(found, "of", BURSTS * DATAGRAMS)
+
+
+def ask(port: socket.socket, question: bytes) -> None:
+    """Waits until the receiver has read everything before the question."""
+    while True:
+        port.send(question)
+        try:
+            while port.recv(16) != question:
+                pass
+            return
+        except (TimeoutError, ConnectionRefusedError):
+            time.sleep(0.05)
+
+
+def send(address: str) -> None:
+    """Sends all bursts, each after the receiver has read the one before."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as port:
+        port.connect((address, PORT))
+        port.settimeout(ANSWER_S)
+        for burst in range(BURSTS):
+            ask(port, str(burst).encode())
+            for _ in range(DATAGRAMS):
+                port.send(bytes(BYTES))
+        ask(port, b"end")
+
+
+if sys.argv[1] == "receive":
+    receive()
+else:
+    send(sys.argv[2])
