@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vnetlab.bench import bars, command, pages, plot, report, share, suite, usage, vhost, workload
+from vnetlab.bench import bars, command, mpi, pages, plot, report, share, suite, usage, vhost, workload
 from vnetlab.bench.compare import Difference
 from vnetlab.bench.contenders import VNET, Vnet
 from vnetlab.bench.result import METRICS, Failure, Result, Series, difference_p, percentile, smallest_p
@@ -149,6 +149,9 @@ def test_plot_over_an_axis(tmp_path: Path):
         made.add({"routes": routes}, "vnet", {"cached_ns": 30})
     made.add({"interfaces": 4}, "vnet", {"tcp_bps": 1e9})
     assert plot.draw(made, "Scale", ("cached_ns",), "routes", tmp_path)
+    made.add({"routes": 10, "MTU": 9000}, "vnet", {"cached_ns": 40})
+    made.add({"load": "all"}, "vnet", {"bytes_a_route": 100})
+    assert plot.draw(made, "Scale", ("cached_ns", "bytes_a_route"), "routes", tmp_path), "lines by MTU, then bars"
 
 
 def test_programs_output():
@@ -163,6 +166,29 @@ def test_programs_output():
     testpmd = "  Rx-pps:      5374123          Rx-bps:   2751550976\n  Rx-pps:            0  Rx-bps: 0\n"
     assert vhost.pps(testpmd) == [5374123, 0]
     assert usage.busy_s("cpu  100 10 50 1000 7 1 2 3 0 0\ncpu0 1 1 1 1\n") == pytest.approx(166 * usage.TICK_S)
+
+
+def test_figures_of_the_challenge():
+    """What the HPC Challenge suite reports, and reads: its input has fixed lines, of which it counts 36."""
+    summary = "".join(f"{name}=1.5e-01\n" for name, _ in mpi.CHALLENGE.values())
+    report = f"Begin of Summary section.\nVersionMajor=1\nSuccess=1\n{summary}MPIFFT_N=1024\nEnd of Summary section.\n"
+    found = mpi.challenge_figures(report)
+    assert set(found) == set(mpi.CHALLENGE) <= set(METRICS)
+    assert (found["pingpong_latency_us"], found["ptrans_bytes_per_s"]) == (0.15, 0.15e9)
+    for broken in (report.replace("Success=1", "Success=0"), "hpcc: mpirun could not start it"):
+        with pytest.raises(LabError, match="no figures"):
+            mpi.challenge_figures(broken)
+    lines = mpi.challenge_input(1000).splitlines()
+    assert (len(lines), lines[5], lines[12]) == (36, "1000", "16.0")
+
+
+def test_mpi_has_sizes_and_the_suite():
+    found = suite.cases(BENCHES["mpi"], Options(mtus=(1500,)))
+    sizes = [case.conditions["bytes"] for case in found if "bytes" in case.conditions]
+    assert sizes == list(mpi.MESSAGE_BYTES)
+    assert [case.conditions.get("load") for case in found[len(sizes) :]] == ["HPC Challenge"]
+    names = [turn.contender for turn in found[0].turns]
+    assert names == ["native", "kernel VXLAN, device", "kernel VXLAN, containers", "vnet"]
 
 
 def test_share_of_the_way():

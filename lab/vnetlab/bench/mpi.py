@@ -1,40 +1,100 @@
-"""MPI messages between two machines: NetPIPE on Open MPI over TCP.
+"""The bench `mpi`: what MPI programs get between two machines, a rank on each, with Open MPI over TCP.
+
+`messages` times messages of one size by NetPIPE: one way, and both ways at once. `challenge` runs the HPC Challenge
+suite, whose PTRANS, FFT, rings and RandomAccess do what applications do.
 
 Open MPI starts a daemon on each machine through a remote shell; here that is a script which enters the machine's
 namespace. Both machines believe to own all processors, so ranks are not bound to any, and yield while they wait.
 """
 
+import contextlib
+import re
 import shlex
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from vnetlab import machine
-from vnetlab.bench.contenders import Ends, absent
+from vnetlab.bench.contenders import VNET, Bare, Contender, Ends, VxlanContainers, VxlanDevice, absent
 from vnetlab.bench.result import Sample
 from vnetlab.run import LabError
 from vnetlab.topology import Node
 
+CONTENDERS: tuple[Contender, ...] = (Bare(), VxlanDevice(), VxlanContainers(), VNET)
+"""The tunnels that a container network has, each with what the one before lacks."""
+MESSAGE_BYTES = (1, 64, 1_024, 8_192, 65_536, 1 << 20, 4 << 20)
 START_S = 30
 """Allowance for Open MPI to start and exit."""
 MEASURE_S = 60
 """Allowance for NetPIPE per size: seven tries of a quarter of a second by its own clock."""
+CHALLENGE_S = 300
+"""Allowance for the HPC Challenge suite: its RandomAccess tests stop after a minute each."""
+ORDER, QUICK_ORDER = 1_000, 200
+"""Rows of the suite's matrices. Its other tests take their memory from that: 8 MB in all."""
+SUMMARY = re.compile(r"^(\w+)=([-+.\deE]+)$", re.MULTILINE)
+CHALLENGE = {
+    "pingpong_latency_us": ("MaxPingPongLatency_usec", 1),
+    "pingpong_bytes_per_s": ("AvgPingPongBandwidth_GBytes", 1e9),
+    "ring_latency_us": ("RandomlyOrderedRingLatency_usec", 1),
+    "ring_bytes_per_s": ("RandomlyOrderedRingBandwidth_GBytes", 1e9),
+    "ptrans_bytes_per_s": ("PTRANS_GBs", 1e9),
+    "fft_flops": ("MPIFFT_Gflops", 1e9),
+    "updates_per_s": ("MPIRandomAccess_GUPs", 1e9),
+}
+"""Metrics, their names in the suite's summary, and the unit there."""
 
 
 def messages(ends: Ends, size: int) -> Sample:
-    """Messages of `size` bytes: one-way time of ping-pong, then the total rate of both directions at once."""
+    """Messages of `size` bytes: one-way time of ping-pong, then time and total rate of both directions at once."""
     if reason := absent("NPopenmpi", "netpipe-openmpi"):
         raise LabError(reason)
-    agent = _agent(ends)
-    try:
+    with _agent(ends) as agent:
         moved, seconds = _netpipe(ends, agent, size)
         sample = {"oneway_us": seconds * 1e6}
         moved, seconds = _netpipe(ends, agent, size, "-2", "-a")
-    finally:
-        agent.unlink()
-    return sample | {"exchange_bps": 8 * moved / seconds}
+    return sample | {"exchange_us": seconds * 1e6, "exchange_bps": 8 * moved / seconds}
 
 
-def _agent(ends: Ends) -> Path:
-    """Writes the script that Open MPI runs as a remote shell: `agent ADDRESS COMMAND...`."""
+def challenge(ends: Ends, order: int) -> Sample:
+    """One run of the HPC Challenge suite with matrices of `order` rows."""
+    if reason := absent("hpcc", "hpcc"):
+        raise LabError(reason)
+    folder = ends.source.file(".hpcc")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "hpccinf.txt").write_text(challenge_input(order))
+    with _agent(ends) as agent:
+        words = ["mpirun", *_open_mpi(ends, agent), "-wdir", str(folder), "hpcc"]
+        text = machine.execute(ends.source, *words, timeout_s=START_S + CHALLENGE_S)
+    report = folder / "hpccoutf.txt"
+    sample = challenge_figures(report.read_text() if report.exists() else text)
+    shutil.rmtree(folder)
+    return sample
+
+
+def challenge_input(order: int) -> str:
+    """The suite's input file hpccinf.txt for two ranks: a format of fixed lines."""
+    sizes = [1, order, 1, 80, 0, 1, 2, 1]
+    """One matrix, its order, one block size and its rows, row-major, one grid of 2 x 1 ranks."""
+    factorisation = ["16.0", 1, 2, 1, 4, 1, 2, 1, 1, 1, 1, 1, 0, 2, 64, 0, 0, 1, 8]
+    """Threshold and variants of HPL, as in Debian's example."""
+    no_more = ["", 0, order, 0, 80]
+    """No further sizes for PTRANS."""
+    lines = ["", "", "HPL.out", 8, *sizes, *factorisation, *no_more]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def challenge_figures(report: str) -> Sample:
+    """The sample in the suite's report; raises LabError when it has failed or has not finished."""
+    found = dict(SUMMARY.findall(report))
+    if found.get("Success") != "1":
+        raise LabError(f"HPC Challenge gave no figures: {report.strip()[-200:]}")
+    return {metric: float(found[name]) * unit for metric, (name, unit) in CHALLENGE.items()}
+
+
+@contextlib.contextmanager
+def _agent(ends: Ends) -> Iterator[Path]:
+    """The script that Open MPI runs as a remote shell: `agent ADDRESS COMMAND...`."""
     enter = [
         f'{node.address}) exec {shlex.join(machine.namespace_command(node, ["sh", "-c"]))} "$*" ;;'
         for node in (ends.source, ends.destination)
@@ -42,7 +102,10 @@ def _agent(ends: Ends) -> Path:
     agent = ends.source.file(".agent")
     agent.write_text("\n".join(["#!/bin/sh", "host=$1; shift", 'case "$host" in', *enter, "esac", "exit 1", ""]))
     agent.chmod(0o755)
-    return agent
+    try:
+        yield agent
+    finally:
+        agent.unlink()
 
 
 def _netpipe(ends: Ends, agent: Path, size: int, *options: str) -> tuple[int, float]:

@@ -1,11 +1,12 @@
 """Plots of results by matplotlib, which only benches need."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from vnetlab.bench.report import describe
-from vnetlab.bench.result import METRICS, Result
+from vnetlab.bench.result import METRICS, Conditions, Result, Series
 from vnetlab.run import LabError
 
 if TYPE_CHECKING:
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 WIDTH_INCHES = 9
 HEIGHT_INCHES = 3.2
 FORMATS = ("svg", "png")
+STYLES = ("solid", "dashed", "dotted", "dashdot")
+"""Styles of lines, by conditions other than the axis."""
 
 
 def library() -> ModuleType:
@@ -82,15 +85,30 @@ def _bars(axes: "Axes", result: Result, metric: str, _axis: str) -> None:
 
 
 def _lines(axes: "Axes", result: Result, metric: str, axis: str) -> None:
-    """The condition `axis` from left to right, a line per contender."""
-    for name in result.contenders():
-        found = [(each[axis], result.find(each, name, metric)) for each in result.conditions() if axis in each]
-        there = [(at, series) for at, series in found if series]
+    """The condition `axis` from left to right, a line per contender and per other conditions that differ."""
+    if not any(axis in each and result.find(each, name, metric) for each, name in _pairs(result)):
+        _bars(axes, result, metric, axis)
+        return
+    lines: dict[tuple[str, str], list[tuple[float, Series]]] = {}
+    for each, name in _pairs(result):
+        series = result.find(each, name, metric)
+        if series and axis in each:
+            others = describe({key: value for key, value in each.items() if key != axis})
+            lines.setdefault((name, others), []).append((each[axis], series))
+    groups = list(dict.fromkeys(others for _, others in lines))
+    for (name, others), there in lines.items():
         medians, below, above = _figures(metric, [series for _, series in there])
-        style = {"marker": "o", "label": name, "color": _colour(result, name), "capsize": 2}
+        style = {"marker": "o", "color": _colour(result, name), "capsize": 2}
+        style["linestyle"] = STYLES[groups.index(others) % len(STYLES)]
+        style["label"] = f"{name} ({others})" if len(groups) > 1 else name
         axes.errorbar([at for at, _ in there], medians, yerr=[below, above], **style)
     axes.set_xscale("log")
     axes.set_xlabel(axis)
+
+
+def _pairs(result: Result) -> Iterable[tuple[Conditions, str]]:
+    """All pairs of conditions and contender, contenders in the outer order."""
+    return ((each, name) for name in result.contenders() for each in result.conditions())
 
 
 def _colour(result: Result, contender: str) -> str:

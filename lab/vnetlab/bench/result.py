@@ -49,6 +49,10 @@ def _time(title: str) -> Metric:
     return Metric(title, "us", digits=1)
 
 
+def _bytes(title: str) -> Metric:
+    return Metric(title, "GB/s", 1e9, higher_is_better=True)
+
+
 PROCESSES = ("h1", "h2", "h1v1", "h2v1", "OVS", "ovsdb", "client", "server")
 """Processes whose CPU time is stored one by one: daemons, virtual machines, Open vSwitch, iperf3's two ends."""
 ROUND_TRIPS = ("ping", "flood", "tcp")
@@ -63,7 +67,15 @@ METRICS = {
     "way_us": _time("overlay round trip"),
     "machines_us": _time("guests' own time"),
     "oneway_us": _time("one way"),
+    "exchange_us": _time("both ways at once"),
     "exchange_bps": _rate("both directions"),
+    "pingpong_latency_us": _time("ping-pong latency"),
+    "pingpong_bytes_per_s": _bytes("ping-pong"),
+    "ring_latency_us": _time("ring latency"),
+    "ring_bytes_per_s": _bytes("ring"),
+    "ptrans_bytes_per_s": _bytes("PTRANS"),
+    "fft_flops": Metric("FFT", "Gflop/s", 1e9, higher_is_better=True),
+    "updates_per_s": Metric("RandomAccess", "M/s", 1e6, higher_is_better=True, digits=3),
     "tcp_variation": Metric("TCP, standard deviation", "%", 0.01, digits=1),
     "notifications_a_frame": Metric("notifications per frame", "", digits=3),
     "small_frames_per_s": Metric("small datagrams", "k/s", 1e3, higher_is_better=True, digits=1),
@@ -97,6 +109,18 @@ METRICS = {
     "system_cores": Metric("whole machine", "cores"),
     **{f"cores_{name}": Metric(name, "cores", digits=3, in_tables=False) for name in PROCESSES},
 }
+
+
+BASE_UNITS = {
+    "Gbit/s": "bit/s",
+    "GB/s": "bytes/s",
+    "Gflop/s": "flop/s",
+    "M/s": "1/s",
+    "k/s": "1/s",
+    "MiB": "bytes",
+    "%": "share",
+}
+"""Units of stored values by shown unit, where the two differ."""
 
 
 @dataclass
@@ -194,11 +218,7 @@ class Result:
 def _base_unit(metric: str) -> str:
     """The unit of stored values."""
     known = METRICS[metric]
-    return (
-        known.unit
-        if known.scale == 1
-        else {"Gbit/s": "bit/s", "M/s": "1/s", "k/s": "1/s", "MiB": "bytes", "%": "share"}[known.unit]
-    )
+    return known.unit if known.scale == 1 else BASE_UNITS[known.unit]
 
 
 def _distinct(entries: Iterator[_T]) -> list[_T]:

@@ -299,7 +299,7 @@ def _idle(processes: dict[str, int], seconds: float) -> Sample:
 
 
 def _latency(options: Options) -> list[Case]:
-    """Pings by size between containers and between virtual machines; messages and a stream between containers."""
+    """Pings by size between containers and between virtual machines; a stream between containers."""
     count = 100 if options.quick else options.pings
     containers = Settings(name=LAB, vms=0)
     both = ((containers, latency.CONTAINERS), (Settings(name=LAB, containers=0), latency.GUESTS))
@@ -316,21 +316,36 @@ def _latency(options: Options) -> list[Case]:
 
             conditions = {"between": "virtual machines" if guests else "containers", "bytes": size}
             cases.append(Case(conditions, settings, [_told(each, load) for each in found or usual]))
-    for size in latency.MESSAGE_BYTES[:: 3 if options.quick else 1]:
-
-        def exchanged(topology: Topology, ends: Ends, size: int = size) -> Sample:
-            workload.meet(ends)
-            return latency.counted(topology, ends, lambda: mpi.messages(ends, size))
-
-        cases.append(
-            Case({"load": "messages", "bytes": size}, containers, [_told(each, exchanged) for each in everybody])
-        )
 
     def stream(topology: Topology, ends: Ends) -> Sample:
         workload.meet(ends)
         return latency.counted(topology, ends, lambda: latency.stream(ends, max(2, options.seconds(30))))
 
     return [*cases, Case({"load": "TCP stream"}, containers, [_told(each, stream) for each in everybody])]
+
+
+def _mpi(options: Options) -> list[Case]:
+    """Messages by size, and the HPC Challenge suite, between containers."""
+    everybody = list(options.vnets) or mpi.CONTENDERS
+    cases = []
+
+    def case(conditions: Conditions, settings: Settings, run: Callable[[Ends], Sample]) -> None:
+        def load(ends: Ends) -> Sample:
+            workload.meet(ends)
+            with usage.measured(ends.processes) as used:
+                sample = run(ends)
+            return sample | used.sample()
+
+        cases.append(Case(conditions, settings, [_turn(each, load) for each in everybody]))
+
+    for wire, mtu in options.settings():
+        settings = Settings(name=LAB, vms=0, wire=wire, underlay_mtu=mtu, mtu=mtu)
+        under = {"wire": wire, "MTU": mtu}
+        for size in mpi.MESSAGE_BYTES[:: 6 if options.quick else 1]:
+            case(under | {"bytes": size}, settings, lambda ends, size=size: mpi.messages(ends, size))
+        order = mpi.QUICK_ORDER if options.quick else mpi.ORDER
+        case(under | {"load": "HPC Challenge"}, settings, lambda ends, order=order: mpi.challenge(ends, order))
+    return cases
 
 
 def _ablation(options: Options) -> list[Case]:
@@ -457,11 +472,25 @@ BENCHES = {
             "latency",
             "Latency by size",
             _latency,
-            ("ping_median_us", "ping_p99_us", "oneway_us"),
+            ("ping_median_us", "ping_p99_us"),
             (
-                "Pings one per millisecond, or back to back when they take longer. Messages: NetPIPE on Open MPI "
-                "over TCP (lab/vnetlab/bench/mpi.py). Frames are counted where they enter or leave a guest; "
-                "wake-ups are those of all threads of vnetd.",
+                "Pings one per millisecond, or back to back when they take longer. Frames are counted where they "
+                "enter or leave a guest; wake-ups are those of all threads of vnetd.",
+            ),
+            axis="bytes",
+        ),
+        Bench(
+            "mpi",
+            "MPI programs",
+            _mpi,
+            ("oneway_us", "exchange_us", "pingpong_latency_us", "ring_bytes_per_s", "ptrans_bytes_per_s", "fft_flops"),
+            (
+                "Two ranks, one in each container, on Open MPI over TCP (lab/vnetlab/bench/mpi.py). By bytes: NetPIPE, "
+                "ping-pong one way and messages both ways at once. Otherwise the HPC Challenge suite (Debian's hpcc): "
+                "largest ping-pong latency, its bandwidth, latency and bandwidth of randomly ordered rings, PTRANS, "
+                "FFT and RandomAccess.",
+                "Ranks poll, and yield while they wait: they take every processor that a daemon leaves them.",
+                _SHAPED,
             ),
             axis="bytes",
         ),
