@@ -1,0 +1,46 @@
+"""Applications that compute and communicate (`lab/workloads`): building them, and running them on this machine.
+
+What they are, and what a result says: docs/workloads.md.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from vnetlab.daemon import REPOSITORY
+from vnetlab.run import LabError, run
+
+SOURCES = REPOSITORY / "lab" / "workloads"
+KERNELS = ("ep", "cg", "is", "mg", "ft", "advect")
+VARIANTS = ("serial", "openmp", "mpi")
+BUILD_S = 300
+OPEN_MPI = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+"""Options of mpirun: more ranks than processors, so that those who wait must let others run."""
+SAME_MACHINE = ["--mca", "pml", "ob1", "--mca", "btl", "self,vader"]
+"""Options of mpirun: ranks of one machine talk by shared memory; no other transport is looked for."""
+
+
+def build(directory: Path, *flags: str) -> None:
+    """Builds all workloads into `directory`; `flags` are arguments of make, such as `FLAGS=-DPERTURB`."""
+    run(["make", "-s", "-j2", "-C", str(SOURCES), f"BUILD={directory}", *flags], timeout_s=BUILD_S)
+
+
+def measure(
+    directory: Path, kernel: str, size: str, *more: str, ranks: int = 0, threads: int = 1, timeout_s: float = 600
+) -> dict:
+    """Runs a workload on this machine: by MPI with `ranks`, else serial, or with `threads` by OpenMP.
+
+    `size` is a class (S, W, A); `more` are further arguments. Gives what it reports. Raises LabError when it fails, or
+    when its result is wrong.
+    """
+    variant = "mpi" if ranks else "openmp" if threads > 1 else "serial"
+    command = [str(directory / f"{kernel}-{variant}"), size, *more]
+    if ranks:
+        command = ["mpirun", *OPEN_MPI, *SAME_MACHINE, "-np", str(ranks), *command]
+    if threads > 1:
+        command = ["env", f"OMP_NUM_THREADS={threads}", "OMP_WAIT_POLICY=passive", *command]
+    text = run(command, timeout_s=timeout_s, cwd=Path(os.sep))
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise LabError(f"{kernel} gave no figures: {text.strip()[-200:]}") from error
