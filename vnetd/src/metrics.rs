@@ -187,14 +187,17 @@ impl Reading {
         families.gauge(("interface_up", None, "1 when the interface is up"), interfaces)?;
         let links = up(&self.links, "link");
         families.gauge(("link_up", None, "1 when the link is up"), links)?;
-        let LearnedStats { entries, moves, frozen, refused } = self.learned;
+        let LearnedStats { entries, moves, frozen, refused, duplicates } = self.learned;
         families.gauge(("learned_addresses", None, "Learned MAC addresses"), alone(entries))?;
         families
             .counter(("learned_moves", None, "Times a MAC address moved to another port"), alone(moves))?;
         let help = "Times a MAC address was frozen because it moved too often";
         families.counter(("learned_freezes", None, help), alone(frozen))?;
         let help = "Times a MAC address was not learned because its port's share of the table was full";
-        families.counter(("learned_refusals", None, help), alone(refused))
+        families.counter(("learned_refusals", None, help), alone(refused))?;
+        let help =
+            "Times a MAC address configured on an interface was heard from elsewhere: two stations use it";
+        families.counter(("learned_duplicates", None, help), alone(duplicates))
     }
 
     fn encode_overlay(&self, families: &mut Families<'_>) -> fmt::Result {

@@ -9,7 +9,8 @@
 //! # Limits
 //! Each port has its own share of each network: [`INTERFACE_ADDRESSES_MAX`] or [`LINK_ADDRESSES_MAX`] addresses. When a share
 //! is full, that port's new addresses are refused and counted, so a guest that invents addresses harms only itself. All links
-//! together have [`LINKS_ADDRESSES_MAX`]. Frames to a refused address are flooded.
+//! together have [`LINKS_ADDRESSES_MAX`]. Frames to a refused address are flooded. An address that moves to a port whose share
+//! is full is forgotten: its old place would be a black hole until it has aged out there.
 //!
 //! # Locking
 //! One lock guards all addresses. A dispatcher takes it on a cache miss: for a new flow, once a second per flow, and when a
@@ -150,6 +151,8 @@ pub struct LearnedStats {
     pub frozen: u64,
     /// Times an address was refused because its port's share was full.
     pub refused: u64,
+    /// Times an address configured on an interface was heard from another port.
+    pub duplicates: u64,
 }
 
 /// A move of an address to another port.
@@ -167,9 +170,18 @@ pub struct Moved {
     pub frozen: bool,
 }
 
+/// Most addresses of one port in one network, by kind, and of all links together.
+#[derive(Clone, Copy)]
+struct Limits {
+    interface: u32,
+    link: u32,
+    links: u32,
+}
+
 /// State behind the lock.
 struct Book {
     addresses: Addresses,
+    limits: Limits,
     /// Addresses at links.
     at_links: u32,
     stats: LearnedStats,
@@ -201,10 +213,22 @@ impl Default for Learned {
 impl Learned {
     /// An empty MAC table.
     pub fn new() -> Learned {
+        let (interface, link) = (INTERFACE_ADDRESSES_MAX, LINK_ADDRESSES_MAX);
+        Learned::limited(Limits { interface, link, links: LINKS_ADDRESSES_MAX })
+    }
+
+    /// With shares of `most` addresses per port.
+    #[cfg(test)]
+    pub(super) fn with_shares(most: u32) -> Learned {
+        Learned::limited(Limits { interface: most, link: most, links: LINKS_ADDRESSES_MAX })
+    }
+
+    fn limited(limits: Limits) -> Learned {
         let seed = Seed::random();
         Learned {
             book: Mutex::new(Book {
                 addresses: Addresses::new(seed),
+                limits,
                 at_links: 0,
                 stats: LearnedStats::default(),
                 housekeeping_at_ms: 0,
@@ -257,6 +281,25 @@ impl Learned {
             }
         }
         (port, lease)
+    }
+
+    /// An address configured on an interface was heard from another port, of kind `from`: counted, and logged once a second.
+    pub(super) fn duplicate(&self, network: NetworkId, mac: Mac, from: PortKind) {
+        let mut book = self.book.lock();
+        book.stats.duplicates += 1;
+        let Some(suppressed) = book.log_limit.allow() else { return };
+        drop(book);
+        let from = match from {
+            PortKind::Interface => "another interface",
+            PortKind::Link => "another host",
+        };
+        tracing::warn!(
+            network = network.get(),
+            %mac,
+            suppressed,
+            "two stations use one MAC address: it is configured on an interface of this host, and frames from it arrive \
+             from {from}; give one of them another address",
+        );
     }
 
     /// Looks up `mac` without learning.
@@ -354,7 +397,9 @@ impl Book {
             return (address.frozen_until_ms.min(address.last.expires_ms), false);
         }
         if !self.has_room(network, &heard) {
-            return (heard.at_ms + REFUSED_MS, false);
+            // Not at its old place any more, and no room for the new one: flood.
+            self.remove(at);
+            return (heard.at_ms + REFUSED_MS, true);
         }
         self.move_to(at, heard);
         (refresh_ms(&heard), true)
@@ -415,8 +460,8 @@ impl Book {
         }
         let count = self.addresses.count(share);
         let room = match heard.kind {
-            PortKind::Interface => count < INTERFACE_ADDRESSES_MAX,
-            PortKind::Link => count < LINK_ADDRESSES_MAX && self.at_links < LINKS_ADDRESSES_MAX,
+            PortKind::Interface => count < self.limits.interface,
+            PortKind::Link => count < self.limits.link && self.at_links < self.limits.links,
         };
         self.stats.refused += u64::from(!room);
         room

@@ -231,6 +231,11 @@ impl Scratch {
         let (mut known, mut lease) = (None, Lease::FOREVER);
         if here.network.learning {
             let claim = claim(table, here, flow, now_ms);
+            if claim.is_none()
+                && table.configured(flow.network, flow.src).is_some_and(|port| port != flow.from)
+            {
+                learned.duplicate(flow.network, flow.src, here.port.kind);
+            }
             let wanted = !ruled && pinned.is_none() && flow.dst.is_unicast();
             (known, lease) = learned.meet(flow.network, claim, wanted.then_some(flow.dst), now_ms);
         }

@@ -91,6 +91,8 @@ struct Model {
     stations: HashMap<(NetworkId, Mac), Station>,
     /// Storm credit per port in thousandths of a frame, and the time it was computed.
     credit: HashMap<PortId, (u64, u64)>,
+    /// Most addresses of a port in a network.
+    share: usize,
     now_ms: u64,
 }
 
@@ -128,6 +130,10 @@ impl Model {
         }
         let key = (flow.network, flow.src);
         self.stations.retain(|_, station| now_ms < station.expires_ms);
+        let here = |(key, station): &(&(NetworkId, Mac), &Station)| {
+            (key.0, station.port) == (flow.network, flow.from)
+        };
+        let room = self.stations.iter().filter(here).count() < self.share;
         let new = Station {
             port: flow.from,
             noted_ms: now_ms,
@@ -136,6 +142,7 @@ impl Model {
             frozen_until_ms: 0,
         };
         match self.stations.get_mut(&key) {
+            None if !room => {}
             None => drop(self.stations.insert(key, new)),
             Some(station) if station.port == flow.from => {
                 if now_ms >= station.noted_ms + 1000 {
@@ -143,6 +150,7 @@ impl Model {
                 }
             }
             Some(station) if now_ms < station.frozen_until_ms => {}
+            Some(_) if !room => drop(self.stations.remove(&key)),
             Some(station) => {
                 let mut moves_ms = std::mem::take(&mut station.moves_ms);
                 if moves_ms.first().is_some_and(|first| now_ms >= first + 180_000) {
@@ -364,10 +372,15 @@ fn adopt(routers: &mut [Router], config: &Config) {
 
 /// Runs `steps` on the model and on two routers that share learned addresses, one of them with a tiny cache.
 fn run(config: Config, steps: Vec<Step>) -> Result<(), TestCaseError> {
-    let learned = Arc::new(Learned::new());
+    run_with(config, steps, Learned::new(), usize::MAX)
+}
+
+/// The same with a share of at most `share` addresses per port and network.
+fn run_with(config: Config, steps: Vec<Step>, learned: Learned, share: usize) -> Result<(), TestCaseError> {
+    let learned = Arc::new(learned);
     let router = |entries| Router::with_cache(config.table(), learned.clone(), entries);
     let mut routers = [router(2), router(256)];
-    let mut model = Model { config, stations: HashMap::new(), credit: HashMap::new(), now_ms: 1 };
+    let mut model = Model { config, stations: HashMap::new(), credit: HashMap::new(), share, now_ms: 1 };
     for step in steps {
         match step {
             Step::Wait { ms } => model.now_ms += ms,
@@ -420,22 +433,41 @@ proptest! {
         ageing_s in prop::sample::select(vec![10, AGEING_S]),
         steps in prop::collection::vec((0..2usize, 1..4u8, 1..4u8, 0..4u16, 0..8usize), 1..300),
     ) {
-        let member = |port: u16| Member {
-            port: PortId(port),
-            kind: if port < 3 { PortKind::Interface } else { PortKind::Link },
-            networks: Networks::All,
-            mac: None,
-            storm_frames_per_s: None,
-            port_security: false,
-        };
-        let networks = vec![NetworkSpec { id: NetworkId::DEFAULT, learning: true, ageing_s }];
-        let config = Config { rules: vec![], networks, members: (0..5).map(member).collect() };
-        let mac = |n| Mac([2, 0, 0, 0, 0, n]);
-        let steps = steps.into_iter().flat_map(|(router, src, dst, from, wait)| {
-            let flow = Flow { network: NetworkId::DEFAULT, src: mac(src), dst: mac(dst), from: PortId(from) };
-            let ms = [0, 0, 0, 1, 500, 1000, 9_000, 90_000][wait];
-            [Step::Frame { router, flow }, Step::Wait { ms }]
-        });
-        run(config, steps.collect())?;
+        run(learning(ageing_s), few_stations(steps, [0, 0, 0, 1, 500, 1000, 9_000, 90_000]))?;
     }
+
+    /// Ports with room for one or two addresses. A refusal is remembered for 100 ms, which the model does not: no two frames
+    /// are that close.
+    #[test]
+    fn full_shares_are_those_of_the_naive_model(
+        share in 1..3u32,
+        steps in prop::collection::vec((0..2usize, 1..4u8, 1..4u8, 0..4u16, 0..8usize), 1..300),
+    ) {
+        let steps = few_stations(steps, [100, 100, 100, 101, 500, 1000, 9_000, 90_000]);
+        run_with(learning(10), steps, Learned::with_shares(share), share as usize)?;
+    }
+}
+
+/// Five ports, three of them interfaces, in one network that learns.
+fn learning(ageing_s: u32) -> Config {
+    let member = |port: u16| Member {
+        port: PortId(port),
+        kind: if port < 3 { PortKind::Interface } else { PortKind::Link },
+        networks: Networks::All,
+        mac: None,
+        storm_frames_per_s: None,
+        port_security: false,
+    };
+    let networks = vec![NetworkSpec { id: NetworkId::DEFAULT, learning: true, ageing_s }];
+    Config { rules: vec![], networks, members: (0..5).map(member).collect() }
+}
+
+/// Frames of three stations, each followed by one of the `waits`.
+fn few_stations(steps: Vec<(usize, u8, u8, u16, usize)>, waits: [u64; 8]) -> Vec<Step> {
+    let mac = |n| Mac([2, 0, 0, 0, 0, n]);
+    let steps = steps.into_iter().flat_map(|(router, src, dst, from, wait)| {
+        let flow = Flow { network: NetworkId::DEFAULT, src: mac(src), dst: mac(dst), from: PortId(from) };
+        [Step::Frame { router, flow }, Step::Wait { ms: waits[wait] }]
+    });
+    steps.collect()
 }

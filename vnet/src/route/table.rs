@@ -194,6 +194,11 @@ impl Table {
         }
     }
 
+    /// The interface that `mac` is configured on, wherever it is published.
+    pub(super) fn configured(&self, network: NetworkId, mac: Mac) -> Option<PortId> {
+        self.pinned.get(&(network, mac)).copied()
+    }
+
     /// The link that `mac` is published behind, firm or advisory; a learned address takes precedence over advisory ones.
     pub(super) fn advised(&self, network: NetworkId, mac: Mac) -> Option<PortId> {
         self.published.place(network, mac).filter(|&port| self.carries(port, network))

@@ -143,6 +143,9 @@ fn configured_addresses_stay_where_they_are() {
     assert_eq!(router.route(&flow(HOST, mac(1), mac(7)), 0), Decision::To(GUEST), "without a frame from it");
     router.route(&flow(LINK, mac(7), mac(1)), 0);
     assert_eq!(router.route(&flow(HOST, mac(1), mac(7)), 0), Decision::To(GUEST), "nobody takes it away");
+    assert_eq!(router.learned.stats().duplicates, 1, "two stations use it, which is told");
+    router.route(&flow(GUEST, mac(7), mac(1)), 0);
+    assert_eq!(router.learned.stats().duplicates, 1, "its owner may");
     let spoofed = flow(GUEST, mac(8), mac(1));
     assert_eq!(router.route(&spoofed, 0), Decision::Drop(DropReason::BadSource));
     let entries = router.learned.entries(router.table(), 2500);
@@ -157,7 +160,7 @@ fn an_address_in_two_places_is_frozen_and_thaws() {
     (0..20).for_each(|n| send(&mut router, &claim(n), u64::from(n)));
     // Learned at HOST, then five moves.
     let stats = router.learned.stats();
-    assert_eq!(stats, LearnedStats { entries: 1, moves: 5, frozen: 1, refused: 0 });
+    assert_eq!(stats, LearnedStats { entries: 1, moves: 5, frozen: 1, refused: 0, duplicates: 0 });
     let where_is = |router: &mut Router, now| outcome_port(router.route(&flow(LINK, mac(3), mac(1)), now));
     assert_eq!(where_is(&mut router, 20), GUEST);
     assert_eq!(router.learned.entries(router.table(), 20)[0].held, Held::Frozen);
@@ -241,6 +244,20 @@ fn a_guest_fills_its_own_share_only() {
         router.route(&flow(HOST, mac(100_000 + n), Mac::BROADCAST), later);
     }
     assert_eq!(router.learned.stats().refused, 501);
+}
+
+#[test]
+fn an_address_that_moves_to_a_full_port_is_flooded() {
+    let mut router = router(vec![], &members());
+    router.route(&flow(LINK, mac(9_000_000), Mac::BROADCAST), 0);
+    let to_it = flow(HOST, mac(8_000_000), mac(9_000_000));
+    assert_eq!(router.route(&to_it, 0), Decision::To(LINK));
+    (0..LINK_ADDRESSES_MAX).for_each(|n| send(&mut router, &flow(LINK_2, mac(n), Mac::BROADCAST), 0));
+    router.route(&flow(LINK_2, mac(9_000_000), Mac::BROADCAST), 1);
+    assert!(matches!(router.route(&to_it, 1), Decision::Copies(_)), "not to the link that it left");
+    // Its old port has room: heard there, it is found again.
+    router.route(&flow(LINK, mac(9_000_000), Mac::BROADCAST), 2);
+    assert_eq!(router.route(&to_it, 2), Decision::To(LINK));
 }
 
 #[test]
