@@ -125,8 +125,8 @@ fn carry_out(engine: &mut Engine, command: Command) -> Result<String, ConsoleErr
     match command {
         Command::AddLink { remote, transport, keys } => {
             let mut object = object(keys.0);
-            let index = engine.indices().next_link();
-            object.entry("name").or_insert_with(|| json!(format!("link{index}")));
+            let next = engine.indices().next_link();
+            object.entry("name").or_insert_with(|| json!(format!("link{next}")));
             object.insert("remote".into(), json!(remote.to_string()));
             let (encapsulation, clear) = match transport {
                 Transport::Udp => ("vnet", true),
@@ -137,15 +137,13 @@ fn carry_out(engine: &mut Engine, command: Command) -> Result<String, ConsoleErr
                 // VNET/P has no encryption, so using its language implies a trusted path.
                 object.entry("trusted").or_insert(json!(true));
             }
-            engine.add_link(config::link_from_json(&bytes(object))?)?;
-            Ok(format!("link {index}"))
+            Ok(format!("link {}", engine.add_link(config::link_from_json(&bytes(object))?)?))
         }
         Command::AddInterface { name, kind, keys } => {
             let mut object = object(keys.0);
             object.insert("name".into(), json!(name));
             object.insert("kind".into(), json!(kind));
-            let index = engine.indices().next_interface();
-            engine.add_interface(config::interface_from_json(&bytes(object))?)?;
+            let index = engine.add_interface(config::interface_from_json(&bytes(object))?)?;
             Ok(format!("interface {index}"))
         }
         Command::AddRoute(route) => Ok(format!("route {}", add_route(engine, route)?)),

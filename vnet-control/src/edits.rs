@@ -12,9 +12,11 @@ impl Engine {
         self.apply(desired).map(drop)
     }
 
-    /// Adds an interface.
-    pub fn add_interface(&mut self, item: Item<InterfaceSpec>) -> Result<(), EngineError> {
-        self.edit(|desired| desired.interfaces.push(item))
+    /// Adds an interface and returns its index.
+    pub fn add_interface(&mut self, item: Item<InterfaceSpec>) -> Result<u32, EngineError> {
+        let name = item.spec.name.clone();
+        self.edit(|desired| desired.interfaces.push(item))?;
+        Ok(self.indices.interface(&name))
     }
 
     /// Changes settings of an open interface; `change` derives the new spec from the old one.
@@ -29,9 +31,11 @@ impl Engine {
         self.edit(|desired| desired.interfaces[at].spec = spec)
     }
 
-    /// Adds a link.
-    pub fn add_link(&mut self, item: Item<LinkSpec>) -> Result<(), EngineError> {
-        self.edit(|desired| desired.links.push(item))
+    /// Adds a link and returns its index: a computed link of the same name is replaced and keeps its index.
+    pub fn add_link(&mut self, item: Item<LinkSpec>) -> Result<u32, EngineError> {
+        let name = item.spec.name.clone();
+        self.edit(|desired| desired.links.push(item))?;
+        Ok(self.indices.link(&name))
     }
 
     /// Adds a rule and returns its index.

@@ -84,9 +84,4 @@ impl Indices {
     pub fn next_link(&self) -> u32 {
         self.links.used + 1
     }
-
-    /// The index that the next interface gets.
-    pub fn next_interface(&self) -> u32 {
-        self.interfaces.used + 1
-    }
 }

@@ -187,8 +187,9 @@ async fn list_routes(State(shared): State<Shared>) -> Response {
 async fn add_interface(State(shared): State<Shared>, Extension(by): By, body: Body) -> Answer {
     let item = config::interface_from_json(&body?)?;
     let made = change(shared, by, |engine| {
+        let name = item.spec.name.clone();
         engine.add_interface(item)?;
-        Ok(engine.interfaces().pop())
+        Ok(engine.interfaces().into_iter().find(|made| made.name == name))
     });
     Ok(json(StatusCode::CREATED, &made.await?))
 }
@@ -199,8 +200,10 @@ async fn add_interface(State(shared): State<Shared>, Extension(by): By, body: Bo
 async fn add_link(State(shared): State<Shared>, Extension(by): By, body: Body) -> Answer {
     let item = config::link_from_json(&body?)?;
     let made = change(shared, by, |engine| {
+        let name = item.spec.name.clone();
         engine.add_link(item)?;
-        Ok(engine.links().pop())
+        // Not the last one: computed links follow those of the file and of commands.
+        Ok(engine.links().into_iter().find(|made| made.name == name))
     });
     Ok(json(StatusCode::CREATED, &made.await?))
 }
@@ -211,8 +214,8 @@ async fn add_link(State(shared): State<Shared>, Extension(by): By, body: Body) -
 async fn add_route(State(shared): State<Shared>, Extension(by): By, body: Body) -> Answer {
     let item = config::route_from_json(&body?)?;
     let made = change(shared, by, |engine| {
-        engine.add_route(item)?;
-        Ok(engine.routes().pop())
+        let index = engine.add_route(item)?;
+        Ok(engine.routes().into_iter().find(|made| made.index == index))
     });
     Ok(json(StatusCode::CREATED, &made.await?))
 }

@@ -9,6 +9,8 @@ use parking_lot::Mutex;
 use serde_json::Value;
 use tower::ServiceExt;
 
+use vnet_control::overlay::{Computed, PeerLink};
+
 use super::*;
 use crate::gate::Caller;
 
@@ -78,6 +80,31 @@ fn documented() -> Vec<(String, String)> {
         .flat_map(methods)
         .filter(|(method, _)| ["GET", "POST", "DELETE"].contains(&method.as_str()))
         .collect()
+}
+
+#[tokio::test]
+async fn the_answer_names_the_link_that_was_made() {
+    let text = "host.name = \"h1\"\nbridge.listen = \"127.0.0.1:0\"\n\
+                [overlay]\netcd = [\"http://127.0.0.1:1\"]\ntrusted = true";
+    let mut engine = Engine::start(config::parse("f", text).unwrap().desired).unwrap();
+    // A link that the overlay computed comes last.
+    let (name, remote) = ("h9".into(), "127.0.1.9:9000".parse().unwrap());
+    let peer = PeerLink { name, remote, networks: vec![NetworkId::DEFAULT], spoke: false };
+    engine.join(Computed { links: vec![peer], ..Computed::default() }).unwrap();
+    let (shared, followers) = (Arc::new(Mutex::new(Some(engine))), Arc::default());
+    let app = App { shared, events: Hub::new(), followers, token: None };
+    let link = r#"{"name": "h2", "remote": "127.0.1.2:9000", "trusted": true}"#;
+    let (status, made) = ask(&app, LOCAL, "POST", "/v1/links", &[], link).await;
+    assert_eq!((status, &made["name"]), (201, &"h2".into()), "{made}");
+    let say = async |line: &str| {
+        let (_, answers) = ask(&app, LOCAL, "POST", "/v1/console", &[], line).await;
+        answers[0]["lines"][0].as_str().unwrap_or_default().to_string()
+    };
+    assert_eq!(say("LINK ADD 127.0.1.3 9000 udp name=h3").await, "OK link 3");
+    let refused = say("ROUTE ADD any any edge h9").await;
+    assert!(refused.contains("links of the overlay come and go with their hosts"), "{refused}");
+    // It takes the computed link's place, and its index.
+    assert_eq!(say("LINK ADD 127.0.1.4 9000 udp name=h9").await, "OK link 1");
 }
 
 #[tokio::test]

@@ -176,6 +176,11 @@ fn check_routes(desired: &Desired, broken: &[Target], problems: &mut Vec<Problem
                     Some(_) => continue,
                 },
                 Target::Link(name) => match links.get(name.as_str()) {
+                    None if desired.overlay.is_some() => format!(
+                        "the route names link {}, which the configuration does not have; links of the overlay come and go with \
+                         their hosts, so no route may name one: add a [[link]] of that name with the host's address",
+                        quote(name)
+                    ),
                     None => format!("the route names link {}, {}", quote(name), missing(&links)),
                     Some(link) if !link.carries(network) => format!(
                         "link {name} does not carry network {network} of the route; add it to the link's networks"
