@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use vnet_control::api::{Interface, Link};
+use vnet_control::api::{Interface, Link, Overlay};
 
 use super::finding::{Daemon, Finding, Level};
 use super::host::{Host, cpus};
@@ -24,6 +24,9 @@ const BARE_BYTES: u32 = 20 + 8 + 14;
 /// Overhead of VXLAN.
 const VXLAN_BYTES: u32 = BARE_BYTES + 8;
 
+/// Age from which an alarm of the overlay is history, in seconds.
+const ALARM_AGE_S: u64 = 3600;
+
 /// All checks that need a daemon.
 pub fn examine(host: &Host, daemon: &Daemon) -> Vec<Finding> {
     let mut findings = vec![files(host, daemon), locked_memory(host, daemon)];
@@ -32,6 +35,7 @@ pub fn examine(host: &Host, daemon: &Daemon) -> Vec<Finding> {
     findings.push(guests(&daemon.interfaces));
     findings.push(links(&daemon.links));
     findings.push(path_mtus(&daemon.interfaces, &daemon.links));
+    findings.extend(daemon.overlay.as_ref().map(overlay));
     findings
 }
 
@@ -197,6 +201,25 @@ fn links(links: &[Link]) -> Finding {
         return Finding::bad("links", Level::Warn, WHY, what, todo);
     }
     Finding::ok("links", WHY, format!("{} up and receiving", links.len()))
+}
+
+fn overlay(overlay: &Overlay) -> Finding {
+    const WHY: &str = "through the store hosts and guests find each other";
+    let lately = overlay.alarms.iter().filter(|alarm| alarm.age_s < ALARM_AGE_S);
+    if let Some(alarm) = lately.min_by_key(|alarm| alarm.age_s) {
+        let what = format!(
+            "{} alarms; the latest, {} {} s ago: {}",
+            overlay.alarms_total, alarm.name, alarm.age_s, alarm.text
+        );
+        let todo = "'vnet overlay' lists the latest of each kind; docs/overlay.md says what they mean";
+        return Finding::bad("overlay", Level::Warn, WHY, what, todo);
+    }
+    let what = format!("store {}, {} other hosts", overlay.state, overlay.hosts.len());
+    if overlay.state != "connected" {
+        let todo = format!("check etcd at {}, and that this host may reach it", overlay.etcd.join(" "));
+        return Finding::bad("overlay", Level::Problem, WHY, what, todo);
+    }
+    Finding::ok("overlay", WHY, what)
 }
 
 fn path_mtus(interfaces: &[Interface], links: &[Link]) -> Finding {

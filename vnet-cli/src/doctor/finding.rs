@@ -1,7 +1,7 @@
 //! A check's result, and the daemon's answers that checks use.
 
 use serde::Serialize;
-use vnet_control::api::{Interface, Link, Status};
+use vnet_control::api::{Interface, Link, Overlay, Status};
 
 use crate::client::Client;
 use crate::output::read;
@@ -55,6 +55,8 @@ pub struct Daemon {
     pub status: Status,
     pub interfaces: Vec<Interface>,
     pub links: Vec<Link>,
+    /// Absent where the host is in no overlay.
+    pub overlay: Option<Overlay>,
 }
 
 impl Daemon {
@@ -63,6 +65,7 @@ impl Daemon {
         let status = read(&client.get("/v1/status").ok()?).ok()?;
         let interfaces = read(&client.get("/v1/interfaces").ok()?).ok()?;
         let links = read(&client.get("/v1/links").ok()?).ok()?;
-        Some(Daemon { status, interfaces, links })
+        let overlay = client.get("/v1/overlay").ok().and_then(|answer| read(&answer).ok());
+        Some(Daemon { status, interfaces, links, overlay })
     }
 }

@@ -68,10 +68,16 @@ fn daemon() -> Daemon {
         "yield": "adaptive", "interfaces": 1, "interfaces_up": 1, "links": 1, "routes": 0, "networks": 1,
         "learned": 0, "balance": { "in": 0, "copies": 0, "out": 0, "drops": 0 },
     });
+    let overlay = serde_json::json!({
+        "state": "connected", "since_s": 9, "etcd": ["http://10.0.0.1:2379"], "revision": 5, "topology": "mesh",
+        "published": 1, "stations": 2, "frozen": 0, "hosts": [], "alarms_total": 1,
+        "alarms": [{ "name": "vanished", "count": 1, "text": "the store lost 3 of 6 records", "age_s": 90_000 }],
+    });
     Daemon {
         status: serde_json::from_value(status).unwrap(),
         interfaces: vec![serde_json::from_value(interface).unwrap()],
         links: vec![serde_json::from_value(link).unwrap()],
+        overlay: Some(serde_json::from_value(overlay).unwrap()),
     }
 }
 
@@ -164,6 +170,9 @@ fn each_fault_of_a_daemon_is_found() {
     };
     assert_eq!(change(bare, "path-mtu"), Level::Warn);
     assert_eq!(change(|d| d.status.dispatchers = 4, "cores"), Level::Warn);
+    assert_eq!(change(|d| d.overlay.as_mut().unwrap().alarms[0].age_s = 5, "overlay"), Level::Warn);
+    assert_eq!(change(|d| d.overlay.as_mut().unwrap().state = "away".into(), "overlay"), Level::Problem);
+    assert_eq!(change(|_| {}, "overlay"), Level::Ok);
 }
 
 #[test]
