@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from vnetlab import daemon, machine, measure
-from vnetlab.run import wait_until
+from vnetlab.run import run, wait_until
 from vnetlab.topology import Node, Topology
 
 SUMMARY = (
@@ -76,6 +76,24 @@ def pinging(*paths: tuple[Node, Node], interval_s: float = 0.004, seconds: float
             over.set()
         for (source, destination), future in zip(paths, running, strict=True):
             assert future.result() == 0, f"{source.name} - {destination.name}"
+
+
+@contextlib.contextmanager
+def readdressed(host: Node) -> Iterator[str]:
+    """Gives a host another underlay address, and its own again in the end."""
+    inside = ["ip", "-n", host.namespace, "address"]
+    network, _, last = host.address.rpartition(".")
+    other = f"{network}.{100 + int(last)}"
+
+    def change(before: str, now: str) -> None:
+        run([*inside, "del", f"{before}/24", "dev", "eth0"])
+        run([*inside, "add", f"{now}/24", "dev", "eth0"])
+
+    change(host.address, other)
+    try:
+        yield other
+    finally:
+        change(other, host.address)
 
 
 def settled(host: Node) -> dict:

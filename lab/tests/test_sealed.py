@@ -6,7 +6,17 @@ import signal
 import time
 
 import pytest
-from checks import assert_balanced, link, pinging, port, reaches, silent, wait_for_path, wait_for_state
+from checks import (
+    assert_balanced,
+    link,
+    pinging,
+    port,
+    reaches,
+    readdressed,
+    silent,
+    wait_for_path,
+    wait_for_state,
+)
 from conftest import MakeLab
 from sealed_links import assert_hidden, hang_up
 
@@ -81,6 +91,18 @@ def test_a_killed_peer_is_detected_within_a_second_and_comes_back(topology: Topo
     wait_for_state(near, "up")
     wait_for_path(topology.find("h1c1"), topology.find("h2c1").address)
     assert link(near)["rtt_us"] > 0
+
+
+def test_a_peer_that_moved_is_found_after_a_restart(topology: Topology):
+    """The configured address is out of date: the certificate tells who connects."""
+    near, far = topology.hosts
+    with readdressed(far) as address:
+        wait_until("the link to follow", lambda: link(near)["remote"] == f"{address}:9000", 10)
+        process.stop(near.file(".pid"))
+        lab.start_daemon(topology, near)
+        wait_for_path(topology.find("h1c1"), topology.find("h2c1").address, 60)
+        assert link(near)["remote"] == f"{address}:9000"
+    wait_for_path(topology.find("h1c1"), topology.find("h2c1").address, 60)
 
 
 def test_clear_text_from_the_peer_is_refused(topology: Topology):

@@ -7,7 +7,7 @@ import subprocess
 import time
 
 import pytest
-from checks import assert_balanced, pinging, sent_to, silent, wait_for_path
+from checks import assert_balanced, pinging, readdressed, sent_to, silent, wait_for_path
 from conftest import MakeLab
 from sealed_links import hang_up
 
@@ -94,6 +94,37 @@ def test_sealed_hosts_find_each_other(topology: Topology):
     for host in topology.hosts:
         assert not {"untrusted", "replayed", "forged", "garbage"} & alarms(host).keys(), alarms(host)
         wait_until(f"{host.name}'s links to be up", lambda host=host: all_up(host), 5)
+
+
+def test_a_hosts_address_changes_and_its_peer_restarts(topology: Topology):
+    """Sealed links keep their keys and follow; a peer that restarts meanwhile finds the host."""
+    wait_for_all(topology)
+    moving, peer = topology.hosts[1], topology.hosts[0]
+    source, destination = topology.find("h2c1"), topology.find("h1c1")
+    agreed = links_by_name(peer)["h2"]["keys_s"]
+    with readdressed(moving) as address:
+        begin = time.monotonic()
+        wait_for_path(source, destination.address, 60)
+        took = time.monotonic() - begin
+        key = f"/vnet/v1/1/hosts/{moving.name}"
+        wait_until("the store to know", lambda: store.records(topology)[key]["address"] == f"{address}:9000", 10)
+        time.sleep(0.5)
+        assert links_by_name(peer)["h2"]["remote"] == f"{address}:9000"
+        assert links_by_name(peer)["h2"]["keys_s"] >= agreed, "new keys"
+        kept = topology.state / "state" / "overlay-h1.json"
+        wait_until("h1 to have kept signed records", lambda: f"{address}:9000" in kept.read_text(), 10)
+        assert kept.read_text().count("signature") == 4
+        process.stop(peer.file(".pid"))
+        lab.start_daemon(topology, peer)
+        wait_for_path(source, destination.address, 60)
+    wait_for_all(topology)
+    assert took <= 2, took
+    for host in topology.hosts:
+        assert not {"untrusted", "replayed", "forged", "garbage"} & alarms(host).keys(), alarms(host)
+
+
+def links_by_name(host: Node) -> dict[str, dict]:
+    return {link["name"]: link for link in daemon.ask(host, "link", "list")}
 
 
 def test_forged_records_change_no_route(topology: Topology, paths: list[tuple[Node, Node]]):

@@ -13,7 +13,19 @@ from pathlib import Path
 
 import pytest
 from capture_command import capturing, tcpdump
-from checks import assert_balanced, captured, ping, pinging, port, reaches, sent_to, settled, wait_for_path
+from checks import (
+    assert_balanced,
+    captured,
+    links,
+    ping,
+    pinging,
+    port,
+    reaches,
+    readdressed,
+    sent_to,
+    settled,
+    wait_for_path,
+)
 from conftest import PROGRAMS, MakeLab
 
 from vnetlab import container, daemon, lab, machine, process, store
@@ -24,6 +36,8 @@ from vnetlab.topology import Node, Topology
 START_S = 2
 MOVE_S = 0.2
 STEP_S = 5
+MOVED_S = 2
+RESTART_S = 0.3
 PARTITION_S = 18
 """Leases last 15 s."""
 EXTRA = ["--mtu", "1500", "--kind", "tap", "--device", "extra"]
@@ -211,6 +225,99 @@ def fill(topology: Topology, count: int) -> None:
     """Writes records of stations that do not exist."""
     script = PROGRAMS / "fill_store.py"
     run(store.inside(topology, "python3", str(script), store.endpoint(topology), str(count)), timeout_s=60)
+
+
+def test_a_hosts_address_changes(topology: Topology):
+    """Frames flow again soon, the store and the others know the new address, and nobody calls it an attack."""
+    wait_for_step(topology)
+    before = {host.name: alarms(host) for host in topology.hosts}
+    moving, source, destination = topology.hosts[1], topology.find("h2c1"), topology.find("h1c1")
+    key = f"/vnet/v1/1/hosts/{moving.name}"
+
+    def recovered(address: str) -> float:
+        begin = time.monotonic()
+        wait_for_path(source, destination.address, 60)
+        wait_for_path(destination, source.address, 60)
+        took = time.monotonic() - begin
+        assert store.records(topology)[key]["address"] == f"{address}:9000"
+        remote = f"{address}:9000"
+        for host in (topology.hosts[0], topology.hosts[2]):
+            wait_until(f"{host.name} to know", lambda host=host: links(host)["h2"]["remote"] == remote, 5)
+        return took
+
+    wait_for_path(source, destination.address)
+    with readdressed(moving) as address:
+        times = [recovered(address)]
+    times.append(recovered(moving.address))
+    assert min(times) <= MOVED_S, times
+    for host in topology.hosts:
+        assert {"forged", "name"}.isdisjoint(alarms(host).keys() - before[host.name].keys()), overlay(host)["alarms"]
+    # Without any address it says so, and is back when it has one.
+    inside = ["ip", "-n", moving.namespace, "address"]
+    run([*inside, "del", f"{moving.address}/24", "dev", "eth0"])
+    try:
+        wait_until("h2 to raise an alarm", lambda: "has lost its address" in daemon.vnet(moving, "overlay"), 10)
+    finally:
+        run([*inside, "add", f"{moving.address}/24", "dev", "eth0"])
+    wait_for_path(source, destination.address, 60)
+
+
+def state_file(topology: Topology, host: Node) -> Path:
+    return topology.state / "state" / f"overlay-{host.name}.json"
+
+
+def kill(host: Node) -> None:
+    """Kills a vnetd; its TAP devices go with it."""
+    pid = process.find(host.file(".pid"))
+    os.kill(pid, signal.SIGKILL)
+    wait_until(f"{host.name}'s vnetd to end", lambda: process.find(host.file(".pid")) is None, 5)
+
+
+def test_a_host_restarts_while_the_store_is_away(topology: Topology):
+    """It goes on with what it knew, and its return is no attack."""
+    wait_for_step(topology)
+    host, source, destination = topology.hosts[1], topology.find("h2c1"), topology.find("h1c1")
+
+    def kept() -> set[str]:
+        return {key for key, _ in json.loads(state_file(topology, host).read_text())["records"]}
+
+    others = {key for key in store.records(topology) if key.rpartition("/")[2] not in (host.name, source.mac)}
+    wait_until("h2 to have kept what it knows", lambda: state_file(topology, host).exists() and kept() == others, 10)
+    assert state_file(topology, host).stat().st_mode & 0o777 == 0o600
+    before = {host.name: alarms(host) for host in topology.hosts}
+    store.stop(topology)
+    kill(host)
+    logged = host.file(".log").stat().st_size
+    try:
+        lab.start_daemon(topology, host)
+        wait_for_path(source, destination.address)
+        assert overlay(host)["state"] == "away"
+        wait_until("h2 to miss the store", lambda: "out of reach" in host.file(".log").read_text()[logged:], 10)
+        lines = host.file(".log").read_text()[logged:].splitlines()
+        (line,) = [line for line in lines if "out of reach" in line]
+        assert line.endswith("Connection refused (os error 111)"), line
+        assert len(line) < 250
+    finally:
+        store.start(topology)
+    wait_for_step(topology)
+    wait_until("all records to be there", lambda: len(store.records(topology)) == 6, STEP_S)
+    assert alarms(host) == {}, overlay(host)["alarms"]
+    for other in (topology.hosts[0], topology.hosts[2]):
+        assert alarms(other).get("forged") == before[other.name].get("forged"), overlay(other)["alarms"]
+
+
+def test_a_restart_after_a_kill_is_short(topology: Topology):
+    """A container's first frame finds its way: its ARP request is repeated only after a second."""
+    host, source, destination = topology.hosts[1], topology.find("h2c1"), topology.find("h1c1")
+    times = []
+    for _ in range(3):
+        wait_until("h2 to have kept what it knows", lambda: state_file(topology, host).exists(), 10)
+        kill(host)
+        lab.start_daemon(topology, host)
+        begin = time.monotonic()
+        wait_for_path(source, destination.address)
+        times.append(time.monotonic() - begin)
+    assert min(times) <= RESTART_S, times
 
 
 def test_a_new_guest_is_reachable_at_once_and_moves(topology: Topology, paths: list[tuple[Node, Node]]):

@@ -125,7 +125,9 @@ def start(topology: Topology, host: Node) -> None:
     if not config.exists():
         config.write_text(configuration(topology, host))
     command = ["ip", "netns", "exec", host.namespace, str(binaries() / "vnetd"), "--config", str(config)]
-    process.start(command, host.file(".pid"), host.file(".log"))
+    # As systemd does: hosts of all labs share the machine's folders.
+    state = {"STATE_DIRECTORY": str(topology.state / "state")}
+    process.start(command, host.file(".pid"), host.file(".log"), state)
 
     def answers() -> bool:
         if process.find(host.file(".pid")) is None:

@@ -19,16 +19,29 @@ use super::desired::*;
 use super::engine::{Engine, EngineError};
 use super::events::Asker;
 use super::live::{LiveLink, Opened, open_interface};
+use super::overlay::Computed;
 use super::plan::{self, Plan};
 use super::settings;
 use super::table::Problem;
 use vnet::frame::NetworkId;
+use vnet::link::normalised;
 use vnet::stats::PortStats;
 
 impl Engine {
     /// Starts a core and applies `desired`.
     pub fn start(desired: Desired) -> Result<Engine, EngineError> {
+        Engine::start_in(desired, |_, _| Computed::default())
+    }
+
+    /// The same, with links and stations of the overlay from the start, as `last_known` computes them before anything is open.
+    /// A guest's first frame then finds its way: an ARP request that is lost is repeated only after a second.
+    pub fn start_in(
+        desired: Desired,
+        last_known: impl FnOnce(&Engine, &Desired) -> Computed,
+    ) -> Result<Engine, EngineError> {
         let mut engine = Engine::idle(&desired)?;
+        let computed = last_known(&engine, &desired);
+        engine.join_early(&desired, computed);
         match engine.on_behalf(Asker::Part("the configuration file"), |engine| engine.apply(desired)) {
             Ok(_) => Ok(engine),
             Err(error) => {
@@ -135,10 +148,16 @@ impl Engine {
         }
     }
 
-    /// Replaces changed links; returns the old ones.
+    /// Replaces changed links; returns the old ones. A sealed link whose remote alone changes keeps its keys.
     fn change_links(&mut self, diff: &plan::Diff<LinkSpec>) -> Vec<LiveLink> {
-        let changed = diff.changed.iter();
-        let new: Vec<_> = diff.added.iter().chain(changed.clone().map(|(_, wanted)| wanted)).collect();
+        let misplaced = self.misplaced(diff);
+        let changed: Vec<_> = diff
+            .changed
+            .iter()
+            .filter(|(is, wanted)| !self.aim(is, wanted, diff))
+            .chain(&misplaced)
+            .collect();
+        let new: Vec<_> = diff.added.iter().chain(changed.iter().map(|(_, wanted)| wanted)).collect();
         // Created while the old ones are live, so that they get other ports.
         let mut made: Vec<(String, LiveLink)> = vec![];
         for Item { spec, .. } in new {
@@ -149,10 +168,37 @@ impl Engine {
             }
             made.push((spec.name.clone(), live));
         }
-        let old = diff.removed.iter().chain(changed.map(|(is, _)| is));
+        let old = diff.removed.iter().chain(changed.iter().map(|(is, _)| is));
         let gone = old.filter_map(|item| self.links.remove(&item.spec.name)).collect();
         self.links.extend(made);
         gone
+    }
+
+    /// Moves a link to another remote, if that is all that changes. False: it has to be made anew.
+    fn aim(&self, is: &Item<LinkSpec>, wanted: &Item<LinkSpec>, diff: &plan::Diff<LinkSpec>) -> bool {
+        let moved = LinkSpec { remote: wanted.spec.remote, ..is.spec.clone() } == wanted.spec;
+        let live =
+            self.links.get(&is.spec.name).filter(|live| moved && !is_claimed(live, &is.spec.name, diff));
+        live.is_some_and(|live| live.link.aim(wanted.spec.remote))
+    }
+
+    /// Links that have moved, and whose first remote another link takes now: that tells whose datagrams come from there.
+    fn misplaced(&self, diff: &plan::Diff<LinkSpec>) -> Vec<(Item<LinkSpec>, Item<LinkSpec>)> {
+        let in_diff: HashSet<_> = diff
+            .removed
+            .iter()
+            .chain(diff.changed.iter().map(|(is, _)| is))
+            .map(|item| &item.spec.name)
+            .collect();
+        let is_misplaced = |item: &&Item<LinkSpec>| {
+            let live = self.links.get(&item.spec.name);
+            !in_diff.contains(&item.spec.name)
+                && live.is_some_and(|live| {
+                    live.link.options().remote != normalised(item.spec.remote)
+                        && is_claimed(live, &item.spec.name, diff)
+                })
+        };
+        self.current.links.iter().filter(is_misplaced).map(|item| (item.clone(), item.clone())).collect()
     }
 
     /// Opens the kernel's VXLAN devices for TCP streams on VXLAN links, on a thread of its own.
@@ -289,6 +335,13 @@ impl Engine {
         }
         self.route_indices.retain(|spec, _| !spec.names(&target));
     }
+}
+
+/// True when another link of a plan has the remote that `live` began with.
+fn is_claimed(live: &LiveLink, name: &str, diff: &plan::Diff<LinkSpec>) -> bool {
+    let new = diff.added.iter().chain(diff.changed.iter().map(|(_, wanted)| wanted));
+    let remote = live.link.options().remote;
+    new.into_iter().any(|item| item.spec.name != name && normalised(item.spec.remote) == remote)
 }
 
 /// Changed interfaces that must be reopened: old and new.

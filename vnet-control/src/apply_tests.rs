@@ -6,6 +6,8 @@ use super::*;
 use crate::api;
 use crate::config;
 use crate::config::{interface_from_json, link_from_json, parse, route_from_json};
+use crate::overlay::PeerLink;
+use vnet::link::sealed::pki::{Flaw, Pki};
 
 /// A host with its sockets in `dir`.
 fn desired(dir: &Path, more: &str) -> Desired {
@@ -223,6 +225,64 @@ fn a_link_to_an_address_of_this_host_is_refused() {
     assert!(engine.links().is_empty());
     engine.stop();
     drop(dir);
+}
+
+#[test]
+fn a_sealed_link_keeps_its_keys_when_its_remote_changes() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = Pki::new(dir.path()).issue("h1", 1, Flaw::None, &[]);
+    let (ca, certificate, key) = (files.ca.display(), files.certificate.display(), files.key.display());
+    let identity = format!("[identity]\nca = \"{ca}\"\ncertificate = \"{certificate}\"\nkey = \"{key}\"\n");
+    let sealed = |name: &str, host: u8| {
+        format!("[[link]]\nname = \"{name}\"\nremote = \"10.1.2.{host}:9000\"\nsealed = true\n")
+    };
+    let with = |links: String| desired(dir.path(), &(identity.clone() + &links));
+    let mut engine = Engine::start(with(sealed("h2", 2))).unwrap();
+    let live = |engine: &Engine, name: &str| engine.links[name].link.clone();
+    let first = live(&engine, "h2");
+    engine.apply(with(sealed("h2", 3))).unwrap();
+    assert!(Arc::ptr_eq(&first, &live(&engine, "h2")), "it moves");
+    assert_eq!(engine.links()[0].settings.text("remote"), "10.1.2.3:9000");
+    // The first remote tells whose datagrams come from there: another link takes it, so this one is made anew.
+    engine.apply(with(sealed("h2", 3) + &sealed("h3", 2))).unwrap();
+    let (second, third) = (live(&engine, "h2"), live(&engine, "h3"));
+    assert!(!Arc::ptr_eq(&first, &second));
+    engine.apply(with(sealed("h2", 2) + &sealed("h3", 3))).unwrap();
+    assert!(!Arc::ptr_eq(&second, &live(&engine, "h2")) && !Arc::ptr_eq(&third, &live(&engine, "h3")));
+    assert_eq!(engine.links()[1].settings.text("remote"), "10.1.2.3:9000");
+    // In clear text the remote alone tells who sends.
+    engine.apply(with(link("h2", 2))).unwrap();
+    let clear = live(&engine, "h2");
+    engine.apply(with(link("h2", 4))).unwrap();
+    assert!(!Arc::ptr_eq(&clear, &live(&engine, "h2")));
+    engine.stop();
+}
+
+#[test]
+fn what_the_overlay_knew_is_there_before_interfaces_are() {
+    let dir = tempfile::tempdir().unwrap();
+    let overlay = "[overlay]\netcd = [\"http://127.0.0.1:1\"]\ntrusted = true\n";
+    let peer = |name: &str, remote: &str| PeerLink {
+        name: name.into(),
+        remote: remote.parse().unwrap(),
+        networks: vec![NetworkId::DEFAULT],
+        spoke: false,
+    };
+    let mut asked = 0;
+    let engine =
+        Engine::start_in(desired(dir.path(), &(overlay.to_string() + &vm("vm1"))), |engine, desired| {
+            asked += engine.interfaces().len() + 1;
+            assert_eq!(Engine::planned_locals(desired).len(), 1);
+            // One of them cannot be reached from an IPv4 address: left out.
+            Computed {
+                links: vec![peer("h2", "10.1.2.2:9000"), peer("h6", "[fd00::6]:9000")],
+                ..Computed::default()
+            }
+        });
+    let engine = engine.unwrap();
+    assert_eq!(asked, 1, "asked once, before an interface is open");
+    assert_eq!(names(&engine), (vec!["vm1".into()], vec!["h2".into()], vec![]));
+    engine.stop();
 }
 
 #[test]

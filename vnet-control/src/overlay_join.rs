@@ -23,15 +23,7 @@ impl Engine {
     /// Merges what the overlay computed into the running state. Unusable links are left out; one returned line each says why.
     /// On an error nothing changes.
     pub fn join(&mut self, computed: Computed) -> Result<(Plan, Vec<String>), EngineError> {
-        let mut refused = vec![];
-        let links = computed.links.into_iter().filter(|peer| match self.unusable(peer) {
-            Some(why) => {
-                refused.push(why);
-                false
-            }
-            None => true,
-        });
-        let joined = Computed { links: links.collect(), ..computed };
+        let (joined, refused) = self.usable(&self.own, computed);
         let before = std::mem::replace(&mut self.joined, joined);
         let merged = self.merged(&self.own);
         let done = config::validate(&merged).map_err(EngineError::from).and_then(|()| self.carry_out(merged));
@@ -49,12 +41,35 @@ impl Engine {
         }
     }
 
+    /// Takes what the overlay computed before `desired` is applied for the first time. What does not fit is left to
+    /// [`Engine::join`].
+    pub(super) fn join_early(&mut self, desired: &Desired, computed: Computed) {
+        self.joined = self.usable(desired, computed).0;
+        if config::validate(&self.merged(desired)).is_err() {
+            self.joined = Computed::default();
+        }
+    }
+
+    /// The usable part of what was computed, and a line for each unusable link.
+    fn usable(&self, own: &Desired, computed: Computed) -> (Computed, Vec<String>) {
+        let mut refused = vec![];
+        let links = computed.links.into_iter().filter(|peer| match self.unusable(own, peer) {
+            Some(why) => {
+                refused.push(why);
+                false
+            }
+            None => true,
+        });
+        let usable = Computed { links: links.collect(), ..computed };
+        (usable, refused)
+    }
+
     /// Why a computed link is unusable; `None` when it can be added.
-    fn unusable(&self, peer: &PeerLink) -> Option<String> {
-        let spec = link(&self.own, peer);
-        let own = || self.leads_here(&spec).then(|| links::to_oneself(&spec));
-        let risky = || security::unsafe_link(&self.own, &spec);
-        links::unusable(&self.own.bridge.spec, &spec).or_else(own).or_else(risky)
+    fn unusable(&self, own: &Desired, peer: &PeerLink) -> Option<String> {
+        let spec = link(own, peer);
+        let to_oneself = || self.leads_here(&spec).then(|| links::to_oneself(&spec));
+        let risky = || security::unsafe_link(own, &spec);
+        links::unusable(&own.bridge.spec, &spec).or_else(to_oneself).or_else(risky)
     }
 
     /// `desired` plus the computed links; on a conflict `desired` wins.
@@ -96,6 +111,18 @@ impl Engine {
             spokes: spokes.collect(),
             relayed: self.current.networks.iter().filter(|n| n.spec.relay).map(|n| n.spec.id).collect(),
         })
+    }
+
+    /// This host's interfaces as they will be, as input for the overlay before they are open.
+    pub fn planned_locals(desired: &Desired) -> Vec<Local> {
+        let local = |Item { spec, .. }: &Item<InterfaceSpec>| Local {
+            network: spec.network,
+            mac: spec.mac,
+            addresses: spec.addresses.clone(),
+            up: true,
+            in_frames: 0,
+        };
+        desired.interfaces.iter().map(local).collect()
     }
 
     /// This host's interfaces, as input for the overlay.

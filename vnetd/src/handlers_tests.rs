@@ -101,7 +101,7 @@ async fn the_answer_names_the_link_that_was_made() {
         answers[0]["lines"][0].as_str().unwrap_or_default().to_string()
     };
     assert_eq!(say("LINK ADD 127.0.1.3 9000 udp name=h3").await, "OK link 3");
-    let refused = say("ROUTE ADD any any edge h9").await;
+    let refused = say("ROUTE ADD any any edge h9 any").await;
     assert!(refused.contains("links of the overlay come and go with their hosts"), "{refused}");
     // It takes the computed link's place, and its index.
     assert_eq!(say("LINK ADD 127.0.1.4 9000 udp name=h9").await, "OK link 1");

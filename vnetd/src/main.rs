@@ -166,13 +166,18 @@ fn run(file: &Path) -> Result<(), Failure> {
         make_folder(path)?;
         let socket = Listener::bind(path, CONTROL_SOCKET_MODE)?;
         let remote = Remote::open(&desired.control.spec.access)?;
-        let mut engine = Engine::start(desired)?;
+        let mut prepared = None;
+        let mut engine = Engine::start_in(desired, |engine, desired| {
+            let (overlay, computed) = overlay::prepare(engine, desired).unzip();
+            prepared = overlay;
+            computed.unwrap_or_default()
+        })?;
         let (events, followers) = (Hub::new(), Arc::new(Followers::default()));
         engine.tell(events.sink());
         let ready = ready_line(&engine, &remote);
         let inbox = engine.inbox().clone();
         let shared: Shared = Arc::new(Mutex::new(Some(engine)));
-        let overlay = overlay::start(&shared)?;
+        let overlay = prepared.map(|prepared| overlay::start(&shared, prepared)).transpose()?.flatten();
         let app = App {
             shared: shared.clone(),
             events: events.clone(),

@@ -5,8 +5,10 @@ use std::thread::JoinHandle;
 
 use tokio::sync::watch::{Sender, channel};
 use vnet::frame::NetworkId;
-use vnet_control::overlay::{Authenticator, Overlay};
-use vnetd::store::{Agent, EngineHost, Options, settings};
+use vnet_control::desired::Desired;
+use vnet_control::engine::Engine;
+use vnet_control::overlay::{Authenticator, Computed, Overlay};
+use vnetd::store::{Agent, EngineHost, LastKnown, Options, settings};
 
 use crate::shared::Shared;
 
@@ -27,26 +29,49 @@ impl Running {
     }
 }
 
-/// Starts the agent if the configuration has an `[overlay]`.
-pub fn start(shared: &Shared) -> Result<Option<Running>, Box<dyn std::error::Error>> {
+/// The overlay before it has met the store.
+pub struct Prepared {
+    overlay: Overlay,
+    authenticator: Option<Authenticator>,
+    kept: LastKnown,
+}
+
+/// Prepares the overlay, if the configuration has an `[overlay]`, with what the previous run has kept. Returns the links and
+/// stations that follow from that.
+pub fn prepare(engine: &Engine, desired: &Desired) -> Option<(Prepared, Computed)> {
+    let spec = &desired.overlay.as_ref()?.spec;
+    let declared = desired.networks.iter().map(|item| item.spec.id).chain([NetworkId::DEFAULT]);
+    let me = desired.host.spec.name.as_str();
+    let mut overlay = Overlay::new(me.into(), instance(), settings(spec, declared));
+    let mut authenticator = engine.identity().filter(|_| spec.sealed).map(Authenticator::new);
+    let kept = LastKnown::new(spec, me);
+    let records = kept.read();
+    if !records.is_empty() {
+        let restored = overlay.restore(authenticator.as_mut(), &records);
+        let (all, file) = (records.len(), kept.path().display());
+        tracing::info!(
+            "overlay: starting with {restored} of {all} records of the last known state in {file}"
+        );
+    }
+    overlay.locals(&Engine::planned_locals(desired));
+    let computed = overlay.computed();
+    Some((Prepared { overlay, authenticator, kept }, computed))
+}
+
+/// Starts the agent of a prepared overlay.
+pub fn start(shared: &Shared, prepared: Prepared) -> Result<Option<Running>, Box<dyn std::error::Error>> {
     let locked = shared.lock();
     let Some(engine) = locked.as_ref() else { return Ok(None) };
-    let desired = engine.current();
-    let Some(spec) = desired.overlay.as_ref().map(|item| &item.spec) else { return Ok(None) };
-    let declared = desired.networks.iter().map(|item| item.spec.id).chain([NetworkId::DEFAULT]);
-    let settings = settings(spec, declared);
+    let Some(spec) = engine.current().overlay.as_ref().map(|item| &item.spec) else { return Ok(None) };
     let options = Options::new(spec, engine.bridge_address())?;
-    let me = desired.host.spec.name.as_str().into();
-    let authenticator = engine.identity().filter(|_| spec.sealed).map(Authenticator::new);
     drop(locked);
-    let instance = instance();
     let host = EngineHost(shared.clone());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let (stop, stopping) = channel(false);
     let thread = std::thread::Builder::new().name("overlay".into()).spawn(move || {
         runtime.block_on(async {
-            let overlay = Overlay::new(me, instance, settings);
-            let agent = Agent::new(overlay, host, options);
+            let Prepared { overlay, authenticator, kept } = prepared;
+            let agent = Agent::new(overlay, host, options).keeping(kept);
             match authenticator {
                 Some(authenticator) => agent.with_authenticator(authenticator).run(stopping).await,
                 None => agent.run(stopping).await,

@@ -33,6 +33,8 @@ pub struct OverlaySpec {
     pub sealed: bool,
     /// Clear text may travel computed links.
     pub trusted: bool,
+    /// Folder of the last known state; absent: the service manager's, or `/var/lib/vnet`.
+    pub state: Option<PathBuf>,
 }
 
 /// Which hosts have links to each other.

@@ -27,6 +27,8 @@ pub enum Alarm {
     Garbage,
     /// Another writer changed a record of this host; it was repaired.
     Forged,
+    /// Guests of two hosts use the same MAC address, or somebody claims one for another host.
+    Duplicate,
     /// A record that its writer's certificate does not authorize.
     Untrusted,
     /// A replay of a record that its writer has since replaced.

@@ -114,6 +114,8 @@ pub struct Authenticator {
     hosts: HashMap<(NetworkId, Box<str>), Known>,
     stations: HashMap<StationKey, Newest>,
     waiting: HashMap<StationKey, Waiting>,
+    /// The latest accepted values of other hosts, as signed: with [`super::state::STATIONS_MAX`] stations about 50 MB.
+    values: HashMap<Key, Box<[u8]>>,
 }
 
 impl Authenticator {
@@ -129,7 +131,20 @@ impl Authenticator {
             hosts: HashMap::new(),
             stations: HashMap::new(),
             waiting: HashMap::new(),
+            values: HashMap::new(),
         }
+    }
+
+    /// The latest accepted value of another host under `key`, as signed.
+    pub(super) fn value(&self, key: &Key) -> Option<&[u8]> {
+        self.values.get(key).map(|value| &**value)
+    }
+
+    /// Verifies a value that was kept from the previous run; returns it without its signature.
+    pub(super) fn vouches(&mut self, key: &Key, value: &[u8]) -> Option<Vec<u8>> {
+        let believed = self.check(key, value).ok()?;
+        self.values.insert(key.clone(), value.into());
+        Some(believed.value)
     }
 
     /// Signs the value of a write, or says why that is impossible.
@@ -175,10 +190,15 @@ impl Authenticator {
             return;
         }
         match self.check(&parsed, value) {
-            Ok(Believed { value, stale }) => {
-                overlay.put(key, &value, if stale { 0 } else { lease }, revision, now_ms);
+            Ok(Believed { value: plain, stale }) => {
+                overlay.put(key, &plain, if stale { 0 } else { lease }, revision, now_ms);
                 // The overlay did not keep it, so forget it here too: this bounds memory the same way.
                 let kept = overlay.knows(&parsed);
+                if kept && !overlay.names_this_host(&parsed, &plain) {
+                    self.values.insert(parsed.clone(), value.into());
+                } else {
+                    self.values.remove(&parsed);
+                }
                 match &parsed {
                     Key::Host(network, name) if kept => self.await_no_more(overlay, *network, name, now_ms),
                     Key::Host(network, name) => drop(self.hosts.remove(&(*network, name.clone()))),
@@ -187,8 +207,12 @@ impl Authenticator {
                 }
             }
             Err(Doubt::Wrong(alarm, why)) => {
+                let history = overlay.is_new && overlay.names_this_host(&parsed, value);
                 overlay.disbelieve(&parsed, lease, revision, now_ms);
-                overlay.alarm(alarm, now_ms, format!("{parsed} is ignored: {why}"));
+                // Left by this host's previous run, without [overlay] sealed or with another certificate.
+                if !history {
+                    overlay.alarm(alarm, now_ms, format!("{parsed} is ignored: {why}"));
+                }
             }
             Err(Doubt::Unknown(host)) => {
                 overlay.disbelieve(&parsed, lease, revision, now_ms);
@@ -214,6 +238,7 @@ impl Authenticator {
     /// [`Overlay::end_reading`] with verification; forgets what the state machine has forgotten.
     pub fn end_reading(&mut self, overlay: &mut Overlay, now_ms: u64) {
         overlay.end_reading(now_ms);
+        self.values.retain(|key, _| overlay.knows(key));
         self.hosts.retain(|(network, name), _| overlay.knows(&Key::Host(*network, name.clone())));
         self.stations.retain(|(network, mac), _| overlay.knows(&Key::Station(*network, *mac)));
     }
@@ -255,7 +280,8 @@ impl Authenticator {
     }
 
     fn check(&mut self, key: &Key, value: &[u8]) -> Result<Believed, Doubt> {
-        let value = Signed::parse(key, value).ok_or("it is not signed")?;
+        let value = Signed::parse(key, value)
+            .ok_or("it is not signed; does its host run without [overlay] sealed?")?;
         let signed = value.signed;
         let (believed, mine) = match key {
             Key::Host(network, name) => {

@@ -43,6 +43,57 @@ fn signed_by(signer: &mut Authenticator, key: &str, value: &str) -> String {
 }
 
 #[test]
+fn what_was_kept_is_verified_again() {
+    let (_folder, pki) = pki();
+    let mut world = World::sealed(3, &pki);
+    world.run(400, |_| {});
+    let one = world.host(1);
+    let (judge, identity) = one.identity.as_ref().unwrap();
+    let (kept, identity) = (one.overlay.last_known(Some(judge)), identity.clone());
+    assert_eq!(kept.len(), 4);
+    assert!(kept.iter().all(|(_, value)| value.contains("\"signature\":")), "{kept:?}");
+    let restored = |records: &[(String, String)]| {
+        let (mut overlay, mut judge) =
+            (Overlay::new("h1".into(), 99, settings(1)), Authenticator::new(identity.clone()));
+        let restored = overlay.restore(Some(&mut judge), records);
+        (restored, overlay.last_known(Some(&judge)).len())
+    };
+    assert_eq!(restored(&kept), (4, 4));
+    // A forged address; a station without its host; records without a signature.
+    let mut forged = kept.clone();
+    forged[0].1 = forged[0].1.replace("10.0.0.", "10.9.9.");
+    assert_eq!(restored(&forged).0, 2);
+    let plain: Vec<_> = kept.iter().map(|(key, _)| (key.clone(), claim("h2", 1))).collect();
+    assert_eq!(restored(&plain).0, 0);
+}
+
+/// The records of its previous run are not signed: they are replaced without an alarm.
+#[test]
+fn a_host_that_switches_to_sealed_raises_no_alarm() {
+    let (_folder, pki) = pki();
+    let mut world = World::sealed(1, &pki);
+    world.run(400, |_| {});
+    world.disconnect(1);
+    world.put(&host(1), r#"{"address":"10.0.0.1:9000","instance":5}"#);
+    world.put(&station(1), &claim("h1", 3));
+    world.put(&station(7), &claim("h1", 3));
+    let identity = world.host(1).identity.as_ref().unwrap().1.clone();
+    world.host(1).identity = Some((Authenticator::new(identity.clone()), identity));
+    let mut sealed = Overlay::new("h1".into(), 99, settings(1));
+    sealed.locals(&[guest(1, 1)]);
+    world.host(1).overlay = sealed;
+    world.connect(1);
+    world.run(1_000, |_| {});
+    assert_eq!(world.alarms(1), Vec::<String>::new());
+    assert!(world.value(&host(1)).unwrap().contains("signature"));
+    assert!(world.value(&station(1)).unwrap().contains("signature"));
+    // Afterwards such a record is no history.
+    world.put(&station(1), &claim("h1", 4));
+    world.run(1_000, |_| {});
+    assert_eq!(world.alarms(1), ["forged", "untrusted"]);
+}
+
+#[test]
 fn signed_hosts_find_each_other() {
     let (_folder, pki) = pki();
     let mut world = World::sealed(3, &pki);

@@ -110,8 +110,9 @@ impl Overlay {
         let mut entries: Vec<_> = vec![];
         for (id, network) in &self.networks {
             for (name, entry) in network.hosts.iter().filter(|(name, _)| **name != self.me) {
-                entries
-                    .extend(entry.in_force().map(|record| (entry.settled_revision, *id, &**name, &**record)));
+                // What the store no longer has yields to what it has.
+                let since = (entry.restored && entry.missed > 0, entry.settled_revision);
+                entries.extend(entry.in_force().map(|record| (since, *id, &**name, &**record)));
             }
         }
         entries.sort_by_key(|(since, id, name, _)| (*since, *name, *id));

@@ -25,6 +25,8 @@ pub(super) struct Stored<R> {
     pub revision: i64,
     /// Lease of the key; 0 for none.
     pub lease: i64,
+    /// History of this host: written by it, or found when it started.
+    pub own: bool,
 }
 
 /// Move counter: [`MOVES_MAX`] within [`MOVES_WINDOW_MS`] freeze the object (RFC 7432, section 15.1).
@@ -90,6 +92,8 @@ pub(super) struct Entry<R> {
     pub moves: Moves,
     /// It had vanished from the store, and with it the sequence number that the next claim builds on.
     pub orphaned: bool,
+    /// Kept from this host's previous run; not seen in the store since.
+    pub restored: bool,
     /// Next timer.
     pub timer_ms: Option<u64>,
 }
@@ -111,6 +115,7 @@ impl<R> Default for Entry<R> {
             reading: 0,
             moves: Moves::default(),
             orphaned: false,
+            restored: false,
             timer_ms: None,
         }
     }
@@ -128,9 +133,11 @@ impl<R: Record> Entry<R> {
     }
 
     /// Stores a record; [`Entry::consider`] decides about it.
-    pub fn store(&mut self, record: Option<R>, revision: i64, lease: i64) {
-        self.stored = Some(Stored { record: record.map(Arc::new), revision, lease });
-        (self.silent_since_ms, self.missed) = (None, 0);
+    pub fn store(&mut self, record: Option<R>, revision: i64, lease: i64, own: bool) {
+        // The same write again, from a snapshot.
+        let again = self.stored.as_ref().is_some_and(|stored| stored.own && stored.revision == revision);
+        self.stored = Some(Stored { record: record.map(Arc::new), revision, lease, own: own || again });
+        (self.silent_since_ms, self.missed, self.restored) = (None, 0, false);
     }
 
     /// The store no longer has it. True if nothing remains to be kept.

@@ -27,12 +27,14 @@
 //! # When the store fails
 //! Everything stays in force. While the store is away, only learning from frames changes anything; records that are
 //! missing when it returns are kept. A host missing from the store is forgotten after [`FORGET_MS`], if two snapshots
-//! missed it and its link received nothing meanwhile. A record that withdraws it removes it at once.
+//! missed it and its link received nothing meanwhile. A record that withdraws it removes it at once. Other hosts' records
+//! survive a restart (`last_known.rs`).
 
 mod alarm;
 mod authenticator;
 mod compute;
 mod entry;
+mod last_known;
 #[cfg(test)]
 mod oracle;
 mod places;

@@ -1,6 +1,7 @@
 //! This host's writes to the store: its host records, its stations, and repairs of foreign writes.
 
 use std::collections::BTreeSet;
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use super::alarm::Alarm;
@@ -10,13 +11,75 @@ use super::state::{Network, Overlay, REPAIRS_PER_S, WITHDRAWN_MS, WRITE_MS, Writ
 use vnet::frame::NetworkId;
 use vnet::wire::ethernet::Mac;
 
+/// Values of one key that may be on their way to the store at once: one a second, for as long as a request may take.
+const WRITTEN_MAX: usize = 4;
+
 /// Why a record is written.
-#[derive(Clone, Copy, PartialEq, Eq)]
 enum Why {
     /// Something changed on this host.
     Own,
-    /// Another host wrote it.
-    Repair,
+    /// Somebody else wrote it; the alarm says who, and which mistake is likely.
+    Repair(Alarm, String),
+}
+
+/// A station's record in the store, seen by a host that decides about its own.
+struct Seen {
+    id: NetworkId,
+    mac: Mac,
+    /// `None` if it is missing or malformed.
+    record: Option<Arc<StationRecord>>,
+    /// Its revision; 0 if it is missing.
+    expect: i64,
+    /// It has this host's lease.
+    leased: bool,
+    /// It is history of this host.
+    own: bool,
+}
+
+impl Seen {
+    fn new(id: NetworkId, mac: Mac, entry: &Entry<StationRecord>, lease: i64) -> Seen {
+        let stored = entry.stored.as_ref();
+        Seen {
+            id,
+            mac,
+            record: stored.and_then(|stored| stored.record.clone()),
+            expect: stored.map_or(0, |stored| stored.revision),
+            leased: stored.is_some_and(|stored| stored.lease == lease),
+            own: stored.is_some_and(|stored| stored.own),
+        }
+    }
+
+    fn write(&self, record: &StationRecord) -> Write {
+        let key = Key::Station(self.id, self.mac).to_string();
+        Write { key, value: Some(record.write()), expect: self.expect }
+    }
+
+    fn forged(&self, what: &str) -> Why {
+        let Seen { id, mac, .. } = self;
+        let text =
+            format!("{mac} of network {id} was {what}; restored. Who but the hosts may write to the store?");
+        Why::Repair(Alarm::Forged, text)
+    }
+
+    fn duplicate(&self, other: &str) -> Why {
+        let Seen { id, mac, .. } = self;
+        let text = format!(
+            "{mac} of network {id} sends frames on this host, and {other} claims it: give one of the two guests another address"
+        );
+        Why::Repair(Alarm::Duplicate, text)
+    }
+
+    /// Why `record`, in this host's name, has to be written again for a guest that is here; `None` if it has not.
+    fn own_record(&self, record: &StationRecord, addresses: &[IpAddr], has_namesake: bool) -> Option<Why> {
+        let same = !record.withdrawn && record.addresses == addresses;
+        // A host of this name has a guest of this address, too: a fight would never end.
+        let left_alone = has_namesake && !record.withdrawn && !self.own;
+        if same && self.leased || left_alone && !self.leased {
+            return None;
+        }
+        let own = same || self.own || has_namesake;
+        Some(if own { Why::Own } else { self.forged("overwritten in the name of this host") })
+    }
 }
 
 impl Overlay {
@@ -76,13 +139,19 @@ impl Overlay {
         if self.sent.contains_key(&key) {
             return;
         }
-        if why == Why::Repair {
-            let text = format!("{key} was written by another host; repaired");
-            self.alarms.raise(Alarm::Forged, now_ms, text);
+        if let Why::Repair(alarm, text) = why {
             if self.repairs.0 == 0 {
                 return;
             }
             self.repairs.0 -= 1;
+            self.alarms.raise(alarm, now_ms, text);
+        }
+        if let Some(value) = &write.value {
+            let written = self.written.entry(key.clone()).or_default();
+            if written.len() == WRITTEN_MAX {
+                written.pop_front();
+            }
+            written.push_back(value.clone());
         }
         self.sent.insert(key, now_ms + WRITE_MS);
         writes.push(write);
@@ -115,70 +184,79 @@ impl Overlay {
             return None;
         }
         let write = Write { key: key(), value: Some(wanted.write()), expect };
-        let foreign = stored.is_some() && joined && record.as_deref() != Some(&wanted);
-        if !foreign {
+        let Some(foreign) =
+            stored.filter(|stored| joined && !stored.own && record.as_deref() != Some(&wanted))
+        else {
             return Some((write, Why::Own));
-        }
-        if record.is_none() {
+        };
+        let Some(record) = record else {
             // A malformed record misleads nobody, so this is no move.
-            return Some((write, Why::Repair));
-        }
+            return Some((
+                write,
+                Why::Repair(Alarm::Forged, format!("{} was overwritten with no record; restored", key())),
+            ));
+        };
         if self.sent.contains_key(&Key::Host(id, self.me.clone())) || entry.moves.is_frozen(now_ms) {
             return None;
         }
+        let namesake = format!(
+            "another host, at {}, is also named {}; give one of the two another [host] name",
+            record.address, self.me
+        );
+        // A daemon writes under a lease.
+        let is_daemon = foreign.lease != 0 && foreign.lease != lease && record.instance != instance;
         if entry.moves.count(now_ms) {
-            let text = format!("another host is also named {}; rename one of the two", self.me);
-            self.alarms.raise(Alarm::Name, now_ms, text);
+            self.alarms.raise(Alarm::Name, now_ms, namesake);
             return None;
         }
-        Some((write, Why::Repair))
+        if is_daemon {
+            return Some((write, Why::Repair(Alarm::Name, namesake)));
+        }
+        let text = format!(
+            "{} was overwritten with address {}; restored. Who but the hosts may write to the store?",
+            key(),
+            record.address
+        );
+        Some((write, Why::Repair(Alarm::Forged, text)))
     }
 
     fn station_write(&mut self, id: NetworkId, mac: Mac, now_ms: u64) -> Option<(Write, Why)> {
-        let (me, lease) = (self.me.clone(), self.lease);
+        let me = self.me.clone();
+        let has_namesake = now_ms < self.namesake_until_ms;
         let Network { hosts, stations } = self.networks.get_mut(&id)?;
         let fresh = Entry::default();
         let entry = stations.get(&mac).unwrap_or(&fresh);
-        let guest = self.guests.get_mut(&(id, mac));
-        let expect = entry.stored.as_ref().map_or(0, |stored| stored.revision);
-        let stored = entry.stored.as_ref().and_then(|stored| stored.record.clone());
-        let write = |record: StationRecord| {
-            let key = Key::Station(id, mac).to_string();
-            Write { key, value: Some(record.write()), expect }
-        };
-        let Some(guest) = guest else {
+        let is = Seen::new(id, mac, entry, self.lease);
+        let frozen = entry.moves.is_frozen(now_ms);
+        let Some(guest) = self.guests.get_mut(&(id, mac)) else {
             // The store has it here, but it is not.
-            let record = stored.filter(|record| record.host == me && !record.withdrawn)?;
-            let own = self.leaving.contains(&(id, mac));
-            if entry.moves.is_frozen(now_ms) && !own {
+            let record = is.record.as_ref().filter(|record| record.host == me && !record.withdrawn)?;
+            let own = self.leaving.contains(&(id, mac)) || is.own;
+            if !own && (frozen || has_namesake && !is.leased) {
                 return None;
             }
             self.withdrawals.insert(Key::Station(id, mac), now_ms);
-            let record = StationRecord { withdrawn: true, ..StationRecord::clone(&record) };
-            return Some((write(record), if own { Why::Own } else { Why::Repair }));
+            let record = StationRecord { withdrawn: true, ..StationRecord::clone(record) };
+            let forged = || is.forged("claimed in the name of this host, which does not have it");
+            return Some((is.write(&record), if own { Why::Own } else { forged() }));
         };
         let known = entry.settled.as_ref().map(|record| record.sequence);
+        let addresses = guest.addresses.clone();
         let claim = |sequence: u32| {
-            write(StationRecord {
-                host: me.clone(),
-                sequence,
-                addresses: guest.addresses.clone(),
-                withdrawn: false,
-            })
+            is.write(&StationRecord { host: me.clone(), sequence, addresses, withdrawn: false })
         };
-        let Some(record) = stored else {
+        let Some(record) = is.record.clone() else {
             // Missing or malformed: claim it as before, or with the next number if another host had it.
             let another = entry.settled.as_ref().is_some_and(|record| record.host != me);
-            let why = if expect == 0 { Why::Own } else { Why::Repair };
+            let own = is.expect == 0 || is.own;
             let sequence = known.map_or(1, |known| known.wrapping_add(another.into()));
+            let why = if own { Why::Own } else { is.forged("overwritten with no record") };
             return Some((claim(sequence), why));
         };
         if record.host == me {
             (guest.claimed, guest.rivalled, guest.rivalled_at) = (true, false, None);
-            let same = !record.withdrawn && record.addresses == guest.addresses;
-            let leased = entry.stored.as_ref().is_some_and(|stored| stored.lease == lease);
-            let why = if same || !leased { Why::Own } else { Why::Repair };
-            return (!same || !leased).then(|| (claim(record.sequence), why));
+            let why = is.own_record(&record, &guest.addresses, has_namesake)?;
+            return Some((claim(record.sequence), why));
         }
         // A number that other hosts would refuse cannot be the base of the next one.
         let believed =
@@ -186,15 +264,19 @@ impl Overlay {
         let next = known.filter(|known| !believed(known)).unwrap_or(record.sequence).wrapping_add(1);
         let is_there = hosts.get(&record.host).is_some_and(|host| host.in_force().is_some());
         if record.withdrawn || !is_there {
-            return Some((claim(next), if guest.claimed { Why::Repair } else { Why::Own }));
+            // Withdrawn by a host that is there: the station has left it.
+            let forged = guest.claimed && !is_there;
+            let why = if forged { is.forged("claimed for a host that is unknown") } else { Why::Own };
+            return Some((claim(next), why));
         }
         // Another host has it. Claim it if it just came up here, or reclaim it if it still sends here.
         guest.rivalled = true;
         let speaks = guest.rivalled_at.is_some_and(|frames| guest.in_frames > frames);
-        if guest.claimed && !speaks || entry.moves.is_frozen(now_ms) {
+        if guest.claimed && !speaks || frozen {
             return None;
         }
-        Some((claim(next), if guest.claimed { Why::Repair } else { Why::Own }))
+        let why = if guest.claimed { is.duplicate(&record.host) } else { Why::Own };
+        Some((claim(next), why))
     }
 
     /// Deletes withdrawals that every host has seen.

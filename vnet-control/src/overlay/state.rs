@@ -1,6 +1,6 @@
 //! The state of [`Overlay`], its clock, and this host's stations. `store_input.rs`, `publish.rs`, `compute.rs` and `vouched.rs` add their parts.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::net::{IpAddr, SocketAddr};
 
 use super::alarm::{Alarm, Alarms};
@@ -18,6 +18,8 @@ pub const STATIONS_MAX: usize = 131_072;
 pub const HOSTS_MAX: usize = LINKS_MAX;
 /// How long a host or station missing from a reachable store is kept, in milliseconds.
 pub const FORGET_MS: u64 = 600_000;
+/// The same for what was kept from the previous run and is not in the store, in milliseconds.
+const RESTORED_MS: u64 = 60_000;
 /// Snapshots of the store that must also have missed it.
 pub(super) const READINGS_MIN: u8 = 2;
 /// Milliseconds after which a host deletes its own withdrawal: every host has seen it by then.
@@ -129,6 +131,12 @@ pub struct Overlay {
     pub(super) joined: BTreeSet<NetworkId>,
     /// Pending writes and their timeouts.
     pub(super) sent: HashMap<Key, u64>,
+    /// Values on their way to the store, oldest first: by them this host recognises its own writes.
+    pub(super) written: HashMap<Key, VecDeque<Vec<u8>>>,
+    /// True until the first snapshot of this run is complete: what it contains is history, not an attack.
+    pub(super) is_new: bool,
+    /// Until when another host of this name is assumed: its stations are left alone.
+    pub(super) namesake_until_ms: u64,
     /// Withdrawals by this host and their times.
     pub(super) withdrawals: BTreeMap<Key, u64>,
     pub(super) timers: BTreeSet<(u64, Key)>,
@@ -148,6 +156,8 @@ pub struct Overlay {
     pub(super) restructured: bool,
     /// Any input changed.
     pub(super) changed: bool,
+    /// Something changed since the state was saved.
+    pub(super) unsaved: bool,
 }
 
 impl Overlay {
@@ -170,6 +180,9 @@ impl Overlay {
             waiting_count: 0,
             joined: BTreeSet::new(),
             sent: HashMap::new(),
+            written: HashMap::new(),
+            is_new: true,
+            namesake_until_ms: 0,
             withdrawals: BTreeMap::new(),
             timers: BTreeSet::new(),
             reading: 0,
@@ -182,6 +195,7 @@ impl Overlay {
             dirty: HashSet::new(),
             restructured: true,
             changed: true,
+            unsaved: false,
         }
     }
 
@@ -295,19 +309,28 @@ impl Overlay {
         if !self.in_step() {
             return;
         }
-        let due = |since: Option<u64>, missed| {
-            since.is_some_and(|since| since + FORGET_MS <= now_ms) && missed >= READINGS_MIN
+        let Overlay { written, sent, guests, mine, me, .. } = self;
+        written.retain(|key, _| match key {
+            Key::Host(_, name) => name == me,
+            Key::Station(id, mac) => {
+                sent.contains_key(key) || guests.contains_key(&(*id, *mac)) || mine.contains(&(*id, *mac))
+            }
+        });
+        let due = |since: Option<u64>, missed, restored| {
+            let (after_ms, readings) = if restored { (RESTORED_MS, 1) } else { (FORGET_MS, READINGS_MIN) };
+            since.is_some_and(|since| since + after_ms <= now_ms) && missed >= readings
         };
         let heard = |name: &str| self.heard.get(name).is_some_and(|at| at + FORGET_MS > now_ms);
         let mut gone = vec![];
         for (id, network) in &self.networks {
             let hosts = network.hosts.iter().filter(|(name, entry)| {
-                due(entry.silent_since_ms, entry.missed) && !heard(name) && **name != self.me
+                due(entry.silent_since_ms, entry.missed, entry.restored) && !heard(name) && **name != self.me
             });
             gone.extend(hosts.map(|(name, _)| Key::Host(*id, name.clone())));
             let stations = network.stations.iter().filter(|(_, entry)| {
                 let host = entry.in_force().map(|record| &record.host);
-                due(entry.silent_since_ms, entry.missed) && !host.is_some_and(|host| heard(host))
+                due(entry.silent_since_ms, entry.missed, entry.restored)
+                    && !host.is_some_and(|host| heard(host))
             });
             gone.extend(stations.map(|(mac, _)| Key::Station(*id, *mac)));
         }
@@ -351,6 +374,7 @@ impl Overlay {
 
     /// True once after a change that may affect the computed links and routes.
     pub fn take_changed(&mut self) -> bool {
+        self.unsaved |= self.changed;
         std::mem::take(&mut self.changed)
     }
 }

@@ -1,6 +1,7 @@
 //! Input from the store: records of snapshots and watch events, and the decisions that follow.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeSet;
+use std::fmt;
 
 use super::alarm::Alarm;
 use super::entry::{Entry, Outcome};
@@ -8,6 +9,9 @@ use super::record::{HostRecord, Key, Record, StationRecord};
 use super::state::{HOSTS_MAX, Network, Overlay, STATIONS_MAX, Store};
 use vnet::frame::NetworkId;
 use vnet::wire::ethernet::Mac;
+
+/// How long another host of this name is assumed to be there after its last write: each stops writing for as long.
+const NAMESAKE_MS: u64 = 2 * vnet::route::FREEZE_MS;
 
 impl Overlay {
     /// A snapshot of the store begins.
@@ -18,10 +22,18 @@ impl Overlay {
     /// The snapshot is complete: what it did not contain is missing from the store.
     pub fn end_reading(&mut self, now_ms: u64) {
         let reading = self.reading;
-        let (mut missing, mut all) = (0, 0);
+        let mut lost = Lost::default();
+        let me = self.me.clone();
         for network in self.networks.values_mut() {
-            miss(&mut network.hosts, reading, now_ms, &mut missing, &mut all);
-            miss_stations(&mut network.stations, reading, now_ms, &mut missing, &mut all);
+            // This host's own records vanish with its lease, and it writes them again.
+            network.hosts.retain(|name, entry| {
+                let other = (**name != *me).then_some(&**name);
+                !missed(entry, reading, now_ms, |_| other.map(Into::into), &mut lost)
+            });
+            network.stations.retain(|_, entry| {
+                let host = |record: &StationRecord| (record.host != me).then(|| record.host.clone());
+                !missed(entry, reading, now_ms, host, &mut lost)
+            });
         }
         self.count_stations();
         let networks = &self.networks;
@@ -29,11 +41,10 @@ impl Overlay {
             let entry = networks.get(network).and_then(|network| network.stations.get(mac));
             entry.is_some_and(|entry| entry.stored.is_some())
         });
-        if missing > 0 {
-            let text =
-                format!("the store lost {missing} of {all} records without a withdrawal; keeping them");
-            self.alarms.raise(Alarm::Vanished, now_ms, text);
+        if lost.records > 0 {
+            self.alarms.raise(Alarm::Vanished, now_ms, lost.to_string());
         }
+        self.is_new = false;
         if !matches!(self.store, Store::Here(_)) {
             self.store = Store::Here(now_ms);
             self.changed = true;
@@ -88,6 +99,7 @@ impl Overlay {
         now_ms: u64,
     ) {
         let (me, instance) = (*self.me == *name, self.instance);
+        let own = me && self.recognises_write(&Key::Host(network, name.into()), record.as_ref());
         let Some(hosts) = self.networks.get_mut(&network).map(|network| &mut network.hosts) else { return };
         if !hosts.contains_key(name) && !me && (record.is_none() || hosts.len() >= HOSTS_MAX) {
             if record.is_some() {
@@ -101,11 +113,14 @@ impl Overlay {
         if entry.is_newer(revision) {
             return;
         }
-        entry.store(record, revision, lease);
+        entry.store(record, revision, lease, own);
         if me {
             let stored = entry.stored.as_ref().and_then(|stored| stored.record.as_ref());
             if lease == self.lease && stored.is_some_and(|record| record.instance == instance) {
                 self.joined.insert(network);
+            } else if !own && lease != 0 && stored.is_some_and(|record| record.instance != instance) {
+                // Written under another lease by another run of vnetd, not by this host's previous one.
+                self.namesake_until_ms = now_ms + NAMESAKE_MS;
             }
             return;
         }
@@ -129,6 +144,8 @@ impl Overlay {
     ) {
         let place = (network, mac);
         let own = self.guests.contains_key(&place);
+        let ours = record.as_ref().is_none_or(|record| record.host == self.me);
+        let written = ours && self.recognises_write(&Key::Station(network, mac), record.as_ref());
         let Some(stations) = self.networks.get_mut(&network).map(|network| &mut network.stations) else {
             return;
         };
@@ -154,8 +171,20 @@ impl Overlay {
         } else {
             self.mine.remove(&place)
         };
-        entry.store(record, revision, lease);
+        entry.store(record, revision, lease, written);
         self.consider_station(network, mac, now_ms);
+    }
+
+    /// True for a record of this host's history: a write of its own, or what it found when it started.
+    fn recognises_write<R: Record>(&mut self, key: &Key, record: Option<&R>) -> bool {
+        if self.is_new {
+            return true;
+        }
+        let (Some(record), Some(written)) = (record, self.written.get_mut(key)) else { return false };
+        let value = record.write();
+        // Writes show up in order; those before it were refused.
+        let at = written.iter().position(|other| *other == value);
+        at.inspect(|at| drop(written.drain(..=*at))).is_some()
     }
 
     /// Decides about the stored record of a station.
@@ -287,42 +316,48 @@ impl Overlay {
     }
 }
 
-/// Marks hosts that a snapshot missed.
-fn miss(
-    hosts: &mut BTreeMap<Box<str>, Entry<HostRecord>>,
-    reading: u32,
-    now_ms: u64,
-    missing: &mut usize,
-    all: &mut usize,
-) {
-    hosts.retain(|_, entry| !missed(entry, reading, now_ms, missing, all));
+/// Records of other hosts that a snapshot missed.
+#[derive(Default)]
+struct Lost {
+    records: usize,
+    all: usize,
+    hosts: BTreeSet<Box<str>>,
 }
 
-/// Marks stations that a snapshot missed.
-fn miss_stations(
-    stations: &mut HashMap<Mac, Entry<StationRecord>>,
-    reading: u32,
-    now_ms: u64,
-    missing: &mut usize,
-    all: &mut usize,
-) {
-    stations.retain(|_, entry| !missed(entry, reading, now_ms, missing, all));
+impl fmt::Display for Lost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const NAMED_MAX: usize = 3;
+        let Lost { records, all, hosts } = self;
+        let named: Vec<&str> = hosts.iter().take(NAMED_MAX).map(|name| &**name).collect();
+        let more = if hosts.len() > NAMED_MAX { ", …" } else { "" };
+        let named = named.join(", ");
+        write!(
+            f,
+            "the store lost {records} of {all} records without a withdrawal, of {named}{more}: they cannot reach the \
+             store, or somebody deleted them; keeping them"
+        )
+    }
 }
 
-/// Marks an object that a snapshot missed; true if nothing remains to be kept.
+/// Marks an object that a snapshot missed; true if nothing remains to be kept. `host`: the other host that wrote it.
 fn missed<R: Record>(
     entry: &mut Entry<R>,
     reading: u32,
     now_ms: u64,
-    missing: &mut usize,
-    all: &mut usize,
+    host: impl Fn(&R) -> Option<Box<str>>,
+    lost: &mut Lost,
 ) -> bool {
-    *all += usize::from(entry.in_force().is_some());
+    let host = entry.in_force().and_then(|record| host(record));
+    lost.all += usize::from(entry.in_force().is_some());
     if entry.reading == reading {
         return false;
     }
     entry.missed = entry.missed.saturating_add(1);
     let gone = entry.vanish(now_ms);
-    *missing += usize::from(!gone);
+    // The store may have changed while this host was down.
+    if let Some(host) = host.filter(|_| !gone && !entry.restored) {
+        lost.records += 1;
+        lost.hosts.insert(host);
+    }
     gone
 }

@@ -67,6 +67,13 @@ fn two_guests_with_the_same_address_freeze_it() {
         writes += u32::from(before != world.value(&station(1)));
     }
     assert!(world.alarms(3).contains(&"frozen".into()), "{:?}", world.alarms(3));
+    // The two hosts say which address it is, and who else has it.
+    for (host, other) in [(1, "h2"), (2, "h1")] {
+        let shown = world.host(host).overlay.show(&[], 0, 1).alarms;
+        let texts: Vec<_> = shown.iter().filter(|alarm| alarm.name == "duplicate").map(|a| &a.text).collect();
+        assert!(texts.len() == 1 && texts[0].contains(other), "{shown:?}");
+        assert!(shown.iter().all(|alarm| alarm.name != "forged"), "nobody attacks: {shown:?}");
+    }
     assert!(writes <= 10, "{writes} writes: conflicting claims must not load the store");
     let place = world.toward(3, 1, 1);
     world.run(10_000, |world| assert_eq!(world.toward(3, 1, 1), place, "a frozen station does not move"));
@@ -105,6 +112,117 @@ pub(super) fn no_wrong_route_in(mut world: World, mut bad: impl FnMut(&mut World
 fn a_claim_in_another_hosts_name_is_repaired_before_it_settles() {
     let world = no_wrong_route(|world, round| world.put(&station(1), &claim("h3", 2 + round)));
     assert!(world.alarms(3).contains(&"forged".into()));
+}
+
+/// This host's own records, from before it started, under a lapsed lease, or replaced by itself, raise no alarm.
+#[test]
+fn own_history_is_no_attack() {
+    let mut world = World::new(3);
+    world.run(300, |_| {});
+    // Deleted and added again, and edited, quicker than the store answers.
+    for round in 0..10 {
+        let mut local = world.host(1).locals.pop().unwrap();
+        world.run(if round % 2 == 0 { 10 } else { 60 }, |_| {});
+        local.addresses = vec![ip(100 + round)];
+        world.host(1).locals.push(local);
+        world.run(if round % 3 == 0 { 10 } else { 60 }, |_| {});
+    }
+    // The lease lapses while the store is away.
+    world.disconnect(1);
+    world.expire(1);
+    world.skip(20_000, |_| {});
+    world.connect(1);
+    world.run(1_000, |_| {});
+    // The host restarts meanwhile, with another guest.
+    world.disconnect(1);
+    world.host(1).overlay = Overlay::new("h1".into(), 99, settings(1));
+    world.host(1).locals = vec![guest(1, 9)];
+    world.skip(1_000, |_| {});
+    world.connect(1);
+    world.run(2_000, |_| {});
+    // Its address changes, and changes back.
+    for at in [4, 1] {
+        world.host(1).overlay.set_address(address(at));
+        world.run(500, |_| {});
+        assert_eq!(world.computed(2).links[0].remote, address(at));
+    }
+    assert_eq!(world.alarms(1), Vec::<String>::new());
+    assert_eq!(world.toward(2, 1, 9), Some("h1".into()));
+    assert_eq!(world.toward(2, 1, 1), None, "its last guest is withdrawn");
+}
+
+#[test]
+fn two_hosts_of_one_name_are_told_so_and_do_not_fight() {
+    let mut world = World::new(2);
+    world.run(300, |_| {});
+    world.disconnect(2);
+    let mut namesake = Overlay::new("h1".into(), 99, settings(2));
+    namesake.locals(&[guest(1, 2)]);
+    world.host(2).overlay = namesake;
+    world.connect(2);
+    let mut revisions = std::collections::HashSet::new();
+    world.run(30_000, |world| {
+        revisions.insert((world.value(&station(1)), world.value(&station(2))));
+    });
+    for host in [1, 2] {
+        let shown = world.host(host).overlay.show(&[], 0, 1);
+        let text = &shown.alarms.iter().find(|alarm| alarm.name == "name").unwrap().text;
+        assert!(text.contains(&address(3 - host).to_string()), "it names the other host: {text}");
+        assert!(world.alarms(host).iter().all(|name| name != "forged"), "{shown:?}");
+        assert!(shown.alarms_total <= 10, "{shown:?}");
+    }
+    assert!(revisions.len() <= 8, "{revisions:?}");
+}
+
+#[test]
+fn the_last_known_state_survives_a_restart() {
+    let mut world = World::new(3);
+    world.run(300, |_| {});
+    let kept = world.host(1).overlay.last_known(None);
+    assert_eq!(kept.len(), 4, "{kept:?}");
+    let restart = |world: &mut World| {
+        world.disconnect(1);
+        let mut overlay = Overlay::new("h1".into(), 99, settings(1));
+        assert_eq!(overlay.restore(None, &kept), 4);
+        world.host(1).overlay = overlay;
+        world.run(100, |_| {});
+        assert_eq!(world.computed(1).links.len(), 2);
+        assert_eq!((world.toward(1, 1, 2), world.toward(1, 1, 3)), (Some("h2".into()), Some("h3".into())));
+    };
+    restart(&mut world);
+    world.connect(1);
+    world.run(1_000, |_| {});
+    world.assert_truth();
+    assert_eq!(world.alarms(1), Vec::<String>::new());
+
+    // While it was down, h3 left, and a new host has its address: the store is right.
+    restart(&mut world);
+    world.disconnect(3);
+    world.delete("/vnet/v1/1/hosts/h3");
+    world.delete(&station(3));
+    world.put("/vnet/v1/1/hosts/h4", r#"{"address":"10.0.0.3:9000","instance":4}"#);
+    world.connect(1);
+    world.run(1_000, |_| {});
+    let names = |world: &World| world.computed(1).links.into_iter().map(|link| link.name).collect::<Vec<_>>();
+    assert_eq!(names(&world), ["h2".into(), "h4".into()]);
+    assert_eq!(world.alarms(1), Vec::<String>::new());
+    world.skip(120_000, |_| {});
+    assert_eq!(world.host(1).overlay.show(&[], 0, 1).hosts.len(), 2, "h3 is forgotten");
+}
+
+#[test]
+fn lost_records_are_told_with_their_hosts() {
+    let mut world = World::new(3);
+    world.run(300, |_| {});
+    for host in [2, 3] {
+        world.disconnect(host);
+        world.expire(host);
+    }
+    world.disconnect(1);
+    world.connect(1);
+    let shown = world.host(1).overlay.show(&[], 0, 1).alarms;
+    assert!(shown.len() == 1 && shown[0].text.contains("lost 4 of 5 records"), "{shown:?}");
+    assert!(shown[0].text.contains("of h2, h3:"), "{shown:?}");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 //! host's records.
 
 use super::alarm::Alarm;
-use super::record::Key;
+use super::record::{Key, Record, StationRecord};
 use super::state::Overlay;
 use vnet::frame::NetworkId;
 
@@ -38,6 +38,14 @@ impl Overlay {
             }
         }
         true
+    }
+
+    /// True if a value, verified or not, speaks of this host.
+    pub(super) fn names_this_host(&self, key: &Key, value: &[u8]) -> bool {
+        match key {
+            Key::Host(_, name) => *name == self.me,
+            Key::Station(..) => StationRecord::parse(value).is_some_and(|record| record.host == self.me),
+        }
     }
 
     /// True if the object is known.

@@ -111,6 +111,13 @@ pub static OVERLAY: Declaration<OverlaySpec> = Declaration {
             |overlay: OverlaySpec| overlay.trusted,
             "clear text may travel the overlay's links; one of the two is needed, or [bridge] trusted for the networks that links lead to"
         ),
+        field!(
+            "state",
+            file(),
+            |overlay: OverlaySpec| overlay.state,
+            "folder where the last known state is kept, for a restart while the store is away"
+        )
+        .absent("`StateDirectory` of the service, or /var/lib/vnet"),
     ],
 };
 

@@ -99,6 +99,22 @@ impl Link {
         }
     }
 
+    /// Takes another configured remote and keeps its keys. False on a link that has to be made anew: in clear text, the remote
+    /// tells who sent a datagram.
+    pub fn aim(&self, remote: SocketAddr) -> bool {
+        let (Some(native), Some(seal)) = (self.native(), self.seal()) else { return false };
+        let has_guests = matches!(&self.options.kind, LinkKind::Native { guests } if !guests.is_empty());
+        let before = self.remote();
+        if native.via.is_some() || has_guests || !native.place.declare(normalised(remote)) {
+            return false;
+        }
+        if self.remote() != before {
+            self.path.restart();
+            seal.sources().iter().for_each(|sources| sources.refresh());
+        }
+        true
+    }
+
     /// The configured source addresses of its datagrams. Empty for VXLAN links, whose VTEPs send from any port, and for
     /// streams.
     pub(in crate::link) fn sources(&self) -> impl Iterator<Item = SocketAddr> {

@@ -16,22 +16,29 @@
 //! Apart from the overlay itself, memory is bounded by the largest message ([`MESSAGE_MAX`]); a page above that is
 //! read again in smaller pages.
 
+mod addresses;
 mod host;
+mod last_known;
 mod session;
 
 use std::future::Future;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::path::Path;
 use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use etcd_client::{Certificate, ConnectOptions, Identity, KeyValue, TlsOptions};
 use tokio::sync::watch::Receiver;
+use tokio::task::JoinHandle;
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval};
 use vnet_control::desired::OverlaySpec;
 use vnet_control::overlay::{Alarm, Authenticator, Overlay, Settings, Write};
 
+use addresses::{AddressNews, Whereabouts};
 pub use host::{EngineHost, Host};
+pub use last_known::LastKnown;
 
 /// Largest message accepted from the store, in bytes: five times etcd's default request limit.
 pub const MESSAGE_MAX: usize = 8 << 20;
@@ -51,6 +58,8 @@ const PAUSES_MS: (u64, u64) = (50, 1000);
 const COMPUTE_EVERY: Duration = Duration::from_millis(20);
 /// Interval at which the overlay's state is shown even without a change.
 const SHOW_EVERY: Duration = Duration::from_secs(1);
+/// Shortest interval between two writes of the last known state, and the longest: it ages, and certificates are renewed.
+const SAVE_EVERY: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(600));
 /// Computing and showing pause for this multiple of their duration: each takes at most a tenth of a core, however
 /// large the overlay is and however fast it changes.
 const REST: u32 = 9;
@@ -69,7 +78,7 @@ pub enum StoreError {
         error: std::io::Error,
     },
     /// etcd's client reports an error.
-    #[error("{0}")]
+    #[error("{}", plain(.0))]
     Etcd(#[from] etcd_client::Error),
     /// A request timed out.
     #[error("no answer in time")]
@@ -80,6 +89,29 @@ pub enum StoreError {
     /// The store has dropped this host's lease.
     #[error("the lease ran out")]
     Lease,
+    /// This host's address changed: the connection starts from one that is gone.
+    #[error("this host's address changed")]
+    Moved,
+}
+
+/// An error of etcd's client in one line: its own text dumps whole structures.
+fn plain(error: &etcd_client::Error) -> String {
+    const LONGEST: usize = 200;
+    fn root(error: &dyn std::error::Error) -> String {
+        std::iter::successors(error.source(), |error| error.source())
+            .last()
+            .map_or_else(|| error.to_string(), ToString::to_string)
+    }
+    let text = match error {
+        etcd_client::Error::GRpcStatus(status) => match std::error::Error::source(status) {
+            Some(cause) => root(cause),
+            None if status.message().is_empty() => status.code().description().into(),
+            None => status.message().into(),
+        },
+        etcd_client::Error::TransportError(error) => root(error),
+        error => error.to_string(),
+    };
+    text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(LONGEST).collect()
 }
 
 /// Settings of an agent.
@@ -155,6 +187,8 @@ pub struct Agent<H> {
     authenticator: Option<Authenticator>,
     host: H,
     options: Options,
+    /// The published address is configured, not derived.
+    configured: bool,
     started: Instant,
     ticks: Interval,
     /// Lease of the previous session; it may still be alive.
@@ -167,6 +201,13 @@ pub struct Agent<H> {
     patience: Duration,
     computed: Pace,
     shown: Pace,
+    /// Where the last known state is kept.
+    file: Option<LastKnown>,
+    saving: Option<JoinHandle<()>>,
+    save_began: Instant,
+    saved: Pace,
+    /// Whether the last write failed, so that it is told once.
+    unwritable: Arc<AtomicBool>,
 }
 
 /// Limits how often something is done, by the time and duration of the last run.
@@ -193,6 +234,7 @@ impl<H: Host> Agent<H> {
         let mut ticks = interval(options.poll);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         Agent {
+            configured: overlay.address().is_some(),
             overlay,
             authenticator: None,
             host,
@@ -205,6 +247,11 @@ impl<H: Host> Agent<H> {
             patience: REQUEST,
             computed: Pace::default(),
             shown: Pace::default(),
+            file: None,
+            saving: None,
+            save_began: Instant::now(),
+            saved: Pace::default(),
+            unwritable: Arc::default(),
         }
     }
 
@@ -213,14 +260,32 @@ impl<H: Host> Agent<H> {
         Agent { authenticator: Some(authenticator), ..self }
     }
 
+    /// Keeps the last known state in a file.
+    pub fn keeping(self, file: LastKnown) -> Agent<H> {
+        Agent { file: Some(file), ..self }
+    }
+
     /// Runs until `stop` changes, then leaves the overlay if the store is reachable.
-    pub async fn run(mut self, mut stop: Receiver<bool>) {
+    pub async fn run(mut self, stop: Receiver<bool>) {
+        self.follow_store(stop).await;
+        // The runtime waits for a write under way before it ends.
+        if self.overlay.take_unsaved() {
+            self.save();
+        }
+    }
+
+    async fn follow_store(&mut self, mut stop: Receiver<bool>) {
         let (first_ms, last_ms) = PAUSES_MS;
         let mut pause_ms = first_ms;
         let mut logged = false;
+        let mut news = AddressNews::subscribe();
         loop {
             let before = self.overlay.in_step();
-            let Err(error) = self.session(&mut stop).await else { return };
+            let ended = self.session_at_one_address(&mut news, &mut stop).await;
+            let Err(error) = ended else { return };
+            if matches!(error, StoreError::Moved) {
+                continue;
+            }
             let synced = self.overlay.in_step();
             if synced || before {
                 self.overlay.away(self.now_ms());
@@ -237,6 +302,23 @@ impl<H: Host> Agent<H> {
                 return;
             }
             pause_ms = (pause_ms * 2).min(last_ms);
+        }
+    }
+
+    /// Runs a session until it fails or this host's address changes.
+    async fn session_at_one_address(
+        &mut self,
+        news: &mut AddressNews,
+        stop: &mut Receiver<bool>,
+    ) -> Result<(), StoreError> {
+        let (endpoints, bridge) = (self.options.endpoints.clone(), self.options.bridge);
+        let looked = self.meanwhile_until(Whereabouts::look(&endpoints, bridge), stop).await;
+        let Some(here) = looked else { return Ok(()) };
+        self.publish_address(here);
+        let Some(here) = here else { return self.session(stop).await };
+        tokio::select! {
+            ended = self.session(stop) => ended,
+            () = news.moved(&endpoints, bridge, here) => Err(StoreError::Moved),
         }
     }
 
@@ -305,6 +387,7 @@ impl<H: Host> Agent<H> {
             self.computed.done(began);
             show = self.shown.is_due(COMPUTE_EVERY);
         }
+        self.save_if_due();
         if show {
             let began = Instant::now();
             for host in self.host.heard() {
@@ -313,6 +396,40 @@ impl<H: Host> Agent<H> {
             self.host.show(self.overlay.show(&self.options.endpoints, self.revision, now_ms));
             self.shown.done(began);
         }
+    }
+
+    /// Writes the last known state if it changed, or has not been written for long, while the store is here.
+    fn save_if_due(&mut self) {
+        let idle = self.saving.as_ref().is_none_or(JoinHandle::is_finished);
+        if self.file.is_some() && self.overlay.in_step() && idle && self.saved.is_due(SAVE_EVERY.0) {
+            let began = Instant::now();
+            if self.saving.take().is_some() {
+                // Only now it is known how long the write took.
+                self.saved.done(self.save_began);
+            } else if self.overlay.take_unsaved() || self.saved.is_due(SAVE_EVERY.1) {
+                self.save_began = began;
+                self.save();
+            }
+        }
+    }
+
+    /// Writes the last known state on a thread that may block.
+    fn save(&mut self) {
+        let Some(file) = self.file.clone() else { return };
+        let records = self.overlay.last_known(self.authenticator.as_ref());
+        let unwritable = self.unwritable.clone();
+        self.saving = Some(tokio::task::spawn_blocking(move || {
+            let written = file.write(records);
+            let failed_before = unwritable.swap(written.is_err(), Relaxed);
+            if let Err(error) = written
+                && !failed_before
+            {
+                let file = file.path().display();
+                tracing::warn!(
+                    "overlay: cannot keep the last known state in {file}: {error}; see [overlay] state"
+                );
+            }
+        }));
     }
 
     /// The store has a value under a key.
@@ -358,38 +475,34 @@ impl<H: Host> Agent<H> {
         writes
     }
 
-    /// Derives the address to publish: the local address from which the store is reached.
-    async fn find_address(&mut self) {
+    /// Publishes the address that others reach this host at, unless it is configured; alarms when there is none.
+    fn publish_address(&mut self, here: Option<Whereabouts>) {
+        let Some(here) = here.filter(|_| !self.configured) else { return };
         let bridge = self.options.bridge;
-        if self.overlay.address().is_some() {
-            return;
-        }
-        if !bridge.ip().is_unspecified() {
-            return self.overlay.set_address(bridge);
-        }
-        for endpoint in self.options.endpoints.clone() {
-            let store = endpoint.split_once("://").map_or(endpoint.as_str(), |(_, rest)| rest).to_string();
-            let found = tokio::time::timeout(REQUEST, tokio::net::lookup_host(store)).await;
-            for store in found.into_iter().flatten().flatten() {
-                if let Some(ip) = source(store).filter(|ip| !ip.is_loopback()) {
-                    return self.overlay.set_address(SocketAddr::new(ip, bridge.port()));
-                }
+        let found = match bridge.ip() {
+            ip if ip.is_unspecified() => here.source.map(|ip| SocketAddr::new(ip, bridge.port())),
+            _ if here.bridge_is_here => Some(bridge),
+            _ => None,
+        };
+        let before = self.overlay.address();
+        let text = match (found, before) {
+            (Some(now), _) if before == Some(now) => return,
+            (Some(now), None) => return self.overlay.set_address(now),
+            (Some(now), Some(before)) => {
+                tracing::info!("overlay: this host is at {now} now, no longer at {before}");
+                return self.overlay.set_address(now);
             }
-        }
-        let text = "cannot derive this host's address: the store runs on this host; set [overlay] address";
-        self.overlay.alarm(Alarm::Apply, self.now_ms(), text.into());
+            (None, Some(before)) => {
+                format!("this host has lost its address {before} and has no other that leads to the store")
+            }
+            (None, None) if bridge.ip().is_unspecified() => {
+                "cannot derive this host's address: the store runs on this host; set [overlay] address".into()
+            }
+            (None, None) => format!("no device of this host has the address of [bridge] listen, {bridge}"),
+        };
+        let alarm = if before.is_some() { Alarm::Address } else { Alarm::Apply };
+        self.overlay.alarm(alarm, self.now_ms(), text);
     }
-}
-
-/// Source address of a route to `to`. Sends nothing.
-fn source(to: SocketAddr) -> Option<IpAddr> {
-    let any: IpAddr = match to {
-        SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
-        SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
-    };
-    let socket = std::net::UdpSocket::bind((any, 0)).ok()?;
-    socket.connect(to).ok()?;
-    socket.local_addr().ok().map(|address| address.ip().to_canonical())
 }
 
 #[cfg(test)]
@@ -409,6 +522,18 @@ mod tests {
         assert!(error.starts_with("[overlay] cannot read '/nowhere/ca.pem': "), "{error}");
     }
 
+    #[tokio::test]
+    async fn an_error_of_the_store_is_one_line() {
+        // Nothing listens there: the port was free a moment ago.
+        let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let client = etcd_client::Client::connect([format!("http://{free}")], None).await;
+        let error = match client {
+            Ok(mut client) => client.lease_grant(15, None).await.unwrap_err(),
+            Err(error) => error,
+        };
+        assert_eq!(StoreError::from(error).to_string(), "Connection refused (os error 111)");
+    }
+
     #[test]
     fn default_networks_are_the_declared_ones() {
         let declared = || [1, 5].into_iter().filter_map(vnet::frame::NetworkId::new);
@@ -416,11 +541,6 @@ mod tests {
         assert_eq!(settings(&spec(etcd), declared()).networks.len(), 2);
         let listed = settings(&spec(&format!("{etcd}\nnetworks = [1]")), declared());
         assert_eq!(listed.networks.into_iter().map(u32::from).collect::<Vec<_>>(), [1]);
-    }
-
-    #[test]
-    fn the_source_address_is_that_of_the_route() {
-        assert_eq!(source(([127, 0, 0, 1], 2379).into()), Some([127, 0, 0, 1].into()));
     }
 
     #[tokio::test(start_paused = true)]

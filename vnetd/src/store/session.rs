@@ -32,7 +32,6 @@ impl<H: Host> Agent<H> {
             lease = self.renew_lease(&mut client) => lease?,
             _ = stop.changed() => return Ok(()),
         };
-        self.find_address().await;
         let now_ms = self.now_ms();
         self.overlay.connected(lease, now_ms);
         let resumed = self.overlay.in_step();

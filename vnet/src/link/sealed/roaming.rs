@@ -44,6 +44,8 @@ pub(in crate::link) struct RemoteAddress {
     learned: Option<ArcSwapOption<Names>>,
     /// Where the peer was heard, for the keeper.
     noted: Mutex<Option<SocketAddr>>,
+    /// The configured address, where that has changed since.
+    declared: Mutex<Option<SocketAddr>>,
 }
 
 impl RemoteAddress {
@@ -54,7 +56,18 @@ impl RemoteAddress {
             configured: Names::new(remote, ports),
             learned: follows.then(ArcSwapOption::empty),
             noted: Mutex::default(),
+            declared: Mutex::default(),
         }
+    }
+
+    /// Takes another configured address, and moves there. False where the peer cannot prove that it is there.
+    pub(in crate::link) fn declare(&self, remote: SocketAddr) -> bool {
+        let follows = self.follows();
+        if follows {
+            *self.declared.lock() = (remote != self.configured.remote).then_some(remote);
+            self.forget();
+        }
+        follows
     }
 
     /// Whether the peer can prove that it is elsewhere.
@@ -112,7 +125,10 @@ impl RemoteAddress {
 
     /// Returns to the configured address. True when the peer was elsewhere.
     pub(in crate::link) fn forget(&self) -> bool {
-        self.learned.as_ref().is_some_and(|learned| learned.swap(None).is_some())
+        let (Some(learned), before) = (&self.learned, self.remote()) else { return false };
+        let declared = *self.declared.lock();
+        learned.store(declared.map(|remote| Arc::new(Names::new(remote, self.ports))));
+        self.remote() != before
     }
 
     pub(super) fn learned(&self) -> impl Iterator<Item = SocketAddr> {

@@ -160,6 +160,15 @@ fn a_declared_peer_moves_and_comes_back() {
     }
     host.link.native().unwrap().place.forget();
     assert_eq!(host.link.remote(), at_home);
+    // Declared to be elsewhere: it is there at once, with the same keys, and silence does not bring it back.
+    assert!(host.link.aim(at_away.unwrap()));
+    assert_eq!(host.link.remote(), at_away);
+    assert!(!host.link.native().unwrap().place.forget());
+    home.send_to(&host.sealed(Kind::Keepalive), to).unwrap();
+    host.take();
+    assert_eq!(host.link.remote(), at_home, "it follows as before");
+    host.link.native().unwrap().place.forget();
+    assert_eq!(host.link.remote(), at_away);
 }
 
 /// Garbage and forged keepalives move nothing, and each is counted.

@@ -30,6 +30,8 @@ type Service = Option<Box<dyn FnOnce() + Send>>;
 pub(super) struct Accepted {
     by_address: HashMap<IpAddr, usize>,
     strangers: usize,
+    /// Limits warnings about strangers.
+    log_limit: LogLimit,
 }
 
 impl KeeperState {
@@ -63,8 +65,9 @@ impl KeeperState {
         }
     }
 
-    /// Links whose peer may connect from `source`, and whether that is a stranger: no link's remote.
-    fn candidates(&self, source: IpAddr) -> (Vec<Arc<Link>>, bool) {
+    /// Links whose peer may connect, those whose remote is `source` first, and how many these are. A peer may have moved, even
+    /// while this host was down: its certificate tells who it is.
+    fn candidates(&self, source: IpAddr) -> (Vec<Arc<Link>>, usize) {
         let links = self.links.lock();
         let configured =
             |link: &Arc<Link>| (link.options().remote != ANYWHERE).then_some(link.options().remote);
@@ -72,35 +75,40 @@ impl KeeperState {
             [configured(link), link.remote()].iter().flatten().any(|remote| remote.ip() == source)
         };
         // Hosts that meet at a relay do not connect to each other.
-        let links = links.iter().filter(|link| link.via().is_none());
-        let possible = links.filter(|link| configured(link).is_none() || is_at(link));
-        let (known, anywhere): (Vec<_>, Vec<_>) = possible.cloned().partition(is_at);
-        let stranger = known.is_empty();
-        ([known, anywhere].concat(), stranger)
+        let possible = links.iter().filter(|link| link.via().is_none());
+        let (known, others): (Vec<_>, Vec<_>) = possible.cloned().partition(is_at);
+        let at_source = known.len();
+        ([known, others].concat(), at_source)
     }
 
     /// Takes a connection, or says why not and closes it.
     fn accept(self: &Arc<Self>, stream: TcpStream, source: IpAddr) -> Result<(), &'static str> {
-        let (links, stranger) = self.candidates(source);
+        let (links, at_source) = self.candidates(source);
         if links.is_empty() {
-            return Err("no sealed link has this remote");
+            return Err("this host has no sealed link that waits for one");
         }
+        let stranger = at_source == 0;
         self.reserve(source, stranger)?;
         let state = self.clone();
         let run = move || {
-            let answered = state.respond(stream, &links);
+            // Who comes from a link's remote is told of that link.
+            let expected = if stranger { &links[..] } else { &links[..at_source] };
+            let answered = state.respond(stream, &links, expected);
             // From here on a guest does not count among handshakes: the relay has its own bounds.
             state.release(source, stranger);
             match answered {
                 Ok(None) => {}
                 Ok(Some(serve)) => serve(),
                 Err(HandshakeError(why)) => {
-                    state.refused(&links, &why);
-                    let name = match &links[..] {
+                    state.refused(expected, &why);
+                    let name = match expected {
                         [link] => format!("link {}", link.name()),
                         links => format!("one of {} links", links.len()),
                     };
-                    tracing::warn!("{name}: no keys for {source}: {why}");
+                    let allowed = !stranger || state.accepted.lock().log_limit.allow().is_some();
+                    if allowed {
+                        tracing::warn!("{name}: no keys for {source}: {why}");
+                    }
                 }
             }
         };
@@ -137,15 +145,20 @@ impl KeeperState {
         }
     }
 
-    /// Answers a handshake, or a guest's request.
-    fn respond(&self, stream: TcpStream, links: &[Arc<Link>]) -> Result<Service, HandshakeError> {
+    /// Answers a handshake, or a guest's request. `expected`: the links that a refusal names.
+    fn respond(
+        &self,
+        stream: TcpStream,
+        links: &[Arc<Link>],
+        expected: &[Arc<Link>],
+    ) -> Result<Service, HandshakeError> {
         // On Linux an accepted socket does not inherit O_NONBLOCK from its listener; this does not rely on it.
         stream.set_nonblocking(false).map_err(|error| HandshakeError(error.to_string()))?;
         let identity = self.options.identity.current();
         let choose = |chain: &[CertificateDer<'_>]| {
             let link = links.iter().find(|link| link.seal().is_some_and(|seal| is_for(chain, &seal.peer)));
             link.ok_or_else(|| {
-                let peers: Vec<_> = seals(links).map(|seal| &*seal.peer).collect();
+                let peers: Vec<_> = seals(expected).map(|seal| &*seal.peer).collect();
                 format!("the certificate is not for {}, which this link is sealed with", peers.join(" or "))
             })
         };

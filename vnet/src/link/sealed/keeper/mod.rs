@@ -5,10 +5,9 @@
 //! - `seal-keeper` (upkeep.rs) looks at every sealed link ten times a second: it sends keepalives, starts a rekey when keys are
 //!   old, worn or the peer asks, forgets old keys, checks certificates against the present revocation lists, moves links whose
 //!   peers roam (roaming.rs), and sets each link's state.
-//! - `seal-accept` (answering.rs) accepts TCP connections at the bridge's port number: from the remotes of sealed links only, as
-//!   long as each has one; any other is closed before a byte is sent. A link without a remote may have its peer anywhere, so then
-//!   any address may begin; strangers get at most half of the handshake slots. TCP has validated the address by then, so the
-//!   handshake cannot be used to flood others.
+//! - `seal-accept` (answering.rs) accepts TCP connections at the bridge's port number, where the host has a sealed link. From any
+//!   address: a peer may have moved, even while this host was down, and its certificate tells who it is. Strangers get at most
+//!   half of the handshake slots. TCP has validated the address by then, so the handshake cannot be used to flood others.
 //!
 //! Of two hosts, the one whose name comes first connects (initiating.rs). The other one does when that has not happened for a
 //! second, unless its link has no remote. The side that connected before starts the rekeys. Two hosts behind NAT both connect to a

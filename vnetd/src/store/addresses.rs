@@ -1,0 +1,132 @@
+//! This host's own address: the one that a route to the store starts from, and news of it by rtnetlink(7).
+//!
+//! The kernel tells of changed addresses and routes. They come in groups (an address brings routes, DHCP removes before it
+//! adds), so a burst is drained before the address is looked up again.
+
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
+
+use rustix::net::netlink::SocketAddrNetlink;
+use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType};
+use tokio::io::unix::AsyncFd;
+
+use super::REQUEST;
+
+/// Multicast groups of addresses and routes, IPv4 and IPv6.
+const GROUPS: i32 =
+    libc::RTMGRP_IPV4_IFADDR | libc::RTMGRP_IPV6_IFADDR | libc::RTMGRP_IPV4_ROUTE | libc::RTMGRP_IPV6_ROUTE;
+/// How long news is collected before addresses are looked up: bounds the rate when a routing daemon works.
+const SETTLE: Duration = Duration::from_millis(50);
+/// Interval of lookups where the kernel tells nothing.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// Where other hosts reach this one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Whereabouts {
+    /// Source address of the route to the store; `None` without a route, or where the store runs on this host.
+    pub source: Option<IpAddr>,
+    /// The bridge's address is one of this host's.
+    pub bridge_is_here: bool,
+}
+
+impl Whereabouts {
+    /// Looks them up. `None` while that is impossible: no endpoint's name can be resolved.
+    pub async fn look(endpoints: &[String], bridge: SocketAddr) -> Option<Whereabouts> {
+        let bridge_is_here = is_here(bridge.ip());
+        let mut resolved = false;
+        for endpoint in endpoints {
+            let store = endpoint.split_once("://").map_or(endpoint.as_str(), |(_, rest)| rest).to_string();
+            let found = tokio::time::timeout(REQUEST, tokio::net::lookup_host(store)).await;
+            for store in found.into_iter().flatten().flatten() {
+                resolved = true;
+                if let Some(ip) = source(store).filter(|ip| !ip.is_loopback()) {
+                    return Some(Whereabouts { source: Some(ip), bridge_is_here });
+                }
+            }
+        }
+        resolved.then_some(Whereabouts { source: None, bridge_is_here })
+    }
+}
+
+/// News of this host's addresses and routes.
+pub(super) struct AddressNews(Option<AsyncFd<OwnedFd>>);
+
+impl AddressNews {
+    /// Subscribes in the calling thread's network namespace. Must be called within a Tokio runtime.
+    pub fn subscribe() -> AddressNews {
+        let subscribed = || -> io::Result<AsyncFd<OwnedFd>> {
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            // Without a protocol: NETLINK_ROUTE, which is 0.
+            let family = AddressFamily::NETLINK;
+            let fd = rustix::net::socket_with(family, SocketType::RAW, flags, None)?;
+            rustix::net::bind(&fd, &SocketAddrNetlink::new(0, GROUPS as u32))?;
+            // SAFETY: an owned descriptor stays open and the same for as long as the returned object lives.
+            Ok(unsafe { AsyncFd::register(fd) }?)
+        };
+        let news = subscribed().inspect_err(|error| {
+            tracing::warn!(%error, "overlay: no news of this host's addresses; looking once a second");
+        });
+        AddressNews(news.ok())
+    }
+
+    /// Waits until the answer of [`Whereabouts::look`] differs from `before`.
+    pub async fn moved(&mut self, endpoints: &[String], bridge: SocketAddr, before: Whereabouts) {
+        loop {
+            self.wait().await;
+            if Whereabouts::look(endpoints, bridge).await.is_some_and(|now| now != before) {
+                return;
+            }
+        }
+    }
+
+    /// Waits for news.
+    async fn wait(&mut self) {
+        let Some(fd) = &self.0 else { return tokio::time::sleep(LOOK_EVERY).await };
+        let Ok(mut ready) = fd.readable().await else { return tokio::time::sleep(LOOK_EVERY).await };
+        tokio::time::sleep(SETTLE).await;
+        // Contents do not matter, nor does an overflow (ENOBUFS): addresses are looked up anew.
+        let mut message = [0u8; 8192];
+        while rustix::net::recv(fd.as_fd(), &mut message[..], RecvFlags::empty())
+            != Err(rustix::io::Errno::AGAIN)
+        {}
+        ready.clear_ready();
+    }
+}
+
+/// Source address of a route to `to`. Sends nothing.
+fn source(to: SocketAddr) -> Option<IpAddr> {
+    let any: IpAddr = match to {
+        SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+    };
+    let socket = std::net::UdpSocket::bind((any, 0)).ok()?;
+    socket.connect(to).ok()?;
+    socket.local_addr().ok().map(|address| address.ip().to_canonical())
+}
+
+/// True unless no device of this host has the address.
+fn is_here(address: IpAddr) -> bool {
+    let bound = std::net::UdpSocket::bind((address, 0));
+    !bound.is_err_and(|error| error.kind() == io::ErrorKind::AddrNotAvailable)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_source_address_is_that_of_the_route() {
+        assert_eq!(source(([127, 0, 0, 1], 2379).into()), Some([127, 0, 0, 1].into()));
+    }
+
+    #[tokio::test]
+    async fn addresses_of_other_hosts_are_not_here() {
+        let endpoints = ["http://127.0.0.1:2379".to_string()];
+        let look = async |bridge: &str| Whereabouts::look(&endpoints, bridge.parse().unwrap()).await;
+        // The store is on this host: no address leads to it from others.
+        assert_eq!(look("[::]:9000").await, Some(Whereabouts { source: None, bridge_is_here: true }));
+        assert_eq!(look("192.0.2.1:9000").await, Some(Whereabouts { source: None, bridge_is_here: false }));
+    }
+}
