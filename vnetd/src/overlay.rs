@@ -24,7 +24,9 @@ impl Running {
         // The receiver is gone if the agent ended by itself.
         let _ = self.stop.send(true);
         if self.thread.join().is_err() {
-            tracing::error!("the overlay's agent ended in a panic");
+            tracing::error!(
+                "the overlay's agent panicked: news of other hosts was missed; restart vnetd and report this"
+            );
         }
     }
 }

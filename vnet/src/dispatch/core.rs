@@ -307,7 +307,9 @@ impl Drop for Core {
         self.shared.ring_all();
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
-                tracing::error!("a dispatcher panicked");
+                tracing::error!(
+                    "a dispatcher panicked: its interfaces and links were cut off; restart vnetd and report this"
+                );
             }
         }
     }

@@ -105,10 +105,11 @@ pub(super) fn run(device: &Arc<Device>, endpoint: &Endpoint, stop: &Stop) {
         // Front ends that reconnect in a loop leave one pair of lines per second.
         let logged = log_limit.allow();
         if let Some(suppressed) = logged {
-            tracing::info!(%path, suppressed, "front end connected");
+            tracing::info!(%path, suppressed, "QEMU (vhost-user front end) connected");
         }
         device.set_status(
-            "the front end is connected; the guest's driver has not started its queues".to_owned(),
+            "QEMU (the vhost-user front end) is connected; the guest's driver has not started its queues"
+                .to_owned(),
         );
         let began = Instant::now();
         let result = serve(device, stream, stop);
@@ -116,7 +117,9 @@ pub(super) fn run(device: &Arc<Device>, endpoint: &Endpoint, stop: &Stop) {
         device.reset_all();
         let lasted = began.elapsed() >= BACKOFF_MAX;
         match result {
-            Ok(()) if lasted || logged.is_some() => tracing::info!(%path, "front end disconnected"),
+            Ok(()) if lasted || logged.is_some() => {
+                tracing::info!(%path, "QEMU (vhost-user front end) disconnected")
+            }
             Err(error) if lasted || logged.is_some() => {
                 tracing::warn!(%path, "front end broke the vhost-user protocol, connection dropped: {error}");
             }
@@ -125,7 +128,7 @@ pub(super) fn run(device: &Arc<Device>, endpoint: &Endpoint, stop: &Stop) {
         if lasted {
             backoff = Backoff::default();
         } else {
-            device.set_status(format!("the front end at {path} disconnected at once"));
+            device.set_status(format!("QEMU (the vhost-user front end) at {path} disconnected at once"));
             let pause = match endpoint {
                 Endpoint::Listen(_) => RECONNECT_PAUSE,
                 Endpoint::Connect(_) => backoff.next(),
@@ -163,7 +166,7 @@ fn next_front_end(
     let path = device.options.socket.display();
     match endpoint {
         Endpoint::Listen(listener) => {
-            device.set_status(format!("waiting for a front end to connect to {path}"));
+            device.set_status(format!("waiting for QEMU (a vhost-user front end) to connect to {path}"));
             while stop.wait(Some(&listener.as_fd()), None) {
                 match listener.accept() {
                     Ok(stream) => return Some(stream),
@@ -179,7 +182,8 @@ fn next_front_end(
             while !stop.is_requested() {
                 match connect(socket) {
                     Ok(stream) => return Some(stream),
-                    Err(error) => device.set_status(format!("cannot reach a front end at {path}: {error}")),
+                    Err(error) => device
+                        .set_status(format!("cannot reach QEMU (a vhost-user front end) at {path}: {error}")),
                 }
                 stop.wait(None, Some(backoff.next()));
             }

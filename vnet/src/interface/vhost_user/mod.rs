@@ -112,7 +112,10 @@ impl Interface for VhostUser {
         self.stop.request();
         let control = self.control.lock().take();
         if control.is_some_and(|control| control.join().is_err()) {
-            tracing::error!(name = self.device.options.name, "the control thread panicked");
+            tracing::error!(
+                interface = self.device.options.name,
+                "the interface's protocol thread panicked: its guest was cut off; restart vnetd and report this"
+            );
         }
     }
 }

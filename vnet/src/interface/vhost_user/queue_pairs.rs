@@ -110,7 +110,7 @@ impl Device {
                 changing: AtomicBool::new(false),
             });
         }
-        let status = Mutex::new("waiting for a front end".to_owned());
+        let status = Mutex::new("waiting for QEMU (a vhost-user front end)".to_owned());
         Ok(Device {
             options,
             port,

@@ -87,7 +87,9 @@ impl Drop for Prober {
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();
             if thread.join().is_err() {
-                tracing::error!("the prober of links panicked");
+                tracing::error!(
+                    "the prober of links panicked: their states were stale; restart vnetd and report this"
+                );
             }
         }
     }

@@ -133,7 +133,9 @@ impl Drop for Relay {
         if let Some(thread) = self.thread.take() {
             self.state.stopping.store(true, Relaxed);
             if thread.join().is_err() {
-                tracing::error!("the thread that forwards for other hosts ended in a panic");
+                tracing::error!(
+                    "the relay panicked: hosts that meet by this one were cut off; restart vnetd and report this"
+                );
             }
         }
     }

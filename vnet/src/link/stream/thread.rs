@@ -108,7 +108,9 @@ impl Drop for Streams {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
-            tracing::error!("the thread of stream links ended in a panic");
+            tracing::error!(
+                "the thread of stream links panicked: they did not reconnect; restart vnetd and report this"
+            );
         }
     }
 }

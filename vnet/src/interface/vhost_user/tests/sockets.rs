@@ -58,7 +58,7 @@ fn a_client_reconnects_whenever_the_front_end_comes() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let mut host = Host::at(VhostUserOptions { server: false, ..options(&path, 1) });
-    wait_for("an attempt", || host.reason().contains("cannot reach a front end"));
+    wait_for("an attempt", || host.reason().contains("cannot reach QEMU"));
     for round in 0..2 {
         let listener = UnixListener::bind(&path).unwrap();
         let mut guest = Guest::from_stream(listener.accept().unwrap().0, 1);

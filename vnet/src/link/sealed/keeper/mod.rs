@@ -187,7 +187,9 @@ impl Drop for Keeper {
         for thread in self.threads.drain(..) {
             thread.thread().unpark();
             if thread.join().is_err() {
-                tracing::error!("the keeper of sealed links ended in a panic");
+                tracing::error!(
+                    "the keeper of sealed links panicked: they got no new keys; restart vnetd and report this"
+                );
             }
         }
     }
