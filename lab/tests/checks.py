@@ -6,9 +6,10 @@ import shlex
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 
 from vnetlab import daemon, machine, measure
-from vnetlab.run import run, wait_until
+from vnetlab.run import LabError, run, wait_until
 from vnetlab.topology import Node, Topology
 
 SUMMARY = (
@@ -136,6 +137,15 @@ def link(host: Node) -> dict:
 def wait_for_state(host: Node, state: str, timeout_s: float = 10) -> None:
     """Waits until a host's only link is up, degraded or down."""
     wait_until(f"{host.name}'s link to be {state}", lambda: link(host)["state"] == state, timeout_s, poll_s=0.05)
+
+
+def logged_after(host: Node, words: str, begin: float) -> float:
+    """Seconds from `begin` (time.time()) until vnetd logged `words`: asking for a state would take time of its own."""
+    for line in host.file(".log").read_text().splitlines():
+        stamp = line.strip().partition(" ")[0]
+        if words in line and (at := datetime.fromisoformat(stamp).timestamp()) >= begin:
+            return at - begin
+    raise LabError(f"{host.name} has not logged '{words}'", host.file(".log"))
 
 
 def sent_to(host: Node, source: Node, mac: str) -> list[str]:

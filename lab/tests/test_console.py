@@ -91,6 +91,27 @@ def test_an_interactive_terminal(remote: Remote, tmp_path: Path):
     assert [route["to"] for route in remote.get("/v1/routes")] == ["link link1"]
 
 
+def test_lines_typed_ahead_are_executed_in_order(remote: Remote, tmp_path: Path):
+    """Four lines arrive at once, as from a paste, or from somebody who types faster than vnetd answers."""
+    ours, theirs = pty.openpty()
+    command = [daemon.binaries() / "vnet", "--socket", tmp_path / "control.sock", "console"]
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        os.write(ours, b"".join(b"LINK ADD 127.0.0.%d 9000\r" % number for number in range(2, 6)) + b"DONE\r")
+        seen = b""
+        with suppress(OSError):  # The terminal has no other end any more.
+            while select.select([ours], [], [], 10)[0]:
+                seen += os.read(ours, 4096)
+        if process.poll() is None:
+            os.write(ours, b"\x04")
+    os.close(ours)
+    assert [f"OK link {number}" for number in range(1, 5)] == [
+        line for line in seen.decode().replace("\r", "").splitlines() if line.startswith("OK link")
+    ]
+    assert [link["remote"] for link in remote.get("/v1/links")] == [f"127.0.0.{number}:9000" for number in range(2, 6)]
+
+
 def test_long_lines_and_garbage(remote: Remote):
     fits = "HELLO " + "x" * (LINE_MAX - 6)
     said = lines(remote.talk(), f"{fits}\n{fits}x\n{'y' * 1_000_000}\nHELLO\n")

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from checks import assert_balanced, link, links, ping, port, reaches, wait_for_path, wait_for_state
+from checks import assert_balanced, link, links, logged_after, ping, port, reaches, wait_for_path, wait_for_state
 from conftest import MakeLab
 
 from vnetlab import daemon, lab, machine, process
@@ -160,10 +160,10 @@ def test_a_killed_peer_is_detected_within_a_second(narrow: Topology):
     assert listed["loss_permille"] <= 100
     pid = process.find(far.file(".pid"))
     assert pid
+    killed = time.time()
     os.kill(pid, signal.SIGKILL)
-    killed = time.monotonic()
-    wait_until("the link to be down", lambda: links(near)["h2"]["state"] == "down", 5, poll_s=0.05)
-    assert time.monotonic() - killed < 1.3, "one second, and the time of the query"
+    wait_until("the link to be down", lambda: links(near)["h2"]["state"] == "down", 10, poll_s=0.05)
+    assert logged_after(near, "link h2: down", killed) < 1.3, "one second, and the delays of a busy machine"
     assert "nothing came" in links(near)["h2"]["reason"]
     assert links(near)["h3"]["state"] == "up"
     process.stop(far.file(".pid"))

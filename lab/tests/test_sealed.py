@@ -9,6 +9,7 @@ import pytest
 from checks import (
     assert_balanced,
     link,
+    logged_after,
     pinging,
     port,
     reaches,
@@ -81,10 +82,10 @@ def test_a_killed_peer_is_detected_within_a_second_and_comes_back(topology: Topo
     near, far = topology.hosts
     pid = process.find(far.file(".pid"))
     assert pid
+    killed = time.time()
     os.kill(pid, signal.SIGKILL)
-    killed = time.monotonic()
-    wait_for_state(near, "down", 5)
-    assert time.monotonic() - killed < 1.3, "one second, and the time of the query"
+    wait_for_state(near, "down")
+    assert logged_after(near, "link h2: down", killed) < 1.3, "one second, and the delays of a busy machine"
     assert "h2" in link(near)["reason"]
     process.stop(far.file(".pid"))
     lab.start_daemon(topology, far)

@@ -100,7 +100,14 @@ def proxied() -> Iterator[Topology]:
 def start_proxy(host: Node, user: str = "lab") -> None:
     """Starts a SOCKS 5 proxy with user and password."""
     words = ["microsocks", "-i", host.address, "-p", str(PROXY_PORT), "-u", user, "-P", "secret"]
-    process.start(machine.namespace_command(host, words), host.file(".proxy"), host.file(".proxy.log"))
+
+    def listens() -> bool:
+        # It ends at once while the port of the one before is still in use.
+        if process.find(host.file(".proxy")) is None:
+            process.start(machine.namespace_command(host, words), host.file(".proxy"), host.file(".proxy.log"))
+        return bool(run(machine.namespace_command(host, ["ss", "-Hltn", f"sport = :{PROXY_PORT}"])))
+
+    wait_until("the proxy to listen", listens, 10, host.file(".proxy.log"))
 
 
 def test_a_proxy_carries_the_link(proxied: Topology):
