@@ -2,7 +2,8 @@
 
 use std::path::PathBuf;
 
-use clap::{Args as Group, Parser, Subcommand, ValueEnum};
+use clap::error::ErrorKind;
+use clap::{Args as Group, CommandFactory, Parser, Subcommand, ValueEnum};
 use serde_json::Value;
 use vnet_control::language::Dialect;
 
@@ -52,7 +53,8 @@ Examples:
   vnet route add --dst 52:54:00:00:00:02 --to 'link h2'
   vnet apply vnet.toml --dry-run
   vnet capture c1 tcp port 80
-  vnet trace 52:54:00:00:00:01 52:54:00:00:00:02
+  vnet trace c1 52:54:00:00:00:02
+  vnet save /etc/vnet/vnet.toml --force
   vnet --json stats | jq .balance";
 
 #[derive(Subcommand)]
@@ -68,6 +70,11 @@ pub enum Command {
     /// Routes: which frames go where, before anything learned
     #[command(subcommand)]
     Route(RouteCommand),
+    /// Networks: isolated LANs, by number
+    #[command(subcommand)]
+    Network(NetworkCommand),
+    /// Known MAC addresses: where each is, and how long ago it was heard
+    Addresses,
     /// The distributed overlay: its store, the other hosts, alarms
     Overlay,
     /// Make the host be as a configuration file says; only what differs is touched
@@ -78,6 +85,8 @@ pub enum Command {
         #[arg(long)]
         dry_run: bool,
     },
+    /// Write the running state as a configuration file: what the file said, and what commands changed since
+    Save(Save),
     /// Counters of every port, drops and discards by reason, and the balance of all frames
     Stats {
         /// Print again every SECONDS
@@ -85,13 +94,22 @@ pub enum Command {
               value_parser = clap::value_parser!(u32).range(1..=86_400))]
         watch: Option<u32>,
     },
-    /// Check a configuration file; needs no vnetd and looks at nothing but the file
+    /// Check a configuration file, and the certificates and keys that it names; needs no vnetd
     Check {
         /// Configuration file; - for standard input
         file: PathBuf,
+        /// Check the text only: the files that it names are on another host
+        #[arg(long)]
+        text_only: bool,
     },
     /// What would become of a frame, and which rule or known address decides
     Trace(Trace),
+    /// Follow what changes: configuration, states of interfaces and links, addresses that move
+    Events {
+        /// End after so many events
+        #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+        count: Option<u64>,
+    },
     /// The VNET control language: typed, with history and completion, or read from files or standard input
     #[command(after_long_help = CONSOLE_HELP)]
     Console {
@@ -168,12 +186,12 @@ client is too slow for is missed and counted; the network does not wait for it. 
 Examples:
   vnet capture c1                          both directions of interface c1, a line each; times are UTC
   vnet capture any --drops                 what is dropped anywhere, and why
-  vnet capture 'link h2' -w h2.pcapng tcp port 80
+  vnet capture link h2 -w h2.pcapng tcp port 80
   vnet capture c1 -w - | tcpdump -nr -";
 
 #[derive(Group)]
 pub struct Capture {
-    /// Where: 'interface NAME', 'link NAME', the NAME of either, or any
+    /// Where: interface NAME, link NAME, the NAME of either, or any
     port: String,
     /// Write pcapng into this file; - for standard output
     #[arg(short, long, value_name = "FILE")]
@@ -191,19 +209,28 @@ pub struct Capture {
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub count: Option<u64>,
     /// The filter's words
-    #[arg(value_name = "EXPRESSION", conflicts_with = "filter")]
+    #[arg(value_name = "EXPRESSION")]
     words: Vec<String>,
 }
 
 impl Capture {
-    /// The request's path.
-    pub fn path(&self) -> String {
+    /// The request's path. The error is wrong usage.
+    pub fn path(&self) -> Result<String, clap::Error> {
         let Capture { port, filter, drops, snap, count, words, .. } = self;
+        // `link h2` as two words: no filter begins with a name.
+        let (port, words) = match (port.as_str(), &words[..]) {
+            ("interface" | "link", [name, words @ ..]) => (format!("{port} {name}"), words),
+            (_, words) => (port.clone(), words),
+        };
+        if filter.is_some() && !words.is_empty() {
+            let text = "the filter is given twice: by --filter, and by the words behind PORT";
+            return Err(Args::command().error(ErrorKind::ArgumentConflict, text));
+        }
         let filter = filter.clone().unwrap_or_else(|| words.join(" "));
-        let mut path = format!("/v1/capture?port={}&filter={}&drops={drops}", encode(port), encode(&filter));
+        let mut path = format!("/v1/capture?port={}&filter={}&drops={drops}", encode(&port), encode(&filter));
         path += &snap.map(|snap| format!("&snap={snap}")).unwrap_or_default();
         path += &count.map(|count| format!("&count={count}")).unwrap_or_default();
-        path
+        Ok(path)
     }
 }
 
@@ -213,16 +240,16 @@ page keys move, h or ? shows help, q leaves. Where standard output is no termina
 
 #[derive(Group)]
 pub struct Trace {
-    /// Source MAC address
+    /// Source: a MAC address, an IP address of the overlay, or an interface's name
     src: String,
-    /// Destination MAC address
+    /// Destination, likewise
     dst: String,
     /// Where the frame comes from: 'interface NAME' or 'link NAME' [default: where SRC is known to be]
     #[arg(long, value_name = "PLACE")]
     from: Option<String>,
-    /// Network
-    #[arg(long, value_name = "ID", default_value_t = 1)]
-    network: u32,
+    /// Network [default: that of an interface named as SRC or DST, else 1]
+    #[arg(long, value_name = "ID")]
+    network: Option<u32>,
     /// Ask the hosts behind native links, too, what they would do, hop by hop
     #[arg(long)]
     pub follow: bool,
@@ -233,8 +260,24 @@ impl Trace {
     pub fn path(&self) -> String {
         let Trace { src, dst, from, network, .. } = self;
         let from = from.as_ref().map(|from| format!("&from={}", encode(from))).unwrap_or_default();
-        format!("/v1/trace?network={network}&src={}&dst={}{from}", encode(src), encode(dst))
+        let network = network.map(|network| format!("&network={network}")).unwrap_or_default();
+        format!("/v1/trace?src={}&dst={}{network}{from}", encode(src), encode(dst))
     }
+}
+
+#[derive(Group)]
+pub struct Save {
+    /// File to write, for its owner only: it may hold passwords of proxies [default: standard output]
+    pub file: Option<PathBuf>,
+    /// Replace a file that is there, with its comments
+    #[arg(long, requires = "file")]
+    pub force: bool,
+}
+
+#[derive(Subcommand)]
+pub enum NetworkCommand {
+    /// List them
+    List,
 }
 
 #[derive(Subcommand)]
@@ -303,7 +346,6 @@ fn setting(text: &str) -> Result<(String, Value), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
     use serde_json::Map;
 
     #[test]
@@ -333,6 +375,34 @@ mod tests {
         for bad in [vec![], vec!["mode"], vec!["=5"], vec!["mode="]] {
             assert!(Args::try_parse_from([&["vnet", "interface", "set", "c1"], &bad[..]].concat()).is_err());
         }
+    }
+
+    #[test]
+    fn a_capture_takes_its_port_as_one_word_or_two() {
+        let path = |args: &[&str]| {
+            let Command::Capture(capture) = Args::parse_from([&["vnet", "capture"], args].concat()).command
+            else {
+                panic!("capture")
+            };
+            capture
+                .path()
+                .map(|path| path.trim_start_matches("/v1/capture?").to_string())
+                .map_err(|e| e.kind())
+        };
+        for (args, want) in [
+            (&["h2"][..], "port=h2&filter=&drops=false"),
+            (&["link h2"], "port=link%20h2&filter=&drops=false"),
+            (&["link", "h2"], "port=link%20h2&filter=&drops=false"),
+            (
+                &["interface", "c1", "tcp", "port", "80"],
+                "port=interface%20c1&filter=tcp%20port%2080&drops=false",
+            ),
+            (&["link", "h2", "--filter", "arp"], "port=link%20h2&filter=arp&drops=false"),
+            (&["h2", "arp"], "port=h2&filter=arp&drops=false"),
+        ] {
+            assert_eq!(path(args).as_deref(), Ok(want), "{args:?}");
+        }
+        assert_eq!(path(&["h2", "arp", "--filter", "ip"]), Err(ErrorKind::ArgumentConflict));
     }
 
     #[test]

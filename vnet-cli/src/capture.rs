@@ -8,6 +8,7 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::time::Duration;
 
+use hyper::Method;
 use pcap_file::PcapError;
 use pcap_file::pcapng::blocks::enhanced_packet::{EnhancedPacketBlock, EnhancedPacketOption};
 use pcap_file::pcapng::blocks::interface_description::InterfaceDescriptionOption;
@@ -25,13 +26,14 @@ const DROPPED: &str = "dropped: ";
 
 /// Captures to the end and reports the frame count on standard error.
 pub fn run(client: &Client<'_>, capture: &Capture, json: bool) -> Result<(), Failure> {
+    let path = capture.path().unwrap_or_else(|usage| usage.exit());
     let mut reader = Reader::new(match &capture.write {
         Some(file) => Output::File(open(file)?, file.display().to_string()),
         None if json => Output::Json,
         None => Output::Lines,
     });
     let mut result = Ok(());
-    let ended = client.stream(&capture.path(), |bytes| {
+    let ended = client.stream(Method::POST, &path, |bytes| {
         result = reader.consume(bytes);
         result.is_ok()
     })?;
@@ -224,7 +226,7 @@ impl<'a> CapturedFrame<'a> {
 }
 
 /// Time of day in UTC.
-fn clock(at: Duration) -> String {
+pub fn clock(at: Duration) -> String {
     let s = at.as_secs();
     format!("{:02}:{:02}:{:02}.{:06}", s / 3600 % 24, s / 60 % 60, s % 60, at.subsec_micros())
 }

@@ -78,15 +78,20 @@ impl Client<'_> {
         self.request(Method::DELETE, path, vec![])
     }
 
-    /// POSTs to `path` and passes the answer's data to `take` until that returns false, the answer ends, or on Ctrl-C
-    /// or SIGTERM. No limit of time or size.
-    pub fn stream(&self, path: &str, mut take: impl FnMut(&[u8]) -> bool) -> Result<Ended, ClientError> {
+    /// Requests `path` without a body, and passes the answer's data to `take` until that returns false, the answer ends, or on
+    /// Ctrl-C or SIGTERM. No limit of time or size.
+    pub fn stream(
+        &self,
+        method: Method,
+        path: &str,
+        mut take: impl FnMut(&[u8]) -> bool,
+    ) -> Result<Ended, ClientError> {
         let runtime = self.runtime()?;
         runtime.block_on(async {
             let no_answer = |why: String| self.no_answer(why);
             let mut terminate =
                 signal(SignalKind::terminate()).map_err(|error| no_answer(error.to_string()))?;
-            let answer = tokio::time::timeout(PATIENCE, self.send(Method::POST, path, vec![]));
+            let answer = tokio::time::timeout(PATIENCE, self.send(method, path, vec![]));
             let answer = answer.await.map_err(|_| no_answer(timed_out()))??;
             let status = answer.status();
             let mut body = answer.into_body();

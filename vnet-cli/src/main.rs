@@ -6,9 +6,11 @@ mod capture;
 mod client;
 mod console;
 mod doctor;
+mod events;
 mod headers;
 mod keys;
 mod output;
+mod save;
 mod settings;
 mod show;
 mod top;
@@ -18,7 +20,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use args::{Args, Command, InterfaceCommand, LinkCommand, RouteCommand};
+use args::{Args, Command, InterfaceCommand, LinkCommand, NetworkCommand, RouteCommand};
 use clap::Parser;
 use client::Client;
 use output::{Failure, print, read, read_file};
@@ -44,6 +46,10 @@ fn run(args: &Args) -> Result<(), Failure> {
         Command::Status => vnet.list("/v1/status", show::status),
         Command::Stats { watch } => vnet.stats(*watch),
         Command::Overlay => vnet.list("/v1/overlay", show::overlay),
+        Command::Addresses => vnet.list("/v1/learned", show::addresses),
+        Command::Network(NetworkCommand::List) => vnet.list("/v1/networks", show::networks),
+        Command::Save(save) => save::run(&vnet.client, save),
+        Command::Events { count } => events::run(&vnet.client, *count, args.json),
         Command::Interface(InterfaceCommand::List) => vnet.list("/v1/interfaces", show::interfaces),
         Command::Link(LinkCommand::List) => vnet.list("/v1/links", show::links),
         Command::Route(RouteCommand::List) => vnet.list("/v1/routes", show::routes),
@@ -70,7 +76,7 @@ fn run(args: &Args) -> Result<(), Failure> {
         Command::Link(LinkCommand::Del { name }) => vnet.remove("link", "/v1/links", name),
         Command::Route(RouteCommand::Del { index }) => vnet.remove("route", "/v1/routes", &index.to_string()),
         Command::Apply { file, dry_run } => vnet.apply(file, *dry_run),
-        Command::Check { file } => vnet.check(file),
+        Command::Check { file, text_only } => vnet.check(file, *text_only),
         Command::Trace(trace) if trace.follow => vnet.ask(&trace.path(), show::trace),
         Command::Trace(trace) => vnet.list(&trace.path(), show::trace),
         Command::Console { files, dialect } => {
@@ -135,11 +141,12 @@ impl Vnet<'_> {
         self.print(&answer, |_| Ok(show::applied(&applied)))
     }
 
-    /// Checks a file; needs no daemon.
-    fn check(&self, file: &Path) -> Result<(), Failure> {
+    /// Checks a file, and unless `text_only` those that it names; needs no daemon.
+    fn check(&self, file: &Path, text_only: bool) -> Result<(), Failure> {
         let (name, text) = read_file(file, FILE_MAX)?;
         let result = match String::from_utf8(text) {
-            Ok(text) => config::parse(&name, &text),
+            Ok(text) if text_only => config::parse(&name, &text),
+            Ok(text) => config::parse(&name, &text).and_then(config::check_files),
             Err(_) => return Err(Failure::Lines(vec![format!("{name}: is not UTF-8 text")])),
         };
         let lines = |problems: &[Problem]| problems.iter().map(ToString::to_string).collect::<Vec<_>>();

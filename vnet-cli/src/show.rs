@@ -254,6 +254,35 @@ pub fn routes(routes: &Vec<Route>) -> String {
     table.print()
 }
 
+/// `vnet network list`
+pub fn networks(networks: &Vec<Network>) -> String {
+    let mut table = TextTable::new(&["ID", "LEARNING", "AGEING", "RELAY", "INTERFACES"], &[0, 4]);
+    for network in networks {
+        let yes = |key: &str| if network.settings.flag(key) { "yes" } else { "no" }.to_string();
+        let ageing = format!("{} s", network.settings.text("ageing_s"));
+        let interfaces = network.interfaces.to_string();
+        table.row([network.settings.text("id"), yes("learning"), ageing, yes("relay"), interfaces]);
+    }
+    table.print()
+}
+
+/// `vnet addresses`
+pub fn addresses(addresses: &Vec<Learned>) -> String {
+    let mut table = TextTable::new(&["NETWORK", "ADDRESS", "AT", "HELD", "HEARD"], &[0]);
+    let mut sorted = vec![];
+    sorted.extend(addresses);
+    sorted.sort_by_key(|entry| (entry.network, entry.mac));
+    for entry in sorted {
+        let heard = match entry.held.as_str() {
+            "configured" => "-".into(),
+            _ => format!("{} ago", duration(entry.age_s.into())),
+        };
+        let Learned { network, mac, at, held, .. } = entry;
+        table.row([network.to_string(), mac.to_string(), at.clone(), held.clone(), heard]);
+    }
+    table.print()
+}
+
 /// `vnet stats`: ports, then every drop and discard reason with its ports, then dispatchers, then the balance.
 pub fn stats(stats: &Stats) -> String {
     let heading = [

@@ -215,6 +215,87 @@ fn a_frame_is_traced() {
 }
 
 #[test]
+fn stations_and_networks_are_listed_and_traced_by_name() {
+    let host = Host::start();
+    let socket = host.dir.path().join("vm1.sock").display().to_string();
+    let add = ["interface", "add", "vm1", "--kind", "vhost-user", "--socket", &socket, "--mac"];
+    host.output_of(&[&add[..], &["52:54:00:00:00:01", "--addresses", "10.0.0.1"]].concat());
+    assert_eq!(
+        host.output_of(&["network", "list"]),
+        "ID  LEARNING  AGEING  RELAY  INTERFACES\n 1  yes       300 s   no              1\n"
+    );
+    assert_eq!(
+        host.output_of(&["addresses"]),
+        "NETWORK  ADDRESS            AT             HELD        HEARD\n      1  52:54:00:00:00:01  interface vm1  configured  -\n"
+    );
+    assert_eq!(host.json(&["addresses"])[0]["at"], "interface vm1");
+    for name in ["vm1", "interface vm1", "10.0.0.1", "52:54:00:00:00:01"] {
+        let trace = host.json(&["trace", name, "52:54:00:00:00:02"]);
+        assert_eq!(
+            (&trace["src"], &trace["from"]),
+            (&json!("52:54:00:00:00:01"), &json!("interface vm1")),
+            "{name}"
+        );
+    }
+    let refused = |args: &[&str]| host.refused(&[&["trace"], args].concat());
+    assert!(refused(&["vm1", "vm1", "--network", "9"]).starts_with("there is no network 9;"));
+    assert!(
+        refused(&["10.0.0.7", "vm1"]).starts_with("which MAC address has 10.0.0.7 in network 1 is not known")
+    );
+}
+
+#[test]
+fn the_running_state_is_saved_as_a_file() {
+    use std::os::unix::fs::PermissionsExt;
+    let host = Host::start();
+    host.output_of(&[
+        "link",
+        "add",
+        "h2",
+        "--remote",
+        "10.1.2.3:9000",
+        "--trusted",
+        "--macs",
+        "52:54:00:00:00:07",
+    ]);
+    host.output_of(&["route", "add", "--dst", "52:54:00:00:00:02", "--to", "link h2"]);
+    let file = host.dir.path().join("saved.toml");
+    let name = file.to_str().unwrap();
+    assert_eq!(host.output_of(&["save", name]), format!("{name}: saved\n"));
+    assert_eq!(std::fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
+    assert_eq!(host.output_of(&["save"]), std::fs::read_to_string(&file).unwrap());
+    assert_eq!(host.output_of(&["check", name]), format!("{name}: good\n"));
+    assert_eq!(host.output_of(&["apply", name]), "nothing to change\n");
+    assert!(host.refused(&["save", name]).contains("is there already; --force replaces it"));
+    host.output_of(&["link", "add", "h3", "--remote", "10.1.2.4:9000", "--trusted"]);
+    assert!(host.output_of(&["apply", name, "--dry-run"]).starts_with("- link h3"));
+    host.output_of(&["save", name, "--force"]);
+    assert_eq!(host.output_of(&["apply", name]), "nothing to change\n");
+}
+
+#[test]
+fn events_are_followed() {
+    let host = Host::start();
+    let mut follower = Command::new(env!("CARGO_BIN_EXE_vnet"))
+        .env("VNET_SOCKET", host.dir.path().join("s"))
+        .args(["events", "--count", "1"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    // It may not listen yet: change until it has seen a change.
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    while follower.try_wait().unwrap().is_none() {
+        assert!(std::time::Instant::now() < deadline, "no event arrives");
+        host.output_of(&["link", "add", "h2", "--remote", "10.1.2.3:9000", "--trusted"]);
+        host.output_of(&["link", "del", "h2"]);
+    }
+    let output = follower.wait_with_output().unwrap();
+    // The configuration, or the state of the new link.
+    let line = text(&output.stdout);
+    assert!(line.contains("link h2") && line.lines().count() == 1 && output.status.success(), "{line}");
+}
+
+#[test]
 fn a_check_needs_no_daemon() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("f.toml");
@@ -235,6 +316,13 @@ fn a_check_needs_no_daemon() {
     assert_eq!(text(&output.stderr), format!("{}\n{}\n", lines[0], lines[1]));
     let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(answer, json!({ "file": name, "good": false, "errors": lines, "warnings": [] }));
+    let token = dir.path().join("token");
+    let control = format!("[host]\nname = \"h1\"\n[control]\ntoken_file = \"{}\"\n", token.display());
+    std::fs::write(&file, control).unwrap();
+    let output = vnet(&nobody, &["check", name]);
+    let want = format!("{name}:3: cannot read [control] token_file '{}': No such file", token.display());
+    assert!(output.status.code() == Some(1) && text(&output.stderr).starts_with(&want), "{output:?}");
+    assert_eq!(vnet(&nobody, &["check", name, "--text-only"]).status.code(), Some(0));
 }
 
 #[test]

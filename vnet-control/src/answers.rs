@@ -7,8 +7,8 @@ use super::api;
 use super::desired::*;
 use super::engine::Engine;
 use super::live::LiveInterface;
-use super::plan;
 use super::settings::values::{InterfaceSettings, LinkSettings};
+use super::{plan, settings};
 use vnet::dispatch::dispatcher_stats::DispatcherStats;
 use vnet::interface::State;
 use vnet::link::LinkState;
@@ -42,6 +42,11 @@ impl Engine {
             }),
             balance: self.stats().balance,
         }
+    }
+
+    /// A configuration file that describes the configured state.
+    pub fn saved(&self) -> String {
+        settings::save(&self.own)
     }
 
     /// The overlay agent's latest report.

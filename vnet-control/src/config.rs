@@ -2,7 +2,7 @@
 //!
 //! `settings` judges single keys and tables, `check` several of them together; both report all they find, one line each, and
 //! a text with an error in it changes nothing. The checks look at the text alone, never at the host, so that a file can be
-//! checked anywhere.
+//! checked anywhere; [`check_files`] also opens the files that it names.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -65,6 +65,14 @@ pub fn parse(file: &str, text: &str) -> Result<Configuration, ConfigError> {
     } else {
         Err(ConfigError(notes.problems))
     }
+}
+
+/// Looks into the files that a configuration names: certificates, keys, the token.
+pub fn check_files(mut configuration: Configuration) -> Result<Configuration, ConfigError> {
+    let mut notes = Notes::default();
+    check::files::check(&configuration.desired, &mut notes);
+    configuration.warnings.append(&mut notes.warnings);
+    if notes.problems.is_empty() { Ok(configuration) } else { Err(ConfigError(notes.problems)) }
 }
 
 /// Checks a desired state that was put together otherwise.

@@ -5,6 +5,7 @@
 //! a listing ended by a line with a single dot.
 
 use std::fmt;
+use std::ops::Range;
 
 use serde_json::{Map, Value, json};
 
@@ -36,10 +37,24 @@ impl From<LanguageError> for Answer {
     }
 }
 
+/// Longest `OK` or `ERROR` line in bytes. A line of 4 096 bytes can hold a thousand mistakes; the first few are enough.
+pub const REPLY_MAX: usize = 1_000;
+
 /// Joins text to one line, whatever it quotes.
 fn one_line(text: &str) -> String {
     let lines: Vec<_> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
     lines.join("; ").chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
+}
+
+/// A line that begins with `word`, of at most [`REPLY_MAX`] bytes.
+fn reply(word: &str, text: &str) -> String {
+    let mut line = format!("{word} {}", one_line(text));
+    if line.len() > REPLY_MAX {
+        let fits = |end: &usize| line.is_char_boundary(*end);
+        line.truncate((0..=REPLY_MAX - '…'.len_utf8()).rev().find(fits).unwrap_or(0));
+        line.push('…');
+    }
+    line
 }
 
 impl fmt::Display for Answer {
@@ -47,8 +62,8 @@ impl fmt::Display for Answer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Answer::Nothing => Ok(()),
-            Answer::Ok(text) => writeln!(f, "OK {}", one_line(text)),
-            Answer::Error(reason) => writeln!(f, "ERROR {}", one_line(reason)),
+            Answer::Ok(text) => writeln!(f, "{}", reply("OK", text)),
+            Answer::Error(reason) => writeln!(f, "{}", reply("ERROR", reason)),
             Answer::Listing(lines) => {
                 lines.iter().try_for_each(|line| writeln!(f, "{}", one_line(line)))?;
                 f.write_str(".\n")
@@ -75,28 +90,69 @@ enum ConsoleError {
 
 /// Parses and executes a line.
 pub fn answer(engine: &mut Engine, dialect: Dialect, line: &[u8]) -> Answer {
-    match language::parse_bytes(dialect, line) {
+    match language::parse_bytes(dialect, line.strip_suffix(b"\r").unwrap_or(line)) {
         Ok(command) => execute(engine, command),
         Err(error) => error.into(),
     }
 }
 
-/// Executes a whole file, up to `DONE`. Lines without an answer are omitted.
-pub fn answers(engine: &mut Engine, dialect: Dialect, text: &[u8]) -> Vec<api::ConsoleAnswer> {
-    let mut answers = vec![];
-    for (number, line) in text.split(|byte| *byte == b'\n').enumerate() {
-        let answer = answer(engine, dialect, line.strip_suffix(b"\r").unwrap_or(line));
-        let text = answer.to_string();
-        if !text.is_empty() {
-            let good = !matches!(answer, Answer::Error(_));
-            let lines = text.lines().map(ToString::to_string).collect();
-            answers.push(api::ConsoleAnswer { line: number + 1, good, lines });
-        }
-        if answer == Answer::Done {
-            break;
-        }
+/// Lines of a file, executed a few at a time: whoever sent them reads the answers before more lines are executed, so a file of
+/// long listings takes no more memory than one of them.
+pub struct Script {
+    dialect: Dialect,
+    text: Vec<u8>,
+    /// Where the next line begins; `None` after the last one or `DONE`.
+    at: Option<usize>,
+    /// Lines executed.
+    lines: usize,
+}
+
+/// Lines that [`Script::next`] executes at most; others may use the engine before the next ones.
+pub const LINES_AT_ONCE: usize = 256;
+/// [`Script::next`] stops once its answers hold so many bytes. A listing may exceed that.
+pub const ANSWERS_AT_ONCE: usize = 64 << 10;
+
+impl Script {
+    /// A script of `text`.
+    pub fn new(dialect: Dialect, text: Vec<u8>) -> Script {
+        Script { dialect, text, at: Some(0), lines: 0 }
     }
-    answers
+
+    /// True when every line was executed, or `DONE` was.
+    pub fn is_done(&self) -> bool {
+        self.at.is_none()
+    }
+
+    /// Executes the next lines. Lines without an answer are omitted.
+    pub fn next(&mut self, engine: &mut Engine) -> Vec<api::ConsoleAnswer> {
+        let (mut answers, mut bytes, last) = (vec![], 0, self.lines + LINES_AT_ONCE);
+        while let Some(line) = self.next_line().filter(|_| bytes < ANSWERS_AT_ONCE && self.lines < last) {
+            let answer = answer(engine, self.dialect, &self.text[line.clone()]);
+            self.lines += 1;
+            self.at = if answer == Answer::Done { None } else { self.after(line.end) };
+            let text = answer.to_string();
+            bytes += text.len();
+            if !text.is_empty() {
+                let good = !matches!(answer, Answer::Error(_));
+                let lines = text.lines().map(ToString::to_string).collect();
+                answers.push(api::ConsoleAnswer { line: self.lines, good, lines });
+            }
+        }
+        answers
+    }
+
+    /// Where the next line is, without its line end.
+    fn next_line(&self) -> Option<Range<usize>> {
+        let begin = self.at?;
+        let length = self.text[begin..].iter().position(|byte| *byte == b'\n');
+        let end = length.map_or(self.text.len(), |length| begin + length);
+        Some(begin..end)
+    }
+
+    /// Where the line after the one that ends at `end` begins.
+    fn after(&self, end: usize) -> Option<usize> {
+        (end < self.text.len()).then_some(end + 1)
+    }
 }
 
 /// Executes a command.

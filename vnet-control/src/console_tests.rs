@@ -112,7 +112,7 @@ fn a_file_is_answered_line_by_line() {
     let mut engine = engine(dir.path(), "");
     let text =
         b"# VNET/P's links\r\nADD 127.0.1.2 9000 udp\r\n\nADD nowhere\nHELLO\nDONE\nADD 127.0.1.3 9000";
-    let answers = answers(&mut engine, Dialect::Links, text);
+    let answers = Script::new(Dialect::Links, text.to_vec()).next(&mut engine);
     let told: Vec<_> =
         answers.iter().map(|answer| (answer.line, answer.good, answer.lines[0].as_str())).collect();
     assert_eq!(told[0], (2, true, "OK link 1"));
@@ -120,6 +120,45 @@ fn a_file_is_answered_line_by_line() {
     assert!(told[2].2.starts_with("OK vnet "));
     assert_eq!(told[3], (6, true, "OK bye"));
     assert_eq!((told.len(), engine.links().len()), (4, 1), "nothing after DONE");
+    engine.stop();
+}
+
+#[test]
+fn a_script_stops_until_its_answers_are_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut engine = engine(dir.path(), "");
+    let help = say(&mut engine, "HELP").len();
+    let text = "HELP\n".repeat(1_000) + "LINK ADD 127.0.1.2 9000\n";
+    let mut script = Script::new(Dialect::Console, text.clone().into_bytes());
+    let first: usize =
+        script.next(&mut engine).iter().flat_map(|answer| &answer.lines).map(|line| line.len() + 1).sum();
+    assert!(first < ANSWERS_AT_ONCE + help, "{first}");
+    assert!(!script.is_done() && engine.links().is_empty(), "nothing after the unread answers was executed");
+    let mut last = vec![];
+    while !script.is_done() {
+        last = script.next(&mut engine);
+    }
+    let last = last.last().unwrap();
+    assert_eq!((last.line, last.lines[0].as_str()), (1_001, "OK link 1"));
+    // Lines without answers give way to others, too.
+    let mut script = Script::new(Dialect::Console, "\n".repeat(LINES_AT_ONCE + 1).into_bytes());
+    assert_eq!((script.next(&mut engine), script.is_done()), (vec![], false));
+    assert_eq!((script.next(&mut engine), script.is_done()), (vec![], true));
+    engine.stop();
+}
+
+#[test]
+fn replies_are_bounded() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut engine = engine(dir.path(), "");
+    for line in [
+        format!("ROUTE ADD any any edge 10.0.0.2 any network=={}", "\0".repeat(180)),
+        format!("LINK ADD 127.0.1.2 9000 networks={}", "x,".repeat(1_000)),
+        format!("LINK ADD 127.0.1.2 9000 {}=1", "\u{1F600}".repeat(900)),
+    ] {
+        let said = say(&mut engine, &line);
+        assert!(said.starts_with("ERROR ") && said.len() <= REPLY_MAX + 1, "{} bytes: {said}", said.len());
+    }
     engine.stop();
 }
 

@@ -5,7 +5,7 @@
 //! none of them.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -22,7 +22,7 @@ use super::table::Problem;
 use vnet::dispatch::core::{Core, CoreError, CoreOptions};
 use vnet::dispatch::observers::Observers;
 use vnet::dispatch::setup::{Feeder, InterfacePort, LinkPort, Parts};
-use vnet::frame::PortId;
+use vnet::frame::{NetworkId, PortId};
 use vnet::link::inquiry::Inbox;
 use vnet::link::rendezvous::relay::Relay;
 use vnet::link::sealed::identity::IdentityStore;
@@ -58,6 +58,27 @@ pub enum EngineError {
     /// The port of a traced frame's source is unknown.
     #[error("it is not known where {0} is; give the frame's origin: --from 'interface NAME'")]
     UnknownSource(Mac),
+    /// No interface and no other host has this IP address.
+    #[error(
+        "which MAC address has {address} in network {network} is not known: no interface lists it in 'addresses', and no \
+         other host publishes it; give the MAC address ('vnet addresses' lists those heard)"
+    )]
+    UnknownAddress {
+        /// The IP address.
+        address: IpAddr,
+        /// The network.
+        network: NetworkId,
+    },
+    /// The MAC address of an interface's guest is unknown.
+    #[error(
+        "the MAC address of the guest at interface {interface} is not clear: {why}; give the address instead"
+    )]
+    Guest {
+        /// The interface.
+        interface: String,
+        /// Why not.
+        why: String,
+    },
     /// A link that the overlay computed cannot be removed.
     #[error("{0} exists because its host is in the overlay's store; it goes when that host leaves")]
     Computed(Target),

@@ -17,6 +17,7 @@
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 
+use super::settings::plain;
 use super::table::quote;
 pub use super::usage::{COMMANDS, Usage};
 use vnet::frame::NetworkId;
@@ -345,7 +346,9 @@ fn add_route(mut words: Words<'_>) -> Result<AddRoute, LanguageError> {
         let id = value.as_u64().and_then(|id| u32::try_from(id).ok()).and_then(NetworkId::new);
         network = match (key.as_str(), id) {
             ("network", Some(id)) => Some(id),
-            ("network", None) => return Err(words.wrong(format!("{value} is not a network"))),
+            ("network", None) => {
+                return Err(words.wrong(format!("{} is not a network", quote(&plain(&value)))));
+            }
             _ => return Err(words.wrong(format!("a route has no key {}", quote(&key)))),
         };
     }

@@ -19,22 +19,22 @@ use utoipa::{IntoParams, OpenApi, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 use vnet::frame::NetworkId;
-use vnet::wire::ethernet::Mac;
 use vnet_control::api;
 use vnet_control::config;
-use vnet_control::console;
+use vnet_control::console::Script;
 use vnet_control::desired::Target;
 use vnet_control::engine::Engine;
 use vnet_control::events::Asker;
 use vnet_control::follow::{FAN_OUT_OWN, HOPS};
 use vnet_control::language::Dialect;
 use vnet_control::settings::openapi as schema;
+use vnet_control::station::{Station, TraceRequest};
 
 use crate::events::Hub;
 use crate::follow::{self, Followers};
 use crate::gate::{self, Token};
 use crate::shared::{BODY_MAX, Refused, Shared, change, json, refusal, with_engine};
-use crate::{capture, events, metrics};
+use crate::{capture, events, metrics, script};
 
 /// State of the handlers.
 #[derive(Clone)]
@@ -88,6 +88,7 @@ fn described() -> OpenApiRouter<App> {
         .routes(routes!(list_routes, add_route))
         .routes(routes!(remove_route))
         .routes(routes!(apply))
+        .routes(routes!(save))
         .routes(routes!(trace, follow_trace))
         .routes(routes!(capture::capture))
         .routes(routes!(run_console))
@@ -305,14 +306,14 @@ fn request() -> String {
 #[into_params(parameter_in = Query)]
 #[serde(deny_unknown_fields)]
 struct TraceQuery {
-    /// Source MAC address.
-    src: Mac,
-    /// Destination MAC address.
-    dst: Mac,
-    /// Network id; default 1.
-    #[serde(default)]
-    network: NetworkId,
-    /// Where the frame enters: `interface NAME` or `link NAME`. Default: where `src` was learned or is configured.
+    /// Source: a MAC address, an IP address that an interface lists or another host publishes, or an interface's name.
+    src: String,
+    /// Destination, likewise.
+    dst: String,
+    /// Network id; default: that of an interface named as `src` or `dst`, else 1.
+    network: Option<NetworkId>,
+    /// Where the frame enters: `interface NAME` or `link NAME`. Default: the interface named as `src`, else where it was learned
+    /// or is configured.
     from: Option<String>,
 }
 
@@ -342,7 +343,9 @@ async fn traced(
 ) -> Result<api::Trace, Refused> {
     let Query(TraceQuery { src, dst, network, from }) = query?;
     let from = from.map(|from| from.parse::<Target>()).transpose().map_err(Refused::Request)?;
-    with_engine(shared, move |engine| Ok(engine.trace(network, src, dst, from.as_ref())?)).await
+    let [src, dst] = [src, dst].map(|station| station.parse::<Station>().map_err(Refused::Request));
+    let request = TraceRequest { network, src: src?, dst: dst?, from };
+    with_engine(shared, move |engine| Ok(engine.trace_between(&request)?)).await
 }
 
 /// Makes the host match a configuration (TOML); touches only what differs
@@ -370,6 +373,13 @@ async fn apply(
     Ok(json(StatusCode::OK, &applied.await?))
 }
 
+/// The running state as a configuration file (TOML), without what the overlay computes; not by GET, because it holds passwords
+#[utoipa::path(post, path = "/v1/save",
+    responses((status = 200, body = String, content_type = "text/plain"), (status = "4XX", body = api::Refusal)))]
+async fn save(State(shared): State<Shared>) -> Answer {
+    Ok(with_engine(shared, |engine| Ok(engine.saved())).await?.into_response())
+}
+
 /// Syntax of the lines in `POST /v1/console`.
 #[derive(Clone, Copy, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
@@ -389,7 +399,7 @@ struct ConsoleQuery {
     dialect: Option<ConsoleDialect>,
 }
 
-/// Executes lines of the control language in order
+/// Executes lines of the control language in order, as fast as the client reads their answers
 #[utoipa::path(post, path = "/v1/console", params(ConsoleQuery),
     request_body(content = String, content_type = "text/plain"),
     responses((status = 200, body = Vec<api::ConsoleAnswer>), (status = "4XX", body = api::Refusal)))]
@@ -405,9 +415,8 @@ async fn run_console(
         Some(ConsoleDialect::Links) => Dialect::Links,
         Some(ConsoleDialect::Routes) => Dialect::Routes,
     };
-    let body = body?;
-    let answers = change(shared, by, move |engine| Ok(console::answers(engine, dialect, &body)));
-    Ok(json(StatusCode::OK, &answers.await?))
+    let script = Script::new(dialect, body?.to_vec());
+    script::run(shared, by, script).await
 }
 
 /// The OpenAPI document

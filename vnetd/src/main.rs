@@ -15,6 +15,7 @@ mod overlay;
 #[cfg(test)]
 mod reference;
 mod remote;
+mod script;
 mod serve;
 mod shared;
 mod tls;
@@ -54,7 +55,7 @@ struct Args {
     #[arg(long, value_name = "FILE", default_value = "/etc/vnet/vnet.toml")]
     config: PathBuf,
 
-    /// Check the configuration file and exit: nothing is opened or changed
+    /// Check the configuration file and the certificates and keys that it names, and exit: nothing is changed
     #[arg(long)]
     check: bool,
 
@@ -133,7 +134,7 @@ fn main() -> ExitCode {
 type Failure = Box<dyn std::error::Error>;
 
 fn check(file: &Path) -> Result<(), Failure> {
-    let Configuration { desired, warnings } = config::load(file)?;
+    let Configuration { desired, warnings } = config::load(file).and_then(config::check_files)?;
     warnings.iter().for_each(|warning| eprintln!("{}warning: {}", warning.place, warning.text));
     println!("{}: good, {}", file.display(), summary(&desired));
     Ok(())

@@ -8,12 +8,12 @@ use std::sync::Arc;
 use tokio::net::{TcpListener, TcpSocket};
 use tokio::task::JoinSet;
 use tokio_rustls::TlsAcceptor;
+use vnet_control::credentials::{TlsError, TokenError};
 use vnet_control::desired::Access;
 
-use crate::gate::{Token, TokenError};
+use crate::gate::Token;
 use crate::handlers::{self, App};
-use crate::tls::{self, TlsError};
-use crate::{console, serve};
+use crate::{console, serve, tls};
 
 #[derive(Debug, thiserror::Error)]
 pub enum RemoteError {

@@ -74,9 +74,12 @@ impl IntoResponse for Refused {
     fn into_response(self) -> Response {
         let status = match &self {
             Refused::Request(_) | Refused::Engine(EngineError::Invalid(_)) => StatusCode::BAD_REQUEST,
-            Refused::Engine(EngineError::NotFound(_) | EngineError::UnknownSource(_)) => {
-                StatusCode::NOT_FOUND
-            }
+            Refused::Engine(
+                EngineError::NotFound(_)
+                | EngineError::UnknownSource(_)
+                | EngineError::UnknownAddress { .. }
+                | EngineError::Guest { .. },
+            ) => StatusCode::NOT_FOUND,
             Refused::Engine(_) => StatusCode::CONFLICT,
         };
         refusal(status, &self.to_string())

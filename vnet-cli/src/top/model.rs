@@ -71,6 +71,9 @@ pub struct Row {
     /// The most frequent drop or discard reason in the interval.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
+    /// The most frequent drop reason since the port was added.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reason_total: Option<String>,
 }
 
 impl Row {
@@ -78,12 +81,11 @@ impl Row {
         let rate = |of: fn(&Counters) -> u64| of(now).saturating_sub(of(before)) as f64 / seconds;
         let lost = now.drops.iter().map(|(reason, n)| (reason, n, before.drops.get(reason)));
         let discarded = now.discards.iter().map(|(reason, n)| (reason, n, before.discards.get(reason)));
-        let reason = lost
-            .chain(discarded)
-            .map(|(reason, n, before)| (n.saturating_sub(before.copied().unwrap_or(0)), reason))
-            .filter(|(n, _)| *n > 0)
-            .max_by_key(|(n, _)| *n)
-            .map(|(_, reason)| reason.clone());
+        let since = |(reason, n, before): (_, &u64, Option<&u64>)| {
+            (n.saturating_sub(before.copied().unwrap_or(0)), reason)
+        };
+        let reason = most_frequent(lost.chain(discarded).map(since));
+        let reason_total = most_frequent(now.drops.iter().map(|(reason, n)| (*n, reason)));
         Row {
             kind: kind.into(),
             name: name.into(),
@@ -95,7 +97,14 @@ impl Row {
             drops: now.drops_total(),
             discards_per_s: rate(Counters::discards_total),
             reason,
+            reason_total,
         }
+    }
+
+    /// The reason beside the drops: of the interval, else in parentheses that of all drops before.
+    pub fn shown_reason(&self) -> String {
+        let before = || self.reason_total.as_ref().map(|reason| format!("({reason})"));
+        self.reason.clone().or_else(before).unwrap_or_default()
     }
 
     /// True if frames or datagrams were lost in the interval.
@@ -110,6 +119,10 @@ impl Row {
     fn frames(&self) -> f64 {
         self.in_frames_per_s + self.out_frames_per_s
     }
+}
+
+fn most_frequent<'a>(counts: impl Iterator<Item = (u64, &'a String)>) -> Option<String> {
+    counts.filter(|(n, _)| *n > 0).max_by_key(|(n, _)| *n).map(|(_, reason)| reason.clone())
 }
 
 /// Rates of all interfaces and links, and of the bridge and removed ports if they lose frames.
@@ -198,6 +211,11 @@ mod tests {
         assert_eq!((a.in_frames_per_s, a.in_bits_per_s, a.drops_per_s, a.drops), (100.0, 10_000.0, 2.0, 9));
         assert_eq!(a.reason.as_deref(), Some("no_buffer"));
         assert_eq!((rows[1].in_frames_per_s, &rows[1].reason), (5.0, &None), "was replaced");
+        assert_eq!(a.shown_reason(), "no_buffer");
+        // Without new drops the column names what the old ones were.
+        let later = super::rows(&now, &now, Duration::from_secs(1));
+        assert_eq!((&later[0].reason, later[0].drops, &*later[0].shown_reason()), (&None, 9, "(no_buffer)"));
+        assert_eq!(later[1].shown_reason(), "");
         let kinds: Vec<_> = rows.iter().map(|row| row.kind.as_str()).collect();
         assert_eq!(kinds, ["interface", "interface", "removed"], "others only if they lose frames");
     }

@@ -26,12 +26,7 @@ const COLUMNS: &[Column] = &[
     Column { heading: "OUT fr/s", width: 8, from_width: 80, cell: |row| short(row.out_frames_per_s) },
     Column { heading: "DROPS/s", width: 7, from_width: 44, cell: |row| short(row.drops_per_s) },
     Column { heading: "DROPS", width: 8, from_width: 90, cell: |row| row.drops.to_string() },
-    Column {
-        heading: "REASON",
-        width: 14,
-        from_width: 100,
-        cell: |row| row.reason.clone().unwrap_or_default(),
-    },
+    Column { heading: "REASON", width: 18, from_width: 100, cell: Row::shown_reason },
 ];
 
 const HELP: &[&str] = &[
@@ -46,6 +41,7 @@ const HELP: &[&str] = &[
     "IN: into vnet, from a guest or another host.",
     "Red: the port is losing frames or datagrams;",
     "'vnet stats' and 'vnet capture --drops' show why.",
+    "(REASON): of earlier drops; none in this interval.",
 ];
 
 fn columns(width: u16) -> impl Iterator<Item = &'static Column> {

@@ -5,6 +5,7 @@ use std::collections::{HashMap, HashSet};
 use std::fmt::Display;
 use std::hash::Hash;
 
+pub(crate) mod files;
 mod in_place;
 pub(crate) mod links;
 mod overlay;

@@ -6,6 +6,9 @@ use vnet::frame::NetworkId;
 use vnet::link::{ANYWHERE, Encapsulation, LinkKind, StreamOptions};
 use vnet::wire::ethernet::Mac;
 
+/// What is shown for the remote of a link that learns it from its peer.
+pub const UNKNOWN_REMOTE: &str = "anywhere";
+
 /// One link.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LinkSpec {
@@ -34,7 +37,7 @@ impl LinkSpec {
     /// The remote as the configuration writes it: `ADDRESS:PORT`, `NAME:PORT` behind a proxy, or `anywhere`.
     pub fn remote_text(&self) -> String {
         match &self.kind {
-            _ if self.remote == ANYWHERE => "anywhere".into(),
+            _ if self.remote == ANYWHERE => UNKNOWN_REMOTE.into(),
             LinkKind::Stream(StreamOptions { destination, .. }) => destination.to_string(),
             _ => self.remote.to_string(),
         }

@@ -102,7 +102,12 @@ pub static CONTROL: Declaration<ControlSpec> = Declaration {
 
 /// A file that belongs to a pair (certificate and key): the declaration adds its own reader.
 const fn file_field<S>(name: &'static str, help: &'static str) -> Field<S> {
-    Field { key: super::key::Key::new(name, file().takes, help), read: |_, _, _| false, show: |_| None }
+    Field {
+        key: super::key::Key::new(name, file().takes, help),
+        read: |_, _, _| false,
+        show: |_| None,
+        save: None,
+    }
 }
 
 fn written(path: &PathBuf) -> Option<serde_json::Value> {
@@ -310,8 +315,8 @@ pub static BRIDGE: Declaration<BridgeSpec> = Declaration {
             "meetings",
             number::<u16>(0, MEETINGS_MAX),
             |bridge: BridgeSpec| bridge.meetings,
-            "pairs of other hosts that may meet by this one, each at a UDP port behind those of listen, open in the \
-             firewall"
+            "rendezvous: most pairs of hosts behind NAT that this host connects; each takes a UDP port after those of \
+             listen, open in the firewall"
         )
         .note("see [below](#hosts-that-cannot-reach-each-other)"),
     ],
@@ -408,7 +413,7 @@ pub static NETWORK: Declaration<NetworkSpec> = Declaration {
             "ageing_s",
             number::<u32>(0, AGEING_MAX_S),
             |own: NetworkSpec| own.ageing_s,
-            "forget an address that is silent so long; 0: learn nothing, always flood"
+            "seconds after which a silent address is forgotten; 0: learn nothing, always flood"
         )
         .unit("s")
         .phrase("ageing {} s")

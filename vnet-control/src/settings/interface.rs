@@ -231,6 +231,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
                 port.map(|port| own_port(interface).map(|direct| direct.port = port)).is_some()
             },
             show: |interface: &InterfaceSpec| own_port_of(interface).filter(|direct| direct.port != 0)?.port.show(),
+            save: None,
             key: super::key::Key::new(
                 "direct_port",
                 PORT.takes,
@@ -247,6 +248,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
                 link.map(|link| own_port(interface).map(|direct| direct.link = link)).is_some()
             },
             show: |interface: &InterfaceSpec| own_port_of(interface).filter(|direct| !direct.link.is_empty())?.link.show(),
+            save: None,
             key: super::key::Key::new(
                 "direct_link",
                 LINK.takes,

@@ -124,6 +124,8 @@ pub(crate) struct Field<S> {
     pub read: fn(&mut Reader<'_>, &Key, &mut S) -> bool,
     /// The value as JSON; `None` when there is none.
     pub show: fn(&S) -> Option<Json>,
+    /// The value in a saved file, where it differs from what is shown: a secret, or a text that is no value of the key.
+    pub save: Option<fn(&S) -> Option<Json>>,
 }
 
 /// Setters for the attributes that differ from the defaults.
@@ -183,6 +185,10 @@ impl<S> Field<S> {
         self.key.unless = Some(key);
         self
     }
+    pub const fn save(mut self, save: fn(&S) -> Option<Json>) -> Self {
+        self.save = Some(save);
+        self
+    }
 }
 
 /// Declares a key: name, type (a `Kind` of `kinds.rs`), member, and help. A member of one enum variant is
@@ -199,6 +205,7 @@ macro_rules! field {
                 None => false,
             },
             show: |$spec| $crate::settings::kinds::Show::show(&$place),
+            save: None,
         }
     };
     ($name:literal, $kind:expr, |$spec:ident: $type:ty| $of:expr, $variant:pat => $value:ident, $help:literal) => {
@@ -216,6 +223,7 @@ macro_rules! field {
                 #[allow(unreachable_patterns)]
                 _ => None,
             },
+            save: None,
         }
     };
 }
@@ -357,6 +365,20 @@ impl<S> Declaration<S> {
         let kind = self.selector.as_ref().map(|selector| (selector.chosen)(spec));
         let here = self.fields.iter().filter(|field| field.key.is_for(kind));
         here.filter_map(|field| Some((field.key.name.to_string(), (field.show)(spec)?))).collect()
+    }
+
+    /// The keys that a file needs to describe `spec`: those without a default, and those that differ from it.
+    pub(crate) fn written(&self, spec: &S) -> Vec<(&'static str, Json)> {
+        let default = (self.default)();
+        let kind = self.selector.as_ref().map(|selector| (selector.chosen)(spec));
+        let here = self.fields.iter().filter(|field| field.key.is_for(kind));
+        let value = |field: &Field<S>| {
+            let save = field.save.unwrap_or(field.show);
+            let value = save(spec)?;
+            let needed = field.key.needed.is_some() || save(&default).as_ref() != Some(&value);
+            needed.then_some((field.key.name, value))
+        };
+        here.filter_map(value).collect()
     }
 
     /// The settings of `spec` that differ from the defaults (or are always shown), as text to append.

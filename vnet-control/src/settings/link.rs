@@ -82,6 +82,7 @@ pub static LINK: Declaration<LinkForm> = Declaration {
         .absent("needed; of a sealed native link: learned from the peer")
         .note("see [below](#peers-that-move)")
         .unless("sealed")
+        .save(|link| link.remote.as_ref().filter(|remote| *remote != UNKNOWN_REMOTE)?.show())
         .phrase(""),
         field!(
             "ports",
@@ -134,7 +135,8 @@ pub static LINK: Declaration<LinkForm> = Declaration {
             "SOCKS 5 proxy that connects, as in socks5://[USER:PASSWORD@]ADDRESS:PORT"
         )
         .only_for(&["stream"])
-        .absent("none"),
+        .absent("none")
+        .save(|link| link.proxy.as_ref().map(|proxy| proxy_url(proxy).into())),
         field!("connect", flag(), |link: LinkForm| link.connect, "this side connects; false: it waits for the other one")
             .only_for(&["stream"])
             .phrase_off("waiting"),
@@ -180,7 +182,7 @@ pub static LINK: Declaration<LinkForm> = Declaration {
             "via",
             text("LINK"),
             |link: LinkForm| link.security.via,
-            "sealed native links without remote: the link to a host by which the two meet"
+            "sealed native links without remote: the link to the rendezvous host"
         )
         .absent("none")
         .note("see [below](#hosts-that-cannot-reach-each-other)")
@@ -286,6 +288,12 @@ impl Show for Proxy {
     fn show(&self) -> Option<serde_json::Value> {
         Some(self.address.to_string().into())
     }
+}
+
+/// The URL of a proxy, with its password.
+fn proxy_url(Proxy { address, credentials }: &Proxy) -> String {
+    let login = |Credentials { user, password }: &Credentials| format!("{user}:{password}@");
+    format!("socks5://{}{address}", credentials.as_ref().map(login).unwrap_or_default())
 }
 
 const fn proxy() -> Kind<Proxy> {

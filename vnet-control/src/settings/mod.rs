@@ -13,6 +13,7 @@
 //! | the text of a spec in plans and logs | `Declaration::phrases` |
 //! | what a change means: nothing, live, close and open again, restart | `Declaration::changed` |
 //! | the tables of docs/configuration.md | [`document`] |
+//! | the file that `vnet save` writes | [`save()`] |
 //!
 //! A new key for one room touches two files: the struct of that room, with the default, and a `field!` in a declaration
 //! here. Constraints between keys of one table belong in its `judge` function; between tables, in `check`.
@@ -27,6 +28,7 @@ mod link;
 pub mod openapi;
 mod overlay;
 mod route;
+mod save;
 #[cfg(test)]
 mod tests;
 pub mod values;
@@ -38,6 +40,7 @@ pub use key::{Applies, Declaration, Described, Key, Takes, plain};
 pub use link::{LINK, LinkForm};
 pub use overlay::OVERLAY;
 pub use route::ROUTE;
+pub use save::save;
 
 use crate::desired::*;
 use crate::table::{KeyTable, Notes, Place, Problem, Reader};

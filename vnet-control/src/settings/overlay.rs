@@ -37,6 +37,7 @@ pub static OVERLAY: Declaration<OverlaySpec> = Declaration {
                 cert.map(|cert| overlay.identity.get_or_insert_default().0 = cert).is_some()
             },
             show: |overlay: &OverlaySpec| overlay.identity.as_ref()?.0.show(),
+            save: None,
             key: Key::new("cert", file().takes, "PEM file: this host's certificate for the store"),
         }
         .absent("none"),
@@ -46,6 +47,7 @@ pub static OVERLAY: Declaration<OverlaySpec> = Declaration {
                 file.map(|file| overlay.identity.get_or_insert_default().1 = file).is_some()
             },
             show: |overlay: &OverlaySpec| overlay.identity.as_ref()?.1.show(),
+            save: None,
             key: Key::new("key", file().takes, "PEM file: its private key"),
         }
         .absent("none"),
