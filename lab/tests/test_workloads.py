@@ -36,6 +36,8 @@ def test_a_wrong_result_gives_no_figures(tmp_path: Path):
         done = subprocess.run([program, "S"], check=False, capture_output=True, text=True, timeout=RUN_S)
         assert (done.returncode, done.stdout) == (1, ""), program
         assert "the result is wrong, so there are no figures" in done.stderr
+    with pytest.raises(LabError, match=r"EP class S: sum of X is .*, not -3\.247834652034740e"):
+        workloads.measure(tmp_path, "ep", "S", timeout_s=RUN_S)
 
 
 def test_the_advective_result_does_not_depend_on_the_split(programs: Path):
@@ -52,5 +54,7 @@ def test_arguments_that_make_no_sense_are_refused(programs: Path):
     for arguments in (("ep", "X"), ("advect", "8x8x8"), ("advect", "8x8x8x1", "2x1x1")):
         with pytest.raises(LabError, match=r"usage:|is not a split for 1 ranks"):
             workloads.measure(programs, *arguments, timeout_s=RUN_S)
-    with pytest.raises(LabError, match="must be 1, 2, 4 or 8, not 3"):
+    with pytest.raises(LabError, match="MG: the number of ranks must be 1, 2, 4 or 8, not 3"):
         workloads.measure(programs, "mg", "S", ranks=3, timeout_s=RUN_S)
+    with pytest.raises(LabError, match="LU: at most 6 ranks for class S"):
+        workloads.measure(programs, "lu", "S", ranks=8, timeout_s=RUN_S)

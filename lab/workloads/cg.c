@@ -1,4 +1,4 @@
-/* CG, conjugate gradients (RNR-94-007, section 2.2.3): the smallest eigenvalue of a sparse symmetric matrix by inverse
+/* CG, conjugate gradients (RNR-94-007, section 2.2): the smallest eigenvalue of a sparse symmetric matrix by inverse
  * power iteration. Ranks form a grid; each multiplies one block. A product is summed along a row of the grid, then
  * exchanged with the transposed rank: messages of medium size, and many sums of single numbers. */
 #include "common.h"
@@ -34,7 +34,7 @@ static const struct size *size;
 static MPI_Comm row_comm;                               /* The ranks of this rank's row of the grid. */
 static int transposed;                                  /* The rank that has what this one needs of a product. */
 static int row_first, row_count, col_first, col_count;  /* This rank's block. */
-static int part_first;                                  /* What `transposed` needs of this rank's rows: col_count of them. */
+static int part_first;                                  /* Of those rows that `transposed` needs: col_count. */
 static int *row_begin, *column;
 static double *entry;
 static double *x, *z, *p, *q, *r, *product; /* `product` is of rows, all others are of columns. */

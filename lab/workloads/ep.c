@@ -1,4 +1,4 @@
-/* EP, embarrassingly parallel (RNR-94-007, section 2.2.1): pairs of Gaussian deviates by the polar method, and how many
+/* EP, embarrassingly parallel (RNR-94-007, section 2.2): pairs of Gaussian deviates by the polar method, and how many
  * of them fall into each square annulus. Ranks communicate only to add up the results. */
 #include "common.h"
 

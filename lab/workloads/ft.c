@@ -1,4 +1,4 @@
-/* FT, fast Fourier transforms (RNR-94-007, section 2.2.4): a diffusion equation solved in the frequency domain. Ranks
+/* FT, fast Fourier transforms (RNR-94-007, section 2.2): a diffusion equation solved in the frequency domain. Ranks
  * share planes; each three-dimensional transform exchanges all data between all ranks: few messages, as large as they
  * come. */
 #include "common.h"
@@ -42,7 +42,7 @@ static double complex *space, *frequency, *evolved, *packed;
 static double *decay;
 static double complex roots[LENGTH_MAX]; /* exp(-2 pi i k / LENGTH_MAX) */
 
-/* Transforms LINES lines of n points (Stockham's algorithm); `a` and `b` are [n][LINES], the result is in one of them. */
+/* Transforms LINES lines of n points (Stockham's algorithm); `a` and `b` are [n][LINES]. The result is one of them. */
 static double complex *transform_lines(double complex *a, double complex *b, int n, bool inverse)
 {
     for (int half = n / 2, stride = LINES; half >= 1; half /= 2, stride *= 2) {
@@ -64,7 +64,7 @@ static double complex *transform_lines(double complex *a, double complex *b, int
     return a;
 }
 
-/* Transforms `planes` planes of `count` lines each: line l of a plane begins at l * next, its points lie `step` apart. */
+/* Transforms `planes` planes of `count` lines: line l of a plane begins at l * next, its points lie `step` apart. */
 static void transform(double complex *data, int planes, int count, int next, int n, int step, bool inverse)
 {
     size_t plane_points = (size_t)count * (size_t)n;

@@ -1,4 +1,4 @@
-/* IS, integer sort (RNR-94-007, section 2.2.5): the rank of each key, ten times, by buckets. Ranks exchange all keys, so
+/* IS, integer sort (RNR-94-007, section 2.2): the rank of each key, ten times, by buckets. Ranks exchange all keys, so
  * that each has those of consecutive buckets: a few large messages between all. */
 #include "common.h"
 

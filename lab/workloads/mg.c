@@ -1,4 +1,4 @@
-/* MG, multigrid (RNR-94-007, section 2.2.2): V-cycles for Poisson's equation with periodic boundaries. Ranks share the
+/* MG, multigrid (RNR-94-007, section 2.2): V-cycles for Poisson's equation with periodic boundaries. Ranks share the
  * cube in up to three dimensions and exchange faces on each level: messages of many sizes. */
 #include "common.h"
 
@@ -185,7 +185,8 @@ static void interpolate(const struct level *coarse, const struct level *fine)
 #pragma omp parallel for
     for (int z = 1; z <= fine->n[2]; z++)
         for (int y = 1; y <= fine->n[1]; y++) {
-            const double *a = coarse->u + row_of(coarse, y / 2, z / 2), *b = coarse->u + row_of(coarse, (y + 1) / 2, z / 2);
+            const double *a = coarse->u + row_of(coarse, y / 2, z / 2);
+            const double *b = coarse->u + row_of(coarse, (y + 1) / 2, z / 2);
             const double *c = coarse->u + row_of(coarse, y / 2, (z + 1) / 2);
             const double *d = coarse->u + row_of(coarse, (y + 1) / 2, (z + 1) / 2);
             double *to = fine->u + row_of(fine, y, z), before = 0.25 * (a[0] + b[0] + c[0] + d[0]);
