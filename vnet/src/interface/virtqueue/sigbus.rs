@@ -1,8 +1,8 @@
 //! Survives truncated guest memory: a front end may truncate the file under a mapping, and our next access raises SIGBUS.
 //!
 //! Mapped regions are registered in a fixed table that the signal handler reads without locks. The handler finds the region around
-//! the faulting address, maps zero pages in its place, and marks it *poisoned*. The interrupted instruction then succeeds; the
-//! queue sees the mark after the burst and disables itself. Any other fault goes to the handler installed before ours.
+//! the faulting address, marks it *poisoned*, and maps zero pages in its place. The interrupted instruction then succeeds; the
+//! queue sees the mark after the burst and disables itself. The mark comes first: another thread may read the zeros at once. Any other fault goes to the handler installed before ours.
 //!
 //! Written by hand because a signal handler may only use async-signal-safe operations on memory that is set up beforehand.
 
@@ -125,7 +125,7 @@ fn replace_region_at(address: u64) -> bool {
         // SAFETY: the range is a live mapping of guest memory: a region leaves the table before it is unmapped, and is not unmapped
         // while the faulting thread uses it. Replacing it changes only bytes that the guest could change as well. Several threads
         // may do so concurrently; the last one's zeros stay. errno is restored.
-        return unsafe {
+        return poison(slot, || unsafe {
             let errno = libc::__errno_location();
             let saved = *errno;
             let page = libc::mmap(
@@ -137,11 +137,17 @@ fn replace_region_at(address: u64) -> bool {
                 0,
             );
             *errno = saved;
-            slot.poisoned.store(true, Ordering::Release);
             page != libc::MAP_FAILED
-        };
+        });
     }
     false
+}
+
+/// Marks a region as poisoned, then replaces its pages. Who reads a replaced page sees the mark afterwards.
+fn poison(slot: &Slot, replace: impl FnOnce() -> bool) -> bool {
+    // Sequentially consistent: the mark is visible before the system call that changes the page tables.
+    slot.poisoned.store(true, Ordering::SeqCst);
+    replace()
 }
 
 /// Passes a foreign fault to the handler installed before ours.
@@ -164,5 +170,19 @@ fn call_previous_handler(signal: libc::c_int, info: *mut libc::siginfo_t, contex
         // SAFETY: as above, for a handler installed without SA_SIGINFO.
         let handler: extern "C" fn(libc::c_int) = unsafe { std::mem::transmute(handler) };
         handler(signal);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_mark_is_set_before_the_pages_are_replaced() {
+        let slot = Slot { range: AtomicU64::new(0), poisoned: AtomicBool::new(false) };
+        assert!(
+            poison(&slot, || slot.poisoned.load(Ordering::Acquire)),
+            "zeros could be read without the mark"
+        );
     }
 }
