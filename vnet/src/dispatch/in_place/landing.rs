@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::candidate::Candidate;
 use super::port::UnderlayPort;
-use crate::frame::Room;
+use crate::frame::{HEAD_MAX, Room};
 use crate::link::native::reassembly::FRAGMENTS_MAX;
 use crate::link::socket::message::{Report, receive_message};
 use crate::link::socket::name::Name;
@@ -79,7 +79,7 @@ impl Landing {
             link.heard(now_ms);
             return Landed::InPlace;
         }
-        self.copy_out(receiver.burst());
+        self.copy_out(receiver.burst(), candidate);
         link.stats().direct_copied_out.add(self.ends.len() as u64);
         Landed::CopiedOut(self.ends.len())
     }
@@ -119,8 +119,9 @@ impl Landing {
         right && k == candidate.count
     }
 
-    /// Copies the messages received so far to the burst's buffers.
-    fn copy_out(&self, burst: &mut ReceiveBuffers) {
+    /// Copies the messages received so far to the burst's buffers. The frame's head is the one that was checked: the guest can
+    /// still write to its memory, and could give the frame other addresses.
+    fn copy_out(&self, burst: &mut ReceiveBuffers, candidate: &Candidate) {
         let mut start = 0;
         for (message, end) in self.ends.iter().enumerate() {
             let mut at = 0;
@@ -137,6 +138,11 @@ impl Landing {
                     );
                 }
                 at += len;
+            }
+            if message == 0 {
+                // The candidate's first datagram, which holds the whole head, is the first message's.
+                let head = HEADER_LEN + candidate.metadata;
+                buffer[head..head + HEAD_MAX].copy_from_slice(candidate.head());
             }
             start = *end;
         }

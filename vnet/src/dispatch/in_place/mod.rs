@@ -18,7 +18,7 @@
 //! before it is received. An attacker who can forge the peer's address can forge any datagram of a clear-text link.
 //!
 //! A guest may write to its memory at any time. Routing decisions use the peek's private copy and the headers, which never lie
-//! in guest memory. Data that is copied out may have been changed by the guest it was sent to.
+//! in guest memory. Data that is copied out may have been changed by the guest it was sent to, except for the head that was checked.
 
 mod candidate;
 #[cfg(feature = "test-util")]

@@ -172,6 +172,41 @@ fn a_wrong_guess_costs_a_copy() {
     }
 }
 
+/// A guest whose buffers overlap changes what was received before it is copied out. The frame keeps the head that was peeked.
+#[test]
+fn a_copied_frame_keeps_its_checked_head() {
+    let (peer, direct, link) = peer_of_direct();
+    let peers = Arc::new(Peers::build(std::slice::from_ref(&link)));
+    let host = bridge();
+    host.peers.store(peers.clone());
+    let mut rx = host.receivers.receiver(direct.socket().clone());
+    // Two datagrams, the second shorter than the frame's IP header claims.
+    let sent = frame(7000, 8000, 1);
+    let first = Header { last: false, ..WHOLE };
+    let second = Header { index: 1, number: WHOLE.number + 1, ..WHOLE };
+    for (header, payload) in [(first, &sent[..5000]), (second, &sent[5000..])] {
+        peer.send_to(&[&header.to_bytes()[..], payload].concat(), direct.local_addr()).unwrap();
+    }
+    let peeked = direct.peek().unwrap();
+    let (link, candidate) = peeked.candidate(&peers).unwrap();
+    let mut page = vec![0xee; 1000];
+    let at = page.as_mut_ptr();
+    let room: Vec<Room> = (0..8).map(|_| Room::new(at, 1000)).collect();
+    // SAFETY: `page` lives on and is not looked at before the call has returned.
+    let landed = unsafe { Landing::new().land((&direct, &mut rx), link, &candidate, &room, 1) };
+    assert_eq!(landed, Landed::CopiedOut(1));
+    rx.resume_with(1);
+    let mut heads = vec![];
+    for _ in 0..2 {
+        drain_burst(&mut rx, &mut |batch| {
+            heads.extend(
+                batch.frames().iter().map(|frame| (frame.len(), batch.head(frame)[..HEAD_MAX].to_vec())),
+            );
+        });
+    }
+    assert_eq!(heads, [(7000, sent[..HEAD_MAX].to_vec())]);
+}
+
 /// Several frames in one message, each of which looks like the start of one.
 #[test]
 fn whole_frames_of_one_size_stay_apart() {
@@ -200,26 +235,35 @@ fn other_sources_cannot_reach_the_port() {
     assert!(peeked.candidate(&Peers::default()).is_none());
 }
 
-/// Forged bytes cause no panic, and anything but a frame is discarded.
-#[test]
-fn headers_are_accepted_only_when_consistent() {
+/// The header of a datagram with a whole frame.
+const WHOLE: Header = Header {
+    kind: Kind::Frame,
+    last: true,
+    offload: false,
+    sealed: false,
+    hops: 0,
+    epoch: 0,
+    index: 0,
+    network: 1,
+    queue: 0,
+    number: 5,
+};
+
+/// A peer's socket, an underlay port connected to it, and the link.
+fn peer_of_direct() -> (UdpSocket, Arc<UnderlayPort>, Arc<Link>) {
     let peer = UdpSocket::bind("127.0.0.1:0").unwrap();
     let direct = UnderlayPort::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     direct.aim(peer.local_addr().unwrap()).unwrap();
     let link = link(peer.local_addr().unwrap());
+    (peer, direct, link)
+}
+
+/// Forged bytes cause no panic, and anything but a frame is discarded.
+#[test]
+fn headers_are_accepted_only_when_consistent() {
+    let (peer, direct, link) = peer_of_direct();
     let peers = Arc::new(Peers::build(std::slice::from_ref(&link)));
-    let good = Header {
-        kind: Kind::Frame,
-        last: true,
-        offload: false,
-        sealed: false,
-        hops: 0,
-        epoch: 0,
-        index: 0,
-        network: 1,
-        queue: 0,
-        number: 5,
-    };
+    let good = WHOLE;
     let bad_number = Header { number: u64::MAX, last: false, ..good };
     for (header, possible) in [
         (good, true),
