@@ -1,20 +1,24 @@
 //! Unix sockets that listen by path: replaces a stale socket file, never a live one.
 //!
 //! A socket file outlives a killed process. A connection attempt tells whether anybody still listens. Check and replacement
-//! hold a lock on the directory, so that two daemons that start together cannot both find the file stale.
+//! hold a lock, so that two daemons that start together cannot both find the file stale. The lock is a file of its own beside the
+//! socket, readable by nobody else: anyone who can read a directory could lock that, and so keep vnetd from starting.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{FlockOperation, Mode, OFlags, fchmod, flock, open};
+use nix::sys::socket::{getsockopt, sockopt};
+use parking_lot::Mutex;
+use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, OFlags, chownat, fchmod, flock, fstat, open};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+use rustix::net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+use rustix::process::{Gid, Uid};
 
-/// Longest wait for the lock on the directory.
+/// Longest wait for the lock.
 const LOCK_TIME_MAX: Duration = Duration::from_secs(2);
 /// Pending connections (listen backlog).
 const BACKLOG: i32 = 128;
@@ -31,9 +35,22 @@ pub enum ListenError {
     /// The path exceeds the length of a Unix socket address.
     #[error("socket path '{0}' is longer than 107 bytes; choose a shorter one")]
     PathTooLong(PathBuf),
-    /// The lock on the directory was not released in time.
-    #[error("the directory of socket '{0}' is locked by another program; choose another path")]
+    /// The lock was not released in time.
+    #[error("'{0}' is locked by another program that opens this socket; stop that or choose another path")]
     Locked(PathBuf),
+    /// The lock file was made by somebody else.
+    #[error(
+        "lock file '{0}' is not a file of this user that only it can read; remove it or choose another path"
+    )]
+    ForeignLock(PathBuf),
+    /// Owner or group of the socket file cannot be set.
+    #[error("cannot give socket '{path}' its owner and group: {error}; run vnetd with CAP_CHOWN")]
+    Owner {
+        /// The socket.
+        path: PathBuf,
+        /// The kernel's error.
+        error: io::Error,
+    },
     /// A system call failed.
     #[error("cannot listen on socket '{path}': {error}; choose another path or run vnetd as root")]
     System {
@@ -44,34 +61,104 @@ pub enum ListenError {
     },
 }
 
-/// A listening socket. Removes its file when dropped.
+/// Who may connect to a listening socket: the attributes of its file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SocketAccess {
+    /// Owner; this process's user when absent.
+    pub owner: Option<u32>,
+    /// Group; this process's group, or the folder's, when absent.
+    pub group: Option<u32>,
+    /// Permissions, whatever the umask; the listener's default less the umask when absent.
+    pub mode: Option<u32>,
+}
+
+/// The process at the other end of a connection, as it was when it connected (`SO_PEERCRED`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Peer {
+    /// Process id; absent in a foreign process id namespace.
+    pub pid: Option<i32>,
+    /// User.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+}
+
+impl Peer {
+    /// The process at the other end of `stream`.
+    pub fn of(stream: &UnixStream) -> io::Result<Peer> {
+        let peer = getsockopt(stream, sockopt::PeerCredentials)?;
+        Ok(Peer { pid: Some(peer.pid()).filter(|pid| *pid > 0), uid: peer.uid(), gid: peer.gid() })
+    }
+}
+
+impl std::fmt::Display for Peer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if let Some(pid) = self.pid {
+            write!(f, "process {pid} ")?;
+        }
+        write!(f, "of user {} group {}", self.uid, self.gid)
+    }
+}
+
+/// A listening socket. Removes its file when closed or dropped.
 #[derive(Debug)]
 pub struct Listener {
     socket: UnixListener,
     path: PathBuf,
-    /// Device and inode of the socket file, to remove only our own.
-    identity: Option<(u64, u64)>,
+    /// Device and inode of the socket file, to remove only our own; `None` once it is removed.
+    identity: Mutex<Option<(u64, u64)>>,
 }
 
 impl Listener {
     /// Listens at `path`. The file gets permissions `mode`, less the umask. `accept` does not block.
     pub fn bind(path: &Path, mode: u32) -> Result<Listener, ListenError> {
+        Listener::bind_for(path, mode, SocketAccess::default())
+    }
+
+    /// As [`Listener::bind`], with the file's owner, group and permissions of `access`.
+    pub fn bind_for(path: &Path, mode: u32, access: SocketAccess) -> Result<Listener, ListenError> {
         let failed = |error: io::Error| ListenError::System { path: path.to_owned(), error };
         let address = SocketAddrUnix::new(path).map_err(|_| ListenError::PathTooLong(path.to_owned()))?;
-        let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let _lock = lock(folder).map_err(failed)?.ok_or_else(|| ListenError::Locked(path.to_owned()))?;
+        let _lock = Lock::take(path)?;
         make_way(path)?;
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let result = || -> Result<OwnedFd, Errno> {
             let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
             // `bind` gives the file the socket's permissions, so it never has wider ones.
-            fchmod(&socket, Mode::from_raw_mode(mode))?;
+            fchmod(&socket, Mode::from_raw_mode(access.mode.unwrap_or(mode)))?;
             rustix::net::bind(&socket, &address)?;
-            rustix::net::listen(&socket, BACKLOG)?;
             Ok(socket)
         };
         let socket = result().map_err(|e| failed(e.into()))?;
-        Ok(Listener { socket: socket.into(), path: path.to_owned(), identity: identity(path) })
+        let identity = Mutex::new(identity(path));
+        let listener = Listener { socket: socket.into(), path: path.to_owned(), identity };
+        // Nobody can connect before this returns: the socket does not listen yet.
+        listener.admit(access)?;
+        rustix::net::listen(&listener.socket, BACKLOG).map_err(|e| failed(e.into()))?;
+        Ok(listener)
+    }
+
+    /// Sets permissions, owner and group of the socket file.
+    fn admit(&self, access: SocketAccess) -> Result<(), ListenError> {
+        if access == SocketAccess::default() {
+            return Ok(());
+        }
+        let failed = |error: io::Error| ListenError::System { path: self.path.clone(), error };
+        // A handle of the file itself: whoever may write to the folder could replace the path meanwhile.
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let file = open(&self.path, flags, Mode::empty()).map_err(|e| failed(e.into()))?;
+        let kind = fstat(&file).map(|stat| FileType::from_raw_mode(stat.st_mode));
+        if kind.map_err(|e| failed(e.into()))? != FileType::Socket {
+            return Err(ListenError::NotASocket(self.path.clone()));
+        }
+        // Permissions first: a file given away can no longer be changed without more privileges.
+        if let Some(mode) = access.mode {
+            let handle = format!("/proc/self/fd/{}", file.as_raw_fd());
+            std::fs::set_permissions(handle, std::fs::Permissions::from_mode(mode)).map_err(failed)?;
+        }
+        let (owner, group) = (access.owner.map(Uid::from_raw), access.group.map(Gid::from_raw));
+        chownat(&file, "", owner, group, AtFlags::EMPTY_PATH)
+            .map_err(|error| ListenError::Owner { path: self.path.clone(), error: error.into() })
     }
 
     /// Accepts a pending connection, or fails with `WouldBlock`.
@@ -85,6 +172,18 @@ impl Listener {
     pub fn try_clone(&self) -> io::Result<UnixListener> {
         self.socket.try_clone()
     }
+
+    /// Refuses further connections and removes the file, though others may hold this listener still.
+    pub fn close(&self) {
+        // Fails only if it is shut down already.
+        let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
+        // Only our own file: another process may have replaced it.
+        let ours = self.identity.lock().take();
+        if ours.is_some() && identity(&self.path) == ours {
+            // If removal fails, the next listener finds the file stale.
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
 }
 
 impl AsFd for Listener {
@@ -95,11 +194,7 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        // Only our own file: another process may have replaced it.
-        if self.identity.is_some() && identity(&self.path) == self.identity {
-            // If removal fails, the next listener finds the file stale.
-            let _ = std::fs::remove_file(&self.path);
-        }
+        self.close();
     }
 }
 
@@ -107,19 +202,52 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
     std::fs::symlink_metadata(path).ok().map(|meta| (meta.dev(), meta.ino()))
 }
 
-/// Locks a directory until the result is dropped; `None` when another process keeps it locked.
-fn lock(folder: &Path) -> io::Result<Option<OwnedFd>> {
-    let folder = open(folder, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
-    let deadline = Instant::now() + LOCK_TIME_MAX;
-    loop {
-        match flock(&folder, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => return Ok(Some(folder)),
-            Err(Errno::WOULDBLOCK) if Instant::now() < deadline => {
-                std::thread::sleep(Duration::from_millis(10));
+/// The lock of a socket's path, held while its file is checked and replaced. The lock file goes with it.
+#[derive(Debug)]
+struct Lock {
+    /// Closing it releases the lock.
+    _file: OwnedFd,
+    path: PathBuf,
+}
+
+impl Lock {
+    /// Locks the path of `socket`.
+    fn take(socket: &Path) -> Result<Lock, ListenError> {
+        let failed = |error: Errno| ListenError::System { path: socket.to_owned(), error: error.into() };
+        let mut path = socket.as_os_str().to_owned();
+        path.push(".lock");
+        let path = PathBuf::from(path);
+        let deadline = Instant::now() + LOCK_TIME_MAX;
+        loop {
+            // Neither a link nor a pipe that somebody else placed there is followed or waited for.
+            let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+            let file = open(&path, flags, Mode::RUSR | Mode::WUSR).map_err(failed)?;
+            let stat = fstat(&file).map_err(failed)?;
+            let kind = FileType::from_raw_mode(stat.st_mode);
+            let ours = stat.st_uid == rustix::process::geteuid().as_raw() && stat.st_mode & 0o077 == 0;
+            if kind != FileType::RegularFile || !ours {
+                return Err(ListenError::ForeignLock(path));
             }
-            Err(Errno::WOULDBLOCK) => return Ok(None),
-            Err(error) => return Err(error.into()),
+            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                // Its last holder may have removed this file; then a successor locks another one.
+                Ok(()) if identity(&path) == Some((stat.st_dev, stat.st_ino)) => {
+                    return Ok(Lock { _file: file, path });
+                }
+                Ok(()) => {}
+                Err(Errno::WOULDBLOCK) if Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                Err(Errno::WOULDBLOCK) => return Err(ListenError::Locked(path)),
+                Err(error) => return Err(failed(error)),
+            }
         }
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Still locked: whoever waits for it finds out and makes a new one. If removal fails, the file is taken again later.
+        let _ = std::fs::remove_file(&self.path);
     }
 }
 
@@ -206,9 +334,79 @@ mod tests {
     }
 
     #[test]
-    fn a_locked_directory_is_an_error_after_a_timeout() {
+    fn a_lock_that_is_held_is_an_error_after_a_timeout() {
         let folder = tempfile::tempdir().unwrap();
-        let _held = lock(folder.path()).unwrap().unwrap();
-        assert!(matches!(Listener::bind(&folder.path().join("s"), 0o600), Err(ListenError::Locked(_))));
+        let path = folder.path().join("s");
+        let held = Lock::take(&path).unwrap();
+        assert!(matches!(Listener::bind(&path, 0o600), Err(ListenError::Locked(_))));
+        drop(held);
+        drop(Listener::bind(&path, 0o600).unwrap());
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "no lock file stays");
+    }
+
+    /// Everybody who can read the folder can lock it.
+    #[test]
+    fn a_lock_on_the_folder_does_not_keep_us_from_listening() {
+        let folder = tempfile::tempdir().unwrap();
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let held = open(folder.path(), flags, Mode::empty()).unwrap();
+        flock(&held, FlockOperation::LockExclusive).unwrap();
+        let began = Instant::now();
+        let _listener = Listener::bind(&folder.path().join("s"), 0o600).unwrap();
+        assert!(began.elapsed() < LOCK_TIME_MAX);
+    }
+
+    #[test]
+    fn a_lock_file_of_somebody_else_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, lock) = (folder.path().join("s"), folder.path().join("s.lock"));
+        std::fs::write(&lock, "").unwrap();
+        std::fs::set_permissions(&lock, std::fs::Permissions::from_mode(0o644)).unwrap();
+        let error = Listener::bind(&path, 0o600).unwrap_err();
+        assert!(error.to_string().contains("s.lock' is not a file of this user"), "{error}");
+        std::fs::remove_file(&lock).unwrap();
+        std::os::unix::fs::symlink(folder.path().join("elsewhere"), &lock).unwrap();
+        assert!(matches!(Listener::bind(&path, 0o600), Err(ListenError::System { .. })));
+        assert!(!folder.path().join("elsewhere").exists());
+    }
+
+    /// Several that start together: one gets the socket, and no lock file stays.
+    #[test]
+    fn one_of_many_gets_the_socket() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let bind = || Listener::bind(&path, 0o600).ok();
+        let got: Vec<_> = std::thread::scope(|scope| {
+            let all: Vec<_> = (0..8).map(|_| scope.spawn(bind)).collect();
+            all.into_iter().filter_map(|one| one.join().unwrap()).collect()
+        });
+        assert_eq!(got.len(), 1);
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn permissions_and_group_are_as_asked_whatever_the_umask() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let gid = rustix::process::getegid().as_raw();
+        let access = SocketAccess { owner: None, group: Some(gid), mode: Some(0o660) };
+        let _listener = Listener::bind_for(&path, 0o666, access).unwrap();
+        let meta = std::fs::metadata(&path).unwrap();
+        assert_eq!((meta.permissions().mode() & 0o777, meta.gid()), (0o660, gid));
+        let stream = connect(&path).unwrap();
+        let peer = Peer::of(&stream).unwrap();
+        assert_eq!((peer.pid, peer.gid), (Some(std::process::id() as i32), gid));
+    }
+
+    #[test]
+    fn a_closed_listener_leaves_its_successor_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let first = Listener::bind(&path, 0o600).unwrap();
+        first.close();
+        assert!(!path.exists());
+        let _second = Listener::bind(&path, 0o600).unwrap();
+        drop(first);
+        assert!(connect(&path).is_ok());
     }
 }
