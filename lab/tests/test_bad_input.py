@@ -227,6 +227,13 @@ def test_a_machine_without_shared_memory(make_lab: MakeLab, how: str):
         rows = {row["name"]: row for row in daemon.ask(host, "interface", "list")}
         return rows["h1v1"].get("reason", "") if rows["h1v1"]["state"] != "up" else ""
 
+    def notes() -> str:
+        rows = {row["name"]: row for row in daemon.ask(host, "interface", "list")}
+        return " ".join(rows["h1v1"].get("notes", []))
+
+    if how == "private":
+        # Known from the machine's mappings, before its driver does anything.
+        wait_until("the note to be shown", lambda: "private" in notes(), 60, host.file(".log"))
     wait_until("the reason to be shown", lambda: "share=on" in reason(), 20, host.file(".log"))
     assert process.find(host.file(".pid"))
 

@@ -62,5 +62,37 @@ def test_broadcasts_stay_in_their_network(topology: Topology):
         assert [captured(future.result()[1]) for future in capturing] == [[], []]
 
 
+def notes(host: Node, machine: Node) -> str:
+    """The notes of a machine's interface."""
+    rows = {row["name"]: row for row in daemon.ask(host, "interface", "list")}
+    return "; ".join(rows[machine.name].get("notes", []))
+
+
+def test_a_guest_with_another_mtu_is_noted(topology: Topology):
+    one, other = topology.find("h1c1"), topology.find("h2c1")
+    assert not notes(topology.hosts[1], other)
+    machine.execute(one, "ip link set eth0 mtu 9000")
+    machine.attempt(one, f"ping -n -c 2 -i 0.1 -W 1 -s 8000 {other.address}")
+    machine.execute(one, "ip link set eth0 mtu 1500")
+    wait_until(
+        "the note",
+        lambda: f"a packet of 8028 bytes from {one.mac} exceeds its MTU" in notes(topology.hosts[1], other),
+        20,
+    )
+
+
+def test_a_guest_with_another_address_is_noted(topology: Topology):
+    host, source, other = topology.hosts[0], topology.find("h1c1"), topology.find("h2c1")
+    daemon.ask(host, "interface", "set", source.name, "port_security=true")
+    machine.execute(source, "ip link set eth0 address 02:00:00:00:00:99")
+    machine.attempt(source, f"ping -n -c 2 -i 0.1 -W 1 {other.address}")
+    try:
+        expected = f"its frames come from 02:00:00:00:00:99, but port security admits only {source.mac}"
+        wait_until("the note", lambda: expected in notes(host, source), 20)
+    finally:
+        machine.execute(source, f"ip link set eth0 address {source.mac}")
+        daemon.ask(host, "interface", "set", source.name, "port_security=false")
+
+
 def test_every_frame_is_accounted_for(topology: Topology):
     assert_balanced(topology)

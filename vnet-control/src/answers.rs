@@ -7,6 +7,7 @@ use super::api;
 use super::desired::*;
 use super::engine::Engine;
 use super::live::LiveInterface;
+use super::notes::Mistakes;
 use super::settings::values::{InterfaceSettings, LinkSettings};
 use super::{plan, settings};
 use vnet::dispatch::dispatcher_stats::DispatcherStats;
@@ -56,10 +57,11 @@ impl Engine {
 
     /// All interfaces.
     pub fn interfaces(&self) -> Vec<api::Interface> {
-        self.current.interfaces.iter().filter_map(|item| self.interface(&item.spec)).collect()
+        let mistakes = Mistakes::of(self);
+        self.current.interfaces.iter().filter_map(|item| self.interface(&item.spec, &mistakes)).collect()
     }
 
-    fn interface(&self, spec: &InterfaceSpec) -> Option<api::Interface> {
+    fn interface(&self, spec: &InterfaceSpec, mistakes: &Mistakes) -> Option<api::Interface> {
         let live = self.interfaces.get(&spec.name)?;
         let (state, reason) = match live.state() {
             State::Up => ("up", None),
@@ -73,7 +75,7 @@ impl Engine {
             name: spec.name.clone(),
             state: state.into(),
             reason,
-            notes: live.interface.notes(),
+            notes: mistakes.notes(spec, live),
             driving: driving(live, spec.queues as usize),
             settings,
         })

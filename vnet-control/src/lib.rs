@@ -22,6 +22,7 @@ pub mod follow;
 mod indices;
 pub mod language;
 mod live;
+mod notes;
 mod observers;
 pub mod overlay;
 mod overlay_join;

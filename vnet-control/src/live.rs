@@ -71,12 +71,16 @@ pub(super) fn open_interface(
     let stats = Arc::new(PortStats::default());
     let (mac, mtu, queues) = (spec.mac, spec.mtu as usize, spec.queues as usize);
     let (interface, mtu): (Arc<dyn Interface>, u32) = match &spec.attachment {
-        Attachment::VhostUser { socket, server, direct: own } => {
+        Attachment::VhostUser { socket, server, front_end, direct: own } => {
             if let Some(DirectSpec { port, .. }) = own {
                 direct = Some(UnderlayPort::bind(SocketAddr::new(listen, *port)).map_err(|e| e.to_string())?);
             }
             let (socket, server, name) = (socket.clone(), *server, spec.name.clone());
-            let options = VhostUserOptions { name, socket, server, mac, mtu, queues };
+            let access = front_end.access().map_err(|e| e.to_string())?;
+            let peer = front_end.peer().map_err(|e| e.to_string())?;
+            let memory_max = front_end.memory_max();
+            let options =
+                VhostUserOptions { name, socket, server, mac, mtu, queues, access, peer, memory_max };
             let interface =
                 VhostUser::start(options, port, spec.network, stats.clone()).map_err(|e| e.to_string())?;
             (interface, spec.mtu)

@@ -26,7 +26,12 @@ fn interface(n: usize) -> impl Strategy<Value = Item<InterfaceSpec>> {
         let attachment = if tap {
             Attachment::Tap { device: format!("t{n}"), netns: None }
         } else {
-            Attachment::VhostUser { socket: format!("/run/{n}").into(), server: true, direct: None }
+            Attachment::VhostUser {
+                socket: format!("/run/{n}").into(),
+                server: true,
+                front_end: FrontEndSpec::default(),
+                direct: None,
+            }
         };
         let (name, mac, addresses, mtu) = (format!("i{n}"), None, vec![], 1500);
         let port_security = false;

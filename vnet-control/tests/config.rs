@@ -11,7 +11,7 @@ use vnet::link::{LinkKind, Proxy, StreamOptions, VxlanOptions, ZeroCopy};
 use vnet::route::Qualifier;
 use vnet::wire::socks::{Credentials, Destination};
 use vnet_control::config::{Configuration, parse};
-use vnet_control::desired::{Attachment, Driving, RouteSource, Target};
+use vnet_control::desired::{Attachment, Driving, FrontEndSpec, RouteSource, Target};
 
 /// The error lines of a rejected file.
 fn errors(text: &str) -> Vec<String> {
@@ -148,11 +148,47 @@ fn receive_in_place_settings_are_read() {
 }
 
 #[test]
+fn who_may_be_the_front_end_is_read() {
+    let text = |more: &str| {
+        format!(
+            "[host]\nname = \"h1\"\n[[interface]]\nname = \"vm1\"\nkind = \"vhost-user\"\nsocket = \"/run/vm1\"\n{more}"
+        )
+    };
+    let all = "socket_owner = \"tenant1\"\nsocket_group = \"107\"\nsocket_mode = \"0660\"\npeer_user = \"64055\"\n\
+               peer_group = \"kvm\"\nmemory_limit = 4096\n";
+    let desired = good(&text(all)).desired;
+    let Attachment::VhostUser { front_end, .. } = &desired.interfaces[0].spec.attachment else {
+        panic!("a VM")
+    };
+    let wanted = FrontEndSpec {
+        socket_owner: Some("tenant1".parse().unwrap()),
+        socket_group: Some("107".parse().unwrap()),
+        socket_mode: Some("660".parse().unwrap()),
+        peer_user: Some("64055".parse().unwrap()),
+        peer_group: Some("kvm".parse().unwrap()),
+        memory_limit: Some(4096),
+    };
+    assert_eq!(*front_end, wanted);
+    for (bad, says) in [
+        ("socket_mode = \"rw\"\n", "as in \"0660\""),
+        ("peer_user = \"a b\"\n", "a name or a number"),
+        ("memory_limit = 0\n", "memory_limit"),
+        ("server = false\nsocket_owner = \"root\"\n", "with server = false it makes none"),
+    ] {
+        let problems = errors(&text(bad));
+        assert!(problems.iter().any(|line| line.contains(says)), "{bad}: {problems:?}");
+    }
+}
+
+#[test]
 fn networks_interfaces_links_and_routes_are_read() {
     let desired = good(EVERYTHING).desired;
     let [vm, container] = &desired.interfaces[..] else { panic!("two interfaces") };
     let socket = "/run/vnet/vm1.sock".into();
-    assert_eq!(vm.spec.attachment, Attachment::VhostUser { socket, server: true, direct: None });
+    assert_eq!(
+        vm.spec.attachment,
+        Attachment::VhostUser { socket, server: true, front_end: FrontEndSpec::default(), direct: None }
+    );
     let (mode, interrupts) = (vm.spec.driving.mode, vm.spec.driving.interrupts);
     assert_eq!(
         (mode.mode, mode.rate_low, mode.rate_high, mode.window_us),

@@ -11,6 +11,7 @@ use vnet::interface::tap::Netns;
 use vnet::route::STORM_FRAMES_PER_S;
 use vnet::wire::ethernet::Mac;
 
+use super::front_end::FrontEndSpec;
 use super::limits::MTU_DEFAULT;
 
 /// One interface.
@@ -42,7 +43,12 @@ impl Default for InterfaceSpec {
     fn default() -> InterfaceSpec {
         InterfaceSpec {
             name: String::new(),
-            attachment: Attachment::VhostUser { socket: PathBuf::new(), server: true, direct: None },
+            attachment: Attachment::VhostUser {
+                socket: PathBuf::new(),
+                server: true,
+                front_end: FrontEndSpec::default(),
+                direct: None,
+            },
             network: NetworkId::DEFAULT,
             mac: None,
             addresses: vec![],
@@ -65,6 +71,8 @@ pub enum Attachment {
         socket: PathBuf,
         /// True: vnetd listens; false: vnetd connects.
         server: bool,
+        /// Who may be at its other end, and what they may share.
+        front_end: FrontEndSpec,
         /// An underlay port of its own.
         direct: Option<DirectSpec>,
     },

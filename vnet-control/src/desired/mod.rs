@@ -4,6 +4,7 @@
 //! difference of two states, and the engine carries it out. Each item keeps its place in the file, for error messages;
 //! the place does not count when items are compared.
 
+mod front_end;
 mod host;
 mod interface;
 mod limits;
@@ -11,6 +12,7 @@ mod link;
 mod overlay;
 mod route;
 
+pub use front_end::*;
 pub use host::*;
 pub use interface::*;
 pub use limits::*;

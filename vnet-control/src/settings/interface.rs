@@ -15,6 +15,8 @@ use crate::table::{KeyTable, Notes, Reader, Value};
 
 const RATE_MAX: u32 = i32::MAX as u32;
 const WINDOW_MAX_US: u32 = 10_000_000;
+/// 64 TiB: half of the addresses of a process.
+const MEMORY_LIMIT_MAX_MIB: u32 = 64 << 20;
 const AT_ONCE: &str = "the kernel hands frames over at once";
 
 /// `[[interface]]`
@@ -52,6 +54,61 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
         )
         .only_for(&["vhost-user"])
         .phrase(""),
+        field!(
+            "socket_owner",
+            parsed::<Account>("USER"),
+            |interface: InterfaceSpec| interface.attachment,
+            Attachment::VhostUser { front_end: FrontEndSpec { socket_owner, .. }, .. } => socket_owner,
+            "owner of the socket file, by name or number"
+        )
+        .only_for(&["vhost-user"])
+        .absent("vnetd's user"),
+        field!(
+            "socket_group",
+            parsed::<Account>("GROUP"),
+            |interface: InterfaceSpec| interface.attachment,
+            Attachment::VhostUser { front_end: FrontEndSpec { socket_group, .. }, .. } => socket_group,
+            "group of the socket file, by name or number"
+        )
+        .only_for(&["vhost-user"])
+        .absent("vnetd's group"),
+        field!(
+            "socket_mode",
+            parsed::<FileMode>("MODE"),
+            |interface: InterfaceSpec| interface.attachment,
+            Attachment::VhostUser { front_end: FrontEndSpec { socket_mode, .. }, .. } => socket_mode,
+            "permissions of the socket file in octal, as in 0660: who may write to it may become the guest"
+        )
+        .only_for(&["vhost-user"])
+        .absent("0666 less the umask"),
+        field!(
+            "peer_user",
+            parsed::<Account>("USER"),
+            |interface: InterfaceSpec| interface.attachment,
+            Attachment::VhostUser { front_end: FrontEndSpec { peer_user, .. }, .. } => peer_user,
+            "the only user, by name or number, whose QEMU is served at the socket"
+        )
+        .only_for(&["vhost-user"])
+        .absent("any"),
+        field!(
+            "peer_group",
+            parsed::<Account>("GROUP"),
+            |interface: InterfaceSpec| interface.attachment,
+            Attachment::VhostUser { front_end: FrontEndSpec { peer_group, .. }, .. } => peer_group,
+            "the only group, by name or number, whose QEMU is served at the socket"
+        )
+        .only_for(&["vhost-user"])
+        .absent("any"),
+        field!(
+            "memory_limit",
+            number::<u32>(1, MEMORY_LIMIT_MAX_MIB),
+            |interface: InterfaceSpec| interface.attachment,
+            Attachment::VhostUser { front_end: FrontEndSpec { memory_limit, .. }, .. } => memory_limit,
+            "most memory that the VM may share"
+        )
+        .only_for(&["vhost-user"])
+        .unit("MiB")
+        .absent("this host's memory"),
         field!(
             "device",
             device(),
@@ -356,6 +413,15 @@ pub(super) fn judge(reader: &mut Reader<'_>, interface: &InterfaceSpec) {
     if reader.given("port_security") && interface.port_security && interface.mac.is_none() {
         let text = "port_security compares sources with the interface's address; give it a 'mac'";
         reader.problem(&reader.place_of("port_security"), text);
+    }
+    if let Attachment::VhostUser { server: false, .. } = interface.attachment {
+        for key in ["socket_owner", "socket_group", "socket_mode"] {
+            if reader.given(key) {
+                let text =
+                    format!("{key} is of a socket that vnetd makes, but with server = false it makes none");
+                reader.problem(&reader.place_of(key), text);
+            }
+        }
     }
     let Driving { mode, interrupts } = &interface.driving;
     for (low, high, values) in [

@@ -200,7 +200,12 @@ impl Forwarder {
                 && let Some(port) = setup.port(frame.from)
             {
                 match made {
-                    0 => drops.dropped(port.stats(), reason, index, 1),
+                    0 => {
+                        if reason == DropReason::BadSource {
+                            port.stats().last_bad_source.note(frame.sent());
+                        }
+                        drops.dropped(port.stats(), reason, index, 1);
+                    }
                     _ => port.stats().copies.add(made - 1),
                 }
             }

@@ -80,9 +80,20 @@ impl DropSink {
     #[cold]
     pub fn refused(&mut self, stats: &PortStats, port: PortId, reason: DropReason, bytes: u64) {
         stats.refuse(reason, bytes);
+        self.note_refusal(Refusal { port, reason, bytes });
+    }
+
+    /// As [`DropSink::refused`], for a frame that was counted in already and leaves the batch again before it is forwarded.
+    #[cold]
+    pub fn withdrawn(&mut self, stats: &PortStats, port: PortId, reason: DropReason, bytes: u64) {
+        stats.drop_frames(reason, 1);
+        self.note_refusal(Refusal { port, reason, bytes });
+    }
+
+    fn note_refusal(&mut self, refusal: Refusal) {
         if self.watching {
             match self.refusals.len() < NOTES_MAX {
-                true => self.refusals.push(Refusal { port, reason, bytes }),
+                true => self.refusals.push(refusal),
                 false => self.missed += 1,
             }
         }

@@ -22,7 +22,7 @@ pub use room::Room;
 
 use crate::copy::copy;
 use crate::scratch::Scratch;
-use crate::stats::DropReason;
+use crate::stats::{DropReason, Sent};
 use crate::wire::ethernet::{self, HEADER_LEN, Mac, VLAN_TAG_LEN};
 use crate::wire::offload::Offload;
 
@@ -121,6 +121,11 @@ impl Frame {
     #[expect(clippy::len_without_is_empty, reason = "a frame has at least an Ethernet header")]
     pub fn len(&self) -> usize {
         self.len as usize
+    }
+
+    /// Who sent it, for a [`LastSender`](crate::stats::LastSender).
+    pub fn sent(&self) -> Sent {
+        Sent { mac: self.src.0, port: self.from.0, len: self.len() }
     }
 }
 

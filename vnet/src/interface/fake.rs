@@ -100,6 +100,7 @@ impl Interface for Fake {
             let reason = if self.stopped.load(Relaxed) {
                 DropReason::NotReady
             } else if exceeds_mtu(frame, self.mtu) {
+                self.stats.last_oversize.note(frame.sent());
                 DropReason::MtuExceeded
             } else if queues.to_guest.len() >= self.room {
                 DropReason::NoBuffer

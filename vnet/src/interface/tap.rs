@@ -209,6 +209,7 @@ impl Tap {
             segment::finish(&mut scratch[..len], &frame.offload, &self.accepts, &mut |piece, offload| {
                 pieces += 1;
                 if super::piece_exceeds_mtu(&offload, piece.len(), self.mtu) {
+                    self.stats.last_oversize.note(frame.sent());
                     drops.dropped(&self.stats, DropReason::MtuExceeded, index, 1);
                     return;
                 }
@@ -249,6 +250,7 @@ impl Interface for Tap {
         let (mut sent, mut bytes) = (0, 0);
         for (index, frame) in frames.frames() {
             if super::exceeds_mtu(frame, self.mtu) {
+                self.stats.last_oversize.note(frame.sent());
                 drops.dropped(&self.stats, DropReason::MtuExceeded, index, 1);
                 continue;
             }

@@ -121,6 +121,60 @@ pub struct ZeroCopyStats {
     pub fallen_back: Counter,
 }
 
+/// How long a [`LastSender`] is remembered: a mistake that was mended is no longer reported.
+const REMEMBERED_S: u64 = 600;
+
+/// The sender of the last frame that was dropped for one kind of mistake: what a counter alone does not tell.
+#[derive(Default, Debug)]
+pub struct LastSender {
+    /// Source MAC in the upper 48 bits, ingress port in the lower 16.
+    who: AtomicU64,
+    /// Length in bytes in the upper 32 bits, time in seconds of the system's monotonic clock in the lower ones.
+    what: AtomicU64,
+}
+
+/// What a [`LastSender`] tells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sent {
+    /// Source MAC of the frame.
+    pub mac: [u8; 6],
+    /// Number of its ingress port.
+    pub port: u16,
+    /// Its length in bytes.
+    pub len: usize,
+}
+
+impl LastSender {
+    /// Notes a dropped frame.
+    #[cold]
+    pub fn note(&self, Sent { mac: [a, b, c, d, e, f], port, len }: Sent) {
+        let [high, low] = port.to_be_bytes();
+        self.who.store(u64::from_be_bytes([a, b, c, d, e, f, high, low]), Relaxed);
+        let len = u64::from(u32::try_from(len).unwrap_or(u32::MAX));
+        self.what.store(len << 32 | seconds(), Relaxed);
+    }
+
+    /// The last frame noted within ten minutes. Its parts may be of two frames that were noted at once.
+    pub fn lately(&self) -> Option<Sent> {
+        self.lately_at(seconds())
+    }
+
+    fn lately_at(&self, now_s: u64) -> Option<Sent> {
+        let [a, b, c, d, e, f, high, low] = self.who.load(Relaxed).to_be_bytes();
+        let what = self.what.load(Relaxed);
+        let age_s = now_s.saturating_sub(what & u64::from(u32::MAX));
+        let port = u16::from_be_bytes([high, low]);
+        let len = (what >> 32) as usize;
+        (what != 0 && age_s < REMEMBERED_S).then_some(Sent { mac: [a, b, c, d, e, f], port, len })
+    }
+}
+
+/// Seconds of the monotonic clock, at least 1, as of the last timer tick.
+fn seconds() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::MonotonicCoarse);
+    u64::try_from(now.tv_sec).unwrap_or(0).clamp(1, u64::from(u32::MAX))
+}
+
 /// One port's counters.
 #[derive(Default, Debug)]
 pub struct PortStats {
@@ -153,6 +207,10 @@ pub struct PortStats {
     pub in_datagrams: Counter,
     /// Datagrams sent on this link.
     pub out_datagrams: Counter,
+    /// Sender of the last frame that was larger than this interface's MTU.
+    pub last_oversize: LastSender,
+    /// Sender of the last frame from this interface that port security refused.
+    pub last_bad_source: LastSender,
     drops: [Counter; DropReason::COUNT],
     discards: [Counter; DiscardReason::COUNT],
 }
@@ -198,5 +256,20 @@ impl PortStats {
     /// Datagrams discarded for `reason`.
     pub fn discards(&self, reason: DiscardReason) -> u64 {
         self.discards[reason as usize].get()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_sender_is_remembered_for_a_while() {
+        let last = LastSender::default();
+        assert_eq!(last.lately(), None);
+        let sent = Sent { mac: [2, 0, 0, 0, 0, 9], port: 0xabcd, len: 9014 };
+        last.note(sent);
+        assert_eq!(last.lately(), Some(sent));
+        assert_eq!(last.lately_at(seconds() + REMEMBERED_S + 1), None);
     }
 }

@@ -24,9 +24,10 @@ use vnet::dispatch::yielding::Strategy;
 use vnet::frame::{NetworkId, PortId};
 use vnet::interface::Interface;
 use vnet::interface::interrupts::{InterruptSettings, Interrupts};
-use vnet::interface::vhost_user::{VhostUser, VhostUserOptions};
+use vnet::interface::vhost_user::{AllowedPeer, VhostUser, VhostUserOptions};
 use vnet::link::Encapsulation;
 use vnet::stats::PortStats;
+use vnet::unix::SocketAccess;
 
 /// Frames in an ordinary run, all tests together.
 const FRAMES: u64 = 100_000;
@@ -76,6 +77,9 @@ impl Host {
             mac: None,
             mtu: 1500,
             queues: 1,
+            access: SocketAccess::default(),
+            peer: AllowedPeer::default(),
+            memory_max: None,
         };
         let interface = VhostUser::start(options, PortId(0), NetworkId::DEFAULT, stats.clone()).unwrap();
         let (density_low, density_high) = settings.densities;

@@ -240,6 +240,7 @@ impl Interface for Local {
         let mut writer = FrameWriter::new(packet::HEADER_LEN);
         for (index, frame) in frames.frames() {
             if exceeds_mtu(frame, self.mtu) {
+                self.stats.last_oversize.note(frame.sent());
                 drops.dropped(&self.stats, DropReason::MtuExceeded, index, 1);
                 continue;
             }

@@ -5,7 +5,7 @@
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,10 +18,11 @@ use rustix::net::RecvFlags;
 use vhost::vhost_user::message::FrontendReq;
 use vhost::vhost_user::{BackendReqHandler, Error, Result, VhostUserBackendReqHandlerMut};
 
+use super::closer;
 use super::queue_pairs::Device;
 use super::session::{Session, refuse};
 use crate::log_limit::LogLimit;
-use crate::unix::{Listener, connect};
+use crate::unix::{Listener, Peer, connect};
 
 /// Exponential backoff between two attempts to connect. A connection that lasted for the maximum resets it.
 const BACKOFF_MIN: Duration = Duration::from_millis(10);
@@ -71,29 +72,39 @@ impl Stop {
         }
     }
 
-    fn is_requested(&self) -> bool {
+    pub(super) fn is_requested(&self) -> bool {
         self.requested.load(Ordering::SeqCst)
     }
 
     /// Registers the connection being served. Returns false if a stop was requested meanwhile.
-    fn serve(&self, stream: Option<UnixStream>) -> bool {
-        *self.stream.lock() = stream;
+    fn serve(&self, stream: UnixStream) -> bool {
+        *self.stream.lock() = Some(stream);
         !self.is_requested()
     }
 
-    /// Waits until `fd` is readable or `timeout` passes. Returns false if the thread must stop.
-    fn wait(&self, fd: Option<&dyn AsFd>, timeout: Option<Duration>) -> bool {
+    /// Ends the connection being served. Descriptors that the front end sent may still be in flight on it.
+    fn end(&self) {
+        let Some(stream) = self.stream.lock().take() else { return };
+        // The front end learns it now, whatever the closer waits for.
+        let _ = stream.shutdown(Shutdown::Both);
+        closer::close(stream);
+    }
+
+    /// Waits until one of `fds` is readable or `timeout` passes. Returns the index of the first readable one, or `fds.len()`
+    /// without one. `None` if the thread must stop.
+    fn wait(&self, fds: &[BorrowedFd<'_>], timeout: Option<Duration>) -> Option<usize> {
         let timeout =
             timeout.map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: t.subsec_nanos().into() });
-        let mut fds = vec![PollFd::new(&self.bell, PollFlags::IN)];
-        fds.extend(fd.map(|fd| PollFd::from_borrowed_fd(fd.as_fd(), PollFlags::IN)));
-        if let Err(error) = poll(&mut fds, timeout.as_ref())
+        let mut polled = vec![PollFd::new(&self.bell, PollFlags::IN)];
+        polled.extend(fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)));
+        if let Err(error) = poll(&mut polled, timeout.as_ref())
             && error != rustix::io::Errno::INTR
         {
             tracing::error!(%error, "cannot wait for the front end");
-            return false;
+            return None;
         }
-        !self.is_requested()
+        let ready = polled[1..].iter().position(|fd| !fd.revents().is_empty());
+        (!self.is_requested()).then(|| ready.unwrap_or(fds.len()))
     }
 }
 
@@ -101,19 +112,19 @@ impl Stop {
 pub(super) fn run(device: &Arc<Device>, endpoint: &Endpoint, stop: &Stop) {
     let path = device.options.socket.display();
     let (mut backoff, mut log_limit) = (Backoff::default(), LogLimit::default());
-    while let Some(stream) = next_front_end(device, endpoint, stop, &mut backoff) {
+    while let Some((stream, peer)) = next_front_end(device, endpoint, stop, &mut backoff) {
         // Front ends that reconnect in a loop leave one pair of lines per second.
         let logged = log_limit.allow();
         if let Some(suppressed) = logged {
-            tracing::info!(%path, suppressed, "QEMU (vhost-user front end) connected");
+            tracing::info!(%path, %peer, suppressed, "QEMU (vhost-user front end) connected");
         }
         device.set_status(
             "QEMU (the vhost-user front end) is connected; the guest's driver has not started its queues"
                 .to_owned(),
         );
         let began = Instant::now();
-        let result = serve(device, stream, stop);
-        stop.serve(None);
+        let result = serve(device, endpoint, (stream, peer), stop);
+        stop.end();
         device.reset_all();
         let lasted = began.elapsed() >= BACKOFF_MAX;
         match result {
@@ -133,10 +144,9 @@ pub(super) fn run(device: &Arc<Device>, endpoint: &Endpoint, stop: &Stop) {
                 Endpoint::Listen(_) => RECONNECT_PAUSE,
                 Endpoint::Connect(_) => backoff.next(),
             };
-            stop.wait(None, Some(pause));
+            stop.wait(&[], Some(pause));
         }
     }
-    device.set_status("stopped".to_owned());
 }
 
 /// Exponential backoff: each pause is twice as long as the one before, up to [`BACKOFF_MAX`].
@@ -162,17 +172,21 @@ fn next_front_end(
     endpoint: &Endpoint,
     stop: &Stop,
     backoff: &mut Backoff,
-) -> Option<UnixStream> {
+) -> Option<(UnixStream, Peer)> {
     let path = device.options.socket.display();
     match endpoint {
         Endpoint::Listen(listener) => {
             device.set_status(format!("waiting for QEMU (a vhost-user front end) to connect to {path}"));
-            while stop.wait(Some(&listener.as_fd()), None) {
+            while stop.wait(&[listener.as_fd()], None).is_some() {
                 match listener.accept() {
-                    Ok(stream) => return Some(stream),
+                    Ok(stream) => {
+                        if let Some(admitted) = device.admission.admit(stream) {
+                            return Some(admitted);
+                        }
+                    }
                     Err(error) => {
                         tracing::debug!(%path, %error, "cannot accept a front end");
-                        stop.wait(None, Some(RECONNECT_PAUSE));
+                        stop.wait(&[], Some(RECONNECT_PAUSE));
                     }
                 }
             }
@@ -181,27 +195,61 @@ fn next_front_end(
         Endpoint::Connect(socket) => {
             while !stop.is_requested() {
                 match connect(socket) {
-                    Ok(stream) => return Some(stream),
+                    Ok(stream) => match device.admission.admit(stream) {
+                        Some(admitted) => return Some(admitted),
+                        None => device.set_status(format!("the front end at {path} is refused, see the log")),
+                    },
                     Err(error) => device
                         .set_status(format!("cannot reach QEMU (a vhost-user front end) at {path}: {error}")),
                 }
-                stop.wait(None, Some(backoff.next()));
+                stop.wait(&[], Some(backoff.next()));
             }
             None
         }
     }
 }
 
+/// Waits for the front end's next message, and refuses other front ends meanwhile. Returns false if the thread must stop.
+fn wait_for_message(device: &Device, endpoint: &Endpoint, ours: &UnixStream, stop: &Stop) -> bool {
+    let mut fds = vec![ours.as_fd()];
+    let listener = match endpoint {
+        Endpoint::Listen(listener) => Some(listener),
+        Endpoint::Connect(_) => None,
+    };
+    fds.extend(listener.map(AsFd::as_fd));
+    loop {
+        match stop.wait(&fds, None) {
+            None => return false,
+            // Its end comes before others: they are not refused because of a front end that is gone.
+            Some(0) => return true,
+            Some(_) => {}
+        }
+        if let Some(listener) = listener
+            && let Err(error) = device.admission.refuse_waiting(listener)
+        {
+            tracing::debug!(%error, "cannot accept a front end");
+            if stop.wait(&[ours.as_fd()], Some(RECONNECT_PAUSE)) == Some(0) {
+                return true;
+            }
+        }
+    }
+}
+
 /// Serves one front end until it disconnects, breaks the protocol, or the thread must stop.
-fn serve(device: &Arc<Device>, stream: UnixStream, stop: &Stop) -> Result<()> {
+fn serve(
+    device: &Arc<Device>,
+    endpoint: &Endpoint,
+    (stream, peer): (UnixStream, Peer),
+    stop: &Stop,
+) -> Result<()> {
     let mut ours = stream.try_clone().map_err(Error::SocketError)?;
-    if !stop.serve(Some(stream.try_clone().map_err(Error::SocketError)?)) {
+    if !stop.serve(stream.try_clone().map_err(Error::SocketError)?) {
         return Ok(());
     }
     // Crate `vhost` implements its handler trait for the standard library's mutex only. This thread alone locks it.
-    let session = Arc::new(sync::Mutex::new(Session::new(device.clone())));
+    let session = Arc::new(sync::Mutex::new(Session::new(device.clone(), peer)));
     let mut handler = BackendReqHandler::from_stream(stream, session.clone());
-    while stop.wait(Some(&ours.as_fd()), None) {
+    while wait_for_message(device, endpoint, &ours, stop) {
         let mut message = [0; MESSAGE_LEN];
         let (_, len) = rustix::net::recv(&ours, &mut message[..], RecvFlags::PEEK)
             .map_err(|e| Error::SocketError(e.into()))?;

@@ -1,8 +1,10 @@
 //! Feature negotiation: virtio and vhost-user features offered, and what the accepted ones imply.
 //!
-//! Only features that work end to end are offered. The front end itself implements CTRL_VQ, STATUS and GUEST_ANNOUNCE: QEMU, Cloud
-//! Hypervisor and DPDK's virtio-user handle the control queue and the link status, but show the bits only if the back end offers
-//! them.
+//! Only features that work end to end are offered. LOG_ALL and LOG_SHMFD are not: dirty pages are logged (`dirty.rs`), but that a
+//! guest survives a live migration is unproven. A front end that is not offered them refuses to migrate.
+//!
+//! The front end itself implements CTRL_VQ, STATUS and GUEST_ANNOUNCE: QEMU, Cloud Hypervisor and DPDK's virtio-user handle the
+//! control queue and the link status, but show the bits only if the back end offers them.
 
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 
@@ -51,7 +53,6 @@ const ALWAYS: u64 = CSUM
     | STATUS
     | CTRL_VQ
     | GUEST_ANNOUNCE
-    | LOG_ALL
     | ANY_LAYOUT
     | INDIRECT_DESC
     | EVENT_IDX
@@ -73,7 +74,6 @@ pub(super) fn offered(options: &VhostUserOptions) -> u64 {
 /// the others.
 pub(super) fn protocol(options: &VhostUserOptions) -> VhostUserProtocolFeatures {
     let mut features = VhostUserProtocolFeatures::REPLY_ACK
-        | VhostUserProtocolFeatures::LOG_SHMFD
         | VhostUserProtocolFeatures::RARP
         | VhostUserProtocolFeatures::MTU
         | VhostUserProtocolFeatures::CONFIG

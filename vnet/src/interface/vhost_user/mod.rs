@@ -6,12 +6,18 @@
 //!
 //! Either side may disconnect and reconnect: negotiated state ends with the connection, and rings continue at the used index. A
 //! malformed message ends the connection with one line in the log; a malformed ring disables its queue.
+//!
+//! Nobody waits for a front end. [`admission`] refuses a second one at once, [`closer`] closes what it gave, and an interface
+//! stops without waiting for its control thread.
 
+mod admission;
+mod closer;
 mod config_space;
 mod control;
 mod event;
 mod features;
 mod options;
+mod private;
 mod queue_pairs;
 mod session;
 mod source;
@@ -19,10 +25,8 @@ mod source;
 mod tests;
 mod vring;
 
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use std::thread::JoinHandle;
-
-use parking_lot::Mutex;
 
 use crate::frame::{DropSink, NetworkId, PortId, Selection};
 use crate::interface::{Coalesce, Interface, Land, State};
@@ -31,7 +35,7 @@ use crate::stats::PortStats;
 
 use crate::unix::Listener;
 use control::{Endpoint, Stop};
-pub use options::{MTU_MIN, QUEUES_MAX, VhostUserError, VhostUserOptions};
+pub use options::{AllowedPeer, MTU_MIN, QUEUES_MAX, VhostUserError, VhostUserOptions};
 use queue_pairs::Device;
 use source::GuestSource;
 
@@ -42,7 +46,7 @@ const SOCKET_MODE: u32 = 0o666;
 pub struct VhostUser {
     device: Arc<Device>,
     stop: Arc<Stop>,
-    control: Mutex<Option<JoinHandle<()>>>,
+    endpoint: Arc<Endpoint>,
 }
 
 impl VhostUser {
@@ -58,22 +62,31 @@ impl VhostUser {
         stats: Arc<PortStats>,
     ) -> Result<Arc<VhostUser>, VhostUserError> {
         options.check()?;
-        let endpoint = if options.server {
-            Endpoint::Listen(Listener::bind(&options.socket, SOCKET_MODE)?)
+        let endpoint = Arc::new(if options.server {
+            Endpoint::Listen(Listener::bind_for(&options.socket, SOCKET_MODE, options.access)?)
         } else {
             Endpoint::Connect(options.socket.clone())
-        };
+        });
         let name = options.name.clone();
         let failed = |source| VhostUserError::Thread { name: name.clone(), source };
         let stop = Arc::new(Stop::new().map_err(failed)?);
         let device = Arc::new(Device::new(options, port, network, stats).map_err(failed)?);
         let control = std::thread::Builder::new().name(format!("vhost-user-{}", port.0)).spawn({
-            let (device, stop) = (device.clone(), stop.clone());
+            let (device, endpoint, stop) = (device.clone(), endpoint.clone(), stop.clone());
             let span = tracing::info_span!("interface", name = %name);
-            move || span.in_scope(|| control::run(&device, &endpoint, &stop))
+            move || {
+                let _span = span.enter();
+                let run = AssertUnwindSafe(|| control::run(&device, &endpoint, &stop));
+                if std::panic::catch_unwind(run).is_err() {
+                    tracing::error!(
+                        "the interface's protocol thread panicked: its guest was cut off; restart vnetd and report this"
+                    );
+                }
+            }
         });
-        let control = Mutex::new(Some(control.map_err(failed)?));
-        Ok(Arc::new(VhostUser { device, stop, control }))
+        // Never joined, see `stop`.
+        control.map_err(failed)?;
+        Ok(Arc::new(VhostUser { device, stop, endpoint }))
     }
 }
 
@@ -103,20 +116,26 @@ impl Interface for VhostUser {
     }
 
     fn state(&self) -> State {
-        self.device.state()
+        if self.stop.is_requested() { State::Down("stopped".to_owned()) } else { self.device.state() }
+    }
+
+    fn notes(&self) -> Vec<String> {
+        self.device.notes()
     }
 
     fn stop(&self) {
+        if self.stop.is_requested() {
+            return;
+        }
         // Before the connection ends: then the front end takes the rings back.
         self.device.drain_all();
+        // The control thread ends soon, or when a call returns that its front end makes block, such as closing a file. The caller
+        // holds locks that others need, so it does not wait for that, and does itself what cannot wait.
         self.stop.request();
-        let control = self.control.lock().take();
-        if control.is_some_and(|control| control.join().is_err()) {
-            tracing::error!(
-                interface = self.device.options.name,
-                "the interface's protocol thread panicked: its guest was cut off; restart vnetd and report this"
-            );
+        if let Endpoint::Listen(listener) = &*self.endpoint {
+            listener.close();
         }
+        self.device.reset_all();
     }
 }
 

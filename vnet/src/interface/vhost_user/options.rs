@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::frame::MTU_MAX;
-use crate::unix::ListenError;
+use crate::unix::{ListenError, Peer, SocketAccess};
 use crate::wire::ethernet::Mac;
 
 /// Most queue pairs of one interface: vhost-user messages with file descriptors number vrings with eight bits.
@@ -27,6 +27,28 @@ pub struct VhostUserOptions {
     pub mtu: usize,
     /// Queue pairs, 1 to [`QUEUES_MAX`].
     pub queues: usize,
+    /// Server: owner, group and permissions of the socket file.
+    pub access: SocketAccess,
+    /// The front ends that are served.
+    pub peer: AllowedPeer,
+    /// Most bytes of memory that the front end may share; this host's memory when absent.
+    pub memory_max: Option<u64>,
+}
+
+/// The processes that may be front ends, by their credentials when they connected; any when nothing is given.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AllowedPeer {
+    /// The only user.
+    pub uid: Option<u32>,
+    /// The only group.
+    pub gid: Option<u32>,
+}
+
+impl AllowedPeer {
+    /// True if `peer` may be served.
+    pub(super) fn admits(&self, peer: &Peer) -> bool {
+        self.uid.is_none_or(|uid| uid == peer.uid) && self.gid.is_none_or(|gid| gid == peer.gid)
+    }
 }
 
 impl VhostUserOptions {
@@ -41,6 +63,19 @@ impl VhostUserOptions {
         }
         Ok(())
     }
+
+    /// Most bytes of memory that the front end may share.
+    pub(super) fn memory_max(&self) -> u64 {
+        self.memory_max.unwrap_or_else(host_memory)
+    }
+}
+
+/// Bytes of this host's memory. No VM needs more, and pages that we are the first to touch are charged to us.
+fn host_memory() -> u64 {
+    // SAFETY: sysconf reads two numbers of the system.
+    let [pages, page] = [libc::_SC_PHYS_PAGES, libc::_SC_PAGESIZE].map(|name| unsafe { libc::sysconf(name) });
+    let bytes = u64::try_from(pages).ok().zip(u64::try_from(page).ok()).map(|(pages, page)| pages * page);
+    bytes.unwrap_or(u64::MAX)
 }
 
 /// Why a vhost-user interface could not be started.

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, MutexGuard};
 use rustix::event::{EventfdFlags, eventfd};
 
+use super::admission::Admission;
 use super::event::Signals;
 use super::options::VhostUserOptions;
 use super::vring::{Common, Running, Vring};
@@ -82,6 +83,10 @@ pub(super) struct Device {
     active: AtomicUsize,
     /// Notifications are deferred to the end of coalescing; changed only under the receive vrings' locks.
     coalesces: AtomicBool,
+    /// Who may be the front end.
+    pub(super) admission: Admission,
+    /// The front end maps its memory privately: where it does so, for the interface's note.
+    private_memory: Mutex<Option<String>>,
     /// Why no frame can flow.
     status: Mutex<String>,
 }
@@ -111,6 +116,7 @@ impl Device {
             });
         }
         let status = Mutex::new("waiting for QEMU (a vhost-user front end)".to_owned());
+        let admission = Admission::new(options.peer);
         Ok(Device {
             options,
             port,
@@ -120,6 +126,8 @@ impl Device {
             pairs,
             active: AtomicUsize::new(0),
             coalesces: AtomicBool::new(false),
+            admission,
+            private_memory: Mutex::new(None),
             status,
         })
     }
@@ -144,7 +152,7 @@ impl Device {
         let result = if index.is_multiple_of(2) {
             self.change_receive(pair, change)
         } else {
-            change(&mut self.drain(pair).vring)
+            change(&mut self.drain(pair, Instant::now() + RELEASE_WITHIN).vring)
         };
         pair.changing.store(false, Ordering::Relaxed);
         pair.ring();
@@ -160,13 +168,12 @@ impl Device {
         result
     }
 
-    /// Waits until the kernel no longer reads the pair's transmit chains, because the guest may reuse returned chains. Dispatchers
+    /// Waits until the kernel no longer reads the pair's transmit chains, or until `end`, because the guest may reuse returned chains. Dispatchers
     /// can lock the vring meanwhile, but take no new frames from it.
     ///
     /// A chain that is not released in time is not returned when the ring stops: the next back end of the ring takes it again, so
     /// its frame may be sent twice. The kernel keeps the pages even if we unmap them.
-    fn drain<'a>(&self, pair: &'a Pair) -> MutexGuard<'a, Transmit> {
-        let end = Instant::now() + RELEASE_WITHIN;
+    fn drain<'a>(&self, pair: &'a Pair, end: Instant) -> MutexGuard<'a, Transmit> {
         loop {
             let mut transmit = pair.transmit.lock();
             let (held, notified) = transmit.vring.reclaim();
@@ -185,9 +192,10 @@ impl Device {
 
     /// Drains all pairs before the interface stops. The rings are not written afterwards.
     pub(super) fn drain_all(&self) {
+        let end = Instant::now() + RELEASE_WITHIN;
         for pair in &self.pairs {
             pair.changing.store(true, Ordering::Relaxed);
-            drop(self.drain(pair));
+            drop(self.drain(pair, end));
         }
     }
 
@@ -201,6 +209,7 @@ impl Device {
             pair.changing.store(false, Ordering::Relaxed);
             pair.ring();
         }
+        self.set_private_memory(None);
     }
 
     /// Runs `change` on every vring.
@@ -261,6 +270,16 @@ impl Device {
 
     pub(super) fn set_status(&self, status: String) {
         *self.status.lock() = status;
+    }
+
+    /// Records whether the front end maps its memory privately.
+    pub(super) fn set_private_memory(&self, note: Option<String>) {
+        *self.private_memory.lock() = note;
+    }
+
+    /// Likely mistakes of whoever started the VM.
+    pub(super) fn notes(&self) -> Vec<String> {
+        self.private_memory.lock().clone().into_iter().chain(self.admission.note()).collect()
     }
 
     /// Locks the receive vring for frames to `queue`: the first one if the guest does not use that queue.

@@ -10,18 +10,23 @@ use std::sync::Arc;
 use vhost::vhost_user::message::*;
 use vhost::vhost_user::{Backend, Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
 
+use super::closer;
 use super::event::{Event, is_eventfd};
+use super::private;
 use super::queue_pairs::Device;
 use super::vring::{Addresses, Common, Vring};
 use super::{config_space, features};
 use crate::interface::virtqueue::QUEUE_SIZE_MAX;
 use crate::interface::virtqueue::dirty::DirtyLog;
 use crate::interface::virtqueue::memory::{GuestMemory, REGIONS_MAX, Region, RegionSpec};
+use crate::unix::Peer;
 use crate::wire::ethernet::Mac;
 
 /// State negotiated with one front end.
 pub(super) struct Session {
     device: Arc<Device>,
+    /// The front end's process.
+    peer: Peer,
     common: Common,
     protocol: u64,
 }
@@ -46,15 +51,23 @@ fn spec_of(region: &VhostUserMemoryRegion) -> RegionSpec {
 
 /// Checks that a file descriptor from the front end is an eventfd.
 fn checked_eventfd(file: Option<File>) -> Result<Option<File>> {
-    if file.as_ref().is_some_and(|file| !is_eventfd(file)) {
-        return Err(refuse("a vring's file descriptor is not an eventfd, or /proc is not mounted to tell"));
+    match file {
+        Some(file) if !is_eventfd(&file) => {
+            closer::close(file);
+            Err(refuse("a vring's file descriptor is not an eventfd, or /proc is not mounted to tell"))
+        }
+        file => Ok(file),
     }
-    Ok(file)
+}
+
+/// Maps a region. On an error the caller leaves the file, which may be of any kind, to the closer.
+fn map(spec: RegionSpec, file: &File) -> Result<Arc<Region>> {
+    Region::map(spec, file).map_err(|error| refuse(error.to_string()))
 }
 
 impl Session {
-    pub(super) fn new(device: Arc<Device>) -> Session {
-        Session { device, common: Common::default(), protocol: 0 }
+    pub(super) fn new(device: Arc<Device>, peer: Peer) -> Session {
+        Session { device, peer, common: Common::default(), protocol: 0 }
     }
 
     /// True if REPLY_ACK was negotiated.
@@ -88,6 +101,34 @@ impl Session {
 
     fn regions(&self) -> &[Arc<Region>] {
         self.common.memory.as_ref().map_or(&[], |memory| memory.regions())
+    }
+
+    /// Checks number and total length of regions before they are mapped.
+    fn check_share(&self, lens: impl Iterator<Item = u64>) -> Result<()> {
+        let (mut count, mut bytes) = (0, 0u64);
+        lens.for_each(|len| (count, bytes) = (count + 1, bytes.saturating_add(len)));
+        if count > REGIONS_MAX {
+            return Err(refuse(format!("the front end shares more than {REGIONS_MAX} regions of memory")));
+        }
+        let (name, most) = (&self.device.options.name, self.device.options.memory_max());
+        if bytes > most {
+            let (mib, most) = (bytes.div_ceil(1 << 20), most >> 20);
+            let text = format!(
+                "the front end shares {mib} MiB of memory, but interface {name} takes at most {most} MiB; set its \
+                 `memory_limit`"
+            );
+            return Err(refuse(text));
+        }
+        Ok(())
+    }
+
+    /// Notes whether the front end maps one of `files` privately: then its guest does not use the memory that we see.
+    fn look_for_private_memory(&self, files: &[File]) {
+        let Some(pid) = self.peer.pid else { return };
+        if files.iter().any(|file| private::maps_privately(pid, file) == Some(true)) {
+            tracing::warn!("{}", private::NOTE);
+            self.device.set_private_memory(Some(private::NOTE.to_owned()));
+        }
     }
 
     /// SEND_RARP: `payload` holds a MAC address in its first six bytes.
@@ -153,11 +194,22 @@ impl VhostUserBackendReqHandlerMut for Session {
         _postcopy: Option<bool>,
     ) -> Result<Option<Vec<u64>>> {
         if regions.len() != files.len() {
+            files.into_iter().for_each(closer::close);
             return Err(refuse("SET_MEM_TABLE needs one file descriptor for each region"));
         }
-        let mapped = regions.iter().zip(&files).map(|(region, file)| Region::map(spec_of(region), file));
-        let mapped = mapped.collect::<std::result::Result<Vec<_>, _>>().map_err(|e| refuse(e.to_string()))?;
-        self.set_regions(mapped)?;
+        let mapped = self.check_share(regions.iter().map(|region| region.memory_size)).and_then(|()| {
+            let pairs = regions.iter().zip(&files);
+            pairs.map(|(region, file)| map(spec_of(region), file)).collect::<Result<Vec<_>>>()
+        });
+        match mapped {
+            Ok(mapped) => self.set_regions(mapped)?,
+            Err(error) => {
+                files.into_iter().for_each(closer::close);
+                return Err(error);
+            }
+        }
+        self.device.set_private_memory(None);
+        self.look_for_private_memory(&files);
         Ok(None)
     }
 
@@ -258,7 +310,8 @@ impl VhostUserBackendReqHandlerMut for Session {
         unsupported("GET_INFLIGHT_FD")
     }
 
-    fn set_inflight_fd(&mut self, _inflight: &VhostUserInflight, _file: File) -> Result<()> {
+    fn set_inflight_fd(&mut self, _inflight: &VhostUserInflight, file: File) -> Result<()> {
+        closer::close(file);
         unsupported("SET_INFLIGHT_FD")
     }
 
@@ -272,13 +325,18 @@ impl VhostUserBackendReqHandlerMut for Session {
         file: File,
         _postcopy: Option<bool>,
     ) -> Result<Option<u64>> {
-        if self.regions().len() >= REGIONS_MAX {
-            return Err(refuse(format!("ADD_MEM_REG of more than {REGIONS_MAX} regions")));
-        }
-        let region = Region::map(spec_of(region), &file).map_err(|e| refuse(e.to_string()))?;
+        let lens = self.regions().iter().map(|region| region.spec().len).chain([region.memory_size]);
+        let mapped = match self.check_share(lens).and_then(|()| map(spec_of(region), &file)) {
+            Ok(mapped) => mapped,
+            Err(error) => {
+                closer::close(file);
+                return Err(error);
+            }
+        };
         let mut regions = self.regions().to_vec();
-        regions.push(region);
+        regions.push(mapped);
         self.set_regions(regions)?;
+        self.look_for_private_memory(&[file]);
         Ok(None)
     }
 
@@ -302,8 +360,9 @@ impl VhostUserBackendReqHandlerMut for Session {
         &mut self,
         _direction: VhostTransferStateDirection,
         _phase: VhostTransferStatePhase,
-        _file: File,
+        file: File,
     ) -> Result<Option<File>> {
+        closer::close(file);
         unsupported("SET_DEVICE_STATE_FD")
     }
 
@@ -316,8 +375,17 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_log_base(&mut self, log: &VhostUserLog, file: File) -> Result<()> {
-        let log = DirtyLog::map(&file, log.mmap_offset, log.mmap_size).map_err(|e| refuse(e.to_string()))?;
-        self.common.log = Some(Arc::new(log));
+        if self.protocol & VhostUserProtocolFeatures::LOG_SHMFD.bits() == 0 {
+            closer::close(file);
+            return unsupported("SET_LOG_BASE");
+        }
+        match DirtyLog::map(&file, log.mmap_offset, log.mmap_size) {
+            Ok(log) => self.common.log = Some(Arc::new(log)),
+            Err(error) => {
+                closer::close(file);
+                return Err(refuse(error.to_string()));
+            }
+        }
         self.device.set_common(&self.common);
         Ok(())
     }

@@ -88,7 +88,10 @@ impl Source for GuestSource {
         let poisoned = running.ring.memory().is_poisoned();
         if poisoned {
             // The memory's file was truncated: frames may have become zeros. Drop the whole burst.
-            self.device.stats.drop_frames(DropReason::BadChain, batch.len() as u64);
+            for frame in batch.frames() {
+                let bytes = frame.len() as u64;
+                drops.withdrawn(&self.device.stats, self.device.port, DropReason::BadChain, bytes);
+            }
             batch.clear();
         }
         self.locked = Some(locked);

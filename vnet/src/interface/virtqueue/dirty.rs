@@ -26,7 +26,8 @@ impl DirtyLog {
         Ok(DirtyLog { region })
     }
 
-    /// Marks the pages of `len` bytes at guest physical address `addr`. Pages beyond the bitmap are ignored.
+    /// Marks the pages of `len` bytes at guest physical address `addr`, which must have been written: the cost is that of the
+    /// pages. Pages beyond the bitmap are ignored.
     pub fn mark(&self, addr: u64, len: u64) {
         if len == 0 {
             return;

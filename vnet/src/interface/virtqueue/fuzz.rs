@@ -1,12 +1,16 @@
 //! Fuzz entry point: arbitrary bytes as a guest's memory and rings, run through the code that serves real guests.
 
 use std::cell::RefCell;
+use std::fs::File;
 use std::sync::Arc;
+
+use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::frame::{Batch, DropSink, NetworkId, PortId, Selection};
 use crate::stats::PortStats;
 use crate::wire::offload::Accepts;
 
+use super::dirty::{DirtyLog, LOG_PAGE};
 use super::memory::{GuestMemory, Region, RegionSpec};
 use super::mock::{GUEST_BASE, MockMemory, USER_BASE};
 use super::net::{Format, Giver, LEGACY_HDR_LEN, Owner, TakenChains, take};
@@ -27,7 +31,12 @@ struct World {
     batch: Batch,
     taken: TakenChains,
     giver: Giver,
+    log: Arc<DirtyLog>,
+    log_file: File,
 }
+
+/// Bytes of the dirty log: a bit for each page, the one below the memory included.
+const LOG_LEN: usize = (GUEST_BASE as usize + MEMORY_LEN).div_ceil(8 * LOG_PAGE as usize);
 
 thread_local! {
     static WORLD: RefCell<World> = RefCell::new(World::new());
@@ -48,25 +57,57 @@ impl World {
         };
         let regions = [low, high].map(|spec| Region::map(spec, mock.file()).expect("region"));
         let memory = Arc::new(GuestMemory::new(regions.to_vec()).expect("memory"));
-        World { mock, memory, batch: Batch::new(), taken: TakenChains::default(), giver: Giver::default() }
+        let log_file = File::from(memfd_create("vnet-log", MemfdFlags::CLOEXEC).expect("memfd"));
+        log_file.set_len(LOG_LEN as u64).expect("memory");
+        let log = Arc::new(DirtyLog::map(&log_file, 0, LOG_LEN as u64).expect("log"));
+        World {
+            log,
+            log_file,
+            mock,
+            memory,
+            batch: Batch::new(),
+            taken: TakenChains::default(),
+            giver: Giver::default(),
+        }
     }
 }
 
 /// Runs `data` as guest memory: moves frames from its transmit ring to its receive ring until no more chains move.
 ///
 /// # Panics
-/// If an invariant breaks that no guest may break: more chains than the ring holds, or frames not counted.
+/// If an invariant breaks that no guest may break: more chains than the ring holds, frames not counted, or a page written but not
+/// logged.
 pub fn rings(data: &[u8]) {
     let Some((prefix, memory)) = data.split_first_chunk::<PREFIX_LEN>() else { return };
     WORLD.with_borrow_mut(|world| {
         let mut image = memory[..memory.len().min(MEMORY_LEN)].to_vec();
         image.resize(MEMORY_LEN, 0);
         world.mock.write(GUEST_BASE, &image);
-        run(world, prefix);
+        // Feature bit 5: dirty pages are logged, as during a live migration.
+        let logged = prefix[0] & 32 != 0;
+        run(world, prefix, logged);
+        if logged {
+            check_log(world, &image);
+        }
     });
 }
 
-fn run(world: &mut World, prefix: &[u8; PREFIX_LEN]) {
+/// Every page that differs from `image` is marked. Clears the log.
+fn check_log(world: &World, image: &[u8]) {
+    let mut bits = [0; LOG_LEN];
+    rustix::io::pread(&world.log_file, &mut bits, 0).expect("log");
+    rustix::io::pwrite(&world.log_file, &[0; LOG_LEN], 0).expect("log");
+    let after = world.mock.read(GUEST_BASE, MEMORY_LEN);
+    let pages = image.chunks(LOG_PAGE as usize).zip(after.chunks(LOG_PAGE as usize));
+    for (page, (before, after)) in
+        pages.enumerate().map(|(n, pages)| (n + GUEST_BASE as usize / LOG_PAGE as usize, pages))
+    {
+        let marked = bits[page / 8] & 1 << (page % 8) != 0;
+        assert!(marked || before == after, "page {page} was written but not logged");
+    }
+}
+
+fn run(world: &mut World, prefix: &[u8; PREFIX_LEN], logged: bool) {
     let [features, size, tx_low, tx_high, rx_low, rx_high] = *prefix;
     let config = |offset: usize, base: [u8; 2]| {
         let start = USER_BASE + GUEST_BASE + offset as u64;
@@ -75,14 +116,15 @@ fn run(world: &mut World, prefix: &[u8; PREFIX_LEN]) {
             descriptors: start,
             available: start + 0x200,
             used: start + 0x280,
-            used_log: None,
+            used_log: Some(start - USER_BASE + 0x280),
             base: u16::from_le_bytes(base),
             event_idx: features & 1 != 0,
             indirect: features & 2 != 0,
         }
     };
-    let tx = Ring::new(world.memory.clone(), &config(RINGS[0], [tx_low, tx_high]), None);
-    let rx = Ring::new(world.memory.clone(), &config(RINGS[1], [rx_low, rx_high]), None);
+    let log = || logged.then(|| world.log.clone());
+    let tx = Ring::new(world.memory.clone(), &config(RINGS[0], [tx_low, tx_high]), log());
+    let rx = Ring::new(world.memory.clone(), &config(RINGS[1], [rx_low, rx_high]), log());
     let (Ok(mut tx), Ok(mut rx)) = (tx, rx) else { return };
     let format = Format {
         header_len: if features & 4 != 0 { LEGACY_HDR_LEN } else { 12 },

@@ -53,6 +53,12 @@ pub enum MemoryError {
     /// The file descriptor is a device, pipe or socket.
     #[error("memory region at guest address {0:#x} is not a file or memfd")]
     NotAFile(u64),
+    /// The file lies on a file system whose pages may be missing or slow.
+    #[error(
+        "memory region at guest address {0:#x} is a file on a disk or network; let the VM's memory be a memfd, as in QEMU's \
+         memory-backend-memfd,share=on, or a file in /dev/shm or hugetlbfs"
+    )]
+    NotMemory(u64),
     /// Two regions contain the same address.
     #[error("memory regions overlap at guest address {0:#x}")]
     Overlap(u64),
@@ -105,6 +111,11 @@ impl Region {
         let stat = rustix::fs::fstat(file).map_err(map_error)?;
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
             return Err(MemoryError::NotAFile(guest_addr));
+        }
+        // Our threads touch these pages: a file system on a disk, a network or in a process could make them wait for ever.
+        let kind = rustix::fs::fstatfs(file).map_err(map_error)?.f_type;
+        if ![libc::TMPFS_MAGIC, libc::HUGETLBFS_MAGIC].contains(&kind) {
+            return Err(MemoryError::NotMemory(guest_addr));
         }
         let size = u64::try_from(stat.st_size).unwrap_or(0);
         if end > size {
@@ -364,6 +375,18 @@ mod tests {
     }
 
     #[test]
+    fn refuses_files_that_are_not_memory() {
+        // Sources lie on a disk; it may well be that /tmp does not.
+        let file = File::open(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")).unwrap();
+        let error = Region::map(spec(0, 1, 0), &file).map(drop).unwrap_err();
+        assert!(matches!(error, MemoryError::NotMemory(0)), "{error}");
+        assert!(error.to_string().contains("memory-backend-memfd,share=on"), "{error}");
+        let file = tempfile::tempfile_in("/dev/shm").unwrap();
+        file.set_len(0x1000).unwrap();
+        assert!(Region::map(spec(0, 0x1000, 0), &file).is_ok());
+    }
+
+    #[test]
     fn refuses_overlapping_regions() {
         let file = memfd(0x2000);
         let region = |s| Region::map(s, &file).unwrap();
@@ -397,6 +420,28 @@ mod tests {
         // The slot is reused and no longer poisoned.
         let again = GuestMemory::new(vec![Region::map(spec(0, 0x4000, 0), &other).unwrap()]).unwrap();
         assert!(!again.is_poisoned());
+    }
+
+    /// Whoever reads zeros of a truncated file's replacement sees that the region is poisoned, on whichever thread the fault was.
+    #[test]
+    fn no_reader_takes_replaced_pages_for_clean_ones() {
+        for _ in 0..200 {
+            let file = memfd(0x2000);
+            let memory = GuestMemory::new(vec![Region::map(spec(0, 0x2000, 0), &file).unwrap()]).unwrap();
+            let pointer = memory.translate(0x1000, 1).unwrap() as usize;
+            // SAFETY: `translate` returned a pointer to a mapped byte.
+            unsafe { (pointer as *mut u8).write_volatile(7) };
+            std::thread::scope(|scope| {
+                for _ in 0..3 {
+                    scope.spawn(|| {
+                        // SAFETY: the mapping lives as long as `memory`; the signal handler replaces its missing pages.
+                        while unsafe { (pointer as *const u8).read_volatile() } == 7 {}
+                        assert!(memory.is_poisoned(), "zeros were read as if the guest had written them");
+                    });
+                }
+                ftruncate(&file, 0x1000).unwrap();
+            });
+        }
     }
 
     #[test]

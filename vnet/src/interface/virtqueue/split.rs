@@ -474,7 +474,13 @@ impl Ring {
         self.avail_idx().load(Ordering::Relaxed) == 0 && self.used_idx().load(Ordering::Relaxed) == 0
     }
 
-    /// Marks the pages of `buffer` dirty if dirty pages are logged.
+    /// True if dirty pages are logged.
+    #[inline]
+    pub fn logs(&self) -> bool {
+        self.log.is_some()
+    }
+
+    /// Marks the pages of `buffer`, which must have been written, dirty if dirty pages are logged.
     #[inline]
     pub fn wrote(&self, buffer: Buffer) {
         if let Some(log) = &self.log {

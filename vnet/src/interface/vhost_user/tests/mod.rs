@@ -27,6 +27,7 @@ use crate::interface::virtqueue::{DESC_WRITE, RingConfig};
 use crate::poll::Poller;
 use crate::source::{BatchSlot, receive};
 use crate::stats::DropReason;
+use crate::unix::SocketAccess;
 use crate::wire::offload::Offload;
 
 const SIZE: u16 = 64;
@@ -57,7 +58,17 @@ struct Host {
 
 fn options(path: &Path, queues: usize) -> VhostUserOptions {
     let mac = Some("52:54:00:00:00:01".parse().unwrap());
-    VhostUserOptions { name: "vm1".into(), socket: path.into(), server: true, mac, mtu: 1500, queues }
+    VhostUserOptions {
+        name: "vm1".into(),
+        socket: path.into(),
+        server: true,
+        mac,
+        mtu: 1500,
+        queues,
+        access: SocketAccess::default(),
+        peer: AllowedPeer::default(),
+        memory_max: None,
+    }
 }
 
 impl Host {

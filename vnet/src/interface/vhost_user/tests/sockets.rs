@@ -105,3 +105,146 @@ fn stop_is_prompt_wherever_the_thread_blocks() {
         prompt(interface);
     }
 }
+
+fn notes(host: &Host) -> String {
+    host.interface.notes().join("; ")
+}
+
+/// A VM that is given another one's socket learns at once that it cannot have it, and does not get it later.
+#[test]
+fn a_second_front_end_is_refused_at_once() {
+    let mut host = Host::new(1);
+    let mut guest = Guest::connect(&host.path, 1);
+    guest.start();
+    assert_eq!(notes(&host), "");
+    for _ in 0..3 {
+        let mut second = UnixStream::connect(&host.path).unwrap();
+        second.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        assert_eq!(io::Read::read(&mut second, &mut [0]).unwrap(), 0, "it is closed");
+    }
+    let me = format!("process {} of user", std::process::id());
+    assert!(notes(&host).contains(&me) && notes(&host).contains("a socket of its own"), "{}", notes(&host));
+    // The first one goes on, and after it another one is served.
+    guest.transmit(&frame(60, 1));
+    assert_eq!(host.receive(), [frame(60, 1)]);
+    drop(guest);
+    wait_for("the end", || !host.is_up());
+    let mut guest = Guest::connect(&host.path, 1);
+    guest.start();
+    assert!(host.is_up());
+}
+
+#[test]
+fn only_allowed_processes_are_served() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let uid = rustix::process::geteuid().as_raw();
+    let peer = AllowedPeer { uid: Some(uid + 1), gid: None };
+    let host = Host::at(VhostUserOptions { peer, ..options(&path, 1) });
+    let mut stranger = UnixStream::connect(&path).unwrap();
+    stranger.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    assert_eq!(io::Read::read(&mut stranger, &mut [0]).unwrap(), 0, "it is closed");
+    assert!(notes(&host).contains("may not connect; peer_user and peer_group"), "{}", notes(&host));
+    drop(host);
+    let peer = AllowedPeer { uid: Some(uid), gid: Some(rustix::process::getegid().as_raw()) };
+    let host = Host::at(VhostUserOptions { peer, ..options(&path, 1) });
+    Guest::connect(&path, 1).start();
+    drop(host);
+    // Also where we connect.
+    let listener = UnixListener::bind(&path).unwrap();
+    let peer = AllowedPeer { uid: Some(uid + 1), gid: None };
+    let host = Host::at(VhostUserOptions { server: false, peer, ..options(&path, 1) });
+    let (mut stranger, _) = listener.accept().unwrap();
+    stranger.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    assert_eq!(io::Read::read(&mut stranger, &mut [0]).unwrap(), 0, "it is closed");
+    wait_for("the reason", || host.reason().contains("is refused"));
+}
+
+/// A socket whose last close blocks for a minute: it lingers over data that nobody reads.
+fn lingering() -> (std::net::TcpStream, std::net::TcpStream) {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut socket = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (unread, _) = listener.accept().unwrap();
+    socket.set_nonblocking(true).unwrap();
+    while socket.write(&[0; 0x1_0000]).is_ok() {}
+    socket.set_nonblocking(false).unwrap();
+    rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::from_secs(60))).unwrap();
+    (socket, unread)
+}
+
+/// SET_MEM_TABLE with one region.
+fn memory_table() -> Vec<u8> {
+    let words = [1u64, 0x1000, 0x1000, 0x1000, 0];
+    let header: Vec<u8> = [5u32, 1, 40].iter().flat_map(|word| word.to_ne_bytes()).collect();
+    [header, words.iter().flat_map(|word| word.to_ne_bytes()).collect()].concat()
+}
+
+#[test]
+fn a_descriptor_that_blocks_when_closed_blocks_nobody() {
+    use vmm_sys_util::sock_ctrl_msg::ScmSocket;
+    let mut host = Host::new(1);
+    let begin = Instant::now();
+    let (socket, unread) = lingering();
+    let mut guest = Guest::connect(&host.path, 1);
+    guest.raw.send_with_fds(&[&memory_table()[..]], &[socket.as_raw_fd()]).unwrap();
+    // Ours is not the last reference.
+    drop(socket);
+    assert!(guest.is_closed(), "a socket is no memory");
+    // The next front end is served.
+    let mut guest = Guest::connect(&host.path, 1);
+    guest.start();
+    guest.transmit(&frame(60, 1));
+    assert_eq!(host.receive(), [frame(60, 1)]);
+    // One more, which the control thread never receives: it is in flight when the connection ends.
+    let (socket, more) = lingering();
+    let half = &memory_table()[..8];
+    guest.raw.send_with_fds(&[half], &[socket.as_raw_fd()]).unwrap();
+    drop(socket);
+    host.interface.stop();
+    assert!(guest.is_closed());
+    assert!(!host.path.exists());
+    assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
+    drop((unread, more));
+}
+
+#[test]
+fn bounds_the_memory_that_a_front_end_shares() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let host = Host::at(VhostUserOptions { memory_max: Some(4 << 20), ..options(&path, 1) });
+    let guest = Guest::connect(&path, 1);
+    let small = VhostUserMemoryRegionInfo { memory_size: 4 << 20, ..guest.region() };
+    guest.frontend.set_mem_table(&[small]).unwrap();
+    let next = VhostUserMemoryRegionInfo {
+        guest_phys_addr: 1 << 30,
+        userspace_addr: 1 << 40,
+        memory_size: 0x1000,
+        ..guest.region()
+    };
+    let mut guest = guest;
+    assert!(guest.frontend.add_mem_region(&next).is_err(), "4 KiB more than the limit");
+    assert!(guest.is_closed());
+    let mut guest = Guest::connect(&path, 1);
+    assert!(guest.frontend.set_mem_table(&[guest.region()]).is_err());
+    assert!(guest.is_closed());
+    drop(host);
+    // Without a limit of its own: this host's memory.
+    let host = Host::new(1);
+    let file = rustix::fs::memfd_create("vnet-huge", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&file, 1 << 43).unwrap();
+    let mut guest = Guest::connect(&host.path, 1);
+    let huge =
+        VhostUserMemoryRegionInfo { memory_size: 1 << 39, mmap_handle: file.as_raw_fd(), ..guest.region() };
+    assert!(guest.frontend.set_mem_table(&[huge]).is_err());
+    assert!(guest.is_closed());
+}
+
+#[test]
+fn migration_is_not_offered() {
+    let host = Host::new(1);
+    let guest = Guest::connect(&host.path, 1);
+    assert_eq!(guest.frontend.get_features().unwrap() & LOG_ALL, 0);
+    let mut frontend = guest.frontend;
+    let protocol = frontend.get_protocol_features().unwrap();
+    assert!(!protocol.contains(VhostUserProtocolFeatures::LOG_SHMFD));
+}

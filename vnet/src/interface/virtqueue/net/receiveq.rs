@@ -3,7 +3,7 @@
 
 use super::format::{Format, Owner};
 use crate::copy::copy;
-use crate::frame::{DropSink, Frame, Room, Segment, Selection};
+use crate::frame::{Batch, DropSink, Frame, Room, Segment, Selection};
 use crate::interface::piece_exceeds_mtu;
 use crate::interface::virtqueue::chain::{Buffer, CHAIN_MAX};
 use crate::interface::virtqueue::split::{Ring, RingError};
@@ -74,7 +74,8 @@ impl Giver {
         frames: Selection<'_>,
         drops: &mut DropSink,
     ) -> Result<(), RingError> {
-        let mut to = Delivery { ring, owner, frames: 0, bytes: 0, broken: None, drops };
+        let batch = frames.batch;
+        let mut to = Delivery { ring, owner, batch, frames: 0, bytes: 0, broken: None, drops };
         if let Err(error) = to.ring.ensure(frames.which.len()) {
             to.broken = Some(error);
         }
@@ -121,6 +122,7 @@ impl Giver {
         let outcome = if to.broken.is_some() {
             Err(Refused::Dropped(DropReason::NotReady))
         } else if piece_exceeds_mtu(&piece.offload, piece.len, owner.mtu) {
+            owner.stats.last_oversize.note(to.batch.frame(piece.index.into()).sent());
             Err(Refused::Dropped(DropReason::MtuExceeded))
         } else {
             self.put(to.ring, &owner.format, piece)
@@ -185,9 +187,26 @@ impl Giver {
         Ok(())
     }
 
+    /// Marks the first `total` bytes of the gathered buffers as written, if dirty pages are logged.
+    fn wrote(&self, ring: &Ring, total: usize) {
+        if !ring.logs() {
+            return;
+        }
+        let mut left = total;
+        for buffer in &self.buffers {
+            // A buffer is as long as the guest says, up to 4 GiB: only what a frame reaches is marked.
+            let len = left.min(buffer.len);
+            ring.wrote(Buffer { ptr: buffer.ptr, len });
+            left -= len;
+            if left == 0 {
+                break;
+            }
+        }
+    }
+
     /// Returns the gathered chains to the driver with `total` bytes written.
     fn complete(&mut self, ring: &mut Ring, total: usize) {
-        self.buffers.iter().for_each(|buffer| ring.wrote(*buffer));
+        self.wrote(ring, total);
         let mut left = total;
         for (index, room) in &self.chains {
             let part = left.min(*room);
@@ -231,7 +250,7 @@ impl Giver {
         }
         if !fill(&self.room) {
             // `fill` may have written to the buffers all the same.
-            self.buffers.iter().for_each(|buffer| ring.wrote(*buffer));
+            self.wrote(ring, total);
             ring.put_back(self.chains.len() as u16);
             return Ok(false);
         }
@@ -285,6 +304,7 @@ fn guest_offload(offload: &Offload, format: &Format) -> Offload {
 struct Delivery<'a> {
     ring: &'a mut Ring,
     owner: &'a Owner<'a>,
+    batch: &'a Batch,
     frames: u64,
     bytes: u64,
     broken: Option<RingError>,

@@ -1,0 +1,87 @@
+//! Admission of front ends: which process may connect, and what happens to a second one while one is served.
+//!
+//! The kernel tells who connected (`SO_PEERCRED`). One front end is served at a time; others are refused at once rather than left
+//! waiting, because a VM that waits for another one's socket looks as if it hung, and must not get that socket later.
+
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use super::closer;
+use super::options::AllowedPeer;
+use crate::log_limit::LogLimit;
+use crate::unix::{Listener, Peer};
+
+/// How long the interface's note tells of a refused front end. One that retries does so more often.
+const NOTED: Duration = Duration::from_secs(60);
+/// Most front ends refused before the one that is served has its turn again.
+const REFUSED_AT_ONCE: usize = 16;
+
+/// Admits and refuses front ends of one interface.
+pub(super) struct Admission {
+    allowed: AllowedPeer,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// The last refusal.
+    refused: Option<(Instant, String)>,
+    log_limit: LogLimit,
+}
+
+impl Admission {
+    pub(super) fn new(allowed: AllowedPeer) -> Admission {
+        Admission { allowed, state: Mutex::default() }
+    }
+
+    /// Returns the front end's process if it may be served, and refuses it otherwise.
+    pub(super) fn admit(&self, stream: UnixStream) -> Option<(UnixStream, Peer)> {
+        let refused = match Peer::of(&stream) {
+            Ok(peer) if self.allowed.admits(&peer) => return Some((stream, peer)),
+            Ok(peer) => format!("{peer} may not connect; peer_user and peer_group say who may"),
+            Err(error) => format!("it is unknown who connected: {error}"),
+        };
+        self.refuse(stream, refused);
+        None
+    }
+
+    /// Refuses all front ends that wait at `listener` while another one is served.
+    ///
+    /// # Errors
+    /// The kernel cannot accept a connection.
+    pub(super) fn refuse_waiting(&self, listener: &Listener) -> std::io::Result<()> {
+        for _ in 0..REFUSED_AT_ONCE {
+            let stream = match listener.accept() {
+                Ok(stream) => stream,
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
+                Err(error) => return Err(error),
+            };
+            let who = Peer::of(&stream).map_or("another process".into(), |peer| peer.to_string());
+            self.refuse(stream, format!("{who} connects too; give each VM a socket of its own"));
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn refuse(&self, stream: UnixStream, reason: String) {
+        let mut state = self.state.lock();
+        if let Some(suppressed) = state.log_limit.allow() {
+            tracing::warn!(%reason, suppressed, "front end refused");
+        }
+        state.refused = Some((Instant::now(), reason));
+        drop(state);
+        // The front end learns it now, whatever the closer waits for.
+        let _ = stream.shutdown(Shutdown::Both);
+        closer::close(stream);
+    }
+
+    /// Tells of a front end refused lately.
+    pub(super) fn note(&self) -> Option<String> {
+        let state = self.state.lock();
+        let (when, reason) = state.refused.as_ref()?;
+        (when.elapsed() < NOTED).then(|| format!("a front end is refused: {reason}"))
+    }
+}
