@@ -1,4 +1,4 @@
-"""A foreign VNET/P peer: Ethernet frames as UDP payload, port 9000."""
+"""Foreign VNET/P peers: Ethernet frames as UDP payload, to port 9000, from another port."""
 
 import sys
 
@@ -11,6 +11,10 @@ from vnetlab.run import run
 from vnetlab.topology import Topology
 
 ADDRESS = "10.77.200.1"
+MAC = "02:00:00:00:00:99"
+FAR = "10.78.0.78"
+"""A second address of the second host, where another foreign peer is."""
+FAR_MAC = "02:00:00:00:00:98"
 SCRIPT = PROGRAMS / "classic_peer.py"
 
 
@@ -20,7 +24,7 @@ def topology(make_lab: MakeLab) -> Topology:
     topology = make_lab(encapsulation="vnet")
     host = topology.hosts[1]
     process.stop(host.file(".pid"))
-    command = machine.namespace_command(host, [sys.executable, str(SCRIPT), ADDRESS])
+    command = machine.namespace_command(host, [sys.executable, str(SCRIPT), host.address, ADDRESS, MAC])
     process.start(command, host.file(".pid"), host.file(".log"))
     return topology
 
@@ -46,6 +50,29 @@ def test_an_unknown_source_is_dropped_and_counted(topology: Topology):
     machine.execute(stranger, sys.executable, "-c", send)
     after = port(settled(host), "bridge", "bridge")["discards"]["unknown_source"]
     assert after - before == 5
+    assert "10.78.0.77:9001" in host.file(".log").read_text(), "the log names the stranger"
+
+
+def test_a_way_point_forwards_between_foreign_peers(topology: Topology):
+    """Explicit routes lead frames from link to link, as in VNET/P's paper; nothing else does."""
+    host, other = topology.hosts
+    run(["ip", "-n", other.namespace, "address", "add", f"{FAR}/24", "dev", "eth0"])
+    daemon.vnet(host, *f"link add far --remote {FAR}:9000 --encapsulation vnet --trusted".split())
+    ping_there = [sys.executable, str(SCRIPT), FAR, "10.77.200.2", FAR_MAC, host.address, f"{MAC},{ADDRESS}"]
+    assert machine.execute(other, *ping_there).strip() == "0", "no route leads there"
+    for destination, link in ((MAC, other.name), (FAR_MAC, "far")):
+        daemon.vnet(host, "route", "add", "--dst", destination, "--to", f"link {link}")
+    assert machine.execute(other, *ping_there).strip() == "20"
+
+
+def test_a_link_to_nobody_is_not_up(topology: Topology):
+    """Prometheus can alert on it; the foreign peers are heard."""
+    host = topology.hosts[0]
+    daemon.vnet(host, *["link", "add", "nobody", "--remote", "10.78.0.99:9000", "--trusted"])
+    states = {link["name"]: (link["state"], link.get("reason", "")) for link in daemon.ask(host, "link", "list")}
+    assert states["nobody"][0] == "down", states
+    assert "nothing came" in states["nobody"][1], states
+    assert states[topology.hosts[1].name] == ("up", "")
 
 
 def test_every_frame_is_accounted_for(topology: Topology):

@@ -197,6 +197,25 @@ fn interrupts(i: &Interface) -> String {
     format!("{}, {}.{:03} per frame", i.settings.text("interrupts"), thousandths / 1000, thousandths % 1000)
 }
 
+/// Certificates that end sooner are worth a word.
+pub const CERTIFICATE_SOON_S: u64 = 30 * 86_400;
+
+/// Why a link is not up, and whether its peer's certificate ends soon.
+fn link_note(link: &Link) -> String {
+    let soon = link.certificate_s.filter(|left_s| *left_s < CERTIFICATE_SOON_S);
+    let soon = soon.map(|left_s| format!("certificate of {} {}", link.settings.text("peer"), ends(left_s)));
+    let notes: Vec<_> = link.reason.clone().into_iter().chain(soon).collect();
+    notes.join("; ")
+}
+
+/// When a certificate ends, in words.
+pub fn ends(left_s: u64) -> String {
+    match left_s {
+        0 => "has ended".into(),
+        left_s => format!("ends in {} days", left_s / 86_400),
+    }
+}
+
 /// `vnet link list`
 pub fn links(links: &Vec<Link>) -> String {
     let heading = [
@@ -237,7 +256,7 @@ pub fn links(links: &Vec<Link>) -> String {
                 (peer, None) if text("encapsulation") == "stream" => format!("with {peer}, TLS"),
                 (peer, None) => format!("with {peer}, no keys"),
             },
-            link.reason.clone().unwrap_or_default(),
+            link_note(link),
         ]);
     }
     table.print()

@@ -13,6 +13,7 @@ use super::{plan, settings};
 use vnet::dispatch::dispatcher_stats::DispatcherStats;
 use vnet::interface::State;
 use vnet::link::LinkState;
+use vnet::link::sealed::identity::unix_now;
 use vnet::route::{Held, LearnedEntry, LearnedStats};
 
 impl Engine {
@@ -41,6 +42,7 @@ impl Engine {
                 stations: overlay.stations,
                 alarms: overlay.alarms_total,
             }),
+            certificate_s: self.identity().map(|store| seconds_until(store.current().info().valid.1)),
             balance: self.stats().balance,
         }
     }
@@ -108,6 +110,7 @@ impl Engine {
                 state: state.into(),
                 reason,
                 keys_s: seal.as_ref().and_then(|seal| seal.keys_s),
+                certificate_s: seal.as_ref().and_then(|seal| seal.certificate_end).map(seconds_until),
                 rtt_us: seal.as_ref().and_then(|seal| seal.rtt_us).or(probed.rtt_us),
                 loss_permille: probed.loss_permille,
                 traffic: (&**link).into(),
@@ -191,6 +194,11 @@ impl Engine {
         let dispatchers = dispatchers.map(|(id, stats)| api::Dispatcher::new(id, stats)).collect();
         api::Stats { ports, dispatchers, balance }
     }
+}
+
+/// Seconds from now to a Unix time; 0 when it is over.
+fn seconds_until(end: i64) -> u64 {
+    u64::try_from(end.saturating_sub(unix_now())).unwrap_or(0)
 }
 
 /// Current polling mode of an interface, and its guest's notification rate.

@@ -57,6 +57,7 @@ pub fn parse(file: &str, text: &str) -> Result<Configuration, ConfigError> {
     let (mut notes, mut broken) = (Notes::default(), vec![]);
     let desired = settings::read_file(table, &Place::new(&file, 1), &mut notes, &mut broken);
     check::check(&desired, &broken, &mut notes.problems);
+    check::warn(&desired, &mut notes.warnings);
     notes.problems.sort();
     notes.problems.dedup();
     notes.warnings.sort();

@@ -184,13 +184,13 @@ fn carry_out(engine: &mut Engine, command: Command) -> Result<String, ConsoleErr
             let next = engine.indices().next_link();
             object.entry("name").or_insert_with(|| json!(format!("link{next}")));
             object.insert("remote".into(), json!(remote.to_string()));
-            let (encapsulation, clear) = match transport {
-                Transport::Udp => ("vnet", true),
-                Transport::Tcp => ("stream", false),
+            let encapsulation = match transport {
+                Transport::Udp => "vnet",
+                Transport::Tcp => "stream",
             };
-            object.entry("encapsulation").or_insert_with(|| json!(encapsulation));
-            if clear && !object.contains_key("sealed") {
-                // VNET/P has no encryption, so using its language implies a trusted path.
+            let encapsulation = object.entry("encapsulation").or_insert_with(|| json!(encapsulation));
+            if *encapsulation == "vnet" && !object.contains_key("sealed") {
+                // VNET/P has no encryption, so using its own encapsulation implies a trusted path. No other one does.
                 object.entry("trusted").or_insert(json!(true));
             }
             Ok(format!("link {}", engine.add_link(config::link_from_json(&bytes(object))?)?))

@@ -39,7 +39,7 @@ fn links_routes_and_interfaces_come_and_go_by_index() {
             ("LINK ADD 127.0.1.2 9000 udp", "OK link 1\n"),
             ("LINK ADD 127.0.1.3 9000 name=h3 encapsulation=native", "OK link 2\n"),
             (&add, "OK interface 1\n"),
-            ("LINKS?", "1 127.0.1.2 9000 udp link1 vnet up\n2 127.0.1.3 9000 udp h3 native up\n.\n"),
+            ("LINKS?", "1 127.0.1.2 9000 udp link1 vnet down\n2 127.0.1.3 9000 udp h3 native down\n.\n"),
             ("INTERFACES?", "1 52:54:00:00:00:01 vm1 vhost-user down mtu=1500 network=1\n.\n"),
             ("ROUTE ADD any 52:54:00:00:00:02 edge 127.0.1.2 any", "OK route 1\n"),
             ("ROUTE ADD any not-52:54:00:00:00:02 interface 52:54:00:00:00:01 edge h3", "OK route 2\n"),
@@ -100,7 +100,8 @@ fn settings_that_a_file_may_not_have_are_refused() {
     }
     assert_eq!(engine.links().len(), 1);
     // Two links to the same address are distinguished by port.
-    assert_eq!(say(&mut engine, "LINK ADD 127.0.1.2 9001"), "OK link 2\n");
+    assert!(say(&mut engine, "LINK ADD 127.0.1.2 9001").contains("source = \"address-port\""));
+    assert_eq!(say(&mut engine, "LINK ADD 127.0.1.2 9001 source=address-port"), "OK link 2\n");
     assert!(say(&mut engine, "ROUTE ADD any any edge 127.0.1.2 any").contains("several links"));
     assert_eq!(say(&mut engine, "ROUTE ADD any any edge 127.0.1.2:9001 any"), "OK route 1\n");
     engine.stop();
@@ -253,9 +254,70 @@ fn changes_are_reported_with_the_requester() {
         .collect();
     let want = [("console client 127.0.0.1:4000", "link"), ("uid 1000 pid 77", "route")];
     assert_eq!(told, want.map(|(who, object)| (who.into(), object.into())), "what was refused is not told");
-    let state =
-        Event::State { object: "link".into(), name: "link1".into(), state: "up".into(), reason: None };
-    assert_eq!(watch.poll(&engine), [state]);
+    let events = watch.poll(&engine);
+    let [Event::State { object, name, state, reason: Some(reason) }] = &events[..] else {
+        panic!("{events:?}")
+    };
+    assert_eq!((&object[..], &name[..], &state[..]), ("link", "link1", "down"));
+    assert!(reason.contains("nothing came"), "{reason}");
     assert_eq!(watch.poll(&engine), []);
+    engine.stop();
+}
+
+/// VNET/P's own encapsulation has no encryption, so its language implies a trusted path; every other one has to be told.
+#[test]
+fn clear_text_is_trusted_in_the_encapsulation_of_vnet_p_only() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut engine = engine(dir.path(), "");
+    for encapsulation in ["native", "vxlan"] {
+        let line = format!("LINK ADD 10.9.0.2 9000 udp encapsulation={encapsulation}");
+        let said = say(&mut engine, &line);
+        assert!(said.starts_with("ERROR ") && said.contains("clear text"), "{said}");
+    }
+    assert_eq!(engine.links().len(), 0);
+    assert_eq!(
+        say(&mut engine, "LINK ADD 10.9.0.2 9000 udp encapsulation=native trusted=true"),
+        "OK link 1\n"
+    );
+    assert_eq!(say(&mut engine, "LINK ADD 10.9.0.3 9000 udp"), "OK link 2\n");
+    assert_eq!(say(&mut engine, "LINK ADD 10.9.0.4 9000 encapsulation=vnet"), "OK link 3\n");
+    engine.stop();
+}
+
+/// Rules of equal priority both get a frame: the trace says so, and so does the check.
+#[test]
+fn routes_that_share_frames_are_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = "[host]\nname = \"h1\"\n[bridge]\nlisten = \"127.0.0.1:0\"\n\
+                [[link]]\nname = \"h2\"\nremote = \"127.0.1.2:9000\"\n\
+                [[link]]\nname = \"h3\"\nremote = \"127.0.1.3:9000\"\n\
+                [[interface]]\nname = \"vm1\"\nkind = \"vhost-user\"\nsocket = \"DIR/vm1\"\n\
+                [[route]]\ndst = \"any\"\nto = \"link h2\"\n[[route]]\ndst = \"52:54:00:00:00:03\"\nto = \"link h3\"\n";
+    let text = text.replace("DIR", dir.path().to_str().unwrap());
+    let configuration = parse("f.toml", &text).unwrap();
+    let warnings: Vec<_> = configuration.warnings.iter().map(ToString::to_string).collect();
+    assert_eq!(warnings.len(), 1, "{warnings:?}");
+    assert!(
+        warnings[0].starts_with("f.toml:15: the route (src any, dst any, from any, to link h2) has the same"),
+        "{warnings:?}"
+    );
+    assert!(warnings[0].contains("to link h3) (f.toml:18): both get the frames"), "{warnings:?}");
+    let engine = Engine::start(configuration.desired).unwrap();
+    let macs =
+        ["52:54:00:00:00:01", "52:54:00:00:00:03", "52:54:00:00:00:04"].map(|mac| mac.parse().unwrap());
+    let from = Target::Interface("vm1".into());
+    let trace = |dst| engine.trace(vnet::frame::NetworkId::DEFAULT, macs[0], dst, Some(&from)).unwrap();
+    let both = trace(macs[1]);
+    assert_eq!(both.why, "route 1 and 2 of priority 6; two rules of equal priority: both get the frame");
+    assert_eq!(both.to, ["link h2", "link h3"]);
+    assert_eq!(trace(macs[2]).why, "route 1 of priority 6");
+    engine.stop();
+    // The way out that the warning names.
+    let text = text.replace("dst = \"any\"", "dst = \"not-00:00:00:00:00:00\"");
+    let configuration = parse("f.toml", &text).unwrap();
+    assert!(configuration.warnings.is_empty(), "{:?}", configuration.warnings);
+    let engine = Engine::start(configuration.desired).unwrap();
+    let trace = |dst| engine.trace(vnet::frame::NetworkId::DEFAULT, macs[0], dst, Some(&from)).unwrap().to;
+    assert_eq!((trace(macs[1]), trace(macs[2])), (vec!["link h3".into()], vec!["link h2".into()]));
     engine.stop();
 }

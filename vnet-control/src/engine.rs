@@ -247,6 +247,7 @@ impl Engine {
                 networks: Networks::only([spec.network]),
                 mac: spec.mac,
                 storm_frames_per_s: Some(spec.storm_limit),
+                counts_hops: true,
                 port_security: spec.port_security,
             };
             let (name, stats, interface) = (spec.name.clone(), live.stats.clone(), live.interface.clone());
@@ -261,6 +262,7 @@ impl Engine {
                 networks: networks.map_or(Networks::All, Networks::only),
                 mac: None,
                 storm_frames_per_s: None,
+                counts_hops: spec.kind.counts_hops(),
                 port_security: false,
             };
             Some(LinkPort { member, link: live.link.clone() })

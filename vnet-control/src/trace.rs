@@ -88,7 +88,12 @@ impl Engine {
                 rules.extend(found.iter().map(|rule| rule.index));
                 decisive = Some(priority);
                 let indices: Vec<_> = rules.iter().map(ToString::to_string).collect();
-                ("rules", format!("route {} of priority {priority}", indices.join(" and ")))
+                let shared = match rules.len() {
+                    1 => String::new(),
+                    2 => "; two rules of equal priority: both get the frame".into(),
+                    count => format!("; {count} rules of equal priority: each gets the frame"),
+                };
+                ("rules", format!("route {} of priority {priority}{shared}", indices.join(" and ")))
             }
             By::Pinned => ("configured", format!("{dst} is configured or published there")),
             By::Learned { age_s, frozen } => {

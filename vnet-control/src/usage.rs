@@ -28,7 +28,8 @@ pub const COMMANDS: &[Usage] = &[
         "LINK ADD",
         "LINK ADD IP PORT [udp|tcp] [KEY=VALUE ...]",
         "EDGE ADD",
-        "A link to the host at IP; clear text of the vnet encapsulation, unless the keys of [[link]] say otherwise",
+        "A link to the host at IP, with the keys of [[link]]; udp: in VNET/P's own encapsulation (vnet), in clear text, unless \
+         encapsulation= says otherwise; then it needs sealed=true or trusted=true, as tcp does",
     ),
     usage(
         "LINK DEL",

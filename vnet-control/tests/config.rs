@@ -470,3 +470,58 @@ fn only_sealed_native_links_may_omit_the_remote() {
     let read = good("[host]\nname = \"h1\"\n[[network]]\nid = 7\nrelay = true\n").desired;
     assert_eq!(read.networks[0].spec.to_string(), "learning, ageing 300 s, relayed");
 }
+
+/// A host with these links, each with its further lines.
+fn with_links(links: &[(&str, &str, &str)]) -> String {
+    let link = |(name, remote, more): &(&str, &str, &str)| {
+        format!("[[link]]\nname = \"{name}\"\nremote = \"{remote}\"\ntrusted = true\n{more}\n")
+    };
+    format!("[host]\nname = \"h1\"\n{}", links.iter().map(link).collect::<String>())
+}
+
+#[test]
+fn two_links_to_one_address_are_told_apart() {
+    const VNET: &str = "encapsulation = \"vnet\"";
+    const BY_PORT: &str = "encapsulation = \"vnet\"\nsource = \"address-port\"";
+    for (first, second) in [(VNET, VNET), (VNET, ""), ("", VNET), (BY_PORT, VNET), (VNET, BY_PORT)] {
+        let text = with_links(&[("a", "10.0.0.2:9000", first), ("b", "10.0.0.2:9001", second)]);
+        let errors = errors(&text);
+        assert_eq!(errors.len(), 1, "{first}, {second}: {errors:?}");
+        let start = format!(
+            "f.toml:{}: links b and a (f.toml:3) both lead to 10.0.0.2, and link ",
+            7 + first.lines().count().max(1)
+        );
+        assert!(
+            errors[0].starts_with(&start) && errors[0].contains("source = \"address-port\""),
+            "{start}: {errors:?}"
+        );
+    }
+    good(&with_links(&[
+        ("a", "10.0.0.2:9000", BY_PORT),
+        ("b", "10.0.0.2:9001", BY_PORT),
+        ("c", "10.0.0.2:9002", ""),
+    ]));
+    good(&with_links(&[("a", "10.0.0.2:9000", VNET), ("b", "10.0.0.3:9000", VNET)]));
+    // The same remote is one mistake, not two.
+    assert_eq!(errors(&with_links(&[("a", "10.0.0.2:9000", VNET), ("b", "10.0.0.2:9000", VNET)])).len(), 1);
+    // Only vnet links have the choice.
+    let text = with_links(&[("a", "10.0.0.2:9000", "source = \"address\"")]);
+    assert!(errors(&text)[0].contains("source"), "{:?}", errors(&text));
+}
+
+#[test]
+fn mistakes_of_a_link_are_named() {
+    for (link, words) in [
+        (("h1", "10.0.0.2:9000", ""), "link h1 has the name of this host itself"),
+        (("H1", "10.0.0.2:9000", ""), "link H1 has the name of this host itself"),
+        (("h2", "node2.example:9000", ""), "names are not supported; write an address such as 10.0.0.2:9000"),
+        (("h2", "node2.example:9000", "encapsulation = \"vnet\""), "names are not supported"),
+    ] {
+        let errors = errors(&with_links(&[link]));
+        assert!(errors.len() == 1 && errors[0].contains(words), "{link:?}: {errors:?}");
+    }
+    // Not a name, but a mistyped address.
+    assert!(
+        errors(&with_links(&[("h2", "10.0.0.2.3:9000", "")]))[0].contains("is not an address with a port")
+    );
+}

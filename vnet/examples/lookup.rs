@@ -145,6 +145,7 @@ fn members() -> [Member; 2] {
         networks: Networks::only([NetworkId::DEFAULT]),
         mac: None,
         storm_frames_per_s: None,
+        counts_hops: true,
         port_security: false,
     })
 }

@@ -3,6 +3,7 @@
 
 mod common;
 
+use std::net::UdpSocket;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,7 +12,7 @@ use vnet::dispatch::core::CoreOptions;
 use vnet::dispatch::yielding::Strategy;
 use vnet::frame::{FRAME_MAX, NetworkId, PortId};
 use vnet::interface::fake::{Fake, OwnedFrame};
-use vnet::link::{Encapsulation, LinkOptions};
+use vnet::link::{Encapsulation, LinkKind, LinkOptions, SourceMatch};
 use vnet::route::{NetworkSpec, Published, Qualifier, Rule, RuleSource};
 use vnet::stats::{DropReason, PortStats};
 use vnet::wire::ethernet::Mac;
@@ -335,6 +336,94 @@ fn a_relay_joins_hosts_that_have_no_link() {
     hosts.iter().for_each(Host::assert_balanced);
     std::thread::sleep(Duration::from_millis(50));
     assert!(fakes[2].take().is_empty());
+}
+
+/// A foreign host, as VNET/P is one: it receives at the port that others know, and sends from another one.
+struct Foreign {
+    receives: UdpSocket,
+    sends: UdpSocket,
+    /// In front of every frame.
+    header: Vec<u8>,
+}
+
+impl Foreign {
+    fn at(ip: [u8; 4], header: &[u8]) -> Foreign {
+        let [receives, sends] = [(); 2].map(|()| UdpSocket::bind((std::net::Ipv4Addr::from(ip), 0)).unwrap());
+        receives.set_read_timeout(Some(WAIT)).unwrap();
+        Foreign { receives, sends, header: header.into() }
+    }
+
+    fn send(&self, to: std::net::SocketAddr, frame: &OwnedFrame) {
+        self.sends.send_to(&[&self.header[..], &frame.0].concat(), to).unwrap();
+    }
+
+    /// The frames that have come, of which the last one is `last`.
+    fn got(&self, last: &OwnedFrame) -> Vec<Vec<u8>> {
+        let (mut got, mut buffer) = (vec![], [0; 2048]);
+        while got.last() != Some(&last.0) {
+            let len = self.receives.recv(&mut buffer).expect("the last frame");
+            got.push(buffer[self.header.len()..len].to_vec());
+        }
+        got
+    }
+}
+
+/// Way-points of VNET/P: a rule forwards frames of foreign hosts, whose formats count no hops, to another link. Neither flooding nor
+/// learning does, even on a relay, and no rule sends a frame back.
+#[test]
+fn rules_lead_frames_of_foreign_hosts_from_link_to_link_and_nothing_else_does() {
+    const VXLAN: [u8; 8] = [8, 0, 0, 0, 0, 0, 1, 0];
+    for relayed in [false, true] {
+        let free = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let mut host = Host::start(CoreOptions { vxlan_listen: Some(free), ..yielding(Strategy::Block) });
+        let guest = host.add_fake(NetworkId::DEFAULT);
+        let (one, two) = (Foreign::at([127, 0, 1, 1], &[]), Foreign::at([127, 0, 1, 2], &VXLAN));
+        let address = |peer: &Foreign| peer.receives.local_addr().unwrap();
+        let kind = LinkKind::Classic(SourceMatch::Address);
+        host.add_link(LinkOptions { kind, ..link_to(address(&one), Encapsulation::Vnet, Some(1500)) });
+        host.add_link(link_to(address(&two), Encapsulation::Vxlan, Some(1500)));
+        let rule = |index, dst, to| Rule {
+            index,
+            network: NetworkId::DEFAULT,
+            src: Qualifier::Any,
+            dst: Qualifier::Is(mac(dst)),
+            from: RuleSource::Any,
+            to: PortId(to),
+        };
+        host.rules = vec![rule(1, 1, 1), rule(2, 2, 2)];
+        if relayed {
+            let relayed = [NetworkId::DEFAULT].into();
+            host.published = Arc::new(Published { relayed, ..Published::default() });
+        }
+        host.publish();
+        let at = host.core.bridge_address();
+        // Both directions by rules.
+        let there = frame(mac(2), mac(1), 100, 1);
+        one.send(at, &there);
+        assert_eq!(two.got(&there), std::slice::from_ref(&there.0));
+        let back = frame(mac(1), mac(2), 200, 2);
+        two.send(free, &back);
+        assert_eq!(one.got(&back), std::slice::from_ref(&back.0));
+        // Flooding, a learned address, and a rule that leads back: none of them reaches a link.
+        let flooded = frame(Mac::BROADCAST, mac(1), 100, 3);
+        one.send(at, &flooded);
+        assert_eq!(guest.wait_for(1, WAIT), [flooded]);
+        let teaching = frame(Mac::BROADCAST, mac(3), 100, 4);
+        two.send(free, &teaching);
+        assert_eq!(guest.wait_for(1, WAIT), [teaching]);
+        one.send(at, &frame(mac(3), mac(1), 100, 5));
+        one.send(at, &frame(mac(1), mac(9), 100, 6));
+        let last = frame(mac(2), mac(1), 100, 7);
+        one.send(at, &last);
+        assert_eq!(two.got(&last), std::slice::from_ref(&last.0));
+        let last = frame(mac(1), mac(2), 100, 8);
+        two.send(free, &last);
+        assert_eq!(one.got(&last), std::slice::from_ref(&last.0));
+        host.assert_balanced();
+        let drops = |reason| host.links.iter().map(|link| link.link.stats().drops(reason)).sum::<u64>();
+        let (hop_limit, hairpin) = (drops(DropReason::HopLimit), drops(DropReason::Hairpin));
+        assert_eq!((hop_limit, hairpin), if relayed { (1, 1) } else { (0, 2) });
+    }
 }
 
 /// Three relays in a ring, which nobody should configure: a flooded frame passes seven relays each way, then its hop limit

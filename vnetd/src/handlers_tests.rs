@@ -220,7 +220,7 @@ async fn the_api_executes_console_lines() {
     assert_eq!(status, 200);
     assert_eq!(answers[0], serde_json::json!({"line": 1, "good": true, "lines": ["OK link 1"]}));
     assert_eq!(answers[1]["good"], serde_json::json!(false));
-    assert_eq!(answers[2]["lines"][0], "1 127.0.0.2 9000 udp link1 vnet up");
+    assert_eq!(answers[2]["lines"][0], "1 127.0.0.2 9000 udp link1 vnet down");
     let (status, answers) = ask(&app, LOCAL, "POST", "/v1/console?dialect=links", &[], "DEL 1").await;
     assert_eq!((status, &answers[0]["lines"][0]), (200, &Value::from("OK link 1 removed")));
     assert_eq!(ask(&app, LOCAL, "POST", "/v1/console?dialect=latin", &[], "").await.0, 400);

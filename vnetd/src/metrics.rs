@@ -29,6 +29,8 @@ pub struct Reading {
     ports: Vec<api::Port>,
     interfaces: Vec<(String, bool)>,
     links: Vec<(String, bool)>,
+    /// Seconds until certificates end, by host name.
+    certificates: Vec<(String, u64)>,
     learned: LearnedStats,
     overlay: Option<api::Overlay>,
     dispatchers: Vec<Dispatcher>,
@@ -48,11 +50,15 @@ impl Reading {
         let dispatcher = |stats: &std::sync::Arc<vnet::dispatch::dispatcher_stats::DispatcherStats>| {
             Dispatcher { frames: stats.frames(), batches: stats.batches(), latency_ns: stats.latency_ns() }
         };
+        let (status, links) = (engine.status(), engine.links());
+        let own = status.certificate_s.map(|left_s| (status.host.clone(), left_s));
+        let peer = |link: &api::Link| Some((link.settings.text("peer"), link.certificate_s?));
         Reading {
-            status: engine.status(),
+            certificates: own.into_iter().chain(links.iter().filter_map(peer)).collect(),
+            status,
             ports: engine.stats().ports,
             interfaces: engine.interfaces().into_iter().map(|i| up(i.name, &i.state)).collect(),
-            links: engine.links().into_iter().map(|link| up(link.name, &link.state)).collect(),
+            links: links.into_iter().map(|link| up(link.name, &link.state)).collect(),
             learned: engine.learned_stats(),
             overlay: engine.overlay(),
             dispatchers: engine.dispatcher_stats().iter().map(dispatcher).collect(),
@@ -187,6 +193,10 @@ impl Reading {
         families.gauge(("interface_up", None, "1 when the interface is up"), interfaces)?;
         let links = up(&self.links, "link");
         families.gauge(("link_up", None, "1 when the link is up"), links)?;
+        let left = self.certificates.iter().map(|(host, left_s)| (vec![("host", host.clone())], *left_s));
+        let help =
+            "Time until the certificate of this host, or of a sealed link's peer, ends; 0 when it has ended";
+        families.gauge(("certificate_expiry", Some(Unit::Seconds), help), left)?;
         let LearnedStats { entries, moves, frozen, refused, duplicates } = self.learned;
         families.gauge(("learned_addresses", None, "Learned MAC addresses"), alone(entries))?;
         families

@@ -8,6 +8,7 @@ use vnet_control::api::{Interface, Link, Overlay};
 use super::finding::{Daemon, Finding, Level};
 use super::host::{Host, cpus};
 use super::machine::process;
+use crate::show::{CERTIFICATE_SOON_S, ends};
 
 /// File descriptors of one vhost-user queue pair (two kicks, two calls, two errors), and of the daemon itself.
 const FILES_OF_QUEUE: u64 = 6;
@@ -34,6 +35,7 @@ pub fn examine(host: &Host, daemon: &Daemon) -> Vec<Finding> {
     findings.push(interfaces(&daemon.interfaces));
     findings.push(guests(&daemon.interfaces));
     findings.push(links(&daemon.links));
+    findings.push(certificates(daemon));
     findings.push(path_mtus(&daemon.interfaces, &daemon.links));
     findings.extend(daemon.overlay.as_ref().map(overlay));
     findings
@@ -180,11 +182,23 @@ fn guests(interfaces: &[Interface]) -> Finding {
 
 fn links(links: &[Link]) -> Finding {
     const WHY: &str = "guests behind an unreachable host cannot be reached from here";
-    if let Some(link) = links.iter().find(|link| link.state != "up") {
+    let reach = |link: &Link| {
+        let remote = link.settings.text("remote");
+        format!("check that vnetd runs at {remote} and that no firewall blocks UDP between the hosts")
+    };
+    // A foreign peer that answers no probes may just have nothing to say.
+    let is_quiet = |link: &Link| {
+        link.heard_s.is_none() && matches!(&*link.settings.text("encapsulation"), "vnet" | "vxlan")
+    };
+    if let Some(link) = links.iter().find(|link| link.state != "up" && !is_quiet(link)) {
         let reason = link.reason.as_deref().unwrap_or("no reason given");
         let what =
             format!("link {} to {}: {}: {reason}", link.name, link.settings.text("remote"), link.state);
-        return Finding::bad("links", Level::Problem, WHY, what, "see 'ip route get' for its address");
+        let todo = match link.heard_s {
+            Some(_) => "see 'ip route get' for its address".into(),
+            None => reach(link),
+        };
+        return Finding::bad("links", Level::Problem, WHY, what, todo);
     }
     let silent: Vec<_> = links.iter().filter(|link| link.heard_s.is_none()).collect();
     if let Some(link) = silent.first() {
@@ -194,11 +208,7 @@ fn links(links: &[Link]) -> Finding {
             links.len(),
             link.name
         );
-        let todo = format!(
-            "check that vnetd runs at {} and that no firewall blocks UDP between the hosts",
-            link.settings.text("remote")
-        );
-        return Finding::bad("links", Level::Warn, WHY, what, todo);
+        return Finding::bad("links", Level::Warn, WHY, what, reach(link));
     }
     Finding::ok("links", WHY, format!("{} up and receiving", links.len()))
 }
@@ -220,6 +230,25 @@ fn overlay(overlay: &Overlay) -> Finding {
         return Finding::bad("overlay", Level::Problem, WHY, what, todo);
     }
     Finding::ok("overlay", WHY, what)
+}
+
+fn certificates(daemon: &Daemon) -> Finding {
+    const WHY: &str = "a sealed link gets no new keys once the certificate of either host has ended";
+    let own = daemon.status.certificate_s.map(|left_s| (daemon.status.host.clone(), left_s));
+    let peer = |link: &Link| Some((link.settings.text("peer"), link.certificate_s?));
+    let all = own.into_iter().chain(daemon.links.iter().filter_map(peer));
+    let Some((host, left_s)) = all.min_by_key(|(_, left_s)| *left_s) else {
+        return Finding::ok("certificates", WHY, "none in use");
+    };
+    let what = format!("the certificate of {host} {}", ends(left_s));
+    if left_s >= CERTIFICATE_SOON_S {
+        return Finding::ok("certificates", WHY, format!("{what}, the others later"));
+    }
+    let level = if left_s == 0 { Level::Problem } else { Level::Warn };
+    let todo = format!(
+        "issue a new one ('vnet keys issue {host}') and replace the files on {host}: vnetd reads them again"
+    );
+    Finding::bad("certificates", level, WHY, what, todo)
 }
 
 fn path_mtus(interfaces: &[Interface], links: &[Link]) -> Finding {

@@ -163,6 +163,18 @@ fn each_fault_of_a_daemon_is_found() {
     assert_eq!(change(|d| d.interfaces[0].notes.push("its MTU is too large".into()), "guests"), Level::Warn);
     assert_eq!(change(|d| d.links[0].state = "unreachable".into(), "links"), Level::Problem);
     assert_eq!(change(|d| d.links[0].heard_s = None, "links"), Level::Warn);
+    let unheard = |d: &mut Daemon| (d.links[0].state, d.links[0].heard_s) = ("down".into(), None);
+    assert_eq!(change(unheard, "links"), Level::Problem);
+    let foreign = |d: &mut Daemon| {
+        (d.links[0].state, d.links[0].heard_s) = ("down".into(), None);
+        d.links[0].settings.set("encapsulation", Some("vxlan"));
+    };
+    assert_eq!(change(foreign, "links"), Level::Warn);
+    const DAY_S: u64 = 86_400;
+    assert_eq!(change(|d| d.status.certificate_s = Some(400 * DAY_S), "certificates"), Level::Ok);
+    assert_eq!(change(|d| d.status.certificate_s = Some(29 * DAY_S), "certificates"), Level::Warn);
+    assert_eq!(change(|d| d.status.certificate_s = Some(0), "certificates"), Level::Problem);
+    assert_eq!(change(|d| d.links[0].certificate_s = Some(DAY_S), "certificates"), Level::Warn);
     assert_eq!(change(|d| d.interfaces[0].settings.set("mtu", Some(9000)), "path-mtu"), Level::Ok);
     let bare = |d: &mut Daemon| {
         d.interfaces[0].settings.set("mtu", Some(1500));

@@ -57,6 +57,9 @@ pub struct Status {
     /// The distributed overlay, if configured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub overlay: Option<OverlaySummary>,
+    /// Seconds until this host's certificate ends; 0 if it has ended, absent without `[identity]`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub certificate_s: Option<u64>,
     /// The balance of all frames.
     pub balance: Balance,
 }
@@ -185,8 +188,8 @@ pub struct Driving {
 pub struct Link {
     /// Its name.
     pub name: String,
-    /// `up`; `degraded`: works, but poorly or not for long; `down`: no route to the other host, the other host is silent, or a
-    /// sealed link has no keys.
+    /// `up`; `degraded`: works, but poorly or not for long; `down`: no route to the other host, nothing came from it yet, it has
+    /// gone silent, or a sealed link has no keys. Frames are sent all the same, where possible.
     pub state: String,
     /// Why it is not up.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -197,6 +200,9 @@ pub struct Link {
     /// Age of the current keys in seconds (sealed); absent without keys.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keys_s: Option<u64>,
+    /// Seconds until the other host's certificate ends (sealed, not stream); 0 if it has ended, absent without keys.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub certificate_s: Option<u64>,
     /// Round-trip time in microseconds, from keepalives (sealed) or probes (native).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rtt_us: Option<u32>,

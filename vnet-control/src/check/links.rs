@@ -1,15 +1,16 @@
 //! Links by kind: the addresses that each claims on this host, and why one cannot work.
 
+use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 
-use vnet::link::{ANYWHERE, LinkKind, StreamOptions, VxlanOptions};
+use vnet::link::{ANYWHERE, LinkKind, SourceMatch, StreamOptions, VxlanOptions};
 use vnet::wire::vxlan;
 
-use crate::desired::{BridgeSpec, LinkSpec};
+use crate::desired::{BridgeSpec, Item, LinkSpec};
 
 /// True when the link's datagrams arrive at the bridge's ports: a remote that is this host's own address would loop.
 pub(crate) fn arrives_at_bridge(link: &LinkSpec) -> bool {
-    matches!(link.kind, LinkKind::Native { .. } | LinkKind::Classic)
+    matches!(link.kind, LinkKind::Native { .. } | LinkKind::Classic(_))
 }
 
 /// The addresses that identify the link on receive, as text; each may belong to one link only.
@@ -25,10 +26,41 @@ pub(crate) fn claims(link: &LinkSpec) -> Vec<String> {
             vec![format!("stream peer {}", link.remote.ip())]
         }
         LinkKind::Stream(StreamOptions { destination, .. }) => vec![format!("stream to {destination}")],
-        LinkKind::Native { .. } | LinkKind::Classic if link.remote == ANYWHERE => vec![],
-        LinkKind::Native { .. } | LinkKind::Classic => {
+        LinkKind::Native { .. } | LinkKind::Classic(_) if link.remote == ANYWHERE => vec![],
+        LinkKind::Native { .. } | LinkKind::Classic(_) => {
             link.remotes().map(|remote| format!("remote {remote}")).collect()
         }
+    }
+}
+
+/// Links whose datagrams are told apart by address alone, where two have one address.
+#[derive(Default)]
+pub(crate) struct Hosts<'a>(HashMap<IpAddr, &'a Item<LinkSpec>>);
+
+impl<'a> Hosts<'a> {
+    /// Records a link; returns why its datagrams cannot be told from those of a link before it.
+    pub(crate) fn claim(&mut self, item: &'a Item<LinkSpec>) -> Option<String> {
+        let spec = &item.spec;
+        if !arrives_at_bridge(spec) || spec.remote == ANYWHERE {
+            return None;
+        }
+        let by_address = |spec: &LinkSpec| spec.kind == LinkKind::Classic(SourceMatch::Address);
+        let ip = spec.remote.ip();
+        let Some(first) = self.0.get(&ip).copied() else {
+            self.0.insert(ip, item);
+            return None;
+        };
+        let one = [spec, &first.spec].into_iter().find(|spec| by_address(spec))?;
+        // Later links of this address are compared with the one that takes all ports.
+        self.0.insert(ip, if by_address(spec) { item } else { first });
+        Some(format!(
+            "links {} and {}{} both lead to {ip}, and link {} takes the datagrams of all its ports; write source = \
+             \"address-port\" for each of encapsulation vnet",
+            spec.name,
+            first.spec.name,
+            first.place.aside(),
+            one.name
+        ))
     }
 }
 
@@ -50,8 +82,8 @@ pub(crate) fn unusable(bridge: &BridgeSpec, link: &LinkSpec) -> Option<String> {
             ))
         }
         (LinkKind::Stream(_), _) => None,
-        (LinkKind::Native { .. } | LinkKind::Classic, _) if link.remote == ANYWHERE => None,
-        (LinkKind::Native { .. } | LinkKind::Classic, _) => {
+        (LinkKind::Native { .. } | LinkKind::Classic(_), _) if link.remote == ANYWHERE => None,
+        (LinkKind::Native { .. } | LinkKind::Classic(_), _) => {
             unreachable(bridge.listen, bridge.ports, "listen", link)
         }
     }

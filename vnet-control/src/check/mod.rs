@@ -1,7 +1,7 @@
 //! Validation of a host's desired state as a whole: names, addresses and resources are used once, and every reference
 //! resolves. Every change passes through here, whether it comes from a file, a command or the overlay.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::fmt::Display;
 use std::hash::Hash;
 
@@ -9,12 +9,13 @@ pub(crate) mod files;
 mod in_place;
 pub(crate) mod links;
 mod overlay;
+mod routes;
 pub(crate) mod security;
 
 use vnet::frame::NetworkId;
 
 use crate::desired::*;
-use crate::table::{Place, Problem, quote};
+use crate::table::{Place, Problem};
 
 /// Validates `desired` and adds what it finds to `problems`.
 ///
@@ -29,8 +30,13 @@ pub fn check(desired: &Desired, broken: &[Target], problems: &mut Vec<Problem>) 
     check_links(desired, problems);
     in_place::check(desired, problems);
     security::check(desired, problems);
-    check_routes(desired, broken, problems);
+    routes::check(desired, broken, problems);
     overlay::check(desired, problems);
+}
+
+/// Adds what is allowed but does not do what it seems to.
+pub fn warn(desired: &Desired, warnings: &mut Vec<Problem>) {
+    routes::warn(desired, warnings);
 }
 
 fn limit<T>(what: &str, items: &[Item<T>], most: usize, problems: &mut Vec<Problem>) {
@@ -131,13 +137,25 @@ fn check_interfaces(desired: &Desired, problems: &mut Vec<Problem>) {
 }
 
 fn check_links(desired: &Desired, problems: &mut Vec<Problem>) {
-    let (mut names, mut remotes) = (Once::new(), Once::new());
-    for Item { place, spec } in &desired.links {
+    let (mut names, mut remotes, mut hosts) = (Once::new(), Once::new(), links::Hosts::default());
+    for item in &desired.links {
+        let Item { place, spec } = item;
         names.claim(&spec.name, format!("the name '{}'", spec.name), "a link".into(), place, problems);
         // Received datagrams are matched to links by source address, so a remote belongs to one link.
         // If several claims are taken, report only the first.
         let claims = links::claims(spec);
         let taken = claims.iter().find(|what| remotes.is_taken(*what));
+        if let Some(text) = hosts.claim(item).filter(|_| taken.is_none()) {
+            problems.push(Problem::new(place, text));
+        }
+        if spec.name.eq_ignore_ascii_case(&desired.host.spec.name) {
+            let text = format!(
+                "link {} has the name of this host itself; name it after the host at its other end, or this host differently \
+                 ([host] name)",
+                spec.name
+            );
+            problems.push(Problem::new(place, text));
+        }
         for what in taken.map_or(&claims[..], std::slice::from_ref) {
             let user = format!("link {}", spec.name);
             remotes.claim(what.clone(), what, user, place, problems);
@@ -146,63 +164,4 @@ fn check_links(desired: &Desired, problems: &mut Vec<Problem>) {
             problems.push(Problem::new(place, text));
         }
     }
-}
-
-fn check_routes(desired: &Desired, broken: &[Target], problems: &mut Vec<Problem>) {
-    let interfaces: HashMap<_, _> =
-        desired.interfaces.iter().map(|item| (item.spec.name.as_str(), &item.spec)).collect();
-    let links: HashMap<_, _> =
-        desired.links.iter().map(|item| (item.spec.name.as_str(), &item.spec)).collect();
-    let mut seen = HashSet::new();
-    for Item { place, spec } in &desired.routes {
-        if !seen.insert(spec) {
-            let text = format!(
-                "the route ({spec}) is already there, so frames would arrive twice; remove one of them"
-            );
-            problems.push(Problem::new(place, text));
-        }
-        let from = match &spec.from {
-            RouteSource::One(target) => Some(target),
-            _ => None,
-        };
-        for target in from.into_iter().chain([&spec.to]).filter(|target| !broken.contains(target)) {
-            let network = spec.network;
-            let text = match target {
-                Target::Interface(name) => match interfaces.get(name.as_str()) {
-                    None => format!("the route names interface {}, {}", quote(name), missing(&interfaces)),
-                    Some(interface) if interface.network != network => format!(
-                        "the route is in network {network}, but interface {name} in network {}; write network = {}",
-                        interface.network, interface.network
-                    ),
-                    Some(_) => continue,
-                },
-                Target::Link(name) => match links.get(name.as_str()) {
-                    None if desired.overlay.is_some() => format!(
-                        "the route names link {}, which the configuration does not have; links of the overlay come and go with \
-                         their hosts, so no route may name one: add a [[link]] of that name with the host's address",
-                        quote(name)
-                    ),
-                    None => format!("the route names link {}, {}", quote(name), missing(&links)),
-                    Some(link) if !link.carries(network) => format!(
-                        "link {name} does not carry network {network} of the route; add it to the link's networks"
-                    ),
-                    Some(_) => continue,
-                },
-            };
-            problems.push(Problem::new(place, text));
-        }
-    }
-}
-
-/// Ends an error about an unknown name with the names that exist.
-fn missing<T>(there: &HashMap<&str, T>) -> String {
-    const NAMED_MAX: usize = 8;
-    if there.is_empty() {
-        return "which does not exist; there is none".into();
-    }
-    let mut names: Vec<_> = there.keys().copied().collect();
-    names.sort_unstable();
-    let more = if names.len() > NAMED_MAX { ", …" } else { "" };
-    names.truncate(NAMED_MAX);
-    format!("which does not exist; there is {}{more}", names.join(", "))
 }

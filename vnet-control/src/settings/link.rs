@@ -8,7 +8,8 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use vnet::frame::NetworkId;
 use vnet::link::sealed::identity::server_name;
 use vnet::link::{
-    ANYWHERE, DIRECT_MAX, Encapsulation, FLOOD_MAX, LinkKind, PORTS_MAX, Proxy, StreamOptions, VxlanOptions,
+    ANYWHERE, DIRECT_MAX, Encapsulation, FLOOD_MAX, LinkKind, PORTS_MAX, Proxy, SourceMatch, StreamOptions,
+    VxlanOptions,
 };
 use vnet::wire::ethernet::Mac;
 use vnet::wire::socks::{Credentials, Destination, TEXT_MAX};
@@ -31,6 +32,7 @@ pub struct LinkForm {
     ports: u16,
     networks: Option<Vec<NetworkId>>,
     mtu: Option<u16>,
+    source: SourceMatch,
     vxlan: VxlanOptions,
     proxy: Option<Proxy>,
     connect: bool,
@@ -48,6 +50,7 @@ impl Default for LinkForm {
             ports: 1,
             networks: None,
             mtu: None,
+            source: SourceMatch::default(),
             vxlan: VxlanOptions::default(),
             proxy: None,
             connect: true,
@@ -70,7 +73,7 @@ pub static LINK: Declaration<LinkForm> = Declaration {
             "encapsulation",
             word::<Encapsulation>(),
             |link: LinkForm| link.encapsulation,
-            "how frames travel: native, vnet (VNET/P and VNET/U peers), vxlan or stream (TCP)"
+            "how frames travel: native, vnet (VNET/P peers), vxlan or stream (TCP)"
         )
         .phrase(""),
         field!(
@@ -103,6 +106,14 @@ pub static LINK: Declaration<LinkForm> = Declaration {
         )
         .unit("bytes")
         .absent("found out"),
+        field!(
+            "source",
+            word::<SourceMatch>(),
+            |link: LinkForm| link.source,
+            "whose datagrams belong to it: those from the remote's address, whatever the port, or from its address and port"
+        )
+        .only_for(&["vnet"])
+        .note("VNET/P sends from any port; two links to one address need `address-port`"),
         field!(
             "flood",
             flood(),
@@ -370,7 +381,7 @@ fn link_kind(
             let guests = std::mem::take(&mut form.direct);
             (address(reader, remote, None), LinkKind::Native { guests })
         }
-        Encapsulation::Vnet => (address(reader, remote, None), LinkKind::Classic),
+        Encapsulation::Vnet => (address(reader, remote, None), LinkKind::Classic(form.source)),
         Encapsulation::Vxlan => {
             let options = std::mem::take(&mut form.vxlan);
             (address(reader, remote, Some(vxlan::PORT)), LinkKind::Vxlan(options))
@@ -414,6 +425,11 @@ fn named(text: &str) -> Option<Destination> {
     fits.then(|| Destination::Name(name.into(), port))
 }
 
+/// True for a name, such as host.example; false for something like an address.
+fn is_dns_name(destination: &Destination) -> bool {
+    matches!(destination, Destination::Name(name, _) if name.contains(|c: char| c.is_ascii_alphabetic()))
+}
+
 /// Parses a link's remote; `port` is the default port, if the encapsulation has one.
 fn remote_address(
     reader: &mut Reader<'_>,
@@ -422,6 +438,14 @@ fn remote_address(
 ) -> Option<SocketAddr> {
     let remote = match (text.parse::<IpAddr>(), port) {
         (Ok(ip), Some(port)) => SocketAddr::new(ip.to_canonical(), port),
+        _ if text.parse::<SocketAddr>().is_err() && named(&text).is_some_and(|name| is_dns_name(&name)) => {
+            let text = format!(
+                "remote {}: names are not supported; write an address such as 10.0.0.2:9000 or [fd00::2]:9000",
+                quote(&text)
+            );
+            reader.problem(&place, text);
+            return None;
+        }
         _ => socket_address(reader, "remote", (place.clone(), text))?,
     };
     let ip = remote.ip();
@@ -493,7 +517,7 @@ fn learns_remote(encapsulation: Encapsulation, security: &LinkSecurity) -> bool 
 /// Why a link carries exactly one network, if it does.
 fn carries_one(kind: &LinkKind) -> Option<&'static str> {
     match kind {
-        LinkKind::Classic => Some("the vnet encapsulation carries no network number"),
+        LinkKind::Classic(_) => Some("the vnet encapsulation carries no network number"),
         LinkKind::Vxlan(VxlanOptions { flood, group, .. }) if !flood.is_empty() || group.is_some() => {
             Some("a vxlan link with flood or group carries one network")
         }
@@ -519,7 +543,7 @@ impl From<&LinkSpec> for LinkForm {
         };
         match kind {
             LinkKind::Native { guests } => LinkForm { direct: guests, ..form },
-            LinkKind::Classic => form,
+            LinkKind::Classic(source) => LinkForm { source, ..form },
             LinkKind::Vxlan(vxlan) => LinkForm { vxlan, ..form },
             LinkKind::Stream(StreamOptions { proxy, connect, .. }) => LinkForm { proxy, connect, ..form },
         }

@@ -18,7 +18,7 @@ use super::Dispatcher;
 use super::dispatcher_stats::DispatcherStats;
 use super::isolation::{self, Isolation, IsolationError};
 use super::observers::Observers;
-use super::setup::{Parts, Setup};
+use super::setup::{InterfacePort, LinkPort, Parts, Setup};
 use super::yielding::{Strategy, Yielder};
 use crate::frame::BATCH_MAX;
 use crate::link::path::prober::Prober;
@@ -225,6 +225,10 @@ impl Core {
     /// Returns when every dispatcher has adopted it, so nothing uses removed ports any more. Addresses learned behind those are
     /// forgotten before their slots can be reused.
     pub fn publish(&self, parts: Parts) {
+        let interface = |port: &InterfacePort| (port.member.port, format!("interface {}", port.name));
+        let link = |port: &LinkPort| (port.member.port, format!("link {}", port.link.name()));
+        let interfaces = parts.interfaces.iter().map(interface);
+        self.shared.learned.name_ports(interfaces.chain(parts.links.iter().map(link)).collect());
         let setup = Setup::new(parts);
         // Before frames leave on new links: senders need their routes.
         self.prober.set_links(setup.peers.links());

@@ -9,7 +9,7 @@ use super::common::Common;
 use super::inquiry::{Inbox, MAGIC, TEXT_MAX};
 use super::native::link_part::Native;
 use super::native::send_probes::{Courier, unfit};
-use super::options::{LinkKind, LinkOptions, Security};
+use super::options::{LinkKind, LinkOptions, Security, SourceMatch};
 use super::path::link_health::{ANSWER_LEN, Probed};
 use super::path::state::{Path, udp_payload};
 use super::path::watch::Monitored;
@@ -78,7 +78,7 @@ impl Link {
                 native.via = via.map(PathChoice::new);
                 Kind::Native(Box::new(native))
             }
-            LinkKind::Classic => Kind::Classic(Classic::new(remote)),
+            LinkKind::Classic(_) => Kind::Classic(Classic::new(remote)),
             LinkKind::Vxlan(vxlan) => Kind::Vxlan(Box::new(Vxlan::new(remote, vxlan))),
             // A sealed stream uses TLS and needs no datagram keys.
             LinkKind::Stream(stream) => Kind::Stream(Box::new(Stream::new(stream.clone(), peer))),
@@ -123,11 +123,16 @@ impl Link {
         addresses(self.options.remote, if has_ports { self.options.ports.max(1) } else { 0 })
     }
 
+    /// True when it takes datagrams from its remote's address whatever the port.
+    pub(in crate::link) fn takes_any_port(&self) -> bool {
+        self.options.kind == LinkKind::Classic(SourceMatch::Address)
+    }
+
     /// The current state.
     pub fn state(&self) -> LinkState {
         match &self.kind {
             Kind::Stream(stream) => stream.state(),
-            _ => self.seal().map_or_else(|| self.path.state(), Seal::state),
+            _ => self.seal().map_or_else(|| self.path.state(self.common.heard_ms().is_some()), Seal::state),
         }
     }
 
@@ -282,6 +287,11 @@ impl Monitored for Link {
 
     fn is_sealed(&self) -> bool {
         self.seal().is_some()
+    }
+
+    fn clear_state(&self) -> Option<LinkState> {
+        let clear = self.seal().is_none() && self.stream().is_none();
+        clear.then(|| self.state())
     }
 
     fn heard_ms(&self) -> Option<u64> {

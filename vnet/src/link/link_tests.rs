@@ -1,10 +1,10 @@
 use super::*;
-use crate::link::{Encapsulation, PATH_MTU_MIN, Peers, UDP_PAYLOAD_MAX};
+use crate::link::{Encapsulation, PATH_MTU_MIN, Peers, SourceMatch, UDP_PAYLOAD_MAX};
 
 fn link(remote: &str, encapsulation: Encapsulation, mtu: Option<u16>) -> Arc<Link> {
     let remote = remote.parse().unwrap();
     let kind = match encapsulation {
-        Encapsulation::Vnet => LinkKind::Classic,
+        Encapsulation::Vnet => LinkKind::Classic(SourceMatch::AddressPort),
         _ => LinkKind::default(),
     };
     let options = LinkOptions { name: "h2".into(), remote, ports: 1, networks: None, mtu, kind };
@@ -93,4 +93,33 @@ fn numbers_rise_over_restarts() {
     let used = first.take_numbers(100) + 100;
     std::thread::sleep(std::time::Duration::from_millis(1));
     assert!(link("10.0.0.2:9000", Encapsulation::Native, None).take_numbers(1) > used);
+}
+
+/// VNET/P sends from a port that its kernel chose, and receives at 9000.
+#[test]
+fn a_vnet_link_takes_any_port_of_its_remote_and_others_keep_theirs() {
+    let classic = |remote: &str, source| {
+        let kind = LinkKind::Classic(source);
+        Link::new(
+            LinkOptions { kind, ..link(remote, Encapsulation::Vnet, None).options.clone() },
+            PortId(3),
+            Arc::default(),
+        )
+    };
+    let links = [
+        classic("10.0.0.2:9000", SourceMatch::Address),
+        classic("10.0.0.3:9000", SourceMatch::AddressPort),
+        link("10.0.0.2:9007", Encapsulation::Native, None),
+    ];
+    let peers = Peers::build(&links);
+    let find = |text: &str| {
+        let source = text.parse().unwrap();
+        peers.link(source).or_else(|| peers.host(source)).map(|found| found.options.remote.to_string())
+    };
+    for port in [9000, 40_000, 1] {
+        assert_eq!(find(&format!("[::ffff:10.0.0.2]:{port}")), Some("10.0.0.2:9000".into()));
+    }
+    assert_eq!(find("10.0.0.2:9007"), Some("10.0.0.2:9007".into()), "a port that is another link's");
+    assert_eq!((find("10.0.0.3:9000"), find("10.0.0.3:40000")), (Some("10.0.0.3:9000".into()), None));
+    assert_eq!(find("10.0.0.4:9000"), None);
 }

@@ -46,6 +46,7 @@ mod sending;
 mod sending_keepalives;
 pub mod socket;
 mod state;
+mod strangers;
 pub mod stream;
 pub mod vxlan;
 
@@ -57,7 +58,7 @@ pub use link::Link;
 pub use native::reassembly::ReassemblyBudget;
 pub use native::send_probes::Courier;
 pub use native::zero_copy::ZeroCopy;
-pub use options::{Encapsulation, LinkKind, LinkOptions, Security};
+pub use options::{Encapsulation, LinkKind, LinkOptions, Security, SourceMatch};
 pub use path::watch::PathWatch;
 pub use peers::Peers;
 pub use receiver::{PeersView, Receiver, ReceiverParts};

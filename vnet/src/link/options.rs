@@ -31,12 +31,34 @@ pub enum Encapsulation {
     /// Native datagrams over UDP: super-frames, own fragmentation, any network.
     #[default]
     Native,
-    /// VNET/P and VNET/U: the bare Ethernet frame is the UDP payload.
+    /// VNET/P: the bare Ethernet frame is the UDP payload.
     Vnet,
     /// VXLAN (RFC 7348): kernels, Open vSwitch, hardware.
     Vxlan,
     /// Native frames over a TCP connection.
     Stream,
+}
+
+/// Which datagrams belong to a `vnet` link.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    strum::Display,
+    strum::EnumString,
+    strum::IntoStaticStr,
+    strum::VariantNames,
+)]
+#[strum(serialize_all = "kebab-case")]
+pub enum SourceMatch {
+    /// Those from the remote's address, whatever the port: VNET/P sends from a port that the kernel chose.
+    #[default]
+    Address,
+    /// Those from the remote's address and port.
+    AddressPort,
 }
 
 /// A link's configuration.
@@ -67,7 +89,7 @@ pub enum LinkKind {
         guests: Vec<(Mac, u16)>,
     },
     /// The classic VNET encapsulation: bare Ethernet frames over UDP.
-    Classic,
+    Classic(SourceMatch),
     /// VXLAN, to one VTEP or several.
     Vxlan(VxlanOptions),
     /// Native frames over a TCP connection.
@@ -81,11 +103,16 @@ impl Default for LinkKind {
 }
 
 impl LinkKind {
+    /// Whether its frames carry a hop count.
+    pub fn counts_hops(&self) -> bool {
+        matches!(self, LinkKind::Native { .. } | LinkKind::Stream(_))
+    }
+
     /// The encapsulation.
     pub fn encapsulation(&self) -> Encapsulation {
         match self {
             LinkKind::Native { .. } => Encapsulation::Native,
-            LinkKind::Classic => Encapsulation::Vnet,
+            LinkKind::Classic(_) => Encapsulation::Vnet,
             LinkKind::Vxlan(_) => Encapsulation::Vxlan,
             LinkKind::Stream(_) => Encapsulation::Stream,
         }

@@ -16,6 +16,8 @@ pub struct Peers {
     by_address: HashMap<SocketAddr, usize>,
     /// VXLAN links by VTEP address alone, with the VTEP's number: a VTEP sends from many ports.
     by_vtep: HashMap<IpAddr, (usize, u16)>,
+    /// `vnet` links by address alone, for datagrams of ports that no link has.
+    by_host: HashMap<IpAddr, usize>,
     ids: HashSet<u64>,
     pub(super) any_sealed: bool,
     sources: Arc<SourceTable>,
@@ -32,6 +34,9 @@ impl Peers {
             for (number, address) in (0..).zip(link.vteps().map_or(&[][..], Vteps::addresses)) {
                 peers.by_vtep.entry(*address).or_insert((index, number));
             }
+            if link.takes_any_port() {
+                peers.by_host.entry(link.options().remote.ip()).or_insert(index);
+            }
             for source in link.sources() {
                 peers.by_address.entry(source).or_insert(index);
             }
@@ -45,6 +50,14 @@ impl Peers {
         let source = normalised(source);
         let index = self.by_address.get(&source).copied().or_else(|| self.sources.at(source))?;
         self.links.get(index)
+    }
+
+    /// The `vnet` link to the host that a datagram comes from, if it takes any port. Ask [`Peers::link`] first.
+    pub(super) fn host(&self, source: SocketAddr) -> Option<&Arc<Link>> {
+        if self.by_host.is_empty() {
+            return None;
+        }
+        self.links.get(*self.by_host.get(&normalised(source).ip())?)
     }
 
     /// The link that a datagram of unknown source claims to be a keepalive of. Not authenticated yet.

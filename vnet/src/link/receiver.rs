@@ -19,20 +19,21 @@ use std::sync::Arc;
 use arc_swap::ArcSwap;
 
 use super::intake::Intake;
-use super::native::receive::{Assembly, Datagram};
+use super::native::receive::{Assembly, Datagram, ask_for_sealing};
 use super::path::route::RouteProbe;
 use super::progress::{Progress, discard_reason};
 use super::sealed::aead::TAG_LEN;
-use super::socket::name::Name;
+use super::socket::name::{Name, normalised};
 use super::socket::receive_buffers::{MESSAGES, Message, ReceiveBuffers};
 use super::socket::udp::Socket;
+use super::strangers::Strangers;
 use super::vxlan::groups::Groups;
 use super::{Encapsulation, HOPS_UNKNOWN, Link, Peers, ReassemblyBudget};
 use crate::frame::{Batch, DropSink};
 use crate::poll::Waker;
 use crate::source::{Source, Taken};
 use crate::stats::{DiscardReason, PortStats};
-use crate::wire::native::Header;
+use crate::wire::native::{Header, Kind};
 use crate::wire::offload::Offload;
 
 /// The links of one dispatcher's setup. The dispatcher replaces them between two batches; its receivers load them.
@@ -102,6 +103,7 @@ pub struct Receiver {
     /// The socket cannot be watched: it is looked at every turn instead.
     unwatched: bool,
     waker: Option<Waker>,
+    strangers: Strangers,
 }
 
 impl Receiver {
@@ -118,6 +120,7 @@ impl Receiver {
             tick_due: false,
             unwatched: false,
             waker: None,
+            strangers: Strangers::default(),
         }
     }
 
@@ -165,13 +168,17 @@ impl Receiver {
                 _ => self.find(&peers, &message),
             };
             latest = Some((message.source, whose));
-            let whose = whose.or_else(|| self.moved(&peers, &message));
+            let whose =
+                whose.or_else(|| self.moved(&peers, &message)).or_else(|| self.host(&peers, &message));
             // A half-processed message stays with its link: another link's keys did not decrypt it.
             let whose = whose.filter(|(link, _)| self.progress.link.is_none_or(|id| id == link.id));
             let before = self.progress.datagram;
             let Some((link, vtep)) = whose else {
                 let rest = message.datagrams() - before;
                 self.stats.discard(DiscardReason::UnknownSource, rest as u64);
+                if let Some(source) = message.source.address() {
+                    self.strangers.note(normalised(source), rest as u64, now_ms);
+                }
                 datagrams += rest;
                 self.progress.next_message();
                 continue;
@@ -207,6 +214,13 @@ impl Receiver {
     fn moved<'a>(&self, peers: &'a Peers, message: &Message) -> Option<Whose<'a>> {
         let candidate = matches!(self.kind, For::Bridge(_)) && message.datagrams() == 1 && !message.truncated;
         let link = candidate.then(|| peers.tagged(self.burst.memory().bytes(message.range())))??;
+        Some((link, 0))
+    }
+
+    /// The `vnet` link that takes datagrams from the message's address, whatever the port.
+    fn host<'a>(&self, peers: &'a Peers, message: &Message) -> Option<Whose<'a>> {
+        let candidate = matches!(self.kind, For::Bridge(_));
+        let link = candidate.then(|| peers.host(message.source.address()?))??;
         Some((link, 0))
     }
 
@@ -267,7 +281,12 @@ impl Receiver {
         for n in 0..message.datagrams() {
             let datagram = self.burst.bytes_mut(message.datagram(n));
             let result = match Header::parse(datagram) {
-                Ok((header, _)) if !header.sealed => Err(DiscardReason::SealRequired),
+                Ok((header, _)) if !header.sealed => {
+                    if header.kind == Kind::Probe {
+                        ask_for_sealing(link, &self.socket, &message.source, &mut self.progress);
+                    }
+                    Err(DiscardReason::SealRequired)
+                }
                 Ok((header, _)) => match keyring.opening(header.epoch) {
                     Some(key) => key.open(datagram),
                     None => Err(DiscardReason::WrongEpoch),

@@ -19,7 +19,7 @@
 //! decision carries the versions read under the same lock as the addresses it was made from; it is valid while they are
 //! current.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use parking_lot::Mutex;
@@ -188,6 +188,8 @@ struct Book {
     housekeeping_at_ms: u64,
     /// Limits warnings about duplicate addresses, which guests can cause.
     log_limit: LogLimit,
+    /// Names of ports, for warnings.
+    names: HashMap<PortId, String>,
     /// The last [`MOVES_KEPT`] moves, newest last.
     moves: VecDeque<Moved>,
     /// Shares of one housekeeping sweep; kept to reuse its memory.
@@ -233,6 +235,7 @@ impl Learned {
                 stats: LearnedStats::default(),
                 housekeeping_at_ms: 0,
                 log_limit: LogLimit::default(),
+                names: HashMap::new(),
                 moves: VecDeque::with_capacity(MOVES_KEPT),
                 round: vec![],
             }),
@@ -345,6 +348,11 @@ impl Learned {
         entries
     }
 
+    /// Names ports in warnings.
+    pub(crate) fn name_ports(&self, names: HashMap<PortId, String>) {
+        self.book.lock().names = names;
+    }
+
     /// Moves from number `since` on (counted from 0), as far as they are kept, and the number of the next one.
     pub fn moves_since(&self, since: u64) -> (Vec<Moved>, u64) {
         let book = self.book.lock();
@@ -435,13 +443,14 @@ impl Book {
     /// Logs a duplicate address, at most once a second.
     fn warn(&mut self, before: &Address, heard: &Heard) {
         let Some(suppressed) = self.log_limit.allow() else { return };
+        let name = |port: PortId| self.names.get(&port).map_or("?", String::as_str);
+        let (from, to) = (name(before.last.port), name(heard.port));
         tracing::warn!(
             network = before.network.get(),
             mac = %before.mac,
             suppressed,
-            ports = ?[before.last.port.0, heard.port.0],
-            "two stations use one MAC address: it moved {MOVES_MAX} times within {} s and now stays where it is for {} s; \
-             give one of them another address",
+            "two stations use one MAC address: it moved {MOVES_MAX} times within {} s, at last from {from} to {to}, and now stays \
+             where it is for {} s; give one of them another address",
             MOVES_WINDOW_MS / 1000,
             FREEZE_MS / 1000,
         );

@@ -312,6 +312,7 @@ fn member(port: u16) -> impl Strategy<Value = Option<Member>> {
                 networks,
                 mac,
                 storm_frames_per_s,
+                counts_hops: port % 4 != 3,
                 port_security,
             })
         })
@@ -456,6 +457,7 @@ fn learning(ageing_s: u32) -> Config {
         networks: Networks::All,
         mac: None,
         storm_frames_per_s: None,
+        counts_hops: port != 4,
         port_security: false,
     };
     let networks = vec![NetworkSpec { id: NetworkId::DEFAULT, learning: true, ageing_s }];

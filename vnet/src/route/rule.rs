@@ -220,6 +220,9 @@ pub struct Member {
     pub mac: Option<Mac>,
     /// Storm limit: flooded frames per second; `None`: no limit.
     pub storm_frames_per_s: Option<u32>,
+    /// False for a link whose encapsulation carries no hop count: only rules forward its frames to other links, never
+    /// learning or flooding, which could send them round a loop for ever.
+    pub counts_hops: bool,
     /// Port security: only `mac` may be a source address here. Without a `mac`, no frame may enter.
     pub port_security: bool,
 }

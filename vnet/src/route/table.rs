@@ -315,17 +315,20 @@ impl Table {
         if list.is_empty() { Err(reason) } else { Ok(()) }
     }
 
-    /// `port` as the destination of a flow, unless it is the ingress port, or split horizon forbids the way from one link to
-    /// another.
+    /// `port` as the destination of a flow, unless it is the ingress port, or split horizon or a lack of hop counts forbids the
+    /// way from one link to another.
     pub(super) fn toward(
         &self,
         here: &Admitted<'_>,
         flow: &Flow,
         port: PortId,
     ) -> Result<PortId, DropReason> {
-        let behind = self.port(port).is_some_and(|port| self.is_horizon(here.network, port));
+        let to = self.port(port);
+        let behind = to.is_some_and(|to| self.is_horizon(here.network, to));
         if port == flow.from || (behind && self.is_horizon(here.network, here.port)) {
             Err(DropReason::Hairpin)
+        } else if !here.port.counts_hops && to.is_some_and(|to| to.kind == PortKind::Link) {
+            Err(DropReason::HopLimit)
         } else {
             Ok(port)
         }
@@ -335,6 +338,9 @@ impl Table {
     /// interfaces and spokes only (split horizon: the sending host has sent the frame to all others itself).
     pub(super) fn flood(&self, here: &Admitted<'_>) -> Range<u32> {
         let Network { ring, members, interfaces, spokes, .. } = here.network;
+        if !here.port.counts_hops {
+            return ring.start..ring.start + interfaces;
+        }
         if self.is_horizon(here.network, here.port) {
             return ring.start..ring.start + interfaces + spokes;
         }
@@ -447,6 +453,7 @@ mod tests {
             networks: Networks::All,
             mac: None,
             storm_frames_per_s: None,
+            counts_hops: true,
             port_security: false,
         }
     }

@@ -36,6 +36,7 @@ fn members() -> Vec<Member> {
         networks: Networks::only([NETWORK]),
         mac: None,
         storm_frames_per_s: None,
+        counts_hops: true,
         port_security: false,
     })
     .into()

@@ -13,7 +13,7 @@ use vnet::dispatch::setup::{InterfacePort, LinkPort, Parts};
 use vnet::frame::{MTU_MAX, NetworkId, Origin, PortId};
 use vnet::interface::Interface;
 use vnet::interface::fake::{Fake, OwnedFrame};
-use vnet::link::{Encapsulation, Link, LinkKind, LinkOptions, VxlanOptions};
+use vnet::link::{Encapsulation, Link, LinkKind, LinkOptions, SourceMatch, VxlanOptions};
 use vnet::route::{Member, NetworkSpec, Networks, PortKind, Published, Rule};
 use vnet::stats::PortStats;
 use vnet::wire::ethernet::Mac;
@@ -128,19 +128,21 @@ pub fn yielding(yield_strategy: vnet::dispatch::yielding::Strategy) -> CoreOptio
 
 /// A port as the routing table sees it, without limits or a configured address.
 pub fn member(port: PortId, kind: PortKind, networks: Networks) -> Member {
-    Member { port, kind, networks, mac: None, storm_frames_per_s: None, port_security: false }
+    let (mac, storm_frames_per_s) = (None, None);
+    Member { port, kind, networks, mac, storm_frames_per_s, counts_hops: true, port_security: false }
 }
 
 /// A link that carries all networks.
 pub fn link_port(link: Arc<Link>) -> LinkPort {
-    LinkPort { member: member(link.port(), PortKind::Link, Networks::All), link }
+    let counts_hops = link.options().kind.counts_hops();
+    LinkPort { member: Member { counts_hops, ..member(link.port(), PortKind::Link, Networks::All) }, link }
 }
 
 /// A link to the first of a host's UDP ports; `mtu`: that of the path, if it is not to be found out.
 pub fn link_to(remote: SocketAddr, encapsulation: Encapsulation, mtu: Option<u16>) -> LinkOptions {
     let kind = match encapsulation {
         Encapsulation::Native => LinkKind::default(),
-        Encapsulation::Vnet => LinkKind::Classic,
+        Encapsulation::Vnet => LinkKind::Classic(SourceMatch::AddressPort),
         Encapsulation::Vxlan => LinkKind::Vxlan(VxlanOptions::default()),
         Encapsulation::Stream => panic!("a stream link says how it connects"),
     };

@@ -142,11 +142,7 @@ fn classic_encapsulation_to_and_from_a_foreign_peer() {
         peer.send(&sent.bytes).unwrap();
         let got = host.receive(1);
         assert_eq!(got, [Got { hops: HOPS_UNKNOWN, ..sent.clone() }]);
-        // The classic encapsulation counts no hops, so its frames are never relayed.
-        host.send(&got);
     }
-    assert_eq!(host.link.stats().drops(DropReason::HopLimit), 2);
-    assert!(datagrams(&peer).is_empty());
     peer.send(&[0; 13]).unwrap();
     let start = Instant::now();
     while host.link.stats().drops(DropReason::TooShort) == 0 {

@@ -231,18 +231,18 @@ fn routes_are_looked_up_from_any_local_address() {
         });
         let peers = Peers::build(&links);
         let mut host = Host::new(bridge(listen), links[0].options().clone());
-        let up = |index: usize| links[index].state() == LinkState::Up;
+        let routed = |index: usize| !matches!(links[index].state(), LinkState::Unreachable(_));
         host.paths.look_at_all(peers.links(), 1000);
         assert_eq!([links[1].path_mtu(), links[2].path_mtu()], [1401, 1402]);
-        assert_eq!([up(0), up(1), up(2), up(3)], [true, true, true, listen == "[::]:0"]);
+        assert_eq!([routed(0), routed(1), routed(2), routed(3)], [true, true, true, listen == "[::]:0"]);
         // The source address of the last lookup is removed.
         network.set_address("t2", libc::SIOCSIFADDR, Ipv4Addr::UNSPECIFIED);
         host.paths.look_at_all(peers.links(), 2000);
-        assert_eq!([up(0), up(1), up(2), up(3)], [true, true, false, listen == "[::]:0"]);
+        assert_eq!([routed(0), routed(1), routed(2), routed(3)], [true, true, false, listen == "[::]:0"]);
         network.set_address("t2", libc::SIOCSIFADDR, Ipv4Addr::new(10, 2, 0, 1));
         network.set_address("t2", libc::SIOCSIFNETMASK, Ipv4Addr::new(255, 255, 255, 0));
         host.paths.look_at_all(peers.links(), 3000);
-        assert!(up(1) && up(2));
+        assert!(routed(1) && routed(2));
     }
     // A bound socket looks up routes from its own address.
     let remote = "10.2.0.2:9".parse().unwrap();

@@ -13,6 +13,7 @@ use crate::link::inquiry::is_inquiry;
 use crate::link::intake::Intake;
 use crate::link::native::reassembly::{Reassembly, Whole};
 use crate::link::path::link_health;
+use crate::link::path::state::Hint;
 use crate::link::progress::{Progress, discard_reason};
 use crate::link::sealed::aead::TAG_LEN;
 use crate::link::sealed::session::Seal;
@@ -101,6 +102,9 @@ impl Assembly {
             }
         };
         if header.sealed != link.seal().is_some() {
+            if header.sealed {
+                link.path.note(Hint::AsksForSealing, intake.now_ms);
+            }
             link.stats.discard(DiscardReason::SealRequired, 1);
             return true;
         }
@@ -120,6 +124,9 @@ impl Assembly {
                         let is_answer = header.kind == Kind::ProbeReply;
                         native.inquiries.put(link.port, is_answer, payload, intake.now_ms)
                     }) => {}
+            Kind::Probe if link.seal().is_none() && link.path.is_own(payload) => {
+                link.path.note(Hint::LeadsHere, intake.now_ms);
+            }
             Kind::Probe if progress.replies < REPLIES_MAX => {
                 progress.replies += 1;
                 reply(link, &header, payload, datagram);
@@ -207,6 +214,29 @@ fn add_whole(link: &Link, whole: &Whole, memory: &Scratch, intake: &mut Intake<'
         }
     });
     intake.pieces(link, network, (offload, whole.hops() + 1), pieces);
+}
+
+/// Answers a probe in clear text to a sealed link with an empty sealed header: a peer whose link is not sealed learns why it is not
+/// answered. The header says nothing else, is no longer than the probe, and moves nothing on a sealed link.
+#[cold]
+pub(in crate::link) fn ask_for_sealing(link: &Link, socket: &Socket, source: &Name, progress: &mut Progress) {
+    if progress.replies >= REPLIES_MAX {
+        return;
+    }
+    progress.replies += 1;
+    let header = Header {
+        kind: Kind::ProbeReply,
+        last: true,
+        offload: false,
+        sealed: true,
+        hops: 0,
+        epoch: 0,
+        index: 0,
+        network: 0,
+        queue: 0,
+        number: 1,
+    };
+    link.stats.out_datagrams.add(u64::from(socket.send(&header.to_bytes(), source).is_ok()));
 }
 
 /// Answers a probe with a datagram of its size or its first bytes, to known peers only, and never with more bytes than it

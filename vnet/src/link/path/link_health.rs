@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use super::pmtu::{Discovery, Moment};
 use crate::link::limits::PATH_MTU_MIN;
-use crate::link::state::LinkState;
+use crate::link::state::{LinkState, StateLog};
 use crate::stats::PortStats;
 
 /// First bytes of a probe's payload.
@@ -65,6 +65,8 @@ pub(in crate::link) struct Probing {
     pub(super) history: (u64, u32),
     rtt_us: u32,
     pub(super) state: LinkState,
+    /// Which changes of the link's state are logged.
+    pub(super) log: StateLog,
     rates: Rates,
     /// Time and counter values of the last rate measurement.
     counted: (u64, [u64; 4]),
@@ -83,6 +85,7 @@ impl Default for Probing {
             history: (0, 0),
             rtt_us: 0,
             state: LinkState::Up,
+            log: StateLog::default(),
             rates: Rates::default(),
             counted: (0, [0; 4]),
             out_frames: 0,
@@ -157,6 +160,11 @@ impl Probing {
         Some((id, size))
     }
 
+    /// Whether a probe of this id is outstanding.
+    pub(super) fn has_sent(&self, id: [u8; 8]) -> bool {
+        self.sent.iter().any(|sent| sent.id == id)
+    }
+
     /// Takes a reply; false when it is unsolicited.
     pub(super) fn answer(&mut self, id: [u8; 8], now_us: u64) -> bool {
         let Some(place) = self.sent.iter().position(|sent| sent.id == id) else { return false };
@@ -202,8 +210,14 @@ impl Probing {
     }
 
     /// Judges a link in clear text; `silent_ms` is the time since the last datagram.
-    pub(super) fn judge(&mut self, silent_ms: Option<u64>) -> Option<LinkState> {
-        let state = match (self.answered_us, silent_ms) {
+    pub(super) fn judge(&mut self, silent_ms: Option<u64>) {
+        let was_down = matches!(self.state, LinkState::Down(_));
+        if was_down && silent_ms.is_some_and(|ms| ms < SILENCE_MS) {
+            // The outage is over. Its probes do not count as the loss of the path that works again.
+            self.history = (0, 0);
+            self.sent.retain(|sent| sent.size.is_some());
+        }
+        self.state = match (self.answered_us, silent_ms) {
             (Some(_), Some(ms)) if ms >= SILENCE_MS => {
                 LinkState::Down(format!("nothing came for {}.{} s", ms / 1000, ms / 100 % 10))
             }
@@ -214,9 +228,6 @@ impl Probing {
                 _ => LinkState::Up,
             },
         };
-        let news = std::mem::discriminant(&state) != std::mem::discriminant(&self.state);
-        self.state = state;
-        news.then(|| self.state.clone())
     }
 }
 

@@ -26,7 +26,7 @@ use parking_lot::Mutex;
 use super::link_health::clock_us;
 use super::watch::{Monitored, PathWatch};
 use crate::link::socket::udp::Socket;
-use crate::link::state::LinkState;
+use crate::link::state;
 
 /// Interval between rounds.
 const TICK: Duration = Duration::from_millis(50);
@@ -148,13 +148,15 @@ impl Work {
         {
             let mut probing = path.probing.lock();
             probing.measure(link.stats(), now_ms);
+            path.expire_hint(now_ms);
             if !link.is_probed() {
+                drop(probing);
+                tell(link, now_ms);
                 return false;
             }
             probing.expire(now_us);
             if !link.is_sealed() && path.has_route() {
-                let silent_ms = link.heard_ms().map(|heard| now_ms.saturating_sub(heard));
-                probing.judge(silent_ms).iter().for_each(|state| tell(link, state));
+                probing.judge(link.heard_ms().map(|heard| now_ms.saturating_sub(heard)));
             }
             if small {
                 asked[0] = probing.ask(None, now_us);
@@ -172,6 +174,7 @@ impl Work {
                 path.set_probed_mtu(mtu);
             }
         }
+        tell(link, now_ms);
         // Send after unlocking: a reply may arrive at once and must not meet a busy prober.
         for (id, size) in asked.iter().flatten() {
             link.send_probe(&self.socket, id, *size);
@@ -180,13 +183,12 @@ impl Work {
     }
 }
 
-fn tell(link: &dyn Monitored, state: &LinkState) {
-    match state {
-        LinkState::Up => tracing::info!("link {}: up", link.name()),
-        LinkState::Degraded(why) => tracing::warn!("link {}: degraded: {why}", link.name()),
-        LinkState::Down(why) | LinkState::Unreachable(why) => {
-            tracing::warn!("link {}: down: {why}", link.name());
-        }
+/// Logs a change of the link's state, unless another room does.
+fn tell(link: &dyn Monitored, now_ms: u64) {
+    let Some(state) = link.clear_state() else { return };
+    let news = link.path().probing.lock().log.news(&state, now_ms);
+    if let Some(changes) = news {
+        state::log(link.name(), &state, "", changes);
     }
 }
 

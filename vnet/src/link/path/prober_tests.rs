@@ -3,7 +3,7 @@ use std::net::{SocketAddr, UdpSocket};
 use super::*;
 use crate::frame::PortId;
 use crate::link::path::link_health::{ANSWER_LEN, MAGIC, Probed, RATE_MS, Rates, SILENCE_MS};
-use crate::link::{Bridge, Link, LinkKind, LinkOptions, Peers, ReassemblyBudget};
+use crate::link::{Bridge, Link, LinkKind, LinkOptions, LinkState, Peers, ReassemblyBudget, SourceMatch};
 use crate::source::drain;
 
 fn link(remote: SocketAddr) -> Arc<Link> {
@@ -102,15 +102,101 @@ fn a_peer_is_measured_and_its_silence_noticed() {
     }
 }
 
+fn is_down(link: &Link, why: &str) -> bool {
+    matches!(link.state(), LinkState::Down(reason) if reason.contains(why))
+}
+
 #[test]
-fn a_peer_that_never_answered_is_not_down() {
+fn a_link_that_nothing_came_from_is_not_up() {
     let peer = peer();
     let mut asking = Asking::new(peer.local_addr().unwrap());
     for _ in 0..30 {
         asking.look(200, true);
+        assert!(is_down(&asking.link, "nothing came from the other host yet"), "{:?}", asking.link.state());
     }
-    assert_eq!((asking.link.state(), asking.link.probed().loss_permille), (LinkState::Up, None));
-    assert_eq!(asking.link.path_mtu(), 1500);
+    assert_eq!(asking.link.probed().loss_permille, None);
+    assert_eq!(asking.link.path_mtu(), 1500, "it sends all the same");
+    // The first reply ends that at once.
+    echo(&peer, false);
+    asking.look(1, false);
+    assert_eq!(asking.link.state(), LinkState::Up);
+}
+
+/// A peer that answers no probes, such as a foreign VNET/P host, is heard by its first frame.
+#[test]
+fn a_foreign_peer_is_heard_by_its_first_frame() {
+    let peer = peer();
+    let mut asking = Asking::new(peer.local_addr().unwrap());
+    let classic =
+        LinkOptions { kind: LinkKind::Classic(SourceMatch::Address), ..asking.link.options().clone() };
+    asking.link = Link::new(classic, PortId(0), Arc::default());
+    asking.link.path.set_route_mtu(1500);
+    asking.bridge.peers.store(Arc::new(Peers::build(std::slice::from_ref(&asking.link))));
+    asking.look(5000, true);
+    assert!(is_down(&asking.link, "nothing came"));
+    peer.send_to(&[0; 60], asking.bridge.local_addr()).unwrap();
+    asking.look(1, false);
+    // It may be silent for as long as it likes.
+    asking.look(600_000, false);
+    assert_eq!(asking.link.state(), LinkState::Up);
+}
+
+/// The probes of an outage are not the loss of the path that works again.
+#[test]
+fn a_link_is_up_and_not_degraded_after_an_outage() {
+    let peer = peer();
+    let mut asking = Asking::new(peer.local_addr().unwrap());
+    asking.link.path.probing.lock().history = (u64::MAX >> 14, 50);
+    asking.look(50, true);
+    echo(&peer, false);
+    for _ in 0..60 {
+        asking.look(200, true);
+        // Each of them is lost.
+        asking.link.path.probing.lock().expire(u64::MAX);
+    }
+    assert!(is_down(&asking.link, "nothing came for 1"), "{:?}", asking.link.state());
+    peer.set_nonblocking(true).unwrap();
+    while peer.recv_from(&mut [0; 65_536]).is_ok() {}
+    peer.set_nonblocking(false).unwrap();
+    asking.look(200, true);
+    echo(&peer, false);
+    asking.look(1, false);
+    assert_eq!(asking.link.state(), LinkState::Up);
+    assert!(asking.link.probed().loss_permille.is_none_or(|loss| loss == 0));
+}
+
+/// A link in clear text whose peer is sealed, or that leads to its own host, says so instead of complaining about silence.
+#[test]
+fn hints_explain_why_a_link_is_down() {
+    let peer = peer();
+    let mut asking = Asking::new(peer.local_addr().unwrap());
+    asking.look(50, true);
+    let mut sealed = vec![0x13, 0x05, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1];
+    peer.send_to(&sealed, asking.bridge.local_addr()).unwrap();
+    asking.look(1, false);
+    assert!(is_down(&asking.link, "the peer asks for sealing"), "{:?}", asking.link.state());
+    // Over when it does not come again.
+    asking.look(2000, false);
+    assert!(!is_down(&asking.link, "sealing"));
+    // A probe comes back as it is.
+    asking.look(50, true);
+    let mut buffer = [0; 65_536];
+    while let Ok((len, from)) = peer.recv_from(&mut buffer) {
+        if buffer[0] == 0x12 {
+            peer.send_to(&buffer[..len], from).unwrap();
+        }
+    }
+    asking.look(1, false);
+    assert!(is_down(&asking.link, "leads to this host"), "{:?}", asking.link.state());
+    // A probe of somebody else is answered as ever.
+    sealed[..2].copy_from_slice(&[0x12, 0x01]);
+    sealed.extend(MAGIC);
+    sealed.extend([7; 8]);
+    peer.send_to(&sealed, asking.bridge.local_addr()).unwrap();
+    asking.look(2000, false);
+    assert!(!is_down(&asking.link, "leads to this host"));
+    let (len, _) = peer.recv_from(&mut buffer).unwrap();
+    assert_eq!((buffer[0], len), (0x13, 32));
 }
 
 #[test]

@@ -17,6 +17,11 @@ const IPV6_HEADER_LEN: u16 = 40;
 const UDP_HEADER_LEN: u16 = 8;
 /// Path MTU without a known route, and after a packet was too large: what nearly every path carries.
 const FALLBACK: u16 = 1280;
+/// The reason of a link that nothing has come from.
+const NEVER_HEARD: &str =
+    "nothing came from the other host yet: does it run, with a link back, and is its UDP port open?";
+/// How long a hint is believed, in ms: peers repeat them five times a second.
+const HINT_MS: u64 = 2000;
 /// Refresh interval of each link's route, in ms.
 const REFRESH_MS: u64 = 1000;
 
@@ -42,6 +47,30 @@ pub(in crate::link) struct Path {
     route_error: AtomicI32,
     /// Whether the path's device is believed to support segmentation (`UDP_SEGMENT`).
     segmentation: AtomicBool,
+    /// A [`Hint`] plus one, and when it came in ms times four; 0: none.
+    hint: AtomicU64,
+}
+
+/// What a datagram told about the peer of a link in clear text. Anybody may have sent it: it explains, and decides nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::link) enum Hint {
+    /// A sealed datagram came.
+    AsksForSealing,
+    /// A probe of this host came back.
+    LeadsHere,
+}
+
+impl Hint {
+    fn text(self) -> &'static str {
+        match self {
+            Hint::AsksForSealing => {
+                "the peer asks for sealing: write sealed = true here as well, or remove it there"
+            }
+            Hint::LeadsHere => {
+                "its own probes come back: the remote leads to this host; name the other host's address"
+            }
+        }
+    }
 }
 
 impl Path {
@@ -58,6 +87,7 @@ impl Path {
             prober: OnceLock::new(),
             route_error: AtomicI32::new(0),
             segmentation: AtomicBool::new(true),
+            hint: AtomicU64::new(0),
         }
     }
 
@@ -153,12 +183,44 @@ impl Path {
         self.probing.lock().probed()
     }
 
-    /// State of a link in clear text: route first, then probes.
-    pub(in crate::link) fn state(&self) -> LinkState {
-        match self.route_failure() {
-            Some(why) => LinkState::Unreachable(why),
-            None => self.probing.lock().state.clone(),
+    /// State of a link in clear text: route first, then what came, then probes. `heard`: anything ever came.
+    pub(in crate::link) fn state(&self, heard: bool) -> LinkState {
+        match (self.route_failure(), self.hint()) {
+            (Some(why), _) => LinkState::Unreachable(why),
+            (None, Some(hint)) => LinkState::Down(hint.text().into()),
+            (None, None) if !heard => LinkState::Down(NEVER_HEARD.into()),
+            (None, None) => self.probing.lock().state.clone(),
         }
+    }
+
+    /// Notes a hint about the peer.
+    #[cold]
+    pub(in crate::link) fn note(&self, hint: Hint, now_ms: u64) {
+        self.hint.store(now_ms << 2 | (hint as u64 + 1), Relaxed);
+    }
+
+    fn hint(&self) -> Option<Hint> {
+        match self.hint.load(Relaxed) & 3 {
+            1 => Some(Hint::AsksForSealing),
+            2 => Some(Hint::LeadsHere),
+            _ => None,
+        }
+    }
+
+    /// Forgets a hint that has not come again.
+    pub(super) fn expire_hint(&self, now_ms: u64) {
+        let hint = self.hint.load(Relaxed);
+        if hint != 0 && now_ms.saturating_sub(hint >> 2) >= HINT_MS {
+            // A newer one stays.
+            let _ = self.hint.compare_exchange(hint, 0, Relaxed, Relaxed);
+        }
+    }
+
+    /// Whether a probe that arrived on this link is one of its own.
+    #[cold]
+    pub(in crate::link) fn is_own(&self, payload: &[u8]) -> bool {
+        let id = payload.strip_prefix(&MAGIC).and_then(|rest| rest.first_chunk());
+        id.is_some_and(|id| self.probing.try_lock().is_some_and(|probing| probing.has_sent(*id)))
     }
 
     pub(super) fn mbps(&self) -> u32 {

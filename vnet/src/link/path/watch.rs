@@ -10,6 +10,7 @@ use super::route::RouteProbe;
 use super::state::Path;
 use crate::link::socket::buffers::buffer_bytes;
 use crate::link::socket::udp::{Socket, set};
+use crate::link::state::LinkState;
 use crate::stats::PortStats;
 
 /// A link, as the path room uses it.
@@ -30,6 +31,8 @@ pub(in crate::link) trait Monitored: Send + Sync {
     fn is_probed(&self) -> bool;
     /// Whether keepalives, not probes, decide its state.
     fn is_sealed(&self) -> bool;
+    /// Its state, if its datagrams travel in clear text: the prober logs changes of it.
+    fn clear_state(&self) -> Option<LinkState>;
     /// Arrival of the last datagram, in ms on the core's clock.
     fn heard_ms(&self) -> Option<u64>;
     /// Sends a probe in an IP packet of `size` bytes, or a small one. A send error counts as packet loss.

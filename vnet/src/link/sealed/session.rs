@@ -24,7 +24,7 @@ use rustls::pki_types::CertificateDer;
 use super::aead::{MATERIAL_LEN, OpeningKey, SealingKey};
 use super::identity::{CertificateInfo, Claims};
 use super::keepalive::{Clock, Keepalive};
-use crate::link::state::LinkState;
+use crate::link::state::{LinkState, StateLog};
 
 /// How long keys open datagrams after newer ones have replaced them.
 pub(in crate::link) const OVERLAP: Duration = Duration::from_secs(5);
@@ -179,7 +179,7 @@ pub(in crate::link) struct Seal {
     sources: Mutex<Option<Weak<dyn Sources>>>,
     /// A handshake is under way. One at a time: two might give one epoch to different keys.
     handshaking: AtomicBool,
-    state: Mutex<LinkState>,
+    state: Mutex<(LinkState, StateLog)>,
 }
 
 /// The table of sources by which a link's datagrams are found. It has to read links again after a rekey.
@@ -191,8 +191,10 @@ pub(in crate::link) trait Sources: std::fmt::Debug + Send + Sync {
 impl Seal {
     /// For people; `number` is the one of the link's next datagram.
     pub(in crate::link) fn view(&self, number: u64) -> SealView {
-        let keys_s = self.current(number).map(|current| current.age.as_secs());
-        SealView { peer: self.peer.clone(), keys_s, rtt_us: self.rtt_us() }
+        let current = self.current(number);
+        let keys_s = current.as_ref().map(|current| current.age.as_secs());
+        let certificate_end = current.map(|current| current.certificate_end);
+        SealView { peer: self.peer.clone(), keys_s, certificate_end, rtt_us: self.rtt_us() }
     }
 
     pub(in crate::link) fn new(peer: String) -> Seal {
@@ -207,7 +209,7 @@ impl Seal {
             changed: AtomicBool::new(false),
             sources: Mutex::default(),
             handshaking: AtomicBool::new(false),
-            state: Mutex::new(state),
+            state: Mutex::new((state, StateLog::default())),
         }
     }
 
@@ -340,6 +342,7 @@ impl Seal {
             epoch: session.epoch,
             role: session.role,
             serial: session.info.serial.clone(),
+            certificate_end: session.info.valid.1,
             is_worn: session.sealing.is_worn(next),
         })
     }
@@ -355,15 +358,15 @@ impl Seal {
     }
 
     pub(in crate::link) fn state(&self) -> LinkState {
-        self.state.lock().clone()
+        self.state.lock().0.clone()
     }
 
-    /// Sets the state. True when it differs from the one before.
-    pub(in crate::link) fn set_state(&self, state: LinkState) -> bool {
+    /// Sets the state. Some when it is to be logged, with the number of changes since the last line.
+    pub(in crate::link) fn set_state(&self, state: LinkState, now_ms: u64) -> Option<u64> {
         let mut held = self.state.lock();
-        let differs = *held != state;
-        *held = state;
-        differs
+        let news = held.1.news(&state, now_ms);
+        held.0 = state;
+        news
     }
 
     /// Round trip between the two hosts in microseconds.
@@ -407,6 +410,8 @@ pub(in crate::link) struct CurrentSession {
     pub(in crate::link) role: Role,
     /// Serial number of the other host's certificate.
     pub(in crate::link) serial: String,
+    /// Last second of its validity, Unix time.
+    pub(in crate::link) certificate_end: i64,
     /// The key has sealed so much that a rekey is due.
     pub(in crate::link) is_worn: bool,
 }
@@ -418,6 +423,8 @@ pub struct SealView {
     pub peer: String,
     /// Seconds since the present keys were agreed on; `None` without keys.
     pub keys_s: Option<u64>,
+    /// Last second of the validity of the peer's certificate, Unix time; `None` without keys.
+    pub certificate_end: Option<i64>,
     /// Round trip in microseconds, measured by keepalives.
     pub rtt_us: Option<u32>,
 }

@@ -73,7 +73,10 @@ fn without_keys_nothing_goes() {
     assert_eq!(seal(&link), None);
     assert!(!link.seal().unwrap().switch(0));
     assert!(matches!(link.state(), LinkState::Down(_)));
-    assert_eq!(link.seal_view().unwrap(), SealView { peer: "peer".into(), keys_s: None, rtt_us: None });
+    assert_eq!(
+        link.seal_view().unwrap(),
+        SealView { peer: "peer".into(), keys_s: None, certificate_end: None, rtt_us: None }
+    );
 }
 
 /// Rekeys in every order that the messages of a handshake allow, over a wire that loses, duplicates and reorders: every datagram

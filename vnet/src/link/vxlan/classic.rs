@@ -1,4 +1,4 @@
-//! The classic VNET encapsulation (VNET/P and VNET/U): the bare Ethernet frame is the UDP payload.
+//! The classic VNET encapsulation (VNET/P): the bare Ethernet frame is the UDP payload.
 
 use std::net::SocketAddr;
 

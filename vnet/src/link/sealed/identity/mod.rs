@@ -359,6 +359,11 @@ pub fn server_name(name: &str) -> Result<ServerName<'static>, String> {
     })
 }
 
+/// Why a certificate for this host's own name is refused.
+pub(in crate::link) fn two_of_one_name(name: &str) -> String {
+    format!("both hosts are called {name}: give one of them another [host] name, with a certificate for it")
+}
+
 /// True when `chain` names the host `name`. Signatures are not verified.
 pub fn is_for(chain: &[CertificateDer<'_>], name: &str) -> bool {
     let parsed = chain.first().and_then(|leaf| ParsedCertificate::try_from(leaf).ok());
@@ -428,7 +433,16 @@ pub fn explain(error: &rustls::Error) -> String {
             CertificateError::UnknownIssuer | CertificateError::BadSignature => {
                 "the certificate is of an authority that is not trusted here; compare the 'ca' files".into()
             }
-            CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
+            CertificateError::NotValidForNameContext { expected, presented } => {
+                // Each as `DnsName("h1")`.
+                let names: Vec<_> =
+                    presented.iter().filter_map(|name| name.split('"').nth(1)).take(3).collect();
+                let (names, expected) = (names.join(", "), expected.to_str());
+                format!(
+                    "the certificate is for {names}, not for {expected}; compare [host] name and the link's peer"
+                )
+            }
+            CertificateError::NotValidForName => {
                 "the certificate is for another name; compare [host] name and the link's peer".into()
             }
             CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => {

@@ -38,7 +38,7 @@ fn a_certificate_that_others_would_refuse_is_refused_at_home() {
         (Flaw::Expired, "h1", "has expired"),
         (Flaw::Early, "h1", "not valid yet"),
         (Flaw::ServerOnly, "h1", "not for both ends"),
-        (Flaw::None, "h2", "for another name"),
+        (Flaw::None, "h2", "for h1, not for h2"),
         (Flaw::None, "-", "cannot be a name"),
     ] {
         let error = refused(flaw, name);
@@ -85,7 +85,7 @@ fn verification_checks_authority_name_and_time() {
     let chain = |pki: &Pki, flaw| certificates(&pki.issue("h2", 2, flaw, &[]).certificate).unwrap();
     let good = chain(&pki, Flaw::None);
     assert_eq!(identity.verify(&good, "H2").unwrap().names, ["h2"], "names have no case");
-    assert!(identity.verify(&good, "h3").unwrap_err().contains("another name"));
+    assert!(identity.verify(&good, "h3").unwrap_err().contains("for h2, not for h3"));
     assert!(is_for(&good, "h2") && !is_for(&good, "h3") && !is_for(&[], "h2"));
     assert!(identity.verify(&chain(&pki, Flaw::Expired), "h2").unwrap_err().contains("expired"));
     let foreign = chain(&Pki::new(elsewhere.path()), Flaw::None);

@@ -12,8 +12,8 @@ use rustls::pki_types::CertificateDer;
 use super::{Guest, HANDSHAKES_MAX, KeeperState, TICK, seals, spawn};
 use crate::link::ANYWHERE;
 use crate::link::sealed::handshake::{self, initiates};
-use crate::link::sealed::identity::is_for;
 use crate::link::sealed::identity::tls::{Channel, HandshakeError};
+use crate::link::sealed::identity::{is_for, two_of_one_name};
 use crate::link::{Link, normalised};
 use crate::log_limit::LogLimit;
 
@@ -158,6 +158,9 @@ impl KeeperState {
         let choose = |chain: &[CertificateDer<'_>]| {
             let link = links.iter().find(|link| link.seal().is_some_and(|seal| is_for(chain, &seal.peer)));
             link.ok_or_else(|| {
+                if is_for(chain, identity.name()) {
+                    return two_of_one_name(identity.name());
+                }
                 let peers: Vec<_> = seals(expected).map(|seal| &*seal.peer).collect();
                 format!("the certificate is not for {}, which this link is sealed with", peers.join(" or "))
             })
@@ -177,6 +180,7 @@ impl KeeperState {
         }
         let link = handshake::agree(channel, &identity, |chain| choose(chain).map(|link| &**link))?;
         self.progress.lock().remove(&link.id);
+        self.announce_keys();
         Ok(None)
     }
 

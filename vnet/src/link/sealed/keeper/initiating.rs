@@ -25,29 +25,32 @@ const SETTLE: Duration = Duration::from_secs(1);
 const CONNECT_MAX: Duration = Duration::from_secs(3);
 /// How long the host whose name comes second waits for the other one to connect.
 const PATIENCE: Duration = Duration::from_secs(1);
+/// The same without any keys, as after a restart: the other host cannot know that it is to connect.
+const PATIENCE_WITHOUT_KEYS: Duration = Duration::from_millis(50);
 
 impl KeeperState {
-    /// Whether this host starts the next handshake. `working`: the present session, if the peer is heard by it.
+    /// Whether this host starts the next handshake. `session`: the present one, and whether the peer is silent.
     pub(super) fn must_initiate(
         &self,
         link: &Link,
         seal: &Seal,
         identity: &Identity,
-        working: Option<&CurrentSession>,
+        (session, silent): (Option<&CurrentSession>, bool),
     ) -> bool {
         if link.via().is_some() {
             return true;
         }
         let mut all = self.progress.lock();
         let progress = all.entry(link.id).or_default();
-        let lost = match working {
-            Some(current) => {
+        let lost = match session {
+            Some(current) if !silent => {
                 progress.lost = None;
                 return current.role == Role::Initiator && link.remote().is_some();
             }
-            None => progress.lost.get_or_insert_with(Instant::now).elapsed(),
+            _ => progress.lost.get_or_insert_with(Instant::now).elapsed(),
         };
-        link.remote().is_some() && (initiates(identity.name(), &seal.peer) || lost >= PATIENCE)
+        let patience = if session.is_none() { PATIENCE_WITHOUT_KEYS } else { PATIENCE };
+        link.remote().is_some() && (initiates(identity.name(), &seal.peer) || lost >= patience)
     }
 
     /// Starts a handshake for a link, unless one is under way or the back-off lasts.
@@ -115,6 +118,9 @@ impl KeeperState {
     /// Notes how a handshake ended.
     fn finished(&self, link: &Link, done: Result<(), HandshakeError>) {
         self.initiated(link).fetch_sub(1, Relaxed);
+        if done.is_ok() {
+            self.announce_keys();
+        }
         let mut all = self.progress.lock();
         // The link may have been removed meanwhile.
         let Some(progress) = all.get_mut(&link.id) else { return };
@@ -142,7 +148,7 @@ impl KeeperState {
 }
 
 /// A TCP connection to `remote`, from the address that the bridge listens on.
-fn connect(listen: SocketAddr, remote: SocketAddr) -> Result<TcpStream, HandshakeError> {
+pub(super) fn connect(listen: SocketAddr, remote: SocketAddr) -> Result<TcpStream, HandshakeError> {
     let tried = || -> io::Result<TcpStream> {
         let local = normalised(listen).ip();
         let family = if remote.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
@@ -157,7 +163,13 @@ fn connect(listen: SocketAddr, remote: SocketAddr) -> Result<TcpStream, Handshak
     };
     tried().map_err(|error| {
         let text = match error.kind() {
-            io::ErrorKind::WouldBlock => format!("nothing answered within {} s", CONNECT_MAX.as_secs()),
+            // What the kernel says when the time for a connection is up.
+            _ if matches!(error.raw_os_error(), Some(libc::EINPROGRESS | libc::EAGAIN | libc::ETIMEDOUT)) => {
+                return HandshakeError(format!(
+                    "no answer from {remote} over TCP within {} s: does a firewall block it?",
+                    CONNECT_MAX.as_secs()
+                ));
+            }
             io::ErrorKind::ConnectionRefused => {
                 "connection refused; is vnetd with a sealed link running there?".into()
             }

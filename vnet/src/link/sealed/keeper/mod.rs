@@ -10,16 +10,16 @@
 //!   half of the handshake slots. TCP has validated the address by then, so the handshake cannot be used to flood others.
 //!
 //! Of two hosts, the one whose name comes first connects (initiating.rs). The other one does when that has not happened for a
-//! second, unless its link has no remote. The side that connected before starts the rekeys. Two hosts behind NAT both connect to a
+//! second, or at once when it has no keys, as after a restart; unless its link has no remote. The side that connected before starts the rekeys. Two hosts behind NAT both connect to a
 //! relay ([`GuestService`]). The number of handshakes under way is bounded, in all and per address, and each is bounded in time and
 //! bytes. Dispatchers see only the keys.
 
 use std::collections::HashMap;
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
-use std::thread::JoinHandle;
+use std::sync::{Arc, OnceLock};
+use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -131,6 +131,10 @@ struct KeeperState {
     stopping: AtomicBool,
     /// Read the identity's files now.
     refresh: AtomicBool,
+    /// Send keepalives at the next look: a link has new keys.
+    has_news: AtomicBool,
+    /// The thread that looks at links.
+    keeper: OnceLock<Thread>,
 }
 
 /// Keeps the sealed links of a host. Dropped, it stops; handshakes under way end by themselves.
@@ -146,15 +150,7 @@ impl Keeper {
         let listener = TcpListener::bind(listen).map_err(|error| KeeperError::Listen(listen, error))?;
         let prepared = listener.set_nonblocking(true).and_then(|()| udp::answer_briefly(&listener));
         prepared.map_err(|error| KeeperError::Listen(listen, error))?;
-        let state = Arc::new(KeeperState {
-            options,
-            links: Mutex::default(),
-            progress: Mutex::default(),
-            accepted: Mutex::default(),
-            initiated: Default::default(),
-            stopping: AtomicBool::new(false),
-            refresh: AtomicBool::new(false),
-        });
+        let state = Arc::new(KeeperState::new(options));
         let mut keeper = Keeper { state: state.clone(), threads: vec![] };
         let (ticking, accepting) = (state.clone(), state);
         keeper.threads.push(spawn("seal-keeper", move || ticking.keep()).map_err(KeeperError::Thread)?);
@@ -168,6 +164,7 @@ impl Keeper {
         let sealed: Vec<_> = links.iter().filter(|link| link.seal().is_some()).cloned().collect();
         self.state.progress.lock().retain(|id, _| sealed.iter().any(|link| link.id == *id));
         *self.state.links.lock() = sealed;
+        self.state.wake();
     }
 
     /// This host's certificate, and whom it trusts.
@@ -201,8 +198,34 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<JoinHand
 }
 
 impl KeeperState {
+    /// Without links and threads.
+    fn new(options: KeeperOptions) -> KeeperState {
+        KeeperState {
+            options,
+            links: Mutex::default(),
+            progress: Mutex::default(),
+            accepted: Mutex::default(),
+            initiated: Default::default(),
+            stopping: AtomicBool::new(false),
+            refresh: AtomicBool::new(false),
+            has_news: AtomicBool::new(false),
+            keeper: OnceLock::new(),
+        }
+    }
+
     fn now_ms(&self) -> u64 {
         self.options.started.elapsed().as_millis() as u64
+    }
+
+    /// Has the links looked at now instead of at the next tick.
+    fn wake(&self) {
+        self.keeper.get().iter().for_each(|thread| thread.unpark());
+    }
+
+    /// Has keepalives sent now: the peer knows by them that new keys work.
+    fn announce_keys(&self) {
+        self.has_news.store(true, Relaxed);
+        self.wake();
     }
 
     fn is_stopping(&self) -> bool {
@@ -213,3 +236,6 @@ impl KeeperState {
 fn seals(links: &[Arc<Link>]) -> impl Iterator<Item = &Seal> {
     links.iter().filter_map(|link| link.seal())
 }
+
+#[cfg(test)]
+mod tests;

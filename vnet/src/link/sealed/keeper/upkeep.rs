@@ -5,10 +5,10 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use super::{KeeperState, TICK, seals};
-use crate::link::sealed::identity::Identity;
+use crate::link::sealed::identity::{Identity, unix_now};
 use crate::link::sealed::session::{CurrentSession, Seal};
 use crate::link::sealed::source_table::follow;
-use crate::link::{Link, LinkState};
+use crate::link::{Link, LinkState, state};
 
 /// Keepalives are sent every so many ticks.
 const KEEPALIVE_TICKS: u32 = 2;
@@ -28,6 +28,7 @@ const AGE_MAX_LEAST: Duration = Duration::from_secs(60);
 impl KeeperState {
     /// The keeper thread's loop.
     pub(super) fn keep(self: &Arc<Self>) {
+        let _ = self.keeper.set(std::thread::current());
         let (mut refreshed, mut verified, mut ticks) = (Instant::now(), Instant::now(), 0u32);
         while !self.is_stopping() {
             let identity = self.options.identity.current();
@@ -44,9 +45,10 @@ impl KeeperState {
                 self.verify_guests(&identity);
             }
             follow(&links);
+            let keepalive = self.has_news.swap(false, Relaxed) || ticks.is_multiple_of(KEEPALIVE_TICKS);
             for link in &links {
                 if let Some(seal) = link.seal() {
-                    self.look_after(link, seal, &identity, ticks.is_multiple_of(KEEPALIVE_TICKS));
+                    self.look_after(link, seal, &identity, keepalive);
                 }
             }
             ticks = ticks.wrapping_add(1);
@@ -92,6 +94,7 @@ impl KeeperState {
         });
         if lost && let Some(why) = why {
             tracing::warn!("link {}: the certificate of {} is refused now: {why}", link.name(), seal.peer);
+            let why = format!("the certificate of {} is refused: {why}", seal.peer);
             self.progress.lock().entry(link.id).or_default().failure = Some(why);
         }
     }
@@ -106,7 +109,13 @@ impl KeeperState {
     }
 
     /// One look at one link.
-    fn look_after(self: &Arc<Self>, link: &Arc<Link>, seal: &Seal, identity: &Identity, keepalive: bool) {
+    pub(super) fn look_after(
+        self: &Arc<Self>,
+        link: &Arc<Link>,
+        seal: &Seal,
+        identity: &Identity,
+        keepalive: bool,
+    ) {
         let rekey = self.options.rekey;
         seal.expire(Instant::now(), (2 * rekey).max(AGE_MAX_LEAST));
         let current = seal.current(link.next_number());
@@ -123,8 +132,13 @@ impl KeeperState {
             link.path.restart();
             seal.sources().iter().for_each(|sources| sources.refresh());
         }
-        let initiates = self.must_initiate(link, seal, identity, current.as_ref().filter(|_| !silent));
-        self.set_state(link, seal, self.judge(link, seal, current.as_ref(), silent_ms, initiates));
+        if current.is_some() && !silent && !rekey_due {
+            // The keys work and are not to be replaced: what failed during an outage is over with the outage.
+            self.progress.lock().entry(link.id).or_default().failure = None;
+        }
+        let initiates = self.must_initiate(link, seal, identity, (current.as_ref(), silent));
+        let state = self.judge(link, seal, current.as_ref(), silent_ms, initiates);
+        self.set_state(link, seal, with_own_certificate(state, identity));
         if keepalive {
             self.options.courier.register(link);
         }
@@ -171,28 +185,28 @@ impl KeeperState {
 
     /// Sets a link's state, and logs a change.
     fn set_state(&self, link: &Link, seal: &Seal, state: LinkState) {
-        let before = seal.state();
-        if !seal.set_state(state.clone()) {
-            return;
-        }
-        match (&before, &state) {
-            // The same reason, but a longer silence.
-            (LinkState::Down(a), LinkState::Down(b))
-                if a.split(" for ").next() == b.split(" for ").next() => {}
-            (_, LinkState::Up) => match seal.current(link.next_number()) {
-                Some(current) => tracing::info!(
-                    "link {}: up, sealed with {} (certificate {}, epoch {})",
-                    link.name(),
-                    seal.peer,
-                    current.serial,
-                    current.epoch
-                ),
-                None => tracing::info!("link {}: up", link.name()),
-            },
-            (_, LinkState::Degraded(why)) => tracing::warn!("link {}: degraded: {why}", link.name()),
-            (_, LinkState::Down(why) | LinkState::Unreachable(why)) => {
-                tracing::warn!("link {}: down: {why}", link.name());
-            }
-        }
+        let Some(changes) = seal.set_state(state.clone(), self.now_ms()) else { return };
+        let current = seal.current(link.next_number());
+        let keys = current.map_or(String::new(), |current| {
+            let CurrentSession { serial, epoch, .. } = current;
+            format!(", sealed with {} (certificate {serial}, epoch {epoch})", seal.peer)
+        });
+        state::log(link.name(), &state, &keys, changes);
+    }
+}
+
+/// The state, with the reason that the certificate of this host has ended: then others refuse new keys, whatever they say.
+fn with_own_certificate(state: LinkState, identity: &Identity) -> LinkState {
+    let ended_s = unix_now().saturating_sub(identity.info().valid.1);
+    if ended_s <= 0 {
+        return state;
+    }
+    let days = ended_s / 86_400;
+    let why =
+        format!("this host's certificate ended {days} days ago: replace '{}'", identity.path().display());
+    match state {
+        LinkState::Up | LinkState::Degraded(_) => LinkState::Degraded(why),
+        LinkState::Down(_) => LinkState::Down(why),
+        unreachable => unreachable,
     }
 }
