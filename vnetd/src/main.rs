@@ -84,6 +84,7 @@ Files:
   /etc/vnet/vnet.toml   the configuration, TOML; an example is packaging/vnet.toml
   /run/vnet/vnet.sock   the control socket (HTTP/JSON), for root and vnetd's own user, unless
                         [control] socket says otherwise. A stale one is replaced, one in use never
+  /var/lib/vnet         the overlay's last known state, unless [overlay] state or systemd says otherwise
 
 Environment:
   RUST_LOG          like --log, which wins

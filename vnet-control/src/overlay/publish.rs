@@ -28,8 +28,10 @@ struct Seen {
     mac: Mac,
     /// `None` if it is missing or malformed.
     record: Option<Arc<StationRecord>>,
-    /// Its revision; 0 if it is missing.
+    /// The key's revision; 0 if there is none.
     expect: i64,
+    /// There is no record of the station at all.
+    unknown: bool,
     /// It has this host's lease.
     leased: bool,
     /// It is history of this host.
@@ -37,13 +39,14 @@ struct Seen {
 }
 
 impl Seen {
-    fn new(id: NetworkId, mac: Mac, entry: &Entry<StationRecord>, lease: i64) -> Seen {
+    fn new((id, mac): (NetworkId, Mac), entry: &Entry<StationRecord>, lease: i64, obstacle: i64) -> Seen {
         let stored = entry.stored.as_ref();
         Seen {
             id,
             mac,
             record: stored.and_then(|stored| stored.record.clone()),
-            expect: stored.map_or(0, |stored| stored.revision),
+            expect: stored.map_or(obstacle, |stored| stored.revision),
+            unknown: stored.is_none(),
             leased: stored.is_some_and(|stored| stored.lease == lease),
             own: stored.is_some_and(|stored| stored.own),
         }
@@ -226,7 +229,8 @@ impl Overlay {
         let Network { hosts, stations } = self.networks.get_mut(&id)?;
         let fresh = Entry::default();
         let entry = stations.get(&mac).unwrap_or(&fresh);
-        let is = Seen::new(id, mac, entry, self.lease);
+        let obstacle = self.obstacles.get(&(id, mac)).copied().unwrap_or(0);
+        let is = Seen::new((id, mac), entry, self.lease, obstacle);
         let frozen = entry.moves.is_frozen(now_ms);
         let Some(guest) = self.guests.get_mut(&(id, mac)) else {
             // The store has it here, but it is not.
@@ -248,7 +252,7 @@ impl Overlay {
         let Some(record) = is.record.clone() else {
             // Missing or malformed: claim it as before, or with the next number if another host had it.
             let another = entry.settled.as_ref().is_some_and(|record| record.host != me);
-            let own = is.expect == 0 || is.own;
+            let own = is.unknown || is.own;
             let sequence = known.map_or(1, |known| known.wrapping_add(another.into()));
             let why = if own { Why::Own } else { is.forged("overwritten with no record") };
             return Some((claim(sequence), why));

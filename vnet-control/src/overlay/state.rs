@@ -28,6 +28,8 @@ pub(super) const WITHDRAWN_MS: u64 = 60_000;
 pub(super) const WRITE_MS: u64 = 1_000;
 /// Rate limit and burst of repairs of this host's records.
 pub(super) const REPAIRS_PER_S: u64 = 50;
+/// Keys without a record that are remembered; a guest under any other is claimed after the next snapshot.
+pub(super) const OBSTACLES_MAX: usize = 8192;
 /// Interval of the search for records to forget, in milliseconds.
 pub(super) const SWEEP_MS: u64 = 10_000;
 
@@ -118,6 +120,9 @@ pub struct Overlay {
     pub(super) stations: usize,
     /// Networks that this host has interfaces in.
     pub(super) members: BTreeSet<NetworkId>,
+    /// Revisions of keys of unknown stations that have no record: garbage, or unsigned ones of a previous run. A guest that comes
+    /// up there replaces it. At most [`OBSTACLES_MAX`].
+    pub(super) obstacles: HashMap<(NetworkId, Mac), i64>,
     /// Stations of this host with a connected guest.
     pub(super) guests: BTreeMap<(NetworkId, Mac), Guest>,
     /// Stations that the store has on this host, not withdrawn.
@@ -173,6 +178,7 @@ impl Overlay {
             networks,
             stations: 0,
             members: BTreeSet::new(),
+            obstacles: HashMap::new(),
             guests: BTreeMap::new(),
             mine: BTreeSet::new(),
             leaving: BTreeSet::new(),

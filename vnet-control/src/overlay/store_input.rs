@@ -6,7 +6,7 @@ use std::fmt;
 use super::alarm::Alarm;
 use super::entry::{Entry, Outcome};
 use super::record::{HostRecord, Key, Record, StationRecord};
-use super::state::{HOSTS_MAX, Network, Overlay, STATIONS_MAX, Store};
+use super::state::{HOSTS_MAX, Network, OBSTACLES_MAX, Overlay, STATIONS_MAX, Store};
 use vnet::frame::NetworkId;
 use vnet::wire::ethernet::Mac;
 
@@ -17,6 +17,7 @@ impl Overlay {
     /// A snapshot of the store begins.
     pub fn begin_reading(&mut self) {
         self.reading = self.reading.wrapping_add(1);
+        self.obstacles.clear();
     }
 
     /// The snapshot is complete: what it did not contain is missing from the store.
@@ -151,6 +152,9 @@ impl Overlay {
         };
         if !stations.contains_key(&mac) {
             if record.is_none() && !own {
+                if self.obstacles.len() < OBSTACLES_MAX {
+                    self.obstacles.insert(place, revision);
+                }
                 return;
             }
             if self.stations >= STATIONS_MAX && !own {
@@ -160,6 +164,7 @@ impl Overlay {
             }
             self.stations += 1;
         }
+        self.obstacles.remove(&place);
         let entry = stations.entry(mac).or_default();
         entry.reading = self.reading;
         if entry.is_newer(revision) {
@@ -263,6 +268,9 @@ impl Overlay {
     pub fn delete(&mut self, key: &[u8], revision: i64, now_ms: u64) {
         let Some(key) = Key::parse(key) else { return };
         self.sent.remove(&key);
+        if let Key::Station(id, mac) = &key {
+            self.obstacles.remove(&(*id, *mac));
+        }
         let Some(network) = self.networks.get_mut(&key.network()) else { return };
         let gone = match &key {
             Key::Host(_, name) => match network.hosts.get_mut(name) {

@@ -152,6 +152,24 @@ fn own_history_is_no_attack() {
 }
 
 #[test]
+fn a_new_guest_replaces_what_lies_under_its_key() {
+    let mut world = World::new(2);
+    world.run(300, |_| {});
+    for n in [7, 8] {
+        world.put(&station(n), "nonsense");
+    }
+    world.run(100, |_| {});
+    world.delete(&station(8));
+    world.run(100, |_| {});
+    world.host(1).locals.extend([guest(1, 7), guest(1, 8)]);
+    world.run(1_000, |_| {});
+    for n in [7, 8] {
+        assert_eq!(world.toward(2, 1, n), Some("h1".into()), "{n}");
+    }
+    assert_eq!(world.alarms(1), ["garbage"]);
+}
+
+#[test]
 fn two_hosts_of_one_name_are_told_so_and_do_not_fight() {
     let mut world = World::new(2);
     world.run(300, |_| {});

@@ -100,7 +100,10 @@ impl KeeperState {
                 Ok(None) => {}
                 Ok(Some(serve)) => serve(),
                 Err(HandshakeError(why)) => {
-                    state.refused(expected, &why);
+                    // A stranger says nothing about a link whose remote is known.
+                    if expected.iter().all(|link| !stranger || link.options().remote == ANYWHERE) {
+                        state.refused(expected, &why);
+                    }
                     let name = match expected {
                         [link] => format!("link {}", link.name()),
                         links => format!("one of {} links", links.len()),
