@@ -282,7 +282,8 @@ def test_a_host_restarts_while_the_store_is_away(topology: Topology):
         return {key for key, _ in json.loads(state_file(topology, host).read_text())["records"]}
 
     others = {key for key in store.records(topology) if key.rpartition("/")[2] not in (host.name, source.mac)}
-    wait_until("h2 to have kept what it knows", lambda: state_file(topology, host).exists() and kept() == others, 10)
+    # It may also know what earlier tests forged.
+    wait_until("h2 to have kept what it knows", lambda: state_file(topology, host).exists() and others <= kept(), 10)
     assert state_file(topology, host).stat().st_mode & 0o777 == 0o600
     before = {host.name: alarms(host) for host in topology.hosts}
     store.stop(topology)
