@@ -157,6 +157,9 @@ pub fn interfaces(interfaces: &Vec<Interface>) -> String {
             (socket, ..) => socket.into(),
         };
         let mut notes: Vec<_> = i.reason.iter().chain(&i.notes).cloned().collect();
+        notes.extend((i.path == "kernel").then(|| "known flows pass in the kernel".to_string()));
+        let is_veth = text("kind") == "veth";
+        notes.extend(i.path_reason.iter().filter(|_| is_veth).map(|why| format!("no kernel path: {why}")));
         notes.push(format!("storm limit {}/s", text("storm_limit")));
         notes.extend(i.settings.flag("port_security").then(|| "port security".to_string()));
         let addresses = text("addresses");
@@ -385,7 +388,7 @@ fn port_name(port: &Port) -> String {
 
 /// `vnet trace`: the decision, then each copy.
 pub fn trace(trace: &Trace) -> String {
-    let Trace { network, src, dst, from, why, to, drop, cached_by, copies, .. } = trace;
+    let Trace { network, src, dst, from, why, to, drop, cached_by, kernel_ms, copies, .. } = trace;
     let outcome = match drop {
         Some(reason) => format!("dropped ({reason})"),
         None => format!("to {}", to.join(" and to ")),
@@ -394,6 +397,11 @@ pub fn trace(trace: &Trace) -> String {
     if !cached_by.is_empty() {
         let dispatchers: Vec<_> = cached_by.iter().map(ToString::to_string).collect();
         text += &format!("  from the cache of dispatcher {}\n", dispatchers.join(" and "));
+    }
+    if let Some(ms) = kernel_ms {
+        text += &format!(
+            "  by the kernel itself, whose verdict holds for {ms} ms more and is renewed while it is used\n"
+        );
     }
     for copy in copies {
         let remote = copy.remote.as_ref().map(|remote| format!(" at {remote}")).unwrap_or_default();

@@ -78,6 +78,8 @@ impl Engine {
             state: state.into(),
             reason,
             notes: mistakes.notes(spec, live),
+            path: if live.kernel.is_ok() { "kernel" } else { "vnetd" }.into(),
+            path_reason: live.kernel.as_ref().err().cloned(),
             driving: driving(live, spec.queues as usize),
             settings,
         })
@@ -174,6 +176,7 @@ impl Engine {
 
     /// All counters.
     pub fn stats(&self) -> api::Stats {
+        self.core.count();
         let port =
             |kind: &str, name: &str, counters| api::Port { kind: kind.into(), name: name.into(), counters };
         let mut ports = vec![];

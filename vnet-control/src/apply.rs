@@ -274,7 +274,7 @@ impl Engine {
     fn open(&self, item: &Item<InterfaceSpec>, opened: &mut Opened) -> Result<(), EngineError> {
         let spec = &item.spec;
         let port = self.free_port(opened.0.iter().map(|(_, live)| live.port));
-        let live = open_interface(spec, port, self.bridge_address().ip()).map_err(|error| {
+        let live = open_interface(spec, port, &self.core).map_err(|error| {
             let text = format!("interface {} cannot be opened: {error}", spec.name);
             EngineError::Open(Problem::new(&item.place, text))
         })?;

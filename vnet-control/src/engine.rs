@@ -121,8 +121,16 @@ pub struct Engine {
 impl Engine {
     /// Starts a core without interfaces, links and routes.
     pub(super) fn idle(desired: &Desired) -> Result<Engine, EngineError> {
-        let DispatchSpec { threads, cpus, yield_strategy, sleep_us, nowork_us, burst, isolation } =
-            desired.dispatch.spec.clone();
+        let DispatchSpec {
+            threads,
+            cpus,
+            yield_strategy,
+            sleep_us,
+            nowork_us,
+            burst,
+            isolation,
+            kernel_path,
+        } = desired.dispatch.spec.clone();
         let BridgeSpec { listen, ports, vxlan_listen, stream_listen, zero_copy, .. } = desired.bridge.spec;
         let core = Core::start(&CoreOptions {
             threads,
@@ -137,6 +145,7 @@ impl Engine {
             stream_listen,
             zero_copy,
             isolation,
+            kernel_path: kernel_path == KernelPath::Auto,
         })?;
         let keeper = keeper(desired, &core)?;
         let (networks, interfaces, links, routes) = (vec![], vec![], vec![], vec![]);

@@ -8,6 +8,7 @@ use super::desired::Target;
 use super::engine::{Engine, EngineError};
 use vnet::frame::{NetworkId, PortId};
 use vnet::interface::State;
+use vnet::kernel::Known;
 use vnet::link::LinkState;
 use vnet::route::{By, Flow, explain};
 use vnet::stats::DropReason;
@@ -43,6 +44,8 @@ impl Engine {
             None => self.port_of(network, src)?,
         };
         let flow = Flow { network, src, dst, from };
+        let known = Known { network, from, dst, src };
+        let kernel_ms = self.core.kernel_if_open().and_then(|kernel| kernel.lease_ms(&known));
         let cached_by = self.ask_caches(&flow).iter().map(|answer| answer.dispatcher).collect();
         let found = explain(&self.core.table(), self.core.learned(), &flow, self.core.now_ms());
         let Decision { by, why, guard, rules, priority } =
@@ -67,6 +70,7 @@ impl Engine {
             rules,
             priority,
             cached_by,
+            kernel_ms,
             to,
             copies,
             drop,

@@ -13,6 +13,7 @@
 //! The crate `vnet-control` turns a configuration into a running core; a machine monitor that embeds the data plane can do
 //! so itself, by [`dispatch::core::Core`].
 //!
+//! [`kernel`] forwards known flows between containers without all that, in the kernel.
 //! [`capture`] copies frames as they pass a port.
 //!
 //! Dependencies point one way: `dispatch` sees `interface`, `route` and `link`; these three never see each other;
@@ -23,6 +24,7 @@ mod copy;
 pub mod dispatch;
 pub mod frame;
 pub mod interface;
+pub mod kernel;
 pub mod link;
 pub mod log_limit;
 mod netlink;

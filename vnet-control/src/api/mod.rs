@@ -156,12 +156,23 @@ pub struct Interface {
     /// Likely mistakes that lose frames, one short sentence each; the interface may be up.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
+    /// `kernel`: the kernel forwards known flows by itself, vnetd all others; `vnetd`: vnetd forwards all frames.
+    #[serde(default = "vnetd_path")]
+    pub path: String,
+    /// Why the kernel does not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub path_reason: Option<String>,
     /// Polling mode and guest notifications.
     #[serde(flatten)]
     pub driving: Driving,
     /// Its settings; `mtu` is the effective one.
     #[serde(flatten)]
     pub settings: InterfaceSettings,
+}
+
+/// Serde default: older daemons omit this field.
+fn vnetd_path() -> String {
+    "vnetd".into()
 }
 
 /// Polling mode and guest notifications: part of [`Interface`].
@@ -284,6 +295,9 @@ pub struct Trace {
     /// Dispatchers that have this flow in their cache.
     #[serde(default)]
     pub cached_by: Vec<usize>,
+    /// The kernel forwards this flow by itself, without vnetd, by a verdict that holds for so many milliseconds more.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kernel_ms: Option<u64>,
     /// Where it would go.
     pub to: Vec<String>,
     /// One copy per destination, with the destination's state.

@@ -77,6 +77,21 @@ pub struct DispatchSpec {
     pub burst: usize,
     /// `priority`, `lock_memory`, `busy_poll_us`, `busy_poll_budget`.
     pub isolation: Isolation,
+    /// The kernel's own path, for all interfaces.
+    pub kernel_path: KernelPath,
+}
+
+/// Whether the kernel forwards known flows of containers by itself.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, strum::Display, strum::EnumString, strum::VariantNames,
+)]
+#[strum(serialize_all = "kebab-case")]
+pub enum KernelPath {
+    /// Where it can.
+    #[default]
+    Auto,
+    /// Never: every frame passes vnetd.
+    Off,
 }
 
 impl Default for DispatchSpec {
@@ -89,6 +104,7 @@ impl Default for DispatchSpec {
             nowork_us: 200,
             burst: BATCH_MAX,
             isolation: Isolation::default(),
+            kernel_path: KernelPath::default(),
         }
     }
 }

@@ -12,6 +12,7 @@ use vnet::route::STORM_FRAMES_PER_S;
 use vnet::wire::ethernet::Mac;
 
 use super::front_end::FrontEndSpec;
+use super::host::KernelPath;
 use super::limits::MTU_DEFAULT;
 
 /// One interface.
@@ -35,6 +36,8 @@ pub struct InterfaceSpec {
     pub storm_limit: u32,
     /// Drop frames from it with another source address than `mac`.
     pub port_security: bool,
+    /// The kernel's own path, for a veth.
+    pub kernel_path: KernelPath,
     /// Polling mode and interrupt coalescing.
     pub driving: Driving,
 }
@@ -56,6 +59,7 @@ impl Default for InterfaceSpec {
             queues: 1,
             storm_limit: STORM_FRAMES_PER_S,
             port_security: false,
+            kernel_path: KernelPath::default(),
             driving: Driving::default(),
         }
     }
@@ -78,6 +82,13 @@ pub enum Attachment {
     },
     /// A TAP device, for containers and hosts.
     Tap {
+        /// The device's name.
+        device: String,
+        /// Network namespace of the device; vnetd's own when absent.
+        netns: Option<Netns>,
+    },
+    /// A container's veth, whose known flows the kernel forwards by itself.
+    Veth {
         /// The device's name.
         device: String,
         /// Network namespace of the device; vnetd's own when absent.
@@ -127,7 +138,9 @@ impl Attachment {
     pub fn resource(&self) -> Resource {
         match self {
             Attachment::VhostUser { socket, .. } => Resource::Socket(socket.clone()),
-            Attachment::Tap { device, netns } | Attachment::Local { device, netns, .. } => {
+            Attachment::Tap { device, netns }
+            | Attachment::Veth { device, netns }
+            | Attachment::Local { device, netns, .. } => {
                 Resource::Device(device.clone(), netns.as_ref().map(ToString::to_string))
             }
         }

@@ -234,6 +234,14 @@ pub static DISPATCH: Declaration<DispatchSpec> = Declaration {
              at high rates"
         )
         .absent("8, the kernel's own"),
+        field!(
+            "kernel_path",
+            word::<KernelPath>(),
+            |dispatch: DispatchSpec| dispatch.kernel_path,
+            "the kernel forwards known flows between interfaces of kind veth by itself (auto: where it can), or vnetd all \
+             frames (off)"
+        )
+        .note("see [containers.md](containers.md)"),
     ],
 };
 

@@ -33,7 +33,8 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
             "kind",
             attachment(),
             |interface: InterfaceSpec| interface.attachment,
-            "how the guest is attached: vhost-user (virtual machine), tap (container, host) or local (this host's own LAN)"
+            "how the guest is attached: vhost-user (virtual machine), veth (container), tap (host, virtual machine) or local (this \
+             host's own LAN)"
         )
         .needed("\"vhost-user\" or kind = \"tap\"")
         .phrase(""),
@@ -112,10 +113,11 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
         field!(
             "device",
             device(),
-            |interface: InterfaceSpec| interface.attachment, Attachment::Tap { device, .. } => device,
+            |interface: InterfaceSpec| interface.attachment,
+            Attachment::Tap { device, .. } | Attachment::Veth { device, .. } => device,
             "device, at most 15 bytes; made if it is not there, then removed at the end"
         )
-        .only_for(&["tap"])
+        .only_for(&["tap", "veth"])
         .needed("\"vnet0\"")
         .phrase(""),
         field!(
@@ -131,10 +133,10 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
             "netns",
             parsed::<vnet::interface::tap::Netns>("NETNS"),
             |interface: InterfaceSpec| interface.attachment,
-            Attachment::Tap { netns, .. } | Attachment::Local { netns, .. } => netns,
+            Attachment::Tap { netns, .. } | Attachment::Veth { netns, .. } | Attachment::Local { netns, .. } => netns,
             "network namespace of the device: a name, a path, or pid:N"
         )
-        .only_for(&["tap", "local"])
+        .only_for(&["tap", "veth", "local"])
         .absent("beside vnetd")
         .phrase(" in {}"),
         field!(
@@ -171,7 +173,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
             "largest payload of a frame"
         )
         .unit("bytes")
-        .note("a TAP: what the kernel allows, 65521")
+        .note("tap and veth: what the kernel allows, 65521")
         .always(),
         field!(
             "queues",
@@ -190,7 +192,16 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
         .only_for(&["tap"])
         .phrase("{} queues"),
         field!("queues", number::<u32>(1, 1), |interface: InterfaceSpec| interface.queues, "one queue")
-            .only_for(&["local"]),
+            .only_for(&["veth", "local"]),
+        field!(
+            "kernel_path",
+            word::<KernelPath>(),
+            |interface: InterfaceSpec| interface.kernel_path,
+            "the kernel forwards known flows from and to it by itself (auto: where it can), or vnetd all frames (off)"
+        )
+        .only_for(&["veth"])
+        .note("auto needs a `netns` other than vnetd's; see [containers.md](containers.md)")
+        .phrase("kernel path {}"),
         field!(
             "storm_limit",
             number::<u32>(1, RATE_MAX),
@@ -462,7 +473,9 @@ impl fmt::Display for InterfaceSpec {
             Attachment::VhostUser { socket, server, .. } => {
                 write!(f, "vhost-user {} {}", if *server { "at" } else { "to" }, socket.display())?;
             }
-            Attachment::Tap { device, .. } | Attachment::Local { device, .. } => {
+            Attachment::Tap { device, .. }
+            | Attachment::Veth { device, .. }
+            | Attachment::Local { device, .. } => {
                 write!(f, "{} {device}", self.attachment.kind())?;
             }
         }

@@ -18,7 +18,7 @@ use vnet::wire::ethernet::Mac;
 
 use super::key::{Key, Takes};
 use crate::desired::{
-    Account, FileMode, NAME_MAX, Prefix, RouteSource, SOCKET_PATH_MAX, Target, Topology, is_name,
+    Account, FileMode, KernelPath, NAME_MAX, Prefix, RouteSource, SOCKET_PATH_MAX, Target, Topology, is_name,
 };
 use crate::table::{Entry, Placed, Reader, Value, quote};
 
@@ -268,7 +268,7 @@ show!(NetworkId => value: Json::from(value.get()));
 show!(PathBuf => value: Json::from(value.display().to_string()));
 show!(
     Mac, IpAddr, Ipv4Addr, SocketAddr, Netns, Qualifier, RouteSource, Target, Topology, Mode, Strategy, Interrupts,
-    Encapsulation, SourceMatch, ZeroCopy, Prefix, Account, FileMode => value: Json::from(value.to_string())
+    Encapsulation, SourceMatch, ZeroCopy, Prefix, KernelPath, Account, FileMode => value: Json::from(value.to_string())
 );
 
 impl<T: Show> Show for Option<T> {

@@ -268,6 +268,11 @@ pub struct Tap {
 }
 
 impl Tap {
+    /// True when it captures at `port`.
+    pub(crate) fn sees(&self, port: crate::frame::PortId) -> bool {
+        self.place(port).is_some()
+    }
+
     /// Marks a port that is not captured.
     const UNSEEN: u16 = u16::MAX;
 

@@ -6,8 +6,8 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
@@ -17,10 +17,12 @@ use parking_lot::{Condvar, Mutex};
 use super::Dispatcher;
 use super::dispatcher_stats::DispatcherStats;
 use super::isolation::{self, Isolation, IsolationError};
+use super::kernel_path::KernelPath;
 use super::observers::Observers;
 use super::setup::{InterfacePort, LinkPort, Parts, Setup};
 use super::yielding::{Strategy, Yielder};
 use crate::frame::BATCH_MAX;
+use crate::kernel::Kernel;
 use crate::link::path::prober::Prober;
 use crate::link::{Bridge, BridgeError, Courier, PathWatch, ReassemblyBudget, Receiver, ZeroCopy, stream};
 use crate::poll::Poller;
@@ -54,6 +56,8 @@ pub struct CoreOptions {
     pub zero_copy: ZeroCopy,
     /// How dispatchers are shielded from the rest of the host.
     pub isolation: Isolation,
+    /// Forward known flows of containers in the kernel, where it can.
+    pub kernel_path: bool,
 }
 
 impl Default for CoreOptions {
@@ -72,6 +76,7 @@ impl Default for CoreOptions {
             stream_listen: None,
             zero_copy: ZeroCopy::default(),
             isolation: Isolation::default(),
+            kernel_path: false,
         }
     }
 }
@@ -100,6 +105,10 @@ pub(super) struct Shared {
     stopping: AtomicBool,
     pollers: Vec<Poller>,
     learned: Arc<Learned>,
+    /// May the kernel forward known flows.
+    may_kernel: bool,
+    /// The kernel's own path, or why there is none. Made when an interface first wants it: its programs take time and memory.
+    kernel_path: OnceLock<Result<KernelPath, String>>,
     dispatcher_stats: Vec<Arc<DispatcherStats>>,
     started: Instant,
     /// Generation adopted by each dispatcher.
@@ -126,6 +135,10 @@ impl Shared {
         &self.learned
     }
 
+    pub(super) fn kernel_path(&self) -> Option<&KernelPath> {
+        self.kernel_path.get()?.as_ref().ok()
+    }
+
     pub(super) fn poller(&self, id: usize) -> &Poller {
         &self.pollers[id]
     }
@@ -145,6 +158,19 @@ impl Shared {
     pub(super) fn adopted(&self, id: usize, generation: u64) {
         self.adopted.lock()[id] = generation;
         self.progress.notify_all();
+    }
+
+    fn open_kernel_path(&self) -> Result<KernelPath, String> {
+        if !self.may_kernel {
+            return Err("kernel_path is off".into());
+        }
+        let kernel = Kernel::load().map_err(|error| {
+            tracing::info!("no kernel path, vnetd forwards all frames itself: {error}");
+            error.to_string()
+        })?;
+        self.learned.keep_versions_in(kernel.clone());
+        KernelPath::new(kernel, self.learned.clone(), self.started, self.setup())
+            .map_err(|error| format!("cannot start the thread of kernel flows: {error}"))
     }
 
     fn ring_all(&self) {
@@ -186,6 +212,8 @@ impl Core {
             stopping: AtomicBool::new(false),
             pollers: (0..count).map(|_| Poller::new()).collect::<io::Result<_>>()?,
             learned: Arc::new(Learned::new()),
+            may_kernel: options.kernel_path,
+            kernel_path: OnceLock::new(),
             dispatcher_stats: (0..count).map(|_| Arc::default()).collect(),
             started: Instant::now(),
             adopted: Mutex::new(vec![0; count]),
@@ -242,8 +270,16 @@ impl Core {
         self.adopt(setup);
     }
 
-    fn adopt(&self, setup: Setup) {
+    fn adopt(&self, mut setup: Setup) {
+        let path = self.shared.kernel_path().filter(|path| !path.has(&setup));
+        if path.is_some() {
+            // One thread of control publishes at a time.
+            setup.generation = (self.shared.generation() as u32).wrapping_add(1);
+        }
         let setup = Arc::new(setup);
+        if let Some(path) = path {
+            path.publish(&setup);
+        }
         let before = self.shared.setup.swap(setup.clone());
         let generation = self.shared.generation.fetch_add(1, Ordering::AcqRel) + 1;
         self.shared.ring_all();
@@ -253,6 +289,9 @@ impl Core {
             self.shared.progress.wait_for(&mut adopted, wait);
         }
         drop(adopted);
+        if let Some(path) = path {
+            path.settle();
+        }
         for id in before.ports_missing_in(&setup) {
             self.shared.learned.forget_port(id);
         }
@@ -281,6 +320,27 @@ impl Core {
     /// Addresses learned so far.
     pub fn learned(&self) -> &Arc<Learned> {
         &self.shared.learned
+    }
+
+    /// The kernel's own path, made by the first call. Setups that are published afterwards use it.
+    ///
+    /// # Errors
+    /// Why there is none: one line.
+    pub fn kernel(&self) -> Result<&Arc<Kernel>, &str> {
+        let path = self.shared.kernel_path.get_or_init(|| self.shared.open_kernel_path());
+        path.as_ref().map(KernelPath::kernel).map_err(String::as_str)
+    }
+
+    /// The kernel's own path, if an interface has wanted it.
+    pub fn kernel_if_open(&self) -> Option<&Arc<Kernel>> {
+        self.shared.kernel_path().map(KernelPath::kernel)
+    }
+
+    /// Adds frames that the kernel forwarded to their ports' counters. Call it before reading them.
+    pub fn count(&self) {
+        if let Some(path) = self.shared.kernel_path() {
+            path.kernel().flows().count();
+        }
     }
 
     /// Each dispatcher's own statistics.

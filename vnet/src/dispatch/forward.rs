@@ -16,7 +16,7 @@ use crate::frame::{BATCH_MAX, Batch, DropSink, Frame, Origin, PortId, Selection}
 use crate::interface::Coalesce;
 use crate::interface::interrupts::CHECK_AFTER;
 use crate::link::Sender;
-use crate::route::{Decision, Router};
+use crate::route::{Decision, Router, Verdicts};
 use crate::source::InPlace;
 use crate::stats::DropReason;
 use crate::wire::flow;
@@ -71,18 +71,21 @@ impl Forwarder {
             answers: Batch::new(),
             pending: Pending::default(),
         };
-        forwarder.adopt(setup);
+        forwarder.adopt(setup, None);
         forwarder
     }
 
-    /// Adopts a new setup. Call between two batches.
-    pub(super) fn adopt(&mut self, setup: Arc<Setup>) {
+    /// Adopts a new setup, and offers verdicts to the kernel's own path. Call between two batches.
+    pub(super) fn adopt(&mut self, setup: Arc<Setup>, verdicts: Option<Verdicts>) {
         if let Some(question) = &setup.observers.question {
             question.ask(self.dispatcher, &self.router, self.now_ms);
         }
         // When only the observers differ, the route cache stays valid.
         if !Arc::ptr_eq(&setup.table, self.router.table()) {
             self.router.adopt(setup.table.clone());
+        }
+        if let Some(verdicts) = verdicts.filter(|new| new.generation != self.setup.generation) {
+            self.router.offer_to(verdicts);
         }
         // Capacity for a full batch: the data path never allocates.
         let list = || Vec::with_capacity(BATCH_MAX);

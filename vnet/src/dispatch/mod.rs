@@ -21,6 +21,7 @@
 //! - [`in_place`](mod@self::in_place): frames received straight into a guest's buffers (cut-through forwarding).
 //! - [`counters`](mod@self::counters): a dispatcher's own statistics.
 //! - `observe`: records frames for captures; [`observers`](mod@self::observers): active captures and cache queries.
+//! - `kernel_path`: verdicts that the kernel applies by itself.
 //! - [`mode`](mod@self::mode): guest-driven or VMM-driven queues; `served`: when a queue is polled and when it sleeps.
 //! - [`yielding`](mod@self::yielding): the yield strategy of an idle dispatcher.
 //! - [`isolation`](mod@self::isolation): shields dispatchers from noise of the host.
@@ -30,6 +31,7 @@ pub mod dispatcher_stats;
 mod forward;
 pub mod in_place;
 pub mod isolation;
+mod kernel_path;
 pub mod mode;
 mod observe;
 pub mod observers;
@@ -377,7 +379,8 @@ impl Dispatcher {
         self.drops.watch(self.setup.is_observed());
         let now_ms = self.clock.now_ms();
         self.forwarder.now_ms = now_ms;
-        self.forwarder.adopt(self.setup.clone());
+        let verdicts = self.shared.kernel_path().map(|path| path.verdicts(&self.setup));
+        self.forwarder.adopt(self.setup.clone(), verdicts);
         let (id, dispatchers) = (self.id, self.shared.dispatchers());
         let mut feeds = self.setup.feeds();
         feeds.retain(|feed| (feed.port.index() + feed.queue) % dispatchers == id);

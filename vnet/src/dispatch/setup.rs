@@ -123,6 +123,8 @@ impl Port {
 
 /// The lookup tables of a dispatcher.
 pub struct Setup {
+    /// Its number, by which verdicts for the kernel's own path are told from those of other setups.
+    pub(super) generation: u32,
     /// By port index; `None`: empty slot.
     ports: Vec<Option<Port>>,
     /// Links by remote address.
@@ -163,19 +165,25 @@ impl Setup {
             assert!(ports[id.index()].replace(port).is_none(), "two ports are number {id:?}");
         }
         let (observers, feeders) = (parts.observers, parts.feeders);
-        Setup { ports, peers: Arc::new(Peers::build(&links)), table, observers, feeders }
+        Setup { generation: 0, ports, peers: Arc::new(Peers::build(&links)), table, observers, feeders }
     }
 
-    /// The same setup with other observers; shares table, ports and peers.
+    /// The same setup with other observers; shares table, ports, peers and generation.
     pub(super) fn with(&self, observers: Observers) -> Setup {
         let (ports, peers, table) = (self.ports.clone(), self.peers.clone(), self.table.clone());
-        Setup { ports, peers, table, observers, feeders: self.feeders.clone() }
+        let (generation, feeders) = (self.generation, self.feeders.clone());
+        Setup { generation, ports, peers, table, observers, feeders }
     }
 
     /// Whether any capture is active.
     #[inline]
     pub(super) fn is_observed(&self) -> bool {
         !self.observers.taps.is_empty()
+    }
+
+    /// Whether a capture sees port `id`.
+    pub(super) fn watches(&self, id: PortId) -> bool {
+        self.observers.taps.iter().any(|tap| tap.sees(id))
     }
 
     #[inline]

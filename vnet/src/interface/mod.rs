@@ -13,6 +13,7 @@ pub mod interrupts;
 pub mod local;
 mod netns;
 pub mod tap;
+pub mod veth;
 pub mod vhost_user;
 pub mod virtqueue;
 
@@ -65,6 +66,11 @@ pub trait Interface: Send + Sync {
         None
     }
 
+    /// The guest's device, where the kernel may forward known flows by itself.
+    fn kernel_device(&self) -> Option<&KernelDevice> {
+        None
+    }
+
     /// State of the guest or device.
     fn state(&self) -> State;
 
@@ -88,6 +94,19 @@ pub trait Interface: Send + Sync {
     fn expect(&self, macs: &[Mac]) {
         _ = macs;
     }
+}
+
+/// A guest's device at which the kernel can forward frames.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KernelDevice {
+    /// The host's end: name and index.
+    pub host: (String, u32),
+    /// The TAP for what the kernel does not forward: name and index.
+    pub tap: (String, u32),
+    /// The guest's address.
+    pub mac: Mac,
+    /// MTU in bytes.
+    pub mtu: usize,
 }
 
 /// When a guest is notified of delivered frames (VNET/P+ section IV.A, optimistic interrupts).

@@ -58,12 +58,27 @@ impl Netns {
     pub(super) fn run<T: Send>(&self, open: impl FnOnce() -> T + Send) -> io::Result<T> {
         std::thread::scope(|scope| {
             let inside = scope.spawn(|| {
-                let file = File::open(self.file())?;
+                let file = self.open()?;
                 move_into_link_name_space(file.as_fd(), Some(LinkNameSpaceType::Network))?;
                 Ok(open())
             });
             inside.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         })
+    }
+
+    /// True when it is known to be that of the calling thread.
+    pub fn is_own(&self) -> bool {
+        let file = |path: &Path| rustix::fs::stat(path).map(|stat| (stat.st_dev, stat.st_ino));
+        let own = file(Path::new("/proc/thread-self/ns/net"));
+        own.is_ok() && own == file(&self.file())
+    }
+
+    /// Opens the namespace.
+    ///
+    /// # Errors
+    /// The namespace does not exist or may not be opened.
+    pub(super) fn open(&self) -> io::Result<File> {
+        File::open(self.file())
     }
 
     /// The namespace's file for setns(2).

@@ -45,7 +45,7 @@ use crate::wire::segment;
 pub const TAP_MTU_MAX: usize = 65_535 - HEADER_LEN;
 /// Largest super-frame that the kernel may build on devices created here, in bytes. Segmented for a path MTU of 1500, with headers,
 /// it fits into one message to a link's socket (65 400 bytes); a larger one needs two.
-const GSO_MAX_SIZE: u32 = 64_000;
+pub(super) const GSO_MAX_SIZE: u32 = 64_000;
 /// Kernel memory in bytes written to a queue before the dispatcher yields: a third of a default socket buffer.
 const YIELD_AFTER: usize = 64 << 10;
 /// Kernel memory per frame besides its data, in bytes: about the size of `struct sk_buff` and `struct skb_shared_info`.
@@ -75,6 +75,8 @@ pub struct TapOptions {
     pub mtu: usize,
     /// Queues, 1 to 256.
     pub queues: usize,
+    /// Frames go to programs at the device, not to a network stack: the device has no IPv6, which would send by itself.
+    pub silent: bool,
 }
 
 /// Why a TAP could not be opened.
@@ -94,7 +96,7 @@ pub enum TapError {
     #[error("cannot open /dev/net/tun: {0}; run vnetd as root or give it CAP_NET_ADMIN and the device")]
     Device(io::Error),
     /// The kernel refused a step of opening the device.
-    #[error("cannot {step} TAP device '{device}': {error}{hint}")]
+    #[error("cannot {step} device '{device}': {error}{hint}")]
     Step {
         /// The step, as a verb.
         step: &'static str,
@@ -414,6 +416,9 @@ fn open_queues(options: &TapOptions) -> Result<(Vec<File>, Accepts), TapError> {
         accepts = set_offloads(&file).map_err(|e| fail("set offloads of", e, ""))?;
         files.push(file);
     }
+    if options.silent {
+        silence(&options.device).map_err(|error| fail("disable IPv6 on", error, ""))?;
+    }
     configure(options, existed).map_err(|error| fail("configure", error, ""))?;
     Ok((files, accepts))
 }
@@ -452,7 +457,7 @@ fn set_offloads(file: &File) -> io::Result<Accepts> {
     Ok(Accepts { uso: false, ..Accepts::ALL })
 }
 
-fn device_index(device: &str) -> Option<u32> {
+pub(super) fn device_index(device: &str) -> Option<u32> {
     let name = std::ffi::CString::new(device).ok()?;
     // SAFETY: `name` is a zero-terminated string that lives across the call.
     let index = unsafe { libc::if_nametoindex(name.as_ptr()) };
@@ -464,6 +469,15 @@ fn queue_len(mtu: usize) -> usize {
     // Every fragment but the last carries a multiple of 8 bytes (RFC 791, RFC 8200).
     let payload = (mtu.saturating_sub(FRAGMENT_HEADERS) / 8 * 8).max(8);
     (QUEUED_DATAGRAMS * 65_535usize.div_ceil(payload)).clamp(QUEUE_LEN_MIN, QUEUE_LEN_MAX)
+}
+
+/// Disables IPv6 at a device that is down, in the namespace of the calling thread.
+pub(super) fn silence(device: &str) -> io::Result<()> {
+    match std::fs::write(format!("/proc/sys/net/ipv6/conf/{device}/disable_ipv6"), "1") {
+        // A kernel without IPv6.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        result => result,
+    }
 }
 
 /// Sets MAC address and MTU, and for a device created here also its queues' length, its GSO limit and up, in the namespace of the

@@ -20,7 +20,9 @@
 //! current.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::ops::Deref;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 
 use parking_lot::Mutex;
 
@@ -60,34 +62,81 @@ const MOVES_KEPT: usize = 1024;
 /// Milliseconds between two sweeps for expired addresses of all shares.
 const HOUSEKEEPING_MS: u64 = 1000;
 
+/// Memory of the versions, at least [`VERSIONS`] words. It may be shared with others who hold decisions: the kernel's programs.
+pub type VersionMemory = Arc<dyn Deref<Target = [AtomicU32]> + Send + Sync>;
+
+/// Words of a [`VersionMemory`] in use.
+pub const VERSIONS: usize = BUCKETS + 1;
+
 /// A version per bucket, and one that never changes.
-pub(super) struct Versions(Box<[AtomicU32]>);
+pub(super) struct Versions {
+    /// Into the last of `memories`: one load fewer for each lookup.
+    words: AtomicPtr<[AtomicU32; VERSIONS]>,
+    /// All that `words` has pointed to.
+    memories: Mutex<Vec<VersionMemory>>,
+}
 
 /// The bucket that never changes.
 const CONSTANT: u16 = BUCKETS as u16;
 
 impl Versions {
+    #[cfg(test)]
     pub(super) fn new() -> Versions {
-        Versions((0..=BUCKETS).map(|_| AtomicU32::new(0)).collect())
+        Versions::within(own_memory())
+    }
+
+    /// # Panics
+    /// When `memory` is too short: a bug of the caller.
+    fn within(memory: VersionMemory) -> Versions {
+        let versions = Versions { words: AtomicPtr::default(), memories: Mutex::default() };
+        versions.hold(memory);
+        versions
+    }
+
+    /// Points to `memory` from now on.
+    fn hold(&self, memory: VersionMemory) {
+        let words: *const [AtomicU32; VERSIONS] = memory.first_chunk().expect("memory for all versions");
+        self.memories.lock().push(memory);
+        self.words.store(words.cast_mut(), Ordering::Release);
+    }
+
+    /// Goes on in other memory. Call it where nobody else advances a version.
+    fn move_to(&self, memory: VersionMemory) {
+        for (bucket, word) in (0..).zip(memory.iter().take(VERSIONS)) {
+            word.store(self.get(bucket), Ordering::Relaxed);
+        }
+        self.hold(memory);
+    }
+
+    #[inline(always)]
+    fn word(&self, bucket: u16) -> &AtomicU32 {
+        // SAFETY: `hold` has stored a pointer to a whole array of atomics, in memory that `memories` keeps as long as `self` lives
+        // and whose slice neither moves nor shrinks: it is behind an `Arc` and never borrowed mutably.
+        let words = unsafe { &*self.words.load(Ordering::Acquire) };
+        &words[usize::from(bucket)]
     }
 
     #[inline(always)]
     fn get(&self, bucket: u16) -> u32 {
         // Acquire pairs with `advance`: a reader of the version sees everything done before it was advanced.
-        self.0[usize::from(bucket)].load(Ordering::Acquire)
+        self.word(bucket).load(Ordering::Acquire)
     }
 
     fn advance(&self, bucket: u16) {
-        self.0[usize::from(bucket)].fetch_add(1, Ordering::Release);
+        self.word(bucket).fetch_add(1, Ordering::Release);
     }
+}
+
+fn own_memory() -> VersionMemory {
+    Arc::new((0..VERSIONS).map(|_| AtomicU32::new(0)).collect::<Box<[_]>>())
 }
 
 /// Validity of a decision: until a time, and while two buckets keep their versions.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Lease {
     pub(super) until_ms: u64,
-    versions: [u32; 2],
-    buckets: [u16; 2],
+    pub(super) versions: [u32; 2],
+    pub(super) buckets: [u16; 2],
 }
 
 impl Lease {
@@ -213,6 +262,16 @@ impl Default for Learned {
 }
 
 impl Learned {
+    /// Keeps the versions in `memory` from now on.
+    ///
+    /// # Panics
+    /// When `memory` has less than [`VERSIONS`] words.
+    pub fn keep_versions_in(&self, memory: VersionMemory) {
+        // Versions are advanced under this lock only. Caches that still read the old memory see what was true when it was copied.
+        let _book = self.book.lock();
+        self.versions.move_to(memory);
+    }
+
     /// An empty MAC table.
     pub fn new() -> Learned {
         let (interface, link) = (INTERFACE_ADDRESSES_MAX, LINK_ADDRESSES_MAX);
@@ -239,7 +298,7 @@ impl Learned {
                 moves: VecDeque::with_capacity(MOVES_KEPT),
                 round: vec![],
             }),
-            versions: Versions::new(),
+            versions: Versions::within(own_memory()),
             storm: Storm::new(),
             seed,
         }

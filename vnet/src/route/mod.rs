@@ -20,6 +20,7 @@ mod addresses;
 mod cache;
 mod guard;
 mod hash;
+mod install;
 mod learning;
 #[cfg(test)]
 mod oracle;
@@ -33,7 +34,11 @@ mod trace;
 use std::sync::Arc;
 
 pub use guard::STORM_FRAMES_PER_S;
-pub use learning::{FREEZE_MS, Held, Learned, LearnedEntry, LearnedStats, MOVES_MAX, MOVES_WINDOW_MS, Moved};
+pub use install::{INSTALLED_MS, Install, Installed, Verdicts};
+pub use learning::{
+    FREEZE_MS, Held, Learned, LearnedEntry, LearnedStats, MOVES_MAX, MOVES_WINDOW_MS, Moved, VERSIONS,
+    VersionMemory,
+};
 pub use published::Published;
 pub use rule::{
     AGEING_S, Flow, Member, NetworkSpec, Networks, PortKind, Qualifier, QualifierError, Rule, RuleSource,
@@ -71,6 +76,8 @@ pub struct Router {
     /// Flow and port of the previous frame, when it went to one port: bursts of one flow are common.
     last: Option<(Flow, PortId)>,
     misses: u64,
+    /// Takes verdicts that others can apply without this router.
+    verdicts: Option<Verdicts>,
 }
 
 impl Router {
@@ -88,6 +95,7 @@ impl Router {
             few: [PortId::NONE; FEW],
             last: None,
             misses: 0,
+            verdicts: None,
         }
     }
 
@@ -96,6 +104,18 @@ impl Router {
         self.table = table;
         self.last = None;
         self.cache.empty();
+    }
+
+    /// Offers verdicts with one destination to `verdicts` from now on, and empties the cache, so that all are offered again.
+    pub fn offer_to(&mut self, verdicts: Verdicts) {
+        self.verdicts = Some(verdicts);
+        self.last = None;
+        self.cache.empty();
+    }
+
+    /// Decides `flow` anew and offers the verdict, as if a frame of it had come.
+    pub fn renew(&mut self, flow: &Flow, now_ms: u64) {
+        self.resolve(flow, now_ms);
     }
 
     /// The table in use.
@@ -196,10 +216,13 @@ impl Router {
     #[cold]
     fn resolve(&mut self, flow: &Flow, now_ms: u64) -> Verdict {
         self.misses += 1;
-        let (verdict, lease) = match self.table.admit(flow) {
+        let (verdict, mut lease) = match self.table.admit(flow) {
             Ok(here) => self.scratch.forward(&self.table, &self.learned, &here, flow, now_ms),
             Err(reason) => (Verdict::Drop(reason), Lease::FOREVER),
         };
+        if let (Verdict::To(port), Some(verdicts)) = (verdict, &self.verdicts) {
+            verdicts.offer(flow, port, &mut lease, now_ms);
+        }
         if verdict != Verdict::Many && now_ms < lease.until_ms {
             self.cache.put(flow, now_ms, lease, verdict);
         }

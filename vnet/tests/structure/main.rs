@@ -31,7 +31,7 @@ const FRAME_WAY: [&str; 5] = ["source.rs", "interface", "dispatch", "link", "ker
 const LONG_FUNCTIONS: [(&str, &str, &str); 0] = [];
 
 /// What each room of the data plane may name. `wire` knows nobody; `dispatch` knows everybody.
-const ROOMS: [(&str, &[&str]); 15] = [
+const ROOMS: [(&str, &[&str]); 16] = [
     ("wire", &[]),
     ("poll", &[]),
     ("stats", &[]),
@@ -46,7 +46,11 @@ const ROOMS: [(&str, &[&str]); 15] = [
     ("route", &["frame", "wire", "stats", "log_limit"]),
     ("link", &["source", "frame", "wire", "poll", "stats", "netlink", "scratch", "log_limit"]),
     ("capture", &["frame", "wire", "stats"]),
-    ("dispatch", &["source", "frame", "wire", "poll", "stats", "interface", "route", "link", "capture"]),
+    ("kernel", &["frame", "wire", "stats"]),
+    (
+        "dispatch",
+        &["source", "frame", "wire", "poll", "stats", "interface", "route", "link", "capture", "kernel"],
+    ),
 ];
 
 /// The rooms of a link: each may name those before it.

@@ -1,0 +1,180 @@
+//! The kernel's own path, joined to dispatchers: installs routers' verdicts as flows, and renews those in use.
+//!
+//! A flow may be installed when both its ports have devices with programs and no capture watches either: a watched port's frames
+//! come up. Every setup has a generation. Publishing stores it where the programs look: that ends all older flows at once,
+//! before any dispatcher has adopted the setup; afterwards no program follows the old one ([`KernelPath::settle`]).
+//!
+//! A flow's verdict ends within two seconds. The renewer decides flows in use anew in time, as a frame of them would: it learns
+//! their sources, and they never come up. What ends unused is removed; its next frame comes up.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use arc_swap::ArcSwap;
+
+use super::setup::{Port, Setup};
+use crate::frame::PortId;
+use crate::interface::KernelDevice;
+use crate::kernel::{Destination, Kernel, Known, Terms, now_ns};
+use crate::route::{Flow, INSTALLED_MS, Install, Installed, Learned, Router, Verdicts};
+
+/// Time between two looks at the flows in use: several within a verdict's life.
+const RENEW: Duration = Duration::from_millis(INSTALLED_MS / 8);
+/// Verdicts that end within this time are renewed: one look may come late.
+const RENEW_AHEAD_NS: u64 = 3 * RENEW.as_nanos() as u64;
+const NS_PER_MS: u64 = 1_000_000;
+
+/// What a dispatcher's verdicts become.
+struct Installer {
+    kernel: Arc<Kernel>,
+    /// CLOCK_MONOTONIC time of the core's start, in nanoseconds.
+    started_ns: u64,
+    setup: ArcSwap<Ways>,
+}
+
+/// Ports of a setup whose frames the kernel may forward, by index.
+struct Ways {
+    generation: u32,
+    ports: Vec<Option<Destination>>,
+}
+
+impl Ways {
+    fn of(setup: &Setup) -> Ways {
+        let way = |index: usize| {
+            let id = PortId(index as u16);
+            let Some(Port::Interface(port)) = setup.port(id) else { return None };
+            let KernelDevice { host, mac, mtu, .. } = port.interface.kernel_device()?;
+            let stats = port.stats.clone();
+            (!setup.watches(id)).then_some(Destination { device: host.1, mac: *mac, mtu: *mtu, stats })
+        };
+        Ways { generation: setup.generation, ports: (0..setup.slots()).map(way).collect() }
+    }
+
+    fn get(&self, port: PortId) -> Option<&Destination> {
+        self.ports.get(port.index())?.as_ref()
+    }
+}
+
+impl Install for Installer {
+    fn install(&self, flow: &Flow, verdict: &Installed) -> bool {
+        let ways = self.setup.load();
+        let (Some(from), Some(to)) = (ways.get(flow.from), ways.get(verdict.to)) else { return false };
+        if verdict.generation != ways.generation {
+            return false;
+        }
+        let Installed { generation, buckets, versions, .. } = *verdict;
+        let until_ns = self.started_ns.saturating_add(verdict.until_ms.saturating_mul(NS_PER_MS));
+        let flow = Known { network: flow.network, from: flow.from, dst: flow.dst, src: flow.src };
+        let terms = Terms { until_ns, generation, buckets, versions };
+        self.kernel.flows().install(&flow, &from.stats, to, &terms);
+        // Refused ones are offered again, too.
+        true
+    }
+}
+
+/// The kernel path of a core.
+pub(super) struct KernelPath {
+    installer: Arc<Installer>,
+    learned: Arc<Learned>,
+    started: Instant,
+    stopping: Arc<AtomicBool>,
+    renewer: Option<JoinHandle<()>>,
+    /// The setup that the renewer's router decides by.
+    current: Arc<ArcSwap<Setup>>,
+}
+
+impl KernelPath {
+    /// Joins `kernel` to a core that has started at `started`, with its first setup.
+    pub(super) fn new(
+        kernel: Arc<Kernel>,
+        learned: Arc<Learned>,
+        started: Instant,
+        setup: Arc<Setup>,
+    ) -> std::io::Result<KernelPath> {
+        let started_ns = now_ns().saturating_sub(started.elapsed().as_nanos() as u64);
+        let installer =
+            Arc::new(Installer { kernel, started_ns, setup: ArcSwap::from_pointee(Ways::of(&setup)) });
+        let (stopping, current) = (Arc::default(), Arc::new(ArcSwap::new(setup)));
+        let mut path = KernelPath { installer, learned, started, stopping, renewer: None, current };
+        let renewer = path.renewer();
+        path.renewer = Some(std::thread::Builder::new().name("kernel-flows".into()).spawn(renewer)?);
+        Ok(path)
+    }
+
+    pub(super) fn kernel(&self) -> &Arc<Kernel> {
+        &self.installer.kernel
+    }
+
+    /// Where routers of `setup` offer their verdicts.
+    pub(super) fn verdicts(&self, setup: &Setup) -> Verdicts {
+        Verdicts { to: self.installer.clone(), generation: setup.generation }
+    }
+
+    /// True when `setup` differs from the current one in nothing that matters to a flow.
+    pub(super) fn has(&self, setup: &Setup) -> bool {
+        let current = self.current.load();
+        let watched = |setup: &Setup| -> Vec<bool> {
+            (0..setup.slots()).map(|port| setup.watches(PortId(port as u16))).collect()
+        };
+        // The first one was current before there was a path.
+        setup.generation != 0
+            && setup.generation == current.generation
+            && Arc::ptr_eq(&setup.table, &current.table)
+            && watched(setup) == watched(&current)
+    }
+
+    /// Ends all flows of older setups and takes those of `setup`.
+    pub(super) fn publish(&self, setup: &Arc<Setup>) {
+        self.installer.setup.store(Arc::new(Ways::of(setup)));
+        self.current.store(setup.clone());
+        self.kernel().set_generation(setup.generation);
+    }
+
+    /// Returns when no program follows an older setup any more, with their frames counted.
+    pub(super) fn settle(&self) {
+        let kernel = self.kernel();
+        kernel.settle();
+        kernel.flows().count();
+    }
+
+    /// The renewer's loop.
+    fn renewer(&self) -> impl FnOnce() + Send + use<> {
+        let (stopping, current) = (self.stopping.clone(), self.current.clone());
+        let (kernel, started) = (self.kernel().clone(), self.started);
+        let to: Arc<dyn Install> = self.installer.clone();
+        let mut router = Router::new(current.load().table.clone(), self.learned.clone());
+        move || {
+            let mut generation = None;
+            while !stopping.load(Relaxed) {
+                std::thread::park_timeout(RENEW);
+                let setup = current.load_full();
+                if generation.replace(setup.generation) != Some(setup.generation) {
+                    router.adopt(setup.table.clone());
+                    router.offer_to(Verdicts { to: to.clone(), generation: setup.generation });
+                }
+                let (now_ns, now_ms) = (now_ns(), started.elapsed().as_millis() as u64);
+                for Known { network, from, dst, src } in kernel.flows().sweep(now_ns, RENEW_AHEAD_NS) {
+                    router.renew(&Flow { network, src, dst, from }, now_ms);
+                }
+            }
+        }
+    }
+}
+
+impl Drop for KernelPath {
+    fn drop(&mut self) {
+        self.stopping.store(true, Relaxed);
+        if let Some(thread) = self.renewer.take() {
+            thread.thread().unpark();
+            if thread.join().is_err() {
+                tracing::error!("the renewer of kernel flows panicked");
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "kernel_path_tests.rs"]
+mod tests;

@@ -1,0 +1,246 @@
+//! Containers' interfaces: a veth pair between container and host, with a TAP behind its host's end.
+//!
+//! ```text
+//!   container          vnetd's network namespace
+//!   DEVICE ----------- host's end  <- programs of the kernel's own path ->  TAP ------ vnetd
+//! ```
+//!
+//! The programs (the room `kernel`) move frames between the host's end and the TAP, and known flows past vnetd. To vnetd the
+//! interface is the TAP: same frames, same queues, same offloads. Nothing of vnet is inside the container but its device.
+//!
+//! The pair is made if it is not there, and removed at the end. After a crash the next vnetd finds the pair, whose
+//! addresses and routes the container has kept.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+
+use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
+use netlink_packet_route::RouteNetlinkMessage;
+use netlink_packet_route::link::{
+    InfoData, InfoKind, InfoVeth, LinkAttribute, LinkFlags, LinkInfo, LinkMessage,
+};
+
+use super::netns::Netns;
+use super::tap::{self, GSO_MAX_SIZE, TAP_MTU_MAX, Tap, TapError, TapOptions};
+use super::{Interface, KernelDevice, State};
+use crate::frame::{DropSink, Origin, Selection};
+use crate::netlink::Netlink;
+use crate::source::Source;
+use crate::stats::PortStats;
+use crate::wire::ethernet::Mac;
+
+/// Configuration of a container's interface.
+#[derive(Clone, Debug)]
+pub struct VethOptions {
+    /// The container's device, at most [`DEVICE_NAME_MAX`](super::tap::DEVICE_NAME_MAX) bytes.
+    pub device: String,
+    /// The container's network namespace. Not vnetd's own: the kernel hands frames into other namespaces only.
+    pub netns: Netns,
+    /// The container's MAC address; chosen by the kernel if absent.
+    pub mac: Option<Mac>,
+    /// MTU in bytes, capped at [`TAP_MTU_MAX`].
+    pub mtu: usize,
+}
+
+/// A container's interface.
+pub struct Veth {
+    tap: Arc<Tap>,
+    device: KernelDevice,
+}
+
+impl Veth {
+    /// Opens the pair and the TAP. Creates the pair if it does not exist.
+    ///
+    /// # Errors
+    /// The namespace cannot be entered, or the kernel refuses a device.
+    pub fn open(options: &VethOptions, origin: Origin, stats: Arc<PortStats>) -> Result<Arc<Veth>, TapError> {
+        let fail = |step, error| TapError::Step { step, device: options.device.clone(), error, hint: "" };
+        let in_netns = |error| TapError::Netns { netns: options.netns.to_string(), error };
+        let (host, tap_name) = names(options);
+        let mtu = options.mtu.min(TAP_MTU_MAX);
+        let namespace = options.netns.open().map_err(in_netns)?;
+        let there = |device: &str| {
+            let look = || mac_of(device);
+            options.netns.run(look).map_err(in_netns)
+        };
+        // A host's end whose other end is gone went with it. One whose container has renamed or moved its device is of no use.
+        let known = tap::device_index(&host).is_some();
+        if known && there(&options.device)?.is_none() {
+            remove(&host).map_err(|error| fail("remove the old", error))?;
+        }
+        if tap::device_index(&host).is_none() {
+            make(&host, options, mtu, namespace).map_err(|error| match error.raw_os_error() {
+                Some(libc::EEXIST) => {
+                    let hint = "; the namespace has a device of that name already, which is not vnetd's";
+                    TapError::Step { step: "create", device: options.device.clone(), error, hint }
+                }
+                _ => fail("create", error),
+            })?;
+        }
+        // Removes the pair when a later step fails.
+        let pair = Pair(host.clone());
+        tap::silence(&host).map_err(|error| fail("disable IPv6 on the host's end of", error))?;
+        let inside = || raise(&options.device, mtu, options.mac);
+        options.netns.run(inside).map_err(in_netns)?.map_err(|error| fail("configure", error))?;
+        let mac = there(&options.device)?;
+        let mac = mac.ok_or_else(|| fail("find", io::ErrorKind::NotFound.into()))?;
+        let wanted =
+            TapOptions { device: tap_name.clone(), netns: None, mac: None, mtu, queues: 1, silent: true };
+        let tap = Tap::open(&wanted, origin, stats)?;
+        let index =
+            |name: &str| tap::device_index(name).ok_or_else(|| fail("find", io::ErrorKind::NotFound.into()));
+        let (host_index, tap_index) = (index(&host)?, index(&tap_name)?);
+        std::mem::forget(pair);
+        let device = KernelDevice { host: (host, host_index), tap: (tap_name, tap_index), mac, mtu };
+        Ok(Arc::new(Veth { tap, device }))
+    }
+
+    /// Sets the host's end up, once programs take its frames: the host's network stack would answer ARP.
+    ///
+    /// # Errors
+    /// The device is gone.
+    pub fn raise(&self) -> Result<(), TapError> {
+        let host = &self.device.host.0;
+        let fail = |error| TapError::Step { step: "set up", device: host.clone(), error, hint: "" };
+        raise(host, self.device.mtu, None).map_err(fail)
+    }
+
+    /// The device's MTU in bytes, which may be less than configured.
+    pub fn mtu(&self) -> usize {
+        self.tap.mtu()
+    }
+}
+
+impl Interface for Veth {
+    fn queues(&self) -> usize {
+        self.tap.queues()
+    }
+
+    fn source(self: Arc<Self>, queue: usize) -> Box<dyn Source> {
+        self.tap.clone().source(queue)
+    }
+
+    fn deliver(&self, queue: usize, frames: Selection<'_>, drops: &mut DropSink) {
+        self.tap.deliver(queue, frames, drops);
+    }
+
+    fn kernel_device(&self) -> Option<&KernelDevice> {
+        Some(&self.device)
+    }
+
+    fn state(&self) -> State {
+        let (host, index) = &self.device.host;
+        match self.tap.state() {
+            State::Up if tap::device_index(host) != Some(*index) => {
+                State::Down("the container's device was removed".into())
+            }
+            state => state,
+        }
+    }
+
+    fn stop(&self) {
+        self.tap.stop();
+        // Absent when the container took its end along.
+        let _ = remove(&self.device.host.0);
+    }
+}
+
+/// Removes a pair when opening it fails.
+struct Pair(String);
+
+impl Drop for Pair {
+    fn drop(&mut self) {
+        let _ = remove(&self.0);
+    }
+}
+
+/// Names of the host's end and of the TAP: the same for the same device of the same namespace, in every life of vnetd.
+fn names(options: &VethOptions) -> (String, String) {
+    // FNV-1a.
+    let text = format!("{}/{}", options.netns, options.device);
+    let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    });
+    let hash = (hash ^ hash >> 32) as u32;
+    (format!("vnet-{hash:08x}"), format!("vnett{hash:08x}"))
+}
+
+/// The address of a device of the calling thread's namespace, if it is there.
+fn mac_of(device: &str) -> Option<Mac> {
+    let index = tap::device_index(device)?;
+    let mut link = LinkMessage::default();
+    link.header.index = index;
+    let RouteNetlinkMessage::NewLink(link) =
+        Netlink::new().ok()?.ask(RouteNetlinkMessage::GetLink(link)).ok()?
+    else {
+        return None;
+    };
+    link.attributes.iter().find_map(|attribute| match attribute {
+        LinkAttribute::Address(mac) => Some(Mac(mac.as_slice().try_into().ok()?)),
+        _ => None,
+    })
+}
+
+/// Creates the pair, down.
+fn make(host: &str, options: &VethOptions, mtu: usize, namespace: File) -> io::Result<()> {
+    let namespace = OwnedFd::from(namespace);
+    let attributes = |name: &str| {
+        vec![
+            LinkAttribute::IfName(name.into()),
+            LinkAttribute::Mtu(mtu as u32),
+            LinkAttribute::GsoMaxSize(GSO_MAX_SIZE),
+        ]
+    };
+    let mut guest = LinkMessage::default();
+    guest.attributes = attributes(&options.device);
+    guest.attributes.push(LinkAttribute::NetNsFd(namespace.as_raw_fd()));
+    if let Some(mac) = options.mac {
+        guest.attributes.push(LinkAttribute::Address(mac.0.to_vec()));
+    }
+    let mut request = LinkMessage::default();
+    request.attributes = attributes(host);
+    let info = LinkInfo::Data(InfoData::Veth(InfoVeth::Peer(guest)));
+    request.attributes.push(LinkAttribute::LinkInfo(vec![LinkInfo::Kind(InfoKind::Veth), info]));
+    Netlink::new()?.change(RouteNetlinkMessage::NewLink(request), NLM_F_CREATE | NLM_F_EXCL)
+}
+
+/// Sets a device of the calling thread's namespace up.
+fn raise(device: &str, mtu: usize, mac: Option<Mac>) -> io::Result<()> {
+    let mut link = LinkMessage::default();
+    link.header.index = tap::device_index(device).ok_or_else(io::Error::last_os_error)?;
+    link.attributes.push(LinkAttribute::Mtu(mtu as u32));
+    link.attributes.extend(mac.map(|mac| LinkAttribute::Address(mac.0.to_vec())));
+    link.header.flags = LinkFlags::Up;
+    link.header.change_mask = LinkFlags::Up;
+    Netlink::new()?.change(RouteNetlinkMessage::SetLink(link), 0)
+}
+
+/// Removes a device of the calling thread's namespace, and with it its other end.
+fn remove(device: &str) -> io::Result<()> {
+    let mut link = LinkMessage::default();
+    link.header.index = tap::device_index(device).ok_or_else(io::Error::last_os_error)?;
+    Netlink::new()?.change(RouteNetlinkMessage::DelLink(link), 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_fit_and_differ() {
+        let options = |netns: &str| VethOptions {
+            device: "vnet0".into(),
+            netns: netns.parse().unwrap(),
+            mac: None,
+            mtu: 1500,
+        };
+        let (a, b) = (names(&options("a")), names(&options("b")));
+        assert_ne!(a, b);
+        assert_eq!(a, names(&options("a")));
+        for name in [&a.0, &a.1, &b.0, &b.1] {
+            assert!(name.len() <= tap::DEVICE_NAME_MAX, "{name}");
+        }
+    }
+}

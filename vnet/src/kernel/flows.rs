@@ -1,0 +1,222 @@
+//! Installed flows: the map that programs look in, who may have how many of them, and what they have carried.
+//!
+//! A flow has a *slot*, the index of its tally. Slots outlive flows by a sweep, so that a program that counts late counts for
+//! its own flow. Bounded: [`FLOWS_MAX`] flows in all, [`FLOWS_PORT_MAX`] from one port; the newest is refused.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use aya::maps::{HashMap as BpfMap, MapData};
+use parking_lot::Mutex;
+
+use super::mapping::Mapping;
+use super::shared::{FLOWS_MAX, FlowKey, FlowValue, Known, TO_INTERFACE, Tally};
+use crate::frame::PortId;
+use crate::stats::PortStats;
+use crate::wire::ethernet::{HEADER_LEN, Mac, VLAN_TAG_LEN};
+
+/// Most flows from one port: a guest that scans the network takes nothing from sixteen others like it.
+pub const FLOWS_PORT_MAX: u32 = 4096;
+
+/// What a verdict depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Terms {
+    /// CLOCK_MONOTONIC time at which it ends, in nanoseconds.
+    pub until_ns: u64,
+    /// Generation of the table.
+    pub generation: u32,
+    /// Versions of learned addresses: buckets, and the versions they must have.
+    pub buckets: [u16; 2],
+    /// See `buckets`.
+    pub versions: [u32; 2],
+}
+
+/// An interface that a flow leads to.
+#[derive(Clone, Debug)]
+pub struct Destination {
+    /// Index of the host's end of its device.
+    pub device: u32,
+    /// The guest's address.
+    pub mac: Mac,
+    /// MTU in bytes.
+    pub mtu: usize,
+    /// Its counters.
+    pub stats: Arc<PortStats>,
+}
+
+/// One flow's slot.
+struct Slot {
+    key: FlowKey,
+    from: Arc<PortStats>,
+    to: Arc<PortStats>,
+    /// Frames and bytes of the tally that both ports have.
+    counted: [u64; 2],
+    until_ns: u64,
+    /// Last use when it was installed.
+    used_ns: u64,
+}
+
+struct Book {
+    map: BpfMap<MapData, FlowKey, FlowValue>,
+    slots: HashMap<u32, Slot>,
+    by_key: HashMap<FlowKey, u32>,
+    /// Flows by port.
+    shares: HashMap<PortId, u32>,
+    /// Slots that no flow uses. Those of `leaving` have lost theirs since the last sweep.
+    free: Vec<u32>,
+    leaving: Vec<u32>,
+    refused: u64,
+}
+
+/// The installed flows.
+pub struct Flows {
+    book: Mutex<Book>,
+    tallies: Mapping<Tally>,
+}
+
+impl Flows {
+    pub(super) fn new(map: BpfMap<MapData, FlowKey, FlowValue>, tallies: Mapping<Tally>) -> Flows {
+        let book = Book {
+            map,
+            slots: HashMap::new(),
+            by_key: HashMap::new(),
+            shares: HashMap::new(),
+            free: (0..FLOWS_MAX).rev().collect(),
+            leaving: vec![],
+            refused: 0,
+        };
+        Flows { book: Mutex::new(book), tallies }
+    }
+
+    /// Installs a flow from a port with counters `from`, or renews it. False: refused, vnetd goes on forwarding it.
+    pub fn install(&self, flow: &Known, from: &Arc<PortStats>, to: &Destination, terms: &Terms) -> bool {
+        let key = FlowKey::new(flow);
+        let mut book = self.book.lock();
+        let Some(slot) = book.slot(key, from, to, &self.tallies) else {
+            book.refused += 1;
+            return false;
+        };
+        let value = FlowValue {
+            until_ns: terms.until_ns,
+            generation: terms.generation,
+            buckets: terms.buckets.map(u32::from),
+            versions: terms.versions,
+            slot,
+            kind: TO_INTERFACE,
+            device: to.device,
+            own_address: u32::from(to.mac == flow.dst),
+            len_max: (to.mtu + HEADER_LEN + VLAN_TAG_LEN) as u32,
+            remote: 0,
+            segment_max: 0,
+        };
+        let done = book.map.insert(key, value, 0).is_ok();
+        if done {
+            let used_ns = self.tallies.get()[slot as usize].used_ns.load(Relaxed);
+            if let Some(slot) = book.slots.get_mut(&slot) {
+                (slot.until_ns, slot.used_ns) = (terms.until_ns, used_ns);
+            }
+        } else {
+            book.remove(slot);
+            book.refused += 1;
+        }
+        done
+    }
+
+    /// What programs know of `flow`.
+    pub(super) fn get(&self, flow: &Known) -> Option<FlowValue> {
+        let key = FlowKey::new(flow);
+        self.book.lock().map.get(&key, 0).ok()
+    }
+
+    /// Adds what flows have carried to their ports' counters.
+    pub fn count(&self) {
+        let mut book = self.book.lock();
+        book.slots.iter_mut().for_each(|(at, slot)| slot.count(&self.tallies.get()[*at as usize]));
+    }
+
+    /// Counts, removes what has ended, and lists flows that end within `ahead_ns` and were used since they were installed.
+    pub fn sweep(&self, now_ns: u64, ahead_ns: u64) -> Vec<Known> {
+        let mut book = self.book.lock();
+        let (mut used, mut ended) = (vec![], vec![]);
+        for (at, slot) in &mut book.slots {
+            let tally = &self.tallies.get()[*at as usize];
+            slot.count(tally);
+            if slot.until_ns <= now_ns {
+                ended.push(*at);
+            } else if slot.until_ns - now_ns < ahead_ns && tally.used_ns.load(Relaxed) > slot.used_ns {
+                used.extend(slot.key.known());
+            }
+        }
+        // Counted above; no program has used them since the last sweep.
+        for at in std::mem::take(&mut book.leaving) {
+            book.slots.remove(&at);
+            book.free.push(at);
+        }
+        ended.into_iter().for_each(|at| book.remove(at));
+        used
+    }
+
+    /// Number of installed flows, and of refused ones so far.
+    pub fn len(&self) -> (usize, u64) {
+        let book = self.book.lock();
+        (book.by_key.len(), book.refused)
+    }
+}
+
+impl Book {
+    /// The slot of flow `key`, a new one if it has none; `None` at the limit.
+    fn slot(
+        &mut self,
+        key: FlowKey,
+        from: &Arc<PortStats>,
+        to: &Destination,
+        tallies: &Mapping<Tally>,
+    ) -> Option<u32> {
+        if let Some(at) = self.by_key.get(&key) {
+            let slot = self.slots.get_mut(at)?;
+            // What was carried so far went to the old destination.
+            slot.count(&tallies.get()[*at as usize]);
+            (slot.from, slot.to) = (from.clone(), to.stats.clone());
+            return Some(*at);
+        }
+        let share = self.shares.entry(key.from()).or_default();
+        if *share >= FLOWS_PORT_MAX {
+            return None;
+        }
+        let at = self.free.pop()?;
+        *share += 1;
+        let tally = &tallies.get()[at as usize];
+        let counted = [tally.frames.load(Relaxed), tally.bytes.load(Relaxed)];
+        let used_ns = tally.used_ns.load(Relaxed);
+        let (from, to) = (from.clone(), to.stats.clone());
+        self.slots.insert(at, Slot { key, from, to, counted, until_ns: 0, used_ns });
+        self.by_key.insert(key, at);
+        Some(at)
+    }
+
+    /// Removes the flow in slot `at`; the slot is free after the next sweep.
+    fn remove(&mut self, at: u32) {
+        let Some(key) = self.slots.get(&at).map(|slot| slot.key) else { return };
+        // Absent when its installation failed.
+        let _ = self.map.remove(&key);
+        if self.by_key.remove(&key).is_some() {
+            if let Some(share) = self.shares.get_mut(&key.from()) {
+                *share = share.saturating_sub(1);
+            }
+            self.leaving.push(at);
+        }
+    }
+}
+
+impl Slot {
+    /// Adds what is new in `tally` to both ports.
+    fn count(&mut self, tally: &Tally) {
+        let now = [tally.frames.load(Relaxed), tally.bytes.load(Relaxed)];
+        let new = [0, 1].map(|at| now[at].wrapping_sub(self.counted[at]));
+        self.counted = now;
+        self.from.in_frames.add(new[0]);
+        self.from.in_bytes.add(new[1]);
+        self.to.delivered(new[0], new[1]);
+    }
+}

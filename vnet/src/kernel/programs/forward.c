@@ -1,0 +1,6 @@
+/* The programs' object: one file a hook. Compiled by `make programs`, loaded by vnetd. */
+#include "common.h"
+#include "from_guest.h"
+#include "from_core.h"
+
+char licence[] SEC("license") = "Dual MIT/GPL";

@@ -1,0 +1,16 @@
+/* Ingress of the host's end of a guest's veth: known flows go on in the kernel, all else comes up to vnetd. */
+
+SEC("classifier/from_guest")
+int from_guest(struct __sk_buff *skb)
+{
+	__u32 device = skb->ifindex;
+	struct port *port = bpf_map_lookup_elem(&ports, &device);
+	struct flow *flow;
+
+	if (!port)
+		return TC_ACT_SHOT;
+	flow = decide(skb, port->from, port->network);
+	if (flow && flow->kind == TO_INTERFACE)
+		return to_guest(skb, flow->device, flow->own_address);
+	return bpf_redirect(port->other, 0);
+}

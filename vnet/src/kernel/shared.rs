@@ -1,0 +1,154 @@
+//! The layout of the programs' maps: what `programs/shared.h` says, in Rust. A test compiles that header and compares.
+
+use aya::Pod;
+
+use crate::frame::{NetworkId, PortId};
+use crate::wire::ethernet::Mac;
+
+/// Most installed flows.
+pub const FLOWS_MAX: u32 = 65_536;
+/// Buckets of learned addresses, and the one that never changes.
+pub const VERSIONS: usize = 4097;
+
+/// A flow: where its frames come from, and their addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Known {
+    /// Its network.
+    pub network: NetworkId,
+    /// The port it comes from.
+    pub from: PortId,
+    /// Destination.
+    pub dst: Mac,
+    /// Source.
+    pub src: Mac,
+}
+
+/// A flow, as the programs have it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct FlowKey {
+    network: u32,
+    from: u16,
+    dst: [u8; 6],
+    src: [u8; 6],
+    zero: u16,
+}
+
+impl FlowKey {
+    pub(super) fn new(flow: &Known) -> FlowKey {
+        let Known { network, from, dst, src } = *flow;
+        FlowKey { network: network.get(), from: from.0, dst: dst.0, src: src.0, zero: 0 }
+    }
+
+    pub(super) fn from(&self) -> PortId {
+        PortId(self.from)
+    }
+
+    pub(super) fn known(&self) -> Option<Known> {
+        let network = NetworkId::new(self.network)?;
+        Some(Known { network, from: self.from(), dst: Mac(self.dst), src: Mac(self.src) })
+    }
+}
+
+/// `kind` of a flow to an interface.
+pub(super) const TO_INTERFACE: u32 = 1;
+
+/// A verdict with one destination, and what it depends on.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct FlowValue {
+    pub(super) until_ns: u64,
+    pub(super) generation: u32,
+    pub(super) buckets: [u32; 2],
+    pub(super) versions: [u32; 2],
+    pub(super) slot: u32,
+    pub(super) kind: u32,
+    pub(super) device: u32,
+    pub(super) own_address: u32,
+    pub(super) len_max: u32,
+    pub(super) remote: u32,
+    pub(super) segment_max: u32,
+}
+
+/// A device with a program.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct PortValue {
+    pub(super) network: u32,
+    pub(super) from: u16,
+    pub(super) mac: [u8; 6],
+    pub(super) other: u32,
+}
+
+/// What a flow has carried. The programs add to it.
+#[repr(C)]
+#[derive(Debug, Default)]
+pub(super) struct Tally {
+    pub(super) frames: std::sync::atomic::AtomicU64,
+    pub(super) bytes: std::sync::atomic::AtomicU64,
+    pub(super) used_ns: std::sync::atomic::AtomicU64,
+    zero: std::sync::atomic::AtomicU64,
+}
+
+// SAFETY: plain integers without padding (the layout test compares with C, where padding would be a field).
+unsafe impl Pod for FlowKey {}
+// SAFETY: as above.
+unsafe impl Pod for FlowValue {}
+// SAFETY: as above.
+unsafe impl Pod for PortValue {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fmt::Write;
+    use std::mem::offset_of;
+    use std::path::Path;
+    use std::process::Command;
+
+    /// Lines "name size" or "name.field offset", as Rust has them.
+    macro_rules! layout {
+        ($($c:literal = $rust:ident { $($field:ident),* })*) => {{
+            let (mut ours, mut probe) = (String::new(), String::new());
+            $(
+                writeln!(ours, "{} {}", $c, size_of::<$rust>()).unwrap();
+                writeln!(probe, "printf(\"{} %zu\\n\", sizeof(struct {}));", $c, $c).unwrap();
+                $(
+                    writeln!(ours, "{}.{} {}", $c, stringify!($field), offset_of!($rust, $field)).unwrap();
+                    writeln!(probe, "printf(\"{}.{} %zu\\n\", offsetof(struct {}, {}));", $c, stringify!($field), $c, stringify!($field)).unwrap();
+                )*
+            )*
+            (ours, probe)
+        }};
+    }
+
+    #[test]
+    fn structs_are_those_of_the_header() {
+        let (mut ours, mut probe) = layout! {
+            "flow_key" = FlowKey { network, from, dst, src, zero }
+            "flow" = FlowValue {
+                until_ns, generation, buckets, versions, slot, kind, device, own_address, len_max, remote, segment_max
+            }
+            "port" = PortValue { network, from, mac, other }
+            "tally" = Tally { frames, bytes, used_ns, zero }
+        };
+        for (name, ours_is) in [
+            ("FLOWS_MAX", FLOWS_MAX as usize),
+            ("VERSIONS", VERSIONS),
+            ("TO_INTERFACE", TO_INTERFACE as usize),
+        ] {
+            writeln!(ours, "{name} {ours_is}").unwrap();
+            writeln!(probe, "printf(\"{name} %zu\\n\", (size_t){name});").unwrap();
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let (source, program) = (folder.path().join("layout.c"), folder.path().join("layout"));
+        let code = format!(
+            "#include <stddef.h>\n#include <stdio.h>\n#include \"shared.h\"\nint main(void) {{\n{probe}}}\n"
+        );
+        std::fs::write(&source, code).unwrap();
+        let headers = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/kernel/programs");
+        let made = Command::new("cc").arg("-I").arg(headers).arg(&source).arg("-o").arg(&program).status();
+        assert!(made.unwrap().success());
+        let said = Command::new(&program).output().unwrap();
+        assert_eq!(ours, String::from_utf8(said.stdout).unwrap());
+    }
+}
