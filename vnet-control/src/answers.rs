@@ -71,8 +71,8 @@ impl Engine {
             State::Broken(reason) => ("broken", Some(reason)),
         };
         let mut settings = InterfaceSettings::from(spec);
-        // The kernel may grant a TAP less than requested.
-        settings.set("mtu", Some(live.mtu));
+        // A device's MTU is its owner's to change.
+        settings.set("mtu", Some(live.mtu()));
         Some(api::Interface {
             name: spec.name.clone(),
             state: state.into(),

@@ -8,6 +8,9 @@
 //!
 //! What the plan does not name is not touched. One case needs a stop before the open: an interface that takes over the socket
 //! or device of another. The old one is stopped first, and reopened if its successor fails.
+//!
+//! An interface whose namespace, device or directory is not there yet does not keep the rest from being applied: it is down
+//! until it can be opened (`tend.rs`).
 
 use std::collections::HashSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
@@ -18,12 +21,13 @@ use super::config::ConfigError;
 use super::desired::*;
 use super::engine::{Engine, EngineError};
 use super::events::Asker;
-use super::live::{LiveLink, Opened, open_interface};
+use super::live::{Before, LiveInterface, LiveLink, Opened, Order, Patience, open_all};
 use super::overlay::Computed;
 use super::plan::{self, Plan};
 use super::settings;
 use super::table::Problem;
 use vnet::frame::NetworkId;
+use vnet::interface::State;
 use vnet::link::normalised;
 use vnet::stats::PortStats;
 
@@ -42,7 +46,9 @@ impl Engine {
         let mut engine = Engine::idle(&desired)?;
         let computed = last_known(&engine, &desired);
         engine.join_early(&desired, computed);
-        match engine.on_behalf(Asker::Part("the configuration file"), |engine| engine.apply(desired)) {
+        match engine
+            .on_behalf(Asker::Part("the configuration file"), |engine| engine.change(desired, Patience::All))
+        {
             Ok(_) => Ok(engine),
             Err(error) => {
                 engine.stop();
@@ -93,22 +99,30 @@ impl Engine {
         link.remote.ip().is_loopback() || start.is_ok_and(|start| start.ip() == link.remote.ip())
     }
 
-    /// Changes the configured state to `desired`; returns the changes. On an error nothing has changed.
+    /// Changes the configured state to `desired`, and tries to open what is down for want of a device or namespace; returns the
+    /// changes. On an error nothing has changed.
     pub fn apply(&mut self, desired: Desired) -> Result<Plan, EngineError> {
-        let plan = self.carry_out(self.merged(&desired))?;
+        let plan = self.change(desired, Patience::Awaited)?;
+        self.open_absent();
+        Ok(plan)
+    }
+
+    /// Changes the configured state to `desired`.
+    pub(super) fn change(&mut self, desired: Desired, patience: Patience) -> Result<Plan, EngineError> {
+        let plan = self.carry_out(self.merged(&desired), patience)?;
         self.own = desired;
         Ok(plan)
     }
 
     /// Changes the host's state to exactly `desired`.
-    pub(super) fn carry_out(&mut self, desired: Desired) -> Result<Plan, EngineError> {
+    pub(super) fn carry_out(&mut self, desired: Desired, patience: Patience) -> Result<Plan, EngineError> {
         let plan = self.difference(&desired)?;
         if plan.is_empty() {
             // Line numbers for messages may still differ.
             self.current = desired;
             return Ok(plan);
         }
-        let mut opened = self.open_new(&plan)?;
+        let mut opened = self.open_new(&plan, patience)?;
         // Nothing can fail from here on.
         let gone: Vec<_> =
             leaving(&plan).filter_map(|item| self.interfaces.remove(&item.spec.name)).collect();
@@ -132,11 +146,13 @@ impl Engine {
         self.open_drivers();
         self.announce_addresses();
         self.witness.report(&plan);
+        self.log_states();
+        self.ring();
         Ok(plan)
     }
 
     /// Passes each interface the MAC addresses configured in its network.
-    fn announce_addresses(&self) {
+    pub(super) fn announce_addresses(&self) {
         let here = |network| {
             let specs = self.current.interfaces.iter().map(|item| &item.spec);
             specs.filter(move |spec| spec.network == network).filter_map(|spec| spec.mac)
@@ -159,9 +175,9 @@ impl Engine {
             .collect();
         let new: Vec<_> = diff.added.iter().chain(changed.iter().map(|(_, wanted)| wanted)).collect();
         // Created while the old ones are live, so that they get other ports.
+        let ports = self.free_ports(&[]);
         let mut made: Vec<(String, LiveLink)> = vec![];
-        for Item { spec, .. } in new {
-            let port = self.free_port(made.iter().map(|(_, live)| live.port));
+        for (Item { spec, .. }, port) in new.into_iter().zip(ports) {
             let live = LiveLink::new(spec, port, &self.inbox);
             if let Some(keeper) = &self.keeper {
                 live.link.set_identity(keeper.identity().clone());
@@ -242,7 +258,7 @@ impl Engine {
     }
 
     /// Opens the plan's new interfaces; on an error nothing has changed.
-    pub(super) fn open_new(&mut self, plan: &Plan) -> Result<Opened, EngineError> {
+    fn open_new(&mut self, plan: &Plan, patience: Patience) -> Result<Opened, EngineError> {
         let added = plan.interfaces.added.iter();
         let wanted: Vec<_> = added.chain(replaced(plan).map(|(_, wanted)| wanted)).collect();
         let needed: HashSet<_> = wanted.iter().map(|item| item.spec.attachment.resource()).collect();
@@ -253,33 +269,47 @@ impl Engine {
             wanted.into_iter().partition(|item| held.contains(&item.spec.attachment.resource()));
 
         let mut opened = Opened::default();
-        for item in early {
-            self.open(item, &mut opened)?;
-        }
+        self.open(&early, patience, &mut opened)?;
         if late.is_empty() {
             return Ok(opened);
         }
         let stopped = self.stop_early(&blockers);
-        for item in late {
-            if let Err(error) = self.open(item, &mut opened) {
-                drop(opened);
-                return Err(self.reopen(&blockers, stopped, error));
-            }
+        if let Err(error) = self.open(&late, patience, &mut opened) {
+            drop(opened);
+            return Err(self.reopen(&blockers, stopped, error));
         }
         stopped.iter().for_each(|stats| self.retire(stats));
         Ok(opened)
     }
 
-    /// Opens one interface on a free port.
-    fn open(&self, item: &Item<InterfaceSpec>, opened: &mut Opened) -> Result<(), EngineError> {
-        let spec = &item.spec;
-        let port = self.free_port(opened.0.iter().map(|(_, live)| live.port));
-        let live = open_interface(spec, port, &self.core).map_err(|error| {
-            let text = format!("interface {} cannot be opened: {error}", spec.name);
-            EngineError::Open(Problem::new(&item.place, text))
-        })?;
-        opened.0.push((spec.name.clone(), live));
-        Ok(())
+    /// Opens interfaces on free ports. One that cannot be opened is down, as far as `patience` goes.
+    fn open(
+        &self,
+        items: &[&Item<InterfaceSpec>],
+        patience: Patience,
+        opened: &mut Opened,
+    ) -> Result<(), EngineError> {
+        let taken: Vec<_> = opened.0.iter().map(|(_, live)| live.port).collect();
+        let ports = self.free_ports(&taken);
+        let specs = items.iter().map(|item| &item.spec);
+        let orders: Vec<_> =
+            specs.zip(ports).map(|(spec, port)| Order { spec, port, before: Before::default() }).collect();
+        let mut failed = None;
+        for (index, result) in open_all(&orders, &self.core).into_iter().enumerate() {
+            let Order { spec, port, before } = &orders[index];
+            let live = result.or_else(|why| match patience.bears(&why) {
+                Some(reason) => Ok(LiveInterface::absent(spec, *port, before.clone(), reason)),
+                None => {
+                    let text = format!("interface {} cannot be opened: {}", spec.name, why.error);
+                    Err(EngineError::Open(Problem::new(&items[index].place, text)))
+                }
+            });
+            match live {
+                Ok(live) => opened.0.push((spec.name.clone(), live)),
+                Err(error) => failed = failed.or(Some(error)),
+            }
+        }
+        failed.map_or(Ok(()), Err)
     }
 
     /// Stops interfaces whose socket or device a new one needs; returns their counters.
@@ -304,18 +334,16 @@ impl Engine {
         error: EngineError,
     ) -> EngineError {
         stopped.iter().for_each(|stats| self.retire(stats));
+        let mut reopened = Opened::default();
+        let done = self.open(blockers, Patience::All, &mut reopened);
+        debug_assert!(done.is_ok(), "an interface that cannot be opened is down");
         let mut lost = String::new();
-        for item in blockers {
-            let mut opened = Opened::default();
-            match self.open(item, &mut opened) {
-                Ok(()) => self.interfaces.extend(std::mem::take(&mut opened.0)),
-                Err(again) => {
-                    let name = &item.spec.name;
-                    lost += &format!("; interface {name} was stopped for it and is lost: {again}");
-                    self.forget(name);
-                }
+        for (name, live) in &reopened.0 {
+            if let (Some(_), State::Down(reason)) = (&live.absent, live.state()) {
+                lost += &format!("; interface {name} was stopped for it and is down: {reason}");
             }
         }
+        self.interfaces.extend(std::mem::take(&mut reopened.0));
         self.core.publish(self.setup(&self.current));
         match error {
             EngineError::Open(problem) => {
@@ -323,17 +351,6 @@ impl Engine {
             }
             error => error,
         }
-    }
-
-    /// Removes a lost interface, and the routes that use it, from the state.
-    fn forget(&mut self, name: &str) {
-        let target = Target::Interface(name.into());
-        self.indices.forget_interface(&name.into());
-        for desired in [&mut self.current, &mut self.own] {
-            desired.interfaces.retain(|item| item.spec.name != name);
-            desired.routes.retain(|item| !item.spec.names(&target));
-        }
-        self.route_indices.retain(|spec, _| !spec.names(&target));
     }
 }
 

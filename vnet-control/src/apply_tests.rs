@@ -1,6 +1,8 @@
 //! Tests of changes with a real core and real sockets: all or nothing, and nothing beyond what was requested.
 
+use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::time::Duration;
 
 use super::*;
 use crate::api;
@@ -82,8 +84,9 @@ fn a_failure_changes_nothing() {
     let text = vm("vm1") + &link("h2", 2);
     let mut engine = Engine::start(desired(dir.path(), &text)).unwrap();
     let before = (names(&engine), engine.current.clone());
-    // vm2 can be opened, vm3 cannot; vm1 and h2 would be removed.
-    let bad = vm("vm2") + &vm("vm3").replace("DIR/", "DIR/nowhere/") + &link("h3", 3);
+    // vm2 can be opened, vm3 never; vm1 and h2 would be removed.
+    std::fs::write(dir.path().join("vm3"), "not a socket").unwrap();
+    let bad = vm("vm2") + &vm("vm3") + &link("h3", 3);
     let error = engine.apply(desired(dir.path(), &bad)).unwrap_err().to_string();
     assert!(error.starts_with("f:9: interface vm3 cannot be opened: "), "{error}");
     assert_eq!(error.lines().count(), 1, "{error}");
@@ -96,9 +99,68 @@ fn a_failure_changes_nothing() {
 #[test]
 fn a_start_that_fails_leaves_nothing() {
     let dir = tempfile::tempdir().unwrap();
-    let bad = vm("vm2") + &vm("vm3").replace("DIR/", "DIR/nowhere/");
-    assert!(Engine::start(desired(dir.path(), &bad)).is_err());
+    let mut bad = desired(dir.path(), &(vm("vm2") + &link("h2", 2)));
+    // A link to this host itself.
+    let listen = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    bad.bridge.spec.listen = SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), listen.port());
+    bad.links[0].spec.remote = listen;
+    assert!(Engine::start(bad).is_err());
     assert!(!dir.path().join("vm2").exists());
+}
+
+/// State and reason of an interface.
+fn state_of(engine: &Engine, name: &str) -> (String, String) {
+    let interface = engine.interfaces().into_iter().find(|interface| interface.name == name).unwrap();
+    (interface.state, interface.reason.unwrap_or_default())
+}
+
+#[test]
+fn a_host_starts_and_changes_without_what_is_not_there_yet() {
+    let dir = tempfile::tempdir().unwrap();
+    let nowhere = |name: &str| vm(name).replace("DIR/", "DIR/nowhere/");
+    std::fs::write(dir.path().join("vm3"), "not a socket").unwrap();
+    let text = vm("vm1") + &nowhere("vm2") + &vm("vm3") + &route("any", "interface vm2");
+    let mut engine = Engine::start(desired(dir.path(), &text)).unwrap();
+    assert!(dir.path().join("vm1").exists());
+    let waits = format!("waiting for directory '{}'", dir.path().join("nowhere").display());
+    assert!(state_of(&engine, "vm2").1.starts_with(&waits), "{:?}", state_of(&engine, "vm2"));
+    assert!(state_of(&engine, "vm3").1.contains("is not a socket"), "{:?}", state_of(&engine, "vm3"));
+    // The rest of a change is applied; what it adds is told.
+    let plan = engine.apply(desired(dir.path(), &(text.clone() + &nowhere("vm4") + &vm("vm5")))).unwrap();
+    assert!(dir.path().join("vm5").exists());
+    let [told] = &engine.absent_in(&plan)[..] else { panic!("one is absent") };
+    assert!(told.starts_with(&format!("interface vm4 is down: {waits}")), "{told}");
+    // Alone it is refused.
+    let json = format!(r#"{{"name":"vm6","kind":"vhost-user","socket":"{}/no/s"}}"#, dir.path().display());
+    let error = engine.add_interface(interface_from_json(json.as_bytes()).unwrap()).unwrap_err().to_string();
+    assert!(error.contains("mkdir -p") && !names(&engine).0.contains(&"vm6".into()), "{error}");
+
+    // It keeps its port and counters. Attempts end when nothing is missing any more.
+    let (port, stats) = (engine.interfaces["vm2"].port, engine.interfaces["vm2"].stats.clone());
+    assert!(engine.tend(false) < Duration::from_secs(20));
+    std::fs::create_dir(dir.path().join("nowhere")).unwrap();
+    std::fs::remove_file(dir.path().join("vm3")).unwrap();
+    engine.tend(true);
+    for name in ["nowhere/vm2", "vm3", "nowhere/vm4"] {
+        assert!(dir.path().join(name).exists(), "{name}");
+    }
+    assert_eq!(engine.interfaces["vm2"].port, port);
+    assert!(Arc::ptr_eq(&engine.interfaces["vm2"].stats, &stats));
+    assert!(engine.tend(true) > Duration::from_secs(60));
+    engine.stop();
+}
+
+#[test]
+fn applying_again_opens_what_has_come() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = vm("vm1").replace("DIR/", "DIR/nowhere/");
+    let mut engine = Engine::start(desired(dir.path(), &text)).unwrap();
+    std::fs::create_dir(dir.path().join("nowhere")).unwrap();
+    assert!(engine.apply(desired(dir.path(), &text)).unwrap().is_empty());
+    assert!(dir.path().join("nowhere/vm1").exists());
+    engine.remove_interface("vm1").unwrap();
+    assert!(!dir.path().join("nowhere/vm1").exists());
+    engine.stop();
 }
 
 #[test]
@@ -115,7 +177,8 @@ fn a_socket_passes_from_one_interface_to_another() {
     assert_eq!(engine.interfaces()[0].settings.number("mtu"), Some(9000));
     assert!(dir.path().join("vm1").exists());
     // The successor opens, but another new interface fails: as before.
-    let bad = vm("vm1") + &renamed.replace("DIR/vm1", "DIR/nowhere/vm9");
+    std::fs::write(dir.path().join("file"), "not a socket").unwrap();
+    let bad = vm("vm1") + &renamed.replace("DIR/vm1", "DIR/file");
     let error = engine.apply(desired(dir.path(), &bad)).unwrap_err().to_string();
     assert!(error.starts_with("f:9: interface vm9 cannot be opened: "), "{error}");
     assert_eq!(
@@ -127,7 +190,7 @@ fn a_socket_passes_from_one_interface_to_another() {
 }
 
 #[test]
-fn an_interface_stopped_for_a_failed_successor_is_reopened_or_reported_lost() {
+fn an_interface_stopped_for_a_failed_successor_is_reopened_or_down() {
     let dir = tempfile::tempdir().unwrap();
     let below = dir.path().join("below");
     std::fs::create_dir(&below).unwrap();
@@ -136,20 +199,22 @@ fn an_interface_stopped_for_a_failed_successor_is_reopened_or_reported_lost() {
         + &route("any", "interface vm1")
         + &route("any", "interface vm2");
     let mut engine = Engine::start(desired(dir.path(), &text)).unwrap();
-    // Both sockets change hands, but the directory of the second is missing.
-    std::fs::remove_dir_all(&below).unwrap();
+    // Both sockets change hands, but something else is in the place of the second.
+    std::fs::remove_file(below.join("vm2")).unwrap();
+    std::fs::write(below.join("vm2"), "not a socket").unwrap();
     let swapped =
         vm("a").replace("DIR/a", "DIR/vm1") + &vm("b").replace("DIR/b", "DIR/below/vm2") + &link("h2", 2);
     let error = engine.apply(desired(dir.path(), &swapped)).unwrap_err().to_string();
     assert!(error.starts_with("f:9: interface b cannot be opened: "), "{error}");
-    assert!(error.contains("; interface vm2 was stopped for it and is lost: "), "{error}");
+    assert!(error.contains("; interface vm2 was stopped for it and is down: "), "{error}");
     assert_eq!(error.lines().count(), 1, "{error}");
-    assert_eq!(names(&engine), (vec!["vm1".into()], vec![], vec![(1, "interface vm1".into())]));
+    let routes = vec![(1, "interface vm1".into()), (2, "interface vm2".into())];
+    assert_eq!(names(&engine), (vec!["vm1".into(), "vm2".into()], vec![], routes));
     assert!(dir.path().join("vm1").exists());
-    // A lost interface can be added again.
-    std::fs::create_dir(&below).unwrap();
-    engine.apply(desired(dir.path(), &text)).unwrap();
-    assert_eq!(names(&engine).0, ["vm1", "vm2"]);
+    // It is opened when it can be.
+    std::fs::remove_file(below.join("vm2")).unwrap();
+    engine.tend(true);
+    assert!(UnixStream::connect(below.join("vm2")).is_ok());
     engine.stop();
 }
 

@@ -4,6 +4,7 @@
 //! a text with an error in it changes nothing. The checks look at the text alone, never at the host, so that a file can be
 //! checked anywhere; [`check_files`] also opens the files that it names.
 
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -44,6 +45,10 @@ pub fn load(path: &Path) -> Result<Configuration, ConfigError> {
     }
     match std::fs::read_to_string(path) {
         Ok(text) => parse(&file, &text),
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+            let what = if length.is_ok() { "it is there" } else { "its directory is there" };
+            Err(cannot(format!("{what}, but not readable by this user; use sudo, or change its permissions")))
+        }
         Err(error) => {
             Err(cannot(format!("cannot read the configuration: {error}; give its path with --config")))
         }

@@ -3,13 +3,14 @@
 use super::config::{self, ConfigError};
 use super::desired::*;
 use super::engine::{Engine, EngineError};
+use super::live::Patience;
 
 impl Engine {
     fn edit(&mut self, edit: impl FnOnce(&mut Desired)) -> Result<(), EngineError> {
         let mut desired = self.own.clone();
         edit(&mut desired);
         config::validate(&desired)?;
-        self.apply(desired).map(drop)
+        self.change(desired, Patience::None).map(drop)
     }
 
     /// Adds an interface and returns its index.

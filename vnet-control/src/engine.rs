@@ -1,7 +1,7 @@
 //! The engine: the running core, and the state that it is in.
 //!
-//! A change goes through `apply.rs`, which opens what is new and stops what is gone; single changes are in `edits.rs`, the
-//! overlay's part in `overlay_join.rs`, queries in `view.rs`, `trace.rs`, `capture.rs` and `watch.rs`. All of these use the engine; it uses
+//! A change goes through `apply.rs`, which opens what is new and stops what is gone; `tend.rs` opens what could not be opened;
+//! single changes are in `edits.rs`, the overlay's part in `overlay_join.rs`, queries in `view.rs`, `trace.rs`, `capture.rs` and `watch.rs`. All of these use the engine; it uses
 //! none of them.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -14,7 +14,7 @@ use super::config::ConfigError;
 use super::desired::*;
 use super::events::{Asker, Sink, Witness};
 use super::indices::Indices;
-use super::live::{LiveInterface, LiveLink};
+use super::live::{LiveInterface, LiveLink, close_all};
 use super::observers::Captures;
 use super::overlay::Computed;
 use super::plan;
@@ -23,6 +23,7 @@ use vnet::dispatch::core::{Core, CoreError, CoreOptions};
 use vnet::dispatch::observers::Observers;
 use vnet::dispatch::setup::{Feeder, InterfacePort, LinkPort, Parts};
 use vnet::frame::{NetworkId, PortId};
+use vnet::interface::watch::Bell;
 use vnet::link::inquiry::Inbox;
 use vnet::link::rendezvous::relay::Relay;
 use vnet::link::sealed::identity::IdentityStore;
@@ -116,6 +117,8 @@ pub struct Engine {
     pub(super) next_route: u32,
     pub(super) indices: Indices,
     pub(super) witness: Witness,
+    /// Wakes whoever calls [`Engine::tend`].
+    pub(super) bell: Option<Bell>,
 }
 
 impl Engine {
@@ -167,6 +170,7 @@ impl Engine {
             next_route: 1,
             indices: Indices::default(),
             witness: Witness::default(),
+            bell: None,
         })
     }
 
@@ -199,7 +203,7 @@ impl Engine {
     pub fn stop(self) {
         self.core.publish(Parts::default());
         self.links.values().for_each(|live| live.link.stop());
-        self.interfaces.values().for_each(|live| live.interface.stop());
+        close_all(self.interfaces.into_values().collect());
     }
 
     /// The state of the host.
@@ -221,14 +225,13 @@ impl Engine {
         self.retired.add(&Counters::from(stats));
     }
 
-    /// The lowest port that is neither live nor in `taken`. What a plan removes stays live until the plan is done, so no
+    /// Ports that are neither live nor in `taken`, lowest first. What a plan removes stays live until the plan is done, so no
     /// port is reused within one publication.
-    pub(super) fn free_port(&self, taken: impl Iterator<Item = PortId>) -> PortId {
+    pub(super) fn free_ports(&self, taken: &[PortId]) -> impl Iterator<Item = PortId> + use<> {
         let interfaces = self.interfaces.values().map(|live| live.port);
         let links = self.links.values().map(|live| live.port);
-        let used: HashSet<_> = interfaces.chain(links).chain(taken).collect();
-        let free = (0..PortId::NONE.0).map(PortId).find(|port| !used.contains(port));
-        free.expect("the limits of interfaces and links together are far below the number of ports")
+        let used: HashSet<_> = interfaces.chain(links).chain(taken.iter().copied()).collect();
+        (0..PortId::NONE.0).map(PortId).filter(move |port| !used.contains(port))
     }
 
     /// The core's setup for `desired`, as far as its ports are open.

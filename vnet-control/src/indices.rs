@@ -55,11 +55,6 @@ impl Indices {
         );
     }
 
-    /// Drops the index of an interface that was lost.
-    pub(super) fn forget_interface(&mut self, name: &String) {
-        self.interfaces.follow([name].into_iter(), std::iter::empty());
-    }
-
     /// A link's index; 0 if unknown.
     pub fn link(&self, name: &str) -> u32 {
         self.links.index(name)

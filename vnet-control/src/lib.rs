@@ -5,6 +5,7 @@
 //! ([`plan`]) is carried out by the [`engine`], all or nothing: it first opens what is new, then publishes one new setup to
 //! the dispatchers, then stops what is gone. There is no other way to change anything, so a command and an edited file cannot
 //! differ in what they allow. What other hosts publish through a store ([`overlay`]) joins it (`overlay_join`) and goes the same way.
+//! Interfaces that cannot be opened, or lose their device, are opened as soon as they can be (`tend`).
 
 mod answers;
 pub mod api;
@@ -30,6 +31,7 @@ pub mod plan;
 pub mod settings;
 pub mod station;
 mod table;
+mod tend;
 mod trace;
 pub mod traffic;
 mod usage;

@@ -2,26 +2,40 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::time::{Duration, Instant};
 
 use super::desired::*;
 use vnet::dispatch::core::Core;
 use vnet::dispatch::in_place::UnderlayPort;
 use vnet::dispatch::mode::Drive;
 use vnet::frame::{self, PortId};
-use vnet::interface::local::{Local, LocalOptions};
-use vnet::interface::tap::{Netns, Tap, TapOptions};
+use vnet::interface::absent::Absent;
+use vnet::interface::local::{Local, LocalError, LocalOptions};
+use vnet::interface::tap::{Netns, Tap, TapError, TapOptions};
 use vnet::interface::veth::{Veth, VethOptions};
-use vnet::interface::vhost_user::{VhostUser, VhostUserOptions};
+use vnet::interface::vhost_user::{VhostUser, VhostUserError, VhostUserOptions};
 use vnet::interface::{Interface, State};
 use vnet::kernel::{Attached, GuestDevice};
 use vnet::link::inquiry::Inbox;
-use vnet::link::{Link, LinkOptions, Security};
+use vnet::link::{BridgeError, Link, LinkOptions, Security};
 use vnet::stats::PortStats;
+use vnet::wire::ethernet::Mac;
 
-/// An open interface.
+/// Interfaces that are opened at a time. Opening mostly waits for the kernel's lock on network devices.
+const OPENED_AT_A_TIME: usize = 8;
+/// Interfaces that are closed at a time.
+const CLOSED_AT_A_TIME: usize = 32;
+/// Time until an interface that cannot be opened is tried again, doubled after each attempt up to the last.
+const RETRY_FIRST: Duration = Duration::from_millis(50);
+const RETRY_LAST: Duration = Duration::from_secs(10);
+/// Log lines about the state of one interface.
+const LINES_MAX: u32 = 10;
+const LINES_TIME: Duration = Duration::from_secs(10);
+
+/// An interface at its port: open, or absent until it can be opened.
 pub(super) struct LiveInterface {
     pub port: PortId,
-    pub mtu: u32,
     pub stats: Arc<PortStats>,
     pub drive: Drive,
     pub interface: Arc<dyn Interface>,
@@ -29,11 +43,156 @@ pub(super) struct LiveInterface {
     pub direct: Option<Arc<UnderlayPort>>,
     /// Programs at its device, or why the kernel does not forward for it.
     pub kernel: Result<Attached, String>,
+    /// What is in its place while it cannot be opened.
+    pub absent: Option<Absence>,
+    /// Last known MAC address of the device that it made, for the device that it makes next.
+    pub mac: Option<Mac>,
+    /// The state in the log.
+    pub logged: Logged,
+    mtu: u32,
+}
+
+/// An interface that cannot be opened.
+pub(super) struct Absence {
+    pub stand_in: Arc<Absent>,
+    attempts: u32,
+    /// When to try again; `None`: only when the configuration is applied again.
+    pub next: Option<Instant>,
+}
+
+/// What the log said of an interface last. Who owns a device may set it down and up in a loop: at most
+/// [`LINES_MAX`] lines each [`LINES_TIME`].
+pub(super) struct Logged {
+    pub state: State,
+    lines: u32,
+    since: Instant,
+}
+
+impl Default for Logged {
+    fn default() -> Logged {
+        Logged { state: State::Up, lines: 0, since: Instant::now() }
+    }
+}
+
+impl Logged {
+    /// Whether another line may be written now.
+    pub fn allow(&mut self) -> bool {
+        if self.since.elapsed() > LINES_TIME {
+            *self = Logged { state: self.state.clone(), ..Logged::default() };
+        }
+        self.lines += 1;
+        self.lines <= LINES_MAX
+    }
+}
+
+impl Absence {
+    /// Another attempt has failed for `reason`.
+    pub fn failed(&mut self, reason: String) {
+        self.stand_in.set_reason(reason);
+        self.attempts += 1;
+        self.wait(RETRY_FIRST.saturating_mul(1 << self.attempts.min(16)).min(RETRY_LAST));
+    }
+
+    /// Something happened that the interface may have waited for.
+    pub fn stirred(&mut self) {
+        self.attempts = 0;
+        self.wait(Duration::ZERO);
+    }
+
+    fn wait(&mut self, time: Duration) {
+        self.next = self.next.map(|_| Instant::now() + time);
+    }
 }
 
 impl LiveInterface {
     pub fn state(&self) -> State {
         self.interface.state()
+    }
+
+    /// The MTU in use.
+    pub fn mtu(&self) -> u32 {
+        self.interface.device().map_or(self.mtu, |device| device.mtu() as u32)
+    }
+
+    /// An interface that is down for `reason`.
+    pub fn absent(spec: &InterfaceSpec, port: PortId, before: Before, reason: String) -> LiveInterface {
+        let Before { stats, mac } = before;
+        let stand_in = Arc::new(Absent::new(reason, stats.clone()));
+        // Another process of the same number is another guest.
+        let of_process = spec.attachment.netns().and_then(Netns::pid).is_some();
+        let next = (!of_process).then(|| Instant::now() + RETRY_FIRST);
+        LiveInterface {
+            port,
+            stats,
+            drive: Drive::new(spec.driving.mode, 1),
+            interface: stand_in.clone(),
+            direct: None,
+            kernel: Err("the interface is down".into()),
+            absent: Some(Absence { stand_in, attempts: 0, next }),
+            mac,
+            logged: Logged::default(),
+            mtu: spec.mtu,
+        }
+    }
+}
+
+/// What an interface keeps when it is opened again.
+#[derive(Clone, Default)]
+pub(super) struct Before {
+    pub stats: Arc<PortStats>,
+    pub mac: Option<Mac>,
+}
+
+/// Why an interface is not open.
+pub(super) struct NotOpen {
+    pub error: String,
+    /// Why it is down, if what it lacks may still come.
+    pub waits_for: Option<String>,
+}
+
+impl NotOpen {
+    /// Why the interface is down.
+    pub fn reason(self) -> String {
+        self.waits_for.unwrap_or(self.error)
+    }
+}
+
+impl From<BridgeError> for NotOpen {
+    fn from(error: BridgeError) -> NotOpen {
+        NotOpen { error: error.to_string(), waits_for: None }
+    }
+}
+
+macro_rules! not_open {
+    ($($error:ty),*) => {
+        $(impl From<$error> for NotOpen {
+            fn from(error: $error) -> NotOpen {
+                NotOpen { error: error.to_string(), waits_for: error.waits_for() }
+            }
+        })*
+    };
+}
+not_open!(TapError, LocalError, VhostUserError);
+
+/// Which interfaces a change may leave closed when they cannot be opened.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Patience {
+    /// None: who asks for one interface wants to know.
+    None,
+    /// Those that lack something that may still come: a namespace, a device, a directory.
+    Awaited,
+    /// All: a host starts without the interfaces that it cannot have.
+    All,
+}
+
+impl Patience {
+    /// The reason for an interface to be down, if it may be.
+    pub fn bears(self, why: &NotOpen) -> Option<String> {
+        match self {
+            Patience::None => None,
+            Patience::Awaited => why.waits_for.clone(),
+            Patience::All => Some(why.waits_for.as_ref().unwrap_or(&why.error).clone()),
+        }
     }
 }
 
@@ -66,85 +225,122 @@ impl Drop for Opened {
     }
 }
 
-/// Opens an interface as port `port` of `core`.
-pub(super) fn open_interface(
-    spec: &InterfaceSpec,
-    port: PortId,
-    core: &Core,
-) -> Result<LiveInterface, String> {
+/// Stops interfaces for good, several at a time: the kernel takes milliseconds to end a device or an AIO context.
+pub(super) fn close_all(mut interfaces: Vec<LiveInterface>) {
+    let share = interfaces.len().div_ceil(CLOSED_AT_A_TIME).max(1);
+    std::thread::scope(|scope| {
+        while !interfaces.is_empty() {
+            let part = interfaces.split_off(interfaces.len().saturating_sub(share));
+            scope.spawn(move || part.into_iter().for_each(|live| live.interface.stop()));
+        }
+    });
+}
+
+/// An interface to open, and its port.
+pub(super) struct Order<'a> {
+    pub spec: &'a InterfaceSpec,
+    pub port: PortId,
+    pub before: Before,
+}
+
+/// Opens interfaces, several at a time. Results are in the order of the orders.
+pub(super) fn open_all(orders: &[Order<'_>], core: &Core) -> Vec<Result<LiveInterface, NotOpen>> {
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let mut done = vec![];
+        loop {
+            let index = next.fetch_add(1, Relaxed);
+            let Some(order) = orders.get(index) else { return done };
+            done.push((index, open(order, core)));
+        }
+    };
+    let workers = orders.len().min(OPENED_AT_A_TIME);
+    if workers < 2 {
+        return orders.iter().map(|order| open(order, core)).collect();
+    }
+    let mut done: Vec<_> = std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..workers).map(|_| scope.spawn(work)).collect();
+        let join = |worker: std::thread::ScopedJoinHandle<'_, _>| {
+            worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        };
+        workers.into_iter().flat_map(join).collect()
+    });
+    done.sort_by_key(|(index, _)| *index);
+    done.into_iter().map(|(_, result)| result).collect()
+}
+
+fn open(order: &Order<'_>, core: &Core) -> Result<LiveInterface, NotOpen> {
+    let Order { spec, port, before } = order;
+    let (port, stats) = (*port, before.stats.clone());
     let mut direct = None;
-    let stats = Arc::new(PortStats::default());
     let (mac, mtu, queues) = (spec.mac, spec.mtu as usize, spec.queues as usize);
     let origin = frame::Origin { port, network: spec.network };
     let mut kernel = Err(format!("only kind veth has it, this is kind {}", spec.attachment.kind()));
-    let (interface, mtu): (Arc<dyn Interface>, u32) = match &spec.attachment {
+    let interface: Arc<dyn Interface> = match &spec.attachment {
         Attachment::VhostUser { socket, server, front_end, direct: own } => {
             if let Some(DirectSpec { port, .. }) = own {
                 let address = SocketAddr::new(core.bridge_address().ip(), *port);
-                direct = Some(UnderlayPort::bind(address).map_err(|e| e.to_string())?);
+                direct = Some(UnderlayPort::bind(address)?);
             }
             let (socket, server, name) = (socket.clone(), *server, spec.name.clone());
-            let access = front_end.access().map_err(|e| e.to_string())?;
-            let peer = front_end.peer().map_err(|e| e.to_string())?;
+            let refused = |error: String| NotOpen { error, waits_for: None };
+            let access = front_end.access().map_err(|error| refused(error.to_string()))?;
+            let peer = front_end.peer().map_err(|error| refused(error.to_string()))?;
             let memory_max = front_end.memory_max();
             let options =
                 VhostUserOptions { name, socket, server, mac, mtu, queues, access, peer, memory_max };
-            let interface =
-                VhostUser::start(options, port, spec.network, stats.clone()).map_err(|e| e.to_string())?;
-            (interface, spec.mtu)
+            VhostUser::start(options, port, spec.network, stats.clone())?
         }
-        Attachment::Tap { device, netns } => open_tap(spec, (device, netns), origin, &stats)?,
-        Attachment::Veth { device, netns } => match open_veth(spec, (device, netns), (origin, &stats), core)?
-        {
+        Attachment::Tap { .. } => open_tap(order, origin, &stats)?,
+        Attachment::Veth { .. } => match open_veth(order, (origin, &stats), core)? {
             Ok((attached, veth)) => {
                 kernel = Ok(attached);
-                let mtu = veth.mtu() as u32;
-                (veth, mtu)
+                veth
             }
             Err(why) => {
                 kernel = Err(why);
-                open_tap(spec, (device, netns), origin, &stats)?
+                open_tap(order, origin, &stats)?
             }
         },
         Attachment::Local { device, netns, promiscuous } => {
             let (device, netns, promiscuous) = (device.clone(), netns.clone(), *promiscuous);
             let options = LocalOptions { device, netns, promiscuous, mtu };
-            let local = Local::open(&options, origin, stats.clone()).map_err(|e| e.to_string())?;
-            let mtu = local.mtu() as u32;
-            (local, mtu)
+            Local::open(&options, origin, stats.clone())?
         }
     };
     if let Some(guest) = interface.coalesce() {
         guest.set_interrupts(spec.driving.interrupts);
     }
     let drive = Drive::new(spec.driving.mode, queues);
-    Ok(LiveInterface { port, mtu, stats, drive, interface, direct, kernel })
+    let (mac, mtu) = (interface.device().and_then(|device| device.mac()), spec.mtu);
+    let (absent, logged) = (None, Logged::default());
+    Ok(LiveInterface { port, stats, drive, interface, direct, kernel, absent, mac, logged, mtu })
 }
 
-/// A device's name and network namespace, as configured.
-type Place<'a> = (&'a String, &'a Option<Netns>);
-
+/// Opens a TAP: for kind `tap`, and for kind `veth` where the kernel does not forward.
 fn open_tap(
-    spec: &InterfaceSpec,
-    (device, netns): Place<'_>,
+    order: &Order<'_>,
     origin: frame::Origin,
     stats: &Arc<PortStats>,
-) -> Result<(Arc<dyn Interface>, u32), String> {
-    let (device, netns, mac) = (device.clone(), netns.clone(), spec.mac);
+) -> Result<Arc<dyn Interface>, NotOpen> {
+    let Order { spec, before, .. } = order;
+    let (Attachment::Tap { device, netns } | Attachment::Veth { device, netns }) = &spec.attachment else {
+        unreachable!("only these kinds have a TAP");
+    };
+    let (device, netns, mac, mac_before) = (device.clone(), netns.clone(), spec.mac, before.mac);
     let (mtu, queues) = (spec.mtu as usize, spec.queues as usize);
-    let options = TapOptions { device, netns, mac, mtu, queues, silent: false };
-    let tap = Tap::open(&options, origin, stats.clone()).map_err(|e| e.to_string())?;
-    let mtu = tap.mtu() as u32;
-    Ok((tap, mtu))
+    let options = TapOptions { device, netns, mac, mac_before, mtu, queues, silent: false };
+    Ok(Tap::open(&options, origin, stats.clone())?)
 }
 
 /// Opens a veth with the kernel's programs at it. The inner error says why there is no kernel path: a TAP then does the same.
 fn open_veth(
-    spec: &InterfaceSpec,
-    (device, netns): Place<'_>,
+    order: &Order<'_>,
     (origin, stats): (frame::Origin, &Arc<PortStats>),
     core: &Core,
-) -> Result<Result<(Attached, Arc<Veth>), String>, String> {
+) -> Result<Result<(Attached, Arc<Veth>), String>, NotOpen> {
+    let Order { spec, before, .. } = order;
+    let Attachment::Veth { device, netns } = &spec.attachment else { unreachable!("it is a veth") };
     if spec.kernel_path == KernelPath::Off {
         return Ok(Err("its kernel_path is off".into()));
     }
@@ -155,8 +351,9 @@ fn open_veth(
     let Some(netns) = netns.clone().filter(|netns| !netns.is_own()) else {
         return Ok(Err("its device is in vnetd's own network namespace; name another by netns".into()));
     };
-    let options = VethOptions { device: device.clone(), netns, mac: spec.mac, mtu: spec.mtu as usize };
-    let veth = Veth::open(&options, origin, stats.clone()).map_err(|e| e.to_string())?;
+    let mac = spec.mac.or(before.mac);
+    let options = VethOptions { device: device.clone(), netns, mac, mtu: spec.mtu as usize };
+    let veth = Veth::open(&options, origin, stats.clone()).map_err(NotOpen::from)?;
     let attached = veth.kernel_device().ok_or_else(|| "it has no device".to_string()).and_then(|device| {
         let (host, tap) = (device.host.clone(), device.tap.clone());
         let device = GuestDevice { host, tap, mac: device.mac };
@@ -164,7 +361,7 @@ fn open_veth(
     });
     match attached {
         Ok(attached) => {
-            veth.raise().map_err(|e| e.to_string())?;
+            veth.raise().map_err(NotOpen::from)?;
             Ok(Ok((attached, veth)))
         }
         Err(why) => {

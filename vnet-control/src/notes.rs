@@ -23,7 +23,7 @@ impl Mistakes {
     pub fn of(engine: &Engine) -> Mistakes {
         let oversize = |(name, live): (&String, &LiveInterface)| {
             let sent = live.stats.last_oversize.lately()?;
-            Some(Oversize { sent, to: name.clone(), mtu: live.mtu })
+            Some(Oversize { sent, to: name.clone(), mtu: live.mtu() })
         };
         Mistakes(engine.interfaces.iter().filter_map(oversize).collect())
     }

@@ -8,6 +8,7 @@ use std::time::Duration;
 use super::check::{links, security};
 use super::desired::*;
 use super::engine::{Engine, EngineError};
+use super::live::Patience;
 use super::overlay::{Computed, Local, PeerLink};
 use super::plan::Plan;
 use super::{Place, api, config};
@@ -26,7 +27,9 @@ impl Engine {
         let (joined, refused) = self.usable(&self.own, computed);
         let before = std::mem::replace(&mut self.joined, joined);
         let merged = self.merged(&self.own);
-        let done = config::validate(&merged).map_err(EngineError::from).and_then(|()| self.carry_out(merged));
+        let done = config::validate(&merged)
+            .map_err(EngineError::from)
+            .and_then(|()| self.carry_out(merged, Patience::Awaited));
         match done {
             Ok(plan) => {
                 if plan.is_empty() {

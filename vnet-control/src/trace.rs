@@ -139,7 +139,7 @@ impl Engine {
                     State::Down(reason) => format!("down ({reason})"),
                     State::Broken(reason) => format!("broken ({reason})"),
                 };
-                (state, live.mtu, None)
+                (state, live.mtu(), None)
             }
             Target::Link(name) => {
                 let link = &self.links.get(name)?.link;

@@ -1,6 +1,7 @@
-//! Requests to the kernel's rtnetlink(7), one at a time.
+//! rtnetlink(7): requests to the kernel, one at a time, and its notifications.
 
 use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
 
 use netlink_packet_core::{NLM_F_ACK, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload};
 use netlink_packet_route::RouteNetlinkMessage;
@@ -50,5 +51,44 @@ impl Netlink {
         self.0.send(&bytes, 0)?;
         let (answer, _) = self.0.recv_from_full()?;
         NetlinkMessage::<RouteNetlinkMessage>::deserialize(&answer).map_err(io::Error::other)
+    }
+}
+
+impl AsFd for Netlink {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// Tells that something changed in the network namespace of the thread that created it. What it was, the reader looks up: a
+/// notification can be lost when many come at once, but never all of them.
+pub(crate) struct Notifications(Socket);
+
+impl Notifications {
+    /// Subscribes to `groups` (`RTMGRP_…`).
+    pub(crate) fn subscribe(groups: u32) -> io::Result<Notifications> {
+        let mut socket = Socket::new(NETLINK_ROUTE)?;
+        socket.set_non_blocking(true)?;
+        socket.bind(&SocketAddr::new(0, groups))?;
+        Ok(Notifications(socket))
+    }
+
+    /// Discards what has come, as far as a reader that is slower than the writer gets.
+    pub(crate) fn drain(&self) {
+        const MESSAGES_MAX: usize = 1024;
+        for _ in 0..MESSAGES_MAX {
+            let mut room = [0; 1];
+            // Messages are cut to the room. ENOBUFS tells of lost ones and comes before the rest.
+            match self.0.recv(&mut room.as_mut_slice(), 0) {
+                Err(error) if error.raw_os_error() != Some(libc::ENOBUFS) => return,
+                _ => {}
+            }
+        }
+    }
+}
+
+impl AsFd for Notifications {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
     }
 }

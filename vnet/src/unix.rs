@@ -51,6 +51,16 @@ pub enum ListenError {
         /// The kernel's error.
         error: io::Error,
     },
+    /// The socket's directory does not exist.
+    #[error(
+        "cannot listen on socket '{path}': directory '{folder}' is not there; make it: mkdir -p {folder}"
+    )]
+    NoFolder {
+        /// The socket.
+        path: PathBuf,
+        /// Its directory.
+        folder: PathBuf,
+    },
     /// A system call failed.
     #[error("cannot listen on socket '{path}': {error}; choose another path or run vnetd as root")]
     System {
@@ -119,6 +129,10 @@ impl Listener {
     pub fn bind_for(path: &Path, mode: u32, access: SocketAccess) -> Result<Listener, ListenError> {
         let failed = |error: io::Error| ListenError::System { path: path.to_owned(), error };
         let address = SocketAddrUnix::new(path).map_err(|_| ListenError::PathTooLong(path.to_owned()))?;
+        let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        if !folder.exists() {
+            return Err(ListenError::NoFolder { path: path.to_owned(), folder: folder.to_owned() });
+        }
         let _lock = Lock::take(path)?;
         make_way(path)?;
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -331,6 +345,14 @@ mod tests {
         drop(ours);
         assert!(path.exists());
         drop(theirs);
+    }
+
+    #[test]
+    fn a_missing_directory_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let below = folder.path().join("below");
+        let error = Listener::bind(&below.join("s"), 0o600).unwrap_err().to_string();
+        assert!(error.ends_with(&format!("mkdir -p {}", below.display())), "{error}");
     }
 
     #[test]

@@ -367,7 +367,10 @@ async fn apply(
     let applied = change(shared, by, move |engine| {
         let desired = configuration.desired;
         let plan = if dry_run { engine.plan(&desired)? } else { engine.apply(desired)? };
-        let warnings = configuration.warnings.iter().map(ToString::to_string).collect();
+        let mut warnings: Vec<_> = configuration.warnings.iter().map(ToString::to_string).collect();
+        if !dry_run {
+            warnings.extend(engine.absent_in(&plan));
+        }
         Ok(api::Applied { dry_run, changes: plan.changes(), warnings })
     });
     Ok(json(StatusCode::OK, &applied.await?))

@@ -10,6 +10,7 @@ mod events;
 mod follow;
 mod gate;
 mod handlers;
+mod interfaces;
 mod metrics;
 mod overlay;
 #[cfg(test)]
@@ -27,6 +28,7 @@ use std::sync::Arc;
 
 use clap::Parser;
 use parking_lot::Mutex;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing_subscriber::filter::{LevelFilter, Targets};
@@ -157,7 +159,16 @@ fn make_folder(socket: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
+/// Raises the limit of open files as far as it may be: interfaces take several each.
+fn allow_files() {
+    let limit = getrlimit(Resource::Nofile);
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }) {
+        tracing::warn!("cannot raise the limit of open files: {error}");
+    }
+}
+
 fn run(file: &Path) -> Result<(), Failure> {
+    allow_files();
     let Configuration { desired, warnings } = config::load(file)?;
     warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -179,6 +190,7 @@ fn run(file: &Path) -> Result<(), Failure> {
         let ready = ready_line(&engine, &remote);
         let inbox = engine.inbox().clone();
         let shared: Shared = Arc::new(Mutex::new(Some(engine)));
+        let interfaces = interfaces::start(&shared)?;
         let overlay = prepared.map(|prepared| overlay::start(&shared, prepared)).transpose()?.flatten();
         let app = App {
             shared: shared.clone(),
@@ -203,6 +215,7 @@ fn run(file: &Path) -> Result<(), Failure> {
         }
         // Waits for requests in progress: they hold the lock.
         let engine = shared.lock().take();
+        interfaces.stop();
         if let Some(engine) = engine {
             engine.stop();
         }

@@ -158,9 +158,11 @@ fn interfaces(interfaces: &[Interface]) -> Finding {
     }
     let up = interfaces.iter().filter(|interface| interface.state == "up").count();
     let what = format!("{up} of {} up", interfaces.len());
-    if up == interfaces.len() {
+    let Some(down) = interfaces.iter().find(|interface| interface.state != "up") else {
         return Finding::ok("interfaces", WHY, what);
-    }
+    };
+    let reason = down.reason.as_deref().unwrap_or("no reason given");
+    let what = format!("{what}; interface {} is down: {reason}", down.name);
     let todo = "start the guests; 'vnet interface list' shows what each waits for";
     Finding::bad("interfaces", Level::Warn, WHY, what, todo)
 }

@@ -146,6 +146,16 @@ impl Attachment {
         }
     }
 
+    /// The network namespace of its device; `None`: vnetd's own, or no device.
+    pub fn netns(&self) -> Option<&Netns> {
+        match self {
+            Attachment::Tap { netns, .. }
+            | Attachment::Veth { netns, .. }
+            | Attachment::Local { netns, .. } => netns.as_ref(),
+            Attachment::VhostUser { .. } => None,
+        }
+    }
+
     /// Value of `kind` in the configuration.
     pub fn kind(&self) -> &'static str {
         self.into()

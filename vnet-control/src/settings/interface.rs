@@ -6,6 +6,7 @@ use std::net::IpAddr;
 use vnet::dispatch::mode::Mode;
 use vnet::frame::MTU_MAX;
 use vnet::interface::interrupts::Interrupts;
+use vnet::interface::tap::TAP_MTU_MAX;
 use vnet::interface::vhost_user::QUEUES_MAX;
 
 use super::key::{Applies, Declaration, Field, Selector, Takes, field};
@@ -433,6 +434,10 @@ pub(super) fn judge(reader: &mut Reader<'_>, interface: &InterfaceSpec) {
                 reader.problem(&reader.place_of(key), text);
             }
         }
+    }
+    if matches!(interface.attachment, Attachment::Tap { .. }) && interface.mtu as usize > TAP_MTU_MAX {
+        let text = format!("mtu {} is more than a TAP takes; it will be {TAP_MTU_MAX}", interface.mtu);
+        reader.hint(&reader.place_of("mtu"), text);
     }
     let Driving { mode, interrupts } = &interface.driving;
     for (low, high, values) in [

@@ -4,9 +4,12 @@
 //! may deliver to any queue, a [`Selection`] of a batch at a time; implementations serialise that with one lock per batch, never per
 //! frame. Names follow the core's point of view, as in VNET/P: *receive* is from the guest.
 //!
-//! Optional abilities have traits of their own: [`Coalesce`] (optimistic interrupts) and [`Land`] (receive in place, into the
-//! guest's buffers).
+//! Optional abilities have traits of their own: [`Coalesce`] (optimistic interrupts), [`Land`] (receive in place, into the
+//! guest's buffers) and [`OnDevice`] (a network device of the kernel, which others can change or delete). What cannot be opened
+//! has [`Absent`](absent::Absent) in its place, and [`watch`] tells when to try again.
 
+pub mod absent;
+pub mod device;
 pub mod fake;
 mod frame_writer;
 pub mod interrupts;
@@ -16,9 +19,11 @@ pub mod tap;
 pub mod veth;
 pub mod vhost_user;
 pub mod virtqueue;
+pub mod watch;
 
 use std::sync::Arc;
 
+use self::device::OnDevice;
 use self::interrupts::InterruptSettings;
 use crate::frame::{DropSink, Frame, Room, Selection};
 use crate::source::Source;
@@ -68,6 +73,11 @@ pub trait Interface: Send + Sync {
 
     /// The guest's device, where the kernel may forward known flows by itself.
     fn kernel_device(&self) -> Option<&KernelDevice> {
+        None
+    }
+
+    /// The network device behind it; `None` for interfaces without.
+    fn device(&self) -> Option<&dyn OnDevice> {
         None
     }
 

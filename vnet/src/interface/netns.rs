@@ -1,15 +1,16 @@
 //! Network namespaces that devices live in.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsFd;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 /// A network namespace.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Netns {
     /// A name as in `ip netns`.
     Name(String),
@@ -50,20 +51,65 @@ impl std::fmt::Display for Netns {
     }
 }
 
+/// Device and inode of a namespace's file. No other namespace has the same while a socket or device keeps this one alive.
+pub(super) type NamespaceId = (u64, u64);
+
+/// A namespace that does not exist or may not be entered.
+#[derive(Debug)]
+pub struct NetnsError {
+    netns: Netns,
+    error: io::Error,
+}
+
+impl std::error::Error for NetnsError {}
+
+impl std::fmt::Display for NetnsError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let NetnsError { netns, error } = self;
+        match netns.pid() {
+            Some(pid) if self.is_absent() => {
+                write!(
+                    f,
+                    "cannot enter network namespace '{netns}': process {pid} has exited; name a running one"
+                )
+            }
+            _ => write!(
+                f,
+                "cannot enter network namespace '{netns}': {error}; is it there ('ip netns list'), and is vnetd root?"
+            ),
+        }
+    }
+}
+
+impl NetnsError {
+    /// The namespace is not there yet. EINVAL: 'ip netns add' makes the file before it mounts the namespace on it.
+    fn is_absent(&self) -> bool {
+        self.error.kind() == io::ErrorKind::NotFound || self.error.raw_os_error() == Some(libc::EINVAL)
+    }
+
+    /// Why an interface is down, if the namespace may still come.
+    pub(super) fn waits_for(&self) -> Option<String> {
+        self.is_absent().then(|| self.netns.absence())
+    }
+}
+
 impl Netns {
-    /// Runs `open` in this namespace, on a short-lived thread that enters it.
-    ///
-    /// # Errors
-    /// The namespace does not exist or may not be entered.
-    pub(super) fn run<T: Send>(&self, open: impl FnOnce() -> T + Send) -> io::Result<T> {
-        std::thread::scope(|scope| {
-            let inside = scope.spawn(|| {
-                let file = self.open()?;
-                move_into_link_name_space(file.as_fd(), Some(LinkNameSpaceType::Network))?;
-                Ok(open())
-            });
-            inside.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        })
+    /// Runs `open` in this namespace, on a short-lived thread that enters it. Returns the namespace's identity with the result.
+    pub(super) fn run<T: Send>(
+        &self,
+        open: impl FnOnce() -> T + Send,
+    ) -> Result<(NamespaceId, T), NetnsError> {
+        let fail = |error| NetnsError { netns: self.clone(), error };
+        let file = self.open()?;
+        let id = file.metadata().map(|meta| identity_of(&meta)).map_err(fail)?;
+        let inside = || -> io::Result<T> {
+            move_into_link_name_space(file.as_fd(), Some(LinkNameSpaceType::Network))?;
+            Ok(open())
+        };
+        let done = std::thread::scope(|scope| {
+            scope.spawn(inside).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        });
+        Ok((id, done.map_err(fail)?))
     }
 
     /// True when it is known to be that of the calling thread.
@@ -77,16 +123,83 @@ impl Netns {
     ///
     /// # Errors
     /// The namespace does not exist or may not be opened.
-    pub(super) fn open(&self) -> io::Result<File> {
-        File::open(self.file())
+    pub(super) fn open(&self) -> Result<File, NetnsError> {
+        let fail = |error| NetnsError { netns: self.clone(), error };
+        // O_NONBLOCK: any file may be named, and a FIFO would block.
+        let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(self.file());
+        file.map_err(fail)
     }
 
     /// The namespace's file for setns(2).
-    fn file(&self) -> PathBuf {
+    pub(super) fn file(&self) -> PathBuf {
         match self {
             Netns::Name(name) => Path::new("/run/netns").join(name),
             Netns::Path(path) => path.clone(),
             Netns::Pid(pid) => format!("/proc/{pid}/ns/net").into(),
         }
+    }
+
+    /// The process whose namespace this is, if it is known by one.
+    pub fn pid(&self) -> Option<u32> {
+        match self {
+            Netns::Pid(pid) => Some(*pid),
+            Netns::Path(path) => {
+                path.strip_prefix("/proc").ok()?.iter().next()?.to_str().and_then(|pid| pid.parse().ok())
+            }
+            Netns::Name(_) => None,
+        }
+    }
+
+    /// The identity of the namespace that has this name now.
+    pub(super) fn identity(&self) -> Option<NamespaceId> {
+        std::fs::metadata(self.file()).ok().map(|meta| identity_of(&meta))
+    }
+
+    /// Why an interface in this namespace is down while there is none.
+    pub(super) fn absence(&self) -> String {
+        match self.pid() {
+            Some(pid) => format!("process {pid} of netns {self} has exited"),
+            None => format!("waiting for netns {self}"),
+        }
+    }
+
+    /// A shell command on a device in this namespace; `command` follows `ip`.
+    pub(super) fn ip_command(netns: Option<&Netns>, command: &str) -> String {
+        match netns {
+            None => format!("ip {command}"),
+            Some(Netns::Name(name)) => format!("ip -n {name} {command}"),
+            Some(netns) => format!("nsenter --net={} ip {command}", netns.file().display()),
+        }
+    }
+}
+
+fn identity_of(meta: &std::fs::Metadata) -> NamespaceId {
+    (meta.dev(), meta.ino())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_known_by_number_and_by_path() {
+        let pid = |text: &str| text.parse::<Netns>().unwrap().pid();
+        assert_eq!(
+            [pid("pid:12"), pid("/proc/12/ns/net"), pid("/run/netns/12"), pid("12")],
+            [Some(12), Some(12), None, None]
+        );
+    }
+
+    #[test]
+    fn what_is_not_there_is_told_by_its_kind() {
+        let error = |text: &str| text.parse::<Netns>().unwrap().run(|| ()).unwrap_err();
+        // The largest pid that a kernel may be told to give is 2^22.
+        let gone = error("pid:4194305");
+        assert!(gone.to_string().contains("process 4194305 has exited"), "{gone}");
+        assert_eq!(gone.waits_for().unwrap(), "process 4194305 of netns pid:4194305 has exited");
+        assert_eq!(error("no-such-netns").waits_for().unwrap(), "waiting for netns no-such-netns");
+        // A file without a namespace mounted on it, as 'ip netns add' leaves it for a moment.
+        let file = tempfile::NamedTempFile::new().unwrap();
+        assert!(error(file.path().to_str().unwrap()).waits_for().unwrap().starts_with("waiting for netns /"));
     }
 }

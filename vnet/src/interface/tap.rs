@@ -20,7 +20,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
@@ -29,8 +29,10 @@ use netlink_packet_route::RouteNetlinkMessage;
 use netlink_packet_route::link::{LinkAttribute, LinkFlags, LinkMessage};
 use parking_lot::Mutex;
 
+use super::device::{self, Home, OnDevice, Sight};
 use super::frame_writer::FrameWriter;
 pub use super::netns::Netns;
+use super::netns::NetnsError;
 use super::{Interface, State};
 use crate::frame::{Batch, DropSink, FRAME_MAX, Frame, Origin, Segment, Selection};
 use crate::netlink::Netlink;
@@ -71,6 +73,8 @@ pub struct TapOptions {
     pub netns: Option<Netns>,
     /// MAC address of the guest's side; chosen by the kernel if absent.
     pub mac: Option<Mac>,
+    /// MAC address of a device made here if `mac` is absent: its predecessor's, so that the guest stays who it was.
+    pub mac_before: Option<Mac>,
     /// MTU in bytes, capped at [`TAP_MTU_MAX`].
     pub mtu: usize,
     /// Queues, 1 to 256.
@@ -83,15 +87,8 @@ pub struct TapOptions {
 #[derive(Debug, thiserror::Error)]
 pub enum TapError {
     /// The namespace does not exist or may not be entered.
-    #[error(
-        "cannot enter network namespace '{netns}': {error}; is it there ('ip netns list'), and is vnetd root?"
-    )]
-    Netns {
-        /// The namespace as configured.
-        netns: String,
-        /// The kernel's error.
-        error: io::Error,
-    },
+    #[error(transparent)]
+    Netns(#[from] NetnsError),
     /// Cannot open `/dev/net/tun`.
     #[error("cannot open /dev/net/tun: {0}; run vnetd as root or give it CAP_NET_ADMIN and the device")]
     Device(io::Error),
@@ -107,6 +104,16 @@ pub enum TapError {
         /// A hint for the user, or empty.
         hint: &'static str,
     },
+}
+
+impl TapError {
+    /// Why the interface is down, if what it lacks may still come; `None`: only another configuration helps.
+    pub fn waits_for(&self) -> Option<String> {
+        match self {
+            TapError::Netns(error) => error.waits_for(),
+            TapError::Device(_) | TapError::Step { .. } => None,
+        }
+    }
 }
 
 struct Queue {
@@ -139,8 +146,15 @@ fn written_with(before: usize, len: usize) -> Option<usize> {
 /// A TAP device.
 pub struct Tap {
     device: String,
+    home: Home,
     origin: Origin,
+    /// Configured MTU.
     mtu: usize,
+    /// The device's MTU and state when control last looked. Frames up to the configured MTU are delivered all the same: a
+    /// device's MTU limits what it sends.
+    device_mtu: AtomicUsize,
+    device_up: AtomicBool,
+    mtu_capped: bool,
     accepts: Accepts,
     stats: Arc<PortStats>,
     queues: Vec<Queue>,
@@ -156,17 +170,17 @@ impl Tap {
     /// # Errors
     /// As the variants of [`TapError`].
     pub fn open(options: &TapOptions, origin: Origin, stats: Arc<PortStats>) -> Result<Arc<Tap>, TapError> {
-        let (files, accepts) = match &options.netns {
-            None => open_queues(options)?,
-            Some(netns) => netns
-                .run(|| open_queues(options))
-                .map_err(|error| TapError::Netns { netns: netns.to_string(), error })??,
-        };
+        let (home, opened) = Home::enter(options.netns.as_ref(), || open_queues(options))?;
+        let (files, accepts, sight) = opened?;
         let queues = files.into_iter().map(|file| Queue { file, written: AtomicUsize::new(0) }).collect();
         Ok(Arc::new(Tap {
             device: options.device.clone(),
+            home,
             origin,
             mtu: options.mtu.min(TAP_MTU_MAX),
+            device_mtu: sight.mtu.into(),
+            device_up: sight.up.into(),
+            mtu_capped: options.mtu > TAP_MTU_MAX,
             accepts,
             stats,
             queues,
@@ -174,11 +188,6 @@ impl Tap {
             gone: AtomicBool::new(false),
             scratch: Mutex::new(vec![0; FRAME_MAX].into_boxed_slice()),
         }))
-    }
-
-    /// The device's MTU in bytes, which may be less than configured.
-    pub fn mtu(&self) -> usize {
-        self.mtu
     }
 
     fn is_down(&self) -> bool {
@@ -194,8 +203,7 @@ impl Tap {
                 self.gone.store(true, Relaxed);
                 DropReason::NotReady
             }
-            Some(libc::EAGAIN | libc::ENOBUFS | libc::ENOMEM) => DropReason::NoBuffer,
-            _ => DropReason::SendFailed,
+            error => DropReason::of_refusal(error.unwrap_or(libc::EIO)),
         }
     }
 
@@ -275,15 +283,61 @@ impl Interface for Tap {
     fn state(&self) -> State {
         if self.stopped.load(Relaxed) {
             State::Down("stopped".into())
-        } else if self.gone.load(Relaxed) {
-            State::Down(format!("device '{}' was removed", self.device))
+        } else if let Some(reason) = self.lost() {
+            State::Down(reason)
+        } else if !self.device_up.load(Relaxed) {
+            State::Down(self.home.device_down(&self.device))
         } else {
             State::Up
         }
     }
 
+    fn notes(&self) -> Vec<String> {
+        let (device, mtu, now) = (&self.device, self.mtu, self.device_mtu.load(Relaxed));
+        let capped = || format!("mtu is {mtu}, the most that a TAP takes");
+        let changed = || format!("device '{device}' has MTU {now} instead of mtu = {mtu}");
+        self.mtu_capped.then(capped).into_iter().chain((now != mtu).then(changed)).collect()
+    }
+
+    fn device(&self) -> Option<&dyn OnDevice> {
+        Some(self)
+    }
+
     fn stop(&self) {
         self.stopped.store(true, Relaxed);
+    }
+}
+
+impl OnDevice for Tap {
+    fn netns(&self) -> Option<&Netns> {
+        self.home.netns()
+    }
+
+    /// The descriptor follows the device when it is renamed or moved to another namespace, so that nothing is lost. Only what
+    /// is not seen there is as it was.
+    fn look(&self, socket: BorrowedFd<'_>) {
+        match name_of(&self.queues[0].file) {
+            Ok(name) => {
+                if let Ok(sight) = device::see(socket, &name) {
+                    self.device_up.store(sight.up, Relaxed);
+                    self.device_mtu.store(sight.mtu, Relaxed);
+                }
+            }
+            Err(_) => self.gone.store(true, Relaxed),
+        }
+    }
+
+    fn lost(&self) -> Option<String> {
+        let removed = || format!("device '{}' was removed", self.device);
+        self.home.lost().or_else(|| self.gone.load(Relaxed).then(removed))
+    }
+
+    fn mtu(&self) -> usize {
+        self.device_mtu.load(Relaxed)
+    }
+
+    fn mac(&self) -> Option<Mac> {
+        device::mac(&self.queues[0].file, &self.device).ok()
     }
 }
 
@@ -377,7 +431,7 @@ struct IfReq {
 }
 
 /// Opens all queues and configures the device in the network namespace of the calling thread.
-fn open_queues(options: &TapOptions) -> Result<(Vec<File>, Accepts), TapError> {
+fn open_queues(options: &TapOptions) -> Result<(Vec<File>, Accepts, Sight), TapError> {
     let fail = |step, error: io::Error, hint| TapError::Step {
         step,
         device: options.device.chars().take(64).collect(),
@@ -419,8 +473,23 @@ fn open_queues(options: &TapOptions) -> Result<(Vec<File>, Accepts), TapError> {
     if options.silent {
         silence(&options.device).map_err(|error| fail("disable IPv6 on", error, ""))?;
     }
-    configure(options, existed).map_err(|error| fail("configure", error, ""))?;
-    Ok((files, accepts))
+    let sight = configure(options, existed).map_err(|error| fail("configure", error, ""))?;
+    Ok((files, accepts, sight))
+}
+
+/// The name of the device that `file` is a queue of.
+///
+/// # Errors
+/// EBADFD: the device was removed.
+fn name_of(file: &File) -> io::Result<String> {
+    let mut request = IfReq { name: [0; 16], flags: 0, rest: [0; 22] };
+    // SAFETY: TUNGETIFF writes one `struct ifreq`: `request`, exclusively ours.
+    let result = unsafe { libc::ioctl(file.as_raw_fd(), libc::TUNGETIFF as _, &raw mut request) };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let name = request.name.split(|byte| *byte == 0).next().unwrap_or_default();
+    Ok(String::from_utf8_lossy(name).into_owned())
 }
 
 /// Attaches `file` as a queue of the device, which is created if it does not exist.
@@ -481,12 +550,12 @@ pub(super) fn silence(device: &str) -> io::Result<()> {
 }
 
 /// Sets MAC address and MTU, and for a device created here also its queues' length, its GSO limit and up, in the namespace of the
-/// calling thread.
-fn configure(options: &TapOptions, existed: bool) -> io::Result<()> {
+/// calling thread. Returns what the device is like then.
+fn configure(options: &TapOptions, existed: bool) -> io::Result<Sight> {
     let mut link = LinkMessage::default();
     link.header.index = device_index(&options.device).ok_or_else(io::Error::last_os_error)?;
     link.attributes.push(LinkAttribute::Mtu(options.mtu.min(TAP_MTU_MAX) as u32));
-    if let Some(mac) = options.mac {
+    if let Some(mac) = options.mac.or(options.mac_before.filter(|_| !existed)) {
         link.attributes.push(LinkAttribute::Address(mac.0.to_vec()));
     }
     if !existed {
@@ -495,7 +564,9 @@ fn configure(options: &TapOptions, existed: bool) -> io::Result<()> {
         link.header.flags = LinkFlags::Up;
         link.header.change_mask = LinkFlags::Up;
     }
-    Netlink::new()?.change(RouteNetlinkMessage::SetLink(link), 0)
+    let netlink = Netlink::new()?;
+    netlink.change(RouteNetlinkMessage::SetLink(link), 0)?;
+    device::see(&netlink, &options.device)
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
@@ -22,6 +22,9 @@ use netlink_packet_route::link::{
     InfoData, InfoKind, InfoVeth, LinkAttribute, LinkFlags, LinkInfo, LinkMessage,
 };
 
+use parking_lot::Mutex;
+
+use super::device::{self, Home, OnDevice};
 use super::netns::Netns;
 use super::tap::{self, GSO_MAX_SIZE, TAP_MTU_MAX, Tap, TapError, TapOptions};
 use super::{Interface, KernelDevice, State};
@@ -48,6 +51,11 @@ pub struct VethOptions {
 pub struct Veth {
     tap: Arc<Tap>,
     device: KernelDevice,
+    /// The container's device.
+    name: String,
+    home: Home,
+    /// Whether the container's device is up, and its MTU, when control last looked.
+    seen: Mutex<(bool, usize)>,
 }
 
 impl Veth {
@@ -57,14 +65,10 @@ impl Veth {
     /// The namespace cannot be entered, or the kernel refuses a device.
     pub fn open(options: &VethOptions, origin: Origin, stats: Arc<PortStats>) -> Result<Arc<Veth>, TapError> {
         let fail = |step, error| TapError::Step { step, device: options.device.clone(), error, hint: "" };
-        let in_netns = |error| TapError::Netns { netns: options.netns.to_string(), error };
         let (host, tap_name) = names(options);
         let mtu = options.mtu.min(TAP_MTU_MAX);
-        let namespace = options.netns.open().map_err(in_netns)?;
-        let there = |device: &str| {
-            let look = || mac_of(device);
-            options.netns.run(look).map_err(in_netns)
-        };
+        let namespace = options.netns.open()?;
+        let there = |device: &str| options.netns.run(|| mac_of(device)).map(|(_, mac)| mac);
         // A host's end whose other end is gone went with it. One whose container has renamed or moved its device is of no use.
         let known = tap::device_index(&host).is_some();
         if known && there(&options.device)?.is_none() {
@@ -83,18 +87,21 @@ impl Veth {
         let pair = Pair(host.clone());
         tap::silence(&host).map_err(|error| fail("disable IPv6 on the host's end of", error))?;
         let inside = || raise(&options.device, mtu, options.mac);
-        options.netns.run(inside).map_err(in_netns)?.map_err(|error| fail("configure", error))?;
+        let (home, raised) = Home::enter(Some(&options.netns), inside)?;
+        raised.map_err(|error| fail("configure", error))?;
         let mac = there(&options.device)?;
         let mac = mac.ok_or_else(|| fail("find", io::ErrorKind::NotFound.into()))?;
+        let device = tap_name.clone();
         let wanted =
-            TapOptions { device: tap_name.clone(), netns: None, mac: None, mtu, queues: 1, silent: true };
+            TapOptions { device, netns: None, mac: None, mac_before: None, mtu, queues: 1, silent: true };
         let tap = Tap::open(&wanted, origin, stats)?;
         let index =
             |name: &str| tap::device_index(name).ok_or_else(|| fail("find", io::ErrorKind::NotFound.into()));
         let (host_index, tap_index) = (index(&host)?, index(&tap_name)?);
         std::mem::forget(pair);
         let device = KernelDevice { host: (host, host_index), tap: (tap_name, tap_index), mac, mtu };
-        Ok(Arc::new(Veth { tap, device }))
+        let (name, seen) = (options.device.clone(), Mutex::new((true, mtu)));
+        Ok(Arc::new(Veth { tap, device, name, home, seen }))
     }
 
     /// Sets the host's end up, once programs take its frames: the host's network stack would answer ARP.
@@ -105,11 +112,6 @@ impl Veth {
         let host = &self.device.host.0;
         let fail = |error| TapError::Step { step: "set up", device: host.clone(), error, hint: "" };
         raise(host, self.device.mtu, None).map_err(fail)
-    }
-
-    /// The device's MTU in bytes, which may be less than configured.
-    pub fn mtu(&self) -> usize {
-        self.tap.mtu()
     }
 }
 
@@ -131,19 +133,61 @@ impl Interface for Veth {
     }
 
     fn state(&self) -> State {
-        let (host, index) = &self.device.host;
         match self.tap.state() {
-            State::Up if tap::device_index(host) != Some(*index) => {
-                State::Down("the container's device was removed".into())
-            }
-            state => state,
+            State::Up => {}
+            state => return state,
         }
+        if let Some(reason) = self.lost() {
+            State::Down(reason)
+        } else if !self.seen.lock().0 {
+            State::Down(self.home.device_down(&self.name))
+        } else {
+            State::Up
+        }
+    }
+
+    fn notes(&self) -> Vec<String> {
+        let (wanted, now) = (self.device.mtu, self.seen.lock().1);
+        let changed = || format!("device '{}' has MTU {now} instead of mtu = {wanted}", self.name);
+        (now != wanted).then(changed).into_iter().collect()
+    }
+
+    fn device(&self) -> Option<&dyn OnDevice> {
+        Some(self)
     }
 
     fn stop(&self) {
         self.tap.stop();
         // Absent when the container took its end along.
         let _ = remove(&self.device.host.0);
+    }
+}
+
+impl OnDevice for Veth {
+    fn netns(&self) -> Option<&Netns> {
+        self.home.netns()
+    }
+
+    fn look(&self, socket: BorrowedFd<'_>) {
+        // A container may rename its device: what is not seen is as it was.
+        if let Ok(sight) = device::see(socket, &self.name) {
+            *self.seen.lock() = (sight.up, sight.mtu);
+        }
+    }
+
+    fn lost(&self) -> Option<String> {
+        let (host, index) = &self.device.host;
+        // The host's end goes with the container's.
+        let removed = tap::device_index(host) != Some(*index);
+        self.home.lost().or_else(|| removed.then(|| format!("device '{}' was removed", self.name)))
+    }
+
+    fn mtu(&self) -> usize {
+        self.seen.lock().1
+    }
+
+    fn mac(&self) -> Option<Mac> {
+        Some(self.device.mac)
     }
 }
 

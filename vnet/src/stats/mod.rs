@@ -48,12 +48,24 @@ reasons! {
         HopLimit = "hop_limit", "Hop limit reached (at the egress link), or the frame came on a link without hop counts and no rule leads it to another link (at the ingress port).";
         PortGone = "port_gone", "The destination port was removed or stopped meanwhile (at the ingress port).";
         NotReady = "not_ready", "No guest, driver or device is connected (at the destination).";
-        NoBuffer = "no_buffer", "The guest's ring was full, or the socket buffer on a congested path (at the destination).";
+        NoBuffer = "no_buffer", "The guest's ring was full, or a socket buffer or device queue of the host (at the destination).";
         MtuExceeded = "mtu_exceeded", "Larger than the MTU or the encapsulation allows (at the destination).";
         Unsegmentable = "unsegmentable", "A super-frame whose headers do not allow segmentation for this receiver (at the destination).";
         SendFailed = "send_failed", "The host's network stack refused the datagram (at the destination).";
         NoAddress = "no_address", "The link has no remote configured and has not heard from the other host yet (at the destination).";
         NoKey = "no_key", "The sealed link has no session key yet (at the destination).";
+    }
+}
+
+impl DropReason {
+    /// The reason for a frame that the kernel refused to take with the error `errno`.
+    pub(crate) fn of_refusal(errno: i32) -> DropReason {
+        match errno {
+            // A full socket buffer, device queue, or the kernel's memory.
+            libc::EAGAIN | libc::ENOBUFS | libc::ENOMEM => DropReason::NoBuffer,
+            libc::EMSGSIZE => DropReason::MtuExceeded,
+            _ => DropReason::SendFailed,
+        }
     }
 }
 

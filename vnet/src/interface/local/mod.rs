@@ -21,9 +21,9 @@ mod packet;
 mod subscriptions;
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
 use parking_lot::Mutex;
 
@@ -31,6 +31,7 @@ pub use self::packet::LocalError;
 use self::packet::{Packet, PacketBurst};
 use self::subscriptions::Subscriptions;
 use crate::frame::{Batch, DropSink, FRAME_MAX, Origin, Segment, Selection};
+use crate::interface::device::{self, Home, OnDevice};
 use crate::interface::frame_writer::FrameWriter;
 use crate::interface::netns::Netns;
 use crate::interface::{Interface, State, exceeds_mtu};
@@ -57,8 +58,14 @@ pub struct LocalOptions {
 /// The user's LAN as an interface.
 pub struct Local {
     device: String,
+    home: Home,
+    /// The device's interface index: another device of that name has another one.
+    index: libc::c_int,
     origin: Origin,
-    mtu: usize,
+    /// Configured MTU.
+    mtu_max: usize,
+    /// The device's, or less if configured.
+    mtu: AtomicUsize,
     promiscuous: bool,
     /// The device's own MAC address, which belongs to this host.
     own: Mac,
@@ -80,16 +87,16 @@ impl Local {
         origin: Origin,
         stats: Arc<PortStats>,
     ) -> Result<Arc<Local>, LocalError> {
-        let opened = match &options.netns {
-            None => packet::open(&options.device, options.promiscuous)?,
-            Some(netns) => netns
-                .run(|| packet::open(&options.device, options.promiscuous))
-                .map_err(|error| LocalError::Netns(netns.to_string(), error))??,
-        };
+        let open = || packet::open(&options.device, options.promiscuous);
+        let (home, opened) = Home::enter(options.netns.as_ref(), open)?;
+        let opened = opened?;
         Ok(Arc::new(Local {
             device: options.device.clone(),
+            home,
+            index: opened.index,
             origin,
-            mtu: options.mtu.min(opened.mtu),
+            mtu_max: options.mtu,
+            mtu: options.mtu.min(opened.mtu).into(),
             promiscuous: options.promiscuous,
             own: opened.mac,
             stats,
@@ -98,11 +105,6 @@ impl Local {
             stopped: AtomicBool::new(false),
             scratch: Mutex::new(vec![0; FRAME_MAX].into_boxed_slice()),
         }))
-    }
-
-    /// MTU in bytes: the device's, or less if configured.
-    pub fn mtu(&self) -> usize {
-        self.mtu
     }
 
     /// Decides whether a frame from the LAN is accepted.
@@ -209,9 +211,7 @@ fn drop_reason(error: &io::Error) -> DropReason {
     match error.raw_os_error() {
         // The device is down, or was removed.
         Some(libc::ENETDOWN | libc::ENXIO | libc::ENODEV) => DropReason::NotReady,
-        Some(libc::EAGAIN | libc::ENOBUFS | libc::ENOMEM) => DropReason::NoBuffer,
-        Some(libc::EMSGSIZE) => DropReason::MtuExceeded,
-        _ => DropReason::SendFailed,
+        error => DropReason::of_refusal(error.unwrap_or(libc::EIO)),
     }
 }
 
@@ -238,8 +238,9 @@ impl Interface for Local {
             .lock()
             .subscribe_sources(&self.socket, frames.frames().map(|(_, frame)| frame.src));
         let mut writer = FrameWriter::new(packet::HEADER_LEN);
+        let mtu = self.mtu.load(Relaxed);
         for (index, frame) in frames.frames() {
-            if exceeds_mtu(frame, self.mtu) {
+            if exceeds_mtu(frame, mtu) {
                 self.stats.last_oversize.note(frame.sent());
                 drops.dropped(&self.stats, DropReason::MtuExceeded, index, 1);
                 continue;
@@ -259,16 +260,27 @@ impl Interface for Local {
         if self.stopped.load(Relaxed) {
             return State::Down("stopped".into());
         }
-        match packet::flags(&self.socket, &self.device) {
-            Err(_) => State::Down(format!("device '{}' was removed", self.device)),
-            Ok(flags) if flags & libc::IFF_UP == 0 => {
-                State::Down(format!("device '{0}' is down; 'ip link set {0} up'", self.device))
-            }
-            Ok(flags) if flags & libc::IFF_RUNNING == 0 => {
-                State::Down(format!("device '{}' has no carrier", self.device))
-            }
-            Ok(_) => State::Up,
+        if let Some(reason) = self.lost() {
+            return State::Down(reason);
         }
+        match device::see(&self.socket, &self.device) {
+            Ok(sight) if !sight.up => State::Down(self.home.device_down(&self.device)),
+            Ok(sight) if !sight.running => State::Down(format!("device '{}' has no carrier", self.device)),
+            _ => State::Up,
+        }
+    }
+
+    fn notes(&self) -> Vec<String> {
+        let (mtu, mtu_max) = (self.mtu.load(Relaxed), self.mtu_max);
+        let smaller = mtu < mtu_max;
+        smaller
+            .then(|| format!("device '{}' has MTU {mtu}, less than mtu = {mtu_max}", self.device))
+            .into_iter()
+            .collect()
+    }
+
+    fn device(&self) -> Option<&dyn OnDevice> {
+        Some(self)
     }
 
     fn stop(&self) {
@@ -277,6 +289,28 @@ impl Interface for Local {
 
     fn expect(&self, macs: &[Mac]) {
         self.subscriptions.lock().configure(&self.socket, macs);
+    }
+}
+
+impl OnDevice for Local {
+    fn netns(&self) -> Option<&Netns> {
+        self.home.netns()
+    }
+
+    fn look(&self, _socket: BorrowedFd<'_>) {
+        if let Ok(sight) = device::see(&self.socket, &self.device) {
+            self.mtu.store(self.mtu_max.min(sight.mtu), Relaxed);
+        }
+    }
+
+    fn lost(&self) -> Option<String> {
+        let same = |sight: device::Sight| sight.index == self.index;
+        let there = device::see(&self.socket, &self.device).is_ok_and(same);
+        self.home.lost().or_else(|| (!there).then(|| format!("waiting for device '{}'", self.device)))
+    }
+
+    fn mtu(&self) -> usize {
+        self.mtu.load(Relaxed)
     }
 }
 

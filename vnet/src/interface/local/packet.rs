@@ -5,6 +5,8 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use crate::frame::FRAME_MAX;
+use crate::interface::device;
+use crate::interface::netns::NetnsError;
 use crate::wire::ethernet::{ETHERTYPE_VLAN, Mac, VLAN_TAG_LEN};
 use crate::wire::offload::{Offload, VIRTIO_NET_HDR_LEN};
 
@@ -28,8 +30,8 @@ const TPID_VALID: u32 = 1 << 6;
 #[derive(Debug, thiserror::Error)]
 pub enum LocalError {
     /// The namespace does not exist or may not be entered.
-    #[error("cannot enter network namespace '{0}': {1}; is it there ('ip netns list'), and is vnetd root?")]
-    Netns(String, #[source] io::Error),
+    #[error(transparent)]
+    Netns(#[from] NetnsError),
     /// The device does not exist.
     #[error("there is no device '{0}'; the local network needs an existing one, see 'ip link'")]
     NoDevice(String),
@@ -45,6 +47,21 @@ pub enum LocalError {
         /// A hint for the user, or empty.
         hint: &'static str,
     },
+}
+
+impl LocalError {
+    /// Why the interface is down, if what it lacks may still come; `None`: only another configuration helps.
+    pub fn waits_for(&self) -> Option<String> {
+        match self {
+            LocalError::Netns(error) => error.waits_for(),
+            LocalError::NoDevice(device) => Some(format!("waiting for device '{device}'")),
+            // Deleted while it was opened.
+            LocalError::Step { device, error, .. } => {
+                let gone = matches!(error.raw_os_error(), Some(libc::ENODEV | libc::ENXIO));
+                gone.then(|| format!("waiting for device '{device}'"))
+            }
+        }
+    }
 }
 
 /// A bound packet socket, and properties of its device.
@@ -98,7 +115,8 @@ pub(super) fn open(device_name: &str, promiscuous: bool) -> Result<PacketSocket,
     }
     let kind = if promiscuous { libc::PACKET_MR_PROMISC } else { libc::PACKET_MR_ALLMULTI };
     set_membership(&socket, index, kind, Mac::default(), true).map_err(|e| fail("listen on", e))?;
-    let (mac, mtu) = mac_and_mtu(&socket, device_name).map_err(|e| fail("look at", e))?;
+    let mac = device::mac(&socket, device_name).map_err(|e| fail("look at", e))?;
+    let mtu = device::see(&socket, device_name).map_err(|e| fail("look at", e))?.mtu;
     bind(&socket, index).map_err(|e| fail("bind to", e))?;
     Ok(PacketSocket { socket, index, mac, mtu })
 }
@@ -145,41 +163,6 @@ fn bind(socket: &OwnedFd, index: libc::c_int) -> io::Result<()> {
     // SAFETY: `name` is a socket address of length `len`.
     let result = unsafe { libc::bind(socket.as_raw_fd(), (&raw const name).cast(), len) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
-}
-
-/// Queries a device by an ioctl of netdevice(7). The socket must be in the device's namespace.
-fn query(socket: &OwnedFd, device: &str, request_code: libc::c_ulong) -> io::Result<libc::ifreq> {
-    // SAFETY: `ifreq` is plain data, for which all zeros is a valid value.
-    let mut request = unsafe { std::mem::zeroed::<libc::ifreq>() };
-    // The last byte stays zero.
-    let len_max = request.ifr_name.len() - 1;
-    for (to, from) in request.ifr_name[..len_max].iter_mut().zip(device.bytes()) {
-        *to = from as libc::c_char;
-    }
-    // SAFETY: the ioctls used here read and write one `struct ifreq`: `request`, exclusively ours.
-    let result = unsafe { libc::ioctl(socket.as_raw_fd(), request_code as _, &raw mut request) };
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(request) }
-}
-
-/// The device's flags (`IFF_…`).
-pub(super) fn flags(socket: &OwnedFd, device: &str) -> io::Result<libc::c_int> {
-    let answer = query(socket, device, libc::SIOCGIFFLAGS)?;
-    // SAFETY: SIOCGIFFLAGS fills this member, of which every bit pattern is valid.
-    Ok(libc::c_int::from(unsafe { answer.ifr_ifru.ifru_flags }))
-}
-
-fn mac_and_mtu(socket: &OwnedFd, device: &str) -> io::Result<(Mac, usize)> {
-    let answer = query(socket, device, libc::SIOCGIFHWADDR)?;
-    // SAFETY: SIOCGIFHWADDR fills this member, of which every bit pattern is valid.
-    let address = unsafe { answer.ifr_ifru.ifru_hwaddr };
-    if address.sa_family != libc::ARPHRD_ETHER {
-        return Err(io::Error::other("it is not an Ethernet device"));
-    }
-    let mac = Mac(std::array::from_fn(|i| address.sa_data[i] as u8));
-    let answer = query(socket, device, libc::SIOCGIFMTU)?;
-    // SAFETY: SIOCGIFMTU fills this member, of which every bit pattern is valid.
-    let mtu = unsafe { answer.ifr_ifru.ifru_mtu };
-    Ok((mac, usize::try_from(mtu).unwrap_or(0)))
 }
 
 /// A control message with `struct tpacket_auxdata`.

@@ -99,3 +99,15 @@ pub enum VhostUserError {
         source: io::Error,
     },
 }
+
+impl VhostUserError {
+    /// Why the interface is down, if what it lacks may still come; `None`: only another configuration helps.
+    pub fn waits_for(&self) -> Option<String> {
+        match self {
+            VhostUserError::Listen(ListenError::NoFolder { folder, .. }) => {
+                Some(format!("waiting for directory '{0}'; make it: mkdir -p {0}", folder.display()))
+            }
+            _ => None,
+        }
+    }
+}

@@ -358,10 +358,9 @@ impl CutThrough {
                     self.free(draft.messages.remove(0).slot);
                     continue;
                 }
-                Err(error) => match error.raw_os_error() {
-                    Some(libc::EAGAIN) => DropReason::NoBuffer,
+                Err(error) => match error.raw_os_error().unwrap_or(libc::EIO) {
                     // Exceeds the path MTU, or the device cannot segment it: the copying path handles both.
-                    Some(refused @ (libc::EMSGSIZE | libc::EINVAL | libc::EIO)) => {
+                    refused @ (libc::EMSGSIZE | libc::EINVAL | libc::EIO) => {
                         if refused != libc::EMSGSIZE {
                             route.trial.copied(0);
                         }
@@ -369,7 +368,7 @@ impl CutThrough {
                         stats.zero_copy.fallen_back.add(1);
                         return Outcome::Copy;
                     }
-                    _ => DropReason::SendFailed,
+                    refused => DropReason::of_refusal(refused),
                 },
             };
             stats.out_datagrams.add(sent);

@@ -294,15 +294,11 @@ impl Gather {
             if error == libc::EMSGSIZE && may_stop && self.messages[next].sent == 0 {
                 return next;
             }
-            let reason = match error {
-                0 => {
-                    next += 1;
-                    continue;
-                }
-                libc::EMSGSIZE => DropReason::MtuExceeded,
-                libc::EAGAIN => DropReason::NoBuffer,
-                _ => DropReason::SendFailed,
-            };
+            if error == 0 {
+                next += 1;
+                continue;
+            }
+            let reason = DropReason::of_refusal(error);
             // A full socket buffer will refuse the rest too.
             let until = if error == libc::EAGAIN { self.messages.len() } else { next + 1 };
             self.messages[next..until].iter_mut().for_each(|message| message.failed = Some(reason));

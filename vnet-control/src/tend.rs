@@ -1,0 +1,168 @@
+//! Interfaces that cannot be opened, or lose their device: each is down with a reason, and opened as soon as it can be.
+//!
+//! A thread beside the engine watches devices, namespaces and folders ([`vnet::interface::watch`]) and calls
+//! [`Engine::tend`] when something happened there, and when the time of the next attempt has come. The interface keeps its
+//! port, counters, and the MAC address of the device that it made.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::desired::*;
+use super::engine::Engine;
+use super::live::{Absence, Before, LiveInterface, Order, open_all};
+use vnet::interface::watch::{Bell, Place};
+use vnet::interface::{Interface, State};
+
+/// Longest time between two looks at devices, in case no event tells of a change.
+const LOOK: Duration = Duration::from_secs(1);
+/// Longest time without any device to look at.
+const IDLE: Duration = Duration::from_secs(3600);
+
+impl Engine {
+    /// Has `bell` rung when there is something new to [`watched`](Engine::watched).
+    pub fn call_by(&mut self, bell: Bell) {
+        self.bell = Some(bell);
+    }
+
+    pub(super) fn ring(&self) {
+        self.bell.iter().for_each(Bell::ring);
+    }
+
+    /// Interfaces with a device, and the places that interfaces depend on.
+    pub fn watched(&self) -> (Vec<Arc<dyn Interface>>, HashSet<Place>) {
+        let on_devices = self.interfaces.values().filter(|live| live.interface.device().is_some());
+        let on_devices = on_devices.map(|live| live.interface.clone()).collect();
+        let place = |Item { spec, .. }: &Item<InterfaceSpec>| match &spec.attachment {
+            Attachment::Tap { netns, .. }
+            | Attachment::Veth { netns, .. }
+            | Attachment::Local { netns, .. } => Some(Place::Namespace(netns.clone())),
+            Attachment::VhostUser { socket, .. } => {
+                self.interfaces.get(&spec.name)?.absent.as_ref()?;
+                Some(Place::Folder(socket.parent()?.to_owned()))
+            }
+        };
+        (on_devices, self.current.interfaces.iter().filter_map(place).collect())
+    }
+
+    /// Takes down interfaces that lost their device, opens absent ones whose time has come, and logs what has changed.
+    /// `stirred`: what an interface waits for may have come. Returns the time until the next call.
+    pub fn tend(&mut self, stirred: bool) -> Duration {
+        if stirred {
+            self.absences().for_each(|absence| absence.stirred());
+        }
+        let now = Instant::now();
+        self.release_lost();
+        let due = |absence: &Absence| absence.next.is_some_and(|next| next <= now);
+        self.open_those(|live| live.absent.as_ref().is_some_and(due));
+        self.remember_macs();
+        self.log_states();
+        let looked_at = self.interfaces.values().any(|live| live.interface.device().is_some());
+        let next = self.absences().filter_map(|absence| absence.next).min();
+        let longest = if looked_at { LOOK } else { IDLE };
+        next.map_or(longest, |next| next.saturating_duration_since(Instant::now()).min(longest))
+    }
+
+    /// Opens what can be opened now.
+    pub(super) fn open_absent(&mut self) {
+        self.release_lost();
+        self.open_those(|live| live.absent.is_some());
+        self.log_states();
+        self.ring();
+    }
+
+    fn absences(&mut self) -> impl Iterator<Item = &mut Absence> {
+        self.interfaces.values_mut().filter_map(|live| live.absent.as_mut())
+    }
+
+    /// Closes interfaces whose device is lost: until then the kernel keeps what is left of it, and its namespace.
+    fn release_lost(&mut self) {
+        let mut gone = vec![];
+        for Item { spec, .. } in &self.current.interfaces {
+            let Some(live) = self.interfaces.get_mut(&spec.name) else { continue };
+            let Some(reason) = live.interface.device().and_then(|device| device.lost()) else { continue };
+            let before = Before { stats: live.stats.clone(), mac: live.mac };
+            let mut absent = LiveInterface::absent(spec, live.port, before, reason);
+            std::mem::swap(&mut absent.logged, &mut live.logged);
+            gone.push(std::mem::replace(live, absent));
+        }
+        if !gone.is_empty() {
+            self.publish();
+            gone.iter().for_each(|live| live.interface.stop());
+            // The kernel takes its time to end a device, and nothing waits for it: what is opened next is in another namespace.
+            _ = std::thread::Builder::new().name("device-closer".into()).spawn(move || drop(gone));
+        }
+    }
+
+    /// Opens the absent interfaces that `chosen` selects.
+    fn open_those(&mut self, chosen: impl Fn(&LiveInterface) -> bool) {
+        let mut orders = vec![];
+        for Item { spec, .. } in &self.current.interfaces {
+            if let Some(live) = self.interfaces.get(&spec.name).filter(|live| chosen(live)) {
+                let before = Before { stats: live.stats.clone(), mac: live.mac };
+                orders.push(Order { spec, port: live.port, before });
+            }
+        }
+        let results = open_all(&orders, &self.core);
+        let mut opened = false;
+        for (order, result) in orders.iter().zip(results) {
+            let Some(live) = self.interfaces.get_mut(&order.spec.name) else { continue };
+            match (result, &mut live.absent) {
+                (Ok(mut open), _) => {
+                    std::mem::swap(&mut open.logged, &mut live.logged);
+                    *live = open;
+                    opened = true;
+                }
+                (Err(why), Some(absence)) => absence.failed(why.reason()),
+                (Err(_), None) => {}
+            }
+        }
+        if opened {
+            self.publish();
+            self.announce_addresses();
+            self.ring();
+        }
+    }
+
+    fn remember_macs(&mut self) {
+        for live in self.interfaces.values_mut() {
+            let now = live.interface.device().and_then(|device| device.mac());
+            live.mac = now.or(live.mac);
+        }
+    }
+
+    /// Logs changed states of interfaces that are absent or on a device; the others log their own.
+    pub(super) fn log_states(&mut self) {
+        for (name, live) in &mut self.interfaces {
+            let state = match (&live.absent, live.interface.device()) {
+                (None, None) => State::Up,
+                _ => live.state(),
+            };
+            if state == live.logged.state {
+                continue;
+            }
+            // What is left out is logged by a later call.
+            if !live.logged.allow() {
+                continue;
+            }
+            match &state {
+                State::Up => tracing::info!("interface {name} is up"),
+                State::Down(reason) | State::Broken(reason) => {
+                    tracing::warn!("interface {name} is down: {reason}")
+                }
+            }
+            live.logged.state = state;
+        }
+    }
+
+    /// Warnings about interfaces of a plan that could not be opened yet.
+    pub fn absent_in(&self, plan: &super::plan::Plan) -> Vec<String> {
+        let changed = plan.interfaces.changed.iter().map(|(_, wanted)| wanted);
+        let absent = |Item { spec, .. }: &Item<InterfaceSpec>| {
+            let live = self.interfaces.get(&spec.name).filter(|live| live.absent.is_some())?;
+            let State::Down(reason) = live.state() else { return None };
+            Some(format!("interface {} is down: {reason}", spec.name))
+        };
+        plan.interfaces.added.iter().chain(changed).filter_map(absent).collect()
+    }
+}

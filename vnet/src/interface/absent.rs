@@ -1,0 +1,67 @@
+//! An interface that is not there: its device, namespace or socket folder is missing. It has a port and counters, drops what
+//! it should deliver, and tells what it waits for, until control opens the real one in its place.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::{Interface, State};
+use crate::frame::{Batch, DropSink, Selection};
+use crate::poll::Waker;
+use crate::source::{Source, Taken};
+use crate::stats::{DropReason, PortStats};
+
+/// Stands for an interface that could not be opened.
+pub struct Absent {
+    reason: Mutex<String>,
+    stats: Arc<PortStats>,
+}
+
+impl Absent {
+    /// Stands for an interface that is down for `reason`; `stats` are that interface's.
+    pub fn new(reason: String, stats: Arc<PortStats>) -> Absent {
+        Absent { reason: Mutex::new(reason), stats }
+    }
+
+    /// Replaces the reason.
+    pub fn set_reason(&self, reason: String) {
+        *self.reason.lock() = reason;
+    }
+}
+
+impl Interface for Absent {
+    fn queues(&self) -> usize {
+        1
+    }
+
+    fn source(self: Arc<Self>, _queue: usize) -> Box<dyn Source> {
+        Box::new(Nothing)
+    }
+
+    fn deliver(&self, _queue: usize, frames: Selection<'_>, drops: &mut DropSink) {
+        drops.dropped_all(&self.stats, DropReason::NotReady, frames.which);
+    }
+
+    fn state(&self) -> State {
+        State::Down(self.reason.lock().clone())
+    }
+
+    fn stop(&self) {}
+}
+
+/// A source without frames.
+struct Nothing;
+
+impl Source for Nothing {
+    unsafe fn fill(&mut self, _batch: &mut Batch, _drops: &mut DropSink, _now_ms: u64) -> Taken {
+        Taken { drained: true, ..Taken::default() }
+    }
+
+    fn watch(&mut self, _waker: Waker) {}
+
+    fn unwatch(&mut self) {}
+
+    fn rest(&mut self) -> bool {
+        true
+    }
+}

@@ -1,0 +1,67 @@
+//! The thread that has the engine tend its interfaces when their devices, namespaces or folders change.
+
+use std::io;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use vnet::interface::watch::{Bell, Watcher};
+
+use crate::shared::Shared;
+
+/// Shortest time between two looks. A namespace is made in several steps, each of which is an event; and whoever owns a
+/// namespace can cause as many events as it likes.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// A running watch.
+pub struct Running {
+    bell: Bell,
+    thread: JoinHandle<()>,
+}
+
+impl Running {
+    /// Waits for its end, once the engine is taken from [`Shared`].
+    pub fn stop(self) {
+        self.bell.ring();
+        if self.thread.join().is_err() {
+            tracing::error!("the watch of interfaces ended in a panic");
+        }
+    }
+}
+
+/// Starts the thread.
+pub fn start(shared: &Shared) -> io::Result<Running> {
+    let watcher = Watcher::new()?;
+    let bell = watcher.bell();
+    if let Some(engine) = shared.lock().as_mut() {
+        engine.call_by(bell.clone());
+    }
+    let shared = shared.clone();
+    let thread =
+        std::thread::Builder::new().name("interfaces".into()).spawn(move || run(&shared, watcher))?;
+    Ok(Running { bell, thread })
+}
+
+/// Watches until the engine is gone.
+fn run(shared: &Shared, mut watcher: Watcher) {
+    let mut stirred = false;
+    loop {
+        let began = Instant::now();
+        let Some((interfaces, places)) = shared.lock().as_ref().map(|engine| engine.watched()) else {
+            return;
+        };
+        watcher.watch(&places);
+        watcher.look(&interfaces);
+        // A device in use is not free to be opened again.
+        drop(interfaces);
+        let Some(wait) = shared.lock().as_mut().map(|engine| engine.tend(stirred)) else { return };
+        stirred = watcher.wait(wait).unwrap_or_else(|error| {
+            tracing::error!(%error, "cannot wait for changes of interfaces");
+            std::thread::sleep(wait);
+            false
+        });
+        let rest = LOOK_EVERY.saturating_sub(began.elapsed());
+        if !rest.is_zero() {
+            std::thread::sleep(rest);
+        }
+    }
+}
