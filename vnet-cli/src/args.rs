@@ -12,7 +12,7 @@ use crate::keys::KeysCommand;
 use crate::settings::{Interface, Link, New, Route};
 use crate::top::model::Top;
 
-/// Asks and changes a running vnetd.
+/// Queries and changes a running vnetd.
 #[derive(Parser)]
 #[command(name = "vnet", version, long_about = LONG_ABOUT, after_long_help = AFTER_HELP)]
 pub struct Args {
@@ -29,11 +29,11 @@ pub struct Args {
 }
 
 const LONG_ABOUT: &str = "\
-Asks and changes a running vnetd, the daemon that puts this host's virtual machines and containers on one Ethernet \
+Queries and changes a running vnetd, the daemon that puts this host's virtual machines and containers on one Ethernet \
 LAN with those of other hosts.
 
 Changes take effect at once; frames on what does not change flow on. They last until vnetd stops or reads its \
-configuration file again (SIGHUP): write into the file what shall stay.";
+configuration file again (SIGHUP). To keep them, write them into the file, or let 'vnet save' do it.";
 
 const AFTER_HELP: &str = "\
 Environment:
@@ -67,7 +67,7 @@ pub enum Command {
     /// Links to other hosts
     #[command(subcommand)]
     Link(LinkCommand),
-    /// Routes: which frames go where, before anything learned
+    /// Routes: rules that decide before learned addresses do
     #[command(subcommand)]
     Route(RouteCommand),
     /// Networks: isolated LANs, by number
@@ -77,7 +77,7 @@ pub enum Command {
     Addresses,
     /// The distributed overlay: its store, the other hosts, alarms
     Overlay,
-    /// Make the host be as a configuration file says; only what differs is touched
+    /// Apply a configuration file; only what differs is changed
     Apply {
         /// Configuration file; - for standard input. At most 1 MiB: have larger ones read with SIGHUP
         file: PathBuf,
@@ -102,11 +102,11 @@ pub enum Command {
         #[arg(long)]
         text_only: bool,
     },
-    /// What would become of a frame, and which rule or known address decides
+    /// Trace a frame: where it would go, and which route or known address decides
     Trace(Trace),
     /// Follow what changes: configuration, states of interfaces and links, addresses that move
     Events {
-        /// End after so many events
+        /// End after N events
         #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
         count: Option<u64>,
     },
@@ -122,12 +122,12 @@ pub enum Command {
     /// Watch frames pass an interface or a link: a line each, or pcapng for Wireshark and tcpdump
     #[command(after_long_help = CAPTURE_HELP)]
     Capture(Capture),
-    /// What on this host would hold vnet back, and what to do; needs no vnetd, and asks one when there is
+    /// Check this host for what slows vnet down or breaks it, and say what to do; needs no vnetd, but queries a running one
     Doctor,
-    /// Interfaces and links by rate, live
+    /// Live rates of interfaces and links
     #[command(after_long_help = TOP_HELP)]
     Top(Top),
-    /// Certificates for sealed links: a small authority of one's own; needs no vnetd
+    /// Certificates for sealed links, from a small certificate authority of your own; needs no vnetd
     #[command(subcommand)]
     Keys(KeysCommand),
     /// Versions of this command and of vnetd
@@ -180,8 +180,8 @@ Filter, a part of tcpdump's language; as one argument or the words behind PORT:
   less 100, greater 1500                  by length in bytes, the bound included
   and, or, not, ( )                       'not' binds tightest, then 'and'
 
-Frames stand in the capture as vnet carries them: super-frames whole, checksums as their senders left them. What the
-client is too slow for is missed and counted; the network does not wait for it. Ctrl-C ends it.
+Frames are shown as vnet carries them: super-frames uncut, checksums partial where the sender left them so. Frames that the
+client reads too slowly are missed, and counted; forwarding never waits. Ctrl-C ends the capture.
 
 Examples:
   vnet capture c1                          both directions of interface c1, a line each; times are UTC
@@ -202,10 +202,10 @@ pub struct Capture {
     /// Only frames that are dropped, each with the reason
     #[arg(long)]
     drops: bool,
-    /// Keep so many bytes of each frame [default: all]
+    /// Bytes to keep of each frame [default: all]
     #[arg(short, long, value_name = "BYTES")]
     snap: Option<u32>,
-    /// End after so many frames
+    /// End after N frames
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub count: Option<u64>,
     /// The filter's words
@@ -235,7 +235,7 @@ impl Capture {
 }
 
 const TOP_HELP: &str = "\
-Keys: s sorts by the next column, r the other way round, space holds the figures, + and - change the interval, arrows and
+Keys: s sorts by the next column, r reverses the order, space freezes the display, + and - change the interval, arrows and
 page keys move, h or ? shows help, q leaves. Where standard output is no terminal, one table is printed.";
 
 #[derive(Group)]
@@ -244,13 +244,13 @@ pub struct Trace {
     src: String,
     /// Destination, likewise
     dst: String,
-    /// Where the frame comes from: 'interface NAME' or 'link NAME' [default: where SRC is known to be]
+    /// Where the frame enters: 'interface NAME' or 'link NAME' [default: where SRC is known to be]
     #[arg(long, value_name = "PLACE")]
     from: Option<String>,
     /// Network [default: that of an interface named as SRC or DST, else 1]
     #[arg(long, value_name = "ID")]
     network: Option<u32>,
-    /// Ask the hosts behind native links, too, what they would do, hop by hop
+    /// Also query the hosts behind native links, hop by hop
     #[arg(long)]
     pub follow: bool,
 }
@@ -286,7 +286,7 @@ pub enum InterfaceCommand {
     List,
     /// Add one
     Add(New<Interface>),
-    /// Change one while frames flow: who drives it, how its guest is notified, its limits
+    /// Change an open interface: polling mode, notifications of its guest, limits
     #[command(after_long_help = crate::settings::set_help())]
     Set {
         /// Its name
