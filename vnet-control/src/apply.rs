@@ -10,7 +10,7 @@
 //! or device of another. The old one is stopped first, and reopened if its successor fails.
 //!
 //! An interface whose namespace, device or directory is not there yet does not keep the rest from being applied: it is down
-//! until it can be opened (`tend.rs`).
+//! until it can be opened (`reopen.rs`).
 
 use std::collections::HashSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};

@@ -1,6 +1,6 @@
 //! The engine: the running core, and the state that it is in.
 //!
-//! A change goes through `apply.rs`, which opens what is new and stops what is gone; `tend.rs` opens what could not be opened;
+//! A change goes through `apply.rs`, which opens what is new and stops what is gone; `reopen.rs` opens what could not be opened;
 //! single changes are in `edits.rs`, the overlay's part in `overlay_join.rs`, queries in `view.rs`, `trace.rs`, `capture.rs` and `watch.rs`. All of these use the engine; it uses
 //! none of them.
 

@@ -5,8 +5,9 @@
 //! ([`plan`]) is carried out by the [`engine`], all or nothing: it first opens what is new, then publishes one new setup to
 //! the dispatchers, then stops what is gone. There is no other way to change anything, so a command and an edited file cannot
 //! differ in what they allow. What other hosts publish through a store ([`overlay`]) joins it (`overlay_join`) and goes the same way.
-//! Interfaces that cannot be opened, or lose their device, are opened as soon as they can be (`tend`).
+//! Interfaces that cannot be opened, or lose their device, are opened as soon as they can be (`reopen`).
 
+mod absence;
 mod answers;
 pub mod api;
 mod apply;
@@ -28,10 +29,10 @@ mod observers;
 pub mod overlay;
 mod overlay_join;
 pub mod plan;
+mod reopen;
 pub mod settings;
 pub mod station;
 mod table;
-mod tend;
 mod trace;
 pub mod traffic;
 mod usage;

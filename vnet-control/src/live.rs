@@ -5,13 +5,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
+use super::absence::Absence;
 use super::desired::*;
 use vnet::dispatch::core::Core;
 use vnet::dispatch::in_place::UnderlayPort;
 use vnet::dispatch::mode::Drive;
 use vnet::frame::{self, PortId};
-use vnet::interface::absent::Absent;
 use vnet::interface::local::{Local, LocalError, LocalOptions};
+use vnet::interface::stand_in::Absent;
 use vnet::interface::tap::{Netns, Tap, TapError, TapOptions};
 use vnet::interface::veth::{Veth, VethOptions};
 use vnet::interface::vhost_user::{VhostUser, VhostUserError, VhostUserOptions};
@@ -26,9 +27,6 @@ use vnet::wire::ethernet::Mac;
 const OPENED_AT_A_TIME: usize = 8;
 /// Interfaces that are closed at a time.
 const CLOSED_AT_A_TIME: usize = 32;
-/// Time until an interface that cannot be opened is tried again, doubled after each attempt up to the last.
-const RETRY_FIRST: Duration = Duration::from_millis(50);
-const RETRY_LAST: Duration = Duration::from_secs(10);
 /// Log lines about the state of one interface.
 const LINES_MAX: u32 = 10;
 const LINES_TIME: Duration = Duration::from_secs(10);
@@ -50,14 +48,6 @@ pub(super) struct LiveInterface {
     /// The state in the log.
     pub logged: Logged,
     mtu: u32,
-}
-
-/// An interface that cannot be opened.
-pub(super) struct Absence {
-    pub stand_in: Arc<Absent>,
-    attempts: u32,
-    /// When to try again; `None`: only when the configuration is applied again.
-    pub next: Option<Instant>,
 }
 
 /// What the log said of an interface last. Who owns a device may set it down and up in a loop: at most
@@ -85,25 +75,6 @@ impl Logged {
     }
 }
 
-impl Absence {
-    /// Another attempt has failed for `reason`.
-    pub fn failed(&mut self, reason: String) {
-        self.stand_in.set_reason(reason);
-        self.attempts += 1;
-        self.wait(RETRY_FIRST.saturating_mul(1 << self.attempts.min(16)).min(RETRY_LAST));
-    }
-
-    /// Something happened that the interface may have waited for.
-    pub fn stirred(&mut self) {
-        self.attempts = 0;
-        self.wait(Duration::ZERO);
-    }
-
-    fn wait(&mut self, time: Duration) {
-        self.next = self.next.map(|_| Instant::now() + time);
-    }
-}
-
 impl LiveInterface {
     pub fn state(&self) -> State {
         self.interface.state()
@@ -119,8 +90,7 @@ impl LiveInterface {
         let Before { stats, mac } = before;
         let stand_in = Arc::new(Absent::new(reason, stats.clone()));
         // Another process of the same number is another guest.
-        let of_process = spec.attachment.netns().and_then(Netns::pid).is_some();
-        let next = (!of_process).then(|| Instant::now() + RETRY_FIRST);
+        let retried = spec.attachment.netns().and_then(Netns::pid).is_none();
         LiveInterface {
             port,
             stats,
@@ -128,7 +98,7 @@ impl LiveInterface {
             interface: stand_in.clone(),
             direct: None,
             kernel: Err("the interface is down".into()),
-            absent: Some(Absence { stand_in, attempts: 0, next }),
+            absent: Some(Absence::new(stand_in, retried)),
             mac,
             logged: Logged::default(),
             mtu: spec.mtu,

@@ -126,7 +126,10 @@ fn host_settings_are_read() {
     let warnings: Vec<_> = warnings.iter().map(ToString::to_string).collect();
     assert_eq!(
         warnings,
-        ["f.toml:51: interrupts has no effect on kind tap: the kernel hands frames over at once",]
+        [
+            "f.toml:51: interrupts has no effect on kind tap: the kernel hands frames over at once",
+            "f.toml:54: mtu 65535 is more than a TAP takes; it will be 65521",
+        ]
     );
 }
 

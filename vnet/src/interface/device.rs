@@ -118,3 +118,12 @@ fn query(file: &impl AsFd, device: &str, request_code: libc::c_ulong) -> io::Res
     let result = unsafe { libc::ioctl(file.as_fd().as_raw_fd(), request_code as _, &raw mut request) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(request) }
 }
+
+/// Disables IPv6 at a device that is down, in the namespace of the calling thread.
+pub(super) fn silence(device: &str) -> io::Result<()> {
+    match std::fs::write(format!("/proc/sys/net/ipv6/conf/{device}/disable_ipv6"), "1") {
+        // A kernel without IPv6.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        result => result,
+    }
+}

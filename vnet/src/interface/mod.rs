@@ -8,13 +8,13 @@
 //! guest's buffers) and [`OnDevice`] (a network device of the kernel, which others can change or delete). What cannot be opened
 //! has [`Absent`](absent::Absent) in its place, and [`watch`] tells when to try again.
 
-pub mod absent;
 pub mod device;
 pub mod fake;
 mod frame_writer;
 pub mod interrupts;
 pub mod local;
 mod netns;
+pub mod stand_in;
 pub mod tap;
 pub mod veth;
 pub mod vhost_user;

@@ -471,7 +471,7 @@ fn open_queues(options: &TapOptions) -> Result<(Vec<File>, Accepts, Sight), TapE
         files.push(file);
     }
     if options.silent {
-        silence(&options.device).map_err(|error| fail("disable IPv6 on", error, ""))?;
+        device::silence(&options.device).map_err(|error| fail("disable IPv6 on", error, ""))?;
     }
     let sight = configure(options, existed).map_err(|error| fail("configure", error, ""))?;
     Ok((files, accepts, sight))
@@ -538,15 +538,6 @@ fn queue_len(mtu: usize) -> usize {
     // Every fragment but the last carries a multiple of 8 bytes (RFC 791, RFC 8200).
     let payload = (mtu.saturating_sub(FRAGMENT_HEADERS) / 8 * 8).max(8);
     (QUEUED_DATAGRAMS * 65_535usize.div_ceil(payload)).clamp(QUEUE_LEN_MIN, QUEUE_LEN_MAX)
-}
-
-/// Disables IPv6 at a device that is down, in the namespace of the calling thread.
-pub(super) fn silence(device: &str) -> io::Result<()> {
-    match std::fs::write(format!("/proc/sys/net/ipv6/conf/{device}/disable_ipv6"), "1") {
-        // A kernel without IPv6.
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        result => result,
-    }
 }
 
 /// Sets MAC address and MTU, and for a device created here also its queues' length, its GSO limit and up, in the namespace of the

@@ -85,7 +85,7 @@ impl Veth {
         }
         // Removes the pair when a later step fails.
         let pair = Pair(host.clone());
-        tap::silence(&host).map_err(|error| fail("disable IPv6 on the host's end of", error))?;
+        device::silence(&host).map_err(|error| fail("disable IPv6 on the host's end of", error))?;
         let inside = || raise(&options.device, mtu, options.mac);
         let (home, raised) = Home::enter(Some(&options.netns), inside)?;
         raised.map_err(|error| fail("configure", error))?;

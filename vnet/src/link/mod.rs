@@ -5,7 +5,7 @@
 //!                  |                                                        ^
 //!   Sender: one per kind (native, vxlan, ...)             Receiver: split, reassemble
 //!                  v                                                        |
-//!     messages of headers and slices (socket/gather.rs) -- sendmmsg --> IP --> recvmmsg into one burst of buffers
+//!     messages of headers and slices (socket/send_batch.rs) -- sendmmsg --> IP --> recvmmsg into one burst of buffers
 //! ```
 //!
 //! A [`Link`] is the state kept for one neighbour: the parts common to all links ([`Common`]: name, counters, next datagram

@@ -1,8 +1,8 @@
 //! One call of a sender: frames, their link, and the gather buffer for their datagrams.
 
 use super::common::Common;
-use super::socket::gather::{Exit, Gather};
 use super::socket::name::Name;
+use super::socket::send_batch::{Exit, Gather};
 use super::socket::udp::Socket;
 use crate::frame::{Batch, DropSink, Frame};
 use crate::stats::DropReason;

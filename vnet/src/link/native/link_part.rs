@@ -8,7 +8,7 @@ use super::zero_copy_backoff::Trial;
 use crate::link::common::Common;
 use crate::link::inquiry::Inquiries;
 use crate::link::path::state::udp_payload;
-use crate::link::rendezvous::choice::PathChoice;
+use crate::link::rendezvous::hole_punching::PathChoice;
 use crate::link::sealed::roaming::RemoteAddress;
 use crate::link::sealed::session::Seal;
 use crate::link::socket::name::{Name, Target};

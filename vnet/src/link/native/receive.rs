@@ -12,7 +12,7 @@ use crate::frame::NetworkId;
 use crate::link::inquiry::is_inquiry;
 use crate::link::intake::Intake;
 use crate::link::native::reassembly::{Reassembly, Whole};
-use crate::link::path::link_health;
+use crate::link::path::probe_health;
 use crate::link::path::state::Hint;
 use crate::link::progress::{Progress, discard_reason};
 use crate::link::sealed::aead::TAG_LEN;
@@ -244,8 +244,8 @@ pub(in crate::link) fn ask_for_sealing(link: &Link, socket: &Socket, source: &Na
 #[cold]
 fn reply(link: &Link, header: &Header, payload: &[u8], datagram: &Datagram<'_>) {
     // A path MTU probe tests one direction only.
-    let payload = match payload.starts_with(&link_health::MAGIC) {
-        true => &payload[..payload.len().min(link_health::ANSWER_LEN)],
+    let payload = match payload.starts_with(&probe_health::MAGIC) {
+        true => &payload[..payload.len().min(probe_health::ANSWER_LEN)],
         false => payload,
     };
     let header = Header { kind: Kind::ProbeReply, number: link.take_numbers(1), ..*header };

@@ -203,7 +203,7 @@ impl Drop for NativeSender {
 #[cfg(test)]
 mod tests {
     use crate::frame::{Batch, DropSink, FRAME_MAX, NetworkId, PortId, Segment, Selection};
-    use crate::link::socket::gather::Flushed;
+    use crate::link::socket::send_batch::Flushed;
     use crate::link::{Bridge, Link, LinkKind, LinkOptions, ReassemblyBudget};
     use crate::wire::offload::Offload;
     use std::net::UdpSocket;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::link_part::Native;
 use crate::link::common::Common;
-use crate::link::path::link_health::MAGIC;
+use crate::link::path::probe_health::MAGIC;
 use crate::link::sealed::session::Seal;
 use crate::link::socket::name::Name;
 use crate::link::socket::udp::Socket;

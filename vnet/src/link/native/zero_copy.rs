@@ -42,7 +42,7 @@ use crate::wire::offload::WIRE_LEN;
 const SKB_PIECES_MAX: usize = 17;
 /// Most datagrams per message: each has at least a header and a byte of payload.
 const DATAGRAMS_MAX: usize = SKB_PIECES_MAX.div_ceil(2);
-/// Most bytes per message, as in gather.rs.
+/// Most bytes per message, as in send_batch.rs.
 const MESSAGE_MAX: usize = 65_400;
 /// Most messages per frame: a frame of more is copied.
 const MESSAGES_MAX: usize = 64;

@@ -1,7 +1,7 @@
 //! Path state of links: route, path MTU, round trip and loss, and who measures them.
 //!
 //! ```text
-//!   prober thread: every 50 ms --- probes ---> the other host        (link_health.rs, pmtu.rs)
+//!   prober thread: every 50 ms --- probes ---> the other host        (probe_health.rs, pmtu.rs)
 //!        |  once a second, or when a sender asks
 //!        v
 //!   watch.rs: route, MTU (connect, getsockopt), device speed (netlink), buffer sizes
@@ -14,8 +14,8 @@
 //! which wakes the prober, and continues with a size that nearly every path carries.
 
 pub(in crate::link) mod device_speed;
-pub mod link_health;
 mod pmtu;
+pub mod probe_health;
 pub mod prober;
 pub(in crate::link) mod route;
 pub(in crate::link) mod state;

@@ -7,7 +7,7 @@
 //!   same;
 //! - probes of the sizes that path MTU discovery (pmtu.rs) asks for, one at a time.
 //!
-//! A probe's payload is [`MAGIC`](super::link_health::MAGIC), an 8-byte random id, and zero padding. The peer replies with its
+//! A probe's payload is [`MAGIC`](super::probe_health::MAGIC), an 8-byte random id, and zero padding. The peer replies with its
 //! first 16 bytes (older peers with all of it), so the reverse path's MTU does not matter. Replies are sealed on sealed links;
 //! on others, the random id keeps hosts that do not see the probe from forging a reply.
 //!
@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::link_health::clock_us;
+use super::probe_health::clock_us;
 use super::watch::{Monitored, PathWatch};
 use crate::link::socket::udp::Socket;
 use crate::link::state;

@@ -2,7 +2,7 @@ use std::net::{SocketAddr, UdpSocket};
 
 use super::*;
 use crate::frame::PortId;
-use crate::link::path::link_health::{ANSWER_LEN, MAGIC, Probed, RATE_MS, Rates, SILENCE_MS};
+use crate::link::path::probe_health::{ANSWER_LEN, MAGIC, Probed, RATE_MS, Rates, SILENCE_MS};
 use crate::link::{Bridge, Link, LinkKind, LinkOptions, LinkState, Peers, ReassemblyBudget, SourceMatch};
 use crate::source::drain;
 

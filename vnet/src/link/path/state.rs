@@ -7,9 +7,9 @@ use std::thread::Thread;
 
 use parking_lot::Mutex;
 
-use super::link_health::{MAGIC, Probed, Probing, clock_us};
+use super::probe_health::{MAGIC, Probed, Probing, clock_us};
 use crate::link::limits::{PATH_MTU_MIN, UDP_PAYLOAD_MAX};
-use crate::link::socket::gather::Flushed;
+use crate::link::socket::send_batch::Flushed;
 use crate::link::state::LinkState;
 
 const IPV4_HEADER_LEN: u16 = 20;

@@ -10,7 +10,7 @@
 //!
 //! The outer TLS authenticates who asks, and nothing else: r hands out a UDP port and copies bytes that it cannot read. That port
 //! forwards datagrams between two addresses. Each host *registers* its address ([`Registration`]) again and again, which keeps NAT
-//! mappings alive; the answer tells the other host's address as r sees it, for hole punching (choice.rs). relay.rs is r's side.
+//! mappings alive; the answer tells the other host's address as r sees it, for hole punching (hole_punching.rs). relay.rs is r's side.
 
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpStream};

@@ -1,8 +1,8 @@
 //! Rendezvous: two hosts behind NAT find each other through a third one.
 //!
-//! [`client`] asks for a meeting, [`relay`] is the third host that forwards between the two, and [`choice`] picks between the
+//! [`client`] asks for a meeting, [`relay`] is the third host that forwards between the two, and [`hole_punching`] picks between the
 //! relayed and the direct path once hole punching has worked.
 
-pub(in crate::link) mod choice;
 pub mod client;
+pub(in crate::link) mod hole_punching;
 pub mod relay;

@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use parking_lot::Mutex;
 
-use crate::link::path::link_health::clock_us;
+use crate::link::path::probe_health::clock_us;
 
 /// Bytes of a keepalive behind its header.
 pub(in crate::link) const KEEPALIVE_LEN: usize = 24;

@@ -1,14 +1,14 @@
 //! The bridge's UDP sockets, and all use of `msghdr` and `cmsghdr`.
 //!
-//! A host has one UDP port or several ([`ports`]). [`gather`] batches headers and slices of guest memory for `sendmmsg`
+//! A host has one UDP port or several ([`ports`]). [`send_batch`] batches headers and slices of guest memory for `sendmmsg`
 //! ([`message`]), [`error_queue`] reads completions of zero-copy sends, [`buffers`] sizes socket buffers by device speed,
 //! [`name`] holds addresses in the kernel's form.
 
 pub(in crate::link) mod buffers;
 pub(in crate::link) mod error_queue;
-pub(in crate::link) mod gather;
 pub(crate) mod message;
 pub(crate) mod name;
 pub(crate) mod ports;
 pub(crate) mod receive_buffers;
+pub(in crate::link) mod send_batch;
 pub(crate) mod udp;

@@ -48,7 +48,7 @@ pub struct KeeperOptions {
     pub identity: Arc<IdentityStore>,
     /// Zero of the dispatchers' clock.
     pub started: Instant,
-    /// Age of keys at which new ones are agreed on.
+    /// Age of keys at which new ones are agreed on (`rekey_s` in the configuration).
     pub rekey: Duration,
     /// Sends keepalives from the bridge's socket.
     pub courier: Box<dyn KeepaliveSender>,

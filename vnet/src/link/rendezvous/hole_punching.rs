@@ -173,5 +173,5 @@ impl PathChoice {
 }
 
 #[cfg(test)]
-#[path = "choice_tests.rs"]
+#[path = "hole_punching_tests.rs"]
 mod tests;

@@ -8,9 +8,10 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::absence::Absence;
 use super::desired::*;
 use super::engine::Engine;
-use super::live::{Absence, Before, LiveInterface, Order, open_all};
+use super::live::{Before, LiveInterface, Order, open_all};
 use vnet::interface::watch::{Bell, Place};
 use vnet::interface::{Interface, State};
 
