@@ -46,14 +46,14 @@ fn run(shared: &Shared, mut watcher: Watcher) {
     let mut stirred = false;
     loop {
         let began = Instant::now();
-        let Some((interfaces, places)) = shared.lock().as_ref().map(|engine| engine.watched()) else {
-            return;
-        };
+        let Some((_, places)) = shared.lock().as_ref().map(|engine| engine.watched()) else { return };
         watcher.watch(&places);
-        watcher.look(&interfaces);
-        // A device in use is not free to be opened again.
-        drop(interfaces);
-        let Some(wait) = shared.lock().as_mut().map(|engine| engine.tend(stirred)) else { return };
+        let wait = shared.lock().as_mut().map(|engine| {
+            // Held only under the lock: a device in use is not free to be opened again by others.
+            watcher.look(&engine.watched().0);
+            engine.tend(stirred)
+        });
+        let Some(wait) = wait else { return };
         stirred = watcher.wait(wait).unwrap_or_else(|error| {
             tracing::error!(%error, "cannot wait for changes of interfaces");
             std::thread::sleep(wait);

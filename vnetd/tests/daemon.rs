@@ -423,6 +423,7 @@ fn obstacles_are_reported_in_one_line() {
     drop(guest);
     daemon.logged("interface vm1 is up");
     drop(daemon);
+    fs::remove_file(folder.path("vnet.sock")).unwrap();
 
     let taken = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();

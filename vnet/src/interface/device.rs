@@ -127,3 +127,12 @@ pub(super) fn silence(device: &str) -> io::Result<()> {
         result => result,
     }
 }
+
+/// Keeps the host's network stack away from a device of the calling thread's namespace, for the time when no program takes
+/// its frames: it does not answer ARP there, forwards nothing, and takes no packets from foreign sources.
+pub(super) fn isolate(device: &str) -> io::Result<()> {
+    for (key, value) in [("arp_ignore", "8"), ("forwarding", "0"), ("rp_filter", "1")] {
+        std::fs::write(format!("/proc/sys/net/ipv4/conf/{device}/{key}"), value)?;
+    }
+    Ok(())
+}

@@ -74,7 +74,8 @@ impl Veth {
         if known && there(&options.device)?.is_none() {
             remove(&host).map_err(|error| fail("remove the old", error))?;
         }
-        if tap::device_index(&host).is_none() {
+        let made = tap::device_index(&host).is_none();
+        if made {
             make(&host, options, mtu, namespace).map_err(|error| match error.raw_os_error() {
                 Some(libc::EEXIST) => {
                     let hint = "; the namespace has a device of that name already, which is not vnetd's";
@@ -83,9 +84,10 @@ impl Veth {
                 _ => fail("create", error),
             })?;
         }
-        // Removes the pair when a later step fails.
-        let pair = Pair(host.clone());
+        // Removes the pair when a later step fails, unless it has the container's addresses already.
+        let pair = made.then(|| Pair(host.clone()));
         device::silence(&host).map_err(|error| fail("disable IPv6 on the host's end of", error))?;
+        device::isolate(&host).map_err(|error| fail("isolate the host's end of", error))?;
         let inside = || raise(&options.device, mtu, options.mac);
         let (home, raised) = Home::enter(Some(&options.netns), inside)?;
         raised.map_err(|error| fail("configure", error))?;
@@ -102,6 +104,16 @@ impl Veth {
         let device = KernelDevice { host: (host, host_index), tap: (tap_name, tap_index), mac, mtu };
         let (name, seen) = (options.device.clone(), Mutex::new((true, mtu)));
         Ok(Arc::new(Veth { tap, device, name, home, seen }))
+    }
+
+    /// Whether the host's end is still there.
+    fn is_there(&self) -> bool {
+        let (host, index) = &self.device.host;
+        match tap::device_index(host) {
+            Some(now) => now == *index,
+            // Any other error, such as too many open files, tells nothing of the device.
+            None => io::Error::last_os_error().raw_os_error() != Some(libc::ENODEV),
+        }
     }
 
     /// Sets the host's end up, once programs take its frames: the host's network stack would answer ARP.
@@ -158,8 +170,10 @@ impl Interface for Veth {
 
     fn stop(&self) {
         self.tap.stop();
-        // Absent when the container took its end along.
-        let _ = remove(&self.device.host.0);
+        // Absent when the container took its end along; of another pair when its name was used again.
+        if self.is_there() {
+            let _ = remove(&self.device.host.0);
+        }
     }
 }
 
@@ -176,9 +190,8 @@ impl OnDevice for Veth {
     }
 
     fn lost(&self) -> Option<String> {
-        let (host, index) = &self.device.host;
         // The host's end goes with the container's.
-        let removed = tap::device_index(host) != Some(*index);
+        let removed = !self.is_there();
         self.home.lost().or_else(|| removed.then(|| format!("device '{}' was removed", self.name)))
     }
 

@@ -196,7 +196,8 @@ impl Kernel {
         let options = if KernelVersion::current().is_ok_and(|kernel| kernel >= TCX) {
             TcAttachOptions::TcxOrder(LinkOrder::default())
         } else {
-            qdisc_add_clsact(device).map_err(|error| refused(in_one_line(&error)))?;
+            // It may be there from a vnetd that crashed. Without it attaching fails, and says why.
+            let _ = qdisc_add_clsact(device);
             TcAttachOptions::Netlink(NlOptions::default())
         };
         let id = program.attach_with_options(device, TcAttachType::Ingress, options);

@@ -88,8 +88,8 @@ impl AddressNews {
         tokio::time::sleep(SETTLE).await;
         // Contents do not matter, nor does an overflow (ENOBUFS): addresses are looked up anew.
         let mut message = [0u8; 8192];
-        while rustix::net::recv(fd.as_fd(), &mut message[..], RecvFlags::empty())
-            != Err(rustix::io::Errno::AGAIN)
+        while let Ok(_) | Err(rustix::io::Errno::NOBUFS | rustix::io::Errno::INTR) =
+            rustix::net::recv(fd.as_fd(), &mut message[..], RecvFlags::empty())
         {}
         ready.clear_ready();
     }

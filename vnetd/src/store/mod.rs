@@ -268,7 +268,10 @@ impl<H: Host> Agent<H> {
     /// Runs until `stop` changes, then leaves the overlay if the store is reachable.
     pub async fn run(mut self, stop: Receiver<bool>) {
         self.follow_store(stop).await;
-        // The runtime waits for a write under way before it ends.
+        // Two writers would take each other's file. The runtime waits for the last write before it ends.
+        if let Some(saving) = self.saving.take() {
+            let _ = saving.await;
+        }
         if self.overlay.take_unsaved() {
             self.save();
         }

@@ -49,7 +49,9 @@ impl KeeperState {
             }
             _ => progress.lost.get_or_insert_with(Instant::now).elapsed(),
         };
-        let patience = if session.is_none() { PATIENCE_WITHOUT_KEYS } else { PATIENCE };
+        // Two hosts that began at the same time refuse each other: after that one of them leaves it to the other.
+        let first = session.is_none() && progress.failure.is_none();
+        let patience = if first { PATIENCE_WITHOUT_KEYS } else { PATIENCE };
         link.remote().is_some() && (initiates(identity.name(), &seal.peer) || lost >= patience)
     }
 
@@ -140,6 +142,7 @@ impl KeeperState {
                     );
                 }
                 progress.failure = Some(why);
+                progress.lost = Some(Instant::now());
                 progress.wait = (progress.wait * 2).clamp(RETRY_MIN, RETRY_MAX);
                 progress.not_before = Some(Instant::now() + progress.wait);
             }
