@@ -81,7 +81,7 @@ def command(
     return [
         QEMU,
         *("-name", f"{guest.lab}-{guest.name},debug-threads=on", "-nodefaults", "-no-user-config", "-display", "none"),
-        *("-machine", "pc", *_accelerator(), "-smp", str(queues), "-m", MEMORY),
+        *("-machine", "pc", *accelerator(), "-smp", str(queues), "-m", MEMORY),
         *("-kernel", str(image.kernel), "-initrd", str(image.initramfs), "-append", options),
         # vhost-user: the guest's memory is shared with vnetd.
         *("-object", f"memory-backend-memfd,id=mem,size={MEMORY},share=on{_more(memory)}", "-numa", "node,memdev=mem"),
@@ -95,7 +95,7 @@ def _more(properties: str) -> str:
     return f",{properties}" if properties else ""
 
 
-def _accelerator() -> list[str]:
+def accelerator() -> list[str]:
     """KVM where the processor supports it; /dev/kvm alone does not prove that."""
     flags = Path("/proc/cpuinfo").read_text().split()
     if Path("/dev/kvm").exists() and ("vmx" in flags or "svm" in flags):

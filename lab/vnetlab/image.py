@@ -1,12 +1,13 @@
 """What a lab guest boots: a stock Debian cloud kernel and a small initramfs.
 
-The kernel comes from the Debian package, unpacked but not installed. The initramfs holds busybox, the kernel's own
-virtio modules, and the tests' tools with their libraries, copied from this machine. Both are cached under a name
-derived from all inputs, so that a later run finds them, and a changed package gives new ones.
+The kernel comes from the Debian package, unpacked but not installed. The initramfs holds busybox, some of the kernel's
+own modules, and the tests' tools with their libraries, copied from this machine. Both are cached under a name derived
+from all inputs, so that a later run finds them, and a changed package gives new ones.
 """
 
 import fcntl
 import hashlib
+import lzma
 import os
 import re
 import shutil
@@ -27,6 +28,23 @@ INIT = Path(__file__).parent.parent / "guest" / "init"
 
 
 @dataclass(frozen=True)
+class Recipe:
+    """What an image consists of."""
+
+    package: str = KERNEL_PACKAGE
+    """Debian package that depends on the kernel's newest."""
+    init: Path = INIT
+    modules: tuple[str, ...] = MODULES
+    tools: tuple[str, ...] = TOOLS
+    programs: tuple[Path, ...] = ()
+    """Further programs, beside the tools."""
+
+
+GUEST = Recipe()
+"""The guests of labs."""
+
+
+@dataclass(frozen=True)
 class Image:
     """Files to start a guest with."""
 
@@ -34,8 +52,8 @@ class Image:
     initramfs: Path
 
 
-def ensure_image(cache: Path) -> Image:
-    """The guest's kernel and initramfs, built in `cache` if missing.
+def ensure_image(cache: Path, recipe: Recipe = GUEST, folder: Path | None = None) -> Image:
+    """The guest's kernel and initramfs, built in `cache` if missing; an initramfs of its own in `folder`, if given.
 
     Of labs that start at the same time one builds; the others wait.
 
@@ -44,13 +62,13 @@ def ensure_image(cache: Path) -> Image:
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "image.lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return _ensure_image(cache)
+        release, tree = _ensure_kernel(cache, recipe.package)
+        return _ensure_initramfs(folder or cache, recipe, release, tree)
 
 
-def _ensure_image(cache: Path) -> Image:
-    """The same, with the lock held."""
-    release, tree = _ensure_kernel(cache)
-    files = dict(_files(tree, release))
+def _ensure_initramfs(cache: Path, recipe: Recipe, release: str, tree: Path) -> Image:
+    """The same for the initramfs, with the lock held."""
+    files = dict(_files(recipe, tree, release))
     digest = hashlib.sha256()
     for name, (mode, content) in sorted(files.items()):
         digest.update(f"{name} {mode} {len(content)} ".encode() + content)
@@ -83,22 +101,22 @@ def cpio(entries: Iterable[tuple[str, int, bytes]]) -> bytes:
     return bytes(out)
 
 
-def _ensure_kernel(cache: Path) -> tuple[str, Path]:
-    """The release ("6.1.0-NN-cloud-amd64") of Debian's current kernel, and the tree it is unpacked to."""
+def _ensure_kernel(cache: Path, meta: str) -> tuple[str, Path]:
+    """The release ("6.1.0-NN-cloud-amd64") that the package `meta` depends on, and the tree it is unpacked to."""
     try:
-        return _unpacked_kernel(cache)
+        return _unpacked_kernel(cache, meta)
     except LabError as error:
         progress(f"{error}; asking Debian for its newest packages")
         run(["apt-get", "update"], timeout_s=120)
-        return _unpacked_kernel(cache)
+        return _unpacked_kernel(cache, meta)
 
 
-def _unpacked_kernel(cache: Path) -> tuple[str, Path]:
+def _unpacked_kernel(cache: Path, meta: str) -> tuple[str, Path]:
     """The same, without refreshing the package index."""
-    depends = run(["apt-cache", "depends", KERNEL_PACKAGE])
+    depends = run(["apt-cache", "depends", meta])
     found = re.search(r"Depends: linux-image-(\S+-cloud-amd64)$", depends, re.MULTILINE)
     if not found:
-        raise LabError(f"the package index knows no kernel for {KERNEL_PACKAGE}")
+        raise LabError(f"the package index knows no kernel for {meta}")
     release = found[1]
     policy = run(["apt-cache", "policy", f"linux-image-{release}"])
     candidate = re.search(r"Candidate: (\d\S*)", policy)
@@ -123,26 +141,30 @@ def _unpack_kernel(release: str, tree: Path) -> None:
         (scratch / "tree").rename(tree)
 
 
-def _files(tree: Path, release: str) -> Iterator[tuple[str, tuple[int, bytes]]]:
+def _files(recipe: Recipe, tree: Path, release: str) -> Iterator[tuple[str, tuple[int, bytes]]]:
     """The initramfs's content: path, then mode and bytes. Sorting puts parents first."""
-    paths: dict[str, Path] = {"init": INIT, "bin/busybox": _tool("busybox"), "bin/sh": _tool("dash")}
-    paths |= {f"usr/bin/{tool}": _tool(tool) for tool in TOOLS}
+    paths: dict[str, Path] = {"init": recipe.init, "bin/busybox": _tool("busybox"), "bin/sh": _tool("dash")}
+    paths |= {f"usr/bin/{tool}": _tool(tool) for tool in recipe.tools}
+    paths |= {f"usr/bin/{program.name}": program for program in recipe.programs}
     for binary in [path for name, path in paths.items() if "bin/" in name and "busybox" not in name]:
         for library in _libraries(binary):
             paths[str(library).lstrip("/")] = library.resolve()
 
     yield "etc/passwd", (stat.S_IFREG | 0o644, PASSWD)
-    modules = _modules(tree, release)
+    modules = _modules(recipe.modules, tree, release)
     directory = f"lib/modules/{release}"
-    for name, (path, _) in modules.items():
-        paths[f"{directory}/{name}.ko"] = path
+    for name, (content, _) in modules.items():
+        yield f"{directory}/{name}.ko", (stat.S_IFREG | 0o644, content)
     dependencies = "".join(
         f"{name}.ko: {' '.join(f'{other}.ko' for other in reversed(needs))}\n" for name, (_, needs) in modules.items()
     )
     yield f"{directory}/modules.dep", (stat.S_IFREG | 0o644, dependencies.encode())
+    yield "modules", (stat.S_IFREG | 0o644, " ".join(modules).encode())
 
     for name in {
-        str(parent) for path in (*paths, "dev/x", "proc/x", "sys/x", "etc/x") for parent in Path(path).parents
+        str(parent)
+        for path in (*paths, f"{directory}/x", "dev/x", "proc/x", "sys/x", "etc/x")
+        for parent in Path(path).parents
     } - {"."}:
         yield name, (stat.S_IFDIR | 0o755, b"")
     for applet in run(["busybox", "--list"]).split():
@@ -152,25 +174,34 @@ def _files(tree: Path, release: str) -> Iterator[tuple[str, tuple[int, bytes]]]:
         yield name, (stat.S_IFREG | 0o755, path.read_bytes())
 
 
-def _modules(tree: Path, release: str) -> dict[str, tuple[Path, list[str]]]:
-    """MODULES and their dependencies: name to file and names of all needed modules, in loading order."""
-    found = {path.stem.replace("-", "_"): path for path in (tree / "lib/modules" / release).rglob("*.ko")}
-    wanted: dict[str, tuple[Path, list[str]]] = {}
+def _modules(names: Iterable[str], tree: Path, release: str) -> dict[str, tuple[bytes, list[str]]]:
+    """Modules that this kernel has not built in, and their dependencies.
+
+    Gives each one's content and the names of all modules that it needs, in loading order.
+    """
+    folder = tree / "lib/modules" / release
+    found = {path.name.split(".ko")[0].replace("-", "_"): path for path in folder.rglob("*.ko*")}
+    builtin = {Path(line).stem.replace("-", "_") for line in (folder / "modules.builtin").read_text().split()}
+    wanted: dict[str, tuple[bytes, list[str]]] = {}
 
     def visit(name: str) -> list[str]:
         if name not in wanted:
             if name not in found:
                 raise LabError(f"kernel {release} has no module {name}, which a guest needs")
+            content = found[name].read_bytes()
+            if found[name].suffix == ".xz":
+                content = lzma.decompress(content)
             # A module's ".modinfo" section lists its dependencies as a zero-terminated string.
-            listed = re.search(rb"\0depends=([^\0]*)\0", found[name].read_bytes())
+            listed = re.search(rb"\0depends=([^\0]*)\0", content)
             needs: list[str] = []
             for other in filter(None, (listed[1] if listed else b"").decode().split(",")):
                 needs += [need for need in (*visit(other), other) if need not in needs]
-            wanted[name] = (found[name], needs)
+            wanted[name] = (content, needs)
         return wanted[name][1]
 
-    for module in MODULES:
-        visit(module)
+    for name in names:
+        if name not in builtin:
+            visit(name)
     return wanted
 
 

@@ -35,16 +35,24 @@ MAP(state, BPF_MAP_TYPE_ARRAY, __u32, struct state, 1, BPF_F_MMAPABLE);
 /* linux/if_packet.h */
 #define PACKET_HOST 0
 
+/* Whether the version at `bucket` is still the flow's. Read after the last call of a helper and checked at once: Linux 6.1
+ * forgets the bounds of what a call leaves on the stack. */
+INLINE int is_current(const struct state *is, const struct flow *flow, int which)
+{
+	__u32 bucket = *(const volatile __u32 *)&flow->buckets[which];
+
+	return bucket < VERSIONS && is->versions[bucket] == flow->versions[which];
+}
+
 /* Whether the verdict still holds. */
 INLINE int holds(const struct flow *flow, __u64 now_ns)
 {
-	__u32 zero = 0, source = flow->buckets[0], destination = flow->buckets[1];
+	__u32 zero = 0;
 	struct state *is = bpf_map_lookup_elem(&state, &zero);
 
-	if (!is || source >= VERSIONS || destination >= VERSIONS || now_ns >= flow->until_ns)
+	if (!is || now_ns >= flow->until_ns || is->generation != flow->generation)
 		return 0;
-	return is->generation == flow->generation && is->versions[source] == flow->versions[0] &&
-	       is->versions[destination] == flow->versions[1];
+	return is_current(is, flow, 0) && is_current(is, flow, 1);
 }
 
 /* Hands the frame to a guest: past the device's queue when it is the guest's own, which the kernel then takes for

@@ -1,0 +1,73 @@
+"""The kernel's own path on Debian's kernels, in emulated guests: vnetd itself runs in one, with two containers.
+
+Debian 12's own kernel by default; with VNET_LAB_KERNELS=1 also the newer one of its security archive.
+"""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from vnetlab import daemon, lab
+from vnetlab.guest import KERNEL_OPTIONS, QEMU, accelerator
+from vnetlab.image import INIT, Recipe, ensure_image
+from vnetlab.run import run
+
+KERNELS = {"6.1": "linux-image-cloud-amd64"}
+if "VNET_LAB_KERNELS" in os.environ:
+    # Another 40 MB to download, and another minute.
+    KERNELS["6.12"] = "linux-image-6.12-cloud-amd64"
+MODULES = ("veth", "tun", "sch_ingress", "cls_bpf")
+END_S = 240
+"""An emulated guest needs about a tenth of it."""
+BYTES = 20 << 20
+
+
+def frames(stats: dict) -> tuple[int, int]:
+    """Frames that came in from the first container, and frames that dispatchers have moved; checks the balance."""
+    ports = stats["ports"]
+    drops = sum(sum(port["drops"].values()) for port in ports)
+    total = {key: sum(port[key] for port in ports) for key in ("in_frames", "copies", "out_frames")}
+    assert total["in_frames"] + total["copies"] == total["out_frames"] + drops
+    (first,) = (port for port in ports if port["name"] == "c1")
+    return first["in_frames"], sum(dispatcher["frames"] for dispatcher in stats["dispatchers"])
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
+    """The programs without what only debuggers read: a guest keeps its files in memory."""
+    folder = tmp_path_factory.mktemp("programs")
+    for name in ("vnetd", "vnet"):
+        run(["strip", "-o", str(folder / name), str(daemon.binaries() / name)])
+    return folder / "vnetd", folder / "vnet"
+
+
+@pytest.mark.parametrize("version", KERNELS)
+def test_the_kernel_forwards(version: str, programs: tuple[Path, ...], tmp_path: Path):
+    tools = ("ip", "ping", "iperf3")
+    recipe = Recipe(KERNELS[version], INIT.with_name("kernel-path"), MODULES, tools, programs)
+    image = ensure_image(lab.CACHE, recipe, tmp_path)
+    words = [QEMU, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-machine", "pc", *accelerator()]
+    words += ["-m", "512M", "-serial", "stdio", "-kernel", str(image.kernel), "-initrd", str(image.initramfs)]
+    words += ["-append", f"{KERNEL_OPTIONS} rdinit=/init"]
+    done = subprocess.run(
+        words, check=False, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=END_S
+    )
+    text = done.stdout.decode(errors="replace")
+    found = dict(re.findall(r"^vnet-lab: (\S+) ?(.*?) *\r?$", text, re.MULTILINE))
+    assert "end" in found, text[-5000:]
+    assert found["kernel"].startswith(f"{version}."), found["kernel"]
+    paths = {port["path"] for port in json.loads(found["interfaces"])}
+    assert paths == {"kernel"}, text[-5000:]
+    assert "200 received" in found["pings"]
+    # iperf3 ends when all is sent, and counts what has arrived by then.
+    assert int(re.search(r"\d+", found["received"])[0]) >= BYTES / 2
+    before, pinged, streamed = (frames(json.loads(found[name])) for name in ("before", "after-pings", "after-tcp"))
+    assert pinged[0] - before[0] >= 200
+    assert pinged[1] - before[1] < 40, "what ARP and IPv6 need, and no more"
+    assert streamed[0] - pinged[0] >= BYTES / 2 / 65536
+    assert streamed[1] - pinged[1] < (streamed[0] - pinged[0]) / 2
+    assert (found["status"], found["devices-left"]) == ("0", "0"), text[-5000:]
