@@ -97,6 +97,18 @@ def refused(*command: str | Path) -> str:
     return done.stderr
 
 
+def starts_without(interface: str, *command: str | Path) -> str:
+    """Runs a vnetd that must start with an interface down, and end when asked to; returns the line that says why."""
+    words = ["ip", "netns", "exec", NAMESPACE, *map(str, command)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert "ready" in process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        log = process.stderr.read()
+        assert process.wait(10) == 0, log
+    (line,) = [line for line in log.splitlines() if f"interface {interface} is down: " in line]
+    return line
+
+
 def assert_nothing_there(directory: Path) -> None:
     """No socket and no device is left."""
     assert [path.name for path in directory.iterdir() if path.is_socket()] == []
@@ -165,10 +177,8 @@ def running(tmp_path: Path) -> Iterator[Path]:
     [
         ({}, "control.sock"),
         ({"control.sock": "other.sock"}, "192.0.2.1:9000"),
-        ({"control.sock": "other.sock", "192.0.2.1:9000": "192.0.2.1:9001"}, "vm1.sock"),
-        ({"control.sock": "other.sock", "192.0.2.1:9000": "192.0.2.1:9001", "vm1.sock": "vm2.sock"}, "bad0"),
     ],
-    ids=["control socket", "port", "guest's socket", "device"],
+    ids=["control socket", "port"],
 )
 def test_resources_of_another_vnetd(running: Path, replacements: dict[str, str], word: str):
     """A live socket, port or device is never taken over, and the other vnetd runs on."""
@@ -177,6 +187,22 @@ def test_resources_of_another_vnetd(running: Path, replacements: dict[str, str],
         text = text.replace(old, new)
     (running / "second.toml").write_text(text)
     assert word in refused(vnetd(), "--config", running / "second.toml")
+    assert {path.name for path in running.iterdir() if path.is_socket()} == {"control.sock", "vm1.sock"}
+
+
+@pytest.mark.parametrize(
+    ("replacements", "interface", "word"),
+    [({}, "vm1", "vm1.sock"), ({"vm1.sock": "vm2.sock"}, "c1", "bad0")],
+    ids=["guest's socket", "device"],
+)
+def test_interfaces_of_another_vnetd(running: Path, replacements: dict[str, str], interface: str, word: str):
+    """A host starts without what another vnetd has, says so, and takes nothing over."""
+    text = GOOD.replace("DIR", str(running))
+    for old, new in (replacements | {"control.sock": "other.sock", "192.0.2.1:9000": "192.0.2.1:9001"}).items():
+        text = text.replace(old, new)
+    file = running / "second.toml"
+    file.write_text(text)
+    assert word in starts_without(interface, vnetd(), "--config", file)
     assert {path.name for path in running.iterdir() if path.is_socket()} == {"control.sock", "vm1.sock"}
 
 
@@ -195,7 +221,7 @@ def test_a_stale_socket_is_replaced(tmp_path: Path):
 
 def test_a_file_in_place_of_the_socket_is_kept(tmp_path: Path):
     (tmp_path / "vm1.sock").write_text("precious")
-    assert "vm1.sock" in refused(vnetd(), "--config", write(tmp_path, GOOD))
+    assert "vm1.sock" in starts_without("vm1", vnetd(), "--config", write(tmp_path, GOOD))
     assert (tmp_path / "vm1.sock").read_text() == "precious"
 
 
@@ -203,7 +229,7 @@ def test_no_permission_for_tap_devices(tmp_path: Path):
     tmp_path.chmod(0o777)
     file = write(tmp_path, GOOD)
     capabilities = ["setpriv", "--bounding-set", "-net_admin", "--inh-caps", "-net_admin"]
-    message = refused(*capabilities, vnetd(), "--config", file)
+    message = starts_without("c1", *capabilities, vnetd(), "--config", file)
     assert "bad0" in message
     assert "root" in message or "CAP_NET_ADMIN" in message
     assert_nothing_there(tmp_path)
