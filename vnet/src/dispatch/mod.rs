@@ -19,7 +19,7 @@
 //! - [`setup`](mod@self::setup): the ports, peers and routes that a core forwards between. Immutable once published.
 //! - [`forward`](mod@self::forward): decide and deliver, for one batch.
 //! - [`in_place`](mod@self::in_place): frames received straight into a guest's buffers (cut-through forwarding).
-//! - [`counters`](mod@self::counters): a dispatcher's own statistics.
+//! - [`dispatcher_stats`]: a dispatcher's own statistics.
 //! - `observe`: records frames for captures; [`observers`](mod@self::observers): active captures and cache queries.
 //! - `kernel_path`: verdicts that the kernel applies by itself.
 //! - [`mode`](mod@self::mode): guest-driven or VMM-driven queues; `served`: when a queue is polled and when it sleeps.

@@ -6,7 +6,7 @@
 //!
 //! Optional abilities have traits of their own: [`Coalesce`] (optimistic interrupts), [`Land`] (receive in place, into the
 //! guest's buffers) and [`OnDevice`] (a network device of the kernel, which others can change or delete). What cannot be opened
-//! has [`Absent`](absent::Absent) in its place, and [`watch`] tells when to try again.
+//! has [`Absent`](stand_in::Absent) in its place, and [`watch`] tells when to try again.
 
 pub mod device;
 pub mod fake;

@@ -196,7 +196,7 @@ impl Kernel {
         let options = if KernelVersion::current().is_ok_and(|kernel| kernel >= TCX) {
             TcAttachOptions::TcxOrder(LinkOrder::default())
         } else {
-            // It may be there from a vnetd that crashed. Without it attaching fails, and says why.
+            // It may be there from a vnetd that crashed. Without it attaching fails with the reason.
             let _ = qdisc_add_clsact(device);
             TcAttachOptions::Netlink(NlOptions::default())
         };

@@ -16,8 +16,6 @@ use crate::unix::{Listener, Peer};
 
 /// How long the interface's note tells of a refused front end. One that retries does so more often.
 const NOTED: Duration = Duration::from_secs(60);
-/// Most front ends refused before the one that is served has its turn again.
-const REFUSED_AT_ONCE: usize = 16;
 
 /// Admits and refuses front ends of one interface.
 pub(super) struct Admission {
@@ -48,20 +46,19 @@ impl Admission {
         None
     }
 
-    /// Refuses all front ends that wait at `listener` while another one is served.
+    /// Refuses the front end that has waited longest at `listener` while another one is served. Only that one was there when
+    /// the one being served was last seen alive.
     ///
     /// # Errors
     /// The kernel cannot accept a connection.
     pub(super) fn refuse_waiting(&self, listener: &Listener) -> std::io::Result<()> {
-        for _ in 0..REFUSED_AT_ONCE {
-            let stream = match listener.accept() {
-                Ok(stream) => stream,
-                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
-                Err(error) => return Err(error),
-            };
-            let who = Peer::of(&stream).map_or("another process".into(), |peer| peer.to_string());
-            self.refuse(stream, format!("{who} connects too; give each VM a socket of its own"));
-        }
+        let stream = match listener.accept() {
+            Ok(stream) => stream,
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return Ok(()),
+            Err(error) => return Err(error),
+        };
+        let who = Peer::of(&stream).map_or("another process".into(), |peer| peer.to_string());
+        self.refuse(stream, format!("{who} connects too; give each VM a socket of its own"));
         Ok(())
     }
 

@@ -10,7 +10,7 @@
 //!  aead ------- encrypts and decrypts datagrams in place; replay: each number opens once
 //! ```
 //!
-//! [`keepalive`] shows that the peer lives and where it is; [`roaming`] follows it to another address. [`signature`] signs
+//! [`keepalive`] shows that the peer lives and where it is; [`roaming`] follows it to another address. [`signature_algorithms`] signs
 //! records of the overlay with the same certificates.
 
 pub mod aead;
