@@ -6,8 +6,8 @@ use std::net::{IpAddr, Ipv4Addr};
 
 use etherparse::ip_number::{ICMP, IPV6_ICMP, TCP, UDP};
 use etherparse::{
-    ArpHardwareId, ArpOperation, ArpPacketSlice, EtherType, IpNumber, Ipv6ExtensionSlice, LaxIpPayloadSlice,
-    LaxLinkExtSlice, LaxNetSlice, LaxSlicedPacket, LinkSlice, ether_type,
+    ArpHardwareId, ArpOperation, ArpPacketSlice, EtherType, IpNumber, LaxIpPayloadSlice, LaxLinkExtSlice,
+    LaxNetSlice, LaxSlicedPacket, LinkSlice, ether_type,
 };
 use vnet::wire::ethernet::Mac;
 
@@ -30,9 +30,8 @@ pub fn line(frame: &[u8]) -> Option<String> {
             ip("IP", ends, packet.payload(), later_fragment)
         }
         Some(LaxNetSlice::Ipv6(packet)) => {
-            let later_fragment = packet.extensions().clone().into_iter().any(
-                |header| matches!(header, Ipv6ExtensionSlice::Fragment(f) if f.fragment_offset().value() != 0),
-            );
+            let extensions = packet.extensions();
+            let later_fragment = is_later_fragment(extensions.first_header(), extensions.slice());
             let header = packet.header();
             let ends = (header.source_addr().into(), header.destination_addr().into());
             ip("IP6", ends, packet.payload(), later_fragment)
@@ -40,6 +39,24 @@ pub fn line(frame: &[u8]) -> Option<String> {
         None => ethertype(innermost(&packet, ethernet.ether_type())),
     };
     Some(line)
+}
+
+/// Whether IPv6 extension headers say that the payload is not a packet's beginning. By hand: etherparse 0.21's iterator reads
+/// behind the slice where a header comes twice.
+fn is_later_fragment(first: Option<IpNumber>, mut headers: &[u8]) -> bool {
+    let mut number = first;
+    while let (Some(IpNumber(is)), [next, len, a, b, ..]) = (number, headers) {
+        let len = match is {
+            44 if u16::from_be_bytes([*a, *b]) >> 3 != 0 => return true,
+            44 => 8,
+            51 => (usize::from(*len) + 2) * 4,
+            0 | 43 | 60 | 135 | 139 | 140 => (usize::from(*len) + 1) * 8,
+            _ => return false,
+        };
+        number = Some(IpNumber(*next));
+        headers = headers.get(len..).unwrap_or_default();
+    }
+    false
 }
 
 /// The EtherType behind all tags that were decoded.
