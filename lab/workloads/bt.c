@@ -79,11 +79,7 @@ static void run(int steps)
 int main(int argc, char **argv)
 {
     const struct cfd_size *size = cfd_begin(argc, argv, "BT", sizes);
-    run(1); /* Touches all memory. */
-
-    double begun = start();
-    run(size->steps);
-    double seconds = now() - begun, n = size->n;
+    double seconds = cfd_time(run, size->steps), n = size->n;
     cfd_rhs();
     return report(seconds, size->steps * (3478.8 * n * n * n - 17655.7 * n * n + 28023.7 * n), cfd_verified(size), "");
 }

@@ -55,6 +55,14 @@ static void fill(double (*value)(int, double, double, double))
             }
 }
 
+double cfd_time(void (*run)(int steps), int steps)
+{
+    run(1);
+    double begun = start();
+    run(steps);
+    return now() - begun;
+}
+
 void cfd_initialize(void)
 {
     fill(blended);

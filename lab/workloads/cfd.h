@@ -49,6 +49,9 @@ static inline size_t cfd_at(int z, int y, int x)
 /* Starts MPI, finds the class, allocates fields and computes the forcing. */
 const struct cfd_size *cfd_begin(int argc, char **argv, const char *kernel, const struct cfd_size sizes[3]);
 
+/* Seconds that `steps` time steps take. `run` begins at the initial values each time, first untimed to touch all memory. */
+double cfd_time(void (*run)(int steps), int steps);
+
 /* Sets u to its initial values: exact on the boundary, interpolated between. */
 void cfd_initialize(void);
 

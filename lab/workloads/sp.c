@@ -199,11 +199,7 @@ int main(int argc, char **argv)
 {
     const struct cfd_size *size = cfd_begin(argc, argv, "SP", sizes);
     flows = allocate(cfd_at(cfd.n, -2, 0), sizeof *flows);
-    run(1); /* Touches all memory. */
-
-    double begun = start();
-    run(size->steps);
-    double seconds = now() - begun, n = size->n;
+    double seconds = cfd_time(run, size->steps), n = size->n;
     cfd_rhs();
     double operations = size->steps * (881.174 * n * n * n - 4683.91 * n * n + 11484.5 * n - 19272.4);
     return report(seconds, operations, cfd_verified(size), "");

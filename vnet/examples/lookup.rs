@@ -34,12 +34,14 @@ static IN_USE: AtomicUsize = AtomicUsize::new(0);
 
 // SAFETY: every call is forwarded to `System` unchanged; counting does not touch the memory.
 unsafe impl GlobalAlloc for Counting {
+    // SAFETY: forwards to `System`, which keeps the contract.
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         IN_USE.fetch_add(layout.size(), Ordering::Relaxed);
         // SAFETY: the caller keeps `GlobalAlloc::alloc`'s contract, which is the same.
         unsafe { System.alloc(layout) }
     }
 
+    // SAFETY: forwards to `System`, which keeps the contract.
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
         IN_USE.fetch_sub(layout.size(), Ordering::Relaxed);
         // SAFETY: the caller keeps `GlobalAlloc::dealloc`'s contract, and `memory` came from `System`.

@@ -175,6 +175,7 @@ mod tests {
     }
 
     impl Source for Once {
+        // SAFETY: frames lie in `memory`, which only `give_back` overwrites.
         unsafe fn fill(&mut self, batch: &mut Batch, _drops: &mut DropSink, _now_ms: u64) -> Taken {
             if std::mem::replace(&mut self.given, true) {
                 return Taken { drained: true, ..Taken::default() };

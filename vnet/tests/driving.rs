@@ -72,6 +72,7 @@ struct EchoSource {
 }
 
 impl Source for EchoSource {
+    // SAFETY: every frame in the batch is `inner`'s, whose `fill` has the same contract.
     unsafe fn fill(&mut self, batch: &mut Batch, drops: &mut DropSink, now_ms: u64) -> Taken {
         // SAFETY: the caller's contract is this function's own.
         unsafe { self.inner.fill(batch, drops, now_ms) }

@@ -60,6 +60,7 @@ struct Model {
 }
 
 impl Source for Model {
+    // SAFETY: adds no frame, so nothing must stay readable.
     unsafe fn fill(&mut self, _: &mut Batch, _: &mut DropSink, _: u64) -> Taken {
         let units = self.shared.available.load(Ordering::Acquire).wrapping_sub(self.next);
         self.next = self.next.wrapping_add(units);

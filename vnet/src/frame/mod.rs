@@ -337,10 +337,9 @@ impl Batch {
         for segment in self.segments(frame) {
             let len = segment.len.min(left);
             let at = to.len();
-            // SAFETY: the segment is readable for its length until the batch is cleared (contract of `Builder::push`).
-            // `reserve` made room for `wanted` bytes, of which `left >= len` are still free, in memory that only `to` owns;
-            // `set_len` follows the copy, so the length covers initialised bytes only. The copy works on raw pointers, never
-            // references, because a guest may write to the source at the same time.
+            // Raw pointers, never references: a guest may write to the source at the same time.
+            // SAFETY: the segment is readable until the batch is cleared (contract of `Builder::push`). `reserve` made room for
+            // `wanted` bytes, of which `left >= len` are still free; `set_len` follows the copy, so it covers initialised bytes only.
             unsafe {
                 std::ptr::copy_nonoverlapping(segment.base, to.as_mut_ptr().add(at), len);
                 to.set_len(at + len);

@@ -135,6 +135,7 @@ struct FakeSource {
 }
 
 impl Source for FakeSource {
+    // SAFETY: frames lie in `taken`, which stays unchanged until `give_back`.
     unsafe fn fill(&mut self, batch: &mut Batch, drops: &mut DropSink, _now_ms: u64) -> Taken {
         let fake = &*self.fake;
         if fake.stopped.load(Relaxed) {

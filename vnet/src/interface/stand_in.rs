@@ -53,6 +53,7 @@ impl Interface for Absent {
 struct Nothing;
 
 impl Source for Nothing {
+    // SAFETY: adds no frame, so nothing must stay readable.
     unsafe fn fill(&mut self, _batch: &mut Batch, _drops: &mut DropSink, _now_ms: u64) -> Taken {
         Taken { drained: true, ..Taken::default() }
     }

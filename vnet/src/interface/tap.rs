@@ -351,7 +351,7 @@ struct TapSource {
 }
 
 impl Source for TapSource {
-    /// Reads frames into the batch's own memory until it is full or the device is empty.
+    // SAFETY: frames lie in the batch's own memory, so they live as long as it does.
     unsafe fn fill(&mut self, batch: &mut Batch, drops: &mut DropSink, _now_ms: u64) -> Taken {
         const ROOM: usize = VIRTIO_NET_HDR_LEN + FRAME_MAX;
         let tap = &*self.tap;

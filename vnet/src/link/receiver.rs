@@ -307,6 +307,7 @@ impl Receiver {
 }
 
 impl Source for Receiver {
+    // SAFETY: frames lie in the burst and in reassembled memory; both stay unchanged until `give_back`.
     unsafe fn fill(&mut self, batch: &mut Batch, drops: &mut DropSink, now_ms: u64) -> Taken {
         if self.progress.is_done() {
             let messages = self.burst.receive(&self.socket, self.at_once);

@@ -90,6 +90,22 @@ pub enum HeaderError {
 }
 
 impl Header {
+    /// Header of a clear datagram that is complete by itself: fragment 0, the last one, of a frame that no relay has passed on.
+    pub const fn whole(kind: Kind, network: u32, number: u64) -> Header {
+        Header {
+            kind,
+            last: true,
+            offload: false,
+            sealed: false,
+            hops: 0,
+            epoch: 0,
+            index: 0,
+            network,
+            queue: 0,
+            number,
+        }
+    }
+
     /// Parses the header of `datagram`. Returns it with the payload.
     ///
     /// Guarantees `number > index`, so [`Header::frame_id`] is at least 1, and `index == 0` for all types but frame.
@@ -215,21 +231,6 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn header(kind: Kind) -> Header {
-        Header {
-            kind,
-            last: true,
-            offload: false,
-            sealed: false,
-            hops: 0,
-            epoch: 0,
-            index: 0,
-            network: 1,
-            queue: 0,
-            number: 1,
-        }
-    }
-
     #[test]
     fn the_header_has_the_documented_layout() {
         let header = Header {
@@ -241,7 +242,7 @@ mod tests {
             network: 0xa1_b2c3,
             queue: 9,
             number: 0x1122_3344_5566_7788,
-            ..header(Kind::Frame)
+            ..Header::whole(Kind::Frame, 1, 1)
         };
         let bytes = header.to_bytes();
         assert_eq!(bytes[..8], [0x10, 0x01 | 0x02 | 5 << 3 | 2 << 6, 1, 2, 0xa1, 0xb2, 0xc3, 9]);
@@ -252,7 +253,7 @@ mod tests {
 
     #[test]
     fn contradictions_are_refused() {
-        let good = header(Kind::Frame).to_bytes();
+        let good = Header::whole(Kind::Frame, 1, 1).to_bytes();
         assert!(Header::parse(&good).is_ok());
         assert_eq!(Header::parse(&good[..15]), Err(HeaderError::Short));
         for (at, value, error) in [
@@ -265,7 +266,7 @@ mod tests {
             bad[at] = value;
             assert_eq!(Header::parse(&bad), Err(error));
         }
-        let indexed = Header { index: 1, number: 5, ..header(Kind::Bundle) };
+        let indexed = Header { index: 1, number: 5, ..Header::whole(Kind::Bundle, 1, 1) };
         assert_eq!(Header::parse(&indexed.to_bytes()), Err(HeaderError::Contradiction));
     }
 

@@ -94,18 +94,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn header(kind: Kind, offload: bool) -> Header {
-        Header {
-            kind,
-            last: true,
-            offload,
-            sealed: false,
-            hops: 1,
-            epoch: 0,
-            index: 0,
-            network: 9,
-            queue: 0,
-            number: 5,
-        }
+        Header { offload, hops: 1, ..Header::whole(kind, 9, 5) }
     }
 
     proptest! {

@@ -27,16 +27,11 @@ fn large_frames_are_fragmented() {
         assert!(last || datagram.len() == 1500 - 28);
         let id = *first.get_or_insert(header.number);
         let expected = Header {
-            kind: Kind::Frame,
             last,
             offload: k == 0,
-            sealed: false,
             hops: 2,
-            epoch: 0,
             index: k as u16,
-            network: 1,
-            queue: 0,
-            number: id + k as u64,
+            ..Header::whole(Kind::Frame, 1, id + k as u64)
         };
         assert_eq!(header, expected);
         joined.extend_from_slice(payload);
@@ -173,18 +168,7 @@ fn hops_are_counted_and_limited() {
 #[test]
 fn datagrams_without_a_valid_frame_are_counted() {
     let (mut host, peer) = raw_peer(Encapsulation::Native, 1500);
-    let good = Header {
-        kind: Kind::Frame,
-        last: true,
-        offload: false,
-        sealed: false,
-        hops: 0,
-        epoch: 0,
-        index: 0,
-        network: 1,
-        queue: 0,
-        number: 1,
-    };
+    let good = Header::whole(Kind::Frame, 1, 1);
     let with = |header: Header, payload: &[u8]| [&header.to_bytes()[..], payload].concat();
     let body = frame(64, 1).bytes;
     let bad_offload = [&Offload { csum_start: 63, ..CSUM }.to_wire()[..], &body].concat();
@@ -244,18 +228,7 @@ fn datagrams_without_a_valid_frame_are_counted() {
 #[test]
 fn probes_are_answered() {
     let (mut host, peer) = raw_peer(Encapsulation::Native, 1500);
-    let header = Header {
-        kind: Kind::Probe,
-        last: true,
-        offload: false,
-        sealed: false,
-        hops: 0,
-        epoch: 0,
-        index: 0,
-        network: 1,
-        queue: 0,
-        number: 3,
-    };
+    let header = Header::whole(Kind::Probe, 1, 3);
     let probe = [&header.to_bytes()[..], &[0xab; 1000]].concat();
     peer.send(&probe).unwrap();
     let start = Instant::now();

@@ -117,6 +117,7 @@ impl InPlaceSource {
 }
 
 impl Source for InPlaceSource {
+    // SAFETY: every frame in the batch is the receiver's, whose `fill` has the same contract.
     unsafe fn fill(&mut self, batch: &mut Batch, drops: &mut DropSink, now_ms: u64) -> Taken {
         let setup = self.setup.load_full();
         if !Arc::ptr_eq(&setup.table, self.router.table()) {

@@ -236,18 +236,7 @@ fn other_sources_cannot_reach_the_port() {
 }
 
 /// The header of a datagram with a whole frame.
-const WHOLE: Header = Header {
-    kind: Kind::Frame,
-    last: true,
-    offload: false,
-    sealed: false,
-    hops: 0,
-    epoch: 0,
-    index: 0,
-    network: 1,
-    queue: 0,
-    number: 5,
-};
+const WHOLE: Header = Header::whole(Kind::Frame, 1, 5);
 
 /// A peer's socket, an underlay port connected to it, and the link.
 fn peer_of_direct() -> (UdpSocket, Arc<UnderlayPort>, Arc<Link>) {

@@ -324,6 +324,7 @@ struct LocalSource {
 }
 
 impl Source for LocalSource {
+    // SAFETY: frames lie in `burst`, which only the next fill writes to; the caller clears the batch before it.
     unsafe fn fill(&mut self, batch: &mut Batch, drops: &mut DropSink, _now_ms: u64) -> Taken {
         let local = &*self.local;
         if local.stopped.load(Relaxed) {

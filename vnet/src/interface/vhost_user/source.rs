@@ -72,6 +72,7 @@ impl GuestSource {
 }
 
 impl Source for GuestSource {
+    // SAFETY: segments point into guest memory that the batch's owner keeps mapped; their chains go back only in `give_back`.
     unsafe fn fill(&mut self, batch: &mut Batch, drops: &mut DropSink, _now_ms: u64) -> Taken {
         let nothing = Taken { drained: true, ..Taken::default() };
         if self.pair().changing.load(Ordering::Relaxed) {

@@ -16,18 +16,8 @@ struct Fragment {
 
 impl Fragment {
     fn header(&self) -> Header {
-        Header {
-            kind: Kind::Frame,
-            last: self.last,
-            offload: false,
-            sealed: false,
-            hops: 0,
-            epoch: 0,
-            index: self.index,
-            network: 1,
-            queue: 0,
-            number: self.id + u64::from(self.index),
-        }
+        let number = self.id + u64::from(self.index);
+        Header { last: self.last, index: self.index, ..Header::whole(Kind::Frame, 1, number) }
     }
 }
 

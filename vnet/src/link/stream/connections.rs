@@ -242,16 +242,5 @@ impl Stream {
 
 /// Header of a keepalive.
 pub(super) fn keepalive(number: u64) -> Header {
-    Header {
-        kind: Kind::Keepalive,
-        last: true,
-        offload: false,
-        sealed: false,
-        hops: 0,
-        epoch: 0,
-        index: 0,
-        network: 0,
-        queue: 0,
-        number,
-    }
+    Header::whole(Kind::Keepalive, 0, number)
 }
