@@ -75,7 +75,8 @@ bench: bench-packages build .venv/made ## Measure vnet against its alternatives;
 	cargo build --release --locked --package vnet --package vnetd --examples
 	.venv/bin/python lab/lab bench $(BENCH) --publish $(FLAGS)
 
-# Stages in order; the first failure ends the run. Tests watch clocks: only SCHED_IDLE builds run beside them.
+# Stages in order; the first failure ends the run. Tests watch clocks: only a SCHED_IDLE build runs beside them, with a target
+# directory of its own, because whoever waits for a directory's lock would wait for the idle build.
 .PHONY: test
 test: export CARGO_INCREMENTAL := 0
 test: ## Run every check: format, dependencies, end-to-end tests, lints, unit tests, documentation, fuzzing.
@@ -85,31 +86,33 @@ test: ## Run every check: format, dependencies, end-to-end tests, lints, unit te
 	@$(STAGE) "dependencies" .ci/deny
 	@$(STAGE) "end-to-end tests" $(MAKE) end-to-end
 	@$(STAGE) "lints" $(MAKE) unit-build
-	@$(MAKE) -j2 -Oline stage-unit-tests stage-beside
+	@$(STAGE) "documentation" $(MAKE) documentation
+	@$(MAKE) -j2 stage-unit-tests stage-fuzz-build
 	@$(STAGE) "fuzzing" .ci/fuzz $(FUZZ_SECONDS)
 	@printf '\nall stages passed\n'
 
-.PHONY: stage-tools stage-build stage-unit-tests stage-beside
+.PHONY: stage-tools stage-build stage-unit-tests stage-fuzz-build
 stage-tools:
 	@$(STAGE) "tools" $(MAKE) .venv/made $(TOOLS)/bin/cargo-deny-$(CARGO_DENY) $(TOOLS)/bin/cargo-fuzz-$(CARGO_FUZZ)
 stage-build:
 	@$(STAGE) "release build" $(MAKE) build
 stage-unit-tests:
 	@$(STAGE) "unit tests" $(MAKE) unit-tests
-stage-beside:
-	@$(STAGE) "documentation" chrt --idle 0 $(MAKE) documentation
+stage-fuzz-build:
 	@$(STAGE) "fuzz targets" chrt --idle 0 .ci/fuzz build
 
 # clippy-driver as the compiler lints while the tests are built; cargo clippy would compile everything a second time.
 LINTED := RUSTC_WORKSPACE_WRAPPER=clippy-driver CLIPPY_ARGS=-Dwarnings
+# Unit tests take about 5 minutes. A test that hangs must end the run while its name can still be seen.
+UNIT_TESTS_S := 1500
 
 .PHONY: unit-build
 unit-build:
 	$(LINTED) cargo test --quiet --locked --workspace --no-run
 
 .PHONY: unit-tests
-unit-tests: ## Run the unit and integration tests, with lints as errors.
-	$(LINTED) cargo test --quiet --locked --workspace
+unit-tests: unit-build ## Run the unit and integration tests, with lints as errors.
+	$(LINTED) VNETD=$(CURDIR)/target/debug/vnetd timeout $(UNIT_TESTS_S) cargo test --quiet --locked --workspace
 
 .PHONY: documentation
 documentation: ## Build the crates' documentation, with rustdoc warnings as errors.

@@ -30,8 +30,10 @@ def capturing(host: Node, *arguments: str) -> Iterator[subprocess.Popen]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             capture.send_signal(signal.SIGINT)
-        with contextlib.suppress(ValueError):
+        try:
             capture.wait(10)
+        finally:
+            capture.kill()
 
 
 def tcpdump(file: Path, *words: str) -> list[str]:

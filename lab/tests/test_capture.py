@@ -166,7 +166,8 @@ def test_stalled_and_killed_clients_block_nobody(topology: Topology):
         # Far more than buffers and pipe hold.
         burst = [str(FRAMES), "eth0", "60000", target.mac]
         machine.execute(source, "python3", *burst)
-        assert reaches(source, target.address)
+        # The rest of the burst may still fill the target's queue, so a single ping can be lost.
+        wait_for_path(source, target.address, 60)
         os.kill(stalled.pid, signal.SIGCONT)
         stalled.stdout.close()
     with capturing(host, "h1c1", "--count", "2", "icmp") as capture:

@@ -21,7 +21,7 @@ use super::config::ConfigError;
 use super::desired::*;
 use super::engine::{Engine, EngineError};
 use super::events::Asker;
-use super::live::{Before, LiveInterface, LiveLink, Opened, Order, Patience, open_all};
+use super::open_close::{Before, LiveInterface, LiveLink, Opened, Order, Patience, open_all};
 use super::overlay::Computed;
 use super::plan::{self, Plan};
 use super::settings;

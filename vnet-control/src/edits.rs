@@ -3,7 +3,7 @@
 use super::config::{self, ConfigError};
 use super::desired::*;
 use super::engine::{Engine, EngineError};
-use super::live::Patience;
+use super::open_close::Patience;
 
 impl Engine {
     fn edit(&mut self, edit: impl FnOnce(&mut Desired)) -> Result<(), EngineError> {

@@ -2,7 +2,7 @@
 
 use super::desired::*;
 use super::engine::Engine;
-use super::live::LiveInterface;
+use super::open_close::LiveInterface;
 use vnet::frame::PortId;
 use vnet::stats::Sent;
 use vnet::wire::ethernet::{HEADER_LEN, Mac};

@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::check::{links, security};
 use super::desired::*;
 use super::engine::{Engine, EngineError};
-use super::live::Patience;
+use super::open_close::Patience;
 use super::overlay::{Computed, Local, PeerLink};
 use super::plan::Plan;
 use super::{Place, api, config};

@@ -1,6 +1,6 @@
 //! Interfaces that cannot be opened, or lose their device: each is down with a reason, and opened as soon as it can be.
 //!
-//! A thread beside the engine watches devices, namespaces and folders ([`vnet::interface::watch`]) and calls
+//! A thread beside the engine watches devices, namespaces and folders ([`vnet::interface::change_events`]) and calls
 //! [`Engine::tend`] when something happened there, and when the time of the next attempt has come. The interface keeps its
 //! port, counters, and the MAC address of the device that it made.
 
@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use super::absence::Absence;
 use super::desired::*;
 use super::engine::Engine;
-use super::live::{Before, LiveInterface, Order, open_all};
-use vnet::interface::watch::{Bell, Place};
+use super::open_close::{Before, LiveInterface, Order, open_all};
+use vnet::interface::change_events::{Bell, Place};
 use vnet::interface::{Interface, State};
 
 /// Longest time between two looks at devices, in case no event tells of a change.

@@ -10,7 +10,7 @@ mod events;
 mod follow;
 mod gate;
 mod handlers;
-mod interfaces;
+mod interface_watch;
 mod metrics;
 mod overlay;
 #[cfg(test)]
@@ -190,7 +190,7 @@ fn run(file: &Path) -> Result<(), Failure> {
         let ready = ready_line(&engine, &remote);
         let inbox = engine.inbox().clone();
         let shared: Shared = Arc::new(Mutex::new(Some(engine)));
-        let interfaces = interfaces::start(&shared)?;
+        let interfaces = interface_watch::start(&shared)?;
         let overlay = prepared.map(|prepared| overlay::start(&shared, prepared)).transpose()?.flatten();
         let app = App {
             shared: shared.clone(),

@@ -1,4 +1,4 @@
-//! Links by kind: the addresses that each claims on this host, and why one cannot work.
+//! Links: each has a name and remote of its own, and can work with this host's bridge.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
@@ -6,7 +6,40 @@ use std::net::{IpAddr, SocketAddr};
 use vnet::link::{ANYWHERE, LinkKind, SourceMatch, StreamOptions, VxlanOptions};
 use vnet::wire::vxlan;
 
-use crate::desired::{BridgeSpec, Item, LinkSpec};
+use super::owner::Owners;
+use crate::desired::{BridgeSpec, Desired, Item, LinkSpec};
+use crate::table::Problem;
+
+/// Checks the names, remotes and kinds of links.
+pub(super) fn check(desired: &Desired, problems: &mut Vec<Problem>) {
+    let (mut names, mut remotes, mut hosts) = (Owners::new(), Owners::new(), Hosts::default());
+    for item in &desired.links {
+        let Item { place, spec } = item;
+        names.claim(&spec.name, format!("the name '{}'", spec.name), "a link".into(), place, problems);
+        // Received datagrams are matched to links by source address, so a remote belongs to one link.
+        // If several claims are taken, report only the first.
+        let claims = claims(spec);
+        let taken = claims.iter().find(|what| remotes.is_taken(*what));
+        if let Some(text) = hosts.claim(item).filter(|_| taken.is_none()) {
+            problems.push(Problem::new(place, text));
+        }
+        if spec.name.eq_ignore_ascii_case(&desired.host.spec.name) {
+            let text = format!(
+                "link {} has the name of this host itself; name it after the host at its other end, or this host differently \
+                 ([host] name)",
+                spec.name
+            );
+            problems.push(Problem::new(place, text));
+        }
+        for what in taken.map_or(&claims[..], std::slice::from_ref) {
+            let user = format!("link {}", spec.name);
+            remotes.claim(what.clone(), what, user, place, problems);
+        }
+        if let Some(text) = unusable(&desired.bridge.spec, spec) {
+            problems.push(Problem::new(place, text));
+        }
+    }
+}
 
 /// True when the link's datagrams arrive at the bridge's ports: a remote that is this host's own address would loop.
 pub(crate) fn arrives_at_bridge(link: &LinkSpec) -> bool {

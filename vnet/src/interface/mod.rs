@@ -6,8 +6,9 @@
 //!
 //! Optional abilities have traits of their own: [`Coalesce`] (optimistic interrupts), [`Land`] (receive in place, into the
 //! guest's buffers) and [`OnDevice`] (a network device of the kernel, which others can change or delete). What cannot be opened
-//! has [`Absent`](stand_in::Absent) in its place, and [`watch`] tells when to try again.
+//! has [`Absent`](stand_in::Absent) in its place, and [`change_events`] tells when to try again.
 
+pub mod change_events;
 pub mod device;
 pub mod fake;
 mod frame_writer;
@@ -19,7 +20,6 @@ pub mod tap;
 pub mod veth;
 pub mod vhost_user;
 pub mod virtqueue;
-pub mod watch;
 
 use std::sync::Arc;
 

@@ -96,7 +96,7 @@ impl AsRawFd for Inbox {
 #[derive(Default)]
 pub(super) struct Inquiries {
     inbox: OnceLock<Arc<Inbox>>,
-    /// When the token bucket is full again, for questions and answers, as in `route/guard.rs`.
+    /// When the token bucket is full again, for questions and answers, as in `route/storm_limit.rs`.
     empty_at_ns: [AtomicU64; 2],
 }
 

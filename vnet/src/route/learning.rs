@@ -27,9 +27,9 @@ use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 use parking_lot::Mutex;
 
 use super::addresses::{Address, Addresses, Heard, ShareKey};
-use super::guard::Storm;
 use super::hash::Seed;
 use super::rule::PortKind;
+use super::storm_limit::Storm;
 use super::table::Table;
 use crate::frame::{NetworkId, PortId};
 use crate::log_limit::LogLimit;

@@ -3,11 +3,11 @@
 //! Each dispatcher has a [`Router`]. For every frame it consults, in this order:
 //!
 //! 1. the flow cache (`cache.rs`): answers all but the first frames of a flow with one probe, without a lock;
-//! 2. the guard (`guard.rs`): may a frame with this source address enter here;
+//! 2. the guard (`port_security.rs`): may a frame with this source address enter here;
 //! 3. the [`Table`] (`table.rs`): if VNET rules apply, they alone decide, and all rules of the highest priority get a copy;
 //! 4. in a network that learns: configured and published addresses ([`Published`]), then learned ones ([`Learned`], in
 //!    `learning.rs`, which first learns the frame's source). A known destination gets the frame;
-//! 5. flooding, with split horizon, within the port's storm limit.
+//! 5. flooding, with split horizon, within the port's storm limit (`storm_limit.rs`).
 //!
 //! All dispatchers share the table and the learned addresses. A table never changes; a router adopts a new one as a whole.
 //! The cache answers exactly as steps 2 to 5 would: `oracle.rs` checks that against a naive model that searches rules one by
@@ -18,14 +18,15 @@
 
 mod addresses;
 mod cache;
-mod guard;
 mod hash;
 mod install;
 mod learning;
 #[cfg(test)]
 mod oracle;
+mod port_security;
 mod published;
 mod rule;
+mod storm_limit;
 mod table;
 #[cfg(test)]
 mod tests;
@@ -33,7 +34,6 @@ mod trace;
 
 use std::sync::Arc;
 
-pub use guard::STORM_FRAMES_PER_S;
 pub use install::{INSTALLED_MS, Install, Installed, Verdicts};
 pub use learning::{
     FREEZE_MS, Held, Learned, LearnedEntry, LearnedStats, MOVES_MAX, MOVES_WINDOW_MS, Moved, VERSIONS,
@@ -43,6 +43,7 @@ pub use published::Published;
 pub use rule::{
     AGEING_S, Flow, Member, NetworkSpec, Networks, PortKind, Qualifier, QualifierError, Rule, RuleSource,
 };
+pub use storm_limit::STORM_FRAMES_PER_S;
 pub use table::Table;
 pub use trace::{By, Explanation, explain};
 

@@ -28,8 +28,8 @@ use std::sync::Arc;
 
 use hashbrown::HashTable;
 
-use super::guard::source_allowed;
 use super::hash::Seed;
+use super::port_security::source_allowed;
 use super::published::Published;
 use super::rule::{Flow, Member, NetworkSpec, PortKind, Qualifier, Rule};
 use crate::frame::{NetworkId, PortId};

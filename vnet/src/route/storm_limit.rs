@@ -1,26 +1,14 @@
-//! The guard: port security and the storm limit.
-//!
-//! Source addresses are checked when a flow is first seen, and the result is cached with the flow. The storm limit, a rate
-//! limiter, is asked for every flooded frame; it holds for a port as a whole, however many dispatchers serve its queues.
+//! The storm limit: a rate limiter for flooded frames. It holds for a port as a whole, however many dispatchers serve its queues.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use super::rule::{Member, PortKind};
 use crate::frame::PortId;
-use crate::wire::ethernet::Mac;
 
 /// Default storm limit, in flooded frames per second and port; no honest guest reaches it.
 pub const STORM_FRAMES_PER_S: u32 = 20_000;
 
 const NS_PER_S: u64 = 1_000_000_000;
 const NS_PER_MS: u64 = 1_000_000;
-
-/// True when a frame with source `src` may enter at `port`.
-pub(super) fn source_allowed(src: Mac, port: &Member) -> bool {
-    // A group address is never a source (IEEE 802.3, 3.2.3). Links carry many stations; port security is for interfaces.
-    !src.is_multicast()
-        && (port.kind == PortKind::Link || !port.port_security || port.mac.is_some_and(|mac| mac == src))
-}
 
 /// A token bucket per port, one second deep: bursts of a second's worth of frames, then the rate.
 ///

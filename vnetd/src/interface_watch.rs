@@ -4,7 +4,7 @@ use std::io;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use vnet::interface::watch::{Bell, Watcher};
+use vnet::interface::change_events::{Bell, Watcher};
 
 use crate::shared::Shared;
 
