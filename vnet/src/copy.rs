@@ -1,25 +1,25 @@
-//! Memory copies between guests and vnet: short ones inline, long ones around a slow case of `rep movsb`.
+//! Memory copies between guests and vnet. Short copies are inlined; long copies avoid a slow case of `rep movsb`.
 //!
 //! The C library copies long runs with `rep movsb` where the processor advertises it as fast. AMD's Zen 3 and 4 are then ten
-//! times slower (3 instead of 30 GB/s) when the destination's page offset is 1 to 15 bytes above the source's (glibc bug
-//! 30994). That is the common case here: a driver's receive buffer is a page that begins with the 12-byte virtio-net header,
-//! and the sender's page-aligned data goes behind it.
+//! times slower (3 instead of 30 GB/s) when the destination's page offset is 1 to 15 bytes above the source's (glibc bug 30994).
+//! This is the common case for vnet: a driver's receive buffer is a page that begins with the 12-byte virtio-net header, and the
+//! sender's page-aligned data is copied to the bytes behind that header.
 
 /// Copies `len` bytes. Source and destination may overlap, as they do when guests share memory.
 ///
-/// Copies headers and small frames inline, as two blocks of fixed size: one begins at the first byte, the other ends at the
-/// last. The C library copies the rest, except for long runs whose page offsets nearly agree.
+/// Headers and small frames are copied inline as two blocks of fixed size: one begins at the first byte, the other ends at the
+/// last. The C library copies everything else, except long runs whose page offsets nearly agree.
 ///
 /// # Safety
 /// `len` bytes must be readable at `from` and writable at `to`.
 #[inline(always)]
 pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
     /// # Safety
-    /// As for [`copy`], and `len` is at least that of `Block`, which needs no alignment.
+    /// The requirements of [`copy`]. In addition, `len` is at least the size of `Block`. Neither pointer needs alignment.
     #[inline(always)]
     unsafe fn ends<Block: Copy>(from: *const u8, to: *mut u8, len: usize) {
         let last = len - size_of::<Block>();
-        // SAFETY: both blocks are inside the `len` bytes. Both are read before one is written.
+        // SAFETY: both blocks are inside the `len` bytes. Both are read before either is written.
         unsafe {
             let blocks =
                 (from.cast::<Block>().read_unaligned(), from.add(last).cast::<Block>().read_unaligned());
@@ -27,7 +27,7 @@ pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
             to.add(last).cast::<Block>().write_unaligned(blocks.1);
         }
     }
-    // SAFETY: as the caller promises, with blocks no longer than `len`.
+    // SAFETY: guaranteed by the caller, for blocks no longer than `len`.
     unsafe {
         match len {
             8..=16 => ends::<[u8; 8]>(from, to, len),
@@ -40,28 +40,28 @@ pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
     }
 }
 
-/// From this length on the C library might use `rep movsb`; glibc's threshold is 2 112 bytes or more.
+/// Minimum length for which the C library might use `rep movsb`; glibc's threshold is 2112 bytes or more.
 const LONG: usize = 2048;
 /// Four of the vector registers that every x86-64 and ARMv8 has.
 type Block = [u8; 64];
 
-/// True when the page offset of `to` is less than a block above that of `from`, and the two do not overlap.
+/// True when the page offset of `to` is less than a block above that of `from`, and source and destination do not overlap.
 #[inline]
 fn nearly_agree(from: *const u8, to: *mut u8, len: usize) -> bool {
     let (from, to) = (from.addr(), to.addr());
     (1..size_of::<Block>()).contains(&(to.wrapping_sub(from) % 4096)) && from.abs_diff(to) >= len
 }
 
-/// Copies block by block, forwards. Backwards would avoid 4K aliasing (a load whose low address bits match those of a recent
-/// store), but measured slower: 109 instead of 149 Gbit/s of super-frames (EPYC).
+/// Copies block by block, forwards. Copying backwards would avoid 4K aliasing (a load whose low address bits match those of a
+/// recent store), but measured slower: 109 instead of 149 Gbit/s of super-frames (EPYC).
 ///
 /// # Safety
-/// As for [`copy`]; `len` is at least that of a block, and source and destination do not overlap.
+/// The requirements of [`copy`]. In addition, `len` is at least one block, and source and destination do not overlap.
 unsafe fn blocks(from: *const u8, to: *mut u8, len: usize) {
     let last = len - size_of::<Block>();
     let mut at = 0;
     loop {
-        // SAFETY: `at` is at most `last`, a block before the end. A block needs no alignment.
+        // SAFETY: `at` is at most `last`, which is one block before the end. A block needs no alignment.
         unsafe { to.add(at).cast::<Block>().write_unaligned(from.add(at).cast::<Block>().read_unaligned()) };
         if at == last {
             return;
@@ -81,7 +81,7 @@ mod tests {
         let fresh: Vec<u8> = (0..ROOM).map(|i| (i * 7 + i / 256) as u8).collect();
         let short = (0..300).flat_map(|len| [0, 1, 63, 100, 300].map(|to| (len, 100, to)));
         let lengths = [LONG - 1, LONG, LONG + 1, LONG + 63, 4000];
-        // Distances: far, within a page, within a block, in both directions, and none.
+        // Distances between source and destination: far, within a page, within a block, in both directions, and zero.
         let places = [
             (0, 5000),
             (12, 5000),

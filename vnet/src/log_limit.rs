@@ -1,9 +1,9 @@
 //! Rate limiter for log lines that guests, front ends or peers can trigger: at most one line per second and source. The next line
-//! tells how many were suppressed.
+//! reports how many were suppressed.
 
 use std::time::{Duration, Instant};
 
-/// Shortest time between two lines.
+/// Minimum time between two lines.
 const INTERVAL: Duration = Duration::from_secs(1);
 
 /// The rate limiter of one source of log lines.
@@ -14,7 +14,7 @@ pub struct LogLimit {
 }
 
 impl LogLimit {
-    /// Some if a line may be written now, with the number of lines suppressed since the last one; else `None`.
+    /// Returns the number of lines suppressed since the last one if a line may be logged now, else `None`.
     pub fn allow(&mut self) -> Option<u64> {
         self.allow_at(Instant::now())
     }

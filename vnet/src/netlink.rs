@@ -12,7 +12,7 @@ use netlink_sys::{Socket, SocketAddr};
 pub(crate) struct Netlink(Socket);
 
 impl Netlink {
-    /// In the calling thread's network namespace.
+    /// Opens the socket in the calling thread's network namespace.
     pub(crate) fn new() -> io::Result<Netlink> {
         let mut socket = Socket::new(NETLINK_ROUTE)?;
         socket.bind_auto()?;
@@ -60,8 +60,8 @@ impl AsFd for Netlink {
     }
 }
 
-/// Tells that something changed in the network namespace of the thread that created it. What it was, the reader looks up: a
-/// notification can be lost when many come at once, but never all of them.
+/// Notifications that something changed in the network namespace of the thread that created the socket. The reader looks up what
+/// changed: when many notifications arrive at once the kernel may drop some of them, but never all.
 pub(crate) struct Notifications(Socket);
 
 impl Notifications {
@@ -73,12 +73,12 @@ impl Notifications {
         Ok(Notifications(socket))
     }
 
-    /// Discards what has come, as far as a reader that is slower than the writer gets.
+    /// Discards pending notifications. Stops after a bounded number, so that a fast writer cannot keep the reader here.
     pub(crate) fn drain(&self) {
         const MESSAGES_MAX: usize = 1024;
         for _ in 0..MESSAGES_MAX {
             let mut room = [0; 1];
-            // Messages are cut to the room. ENOBUFS tells of lost ones and comes before the rest.
+            // The kernel truncates messages to `room`. ENOBUFS reports lost messages and precedes the remaining ones.
             match self.0.recv(&mut room.as_mut_slice(), 0) {
                 Err(error) if error.raw_os_error() != Some(libc::ENOBUFS) => return,
                 _ => {}

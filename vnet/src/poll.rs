@@ -15,14 +15,14 @@ pub(crate) struct Poller {
     bell: Arc<OwnedFd>,
 }
 
-/// Most events per wait.
+/// Maximum number of events per wait.
 pub(crate) const EVENTS_MAX: usize = 64;
 
-/// Token of the bell.
+/// Token of the bell's event.
 const BELL: u64 = u64::MAX;
 
 impl Poller {
-    /// A new, empty set.
+    /// An empty set.
     pub fn new() -> io::Result<Poller> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
@@ -31,11 +31,11 @@ impl Poller {
         Ok(Poller { epoll: Arc::new(epoll), bell: Arc::new(bell) })
     }
 
-    /// Sets NAPI busy polling: each wait polls the queues of network devices for `us` microseconds before it sleeps, with
-    /// their interrupts off (Linux 6.9, `EPIOCSPARAMS`).
+    /// Sets NAPI busy polling: each wait polls the queues of network devices for `us` microseconds before it sleeps, with their
+    /// interrupts off (Linux 6.9, `EPIOCSPARAMS`).
     ///
     /// # Errors
-    /// The kernel has no busy polling, or requires CAP_NET_ADMIN.
+    /// The kernel does not support busy polling, or requires CAP_NET_ADMIN.
     pub fn busy_poll(&self, us: u32) -> io::Result<()> {
         /// `struct epoll_params` of linux/eventpoll.h.
         #[repr(C)]
@@ -62,7 +62,7 @@ impl Poller {
 
     /// Wakes the thread in [`Poller::wait`], or makes its next call return at once.
     pub fn ring(&self) {
-        // An eventfd write fails only when the counter is full, and then the waiter wakes anyway.
+        // An eventfd write fails only when the counter is full, and in that case the waiter wakes anyway.
         let _ = rustix::io::write(&*self.bell, &1u64.to_ne_bytes());
     }
 
@@ -72,7 +72,7 @@ impl Poller {
         Waker { epoll: self.epoll.clone(), token }
     }
 
-    /// Waits at most `timeout` (`None`: for ever) and calls `ready` with the token of each event.
+    /// Waits at most `timeout` (`None`: without limit) and calls `ready` with the token of each event.
     pub fn wait(&self, timeout: Option<std::time::Duration>, mut ready: impl FnMut(u64)) -> io::Result<()> {
         let timeout =
             timeout.map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: i64::from(t.subsec_nanos()) });

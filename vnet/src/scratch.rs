@@ -1,12 +1,12 @@
 //! A buffer that raw pointers may point into while other parts of it are written.
 //!
-//! Frames and datagrams are lists of pointers and lengths, as the kernel takes them; some point into a buffer that is then
-//! written elsewhere. `Box<[u8]>` does not allow that: a mutable borrow of any part invalidates all pointers into it. A
-//! [`Scratch`] creates references only to the ranges asked for.
+//! Frames and datagrams are lists of pointers and lengths, as the kernel takes them. Some of the pointers lead into a buffer that
+//! is still written to at other offsets. `Box<[u8]>` does not allow that: a mutable borrow of any part invalidates all pointers
+//! into it. A [`Scratch`] creates references only to the ranges asked for.
 
 use std::ops::Range;
 
-/// A buffer of fixed size, zeroed at first.
+/// A buffer of fixed size, initially zeroed.
 pub(crate) struct Scratch {
     base: *mut [u8],
 }
@@ -31,7 +31,7 @@ impl Scratch {
         self.base.cast::<u8>().cast_const().wrapping_add(offset)
     }
 
-    /// The bytes of `range`, to be read.
+    /// The bytes of `range`, read-only.
     ///
     /// # Panics
     /// When `range` exceeds the buffer.
@@ -42,7 +42,7 @@ impl Scratch {
         unsafe { std::slice::from_raw_parts(self.ptr(range.start), range.len()) }
     }
 
-    /// The bytes of `range`.
+    /// The bytes of `range`, writable.
     ///
     /// # Panics
     /// When `range` exceeds the buffer.

@@ -1,4 +1,4 @@
-//! Sources: what frames come from. A guest's queue, a socket of the bridge, a connection of a stream link.
+//! Sources of frames: a guest's queue, a socket of the bridge, or a connection of a stream link.
 //!
 //! ```text
 //!   for source in sources {
@@ -7,76 +7,79 @@
 //!   }                                                 the burst is dropped: chains and buffers go back
 //! ```
 //!
-//! A dispatcher owns its sources, and nobody else reads from them. [`receive`] turns one fill of a source into a [`Burst`]: frames
-//! whose memory belongs to somebody else (a guest, a receive buffer) until the burst is dropped. So a frame is decided and
-//! delivered while it lies where it arrived, and a source needs no callback to know when it may reuse that memory.
+//! A dispatcher owns its sources; no other thread reads from them. [`receive`] turns one fill of a source into a [`Burst`]:
+//! frames that borrow the memory of a guest or a receive buffer until the burst is dropped. So a frame is decided and delivered
+//! from the memory it arrived in, and a source needs no callback to know when it may reuse that memory.
 //!
-//! Soundness: a burst takes the [`Batch`] out of its [`BatchSlot`] and puts it back empty. Whoever forgets a burst
-//! (`std::mem::forget`) loses the batch with it, so that no frame can be reached after its source is gone.
+//! Soundness: a burst takes the [`Batch`] out of its [`BatchSlot`] and puts it back empty. A caller that forgets a burst
+//! (`std::mem::forget`) leaks the batch with it, so that no frame can be reached after its source is dropped.
 
 use std::ops::Deref;
 
 use crate::frame::{Batch, DropSink};
 use crate::poll::Waker;
 
-/// What one fill of a source took.
+/// Result of one fill of a source.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Taken {
-    /// Units taken, refused ones included: chains, packets, datagrams or messages. 0 when nothing was waiting.
+    /// Number of units taken from the source, refused ones included: chains, packets, datagrams or messages. 0 when nothing was
+    /// waiting.
     pub units: usize,
-    /// Nothing more was waiting when the source was looked at last.
+    /// True when the last look at the source found nothing more waiting.
     pub drained: bool,
-    /// Frames that are in their guest's buffers already and so not in the batch (cut-through forwarding).
+    /// Frames that the source received straight into their guest's buffers (cut-through forwarding), and which are therefore not
+    /// in the batch.
     pub in_place: InPlace,
 }
 
-/// Frames that a source received where they were to end.
+/// Frames that a source received straight into the destination guest's buffers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct InPlace {
-    /// Frames.
+    /// Number of frames.
     pub frames: u64,
-    /// Their bytes.
+    /// Sum of their lengths in bytes.
     pub bytes: u64,
 }
 
-/// Something that frames come from, served by one dispatcher.
+/// A source of frames, served by one dispatcher.
 pub trait Source: Send {
-    /// Adds frames to `batch`, which is empty, until it is full or nothing is waiting. Counts them as in, and reports refused
+    /// Adds frames to the empty `batch` until it is full or nothing is waiting. Counts frames as received, and reports refused
     /// ones to `drops`. `now_ms` is the dispatchers' clock, which does not run backwards.
     ///
     /// # Safety
-    /// The frames' memory stays readable and unchanged (but by the guest it belongs to) only until
+    /// The frames' memory stays readable, and unchanged except by the guest that owns it, only until
     /// [`give_back`](Source::give_back) is called or the source is dropped: the caller clears the batch before either.
     unsafe fn fill(&mut self, batch: &mut Batch, drops: &mut DropSink, now_ms: u64) -> Taken;
 
-    /// The frames of the last fill are forwarded, and the batch is cleared: their memory may be reused.
+    /// Tells the source that the frames of the last fill are forwarded and the batch is cleared: it may reuse their memory.
     fn give_back(&mut self) {}
 
-    /// Has `waker` wake the dispatcher for new frames, from now on.
+    /// Registers `waker`: new frames wake the dispatcher from now on.
     fn watch(&mut self, waker: Waker);
 
     /// Ends [`watch`](Source::watch).
     fn unwatch(&mut self);
 
-    /// Asks to be woken for the next frame. False when frames are waiting already, or may be: do not sleep then.
+    /// Requests a wake-up for the next frame. Returns false when frames are or may be waiting already; the dispatcher must not
+    /// sleep then.
     fn rest(&mut self) -> bool;
 
-    /// The dispatcher is awake and looks by itself: wake-ups are not needed.
+    /// Ends [`rest`](Source::rest): the dispatcher is awake and polls, so it needs no wake-ups.
     fn resume(&mut self) {}
 
-    /// True when a look is cheap enough for every turn (memory, not a system call).
+    /// True when polling the source is cheap enough for every turn (memory, not a system call).
     fn polls(&self) -> bool {
         false
     }
 
-    /// Gives frames back to the guest whose memory was held (see [`Hold`](crate::frame::Hold)), and no longer is.
+    /// Returns frames to the guest whose memory was held (see [`Hold`](crate::frame::Hold)) and has been released since.
     fn reclaim(&mut self) {}
 
-    /// Ends what has taken too long, such as incomplete frames. Called every 20 ms while frames flow.
+    /// Expires state that has become too old, such as incomplete frames. Called every 20 ms while frames flow.
     fn tick(&mut self, _now_ms: u64) {}
 }
 
-/// Where a dispatcher keeps its batch between two bursts.
+/// Keeps a dispatcher's batch between two bursts.
 pub struct BatchSlot {
     batch: Option<Box<Batch>>,
     limit: usize,
@@ -88,24 +91,24 @@ impl BatchSlot {
         BatchSlot { batch: Some(Box::new(Batch::of(limit))), limit }
     }
 
-    /// The empty batch. Made anew if the last burst was forgotten.
+    /// Takes the empty batch. Creates a new one if the last burst was forgotten.
     #[inline]
     fn take(&mut self) -> Box<Batch> {
         self.batch.take().unwrap_or_else(|| Box::new(Batch::of(self.limit)))
     }
 }
 
-/// Frames from one source, with the memory they lie in. Dereferences to the batch.
+/// Frames from one source, together with the borrow of the memory they lie in. Dereferences to the batch.
 pub struct Burst<'a> {
     source: &'a mut dyn Source,
     slot: &'a mut BatchSlot,
-    /// Taken out only by `drop`.
+    /// `None` only after `drop` took the batch out.
     batch: Option<Box<Batch>>,
-    /// What the source was asked for.
+    /// Result of the source's fill.
     pub taken: Taken,
 }
 
-/// Receives up to a batch of frames from `source`.
+/// Receives up to one batch of frames from `source`.
 #[inline]
 pub fn receive<'a>(
     source: &'a mut dyn Source,
@@ -114,8 +117,8 @@ pub fn receive<'a>(
     now_ms: u64,
 ) -> Burst<'a> {
     let mut batch = slot.take();
-    // SAFETY: the burst owns the batch and borrows the source. Only `Burst::drop` lets go of either, and it clears the batch
-    // before it calls `give_back`. A burst that is forgotten leaks the batch, which nobody can read afterwards.
+    // SAFETY: the burst owns the batch and borrows the source. Only `Burst::drop` releases either, and it clears the batch before
+    // it calls `give_back`. A forgotten burst leaks the batch, which is unreachable afterwards.
     let taken = unsafe { source.fill(&mut batch, drops, now_ms) };
     Burst { source, slot, batch: Some(batch), taken }
 }
@@ -166,7 +169,7 @@ mod tests {
     use crate::frame::{NetworkId, Origin, PortId, Segment};
     use crate::wire::offload::Offload;
 
-    /// Gives one frame out of memory of its own, and writes to it when it gets it back.
+    /// A source that fills in one frame from its own memory, and overwrites that memory when it gets the frame back.
     #[derive(Default)]
     struct Once {
         memory: Vec<u8>,
@@ -182,7 +185,7 @@ mod tests {
             }
             self.memory = vec![7; 200];
             let mut builder = batch.begin();
-            // SAFETY: the memory is written to in `give_back` first.
+            // SAFETY: nothing writes to the memory before `give_back`.
             unsafe { builder.push_stable(Segment::new(self.memory.as_ptr(), self.memory.len())) };
             let Origin { port, network } = Origin { port: PortId(1), network: NetworkId::DEFAULT };
             builder.finish(port, network, Offload::default(), 0).unwrap();

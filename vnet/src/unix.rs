@@ -1,8 +1,9 @@
-//! Unix sockets that listen by path: replaces a stale socket file, never a live one.
+//! Unix sockets that listen on a path. `bind` replaces a stale socket file, never a live one.
 //!
-//! A socket file outlives a killed process. A connection attempt tells whether anybody still listens. Check and replacement
-//! hold a lock, so that two daemons that start together cannot both find the file stale. The lock is a file of its own beside the
-//! socket, readable by nobody else: anyone who can read a directory could lock that, and so keep vnetd from starting.
+//! A socket file outlives a killed process. A connection attempt shows whether a process still listens on it. Check and
+//! replacement hold a lock, so that two daemons that start together cannot both find the file stale. The lock is a separate file
+//! beside the socket that only the daemon's user can read. A lock on the directory would not do: any user who can read the
+//! directory could take it and keep vnetd from starting.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -18,7 +19,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use rustix::process::{Gid, Uid};
 
-/// Longest wait for the lock.
+/// How long `bind` waits for the lock.
 const LOCK_TIME_MAX: Duration = Duration::from_secs(2);
 /// Pending connections (listen backlog).
 const BACKLOG: i32 = 128;
@@ -35,18 +36,18 @@ pub enum ListenError {
     /// The path exceeds the length of a Unix socket address.
     #[error("socket path '{0}' is longer than 107 bytes; choose a shorter one")]
     PathTooLong(PathBuf),
-    /// The lock was not released in time.
+    /// Another process did not release the lock in time.
     #[error("'{0}' is locked by another program that opens this socket; stop that or choose another path")]
     Locked(PathBuf),
-    /// The lock file was made by somebody else.
+    /// The lock file belongs to another user, or other users can read it.
     #[error(
         "lock file '{0}' is not a file of this user that only it can read; remove it or choose another path"
     )]
     ForeignLock(PathBuf),
-    /// Owner or group of the socket file cannot be set.
+    /// The owner or group of the socket file cannot be set.
     #[error("cannot give socket '{path}' its owner and group: {error}; run vnetd with CAP_CHOWN")]
     Owner {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
         /// The kernel's error.
         error: io::Error,
@@ -56,40 +57,40 @@ pub enum ListenError {
         "cannot listen on socket '{path}': directory '{folder}' is not there; make it: mkdir -p {folder}"
     )]
     NoFolder {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// Its directory.
+        /// The missing directory.
         folder: PathBuf,
     },
     /// A system call failed.
     #[error("cannot listen on socket '{path}': {error}; choose another path or run vnetd as root")]
     System {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
         /// The kernel's error.
         error: io::Error,
     },
 }
 
-/// Who may connect to a listening socket: the attributes of its file.
+/// Users that may connect to a listening socket: owner, group and permissions of its file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SocketAccess {
-    /// Owner; this process's user when absent.
+    /// Owner; `None`: this process's user.
     pub owner: Option<u32>,
-    /// Group; this process's group, or the folder's, when absent.
+    /// Group; `None`: this process's group, or the folder's.
     pub group: Option<u32>,
-    /// Permissions, whatever the umask; the listener's default less the umask when absent.
+    /// Permissions, independent of the umask; `None`: the listener's default less the umask.
     pub mode: Option<u32>,
 }
 
-/// The process at the other end of a connection, as it was when it connected (`SO_PEERCRED`).
+/// The process at the other end of a connection, as of the time when it connected (`SO_PEERCRED`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// Process id; absent in a foreign process id namespace.
+    /// Process id; absent when the process is in another process id namespace.
     pub pid: Option<i32>,
-    /// User.
+    /// User id.
     pub uid: u32,
-    /// Group.
+    /// Group id.
     pub gid: u32,
 }
 
@@ -115,7 +116,7 @@ impl std::fmt::Display for Peer {
 pub struct Listener {
     socket: UnixListener,
     path: PathBuf,
-    /// Device and inode of the socket file, to remove only our own; `None` once it is removed.
+    /// Device and inode of the socket file, so that the listener removes only its own file; `None` once it is removed.
     identity: Mutex<Option<(u64, u64)>>,
 }
 
@@ -125,7 +126,7 @@ impl Listener {
         Listener::bind_for(path, mode, SocketAccess::default())
     }
 
-    /// As [`Listener::bind`], with the file's owner, group and permissions of `access`.
+    /// Like [`Listener::bind`], with the file's owner, group and permissions taken from `access`.
     pub fn bind_for(path: &Path, mode: u32, access: SocketAccess) -> Result<Listener, ListenError> {
         let failed = |error: io::Error| ListenError::System { path: path.to_owned(), error };
         let address = SocketAddrUnix::new(path).map_err(|_| ListenError::PathTooLong(path.to_owned()))?;
@@ -138,7 +139,7 @@ impl Listener {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let result = || -> Result<OwnedFd, Errno> {
             let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-            // `bind` gives the file the socket's permissions, so it never has wider ones.
+            // `bind` gives the file the permissions of the socket, so the file never has wider ones.
             fchmod(&socket, Mode::from_raw_mode(access.mode.unwrap_or(mode)))?;
             rustix::net::bind(&socket, &address)?;
             Ok(socket)
@@ -146,7 +147,7 @@ impl Listener {
         let socket = result().map_err(|e| failed(e.into()))?;
         let identity = Mutex::new(identity(path));
         let listener = Listener { socket: socket.into(), path: path.to_owned(), identity };
-        // Nobody can connect before this returns: the socket does not listen yet.
+        // No client can connect before this returns: the socket does not listen yet.
         listener.admit(access)?;
         rustix::net::listen(&listener.socket, BACKLOG).map_err(|e| failed(e.into()))?;
         Ok(listener)
@@ -158,14 +159,14 @@ impl Listener {
             return Ok(());
         }
         let failed = |error: io::Error| ListenError::System { path: self.path.clone(), error };
-        // A handle of the file itself: whoever may write to the folder could replace the path meanwhile.
+        // Opens a handle of the file itself: a user with write access to the folder could replace the path in the meantime.
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let file = open(&self.path, flags, Mode::empty()).map_err(|e| failed(e.into()))?;
         let kind = fstat(&file).map(|stat| FileType::from_raw_mode(stat.st_mode));
         if kind.map_err(|e| failed(e.into()))? != FileType::Socket {
             return Err(ListenError::NotASocket(self.path.clone()));
         }
-        // Permissions first: a file given away can no longer be changed without more privileges.
+        // Permissions before ownership: after a change of owner the process may lack the privilege to change the permissions.
         if let Some(mode) = access.mode {
             let handle = format!("/proc/self/fd/{}", file.as_raw_fd());
             std::fs::set_permissions(handle, std::fs::Permissions::from_mode(mode)).map_err(failed)?;
@@ -187,14 +188,14 @@ impl Listener {
         self.socket.try_clone()
     }
 
-    /// Refuses further connections and removes the file, though others may hold this listener still.
+    /// Refuses further connections and removes the file, even while others hold references to this listener.
     pub fn close(&self) {
-        // Fails only if it is shut down already.
+        // Fails only if the socket is already shut down.
         let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
-        // Only our own file: another process may have replaced it.
+        // Removes only this listener's file: another process may have replaced it.
         let ours = self.identity.lock().take();
         if ours.is_some() && identity(&self.path) == ours {
-            // If removal fails, the next listener finds the file stale.
+            // If removal fails, the next listener treats the file as stale.
             let _ = std::fs::remove_file(&self.path);
         }
     }
@@ -216,10 +217,10 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
     std::fs::symlink_metadata(path).ok().map(|meta| (meta.dev(), meta.ino()))
 }
 
-/// The lock of a socket's path, held while its file is checked and replaced. The lock file goes with it.
+/// Lock on a socket's path, held while the socket file is checked and replaced. Dropping it removes the lock file.
 #[derive(Debug)]
 struct Lock {
-    /// Closing it releases the lock.
+    /// Closing this descriptor releases the lock.
     _file: OwnedFd,
     path: PathBuf,
 }
@@ -233,7 +234,7 @@ impl Lock {
         let path = PathBuf::from(path);
         let deadline = Instant::now() + LOCK_TIME_MAX;
         loop {
-            // Neither a link nor a pipe that somebody else placed there is followed or waited for.
+            // Neither follows a symbolic link nor blocks on a pipe that another user placed at this path.
             let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
             let file = open(&path, flags, Mode::RUSR | Mode::WUSR).map_err(failed)?;
             let stat = fstat(&file).map_err(failed)?;
@@ -243,7 +244,7 @@ impl Lock {
                 return Err(ListenError::ForeignLock(path));
             }
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                // Its last holder may have removed this file; then a successor locks another one.
+                // The last holder may have removed this file; in that case a successor locks a new file.
                 Ok(()) if identity(&path) == Some((stat.st_dev, stat.st_ino)) => {
                     return Ok(Lock { _file: file, path });
                 }
@@ -260,7 +261,8 @@ impl Lock {
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // Still locked: whoever waits for it finds out and makes a new one. If removal fails, the file is taken again later.
+        // Removed while locked: a process that waits for this lock notices the removal and creates a new file. If the removal
+        // fails, a later holder locks this file again.
         let _ = std::fs::remove_file(&self.path);
     }
 }
@@ -282,7 +284,7 @@ fn make_way(path: &Path) -> Result<(), ListenError> {
             std::fs::remove_file(path).map_err(failed)
         }
         Err(io::ErrorKind::PermissionDenied) => Err(failed(io::ErrorKind::PermissionDenied.into())),
-        // Connected, or its backlog is full: the socket is live.
+        // The connection succeeded, or the backlog is full: the socket is live.
         _ => Err(ListenError::InUse(path.to_owned())),
     }
 }
@@ -290,7 +292,7 @@ fn make_way(path: &Path) -> Result<(), ListenError> {
 /// Connects to `path` without blocking. The returned stream blocks.
 ///
 /// # Errors
-/// `ConnectionRefused` when nobody listens; `WouldBlock` when the listener's backlog is full.
+/// `ConnectionRefused` when no process listens; `WouldBlock` when the listener's backlog is full.
 pub fn connect(path: &Path) -> io::Result<UnixStream> {
     let address = SocketAddrUnix::new(path)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -366,7 +368,7 @@ mod tests {
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "no lock file stays");
     }
 
-    /// Everybody who can read the folder can lock it.
+    /// A lock on the folder, which every user that can read the folder can take, does not stop `bind`.
     #[test]
     fn a_lock_on_the_folder_does_not_keep_us_from_listening() {
         let folder = tempfile::tempdir().unwrap();
@@ -392,7 +394,7 @@ mod tests {
         assert!(!folder.path().join("elsewhere").exists());
     }
 
-    /// Several that start together: one gets the socket, and no lock file stays.
+    /// When several processes start at once, exactly one gets the socket, and no lock file remains.
     #[test]
     fn one_of_many_gets_the_socket() {
         let folder = tempfile::tempdir().unwrap();

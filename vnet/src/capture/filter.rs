@@ -1,7 +1,7 @@
 //! The capture filter language: a small part of tcpdump's, with the same words and precedence.
 //!
-//! Kept by hand rather than taken from libpcap: BPF knows neither networks of the overlay nor a frame's direction, and a
-//! filter of untrusted text must cost a bounded number of steps per frame.
+//! Implemented here rather than with libpcap: BPF can test neither an overlay network nor a frame's direction, and a filter
+//! written by an untrusted user must cost a bounded number of steps per frame.
 //!
 //! ```text
 //! expression = term { "or" term }            also: ||
@@ -15,8 +15,8 @@
 //!            | ["tcp" | "udp"] ["src" | "dst"] "port" PORT[-PORT]
 //! ```
 //!
-//! The parser compiles an expression into steps for a stack machine of truth values, so matching neither recurses nor
-//! allocates. A test on a field that the frame lacks (the ports of a later fragment, say) fails.
+//! The parser compiles an expression into steps for a stack machine of truth values, so matching neither recurses nor allocates.
+//! A test of a field that the frame lacks (such as the ports of a later fragment) fails.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -29,20 +29,20 @@ use crate::frame::NetworkId;
 use crate::wire::ethernet::{ETHERTYPE_ARP, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Mac};
 use crate::wire::ip;
 
-/// Longest filter expression in bytes.
+/// Maximum length of a filter expression in bytes.
 pub const EXPRESSION_MAX: usize = 4096;
-/// Most steps of one filter; bounds what a frame costs.
+/// Maximum number of steps of one filter. It bounds the cost of a filter per frame.
 const STEPS_MAX: usize = 256;
-/// Deepest nesting of parentheses and `not`.
+/// Maximum nesting depth of parentheses and `not`.
 const DEPTH_MAX: usize = 32;
 
 /// A syntax error in a filter expression.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FilterError {
-    /// Longer than [`EXPRESSION_MAX`].
+    /// The expression is longer than [`EXPRESSION_MAX`].
     #[error("the filter is longer than {EXPRESSION_MAX} bytes; shorten it")]
     TooLong,
-    /// More than [`STEPS_MAX`] steps, or nested deeper than [`DEPTH_MAX`].
+    /// The expression needs more than [`STEPS_MAX`] steps, or nests deeper than [`DEPTH_MAX`].
     #[error("the filter has too many parts or is nested too deeply; simplify it")]
     TooMuch,
     /// A word that the grammar does not allow here.
@@ -55,7 +55,7 @@ pub enum FilterError {
     },
 }
 
-/// Which end of a frame's way a primitive tests.
+/// The end of the frame's path that a primitive tests: source, destination or both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum End {
     Src,
@@ -107,7 +107,7 @@ enum Step {
     Or,
 }
 
-/// A frame as filters see it.
+/// The frame that a filter is matched against.
 #[derive(Clone, Copy, Debug)]
 pub struct Subject<'a> {
     /// First bytes of the frame.
@@ -123,7 +123,7 @@ pub struct Subject<'a> {
 /// A compiled filter. The empty expression matches all frames.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Filter {
-    /// In reverse Polish order; empty matches all frames.
+    /// Steps in reverse Polish order; empty matches all frames.
     steps: Vec<Step>,
 }
 
@@ -134,7 +134,7 @@ impl Filter {
             return true;
         }
         let Some(packet) = Packet::new(subject.head) else { return false };
-        // One bit per value, top of stack lowest. The parser keeps the depth far below 64 (`Parser::push`).
+        // One bit per value; the top of the stack is the lowest bit. `Parser::push` keeps the depth far below 64.
         let mut stack = 0u64;
         for step in &self.steps {
             stack = match step {
@@ -265,7 +265,7 @@ impl FromStr for Filter {
     }
 }
 
-/// Splits at white space; parentheses and `!` are words of their own.
+/// Splits at white space; each parenthesis and each `!` is a separate word.
 fn words(text: &str) -> Vec<&str> {
     let mut words = vec![];
     for mut word in text.split_whitespace() {

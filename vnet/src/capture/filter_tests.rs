@@ -172,7 +172,7 @@ proptest! {
         prop_assert_eq!(filter.to_string().parse::<Filter>(), Ok(filter));
     }
 
-    /// On truncated frames, a filter that tests every field never panics, and its negation gives the opposite.
+    /// On truncated frames, a filter that tests every field never panics, and its negation gives the opposite result.
     #[test]
     fn cut_frames_do_no_harm(cut in 0usize..80, noise in prop::collection::vec(any::<u8>(), 0..80), which in 0usize..4) {
         let mut frame = match which {

@@ -5,13 +5,13 @@
 //!   dispatcher 1 --- lane 1 ---+--- Session::drain() --- control: pcapng --- client
 //! ```
 //!
-//! A [`Session`] is one capture: a [`Filter`], a snap length, and one *lane* per dispatcher, a buffer of fixed size. A
-//! dispatcher appends to its own lane, once for a batch's incoming frames and once per destination. Control swaps full
-//! buffers for empty ones; nothing else happens under a lane's lock. A frame that finds its lane full is counted as missed:
-//! a slow reader loses frames of the capture, never frames of the network.
+//! A [`Session`] is one capture: a [`Filter`], a snap length, and one *lane* per dispatcher, a buffer of fixed size. A dispatcher
+//! appends to its own lane, once for a batch's incoming frames and once per destination. Control swaps full buffers for empty
+//! ones; nothing else happens under a lane's lock. A frame that finds its lane full is counted as missed: a slow reader loses
+//! frames of the capture, never frames of the network.
 //!
-//! The setup that dispatchers adopt lists the captured ports. Without captures that list is empty, and a batch costs one look
-//! at it.
+//! The setup that dispatchers adopt lists the captured ports. Without captures that list is empty, and checking it costs one read
+//! per batch.
 
 mod filter;
 mod packet;
@@ -27,14 +27,14 @@ use crate::frame::{Batch, FRAME_MAX, Frame, NetworkId};
 use crate::stats::DropReason;
 use crate::wire::offload::GSO_NONE;
 
-/// Bytes of frames that one session buffers in all lanes together: what arrives at 13 Gbit/s in 5 ms, control's polling
-/// interval. Twice that is allocated; unused pages are never touched.
+/// Capacity of one session in bytes, all lanes together: the traffic of 5 ms (control's polling interval) at 13 Gbit/s. Twice as
+/// much is allocated; unused pages are never touched.
 pub const SESSION_BYTES: usize = 8 << 20;
-/// Records of one lane: enough for frames of 256 bytes to fill the lane of a single dispatcher.
+/// Capacity of one lane in records: enough for frames of 256 bytes to fill the lane of a single dispatcher.
 const LANE_RECORDS: usize = SESSION_BYTES / 256;
-/// Concurrent captures on one host; bounds their memory and their cost per frame.
+/// Maximum number of concurrent captures per host; bounds their memory and their cost per frame.
 pub const SESSIONS_MAX: usize = 4;
-/// Smallest snap length: an Ethernet header.
+/// Minimum snap length in bytes: an Ethernet header.
 pub const SNAP_MIN: u32 = 14;
 
 /// Options of a capture.
@@ -42,7 +42,7 @@ pub const SNAP_MIN: u32 = 14;
 pub struct Options {
     /// Frames to capture.
     pub filter: Filter,
-    /// Bytes kept of each, [`SNAP_MIN`] to [`FRAME_MAX`].
+    /// Bytes kept of each frame, [`SNAP_MIN`] to [`FRAME_MAX`].
     pub snap: u32,
     /// Capture only dropped frames.
     pub drops_only: bool,
@@ -63,7 +63,7 @@ pub enum Direction {
     Out,
 }
 
-/// Drop of a frame or of some of its segments.
+/// Records that a frame, or some of its segments, were dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dropped {
     /// The reason that counts the drop.
@@ -72,7 +72,7 @@ pub struct Dropped {
     pub pieces: u64,
 }
 
-/// One captured frame. [`Batched`] stores its bytes behind those of the record before.
+/// One captured frame. [`Batched`] stores the captured bytes of all records back to back, in the order of the records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
     /// Time since 1970-01-01 UTC.
@@ -128,7 +128,7 @@ impl Batched {
     }
 }
 
-/// One dispatcher's end of a session.
+/// The part of a session that one dispatcher writes to.
 #[derive(Debug)]
 pub struct Lane {
     filled: Batched,
@@ -137,7 +137,7 @@ pub struct Lane {
 }
 
 impl Lane {
-    /// Records at most `snap` bytes of a frame, or counts it as missed. Fills in `record`'s lengths.
+    /// Records at most `snap` bytes of a frame and fills in the lengths in `record`, or counts the frame as missed.
     pub fn push(&mut self, record: Record, batch: &Batch, frame: &Frame, snap: u32) {
         let wanted = frame.len().min(snap as usize);
         if !self.has_room(wanted) {
@@ -148,7 +148,7 @@ impl Lane {
         self.filled.records.push(Record { kept, len: frame.len() as u32, ..record });
     }
 
-    /// Records a frame whose bytes are gone.
+    /// Records a frame whose bytes are no longer available.
     pub fn push_empty(&mut self, record: Record) {
         if self.has_room(0) {
             self.filled.records.push(Record { kept: 0, ..record });
@@ -172,7 +172,7 @@ impl Lane {
 pub struct Session {
     options: Options,
     lanes: Box<[Mutex<Lane>]>,
-    /// The empty buffer that the next lane gets in exchange.
+    /// The empty buffer that [`Session::drain`] swaps for the next lane's full one.
     spare: Mutex<Batched>,
     names: Mutex<Vec<String>>,
     missed: AtomicU64,
@@ -180,10 +180,10 @@ pub struct Session {
 }
 
 impl Session {
-    /// A session whose memory `dispatchers` dispatchers share.
+    /// Creates a session. The lanes of all `dispatchers` dispatchers share its memory.
     pub fn new(options: Options, dispatchers: usize) -> Session {
         let count = dispatchers.max(1);
-        // At least one frame of any size fits.
+        // A lane holds at least one frame of any size.
         let room = (SESSION_BYTES / count).max(FRAME_MAX);
         let lane = || Mutex::new(Lane { filled: Batched::with_room(room), room, missed: 0 });
         Session {
@@ -206,8 +206,8 @@ impl Session {
         self.lanes[dispatcher % self.lanes.len()].lock()
     }
 
-    /// Calls `each` with the frames captured since the last call, lane by lane, each lane in order of time. Returns false when
-    /// there were none.
+    /// Calls `each` with the frames captured since the last call, lane by lane, each lane in chronological order. Returns false
+    /// when there were none.
     pub fn drain(&self, mut each: impl FnMut(&Batched)) -> bool {
         let mut spare = self.spare.lock();
         let mut any = false;
@@ -231,7 +231,7 @@ impl Session {
         self.missed.load(Relaxed)
     }
 
-    /// Index of a capture point by name, constant for the session's life. `None` when there are too many.
+    /// Index of a capture point by name; stays the same while the session lives. `None` when there are too many.
     pub fn place(&self, name: &str) -> Option<u16> {
         let mut names = self.names.lock();
         let found = names.iter().position(|known| known == name);
@@ -247,7 +247,7 @@ impl Session {
         self.names.lock().clone()
     }
 
-    /// Ends the session: its reader is gone.
+    /// Ends the session because its reader has disconnected.
     pub fn end(&self) {
         self.ended.store(true, Relaxed);
     }
@@ -258,7 +258,7 @@ impl Session {
     }
 }
 
-/// A session as part of a setup: the ports it captures.
+/// A session as part of a setup, with the ports that it captures.
 #[derive(Clone, Debug)]
 pub struct Tap {
     /// The session.
@@ -268,7 +268,7 @@ pub struct Tap {
 }
 
 impl Tap {
-    /// True when it captures at `port`.
+    /// True when the session captures at `port`.
     pub(crate) fn sees(&self, port: crate::frame::PortId) -> bool {
         self.place(port).is_some()
     }
@@ -291,13 +291,13 @@ impl Tap {
         Tap { session, places: places.into() }
     }
 
-    /// The capture point of a port, if the session captures it.
+    /// The capture point of a port; `None` when the session does not capture there.
     #[inline]
     pub fn place(&self, port: crate::frame::PortId) -> Option<u16> {
         self.places.get(port.index()).copied().filter(|place| *place != Tap::UNSEEN)
     }
 
-    /// True when the filter matches a frame that passes a captured port.
+    /// True when the session captures at the frame's port and its filter matches the frame.
     #[inline]
     pub fn wants(&self, batch: &Batch, frame: &Frame, direction: Direction) -> bool {
         let inbound = direction == Direction::In;
@@ -306,7 +306,7 @@ impl Tap {
     }
 }
 
-/// The record of a frame in a batch, `kept` still 0.
+/// Builds the record of a frame in a batch. `kept` is still 0.
 pub fn record(
     at: Duration,
     place: u16,

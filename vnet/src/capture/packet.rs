@@ -1,4 +1,4 @@
-//! The header fields that a filter tests. A field that is cut off or malformed is absent.
+//! The header fields that a filter tests. A truncated or malformed field counts as absent.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -25,7 +25,7 @@ enum Network {
     Arp { sender: Ipv4Addr, target: Ipv4Addr },
     /// IPv4 or IPv6. `upper.offset` counts from the start of the frame.
     Ip { src: IpAddr, dst: IpAddr, upper: ip::UpperLayer },
-    /// Anything else, or cut off.
+    /// Any other protocol, or a truncated header.
     Other,
 }
 
@@ -67,7 +67,7 @@ impl<'a> Packet<'a> {
         }
     }
 
-    /// Source and destination port of TCP and UDP. Absent in all fragments but the first.
+    /// Source and destination port of TCP and UDP. Only the first fragment has them.
     pub(super) fn ports(&self) -> Option<(u16, u16)> {
         let Network::Ip { upper, .. } = self.network else { return None };
         if upper.later_fragment || !matches!(upper.protocol, TCP | UDP) {
@@ -83,7 +83,7 @@ fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
 
 fn arp(packet: &[u8]) -> Option<Network> {
     let packet: &[u8; 28] = packet.first_chunk()?;
-    // Hardware type Ethernet, protocol type IPv4, and their address lengths.
+    // Hardware type Ethernet, protocol type IPv4, and the address length of each.
     if packet[..6] != [0, 1, 8, 0, 6, 4] {
         return None;
     }

@@ -1,21 +1,22 @@
-//! Where frames are dropped: counted at the port, and noted by frame while somebody captures.
+//! Accounting of dropped frames: counted per port, and recorded per frame while a capture runs.
 //!
-//! Counters say how many frames were dropped; a capture also wants to know which. Each dispatcher owns one [`DropSink`] and passes
-//! it along with every batch. Whoever drops a frame reports it here, with its index in the batch. While nobody captures that
-//! costs one untaken branch per drop, and nothing per delivered frame.
+//! Counters hold how many frames were dropped; a capture also needs to know which ones. Each dispatcher owns one [`DropSink`] and
+//! passes it along with every batch. Code that drops a frame reports it to the sink, with the frame's index in the batch. Without
+//! a capture this costs one untaken branch per drop, and nothing per delivered frame.
 
 use super::PortId;
 use crate::stats::{DropReason, PortStats};
 
-/// Notes kept between two looks: one per frame of a batch, as many refused frames, and the segments of one super-frame.
+/// Maximum number of drops recorded between two [`DropSink::clear`]: one per frame of a batch, as many refused frames, and the
+/// segments of one super-frame.
 const NOTES_MAX: usize = 256;
 
-/// A frame of the current batch that was not delivered, or some of the segments it was cut into.
+/// A frame of the current batch that was dropped, whole or in part (some of the segments it was cut into).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DroppedFrame {
     /// Index in the batch.
     pub frame: u16,
-    /// Why.
+    /// Reason that counts the drop.
     pub reason: DropReason,
     /// Segments dropped; 1 for a frame that was not cut.
     pub pieces: u64,
@@ -26,29 +27,29 @@ pub struct DroppedFrame {
 pub struct Refusal {
     /// The port they arrived at.
     pub port: PortId,
-    /// Why.
+    /// Reason that counts the refusal.
     pub reason: DropReason,
     /// Length in bytes; 0 when unknown.
     pub bytes: u64,
 }
 
-/// Counts dropped frames and, while watching, remembers which they were.
+/// Counts dropped frames and, during a capture, records which frames they were.
 #[derive(Debug, Default)]
 pub struct DropSink {
     watching: bool,
     drops: Vec<DroppedFrame>,
     refusals: Vec<Refusal>,
-    /// Frames there was no room to note.
+    /// Dropped frames not recorded because the sink was full.
     missed: u64,
 }
 
 impl DropSink {
-    /// A sink that counts and notes nothing.
+    /// A sink that counts drops and records nothing.
     pub fn new() -> DropSink {
         DropSink::default()
     }
 
-    /// Starts or stops noting. Allocates here, never while frames flow.
+    /// Starts or stops recording. Memory is allocated here, never while frames flow.
     pub fn watch(&mut self, on: bool) {
         self.watching = on;
         if on {
@@ -59,7 +60,7 @@ impl DropSink {
         }
     }
 
-    /// Counts at `stats` one frame of the batch that is not delivered, or `pieces` segments of it.
+    /// Counts one dropped frame of the batch, or `pieces` dropped segments of it, in `stats`.
     #[inline]
     pub fn dropped(&mut self, stats: &PortStats, reason: DropReason, frame: u16, pieces: u64) {
         stats.drop_frames(reason, pieces);
@@ -68,7 +69,7 @@ impl DropSink {
         }
     }
 
-    /// Counts at `stats` all frames `which` of the batch.
+    /// Counts all frames `which` of the batch as dropped in `stats`.
     pub fn dropped_all(&mut self, stats: &PortStats, reason: DropReason, which: &[u16]) {
         stats.drop_frames(reason, which.len() as u64);
         if self.watching {
@@ -76,14 +77,15 @@ impl DropSink {
         }
     }
 
-    /// Counts at `stats`, the counters of `port`, a frame of `bytes` bytes that is refused on entry: in and dropped at once.
+    /// Counts a frame of `bytes` bytes that is refused on entry, both as received and as dropped, in `stats`, the counters of
+    /// `port`.
     #[cold]
     pub fn refused(&mut self, stats: &PortStats, port: PortId, reason: DropReason, bytes: u64) {
         stats.refuse(reason, bytes);
         self.note_refusal(Refusal { port, reason, bytes });
     }
 
-    /// As [`DropSink::refused`], for a frame that was counted in already and leaves the batch again before it is forwarded.
+    /// Like [`DropSink::refused`], for a frame that is already counted as received and leaves the batch before it is forwarded.
     #[cold]
     pub fn withdrawn(&mut self, stats: &PortStats, port: PortId, reason: DropReason, bytes: u64) {
         stats.drop_frames(reason, 1);
@@ -107,8 +109,8 @@ impl DropSink {
         }
     }
 
-    /// What became of frame `frame` since [`DropSink::clear`]: the last reason and all pieces dropped; `None` when it was
-    /// delivered.
+    /// Drops of frame `frame` recorded since [`DropSink::clear`]: the last reason and the sum of dropped pieces. `None` when the
+    /// frame was delivered.
     pub fn of(&self, frame: u16) -> Option<DroppedFrame> {
         let mut found: Option<DroppedFrame> = None;
         for drop in self.drops.iter().filter(|drop| drop.frame == frame) {
@@ -118,12 +120,12 @@ impl DropSink {
         found
     }
 
-    /// Forgets noted drops, but not refusals.
+    /// Clears recorded drops, but keeps refusals.
     pub fn clear(&mut self) {
         self.drops.clear();
     }
 
-    /// Hands out the refusals since the last call, in order. Returns how many frames there was no room to note.
+    /// Calls `each` with every refusal since the last call, in order. Returns how many refusals the sink had no space to record.
     pub fn take_refusals(&mut self, mut each: impl FnMut(Refusal)) -> u64 {
         self.refusals.drain(..).for_each(&mut each);
         std::mem::take(&mut self.missed)

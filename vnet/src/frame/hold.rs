@@ -1,9 +1,9 @@
 //! Holds on guest memory that outlive a batch (zero-copy transmit).
 //!
-//! A guest gets its descriptor back when nobody reads the memory behind it any more. That is usually the end of the batch,
-//! but the kernel and the network device read the memory of a zero-copy message until later. A sender takes a [`Hold`] on the
-//! frame and drops it when the message is done. The frame's interface counts holds by the *slots* of its chains, and returns a
-//! chain when its count is 0.
+//! vnet returns a descriptor to the guest once nothing reads the memory behind it any more. Usually that is at the end of the
+//! batch, but the kernel and the network device keep reading the memory of a zero-copy message after that. The sender of such a
+//! message takes a [`Hold`] on the frame and drops it when the message is complete. The frame's interface counts holds per *slot*
+//! of its chains, and returns a chain when its count is 0.
 //!
 //! ```text
 //!   interface: Holds, a count a slot                     sender: a Hold for every message that has bytes of the frame
@@ -11,7 +11,7 @@
 //!        give back while the oldest slot's count is 0  <------------------------------'
 //! ```
 //!
-//! Holds are taken while the batch runs and dropped by any thread at any time; both sides share only the counts.
+//! Holds are taken while the batch is processed and dropped by any thread at any time; both sides share only the counts.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -20,12 +20,12 @@ use std::sync::atomic::{AtomicU32, Ordering};
 #[derive(Debug)]
 pub struct Holds {
     slots: Box<[AtomicU32]>,
-    /// Sum over all slots.
+    /// Sum of the counts of all slots.
     total: AtomicU32,
 }
 
 impl Holds {
-    /// Counts of 0 for slots below `slots`.
+    /// Creates slots `0..slots`, each with a count of 0.
     pub fn new(slots: u16) -> Arc<Holds> {
         let slots = (0..slots).map(|_| AtomicU32::new(0)).collect();
         Arc::new(Holds { slots, total: AtomicU32::new(0) })
@@ -56,7 +56,7 @@ impl Holds {
     }
 }
 
-/// Keeps the memory of one frame from going back to its guest while it lives.
+/// Keeps the memory of one frame from being returned to the guest for as long as this value lives.
 #[derive(Debug)]
 pub struct Hold {
     holds: Arc<Holds>,
@@ -75,7 +75,7 @@ impl Hold {
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        // The slot first: a total of 0 then implies that every slot is 0.
+        // The slot is decremented first: a total of 0 then implies that every slot is 0.
         self.holds.slots[usize::from(self.slot)].fetch_sub(1, Ordering::Release);
         self.holds.total.fetch_sub(1, Ordering::Release);
     }

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 pub struct NetworkId(u32);
 
 impl NetworkId {
-    /// The network of interfaces that do not name one.
+    /// The default network, for interfaces that name no network.
     pub const DEFAULT: NetworkId = NetworkId(1);
 
     /// `None` when `id` has more than 24 bits.
@@ -57,7 +57,7 @@ impl fmt::Display for NetworkId {
 pub struct PortId(pub u16);
 
 impl PortId {
-    /// No port at all.
+    /// Marks the absence of a port.
     pub const NONE: PortId = PortId(u16::MAX);
 
     /// The slot's number.

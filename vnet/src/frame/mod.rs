@@ -1,12 +1,12 @@
-//! A frame on its way, and the batch it travels in.
+//! Frames, and the batch that carries them through the data plane.
 //!
 //! A frame is a list of segments. The first is a private copy of its first bytes, its *head*: the bytes that are checked and
-//! routed are the bytes that are sent, whatever a hostile guest writes to its memory meanwhile. The other segments point
-//! into guest memory or a receive buffer; vnet never reads them, only copies them or hands them to the kernel. One copy at
-//! most.
+//! routed are the bytes that are sent, even when a hostile guest writes to its memory in between. The other segments point into
+//! guest memory or a receive buffer; vnet never interprets them, it only copies them or passes them to the kernel. A frame is
+//! copied at most once.
 //!
-//! A source fills a [`Batch`], the dispatcher runs it to completion, and it is cleared. A batch allocates all its memory up
-//! front and nothing while frames pass.
+//! A source fills a [`Batch`], and the dispatcher runs it to completion and clears it. A batch allocates all its memory up front,
+//! and nothing while frames flow.
 
 mod drop_sink;
 mod hold;
@@ -30,17 +30,18 @@ use crate::wire::offload::Offload;
 pub const MTU_MAX: usize = 65_535;
 /// Largest frame in bytes: MTU, Ethernet header, one VLAN tag.
 pub const FRAME_MAX: usize = MTU_MAX + HEADER_LEN + VLAN_TAG_LEN;
-/// Bytes of a frame's head: Ethernet, two tags, IPv6 and a TCP header fit.
+/// Bytes of a frame's head: large enough for Ethernet, two tags, IPv6 and a TCP header.
 pub const HEAD_MAX: usize = 128;
-/// Most frames in one batch: enough to amortise a notification, few enough to keep all heads in the L1 cache (8 KiB).
+/// Maximum number of frames in one batch: enough to amortise a notification, few enough to keep all heads in the L1 cache (8
+/// KiB).
 pub const BATCH_MAX: usize = 64;
-/// Bytes of a batch's own memory for sources that read frames (TAP): eight of the largest frames, so that a batch of
-/// super-frames stays in the L2 cache.
+/// Size in bytes of the memory that a batch provides to sources that read frames (TAP): eight frames of maximum size, so that a
+/// batch of super-frames stays in the L2 cache.
 const ARENA_LEN: usize = 8 * (FRAME_MAX + 128);
-/// Most segments of one frame: those of the longest descriptor chain, and the head.
+/// Maximum number of segments of one frame: those of the longest descriptor chain, and the head.
 pub const SEGMENTS_MAX: usize = 256 + 1;
 
-/// A run of bytes of a frame. Same layout as `struct iovec`.
+/// A contiguous run of a frame's bytes. Same layout as `struct iovec`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Segment {
@@ -67,13 +68,13 @@ impl Segment {
         self.len
     }
 
-    /// True when it has no bytes.
+    /// True when the segment has no bytes.
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// At most `len` bytes from `start` on; clamped to the segment.
+    /// At most `len` bytes from `start`; clamped to the segment.
     #[inline]
     pub fn slice(&self, start: usize, len: usize) -> Segment {
         let start = start.min(self.len);
@@ -81,7 +82,7 @@ impl Segment {
     }
 }
 
-/// Port and network of a batch's frames, when all come from one interface.
+/// Ingress port and network that all frames of a batch share, because one interface sent them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Origin {
     /// The interface's port.
@@ -95,7 +96,7 @@ pub struct Origin {
 pub struct Frame {
     /// Ingress port.
     pub from: PortId,
-    /// The network it belongs to.
+    /// Network of the frame.
     pub network: NetworkId,
     /// Destination MAC, from the private head.
     pub dst: Mac,
@@ -103,16 +104,16 @@ pub struct Frame {
     pub src: Mac,
     /// Offload metadata, checked against the length.
     pub offload: Offload,
-    /// Hops taken (native header, 3 bits).
+    /// Number of hops taken so far (3 bits of the native header).
     pub hops: u8,
     len: u32,
     first: u32,
     count: u32,
-    /// Names the frame's memory to its interface for [`Batch::hold`]; [`NO_SLOT`] when it cannot be held.
+    /// Identifies the frame's memory to its interface for [`Batch::hold`]; [`NO_SLOT`] when the memory cannot be held.
     slot: u16,
 }
 
-/// The frame's memory is valid only until its batch is cleared.
+/// Slot of a frame whose memory is valid only until its batch is cleared.
 const NO_SLOT: u16 = u16::MAX;
 
 impl Frame {
@@ -123,7 +124,7 @@ impl Frame {
         self.len as usize
     }
 
-    /// Who sent it, for a [`LastSender`](crate::stats::LastSender).
+    /// Sender of the frame, for a [`LastSender`](crate::stats::LastSender).
     pub fn sent(&self) -> Sent {
         Sent { mac: self.src.0, port: self.from.0, len: self.len() }
     }
@@ -132,10 +133,10 @@ impl Frame {
 /// Reason to refuse bytes as a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
-    /// Fewer bytes than an Ethernet header.
+    /// The frame is shorter than an Ethernet header.
     #[error("shorter than an Ethernet header")]
     TooShort,
-    /// More bytes than [`FRAME_MAX`].
+    /// The frame is longer than [`FRAME_MAX`].
     #[error("longer than {FRAME_MAX} bytes")]
     TooLong,
     /// The offload metadata does not fit the frame.
@@ -157,20 +158,20 @@ impl From<FrameError> for DropReason {
 /// Up to [`BATCH_MAX`] frames and their segments.
 pub struct Batch {
     frames: Vec<Frame>,
-    /// Most frames in this batch.
+    /// Maximum number of frames in this batch.
     limit: usize,
     segments: Vec<Segment>,
     /// The head of frame `i` at `i * HEAD_MAX`.
     heads: Scratch,
-    /// Memory for sources that read frames; used up to `arena_used`.
+    /// Memory for sources that read frames; the first `arena_used` bytes are in use.
     arena: Scratch,
     arena_used: usize,
-    /// Holds of the queue that the frames came from, if it supports them.
+    /// Hold counts of the queue that the frames came from, if the queue supports holds.
     holds: Option<Arc<Holds>>,
 }
 
-// SAFETY: the raw pointers in `segments` are dereferenced only while their memory is kept readable (the contract of
-// `Builder::push`), and a cleared batch has none. Moving a batch to another thread adds no access.
+// SAFETY: the raw pointers in `segments` are dereferenced only while their memory is readable (the contract of `Builder::push`),
+// and a cleared batch has none. Moving a batch to another thread adds no access.
 unsafe impl Send for Batch {}
 
 impl Default for Batch {
@@ -190,7 +191,7 @@ impl Batch {
         Batch {
             limit: limit.clamp(1, BATCH_MAX),
             frames: Vec::with_capacity(BATCH_MAX),
-            // Unused pages are never touched.
+            // Pages that no frame uses are never touched.
             segments: Vec::with_capacity(BATCH_MAX * SEGMENTS_MAX),
             heads: Scratch::new(BATCH_MAX * HEAD_MAX),
             arena: Scratch::new(ARENA_LEN),
@@ -223,7 +224,7 @@ impl Batch {
         self.frames.is_empty()
     }
 
-    /// Most frames in this batch, at least 1.
+    /// Maximum number of frames in this batch, at least 1.
     #[inline]
     pub fn limit(&self) -> usize {
         self.limit
@@ -244,7 +245,7 @@ impl Batch {
         self.holds = None;
     }
 
-    /// Lets senders hold the memory of the following frames beyond the batch's life; see [`Batch::set_slot`].
+    /// Lets senders hold the memory of frames added from now on beyond the life of the batch; see [`Batch::set_slot`].
     #[inline]
     pub fn set_holds(&mut self, holds: Arc<Holds>) {
         self.holds = Some(holds);
@@ -264,14 +265,15 @@ impl Batch {
         frame.slot != NO_SLOT && self.holds.is_some()
     }
 
-    /// Keeps all segments of the frame but the first valid when the batch is cleared, for as long as the hold lives. `None`
-    /// when the frame's source does not support that. The memory stays the guest's, which may write to it at any time.
+    /// Keeps all segments of the frame but the first valid after the batch is cleared, for as long as the hold lives. `None` when
+    /// the frame's source does not support holds. The memory still belongs to the guest, which may write to it at any time.
     #[inline]
     pub fn hold(&self, frame: &Frame) -> Option<Hold> {
         Hold::new(self.holds.as_ref()?, frame.slot)
     }
 
-    /// At least `len` bytes of the batch's own memory to read the next frame into; `None` when it is used up.
+    /// At least `len` bytes of the batch's own memory, for the caller to read the next frame into. `None` when that memory is
+    /// used up.
     #[inline]
     pub fn spare(&mut self, len: usize) -> Option<&mut [u8]> {
         let room = self.arena_used..self.arena.len();
@@ -292,7 +294,7 @@ impl Batch {
     ) -> Result<(), FrameError> {
         assert!(len <= self.arena.len() - self.arena_used, "more bytes than the spare memory has");
         let segment = Segment::new(self.arena.ptr(self.arena_used), len).slice(skip, len);
-        // Frames share no cache line.
+        // Aligns the next frame, so that two frames never share a cache line.
         self.arena_used = (self.arena_used + len).next_multiple_of(64).min(self.arena.len());
         let mut builder = self.begin();
         // SAFETY: the arena lives as long as the batch, and these bytes do not change before `clear`: `spare` hands out
@@ -381,7 +383,7 @@ impl<'a> Selection<'a> {
         self.which.iter().map(move |&index| (index, self.batch.frame(usize::from(index))))
     }
 
-    /// The same batch, other frames.
+    /// Selects other frames of the same batch.
     #[inline]
     pub fn only<'b>(self, which: &'b [u16]) -> Selection<'b>
     where
@@ -391,10 +393,10 @@ impl<'a> Selection<'a> {
     }
 }
 
-/// A cursor for copying a frame.
+/// A cursor that copies a frame piece by piece.
 pub struct Reader<'a> {
     segments: &'a [Segment],
-    /// Bytes of the first segment already read.
+    /// Number of bytes of the first remaining segment that are already read.
     offset: usize,
 }
 
@@ -452,7 +454,7 @@ impl Builder<'_> {
         self.add(segment);
     }
 
-    /// Appends bytes that nobody writes to, so that the head need not be copied.
+    /// Appends bytes that do not change while the batch uses them, so that the head need not be copied.
     ///
     /// # Safety
     /// The segment's memory must stay mapped, readable and unchanged until the batch is cleared.
@@ -476,7 +478,7 @@ impl Builder<'_> {
         self.len
     }
 
-    /// Adds the frame to the batch: copies its head, checks length and offload metadata, reads its addresses.
+    /// Adds the frame to the batch: copies its head, checks its length and offload metadata, and reads its addresses.
     #[inline]
     pub fn finish(
         mut self,
@@ -519,7 +521,7 @@ impl Builder<'_> {
         let wanted = self.len.min(HEAD_MAX);
         let segments = &mut self.batch.segments;
         if self.stable && segments[self.first + 1].len >= wanted {
-            // Nothing to copy: the first stable segment is the head and replaces the placeholder.
+            // Nothing to copy: the first stable segment becomes the head and replaces the placeholder.
             segments.remove(self.first);
             return;
         }
@@ -528,8 +530,7 @@ impl Builder<'_> {
         if let [_, only] = segments[self.first..]
             && only.len == wanted
         {
-            // A small frame in one segment, the most common case: all of it becomes the head.
-            // SAFETY: as for the copy below.
+            // A small frame in one segment, the most common case: all of it becomes the head. SAFETY: as for the copy below.
             unsafe { copy(only.base, head.as_mut_ptr(), wanted) };
             segments.truncate(self.first + 1);
             segments[self.first] = Segment::new(self.batch.heads.ptr(place), wanted);
@@ -540,8 +541,8 @@ impl Builder<'_> {
         while at < wanted {
             let segment = segments[next];
             let part = segment.slice(0, wanted - at);
-            // SAFETY: readable by the contract of `push`; `head` is ours, has HEAD_MAX >= at + part.len bytes, and no
-            // segment of an unfinished frame points into it.
+            // SAFETY: readable by the contract of `push`; `head` belongs to this batch, has HEAD_MAX >= at + part.len bytes, and
+            // no segment of an unfinished frame points into it.
             unsafe { std::ptr::copy_nonoverlapping(part.base, head[at..].as_mut_ptr(), part.len) };
             at += part.len;
             if part.len == segment.len {

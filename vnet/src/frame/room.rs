@@ -1,6 +1,7 @@
 //! Guest memory that a frame may be received into.
 
-/// A run of writable guest memory. Only a pointer: dereferencing it needs the lender's guarantee that the memory is mapped.
+/// A run of writable guest memory: a pointer and a length. Dereferencing the pointer needs the lender's guarantee that the memory
+/// is mapped.
 #[derive(Clone, Copy, Debug)]
 pub struct Room {
     base: *mut u8,
@@ -11,7 +12,7 @@ pub struct Room {
 unsafe impl Send for Room {}
 
 impl Room {
-    /// Room over memory that the caller keeps writable while it is lent.
+    /// A room over memory that the caller keeps writable while it is lent.
     #[inline]
     pub fn new(base: *mut u8, len: usize) -> Room {
         Room { base, len }
@@ -29,7 +30,7 @@ impl Room {
         self.len
     }
 
-    /// True when it has no bytes.
+    /// True when the room has no bytes.
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.len == 0

@@ -6,7 +6,7 @@ fn bytes(len: usize) -> Vec<u8> {
 }
 
 proptest! {
-    /// However a frame is divided into segments, head and bytes come out the same, stable or not.
+    /// Head and bytes of a frame are the same however it is divided into segments, stable or not.
     #[test]
     fn segmentation_does_not_matter(len in 14usize..3000, cuts in prop::collection::vec(0usize..3000, 0..8), stable: bool) {
         let data = bytes(len);

@@ -58,10 +58,10 @@ reasons! {
 }
 
 impl DropReason {
-    /// The reason for a frame that the kernel refused to take with the error `errno`.
+    /// The drop reason for a frame that the kernel refused with the error `errno`.
     pub(crate) fn of_refusal(errno: i32) -> DropReason {
         match errno {
-            // A full socket buffer, device queue, or the kernel's memory.
+            // A full socket buffer, a full device queue, or the kernel is out of memory.
             libc::EAGAIN | libc::ENOBUFS | libc::ENOMEM => DropReason::NoBuffer,
             libc::EMSGSIZE => DropReason::MtuExceeded,
             _ => DropReason::SendFailed,
@@ -125,27 +125,27 @@ pub struct InterruptStats {
 /// Zero-copy transmit of guest memory (VNET/P+ section IV.B), in messages.
 #[derive(Default, Debug)]
 pub struct ZeroCopyStats {
-    /// Handed to the kernel for zero-copy transmit.
+    /// Messages passed to the kernel for zero-copy transmit.
     pub sent: Counter,
-    /// Part of `sent` that the kernel copied after all, because the device needs it.
+    /// Part of `sent` that the kernel copied after all, because the device requires it.
     pub copied: Counter,
-    /// Sent with a copy: kernel memory accounting exhausted, or too many segments for a message.
+    /// Messages sent with a copy: the kernel's memory accounting was exhausted, or the message had too many segments.
     pub fallen_back: Counter,
 }
 
-/// How long a [`LastSender`] is remembered: a mistake that was mended is no longer reported.
+/// How long a [`LastSender`] is remembered, in seconds, so that a mistake that has been corrected is no longer reported.
 const REMEMBERED_S: u64 = 600;
 
-/// The sender of the last frame that was dropped for one kind of mistake: what a counter alone does not tell.
+/// Sender of the last frame that was dropped for one kind of mistake. A counter alone does not identify the sender.
 #[derive(Default, Debug)]
 pub struct LastSender {
     /// Source MAC in the upper 48 bits, ingress port in the lower 16.
     who: AtomicU64,
-    /// Length in bytes in the upper 32 bits, time in seconds of the system's monotonic clock in the lower ones.
+    /// Frame length in bytes in the upper 32 bits, time in seconds of the system's monotonic clock in the lower 32.
     what: AtomicU64,
 }
 
-/// What a [`LastSender`] tells.
+/// The contents of a [`LastSender`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sent {
     /// Source MAC of the frame.
@@ -166,7 +166,7 @@ impl LastSender {
         self.what.store(len << 32 | seconds(), Relaxed);
     }
 
-    /// The last frame noted within ten minutes. Its parts may be of two frames that were noted at once.
+    /// The last frame noted within ten minutes. When two frames are noted at once, the result may mix fields of both.
     pub fn lately(&self) -> Option<Sent> {
         self.lately_at(seconds())
     }
@@ -192,16 +192,16 @@ fn seconds() -> u64 {
 pub struct PortStats {
     /// Frames received from this port, refused ones included.
     pub in_frames: Counter,
-    /// Their bytes.
+    /// Bytes of these frames.
     pub in_bytes: Counter,
-    /// Frames delivered here: to the guest's ring, the device, or the host's network stack.
+    /// Frames delivered to this port: to the guest's ring, the device, or the host's network stack.
     pub out_frames: Counter,
-    /// Their bytes.
+    /// Bytes of these frames.
     pub out_bytes: Counter,
     /// Extra frames: destinations beyond the first of a frame received here, and segments beyond the first of a super-frame
     /// segmented here.
     pub copies: Counter,
-    /// ARP and ND requests from here that the host answered (suppression); each reply replaces its request.
+    /// ARP and ND requests from this port that the host answered (suppression); each reply replaces its request.
     pub answers: Counter,
     /// Notifications sent to the guest (interrupts).
     pub notifications: Counter,
@@ -213,7 +213,7 @@ pub struct PortStats {
     pub zero_copy: ZeroCopyStats,
     /// Frames received in place: straight into a guest's buffers.
     pub direct_in_place: Counter,
-    /// Messages received in place after a wrong guess of their layout, and copied out again.
+    /// Messages received in place on a wrong guess of their layout, and then copied out.
     pub direct_copied_out: Counter,
     /// Datagrams received for this link.
     pub in_datagrams: Counter,
@@ -234,7 +234,7 @@ impl PortStats {
         self.drops[reason as usize].add(n);
     }
 
-    /// Counts one frame of `bytes` bytes refused on entry: in and dropped.
+    /// Counts one frame of `bytes` bytes refused on entry, both as received and as dropped.
     #[cold]
     pub fn refuse(&self, reason: DropReason, bytes: u64) {
         self.in_frames.add(1);
