@@ -1,8 +1,8 @@
-//! The core: the dispatchers together, and how a new setup reaches them.
+//! The core: all dispatchers, and the publication of new setups to them.
 //!
-//! Publishing swaps one pointer and raises a generation number. A dispatcher compares that number once a turn and adopts the
-//! new setup between two batches. `publish` returns when all have adopted it: from then on no dispatcher uses what the new
-//! setup dropped. Readers never lock.
+//! Publishing swaps one pointer and raises a generation number. A dispatcher compares that number once per turn and adopts the
+//! new setup between two batches. `publish` returns when all have adopted it: from then on no dispatcher uses a port or link that
+//! the new setup lacks. Readers never lock.
 
 use std::io;
 use std::net::SocketAddr;
@@ -32,21 +32,22 @@ use crate::stats::PortStats;
 /// Options of a core.
 #[derive(Clone, Debug)]
 pub struct CoreOptions {
-    /// Dispatchers, at least 1 (`n_dispatchers`).
+    /// Number of dispatchers, at least 1 (`n_dispatchers`).
     pub threads: usize,
-    /// CPUs to pin them to, round robin; empty: not pinned.
+    /// CPUs to pin dispatchers to, round robin; empty: not pinned.
     pub cpus: Vec<usize>,
-    /// What an idle dispatcher does.
+    /// Yield strategy of an idle dispatcher.
     pub yield_strategy: Strategy,
     /// `T_sleep` in microseconds.
     pub sleep_us: u32,
     /// `T_nowork` in microseconds.
     pub nowork_us: u32,
-    /// Most frames per read from an interface, and messages per read from a socket: 1 to [`crate::frame::BATCH_MAX`].
+    /// Maximum number of frames per read from an interface, and of messages per read from a socket: 1 to
+    /// [`crate::frame::BATCH_MAX`].
     pub burst: usize,
     /// Listening address of links' datagrams, with the first port.
     pub listen: SocketAddr,
-    /// Number of consecutive ports, starting there.
+    /// Number of consecutive ports, starting at the port of `listen`.
     pub ports: u16,
     /// Listening address for VXLAN; `None`: off.
     pub vxlan_listen: Option<SocketAddr>,
@@ -56,12 +57,12 @@ pub struct CoreOptions {
     pub zero_copy: ZeroCopy,
     /// How dispatchers are shielded from the rest of the host.
     pub isolation: Isolation,
-    /// Forward known flows of containers in the kernel, where it can.
+    /// Forward known flows of containers in the kernel where the kernel supports it.
     pub kernel_path: bool,
 }
 
 impl Default for CoreOptions {
-    /// One dispatcher, on the loopback, at a port that the kernel chooses.
+    /// One dispatcher that listens on the loopback interface, on a port that the kernel chooses.
     fn default() -> CoreOptions {
         CoreOptions {
             threads: 1,
@@ -81,16 +82,16 @@ impl Default for CoreOptions {
     }
 }
 
-/// Why a core did not start.
+/// Error when starting a core.
 #[derive(Debug, thiserror::Error)]
 pub enum CoreError {
     /// The bridge's socket failed.
     #[error(transparent)]
     Bridge(#[from] BridgeError),
-    /// The thread of stream links failed, or its listening socket.
+    /// The thread of stream links, or its listening socket, failed.
     #[error(transparent)]
     Stream(#[from] stream::StreamsError),
-    /// The kernel refused a thread, an epoll instance or the like.
+    /// The kernel refused a thread, an epoll instance or another resource.
     #[error("cannot start a dispatcher: {0}")]
     System(#[from] io::Error),
     /// The kernel refused to isolate the dispatchers.
@@ -105,13 +106,14 @@ pub(super) struct Shared {
     stopping: AtomicBool,
     pollers: Vec<Poller>,
     learned: Arc<Learned>,
-    /// May the kernel forward known flows.
+    /// True when the kernel may forward known flows.
     may_kernel: bool,
-    /// The kernel's own path, or why there is none. Made when an interface first wants it: its programs take time and memory.
+    /// The kernel's own path, or the reason why it is unavailable. Created when the first interface requests it, because loading
+    /// its programs takes time and memory.
     kernel_path: OnceLock<Result<KernelPath, String>>,
     dispatcher_stats: Vec<Arc<DispatcherStats>>,
     started: Instant,
-    /// Generation adopted by each dispatcher.
+    /// Generation that each dispatcher has adopted.
     adopted: Mutex<Vec<u64>>,
     progress: Condvar,
 }
@@ -238,7 +240,7 @@ impl Core {
         let thread = std::thread::Builder::new().name(format!("dispatch-{id}")).spawn(move || {
             let result = cpu.map_or(Ok(()), isolation::pin).and_then(|()| isolation.apply_to_thread());
             let run = result.is_ok();
-            // The other end waits for exactly this report.
+            // `Core::start` waits for exactly this report.
             let _ = report.send(result);
             if run {
                 dispatcher.run();
@@ -250,15 +252,15 @@ impl Core {
 
     /// Publishes `parts` as the new setup, atomically and under traffic.
     ///
-    /// Returns when every dispatcher has adopted it, so nothing uses removed ports any more. Addresses learned behind those are
-    /// forgotten before their slots can be reused.
+    /// Returns when every dispatcher has adopted it, so nothing uses removed ports any more. Addresses learned at removed ports
+    /// are flushed before the ports' slots can be reused.
     pub fn publish(&self, parts: Parts) {
         let interface = |port: &InterfacePort| (port.member.port, format!("interface {}", port.name));
         let link = |port: &LinkPort| (port.member.port, format!("link {}", port.link.name()));
         let interfaces = parts.interfaces.iter().map(interface);
         self.shared.learned.name_ports(interfaces.chain(parts.links.iter().map(link)).collect());
         let setup = Setup::new(parts);
-        // Before frames leave on new links: senders need their routes.
+        // Before any frame leaves on a new link: senders need the link's route.
         self.prober.set_links(setup.peers.links());
         self.streams.set_links(setup.peers.links());
         self.adopt(setup);
@@ -312,7 +314,7 @@ impl Core {
         &self.bridge_stats
     }
 
-    /// Sends inquiries to other hosts' control, and keepalives.
+    /// The courier that sends inquiries and keepalives to other hosts' control.
     pub fn courier(&self) -> &Courier {
         &self.courier
     }
@@ -322,21 +324,21 @@ impl Core {
         &self.shared.learned
     }
 
-    /// The kernel's own path, made by the first call. Setups that are published afterwards use it.
+    /// The kernel's own path, created by the first call. Setups published afterwards use it.
     ///
     /// # Errors
-    /// Why there is none: one line.
+    /// The reason why it is unavailable, as one line.
     pub fn kernel(&self) -> Result<&Arc<Kernel>, &str> {
         let path = self.shared.kernel_path.get_or_init(|| self.shared.open_kernel_path());
         path.as_ref().map(KernelPath::kernel).map_err(String::as_str)
     }
 
-    /// The kernel's own path, if an interface has wanted it.
+    /// The kernel's own path; `None` while no interface has requested it.
     pub fn kernel_if_open(&self) -> Option<&Arc<Kernel>> {
         self.shared.kernel_path().map(KernelPath::kernel)
     }
 
-    /// Adds frames that the kernel forwarded to their ports' counters. Call it before reading them.
+    /// Adds frames that the kernel forwarded to their ports' counters. Call it before reading the counters.
     pub fn count(&self) {
         if let Some(path) = self.shared.kernel_path() {
             path.kernel().flows().count();

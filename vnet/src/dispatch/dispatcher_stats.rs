@@ -86,7 +86,7 @@ impl DispatcherStats {
     pub(super) fn begin(&self, frames: usize) -> Option<Instant> {
         let frames = frames as u64;
         self.frames.add(frames);
-        // Bounds are powers of two: the bucket is the logarithm, rounded up.
+        // The bounds are powers of two: the bucket's index is the binary logarithm, rounded up.
         let bucket = u64::BITS - frames.saturating_sub(1).leading_zeros();
         self.batches.observe(frames, bucket as usize);
         self.turn.add(1);

@@ -1,10 +1,10 @@
 //! Decide and deliver: routes one batch and hands it to its destinations.
 //!
-//! Frames are decided one by one, grouped by destination, and delivered group by group, so that each batch costs one
-//! notification per guest and one system call per socket. The order of frames between two ports is kept.
+//! Frames are decided one by one, grouped by destination, and delivered group by group, so that each batch costs one notification
+//! per guest and one system call per socket. The order of frames between two ports is kept.
 //!
 //! Neighbour suppression: an ARP or neighbour solicitation for a published neighbour
-//! ([`Published::neighbours`](crate::route::Published)) is not flooded but answered here, back to the port it came from.
+//! ([`Published::neighbours`](crate::route::Published)) is answered here, to its ingress port, instead of being flooded.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -23,14 +23,14 @@ use crate::wire::flow;
 use crate::wire::neighbour::{self, ANSWER_MAX};
 use crate::wire::offload::Offload;
 
-/// Frames and bytes moved.
+/// Number of frames and bytes moved.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Work {
     pub(super) frames: u64,
     pub(super) bytes: u64,
 }
 
-/// A dispatcher's forwarding half.
+/// The part of a dispatcher that decides about frames and delivers them.
 pub(super) struct Forwarder {
     /// The dispatcher's number.
     pub(super) dispatcher: usize,
@@ -103,14 +103,14 @@ impl Forwarder {
         }
         self.work.frames += landed.frames;
         self.work.bytes += landed.bytes;
-        // Each arrived as a batch of its own.
+        // Each frame arrived in a separate batch.
         (0..landed.frames).for_each(|_| _ = self.stats.begin(1));
         if let Some(port) = self.setup.interface(id) {
             (0..port.interface.active_queues()).for_each(|queue| self.pending.note(port, queue));
         }
     }
 
-    /// Reads zero-copy completions from the kernel. True when interfaces may reclaim buffers.
+    /// Reads zero-copy completions from the kernel. Returns true when interfaces may reclaim buffers.
     #[inline]
     pub(super) fn reap(&mut self) -> bool {
         self.sender.reap()
@@ -245,8 +245,8 @@ impl Forwarder {
     }
 }
 
-/// Answers a guest's ARP or neighbour solicitation for a published neighbour into `answers`. False: not answered, flood the
-/// frame.
+/// Appends the reply to a guest's ARP request or neighbour solicitation for a published neighbour to `answers`. Returns false
+/// when there is no answer; the frame is then flooded.
 fn answer(setup: &Setup, head: &[u8], frame: &Frame, answers: &mut Batch) -> bool {
     let known = &setup.table.published().neighbours;
     let asks =
@@ -255,7 +255,7 @@ fn answer(setup: &Setup, head: &[u8], frame: &Frame, answers: &mut Batch) -> boo
         return false;
     }
     let Some(asked) = neighbour::question(head) else { return false };
-    // A host that asks for its own address probes for duplicates: only another owner may answer.
+    // A host that asks for its own address runs duplicate address detection: only another owner of the address may answer.
     let owner = known.get(&(frame.network, asked.target)).filter(|owner| **owner != asked.asker);
     let (Some(owner), Some(room)) = (owner, answers.spare(ANSWER_MAX)) else { return false };
     let Some(room) = room.first_chunk_mut() else { return false };
@@ -266,7 +266,7 @@ fn answer(setup: &Setup, head: &[u8], frame: &Frame, answers: &mut Batch) -> boo
 
 /// Optimistic interrupts: guests with a pending interrupt decision.
 impl Forwarder {
-    /// The sources are drained, or the batch budget is used up: decide about interrupts.
+    /// Decides about interrupts, because the sources are drained or the batch budget is used up.
     #[inline]
     pub(super) fn end_of_coalescing(&mut self) {
         if !self.pending.delivered.is_empty() {
@@ -295,18 +295,18 @@ impl Forwarder {
     }
 }
 
-/// Queues that received frames and whose guests may still need a notification. A queue is in each list at most once, so the
-/// number of queues bounds both.
+/// Queues that received frames and whose guests may still need a notification. Each list holds a queue at most once, so the
+/// number of queues bounds both lists.
 #[derive(Default)]
 struct Pending {
-    /// Received frames since the last end of coalescing.
+    /// Queues that received frames since the last end of coalescing.
     delivered: Vec<(PortId, usize)>,
-    /// Not notified then; checked when due, in this order.
+    /// Queues that were not notified at the end of coalescing, with the time of their next check, in this order.
     checks: VecDeque<(PortId, usize, Instant)>,
 }
 
 impl Pending {
-    /// Delivers to an interface and notes the pending interrupt. The only path to an interface.
+    /// Delivers to an interface and notes the pending interrupt. All deliveries to interfaces pass here.
     #[inline]
     fn give(&mut self, port: &InterfacePort, queue: usize, frames: Selection<'_>, drops: &mut DropSink) {
         port.interface.deliver(queue, frames, drops);

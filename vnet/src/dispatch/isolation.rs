@@ -1,8 +1,8 @@
 //! Noise isolation: shields dispatchers from the rest of the host (VNET/P+ section IV.C).
 //!
-//! The papers' lightweight kernel has no timer ticks, no other threads and no paging. Linux offers the same piece by piece: CPU
-//! pinning, real-time priority, locked memory, exact timers, and busy-polled sockets. Settings of the whole host (isolated
-//! CPUs, interrupt affinity, frequency scaling) belong to the administrator, see docs/tuning.md.
+//! The papers' lightweight kernel has no timer ticks, no other threads and no paging. Linux offers equivalents one by one: CPU
+//! pinning, real-time priority, locked memory, exact timers, and busy-polled sockets. Settings of the whole host (isolated CPUs,
+//! interrupt affinity, frequency scaling) are left to the administrator; see docs/tuning.md.
 
 use std::io;
 use std::num::NonZeroU64;
@@ -12,7 +12,7 @@ use rustix::mm::MlockAllFlags;
 
 use crate::poll::Poller;
 
-/// Highest real-time priority of Linux.
+/// Highest real-time priority in Linux.
 pub const PRIORITY_MAX: u32 = 99;
 
 /// Isolation settings besides pinning.
@@ -20,18 +20,18 @@ pub const PRIORITY_MAX: u32 = 99;
 pub struct Isolation {
     /// Real-time priority (SCHED_FIFO), 1 to [`PRIORITY_MAX`]; `None`: an ordinary thread.
     pub priority: Option<u32>,
-    /// Locks vnetd's memory against paging.
+    /// Locks vnetd's memory so that it is never paged out.
     pub lock_memory: bool,
     /// Microseconds for which the kernel busy-polls the network device when a socket is empty; 0: off.
     pub busy_poll_us: u32,
-    /// Most packets per busy poll; `None`: the kernel's default, 8.
+    /// Maximum number of packets per busy poll; `None`: the kernel's default, 8.
     pub busy_poll_budget: Option<u32>,
 }
 
-/// An isolation setting that the kernel refused.
+/// Error of an isolation setting that the kernel refused.
 #[derive(Debug, thiserror::Error)]
 pub enum IsolationError {
-    /// The CPU does not exist or is not allowed.
+    /// The CPU does not exist, or the process may not use it.
     #[error("cannot pin a dispatcher to CPU {cpu}: {error}; see 'nproc' and [dispatch] cpus")]
     Cpu {
         /// The CPU's number.
@@ -39,7 +39,7 @@ pub enum IsolationError {
         /// The kernel's error.
         error: io::Error,
     },
-    /// The priority was refused.
+    /// The kernel refused the priority.
     #[error(
         "cannot give a dispatcher real-time priority {priority}: {error}; give vnetd CAP_SYS_NICE or LimitRTPRIO, or \
          remove [dispatch] priority"
@@ -50,7 +50,7 @@ pub enum IsolationError {
         /// The kernel's error.
         error: io::Error,
     },
-    /// Locking memory was refused.
+    /// The kernel refused to lock memory.
     #[error(
         "cannot lock memory: {0}; give vnetd CAP_IPC_LOCK or LimitMEMLOCK=infinity, or remove [dispatch] lock_memory"
     )]
@@ -58,8 +58,7 @@ pub enum IsolationError {
 }
 
 impl Isolation {
-    /// Locks the process's memory. Untouched pages, mostly of guests, are not faulted in for that: they are locked on first
-    /// use.
+    /// Locks the process's memory. Untouched pages, mostly of guests, are not faulted in for it: each is locked on first use.
     pub(super) fn apply_to_process(&self) -> Result<(), IsolationError> {
         if !self.lock_memory {
             return Ok(());
@@ -68,9 +67,9 @@ impl Isolation {
             .map_err(|error| IsolationError::Memory(error.into()))
     }
 
-    /// Sets the calling thread's priority and the most exact timers.
+    /// Sets the calling thread's priority and the smallest timer slack.
     pub(super) fn apply_to_thread(&self) -> Result<(), IsolationError> {
-        // The default slack of 50 us would double a T_sleep of 50 us. A refusal only keeps that slack.
+        // The default slack of 50 us would double a T_sleep of 50 us. If the kernel refuses, the default slack stays.
         if let Err(error) = rustix::thread::set_current_timer_slack(NonZeroU64::new(1)) {
             tracing::debug!(%error, "cannot reduce the timer slack; sleeps may last 50 us longer");
         }
@@ -87,7 +86,7 @@ impl Isolation {
         Ok(())
     }
 
-    /// Enables busy polling of a dispatcher's sockets where possible. A failure is no error: it costs latency only.
+    /// Enables busy polling of a dispatcher's sockets where possible. A failure only costs latency, so it is not an error.
     pub(super) fn apply_to_sockets<'fd>(
         &self,
         sockets: impl Iterator<Item = BorrowedFd<'fd>>,
@@ -113,7 +112,7 @@ fn busy_poll(socket: BorrowedFd<'_>, us: libc::c_int, budget: Option<u32>) -> io
     let options = [(libc::SO_BUSY_POLL, us), (libc::SO_PREFER_BUSY_POLL, 1)];
     for (option, value) in options.into_iter().chain(budget) {
         let len = size_of_val(&value) as libc::socklen_t;
-        // SAFETY: `value` is readable for the `len` bytes told.
+        // SAFETY: `value` is readable for the stated `len` bytes.
         let result = unsafe {
             libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, option, (&raw const value).cast(), len)
         };
@@ -159,7 +158,7 @@ mod tests {
             let isolation = Isolation { priority: Some(7), ..Isolation::default() };
             match isolation.apply_to_thread() {
                 Ok(()) => assert_eq!(scheduling(), (libc::SCHED_FIFO | libc::SCHED_RESET_ON_FORK, 7)),
-                // Without the privilege, or in a control group without a real-time share.
+                // The process lacks the privilege, or its control group has no real-time share.
                 Err(error) => assert!(error.to_string().contains("real-time priority 7"), "{error}"),
             }
             let isolation = Isolation { priority: Some(PRIORITY_MAX + 1), ..Isolation::default() };
@@ -190,7 +189,7 @@ mod tests {
         };
         // Unchanged without CAP_NET_ADMIN or before Linux 5.11.
         assert!(result < 0 || [0, 8, 32].contains(&budget), "{budget}");
-        // Waiting works whatever was granted.
+        // Waiting works whichever settings the kernel granted.
         poller.waker(1).watch(&socket).unwrap();
         poller.ring();
         poller.wait(None, |_| panic!("nothing was sent")).unwrap();

@@ -61,27 +61,27 @@ use crate::source::{self, BatchSlot, Source};
 const TICK: Duration = Duration::from_millis(20);
 /// Timer interval while the dispatcher is idle.
 const IDLE_TICK: Duration = Duration::from_millis(1000);
-/// Under load, poll file descriptors after this many turns, frames or bytes. That is about ten microseconds of work: the poll
-/// is cheap beside it, and no frame waits long behind it.
+/// Under load, file descriptors are polled after this many turns, frames or bytes. That is about ten microseconds of work: the
+/// poll is cheap compared with it, and no frame waits long for the next poll.
 const TURNS_PER_POLL: u32 = 8;
 const FRAMES_PER_POLL: u64 = 128;
 const BYTES_PER_POLL: u64 = 128 << 10;
-/// While spinning, a dispatcher checks the most recently active descriptors directly, at most this many...
+/// Maximum number of recently active descriptors that a spinning dispatcher checks directly on each spin.
 const WARM_MAX: usize = 4;
-/// ...and polls all descriptors once every this many spins, a few microseconds.
+/// A spinning dispatcher polls all descriptors once every this many spins, a few microseconds.
 const SPINS_PER_POLL: u32 = 4;
 
-/// One dispatcher's own state. Lives on its thread.
+/// State of one dispatcher. Lives on its thread.
 struct Dispatcher {
     id: usize,
     shared: Arc<Shared>,
     poller: Poller,
     generation: u64,
     setup: Arc<Setup>,
-    /// The same setup, for sources that route by themselves; and its links, for receivers.
+    /// The current setup as sources that route by themselves see it, and its links as receivers see them.
     setup_view: SetupView,
     peers: PeersView,
-    /// Makes receivers for underlay ports.
+    /// Creates receivers for underlay ports.
     receivers: ReceiverParts,
     forwarder: Forwarder,
     /// All sources, sorted by token.
@@ -90,7 +90,7 @@ struct Dispatcher {
     /// Tokens with events since the dispatcher last blocked, in the order of their first event.
     warm: Vec<u64>,
     spins: u32,
-    /// Scratch list: tokens with events, until they are marked.
+    /// Scratch list of tokens with events that are not marked yet.
     news: Vec<u64>,
     batch: BatchSlot,
     drops: DropSink,
@@ -100,11 +100,11 @@ struct Dispatcher {
     next_tick: Instant,
 }
 
-/// Time spent in busy turns. The clock is read once a turn, at its start, which is also the end of the previous turn.
+/// Time spent in busy turns. The clock is read once per turn, at its start, which is also the end of the previous turn.
 struct BusyClock {
     started: Instant,
     now: Instant,
-    /// The current turn, since `now`, has had work.
+    /// True when the current turn, which began at `now`, had work.
     busy: bool,
     busy_ns: u64,
     turns: u64,
@@ -209,7 +209,7 @@ impl Dispatcher {
                     self.wait(Duration::ZERO);
                 }
             } else {
-                // Datagrams without a frame are probes and keepalives between hosts. Nobody waits for what follows them, so
+                // Datagrams without a frame are probes and keepalives between hosts. No guest waits for what follows them, so
                 // they do not justify spinning.
                 if std::mem::take(&mut turns) > 0 && self.forwarder.work.frames > 0 {
                     self.tally();
@@ -229,7 +229,7 @@ impl Dispatcher {
         self.clock.publish(&self.stats);
     }
 
-    /// Serves each ready source once. True when any had work.
+    /// Serves each ready source once. Returns true when any had work.
     fn turn(&mut self) -> bool {
         let now = self.clock.now;
         let now_ms = self.clock.now_ms();
@@ -277,11 +277,11 @@ impl Dispatcher {
         }
     }
 
-    /// Yields the core once, so that receivers of fresh frames can run; then looks for frames.
+    /// Yields the core once, so that receivers of fresh frames can run, and then checks for frames.
     ///
-    /// Polling touches memory that other cores have written, and the frame is still one more system call away. So the sources
-    /// that had frames last are checked without polling: a request/response exchange, for which spinning exists, uses the same
-    /// descriptors again and again.
+    /// Polling the epoll set touches memory that other cores have written, and receiving the frame takes another system call. So
+    /// the sources that had frames last are checked directly, without epoll: a request/response exchange, the reason for
+    /// spinning, uses the same descriptors again and again.
     fn spin(&mut self) {
         let before = Instant::now();
         std::thread::yield_now();
@@ -295,7 +295,8 @@ impl Dispatcher {
         }
     }
 
-    /// Requests notifications from every guest. False when one has frames waiting already: the dispatcher must not sleep.
+    /// Requests notifications from every guest. Returns false when a guest has frames waiting already: the dispatcher must not
+    /// sleep then.
     fn rest_all(&mut self) -> bool {
         self.served.iter_mut().all(Served::rest)
     }
@@ -303,7 +304,7 @@ impl Dispatcher {
     /// Waits for file descriptor events and marks their sources. Wakes in time for pending interrupt checks of guests.
     fn wait(&mut self, timeout: Duration) {
         let timeout = self.forwarder.time_to_check().map_or(timeout, |check| timeout.min(check));
-        // Read error queues first: entries that arrive after this read wake the poller.
+        // Reads error queues first: entries that arrive after this read wake the poller.
         self.reap();
         let mut news = std::mem::take(&mut self.news);
         let result = self.poller.wait(Some(timeout), |token| news.push(token));
@@ -313,7 +314,7 @@ impl Dispatcher {
         }
         self.news = news;
         if let Err(error) = result {
-            // Only a programming error gets here (a closed epoll descriptor); the sleep bounds the log rate.
+            // Only a programming error leads here (a closed epoll descriptor); the sleep bounds the log rate.
             tracing::error!(dispatcher = self.id, %error, "cannot wait for events");
             std::thread::sleep(Duration::from_millis(100));
         }
@@ -331,7 +332,7 @@ impl Dispatcher {
         self.served.binary_search_by_key(&token, |served| served.token).ok()
     }
 
-    /// Remembers the token as recently active and evicts the oldest one. Rings are left out: busy ones are polled anyway.
+    /// Records the token as recently active and evicts the oldest one. Rings are excluded: busy ones are polled anyway.
     fn keep_warm(&mut self, token: u64) {
         let is_ring = |index: usize| self.served[index].source.polls();
         if self.warm.contains(&token) || self.index_of(token).is_some_and(is_ring) {
@@ -369,7 +370,7 @@ impl Dispatcher {
         self.next_tick = now + if self.yielder.is_quiet() { IDLE_TICK } else { TICK };
     }
 
-    /// Adopts the latest published setup: releases removed sources, starts new ones.
+    /// Adopts the latest published setup: drops removed sources and starts new ones.
     fn adopt(&mut self) {
         let generation = self.shared.generation();
         self.forwarder.settle_all();

@@ -1,14 +1,14 @@
-//! Drive modes: whether the guest or the dispatcher drives an interface (VNET/P section 4.3, figure 6).
+//! Drive modes: guest-driven or VMM-driven (polled) interfaces (VNET/P section 4.3, figure 6).
 //!
 //! - *guest-driven*: the ring is not polled until the guest notifies. Best for occasional frames: no poll is wasted, and the
 //!   notification wakes the dispatcher at once.
-//! - *VMM-driven*: notifications are suppressed and the ring is polled every turn. Best for high rates: no frame costs the
-//!   guest a notification, and each turn takes everything that is queued.
+//! - *VMM-driven*: notifications are suppressed and the ring is polled every turn. Best for high rates: no frame costs the guest
+//!   a notification, and each turn takes everything that is queued.
 //! - *adaptive*: follows the guest's frame rate, measured over windows of at least omega. Above alpha_u the queue becomes
 //!   VMM-driven, below alpha_l guest-driven; in between it keeps its mode (hysteresis).
 //!
-//! Each queue is judged by itself, since each may have another dispatcher. Switching cannot lose a wake-up: a resting queue was
-//! armed, and arming fails when a frame is waiting already.
+//! Each queue has its own mode, because the queues of an interface may belong to different dispatchers. Switching cannot lose a wake-up: a resting
+//! queue was armed, and arming fails when a frame is waiting already.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use crate::stats::Counter;
 
-/// How an interface is driven.
+/// Drive mode of an interface.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, Default, strum::Display, strum::EnumString, strum::VariantNames,
 )]
@@ -40,7 +40,7 @@ pub struct ModeSettings {
     pub rate_low: u32,
     /// alpha_u in frames/s: above it a queue becomes VMM-driven. Not less than `rate_low`.
     pub rate_high: u32,
-    /// omega in microseconds: the shortest window over which a rate is measured.
+    /// omega in microseconds: the minimum length of the window over which a rate is measured.
     pub window_us: u32,
 }
 
@@ -60,7 +60,7 @@ pub struct Drive {
 }
 
 impl Drive {
-    /// For an interface with `queues` queues.
+    /// Drive state for an interface with `queues` queues.
     pub fn new(settings: ModeSettings, queues: usize) -> Drive {
         let queues = (0..queues.max(1)).map(|_| QueueGauge::default()).collect();
         Drive { settings, gauge: Arc::new(Gauge { queues, switches: Counter::default() }) }
@@ -77,7 +77,7 @@ impl Default for Drive {
 #[derive(Debug)]
 pub struct Gauge {
     queues: Vec<QueueGauge>,
-    /// Mode switches of all queues.
+    /// Number of mode switches of all queues.
     pub switches: Counter,
 }
 
@@ -93,7 +93,7 @@ impl Gauge {
         self.queues.iter().filter(|queue| queue.vmm_driven.load(Relaxed)).count()
     }
 
-    /// Frames per second from the guest over the last windows, all queues together.
+    /// Frames per second from the guest over the last windows, summed over all queues.
     pub fn rate(&self) -> u64 {
         self.queues.iter().map(|queue| queue.rate.load(Relaxed)).sum()
     }
@@ -109,7 +109,7 @@ pub(super) struct Driver {
 }
 
 impl Driver {
-    /// `queue` is the queue's number within its interface.
+    /// Creates the driver of queue `queue` of its interface.
     pub(super) fn new(drive: Drive, queue: usize, now: Instant) -> Driver {
         let vmm_driven = drive.settings.mode == Mode::VmmDriven;
         let driver = Driver { drive, queue, vmm_driven, window_start: now, frames: 0 };
@@ -147,7 +147,7 @@ impl Driver {
         }
     }
 
-    /// Figure 6 of VNET/P: compares the rate with the thresholds.
+    /// Compares the rate with the thresholds (VNET/P, figure 6).
     fn judge(&mut self, length: Duration) {
         let rate = self.frames.saturating_mul(1_000_000) / (length.as_micros() as u64).max(1);
         let ModeSettings { mode, rate_low, rate_high, .. } = self.drive.settings;

@@ -1,14 +1,14 @@
 //! Extra work of a dispatcher for observers: captures, and queries of its route cache.
 //!
-//! A capture records a frame where it enters and at each port it is delivered to. The [`DropSink`] tells each frame's fate by
-//! its index, so that observed frames are still delivered in batches.
+//! A capture records a frame where it enters and at each port it is delivered to. The [`DropSink`] records the outcome of each
+//! frame by its index, so that observed frames are still delivered in batches.
 
 use super::forward::Forwarder;
 use super::setup::Setup;
 use crate::capture::{self, Direction, Dropped, Record, Tap};
 use crate::frame::{Batch, DropSink, PortId, Selection};
 
-/// Records input that was refused before it became a frame, since the last call.
+/// Records input refused before it became a frame, since the last call.
 #[cold]
 pub(super) fn refusals(setup: &Setup, dispatcher: usize, drops: &mut DropSink) {
     let at = capture::now();
@@ -26,7 +26,7 @@ pub(super) fn refusals(setup: &Setup, dispatcher: usize, drops: &mut DropSink) {
                 len: u32::try_from(refusal.bytes).unwrap_or(u32::MAX),
                 kept: 0,
             };
-            // Its addresses are unknown, so only an unfiltered capture matches.
+            // The addresses are unknown, so only an unfiltered capture matches.
             if tap.session.options().filter == capture::Filter::default() {
                 tap.session.lane(dispatcher).push_empty(record);
             }
@@ -37,7 +37,7 @@ pub(super) fn refusals(setup: &Setup, dispatcher: usize, drops: &mut DropSink) {
     }
 }
 
-/// How frame `frame` was dropped since the sink was cleared; `None`: it was not.
+/// The recorded drop of frame `frame` since the sink was cleared; `None`: the frame was not dropped.
 fn fate(drops: &DropSink, frame: u16) -> Option<Dropped> {
     drops.of(frame).map(|drop| Dropped { reason: drop.reason, pieces: drop.pieces })
 }

@@ -9,7 +9,7 @@ use crate::frame::PortId;
 use crate::route::{Flow, Router};
 use crate::stats::DropReason;
 
-/// A query to every dispatcher: does your route cache hold this flow? Answered when a dispatcher adopts the setup.
+/// A query whether the route cache of any dispatcher holds a flow. A dispatcher answers when it adopts the setup.
 pub struct CacheQuestion {
     flow: Flow,
     answers: Mutex<Vec<CacheAnswer>>,
@@ -30,7 +30,7 @@ impl CacheQuestion {
         CacheQuestion { flow, answers: Mutex::default() }
     }
 
-    /// Answers of the dispatchers whose caches hold the flow.
+    /// Answers of those dispatchers whose caches hold the flow.
     pub fn answers(&self) -> Vec<CacheAnswer> {
         let mut answers = self.answers.lock().clone();
         answers.sort_by_key(|answer| answer.dispatcher);

@@ -1,4 +1,4 @@
-//! A source as its dispatcher serves it: when it is polled, and when its guest must notify.
+//! State of a source at its dispatcher: polled every turn, or resting until its guest notifies.
 //!
 //! ```text
 //!              empty look, guest-driven: armed
@@ -7,9 +7,9 @@
 //!  every turn)    the guest notified; VMM-driven      the guest notifies)
 //! ```
 //!
-//! A source rests only after [`Source::rest`] succeeded: it requested a notification in the guest's ring and then found the
-//! ring empty. So nothing is waiting, and the guest notifies of whatever it adds later. Before it sleeps in the kernel, a
-//! dispatcher rests every source, VMM-driven ones too: it cannot poll while it sleeps.
+//! A source rests only after [`Source::rest`] succeeded: it requested a notification in the guest's ring and then found the ring
+//! empty. So nothing is waiting, and the guest notifies of whatever it adds later. Before it sleeps in the kernel, a dispatcher
+//! rests every source, VMM-driven ones too: it cannot poll while it sleeps.
 
 use std::time::Instant;
 
@@ -19,20 +19,20 @@ use crate::source::Source;
 
 /// A source that a dispatcher serves.
 pub(super) struct Served {
-    /// Token of its wake-ups.
+    /// Token of the source's wake-ups.
     pub(super) token: u64,
-    /// Its feed in the setup; `None` for a socket of the bridge, which is served until shutdown.
+    /// The source's feed in the setup; `None` for a socket of the bridge, which is served until shutdown.
     pub(super) feed: Option<Feed>,
     pub(super) source: Box<dyn Source>,
-    /// Must be polled: it had frames last time, was woken, or is VMM-driven.
+    /// True when the source must be polled: it had frames last time, was woken, or is VMM-driven.
     pub(super) ready: bool,
-    /// Notification requested, and no frame taken since.
+    /// True when a notification has been requested and no frame taken since.
     armed: bool,
     driver: Driver,
 }
 
 impl Served {
-    /// `queue` is the source's number within its interface.
+    /// Creates the state of source `queue` of its interface.
     pub(super) fn new(
         token: u64,
         source: Box<dyn Source>,
@@ -49,7 +49,7 @@ impl Served {
         }
     }
 
-    /// True when it is polled every turn, notified or not.
+    /// True when the source is polled every turn, notified or not.
     pub(super) fn is_polled(&self) -> bool {
         self.driver.is_vmm_driven()
     }
@@ -59,11 +59,11 @@ impl Served {
     pub(super) fn looked(&mut self, units: usize, now: Instant) {
         self.driver.account(units, now);
         if units > 0 && self.armed {
-            // The notification request covered these frames only.
+            // The notification request covered only the frames just taken.
             self.source.resume();
             self.armed = false;
         }
-        // A source that costs a system call per poll already knows that it is empty, frames or not.
+        // A source that costs a system call per poll already knows that it is empty, even after a poll that returned frames.
         if !self.is_polled() && (units == 0 || !self.source.polls()) {
             self.rest();
         }
@@ -74,7 +74,7 @@ impl Served {
         self.driver.account(0, now);
     }
 
-    /// Sleeps until the guest notifies. False when frames are waiting already.
+    /// Lets the source rest until the guest notifies. Returns false when frames are waiting already.
     pub(super) fn rest(&mut self) -> bool {
         if !self.armed || !self.source.polls() {
             self.armed = self.source.rest();
@@ -83,7 +83,7 @@ impl Served {
         self.armed
     }
 
-    /// The guest notified.
+    /// Records the guest's notification.
     pub(super) fn wake(&mut self) {
         if self.armed {
             self.source.resume();
@@ -92,7 +92,7 @@ impl Served {
         self.ready = true;
     }
 
-    /// The dispatcher has woken: polled sources become ready again.
+    /// Makes polled sources ready again after the dispatcher has woken.
     pub(super) fn resume(&mut self) {
         self.ready |= self.is_polled();
     }
@@ -138,7 +138,7 @@ mod tests {
         assert!(served.ready, "there may be more");
         assert_eq!(look(&mut served, now), 0);
         assert!(!served.ready);
-        // A frame that arrives between poll and rest keeps it awake.
+        // A frame that arrives between poll and rest keeps the source awake.
         served.wake();
         fake.send([(vec![0; 60], Offload::default())]);
         assert!(!served.rest() && served.ready);
@@ -154,7 +154,7 @@ mod tests {
         assert!(served.rest() && !served.ready);
         served.resume();
         assert!(served.ready);
-        // The poll found it, not the notification: the next sleep must request one again.
+        // The poll found the frame, not the notification: the next sleep must request a notification again.
         fake.send([(vec![0; 60], Offload::default())]);
         assert_eq!(look(&mut served, now), 1);
         assert!(!served.armed);

@@ -1,8 +1,8 @@
 //! Loom model: no wake-up is lost in any interleaving of a guest and its dispatcher.
 //!
 //! The dispatcher's side is the real [`Served`] with its real mode. The ring is modelled in loom's atomics with the same
-//! accesses, orderings and fences as `Ring::prime`, `Ring::arm` and a virtio driver. A lost wake-up leaves the dispatcher
-//! asleep for ever, which loom reports as a deadlock.
+//! accesses, orderings and fences as `Ring::prime`, `Ring::arm` and a virtio driver. A lost wake-up leaves the dispatcher asleep
+//! forever, which loom reports as a deadlock.
 
 use std::time::{Duration, Instant};
 
@@ -95,7 +95,7 @@ impl Source for Model {
     }
 }
 
-/// A guest sends `frames` one by one; its dispatcher takes them in `mode` and sleeps whenever it may.
+/// A guest sends `frames` frames one by one; its dispatcher takes them in `mode` and sleeps whenever it may.
 fn meet(mode: Mode, event_idx: bool, frames: u16) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(3);
@@ -130,7 +130,7 @@ fn meet(mode: Mode, event_idx: bool, frames: u16) {
                     continue;
                 }
             }
-            // No frame: what `Dispatcher::idle` does before it blocks, and `Dispatcher::wait` after that.
+            // No frame was found: the steps of `Dispatcher::idle` before it blocks, and of `Dispatcher::wait` afterwards.
             if served.rest() {
                 shared.sleep();
                 served.wake();
@@ -152,7 +152,7 @@ fn no_wake_up_is_lost_in_any_order() {
     });
 }
 
-/// Checks the model itself: without `arm`'s second look at the ring, a wake-up is lost.
+/// Verifies the model itself: without `arm`'s second check of the ring, a wake-up is lost.
 #[test]
 fn the_model_finds_a_wake_up_that_is_lost() {
     let careless = || {

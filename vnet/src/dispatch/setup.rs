@@ -1,5 +1,5 @@
-//! The setup: what a core forwards between. Control builds it; immutable once published, so each frame sees one consistent
-//! setup.
+//! The setup: ports, peers and routes that a core forwards between. Control builds it. It is immutable once published, so each
+//! frame sees one consistent setup.
 
 use std::sync::Arc;
 
@@ -17,22 +17,22 @@ use crate::stats::PortStats;
 /// An interface in the setup.
 #[derive(Clone)]
 pub struct InterfacePort {
-    /// Its port, network and routing attributes.
+    /// Port, network and routing attributes of the interface.
     pub member: Member,
-    /// Its name in the configuration.
+    /// Name in the configuration.
     pub name: String,
-    /// Its counters.
+    /// Counters of the interface's port.
     pub stats: Arc<PortStats>,
     /// The interface itself.
     pub interface: Arc<dyn Interface>,
-    /// Its drive mode and statistics.
+    /// Drive mode and its statistics.
     pub drive: Drive,
 }
 
 /// A link in the setup.
 #[derive(Clone)]
 pub struct LinkPort {
-    /// Its port, networks and routing attributes.
+    /// Port, networks and routing attributes of the link.
     pub member: Member,
     /// The link itself.
     pub link: Arc<Link>,
@@ -47,7 +47,7 @@ pub struct Parts {
     pub interfaces: Vec<InterfacePort>,
     /// Links.
     pub links: Vec<LinkPort>,
-    /// Routing rules, by index.
+    /// Routing rules, ordered by index.
     pub rules: Vec<Rule>,
     /// Captures and cache queries.
     pub observers: Observers,
@@ -60,17 +60,17 @@ pub struct Parts {
 /// One dispatcher's setup, replaced between two batches. Sources that route by themselves load it.
 pub(super) type SetupView = Arc<ArcSwap<Setup>>;
 
-/// What a source needs to route by itself.
+/// Parts that a source needs in order to route by itself.
 pub struct SourceParts {
-    /// The setup of the dispatcher that serves it.
+    /// The setup of the dispatcher that serves the source.
     pub(super) setup: SetupView,
     /// Creates receivers for links' datagrams.
     pub(super) receivers: ReceiverParts,
-    /// Routes like the dispatcher's own router.
+    /// A router with the same tables as the dispatcher's.
     pub(super) router: Router,
 }
 
-/// A source of frames for one interface, beside the interface itself.
+/// A source of frames for one interface, in addition to the interface's queues.
 pub trait Feeder: Send + Sync {
     /// Creates the source, for the dispatcher that serves the interface in slot `port`.
     fn source(self: Arc<Self>, port: PortId, parts: SourceParts) -> Box<dyn Source>;
@@ -93,7 +93,7 @@ pub(super) enum FeedKind {
 }
 
 impl Feed {
-    /// True for the same queue of the same object.
+    /// True when both feeds are the same queue of the same object.
     pub(super) fn is(&self, other: &Feed) -> bool {
         let same = match (&self.kind, &other.kind) {
             (FeedKind::Interface(a), FeedKind::Interface(b)) => Arc::ptr_eq(a, b),
@@ -123,7 +123,7 @@ impl Port {
 
 /// The lookup tables of a dispatcher.
 pub struct Setup {
-    /// Its number, by which verdicts for the kernel's own path are told from those of other setups.
+    /// Generation of the setup. It distinguishes verdicts for the kernel's own path from those of other setups.
     pub(super) generation: u32,
     /// By port index; `None`: empty slot.
     ports: Vec<Option<Port>>,
@@ -168,20 +168,20 @@ impl Setup {
         Setup { generation: 0, ports, peers: Arc::new(Peers::build(&links)), table, observers, feeders }
     }
 
-    /// The same setup with other observers; shares table, ports, peers and generation.
+    /// A copy of the setup with other observers; shares table, ports, peers and generation.
     pub(super) fn with(&self, observers: Observers) -> Setup {
         let (ports, peers, table) = (self.ports.clone(), self.peers.clone(), self.table.clone());
         let (generation, feeders) = (self.generation, self.feeders.clone());
         Setup { generation, ports, peers, table, observers, feeders }
     }
 
-    /// Whether any capture is active.
+    /// True when a capture is active.
     #[inline]
     pub(super) fn is_observed(&self) -> bool {
         !self.observers.taps.is_empty()
     }
 
-    /// Whether a capture sees port `id`.
+    /// True when a capture watches port `id`.
     pub(super) fn watches(&self, id: PortId) -> bool {
         self.observers.taps.iter().any(|tap| tap.sees(id))
     }
@@ -229,7 +229,7 @@ impl Setup {
                 Some(Port::Interface(p)) => {
                     (p.interface.queues(), p.drive.clone(), FeedKind::Interface(p.interface.clone()))
                 }
-                // Connections wake their dispatcher.
+                // A stream connection wakes its dispatcher.
                 Some(Port::Link(p)) if p.link.is_stream() => {
                     (stream::CONNECTIONS, guest_driven(), FeedKind::Stream(p.link.clone()))
                 }

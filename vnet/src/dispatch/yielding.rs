@@ -1,13 +1,13 @@
-//! Yield strategies: what an idle dispatcher does (VNET/P section 4.8).
+//! Yield strategies of an idle dispatcher (VNET/P section 4.8).
 //!
-//! Spinning has the lowest latency but takes a core from guests; sleeping is free but slow to respond. The adaptive strategy
-//! spins for `T_nowork` after the last frame (ten times that when frames arrive at such intervals regularly). Then it sleeps
-//! for `T_sleep` between polls while a queue is VMM-driven, and blocks until notified when none is: an idle daemon uses no CPU
-//! time. It blocks instead of spinning
+//! Spinning has the lowest latency but takes a core from guests; sleeping costs no CPU time but responds slowly. The adaptive
+//! strategy spins for `T_nowork` after the last frame (ten times that when frames arrive at such intervals regularly). Then it
+//! sleeps for `T_sleep` between polls while a queue is VMM-driven, and blocks until notified when none is: an idle daemon uses no
+//! CPU time. It blocks instead of spinning
 //!
 //! - under streaming load: the endpoints of a stream need the core more than its frames need low latency;
-//! - on a contended core: a very late return from `sched_yield`, or several late ones in a row, means that a computation ran.
-//!   One slightly late return means that the peer of a request/response exchange ran, which is what yielding is for, or some
+//! - on a contended core: a very late return from `sched_yield`, or several late ones in a row, means that another task computed.
+//!   One slightly late return means that the peer of a request/response exchange ran, which is the purpose of yielding, or some
 //!   short task.
 
 use std::time::{Duration, Instant};
@@ -29,30 +29,31 @@ pub enum Strategy {
     Adaptive,
 }
 
-/// Spin-time multiplier when requests arrive at regular intervals: a frame that just had to wait for the dispatcher to wake up
-/// will likely be followed by another after as long. So exchanges with up to this much computation between frames avoid the
-/// wake-up.
+/// Spin-time multiplier when requests arrive at regular intervals: after a frame that had to wait for the dispatcher to wake up,
+/// the next one is likely to follow after the same interval. Spinning longer saves that wake-up for exchanges with up to this
+/// much computation between frames.
 const REGULAR_SPIN_FACTOR: u32 = 10;
-/// A yield longer than this let a computation run.
+/// Minimum duration of a yield during which another task must have computed.
 const CONTENDED_YIELD: Duration = Duration::from_micros(100);
-/// CPU time lost to computations after which the core counts as contended...
+/// CPU time lost to computations of other tasks after which the core counts as contended.
 const LOST_MAX: Duration = Duration::from_millis(1);
-/// ...with one part in this many of the time in between forgiven, a fifth of all: a task that computes for 100 us now and then
-/// is no reason to sleep.
+/// Of the time between two long yields, one part in this many is subtracted from the time lost. So up to a fifth of the CPU may
+/// be lost: a task that computes for 100 us now and then is no reason to sleep.
 const LOST_SHARE: u32 = 4;
-/// Initial backoff: for this long a contended core is not spun on. Each time the core is found contended again, as beside an
-/// emulated virtual machine, the backoff grows fourfold: each probe delays frames for as long as the computation runs.
+/// Initial backoff: how long the dispatcher does not spin on a contended core. The backoff grows fourfold each time the core is
+/// found contended again (as beside an emulated virtual machine), because each probe delays frames for as long as the computation
+/// runs.
 const CONTENTION_MEMORY: Duration = Duration::from_millis(2);
-/// Longest backoff.
+/// Maximum backoff.
 const CONTENTION_MEMORY_MAX: Duration = Duration::from_millis(512);
-/// After this much time in short yields, the backoff shrinks to a quarter.
+/// Time in short yields after which the backoff shrinks to a quarter.
 const CALM: Duration = Duration::from_millis(1);
-/// Shortest window over which the load is judged.
+/// Minimum length of the window over which the load is measured.
 const LOAD_WINDOW: Duration = Duration::from_millis(1);
-/// Bytes per millisecond above which the load is a stream: half a gigabit per second.
+/// Load in bytes per millisecond above which traffic counts as a stream: half a gigabit per second.
 const STREAM_BYTES_PER_MS: u64 = 64 << 10;
 
-/// What an idle dispatcher does next.
+/// Next action of an idle dispatcher.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Idle {
     /// Yield the core and poll again.
@@ -75,7 +76,7 @@ pub(super) struct Yielder {
     lost: Duration,
     /// End of the last long yield.
     lost_at: Option<Instant>,
-    /// Until then the core counts as contended.
+    /// The core counts as contended until this time.
     contended_until: Option<Instant>,
     /// The last backoff; zero after enough undisturbed time.
     contention: Duration,
@@ -126,19 +127,19 @@ impl Yielder {
         let start = *self.window_start.get_or_insert(now);
         let length = now.saturating_duration_since(start);
         if length >= LOAD_WINDOW {
-            // No overflow: a million seconds at 100 Gbit/s stay below 2^54 bytes.
+            // No overflow: the bytes of a million seconds at 100 Gbit/s stay below 2^54.
             self.streaming = self.window_bytes * 1000 >= STREAM_BYTES_PER_MS * length.as_micros() as u64;
             self.window_start = Some(now);
             self.window_bytes = 0;
         }
     }
 
-    /// True when idle for so long that timers may run slowly.
+    /// True when the dispatcher has been idle for so long that timers may run slowly.
     pub(super) fn is_quiet(&self) -> bool {
         self.idle_since.is_some_and(|since| since.elapsed() >= self.spin_time)
     }
 
-    /// A turn had no work. `polled`: some queue must be polled because its guest does not notify.
+    /// Chooses the next action after a turn without work. `polled`: some queue must be polled because its guest does not notify.
     pub(super) fn idle(&mut self, now: Instant, polled: bool) -> Idle {
         let since = *self.idle_since.get_or_insert(now);
         match self.strategy {
@@ -159,12 +160,12 @@ impl Yielder {
         }
     }
 
-    /// Reports a yield from `before` to `after`. True when it was so long that another task computed.
+    /// Reports a yield from `before` to `after`. Returns true when it was so long that another task must have computed.
     pub(super) fn yielded(&mut self, before: Instant, after: Instant) -> bool {
         let took = after.saturating_duration_since(before);
         let long = took > CONTENDED_YIELD;
         if self.contended_until.is_some_and(|until| before < until) {
-            // Spinning was forced (a source cannot notify), so this is no probe of contention.
+            // The spin was forced (a source cannot notify), so its length is no probe of contention.
             return long;
         }
         if long && self.lose(before, after) > LOST_MAX {
@@ -273,10 +274,10 @@ mod tests {
             }
             now += 1000 * ms;
         }
-        // A forced spin changes no backoff.
+        // A forced spin does not change the backoff.
         assert!(yielder.yielded(at(now - 1000), at(now + 1000)));
         now += 1000;
-        // The contention is over: after some time the backoff is short again.
+        // After the contention ends, the backoff becomes short again.
         for _ in 0..5 * 20 {
             assert!(!yielder.yielded(at(now), at(now + 50)));
             now += 50;
@@ -298,7 +299,7 @@ mod tests {
         assert_eq!(yielder.idle(at(500), false), Idle::Spin, "too early to tell");
         yielder.worked(1 << 20, at(1000));
         assert_eq!(yielder.idle(at(1000), false), Idle::Block);
-        // The stream is over: request/response traffic again.
+        // The stream has ended: request/response traffic follows.
         for us in (1100..2000).step_by(100) {
             yielder.worked(100, at(us));
             assert_eq!(yielder.idle(at(us), false), Idle::Block);
@@ -320,7 +321,7 @@ mod tests {
             assert_eq!(yielder.idle(at(1000 * ms + 1), false), Idle::Spin);
             assert_eq!(yielder.idle(at(1000 * ms + 999), false), Idle::Spin);
         }
-        // It gives up; after a long pause it starts over.
+        // The yielder stops spinning; after a long pause it starts again.
         assert_eq!(yielder.idle(at(5001), false), Idle::Block);
         yielder.worked(60, at(9000));
         assert_eq!(yielder.idle(at(9001), false), Idle::Spin);

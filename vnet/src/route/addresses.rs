@@ -1,8 +1,8 @@
 //! Storage of the MAC table: a slab of addresses, an index from (network, MAC) into it, and for each port of each network a
 //! doubly linked list of its addresses in least-recently-heard order.
 //!
-//! The lists make ageing and limits exact and cheap: expired addresses are at the old end, so making room, flushing a port
-//! and counting its addresses never touch other ports' addresses. The policy is in `learning.rs`.
+//! The lists make ageing and limits exact and cheap: expired addresses are at the oldest end of a list, so freeing space,
+//! flushing a port and counting its addresses never touch other ports' addresses. `learning.rs` holds the policy.
 
 use std::collections::HashMap;
 
@@ -13,7 +13,7 @@ use super::rule::PortKind;
 use crate::frame::{NetworkId, PortId};
 use crate::wire::ethernet::Mac;
 
-/// End of a list.
+/// Marks the end of a list.
 const END: u32 = u32::MAX;
 
 /// One sighting of a source address.
@@ -24,7 +24,7 @@ pub(super) struct Heard {
     pub(super) kind: PortKind,
     /// Time of the sighting.
     pub(super) at_ms: u64,
-    /// Time at which the sighting has aged out.
+    /// Time at which the sighting ages out.
     pub(super) expires_ms: u64,
 }
 
@@ -35,11 +35,11 @@ pub(super) struct Address {
     pub(super) mac: Mac,
     /// Latest recorded sighting.
     pub(super) last: Heard,
-    /// Moves since `first_move_ms`.
+    /// Number of moves since `first_move_ms`.
     pub(super) moves: u8,
     /// Start of the window in which moves are counted.
     pub(super) first_move_ms: u64,
-    /// Frozen until then; 0: not frozen.
+    /// Time until which the address is frozen; 0: not frozen.
     pub(super) frozen_until_ms: u64,
     older: u32,
     newer: u32,
@@ -67,13 +67,13 @@ struct Share {
 
 const EMPTY: Share = Share { count: 0, oldest: END, newest: END };
 
-/// Names the addresses of one port in one network.
+/// Identifies the addresses of one port in one network.
 pub(super) type ShareKey = (NetworkId, PortId);
 
 /// All learned addresses.
 pub(super) struct Addresses {
     slab: Vec<Address>,
-    /// Free slots of the slab.
+    /// Unused slots of the slab.
     free: Vec<u32>,
     index: HashTable<u32>,
     shares: HashMap<ShareKey, Share>,
@@ -90,7 +90,7 @@ impl Addresses {
         seed.hash(mac.to_u64(), u64::from(network.get()))
     }
 
-    /// Slot of an address.
+    /// Finds the slot of an address.
     pub(super) fn find(&self, network: NetworkId, mac: Mac) -> Option<u32> {
         let is_it = |&at: &u32| {
             let address = &self.slab[at as usize];
@@ -104,12 +104,12 @@ impl Addresses {
         &self.slab[at as usize]
     }
 
-    /// Mutable access. Change `last` by [`Addresses::hear`] only.
+    /// Mutable access to the address in a slot. Change `last` only with [`Addresses::hear`].
     pub(super) fn get_mut(&mut self, at: u32) -> &mut Address {
         &mut self.slab[at as usize]
     }
 
-    /// Adds an address that is not in the store.
+    /// Inserts an address that is not in the store.
     pub(super) fn insert(&mut self, network: NetworkId, mac: Mac, last: Heard) {
         let address = Address {
             network,
@@ -172,7 +172,7 @@ impl Addresses {
         self.shares.keys().copied()
     }
 
-    /// All addresses, in no order.
+    /// All addresses, in arbitrary order.
     pub(super) fn iter(&self) -> impl Iterator<Item = &Address> {
         self.index.iter().map(|&at| &self.slab[at as usize])
     }
@@ -220,7 +220,7 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::VecDeque;
 
-    /// The lists, naively: one queue of all addresses in the order of hearing.
+    /// A naive model of the lists: one queue of all addresses in the order in which they were last heard.
     #[derive(Default)]
     struct Naive(VecDeque<(NetworkId, Mac, PortId)>);
 

@@ -1,12 +1,13 @@
-//! The flow cache of one dispatcher: recent decisions, one hash probe away.
+//! The flow cache of one dispatcher: recent decisions, found with one hash probe.
 //!
 //! A decision is valid as long as its inputs do not change. An entry records them, and is used only while all still hold:
 //! - the table, by its *generation*: `Router::adopt` advances it, which empties the cache without touching it;
-//! - what was learned of source and destination, by one *version* each: [`Learned`](super::Learned) advances the version of a
+//! - the learned state of source and destination, by one *version* each: [`Learned`](super::Learned) advances the version of a
 //!   bucket of few addresses, so a guest that floods the overlay with new addresses hardly disturbs other flows;
 //! - time: the moment when either address ages out, needs a refresh or unfreezes.
 //!
-//! Two-way set associative, one cache line per entry. A new entry goes first and pushes the old first entry to second place.
+//! Two-way set associative, one cache line per entry. A new entry takes the first way and moves that way's old entry to the
+//! second.
 
 use super::hash::Seed;
 use super::learning::{Lease, Versions};
@@ -14,14 +15,14 @@ use super::rule::Flow;
 use crate::frame::PortId;
 use crate::stats::DropReason;
 
-/// Most rule destinations that an entry holds. Flows with more go to the table for each frame, which costs little beside
-/// making so many copies.
+/// Maximum number of rule destinations that an entry holds. Flows with more are looked up in the table for each frame, which
+/// costs little compared with making that many copies.
 pub(super) const FEW: usize = 7;
 
-/// Entries of a dispatcher's cache: 512 KiB, so that it stays in a core's L2 cache.
+/// Number of entries of a dispatcher's cache: 512 KiB, so that it stays in a core's L2 cache.
 pub(super) const ENTRIES: usize = 8192;
 
-/// Where a flow goes.
+/// Destination of a flow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
     /// To one port.
@@ -32,11 +33,11 @@ pub(super) enum Verdict {
     Many,
     /// Flooded to `len` ports of the table's rings, starting at `start`.
     Flood { start: u32, len: u32 },
-    /// Nowhere.
+    /// Dropped for this reason.
     Drop(DropReason),
 }
 
-/// A flow under one table.
+/// A flow, and the generation of the table that decided it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Key {
     dst_from: u64,
@@ -57,7 +58,7 @@ impl Key {
         }
     }
 
-    /// Hashes the port, too, so a guest evicts others' entries only by chance.
+    /// Includes the port in the hash, so that a guest evicts other ports' entries only by chance.
     #[inline(always)]
     fn hash(&self, seed: Seed) -> u64 {
         seed.hash(self.dst_from, self.src ^ u64::from(self.network))
@@ -96,7 +97,7 @@ impl Cache {
     pub(super) fn empty(&mut self) {
         self.generation = self.generation.wrapping_add(1);
         if self.generation == 0 {
-            // The generation wrapped around: entries of its first use must not become valid again.
+            // The generation wrapped around: entries from its first use must not become valid again.
             self.entries.iter_mut().for_each(|entry| entry.key.generation = 0);
             self.generation = 1;
         }
@@ -117,13 +118,13 @@ impl Cache {
         entry.lease.holds(now_ms, versions).then_some(entry.verdict)
     }
 
-    /// Caches a decision for as long as `lease` holds.
+    /// Caches a decision for the duration of `lease`.
     pub(super) fn put(&mut self, flow: &Flow, now_ms: u64, lease: Lease, verdict: Verdict) {
         let key = Key::new(flow, self.generation);
         let set = self.set(&key);
         let new = Entry { key, lease, verdict };
         if self.entries[set + 1].key == key {
-            // A key has one entry only.
+            // A key must not have two entries.
             self.entries[set + 1] = new;
             return;
         }

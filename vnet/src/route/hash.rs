@@ -1,12 +1,12 @@
 //! The keyed hash of routing: fast enough for every frame, and safe against chosen addresses (hash flooding).
 //!
-//! Two folded multiplications, as in wyhash and foldhash, under secret words that each structure draws from the operating
-//! system. A guest that chooses addresses cannot choose their slots. (One multiplication is not enough: under some secrets
-//! it puts consecutive addresses next to each other; the test below found that.)
+//! Two folded multiplications, as in wyhash and foldhash, under secret words that each structure draws from the operating system.
+//! A guest that chooses addresses cannot choose their slots. (One multiplication is not enough: under some secrets it puts
+//! consecutive addresses next to each other, as the test below showed.)
 
 use std::hash::{BuildHasher, RandomState};
 
-/// The secret of one structure.
+/// The secret words of one structure.
 #[derive(Clone, Copy)]
 pub(super) struct Seed(u64, u64, u64);
 
@@ -18,7 +18,7 @@ impl Seed {
         Seed(state.hash_one(0u64), state.hash_one(1u64), state.hash_one(2u64) | 1)
     }
 
-    /// Hashes two words to 64 bits, all of them usable.
+    /// Hashes two words to 64 bits, all of which are usable.
     #[inline(always)]
     pub(super) fn hash(self, a: u64, b: u64) -> u64 {
         fold(fold(a ^ self.0, b ^ self.1), self.2)
@@ -35,7 +35,7 @@ fn fold(a: u64, b: u64) -> u64 {
 mod tests {
     use super::*;
 
-    /// Consecutive addresses, as hypervisors assign them, spread like balls thrown at random: of n bins about n/e stay empty.
+    /// Consecutive addresses, as hypervisors assign them, spread like balls thrown at random: about n/e of n bins stay empty.
     /// Checked for low bits (slots) and high bits (tags), for either word.
     #[test]
     fn consecutive_addresses_spread() {

@@ -1,7 +1,8 @@
-//! Verdicts for others: a router offers what it has decided to whoever can forward a flow without asking it again.
+//! Offers of verdicts: a router offers its decisions to a component that can forward the flow by itself, such as the kernel's own
+//! path.
 //!
-//! Only verdicts with one destination are offered, and none for group addresses: those are answered, flooded or limited frame by
-//! frame. An offer has the terms of the cache entry, so it ends when that does.
+//! Only verdicts with one destination are offered, and none for group addresses, because their frames are answered, flooded or
+//! rate-limited one by one. An offer has the lease of the cache entry, so both end together.
 
 use std::sync::Arc;
 
@@ -9,43 +10,43 @@ use super::learning::Lease;
 use super::rule::Flow;
 use crate::frame::PortId;
 
-/// Longest life of an offered verdict, in milliseconds, here and there: the next frame that comes to the router after it, or a
-/// renewal before, makes a new offer.
+/// Maximum lifetime of an offered verdict in milliseconds, both in the router's cache and at the receiver of the offer. The next
+/// frame that reaches the router after that time, or a renewal before it, makes a new offer.
 pub const INSTALLED_MS: u64 = 2000;
 
-/// What an offered verdict depends on.
+/// An offered verdict and the terms under which it stays valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Installed {
     /// The only port that gets the flow's frames.
     pub to: PortId,
-    /// End, in milliseconds of the router's clock.
+    /// End of validity, in milliseconds of the router's clock.
     pub until_ms: u64,
-    /// Generation of the setup that it was made under.
+    /// Generation of the setup under which the verdict was made.
     pub generation: u32,
-    /// Buckets of learned addresses, and their versions (see [`VERSIONS`](super::VERSIONS)).
+    /// Buckets of the learned source and destination addresses; see `versions`.
     pub buckets: [u16; 2],
-    /// See `buckets`.
+    /// Versions of `buckets` under which the verdict is valid (see [`VERSIONS`](super::VERSIONS)).
     pub versions: [u32; 2],
 }
 
-/// Takes verdicts.
+/// Receiver of offered verdicts.
 pub trait Install: Send + Sync {
-    /// A router has decided `flow`. False when the flow is of no use here: then it is not offered again while the router's
-    /// cache has it.
+    /// Takes the router's verdict on `flow`. Returns false when the receiver cannot use it: the router then does not offer the
+    /// flow again while it is in the router's cache.
     fn install(&self, flow: &Flow, verdict: &Installed) -> bool;
 }
 
-/// Where a router's verdicts go.
+/// Destination of a router's offers.
 #[derive(Clone)]
 pub struct Verdicts {
-    /// Who takes them.
+    /// Receiver of the verdicts.
     pub to: Arc<dyn Install>,
     /// Generation of the router's setup.
     pub generation: u32,
 }
 
 impl Verdicts {
-    /// Offers a verdict, and shortens its lease when it was of use.
+    /// Offers a verdict, and shortens the lease of the cache entry when the receiver took the offer.
     pub(super) fn offer(&self, flow: &Flow, to: PortId, lease: &mut Lease, now_ms: u64) {
         if !flow.dst.is_unicast() {
             return;

@@ -1,23 +1,23 @@
-//! MAC learning: at which port each station was last heard. Shared by all dispatchers.
+//! MAC learning: the port at which each station was last heard. Shared by all dispatchers.
 //!
 //! # Policy
-//! In a network that learns, a frame's source address is learned at its ingress port. The newest claim wins, so a machine
-//! that migrates is found at once. An address that moves five times in 180 s is duplicated (RFC 7432, section 15.1): it is
-//! frozen at its port, counted and logged, and may move again after 180 s. Addresses configured on an interface are never
-//! learned; the table has them. An address that stays silent for the network's ageing time is forgotten.
+//! In a network that learns, a frame's source address is learned at its ingress port. The newest claim wins, so a machine that
+//! migrates is found at once. An address that moves five times in 180 s is duplicated (RFC 7432, section 15.1): it is frozen at
+//! its port, counted and logged, and may move again after 180 s. Addresses configured on an interface are never learned, because
+//! the table holds them. An address that sends nothing for the network's ageing time is removed.
 //!
 //! # Limits
-//! Each port has its own share of each network: [`INTERFACE_ADDRESSES_MAX`] or [`LINK_ADDRESSES_MAX`] addresses. When a share
-//! is full, that port's new addresses are refused and counted, so a guest that invents addresses harms only itself. All links
-//! together have [`LINKS_ADDRESSES_MAX`]. Frames to a refused address are flooded. An address that moves to a port whose share
-//! is full is forgotten: its old place would be a black hole until it has aged out there.
+//! Each port has its own share of each network: [`INTERFACE_ADDRESSES_MAX`] or [`LINK_ADDRESSES_MAX`] addresses. When a share is
+//! full, that port's new addresses are refused and counted, so a guest that invents addresses harms only itself. All links
+//! together share [`LINKS_ADDRESSES_MAX`]. Frames to a refused address are flooded. An address that moves to a port whose share
+//! is full is removed: frames sent to its old port would be lost until the address aged out there.
 //!
 //! # Locking
 //! One lock guards all addresses. A dispatcher takes it on a cache miss: for a new flow, once a second per flow, and when a
 //! flow's addresses changed. Caches notice changes without the lock: a keyed hash divides addresses into [`BUCKETS`], and each
-//! bucket has a version, advanced under the lock whenever an address in it is learned, moved or forgotten early. A cached
-//! decision carries the versions read under the same lock as the addresses it was made from; it is valid while they are
-//! current.
+//! bucket has a version, which is advanced under the lock whenever an address in the bucket is learned, moved, or removed before
+//! it ages out. A cached decision carries the versions, which were read under the same lock as the addresses that it depends on;
+//! it is valid while they are current.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Deref;
@@ -35,44 +35,44 @@ use crate::frame::{NetworkId, PortId};
 use crate::log_limit::LogLimit;
 use crate::wire::ethernet::Mac;
 
-/// Milliseconds between two refreshes of an address that keeps sending.
+/// Interval in milliseconds at which the sighting of an address that keeps sending is refreshed.
 pub(super) const REFRESH_MS: u64 = 1000;
-/// Milliseconds before a refused address is tried again; its frames take no lock until then.
+/// Milliseconds before a refused address is tried again; until then its frames do not take the lock.
 const REFUSED_MS: u64 = 100;
-/// Moves within [`MOVES_WINDOW_MS`] that freeze an address (RFC 7432, section 15.1: N = 5).
+/// Number of moves within [`MOVES_WINDOW_MS`] that freezes an address (RFC 7432, section 15.1: N = 5).
 pub const MOVES_MAX: u8 = 5;
 /// Window in milliseconds in which moves are counted (RFC 7432, section 15.1: M = 180 s).
 pub const MOVES_WINDOW_MS: u64 = 180_000;
 /// Milliseconds for which an address stays frozen.
 pub const FREEZE_MS: u64 = 180_000;
-/// Most addresses of one interface in one network: a guest that bridges a thousand containers.
+/// Maximum number of addresses of one interface in one network: enough for a guest that bridges a thousand containers.
 pub(super) const INTERFACE_ADDRESSES_MAX: u32 = 1024;
-/// Most addresses of one link in one network: a host with 1 024 interfaces of 16 addresses.
+/// Maximum number of addresses of one link in one network: enough for a host with 1 024 interfaces of 16 addresses each.
 pub(super) const LINK_ADDRESSES_MAX: u32 = 16_384;
-/// Most addresses of all links in all networks: 256 such interfaces on each of 64 hosts. The worst case, with 1 024
+/// Maximum number of addresses of all links in all networks: 256 such interfaces on each of 64 hosts. The worst case, with 1 024
 /// interfaces at their limits, is 1.3 million addresses of 56 bytes (about 100 MB).
 pub(super) const LINKS_ADDRESSES_MAX: u32 = 262_144;
 
-/// Buckets for cache invalidation: one new address invalidates 1/4096 of the entries.
+/// Number of buckets for cache invalidation: one new address invalidates 1/4096 of the entries.
 const BUCKETS: usize = 4096;
-/// Most expired addresses of a share removed in one call; bounds the time under the lock.
+/// Maximum number of expired addresses of a share that one call removes; bounds the time under the lock.
 const RECLAIM_MAX: usize = 64;
-/// Moves kept for the event stream.
+/// Number of moves kept for the event stream.
 const MOVES_KEPT: usize = 1024;
-/// Milliseconds between two sweeps for expired addresses of all shares.
+/// Interval in milliseconds between two sweeps for expired addresses of all shares.
 const HOUSEKEEPING_MS: u64 = 1000;
 
-/// Memory of the versions, at least [`VERSIONS`] words. It may be shared with others who hold decisions: the kernel's programs.
+/// Memory of the versions, at least [`VERSIONS`] words. Other holders of decisions may share it: the kernel's programs read it.
 pub type VersionMemory = Arc<dyn Deref<Target = [AtomicU32]> + Send + Sync>;
 
-/// Words of a [`VersionMemory`] in use.
+/// Number of words of a [`VersionMemory`] in use.
 pub const VERSIONS: usize = BUCKETS + 1;
 
-/// A version per bucket, and one that never changes.
+/// One version per bucket, and one that never changes.
 pub(super) struct Versions {
-    /// Into the last of `memories`: one load fewer for each lookup.
+    /// Points into the last of `memories`; saves one load per lookup.
     words: AtomicPtr<[AtomicU32; VERSIONS]>,
-    /// All that `words` has pointed to.
+    /// All memories that `words` has ever pointed into.
     memories: Mutex<Vec<VersionMemory>>,
 }
 
@@ -86,21 +86,21 @@ impl Versions {
     }
 
     /// # Panics
-    /// When `memory` is too short: a bug of the caller.
+    /// When `memory` is too short (a bug in the caller).
     fn within(memory: VersionMemory) -> Versions {
         let versions = Versions { words: AtomicPtr::default(), memories: Mutex::default() };
         versions.hold(memory);
         versions
     }
 
-    /// Points to `memory` from now on.
+    /// Keeps `memory` alive and points `words` to it from now on.
     fn hold(&self, memory: VersionMemory) {
         let words: *const [AtomicU32; VERSIONS] = memory.first_chunk().expect("memory for all versions");
         self.memories.lock().push(memory);
         self.words.store(words.cast_mut(), Ordering::Release);
     }
 
-    /// Goes on in other memory. Call it where nobody else advances a version.
+    /// Copies the versions to `memory` and uses it from now on. No other thread may advance a version during the call.
     fn move_to(&self, memory: VersionMemory) {
         for (bucket, word) in (0..).zip(memory.iter().take(VERSIONS)) {
             word.store(self.get(bucket), Ordering::Relaxed);
@@ -131,7 +131,7 @@ fn own_memory() -> VersionMemory {
     Arc::new((0..VERSIONS).map(|_| AtomicU32::new(0)).collect::<Box<[_]>>())
 }
 
-/// Validity of a decision: until a time, and while two buckets keep their versions.
+/// Validity of a decision: it ends at a time, or when the version of either bucket changes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Lease {
     pub(super) until_ms: u64,
@@ -140,10 +140,10 @@ pub(super) struct Lease {
 }
 
 impl Lease {
-    /// For a decision that depends on nothing learned.
+    /// Lease of a decision that depends on no learned address.
     pub(super) const FOREVER: Lease = Lease::until(u64::MAX);
 
-    /// Valid until a time, whatever is learned.
+    /// Lease that ends at a time, whatever is learned.
     pub(super) const fn until(until_ms: u64) -> Lease {
         Lease { until_ms, versions: [0; 2], buckets: [CONSTANT; 2] }
     }
@@ -163,7 +163,7 @@ pub(super) struct Claim {
     pub(super) heard: Heard,
 }
 
-/// How an address came to its port.
+/// How an address was assigned to its port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Held {
     /// Learned from a frame.
@@ -174,7 +174,7 @@ pub enum Held {
     Pinned,
 }
 
-/// A known address, for display.
+/// A known address, for status output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LearnedEntry {
     /// The network.
@@ -185,7 +185,7 @@ pub struct LearnedEntry {
     pub port: PortId,
     /// Seconds since the last recorded sighting; 0 for configured addresses.
     pub age_s: u32,
-    /// How it came to its port.
+    /// How the address was assigned to its port.
     pub held: Held,
 }
 
@@ -207,19 +207,19 @@ pub struct LearnedStats {
 /// A move of an address to another port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Moved {
-    /// Its network.
+    /// Network of the address.
     pub network: NetworkId,
     /// The address.
     pub mac: Mac,
-    /// Its port before.
+    /// Port before the move.
     pub from: PortId,
-    /// Its port now.
+    /// Port after the move.
     pub to: PortId,
-    /// The move froze the address: it moved too often.
+    /// True when this move froze the address, because it had moved too often.
     pub frozen: bool,
 }
 
-/// Most addresses of one port in one network, by kind, and of all links together.
+/// Maximum number of addresses of one port in one network, by kind of port, and of all links together.
 #[derive(Clone, Copy)]
 struct Limits {
     interface: u32,
@@ -231,17 +231,17 @@ struct Limits {
 struct Book {
     addresses: Addresses,
     limits: Limits,
-    /// Addresses at links.
+    /// Number of addresses learned at links.
     at_links: u32,
     stats: LearnedStats,
     housekeeping_at_ms: u64,
-    /// Limits warnings about duplicate addresses, which guests can cause.
+    /// Rate limit of warnings about duplicate addresses, which guests can trigger.
     log_limit: LogLimit,
     /// Names of ports, for warnings.
     names: HashMap<PortId, String>,
     /// The last [`MOVES_KEPT`] moves, newest last.
     moves: VecDeque<Moved>,
-    /// Shares of one housekeeping sweep; kept to reuse its memory.
+    /// Scratch list of the shares of one housekeeping sweep.
     round: Vec<ShareKey>,
 }
 
@@ -267,7 +267,8 @@ impl Learned {
     /// # Panics
     /// When `memory` has less than [`VERSIONS`] words.
     pub fn keep_versions_in(&self, memory: VersionMemory) {
-        // Versions are advanced under this lock only. Caches that still read the old memory see what was true when it was copied.
+        // Only code that holds this lock advances versions. Caches that still read the old memory see the versions as they were
+        // when they were copied.
         let _book = self.book.lock();
         self.versions.move_to(memory);
     }
@@ -278,7 +279,7 @@ impl Learned {
         Learned::limited(Limits { interface, link, links: LINKS_ADDRESSES_MAX })
     }
 
-    /// With shares of `most` addresses per port.
+    /// An empty MAC table with shares of `most` addresses per port.
     #[cfg(test)]
     pub(super) fn with_shares(most: u32) -> Learned {
         Learned::limited(Limits { interface: most, link: most, links: LINKS_ADDRESSES_MAX })
@@ -309,7 +310,7 @@ impl Learned {
         (hash as usize & (BUCKETS - 1)) as u16
     }
 
-    /// Learns `claim`, then looks up `dst`. Returns its port and the validity of both results.
+    /// Learns `claim`, then looks up `dst`. Returns the port of `dst` and the lease of both results.
     pub(super) fn meet(
         &self,
         network: NetworkId,
@@ -345,7 +346,8 @@ impl Learned {
         (port, lease)
     }
 
-    /// An address configured on an interface was heard from another port, of kind `from`: counted, and logged once a second.
+    /// Reports that an address configured on an interface was heard from another port, of kind `from`: counts it, and logs it at
+    /// most once a second.
     pub(super) fn duplicate(&self, network: NetworkId, mac: Mac, from: PortKind) {
         let mut book = self.book.lock();
         book.stats.duplicates += 1;
@@ -369,8 +371,8 @@ impl Learned {
         self.book.lock().known(network, mac, now_ms).copied()
     }
 
-    /// Flushes all addresses learned at `port`, and resets its storm limiter. For a removed port: call it after every
-    /// dispatcher has adopted a table without the port, and before another port gets its slot.
+    /// Flushes all addresses learned at `port`, and resets its storm limiter. Call it for a removed port after every dispatcher
+    /// has adopted a table without the port, and before another port gets its slot.
     pub(crate) fn forget_port(&self, port: PortId) {
         let mut book = self.book.lock();
         let shares: Vec<ShareKey> = book.addresses.shares().filter(|share| share.1 == port).collect();
@@ -390,7 +392,7 @@ impl Learned {
             .all_pinned()
             .map(|(network, mac, port)| LearnedEntry { network, mac, port, age_s: 0, held: Held::Pinned })
             .collect();
-        // Copied first, to hold the lock briefly: dispatchers wait for it.
+        // Copies first, to hold the lock only briefly: dispatchers wait for it.
         let learned: Vec<Address> = self.book.lock().addresses.iter().copied().collect();
         for address in learned.iter().filter(|address| address.is_alive(now_ms)) {
             let Address { network, mac, last: Heard { port, at_ms, .. }, .. } = *address;
@@ -407,12 +409,12 @@ impl Learned {
         entries
     }
 
-    /// Names ports in warnings.
+    /// Sets the names of ports in warnings.
     pub(crate) fn name_ports(&self, names: HashMap<PortId, String>) {
         self.book.lock().names = names;
     }
 
-    /// Moves from number `since` on (counted from 0), as far as they are kept, and the number of the next one.
+    /// Moves from number `since` on (counted from 0), as far as they are still kept, and the number of the next move.
     pub fn moves_since(&self, since: u64) -> (Vec<Moved>, u64) {
         let book = self.book.lock();
         let next = book.stats.moves;
@@ -434,8 +436,8 @@ impl Book {
         address.is_alive(now_ms).then_some(address)
     }
 
-    /// Learns a claim. Returns the time until which repeating the claim would change nothing, as long as the bucket's version
-    /// stays, and whether the version must advance.
+    /// Learns a claim. Returns two values: the time until which repeating the claim would change nothing, as long as the bucket's
+    /// version stays the same, and whether the version must advance.
     fn learn(&mut self, network: NetworkId, claim: Claim) -> (u64, bool) {
         let heard = claim.heard;
         let refresh_ms = |heard: &Heard| heard.expires_ms.min(heard.at_ms + REFRESH_MS);
@@ -464,7 +466,7 @@ impl Book {
             return (address.frozen_until_ms.min(address.last.expires_ms), false);
         }
         if !self.has_room(network, &heard) {
-            // Not at its old place any more, and no room for the new one: flood.
+            // The address has left its old port, and its new port's share is full: its frames are flooded.
             self.remove(at);
             return (heard.at_ms + REFUSED_MS, true);
         }
@@ -472,7 +474,7 @@ impl Book {
         (refresh_ms(&heard), true)
     }
 
-    /// Moves an address to the port where it was heard, and freezes it when it moved too often.
+    /// Moves an address to the port where it was heard, and freezes it when it has moved too often.
     fn move_to(&mut self, at: u32, heard: Heard) {
         let before = *self.addresses.get(at);
         self.at_links -= u32::from(before.last.kind == PortKind::Link);
@@ -515,7 +517,7 @@ impl Book {
         );
     }
 
-    /// Makes room, and tells whether the share of the port has a free slot.
+    /// Frees space if possible. Returns true when the share of the port has a free slot.
     fn has_room(&mut self, network: NetworkId, heard: &Heard) -> bool {
         let share = (network, heard.port);
         self.reclaim(share, heard.at_ms);
@@ -535,7 +537,7 @@ impl Book {
         room
     }
 
-    /// Removes expired addresses of a share. Advances no version: decisions made from them have expired, too.
+    /// Removes expired addresses of a share. Advances no version, because decisions made from them have expired, too.
     fn reclaim(&mut self, share: ShareKey, now_ms: u64) {
         for _ in 0..RECLAIM_MAX {
             match self.addresses.oldest(share) {

@@ -2,19 +2,19 @@
 //!
 //! Each dispatcher has a [`Router`]. For every frame it consults, in this order:
 //!
-//! 1. the flow cache (`cache.rs`): answers all but the first frames of a flow with one probe, without a lock;
-//! 2. the guard (`port_security.rs`): may a frame with this source address enter here;
+//! 1. the flow cache (`cache.rs`): decides all but the first frames of a flow with one probe, without a lock;
+//! 2. the guard (`port_security.rs`): checks that a frame with this source address may enter at the port;
 //! 3. the [`Table`] (`table.rs`): if VNET rules apply, they alone decide, and all rules of the highest priority get a copy;
 //! 4. in a network that learns: configured and published addresses ([`Published`]), then learned ones ([`Learned`], in
 //!    `learning.rs`, which first learns the frame's source). A known destination gets the frame;
 //! 5. flooding, with split horizon, within the port's storm limit (`storm_limit.rs`).
 //!
-//! All dispatchers share the table and the learned addresses. A table never changes; a router adopts a new one as a whole.
-//! The cache answers exactly as steps 2 to 5 would: `oracle.rs` checks that against a naive model that searches rules one by
-//! one as VNET/P published it.
+//! All dispatchers share the table and the learned addresses. A table never changes; a router adopts a new one as a whole. The
+//! cache decides exactly as steps 2 to 5 would: `oracle.rs` compares it with a naive model that searches rules one by one, as
+//! VNET/P published it.
 //!
-//! Kept by hand: no library has VNET's rule semantics, and hash probes, leases and bucket versions fit together so that a
-//! cached decision takes no lock.
+//! Implemented here because no library has VNET's rule semantics, and because hash probes, leases and bucket versions must work
+//! together for a cached decision to take no lock.
 
 mod addresses;
 mod cache;
@@ -55,14 +55,14 @@ use table::Admitted;
 use crate::frame::{Frame, PortId};
 use crate::stats::DropReason;
 
-/// Where a frame goes.
+/// Destination of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Decision<'a> {
     /// To one port.
     To(PortId),
     /// One copy for each of these ports, two or more. Rules may name a port repeatedly.
     Copies(&'a [PortId]),
-    /// Dropped: count it under this reason at the ingress port.
+    /// Dropped: the caller counts the frame under this reason at the ingress port.
     Drop(DropReason),
 }
 
@@ -77,7 +77,7 @@ pub struct Router {
     /// Flow and port of the previous frame, when it went to one port: bursts of one flow are common.
     last: Option<(Flow, PortId)>,
     misses: u64,
-    /// Takes verdicts that others can apply without this router.
+    /// Receives verdicts that the kernel's own path can apply without this router.
     verdicts: Option<Verdicts>,
 }
 
@@ -107,14 +107,14 @@ impl Router {
         self.cache.empty();
     }
 
-    /// Offers verdicts with one destination to `verdicts` from now on, and empties the cache, so that all are offered again.
+    /// Offers verdicts with one destination to `verdicts` from now on. Empties the cache, so that all verdicts are offered again.
     pub fn offer_to(&mut self, verdicts: Verdicts) {
         self.verdicts = Some(verdicts);
         self.last = None;
         self.cache.empty();
     }
 
-    /// Decides `flow` anew and offers the verdict, as if a frame of it had come.
+    /// Decides `flow` again and offers the verdict, as if a frame of the flow had arrived.
     pub fn renew(&mut self, flow: &Flow, now_ms: u64) {
         self.resolve(flow, now_ms);
     }
@@ -124,12 +124,12 @@ impl Router {
         &self.table
     }
 
-    /// Cache misses.
+    /// Number of cache misses.
     pub fn misses(&self) -> u64 {
         self.misses
     }
 
-    /// The cached decision for `flow`, if it is valid. Changes nothing.
+    /// The cached decision for `flow`, if it is valid. Does not change the cache.
     pub fn cached(&self, flow: &Flow, now_ms: u64) -> Option<Result<Vec<PortId>, DropReason>> {
         match self.cache.get(flow, now_ms, &self.learned.versions)? {
             Verdict::To(port) => Some(Ok(vec![port])),
@@ -140,8 +140,8 @@ impl Router {
         }
     }
 
-    /// Begins a batch. Within a batch, a frame goes where the previous frame of the same flow went, whatever other dispatchers
-    /// have learned meanwhile.
+    /// Begins a batch. Within a batch, a frame goes to the same port as the previous frame of its flow, whatever other
+    /// dispatchers learn in between.
     #[inline]
     pub fn begin(&mut self) {
         self.last = None;
@@ -164,8 +164,8 @@ impl Router {
         self.decision(verdict, &flow, now_ms)
     }
 
-    /// The port of a flow with exactly one destination; `None` when it is dropped or copied. Learns and counts as
-    /// [`Router::decide`] does.
+    /// The port of a flow with exactly one destination; `None` when the flow is dropped or copied. Learns and counts like
+    /// [`Router::decide`].
     pub fn sole(&mut self, flow: &Flow, now_ms: u64) -> Option<PortId> {
         match self.verdict(flow, now_ms) {
             Verdict::To(port) => Some(port),
@@ -173,7 +173,7 @@ impl Router {
         }
     }
 
-    /// Decides regardless of the previous frame in the batch.
+    /// Decides without using the result of the batch's previous frame.
     #[cfg(test)]
     fn route(&mut self, flow: &Flow, now_ms: u64) -> Decision<'_> {
         let verdict = self.verdict(flow, now_ms);
@@ -231,7 +231,7 @@ impl Router {
     }
 }
 
-/// Working memory for one decision, kept to avoid allocation.
+/// Working memory for one decision, reused to avoid allocation.
 #[derive(Default)]
 struct Scratch {
     /// Indices of the rules that apply.
@@ -241,7 +241,7 @@ struct Scratch {
 }
 
 impl Scratch {
-    /// Decides for an admitted flow: learns its source, then applies rules, known addresses, flooding.
+    /// Decides for an admitted flow: learns its source, then applies rules, known addresses and flooding.
     fn forward(
         &mut self,
         table: &Table,

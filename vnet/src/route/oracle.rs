@@ -1,5 +1,5 @@
-//! The naive model: searches rules one by one as VNET/P published it, learns in a plain map, has no cache, index or lock. A
-//! property test compares routers with it through table changes, port removals and passing time.
+//! The naive model: it searches rules one by one, as VNET/P published it, learns in a plain map, and has no cache, index or lock.
+//! A property test compares routers with it across table changes, port removals and the passing of time.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use super::*;
 use crate::frame::NetworkId;
 use crate::wire::ethernet::Mac;
 
-/// A configuration.
+/// A configuration of the model and the routers.
 #[derive(Clone, Debug)]
 struct Config {
     rules: Vec<Rule>,
@@ -89,14 +89,14 @@ struct Station {
 struct Model {
     config: Config,
     stations: HashMap<(NetworkId, Mac), Station>,
-    /// Storm credit per port in thousandths of a frame, and the time it was computed.
+    /// Storm credit per port in thousandths of a frame, and the time at which it was computed.
     credit: HashMap<PortId, (u64, u64)>,
-    /// Most addresses of a port in a network.
+    /// Maximum number of addresses of a port in a network.
     share: usize,
     now_ms: u64,
 }
 
-/// Destinations, sorted, or the reason for none.
+/// Sorted destinations, or the drop reason.
 type Outcome = Result<Vec<PortId>, DropReason>;
 
 impl Model {
@@ -302,7 +302,7 @@ fn member(port: u16) -> impl Strategy<Value = Option<Member>> {
         1 => prop::collection::vec(network(), 0..3).prop_map(Networks::only),
     ];
     let kind = if port.is_multiple_of(2) { PortKind::Interface } else { PortKind::Link };
-    // Constant per port: credit left over from another limit is not modelled.
+    // Constant per port: the model does not carry credit over to another limit.
     let storm_frames_per_s = [None, None, Some(2), None, None, Some(5), None, None][usize::from(port)];
     (prop::bool::weighted(0.85), networks, prop::option::weighted(0.15, mac()), prop::bool::weighted(0.05))
         .prop_map(move |(there, networks, mac, port_security)| {
@@ -376,7 +376,7 @@ fn run(config: Config, steps: Vec<Step>) -> Result<(), TestCaseError> {
     run_with(config, steps, Learned::new(), usize::MAX)
 }
 
-/// The same with a share of at most `share` addresses per port and network.
+/// Like [`run`], with a share of at most `share` addresses per port and network.
 fn run_with(config: Config, steps: Vec<Step>, learned: Learned, share: usize) -> Result<(), TestCaseError> {
     let learned = Arc::new(learned);
     let router = |entries| Router::with_cache(config.table(), learned.clone(), entries);
@@ -398,7 +398,7 @@ fn run_with(config: Config, steps: Vec<Step>, learned: Learned, share: usize) ->
             }
             Step::Frame { router, flow } => {
                 let table = routers[router].table().clone();
-                // Routing learns the source first, explaining does not: they differ for a frame to its own source.
+                // Routing learns the source first, explaining does not: the two differ for a frame to its own source.
                 let explained =
                     (flow.src != flow.dst).then(|| explain(&table, &learned, &flow, model.now_ms).outcome);
                 let expected = model.decide(&flow);
@@ -428,7 +428,7 @@ proptest! {
         run(config, steps)?;
     }
 
-    /// Three stations in one network that learns: moves and ageing, rare above, happen all the time.
+    /// Three stations in one network that learns. Moves and ageing, rare in the test above, happen all the time.
     #[test]
     fn moves_and_ageing_are_those_of_the_naive_model(
         ageing_s in prop::sample::select(vec![10, AGEING_S]),
@@ -437,7 +437,7 @@ proptest! {
         run(learning(ageing_s), few_stations(steps, [0, 0, 0, 1, 500, 1000, 9_000, 90_000]))?;
     }
 
-    /// Ports with room for one or two addresses. A refusal is remembered for 100 ms, which the model does not: no two frames
+    /// Ports with space for one or two addresses. Routers remember a refusal for 100 ms and the model does not, so no two frames
     /// are that close.
     #[test]
     fn full_shares_are_those_of_the_naive_model(

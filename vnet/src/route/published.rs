@@ -1,9 +1,9 @@
-//! Stations on other hosts as control publishes them: the link each is behind, its IP addresses, and the links between which
+//! Stations on other hosts, as control publishes them: the link to each station, its IP addresses, and the links between which
 //! this host relays.
 //!
 //! While control is in sync with the overlay's store, published addresses are *firm*: like configured ones, no frame can move
-//! them, so a guest that spoofs another's address attracts no traffic. While the store is unreachable they are *advisory*:
-//! they never expire, but a station that is heard elsewhere is found there.
+//! them, so a guest that spoofs another station's address attracts no traffic. While the store is unreachable they are
+//! *advisory*: they never expire, but a learned address takes precedence.
 
 use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
@@ -18,9 +18,9 @@ use crate::wire::ethernet::Mac;
 pub struct Published {
     /// True when learned addresses must not override `places`.
     pub firm: bool,
-    /// Each station's link, as an index into `links`. No station is on this host.
+    /// Each station's link, as an index into `links`. Holds no station of this host.
     pub places: Arc<HashMap<(NetworkId, Mac), u16>>,
-    /// Links; [`PortId::NONE`] for one that does not exist.
+    /// Ports of the links; [`PortId::NONE`] for a link that does not exist.
     pub links: Vec<PortId>,
     /// MAC of each IP address, on this host or another, for ARP/ND suppression.
     pub neighbours: Arc<HashMap<(NetworkId, IpAddr), Mac>>,
@@ -31,7 +31,7 @@ pub struct Published {
 }
 
 impl Published {
-    /// The link that a station is behind.
+    /// The link to a station.
     pub(super) fn place(&self, network: NetworkId, mac: Mac) -> Option<PortId> {
         if self.places.is_empty() {
             return None;

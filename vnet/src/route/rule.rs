@@ -1,7 +1,7 @@
 //! Routing configuration: VNET/P's rules, networks and their members.
 //!
-//! A rule applies to a frame when its network, both qualifiers and its source match. Its priority depends only on the
-//! *kinds* of its qualifiers, never on the frame, so it is known when the table is built.
+//! A rule applies to a frame when its network, both qualifiers and its source match. Its priority depends only on the *kinds* of
+//! its qualifiers, never on the frame, so it is computed when the table is built.
 
 use std::fmt;
 use std::str::FromStr;
@@ -37,7 +37,7 @@ impl Qualifier {
         }
     }
 
-    /// Row or column in [`PRIORITY`].
+    /// The qualifier's row or column in [`PRIORITY`].
     fn class(self) -> Option<usize> {
         match self {
             Qualifier::None => None,
@@ -48,7 +48,7 @@ impl Qualifier {
     }
 }
 
-/// A string that is not a qualifier.
+/// Error for a string that is not a qualifier.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("'{0}' is not a MAC qualifier; write any, none, xx:xx:xx:xx:xx:xx or not-xx:xx:xx:xx:xx:xx")]
 pub struct QualifierError(pub String);
@@ -98,7 +98,7 @@ impl From<Qualifier> for String {
     }
 }
 
-/// Which side of the core a port is on.
+/// The side of the core that a port is on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PortKind {
     /// A guest's virtual NIC, or the local network.
@@ -107,10 +107,10 @@ pub enum PortKind {
     Link,
 }
 
-/// Where a frame must have come from for a rule to apply.
+/// Condition on the ingress port of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RuleSource {
-    /// Anywhere.
+    /// Any port.
     Any,
     /// Any interface.
     AnyInterface,
@@ -121,7 +121,7 @@ pub enum RuleSource {
 }
 
 impl RuleSource {
-    /// True when it includes `port` of kind `kind`.
+    /// True when the condition includes `port`, which is of kind `kind`.
     #[inline]
     pub(super) fn covers(self, port: PortId, kind: PortKind) -> bool {
         match self {
@@ -138,7 +138,7 @@ impl RuleSource {
 pub struct Rule {
     /// Number assigned when the rule was added: counted from 1, never reused.
     pub index: u32,
-    /// The network it belongs to.
+    /// Network of the rule.
     pub network: NetworkId,
     /// Condition on the source address.
     pub src: Qualifier,
@@ -150,7 +150,8 @@ pub struct Rule {
     pub to: PortId,
 }
 
-/// VNET/P's published priorities, `[source][destination]`, each NOT, ANY, DIRECT. The highest matching one wins.
+/// VNET/P's published priorities as `[source][destination]`, each in the order NOT, ANY, DIRECT. The highest matching priority
+/// wins.
 const PRIORITY: [[u8; 3]; 3] = [[3, 5, 7], [5, 6, 6], [7, 8, 8]];
 
 impl Rule {
@@ -163,7 +164,7 @@ impl Rule {
 /// The inputs of a routing decision, besides time: network, addresses and ingress port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Flow {
-    /// The network it belongs to.
+    /// Network of the flow.
     pub network: NetworkId,
     /// Source address.
     pub src: Mac,
@@ -185,12 +186,12 @@ impl From<&Frame> for Flow {
 pub enum Networks {
     /// Every network.
     All,
-    /// These, in ascending order (see [`Networks::only`]).
+    /// These networks, in ascending order (see [`Networks::only`]).
     Only(Box<[NetworkId]>),
 }
 
 impl Networks {
-    /// The named networks, in any order.
+    /// Restricts a port to the named networks, in any order.
     pub fn only(networks: impl IntoIterator<Item = NetworkId>) -> Networks {
         let mut networks: Vec<NetworkId> = networks.into_iter().collect();
         networks.sort_unstable();
@@ -210,20 +211,20 @@ impl Networks {
 /// A port as the routing table sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Member {
-    /// Its slot.
+    /// Slot of the port.
     pub port: PortId,
-    /// Which side of the core it is on.
+    /// The side of the core that the port is on.
     pub kind: PortKind,
     /// Networks whose frames may enter and leave here.
     pub networks: Networks,
-    /// The guest's configured address: always found here, never learned.
+    /// The guest's configured address: always located at this port, never learned.
     pub mac: Option<Mac>,
     /// Storm limit: flooded frames per second; `None`: no limit.
     pub storm_frames_per_s: Option<u32>,
-    /// False for a link whose encapsulation carries no hop count: only rules forward its frames to other links, never
-    /// learning or flooding, which could send them round a loop for ever.
+    /// False for a link whose encapsulation carries no hop count: only rules forward its frames to other links. Learning or
+    /// flooding could send them round a loop forever.
     pub counts_hops: bool,
-    /// Port security: only `mac` may be a source address here. Without a `mac`, no frame may enter.
+    /// Port security: only `mac` may be a source address at this port. Without a `mac`, no frame may enter.
     pub port_security: bool,
 }
 
@@ -234,8 +235,8 @@ pub struct NetworkSpec {
     pub id: NetworkId,
     /// True to learn sources, and to flood frames that have neither a rule nor a known destination.
     pub learning: bool,
-    /// Ageing time in seconds ([`AGEING_S`] by default). 0 makes a hub: nothing is learned, and frames without a rule are
-    /// flooded.
+    /// Ageing time in seconds ([`AGEING_S`] by default). 0 makes the network a hub: nothing is learned, and frames without a rule
+    /// are flooded.
     pub ageing_s: u32,
 }
 

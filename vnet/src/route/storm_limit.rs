@@ -1,10 +1,10 @@
-//! The storm limit: a rate limiter for flooded frames. It holds for a port as a whole, however many dispatchers serve its queues.
+//! The storm limit: a rate limiter for flooded frames. It applies to a port as a whole, however many dispatchers serve its queues.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::frame::PortId;
 
-/// Default storm limit, in flooded frames per second and port; no honest guest reaches it.
+/// Default storm limit, in flooded frames per second and port; above the rate of any honest guest.
 pub const STORM_FRAMES_PER_S: u32 = 20_000;
 
 const NS_PER_S: u64 = 1_000_000_000;
@@ -24,7 +24,7 @@ impl Storm {
         Storm { full_at_ns: (0..=u16::MAX).map(|_| AtomicU64::new(0)).collect() }
     }
 
-    /// Takes a token for one frame from `port`; false when its bucket is empty. No limit without `frames_per_s`.
+    /// Takes a token for one frame from `port`; false when the port's bucket is empty. Without `frames_per_s` there is no limit.
     #[inline]
     pub(super) fn admit(&self, port: PortId, frames_per_s: Option<u32>, now_ms: u64) -> bool {
         let Some(rate) = frames_per_s else { return true };

@@ -1,8 +1,8 @@
-//! The routing table: the configuration, indexed for lookups. Immutable, shared by all dispatchers; a configuration change
-//! builds a new one.
+//! The routing table: the configuration, indexed for lookups. Immutable, shared by all dispatchers; a configuration change builds
+//! a new one.
 //!
 //! # Rule lookup
-//! The kinds of a rule's two qualifiers determine its priority, and the way to find it:
+//! The kinds of a rule's two qualifiers determine its priority, and the *way* in which a lookup finds it:
 //!
 //! | found by | rules (source, destination) with their priority |
 //! |---|---|
@@ -11,15 +11,15 @@
 //! | destination address | (not, is) 7, (any, is) 6 |
 //! | nothing | (any, any) 6, (not, any) 5, (any, not) 5, (not, not) 3 |
 //!
-//! One array holds all rules, sorted by network, way, addresses and falling priority. One hash table of `u32` maps (way,
-//! network, addresses) to the first rule of a *run*; it stores no keys, because the rule has them. A lookup takes at most
-//! three probes and scans four runs, each until its priorities fall below the best match: the cost does not grow with the
-//! number of other addresses' rules. A route takes 28 bytes, and 6 to 12 bytes of the index.
+//! One array holds all rules, sorted by network, way, addresses and falling priority. One hash table of `u32` maps (way, network,
+//! addresses) to the first rule of a *run*; it stores no keys, because the rule holds them. A lookup takes at most three probes
+//! and scans four runs, each until its priorities fall below the best match: the cost does not grow with the number of other
+//! addresses' rules. A route takes 28 bytes, and 6 to 12 bytes of the index.
 //!
 //! # Flooding
 //! The members of a network that learns form a *ring*: interfaces, then links to spokes (hosts that this one relays for), then
-//! all other links, and the same again. "All but me" is then one slice that starts behind me; "all interfaces and spokes" is
-//! the start of the ring. Nothing is copied.
+//! all other links, followed by a second copy of this sequence. "All members but the sender" is then one slice that starts behind
+//! the sender, and "all interfaces and spokes" is the start of the ring. Nothing is copied per frame.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -82,11 +82,11 @@ pub(super) struct Network {
     relayed: bool,
     /// Ageing time of learned addresses.
     pub(super) ageing_ms: u64,
-    /// Ways for which the network has rules, indexed by [`Way`]; saves futile probes.
+    /// Ways for which the network has rules, indexed by [`Way`]; saves useless probes.
     ways: [bool; 4],
-    /// Its ring, as a range of `Table::rings`.
+    /// The network's ring, as a range of `Table::rings`.
     ring: Range<u32>,
-    /// Number of members, and of interfaces and spokes among them.
+    /// Number of members, and how many of them are interfaces or spokes.
     members: u32,
     interfaces: u32,
     spokes: u32,
@@ -113,13 +113,13 @@ pub struct Table {
 impl Table {
     /// Builds a table of `rules` and `networks` between `members`.
     ///
-    /// Leaves out rules that never apply: those with a qualifier `none`, and those of other networks. When two members claim
-    /// one address in one network, the first gets it.
+    /// Omits rules that never apply: those with a qualifier `none`, and those of other networks. When two members claim the same
+    /// address in a network, the first member gets it.
     pub fn build(rules: Vec<Rule>, networks: &[NetworkSpec], members: &[Member]) -> Table {
         Table::build_published(rules, networks, members, Arc::default())
     }
 
-    /// As [`Table::build`], with published stations on other hosts.
+    /// Like [`Table::build`], with published stations on other hosts.
     pub(crate) fn build_published(
         mut rules: Vec<Rule>,
         networks: &[NetworkSpec],
@@ -185,8 +185,8 @@ impl Table {
         self.port(port).is_some_and(|member| member.networks.contains(network))
     }
 
-    /// The port of `mac` regardless of learning: the link that it is published behind, while publications are firm, or the
-    /// interface that it is configured on.
+    /// The port of `mac` regardless of learning: the link to a published station while publications are firm, or the interface
+    /// that `mac` is configured on.
     pub(super) fn pinned(&self, network: NetworkId, mac: Mac) -> Option<PortId> {
         match self.published.place(network, mac) {
             Some(port) => Some(port).filter(|&port| self.published.firm && self.carries(port, network)),
@@ -194,12 +194,12 @@ impl Table {
         }
     }
 
-    /// The interface that `mac` is configured on, wherever it is published.
+    /// The interface that `mac` is configured on, even if the address is also published.
     pub(super) fn configured(&self, network: NetworkId, mac: Mac) -> Option<PortId> {
         self.pinned.get(&(network, mac)).copied()
     }
 
-    /// The link that `mac` is published behind, firm or advisory; a learned address takes precedence over advisory ones.
+    /// The link to the published station `mac`, firm or advisory; a learned address takes precedence over advisory ones.
     pub(super) fn advised(&self, network: NetworkId, mac: Mac) -> Option<PortId> {
         self.published.place(network, mac).filter(|&port| self.carries(port, network))
     }
@@ -209,7 +209,7 @@ impl Table {
         &self.published
     }
 
-    /// True when split horizon applies to `port`: a link to a host that this one does not relay for.
+    /// True when split horizon applies to `port`: a link to a host that this host does not relay for.
     fn is_horizon(&self, network: &Network, port: &Member) -> bool {
         port.kind == PortKind::Link && !network.relayed && !self.published.spokes.contains(&port.port)
     }
@@ -268,7 +268,7 @@ impl Table {
         best
     }
 
-    /// The run of rules for a flow and way, with positions, by falling priority.
+    /// The run of rules for a flow and way, with their positions, in falling priority.
     fn run(&self, flow: &Flow, way: Way) -> impl Iterator<Item = (u32, &Rule)> {
         let (src, dst) = match way {
             Way::Both => (flow.src, flow.dst),
@@ -290,8 +290,8 @@ impl Table {
         &self.rules[place as usize]
     }
 
-    /// Fills `list` with the rules' destinations, one per rule, without the ingress port and ports that do not carry the
-    /// network. When none remains, returns the reason.
+    /// Fills `list` with the rules' destinations, one per rule, without the ingress port and without ports that do not carry the
+    /// network. Returns the reason when none remains.
     pub(super) fn destinations(
         &self,
         flow: &Flow,
@@ -315,8 +315,8 @@ impl Table {
         if list.is_empty() { Err(reason) } else { Ok(()) }
     }
 
-    /// `port` as the destination of a flow, unless it is the ingress port, or split horizon or a lack of hop counts forbids the
-    /// way from one link to another.
+    /// `port` as the destination of a flow. `None` when it is the ingress port, or when split horizon or a missing hop count
+    /// forbids forwarding from one link to another.
     pub(super) fn toward(
         &self,
         here: &Admitted<'_>,
@@ -334,8 +334,8 @@ impl Table {
         }
     }
 
-    /// The range of the rings to flood a flow to: from an interface or a spoke to all other members, from another link to
-    /// interfaces and spokes only (split horizon: the sending host has sent the frame to all others itself).
+    /// The range of the rings to flood a flow to. From an interface or a spoke: all other members. From any other link:
+    /// interfaces and spokes only (split horizon, because the sending host has sent the frame to all others itself).
     pub(super) fn flood(&self, here: &Admitted<'_>) -> Range<u32> {
         let Network { ring, members, interfaces, spokes, .. } = here.network;
         if !here.port.counts_hops {
@@ -344,7 +344,7 @@ impl Table {
         if self.is_horizon(here.network, here.port) {
             return ring.start..ring.start + interfaces + spokes;
         }
-        // Interfaces come first, then spokes, each in ascending order.
+        // Interfaces come first, then spokes, both in ascending order.
         let (start, count) = match here.port.kind {
             PortKind::Interface => (ring.start, *interfaces),
             PortKind::Link => (ring.start + interfaces, *spokes),
@@ -549,7 +549,7 @@ mod tests {
 
     #[test]
     fn frames_are_relayed_between_spokes() {
-        // An interface, two spokes, two links of the mesh.
+        // An interface, two spokes, and two links of the mesh.
         let kinds = [PortKind::Link, PortKind::Link, PortKind::Interface, PortKind::Link, PortKind::Link];
         let members: Vec<Member> = kinds.iter().enumerate().map(|(i, &k)| member(i as u16, k)).collect();
         let spokes: std::collections::HashSet<_> = [PortId(1), PortId(3)].into();

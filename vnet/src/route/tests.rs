@@ -1,4 +1,4 @@
-//! Routers as dispatchers use them: cache hits and invalidation, limits, agreement between threads.
+//! Routers as dispatchers use them: cache hits, invalidation, limits, and agreement between threads.
 
 use std::sync::Arc;
 
@@ -85,7 +85,7 @@ fn a_flood_of_addresses_leaves_other_flows_cached() {
     let mut other = Router::new(router.table().clone(), router.learned.clone());
     flows.iter().for_each(|flow| send(&mut router, flow, 0));
     let misses = router.misses();
-    // Another dispatcher learns twenty new addresses: each may share a bucket with a few of the flows.
+    // Another dispatcher learns twenty new addresses: each of them may share a bucket with a few of the flows.
     (0..20).for_each(|n| send(&mut other, &flow(GUEST, mac(5000 + n), mac(1)), 0));
     flows.iter().for_each(|flow| send(&mut router, flow, 0));
     let disturbed = router.misses() - misses;
@@ -159,13 +159,13 @@ fn an_address_in_two_places_is_frozen_and_thaws() {
     let mut router = router(vec![], &members());
     let claim = |n: u32| flow([HOST, GUEST][n as usize % 2], mac(1), mac(2));
     (0..20).for_each(|n| send(&mut router, &claim(n), u64::from(n)));
-    // Learned at HOST, then five moves.
+    // Learned at HOST, then moved five times.
     let stats = router.learned.stats();
     assert_eq!(stats, LearnedStats { entries: 1, moves: 5, frozen: 1, refused: 0, duplicates: 0 });
     let where_is = |router: &mut Router, now| outcome_port(router.route(&flow(LINK, mac(3), mac(1)), now));
     assert_eq!(where_is(&mut router, 20), GUEST);
     assert_eq!(router.learned.entries(router.table(), 20)[0].held, Held::Frozen);
-    // The station at GUEST keeps sending; the one at HOST gets the address when the freeze is over.
+    // The station at GUEST keeps sending; the one at HOST gets the address when the freeze ends.
     for now in [60_000, 120_000, 5 + FREEZE_MS - 1] {
         router.route(&claim(1), now);
         router.route(&claim(0), now);
@@ -186,7 +186,7 @@ fn the_last_moves_are_kept() {
     assert_eq!(told[4], (HOST, GUEST, true), "the fifth freezes it");
     assert_eq!(router.learned.moves_since(4), (moves[4..].to_vec(), 5));
     assert_eq!(router.learned.moves_since(5), (vec![], 5));
-    // More moves than are kept: the oldest are gone, and the number tells how many.
+    // More moves than are kept: the oldest are gone, and the returned number shows how many.
     for n in 10..1_010 {
         send(&mut router, &flow(HOST, mac(n), mac(2)), 1_000);
         send(&mut router, &flow(GUEST, mac(n), mac(2)), 1_000);
@@ -239,7 +239,7 @@ fn a_guest_fills_its_own_share_only() {
     assert_eq!(router.route(&flow(LINK, mac(8_000_000), mac(9_000_000)), 10), Decision::To(GUEST));
     assert_eq!(router.route(&flow(GUEST, mac(9_000_000), mac(8_000_000)), 10), Decision::To(LINK));
     assert!(matches!(router.route(&flow(LINK, mac(8_000_000), mac(flood - 1)), 10), Decision::Copies(_)));
-    // When all addresses of the share have aged out, it is free again.
+    // When all addresses of the share have aged out, the share is empty again.
     let later = 10 + u64::from(AGEING_S) * 1000;
     for n in 0..INTERFACE_ADDRESSES_MAX {
         router.route(&flow(HOST, mac(100_000 + n), Mac::BROADCAST), later);
@@ -256,7 +256,7 @@ fn an_address_that_moves_to_a_full_port_is_flooded() {
     (0..LINK_ADDRESSES_MAX).for_each(|n| send(&mut router, &flow(LINK_2, mac(n), Mac::BROADCAST), 0));
     router.route(&flow(LINK_2, mac(9_000_000), Mac::BROADCAST), 1);
     assert!(matches!(router.route(&to_it, 1), Decision::Copies(_)), "not to the link that it left");
-    // Its old port has room: heard there, it is found again.
+    // The old port's share has space: an address heard there is found again.
     router.route(&flow(LINK, mac(9_000_000), Mac::BROADCAST), 2);
     assert_eq!(router.route(&to_it, 2), Decision::To(LINK));
 }
@@ -331,8 +331,8 @@ fn storm_limits_spare_unicast() {
     assert_eq!(counts, [10, 40]);
 }
 
-/// Dispatchers that learn, move and look up the same addresses concurrently, while a port is flushed. When all is quiet, each
-/// answers from its cache as the MAC table says.
+/// Dispatchers learn, move and look up the same addresses concurrently while a port is flushed. After the last frame, each cache
+/// agrees with the MAC table.
 #[test]
 fn threads_agree_when_all_is_quiet() {
     const THREADS: u64 = 4;
@@ -371,7 +371,7 @@ fn threads_agree_when_all_is_quiet() {
     for mut router in routers {
         let misses = router.misses();
         for entry in &entries {
-            // A frame from a place that changes nothing.
+            // A frame from a port where the address is not learned anew.
             let from = if entry.port == HOST { GUEST } else { HOST };
             let seen = flow(from, Mac([0; 6]), entry.mac);
             assert_eq!(router.route(&seen, 5000), Decision::To(entry.port));
@@ -395,7 +395,7 @@ fn threads_agree_when_all_is_quiet() {
 fn published_addresses_cannot_be_spoofed_away() {
     let (away, near, local) = (Mac([2, 0, 0, 0, 0, 9]), Mac([2, 0, 0, 0, 0, 8]), Mac([2, 0, 0, 0, 0, 7]));
     let mut members = members();
-    // Configured here, but published elsewhere: the machine has migrated.
+    // Configured here but published by another host: the machine has migrated.
     members[1].mac = Some(away);
     members[0].mac = Some(local);
     let table = |firm| {
@@ -409,7 +409,7 @@ fn published_addresses_cannot_be_spoofed_away() {
         _ => None,
     };
     assert_eq!(to(&mut router, away), Some(LINK));
-    // Another station uses the address: it does not move while the store is reachable.
+    // Another station uses the address: the address does not move while the store is reachable.
     send(&mut router, &flow(LINK_2, away, near), 11);
     assert_eq!(to(&mut router, away), Some(LINK));
     // The store is unreachable: learned addresses take precedence over published ones.

@@ -33,12 +33,12 @@ pub enum By {
     Nothing,
 }
 
-/// Where a frame would go, and why.
+/// Destinations of a frame, and the step that decided them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Explanation {
     /// The deciding step.
     pub by: By,
-    /// The destinations, or the reason for none.
+    /// The destinations, or the drop reason.
     pub outcome: Result<Vec<PortId>, DropReason>,
 }
 

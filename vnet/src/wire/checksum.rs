@@ -1,6 +1,6 @@
 //! The Internet checksum (RFC 1071), summed in 32-bit words and folded at the end.
 
-/// A running ones' complement sum. Add pieces in any order; all but the last must have even length.
+/// A running ones' complement sum. Pieces may be added in any order; all but the last must have even length.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Sum(u64);
 
@@ -39,7 +39,7 @@ impl Sum {
         u16::from_be((sum & 0xffff) as u16)
     }
 
-    /// The complemented checksum, as a header field holds it.
+    /// The complement of the sum, as a header field holds it.
     #[inline]
     pub fn finish(self) -> u16 {
         !self.partial()

@@ -1,4 +1,4 @@
-//! Ethernet II addresses and headers (IEEE 802.3). VLAN tags (802.1Q, 802.1ad) are skipped, never changed.
+//! Ethernet II addresses and headers (IEEE 802.3). VLAN tags (802.1Q, 802.1ad) are skipped and left unchanged.
 
 use std::fmt;
 use std::str::FromStr;
@@ -68,7 +68,7 @@ impl fmt::Debug for Mac {
     }
 }
 
-/// A string that is not a MAC address.
+/// Error for a string that is not a MAC address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("'{0}' is not a MAC address; write six hexadecimal bytes, as in 52:54:00:12:34:56")]
 pub struct MacError(pub String);
@@ -110,7 +110,7 @@ impl From<Mac> for String {
 pub struct Payload {
     /// EtherType behind all tags.
     pub ethertype: u16,
-    /// Offset of its first byte.
+    /// Offset of the payload's first byte.
     pub offset: usize,
 }
 

@@ -1,4 +1,4 @@
-//! Flow hashes: all frames of a flow hash to one value, so spreading by it keeps a flow in order.
+//! Flow hashes: all frames of a flow have the same hash, so distributing frames by it keeps a flow in order.
 
 use super::ip::{self, TCP, UDP};
 
@@ -6,7 +6,7 @@ const DCCP: u8 = 33;
 const SCTP: u8 = 132;
 const UDP_LITE: u8 = 136;
 
-/// Hashes a frame's MAC addresses, and IP addresses, protocol and ports as far as `head` has them.
+/// Hashes a frame's MAC addresses, and its IP addresses, protocol and ports as far as `head` contains them.
 ///
 /// IPv4 fragments hash without ports, so all fragments of a packet stay together.
 #[inline]
@@ -18,7 +18,7 @@ pub fn hash(head: &[u8]) -> u32 {
         state = mix(state, Some(part));
     }
     state = mix(state, Some(&[ip.protocol]));
-    // All of these begin with two 16-bit ports.
+    // All of these protocols begin with two 16-bit ports.
     if matches!(ip.protocol, TCP | UDP | DCCP | SCTP | UDP_LITE) && !ip.is_fragment() {
         let ports = offset + ip.len;
         state = mix(state, head.get(ports..ports + 4));

@@ -1,11 +1,11 @@
-//! IPv4 (RFC 791) and IPv6 (RFC 8200) headers, decoded in place: the project's one decoder.
+//! IPv4 (RFC 791) and IPv6 (RFC 8200) headers, decoded in place. This is the project's only IP decoder.
 //!
-//! [`Header::parse`] checks the version, the IPv4 header length, and that the fixed header is there. Everything behind the
+//! [`Header::parse`] checks the version, the IPv4 header length, and that the fixed header is complete. Everything behind the
 //! fixed header may be cut off, because callers often hold only a frame's head: `len` and `total_len` are what the header
-//! *claims*, so slice with `get`. Checksums are not verified.
+//! *claims*, so callers must slice with `get`. Checksums are not verified.
 //!
-//! Kept by hand: the flow hash runs this for every frame, and inlining drops every field that a caller does not read. A
-//! property test below holds it against etherparse.
+//! Implemented here because the flow hash runs it for every frame, and inlining removes every field that a caller does not read.
+//! A property test compares it with etherparse.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -25,16 +25,16 @@ pub const IPV4_LEN_MIN: usize = 20;
 /// Bytes of an IPv6 header without extension headers.
 pub const IPV6_LEN: usize = 40;
 
-/// More-fragments flag and fragment offset of an IPv4 header.
+/// Mask of the more-fragments flag and the fragment offset in an IPv4 header.
 const IPV4_FRAGMENT: u16 = 0x3fff;
-/// Fragment offset of an IPv4 header, in units of eight bytes.
+/// Mask of the fragment offset in an IPv4 header, in units of eight bytes.
 const IPV4_FRAGMENT_OFFSET: u16 = 0x1fff;
 
 const HOP_BY_HOP: u8 = 0;
 const ROUTING: u8 = 43;
 const FRAGMENT: u8 = 44;
 const DESTINATION_OPTIONS: u8 = 60;
-/// Extension headers walked; no honest packet has more.
+/// Maximum number of extension headers walked; no honest packet has more.
 const EXTENSIONS_MAX: usize = 4;
 
 /// IP version.
@@ -61,9 +61,9 @@ pub struct Header<'a> {
     pub hop_limit: u8,
     /// ECN bits (RFC 3168): 0 for a transport without ECN.
     pub ecn: u8,
-    /// Flags and offset of an IPv4 fragment, 0 for a whole packet. Always 0 for IPv6, which has an extension header for it.
+    /// Flags and offset of an IPv4 fragment, 0 for a whole packet. Always 0 for IPv6, which uses an extension header.
     fragment: u16,
-    /// Source, then destination address, as the pseudo-header has them: 8 or 32 bytes.
+    /// Source, then destination address, as in the pseudo-header: 8 or 32 bytes.
     pub addresses: &'a [u8],
 }
 
@@ -72,9 +72,9 @@ pub struct Header<'a> {
 pub struct UpperLayer {
     /// Protocol number.
     pub protocol: u8,
-    /// Offset of its header from the first byte of the IP header; may lie past the bytes at hand.
+    /// Offset of its header from the first byte of the IP header; may lie beyond the available bytes.
     pub offset: usize,
-    /// A fragment other than the first, which has no upper-layer header.
+    /// True for a fragment other than the first, which has no upper-layer header.
     pub later_fragment: bool,
 }
 
@@ -89,8 +89,8 @@ pub fn in_frame(frame: &[u8]) -> Option<(usize, Header<'_>)> {
 impl<'a> Header<'a> {
     /// Decodes the header at the start of `packet`, the payload of an Ethernet frame of this type.
     ///
-    /// `None` when the type is not IP's, the version contradicts it, an IPv4 header claims fewer than 20 bytes, or the
-    /// fixed header is cut off.
+    /// `None` when the type is neither IPv4 nor IPv6, the version field contradicts it, an IPv4 header claims fewer than 20
+    /// bytes, or the fixed header is truncated.
     #[inline]
     pub fn parse(ethertype: u16, packet: &'a [u8]) -> Option<Header<'a>> {
         match ethertype {
@@ -157,7 +157,7 @@ impl<'a> Header<'a> {
         address(&self.addresses[self.addresses.len() / 2..])
     }
 
-    /// Finds the upper layer of `packet`, which this header was parsed from, behind hop-by-hop options, routing, fragment and
+    /// Finds the upper layer of `packet`, from which this header was parsed, behind hop-by-hop options, routing, fragment and
     /// destination options headers (RFC 8200, section 4).
     pub fn upper_layer(&self, packet: &[u8]) -> UpperLayer {
         let later_fragment = self.fragment & IPV4_FRAGMENT_OFFSET != 0;
@@ -176,7 +176,7 @@ impl<'a> Header<'a> {
                 upper.later_fragment = u16::from_be_bytes([header[2], header[3]]) >> 3 != 0;
                 upper.offset += 8;
             } else {
-                // The length counts units of eight bytes beyond the first.
+                // The length field counts units of eight bytes beyond the first.
                 upper.offset += 8 * (usize::from(header[1]) + 1);
             }
             upper.protocol = header[0];

@@ -1,11 +1,11 @@
-//! The IP header decoder against etherparse and against packets written out by hand.
+//! Compares the IP header decoder with etherparse, and checks it with packets written out by hand.
 
 use etherparse::{IpSlice, Ipv4HeaderSlice, Ipv6ExtensionSlice, Ipv6HeaderSlice, LaxIpSlice};
 use proptest::prelude::*;
 
 use super::*;
 
-/// Bytes that are often an IP header: a plausible first byte, then anything.
+/// Bytes that are often an IP header: a plausible first byte, then random bytes.
 fn packet() -> impl Strategy<Value = Vec<u8>> {
     let first = prop_oneof![4 => Just(0x45u8), 4 => Just(0x60u8), 1 => 0x44u8..0x50, 1 => any::<u8>()];
     (first, prop::collection::vec(any::<u8>(), 0..100)).prop_map(|(first, mut rest)| {
@@ -38,7 +38,7 @@ fn extended(chain: &[(u8, u8)], fragment: u16, protocol: u8, payload: &[u8]) -> 
 }
 
 proptest! {
-    /// Every field of every IPv4 header is what etherparse reads; what one refuses the other refuses, cut-off options aside.
+    /// Every field of every IPv4 header matches etherparse, and both refuse the same headers, except for truncated options.
     #[test]
     fn ipv4_fields_are_those_of_etherparse(bytes in packet()) {
         let ours = Header::parse(ETHERTYPE_IPV4, &bytes);
@@ -60,7 +60,7 @@ proptest! {
         }
     }
 
-    /// Every field of every IPv6 header is what etherparse reads; what one refuses the other refuses.
+    /// Every field of every IPv6 header matches etherparse, and both refuse the same headers.
     #[test]
     fn ipv6_fields_are_those_of_etherparse(bytes in packet()) {
         let ours = Header::parse(ETHERTYPE_IPV6, &bytes);
@@ -79,7 +79,7 @@ proptest! {
         }
     }
 
-    /// The upper layer begins where etherparse says that the extension headers end.
+    /// The upper layer begins where etherparse finds the end of the extension headers.
     #[test]
     fn extension_headers_are_walked_as_etherparse_walks_them(
         hop_by_hop in prop::option::of(0u8..3), routing in prop::option::of(0u8..3), fragment in prop::option::of(any::<u16>()),
@@ -102,7 +102,7 @@ proptest! {
         );
         prop_assert_eq!(upper.later_fragment, later);
         if later {
-            // Behind the fragment header lies the middle of the payload; etherparse reads on as if it were headers.
+            // The middle of the payload follows the fragment header; etherparse reads on as if it were headers.
             prop_assert_eq!(upper.protocol, if options.is_some() { DESTINATION_OPTIONS } else { protocol });
         } else {
             prop_assert_eq!(upper.protocol, theirs.payload().ip_number.0);
@@ -110,7 +110,7 @@ proptest! {
         }
     }
 
-    /// Cut anywhere, a packet is decoded as far as it goes, as by etherparse's lax reader.
+    /// A packet truncated anywhere is decoded as far as it goes, as by etherparse's lax reader.
     #[test]
     fn cut_packets_are_decoded_as_far_as_they_go(cut in 0usize..100) {
         let mut bytes = extended(&[(HOP_BY_HOP, 0), (FRAGMENT, 0)], 1, UDP, &[7; 20]);

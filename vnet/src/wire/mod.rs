@@ -1,7 +1,7 @@
 //! Wire formats: bounds-checked views of foreign bytes, without I/O.
 //!
 //! An attacker may have chosen the bytes. No function here panics on them, allocates for them, or trusts a length before
-//! comparing it with the bytes at hand.
+//! comparing it with the available bytes.
 
 pub mod checksum;
 pub mod ethernet;

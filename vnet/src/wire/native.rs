@@ -8,13 +8,13 @@
 //! 8-15   datagram number N
 //! ```
 //!
-//! All fields are in network byte order. The datagrams of a frame have consecutive numbers, so `N - k` identifies the frame.
-//! All fragments but the last have the same size, so fragment `k` starts at `k` times that size: the format cannot express
-//! overlaps or gaps. LAST marks the last fragment; a frame in one datagram has `k = 0` and LAST.
+//! All fields are in network byte order. The datagrams of a frame have consecutive numbers, so `N - k` identifies the frame. All
+//! fragments but the last have the same size, so fragment `k` starts at `k` times that size: the format cannot express overlaps
+//! or gaps. LAST marks the last fragment; a frame in one datagram has `k = 0` and LAST.
 //!
-//! OFFLOAD: 12 bytes of offload metadata precede the frame, in fragment 0 (the flag means nothing in the others). In a bundle
-//! they precede *each* frame, inside the length of its entry. An entry of a bundle is a `u16` length and that many bytes.
-//! Types other than frame have `k = 0`.
+//! OFFLOAD: 12 bytes of offload metadata precede the frame, in fragment 0 (the flag has no meaning in the others). In a bundle
+//! they precede *each* frame, inside the length of its entry. An entry of a bundle is a `u16` length and that many bytes. Types
+//! other than frame have `k = 0`.
 
 use super::ethernet;
 use super::offload::{Offload, WIRE_LEN};
@@ -42,11 +42,11 @@ pub enum Kind {
     Frame = 0,
     /// Several small whole frames.
     Bundle = 1,
-    /// A path MTU probe (RFC 8899): asks whether a datagram of this size arrives.
+    /// A path MTU probe (RFC 8899): tests whether a datagram of this size arrives.
     Probe = 2,
     /// The reply to a probe, of the same size.
     ProbeReply = 3,
-    /// Empty; keeps NAT and firewall state on the path alive.
+    /// Has no payload; keeps NAT and firewall state on the path alive.
     Keepalive = 4,
 }
 
@@ -55,13 +55,13 @@ pub enum Kind {
 pub struct Header {
     /// Type of the payload.
     pub kind: Kind,
-    /// Last fragment of the frame.
+    /// True for the last fragment of the frame.
     pub last: bool,
-    /// Offload metadata precedes the frame.
+    /// True when offload metadata precedes the frame.
     pub offload: bool,
-    /// The payload is encrypted.
+    /// True when the payload is encrypted.
     pub sealed: bool,
-    /// Hops taken, at most [`HOPS_MAX`].
+    /// Number of hops taken, at most [`HOPS_MAX`].
     pub hops: u8,
     /// Key epoch modulo 4.
     pub epoch: u8,
@@ -69,7 +69,7 @@ pub struct Header {
     pub index: u16,
     /// Network id, 24 bits.
     pub network: u32,
-    /// Receive queue hint of the sender.
+    /// The sender's hint for the receive queue.
     pub queue: u8,
     /// Datagram number N, at least `index + 1`.
     pub number: u64,
@@ -78,10 +78,10 @@ pub struct Header {
 /// Reason to refuse a native header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HeaderError {
-    /// Fewer bytes than a header.
+    /// The datagram is shorter than a header.
     #[error("shorter than the native header of {HEADER_LEN} bytes")]
     Short,
-    /// Unknown version or type: a newer peer, or not a native datagram.
+    /// Unknown version or type: the peer is newer, or the datagram is not a native one.
     #[error("unknown native version or type {0:#04x}")]
     Version(u8),
     /// Datagram number and fragment index contradict each other.
@@ -108,7 +108,7 @@ impl Header {
 
     /// Parses the header of `datagram`. Returns it with the payload.
     ///
-    /// Guarantees `number > index`, so [`Header::frame_id`] is at least 1, and `index == 0` for all types but frame.
+    /// Guarantees `number > index`, so [`Header::frame_id`] is at least 1, and `index == 0` for all types except frame.
     #[inline]
     pub fn parse(datagram: &[u8]) -> Result<(Header, &[u8]), HeaderError> {
         let (header, payload) = datagram.split_first_chunk::<HEADER_LEN>().ok_or(HeaderError::Short)?;
@@ -168,8 +168,8 @@ impl Header {
     }
 }
 
-/// Splits off the offload metadata before a frame, if `present`. `None` when it is cut off. The metadata is unchecked: pass
-/// it to [`Offload::checked`].
+/// Splits off the offload metadata before a frame, if `present`. `None` when it is truncated. The metadata is unchecked: pass it
+/// to [`Offload::checked`].
 #[inline]
 pub fn metadata(bytes: &[u8], present: bool) -> Option<(Offload, &[u8])> {
     if !present {
@@ -188,8 +188,8 @@ pub struct Bundle<'a> {
 
 impl<'a> Bundle<'a> {
     /// Checks a bundle's payload as a whole: at least one frame, all lengths within the payload, no bytes left over, metadata
-    /// complete where `offload` announces it, and at least an Ethernet header in each entry. `None` when anything is wrong: a
-    /// bad bundle counts as one bad datagram, not as the 32 000 empty frames that could fit into it.
+    /// complete where `offload` announces it, and at least an Ethernet header in each entry. `None` otherwise: a bad bundle
+    /// counts as one bad datagram, not as the 32 000 empty frames that could fit into it.
     #[inline]
     pub fn checked(payload: &'a [u8], offload: bool) -> Option<Bundle<'a>> {
         let bundle = Bundle { rest: payload, offload };
@@ -200,7 +200,7 @@ impl<'a> Bundle<'a> {
         (!payload.is_empty()).then_some(bundle)
     }
 
-    /// The entries that were not taken yet.
+    /// The entries not taken yet.
     #[inline]
     pub fn rest(&self) -> &'a [u8] {
         self.rest
@@ -217,7 +217,7 @@ impl<'a> Bundle<'a> {
 }
 
 impl<'a> Iterator for Bundle<'a> {
-    /// Unchecked metadata, and its frame.
+    /// Unchecked metadata, and the frame that it belongs to.
     type Item = (Offload, &'a [u8]);
 
     #[inline]
@@ -306,13 +306,14 @@ mod tests {
                 prop_assert_eq!(got, &frame[..]);
                 prop_assert_eq!(offload, expected);
             }
-            // One frame shorter than an Ethernet header: the bundle is refused.
+            // One frame is shorter than an Ethernet header: the bundle is refused.
             for short in [0, 13] {
                 let entry = vec![0; short + if offload { WIRE_LEN } else { 0 }];
                 let with_short = [&payload[..], &(entry.len() as u16).to_be_bytes(), &entry].concat();
                 prop_assert!(Bundle::checked(&with_short, offload).is_none());
             }
-            // Truncated inside the last entry: refused. Truncated between two entries it would be a shorter, valid bundle.
+            // Truncated inside the last entry, the bundle is refused. Truncated between two entries, it would be a shorter, valid
+            // bundle.
             let entry = frames.last().map_or(0, Vec::len) + ENTRY_LEN + if offload { WIRE_LEN } else { 0 };
             let cut = 1 + cut % entry.max(2);
             if cut < entry {

@@ -1,7 +1,7 @@
-//! ARP (RFC 826) and IPv6 neighbour discovery (ND, RFC 4861) for a proxy that answers requests instead of flooding them
-//! (ARP/ND suppression, RFC 9161).
+//! ARP (RFC 826) and IPv6 neighbour discovery (ND, RFC 4861) for a proxy that answers requests instead of flooding them (ARP/ND
+//! suppression, RFC 9161).
 //!
-//! [`question`] recognises only requests that a proxy may answer. Announcements (the sender asks for its own address),
+//! [`question`] recognises only requests that a proxy may answer. Announcements (the sender asks for its own address), probes for
 //! duplicate address detection (the sender has no address yet) and frames with VLAN tags are flooded as usual.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -10,11 +10,11 @@ use super::checksum::Sum;
 use super::ethernet::{self, ETHERTYPE_ARP, ETHERTYPE_IPV6, HEADER_LEN, Mac};
 use super::ip::{self, ICMPV6, IPV6_LEN};
 
-/// Longest reply in bytes: a neighbour advertisement with the target link-layer address option.
+/// Maximum length of a reply in bytes: a neighbour advertisement with the target link-layer address option.
 pub const ANSWER_MAX: usize = HEADER_LEN + IPV6_LEN + ADVERTISEMENT_LEN;
 
 const ARP_LEN: usize = 28;
-/// Hardware type Ethernet, protocol type IPv4, their address lengths.
+/// Hardware type Ethernet, protocol type IPv4, and the address length of each.
 const ARP_KIND: [u8; 6] = [0, 1, 8, 0, 6, 4];
 const ARP_REQUEST: u16 = 1;
 const ARP_REPLY: u16 = 2;
@@ -22,7 +22,7 @@ const SOLICITATION: u8 = 135;
 const SOLICITATION_LEN: usize = 24;
 const ADVERTISEMENT: u8 = 136;
 const ADVERTISEMENT_LEN: usize = 32;
-/// Hop limit of all ND messages: proves that no router forwarded them (RFC 4861, section 7.1).
+/// Hop limit of all ND messages; it proves that no router forwarded them (RFC 4861, section 7.1).
 const HOP_LIMIT: u8 = 255;
 /// Solicited and Override flags (RFC 4861, section 4.4).
 const ADVERTISEMENT_FLAGS: u8 = 0x60;
@@ -39,13 +39,13 @@ pub struct Question {
     pub target: IpAddr,
 }
 
-/// Reads a request. `None` for all other frames, and for a request that only its target may answer.
+/// Parses a request. `None` for all other frames, and for a request that only its target may answer.
 pub fn question(frame: &[u8]) -> Option<Question> {
     let (_, asker) = ethernet::addresses(frame)?;
     let payload = ethernet::payload(frame)?;
     let packet = frame.get(HEADER_LEN..)?;
     match payload.ethertype {
-        // Tagged: flooded as usual.
+        // A tagged frame is flooded as usual.
         _ if payload.offset != HEADER_LEN => None,
         ETHERTYPE_ARP => arp(asker, packet),
         ETHERTYPE_IPV6 => solicitation(asker, packet),
@@ -86,7 +86,8 @@ fn pseudo_header(addresses: &[u8], length: usize) -> Sum {
     Sum::default().with(&addresses[..32]).with_u16(length as u16).with_u16(ICMPV6.into())
 }
 
-/// Writes the reply "`mac`" to `frame` and returns its length. `None` when the request mixes IPv4 and IPv6.
+/// Writes the reply that resolves the question's target to `mac` to `frame` and returns its length. `None` when the request mixes
+/// IPv4 and IPv6.
 pub fn answer(question: &Question, mac: Mac, frame: &mut [u8; ANSWER_MAX]) -> Option<usize> {
     frame.fill(0);
     frame[..6].copy_from_slice(&question.asker.0);

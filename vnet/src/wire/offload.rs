@@ -1,7 +1,8 @@
-//! Offload metadata: the work that a guest leaves to its NIC (virtio 1.2 section 5.1.6, `struct virtio_net_hdr`).
+//! Offload metadata: checksumming and segmentation that a guest leaves to its NIC (virtio 1.2 section 5.1.6, `struct
+//! virtio_net_hdr`).
 //!
-//! Each frame has one [`Offload`]. It has two encodings: the little-endian virtio-net header in guest memory and on a TAP, and
-//! 12 bytes in network byte order in native datagrams with the OFFLOAD flag (`native.rs`).
+//! Each frame has one [`Offload`]. It has two encodings: the little-endian virtio-net header in guest memory and on a TAP, and 12
+//! bytes in network byte order in native datagrams with the OFFLOAD flag (`native.rs`).
 
 use super::ethernet::HEADER_LEN;
 
@@ -26,14 +27,14 @@ pub const GSO_UDP_L4: u8 = 5;
 /// `gso_type` modifier: the first segment carries CWR (RFC 3168).
 pub const GSO_ECN: u8 = 0x80;
 
-/// Work left on a frame: complete a partial checksum, segment a super-frame.
+/// Outstanding work on a frame: a partial checksum to complete, or a super-frame to segment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Offload {
     /// `F_*` bits.
     pub flags: u8,
     /// `GSO_*` value.
     pub gso_type: u8,
-    /// Bytes of all headers: the sender's hint, never trusted.
+    /// Length of all headers in bytes: a hint of the sender, never trusted.
     pub hdr_len: u16,
     /// Payload bytes per segment of a super-frame.
     pub gso_size: u16,
@@ -46,7 +47,7 @@ pub struct Offload {
 /// Reason to refuse offload metadata.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum OffloadError {
-    /// The checksum would cover the Ethernet header or lie past the end of the frame.
+    /// The checksum would cover the Ethernet header or lie beyond the end of the frame.
     #[error("checksum position lies outside the frame's payload")]
     ChecksumOutside,
     /// A super-frame with `gso_size` 0.
@@ -57,7 +58,7 @@ pub enum OffloadError {
     GsoType,
 }
 
-/// Offloads that a receiver accepts.
+/// Offloads that a receiver supports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Accepts {
     /// Partial checksums (GUEST_CSUM).
@@ -80,7 +81,7 @@ impl Accepts {
 }
 
 impl Offload {
-    /// True when the frame is finished: no partial checksum, not a super-frame.
+    /// True when the frame needs no work: it has no partial checksum and is not a super-frame.
     #[inline]
     pub fn is_none(&self) -> bool {
         self.flags & F_NEEDS_CSUM == 0 && self.gso_type == GSO_NONE
@@ -108,7 +109,7 @@ impl Offload {
         accepts.csum && kind && (accepts.ecn || self.gso_type & GSO_ECN == 0)
     }
 
-    /// Checks foreign metadata against a frame of `len` bytes and clears unused fields.
+    /// Checks untrusted metadata against a frame of `len` bytes and clears unused fields.
     ///
     /// Guarantees `14 <= csum_start` and `csum_start + csum_offset + 2 <= len` for a partial checksum, and for a super-frame a
     /// known kind, a positive `gso_size` and a partial checksum (required by virtio 1.2 section 5.1.6.2).
@@ -160,9 +161,9 @@ impl Offload {
 
     /// Encodes the same header as two integers whose little-endian bytes follow one another: 8 bytes and 4.
     ///
-    /// For the hot path. Copying [`Offload::to_virtio`]'s bytes would load 8 bytes that were just stored in smaller pieces.
-    /// Store forwarding fails then, and the load waits until all earlier stores have reached the cache, including those to
-    /// guest memory whose cache lines another core owns.
+    /// Used on the hot path. Copying [`Offload::to_virtio`]'s bytes would load 8 bytes that were just stored in smaller pieces.
+    /// Store forwarding fails in that case, and the load waits until all earlier stores have reached the cache, including those
+    /// to guest memory whose cache lines another core owns.
     #[inline]
     pub fn to_virtio_words(&self, num_buffers: u16) -> (u64, u32) {
         let bytes = u64::from(self.flags) | u64::from(self.gso_type) << 8;

@@ -1,17 +1,17 @@
 //! Infers offload metadata that an encapsulation lost: a partial inner checksum, an inner TCP super-frame.
 //!
 //! A kernel that encapsulates a local program's frame leaves its checksum, and the segmentation of a TCP super-frame, to the
-//! device underneath. A virtual device (veth, a bridge within one machine, a virtual NIC) never does either: the datagram
-//! arrives with the inner frame unfinished, and no header tells. A finished checksum is the complement of the sum over
-//! pseudo-header *and* payload; a partial one is the plain sum over the pseudo-header alone, and this module tests for that.
-//! One finished frame in 65 536 passes the test, too. That is harmless: completing its checksum yields the value it has.
+//! device underneath. A virtual device (veth, a bridge within one machine, a virtual NIC) does neither: the datagram arrives with
+//! the inner frame unfinished, and no header says so. A finished checksum is the complement of the sum over pseudo-header *and*
+//! payload; a partial one is the plain sum over the pseudo-header alone, and this module tests for that. One finished frame in 65
+//! 536 also passes the test. That is harmless: completing its checksum yields the value that the field already holds.
 
 use super::checksum::Sum;
 use super::ip::{self, TCP, UDP};
 use super::offload::{F_NEEDS_CSUM, GSO_NONE, GSO_TCPV4, GSO_TCPV6, Offload};
 
-/// Offload metadata for `frame`, which arrived without any. `whole_max` is the largest frame in bytes that the path carries
-/// unsegmented: a longer TCP frame with a partial checksum is a super-frame, and its segments are at most that long.
+/// Infers offload metadata for `frame`, which arrived without any. `whole_max` is the maximum length in bytes of a frame that the
+/// path carries unsegmented: a longer TCP frame with a partial checksum is a super-frame, and its segments are at most that long.
 ///
 /// The result passes [`Offload::checked`] for the frame's length.
 #[inline]

@@ -1,10 +1,10 @@
-//! Software offload: completes checksums and segments super-frames (TSO, USO) for receivers that cannot.
+//! Software offload: completes checksums and segments super-frames (TSO, USO) for receivers that do not support them.
 //!
-//! The slow path. It runs only for a receiver that did not negotiate the offload (an old guest, a VNET/P peer), and on a
-//! private copy of the frame, so nothing here races with a guest.
+//! This is the slow path. It runs only for a receiver that did not negotiate the offload (an old guest, a VNET/P peer). It works
+//! on a private copy of the frame, so it never races with a guest.
 //!
-//! [`finish`] segments in place: it saves the headers once, and before it emits segment *i* it writes them right in front of
-//! that segment's payload, over the end of segment *i - 1*, which is out already. No second buffer is needed. [`Cut`] writes
+//! [`finish`] segments in place: it saves the headers once, and before it emits segment *i* it writes them right in front of that
+//! segment's payload, over the end of segment *i - 1*, which has been emitted already. No second buffer is needed. [`Cut`] writes
 //! headers only, for callers that copy the payload themselves.
 
 use super::checksum::Sum;
@@ -15,16 +15,16 @@ const TCP_HEADER_MIN: usize = 20;
 const UDP_HEADER_LEN: usize = 8;
 const TCP_FLAG_FIN_PSH: u8 = 0x01 | 0x08;
 const TCP_FLAG_CWR: u8 = 0x80;
-/// Most bytes of headers in front of a payload: Ethernet and two tags, IPv4 or IPv6 with extension headers, TCP.
+/// Maximum number of header bytes in front of a payload: Ethernet and two tags, IPv4 or IPv6 with extension headers, TCP.
 const HEADERS_MAX: usize = 256;
-/// Most segments of one super-frame: 65 535 bytes at the smallest MSS that Linux sends (`TCP_MIN_SND_MSS`, 48 bytes). A
-/// hostile `gso_size` of 1 cannot make 65 000 frames of one.
+/// Maximum number of segments of one super-frame: 65 535 bytes at the smallest MSS that Linux sends (`TCP_MIN_SND_MSS`, 48
+/// bytes). It keeps a hostile `gso_size` of 1 from turning one frame into 65 000.
 const CUTS_MAX: usize = 65_535usize.div_ceil(48);
 
-/// Largest value of an IP header's length field.
+/// Maximum value of an IP header's length field.
 const IP_LEN_MAX: usize = 65_535;
 
-/// Why a frame cannot be finished in software.
+/// Reason why a frame cannot be finished in software.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SegmentError {
     /// The headers contradict the metadata, run past the end of the frame, or cannot express a segment's length.
@@ -38,7 +38,7 @@ pub enum SegmentError {
     TooMany,
 }
 
-/// Hands `frame` to `emit` in a form that `accepts` allows: unchanged, with its checksum completed, or as finished segments.
+/// Passes `frame` to `emit` in a form that `accepts` allows: unchanged, with its checksum completed, or as finished segments.
 /// Calls `emit` at least once when the result is `Ok`, and never when it is `Err`.
 ///
 /// `offload` must have passed [`Offload::checked`] for this length. Overwrites `frame`.
@@ -60,8 +60,8 @@ pub fn finish(
     Ok(())
 }
 
-/// Completes a partial checksum: sums from `csum_start` to the end, pseudo-header sum in the field included, and stores the
-/// complement.
+/// Completes a partial checksum: sums from `csum_start` to the end, including the pseudo-header sum in the checksum field, and
+/// stores the complement.
 pub(crate) fn complete_checksum(frame: &mut [u8], offload: &Offload) -> Result<(), SegmentError> {
     let start = usize::from(offload.csum_start);
     let summed = frame.get_mut(start..).ok_or(SegmentError::Headers)?;
@@ -74,8 +74,8 @@ pub(crate) fn complete_checksum(frame: &mut [u8], offload: &Offload) -> Result<(
     Ok(())
 }
 
-/// Segments a super-frame while the caller copies it: the caller puts each segment's payload in place, [`Cut`] writes the
-/// headers in front of it. One pass over the payload to copy it, one to sum it.
+/// Segments a super-frame while the caller copies it: the caller puts each segment's payload in place, and [`Cut`] writes the
+/// headers in front of it. The payload is read once to copy it and once to sum it.
 pub struct Cut {
     headers: Headers,
     offload: Offload,
@@ -85,10 +85,10 @@ pub struct Cut {
 }
 
 impl Cut {
-    /// Plans the segments of a frame of `len` bytes that begins with `head`. TCP segments shrink below `gso_size` to fit
-    /// into `room` bytes, since a stream has no message boundaries. UDP datagrams keep their size.
+    /// Plans the segments of a frame of `len` bytes that begins with `head`. TCP segments shrink below `gso_size` to fit into
+    /// `room` bytes, because a stream has no message boundaries. UDP datagrams keep their size.
     ///
-    /// Segments a plain TCP frame with a partial checksum, too.
+    /// It also segments a plain TCP frame with a partial checksum.
     pub fn new(head: &[u8], len: usize, offload: &Offload, room: usize) -> Result<Cut, SegmentError> {
         let mut offload = *offload;
         if offload.gso_kind() == GSO_NONE {
@@ -112,7 +112,7 @@ impl Cut {
         self.count
     }
 
-    /// Offload metadata for a downstream segmenter that is to produce the same segments.
+    /// Offload metadata for a downstream segmenter that must produce the same segments.
     pub fn offload(&self) -> Offload {
         // Both casts fit: headers have at most HEADERS_MAX bytes, and `size` started as a u16.
         Offload { hdr_len: self.headers.len as u16, gso_size: self.size as u16, ..self.offload }
@@ -155,7 +155,7 @@ struct Headers {
 }
 
 impl Headers {
-    /// Reads and checks the headers of a frame of `frame_len` bytes that begins with `frame`.
+    /// Parses and checks the headers of a frame of `frame_len` bytes that begins with `frame`.
     fn read(frame: &[u8], frame_len: usize, offload: &Offload) -> Result<Headers, SegmentError> {
         let (ip, header) = ip::in_frame(frame).ok_or(SegmentError::Headers)?;
         let transport = usize::from(offload.csum_start);
@@ -165,7 +165,7 @@ impl Headers {
         let protocol = if tcp { TCP } else { UDP };
         let fits = match (offload.gso_kind(), header.version) {
             (GSO_TCPV4 | GSO_UDP_L4, Version::V4) => header.len == ip_len && header.protocol == protocol,
-            // Behind extension headers only csum_start tells where the transport header begins.
+            // Behind extension headers only csum_start locates the transport header.
             (GSO_TCPV6 | GSO_UDP_L4, Version::V6) => {
                 header.len < ip_len || (header.len == ip_len && header.protocol == protocol)
             }
@@ -215,13 +215,15 @@ impl Headers {
         Ok(())
     }
 
-    /// Number of segments for `payload` bytes, if the limit allows so many and the IP length field can hold their length.
+    /// Number of segments for `payload` bytes. An error when there are too many, or when the IP length field cannot express their
+    /// length.
     fn check(&self, payload: usize, gso_size: usize) -> Result<usize, SegmentError> {
         let count = payload.div_ceil(gso_size);
         if count > CUTS_MAX {
             return Err(SegmentError::TooMany);
         }
-        // An untagged frame may exceed the IP length field by 4 bytes; only a segment that is the whole frame can.
+        // An untagged frame may exceed the range of the IP length field by 4 bytes; only a segment that is the whole frame can do
+        // so.
         let largest = self.len + payload.min(gso_size) - self.counted_from();
         if largest > IP_LEN_MAX { Err(SegmentError::Headers) } else { Ok(count) }
     }
@@ -231,10 +233,10 @@ impl Headers {
         if self.ipv4 { self.ip } else { self.ip + IPV6_LEN }
     }
 
-    /// Turns the copied headers into those of segment `index`; its payload starts `start` bytes into the super-frame's.
+    /// Adapts the copied headers to segment `index`, whose payload starts `start` bytes into the super-frame's payload.
     fn amend(&self, segment: &mut [u8], index: usize, start: usize, last: bool) {
         let (ip, transport) = (self.ip, self.transport);
-        // `check` made sure that both fit into 16 bits.
+        // `check` has made sure that both fit into 16 bits.
         let transport_len = (segment.len() - transport) as u16;
         let ip_len = (segment.len() - self.counted_from()) as u16;
         if self.ipv4 {
@@ -286,7 +288,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// A super-frame with its partial checksum, as Linux hands it to a NIC.
+    /// A super-frame with its partial checksum, as Linux passes it to a NIC.
     fn super_frame(ipv4: bool, tcp: bool, vlan: bool, payload: &[u8]) -> (Vec<u8>, Offload) {
         let mut frame = vec![2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 2];
         if vlan {
@@ -340,7 +342,7 @@ mod tests {
         (frame, offload)
     }
 
-    /// Asserts that lengths and checksums of a finished frame are right and returns its payload.
+    /// Asserts that the lengths and checksums of a finished frame are correct, and returns its payload.
     fn verify(frame: &[u8], ipv4: bool, tcp: bool) -> Vec<u8> {
         let (ip, _) = ip::in_frame(frame).unwrap();
         let (transport, addresses) = if ipv4 {

@@ -1,9 +1,10 @@
 //! SOCKS 5 client messages (RFC 1928) with user name and password authentication (RFC 1929).
 //!
-//! Only CONNECT is used. The proxy resolves host names: none leaks to this host's resolver, and names that only the proxy
-//! knows (a bastion's, a `.onion`) work.
+//! Only CONNECT is used. The proxy resolves host names: none leaks to this host's resolver, and names that only the proxy can
+//! resolve (those behind a bastion host, or a `.onion` name) work.
 //!
-//! Kept by hand: three small messages without I/O, which the fuzzer reaches directly; libraries bring their own sockets.
+//! Implemented here because it is three small messages without I/O, which the fuzzer reaches directly; the libraries bring their
+//! own sockets.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -16,9 +17,9 @@ const PASSWORD_VERSION: u8 = 1;
 const IPV4: u8 = 1;
 const NAME: u8 = 3;
 const IPV6: u8 = 4;
-/// Longest name, user name and password in bytes: the length field has one byte.
+/// Maximum length of name, user name and password in bytes: the length field has one byte.
 pub const TEXT_MAX: usize = 255;
-/// Bytes at the start of a reply to CONNECT that determine its length.
+/// Number of bytes at the start of a reply to CONNECT that determine its length.
 pub const ANSWER_START: usize = 5;
 
 /// Destination of a connection through the proxy.
@@ -49,7 +50,7 @@ pub struct Credentials {
 }
 
 impl fmt::Debug for Credentials {
-    /// Omits the password, which must not reach a log.
+    /// Omits the password, which must not appear in a log.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:…", self.user)
     }
@@ -66,7 +67,7 @@ pub enum SocksError {
         "the proxy requires another authentication method; write the proxy as socks5://USER:PASSWORD@ADDRESS:PORT"
     )]
     Method,
-    /// The proxy rejected user name or password.
+    /// The proxy rejected the user name or password.
     #[error("the proxy rejected user name or password; correct them in the link's proxy")]
     Denied,
     /// The proxy could not connect to the destination.
@@ -101,7 +102,7 @@ pub enum Login {
     Password,
 }
 
-/// The first message: offered authentication methods.
+/// The first message of the client: the offered authentication methods.
 pub fn greeting(credentials: bool) -> Vec<u8> {
     if credentials { vec![VERSION, 2, METHOD_NONE, METHOD_PASSWORD] } else { vec![VERSION, 1, METHOD_NONE] }
 }
@@ -127,7 +128,7 @@ pub fn password(credentials: &Credentials) -> Vec<u8> {
 
 /// Parses the reply to [`password`].
 pub fn granted(answer: [u8; 2]) -> Result<(), SocksError> {
-    // The version should be 1, but some proxies send 5: only the status counts.
+    // The version should be 1, but some proxies send 5: only the status is checked.
     if answer[1] == 0 { Ok(()) } else { Err(SocksError::Denied) }
 }
 
@@ -164,7 +165,7 @@ fn put_text(message: &mut Vec<u8>, text: &str) {
     message.extend_from_slice(bytes);
 }
 
-/// Bytes of the reply to [`connect`] that follow its first [`ANSWER_START`]. All bytes after those come from the destination.
+/// Number of bytes of the reply to [`connect`] after its first [`ANSWER_START`] bytes. All later bytes come from the destination.
 pub fn answer_rest(start: [u8; ANSWER_START]) -> Result<usize, SocksError> {
     const PORT: usize = 2;
     match start {

@@ -6,18 +6,18 @@
 //! 20-    12 bytes of offload metadata if OFFLOAD is set, then the frame
 //! ```
 //!
-//! All in network byte order. A stream neither fragments nor bundles. After an impossible length the two ends have lost
-//! framing, or the other end is not a vnet host: the connection is closed.
+//! All fields are in network byte order. A stream neither fragments nor bundles. An impossible length means that framing is lost
+//! or that the peer is not a vnet host: the connection is closed.
 
 use super::native::{self, Header, Kind};
 use super::offload::{Offload, WIRE_LEN};
 
 /// Bytes of the length.
 pub const LENGTH_LEN: usize = 4;
-/// Longest message in bytes, without its length: header, metadata, and the largest frame.
+/// Maximum length of a message in bytes, without its length field: header, metadata, and a frame of maximum size.
 pub const MESSAGE_MAX: usize = native::HEADER_LEN + WIRE_LEN + 65_553;
 
-/// An impossible message length.
+/// Error for an impossible message length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("message of {0} bytes; {min} to {MESSAGE_MAX} are possible", min = native::HEADER_LEN)]
 pub struct LengthError(pub u32);
@@ -29,7 +29,7 @@ pub enum Content<'a> {
     Frame(Header, Offload, &'a [u8]),
     /// A keepalive.
     Keepalive,
-    /// A message that is not valid on a stream. Framing is intact: the next message may be valid.
+    /// A message that is not valid on a stream. Framing is intact, so the next message may be valid.
     Bad,
 }
 
@@ -67,7 +67,8 @@ pub struct Prefix {
 }
 
 impl Prefix {
-    /// The start of a message with this header and a frame of `len` bytes. The header's OFFLOAD flag decides about metadata.
+    /// The start of a message with this header and a frame of `len` bytes. Metadata is included when the header's OFFLOAD flag is
+    /// set.
     #[inline]
     pub fn new(header: &Header, offload: &Offload, len: usize) -> Prefix {
         let metadata = if header.offload { WIRE_LEN } else { 0 };
@@ -98,7 +99,7 @@ mod tests {
     }
 
     proptest! {
-        /// However the stream is divided into reads, the same messages come out.
+        /// However the stream is divided into reads, the parser returns the same messages.
         #[test]
         fn messages_come_out_as_they_went_in(
             frames in prop::collection::vec((prop::collection::vec(any::<u8>(), 0..300), any::<bool>()), 0..8),

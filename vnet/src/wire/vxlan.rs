@@ -22,7 +22,7 @@ const VALID: u8 = 0x08;
 /// Reason to refuse a VXLAN packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VxlanError {
-    /// Shorter than a VXLAN and an Ethernet header.
+    /// The packet is shorter than a VXLAN and an Ethernet header.
     #[error("shorter than a VXLAN and an Ethernet header")]
     Short,
     /// The I flag is not set: the network identifier is invalid.
@@ -30,7 +30,7 @@ pub enum VxlanError {
     NoNetwork,
 }
 
-/// Parses the header of `datagram`. Returns VNI and inner frame, which has at least an Ethernet header.
+/// Parses the header of `datagram`. Returns the VNI and the inner frame, which has at least an Ethernet header.
 #[inline]
 pub fn parse(datagram: &[u8]) -> Result<(u32, &[u8]), VxlanError> {
     let (header, frame) = datagram.split_first_chunk::<HEADER_LEN>().ok_or(VxlanError::Short)?;

@@ -1,4 +1,4 @@
-//! A frame that starts with a peeked message, and a guess at its layout in datagrams. Pure: no I/O.
+//! Guesses the layout in datagrams of a frame whose first message was peeked. Performs no I/O.
 
 use std::sync::Arc;
 
@@ -12,13 +12,13 @@ use crate::wire::ip;
 use crate::wire::native::{HEADER_LEN, Header, Kind, metadata};
 use crate::wire::offload::Offload;
 
-/// Shorter frames are received by copying: two more system calls cost more than the copy.
+/// Minimum frame length in bytes for receiving in place: below it, the two extra system calls cost more than the copy.
 pub(super) const LEN_MIN: usize = 4096;
 
-/// A frame that starts with the next message, with its guessed layout.
+/// A frame that starts in the next message, with its guessed layout.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Candidate {
-    /// Its network.
+    /// Network of the frame.
     pub(super) network: NetworkId,
     /// Destination address.
     pub(super) dst: Mac,
@@ -30,18 +30,18 @@ pub(super) struct Candidate {
     pub(super) offload: Offload,
     head: [u8; HEAD_MAX],
     header: Header,
-    /// Bytes of metadata in front of it.
+    /// Bytes of metadata in front of the frame.
     pub(super) metadata: usize,
     /// Payload of each datagram but the last.
     size: usize,
     /// Number of datagrams.
     pub(super) count: usize,
-    /// Its first message.
+    /// The frame's first message, as peeked.
     pub(super) first: Report,
 }
 
 impl Candidate {
-    /// Its first bytes, in a private copy that no guest can change.
+    /// The frame's first bytes, in a private copy that no guest can change.
     pub(super) fn head(&self) -> &[u8] {
         &self.head
     }
@@ -59,13 +59,13 @@ impl Candidate {
         Header { last, offload, index, number, ..self.header }.to_bytes()
     }
 
-    /// The next message, if it continues with datagram `k`.
+    /// Peeks at the next message. `None` unless it continues the frame with datagram `k`.
     pub(super) fn following(&self, direct: &UnderlayPort, k: usize) -> Option<Report> {
         let Peeked { source, len, segment, head } = direct.peek()?;
         (head[..HEADER_LEN] == self.header(k)).then_some(Report { source, len, segment, truncated: false })
     }
 
-    /// Number of datagrams it is sent in.
+    /// Number of datagrams that carry the frame.
     pub(super) fn datagrams(&self) -> usize {
         self.count
     }
@@ -76,14 +76,14 @@ impl Candidate {
         let count = len.div_ceil(whole);
         let short = if k + count == self.count { self.size - self.payload(self.count - 1) } else { 0 };
         let fits = k + count <= self.count && len + short == count * whole;
-        // All of its datagrams but the last are as long as the segment.
+        // All datagrams of the message but the last are as long as the segment.
         let alike = if count == 1 { segment >= len } else { segment == whole };
         (fits && alike).then_some(count)
     }
 }
 
 impl Peeked {
-    /// The message's link and the frame it starts, if that may be received in place.
+    /// The link of the peeked message and the frame that starts in it. `None` when the frame must not be received in place.
     pub(super) fn candidate<'a>(&self, peers: &'a Peers) -> Option<(&'a Arc<Link>, Candidate)> {
         let link = peers.link(self.source.address()?)?;
         if link.options().kind.encapsulation() != Encapsulation::Native || link.needs_seal() {
@@ -120,7 +120,7 @@ impl Peeked {
     }
 }
 
-/// The length of an untagged frame according to its IP header. A guess: the peer wrote the header.
+/// The length of an untagged frame according to its IP header. Only a guess: the peer wrote the header.
 fn guessed_len(head: &[u8; HEAD_MAX]) -> Option<usize> {
     let (offset, ip) = ip::in_frame(head)?;
     (offset == ethernet::HEADER_LEN).then_some(offset + ip.total_len)

@@ -1,4 +1,4 @@
-//! Receives a candidate's messages: headers into our memory, payload into guest buffers.
+//! Receives a candidate's messages: headers into vnet's memory, payload into guest buffers.
 
 use std::ops::Range;
 
@@ -14,7 +14,7 @@ use crate::stats::DiscardReason;
 use crate::wire::native::HEADER_LEN;
 use crate::wire::offload::WIRE_LEN;
 
-/// `UIO_MAXIOV`.
+/// Maximum number of slices in one message (`UIO_MAXIOV`).
 const SLICES_MAX: usize = 1024;
 
 /// The outcome of receiving in place.
@@ -22,14 +22,14 @@ const SLICES_MAX: usize = 1024;
 pub(super) enum Landed {
     /// The frame is in the guest's buffers.
     InPlace,
-    /// This many messages were received and copied into the receiver's burst, for it to process.
+    /// This many messages were received and copied into the receiver's burst, which still has to process them.
     CopiedOut(usize),
 }
 
-/// Memory for receiving in place; one for each receiver.
+/// Memory for receiving in place; one per receiver.
 #[derive(Default)]
 pub(super) struct Landing {
-    /// A header; in the first one, metadata follows.
+    /// Memory for the headers of datagrams; metadata follows the first header.
     prefixes: Vec<[u8; HEADER_LEN + WIRE_LEN]>,
     slices: Vec<libc::iovec>,
     /// End of each message in `slices`.
@@ -50,8 +50,8 @@ impl Landing {
 }
 
 impl Landing {
-    /// Receives the candidate, just peeked on `port`, into `room`: guest memory of exactly its length. Messages that turn out
-    /// to be something else are copied to the receiver's burst.
+    /// Receives the candidate, just peeked on `port`, into `room`: guest memory of exactly its length. Messages that do not match
+    /// the guessed layout are copied to the receiver's burst.
     ///
     /// # Safety
     /// The room must stay writable during the call.
@@ -63,7 +63,7 @@ impl Landing {
         room: &[Room],
         now_ms: u64,
     ) -> Landed {
-        // Each end of a datagram may split one more piece.
+        // Both ends of each datagram may split one more piece.
         let pieces = room.len() + 2 * candidate.count;
         if room.iter().map(Room::len).sum::<usize>() != candidate.len || pieces > SLICES_MAX {
             return Landed::CopiedOut(0);
@@ -84,7 +84,7 @@ impl Landing {
         Landed::CopiedOut(self.ends.len())
     }
 
-    /// Receives messages while they match the guess. True when the whole frame is in the room.
+    /// Receives messages while they match the guess. Returns true when the whole frame is in the room.
     fn receive_all(
         &mut self,
         port: &UnderlayPort,
@@ -99,13 +99,13 @@ impl Landing {
             let Some(next) = next else { break };
             let Some(count) = candidate.part(k, next.len, next.segment) else { break };
             let Some(message) = self.receive(port, candidate, k..k + count, &mut space) else {
-                // The guest unmapped its memory: the message is lost.
+                // The guest has unmapped its memory: the message is lost.
                 link.stats().in_datagrams.add(count as u64);
                 link.stats().discard(DiscardReason::Truncated, count as u64);
                 break;
             };
-            // Besides this thread only `aim` reads from the socket, so this is the peeked message. If not, how much of it
-            // was received is unknown.
+            // This thread alone reads from the socket, except for `aim`, so this should be the peeked message. If it is not, the
+            // number of bytes received is unknown.
             right = message.source.same(&next.source)
                 && (message.len, message.segment) == (next.len, next.segment);
             let (source, len, segment) = match right {
@@ -119,7 +119,7 @@ impl Landing {
         right && k == candidate.count
     }
 
-    /// Copies the messages received so far to the burst's buffers. The frame's head is the one that was checked: the guest can
+    /// Copies the messages received so far to the burst's buffers. The frame's head is the copy that was checked: the guest can
     /// still write to its memory, and could give the frame other addresses.
     fn copy_out(&self, burst: &mut ReceiveBuffers, candidate: &Candidate) {
         let mut start = 0;
@@ -128,8 +128,8 @@ impl Landing {
             let buffer = burst.buffer(message);
             for slice in &self.slices[start..*end] {
                 let len = slice.iov_len.min(BUFFER_LEN - at);
-                // SAFETY: the slice is one of `lay_out`: a prefix, or room that `land`'s caller keeps mapped; the buffer has
-                // room for `len` more bytes and is our own memory, where no guest's is.
+                // SAFETY: the slice is one of `lay_out`: a prefix, or room that `land`'s caller keeps mapped; the buffer has room
+                // for `len` more bytes and is vnet's memory, which overlaps no guest's.
                 unsafe {
                     std::ptr::copy_nonoverlapping(
                         slice.iov_base.cast::<u8>(),
@@ -140,7 +140,7 @@ impl Landing {
                 at += len;
             }
             if message == 0 {
-                // The candidate's first datagram, which holds the whole head, is the first message's.
+                // The whole head lies in the candidate's first datagram, and so in the first message.
                 let head = HEADER_LEN + candidate.metadata;
                 buffer[head..head + HEAD_MAX].copy_from_slice(candidate.head());
             }
@@ -148,7 +148,7 @@ impl Landing {
         }
     }
 
-    /// Receives the next message, holding `datagrams` of the candidate. `None` when the kernel refuses.
+    /// Receives the next message, which holds `datagrams` of the candidate. `None` when the kernel refuses.
     fn receive(
         &mut self,
         direct: &UnderlayPort,
@@ -166,7 +166,7 @@ impl Landing {
         message.ok()
     }
 
-    /// Adds the slices of `datagrams`: headers into prefixes, payload into the room.
+    /// Appends the slices for `datagrams`: headers into `prefixes`, payload into the guest's room.
     fn lay_out(&mut self, candidate: &Candidate, datagrams: Range<usize>, space: &mut Space<'_>) {
         for k in datagrams {
             let metadata = if k == 0 { candidate.metadata } else { 0 };

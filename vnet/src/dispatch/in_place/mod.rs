@@ -1,5 +1,6 @@
-//! Cut-through forwarding, receive side (VNET/P+ section IV.B): frames are received directly into the buffers of their guest.
-//! The kernel does the paper's device assignment: an interface may have an underlay UDP port of its own ([`port`]).
+//! Cut-through forwarding, receive side (VNET/P+ section IV.B): frames are received directly into the buffers of the destination
+//! guest. Where the paper assigns a device to a guest, vnet lets the kernel demultiplex: an interface may have its own underlay
+//! UDP port ([`port`]).
 //!
 //! ```text
 //!   peek: source, length, segment, first bytes      nothing is taken from the socket, nothing is in the guest's memory
@@ -12,13 +13,14 @@
 //!   the guest is notified
 //! ```
 //!
-//! The guess can only be wrong about what follows the first datagram. So bytes written to guest buffers in vain came from the
-//! port's peer, to that port, behind a frame for this guest, and the guest is never told of them. Nobody else can write there:
-//! the socket is connected to the peer's address, so the kernel drops other sources, and each message's source is checked
-//! before it is received. An attacker who can forge the peer's address can forge any datagram of a clear-text link.
+//! The guess can only be wrong about what follows the first datagram. So bytes that a wrong guess writes to guest buffers came
+//! from the port's peer, were sent to that port, and followed a frame for this guest; the guest is never notified of them. No
+//! other sender can write there: the socket is connected to the peer's address, so the kernel drops other sources, and each
+//! message's source is checked before it is received. An attacker who can forge the peer's address can forge any datagram of a
+//! clear-text link.
 //!
-//! A guest may write to its memory at any time. Routing decisions use the peek's private copy and the headers, which never lie
-//! in guest memory. Data that is copied out may have been changed by the guest it was sent to, except for the head that was checked.
+//! A guest may write to its memory at any time. Routing decisions use the peek's private copy and the headers, which never lie in
+//! guest memory. Data that is copied out may have been changed by the guest it was sent to, except for the head that was checked.
 
 mod candidate;
 #[cfg(feature = "test-util")]

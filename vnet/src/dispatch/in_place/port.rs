@@ -1,4 +1,4 @@
-//! An interface's own underlay port: a UDP socket connected to one peer, whose next message can be peeked.
+//! An interface's own underlay port: a UDP socket connected to one peer, with the next message peeked before it is received.
 
 use std::io;
 use std::net::SocketAddr;
@@ -15,7 +15,7 @@ use crate::link::socket::udp::{Socket, check};
 use crate::wire::native::HEADER_LEN;
 use crate::wire::offload::WIRE_LEN;
 
-/// Bytes per peek: headers and the head of a frame.
+/// Bytes per peek: headers and a frame's head.
 pub(super) const PEEK_LEN: usize = HEADER_LEN + WIRE_LEN + HEAD_MAX;
 
 /// The socket and its current peer.
@@ -32,23 +32,23 @@ impl UnderlayPort {
         Ok(Arc::new(UnderlayPort { socket: Arc::new(socket), peer: Mutex::new(None) }))
     }
 
-    /// Accepts datagrams from `peer` only, from now on. Drops those that arrived before.
+    /// Accepts datagrams only from `peer` from now on, and drops those that arrived before.
     pub fn aim(&self, peer: SocketAddr) -> io::Result<()> {
         let mut current = self.peer.lock();
         if *current == Some(peer) {
             return Ok(());
         }
         let name = Name::new(peer, self.socket.local().is_ipv6()).ok_or(io::ErrorKind::InvalidInput)?;
-        // SAFETY: `name` holds a socket address (AF_UNSPEC disconnects) of the length it tells.
+        // SAFETY: `name` holds a socket address (AF_UNSPEC disconnects) of the stated length.
         let connect =
             |name: &Name| unsafe { libc::connect(self.fd().as_raw_fd(), name.as_ptr(), name.len()) };
         if current.take().is_some() {
-            // The first connect fixed the source address; dissolve it, so that the kernel chooses anew.
+            // The first connect fixed the source address; disconnecting first lets the kernel choose it again.
             check(connect(&Name::unknown()))?;
         }
         check(connect(&name))?;
         let mut byte = [0u8; 1];
-        // SAFETY: one byte is writable; the rest of a datagram is dropped.
+        // SAFETY: the one byte of the buffer is writable; the kernel drops the rest of the datagram.
         while unsafe { libc::recv(self.fd().as_raw_fd(), byte.as_mut_ptr().cast(), 1, libc::MSG_DONTWAIT) }
             >= 0
         {}
@@ -56,7 +56,7 @@ impl UnderlayPort {
         Ok(())
     }
 
-    /// The bound address; the kernel may have chosen the port.
+    /// The bound address, with the port that the kernel chose if none was configured.
     pub fn local_addr(&self) -> SocketAddr {
         self.socket.local()
     }
@@ -83,7 +83,7 @@ impl UnderlayPort {
     }
 }
 
-/// The next message, as far as it was peeked.
+/// The peeked first bytes of the next message, with its source and lengths.
 pub(super) struct Peeked {
     pub(super) source: Name,
     pub(super) len: usize,

@@ -1,8 +1,8 @@
 //! An underlay port as a [`Source`]: decides from a peek whether the next frame may be received in place.
 //!
-//! The decision uses a private copy of the frame's first bytes: its destination is the interface's own address, the routing
-//! table sends it to this interface only, and no capture is active. Everything else goes through the ordinary [`Receiver`]
-//! inside.
+//! The decision uses a private copy of the frame's first bytes: its destination is the interface's own address, the routing table
+//! sends it to this interface only, and no capture is active. All other frames take the ordinary path through the contained
+//! [`Receiver`].
 
 use std::sync::Arc;
 
@@ -17,33 +17,33 @@ use crate::route::{Flow, Router};
 use crate::source::{InPlace, Source, Taken};
 use crate::wire::flow;
 
-/// Most messages per fill, for fairness to other sources.
+/// Maximum number of messages per fill, for fairness to other sources.
 const MESSAGES_MAX: usize = 32;
 
 /// The underlay port of one interface.
 struct InPlaceSource {
     id: PortId,
     port: Arc<UnderlayPort>,
-    /// Receives everything else, by copying.
+    /// Receives all other messages, by copying.
     receiver: Receiver,
     landing: Landing,
     setup: SetupView,
-    /// Its own router, with the dispatcher's tables.
+    /// Router of this source, with the dispatcher's tables.
     router: Router,
     drained: bool,
     waker: Option<Waker>,
 }
 
-/// Outcome for the next message.
+/// Outcome of handling the next message.
 enum Step {
-    /// The frame is in guest memory: `bytes` in `datagrams`.
+    /// The frame is in guest memory: `bytes` bytes, received in `datagrams` datagrams.
     Landed {
         bytes: usize,
         datagrams: usize,
     },
     /// Messages are in the receiver's burst.
     Burst,
-    /// Untouched: receive it by copying.
+    /// The message is still in the socket: receive it by copying.
     Ordinary,
     Nothing,
 }
@@ -101,7 +101,7 @@ impl InPlaceSource {
         }
     }
 
-    /// True when address and routing table both send the frame to that interface only.
+    /// True when the frame's destination address and the routing table both send it to this interface only.
     fn is_sole(
         &mut self,
         interface: &InterfacePort,

@@ -67,7 +67,7 @@ impl Pair {
         self.sender.tx.send(&self.out, frames, &mut DropSink::new());
     }
 
-    /// Receives `count` frames, each with whether it was received in place. The guest's room is split every `cut` bytes.
+    /// Receives `count` frames, and returns whether each was received in place. The guest's room is split every `cut` bytes.
     fn receive(&mut self, count: usize, cut: usize) -> Vec<(Vec<u8>, Offload, bool)> {
         let mut frames = vec![];
         let end = Instant::now() + Duration::from_secs(5);
@@ -80,7 +80,7 @@ impl Pair {
                 let room: Vec<Room> =
                     memory.chunks_mut(cut).map(|part| Room::new(part.as_mut_ptr(), part.len())).collect();
                 let at = (&*self.direct, &mut self.receiver);
-                // SAFETY: `memory` lives on and is not looked at before the call has returned.
+                // SAFETY: `memory` outlives the call and is not accessed until it returns.
                 match unsafe { self.landing.land(at, link, &candidate, &room, 1) } {
                     Landed::InPlace => {
                         assert_eq!(candidate.head(), &memory[..HEAD_MAX]);
@@ -158,7 +158,7 @@ fn large_frames_come_in_place() {
     }
 }
 
-/// A frame longer or shorter than its IP header claims arrives whole, at the cost of a copy.
+/// A frame longer or shorter than its IP header claims arrives complete, at the cost of a copy.
 #[test]
 fn a_wrong_guess_costs_a_copy() {
     for claimed in [0, 40, 4097, 19_000, 19_999, 20_001, 21_456, 40_000, 65_000] {
@@ -172,7 +172,7 @@ fn a_wrong_guess_costs_a_copy() {
     }
 }
 
-/// A guest whose buffers overlap changes what was received before it is copied out. The frame keeps the head that was peeked.
+/// A guest whose buffers overlap changes received bytes before they are copied out. The frame keeps the head that was peeked.
 #[test]
 fn a_copied_frame_keeps_its_checked_head() {
     let (peer, direct, link) = peer_of_direct();
@@ -192,7 +192,7 @@ fn a_copied_frame_keeps_its_checked_head() {
     let mut page = vec![0xee; 1000];
     let at = page.as_mut_ptr();
     let room: Vec<Room> = (0..8).map(|_| Room::new(at, 1000)).collect();
-    // SAFETY: `page` lives on and is not looked at before the call has returned.
+    // SAFETY: `page` outlives the call and is not accessed until it returns.
     let landed = unsafe { Landing::new().land((&direct, &mut rx), link, &candidate, &room, 1) };
     assert_eq!(landed, Landed::CopiedOut(1));
     rx.resume_with(1);
@@ -207,7 +207,7 @@ fn a_copied_frame_keeps_its_checked_head() {
     assert_eq!(heads, [(7000, sent[..HEAD_MAX].to_vec())]);
 }
 
-/// Several frames in one message, each of which looks like the start of one.
+/// Several frames in one message, each of which could be the first fragment of a longer frame.
 #[test]
 fn whole_frames_of_one_size_stay_apart() {
     let mut pair = Pair::new(9000);
@@ -217,7 +217,7 @@ fn whole_frames_of_one_size_stay_apart() {
     assert!(got == sent);
 }
 
-/// Only the peer reaches the port, from the first datagram it accepts.
+/// Only the peer's datagrams reach the port, from the first one on.
 #[test]
 fn other_sources_cannot_reach_the_port() {
     let direct = UnderlayPort::bind("127.0.0.1:0".parse().unwrap()).unwrap();
@@ -231,11 +231,11 @@ fn other_sources_cannot_reach_the_port() {
     peer.send_to(&[0x10; 6000], direct.local_addr()).unwrap();
     let peeked = direct.peek().unwrap();
     assert_eq!((peeked.len, peeked.source.address()), (6000, peer.local_addr().ok()));
-    // No link has this source, or it was removed.
+    // No link has this source address (any more).
     assert!(peeked.candidate(&Peers::default()).is_none());
 }
 
-/// The header of a datagram with a whole frame.
+/// The header of a datagram that holds a whole frame.
 const WHOLE: Header = Header::whole(Kind::Frame, 1, 5);
 
 /// A peer's socket, an underlay port connected to it, and the link.
@@ -247,7 +247,7 @@ fn peer_of_direct() -> (UdpSocket, Arc<UnderlayPort>, Arc<Link>) {
     (peer, direct, link)
 }
 
-/// Forged bytes cause no panic, and anything but a frame is discarded.
+/// Forged bytes cause no panic, and every message that is not a frame is discarded.
 #[test]
 fn headers_are_accepted_only_when_consistent() {
     let (peer, direct, link) = peer_of_direct();
@@ -274,7 +274,7 @@ fn headers_are_accepted_only_when_consistent() {
         if let Some((link, candidate)) = peeked.candidate(&peers) {
             let mut memory = vec![0; candidate.len];
             let room = [Room::new(memory.as_mut_ptr(), memory.len())];
-            // SAFETY: `memory` is ours alone.
+            // SAFETY: only this test accesses `memory`.
             let landed = unsafe { Landing::new().land((&direct, &mut rx), link, &candidate, &room, 1) };
             assert_eq!(landed == Landed::InPlace, header.last);
             if landed != Landed::InPlace {
@@ -290,7 +290,7 @@ fn headers_are_accepted_only_when_consistent() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
-    /// Any mix of frames, with right and wrong guesses, arrives unchanged and in order.
+    /// Any mix of frames, guessed right or wrong, arrives unchanged and in order.
     #[test]
     fn any_mix_comes_out_as_it_went_in(
         path_mtu in prop_oneof![Just(1500u32), Just(9000), Just(65_536), Just(1280)],
