@@ -7,8 +7,8 @@
 //! - *adaptive*: follows the guest's frame rate, measured over windows of at least omega. Above alpha_u the queue becomes
 //!   VMM-driven, below alpha_l guest-driven; in between it keeps its mode (hysteresis).
 //!
-//! Each queue has its own mode, because the queues of an interface may belong to different dispatchers. Switching cannot lose a wake-up: a resting
-//! queue was armed, and arming fails when a frame is waiting already.
+//! Each queue has its own mode, because the queues of an interface may belong to different dispatchers. Switching cannot lose a
+//! wake-up: a resting queue was armed, and arming fails when a frame is waiting already.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};

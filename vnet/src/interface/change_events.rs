@@ -1,11 +1,11 @@
-//! Tells control when to look at interfaces again: a device or namespace may be gone, changed, or there at last.
+//! Tells control when to check interfaces again, because a device or namespace may have appeared, changed or disappeared.
 //!
-//! One thread waits for all: for rtnetlink's news of devices, by one socket in each namespace that interfaces live in; for
-//! changes of the folders that hold namespaces and sockets, by inotify; for the end of processes whose namespaces are used, by
-//! pidfd. An event is only a reason to look. What is true is read from the kernel then, so that lost events and events that
-//! others provoke do no harm; and whoever cannot be watched is looked at when the wait times out.
+//! One thread waits for all events: rtnetlink notifications of devices, on one socket per namespace with interfaces; changes of
+//! the folders that hold namespaces and sockets (inotify); and the exit of processes whose namespaces are used (pidfd). An event
+//! only triggers a check, which reads the current state from the kernel. So lost events, and events that other programs provoke,
+//! do no harm. A place that cannot be watched is checked when the wait times out.
 //!
-//! A socket keeps its namespace alive. So the socket is closed as soon as its namespace is not the one of that name any more.
+//! A socket keeps its namespace alive, so it is closed as soon as the namespace's name refers to another namespace.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -23,39 +23,39 @@ use super::netns::{NamespaceId, Netns};
 use crate::netlink::Notifications;
 use crate::poll::Poller;
 
-/// `RTMGRP_LINK` (linux/rtnetlink.h): devices made, deleted, changed.
+/// `RTMGRP_LINK` (linux/rtnetlink.h): devices created, deleted or changed.
 const DEVICES: u32 = 1;
-/// What changes a folder's entries, or ends it.
+/// inotify events for a change of a folder's entries, or for its removal.
 const ENTRIES: WatchFlags = WatchFlags::CREATE
     .union(WatchFlags::DELETE)
     .union(WatchFlags::MOVE)
     .union(WatchFlags::DELETE_SELF)
     .union(WatchFlags::MOVE_SELF)
     .union(WatchFlags::ONLYDIR);
-/// Token of the folders; namespaces count from here.
+/// Token of the folders' event; tokens of namespaces follow it.
 const FOLDERS: u64 = 0;
 
-/// What an interface's state depends on, outside of vnetd.
+/// A place outside of vnetd on which an interface's state depends.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Place {
     /// A network namespace and its devices; vnetd's own if absent.
     Namespace(Option<Netns>),
-    /// A folder that a socket is to be made in.
+    /// A folder in which a socket is to be created.
     Folder(PathBuf),
 }
 
-/// Ends the wait of a [`Watcher`].
+/// Ends the wait of a [`Watcher`] from another thread.
 #[derive(Clone)]
 pub struct Bell(Poller);
 
 impl Bell {
-    /// Ends the wait now, or the next one at once.
+    /// Ends the current wait, or the next one as soon as it begins.
     pub fn ring(&self) {
         self.0.ring();
     }
 }
 
-/// Watches places.
+/// Watches places for changes.
 pub struct Watcher {
     poller: Poller,
     folders: Folders,
@@ -63,14 +63,14 @@ pub struct Watcher {
     next_token: u64,
 }
 
-/// A watched namespace. Without socket or process: it was not there, or may not be watched.
+/// A watched namespace. It has no socket or process if it did not exist or may not be watched.
 struct Namespace {
     token: u64,
     id: Option<NamespaceId>,
     devices: Option<Notifications>,
-    /// Held open: its end is an event.
+    /// Held open, because the end of the process is an event.
     _process: Option<OwnedFd>,
-    /// Something happened since its interfaces were looked at.
+    /// True if an event has arrived since the namespace's interfaces were checked.
     stirred: bool,
 }
 
@@ -95,29 +95,29 @@ impl Namespace {
         }
     }
 
-    /// Whether the namespace of that name is still this one.
+    /// True if the name still refers to this namespace.
     fn is(&self, netns: Option<&Netns>) -> bool {
         netns.is_none_or(|netns| netns.identity() == self.id)
     }
 }
 
 impl Watcher {
-    /// Watches nothing yet.
+    /// Creates a watcher that watches nothing yet.
     ///
     /// # Errors
-    /// No file descriptor is left.
+    /// The process is out of file descriptors.
     pub fn new() -> io::Result<Watcher> {
         let poller = Poller::new()?;
         let folders = Folders::new(&poller)?;
         Ok(Watcher { poller, folders, namespaces: HashMap::new(), next_token: FOLDERS + 1 })
     }
 
-    /// Ends a wait from another thread.
+    /// A handle that ends a wait from another thread.
     pub fn bell(&self) -> Bell {
         Bell(self.poller.clone())
     }
 
-    /// Watches exactly `places`, in the namespaces that have their names now.
+    /// Watches exactly `places`. A name stands for the namespace that it refers to now.
     pub fn watch(&mut self, places: &HashSet<Place>) {
         self.namespaces.retain(|netns, namespace| {
             places.contains(&Place::Namespace(netns.clone())) && namespace.is(netns.as_ref())
@@ -127,7 +127,7 @@ impl Watcher {
             match place {
                 Place::Folder(folder) => _ = folders.insert(folder.clone()),
                 Place::Namespace(netns) => {
-                    // procfs tells inotify nothing; a pidfd does.
+                    // inotify reports no changes in procfs; a pidfd reports the end of the process.
                     let file = netns.as_ref().filter(|netns| netns.pid().is_none()).map(Netns::file);
                     folders.extend(file.as_deref().and_then(Path::parent).map(Path::to_owned));
                     if !self.namespaces.contains_key(netns) {
@@ -141,7 +141,7 @@ impl Watcher {
         self.folders.watch(&folders);
     }
 
-    /// Looks at the devices of `interfaces` in namespaces where something happened.
+    /// Reads the device state of `interfaces` in namespaces with events.
     pub fn look(&mut self, interfaces: &[Arc<dyn Interface>]) {
         for device in interfaces.iter().filter_map(|interface| interface.device()) {
             let namespace = device.netns().cloned();
@@ -154,10 +154,10 @@ impl Watcher {
         self.namespaces.values_mut().for_each(|namespace| namespace.stirred = false);
     }
 
-    /// Waits until something may have changed, the bell rings, or `timeout` passes. True for the first.
+    /// Waits until a place may have changed, the bell rings, or `timeout` expires. Returns true for the first.
     ///
     /// # Errors
-    /// The system call's.
+    /// The error of the system call.
     pub fn wait(&mut self, timeout: Duration) -> io::Result<bool> {
         let mut tokens = HashSet::new();
         self.poller.wait(Some(timeout), |token| _ = tokens.insert(token))?;
@@ -172,7 +172,7 @@ impl Watcher {
     }
 }
 
-/// Folders watched by inotify; of one that is not there, the nearest above it that is.
+/// Folders watched by inotify; for a folder that does not exist, its nearest existing ancestor.
 struct Folders {
     inotify: OwnedFd,
     watched: HashMap<PathBuf, i32>,
@@ -186,7 +186,7 @@ impl Folders {
     }
 
     fn watch(&mut self, wanted: &HashSet<PathBuf>) {
-        // One path for each folder: the kernel has one watch for it, however it is named.
+        // One path per folder: the kernel has one watch for a folder, whatever path names it.
         let there = |folder: &PathBuf| {
             folder.ancestors().find(|path| path.is_dir()).and_then(|path| path.canonicalize().ok())
         };
@@ -194,7 +194,7 @@ impl Folders {
         self.watched.retain(|folder, watch| {
             let keep = wanted.contains(folder);
             if !keep {
-                // Fails if the folder is gone, and the watch with it.
+                // Fails if the folder has been deleted, because the kernel deletes its watch, too.
                 _ = inotify::remove_watch(&self.inotify, *watch);
             }
             keep
@@ -208,14 +208,14 @@ impl Folders {
         }
     }
 
-    /// Discards all events. A folder that ended is watched anew if it comes again.
+    /// Discards all events. A deleted folder is watched again after it reappears.
     fn drain(&mut self) {
         let mut room = [const { MaybeUninit::uninit() }; 4096];
         let mut events = inotify::Reader::new(&self.inotify, &mut room);
         while let Ok(event) = events.next() {
             let (watch, moved) = (event.wd(), event.events().contains(ReadFlags::MOVE_SELF));
             if moved {
-                // Its watch would go with it, to another path.
+                // The watch would follow the moved folder to another path.
                 _ = inotify::remove_watch(&self.inotify, watch);
             }
             if moved || event.events().contains(ReadFlags::IGNORED) {
@@ -239,7 +239,7 @@ mod tests {
         let mut watcher = Watcher::new().unwrap();
         watcher.watch(&places);
         assert!(!watcher.wait(Duration::ZERO).unwrap());
-        // Its parents come one by one; each time the nearest is watched.
+        // The ancestors appear one by one; each time the nearest one is watched.
         for path in ["a", "a/b", "a/b/socket"] {
             std::fs::create_dir(top.path().join(path)).unwrap();
             assert!(watcher.wait(SOON).unwrap(), "{path}");
@@ -251,7 +251,7 @@ mod tests {
         while watcher.wait(Duration::ZERO).unwrap() {}
         std::fs::create_dir_all(&folder).unwrap();
         assert!(watcher.wait(SOON).unwrap());
-        // What is no longer watched does not end a wait.
+        // A place that is no longer watched does not end a wait.
         watcher.watch(&HashSet::new());
         while watcher.wait(Duration::ZERO).unwrap() {}
         std::fs::create_dir(folder.join("socket")).unwrap();

@@ -1,4 +1,4 @@
-//! An interface without a guest: the program itself sends and takes frames. For tests, and for programs that embed the core.
+//! An interface without a guest: the program itself sends and receives frames. Used by tests and by programs that embed the core.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, OwnedFd};
@@ -26,7 +26,7 @@ struct Queues {
     armed: bool,
 }
 
-/// An interface whose guest is the program.
+/// An interface whose guest is the calling program.
 pub struct Fake {
     origin: Origin,
     mtu: usize,
@@ -39,10 +39,10 @@ pub struct Fake {
 }
 
 impl Fake {
-    /// An interface that queues at most `room` delivered frames until they are taken.
+    /// Creates an interface that queues at most `room` delivered frames until they are taken.
     ///
     /// # Errors
-    /// No file descriptor is left.
+    /// The process is out of file descriptors.
     pub fn new(origin: Origin, mtu: usize, room: usize, stats: Arc<PortStats>) -> std::io::Result<Arc<Fake>> {
         Ok(Arc::new(Fake {
             origin,
@@ -56,7 +56,7 @@ impl Fake {
         }))
     }
 
-    /// Sends frames as a guest would: all at once, with one notification if the dispatcher asked for it.
+    /// Sends frames as a guest would: all at once, with one notification if the dispatcher requested one.
     pub fn send(&self, frames: impl IntoIterator<Item = OwnedFrame>) {
         let mut queues = self.queues.lock();
         queues.from_guest.extend(frames);
@@ -71,7 +71,7 @@ impl Fake {
         self.queues.lock().to_guest.drain(..).collect()
     }
 
-    /// Takes `count` delivered frames, or fewer if `timeout` passes first.
+    /// Takes `count` delivered frames, or fewer if `timeout` expires first.
     pub fn wait_for(&self, count: usize, timeout: Duration) -> Vec<OwnedFrame> {
         let deadline = Instant::now() + timeout;
         let mut queues = self.queues.lock();
@@ -126,10 +126,10 @@ impl Interface for Fake {
     }
 }
 
-/// Frames that the program sends.
+/// Source of the frames that the program sends.
 struct FakeSource {
     fake: Arc<Fake>,
-    /// The frames of the last fill.
+    /// Frames of the last fill.
     taken: Vec<OwnedFrame>,
     waker: Option<Waker>,
 }
@@ -148,7 +148,7 @@ impl Source for FakeSource {
         }
         for (bytes, offload) in &self.taken {
             let mut builder = batch.begin();
-            // SAFETY: `taken` stays unchanged until `give_back`, before which the batch is cleared.
+            // SAFETY: `taken` stays unchanged until `give_back`, and the batch is cleared before that call.
             unsafe { builder.push_stable(Segment::new(bytes.as_ptr(), bytes.len())) };
             match builder.finish(fake.origin.port, fake.origin.network, *offload, 0) {
                 Ok(()) => {

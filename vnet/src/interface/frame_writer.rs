@@ -37,7 +37,7 @@ impl FrameWriter {
             *vector = libc::iovec { iov_base: segment.as_ptr().cast_mut().cast(), iov_len: segment.len() };
         }
         loop {
-            // SAFETY: all vectors are set above; the header lives on this stack frame, and segments are readable by the contract of
+            // SAFETY: all vectors are set above; the header is a local variable, and segments are readable by the contract of
             // their creator. The kernel only reads them.
             let written =
                 unsafe { libc::writev(file.as_raw_fd(), vectors.as_ptr(), vectors.len() as libc::c_int) };

@@ -1,9 +1,9 @@
-//! When a guest is notified of its frames: directly, or by optimistic interrupts (VNET/P+ section IV.A).
+//! Interrupt moderation: a guest is notified of its frames directly, or by optimistic interrupts (VNET/P+ section IV.A).
 //!
 //! *Direct*: one notification after each batch, if the guest wants one.
 //!
-//! *Optimistic*: the guest is notified *before* its frames are copied, so that it wakes up meanwhile, and perhaps again when the
-//! source of the frames is drained:
+//! *Optimistic*: the guest is notified *before* its frames are copied, so that it wakes up during the copy, and if needed again
+//! when the source of the frames is drained:
 //!
 //! ```text
 //!   data known to be for this guest      copied, batch by batch        source drained           up to CHECK_AFTER later
@@ -11,44 +11,44 @@
 //!   injected | discarded: notifications off               nothing owed | injected | withheld      settled | injected
 //! ```
 //!
-//! The decision at the end of coalescing follows the paper. If the early interrupt was discarded, the guest is notified. Otherwise
-//! the receive density (bytes since the early interrupt divided by the time since) decides. *Too cold* (a few frames, delivered by
-//! the early interrupt) and *too hot* (a stream, in which more early interrupts follow) need no further interrupt; in between the
-//! guest is notified.
+//! The decision at the end of coalescing follows the paper. If the early interrupt was discarded, the guest is notified.
+//! Otherwise the receive density (bytes since the early interrupt divided by the time since) decides. *Too cold* (a few frames,
+//! delivered by the early interrupt) and *too hot* (a stream, in which more early interrupts follow) need no further interrupt;
+//! in between the guest is notified.
 //!
-//! Unlike in the paper, a guest never misses frames. Its ring tells whether it wants a notification (event index, virtio 1.2
-//! section 2.7.10, or no-interrupt flag), which is read after the frames are visible. A guest with notifications off at that
-//! moment polls its ring again before it sleeps and needs no interrupt. A guest with notifications on whose interrupt is withheld
-//! is *checked* at most [`CHECK_AFTER`] later, and before its dispatcher sleeps longer: if it has made no progress by then, it is
-//! notified. So "withheld" means "later, if at all".
+//! Unlike in the paper, a guest never misses frames. Its ring shows whether it wants a notification (event index, virtio 1.2
+//! section 2.7.10, or no-interrupt flag), and vnet reads that after the frames are visible. A guest with notifications off at
+//! that moment polls its ring again before it sleeps and needs no interrupt. A guest with notifications on whose interrupt is
+//! withheld is *checked* at most [`CHECK_AFTER`] later, and before its dispatcher sleeps longer: if it has made no progress by
+//! then, it is notified. So "withheld" means "later, if at all".
 //!
-//! Also unlike in the paper, small amounts of data are not announced early. A frame or two are in the ring before the guest's
-//! processor has even taken the interrupt, so that an early interrupt gains nothing, while the check after it costs a wake-up of
-//! the dispatcher. Less than [`InterruptSettings::early_bytes`] since the last end of coalescing is notified at the end, as in
-//! direct mode.
+//! Also unlike in the paper, small amounts of data are not announced early. One or two frames are in the ring before the guest's
+//! processor has even taken the interrupt, so an early interrupt gains nothing, while the check after it costs a wake-up of the
+//! dispatcher. If fewer than [`InterruptSettings::early_bytes`] have arrived since the last end of coalescing, the guest is
+//! notified at the end, as in direct mode.
 
 use std::time::{Duration, Instant};
 
 use crate::stats::InterruptStats;
 
-/// Latest time for the check of a guest whose interrupt was withheld: longer than most guests take from an interrupt to their
-/// ring, too short to be noticed as a stall.
+/// How long after the end of coalescing a guest whose interrupt was withheld is checked: longer than most guests take from an
+/// interrupt to their ring, too short to be noticed as a stall.
 pub const CHECK_AFTER: Duration = Duration::from_micros(100);
 
-/// How a guest is notified of frames for it.
+/// Time at which a guest is notified of its frames.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, Default, strum::Display, strum::EnumString, strum::VariantNames,
 )]
 #[strum(serialize_all = "kebab-case")]
 pub enum Interrupts {
-    /// After each batch.
+    /// The guest is notified after each batch.
     #[default]
     Direct,
-    /// Early, and again at the end of coalescing if needed.
+    /// The guest is notified early, and again at the end of coalescing if needed.
     Optimistic,
 }
 
-/// How a guest is notified, with the thresholds of the decision at the end of coalescing.
+/// Interrupt mode, with the thresholds of the decision at the end of coalescing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InterruptSettings {
     /// Direct or optimistic.
@@ -57,13 +57,14 @@ pub struct InterruptSettings {
     pub density_low: u64,
     /// The paper's beta in bytes/s: a higher receive density is too hot. Not less than `density_low`.
     pub density_high: u64,
-    /// Least number of bytes announced by an early interrupt; 0 announces all data, as in the paper.
+    /// Minimum number of bytes announced by an early interrupt; 0 announces all data, as in the paper.
     pub early_bytes: u64,
 }
 
 impl Default for InterruptSettings {
-    /// Too cold is less than a kilobyte in the 20 us that a guest takes to wake up. Too hot is 8 Gbit/s, which only a stream of
-    /// super-frames reaches. More than one 1500-byte frame is announced early; measurements show no gain for a single frame.
+    /// Too cold: less than a kilobyte in the 20 us that a guest takes to wake up. Too hot: 8 Gbit/s, which only a stream of
+    /// super-frames reaches. Early interrupts announce more than one 1500-byte frame, because measurements show no gain for a
+    /// single frame.
     fn default() -> InterruptSettings {
         InterruptSettings {
             interrupts: Interrupts::Direct,
@@ -77,7 +78,7 @@ impl Default for InterruptSettings {
 /// The decision at the end of coalescing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum EndDecision {
-    /// No notification is owed.
+    /// The guest needs no notification.
     Settled,
     /// Notify the guest now.
     Inject,
@@ -85,13 +86,13 @@ pub(super) enum EndDecision {
     Withhold,
 }
 
-/// Interrupt coalescing of one receive ring. Tracks our decisions; the ring tells what the guest wants.
+/// Interrupt coalescing of one receive ring. Tracks vnet's decisions; the ring shows whether the guest wants a notification.
 #[derive(Debug, Default)]
 pub(super) struct Coalescing {
     settings: InterruptSettings,
-    /// Time of the early interrupt that the guest may not have acted on yet.
+    /// Time of an early interrupt to which the guest may not have reacted yet.
     early: Option<Instant>,
-    /// Bytes delivered since then, or since the last end of coalescing if there is none.
+    /// Bytes delivered since the early interrupt, or since the last end of coalescing if there is none.
     bytes: u64,
 }
 
@@ -106,11 +107,11 @@ impl Coalescing {
         self.settings.interrupts == Interrupts::Optimistic
     }
 
-    /// `bytes` are about to be delivered. `waits`: the guest wants a notification of the next frame. Returns true if it must be
-    /// notified now.
+    /// Prepares the delivery of `bytes` bytes. `waits`: the guest wants a notification of the next frame. Returns true if it must
+    /// be notified now.
     pub(super) fn before(&mut self, bytes: u64, waits: bool, now: Instant, stats: &InterruptStats) -> bool {
         if self.early.is_some() {
-            // An early interrupt is still pending: the guest has not been seen to act on it.
+            // An early interrupt is still pending: the guest has not visibly reacted to it yet.
             return false;
         }
         if self.bytes.saturating_add(bytes) < self.settings.early_bytes {
@@ -125,18 +126,18 @@ impl Coalescing {
         true
     }
 
-    /// The guest has consumed all delivered frames and waits again: it has handled the early interrupt.
+    /// Records that the guest has consumed all delivered frames and waits again, and so has handled the early interrupt.
     pub(super) fn caught_up(&mut self) {
         (self.early, self.bytes) = (None, 0);
     }
 
-    /// `bytes` were delivered.
+    /// Records the delivery of `bytes` bytes.
     #[inline]
     pub(super) fn gave(&mut self, bytes: u64) {
         self.bytes += bytes;
     }
 
-    /// The source is drained. `waits`: the guest wants a notification of delivered frames.
+    /// Decides at the end of coalescing, when the source is drained. `waits`: the guest wants a notification of delivered frames.
     pub(super) fn end(&mut self, waits: bool, now: Instant, stats: &InterruptStats) -> EndDecision {
         if !waits {
             // The guest is polling: the early interrupt reached it, or it needed none.
@@ -157,12 +158,12 @@ impl Coalescing {
         EndDecision::Inject
     }
 
-    /// [`CHECK_AFTER`] has passed. Returns true if the guest made no progress and must be notified.
+    /// Checks the guest after [`CHECK_AFTER`]. Returns true if it has made no progress and must be notified.
     pub(super) fn check(&mut self, waits: bool, stats: &InterruptStats) -> bool {
         let early = self.early.take();
         self.bytes = 0;
         if waits {
-            // The guest handled the early interrupt before its frames arrived and waits again, or it is slow.
+            // Either the guest handled the early interrupt before its frames arrived and waits again, or it is slow.
             stats.early_premature.add(u64::from(early.is_some()));
             stats.coalesced_injected.add(1);
         }
@@ -197,7 +198,7 @@ mod tests {
             );
         }
         assert_eq!((stats.early.get(), stats.early_discarded.get()), (0, 0));
-        // Bytes delivered earlier without a notification count.
+        // Bytes delivered earlier without a notification count, too.
         assert!(!coalescing.before(1514, true, now, &stats));
         coalescing.gave(1514);
         assert!(coalescing.before(1514, true, now, &stats));
@@ -261,7 +262,7 @@ mod tests {
         assert_eq!(coalescing.end(true, now + Duration::from_micros(5), &stats), EndDecision::Withhold);
         assert!(coalescing.check(true, &stats));
         assert_eq!((stats.early_premature.get(), stats.coalesced_injected.get()), (1, 1));
-        // One that was in time.
+        // An early interrupt that was in time.
         assert!(coalescing.before(60, true, now, &stats));
         assert_eq!(coalescing.end(true, now + Duration::from_micros(5), &stats), EndDecision::Withhold);
         assert!(!coalescing.check(false, &stats));

@@ -1,7 +1,8 @@
-//! Model check: optimistic interrupts never leave a frame that the guest does not learn of, in any interleaving.
+//! Model check: with optimistic interrupts the guest is notified of every frame, in any interleaving.
 //!
 //! Two models. The first runs the real ring and the real decisions against a guest in every interleaving of their steps, with the
-//! traffic stopping at any step. The second runs the protocol in loom, which adds the reordering of memory accesses by processors.
+//! traffic stopping at any step. The second runs the protocol in loom, which adds the reordering of memory accesses by
+//! processors.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +12,7 @@ use crate::interface::virtqueue::split::needs_event;
 use crate::interface::virtqueue::{AVAIL_NO_INTERRUPT, DESC_WRITE, Ring};
 
 const SIZE: u16 = 8;
-/// Thresholds (`density_low`, `density_high`) that make every receive density too cold, just right or too hot.
+/// Thresholds (`density_low`, `density_high`) that make every receive density too cold, in between, or too hot.
 const COLD: (u64, u64) = (u64::MAX, u64::MAX);
 const RIGHT: (u64, u64) = (0, u64::MAX);
 const HOT: (u64, u64) = (0, 0);
@@ -31,20 +32,20 @@ struct Guest {
 enum DriverState {
     /// Notifications on; an interrupt wakes the driver.
     Asleep,
-    /// In the interrupt handler: turns notifications off next.
+    /// In the interrupt handler; its next step turns notifications off.
     Interrupted,
     /// Consumes used entries.
     Polling,
-    /// Ring empty: turns notifications on next.
+    /// The ring is empty; the next step turns notifications on.
     Finishing,
-    /// Notifications on: checks the ring once more.
+    /// Notifications are on; the next step checks the ring once more.
     Rechecking,
 }
 
 impl Guest {
     fn step(&mut self, memory: &MockMemory) {
         let off = |guest: &Guest| match guest.event_idx {
-            // As Linux's virtqueue_disable_cb_split(): an index far away.
+            // As in Linux's virtqueue_disable_cb_split(): an index far away.
             true => guest.ring.set_used_event(memory, guest.ring.used_idx.wrapping_add(0x8000)),
             false => guest.ring.set_avail_flags(memory, AVAIL_NO_INTERRUPT),
         };
@@ -157,10 +158,10 @@ impl DeviceSide<'_> {
         };
     }
 
-    /// The traffic stops: takes only the steps that are still owed.
+    /// Takes only the steps that are still pending, because the traffic has stopped.
     fn finish(&mut self, guest: &mut Guest) {
         if self.next == Next::Give {
-            // Announced by an early interrupt, then dropped before delivery.
+            // The frame was announced by an early interrupt, then dropped before delivery.
             self.next = Next::EndOrMore;
         }
         while self.next != Next::Early {
@@ -180,7 +181,7 @@ fn optimistic(density: (u64, u64), all: bool) -> InterruptSettings {
     }
 }
 
-/// Steps of one interleaving.
+/// Number of steps in one interleaving.
 const STEPS: u32 = 13;
 
 /// One interleaving.
@@ -188,11 +189,11 @@ const STEPS: u32 = 13;
 struct Interleaving {
     event_idx: bool,
     settings: InterruptSettings,
-    /// Bit i: the device takes step i, else the guest.
+    /// Bit i: the device takes step i if set, else the guest.
     order: u32,
-    /// Bit i: if the device ends a batch in step i, another one follows without an end of coalescing.
+    /// Bit i: if the device ends a batch in step i, another batch follows without an end of coalescing.
     more: u32,
-    /// The guest runs until it sleeps before the device takes its last steps.
+    /// The guest runs until it sleeps, before the device takes its last steps.
     guest_first: bool,
 }
 
@@ -207,7 +208,7 @@ fn run(memory: &MockMemory, case: &Interleaving) {
     }
     mock.publish(memory);
     let mut ring = Ring::new(memory.map(), &mock.config(event_idx, false), None).unwrap();
-    // The first publication always notifies; get it out of the way.
+    // The first publication always notifies: complete it before the test.
     let head = ring.next().unwrap().unwrap();
     ring.complete(head.index, 1);
     assert!(ring.publish());
@@ -241,7 +242,7 @@ fn no_frame_is_left_wherever_the_traffic_stops() {
     for (event_idx, all) in [(true, true), (true, false), (false, true), (false, false)] {
         for settings in densities.map(|density| optimistic(density, all)) {
             for order in 0..1 << STEPS {
-                // Consecutive batches: never, always, sometimes.
+                // Consecutive batches: never, always, or sometimes.
                 let more = [0, u32::MAX, 0x0f0f][order as usize % 3];
                 run(&memory, &Interleaving { event_idx, settings, order, more, guest_first: order % 2 == 0 });
             }
@@ -249,7 +250,7 @@ fn no_frame_is_left_wherever_the_traffic_stops() {
     }
 }
 
-/// The same protocol with loom's atomics and the real decisions.
+/// The same protocol with loom's atomics and vnet's real decisions.
 mod weak_memory {
     use super::*;
     use crate::alone;
@@ -270,7 +271,7 @@ mod weak_memory {
             self.called.notify_one();
         }
 
-        /// As `Ring::waits`.
+        /// Models `Ring::waits`.
         fn waits(&self, settled: u16) -> bool {
             fence(Ordering::SeqCst);
             let used = self.used.load(Ordering::Relaxed);
@@ -295,7 +296,7 @@ mod weak_memory {
                 move || {
                     let mut taken = 0;
                     while taken < FRAMES {
-                        // Sleeps until called, consumes all frames, turns notifications on, and checks the ring again.
+                        // The guest sleeps until called, consumes all frames, turns notifications on, and checks the ring again.
                         let mut call = ring.call.lock().unwrap();
                         while !std::mem::take(&mut *call) {
                             call = ring.called.wait(call).unwrap();

@@ -1,12 +1,13 @@
-//! Interfaces: where guests' frames enter and leave the core.
+//! Interfaces: guests' frames enter and leave the core here.
 //!
-//! An interface has one or more queues. Each queue is a [`Source`] of the guest's frames, served by one dispatcher. Any dispatcher
-//! may deliver to any queue, a [`Selection`] of a batch at a time; implementations serialise that with one lock per batch, never per
-//! frame. Names follow the core's point of view, as in VNET/P: *receive* is from the guest.
+//! An interface has one or more queues. Each queue is a [`Source`] of the guest's frames, served by one dispatcher. Any
+//! dispatcher may deliver to any queue, a [`Selection`] of a batch at a time; implementations serialise that with one lock per
+//! batch, never per frame. Names follow the core's point of view, as in VNET/P: *receive* is from the guest.
 //!
-//! Optional abilities have traits of their own: [`Coalesce`] (optimistic interrupts), [`Land`] (receive in place, into the
-//! guest's buffers) and [`OnDevice`] (a network device of the kernel, which others can change or delete). What cannot be opened
-//! has [`Absent`](stand_in::Absent) in its place, and [`change_events`] tells when to try again.
+//! Optional abilities are separate traits: [`Coalesce`] (optimistic interrupts), [`Land`] (receive in place, into the guest's
+//! buffers) and [`OnDevice`] (a network device of the kernel, which other programs can change or delete).
+//! [`Absent`](stand_in::Absent) takes the place of an interface that cannot be opened, and [`change_events`] reports when to try
+//! again.
 
 pub mod change_events;
 pub mod device;
@@ -35,9 +36,9 @@ use crate::wire::offload::{GSO_NONE, Offload};
 pub enum State {
     /// Frames flow.
     Up,
-    /// No guest or device, or not ready; holds the reason.
+    /// There is no guest or device, or it is not ready; holds the reason.
     Down(String),
-    /// Disabled because guest or front end broke the protocol; holds the reason. Ends when the guest resets.
+    /// Disabled because the guest or front end broke the protocol; holds the reason. A reset by the guest ends this state.
     Broken(String),
 }
 
@@ -46,37 +47,37 @@ pub trait Interface: Send + Sync {
     /// Number of queue pairs: 1 or more, constant.
     fn queues(&self) -> usize;
 
-    /// Number of queue pairs, counted from the first, on which the guest receives now: 1 to `queues()`. Spread frames over these;
-    /// `deliver` accepts any queue and falls back to one in use.
+    /// Number of queue pairs, counted from the first, on which the guest currently receives: 1 to `queues()`. Callers spread
+    /// frames over these; `deliver` accepts any queue and falls back to one in use.
     fn active_queues(&self) -> usize {
         self.queues()
     }
 
-    /// The source of the guest's frames on `queue`, for the one dispatcher that serves it.
+    /// The source of the guest's frames on `queue`, for the one dispatcher that serves the queue.
     fn source(self: Arc<Self>, queue: usize) -> Box<dyn Source>;
 
     /// Delivers frames to the guest on `queue` and notifies it once.
     ///
-    /// Counts each frame as delivered or dropped; reports drops to `drops`. Finishes offloads in software that the guest does not
-    /// accept.
+    /// Counts each frame as delivered or dropped; reports drops to `drops`. Finishes offloads that the guest does not accept in
+    /// software.
     fn deliver(&self, queue: usize, frames: Selection<'_>, drops: &mut DropSink);
 
-    /// Control of optimistic interrupts; `None` for interfaces without.
+    /// Control of optimistic interrupts; `None` if the interface does not support them.
     fn coalesce(&self) -> Option<&dyn Coalesce> {
         None
     }
 
-    /// Access to the guest's posted buffers; `None` for interfaces without.
+    /// Access to the guest's posted buffers; `None` if the interface does not support it.
     fn land(&self) -> Option<&dyn Land> {
         None
     }
 
-    /// The guest's device, where the kernel may forward known flows by itself.
+    /// The guest's device, if the kernel may forward known flows at it by itself.
     fn kernel_device(&self) -> Option<&KernelDevice> {
         None
     }
 
-    /// The network device behind it; `None` for interfaces without.
+    /// The network device behind the interface; `None` if there is none.
     fn device(&self) -> Option<&dyn OnDevice> {
         None
     }
@@ -84,8 +85,7 @@ pub trait Interface: Send + Sync {
     /// State of the guest or device.
     fn state(&self) -> State;
 
-    /// What an administrator should know beside the state: mistakes that lose frames although the interface may be up. One short
-    /// sentence each.
+    /// Mistakes that lose frames although the interface may be up, for the administrator. One short sentence each.
     fn notes(&self) -> Vec<String> {
         vec![]
     }
@@ -93,14 +93,14 @@ pub trait Interface: Send + Sync {
     /// Stops the interface for good: no frame enters or leaves afterwards, and the guest sees its link go down.
     fn stop(&self);
 
-    /// True if this host may answer ARP and ND requests that come from here. The replies' targets are then reached through this
-    /// interface without having been heard on it.
+    /// True if this host may answer ARP and ND requests that arrive from this interface. The replies' targets are then reached
+    /// through this interface without having been heard on it.
     fn may_be_answered(&self) -> bool {
         true
     }
 
-    /// Tells the addresses configured on this host in the interface's network, whenever they change. The local network
-    /// subscribes to them.
+    /// Sets the addresses configured on this host in the interface's network, whenever they change. The local network subscribes
+    /// to them.
     fn expect(&self, macs: &[Mac]) {
         _ = macs;
     }
@@ -109,26 +109,26 @@ pub trait Interface: Send + Sync {
 /// A guest's device at which the kernel can forward frames.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelDevice {
-    /// The host's end: name and index.
+    /// Name and index of the host's end.
     pub host: (String, u32),
-    /// The TAP for what the kernel does not forward: name and index.
+    /// Name and index of the TAP that gets the frames which the kernel does not forward.
     pub tap: (String, u32),
-    /// The guest's address.
+    /// MAC address of the guest.
     pub mac: Mac,
     /// MTU in bytes.
     pub mtu: usize,
 }
 
-/// When a guest is notified of delivered frames (VNET/P+ section IV.A, optimistic interrupts).
+/// Optimistic interrupts: notifies a guest of delivered frames early (VNET/P+ section IV.A).
 pub trait Coalesce {
-    /// Sets how the guest is notified from now on.
+    /// Sets the interrupt mode and thresholds from now on.
     fn set_interrupts(&self, settings: InterruptSettings);
 
     /// True if `deliver` defers notifications to [`end_of_coalescing`](Coalesce::end_of_coalescing), which the dispatcher must then
     /// call for every queue it has delivered to. Check this after delivering.
     fn coalesces(&self) -> bool;
 
-    /// The source is drained: no more frames for `queue` for now. Returns true if the dispatcher must call
+    /// Ends coalescing on `queue`, because the source is drained. Returns true if the dispatcher must call
     /// [`check`](Coalesce::check) within [`CHECK_AFTER`](interrupts::CHECK_AFTER).
     fn end_of_coalescing(&self, queue: usize) -> bool;
 
@@ -138,11 +138,12 @@ pub trait Coalesce {
 
 /// Receives frames in place, into a guest's posted buffers (VNET/P+ section IV.B, cut-through forwarding).
 pub trait Land {
-    /// Lends `fill` room in posted buffers of `queue`, exactly for a frame of `len` bytes with the metadata `offload`. The room is
-    /// writable until `fill` returns; the guest may read and write it at any time. `fill` returns whether it wrote the frame, which
-    /// is then delivered and counted as by [`deliver`](Interface::deliver).
+    /// Lends `fill` memory in posted buffers of `queue`, exactly enough for a frame of `len` bytes with the metadata `offload`.
+    /// The memory is writable until `fill` returns; the guest may read and write it at any time. `fill` returns whether it wrote
+    /// the frame, which is then delivered and counted as in [`deliver`](Interface::deliver).
     ///
-    /// Returns true if the frame was delivered. Otherwise there was no room (`fill` was not called), or `fill` returned false.
+    /// Returns true if the frame was delivered. Otherwise the buffers had too little space (`fill` was not called), or `fill`
+    /// returned false.
     fn land(
         &self,
         queue: usize,
@@ -158,7 +159,7 @@ pub(crate) fn exceeds_mtu(frame: &Frame, mtu: usize) -> bool {
     piece_exceeds_mtu(&frame.offload, frame.len(), mtu)
 }
 
-/// As [`exceeds_mtu`], for a piece of `len` bytes of a segmented frame.
+/// Like [`exceeds_mtu`], for a piece of `len` bytes of a segmented frame.
 #[inline]
 pub(crate) fn piece_exceeds_mtu(offload: &Offload, len: usize, mtu: usize) -> bool {
     offload.gso_type == GSO_NONE && len > mtu + HEADER_LEN + VLAN_TAG_LEN

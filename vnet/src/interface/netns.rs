@@ -1,4 +1,4 @@
-//! Network namespaces that devices live in.
+//! Network namespaces of devices.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -12,7 +12,7 @@ use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 /// A network namespace.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Netns {
-    /// A name as in `ip netns`.
+    /// A name as used by `ip netns`.
     Name(String),
     /// A file such as `/proc/1234/ns/net`.
     Path(PathBuf),
@@ -51,10 +51,10 @@ impl std::fmt::Display for Netns {
     }
 }
 
-/// Device and inode of a namespace's file. No other namespace has the same while a socket or device keeps this one alive.
+/// Device and inode of a namespace's file. They are unique while a socket or device keeps the namespace alive.
 pub(super) type NamespaceId = (u64, u64);
 
-/// A namespace that does not exist or may not be entered.
+/// Error for a namespace that does not exist or may not be entered.
 #[derive(Debug)]
 pub struct NetnsError {
     netns: Netns,
@@ -82,12 +82,13 @@ impl std::fmt::Display for NetnsError {
 }
 
 impl NetnsError {
-    /// The namespace is not there yet. EINVAL: 'ip netns add' makes the file before it mounts the namespace on it.
+    /// True if the namespace does not exist yet. EINVAL counts, because 'ip netns add' creates the file before it mounts the
+    /// namespace on it.
     fn is_absent(&self) -> bool {
         self.error.kind() == io::ErrorKind::NotFound || self.error.raw_os_error() == Some(libc::EINVAL)
     }
 
-    /// Why an interface is down, if the namespace may still come.
+    /// The reason for the state "down" if the namespace may still appear.
     pub(super) fn waits_for(&self) -> Option<String> {
         self.is_absent().then(|| self.netns.absence())
     }
@@ -112,7 +113,7 @@ impl Netns {
         Ok((id, done.map_err(fail)?))
     }
 
-    /// True when it is known to be that of the calling thread.
+    /// True if this is known to be the namespace of the calling thread.
     pub fn is_own(&self) -> bool {
         let file = |path: &Path| rustix::fs::stat(path).map(|stat| (stat.st_dev, stat.st_ino));
         let own = file(Path::new("/proc/thread-self/ns/net"));
@@ -125,12 +126,12 @@ impl Netns {
     /// The namespace does not exist or may not be opened.
     pub(super) fn open(&self) -> Result<File, NetnsError> {
         let fail = |error| NetnsError { netns: self.clone(), error };
-        // O_NONBLOCK: any file may be named, and a FIFO would block.
+        // O_NONBLOCK: the configuration may name any file, and opening a FIFO would block.
         let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(self.file());
         file.map_err(fail)
     }
 
-    /// The namespace's file for setns(2).
+    /// Path of the namespace's file for setns(2).
     pub(super) fn file(&self) -> PathBuf {
         match self {
             Netns::Name(name) => Path::new("/run/netns").join(name),
@@ -139,7 +140,7 @@ impl Netns {
         }
     }
 
-    /// The process whose namespace this is, if it is known by one.
+    /// The process that identifies the namespace, if it is given by a process id.
     pub fn pid(&self) -> Option<u32> {
         match self {
             Netns::Pid(pid) => Some(*pid),
@@ -150,12 +151,12 @@ impl Netns {
         }
     }
 
-    /// The identity of the namespace that has this name now.
+    /// Identity of the namespace that the name refers to now.
     pub(super) fn identity(&self) -> Option<NamespaceId> {
         std::fs::metadata(self.file()).ok().map(|meta| identity_of(&meta))
     }
 
-    /// Why an interface in this namespace is down while there is none.
+    /// The reason to report for an interface while its namespace does not exist.
     pub(super) fn absence(&self) -> String {
         match self.pid() {
             Some(pid) => format!("process {pid} of netns {self} has exited"),
@@ -163,7 +164,7 @@ impl Netns {
         }
     }
 
-    /// A shell command on a device in this namespace; `command` follows `ip`.
+    /// A shell command that acts on a device in this namespace; `command` is the part after `ip`.
     pub(super) fn ip_command(netns: Option<&Netns>, command: &str) -> String {
         match netns {
             None => format!("ip {command}"),
@@ -193,7 +194,7 @@ mod tests {
     #[test]
     fn what_is_not_there_is_told_by_its_kind() {
         let error = |text: &str| text.parse::<Netns>().unwrap().run(|| ()).unwrap_err();
-        // The largest pid that a kernel may be told to give is 2^22.
+        // Above 2^22, the largest process id that Linux can be configured to assign.
         let gone = error("pid:4194305");
         assert!(gone.to_string().contains("process 4194305 has exited"), "{gone}");
         assert_eq!(gone.waits_for().unwrap(), "process 4194305 of netns pid:4194305 has exited");

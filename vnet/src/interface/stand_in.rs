@@ -1,5 +1,5 @@
-//! An interface that is not there: its device, namespace or socket folder is missing. It has a port and counters, drops what
-//! it should deliver, and tells what it waits for, until control opens the real one in its place.
+//! A placeholder for an interface that cannot be opened because its device, namespace or socket folder is missing. It has a port
+//! and counters, drops frames sent to it, and reports the missing part, until control opens the real interface in its place.
 
 use std::sync::Arc;
 
@@ -11,14 +11,14 @@ use crate::poll::Waker;
 use crate::source::{Source, Taken};
 use crate::stats::{DropReason, PortStats};
 
-/// Stands for an interface that could not be opened.
+/// Stands in for an interface that could not be opened.
 pub struct Absent {
     reason: Mutex<String>,
     stats: Arc<PortStats>,
 }
 
 impl Absent {
-    /// Stands for an interface that is down for `reason`; `stats` are that interface's.
+    /// A placeholder for an interface that is down for `reason`; `stats` are that interface's counters.
     pub fn new(reason: String, stats: Arc<PortStats>) -> Absent {
         Absent { reason: Mutex::new(reason), stats }
     }

@@ -1,22 +1,22 @@
 //! TAP interfaces: for containers, hosts, and virtual machine monitors without vhost-user.
 //!
 //! The device is opened with `IFF_VNET_HDR`: the kernel delivers and accepts TCP and UDP super-frames of up to 64 KB with partial
-//! checksums (Documentation/networking/tuntap.rst). Each frame costs one system call, since a TAP has no batched interface;
-//! super-frames make up for that. A frame is read into the batch's arena behind its 12-byte virtio-net header, and written with one
-//! `writev` directly from its segments.
+//! checksums (Documentation/networking/tuntap.rst). Each frame costs one system call, because a TAP has no batched interface;
+//! super-frames make up for that. A frame is read into the batch's arena behind its 12-byte virtio-net header, and written with
+//! one `writev` directly from its segments.
 //!
-//! One write does all the work of the receiving kernel, up to the application's socket buffer, but the application runs only once
-//! it gets a processor. A datagram socket's default buffer (`net.core.rmem_default`, 208 KiB) holds a dozen jumbo frames, less than
+//! One write runs the whole receive path of the kernel, up to the application's socket buffer, but the application runs only when
+//! it is scheduled. A datagram socket's default buffer (`net.core.rmem_default`, 208 KiB) holds a dozen jumbo frames, less than
 //! one burst, and overflows if dispatchers and applications share processors. So a dispatcher yields the processor after writing
 //! [`YIELD_AFTER`]. TCP super-frames do not count, because TCP's window respects the buffer.
 //!
-//! Towards vnetd the kernel keeps frames in a ring per queue, and drops what does not fit: nothing tells a sender to wait. A large datagram
-//! leaves as a burst of IP fragments, all of which are lost with one of them, and the receiving kernel keeps the rest for 30 s; a few
-//! such remains fill its memory for reassembly, and no large datagram arrives any more. So the ring's length follows from the MTU
-//! ([`queue_len`]).
+//! Towards vnetd the kernel keeps frames in a ring per queue and drops frames that do not fit: there is no backpressure to the
+//! sender. A large datagram leaves as a burst of IP fragments, and losing one fragment loses the datagram. The receiving kernel
+//! keeps the other fragments for 30 s; a few such incomplete datagrams fill its reassembly memory, and no large datagram arrives
+//! any more. So the ring's length follows from the MTU ([`queue_len`]).
 //!
-//! A TAP may live in another network namespace: a short-lived thread enters it to create the device; the file descriptor works from
-//! everywhere. A device created here disappears with its last descriptor.
+//! A TAP may live in another network namespace: a short-lived thread enters it to create the device; the file descriptor works in
+//! any namespace. A device that vnetd created disappears with its last descriptor.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
@@ -43,25 +43,25 @@ use crate::wire::ethernet::{HEADER_LEN, Mac};
 use crate::wire::offload::{Accepts, GSO_TCPV4, GSO_TCPV6, Offload, VIRTIO_NET_HDR_LEN};
 use crate::wire::segment;
 
-/// Largest MTU of a TAP in bytes: 65535 less the Ethernet header.
+/// Maximum MTU of a TAP in bytes: 65535 less the Ethernet header.
 pub const TAP_MTU_MAX: usize = 65_535 - HEADER_LEN;
-/// Largest super-frame that the kernel may build on devices created here, in bytes. Segmented for a path MTU of 1500, with headers,
-/// it fits into one message to a link's socket (65 400 bytes); a larger one needs two.
+/// Maximum super-frame that the kernel may build on devices created here, in bytes. Segmented for a path MTU of 1500, with
+/// headers, it fits into one message to a link's socket (65 400 bytes); a larger one needs two.
 pub(super) const GSO_MAX_SIZE: u32 = 64_000;
 /// Kernel memory in bytes written to a queue before the dispatcher yields: a third of a default socket buffer.
 const YIELD_AFTER: usize = 64 << 10;
 /// Kernel memory per frame besides its data, in bytes: about the size of `struct sk_buff` and `struct skb_shared_info`.
 const FRAME_OVERHEAD: usize = 600;
-/// Largest datagrams that a queue holds as fragments: 4 MiB, what the receiving kernel reassembles at once by default
-/// (`net.ipv4.ipfrag_high_thresh`).
+/// Number of maximum-size datagrams that a queue holds as fragments: 4 MiB, the default limit of concurrent reassembly in the
+/// receiving kernel (`net.ipv4.ipfrag_high_thresh`).
 const QUEUED_DATAGRAMS: usize = 64;
-/// Shortest queue in frames: the kernel's own default.
+/// Minimum queue length in frames: the kernel's default.
 const QUEUE_LEN_MIN: usize = 1_000;
-/// Longest queue in frames, reached by MTUs below 600: 512 MiB of the largest frames, should a guest send such ones only.
+/// Maximum queue length in frames, reached by MTUs below 600: 512 MiB if a guest sends only frames of maximum size.
 const QUEUE_LEN_MAX: usize = 8_192;
 /// Headers of a fragment in bytes: IPv6 (40) and its fragment header (8), more than IPv4's 20.
 const FRAGMENT_HEADERS: usize = 48;
-/// Longest device name in bytes (IFNAMSIZ less the terminating zero).
+/// Maximum length of a device name in bytes (IFNAMSIZ less the terminating zero).
 pub const DEVICE_NAME_MAX: usize = 15;
 
 /// Configuration of a TAP.
@@ -73,20 +73,21 @@ pub struct TapOptions {
     pub netns: Option<Netns>,
     /// MAC address of the guest's side; chosen by the kernel if absent.
     pub mac: Option<Mac>,
-    /// MAC address of a device made here if `mac` is absent: its predecessor's, so that the guest stays who it was.
+    /// MAC address for a device created here if `mac` is absent: that of the previous device, so that the guest keeps its
+    /// address.
     pub mac_before: Option<Mac>,
     /// MTU in bytes, capped at [`TAP_MTU_MAX`].
     pub mtu: usize,
-    /// Queues, 1 to 256.
+    /// Number of queues, 1 to 256.
     pub queues: usize,
-    /// Frames go to programs at the device, not to a network stack: the device has no IPv6, which would send by itself.
+    /// True if programs rather than a network stack use the device: IPv6 is disabled on it, because IPv6 sends packets by itself.
     pub silent: bool,
 }
 
-/// Why a TAP could not be opened.
+/// Error when opening a TAP.
 #[derive(Debug, thiserror::Error)]
 pub enum TapError {
-    /// The namespace does not exist or may not be entered.
+    /// The namespace does not exist, or vnetd may not enter it.
     #[error(transparent)]
     Netns(#[from] NetnsError),
     /// Cannot open `/dev/net/tun`.
@@ -95,9 +96,9 @@ pub enum TapError {
     /// The kernel refused a step of opening the device.
     #[error("cannot {step} device '{device}': {error}{hint}")]
     Step {
-        /// The step, as a verb.
+        /// The step, as a verb for the message.
         step: &'static str,
-        /// The device.
+        /// Name of the device.
         device: String,
         /// The kernel's error.
         error: io::Error,
@@ -107,7 +108,7 @@ pub enum TapError {
 }
 
 impl TapError {
-    /// Why the interface is down, if what it lacks may still come; `None`: only another configuration helps.
+    /// The reason for the state "down" if the missing part may still appear; `None` if only another configuration helps.
     pub fn waits_for(&self) -> Option<String> {
         match self {
             TapError::Netns(error) => error.waits_for(),
@@ -123,7 +124,7 @@ struct Queue {
 }
 
 impl Queue {
-    /// Counts a written frame and yields the processor to receivers when many were written.
+    /// Counts a written frame, and yields the processor to receivers after [`YIELD_AFTER`] bytes.
     #[inline]
     fn count_written(&self, frame: &Frame) {
         if matches!(frame.offload.gso_kind(), GSO_TCPV4 | GSO_TCPV6) {
@@ -137,7 +138,7 @@ impl Queue {
     }
 }
 
-/// Bytes written including another frame of `len` bytes; `None` if it is time to yield.
+/// The byte count after another frame of `len` bytes; `None` if it is time to yield.
 fn written_with(before: usize, len: usize) -> Option<usize> {
     let after = before + len + FRAME_OVERHEAD;
     (after < YIELD_AFTER).then_some(after)
@@ -150,8 +151,8 @@ pub struct Tap {
     origin: Origin,
     /// Configured MTU.
     mtu: usize,
-    /// The device's MTU and state when control last looked. Frames up to the configured MTU are delivered all the same: a
-    /// device's MTU limits what it sends.
+    /// The device's MTU and state as control last read them. Frames up to the configured MTU are delivered regardless: a device's
+    /// MTU limits only what the device sends.
     device_mtu: AtomicUsize,
     device_up: AtomicBool,
     mtu_capped: bool,
@@ -168,7 +169,7 @@ impl Tap {
     /// Opens the device. Creates it and sets it up if it does not exist.
     ///
     /// # Errors
-    /// As the variants of [`TapError`].
+    /// See the variants of [`TapError`].
     pub fn open(options: &TapOptions, origin: Origin, stats: Arc<PortStats>) -> Result<Arc<Tap>, TapError> {
         let (home, opened) = Home::enter(options.netns.as_ref(), || open_queues(options))?;
         let (files, accepts, sight) = opened?;
@@ -197,7 +198,7 @@ impl Tap {
     /// The drop reason for a frame that the kernel refused. Records that the device was removed.
     fn drop_reason(&self, error: &io::Error) -> DropReason {
         match error.raw_os_error() {
-            // The device is down (`ip link set … down`), or removed.
+            // The device is down (`ip link set … down`) or has been removed.
             Some(libc::EIO) => DropReason::NotReady,
             Some(libc::EBADFD) => {
                 self.gone.store(true, Relaxed);
@@ -313,8 +314,8 @@ impl OnDevice for Tap {
         self.home.netns()
     }
 
-    /// The descriptor follows the device when it is renamed or moved to another namespace, so that nothing is lost. Only what
-    /// is not seen there is as it was.
+    /// The descriptor stays attached when the device is renamed or moved to another namespace, so no frame is lost. A device that
+    /// `socket` cannot see keeps its last known state.
     fn look(&self, socket: BorrowedFd<'_>) {
         match name_of(&self.queues[0].file) {
             Ok(name) => {
@@ -341,11 +342,11 @@ impl OnDevice for Tap {
     }
 }
 
-/// Frames that the kernel sends to one queue of a TAP.
+/// Source of the frames that the kernel sends to one queue of a TAP.
 struct TapSource {
     tap: Arc<Tap>,
     queue: usize,
-    /// The last read found the queue empty, so the next frame wakes the dispatcher.
+    /// True if the last read found the queue empty, so the next frame wakes the dispatcher.
     drained: bool,
     waker: Option<Waker>,
 }
@@ -361,7 +362,7 @@ impl Source for TapSource {
         let (stats, origin) = (&*tap.stats, tap.origin);
         self.drained = false;
         let (mut units, mut bytes_taken) = (0, 0);
-        // Refused frames and failed reads do not fill the batch, so bound the attempts.
+        // Refused frames and failed reads do not fill the batch, so the attempts are bounded.
         for _ in 0..batch.limit() {
             let Some(room) = batch.spare(ROOM) else { break };
             let len = match (&tap.queues[self.queue].file).read(&mut room[..ROOM]) {
@@ -371,7 +372,7 @@ impl Source for TapSource {
                         self.drained = true;
                         break;
                     }
-                    // The device was removed, or its namespace was.
+                    // The device or its namespace was removed.
                     Some(libc::EBADFD) => {
                         tap.gone.store(true, Relaxed);
                         break;
@@ -422,7 +423,7 @@ impl Source for TapSource {
     }
 }
 
-/// `struct ifreq` for TUNSETIFF, of the kernel's size.
+/// `struct ifreq` for TUNSETIFF, in the kernel's size.
 #[repr(C)]
 struct IfReq {
     name: [u8; 16],
@@ -477,13 +478,13 @@ fn open_queues(options: &TapOptions) -> Result<(Vec<File>, Accepts, Sight), TapE
     Ok((files, accepts, sight))
 }
 
-/// The name of the device that `file` is a queue of.
+/// Name of the device to which the queue `file` belongs.
 ///
 /// # Errors
 /// EBADFD: the device was removed.
 fn name_of(file: &File) -> io::Result<String> {
     let mut request = IfReq { name: [0; 16], flags: 0, rest: [0; 22] };
-    // SAFETY: TUNGETIFF writes one `struct ifreq`: `request`, exclusively ours.
+    // SAFETY: TUNGETIFF writes one `struct ifreq`: `request`, which this function owns.
     let result = unsafe { libc::ioctl(file.as_raw_fd(), libc::TUNGETIFF as _, &raw mut request) };
     if result < 0 {
         return Err(io::Error::last_os_error());
@@ -492,13 +493,13 @@ fn name_of(file: &File) -> io::Result<String> {
     Ok(String::from_utf8_lossy(name).into_owned())
 }
 
-/// Attaches `file` as a queue of the device, which is created if it does not exist.
+/// Attaches `file` as a queue of the device. Creates the device if it does not exist.
 fn attach_queue(file: &File, device: &str, many: bool) -> io::Result<()> {
     let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
     let flags = if many { flags | libc::IFF_MULTI_QUEUE } else { flags };
     let mut request = IfReq { name: [0; 16], flags: flags as libc::c_short, rest: [0; 22] };
     request.name[..device.len()].copy_from_slice(device.as_bytes());
-    // SAFETY: TUNSETIFF reads and writes one `struct ifreq`: `request`, exclusively ours.
+    // SAFETY: TUNSETIFF reads and writes one `struct ifreq`: `request`, which this function owns.
     let result = unsafe { libc::ioctl(file.as_raw_fd(), libc::TUNSETIFF as _, &raw mut request) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
@@ -509,7 +510,7 @@ fn set_int(file: &File, request: libc::c_ulong, value: libc::c_int) -> io::Resul
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Makes the kernel send super-frames and partial checksums. UDP super-frames (USO) need Linux 6.2.
+/// Enables super-frames and partial checksums from the kernel. UDP super-frames (USO) need Linux 6.2.
 fn set_offloads(file: &File) -> io::Result<Accepts> {
     const TUN_F_USO: libc::c_uint = 0x20 | 0x40;
     let base = libc::TUN_F_CSUM | libc::TUN_F_TSO4 | libc::TUN_F_TSO6 | libc::TUN_F_TSO_ECN;
@@ -540,8 +541,8 @@ fn queue_len(mtu: usize) -> usize {
     (QUEUED_DATAGRAMS * 65_535usize.div_ceil(payload)).clamp(QUEUE_LEN_MIN, QUEUE_LEN_MAX)
 }
 
-/// Sets MAC address and MTU, and for a device created here also its queues' length, its GSO limit and up, in the namespace of the
-/// calling thread. Returns what the device is like then.
+/// Sets MAC address and MTU. For a device created here, also sets its queue length and GSO limit and sets it up. Runs in the
+/// namespace of the calling thread. Returns the resulting properties of the device.
 fn configure(options: &TapOptions, existed: bool) -> io::Result<Sight> {
     let mut link = LinkMessage::default();
     link.header.index = device_index(&options.device).ok_or_else(io::Error::last_os_error)?;
@@ -579,8 +580,8 @@ mod tests {
 
     #[test]
     fn yields_before_a_default_socket_buffer_is_full() {
-        // Frame length, frames written before yielding, and frames that fit into a socket: 208 KiB of buffers, whose sizes the
-        // kernel rounds up.
+        // Frame length, frames written before yielding, and frames that fit into a socket with 208 KiB of buffers, whose sizes
+        // the kernel rounds up.
         for (len, expected, held) in
             [(60, 100, 212_992 / 1280), (1514, 32, 212_992 / 2816), (8842, 7, 212_992 / 17_152)]
         {

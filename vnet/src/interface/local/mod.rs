@@ -1,21 +1,22 @@
-//! The local network: the user's own LAN, by a physical or veth device (direct send and receive of VNET/P, section 4.5).
+//! The local network: the user's own LAN, reached through a physical or veth device (direct send and receive of VNET/P, section
+//! 4.5).
 //!
 //! A packet socket bound to the device receives and sends whole Ethernet frames without encapsulation, so that the overlay's
 //! machines appear on the LAN beside its stations. With `PACKET_VNET_HDR` each frame has the same virtio-net header as on a TAP:
 //! super-frames and partial checksums pass in both directions (packet(7), Documentation/networking/packet_mmap.rst).
 //!
-//! **Reception filter.** A device receives frames to its own address, broadcast, and subscribed addresses. [`subscriptions`] holds
-//! the addresses of the overlay's machines: those configured on this host, and the source of every frame sent to the LAN, because
-//! stations only answer addresses they have heard. All multicast is subscribed, since IPv6 neighbour discovery needs it. A device
-//! may deliver more (a veth delivers all frames; a NIC does if its filter is full or another program subscribed). Frames to other
-//! addresses are discarded, counted, and never flooded into the overlay. With `promiscuous = true` all frames are received except
-//! those to the device's own address, which are this host's.
+//! **Reception filter.** A device receives frames to its own address, broadcast, and subscribed addresses. [`subscriptions`]
+//! holds the addresses of the overlay's machines: those configured on this host, and the source of every frame sent to the LAN,
+//! because stations only answer addresses they have heard. All multicast is subscribed, because IPv6 neighbour discovery needs
+//! it. A device may deliver more (a veth delivers all frames; so does a NIC whose filter is full or on which another program has
+//! subscribed). Frames to other addresses are discarded, counted, and never flooded into the overlay. With `promiscuous = true`
+//! all frames are received except those to the device's own address, which belong to this host.
 //!
 //! **Loop prevention.** Frames sent by the host or vnet itself are not received (`PACKET_IGNORE_OUTGOING`). A frame from the LAN
-//! whose source was just sent to the LAN has looped back (hairpin, second path into the overlay) and is dropped as `hairpin`.
-//! An address that really moves to the LAN is accepted after 2 s.
+//! whose source was just sent to the LAN has looped back (hairpin, second path into the overlay) and is dropped as `hairpin`. An
+//! address that really moves to the LAN is accepted after 2 s.
 //!
-//! **VLAN tags** are stripped by the kernel and passed beside the frame (`PACKET_AUXDATA`); they are restored.
+//! **VLAN tags** are stripped by the kernel and passed beside the frame (`PACKET_AUXDATA`); vnet restores them.
 
 mod packet;
 mod subscriptions;
@@ -51,7 +52,7 @@ pub struct LocalOptions {
     pub netns: Option<Netns>,
     /// Receive frames to all addresses.
     pub promiscuous: bool,
-    /// Largest payload of a frame in bytes, capped at the device's MTU.
+    /// Maximum payload of a frame in bytes, capped at the device's MTU.
     pub mtu: usize,
 }
 
@@ -59,12 +60,12 @@ pub struct LocalOptions {
 pub struct Local {
     device: String,
     home: Home,
-    /// The device's interface index: another device of that name has another one.
+    /// Interface index of the device. A later device of the same name has another index.
     index: libc::c_int,
     origin: Origin,
     /// Configured MTU.
     mtu_max: usize,
-    /// The device's, or less if configured.
+    /// MTU in use: the device's, or the configured one if that is lower.
     mtu: AtomicUsize,
     promiscuous: bool,
     /// The device's own MAC address, which belongs to this host.
@@ -81,7 +82,7 @@ impl Local {
     /// Opens the device in its network namespace.
     ///
     /// # Errors
-    /// As the variants of [`LocalError`].
+    /// See the variants of [`LocalError`].
     pub fn open(
         options: &LocalOptions,
         origin: Origin,
@@ -123,7 +124,7 @@ impl Local {
     /// Adds the accepted frames of a burst to the batch.
     ///
     /// # Safety
-    /// The burst stays unchanged until the batch is cleared.
+    /// The burst must stay unchanged until the batch is cleared.
     unsafe fn enter(&self, burst: &PacketBurst, count: usize, batch: &mut Batch, drops: &mut DropSink) {
         let (subscriptions, port) = (self.subscriptions.lock(), self.origin.port);
         let (mut frames, mut bytes, mut unsubscribed) = (0, 0, 0);
@@ -150,7 +151,8 @@ impl Local {
                 continue;
             }
             let mut builder = batch.begin();
-            // SAFETY: the frame lies in the burst's memory, which stays unchanged until the batch is cleared (contract of `enter`).
+            // SAFETY: the frame lies in the burst's memory, which stays unchanged until the batch is cleared (contract of
+            // `enter`).
             unsafe { builder.push_stable(Segment::new(frame.as_ptr(), frame.len())) };
             match builder.finish(self.origin.port, self.origin.network, offload, 0) {
                 Ok(()) => {
@@ -167,7 +169,7 @@ impl Local {
         }
     }
 
-    /// Finishes a frame's offloads in software, because the kernel refused it, and writes the resulting pieces.
+    /// Finishes the offloads of a frame that the kernel refused in software, and writes the resulting pieces.
     #[cold]
     fn write_finished(&self, frames: Selection<'_>, index: u16, drops: &mut DropSink) {
         let frame = frames.batch.frame(index.into());
@@ -197,26 +199,26 @@ impl Local {
     }
 }
 
-/// What happens to a frame from the LAN.
+/// Result of checking a frame from the LAN.
 enum Admission {
     Accepted,
     /// Destination MAC not subscribed on this local network.
     NotSubscribed,
-    /// The overlay's own frame has come back.
+    /// The overlay's own frame has looped back.
     Hairpin,
 }
 
 /// The drop reason for a frame that the kernel refused.
 fn drop_reason(error: &io::Error) -> DropReason {
     match error.raw_os_error() {
-        // The device is down, or was removed.
+        // The device is down or has been removed.
         Some(libc::ENETDOWN | libc::ENXIO | libc::ENODEV) => DropReason::NotReady,
         error => DropReason::of_refusal(error.unwrap_or(libc::EIO)),
     }
 }
 
 impl Interface for Local {
-    /// False: the LAN's frames to an address that has not sent to the LAN are not accepted, see [`subscriptions`].
+    /// False, because the LAN's frames to an address that has not sent to the LAN are not accepted; see [`subscriptions`].
     fn may_be_answered(&self) -> bool {
         false
     }
@@ -233,7 +235,7 @@ impl Interface for Local {
         if self.stopped.load(Relaxed) {
             return drops.dropped_all(&self.stats, DropReason::NotReady, frames.which);
         }
-        // Subscribe before sending: an answer could arrive at once.
+        // Subscribe before sending: the answer can arrive at once.
         self.subscriptions
             .lock()
             .subscribe_sources(&self.socket, frames.frames().map(|(_, frame)| frame.src));
@@ -314,11 +316,11 @@ impl OnDevice for Local {
     }
 }
 
-/// Frames from the LAN.
+/// Source of the frames from the LAN.
 struct LocalSource {
     local: Arc<Local>,
     burst: PacketBurst,
-    /// The last receive found the socket empty, so the next frame wakes the dispatcher.
+    /// True if the last receive found the socket empty, so the next frame wakes the dispatcher.
     drained: bool,
     waker: Option<Waker>,
 }

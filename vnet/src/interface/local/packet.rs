@@ -1,4 +1,4 @@
-//! The packet socket of a local network (packet(7)): opens it, changes its memberships, and receives frames in bursts.
+//! The packet socket of a local network (packet(7)): opens the socket, changes its memberships, and receives frames in bursts.
 
 use std::ffi::CString;
 use std::io;
@@ -10,11 +10,11 @@ use crate::interface::netns::NetnsError;
 use crate::wire::ethernet::{ETHERTYPE_VLAN, Mac, VLAN_TAG_LEN};
 use crate::wire::offload::{Offload, VIRTIO_NET_HDR_LEN};
 
-/// Size of the virtio-net header on a packet socket in bytes: without `num_buffers`.
+/// Size of the virtio-net header on a packet socket in bytes, which has no `num_buffers`.
 pub(super) const HEADER_LEN: usize = 10;
-/// Most packets in a burst.
+/// Maximum number of packets in a burst.
 const PACKETS: usize = 32;
-/// Bytes in front of a frame: headroom for the restored VLAN tag, and alignment.
+/// Bytes reserved in front of a frame for the restored VLAN tag and for alignment.
 const HEADROOM: usize = 16;
 /// Bytes per packet in the burst's memory.
 const STRIDE: usize = (HEADROOM + FRAME_MAX).next_multiple_of(64);
@@ -26,10 +26,10 @@ const PACKET_IGNORE_OUTGOING: libc::c_int = 23;
 const VLAN_VALID: u32 = 1 << 4;
 const TPID_VALID: u32 = 1 << 6;
 
-/// Why a local network could not be opened.
+/// Error when opening a local network.
 #[derive(Debug, thiserror::Error)]
 pub enum LocalError {
-    /// The namespace does not exist or may not be entered.
+    /// The namespace does not exist, or vnetd may not enter it.
     #[error(transparent)]
     Netns(#[from] NetnsError),
     /// The device does not exist.
@@ -38,9 +38,9 @@ pub enum LocalError {
     /// The kernel refused a step of opening the device.
     #[error("cannot {step} device '{device}': {error}{hint}")]
     Step {
-        /// The step, as a verb.
+        /// The step, as a verb for the message.
         step: &'static str,
-        /// The device.
+        /// Name of the device.
         device: String,
         /// The kernel's error.
         error: io::Error,
@@ -50,12 +50,12 @@ pub enum LocalError {
 }
 
 impl LocalError {
-    /// Why the interface is down, if what it lacks may still come; `None`: only another configuration helps.
+    /// The reason for the state "down" if the missing part may still appear; `None` if only another configuration helps.
     pub fn waits_for(&self) -> Option<String> {
         match self {
             LocalError::Netns(error) => error.waits_for(),
             LocalError::NoDevice(device) => Some(format!("waiting for device '{device}'")),
-            // Deleted while it was opened.
+            // The device was deleted while it was being opened.
             LocalError::Step { device, error, .. } => {
                 let gone = matches!(error.raw_os_error(), Some(libc::ENODEV | libc::ENXIO));
                 gone.then(|| format!("waiting for device '{device}'"))
@@ -67,7 +67,7 @@ impl LocalError {
 /// A bound packet socket, and properties of its device.
 pub(super) struct PacketSocket {
     pub(super) socket: OwnedFd,
-    /// The device's interface index.
+    /// Interface index of the device.
     pub(super) index: libc::c_int,
     pub(super) mac: Mac,
     pub(super) mtu: usize,
@@ -101,7 +101,7 @@ pub(super) fn open(device_name: &str, promiscuous: bool) -> Result<PacketSocket,
     };
     // Protocol 0: receive nothing before the socket is set up and bound.
     let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-    // SAFETY: no memory is passed.
+    // SAFETY: the call passes no pointers.
     let socket = own(unsafe { libc::socket(libc::AF_PACKET, kind, 0) }).map_err(|e| fail("open", e))?;
     for option in [libc::PACKET_VNET_HDR, libc::PACKET_AUXDATA, PACKET_IGNORE_OUTGOING] {
         set(&socket, libc::SOL_PACKET, option, 1).map_err(|e| fail("set up", e))?;
@@ -186,7 +186,7 @@ pub(super) struct Received {
     pub(super) packets: usize,
     /// Packets that the kernel dropped because virtio-net metadata cannot describe them.
     pub(super) unreadable: usize,
-    /// The socket was empty.
+    /// True if the socket was empty at the end.
     pub(super) emptied: bool,
 }
 
@@ -205,12 +205,12 @@ pub(super) struct PacketBurst {
     controls: Box<[AuxData]>,
     slices: Box<[[libc::iovec; 2]]>,
     headers: Box<[libc::mmsghdr]>,
-    /// Offset of each packet in its part of `memory`: less than the headroom if its VLAN tag was restored.
+    /// Offset of each packet in its part of `memory`: less than the headroom if the packet's VLAN tag was restored.
     starts: [usize; PACKETS],
 }
 
-// SAFETY: the pointers in `slices` and `headers` point into the boxes beside them and are written anew before each use,
-// through `&mut self`.
+// SAFETY: the pointers in `slices` and `headers` point into boxes of the same value and are rewritten before each use, through
+// `&mut self`.
 unsafe impl Send for PacketBurst {}
 
 impl PacketBurst {
@@ -235,7 +235,7 @@ impl PacketBurst {
         }
     }
 
-    /// Receives waiting packets, at most `limit`.
+    /// Receives at most `limit` waiting packets.
     pub(super) fn receive(&mut self, socket: &OwnedFd, limit: usize) -> Received {
         let count = limit.min(PACKETS) as libc::c_uint;
         for (index, part) in self.memory.chunks_exact_mut(STRIDE).enumerate() {
@@ -254,11 +254,11 @@ impl PacketBurst {
             header.msg_flags = 0;
         }
         let mut received = Received::default();
-        // Every error except EAGAIN consumes a packet or is reported once, so bound the attempts.
+        // Every error except EAGAIN consumes a packet or is reported once, so the attempts are bounded.
         for _ in 0..PACKETS {
             let (fd, headers) = (socket.as_raw_fd(), self.headers.as_mut_ptr());
-            // SAFETY: each of the at most PACKETS headers points to a name, two buffers and a control message of `self`, all writable
-            // for the lengths given.
+            // SAFETY: each of the at most PACKETS headers points to a name, two buffers and a control message of `self`, all
+            // writable for the given lengths.
             let got = unsafe { libc::recvmmsg(fd, headers, count, libc::MSG_DONTWAIT, std::ptr::null_mut()) };
             if got >= 0 {
                 received.packets = got as usize;

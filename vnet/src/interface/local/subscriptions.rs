@@ -1,7 +1,8 @@
 //! The MAC addresses that the local network's device is subscribed to (`PACKET_MR_UNICAST`).
 //!
-//! Subscribed are the addresses configured on this host, and the source of every frame sent to the LAN, until it has been silent
-//! for [`SILENT_MS`]. The table is bounded: when it is full, silent addresses make room, and otherwise new ones are refused.
+//! The table holds the addresses configured on this host, and the source of every frame sent to the LAN until it has sent nothing
+//! for [`SILENT_MS`]. The table is bounded: when it is full, silent addresses are removed, and if there are none, new addresses
+//! are refused.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -10,12 +11,12 @@ use std::time::Instant;
 use super::packet;
 use crate::wire::ethernet::Mac;
 
-/// Most subscribed addresses.
+/// Maximum number of subscribed addresses.
 const SUBSCRIPTIONS_MAX: usize = 4096;
-/// An address without frames from the overlay for so long, in ms, can be unsubscribed. Longer than stations cache addresses without
-/// asking again (RFC 4861, Linux's ARP).
+/// Time in ms without frames from the overlay after which an address can be unsubscribed. Longer than stations cache addresses
+/// without asking again (RFC 4861, Linux's ARP).
 const SILENT_MS: u64 = 600_000;
-/// For so long, in ms, after a frame with a source address was sent here, frames from the LAN with that source are loops.
+/// Time in ms after sending a frame to the LAN during which frames from the LAN with the same source address count as loops.
 const HAIRPIN_MS: u64 = 2_000;
 
 /// The table of subscribed addresses.
@@ -23,19 +24,19 @@ pub(super) struct Subscriptions {
     /// Interface index of the device.
     index: libc::c_int,
     addresses: HashMap<Mac, Subscription>,
-    /// Zero of the millisecond clock.
+    /// Start of the millisecond clock.
     started: Instant,
-    /// The last source address and its time in ms: skips the table for runs of frames from one source.
+    /// The last source address and its time in ms: runs of frames from one source skip the table lookup.
     latest: (Mac, u64),
     expired_ms: u64,
 }
 
-/// Why an address is subscribed.
+/// Reasons why an address is subscribed.
 #[derive(Clone, Copy, Default)]
 struct Subscription {
     /// Last time, in ms, at which it was the source of a frame to the LAN.
     sent_ms: Option<u64>,
-    /// It is configured on this host.
+    /// True if the address is configured on this host.
     configured: bool,
 }
 
@@ -58,7 +59,8 @@ impl Subscriptions {
         self.addresses.contains_key(&mac)
     }
 
-    /// True if a frame from source `mac` was sent to the LAN within [`HAIRPIN_MS`]: the overlay's own frame has come back.
+    /// True if a frame from source `mac` was sent to the LAN within [`HAIRPIN_MS`], so a frame from the LAN with that source has
+    /// looped back.
     pub(super) fn sent_recently(&self, mac: Mac) -> bool {
         let sent_ms = self.addresses.get(&mac).and_then(|known| known.sent_ms);
         sent_ms.is_some_and(|at| self.now_ms().saturating_sub(at) < HAIRPIN_MS)
@@ -77,7 +79,7 @@ impl Subscriptions {
                 continue;
             }
             if self.addresses.len() >= SUBSCRIPTIONS_MAX && !self.expire(socket, now_ms) {
-                // Table full: frames to this address are discarded and counted as not subscribed.
+                // The table is full: frames to this address are discarded and counted as not subscribed.
                 continue;
             }
             self.addresses.insert(mac, Subscription { sent_ms: Some(now_ms), configured: false });
@@ -99,7 +101,7 @@ impl Subscriptions {
         self.unsubscribe(socket, |known| known.sent_ms.is_none() && !known.configured);
     }
 
-    /// Unsubscribes silent addresses, at most once per second. Returns true if the table has room.
+    /// Unsubscribes silent addresses, at most once per second. Returns true if the table has a free entry.
     fn expire(&mut self, socket: &OwnedFd, now_ms: u64) -> bool {
         if now_ms.saturating_sub(self.expired_ms) >= 1000 {
             self.expired_ms = now_ms;
@@ -119,7 +121,7 @@ impl Subscriptions {
     }
 
     fn set_membership(&self, socket: &OwnedFd, mac: Mac, on: bool) {
-        // A device that cannot filter receives all frames anyway; a removed one receives none.
+        // Failure is harmless: a device that cannot filter receives all frames anyway, and a removed one receives none.
         let _ = packet::set_membership(socket, self.index, libc::PACKET_MR_UNICAST, mac, on);
     }
 }

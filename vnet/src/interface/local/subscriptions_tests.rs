@@ -1,11 +1,11 @@
-//! The table of subscriptions. The lab tests frames on real devices.
+//! The table of subscriptions. Frames on real devices are tested in the lab.
 
 use std::fs::File;
 
 use super::*;
 
 fn socket() -> OwnedFd {
-    // Any descriptor will do: failing to set a membership is ignored.
+    // Any descriptor works: a failure to set a membership is ignored.
     File::open("/dev/null").unwrap().into()
 }
 

@@ -1,7 +1,8 @@
-//! Admission of front ends: which process may connect, and what happens to a second one while one is served.
+//! Admission of front ends: decides which process may connect, and refuses a second front end while one is served.
 //!
-//! The kernel tells who connected (`SO_PEERCRED`). One front end is served at a time; others are refused at once rather than left
-//! waiting, because a VM that waits for another one's socket looks as if it hung, and must not get that socket later.
+//! The kernel reports the credentials of the connecting process (`SO_PEERCRED`). One front end is served at a time. Others are
+//! refused at once rather than left waiting: a VM that waits for the socket of another VM looks as if it hung, and must not get
+//! that socket later.
 
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -14,7 +15,7 @@ use super::options::AllowedPeer;
 use crate::log_limit::LogLimit;
 use crate::unix::{Listener, Peer};
 
-/// How long the interface's note tells of a refused front end. One that retries does so more often.
+/// How long the interface's note reports a refused front end. Longer than the retry interval of front ends.
 const NOTED: Duration = Duration::from_secs(60);
 
 /// Admits and refuses front ends of one interface.
@@ -46,8 +47,8 @@ impl Admission {
         None
     }
 
-    /// Refuses the front end that has waited longest at `listener` while another one is served. Only that one was there when
-    /// the one being served was last seen alive.
+    /// Refuses the front end that has waited longest at `listener` while another one is served. Only that front end is certain to
+    /// have connected while the served one was still alive.
     ///
     /// # Errors
     /// The kernel cannot accept a connection.
@@ -70,12 +71,12 @@ impl Admission {
         }
         state.refused = Some((Instant::now(), reason));
         drop(state);
-        // The front end learns it now, whatever the closer waits for.
+        // Tells the front end now, even if the closer blocks.
         let _ = stream.shutdown(Shutdown::Both);
         closer::close(stream);
     }
 
-    /// Tells of a front end refused lately.
+    /// Describes a recently refused front end.
     pub(super) fn note(&self) -> Option<String> {
         let state = self.state.lock();
         let (when, reason) = state.refused.as_ref()?;

@@ -4,10 +4,10 @@ use super::options::VhostUserOptions;
 
 /// `status`: the link is up (virtio 1.2 section 5.1.4).
 const STATUS_LINK_UP: u16 = 1;
-/// Bytes of `struct virtio_net_config` served; fields after `mtu` are zero.
+/// Size in bytes of the `struct virtio_net_config` that is served; fields after `mtu` are zero.
 const CONFIG_LEN: usize = 64;
 
-/// `size` bytes from `offset`; `None` if outside.
+/// Reads `size` bytes from `offset`; `None` if the range lies outside.
 pub(super) fn read(options: &VhostUserOptions, offset: u32, size: u32) -> Option<Vec<u8>> {
     let mut space = [0; CONFIG_LEN];
     space[..6].copy_from_slice(&options.mac.unwrap_or_default().0);

@@ -1,7 +1,9 @@
-//! The control thread of one interface: accepts or connects to a front end, serves its messages, and then waits for the next one.
+//! The control thread of one interface: accepts or connects to a front end, serves its messages, and then waits for the next
+//! front end.
 //!
-//! Crate `vhost` reads and checks most messages. Three are taken off the socket before it sees them: SET_VRING_ENABLE, because QEMU
-//! sends it before SET_FEATURES, which the crate refuses; SEND_RARP and NET_SET_MTU, because the crate does not know them.
+//! Crate `vhost` reads and checks most messages. This thread takes three messages off the socket before the crate sees them:
+//! SET_VRING_ENABLE, because QEMU sends it before SET_FEATURES, which the crate refuses; SEND_RARP and NET_SET_MTU, because the
+//! crate does not support them.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -24,10 +26,11 @@ use super::session::{Session, refuse};
 use crate::log_limit::LogLimit;
 use crate::unix::{Listener, Peer, connect};
 
-/// Exponential backoff between two attempts to connect. A connection that lasted for the maximum resets it.
+/// Minimum and maximum backoff between two attempts to connect. A connection that lasted longer than the maximum resets the
+/// backoff.
 const BACKOFF_MIN: Duration = Duration::from_millis(10);
 const BACKOFF_MAX: Duration = Duration::from_secs(1);
-/// Pause after a front end that disconnected at once, so that a reconnect loop costs no processor time.
+/// Pause after a front end that disconnected at once, so that a reconnect loop costs little processor time.
 const RECONNECT_PAUSE: Duration = Duration::from_millis(100);
 /// Size of a message's header in bytes, and of a message with a 64-bit payload.
 const HEADER_LEN: usize = 12;
@@ -38,15 +41,15 @@ const VERSION: u32 = 1;
 const REPLY: u32 = 4;
 const NEED_REPLY: u32 = 8;
 
-/// Our end of the Unix socket.
+/// vnetd's end of the Unix socket.
 pub(super) enum Endpoint {
-    /// Server: front ends connect to us.
+    /// Server: front ends connect to vnetd.
     Listen(Listener),
-    /// Client: we connect to the front end.
+    /// Client: vnetd connects to the front end.
     Connect(PathBuf),
 }
 
-/// Lets another thread stop the control thread wherever it waits.
+/// Lets another thread stop the control thread wherever it is waiting.
 pub(super) struct Stop {
     requested: AtomicBool,
     /// An eventfd that wakes the control thread.
@@ -61,13 +64,13 @@ impl Stop {
         Ok(Stop { requested: AtomicBool::new(false), bell, stream: Mutex::new(None) })
     }
 
-    /// Requests the thread to stop.
+    /// Requests that the control thread stop.
     pub(super) fn request(&self) {
         self.requested.store(true, Ordering::SeqCst);
         // The bell is never read, so its counter cannot be full.
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
         if let Some(stream) = &*self.stream.lock() {
-            // Fails only if the connection has ended already.
+            // Fails only if the connection has already ended.
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
@@ -76,7 +79,7 @@ impl Stop {
         self.requested.load(Ordering::SeqCst)
     }
 
-    /// Registers the connection being served. Returns false if a stop was requested meanwhile.
+    /// Registers the connection being served. Returns false if a stop has been requested.
     fn serve(&self, stream: UnixStream) -> bool {
         *self.stream.lock() = Some(stream);
         !self.is_requested()
@@ -85,13 +88,13 @@ impl Stop {
     /// Ends the connection being served. Descriptors that the front end sent may still be in flight on it.
     fn end(&self) {
         let Some(stream) = self.stream.lock().take() else { return };
-        // The front end learns it now, whatever the closer waits for.
+        // Tells the front end now, even if the closer blocks.
         let _ = stream.shutdown(Shutdown::Both);
         closer::close(stream);
     }
 
-    /// Waits until one of `fds` is readable or `timeout` passes. Returns the index of the first readable one, or `fds.len()`
-    /// without one. `None` if the thread must stop.
+    /// Waits until one of `fds` is readable or `timeout` expires. Returns the index of the first readable descriptor, or
+    /// `fds.len()` if there is none. `None` if the thread must stop.
     fn wait(&self, fds: &[BorrowedFd<'_>], timeout: Option<Duration>) -> Option<usize> {
         let timeout =
             timeout.map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: t.subsec_nanos().into() });
@@ -113,7 +116,7 @@ pub(super) fn run(device: &Arc<Device>, endpoint: &Endpoint, stop: &Stop) {
     let path = device.options.socket.display();
     let (mut backoff, mut log_limit) = (Backoff::default(), LogLimit::default());
     while let Some((stream, peer)) = next_front_end(device, endpoint, stop, &mut backoff) {
-        // Front ends that reconnect in a loop leave one pair of lines per second.
+        // A front end that reconnects in a loop causes one pair of log lines per second.
         let logged = log_limit.allow();
         if let Some(suppressed) = logged {
             tracing::info!(%path, %peer, suppressed, "QEMU (vhost-user front end) connected");
@@ -149,7 +152,7 @@ pub(super) fn run(device: &Arc<Device>, endpoint: &Endpoint, stop: &Stop) {
     }
 }
 
-/// Exponential backoff: each pause is twice as long as the one before, up to [`BACKOFF_MAX`].
+/// Exponential backoff: each pause is twice as long as the previous one, up to [`BACKOFF_MAX`].
 struct Backoff(Duration);
 
 impl Default for Backoff {
@@ -209,7 +212,7 @@ fn next_front_end(
     }
 }
 
-/// Waits for the front end's next message, and refuses other front ends meanwhile. Returns false if the thread must stop.
+/// Waits for the front end's next message, and refuses other front ends during the wait. Returns false if the thread must stop.
 fn wait_for_message(device: &Device, endpoint: &Endpoint, ours: &UnixStream, stop: &Stop) -> bool {
     let mut fds = vec![ours.as_fd()];
     let listener = match endpoint {
@@ -220,7 +223,8 @@ fn wait_for_message(device: &Device, endpoint: &Endpoint, ours: &UnixStream, sto
     loop {
         match stop.wait(&fds, None) {
             None => return false,
-            // Its end comes before others: they are not refused because of a front end that is gone.
+            // Checked first: the end of this connection takes precedence over new ones, so that no front end is refused because
+            // of one that has disconnected.
             Some(0) => return true,
             Some(_) => {}
         }
@@ -267,7 +271,7 @@ fn serve(
         match result {
             Ok(()) | Err(Error::SocketRetry(_)) => {}
             Err(Error::Disconnected) => return Ok(()),
-            // We shut the connection down ourselves.
+            // This side shut the connection down.
             Err(_) if stop.is_requested() => return Ok(()),
             Err(error) => {
                 let name = request.map_or_else(|| format!("message {code}"), |r| format!("{r:?}"));
@@ -278,7 +282,7 @@ fn serve(
     Ok(())
 }
 
-/// An error's message, without the crate's prefix around our own.
+/// An error's message, without the prefix that the crate adds to vnet's errors.
 fn text(error: &Error) -> String {
     match error {
         Error::ReqHandlerError(ours) => ours.to_string(),
@@ -286,7 +290,7 @@ fn text(error: &Error) -> String {
     }
 }
 
-/// Handles the messages that crate `vhost` does not.
+/// Handles the messages that crate `vhost` does not support.
 fn handle(
     session: &mut Session,
     request: FrontendReq,

@@ -1,7 +1,7 @@
 //! Eventfds shared with the front end: notifies the guest and reads its kicks without ever blocking.
 //!
 //! A write to an eventfd whose counter is full blocks until it is read, unless `O_NONBLOCK` is set. That flag belongs to the open
-//! file, which the front end holds too: it could clear the flag, fill the counter, and block a dispatcher for ever. Checking first
+//! file, which the front end shares: it could clear the flag, fill the counter, and block a dispatcher forever. Checking first
 //! does not help, because the front end could act between check and write. (Reads are safe: eventfds support `RWF_NOWAIT` for
 //! reads, though not for writes.)
 //!
@@ -16,9 +16,10 @@ use std::sync::Arc;
 
 use rustix::io::ReadWriteFlags;
 
-/// Completions that one system call reaps from the kernel's list. They carry no information; the list just must not fill up.
+/// Number of completions that one system call reaps from the kernel's list. They carry no information; the list only must not
+/// fill up.
 const REAP: usize = 64;
-/// Attempts to signal while other threads keep filling that list.
+/// Maximum number of attempts to signal while other threads keep filling that list.
 const ATTEMPTS_MAX: usize = 64;
 // linux/aio_abi.h
 const IOCB_CMD_PREAD: u16 = 0;
@@ -59,8 +60,8 @@ impl Signals {
     pub(super) fn new() -> io::Result<Arc<Signals>> {
         let null = File::open("/dev/null")?;
         let mut context: libc::c_ulong = 0;
-        // One request is asked for and counted against the limit; the kernel allocates a page of them.
-        // SAFETY: the kernel writes one aio_context_t to `context`, which must be and is zero.
+        // The limit counts the one request asked for; the kernel allocates a page of them. SAFETY: the kernel writes one
+        // aio_context_t to `context`, which must be zero and is.
         let result = unsafe { libc::syscall(libc::SYS_io_setup, 1 as libc::c_uint, &raw mut context) };
         if result < 0 {
             let error = io::Error::last_os_error();
@@ -70,7 +71,7 @@ impl Signals {
         Ok(Arc::new(Signals { context, null }))
     }
 
-    /// Adds one to an eventfd; a full counter stays as it is and is readable anyway. Returns true on success.
+    /// Adds one to an eventfd. A full counter stays unchanged and is readable anyway. Returns true on success.
     fn signal(&self, event: &File) -> bool {
         let request = Request {
             opcode: IOCB_CMD_PREAD,
@@ -80,10 +81,10 @@ impl Signals {
             ..Request::default()
         };
         let list = [&raw const request];
-        // The list can be full again after reaping if other threads signal meanwhile.
+        // The list can be full again after reaping if other threads signal in between.
         for _ in 0..ATTEMPTS_MAX {
-            // SAFETY: the context is ours until `drop`; the kernel reads one pointer from `list` and the request it points to, both
-            // alive across the call, and accesses no buffer for zero bytes.
+            // SAFETY: `self` owns the context until `drop`; the kernel reads one pointer from `list` and the request it points
+            // to, both alive across the call, and accesses no buffer for zero bytes.
             let submitted =
                 unsafe { libc::syscall(libc::SYS_io_submit, self.context, 1 as libc::c_long, list.as_ptr()) };
             if submitted == 1 {
@@ -103,8 +104,8 @@ impl Signals {
         let mut completions: [Completion; REAP] = [[0; 4]; REAP];
         loop {
             let none: *const libc::timespec = std::ptr::null();
-            // SAFETY: the context is ours; the kernel writes at most REAP completions, for which there is room. With a minimum of
-            // zero completions it does not wait.
+            // SAFETY: `self` owns the context; the kernel writes at most REAP completions, for which there is space. With a
+            // minimum of zero completions it does not wait.
             let count = unsafe {
                 let (least, most) = (0 as libc::c_long, REAP as libc::c_long);
                 let room = completions.as_mut_ptr();
@@ -119,8 +120,7 @@ impl Signals {
 
 impl Drop for Signals {
     fn drop(&mut self) {
-        // All requests have completed, so this does not block either.
-        // SAFETY: the context is ours and not used afterwards.
+        // All requests have completed, so this does not block. SAFETY: `self` owns the context, which is not used afterwards.
         unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
     }
 }
@@ -133,7 +133,7 @@ pub(super) struct Event {
 }
 
 impl Event {
-    /// `file` must be an eventfd, see [`is_eventfd`].
+    /// Wraps `file`, which must be an eventfd; see [`is_eventfd`].
     pub(super) fn new(file: File, signals: Arc<Signals>) -> Event {
         Event { file, signals }
     }
@@ -155,7 +155,7 @@ pub(super) fn drain(event: &File) -> u64 {
     }
 }
 
-/// True if `file` is certainly an eventfd. Polling or reading another kind of file could block on its creator.
+/// True if `file` is certainly an eventfd. Polling or reading another kind of file could block on the process that created it.
 pub(super) fn is_eventfd(file: &File) -> bool {
     let kind = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
     kind.is_ok_and(|kind| kind.as_os_str() == "anon_inode:[eventfd]")
@@ -171,13 +171,13 @@ mod tests {
         let file = File::from(eventfd(0, EventfdFlags::empty()).unwrap());
         assert!(is_eventfd(&file));
         let event = Event::new(file.try_clone().unwrap(), Signals::new().unwrap());
-        // More than the kernel's completion list holds.
+        // More signals than the kernel's completion list holds.
         for _ in 0..10_000 {
             assert!(event.signal());
         }
         assert_eq!(drain(&file), 10_000);
         assert_eq!(drain(&file), 0);
-        // A full blocking eventfd: a write would block here.
+        // A full, blocking eventfd: a write would block here.
         rustix::io::write(&file, &(u64::MAX - 1).to_ne_bytes()).unwrap();
         for _ in 0..1000 {
             assert!(event.signal());

@@ -1,10 +1,10 @@
-//! Feature negotiation: virtio and vhost-user features offered, and what the accepted ones imply.
+//! Feature negotiation: the virtio and vhost-user features offered, and the frame format that the accepted ones imply.
 //!
-//! Only features that work end to end are offered. LOG_ALL and LOG_SHMFD are not: dirty pages are logged (`dirty.rs`), but that a
-//! guest survives a live migration is unproven. A front end that is not offered them refuses to migrate.
+//! Only features that work end to end are offered. LOG_ALL and LOG_SHMFD are not offered: dirty pages are logged (`dirty.rs`),
+//! but no test shows yet that a guest survives a live migration. A front end without these features refuses to migrate.
 //!
 //! The front end itself implements CTRL_VQ, STATUS and GUEST_ANNOUNCE: QEMU, Cloud Hypervisor and DPDK's virtio-user handle the
-//! control queue and the link status, but show the bits only if the back end offers them.
+//! control queue and the link status, but expose the bits only if the back end offers them.
 
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 
@@ -39,7 +39,7 @@ pub(super) const GUEST_USO4: u64 = 1 << 54;
 pub(super) const GUEST_USO6: u64 = 1 << 55;
 pub(super) const HOST_USO: u64 = 1 << 56;
 
-/// Offered by every interface.
+/// Features that every interface offers.
 const ALWAYS: u64 = CSUM
     | GUEST_CSUM
     | MTU
@@ -78,8 +78,8 @@ pub(super) fn protocol(options: &VhostUserOptions) -> VhostUserProtocolFeatures 
         | VhostUserProtocolFeatures::MTU
         | VhostUserProtocolFeatures::CONFIG
         | VhostUserProtocolFeatures::RESET_DEVICE;
-    // QEMU 7.2 adds every memory slot once per queue pair, which looks the same as a front end that adds a region twice. Without
-    // slots it sends its whole memory table, of up to eight regions.
+    // QEMU 7.2 adds every memory slot once per queue pair, which vnetd cannot tell from a front end that adds a region twice.
+    // Without memory slots QEMU sends its whole memory table, of up to eight regions.
     features |= match options.queues {
         1 => VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS,
         _ => VhostUserProtocolFeatures::MQ,

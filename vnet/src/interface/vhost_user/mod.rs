@@ -1,14 +1,14 @@
 //! vhost-user: unmodified VMs (QEMU, Cloud Hypervisor, DPDK's virtio-user) attach through a Unix socket and share their memory.
 //!
 //! How it works: one control thread per interface talks to the front end ([`control`], [`session`]) and changes the vrings
-//! ([`vring`]) of the [`queue_pairs`], each under its own lock. Dispatchers move frames under the same locks, taken once per burst. The
-//! rings themselves are in [`virtqueue`](super::virtqueue); [`event`] notifies guests without ever blocking.
+//! ([`vring`]) of the [`queue_pairs`], each under its own lock. Dispatchers move frames under the same locks, taken once per
+//! burst. The rings themselves are in [`virtqueue`](super::virtqueue); [`event`] notifies guests without ever blocking.
 //!
-//! Either side may disconnect and reconnect: negotiated state ends with the connection, and rings continue at the used index. A
-//! malformed message ends the connection with one line in the log; a malformed ring disables its queue.
+//! Either side may disconnect and reconnect: the connection's end discards negotiated state, and rings continue at the used
+//! index. A malformed message ends the connection with one line in the log; a malformed ring disables its queue.
 //!
-//! Nobody waits for a front end. [`admission`] refuses a second one at once, [`closer`] closes what it gave, and an interface
-//! stops without waiting for its control thread.
+//! No thread outside this room waits for a front end. [`admission`] refuses a second front end at once, [`closer`] closes its
+//! descriptors, and an interface stops without waiting for its control thread.
 
 mod admission;
 mod closer;
@@ -39,7 +39,7 @@ pub use options::{AllowedPeer, MTU_MIN, QUEUES_MAX, VhostUserError, VhostUserOpt
 use queue_pairs::Device;
 use source::GuestSource;
 
-/// Mode of the socket file before the umask: every process that may connect may become a guest.
+/// Mode of the socket file before the umask: every process that may connect to it may attach a guest.
 const SOCKET_MODE: u32 = 0o666;
 
 /// A virtual NIC behind a vhost-user socket.
@@ -50,11 +50,11 @@ pub struct VhostUser {
 }
 
 impl VhostUser {
-    /// Opens the socket and starts the control thread. Frames of the guest enter as `port` in `network`.
+    /// Opens the socket and starts the control thread. Frames from the guest enter at `port` in `network`.
     ///
     /// # Errors
-    /// As the variants of [`VhostUserError`]. A server fails at once if it cannot listen. A client retries for ever, and its
-    /// [`state`](Interface::state) tells why it is not connected.
+    /// See the variants of [`VhostUserError`]. A server fails at once if it cannot listen. A client retries forever, and its
+    /// [`state`](Interface::state) holds the reason why it is not connected.
     pub fn start(
         options: VhostUserOptions,
         port: PortId,
@@ -84,7 +84,7 @@ impl VhostUser {
                 }
             }
         });
-        // Never joined, see `stop`.
+        // The thread is never joined, see `stop`.
         control.map_err(failed)?;
         Ok(Arc::new(VhostUser { device, stop, endpoint }))
     }
@@ -127,10 +127,10 @@ impl Interface for VhostUser {
         if self.stop.is_requested() {
             return;
         }
-        // Before the connection ends: then the front end takes the rings back.
+        // Runs before the connection ends, because afterwards the front end takes the rings back.
         self.device.drain_all();
-        // The control thread ends soon, or when a call returns that its front end makes block, such as closing a file. The caller
-        // holds locks that others need, so it does not wait for that, and does itself what cannot wait.
+        // The control thread ends soon, or only after a call that its front end makes block, such as closing a file. The caller
+        // holds locks that other threads need, so `stop` does not join the thread; it performs the urgent steps itself.
         self.stop.request();
         if let Endpoint::Listen(listener) = &*self.endpoint {
             listener.close();

@@ -1,26 +1,27 @@
-//! Tells memory that a front end shares from memory that it keeps private.
+//! Detects guest memory that a front end maps privately.
 //!
-//! A front end hands over the file behind its guest's memory. If it maps that file privately itself (QEMU without share=on), the
-//! guest writes to copies of the pages: the rings look empty here for ever. `/proc/PID/maps` of its process shows which it is.
+//! A front end passes the file behind its guest's memory. If it maps that file privately itself (QEMU without share=on), the
+//! guest writes to private copies of the pages, and the rings always look empty to vnetd. `/proc/PID/maps` of the front end's
+//! process shows how it maps the file.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::MetadataExt;
 
-/// The interface's note.
+/// Note of the interface for this case.
 pub(super) const NOTE: &str = "the VM keeps its memory private, so that none of its frames arrives: start QEMU with \
                                -object memory-backend-memfd,share=on";
-/// Most bytes read: 65 530 mappings (`vm.max_map_count`) of about 100 bytes.
+/// Upper bound on the bytes read: 65 530 mappings (`vm.max_map_count`) of about 100 bytes.
 const MAPS_MAX: u64 = 8 << 20;
 
-/// Some(true) if process `pid` maps `file` privately and nowhere shared; `None` if that is unknown.
+/// `Some(true)` if process `pid` maps `file` only privately, `Some(false)` if it shares the file; `None` if that is unknown.
 pub(super) fn maps_privately(pid: i32, file: &File) -> Option<bool> {
     let meta = file.metadata().ok()?;
     let maps = File::open(format!("/proc/{pid}/maps")).ok()?.take(MAPS_MAX);
     judge(BufReader::new(maps), (rustix::fs::major(meta.dev()), rustix::fs::minor(meta.dev())), meta.ino())
 }
 
-/// Judges the lines of a maps file (proc_pid_maps(5)): `address perms offset dev inode path`.
+/// Evaluates the lines of a maps file (proc_pid_maps(5)): `address perms offset dev inode path`.
 fn judge(maps: impl BufRead, device: (u32, u32), inode: u64) -> Option<bool> {
     let (device, inode) = (format!("{:02x}:{:02x}", device.0, device.1), inode.to_string());
     let mut private = None;
@@ -67,11 +68,11 @@ mod tests {
         let pid = std::process::id() as i32;
         assert_eq!(maps_privately(pid, &file), None);
         for (flags, private) in [(MapFlags::PRIVATE, true), (MapFlags::SHARED, false)] {
-            // SAFETY: a new mapping at an address chosen by the kernel overlaps no existing one; nobody uses it.
+            // SAFETY: a new mapping at an address chosen by the kernel overlaps no existing one; no code uses it.
             let page =
                 unsafe { mmap(std::ptr::null_mut(), 0x1000, ProtFlags::READ, flags, &file, 0) }.unwrap();
             assert_eq!(maps_privately(pid, &file), Some(private));
-            // SAFETY: mapped above; no pointer into it is left.
+            // SAFETY: mapped above; no pointer into it remains.
             unsafe { munmap(page, 0x1000) }.unwrap();
         }
     }

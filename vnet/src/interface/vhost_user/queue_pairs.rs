@@ -1,8 +1,8 @@
 //! The device: all queue pairs with their locks, shared by dispatchers and the control thread.
 //!
 //! Each vring has its own mutex. A dispatcher holds it for one burst, uncontended unless the front end is changing the vring; the
-//! control thread holds it while it changes the vring. So no message takes effect while frames are in flight, and GET_VRING_BASE
-//! answers with none in flight.
+//! control thread holds it while it changes the vring. So no message takes effect while frames are in flight, and the reply to
+//! GET_VRING_BASE leaves none in flight.
 //!
 //! Lock order: a thread that holds a transmit vring may lock receive vrings (of this or other interfaces) one at a time; a thread
 //! that holds a receive vring locks nothing else. The control thread holds one lock at a time.
@@ -27,7 +27,7 @@ use crate::stats::{DropReason, PortStats};
 use crate::wire::ethernet::Mac;
 use crate::wire::offload::Offload;
 
-/// Reason for states and logs: guest memory was truncated.
+/// Reason shown in states and logs: the file behind the guest memory was truncated.
 pub(super) const POISONED: &str = "the file behind the guest's memory was truncated";
 /// Reason: the front end shares no memory.
 const NO_MEMORY: &str =
@@ -35,17 +35,17 @@ const NO_MEMORY: &str =
 /// Reason: the guest's memory is not the memory that the front end shares.
 const PRIVATE_MEMORY: &str = "the guest kicks, but its rings are empty here, as if its memory were private: start QEMU with \
                               -object memory-backend-memfd,share=on";
-/// Kicks on a blank ring that prove an active driver: QEMU itself kicks once.
+/// Number of kicks on a blank ring that prove an active driver: QEMU itself kicks once.
 const BLANK_KICKS: u64 = 2;
 /// How long a change of a queue waits for the kernel to release held chains (zero copy).
 const RELEASE_WITHIN: Duration = Duration::from_secs(1);
-/// Length of a RARP announcement in bytes: the shortest Ethernet frame.
+/// Length of a RARP announcement in bytes: the minimum length of an Ethernet frame.
 pub(super) const RARP_LEN: usize = 60;
 
 /// A guest's transmit vring.
 pub(super) struct Transmit {
     pub(super) vring: Vring,
-    /// A frame of our own to enter the core next, see [`Device::announce`].
+    /// A frame made by vnetd that enters the core next; see [`Device::announce`].
     pub(super) announcement: Option<Box<[u8; RARP_LEN]>>,
 }
 
@@ -53,20 +53,21 @@ pub(super) struct Transmit {
 pub(super) struct Receive {
     pub(super) vring: Vring,
     giver: Giver,
-    /// Decides when the guest is notified.
+    /// Decides when to notify the guest.
     coalescing: Coalescing,
 }
 
 /// One queue pair.
 pub(super) struct Pair {
-    /// Locked from a fill of its source until the burst is dropped, see `source.rs`.
+    /// Locked from a fill of the pair's source until the burst is dropped; see `source.rs`.
     pub(super) transmit: Arc<Mutex<Transmit>>,
     receive: Mutex<Receive>,
     /// An eventfd that wakes the dispatcher after the control thread has changed the pair.
     pub(super) bell: OwnedFd,
-    /// The receive vring is up since the control thread's last change.
+    /// True if the receive vring was up after the control thread's last change.
     receives: AtomicBool,
-    /// The control thread wants a lock. A busy dispatcher, which releases it only for an instant, skips the pair meanwhile.
+    /// True while the control thread waits for a lock of the pair. A busy dispatcher releases the lock only for an instant, so it
+    /// skips the pair during that time.
     pub(super) changing: AtomicBool,
 }
 
@@ -81,13 +82,13 @@ pub(super) struct Device {
     pub(super) pairs: Vec<Pair>,
     /// Number of pairs, counted from the first, whose receive vrings are all up.
     active: AtomicUsize,
-    /// Notifications are deferred to the end of coalescing; changed only under the receive vrings' locks.
+    /// True if notifications are deferred to the end of coalescing; changed only under the receive vrings' locks.
     coalesces: AtomicBool,
-    /// Who may be the front end.
+    /// Admits and refuses front ends.
     pub(super) admission: Admission,
-    /// The front end maps its memory privately: where it does so, for the interface's note.
+    /// Where the front end maps its memory privately, for the interface's note; `None` if it does not.
     private_memory: Mutex<Option<String>>,
-    /// Why no frame can flow.
+    /// The reason why no frame can flow.
     status: Mutex<String>,
 }
 
@@ -142,8 +143,8 @@ impl Device {
         2 * self.pairs.len()
     }
 
-    /// Runs `change` on vring `index` (even: guest receives, odd: guest transmits) and wakes its dispatcher. `None` if there is no
-    /// such vring.
+    /// Runs `change` on vring `index` (even: guest receives, odd: guest transmits) and wakes its dispatcher. `None` if the vring
+    /// does not exist.
     ///
     /// A transmit vring is changed after the kernel has released its held chains, or after [`RELEASE_WITHIN`].
     pub(super) fn change<R>(&self, index: usize, change: impl FnOnce(&mut Vring) -> R) -> Option<R> {
@@ -168,11 +169,11 @@ impl Device {
         result
     }
 
-    /// Waits until the kernel no longer reads the pair's transmit chains, or until `end`, because the guest may reuse returned chains. Dispatchers
-    /// can lock the vring meanwhile, but take no new frames from it.
+    /// Waits until the kernel no longer reads the pair's transmit chains, or until `end`, because the guest may reuse returned
+    /// chains. Dispatchers can lock the vring during the wait, but take no new frames from it.
     ///
     /// A chain that is not released in time is not returned when the ring stops: the next back end of the ring takes it again, so
-    /// its frame may be sent twice. The kernel keeps the pages even if we unmap them.
+    /// its frame may be sent twice. The kernel keeps the pages even if vnetd unmaps them.
     fn drain<'a>(&self, pair: &'a Pair, end: Instant) -> MutexGuard<'a, Transmit> {
         loop {
             let mut transmit = pair.transmit.lock();
@@ -190,7 +191,7 @@ impl Device {
         }
     }
 
-    /// Drains all pairs before the interface stops. The rings are not written afterwards.
+    /// Drains all pairs before the interface stops. vnetd does not write to the rings afterwards.
     pub(super) fn drain_all(&self) {
         let end = Instant::now() + RELEASE_WITHIN;
         for pair in &self.pairs {
@@ -199,8 +200,8 @@ impl Device {
         }
     }
 
-    /// Resets all vrings after the front end has disconnected. The rings are no longer ours: held chains are not returned, because
-    /// the front end may have returned them already.
+    /// Resets all vrings after the front end has disconnected. The rings no longer belong to vnetd: held chains are not returned,
+    /// because the front end may have returned them already.
     pub(super) fn reset_all(&self) {
         for pair in &self.pairs {
             pair.changing.store(true, Ordering::Relaxed);
@@ -237,11 +238,11 @@ impl Device {
         self.active.load(Ordering::Relaxed).max(1)
     }
 
-    /// Up if frames can flow, else the reason why not.
+    /// Up if frames can flow, else the reason why they cannot.
     pub(super) fn state(&self) -> State {
         let (mut up, mut missing) = (false, None);
         for pair in &self.pairs {
-            // One lock at a time, see the lock order above.
+            // Locks one vring at a time, see the lock order above.
             let receive = Health::of(&pair.receive.lock().vring, "receive");
             let transmit = {
                 let vring = &mut pair.transmit.lock().vring;
@@ -272,17 +273,17 @@ impl Device {
         *self.status.lock() = status;
     }
 
-    /// Records whether the front end maps its memory privately.
+    /// Records that the front end maps its memory privately; `None`: it does not.
     pub(super) fn set_private_memory(&self, note: Option<String>) {
         *self.private_memory.lock() = note;
     }
 
-    /// Likely mistakes of whoever started the VM.
+    /// Likely mistakes in the VM's configuration.
     pub(super) fn notes(&self) -> Vec<String> {
         self.private_memory.lock().clone().into_iter().chain(self.admission.note()).collect()
     }
 
-    /// Locks the receive vring for frames to `queue`: the first one if the guest does not use that queue.
+    /// Locks the receive vring for frames to `queue`, or the first receive vring if the guest does not use that queue.
     fn receiving(&self, queue: usize) -> MutexGuard<'_, Receive> {
         let wanted = queue % self.pairs.len();
         let guard = self.pairs[wanted].receive.lock();
@@ -316,7 +317,7 @@ impl Device {
         } else if ring.publish() && vring.notify() {
             self.stats.notifications.add(1);
         }
-        // After the notification, which must not wait for this.
+        // Done after the notification, so as not to delay it.
         if let Some(Running { ring, .. }) = vring.running() {
             ring.read_ahead(frames.which.len());
         }
@@ -327,7 +328,7 @@ impl Device {
         }
     }
 
-    /// Notifies an idle guest of `bytes` that are about to be delivered.
+    /// Notifies an idle guest of `bytes` bytes that are about to be delivered.
     fn inject_early(&self, vring: &mut Vring, coalescing: &mut Coalescing, bytes: u64) {
         let Some(running) = vring.running() else { return };
         if running.ring.caught_up() {
@@ -340,7 +341,7 @@ impl Device {
         }
     }
 
-    /// Calls `then` for the receive vrings that frames for `queue` may have gone to: its own, and the first one.
+    /// Calls `then` for the receive vrings that frames for `queue` may have gone to: that queue's vring, and the first one.
     fn delivered_to(&self, queue: usize, mut then: impl FnMut(&mut Receive)) {
         let wanted = queue % self.pairs.len();
         then(&mut self.pairs[wanted].receive.lock());
@@ -355,7 +356,7 @@ impl Coalesce for Device {
         for pair in &self.pairs {
             let mut receive = pair.receive.lock();
             receive.coalescing = Coalescing::new(settings);
-            // Later deliveries use the new settings; earlier ones are settled here.
+            // Later deliveries use the new settings; pending notifications of earlier ones are settled here.
             self.coalesces.store(receive.coalescing.is_on(), Ordering::Relaxed);
             self.stats.notifications.add(u64::from(receive.vring.settle()));
         }
@@ -429,9 +430,9 @@ impl Land for Device {
 struct Health {
     up: bool,
     broken: Option<String>,
-    /// Why frames cannot flow.
+    /// The reason why frames cannot flow.
     missing: Option<String>,
-    /// Running, but not used by a driver so far.
+    /// True if the vring is running but no driver has used it so far.
     blank: bool,
 }
 
@@ -449,7 +450,7 @@ impl Health {
 
 impl Pair {
     pub(super) fn ring(&self) {
-        // Fails only if the counter is full; then the eventfd is readable already.
+        // Fails only if the counter is full; in that case the eventfd is already readable.
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
     }
 }
@@ -459,7 +460,7 @@ fn rarp(mac: Mac) -> [u8; RARP_LEN] {
     let mut frame = [0; RARP_LEN];
     frame[..6].copy_from_slice(&Mac::BROADCAST.0);
     frame[6..12].copy_from_slice(&mac.0);
-    // EtherType RARP; hardware Ethernet, protocol IPv4, lengths 6 and 4, operation 3 (request reverse).
+    // EtherType RARP; hardware type Ethernet, protocol IPv4, lengths 6 and 4, operation 3 (request reverse).
     frame[12..22].copy_from_slice(&[0x80, 0x35, 0, 1, 8, 0, 6, 4, 0, 3]);
     frame[22..28].copy_from_slice(&mac.0);
     frame[32..38].copy_from_slice(&mac.0);

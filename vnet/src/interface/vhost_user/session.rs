@@ -1,7 +1,7 @@
 //! One connection with a front end: implements the messages of the vhost-user protocol.
 //!
-//! Crate `vhost` reads messages and checks their form and number of file descriptors; this file checks their contents. Any error
-//! ends the connection, which resets the device. A session begins with nothing negotiated.
+//! Crate `vhost` reads messages and checks their form and the number of file descriptors; this file checks their contents. Any
+//! error ends the connection, which resets the device. A session begins with nothing negotiated.
 
 use std::fs::File;
 use std::io;
@@ -31,7 +31,7 @@ pub(super) struct Session {
     protocol: u64,
 }
 
-/// A protocol error with our own message.
+/// A protocol error with vnet's message.
 pub(super) fn refuse(text: impl Into<String>) -> Error {
     Error::ReqHandlerError(io::Error::other(text.into()))
 }
@@ -60,7 +60,7 @@ fn checked_eventfd(file: Option<File>) -> Result<Option<File>> {
     }
 }
 
-/// Maps a region. On an error the caller leaves the file, which may be of any kind, to the closer.
+/// Maps a region. On error the caller passes the file, which may be of any kind, to the closer.
 fn map(spec: RegionSpec, file: &File) -> Result<Arc<Region>> {
     Region::map(spec, file).map_err(|error| refuse(error.to_string()))
 }
@@ -75,7 +75,7 @@ impl Session {
         self.protocol & VhostUserProtocolFeatures::REPLY_ACK.bits() != 0
     }
 
-    /// Runs `change` on vring `index`, which is checked at its full width on the wire.
+    /// Runs `change` on vring `index`. The index is checked at its full width on the wire.
     fn vring<R>(&self, index: u32, change: impl FnOnce(&mut Vring) -> R) -> Result<R> {
         let found = usize::try_from(index).ok().and_then(|index| self.device.change(index, change));
         found.ok_or_else(|| {
@@ -87,7 +87,7 @@ impl Session {
         })
     }
 
-    /// An eventfd from the front end that we will signal.
+    /// Wraps an eventfd of the front end that vnetd will signal.
     fn event(&self, file: Option<File>) -> Result<Option<Event>> {
         Ok(checked_eventfd(file)?.map(|file| Event::new(file, self.device.signals.clone())))
     }
@@ -103,7 +103,7 @@ impl Session {
         self.common.memory.as_ref().map_or(&[], |memory| memory.regions())
     }
 
-    /// Checks number and total length of regions before they are mapped.
+    /// Checks the number and total length of regions before they are mapped.
     fn check_share(&self, lens: impl Iterator<Item = u64>) -> Result<()> {
         let (mut count, mut bytes) = (0, 0u64);
         lens.for_each(|len| (count, bytes) = (count + 1, bytes.saturating_add(len)));
@@ -122,7 +122,7 @@ impl Session {
         Ok(())
     }
 
-    /// Notes whether the front end maps one of `files` privately: then its guest does not use the memory that we see.
+    /// Records whether the front end maps one of `files` privately: its guest then does not use the memory that vnetd sees.
     fn look_for_private_memory(&self, files: &[File]) {
         let Some(pid) = self.peer.pid else { return };
         if files.iter().any(|file| private::maps_privately(pid, file) == Some(true)) {
@@ -142,7 +142,7 @@ impl Session {
         Ok(())
     }
 
-    /// NET_SET_MTU: returns false if the guest would get a larger MTU than the interface carries. The connection goes on.
+    /// NET_SET_MTU: returns false if the guest would get a larger MTU than the interface carries. The connection stays open.
     pub(super) fn set_mtu(&mut self, mtu: u64) -> bool {
         let ours = self.device.options.mtu as u64;
         if mtu > ours {
@@ -158,7 +158,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn reset_owner(&mut self) -> Result<()> {
-        // Deprecated in favour of RESET_DEVICE.
+        // RESET_OWNER is deprecated in favour of RESET_DEVICE.
         self.reset_device()
     }
 
@@ -181,7 +181,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         self.common.features = wanted;
         self.device.set_common(&self.common);
         if wanted & features::PROTOCOL_FEATURES == 0 {
-            // Without protocol features there is no SET_VRING_ENABLE: rings start enabled.
+            // Without protocol features there is no SET_VRING_ENABLE, so rings start enabled.
             self.device.change_all(|vring| vring.set_enabled(true));
         }
         Ok(())
@@ -291,8 +291,8 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_config(&mut self, _offset: u32, _bytes: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
-        // A net device's configuration space is read-only for VERSION_1 drivers. Older ones may only write the MAC address, which
-        // is not filtered on.
+        // A net device's configuration space is read-only for VERSION_1 drivers. Older drivers may write only the MAC address, on
+        // which vnet does not filter.
         Ok(())
     }
 
@@ -341,7 +341,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
-        // Ignores the offset: front ends differ in what they send here.
+        // Ignores the offset, because front ends send different values here.
         let spec = spec_of(region);
         let same = |r: &RegionSpec| {
             (r.guest_addr, r.user_addr, r.len) == (spec.guest_addr, spec.user_addr, spec.len)

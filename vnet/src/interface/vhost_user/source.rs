@@ -1,7 +1,8 @@
-//! Frames that a guest sends: the dispatcher's side of a transmit vring.
+//! Frames sent by a guest: the dispatcher's side of a transmit vring.
 //!
-//! A fill locks the vring until its burst is dropped. So no message of the front end takes effect while frames in guest memory are
-//! being forwarded: no memory is unmapped and no ring stopped. The lock is uncontended unless the front end is changing the vring.
+//! A fill locks the vring until its burst is dropped. So no message of the front end takes effect while frames in guest memory
+//! are being forwarded: no memory is unmapped and no ring stopped. The lock is uncontended unless the front end is changing the
+//! vring.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -23,14 +24,14 @@ pub(super) struct GuestSource {
     queue: usize,
     /// The locked vring, from a fill until its burst is dropped.
     locked: Option<ArcMutexGuard<RawMutex, Transmit>>,
-    /// Why the vring broke in the last fill.
+    /// How the vring broke in the last fill.
     broke: Option<String>,
     /// The announcement in the last fill, see [`Device::announce`].
     announcement: Option<Box<[u8; RARP_LEN]>>,
 }
 
 impl GuestSource {
-    /// `queue` must be less than the device's number of queue pairs.
+    /// Creates the source of `queue`, which must be less than the device's number of queue pairs.
     pub(super) fn new(device: Arc<Device>, queue: usize) -> GuestSource {
         GuestSource { device, queue, locked: None, broke: None, announcement: None }
     }
@@ -43,7 +44,7 @@ impl GuestSource {
     fn announce(&mut self, frame: Box<[u8; RARP_LEN]>, batch: &mut Batch) -> Taken {
         let device = &*self.device;
         let mut builder = batch.begin();
-        // SAFETY: the frame is kept in `announcement`, unchanged, until `give_back`, before which the batch is cleared.
+        // SAFETY: the frame stays in `announcement`, unchanged, until `give_back`, and the batch is cleared before that call.
         unsafe { builder.push_stable(Segment::new(frame.as_ptr(), RARP_LEN)) };
         match builder.finish(device.port, device.network, Offload::default(), 0) {
             Ok(()) => {
@@ -88,7 +89,7 @@ impl Source for GuestSource {
         let result = take(&mut running.ring, &mut running.taken, &owner, batch, drops);
         let poisoned = running.ring.memory().is_poisoned();
         if poisoned {
-            // The memory's file was truncated: frames may have become zeros. Drop the whole burst.
+            // The file behind the memory was truncated, so frames may have turned into zeros. Drop the whole burst.
             for frame in batch.frames() {
                 let bytes = frame.len() as u64;
                 drops.withdrawn(&self.device.stats, self.device.port, DropReason::BadChain, bytes);

@@ -1,4 +1,4 @@
-//! One vring: its configuration by the front end so far, and the ring while it runs.
+//! One vring: the configuration received from the front end so far, and the ring while it runs.
 //!
 //! SET_VRING_KICK *starts* a vring and GET_VRING_BASE stops it. SET_VRING_ENABLE *enables* it; without protocol features it is
 //! always enabled (vhost-user, "Ring states"). Frames flow while it is started and enabled. Front ends send the messages in
@@ -24,7 +24,7 @@ pub(super) struct Addresses {
     pub(super) descriptors: u64,
     pub(super) available: u64,
     pub(super) used: u64,
-    /// Guest physical address of the used ring if writes to it are logged as dirty pages.
+    /// Guest physical address of the used ring if writes to the ring are logged as dirty pages.
     pub(super) used_log: Option<u64>,
 }
 
@@ -36,12 +36,12 @@ pub(super) struct Common {
     pub(super) log: Option<Arc<DirtyLog>>,
 }
 
-/// How the guest notifies us of new chains (SET_VRING_KICK).
+/// How the guest notifies vnetd of new chains (SET_VRING_KICK).
 #[derive(Debug)]
 enum Kick {
-    /// It signals an eventfd.
+    /// The guest signals an eventfd.
     Event(File),
-    /// It does not; the message had no file descriptor, and we must poll.
+    /// The guest does not notify (the message had no file descriptor), so the ring must be polled.
     Poll,
 }
 
@@ -63,28 +63,28 @@ pub(super) struct Vring {
     size: Option<u32>,
     addresses: Option<Addresses>,
     base: u16,
-    /// Some while the ring is started.
+    /// `Some` while the ring is started.
     kick: Option<Kick>,
     /// Notifies the guest (SET_VRING_CALL).
     call: Option<Event>,
-    /// The guest wanted a notification while `call` was absent.
+    /// True if the guest wanted a notification while `call` was absent.
     missed: bool,
     /// Reports a broken ring to the front end (SET_VRING_ERR).
     error: Option<Event>,
     enabled: bool,
     running: Option<Running>,
-    /// How guest or front end broke the running ring; kept until the ring is stopped.
+    /// How the guest or front end broke the running ring; kept until the ring is stopped.
     broken: Option<String>,
-    /// Why the front end's configuration does not make a valid ring.
+    /// The reason why the front end's configuration does not make a valid ring.
     invalid: Option<String>,
     waker: Option<Waker>,
-    /// The dispatcher may be asleep, waiting for a kick.
+    /// True if the dispatcher may be asleep, waiting for a kick.
     armed: bool,
-    /// Kicks counted since the ring was started.
+    /// Number of kicks counted since the ring was started.
     kicks: u64,
-    /// Why kicks cannot wake the dispatcher.
+    /// The reason why kicks cannot wake the dispatcher.
     unwatched: Option<String>,
-    /// Limits log lines that guests can trigger.
+    /// Rate limit of log lines that guests can trigger.
     log_limit: LogLimit,
 }
 
@@ -93,7 +93,7 @@ impl Vring {
         Vring { transmit, ..Vring::default() }
     }
 
-    /// The ring if frames may flow.
+    /// The running ring; `None` if frames may not flow.
     #[inline]
     pub(super) fn running(&mut self) -> Option<&mut Running> {
         if self.enabled { self.running.as_mut() } else { None }
@@ -104,12 +104,12 @@ impl Vring {
         self.enabled && self.running.is_some()
     }
 
-    /// Why the vring is disabled if guest or front end broke it.
+    /// How the guest or front end broke the vring, which is disabled therefore.
     pub(super) fn broken(&self) -> Option<&str> {
         self.broken.as_deref().or(self.invalid.as_deref())
     }
 
-    /// Why the dispatcher may miss the guest's kicks while it sleeps.
+    /// The reason why the dispatcher may miss the guest's kicks while it sleeps.
     pub(super) fn unwatched(&self) -> Option<&str> {
         self.unwatched.as_deref()
     }
@@ -124,7 +124,8 @@ impl Vring {
         self.running.as_ref().is_some_and(|running| running.ring.is_blank())
     }
 
-    /// Kicks since the ring was started, including pending ones. The caller must wake the dispatcher: this consumes its wake-up.
+    /// Number of kicks since the ring was started, including pending ones. The caller must wake the dispatcher, because this call
+    /// consumes its wake-up.
     pub(super) fn count_kicks(&mut self) -> u64 {
         if let Some(Kick::Event(kick)) = &self.kick {
             self.kicks = self.kicks.saturating_add(drain(kick));
@@ -139,7 +140,7 @@ impl Vring {
         self.call.as_ref().is_some_and(Event::signal)
     }
 
-    /// Notifies the guest of used entries it waits for. Returns true if the notification was sent.
+    /// Notifies the guest of used entries for which it waits. Returns true if the notification was sent.
     pub(super) fn settle(&mut self) -> bool {
         let Some(Running { ring, .. }) = &mut self.running else { return false };
         let waits = ring.waits();
@@ -147,8 +148,7 @@ impl Vring {
         waits && self.notify()
     }
 
-    /// Returns chains that are no longer held to the driver. Returns whether chains are still held, and whether the guest was
-    /// notified.
+    /// Returns released chains to the driver. Returns whether chains are still held, and whether the guest was notified.
     pub(super) fn reclaim(&mut self) -> (bool, bool) {
         let Some(Running { ring, taken, .. }) = &mut self.running else { return (false, false) };
         if !taken.is_held() {
@@ -172,7 +172,8 @@ impl Vring {
         }
     }
 
-    /// Ends the running ring and records its position. Sends owed notifications first: later there is no ring to check.
+    /// Ends the running ring and records its position. Sends pending notifications first, because afterwards there is no ring to
+    /// check.
     fn halt(&mut self) {
         self.settle();
         if let Some(running) = self.running.take() {
@@ -190,7 +191,7 @@ impl Vring {
         self.base
     }
 
-    /// Returns to the state before the first message; the dispatcher's waker stays.
+    /// Returns to the initial state, before the first message; keeps the dispatcher's waker.
     pub(super) fn reset(&mut self) {
         self.stop();
         *self = Vring {
@@ -203,7 +204,7 @@ impl Vring {
         };
     }
 
-    /// RESET_DEVICE: as [`Vring::reset`], but memory, features and the call and error eventfds stay.
+    /// RESET_DEVICE: like [`Vring::reset`], but keeps memory, features, and the call and error eventfds.
     pub(super) fn reset_device(&mut self) {
         let (common, call, error) = (std::mem::take(&mut self.common), self.call.take(), self.error.take());
         self.reset();
@@ -257,7 +258,8 @@ impl Vring {
     }
 
     fn set_kick_source(&mut self, kick: Option<Kick>) {
-        // The front end holds the same open file, so closing our descriptor would leave it in the epoll set: remove it first.
+        // The front end holds the same open file, so closing vnetd's descriptor would leave the file in the epoll set: remove it
+        // first.
         if let (Some(waker), Some(Kick::Event(old))) = (&self.waker, &self.kick) {
             waker.forget(old.as_fd());
         }
@@ -275,7 +277,7 @@ impl Vring {
         }
     }
 
-    /// Records and logs that the dispatcher cannot be woken.
+    /// Records and logs that kicks cannot wake the dispatcher.
     pub(super) fn set_unwatched(&mut self, reason: String) {
         tracing::warn!(%reason, "frames may be delayed");
         self.unwatched = Some(reason);
@@ -320,8 +322,8 @@ impl Vring {
         match Ring::new(memory.clone(), &config, log) {
             Ok(mut ring) => {
                 if self.transmit {
-                    // A previous back end may have suppressed notifications, and the dispatcher may be asleep. If frames wait
-                    // already, the caller that changed the ring wakes the dispatcher.
+                    // A previous back end may have suppressed notifications, and the dispatcher may be asleep. If frames are
+                    // waiting already, the caller that changed the ring wakes the dispatcher.
                     ring.arm();
                 } else {
                     ring.disarm();
@@ -348,7 +350,7 @@ impl Vring {
         self.running().is_none_or(|running| !polled && running.ring.arm())
     }
 
-    /// The dispatcher is awake. Returns the number of kicks since it was armed.
+    /// Tells the ring that the dispatcher is awake. Returns the number of kicks since the ring was armed.
     pub(super) fn disarm(&mut self) -> u64 {
         if let Some(running) = self.running() {
             running.ring.disarm();
@@ -356,7 +358,7 @@ impl Vring {
         match (std::mem::take(&mut self.armed), &self.kick) {
             (true, Some(Kick::Event(kick))) => {
                 let count = drain(kick);
-                // Saturating: a front end may write any count.
+                // Saturates, because a front end may write any count.
                 self.kicks = self.kicks.saturating_add(count);
                 count
             }

@@ -1,27 +1,27 @@
-//! Descriptor chains (virtio 1.2 section 2.7.5): from the head to a list of checked buffers.
+//! Descriptor chains (virtio 1.2 section 2.7.5): walks a chain from its head and returns a list of checked buffers.
 //!
 //! Each descriptor is copied once and only the copy is used. A walk ends after [`CHAIN_MAX`] descriptors, which also ends loops.
 
 use super::layout::{DESC_INDIRECT, DESC_NEXT, DESC_WRITE, Descriptor};
 use super::memory::Translator;
 
-/// Most descriptors in one chain, including those of its indirect table.
+/// Maximum number of descriptors in one chain, including those of its indirect table.
 pub const CHAIN_MAX: usize = 256;
 
 /// A buffer in guest memory, inside one mapping.
 #[derive(Clone, Copy, Debug)]
 pub struct Buffer {
-    /// First byte.
+    /// Pointer to the first byte.
     pub ptr: *mut u8,
     /// Length in bytes, never 0.
     pub len: usize,
 }
 
-// SAFETY: a pointer and a length without thread affinity; code that dereferences the pointer keeps the mapping alive through the
+// SAFETY: a pointer and a length have no thread affinity; code that dereferences the pointer keeps the mapping alive through the
 // queue's memory.
 unsafe impl Send for Buffer {}
 
-/// Why a chain was returned unused. The ring itself stays usable.
+/// Reason why a chain was returned unused. The ring itself stays usable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ChainError {
     /// More than [`CHAIN_MAX`] descriptors, or a loop.
@@ -49,11 +49,11 @@ pub enum ChainError {
 
 /// A descriptor table: the queue's, or an indirect one.
 pub(super) struct DescriptorTable {
-    /// First descriptor, mapped for `size` descriptors.
+    /// Pointer to the first descriptor, mapped for `size` descriptors.
     pub(super) base: *const u8,
     /// Number of descriptors.
     pub(super) size: u16,
-    /// VIRTIO_F_INDIRECT_DESC was negotiated.
+    /// True if VIRTIO_F_INDIRECT_DESC was negotiated.
     pub(super) indirect: bool,
 }
 

@@ -1,5 +1,5 @@
-//! Dirty page logging for live migration (vhost-user, "Migration"). While the VM's memory is copied to another host, each page we
-//! write is marked in a bitmap shared with the front end; otherwise the guest would lose that write.
+//! Dirty page logging for live migration (vhost-user, "Migration"). While the VM's memory is copied to another host, vnetd marks
+//! each page it writes in a bitmap shared with the front end; otherwise the guest would lose that write.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -20,14 +20,14 @@ impl DirtyLog {
     /// Maps `len` bytes at `offset` of `file`.
     ///
     /// # Errors
-    /// As [`Region::map`].
+    /// See [`Region::map`].
     pub fn map(file: &File, offset: u64, len: u64) -> Result<DirtyLog, MemoryError> {
         let region = Region::map(RegionSpec { guest_addr: 0, user_addr: 0, len, offset }, file)?;
         Ok(DirtyLog { region })
     }
 
-    /// Marks the pages of `len` bytes at guest physical address `addr`, which must have been written: the cost is that of the
-    /// pages. Pages beyond the bitmap are ignored.
+    /// Marks the pages of `len` bytes at guest physical address `addr`. These bytes must have been written, because the cost is
+    /// proportional to the number of pages. Pages beyond the bitmap are ignored.
     pub fn mark(&self, addr: u64, len: u64) {
         if len == 0 {
             return;
@@ -37,8 +37,8 @@ impl DirtyLog {
             if page / 8 >= self.region.spec().len {
                 break;
             }
-            // SAFETY: the byte lies inside the region, which stays mapped as long as `self`; a byte is always aligned, and the front
-            // end, which clears bits concurrently, uses atomic operations too.
+            // SAFETY: the byte lies inside the region, which stays mapped as long as `self`; a byte is always aligned, and the
+            // front end, which clears bits concurrently, also uses atomic operations.
             let byte = unsafe { AtomicU8::from_ptr(self.region.host().add((page / 8) as usize)) };
             byte.fetch_or(1 << (page % 8), Ordering::Relaxed);
         }

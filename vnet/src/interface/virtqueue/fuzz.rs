@@ -24,7 +24,7 @@ pub const PREFIX_LEN: usize = 6;
 /// 0x280, close together to keep inputs short.
 pub const RINGS: [usize; 2] = [0, 0x400];
 
-/// Guest memory reused for every input: mapping it each time would dominate the run time.
+/// Guest memory reused for every input, because mapping it each time would dominate the run time.
 struct World {
     mock: MockMemory,
     memory: Arc<GuestMemory>,
@@ -35,7 +35,7 @@ struct World {
     log_file: File,
 }
 
-/// Bytes of the dirty log: a bit for each page, the one below the memory included.
+/// Size of the dirty log in bytes: one bit per page, including the page below guest memory.
 const LOG_LEN: usize = (GUEST_BASE as usize + MEMORY_LEN).div_ceil(8 * LOG_PAGE as usize);
 
 thread_local! {
@@ -75,8 +75,7 @@ impl World {
 /// Runs `data` as guest memory: moves frames from its transmit ring to its receive ring until no more chains move.
 ///
 /// # Panics
-/// If an invariant breaks that no guest may break: more chains than the ring holds, frames not counted, or a page written but not
-/// logged.
+/// If the guest breaks an invariant: more chains than the ring holds, frames not counted, or a page written but not logged.
 pub fn rings(data: &[u8]) {
     let Some((prefix, memory)) = data.split_first_chunk::<PREFIX_LEN>() else { return };
     WORLD.with_borrow_mut(|world| {
@@ -92,7 +91,7 @@ pub fn rings(data: &[u8]) {
     });
 }
 
-/// Every page that differs from `image` is marked. Clears the log.
+/// Checks that every page that differs from `image` is marked. Clears the log.
 fn check_log(world: &World, image: &[u8]) {
     let mut bits = [0; LOG_LEN];
     rustix::io::pread(&world.log_file, &mut bits, 0).expect("log");
@@ -135,7 +134,8 @@ fn run(world: &mut World, prefix: &[u8; PREFIX_LEN], logged: bool) {
     let owner = |stats| Owner { port: PortId(1), network: NetworkId::DEFAULT, mtu: 9000, stats, format };
     let mut drops = DropSink::new();
     let mut given = 0;
-    // A guest that does not run offers at most one ring full of chains; our own writes may add some, so bound the rounds.
+    // A guest that does not run offers at most one ring full of chains; the device's writes may add some, so the rounds are
+    // bounded.
     for _ in 0..64 {
         tx.disarm();
         let before = tx.position();

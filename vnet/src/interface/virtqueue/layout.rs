@@ -10,7 +10,7 @@ pub const DESC_INDIRECT: u16 = 4;
 pub const AVAIL_NO_INTERRUPT: u16 = 1;
 /// `used.flags`: the device wants no notifications (`VIRTQ_USED_F_NO_NOTIFY`).
 pub const USED_NO_NOTIFY: u16 = 1;
-/// Largest queue size (virtio 1.2 section 2.7).
+/// Maximum queue size in entries (virtio 1.2 section 2.7).
 pub const QUEUE_SIZE_MAX: u16 = 32_768;
 
 // Rings are little endian (virtio 1.2 section 2.7) and accessed without byte swapping.
@@ -37,7 +37,7 @@ impl Descriptor {
     /// Copies entry `index` of the descriptor table at `table`, reading it once.
     ///
     /// # Safety
-    /// `table` must be readable for `(index + 1) * 16` bytes. Others may write to it concurrently.
+    /// `table` must be readable for `(index + 1) * 16` bytes. The guest may write to it concurrently.
     #[inline]
     pub(super) unsafe fn fetch(table: *const u8, index: u16) -> Descriptor {
         /// Two unaligned words: indirect tables may start at any address.

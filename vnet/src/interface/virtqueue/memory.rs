@@ -1,7 +1,7 @@
-//! Guest memory: maps the regions a front end shares and translates addresses into pointers.
+//! Guest memory: maps the regions that a front end shares and translates addresses into pointers.
 //!
 //! A [`GuestMemory`] is an immutable sorted table. A change (SET_MEM_TABLE, ADD_MEM_REG, REM_MEM_REG) builds a new table that
-//! shares the regions which stay. Queues hold the table by `Arc`, so a mapping lives as long as pointers into it are used. There
+//! shares the remaining regions. Queues hold the table by `Arc`, so a mapping lives as long as pointers into it are used. There
 //! are two kinds of addresses: guest physical ones in descriptors, and addresses in the front end's own address space (*user*
 //! addresses) by which vhost-user locates the rings.
 
@@ -15,7 +15,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::sigbus::{REGION_LEN_MAX, Registration};
 
-/// Most regions of one guest; reported as the number of memory slots (GET_MAX_MEM_SLOTS).
+/// Maximum number of regions of one guest; reported as the number of memory slots (GET_MAX_MEM_SLOTS).
 pub const REGIONS_MAX: usize = 64;
 
 /// A region as the front end describes it, untrusted until [`Region::map`] has checked it.
@@ -31,10 +31,10 @@ pub struct RegionSpec {
     pub offset: u64,
 }
 
-/// Why memory was refused.
+/// Error for memory that vnetd refuses.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
-    /// Empty, larger than 1 TiB, or its end overflows 64 bits.
+    /// The range is empty, larger than 1 TiB, or its end overflows 64 bits.
     #[error("memory region at guest address {0:#x} is empty, overflows, or is larger than 1 TiB")]
     BadRange(u64),
     /// The file ends before the region.
@@ -53,7 +53,7 @@ pub enum MemoryError {
     /// The file descriptor is a device, pipe or socket.
     #[error("memory region at guest address {0:#x} is not a file or memfd")]
     NotAFile(u64),
-    /// The file lies on a file system whose pages may be missing or slow.
+    /// The file lies on a file system whose pages may be missing or slow to access.
     #[error(
         "memory region at guest address {0:#x} is a file on a disk or network; let the VM's memory be a memfd, as in QEMU's \
          memory-backend-memfd,share=on, or a file in /dev/shm or hugetlbfs"
@@ -62,10 +62,10 @@ pub enum MemoryError {
     /// Two regions contain the same address.
     #[error("memory regions overlap at guest address {0:#x}")]
     Overlap(u64),
-    /// More regions than [`REGIONS_MAX`].
+    /// There are more regions than [`REGIONS_MAX`].
     #[error("more than {REGIONS_MAX} memory regions")]
     TooMany,
-    /// The kernel refused to map it.
+    /// The kernel refused to map the region.
     #[error("cannot map the memory region at guest address {guest_addr:#x}: {source}")]
     Map {
         /// The region's first guest physical address.
@@ -79,7 +79,7 @@ pub enum MemoryError {
 #[derive(Debug)]
 pub struct Region {
     spec: RegionSpec,
-    /// First byte of the region. The mapping may start before it, aligned to the file's block size.
+    /// Pointer to the first byte of the region. The mapping may start before it, aligned to the file's block size.
     host: *mut u8,
     mapping: *mut u8,
     mapping_len: usize,
@@ -112,7 +112,7 @@ impl Region {
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
             return Err(MemoryError::NotAFile(guest_addr));
         }
-        // Our threads touch these pages: a file system on a disk, a network or in a process could make them wait for ever.
+        // vnetd's threads touch these pages: a file system on a disk, on a network or in a process could make them wait forever.
         let kind = rustix::fs::fstatfs(file).map_err(map_error)?.f_type;
         if ![libc::TMPFS_MAGIC, libc::HUGETLBFS_MAGIC].contains(&kind) {
             return Err(MemoryError::NotMemory(guest_addr));
@@ -135,7 +135,7 @@ impl Region {
         }
         .map_err(map_error)?
         .cast::<u8>();
-        // From here on dropping `region` unmaps it.
+        // From here on, dropping `region` unmaps the memory.
         let host = mapping.wrapping_add(before as usize);
         let mut region = Region { spec, host, mapping, mapping_len, registration: None };
         let registration = Registration::new(mapping as usize, mapping_len);
@@ -148,7 +148,7 @@ impl Region {
         &self.spec
     }
 
-    /// First byte of the region, mapped for `spec().len` bytes as long as the region lives.
+    /// Pointer to the first byte of the region, mapped for `spec().len` bytes as long as the region lives.
     #[inline]
     pub fn host(&self) -> *mut u8 {
         self.host
@@ -165,7 +165,7 @@ impl Drop for Region {
     fn drop(&mut self) {
         // Unregister before unmapping: the signal handler must never replace pages that another mapping may reuse.
         self.registration = None;
-        // SAFETY: the mapping is ours; its last owner is gone, so no pointer into it is used any more.
+        // SAFETY: the region owns the mapping; its last owner is gone, so no pointer into it is used any more.
         if let Err(error) = unsafe { munmap(self.mapping.cast(), self.mapping_len) } {
             tracing::warn!(%error, "cannot unmap guest memory");
         }
@@ -205,7 +205,7 @@ unsafe impl Send for GuestMemory {}
 unsafe impl Sync for GuestMemory {}
 
 impl GuestMemory {
-    /// A table of `regions`, given in any order.
+    /// Builds a table of `regions`, given in any order.
     ///
     /// # Errors
     /// [`MemoryError::TooMany`] or [`MemoryError::Overlap`].
@@ -233,13 +233,13 @@ impl GuestMemory {
         &self.regions
     }
 
-    /// Translates guest physical address `addr` if all `len` bytes from there lie inside one mapping.
+    /// Translates guest physical address `addr`. `None` unless all `len` bytes from there lie inside one mapping.
     #[inline]
     pub fn translate(&self, addr: u64, len: usize) -> Option<*mut u8> {
         self.row(addr).and_then(|row| row.translate(addr, len as u64))
     }
 
-    /// Translates an address of the front end's own address space likewise.
+    /// Like [`GuestMemory::translate`], for an address in the front end's own address space.
     pub fn translate_user(&self, addr: u64, len: usize) -> Option<*mut u8> {
         self.regions.iter().find_map(|region| {
             let row = Row { guest_addr: region.spec.user_addr, len: region.spec.len, host: region.host };
@@ -255,7 +255,7 @@ impl GuestMemory {
         })
     }
 
-    /// True once any region's file was truncated under its mapping: data read from this memory may be zeros of ours.
+    /// True once any region's file was truncated under its mapping: data read from this memory may be substituted zeros.
     #[inline]
     pub fn is_poisoned(&self) -> bool {
         self.regions.iter().any(|region| region.is_poisoned())
@@ -355,7 +355,7 @@ mod tests {
         let region = Region::map(spec(0x8000, 0x1000, 0x1800), &file).unwrap();
         let memory = GuestMemory::new(vec![region]).unwrap();
         let pointer = memory.translate(0x8000, 4).unwrap();
-        // SAFETY: `translate` returned a pointer to four mapped bytes, and nobody writes to them.
+        // SAFETY: `translate` returned a pointer to four mapped bytes, and no code writes to them.
         assert_eq!(unsafe { std::slice::from_raw_parts(pointer, 4) }, b"here");
     }
 
@@ -376,7 +376,7 @@ mod tests {
 
     #[test]
     fn refuses_files_that_are_not_memory() {
-        // Sources lie on a disk; it may well be that /tmp does not.
+        // Uses a source file, because sources lie on a disk and /tmp may not.
         let file = File::open(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")).unwrap();
         let error = Region::map(spec(0, 1, 0), &file).map(drop).unwrap_err();
         assert!(matches!(error, MemoryError::NotMemory(0)), "{error}");
@@ -406,23 +406,24 @@ mod tests {
         let healthy = GuestMemory::new(vec![Region::map(spec(0, 0x4000, 0), &other).unwrap()]).unwrap();
         let memory = GuestMemory::new(vec![region]).unwrap();
         let pointer = memory.translate(0x2000, 1).unwrap();
-        // SAFETY: `translate` returned a pointer to a mapped byte; nobody else uses this memory.
+        // SAFETY: `translate` returned a pointer to a mapped byte; no other code uses this memory.
         unsafe { pointer.write_volatile(7) };
         assert!(!memory.is_poisoned());
         ftruncate(&file, 0x1000).unwrap();
         // SAFETY: the mapping still exists; the signal handler replaces its missing pages.
         assert_eq!(unsafe { pointer.read_volatile() }, 0);
-        // SAFETY: as above.
+        // SAFETY: as for the read above.
         unsafe { pointer.write_volatile(9) };
         assert!(memory.is_poisoned());
         assert!(!healthy.is_poisoned());
         drop(memory);
-        // The slot is reused and no longer poisoned.
+        // The new region reuses the slot, which is no longer poisoned.
         let again = GuestMemory::new(vec![Region::map(spec(0, 0x4000, 0), &other).unwrap()]).unwrap();
         assert!(!again.is_poisoned());
     }
 
-    /// Whoever reads zeros of a truncated file's replacement sees that the region is poisoned, on whichever thread the fault was.
+    /// A thread that reads zeros from the replacement of a truncated file also sees that the region is poisoned, whichever thread
+    /// took the fault.
     #[test]
     fn no_reader_takes_replaced_pages_for_clean_ones() {
         for _ in 0..200 {
@@ -464,10 +465,10 @@ mod tests {
             }
         }
         let mut status = 0;
-        // SAFETY: `child` is our own child and `status` is writable.
+        // SAFETY: `child` is a child of this process and `status` is writable.
         assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
         assert!(libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGBUS, "status {status:#x}");
-        // SAFETY: mapped above; no pointer into it is left.
+        // SAFETY: mapped above; no pointer into it remains.
         unsafe { munmap(page, 0x1000) }.unwrap();
     }
 }

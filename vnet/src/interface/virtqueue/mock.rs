@@ -14,7 +14,7 @@ pub const USER_BASE: u64 = 0x7f00_0000_0000;
 /// First guest physical address; not 0, so that a zero address is invalid.
 pub const GUEST_BASE: u64 = 0x1000;
 
-/// Guest memory of one memfd region. The guest accesses it by system calls, the device by its mapping.
+/// Guest memory of one memfd region. The mock guest accesses it by system calls, the device through a mapping.
 #[derive(Debug)]
 pub struct MockMemory {
     file: File,
@@ -22,7 +22,7 @@ pub struct MockMemory {
 }
 
 impl MockMemory {
-    /// `len` bytes of zeros at [`GUEST_BASE`].
+    /// Creates `len` bytes of zeros at [`GUEST_BASE`].
     ///
     /// # Panics
     /// If the system has no memory; this is a test helper.
@@ -79,16 +79,16 @@ impl MockMemory {
     }
 }
 
-/// A driver's side of one split virtqueue, laid out at `base`: descriptor table, available ring, used ring.
+/// The driver's side of one split virtqueue, laid out at `base`: descriptor table, available ring, used ring.
 #[derive(Debug)]
 pub struct MockRing {
     /// Queue size.
     pub size: u16,
     /// Guest physical address of the descriptor table.
     pub base: u64,
-    /// The driver's next available index.
+    /// Next available index of the driver.
     pub avail_idx: u16,
-    /// The next used entry to collect.
+    /// Index of the next used entry to collect.
     pub used_idx: u16,
     /// Free descriptors.
     pub free: Vec<u16>,
@@ -147,7 +147,7 @@ impl MockRing {
     }
 
     /// Adds a chain of `buffers` (guest address, length, flags) to the available ring without publishing it. Returns its head, or
-    /// `None` without enough free descriptors.
+    /// `None` if too few descriptors are free.
     pub fn add(&mut self, memory: &MockMemory, buffers: &[(u64, u32, u16)]) -> Option<u16> {
         if self.free.len() < buffers.len() || buffers.is_empty() {
             return None;
@@ -165,14 +165,14 @@ impl MockRing {
         Some(head)
     }
 
-    /// Adds any `head` to the available ring.
+    /// Adds `head` to the available ring, without any check.
     pub fn offer(&mut self, memory: &MockMemory, head: u16) {
         let slot = u64::from(self.avail_idx % self.size);
         memory.write(self.avail() + 4 + 2 * slot, &head.to_le_bytes());
         self.avail_idx = self.avail_idx.wrapping_add(1);
     }
 
-    /// Writes the available index: the device sees all chains added so far.
+    /// Writes the available index, so that the device sees all chains added so far.
     pub fn publish(&self, memory: &MockMemory) {
         memory.write(self.avail() + 2, &self.avail_idx.to_le_bytes());
     }
@@ -193,7 +193,7 @@ impl MockRing {
         Some((head, len))
     }
 
-    /// Asks to be interrupted when used entry `event` is written (EVENT_IDX).
+    /// Requests an interrupt for the time when used entry `event` is written (EVENT_IDX).
     pub fn set_used_event(&self, memory: &MockMemory, event: u16) {
         memory.write(self.avail() + 4 + 2 * u64::from(self.size), &event.to_le_bytes());
     }

@@ -1,7 +1,7 @@
 //! Cache prefetches of guest memory. A prefetch never faults, so any address may be given.
 
 /// Prefetches the cache line at `address` in exclusive state, for a write. Reading a line first and writing it later would cost
-/// two transfers, because the guest's processor holds it too.
+/// two transfers, because the guest's processor also holds it.
 #[inline(always)]
 pub(super) fn prefetch_write(address: *const u8) {
     #[cfg(target_arch = "x86_64")]

@@ -1,26 +1,27 @@
-//! Survives truncated guest memory: a front end may truncate the file under a mapping, and our next access raises SIGBUS.
+//! Survives truncated guest memory: a front end may truncate the file under a mapping, and vnetd's next access raises SIGBUS.
 //!
-//! Mapped regions are registered in a fixed table that the signal handler reads without locks. The handler finds the region around
-//! the faulting address, marks it *poisoned*, and maps zero pages in its place. The interrupted instruction then succeeds; the
-//! queue sees the mark after the burst and disables itself. The mark comes first: another thread may read the zeros at once. Any other fault goes to the handler installed before ours.
+//! Mapped regions are registered in a fixed table that the signal handler reads without locks. The handler finds the region
+//! around the faulting address, marks it *poisoned*, and maps zero pages in its place. The interrupted instruction then succeeds;
+//! the queue sees the mark after the burst and disables itself. The mark comes first: another thread may read the zeros at once.
+//! Any other fault is passed to the previously installed handler.
 //!
-//! Written by hand because a signal handler may only use async-signal-safe operations on memory that is set up beforehand.
+//! Implemented here because a signal handler may only use async-signal-safe operations on memory that is set up beforehand.
 
 use std::io;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
-/// Most regions mapped at a time: 1 024 interfaces with 64 memory slots each.
+/// Maximum number of regions mapped at a time: 1 024 interfaces with 64 memory slots each.
 pub const REGIONS_MAX: usize = 65_536;
-/// Size of the largest region in bytes: its page count shares a 64-bit word with its address.
+/// Maximum size of a region in bytes: its page count shares a 64-bit word with its address.
 pub const REGION_LEN_MAX: u64 = (1 << PAGES_BITS) * PAGE - PAGE;
 
 const PAGE: u64 = 4096;
 const PAGES_BITS: u32 = 28;
-/// A slot that is taken but not filled in yet; page 0 is never mapped.
+/// Marks a slot that is taken but not filled in yet; page 0 is never mapped.
 const CLAIMED: u64 = 1;
 
-/// One region: first page number and page count in one word, so that readers never see half a change.
+/// One region: first page number and page count in one word, so that readers never see a partial change.
 struct Slot {
     range: AtomicU64,
     poisoned: AtomicBool,
@@ -28,7 +29,7 @@ struct Slot {
 
 static SLOTS: [Slot; REGIONS_MAX] =
     [const { Slot { range: AtomicU64::new(0), poisoned: AtomicBool::new(false) } }; REGIONS_MAX];
-/// Slots from this index on were never used.
+/// Index of the first slot that has never been used.
 static HIGH_WATER: AtomicUsize = AtomicUsize::new(0);
 static PREVIOUS: OnceLock<Option<libc::sigaction>> = OnceLock::new();
 
@@ -112,7 +113,8 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, context
     call_previous_handler(signal, info, context);
 }
 
-/// Maps zero pages in place of the region around `address`. Returns false if there is no such region or no memory.
+/// Maps zero pages in place of the region around `address`. Returns false if there is no such region or the kernel is out of
+/// memory.
 fn replace_region_at(address: u64) -> bool {
     let used = HIGH_WATER.load(Ordering::Relaxed).min(REGIONS_MAX);
     for slot in &SLOTS[..used] {
@@ -122,9 +124,9 @@ fn replace_region_at(address: u64) -> bool {
         if start == 0 || address.wrapping_sub(start) >= len {
             continue;
         }
-        // SAFETY: the range is a live mapping of guest memory: a region leaves the table before it is unmapped, and is not unmapped
-        // while the faulting thread uses it. Replacing it changes only bytes that the guest could change as well. Several threads
-        // may do so concurrently; the last one's zeros stay. errno is restored.
+        // SAFETY: the range is a live mapping of guest memory: a region leaves the table before it is unmapped, and is not
+        // unmapped while the faulting thread uses it. Replacing it changes only bytes that the guest could also change. Several
+        // threads may do so concurrently; the last thread's zeros stay. errno is restored.
         return poison(slot, || unsafe {
             let errno = libc::__errno_location();
             let saved = *errno;
@@ -143,14 +145,14 @@ fn replace_region_at(address: u64) -> bool {
     false
 }
 
-/// Marks a region as poisoned, then replaces its pages. Who reads a replaced page sees the mark afterwards.
+/// Marks a region as poisoned, then replaces its pages, so that a thread that reads a replaced page sees the mark afterwards.
 fn poison(slot: &Slot, replace: impl FnOnce() -> bool) -> bool {
     // Sequentially consistent: the mark is visible before the system call that changes the page tables.
     slot.poisoned.store(true, Ordering::SeqCst);
     replace()
 }
 
-/// Passes a foreign fault to the handler installed before ours.
+/// Passes a foreign fault to the previously installed handler.
 fn call_previous_handler(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     let previous = PREVIOUS.get().copied().flatten();
     let handler = previous.map_or(libc::SIG_DFL, |p| p.sa_sigaction);
@@ -167,7 +169,7 @@ fn call_previous_handler(signal: libc::c_int, info: *mut libc::siginfo_t, contex
             unsafe { std::mem::transmute(handler) };
         handler(signal, info, context);
     } else {
-        // SAFETY: as above, for a handler installed without SA_SIGINFO.
+        // SAFETY: the kernel returned this address as a handler installed without SA_SIGINFO, which has this signature.
         let handler: extern "C" fn(libc::c_int) = unsafe { std::mem::transmute(handler) };
         handler(signal);
     }

@@ -1,10 +1,10 @@
 //! The split virtqueue, device side (virtio 1.2 section 2.7).
 //!
-//! One burst: [`Ring::prime`] reads the available index once, copies up to [`BURST`] heads and their first descriptors out of guest
-//! memory, and prefetches the buffers they point to. [`Ring::next`] hands the heads out one by one. [`Ring::complete`] writes used
-//! entries in the order of the heads. [`Ring::publish`] makes them visible together and tells whether to notify the driver. A
-//! device that may postpone the notification calls [`Ring::show`] instead and [`Ring::waits`] later. If as many chains wait
-//! again, [`Ring::read_ahead`] primes the next burst before other queues are served.
+//! One burst: [`Ring::prime`] reads the available index once, copies up to [`BURST`] heads and their first descriptors out of
+//! guest memory, and prefetches the buffers they point to. [`Ring::next`] returns the heads one by one. [`Ring::complete`] writes
+//! used entries in the order of the heads. [`Ring::publish`] makes them visible together and returns whether to notify the
+//! driver. A device that may postpone the notification calls [`Ring::show`] instead and [`Ring::waits`] later. If another such
+//! burst is waiting, [`Ring::read_ahead`] primes it before other queues are served.
 //!
 //! Completion is strictly in order, whether or not VIRTIO_F_IN_ORDER was negotiated. Net devices have no in-flight record, so a
 //! front end restarts a dead back end at the used index; with in-order completion that neither loses nor repeats a buffer.
@@ -20,15 +20,15 @@ use super::layout::{
 use super::memory::{GuestMemory, Translator};
 use super::prefetch::{prefetch, prefetch_write};
 
-/// Most chains read ahead: one batch.
+/// Maximum number of chains read ahead: one batch.
 pub const BURST: usize = crate::frame::BATCH_MAX;
-/// Smallest burst worth reading ahead for. After a smaller one the next chains are unlikely to arrive soon.
+/// Minimum burst size for reading ahead. After a smaller burst the next chains are unlikely to arrive soon.
 const READ_AHEAD_MIN: usize = 8;
 
-/// Why a queue was disabled. It stays disabled until the guest resets it.
+/// Reason why a queue was disabled. It stays disabled until the guest resets it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RingError {
-    /// Not a power of two, 0, or above 32 768.
+    /// The queue size is 0, not a power of two, or above 32 768.
     #[error("queue size {0} is not a power of two up to 32768")]
     Size(u32),
     /// A part of the queue does not lie inside one mapping.
@@ -57,7 +57,7 @@ pub enum RingError {
         /// Queue size.
         size: u16,
     },
-    /// A head outside the descriptor table: there is no chain that could be returned.
+    /// A head outside the descriptor table: there is no chain to return.
     #[error("available ring names descriptor {index} in a ring of {size}")]
     Head {
         /// Head the driver wrote.
@@ -67,28 +67,28 @@ pub enum RingError {
     },
 }
 
-/// Where a virtqueue lies and which features were negotiated for it.
+/// Location and negotiated features of a virtqueue.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RingConfig {
     /// Queue size as received, unchecked.
     pub size: u32,
     /// Address of the descriptor table in the front end's address space.
     pub descriptors: u64,
-    /// Address of the available ring, likewise.
+    /// Address of the available ring in the front end's address space.
     pub available: u64,
-    /// Address of the used ring, likewise.
+    /// Address of the used ring in the front end's address space.
     pub used: u64,
-    /// Guest physical address of the used ring if writes to it are logged as dirty pages.
+    /// Guest physical address of the used ring if writes to the ring are logged as dirty pages.
     pub used_log: Option<u64>,
     /// Index of the next available entry.
     pub base: u16,
-    /// VIRTIO_F_EVENT_IDX was negotiated.
+    /// True if VIRTIO_F_EVENT_IDX was negotiated.
     pub event_idx: bool,
-    /// VIRTIO_F_INDIRECT_DESC was negotiated.
+    /// True if VIRTIO_F_INDIRECT_DESC was negotiated.
     pub indirect: bool,
 }
 
-/// The head of a chain with a private copy of its first descriptor.
+/// The head of a chain, with a private copy of its first descriptor.
 #[derive(Clone, Copy, Debug)]
 pub struct Head {
     /// Index of the first descriptor: the chain's id in the used ring.
@@ -108,13 +108,13 @@ impl Head {
         single: std::ptr::null_mut(),
     };
 
-    /// The chain's only buffer if it is device-readable: the common case, already checked.
+    /// The chain's only buffer if it is device-readable: the common case, already checked. Else `None`.
     #[inline]
     pub fn single_readable(&self) -> Option<Buffer> {
         self.single_with(0)
     }
 
-    /// The chain's only buffer if it is device-writable.
+    /// The chain's only buffer if it is device-writable, else `None`.
     #[inline]
     pub fn single_writable(&self) -> Option<Buffer> {
         self.single_with(DESC_WRITE)
@@ -137,19 +137,19 @@ pub struct Ring {
     used: *mut u8,
     event_idx: bool,
     indirect: bool,
-    /// Next entry of the available ring to take.
+    /// Index of the next entry of the available ring to take.
     next_avail: u16,
     /// The driver's available index as last read.
     seen_avail: u16,
-    /// Next entry of the used ring to write.
+    /// Index of the next entry of the used ring to write.
     next_used: u16,
     /// The used index that the driver sees.
     published: u16,
-    /// Used entries shown since the driver was last notified, or found not to want a notification.
+    /// Number of used entries shown since the driver was last notified, or since it was found not to want a notification.
     unsettled: u32,
-    /// False until the first publication, which always notifies: earlier notifications are unknown.
+    /// False until the first publication, which always notifies, because notifications by an earlier back end are unknown.
     notified_once: bool,
-    /// Chains read ahead; those from `at` to `primed` are not handed out yet.
+    /// Chains read ahead; those from `at` to `primed` have not been returned by `next` yet.
     heads: Box<[Head; BURST]>,
     at: usize,
     primed: usize,
@@ -161,10 +161,10 @@ pub struct Ring {
 unsafe impl Send for Ring {}
 
 impl Ring {
-    /// A ring at the addresses of `config`; each of its three parts must lie inside one mapping of `memory`.
+    /// Creates a ring at the addresses of `config`; each of its three parts must lie inside one mapping of `memory`.
     ///
-    /// Continues at the used index in guest memory if that differs from `config.base`: the chains in between were taken by a back
-    /// end that died, and were never completed.
+    /// Continues at the used index in guest memory if that differs from `config.base`: a back end that died had taken the chains
+    /// in between and never completed them.
     ///
     /// # Errors
     /// [`RingError::Size`], [`RingError::Address`] or [`RingError::Misaligned`].
@@ -179,7 +179,7 @@ impl Ring {
         let n = usize::from(size);
         let part = |part, addr: u64, len: usize, align: usize| {
             let pointer = memory.translate_user(addr, len).ok_or(RingError::Address { part, addr })?;
-            // Our own pointer must be aligned: a region may be mapped at any offset.
+            // The pointer itself must be aligned, because a region may be mapped at any offset.
             if pointer.align_offset(align) == 0 {
                 Ok(pointer)
             } else {
@@ -224,7 +224,8 @@ impl Ring {
         self.next_avail
     }
 
-    /// Index of the oldest entry taken but not completed, else of the next entry: where another back end would continue.
+    /// Index of the oldest entry taken but not completed; if there is none, of the next entry. Another back end would continue
+    /// there.
     #[inline]
     pub fn completed(&self) -> u16 {
         self.next_used
@@ -277,7 +278,7 @@ impl Ring {
             head.single = std::ptr::null_mut();
             let Descriptor { addr, len, flags, .. } = head.first;
             if flags & DESC_NEXT == 0 && len != 0 {
-                // A bad address stays null here; `walk` refuses it again and the frame is counted then.
+                // A bad address stays null here; `walk` refuses it again, and the frame is counted there.
                 let target = self.translator.translate(addr, len as usize).unwrap_or(std::ptr::null_mut());
                 if flags & DESC_INDIRECT == 0 {
                     head.single = target;
@@ -287,7 +288,7 @@ impl Ring {
                 prefetch_line(target.wrapping_add(64));
             }
         }
-        // The used entries of these chains; eight share a cache line.
+        // Prefetch the used entries of these chains; eight share a cache line.
         for i in (0..count).step_by(8) {
             let slot = usize::from(self.next_used.wrapping_add(i as u16) & (self.size - 1));
             prefetch_write(self.used.wrapping_add(4 + 8 * slot));
@@ -299,11 +300,11 @@ impl Ring {
     /// Primes the ring unless `max` chains are cached already. Returns the number of chains, at most `max`.
     ///
     /// # Errors
-    /// As [`Ring::prime`].
+    /// See [`Ring::prime`].
     #[inline]
     pub fn ensure(&mut self, max: usize) -> Result<usize, RingError> {
         let max = max.min(BURST);
-        // Too few cached: re-read them all; none was handed out. A short count means the ring is empty.
+        // Too few cached: re-read them all; `next` has returned none of them. A short count means that the ring is empty.
         if self.primed - self.at < max { self.prime(max) } else { Ok(max) }
     }
 
@@ -312,15 +313,15 @@ impl Ring {
     #[inline]
     pub fn read_ahead(&mut self, count: usize) {
         if count >= READ_AHEAD_MIN && usize::from(self.seen_avail.wrapping_sub(self.next_avail)) >= count {
-            // An error is found again when the next chain is taken.
+            // An error is detected again when the next chain is taken.
             let _ = self.ensure(count);
         }
     }
 
-    /// Takes the next chain, priming another burst when the last one is used up. `None` if no chain waits.
+    /// Takes the next chain, priming another burst when the last one is used up. `None` if no chain is available.
     ///
     /// # Errors
-    /// As [`Ring::prime`].
+    /// See [`Ring::prime`].
     #[inline]
     #[expect(
         clippy::should_implement_trait,
@@ -336,13 +337,13 @@ impl Ring {
         Ok(Some(head))
     }
 
-    /// Puts back the last `count` chains taken; none of them may be completed.
+    /// Puts back the last `count` chains taken, none of which may have been completed.
     pub fn put_back(&mut self, count: u16) {
         self.next_avail = self.next_avail.wrapping_sub(count);
         match self.at.checked_sub(usize::from(count)) {
-            // The same copies are handed out again: no descriptor is read twice.
+            // `next` returns the same copies again: no descriptor is read twice.
             Some(at) => self.at = at,
-            // The first of them belong to an earlier burst, whose copies are gone.
+            // The first of them belong to an earlier burst, whose copies are overwritten.
             None => (self.at, self.primed) = (0, 0),
         }
     }
@@ -350,15 +351,15 @@ impl Ring {
     /// Appends the chain's buffers to `buffers`, readable ones first. Returns the number of readable ones.
     ///
     /// # Errors
-    /// The chain is malformed; return it unused.
+    /// The chain is malformed; the caller must return it unused.
     #[inline]
     pub fn walk(&mut self, head: &Head, buffers: &mut Vec<Buffer>) -> Result<usize, ChainError> {
         let table = DescriptorTable { base: self.descriptors, size: self.size, indirect: self.indirect };
         chain::walk(table, head.first, &mut self.translator, buffers)
     }
 
-    /// Writes the used entry of chain `index` with `len` bytes written. Call it in the order in which chains were taken. The driver
-    /// sees the entry after [`Ring::publish`] or [`Ring::show`].
+    /// Writes the used entry of chain `index` with `len` bytes written. Must be called in the order in which chains were taken.
+    /// The driver sees the entry after [`Ring::publish`] or [`Ring::show`].
     #[inline]
     pub fn complete(&mut self, index: u16, len: u32) {
         let slot = usize::from(self.next_used & (self.size - 1));
@@ -381,7 +382,8 @@ impl Ring {
         waits
     }
 
-    /// Shows the driver all entries completed since the last call. The caller must call [`Ring::waits`] and [`Ring::settle`] later.
+    /// Shows the driver all entries completed since the last call. The caller must call [`Ring::waits`] and [`Ring::settle`]
+    /// later.
     #[inline]
     pub fn show(&mut self) {
         let new = self.next_used;
@@ -403,8 +405,8 @@ impl Ring {
         if self.unsettled == 0 {
             return false;
         }
-        // Write the used index before reading the driver's suppression state (virtio 1.2 section 2.7.7.2), or device and driver
-        // could both go to sleep.
+        // Writes the used index before reading the driver's suppression state (virtio 1.2 section 2.7.7.2). Otherwise device and
+        // driver could both go to sleep.
         fence(Ordering::SeqCst);
         let wanted = match u16::try_from(self.unsettled) {
             Ok(count) if self.event_idx => {
@@ -442,8 +444,8 @@ impl Ring {
         }
     }
 
-    /// Asks the driver to notify us of the next chain. Returns false if a chain already waits: it was made available before the
-    /// request took effect, and no notification will follow.
+    /// Requests a notification of the next chain from the driver. Returns false if a chain is already waiting: the driver made it
+    /// available before the request took effect, and no notification will follow.
     pub fn arm(&mut self) -> bool {
         if self.event_idx {
             self.avail_event().store(self.next_avail, Ordering::Relaxed);
@@ -453,7 +455,7 @@ impl Ring {
         } else {
             self.set_used_flags(0);
         }
-        // Write the request before reading the available index (virtio 1.2 section 2.7.10).
+        // Writes the request before reading the available index (virtio 1.2 section 2.7.10).
         fence(Ordering::SeqCst);
         let armed = self.avail_idx().load(Ordering::Acquire) == self.next_avail;
         if !armed {
@@ -462,7 +464,7 @@ impl Ring {
         armed
     }
 
-    /// Suppresses the driver's notifications. With EVENT_IDX leaving the event index behind does that.
+    /// Suppresses the driver's notifications. With EVENT_IDX it suffices to leave the event index behind.
     pub fn disarm(&mut self) {
         if !self.event_idx {
             self.set_used_flags(USED_NO_NOTIFY);
@@ -480,7 +482,7 @@ impl Ring {
         self.log.is_some()
     }
 
-    /// Marks the pages of `buffer`, which must have been written, dirty if dirty pages are logged.
+    /// Marks the pages of `buffer` as dirty if dirty pages are logged. The buffer must have been written.
     #[inline]
     pub fn wrote(&self, buffer: Buffer) {
         if let Some(log) = &self.log {

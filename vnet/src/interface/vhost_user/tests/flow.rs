@@ -1,4 +1,4 @@
-//! Frames through a whole interface, and every way in which guest and front end may restart.
+//! Frames through a whole interface, and every way in which a guest and its front end may restart.
 
 use super::super::config_space;
 use super::*;
@@ -50,7 +50,7 @@ fn a_kick_wakes_the_dispatcher_once() {
     assert!(host.source(0).rest(), "nothing to do without a ring");
     guest.transmit(&frame(60, 1));
     guest.start();
-    // Frames made available before the ring was started wake the dispatcher as well.
+    // Frames made available before the ring was started also wake the dispatcher.
     assert!(woken());
     assert!(!host.source(0).rest(), "a frame waits");
     assert_eq!(host.receive().len(), 1);
@@ -67,7 +67,8 @@ fn a_kick_wakes_the_dispatcher_once() {
     assert_eq!(host.receive().len(), 1);
     assert!(!woken());
 
-    // Detached: kicks do not wake, although the front end's descriptor stays open. Attached again: they do.
+    // While detached, kicks do not wake the dispatcher, although the front end's descriptor stays open. After attaching again,
+    // they do.
     host.source(0).unwatch();
     guest.kicks[1].write(1).unwrap();
     assert!(!woken());
@@ -75,7 +76,7 @@ fn a_kick_wakes_the_dispatcher_once() {
     while woken() {}
     guest.kicks[1].write(1).unwrap();
     assert!(woken());
-    // Stopped: the old descriptor is no longer watched.
+    // After a stop, the old descriptor is no longer watched.
     guest.frontend.get_vring_base(1).unwrap();
     while woken() {}
     guest.kicks[1].write(1).unwrap();
@@ -112,7 +113,7 @@ fn drivers_can_reload_with_other_features() {
         assert_eq!(guest.frontend.get_vring_base(1).unwrap(), 1);
         assert!(!host.is_up());
         assert!(host.receive().is_empty());
-        // A new driver with fresh rings; in the middle round a legacy driver with its shorter header.
+        // A new driver with fresh rings; in the second round a legacy driver with its shorter header.
         for index in 0..2 {
             guest.rings[index] =
                 MockRing::new(&guest.memory, GUEST_BASE + index as u64 * RING_SPACE, SIZE, 0);
@@ -138,7 +139,7 @@ fn rings_stop_and_continue_at_their_position() {
     while guest.rings[1].collect(&guest.memory).is_some() {}
     guest.start_ring(1);
     assert_eq!(host.receive(), [frame(60, 5)]);
-    // Disabled and enabled again: the frame waits.
+    // The frame waits while the ring is disabled.
     guest.frontend.set_vring_enable(1, false).unwrap();
     guest.transmit(&frame(60, 6));
     assert!(host.receive().is_empty());
@@ -191,7 +192,7 @@ fn a_restarted_daemon_neither_loses_nor_repeats_a_frame() {
     assert!(host.receive().is_empty(), "no frame after stop");
     guest.transmit(&frame(60, 4));
 
-    // The daemon restarts; the front end reconnects with the used index, unnoticed by the guest.
+    // The daemon restarts. The front end reconnects with the used index, and the guest does not notice.
     let mut host = Host::at(options(&path, 1));
     let again = Guest::connect(&path, 1);
     (guest.frontend, guest.raw) = (again.frontend, again.raw);
@@ -214,7 +215,7 @@ fn memory_can_change_while_rings_run() {
     guest.start();
     guest.transmit(&frame(60, 1));
     assert_eq!(host.receive(), [frame(60, 1)]);
-    // The same table again; then a second region is added and removed.
+    // The front end sends the same table again; then it adds and removes a second region.
     guest.frontend.set_mem_table(&[guest.region()]).unwrap();
     guest.transmit(&frame(60, 2));
     assert_eq!(host.receive(), [frame(60, 2)]);
@@ -235,7 +236,7 @@ fn memory_can_change_while_rings_run() {
     guest.rings[1].publish(&guest.memory);
     assert!(host.receive().is_empty());
     assert_eq!(host.stats.drops(DropReason::BadChain), 1);
-    // Removing the rings' own region stops the queues; adding it again restarts them.
+    // Removing the region that holds the rings stops the queues; adding it again restarts them.
     let own = guest.region();
     guest.frontend.remove_mem_region(&own).unwrap();
     assert!(host.reason().contains("lies outside the shared memory"), "{}", host.reason());
@@ -272,7 +273,7 @@ fn the_configuration_space_holds_mac_status_queues_and_mtu() {
     let flags = vhost::vhost_user::message::VhostUserConfigFlags::empty();
     let (_, space) = guest.frontend.get_config(0, 12, flags, &[0; 12]).unwrap();
     assert_eq!(space, [0x52, 0x54, 0, 0, 0, 1, 1, 0, 1, 0, 0xdc, 5]);
-    // Beyond its end: answered with size 0 (the crate's front end would wait for more data).
+    // A range beyond the end of the configuration space: answered with size 0 (the crate's front end would wait for more data).
     guest.send(24, &[60, 8, 0, 0, 0]);
     let mut reply = [0; 24];
     io::Read::read_exact(&mut guest.raw, &mut reply).unwrap();
@@ -310,7 +311,7 @@ fn handles_net_set_mtu_and_send_rarp() {
     assert_eq!(host.stats.in_frames.get(), 2);
 }
 
-/// The front end stops, restarts and remaps rings while a dispatcher moves frames: none is lost, repeated or miscounted.
+/// The front end stops, restarts and remaps rings while a dispatcher moves frames: no frame is lost, repeated or miscounted.
 #[test]
 fn changes_wait_for_frames_in_flight() {
     let mut host = Host::new(1);
@@ -325,7 +326,7 @@ fn changes_wait_for_frames_in_flight() {
             let burst = receive(&mut *source, &mut slot, &mut drops, 0);
             for frame in burst.frames() {
                 seen.push(burst.head(frame)[20]);
-                // Back to where it came from: transmit is held while receive is taken.
+                // Sends each frame back to its guest: the transmit vring is locked while the receive vring is being locked.
                 let which = [seen.len() as u16 % burst.len() as u16];
                 interface.deliver(0, Selection { batch: &burst, which: &which }, &mut DropSink::new());
             }

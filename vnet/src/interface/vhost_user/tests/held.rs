@@ -1,4 +1,4 @@
-//! Chains held beyond their batch (zero copy): returned when released, whatever ends the ring meanwhile.
+//! Chains held beyond their batch (zero copy) are returned after their release, whatever ends the ring in between.
 
 use super::*;
 use crate::frame::Hold;
@@ -75,15 +75,15 @@ fn a_ring_stops_without_chains_that_are_never_released() {
     guest.start_ring(1);
     let again = host.receive();
     assert_eq!(again, [frame(64, 2)]);
-    // Releasing it now has no effect: its ring is gone.
+    // A release now has no effect: the ring no longer exists.
     assert_eq!(guest.rings[1].collect(&guest.memory), Some((1, 0)));
     drop(holds);
     host.source(0).reclaim();
     assert_eq!(guest.rings[1].collect(&guest.memory), None);
 }
 
-/// The front end disconnects, and with it the guest's memory, while the kernel still reads. The rings are not written any more: the
-/// machine monitor returns their chains itself (QEMU does), or the next back end does.
+/// The front end disconnects, and takes the guest's memory with it, while the kernel still reads. vnetd does not write to the
+/// rings any more: the machine monitor returns their chains itself (QEMU does), or the next back end does.
 #[test]
 fn a_guest_can_disconnect_while_its_memory_is_held() {
     let (mut host, mut guest) = pair();
@@ -108,7 +108,7 @@ fn a_guest_can_disconnect_while_its_memory_is_held() {
     assert_eq!(guest.rings[1].collect(&guest.memory), Some((0, 0)));
 }
 
-/// When the interface stops, held chains return before the connection ends.
+/// When the interface stops, held chains are returned before the connection ends.
 #[test]
 fn stopping_an_interface_waits_for_held_chains() {
     let (mut host, mut guest) = pair();

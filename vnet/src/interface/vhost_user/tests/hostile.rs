@@ -22,7 +22,7 @@ fn well_formed(code: u32, payload: &[u8]) -> Vec<u8> {
     message(code, 1, payload.len() as u32, payload)
 }
 
-/// Number of file descriptors of this process open on the file `name`.
+/// Number of file descriptors of this process that are open on the file `name`.
 fn open_descriptors(name: &str) -> usize {
     let all = std::fs::read_dir("/proc/self/fd").unwrap();
     all.filter(|e| {
@@ -90,7 +90,7 @@ fn malformed_messages_end_only_the_connection() {
         assert!(guest.is_closed(), "{name}");
     }
     let mut guest = Guest::connect(&host.path, 1);
-    // Crate vhost answers this message with an error instead: bit 8 means "no descriptor", the low byte failure.
+    // Crate vhost answers this message with an error: bit 8 means "no descriptor", the low byte means failure.
     guest.raw.send_with_fds(&[&well_formed(42, &words(&[0]))[..]], &[fd]).unwrap();
     let mut answer = [0; 20];
     io::Read::read_exact(&mut guest.raw, &mut answer).unwrap();
@@ -137,7 +137,7 @@ fn a_broken_ring_disables_its_queue_until_reset() {
         host.reason().contains("broken: the guest's transmit queue: available index jumped from 0 to 65")
     );
     assert_eq!(guest.errors[1].read().unwrap(), 1);
-    // The other direction works on; a new memory table does not repair the broken ring.
+    // The other direction keeps working; a new memory table does not repair the broken ring.
     guest.offer(1);
     host.deliver(0, &frame(60, 1));
     assert_eq!(guest.read(), Some(frame(60, 1)));
@@ -153,7 +153,7 @@ fn a_broken_ring_disables_its_queue_until_reset() {
     guest.transmit(&frame(60, 2));
     assert_eq!(host.receive(), [frame(60, 2)]);
 
-    // The receive queue likewise: undeliverable frames are counted.
+    // The receive queue breaks in the same way: undeliverable frames are counted.
     guest.rings[0].avail_idx = guest.rings[0].avail_idx.wrapping_add(SIZE + 1);
     guest.rings[0].publish(&guest.memory);
     host.deliver(0, &frame(60, 1));
@@ -169,7 +169,7 @@ fn truncated_memory_breaks_only_its_interface() {
     guest.start();
     neighbour.start();
     guest.transmit(&frame(60, 1));
-    // The rings' pages stay, the frame's page is gone.
+    // The rings' pages remain, the frame's page is truncated.
     guest.memory.file().set_len(0x8000).unwrap();
     let mut drops = DropSink::new();
     drops.watch(true);
@@ -184,7 +184,7 @@ fn truncated_memory_breaks_only_its_interface() {
     assert_eq!(host.stats.in_frames.get(), host.stats.drops_total());
     neighbour.transmit(&frame(60, 2));
     assert_eq!(other.receive(), [frame(60, 2)]);
-    // Delivery detects truncation as well.
+    // Delivery also detects truncation.
     neighbour.offer(1);
     neighbour.memory.file().set_len(0).unwrap();
     other.deliver(0, &frame(60, 3));
@@ -201,11 +201,11 @@ fn truncated_memory_breaks_only_its_interface() {
 fn a_full_eventfd_does_not_stop_the_dispatcher() {
     let mut host = Host::new(1);
     let mut guest = Guest::connect(&host.path, 1);
-    // A full counter, made blocking by the front end later: a write would block.
+    // The counter is full, and the front end later makes the eventfd blocking: a write would block.
     guest.calls[0].write(u64::MAX - 1).unwrap();
     guest.start();
     guest.offer(1);
-    // SAFETY: fcntl with F_SETFL changes flags of the open file and nothing else.
+    // SAFETY: fcntl with F_SETFL only changes flags of the open file.
     assert_eq!(unsafe { libc::fcntl(guest.calls[0].as_raw_fd(), libc::F_SETFL, 0) }, 0);
     let dispatcher = std::thread::spawn(move || {
         host.deliver(0, &frame(60, 1));
@@ -219,7 +219,7 @@ fn a_full_eventfd_does_not_stop_the_dispatcher() {
 
 #[test]
 fn reports_vms_without_shared_memory() {
-    // No memory at all.
+    // The front end shares no memory.
     let host = Host::new(1);
     let mut guest = Guest::connect(&host.path, 1);
     guest.send(18, &[0, 1]);
@@ -230,7 +230,7 @@ fn reports_vms_without_shared_memory() {
     guest.frontend.set_mem_table(&[guest.region()]).unwrap();
     wait_for("the ring", || host.is_up());
 
-    // Memory other than the guest's.
+    // The front end shares memory other than the guest's.
     let mut host = Host::new(1);
     let mut guest = Guest::connect(&host.path, 1);
     let own = std::mem::replace(&mut guest.memory, MockMemory::new(8 * RING_SPACE + 0x40_0000));
@@ -273,7 +273,7 @@ fn backs_off_from_a_front_end_that_disconnects_at_once() {
         connections += usize::from(listener.accept().is_ok());
         std::thread::sleep(Duration::from_millis(1));
     }
-    // After 0, 10, 30, 70, 150, 310 and 630 ms.
+    // Connections after 0, 10, 30, 70, 150, 310 and 630 ms.
     assert!((3..=7).contains(&connections), "{connections}");
     drop(listener);
     wait_for("the reason", || host.reason().contains("cannot reach"));

@@ -15,7 +15,7 @@ fn pair() -> (Host, Guest) {
 }
 
 impl Host {
-    /// Writes `bytes` into the guest's posted buffers and reports `landed`.
+    /// Writes `bytes` into the guest's posted buffers and returns `landed` from the callback.
     fn land(&self, bytes: &[u8], offload: &Offload, landed: bool) -> (bool, usize) {
         let mut asked = 0;
         let given = self.interface.land().unwrap().land(0, offload, bytes.len(), &mut |room: &[Room]| {
@@ -23,7 +23,7 @@ impl Host {
             let mut rest = bytes;
             for part in room {
                 let (now, later) = rest.split_at(part.len());
-                // SAFETY: the room is writable until this returns, for its length.
+                // SAFETY: the room is writable for its length until this callback returns.
                 unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), part.as_ptr(), now.len()) };
                 rest = later;
             }
@@ -42,7 +42,7 @@ fn a_landed_frame_is_delivered() {
     assert_eq!(host.land(&large, &Offload::default(), true), (true, 1));
     host.deliver(0, &frame(64, 1));
     assert!(guest.calls[0].read().is_ok(), "the guest is notified");
-    // Three buffers of one page; num_buffers in the header tells so.
+    // Three buffers of one page each; num_buffers in the header says 3.
     let at = ARENA + 0x20_0000;
     assert_eq!(guest.memory.read(at + 10, 2), [3, 0]);
     let whole: Vec<u8> = (0..3)
@@ -68,7 +68,7 @@ fn a_frame_that_did_not_land_leaves_no_trace() {
     }
     assert_eq!(guest.read(), None);
     assert!(guest.calls[0].read().is_err(), "no notification either");
-    // Its buffers hold the next frame.
+    // The same buffers hold the next frame.
     host.deliver(0, &frame(1000, 2));
     assert_eq!(guest.read(), Some(frame(1000, 2)));
     assert_eq!(host.stats.out_frames.get(), 1);

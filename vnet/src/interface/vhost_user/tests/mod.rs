@@ -86,7 +86,7 @@ impl Host {
         Host { _folder: None, path, interface, sources, stats, slot: BatchSlot::new(BATCH_MAX) }
     }
 
-    /// The transmit queue `queue`, as the dispatcher that serves it sees it.
+    /// The source of transmit queue `queue`, as the dispatcher that serves it sees it.
     fn source(&mut self, queue: usize) -> &mut dyn Source {
         &mut *self.sources[queue]
     }
@@ -146,7 +146,7 @@ fn event() -> EventFd {
 }
 
 impl Guest {
-    /// A guest whose front end has connected and negotiated, as QEMU does, but started no ring.
+    /// A guest whose front end has connected and negotiated like QEMU, but has started no ring.
     fn connect(path: &Path, queues: usize) -> Guest {
         Guest::from_stream(UnixStream::connect(path).unwrap(), queues)
     }
@@ -179,7 +179,7 @@ impl Guest {
         }
     }
 
-    /// SET_FEATURES, SET_MEM_TABLE, then each ring at its driver's used index: vhost_dev_start in QEMU.
+    /// Sends SET_FEATURES and SET_MEM_TABLE, then starts each ring at its driver's used index, like vhost_dev_start in QEMU.
     fn start(&mut self) {
         for index in 0..self.rings.len() {
             // QEMU enables rings before it sets features, which crate vhost's front end refuses to send.
@@ -254,14 +254,14 @@ impl Guest {
         Some(self.memory.read(at, len as usize).split_off(header))
     }
 
-    /// True if the other side has closed the connection.
+    /// True if vnetd has closed the connection.
     fn is_closed(&mut self) -> bool {
         self.raw.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
         let mut byte = [0; 64];
         loop {
             match io::Read::read(&mut self.raw, &mut byte) {
                 Ok(0) => return true,
-                // Earlier acknowledgements.
+                // Skips acknowledgements of earlier messages.
                 Ok(_) => continue,
                 Err(error) => return error.kind() == io::ErrorKind::ConnectionReset,
             }

@@ -1,9 +1,10 @@
-//! Optimistic interrupts through a whole interface: when the guest's eventfd is signalled, and that no notification is lost.
+//! Optimistic interrupts through a whole interface: shows when the guest's eventfd is signalled, and that no notification is
+//! lost.
 
 use super::*;
 use crate::interface::interrupts::{InterruptSettings, Interrupts};
 
-/// Early interrupts from the first byte on; thresholds make every receive density too cold, or just right.
+/// Early interrupts from the first byte on, with thresholds that make every receive density too cold or in between.
 fn optimistic(always_cold: bool) -> InterruptSettings {
     let density_low = if always_cold { u64::MAX } else { 0 };
     InterruptSettings {
@@ -28,12 +29,12 @@ fn waiting(settings: InterruptSettings) -> (Host, Guest) {
     (host, guest)
 }
 
-/// Notifications to the guest since the last call.
+/// Number of notifications to the guest since the last call.
 fn calls(guest: &Guest) -> u64 {
     guest.calls[0].read().unwrap_or(0)
 }
 
-/// The guest consumes all frames and asks for a notification of the next one. Returns the number consumed.
+/// The guest consumes all frames and requests a notification of the next one. Returns the number consumed.
 fn wait_for_next(guest: &mut Guest) -> usize {
     let mut taken = 0;
     while guest.read().is_some() {
@@ -67,13 +68,13 @@ fn a_premature_early_interrupt_is_repeated() {
     host.deliver(0, &frame(60, 1));
     assert_eq!(calls(&guest), 1);
     assert!(host.interface.coalesce().unwrap().end_of_coalescing(0));
-    // A guest that looked, found nothing and waits at the same index looks like one that has not looked.
+    // A guest that checked the ring, found nothing and waits at the same index cannot be told from one that has not checked.
     host.interface.coalesce().unwrap().check(0);
     assert_eq!(calls(&guest), 1);
     assert_eq!(wait_for_next(&mut guest), 1);
     let stats = &host.stats.interrupts;
     assert_eq!((stats.early_premature.get(), stats.coalesced_injected.get()), (1, 1));
-    // Between the thresholds the guest is notified at the end anyway.
+    // Between the thresholds the guest is always notified at the end.
     host.interface.coalesce().unwrap().set_interrupts(optimistic(false));
     host.deliver(0, &frame(60, 2));
     assert!(!host.interface.coalesce().unwrap().end_of_coalescing(0));
@@ -90,7 +91,7 @@ fn a_polling_guest_is_not_interrupted() {
     assert_eq!(calls(&guest), 0);
     assert_eq!(host.stats.interrupts.early_discarded.get(), 1);
     assert_eq!(wait_for_next(&mut guest), 1);
-    // Notifications off when the frame came and on before the end of coalescing: notified at the end.
+    // Notifications were off when the frame arrived and are on before the end of coalescing: the guest is notified at the end.
     let here = guest.rings[0].used_idx;
     guest.rings[0].set_used_event(&guest.memory, here.wrapping_sub(1));
     host.deliver(0, &frame(60, 2));
@@ -100,7 +101,7 @@ fn a_polling_guest_is_not_interrupted() {
     assert_eq!(host.stats.interrupts.coalesced_injected.get(), 1);
 }
 
-/// Whatever changes between delivery and end of coalescing, the guest is notified of delivered frames.
+/// Whatever changes between delivery and the end of coalescing, the guest is notified of delivered frames.
 #[test]
 fn changes_settle_owed_notifications() {
     type Change = fn(&mut Host, &mut Guest);

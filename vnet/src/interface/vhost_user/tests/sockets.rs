@@ -20,14 +20,14 @@ fn replaces_a_stale_socket_but_not_a_live_one() {
     let error = start(options(&path, 1)).err().unwrap();
     assert!(matches!(error, VhostUserError::Listen(ListenError::InUse(_))));
     assert!(error.to_string().contains("is in use by a running process (it answered)"));
-    // The probe does not disturb the live socket, with or without a front end.
+    // Probing the socket does not disturb it, with or without a front end.
     let guest = Guest::connect(&path, 1);
     assert!(matches!(start(options(&path, 1)), Err(VhostUserError::Listen(ListenError::InUse(_)))));
     drop(guest);
     drop(Guest::connect(&path, 1));
     first.stop();
     assert!(!path.exists());
-    // Another process has replaced the socket file: it is not removed.
+    // Another process has replaced the socket file, so vnetd does not remove it.
     let first = start(options(&path, 1)).unwrap();
     std::fs::remove_file(&path).unwrap();
     let _other = UnixListener::bind(&path).unwrap();
@@ -96,7 +96,7 @@ fn stop_is_prompt_wherever_the_thread_blocks() {
     prompt(interface);
     assert!(guest.is_closed());
 
-    // While waiting for the rest of a header, and of a message.
+    // Stops while the thread waits for the rest of a header, and of a message.
     for part in [&[1u8, 0, 0][..], &[2, 0, 0, 0, 1, 0, 0, 0, 8, 0, 0, 0, 1]] {
         let interface = start(options(&path, 1)).unwrap();
         let mut stream = UnixStream::connect(&path).unwrap();
@@ -110,7 +110,7 @@ fn notes(host: &Host) -> String {
     host.interface.notes().join("; ")
 }
 
-/// A VM that is given another one's socket learns at once that it cannot have it, and does not get it later.
+/// A VM that is given another VM's socket is refused at once, and does not get the socket later.
 #[test]
 fn a_second_front_end_is_refused_at_once() {
     let mut host = Host::new(1);
@@ -124,7 +124,7 @@ fn a_second_front_end_is_refused_at_once() {
     }
     let me = format!("process {} of user", std::process::id());
     assert!(notes(&host).contains(&me) && notes(&host).contains("a socket of its own"), "{}", notes(&host));
-    // The first one goes on, and after it another one is served.
+    // The first front end stays connected, and after it another one is served.
     guest.transmit(&frame(60, 1));
     assert_eq!(host.receive(), [frame(60, 1)]);
     drop(guest);
@@ -150,7 +150,7 @@ fn only_allowed_processes_are_served() {
     let host = Host::at(VhostUserOptions { peer, ..options(&path, 1) });
     Guest::connect(&path, 1).start();
     drop(host);
-    // Also where we connect.
+    // The same holds for a client interface.
     let listener = UnixListener::bind(&path).unwrap();
     let peer = AllowedPeer { uid: Some(uid + 1), gid: None };
     let host = Host::at(VhostUserOptions { server: false, peer, ..options(&path, 1) });
@@ -160,7 +160,7 @@ fn only_allowed_processes_are_served() {
     wait_for("the reason", || host.reason().contains("is refused"));
 }
 
-/// A socket whose last close blocks for a minute: it lingers over data that nobody reads.
+/// A socket whose last close blocks for a minute, because it lingers over unread data.
 fn lingering() -> (std::net::TcpStream, std::net::TcpStream) {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let mut socket = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -187,7 +187,7 @@ fn a_descriptor_that_blocks_when_closed_blocks_nobody() {
     let (socket, unread) = lingering();
     let mut guest = Guest::connect(&host.path, 1);
     guest.raw.send_with_fds(&[&memory_table()[..]], &[socket.as_raw_fd()]).unwrap();
-    // Ours is not the last reference.
+    // Drops a reference that is not the last one.
     drop(socket);
     assert!(guest.is_closed(), "a socket is no memory");
     // The next front end is served.
@@ -195,7 +195,7 @@ fn a_descriptor_that_blocks_when_closed_blocks_nobody() {
     guest.start();
     guest.transmit(&frame(60, 1));
     assert_eq!(host.receive(), [frame(60, 1)]);
-    // One more, which the control thread never receives: it is in flight when the connection ends.
+    // Sends one more socket, which the control thread never receives: it is in flight when the connection ends.
     let (socket, more) = lingering();
     let half = &memory_table()[..8];
     guest.raw.send_with_fds(&[half], &[socket.as_raw_fd()]).unwrap();
@@ -228,7 +228,7 @@ fn bounds_the_memory_that_a_front_end_shares() {
     assert!(guest.frontend.set_mem_table(&[guest.region()]).is_err());
     assert!(guest.is_closed());
     drop(host);
-    // Without a limit of its own: this host's memory.
+    // Without a configured limit, the limit is this host's memory.
     let host = Host::new(1);
     let file = rustix::fs::memfd_create("vnet-huge", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&file, 1 << 43).unwrap();

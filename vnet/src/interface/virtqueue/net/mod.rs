@@ -1,7 +1,8 @@
 //! Frames in virtqueues (virtio 1.2 section 5.1.6).
 //!
-//! *Transmit* and *receive* are the guest's words. [`take`] turns each chain of a transmitq into a frame, in place: that is how
-//! frames enter the core. [`Giver::give`] copies a frame into as many chains of a receiveq as it needs: that is how they leave it.
+//! *Transmit* and *receive* are named from the guest's point of view. [`take`] turns each chain of a transmitq into a frame, in
+//! place: frames enter the core this way. [`Giver::give`] copies a frame into as many chains of a receiveq as it needs: frames
+//! leave the core this way.
 
 mod format;
 mod receiveq;

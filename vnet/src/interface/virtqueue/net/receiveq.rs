@@ -1,5 +1,5 @@
-//! Frames into a guest's receiveq (virtio 1.2 sections 5.1.6.3 and 5.1.6.4): each frame is copied into one chain, or into several
-//! if mergeable buffers were negotiated. Offloads that the guest did not negotiate are finished in software first.
+//! Delivery of frames into a guest's receiveq (virtio 1.2 sections 5.1.6.3 and 5.1.6.4): each frame is copied into one chain, or
+//! into several if mergeable buffers were negotiated. Offloads that the guest did not negotiate are finished in software first.
 
 use super::format::{Format, Owner};
 use crate::copy::copy;
@@ -11,12 +11,12 @@ use crate::stats::DropReason;
 use crate::wire::offload::{F_DATA_VALID, Offload, VIRTIO_NET_HDR_LEN};
 use crate::wire::segment;
 
-/// Most chains that one frame is spread over (MRG_RXBUF): 65 553 bytes in chains of 257 bytes.
+/// Maximum number of chains that one frame is spread over (MRG_RXBUF): 65 553 bytes in chains of 257 bytes.
 pub const MERGE_MAX: usize = 256;
-/// Most buffers in those chains.
+/// Maximum number of buffers in those chains.
 pub const BUFFERS_MAX: usize = 1024;
 
-/// Why a frame was not delivered into the ring.
+/// Reason why a frame was not delivered into the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Refused {
     Dropped(DropReason),
@@ -29,15 +29,15 @@ impl From<RingError> for Refused {
     }
 }
 
-/// Copies frames into a receiveq. Holds the scratch memory for that, allocated once, so that no frame allocates.
+/// Copies frames into a receiveq. Holds the scratch memory for that, so that no frame allocates.
 #[derive(Debug)]
 pub struct Giver {
     buffers: Vec<Buffer>,
-    /// Chains gathered for one frame: head, and room in bytes.
+    /// Chains gathered for one frame, each with its head and its capacity in bytes.
     chains: Vec<(u16, usize)>,
-    /// The parts of the buffers that hold the frame itself, see [`Giver::land`].
+    /// The parts of the buffers that hold the frame itself, without its header; see [`Giver::land`].
     room: Vec<Room>,
-    /// A frame whose offloads are finished in software; allocated for the first one.
+    /// Scratch memory for a frame whose offloads are finished in software; allocated for the first such frame.
     scratch: Vec<u8>,
 }
 
@@ -63,7 +63,7 @@ struct Piece<'a> {
 }
 
 impl Giver {
-    /// Copies frames into a receiveq and counts each one; drops are reported to `drops`. The caller publishes.
+    /// Copies frames into a receiveq and counts each one; drops are reported to `drops`. The caller must publish the ring.
     ///
     /// # Errors
     /// The ring is broken; the remaining frames are counted as dropped.
@@ -152,7 +152,7 @@ impl Giver {
             let (first, rest) = offload.to_virtio_words(1);
             let rest = rest.to_le_bytes();
             let mut to = buffer.ptr;
-            // SAFETY: the buffer is mapped and has room for `total` bytes: the header of either length, and all segments, whose
+            // SAFETY: the buffer is mapped and has `total` bytes: enough for a header of either length and all segments, whose
             // lengths add up to `len`. Segments are readable by the contract of their creator.
             unsafe {
                 to.cast::<[u8; 8]>().write_unaligned(first.to_le_bytes());
@@ -175,7 +175,7 @@ impl Giver {
         self.put_spread(ring, format, &Piece { offload, ..*piece })
     }
 
-    /// Copies one piece into a chain of several buffers, or several chains.
+    /// Copies one piece into a chain of several buffers, or into several chains.
     fn put_spread(&mut self, ring: &mut Ring, format: &Format, piece: &Piece<'_>) -> Result<(), Refused> {
         let total = format.header_len + piece.len;
         self.gather(ring, format, total)?;
@@ -194,7 +194,7 @@ impl Giver {
         }
         let mut left = total;
         for buffer in &self.buffers {
-            // A buffer is as long as the guest says, up to 4 GiB: only what a frame reaches is marked.
+            // A guest may claim up to 4 GiB per buffer, so only the part that the frame reaches is marked.
             let len = left.min(buffer.len);
             ring.wrote(Buffer { ptr: buffer.ptr, len });
             left -= len;
@@ -215,9 +215,9 @@ impl Giver {
         }
     }
 
-    /// Lets `fill` write a frame of `len` bytes directly into the receiveq's buffers. `fill` returns whether it wrote the frame; if
-    /// not, the chains stay in the ring. Returns true if the frame was delivered and counted, and false if not; `fill` is not called
-    /// if there is no room. The caller publishes in either case.
+    /// Lets `fill` write a frame of `len` bytes directly into the receiveq's buffers. `fill` returns whether it wrote the frame;
+    /// if not, the chains stay in the ring. Returns true if the frame was delivered and counted, else false; `fill` is not called
+    /// if the buffers have too little space. The caller must publish the ring in either case.
     ///
     /// # Errors
     /// The ring is broken.
@@ -249,7 +249,7 @@ impl Giver {
             }
         }
         if !fill(&self.room) {
-            // `fill` may have written to the buffers all the same.
+            // `fill` may have written to the buffers even if it failed.
             self.wrote(ring, total);
             ring.put_back(self.chains.len() as u16);
             return Ok(false);
@@ -263,8 +263,8 @@ impl Giver {
 
     /// Takes as many chains as `total` bytes need: one, or up to [`MERGE_MAX`] with MRG_RXBUF.
     ///
-    /// If too few wait, they stay in the ring. A malformed chain is returned empty together with those before it, because order is
-    /// kept, and the frame is dropped. So a frame meets at most one malformed chain.
+    /// If too few chains are available, they stay in the ring. A malformed chain is returned empty together with those before it,
+    /// because order is kept, and the frame is dropped. So each frame encounters at most one malformed chain.
     fn gather(&mut self, ring: &mut Ring, format: &Format, total: usize) -> Result<(), Refused> {
         self.buffers.clear();
         self.chains.clear();
@@ -300,7 +300,8 @@ fn guest_offload(offload: &Offload, format: &Format) -> Offload {
     Offload { flags: offload.flags & !cleared, ..*offload }
 }
 
-/// The receiveq of one call to [`Giver::give`], and its delivered frames, which are added to the counters once at the end.
+/// The receiveq of one call to [`Giver::give`], and its counts of delivered frames, which are added to the counters once at the
+/// end.
 struct Delivery<'a> {
     ring: &'a mut Ring,
     owner: &'a Owner<'a>,
@@ -311,7 +312,7 @@ struct Delivery<'a> {
     drops: &'a mut DropSink,
 }
 
-/// Writes sequentially into buffers that have room for all of it.
+/// Writes sequentially into buffers that are large enough for all of the data.
 struct Writer<'a> {
     buffers: &'a [Buffer],
     offset: usize,
@@ -323,7 +324,8 @@ impl Writer<'_> {
         while len != 0 {
             let Some(buffer) = self.buffers.first() else { return };
             let part = len.min(buffer.len - self.offset);
-            // SAFETY: `part` bytes are left in the mapped buffer, and are readable at `from` by the contract of the segment's creator.
+            // SAFETY: `part` bytes remain in the mapped buffer, and are readable at `from` by the contract of the segment's
+            // creator.
             unsafe { copy(from, buffer.ptr.add(self.offset), part) };
             from = from.wrapping_add(part);
             len -= part;

@@ -10,8 +10,8 @@ use crate::interface::virtqueue::split::{Ring, RingError};
 use crate::stats::DropReason;
 use crate::wire::offload::{F_NEEDS_CSUM, Offload, VIRTIO_NET_HDR_LEN};
 
-/// The chains of a transmitq between [`take`] and [`TakenChains::give_back`], or longer while their memory is held (see [`Holds`]).
-/// Belongs to one ring.
+/// The chains of a transmitq between [`take`] and [`TakenChains::give_back`], or longer while their memory is held (see
+/// [`Holds`]). Belongs to one ring.
 #[derive(Debug)]
 pub struct TakenChains {
     /// Heads of the last burst.
@@ -21,7 +21,7 @@ pub struct TakenChains {
     kept: VecDeque<u16>,
     /// One slot per entry of the ring.
     holds: Arc<Holds>,
-    /// Scratch space for the buffers of one chain.
+    /// Scratch memory for the buffers of one chain.
     buffers: Vec<Buffer>,
 }
 
@@ -61,12 +61,12 @@ impl TakenChains {
         ring.publish()
     }
 
-    /// True while chains are kept back.
+    /// True while chains are not returned because of a hold.
     pub fn is_held(&self) -> bool {
         !self.kept.is_empty()
     }
 
-    /// Allocates for the size of `ring`, which bounds the chains kept.
+    /// Allocates memory for the size of `ring`, which bounds the number of chains kept.
     fn fit(&mut self, ring: &Ring) {
         if self.holds.len() != usize::from(ring.size()) {
             self.holds = Holds::new(ring.size());
@@ -101,7 +101,7 @@ pub fn take(
     if count != 0 {
         batch.set_holds(taken.holds.clone());
     }
-    // Chains return in order. If half the ring already waits for a slow device, later frames are copied rather than held.
+    // Chains return in order. If half the ring already waits for a slow device, later frames are copied instead of held.
     let holdable = taken.kept.len() < usize::from(ring.size()) / 2;
     let (mut bytes, mut broken) = (0, None);
     for _ in 0..count {
@@ -109,7 +109,7 @@ pub fn take(
         let head = match ring.next() {
             Ok(Some(head)) => head,
             Ok(None) => break,
-            // Frames taken before are counted, as they are forwarded.
+            // Frames taken before the error are counted, because they are still forwarded.
             Err(error) => {
                 broken = Some(error);
                 break;
@@ -147,8 +147,8 @@ pub fn take(
     broken.map_or(Ok(taken.count), Err)
 }
 
-/// Parses the virtio-net header and adds the frame behind it to the batch. Returns the frame's length in bytes, or why it is
-/// refused with its length.
+/// Parses the virtio-net header and adds the frame behind it to the batch. Returns the frame's length in bytes, or the reason for
+/// refusing the frame, with its length.
 #[inline]
 fn push_frame(buffers: &[Buffer], owner: &Owner<'_>, batch: &mut Batch) -> Result<usize, (DropReason, u64)> {
     let mut header = [0; VIRTIO_NET_HDR_LEN];
@@ -160,8 +160,8 @@ fn push_frame(buffers: &[Buffer], owner: &Owner<'_>, batch: &mut Batch) -> Resul
     let mut builder = batch.begin();
     while let Some(buffer) = buffers.get(next) {
         let segment = Segment::new(buffer.ptr.wrapping_add(offset), buffer.len - offset);
-        // SAFETY: the buffer lies in guest memory that the ring keeps mapped; the queue stays locked until the batch is cleared, and
-        // changing the memory takes that lock.
+        // SAFETY: the buffer lies in guest memory that the ring keeps mapped; the queue stays locked until the batch is cleared,
+        // and a change of the memory takes that lock.
         unsafe { builder.push(segment) };
         offset = 0;
         next += 1;
@@ -192,12 +192,12 @@ fn read_header(
     gather_header(buffers, &mut header[..header_len])
 }
 
-/// Copies legacy headers, and headers spread over buffers.
+/// Copies the header in the general case: legacy headers, and headers spread over several buffers.
 fn gather_header(buffers: &[Buffer], header: &mut [u8]) -> Option<(usize, usize)> {
     let mut at = 0;
     for (i, buffer) in buffers.iter().enumerate() {
         let part = buffer.len.min(header.len() - at);
-        // SAFETY: `part` bytes lie inside the buffer and inside `header`, which is our own memory.
+        // SAFETY: `part` bytes lie inside the buffer and inside `header`, which this process owns.
         unsafe { std::ptr::copy_nonoverlapping(buffer.ptr, header[at..].as_mut_ptr(), part) };
         at += part;
         if at == header.len() {

@@ -10,7 +10,7 @@ fn bad_chains_are_returned_and_counted() {
     let end = GUEST_BASE + 0x4000 + SLOT * 64;
     let slot = ARENA;
     let bad = Some(DropReason::BadChain);
-    // Not inside one mapping.
+    // The buffer does not lie inside one mapping.
     assert_eq!(pair.refused_as(&[(end - 10, 80, 0)]), bad);
     assert_eq!(pair.refused_as(&[(0, 80, 0)]), bad);
     assert_eq!(pair.refused_as(&[(u64::MAX - 10, 80, 0)]), bad);
@@ -18,13 +18,13 @@ fn bad_chains_are_returned_and_counted() {
     assert_eq!(pair.refused_as(&[(slot, 80, 0), (u64::MAX, 1, 0)]), bad);
     // The address of an empty buffer is ignored, and an empty chain is no frame.
     assert_eq!(pair.refused_as(&[(u64::MAX, 0, 0)]), bad);
-    // Shorter than the header; header only; nothing readable; readable after writable.
+    // A chain shorter than the header; only the header; nothing readable; readable after writable.
     assert_eq!(pair.refused_as(&[(slot, 11, 0)]), bad);
     assert_eq!(pair.refused_as(&[(slot, 12, 0)]), Some(DropReason::TooShort));
     assert_eq!(pair.refused_as(&[(slot, 25, 0)]), Some(DropReason::TooShort));
     assert_eq!(pair.refused_as(&[(slot, 80, DESC_WRITE)]), bad);
     assert_eq!(pair.refused_as(&[(slot, 80, DESC_WRITE), (slot, 80, 0)]), bad);
-    // Longer than any frame.
+    // A frame longer than any allowed.
     assert_eq!(pair.refused_as(&[(slot, 12 + FRAME_MAX as u32 + 1, 0)]), Some(DropReason::TooLong));
     // A writable buffer behind a good frame is ignored.
     assert_eq!(pair.refused_as(&[(slot, 80, 0), (slot, 80, DESC_WRITE)]), None);
@@ -40,12 +40,12 @@ fn bad_indirect_tables_are_returned_and_counted() {
     assert_eq!(pair.refused_as(&[(slot, 16, DESC_INDIRECT)]), None);
     // An indirect descriptor may follow direct ones (virtio 1.2 section 2.7.5.3.2).
     assert_eq!(pair.refused_as(&[(slot + 0x3000, 12, 0), (slot, 16, DESC_INDIRECT)]), None);
-    // Partial descriptors; none; 65 535 of them; not inside one mapping.
+    // Partial descriptors; no descriptors; 65 535 of them; not inside one mapping.
     for len in [0, 15, 17, 16 * 257, 16 * 65_535, u32::MAX] {
         assert_eq!(pair.refused_as(&[(slot, len, DESC_INDIRECT)]), bad, "{len}");
     }
     assert_eq!(pair.refused_as(&[(end - 16, 32, DESC_INDIRECT)]), bad);
-    // NEXT flag on an indirect descriptor; nested; next outside the table; loop.
+    // NEXT flag on an indirect descriptor; nested table; next outside the table; loop.
     assert_eq!(pair.refused_as(&[(slot, 16, DESC_INDIRECT), (slot, 80, 0)]), bad);
     table(&pair.mock, slot, &[(slot, 16, DESC_INDIRECT)]);
     assert_eq!(pair.refused_as(&[(slot, 16, DESC_INDIRECT)]), bad);
@@ -54,7 +54,7 @@ fn bad_indirect_tables_are_returned_and_counted() {
         pair.mock.write(slot, &bytes_of(entry));
         assert_eq!(pair.refused_as(&[(slot, 16, DESC_INDIRECT)]), bad, "{next}");
     }
-    // Not negotiated.
+    // INDIRECT_DESC was not negotiated.
     table(&pair.mock, slot, &[(slot + 0x2000, 80, 0)]);
     let config = pair.driver.config(true, false);
     pair.ring = Ring::new(pair.mock.map(), &config, None).unwrap();
@@ -77,7 +77,7 @@ fn loops_and_overlong_chains_are_refused() {
     pair.taken.give_back(&mut pair.ring);
     assert_eq!(pair.driver.collect(&pair.mock), Some((0, 0)));
     assert_eq!(pair.driver.collect(&pair.mock), Some((1, 0)));
-    // The longest chain allowed: an indirect table of 255 behind its own descriptor.
+    // The longest allowed chain: an indirect table of 255 behind a direct descriptor.
     let mut chain = vec![(ARENA + 0x8000, 1, 0); 255];
     table(&pair.mock, ARENA, &chain);
     assert_eq!(pair.refused_as(&[(ARENA, 255 * 16, DESC_INDIRECT)]), None);
@@ -189,7 +189,7 @@ fn tiny_and_bad_receive_chains_are_bounded() {
     assert_eq!(pair.stats.out_frames.get(), 1);
 }
 
-/// Runs the fuzzer's corpus with the unit tests.
+/// Runs the corpus of the fuzzer as a unit test.
 #[test]
 fn fuzz_corpus_does_no_harm() {
     let corpus = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../fuzz/corpus/rings")).unwrap();
@@ -222,13 +222,13 @@ fn chains_put_back_are_not_fetched_twice() {
     assert_eq!(lens(&mut pair.ring, 2), [80, 81]);
     pair.ring.put_back(2);
     assert_eq!(pair.ring.position(), 0);
-    // The guest changes the descriptors too late.
+    // The guest changes the descriptors after they were copied.
     for index in 0..3 {
         pair.driver.describe(&pair.mock, index, Descriptor { addr: ARENA, len: 7, flags: 0, next: 0 });
     }
     assert_eq!(lens(&mut pair.ring, 3), [80, 81, 82]);
     assert_eq!(pair.ring.position(), 3);
-    // More than are cached: fetched again.
+    // More chains than are cached: they are fetched again.
     pair.ring.put_back(3);
     pair.ring.prime(1).unwrap();
     assert_eq!(lens(&mut pair.ring, 2), [7, 7]);
@@ -248,13 +248,13 @@ fn read_ahead_fetches_once_and_only_for_large_bursts() {
     };
     assert_eq!(pair.ring.ensure(8).unwrap(), 8);
     assert_eq!(lens(&mut pair.ring, 8), (80..88).collect::<Vec<_>>());
-    // Eight chains are known to wait: read_ahead ignores fewer than its minimum and more than are known.
+    // Eight chains are known to be waiting: read_ahead ignores a count below its minimum and one above the known number.
     pair.ring.read_ahead(7);
     pair.ring.read_ahead(9);
-    // So this change is seen.
+    // Nothing was read ahead, so this change is seen.
     pair.driver.describe(&pair.mock, 8, Descriptor { addr: ARENA, len: 7, flags: 0, next: 0 });
     pair.ring.read_ahead(8);
-    // The guest changes the descriptors too late.
+    // The guest changes the descriptors after they were copied.
     for index in 8..16 {
         pair.driver.describe(&pair.mock, index, Descriptor { addr: ARENA, len: 8, flags: 0, next: 0 });
     }

@@ -92,7 +92,7 @@ impl Pair {
         self.batch.frames().iter().map(copy).collect()
     }
 
-    /// Takes and returns one transmit chain of arbitrary descriptors. Returns the drop reason counted.
+    /// Takes and returns one transmit chain of arbitrary descriptors. Returns the drop reason that was counted.
     fn refused_as(&mut self, chain: &[(u64, u32, u16)]) -> Option<DropReason> {
         let count = |s: &PortStats| DropReason::ALL.iter().map(|r| s.drops(*r)).collect::<Vec<_>>();
         let before = count(&self.stats);
@@ -113,7 +113,7 @@ impl Pair {
         self.batch.clear();
         for (bytes, offload) in frames {
             let mut builder = self.batch.begin();
-            // SAFETY: `frames` outlives the batch's use below, and nobody writes to it.
+            // SAFETY: `frames` outlives the batch's use below, and no code writes to it.
             unsafe { builder.push_stable(Segment::new(bytes.as_ptr(), bytes.len())) };
             builder.finish(PortId(0), NetworkId::DEFAULT, *offload, 0).unwrap();
         }
@@ -146,7 +146,7 @@ fn table(mock: &MockMemory, at: u64, chain: &[(u64, u32, u16)]) {
     }
 }
 
-/// Contents of a receive chain of two buffers, whose slot and size of the first buffer are in `buffers`.
+/// Contents of a receive chain of two buffers. `buffers` holds, per head, the slot and the size of the first buffer.
 fn contents(mock: &MockMemory, buffers: &HashMap<u16, (u64, usize)>, (head, len): (u16, u32)) -> Vec<u8> {
     let (slot, room) = buffers[&head];
     let (len, part) = (len as usize, (len as usize).min(room));

@@ -58,7 +58,8 @@ proptest! {
         prop_assert_eq!(pair.ring.position(), start.wrapping_add(sent.len() as u16));
     }
 
-    /// The driver reads random frames from random receive chains unchanged and in order; frames without room are counted as dropped.
+    /// The driver reads random frames from random receive chains unchanged and in order; frames that do not fit are counted as
+    /// dropped.
     #[test]
     fn delivered_frames_are_read_unchanged(
         lens in prop::collection::vec(prop_oneof![14usize..100, 100usize..9000], 1..60),
@@ -74,7 +75,7 @@ proptest! {
         let mut expected = VecDeque::new();
         let mut read = 0;
         for (seed, len) in lens.iter().enumerate() {
-            // Refill with chains of two buffers, direct or in an indirect table.
+            // Refill the ring with chains of two buffers, direct or in an indirect table.
             loop {
                 let (first, second, indirect) = rooms[next_room % rooms.len()];
                 let slot = pair.slot();
@@ -115,8 +116,8 @@ proptest! {
         prop_assert_eq!(stats.drops_total(), stats.drops(DropReason::NoBuffer));
     }
 
-    /// No lost wake-up: neither a device that arms before it sleeps, with a driver that kicks only if asked, nor a driver that
-    /// sleeps until it is interrupted.
+    /// No wake-up is lost: neither by a device that arms before it sleeps, with a driver that kicks only if requested, nor by a
+    /// driver that sleeps until it is interrupted.
     #[test]
     fn suppressed_notifications_lose_no_wakeup(
         steps in prop::collection::vec((0u8..4, 1u16..5), 1..200),
@@ -126,14 +127,14 @@ proptest! {
         let mut pair = Pair::new(start, event_idx);
         let wire = with_header(&bytes(60, 1), 12);
         let (mut asleep, mut kicked, mut kicked_at) = (false, false, start);
-        // Used index from which the driver waits, if it waits.
+        // Used index from which the driver waits; `None` if it does not wait.
         let mut waiting: Option<u16> = None;
         let mut interrupted = false;
         pair.driver.set_used_event(&pair.mock, start.wrapping_sub(1));
         pair.ring.disarm();
         for (step, amount) in steps {
             match step {
-                // The driver adds chains and kicks if the device asked for it.
+                // The driver adds chains and kicks if the device requested it.
                 0 => {
                     for _ in 0..amount {
                         pair.send(&wire, &[], false);
@@ -157,7 +158,7 @@ proptest! {
                         interrupted |= pair.taken.give_back(&mut pair.ring);
                     }
                 }
-                // The device goes to sleep if no chain waits.
+                // The device goes to sleep if no chain is available.
                 2 => if !asleep && pair.ring.arm() {
                     prop_assert_eq!(pair.ring.position(), pair.driver.avail_idx);
                     (asleep, kicked) = (true, false);
@@ -243,7 +244,7 @@ fn offloads_are_finished_for_guests_that_lack_them() {
     // A guest with GUEST_CSUM gets the partial checksum unchanged.
     pair.give(&MODERN, &[(frame.clone(), partial)]).unwrap();
     assert_eq!(pair.mock.read(slot + 2 * SLOT, 12), partial.to_virtio(1));
-    // A super-frame that cannot be cut, and a frame above the MTU.
+    // A super-frame that cannot be segmented, and a frame above the MTU.
     let tso = Offload { gso_type: GSO_TCPV4, gso_size: 1000, ..partial };
     pair.give(&plain, &[(vec![0; 2000], tso)]).unwrap();
     assert_eq!(pair.stats.drops(DropReason::Unsegmentable), 1);
@@ -305,7 +306,7 @@ impl Logged {
 
 #[test]
 fn dirty_pages_are_logged() {
-    // A buffer across three pages, with a frame that reaches into the second; then the same in three buffers.
+    // A buffer across three pages, with a frame that reaches into the second; then the same range in three buffers.
     let mut logged = Logged::new(0x1_0000, SIZE, &[vec![(0x5f00, 0x2000, DESC_WRITE)]]);
     logged.give();
     assert_eq!(logged.marked(), [1, 5, 6]);
@@ -313,14 +314,15 @@ fn dirty_pages_are_logged() {
     let mut logged = Logged::new(0x1_0000, SIZE, &[chain.to_vec()]);
     logged.give();
     assert_eq!(logged.marked(), [1, 5, 8]);
-    // Several chains: the first is full, of the second one page.
+    // Several chains: the frame fills the first, and one page of the second.
     let chains = [vec![(0x5f00, 0x200, DESC_WRITE)], vec![(0x8000, 0x4000, DESC_WRITE)]];
     let mut logged = Logged::new(0x1_0000, SIZE, &chains);
     logged.give();
     assert_eq!(logged.marked(), [1, 5, 6, 8]);
 }
 
-/// What a guest says about its buffers does not decide what a frame costs: 255 of 4 GiB each are 2^28 pages.
+/// The cost of a frame does not depend on the lengths that a guest claims for its buffers: 255 buffers of 4 GiB would be 2^28
+/// pages.
 #[test]
 fn a_log_costs_what_was_written() {
     let len = (1 << 32) + 0x1_0000;
@@ -331,7 +333,7 @@ fn a_log_costs_what_was_written() {
     let marked = logged.marked();
     assert!(marked.contains(&8) && marked.iter().all(|page| *page == 8 || (used..=used + 1).contains(page)));
 
-    // Written in place in vain: the room of the frame.
+    // The frame was written in place in vain: the pages of its room are marked.
     let mut logged = Logged::new(len, 256, &[chain]);
     let stats = PortStats::default();
     let owner =
@@ -343,8 +345,8 @@ fn a_log_costs_what_was_written() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
-    /// Chains return strictly in order and never while their memory is held; never more than the queue size are outstanding, and
-    /// all return in the end.
+    /// Chains return strictly in order and never while their memory is held. At most as many chains as the queue size are
+    /// outstanding, and all return in the end.
     #[test]
     fn held_chains_return_in_order(
         start: u16,
