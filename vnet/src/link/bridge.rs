@@ -1,4 +1,4 @@
-//! One dispatcher's end of all links: its sockets, a sender and receivers.
+//! The part of all links that one dispatcher owns: its sockets, a sender and receivers.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use crate::frame::{DropSink, Selection};
 use crate::stats::{DropReason, PortStats};
 use crate::wire::native::HOPS_MAX;
 
-/// One dispatcher's end of all links: its UDP sockets, in two halves.
+/// One dispatcher's UDP sockets for all links, with a sending and a receiving half.
 pub struct Bridge {
     /// Receivers, one per socket.
     pub rx: Vec<Receiver>,
@@ -29,21 +29,21 @@ pub struct Bridge {
     pub tx: Sender,
     /// The receiver of VXLAN's own port, after [`Bridge::add_vxlan`].
     pub vxlan_rx: Option<Receiver>,
-    /// The links that receivers match source addresses against: store a setup's here.
+    /// The links that receivers match source addresses against; the dispatcher stores those of a new setup here.
     pub peers: PeersView,
     /// Creates more receivers.
     pub receivers: ReceiverParts,
 }
 
 impl Bridge {
-    /// Makes the bridges of one host listen for VXLAN on `listen`, sharing the port as in [`Bridge::bind_group`].
+    /// Makes the bridges of one host listen for VXLAN on `listen`. They share the port as in [`Bridge::bind_group`].
     pub fn add_vxlan(bridges: &mut [Bridge], listen: SocketAddr) -> Result<(), BridgeError> {
         let failed = |error| BridgeError::new(listen, error);
         drop(Socket::bind(listen, false).map_err(failed)?);
         let shared = bridges.len() > 1;
         for (index, bridge) in bridges.iter_mut().enumerate() {
             let socket = Arc::new(Socket::bind(listen, shared).map_err(failed)?);
-            // Otherwise a group's datagrams reach every socket on the host, members or not.
+            // Without this option, a group's datagrams reach every socket on the host, members or not.
             set(&socket, libc::SOL_IP, libc::IP_MULTICAST_ALL, 0).map_err(failed)?;
             bridge.vxlan_rx = Some(bridge.receivers.vxlan(socket, index == 0));
             bridge.tx.vxlan = Some(VxlanSender::new(SourcePorts::new(listen).map_err(failed)?));
@@ -56,8 +56,8 @@ impl Bridge {
         Courier::new(self.tx.sockets[0].clone())
     }
 
-    /// Listens on `listen`; with `shared`, several bridges of this process share the address and the kernel spreads the peers
-    /// over them. `stats` counts datagrams of unknown source, `budget` is the host's reassembly memory.
+    /// Listens on `listen`. With `shared`, several bridges of this process share the address and the kernel spreads the peers
+    /// over them. `stats` counts datagrams of unknown source, `budget` limits the host's reassembly memory.
     ///
     /// A shared bridge cannot detect another vnetd of the same user on its port: use [`Bridge::bind_group`].
     pub fn bind(
@@ -69,8 +69,9 @@ impl Bridge {
         Ok(Bridge::new(vec![ports::bind(listen, shared)?], 0, stats, budget))
     }
 
-    /// Bridges for `dispatchers` dispatchers on `ports` consecutive ports from that of `listen` on, all of which must be free.
-    /// Port 0 lets the kernel choose. With several ports but fewer than dispatchers, the last dispatchers get no receiver.
+    /// Creates bridges for `dispatchers` dispatchers on `ports` consecutive ports, starting at that of `listen`; all of them must
+    /// be free. Port 0 lets the kernel choose. With several ports but fewer than dispatchers, the last dispatchers get no
+    /// receiver.
     pub fn bind_group(
         listen: SocketAddr,
         ports: u16,
@@ -106,16 +107,17 @@ impl Bridge {
 
 /// Sends frames on links of all kinds, for one dispatcher; shares its sockets with a [`Receiver`].
 pub struct Sender {
-    /// The first one is bound to the host's first port.
+    /// The first socket is bound to the host's first port.
     sockets: Vec<Arc<Socket>>,
     gather: Gather,
     native: NativeSender,
-    /// Present when VXLAN is listened for.
+    /// Present if the host listens for VXLAN.
     vxlan: Option<VxlanSender>,
 }
 
 impl Sender {
-    /// A sender on `sockets`. The first is bound to the host's first port; native frames use those from `native_from` on.
+    /// A sender on `sockets`. The first socket is bound to the host's first port; native frames use the sockets from
+    /// `native_from` on.
     fn new(sockets: Vec<Arc<Socket>>, native_from: usize) -> Sender {
         let native = NativeSender::new(sockets.clone(), native_from);
         Sender { sockets, gather: Gather::new(), native, vxlan: None }
@@ -126,7 +128,7 @@ impl Sender {
         self.native.set_zero_copy(setting);
     }
 
-    /// Releases frame memory that the kernel has sent. True when there was any.
+    /// Releases frame memory that the kernel has finished sending. Returns true when there was any.
     #[inline]
     pub fn reap(&mut self) -> bool {
         self.native.reap()
@@ -139,7 +141,7 @@ impl Sender {
         }
     }
 
-    /// Encapsulates the frames and sends them on `link`, counting each as out or dropped.
+    /// Encapsulates the frames and sends them on `link`. Counts each frame as sent or dropped.
     pub fn send(&mut self, link: &Link, frames: Selection<'_>, drops: &mut DropSink) {
         let batch = frames.batch;
         let mut out = Sending { link, batch, gather: &mut self.gather, drops };
@@ -147,7 +149,7 @@ impl Sender {
         let few_hops: Vec<u16>;
         let mut which = frames.which;
         if which.iter().any(relayed_too_often) {
-            // Only in loops of links: the allocation does not matter.
+            // Happens only in loops of links, so the allocation does not matter.
             for &index in which.iter().filter(|index| relayed_too_often(index)) {
                 out.dropped(DropReason::HopLimit, index);
             }
@@ -164,9 +166,9 @@ impl Sender {
     }
 }
 
-/// Route and device state of the paths of all links of a host.
+/// Queries the route and device of the paths of all links of a host.
 impl PathWatch {
-    /// For the host with these `bridges`.
+    /// Creates the watch of the host with these `bridges`.
     pub fn of(bridges: &[Bridge]) -> PathWatch {
         let sockets = bridges.iter().flat_map(|bridge| bridge.tx.sockets.iter().cloned()).collect();
         let vxlan = bridges.iter().filter_map(|bridge| bridge.tx.vxlan.as_ref());
@@ -185,7 +187,7 @@ impl PathWatch {
 }
 
 impl Prober {
-    /// Replaces the set of monitored links. Returns when the routes of new ones are known.
+    /// Replaces the set of monitored links. Returns when the routes of new links are known.
     pub fn set_links(&self, links: &[Arc<Link>]) {
         self.watch(links.iter().map(|link| link.clone() as Arc<dyn Monitored>).collect());
     }

@@ -9,11 +9,11 @@ use crate::frame::{NetworkId, PortId};
 use crate::stats::PortStats;
 use crate::wire::ethernet::Mac;
 
-/// The common part of all links. Separate cache lines: fields written by every burst, fields read by every burst, the senders'
-/// and the receivers' part.
+/// The common part of all links. Separate cache lines hold the fields written by every burst, the fields read by every burst, the
+/// senders' part and the receivers' part.
 #[derive(Debug)]
 pub struct Common {
-    /// Never reused, unlike ports and addresses, so state of a removed link is never mistaken for this one's.
+    /// Never reused, unlike ports and addresses, so that state of a removed link is never mistaken for this link's.
     pub(in crate::link) id: u64,
     pub(in crate::link) port: PortId,
     name: String,
@@ -27,13 +27,13 @@ pub struct Common {
     heard_ms: CacheLine<AtomicU64>,
 }
 
-/// A value on a cache line of its own.
+/// A value that has a cache line to itself.
 #[derive(Debug)]
 #[repr(align(64))]
 struct CacheLine<T>(T);
 
 impl Common {
-    /// A link named `name` at `port`, with an unprobed path.
+    /// Creates the part for a link named `name` at `port`, with an unprobed path.
     pub(super) fn new(name: String, port: PortId, stats: Arc<PortStats>, path: Path) -> Common {
         static LINKS: AtomicU64 = AtomicU64::new(0);
         Common {
@@ -49,24 +49,24 @@ impl Common {
         }
     }
 
-    /// Restricts it to `networks` and to source addresses `macs`; `None` for all.
+    /// Restricts the link to `networks` and to source addresses `macs`; `None` for all.
     pub(super) fn limited_to(self, networks: Option<Vec<NetworkId>>, mut macs: Option<Vec<Mac>>) -> Common {
         macs.iter_mut().for_each(|macs| macs.sort());
         Common { networks, macs, ..self }
     }
 
-    /// Its slot in the port table.
+    /// Slot of the link in the port table.
     #[inline]
     pub fn port(&self) -> PortId {
         self.port
     }
 
-    /// Its name on this host.
+    /// Name of the link on this host.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its counters.
+    /// Counters of the link.
     #[inline]
     pub fn stats(&self) -> &Arc<PortStats> {
         &self.stats
@@ -78,7 +78,7 @@ impl Common {
         self.macs.as_ref().is_none_or(|macs| macs.binary_search(&mac).is_ok())
     }
 
-    /// Arrival of the last datagram, in ms on the dispatchers' clock; `None` before the first.
+    /// Arrival of the last datagram, in ms on the dispatchers' clock; `None` before the first datagram.
     pub fn heard_ms(&self) -> Option<u64> {
         self.heard_ms.0.load(Relaxed).checked_sub(1)
     }
@@ -94,7 +94,7 @@ impl Common {
         self.networks.as_ref().and_then(|networks| networks.first().copied()).unwrap_or_default()
     }
 
-    /// The number of the next datagram.
+    /// Takes the number of the next datagram.
     #[inline]
     pub(in crate::link) fn next_number(&self) -> u64 {
         self.number.0.load(Relaxed)
@@ -108,28 +108,28 @@ impl Common {
 
     /// Records the arrival of a datagram.
     pub(crate) fn heard(&self, now_ms: u64) {
-        // Written once a millisecond, not once a burst: the cache line is shared. Stored plus one; 0 means never.
+        // Written once per millisecond, not once per burst, because the cache line is shared. Stored plus one; 0 means never.
         if self.heard_ms.0.load(Relaxed) != now_ms + 1 {
             self.heard_ms.0.store(now_ms + 1, Relaxed);
         }
     }
 
-    /// Resets the arrival time.
+    /// Clears the arrival time.
     #[cfg(test)]
     pub(in crate::link) fn forget_heard(&self) {
         self.heard_ms.0.store(0, Relaxed);
     }
 
-    /// Largest IP packet in bytes: the minimum of the route's MTU, the configured limit and the probed MTU.
+    /// Maximum size of an IP packet in bytes: the minimum of the route's MTU, the configured limit and the probed MTU.
     #[inline]
     pub fn path_mtu(&self) -> u16 {
         self.path.mtu()
     }
 }
 
-/// Start of a link's datagram numbers: the time in nanoseconds. So numbers keep rising when a host restarts or a link is
-/// reconfigured, at any rate below 10^9 datagrams/s, and the peer never takes a new datagram for an old one. (A peer may also
-/// start at 1; native/reassembly.rs tells that from a late datagram.)
+/// First datagram number of a link: the time in nanoseconds. So numbers keep rising across restarts of the host and
+/// reconfiguration of the link, at any rate below 10^9 datagrams/s, and the peer never takes a new datagram for an old one. (A
+/// peer may also start at 1; native/reassembly.rs distinguishes that from a late datagram.)
 ///
 /// Reads the wall clock once, then counts on a monotonic clock.
 pub(in crate::link) fn first_number() -> u64 {

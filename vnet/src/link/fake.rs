@@ -1,21 +1,21 @@
-//! A faulty wire for tests that loses, duplicates and reorders; reproducible by seed.
+//! A faulty wire for tests that loses, duplicates and reorders datagrams; reproducible by seed.
 //!
-//! [`Wire`] works on any sequence of datagrams. [`Relay`] stands between two bridges with real sockets and poses as each one's
-//! peer.
+//! [`Wire`] works on any sequence of datagrams. [`Relay`] sits between two bridges with real sockets and acts as the peer of
+//! each.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 
-/// How often each fault happens, in thousandths.
+/// Frequency of each fault, in thousandths.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Faults {
-    /// It is lost.
+    /// Datagrams that are lost.
     pub loss: u32,
-    /// It arrives twice (duplication).
+    /// Datagrams that arrive twice (duplication).
     pub duplication: u32,
-    /// It arrives after up to [`Faults::distance`] later ones (reordering).
+    /// Datagrams that arrive after up to [`Faults::distance`] later ones (reordering).
     pub reordering: u32,
-    /// Longest displacement of a reordered datagram.
+    /// Maximum displacement of a reordered datagram, in datagrams.
     pub distance: usize,
 }
 
@@ -24,7 +24,7 @@ pub struct Faults {
 pub struct Random(u64);
 
 impl Random {
-    /// The sequence of `seed`.
+    /// The sequence that `seed` determines.
     pub fn new(seed: u64) -> Random {
         Random(seed)
     }
@@ -51,7 +51,7 @@ pub struct Wire {
 }
 
 impl Wire {
-    /// A wire whose faults are determined by `seed`.
+    /// A wire whose faults `seed` determines.
     pub fn new(seed: u64, faults: Faults) -> Wire {
         Wire { random: Random::new(seed), faults }
     }
@@ -72,7 +72,7 @@ impl Wire {
                 }
             }
         }
-        // A stable sort, so that a late datagram arrives behind others with the same position.
+        // The sort is stable, so that a late datagram arrives behind others with the same position.
         arriving.sort_by_key(|(at, _)| *at);
         arriving.into_iter().map(|(_, datagram)| datagram).collect()
     }
@@ -97,17 +97,17 @@ impl Relay {
         Ok(Relay { near: socket()?, far: socket()?, wire, ends: [near, far] })
     }
 
-    /// The address to give the near bridge as its remote.
+    /// The address that the near bridge uses as its remote.
     pub fn near(&self) -> io::Result<SocketAddr> {
         self.near.local_addr()
     }
 
-    /// The address to give the far bridge as its remote.
+    /// The address that the far bridge uses as its remote.
     pub fn far(&self) -> io::Result<SocketAddr> {
         self.far.local_addr()
     }
 
-    /// Forwards waiting datagrams both ways. Returns how many came from the near and the far side.
+    /// Forwards waiting datagrams in both directions. Returns how many came from the near and from the far side.
     pub fn pump(&mut self) -> io::Result<[usize; 2]> {
         let mut counts = [0; 2];
         let ways = [(&self.near, &self.far, self.ends[1]), (&self.far, &self.near, self.ends[0])];

@@ -65,9 +65,9 @@ impl Patient for Peer<'_> {
     }
 }
 
-/// Arbitrary bytes as a handshake, on both sides; and as a message, a certificate and a keepalive.
+/// Feeds arbitrary bytes to both sides of a handshake, and to the parsers of messages, certificates and keepalives.
 ///
-/// Invariants: no panic; nobody gets keys; an accepted message re-encodes to the same bytes; a reason is one line.
+/// Invariants: no panic; neither side gets keys; an accepted message re-encodes to the same bytes; a reason is one line.
 pub fn handshake(data: &[u8]) {
     let [h1, h2] = identities();
     let (a, b) = (link("h2"), link("h1"));
@@ -101,7 +101,7 @@ pub fn handshake(data: &[u8]) {
     }
 }
 
-/// Arbitrary bytes from a rendezvous relay, or from its clients: messages and registrations.
+/// Feeds arbitrary bytes to the parsers of a rendezvous relay and its clients: messages and registrations.
 ///
 /// Invariants: no panic; an accepted message re-encodes to the same bytes; a reason is one line; only authenticated bytes parse
 /// as a registration, and it re-encodes to the same bytes.
@@ -118,7 +118,7 @@ pub fn meeting(data: &[u8]) {
     if let Some(registration) = Registration::read(data, &key) {
         assert_eq!(registration.to_bytes(&key), data);
     }
-    // The same bytes, signed by a holder of the key.
+    // The same bytes, authenticated by a holder of the key.
     let Some((id, rest)) = data.split_first_chunk() else { return };
     let Some((number, rest)) = rest.split_first_chunk() else { return };
     let other = rest.first_chunk::<6>().map(|[a, b, c, d, p, q]| {

@@ -1,12 +1,12 @@
-//! Inquiries: the control of one host asks another one what it would do with a frame (`vnet trace --follow`).
+//! Inquiries: the control of one host asks another host's control where it would send a frame (`vnet trace --follow`).
 //!
 //! A question is a probe (type 2) whose payload begins with [`MAGIC`], the answer a probe reply (type 3) with the same magic;
-//! control defines the text that follows. So inquiries take the path of the link's frames and need no port of their own. A peer
-//! that does not know them echoes the question like any probe, which tells it apart.
+//! control defines the text that follows. So inquiries take the path of the link's frames and need no separate port. A peer that
+//! does not support them echoes the question like any probe, which the asking host recognises.
 //!
 //! Peers are not trusted: a dispatcher only copies texts of limited length into a short queue, within the link's rate limit, and
-//! control reads that queue. An answer is never longer than its question and goes to the link's remote address only, so it cannot
-//! amplify an attack.
+//! control reads that queue. An answer is never longer than its question and goes to the link's remote address only, so inquiries
+//! allow no amplification.
 
 use std::collections::VecDeque;
 use std::io;
@@ -21,25 +21,25 @@ use crate::frame::PortId;
 
 /// First bytes of a question's or answer's payload.
 pub const MAGIC: [u8; 8] = *b"vnet-ask";
-/// Longest text of a question or answer in bytes; shorter where the path allows no more.
+/// Maximum length of a question's or answer's text in bytes; less if the path MTU requires it.
 pub const TEXT_MAX: usize = 1400;
-/// Questions and answers that wait for control. More are ignored: the other side retries.
+/// Maximum number of questions and answers that wait for control. Further ones are ignored, because the other side retries.
 const WAITING_MAX: usize = 64;
-/// Rate limit per link, for questions and answers each: burst, and rate per second.
+/// Rate limit per link, separately for questions and answers: burst size, and rate per second.
 const RATE_PER_S: u64 = 64;
 const NS_PER_S: u64 = 1_000_000_000;
 const NS_PER_MS: u64 = 1_000_000;
 
-/// Whether a probe's payload is a question or an answer.
+/// True if a probe's payload is a question or an answer.
 #[inline]
 pub(super) fn is_inquiry(payload: &[u8]) -> bool {
     payload.starts_with(&MAGIC)
 }
 
-/// A question or answer that arrived.
+/// A received question or answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Inquiry {
-    /// The link.
+    /// Port of the link on which it arrived.
     pub link: PortId,
     /// True for an answer.
     pub answer: bool,
@@ -60,10 +60,10 @@ impl Inbox {
         Ok(Inbox { waiting: Mutex::default(), bell })
     }
 
-    /// Takes all that waits.
+    /// Takes all waiting inquiries.
     pub fn take(&self) -> Vec<Inquiry> {
         let mut count = [0; 8];
-        // An empty eventfd: nothing arrived since the last call.
+        // Fails if the eventfd is empty: nothing has arrived since the last call.
         let _ = rustix::io::read(&self.bell, &mut count);
         self.waiting.lock().drain(..).collect()
     }
@@ -73,14 +73,14 @@ impl Inbox {
         if waiting.len() < WAITING_MAX {
             waiting.push_back(inquiry);
             drop(waiting);
-            // Fails only when the counter is full, and then control is woken already.
+            // Fails only when the counter is full, and in that case control is already woken.
             let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
         }
     }
 }
 
 impl AsFd for Inbox {
-    /// Readable when something waits.
+    /// The descriptor is readable while an inquiry waits.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.bell.as_fd()
     }
@@ -92,11 +92,11 @@ impl AsRawFd for Inbox {
     }
 }
 
-/// A link's inbox and rate limiters.
+/// Inbox and rate limiters of a link.
 #[derive(Default)]
 pub(super) struct Inquiries {
     inbox: OnceLock<Arc<Inbox>>,
-    /// When the token bucket is full again, for questions and answers, as in `route/storm_limit.rs`.
+    /// Time at which the token bucket is full again, for questions and for answers, as in `route/storm_limit.rs`.
     empty_at_ns: [AtomicU64; 2],
 }
 
@@ -107,7 +107,8 @@ impl std::fmt::Debug for Inquiries {
 }
 
 impl Inquiries {
-    /// Copies one for control. False without an inbox: then a question is an ordinary probe.
+    /// Copies a question or answer for control. Returns false if the link has no inbox: a question is then treated as an ordinary
+    /// probe.
     #[cold]
     pub(super) fn put(&self, link: PortId, answer: bool, payload: &[u8], now_ms: u64) -> bool {
         let Some(inbox) = self.inbox.get() else { return false };
@@ -118,7 +119,7 @@ impl Inquiries {
         true
     }
 
-    /// Puts what arrives into `inbox` from now on. The first call counts.
+    /// Delivers arriving inquiries to `inbox` from now on. Only the first call has an effect.
     pub(super) fn answer_by(&self, inbox: Arc<Inbox>) {
         let _ = self.inbox.set(inbox);
     }

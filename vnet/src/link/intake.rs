@@ -12,16 +12,16 @@ use crate::wire::offload::Offload;
 
 /// One fill of a link's source.
 ///
-/// The bytes passed in lie in the source's own memory and stay unchanged until the batch is cleared (contract of
+/// The passed bytes lie in the source's memory and stay unchanged until the batch is cleared (contract of
 /// [`Source::fill`](crate::source::Source::fill)).
 pub(in crate::link) struct Intake<'a> {
     pub(in crate::link) batch: &'a mut Batch,
     pub(in crate::link) drops: &'a mut DropSink,
-    /// The dispatchers' clock.
+    /// Time on the dispatchers' clock.
     pub(in crate::link) now_ms: u64,
-    /// Limits from the certificate of the current message's sender, if it has any.
+    /// Limits from the certificate of the current message's sender; `None`: no certificate.
     pub(in crate::link) claims: Option<Arc<Claims>>,
-    /// Frames added but not counted yet, all from one link.
+    /// Number of frames added but not counted yet, all from one link.
     frames: u64,
     bytes: u64,
 }
@@ -43,7 +43,7 @@ impl<'a> Intake<'a> {
         link.allows_source(mac) && self.claims.as_ref().is_none_or(|claims| claims.allows_source(mac))
     }
 
-    /// Counts the frames added by `link`.
+    /// Counts the frames added for `link`.
     pub(in crate::link) fn count(&mut self, link: &Link) {
         link.stats.in_frames.add(std::mem::take(&mut self.frames));
         link.stats.in_bytes.add(std::mem::take(&mut self.bytes));
@@ -76,7 +76,7 @@ impl<'a> Intake<'a> {
         self.pieces(link, network, (offload, hops), std::iter::once(frame));
     }
 
-    /// Adds a frame of several pieces.
+    /// Adds a frame that consists of several pieces.
     #[inline]
     pub(in crate::link) fn pieces<'b>(
         &mut self,
@@ -97,7 +97,7 @@ impl<'a> Intake<'a> {
         }
         let mut builder = self.batch.begin();
         for piece in pieces.clone() {
-            // SAFETY: the piece lies in memory of the source, unchanged until the batch is cleared, see the type's comment.
+            // SAFETY: the piece lies in memory of the source, unchanged until the batch is cleared; see the comment on the type.
             unsafe { builder.push_stable(Segment::new(piece.as_ptr(), piece.len())) };
         }
         let bytes = builder.len();
@@ -111,7 +111,7 @@ impl<'a> Intake<'a> {
     }
 }
 
-/// The source address of the frame in `pieces`; `None` when it is too short.
+/// The source address of the frame in `pieces`; `None` when the frame is too short.
 fn source<'b>(pieces: impl Iterator<Item = &'b [u8]>) -> Option<Mac> {
     let mut head = [0; ethernet::HEADER_LEN];
     let mut at = 0;

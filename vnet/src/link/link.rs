@@ -26,7 +26,7 @@ use super::vxlan::vteps::Vteps;
 use crate::frame::{NetworkId, PortId};
 use crate::stats::PortStats;
 
-/// One edge of the overlay, shared by all dispatchers. Derefs to the common part.
+/// One edge of the overlay, shared by all dispatchers. Dereferences to the common part.
 #[derive(Debug)]
 pub struct Link {
     common: Common,
@@ -53,12 +53,12 @@ impl Deref for Link {
 }
 
 impl Link {
-    /// A new link in clear text.
+    /// Creates a link in clear text.
     pub fn new(options: LinkOptions, port: PortId, stats: Arc<PortStats>) -> Arc<Link> {
         Link::with_security(options, Security::default(), port, stats)
     }
 
-    /// A new link with access limits.
+    /// Creates a link with access limits.
     pub fn with_security(
         mut options: LinkOptions,
         security: Security,
@@ -86,7 +86,7 @@ impl Link {
         Arc::new(Link { common, options, kind })
     }
 
-    /// Its configuration; the remote address is normalised.
+    /// Configuration of the link; the remote address is normalised.
     pub fn options(&self) -> &LinkOptions {
         &self.options
     }
@@ -99,8 +99,8 @@ impl Link {
         }
     }
 
-    /// Takes another configured remote and keeps its keys. False on a link that has to be made anew: in clear text, the remote
-    /// tells who sent a datagram.
+    /// Sets another configured remote and keeps the keys. Returns false if the link must be recreated instead: in clear text, the
+    /// remote identifies the sender of a datagram.
     pub fn aim(&self, remote: SocketAddr) -> bool {
         let (Some(native), Some(seal)) = (self.native(), self.seal()) else { return false };
         let has_guests = matches!(&self.options.kind, LinkKind::Native { guests } if !guests.is_empty());
@@ -115,7 +115,7 @@ impl Link {
         true
     }
 
-    /// The configured source addresses of its datagrams. Empty for VXLAN links, whose VTEPs send from any port, and for
+    /// The configured source addresses of the link's datagrams. Empty for VXLAN links, whose VTEPs send from any port, and for
     /// streams.
     pub(in crate::link) fn sources(&self) -> impl Iterator<Item = SocketAddr> {
         let has_ports =
@@ -123,7 +123,7 @@ impl Link {
         addresses(self.options.remote, if has_ports { self.options.ports.max(1) } else { 0 })
     }
 
-    /// True when it takes datagrams from its remote's address whatever the port.
+    /// True when the link accepts datagrams from any port of its remote's address.
     pub(in crate::link) fn takes_any_port(&self) -> bool {
         self.options.kind == LinkKind::Classic(SourceMatch::Address)
     }
@@ -136,7 +136,7 @@ impl Link {
         }
     }
 
-    /// Round trip and loss from probes, and rates.
+    /// Round trip and loss from probes, and traffic rates.
     pub fn probed(&self) -> Probed {
         self.path.probed()
     }
@@ -157,48 +157,48 @@ impl Link {
         if let Kind::Stream(stream) = &self.kind { Some(stream) } else { None }
     }
 
-    /// True when nothing may be sent in clear text.
+    /// True when nothing may be sent in clear text on the link.
     #[inline]
     pub(crate) fn needs_seal(&self) -> bool {
         self.seal().is_some()
     }
 
-    /// Sets the path MTU.
+    /// Sets the path MTU without probing.
     #[cfg(test)]
     pub(crate) fn assume_path_mtu(&self, mtu: u32) {
         self.path.set_route_mtu(mtu);
     }
 
-    /// Its keys, on sealed links.
+    /// The keys of a sealed link; `None` for other links.
     #[inline]
     pub(in crate::link) fn seal(&self) -> Option<&Seal> {
         self.native()?.seal.as_deref()
     }
 
-    /// The choice between relayed and direct path, on links with a rendezvous.
+    /// The choice between the relayed and the direct path; `None` for links without a rendezvous.
     #[inline]
     pub(in crate::link) fn via(&self) -> Option<&PathChoice> {
         self.native()?.via.as_ref()
     }
 
-    /// State of its keys and the peer's host name; `None` for a link in clear text.
+    /// State of the keys and the peer's host name; `None` for a link in clear text.
     pub fn seal_view(&self) -> Option<SealView> {
         Some(self.seal()?.view(self.next_number()))
     }
 
-    /// Largest UDP payload in bytes of an unfragmented packet.
+    /// Maximum UDP payload in bytes of an unfragmented packet.
     pub(in crate::link) fn udp_payload(&self) -> usize {
         udp_payload(self.path_mtu(), self.remote().is_some_and(|remote| remote.is_ipv4()))
     }
 
-    /// Queues inquiries that arrive on this link in `inbox`. Only the first call counts.
+    /// Queues inquiries that arrive on this link in `inbox`. Only the first call has an effect.
     pub fn answer_by(&self, inbox: Arc<Inbox>) {
         if let Some(native) = self.native() {
             native.inquiries.answer_by(inbox);
         }
     }
 
-    /// Longest inquiry text in bytes that this link carries.
+    /// Maximum length in bytes of an inquiry's text on this link.
     ///
     /// # Errors
     /// The link is not native and carries no inquiries.
@@ -211,9 +211,9 @@ impl Link {
         self.native().ok_or_else(|| unfit("only links of encapsulation native carry questions"))
     }
 
-    /// Creates kernel VXLAN devices for TCP streams in `networks`, as far as the link carries them. `local` is the datagrams'
-    /// source address, unspecified for any. No effect on other links or when repeated. Takes about 10 ms per network and VTEP;
-    /// the link works meanwhile.
+    /// Creates kernel VXLAN devices for TCP streams in those of `networks` that the link carries. `local` is the source address
+    /// of the datagrams, unspecified for any. Has no effect on links of other kinds or when repeated. Takes about 10 ms per
+    /// network and VTEP; the link works during that time.
     pub fn open_drivers(&self, local: IpAddr, networks: &[NetworkId]) {
         let Kind::Vxlan(vxlan) = &self.kind else { return };
         let Vxlan { remote, vteps, drivers: Some(drivers) } = &**vxlan else { return };
@@ -225,7 +225,7 @@ impl Link {
         drivers.open(self.name(), local, wanted);
     }
 
-    /// Whether TCP streams leave through kernel VXLAN devices; `None` for other kinds of links.
+    /// True if TCP streams leave through kernel VXLAN devices; `None` for other kinds of links.
     pub fn has_drivers(&self) -> Option<bool> {
         let Kind::Vxlan(vxlan) = &self.kind else { return None };
         Some(vxlan.drivers.as_ref().is_some_and(|drivers| drivers.get(0).is_some()))
@@ -236,7 +236,7 @@ impl Courier {
     /// Sends a question or an answer of an [`inquiry`](crate::link::inquiry).
     ///
     /// # Errors
-    /// The link's kind carries none, `text` exceeds [`Link::inquiry_text`], the link has no key, or the kernel refuses.
+    /// The link's kind carries no inquiries, `text` exceeds [`Link::inquiry_text`], the link has no key, or the kernel refuses.
     pub fn send(&self, link: &Link, is_answer: bool, text: &[u8]) -> io::Result<()> {
         if text.len() > link.inquiry_text()? {
             return Err(unfit("too long for the link's path"));

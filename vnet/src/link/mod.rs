@@ -8,21 +8,21 @@
 //!     messages of headers and slices (socket/send_batch.rs) -- sendmmsg --> IP --> recvmmsg into one burst of buffers
 //! ```
 //!
-//! A [`Link`] is the state kept for one neighbour: the parts common to all links ([`Common`]: name, counters, next datagram
-//! number, path) and those of its kind. It owns no socket, except a stream link's connections (see [`stream`]). Each dispatcher
-//! has one [`Bridge`] for all links: UDP sockets with a [`Sender`] and a [`Receiver`], two halves so that a frame can be
-//! relayed while its burst is still being processed. A datagram's source address and port select its link, through an immutable
-//! [`Peers`] table that control replaces as a whole; sealed links follow roaming peers. A host may have several ports, over
-//! which flows are spread ([`socket`]).
+//! A [`Link`] is the state kept for one neighbour: the part common to all links ([`Common`]: name, counters, next datagram
+//! number, path) and the part of its kind. It owns no socket, except a stream link's connections (see [`stream`]). Each
+//! dispatcher has one [`Bridge`] for all links: UDP sockets with a [`Sender`] and a [`Receiver`], two halves so that a frame can
+//! be relayed while its burst is still being processed. A datagram's source address and port select its link, through an
+//! immutable [`Peers`] table that control replaces as a whole; sealed links follow roaming peers. A host may have several ports,
+//! over which flows are spread ([`socket`]).
 //!
 //! A *sealed* link sends nothing in clear text: datagrams are encrypted with keys that two hosts agree on by TLS; the
-//! [`keeper`](sealed::keeper) does that outside the data path. Two hosts behind NAT meet through a third one ([`rendezvous`]).
+//! [`keeper`](sealed::keeper) does that outside the data path. Two hosts behind NAT meet through a third host ([`rendezvous`]).
 //!
-//! Nothing is copied on the way, except on sealed links: datagrams leave as slices of guest memory between prepared headers,
-//! and frames arrive as slices of the receive buffers. Only frames still incomplete at the end of a burst are moved.
+//! No frame is copied, except on sealed links: datagrams leave as slices of guest memory between prepared headers, and frames
+//! arrive as slices of the receive buffers. Only frames still incomplete at the end of a burst are copied.
 //!
-//! Each file here imports only those before it: `socket`, [`path`], [`sealed`], [`rendezvous`], the common parts, the kinds
-//! ([`native`], [`vxlan`], [`stream`]), `Link`, then the users of links.
+//! Each part imports only those before it in this list: `socket`, [`path`], [`sealed`], [`rendezvous`], the common parts, the
+//! kinds ([`native`], [`vxlan`], [`stream`]), `Link`, then the users of links.
 
 mod bridge;
 mod common;

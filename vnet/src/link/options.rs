@@ -28,18 +28,18 @@ use crate::wire::ethernet::Mac;
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "kebab-case")]
 pub enum Encapsulation {
-    /// Native datagrams over UDP: super-frames, own fragmentation, any network.
+    /// Native datagrams over UDP: super-frames, vnet's fragmentation, any network.
     #[default]
     Native,
     /// VNET/P: the bare Ethernet frame is the UDP payload.
     Vnet,
-    /// VXLAN (RFC 7348): kernels, Open vSwitch, hardware.
+    /// VXLAN (RFC 7348), for kernels, Open vSwitch and hardware.
     Vxlan,
     /// Native frames over a TCP connection.
     Stream,
 }
 
-/// Which datagrams belong to a `vnet` link.
+/// How datagrams are matched to a `vnet` link.
 #[derive(
     Clone,
     Copy,
@@ -54,23 +54,23 @@ pub enum Encapsulation {
 )]
 #[strum(serialize_all = "kebab-case")]
 pub enum SourceMatch {
-    /// Those from the remote's address, whatever the port: VNET/P sends from a port that the kernel chose.
+    /// By the remote's address, whatever the port: VNET/P sends from a port that its kernel chose.
     #[default]
     Address,
-    /// Those from the remote's address and port.
+    /// By the remote's address and port.
     AddressPort,
 }
 
 /// A link's configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LinkOptions {
-    /// Its name on this host.
+    /// Name of the link on this host.
     pub name: String,
-    /// The other host's address with its bridge's first port. [`ANYWHERE`](super::ANYWHERE): a sealed link learns it from its
-    /// peer.
+    /// The other host's address, with its bridge's first port. With [`ANYWHERE`](super::ANYWHERE) a sealed link learns the
+    /// address from its peer.
     pub remote: SocketAddr,
     /// Number of consecutive ports of the other host's bridge, starting at that of `remote`: 1 to
-    /// [`PORTS_MAX`](super::PORTS_MAX). A `vnet` link uses the first only.
+    /// [`PORTS_MAX`](super::PORTS_MAX). A `vnet` link uses only the first.
     pub ports: u16,
     /// Networks on the link; `None` for all.
     pub networks: Option<Vec<NetworkId>>,
@@ -85,7 +85,7 @@ pub struct LinkOptions {
 pub enum LinkKind {
     /// Native datagrams over UDP.
     Native {
-        /// Guests of the other host with ports of their own, by MAC address; at most [`DIRECT_MAX`](super::DIRECT_MAX).
+        /// Guests of the other host that have their own ports, by MAC address; at most [`DIRECT_MAX`](super::DIRECT_MAX).
         guests: Vec<(Mac, u16)>,
     },
     /// The classic VNET encapsulation: bare Ethernet frames over UDP.
@@ -103,7 +103,7 @@ impl Default for LinkKind {
 }
 
 impl LinkKind {
-    /// Whether its frames carry a hop count.
+    /// True if the link's frames carry a hop count.
     pub fn counts_hops(&self) -> bool {
         matches!(self, LinkKind::Native { .. } | LinkKind::Stream(_))
     }
@@ -122,10 +122,11 @@ impl LinkKind {
 /// Access limits and encryption of a link.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Security {
-    /// Seals the link: nothing is sent in clear text; keys are agreed with the host of this name.
+    /// Seals the link: nothing is sent in clear text, and keys are agreed on with the host of this name.
     pub peer: Option<String>,
     /// Source MAC addresses that the other host may use; `None` for all.
     pub macs: Option<Vec<Mac>>,
-    /// Rendezvous: the link to the relay through which two unreachable hosts meet; for sealed native links without a remote.
+    /// Rendezvous: name of the link to the relay through which two hosts meet that cannot reach each other; for sealed native
+    /// links without a remote.
     pub via: Option<String>,
 }

@@ -9,14 +9,14 @@ use super::sealed::source_table::SourceTable;
 use super::socket::name::normalised;
 use super::vxlan::vteps::Vteps;
 
-/// Source address to link. Control builds a new table when links change; immutable except for roaming peers.
+/// Table from source addresses to links. Control builds a new table when links change; it is immutable except for roaming peers.
 #[derive(Debug, Default)]
 pub struct Peers {
     links: Vec<Arc<Link>>,
     by_address: HashMap<SocketAddr, usize>,
     /// VXLAN links by VTEP address alone, with the VTEP's number: a VTEP sends from many ports.
     by_vtep: HashMap<IpAddr, (usize, u16)>,
-    /// `vnet` links by address alone, for datagrams of ports that no link has.
+    /// `vnet` links by address alone, for datagrams from ports that no link has.
     by_host: HashMap<IpAddr, usize>,
     ids: HashSet<u64>,
     pub(super) any_sealed: bool,
@@ -24,8 +24,8 @@ pub struct Peers {
 }
 
 impl Peers {
-    /// Builds the table of `links`. If two share a remote address and port, the first one gets the datagrams; control refuses
-    /// such configurations.
+    /// Builds the table of `links`. If two links share a remote address and port, the first one gets the datagrams; control
+    /// refuses such configurations.
     pub fn build(links: &[Arc<Link>]) -> Peers {
         let mut peers = Peers { links: links.to_vec(), sources: SourceTable::new(links), ..Peers::default() };
         for (index, link) in links.iter().enumerate() {
@@ -45,14 +45,14 @@ impl Peers {
     }
 
     /// The link of a datagram from `source`: matches the remote's address and any of its configured ports. The peer's bridge
-    /// binds all of those; other programs on its host use other ports.
+    /// binds all of these ports; other programs on its host use other ports.
     pub fn link(&self, source: SocketAddr) -> Option<&Arc<Link>> {
         let source = normalised(source);
         let index = self.by_address.get(&source).copied().or_else(|| self.sources.at(source))?;
         self.links.get(index)
     }
 
-    /// The `vnet` link to the host that a datagram comes from, if it takes any port. Ask [`Peers::link`] first.
+    /// The `vnet` link that accepts any port of the host at `source`. Call [`Peers::link`] first.
     pub(super) fn host(&self, source: SocketAddr) -> Option<&Arc<Link>> {
         if self.by_host.is_empty() {
             return None;
@@ -60,7 +60,7 @@ impl Peers {
         self.links.get(*self.by_host.get(&normalised(source).ip())?)
     }
 
-    /// The link that a datagram of unknown source claims to be a keepalive of. Not authenticated yet.
+    /// The link to which a datagram of unknown source belongs if it is the keepalive that it claims to be. Not authenticated yet.
     pub(super) fn tagged(&self, datagram: &[u8]) -> Option<&Arc<Link>> {
         self.links.get(self.sources.tagged(datagram)?)
     }

@@ -6,18 +6,18 @@ use crate::wire::native::HeaderError;
 /// Position in a burst.
 #[derive(Default)]
 pub(in crate::link) struct Progress {
-    /// Messages in the burst.
+    /// Number of messages in the burst.
     pub(in crate::link) messages: usize,
-    /// The current message.
+    /// Index of the current message.
     pub(in crate::link) message: usize,
-    /// Its next datagram; if not the first, the message belongs to `link`.
+    /// Index of the next datagram in that message; if it is not the first, the message belongs to `link`.
     pub(in crate::link) datagram: usize,
     pub(in crate::link) link: Option<u64>,
-    /// Bytes of the current bundle's payload already processed.
+    /// Number of bytes of the current bundle's payload already processed.
     pub(in crate::link) bundle: usize,
-    /// For each datagram of the current sealed message: whether it decrypted.
+    /// For each datagram of the current sealed message: true if it decrypted.
     pub(in crate::link) opened: Vec<bool>,
-    /// Probes answered in this burst.
+    /// Number of probes answered in this burst.
     pub(in crate::link) replies: usize,
 }
 

@@ -6,11 +6,11 @@
 //! ```
 //!
 //! A burst is the result of one `recvmmsg`: up to [`MESSAGES`] messages, each one datagram or several of one size. Frames point
-//! into its buffers. A burst may hold more frames than a batch: then the fill stops when the batch is full and the next fill
-//! resumes there ([`Progress`]). The socket is read again when the burst is used up.
+//! into its buffers. When a burst holds more frames than a batch, the fill stops when the batch is full and the next fill resumes
+//! there ([`Progress`]). The socket is read again when the burst is used up.
 //!
-//! The source address selects the link ([`Peers`]). Datagrams from sealed links are decrypted in place first, so
-//! unauthenticated data never reaches reassembly or anything behind it.
+//! The source address selects the link ([`Peers`]). Datagrams from sealed links are decrypted in place first, so unauthenticated
+//! data never reaches reassembly or any later step.
 
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -39,7 +39,7 @@ use crate::wire::offload::Offload;
 /// The links of one dispatcher's setup. The dispatcher replaces them between two batches; its receivers load them.
 pub type PeersView = Arc<ArcSwap<Peers>>;
 
-/// What a dispatcher's receivers share; creates receivers.
+/// The parts that a dispatcher's receivers share; creates receivers.
 #[derive(Clone)]
 pub struct ReceiverParts {
     pub(in crate::link) peers: PeersView,
@@ -49,7 +49,7 @@ pub struct ReceiverParts {
 }
 
 impl ReceiverParts {
-    /// `stats` counts datagrams from unknown sources; `budget` is the host's reassembly memory.
+    /// `stats` counts datagrams from unknown sources; `budget` limits the host's reassembly memory.
     pub(in crate::link) fn new(stats: Arc<PortStats>, budget: Arc<ReassemblyBudget>) -> ReceiverParts {
         ReceiverParts { peers: PeersView::default(), stats, budget, at_once: MESSAGES }
     }
@@ -66,7 +66,7 @@ impl ReceiverParts {
         Receiver::of(kind, socket, self).taking(self.at_once)
     }
 
-    /// A receiver of VXLAN links; with `groups`, it joins their multicast groups (one receiver per host does).
+    /// A receiver of VXLAN links. With `groups`, it joins their multicast groups; exactly one receiver per host does.
     pub(in crate::link) fn vxlan(&self, socket: Arc<Socket>, groups: bool) -> Receiver {
         let probe = RouteProbe::new(socket.local());
         let groups = groups.then(|| (Groups::default(), probe, Arc::default()));
@@ -77,7 +77,7 @@ impl ReceiverParts {
 /// A datagram's link, and the number of its VTEP (0 for other kinds).
 type Whose<'a> = (&'a Arc<Link>, u16);
 
-/// The links a receiver's socket serves.
+/// The links that a receiver's socket serves.
 enum For {
     /// Native and `vnet` links, matched by address and port.
     Bridge(Assembly),
@@ -91,16 +91,16 @@ pub struct Receiver {
     peers: PeersView,
     /// Counts datagrams from unknown sources.
     stats: Arc<PortStats>,
-    /// Most messages per read.
+    /// Maximum number of messages per read.
     at_once: usize,
     burst: ReceiveBuffers,
     progress: Progress,
     kind: For,
-    /// The last read emptied the socket: the next datagram wakes the dispatcher.
+    /// True if the last read emptied the socket, so the next datagram wakes the dispatcher.
     emptied: bool,
-    /// Time-outs were due while a burst was under way.
+    /// True if time-outs became due while a burst was being processed.
     tick_due: bool,
-    /// The socket cannot be watched: it is looked at every turn instead.
+    /// True if the socket cannot be watched: it is then polled every turn.
     unwatched: bool,
     waker: Option<Waker>,
     strangers: Strangers,
@@ -135,18 +135,18 @@ impl Receiver {
         self.socket.local()
     }
 
-    /// The socket's descriptor, to set options.
+    /// Descriptor of the socket, for setting options.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 
-    /// The burst, to insert messages that were received otherwise. It must be used up.
+    /// The burst, so that the caller can insert messages received in another way. The burst must be used up.
     pub(crate) fn burst(&mut self) -> &mut ReceiveBuffers {
         debug_assert!(self.progress.is_done());
         &mut self.burst
     }
 
-    /// Makes the next fills process `messages` messages that were inserted into the burst.
+    /// Makes the next fills process `messages` messages that the caller inserted into the burst.
     pub(crate) fn resume_with(&mut self, messages: usize) {
         self.progress.begin(messages);
     }
@@ -170,7 +170,7 @@ impl Receiver {
             latest = Some((message.source, whose));
             let whose =
                 whose.or_else(|| self.moved(&peers, &message)).or_else(|| self.host(&peers, &message));
-            // A half-processed message stays with its link: another link's keys did not decrypt it.
+            // A half-processed message stays with its link, because another link's keys did not decrypt it.
             let whose = whose.filter(|(link, _)| self.progress.link.is_none_or(|id| id == link.id));
             let before = self.progress.datagram;
             let Some((link, vtep)) = whose else {
@@ -209,22 +209,22 @@ impl Receiver {
         }
     }
 
-    /// Roaming: the sealed link that a message from an unknown source claims to be a keepalive of. Other datagrams from that
-    /// source are discarded until the peer has proved the move.
+    /// Roaming: the sealed link to which a message from an unknown source belongs if it is the keepalive that it claims to be.
+    /// Other datagrams from that source are discarded until the peer has proved its new address.
     fn moved<'a>(&self, peers: &'a Peers, message: &Message) -> Option<Whose<'a>> {
         let candidate = matches!(self.kind, For::Bridge(_)) && message.datagrams() == 1 && !message.truncated;
         let link = candidate.then(|| peers.tagged(self.burst.memory().bytes(message.range())))??;
         Some((link, 0))
     }
 
-    /// The `vnet` link that takes datagrams from the message's address, whatever the port.
+    /// The `vnet` link that accepts datagrams from the message's address, whatever the port.
     fn host<'a>(&self, peers: &'a Peers, message: &Message) -> Option<Whose<'a>> {
         let candidate = matches!(self.kind, For::Bridge(_));
         let link = candidate.then(|| peers.host(message.source.address()?))??;
         Some((link, 0))
     }
 
-    /// Processes the datagrams of one message. False when the batch filled up before its end.
+    /// Processes the datagrams of one message. Returns false when the batch filled up before its end.
     fn message(&mut self, link: &Arc<Link>, vtep: u16, message: &Message, intake: &mut Intake<'_>) -> bool {
         if self.progress.link.is_none() {
             self.progress.link = Some(link.id);
@@ -262,7 +262,7 @@ impl Receiver {
                             return false;
                         }
                     }
-                    // Streams have no datagrams and no entry among the peers.
+                    // Streams have no datagrams and are not listed among the peers.
                     (For::Bridge(_), _) => {
                         let network = link.default_network();
                         intake.frame(link, network, Offload::default(), HOPS_UNKNOWN, datagram);
@@ -274,7 +274,7 @@ impl Receiver {
         true
     }
 
-    /// Decrypts a message's datagrams in place, marks the authentic ones and counts the others.
+    /// Decrypts a message's datagrams in place, marks authentic datagrams and counts the others as discarded.
     fn open(&mut self, link: &Link, message: &Message) {
         let Some(seal) = link.seal() else { return };
         let keyring = seal.keyring();
@@ -291,7 +291,7 @@ impl Receiver {
                     Some(key) => key.open(datagram),
                     None => Err(DiscardReason::WrongEpoch),
                 },
-                // The rendezvous relay replies from the address that the link's datagrams come from.
+                // The rendezvous relay replies from the address that also sends the link's datagrams.
                 Err(_) if link.via().is_some_and(|via| via.answered(datagram)) => {
                     self.progress.opened.push(false);
                     continue;
@@ -311,19 +311,19 @@ impl Source for Receiver {
     unsafe fn fill(&mut self, batch: &mut Batch, drops: &mut DropSink, now_ms: u64) -> Taken {
         if self.progress.is_done() {
             let messages = self.burst.receive(&self.socket, self.at_once);
-            // The kernel stops early only when the socket is empty.
+            // The kernel returns fewer messages only when the socket is empty.
             self.emptied = messages < self.at_once;
             self.progress.begin(messages);
         }
         let datagrams = self.work(batch, drops, now_ms);
-        // Datagrams that arrive before the burst is finished may be reported to a dispatcher that does not look for them then: an
-        // unfinished burst no longer knows that the socket is empty.
+        // The edge for datagrams that arrive before the burst is finished may reach a dispatcher that does not read the socket at
+        // that time. So while a burst is unfinished, the socket does not count as empty.
         self.emptied &= self.progress.is_done();
         if self.tick_due && self.progress.is_done() {
             self.tick(now_ms);
         }
         let drained = self.emptied && self.progress.is_done();
-        // Inside a bundle a fill may finish no datagram.
+        // Within a bundle, a fill may finish no datagram.
         let units = datagrams.max(usize::from(!batch.is_empty()));
         Taken { units, drained, ..Taken::default() }
     }
@@ -358,7 +358,7 @@ impl Source for Receiver {
     fn tick(&mut self, now_ms: u64) {
         let peers = self.peers.load();
         match &mut self.kind {
-            // Fragments of an unfinished burst still lie in its buffers: the fill that finishes it ticks.
+            // Fragments of an unfinished burst still lie in its buffers, so the fill that finishes the burst runs the tick.
             For::Bridge(_) if !self.progress.is_done() => self.tick_due = true,
             For::Bridge(assembly) => {
                 self.tick_due = false;

@@ -66,7 +66,7 @@ impl Host {
             let mut builder = batch.begin();
             let (head, tail) = bytes.split_at(bytes.len() / 3);
             for part in [head, tail] {
-                // SAFETY: the frames outlive the batch, which ends with this call, and nobody writes to them.
+                // SAFETY: the frames outlive the batch, which ends with this call, and are not written to.
                 unsafe { builder.push(Segment::new(part.as_ptr(), part.len())) };
             }
             builder.finish(PortId(1), NetworkId::DEFAULT, *offload, 0).unwrap();
@@ -143,7 +143,7 @@ fn every_size_crosses_sealed() {
     }
 }
 
-/// The datagrams that a raw socket in the peer's place receives, and the key that decrypts them.
+/// Puts a raw socket in the peer's place, and returns the datagrams it receives and the key that decrypts them.
 fn tapped(mtu: u16) -> (Host, UdpSocket) {
     let peer = UdpSocket::bind("127.0.0.1:0").unwrap();
     peer.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
@@ -186,12 +186,12 @@ fn without_a_key_frames_are_dropped_and_counted() {
 }
 
 /// Clear text, forgeries, bit flips, truncation, replays and unknown epochs: none is delivered, each is counted once under its
-/// reason, and no memory is held; genuine datagrams still get through.
+/// reason, and none takes reassembly memory; genuine datagrams still get through.
 #[test]
 fn forged_and_replayed_datagrams_are_discarded() {
     const EACH: usize = 5_000;
     let (mut host, peer) = tapped(1500);
-    // The peer's own datagrams, as an on-path attacker would record them.
+    // The peer's datagrams, as an on-path attacker would record them.
     let (mut real, tap) = tapped(1500);
     real.link.seal().unwrap().accept(session(Role::Responder, 1, Claims::default()));
     assert!(real.link.seal().unwrap().switch(1));
@@ -241,7 +241,7 @@ fn forged_and_replayed_datagrams_are_discarded() {
     attack(&mut host, DiscardReason::Truncated, &mut |n| {
         recorded[n % 8][..n % (HEADER_LEN + TAG_LEN)].to_vec()
     });
-    // The genuine ones, followed by their replays.
+    // The genuine datagrams, followed by their replays.
     recorded.iter().for_each(|datagram| assert_eq!(peer.send(datagram).unwrap(), datagram.len()));
     assert_eq!(host.receive(), [frame(9000), frame(60)]);
     assert!(host.link.heard_ms().is_some());
@@ -249,8 +249,8 @@ fn forged_and_replayed_datagrams_are_discarded() {
     attack(&mut host, DiscardReason::Replayed, &mut |n| recorded[n % 8].clone());
 }
 
-/// A million datagrams of each attack, through the first step of a sealed link's receive path: none decrypts, each is counted
-/// once under its reason; genuine datagrams still decrypt afterwards.
+/// A million datagrams of each attack pass the first step of a sealed link's receive path: none decrypts, each is counted once
+/// under its reason, and genuine datagrams still decrypt afterwards.
 #[test]
 fn a_million_of_each_attack() {
     const EACH: usize = 1_000_000;
@@ -323,7 +323,7 @@ fn a_million_of_each_attack() {
 }
 
 impl Host {
-    /// Receives what is waiting; returns the number of frames.
+    /// Receives waiting datagrams; returns the number of frames.
     fn receive_at_once(&mut self) -> usize {
         let (mut frames, mut datagrams) = (0, 0);
         while datagrams < 50 {
@@ -334,7 +334,7 @@ impl Host {
     }
 }
 
-/// An authenticated peer that floods fragments takes no more than its share of memory, and may only use what its certificate
+/// An authenticated peer that floods fragments takes no more than its share of memory, and may use only what its certificate
 /// allows.
 #[test]
 fn a_peer_is_held_to_its_certificate_and_configuration() {

@@ -15,7 +15,7 @@ pub(in crate::link) struct Sending<'a> {
     pub(in crate::link) drops: &'a mut DropSink,
 }
 
-/// A datagram exceeded the path MTU: encode again from this frame on.
+/// A datagram exceeded the path MTU: the caller must encode again from this frame on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::link) struct TooBig {
     pub(in crate::link) frame: u16,
@@ -27,7 +27,7 @@ impl<'a> Sending<'a> {
         self.batch.frame(usize::from(index))
     }
 
-    /// Sends the gathered datagrams and reports the outcome to the path room. Ends early only with `may_stop`.
+    /// Sends the gathered datagrams and reports the result to the path room. Stops early only with `may_stop`.
     pub(in crate::link) fn flush(
         &mut self,
         socket: &Socket,

@@ -1,4 +1,4 @@
-//! Keepalives and registrations of sealed links: the keeper's datagrams, from the bridge's socket.
+//! Keepalives and registrations of sealed links, which the keeper sends from the bridge's socket.
 
 use super::link::Link;
 use super::native::send_probes::Courier;

@@ -1,57 +1,57 @@
-//! The state of a link, and which of its changes are logged.
+//! The state of a link, and the selection of its changes for the log.
 
 /// The state of a link.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LinkState {
-    /// Something came from the other host, the kernel has a route to it, and it has not gone silent since it answered. For a
-    /// sealed link: the peer is heard under the current keys.
+    /// A datagram has arrived from the other host, the kernel has a route to it, and it has not gone silent since it first
+    /// answered. For a sealed link: the peer is heard under the current keys.
     Up,
-    /// Works, but badly or not for long; holds the reason.
+    /// The link works, but badly or not for long; holds the reason.
     Degraded(String),
-    /// Nothing ever came from the other host, it has gone silent, or a sealed link has no keys; holds the reason. Frames are
-    /// still sent where possible.
+    /// No datagram has ever arrived from the other host, the host has gone silent, or a sealed link has no keys; holds the
+    /// reason. Frames are still sent where possible.
     Down(String),
     /// No route to the remote; holds the kernel's error.
     Unreachable(String),
 }
 
-/// Most lines at once, ...
+/// Maximum number of lines at once.
 const LINES_MAX: u64 = 4;
-/// ... and afterwards one per this many ms.
+/// Interval in ms between further lines.
 const LINE_MS: u64 = 10_000;
-/// How long a new link may take to come up before the log says that it is down, in ms.
+/// How long a new link may take to come up before the log reports it as down, in ms.
 const PATIENCE_MS: u64 = 3000;
 
-/// Decides which changes of a link's state are logged: a link that flaps writes [`LINES_MAX`] lines, then one every
-/// [`LINE_MS`]. The last line always tells the present state, at most [`LINE_MS`] late.
+/// Decides which changes of a link's state are logged: a link that flaps writes [`LINES_MAX`] lines, then one every [`LINE_MS`].
+/// The last line always shows the current state, at most [`LINE_MS`] late.
 #[derive(Debug, Default)]
 pub(in crate::link) struct StateLog {
-    /// When the first state was seen.
+    /// Time at which the first state was seen.
     first_ms: Option<u64>,
-    /// What the last line told, and the state seen last.
+    /// The state in the last line, and the state seen last.
     told: Option<Kind>,
     seen: Option<Kind>,
-    /// Changes since the last line.
+    /// Number of changes since the last line.
     changes: u64,
-    /// When the bucket of lines is full again.
+    /// Time at which the token bucket of lines is full again.
     full_ms: u64,
 }
 
-/// A state without numbers that change all the time: two states of one kind are no news.
+/// A state without its constantly changing numbers: two states of one kind are not a change.
 type Kind = (u8, String);
 
 fn kind(state: &LinkState) -> Kind {
     match state {
         LinkState::Up => (0, String::new()),
         LinkState::Degraded(_) => (1, String::new()),
-        // The same reason, but a longer silence.
+        // The same reason with a longer silence is no change.
         LinkState::Down(why) => (2, why.split(" for ").next().unwrap_or_default().into()),
         LinkState::Unreachable(why) => (3, why.clone()),
     }
 }
 
 impl StateLog {
-    /// The present state. Some when it is to be logged now, with the number of changes since the last line.
+    /// Records the current state. Returns `Some` when it must be logged now, with the number of changes since the last line.
     pub(in crate::link) fn news(&mut self, state: &LinkState, now_ms: u64) -> Option<u64> {
         let now = kind(state);
         let age_ms = now_ms.saturating_sub(*self.first_ms.get_or_insert(now_ms));
@@ -70,7 +70,7 @@ impl StateLog {
     }
 }
 
-/// Logs the state of the link `name`; `what` follows an `up`. `changes` as [`StateLog::news`] gives it.
+/// Logs the state of the link `name`; `what` is appended to an `up`. `changes` is the result of [`StateLog::news`].
 pub(in crate::link) fn log(name: &str, state: &LinkState, what: &str, changes: u64) {
     let often =
         if changes > 1 { format!(" (changed {changes} times since the last line)") } else { String::new() };

@@ -2,21 +2,21 @@
 
 use std::net::SocketAddr;
 
-/// Shortest time between two lines, ...
+/// Minimum interval between two lines, in ms.
 const INTERVAL_MS: u64 = 1000;
-/// ... and between two about one address.
+/// Minimum interval between two lines about the same address, in ms.
 const REPEAT_MS: u64 = 60_000;
 
-/// What one receiver told about strangers. Anybody can send to its port, so the lines are few.
+/// State of one receiver's log lines about unknown sources. Any host can send to its port, so the lines are rate-limited.
 #[derive(Debug, Default)]
 pub(in crate::link) struct Strangers {
     last: Option<(SocketAddr, u64)>,
-    /// Datagrams since the last line.
+    /// Number of datagrams since the last line.
     datagrams: u64,
 }
 
 impl Strangers {
-    /// Notes `datagrams` from `source`, which no link has.
+    /// Records `datagrams` datagrams from `source`, which no link has.
     #[cold]
     pub(in crate::link) fn note(&mut self, source: SocketAddr, datagrams: u64, now_ms: u64) {
         if let Some(datagrams) = self.line(source, datagrams, now_ms) {
@@ -27,7 +27,7 @@ impl Strangers {
         }
     }
 
-    /// Some when it is time for a line, with the number of datagrams since the last one.
+    /// Returns `Some` when a line is due, with the number of datagrams since the last line.
     fn line(&mut self, source: SocketAddr, datagrams: u64, now_ms: u64) -> Option<u64> {
         self.datagrams += datagrams;
         let rest_ms = |(last, _)| if last == source { REPEAT_MS } else { INTERVAL_MS };

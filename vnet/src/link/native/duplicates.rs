@@ -1,22 +1,22 @@
-//! Duplicate suppression: which frames of a link have ended, as far back as it matters.
+//! Duplicate suppression: records which frames of a link have ended.
 //!
-//! A frame's name is the number of its first datagram. The window covers the last [`SPAN`] numbers below the highest one seen,
-//! one bit each: set when that frame has ended, complete or not. A fragment of such a frame, or of one below the window, is
-//! late and is ignored.
+//! The number of its first datagram identifies a frame (its *name*). The window covers the last [`SPAN`] numbers below the
+//! highest one seen, one bit each: set when that frame has ended, complete or not. A fragment of such a frame, or of one below
+//! the window, is late and is ignored.
 //!
 //! Entries also age: bits and highest number live in two generations, and the older one is cleared every [`MEMORY_MS`]. So a
-//! frame's end is remembered for one to two such periods, and a peer that restarts its numbers at 1 is accepted after two at
-//! the latest (at once when it is far enough from its old numbers: see [`Window::restarted`]).
+//! frame's end is remembered for one to two such periods, and a peer that restarts its numbers at 1 is accepted after two at the
+//! latest (at once when it is far enough from its old numbers: see [`Window::restarted`]).
 
-/// Datagram numbers covered: 94 MB at an MTU of 1500, or 19 ms at 40 Gbit/s. A link spread over paths whose delays differ by
-/// more than that would lose frames on the slower path.
+/// Number of datagram numbers covered: 94 MB at an MTU of 1500, or 19 ms at 40 Gbit/s. A link spread over paths whose delays
+/// differ by more than that would lose frames on the slower path.
 pub(in crate::link) const SPAN: u64 = 1 << 16;
-/// How long a generation collects, in ms; twice the time a frame may stay incomplete.
+/// Length of a generation in ms; twice the time for which a frame may stay incomplete.
 pub(in crate::link) const MEMORY_MS: u64 = 400;
 
-/// Ends recorded in the same period.
+/// Frames that ended within one generation.
 struct Generation {
-    /// Highest number seen in it; no bit above it is set.
+    /// Highest number seen in this generation; no bit above it is set.
     highest: u64,
     ended: Box<[u64]>,
 }
@@ -31,7 +31,7 @@ impl Generation {
         self.ended.fill(0);
     }
 
-    /// Clears the bits of `count` names from `first`, which reuse the bits of names that left the window.
+    /// Clears the bits of `count` names from `first` on, which reuse the bits of names that left the window.
     fn forget(&mut self, first: u64, count: u64) {
         if count >= SPAN {
             self.ended.fill(0);
@@ -49,7 +49,7 @@ impl Generation {
     }
 }
 
-/// The duplicate window, see the module's comment.
+/// The duplicate window, see the comment of the module.
 pub(in crate::link) struct Window {
     young: Generation,
     old: Generation,
@@ -87,7 +87,7 @@ impl Window {
         self.highest().saturating_sub(SPAN - 1)
     }
 
-    /// True when frame `id` has ended or is too old to tell.
+    /// True when frame `id` has ended, or is too old for the window.
     #[inline]
     pub(in crate::link) fn has_ended(&self, id: u64) -> bool {
         if id > self.highest() {
@@ -97,14 +97,14 @@ impl Window {
         id < self.low() || (self.young.ended[word] | self.old.ended[word]) >> bit & 1 != 0
     }
 
-    /// True when `number` can only come from a peer that restarted at 1: it is among the first numbers, on a link that is
-    /// further ahead than any path delay.
+    /// True when `number` can only come from a peer that restarted at 1: it is one of the first numbers, on a link whose numbers
+    /// are further ahead than any path delay explains.
     #[inline]
     pub(in crate::link) fn restarted(&self, number: u64) -> bool {
         number < SPAN && self.highest() >= 2 * SPAN
     }
 
-    /// Records a datagram number; a new highest one moves the window.
+    /// Records a datagram number; a new highest number moves the window.
     #[inline]
     pub(in crate::link) fn see(&mut self, number: u64) {
         let highest = self.highest();
@@ -124,7 +124,7 @@ impl Window {
         }
     }
 
-    /// Forgets everything.
+    /// Clears the whole window.
     pub(in crate::link) fn clear(&mut self) {
         self.young.clear();
         self.old.clear();
@@ -138,8 +138,8 @@ mod tests {
     use std::collections::HashMap;
 
     proptest! {
-        /// Against a plain map from names to end times: within one generation and the span nothing is forgotten, and no frame
-        /// is reported as ended that did not end.
+        /// Compared with a plain map from names to end times: within one generation and the span no end is forgotten, and no
+        /// frame is reported as ended that has not.
         #[test]
         fn remembers_what_a_map_remembers(
             start in prop::sample::select(vec![1, 60_000, u64::MAX / 2, u64::MAX - 300_000]),

@@ -13,9 +13,9 @@ use crate::link::socket::udp::Socket;
 use crate::wire::native::{ENTRY_LEN, HEADER_LEN, Header, Kind};
 use crate::wire::offload::WIRE_LEN;
 
-/// Largest frame that is bundled. Bundles are copied; above this size a datagram of its own costs no more.
+/// Maximum length of a frame that is bundled, in bytes. Bundles are copied; for longer frames a separate datagram costs no more.
 const BUNDLE_FRAME_MAX: usize = 1024;
-/// Largest bundle in bytes, even where the path allows more.
+/// Maximum size of a bundle in bytes, even if the path allows more.
 const BUNDLE_MAX: usize = 16 << 10;
 
 /// The socket and destination of datagrams.
@@ -24,23 +24,23 @@ pub(super) struct Route<'a> {
     pub(super) exit: usize,
     pub(super) socket: &'a Socket,
     pub(super) name: &'a Name,
-    /// Whether zero copy pays on this path.
+    /// Tracks whether zero copy pays off on this path.
     pub(super) trial: &'a Arc<Trial>,
 }
 
 /// Encoding parameters.
 #[derive(Clone, Copy)]
 pub(super) struct Encoding<'a> {
-    /// Encryption key, on sealed links.
+    /// Encryption key of a sealed link; `None` in clear text.
     pub(super) key: Option<&'a SealingKey>,
-    /// Largest payload in bytes.
+    /// Maximum payload in bytes.
     pub(super) size: usize,
-    /// Stop at the first datagram that exceeds the path MTU.
+    /// True to stop at the first datagram that exceeds the path MTU.
     pub(super) may_stop: bool,
 }
 
 impl Encoding<'_> {
-    /// True when any next item fits: a bundle, or any frame in fragments.
+    /// True when the next item fits whatever it is: a bundle, or any frame in fragments.
     #[inline]
     pub(super) fn has_room(&self, gather: &Gather) -> bool {
         // Each fragment boundary may split one more of the frame's segments.
@@ -50,7 +50,7 @@ impl Encoding<'_> {
         gather.has_room(FRAGMENTS_MAX, slices, copies)
     }
 
-    /// Number of leading frames of `which` that fit into one datagram; 1: the first goes alone.
+    /// Number of leading frames of `which` that fit into one datagram; 1: the first frame is sent alone.
     #[inline]
     pub(super) fn bundled(&self, batch: &Batch, which: &[u16]) -> usize {
         bundled(batch, which, self.size)
@@ -112,7 +112,7 @@ impl Encoding<'_> {
     }
 }
 
-/// Number of leading frames of `which` that fit into one datagram; 1: the first goes alone.
+/// Number of leading frames of `which` that fit into one datagram; 1: the first frame is sent alone.
 #[inline]
 fn bundled(batch: &Batch, which: &[u16], size: usize) -> usize {
     let first = batch.frame(usize::from(which[0]));
@@ -129,7 +129,7 @@ fn bundled(batch: &Batch, which: &[u16], size: usize) -> usize {
     which.iter().take_while(fits).count().max(1)
 }
 
-/// The header of a datagram with the whole `frame`, to be encrypted with `key`.
+/// The header of a datagram that holds the whole `frame` and will be encrypted with `key`.
 #[inline]
 pub(in crate::link) fn header(frame: &Frame, key: Option<&SealingKey>, number: u64) -> Header {
     Header {
@@ -153,7 +153,7 @@ pub(super) struct Cursor<'a> {
 }
 
 impl Cursor<'_> {
-    /// Calls `with` for each slice of the next `len` bytes, or of the rest if shorter.
+    /// Calls `with` for each slice of the next `len` bytes, or of the remaining bytes if there are fewer.
     #[inline]
     pub(super) fn take(&mut self, mut len: usize, mut with: impl FnMut(Segment)) {
         while let [segment, rest @ ..] = self.segments

@@ -16,27 +16,27 @@ use crate::link::socket::udp::Socket;
 use crate::wire::ethernet::Mac;
 use crate::wire::native::{HEADER_LEN, TAG_LEN};
 
-/// Reassembly memory of one link in bytes.
+/// Maximum reassembly memory of one link in bytes.
 const BUDGET: usize = 4 << 20;
 
 /// The native part of a link.
 #[derive(Debug)]
 pub(in crate::link) struct Native {
-    /// The other host's address.
+    /// Address of the other host.
     pub(in crate::link) place: RemoteAddress,
-    /// Guests of the other host with receive ports of their own.
+    /// Guests of the other host that have their own receive ports.
     pub(super) guests: Vec<Guest>,
-    /// Keys, on sealed links.
+    /// Keys of a sealed link; `None` in clear text.
     pub(in crate::link) seal: Option<Box<Seal>>,
-    /// The choice between relayed and direct path, with a rendezvous relay.
+    /// The choice between the relayed and the direct path, for a link with a rendezvous relay.
     pub(in crate::link) via: Option<PathChoice>,
     pub(in crate::link) budget: Arc<ReassemblyBudget>,
     pub(in crate::link) inquiries: Inquiries,
-    /// Whether zero copy pays on the path's device.
+    /// Tracks whether zero copy pays off on the path's device.
     pub(super) zero_copy: Arc<Trial>,
 }
 
-/// A guest of the other host with a receive port of its own.
+/// A guest of the other host with its own receive port.
 #[derive(Debug)]
 pub(super) struct Guest {
     pub(super) mac: Mac,
@@ -44,7 +44,7 @@ pub(super) struct Guest {
 }
 
 impl Native {
-    /// To the address in `place`, in clear text.
+    /// A native part for the address in `place`, in clear text.
     pub(in crate::link) fn new(place: RemoteAddress, link: &Common) -> Native {
         Native {
             place,
@@ -57,7 +57,7 @@ impl Native {
         }
     }
 
-    /// Adds guests of the other host, at `remote`, with receive ports of their own.
+    /// Adds guests of the other host, at `remote`, with their own receive ports.
     pub(in crate::link) fn with_guests(self, remote: SocketAddr, guests: &[(Mac, u16)]) -> Native {
         let guests = guests.iter().map(|&(mac, port)| {
             let mut address = remote;
@@ -67,14 +67,14 @@ impl Native {
         Native { guests: guests.collect(), ..self }
     }
 
-    /// The other host's `port`th port, in `socket`'s address form; `None` if the socket cannot reach it or the address is
-    /// unknown.
+    /// Address of the other host's port number `port`, in the form for `socket`; `None` if the socket cannot reach it or the
+    /// address is unknown.
     #[inline]
     pub(in crate::link) fn name(&self, port: usize, socket: &Socket) -> Option<Name> {
         self.place.name(port, socket)
     }
 
-    /// UDP payload of an IP packet of `size` bytes.
+    /// UDP payload in bytes of an IP packet of `size` bytes.
     #[inline]
     pub(in crate::link) fn payload_of(&self, size: u16) -> usize {
         let is_v4 = self.place.remote().is_some_and(|remote| remote.is_ipv4());

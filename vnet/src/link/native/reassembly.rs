@@ -1,24 +1,24 @@
 //! Reassembly: joins the fragments of one link into frames. Protocol state without sockets and clocks.
 //!
-//! The input is a burst: one run of memory with the datagrams received together. [`Reassembly::accept`] takes each fragment as
-//! a header and a range in it; the last missing fragment yields the frame, as a list of ranges, without a copy.
+//! The input is a burst: one run of memory with the datagrams received together. [`Reassembly::accept`] takes each fragment as a
+//! header and a range in it; the last missing fragment yields the frame, as a list of ranges, without a copy.
 //! [`Reassembly::settle`], at the end of the burst, copies only the fragments of incomplete frames, into memory that counts
 //! against the budgets of the link and of the host.
 //!
 //! A frame ends exactly once, in one of these ways. Its name is then recorded as ended (duplicates.rs), so a late fragment is
-//! stale and starts nothing:
+//! stale and starts no new frame:
 //! - *complete*: every fragment has arrived;
-//! - *contradicted*: a fragment does not fit the others (another size, two last fragments, a frame too long);
+//! - *contradicted*: a fragment is inconsistent with the others (another size, two last fragments, a frame too long);
 //! - *timed out* (reassembly timeout): incomplete [`TIMEOUT_MS`] after its first fragment;
 //! - *overtaken*: the link's datagram numbers have advanced by a whole window;
 //! - *refused*: no memory is left at the end of the burst; the newest frame is dropped;
 //! - *flushed*: the peer has restarted, or the link was removed.
 //!
-//! All but the first count one frame as dropped for [`DropReason::Reassembly`]. A frame without any accepted fragment is
-//! unknown and counts as discarded datagrams only. An end is remembered for at least 400 ms.
+//! All ways but the first count one frame as dropped for [`DropReason::Reassembly`]. A frame without any accepted fragment is
+//! unknown, so only its datagrams count, as discarded. An end is remembered for at least 400 ms.
 //!
-//! A restarted peer uses new numbers: vnet's own start from the clock, above all old ones. A peer that restarts at 1 is
-//! detected if it had come far (131 072 datagrams): everything partial is flushed. Otherwise it recovers within 800 ms; until
+//! A restarted peer uses new numbers: vnet starts from the clock, above all old numbers. A peer that restarts at 1 is detected if
+//! its numbers had come far (131 072 datagrams), and all partial frames are flushed. Otherwise it recovers within 800 ms; until
 //! then, fragments whose number belongs to an ended frame are taken for late ones.
 
 use std::collections::BTreeMap;
@@ -32,15 +32,15 @@ use crate::stats::{DiscardReason, DropReason, PortStats};
 use crate::wire::native::Header;
 use crate::wire::offload::WIRE_LEN;
 
-/// Most fragments of a frame: a batch's frame has this many segments behind its head.
+/// Maximum number of fragments of a frame: a frame in a batch has this many segments behind its head.
 pub const FRAGMENTS_MAX: usize = SEGMENTS_MAX - 1;
 /// How long a frame may stay incomplete, in ms.
 pub const TIMEOUT_MS: u64 = 200;
-// A frame's end must be remembered for as long as its late fragments may come.
+// The end of a frame must be remembered for as long as its late fragments may arrive.
 const _: () = assert!(MEMORY_MS >= 2 * TIMEOUT_MS);
-/// Most bytes of all fragments of a frame: the largest frame and its metadata.
+/// Maximum number of bytes in all fragments of a frame: a frame of maximum size and its metadata.
 const BYTES_MAX: usize = FRAME_MAX + WIRE_LEN;
-/// Piece lists kept for reuse.
+/// Maximum number of piece lists kept for reuse.
 const SPARE_MAX: usize = 64;
 
 /// A limit on reassembly memory, shared by several owners.
@@ -51,7 +51,7 @@ pub struct ReassemblyBudget {
 }
 
 impl ReassemblyBudget {
-    /// Memory for all links of one host, in bytes.
+    /// Reassembly memory for all links of one host, in bytes.
     pub const HOST: usize = 64 << 20;
 
     /// A budget of `limit` bytes.
@@ -59,7 +59,7 @@ impl ReassemblyBudget {
         ReassemblyBudget { limit, used: AtomicUsize::new(0) }
     }
 
-    /// Bytes in use.
+    /// Number of bytes in use.
     pub fn used(&self) -> usize {
         self.used.load(Relaxed)
     }
@@ -77,7 +77,7 @@ impl ReassemblyBudget {
     }
 }
 
-/// Memory that one incomplete frame has taken from both budgets; returned on drop.
+/// Memory that one incomplete frame has taken from both budgets; given back on drop.
 #[derive(Debug)]
 struct Charge {
     budgets: [Arc<ReassemblyBudget>; 2],
@@ -107,7 +107,7 @@ impl Drop for Charge {
     }
 }
 
-/// A fragment's range: in the burst, or (`kept`) in the frame's own store. `len` 0: missing.
+/// Range of a fragment: in the burst, or (`kept`) in the frame's own store. `len` 0: missing.
 #[derive(Clone, Copy, Debug, Default)]
 struct Piece {
     at: u32,
@@ -123,17 +123,17 @@ struct Partial {
     network: u32,
     hops: u8,
     offload: bool,
-    /// Bytes of each fragment but the last; 0 while only the last has arrived.
+    /// Length in bytes of each fragment but the last; 0 while only the last has arrived.
     size: usize,
     /// Index of the last fragment, once known.
     last: Option<usize>,
-    /// By fragment index, up to the highest one seen.
+    /// Pieces by fragment index, up to the highest one seen.
     pieces: Vec<Piece>,
     /// Number of pieces present.
     count: usize,
-    /// Their bytes.
+    /// Sum of their lengths in bytes.
     bytes: usize,
-    /// Pieces still in the burst.
+    /// Number of pieces still in the burst.
     in_burst: usize,
     store: Vec<u8>,
     charge: Option<Charge>,
@@ -233,7 +233,7 @@ impl Partial {
         }
     }
 
-    /// Copies pieces from the burst to the store. False when a budget is exhausted.
+    /// Copies pieces from the burst to the store. Returns false when a budget is exhausted.
     fn keep(&mut self, burst: &[u8], budgets: &[Arc<ReassemblyBudget>; 2]) -> bool {
         let fixed = size_of::<Partial>() + FRAGMENTS_MAX * size_of::<Piece>();
         let wanted = self.bytes;
@@ -242,7 +242,7 @@ impl Partial {
             none => none.insert(Charge { budgets: budgets.clone(), bytes: 0 }),
         };
         if charge.bytes < fixed + wanted {
-            // Doubles, so that a frame spread over many bursts is not moved for each of them.
+            // Doubles the capacity, so that a frame spread over many bursts is not moved for each of them.
             let capacity = wanted.max((2 * self.store.capacity()).min(BYTES_MAX));
             if !charge.grow(fixed + capacity - charge.bytes) {
                 return false;
@@ -259,13 +259,13 @@ impl Partial {
     }
 }
 
-/// A complete frame. Its pieces stay valid as long as it and the burst exist.
+/// A complete frame. Its pieces stay valid as long as both this value and the burst exist.
 #[derive(Debug)]
 pub struct Whole(Partial);
 
 impl Whole {
-    /// The frame's bytes in order, metadata first if [`Whole::offload`]. `burst` is the memory of the burst in which its last
-    /// fragments arrived.
+    /// The frame's bytes in order, preceded by metadata if [`Whole::offload`]. `burst` is the memory of the burst in which its
+    /// last fragments arrived.
     pub fn pieces<'a>(&'a self, burst: &'a [u8]) -> impl Iterator<Item = &'a [u8]> + Clone {
         self.0.pieces.iter().map(move |piece| {
             let from = if piece.kept { &self.0.store[..] } else { burst };
@@ -273,27 +273,27 @@ impl Whole {
         })
     }
 
-    /// Its network id.
+    /// Network id of the frame.
     pub fn network(&self) -> u32 {
         self.0.network
     }
 
-    /// Relays passed before it was sent here.
+    /// Number of relays that the frame passed before this link.
     pub fn hops(&self) -> u8 {
         self.0.hops
     }
 
-    /// True when it starts with offload metadata.
+    /// True when the bytes begin with offload metadata.
     pub fn offload(&self) -> bool {
         self.0.offload
     }
 
-    /// Bytes of all pieces.
+    /// Sum of the lengths of all pieces in bytes.
     pub fn bytes(&self) -> usize {
         self.0.bytes
     }
 
-    /// True when it owns memory, which must outlive its pieces.
+    /// True when the frame owns memory, which must outlive its pieces.
     pub fn owns_memory(&self) -> bool {
         !self.0.store.is_empty()
     }
@@ -308,13 +308,14 @@ pub struct Reassembly {
     current: Option<Partial>,
     /// The other incomplete frames, by name.
     others: BTreeMap<u64, Partial>,
-    /// Names of others with pieces in the burst; some may have ended meanwhile.
+    /// Names of other frames with pieces in the burst; some of them may have ended since.
     unsettled: Vec<u64>,
     spare: Vec<Vec<Piece>>,
 }
 
 impl Reassembly {
-    /// Starts empty. Discards and drops count in `stats`; memory comes from the link's and the host's budget.
+    /// Creates an empty reassembly. Discards and drops count in `stats`; memory is taken from the budgets of the link and the
+    /// host.
     pub fn new(
         stats: Arc<PortStats>,
         link: Arc<ReassemblyBudget>,
@@ -337,9 +338,9 @@ impl Reassembly {
         self.others.len() + usize::from(self.current.is_some())
     }
 
-    /// Accepts the fragment whose payload lies at `place` in the burst; returns the frame once complete.
+    /// Accepts the fragment whose payload lies at `place` in the burst. Returns the frame once it is complete.
     ///
-    /// `header` must come from [`Header::parse`]. Time does not run backwards.
+    /// `header` must come from [`Header::parse`]. `now_ms` must not decrease.
     #[inline]
     pub fn accept(&mut self, header: &Header, place: Range<usize>, now_ms: u64) -> Option<Whole> {
         if usize::from(header.index) >= FRAGMENTS_MAX
@@ -368,8 +369,8 @@ impl Reassembly {
         None
     }
 
-    /// Makes the fragment's frame the current one, starting it if new. `None` when that frame has ended: the fragment counts as
-    /// stale.
+    /// Makes the fragment's frame the current one and starts it if it is new. `None` when that frame has ended: the fragment
+    /// counts as stale.
     #[inline]
     fn select(&mut self, header: &Header, now_ms: u64) -> Option<&mut Partial> {
         let id = header.frame_id();
@@ -403,7 +404,7 @@ impl Reassembly {
         }
     }
 
-    /// Advances the window; frames that fall out of it have ended.
+    /// Advances the window; frames that leave it have ended.
     #[inline]
     fn advance(&mut self, number: u64) {
         self.window.see(number);
@@ -419,7 +420,7 @@ impl Reassembly {
     pub fn settle(&mut self, burst: &[u8]) {
         self.park();
         let mut unsettled = std::mem::take(&mut self.unsettled);
-        // In order of arrival, so that memory runs out for the newest.
+        // In order of arrival, so that the newest frames fail when memory runs out.
         for id in unsettled.drain(..) {
             let Some(partial) = self.others.get_mut(&id) else { continue };
             if partial.in_burst == 0 || partial.keep(burst, &self.budgets) {
@@ -433,7 +434,7 @@ impl Reassembly {
         self.unsettled = unsettled;
     }
 
-    /// Ends timed-out frames. Call between two bursts.
+    /// Ends timed-out frames. Call it between two bursts.
     pub fn tick(&mut self, now_ms: u64) {
         self.window.age(now_ms);
         self.park();
@@ -445,7 +446,7 @@ impl Reassembly {
         }
     }
 
-    /// Ends all incomplete frames and forgets all numbers.
+    /// Ends all incomplete frames and clears all recorded numbers.
     pub fn flush(&mut self) {
         self.park();
         while let Some((_, partial)) = self.others.pop_first() {
@@ -454,7 +455,7 @@ impl Reassembly {
         self.window.clear();
     }
 
-    /// Ends an incomplete frame: the only place that counts it.
+    /// Ends an incomplete frame. Only this function counts it.
     #[cold]
     fn lose(&mut self, partial: Partial) {
         if partial.count != 0 {

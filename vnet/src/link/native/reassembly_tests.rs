@@ -1,4 +1,4 @@
-//! Reassembly against a naive oracle that keeps every fragment and re-evaluates all of them each time.
+//! Compares reassembly with a naive oracle that keeps every fragment and re-evaluates all of them each time.
 
 use super::*;
 use crate::link::fake::{Faults, Random, Wire};
@@ -21,7 +21,7 @@ impl Fragment {
     }
 }
 
-/// One link's reassembly, fed in bursts whose memory is overwritten when they end.
+/// One link's reassembly, fed with bursts whose memory is overwritten when they end.
 struct Bench {
     reassembly: Reassembly,
     stats: Arc<PortStats>,
@@ -84,7 +84,7 @@ fn cut(id: u64, data: &[u8], size: usize) -> Vec<Fragment> {
         .collect()
 }
 
-/// The contract of [`Reassembly`], in its simplest form.
+/// The contract of [`Reassembly`] in its simplest form.
 #[derive(Default)]
 struct Oracle {
     open: HashMap<u64, (u64, Vec<Fragment>)>,
@@ -167,8 +167,8 @@ impl Oracle {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
-    /// A lossy, reordering, duplicating path: each frame with all fragments comes out once and unchanged, each other frame with
-    /// any fragment is counted once, each duplicate is stale, and all memory is returned.
+    /// On a lossy, reordering, duplicating path, each frame whose fragments all arrive comes out once and unchanged, each other
+    /// frame with any fragment is counted once, each duplicate is stale, and all memory is returned.
     #[test]
     fn honest_frames_over_a_faulty_wire(
         seed: u64,
@@ -216,7 +216,7 @@ proptest! {
         bench.reassembly.tick(7 + TIMEOUT_MS);
         prop_assert_eq!(bench.lost() as usize, seen.len() - out.len());
         prop_assert_eq!((bench.reassembly.incomplete(), bench.link.used(), bench.host.used()), (0, 0, 0));
-        // Everything once more: now all of it is late.
+        // All fragments again: now all of them are late.
         for fragment in &arrived {
             prop_assert_eq!(bench.accept(fragment, 7 + TIMEOUT_MS), None);
         }
@@ -224,7 +224,7 @@ proptest! {
         prop_assert_eq!(bench.reassembly.incomplete(), 0);
     }
 
-    /// Random fragments that fit by chance only, with time passing: matches the oracle to the last counter.
+    /// Random fragments that fit together only by chance, with time passing: all counters match the oracle.
     #[test]
     fn any_fragments_as_the_oracle_says(
         steps in prop::collection::vec(
@@ -257,7 +257,7 @@ proptest! {
         prop_assert_eq!((bench.link.used(), bench.host.used()), (0, 0));
     }
 
-    /// Whatever the budgets, memory in use stays within them, and every frame ends exactly once.
+    /// For all budgets, memory in use stays within them, and every frame ends exactly once.
     #[test]
     fn memory_is_bounded(
         seed: u64, link in 3000usize..200_000, host in 3000usize..200_000,
@@ -357,7 +357,7 @@ fn a_restarted_peer_is_accepted() {
     let old = cut(500_000, &data, 20);
     assert_eq!(bench.accept(&old[0], 0), None);
     bench.settle();
-    // It restarts at 1: partial frames are flushed at once, and the new frames come out.
+    // The peer restarts at 1: partial frames are flushed at once, and the new frames are accepted.
     let new = cut(1, &payload(60, 2), 20);
     for fragment in &new[..2] {
         assert_eq!(bench.accept(fragment, 1), None);
@@ -365,7 +365,7 @@ fn a_restarted_peer_is_accepted() {
     assert_eq!(bench.lost(), 1);
     assert_eq!(bench.accept(&new[2], 1), Some(payload(60, 2)));
 
-    // A restart that looks like late datagrams ends when the recorded ends have expired.
+    // A restart that looks like late datagrams is over when the recorded ends have expired.
     assert_eq!(bench.accept(&new[0], 2), None);
     assert_eq!(bench.discards(), [1, 0, 0]);
     let later = 2 + 2 * MEMORY_MS;

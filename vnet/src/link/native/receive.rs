@@ -1,8 +1,8 @@
-//! Decodes native datagrams into frames: whole ones, bundles, and fragments for reassembly.
+//! Decodes native datagrams into frames: whole frames, bundles, and fragments for reassembly.
 //!
 //! A datagram with whole frames adds them to the batch; a fragment goes to its link's [`Reassembly`]. Only frames still
-//! incomplete at the end of the burst are copied out of it. Probes are answered here; probe replies, keepalives and inquiries
-//! are passed on without waiting.
+//! incomplete at the end of the burst are copied out of it. This file answers probes; it passes probe replies, keepalives and
+//! inquiries on without blocking.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -26,25 +26,25 @@ use crate::stats::{DiscardReason, DropReason};
 use crate::wire::native::{Bundle, Header, Kind, metadata};
 use crate::wire::offload::{Offload, WIRE_LEN};
 
-/// Most probes answered per burst, one per message; further ones are ignored.
+/// Maximum number of probes answered per burst, one per message; further probes are ignored.
 const REPLIES_MAX: usize = MESSAGES;
 
 /// One decrypted datagram.
 pub(in crate::link) struct Datagram<'a> {
     /// Memory of the burst.
     pub(in crate::link) memory: &'a Scratch,
-    /// The datagram's range in it.
+    /// The datagram's range in that memory.
     pub(in crate::link) range: Range<usize>,
     /// Its source address.
     pub(in crate::link) source: &'a Name,
-    /// The receiving socket; replies leave on it.
+    /// The receiving socket; replies are sent on it.
     pub(in crate::link) socket: &'a Socket,
 }
 
-/// Incomplete frames of all links that send to one socket. All datagrams of a frame share a path, so no other socket sees any
-/// of them.
+/// Incomplete frames of all links whose datagrams arrive on one socket. All datagrams of a frame take one path, so no other
+/// socket receives any of them.
 pub(in crate::link) struct Assembly {
-    /// By link id; created by a link's first fragment.
+    /// Reassemblies by link id, each created for the link's first fragment.
     reassemblies: HashMap<u64, Reassembly>,
     /// Links with fragments in the burst.
     unsettled: Vec<u64>,
@@ -67,12 +67,12 @@ impl Assembly {
         }
     }
 
-    /// The batch was cleared: frees its frames' memory.
+    /// Frees the memory of the batch's frames after the batch was cleared.
     pub(in crate::link) fn release(&mut self) {
         self.held.clear();
     }
 
-    /// Ends timed-out frames and those of removed links. Call between two bursts.
+    /// Ends timed-out frames and those of removed links. Call it between two bursts.
     pub(in crate::link) fn tick(&mut self, peers: &Peers, now_ms: u64) {
         self.reassemblies.retain(|id, reassembly| {
             let stays = peers.contains(*id);
@@ -85,7 +85,7 @@ impl Assembly {
         });
     }
 
-    /// Processes one datagram. False when the batch filled up before its end: a bundle resumes at `progress`.
+    /// Processes one datagram. Returns false when the batch filled up before its end: a bundle resumes at `progress`.
     pub(in crate::link) fn datagram(
         &mut self,
         link: &Arc<Link>,
@@ -138,7 +138,7 @@ impl Assembly {
                     link.heard_at(&header, datagram.source, payload);
                 }
             }
-            // A reply that the prober did not ask for only shows that the peer is alive.
+            // A reply that the prober did not request only shows that the peer is alive.
             Kind::ProbeReply => _ = link.path.answered(payload),
         }
         true
@@ -169,7 +169,7 @@ impl Assembly {
     }
 }
 
-/// Adds a bundle's frames, starting at `progress`. False when the batch filled up before the last.
+/// Adds a bundle's frames, starting at `progress`. Returns false when the batch filled up before the last frame.
 fn bundle(
     link: &Link,
     header: &Header,
@@ -216,8 +216,8 @@ fn add_whole(link: &Link, whole: &Whole, memory: &Scratch, intake: &mut Intake<'
     intake.pieces(link, network, (offload, whole.hops() + 1), pieces);
 }
 
-/// Answers a probe in clear text to a sealed link with an empty sealed header: a peer whose link is not sealed learns why it is not
-/// answered. The header says nothing else, is no longer than the probe, and moves nothing on a sealed link.
+/// Answers a probe in clear text to a sealed link with an empty sealed header. It lets a peer whose link is not sealed report why
+/// it gets no replies. The header carries no other information, is no longer than the probe, and has no effect on a sealed link.
 #[cold]
 pub(in crate::link) fn ask_for_sealing(link: &Link, socket: &Socket, source: &Name, progress: &mut Progress) {
     if progress.replies >= REPLIES_MAX {
@@ -239,8 +239,8 @@ pub(in crate::link) fn ask_for_sealing(link: &Link, socket: &Socket, source: &Na
     link.stats.out_datagrams.add(u64::from(socket.send(&header.to_bytes(), source).is_ok()));
 }
 
-/// Answers a probe with a datagram of its size or its first bytes, to known peers only, and never with more bytes than it
-/// received: no amplification.
+/// Answers a probe with a datagram of the probe's size or with its first bytes. Only known peers get a reply, and it is never
+/// longer than the probe, so there is no amplification.
 #[cold]
 fn reply(link: &Link, header: &Header, payload: &[u8], datagram: &Datagram<'_>) {
     // A path MTU probe tests one direction only.
@@ -260,6 +260,6 @@ fn reply(link: &Link, header: &Header, payload: &[u8], datagram: &Datagram<'_>) 
             reply
         }
     };
-    // A reply that cannot be sent counts as lost: the prober repeats.
+    // A reply that cannot be sent counts as lost, because the prober repeats its probes.
     link.stats.out_datagrams.add(u64::from(datagram.socket.send(&reply, datagram.source).is_ok()));
 }

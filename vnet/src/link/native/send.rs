@@ -1,20 +1,20 @@
 //! Sends frames on native links.
 //!
 //! In the frames' order:
-//! - consecutive small frames with the same network and hop count, all finished or all with offload metadata, are *bundled*
-//!   into one datagram while they fit; nothing waits for a bundle to fill;
-//! - any other frame becomes one datagram or as many fragments as it needs, made of headers and slices of its own memory.
+//! - consecutive small frames with the same network and hop count, all finished or all with offload metadata, are *bundled* into
+//!   one datagram while they fit; nothing waits for a bundle to fill;
+//! - any other frame becomes one datagram or as many fragments as it needs, made of headers and slices of the frame's memory.
 //!
-//! Large frames in guest memory may be sent without copying, one at a time, see zero_copy.rs. On a sealed link, datagrams are
-//! copied together and encrypted in place before the kernel gets them. Frames without a key are dropped.
+//! Large frames in guest memory may be sent without copying, one at a time (zero_copy.rs). On a sealed link, datagrams are copied
+//! together and encrypted in place before they are passed to the kernel. Frames without a key are dropped.
 //!
-//! Between hosts with several ports, frames are first spread over *paths* (one of our sockets, one of their ports) by the hash
-//! of their flow: flows stay in order, and so do a frame's datagrams. Frames for a guest of the other host with a port of its
-//! own go to that port.
+//! Between hosts with several ports, frames are first spread over *paths* (a local socket and a remote port) by the hash of their
+//! flow: flows stay in order, and so do a frame's datagrams. Frames for a guest of the other host that has its own port go to
+//! that port.
 //!
-//! A call's datagrams go to the kernel together. When one exceeds the path MTU, the frames not sent yet are encoded again,
-//! once, for a size that nearly every path carries, and the path room asks the kernel for the new MTU. A frame already sent in
-//! part then goes again under a new name; the other host counts the first try as incomplete.
+//! The datagrams of a call are passed to the kernel together. When one exceeds the path MTU, the frames not sent yet are encoded
+//! again, once, for a size that nearly every path carries, and the path room asks the kernel for the new MTU. A frame already
+//! sent in part is then sent again under a new name; the other host counts the first attempt as incomplete.
 
 use std::sync::Arc;
 
@@ -35,25 +35,25 @@ use crate::wire::flow;
 enum Port {
     /// One of the bridge's ports, counted from the first.
     Bridge(usize),
-    /// A guest's own port, by index in the list of guests.
+    /// A guest's own port, by the guest's index in the list of guests.
     Guest(usize),
 }
 
 /// Sends frames on native links, for one dispatcher.
 pub(in crate::link) struct NativeSender {
-    /// The first one is bound to the host's first port.
+    /// The first socket is bound to the host's first port.
     sockets: Vec<Arc<Socket>>,
-    /// First socket for native frames; links with a rendezvous use socket 0.
+    /// Index of the first socket for native frames; links with a rendezvous use socket 0.
     from: usize,
     /// Frames of a call, by path.
     by_path: Vec<Vec<u16>>,
-    /// Frames of a call, by guest with a port of its own; the others' frames come first.
+    /// Frames of a call by guest with its own port; frames for all other guests come first.
     by_guest: Vec<Vec<u16>>,
     cut: CutThrough,
 }
 
 impl NativeSender {
-    /// Sends on `sockets`, from the `from`th on.
+    /// A sender on `sockets`, starting at index `from`.
     pub(in crate::link) fn new(sockets: Vec<Arc<Socket>>, from: usize) -> NativeSender {
         let paths = sockets.len().max(usize::from(PORTS_MAX));
         NativeSender {
@@ -71,7 +71,7 @@ impl NativeSender {
         self.cut.configure(setting);
     }
 
-    /// Releases frame memory that the kernel has sent. True when there was any.
+    /// Releases frame memory that the kernel has finished sending. Returns true when there was any.
     #[inline]
     pub(in crate::link) fn reap(&mut self) -> bool {
         self.cut.reap()
@@ -101,10 +101,10 @@ impl NativeSender {
 
     /// Spreads the frames over paths by flow and sends them.
     ///
-    /// The number of paths is the larger of both sides' socket counts, so each socket of that side is used by exactly one path.
+    /// The number of paths is the larger of both sides' socket counts, so exactly one path uses each socket of that side.
     fn spread(&mut self, native: &Native, out: &mut Sending<'_>, which: &[u16]) {
         if native.via.is_some() {
-            // NAT and the relay know the first port only.
+            // NAT mappings and the relay exist for the first port only.
             return self.send_by(native, out, (0, Port::Bridge(0)), which);
         }
         let (exits, ports) = (self.sockets.len() - self.from, native.place.ports());
@@ -125,7 +125,7 @@ impl NativeSender {
         self.by_path = by_path;
     }
 
-    /// Sends the frames from one of our sockets to one of the other host's ports.
+    /// Sends the frames from one local socket to one port of the other host.
     fn send_by(
         &mut self,
         native: &Native,
@@ -154,7 +154,7 @@ impl NativeSender {
         let encoding = Encoding { key, size: native.payload_of(path.mtu()), may_stop: true };
         if let Err(TooBig { frame }) = encode(&mut self.cut, out, &route, encoding, which) {
             let rest = which.iter().position(|index| *index == frame).unwrap_or(which.len());
-            // Never stops early: a datagram still too large counts as dropped.
+            // Never stops early: a datagram that is still too large counts as dropped.
             let smaller = Encoding { size: native.payload_of(path.mtu_below()), may_stop: false, ..encoding };
             _ = encode(&mut self.cut, out, &route, smaller, &which[rest..]);
         }
@@ -177,7 +177,7 @@ fn encode(
         }
         let count = encoding.bundled(out.batch, &which[at..]);
         if encoding.key.is_none() && cut.wants(route, out, which[at], encoding.size) {
-            // Datagrams gathered before go first.
+            // Sends the datagrams gathered before first.
             out.flush(socket, name, may_stop)?;
             if cut.send(route, out, which[at], encoding.size) == Outcome::Done {
                 at += 1;
@@ -243,7 +243,7 @@ mod tests {
         let mut buffer = vec![0; 65_536];
         let mut datagram = || peer.recv(&mut buffer).ok().map(|len| buffer[..len].to_vec());
         let mut got: Vec<_> = std::iter::from_fn(&mut datagram).collect();
-        // Numbers start at the time: make them relative.
+        // Numbers start at the current time; make them relative.
         for datagram in &mut got {
             let number = u64::from_be_bytes(datagram[8..16].try_into().unwrap());
             datagram[8..16].copy_from_slice(&(number - first).to_be_bytes());
@@ -251,7 +251,7 @@ mod tests {
         (got, link.stats.out_datagrams.get())
     }
 
-    /// Without segmentation offload each datagram is sent alone: the same datagrams come out, in the same order.
+    /// Without segmentation offload each datagram is sent alone: the wire shows the same datagrams in the same order.
     #[test]
     fn segmentation_changes_nothing_on_the_wire() {
         let lens = [60, 1400, 1400, 1400, 9000, 64, 64, 64, 1456, 1457, 2912, 30_000, FRAME_MAX];

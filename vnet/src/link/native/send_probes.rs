@@ -1,5 +1,5 @@
-//! Datagrams without frames: keepalives, probes, inquiries between controls, registrations at a rendezvous relay. Rare, so one
-//! datagram per call.
+//! Datagrams without frames: keepalives, probes, inquiries between controls, and registrations at a rendezvous relay. They are
+//! rare, so each takes one call.
 
 use std::io;
 use std::net::SocketAddr;
@@ -32,7 +32,8 @@ impl Courier {
         self.post(link, if is_answer { Kind::ProbeReply } else { Kind::Probe }, payload)
     }
 
-    /// Sends a keepalive with this body, to `to` or else to the link's current address. A send error counts as packet loss.
+    /// Sends a keepalive with this body to `to`, or to the link's current address if `to` is absent. A send error counts as
+    /// packet loss.
     pub(in crate::link) fn post_keepalive(&self, link: Of<'_>, to: Option<SocketAddr>, body: &[u8]) {
         let Some(to) = to else {
             let _ = self.post(link, Kind::Keepalive, body);
@@ -43,7 +44,7 @@ impl Courier {
         }
     }
 
-    /// Sends raw bytes, no native datagram, to `to`. A send error counts as packet loss.
+    /// Sends raw bytes, without a native header, to `to`. A send error counts as packet loss.
     pub(in crate::link) fn post_raw(&self, (link, _): Of<'_>, to: SocketAddr, bytes: &[u8]) {
         if let Some(name) = self.socket.name_of(to) {
             link.stats.out_datagrams.add(u64::from(self.socket.send(bytes, &name).is_ok()));
@@ -58,7 +59,7 @@ impl Courier {
         let _ = self.post(link, Kind::Probe, &payload);
     }
 
-    /// Sends one datagram outside any network, encrypted on a sealed link. A keepalive there carries a tag, see
+    /// Sends one datagram outside any network, encrypted on a sealed link. A keepalive on a sealed link carries a tag, see
     /// sealed/roaming.rs.
     fn post(&self, (link, native): Of<'_>, kind: Kind, payload: &[u8]) -> io::Result<()> {
         let name = native.name(0, &self.socket).ok_or_else(|| unfit("no socket for its address"))?;

@@ -11,17 +11,17 @@
 //!   error queue: "n to m have been sent [copied after all]"  ---> slots are free, holds let go: the guest gets its buffers
 //! ```
 //!
-//! The kernel reads *all* of a message at any time until completion, prepared headers too. Copied and uncopied bytes cannot be
-//! mixed in one datagram: with several calls per datagram (`MSG_MORE`) the kernel copies everything. So headers and heads live
-//! in a *slot* of a pool until the message completes. An skb holds [`SKB_PIECES_MAX`] page fragments; each header takes one,
-//! each slice one per page it touches. Large datagrams (jumbo frames below) are sent well this way; on a path of 1500 bytes a
-//! message holds about five datagrams, which costs more than the copy saves. Hence [`ZeroCopy::Auto`].
+//! The kernel may read *all* of a message, prepared headers included, at any time until completion. Copied and uncopied bytes
+//! cannot be mixed in one datagram: with several calls per datagram (`MSG_MORE`) the kernel copies everything. So headers and
+//! heads live in a *slot* of a pool until the message completes. An skb holds [`SKB_PIECES_MAX`] page fragments; each header
+//! takes one, each slice one per page it touches. Zero copy pays off for large datagrams (on an underlay with jumbo frames); on a
+//! path of 1500 bytes a message holds about five datagrams, which costs more than the copy saves. Hence [`ZeroCopy::Auto`].
 //!
-//! The kernel numbers successful calls per socket from 0 on. A call that fails late may have taken a number too; its
+//! The kernel numbers successful calls per socket from 0 on. A call that fails late may also have taken a number; its
 //! notification is then in the error queue when the call returns, so that queue is read after each error.
 //!
-//! Nothing ever waits. Frames without a slot, or beyond the kernel's accounting (`ENOBUFS`: net.core.optmem_max,
-//! RLIMIT_MEMLOCK), are copied.
+//! A send never waits. Frames without a slot, or beyond the kernel's accounting (`ENOBUFS`: net.core.optmem_max, RLIMIT_MEMLOCK),
+//! are copied.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -38,24 +38,25 @@ use crate::stats::DropReason;
 use crate::wire::native::HEADER_LEN;
 use crate::wire::offload::WIRE_LEN;
 
-/// Page fragments in one skb (`MAX_SKB_FRAGS`; some kernels are built with more).
+/// Maximum number of page fragments in one skb (`MAX_SKB_FRAGS`; some kernels are built with more).
 const SKB_PIECES_MAX: usize = 17;
-/// Most datagrams per message: each has at least a header and a byte of payload.
+/// Maximum number of datagrams per message: each has at least a header and a byte of payload.
 const DATAGRAMS_MAX: usize = SKB_PIECES_MAX.div_ceil(2);
-/// Most bytes per message, as in send_batch.rs.
+/// Maximum number of bytes per message, as in send_batch.rs.
 const MESSAGE_MAX: usize = 65_400;
-/// Most messages per frame: a frame of more is copied.
+/// Maximum number of messages per frame: a frame that needs more is copied.
 const MESSAGES_MAX: usize = 64;
 const PAGE: usize = 4096;
-/// Bytes of a slot: the headers of a message and one head. Slots do not cross pages.
+/// Size of a slot in bytes: the headers of a message and one head. Slots do not cross pages.
 const SLOT_LEN: usize = 512;
 const _: () =
     assert!(DATAGRAMS_MAX * HEADER_LEN + WIRE_LEN + HEAD_MAX <= SLOT_LEN && PAGE.is_multiple_of(SLOT_LEN));
-/// Slots of a sender, which bounds its messages in flight: 64 MB of frames, as the largest send buffer holds.
+/// Number of slots of a sender, which bounds its messages in flight: 64 MB of frames, as the largest send buffer holds.
 const SLOTS: usize = 2048;
-/// Smaller frames are always copied, even with [`ZeroCopy::On`]: pinning pages and reading completions costs more.
+/// Minimum length of a frame in bytes, even with [`ZeroCopy::On`]: for smaller frames, pinning pages and reading completions
+/// costs more than a copy.
 const ON_FRAME_MIN: usize = 8 << 10;
-/// Least bytes per message with [`ZeroCopy::Auto`].
+/// Minimum number of bytes per message with [`ZeroCopy::Auto`].
 const AUTO_MESSAGE_MIN: usize = 16 << 10;
 /// How long a closing sender waits for the kernel to release its slots.
 const END_WITHIN: Duration = Duration::from_millis(100);
@@ -66,7 +67,7 @@ const END_WITHIN: Duration = Duration::from_millis(100);
 )]
 #[strum(serialize_all = "kebab-case")]
 pub enum ZeroCopy {
-    /// Where it pays: large datagrams, unless the link's device makes the kernel copy anyway.
+    /// Where it pays off: for large datagrams, unless the link's device makes the kernel copy anyway.
     #[default]
     Auto,
     /// Never.
@@ -75,18 +76,18 @@ pub enum ZeroCopy {
     On,
 }
 
-/// The outcome for a frame.
+/// Outcome of sending a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
-    /// Counted as sent or dropped.
+    /// The frame is counted as sent or dropped.
     Done,
-    /// Send it by copying.
+    /// The frame must be sent by copying.
     Copy,
 }
 
 /// A message that the kernel may still read.
 struct InFlight {
-    /// Keeps the frame's memory; released on drop.
+    /// Holds the frame's memory; released on drop.
     _hold: Hold,
     slot: u16,
     trial: Arc<Trial>,
@@ -97,14 +98,14 @@ struct Flight {
     socket: Arc<Socket>,
     /// Number of the first message.
     first: u32,
-    /// `None`: completed, or not one of ours.
+    /// `None`: completed, or the number of a failed call.
     messages: VecDeque<Option<InFlight>>,
-    /// The socket supports `MSG_ZEROCOPY`.
+    /// True if the socket supports `MSG_ZEROCOPY`.
     able: bool,
 }
 
 impl Flight {
-    /// Completes messages `low` to `high`; passes those in flight to `done`.
+    /// Completes messages `low` to `high`; passes those that were in flight to `done`.
     fn complete(&mut self, low: u32, high: u32, mut done: impl FnMut(InFlight)) {
         let count = high.wrapping_sub(low).saturating_add(1) as usize;
         // Failed calls may have taken numbers beyond the last one: the next message follows them.
@@ -132,13 +133,13 @@ impl Flight {
 #[derive(Clone, Copy)]
 struct Page([u8; PAGE]);
 
-/// The slots of a sender.
+/// The memory of a sender's slots.
 struct Pool {
     pages: *mut [Page],
     free: Vec<u16>,
 }
 
-// SAFETY: the allocation is this value's alone.
+// SAFETY: this value owns the allocation.
 unsafe impl Send for Pool {}
 
 impl Pool {
@@ -147,21 +148,21 @@ impl Pool {
         Pool { pages: Box::into_raw(pages), free: (0..SLOTS as u16).collect() }
     }
 
-    /// Byte `offset` of a slot.
+    /// Pointer to byte `offset` of a slot.
     fn ptr(&self, slot: u16, offset: usize) -> *mut u8 {
         debug_assert!(usize::from(slot) < SLOTS && offset <= SLOT_LEN);
         self.pages.cast::<u8>().wrapping_add(usize::from(slot) * SLOT_LEN + offset)
     }
 }
 
-/// Sends frames from guest memory without copying; one for all sockets of a sender.
+/// Sends frames from guest memory without copying; shared by all sockets of a sender.
 pub(super) struct CutThrough {
     setting: ZeroCopy,
-    /// Allocated with the first frame.
+    /// Allocated for the first frame.
     pool: Option<Pool>,
-    /// By exit.
+    /// Messages in flight by exit.
     flights: Vec<Flight>,
-    /// Completions were read since the last [`CutThrough::reap`].
+    /// True if completions were read since the last [`CutThrough::reap`].
     reaped: bool,
     /// The frame being assembled.
     draft: Draft,
@@ -174,13 +175,13 @@ struct Draft {
     messages: Vec<Part>,
 }
 
-// SAFETY: the pointers are only used within the call that made them.
+// SAFETY: the pointers are used only within the call that creates them.
 unsafe impl Send for Draft {}
 
 /// One message of a frame.
 struct Part {
     slot: u16,
-    /// Bytes used of the slot.
+    /// Number of used bytes of the slot.
     used: usize,
     first_slice: usize,
     slices: usize,
@@ -191,7 +192,7 @@ struct Part {
 }
 
 impl CutThrough {
-    /// Sends by copying until [`CutThrough::configure`].
+    /// Creates a sender that copies until [`CutThrough::configure`].
     pub(super) fn new(sockets: &[Arc<Socket>]) -> CutThrough {
         let flight = |socket: &Arc<Socket>| Flight {
             socket: socket.clone(),
@@ -208,7 +209,7 @@ impl CutThrough {
         }
     }
 
-    /// Enables zero copy on the sockets.
+    /// Enables zero copy on the sockets according to `setting`.
     pub(super) fn configure(&mut self, setting: ZeroCopy) {
         self.setting = setting;
         if setting == ZeroCopy::Off {
@@ -223,7 +224,7 @@ impl CutThrough {
         }
     }
 
-    /// True when frame `index` is worth zero copy in datagrams of `size` bytes of payload.
+    /// True when zero copy is worthwhile for frame `index` in datagrams of `size` bytes of payload.
     #[inline]
     pub(super) fn wants(&self, route: &Route<'_>, out: &Sending<'_>, index: u16, size: usize) -> bool {
         let frame = out.frame(index);
@@ -257,11 +258,11 @@ impl CutThrough {
         outcome
     }
 
-    /// Assembles the frame. False when slots run out or a datagram has too many fragments.
+    /// Assembles the frame. Returns false when slots run out or a datagram has too many page fragments.
     fn put(&mut self, draft: &mut Draft, out: &Sending<'_>, index: u16, size: usize) -> bool {
         let (link, batch, frame) = (out.link, out.batch, out.frame(index));
         let pool = self.pool.get_or_insert_with(Pool::new);
-        // Largest datagram that fits one message.
+        // Maximum size of a datagram that fits into one message.
         let size = size.min((SKB_PIECES_MAX - 4) * PAGE);
         let mut header = header(frame, None, 0);
         let metadata = if header.offload { WIRE_LEN } else { 0 };
@@ -280,7 +281,7 @@ impl CutThrough {
             let len = size + HEADER_LEN - prefix_len;
             let start = draft.slices.len();
             let (mut bytes, mut fragments) = (prefix_len, 1);
-            // Filled in once the message, and so the slot, is chosen.
+            // Filled in once the message, and so its slot, is chosen.
             draft.slices.push(libc::iovec { iov_base: std::ptr::null_mut(), iov_len: prefix_len });
             let mut head = (k == 0).then_some(batch.head(frame));
             cursor.take(len, |slice| {
@@ -298,8 +299,8 @@ impl CutThrough {
             let copied = draft.slices[start].iov_len;
             let Some(to) = draft.datagram(pool, start, bytes, fragments, copied) else { return false };
             draft.slices[start].iov_base = to.cast();
-            // SAFETY: `copied` bytes from `to` on lie inside the slot, which is this message's alone and which nobody else
-            // reads; they are the prefix and, behind it, the first bytes of the head, which a batch keeps readable.
+            // SAFETY: `copied` bytes from `to` on lie inside the slot, which only this message uses; they are the prefix and,
+            // behind it, the first bytes of the head, which a batch keeps readable.
             unsafe {
                 std::ptr::copy_nonoverlapping(prefix.as_ptr(), to, prefix_len);
                 let head = batch.head(frame).as_ptr();
@@ -325,7 +326,7 @@ impl CutThrough {
             let slices = &mut draft.slices[part.first_slice..][..part.slices];
             let Some(hold) = batch.hold(frame) else { return Outcome::Copy };
             let segment = (part.datagrams > 1).then_some(part.segment as u16);
-            // SAFETY: the slices lead into the part's slot, which is written to again when the message is done, and into the
+            // SAFETY: the slices point into the part's slot, which is not written to until the message completes, and into the
             // frame's memory, which the batch keeps readable; the kernel holds the pages that it reads later.
             let first =
                 unsafe { send_message(route.socket, route.name, slices, segment, libc::MSG_ZEROCOPY) };
@@ -343,7 +344,7 @@ impl CutThrough {
                     // The failed call may have taken a number.
                     self.reap_exit(route.exit);
                     match error.raw_os_error() {
-                        // SAFETY: as above; nothing is read later.
+                        // SAFETY: as above; the kernel reads nothing after the call.
                         Some(libc::ENOBUFS) => unsafe {
                             send_message(route.socket, route.name, slices, segment, 0)
                         },
@@ -359,7 +360,7 @@ impl CutThrough {
                     continue;
                 }
                 Err(error) => match error.raw_os_error().unwrap_or(libc::EIO) {
-                    // Exceeds the path MTU, or the device cannot segment it: the copying path handles both.
+                    // The datagram exceeds the path MTU, or the device cannot segment it: the copying path handles both.
                     refused @ (libc::EMSGSIZE | libc::EINVAL | libc::EIO) => {
                         if refused != libc::EMSGSIZE {
                             route.trial.copied(0);
@@ -386,13 +387,13 @@ impl CutThrough {
         }
     }
 
-    /// True while the kernel may read memory that was sent.
+    /// True while the kernel may still read memory that was sent.
     #[inline]
     fn is_flying(&self) -> bool {
         self.pool.as_ref().is_some_and(|pool| pool.free.len() < SLOTS)
     }
 
-    /// Reads completions. True when there were any since the last call, also ones read during another send.
+    /// Reads completions. Returns true when there were any since the last call, including those read during another send.
     #[inline]
     pub(super) fn reap(&mut self) -> bool {
         if self.is_flying() {
@@ -432,15 +433,15 @@ impl CutThrough {
             // Dropping the holds would return memory to the guest that the kernel still reads.
             std::mem::forget(std::mem::take(&mut self.flights));
         } else if let Some(pool) = self.pool.take() {
-            // SAFETY: `pages` came from `Box::into_raw`, is freed only here, and nobody reads from it any more.
+            // SAFETY: `pages` came from `Box::into_raw`, is freed only here, and is no longer read.
             drop(unsafe { Box::from_raw(pool.pages) });
         }
     }
 }
 
 impl Draft {
-    /// Appends the slices from `start` on, `bytes` in `fragments` pieces, as a datagram of the last message or of a new one.
-    /// Returns where its first `copied` bytes go in the message's slot. `None` when there is no room.
+    /// Appends the slices from `start` on, `bytes` in `fragments` page fragments, as a datagram of the last message or of a new
+    /// one. Returns the address of its first `copied` bytes in the message's slot. `None` when no message or slot is left.
     fn datagram(
         &mut self,
         pool: &mut Pool,
@@ -482,12 +483,12 @@ impl Draft {
     }
 }
 
-/// Pages that a slice touches.
+/// Number of pages that a slice touches.
 fn pages(slice: Segment) -> usize {
     (slice.as_ptr().addr() % PAGE + slice.len()).div_ceil(PAGE)
 }
 
-/// Payload bytes per message, for a frame of `len` bytes in datagrams of `size`.
+/// Number of payload bytes per message, for a frame of `len` bytes in datagrams of `size` bytes.
 fn message_bytes(len: usize, size: usize) -> usize {
     let pieces = size.min(len).div_ceil(PAGE) + 2;
     (size * (SKB_PIECES_MAX / pieces).max(1)).min(len)

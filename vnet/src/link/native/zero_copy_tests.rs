@@ -38,7 +38,7 @@ fn pair(setting: ZeroCopy, path_mtu: u32) -> Pair {
 }
 
 impl Pair {
-    /// Sends `frame` from memory of a guest that supports holds; returns the reassembled bytes that arrived.
+    /// Sends `frame` from memory of a guest that supports holds. Returns the reassembled bytes that arrived.
     fn send(&mut self, holds: &Arc<Holds>, frame: &[u8]) -> Vec<u8> {
         let mut batch = Batch::new();
         batch.set_holds(holds.clone());
@@ -97,8 +97,8 @@ fn frames_arrive_whole_and_are_held_until_completion() {
     }
 }
 
-/// The kernel reads slots and guest pages as they are at send time. Visible on the head: the guest changes its own copy, and
-/// the routed copy is sent.
+/// The kernel reads slots and guest pages at the time of transmission. The head shows it: the guest changes its own copy, and the
+/// routed copy is sent.
 #[test]
 fn the_head_that_was_routed_is_sent() {
     let mut pair = pair(ZeroCopy::On, 9000);
@@ -111,7 +111,7 @@ fn the_head_that_was_routed_is_sent() {
     unsafe { builder.push(Segment::new(base, len)) };
     builder.finish(PortId(1), NetworkId::DEFAULT, Offload::default(), 0).unwrap();
     batch.set_slot(0);
-    // SAFETY: inside `frame`, to which nobody else holds a reference.
+    // SAFETY: inside `frame`, to which no other reference exists.
     unsafe { base.write_bytes(0xee, HEAD_MAX) };
     pair.bridge.tx.send(&pair.link, Selection { batch: &batch, which: &[0] }, &mut DropSink::new());
     let mut buffer = vec![0; 65_536];
@@ -121,7 +121,7 @@ fn the_head_that_was_routed_is_sent() {
     pair.reap_until(&holds);
 }
 
-/// On a device that copies, the automatic setting tries one message and then stops for long.
+/// On a device that copies, the automatic setting sends one message without copying and then stops for a long time.
 #[test]
 fn zero_copy_is_retried_rarely_on_devices_that_copy() {
     let mut pair = pair(ZeroCopy::Auto, 9000);
@@ -139,7 +139,7 @@ fn zero_copy_is_retried_rarely_on_devices_that_copy() {
     assert_eq!(small.link.stats.zero_copy.sent.get(), 0, "small datagrams are copied in larger messages");
 }
 
-/// A frame with too many pieces for a datagram is copied, and so is every frame once slots run out.
+/// A frame with too many pieces for a datagram is copied, and so is every frame while no slot is free.
 #[test]
 fn frames_that_cannot_go_without_a_copy_are_copied() {
     let mut pair = pair(ZeroCopy::On, 9000);
@@ -191,8 +191,8 @@ fn only_notifications_of_sent_messages_are_read() {
 }
 
 proptest! {
-    /// Whatever order and ranges the kernel reports, including wrapped numbers and those of failed calls, each message
-    /// completes exactly once, when its own number is reported.
+    /// Whatever order and ranges the kernel reports, including wrapped numbers and those of failed calls, each message completes
+    /// exactly once, when its own number is reported.
     #[test]
     fn each_message_is_done_when_its_number_is(
         first: u32,
@@ -207,7 +207,7 @@ proptest! {
         for (n, failed) in failed.iter().enumerate() {
             let number = first.wrapping_add(n as u32);
             if *failed {
-                // The call failed late: its number is reported before the next call.
+                // The call failed late: the kernel reports its number before the next call.
                 flight.complete(number, number, |_| panic!("not a message"));
             } else {
                 let hold = Hold::new(&holds, n as u16).unwrap();

@@ -11,11 +11,11 @@ use crate::link::socket::buffers::ASSUMED_MBPS;
 use crate::link::socket::udp::check;
 use crate::netlink::Netlink;
 
-/// Speed in Mbit/s of the device that packets to `remote` leave by; [`ASSUMED_MBPS`] if unknown. `socket` is any socket in the
-/// network namespace.
+/// Speed in Mbit/s of the device on the route to `remote`; [`ASSUMED_MBPS`] if unknown. `socket` is any socket in the network
+/// namespace.
 pub(in crate::link) fn path_mbps(socket: BorrowedFd<'_>, remote: SocketAddr) -> u32 {
     let device = match remote {
-        // A link-local address names its device.
+        // A link-local address carries its device's index.
         SocketAddr::V6(v6) if v6.scope_id() != 0 => Ok(v6.scope_id()),
         _ => device(remote.ip()),
     };
@@ -57,18 +57,19 @@ struct EthtoolCommand {
     reserved: [u32; 2],
 }
 
-/// Speed reported by a device, in Mbit/s.
+/// Speed that a device reports, in Mbit/s.
 fn device_mbps(socket: BorrowedFd<'_>, index: u32) -> io::Result<u32> {
     const ETHTOOL_GSET: u32 = 1;
     let mut name = [0; libc::IFNAMSIZ];
-    // SAFETY: `name` has room for IF_NAMESIZE bytes, which is what this writes at most.
+    // SAFETY: `name` has IF_NAMESIZE bytes, the most that this call writes.
     if unsafe { libc::if_indextoname(index, name.as_mut_ptr()) }.is_null() {
         return Err(io::Error::last_os_error());
     }
     let mut command = EthtoolCommand { command: ETHTOOL_GSET, ..EthtoolCommand::default() };
     let data = libc::__c_anonymous_ifr_ifru { ifru_data: (&raw mut command).cast() };
     let mut request = libc::ifreq { ifr_name: name, ifr_ifru: data };
-    // SAFETY: SIOCETHTOOL takes an `ifreq` whose data is a command; ETHTOOL_GSET writes one `ethtool_cmd` there, exclusively ours.
+    // SAFETY: SIOCETHTOOL takes an `ifreq` whose data is a command; ETHTOOL_GSET writes one `ethtool_cmd` there, which this
+    // function owns.
     check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCETHTOOL as _, &raw mut request) })?;
     match u32::from(command.speed_high) << 16 | u32::from(command.speed_low) {
         // SPEED_UNKNOWN, in both encodings that drivers use.

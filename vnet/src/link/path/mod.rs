@@ -1,4 +1,4 @@
-//! Path state of links: route, path MTU, round trip and loss, and who measures them.
+//! Path state of links (route, path MTU, round trip, loss) and its measurement.
 //!
 //! ```text
 //!   prober thread: every 50 ms --- probes ---> the other host        (probe_health.rs, pmtu.rs)

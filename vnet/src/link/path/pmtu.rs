@@ -1,4 +1,4 @@
-//! Path MTU discovery by probes (RFC 8899, DPLPMTUD): which packet size really arrives, without trusting ICMP.
+//! Path MTU discovery by probes (RFC 8899, DPLPMTUD): finds the packet size that really arrives, without trusting ICMP.
 //!
 //! ```text
 //!            confirmed, and nothing larger left to try
@@ -13,36 +13,36 @@
 //!
 //! The kernel's value (device, route, ICMP that it believed) is the starting point, used at once and never exceeded. It is
 //! confirmed while frames flow. When [`TRIES`] probes of it in a row are lost although small ones arrive, the path is a *black
-//! hole* for that size: the link falls back to [`BASE`] and searches for the largest size that arrives. A peer that does not
-//! even answer small probes is not judged: its silence says nothing about sizes.
+//! hole* for that size: the link falls back to [`BASE`] and searches for the largest size that arrives. While a peer does not
+//! answer small probes either, no size is judged, because its silence says nothing about sizes.
 //!
 //! No I/O and no clock: [`Discovery::poll`] returns the size to probe now, [`Discovery::answer`] takes replies.
 
 /// Packet size in bytes that nearly every path carries (the IPv6 minimum MTU, RFC 8200 section 5).
 pub(in crate::link) const BASE: u16 = 1280;
-/// Probes of one size that must be lost in a row (MAX_PROBES). RFC 8899 has 3, but a false black hole costs frames here: at a
-/// loss of one in ten each way, four are lost together once in 800 times.
+/// Number of probes of one size that must be lost in a row (MAX_PROBES). RFC 8899 has 3, but a false black hole costs frames
+/// here: at a loss of one in ten in each direction, four probes in a row are lost once in 800 times.
 const TRIES: u8 = 4;
-/// Shortest and longest wait for a reply, in ms (PROBE_TIMER).
+/// Minimum and maximum wait for a reply, in ms (PROBE_TIMER).
 const ANSWER_MIN_MS: u64 = 250;
 const ANSWER_MAX_MS: u64 = 2000;
 /// Interval between confirmations of the current size, with and without traffic, in ms (CONFIRMATION_TIMER).
 const CONFIRM_MS: u64 = 500;
 const CONFIRM_IDLE_MS: u64 = 30_000;
-/// How long a size below the kernel's is kept before larger ones are retried, in ms (PMTU_RAISE_TIMER; RFC 8899 has 600 s, for
+/// How long a size below the kernel's is kept before larger sizes are retried, in ms (PMTU_RAISE_TIMER; RFC 8899 has 600 s, for
 /// transports whose probes carry data).
 const RAISE_MS: u64 = 60_000;
-/// Search resolution in bytes.
+/// Resolution of the search in bytes.
 const GRAIN: u16 = 8;
 
 /// Inputs of a [`Discovery`] step.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::link) struct Moment {
-    /// Any monotonic clock in milliseconds.
+    /// Time on any monotonic clock, in milliseconds.
     pub now_ms: u64,
-    /// Frames were sent recently.
+    /// True if frames were sent recently.
     pub active: bool,
-    /// A small probe was answered recently.
+    /// True if a small probe was answered recently.
     pub alive: bool,
     /// Round trip of small probes in ms; 0 if unknown.
     pub rtt_ms: u64,
@@ -51,7 +51,7 @@ pub(in crate::link) struct Moment {
 /// The MTU search on one path. Sizes are those of IP packets in bytes.
 #[derive(Debug)]
 pub(in crate::link) struct Discovery {
-    /// Smallest packet size considered.
+    /// Minimum packet size considered.
     least: u16,
     /// The kernel's value.
     top: u16,
@@ -60,16 +60,16 @@ pub(in crate::link) struct Discovery {
     above: u32,
     /// The outstanding probe: its size and send time.
     sent: Option<(u16, u64)>,
-    /// Probes lost in a row: of the current size, and of the larger size being tried.
+    /// Numbers of probes lost in a row: of the current size, and of the larger size being tried.
     lost: [u8; 2],
-    /// When `mtu` was last confirmed; `None`: confirm it now.
+    /// Time at which `mtu` was last confirmed; `None`: confirm it now.
     confirmed_ms: Option<u64>,
-    /// When `above` was determined.
+    /// Time at which `above` was determined.
     found_ms: u64,
 }
 
 impl Discovery {
-    /// Starts at the kernel's value; `least` is used whatever probes say.
+    /// Starts at the kernel's value. The search never goes below `least`.
     pub(in crate::link) fn new(top: u16, least: u16) -> Discovery {
         let top = top.max(least);
         let above = u32::from(top) + 1;
@@ -81,27 +81,27 @@ impl Discovery {
         self.mtu
     }
 
-    /// The kernel's value changed: new path, or new information about it.
+    /// Sets a new kernel's value, because the path or the kernel's information about it has changed.
     pub(in crate::link) fn set_top(&mut self, top: u16) {
         let top = top.max(self.least);
         if top != self.top {
             let mtu = if self.mtu == self.top { top } else { self.mtu.min(top) };
-            // A size that was lost is still lost.
+            // A size that was lost stays lost.
             let none = u32::from(top) + 1;
             let above = if self.above > u32::from(self.top) { none } else { self.above.min(none) };
             *self = Discovery { mtu, above, found_ms: self.found_ms, ..Discovery::new(top, self.least) };
         }
     }
 
-    /// The peer has moved: forgets the path.
+    /// Forgets the path, because the peer has moved.
     pub(in crate::link) fn restart(&mut self) {
         *self = Discovery::new(self.top, self.least);
     }
 
-    /// The size to probe now, if a probe is due.
+    /// Returns the size to probe now, if a probe is due.
     pub(in crate::link) fn poll(&mut self, at: Moment) -> Option<u16> {
         if !at.alive {
-            // With nothing getting through, sizes tell nothing.
+            // While nothing gets through, lost probes say nothing about sizes.
             (self.sent, self.lost) = (None, [0; 2]);
             return None;
         }
@@ -123,7 +123,7 @@ impl Discovery {
         Some(size)
     }
 
-    /// Chooses the next probe. Confirmation of the current size comes first: a search takes time.
+    /// Chooses the next probe. Confirming the current size comes first, because a search takes time.
     fn next(&mut self, at: Moment) -> Option<u16> {
         let Some(confirmed_ms) = self.confirmed_ms else { return Some(self.mtu) };
         if self.above <= u32::from(self.top) && at.now_ms.saturating_sub(self.found_ms) >= RAISE_MS {
@@ -140,25 +140,25 @@ impl Discovery {
         (gap > u32::from(GRAIN)).then(|| self.mtu + (gap / 2) as u16)
     }
 
-    /// Packets of `size` are lost.
+    /// Records that packets of `size` are lost.
     fn fail(&mut self, size: u16, now_ms: u64) {
         self.found_ms = now_ms;
         if size > self.mtu {
             self.above = u32::from(size);
         } else if self.mtu > self.least {
-            // Forget the upper bound: the search starts at the kernel's size again, in case the losses were chance.
+            // Forget the upper bound: the search restarts at the kernel's size, in case the losses happened by chance.
             self.above = u32::from(self.top) + 1;
             self.mtu = if self.mtu > BASE { BASE } else { self.least }.max(self.least);
             self.confirmed_ms = None;
         } else {
-            // Nothing smaller is left: small probes must suffice as confirmation.
+            // No smaller size is left: small probes must suffice as confirmation.
             self.confirmed_ms = Some(now_ms);
         }
     }
 
-    /// A probe of `size` was answered. `now_ms` is on the clock of [`Discovery::poll`].
+    /// Records the answer to a probe of `size`. `now_ms` is on the clock of [`Discovery::poll`].
     pub(in crate::link) fn answer(&mut self, size: u16, now_ms: u64) {
-        // Ignore late replies: they may predate a path change.
+        // Ignore late replies: they may be older than a change of the path.
         if self.sent.is_some_and(|(sent, _)| sent == size) {
             self.sent = None;
             self.lost[0] = 0;

@@ -9,7 +9,7 @@ const STEP_MS: u64 = 50;
 /// A simulated path with an MTU, jitter and loss.
 struct Path {
     capacity: u16,
-    /// Loss each way, in thousandths.
+    /// Loss in each direction, in thousandths.
     loss: u64,
     delay_ms: u64,
     jitter_ms: u64,
@@ -42,7 +42,7 @@ impl Path {
         }
     }
 
-    /// Advances time to `until_ms`; returns each change of the size in use, with its time.
+    /// Advances time to `until_ms`. Returns each change of the size in use, with its time.
     fn run(
         &mut self,
         discovery: &mut Discovery,
@@ -73,7 +73,7 @@ impl Path {
 }
 
 proptest! {
-    /// Any path MTU is found; a drop is followed within three seconds; never more than one probe per tick.
+    /// Any path MTU is found, a decrease is followed within three seconds, and there is never more than one probe per tick.
     #[test]
     fn a_drop_is_obeyed_and_the_largest_size_found(
         top in prop::sample::select(vec![1280u16, 1500, 4000, 9000, 65_535]),
@@ -89,7 +89,7 @@ proptest! {
         let mut path = Path::new(first, loss, delay_ms, seed);
         let mut now = 0;
         path.run(&mut discovery, &mut now, 60_000, true);
-        // Chance losses have been recovered by then; the resolution is a grain plus the last half of it.
+        // The search has recovered from chance losses by then; the resolution is a grain plus the last half of it.
         prop_assert!(discovery.mtu() <= first, "{} of {}", discovery.mtu(), first);
         if loss == 0 {
             prop_assert!(discovery.mtu() + GRAIN >= first, "{} of {}", discovery.mtu(), first);
@@ -98,7 +98,7 @@ proptest! {
         let dropped = now;
         let changes = path.run(&mut discovery, &mut now, dropped + 3000, true);
         prop_assert!(discovery.mtu() <= then, "{changes:?} from {first} to {then}");
-        // It rests, then searches for more.
+        // The discovery rests, then searches for a larger size.
         path.run(&mut discovery, &mut now, dropped + 150_000, true);
         prop_assert!(discovery.mtu() <= then);
         if loss == 0 {
@@ -109,7 +109,7 @@ proptest! {
         }
     }
 
-    /// The kernel's value is never exceeded, whatever it is and whatever is answered.
+    /// The kernel's value is never exceeded, whatever it is and whatever probes are answered.
     #[test]
     fn the_kernel_is_obeyed(
         steps in prop::collection::vec((any::<u16>(), any::<u16>(), any::<bool>(), any::<bool>(), 0u64..2000), 1..300),
@@ -153,7 +153,7 @@ fn a_black_hole_is_noticed_in_under_two_seconds() {
         assert_eq!(size, BASE);
         assert!(at < 7000, "noticed after {} ms", at - 5000);
         assert!(discovery.mtu() <= capacity && discovery.mtu() + GRAIN >= capacity, "{}", discovery.mtu());
-        // The path recovers; the size is raised when due.
+        // The path recovers; the size is raised when the timer expires.
         path.capacity = 1500;
         path.run(&mut discovery, &mut now, 5000 + 2 * RAISE_MS, true);
         assert_eq!(discovery.mtu(), 1500);

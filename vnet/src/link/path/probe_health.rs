@@ -11,19 +11,19 @@ use crate::stats::PortStats;
 
 /// First bytes of a probe's payload.
 pub(in crate::link) const MAGIC: [u8; 8] = *b"vnet-mtu";
-/// Payload bytes of a small probe, and of a reply.
+/// Payload of a small probe, and of a reply, in bytes.
 pub(in crate::link) const ANSWER_LEN: usize = 16;
-/// Silence after which a peer that answered before is down: detected within a second.
+/// How long a peer that answered before may stay silent until the link is down, in ms: detected within a second.
 pub(super) const SILENCE_MS: u64 = 800;
-/// A small probe without a reply for this many ms, or three round trips, is lost.
+/// A small probe is lost after this many ms, or three round trips, without a reply.
 const ANSWER_MS: u64 = 600;
-/// Number of small probes in the loss statistics: ten seconds.
+/// Number of small probes in the loss statistics: ten seconds' worth.
 const HISTORY: u32 = 50;
 /// Loss in thousandths, both directions together, above which a link is degraded.
 const LOSS_PERMILLE_MAX: u32 = 50;
 /// Window of the rate measurement, in ms.
 pub(super) const RATE_MS: u64 = 1000;
-/// Most outstanding probes: small ones of at most 2 s, and a large one.
+/// Maximum number of outstanding probes: small ones of at most 2 s, and a large one.
 const OUTSTANDING_MAX: usize = 16;
 
 /// This host's monotonic clock for keepalives and probes, in microseconds; never 0.
@@ -37,7 +37,7 @@ pub(in crate::link) fn clock_us() -> u64 {
 struct Sent {
     id: [u8; 8],
     at_us: u64,
-    /// The packet's size; `None` for a small one.
+    /// Size of the packet; `None` for a small probe.
     size: Option<u16>,
 }
 
@@ -54,25 +54,25 @@ pub struct Rates {
     pub out_bits: u64,
 }
 
-/// The prober's state of a link.
+/// The state that the prober keeps for a link.
 #[derive(Debug)]
 pub(in crate::link) struct Probing {
     pub(super) discovery: Discovery,
     sent: VecDeque<Sent>,
-    /// Last reply to a small probe, on [`clock_us`].
+    /// Time of the last reply to a small probe, on [`clock_us`].
     answered_us: Option<u64>,
-    /// Reply bits of the last small probes, and their number.
+    /// One bit per small probe, set if it was answered, and the number of bits.
     pub(super) history: (u64, u32),
     rtt_us: u32,
     pub(super) state: LinkState,
-    /// Which changes of the link's state are logged.
+    /// Decides which changes of the link's state are logged.
     pub(super) log: StateLog,
     rates: Rates,
     /// Time and counter values of the last rate measurement.
     counted: (u64, [u64; 4]),
-    /// Frames sent as of the last round.
+    /// Number of frames sent as of the last round.
     out_frames: u64,
-    /// Last time that a round saw new frames sent.
+    /// Time of the last round that saw newly sent frames.
     active_ms: u64,
 }
 
@@ -95,7 +95,7 @@ impl Default for Probing {
 }
 
 impl Probing {
-    /// Loss of small probes and their answers, in thousandths; `None` before any was answered.
+    /// Loss of small probes and their answers, in thousandths; `None` before the first answer.
     fn loss_permille(&self) -> Option<u32> {
         let (answered, count) = self.history;
         self.answered_us?;
@@ -152,7 +152,7 @@ impl Probing {
         }
     }
 
-    /// Records a probe to be sent: its id, and its size if it is large. `None` when no random bytes are available.
+    /// Records a probe about to be sent: its id, and its size if it is large. `None` when no random bytes are available.
     pub(super) fn ask(&mut self, size: Option<u16>, at_us: u64) -> Option<([u8; 8], Option<u16>)> {
         let mut id = [0; 8];
         aws_lc_rs::rand::fill(&mut id).ok()?;
@@ -160,12 +160,12 @@ impl Probing {
         Some((id, size))
     }
 
-    /// Whether a probe of this id is outstanding.
+    /// True if a probe with this id is outstanding.
     pub(super) fn has_sent(&self, id: [u8; 8]) -> bool {
         self.sent.iter().any(|sent| sent.id == id)
     }
 
-    /// Takes a reply; false when it is unsolicited.
+    /// Records a reply. Returns false when it is unsolicited.
     pub(super) fn answer(&mut self, id: [u8; 8], now_us: u64) -> bool {
         let Some(place) = self.sent.iter().position(|sent| sent.id == id) else { return false };
         let Some(Sent { at_us, size, .. }) = self.sent.remove(place) else { return false };
@@ -180,7 +180,7 @@ impl Probing {
                     (u64::from(self.rtt_us) * 7 + u64::from(rtt)).div_ceil(8) as u32
                 };
                 if self.answered_us.replace(now_us).is_none() {
-                    // Probes sent before the first reply do not count as lost: the peer was not up yet.
+                    // Probes sent before the first reply do not count as lost, because the peer was not up yet.
                     self.sent.retain(|sent| sent.size.is_some() || sent.at_us > at_us);
                 }
                 self.note(true);
@@ -209,11 +209,11 @@ impl Probing {
         }
     }
 
-    /// Judges a link in clear text; `silent_ms` is the time since the last datagram.
+    /// Determines the state of a link in clear text; `silent_ms` is the time since the last datagram.
     pub(super) fn judge(&mut self, silent_ms: Option<u64>) {
         let was_down = matches!(self.state, LinkState::Down(_));
         if was_down && silent_ms.is_some_and(|ms| ms < SILENCE_MS) {
-            // The outage is over. Its probes do not count as the loss of the path that works again.
+            // The outage is over. Its lost probes do not count against the path that works again.
             self.history = (0, 0);
             self.sent.retain(|sent| sent.size.is_some());
         }
@@ -236,7 +236,7 @@ impl Probing {
 pub struct Probed {
     /// Smoothed round trip in microseconds; `None` before the first reply.
     pub rtt_us: Option<u32>,
-    /// Loss among the last 50 probes in thousandths, of the probe or its reply.
+    /// Loss in thousandths among the last 50 probes, of the probe or its reply.
     pub loss_permille: Option<u32>,
     /// Traffic rates.
     pub rates: Rates,
@@ -271,7 +271,7 @@ mod tests {
         let mut probing = Probing::default();
         let ids: Vec<_> = (0..5u64).map(|n| probing.ask(None, n * 200_000).unwrap().0).collect();
         assert!(probing.answer(ids[3], 601_000));
-        // The probe after it got no reply; those before it do not count.
+        // The probe sent after the reply got no answer; those before the reply do not count.
         probing.expire(10_000_000);
         assert_eq!(probing.history, (0b10, 2));
         assert_eq!(probing.loss_permille(), Some(500));

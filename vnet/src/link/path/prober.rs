@@ -2,19 +2,18 @@
 //!
 //! On every native link, clear or sealed, it sends
 //!
-//! - a *small* probe five times a second; the replies give round trip and loss. On a link in clear text they also tell whether
-//!   the peer is alive: once the peer has answered at all, the link is `down` after 0.8 s of silence. Frames are sent all the
-//!   same;
+//! - a *small* probe five times a second; the replies give round trip and loss. On a link in clear text they also show whether
+//!   the peer is alive: once the peer has answered at all, the link is `down` after 0.8 s of silence. Frames are still sent;
 //! - probes of the sizes that path MTU discovery (pmtu.rs) asks for, one at a time.
 //!
 //! A probe's payload is [`MAGIC`](super::probe_health::MAGIC), an 8-byte random id, and zero padding. The peer replies with its
-//! first 16 bytes (older peers with all of it), so the reverse path's MTU does not matter. Replies are sealed on sealed links;
-//! on others, the random id keeps hosts that do not see the probe from forging a reply.
+//! first 16 bytes (older peers with all of it), so the reverse path's MTU does not matter. Replies are sealed on sealed links; on
+//! other links, the random id prevents hosts that do not see the probe from forging a reply.
 //!
-//! For all links it queries the kernel's routes (watch.rs) and measures rates.
+//! For all links the prober also queries the kernel's routes (watch.rs) and measures rates.
 //!
-//! Dispatchers touch this only for replies and never wait: a reply that meets a busy prober counts as lost. The rates of large
-//! probes and of kernel queries are bounded over all links.
+//! Dispatchers access this state only for replies and never wait: a reply that finds the prober busy counts as lost. The total
+//! rates of large probes and of kernel queries over all links are bounded.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -30,18 +29,18 @@ use crate::link::state;
 
 /// Interval between rounds.
 const TICK: Duration = Duration::from_millis(50);
-/// Ticks between a link's small probes.
+/// Number of ticks between two small probes on a link.
 const SMALL_TICKS: u64 = 4;
-/// Most large probes per tick over all links; links take turns.
+/// Maximum number of large probes per tick over all links; links take turns.
 const LARGE_PER_TICK_MAX: usize = 64;
-/// Sleep interval without links.
+/// Sleep interval while there are no links.
 const IDLE: Duration = Duration::from_secs(1);
-/// Most kernel queries per tick: each of 4 096 links gets its turn within a second.
+/// Maximum number of kernel queries per tick: each of 4 096 links gets its turn within a second.
 const ROUTES_PER_TICK_MAX: usize = 256;
 
 struct Work {
     watch: Mutex<PathWatch>,
-    /// Probes leave on this socket.
+    /// The socket on which probes are sent.
     socket: Arc<Socket>,
     started: Instant,
     links: Mutex<Vec<Arc<dyn Monitored>>>,
@@ -68,7 +67,7 @@ impl Prober {
         Ok(Prober { work, thread: Some(thread) })
     }
 
-    /// Replaces the set of monitored links. Returns when the routes of new ones are known.
+    /// Replaces the set of monitored links. Returns when the routes of new links are known.
     pub(in crate::link) fn watch(&self, links: Vec<Arc<dyn Monitored>>) {
         let mut watch = self.work.watch.lock();
         links.iter().for_each(|link| watch.meet(&**link));
@@ -98,7 +97,7 @@ impl Drop for Prober {
 impl Work {
     /// The prober's loop.
     fn probe_all(&self) {
-        // Start of the next round: links without a turn come first.
+        // Start of the next round: links that got no turn come first.
         let (mut ticks, mut begin, mut begin_routes) = (0u64, 0, 0);
         let mut next = Instant::now();
         while !self.stopping.load(Relaxed) {
@@ -132,7 +131,7 @@ impl Work {
         let first = *begin;
         for at in 0..links.len() {
             let place = (first + at) % links.len();
-            // Requested by a waiting sender: never skipped.
+            // Requested by a sender: never skipped.
             if asked < ROUTES_PER_TICK_MAX || links[place].path().is_wanted() {
                 asked += usize::from(watch.look_at(&*links[place], now_ms));
                 if asked == ROUTES_PER_TICK_MAX {
@@ -142,7 +141,7 @@ impl Work {
         }
     }
 
-    /// Checks one link. True when it used a large probe.
+    /// Checks one link. Returns true when it used a large probe.
     fn look_after(&self, link: &dyn Monitored, now_ms: u64, small: bool, large: bool) -> bool {
         let (path, now_us, mut asked) = (link.path(), clock_us(), [None; 2]);
         {
@@ -175,7 +174,7 @@ impl Work {
             }
         }
         tell(link, now_ms);
-        // Send after unlocking: a reply may arrive at once and must not meet a busy prober.
+        // Sends after unlocking: a reply may arrive at once and must not find the prober busy.
         for (id, size) in asked.iter().flatten() {
             link.send_probe(&self.socket, id, *size);
         }
@@ -183,7 +182,7 @@ impl Work {
     }
 }
 
-/// Logs a change of the link's state, unless another room does.
+/// Logs a change of the link's state, unless another room logs it.
 fn tell(link: &dyn Monitored, now_ms: u64) {
     let Some(state) = link.clear_state() else { return };
     let news = link.path().probing.lock().log.news(&state, now_ms);

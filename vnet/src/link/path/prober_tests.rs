@@ -49,7 +49,7 @@ impl Asking {
         Asking { work, bridge, link, now_ms: 1 }
     }
 
-    /// Receives what arrived and runs one round, `passed_ms` after the last one by the dispatchers' clock.
+    /// Receives waiting datagrams and runs one round, `passed_ms` after the previous one on the dispatchers' clock.
     fn look(&mut self, passed_ms: u64, small: bool) {
         while drain(&mut self.bridge.rx[0], self.now_ms, &mut |_| ()) > 0 {}
         self.now_ms += passed_ms;
@@ -57,7 +57,7 @@ impl Asking {
     }
 }
 
-/// Replies like a peer of this version, or, with `whole`, like an older one.
+/// Replies like a peer of this version or, with `whole`, like an older peer.
 fn echo(peer: &UdpSocket, whole: bool) -> Vec<usize> {
     let (mut buffer, mut sizes) = ([0; 65_536], vec![]);
     while let Ok((len, from)) = peer.recv_from(&mut buffer) {
@@ -116,13 +116,13 @@ fn a_link_that_nothing_came_from_is_not_up() {
     }
     assert_eq!(asking.link.probed().loss_permille, None);
     assert_eq!(asking.link.path_mtu(), 1500, "it sends all the same");
-    // The first reply ends that at once.
+    // The first reply ends that state at once.
     echo(&peer, false);
     asking.look(1, false);
     assert_eq!(asking.link.state(), LinkState::Up);
 }
 
-/// A peer that answers no probes, such as a foreign VNET/P host, is heard by its first frame.
+/// A peer that answers no probes, such as a foreign VNET/P host, counts as heard after its first frame.
 #[test]
 fn a_foreign_peer_is_heard_by_its_first_frame() {
     let peer = peer();
@@ -136,12 +136,12 @@ fn a_foreign_peer_is_heard_by_its_first_frame() {
     assert!(is_down(&asking.link, "nothing came"));
     peer.send_to(&[0; 60], asking.bridge.local_addr()).unwrap();
     asking.look(1, false);
-    // It may be silent for as long as it likes.
+    // Such a peer may stay silent for any time.
     asking.look(600_000, false);
     assert_eq!(asking.link.state(), LinkState::Up);
 }
 
-/// The probes of an outage are not the loss of the path that works again.
+/// The lost probes of an outage do not count against the path that works again.
 #[test]
 fn a_link_is_up_and_not_degraded_after_an_outage() {
     let peer = peer();
@@ -151,7 +151,7 @@ fn a_link_is_up_and_not_degraded_after_an_outage() {
     echo(&peer, false);
     for _ in 0..60 {
         asking.look(200, true);
-        // Each of them is lost.
+        // Each of these probes is lost.
         asking.link.path.probing.lock().expire(u64::MAX);
     }
     assert!(is_down(&asking.link, "nothing came for 1"), "{:?}", asking.link.state());
@@ -165,7 +165,7 @@ fn a_link_is_up_and_not_degraded_after_an_outage() {
     assert!(asking.link.probed().loss_permille.is_none_or(|loss| loss == 0));
 }
 
-/// A link in clear text whose peer is sealed, or that leads to its own host, says so instead of complaining about silence.
+/// A link in clear text whose peer is sealed, or that leads to its own host, reports that instead of silence.
 #[test]
 fn hints_explain_why_a_link_is_down() {
     let peer = peer();
@@ -175,10 +175,10 @@ fn hints_explain_why_a_link_is_down() {
     peer.send_to(&sealed, asking.bridge.local_addr()).unwrap();
     asking.look(1, false);
     assert!(is_down(&asking.link, "the peer asks for sealing"), "{:?}", asking.link.state());
-    // Over when it does not come again.
+    // The hint expires when it is not repeated.
     asking.look(2000, false);
     assert!(!is_down(&asking.link, "sealing"));
-    // A probe comes back as it is.
+    // A probe comes back unchanged.
     asking.look(50, true);
     let mut buffer = [0; 65_536];
     while let Ok((len, from)) = peer.recv_from(&mut buffer) {
@@ -188,7 +188,7 @@ fn hints_explain_why_a_link_is_down() {
     }
     asking.look(1, false);
     assert!(is_down(&asking.link, "leads to this host"), "{:?}", asking.link.state());
-    // A probe of somebody else is answered as ever.
+    // A probe of another host is answered as usual.
     sealed[..2].copy_from_slice(&[0x12, 0x01]);
     sealed.extend(MAGIC);
     sealed.extend([7; 8]);
@@ -212,7 +212,7 @@ fn unsolicited_replies_are_ignored() {
         asking.look(1, false);
     }
     assert_eq!(asking.link.probed().rtt_us, None);
-    // A repeated reply is ignored too.
+    // A repeated reply is also ignored.
     let mut buffer = [0; 100];
     let (len, from) = peer.recv_from(&mut buffer).unwrap();
     buffer[0] = 0x13;
@@ -241,7 +241,7 @@ fn rates_are_those_of_the_last_second() {
     assert_eq!(asking.link.probed().rates, Rates::default());
 }
 
-/// Thousands of links are not queried at once, and each gets its turn within a second.
+/// Thousands of links are not queried at once, and each link gets its turn within a second.
 #[test]
 fn links_take_turns() {
     let asking = Asking::new("127.0.0.1:9".parse().unwrap());

@@ -1,4 +1,4 @@
-//! Queries the kernel's routing table: path MTU and source address towards a remote.
+//! Queries the kernel's routing table for the path MTU and the source address towards a remote.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -7,7 +7,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use crate::link::socket::name::{Name, normalised};
 use crate::link::socket::udp::{check, local_name, udp_socket};
 
-/// Queries the kernel's routes for path MTUs. Its UDP socket is connected anew for each query and never sends.
+/// Queries the kernel's routes for path MTUs. Its UDP socket is reconnected for each query and never sends.
 pub(in crate::link) struct RouteProbe {
     local: SocketAddr,
     v4: Option<OwnedFd>,
@@ -15,12 +15,12 @@ pub(in crate::link) struct RouteProbe {
 }
 
 impl RouteProbe {
-    /// For packets that leave from `local`.
+    /// A probe for packets that leave from `local`.
     pub(in crate::link) fn new(local: SocketAddr) -> RouteProbe {
         RouteProbe { local: normalised(local), v4: None, v6: None }
     }
 
-    /// The kernel's path MTU to `remote` in bytes: from device, route and ICMP.
+    /// The kernel's path MTU to `remote` in bytes, derived from device, route and ICMP.
     pub(in crate::link) fn path_mtu(&mut self, remote: SocketAddr) -> io::Result<u32> {
         let v6 = remote.is_ipv6();
         let fd = self.connect(remote)?;
@@ -28,7 +28,7 @@ impl RouteProbe {
             if v6 { (libc::SOL_IPV6, libc::IPV6_MTU) } else { (libc::SOL_IP, libc::IP_MTU) };
         let mut mtu: libc::c_int = 0;
         let mut len = size_of::<libc::c_int>() as libc::socklen_t;
-        // SAFETY: `mtu` is writable for the `len` bytes told.
+        // SAFETY: `mtu` is writable for the stated `len` bytes.
         check(unsafe { libc::getsockopt(fd.as_raw_fd(), level, option, (&raw mut mtu).cast(), &mut len) })?;
         u32::try_from(mtu).map_err(|_| io::ErrorKind::InvalidData.into())
     }
@@ -48,22 +48,22 @@ impl RouteProbe {
             none => none.insert(RouteProbe::socket(v6, local)?),
         };
         let name = Name::new(remote, v6).ok_or(io::ErrorKind::InvalidInput)?;
-        // The first connect fixes the source address. Without a disconnect, the next one fails where that address cannot be a
+        // The first connect fixes the source address. Without a disconnect, the next connect fails if that address cannot be a
         // source (127.0.0.1 for a remote elsewhere) or no longer exists. An explicitly bound address remains.
         for name in [&Name::unknown(), &name] {
-            // SAFETY: `name` holds a socket address (AF_UNSPEC disconnects) of the length it tells.
+            // SAFETY: `name` holds a socket address (AF_UNSPEC disconnects) of the stated length.
             check(unsafe { libc::connect(fd.as_raw_fd(), name.as_ptr(), name.len()) })?;
         }
         Ok(fd)
     }
 
-    /// Bound to the bridge's address, if it has a specific one, so that source routing matches.
+    /// Creates a socket that is bound to the bridge's address if that is a specific one, so that source routing matches.
     fn socket(v6: bool, mut local: SocketAddr) -> io::Result<OwnedFd> {
         let fd = udp_socket(v6)?;
         if local.is_ipv6() == v6 && !local.ip().is_unspecified() {
             local.set_port(0);
             let name = Name::new(local, v6).ok_or(io::ErrorKind::InvalidInput)?;
-            // SAFETY: `name` holds a socket address of the length it tells.
+            // SAFETY: `name` holds a socket address of the stated length.
             check(unsafe { libc::bind(fd.as_raw_fd(), name.as_ptr(), name.len()) })?;
         }
         Ok(fd)

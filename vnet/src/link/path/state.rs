@@ -15,12 +15,12 @@ use crate::link::state::LinkState;
 const IPV4_HEADER_LEN: u16 = 20;
 const IPV6_HEADER_LEN: u16 = 40;
 const UDP_HEADER_LEN: u16 = 8;
-/// Path MTU without a known route, and after a packet was too large: what nearly every path carries.
+/// Path MTU in bytes while no route is known, and after a packet was too large: a size that nearly every path carries.
 const FALLBACK: u16 = 1280;
-/// The reason of a link that nothing has come from.
+/// The state's reason for a link on which nothing has arrived yet.
 const NEVER_HEARD: &str =
     "nothing came from the other host yet: does it run, with a link back, and is its UDP port open?";
-/// How long a hint is believed, in ms: peers repeat them five times a second.
+/// How long a hint stays valid, in ms: peers repeat hints five times a second.
 const HINT_MS: u64 = 2000;
 /// Refresh interval of each link's route, in ms.
 const REFRESH_MS: u64 = 1000;
@@ -37,26 +37,27 @@ pub(in crate::link) struct Path {
     pub(super) probing: Mutex<Probing>,
     /// Speed of the path's device in Mbit/s; 0: unknown.
     mbps: AtomicU32,
-    /// Last kernel query, in ms on the core's clock plus 1; 0: never.
+    /// Time of the last kernel query, in ms on the core's clock plus 1; 0: never.
     refreshed_ms: AtomicU64,
-    /// A sender requests a refresh now.
+    /// True if a sender has requested a refresh.
     wanted: AtomicBool,
     /// The prober's thread, once it monitors the link.
     prober: OnceLock<Thread>,
     /// errno of the last route lookup; 0: success.
     route_error: AtomicI32,
-    /// Whether the path's device is believed to support segmentation (`UDP_SEGMENT`).
+    /// True if the path's device is believed to support segmentation (`UDP_SEGMENT`).
     segmentation: AtomicBool,
-    /// A [`Hint`] plus one, and when it came in ms times four; 0: none.
+    /// A [`Hint`] plus one, and its arrival time in ms times four; 0: no hint.
     hint: AtomicU64,
 }
 
-/// What a datagram told about the peer of a link in clear text. Anybody may have sent it: it explains, and decides nothing.
+/// What a datagram revealed about the peer of a link in clear text. Any host may have sent it, so it explains a state and decides
+/// nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::link) enum Hint {
-    /// A sealed datagram came.
+    /// A sealed datagram arrived.
     AsksForSealing,
-    /// A probe of this host came back.
+    /// A probe sent by this host arrived.
     LeadsHere,
 }
 
@@ -74,7 +75,7 @@ impl Hint {
 }
 
 impl Path {
-    /// An unknown path with packets of at most `limit` bytes.
+    /// Creates an unknown path with packets of at most `limit` bytes.
     pub(in crate::link) fn new(limit: Option<u16>) -> Path {
         Path {
             limit,
@@ -101,7 +102,7 @@ impl Path {
         }
     }
 
-    /// Size in bytes of IP packets to try after one of the MTU was refused.
+    /// Size in bytes of IP packets to try after a packet of MTU size was refused.
     pub(in crate::link) fn mtu_below(&self) -> u16 {
         if self.mtu() > FALLBACK { FALLBACK } else { PATH_MTU_MIN }
     }
@@ -119,13 +120,13 @@ impl Path {
         mtu.min(configured).clamp(u32::from(PATH_MTU_MIN), u32::from(u16::MAX)) as u16
     }
 
-    /// Whether to use segmentation offload.
+    /// True if segmentation offload should be used.
     #[inline]
     pub(in crate::link) fn segmentation(&self) -> bool {
         self.segmentation.load(Relaxed)
     }
 
-    /// Whether the kernel had a route to the remote at the last query.
+    /// True if the kernel had a route to the remote at the last query.
     #[inline]
     pub(in crate::link) fn has_route(&self) -> bool {
         self.route_error.load(Relaxed) == 0
@@ -139,7 +140,7 @@ impl Path {
         }
     }
 
-    /// Records a sender's findings; wakes the prober if the kernel must be queried again.
+    /// Records a sender's findings. Wakes the prober if the kernel must be queried again.
     #[cold]
     pub(in crate::link) fn learn(&self, flushed: &Flushed) {
         if flushed.no_segmentation {
@@ -159,13 +160,13 @@ impl Path {
         }
     }
 
-    /// Forgets probe results: the path has changed.
+    /// Forgets probe results, because the path has changed.
     pub(in crate::link) fn restart(&self) {
         self.probing.lock().discovery.restart();
         self.ask();
     }
 
-    /// Takes a probe reply. False when it is unsolicited or late.
+    /// Records a probe reply. Returns false when it is unsolicited or late.
     #[cold]
     pub(in crate::link) fn answered(&self, payload: &[u8]) -> bool {
         let Some(rest) = payload.strip_prefix(&MAGIC) else { return false };
@@ -183,7 +184,8 @@ impl Path {
         self.probing.lock().probed()
     }
 
-    /// State of a link in clear text: route first, then what came, then probes. `heard`: anything ever came.
+    /// State of a link in clear text: first the route decides, then received datagrams, then probes. `heard`: any datagram has
+    /// ever arrived.
     pub(in crate::link) fn state(&self, heard: bool) -> LinkState {
         match (self.route_failure(), self.hint()) {
             (Some(why), _) => LinkState::Unreachable(why),
@@ -193,7 +195,7 @@ impl Path {
         }
     }
 
-    /// Notes a hint about the peer.
+    /// Records a hint about the peer.
     #[cold]
     pub(in crate::link) fn note(&self, hint: Hint, now_ms: u64) {
         self.hint.store(now_ms << 2 | (hint as u64 + 1), Relaxed);
@@ -207,16 +209,16 @@ impl Path {
         }
     }
 
-    /// Forgets a hint that has not come again.
+    /// Clears a hint that has not been repeated in time.
     pub(super) fn expire_hint(&self, now_ms: u64) {
         let hint = self.hint.load(Relaxed);
         if hint != 0 && now_ms.saturating_sub(hint >> 2) >= HINT_MS {
-            // A newer one stays.
+            // A newer hint stays.
             let _ = self.hint.compare_exchange(hint, 0, Relaxed, Relaxed);
         }
     }
 
-    /// Whether a probe that arrived on this link is one of its own.
+    /// True if a probe that arrived on this link was sent by this host.
     #[cold]
     pub(in crate::link) fn is_own(&self, payload: &[u8]) -> bool {
         let id = payload.strip_prefix(&MAGIC).and_then(|rest| rest.first_chunk());
@@ -235,7 +237,7 @@ impl Path {
         self.probed_mtu.store(mtu.into(), Relaxed);
     }
 
-    /// Whether a kernel query is due at `now_ms`; marks it as done.
+    /// True if a kernel query is due at `now_ms`; marks the query as done.
     pub(super) fn is_due(&self, now_ms: u64) -> bool {
         let last = self.refreshed_ms.load(Relaxed);
         let due = last == 0 || (now_ms + 1).saturating_sub(last) >= REFRESH_MS;
@@ -246,13 +248,13 @@ impl Path {
         false
     }
 
-    /// Whether a query was requested.
+    /// True if a query was requested.
     #[inline]
     pub(super) fn is_wanted(&self) -> bool {
         self.wanted.load(Relaxed)
     }
 
-    /// Whether the kernel was never queried.
+    /// True if the kernel was never queried.
     pub(super) fn is_unknown(&self) -> bool {
         self.route_mtu.load(Relaxed) == 0
     }
@@ -262,7 +264,7 @@ impl Path {
         match path_mtu {
             Ok(mtu) => {
                 if self.route_mtu.swap(mtu, Relaxed) != mtu {
-                    // Probably another device.
+                    // The route probably uses another device.
                     self.mbps.store(0, Relaxed);
                 }
                 self.route_error.store(0, Relaxed);
@@ -272,7 +274,7 @@ impl Path {
                 self.route_error.store(error.raw_os_error().unwrap_or(libc::EIO), Relaxed);
             }
         }
-        // The route may use another device now. If not, this costs one refused message.
+        // The route may use another device now. If it does not, this costs one refused message.
         self.segmentation.store(true, Relaxed);
     }
 
@@ -287,7 +289,7 @@ impl Path {
     }
 }
 
-/// Largest UDP payload in bytes of an IP packet of `size` bytes.
+/// Maximum UDP payload in bytes of an IP packet of `size` bytes.
 #[inline]
 pub(in crate::link) fn udp_payload(size: u16, is_v4: bool) -> usize {
     let ip = if is_v4 { IPV4_HEADER_LEN } else { IPV6_HEADER_LEN };

@@ -13,7 +13,7 @@ use crate::link::socket::udp::{Socket, set};
 use crate::link::state::LinkState;
 use crate::stats::PortStats;
 
-/// A link, as the path room uses it.
+/// A link as the path room uses it.
 pub(in crate::link) trait Monitored: Send + Sync {
     fn id(&self) -> u64;
     fn name(&self) -> &str;
@@ -21,17 +21,17 @@ pub(in crate::link) trait Monitored: Send + Sync {
     fn stats(&self) -> &PortStats;
     /// The other host's address, if known.
     fn remote(&self) -> Option<SocketAddr>;
-    /// Whether it uses the bridge's sockets, which may not reach every address family.
+    /// True if the link uses the bridge's sockets, which may not reach every address family.
     fn leaves_by_bridge(&self) -> bool;
-    /// Whether it sends to a multicast group through the remote's device.
+    /// True if the link sends to a multicast group through the remote's device.
     fn has_group(&self) -> bool;
     /// Ages out old entries.
     fn age(&self, now_ms: u64);
-    /// Whether the other host answers probes; `false` while its address is unknown.
+    /// True if the other host answers probes; `false` while its address is unknown.
     fn is_probed(&self) -> bool;
-    /// Whether keepalives, not probes, decide its state.
+    /// True if keepalives, rather than probes, determine the link's state.
     fn is_sealed(&self) -> bool;
-    /// Its state, if its datagrams travel in clear text: the prober logs changes of it.
+    /// State of a link whose datagrams travel in clear text, whose changes the prober logs; `None` for other links.
     fn clear_state(&self) -> Option<LinkState>;
     /// Arrival of the last datagram, in ms on the core's clock.
     fn heard_ms(&self) -> Option<u64>;
@@ -46,7 +46,7 @@ pub struct PathWatch {
     /// Sockets that send to multicast groups.
     multicast: Vec<Arc<Socket>>,
     routes: RouteProbe,
-    /// Speed in Mbit/s that the buffers are sized for; 0: no path's speed is known yet.
+    /// Speed in Mbit/s for which the buffers are sized; 0: no path's speed is known yet.
     mbps: u32,
 }
 
@@ -68,7 +68,7 @@ impl PathWatch {
         }
     }
 
-    /// Refreshes what is older than a second or requested. True when it did.
+    /// Refreshes a route that is older than a second or requested by a sender. Returns true when it did.
     pub(in crate::link) fn look_at(&mut self, link: &dyn Monitored, now_ms: u64) -> bool {
         link.age(now_ms);
         if !link.path().is_due(now_ms) {
@@ -112,12 +112,12 @@ impl PathWatch {
         });
     }
 
-    /// Sends multicast through the device that leads to `remote`.
+    /// Sends multicast through the device on the route to `remote`.
     fn aim_multicast(&mut self, remote: SocketAddr) {
         let Some(IpAddr::V4(source)) = self.routes.source(remote) else { return };
         for socket in &self.multicast {
             let value = u32::from(source).to_be() as libc::c_int;
-            // On failure the kernel's route for the group applies.
+            // On failure, the kernel's route for the group applies.
             let _ = set(socket, libc::SOL_IP, libc::IP_MULTICAST_IF, value);
         }
     }

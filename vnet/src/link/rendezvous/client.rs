@@ -1,4 +1,4 @@
-//! Rendezvous messages, and the side of the two hosts that cannot reach each other (docs/security.md).
+//! Rendezvous messages, and the client side: the two hosts that cannot reach each other (docs/security.md).
 //!
 //! ```text
 //! h1                               r, the relay                               h2
@@ -8,9 +8,10 @@
 //!  | <------- datagrams of the link, forwarded unchanged by the UDP port ---> |
 //! ```
 //!
-//! The outer TLS authenticates who asks, and nothing else: r hands out a UDP port and copies bytes that it cannot read. That port
-//! forwards datagrams between two addresses. Each host *registers* its address ([`Registration`]) again and again, which keeps NAT
-//! mappings alive; the answer tells the other host's address as r sees it, for hole punching (hole_punching.rs). relay.rs is r's side.
+//! The outer TLS only authenticates the asking host: r assigns a UDP port and copies bytes that it cannot read. That port
+//! forwards datagrams between two addresses. Each host *registers* its address ([`Registration`]) repeatedly, which keeps NAT
+//! mappings alive; the answer holds the other host's address as r sees it, for hole punching (hole_punching.rs). relay.rs
+//! implements r's side.
 
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpStream};
@@ -24,30 +25,30 @@ use crate::link::sealed::identity::tls::{Channel, HandshakeError, Patient, one_l
 
 /// Protocol name and version (RFC 7301).
 pub const ALPN: &[u8] = b"vnet-meet/1";
-/// Bytes of the key that authenticates registrations.
+/// Length in bytes of the key that authenticates registrations.
 pub const KEY_LEN: usize = 32;
-/// Bytes of a registration's id.
+/// Length in bytes of a registration's id.
 pub const ID_LEN: usize = 8;
-/// Bytes of a registration, and of its answer: nobody receives more than came from there.
+/// Length in bytes of a registration and of its answer. They are equal, so there is no amplification.
 pub const REGISTRATION_LEN: usize = 64;
 const MAGIC: &[u8; 8] = b"vnet-via";
 const TAG_LEN: usize = 16;
 const HEAD_LEN: usize = 4;
-/// Longest host name (RFC 1035), and longest reason.
+/// Maximum length in bytes of a host name (RFC 1035), and of a reason.
 const NAME_MAX: usize = 253;
 const TEXT_MAX: usize = 512;
 const OPEN_LEN: usize = 2 + ID_LEN + KEY_LEN;
 const REQUEST: u8 = 1;
 const ANSWER: u8 = 2;
 
-/// Lets a host use the UDP port of its pair.
+/// Entitles a host to use the UDP port of its pair.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Ticket {
     /// UDP port of the relay.
     pub port: u16,
-    /// Names this host's side of the pair.
+    /// Identifies this host's side of the pair.
     pub id: [u8; ID_LEN],
-    /// Authenticates its registrations.
+    /// Authenticates registrations of this side.
     pub key: [u8; KEY_LEN],
 }
 
@@ -57,19 +58,19 @@ impl std::fmt::Debug for Ticket {
     }
 }
 
-/// A message after the TLS handshake. Four bytes: kind, 0, length in network byte order of what follows.
+/// A message after the TLS handshake. Four bytes precede its text: kind, 0, and the length of the text in network byte order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RendezvousMessage {
-    /// 1: the host to meet.
+    /// Kind 1: the host to meet.
     Meet(String),
-    /// 2: that host is there; its bytes follow, outside of this TLS connection.
+    /// Kind 2: that host has connected; its bytes follow, outside of this TLS connection.
     Open(Ticket),
-    /// 3: no, for this reason.
+    /// Kind 3: refused, for this reason.
     Refuse(String),
 }
 
 impl RendezvousMessage {
-    /// The message's bytes.
+    /// Encodes the message.
     pub fn to_bytes(&self) -> Vec<u8> {
         let (kind, rest) = match self {
             RendezvousMessage::Meet(name) => (1, name.as_bytes()[..name.len().min(NAME_MAX)].to_vec()),
@@ -112,21 +113,21 @@ impl RendezvousMessage {
     }
 }
 
-/// A registration of this host's address, or the answer with the other host's.
+/// A registration of this host's address, or the answer that holds the other host's address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Registration {
-    /// The side of the pair.
+    /// Identifies the side of the pair.
     pub id: [u8; ID_LEN],
-    /// Rises with each; the answer has the number of its question.
+    /// Increases with each registration; an answer repeats the number of its registration.
     pub number: u64,
-    /// In an answer: the other host's address, where it is known.
+    /// In an answer: the other host's address, if it is known.
     pub other: Option<SocketAddr>,
     /// True for an answer.
     pub is_answer: bool,
 }
 
 impl Registration {
-    /// The datagram, authenticated with `key`.
+    /// Encodes the datagram, authenticated with `key`.
     pub fn to_bytes(&self, key: &[u8; KEY_LEN]) -> [u8; REGISTRATION_LEN] {
         let mut bytes = [0; REGISTRATION_LEN];
         bytes[..8].copy_from_slice(MAGIC);
@@ -146,17 +147,17 @@ impl Registration {
         bytes
     }
 
-    /// True for a datagram to read as a registration rather than to forward.
+    /// True for a datagram that the relay must parse as a registration instead of forwarding it.
     pub fn is_one(datagram: &[u8]) -> bool {
         datagram.len() == REGISTRATION_LEN && datagram.starts_with(MAGIC)
     }
 
-    /// The side that a datagram claims to come from.
+    /// The side of the pair from which a datagram claims to come.
     pub fn id_of(datagram: &[u8]) -> Option<[u8; ID_LEN]> {
         Registration::is_one(datagram).then(|| *datagram[8..].first_chunk().expect("64 bytes"))
     }
 
-    /// Reads a datagram that was authenticated with `key`; `None` for any other.
+    /// Parses a datagram that was authenticated with `key`; `None` for any other datagram.
     pub fn read(datagram: &[u8], key: &[u8; KEY_LEN]) -> Option<Registration> {
         let id = Registration::id_of(datagram)?;
         let read = |at: usize| -> [u8; 8] { datagram[at..at + 8].try_into().expect("8 bytes") };
@@ -165,19 +166,19 @@ impl Registration {
         let other = (port != 0).then(|| normalised(SocketAddr::new(Ipv6Addr::from(octets).into(), port)));
         let number = u64::from_be_bytes(read(16));
         let registration = Registration { id, number, other, is_answer: datagram[42] == ANSWER };
-        // Compared as a whole, in constant time: there is one encoding of each registration.
+        // Compared as a whole, in constant time, because each registration has exactly one encoding.
         let same = aws_lc_rs::constant_time::verify_slices_are_equal(&registration.to_bytes(key), datagram);
         same.is_ok().then_some(registration)
     }
 }
 
-/// Reads a TCP stream one TLS record at a time, so that bytes after the last record are still in the socket.
+/// Reads a TCP stream one TLS record at a time, so that bytes after the last record stay in the socket.
 struct Records {
     stream: TcpStream,
     head: Vec<u8>,
-    /// Bytes of the head that were returned.
+    /// Number of bytes of the head already returned.
     given: usize,
-    /// Bytes of the body still to be read.
+    /// Number of bytes of the body still to be read.
     left: usize,
 }
 
@@ -226,8 +227,8 @@ impl Patient for Records {
     }
 }
 
-/// Asks the relay, whose certificate is for `relay`, for a rendezvous with `wanted`. Returns a connection to that host, which is
-/// not to be trusted before a handshake over it.
+/// Asks the relay, whose certificate must be for `relay`, for a rendezvous with `wanted`. Returns a connection to that host,
+/// which must not be trusted before a handshake over it.
 pub(super) fn attend(
     stream: TcpStream,
     identity: &Identity,

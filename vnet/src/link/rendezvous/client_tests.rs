@@ -68,7 +68,7 @@ fn a_modified_registration_is_refused() {
     }
 }
 
-/// However much arrives at once, a read never goes beyond a record.
+/// However much data arrives at once, a read never goes beyond a record.
 #[test]
 fn records_are_read_one_by_one() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

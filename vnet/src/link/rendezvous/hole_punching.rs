@@ -1,16 +1,16 @@
-//! Which path a link's datagrams take after a rendezvous: relayed until the direct one is known to work.
+//! Hole punching: after a rendezvous, a link's datagrams are relayed until the direct path is known to work.
 //!
-//! While a session lasts, keepalives go both ways: through the relay's port, and directly to where the other host is said to be,
-//! or was heard. The direct ones punch holes into the NATs on both sides (a *simultaneous open*: RFC 8445 does no more for two
-//! hosts with one address each). A keepalive that opens and did not come from the relay proves that this direction works; the next
-//! keepalives say so by a flag, and whoever reads it sends directly. Each direction is decided by itself, and frames of a flow may
-//! overtake each other once when it changes. When nothing has come directly for [`DIRECT`], the flag is gone, and frames are
-//! relayed again.
+//! While a session lasts, keepalives take both paths: through the relay's port, and directly to the address that the relay
+//! reported for the other host, or at which the other host was heard. The direct ones punch holes into the NATs on both sides (a
+//! *simultaneous open*: RFC 8445 does no more for two hosts with one address each). A keepalive that decrypts and did not come
+//! from the relay proves that this direction works; a flag in the following keepalives confirms it, and the host that receives
+//! the flag sends directly. Each direction is decided separately, and frames of a flow may be reordered once when the path
+//! changes. When nothing has arrived directly for [`DIRECT`], the flag is cleared, and frames are relayed again.
 //!
-//! The address that the relay reports for the other host is used for keepalives, five a second, and for frames only while the other
-//! host confirms that it hears those. So a relay, which this host has chosen and authenticated, could have frames sent elsewhere for
-//! as long as such a confirmation lasts. An attacker that can only delay datagrams cannot: a keepalive counts only if no later one
-//! has come.
+//! The address that the relay reports for the other host is used for keepalives, five a second, and for frames only while the
+//! other host confirms that it receives those keepalives. So a relay, which this host has chosen and authenticated, could divert
+//! frames to another address for as long as such a confirmation lasts. An attacker that can only delay datagrams cannot: a
+//! keepalive counts only if no later one has arrived.
 
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
@@ -22,15 +22,16 @@ use crate::link::sealed::identity::Identity;
 use crate::link::sealed::identity::tls::HandshakeError;
 use crate::link::{first_number, normalised};
 
-/// How long a directly received keepalive counts: of five a second, four may be lost.
+/// How long a directly received keepalive is valid: of five a second, four may be lost.
 const DIRECT: Duration = Duration::from_millis(1000);
-/// How long the address at which the other host was heard identifies its datagrams. The NAT may give it to another host.
+/// How long the address at which the other host was heard identifies its datagrams. The NAT may assign the address to another
+/// host afterwards.
 const KNOWN: Duration = Duration::from_secs(10);
 
 /// The choice between the relayed and the direct path of one link.
 #[derive(Debug)]
 pub(in crate::link) struct PathChoice {
-    /// The link to the relay.
+    /// Name of the link to the relay.
     pub(in crate::link) link: String,
     state: Mutex<PathState>,
 }
@@ -39,18 +40,18 @@ pub(in crate::link) struct PathChoice {
 struct PathState {
     /// The relay's address for this pair of hosts, and this host's registration there.
     ticket: Option<(SocketAddr, Ticket)>,
-    /// Number of the last registration, and of the last that was answered.
+    /// Number of the last registration, and of the last answered one.
     number: u64,
     answered: u64,
     /// The other host's address, as the relay reports it.
     reported: Option<SocketAddr>,
-    /// Where the other host was last heard directly, and when.
+    /// Address at which the other host was last heard directly, and when.
     heard: Option<(SocketAddr, Instant)>,
-    /// When the other host last confirmed that it hears this one directly.
+    /// Time at which the other host last confirmed that it hears this host directly.
     confirmed: Option<Instant>,
     /// The latest keepalive: the tag of its session, and the other host's clock.
     latest: Option<(u32, u64)>,
-    /// Source addresses of the other host's datagrams, as settled last.
+    /// Source addresses of the other host's datagrams, as of the last [`PathChoice::settle`].
     sources: Vec<SocketAddr>,
 }
 
@@ -59,7 +60,7 @@ impl PathState {
         self.heard.filter(|(_, at)| at.elapsed() < DIRECT).map(|(from, _)| from)
     }
 
-    /// The address to try directly.
+    /// The address to try on the direct path.
     fn direct(&self) -> Option<SocketAddr> {
         self.heard_directly().or(self.reported)
     }
@@ -70,13 +71,13 @@ impl PathState {
 }
 
 impl PathChoice {
-    /// For a link whose peer is met by the relay that `link` leads to.
+    /// The path choice of a link whose peer meets this host at the relay that `link` leads to.
     pub(in crate::link) fn new(link: String) -> PathChoice {
         PathChoice { link, state: Mutex::default() }
     }
 
-    /// Asks the relay at the other end of `stream`, whose certificate is for `relay`, for a rendezvous with `wanted`. Returns a
-    /// connection to that host, which nobody has authenticated yet.
+    /// Asks the relay at the other end of `stream`, whose certificate must be for `relay`, for a rendezvous with `wanted`.
+    /// Returns a connection to that host, which is not authenticated yet.
     pub(in crate::link) fn meet(
         &self,
         stream: TcpStream,
@@ -90,7 +91,7 @@ impl PathChoice {
         Ok(stream)
     }
 
-    /// Datagrams go to `relay` from now on, which forwards them.
+    /// Sends datagrams to `relay` from now on, which forwards them.
     fn met(&self, relay: SocketAddr, ticket: Ticket) {
         self.state.lock().ticket = Some((normalised(relay), ticket));
     }
@@ -98,7 +99,7 @@ impl PathChoice {
     /// The next registration, and the relay's address.
     pub(in crate::link) fn registration(&self) -> Option<(SocketAddr, Vec<u8>)> {
         let mut state = self.state.lock();
-        // From the clock, so that numbers rise over restarts, too.
+        // Starts from the clock, so that numbers also increase across restarts.
         state.number = first_number().max(state.number + 1);
         let (relay, ticket) = state.ticket.as_ref()?;
         let registration =
@@ -106,7 +107,7 @@ impl PathChoice {
         Some((*relay, registration.to_bytes(&ticket.key).to_vec()))
     }
 
-    /// Takes the answer to a registration. False for any other datagram.
+    /// Processes the answer to a registration. Returns false for any other datagram.
     #[cold]
     pub(in crate::link) fn answered(&self, datagram: &[u8]) -> bool {
         let mut state = self.state.lock();
@@ -115,7 +116,7 @@ impl PathChoice {
         let Some(answer) = read.filter(|answer| answer.is_answer && answer.id == ticket.id) else {
             return false;
         };
-        // The round trip to the relay may take longer than the interval of registrations: an older answer tells nothing new.
+        // The round trip to the relay may take longer than the interval of registrations: an older answer holds nothing new.
         if answer.number > state.answered && answer.number <= state.number {
             state.answered = answer.number;
             state.reported = answer.other.or(state.reported);
@@ -123,9 +124,9 @@ impl PathChoice {
         true
     }
 
-    /// Takes a keepalive that a live session's key opened: its source, whether it `confirms` that the other host hears this one
-    /// directly, the tag of its session and the other host's clock. One that a later one has overtaken is ignored: an attacker may
-    /// have delayed it.
+    /// Records a keepalive that a live session's key decrypted: its source, whether it `confirms` that the other host hears this
+    /// host directly, the tag of its session, and the other host's clock. A keepalive that a later one has overtaken is ignored,
+    /// because an attacker may have delayed it.
     #[cold]
     pub(in crate::link) fn heard(&self, source: SocketAddr, confirms: bool, (tag, sent_us): (u32, u64)) {
         let mut state = self.state.lock();
@@ -140,7 +141,8 @@ impl PathChoice {
         state.confirmed = confirms.then_some(now);
     }
 
-    /// Whether the other host is heard directly, and where keepalives go besides `remote`, where the link's datagrams go.
+    /// Returns whether the other host is heard directly, and the further addresses for keepalives besides `remote`, to which the
+    /// link's datagrams are sent.
     pub(in crate::link) fn other_paths(&self, remote: Option<SocketAddr>) -> (bool, Vec<SocketAddr>) {
         let state = self.state.lock();
         let paths = [state.relay(), state.direct()].into_iter().flatten();
@@ -152,8 +154,8 @@ impl PathChoice {
         self.state.lock().sources.clone()
     }
 
-    /// Chooses the path of datagrams, which go to `remote` now. Returns the new address, if it is another one, and whether that or
-    /// the source addresses have changed.
+    /// Chooses the path of datagrams, which are currently sent to `remote`. Returns the new address if it differs, and whether
+    /// that address or the source addresses have changed.
     pub(in crate::link) fn settle(&self, remote: Option<SocketAddr>) -> (Option<SocketAddr>, bool) {
         let mut state = self.state.lock();
         let confirmed = state.confirmed.is_some_and(|at| at.elapsed() < DIRECT);

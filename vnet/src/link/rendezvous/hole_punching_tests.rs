@@ -29,7 +29,7 @@ fn settle(via: &PathChoice, place: &RemoteAddress) -> (Option<SocketAddr>, bool)
     settled
 }
 
-/// The answer to the registration that `via` makes now.
+/// The answer to the registration that `via` sends now.
 fn answer(via: &PathChoice, other: &str) -> Vec<u8> {
     let (to, question) = via.registration().unwrap();
     assert_eq!(to, address(RELAY));
@@ -49,7 +49,7 @@ fn datagrams_are_relayed_until_the_direct_path_is_confirmed() {
     );
     assert!(via.answered(&answer(&via, PEER)));
     assert_eq!(via.other_paths(place.remote()), (false, vec![address(PEER)]));
-    // The other host hears nothing directly: datagrams are still relayed, though this host hears it.
+    // The other host hears nothing directly: datagrams are still relayed, although this host hears the other one.
     via.heard(address(PEER), false, (1, 1));
     assert_eq!(settle(&via, &place), (None, true));
     assert_eq!((place.remote(), via.sources()), (Some(address(RELAY)), vec![address(RELAY), address(PEER)]));
@@ -61,13 +61,14 @@ fn datagrams_are_relayed_until_the_direct_path_is_confirmed() {
         (true, vec![address(RELAY)]),
         "the NAT mapping towards the relay stays alive"
     );
-    // Relayed again, when the other host does not hear this one any more.
+    // Relayed again once the other host no longer hears this host directly.
     via.heard(address(RELAY), false, (1, 3));
     assert_eq!(settle(&via, &place), (Some(address(RELAY)), true));
     assert!(via.is_relay(place.remote().unwrap()));
 }
 
-/// A NAT that maps each destination to another address: the peer is answered where it was heard, not where the relay says.
+/// A NAT that maps each destination to another address: the peer is answered at the address where it was heard, not at the one
+/// that the relay reports.
 #[test]
 fn the_heard_address_wins_over_the_reported_one() {
     let (via, place) = met();
@@ -97,7 +98,7 @@ fn a_delayed_keepalive_moves_nothing() {
     via.heard(address("203.0.113.1:1"), true, (1, 199));
     settle(&via, &place);
     assert_eq!(place.remote(), Some(address(PEER)));
-    // A new session's clock may start again with the host.
+    // The clock of a new session may restart with the host.
     via.heard(address("198.51.100.2:7"), true, (2, 1));
     settle(&via, &place);
     assert_eq!(place.remote(), Some(address("198.51.100.2:7")));
@@ -116,7 +117,7 @@ fn an_answer_counts_unless_a_later_one_has_come() {
     let mut forged = answer(&via, "203.0.113.1:1");
     forged[63] ^= 1;
     assert!(!via.answered(&forged));
-    // A reflected question is no answer.
+    // A reflected registration is not accepted as an answer.
     let (_, question) = via.registration().unwrap();
     assert!(!via.answered(&question));
     assert_eq!(via.other_paths(place.remote()).1, [address(PEER)]);

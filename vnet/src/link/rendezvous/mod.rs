@@ -1,7 +1,7 @@
-//! Rendezvous: two hosts behind NAT find each other through a third one.
+//! Rendezvous: two hosts behind NAT find each other through a third host.
 //!
-//! [`client`] asks for a meeting, [`relay`] is the third host that forwards between the two, and [`hole_punching`] picks between the
-//! relayed and the direct path once hole punching has worked.
+//! [`client`] asks for a meeting, [`relay`] is the third host that forwards between the two, and [`hole_punching`] chooses
+//! between the relayed and the direct path.
 
 pub mod client;
 pub(in crate::link) mod hole_punching;

@@ -1,13 +1,13 @@
-//! The relay: two other hosts that cannot reach each other meet here, and this host forwards their datagrams (client.rs).
+//! The relay: two other hosts that cannot reach each other meet at this host, which forwards their datagrams (client.rs).
 //!
-//! A *pair* is two hosts that both have a sealed link with this one. It has a UDP port of its own, behind those of the bridge, so
-//! that its datagrams need no header of ours. The configuration limits the number of pairs. Each host has a key, new for each
-//! rendezvous, under which it registers the address that it sends from. A datagram from one host's address goes to the other's,
-//! unchanged; any other datagram is counted and dropped.
+//! A *pair* is two hosts that both have a sealed link with this host. Each pair has its own UDP port, behind those of the bridge,
+//! so its datagrams need no extra header. The configuration limits the number of pairs. Each host gets a new key for each
+//! rendezvous and registers its source address under that key. A datagram from one host's address is forwarded unchanged to the
+//! other's; any other datagram is counted and dropped.
 //!
-//! A host that comes first waits for the other one for [`WAIT`] at most; then their TCP connections are joined, for [`JOINED_MAX`]
-//! at most. Each has a thread meanwhile. One host waits for each pair; a newer connection of the same host replaces it. One thread
-//! forwards for all pairs.
+//! The host that connects first waits at most [`WAIT`] for the other host; then their TCP connections are joined for at most
+//! [`JOINED_MAX`]. Each connection has a thread during that time. At most one connection waits per pair; a newer connection of
+//! the same host replaces it. One thread forwards datagrams for all pairs.
 
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
@@ -32,17 +32,17 @@ use crate::link::socket::buffers;
 use crate::link::socket::udp::dont_fragment;
 use crate::stats::{DiscardReason, PortStats};
 
-/// How long a host waits for the other one. Its handshake has 5 s in all.
+/// How long a host waits for the other host. Its handshake has 5 s in all.
 const WAIT: Duration = Duration::from_millis(3500);
-/// How long two connections are joined: their handshake has 5 s.
+/// How long two connections are joined: the handshake over them has 5 s.
 const JOINED_MAX: Duration = Duration::from_secs(6);
-/// A pair ends when neither host has registered for so long.
+/// How long a pair exists without a registration from either host.
 const IDLE: Duration = Duration::from_secs(60);
-/// How often the forwarding thread looks for pairs that came or went.
+/// Interval at which the forwarding thread checks for new and ended pairs.
 const LOOK: Duration = Duration::from_millis(100);
-/// Datagrams forwarded for one pair before the other pairs have their turn.
+/// Maximum number of datagrams forwarded for one pair before the other pairs get their turn.
 const BURST: usize = 64;
-/// Connections of a pair's hosts that may wait or be joined at a time.
+/// Maximum number of connections of a pair's hosts that wait or are joined at a time.
 const GUESTS_PER_PAIR: usize = 3;
 
 /// One host of a pair.
@@ -52,13 +52,13 @@ struct Side {
     key: [u8; KEY_LEN],
     /// Number of its last registration.
     number: u64,
-    /// The address that it registered, and when.
+    /// The address that the host registered, and when.
     at: Option<(SocketAddr, Instant)>,
-    /// Its certificate, then those up to its authority. Empty until it has met the other host.
+    /// The host's certificate, followed by those of its issuers. Empty until it has met the other host.
     chain: Vec<CertificateDer<'static>>,
 }
 
-/// Two hosts that meet here. Names in lower case, sorted.
+/// Two hosts that meet at this relay. Names are in lower case and sorted.
 struct Pair {
     names: [String; 2],
     socket: UdpSocket,
@@ -69,17 +69,17 @@ struct Pair {
     made: Instant,
 }
 
-/// The host that came first.
+/// The host that connected first.
 struct Waiting {
-    /// Tells it from later connections of the same host.
+    /// Distinguishes this connection from later ones of the same host.
     number: u64,
     side: usize,
     stream: TcpStream,
-    /// Hands it the other host's connection.
+    /// Passes the other host's connection to it.
     give: Sender<Met>,
 }
 
-/// The other host's connection, and a barrier that both wait at until each has its ticket.
+/// The other host's connection, and a barrier at which both sides wait until each has its ticket.
 struct Met {
     stream: TcpStream,
     told: Arc<Barrier>,
@@ -96,20 +96,20 @@ struct Request {
 struct RelayState {
     listen: SocketAddr,
     pairs_max: u16,
-    /// Datagrams of all pairs, in and out; what is dropped counts as of unknown source.
+    /// Counts datagrams of all pairs, in and out; dropped datagrams count as of unknown source.
     stats: Arc<PortStats>,
     pairs: Mutex<HashMap<[String; 2], Arc<Pair>>>,
     stopping: AtomicBool,
 }
 
-/// Lets other hosts meet, and forwards for them. Dropped, it stops.
+/// Lets other hosts meet, and forwards their datagrams. Stops on drop.
 pub struct Relay {
     state: Arc<RelayState>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Relay {
-    /// Starts forwarding for up to `pairs_max` pairs, at the UDP ports from that of `first` on (any ports, when that is 0).
+    /// Starts forwarding for up to `pairs_max` pairs, on consecutive UDP ports from that of `first` on (any ports if it is 0).
     ///
     /// # Errors
     /// The system refuses a thread.
@@ -184,7 +184,7 @@ fn random<const N: usize>() -> Result<[u8; N], HandshakeError> {
 }
 
 impl RelayState {
-    /// Lets a host meet the one that it wants. Blocks for [`WAIT`] and [`JOINED_MAX`] at most.
+    /// Lets a host meet the host that it asks for. Blocks for at most [`WAIT`] and [`JOINED_MAX`].
     fn meet(&self, request: Request) -> Result<(), HandshakeError> {
         let (name, wanted) = (request.name.to_ascii_lowercase(), request.wanted.to_ascii_lowercase());
         let side = usize::from(name > wanted);
@@ -203,17 +203,17 @@ impl RelayState {
         result
     }
 
-    /// Ends a pair that has never met and in which nobody waits, so that another pair may have its place.
+    /// Removes a pair that has never met and in which no host waits, so that another pair can take its place.
     fn forget_unmet(&self, pair: &Arc<Pair>) {
         let mut pairs = self.pairs.lock();
         let unmet = pair.sides.lock().iter().all(|side| side.chain.is_empty());
         if unmet && pair.guests.load(Relaxed) == 0 {
-            // This very pair, not its successor.
+            // Compares identity, so as not to remove a successor of the pair.
             pairs.retain(|_, other| !Arc::ptr_eq(other, pair));
         }
     }
 
-    /// The pair of these hosts, made if there is none, with one guest more: a pair with guests does not end.
+    /// The pair of these hosts, created if necessary, with its number of guests incremented: a pair with guests does not end.
     fn pair(&self, names: [String; 2]) -> Result<Arc<Pair>, String> {
         let mut pairs = self.pairs.lock();
         if let Some(pair) = pairs.get(&names) {
@@ -242,7 +242,7 @@ impl RelayState {
         Ok(pair)
     }
 
-    /// A socket at the first free port.
+    /// A socket on the first free port.
     fn free_port(&self, pairs: &HashMap<[String; 2], Arc<Pair>>) -> Option<(UdpSocket, u16)> {
         let ports = 0..if self.listen.port() == 0 { 1 } else { self.pairs_max };
         let mut sockets = ports.filter_map(|offset| {
@@ -253,7 +253,7 @@ impl RelayState {
             socket.set_nonblocking(true).ok()?;
             let bytes = buffers::buffer_bytes(buffers::ASSUMED_MBPS);
             rustix::net::sockopt::set_socket_recv_buffer_size(&socket, bytes).ok()?;
-            // The hosts probe the MTU of the whole path: a fragment made here would hide it.
+            // The hosts probe the MTU of the whole path; fragmentation at the relay would hide it.
             dont_fragment(&socket, self.listen.is_ipv6(), true).ok()?;
             Some((socket, port))
         });
@@ -287,13 +287,14 @@ impl RelayState {
 }
 
 fn refuse<T>(mut channel: Channel<TcpStream>, why: String) -> Result<T, HandshakeError> {
-    // The other side may be gone already; this side's log has the reason in any case.
+    // The other side may have closed already; this side logs the reason in any case.
     let _ = channel.send(&RendezvousMessage::Refuse(why.clone()).to_bytes());
     channel.close();
     Err(HandshakeError(why))
 }
 
-/// Copies from `from` to `to` within bounds of time and bytes, then ends both. Another thread copies the opposite direction.
+/// Copies from `from` to `to` within limits of time and bytes, then ends both connections. Another thread copies the opposite
+/// direction.
 fn copy(mut from: TcpStream, mut to: TcpStream) {
     let until = Instant::now() + JOINED_MAX;
     let (mut buffer, mut left) = ([0; 4096], BYTES_MAX);
@@ -307,7 +308,7 @@ fn copy(mut from: TcpStream, mut to: TcpStream) {
             _ => break,
         }
     }
-    // Bytes that were written arrive all the same.
+    // Bytes already written still arrive.
     let _ = to.shutdown(std::net::Shutdown::Write);
 }
 
@@ -315,7 +316,7 @@ impl Pair {
     /// Sends a host its ticket, and joins its connection with the other host's.
     fn introduce(&self, side: usize, request: Request, met: Met) -> Result<(), HandshakeError> {
         let Request { mut channel, chain, .. } = request;
-        // The other host's thread waits at the barrier, too: this one must reach it whatever happens.
+        // The other host's thread also waits at the barrier, so this thread must reach it in every case.
         let told = self
             .admit(side, chain)
             .and_then(|ticket| channel.send(&RendezvousMessage::Open(ticket).to_bytes()));
@@ -325,7 +326,7 @@ impl Pair {
         Ok(())
     }
 
-    /// A new ticket for a side.
+    /// Creates a new ticket for a side.
     fn admit(&self, side: usize, chain: Vec<CertificateDer<'static>>) -> Result<Ticket, HandshakeError> {
         let ticket = Ticket { port: self.port, id: random()?, key: random()? };
         let own = &mut self.sides.lock()[side];
@@ -333,7 +334,7 @@ impl Pair {
         Ok(ticket)
     }
 
-    /// Exchanges the connection `own` with the other host's, if that waits or comes in time.
+    /// Exchanges the connection `own` with the other host's connection, if that one is waiting or arrives in time.
     fn come(&self, side: usize, own: TcpStream) -> Result<Option<Met>, HandshakeError> {
         static NUMBERS: AtomicU64 = AtomicU64::new(0);
         let number = NUMBERS.fetch_add(1, Relaxed);
@@ -341,7 +342,7 @@ impl Pair {
             let mut waiting = self.waiting.lock();
             if let Some(other) = waiting.take_if(|other| other.side != side) {
                 let told = Arc::new(Barrier::new(2));
-                // The other one cannot have left: it takes this lock to leave.
+                // The other thread cannot have left, because leaving takes this lock.
                 let given = other.give.send(Met { stream: own, told: told.clone() });
                 return Ok(given.is_ok().then_some(Met { stream: other.stream, told }));
             }
@@ -354,7 +355,7 @@ impl Pair {
         }
         let mut waiting = self.waiting.lock();
         waiting.take_if(|waiting| waiting.number == number);
-        // The other one may have come just before the lock was taken.
+        // The other host may have arrived just before the lock was taken.
         Ok(receive.try_recv().ok())
     }
 
@@ -370,13 +371,13 @@ impl Pair {
         used
     }
 
-    /// Forwards waiting datagrams, up to a burst.
+    /// Forwards waiting datagrams, at most a burst.
     fn forward(&self, buffer: &mut [u8], stats: &PortStats) {
         for _ in 0..BURST {
             let Ok((len, source)) = self.socket.recv_from(buffer) else { return };
             let (datagram, source) = (&buffer[..len], normalised(source));
             let send = |to, bytes: &[u8]| self.socket.send_to(bytes, self.form(to)).is_ok();
-            // A datagram that cannot be sent is like one that got lost.
+            // A datagram that cannot be sent counts as lost.
             let went = match Registration::id_of(datagram) {
                 Some(id) => self.register(id, datagram, source).is_some_and(|answer| send(source, &answer)),
                 None => self.other(source).is_some_and(|to| send(to, datagram)),
@@ -390,7 +391,7 @@ impl Pair {
         }
     }
 
-    /// Where datagrams from `source` go.
+    /// Destination of datagrams from `source`.
     fn other(&self, source: SocketAddr) -> Option<SocketAddr> {
         let sides = self.sides.lock();
         let at = |side: usize| sides[side].at.map(|(at, _)| at);
@@ -398,7 +399,7 @@ impl Pair {
         at(1 - from)
     }
 
-    /// Takes a registration. Returns its answer, which has the same length.
+    /// Processes a registration. Returns its answer, which has the same length.
     fn register(
         &self,
         id: [u8; ID_LEN],
@@ -418,7 +419,7 @@ impl Pair {
         Some(answer.to_bytes(&side.key))
     }
 
-    /// An address in the form that the socket sends to.
+    /// An address in the form for the socket.
     fn form(&self, to: SocketAddr) -> SocketAddr {
         let v6 = self.socket.local_addr().is_ok_and(|local| local.is_ipv6());
         match to {

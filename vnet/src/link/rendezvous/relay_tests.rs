@@ -19,7 +19,7 @@ impl Between {
         Between { relay, identity: Arc::new(pki.identity("r")), listener }
     }
 
-    /// A host asks for another; the thread gives what became of it.
+    /// Makes a host ask for another host; the returned thread holds the outcome.
     fn ask(&self, identity: Identity, name: &str, wanted: &str) -> Asked {
         let to = self.listener.local_addr().unwrap();
         let (own, other) = (name.to_string(), wanted.to_string());
@@ -52,7 +52,7 @@ fn socket() -> UdpSocket {
     socket
 }
 
-/// Registers, and gives the answer.
+/// Registers and returns the answer.
 fn register(socket: &UdpSocket, ticket: &Ticket, number: u64) -> Registration {
     let question = Registration { id: ticket.id, number, other: None, is_answer: false };
     socket.send_to(&question.to_bytes(&ticket.key), ("127.0.0.1", ticket.port)).unwrap();
@@ -89,7 +89,7 @@ fn two_hosts_meet_and_their_datagrams_are_forwarded() {
     let answer = register(&far, &ticket_other, 5);
     assert_eq!((answer.number, answer.other, answer.is_answer), (5, near.local_addr().ok(), true));
     assert_eq!(register(&near, &ticket_one, 2).other, far.local_addr().ok());
-    // Strangers' datagrams, replayed registrations and those under another key are dropped.
+    // Datagrams of unknown hosts, replayed registrations and registrations under another key are dropped.
     stranger.send_to(b"whatever", to).unwrap();
     let recorded = Registration { id: ticket_one.id, number: 2, other: None, is_answer: false };
     stranger.send_to(&recorded.to_bytes(&ticket_one.key), to).unwrap();
@@ -102,7 +102,7 @@ fn two_hosts_meet_and_their_datagrams_are_forwarded() {
         assert_eq!((&buffer[..len], source.port()), (text.as_bytes(), ticket_one.port));
     }
     let stats = &between.relay.state.stats;
-    // The last one may be counted a moment after it has come.
+    // The last datagram may be counted shortly after it has arrived.
     let until = Instant::now() + Duration::from_secs(5);
     while stats.out_datagrams.get() < 3 + 2 && Instant::now() < until {
         std::thread::sleep(Duration::from_millis(1));
@@ -150,7 +150,7 @@ fn a_newer_connection_of_a_host_replaces_the_one_that_waits() {
     assert!(between.relay.state.pairs.lock().is_empty(), "h2 was forgotten");
 }
 
-/// A guest without a sealed link here, or one that wants a host without, is refused.
+/// The relay refuses a guest without a sealed link here, and a guest that asks for a host without one.
 #[test]
 fn only_hosts_with_sealed_links_meet() {
     let (_folder, pki) = pki();

@@ -4,15 +4,15 @@
 //! | 16 bytes header, SEALED set, epoch | payload, encrypted | 16 bytes tag |
 //! ```
 //!
-//! The nonce is the key's 4-byte salt and the header's datagram number. Numbers are taken from one counter per link, which
-//! never goes back, and a key belongs to one direction of one TLS session: no nonce is used twice under a key, however many
-//! dispatchers seal at once and however often a host restarts.
+//! The nonce is the key's 4-byte salt and the header's datagram number. Numbers are taken from one counter per link, which never
+//! decreases, and a key belongs to one direction of one TLS session: no nonce is used twice under a key, however many dispatchers
+//! seal at once and however often a host restarts.
 //!
 //! An opening key has a replay window (`replay.rs`). A number is looked up before a datagram is decrypted, so that replays cost
 //! next to nothing, and marked only afterwards: a forged datagram changes nothing.
 //!
-//! Hand-written rather than a DTLS or WireGuard library: it seals in place, on many threads, without a lock. AWS-LC provides
-//! AES-GCM, constant-time comparison of tags included.
+//! Implemented here rather than with a DTLS or WireGuard library, because it seals in place, on many threads, without a lock.
+//! AWS-LC provides AES-GCM, constant-time comparison of tags included.
 
 use std::fmt;
 
@@ -23,9 +23,9 @@ use crate::stats::DiscardReason;
 use crate::wire::native::HEADER_LEN;
 
 pub use crate::wire::native::TAG_LEN;
-/// Bytes of keying material: a key and its salt.
+/// Length of the keying material in bytes: a key and its salt.
 pub const MATERIAL_LEN: usize = KEY_LEN + SALT_LEN;
-/// Most datagrams that one key seals.
+/// Maximum number of datagrams that one key seals.
 pub const DATAGRAMS_MAX: u64 = 1 << 32;
 const KEY_LEN: usize = 32;
 const SALT_LEN: usize = 4;
@@ -59,7 +59,7 @@ impl Material {
 pub struct SealingKey {
     material: Material,
     epoch: u8,
-    /// The link's next number when the key was made: it has sealed no lower one.
+    /// The link's next datagram number when the key was created: the key has sealed no lower number.
     first: u64,
 }
 
@@ -75,7 +75,7 @@ impl SealingKey {
         SealingKey { material: Material::new(material), epoch: epoch & 3, first }
     }
 
-    /// The epoch in the headers of its datagrams.
+    /// The epoch in the headers of datagrams sealed with this key.
     #[inline]
     pub fn epoch(&self) -> u8 {
         self.epoch
@@ -95,7 +95,7 @@ impl SealingKey {
 
     /// Encrypts a datagram in place: header, payload, then [`TAG_LEN`] bytes for the tag.
     ///
-    /// This key must not have sealed the header's number before.
+    /// The caller must not have used the header's number with this key before.
     ///
     /// # Panics
     /// When `datagram` is shorter than header and tag.
@@ -105,7 +105,7 @@ impl SealingKey {
         let (payload, tag) = rest.split_last_chunk_mut::<TAG_LEN>().expect("room for the tag is left");
         let nonce = self.material.nonce(header);
         let made = self.material.key.seal_in_place_separate_tag(nonce, Aad::from(&header[..]), payload);
-        // It fails only for more than 2^36 bytes.
+        // Sealing fails only for more than 2^36 bytes.
         tag.copy_from_slice(made.expect("a datagram is never too long").as_ref());
     }
 }
@@ -128,20 +128,21 @@ impl OpeningKey {
         OpeningKey { material: Material::new(material), window: ReplayWindow::new() }
     }
 
-    /// True when it has opened a datagram.
+    /// True when the key has opened a datagram.
     pub fn has_opened(&self) -> bool {
         self.window.has_marks()
     }
 
-    /// True when it has opened none with a higher number.
+    /// True when the key has opened no datagram with a higher number.
     pub fn is_newest(&self, number: u64) -> bool {
         self.window.is_highest(number)
     }
 
-    /// Decrypts a datagram in place: afterwards its payload stands between header and tag. Any number of threads may call this.
+    /// Decrypts a datagram in place: afterwards the plain payload lies between header and tag. Any number of threads may call
+    /// this concurrently.
     ///
     /// # Errors
-    /// The reason to count the datagram under. Its payload is destroyed then; the key is as before.
+    /// The reason under which to count the datagram. Its payload is destroyed; the key is unchanged.
     #[inline]
     pub fn open(&self, datagram: &mut [u8]) -> Result<(), DiscardReason> {
         let (header, sealed) =
@@ -158,7 +159,7 @@ impl OpeningKey {
             .key
             .open_in_place(nonce, Aad::from(&header[..]), sealed)
             .map_err(|_| DiscardReason::Forged)?;
-        // Two dispatchers may have opened the same datagram at the same time.
+        // Two dispatchers may have decrypted the same datagram at the same time.
         if self.window.mark(number) { Ok(()) } else { Err(DiscardReason::Replayed) }
     }
 }

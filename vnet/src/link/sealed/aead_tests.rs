@@ -24,7 +24,7 @@ fn datagram(number: u64, payload: &[u8]) -> Vec<u8> {
     [&header.to_bytes()[..], payload, &[0; TAG_LEN]].concat()
 }
 
-/// This code makes the test vectors of docs/security.md.
+/// This code generates the test vectors in docs/security.md.
 #[test]
 fn the_documented_test_vectors_hold() {
     let text = include_str!("../../../../docs/security.md");
@@ -47,7 +47,7 @@ fn the_documented_test_vectors_hold() {
     }
 }
 
-/// The nonce is salt and number side by side, so two numbers never share one.
+/// The nonce is the salt followed by the number, so two numbers never share a nonce.
 #[test]
 fn a_nonce_is_salt_and_number() {
     let key = Material::new(&material(1));
@@ -76,7 +76,7 @@ proptest! {
     }
 }
 
-/// Every single bit of header, payload and tag; every length; another key, another direction.
+/// Flips every single bit of header, payload and tag; tries every length, another key, and the other direction.
 #[test]
 fn a_modified_datagram_does_not_open() {
     let (sealing, opening) = (SealingKey::new(&material(9), 2, 1), OpeningKey::new(&material(9)));
@@ -96,7 +96,7 @@ fn a_modified_datagram_does_not_open() {
     assert_eq!(opening.open(&mut good), Ok(()), "none of it changed anything");
 }
 
-/// A million forged and as many replayed datagrams: none opens, and a real one still does.
+/// A million forged and a million replayed datagrams: none opens, and a genuine one still does.
 #[test]
 fn a_million_of_each_attack() {
     let (sealing, opening) = (SealingKey::new(&material(9), 2, 1), OpeningKey::new(&material(9)));
@@ -118,7 +118,7 @@ fn a_million_of_each_attack() {
     assert_eq!(opening.open(&mut next), Ok(()));
 }
 
-/// Reordering within the replay window loses nothing; later datagrams are refused.
+/// Reordering within the replay window loses nothing; datagrams that arrive later are refused.
 #[test]
 fn datagrams_below_the_replay_window_are_refused() {
     let (sealing, opening) = (SealingKey::new(&material(9), 2, 1), OpeningKey::new(&material(9)));

@@ -9,8 +9,8 @@
 //! ```
 //!
 //! Keys come from the TLS exporter (RFC 8446, section 7.5), which binds them to this handshake and its certificates. The
-//! connection carries nothing else and ends here; a rekey is a new handshake. A side that refuses says why, by a TLS alert or
-//! a REFUSE, so that both logs can tell.
+//! connection carries nothing else and ends here; a rekey is a new handshake. A side that refuses sends the reason, in a TLS
+//! alert or a REFUSE, so that both hosts can log it.
 
 use std::io::Read;
 
@@ -25,25 +25,25 @@ use crate::link::Link;
 pub const ALPN: &[u8] = b"vnet-seal/1";
 /// Label of the exporter.
 const EXPORTER: &[u8] = b"EXPORTER-vnet-seal";
-/// Longest reason that is read or sent, in bytes.
+/// Maximum length in bytes of a reason that is read or sent.
 const TEXT_MAX: usize = 512;
 const HEAD_LEN: usize = 4;
-/// Sent when both sides begin at once. Both retry, the side that waits for the other one later.
+/// Sent when both sides begin at once. Both retry; the side that normally waits for the other retries later.
 const BUSY: &str = "another handshake for this link is under way";
 
-/// A message after the TLS handshake. Four bytes: kind, epoch, length of the text that follows.
+/// A message after the TLS handshake. Four bytes precede its text: kind, epoch, length of the text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HandshakeMessage {
-    /// 1: the responder opens datagrams of this epoch.
+    /// Kind 1: the responder opens datagrams of this epoch.
     Accept(u8),
-    /// 2: so does the initiator, and it seals with this epoch from now on.
+    /// Kind 2: the initiator also opens datagrams of this epoch, and seals with it from now on.
     Confirm(u8),
-    /// 3: no, for this reason.
+    /// Kind 3: refused, for this reason.
     Refuse(String),
 }
 
 impl HandshakeMessage {
-    /// The message's bytes.
+    /// Encodes the message.
     pub fn to_bytes(&self) -> Vec<u8> {
         let (kind, epoch, text) = match self {
             HandshakeMessage::Accept(epoch) => (1, *epoch, ""),
@@ -81,7 +81,7 @@ impl HandshakeMessage {
     }
 }
 
-/// Agrees on keys for `link` as the side that connects, and puts them in place.
+/// Agrees on keys for `link` as the connecting side, and installs them.
 pub(in crate::link) fn initiate<S: Patient>(
     stream: S,
     identity: &Identity,
@@ -96,7 +96,7 @@ pub(in crate::link) fn initiate<S: Patient>(
         HandshakeMessage::Confirm(_) => return Err(HandshakeError::unexpected_message()),
     };
     let chain = channel.certificates()?;
-    // TLS verified the certificate for a server. It has to be good for a client, too, or the opposite direction would fail.
+    // TLS verified the certificate for use by a server. It must also be valid for a client, or the opposite direction would fail.
     let info = match identity.verify(&chain, &seal.peer) {
         Ok(info) => info,
         Err(why) => {
@@ -109,13 +109,13 @@ pub(in crate::link) fn initiate<S: Patient>(
     seal.switch(epoch);
     channel.send(&HandshakeMessage::Confirm(epoch).to_bytes())?;
     channel.close();
-    // The responder closes once it has read CONFIRM. Until then the connection must stay.
+    // The responder closes once it has read CONFIRM. Until then the connection must stay open.
     let _ = HandshakeMessage::read(&mut channel);
     Ok(())
 }
 
-/// Agrees on keys as the side that accepted the connection, and puts them in place. `choose` finds the link by the other host's
-/// certificates, which are of a known authority, or says why there is none.
+/// Agrees on keys as the accepting side, and installs them. `choose` finds the link by the other host's certificates, which a
+/// trusted authority has issued, or returns the reason why there is none.
 pub(in crate::link) fn respond<'l, S: Patient>(
     stream: S,
     identity: &Identity,
@@ -124,7 +124,7 @@ pub(in crate::link) fn respond<'l, S: Patient>(
     agree(Channel::accept(stream, identity, &[ALPN])?, identity, choose)
 }
 
-/// The same on a connection whose TLS handshake is complete.
+/// Like [`respond`], on a connection whose TLS handshake is complete.
 pub(in crate::link) fn agree<'l, S: Patient>(
     mut channel: Channel<S>,
     identity: &Identity,
@@ -158,7 +158,7 @@ pub(in crate::link) fn agree<'l, S: Patient>(
 }
 
 fn refuse<S: Patient, T>(mut channel: Channel<S>, why: String) -> Result<T, HandshakeError> {
-    // The other side may be gone already; this side's log has the reason in any case.
+    // The other side may have closed already; this side logs the reason in any case.
     let _ = channel.send(&HandshakeMessage::Refuse(why.clone()).to_bytes());
     channel.close();
     Err(HandshakeError(why))
@@ -168,7 +168,7 @@ fn not_sealed() -> HandshakeError {
     HandshakeError("the link is not sealed".into())
 }
 
-/// Whether this host connects: of two, the one whose name comes first does. Names have no case.
+/// True if this host connects: of two hosts, the one whose name sorts first does. Names are compared without case.
 pub(in crate::link) fn initiates(own: &str, peer: &str) -> bool {
     own.to_ascii_lowercase() < peer.to_ascii_lowercase()
 }

@@ -30,7 +30,7 @@ fn streams() -> (TcpStream, TcpStream) {
     (near, listener.accept().unwrap().0)
 }
 
-/// A handshake between two hosts as they are. Gives what each side says.
+/// Runs a handshake between two hosts. Returns the result of each side.
 fn shake(h1: &Identity, a: &Arc<Link>, h2: &Identity, b: &Arc<Link>) -> [Result<(), String>; 2] {
     let (near, far) = streams();
     std::thread::scope(|scope| {
@@ -45,7 +45,7 @@ fn shake(h1: &Identity, a: &Arc<Link>, h2: &Identity, b: &Arc<Link>) -> [Result<
     })
 }
 
-/// One datagram from one side to the other.
+/// Sends one datagram from one side to the other. Returns true if it arrives.
 fn crosses(from: &Link, to: &Link) -> bool {
     let (sending, receiving) = (from.seal().unwrap().keyring(), to.seal().unwrap().keyring());
     let Some(key) = sending.sealing(from.next_number()) else { return false };
@@ -80,13 +80,13 @@ fn two_hosts_agree_again_and_again() {
     }
 }
 
-/// Each bad certificate is refused, no keys are left on either side, and both say why.
+/// Each bad certificate is refused, no keys remain on either side, and both sides report the reason.
 #[test]
 fn a_host_that_is_not_trusted_is_refused_and_both_sides_say_why() {
     let (folder, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let (pki, foreign) = (Pki::new(folder.path()), Pki::new(elsewhere.path()));
     let good = || (pki.identity("h1"), pki.identity("h2"));
-    // It was good when it was loaded.
+    // The certificate was valid when it was loaded.
     let revoked = {
         let identity = Identity::load(&pki.issue("h1", 9, Flaw::None, &[]), "h1").unwrap();
         let other = Identity::load(&pki.issue("h2", 9, Flaw::None, &[]), "h2").unwrap();
@@ -128,7 +128,7 @@ fn bytes_that_are_no_handshake_are_refused() {
     assert!(refused(b"GET / HTTP/1.1\r\n\r\n").contains("does not speak TLS"));
     assert!(refused(b"").contains("closed the connection"));
     assert!(!refused(&[0x16, 3, 1, 0xff, 0xff]).is_empty());
-    // TLS, but another protocol, or none.
+    // TLS with another protocol, or with none.
     for alpn in [&[&b"http/1.1"[..]][..], &[]] {
         let (mut near, far) = streams();
         std::thread::scope(|scope| {
@@ -142,7 +142,7 @@ fn bytes_that_are_no_handshake_are_refused() {
     }
 }
 
-/// An older TLS is not even offered.
+/// Older TLS versions are not offered, so an attacker cannot force a downgrade.
 #[test]
 fn there_is_nothing_to_downgrade_to() {
     let folder = tempfile::tempdir().unwrap();

@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! 0-7    sender's clock in microseconds
-//! 8-15   the receiver's clock as it came last; 0: none came
-//! 16-19  microseconds since then
-//! 20     flags: 0x01 asks for a rekey, 0x02 hears the receiver directly, not by a relay
+//! 8-15   the receiver's clock as last received; 0: none received
+//! 16-19  microseconds since it was received
+//! 20     flags: 0x01 requests a rekey, 0x02 hears the receiver directly, not through a relay
 //! 21-23  0
 //! ```
 
@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 
 use crate::link::path::probe_health::clock_us;
 
-/// Bytes of a keepalive behind its header.
+/// Length in bytes of a keepalive behind its header.
 pub(in crate::link) const KEEPALIVE_LEN: usize = 24;
 const ASKS_REKEY: u8 = 0x01;
 const HEARS_DIRECTLY: u8 = 0x02;
@@ -22,15 +22,15 @@ const HEARS_DIRECTLY: u8 = 0x02;
 /// The body of a keepalive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::link) struct Keepalive {
-    /// The sender's clock when it was sent.
+    /// The sender's clock at the time of sending.
     pub(in crate::link) sent_us: u64,
-    /// The receiver's clock as it came last; 0: none came.
+    /// The receiver's clock as last received; 0: none received.
     echo_us: u64,
-    /// Time since then.
+    /// Time in microseconds since it was received.
     held_us: u32,
-    /// The receiver is to start a handshake.
+    /// Requests that the receiver start a handshake.
     pub(in crate::link) asks_rekey: bool,
-    /// The receiver's keepalives reach the sender without a relay.
+    /// True if the receiver's keepalives reach the sender without a relay.
     pub(in crate::link) hears_directly: bool,
 }
 
@@ -45,7 +45,7 @@ impl Keepalive {
         bytes
     }
 
-    /// Reads a body; bytes after the first 24 are ignored. `None` when it is shorter.
+    /// Parses a body; bytes after the first 24 are ignored. `None` when it is shorter.
     pub(in crate::link) fn parse(body: &[u8]) -> Option<Keepalive> {
         let body = body.first_chunk::<KEEPALIVE_LEN>()?;
         let clock = |at: usize| u64::from_be_bytes(body[at..at + 8].try_into().expect("8 bytes"));
@@ -59,15 +59,15 @@ impl Keepalive {
     }
 }
 
-/// Measures the round trip by keepalives that echo each other's clock.
+/// Measures the round trip with keepalives that echo each other's clock.
 #[derive(Debug, Default)]
 pub(in crate::link) struct Clock {
-    /// The peer's clock as it came last, and when that was.
+    /// The peer's clock as last received, and the time of arrival.
     last: Mutex<Option<(u64, Instant)>>,
 }
 
 impl Clock {
-    /// The next keepalive to send.
+    /// Builds the next keepalive.
     pub(in crate::link) fn keepalive(&self, asks_rekey: bool, hears_directly: bool) -> Keepalive {
         let (echo_us, held_us) = self.last.lock().map_or((0, 0), |(clock, at)| {
             (clock, u32::try_from(at.elapsed().as_micros()).unwrap_or(u32::MAX))
@@ -75,10 +75,11 @@ impl Clock {
         Keepalive { sent_us: clock_us(), echo_us, held_us, asks_rekey, hears_directly }
     }
 
-    /// Takes the clock of a keepalive that arrived. The round trip in microseconds, at least 1, where it echoes this host's clock.
+    /// Processes the clock of a keepalive that arrived. Returns the round trip in microseconds, at least 1, if the keepalive
+    /// echoes this host's clock.
     pub(in crate::link) fn round_trip_us(&self, keepalive: &Keepalive) -> Option<u32> {
         *self.last.lock() = Some((keepalive.sent_us, Instant::now()));
-        // After a restart, the echo is of another clock.
+        // After a restart of this host, the echo is of its former clock.
         if keepalive.echo_us == 0 || keepalive.held_us == u32::MAX {
             return None;
         }

@@ -5,13 +5,13 @@
 //!    |
 //!  handshake -- TLS 1.3 with certificates of both hosts (identity) gives keys for one epoch
 //!    |
-//!  session ---- which keys seal, which open; published as a keyring that dispatchers load once a batch
+//!  session ---- which keys seal and which open; published as a keyring that dispatchers load once per batch
 //!    |
 //!  aead ------- encrypts and decrypts datagrams in place; replay: each number opens once
 //! ```
 //!
-//! [`keepalive`] shows that the peer lives and where it is; [`roaming`] follows it to another address. [`signature_algorithms`] signs
-//! records of the overlay with the same certificates.
+//! [`keepalive`] shows that the peer lives and where it is; [`roaming`] follows it to another address. [`signature_algorithms`]
+//! signs records of the overlay with the same certificates.
 
 pub mod aead;
 pub mod handshake;

@@ -12,20 +12,20 @@ use rcgen::{
 
 use crate::link::sealed::identity::{Identity, IdentityFiles, IdentityStore};
 
-/// What is wrong with a certificate, if anything.
+/// Defect of a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flaw {
-    /// Nothing.
+    /// No defect.
     None,
-    /// It ended years ago.
+    /// The certificate expired years ago.
     Expired,
-    /// It begins in the far future.
+    /// The certificate becomes valid in the far future.
     Early,
-    /// It is good for servers only.
+    /// The certificate is valid for servers only.
     ServerOnly,
 }
 
-/// An authority with a directory.
+/// An authority with a directory for its files.
 pub struct Pki {
     folder: PathBuf,
     issuer: Issuer<'static, KeyPair>,
@@ -48,7 +48,7 @@ impl Pki {
         pki
     }
 
-    /// Where the files of the host `name` are.
+    /// Paths of the files of the host `name`.
     pub fn files(&self, name: &str) -> IdentityFiles {
         let at = |file: String| self.folder.join(file);
         IdentityFiles {
@@ -64,7 +64,7 @@ impl Pki {
         self.issue_of(name, serial, flaw, claims, &rcgen::PKCS_ECDSA_P256_SHA256)
     }
 
-    /// The same with a key of another kind.
+    /// Like [`Pki::issue`], with a key of another kind.
     pub fn issue_of(
         &self,
         name: &str,
@@ -90,7 +90,7 @@ impl Pki {
         let certificate = params.signed_by(&key, &self.issuer).expect(MADE);
         let files = self.files(name);
         fs::write(&files.certificate, certificate.pem()).expect(MADE);
-        // Written aside, then renamed: nobody reads half a key, or one that others may read.
+        // Written to a scratch file, then renamed: no process reads half a key, or one that other users can read.
         let scratch = files.key.with_extension("new");
         fs::write(&scratch, key.serialize_pem()).expect(MADE);
         fs::set_permissions(&scratch, fs::Permissions::from_mode(0o600)).expect(MADE);
@@ -103,12 +103,12 @@ impl Pki {
         Identity::load(&self.issue(name, 1, Flaw::None, &[]), name).expect(MADE)
     }
 
-    /// The same in an [`IdentityStore`].
+    /// Like [`Pki::identity`], in an [`IdentityStore`].
     pub fn store(&self, name: &str, serial: u8) -> IdentityStore {
         IdentityStore::open(self.issue(name, serial, Flaw::None, &[]), name).expect(MADE)
     }
 
-    /// Revokes the certificates with these serial numbers, and no others.
+    /// Revokes exactly the certificates with these serial numbers.
     pub fn revoke(&self, serials: &[u8]) {
         let revoked = |serial: &u8| RevokedCertParams {
             serial_number: SerialNumber::from_slice(&[*serial]),

@@ -1,19 +1,19 @@
 //! The replay window of a key: each datagram number is accepted once (as RFC 6479 does for IPsec, but without a lock).
 //!
-//! Numbers are grouped in blocks of 16, and blocks share the slots of a ring. A slot is one atomic word: the number of the
-//! block that owns it, and a bit for each number of that block. A newer block takes the slot of an older one, whose numbers are
-//! below the window from then on. A number whose slot a newer block owns is too late. There is no highest number and nothing to
-//! shift, so any number of threads mark at once, each by one compare-and-swap. A slot never returns to an older block, so no
+//! Numbers are grouped in blocks of 16, and blocks share the slots of a ring. A slot is one atomic word: the number of the block
+//! that owns it, and a bit for each number of that block. A newer block takes the slot of an older one, whose numbers are below
+//! the window from then on. A number whose slot a newer block owns is too late. There is no highest number and no shifting, so
+//! any number of threads can mark concurrently, each with one compare-and-swap. A slot never returns to an older block, so no
 //! number is accepted twice.
 //!
 //! The window spans at least [`SPAN`] numbers below the highest one; up to 15 more, depending on where blocks begin.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Numbers below the highest one that are still accepted, once each.
+/// Size of the window: how far below the highest number a number is still accepted, once.
 pub const SPAN: u64 = 8192;
 const BLOCK_BITS: u32 = 4;
-/// One more than the span has blocks, since the highest number may be the first of its block.
+/// One more than the span has blocks, because the highest number may be the first of its block.
 const SLOTS: u64 = (SPAN >> BLOCK_BITS) + 1;
 /// Bits of a slot that mark numbers; the others are the low 48 bits of the block number.
 const MARKS: u64 = 0xffff;
@@ -23,7 +23,7 @@ pub struct ReplayWindow {
     slots: Box<[AtomicU64]>,
 }
 
-/// A number's block as slots store it, its slot, and its bit.
+/// The block of a number as slots store it, its slot, and its bit.
 #[inline]
 fn position(number: u64) -> (u64, usize, u64) {
     let block = number >> BLOCK_BITS;
@@ -41,7 +41,8 @@ enum Slot {
 #[inline]
 fn look(word: u64, block: u64, bit: u64) -> Slot {
     let owner = word >> 16;
-    // Block numbers wrap after 2^52 numbers, 2^20 times as many as a key seals: the shorter distance is the right one.
+    // Block numbers wrap after 2^52 numbers, 2^20 times as many as a key seals, so the shorter distance is always the correct
+    // one.
     let newer = (owner.wrapping_sub(block) << 16) as i64 > 0;
     if word & MARKS == 0 {
         Slot::Free(block << 16 | bit)
@@ -89,7 +90,8 @@ impl ReplayWindow {
         })
     }
 
-    /// Marks `number`. False when it was marked, or is below the window: of all calls with one number, one returns true.
+    /// Marks `number`. Returns false when it was already marked or is below the window: of all calls with one number, exactly one
+    /// returns true.
     #[inline]
     pub fn mark(&self, number: u64) -> bool {
         let (block, slot, bit) = position(number);
@@ -112,7 +114,7 @@ mod tests {
     use std::collections::HashSet;
 
     proptest! {
-        /// Against a set: no number is accepted twice, and every new number within the span is accepted.
+        /// Compared with a set: no number is accepted twice, and every new number within the span is accepted.
         #[test]
         fn each_number_once(
             start in prop::sample::select(vec![1u64, 100_000, 1 << 60, (1 << 52) - 5000, u64::MAX - 2_000_000]),

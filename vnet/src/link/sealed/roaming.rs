@@ -2,13 +2,13 @@
 //!
 //! Keepalives, five a second, carry a tag in their header, which both hosts derive from the session's keys (session.rs). A
 //! datagram from an unknown source that has the size and header of a keepalive is looked up by that tag and opened with the one
-//! key that the tag stands for. So a stranger costs two hash lookups, and whoever knows a tag one decryption of 24 bytes: never
-//! a search among links, and less than the same datagram costs from a known address.
+//! key that belongs to the tag. So a datagram of an unknown host costs two hash lookups, and one with a known tag a decryption of
+//! 24 bytes: never a search among links, and less than the same datagram costs from a known address.
 //!
-//! An opened keepalive moves the link when its number is the highest that its key has opened: one that was held back or comes
-//! late moves nothing, and a replayed one is not opened at all. The receiver only notes the address ([`RemoteAddress::note`]);
-//! the [keeper](super::keeper) moves the link at its next look and renews the [`SourceTable`](super::source_table::SourceTable), by which datagrams from there are
-//! found. Dispatchers load one pointer.
+//! An opened keepalive moves the link when its number is the highest that its key has opened: a delayed keepalive moves nothing,
+//! and a replayed one is not opened at all. The receiver only notes the address ([`RemoteAddress::note`]); the
+//! [keeper](super::keeper) moves the link at its next check and renews the [`SourceTable`](super::source_table::SourceTable), by
+//! which receivers match datagrams from the new address. Dispatchers load one pointer.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -22,9 +22,9 @@ use crate::link::socket::udp::Socket;
 /// The addresses of a host's ports, in the kernel's form.
 #[derive(Debug)]
 struct Names {
-    /// The first port.
+    /// Address of the first port.
     remote: SocketAddr,
-    /// For each port.
+    /// One target per port.
     list: Vec<Target>,
 }
 
@@ -35,21 +35,21 @@ impl Names {
     }
 }
 
-/// Where a link's peer is: the configured address, or the one that a sealed link's peer was last heard at.
+/// Address of a link's peer: the configured address, or the address at which a sealed link's peer was last heard.
 #[derive(Debug)]
 pub(in crate::link) struct RemoteAddress {
     ports: u16,
     configured: Names,
-    /// The present address, where it is not the configured one; for links that follow their peer.
+    /// The current address if it is not the configured one; for links that follow their peer.
     learned: Option<ArcSwapOption<Names>>,
-    /// Where the peer was heard, for the keeper.
+    /// Address at which the peer was heard, for the keeper.
     noted: Mutex<Option<SocketAddr>>,
-    /// The configured address, where that has changed since.
+    /// The configured address, if it has changed since the link was created.
     declared: Mutex<Option<SocketAddr>>,
 }
 
 impl RemoteAddress {
-    /// As configured: the first of `ports` ports is at `remote`. `follows`: the peer can prove that it is elsewhere.
+    /// The configured address: the first of `ports` ports is at `remote`. `follows`: the peer can prove a new address.
     pub(in crate::link) fn new(remote: SocketAddr, ports: u16, follows: bool) -> RemoteAddress {
         RemoteAddress {
             ports,
@@ -60,7 +60,7 @@ impl RemoteAddress {
         }
     }
 
-    /// Takes another configured address, and moves there. False where the peer cannot prove that it is there.
+    /// Sets another configured address, and moves there. Returns false if the peer cannot prove its address.
     pub(in crate::link) fn declare(&self, remote: SocketAddr) -> bool {
         let follows = self.follows();
         if follows {
@@ -70,7 +70,7 @@ impl RemoteAddress {
         follows
     }
 
-    /// Whether the peer can prove that it is elsewhere.
+    /// True if the peer can prove a new address.
     pub(super) fn follows(&self) -> bool {
         self.learned.is_some()
     }
@@ -83,7 +83,7 @@ impl RemoteAddress {
         }
     }
 
-    /// The other host's first port; `None` while it is unknown.
+    /// Address of the other host's first port; `None` while it is unknown.
     #[inline]
     pub(in crate::link) fn remote(&self) -> Option<SocketAddr> {
         Some(self.with(|names| names.remote)).filter(|remote| *remote != ANYWHERE)
@@ -95,19 +95,19 @@ impl RemoteAddress {
         self.with(|names| names.list.len())
     }
 
-    /// The `port`th of them, in the form that `socket` sends to; `None` when it cannot.
+    /// Address of the other host's port number `port`, in the form for `socket`; `None` when the socket cannot reach it.
     #[inline]
     pub(in crate::link) fn name(&self, port: usize, socket: &Socket) -> Option<Name> {
         self.with(|names| socket.form_of(names.list.get(port)?).copied())
     }
 
-    /// Notes where the peer was heard by a keepalive that was opened.
+    /// Records the source address of an opened keepalive.
     #[cold]
     pub(in crate::link) fn note(&self, remote: SocketAddr) {
         *self.noted.lock() = Some(remote);
     }
 
-    /// Moves to the noted address. Returns it when it is another one than before.
+    /// Moves to the recorded address. Returns it when it differs from the previous one.
     pub(in crate::link) fn follow(&self) -> Option<SocketAddr> {
         let learned = self.learned.as_ref()?;
         let remote = self.noted.lock().take().filter(|remote| self.remote() != Some(*remote))?;
@@ -123,7 +123,7 @@ impl RemoteAddress {
         }
     }
 
-    /// Returns to the configured address. True when the peer was elsewhere.
+    /// Returns to the configured address. Returns true when the peer had another address.
     pub(in crate::link) fn forget(&self) -> bool {
         let (Some(learned), before) = (&self.learned, self.remote()) else { return false };
         let declared = *self.declared.lock();

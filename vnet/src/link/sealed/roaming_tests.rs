@@ -41,7 +41,7 @@ fn link(remote: SocketAddr, role: Role) -> Arc<Link> {
 struct Waiting {
     bridge: Bridge,
     link: Arc<Link>,
-    /// The peer's link: what it seals with.
+    /// The peer's link, which seals its datagrams.
     peer: Arc<Link>,
     stats: Arc<crate::stats::PortStats>,
 }
@@ -57,7 +57,7 @@ impl Waiting {
         Waiting { peer: self::link(bridge.local_addr(), Role::Initiator), bridge, link, stats }
     }
 
-    /// A datagram of the peer's, sealed with its keys of `epoch` if those are present.
+    /// A datagram of the peer, sealed with its keys of `epoch` if it has them.
     fn sealed(&self, kind: Kind) -> Vec<u8> {
         let seal = self.peer.seal().unwrap();
         let keyring = seal.keyring();
@@ -83,7 +83,7 @@ impl Waiting {
         datagram
     }
 
-    /// Receives datagrams, follows the peer as the keeper does, and returns the number of frames.
+    /// Receives datagrams, follows the peer like the keeper, and returns the number of frames.
     fn take(&mut self) -> usize {
         let (mut frames, mut idle) = (0, 0);
         while idle < 2 {
@@ -118,7 +118,7 @@ fn a_peer_is_learned_and_followed() {
     let to = host.bridge.local_addr();
     let ((one, at_one), (other, at_other), (thief, _)) = (socket(), socket(), socket());
     assert_eq!((host.link.remote(), host.link.native().unwrap().place.ports()), (None, 0));
-    // Frames have no tag: to try every link's key would cost too much.
+    // Frames have no tag, and trying every link's key would cost too much.
     one.send_to(&host.sealed(Kind::Frame), to).unwrap();
     assert_eq!((host.take(), host.discards(DiscardReason::UnknownSource)), (0, (1, 0)));
     one.send_to(&host.sealed(Kind::Keepalive), to).unwrap();
@@ -160,7 +160,7 @@ fn a_declared_peer_moves_and_comes_back() {
     }
     host.link.native().unwrap().place.forget();
     assert_eq!(host.link.remote(), at_home);
-    // Declared to be elsewhere: it is there at once, with the same keys, and silence does not bring it back.
+    // With a new configured address the link moves at once and keeps its keys, and silence does not move it back.
     assert!(host.link.aim(at_away.unwrap()));
     assert_eq!(host.link.remote(), at_away);
     assert!(!host.link.native().unwrap().place.forget());
@@ -171,7 +171,7 @@ fn a_declared_peer_moves_and_comes_back() {
     assert_eq!(host.link.remote(), at_away);
 }
 
-/// Garbage and forged keepalives move nothing, and each is counted.
+/// Garbage and forged keepalives move nothing, and each of them is counted.
 #[test]
 fn strangers_move_nothing() {
     let mut host = Waiting::new(ANYWHERE);
@@ -184,9 +184,9 @@ fn strangers_move_nothing() {
         datagram[flip] ^= 0x40;
         datagram
     };
-    // A bit of the number, of the ciphertext, of the AEAD tag.
+    // Flips a bit of the number, of the ciphertext, and of the AEAD tag.
     let forged: Vec<_> = [8, 20, 50].map(forge).into();
-    // A bit of the version, of the keepalive's tag: no link's.
+    // Flips a bit of the version, and of the keepalive's tag: no link has that tag.
     let strange: Vec<_> = [0, 4, 7].map(forge).into();
     let other_epoch = forge(1);
     let short = host.sealed(Kind::Keepalive)[..55].to_vec();
@@ -200,7 +200,7 @@ fn strangers_move_nothing() {
     assert_eq!(host.link.remote(), at_home);
 }
 
-/// A retired key opens datagrams in flight, but its keepalives do not move the link.
+/// A retired key opens datagrams in flight, but keepalives under it do not move the link.
 #[test]
 fn retired_keys_move_nothing() {
     let mut host = Waiting::new(ANYWHERE);

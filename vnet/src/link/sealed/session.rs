@@ -1,15 +1,15 @@
 //! A sealed link's sessions: keys, epochs, rekeying, and keepalives.
 //!
 //! A [`Session`] is the result of one TLS handshake: a key for each direction under a 2-bit epoch, and the other host's
-//! certificate. [`Seal`] holds a link's sessions, of which one seals and a few open:
+//! certificate. [`Seal`] holds a link's sessions. One of them seals, and a few open:
 //!
 //! ```text
 //! responder  accept(e): opens e   ------- ACCEPT e ------->  accept(e), switch(e): opens and seals with e   initiator
 //!            switch(e): seals with e too <--- CONFIRM e ---
-//!            expire(): the session before is forgotten OVERLAP later, on both sides
+//!            expire(): the previous session is discarded OVERLAP later, on both sides
 //! ```
 //!
-//! Each side opens with a new key before the other one seals with it, and with the old key until datagrams in flight have
+//! Each side opens with a new key before the other side seals with it, and with the old key until datagrams in flight have
 //! arrived, so a rekey under traffic loses nothing. Dispatchers use a [`Keyring`], which is replaced as a whole.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
@@ -26,9 +26,9 @@ use super::identity::{CertificateInfo, Claims};
 use super::keepalive::{Clock, Keepalive};
 use crate::link::state::{LinkState, StateLog};
 
-/// How long keys open datagrams after newer ones have replaced them.
+/// How long keys still open datagrams after newer keys have replaced them.
 pub(in crate::link) const OVERLAP: Duration = Duration::from_secs(5);
-/// How long the initiator may take to use keys that were agreed on.
+/// How long the initiator may take to use newly agreed keys.
 const PENDING_MAX: Duration = Duration::from_secs(15);
 
 /// Keying material of the exporter: the initiator's key and salt, then the responder's.
@@ -46,7 +46,7 @@ pub(in crate::link) struct Session {
     pub(in crate::link) epoch: u8,
     sealing: Arc<SealingKey>,
     opening: Arc<OpeningKey>,
-    /// The other host's certificate, then those up to its authority.
+    /// The other host's certificate, followed by those of its issuers.
     pub(in crate::link) chain: Vec<CertificateDer<'static>>,
     pub(in crate::link) info: CertificateInfo,
     claims: Option<Arc<Claims>>,
@@ -59,11 +59,11 @@ pub(in crate::link) struct Session {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// Opens; becomes current when the other side uses it.
+    /// The key opens; the session becomes current when the other side uses it.
     Pending,
-    /// Seals and opens.
+    /// The key seals and opens.
     Current,
-    /// Opens datagrams in flight, since a newer session seals.
+    /// The key still opens datagrams in flight, because a newer session seals. Holds the time of its retirement.
     Retired(Instant),
 }
 
@@ -74,7 +74,7 @@ impl std::fmt::Debug for Session {
 }
 
 impl Session {
-    /// A session of `epoch` for datagrams with numbers from `first` on; with the other host's certificates.
+    /// A session of `epoch` for datagrams with numbers from `first` on, with the other host's certificates.
     pub(in crate::link) fn new(
         exported: &Exported,
         role: Role,
@@ -104,21 +104,21 @@ impl Session {
     }
 }
 
-/// The tag that names a session and direction in a keepalive's header, for a receiver that does not know its source. It reveals
-/// nothing of the key: HMAC (RFC 2104) is a pseudorandom function.
+/// The tag that identifies a session and direction in a keepalive's header, for a receiver that does not know the source. It
+/// reveals nothing about the key: HMAC (RFC 2104) is a pseudorandom function.
 fn tag(material: &[u8; MATERIAL_LEN]) -> u32 {
     let key = hmac::Key::new(hmac::HMAC_SHA256, material);
     let tag = hmac::sign(&key, b"vnet-seal tag");
     u32::from_be_bytes(tag.as_ref()[..4].try_into().expect("SHA-256 gives 32 bytes"))
 }
 
-/// The keys that dispatchers seal and open with. Immutable; replaced as a whole.
+/// The keys with which dispatchers seal and open. Immutable; replaced as a whole.
 #[derive(Debug, Default)]
 pub(in crate::link) struct Keyring {
     sealing: Option<Arc<SealingKey>>,
-    /// By epoch.
+    /// Keys by epoch.
     opening: [Option<Arc<OpeningKey>>; 4],
-    /// Epochs of retired sessions, a bit each.
+    /// Epochs of retired sessions, one bit each.
     retired: u8,
     /// Tag of this host's keepalives.
     tag: u32,
@@ -126,7 +126,7 @@ pub(in crate::link) struct Keyring {
 }
 
 impl Keyring {
-    /// The key to seal with, if it may seal datagrams from number `next` on.
+    /// The sealing key, if it may seal datagrams from number `next` on.
     #[inline]
     pub(in crate::link) fn sealing(&self, next: u64) -> Option<&SealingKey> {
         self.sealing.as_deref().filter(|key| !key.is_spent(next))
@@ -143,7 +143,7 @@ impl Keyring {
         self.tag
     }
 
-    /// True when datagram `number` of `epoch`, which was opened, is the newest: the peer is at its source address.
+    /// True when the opened datagram `number` of `epoch` is the newest, so that the peer is at its source address.
     pub(in crate::link) fn is_newest(&self, epoch: u8, number: u64) -> bool {
         self.is_live(epoch) && self.opening(epoch).is_some_and(|key| key.is_newest(number))
     }
@@ -166,30 +166,30 @@ pub(in crate::link) struct Seal {
     /// The name that the other host's certificate must have.
     pub(in crate::link) peer: String,
     keyring: ArcSwap<Keyring>,
-    /// Oldest first; at most one of each epoch.
+    /// Sessions, oldest first; at most one per epoch.
     sessions: Mutex<Vec<Session>>,
     clock: Clock,
     /// Round trip in microseconds; 0: unknown.
     rtt_us: AtomicU32,
-    /// Rekey before the present keys are old: the peer asked for it, or this host has a new certificate.
+    /// True to rekey before the current keys are old, because the peer requested it or this host has a new certificate.
     rekey: AtomicBool,
-    /// Keys have changed since [`Seal::has_changed`] was asked.
+    /// True if keys have changed since the last [`Seal::has_changed`].
     changed: AtomicBool,
     /// Finds the link of a datagram from an unknown source.
     sources: Mutex<Option<Weak<dyn Sources>>>,
-    /// A handshake is under way. One at a time: two might give one epoch to different keys.
+    /// True while a handshake is in progress. Only one at a time, because two might assign one epoch to different keys.
     handshaking: AtomicBool,
     state: Mutex<(LinkState, StateLog)>,
 }
 
-/// The table of sources by which a link's datagrams are found. It has to read links again after a rekey.
+/// The table of source addresses by which a link's datagrams are found. It must read links again after a rekey.
 pub(in crate::link) trait Sources: std::fmt::Debug + Send + Sync {
     /// Reads all links again.
     fn refresh(&self);
 }
 
 impl Seal {
-    /// For people; `number` is the one of the link's next datagram.
+    /// The state for status output; `number` is the link's next datagram number.
     pub(in crate::link) fn view(&self, number: u64) -> SealView {
         let current = self.current(number);
         let keys_s = current.as_ref().map(|current| current.age.as_secs());
@@ -213,13 +213,13 @@ impl Seal {
         }
     }
 
-    /// The present keys: load them once a batch.
+    /// The current keys; callers load them once per batch.
     #[inline]
     pub(in crate::link) fn keyring(&self) -> Guard<Arc<Keyring>> {
         self.keyring.load()
     }
 
-    /// The epoch of the next session. The responder chooses it.
+    /// The epoch of the next session, which the responder chooses.
     pub(in crate::link) fn next_epoch(&self) -> u8 {
         self.sessions.lock().last().map_or(0, |session| (session.epoch + 1) & 3)
     }
@@ -232,7 +232,7 @@ impl Seal {
         self.publish(&sessions);
     }
 
-    /// Seals with the key of `epoch` from now on. False when that key is gone.
+    /// Seals with the key of `epoch` from now on. Returns false when that key no longer exists.
     pub(in crate::link) fn switch(&self, epoch: u8) -> bool {
         let mut sessions = self.sessions.lock();
         self.switch_to(&mut sessions, epoch)
@@ -254,8 +254,8 @@ impl Seal {
         true
     }
 
-    /// Switches to a key that the peer seals with already. Forgets retired keys after [`OVERLAP`], unused ones after
-    /// [`PENDING_MAX`], and all that are older than `age_max`.
+    /// Switches to a key with which the peer already seals. Discards retired keys after [`OVERLAP`], unused keys after
+    /// [`PENDING_MAX`], and all keys that are older than `age_max`.
     pub(in crate::link) fn expire(&self, now: Instant, age_max: Duration) {
         let mut sessions = self.sessions.lock();
         let used = sessions
@@ -276,7 +276,7 @@ impl Seal {
         }
     }
 
-    /// Forgets the sessions that `keep` refuses. True when the one that seals was among them.
+    /// Discards the sessions that `keep` refuses. Returns true when the sealing session was among them.
     pub(in crate::link) fn retain(&self, mut keep: impl FnMut(&Session) -> bool) -> bool {
         let mut sessions = self.sessions.lock();
         let had = sessions.iter().any(|session| session.stage == Stage::Current);
@@ -299,14 +299,14 @@ impl Seal {
             }
         }
         if keyring.sealing.is_none() {
-            // Pending sessions only: their certificate limits the peer already.
+            // There are only pending sessions: their certificate already limits the peer.
             keyring.claims = sessions.last().and_then(|session| session.claims.clone());
         }
         self.keyring.store(Arc::new(keyring));
         self.changed.store(true, Relaxed);
     }
 
-    /// True when keys have come or gone since the last call.
+    /// True when keys were added or discarded since the last call.
     pub(in crate::link) fn has_changed(&self) -> bool {
         self.changed.swap(false, Relaxed)
     }
@@ -322,12 +322,12 @@ impl Seal {
         *self.sources.lock() = Some(Arc::downgrade(sources));
     }
 
-    /// The table that lists the link's source addresses, while there is one.
+    /// The table that lists the link's source addresses, if there is one.
     pub(in crate::link) fn sources(&self) -> Option<Arc<dyn Sources>> {
         self.sources.lock().as_ref()?.upgrade()
     }
 
-    /// Begins a handshake, unless one is under way. It ends when the guard is dropped.
+    /// Begins a handshake, unless one is in progress. It ends when the guard is dropped.
     pub(in crate::link) fn begin_handshake(&self) -> Option<UnderWay<'_>> {
         let free = self.handshaking.compare_exchange(false, true, Acquire, Relaxed).is_ok();
         free.then_some(UnderWay(&self.handshaking))
@@ -347,7 +347,7 @@ impl Seal {
         })
     }
 
-    /// Asks for a rekey soon.
+    /// Requests a rekey soon.
     pub(in crate::link) fn request_rekey(&self) {
         self.rekey.store(true, Relaxed);
     }
@@ -361,7 +361,7 @@ impl Seal {
         self.state.lock().0.clone()
     }
 
-    /// Sets the state. Some when it is to be logged, with the number of changes since the last line.
+    /// Sets the state. Returns `Some` when the state must be logged, with the number of changes since the last line.
     pub(in crate::link) fn set_state(&self, state: LinkState, now_ms: u64) -> Option<u64> {
         let mut held = self.state.lock();
         let news = held.1.news(&state, now_ms);
@@ -374,14 +374,14 @@ impl Seal {
         Some(self.rtt_us.load(Relaxed)).filter(|rtt| *rtt != 0)
     }
 
-    /// The next keepalive. `asks_rekey`: the peer is to start a handshake; `hears_directly`: the peer's keepalives arrive without
-    /// a relay.
+    /// Builds the next keepalive. `asks_rekey`: requests that the peer start a handshake; `hears_directly`: the peer's keepalives
+    /// arrive without a relay.
     pub(in crate::link) fn keepalive(&self, asks_rekey: bool, hears_directly: bool) -> Keepalive {
         self.clock.keepalive(asks_rekey, hears_directly)
     }
 
-    /// Takes a keepalive of the peer, which was opened. `is_live` is false when a retired session's key opened it: then a rekey
-    /// that it asks for has been done since.
+    /// Processes an opened keepalive of the peer. `is_live` is false when a retired session's key opened it: a rekey that it
+    /// requests has already happened.
     #[cold]
     pub(in crate::link) fn hear(&self, body: &[u8], is_live: bool) {
         let Some(keepalive) = Keepalive::parse(body) else { return };
@@ -394,7 +394,7 @@ impl Seal {
     }
 }
 
-/// A handshake under way.
+/// A handshake in progress; ends when dropped.
 pub(in crate::link) struct UnderWay<'a>(&'a AtomicBool);
 
 impl Drop for UnderWay<'_> {
@@ -410,18 +410,18 @@ pub(in crate::link) struct CurrentSession {
     pub(in crate::link) role: Role,
     /// Serial number of the other host's certificate.
     pub(in crate::link) serial: String,
-    /// Last second of its validity, Unix time.
+    /// Last second of the certificate's validity, Unix time.
     pub(in crate::link) certificate_end: i64,
-    /// The key has sealed so much that a rekey is due.
+    /// True if the key has sealed so many datagrams that a rekey is due.
     pub(in crate::link) is_worn: bool,
 }
 
-/// A sealed link's keys, for people.
+/// State of a sealed link's keys, for status output.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SealView {
     /// The name that the other host's certificate must have.
     pub peer: String,
-    /// Seconds since the present keys were agreed on; `None` without keys.
+    /// Seconds since the current keys were agreed on; `None` without keys.
     pub keys_s: Option<u64>,
     /// Last second of the validity of the peer's certificate, Unix time; `None` without keys.
     pub certificate_end: Option<i64>,

@@ -37,7 +37,7 @@ fn link() -> Arc<Link> {
     Link::with_security(options, security, PortId(0), Arc::default())
 }
 
-/// One datagram as a dispatcher would send it; `None` without a key.
+/// Seals one datagram like a dispatcher; `None` without a key.
 fn seal(link: &Link) -> Option<Vec<u8>> {
     let keyring = link.seal().unwrap().keyring();
     let key = keyring.sealing(link.next_number())?;
@@ -58,7 +58,7 @@ fn seal(link: &Link) -> Option<Vec<u8>> {
     Some(datagram)
 }
 
-/// The same way in.
+/// Opens one datagram like a dispatcher.
 fn open(link: &Link, mut datagram: Vec<u8>) -> Result<(), DiscardReason> {
     let keyring = link.seal().unwrap().keyring();
     let (header, _) = Header::parse(&datagram).unwrap();
@@ -80,7 +80,7 @@ fn without_keys_nothing_goes() {
 }
 
 /// Rekeys in every order that the messages of a handshake allow, over a wire that loses, duplicates and reorders: every datagram
-/// that arrives opens, once.
+/// that arrives opens exactly once.
 #[test]
 fn a_rekey_under_traffic_loses_nothing() {
     let (initiator, responder) = (link(), link());
@@ -120,7 +120,7 @@ fn a_rekey_under_traffic_loses_nothing() {
         for seal in [a, b] {
             seal.expire(Instant::now(), HOUR);
         }
-        // Without CONFIRM, the first datagram under the new key confirms it.
+        // Without CONFIRM, the first datagram under the new key confirms the key.
         let current = b.current(0).map(|current| current.epoch);
         assert!(current == Some(epoch) || round % 4 == 3, "round {round}");
     }
@@ -162,7 +162,7 @@ fn a_refused_certificate_ends_its_session() {
     assert_eq!(seal(&link), None);
 }
 
-/// Many threads seal for one link through rekeys and restarts of the link: no key seals a number twice.
+/// Many threads seal for one link across rekeys and restarts of the link: no key seals a number twice.
 #[test]
 fn nonces_are_never_repeated() {
     let mut nonces = HashSet::new();
@@ -204,7 +204,7 @@ fn keepalives_measure_the_round_trip_and_ask_for_a_rekey() {
     assert!(!a.is_rekey_requested(), "the rekey that it asks for has been done");
     a.hear(&b.keepalive(true, false).to_bytes(), true);
     assert!(a.is_rekey_requested());
-    // An authenticated peer may send nonsense.
+    // An authenticated peer may send invalid bodies.
     for body in [&[][..], &[0xff; KEEPALIVE_LEN], &[0; KEEPALIVE_LEN - 1]] {
         a.hear(body, true);
     }

@@ -1,8 +1,8 @@
-//! Signatures by the private keys of hosts' certificates, for records that do not travel over TLS.
+//! Signatures with the private keys of hosts' certificates, for records that do not travel over TLS.
 //!
 //! The kind of key implies the scheme, so no message names it: Ed25519, ECDSA with the hash of its curve's size, RSA-PSS with
-//! SHA-256 (RFC 8446, section 4.2.3). A signed message must begin with a context string of its own, since TLS signs with the same
-//! keys; TLS begins with 64 spaces (section 4.4.3).
+//! SHA-256 (RFC 8446, section 4.2.3). A signed message must begin with its own context string, because TLS signs with the same
+//! keys; what TLS signs begins with 64 spaces (section 4.4.3).
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ use webpki::aws_lc_rs as algorithm;
 
 use crate::link::sealed::identity::{CertificateInfo, Identity, is_for, unix_now};
 
-/// Signature schemes, one for each kind of key.
+/// Signature schemes, one per kind of key.
 const SCHEMES: [SignatureScheme; 5] = [
     SignatureScheme::ED25519,
     SignatureScheme::ECDSA_NISTP256_SHA256,
@@ -22,7 +22,7 @@ const SCHEMES: [SignatureScheme; 5] = [
     SignatureScheme::RSA_PSS_SHA256,
 ];
 
-/// Verification algorithms for [`SCHEMES`]. At most one fits a given key; the others refuse it before they calculate.
+/// Verification algorithms for [`SCHEMES`]. At most one fits a given key; the others refuse the key before any computation.
 fn algorithms() -> [&'static dyn SignatureVerificationAlgorithm; 5] {
     [
         algorithm::ED25519,
@@ -56,7 +56,7 @@ impl fmt::Debug for Signatory {
 }
 
 impl Signatory {
-    /// This host.
+    /// This host as a signatory.
     pub fn own(identity: &Identity) -> Signatory {
         Signatory {
             name: identity.name().into(),
@@ -65,7 +65,8 @@ impl Signatory {
         }
     }
 
-    /// The host `name`, if `identity` accepts `chain` for that name now, and its key has signed `message`. The error is one line.
+    /// The host `name` as a signatory, if `identity` currently accepts `chain` for that name and the key has signed `message`.
+    /// The error is one line.
     pub fn believed(
         identity: &Identity,
         chain: Vec<CertificateDer<'static>>,
@@ -73,7 +74,7 @@ impl Signatory {
         message: &[u8],
         signature: &[u8],
     ) -> Result<Signatory, String> {
-        // Cheap checks first: anybody who can write to the store triggers this.
+        // Cheap checks first, because any host that can write to the store triggers this.
         if !is_for(&chain, name) {
             return Err("the certificate is for another name".into());
         }
@@ -84,34 +85,35 @@ impl Signatory {
         Ok(Signatory { name: name.into(), chain, info })
     }
 
-    /// Its certificate, then intermediate ones.
+    /// The host's certificate, then intermediate ones.
     pub fn chain(&self) -> &[CertificateDer<'static>] {
         &self.chain
     }
 
-    /// Contents of its certificate.
+    /// Contents of the host's certificate.
     pub fn info(&self) -> &CertificateInfo {
         &self.info
     }
 
-    /// True when its key has signed `message`.
+    /// True when the host's key has signed `message`.
     pub fn has_signed(&self, message: &[u8], signature: &[u8]) -> bool {
         is_signed(&self.chain[0], message, signature)
     }
 
-    /// True while its certificate is valid by the clock.
+    /// True while the host's certificate is valid by the clock.
     pub fn is_in_time(&self) -> bool {
         let (first, last) = self.info.valid;
         (first..=last).contains(&unix_now())
     }
 
-    /// For tests: its certificate has just ended.
+    /// For tests: makes the certificate expire now.
     #[cfg(any(test, feature = "test-util"))]
     pub fn end_now(&mut self) {
         self.info.valid.1 = unix_now() - 1;
     }
 
-    /// Why `identity` refuses its certificate, whatever the clock says: revoked, or of an authority that is not trusted any more.
+    /// Reason why `identity` refuses the certificate regardless of the clock: it is revoked, or its authority is no longer
+    /// trusted.
     pub fn refused(&self, identity: &Identity) -> Option<String> {
         let (first, last) = self.info.valid;
         let seconds = unix_now().clamp(first.max(0), last.max(0)).unsigned_abs();

@@ -1,4 +1,4 @@
-//! Which roaming link a datagram arrived on: source addresses and keepalive tags, and how links follow their peers (roaming.rs).
+//! Matching datagrams to roaming links: source addresses and keepalive tags, and how links follow their peers (roaming.rs).
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -13,14 +13,14 @@ use crate::link::link::Link;
 use crate::link::socket::name::{Name, normalised};
 use crate::wire::native::{HEADER_LEN, Header, Kind};
 
-/// Bytes of a sealed keepalive.
+/// Length of a sealed keepalive in bytes.
 const KEEPALIVE_DATAGRAM_LEN: usize = HEADER_LEN + KEEPALIVE_LEN + TAG_LEN;
 
-/// Source addresses and tags of links that follow their peers. The part of [`Peers`](crate::link::Peers) that changes when a peer
+/// Source addresses and tags of links that follow their peers. This part of [`Peers`](crate::link::Peers) changes when a peer
 /// roams, not with the configuration.
 #[derive(Debug, Default)]
 pub(in crate::link) struct SourceTable {
-    /// Links that follow, with their indexes among all links.
+    /// Links that follow their peers, with their indexes among all links.
     links: Vec<(usize, Arc<Link>)>,
     entries: ArcSwap<Entries>,
 }
@@ -32,7 +32,7 @@ struct Entries {
 }
 
 impl SourceTable {
-    /// The table of those of `links` that follow; they keep a reference to it.
+    /// A table of those of `links` that follow their peers; these links keep a reference to it.
     pub(in crate::link) fn new(links: &[Arc<Link>]) -> Arc<SourceTable> {
         let follow = links
             .iter()
@@ -57,7 +57,8 @@ impl SourceTable {
         self.entries.load().by_address.get(&source).copied()
     }
 
-    /// Index of the link whose keepalive a datagram from an unknown source claims to be. Nothing of it has been opened.
+    /// Index of the link to which a datagram from an unknown source belongs if it is the keepalive that it claims to be. The
+    /// datagram is not opened yet.
     #[cold]
     pub(in crate::link) fn tagged(&self, datagram: &[u8]) -> Option<usize> {
         if datagram.len() != KEEPALIVE_DATAGRAM_LEN || self.links.is_empty() {
@@ -70,7 +71,7 @@ impl SourceTable {
 }
 
 impl Sources for SourceTable {
-    /// Reads all links again: called by the keeper when one has new keys or has moved.
+    /// Reads all links again. The keeper calls it when a link has new keys or has moved.
     fn refresh(&self) {
         let mut entries = Entries::default();
         for (index, link) in &self.links {
@@ -81,7 +82,7 @@ impl Sources for SourceTable {
             }
             let Some(seal) = link.seal() else { continue };
             for tag in seal.tags() {
-                // Two sessions with one tag: the later one could not be found, so it gets another by a rekey.
+                // Two sessions have the same tag: the later one could not be found, so a rekey gives it another tag.
                 if *entries.by_tag.entry(tag).or_insert(*index) != *index {
                     seal.request_rekey();
                 }
@@ -91,13 +92,13 @@ impl Sources for SourceTable {
     }
 }
 
-/// A keepalive's tag: it stands where other datagrams have network and queue.
+/// Tag of a keepalive: it takes the place of network and queue in other datagrams.
 fn tag_of(header: &Header) -> u32 {
     header.network << 8 | u32::from(header.queue)
 }
 
 impl Link {
-    /// Takes the source address of a keepalive that was opened: `source` is where the peer is, if it is the newest.
+    /// Records the source address of an opened keepalive: if it is the newest, the peer is at `source`.
     #[cold]
     pub(in crate::link) fn heard_at(&self, header: &Header, source: &Name, payload: &[u8]) {
         let (Some(seal), Some(native)) = (self.seal(), self.native()) else { return };
@@ -117,7 +118,7 @@ impl Link {
     }
 }
 
-/// Moves links to where their peers were heard, and refreshes the source table after a move or a rekey.
+/// Moves links to the addresses at which their peers were heard, and refreshes the source table after a move or a rekey.
 pub(in crate::link) fn follow(links: &[Arc<Link>]) {
     let mut sources = None;
     for (link, native, seal) in links.iter().filter_map(|link| Some((link, link.native()?, link.seal()?))) {

@@ -1,18 +1,18 @@
 //! Socket buffer sizing by the speed of the path.
 //!
-//! The receive buffer holds what arrives while a dispatcher is descheduled, the send buffer what the device has not sent yet.
-//! Both hold [`HELD_MS`] of the fastest path: less loses frames in an ordinary scheduling pause, more only adds delay. The
-//! path's speed is that of its route's device, an upper bound for whatever lies behind; round trips do not matter, since
-//! nothing is kept for retransmission here.
+//! The receive buffer holds datagrams that arrive while a dispatcher is descheduled, the send buffer those that the device has
+//! not sent yet. Both hold [`HELD_MS`] of the fastest path: less loses frames in an ordinary scheduling pause, more only adds
+//! delay. The path's speed is that of its route's device, an upper bound for the rest of the path. Round trips do not matter,
+//! because nothing is kept for retransmission.
 
 /// Milliseconds of a path's full speed that a buffer holds: three default time slices of the kernel's scheduler (about 3 ms
 /// each).
 const HELD_MS: usize = 10;
-/// Smallest buffer in bytes: many times the 64 KB frames that a guest can have ready at once.
+/// Minimum buffer size in bytes: many times the 64 KB frames that a guest can have ready at once.
 const BYTES_MIN: usize = 4 << 20;
-/// Largest buffer in bytes, reached at 54 Gbit/s.
+/// Maximum buffer size in bytes, reached at 54 Gbit/s.
 const BYTES_MAX: usize = 64 << 20;
-/// Assumed speed of devices that report none, in Mbit/s.
+/// Assumed speed in Mbit/s of devices that report none.
 pub(in crate::link) const ASSUMED_MBPS: u32 = 10_000;
 
 /// Socket buffer size in bytes for a path of `mbps` Mbit/s. The kernel doubles it for its bookkeeping (socket(7)).

@@ -9,12 +9,12 @@ use super::udp::Socket;
 const SO_EE_ORIGIN_ZEROCOPY: u8 = 5;
 const SO_EE_CODE_ZEROCOPY_COPIED: u8 = 1;
 
-/// The next completion in the socket's error queue: first and last message, and whether the kernel copied them.
+/// The next completion in the socket's error queue: numbers of the first and last message, and whether the kernel copied them.
 pub(in crate::link) fn notification(socket: &Socket) -> Option<(u32, u32, bool)> {
     let mut control = [0; ERROR_LEN];
     loop {
         let len = receive_error(socket, &mut control)?;
-        // Other errors are not zero-copy completions: skip them.
+        // Other errors are not zero-copy completions and are skipped.
         if let Some(found) = read_notification(&control[..len]) {
             return Some(found);
         }

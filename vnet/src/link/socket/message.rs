@@ -1,8 +1,8 @@
-//! `msghdr` and `cmsghdr`: messages for sendmmsg(2), sendmsg(2), recvmmsg(2) and recvmsg(2). No other file builds one.
+//! `msghdr` and `cmsghdr`: messages for sendmmsg(2), sendmsg(2), recvmmsg(2) and recvmsg(2). No other file builds such a header.
 //!
-//! A message is one datagram, or several of equal size that the kernel segments on send (`UDP_SEGMENT`) and coalesces on
-//! receive (`UDP_GRO`); a control message carries that size. By hand because it is on the data path: headers are written in
-//! place into memory that is allocated once, where a wrapper would copy them.
+//! A message is one datagram, or several of equal size that the kernel segments on send (`UDP_SEGMENT`) and coalesces on receive
+//! (`UDP_GRO`); a control message carries that size. Implemented without a wrapper library because it is on the data path:
+//! headers are written in place into memory that is allocated once, whereas a wrapper would copy them.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -10,9 +10,9 @@ use std::os::fd::{AsFd, AsRawFd};
 use super::name::Name;
 use super::udp::{Socket, check};
 
-/// Bytes in front of a control message's value.
+/// Number of bytes in front of a control message's value.
 pub(super) const CONTROL_HEADER_LEN: usize = size_of::<libc::cmsghdr>();
-/// Bytes for a control message of the error queue: the extended error, followed by an address.
+/// Size in bytes of a control message of the error queue: the extended error, followed by an address.
 pub(super) const ERROR_LEN: usize = 128;
 
 /// A control message with the 16-bit value of `UDP_SEGMENT` or the `int` of `UDP_GRO`.
@@ -33,7 +33,7 @@ impl Control {
         Control { header, value }
     }
 
-    /// As the kernel reports a message coalesced from datagrams of `size` bytes.
+    /// A control message as the kernel writes it for a message coalesced from datagrams of `size` bytes.
     fn coalesced(size: usize) -> Control {
         let mut value = [0; 8];
         value[..4].copy_from_slice(&(size as libc::c_int).to_ne_bytes());
@@ -45,7 +45,7 @@ impl Control {
         Control { header, value }
     }
 
-    /// Datagram size of a message of `len` bytes; `filled` is how much of the control message the kernel wrote.
+    /// Datagram size of a message of `len` bytes; `filled` is the length that the kernel wrote of the control message.
     fn datagram_size(&self, filled: usize, len: usize) -> usize {
         let offered = filled >= CONTROL_HEADER_LEN + size_of::<libc::c_int>()
             && self.header.cmsg_level == libc::SOL_UDP
@@ -58,10 +58,10 @@ impl Control {
 
 /// A header that sends `slices` to `to`.
 ///
-/// Holds pointers to both and must not outlive them.
+/// The header holds pointers to both and must not outlive them.
 fn sending(to: &Name, slices: &mut [libc::iovec]) -> libc::msghdr {
-    // SAFETY: `msghdr` is plain data for which all zeros is a value; libc hides its padding, so that it cannot be written as
-    // a literal.
+    // SAFETY: `msghdr` is plain data for which all zeros is a valid value; libc hides its padding, so it cannot be written as a
+    // literal.
     let mut header = unsafe { std::mem::zeroed::<libc::msghdr>() };
     header.msg_name = to.as_ptr().cast_mut().cast();
     header.msg_namelen = to.len();
@@ -78,7 +78,7 @@ fn attach(header: &mut libc::msghdr, control: &mut Control) {
 /// Messages for one `sendmmsg`.
 pub(super) struct Outgoing {
     headers: Vec<libc::mmsghdr>,
-    /// One per message, preallocated, so that none moves.
+    /// One control message per message, preallocated so that none moves.
     controls: Box<[Control]>,
 }
 
@@ -86,7 +86,7 @@ pub(super) struct Outgoing {
 unsafe impl Send for Outgoing {}
 
 impl Outgoing {
-    /// Room for `messages` messages.
+    /// Allocates space for `messages` messages.
     pub(super) fn new(messages: usize) -> Outgoing {
         let controls = vec![Control::segment(0); messages].into_boxed_slice();
         Outgoing { headers: Vec::with_capacity(messages), controls }
@@ -97,10 +97,10 @@ impl Outgoing {
         self.headers.clear();
     }
 
-    /// Adds a message, in datagrams of `segment` bytes if more than one.
+    /// Adds a message, segmented into datagrams of `segment` bytes if `segment` is given.
     ///
     /// # Panics
-    /// When there is no room.
+    /// When no space is left.
     #[inline]
     pub(super) fn push(&mut self, to: &Name, slices: &mut [libc::iovec], segment: Option<u16>) {
         let mut header = sending(to, slices);
@@ -112,14 +112,14 @@ impl Outgoing {
         self.headers.push(libc::mmsghdr { msg_hdr: header, msg_len: 0 });
     }
 
-    /// Sends the messages from `first` on. Returns how many the kernel took, at least one.
+    /// Sends the messages from `first` on. Returns how many the kernel accepted, at least one.
     ///
     /// # Safety
     /// The names and slices pushed, and the memory that the slices describe, must still be valid and readable.
     pub(super) unsafe fn send(&mut self, socket: &Socket, first: usize) -> io::Result<usize> {
         let rest = &mut self.headers[first..];
-        // SAFETY: every header points to a control message of `self` and, by the caller's promise, to a name and slices whose
-        // lengths it tells and whose memory is readable.
+        // SAFETY: every header points to a control message of `self` and, as the caller guarantees, to a name and slices of the
+        // stated lengths whose memory is readable.
         let sent = unsafe {
             libc::sendmmsg(socket.as_fd().as_raw_fd(), rest.as_mut_ptr(), rest.len() as libc::c_uint, 0)
         };
@@ -129,7 +129,7 @@ impl Outgoing {
     /// Sends `slices` as one datagram to the destination of message `index`.
     ///
     /// # Safety
-    /// As for [`Outgoing::send`].
+    /// The requirements of [`Outgoing::send`].
     #[cold]
     pub(super) unsafe fn send_apart(
         &self,
@@ -142,15 +142,16 @@ impl Outgoing {
         header.msg_iovlen = slices.len();
         header.msg_control = std::ptr::null_mut();
         header.msg_controllen = 0;
-        // SAFETY: the header is one of `send`, told of other slices and no control message.
+        // SAFETY: a header as in `send`, with other slices and without a control message.
         unsafe { send_one(socket, &header, 0) }
     }
 }
 
-/// Sends one message, in datagrams of `segment` bytes if more than one.
+/// Sends one message, segmented into datagrams of `segment` bytes if `segment` is given.
 ///
 /// # Safety
-/// What `slices` tell of is readable; with `MSG_ZEROCOPY`, what of it is not a guest's stays as it is until the message is done.
+/// The memory that `slices` describe must be readable. With `MSG_ZEROCOPY`, the part of it that is not guest memory must stay
+/// unchanged until the message completes.
 pub(in crate::link) unsafe fn send_message(
     socket: &Socket,
     to: &Name,
@@ -163,16 +164,16 @@ pub(in crate::link) unsafe fn send_message(
     if segment.is_some() {
         attach(&mut header, &mut control);
     }
-    // SAFETY: the header points to a name, slices and a control message that outlive the call; the slices' memory is readable
-    // by the caller's promise.
+    // SAFETY: the header points to a name, slices and a control message that outlive the call; the slices' memory is readable as
+    // the caller guarantees.
     unsafe { send_one(socket, &header, flags | libc::MSG_DONTWAIT) }
 }
 
 /// # Safety
-/// What `header` points to is there and readable for the lengths it tells.
+/// The memory that `header` points to must be readable for the stated lengths.
 unsafe fn send_one(socket: &Socket, header: &libc::msghdr, flags: libc::c_int) -> io::Result<()> {
     let fd = socket.as_fd().as_raw_fd();
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     while let Err(error) = check(unsafe { libc::sendmsg(fd, header, flags) }) {
         if error.kind() != io::ErrorKind::Interrupted {
             return Err(error);
@@ -185,11 +186,11 @@ unsafe fn send_one(socket: &Socket, header: &libc::msghdr, flags: libc::c_int) -
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Report {
     pub(crate) source: Name,
-    /// Bytes.
+    /// Length of the message in bytes.
     pub(crate) len: usize,
-    /// Bytes of each of its datagrams but the last; at least 1.
+    /// Length in bytes of each of its datagrams but the last; at least 1.
     pub(crate) segment: usize,
-    /// It was truncated.
+    /// True if the message was truncated.
     pub(crate) truncated: bool,
 }
 
@@ -201,13 +202,13 @@ pub(super) struct Incoming {
     headers: Box<[libc::mmsghdr]>,
 }
 
-// SAFETY: the pointers in `slices` and `headers` are written anew before each use, through `&mut self`.
+// SAFETY: the pointers in `slices` and `headers` are rewritten before each use, through `&mut self`.
 unsafe impl Send for Incoming {}
 
 impl Incoming {
-    /// Room for `messages` messages.
+    /// Allocates space for `messages` messages.
     pub(super) fn new(messages: usize) -> Incoming {
-        // SAFETY: both are plain data of integers and pointers, for which all zeros is a value.
+        // SAFETY: both are plain data of integers and pointers, for which all zeros is a valid value.
         let (slice, header) =
             unsafe { (std::mem::zeroed::<libc::iovec>(), std::mem::zeroed::<libc::mmsghdr>()) };
         Incoming {
@@ -218,10 +219,10 @@ impl Incoming {
         }
     }
 
-    /// Receives waiting messages, at most `limit`, the `n`th into the `len` bytes at `buffer(n)`. Returns their number.
+    /// Receives at most `limit` waiting messages, the `n`th into the `len` bytes at `buffer(n)`. Returns their number.
     ///
     /// # Safety
-    /// These buffers are writable, and nobody else uses them during the call.
+    /// These buffers must be writable, and no other code may use them during the call.
     pub(super) unsafe fn receive(
         &mut self,
         socket: &Socket,
@@ -244,21 +245,21 @@ impl Incoming {
             let (fd, flags) = (socket.as_fd().as_raw_fd(), libc::MSG_DONTWAIT);
             let (headers, count) = (self.headers.as_mut_ptr(), limit as libc::c_uint);
             // SAFETY: each of the `limit` headers points to a name, a slice and a control message of `self`, and the slice to a
-            // buffer that is writable by the caller's promise.
+            // buffer that is writable as the caller guarantees.
             let got = unsafe { libc::recvmmsg(fd, headers, count, flags, std::ptr::null_mut()) };
             if got >= 0 {
                 return got as usize;
             }
             match io::Error::last_os_error().kind() {
                 io::ErrorKind::Interrupted => {}
-                // The error of an earlier datagram: reported once, before waiting messages, and irrelevant here.
+                // The error of an earlier datagram: the kernel reports it once, before waiting messages. It is irrelevant here.
                 kind if kind != io::ErrorKind::WouldBlock && errors == 0 => errors += 1,
                 _ => return 0,
             }
         }
     }
 
-    /// Describes a message received otherwise as message `index`: `len` bytes in datagrams of `segment`.
+    /// Sets message `index`, which was received in another way: `len` bytes in datagrams of `segment` bytes.
     pub(super) fn set(&mut self, index: usize, source: Name, len: usize, segment: usize) {
         self.sources[index] = source;
         self.controls[index] = Control::coalesced(segment);
@@ -281,10 +282,10 @@ impl Incoming {
     }
 }
 
-/// Receives one message into `slices`, without waiting.
+/// Receives one message into `slices`, without blocking.
 ///
 /// # Errors
-/// The kernel's: `EAGAIN` when none is waiting, `EFAULT` when the memory is unmapped.
+/// The kernel's error: `EAGAIN` when no message is waiting, `EFAULT` when the memory is unmapped.
 pub(crate) fn receive_message(
     socket: &Socket,
     slices: &mut [libc::iovec],
@@ -298,8 +299,8 @@ pub(crate) fn receive_message(
         header.msg_namelen = Name::unknown().len();
         attach(&mut header, &mut control);
         let fd = socket.as_fd().as_raw_fd();
-        // SAFETY: the header points to a name, slices and a control message that outlive the call, writable for the lengths told.
-        // The kernel checks the memory of the slices (`EFAULT`); callers pass only memory that may be written to.
+        // SAFETY: the header points to a name, slices and a control message that outlive the call, writable for the stated
+        // lengths. The kernel checks the memory of the slices (`EFAULT`); callers pass only memory that may be written to.
         match check(unsafe { libc::recvmsg(fd, &raw mut header, flags | libc::MSG_DONTWAIT) }) {
             Ok(len) => {
                 let len = len as usize;
@@ -312,7 +313,8 @@ pub(crate) fn receive_message(
                 });
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            // The error of an earlier datagram (a peer not up yet, a closed path) is reported once, before waiting messages.
+            // The error of an earlier datagram (a peer not up yet, a closed path): the kernel reports it once, before waiting
+            // messages.
             Err(error) => match error.raw_os_error() {
                 Some(libc::EAGAIN | libc::EFAULT) => return Err(error),
                 _ if errors == 2 => return Err(error),
@@ -324,7 +326,7 @@ pub(crate) fn receive_message(
 
 /// Reads the control message of the next error queue entry. Returns its length; `None` when the queue is empty.
 pub(super) fn receive_error(socket: &Socket, control: &mut [u8; ERROR_LEN]) -> Option<usize> {
-    /// Control messages need this alignment.
+    /// Meets the alignment that control messages require.
     #[repr(C, align(8))]
     struct Aligned([u8; ERROR_LEN]);
     let fd = socket.as_fd().as_raw_fd();
@@ -334,7 +336,7 @@ pub(super) fn receive_error(socket: &Socket, control: &mut [u8; ERROR_LEN]) -> O
         let mut header = unsafe { std::mem::zeroed::<libc::msghdr>() };
         header.msg_control = (&raw mut aligned).cast();
         header.msg_controllen = ERROR_LEN;
-        // SAFETY: the header tells of the control buffer only, which outlives the call and is writable for its length.
+        // SAFETY: the header refers only to the control buffer, which outlives the call and is writable for its length.
         let got =
             check(unsafe { libc::recvmsg(fd, &raw mut header, libc::MSG_ERRQUEUE | libc::MSG_DONTWAIT) });
         match got {

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 
-/// The canonical form of an address, as in all tables: IPv4 not mapped into IPv6, no flow label.
+/// The canonical form of an address, used in all tables: IPv4 not mapped into IPv6, no flow label.
 pub fn normalised(address: SocketAddr) -> SocketAddr {
     match address {
         SocketAddr::V6(v6) => match v6.ip().to_ipv4_mapped() {
@@ -16,10 +16,10 @@ pub fn normalised(address: SocketAddr) -> SocketAddr {
 
 /// Remote of a link that learns its peer's address. No host has this address.
 pub const ANYWHERE: SocketAddr = SocketAddr::new(IpAddr::V6(Ipv6Addr::UNSPECIFIED), 0);
-/// Most ports of a host's bridge: the same as its most dispatchers.
+/// Maximum number of ports of a host's bridge, equal to the maximum number of dispatchers.
 pub const PORTS_MAX: u16 = 64;
 
-/// The addresses of `ports` consecutive ports from that of `remote` on. Ports beyond 65535 are left out.
+/// The addresses of `ports` consecutive ports from that of `remote` on. Ports beyond 65535 are omitted.
 pub(in crate::link) fn addresses(remote: SocketAddr, ports: u16) -> impl Iterator<Item = SocketAddr> {
     let ports = (0..ports.min(PORTS_MAX)).map_while(move |offset| remote.port().checked_add(offset));
     ports.map(move |port| {
@@ -39,13 +39,13 @@ pub(in crate::link) struct Target {
 }
 
 impl Target {
-    /// `address` must be normalised.
+    /// Both forms of `address`, which must be normalised.
     pub(in crate::link) fn new(address: SocketAddr) -> Target {
         Target { is_v4: address.is_ipv4(), forms: [false, true].map(|v6| Name::new(address, v6)) }
     }
 }
 
-/// An IPv4 or IPv6 address in the kernel's form, in storage for the larger one.
+/// An IPv4 or IPv6 address in the kernel's form, in storage for the larger of the two.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct Name {
@@ -82,7 +82,7 @@ impl Name {
                     sin_zero: [0; 8],
                 };
                 name.len = size_of_val(&sin) as libc::socklen_t;
-                // SAFETY: the storage has room for either address and is aligned for both, as asserted above.
+                // SAFETY: the storage is large enough for either address and aligned for both, as asserted above.
                 unsafe { name.as_mut_ptr().cast::<libc::sockaddr_in>().write(sin) };
             }
             IpAddr::V6(ip) => {
@@ -103,7 +103,7 @@ impl Name {
 
     /// Storage for any address; initially of no family (AF_UNSPEC).
     pub(crate) fn unknown() -> Name {
-        // SAFETY: `sockaddr_in6` is plain data, for which all zeros is a value (family AF_UNSPEC).
+        // SAFETY: `sockaddr_in6` is plain data, for which all zeros is a valid value (family AF_UNSPEC).
         let storage = unsafe { std::mem::zeroed::<libc::sockaddr_in6>() };
         Name { storage, len: size_of::<libc::sockaddr_in6>() as libc::socklen_t }
     }
@@ -112,7 +112,7 @@ impl Name {
     pub(crate) fn address(&self) -> Option<SocketAddr> {
         match libc::c_int::from(self.storage.sin6_family) {
             libc::AF_INET => {
-                // SAFETY: the family says which address is inside, and the storage is aligned for it.
+                // SAFETY: the family identifies the kind of address, and the storage is aligned for it.
                 let sin = unsafe { (&raw const self.storage).cast::<libc::sockaddr_in>().read() };
                 let ip = Ipv4Addr::from(sin.sin_addr.s_addr.to_ne_bytes());
                 Some(SocketAddr::new(ip.into(), u16::from_be(sin.sin_port)))

@@ -1,4 +1,4 @@
-//! How a host's ports are distributed among its dispatchers, and flows among the ports.
+//! Distribution of a host's ports among its dispatchers, and of flows among the ports.
 //!
 //! ```text
 //!  host 1, 2 dispatchers, 2 ports                    host 2, 3 dispatchers, 3 ports
@@ -8,21 +8,21 @@
 //!                     `------- flows of path 2 -----> 9002 --- dispatcher 2
 //! ```
 //!
-//! A bridge has one port or several consecutive ones. With one, every dispatcher has its own socket on it, and the kernel
-//! spreads the *peers* over them (`SO_REUSEPORT`): all datagrams of a peer reach one dispatcher. With several, dispatcher `i`
-//! of `n` owns ports `i`, `i + n`, … and the sender spreads its *flows* over them: the hash of a frame's addresses and ports
-//! chooses one of its own sockets and one of the receiver's ports. So
+//! A bridge has one port or several consecutive ones. With one, every dispatcher has its own socket on it, and the kernel spreads
+//! the *peers* over them (`SO_REUSEPORT`): all datagrams of a peer reach one dispatcher. With several, dispatcher `i` of `n` owns
+//! ports `i`, `i + n`, … and the sender spreads its *flows* over them: the hash of a frame's addresses and ports chooses one of
+//! its own sockets and one of the receiver's ports. So
 //!
-//! - a flow's frames take one path through the network and through one dispatcher, in order; so do a frame's datagrams, since
-//!   each dispatcher reassembles by itself;
+//! - a flow's frames take one path through the network and through one dispatcher, in order; so do a frame's datagrams, because
+//!   each dispatcher reassembles separately;
 //! - the underlay sees several flows between two hosts and can hash them over links and receive queues;
-//! - dispatchers share nothing, neither sockets nor locks, and the two sides may have different numbers of both.
+//! - dispatchers share neither sockets nor locks, and the two sides may have different numbers of dispatchers and ports.
 //!
 //! Each side knows the other's ports from its configuration, and a datagram belongs to a link when it comes from one of them.
-//! Ports are not learned from traffic: anyone able to send from another port of the peer's host could inject frames.
+//! Ports are not learned from traffic: otherwise any user who can send from another port of the peer's host could inject frames.
 //!
-//! Bare frames (`vnet`) use the first port only. With several ports, each dispatcher has a socket on the first one to send
-//! them; dispatcher 0 receives there, as in the order above.
+//! Bare frames (`vnet`) use the first port only. With several ports, each dispatcher has a socket on the first port for sending
+//! them; dispatcher 0 receives there.
 
 use std::io;
 use std::net::SocketAddr;
@@ -30,10 +30,10 @@ use std::sync::Arc;
 
 use super::udp::Socket;
 
-/// Attempts to get a row of free ports when the kernel chooses the first one.
+/// Maximum number of attempts to get consecutive free ports when the kernel chooses the first one.
 const TRIES: usize = 32;
 
-/// Why the bridge cannot listen.
+/// Error when the bridge cannot listen.
 #[derive(Debug, thiserror::Error)]
 pub enum BridgeError {
     /// The port is in use.
@@ -41,10 +41,10 @@ pub enum BridgeError {
         "cannot listen on {0}: address already in use; is another vnetd running? choose another [bridge] listen"
     )]
     InUse(SocketAddr),
-    /// The address is not local.
+    /// The address does not belong to this host.
     #[error("cannot listen on {0}: not an address of this host; choose another [bridge] listen")]
     NotHere(SocketAddr),
-    /// A privileged port without the privilege.
+    /// The port is privileged, and the process lacks the privilege.
     #[error("cannot listen on {0}: permission denied; run vnetd as root or choose a port above 1023")]
     Denied(SocketAddr),
     /// Another error.
@@ -63,7 +63,8 @@ impl BridgeError {
     }
 }
 
-/// The sockets of `dispatchers` dispatchers on `ports` ports from that of `listen` on, see [`Bridge::bind_group`](crate::link::Bridge::bind_group).
+/// Binds the sockets of `dispatchers` dispatchers on `ports` ports from that of `listen` on, see
+/// [`Bridge::bind_group`](crate::link::Bridge::bind_group).
 pub(in crate::link) fn bind_group(
     listen: SocketAddr,
     ports: u16,
@@ -80,7 +81,7 @@ pub(in crate::link) fn bind_group(
     sockets
 }
 
-/// The sockets of each dispatcher. Each dispatcher's first socket is bound to the first port; with several ports, only
+/// Binds the sockets of each dispatcher. Each dispatcher's first socket is bound to the first port; with several ports, only
 /// dispatcher 0 receives there.
 fn bind_all(
     listen: SocketAddr,

@@ -1,4 +1,4 @@
-//! One burst of datagrams: buffers for a `recvmmsg`, and what it reported.
+//! One burst of datagrams: buffers for a `recvmmsg`, and the received messages.
 //!
 //! A message is one datagram, or several of equal size that the kernel coalesced (`UDP_GRO`). The buffers are raw memory
 //! ([`Scratch`]): frames of a batch point into them while other messages are still being decrypted in place.
@@ -10,19 +10,19 @@ use super::name::Name;
 use super::udp::Socket;
 use crate::scratch::Scratch;
 
-/// Messages in a burst.
+/// Maximum number of messages in a burst.
 pub(crate) const MESSAGES: usize = 32;
-/// Bytes per message buffer: any UDP payload.
+/// Size of a message buffer in bytes: large enough for any UDP payload.
 pub(crate) const BUFFER_LEN: usize = 65_536;
 
 /// One received message of a burst.
 #[derive(Clone, Copy)]
 pub(crate) struct Message {
     pub(crate) source: Name,
-    /// Offset in the burst's memory.
+    /// Offset of the message in the burst's memory.
     start: usize,
     len: usize,
-    /// Bytes of each of its datagrams but the last; at least 1.
+    /// Length in bytes of each of its datagrams but the last; at least 1.
     segment: usize,
     pub(crate) truncated: bool,
 }
@@ -33,12 +33,12 @@ impl Message {
         self.len.div_ceil(self.segment).max(1)
     }
 
-    /// Its range in the burst's memory.
+    /// Range of the message in the burst's memory.
     pub(crate) fn range(&self) -> Range<usize> {
         self.start..self.start + self.len
     }
 
-    /// The range of datagram `n` in the burst's memory.
+    /// Range of datagram `n` in the burst's memory.
     #[inline]
     pub(crate) fn datagram(&self, n: usize) -> Range<usize> {
         let (start, end) = (self.start + n * self.segment, self.start + self.len);
@@ -57,15 +57,15 @@ impl ReceiveBuffers {
         ReceiveBuffers { memory: Scratch::new(MESSAGES * BUFFER_LEN), incoming: Incoming::new(MESSAGES) }
     }
 
-    /// Receives waiting messages, at most `limit`; returns their number.
+    /// Receives at most `limit` waiting messages; returns their number.
     pub(crate) fn receive(&mut self, socket: &Socket, limit: usize) -> usize {
         let memory = &self.memory;
         let buffer = |index: usize| memory.ptr(index * BUFFER_LEN).cast_mut();
-        // SAFETY: the buffers lie side by side in our memory, which `&mut self` keeps everybody else from.
+        // SAFETY: the buffers lie side by side in this value's memory, and `&mut self` excludes all other access.
         unsafe { self.incoming.receive(socket, limit, (buffer, BUFFER_LEN)) }
     }
 
-    /// Describes a message whose bytes were put into its buffer.
+    /// Sets a message whose bytes the caller has written into its buffer.
     pub(crate) fn set(&mut self, index: usize, source: Name, len: usize, segment: usize) {
         self.incoming.set(index, source, len, segment);
     }

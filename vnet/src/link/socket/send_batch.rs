@@ -6,8 +6,8 @@
 //! to segment is sent again datagram by datagram. A frame is *recorded* with the messages of its datagrams; it is sent when all
 //! of them are.
 //!
-//! Nothing here waits: datagrams that do not fit into the socket's buffer are dropped, as at any full queue on the path.
-//! Waiting would hold up other links and this host's guests, which have no part in the congestion.
+//! Sending never waits: datagrams that do not fit into the socket's buffer are dropped, as at any full queue on the path. Waiting
+//! would delay other links and this host's guests, which do not cause the congestion.
 
 use super::message::Outgoing;
 use super::name::Name;
@@ -16,17 +16,18 @@ use crate::frame::{Batch, DropSink, Frame, Segment};
 use crate::scratch::Scratch;
 use crate::stats::{DropReason, PortStats};
 
-/// Segments per message that every kernel with `UDP_SEGMENT` accepts. Linux 6.9 and later accept 128, which matters only below
-/// a path MTU of 1024.
+/// Number of segments per message that every kernel with `UDP_SEGMENT` accepts. Linux 6.9 and later accept 128, which matters
+/// only below a path MTU of 1024.
 const GSO_DATAGRAMS_MAX: usize = 64;
-/// Most bytes of a segmented message. Larger ones reach the device limit with their headers ([`udp`](super::udp)).
+/// Maximum number of bytes of a segmented message. Larger ones, with their headers, reach the device's limit
+/// ([`udp`](super::udp)).
 const MESSAGE_MAX: usize = 65_400;
-/// `UIO_MAXIOV`.
+/// Maximum number of slices of a message (`UIO_MAXIOV`).
 const MESSAGE_SLICES_MAX: usize = 1024;
-/// Most messages gathered; `UIO_MAXIOV` is the kernel's limit.
+/// Maximum number of messages gathered; the kernel's limit is `UIO_MAXIOV`.
 const MESSAGES: usize = 512;
 const SLICES: usize = 8192;
-/// Scratch bytes: several super-frames in segments, for encapsulations without offload metadata.
+/// Size of the scratch memory in bytes: several segmented super-frames, for encapsulations without offload metadata.
 const SCRATCH: usize = 256 << 10;
 
 /// Socket, destination and counters of a flush.
@@ -39,14 +40,14 @@ pub(in crate::link) struct Exit<'a> {
     pub(in crate::link) stats: &'a PortStats,
 }
 
-/// Findings of a flush about the path.
+/// What a flush found out about the path.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::link) struct Flushed {
-    /// Ended early, since a datagram exceeded the path MTU: encode again from this frame on.
+    /// `Some` if the flush stopped early because a datagram exceeded the path MTU: encode again from this frame on.
     pub(in crate::link) stopped_at: Option<u16>,
-    /// A datagram exceeded the path MTU.
+    /// True if a datagram exceeded the path MTU.
     pub(in crate::link) too_big: bool,
-    /// The path's device does not segment messages.
+    /// True if the path's device does not segment messages.
     pub(in crate::link) no_segmentation: bool,
 }
 
@@ -54,44 +55,44 @@ struct GsoMessage {
     first_slice: usize,
     slices: usize,
     bytes: usize,
-    /// Size of its first datagram.
+    /// Size of the message's first datagram.
     segment: usize,
     datagrams: usize,
-    /// Another datagram may join.
+    /// True if another datagram may join.
     open: bool,
-    /// Datagrams sent; those after them failed.
+    /// Number of datagrams sent; those after them failed.
     sent: usize,
     failed: Option<DropReason>,
 }
 
 struct Record {
-    /// Index in the batch.
+    /// Index of the frame in the batch.
     frame: u16,
     bytes: usize,
     first: usize,
     last: usize,
-    /// Datagrams of the last message up to the end of the frame.
+    /// Number of datagrams of the last message up to the end of the frame.
     end: usize,
 }
 
 /// The gathered datagrams of one flush.
 pub(in crate::link) struct Gather {
-    /// Filled from the start up to `scratch_used`; slices point into the filled part.
+    /// Scratch memory, filled from the start up to `scratch_used`; slices point into the filled part.
     scratch: Scratch,
     scratch_used: usize,
     slices: Vec<libc::iovec>,
     messages: Vec<GsoMessage>,
     records: Vec<Record>,
-    /// First slice of the current datagram, and its bytes.
+    /// First slice of the current datagram, and the datagram's bytes.
     start: usize,
     bytes: usize,
-    /// Whether datagrams join messages: the device of the link's path is believed to segment.
+    /// True if datagrams join messages, because the device of the link's path is believed to segment.
     pub(in crate::link) segmentation: bool,
     outgoing: Outgoing,
 }
 
-// SAFETY: the pointers in `slices` are used only between the calls that gather and the flush that ends them, all through
-// `&mut self`; a flushed one holds nothing that is used again.
+// SAFETY: the pointers in `slices` are used only between the calls that gather and the flush that ends them, all through `&mut
+// self`; after a flush no pointer is used again.
 unsafe impl Send for Gather {}
 
 impl Gather {
@@ -109,7 +110,7 @@ impl Gather {
         }
     }
 
-    /// True when `datagrams` more fit, with `bytes` of copies and `slices` in total.
+    /// True when `datagrams` more datagrams fit, with `bytes` of copies and `slices` slices in total.
     #[inline]
     pub(in crate::link) fn has_room(&self, datagrams: usize, slices: usize, bytes: usize) -> bool {
         self.messages.len() + datagrams <= MESSAGES
@@ -142,13 +143,13 @@ impl Gather {
     #[inline]
     pub(in crate::link) fn copy_slice(&mut self, slice: Segment) {
         let to = self.next_scratch(slice.len());
-        // SAFETY: the slice is one of a frame's, readable until its batch is cleared; the scratch memory is our own, so that
-        // the two cannot overlap.
+        // SAFETY: the slice belongs to a frame and is readable until its batch is cleared; the scratch memory belongs to this
+        // value, so the two cannot overlap.
         unsafe { std::ptr::copy_nonoverlapping(slice.as_ptr(), to.as_mut_ptr(), slice.len()) };
         self.add_scratch(slice.len());
     }
 
-    /// Encrypts the current datagram in place with `encrypt`; all of it was copied. Adds `tag_len` bytes at its end.
+    /// Encrypts the current datagram in place with `encrypt`; all of it must have been copied. Appends `tag_len` bytes.
     #[inline]
     pub(in crate::link) fn encrypt(&mut self, tag_len: usize, encrypt: impl FnOnce(&mut [u8])) {
         let start = self.scratch_used - self.bytes;
@@ -160,7 +161,7 @@ impl Gather {
     /// The next `len` bytes of scratch memory.
     ///
     /// # Panics
-    /// When fewer are left: ask [`Gather::has_room`] first.
+    /// When fewer are left; call [`Gather::has_room`] first.
     #[inline]
     fn next_scratch(&mut self, len: usize) -> &mut [u8] {
         let start = self.scratch_used;
@@ -168,7 +169,7 @@ impl Gather {
         self.scratch.bytes_mut(start..start + len)
     }
 
-    /// Adds the last `len` bytes of scratch memory; extends the previous slice if adjacent.
+    /// Adds the last `len` bytes of scratch memory; extends the previous slice if it is adjacent.
     #[inline]
     fn add_scratch(&mut self, len: usize) {
         let base = self.scratch.ptr(self.scratch_used - len).cast_mut();
@@ -183,7 +184,7 @@ impl Gather {
         self.slices.push(libc::iovec { iov_base: base.cast(), iov_len: len });
     }
 
-    /// Adds memory to the datagram without copying. It must stay readable until the flush.
+    /// Adds memory to the datagram without copying. The memory must stay readable until the flush.
     #[inline]
     pub(in crate::link) fn slice(&mut self, segment: Segment) {
         self.bytes += segment.len();
@@ -191,8 +192,8 @@ impl Gather {
             .push(libc::iovec { iov_base: segment.as_ptr().cast_mut().cast(), iov_len: segment.len() });
     }
 
-    /// Ends the datagram and returns the index of its message. With `within_mtu` false, IP will fragment it, so it must not
-    /// join a segmented message.
+    /// Ends the datagram and returns the index of its message. With `within_mtu` false, IP will fragment the datagram, so it must
+    /// not join a segmented message.
     #[inline]
     pub(in crate::link) fn end_datagram(&mut self, within_mtu: bool) -> usize {
         let (bytes, slices) = (self.bytes, self.slices.len() - self.start);
@@ -236,8 +237,8 @@ impl Gather {
 
     /// Sends everything through `exit`, counts each recorded frame as sent or dropped, and clears the gather.
     ///
-    /// With `may_stop`, the first datagram that exceeds the path MTU ends it: frames before [`Flushed::stopped_at`] are
-    /// counted, the rest are not.
+    /// With `may_stop`, the first datagram that exceeds the path MTU ends the flush: frames before [`Flushed::stopped_at`] are
+    /// counted, the others are not.
     pub(in crate::link) fn flush(
         &mut self,
         exit: &Exit<'_>,
@@ -264,12 +265,12 @@ impl Gather {
         flushed
     }
 
-    /// Sends the messages and marks failed ones. Returns how many were tried: all, unless it stops early.
+    /// Sends the messages and marks failed ones. Returns how many messages were tried: all, unless it stops early.
     fn send(&mut self, socket: &Socket, may_stop: bool, flushed: &mut Flushed) -> usize {
         let mut next = 0;
         while next < self.messages.len() {
-            // SAFETY: names and slices live in `self` or in `flush`'s arguments; the memory that the slices tell of is kept
-            // readable until the flush is over (contract of `slice`).
+            // SAFETY: names and slices live in `self` or in `flush`'s arguments; the memory that the slices describe stays
+            // readable until the flush ends (contract of `slice`).
             let refused = match unsafe { self.outgoing.send(socket, next) } {
                 Ok(sent) => {
                     let sent = &mut self.messages[next..next + sent];
@@ -283,7 +284,8 @@ impl Gather {
                 continue;
             }
             let cut = self.messages[next].datagrams > 1;
-            // EINVAL: before Linux 6.14, what is now EMSGSIZE for segmented messages; also a socket without checksums.
+            // EINVAL: before Linux 6.14, returned instead of EMSGSIZE for segmented messages; also for a socket without
+            // checksums.
             let uncut = refused == libc::EIO || refused == libc::EINVAL || !may_stop;
             flushed.no_segmentation |= refused == libc::EIO && cut;
             self.segmentation &= !(refused == libc::EIO && cut);
@@ -299,7 +301,7 @@ impl Gather {
                 continue;
             }
             let reason = DropReason::of_refusal(error);
-            // A full socket buffer will refuse the rest too.
+            // A full socket buffer will also refuse the rest.
             let until = if error == libc::EAGAIN { self.messages.len() } else { next + 1 };
             self.messages[next..until].iter_mut().for_each(|message| message.failed = Some(reason));
             next = until;
@@ -338,7 +340,7 @@ impl Gather {
                 break;
             }
             let last = &self.messages[record.last];
-            // Failed datagrams are at the end of a message, and so is the start of a frame that continues in the next one.
+            // Failed datagrams are at the end of a message, and so is the start of a frame that continues in the next message.
             let before = &self.messages[record.first..record.last];
             let failed = before.iter().find_map(|message| message.failed);
             match failed.or(last.failed.filter(|_| record.end > last.sent)) {

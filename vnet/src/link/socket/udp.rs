@@ -1,20 +1,20 @@
 //! The bridge's UDP sockets: creation, buffer sizes, and the fragmentation policy.
 //!
-//! One socket carries all links of a dispatcher, unless the host has several ports ([`ports`](super::ports)). What Linux 6.18 does
-//! with the options used here, measured on a veth pair of MTU 1500 (IPv4, IPv6 and IPv4 through an IPv6 socket behave alike
+//! One socket carries all links of a dispatcher, unless the host has several ports ([`ports`](super::ports)). Behaviour of Linux
+//! 6.18 with the options used here, measured on a veth pair of MTU 1500 (IPv4, IPv6 and IPv4 through an IPv6 socket behave alike
 //! unless noted):
 //!
 //! - `UDP_SEGMENT` refuses a segment that does not fit the path MTU (`EMSGSIZE`), whatever `IP_MTU_DISCOVER` says; it takes at
-//!   most 128 segments (64 before Linux 6.9, `EINVAL` beyond), and 65 507 bytes over IPv4, 65 527 over IPv6. Before Linux 6.14
-//!   a segment that does not fit is `EINVAL` too. A device that computes no checksums gives `EIO`.
-//! - With `IP_PMTUDISC_WANT` a segmented message over IPv4 leaves *without* DF, because the kernel compares the whole
-//!   message with the path MTU; only `IP_PMTUDISC_DO` sets DF on its segments. Single datagrams within the MTU carry DF both
-//!   ways. Above the MTU, `WANT` fragments and `DO` refuses (`EMSGSIZE`).
-//! - A message whose packet, Ethernet header included, reaches the device's `gso_max_size` (65 536) is cut in software
-//!   before it gets there: 65 507 bytes cross a veth pair as 46 packets, 65 400 as one.
+//!   most 128 segments (64 before Linux 6.9, `EINVAL` beyond), and 65 507 bytes over IPv4, 65 527 over IPv6. Before Linux 6.14 a
+//!   segment that does not fit also yields `EINVAL`. A device that computes no checksums yields `EIO`.
+//! - With `IP_PMTUDISC_WANT` a segmented message over IPv4 leaves *without* DF, because the kernel compares the whole message
+//!   with the path MTU; only `IP_PMTUDISC_DO` sets DF on its segments. Single datagrams within the MTU carry DF with both
+//!   options. Above the MTU, `WANT` fragments and `DO` refuses (`EMSGSIZE`).
+//! - A message whose packet, Ethernet header included, reaches the device's `gso_max_size` (65 536) is cut in software before it
+//!   gets there: 65 507 bytes cross a veth pair as 46 packets, 65 400 as one.
 //!
-//! So native datagrams are sent under `DO` and bare frames under `WANT`; senders switch with
-//! [`Socket::set_dont_fragment`]. The kernel accepts both options on an IPv6 socket and applies the one that fits.
+//! So native datagrams are sent with `DO` and bare frames with `WANT`; senders switch with [`Socket::set_dont_fragment`]. The
+//! kernel accepts both options on an IPv6 socket and applies the one that fits.
 
 use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
@@ -37,7 +37,7 @@ const SOURCE_PORTS: libc::c_int = (65_535u32 << 16 | 49_152) as libc::c_int;
 pub(crate) struct Socket {
     fd: OwnedFd,
     local: SocketAddr,
-    /// Whether packets larger than the path MTU are refused (`IP_PMTUDISC_DO`): 0 no, 1 yes, [`UNKNOWN`].
+    /// State of `IP_PMTUDISC_DO`, which refuses packets larger than the path MTU: 0 off, 1 on, or [`UNKNOWN`].
     dont_fragment: AtomicU8,
 }
 
@@ -51,12 +51,12 @@ impl AsFd for Socket {
 }
 
 impl Socket {
-    /// A socket that only sends. Port 0 picks one from the range for VXLAN source ports (RFC 7348 section 5).
+    /// A socket that only sends. Port 0 picks one from the range of VXLAN source ports (RFC 7348 section 5).
     pub(in crate::link) fn sending(from: SocketAddr) -> io::Result<Socket> {
         let fd = udp_socket(from.is_ipv6())?;
         // Before Linux 6.3 the host's own range applies (net.ipv4.ip_local_port_range).
         let _ = set(&fd, libc::SOL_IP, IP_LOCAL_PORT_RANGE, SOURCE_PORTS);
-        // Nothing is read here: let the kernel drop strangers' datagrams early.
+        // This socket is never read: let the kernel drop datagrams from unknown hosts early.
         set(&fd, libc::SOL_SOCKET, libc::SO_RCVBUF, 0)?;
         let socket = Socket::bound(fd, from)?;
         socket.set_buffer(SEND_BUFFER, buffer_bytes(ASSUMED_MBPS))?;
@@ -79,7 +79,7 @@ impl Socket {
             set(&fd, libc::SOL_IPV6, libc::IPV6_V6ONLY, 0)?;
         }
         let name = Name::new(listen, listen.is_ipv6()).ok_or(io::ErrorKind::InvalidInput)?;
-        // SAFETY: `name` holds a socket address of the length it tells.
+        // SAFETY: `name` holds a socket address of the stated length.
         check(unsafe { libc::bind(fd.as_raw_fd(), name.as_ptr(), name.len()) })?;
         let local = local_name(&fd)?;
         let local = local.address().ok_or(io::ErrorKind::InvalidData)?;
@@ -106,25 +106,25 @@ impl Socket {
     /// Sends one datagram.
     pub(in crate::link) fn send(&self, datagram: &[u8], to: &Name) -> io::Result<()> {
         let (fd, flags) = (self.fd.as_raw_fd(), libc::MSG_DONTWAIT);
-        // SAFETY: `datagram` and `to` are readable for the lengths told.
+        // SAFETY: `datagram` and `to` are readable for the stated lengths.
         let sent = unsafe {
             libc::sendto(fd, datagram.as_ptr().cast(), datagram.len(), flags, to.as_ptr(), to.len())
         };
         check(sent).map(drop)
     }
 
-    /// Packets larger than the path MTU: let IP fragment them (`false`), or refuse them and set DF on all (`true`). Makes no
-    /// system call when the setting is the same as before.
+    /// Sets the policy for packets larger than the path MTU: IP fragments them (`false`), or the kernel refuses them and sets DF
+    /// on all packets (`true`). Makes no system call when the setting is unchanged.
     #[inline]
     pub(in crate::link) fn set_dont_fragment(&self, on: bool) {
         if self.dont_fragment.load(Relaxed) != u8::from(on) {
             self.dont_fragment.store(on.into(), Relaxed);
-            // On failure it still sends; only the treatment of large packets differs.
+            // On failure the socket still sends; only the treatment of large packets differs.
             let _ = dont_fragment(&self.fd, self.local.is_ipv6(), on);
         }
     }
 
-    /// Makes this socket receive every datagram for the port it shares; it must have been bound first.
+    /// Makes this socket receive every datagram for the port that it shares. It must have been bound first.
     pub(in crate::link) fn receive_alone(&self) -> io::Result<()> {
         // Classic BPF: return 0, the socket's index in bind order (socket(7)).
         let mut code = libc::sock_filter { code: (libc::BPF_RET | libc::BPF_K) as u16, jt: 0, jf: 0, k: 0 };
@@ -132,8 +132,8 @@ impl Socket {
         set(&self.fd, libc::SOL_SOCKET, libc::SO_ATTACH_REUSEPORT_CBPF, program)
     }
 
-    /// The form of `target` for this socket. `None` when unreachable: IPv6 from an IPv4 address, and IPv4 from any IPv6 address
-    /// except the unspecified one.
+    /// The form of `target` for this socket. `None` when the socket cannot reach it: IPv6 from an IPv4 address, and IPv4 from any
+    /// IPv6 address except the unspecified one.
     #[inline]
     pub(in crate::link) fn form_of<'a>(&self, target: &'a Target) -> Option<&'a Name> {
         target.forms[usize::from(self.local.is_ipv6())].as_ref().filter(|_| self.reaches(target.is_v4))
@@ -145,7 +145,7 @@ impl Socket {
         self.reaches(address.is_ipv4()).then_some(name)
     }
 
-    /// True when the socket can reach that kind of address.
+    /// True when the socket can reach addresses of that family.
     #[inline]
     pub(in crate::link) fn reaches(&self, v4: bool) -> bool {
         let local = normalised(self.local).ip();
@@ -156,9 +156,9 @@ impl Socket {
 pub(in crate::link) fn udp_socket(v6: bool) -> io::Result<OwnedFd> {
     let family = if v6 { libc::AF_INET6 } else { libc::AF_INET };
     let kind = libc::SOCK_DGRAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-    // SAFETY: no memory is passed.
+    // SAFETY: the call passes no pointers.
     let fd = check(unsafe { libc::socket(family, kind, 0) })?;
-    // SAFETY: the kernel just made this descriptor for us, nobody else owns it.
+    // SAFETY: the kernel just created this descriptor; nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
@@ -166,7 +166,7 @@ pub(in crate::link) fn udp_socket(v6: bool) -> io::Result<OwnedFd> {
 pub(in crate::link) fn local_name(fd: &OwnedFd) -> io::Result<Name> {
     let mut name = Name::unknown();
     let mut len = name.len();
-    // SAFETY: `name` has room for any socket address, of which `len` tells.
+    // SAFETY: `name` is large enough for any socket address, and `len` states its size.
     check(unsafe { libc::getsockname(fd.as_raw_fd(), name.as_mut_ptr(), &mut len) })?;
     Ok(name)
 }
@@ -179,7 +179,7 @@ pub(in crate::link) fn set<T>(
     value: T,
 ) -> io::Result<()> {
     let len = size_of_val(&value) as libc::socklen_t;
-    // SAFETY: `value` is readable for the `len` bytes told.
+    // SAFETY: `value` is readable for the stated `len` bytes.
     check(unsafe {
         libc::setsockopt(fd.as_fd().as_raw_fd(), level, option, (&raw const value).cast(), len)
     })?;
@@ -203,11 +203,12 @@ pub(in crate::link) fn answer_briefly(listener: &impl AsFd) -> io::Result<()> {
     set(listener, libc::IPPROTO_TCP, libc::TCP_SYNCNT, REPETITIONS)
 }
 
-/// Whether the kernel segments messages into datagrams (`UDP_SEGMENT`), and coalesces received ones (`UDP_GRO`).
+/// Returns whether the kernel segments messages into datagrams (`UDP_SEGMENT`), and whether it coalesces received ones
+/// (`UDP_GRO`).
 pub fn kernel_offloads() -> (bool, bool) {
     let has = |option| {
         let socket = udp_socket(false).or_else(|_| udp_socket(true));
-        // Any size works: nothing is sent.
+        // Any size works, because nothing is sent.
         socket.and_then(|fd| set(&fd, libc::SOL_UDP, option, 1)).is_ok()
     };
     (has(libc::UDP_SEGMENT), has(libc::UDP_GRO))

@@ -1,7 +1,7 @@
-//! Accepting connections, and telling whose they are.
+//! Accepting connections, and assigning each to its link.
 //!
-//! In clear text a connection is the link's whose remote it comes from. Any other may be a sealed link's, whose peer can come
-//! from anywhere: after the TLS handshake the certificate tells whose it is.
+//! In clear text a connection belongs to the link whose remote address it comes from. Any other connection may belong to a sealed
+//! link, whose peer can connect from any address: after the TLS handshake, the certificate identifies the link.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -17,9 +17,9 @@ use crate::link::Link;
 use crate::link::sealed::identity::{Identity, is_for};
 use crate::link::socket::udp;
 
-/// Connections that wait to be accepted.
+/// Maximum number of connections that wait to be accepted (listen backlog).
 const BACKLOG: i32 = 128;
-/// Longest time for the TLS handshake.
+/// Time limit for the TLS handshake.
 const HANDSHAKE_MAX: Duration = Duration::from_secs(5);
 
 /// A listening TCP socket that does not block.
@@ -27,7 +27,7 @@ pub(super) fn listening(address: SocketAddr) -> io::Result<TcpListener> {
     let family = if address.is_ipv6() { AddressFamily::INET6 } else { AddressFamily::INET };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(family, SocketType::STREAM, flags, None)?;
-    // A daemon that restarts need not wait for the connections of its former process.
+    // A restarted daemon need not wait for the connections of its former process.
     sockopt::set_socket_reuseaddr(&socket, true)?;
     if address.is_ipv6() {
         sockopt::set_ipv6_v6only(&socket, false)?;
@@ -38,7 +38,7 @@ pub(super) fn listening(address: SocketAddr) -> io::Result<TcpListener> {
     Ok(socket.into())
 }
 
-/// The link in clear text that a connection from `source` belongs to; any port will do.
+/// The link in clear text to which a connection from `source` belongs; the port is ignored.
 pub(super) fn owner_of(links: &[Arc<Link>], source: SocketAddr) -> Option<(&Link, &Stream)> {
     links.iter().find_map(|link| {
         let stream = link.stream()?;
@@ -47,7 +47,7 @@ pub(super) fn owner_of(links: &[Arc<Link>], source: SocketAddr) -> Option<(&Link
     })
 }
 
-/// A connection whose TLS handshake is under way.
+/// A connection whose TLS handshake is in progress.
 pub(super) struct Newcomer {
     pub(super) socket: TcpStream,
     pub(super) source: SocketAddr,
@@ -67,7 +67,7 @@ impl Newcomer {
         Ok(Newcomer { socket, source, deadline: Instant::now() + HANDSHAKE_MAX, handshake, identity })
     }
 
-    /// Continues until the socket would block. True when the handshake is complete.
+    /// Continues until the socket would block. Returns true when the handshake is complete.
     pub(super) fn advance(&mut self) -> Result<bool, String> {
         self.handshake.advance(&self.socket)
     }
@@ -76,7 +76,7 @@ impl Newcomer {
         format!("the TLS handshake took longer than {} s", HANDSHAKE_MAX.as_secs())
     }
 
-    /// Gives the connection to the link that is sealed with the host that the certificate names. For a complete handshake.
+    /// Passes the connection to the link that is sealed with the host in the certificate. The handshake must be complete.
     pub(super) fn install(self, links: &[Arc<Link>]) -> Result<(), String> {
         let chain = self.handshake.chain()?;
         let mut streams = links.iter().filter_map(|link| Some((link, link.stream()?)));
@@ -91,7 +91,7 @@ impl Newcomer {
     }
 }
 
-/// Puts an accepted connection into its link.
+/// Installs an accepted connection in its link.
 pub(super) fn install(
     link: &Link,
     stream: &Stream,

@@ -1,4 +1,4 @@
-//! One connection: a non-blocking socket, TLS over it or not, the outbox of bytes to send, and the inbox of bytes received.
+//! One connection: a non-blocking socket, with or without TLS, the outbox of bytes to send, and the inbox of received bytes.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -17,28 +17,28 @@ use crate::wire::native::HEADER_LEN;
 use crate::wire::offload::WIRE_LEN;
 use crate::wire::stream::{LENGTH_LEN, MESSAGE_MAX};
 
-/// Bytes that wait for the socket, at most: several of the largest frames.
+/// Maximum number of bytes that wait for the socket: several frames of maximum size.
 pub const OUTBOX_MAX: usize = 512 << 10;
-/// A connection on which nothing was heard for so long is dead.
+/// Silence after which a connection counts as dead.
 pub const SILENCE: Duration = Duration::from_secs(8);
-/// Bytes read at a time, at most: about what the socket holds, and room for the longest message.
+/// Maximum number of bytes read at a time: about the size of the socket's buffer, and enough for the longest message.
 const INBOX_LEN: usize = 512 << 10;
-/// Bytes in the outbox from which it is handed to the socket.
+/// Number of bytes in the outbox from which it is passed to the socket.
 const FLUSH_LEN: usize = 128 << 10;
 
 const _: () = assert!(MESSAGE_MAX == HEADER_LEN + WIRE_LEN + FRAME_MAX);
 const _: () =
     assert!(INBOX_LEN >= 2 * (LENGTH_LEN + MESSAGE_MAX) && OUTBOX_MAX >= 2 * (LENGTH_LEN + MESSAGE_MAX));
 
-/// Bytes that arrived and were not run yet.
+/// Received bytes that are not processed yet.
 #[derive(Debug, Default)]
 pub(super) struct Inbox {
     /// Allocated when the first bytes arrive.
     memory: Box<[u8]>,
     filled: usize,
-    /// The connection that the bytes came by.
+    /// Serial number of the connection on which the bytes arrived.
     serial: u64,
-    /// Networks and addresses that the peer may send from; `None`: no limit.
+    /// Networks and addresses from which the peer may send; `None`: no limit.
     pub(super) claims: Option<Arc<Claims>>,
 }
 
@@ -66,7 +66,7 @@ pub(super) struct Connection {
     secured: Option<Box<Secured>>,
     serial: u64,
     outbox: Vec<u8>,
-    /// Bytes of the outbox that the socket has taken.
+    /// Number of bytes of the outbox that the socket has taken.
     taken: usize,
     heard: Instant,
     sent: Instant,
@@ -84,19 +84,19 @@ impl Connection {
         static CONNECTIONS: AtomicU64 = AtomicU64::new(1);
         socket.set_nonblocking(true)?;
         socket.set_nodelay(true)?;
-        // Data that is never acknowledged ends the connection, too (RFC 5482).
+        // Data that is never acknowledged also ends the connection (RFC 5482).
         sockopt::set_tcp_user_timeout(&socket, SILENCE.as_millis() as u32)?;
         let now = Instant::now();
         let serial = CONNECTIONS.fetch_add(1, Relaxed);
         let mut secured = secured.map(Box::new);
         if let Some(secured) = &mut secured {
-            // More than the outbox hands over at a time.
+            // More than the outbox passes on at a time.
             secured.tls.set_buffer_limit(Some(OUTBOX_MAX));
         }
         Ok(Connection { socket, secured, serial, outbox: Vec::new(), taken: 0, heard: now, sent: now })
     }
 
-    /// True when the bytes in `inbox` came by this connection.
+    /// True when the bytes in `inbox` arrived on this connection.
     pub(super) fn filled(&self, inbox: &Inbox) -> bool {
         inbox.serial == self.serial
     }
@@ -109,13 +109,13 @@ impl Connection {
         self.sent
     }
 
-    /// Reads as much as the inbox has room for.
+    /// Reads as many bytes as the inbox has space for.
     pub(super) fn read(&mut self, inbox: &mut Inbox) -> io::Result<Bytes> {
         if inbox.memory.is_empty() {
             inbox.memory = vec![0; INBOX_LEN].into_boxed_slice();
         }
         if inbox.serial != self.serial {
-            // Half a message of an earlier connection: its rest will not come.
+            // A partial message of an earlier connection: its rest will never arrive.
             (inbox.serial, inbox.filled) = (self.serial, 0);
             inbox.claims = self.secured.as_ref().map(|secured| secured.claims.clone());
         }
@@ -141,7 +141,7 @@ impl Connection {
         Ok(read)
     }
 
-    /// Reads from the socket, through TLS where there is TLS.
+    /// Reads from the socket, through TLS if there is any.
     fn read_some(&mut self, to: &mut [u8]) -> io::Result<usize> {
         let Some(secured) = &mut self.secured else { return self.socket.read(to) };
         loop {
@@ -153,30 +153,30 @@ impl Connection {
                 return Ok(0);
             }
             if let Err(error) = secured.tls.process_new_packets() {
-                // An alert tells the other side, if it still listens.
+                // An alert gives the other side the reason, if it still reads.
                 let _ = secured.tls.write_tls(&mut self.socket);
                 return Err(io::Error::other(explain(&error)));
             }
         }
     }
 
-    /// Writes as much of the outbox as the socket takes, through TLS where there is TLS. Returns bytes of the outbox.
+    /// Writes as much of the outbox as the socket takes, through TLS if there is any. Returns the number of bytes of the outbox.
     fn write_some(&mut self) -> io::Result<usize> {
         let bytes = &self.outbox[self.taken..];
         let Some(secured) = &mut self.secured else { return self.socket.write(bytes) };
-        // Records that are encrypted already go first, so that they stay within the limit of TLS's own buffer.
+        // Sends records that are already encrypted first, so that they stay within the limit of TLS's own buffer.
         while secured.tls.wants_write() {
             secured.tls.write_tls(&mut self.socket)?;
         }
         secured.tls.writer().write(&bytes[..bytes.len().min(FLUSH_LEN)])
     }
 
-    /// The certificates of the other end; `None` in clear text.
+    /// The certificates of the peer; `None` in clear text.
     pub(super) fn chain(&self) -> Option<&[CertificateDer<'static>]> {
         self.secured.as_ref().map(|secured| &secured.chain[..])
     }
 
-    /// Flushes the outbox when it is long or has no room for `len` more bytes.
+    /// Flushes the outbox when it is long or has no space for `len` more bytes.
     pub(super) fn make_room(&mut self, len: usize) -> io::Result<()> {
         let waiting = self.outbox.len() - self.taken;
         if waiting >= FLUSH_LEN || waiting + len > OUTBOX_MAX {
@@ -185,7 +185,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Adds a message: `prefix`, then `len` bytes that `fill` writes. False when the outbox is full.
+    /// Adds a message: `prefix`, then `len` bytes that `fill` writes. Returns false when the outbox is full.
     pub(super) fn put(&mut self, prefix: &[u8], len: usize, fill: impl FnOnce(&mut [u8])) -> bool {
         if self.outbox.len() - self.taken + prefix.len() + len > OUTBOX_MAX {
             return false;
@@ -200,7 +200,7 @@ impl Connection {
         true
     }
 
-    /// Hands the outbox to the socket. What the socket does not take goes at its next write event.
+    /// Passes the outbox to the socket. Bytes that the socket does not take are sent at its next write event.
     pub(super) fn flush(&mut self) -> io::Result<()> {
         while self.taken < self.outbox.len() {
             match self.write_some() {

@@ -1,4 +1,4 @@
-//! The connections of a stream link: one that this host dialed, one that it accepted.
+//! The connections of a stream link: one that this host dialed, and one that it accepted.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
@@ -19,16 +19,16 @@ use crate::wire::stream::Prefix;
 pub const DIALED: usize = 0;
 /// Slot of the connection that this host accepted.
 pub const ACCEPTED: usize = 1;
-/// Connections that a stream link may have.
+/// Maximum number of connections of a stream link.
 pub const CONNECTIONS: usize = 2;
-/// A side that sent nothing for so long sends a keepalive.
+/// Time without sending after which a side sends a keepalive.
 pub const KEEPALIVE: Duration = Duration::from_secs(2);
 
-/// A stream link's connections and what is known of them.
+/// A stream link's connections and their status.
 #[derive(Debug)]
 pub(in crate::link) struct Stream {
     pub(super) options: StreamOptions,
-    /// Name in the other host's certificate; `None` in clear text.
+    /// Host name in the other host's certificate; `None` in clear text.
     pub(super) peer: Option<String>,
     identity: OnceLock<Arc<IdentityStore>>,
     pub(super) slots: [Slot; CONNECTIONS],
@@ -38,25 +38,25 @@ pub(in crate::link) struct Stream {
     stopping: AtomicBool,
 }
 
-/// Room for one connection, served by one dispatcher.
+/// Place for one connection, served by one dispatcher.
 #[derive(Debug, Default)]
 pub(super) struct Slot {
     pub(super) connection: Mutex<Option<Connection>>,
     waker: Mutex<Option<Waker>>,
-    /// The last read emptied the socket: the next bytes will wake the dispatcher.
+    /// True if the last read emptied the socket, so the next bytes wake the dispatcher.
     drained: AtomicBool,
 }
 
-/// What `vnet link list` shows.
+/// Status for `vnet link list`.
 #[derive(Debug, Default)]
 struct Status {
-    /// Why there is no connection.
+    /// The reason why there is no connection.
     reason: String,
     heard: Option<Instant>,
 }
 
 impl Slot {
-    /// Bytes may be waiting in the socket: a read has to find out before anybody rests.
+    /// Records that bytes may be waiting in the socket: the source must read before it may rest.
     pub(super) fn mark_undrained(&self) {
         self.drained.store(false, Relaxed);
     }
@@ -76,7 +76,7 @@ impl Stream {
         }
     }
 
-    /// Uses `identity` for TLS. The first call counts.
+    /// Uses `identity` for TLS. Only the first call has an effect.
     pub(super) fn set_identity(&self, identity: Arc<IdentityStore>) {
         let _ = self.identity.set(identity);
     }
@@ -85,7 +85,7 @@ impl Stream {
         self.identity.get().map(|store| store.current())
     }
 
-    /// Wakes `dialer` when a connection ends. The first call counts.
+    /// Wakes `dialer` when a connection ends. Only the first call has an effect.
     pub(super) fn set_dialer(&self, dialer: &Poller) {
         let _ = self.dialer.set(dialer.clone());
     }
@@ -110,7 +110,7 @@ impl Stream {
         self.status.lock().heard.map(|heard| heard.elapsed().as_secs())
     }
 
-    /// Notes why there is no connection.
+    /// Records the reason why there is no connection.
     pub(super) fn failed(&self, reason: String) {
         self.status.lock().reason = reason;
     }
@@ -123,18 +123,18 @@ impl Stream {
         }
     }
 
-    /// Closes the connection in `current` and has another one dialed.
+    /// Closes the connection in `current` and triggers a new dial.
     pub(super) fn close(&self, current: &mut Option<Connection>, reason: String) {
         *current = None;
         self.failed(reason);
         self.dialer.get().inspect(|dialer| dialer.ring());
     }
 
-    /// Puts a connection into its slot, in place of the one before.
+    /// Installs a connection in its slot, in place of the previous one.
     pub(super) fn install(&self, slot: usize, connection: Connection) {
         let slot = &self.slots[slot];
         let mut current = slot.connection.lock();
-        // `stop` sets this before it locks the slot, so that no connection outlives it.
+        // `stop` sets this before it locks the slot, so that no connection outlives the link.
         if self.is_stopping() {
             return;
         }
@@ -149,7 +149,7 @@ impl Stream {
         self.status.lock().heard = Some(Instant::now());
     }
 
-    /// Has `waker` wake the dispatcher that serves `slot`.
+    /// Registers `waker` to wake the dispatcher that serves `slot`.
     pub(super) fn attach(&self, slot: usize, waker: Waker) {
         let slot = &self.slots[slot];
         let mut current = slot.connection.lock();
@@ -162,7 +162,7 @@ impl Stream {
         *slot.waker.lock() = Some(waker);
     }
 
-    /// Takes the waker of `slot` back.
+    /// Removes the waker of `slot`.
     pub(super) fn detach(&self, slot: usize) {
         let slot = &self.slots[slot];
         let current = slot.connection.lock();
@@ -175,8 +175,8 @@ impl Stream {
         self.slots[slot].drained.load(Relaxed)
     }
 
-    /// Sends what waits in `slot`, then reads into `inbox`. True when bytes arrived. The connection is locked only in here, not
-    /// while frames are run: they may leave by it.
+    /// Sends pending bytes of `slot`, then reads into `inbox`. Returns true when bytes arrived. The connection is locked only in
+    /// this function, not while frames are processed, because they may leave on the same connection.
     pub(super) fn fill(&self, slot: &Slot, inbox: &mut Inbox) -> bool {
         let mut current = slot.connection.lock();
         let Some(connection) = &mut *current else {
@@ -195,8 +195,8 @@ impl Stream {
         }
     }
 
-    /// Keeps each connection alive, or closes it: called about once a second. `verify` checks certificates, too; `number`
-    /// gives the next datagram number.
+    /// Keeps each connection alive, or closes it; called about once a second. With `verify` it also checks certificates; `number`
+    /// returns the next datagram number.
     pub(super) fn look_after(&self, verify: bool, number: impl Fn() -> u64) {
         for slot in &self.slots {
             let mut current = slot.connection.lock();
@@ -231,7 +231,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Checks the peer's certificate against the clock and the present revocation lists.
+    /// Checks the peer's certificate against the clock and the current revocation lists.
     fn verify(&self, connection: &Connection) -> Result<(), String> {
         match (connection.chain(), &self.peer, self.identity()) {
             (Some(chain), Some(peer), Some(identity)) => identity.verify(chain, peer).map(drop),

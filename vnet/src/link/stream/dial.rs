@@ -1,6 +1,6 @@
-//! Dialing: a TCP connection, directly or through a SOCKS 5 proxy, then TLS where the link is sealed.
+//! Dialing: opens a TCP connection, directly or through a SOCKS 5 proxy, then runs TLS if the link is sealed.
 //!
-//! A [`Dial`] is one attempt. It never blocks: the stream thread advances it when its socket is ready and gives up at its
+//! A [`Dial`] is one attempt. It never blocks: the stream thread advances it when its socket is ready, and ends it at its
 //! deadline. [`Backoff`] spaces attempts.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -19,14 +19,14 @@ use super::proxy::{Exchange, ProxyError};
 use super::tls::{Handshake, Secured};
 use crate::wire::socks::{Destination, SocksError};
 
-/// Longest time for each step: TCP, proxy, TLS.
+/// Time limit for each step: TCP, proxy, TLS.
 const STEP_MAX: Duration = Duration::from_secs(5);
-/// First pause after a failed attempt; doubled up to [`PAUSE_MAX`].
+/// Initial backoff after a failed attempt; doubled up to [`PAUSE_MAX`].
 const PAUSE_MIN: Duration = Duration::from_millis(100);
-/// Longest pause between attempts.
+/// Maximum backoff between attempts.
 const PAUSE_MAX: Duration = Duration::from_secs(10);
 
-/// Why dialing failed.
+/// Error when dialing.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum DialError {
     #[error("cannot connect to {0}: {1}")]
@@ -54,7 +54,7 @@ enum Stage {
     Tls(Box<Handshake>),
 }
 
-/// How far an attempt has come.
+/// State of an attempt after a step.
 pub(super) enum Progress {
     Waiting(Dial),
     Connected(Connection),
@@ -86,12 +86,12 @@ impl Dial {
         Ok(Dial { socket: socket.into(), stage: Stage::Tcp(to), deadline })
     }
 
-    /// When the step under way has taken too long.
+    /// Deadline of the current step.
     pub(super) fn deadline(&self) -> Instant {
         self.deadline
     }
 
-    /// Why an attempt that passed its deadline failed.
+    /// The error of an attempt that passed its deadline.
     pub(super) fn timed_out(&self, options: &StreamOptions) -> DialError {
         let late =
             || io::Error::new(io::ErrorKind::TimedOut, format!("no answer in {} s", STEP_MAX.as_secs()));
@@ -143,7 +143,7 @@ fn no_identity() -> DialError {
     DialError::Tls("this host has no certificate; see [identity]".into())
 }
 
-/// The outcome of a non-blocking connect; false while it is under way.
+/// Result of a non-blocking connect; false while it is in progress.
 fn is_connected(socket: &TcpStream) -> io::Result<bool> {
     sockopt::socket_error(socket)??;
     match socket.peer_addr() {
@@ -153,7 +153,7 @@ fn is_connected(socket: &TcpStream) -> io::Result<bool> {
     }
 }
 
-/// Continues the exchange with the proxy. True once it has connected.
+/// Continues the exchange with the proxy. Returns true once the proxy has connected.
 fn pass(exchange: &mut Exchange, socket: &TcpStream, options: &StreamOptions) -> Result<bool, DialError> {
     let Some(proxy) = &options.proxy else { return Ok(true) };
     exchange.advance(socket, proxy, &options.destination).map_err(|error| match error {
@@ -162,7 +162,7 @@ fn pass(exchange: &mut Exchange, socket: &TcpStream, options: &StreamOptions) ->
     })
 }
 
-/// Exponential back-off with jitter: each pause is half to all of a length that doubles up to [`PAUSE_MAX`].
+/// Exponential backoff with jitter: each pause is half to all of a length that doubles up to [`PAUSE_MAX`].
 pub(super) struct Backoff(Duration);
 
 impl Backoff {
@@ -173,7 +173,7 @@ impl Backoff {
     pub(super) fn next_pause(&mut self) -> Duration {
         let whole = self.0;
         self.0 = (2 * whole).min(PAUSE_MAX);
-        // Jitter, so that hosts that lost the same peer do not all return at once. The system seeds std's hasher.
+        // Jitter, so that hosts that lost the same peer do not all reconnect at once. The operating system seeds std's hasher.
         let chance = RandomState::new().build_hasher().finish() % 1000;
         whole / 2 + whole * chance as u32 / 2000
     }

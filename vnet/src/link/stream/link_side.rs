@@ -1,4 +1,4 @@
-//! What a [`Link`] lets others do with its stream. On links of other encapsulations nothing happens.
+//! Access to a [`Link`]'s stream for other rooms. These methods have no effect on links of other encapsulations.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ impl Link {
         self.stream().is_some()
     }
 
-    /// Uses `identity` for TLS, where the stream is sealed. The first call counts.
+    /// Uses `identity` for TLS if the stream is sealed. Only the first call has an effect.
     pub fn set_identity(&self, identity: Arc<IdentityStore>) {
         if let Some(stream) = self.stream() {
             stream.set_identity(identity);
@@ -25,12 +25,12 @@ impl Link {
         }
     }
 
-    /// Name in the other host's certificate, where the link is a sealed stream.
+    /// Host name in the other host's certificate if the link is a sealed stream.
     pub fn stream_peer(&self) -> Option<&str> {
         self.stream()?.peer.as_deref()
     }
 
-    /// Seconds since a stream link heard its peer; `None` when it never did.
+    /// Seconds since a stream link heard its peer; `None` if it never did.
     pub fn stream_heard_s(&self) -> Option<u64> {
         self.stream()?.heard_s()
     }

@@ -1,4 +1,4 @@
-//! How a stream link is configured to connect.
+//! Configuration of a stream link's connections.
 
 use std::net::SocketAddr;
 
@@ -7,19 +7,19 @@ use crate::wire::socks::{Credentials, Destination};
 /// A SOCKS 5 proxy (RFC 1928).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Proxy {
-    /// Where it listens.
+    /// Address on which the proxy listens.
     pub address: SocketAddr,
-    /// User name and password, if it asks for them (RFC 1929).
+    /// User name and password, if the proxy requires them (RFC 1929).
     pub credentials: Option<Credentials>,
 }
 
-/// How a stream link connects.
+/// Configuration of a stream link's connections.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StreamOptions {
     /// The other host. A host name needs a proxy, which resolves it.
     pub destination: Destination,
-    /// The proxy that connections go through.
+    /// The proxy for outgoing connections; `None`: connect directly.
     pub proxy: Option<Proxy>,
-    /// This side dials; false: it waits for the other side to connect.
+    /// True if this side dials; false if it waits for the other side to connect.
     pub connect: bool,
 }

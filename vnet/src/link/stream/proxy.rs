@@ -1,6 +1,6 @@
 //! The client side of a SOCKS 5 exchange over a non-blocking socket.
 //!
-//! Reads exactly the proxy's own bytes: the first byte after them belongs to the other end of the connection.
+//! Reads exactly the proxy's bytes: the first byte after them belongs to the other end of the connection.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -8,7 +8,7 @@ use std::net::TcpStream;
 use super::options::Proxy;
 use crate::wire::socks::{self, Destination, Login, SocksError};
 
-/// Why the exchange failed.
+/// Reason why the exchange failed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ProxyError {
     #[error(transparent)]
@@ -17,23 +17,23 @@ pub(super) enum ProxyError {
     Refused(#[from] SocksError),
 }
 
-/// What was asked last.
+/// The request that was sent last.
 #[derive(Clone, Copy)]
 enum Step {
     Greeting,
     Password,
     Connect,
-    /// The rest of the answer to CONNECT, whose first bytes tell its length.
+    /// The rest of the reply to CONNECT, whose first bytes determine its length.
     Rest,
 }
 
-/// An exchange under way.
+/// An exchange in progress.
 pub(super) struct Exchange {
     step: Step,
-    /// Bytes the socket has not taken yet.
+    /// Bytes that the socket has not taken yet.
     question: Vec<u8>,
     answer: Vec<u8>,
-    /// Bytes of `answer` that have arrived.
+    /// Number of bytes of `answer` that have arrived.
     filled: usize,
 }
 
@@ -46,7 +46,7 @@ impl Exchange {
         Exchange { step, question, answer: vec![0; answer_len], filled: 0 }
     }
 
-    /// Continues until the socket would block. True once the proxy has connected to `to`.
+    /// Continues until the socket would block. Returns true once the proxy has connected to `to`.
     pub(super) fn advance(
         &mut self,
         socket: &TcpStream,
@@ -81,7 +81,7 @@ impl Exchange {
         }
     }
 
-    /// Sends the question, then reads the answer. False when the socket would block.
+    /// Sends the request, then reads the reply. Returns false when the socket would block.
     fn transfer(&mut self, mut socket: &TcpStream) -> io::Result<bool> {
         while !self.question.is_empty() || self.filled < self.answer.len() {
             let moved = if self.question.is_empty() {

@@ -1,4 +1,4 @@
-//! Frames out over a stream link's connections. The dispatchers call this; no thread of the link's own touches a frame.
+//! Sends frames on a stream link's connections. Dispatchers call this; the stream thread never handles a frame.
 
 use std::io;
 
@@ -11,8 +11,8 @@ use crate::wire::native::HOPS_MAX;
 use crate::wire::stream::Prefix;
 
 impl Link {
-    /// Sends frames on the dialed connection, or on the accepted one while there is no other. Counts each frame as
-    /// out or dropped.
+    /// Sends frames on the dialed connection, or on the accepted one if there is no dialed connection. Counts each frame as sent
+    /// or dropped.
     pub(in crate::link) fn stream_send(&self, frames: Selection<'_>, drops: &mut DropSink) {
         let Some(stream) = self.stream() else { return };
         for slot in &stream.slots {

@@ -1,7 +1,7 @@
-//! Frames in: what arrives on one connection of a stream link, as a [`Source`].
+//! Receives frames: one connection of a stream link as a [`Source`].
 //!
-//! The dispatcher that serves the slot reads as much as there is into an inbox of its own, and forwards the frames where they lie. The
-//! inbox is moved up only when all of its messages are worked off.
+//! The dispatcher that serves the slot reads all available bytes into the source's inbox, and forwards the frames from there
+//! without copying. The rest of the inbox is moved to its start only when all complete messages are processed.
 
 use std::sync::Arc;
 
@@ -20,13 +20,13 @@ struct StreamSource {
     link: Arc<Link>,
     slot: usize,
     inbox: Inbox,
-    /// Bytes of the inbox that are worked off; the rest waits for the next fill when `more`.
+    /// Number of processed bytes of the inbox; the rest is left for the next fill if `more`.
     at: usize,
     more: bool,
 }
 
 impl Link {
-    /// What arrives on the connection in `slot`; `None` for a link that is no stream.
+    /// The source of the connection in `slot`; `None` if the link is not a stream.
     pub fn stream_source(self: &Arc<Link>, slot: usize) -> Option<Box<dyn Source>> {
         self.stream()?;
         let inbox = Inbox::default();
@@ -44,7 +44,7 @@ impl StreamSource {
         loop {
             if intake.batch.is_full() {
                 self.more = true;
-                // Events that come before the inbox is worked off are not looked at then: the next read finds out.
+                // Events that arrive before the inbox is processed trigger no read, so the next read must check the socket.
                 stream.slots[self.slot].mark_undrained();
                 break;
             }
@@ -67,10 +67,10 @@ impl StreamSource {
         intake.count(link);
         link.stats.in_datagrams.add(messages as u64);
         if let Some(error) = broken {
-            // A length that makes no sense leaves no way to find the next message.
+            // With an impossible length, the start of the next message cannot be found.
             link.stats.discard(DiscardReason::BadHeader, 1);
             let mut current = stream.slots[self.slot].connection.lock();
-            // The bytes may be of an earlier connection than the present one.
+            // The bytes may belong to an earlier connection than the current one.
             if current.as_ref().is_some_and(|connection| connection.filled(&self.inbox)) {
                 stream.close(&mut current, format!("the other end sent {error}"));
             }
@@ -110,7 +110,7 @@ impl Source for StreamSource {
         }
     }
 
-    /// Connections are watched edge-triggered all the time; only after an empty read is the next edge certain.
+    /// Connections are always watched edge-triggered; only an empty read guarantees an edge for the next bytes.
     fn rest(&mut self) -> bool {
         !self.more && self.link.stream().is_none_or(|stream| stream.is_drained(self.slot))
     }

@@ -1,4 +1,4 @@
-//! Two stream links on the loopback device, served as a dispatcher would.
+//! Two stream links on the loopback device, served like by a dispatcher.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -41,7 +41,7 @@ fn sealed_link(destination: SocketAddr, connect: bool, peer: Option<&str>) -> Ar
     Link::with_security(options, security, PortId(7), Arc::default())
 }
 
-/// A frame of some length and its bytes.
+/// The contents of a frame of `len` bytes.
 fn bytes(len: usize) -> Vec<u8> {
     (0..len).map(|i| (i * 7 + len) as u8).collect()
 }
@@ -61,7 +61,7 @@ fn send(link: &Link, frames: &[Vec<u8>]) {
 }
 
 thread_local! {
-    /// What a dispatcher would serve, by link and slot.
+    /// Sources that a dispatcher would serve, by link and slot.
     static SOURCES: RefCell<HashMap<(u64, usize), Box<dyn Source>>> = RefCell::default();
 }
 
@@ -132,7 +132,7 @@ impl Drop for Host {
     }
 }
 
-/// A host that accepts whoever comes from the loopback address, and one that dials it.
+/// A host that accepts any connection from the loopback address, and a host that dials it.
 fn pair() -> (Host, Host) {
     let passive = Host::accepting(link((IpAddr::V4(Ipv4Addr::LOCALHOST), 1).into(), false), None);
     let active = Host::dialing(link(passive.address(), true), None);
@@ -140,9 +140,9 @@ fn pair() -> (Host, Host) {
     (active, passive)
 }
 
-/// The same by TLS: h1 dials h2.
+/// Like [`pair`], with TLS: h1 dials h2.
 fn sealed_pair(pki: &Pki, h1: IdentityStore) -> (Host, Host) {
-    // The certificate tells whose a connection is, whatever the remote.
+    // The certificate identifies the link of a connection, whatever the remote.
     let remote = "192.0.2.1:1".parse().unwrap();
     let passive = Host::accepting(sealed_link(remote, false, Some("h1")), Some(pki.store("h2", 2)));
     let active = Host::dialing(sealed_link(passive.address(), true, Some("h2")), Some(h1));
@@ -181,7 +181,7 @@ fn peers_without_a_good_certificate_are_refused_and_counted() {
     for (h1, why) in [
         (revoked, "revoked"),
         (foreign.store("h1", 1), "authority"),
-        // A good certificate, but of a host that no link leads to.
+        // A valid certificate, but of a host to which no link leads.
         (pki.store("h3", 3), "closed"),
     ] {
         let (active, passive) = sealed_pair(&pki, h1);
@@ -189,7 +189,7 @@ fn peers_without_a_good_certificate_are_refused_and_counted() {
         assert!(matches!(passive.link.state(), LinkState::Unreachable(_) | LinkState::Down(_)));
         assert_eq!(passive.link.stats().in_frames.get(), 0);
     }
-    // Clear text, a TLS record of a version and length that no handshake has, and nothing at all.
+    // Clear text, a TLS record with an impossible version and length, and nothing at all.
     let (active, passive) = sealed_pair(&pki, pki.store("h1", 1));
     until("a connection", || is_up(&active.link) && is_up(&passive.link));
     for bytes in [&b"GET / HTTP/1.0\r\n\r\n"[..], &[0x16, 3, 1, 0xff, 0xff, 1], &[]] {
@@ -198,7 +198,7 @@ fn peers_without_a_good_certificate_are_refused_and_counted() {
         stranger.write_all(bytes).unwrap();
         stranger.shutdown(std::net::Shutdown::Write).unwrap();
         let mut said = vec![];
-        // Closed or reset: both are an end.
+        // Closed or reset: both end the connection.
         let _ = stranger.read_to_end(&mut said);
         until("the count", || passive.stats.discards(DiscardReason::UnknownSource) == before + 1);
     }
@@ -229,7 +229,7 @@ fn frames_of_all_sizes_cross_both_ways() {
     exchange(&active.link, &passive.link);
 }
 
-/// An inbox with more frames than a batch: what arrives before it is worked off keeps the source awake.
+/// An inbox with more frames than a batch: bytes that arrive before the inbox is processed keep the source awake.
 #[test]
 fn an_unfinished_inbox_does_not_know_that_the_socket_is_empty() {
     let (active, passive) = pair();
@@ -253,7 +253,7 @@ fn an_unfinished_inbox_does_not_know_that_the_socket_is_empty() {
     });
 }
 
-/// Frames of all sizes, both ways.
+/// Exchanges frames of all sizes, in both directions.
 fn exchange(active: &Arc<Link>, passive: &Arc<Link>) {
     let frames: Vec<_> = [14, 60, 1514, 9000, FRAME_MAX, 15, FRAME_MAX - 1].map(bytes).into();
     for (from, to, slot) in [(active, passive, ACCEPTED), (passive, active, DIALED)] {
@@ -276,7 +276,7 @@ fn frames_beyond_the_outbox_are_dropped_and_the_others_arrive_whole() {
     overfill(&active.link, &passive.link);
 }
 
-/// Sends more than fits while nobody reads, then reads.
+/// Sends more than fits while the peer does not read, then reads.
 fn overfill(active: &Arc<Link>, passive: &Arc<Link>) {
     let frames: Vec<_> = (0..2000).map(|n| bytes(40_000 + n)).collect();
     send(active, &frames);
@@ -314,7 +314,7 @@ fn a_lost_connection_is_dialed_again() {
     assert_eq!(got, [bytes(100)]);
 }
 
-/// A link that is removed is neither dialed again nor accepted for.
+/// A removed link is neither dialed again nor gets accepted connections.
 #[test]
 fn a_stopped_link_stays_closed() {
     let (active, passive) = pair();
@@ -370,7 +370,7 @@ fn an_impossible_length_ends_the_connection_and_a_bad_message_does_not() {
     assert_eq!(passive_link.stats().discards(DiscardReason::BadHeader), 2);
 }
 
-/// A peer that accepts and then says nothing is given up.
+/// A connection whose peer accepts and then stays silent is closed.
 #[test]
 fn silence_is_noticed_within_ten_seconds() {
     let deaf = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -390,7 +390,7 @@ fn silence_is_noticed_within_ten_seconds() {
     assert!(kept_alive.len() as u64 / 20 >= expected - 2, "{} bytes of keepalives", kept_alive.len());
 }
 
-/// One thread serves all links, and a peer that never answers a TLS handshake holds up none of the others.
+/// One thread serves all links, and a peer that never answers a TLS handshake delays none of the others.
 #[test]
 fn many_links_connect_beside_one_that_hangs() {
     const LINKS: usize = 100;
@@ -408,7 +408,7 @@ fn many_links_connect_beside_one_that_hangs() {
     streams.set_links(&links);
     let accepted: Vec<_> = (0..LINKS).map(|_| open.accept().unwrap()).collect();
     until("all connections", || links[1..].iter().all(|link| is_up(link)));
-    // Other tests have threads, too, but not one for each of these links.
+    // Other tests have threads, too, but not one per link.
     assert!(threads() < before + LINKS / 2, "{} threads, {before} before", threads());
     assert!(!is_up(&hanging));
     let why = || format!("{:?}", hanging.state());
@@ -418,7 +418,7 @@ fn many_links_connect_beside_one_that_hangs() {
     links.iter().for_each(|link| link.stop());
 }
 
-/// The proxy answers byte by byte; what follows its answer is the peer's.
+/// The proxy replies byte by byte; the bytes after its reply belong to the peer.
 #[test]
 fn a_proxy_connects_and_its_bytes_are_not_the_peers() {
     let proxy = TcpListener::bind("127.0.0.1:0").unwrap();

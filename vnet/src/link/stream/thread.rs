@@ -1,11 +1,11 @@
-//! The stream thread: one for all stream links of a host. It dials, accepts, shakes hands, and keeps connections alive.
+//! The stream thread: one for all stream links of a host. It dials, accepts, does TLS handshakes, and keeps connections alive.
 //!
-//! Nothing in it blocks but its wait for events. Each connection that is being made is an *attempt* with a token of the event
-//! set; it advances when its socket is ready and ends at its deadline. A finished connection goes to its link, and from then
-//! on to the dispatchers. Certificates are checked over ten looks, a tenth of the links each, so that thousands of links do not
-//! hold up keepalives.
+//! It blocks only while it waits for events. Each connection being established is an *attempt* with a token of the event set; it
+//! advances when its socket is ready and ends at its deadline. An established connection is passed to its link, and dispatchers
+//! serve it from then on. Certificates are checked over ten rounds, a tenth of the links in each, so that thousands of links do
+//! not delay keepalives.
 //!
-//! By hand rather than on an async runtime: the data plane has none, and a machine monitor that embeds it need not build one.
+//! Implemented without an async runtime: the data plane has none, and a machine monitor that embeds it need not build one.
 
 use std::collections::HashMap;
 use std::io;
@@ -25,25 +25,25 @@ use crate::link::{Link, normalised};
 use crate::poll::Poller;
 use crate::stats::{DiscardReason, PortStats};
 
-/// TLS handshakes of accepted connections under way; more are refused and counted.
+/// Maximum number of concurrent TLS handshakes of accepted connections; further ones are refused and counted.
 const HANDSHAKES_MAX: usize = 32;
-/// How often connections are looked after.
+/// Interval at which connections are checked.
 const LOOK: Duration = Duration::from_secs(1);
-/// Each certificate is checked at one of so many looks.
+/// Number of rounds over which all certificates are checked.
 const VERIFY_LOOKS: usize = 10;
-/// A connection that lasted so long resets the back-off.
+/// Lifetime of a connection that resets the backoff.
 const GOOD: Duration = Duration::from_secs(10);
-/// Connections accepted in a row: keepalives of all links must not wait for a flood of connections.
+/// Maximum number of connections accepted in a row: keepalives of all links must not wait for a flood of connections.
 const ACCEPTS_MAX: usize = 64;
-/// Pause after a failed accept: out of file descriptors, most likely.
+/// Pause after a failed accept, most likely for lack of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// Token of the listening socket. Attempts count up from the next one.
+/// Token of the listening socket. Tokens of attempts follow it.
 const LISTENER: u64 = 0;
 
-/// Why there is no stream thread.
+/// Error when starting the stream thread.
 #[derive(Debug, thiserror::Error)]
 pub enum StreamsError {
-    /// The port is taken, or not allowed.
+    /// The port is in use, or the process may not bind it.
     #[error("cannot listen on {0} (TCP): {1}; choose another [bridge] stream_listen")]
     Listen(SocketAddr, #[source] io::Error),
     /// The system refused a thread or an event set.
@@ -51,7 +51,7 @@ pub enum StreamsError {
     Thread(#[source] io::Error),
 }
 
-/// Makes and keeps the connections of stream links. Dropped, it stops; connections that stand stay with their links.
+/// Establishes and maintains the connections of stream links. Stops on drop; established connections stay with their links.
 pub struct Streams {
     state: Arc<StreamsState>,
     address: Option<SocketAddr>,
@@ -67,7 +67,7 @@ struct StreamsState {
 }
 
 impl Streams {
-    /// Starts the thread, without links. It accepts connections at `listen`, if given.
+    /// Starts the thread, without links. It accepts connections on `listen`, if given.
     pub fn start(listen: Option<SocketAddr>, stats: Arc<PortStats>) -> Result<Streams, StreamsError> {
         let poller = Poller::new().map_err(StreamsError::Thread)?;
         let (mut listener, mut address) = (None, None);
@@ -85,12 +85,12 @@ impl Streams {
         Ok(Streams { state, address, thread: Some(thread.map_err(StreamsError::Thread)?) })
     }
 
-    /// Where it listens, with the port that the kernel chose.
+    /// Listening address, with the port that the kernel chose.
     pub fn local_addr(&self) -> Option<SocketAddr> {
         self.address
     }
 
-    /// Makes connections for the stream links among `links` from now on, and for no others.
+    /// Establishes connections for exactly the stream links among `links` from now on.
     pub fn set_links(&self, links: &[Arc<Link>]) {
         let streams: Vec<_> = links.iter().filter(|link| link.is_stream()).cloned().collect();
         for stream in streams.iter().filter_map(|link| link.stream()) {
@@ -115,7 +115,7 @@ impl Drop for Streams {
     }
 }
 
-/// A connection that is being made.
+/// A connection being established.
 enum Attempt {
     Outgoing(Arc<Link>, Dial),
     Incoming(Box<Newcomer>),
@@ -130,24 +130,24 @@ impl Attempt {
     }
 }
 
-/// Dialing of one link.
+/// Dialing state of one link.
 struct Redial {
     backoff: Backoff,
-    /// The earliest next attempt.
+    /// Earliest time of the next attempt.
     at: Instant,
     under_way: bool,
-    /// Since when the dialed connection has stood.
+    /// Time at which the dialed connection was established.
     connected: Option<Instant>,
 }
 
-/// What the thread owns.
+/// State of the thread.
 struct Worker {
     state: Arc<StreamsState>,
     listener: Option<TcpListener>,
-    /// When to accept the next connection, where one may be waiting.
+    /// Time at which to accept the next connection, if one may be waiting.
     accept_at: Option<Instant>,
     attempts: HashMap<u64, Attempt>,
-    /// By link id, for links that dial.
+    /// Dialing state by link id, for links that dial.
     redials: HashMap<u64, Redial>,
     next_token: u64,
     next_look: Instant,
@@ -190,7 +190,7 @@ impl Worker {
         }
     }
 
-    /// When there is something to do at the latest; `None`: only events.
+    /// Time of the next timed action; `None`: wait for events only.
     fn next_due(&self, links: &[Arc<Link>]) -> Option<Instant> {
         let waiting = |redial: &&Redial| !redial.under_way && redial.connected.is_none();
         let dials = self.redials.values().filter(waiting).map(|redial| redial.at);
@@ -199,7 +199,7 @@ impl Worker {
         dials.chain(deadlines).chain(look).chain(self.accept_at).min()
     }
 
-    /// Starts an attempt for each link that lost its connection, once its back-off is over.
+    /// Starts an attempt for each link that has lost its connection, once its backoff has expired.
     fn dial_lost(&mut self, links: &[Arc<Link>]) {
         let now = Instant::now();
         let dialing = |link: &&Arc<Link>| {
@@ -264,7 +264,7 @@ impl Worker {
         }
     }
 
-    /// Adds an attempt whose socket is watched under the next token.
+    /// Adds an attempt and watches its socket under the next token.
     fn add(&mut self, attempt: Attempt) {
         self.attempts.insert(self.next_token, attempt);
         self.next_token += 1;
@@ -272,7 +272,7 @@ impl Worker {
 
     /// Continues an attempt whose socket is ready.
     fn advance(&mut self, token: u64) {
-        // An event may come late, when its attempt has ended.
+        // An event may arrive late, after its attempt has ended.
         match self.attempts.remove(&token) {
             None => {}
             Some(Attempt::Outgoing(link, dial)) => self.advance_dial(token, link, dial),
@@ -308,7 +308,7 @@ impl Worker {
         }
     }
 
-    /// Stops watching a socket that others watch from now on.
+    /// Stops watching a socket that a dispatcher watches from now on.
     fn forget(&self, token: u64, socket: impl AsFd) {
         self.state.poller.waker(token).forget(socket);
     }
@@ -330,7 +330,7 @@ impl Worker {
         }
     }
 
-    /// Gives an accepted connection to its link, or asks by TLS whose it is.
+    /// Assigns an accepted connection to its link in clear text, or starts a TLS handshake to identify the link.
     fn accept(&mut self, socket: TcpStream, source: SocketAddr) {
         let links = self.state.links.lock().clone();
         if let Some((link, stream)) = owner_of(&links, source) {
@@ -381,7 +381,7 @@ impl Worker {
         }
     }
 
-    /// Once a second: keepalives, silent connections, certificates.
+    /// Once a second: sends keepalives, closes silent connections, and checks certificates.
     fn look_after(&mut self, links: &[Arc<Link>]) {
         let now = Instant::now();
         if now < self.next_look {

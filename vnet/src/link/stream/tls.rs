@@ -1,8 +1,8 @@
-//! TLS on a stream link: version 1.3, certificates on both sides, the same that sealed links use.
+//! TLS on a stream link: version 1.3, with the certificates of sealed links on both sides.
 //!
-//! A [`Handshake`] never blocks: the stream thread advances it when the socket is ready, and bounds its time. The bytes that
-//! the other side may send are bounded here. Afterwards the connection is the dispatchers' like any other: rustls encrypts
-//! and decrypts records as bytes come and go.
+//! A [`Handshake`] never blocks: the stream thread advances it when the socket is ready, and limits its time. The handshake
+//! limits the bytes that the other side may send. Afterwards dispatchers use the connection like any other: rustls encrypts and
+//! decrypts records as bytes are sent and received.
 
 use std::io::{self, Read};
 use std::net::TcpStream;
@@ -17,11 +17,11 @@ use crate::link::sealed::identity::{Claims, Identity, explain, server_name};
 /// Protocol name and version (RFC 7301). Another version gets another name.
 const ALPN: &[u8] = b"vnet-stream/1";
 
-/// An established TLS connection and who is at the other end.
+/// An established TLS connection and the identity of the peer.
 pub(super) struct Secured {
     pub(super) tls: Connection,
     pub(super) chain: Vec<CertificateDer<'static>>,
-    /// Networks and addresses that the certificate entitles the peer to.
+    /// Networks and addresses that the certificate allows the peer to use.
     pub(super) claims: Arc<Claims>,
 }
 
@@ -31,22 +31,22 @@ impl std::fmt::Debug for Secured {
     }
 }
 
-/// A TLS handshake under way. Errors are one line.
+/// A TLS handshake in progress. Errors are one line.
 pub(super) struct Handshake {
     tls: Connection,
-    /// Bytes that the other side may still send.
+    /// Number of bytes that the other side may still send.
     bytes_left: u64,
 }
 
 impl Handshake {
-    /// For a connection that this host dialed to `peer`.
+    /// Creates a handshake for a connection that this host dialed to `peer`.
     pub(super) fn client(identity: &Identity, peer: &str) -> Result<Handshake, String> {
         let config = identity.client(&[ALPN]).map_err(|error| explain(&error))?;
         let tls = ClientConnection::new(Arc::new(config), server_name(peer)?);
         Ok(Handshake::new(tls.map_err(|error| explain(&error))?.into()))
     }
 
-    /// For a connection that this host accepted; the certificate tells whose it is.
+    /// Creates a handshake for a connection that this host accepted; the certificate identifies the peer.
     pub(super) fn server(identity: &Identity) -> Result<Handshake, String> {
         let config = identity.server(&[ALPN]).map_err(|error| explain(&error))?;
         let tls = ServerConnection::new(Arc::new(config)).map_err(|error| explain(&error))?;
@@ -57,7 +57,7 @@ impl Handshake {
         Handshake { tls, bytes_left: BYTES_MAX as u64 }
     }
 
-    /// Continues until the socket would block. True when the handshake is complete and all of it has been sent.
+    /// Continues until the socket would block. Returns true when the handshake is complete and all of its bytes have been sent.
     pub(super) fn advance(&mut self, mut socket: &TcpStream) -> Result<bool, String> {
         let ended = |error: io::Error| format!("the TLS handshake ended: {error}");
         loop {
@@ -77,14 +77,14 @@ impl Handshake {
                 Err(error) => return Err(ended(error)),
             }
             if let Err(error) = self.tls.process_new_packets() {
-                // An alert tells the other side, if it still listens.
+                // An alert gives the other side the reason, if it still reads.
                 let _ = self.tls.write_tls(&mut socket);
                 return Err(explain(&error));
             }
         }
     }
 
-    /// Sends what TLS has to send. False when the socket would block.
+    /// Sends the records that TLS has buffered. Returns false when the socket would block.
     fn write(&mut self, mut socket: &TcpStream) -> io::Result<bool> {
         while self.tls.wants_write() {
             match self.tls.write_tls(&mut socket) {
@@ -97,9 +97,9 @@ impl Handshake {
         Ok(true)
     }
 
-    /// The certificates of the other end. For a handshake that is complete.
+    /// The certificates of the peer. The handshake must be complete.
     pub(super) fn chain(&self) -> Result<Vec<CertificateDer<'static>>, String> {
-        // A peer that offers no protocol at all gets through ALPN.
+        // A peer that offers no protocol at all passes ALPN.
         if self.tls.alpn_protocol() != Some(ALPN) {
             return Err("the other host speaks another protocol there".into());
         }
@@ -110,7 +110,7 @@ impl Handshake {
         Ok(chain.iter().map(|certificate| certificate.clone().into_owned()).collect())
     }
 
-    /// The connection, if the certificates are those of `peer`. For a handshake that is complete.
+    /// Returns the connection if the certificates are those of `peer`. The handshake must be complete.
     pub(super) fn secured_with(self, identity: &Identity, peer: &str) -> Result<Secured, String> {
         let chain = self.chain()?;
         let info = identity.verify(&chain, peer)?;

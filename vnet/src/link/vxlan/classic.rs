@@ -17,12 +17,12 @@ pub(in crate::link) struct Classic {
 }
 
 impl Classic {
-    /// To the peer's only port.
+    /// A link to the peer's only port.
     pub(in crate::link) fn new(remote: SocketAddr) -> Classic {
         Classic { remote, name: Target::new(remote) }
     }
 
-    /// Sends the frames `which` of the batch unwrapped, one per datagram.
+    /// Sends the frames `which` of the batch without a header, one per datagram.
     pub(in crate::link) fn send(&self, socket: &Socket, out: &mut Sending<'_>, which: &[u16]) {
         let Some(name) = socket.form_of(&self.name) else {
             return out.dropped_all(DropReason::SendFailed, which);

@@ -1,11 +1,12 @@
-//! Completes what guests left to their NIC (checksums, segmentation), and puts the finished Ethernet frames into datagrams.
+//! Completes the offloads that guests leave to their NIC (checksums, segmentation), and puts the finished Ethernet frames into
+//! datagrams.
 //!
-//! Completing a checksum and segmenting a super-frame take one pass that copies and one that sums. TCP segments are made small
-//! enough for one packet on the path, whatever MTU the guest assumes; an oversized TCP frame that is no super-frame is
-//! segmented as well. A frame's segments have equal sizes, so the gather joins them in one message that the kernel or NIC
+//! Completing a checksum and segmenting a super-frame take one pass over the data to copy it and one to sum it. TCP segments are
+//! made small enough for one packet on the path, whatever MTU the guest assumes; an oversized TCP frame that is not a super-frame
+//! is also segmented. A frame's segments have equal sizes, so the gather buffer joins them in one message that the kernel or NIC
 //! splits again. Finished frames are sent without a copy.
 //!
-//! Oversized frames other than TCP: a `vnet` peer gets them in IP fragments, as VNET/P's peers always did; a VTEP must not send
+//! Oversized frames other than TCP: a `vnet` peer gets them in IP fragments, as VNET/P's peers always have; a VTEP must not send
 //! fragments (RFC 7348 section 4.3), so a `vxlan` link drops and counts them.
 
 use crate::frame::{Frame, SEGMENTS_MAX};
@@ -20,7 +21,7 @@ use crate::wire::vxlan;
 /// Offset of TCP's checksum in its header.
 pub(super) const TCP_CHECKSUM: u16 = 16;
 
-/// Whether a frame exceeds `room` bytes, what the path carries, but can be segmented.
+/// True if a frame exceeds `room` bytes, the limit of the path, but can be segmented.
 #[inline]
 pub(super) fn must_be_cut(frame: &Frame, room: usize) -> bool {
     frame.offload.gso_type != 0 || (frame.len() > room && frame.offload.csum_offset == TCP_CHECKSUM)
@@ -30,15 +31,15 @@ pub(super) fn must_be_cut(frame: &Frame, room: usize) -> bool {
 pub(super) struct Way<'a> {
     socket: &'a Socket,
     name: &'a Name,
-    /// Whether each frame gets a VXLAN header.
+    /// True if each frame gets a VXLAN header.
     has_header: bool,
-    /// Largest frame in bytes that fits one packet, and largest that can be sent at all.
+    /// Maximum length in bytes of a frame that fits into one packet, and of a frame that can be sent at all.
     room: usize,
     most: usize,
 }
 
 impl<'a> Way<'a> {
-    /// Bare frames; those larger than `room` bytes leave in IP fragments.
+    /// Bare frames; those longer than `room` bytes leave in IP fragments.
     pub(super) fn classic(socket: &'a Socket, name: &'a Name, room: usize) -> Way<'a> {
         Way { socket, name, has_header: false, room, most: UDP_PAYLOAD_MAX }
     }
@@ -56,7 +57,7 @@ impl<'a> Way<'a> {
         }
     }
 
-    /// Makes room for one more datagram with `bytes` of copies.
+    /// Flushes if necessary, so that one more datagram with `bytes` of copies fits.
     #[inline]
     fn make_room(&self, out: &mut Sending<'_>, bytes: usize) {
         if !out.gather.has_room(1, SEGMENTS_MAX + 1, bytes + vxlan::HEADER_LEN) {
@@ -66,7 +67,7 @@ impl<'a> Way<'a> {
 
     /// Sends the gathered datagrams.
     pub(super) fn flush(&self, out: &mut Sending<'_>) {
-        // Never stops early: what cannot be sent counts as dropped.
+        // Never stops early: a datagram that cannot be sent counts as dropped.
         _ = out.flush(self.socket, self.name, false);
     }
 
@@ -113,7 +114,7 @@ impl<'a> Way<'a> {
     /// Sends a frame in segments.
     fn put_segments(&self, out: &mut Sending<'_>, index: u16, cut: &Cut) {
         let frame = out.frame(index);
-        // One frame arrived: every further segment counts as a copy.
+        // One frame arrived, so every further segment counts as a copy.
         out.link.stats.copies.add(cut.count() as u64 - 1);
         let mut payload = out.batch.reader(frame);
         payload.skip(cut.headers_len());

@@ -7,12 +7,13 @@ use std::os::fd::{AsFd, AsRawFd};
 use crate::link::path::route::RouteProbe;
 use crate::link::socket::udp::Socket;
 
-/// Multicast group memberships. One dispatcher per host holds them: the kernel delivers a group's datagrams to every member.
+/// Multicast group memberships. One dispatcher per host holds them, because the kernel delivers a group's datagrams to every
+/// member.
 #[derive(Default)]
 pub(in crate::link) struct Groups(Vec<(Ipv4Addr, Ipv4Addr)>);
 
 impl Groups {
-    /// Joins `groups`, each on the device that leads to the remote beside it, and leaves all others.
+    /// Joins `groups`, each on the device of the route to its remote, and leaves all other groups.
     pub(in crate::link) fn follow(
         &mut self,
         socket: &Socket,
@@ -31,7 +32,7 @@ impl Groups {
         }
         let gone: Vec<_> = self.0.iter().copied().filter(|old| !wanted.contains(old)).collect();
         for membership in gone {
-            // A membership that vanished with its device is no error.
+            // A membership that disappeared with its device is not an error.
             let _ = change(socket, libc::IP_DROP_MEMBERSHIP, membership);
             self.0.retain(|old| *old != membership);
         }
@@ -54,7 +55,7 @@ fn change(socket: &Socket, option: libc::c_int, (group, device): (Ipv4Addr, Ipv4
     let request = libc::ip_mreq { imr_multiaddr: in_addr(group), imr_interface: in_addr(device) };
     let len = size_of_val(&request) as libc::socklen_t;
     let fd = socket.as_fd().as_raw_fd();
-    // SAFETY: `request` is readable for the `len` bytes told.
+    // SAFETY: `request` is readable for the stated `len` bytes.
     let result = unsafe { libc::setsockopt(fd, libc::SOL_IP, option, (&raw const request).cast(), len) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }

@@ -1,24 +1,25 @@
-//! TCP streams on a VXLAN link, sent uncut through the kernel's own VXLAN driver.
+//! TCP streams on a VXLAN link, sent unsegmented through the kernel's own VXLAN driver.
 //!
-//! A VTEP expects one datagram per segment, and vnet can segment super-frames itself (finish_frames.rs). But then the network device
-//! has nothing left to segment, and a receiving kernel takes each segment through its whole receive path. The kernel's VXLAN
-//! driver keeps a super-frame whole until the device, which segments it in hardware where it can, or passes it uncut to a
-//! veth's other end.
+//! A VTEP expects one datagram per segment, and vnet can segment super-frames itself (finish_frames.rs). But then the network
+//! device has nothing left to segment, and a receiving kernel processes each segment in its whole receive path. The kernel's
+//! VXLAN driver keeps a super-frame whole until the device, which segments it in hardware if it can, or passes it unsegmented to
+//! a veth's other end.
 //!
-//! So a link has a VXLAN device for each of its networks and VTEPs, with one forwarding entry: everything to the VTEP's port. A
-//! packet socket writes frames to it with virtio-net metadata, as on a local network (interface/local/mod.rs). The device lives
-//! in a network namespace that only that socket keeps alive, while its datagrams leave from vnetd's namespace
-//! (`IFLA_NET_NS_FD`): the device is invisible, takes no name, and vanishes with vnetd, however that ends.
+//! So a link has a VXLAN device for each of its networks and VTEPs, with one forwarding entry that sends all frames to the VTEP's
+//! port. A packet socket writes frames to it with virtio-net metadata, as on a local network (interface/local/mod.rs). The device
+//! lives in a network namespace that only that socket keeps alive, while its datagrams leave from vnetd's namespace
+//! (`IFLA_NET_NS_FD`): the device is invisible, takes no name in vnetd's namespace, and disappears with vnetd, however vnetd
+//! ends.
 //!
-//! It only sends. The namespace has no IPv6, so the device sends nothing on its own and answers nobody; it learns nothing
-//! (`nolearning`), and the packet socket listens to no protocol. VXLAN is received by the bridge's own socket, from configured
-//! peers only. Our sockets bind the source ports: the kernel accepts an ICMP error about a datagram only if a socket owns its
+//! The device only sends. The namespace has no IPv6, so the device sends and answers nothing by itself; it does not learn
+//! (`nolearning`), and the packet socket receives no protocol. The bridge's own socket receives VXLAN, from configured peers
+//! only. vnetd's sockets bind the source ports: the kernel accepts an ICMP error about a datagram only if a socket owns its
 //! source port, and without that a shrinking path MTU would go unnoticed.
 //!
-//! TCP flows use the device while they have frames to segment ([`Streams`]); everything else is cheaper gathered in one
-//! message. A switch changes the flow's source port, so on a network with several paths one frame may overtake another, once.
-//! ECN-capable flows (ECT, RFC 3168) never use it: the driver copies the mark to the outer header (RFC 6040), and a congested
-//! router would then set a mark that a vnet at the other end does not pass on.
+//! TCP flows use the device while they have frames to segment ([`Streams`]); everything else is cheaper gathered in one message.
+//! Switching changes the flow's source port, so on a network with several paths one frame may overtake another, once. ECN-capable
+//! flows (ECT, RFC 3168) never use it: the driver copies the codepoint to the outer header (RFC 6040), and a congested router
+//! would then set a mark that vnet at the other end does not copy to the inner header.
 //!
 //! All of this needs CAP_NET_ADMIN, CAP_NET_RAW and CAP_SYS_ADMIN. Without them, and for networks and VTEPs beyond the limits,
 //! vnet segments frames itself.
@@ -52,22 +53,23 @@ use crate::wire::ip;
 use crate::wire::offload::{F_NEEDS_CSUM, Offload};
 use crate::wire::segment::Cut;
 
-/// Most devices of one link, and of all links together. Each is a namespace (some hundred kilobytes) and a kernel socket.
+/// Maximum number of devices of one link, and of all links together. Each is a namespace (some hundred kilobytes) and a kernel
+/// socket.
 const DRIVERS_MAX: usize = 16;
 const DRIVERS_ALL: usize = 128;
 /// Current number of devices.
 static DRIVERS: AtomicUsize = AtomicUsize::new(0);
-/// Source ports of a link's devices, consecutive.
+/// Number of source ports of a link's devices, consecutive.
 const PORTS: u16 = 16;
-/// Bytes of the virtio-net header on a packet socket: the one without `num_buffers`.
+/// Length in bytes of the virtio-net header on a packet socket, which has no `num_buffers`.
 const VIRTIO_HEADER_LEN: usize = 10;
-/// MTU of the device. The path's limit is checked before.
+/// MTU of the device in bytes. The path's limit is checked before.
 const MTU: u32 = 65_000;
 /// The name the kernel gives the first VXLAN device in a namespace.
 const NAME: &CStr = c"vxlan0";
-/// Attempts to get a free port, or several in a row.
+/// Maximum number of attempts to get a free port, or several consecutive ones.
 const TRIES: u32 = 32;
-/// Flow table size. Colliding flows count as streams together.
+/// Number of entries in the flow table. Colliding flows count as streams together.
 const FLOWS: usize = 1024;
 /// A flow keeps using the device for this long after its last frame to segment, in ms.
 const STREAM_MS: u64 = 1_000;
@@ -76,13 +78,13 @@ const STREAM_MS: u64 = 1_000;
 #[derive(Debug, Default)]
 pub(in crate::link) struct Drivers {
     slots: [OnceLock<Driver>; DRIVERS_MAX],
-    /// Held while devices are created: the sockets that own their source ports.
+    /// Held while devices are created: the sockets that own the devices' source ports.
     ports: Mutex<Vec<Socket>>,
-    /// The lack of devices has been logged.
+    /// True once the lack of devices has been logged.
     told: AtomicBool,
 }
 
-/// One device: sends everything to one VTEP, in one network.
+/// One device: sends all frames to one VTEP, in one network.
 #[derive(Debug)]
 pub(in crate::link) struct Driver {
     network: NetworkId,
@@ -96,11 +98,11 @@ impl Drop for Driver {
     }
 }
 
-/// The outcome for a frame.
+/// Outcome of sending a frame through a device.
 pub(in crate::link) enum Sent {
-    /// Sent, or counted as dropped.
+    /// The frame is sent, or counted as dropped.
     Done,
-    /// The kernel refused it, or the device is gone.
+    /// The kernel refused the frame, or the device no longer exists.
     NotTaken,
 }
 
@@ -123,7 +125,7 @@ impl Drivers {
                 return;
             }
             match block(&mut ports, local).and_then(|first| open(network, remote, local, first)) {
-                // Cannot be filled concurrently: `ports` is held.
+                // No other thread can fill it, because `ports` is held.
                 Ok(socket) => drop(free.set(Driver { network, vtep, socket })),
                 Err(error) => {
                     DRIVERS.fetch_sub(1, Relaxed);
@@ -195,8 +197,8 @@ impl Driver {
         }
         loop {
             let count = (1 + segments.len()) as libc::c_int;
-            // SAFETY: a frame has at most SEGMENTS_MAX segments, so `count` vectors are filled: the first with the header, which
-            // lives on this stack frame, the others with slices that are readable until the batch is cleared.
+            // SAFETY: a frame has at most SEGMENTS_MAX segments, so `count` vectors are filled: the first with the header, a
+            // local variable, the others with slices that are readable until the batch is cleared.
             match check(unsafe { libc::writev(self.socket.as_raw_fd(), vectors.as_ptr(), count) }) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 result => return result.map(drop),
@@ -216,7 +218,7 @@ impl Streams {
         Streams { until: Box::new([0; FLOWS]) }
     }
 
-    /// True when the frame leaves through the kernel device: a TCP frame to segment, or one of a flow that recently had one.
+    /// True when the frame leaves through the kernel device: a TCP frame to segment, or a frame of a flow that recently had one.
     /// `flow` is a hash of link and flow.
     #[inline]
     pub(super) fn go_by_driver(
@@ -242,12 +244,12 @@ impl Streams {
     }
 }
 
-/// Whether a frame's IP header carries ECT(0), ECT(1) or CE (RFC 3168 section 5).
+/// True if a frame's IP header carries ECT(0), ECT(1) or CE (RFC 3168 section 5).
 fn hears_of_congestion(head: &[u8]) -> bool {
     ip::in_frame(head).is_some_and(|(_, ip)| ip.ecn != 0)
 }
 
-/// Extends `ports` to [`PORTS`] sockets on consecutive ports, starting at the first one.
+/// Extends `ports` to [`PORTS`] sockets on consecutive ports, starting at the port of the first one.
 fn block(ports: &mut Vec<Socket>, local: IpAddr) -> io::Result<u16> {
     if let Some(first) = ports.first() {
         return Ok(first.local().port());
@@ -255,10 +257,10 @@ fn block(ports: &mut Vec<Socket>, local: IpAddr) -> io::Result<u16> {
     for _ in 0..TRIES {
         let first = Socket::sending(SocketAddr::new(local, 0))?;
         let from = first.local().port();
-        // The port behind the last one must exist too: the device's range is half-open.
+        // The port after the last one must also exist, because the device's range is half-open.
         let Some(end) = from.checked_add(PORTS) else { continue };
         let rest = (from + 1..end).map(|port| Socket::sending(SocketAddr::new(local, port)));
-        // A port of the row is taken: try another row.
+        // A port of the range is in use: try another range.
         if let Ok(rest) = rest.collect::<io::Result<Vec<_>>>() {
             ports.push(first);
             ports.extend(rest);
@@ -268,14 +270,14 @@ fn block(ports: &mut Vec<Socket>, local: IpAddr) -> io::Result<u16> {
     Err(io::ErrorKind::AddrInUse.into())
 }
 
-/// Creates a device in its own namespace, sending from the ports behind `first`, and the socket that writes to it.
+/// Creates a device in its own namespace, which sends from the ports starting at `first`, and the socket that writes to it.
 fn open(network: NetworkId, remote: SocketAddr, local: IpAddr, first: u16) -> io::Result<OwnedFd> {
     let here = Netlink::new()?;
     std::thread::scope(|scope| {
-        // On its own thread: a thread cannot return to its old namespace.
+        // On a separate thread, because a thread cannot return to its old namespace.
         let thread = std::thread::Builder::new().name("vxlan-device".into());
         let made = thread.spawn_scoped(scope, || {
-            // SAFETY: no memory is passed; the namespace of this thread alone changes, and nothing else runs on it.
+            // SAFETY: the call passes no pointers; only this thread's namespace changes, and no other code runs on it.
             check(unsafe { libc::unshare(libc::CLONE_NEWNET) })?;
             silence()?;
             make(&here, network, remote, local, first)
@@ -284,11 +286,11 @@ fn open(network: NetworkId, remote: SocketAddr, local: IpAddr, first: u16) -> io
     })
 }
 
-/// Disables IPv6 in the calling thread's namespace: devices would send router and neighbour solicitations, and answer.
+/// Disables IPv6 in the calling thread's namespace: devices would send router and neighbour solicitations, and answer them.
 fn silence() -> io::Result<()> {
     for which in ["all", "default"] {
         match std::fs::write(format!("/proc/sys/net/ipv6/conf/{which}/disable_ipv6"), "1") {
-            // A kernel without IPv6.
+            // The kernel has no IPv6.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             result => result?,
         }
@@ -296,7 +298,7 @@ fn silence() -> io::Result<()> {
     Ok(())
 }
 
-/// Like [`open`], in the calling thread's namespace; datagrams leave from namespace `here`.
+/// Like [`open`], in the calling thread's namespace; datagrams leave from the namespace `here`.
 fn make(
     here: &Netlink,
     network: NetworkId,
@@ -308,10 +310,10 @@ fn make(
     let mut request = LinkMessage::default();
     request.header.flags = LinkFlags::Up;
     request.header.change_mask = LinkFlags::Up;
-    // Without a name: older kernels would check it against those of the wrong namespace.
+    // Without a name, because older kernels would check it against those of the wrong namespace.
     request.attributes = vec![LinkAttribute::Mtu(MTU), LinkAttribute::NetNsFd(namespace.as_raw_fd())];
     for _ in 0..TRIES {
-        // A listening port is mandatory. The kernel picks one that is free right now.
+        // A listening port is mandatory. The kernel picks a port that is currently free.
         let port = Socket::sending(SocketAddr::new(local, 0))?.local().port();
         let info = vec![
             InfoVxlan::Id(network.get()),
@@ -348,7 +350,7 @@ fn source(local: IpAddr, remote: SocketAddr) -> io::Result<InfoVxlan> {
     }
 }
 
-/// Sets device `index` to send everything to `remote`.
+/// Makes device `index` send all frames to `remote`.
 fn lead(index: u32, remote: SocketAddr) -> io::Result<()> {
     let mut entry = NeighbourMessage::default();
     entry.header.family = AddressFamily::Bridge;
@@ -356,7 +358,7 @@ fn lead(index: u32, remote: SocketAddr) -> io::Result<()> {
     entry.header.state = NeighbourState::Permanent;
     entry.header.flags = NeighbourFlags::Own;
     entry.attributes = vec![
-        // The default entry; no other exists.
+        // The default entry, and the only one.
         NeighbourAttribute::LinkLayerAddress(vec![0; 6]),
         NeighbourAttribute::Destination(match remote.ip() {
             IpAddr::V4(ip) => NeighbourAddress::Inet(ip),
@@ -370,21 +372,21 @@ fn lead(index: u32, remote: SocketAddr) -> io::Result<()> {
 /// A packet socket that writes to device `index` and receives nothing.
 fn socket(index: u32) -> io::Result<OwnedFd> {
     let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-    // SAFETY: no memory is passed.
+    // SAFETY: the call passes no pointers.
     let fd = check(unsafe { libc::socket(libc::AF_PACKET, kind, 0) })?;
-    // SAFETY: the descriptor is new and nobody else's.
+    // SAFETY: the descriptor is new, and nothing else owns it.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };
     set(&socket, libc::SOL_PACKET, libc::PACKET_VNET_HDR, 1)?;
     let bytes = buffers::buffer_bytes(buffers::ASSUMED_MBPS) as libc::c_int;
     set(&socket, libc::SOL_SOCKET, libc::SO_SNDBUFFORCE, bytes)
         .or_else(|_| set(&socket, libc::SOL_SOCKET, libc::SO_SNDBUF, bytes))?;
-    // SAFETY: `sockaddr_ll` is plain data, for which all zeros is a value.
+    // SAFETY: `sockaddr_ll` is plain data, for which all zeros is a valid value.
     let mut name = unsafe { std::mem::zeroed::<libc::sockaddr_ll>() };
     // Protocol 0: receives nothing.
     name.sll_family = libc::AF_PACKET as libc::c_ushort;
     name.sll_ifindex = index as libc::c_int;
     let len = size_of_val(&name) as libc::socklen_t;
-    // SAFETY: `name` is a socket address of the length told.
+    // SAFETY: `name` is a socket address of the stated length.
     check(unsafe { libc::bind(socket.as_raw_fd(), (&raw const name).cast(), len) })?;
     Ok(socket)
 }

@@ -11,7 +11,7 @@ pub(in crate::link) struct Vxlan {
     /// The first VTEP.
     pub(in crate::link) remote: SocketAddr,
     pub(in crate::link) vteps: Vteps,
-    /// Kernel devices for TCP streams; `None` when configured off.
+    /// Kernel devices for TCP streams; `None` if disabled in the configuration.
     pub(in crate::link) drivers: Option<Drivers>,
 }
 

@@ -1,5 +1,5 @@
-//! Sends frames on VXLAN links: each to the VTEP that its destination is known behind, or to all; from a source port chosen by
-//! its flow, or through a kernel VXLAN device if it belongs to a TCP stream.
+//! Sends frames on VXLAN links: each frame to the VTEP at which its destination was learned, or to all; from a source port chosen
+//! by its flow, or through a kernel VXLAN device if it belongs to a TCP stream.
 
 use std::sync::Arc;
 
@@ -14,13 +14,13 @@ use crate::link::socket::udp::Socket;
 use crate::stats::DropReason;
 use crate::wire::{flow, vxlan};
 
-/// The way of a frame through a kernel device: this plus the device's index. Smaller values are source ports.
+/// Marks a frame that leaves through a kernel device: this value plus the device's index. Smaller values are source ports.
 const BY_DEVICE: u8 = PORTS as u8;
 
 /// Sends frames on VXLAN links, for one dispatcher.
 pub(in crate::link) struct VxlanSender {
     ports: SourcePorts,
-    /// Which flows have frames to segment.
+    /// Flows that have frames to segment.
     streams: Streams,
     /// Frames of a call: VTEP number, source port or [`BY_DEVICE`], index in the batch.
     ways: Vec<(u16, u8, u16)>,
@@ -32,12 +32,12 @@ impl VxlanSender {
         VxlanSender { ports, streams: Streams::new(), ways: Vec::with_capacity(BATCH_MAX), now_ms: 0 }
     }
 
-    /// The sockets it sends on.
+    /// The sockets of the source ports.
     pub(in crate::link) fn sockets(&self) -> &[Arc<Socket>] {
         self.ports.all()
     }
 
-    /// Advances the clock that stream flows expire by.
+    /// Advances the clock by which stream flows expire.
     pub(in crate::link) fn tick(&mut self, now_ms: u64) {
         self.now_ms = now_ms;
     }
@@ -70,7 +70,7 @@ impl VxlanSender {
 
     /// Chooses each frame's VTEP and source port, or kernel device.
     fn choose_ways(&mut self, link: &Vxlan, out: &Sending<'_>, which: &[u16], room: usize) {
-        // The device would drop frames silently without a route.
+        // Without a route the device would drop frames silently.
         let drivers = link.drivers.as_ref().filter(|_| out.link.path.has_route());
         self.ways.clear();
         for &index in which {

@@ -1,8 +1,8 @@
 //! Source ports of VXLAN datagrams: the sockets that one dispatcher sends from.
 //!
-//! The hash of the inner flow chooses a datagram's source port (RFC 7348 section 5), so that the underlay spreads flows over
-//! its paths. Raw sockets would need a privilege and could not use segmentation offload: instead each dispatcher has [`PORTS`]
-//! UDP sockets, bound in the range that the RFC names. Nobody reads from them.
+//! The hash of the inner flow chooses a datagram's source port (RFC 7348 section 5), so that the underlay spreads flows over its
+//! paths. Raw sockets would need a privilege and could not use segmentation offload, so each dispatcher has [`PORTS`] UDP sockets
+//! instead, bound in the range that the RFC recommends. They are never read.
 
 use std::io;
 use std::net::SocketAddr;
@@ -10,13 +10,13 @@ use std::sync::Arc;
 
 use crate::link::socket::udp::Socket;
 
-/// Source ports of a dispatcher.
+/// Number of source ports of a dispatcher.
 pub(in crate::link) const PORTS: usize = 16;
 /// One dispatcher's sockets for sending VXLAN.
 pub(in crate::link) struct SourcePorts(Vec<Arc<Socket>>);
 
 impl SourcePorts {
-    /// On the same address as the socket that listens on `listen`.
+    /// Binds sockets to the address on which the VXLAN socket listens.
     pub(in crate::link) fn new(listen: SocketAddr) -> io::Result<SourcePorts> {
         let sockets = (0..PORTS).map(|_| {
             let socket = Socket::sending(SocketAddr::new(listen.ip(), 0))?;

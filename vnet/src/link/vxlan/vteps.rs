@@ -1,9 +1,9 @@
 //! The VTEPs of a VXLAN link, and MAC learning among them.
 //!
 //! A link leads to one VTEP, its `remote`, or to several of one network, listed in `flood`. Multicast and unknown destinations
-//! are flooded to all of them (RFC 7348 section 4.2 with head-end replication in place of the multicast group, as in `bridge
-//! fdb append 00:00:00:00:00:00 … dst …`), or sent once to a multicast group if there is one; others go to the VTEP where the
-//! address was last heard.
+//! are flooded to all of them (RFC 7348 section 4.2 with head-end replication in place of the multicast group, as in `bridge fdb
+//! append 00:00:00:00:00:00 … dst …`), or sent once to a multicast group if there is one. Other frames go to the VTEP where their
+//! destination was last heard.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -13,23 +13,24 @@ use crate::link::socket::name::{Name, Target, normalised};
 use crate::link::socket::udp::Socket;
 use crate::wire::ethernet::Mac;
 
-/// Most further VTEPs of one link. Each gets a copy of every flooded frame; beyond some hundred, use multicast.
+/// Maximum number of further VTEPs of one link. Each gets a copy of every flooded frame; beyond some hundred, use multicast.
 pub const FLOOD_MAX: usize = 255;
-/// Size of the learning table of a link with several VTEPs. Colliding addresses evict each other and are flooded meanwhile.
+/// Number of entries in the learning table of a link with several VTEPs. Colliding addresses evict each other, and frames to an
+/// evicted address are flooded.
 const PLACES: usize = 4096;
-/// Ageing period in ms: an address that stays silent for one to two periods is forgotten.
+/// Ageing period in ms: an address that sends nothing for one to two periods is removed.
 const AGEING_MS: u64 = 300_000;
-/// Bit of an entry: heard since the last ageing.
+/// Bit of an entry: the address was heard since the last ageing.
 const FRESH: u64 = 0x8000;
 
 /// Destinations of a VXLAN link besides its remote.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VxlanOptions {
-    /// Other VTEPs of the network, at the remote's port; at most [`FLOOD_MAX`].
+    /// Further VTEPs of the network, at the remote's port; at most [`FLOOD_MAX`].
     pub flood: Vec<IpAddr>,
     /// Multicast group for flooded frames, at the remote's port.
     pub group: Option<Ipv4Addr>,
-    /// Send TCP streams through a kernel VXLAN device where one can be created (kernel_device.rs).
+    /// True to send TCP streams through a kernel VXLAN device if one can be created (kernel_device.rs).
     pub offload: bool,
 }
 
@@ -46,7 +47,7 @@ pub(in crate::link) struct Vteps {
     /// Destinations in the same order; the multicast group, if any, comes last.
     names: Vec<Target>,
     group: Option<Ipv4Addr>,
-    /// Entries: address (48 bits), [`FRESH`], VTEP number plus 1; 0: empty. No table with only one VTEP.
+    /// Entries: address (48 bits), [`FRESH`], VTEP number plus 1; 0: empty. A link with only one VTEP has no table.
     places: Box<[AtomicU64]>,
     aged_ms: AtomicU64,
 }
@@ -102,7 +103,7 @@ impl Vteps {
         }
     }
 
-    /// Forgets addresses that have been silent too long.
+    /// Removes addresses that have been silent too long.
     pub(in crate::link) fn age(&self, now_ms: u64) {
         let aged_ms = self.aged_ms.load(Relaxed);
         if now_ms.saturating_sub(aged_ms) < AGEING_MS
@@ -111,7 +112,7 @@ impl Vteps {
             return;
         }
         for place in &self.places {
-            // An address heard right now may lose its mark: then it has one period left instead of two.
+            // An address heard at this moment may lose its mark: it then has one period left instead of two.
             let known = place.load(Relaxed);
             place.store(if known & FRESH != 0 { known & !FRESH } else { 0 }, Relaxed);
         }

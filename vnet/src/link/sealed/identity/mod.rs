@@ -1,12 +1,12 @@
 //! This host's identity: certificate, private key, trusted authorities and revocation lists, and TLS configurations from them.
 //!
-//! An [`Identity`] is one reading of the files, checked as a whole and immutable. An [`IdentityStore`] holds the latest good
-//! one and reads the files again when they change; each handshake uses the identity of the moment. So certificates are renewed by
-//! replacing files, and established sessions stay.
+//! An [`Identity`] is an immutable snapshot of the files, checked as a whole. An [`IdentityStore`] holds the latest valid
+//! snapshot and reads the files again when they change; each handshake uses the current identity. So certificates are renewed by
+//! replacing files, and established sessions stay up.
 //!
-//! A DNS name in the certificate's subject alternative names names the host. URIs in the same extension may limit what the host
-//! may send: `vnet:network=5` and `vnet:mac=52:54:00:00:00:01`, any number of each; a kind that is absent is not limited. A URI
-//! that begins with `vnet:` and cannot be parsed makes the certificate unusable.
+//! A DNS name among the certificate's subject alternative names is the host's name. URIs in the same extension may limit what the
+//! host may send: `vnet:network=5` and `vnet:mac=52:54:00:00:00:01`, any number of each; a kind that is absent is not limited. A
+//! URI that begins with `vnet:` and cannot be parsed makes the certificate unusable.
 //!
 //! TLS is always 1.3 with AES-256-GCM and certificates on both sides. Key exchange prefers the hybrid X25519MLKEM768, so that
 //! quantum computers cannot decrypt recorded handshakes later. No session resumption, no early data.
@@ -40,9 +40,9 @@ use crate::wire::ethernet::Mac;
 
 pub mod tls;
 
-/// Largest file in bytes: the revocation list of a large authority fits.
+/// Maximum size of a file in bytes: large enough for the revocation list of a large authority.
 const FILE_MAX: u64 = 16 << 20;
-/// Most limits of one kind in a certificate.
+/// Maximum number of limits of one kind in a certificate.
 const CLAIMS_MAX: usize = 4096;
 
 /// Paths of an identity's files, all PEM.
@@ -52,7 +52,7 @@ pub struct IdentityFiles {
     pub ca: PathBuf,
     /// This host's certificate, then intermediate ones.
     pub certificate: PathBuf,
-    /// Its private key: PKCS #8, PKCS #1 or SEC 1.
+    /// Private key of this host's certificate: PKCS #8, PKCS #1 or SEC 1.
     pub key: PathBuf,
     /// Revocation lists, one or more. Certificates of an authority without a list are not checked for revocation.
     pub crl: Option<PathBuf>,
@@ -75,19 +75,19 @@ impl IdentityFiles {
     }
 }
 
-/// Why there is no identity.
+/// Error when loading an identity.
 #[derive(Debug, thiserror::Error)]
 pub enum IdentityError {
     /// A file is missing, or this process may not read it.
     #[error("cannot read '{0}': {1}; see [identity] in the configuration and 'vnet keys --help'")]
     Read(PathBuf, #[source] io::Error),
-    /// A PEM file without such an object.
+    /// The PEM file contains no object of the required kind.
     #[error("'{0}' holds no {1} in PEM; give the right file in [identity]")]
     Empty(PathBuf, &'static str),
-    /// A file that cannot be parsed.
+    /// The file cannot be parsed.
     #[error("'{0}': {1}; give the right file in [identity]")]
     Bad(PathBuf, String),
-    /// A private key that everybody can read.
+    /// Every user can read the private key.
     #[error(
         "everybody can read the private key '{0}'; run 'chmod 600' on it, or have a new one issued if others could"
     )]
@@ -97,27 +97,27 @@ pub enum IdentityError {
     Unusable(PathBuf, String),
 }
 
-/// What a host may send, as its certificate limits it.
+/// The networks and source addresses that a host's certificate allows it to use.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Claims {
     /// Networks, sorted; `None` for all.
     pub networks: Option<Vec<NetworkId>>,
-    /// Source addresses of its frames, sorted; `None` for all.
+    /// Source addresses of the host's frames, sorted; `None` for all.
     pub macs: Option<Vec<Mac>>,
 }
 
 /// Contents of a certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CertificateInfo {
-    /// DNS names of its hosts that TLS accepts: no wildcards.
+    /// DNS names of the host that TLS accepts: no wildcards.
     pub names: Vec<String>,
-    /// What its host may send.
+    /// Networks and addresses that the host may use.
     pub claims: Claims,
     /// First and last second of its validity, Unix time.
     pub valid: (i64, i64),
     /// Serial number, hexadecimal.
     pub serial: String,
-    /// SHA-256 of all of it, hexadecimal.
+    /// SHA-256 of the whole certificate, hexadecimal.
     pub fingerprint: String,
 }
 
@@ -129,7 +129,7 @@ impl CertificateInfo {
         if !rest.is_empty() {
             return Err("bytes follow the certificate".into());
         }
-        // TLS has its own parser: a certificate on which the two disagree names no host.
+        // TLS has its own parser: a certificate on which the two parsers disagree is for no host.
         let leaf = CertificateDer::from(der);
         let parsed = ParsedCertificate::try_from(&leaf)
             .map_err(|error| format!("not a certificate for TLS: {error}"))?;
@@ -154,7 +154,7 @@ impl CertificateInfo {
         })
     }
 
-    /// The serial number's bytes.
+    /// Bytes of the serial number.
     pub fn serial_bytes(&self) -> Vec<u8> {
         let digit =
             |at: usize| self.serial.get(at..at + 2).and_then(|pair| u8::from_str_radix(pair, 16).ok());
@@ -195,7 +195,7 @@ impl Claims {
         self.networks.as_ref().is_none_or(|networks| networks.binary_search(&network).is_ok())
     }
 
-    /// True when a frame of the host may have the source `mac`.
+    /// True when the host may send a frame with the source `mac`.
     #[inline]
     pub fn allows_source(&self, mac: Mac) -> bool {
         self.macs.as_ref().is_none_or(|macs| macs.binary_search(&mac).is_ok())
@@ -207,7 +207,7 @@ impl Claims {
 pub struct Revoked {
     /// Its serial number.
     pub serial: Vec<u8>,
-    /// When that was, Unix time in seconds.
+    /// Time of revocation, Unix time in seconds.
     pub at: i64,
 }
 
@@ -218,7 +218,7 @@ impl Revoked {
     }
 }
 
-/// The entries of the first revocation list in a PEM file. Its signature is not verified.
+/// The entries of the first revocation list in a PEM file. The list's signature is not verified.
 pub fn revoked(path: &Path) -> Result<Vec<Revoked>, IdentityError> {
     let lists: Vec<CertificateRevocationListDer<'static>> = all(path, "revocation list")?;
     let (_, list) = CertificateRevocationList::from_der(&lists[0])
@@ -231,7 +231,7 @@ pub fn revoked(path: &Path) -> Result<Vec<Revoked>, IdentityError> {
     Ok(entries.map(entry).collect())
 }
 
-/// One checked reading of the files.
+/// An immutable, checked snapshot of the files.
 pub struct Identity {
     name: String,
     chain: Vec<CertificateDer<'static>>,
@@ -244,7 +244,7 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// Reads the files and checks that other hosts would accept this one as `name` now.
+    /// Reads the files and checks that other hosts would currently accept this host as `name`.
     pub fn load(files: &IdentityFiles, name: &str) -> Result<Identity, IdentityError> {
         let bad =
             |path: &Path, error: &dyn std::fmt::Display| IdentityError::Bad(path.into(), error.to_string());
@@ -282,7 +282,7 @@ impl Identity {
         Ok(identity)
     }
 
-    /// The name it was loaded for.
+    /// The host name for which the identity was loaded.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -307,11 +307,11 @@ impl Identity {
         &self.path
     }
 
-    /// TLS configuration of the side that connects, for one of the protocols `alpn` (RFC 7301).
+    /// TLS configuration of the connecting side, for one of the protocols `alpn` (RFC 7301).
     pub fn client(&self, alpn: &[&[u8]]) -> Result<ClientConfig, rustls::Error> {
         let mut config = ClientConfig::builder_with_provider(Arc::new(crypto()))
             .with_protocol_versions(&[&version::TLS13])?
-            .dangerous() // The verifier is webpki's own, with revocation lists.
+            .dangerous() // The verifier is webpki's, with revocation lists.
             .with_custom_certificate_verifier(self.servers.clone())
             .with_client_auth_cert(self.chain.clone(), self.key.clone_key())?;
         config.alpn_protocols = alpn.iter().map(|name| name.to_vec()).collect();
@@ -319,8 +319,8 @@ impl Identity {
         Ok(config)
     }
 
-    /// TLS configuration of the side that accepts. It requires a certificate of a trusted authority; the caller checks its name
-    /// after the handshake, by [`Identity::verify`].
+    /// TLS configuration of the accepting side. It requires a certificate of a trusted authority; the caller checks the
+    /// certificate's name after the handshake with [`Identity::verify`].
     pub fn server(&self, alpn: &[&[u8]]) -> Result<ServerConfig, rustls::Error> {
         let mut config = ServerConfig::builder_with_provider(Arc::new(crypto()))
             .with_protocol_versions(&[&version::TLS13])?
@@ -332,12 +332,12 @@ impl Identity {
         Ok(config)
     }
 
-    /// Checks that `chain` is good for the host `name` now, as client and as server. The error is one line.
+    /// Checks that `chain` is currently valid for the host `name`, as client and as server. The error is one line.
     pub fn verify(&self, chain: &[CertificateDer<'_>], name: &str) -> Result<CertificateInfo, String> {
         self.verify_at(chain, name, UnixTime::now())
     }
 
-    /// The same at the time `now`.
+    /// Like [`Identity::verify`], at the time `now`.
     pub fn verify_at(
         &self,
         chain: &[CertificateDer<'_>],
@@ -352,19 +352,19 @@ impl Identity {
     }
 }
 
-/// A host name in the form that TLS verifies.
+/// A host name in the form in which TLS verifies it.
 pub fn server_name(name: &str) -> Result<ServerName<'static>, String> {
     ServerName::try_from(name.to_string()).map_err(|_| {
         format!("'{name}' cannot be a name in a certificate (letters, digits, '-', '_' and '.')")
     })
 }
 
-/// Why a certificate for this host's own name is refused.
+/// Reason for refusing a certificate for this host's own name.
 pub(in crate::link) fn two_of_one_name(name: &str) -> String {
     format!("both hosts are called {name}: give one of them another [host] name, with a certificate for it")
 }
 
-/// True when `chain` names the host `name`. Signatures are not verified.
+/// True when `chain` is for the host `name`. Signatures are not verified.
 pub fn is_for(chain: &[CertificateDer<'_>], name: &str) -> bool {
     let parsed = chain.first().and_then(|leaf| ParsedCertificate::try_from(leaf).ok());
     parsed.is_some_and(|parsed| names_host(&parsed, name))
@@ -375,12 +375,12 @@ fn names_host(certificate: &ParsedCertificate<'_>, name: &str) -> bool {
     server_name(name).is_ok_and(|name| verify_server_name(certificate, &name).is_ok())
 }
 
-/// The latest good identity.
+/// Holds the latest valid identity.
 pub struct IdentityStore {
     files: IdentityFiles,
     name: String,
     current: ArcSwap<Identity>,
-    /// Stamp of the files when they were last read, good or not.
+    /// Stamp of the files when they were last read, valid or not.
     read: Mutex<Vec<Option<Stamp>>>,
 }
 
@@ -398,13 +398,13 @@ impl IdentityStore {
         Ok(IdentityStore { files, name: name.into(), current, read })
     }
 
-    /// The present identity.
+    /// The current identity.
     pub fn current(&self) -> Arc<Identity> {
         self.current.load_full()
     }
 
-    /// Reads the files again if any has changed since. True when there is a new identity. On an error, returned once for each change,
-    /// the old one stays.
+    /// Reads the files again if any has changed since. Returns true when there is a new identity. On an error, which is returned
+    /// once per change, the old identity stays.
     pub fn refresh(&self) -> Result<bool, IdentityError> {
         let stamp = self.files.stamp();
         let mut read = self.read.lock();
@@ -417,7 +417,7 @@ impl IdentityStore {
     }
 }
 
-/// One line about a failed handshake, for the logs of both sides.
+/// Describes a failed handshake in one line, for the logs of both sides.
 pub fn explain(error: &rustls::Error) -> String {
     use rustls::Error as E;
     let alert = |what: &str| format!("the other host refused our certificate: {what}");
@@ -434,7 +434,7 @@ pub fn explain(error: &rustls::Error) -> String {
                 "the certificate is of an authority that is not trusted here; compare the 'ca' files".into()
             }
             CertificateError::NotValidForNameContext { expected, presented } => {
-                // Each as `DnsName("h1")`.
+                // Each name is formatted as `DnsName("h1")`.
                 let names: Vec<_> =
                     presented.iter().filter_map(|name| name.split('"').nth(1)).take(3).collect();
                 let (names, expected) = (names.join(", "), expected.to_str());
@@ -493,7 +493,7 @@ fn read(path: &Path) -> Result<Vec<u8>, IdentityError> {
     fs::read(path).map_err(failed)
 }
 
-/// All objects of a kind in a PEM file, at least one.
+/// All objects of a kind in a PEM file; at least one is required.
 fn all<T: PemObject>(path: &Path, what: &'static str) -> Result<Vec<T>, IdentityError> {
     let bytes = read(path)?;
     let found: Result<Vec<T>, _> = T::pem_slice_iter(&bytes).collect();

@@ -1,8 +1,8 @@
 //! TLS connections between hosts, bounded in time and bytes.
 //!
-//! A [`Channel`] is TLS 1.3 with certificates on both sides over any stream whose waits can be limited. Handshakes of sealed
-//! links and requests to a rendezvous host go over one. Nothing here knows sockets or threads: a stream ends or fails when its
-//! time or its bytes are used up ([`Limited`]).
+//! A [`Channel`] is TLS 1.3 with certificates on both sides, over any stream with a timeout for reads and writes. It carries
+//! handshakes of sealed links and requests to a rendezvous relay. It depends on neither sockets nor threads: a stream ends or
+//! fails when its time or its bytes are used up ([`Limited`]).
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -14,29 +14,29 @@ use rustls::{ClientConnection, Connection, ServerConnection};
 
 use super::{Identity, explain, server_name};
 
-/// Longest time for a handshake and the messages after it.
+/// Time limit for a handshake and the messages after it.
 pub const TIME_MAX: Duration = Duration::from_secs(5);
-/// Bytes that the other side may send meanwhile: certificate chains of several RSA keys fit.
+/// Maximum number of bytes that the other side may send in that time: enough for certificate chains of several RSA keys.
 pub const BYTES_MAX: usize = 128 << 10;
 const ANOTHER_PROTOCOL: &str = "the other host speaks another protocol there";
 
-/// Why a handshake failed: one line.
+/// Reason why a handshake failed, in one line.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct HandshakeError(pub String);
 
 impl HandshakeError {
-    /// What answers follows another protocol, or another version of it.
+    /// The error for a peer that uses another protocol, or another version of it.
     pub(in crate::link) fn another_protocol() -> HandshakeError {
         HandshakeError(ANOTHER_PROTOCOL.into())
     }
 
-    /// A message that has no place at this point of the protocol.
+    /// The error for a message that is not allowed at this point of the protocol.
     pub(in crate::link) fn unexpected_message() -> HandshakeError {
         HandshakeError("the other host sent an unexpected message".into())
     }
 
-    /// A message that says no.
+    /// The error for a message that refuses the request.
     pub(in crate::link) fn refused(by: &str, why: &str) -> HandshakeError {
         HandshakeError(format!("{by} refused: {why}"))
     }
@@ -48,7 +48,7 @@ impl From<rustls::Error> for HandshakeError {
     }
 }
 
-/// One line about a stream that failed.
+/// Describes a failed stream in one line.
 impl From<io::Error> for HandshakeError {
     fn from(error: io::Error) -> HandshakeError {
         if let Some(error) = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>()) {
@@ -66,12 +66,12 @@ impl From<io::Error> for HandshakeError {
     }
 }
 
-/// Foreign text for a log: one line, without control characters that a terminal would obey.
+/// Makes foreign text safe for a log: one line, without control characters that a terminal would interpret.
 pub(in crate::link) fn one_line(text: &[u8]) -> String {
     String::from_utf8_lossy(text).chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
-/// A stream whose waits can be limited.
+/// A stream with a timeout for reads and writes.
 pub trait Patient: Read + Write {
     /// Limits the next read or write to `time`.
     fn wait_at_most(&mut self, time: Duration) -> io::Result<()>;
@@ -102,7 +102,7 @@ impl<S: Patient> Limited<S> {
         if left.is_zero() {
             return Err(io::ErrorKind::TimedOut.into());
         }
-        // A timeout of zero would mean for ever.
+        // A timeout of zero would mean no timeout.
         self.stream.wait_at_most(left.max(Duration::from_millis(1)))
     }
 }
@@ -138,7 +138,7 @@ pub(in crate::link) struct Channel<S: Patient> {
 }
 
 impl<S: Patient> Channel<S> {
-    /// TLS as the side that connects, to the host `peer`, for the protocol `alpn`.
+    /// Runs TLS as the connecting side, to the host `peer`, for the protocol `alpn`.
     pub(in crate::link) fn connect(
         stream: S,
         identity: &Identity,
@@ -150,7 +150,7 @@ impl<S: Patient> Channel<S> {
         Channel::open(ClientConnection::new(Arc::new(config), name)?.into(), stream, &[alpn])
     }
 
-    /// TLS as the side that accepted the connection, for one of the protocols `alpn`.
+    /// Runs TLS as the accepting side, for one of the protocols `alpn`.
     pub(in crate::link) fn accept(
         stream: S,
         identity: &Identity,
@@ -165,14 +165,14 @@ impl<S: Patient> Channel<S> {
         while tls.is_handshaking() {
             tls.complete_io(&mut stream)?;
         }
-        // A peer that offers no protocol at all gets through ALPN.
+        // A peer that offers no protocol at all passes ALPN.
         if !tls.alpn_protocol().is_some_and(|protocol| alpn.contains(&protocol)) {
             return Err(HandshakeError::another_protocol());
         }
         Ok(Channel { tls, stream })
     }
 
-    /// The protocol that both sides speak (RFC 7301).
+    /// The protocol that both sides agreed on (RFC 7301).
     pub(in crate::link) fn protocol(&self) -> Option<&[u8]> {
         self.tls.alpn_protocol()
     }
@@ -182,12 +182,12 @@ impl<S: Patient> Channel<S> {
         &self.stream.stream
     }
 
-    /// The stream, without TLS from now on.
+    /// Returns the stream; TLS ends here.
     pub(in crate::link) fn into_stream(self) -> S {
         self.stream.stream
     }
 
-    /// The other host's certificate, then those up to its authority.
+    /// The other host's certificate, followed by those of its issuers.
     pub(in crate::link) fn certificates(&self) -> Result<Vec<CertificateDer<'static>>, HandshakeError> {
         let chain = self.tls.peer_certificates().unwrap_or_default();
         if chain.is_empty() {
@@ -196,7 +196,7 @@ impl<S: Patient> Channel<S> {
         Ok(chain.iter().map(|certificate| certificate.clone().into_owned()).collect())
     }
 
-    /// Keying material (RFC 8446, section 7.5).
+    /// Exports keying material (RFC 8446, section 7.5).
     pub(in crate::link) fn export<const N: usize>(
         &self,
         label: &[u8],
@@ -205,12 +205,12 @@ impl<S: Patient> Channel<S> {
         Ok(self.tls.export_keying_material([0; N], label, Some(context))?)
     }
 
-    /// Sends bytes at once.
+    /// Sends bytes without delay.
     pub(in crate::link) fn send(&mut self, bytes: &[u8]) -> Result<(), HandshakeError> {
         Ok(self.tls.writer().write_all(bytes).and_then(|()| self.flush())?)
     }
 
-    /// Sends what TLS has to send.
+    /// Sends the records that TLS has buffered.
     fn flush(&mut self) -> io::Result<()> {
         while self.tls.wants_write() {
             self.tls.write_tls(&mut self.stream)?;
@@ -218,10 +218,10 @@ impl<S: Patient> Channel<S> {
         self.stream.flush()
     }
 
-    /// Tells the other side that nothing more will be sent.
+    /// Announces to the other side that no more data follows.
     pub(in crate::link) fn close(&mut self) {
         self.tls.send_close_notify();
-        // If the alert does not arrive, the end of the connection says the same.
+        // If the alert does not arrive, the end of the connection has the same meaning.
         let _ = self.flush();
     }
 }
@@ -238,7 +238,7 @@ impl<S: Patient> Read for Channel<S> {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
             if let Err(error) = self.tls.process_new_packets() {
-                // An alert tells the other side, if it still listens.
+                // An alert gives the other side the reason, if it still reads.
                 let _ = self.flush();
                 return Err(io::Error::new(io::ErrorKind::InvalidData, error));
             }
@@ -250,7 +250,7 @@ impl<S: Patient> Read for Channel<S> {
 mod tests {
     use super::*;
 
-    /// Gives one byte at a time, for ever.
+    /// Yields one byte at a time, without end.
     struct Trickle(u32);
 
     impl Read for Trickle {
@@ -277,7 +277,7 @@ mod tests {
         }
     }
 
-    /// A peer that sends a byte now and then, or too much, is gone in time.
+    /// A peer that sends a byte now and then, or too many bytes, is disconnected in time.
     #[test]
     fn a_slow_or_long_handshake_ends() {
         let mut stream = Limited::new(Trickle(0));

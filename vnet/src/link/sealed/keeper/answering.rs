@@ -1,4 +1,4 @@
-//! Handshakes that others start, and guests that come to meet another host.
+//! Handshakes that other hosts start, and guests that connect to meet another host.
 
 use std::collections::HashMap;
 use std::io;
@@ -17,20 +17,21 @@ use crate::link::sealed::identity::{is_for, two_of_one_name};
 use crate::link::{Link, normalised};
 use crate::log_limit::LogLimit;
 
-/// Handshakes from one address.
+/// Maximum number of concurrent handshakes from one address.
 const HANDSHAKES_PER_ADDRESS_MAX: usize = 4;
-/// Handshakes from addresses that no link has: strangers leave room for the links' remotes.
+/// Maximum number of concurrent handshakes from addresses that no link has: the remaining slots are reserved for the links'
+/// remotes.
 const HANDSHAKES_OF_STRANGERS_MAX: usize = HANDSHAKES_MAX / 2;
 
 /// Serves a guest; `None` after a handshake.
 type Service = Option<Box<dyn FnOnce() + Send>>;
 
-/// Accepted handshakes under way.
+/// Accepted handshakes in progress.
 #[derive(Default)]
 pub(super) struct Accepted {
     by_address: HashMap<IpAddr, usize>,
     strangers: usize,
-    /// Limits warnings about strangers.
+    /// Rate limit of warnings about unknown hosts.
     log_limit: LogLimit,
 }
 
@@ -57,7 +58,7 @@ impl KeeperState {
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => {
-                    // Out of file descriptors, usually: wait until some are free again.
+                    // Usually out of file descriptors: wait until some are free again.
                     tracing::warn!("cannot accept a connection for sealed links: {error}");
                     std::thread::sleep(TICK);
                 }
@@ -65,8 +66,8 @@ impl KeeperState {
         }
     }
 
-    /// Links whose peer may connect, those whose remote is `source` first, and how many these are. A peer may have moved, even
-    /// while this host was down: its certificate tells who it is.
+    /// Returns the links whose peer may connect, those whose remote is `source` first, and the number of the latter. A peer may
+    /// have moved, even while this host was down; its certificate identifies it.
     fn candidates(&self, source: IpAddr) -> (Vec<Arc<Link>>, usize) {
         let links = self.links.lock();
         let configured =
@@ -81,7 +82,7 @@ impl KeeperState {
         ([known, others].concat(), at_source)
     }
 
-    /// Takes a connection, or says why not and closes it.
+    /// Takes over a connection, or closes it and returns the reason.
     fn accept(self: &Arc<Self>, stream: TcpStream, source: IpAddr) -> Result<(), &'static str> {
         let (links, at_source) = self.candidates(source);
         if links.is_empty() {
@@ -91,16 +92,16 @@ impl KeeperState {
         self.reserve(source, stranger)?;
         let state = self.clone();
         let run = move || {
-            // Who comes from a link's remote is told of that link.
+            // A connection from a link's remote is refused on behalf of that link only.
             let expected = if stranger { &links[..] } else { &links[..at_source] };
             let answered = state.respond(stream, &links, expected);
-            // From here on a guest does not count among handshakes: the relay has its own bounds.
+            // From here on a guest no longer counts as a handshake: the relay has its own limits.
             state.release(source, stranger);
             match answered {
                 Ok(None) => {}
                 Ok(Some(serve)) => serve(),
                 Err(HandshakeError(why)) => {
-                    // A stranger says nothing about a link whose remote is known.
+                    // An unknown address says nothing about a link whose remote is known.
                     if expected.iter().all(|link| !stranger || link.options().remote == ANYWHERE) {
                         state.refused(expected, &why);
                     }
@@ -121,7 +122,7 @@ impl KeeperState {
         })
     }
 
-    /// Counts a handshake, unless too many are under way.
+    /// Reserves a handshake slot, unless too many handshakes are in progress.
     fn reserve(&self, source: IpAddr, stranger: bool) -> Result<(), &'static str> {
         let mut accepted = self.accepted.lock();
         let all: usize = accepted.by_address.values().sum();
@@ -148,14 +149,14 @@ impl KeeperState {
         }
     }
 
-    /// Answers a handshake, or a guest's request. `expected`: the links that a refusal names.
+    /// Responds to a handshake or to a guest's request. `expected`: the links that record a refusal.
     fn respond(
         &self,
         stream: TcpStream,
         links: &[Arc<Link>],
         expected: &[Arc<Link>],
     ) -> Result<Service, HandshakeError> {
-        // On Linux an accepted socket does not inherit O_NONBLOCK from its listener; this does not rely on it.
+        // On Linux an accepted socket does not inherit O_NONBLOCK from its listener; this code does not rely on that.
         stream.set_nonblocking(false).map_err(|error| HandshakeError(error.to_string()))?;
         let identity = self.options.identity.current();
         let choose = |chain: &[CertificateDer<'_>]| {
@@ -187,7 +188,7 @@ impl KeeperState {
         Ok(None)
     }
 
-    /// Notes on the link, where it is clear which one, that the other side was refused.
+    /// Records on the link, if only one is possible, that the other side was refused.
     fn refused(&self, links: &[Arc<Link>], why: &str) {
         if let [link] = links
             && let Some(seal) = link.seal()

@@ -16,20 +16,20 @@ use crate::link::sealed::identity::{Identity, is_for};
 use crate::link::sealed::session::{CurrentSession, Role, Seal};
 use crate::link::{Link, normalised};
 
-/// Back-off between attempts, doubled each time.
+/// Initial backoff between attempts; doubled each time.
 const RETRY_MIN: Duration = Duration::from_millis(250);
 const RETRY_MAX: Duration = Duration::from_secs(2);
-/// Pause after a handshake: new keys need a keepalive to prove that they work.
+/// Pause after a handshake: a keepalive must first prove that the new keys work.
 const SETTLE: Duration = Duration::from_secs(1);
-/// Longest wait for a TCP connection.
+/// Time limit for establishing a TCP connection.
 const CONNECT_MAX: Duration = Duration::from_secs(3);
-/// How long the host whose name comes second waits for the other one to connect.
+/// How long the host whose name sorts second waits for the other host to connect.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// The same without any keys, as after a restart: the other host cannot know that it is to connect.
+/// The same wait without any keys, as after a restart: the other host cannot know that it has to connect.
 const PATIENCE_WITHOUT_KEYS: Duration = Duration::from_millis(50);
 
 impl KeeperState {
-    /// Whether this host starts the next handshake. `session`: the present one, and whether the peer is silent.
+    /// True if this host starts the next handshake. `session`: the current one, and whether the peer is silent.
     pub(super) fn must_initiate(
         &self,
         link: &Link,
@@ -49,13 +49,13 @@ impl KeeperState {
             }
             _ => progress.lost.get_or_insert_with(Instant::now).elapsed(),
         };
-        // Two hosts that began at the same time refuse each other: after that one of them leaves it to the other.
+        // Two hosts that begin at the same time refuse each other; after that, one of them leaves the handshake to the other.
         let first = session.is_none() && progress.failure.is_none();
         let patience = if first { PATIENCE_WITHOUT_KEYS } else { PATIENCE };
         link.remote().is_some() && (initiates(identity.name(), &seal.peer) || lost >= patience)
     }
 
-    /// Starts a handshake for a link, unless one is under way or the back-off lasts.
+    /// Starts a handshake for a link, unless one is in progress or the backoff has not expired.
     pub(super) fn initiate(self: &Arc<Self>, link: &Arc<Link>) {
         {
             let mut progress = self.progress.lock();
@@ -91,7 +91,7 @@ impl KeeperState {
         handshake::initiate(stream, &identity, link)
     }
 
-    /// Meets the other host of a link at its relay, and agrees on keys there.
+    /// Meets the other host of a link at its relay, and agrees on keys over the joined connection.
     fn meet(&self, link: &Link, identity: &Identity) -> Result<(), HandshakeError> {
         let (Some(via), Some(seal)) = (link.via(), link.seal()) else { return Ok(()) };
         let relay = self.links.lock().iter().find(|other| other.name() == via.link).cloned();
@@ -112,19 +112,20 @@ impl KeeperState {
         .map(drop)
     }
 
-    /// Handshakes of this host under way. Those at a relay wait there for the other host, so they count apart.
+    /// Number of handshakes that this host has in progress. Those at a relay are counted separately, because they wait for the
+    /// other host.
     fn initiated(&self, link: &Link) -> &AtomicUsize {
         &self.initiated[usize::from(link.via().is_some())]
     }
 
-    /// Notes how a handshake ended.
+    /// Records the result of a handshake.
     fn finished(&self, link: &Link, done: Result<(), HandshakeError>) {
         self.initiated(link).fetch_sub(1, Relaxed);
         if done.is_ok() {
             self.announce_keys();
         }
         let mut all = self.progress.lock();
-        // The link may have been removed meanwhile.
+        // The link may have been removed during the handshake.
         let Some(progress) = all.get_mut(&link.id) else { return };
         progress.under_way = false;
         match done {
@@ -150,13 +151,13 @@ impl KeeperState {
     }
 }
 
-/// A TCP connection to `remote`, from the address that the bridge listens on.
+/// Opens a TCP connection to `remote`, from the address on which the bridge listens.
 pub(super) fn connect(listen: SocketAddr, remote: SocketAddr) -> Result<TcpStream, HandshakeError> {
     let tried = || -> io::Result<TcpStream> {
         let local = normalised(listen).ip();
         let family = if remote.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
         let fd = rustix::net::socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-        // On Linux this limits connecting, too.
+        // On Linux this also limits connecting.
         sockopt::set_socket_timeout(&fd, sockopt::Timeout::Send, Some(CONNECT_MAX))?;
         if !local.is_unspecified() && local.is_ipv4() == remote.is_ipv4() {
             rustix::net::bind(&fd, &SocketAddr::new(local, 0))?;
@@ -166,7 +167,7 @@ pub(super) fn connect(listen: SocketAddr, remote: SocketAddr) -> Result<TcpStrea
     };
     tried().map_err(|error| {
         let text = match error.kind() {
-            // What the kernel says when the time for a connection is up.
+            // Errors of the kernel when the time limit of a connection expires.
             _ if matches!(error.raw_os_error(), Some(libc::EINPROGRESS | libc::EAGAIN | libc::ETIMEDOUT)) => {
                 return HandshakeError(format!(
                     "no answer from {remote} over TCP within {} s: does a firewall block it?",

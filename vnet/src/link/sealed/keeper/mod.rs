@@ -1,18 +1,19 @@
 //! The keeper: keepalives, handshakes and rekeying of sealed links, away from the data path.
 //!
-//! Two threads, and one more for each handshake under way:
+//! The keeper has two threads, and one more for each handshake in progress:
 //!
-//! - `seal-keeper` (upkeep.rs) looks at every sealed link ten times a second: it sends keepalives, starts a rekey when keys are
-//!   old, worn or the peer asks, forgets old keys, checks certificates against the present revocation lists, moves links whose
-//!   peers roam (roaming.rs), and sets each link's state.
-//! - `seal-accept` (answering.rs) accepts TCP connections at the bridge's port number, where the host has a sealed link. From any
-//!   address: a peer may have moved, even while this host was down, and its certificate tells who it is. Strangers get at most
-//!   half of the handshake slots. TCP has validated the address by then, so the handshake cannot be used to flood others.
+//! - `seal-keeper` (upkeep.rs) checks every sealed link ten times a second: it sends keepalives, starts a rekey when keys are old
+//!   or worn or when the peer requests one, discards old keys, checks certificates against the current revocation lists, moves
+//!   links whose peers roam (roaming.rs), and sets each link's state.
+//! - `seal-accept` (answering.rs) accepts TCP connections on the bridge's port number if the host has a sealed link. It accepts
+//!   them from any address: a peer may have moved, even while this host was down, and its certificate identifies it. Unknown
+//!   addresses get at most half of the handshake slots. TCP has validated the address by then, so the handshake cannot be used to
+//!   flood others.
 //!
-//! Of two hosts, the one whose name comes first connects (initiating.rs). The other one does when that has not happened for a
-//! second, or at once when it has no keys, as after a restart; unless its link has no remote. The side that connected before starts the rekeys. Two hosts behind NAT both connect to a
-//! relay ([`GuestService`]). The number of handshakes under way is bounded, in all and per address, and each is bounded in time and
-//! bytes. Dispatchers see only the keys.
+//! Of two hosts, the one whose name sorts first connects (initiating.rs). The other host connects when that has not happened for
+//! a second, or almost at once when it has no keys, as after a restart; unless its link has no remote. The side that connected
+//! starts the rekeys. Two hosts behind NAT both connect to a relay ([`GuestService`]). The number of concurrent handshakes is
+//! bounded, in total and per address, and each is bounded in time and bytes. Dispatchers see only the keys.
 
 use std::collections::HashMap;
 use std::io;
@@ -35,45 +36,45 @@ mod answering;
 mod initiating;
 mod upkeep;
 
-/// How often links are looked at.
+/// Interval between two checks of all links.
 const TICK: Duration = Duration::from_millis(100);
-/// Handshakes under way in each direction. Each has a thread, and at most 5 s.
+/// Maximum number of concurrent handshakes in each direction. Each has a thread, and at most 5 s.
 const HANDSHAKES_MAX: usize = 32;
 
-/// What a keeper works with.
+/// Options of a keeper.
 pub struct KeeperOptions {
-    /// Where TCP connections are accepted: the bridge's address.
+    /// Listening address for TCP connections: the bridge's address.
     pub listen: SocketAddr,
-    /// This host's certificate, and whom it trusts.
+    /// This host's certificate, and the authorities that it trusts.
     pub identity: Arc<IdentityStore>,
-    /// Zero of the dispatchers' clock.
+    /// Start of the dispatchers' clock.
     pub started: Instant,
-    /// Age of keys at which new ones are agreed on (`rekey_s` in the configuration).
+    /// Age of keys at which new keys are agreed on (`rekey_s` in the configuration).
     pub rekey: Duration,
     /// Sends keepalives from the bridge's socket.
     pub courier: Box<dyn KeepaliveSender>,
-    /// Lets other hosts meet by this one.
+    /// Lets other hosts meet at this host.
     pub relay: Option<Arc<dyn GuestService>>,
 }
 
-/// Sends the keeper's datagrams. One that cannot be sent is like one that got lost.
+/// Sends the keeper's datagrams. A datagram that cannot be sent counts as lost.
 pub trait KeepaliveSender: Send + Sync {
-    /// Sends a keepalive by every path that a sealed link has. `asks_rekey`: the peer is to start a handshake.
+    /// Sends a keepalive on every path of a sealed link. `asks_rekey`: requests that the peer start a handshake.
     fn keepalive(&self, link: &Link, asks_rekey: bool);
 
     /// Registers this host's address at the link's relay, if it has one.
     fn register(&self, link: &Link);
 }
 
-/// Why there is no keeper.
+/// Error when starting a keeper.
 #[derive(Debug, thiserror::Error)]
 pub enum KeeperError {
-    /// The port is taken, or not allowed.
+    /// The port is in use, or the process may not bind it.
     #[error(
         "cannot listen on {0} (TCP) for the handshakes of sealed links: {1}; choose another [bridge] listen"
     )]
     Listen(SocketAddr, #[source] io::Error),
-    /// No thread.
+    /// The kernel refused a thread.
     #[error("cannot start a thread for sealed links: {0}")]
     Thread(#[source] io::Error),
 }
@@ -81,70 +82,71 @@ pub enum KeeperError {
 /// A host with a trusted certificate that speaks the protocol of a [`GuestService`].
 pub struct Guest {
     pub(in crate::link) channel: Channel<TcpStream>,
-    /// Its certificate, then those up to its authority.
+    /// The host's certificate, followed by those of its issuers.
     pub(in crate::link) chain: Vec<CertificateDer<'static>>,
-    /// Its name, if a sealed link leads to it; or why it is refused.
+    /// Name of the host if a sealed link leads to it, else the reason for refusing the host.
     pub(in crate::link) host: Result<String, String>,
-    /// The hosts that sealed links lead to.
+    /// Names of the hosts to which sealed links lead.
     pub(in crate::link) known: Vec<String>,
 }
 
-/// A protocol beside the handshake, at the same TCP port: by it a rendezvous relay takes its guests.
+/// A protocol besides the handshake, on the same TCP port: a rendezvous relay accepts its guests with it.
 pub trait GuestService: Send + Sync {
-    /// Its name and version (RFC 7301).
+    /// Name and version of the protocol (RFC 7301).
     fn alpn(&self) -> &'static [u8];
 
-    /// Reads and checks a guest's request, in the time of a handshake. What is returned serves it, and may block for longer.
+    /// Reads and checks a guest's request, within the time limit of a handshake. The returned function serves the guest, and may
+    /// block for longer.
     ///
     /// # Errors
-    /// The guest is refused, and was told why.
+    /// The guest was refused, and has received the reason.
     fn admit(&self, guest: Guest) -> Result<Box<dyn FnOnce() + Send>, HandshakeError>;
 
-    /// Forgets guests whose name and certificate `keep` refuses.
+    /// Removes guests whose name and certificate `keep` refuses.
     fn retain(&self, keep: &dyn Fn(&str, &[CertificateDer<'_>]) -> bool);
 }
 
-/// Handshakes that this host starts for one link.
+/// Progress of the handshakes that this host starts for one link.
 #[derive(Default)]
 struct Progress {
     under_way: bool,
-    /// The earliest next attempt.
+    /// Earliest time of the next attempt.
     not_before: Option<Instant>,
-    /// The present back-off.
+    /// The current backoff.
     wait: Duration,
-    /// Since when there are no working keys.
+    /// Time since which the link has had no working keys.
     lost: Option<Instant>,
-    /// Why the last attempt failed.
+    /// Reason why the last attempt failed.
     failure: Option<String>,
 }
 
-/// What the keeper's threads have in common.
+/// State that the keeper's threads share.
 struct KeeperState {
     options: KeeperOptions,
     links: Mutex<Vec<Arc<Link>>>,
-    /// By link id.
+    /// Progress by link id.
     progress: Mutex<HashMap<u64, Progress>>,
-    /// Handshakes that others started.
+    /// Handshakes started by other hosts.
     accepted: Mutex<answering::Accepted>,
-    /// Handshakes that this host started: direct ones, and those at a relay.
+    /// Numbers of handshakes that this host has in progress: direct ones, and those at a relay.
     initiated: [AtomicUsize; 2],
     stopping: AtomicBool,
-    /// Read the identity's files now.
+    /// True to read the identity's files now.
     refresh: AtomicBool,
-    /// Send keepalives at the next look: a link has new keys.
+    /// True to send keepalives at the next check, because a link has new keys.
     has_news: AtomicBool,
-    /// The thread that looks at links.
+    /// The thread that checks links.
     keeper: OnceLock<Thread>,
 }
 
-/// Keeps the sealed links of a host. Dropped, it stops; handshakes under way end by themselves.
+/// Maintains the sealed links of a host. Stops on drop; handshakes in progress end by themselves.
 pub struct Keeper {
     state: Arc<KeeperState>,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl Keeper {
-    /// Listens and starts, without links.
+    /// Listens and starts the threads, without links.
     pub fn start(options: KeeperOptions) -> Result<Keeper, KeeperError> {
         let listen = options.listen;
         let listener = TcpListener::bind(listen).map_err(|error| KeeperError::Listen(listen, error))?;
@@ -159,7 +161,7 @@ impl Keeper {
         Ok(keeper)
     }
 
-    /// Keeps the sealed ones among `links` from now on, and no others.
+    /// Maintains exactly the sealed links among `links` from now on.
     pub fn set_links(&self, links: &[Arc<Link>]) {
         let sealed: Vec<_> = links.iter().filter(|link| link.seal().is_some()).cloned().collect();
         self.state.progress.lock().retain(|id, _| sealed.iter().any(|link| link.id == *id));
@@ -167,7 +169,7 @@ impl Keeper {
         self.state.wake();
     }
 
-    /// This host's certificate, and whom it trusts.
+    /// This host's certificate, and the authorities that it trusts.
     pub fn identity(&self) -> &Arc<IdentityStore> {
         &self.state.options.identity
     }
@@ -192,13 +194,13 @@ impl Drop for Keeper {
     }
 }
 
-/// Starts a thread; the kernel cuts its name at 15 bytes.
+/// Starts a thread; the kernel truncates its name to 15 bytes.
 fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
     std::thread::Builder::new().name(name.into()).spawn(run)
 }
 
 impl KeeperState {
-    /// Without links and threads.
+    /// Creates the state, without links and threads.
     fn new(options: KeeperOptions) -> KeeperState {
         KeeperState {
             options,
@@ -217,12 +219,12 @@ impl KeeperState {
         self.options.started.elapsed().as_millis() as u64
     }
 
-    /// Has the links looked at now instead of at the next tick.
+    /// Triggers a check of the links now instead of at the next tick.
     fn wake(&self) {
         self.keeper.get().iter().for_each(|thread| thread.unpark());
     }
 
-    /// Has keepalives sent now: the peer knows by them that new keys work.
+    /// Triggers keepalives now: they show the peer that new keys work.
     fn announce_keys(&self) {
         self.has_news.store(true, Relaxed);
         self.wake();

@@ -1,4 +1,4 @@
-//! The keeper's look at one link, without its threads.
+//! Tests of the keeper's check of one link, without its threads.
 
 use std::path::Path;
 
@@ -18,7 +18,7 @@ impl KeepaliveSender for NoCourier {
 
 /// The keeper of the host `name`, and its link to `peer`.
 fn keeper(folder: &Path, name: &str, peer: &str) -> (Arc<KeeperState>, Arc<Link>) {
-    // Nobody listens at port 9.
+    // No process listens on port 9.
     let remote = "127.0.0.1:9".parse().unwrap();
     let options = KeeperOptions {
         listen: remote,
@@ -37,7 +37,7 @@ fn keeper(folder: &Path, name: &str, peer: &str) -> (Arc<KeeperState>, Arc<Link>
     (state, link)
 }
 
-/// Gives the link keys.
+/// Agrees on keys for the link.
 fn agree(link: &Link) {
     let info = CertificateInfo {
         names: vec![],
@@ -57,7 +57,7 @@ fn look(state: &Arc<KeeperState>, link: &Arc<Link>) -> LinkState {
     link.state()
 }
 
-/// A handshake that began in an outage may fail after it: then the present keys work, and nothing is to be done.
+/// A handshake that began during an outage may fail after it: the current keys work then, and the keeper does nothing.
 #[test]
 fn a_failure_of_an_outage_ends_with_the_outage() {
     let folder = tempfile::tempdir().unwrap();
@@ -68,7 +68,7 @@ fn a_failure_of_an_outage_ends_with_the_outage() {
     state.progress.lock().get_mut(&link.id).unwrap().failure = Some("nothing answered within 3 s".into());
     link.heard(state.now_ms());
     assert_eq!(look(&state, &link), LinkState::Up);
-    // New keys are wanted and cannot be had: that is no outage.
+    // New keys are requested and not available: that is not an outage.
     link.seal().unwrap().request_rekey();
     let failing = |progress: &mut Progress| {
         progress.failure = Some("connection refused".into());
@@ -78,8 +78,8 @@ fn a_failure_of_an_outage_ends_with_the_outage() {
     assert_eq!(look(&state, &link), LinkState::Degraded("no new keys: connection refused".into()));
 }
 
-/// Without keys, as after a restart, the host whose name comes second does not wait for a second: the other one may not know that
-/// it is to connect.
+/// Without keys, as after a restart, the host whose name sorts second does not wait for a second, because the other host may not
+/// know that it has to connect.
 #[test]
 fn a_host_without_keys_connects_soon_whatever_its_name() {
     let folder = tempfile::tempdir().unwrap();
@@ -98,7 +98,7 @@ fn a_host_without_keys_connects_soon_whatever_its_name() {
     assert!(!must(true), "with keys, an outage is the likelier cause");
 }
 
-/// What a firewall that drops segments does, a listener does whose backlog is full.
+/// A listener with a full backlog drops segments like a firewall does.
 #[test]
 fn a_filtered_tcp_port_is_called_so() {
     use rustix::net::{AddressFamily, SocketType, bind, getsockname, listen, socket};

@@ -1,4 +1,4 @@
-//! The keeper's look at every sealed link, ten times a second.
+//! The keeper's check of every sealed link, ten times a second.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -10,19 +10,20 @@ use crate::link::sealed::session::{CurrentSession, Seal};
 use crate::link::sealed::source_table::follow;
 use crate::link::{Link, LinkState, state};
 
-/// Keepalives are sent every so many ticks.
+/// Number of ticks between two keepalives.
 const KEEPALIVE_TICKS: u32 = 2;
-/// After so much silence, in ms, a peer is down: noticed within a second of its death.
+/// Silence in ms after which a peer counts as down: detected within a second of its death.
 const SILENCE_MS: u64 = 800;
-/// After so much silence, in ms, a peer that roamed is sought at its configured address.
+/// Silence in ms after which a peer that roamed is tried at its configured address.
 const FORGET_MS: u64 = 10_000;
-/// How often the identity's files are checked for changes.
+/// Interval at which the identity's files are checked for changes.
 const REFRESH: Duration = Duration::from_secs(1);
-/// How often certificates of present sessions are checked against clock and revocations, even when no file has changed.
+/// Interval at which certificates of current sessions are checked against clock and revocation lists, even when no file has
+/// changed.
 const VERIFY: Duration = Duration::from_secs(30);
-/// New keys that bring no keepalive for so long do not work.
+/// New keys that bring no keepalive within this time do not work.
 const SETTLE: Duration = Duration::from_secs(1);
-/// Keys that cannot be replaced end at twice the age of a rekey, but not before this age.
+/// Minimum for the age at which keys that cannot be replaced end; that age is otherwise twice the age of a rekey.
 const AGE_MAX_LEAST: Duration = Duration::from_secs(60);
 
 impl KeeperState {
@@ -56,8 +57,8 @@ impl KeeperState {
         }
     }
 
-    /// Reads the identity's files if they have changed. True when there is a new identity: then all sessions have been checked
-    /// against it, and links that stay rekey.
+    /// Reads the identity's files if they have changed. Returns true when there is a new identity: all sessions have then been
+    /// checked against it, and the remaining links rekey.
     fn read_identity(&self) -> bool {
         match self.options.identity.refresh() {
             Ok(false) => false,
@@ -83,7 +84,7 @@ impl KeeperState {
         }
     }
 
-    /// Forgets a link's sessions whose certificate is not good any more.
+    /// Ends those of a link's sessions whose certificate is no longer valid.
     fn verify(&self, link: &Link, identity: &Identity) {
         let Some(seal) = link.seal() else { return };
         let mut why = None;
@@ -99,7 +100,7 @@ impl KeeperState {
         }
     }
 
-    /// Forgets guests without a link here any more, or without a good certificate.
+    /// Removes guests that no longer have a link here or a valid certificate.
     fn verify_guests(&self, identity: &Identity) {
         let links = self.links.lock().clone();
         let is_known = |name: &str| seals(&links).any(|seal| seal.peer.eq_ignore_ascii_case(name));
@@ -108,7 +109,7 @@ impl KeeperState {
         }
     }
 
-    /// One look at one link.
+    /// Checks one link.
     pub(super) fn look_after(
         self: &Arc<Self>,
         link: &Arc<Link>,
@@ -133,7 +134,7 @@ impl KeeperState {
             seal.sources().iter().for_each(|sources| sources.refresh());
         }
         if current.is_some() && !silent && !rekey_due {
-            // The keys work and are not to be replaced: what failed during an outage is over with the outage.
+            // The keys work and need no replacement: a failure recorded during an outage is no longer relevant.
             self.progress.lock().entry(link.id).or_default().failure = None;
         }
         let initiates = self.must_initiate(link, seal, identity, (current.as_ref(), silent));
@@ -143,7 +144,7 @@ impl KeeperState {
             self.options.courier.register(link);
         }
         if keepalive && current.is_some() {
-            // The peer initiates and has to be asked; at a relay both have to come.
+            // The peer initiates, so this host requests the handshake; at a relay both hosts must connect.
             let asks_rekey = rekey_due && (!initiates || link.via().is_some());
             self.options.courier.keepalive(link, asks_rekey);
         }
@@ -195,7 +196,8 @@ impl KeeperState {
     }
 }
 
-/// The state, with the reason that the certificate of this host has ended: then others refuse new keys, whatever they say.
+/// The state, with the reason added if this host's certificate has expired: other hosts then refuse new keys, whatever reason
+/// they give.
 fn with_own_certificate(state: LinkState, identity: &Identity) -> LinkState {
     let ended_s = unix_now().saturating_sub(identity.info().valid.1);
     if ended_s <= 0 {
