@@ -1,7 +1,7 @@
 //! Configuration files and API requests.
 //!
-//! Holds: no panic; mistakes are reported one a line, each with its place; an accepted configuration passes the checks again,
-//! does not differ from itself, and its plan is one line a change.
+//! Invariants: no panic; mistakes are reported one per line, each with its place; an accepted configuration passes the checks
+//! again, does not differ from itself, and its plan has one line per change.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,6 +1,6 @@
 //! The control language: lines of a console client, and files.
 //!
-//! Holds: no panic; a displayed command parses as the same command; a mistake is reported in one short line.
+//! Invariants: no panic; a displayed command parses as the same command; a mistake is reported in one short line.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

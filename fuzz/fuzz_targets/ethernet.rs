@@ -2,8 +2,8 @@
 //!
 //! Input: a virtio-net header of 12 bytes, a byte with the offloads that the receiver accepts, and a frame.
 //!
-//! Holds: no panic; offsets lie within the frame; the fast checksum equals the plain one; software offload gives frames whose
-//! metadata the receiver accepts and that pass the check again.
+//! Invariants: no panic; offsets lie within the frame; the fast checksum equals the plain one; software offload produces frames
+//! whose metadata the receiver accepts and that pass the check again.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

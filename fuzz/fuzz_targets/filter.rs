@@ -1,6 +1,6 @@
-//! Capture filters, and the text of captured headers. Input: an expression up to the first line end, then a frame.
+//! Capture filters, and the text of captured headers. Input: an expression up to the end of the first line, then a frame.
 //!
-//! Holds: no panic; a displayed expression parses as the same filter; the text of a frame is one line.
+//! Invariants: no panic; a displayed expression parses as the same filter; the text of a frame is one line.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,7 +1,7 @@
-//! Messages of other hosts' control (`vnet trace --follow`). Input: a byte that tells question from answer, then the text.
+//! Messages of other hosts' control (`vnet trace --follow`). Input: a byte that selects question or answer, then the text.
 //!
-//! Holds: no panic; shown text has no control characters and is at most as deep as there are hops; a forwarded answer fits the
-//! length of its question.
+//! Invariants: no panic; displayed text has no control characters and nests no deeper than the number of hops; a forwarded answer
+//! is no longer than its question.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

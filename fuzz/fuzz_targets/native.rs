@@ -1,11 +1,11 @@
 //! Native datagrams, and their reassembly, from arbitrary bytes.
 //!
-//! Input: records of a 16-bit length in network byte order and a datagram of that many bytes, or of what is left. A length of
-//! 0xff00 or more ends the burst; its low byte is the time that passes, in milliseconds.
+//! Input: records of a 16-bit length in network byte order and a datagram of that many bytes, or of the remaining bytes if there
+//! are fewer. A length of 0xff00 or more ends the burst; its low byte is the time that passes, in milliseconds.
 //!
-//! Holds: no panic; every piece of a complete frame is the payload of a fragment sent for this index of this frame; all pieces
-//! but the last have the same size; memory stays within the budget, and none is left after the reassembly timeout; refused
-//! frames leave the batch as it was.
+//! Invariants: no panic; every piece of a complete frame is the payload of a fragment sent for this index of this frame; all
+//! pieces but the last have the same size; memory stays within the budget, and none remains in use after the reassembly timeout;
+//! refused frames leave the batch unchanged.
 #![no_main]
 
 use std::collections::HashMap;
@@ -20,10 +20,10 @@ use vnet::wire::ethernet::HEADER_LEN;
 use vnet::wire::native::{Bundle, ENTRY_LEN, Header, Kind, metadata};
 use vnet::wire::offload::{Offload, WIRE_LEN};
 
-/// Small enough to be reached.
+/// Small enough for inputs to reach it.
 const BUDGET: usize = 16 << 10;
 
-/// Fragments sent so far, by frame id and index.
+/// Payloads of the fragments sent so far, by frame id and index.
 type Sent = HashMap<(u64, u16), Vec<Vec<u8>>>;
 
 fuzz_target!(|data: &[u8]| {
@@ -111,12 +111,12 @@ fn check(whole: &Whole, header: &Header, burst: &[u8], sent: &Sent, batch: &mut 
     add(batch, &pieces, offload);
 }
 
-/// Builds a frame of `pieces` as the receiver does, and checks it.
+/// Builds a frame of `pieces` like the receiver, and checks it.
 fn add(batch: &mut Batch, pieces: &[&[u8]], offload: Offload) {
     batch.clear();
     let mut builder = batch.begin();
     for piece in pieces {
-        // SAFETY: the batch is cleared before the pieces' memory is used for anything else.
+        // SAFETY: the batch is cleared before the memory of the pieces is reused.
         unsafe { builder.push_stable(Segment::new(piece.as_ptr(), piece.len())) };
     }
     if builder.finish(PortId(0), NetworkId::DEFAULT, offload, 0).is_ok() {

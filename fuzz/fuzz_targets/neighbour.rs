@@ -1,6 +1,6 @@
 //! ARP requests and neighbour solicitations from guests.
 //!
-//! Holds: no panic; every accepted request gets a reply to the asker, in the owner's name; no reply is a request, so that two
+//! Invariants: no panic; every accepted request gets a reply to the asker, in the owner's name; no reply is a request, so two
 //! proxies cannot loop.
 #![no_main]
 

@@ -1,7 +1,7 @@
-//! Keys and values of the store, as anybody with write access may write them.
+//! Keys and values of the store, as any host with write access may write them.
 //!
-//! Holds: no panic; an accepted record is written as it was read; the overlay computes links to valid hosts only, never to
-//! itself.
+//! Invariants: no panic; an accepted record re-encodes to the same bytes; the overlay computes links to valid hosts only, never
+//! to its own host.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,10 +1,10 @@
-//! Sealed datagrams that were corrupted, replayed, reordered or forged.
+//! Corrupted, replayed, reordered and forged sealed datagrams.
 //!
-//! Input: records of four bytes: an action, the datagram that it concerns, and two numbers. Datagrams are sealed in turn, with
-//! different lengths.
+//! Input: records of four bytes: an action, the datagram that it applies to, and two numbers. Datagrams are sealed one after the
+//! other, with different lengths.
 //!
-//! Holds: no panic; only datagrams as they were sealed open, and once each; others are refused for the right reason, and
-//! without effect: datagrams that did not arrive still open in the end.
+//! Invariants: no panic; only unchanged datagrams open, each once; other datagrams are refused for the right reason and have no
+//! effect: datagrams that did not arrive still open at the end.
 #![no_main]
 
 use std::collections::HashSet;

@@ -1,7 +1,7 @@
 //! Signed values of the store, checked against certificates.
 //!
-//! Holds: no panic; a parsed value consists of the bytes that were read; no unsigned value is accepted, nor a signed one with
-//! one byte changed.
+//! Invariants: no panic; a parsed value consists of the bytes that were read; neither an unsigned value nor a signed one with one
+//! changed byte is accepted.
 #![no_main]
 
 use std::sync::{Arc, OnceLock};
@@ -18,7 +18,7 @@ use vnet::wire::ethernet::Mac;
 const KEY: &str = "/vnet/v1/1/hosts/h2";
 const RECORD: &[u8] = br#"{"address":"10.0.0.2:9000","instance":2}"#;
 
-/// h1's identity, and a record of h2 that it accepts. Made once: keys cost time.
+/// h1's identity, and a record of h2 that it accepts. Cached, because key generation is slow.
 fn made() -> &'static (Arc<IdentityStore>, Vec<u8>) {
     static MADE: OnceLock<(Arc<IdentityStore>, Vec<u8>)> = OnceLock::new();
     MADE.get_or_init(|| {
@@ -59,7 +59,7 @@ fuzz_target!(|data: &[u8]| {
         put(&mut overlay, key, value);
     }
     assert_eq!(overlay.computed().hosts, 0, "an unsigned value was accepted");
-    // One byte of a good value changes.
+    // Changes one byte of a valid value.
     if let [high, low, byte, ..] = *data {
         let mut value = good.clone();
         let at = usize::from(u16::from_be_bytes([high, low])) % value.len();

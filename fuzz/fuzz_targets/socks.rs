@@ -1,6 +1,6 @@
 //! Answers of a SOCKS 5 proxy.
 //!
-//! Holds: no panic; no answer makes the client read more than its longest form; an error is one line.
+//! Invariants: no panic; no answer makes the client read more than the longest valid answer; an error is one line.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -23,7 +23,7 @@ fuzz_target!(|data: &[u8]| {
             Err(error) => line(error),
         }
     }
-    // A name of any length; the configuration allows 255 bytes.
+    // A name of any length; the configuration allows up to 255 bytes.
     if let Ok(name) = std::str::from_utf8(data) {
         let request = connect(&Destination::Name(name.into(), 9000));
         assert_eq!(request.len(), 4 + 1 + name.len().min(TEXT_MAX) + 2);

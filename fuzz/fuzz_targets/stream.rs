@@ -1,7 +1,7 @@
-//! A stream link's bytes from a peer: lengths, headers and frames.
+//! Bytes that a stream link receives from a peer: lengths, headers and frames.
 //!
-//! Holds: no panic; every byte is consumed once or waits for more; an invalid length ends the stream; a frame encoded again is
-//! the same message.
+//! Invariants: no panic; every byte is consumed once or waits for more bytes; an invalid length ends the stream; a frame
+//! re-encodes to the same message.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,9 +1,9 @@
-//! VXLAN datagrams from arbitrary bytes: the header, and the offloads inferred of the inner frame.
+//! VXLAN datagrams from arbitrary bytes: the header, and the offloads inferred for the inner frame.
 //!
-//! Input: two bytes with the largest frame that the path carries, then the datagram.
+//! Input: two bytes with the maximum frame length of the path, then the datagram.
 //!
-//! Holds: no panic; a header written again is the same but for reserved bits; inferred offload metadata passes the check;
-//! segmentation by it loses no byte.
+//! Invariants: no panic; a header re-encodes to the same bytes except for reserved bits; inferred offload metadata passes the
+//! check; segmentation with it loses no byte.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,10 +1,10 @@
-//! The least that a program can do between a TAP device and a UDP socket. `lab/lab bench ablation` runs it on two hosts: its
-//! round trips are the kernel's system calls and wake-ups; vnetd's own cost is the difference.
+//! The minimal forwarder between a TAP device and a UDP socket. `lab/lab bench ablation` runs it on two hosts: its round-trip
+//! time is the cost of the kernel's system calls and wake-ups, and vnetd's own cost is the difference.
 //!
 //! One frame is one datagram: no header, no table, no batch, no offloads, no counters.
 //!
 //! Usage: `floor DEVICE LOCAL:PORT REMOTE:PORT spin|block` creates the device, then moves frames until it is killed. `spin` polls
-//! both sides in turn and yields the processor in between; `block` sleeps until one is readable.
+//! both sides in turn and yields the processor in between; `block` sleeps until a side is readable.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read, Write};
@@ -33,13 +33,13 @@ fn main() -> io::Result<()> {
     forward(&tap(device)?, &socket, address(remote), blocks)
 }
 
-/// Moves frames for ever.
+/// Moves frames until the program is killed.
 fn forward(mut tap: &File, socket: &UdpSocket, remote: SocketAddr, blocks: bool) -> io::Result<()> {
     let mut room = vec![0; ROOM];
     loop {
         let mut moved = false;
         if let Some(len) = some(tap.read(&mut room))? {
-            // Unsent frames are lost, as on a network.
+            // A frame that cannot be sent is lost, as on a network.
             let _ = socket.send_to(&room[..len], remote);
             moved = true;
         }
@@ -56,7 +56,7 @@ fn forward(mut tap: &File, socket: &UdpSocket, remote: SocketAddr, blocks: bool)
     }
 }
 
-/// `None` if nothing is readable, the device is still down, or the other end does not run yet.
+/// `None` if nothing is readable, the device is still down, or the other end is not running yet.
 fn some<T>(result: io::Result<T>) -> io::Result<Option<T>> {
     match result {
         Ok(found) => Ok(Some(found)),
@@ -66,7 +66,7 @@ fn some<T>(result: io::Result<T>) -> io::Result<Option<T>> {
     }
 }
 
-/// Creates a TAP device in this namespace; it may be moved to another.
+/// Creates a TAP device in this namespace; it may be moved to another namespace.
 fn tap(device: &str) -> io::Result<File> {
     /// `struct ifreq` for TUNSETIFF, with the kernel's size.
     #[repr(C)]
@@ -81,7 +81,7 @@ fn tap(device: &str) -> io::Result<File> {
     request.name[..device.len()].copy_from_slice(device.as_bytes());
     let file =
         OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open("/dev/net/tun")?;
-    // SAFETY: TUNSETIFF reads and writes one `struct ifreq`, which `request` is, exclusively ours.
+    // SAFETY: TUNSETIFF reads and writes one `struct ifreq`: `request`, which this function owns.
     let result = unsafe { libc::ioctl(file.as_raw_fd(), libc::TUNSETIFF as _, &raw mut request) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(file) }
 }

@@ -1,13 +1,13 @@
-//! A guest that only sends or receives frames: load for a vhost-user interface. `lab/lab bench` runs it.
+//! A guest that only sends or receives frames, as load for a vhost-user interface. `lab/lab bench` runs it.
 //!
-//! The driver's side of virtio-net (virtio 1.2 section 5.1) over shared memory, with a vhost-user front end, as a machine
-//! monitor with a Linux guest would have: notifications by event index, mergeable receive buffers of a page, 64 KB frames with
-//! segmentation and checksum offload. Frames and descriptors are written once; sending makes a chain available again, so the
+//! The driver's side of virtio-net (virtio 1.2 section 5.1) over shared memory, with a vhost-user front end, as a machine monitor
+//! with a Linux guest would have: notifications by event index, mergeable receive buffers of a page, 64 KB frames with
+//! segmentation and checksum offload. Frames and descriptors are written once, and sending makes a chain available again, so the
 //! load generator costs far less than the interface under load.
 //!
-//! Usage: `guest SOCKET sink|send --mac MAC [--to MAC] [--bytes N] [--seconds S] [--cpu N]`
-//! Frames beyond 1 514 bytes are TCP super-frames (TSO). Prints one JSON object. A sink ends S seconds after its first frame; it
-//! counts received frames, and truncated or foreign ones as `wrong`.
+//! Usage: `guest SOCKET sink|send --mac MAC [--to MAC] [--bytes N] [--seconds S] [--cpu N]` Frames beyond 1 514 bytes are TCP
+//! super-frames (TSO). Prints one JSON object. A sink ends S seconds after its first frame; it counts received frames, and
+//! truncated or foreign ones as `wrong`.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -36,15 +36,15 @@ const RING_SPACE: usize = 0x8000;
 const PAGE: usize = 0x1000;
 /// Frames are split into pieces of this size, like a Linux guest's page fragments.
 const PIECE: usize = 0x8000;
-/// Most frames in flight.
+/// Maximum number of frames in flight.
 const SLOTS: u16 = 256;
 const SLOT_SPACE: usize = 0x1_2000;
 const BUFFERS: usize = 2 * RING_SPACE;
 const FRAMES: usize = BUFFERS + RING as usize * PAGE;
 const MEMORY: usize = FRAMES + SLOTS as usize * SLOT_SPACE;
-/// A sink waits this long for its first frame.
+/// How long a sink waits for its first frame.
 const FIRST_FRAME: Duration = Duration::from_secs(30);
-/// Ethernet, IPv4 and TCP headers.
+/// Length in bytes of the Ethernet, IPv4 and TCP headers.
 const HEADERS: usize = 54;
 const MSS: u16 = 1448;
 
@@ -59,7 +59,7 @@ fn main() {
     println!("{}", if options.send { guest.send(&options) } else { guest.sink(&options) });
 }
 
-/// The command line.
+/// Options of the command line.
 struct Options {
     socket: String,
     send: bool,
@@ -127,7 +127,7 @@ impl Memory {
     fn new() -> Memory {
         let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).expect("memory"));
         file.set_len(MEMORY as u64).expect("memory");
-        // SAFETY: a new mapping at an address that the kernel chooses; it stays until the process ends.
+        // SAFETY: a new mapping at an address that the kernel chooses; it lasts until the process ends.
         let base = unsafe {
             let access = ProtFlags::READ | ProtFlags::WRITE;
             mmap(std::ptr::null_mut(), MEMORY, access, MapFlags::SHARED | MapFlags::POPULATE, &file, 0)
@@ -191,7 +191,7 @@ impl Ring {
         self.avail = self.avail.wrapping_add(1);
     }
 
-    /// Publishes the available chains, and notifies the device if it asks for that.
+    /// Publishes the available chains, and notifies the device if it requests that.
     fn publish(&mut self, memory: &Memory) {
         let index = memory.index(self.avail_at() + 2);
         let before = index.load(Ordering::Relaxed);
@@ -204,29 +204,29 @@ impl Ring {
         }
     }
 
-    /// Used chains that were not collected yet.
+    /// Number of used chains that are not collected yet.
     fn ready(&self, memory: &Memory) -> u16 {
         memory.index(self.used_at() + 2).load(Ordering::Acquire).wrapping_sub(self.used)
     }
 
-    /// The next used chain (head, bytes written); check [`Ring::ready`] first.
+    /// Takes the next used chain (head, bytes written); the caller must check [`Ring::ready`] first.
     fn take(&mut self, memory: &Memory) -> (u16, usize) {
         let at = self.used_at() + 4 + 8 * usize::from(self.used % RING);
         self.used = self.used.wrapping_add(1);
         (memory.read::<u32>(at) as u16, memory.read::<u32>(at + 4) as usize)
     }
 
-    /// Waits for `count` used chains, for a short time.
+    /// Waits briefly for `count` used chains.
     fn wait(&self, memory: &Memory, count: u16) {
         let event = memory.index(self.avail_at() + 4 + 2 * usize::from(RING));
         event.store(self.used.wrapping_add(count - 1), Ordering::Relaxed);
         fence(Ordering::SeqCst);
         if self.ready(memory) < count {
-            // SAFETY: the event is open as long as `self`.
+            // SAFETY: the event stays open as long as `self`.
             let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(self.call.as_raw_fd()) };
             let moment = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
             poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&moment)).expect("poll");
-            // No interrupt within the time: no error.
+            // No interrupt within the time is not an error.
             let _ = self.call.read();
         }
     }
@@ -236,12 +236,12 @@ impl Ring {
 struct Guest {
     memory: Memory,
     rings: [Ring; 2],
-    /// Holds the connection open.
+    /// Keeps the connection open.
     _frontend: Frontend,
 }
 
 impl Guest {
-    /// Connects to an interface and starts both rings, as QEMU does.
+    /// Connects to an interface and starts both rings, like QEMU.
     fn connect(socket: &str) -> Guest {
         let memory = Memory::new();
         let stream = UnixStream::connect(socket).unwrap_or_else(|error| panic!("{socket}: {error}"));
@@ -283,7 +283,7 @@ impl Guest {
         Guest { memory, rings, _frontend: frontend }
     }
 
-    /// Sends as fast as the device takes it.
+    /// Sends as fast as the device takes frames.
     fn send(&mut self, options: &Options) -> serde_json::Value {
         let (memory, ring) = (&self.memory, &mut self.rings[TRANSMIT]);
         let chain = 1 + options.bytes.div_ceil(PIECE) as u16;
@@ -312,7 +312,7 @@ impl Guest {
         report(done, done * options.bytes as u64, 0, 0, begin.elapsed())
     }
 
-    /// Receives everything.
+    /// Receives all frames.
     fn sink(&mut self, options: &Options) -> serde_json::Value {
         let (memory, ring) = (&self.memory, &mut self.rings[RECEIVE]);
         for index in 0..RING {

@@ -1,12 +1,12 @@
 //! The cost of a lookup with 10 to 1 000 000 routes, and the memory of a route. `lab/lab bench scale` runs it.
 //!
-//! Each route leads from any source to one destination. Three kinds of traffic:
+//! Each route leads from any source to one destination. The program measures three kinds of traffic:
 //!
-//! - `cached_ns`: 64 flows in turn; after the first round the route cache answers;
-//! - `few_ns`: new sources to 64 destinations, so that the cache misses and the table answers;
-//! - `all_ns`: new sources to destinations all over the table: adds misses of the processor's caches.
+//! - `cached_ns`: 64 flows in turn; after the first round the route cache decides;
+//! - `few_ns`: new sources to 64 destinations, so that the cache misses and the table decides;
+//! - `all_ns`: new sources to destinations spread over the table, which adds misses of the processor's caches.
 //!
-//! Usage: `lookup [ROUTES]...` prints one JSON object a line; times are nanoseconds per decision.
+//! Usage: `lookup [ROUTES]...` prints one JSON object per line; times are in nanoseconds per decision.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::hint::black_box;
@@ -27,24 +27,24 @@ const FEW: u32 = 64;
 const DECISIONS: u32 = 2_000_000;
 const SIZES: [u32; 6] = [10, 100, 1_000, 10_000, 100_000, 1_000_000];
 
-/// Counts the bytes in use.
+/// An allocator that counts the bytes in use.
 struct Counting;
 
 static IN_USE: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: every call is forwarded to `System` unchanged; counting does not touch the memory.
+// SAFETY: forwards every call to `System` unchanged; counting does not access the memory.
 unsafe impl GlobalAlloc for Counting {
     // SAFETY: forwards to `System`, which keeps the contract.
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         IN_USE.fetch_add(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller keeps `GlobalAlloc::alloc`'s contract, which is the same.
+        // SAFETY: the caller fulfils the contract of `GlobalAlloc::alloc`, which is the same.
         unsafe { System.alloc(layout) }
     }
 
     // SAFETY: forwards to `System`, which keeps the contract.
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
         IN_USE.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller keeps `GlobalAlloc::dealloc`'s contract, and `memory` came from `System`.
+        // SAFETY: the caller fulfils the contract of `GlobalAlloc::dealloc`, and `memory` came from `System`.
         unsafe { System.dealloc(memory, layout) }
     }
 }
@@ -69,13 +69,13 @@ fn measure(routes: u32) -> serde_json::Value {
     let begin = Instant::now();
     let table = Arc::new(Table::build(rules, &[network], &members()));
     let build_s = begin.elapsed().as_secs_f64();
-    // The rules' memory was moved into the table or freed.
+    // The memory of the rules has moved into the table or was freed.
     let bytes = IN_USE.load(Ordering::Relaxed) + given - before;
     let mut router = Router::new(table, Arc::new(Learned::new()));
     let spread = routes.min(FEW);
     let cached_ns = time(&mut router, |n| (mac(1, n % FEW), mac(2, n % FEW % spread)));
     let few_ns = time(&mut router, |n| (mac(3, n), mac(2, n % spread)));
-    // An odd multiplier visits every destination in an order that no prefetcher foresees.
+    // An odd multiplier visits every destination in an order that no prefetcher predicts.
     let all_ns = time(&mut router, |n| (mac(4, n), mac(2, n.wrapping_mul(0x9e37_79b1) % routes)));
     serde_json::json!({
         "routes": routes,
@@ -90,7 +90,7 @@ fn measure(routes: u32) -> serde_json::Value {
 /// Nanoseconds per decision for frames with these `addresses`, without the cost of the loop itself.
 fn time(router: &mut Router, addresses: impl Fn(u32) -> (Mac, Mac)) -> f64 {
     let mut frame = some_frame();
-    // Every frame is a batch of its own, so that nothing is remembered from the frame before.
+    // Every frame is in a separate batch, so that the router keeps nothing from the previous frame.
     let mut round = |decide: &mut dyn FnMut(&Frame)| {
         let begin = Instant::now();
         for n in 0..DECISIONS {
@@ -102,7 +102,7 @@ fn time(router: &mut Router, addresses: impl Fn(u32) -> (Mac, Mac)) -> f64 {
     let nothing = round(&mut |frame| {
         black_box(frame);
     });
-    // The first round fills caches.
+    // The first round fills the caches.
     for _ in 0..2 {
         let mut to_link = 0;
         let cost = round(&mut |frame| {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use vnet::link::sealed::aead::{MATERIAL_LEN, OpeningKey, SealingKey, TAG_LEN};
 use vnet::wire::native::{HEADER_LEN, Header, Kind};
 
-/// Datagrams of one super-frame of 64 KB.
+/// Number of datagrams in one super-frame of 64 KB.
 const BURST: usize = 45;
 const TIME: Duration = Duration::from_secs(1);
 

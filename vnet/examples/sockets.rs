@@ -1,12 +1,12 @@
-//! Super-frames over plain UDP sockets, without an overlay: the kernel's own cost of a link's datagrams. `lab/lab bench small`
-//! runs it beside vnetd.
+//! Super-frames over plain UDP sockets, without an overlay: the kernel's share of the cost of a link's datagrams. `lab/lab bench
+//! small` compares it with vnetd.
 //!
 //! Like a link, the sender leaves segmentation to the kernel (`UDP_SEGMENT`): a datagram is a header of vnet's length and a slice
 //! of the frame; the frames cover as much memory as a guest's ring. The receiver takes coalesced datagrams (`UDP_GRO`) and
 //! discards them.
 //!
-//! Usage: `sockets take ADDRESS:PORT --mtu BYTES --seconds S`, and then `sockets send` with the same arguments.
-//! The receiver prints one JSON object with the frames' bytes, S seconds after the first datagram.
+//! Usage: `sockets take ADDRESS:PORT --mtu BYTES --seconds S`, and then `sockets send` with the same arguments. S seconds after
+//! the first datagram, the receiver prints one JSON object with the number of bytes of the frames.
 
 use std::io::IoSlice;
 use std::net::{SocketAddr, UdpSocket};
@@ -16,19 +16,19 @@ use std::time::{Duration, Instant};
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg, sockopt};
 use vnet::wire::native::HEADER_LEN;
 
-/// Bytes of a super-frame at an MSS of 1448: 45 segments and one header, as Linux sends a long stream.
+/// Length of a super-frame in bytes at an MSS of 1448: 45 segments and one header, as Linux sends a long stream.
 const FRAME: usize = 65_226;
-/// Super-frames in the sender's memory, and their distance in bytes.
+/// Number of super-frames in the sender's memory, and their distance in bytes.
 const SLOTS: usize = 256;
 const SLOT_SPACE: usize = 0x1_2000;
-/// IPv4 and UDP headers.
+/// Length in bytes of the IPv4 and UDP headers.
 const UNDERLAY: usize = 28;
-/// Most datagrams (`UDP_MAX_SEGMENTS`) and bytes of one message.
+/// Maximum number of datagrams (`UDP_MAX_SEGMENTS`) and bytes of one message.
 const DATAGRAMS_MAX: usize = 64;
 const MESSAGE_MAX: usize = 65_400;
-/// The receiver's socket buffer, as large as a link's.
+/// Size of the receiver's socket buffer in bytes, as large as a link's.
 const SOCKET_BUFFER: usize = 8 << 20;
-/// The receiver's memory, as large as a guest's receive ring.
+/// Size of the receiver's memory in bytes, as large as a guest's receive ring.
 const ROOM: usize = 4 << 20;
 const READ_MAX: usize = 1 << 16;
 const FIRST_DATAGRAM: Duration = Duration::from_secs(30);
@@ -95,7 +95,7 @@ fn take(at: SocketAddr, datagram: usize, time: Duration) -> serde_json::Value {
 
 /// Sets a UDP option; rustix has no call for these.
 fn set_udp_option(socket: &UdpSocket, name: libc::c_int, value: libc::c_int) {
-    // SAFETY: the pointer is to a live integer of the length passed.
+    // SAFETY: the pointer refers to a live integer of the stated length.
     let set = unsafe {
         let value: *const libc::c_int = &value;
         let len = size_of::<libc::c_int>() as libc::socklen_t;

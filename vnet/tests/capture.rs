@@ -1,4 +1,4 @@
-//! Captures of a running core: which frames are seen, in which order and with which fate; traffic is not changed by them.
+//! Captures of a running core: which frames they record, in which order and with which outcome. Captures do not change traffic.
 
 mod common;
 
@@ -19,7 +19,7 @@ use vnet::wire::offload::Offload;
 
 const NAMES: [&str; 3] = ["interface a", "interface b", "interface c"];
 
-/// A host with three fakes under port security; the last has an MTU of 1000 bytes.
+/// A host with three fakes under port security; the last one has an MTU of 1000 bytes.
 fn host(threads: usize) -> Host {
     let mut host = Host::start(CoreOptions { threads, ..yielding(Strategy::Block) });
     for (n, mtu) in [MTU_MAX, MTU_MAX, 1000].into_iter().enumerate() {
@@ -32,7 +32,7 @@ fn host(threads: usize) -> Host {
     host
 }
 
-/// Captures at these ports.
+/// Starts a capture at these ports.
 fn capture(host: &Host, ports: &[u16], options: Options) -> Arc<Session> {
     let session = Arc::new(Session::new(options, host.core.dispatchers()));
     let ports = ports.iter().map(|port| (PortId(*port), NAMES[usize::from(*port)]));
@@ -41,7 +41,7 @@ fn capture(host: &Host, ports: &[u16], options: Options) -> Arc<Session> {
     session
 }
 
-/// Waits until so many frames have entered, and every one is delivered or dropped.
+/// Waits until `entered` frames have entered, and each of them is delivered or dropped.
 fn settle(host: &Host, entered: u64) {
     let frames = || host.interfaces.iter().map(|port| port.stats.in_frames.get()).sum::<u64>();
     wait_for("frames to enter", || frames() == entered, || frames().to_string());
@@ -54,7 +54,7 @@ fn frame(dst: Mac, src: Mac, len: usize, seed: u8) -> OwnedFrame {
     (bytes, Offload::default())
 }
 
-/// Records captured so far; waits for `count` of them.
+/// Waits for `count` records, and returns all records captured so far.
 fn captured(session: &Session, count: usize) -> Vec<(Record, Vec<u8>)> {
     let mut found = vec![];
     let deadline = Instant::now() + WAIT;
@@ -97,15 +97,15 @@ fn drops_come_with_their_reasons() {
     let session = capture(&host, &[0, 1, 2], Options { drops_only: true, ..Options::default() });
     host.fakes[0].send([
         frame(mac(1), mac(0), 60, 1),
-        // Beyond the destination's MTU.
+        // Larger than the destination's MTU.
         frame(mac(2), mac(0), 1500, 2),
         // Another source address: refused by port security.
         frame(mac(1), mac(9), 60, 3),
-        // Its destination is its own port.
+        // The destination is behind the ingress port.
         frame(mac(0), mac(0), 60, 4),
         // Shorter than an Ethernet header.
         (vec![7; 9], Offload::default()),
-        // Broadcast: one copy is delivered, one exceeds the MTU.
+        // Broadcast: one copy is delivered, another exceeds the MTU.
         frame(Mac::BROADCAST, mac(0), 1200, 5),
     ]);
     settle(&host, 6);
@@ -162,7 +162,7 @@ fn a_stalled_reader_loses_records_but_no_frames() {
     assert!(found.iter().all(|(r, bytes)| bytes.len() == r.len as usize));
 }
 
-/// Route caches answer `vnet trace`; neither a question nor a capture empties them.
+/// Route caches answer the queries of `vnet trace`; neither a query nor a capture empties them.
 #[test]
 fn route_caches_answer_questions() {
     let host = host(1);

@@ -1,4 +1,4 @@
-//! Guest-driven and VMM-driven mode under traffic: a million switches between them, and no frame left waiting.
+//! Guest-driven and VMM-driven mode under traffic: a million switches between them, and no frame is left waiting.
 
 mod common;
 
@@ -19,10 +19,10 @@ use vnet::wire::offload::Offload;
 const SWITCHES: u64 = 1_000_000;
 const BURST: usize = 500;
 
-/// A guest that returns every frame to its sender at the worst moment: just when its dispatcher has asked to be notified.
+/// A guest that returns every frame to its sender at the worst moment: just after its dispatcher has requested a notification.
 struct Echo {
     fake: Arc<Fake>,
-    /// Frames to return, and whether the dispatcher has asked to be notified.
+    /// Frames to return, and whether the dispatcher has requested a notification.
     held: Mutex<(Vec<OwnedFrame>, bool)>,
 }
 
@@ -74,7 +74,7 @@ struct EchoSource {
 impl Source for EchoSource {
     // SAFETY: every frame in the batch is `inner`'s, whose `fill` has the same contract.
     unsafe fn fill(&mut self, batch: &mut Batch, drops: &mut DropSink, now_ms: u64) -> Taken {
-        // SAFETY: the caller's contract is this function's own.
+        // SAFETY: this function has the same contract as its caller.
         unsafe { self.inner.fill(batch, drops, now_ms) }
     }
 
@@ -130,7 +130,7 @@ fn frame(number: usize) -> OwnedFrame {
     (bytes, Offload::default())
 }
 
-/// Sends a burst of frames and checks that all arrive in order. `single`: each is sent when the one before has arrived.
+/// Sends a burst of frames and checks that all arrive in order. `single`: each frame is sent after the previous one has arrived.
 fn burst(host: &Host, single: bool) {
     let delivered = &host.interfaces[1].stats.out_frames;
     let before = delivered.get();
@@ -153,11 +153,11 @@ fn burst(host: &Host, single: bool) {
     assert!((0..).zip(&got).all(|(number, got)| *got == frame(number)));
 }
 
-/// A frame goes to and fro between two guests that answer at the moment at which their dispatcher stops polling; meanwhile
-/// frames of another thread cross.
+/// A frame goes back and forth between two guests that answer at the moment when their dispatcher stops polling, while another
+/// thread's frames cross.
 #[test]
 fn a_million_mode_switches_lose_no_frame() {
-    // One poll that finds a frame makes a queue VMM-driven, one that finds none guest-driven.
+    // One poll that finds a frame makes a queue VMM-driven; one that finds none makes it guest-driven.
     let settings = ModeSettings { mode: Mode::Adaptive, rate_low: 1, rate_high: 1, window_us: 1 };
     let mut host = host(Strategy::Block, settings);
     for n in [2, 3] {

@@ -1,5 +1,5 @@
-//! Whole cores on loopback: frames cross from interface to interface, on one host and over links, and every frame is accounted
-//! for.
+//! Whole cores on the loopback address: frames cross from interface to interface, on one host and over links, and every frame is
+//! accounted for.
 
 mod common;
 
@@ -77,7 +77,7 @@ fn vnet_links_carry_finished_frames() {
     let sent = frame(mac(2), mac(1), 1514, 7);
     a.send([sent.clone()]);
     assert_eq!(b.wait_for(1, WAIT), [sent]);
-    // A super-frame is cut before it leaves.
+    // A super-frame is segmented before it leaves.
     let (mut bytes, _) = frame(mac(2), mac(1), 54 + 4000, 0);
     bytes[12..16].copy_from_slice(&[8, 0, 0x45, 0]);
     bytes[16..18].copy_from_slice(&(40u16 + 4000).to_be_bytes());
@@ -140,7 +140,7 @@ fn all_rules_of_the_same_priority_get_a_copy() {
     assert!(fakes[2].take().is_empty());
 }
 
-/// A million frames of mixed sizes, both ways at once, with one dispatcher a host and with two.
+/// A million frames of mixed sizes, in both directions at once, with one dispatcher per host and with two.
 #[test]
 fn a_million_frames_are_accounted_for() {
     for threads in [1, 2] {
@@ -170,7 +170,7 @@ fn a_million_frames_are_accounted_for() {
     }
 }
 
-/// A new setup takes effect under traffic; ports that it keeps lose no frame.
+/// A new setup takes effect under traffic; ports that remain lose no frame.
 #[test]
 fn publishing_loses_no_frame_of_ports_that_stay() {
     let mut host = host(2, 1, Strategy::Adaptive);
@@ -205,7 +205,7 @@ fn publishing_loses_no_frame_of_ports_that_stay() {
     }
 }
 
-/// ARP suppression: a request for a published neighbour is answered where it enters and reaches no other port; requests for
+/// ARP suppression: a request for a published neighbour is answered at its ingress port and reaches no other port; requests for
 /// other addresses are flooded.
 #[test]
 fn arp_requests_for_published_neighbours_are_answered() {
@@ -229,14 +229,14 @@ fn arp_requests_for_published_neighbours_are_answered() {
     }
     assert_eq!(other.wait_for(1, WAIT), [request(3)]);
     assert_eq!(host.interfaces[0].stats.answers.get(), 2);
-    // Requests that enter by the other interface are answered there.
+    // Requests that enter at the other interface are answered there.
     other.send([request(2)]);
     assert_eq!(other.wait_for(1, WAIT).len(), 1);
     host.assert_balanced();
     assert_eq!(host.interfaces[0].stats.out_frames.get(), 2, "no request of the other interface came here");
 }
 
-/// A UDP packet of `flow` with a number inside.
+/// A UDP packet of `flow` that carries a number.
 fn packet(flow: u16, number: u32, len: usize) -> OwnedFrame {
     let (mut bytes, offload) = frame(mac(2), mac(1), len, number as u8);
     bytes[12..24].copy_from_slice(&[8, 0, 0x45, 0, 0, 0, 0, 0, 0x40, 0, 64, 17]);
@@ -247,7 +247,8 @@ fn packet(flow: u16, number: u32, len: usize) -> OwnedFrame {
     (bytes, offload)
 }
 
-/// Several dispatchers and ports, of different numbers on the two hosts: all get frames, every flow stays in order, none is lost.
+/// Different numbers of dispatchers and ports on the two hosts: each of them gets frames, every flow stays in order, and no frame
+/// is lost.
 #[test]
 fn flows_spread_over_dispatchers_and_stay_in_order() {
     const FLOWS: u16 = 32;
@@ -264,7 +265,7 @@ fn flows_spread_over_dispatchers_and_stay_in_order() {
     });
     one.publish();
     two.publish();
-    // Teaches the route back: flooded frames have a limit.
+    // Lets the hosts learn the return path first, because flooded frames are rate-limited.
     b.send([frame(mac(1), mac(2), 60, 0)]);
     assert_eq!(a.wait_for(1, WAIT).len(), 1);
     for number in 0..ROUNDS {
@@ -293,7 +294,7 @@ fn flows_spread_over_dispatchers_and_stay_in_order() {
     }
 }
 
-/// Hosts with one fake each and with these links between them; `relayed`: all of them relay.
+/// Hosts with one fake each and with these links between them; with `relayed`, all of them relay.
 fn joined(hosts: usize, links: &[(usize, usize)], relayed: bool) -> Vec<Host> {
     let mut all: Vec<_> = (0..hosts).map(|_| Host::start(yielding(Strategy::Block))).collect();
     for host in &mut all {
@@ -320,7 +321,7 @@ fn a_relay_joins_hosts_that_have_no_link() {
     fakes[0].send([frame(Mac::BROADCAST, mac(1), 60, 1)]);
     assert_eq!(fakes[1].wait_for(1, WAIT).len(), 1);
     assert_eq!(fakes[2].wait_for(1, WAIT).len(), 1);
-    // Both addresses are learned now: frames go to their host only.
+    // Both addresses are learned now: frames go only to the host of their destination.
     for (from, to, len) in [(2, 0, 60), (0, 2, 9000), (2, 0, FRAME_MAX)] {
         let sent = frame(mac(to as u8 + 1), mac(from as u8 + 1), len, 2);
         fakes[from].send([sent.clone()]);
@@ -328,7 +329,7 @@ fn a_relay_joins_hosts_that_have_no_link() {
     }
     hosts.iter().for_each(Host::assert_balanced);
     assert!(fakes[1].take().is_empty());
-    // Without relaying, flooded frames from a link go to no other link.
+    // Without relaying, a flooded frame from a link is not forwarded to another link.
     let hosts = joined(3, &[(0, 1), (1, 2)], false);
     let fakes: Vec<_> = hosts.iter().map(|host| host.fakes[0].clone()).collect();
     fakes[0].send([frame(Mac::BROADCAST, mac(1), 60, 1)]);
@@ -338,11 +339,11 @@ fn a_relay_joins_hosts_that_have_no_link() {
     assert!(fakes[2].take().is_empty());
 }
 
-/// A foreign host, as VNET/P is one: it receives at the port that others know, and sends from another one.
+/// A foreign host that behaves like VNET/P: it receives at the configured port, and sends from another port.
 struct Foreign {
     receives: UdpSocket,
     sends: UdpSocket,
-    /// In front of every frame.
+    /// Bytes in front of every frame.
     header: Vec<u8>,
 }
 
@@ -357,7 +358,7 @@ impl Foreign {
         self.sends.send_to(&[&self.header[..], &frame.0].concat(), to).unwrap();
     }
 
-    /// The frames that have come, of which the last one is `last`.
+    /// Receives frames up to `last`, and returns all that have arrived.
     fn got(&self, last: &OwnedFrame) -> Vec<Vec<u8>> {
         let (mut got, mut buffer) = (vec![], [0; 2048]);
         while got.last() != Some(&last.0) {
@@ -368,8 +369,8 @@ impl Foreign {
     }
 }
 
-/// Way-points of VNET/P: a rule forwards frames of foreign hosts, whose formats count no hops, to another link. Neither flooding nor
-/// learning does, even on a relay, and no rule sends a frame back.
+/// VNET/P's way-points: a rule forwards frames of foreign hosts, whose formats have no hop count, to another link. Neither
+/// flooding nor learning does so, even on a relay, and no rule sends a frame back.
 #[test]
 fn rules_lead_frames_of_foreign_hosts_from_link_to_link_and_nothing_else_does() {
     const VXLAN: [u8; 8] = [8, 0, 0, 0, 0, 0, 1, 0];
@@ -397,14 +398,14 @@ fn rules_lead_frames_of_foreign_hosts_from_link_to_link_and_nothing_else_does() 
         }
         host.publish();
         let at = host.core.bridge_address();
-        // Both directions by rules.
+        // Rules forward in both directions.
         let there = frame(mac(2), mac(1), 100, 1);
         one.send(at, &there);
         assert_eq!(two.got(&there), std::slice::from_ref(&there.0));
         let back = frame(mac(1), mac(2), 200, 2);
         two.send(free, &back);
         assert_eq!(one.got(&back), std::slice::from_ref(&back.0));
-        // Flooding, a learned address, and a rule that leads back: none of them reaches a link.
+        // Flooding, a learned address, and a rule that leads back: none of these frames reaches a link.
         let flooded = frame(Mac::BROADCAST, mac(1), 100, 3);
         one.send(at, &flooded);
         assert_eq!(guest.wait_for(1, WAIT), [flooded]);
@@ -426,8 +427,8 @@ fn rules_lead_frames_of_foreign_hosts_from_link_to_link_and_nothing_else_does() 
     }
 }
 
-/// Three relays in a ring, which nobody should configure: a flooded frame passes seven relays each way, then its hop limit
-/// ends it.
+/// Three relays in a ring, a misconfiguration: a flooded frame passes seven relays in each direction, then its hop limit drops
+/// it.
 #[test]
 fn the_hop_limit_ends_storms_in_a_ring_of_relays() {
     const CROSSINGS: u64 = 2 * 8;

@@ -1,4 +1,4 @@
-//! Fewer processors than threads: a dispatcher that spins leaves its processor to an application that wants it.
+//! Fewer processors than threads: a dispatcher that spins yields its processor to an application that needs it.
 
 mod common;
 
@@ -14,13 +14,14 @@ use vnet::wire::ethernet::Mac;
 
 const TIME: Duration = Duration::from_millis(700);
 
-/// Processor time of the calling thread.
+/// Processor time used by the calling thread.
 fn own_time() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// Processor time of the dispatcher, in this process the only one of its name (proc_pid_stat(5): nanoseconds on a processor).
+/// Processor time used by the dispatcher, the only thread of its name in this process (proc_pid_stat(5): nanoseconds on a
+/// processor).
 fn dispatcher_time() -> Duration {
     for task in std::fs::read_dir("/proc/self/task").unwrap() {
         let task = task.unwrap().path();
@@ -33,7 +34,7 @@ fn dispatcher_time() -> Duration {
 }
 
 /// Computes on the dispatcher's processor. Returns the computation's share of the processor time of both, and the number of
-/// frames that crossed meanwhile.
+/// frames that crossed during it.
 fn compute_beside(yield_strategy: Strategy) -> (f64, usize) {
     let allowed = sched_getaffinity(None).unwrap();
     let cpu = (0..CpuSet::MAX_CPU).find(|&cpu| allowed.is_set(cpu)).unwrap();
@@ -52,7 +53,7 @@ fn compute_beside(yield_strategy: Strategy) -> (f64, usize) {
             let (own, other) = (own_time() - before, dispatcher_time() - other);
             own.as_secs_f64() / (own + other).as_secs_f64()
         });
-        // A frame now and then, which has to arrive all the same.
+        // An occasional frame, which must still arrive.
         let mut crossed = 0;
         while !application.is_finished() {
             from.send([frame(Mac::BROADCAST, mac(1), 60, 0)]);
@@ -65,8 +66,8 @@ fn compute_beside(yield_strategy: Strategy) -> (f64, usize) {
 
 #[test]
 fn a_spinning_dispatcher_does_not_starve_applications() {
-    // `immediate` calls sched_yield at every turn without work: the application gets at least half of the processor, under EEVDF
-    // nearly all of it.
+    // `immediate` calls sched_yield in every turn without work: the application gets at least half of the processor, and nearly
+    // all of it under EEVDF.
     let (share, crossed) = compute_beside(Strategy::Immediate);
     println!(
         "immediate: {:.0} % of the processor for the application, {crossed} frames crossed",
@@ -74,7 +75,7 @@ fn a_spinning_dispatcher_does_not_starve_applications() {
     );
     assert!(share > 0.35, "{share}");
     assert!(crossed >= 10, "{crossed}");
-    // `adaptive` sleeps once others want the processor.
+    // `adaptive` sleeps when other threads need the processor.
     let (share, crossed) = compute_beside(Strategy::Adaptive);
     println!(
         "adaptive: {:.0} % of the processor for the application, {crossed} frames crossed",

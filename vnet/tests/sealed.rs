@@ -1,4 +1,4 @@
-//! Whole hosts with sealed links on loopback: cores, keepers, certificates, and their failures.
+//! Whole hosts with sealed links on the loopback address: cores, keepers, certificates, and their failures.
 
 mod common;
 
@@ -29,7 +29,7 @@ struct Host {
 }
 
 impl Host {
-    /// A host without a link yet.
+    /// A host without a link.
     fn start(identity: Arc<IdentityStore>, rekey: Duration, dispatchers: usize) -> Host {
         let options = CoreOptions {
             threads: dispatchers,
@@ -43,7 +43,7 @@ impl Host {
             let keeper = Keeper::start(keeping(listen, identity.clone(), started, rekey, courier)).ok()?;
             Some((core, keeper))
         };
-        // The UDP port that the kernel chose may be taken for TCP.
+        // The UDP port that the kernel chose may be in use for TCP.
         let (core, keeper) = (0..10).find_map(|_| start()).expect("a port that is free for UDP and TCP");
         let mut host = common::Host::of(core);
         let fake = host.add_fake(NetworkId::DEFAULT);
@@ -55,7 +55,7 @@ impl Host {
         let options =
             LinkOptions { name: peer.into(), ports, ..link_to(remote, Encapsulation::Native, Some(1500)) };
         let security = Security { peer: Some(peer.into()), macs: None, via: None };
-        // Two ports in turn, so that a new link is not taken for the one before.
+        // Alternates between two ports, so that a new link is not mistaken for the previous one.
         let port = PortId(1 + self.host.links.first().map_or(0, |link| link.link.port().0 % 2));
         let link = Link::with_security(options, security, port, Arc::default());
         self.host.links = vec![link_port(link.clone())];
@@ -85,7 +85,7 @@ impl Host {
         );
     }
 
-    /// Waits for the link to be down, with `why` in its reason.
+    /// Waits until the link is down with `why` in its reason.
     fn wait_down(&self, why: &str) {
         let down = || matches!(self.link().state(), LinkState::Down(reason) if reason.contains(why));
         wait_for(&format!("the link to be down, '{why}'"), down, || format!("{:?}", self.link().state()));
@@ -105,7 +105,7 @@ fn keeping(
 
 const HOUR: Duration = Duration::from_secs(3600);
 
-/// Two hosts, h1 and h2, linked.
+/// Two linked hosts, h1 and h2.
 fn pair(pki: &Pki, rekey: Duration, dispatchers: usize) -> [Host; 2] {
     let mut h1 = Host::start(Arc::new(pki.store("h1", 1)), rekey, dispatchers);
     let mut h2 = Host::start(Arc::new(pki.store("h2", 2)), rekey, dispatchers);
@@ -143,7 +143,7 @@ fn sealed_links_come_up_and_carry_frames() {
     wait_for("a round trip", || h1.link().seal_view().unwrap().rtt_us.is_some(), String::new);
 }
 
-/// A link comes up if only one side knows the other's address, whichever of the two names comes first.
+/// A link comes up if only one side knows the other's address, whichever of the two names sorts first.
 #[test]
 fn one_side_may_know_no_address() {
     let (_folder, pki) = folder();
@@ -165,7 +165,8 @@ fn one_side_may_know_no_address() {
     }
 }
 
-/// Half-open connections from unknown addresses take half of the handshakes at most; the rest is for known addresses.
+/// Half-open connections from unknown addresses take at most half of the handshake slots; the others are reserved for known
+/// addresses.
 #[test]
 fn unknown_addresses_get_half_of_the_handshakes() {
     let (_folder, pki) = folder();
@@ -196,7 +197,7 @@ fn unknown_addresses_get_half_of_the_handshakes() {
     );
 }
 
-/// Rekey every two seconds under traffic: every frame arrives once and in order, under more than one key.
+/// Rekeys every two seconds under traffic: every frame arrives once and in order, under more than one key.
 #[test]
 fn rekeying_under_traffic_loses_no_frame() {
     let (_folder, pki) = folder();
@@ -224,26 +225,26 @@ fn rekeying_under_traffic_loses_no_frame() {
     }
 }
 
-/// The link to a peer that dies without notice is down within a second, and up again when the peer is back.
+/// The link to a peer that dies without notice is down within a second, and up again after the peer returns.
 #[test]
 fn a_dead_peer_is_detected_within_a_second() {
     let (_folder, pki) = folder();
     let [h1, mut h2] = pair(&pki, HOUR, 1);
     h1.wait_up();
     h2.wait_up();
-    // No more keepalives and probes, as if its host had lost power.
+    // No more keepalives and probes, as if the host had lost power.
     let died = Instant::now();
     h2.host.core.publish(vnet::dispatch::setup::Parts::default());
     h2.keeper = None;
     h1.wait_down("nothing came from h2");
     let detected = died.elapsed();
-    // One second is promised; the test's machine may be busy.
+    // vnet promises one second; the test's machine may be busy.
     assert!(detected < Duration::from_millis(1800), "detected after {detected:?}");
     assert!(detected > Duration::from_millis(400), "detected after {detected:?}: too early to be sure");
     let (listen, started, courier) = (h2.address(), h2.host.core.started(), h2.host.core.courier().clone());
     let identity = pki.store("h2", 3);
     h2.keeper = Some(Keeper::start(keeping(listen, Arc::new(identity), started, HOUR, courier)).unwrap());
-    // Restarted: without sessions.
+    // The restarted host has no sessions.
     h2.link_to(h1.address(), "h1");
     h1.wait_up();
     h2.wait_up();
@@ -251,8 +252,8 @@ fn a_dead_peer_is_detected_within_a_second() {
     assert_eq!(h2.fake.wait_for(1, WAIT).len(), 1);
 }
 
-/// A restarted host has its sealed links back before its peer could even notice that it was gone, whichever of the two names comes
-/// first. 0.3 s is promised; the test's machine may be busy, so one of three tries has to do.
+/// A restarted host restores its sealed links before its peer could even notice the outage, whichever of the two names sorts
+/// first. vnet promises 0.3 s; the test's machine may be busy, so one of three attempts has to succeed.
 #[test]
 fn a_restarted_host_is_back_at_once() {
     let (_folder, pki) = folder();
@@ -264,7 +265,7 @@ fn a_restarted_host_is_back_at_once() {
         while took.last().is_none_or(|time| *time > Duration::from_millis(500)) {
             assert!(took.len() < 3, "{peer}'s peer: {took:?}");
             hosts.iter().for_each(Host::wait_up);
-            // A link object of its own: the keys are gone.
+            // A new link object: the keys are gone.
             let start = Instant::now();
             hosts[restarted].link_to(at, peer);
             hosts[restarted].wait_up();
@@ -276,7 +277,7 @@ fn a_restarted_host_is_back_at_once() {
     }
 }
 
-/// A link that is replaced a thousand times leaks neither descriptors nor threads, and works.
+/// A link that is replaced a thousand times leaks neither descriptors nor threads, and still works.
 #[test]
 fn a_thousand_flaps_leak_nothing() {
     let (_folder, pki) = folder();
@@ -300,7 +301,7 @@ fn a_thousand_flaps_leak_nothing() {
     h2.wait_up();
     h1.fake.send([frame(2, 1, 5000, 1)]);
     assert_eq!(h2.fake.wait_for(1, WAIT), [frame(2, 1, 5000, 1)]);
-    // Other tests of this process open and close files and threads as well.
+    // Other tests of this process also open and close files and threads.
     let slack = 60;
     wait_for(
         "handshakes to end",
@@ -309,7 +310,7 @@ fn a_thousand_flaps_leak_nothing() {
     );
 }
 
-/// New certificate files: links stay up and rekey with the new certificate. A revoked certificate takes its link down.
+/// With new certificate files, links stay up and rekey with the new certificate. A revoked certificate takes its link down.
 #[test]
 fn certificates_are_renewed_and_revoked_under_live_links() {
     let (_folder, pki) = folder();
@@ -318,7 +319,7 @@ fn certificates_are_renewed_and_revoked_under_live_links() {
     h2.wait_up();
     std::thread::sleep(Duration::from_millis(1100));
     assert!(h1.link().seal_view().unwrap().keys_s >= Some(1));
-    // h2 accepts connections: it has to ask h1 for the rekey.
+    // h2 accepts connections, so it must request the rekey from h1.
     pki.issue("h2", 12, Flaw::None, &[]);
     h2.keeper.as_ref().unwrap().refresh();
     wait_for(
@@ -327,13 +328,13 @@ fn certificates_are_renewed_and_revoked_under_live_links() {
         || format!("{:?}", h1.link().seal_view()),
     );
     assert_eq!((h1.link().state(), h2.link().state()), (LinkState::Up, LinkState::Up));
-    // Revoking the old certificate changes nothing any more.
+    // Revoking the old certificate has no effect any more.
     std::thread::sleep(Duration::from_millis(300));
     pki.revoke(&[2]);
     [&h1, &h2].iter().for_each(|host| host.keeper.as_ref().unwrap().refresh());
     std::thread::sleep(Duration::from_millis(500));
     assert_eq!((h1.link().state(), h2.link().state()), (LinkState::Up, LinkState::Up));
-    // Revoked at h1 only: the new certificate.
+    // The new certificate is revoked at h1 only.
     let before = h1.link().stats().drops(DropReason::NoKey);
     pki.revoke(&[2, 12]);
     h1.keeper.as_ref().unwrap().refresh();
@@ -343,7 +344,7 @@ fn certificates_are_renewed_and_revoked_under_live_links() {
     h2.wait_down("nothing came");
 }
 
-/// Connections from unknown addresses and half-open handshakes get no answer and delay nobody.
+/// Connections from unknown addresses and half-open handshakes get no answer and delay no other handshake.
 #[test]
 fn handshake_floods_are_bounded() {
     let (_folder, pki) = folder();
@@ -352,7 +353,7 @@ fn handshake_floods_are_bounded() {
     h2.wait_up();
     let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
     let before = threads();
-    // From the peer's address, and silent: few are served at a time.
+    // Silent connections from the peer's address: only a few are served at a time.
     let half_open: Vec<_> = (0..200).map(|_| TcpStream::connect(h2.address()).unwrap()).collect();
     std::thread::sleep(Duration::from_millis(300));
     assert!(threads() < before + 60, "{before} threads became {}", threads());
@@ -360,7 +361,7 @@ fn handshake_floods_are_bounded() {
         stream.set_read_timeout(Some(WAIT)).unwrap();
         assert_eq!(stream.read(&mut [0; 100]).unwrap_or(0), 0, "closed without a byte");
     }
-    // From an address without a link.
+    // A host whose address no link has.
     let stranger = Host::start(Arc::new(pki.store("h3", 3)), HOUR, 1);
     let mut stream = TcpStream::connect(stranger.address()).unwrap();
     assert_eq!(stream.read(&mut [0; 100]).unwrap_or(0), 0);
@@ -374,7 +375,7 @@ fn handshake_floods_are_bounded() {
     );
 }
 
-/// A peer with another name in its certificate, and clear text from the right address, are refused.
+/// The host refuses a peer with another name in its certificate, and clear text from the correct address.
 #[test]
 fn impostors_are_refused() {
     let (_folder, pki) = folder();
@@ -390,7 +391,7 @@ fn impostors_are_refused() {
     datagram.extend(frame(2, 1, 100, 1).0);
     plain.send_to(&datagram, h4.address()).unwrap();
     wait_for("the discard", || h4.link().stats().discards(DiscardReason::SealRequired) == 1, String::new);
-    // A probe in clear text learns that the link is sealed, from 16 bytes that say nothing else.
+    // A probe in clear text is answered with 16 bytes that reveal only that the link is sealed.
     let probe = [&[0x12, 0x01], &datagram[2..16], b"vnet-mtu", &[7; 8]].concat();
     plain.send_to(&probe, h4.address()).unwrap();
     plain.set_read_timeout(Some(WAIT)).unwrap();

@@ -12,16 +12,16 @@ use io_uring::{IoUring, cqueue, opcode, squeue};
 
 use crate::ROOM;
 
-/// Buffers of each device, a power of two; each holds a super-frame.
+/// Number of buffers per device, a power of two; each holds a super-frame.
 const BUFFERS: usize = 64;
 /// `IORING_ENTER_GETEVENTS`: runs deferred work within the call, even without waiting.
 const GETEVENTS: u32 = 1;
-/// A completion's user data: the device, and for a write the buffer.
+/// Marks the user data of a write's completion, which also holds device and buffer; that of a read is the device.
 const WRITTEN: u64 = 1 << 32;
 
-/// Moves frames for ever.
+/// Moves frames until the program is killed.
 pub fn forward(devices: [&File; 2], blocks: bool) -> io::Result<()> {
-    // One read and one write for every buffer.
+    // One read and one write per buffer.
     let mut ring: IoUring =
         IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(4 * BUFFERS as u32)?;
     let mut pools = [Pool::new(&ring, 0)?, Pool::new(&ring, 1)?];
@@ -31,7 +31,7 @@ pub fn forward(devices: [&File; 2], blocks: bool) -> io::Result<()> {
     }
     loop {
         let pushed = ring.submission().len() as u32;
-        // SAFETY: no memory is passed; the queue's entries refer to live descriptors and buffers.
+        // SAFETY: the call passes no pointers; the queue's entries refer to live descriptors and buffers.
         let entered = unsafe { ring.submitter().enter::<()>(pushed, u32::from(blocks), GETEVENTS, None) };
         match entered {
             Err(error) if !matches!(error.raw_os_error(), Some(libc::EINTR | libc::EBUSY)) => {
@@ -76,7 +76,7 @@ fn push(ring: &mut IoUring, entry: &squeue::Entry) -> io::Result<()> {
     Ok(())
 }
 
-/// Provided buffers of a device, and the ring of the free ones.
+/// Provided buffers of a device, and the ring of the free buffers.
 struct Pool {
     memory: NonNull<u8>,
     free: NonNull<BufRingEntry>,
@@ -89,27 +89,28 @@ impl Pool {
         let free = map(BUFFERS * size_of::<BufRingEntry>())?.cast::<BufRingEntry>();
         let mut pool = Pool { memory, free, tail: 0 };
         let at = free.as_ptr() as u64;
-        // SAFETY: a mapping of its own with that many entries, which is never unmapped.
+        // SAFETY: a separate mapping with that many entries, which is never unmapped.
         unsafe { ring.submitter().register_buf_ring_with_flags(at, BUFFERS as u16, group, 0)? };
         (0..BUFFERS as u16).for_each(|buffer| pool.give(buffer));
         Ok(pool)
     }
 
     fn place(&self, buffer: u16) -> *mut u8 {
-        // SAFETY: buffers are numbered below BUFFERS, and the mapping holds that many.
+        // SAFETY: buffers are numbered below BUFFERS, and the mapping holds BUFFERS buffers.
         unsafe { self.memory.as_ptr().add(usize::from(buffer) * ROOM) }
     }
 
-    /// Frees a buffer.
+    /// Returns a buffer to the free ring.
     fn give(&mut self, buffer: u16) {
         let bytes = self.place(buffer) as u64;
-        // SAFETY: below BUFFERS, so within the ring's mapping; the kernel reads an entry only after the tail has passed it.
+        // SAFETY: the index is below BUFFERS, so within the ring's mapping; the kernel reads an entry only after the tail has
+        // passed it.
         let entry = unsafe { &mut *self.free.as_ptr().add(usize::from(self.tail) % BUFFERS) };
         entry.set_addr(bytes);
         entry.set_len(ROOM as u32);
         entry.set_bid(buffer);
         self.tail = self.tail.wrapping_add(1);
-        // SAFETY: the ring begins at `free`; its tail is written here only, and read by the kernel as one word.
+        // SAFETY: the ring begins at `free`; only this function writes its tail, and the kernel reads it as one word.
         let tail = unsafe { AtomicU16::from_ptr(BufRingEntry::tail(self.free.as_ptr()).cast_mut()) };
         tail.store(self.tail, Ordering::Release);
     }
@@ -119,7 +120,7 @@ impl Pool {
 fn map(len: usize) -> io::Result<NonNull<u8>> {
     let access = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    // SAFETY: a new mapping.
+    // SAFETY: creates a new mapping.
     let memory = unsafe { libc::mmap(std::ptr::null_mut(), len, access, flags, -1, 0) };
     if memory == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());

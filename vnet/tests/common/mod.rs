@@ -1,6 +1,6 @@
-//! Hosts under test: a core on loopback, interfaces whose guests are the test itself, and links to other hosts.
+//! Hosts under test: a core on the loopback address, interfaces whose guests are the test itself, and links to other hosts.
 
-// Each test program uses a part of this.
+// Each test program uses only a part of this module.
 #![allow(dead_code)]
 
 use std::net::SocketAddr;
@@ -19,13 +19,13 @@ use vnet::stats::PortStats;
 use vnet::wire::ethernet::Mac;
 use vnet::wire::offload::Offload;
 
-/// Longest wait for anything that is to happen at once.
+/// Time limit for events that should happen at once.
 pub const WAIT: Duration = Duration::from_secs(10);
 
-/// Delivered frames that a fake interface keeps until the test takes them.
+/// Number of delivered frames that a fake interface keeps until the test takes them.
 const FAKE_ROOM: usize = 200_000;
 
-/// The default network: it learns addresses.
+/// The default network, which learns addresses.
 pub const LEARNING: NetworkSpec = NetworkSpec { id: NetworkId::DEFAULT, learning: true, ageing_s: 300 };
 
 /// A core with its ports. Changes take effect with `publish`.
@@ -44,7 +44,7 @@ impl Host {
         Host::of(Core::start(&options).unwrap())
     }
 
-    /// A host around a core that runs already.
+    /// Wraps a core that is already running.
     pub fn of(core: Core) -> Host {
         Host {
             core,
@@ -104,7 +104,7 @@ impl Host {
         });
     }
 
-    /// in + copies - out - drops over all ports: zero when no frame is under way or lost.
+    /// The sum in + copies - out - drops over all ports: zero when no frame is in flight or lost.
     pub fn imbalance(&self) -> i64 {
         let interfaces = self.interfaces.iter().map(|port| &*port.stats);
         let links = self.links.iter().map(|port| &**port.link.stats());
@@ -121,7 +121,7 @@ impl Host {
     }
 }
 
-/// One dispatcher on loopback, which waits for work as `yield_strategy` says.
+/// One dispatcher on the loopback address, with the given `yield_strategy`.
 pub fn yielding(yield_strategy: vnet::dispatch::yielding::Strategy) -> CoreOptions {
     CoreOptions { yield_strategy, ..CoreOptions::default() }
 }
@@ -138,7 +138,7 @@ pub fn link_port(link: Arc<Link>) -> LinkPort {
     LinkPort { member: Member { counts_hops, ..member(link.port(), PortKind::Link, Networks::All) }, link }
 }
 
-/// A link to the first of a host's UDP ports; `mtu`: that of the path, if it is not to be found out.
+/// A link to the first of a host's UDP ports. `mtu` sets the path MTU; `None`: the link discovers it.
 pub fn link_to(remote: SocketAddr, encapsulation: Encapsulation, mtu: Option<u16>) -> LinkOptions {
     let kind = match encapsulation {
         Encapsulation::Native => LinkKind::default(),
@@ -153,14 +153,14 @@ pub fn mac(n: u8) -> Mac {
     Mac([0x52, 0x54, 0, 0, 0, n])
 }
 
-/// A frame of `len` bytes and of no known protocol, filled by `seed`.
+/// A frame of `len` bytes of an unknown protocol, filled from `seed`.
 pub fn frame(dst: Mac, src: Mac, len: usize, seed: u8) -> OwnedFrame {
     let mut bytes: Vec<u8> = dst.0.into_iter().chain(src.0).chain([0x88, 0xb5]).collect();
     bytes.extend((bytes.len()..len).map(|i| (i as u8).wrapping_mul(31).wrapping_add(seed)));
     (bytes, Offload::default())
 }
 
-/// Waits until `done`; when it takes too long, fails with `now`, which tells how far things are.
+/// Waits until `done`. When that takes too long, fails with the progress that `now` reports.
 pub fn wait_for(what: &str, done: impl Fn() -> bool, now: impl Fn() -> String) {
     let start = Instant::now();
     while !done() {

@@ -72,19 +72,19 @@ fn both_directions_and_an_ipv4_peer_of_an_ipv6_socket() {
     b.send(&frames);
     assert_eq!(b.link.stats().drops(DropReason::SendFailed), 2);
     assert!(matches!(b.link.state(), LinkState::Unreachable(_)), "an IPv4 socket reaches no IPv6 address");
-    // A route for other address families does not change that.
+    // A route for another address family does not change that.
     b.peers = Arc::new(Peers::build(std::slice::from_ref(&b.link)));
     b.ask_routes(10_000);
     assert!(matches!(b.link.state(), LinkState::Unreachable(_)));
-    // Nor does a socket with an IPv6 address of its own reach IPv4.
+    // A socket bound to a specific IPv6 address cannot reach IPv4 either.
     let mut c = Host::new(bridge("[::1]:0"), options(b_addr, Encapsulation::Native, None));
     c.send(&frames);
     assert_eq!(c.link.stats().drops(DropReason::SendFailed), 2);
     assert!(matches!(c.link.state(), LinkState::Unreachable(_)));
 }
 
-/// The kernel refuses UDP_SEGMENT on a socket without checksums, with the error that it gave for segments larger than the path
-/// MTU before Linux 6.14.
+/// The kernel refuses UDP_SEGMENT on a socket without checksums, with the error that kernels before Linux 6.14 return for
+/// segments larger than the path MTU.
 #[test]
 fn refused_segmentation_falls_back_to_single_datagrams() {
     for encapsulation in [Encapsulation::Native, Encapsulation::Vnet] {
@@ -92,7 +92,7 @@ fn refused_segmentation_falls_back_to_single_datagrams() {
         let on: libc::c_int = 1;
         let len = size_of_val(&on) as libc::socklen_t;
         let fd = a.bridge.rx[0].fd().as_raw_fd();
-        // SAFETY: `on` is readable for the `len` bytes told.
+        // SAFETY: `on` is readable for the stated `len` bytes.
         let set =
             unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_NO_CHECK, (&raw const on).cast(), len) };
         assert_eq!(set, 0);
@@ -144,7 +144,7 @@ fn a_faulty_wire_corrupts_no_frame_and_counters_add_up() {
         let mut random = Random::new(seed);
         let (mut sent, mut got) = (vec![], vec![]);
         for round in 0..40u64 {
-            // Larger than a datagram, so that every loss leaves an incomplete frame.
+            // Longer than a datagram, so that every loss leaves an incomplete frame.
             let frames: Vec<Got> = (0..4)
                 .map(|n| frame(1500 + random.below(18_000) as usize, seed << 32 | round << 8 | n))
                 .collect();
@@ -172,7 +172,7 @@ fn a_faulty_wire_corrupts_no_frame_and_counters_add_up() {
         assert!(!left.is_empty() && got.len() > sent.len() / 2, "{} of {} came", got.len(), sent.len());
         assert_eq!(stats.in_frames.get(), got.len() as u64 + stats.drops_total());
         assert_eq!(stats.drops(DropReason::Reassembly), stats.drops_total());
-        // A frame whose datagrams were all lost is counted nowhere on this side.
+        // A frame whose datagrams are all lost is not counted on the receiving side.
         assert!(stats.in_frames.get() <= sent.len() as u64);
         assert!(stats.drops_total() > 0 && stats.discards(DiscardReason::Stale) > 0);
         assert_eq!(a.link.stats().out_frames.get(), sent.len() as u64);

@@ -1,4 +1,4 @@
-//! Loss, duplication and reordering on the wire: no frame is corrupted, and no more frames are lost than their datagrams.
+//! Loss, duplication and reordering on the wire: no frame is corrupted, and no more frames are lost than their datagrams imply.
 
 use vnet::frame::NetworkId;
 use vnet::link::Encapsulation;
@@ -8,16 +8,16 @@ use vnet::wire::offload::Offload;
 
 use super::host::*;
 
-/// Payload of a datagram on a path of 1500 bytes: less 20 of IP, 8 of UDP, 16 of the native header.
+/// Payload of a datagram on a path of 1500 bytes: less 20 bytes for IP, 8 for UDP, and 16 for the native header.
 const FRAGMENT_LEN: usize = 1456;
-/// Expected losses of each case: enough for a standard deviation of 3 %. Fixed seeds make every run the same.
+/// Expected number of losses in each case: enough for a standard deviation of 3 %. Fixed seeds make every run the same.
 const LOSSES: f64 = 1_000.0;
-/// Frames that are never lost, for the case without faults.
+/// Number of frames in the case without faults, of which none may be lost.
 const WHOLE: usize = 2_000;
-/// Datagrams in flight: a socket's buffer holds as many.
+/// Number of datagrams in flight: as many as a socket's buffer holds.
 const BURST: usize = 36;
 
-/// A frame that carries its number behind the addresses, and bytes that depend on it.
+/// A frame that carries its number behind the addresses, and bytes that depend on the number.
 fn numbered(number: u64, fragments: usize) -> Got {
     let mut bytes = vec![0x52, 0x54, 0, 0, 0, 2, 0x52, 0x54, 0, 0, 0, 1, 0x88, 0xb5];
     bytes.extend(number.to_be_bytes());
@@ -27,7 +27,7 @@ fn numbered(number: u64, fragments: usize) -> Got {
     Got { bytes, offload: Offload::default(), network: NetworkId::DEFAULT, hops: 0 }
 }
 
-/// Sends `count` frames of so many fragments; returns how many were lost. Those that arrive must be unchanged.
+/// Sends `count` frames of `fragments` fragments and returns how many were lost. Those that arrive must be unchanged.
 fn lost(count: usize, fragments: usize, seed: u64, faults: Faults) -> usize {
     let (a, b) = (bridge("127.0.0.1:0"), bridge("127.0.0.1:0"));
     let mut relay = Relay::new(a.0.local_addr(), b.0.local_addr(), Wire::new(seed, faults)).unwrap();
@@ -41,7 +41,7 @@ fn lost(count: usize, fragments: usize, seed: u64, faults: Faults) -> usize {
         sent += burst.len();
         a.send(&burst);
         relay.pump().unwrap();
-        // Lets the reassembly timeout pass, or incomplete frames would fill the memory.
+        // Lets the reassembly timeout expire; otherwise incomplete frames would fill the memory.
         b.now_ms += 10;
         b.tick(b.now_ms);
         loop {
@@ -72,7 +72,7 @@ fn lost(count: usize, fragments: usize, seed: u64, faults: Faults) -> usize {
     arrived_once.iter().filter(|arrived| !**arrived).count()
 }
 
-/// A frame of n datagrams is lost with probability 1-(1-p)^n at a datagram loss of p, whatever is duplicated and reordered.
+/// At a datagram loss of p, a frame of n datagrams is lost with probability 1-(1-p)^n, whatever is duplicated and reordered.
 #[test]
 fn frame_loss_follows_datagram_loss() {
     for (case, permille) in (1..).zip([0, 10, 50, 100]) {
@@ -80,7 +80,7 @@ fn frame_loss_follows_datagram_loss() {
             for repeated in [0, permille] {
                 let faults =
                     Faults { loss: permille, duplication: repeated, reordering: permille, distance: 12 };
-                // Each copy of a duplicated datagram may be lost by itself.
+                // Each copy of a duplicated datagram may be lost separately.
                 let (loss, repeated) = (f64::from(permille) / 1000.0, f64::from(repeated) / 1000.0);
                 let gone = loss * (1.0 - repeated + repeated * loss);
                 let chance = 1.0 - (1.0 - gone).powi(fragments as i32);

@@ -1,4 +1,4 @@
-//! A bridge and a plain socket: datagrams on the wire, and those of foreign or broken peers.
+//! A bridge and a plain socket: datagrams on the wire, and datagrams of foreign or broken peers.
 
 use std::net::UdpSocket;
 use std::sync::Arc;
@@ -82,7 +82,7 @@ fn small_frames_travel_in_bundles() {
     assert_eq!(host.link.stats().out_datagrams.get(), got.len() as u64);
 }
 
-/// Reassembly across two bursts: fragments copied from the first one, and those in the second one's buffers.
+/// Reassembly across two bursts: some fragments were copied from the first burst, others lie in the buffers of the second.
 #[test]
 fn frames_in_two_bursts_are_reassembled() {
     let (mut host, peer) = raw_peer(Encapsulation::Native, 1500);

@@ -1,4 +1,4 @@
-//! A host under test: a bridge with one link, which the test drives as a dispatcher would.
+//! A host under test: a bridge with one link, which the test drives like a dispatcher.
 
 use std::net::UdpSocket;
 use std::sync::Arc;
@@ -48,7 +48,7 @@ impl std::fmt::Debug for Got {
 
 pub struct Host {
     pub bridge: Bridge,
-    /// Asks the kernel for routes, as the prober does in a core.
+    /// Queries the kernel's routes, like the prober of a core.
     pub paths: PathWatch,
     pub link: Arc<Link>,
     pub peers: Arc<Peers>,
@@ -70,16 +70,16 @@ impl Host {
         Host { bridge, paths, link, peers, unknown, now_ms: 1 }
     }
 
-    /// Two hosts on the loopback address `ip`, linked.
+    /// Two linked hosts on the loopback address `ip`.
     pub fn pair(ip: &str, encapsulation: Encapsulation, mtu: Option<u16>) -> [Host; 2] {
         let (a, b) = (bridge(ip), bridge(ip));
         let (a_addr, b_addr) = (a.0.local_addr(), b.0.local_addr());
         [Host::new(a, options(b_addr, encapsulation, mtu)), Host::new(b, options(a_addr, encapsulation, mtu))]
     }
 
-    /// Sends frames in batches as a dispatcher would; each frame is split into segments of odd lengths.
+    /// Sends frames in batches like a dispatcher; each frame is split into segments of odd lengths.
     pub fn send(&mut self, frames: &[Got]) {
-        // As a core does before it publishes a link.
+        // A core does the same before it publishes a link.
         self.paths.meet_all(std::slice::from_ref(&self.link));
         for chunk in frames.chunks(BATCH_MAX) {
             let mut batch = Batch::new();
@@ -88,7 +88,7 @@ impl Host {
                 let (head, tail) = frame.bytes.split_at((n * 37).min(frame.bytes.len()));
                 let (middle, tail) = tail.split_at(tail.len() / 3);
                 for part in [head, middle, tail] {
-                    // SAFETY: the frames outlive the batch, which ends with this call, and nobody writes to them.
+                    // SAFETY: the frames outlive the batch, which ends with this call, and are not written to.
                     unsafe { builder.push(Segment::new(part.as_ptr(), part.len())) };
                 }
                 builder.finish(PortId(1), frame.network, frame.offload, frame.hops).unwrap();
@@ -99,23 +99,23 @@ impl Host {
         }
     }
 
-    /// Asks the kernel for the routes that are due, as the prober does.
+    /// Queries the routes that are due, like the prober.
     pub fn ask_routes(&mut self, now_ms: u64) {
         self.paths.look_at_all(self.peers.links(), now_ms);
     }
 
-    /// Has the receivers look at the clock.
+    /// Advances the receivers' clock.
     pub fn tick(&mut self, now_ms: u64) {
         self.bridge.peers.store(self.peers.clone());
         self.bridge.rx.iter_mut().for_each(|receiver| receiver.tick(now_ms));
     }
 
-    /// Receives what waits on each socket; returns the frames and the number of datagrams.
+    /// Receives what is waiting on each socket. Returns the frames and the number of datagrams.
     pub fn receive_once(&mut self) -> (Vec<Got>, usize) {
         let mut got = vec![];
         let mut run = |batch: &Batch| {
             assert!(!batch.is_empty() && batch.len() <= BATCH_MAX);
-            // Would reuse and overwrite the memory of a frame that was freed too early.
+            // These allocations reuse and overwrite the memory of a frame that was freed too early.
             let _spoilt: Vec<Vec<u8>> = batch.frames().iter().map(|frame| vec![0xee; frame.len()]).collect();
             got.extend(batch.frames().iter().map(|frame| copy(batch, frame)));
         };
@@ -165,7 +165,7 @@ pub fn frame(len: usize, seed: u64) -> Got {
     Got { bytes, offload: Offload::default(), network: NetworkId::DEFAULT, hops: 0 }
 }
 
-/// Frames as they arrive on the other host.
+/// The frames in the form in which they arrive at the other host.
 pub fn arrived(frames: &[Got]) -> Vec<Got> {
     frames.iter().map(|frame| Got { hops: frame.hops + 1, ..frame.clone() }).collect()
 }
@@ -174,7 +174,7 @@ pub fn bytes(frames: &[Got]) -> u64 {
     frames.iter().map(|frame| frame.bytes.len() as u64).sum()
 }
 
-/// A host whose peer is a plain socket, which gets every datagram.
+/// A host whose peer is a plain socket, which receives every datagram.
 pub fn raw_peer(encapsulation: Encapsulation, mtu: u16) -> (Host, UdpSocket) {
     let peer = UdpSocket::bind("127.0.0.1:0").unwrap();
     peer.set_read_timeout(Some(Duration::from_millis(300))).unwrap();

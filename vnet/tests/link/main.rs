@@ -1,5 +1,4 @@
-//! The bridge over real sockets on the loopback device: every frame that is sent arrives once, unchanged, in order, and is
-//! counted.
+//! The bridge over real sockets on the loopback device: every sent frame arrives once, unchanged and in order, and is counted.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -1,4 +1,4 @@
-//! The bridge in a network namespace, while devices, addresses and the path MTU change.
+//! The bridge in a network namespace in which devices, addresses and the path MTU change.
 
 use std::fs::File;
 use std::net::{Ipv4Addr, UdpSocket};
@@ -13,12 +13,12 @@ use vnet::stats::DropReason;
 
 use super::host::*;
 
-/// A network namespace for this thread alone, with a loopback device. `None` without the privilege.
+/// A network namespace for this thread only, with a loopback device. `None` without the privilege.
 struct Network(UdpSocket);
 
 impl Network {
     fn new() -> Option<Network> {
-        // SAFETY: no memory is passed. The thread is this test's own, so no other test changes its namespace.
+        // SAFETY: the call passes no pointers. The thread belongs to this test, so no other test's namespace changes.
         if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {
             eprintln!("not run: a network namespace needs CAP_SYS_ADMIN");
             return None;
@@ -77,24 +77,24 @@ impl Network {
     /// A socket that receives every IPv4 packet on all devices from now on.
     fn capture(&self) -> UdpSocket {
         let protocol = (libc::ETH_P_IP as u16).to_be();
-        // SAFETY: no memory is passed.
+        // SAFETY: the call passes no pointers.
         let fd = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_DGRAM, i32::from(protocol)) };
         assert!(fd >= 0, "{}", std::io::Error::last_os_error());
-        // SAFETY: the descriptor is new and owned here. Only `recv` is called, which every socket has.
+        // SAFETY: the descriptor is new and owned here. Only `recv` is called, which every kind of socket supports.
         let socket = unsafe { UdpSocket::from_raw_fd(fd) };
         socket.set_nonblocking(true).unwrap();
         socket
     }
 }
 
-/// An ioctl on a device.
+/// Runs an ioctl on a device.
 fn control(to: &impl AsRawFd, request: libc::Ioctl, device: &str, value: libc::__c_anonymous_ifr_ifru) {
     let mut ifr_name = [0; libc::IFNAMSIZ];
     for (to, from) in ifr_name[..libc::IFNAMSIZ - 1].iter_mut().zip(device.bytes()) {
         *to = from as libc::c_char;
     }
     let mut argument = libc::ifreq { ifr_name, ifr_ifru: value };
-    // SAFETY: all requests made here read or write an `ifreq`, which is what the pointer points to.
+    // SAFETY: all requests used here read or write one `ifreq`, to which the pointer refers.
     let result = unsafe { libc::ioctl(to.as_raw_fd(), request, &raw mut argument) };
     assert_eq!(result, 0, "{device}: {}", std::io::Error::last_os_error());
 }
@@ -103,16 +103,16 @@ fn control(to: &impl AsRawFd, request: libc::Ioctl, device: &str, value: libc::_
 fn set_option(host: &Host, level: libc::c_int, option: libc::c_int, value: libc::c_int) {
     let len = size_of_val(&value) as libc::socklen_t;
     let fd = host.bridge.rx[0].fd().as_raw_fd();
-    // SAFETY: `value` is readable for the `len` bytes told.
+    // SAFETY: `value` is readable for the stated `len` bytes.
     let result = unsafe { libc::setsockopt(fd, level, option, (&raw const value).cast(), len) };
     assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
 }
 
-/// The bridge's receive buffer in bytes (the kernel reports twice its size, socket(7)).
+/// Size of the bridge's receive buffer in bytes (the kernel reports twice the size, socket(7)).
 fn receive_buffer(host: &Host) -> usize {
     let (mut value, mut len): (libc::c_int, _) = (0, size_of::<libc::c_int>() as libc::socklen_t);
     let fd = host.bridge.rx[0].fd().as_raw_fd();
-    // SAFETY: `value` is writable for the `len` bytes told.
+    // SAFETY: `value` is writable for the stated `len` bytes.
     let result = unsafe {
         libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_RCVBUF, (&raw mut value).cast(), &raw mut len)
     };
@@ -120,7 +120,7 @@ fn receive_buffer(host: &Host) -> usize {
     value as usize / 2
 }
 
-/// The UDP packets captured so far: their lengths, and whether they carry DF.
+/// The UDP packets captured so far: length, and whether the packet carries DF.
 fn captured(capture: &UdpSocket) -> Vec<(usize, bool)> {
     let mut packet = vec![0; 70_000];
     let mut packets = vec![];
@@ -145,7 +145,7 @@ fn native_packets_carry_dont_fragment() {
         let packets = captured(&capture);
         assert!(packets.iter().map(|(len, _)| len).sum::<usize>() > 20_000, "{packets:?}");
         assert!(packets.iter().all(|(_, dont_fragment)| *dont_fragment), "{packets:?}");
-        // Larger frames of the classic encapsulation are fragmented by IP, from the same socket.
+        // IP fragments larger frames of the classic encapsulation, which leave from the same socket.
         host.link = bare.link;
         host.send(&[frame(9000, 3)]);
         let packets = captured(&capture);
@@ -164,11 +164,11 @@ fn a_smaller_path_mtu_is_detected_and_obeyed() {
         assert_eq!(b.receive(20), arrived(&frames));
         a.ask_routes(1);
         assert_eq!(a.link.path_mtu(), 9000);
-        // The path MTU shrinks: datagrams encoded for the old one are encoded again, no frame is lost.
+        // The path MTU shrinks: datagrams encoded for the old one are encoded again, and no frame is lost.
         network.set_mtu("lo", 1500);
         a.send(&frames);
         assert_eq!(b.receive(20), arrived(&frames));
-        // The sender wants the kernel asked at once, and not only when the second is over.
+        // The sender's request triggers a query at once, before the second is over.
         a.ask_routes(2);
         assert_eq!(a.link.path_mtu(), 1500);
         network.set_mtu("lo", 9000);
@@ -178,7 +178,7 @@ fn a_smaller_path_mtu_is_detected_and_obeyed() {
         assert_eq!(a.link.stats().out_frames.get(), 40);
         assert_eq!(a.link.stats().out_datagrams.get(), b.link.stats().in_datagrams.get());
 
-        // Frames of the classic encapsulation are fragmented by IP instead.
+        // IP fragments frames of the classic encapsulation instead.
         let [mut a, mut b] = Host::pair(ip, Encapsulation::Vnet, None);
         let frames: Vec<Got> = (0..20).map(|n| frame([1400, 1400, 9014, 65_000][n % 4], n as u64)).collect();
         a.ask_routes(1);
@@ -189,7 +189,7 @@ fn a_smaller_path_mtu_is_detected_and_obeyed() {
             assert_eq!(b.receive(4), bare);
         }
         assert_eq!(a.link.stats().out_frames.get(), 20);
-        // So are those of one message that was segmented for the old path MTU.
+        // IP also fragments the datagrams of a message that was segmented for the old path MTU.
         network.set_mtu("lo", 1500);
         let frames: Vec<Got> = (0..20).map(|n| frame(5000, n)).collect();
         for _ in 0..2 {
@@ -198,7 +198,7 @@ fn a_smaller_path_mtu_is_detected_and_obeyed() {
             assert_eq!(got, frames.iter().map(|frame| frame.bytes.clone()).collect::<Vec<_>>());
         }
         assert_eq!((a.link.stats().out_frames.get(), a.link.stats().drops_total()), (60, 0));
-        // The sender wants the kernel asked at once here, too.
+        // The sender's request triggers a query at once here, too.
         assert_eq!(a.link.path_mtu(), 9000);
         a.ask_routes(2);
         assert_eq!(a.link.path_mtu(), 1500);
@@ -258,7 +258,7 @@ fn routes_are_looked_up_from_any_local_address() {
 fn a_full_send_buffer_drops_without_waiting() {
     const ROUNDS: u32 = 200;
     let Some(network) = Network::new() else { return };
-    // No host answers ARP there: packets stay in the socket's send buffer.
+    // No host answers ARP in that network, so packets stay in the socket's send buffer.
     let _tap = network.tap("t1", Ipv4Addr::new(10, 1, 0, 1), 1500);
     let remote = "10.1.0.2:9".parse().unwrap();
     let mut host = Host::new(bridge("0.0.0.0:0"), options(remote, Encapsulation::Native, None));
@@ -287,11 +287,11 @@ fn socket_errors_lose_no_datagram() {
     assert_eq!(b.receive_once().0, arrived(&[frame(64, 2)]));
 }
 
-/// A burst with more frames than a batch: datagrams that arrive before it is worked off keep the receiver awake.
+/// A burst with more frames than a batch: datagrams that arrive before the burst is processed keep the receiver awake.
 #[test]
 fn an_unfinished_burst_does_not_know_that_the_socket_is_empty() {
     let (mut host, peer) = raw_peer(Encapsulation::Vnet, 1500);
-    // Of one size: UDP_GRO may coalesce them into few messages. A batch of two frames leaves most of them for later fills.
+    // All of one size, so UDP_GRO may coalesce them into few messages. A batch of two frames leaves most of them for later fills.
     for _ in 0..20 {
         peer.send(&[0; 100]).unwrap();
     }
@@ -312,11 +312,11 @@ fn an_unfinished_burst_does_not_know_that_the_socket_is_empty() {
     }
 }
 
-/// A short burst means that the socket is empty; a full one does not.
+/// A short burst shows that the socket is empty; a full burst does not.
 #[test]
 fn a_short_burst_means_an_empty_socket() {
     let (mut host, peer) = raw_peer(Encapsulation::Vnet, 1500);
-    // Growing sizes: UDP_GRO does not coalesce them.
+    // Of growing sizes, so UDP_GRO does not coalesce them.
     for len in 100..140 {
         peer.send(&vec![0; len]).unwrap();
     }
@@ -331,7 +331,7 @@ fn a_short_burst_means_an_empty_socket() {
     assert_eq!((third.units, third.drained), (0, true));
 }
 
-/// Socket buffers are sized for the speed of the path's device, for the fastest of several.
+/// Socket buffers are sized for the speed of the path's device, or of the fastest one of several paths.
 #[test]
 fn buffers_are_sized_for_the_fastest_device() {
     let Some(network) = Network::new() else { return };

@@ -21,7 +21,7 @@ fn host(listen: &str, ports: u16, dispatchers: usize) -> Vec<(Bridge, Arc<PortSt
     group.into_iter().map(|bridge| (bridge, stats.clone())).collect()
 }
 
-/// Gives the dispatchers of a host one link to `remote`.
+/// Gives all dispatchers of a host one link to `remote`.
 fn linked(host: Vec<(Bridge, Arc<PortStats>)>, options: LinkOptions) -> Vec<Host> {
     let link = Link::new(options, PortId(7), Arc::default());
     host.into_iter()
@@ -32,7 +32,7 @@ fn linked(host: Vec<(Bridge, Arc<PortStats>)>, options: LinkOptions) -> Vec<Host
         .collect()
 }
 
-/// Two hosts that are linked, each with so many ports and dispatchers.
+/// Two linked hosts with the given numbers of ports and dispatchers.
 fn pair(listen: &str, encapsulation: Encapsulation, sizes: [(u16, usize); 2]) -> [Vec<Host>; 2] {
     let [a, b] = sizes.map(|(ports, dispatchers)| host(listen, ports, dispatchers));
     let (a_addr, b_addr) = (a[0].0.local_addr(), b[0].0.local_addr());
@@ -43,7 +43,7 @@ fn pair(listen: &str, encapsulation: Encapsulation, sizes: [(u16, usize); 2]) ->
     [linked(a, to(b_addr, sizes[1])), linked(b, to(a_addr, sizes[0]))]
 }
 
-/// A UDP packet of `flow` with a number inside, as an Ethernet frame of `len` bytes.
+/// A UDP packet of `flow` that carries a number, as an Ethernet frame of `len` bytes.
 fn packet(flow: u16, number: u32, len: usize) -> Got {
     let mut got = frame(len, u64::from(number) << 16 | u64::from(flow));
     got.bytes[..12].copy_from_slice(&[2, 0, 0, 0, 0, 2, 2, 0, 0, 0, 0, 1]);
@@ -59,7 +59,7 @@ fn flow_of(got: &Got) -> u16 {
     u16::from_be_bytes([got.bytes[34], got.bytes[35]])
 }
 
-/// Receives `count` frames in all; returns those of each dispatcher.
+/// Receives `count` frames in total. Returns those of each dispatcher.
 fn receive_all(hosts: &mut [Host], count: usize) -> Vec<Vec<Got>> {
     let mut got: Vec<Vec<Got>> = hosts.iter().map(|_| vec![]).collect();
     let start = Instant::now();
@@ -76,8 +76,8 @@ fn receive_all(hosts: &mut [Host], count: usize) -> Vec<Vec<Got>> {
     got
 }
 
-/// Single frames, bundles and fragments of many flows in turn: each flow arrives at one dispatcher, in order, whatever the
-/// numbers of ports and dispatchers; every dispatcher of the receiver gets some.
+/// Single frames, bundles and fragments of many flows in turn: each flow arrives at one dispatcher and in order, whatever the
+/// numbers of ports and dispatchers, and every dispatcher of the receiver gets frames.
 #[test]
 fn flows_spread_and_stay_in_order() {
     const FLOWS: u16 = 64;
@@ -101,7 +101,7 @@ fn flows_spread_and_stay_in_order() {
                 let (from, to, (ports, _)) =
                     if from_a { (&mut a, &mut b, sizes[1]) } else { (&mut b, &mut a, sizes[0]) };
                 let mut sent: HashMap<u16, Vec<Got>> = HashMap::new();
-                // A flow is sent from one queue, so by one dispatcher.
+                // A flow is sent from one queue, and therefore by one dispatcher.
                 for (index, sender) in from.iter_mut().enumerate() {
                     let mine = (0..FLOWS).filter(|flow| usize::from(*flow) % sizes.len().max(1) == index % 2);
                     let flows: Vec<u16> = mine.map(|flow| flow + 1000 * index as u16).collect();
@@ -178,7 +178,7 @@ fn other_ports_of_the_peers_host_are_unknown_sources() {
     }
 }
 
-/// The error names the port in use, wherever in the range it is; no other port stays bound.
+/// The error names the port in use, wherever it is in the range, and no other port stays bound.
 #[test]
 fn errors_name_a_port_in_use_within_the_range() {
     let stats: Arc<PortStats> = Arc::default();

@@ -1,4 +1,4 @@
-//! A VXLAN link and plain sockets as VTEPs: packets on the wire, and reception of others' packets.
+//! A VXLAN link and plain sockets as VTEPs: packets on the wire, and reception of VTEPs' packets.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use vnet::wire::vxlan;
 use super::host::*;
 
 const MTU: u16 = 1500;
-/// Largest inner frame that such a path carries: without IPv4, UDP and VXLAN headers.
+/// Maximum length in bytes of an inner frame on a path of 1500 bytes: without IPv4, UDP and VXLAN headers.
 const ROOM: usize = 1500 - 20 - 8 - 8;
 
 /// A host whose VXLAN link leads to `vteps`, the first of which is the remote.
@@ -27,7 +27,7 @@ fn host(vteps: &[SocketAddr]) -> (Host, SocketAddr) {
     let kind = LinkKind::Vxlan(VxlanOptions { flood, ..VxlanOptions::default() });
     let options = LinkOptions { kind, ..options(vteps[0], Encapsulation::Vxlan, Some(MTU)) };
     let mut host = Host::new((bridge, unknown), options);
-    // Tests receive from the VXLAN socket.
+    // Makes the test receive from the VXLAN socket.
     std::mem::swap(&mut host.bridge.rx[0], host.bridge.vxlan_rx.as_mut().unwrap());
     (host, listen)
 }
@@ -38,7 +38,7 @@ fn vtep(address: &str) -> UdpSocket {
     socket
 }
 
-/// TCP over IPv4 with a partial checksum.
+/// A TCP segment over IPv4 with a partial checksum.
 fn tcp(payload: usize, port: u16, gso_size: u16) -> Got {
     let mut bytes = vec![2, 0, 0, 0, 0, 2, 2, 0, 0, 0, 0, 1, 8, 0, 0x45, 0];
     bytes.extend(((40 + payload) as u16).to_be_bytes());
@@ -57,7 +57,7 @@ fn tcp(payload: usize, port: u16, gso_size: u16) -> Got {
     Got { bytes, offload, network: NetworkId::DEFAULT, hops: 0 }
 }
 
-/// Checks both checksums of a TCP frame; returns its sequence number and payload.
+/// Verifies both checksums of a TCP frame. Returns its sequence number and payload.
 fn finished(frame: &[u8]) -> (usize, Vec<u8>) {
     assert_eq!(usize::from(u16::from_be_bytes([frame[16], frame[17]])), frame.len() - 14);
     assert_eq!(Sum::default().with(&frame[14..34]).finish(), 0, "IPv4 header checksum");
@@ -72,7 +72,7 @@ fn frames_leave_with_checksums_and_segmented_for_the_path() {
     let peer = vtep("127.0.0.1:0");
     let (mut host, _) = host(&[peer.local_addr().unwrap()]);
     let plain = Got { network: NetworkId::new(0xab_cdef).unwrap(), ..frame(ROOM, 1) };
-    // Super-frames with segments larger and smaller than the path carries, a single segment that is too large, a small one.
+    // Super-frames with segments larger and smaller than the path carries, a single segment that is too large, and a small one.
     let streams = [tcp(60_000, 1, 8_900), tcp(20_000, 1, 500), tcp(1460, 1, 0), tcp(10, 1, 0)];
     let too_large = frame(ROOM + 1, 2);
     host.send(&[&[plain.clone(), too_large][..], &streams].concat());
@@ -157,7 +157,7 @@ fn frames_are_accepted_from_configured_vteps_at_any_port() {
 fn partial_checksums_of_inner_frames_are_recognised() {
     let peer = vtep("127.0.0.1:0");
     let (mut host, listen) = host(&[peer.local_addr().unwrap()]);
-    // Nothing was sent yet: the path's MTU is asked for by the clock.
+    // Nothing was sent yet: the timer triggers the query of the path MTU.
     host.ask_routes(20);
     for (sent, gso_size) in [(tcp(100, 1, 0), 0), (tcp(30_000, 1, 1400), (ROOM - 54) as u16)] {
         peer.send_to(&[&vxlan::header(1)[..], &sent.bytes].concat(), listen).unwrap();

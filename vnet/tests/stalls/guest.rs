@@ -23,10 +23,10 @@ use vnet::wire::ethernet::Mac;
 const FEATURES: u64 = 1 << 15 | 1 << 29 | 1 << 30 | 1 << 32;
 const RECEIVE: usize = 0;
 const TRANSMIT: usize = 1;
-/// Chains of a ring.
+/// Number of chains in a ring.
 const SIZE: u16 = 16;
 const RING_SPACE: usize = 0x1000;
-/// A buffer for each chain of both rings.
+/// Size in bytes of the buffer of each chain, in both rings.
 const BUFFER: usize = 256;
 const BUFFERS: usize = 2 * RING_SPACE;
 const MEMORY: usize = BUFFERS + 2 * SIZE as usize * BUFFER;
@@ -40,7 +40,7 @@ struct Memory {
     base: NonNull<u8>,
 }
 
-// SAFETY: the mapping belongs to this value and is used through raw pointers and atomics only.
+// SAFETY: the mapping belongs to this value and is accessed only through raw pointers and atomics.
 unsafe impl Send for Memory {}
 
 impl Memory {
@@ -77,7 +77,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: this value owns the mapping, and no pointer into it is left.
+        // SAFETY: this value owns the mapping, and no pointer into it remains.
         unsafe { munmap(self.base.as_ptr().cast(), MEMORY) }.unwrap();
     }
 }
@@ -109,7 +109,7 @@ impl Ring {
         BUFFERS + (self.base / RING_SPACE * usize::from(SIZE) + usize::from(chain)) * BUFFER
     }
 
-    /// Makes chain `head` available, and notifies the device if it asks for that.
+    /// Makes chain `head` available, and notifies the device if it requests that.
     fn offer(&mut self, memory: &Memory, head: u16) {
         memory.write(self.avail_at() + 4 + 2 * usize::from(self.avail % SIZE), head);
         let before = self.avail;
@@ -122,7 +122,7 @@ impl Ring {
         }
     }
 
-    /// The next used chain.
+    /// Takes the next used chain.
     fn collect(&mut self, memory: &Memory) -> Option<u16> {
         if memory.index(self.used_at() + 2).load(Ordering::Acquire) == self.used {
             return None;
@@ -132,7 +132,7 @@ impl Ring {
         Some(id as u16)
     }
 
-    /// Asks for a notification of the next used chain; true if none came meanwhile.
+    /// Requests a notification of the next used chain. Returns true if no chain was used in between.
     fn arm(&self, memory: &Memory) -> bool {
         memory.index(self.avail_at() + 4 + 2 * usize::from(SIZE)).store(self.used, Ordering::Relaxed);
         fence(Ordering::SeqCst);
@@ -141,11 +141,11 @@ impl Ring {
 
     /// Sleeps until it is notified, or for `time`.
     fn sleep(&self, time: Duration) {
-        // SAFETY: the event is open as long as `self`.
+        // SAFETY: the event stays open as long as `self`.
         let fd = unsafe { BorrowedFd::borrow_raw(self.call.as_raw_fd()) };
         let time = Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) };
         poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&time)).unwrap();
-        // Not readable when the time is up; the caller checks the clock.
+        // Not readable if the time has expired; the caller checks the clock.
         let _ = self.call.read();
     }
 }
@@ -154,13 +154,13 @@ impl Ring {
 pub struct Guest {
     rings: [Ring; 2],
     free: Vec<u16>,
-    /// Holds the connection open.
+    /// Keeps the connection open.
     _frontend: Frontend,
     memory: Memory,
 }
 
 impl Guest {
-    /// Connects to an interface, starts both rings as QEMU does, and offers every receive buffer.
+    /// Connects to an interface, starts both rings like QEMU, and offers every receive buffer.
     pub fn connect(socket: &Path) -> Guest {
         let memory = Memory::new();
         let mut frontend = Frontend::from_stream(UnixStream::connect(socket).unwrap(), 2);
@@ -223,7 +223,7 @@ impl Guest {
         ring.offer(&self.memory, chain);
     }
 
-    /// The number in the next frame; `None` if none comes within `time`.
+    /// The number in the next frame; `None` if none arrives within `time`.
     pub fn take(&mut self, time: Duration) -> Option<u64> {
         let end = Instant::now() + time;
         loop {

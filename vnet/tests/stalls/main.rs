@@ -1,12 +1,12 @@
-//! Single frames at random intervals, both ways: none of them late, so no wake-up and no notification is lost.
+//! Single frames at random intervals, in both directions. No frame may be late, which shows that no wake-up and no notification
+//! is lost.
 //!
-//! Two cores with a link between them and a guest on each. The guests share nothing but their rings: they sleep until they
-//! are notified, and notify only when asked to by the event index, so that a lost notification stays lost. One sends a
-//! frame, the other returns it, each after a random pause near one of the times at which something changes: T_sleep,
-//! T_nowork, the window over which rates are judged, the check of optimistic interrupts, the dispatcher's ticks.
+//! Two cores with a link between them and a guest on each. The guests share nothing but their rings: they sleep until they are
+//! notified, and notify only when the event index requests it, so that a lost notification stays lost. One sends a frame, the
+//! other returns it, each after a random pause near one of the times at which something changes: T_sleep, T_nowork, the window
+//! over which rates are measured, the check of optimistic interrupts, the dispatcher's ticks.
 //!
-//! `VNET_STALL_FRAMES=10000000 cargo test --release --test stalls` takes as many frames as it says (ten minutes to an
-//! hour).
+//! `VNET_STALL_FRAMES=10000000 cargo test --release --test stalls` sends that many frames (ten minutes to an hour).
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -29,11 +29,11 @@ use vnet::link::Encapsulation;
 use vnet::stats::PortStats;
 use vnet::unix::SocketAccess;
 
-/// Frames in an ordinary run, all tests together.
+/// Number of frames in an ordinary run, all tests together.
 const FRAMES: u64 = 100_000;
-/// How many tests share them.
+/// Number of tests that share them.
 const TESTS: u64 = 6;
-/// A frame that takes longer has stalled: ten times the longest pause of all threads but the tick of an idle core.
+/// A frame that takes longer has stalled: ten times the longest pause of all threads except the tick of an idle core.
 const STALL: Duration = Duration::from_millis(900);
 
 const SLEEP_US: u32 = 50;
@@ -115,7 +115,7 @@ impl Random {
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
 
-    /// A pause: none, or one of the times that matter plus or minus a fifth; long ones are rare.
+    /// A pause: none, or one of the relevant times plus or minus a fifth; long ones are rare.
     fn pause(&mut self) -> Duration {
         let us = match self.next() % 4096 {
             0..1600 => return Duration::ZERO,
@@ -141,14 +141,14 @@ fn pause(time: Duration) {
     }
 }
 
-/// Sends `rounds` frames to and fro and returns how many were late.
+/// Sends `rounds` frames back and forth and returns how many were late.
 fn to_and_fro(one: &mut Guest, other: &mut Guest, rounds: u64, seed: u64) -> u64 {
     // Tells the answering guest that this is the last frame.
     const LAST: u64 = u64::MAX;
     std::thread::scope(|scope| {
         let answers = scope.spawn(move || {
             let mut random = Random(seed ^ 0x9e37_79b9_7f4a_7c15);
-            // Patient: stalls are measured by the guest that asks.
+            // Waits long, because the asking guest measures stalls.
             while let Some(number) = other.take(Duration::from_secs(30)) {
                 pause(random.pause());
                 other.send(mac(1), mac(2), number);
@@ -164,7 +164,7 @@ fn to_and_fro(one: &mut Guest, other: &mut Guest, rounds: u64, seed: u64) -> u64
             let sent = Instant::now();
             let mut got = one.take(STALL);
             while got != Some(number) {
-                // Answers of frames sent again are told from the first one's by their number.
+                // Answers to a frame that was sent again are recognised by their number.
                 stalls += u64::from(got.is_none());
                 assert!(sent.elapsed() < Duration::from_secs(20), "frame {number} was lost");
                 if got.is_none() {
@@ -191,9 +191,9 @@ fn optimistic(strategy: Strategy, mode: Mode, densities: (u64, u64)) -> Settings
     Settings { interrupts: Interrupts::Optimistic, densities, ..direct(strategy, mode) }
 }
 
-/// Sends frames to and fro between two hosts with the same settings; none of them may be late.
+/// Sends frames back and forth between two hosts with the same settings; no frame may be late.
 fn no_single_frame_stalls(settings: Settings, seed: u64) {
-    // One test at a time: rates have to cross the modes' bounds, which they do not on busy processors.
+    // Runs one test at a time, because rates must cross the bounds of the modes, and on busy processors they do not.
     static ALONE: Mutex<()> = Mutex::new(());
     let _alone = ALONE.lock();
     let frames: u64 =

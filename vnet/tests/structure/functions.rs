@@ -1,4 +1,4 @@
-//! Measures functions: how many parameters they take and how many lines they have.
+//! Measures functions: number of parameters and number of lines.
 
 use std::path::Path;
 
@@ -9,13 +9,14 @@ use crate::modules::{is_test, parse};
 
 pub struct Function {
     pub name: String,
-    /// `self` is not counted. None in `impl Trait for`: the trait chose them, and is measured itself if it is ours.
+    /// Number of parameters, without `self`. `None` in `impl Trait for`: the trait defines them, and is measured itself if it
+    /// belongs to the project.
     pub parameters: usize,
-    /// From the line of `fn` to that of the last brace; 1 without a body.
+    /// Number of lines from `fn` to the last brace; 1 without a body.
     pub lines: usize,
 }
 
-/// All functions of a source but tests, with and without bodies.
+/// All functions of a source except tests, with and without bodies.
 pub fn functions(file: &Path, text: &str) -> Vec<Function> {
     let mut reader = Reader { found: vec![], of_trait: false };
     reader.visit_file(&parse(file, text));
@@ -24,7 +25,7 @@ pub fn functions(file: &Path, text: &str) -> Vec<Function> {
 
 struct Reader {
     found: Vec<Function>,
-    /// Inside `impl Trait for`.
+    /// True inside `impl Trait for`.
     of_trait: bool,
 }
 

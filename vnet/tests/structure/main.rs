@@ -1,11 +1,11 @@
-//! Keeps the house in order. Reads the sources of all crates and holds that:
+//! Checks the structure of the project. Reads the sources of all crates and verifies that:
 //!
-//! - rooms depend on each other one way, as `ROOMS` and `LINK_ROOMS` say, and so do all folders inside a room;
-//! - no files of a crate import each other in a circle;
+//! - rooms depend on each other in one direction, as `ROOMS` and `LINK_ROOMS` define, and so do all folders inside a room;
+//! - no files of a crate import each other in a cycle;
 //! - no source has more than 600 lines, and no function more than 70 without a reason in `LONG_FUNCTIONS`;
-//! - no function on a frame's way takes more than five parameters;
-//! - comments name files that exist, in words of the field;
-//! - plumbing is in one place;
+//! - no function on a frame's path takes more than five parameters;
+//! - comments name only existing files, and use the field's words;
+//! - each piece of plumbing is in one place;
 //! - the data plane can be embedded without configuration files, HTTP and the store.
 
 mod functions;
@@ -18,19 +18,19 @@ use std::path::{Path, PathBuf};
 
 use modules::{Crate, Edges, circles};
 
-/// Longest source in lines.
+/// Maximum length of a source in lines.
 const FILE_LINES_MAX: usize = 600;
-/// Longest function in lines.
+/// Maximum length of a function in lines.
 const FUNCTION_LINES_MAX: usize = 70;
-/// Most parameters of a function that a frame passes.
+/// Maximum number of parameters of a function on a frame's path.
 const PARAMETERS_MAX: usize = 5;
-/// Where frames pass, in `vnet/src`.
+/// Folders and files of `vnet/src` on a frame's path.
 const FRAME_WAY: [&str; 5] = ["source.rs", "interface", "dispatch", "link", "kernel"];
 
 /// Functions that may be longer, with the reason.
 const LONG_FUNCTIONS: [(&str, &str, &str); 0] = [];
 
-/// What each room of the data plane may name. `wire` knows nobody; `dispatch` knows everybody.
+/// The rooms of the data plane that each room may name. `wire` may name no room, `dispatch` all of them.
 const ROOMS: [(&str, &[&str]); 16] = [
     ("wire", &[]),
     ("poll", &[]),
@@ -53,7 +53,7 @@ const ROOMS: [(&str, &[&str]); 16] = [
     ),
 ];
 
-/// The rooms of a link: each may name those before it.
+/// The rooms of a link: each may name those before it in this list.
 const LINK_ROOMS: [&str; 7] = ["socket", "path", "sealed", "rendezvous", "vxlan", "native", "stream"];
 
 /// Root files of all crates.
@@ -65,20 +65,20 @@ const ROOTS: [(&str, &str); 5] = [
     ("vnet-cli/src", "main.rs"),
 ];
 
-/// What a machine monitor that embeds the data plane must not have to build.
+/// Crates that a machine monitor which embeds the data plane must not have to build.
 const NOT_IN_THE_DATA_PLANE: [&str; 7] =
     ["toml", "serde_json", "utoipa", "clap", "tokio", "hyper", "etcd-client"];
 
-/// Plumbing that has one place: text of the code, and the only files that may contain it.
+/// Plumbing that belongs in one place: text of the code, and the only files that may contain it.
 const ONCE: [(&str, &[&str]); 3] = [
     ("libc::msghdr", &["vnet/src/link/socket/message.rs"]),
-    // A packet socket's auxiliary data is read in `interface`, which does not see `link`.
+    // `interface` reads a packet socket's auxiliary data, because it does not see `link`.
     ("libc::cmsghdr", &["vnet/src/link/socket/message.rs", "vnet/src/interface/local/packet.rs"]),
-    // Locks are parking_lot's, which know no poison.
+    // Locks are parking_lot's, which have no poisoning.
     ("PoisonError", &[]),
 ];
 
-/// Fails and lists the `faults` of this `kind`, if there are any.
+/// Lists the `faults` of this `kind` and fails if there are any.
 fn assert_none(kind: &str, faults: impl IntoIterator<Item = String>) {
     let found: BTreeSet<String> = faults.into_iter().map(|fault| format!("{kind}: {fault}")).collect();
     assert!(found.is_empty(), "{found:#?}");
@@ -146,7 +146,7 @@ fn rooms_of_links_depend_one_way() {
     assert_none("link room", faults);
 }
 
-/// In every folder: circles of its subfolders, each taken as one.
+/// Cycles among the subfolders of every folder, each subfolder taken as a whole.
 fn folder_circles(edges: &Edges) -> BTreeSet<String> {
     let mut levels: BTreeMap<PathBuf, Edges> = BTreeMap::new();
     for ((from, to), names) in edges {
@@ -301,7 +301,7 @@ fn the_data_plane_is_embeddable() {
     assert_none("dependency", unwanted.map(|name| name.to_string()));
 }
 
-/// Edges of a crate that is written out here: (file, text).
+/// Import edges of a crate given as (file, text).
 fn edges_of(files: &[(&str, &str)]) -> Vec<(String, String)> {
     let files: BTreeMap<PathBuf, String> =
         files.iter().map(|(file, text)| (PathBuf::from(file), text.to_string())).collect();
@@ -355,7 +355,7 @@ fn the_reader_sees_all_forms_of_paths() {
 
 #[test]
 fn the_reader_finds_files_and_circles() {
-    // A re-export leads to the definition, and is an edge only for a file that uses the name as well.
+    // A re-export leads to the definition, and is an edge only for a file that also uses the name.
     let files = [
         ("lib.rs", "mod room;"),
         (

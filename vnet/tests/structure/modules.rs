@@ -1,8 +1,8 @@
 //! Reads a crate with `syn` and resolves every path in it to the file that defines what the path names.
 //!
 //! An import edge runs from the file that uses a name to the file that defines it. Re-exports (`pub use`) are followed to the
-//! definition, and make an edge of their own only if their file uses the name as well. Calls of methods make no edge:
-//! without types a reader of sources cannot tell which method is meant.
+//! definition, and are an edge only if their file also uses the name. Method calls are no edges: without type information the
+//! called method is unknown.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -12,16 +12,16 @@ use proc_macro2::{TokenStream, TokenTree};
 use syn::visit::{self, Visit};
 use syn::{Attribute, File, Item, ItemMod, ItemUse, Meta, UseTree};
 
-/// Chains of re-exports and globs that are followed.
+/// Maximum length of a chain of re-exports and globs that is followed.
 const DEPTH_MAX: usize = 16;
 
 /// A path as written: its identifiers in order.
 type Segments = Vec<String>;
 
-/// One module: what it defines, imports and uses.
+/// One module: the names that it defines, imports and uses.
 struct Module {
     parent: Option<usize>,
-    /// Relative to the crate's `src`.
+    /// Path of the file, relative to the crate's `src`.
     file: PathBuf,
     children: BTreeMap<String, usize>,
     items: BTreeSet<String>,
@@ -37,17 +37,17 @@ pub struct Crate {
     modules: Vec<Module>,
 }
 
-/// From file to file, relative to `src`: the names that the first takes from the second.
+/// Edges from file to file, relative to `src`: the names that the first file takes from the second.
 pub type Edges = BTreeMap<(PathBuf, PathBuf), BTreeSet<String>>;
 
 impl Crate {
-    /// Reads the crate whose root is `src/root` (`lib.rs` or `main.rs`); `tests`: with what is under `#[cfg(test)]`.
+    /// Reads the crate whose root is `src/root` (`lib.rs` or `main.rs`); with `tests`, includes items under `#[cfg(test)]`.
     pub fn read(src: &Path, root: &str, tests: bool) -> Crate {
         let mut files = |file: &Path| fs::read_to_string(src.join(file)).ok();
         Crate::build(&mut files, Path::new(root), tests)
     }
 
-    /// Builds the tree from `files`, which gives a file's text, or `None` where there is no such file.
+    /// Builds the tree from `files`, which returns a file's text, or `None` if the file does not exist.
     pub fn build(files: &mut dyn FnMut(&Path) -> Option<String>, root: &Path, tests: bool) -> Crate {
         let mut tree = Crate { modules: vec![] };
         let text = files(root).unwrap_or_else(|| panic!("{} is missing", root.display()));
@@ -70,7 +70,7 @@ impl Crate {
         self.modules.len() - 1
     }
 
-    /// Enters `items` into module `at`, whose submodules' files are in `folder`.
+    /// Enters `items` into module `at`; the files of its submodules are in `folder`.
     fn fill(&mut self, loader: &mut Loader, at: usize, folder: &Path, items: Vec<Item>) {
         for item in items {
             if !loader.tests && is_test(attributes(&item)) {
@@ -87,7 +87,7 @@ impl Crate {
                     let mut uses = Uses { tests: loader.tests, found: BTreeSet::new(), imports: vec![] };
                     uses.visit_item(&item);
                     self.modules[at].uses.extend(uses.found);
-                    // `use` inside a function: taken as the module's, but never a re-export.
+                    // A `use` inside a function counts as the module's, but never as a re-export.
                     self.import(at, uses.imports, true);
                 }
             }
@@ -130,7 +130,8 @@ impl Crate {
         }
     }
 
-    /// The module that defines what `path` names in module `at`; `None` for another crate's, a local variable's or a module's own.
+    /// The module that defines the name of `path` in module `at`; `None` for a name of another crate, a local variable, or a name
+    /// of the module itself.
     fn resolve(&self, at: usize, path: &[String], depth: usize) -> Option<usize> {
         if depth == DEPTH_MAX {
             return None;
@@ -144,7 +145,7 @@ impl Crate {
         }
     }
 
-    /// As `resolve`, for a path that begins inside module `at`.
+    /// Like `resolve`, for a path that begins inside module `at`.
     fn walk(&self, at: usize, path: &[String], depth: usize) -> Option<usize> {
         let (first, rest) = path.split_first()?;
         let module = &self.modules[at];
@@ -167,12 +168,12 @@ impl Crate {
         module.globs.iter().find_map(|glob| self.resolve(at, &[glob, path].concat(), depth + 1))
     }
 
-    /// Whether module `at` lies in module `outer`.
+    /// True if module `at` lies in module `outer`.
     fn is_inside(&self, at: usize, outer: usize) -> bool {
         std::iter::successors(self.modules[at].parent, |&at| self.modules[at].parent).any(|at| at == outer)
     }
 
-    /// Who takes what from whom. A module's use of what it consists of, its own submodules, is no import.
+    /// Import edges between files. A module's use of its own submodules is not an import.
     pub fn edges(&self) -> Edges {
         let mut edges = Edges::new();
         for (at, module) in self.modules.iter().enumerate() {
@@ -203,7 +204,7 @@ pub fn parse(file: &Path, text: &str) -> File {
     syn::parse_file(text).unwrap_or_else(|error| panic!("{}: {error}", file.display()))
 }
 
-/// One name that a `use` brings into scope, with its whole path; no name for a glob.
+/// One name that a `use` brings into scope, with its whole path; a glob has no name.
 type Leaf = (Segments, Option<String>);
 
 fn leaves(tree: &UseTree) -> Vec<Leaf> {
@@ -233,7 +234,7 @@ fn flatten(tree: &UseTree, before: &mut Segments, leaves: &mut Vec<Leaf>) {
     }
 }
 
-/// Whether an item exists in tests only. `any(test, feature = "test-util")` does not count: others build it, too.
+/// True if an item exists in tests only. `any(test, feature = "test-util")` does not count, because other crates also build it.
 pub fn is_test(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| match &attribute.meta {
         Meta::Path(path) => path.is_ident("test"),
@@ -273,7 +274,7 @@ fn attributes(item: &Item) -> &[Attribute] {
     }
 }
 
-/// The names that an item defines. A macro's call defines what looks like a definition in its tokens.
+/// The names that an item defines. A macro call defines every name that looks like a definition in its tokens.
 fn defined(item: &Item) -> Vec<String> {
     let ident = match item {
         Item::Const(item) => &item.ident,
@@ -310,7 +311,7 @@ fn defined_in(tokens: TokenStream) -> Vec<String> {
     found
 }
 
-/// Collects the paths of an item, those in the tokens of macros included.
+/// Collects the paths of an item, including those in the tokens of macros.
 struct Uses {
     tests: bool,
     found: BTreeSet<Segments>,
@@ -345,10 +346,10 @@ impl<'ast> Visit<'ast> for Uses {
     }
 }
 
-/// Paths in tokens: identifiers joined by `::`. `.name` is a field or a method, `$crate::name` belongs to who calls the macro.
+/// Paths in tokens: identifiers joined by `::`. `.name` is a field or a method, and `$crate::name` belongs to the macro's caller.
 fn paths_in(tokens: TokenStream, found: &mut BTreeSet<Segments>) {
-    // `skip`: the current path is a field, a method, or starts with `$crate`, so it names nothing here. `fresh`: the next path
-    // starts that way, because the last token was `.` or `$`.
+    // `skip`: the current path is a field, a method, or starts with `$crate`, so it names nothing in this crate. `fresh`: the
+    // next path starts that way, because the last token was `.` or `$`.
     let (mut path, mut colons, mut skip, mut fresh) = (Segments::new(), 0, false, false);
     let mut end = |path: &mut Segments| {
         let path = std::mem::take(path);
@@ -384,8 +385,8 @@ fn paths_in(tokens: TokenStream, found: &mut BTreeSet<Segments>) {
     groups.into_iter().for_each(|tokens| paths_in(tokens, found));
 }
 
-/// Sets of files that all depend on each other (strongly connected components, found by plain reachability: some hundred
-/// files).
+/// Sets of files that all depend on each other (strongly connected components, computed by plain reachability: there are some
+/// hundred files).
 pub fn circles(edges: &Edges) -> Vec<BTreeSet<PathBuf>> {
     let mut next: BTreeMap<&Path, BTreeSet<&Path>> = BTreeMap::new();
     for (from, to) in edges.keys() {

@@ -1,20 +1,20 @@
-//! Finds what no source may say: phrases that a reader has to translate, and names of files that are not there.
+//! Finds text that no source may contain: phrases that a reader has to translate, and names of files that do not exist.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Written by other people, or made by tools.
+/// Folders with third-party or generated files.
 const SKIPPED: [&str; 7] =
     ["target", "corpus", "artifacts", "node_modules", "__pycache__", "measurements", "out"];
-/// Hidden folders that are ours.
+/// Hidden folders that belong to the project.
 const HIDDEN: [&str; 1] = [".ci"];
 
-/// Phrases of documents that are not in the repository, and phrases that nobody of the field would look for.
+/// Phrases of documents outside the repository, and phrases that are not the field's words.
 const BANNED: [&str; 5] =
     ["design page", "so before it could be told", "nobody asked for", "and says why", "asks for news"];
 
-/// Every file below `root` that belongs to the project, relative to it.
+/// Every file of the project below `root`, relative to it.
 pub fn files(root: &Path) -> Vec<PathBuf> {
     let (mut found, mut open) = (vec![], vec![root.to_owned()]);
     while let Some(folder) = open.pop() {
@@ -38,7 +38,7 @@ pub fn has_extension(file: &Path, extensions: &[&str]) -> bool {
     file.extension().is_some_and(|extension| extensions.iter().any(|known| extension == *known))
 }
 
-/// The banned phrases in a text, also where a line ends within one.
+/// The banned phrases in a text, including those split across lines.
 pub fn banned(text: &str) -> Vec<&'static str> {
     let words: Vec<&str> =
         text.split_whitespace().filter(|word| !matches!(*word, "//" | "///" | "//!" | "#" | "*")).collect();
@@ -46,7 +46,7 @@ pub fn banned(text: &str) -> Vec<&'static str> {
     BANNED.into_iter().filter(|phrase| text.contains(phrase)).collect()
 }
 
-/// Source files that the comments of a text name, as far as they are named.
+/// Source files that the comments of a text name, with as much of their path as is given.
 pub fn named_files(text: &str) -> BTreeSet<String> {
     let comments = text.lines().filter_map(|line| {
         let line = line.trim_start();
@@ -67,7 +67,7 @@ pub fn named_files(text: &str) -> BTreeSet<String> {
     found
 }
 
-/// Whether a file of this name, with as much of its path as is given, is among `files`.
+/// True if a file with this name, or this end of its path, is among `files`.
 pub fn exists(files: &[PathBuf], name: &str) -> bool {
     files.iter().any(|file| file.ends_with(name))
 }
