@@ -7,8 +7,8 @@
 use super::PortId;
 use crate::stats::{DropReason, PortStats};
 
-/// Maximum number of drops recorded between two [`DropSink::clear`]: one per frame of a batch, as many refused frames, and the
-/// segments of one super-frame.
+/// Maximum number of recorded drops, and of recorded refusals: one per frame of a batch, as many refused frames, and the segments
+/// of one super-frame.
 const NOTES_MAX: usize = 256;
 
 /// A frame of the current batch that was dropped, whole or in part (some of the segments it was cut into).

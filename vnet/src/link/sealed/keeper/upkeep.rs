@@ -23,7 +23,7 @@ const REFRESH: Duration = Duration::from_secs(1);
 const VERIFY: Duration = Duration::from_secs(30);
 /// New keys that bring no keepalive within this time do not work.
 const SETTLE: Duration = Duration::from_secs(1);
-/// Minimum for the age at which keys that cannot be replaced end; that age is otherwise twice the age of a rekey.
+/// Keys that cannot be replaced are discarded at twice the age of a rekey, but not before this age.
 const AGE_MAX_LEAST: Duration = Duration::from_secs(60);
 
 impl KeeperState {
