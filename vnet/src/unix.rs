@@ -41,7 +41,7 @@ pub enum ListenError {
     Locked(PathBuf),
     /// The lock file belongs to another user, or other users can read it.
     #[error(
-        "lock file '{0}' is not a file of this user that only it can read; remove it or choose another path"
+        "lock file '{0}' belongs to another user or is readable by others; remove it or choose another path"
     )]
     ForeignLock(PathBuf),
     /// The owner or group of the socket file cannot be set.
@@ -387,7 +387,7 @@ mod tests {
         std::fs::write(&lock, "").unwrap();
         std::fs::set_permissions(&lock, std::fs::Permissions::from_mode(0o644)).unwrap();
         let error = Listener::bind(&path, 0o600).unwrap_err();
-        assert!(error.to_string().contains("s.lock' is not a file of this user"), "{error}");
+        assert!(error.to_string().contains("s.lock' belongs to another user"), "{error}");
         std::fs::remove_file(&lock).unwrap();
         std::os::unix::fs::symlink(folder.path().join("elsewhere"), &lock).unwrap();
         assert!(matches!(Listener::bind(&path, 0o600), Err(ListenError::System { .. })));
