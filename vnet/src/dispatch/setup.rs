@@ -125,7 +125,7 @@ impl Port {
 pub struct Setup {
     /// Generation of the setup. It distinguishes verdicts for the kernel's own path from those of other setups.
     pub(super) generation: u32,
-    /// By port index; `None`: empty slot.
+    /// Ports by index; `None`: empty slot.
     ports: Vec<Option<Port>>,
     /// Links by remote address.
     pub(super) peers: Arc<Peers>,

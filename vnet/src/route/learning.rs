@@ -181,7 +181,7 @@ pub struct LearnedEntry {
     pub network: NetworkId,
     /// The address.
     pub mac: Mac,
-    /// Its port.
+    /// Port of the address.
     pub port: PortId,
     /// Seconds since the last recorded sighting; 0 for configured addresses.
     pub age_s: u32,

@@ -236,7 +236,7 @@ impl Router {
 struct Scratch {
     /// Indices of the rules that apply.
     found: Vec<u32>,
-    /// Their destinations.
+    /// Destinations of these rules.
     list: Vec<PortId>,
 }
 

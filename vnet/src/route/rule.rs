@@ -231,7 +231,7 @@ pub struct Member {
 /// A network's configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NetworkSpec {
-    /// Its id.
+    /// Network id.
     pub id: NetworkId,
     /// True to learn sources, and to flood frames that have neither a rule nor a known destination.
     pub learning: bool,

@@ -516,7 +516,7 @@ mod tests {
         }
     }
 
-    /// In a relayed network split horizon does not apply; in others it does.
+    /// Split horizon does not apply in a relayed network; it applies in all others.
     #[test]
     fn relayed_networks_have_no_split_horizon() {
         let kinds = [PortKind::Link, PortKind::Interface, PortKind::Link, PortKind::Link];

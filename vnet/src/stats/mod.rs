@@ -152,7 +152,7 @@ pub struct Sent {
     pub mac: [u8; 6],
     /// Number of its ingress port.
     pub port: u16,
-    /// Its length in bytes.
+    /// Length of the frame in bytes.
     pub len: usize,
 }
 

@@ -231,7 +231,7 @@ fn other_sources_cannot_reach_the_port() {
     peer.send_to(&[0x10; 6000], direct.local_addr()).unwrap();
     let peeked = direct.peek().unwrap();
     assert_eq!((peeked.len, peeked.source.address()), (6000, peer.local_addr().ok()));
-    // No link has this source address (any more).
+    // No link has this source address, or its link was removed.
     assert!(peeked.candidate(&Peers::default()).is_none());
 }
 

@@ -36,7 +36,7 @@ pub enum RingError {
     Address {
         /// Descriptor table, available ring or used ring.
         part: &'static str,
-        /// Its address in the front end's address space.
+        /// Address of that part in the front end's address space.
         addr: u64,
     },
     /// A part of the queue is not aligned as virtio 1.2 section 2.7 requires.
@@ -44,7 +44,7 @@ pub enum RingError {
     Misaligned {
         /// Descriptor table, available ring or used ring.
         part: &'static str,
-        /// Its address in the front end's address space.
+        /// Address of that part in the front end's address space.
         addr: u64,
     },
     /// The driver claims more new chains than the ring has entries.

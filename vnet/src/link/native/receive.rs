@@ -35,7 +35,7 @@ pub(in crate::link) struct Datagram<'a> {
     pub(in crate::link) memory: &'a Scratch,
     /// The datagram's range in that memory.
     pub(in crate::link) range: Range<usize>,
-    /// Its source address.
+    /// Source address of the datagram.
     pub(in crate::link) source: &'a Name,
     /// The receiving socket; replies are sent on it.
     pub(in crate::link) socket: &'a Socket,

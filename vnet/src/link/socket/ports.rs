@@ -47,7 +47,7 @@ pub enum BridgeError {
     /// The port is privileged, and the process lacks the privilege.
     #[error("cannot listen on {0}: permission denied; run vnetd as root or choose a port above 1023")]
     Denied(SocketAddr),
-    /// Another error.
+    /// Any other error of the kernel.
     #[error("cannot listen on {0}: {1}")]
     Other(SocketAddr, #[source] io::Error),
 }

@@ -205,7 +205,7 @@ impl Claims {
 /// A certificate that a revocation list names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Revoked {
-    /// Its serial number.
+    /// Serial number of the certificate.
     pub serial: Vec<u8>,
     /// Time of revocation, Unix time in seconds.
     pub at: i64,
