@@ -32,8 +32,8 @@ const LONG_ABOUT: &str = "\
 Queries and changes a running vnetd, the daemon that puts this host's virtual machines and containers on one Ethernet \
 LAN with those of other hosts.
 
-Changes take effect at once; frames on what does not change flow on. They last until vnetd stops or reads its \
-configuration file again (SIGHUP). To keep them, write them into the file, or let 'vnet save' do it.";
+Changes take effect at once, without disturbing other traffic. They last until vnetd stops or rereads its configuration \
+file (SIGHUP). To keep them, edit the file or use 'vnet save'.";
 
 const AFTER_HELP: &str = "\
 Environment:
@@ -59,7 +59,7 @@ Examples:
 
 #[derive(Subcommand)]
 pub enum Command {
-    /// The host at a glance
+    /// Overview of the host
     Status,
     /// Interfaces: virtual machines and containers of this host
     #[command(subcommand)]
@@ -67,25 +67,25 @@ pub enum Command {
     /// Links to other hosts
     #[command(subcommand)]
     Link(LinkCommand),
-    /// Routes: rules that decide before learned addresses do
+    /// Routes: rules that take precedence over learned addresses
     #[command(subcommand)]
     Route(RouteCommand),
     /// Networks: isolated LANs, by number
     #[command(subcommand)]
     Network(NetworkCommand),
-    /// Known MAC addresses: where each is, and how long ago it was heard
+    /// Known MAC addresses: the place of each, and the time since it was last seen
     Addresses,
     /// The distributed overlay: its store, the other hosts, alarms
     Overlay,
-    /// Apply a configuration file; only what differs is changed
+    /// Apply a configuration file; only objects that differ are changed
     Apply {
-        /// Configuration file; - for standard input. At most 1 MiB: have larger ones read with SIGHUP
+        /// Configuration file; - for standard input. At most 1 MiB: reload larger files with SIGHUP
         file: PathBuf,
-        /// Only show what would be done
+        /// Only show the changes, without making them
         #[arg(long)]
         dry_run: bool,
     },
-    /// Write the running state as a configuration file: what the file said, and what commands changed since
+    /// Write the running state as a configuration file: the file's settings, with the changes that commands have made since
     Save(Save),
     /// Counters of every port, drops and discards by reason, and the balance of all frames
     Stats {
@@ -98,36 +98,36 @@ pub enum Command {
     Check {
         /// Configuration file; - for standard input
         file: PathBuf,
-        /// Check the text only: the files that it names are on another host
+        /// Check only the text, for a file whose certificates and keys are on another host
         #[arg(long)]
         text_only: bool,
     },
     /// Trace a frame: where it would go, and which route or known address decides
     Trace(Trace),
-    /// Follow what changes: configuration, states of interfaces and links, addresses that move
+    /// Follow events: changes of the configuration, states of interfaces and links, moves of addresses
     Events {
         /// End after N events
         #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
         count: Option<u64>,
     },
-    /// The VNET control language: typed, with history and completion, or read from files or standard input
+    /// The VNET control language: interactive with history and completion, or read from files or standard input
     #[command(after_long_help = CONSOLE_HELP)]
     Console {
-        /// Files with one command a line; - for standard input, which is read when it is no terminal
+        /// Files with one command per line; - for standard input, which is also read if it is not a terminal
         files: Vec<PathBuf>,
-        /// How lines are read: 'links' and 'routes' are VNET/P's files, and known by these names [default: console]
+        /// Syntax of the lines: 'links' and 'routes' are VNET/P's files, recognized by these names [default: console]
         #[arg(long = "as", value_name = "DIALECT")]
         dialect: Option<Lines>,
     },
-    /// Watch frames pass an interface or a link: a line each, or pcapng for Wireshark and tcpdump
+    /// Capture frames at an interface or a link: one line for each, or pcapng for Wireshark and tcpdump
     #[command(after_long_help = CAPTURE_HELP)]
     Capture(Capture),
-    /// Check this host for what slows vnet down or breaks it, and say what to do; needs no vnetd, but queries a running one
+    /// Check this host for problems and slow settings, with a remedy for each; needs no vnetd, but queries a running one
     Doctor,
     /// Live rates of interfaces and links
     #[command(after_long_help = TOP_HELP)]
     Top(Top),
-    /// Certificates for sealed links, from a small certificate authority of your own; needs no vnetd
+    /// Certificates for sealed links, issued by a small certificate authority of your own; needs no vnetd
     #[command(subcommand)]
     Keys(KeysCommand),
     /// Versions of this command and of vnetd
@@ -135,7 +135,7 @@ pub enum Command {
 }
 
 const CONSOLE_HELP: &str = "\
-Commands (HELP tells more):
+Commands (HELP prints all of them with their syntax):
   LINK ADD IP PORT [udp|tcp]     LINK DEL INDEX         LINKS?
   ROUTE ADD SRC DST edge|interface ID any|edge|interface [ID]
                                  ROUTE DEL INDEX        ROUTES?
@@ -147,14 +147,14 @@ Examples:
   echo 'LINK ADD 10.10.0.2 9000 udp' | vnet console
   vnet console links routes      VNET/P's own files";
 
-/// How lines are read.
+/// Syntax of the console's lines.
 #[derive(Clone, Copy, ValueEnum)]
 pub enum Lines {
     /// Each line begins with its noun
     Console,
-    /// ADD and DEL mean links
+    /// ADD and DEL refer to links
     Links,
-    /// ADD and DEL mean routes
+    /// ADD and DEL refer to routes
     Routes,
 }
 
@@ -191,15 +191,15 @@ Examples:
 
 #[derive(Group)]
 pub struct Capture {
-    /// Where: interface NAME, link NAME, the NAME of either, or any
+    /// Where to capture: interface NAME, link NAME, the NAME of either, or any
     port: String,
     /// Write pcapng into this file; - for standard output
     #[arg(short, long, value_name = "FILE")]
     pub write: Option<PathBuf>,
-    /// Which frames; see below [default: all]
+    /// Frames to capture; see below [default: all]
     #[arg(long, value_name = "EXPRESSION")]
     filter: Option<String>,
-    /// Only frames that are dropped, each with the reason
+    /// Only dropped frames, each with the reason
     #[arg(long)]
     drops: bool,
     /// Bytes to keep of each frame [default: all]
@@ -208,16 +208,16 @@ pub struct Capture {
     /// End after N frames
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub count: Option<u64>,
-    /// The filter's words
+    /// Words of the filter
     #[arg(value_name = "EXPRESSION")]
     words: Vec<String>,
 }
 
 impl Capture {
-    /// The request's path. The error is wrong usage.
+    /// The path of the request. The error is a usage error.
     pub fn path(&self) -> Result<String, clap::Error> {
         let Capture { port, filter, drops, snap, count, words, .. } = self;
-        // `link h2` as two words: no filter begins with a name.
+        // The two words `link h2` are a port: no filter begins with a name.
         let (port, words) = match (port.as_str(), &words[..]) {
             ("interface" | "link", [name, words @ ..]) => (format!("{port} {name}"), words),
             (_, words) => (port.clone(), words),
@@ -242,7 +242,7 @@ page keys move, h or ? shows help, q leaves. Where standard output is no termina
 pub struct Trace {
     /// Source: a MAC address, an IP address of the overlay, or an interface's name
     src: String,
-    /// Destination, likewise
+    /// Destination, in the same forms as SRC
     dst: String,
     /// Where the frame enters: 'interface NAME' or 'link NAME' [default: where SRC is known to be]
     #[arg(long, value_name = "PLACE")]
@@ -256,7 +256,7 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// The request's path.
+    /// The path of the request.
     pub fn path(&self) -> String {
         let Trace { src, dst, from, network, .. } = self;
         let from = from.as_ref().map(|from| format!("&from={}", encode(from))).unwrap_or_default();
@@ -267,68 +267,68 @@ impl Trace {
 
 #[derive(Group)]
 pub struct Save {
-    /// File to write, for its owner only: it may hold passwords of proxies [default: standard output]
+    /// File to write, readable only by its owner because it may contain passwords of proxies [default: standard output]
     pub file: Option<PathBuf>,
-    /// Replace a file that is there, with its comments
+    /// Replace an existing file, including its comments
     #[arg(long, requires = "file")]
     pub force: bool,
 }
 
 #[derive(Subcommand)]
 pub enum NetworkCommand {
-    /// List them
+    /// List networks
     List,
 }
 
 #[derive(Subcommand)]
 pub enum InterfaceCommand {
-    /// List them
+    /// List interfaces
     List,
-    /// Add one
+    /// Add an interface
     Add(New<Interface>),
-    /// Change an open interface: polling mode, notifications of its guest, limits
+    /// Change an open interface: polling mode, guest notifications, limits
     #[command(after_long_help = crate::settings::set_help())]
     Set {
-        /// Its name
+        /// Name of the interface
         name: String,
-        /// What to change, as in mode=vmm-driven
+        /// Settings to change, as in mode=vmm-driven
         #[arg(required = true, value_name = "KEY=VALUE", value_parser = setting)]
         settings: Vec<(String, Value)>,
     },
-    /// Remove one that no route names; its guest sees the link go down
+    /// Remove an interface that no route names; its guest sees the link go down
     Del {
-        /// Its name
+        /// Name of the interface
         name: String,
     },
 }
 
 #[derive(Subcommand)]
 pub enum LinkCommand {
-    /// List them
+    /// List links
     List,
-    /// Add one
+    /// Add a link
     Add(New<Link>),
-    /// Remove one that no route names
+    /// Remove a link that no route names
     Del {
-        /// Its name
+        /// Name of the link
         name: String,
     },
 }
 
 #[derive(Subcommand)]
 pub enum RouteCommand {
-    /// List them
+    /// List routes
     List,
-    /// Add one
+    /// Add a route
     Add(New<Route>),
-    /// Remove one
+    /// Remove a route
     Del {
-        /// Its index, as 'route list' shows it
+        /// Index of the route, as shown by 'route list'
         index: u32,
     },
 }
 
-/// Reads KEY=VALUE; what looks like a number or a truth value is one.
+/// Parses KEY=VALUE; a value that looks like a number or boolean becomes one.
 fn setting(text: &str) -> Result<(String, Value), String> {
     match text.split_once('=') {
         Some((key, value)) if !key.is_empty() && !value.is_empty() => {

@@ -1,7 +1,7 @@
 //! `vnet capture`: reads the stream of `POST /v1/capture` and writes it to a file, or prints a line for each frame.
 //!
-//! Only whole pcapng blocks are written, so the file is valid wherever the capture ends: by Ctrl-C, the frame count, a
-//! closed pipe or vnetd's end.
+//! Only whole pcapng blocks are written, so the file is valid whether the capture ends by Ctrl-C, at the frame count, because a
+//! pipe is closed, or because vnetd stops.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -24,7 +24,7 @@ use crate::output::{Failure, print};
 /// Prefix of the block comment that gives the drop reason.
 const DROPPED: &str = "dropped: ";
 
-/// Captures to the end and reports the frame count on standard error.
+/// Captures until the end and reports the frame count on standard error.
 pub fn run(client: &Client<'_>, capture: &Capture, json: bool) -> Result<(), Failure> {
     let path = capture.path().unwrap_or_else(|usage| usage.exit());
     let mut reader = Reader::new(match &capture.write {
@@ -86,7 +86,7 @@ impl Reader {
         Reader { output, pending: vec![], parser: None, totals: Totals::default() }
     }
 
-    /// Consumes data up to the last whole block.
+    /// Processes the data up to the last complete block.
     fn consume(&mut self, bytes: &[u8]) -> Result<(), Failure> {
         self.pending.extend_from_slice(bytes);
         let pending = std::mem::take(&mut self.pending);
@@ -225,7 +225,7 @@ impl<'a> CapturedFrame<'a> {
     }
 }
 
-/// Time of day in UTC.
+/// Formats a time of day in UTC.
 pub fn clock(at: Duration) -> String {
     let s = at.as_secs();
     format!("{:02}:{:02}:{:02}.{:06}", s / 3600 % 24, s / 60 % 60, s % 60, at.subsec_micros())
@@ -276,7 +276,7 @@ mod tests {
         writer.into_inner()
     }
 
-    /// However the stream is split, the result is the same and the file ends with a whole block.
+    /// The result does not depend on how the stream is split, and the file ends with a complete block.
     #[test]
     fn the_output_does_not_depend_on_read_sizes() {
         let stream = stream();

@@ -1,4 +1,4 @@
-//! HTTP client for the control socket: requests with a whole answer, and streams.
+//! HTTP client for the control socket: requests with complete answers, and streams.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -15,13 +15,13 @@ use vnet_control::api;
 
 /// Timeout of an answer.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Largest answer in bytes: a million routes as JSON.
+/// Maximum length of an answer in bytes: a million routes as JSON.
 const ANSWER_MAX: usize = 256 << 20;
 
-/// Why a request failed.
+/// Error of a request.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// No daemon listens there.
+    /// No vnetd listens at the socket.
     #[error(
         "cannot reach vnetd at '{socket}': {error}; is it running, and is this its socket? (--socket, $VNET_SOCKET)"
     )]
@@ -31,7 +31,7 @@ pub enum ClientError {
         /// The error from connecting.
         error: io::Error,
     },
-    /// No permission to connect.
+    /// This user may not connect to the socket.
     #[error("no permission to use vnetd's control socket '{0}'; run this command as root or as vnetd's user")]
     Forbidden(PathBuf),
     /// The peer closed the connection, timed out, or does not speak HTTP.
@@ -39,10 +39,10 @@ pub enum ClientError {
     NoAnswer {
         /// The control socket.
         socket: PathBuf,
-        /// What went wrong.
+        /// Reason why there is no answer.
         why: String,
     },
-    /// vnetd refused, with these lines.
+    /// vnetd refused the request; one line per error.
     #[error("{}", .0.join("\n"))]
     Refused(Vec<String>),
 }
@@ -78,8 +78,8 @@ impl Client<'_> {
         self.request(Method::DELETE, path, vec![])
     }
 
-    /// Requests `path` without a body, and passes the answer's data to `take` until that returns false, the answer ends, or on
-    /// Ctrl-C or SIGTERM. No limit of time or size.
+    /// Requests `path` without a body, and passes the answer's data to `take` until `take` returns false, the answer ends, or
+    /// Ctrl-C or SIGTERM arrives. Time and size are not limited.
     pub fn stream(
         &self,
         method: Method,
@@ -126,7 +126,7 @@ impl Client<'_> {
         runtime.map_err(|error| self.no_answer(error.to_string()))
     }
 
-    /// The error of an answer without success status.
+    /// The error of an answer without a success status.
     fn refusal(&self, status: StatusCode, body: &[u8]) -> ClientError {
         match serde_json::from_slice::<api::Refusal>(body) {
             Ok(refusal) => ClientError::Refused(refusal.errors),
@@ -190,7 +190,7 @@ fn timed_out() -> String {
     format!("no answer within {} s", PATIENCE.as_secs())
 }
 
-/// What ended a stream.
+/// The event that ended a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
     /// `take` returned false.

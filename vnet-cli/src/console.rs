@@ -1,7 +1,7 @@
-//! `vnet console`: the control language, typed interactively with history and completion, or read from files and
-//! standard input.
+//! `vnet console`: the control language, entered interactively with history and completion, or read from files and standard
+//! input.
 //!
-//! Lines go to vnetd by `POST /v1/console`, a file as one request; vnetd executes them in order.
+//! Lines are sent to vnetd by `POST /v1/console`, a file as one request; vnetd executes them in order.
 
 use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
@@ -19,9 +19,9 @@ use vnet_control::language::{self, COMMANDS, Command, Dialect};
 use crate::client::Client;
 use crate::output::{Failure, print, read, read_file};
 
-/// Largest file in bytes: the API's largest body.
+/// Maximum length of a file in bytes: that of the API's request bodies.
 const FILE_MAX: u64 = 1 << 20;
-/// Lines kept in the history.
+/// Maximum number of lines kept in the history.
 const HISTORY_MAX: usize = 1_000;
 
 /// Runs files, standard input, or an interactive session.
@@ -59,7 +59,7 @@ pub fn run(
     if failures.is_empty() { Ok(()) } else { Err(Failure::Lines(failures)) }
 }
 
-/// VNET/P's files have fixed names.
+/// The dialect of a file: VNET/P's files have fixed names.
 fn dialect_of(file: &Path) -> Dialect {
     match file.file_name().and_then(|name| name.to_str()) {
         Some("links") => Dialect::Links,
@@ -107,7 +107,7 @@ fn interactive(client: &Client<'_>) -> Result<(), Failure> {
     editor.set_helper(Some(Complete { client }));
     let history = history_file();
     if let Some(history) = &history {
-        // Missing on the first run.
+        // The file does not exist on the first run.
         let _ = editor.load_history(history);
     }
     print("VNET control language: HELP lists the commands, Tab completes, DONE or Ctrl-D quits.\n")?;
@@ -159,7 +159,7 @@ fn complete(line: &str, ports: impl FnOnce() -> Vec<String>) -> (usize, Vec<Stri
     let before: Vec<String> = line[..start].split_whitespace().map(str::to_ascii_uppercase).collect();
     let mut found = vec![];
     for usage in COMMANDS {
-        // The syntax has keywords in upper case first, choices in lower case later.
+        // In the syntax, keywords come first in upper case; choices follow in lower case.
         let words: Vec<_> = usage.words.split(' ').collect();
         if before.len() < words.len() && before.iter().zip(&words).all(|(said, word)| said == word) {
             found.push(words[before.len()].to_string());
@@ -182,7 +182,7 @@ fn complete(line: &str, ports: impl FnOnce() -> Vec<String>) -> (usize, Vec<Stri
 /// Names and addresses of links and interfaces.
 fn ports(client: &Client<'_>) -> Vec<String> {
     let mut found = vec![];
-    // Completion is a convenience: without an answer, complete nothing.
+    // Completion is a convenience: without an answer, nothing is completed.
     if let Ok(links) = client.get("/v1/links").map_err(Failure::from).and_then(|a| read::<Vec<api::Link>>(&a))
     {
         found.extend(links.into_iter().flat_map(|link| [link.settings.text("remote"), link.name]));

@@ -9,7 +9,7 @@ use crate::capture::clock;
 use crate::client::{Client, Ended};
 use crate::output::{Failure, print};
 
-/// Prints events until Ctrl-C, or until there were `count`.
+/// Prints events until Ctrl-C, or until `count` events were printed.
 pub fn run(client: &Client<'_>, count: Option<u64>, json: bool) -> Result<(), Failure> {
     let (mut lines, mut left, mut result) = (Lines::default(), count, Ok(()));
     let ended = client.stream(Method::GET, "/v1/events", |bytes| {
@@ -30,7 +30,7 @@ pub fn run(client: &Client<'_>, count: Option<u64>, json: bool) -> Result<(), Fa
     }
 }
 
-/// Splits a stream of server-sent events into the data of each.
+/// Splits a stream of server-sent events into the data of each event.
 #[derive(Default)]
 struct Lines {
     /// Bytes of an incomplete line.
@@ -38,7 +38,7 @@ struct Lines {
 }
 
 impl Lines {
-    /// The data of the events that `bytes` complete. vnetd writes the data of an event as one line.
+    /// The data of the events that `bytes` complete. vnetd writes the data of an event on one line.
     fn take(&mut self, bytes: &[u8]) -> Vec<String> {
         self.pending.extend_from_slice(bytes);
         let end = self.pending.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
@@ -49,7 +49,7 @@ impl Lines {
     }
 }
 
-/// The lines of an event; `data` as it came if its kind is unknown, as from a newer vnetd.
+/// The lines of an event; the unchanged `data` if its kind is unknown, as from a newer vnetd.
 fn text(clock: &str, data: &str) -> String {
     let Ok(event) = serde_json::from_str::<Event>(data) else { return format!("{clock} {data}\n") };
     match event {

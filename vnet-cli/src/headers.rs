@@ -1,5 +1,5 @@
-//! A captured frame's headers in one line, in the manner of `tcpdump -e`. etherparse decodes them; a frame that the snap
-//! length cut off is shown as far as it goes.
+//! A captured frame's headers in one line, similar to `tcpdump -e`. etherparse decodes the headers; if the snap length cut the
+//! frame, the line ends with the last complete header.
 
 use std::fmt::Write;
 use std::net::{IpAddr, Ipv4Addr};
@@ -11,7 +11,7 @@ use etherparse::{
 };
 use vnet::wire::ethernet::Mac;
 
-/// The headers at the start of `frame`. `None` when it is shorter than an Ethernet header.
+/// The headers at the start of `frame`. `None` if it is shorter than an Ethernet header.
 pub fn line(frame: &[u8]) -> Option<String> {
     let packet = LaxSlicedPacket::from_ethernet(frame).ok()?;
     let Some(LinkSlice::Ethernet2(ethernet)) = &packet.link else { return None };
@@ -41,8 +41,8 @@ pub fn line(frame: &[u8]) -> Option<String> {
     Some(line)
 }
 
-/// Whether IPv6 extension headers say that the payload is not a packet's beginning. By hand: etherparse 0.21's iterator reads
-/// behind the slice where a header comes twice.
+/// True if an IPv6 fragment header shows that the payload is not the beginning of a packet. Own code, because the iterator of
+/// etherparse 0.21 reads behind the slice if an extension header occurs twice.
 fn is_later_fragment(first: Option<IpNumber>, mut headers: &[u8]) -> bool {
     let mut number = first;
     while let (Some(IpNumber(is)), [next, len, a, b, ..]) = (number, headers) {
@@ -59,7 +59,7 @@ fn is_later_fragment(first: Option<IpNumber>, mut headers: &[u8]) -> bool {
     false
 }
 
-/// The EtherType behind all tags that were decoded.
+/// The EtherType behind all decoded tags.
 fn innermost(packet: &LaxSlicedPacket<'_>, outer: EtherType) -> EtherType {
     match packet.link_exts.last() {
         Some(LaxLinkExtSlice::Vlan(tag)) => tag.ether_type(),
@@ -89,7 +89,8 @@ fn arp(packet: &ArpPacketSlice<'_>) -> String {
 
 fn ip(version: &str, ends: (IpAddr, IpAddr), packet: &LaxIpPayloadSlice<'_>, later_fragment: bool) -> String {
     let (src, dst) = ends;
-    // Read here rather than by etherparse, which needs the whole TCP or ICMP header: a short snap length keeps the ports.
+    // Parsed here rather than by etherparse, which needs the complete TCP or ICMP header: so a short snap length still shows the
+    // ports.
     let upper = if later_fragment { &[] } else { packet.payload };
     let u16_at = |at: usize| Some(u16::from_be_bytes(*upper.get(at..)?.first_chunk()?));
     let line = match (packet.ip_number, u16_at(0), u16_at(2)) {
@@ -237,7 +238,7 @@ mod tests {
     }
 
     proptest! {
-        /// A frame cut anywhere gives one line and no panic.
+        /// A frame cut at any length gives one line and no panic.
         #[test]
         fn cut_frames_are_shown_as_far_as_they_go(
             cut in 0usize..80, noise in prop::collection::vec(any::<u8>(), 0..80), which in 0usize..4,

@@ -1,11 +1,11 @@
 //! `vnet keys`: a small private certificate authority, for sites without one. It needs no vnetd.
 //!
-//! Everything is in one directory: `ca.pem` and `ca.key`, the authority; `NAME.pem` and `NAME.key`, a host's latest
-//! certificate and its key; `crl.pem`, the revocation list; `issued/SERIAL.pem`, every certificate ever issued. A host needs
-//! `ca.pem`, `crl.pem` and its own two files; `ca.key` never leaves the authority's directory.
+//! One directory contains all files: `ca.pem` and `ca.key`, the authority; `NAME.pem` and `NAME.key`, a host's latest certificate
+//! and its key; `crl.pem`, the revocation list; `issued/SERIAL.pem`, every certificate ever issued. A host needs `ca.pem`,
+//! `crl.pem` and its own two files; `ca.key` never leaves the authority's directory.
 //!
-//! Files are written under a temporary name and renamed, so that readers never see a partial file. Keys are created with
-//! mode 600, so they are never readable by others.
+//! Files are written under a temporary name and renamed, so that readers never see a partial file. Keys are created with mode
+//! 600, so other users can never read them.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -25,10 +25,10 @@ use vnet::wire::ethernet::Mac;
 
 /// Default of `--dir`.
 const FOLDER: &str = "/etc/vnet/keys";
-/// File modes of private keys and of everything else.
+/// File modes of private keys and of all other files.
 const SECRET: u32 = 0o600;
 const PUBLIC: u32 = 0o644;
-/// Certificates are valid from this long before they are issued, because clocks differ.
+/// How long before its issue a certificate becomes valid, because hosts' clocks differ.
 const BACKDATED: Duration = Duration::hours(1);
 const CA_DAYS: u32 = 3650;
 const HOST_DAYS: u32 = 397;
@@ -40,11 +40,11 @@ pub enum KeysCommand {
     Init {
         #[command(flatten)]
         folder: Folder,
-        /// Lifetime of its certificate in days
+        /// Lifetime of the authority's certificate in days
         #[arg(long, default_value_t = CA_DAYS, value_parser = clap::value_parser!(u32).range(1..=36_500))]
         days: u32,
     },
-    /// Issue a certificate to a host, or renew one: it replaces the files of that name
+    /// Issue a certificate to a host, or renew it: the files of that name are replaced
     Issue(Issue),
     /// Show the authority and all certificates it has issued, or those in files
     Show {
@@ -53,11 +53,11 @@ pub enum KeysCommand {
         /// Certificates to show instead
         files: Vec<PathBuf>,
     },
-    /// Revoke all certificates of a host; give the new crl.pem to the others
+    /// Revoke all certificates of a host; copy the new crl.pem to the other hosts
     Revoke {
         #[command(flatten)]
         folder: Folder,
-        /// The host's name
+        /// Name of the host
         name: String,
     },
 }
@@ -70,12 +70,12 @@ pub struct Folder {
     dir: PathBuf,
 }
 
-/// Contents of a host's certificate.
+/// Host and contents of a certificate.
 #[derive(Args)]
 pub struct Issue {
     #[command(flatten)]
     folder: Folder,
-    /// The host's name, as in its [host] name
+    /// Name of the host, as in its [host] name
     name: String,
     /// Lifetime in days
     #[arg(long, default_value_t = HOST_DAYS, value_parser = clap::value_parser!(u32).range(1..=36_500))]
@@ -91,7 +91,7 @@ pub struct Issue {
 /// Output as text and as JSON.
 type Answer = (String, Value);
 
-/// Runs a command. The error is one line.
+/// Runs a subcommand. The error is one line.
 pub fn run(command: &KeysCommand) -> Result<Answer, String> {
     match command {
         KeysCommand::Init { folder, days } => init(&folder.dir, *days),
@@ -113,7 +113,7 @@ fn init(folder: &Path, days: u32) -> Result<Answer, String> {
     let mut params = validity(days);
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-    // Certificate verification identifies authorities by name, so each needs a unique one.
+    // Certificate verification identifies authorities by name, so each authority needs a unique name.
     let pair = KeyPair::generate().map_err(failed)?;
     let suffix = vnet::link::sealed::identity::hex(&pair.public_key_raw()[1..5]);
     params.distinguished_name = common_name(&format!("vnet authority {suffix}"));
@@ -179,11 +179,11 @@ impl Authority {
         let [certificate, key] = ["pem", "key"].map(|kind| self.folder.join(format!("{name}.{kind}")));
         fs::create_dir_all(self.folder.join("issued"))
             .map_err(|error| format!("cannot create 'issued': {error}"))?;
-        // Record it before anything else: only recorded certificates can be revoked.
+        // Record the certificate first: only recorded certificates can be revoked.
         write(&self.folder.join("issued").join(format!("{}.pem", info.serial)), PUBLIC, &made.pem())?;
         write(&key, SECRET, &pair.serialize_pem())?;
         write(&certificate, PUBLIC, &made.pem())?;
-        // The configuration takes absolute paths only. This fails only without a current directory.
+        // The configuration accepts only absolute paths. This fails only if there is no current directory.
         let folder = std::path::absolute(&self.folder).unwrap_or_else(|_| self.folder.clone());
         let at = folder.display();
         let text = format!(
@@ -359,7 +359,7 @@ fn failed(error: rcgen::Error) -> String {
     format!("cannot create the certificate: {error}")
 }
 
-/// Writes a file atomically, with this mode from its creation.
+/// Writes a file atomically; it has this mode from its creation.
 fn write(path: &Path, mode: u32, text: &str) -> Result<(), String> {
     let scratch = path.with_extension(format!("{}.new", std::process::id()));
     let put = || -> io::Result<()> {

@@ -1,5 +1,5 @@
-//! vnet: the command line client. It queries or changes a running vnetd over its control socket, and prints the answer
-//! as an aligned table or as JSON.
+//! vnet: the command line client. It queries or changes a running vnetd over its control socket, and prints the answer as an
+//! aligned table or as JSON.
 
 mod args;
 mod capture;
@@ -141,7 +141,7 @@ impl Vnet<'_> {
         self.print(&answer, |_| Ok(show::applied(&applied)))
     }
 
-    /// Checks a file, and unless `text_only` those that it names; needs no daemon.
+    /// Checks a file, and unless `text_only` is set, the files that it names; needs no running vnetd.
     fn check(&self, file: &Path, text_only: bool) -> Result<(), Failure> {
         let (name, text) = read_file(file, FILE_MAX)?;
         let result = match String::from_utf8(text) {
@@ -176,7 +176,7 @@ impl Vnet<'_> {
         })
     }
 
-    /// Counters, once or every `watch` seconds.
+    /// Prints counters, once or every `watch` seconds.
     fn stats(&self, watch: Option<u32>) -> Result<(), Failure> {
         let Some(seconds) = watch else { return self.list("/v1/stats", show::stats) };
         loop {
@@ -190,7 +190,7 @@ impl Vnet<'_> {
         }
     }
 
-    /// Prints an answer: with --json on one line as vnetd sent it, else as text.
+    /// Prints an answer: with --json on one line as sent by vnetd, else as text.
     fn print(
         &self,
         answer: &[u8],

@@ -8,14 +8,14 @@ use serde::de::DeserializeOwned;
 
 use crate::client::ClientError;
 
-/// Why a command failed: one line for each reason.
+/// Error of a command: one line for each reason.
 #[derive(Debug)]
 pub enum Failure {
-    /// The daemon refused or is unreachable.
+    /// vnetd refused the request or is unreachable.
     Client(ClientError),
-    /// Messages of this command.
+    /// Error lines of the command itself.
     Lines(Vec<String>),
-    /// Standard output is closed, as by `vnet stats | head`: exit silently.
+    /// Standard output is closed, as by `vnet stats | head`: the command exits silently.
     NobodyReads,
 }
 
@@ -54,7 +54,7 @@ pub fn read<T: DeserializeOwned>(answer: &[u8]) -> Result<T, Failure> {
     })
 }
 
-/// Reads a file, or standard input for `-`, up to `bytes_max`; returns its name for messages and its content.
+/// Reads a file, or standard input for `-`, of at most `bytes_max` bytes; returns its name for messages and its content.
 pub fn read_file(file: &Path, bytes_max: u64) -> Result<(String, Vec<u8>), Failure> {
     let standard_input = file == Path::new("-");
     let name = if standard_input { "stdin".into() } else { file.display().to_string() };

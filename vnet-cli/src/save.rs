@@ -29,7 +29,7 @@ pub fn run(client: &Client<'_>, Save { file, force }: &Save) -> Result<(), Failu
     print(&format!("{name}: saved\n"))
 }
 
-/// Writes aside, then renames: nobody reads half a file.
+/// Writes a temporary file, then renames it, so that readers never see a partial file.
 fn write(file: &Path, text: &str) -> io::Result<()> {
     let mut aside = file.as_os_str().to_os_string();
     aside.push(".new");

@@ -1,5 +1,5 @@
-//! Arguments of `vnet interface add`, `vnet link add` and `vnet route add`, made from the declarations of the settings: every
-//! key of the configuration file is one, with `-` for `_`.
+//! Arguments of `vnet interface add`, `vnet link add` and `vnet route add`, derived from the declarations of the settings: every
+//! key of the configuration file is an argument, with `-` for `_`.
 
 use std::fmt::Write;
 use std::marker::PhantomData;
@@ -10,7 +10,7 @@ use vnet_control::settings::{Applies, Described, INTERFACE, LINK, ROUTE, Takes, 
 
 /// Objects that commands add.
 pub trait Object {
-    /// Their keys.
+    /// The keys of the object.
     fn keys() -> Vec<Described>;
 }
 
@@ -39,22 +39,22 @@ impl Object for Route {
     }
 }
 
-/// The settings of a new object, those that were given.
+/// The settings given for a new object.
 pub struct New<T>(Map<String, Value>, PhantomData<T>);
 
 impl<T> New<T> {
-    /// Its name.
+    /// Name of the object.
     pub fn name(&self) -> &str {
         self.0.get("name").and_then(Value::as_str).unwrap_or_default()
     }
 
-    /// The request's body.
+    /// The body of the request.
     pub fn request(&self) -> Value {
         self.0.clone().into()
     }
 }
 
-/// A flag that is off unless given needs no value.
+/// A flag that is off by default takes no value on the command line.
 fn is_switch(described: &Described) -> bool {
     described.key.takes == Takes::Flag && described.default == Some(false.into())
 }
@@ -99,7 +99,7 @@ fn argument(described: &Described) -> Arg {
     }
 }
 
-/// The value of an argument that was given.
+/// The value of an argument; `None` if it was not given.
 fn given(described: &Described, matches: &ArgMatches) -> Option<Value> {
     let name = described.key.name;
     let texts = || matches.get_many::<String>(name).map(|texts| texts.cloned().collect::<Vec<_>>().into());
@@ -136,7 +136,7 @@ impl<T: Object> FromArgMatches for New<T> {
     }
 }
 
-/// The keys that `vnet interface set` takes.
+/// Help with the keys that `vnet interface set` accepts.
 pub fn set_help() -> String {
     let live: Vec<_> = INTERFACE.described().into_iter().filter(|key| key.applies == Applies::Live).collect();
     let width = live.iter().map(|key| key.key.name.len()).max().unwrap_or(0);

@@ -5,14 +5,14 @@ use std::collections::BTreeMap;
 use vnet::stats::{DiscardReason, DropReason};
 use vnet_control::api::*;
 
-/// A table with a heading and aligned columns.
+/// A table with a header line and aligned columns.
 pub struct TextTable {
     rows: Vec<Vec<String>>,
     right: &'static [usize],
 }
 
 impl TextTable {
-    /// A table with this heading; columns listed in `right` are right-aligned.
+    /// A table with this header line; columns listed in `right` are right-aligned.
     pub fn new(heading: &[&str], right: &'static [usize]) -> TextTable {
         TextTable { rows: vec![heading.iter().map(ToString::to_string).collect()], right }
     }
@@ -183,7 +183,7 @@ pub fn interfaces(interfaces: &Vec<Interface>) -> String {
     table.print()
 }
 
-/// The configured mode; for adaptive also the current one, as in `adaptive, now vmm`.
+/// The configured mode; for `adaptive` also the current one, as in `adaptive, now vmm`.
 fn mode(i: &Interface) -> String {
     match i.settings.text("mode") {
         mode if mode == "adaptive" => format!("adaptive, now {}", i.driving.driven_by),
@@ -191,7 +191,7 @@ fn mode(i: &Interface) -> String {
     }
 }
 
-/// Interrupt mode and notifications per frame; `-` for TAP, where the kernel decides.
+/// Interrupt mode and notifications per frame; `-` for a TAP, whose notifications the kernel controls.
 fn interrupts(i: &Interface) -> String {
     if i.settings.text("socket").is_empty() {
         return "-".into();
@@ -200,10 +200,10 @@ fn interrupts(i: &Interface) -> String {
     format!("{}, {}.{:03} per frame", i.settings.text("interrupts"), thousandths / 1000, thousandths % 1000)
 }
 
-/// Certificates that end sooner are worth a word.
+/// Remaining lifetime below which a certificate's expiry is mentioned, in seconds.
 pub const CERTIFICATE_SOON_S: u64 = 30 * 86_400;
 
-/// Why a link is not up, and whether its peer's certificate ends soon.
+/// Why a link is not up, and a note if its peer's certificate expires soon.
 fn link_note(link: &Link) -> String {
     let soon = link.certificate_s.filter(|left_s| *left_s < CERTIFICATE_SOON_S);
     let soon = soon.map(|left_s| format!("certificate of {} {}", link.settings.text("peer"), ends(left_s)));
@@ -211,7 +211,7 @@ fn link_note(link: &Link) -> String {
     notes.join("; ")
 }
 
-/// When a certificate ends, in words.
+/// The remaining lifetime of a certificate as text.
 pub fn ends(left_s: u64) -> String {
     match left_s {
         0 => "has ended".into(),
@@ -358,7 +358,7 @@ pub fn stats(stats: &Stats) -> String {
     )
 }
 
-/// One row per reason: known ones in the order of the counters, then those of a different vnetd version.
+/// One row per reason: known reasons in the order of the counters, then unknown ones from another version of vnetd.
 fn reasons<'a>(
     heading: &str,
     known: impl Iterator<Item = &'a str>,

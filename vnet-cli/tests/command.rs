@@ -1,4 +1,4 @@
-//! The command with a real daemon: output, effects and failures.
+//! Tests of the command with a real vnetd: output, effects and errors.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::process::{Child, Command, Output, Stdio};
 
 use serde_json::{Value, json};
 
-/// A daemon with an empty configuration, and its folder.
+/// A vnetd with an empty configuration, and its directory.
 struct Host {
     daemon: Child,
     dir: tempfile::TempDir,
@@ -34,7 +34,7 @@ impl Host {
         vnet(&self.dir.path().join("s"), args)
     }
 
-    /// The output of a command that has to succeed.
+    /// The output of a command that must succeed.
     fn output_of(&self, args: &[&str]) -> String {
         let output = self.vnet(args);
         assert_eq!((output.status.code(), text(&output.stderr)), (Some(0), String::new()), "{args:?}");
@@ -45,7 +45,7 @@ impl Host {
         serde_json::from_str(&self.output_of(&[args, &["--json"]].concat())).unwrap()
     }
 
-    /// The error of a command that has to fail.
+    /// The error of a command that must fail.
     fn refused(&self, args: &[&str]) -> String {
         let output = self.vnet(args);
         assert_eq!((output.status.code(), text(&output.stdout)), (Some(1), String::new()), "{args:?}");
@@ -60,8 +60,8 @@ impl Drop for Host {
     }
 }
 
-/// Path of vnetd: `$VNETD`, which `make test` sets, or a build of this workspace. A cargo inside a test waits for every other cargo
-/// that uses the same target directory, so CI must not start one.
+/// Path of vnetd: `$VNETD`, which `make test` sets, or a build of this workspace. Cargo inside a test blocks on any other cargo that
+/// uses the same target directory, so CI must not start it.
 fn vnetd() -> PathBuf {
     if let Some(path) = std::env::var_os("VNETD") {
         return path.into();
@@ -286,7 +286,7 @@ fn events_are_followed() {
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
-    // It may not listen yet: change until it has seen a change.
+    // The follower may not have subscribed yet: repeat the change until it has received an event.
     let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
     while follower.try_wait().unwrap().is_none() {
         assert!(std::time::Instant::now() < deadline, "no event arrives");
@@ -294,7 +294,7 @@ fn events_are_followed() {
         host.output_of(&["link", "del", "h2"]);
     }
     let output = follower.wait_with_output().unwrap();
-    // The configuration, or the state of the new link.
+    // The first event is the configuration change or the new link's state.
     let line = text(&output.stdout);
     assert!(line.contains("link h2") && line.lines().count() == 1 && output.status.success(), "{line}");
 }

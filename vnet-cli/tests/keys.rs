@@ -15,14 +15,14 @@ fn keys(folder: &Path, words: &[&str]) -> Output {
     command.output().unwrap()
 }
 
-/// The JSON output of a command that has to succeed.
+/// The JSON output of a command that must succeed.
 fn output_of(folder: &Path, words: &[&str]) -> Value {
     let output = keys(folder, words);
     assert!(output.status.success(), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-/// The one-line error of a command that has to fail.
+/// The one-line error of a command that must fail.
 fn refused(folder: &Path, words: &[&str]) -> String {
     let output = keys(folder, words);
     assert_eq!(output.status.code(), Some(1), "{words:?}");

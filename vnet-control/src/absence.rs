@@ -1,28 +1,28 @@
-//! An interface that cannot be opened, and the backoff until it is tried again.
+//! An interface that cannot be opened, and the backoff between attempts to open it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vnet::interface::stand_in::Absent;
 
-/// Backoff: time until an interface that cannot be opened is tried again, doubled after each attempt up to the last.
+/// Backoff between attempts to open an absent interface: the first delay. Each failure doubles it, up to [`RETRY_LAST`].
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_LAST: Duration = Duration::from_secs(10);
-/// Shortest time between two attempts that events ask for.
+/// Minimum time between two attempts that events trigger.
 const STIRRED_EVERY: Duration = Duration::from_millis(500);
 
-/// An interface that cannot be opened.
+/// The retry state of an interface that cannot be opened.
 pub(super) struct Absence {
     stand_in: Arc<Absent>,
     attempts: u32,
-    /// Time of the last attempt that an event asked for.
+    /// Time of the last attempt triggered by an event.
     stirred_at: Option<Instant>,
-    /// When to try again; `None`: only when the configuration is applied again.
+    /// Time of the next attempt; `None`: no retries until the configuration is applied again.
     pub next: Option<Instant>,
 }
 
 impl Absence {
-    /// `retried`: not only when the configuration is applied again.
+    /// `retried`: attempts are repeated with backoff, not only when the configuration is applied again.
     pub fn new(stand_in: Arc<Absent>, retried: bool) -> Absence {
         Absence {
             stand_in,
@@ -32,17 +32,18 @@ impl Absence {
         }
     }
 
-    /// Another attempt has failed for `reason`.
+    /// Records that another attempt failed for `reason`, and schedules the next one.
     pub fn failed(&mut self, reason: String) {
         self.stand_in.set_reason(reason);
         self.attempts += 1;
         self.wait(RETRY_FIRST.saturating_mul(1 << self.attempts.min(16)).min(RETRY_LAST));
     }
 
-    /// Something happened that the interface may have waited for.
+    /// Schedules an early attempt: an event shows that the missing device, namespace or folder may exist now.
     pub fn stirred(&mut self) {
         let now = Instant::now();
-        // An attempt causes events itself, and so may the owner of another namespace: the backoff goes on beside this.
+        // An attempt itself causes events, and a foreign namespace's owner can cause any number: rate limit early attempts; the
+        // backoff continues independently.
         let at = self.stirred_at.map_or(now, |last| now.max(last + STIRRED_EVERY));
         if self.next.is_some_and(|next| at < next) {
             self.stirred_at = Some(at);

@@ -1,4 +1,4 @@
-//! Read-only views of the engine: answers of the API.
+//! Read-only views of the engine for the API's answers.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -71,7 +71,7 @@ impl Engine {
             State::Broken(reason) => ("broken", Some(reason)),
         };
         let mut settings = InterfaceSettings::from(spec);
-        // A device's MTU is its owner's to change.
+        // The owner of a device may change its MTU: show the current value.
         settings.set("mtu", Some(live.mtu()));
         Some(api::Interface {
             name: spec.name.clone(),
@@ -199,7 +199,7 @@ impl Engine {
     }
 }
 
-/// Seconds from now to a Unix time; 0 when it is over.
+/// Seconds from now to the Unix time `end`; 0 if `end` has passed.
 fn seconds_until(end: i64) -> u64 {
     u64::try_from(end.saturating_sub(unix_now())).unwrap_or(0)
 }

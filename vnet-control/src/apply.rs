@@ -1,16 +1,16 @@
-//! Changes the engine's state: all or nothing.
+//! Applies changes to the engine's state: all or nothing.
 //!
-//! A change is a new desired state. Its difference to the current one is carried out in three steps:
+//! A change is a new desired state. Its difference to the current one is applied in three steps:
 //!
-//! 1. open everything new; if that fails, close it again, and nothing has changed;
+//! 1. open everything new; if that fails, close it again and leave the state unchanged;
 //! 2. publish one new setup, which the dispatchers adopt between two batches;
-//! 3. stop what is gone, once no dispatcher uses it any more.
+//! 3. stop what was removed, once no dispatcher uses it any more.
 //!
-//! What the plan does not name is not touched. One case needs a stop before the open: an interface that takes over the socket
-//! or device of another. The old one is stopped first, and reopened if its successor fails.
+//! Objects that the plan does not name are not touched. One case needs a stop before the open: an interface that takes over the
+//! socket or device of another one. The old interface is stopped first, and reopened if its successor fails.
 //!
-//! An interface whose namespace, device or directory is not there yet does not keep the rest from being applied: it is down
-//! until it can be opened (`reopen.rs`).
+//! An interface whose namespace, device or directory does not exist yet does not block the rest of the change: it is down until
+//! it can be opened (`reopen.rs`).
 
 use std::collections::HashSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
@@ -37,8 +37,8 @@ impl Engine {
         Engine::start_in(desired, |_, _| Computed::default())
     }
 
-    /// The same, with links and stations of the overlay from the start, as `last_known` computes them before anything is open.
-    /// A guest's first frame then finds its way: an ARP request that is lost is repeated only after a second.
+    /// Like [`Engine::start`], with the overlay's last known links and stations from the start: `last_known` computes them before
+    /// anything is open. So a guest's first frame finds a destination; a lost ARP request would be repeated only after a second.
     pub fn start_in(
         desired: Desired,
         last_known: impl FnOnce(&Engine, &Desired) -> Computed,
@@ -87,7 +87,7 @@ impl Engine {
         {
             return false;
         }
-        // A route to a local address has that address as its source. Sends nothing.
+        // The kernel's route to a local address has that address as its source. Connecting a UDP socket sends nothing.
         let any: IpAddr = match link.remote {
             SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
             SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
@@ -99,8 +99,8 @@ impl Engine {
         link.remote.ip().is_loopback() || start.is_ok_and(|start| start.ip() == link.remote.ip())
     }
 
-    /// Changes the configured state to `desired`, and tries to open what is down for want of a device or namespace; returns the
-    /// changes. On an error nothing has changed.
+    /// Changes the configured state to `desired`, and retries interfaces that are down for lack of a device or namespace; returns
+    /// the changes. On an error nothing has changed.
     pub fn apply(&mut self, desired: Desired) -> Result<Plan, EngineError> {
         let plan = self.change(desired, Patience::Awaited)?;
         self.open_absent();
@@ -118,12 +118,12 @@ impl Engine {
     pub(super) fn carry_out(&mut self, desired: Desired, patience: Patience) -> Result<Plan, EngineError> {
         let plan = self.difference(&desired)?;
         if plan.is_empty() {
-            // Line numbers for messages may still differ.
+            // Nothing to apply, but the new items have the current line numbers for messages.
             self.current = desired;
             return Ok(plan);
         }
         let mut opened = self.open_new(&plan, patience)?;
-        // Nothing can fail from here on.
+        // Point of no return: no step below can fail.
         let gone: Vec<_> =
             leaving(&plan).filter_map(|item| self.interfaces.remove(&item.spec.name)).collect();
         self.interfaces.extend(std::mem::take(&mut opened.0));
@@ -164,7 +164,7 @@ impl Engine {
         }
     }
 
-    /// Replaces changed links; returns the old ones. A sealed link whose remote alone changes keeps its keys.
+    /// Replaces changed links; returns the old ones. A sealed link of which only the remote changes keeps its keys.
     fn change_links(&mut self, diff: &plan::Diff<LinkSpec>) -> Vec<LiveLink> {
         let misplaced = self.misplaced(diff);
         let changed: Vec<_> = diff
@@ -174,7 +174,7 @@ impl Engine {
             .chain(&misplaced)
             .collect();
         let new: Vec<_> = diff.added.iter().chain(changed.iter().map(|(_, wanted)| wanted)).collect();
-        // Created while the old ones are live, so that they get other ports.
+        // Ports are chosen while the old links are live, so new links get other ports.
         let ports = self.free_ports(&[]);
         let mut made: Vec<(String, LiveLink)> = vec![];
         for (Item { spec, .. }, port) in new.into_iter().zip(ports) {
@@ -190,7 +190,7 @@ impl Engine {
         gone
     }
 
-    /// Moves a link to another remote, if that is all that changes. False: it has to be made anew.
+    /// Changes a link's remote in place, if nothing else of it changes. False: the link must be recreated.
     fn aim(&self, is: &Item<LinkSpec>, wanted: &Item<LinkSpec>, diff: &plan::Diff<LinkSpec>) -> bool {
         let moved = LinkSpec { remote: wanted.spec.remote, ..is.spec.clone() } == wanted.spec;
         let live =
@@ -198,7 +198,8 @@ impl Engine {
         live.is_some_and(|live| live.link.aim(wanted.spec.remote))
     }
 
-    /// Links that have moved, and whose first remote another link takes now: that tells whose datagrams come from there.
+    /// Links that have roamed away from their first remote, where another link now takes that address. They must be recreated,
+    /// because the first remote identifies a link's datagrams on receive.
     fn misplaced(&self, diff: &plan::Diff<LinkSpec>) -> Vec<(Item<LinkSpec>, Item<LinkSpec>)> {
         let in_diff: HashSet<_> = diff
             .removed
@@ -217,7 +218,7 @@ impl Engine {
         self.current.links.iter().filter(is_misplaced).map(|item| (item.clone(), item.clone())).collect()
     }
 
-    /// Opens the kernel's VXLAN devices for TCP streams on VXLAN links, on a thread of its own.
+    /// Opens the kernel's VXLAN devices for TCP streams on VXLAN links, in a separate thread: creating them blocks on the kernel.
     fn open_drivers(&self) {
         let Some(listen) = self.current.bridge.spec.vxlan_listen else { return };
         let declared = self.current.networks.iter().map(|item| item.spec.id);
@@ -282,7 +283,7 @@ impl Engine {
         Ok(opened)
     }
 
-    /// Opens interfaces on free ports. One that cannot be opened is down, as far as `patience` goes.
+    /// Opens interfaces on free ports. An interface that cannot be opened is down if `patience` allows that, else an error.
     fn open(
         &self,
         items: &[&Item<InterfaceSpec>],
@@ -317,7 +318,7 @@ impl Engine {
         let gone: Vec<_> =
             blockers.iter().filter_map(|item| self.interfaces.remove(&item.spec.name)).collect();
         self.core.publish(self.setup(&self.current));
-        // Also dropped here: a TAP is free only once its file is closed.
+        // The interfaces are dropped here, too: a TAP is free only once its file is closed.
         gone.into_iter()
             .map(|live| {
                 live.interface.stop();
@@ -354,7 +355,7 @@ impl Engine {
     }
 }
 
-/// True when another link of a plan has the remote that `live` began with.
+/// True if the plan gives another link the remote that `live` was created with.
 fn is_claimed(live: &LiveLink, name: &str, diff: &plan::Diff<LinkSpec>) -> bool {
     let new = diff.added.iter().chain(diff.changed.iter().map(|(_, wanted)| wanted));
     let remote = live.link.options().remote;

@@ -1,4 +1,4 @@
-//! Tests of changes with a real core and real sockets: all or nothing, and nothing beyond what was requested.
+//! Tests of changes with a real core and real sockets: a change happens completely or not at all, and touches nothing else.
 
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -70,7 +70,7 @@ fn unchanged_ports_are_not_touched() {
     assert_eq!(engine.interfaces["vm1"].port, port);
     assert!(Arc::ptr_eq(&engine.interfaces["vm1"].stats, &stats));
     assert!(Arc::ptr_eq(&engine.links["h2"].stats, &link_stats));
-    // Indices last and are not reused.
+    // Indices outlive other routes and are never reused.
     assert_eq!(names(&engine).2, [(2, "link h2".into()), (3, "link h3".into())]);
     let ports: HashSet<_> = engine.interfaces.values().map(|live| live.port).collect();
     let ports: HashSet<_> = ports.into_iter().chain(engine.links.values().map(|live| live.port)).collect();
@@ -84,7 +84,7 @@ fn a_failure_changes_nothing() {
     let text = vm("vm1") + &link("h2", 2);
     let mut engine = Engine::start(desired(dir.path(), &text)).unwrap();
     let before = (names(&engine), engine.current.clone());
-    // vm2 can be opened, vm3 never; vm1 and h2 would be removed.
+    // vm2 can be opened, vm3 cannot (its path is a file); the same change would remove vm1 and h2.
     std::fs::write(dir.path().join("vm3"), "not a socket").unwrap();
     let bad = vm("vm2") + &vm("vm3") + &link("h3", 3);
     let error = engine.apply(desired(dir.path(), &bad)).unwrap_err().to_string();
@@ -100,7 +100,7 @@ fn a_failure_changes_nothing() {
 fn a_start_that_fails_leaves_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let mut bad = desired(dir.path(), &(vm("vm2") + &link("h2", 2)));
-    // A link to this host itself.
+    // A link whose remote is this host itself.
     let listen = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     bad.bridge.spec.listen = SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), listen.port());
     bad.links[0].spec.remote = listen;
@@ -125,17 +125,17 @@ fn a_host_starts_and_changes_without_what_is_not_there_yet() {
     let waits = format!("waiting for directory '{}'", dir.path().join("nowhere").display());
     assert!(state_of(&engine, "vm2").1.starts_with(&waits), "{:?}", state_of(&engine, "vm2"));
     assert!(state_of(&engine, "vm3").1.contains("is not a socket"), "{:?}", state_of(&engine, "vm3"));
-    // The rest of a change is applied; what it adds is told.
+    // The rest of the change is applied; the plan reports the absent interfaces.
     let plan = engine.apply(desired(dir.path(), &(text.clone() + &nowhere("vm4") + &vm("vm5")))).unwrap();
     assert!(dir.path().join("vm5").exists());
     let [told] = &engine.absent_in(&plan)[..] else { panic!("one is absent") };
     assert!(told.starts_with(&format!("interface vm4 is down: {waits}")), "{told}");
-    // Alone it is refused.
+    // A change of only this interface is refused.
     let json = format!(r#"{{"name":"vm6","kind":"vhost-user","socket":"{}/no/s"}}"#, dir.path().display());
     let error = engine.add_interface(interface_from_json(json.as_bytes()).unwrap()).unwrap_err().to_string();
     assert!(error.contains("mkdir -p") && !names(&engine).0.contains(&"vm6".into()), "{error}");
 
-    // It keeps its port and counters. Attempts end when nothing is missing any more.
+    // A reopened interface keeps its port and counters. Attempts end when no interface is absent any more.
     let (port, stats) = (engine.interfaces["vm2"].port, engine.interfaces["vm2"].stats.clone());
     assert!(engine.tend(false) < Duration::from_secs(20));
     std::fs::create_dir(dir.path().join("nowhere")).unwrap();
@@ -176,7 +176,7 @@ fn a_socket_passes_from_one_interface_to_another() {
     engine.apply(desired(dir.path(), &(renamed.clone() + "mtu = 9000\n"))).unwrap();
     assert_eq!(engine.interfaces()[0].settings.number("mtu"), Some(9000));
     assert!(dir.path().join("vm1").exists());
-    // The successor opens, but another new interface fails: as before.
+    // The successor opens, but another new interface fails: the state must be the one before.
     std::fs::write(dir.path().join("file"), "not a socket").unwrap();
     let bad = vm("vm1") + &renamed.replace("DIR/vm1", "DIR/file");
     let error = engine.apply(desired(dir.path(), &bad)).unwrap_err().to_string();
@@ -199,7 +199,7 @@ fn an_interface_stopped_for_a_failed_successor_is_reopened_or_down() {
         + &route("any", "interface vm1")
         + &route("any", "interface vm2");
     let mut engine = Engine::start(desired(dir.path(), &text)).unwrap();
-    // Both sockets change hands, but something else is in the place of the second.
+    // New interfaces take over both sockets, but a regular file has replaced the second one.
     std::fs::remove_file(below.join("vm2")).unwrap();
     std::fs::write(below.join("vm2"), "not a socket").unwrap();
     let swapped =
@@ -211,7 +211,7 @@ fn an_interface_stopped_for_a_failed_successor_is_reopened_or_down() {
     let routes = vec![(1, "interface vm1".into()), (2, "interface vm2".into())];
     assert_eq!(names(&engine), (vec!["vm1".into(), "vm2".into()], vec![], routes));
     assert!(dir.path().join("vm1").exists());
-    // It is opened when it can be.
+    // The interface is opened once the path is free.
     std::fs::remove_file(below.join("vm2")).unwrap();
     engine.tend(true);
     assert!(UnixStream::connect(below.join("vm2")).is_ok());
@@ -308,14 +308,14 @@ fn a_sealed_link_keeps_its_keys_when_its_remote_changes() {
     engine.apply(with(sealed("h2", 3))).unwrap();
     assert!(Arc::ptr_eq(&first, &live(&engine, "h2")), "it moves");
     assert_eq!(engine.links()[0].settings.text("remote"), "10.1.2.3:9000");
-    // The first remote tells whose datagrams come from there: another link takes it, so this one is made anew.
+    // The first remote identifies a link's datagrams on receive: when another link takes it, this link is recreated.
     engine.apply(with(sealed("h2", 3) + &sealed("h3", 2))).unwrap();
     let (second, third) = (live(&engine, "h2"), live(&engine, "h3"));
     assert!(!Arc::ptr_eq(&first, &second));
     engine.apply(with(sealed("h2", 2) + &sealed("h3", 3))).unwrap();
     assert!(!Arc::ptr_eq(&second, &live(&engine, "h2")) && !Arc::ptr_eq(&third, &live(&engine, "h3")));
     assert_eq!(engine.links()[1].settings.text("remote"), "10.1.2.3:9000");
-    // In clear text the remote alone tells who sends.
+    // Without sealing, only the remote address identifies the sender, so the link is recreated.
     engine.apply(with(link("h2", 2))).unwrap();
     let clear = live(&engine, "h2");
     engine.apply(with(link("h2", 4))).unwrap();
@@ -338,7 +338,7 @@ fn what_the_overlay_knew_is_there_before_interfaces_are() {
         Engine::start_in(desired(dir.path(), &(overlay.to_string() + &vm("vm1"))), |engine, desired| {
             asked += engine.interfaces().len() + 1;
             assert_eq!(Engine::planned_locals(desired).len(), 1);
-            // One of them cannot be reached from an IPv4 address: left out.
+            // The bridge listens on IPv4 and cannot reach an IPv6 remote: that link is left out.
             Computed {
                 links: vec![peer("h2", "10.1.2.2:9000"), peer("h6", "[fd00::6]:9000")],
                 ..Computed::default()

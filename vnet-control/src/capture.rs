@@ -54,7 +54,7 @@ impl Engine {
         }
     }
 
-    /// Which dispatchers have `flow` in their cache, and their decision. Disturbs neither traffic nor caches.
+    /// The dispatchers that have `flow` in their cache, and their cached decisions. Changes neither traffic nor caches.
     pub(super) fn ask_caches(&self, flow: &Flow) -> Vec<CacheAnswer> {
         let question = Arc::new(CacheQuestion::new(*flow));
         let observers = self.observers();

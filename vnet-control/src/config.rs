@@ -1,8 +1,8 @@
-//! Reading the configuration: TOML (a file, a request's body) or one JSON object (a command) becomes desired state.
+//! Parses the configuration: TOML (a file, a request's body) or one JSON object (a command) becomes desired state.
 //!
-//! `settings` judges single keys and tables, `check` several of them together; both report all they find, one line each, and
-//! a text with an error in it changes nothing. The checks look at the text alone, never at the host, so that a file can be
-//! checked anywhere; [`check_files`] also opens the files that it names.
+//! `settings` validates single keys and tables, `check` their combinations; both report all errors, one line each, and a text
+//! with an error changes nothing. These checks depend on the text alone, never on the host, so a file can be checked anywhere;
+//! [`check_files`] also reads the files that the configuration names.
 
 use std::io;
 use std::path::Path;
@@ -15,7 +15,7 @@ use crate::{check, settings};
 /// Largest configuration file in bytes: a million routes fit.
 pub const FILE_MAX: u64 = 128 << 20;
 
-/// Why a configuration is not used: everything that is wrong with it, in the order of its lines.
+/// All errors of a rejected configuration, in the order of its lines.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"))]
 pub struct ConfigError(pub Vec<Problem>);
@@ -26,12 +26,12 @@ impl From<Problem> for ConfigError {
     }
 }
 
-/// A configuration that was read, and what its writer should know.
+/// A parsed configuration with its warnings.
 #[derive(Clone, Debug)]
 pub struct Configuration {
-    /// What the host should be.
+    /// The desired state of the host.
     pub desired: Desired,
-    /// Things that are not wrong but do not do what they seem to.
+    /// Settings that are valid but do not have the effect that they suggest.
     pub warnings: Vec<Problem>,
 }
 
@@ -73,7 +73,7 @@ pub fn parse(file: &str, text: &str) -> Result<Configuration, ConfigError> {
     }
 }
 
-/// Looks into the files that a configuration names: certificates, keys, the token.
+/// Checks the files that a configuration names: certificates, keys, the token.
 pub fn check_files(mut configuration: Configuration) -> Result<Configuration, ConfigError> {
     let mut notes = Notes::default();
     check::files::check(&configuration.desired, &mut notes);
@@ -81,7 +81,7 @@ pub fn check_files(mut configuration: Configuration) -> Result<Configuration, Co
     if notes.problems.is_empty() { Ok(configuration) } else { Err(ConfigError(notes.problems)) }
 }
 
-/// Checks a desired state that was put together otherwise.
+/// Checks a desired state that does not come from a configuration text.
 pub fn validate(desired: &Desired) -> Result<(), ConfigError> {
     let mut problems = vec![];
     check::check(desired, &[], &mut problems);
@@ -93,7 +93,7 @@ pub fn interface_from_json(json: &[u8]) -> Result<Item<InterfaceSpec>, ConfigErr
     from_json(json, settings::interface_from)
 }
 
-/// Changes an open interface by a JSON object with those keys of `[[interface]]` that apply while frames flow. Others are
+/// Changes an open interface by a JSON object with keys of `[[interface]]`. Keys that cannot be applied while frames flow are
 /// refused.
 pub fn change_from_json(json: &[u8], spec: &InterfaceSpec) -> Result<InterfaceSpec, ConfigError> {
     let (mut notes, mut spec) = (Notes::default(), spec.clone());

@@ -1,8 +1,8 @@
 //! The console: executes commands of the [`language`] on the engine and formats the answers.
 //!
-//! A command becomes the same edit of the desired state as an API request, and its keys go through the configuration's
-//! readers, so the console allows nothing that a file would not. An answer is `OK …`, `ERROR reason`, or the lines of
-//! a listing ended by a line with a single dot.
+//! A command becomes the same edit of the desired state as an API request, and its keys go through the configuration's parsers,
+//! so the console accepts only what a file may contain. An answer is `OK …`, `ERROR reason`, or the lines of a listing ended by a
+//! line with a single dot.
 
 use std::fmt;
 use std::ops::Range;
@@ -19,15 +19,15 @@ use vnet::route::Qualifier;
 /// The answer to a line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// None: the line was empty or a comment.
+    /// No answer: the line was empty or a comment.
     Nothing,
     /// `OK …`
     Ok(String),
     /// `ERROR reason`
     Error(String),
-    /// Listing, ended by `.`; lines that begin with `#` are remarks.
+    /// A listing, ended by `.`; lines that begin with `#` are remarks.
     Listing(Vec<String>),
-    /// `OK …`, and the session ends.
+    /// `OK …`, then the session ends.
     Done,
 }
 
@@ -37,10 +37,11 @@ impl From<LanguageError> for Answer {
     }
 }
 
-/// Longest `OK` or `ERROR` line in bytes. A line of 4 096 bytes can hold a thousand mistakes; the first few are enough.
+/// Maximum length of an `OK` or `ERROR` line in bytes. A line of 4 096 bytes can hold a thousand mistakes; the first few are
+/// enough.
 pub const REPLY_MAX: usize = 1_000;
 
-/// Joins text to one line, whatever it quotes.
+/// Joins the lines of a text and replaces control characters, so that quoted text cannot break the answer's line.
 fn one_line(text: &str) -> String {
     let lines: Vec<_> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
     lines.join("; ").chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
@@ -58,7 +59,7 @@ fn reply(word: &str, text: &str) -> String {
 }
 
 impl fmt::Display for Answer {
-    /// The answer as sent, with line ends.
+    /// The answer as sent, with line endings.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Answer::Nothing => Ok(()),
@@ -73,7 +74,7 @@ impl fmt::Display for Answer {
     }
 }
 
-/// Why a command failed.
+/// Error of a command.
 #[derive(Debug, thiserror::Error)]
 enum ConsoleError {
     #[error(transparent)]
@@ -96,20 +97,20 @@ pub fn answer(engine: &mut Engine, dialect: Dialect, line: &[u8]) -> Answer {
     }
 }
 
-/// Lines of a file, executed a few at a time: whoever sent them reads the answers before more lines are executed, so a file of
-/// long listings takes no more memory than one of them.
+/// Lines of a file, executed a few at a time. The client reads the answers before more lines are executed, which bounds the
+/// memory of answers even for a file of long listings.
 pub struct Script {
     dialect: Dialect,
     text: Vec<u8>,
-    /// Where the next line begins; `None` after the last one or `DONE`.
+    /// Offset of the next line; `None` after the last one or `DONE`.
     at: Option<usize>,
-    /// Lines executed.
+    /// Number of lines executed.
     lines: usize,
 }
 
-/// Lines that [`Script::next`] executes at most; others may use the engine before the next ones.
+/// Maximum number of lines executed by one [`Script::next`], so that other clients can use the engine in between.
 pub const LINES_AT_ONCE: usize = 256;
-/// [`Script::next`] stops once its answers hold so many bytes. A listing may exceed that.
+/// [`Script::next`] stops once its answers hold this many bytes. One listing may exceed that.
 pub const ANSWERS_AT_ONCE: usize = 64 << 10;
 
 impl Script {
@@ -118,7 +119,7 @@ impl Script {
         Script { dialect, text, at: Some(0), lines: 0 }
     }
 
-    /// True when every line was executed, or `DONE` was.
+    /// True once every line, or `DONE`, was executed.
     pub fn is_done(&self) -> bool {
         self.at.is_none()
     }
@@ -141,7 +142,7 @@ impl Script {
         answers
     }
 
-    /// Where the next line is, without its line end.
+    /// Range of the next line, without its line ending.
     fn next_line(&self) -> Option<Range<usize>> {
         let begin = self.at?;
         let length = self.text[begin..].iter().position(|byte| *byte == b'\n');
@@ -149,7 +150,7 @@ impl Script {
         Some(begin..end)
     }
 
-    /// Where the line after the one that ends at `end` begins.
+    /// Offset of the line after the one that ends at `end`.
     fn after(&self, end: usize) -> Option<usize> {
         (end < self.text.len()).then_some(end + 1)
     }
@@ -176,7 +177,7 @@ pub fn execute(engine: &mut Engine, command: Command) -> Answer {
     }
 }
 
-/// Executes a command that changes something; returns what changed.
+/// Executes a command that changes something; returns the text of its answer.
 fn carry_out(engine: &mut Engine, command: Command) -> Result<String, ConsoleError> {
     match command {
         Command::AddLink { remote, transport, keys } => {
@@ -190,7 +191,8 @@ fn carry_out(engine: &mut Engine, command: Command) -> Result<String, ConsoleErr
             };
             let encapsulation = object.entry("encapsulation").or_insert_with(|| json!(encapsulation));
             if *encapsulation == "vnet" && !object.contains_key("sealed") {
-                // VNET/P has no encryption, so using its own encapsulation implies a trusted path. No other one does.
+                // VNET/P has no encryption: its own encapsulation implies a trusted path. Other encapsulations must set
+                // `trusted`.
                 object.entry("trusted").or_insert(json!(true));
             }
             Ok(format!("link {}", engine.add_link(config::link_from_json(&bytes(object))?)?))
@@ -218,7 +220,7 @@ fn carry_out(engine: &mut Engine, command: Command) -> Result<String, ConsoleErr
             engine.remove_interface(&name)?;
             Ok(format!("interface {index} removed"))
         }
-        // `execute` answers all others itself.
+        // `execute` answers all other commands itself.
         other => Ok(other.to_string()),
     }
 }
@@ -250,7 +252,7 @@ fn add_route(engine: &mut Engine, route: language::AddRoute) -> Result<u32, Cons
     Ok(engine.add_route(config::route_from_json(object.to_string().as_bytes())?)?)
 }
 
-/// The network of a route to `target`: the interface's, or the only one of the link.
+/// The default network of a route to `target`: that of the interface, or the link's if it carries only one.
 fn network_of(engine: &Engine, target: &Target) -> Option<vnet::frame::NetworkId> {
     let current = engine.current();
     match target {
@@ -308,7 +310,7 @@ fn help() -> Answer {
     Answer::Listing(lines)
 }
 
-/// The lines of a listing from `first` on, up to the limit, with a remark where to continue.
+/// The lines of a listing from index `first` on, up to [`LISTING_MAX`], with a remark about how to continue.
 fn listing(command: &str, lines: impl Iterator<Item = (u32, String)>, first: u32) -> Answer {
     let mut lines = lines.skip_while(|(index, _)| *index < first);
     let mut shown: Vec<_> = lines.by_ref().take(LISTING_MAX).map(|(_, line)| line).collect();

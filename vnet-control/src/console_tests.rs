@@ -141,7 +141,7 @@ fn a_script_stops_until_its_answers_are_read() {
     }
     let last = last.last().unwrap();
     assert_eq!((last.line, last.lines[0].as_str()), (1_001, "OK link 1"));
-    // Lines without answers give way to others, too.
+    // Lines without answers count towards the limit as well.
     let mut script = Script::new(Dialect::Console, "\n".repeat(LINES_AT_ONCE + 1).into_bytes());
     assert_eq!((script.next(&mut engine), script.is_done()), (vec![], false));
     assert_eq!((script.next(&mut engine), script.is_done()), (vec![], true));
@@ -264,7 +264,7 @@ fn changes_are_reported_with_the_requester() {
     engine.stop();
 }
 
-/// VNET/P's own encapsulation has no encryption, so its language implies a trusted path; every other one has to be told.
+/// VNET/P's own encapsulation has no encryption, so the console implies a trusted path for it; others must set `trusted`.
 #[test]
 fn clear_text_is_trusted_in_the_encapsulation_of_vnet_p_only() {
     let dir = tempfile::tempdir().unwrap();
@@ -284,7 +284,7 @@ fn clear_text_is_trusted_in_the_encapsulation_of_vnet_p_only() {
     engine.stop();
 }
 
-/// Rules of equal priority both get a frame: the trace says so, and so does the check.
+/// Two rules of equal priority both receive a frame: the trace and the check report that.
 #[test]
 fn routes_that_share_frames_are_told() {
     let dir = tempfile::tempdir().unwrap();
@@ -312,7 +312,7 @@ fn routes_that_share_frames_are_told() {
     assert_eq!(both.to, ["link h2", "link h3"]);
     assert_eq!(trace(macs[2]).why, "route 1 of priority 6");
     engine.stop();
-    // The way out that the warning names.
+    // The remedy that the warning proposes removes it.
     let text = text.replace("dst = \"any\"", "dst = \"not-00:00:00:00:00:00\"");
     let configuration = parse("f.toml", &text).unwrap();
     assert!(configuration.warnings.is_empty(), "{:?}", configuration.warnings);

@@ -1,6 +1,6 @@
-//! The files that prove who may control this host, and who it is to the overlay's store: the token, certificates, keys.
+//! The credential files of control and of the overlay's store client: token, certificates and keys.
 //!
-//! vnetd reads them when it starts, and a check reads them in the same way.
+//! vnetd reads them at start; a check uses the same functions.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -18,10 +18,10 @@ use crate::desired::TlsFiles;
 /// Token length in bytes: at least 128 bits as hexadecimal digits.
 const TOKEN_BYTES: std::ops::RangeInclusive<usize> = 32..=1024;
 
-/// Why a token cannot be used.
+/// Error reading a token.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenError {
-    /// The file is missing, or this process may not read it.
+    /// The file does not exist, or this process may not read it.
     #[error("cannot read [control] token_file '{file}': {error}")]
     Read {
         /// The file.
@@ -29,10 +29,10 @@ pub enum TokenError {
         /// The error from reading it.
         error: io::Error,
     },
-    /// Other users can read it.
+    /// Users other than the owner can read the file.
     #[error("[control] token_file '{0}' can be read by others; run 'chmod 600 {0}'")]
     Readable(String),
-    /// It holds something else.
+    /// The file does not contain a token.
     #[error(
         "[control] token_file '{0}' holds no token: one line of {min} to {max} printable characters; make one with \
          'openssl rand -hex 32'",
@@ -42,7 +42,7 @@ pub enum TokenError {
     Content(String),
 }
 
-/// Reads a token from a file that nobody else can read.
+/// Reads a token from a file that no other user can read.
 pub fn read_token(file: &Path) -> Result<Vec<u8>, TokenError> {
     let name = || file.display().to_string();
     let read = |error| TokenError::Read { file: name(), error };
@@ -61,7 +61,7 @@ pub fn read_token(file: &Path) -> Result<Vec<u8>, TokenError> {
     Ok(token.to_vec())
 }
 
-/// Why certificates cannot be used. `key` is the setting that names the file, as in `[control] tls_cert`.
+/// Error loading certificates. `key` is the setting that names the file, as in `[control] tls_cert`.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
     /// The file cannot be read or parsed.
@@ -74,7 +74,7 @@ pub enum TlsError {
         /// The error from reading it.
         error: pem::Error,
     },
-    /// A file without a certificate.
+    /// The file contains no certificate.
     #[error("{key} '{file}' holds no certificate; it must be PEM")]
     Empty {
         /// The setting.
@@ -82,10 +82,10 @@ pub enum TlsError {
         /// The file.
         file: String,
     },
-    /// The key belongs to another certificate, or is of an unknown kind.
+    /// The private key does not match the certificate, or its type is unsupported.
     #[error("{0} cannot be used together: {1}")]
     Pair(&'static str, rustls::Error),
-    /// An authority that cannot verify anything.
+    /// The authority's certificate cannot be used to verify others.
     #[error("{key} '{file}' cannot be used: {error}")]
     Authority {
         /// The setting.
@@ -110,7 +110,7 @@ fn private_key(key: &'static str, file: &Path) -> Result<PrivateKeyDer<'static>,
     PrivateKeyDer::from_pem_file(file).map_err(pem)
 }
 
-/// The authorities in a file.
+/// The authorities' certificates in a file.
 fn authorities(key: &'static str, file: &Path) -> Result<RootCertStore, TlsError> {
     let bad = |error: rustls::Error| TlsError::Authority {
         key,
@@ -124,7 +124,7 @@ fn authorities(key: &'static str, file: &Path) -> Result<RootCertStore, TlsError
     Ok(roots)
 }
 
-/// TLS of `[control]`; with `ca`, clients need a certificate that an authority in it signed.
+/// The TLS configuration of `[control]`; with `ca`, clients need a certificate signed by an authority in that file.
 pub fn server_config(files: &TlsFiles, ca: Option<&Path>) -> Result<ServerConfig, TlsError> {
     const PAIR: &str = "[control] tls_cert and tls_key";
     let chain = certificates("[control] tls_cert", &files.cert)?;

@@ -1,4 +1,4 @@
-//! Single changes of what the engine was asked for: each makes a desired state of its own and goes the way of all others.
+//! Single changes of the configured state: each one builds a new desired state, which is checked and applied like any other.
 
 use super::config::{self, ConfigError};
 use super::desired::*;
@@ -32,7 +32,7 @@ impl Engine {
         self.edit(|desired| desired.interfaces[at].spec = spec)
     }
 
-    /// Adds a link and returns its index: a computed link of the same name is replaced and keeps its index.
+    /// Adds a link and returns its index. A computed link of the same name is replaced and keeps its index.
     pub fn add_link(&mut self, item: Item<LinkSpec>) -> Result<u32, EngineError> {
         let name = item.spec.name.clone();
         self.edit(|desired| desired.links.push(item))?;

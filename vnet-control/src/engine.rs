@@ -1,8 +1,8 @@
-//! The engine: the running core, and the state that it is in.
+//! The engine: the running core and its state.
 //!
-//! A change goes through `apply.rs`, which opens what is new and stops what is gone; `reopen.rs` opens what could not be opened;
-//! single changes are in `edits.rs`, the overlay's part in `overlay_join.rs`, queries in `view.rs`, `trace.rs`, `capture.rs` and `watch.rs`. All of these use the engine; it uses
-//! none of them.
+//! `apply.rs` applies changes: it opens new objects and stops removed ones; `reopen.rs` retries interfaces that could not be
+//! opened; `edits.rs` has single changes, `overlay_join.rs` the overlay's links and stations; queries are in `answers.rs`,
+//! `trace.rs`, `capture.rs` and `watch.rs`. All of these use the engine; the engine uses none of them.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::net::{IpAddr, SocketAddr};
@@ -32,7 +32,7 @@ use vnet::route::{self, Member, Networks, PortKind, Rule, RuleSource};
 use vnet::stats::PortStats;
 use vnet::wire::ethernet::Mac;
 
-/// Why a request or change was refused. Nothing has changed then, unless the message says so.
+/// Error of a refused request or change. The state is unchanged, unless the message says otherwise.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
     /// The core cannot start.
@@ -47,10 +47,10 @@ pub enum EngineError {
     /// An interface or link cannot be opened.
     #[error("{0}")]
     Open(Problem),
-    /// Nothing of that name.
+    /// No object has that name.
     #[error("there is no {0}; see what there is with 'list'")]
     NotFound(String),
-    /// The name of both an interface and a link.
+    /// An interface and a link both have that name.
     #[error("there are both {0} and {1}; write one of them in full")]
     Ambiguous(Target, Target),
     /// The limit of captures is reached.
@@ -77,7 +77,7 @@ pub enum EngineError {
     Guest {
         /// The interface.
         interface: String,
-        /// Why not.
+        /// Reason why the address is ambiguous or unknown.
         why: String,
     },
     /// A link that the overlay computed cannot be removed.
@@ -101,9 +101,9 @@ pub struct Engine {
     pub(super) current: Desired,
     /// The configured state.
     pub(super) own: Desired,
-    /// The overlay's links and stations.
+    /// The overlay's computed links and stations, merged into `current`.
     pub(super) joined: Computed,
-    /// The overlay's status, from its agent.
+    /// The latest report of the overlay's agent.
     pub(super) shown: Option<api::Overlay>,
     pub(super) interfaces: BTreeMap<String, LiveInterface>,
     pub(super) links: BTreeMap<String, LiveLink>,
@@ -112,12 +112,12 @@ pub struct Engine {
     pub(super) retired: Counters,
     pub(super) captures: Captures,
     pub(super) inbox: Arc<Inbox>,
-    /// Keeper of sealed links, if this host has an identity.
+    /// Keeper of sealed links; present if this host has an identity.
     pub(super) keeper: Option<Keeper>,
     pub(super) next_route: u32,
     pub(super) indices: Indices,
     pub(super) witness: Witness,
-    /// Wakes whoever calls [`Engine::tend`].
+    /// Wakes the thread that calls [`Engine::tend`].
     pub(super) bell: Option<Bell>,
 }
 
@@ -174,7 +174,7 @@ impl Engine {
         })
     }
 
-    /// Runs `task` for `asker`: changes that it makes are logged and reported with that name.
+    /// Runs `task` on behalf of `asker`: changes that the task makes are logged and reported with that name.
     pub fn on_behalf<T>(&mut self, asker: Asker, task: impl FnOnce(&mut Engine) -> T) -> T {
         let before = std::mem::replace(&mut self.witness.asker, asker);
         let done = task(self);
@@ -187,7 +187,7 @@ impl Engine {
         self.witness.sink = Some(sink);
     }
 
-    /// Reloads the identity's files now; otherwise they are polled every second.
+    /// Reloads the identity's files now; otherwise they are checked every second.
     pub fn refresh_identity(&self) {
         if let Some(keeper) = &self.keeper {
             keeper.refresh();
@@ -225,8 +225,8 @@ impl Engine {
         self.retired.add(&Counters::from(stats));
     }
 
-    /// Ports that are neither live nor in `taken`, lowest first. What a plan removes stays live until the plan is done, so no
-    /// port is reused within one publication.
+    /// Unused port numbers: neither live nor in `taken`, lowest first. Objects that a plan removes stay live until the plan is
+    /// applied, so no port is reused within one publication.
     pub(super) fn free_ports(&self, taken: &[PortId]) -> impl Iterator<Item = PortId> + use<> {
         let interfaces = self.interfaces.values().map(|live| live.port);
         let links = self.links.values().map(|live| live.port);
@@ -234,7 +234,7 @@ impl Engine {
         (0..PortId::NONE.0).map(PortId).filter(move |port| !used.contains(port))
     }
 
-    /// The core's setup for `desired`, as far as its ports are open.
+    /// The core's setup for `desired`, limited to objects that have a port.
     pub(super) fn setup(&self, desired: &Desired) -> Parts {
         let port = |target: &Target| match target {
             Target::Interface(name) => self.interfaces.get(name).map(|live| live.port),

@@ -1,7 +1,7 @@
 //! Events: configuration changes with their requester, state changes of interfaces and links, moved MAC addresses.
 //!
-//! The engine reports configuration changes itself, through a [`Witness`]; a [`super::watch::Watch`] polls for states and moves. The
-//! sink that takes events must not block; how many it keeps is its own decision.
+//! The engine reports configuration changes itself, through a [`Witness`]; a [`super::watch::Watch`] polls for states and moves.
+//! The sink that receives events must not block; it decides how many events it buffers.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -13,13 +13,13 @@ use super::plan::Plan;
 use vnet::frame::NetworkId;
 use vnet::wire::ethernet::Mac;
 
-/// Most changes that an event or the log lists.
+/// Maximum number of changes that an event or the log lists.
 pub const CHANGES_MAX: usize = 256;
 
 /// The requester of a change, for the log and events.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Asker {
-    /// A part of vnetd itself: "the configuration file".
+    /// A part of vnetd itself, such as "the configuration file".
     Part(&'static str),
     /// SIGHUP.
     Hangup,
@@ -67,17 +67,17 @@ pub enum Event {
     State {
         /// `interface` or `link`.
         object: String,
-        /// Its name.
+        /// Name of the interface or link.
         name: String,
-        /// The state, as in the lists of interfaces and links.
+        /// The new state, as in the lists of interfaces and links.
         state: String,
-        /// Why it is not up.
+        /// Why the interface or link is not up.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         reason: Option<String>,
     },
     /// A learned MAC address moved to another port.
     Moved {
-        /// Its network.
+        /// Network of the address.
         network: NetworkId,
         /// The MAC address.
         mac: Mac,
@@ -85,18 +85,18 @@ pub enum Event {
         from: String,
         /// New port.
         to: String,
-        /// It moved too often, so it stays there for a while (RFC 7432, section 15.1).
+        /// True if the address moved too often and is frozen at the new port for a while (RFC 7432, section 15.1).
         frozen: bool,
     },
-    /// The reader was too slow and missed events.
+    /// The subscriber was too slow and missed events.
     Lagged {
-        /// How many it missed.
+        /// Number of missed events.
         missed: u64,
     },
 }
 
 impl Event {
-    /// The kind, as in the field `event`.
+    /// The event's kind, as in the field `event`.
     pub fn kind(&self) -> &'static str {
         match self {
             Event::Configuration { .. } => "configuration",
@@ -107,10 +107,10 @@ impl Event {
     }
 }
 
-/// Takes events from the engine; must not block.
+/// Receives events from the engine; must not block.
 pub type Sink = Box<dyn Fn(Event) + Send>;
 
-/// Logs configuration changes with their requester and passes them to a sink.
+/// Logs configuration changes with their requester and passes them to the sink.
 pub(super) struct Witness {
     pub asker: Asker,
     pub sink: Option<Sink>,

@@ -1,11 +1,11 @@
-//! Traces over several hosts (`vnet trace --follow`): the messages between the hosts' control parts.
+//! Traces over several hosts (`vnet trace --follow`): the messages exchanged by the hosts' control parts.
 //!
-//! Each host queries the next one over the link that the frame would take (`vnet::link::inquiry`), and adds the answer
-//! to its own. Messages are JSON, padded with spaces to the length that the answer may have.
+//! Each host queries the next one over the link that the frame would take (`vnet::link::inquiry`), and adds the answer to its
+//! own. Messages are JSON, padded with spaces to the maximum length of the answer.
 //!
-//! Limits: a question's hop count starts at [`HOPS`]; a host forwards a peer's question to at most [`FAN_OUT`] links;
-//! links rate-limit questions and answers; an answer is at most as long as the question and omits copies that do not
-//! fit. Text of other hosts is truncated, stripped of control characters and only displayed.
+//! Limits: a question's hop count starts at [`HOPS`]; a host forwards a peer's question to at most [`FAN_OUT`] links; links
+//! rate-limit questions and answers; an answer is at most as long as the question and omits copies that do not fit. Text from
+//! other hosts is truncated, stripped of control characters and only displayed.
 
 use std::io;
 use std::sync::Arc;
@@ -19,21 +19,21 @@ use vnet::frame::{NetworkId, PortId};
 use vnet::link::inquiry::Inbox;
 use vnet::wire::ethernet::Mac;
 
-/// Hops after the first host; a relayed frame takes no more.
+/// Maximum number of hops behind the first host; relayed frames have the same limit.
 pub const HOPS: u8 = vnet::wire::native::HOPS_MAX;
-/// Links that a peer's question is forwarded to.
+/// Maximum number of links to which a peer's question is forwarded.
 pub const FAN_OUT: usize = 4;
-/// Links that a local user's question is sent to.
+/// Maximum number of links to which a local user's question is sent.
 pub const FAN_OUT_OWN: usize = 64;
-/// Longest text accepted from another host, in characters.
+/// Maximum length of a text accepted from another host, in characters.
 const WORDS_MAX: usize = 200;
-/// Copies accepted from another host.
+/// Maximum number of copies accepted from another host.
 const COPIES_MAX: usize = 64;
 
 /// The question: how would this host forward the frame?
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Question {
-    /// Random id, so that nobody else can answer.
+    /// Random id, so that only hosts that received the question can answer it.
     pub id: u64,
     /// Network id.
     pub network: NetworkId,
@@ -41,11 +41,11 @@ pub struct Question {
     pub src: Mac,
     /// Destination MAC address.
     pub dst: Mac,
-    /// Remaining hops, including the receiver.
+    /// Hops that the question may still take, including the receiver.
     pub hops: u8,
 }
 
-/// The answer.
+/// The answer to a [`Question`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Answer {
     /// The question's id.
@@ -69,7 +69,7 @@ pub enum Said {
 }
 
 impl Said {
-    /// Parses a message; `None` if it is not one.
+    /// Parses a message; `None` if it is malformed.
     pub fn read(answer: bool, text: &[u8]) -> Option<Said> {
         if !answer {
             return serde_json::from_slice(text).ok().map(Said::Question);
@@ -83,7 +83,7 @@ impl Said {
     }
 }
 
-/// Makes a peer's text safe to display.
+/// Makes text from a peer safe to display.
 fn clean(hop: &mut Hop, depth: u8) {
     let words = |text: &mut String| {
         *text = text.chars().filter(|c| !c.is_control()).take(WORDS_MAX).collect();
@@ -101,7 +101,7 @@ fn clean(hop: &mut Hop, depth: u8) {
 }
 
 impl Question {
-    /// The question's text, with room for an answer of `len` bytes; `None` if not even the question fits.
+    /// The question's text, with room for an answer of `len` bytes; `None` if `len` is too small for the question itself.
     pub fn text(&self, len: usize) -> Option<Vec<u8>> {
         let mut text = serde_json::to_vec(self).ok()?;
         let fits = text.len() <= len;
@@ -111,7 +111,8 @@ impl Question {
 }
 
 impl Answer {
-    /// The answer's text in at most `len` bytes, omitting later copies first; `None` if nothing fits.
+    /// The answer's text in at most `len` bytes. Nested answers are dropped first, then copies; `None` if even the rest does not
+    /// fit.
     pub fn text(mut self, len: usize) -> Option<Vec<u8>> {
         loop {
             let text = serde_json::to_vec(&self).ok()?;
@@ -137,7 +138,7 @@ impl Engine {
     /// Sends a question to the host behind a link. An answer, if any, arrives at [`Engine::inbox`].
     ///
     /// # Errors
-    /// Unknown link, a link without inquiries, or a send error.
+    /// The link is unknown or has no inquiries, or sending fails.
     pub fn ask(&self, link: &str, question: &Question) -> io::Result<()> {
         let live = self.links.get(link).ok_or(io::ErrorKind::NotFound)?;
         let text = question.text(live.link.inquiry_text()?);
@@ -145,7 +146,7 @@ impl Engine {
         self.core.courier().send(&live.link, false, &text)
     }
 
-    /// A link's port, which identifies it in [`Engine::inbox`].
+    /// A link's port, which identifies the link in [`Engine::inbox`].
     pub fn link_port(&self, link: &str) -> Option<PortId> {
         self.links.get(link).map(|live| live.port)
     }
@@ -153,7 +154,7 @@ impl Engine {
     /// Answers the host behind the link at `port`, in at most `len` bytes.
     ///
     /// # Errors
-    /// The link is gone, nothing fits, or a send error.
+    /// The link no longer exists, no answer fits, or sending fails.
     pub fn answer(&self, port: PortId, len: usize, answer: Answer) -> io::Result<()> {
         let live = self.links.values().find(|live| live.port == port).ok_or(io::ErrorKind::NotFound)?;
         let len = len.min(live.link.inquiry_text()?);
@@ -164,7 +165,7 @@ impl Engine {
     /// How this host would forward the frame that the host behind `port` asks about.
     ///
     /// # Errors
-    /// The link is gone.
+    /// The link no longer exists.
     pub fn trace_for(&self, port: PortId, question: &Question) -> Result<Trace, EngineError> {
         let found = self.links.iter().find(|(_, live)| live.port == port).map(|(name, _)| name);
         let name = found.ok_or_else(|| EngineError::NotFound("such link".into()))?;
@@ -172,7 +173,7 @@ impl Engine {
         self.trace(network, src, dst, Some(&Target::Link(name.clone())))
     }
 
-    /// The part of a trace that other hosts may see.
+    /// The part of a trace that may be disclosed to other hosts.
     pub fn hop(&self, trace: Trace) -> Hop {
         let copy = |copy: super::api::TracedCopy| HopCopy {
             to: copy.to,
@@ -242,7 +243,7 @@ mod tests {
     }
 
     proptest! {
-        /// An answer fits any length that fits anything.
+        /// An answer of any size can be shortened to any of these lengths.
         #[test]
         fn answers_fit(depth in 1usize..4, copies in 0usize..6, len in 200usize..1400) {
             let whole = Answer { id: 1, hop: hop(depth, copies, "some words") };

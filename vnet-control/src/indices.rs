@@ -1,10 +1,10 @@
-//! Indices of links and interfaces, by which the control language names them.
+//! Indices of links and interfaces, which the control language uses as names.
 
 use std::collections::{BTreeMap, HashMap};
 
 use super::plan::Plan;
 
-/// Indices of links and interfaces: count from 1, are never reused, and last as long as the name.
+/// Indices of links and interfaces: they count from 1, are never reused, and stay with a name as long as it exists.
 #[derive(Default)]
 pub struct Indices {
     links: Numbers,
@@ -42,7 +42,7 @@ impl Numbers {
 }
 
 impl Indices {
-    /// Assigns indices to what a plan adds and drops those of what it removes.
+    /// Assigns indices to objects that a plan adds, and drops those of objects that it removes.
     pub(super) fn follow(&mut self, plan: &Plan) {
         let (links, interfaces) = (&plan.links, &plan.interfaces);
         self.links.follow(

@@ -12,7 +12,7 @@
 //! are `key=value` with the keys of the configuration file, checked by the same reader. `Display` prints a line that
 //! parses to the same command.
 //!
-//! Parsed by hand: the grammar is a few words per line, and each error names the expected syntax.
+//! The parser is written by hand: the grammar is a few words per line, and each error names the expected syntax.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -24,10 +24,10 @@ use vnet::frame::NetworkId;
 use vnet::route::Qualifier;
 use vnet::wire::ethernet::Mac;
 
-/// Longest line in bytes, without its line end.
+/// Maximum length of a line in bytes, without its line ending.
 pub const LINE_MAX: usize = 4_096;
-/// Most lines of one listing; the next listing continues. At up to 300 bytes per line an answer stays below about a
-/// megabyte.
+/// Maximum number of lines of one listing; the client requests the rest with an index. At up to 300 bytes per line an answer
+/// stays below about a megabyte.
 pub const LISTING_MAX: usize = 4_096;
 
 /// Syntax of lines.
@@ -53,17 +53,17 @@ pub enum Command {
     Help,
     /// `DONE`
     Done,
-    /// `LINKS?` from an index on.
+    /// `LINKS?`, starting at an index.
     Links(u32),
-    /// `ROUTES?` from an index on.
+    /// `ROUTES?`, starting at an index.
     Routes(u32),
-    /// `INTERFACES?` from an index on.
+    /// `INTERFACES?`, starting at an index.
     Interfaces(u32),
-    /// `STATS?` from a line on.
+    /// `STATS?`, starting at a line.
     Stats(u32),
     /// `LINK ADD`
     AddLink {
-        /// The other host.
+        /// Address of the other host.
         remote: SocketAddr,
         /// The transport.
         transport: Transport,
@@ -98,22 +98,22 @@ pub enum Transport {
     Tcp,
 }
 
-/// A route with unresolved peers.
+/// A route whose interfaces and links are not resolved yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AddRoute {
     /// Source addresses.
     pub src: Qualifier,
     /// Destination addresses.
     pub dst: Qualifier,
-    /// Destination.
+    /// Interface or link to which matching frames go.
     pub to: PortName,
     /// Condition on the ingress port.
     pub from: FromClause,
-    /// Network; default: that of the interface it names, else 1.
+    /// The route's network; by default that of the interface that the route names, else 1.
     pub network: Option<NetworkId>,
 }
 
-/// The origin that a route matches.
+/// Where the frames that a route matches enter the core.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FromClause {
     /// Anywhere.
@@ -145,7 +145,7 @@ pub enum PortName {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Keys(pub Vec<(String, serde_json::Value)>);
 
-/// Why a line is not a command.
+/// Error of a line that is not a valid command.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LanguageError {
     /// Unknown first word.
@@ -228,7 +228,7 @@ pub fn parse(dialect: Dialect, line: &str) -> Result<Command, LanguageError> {
     }
 }
 
-/// Commands without a noun.
+/// Parses a command without a noun.
 fn simple(upper: &str, first: &str, mut words: Words<'_>) -> Result<Command, LanguageError> {
     let (command, syntax) = match upper {
         "HELLO" => return Ok(Command::Hello),
@@ -329,7 +329,7 @@ fn add_route(mut words: Words<'_>) -> Result<AddRoute, LanguageError> {
     };
     let kind = words.word("any, edge or interface")?;
     let kind = words.kind(kind)?;
-    // An identity follows, unless it is a key.
+    // An identity follows, unless the next word is a key.
     let id = words.peek().filter(|word| kind.is_some() && !word.contains('='));
     if id.is_some() {
         words.next();
@@ -402,7 +402,7 @@ impl<'a> Words<'a> {
         word.parse().map_err(|_| self.wrong(format!("{what} cannot be {}", quote(word))))
     }
 
-    /// A set of addresses or `any`.
+    /// Parses a set of addresses, or `any`.
     fn kind(&self, word: &str) -> Result<Option<Noun>, LanguageError> {
         match &*word.to_ascii_lowercase() {
             "any" => Ok(None),
@@ -412,14 +412,14 @@ impl<'a> Words<'a> {
         }
     }
 
-    /// An index as the last word.
+    /// Parses an index as the last word.
     fn index(mut self) -> Result<u32, LanguageError> {
         let index = self.parsed("the index")?;
         self.end()?;
         Ok(index)
     }
 
-    /// An optional number as the last word.
+    /// Parses an optional number as the last word.
     fn last_number(self, default: u32) -> Result<u32, LanguageError> {
         if self.peek().is_none() { Ok(default) } else { self.index() }
     }
@@ -428,7 +428,7 @@ impl<'a> Words<'a> {
         self.next().map_or(Ok(()), |word| Err(self.wrong(format!("{} is one word too many", quote(word)))))
     }
 
-    /// All remaining words as `key=value`, none of them in `taken`.
+    /// Parses all remaining words as `key=value`; refuses keys in `taken`.
     fn keys(&mut self, taken: &[&str]) -> Result<Keys, LanguageError> {
         let mut keys = Keys::default();
         while let Some(word) = self.next() {
@@ -467,7 +467,7 @@ fn value_of(key: &str, text: &str) -> serde_json::Value {
 }
 
 impl fmt::Display for Keys {
-    /// Each as ` key=value`.
+    /// Each key as ` key=value`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let bare =
             |value: &serde_json::Value| value.as_str().map_or_else(|| value.to_string(), ToString::to_string);

@@ -174,7 +174,7 @@ const WORDS: [&str; 40] = [
     "true=false",
 ];
 
-/// A cheap generator with a fixed seed.
+/// A simple random number generator with a fixed seed.
 pub struct Random(pub u64);
 
 impl Random {
@@ -235,7 +235,7 @@ fn a_million_random_lines() {
             Err(error) => assert!(error.to_string().len() < 1000, "{error}"),
         }
     }
-    // The words are chosen so that all commands are reached.
+    // The word list reaches every command.
     assert!(understood > 200_000, "{understood}");
 }
 

@@ -1,11 +1,11 @@
 //! Control: everything that changes what the core does.
 //!
-//! Every key of the configuration is declared once ([`settings`]). A file, or a command, is read by these declarations
-//! ([`config`]) into the desired state ([`desired`]) and checked as a whole (`check`). The difference to the current state
-//! ([`plan`]) is carried out by the [`engine`], all or nothing: it first opens what is new, then publishes one new setup to
-//! the dispatchers, then stops what is gone. There is no other way to change anything, so a command and an edited file cannot
-//! differ in what they allow. What other hosts publish through a store ([`overlay`]) joins it (`overlay_join`) and goes the same way.
-//! Interfaces that cannot be opened, or lose their device, are opened as soon as they can be (`reopen`).
+//! Every key of the configuration is declared once ([`settings`]). These declarations parse a file or command ([`config`]) into
+//! the desired state ([`desired`]), which is checked as a whole (`check`). The [`engine`] applies the difference to the current
+//! state ([`plan`]), all or nothing: it first opens new objects, then publishes one new setup to the dispatchers, then stops
+//! removed objects. There is no other way to change anything, so a command and an edited file cannot differ in what they allow.
+//! Links and stations computed from the records of other hosts in a store ([`overlay`]) are merged into the desired state
+//! (`overlay_join`) and applied in the same way. Interfaces that cannot be opened, or lose their device, are retried (`reopen`).
 
 mod absence;
 mod answers;

@@ -1,4 +1,4 @@
-//! Notes of interfaces: likely mistakes in the settings of guests, told from the frames that they lose.
+//! Notes of interfaces: likely misconfigurations of guests, derived from the frames that are dropped because of them.
 
 use super::desired::*;
 use super::engine::Engine;
@@ -7,19 +7,19 @@ use vnet::frame::PortId;
 use vnet::stats::Sent;
 use vnet::wire::ethernet::{HEADER_LEN, Mac};
 
-/// A frame that was too large for an interface.
+/// A frame that exceeded the MTU of its destination interface.
 struct Oversize {
     sent: Sent,
-    /// The interface, and its MTU.
+    /// The destination interface.
     to: String,
     mtu: u32,
 }
 
-/// Mistakes seen lately that concern more than one interface.
+/// Recent drops whose notes concern more than one interface.
 pub(super) struct Mistakes(Vec<Oversize>);
 
 impl Mistakes {
-    /// The mistakes of all guests of this host, and of other hosts' guests that sent to them.
+    /// Collects the recent oversize drops of all interfaces; their senders are guests of this or another host.
     pub fn of(engine: &Engine) -> Mistakes {
         let oversize = |(name, live): (&String, &LiveInterface)| {
             let sent = live.stats.last_oversize.lately()?;
@@ -28,14 +28,14 @@ impl Mistakes {
         Mistakes(engine.interfaces.iter().filter_map(oversize).collect())
     }
 
-    /// One sentence for each likely mistake at an interface.
+    /// The notes of an interface, one sentence for each likely misconfiguration.
     pub fn notes(&self, spec: &InterfaceSpec, live: &LiveInterface) -> Vec<String> {
         let mut notes = live.interface.notes();
         notes.extend(self.of_guest(spec, live.port, live.stats.last_bad_source.lately()));
         notes
     }
 
-    /// Mistakes of the guest at `port`, the last frame that port security refused being `refused`.
+    /// Notes about the guest at `port`; `refused` is the last frame that port security dropped there.
     fn of_guest(&self, spec: &InterfaceSpec, port: PortId, refused: Option<Sent>) -> Vec<String> {
         let mut notes = vec![];
         if let (true, Some(ours), Some(refused)) = (spec.port_security, spec.mac, refused) {

@@ -1,4 +1,4 @@
-//! Captures in progress, and what dispatchers need to observe for them.
+//! Captures in progress, and the taps that dispatchers need for them.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use vnet::frame::PortId;
 
 /// A capture in progress.
 struct Capture {
-    /// The captured port; all ports if `None`. A port that is removed and added again is captured again.
+    /// The captured port; `None` captures all ports. A port that is removed and added again is captured again.
     target: Option<Target>,
     session: Arc<Session>,
 }

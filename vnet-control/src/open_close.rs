@@ -1,4 +1,4 @@
-//! Open interfaces and links of the engine.
+//! The engine's live interfaces and links.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -23,11 +23,11 @@ use vnet::link::{BridgeError, Link, LinkOptions, Security};
 use vnet::stats::PortStats;
 use vnet::wire::ethernet::Mac;
 
-/// Interfaces that are opened at a time. Opening mostly waits for the kernel's lock on network devices.
+/// Number of interfaces opened in parallel. Opening mostly waits for the kernel's lock on network devices.
 const OPENED_AT_A_TIME: usize = 8;
-/// Interfaces that are closed at a time.
+/// Number of interfaces closed in parallel.
 const CLOSED_AT_A_TIME: usize = 32;
-/// Log lines about the state of one interface.
+/// Rate limit of log lines about the state of one interface: this many per [`LINES_TIME`].
 const LINES_MAX: u32 = 10;
 const LINES_TIME: Duration = Duration::from_secs(10);
 
@@ -37,21 +37,21 @@ pub(super) struct LiveInterface {
     pub stats: Arc<PortStats>,
     pub drive: Drive,
     pub interface: Arc<dyn Interface>,
-    /// Its own underlay port, for receiving in place.
+    /// The interface's own underlay port, for receive in place.
     pub direct: Option<Arc<UnderlayPort>>,
-    /// Programs at its device, or why the kernel does not forward for it.
+    /// The programs attached to the interface's device, or the reason why the kernel does not forward its frames.
     pub kernel: Result<Attached, String>,
-    /// What is in its place while it cannot be opened.
+    /// Retry state while the interface cannot be opened.
     pub absent: Option<Absence>,
-    /// Last known MAC address of the device that it made, for the device that it makes next.
+    /// Last known MAC address of the device that vnetd created; the next device gets the same.
     pub mac: Option<Mac>,
-    /// The state in the log.
+    /// The state that was logged last.
     pub logged: Logged,
     mtu: u32,
 }
 
-/// What the log said of an interface last. Who owns a device may set it down and up in a loop: at most
-/// [`LINES_MAX`] lines each [`LINES_TIME`].
+/// The state that was logged last, and a rate limit: the owner of a device can set it down and up in a loop, so at most
+/// [`LINES_MAX`] lines are logged per [`LINES_TIME`].
 pub(super) struct Logged {
     pub state: State,
     lines: u32,
@@ -65,7 +65,7 @@ impl Default for Logged {
 }
 
 impl Logged {
-    /// Whether another line may be written now.
+    /// Takes one line from the rate limit; true if the line may be logged.
     pub fn allow(&mut self) -> bool {
         if self.since.elapsed() > LINES_TIME {
             *self = Logged { state: self.state.clone(), ..Logged::default() };
@@ -89,7 +89,7 @@ impl LiveInterface {
     pub fn absent(spec: &InterfaceSpec, port: PortId, before: Before, reason: String) -> LiveInterface {
         let Before { stats, mac } = before;
         let stand_in = Arc::new(Absent::new(reason, stats.clone()));
-        // Another process of the same number is another guest.
+        // Do not retry for a namespace given by process id: a later process with the same id is another guest.
         let retried = spec.attachment.netns().and_then(Netns::pid).is_none();
         LiveInterface {
             port,
@@ -106,17 +106,17 @@ impl LiveInterface {
     }
 }
 
-/// What an interface keeps when it is opened again.
+/// State that an interface keeps when it is reopened.
 #[derive(Clone, Default)]
 pub(super) struct Before {
     pub stats: Arc<PortStats>,
     pub mac: Option<Mac>,
 }
 
-/// Why an interface is not open.
+/// Error from opening an interface.
 pub(super) struct NotOpen {
     pub error: String,
-    /// Why it is down, if what it lacks may still come.
+    /// What the interface waits for, if it can appear later: a device, namespace or directory.
     pub waits_for: Option<String>,
 }
 
@@ -144,19 +144,19 @@ macro_rules! not_open {
 }
 not_open!(TapError, LocalError, VhostUserError);
 
-/// Which interfaces a change may leave closed when they cannot be opened.
+/// Which interfaces a change may leave down when they cannot be opened.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Patience {
-    /// None: who asks for one interface wants to know.
+    /// None: the client that adds a single interface gets the error.
     None,
-    /// Those that lack something that may still come: a namespace, a device, a directory.
+    /// Interfaces that wait for something that can appear later: a namespace, a device, a directory.
     Awaited,
-    /// All: a host starts without the interfaces that it cannot have.
+    /// All interfaces: a host starts even if some of them cannot be opened.
     All,
 }
 
 impl Patience {
-    /// The reason for an interface to be down, if it may be.
+    /// The reason for an interface to be down, if this change may leave it down; else `None`.
     pub fn bears(self, why: &NotOpen) -> Option<String> {
         match self {
             Patience::None => None,
@@ -166,7 +166,7 @@ impl Patience {
     }
 }
 
-/// A link of the core.
+/// A link and its port in the core.
 pub(super) struct LiveLink {
     pub port: PortId,
     pub stats: Arc<PortStats>,
@@ -185,7 +185,7 @@ impl LiveLink {
     }
 }
 
-/// Interfaces that are open but not in the core yet; dropping closes them.
+/// Interfaces that are open but not in the core yet; dropping this closes them.
 #[derive(Default)]
 pub(super) struct Opened(pub Vec<(String, LiveInterface)>);
 
@@ -195,7 +195,7 @@ impl Drop for Opened {
     }
 }
 
-/// Stops interfaces for good, several at a time: the kernel takes milliseconds to end a device or an AIO context.
+/// Stops interfaces in parallel: the kernel takes milliseconds to end a device or an AIO context.
 pub(super) fn close_all(mut interfaces: Vec<LiveInterface>) {
     let share = interfaces.len().div_ceil(CLOSED_AT_A_TIME).max(1);
     std::thread::scope(|scope| {
@@ -206,14 +206,14 @@ pub(super) fn close_all(mut interfaces: Vec<LiveInterface>) {
     });
 }
 
-/// An interface to open, and its port.
+/// A request to open an interface at a port.
 pub(super) struct Order<'a> {
     pub spec: &'a InterfaceSpec,
     pub port: PortId,
     pub before: Before,
 }
 
-/// Opens interfaces, several at a time. Results are in the order of the orders.
+/// Opens interfaces in parallel. Results are in the order of `orders`.
 pub(super) fn open_all(orders: &[Order<'_>], core: &Core) -> Vec<Result<LiveInterface, NotOpen>> {
     let next = AtomicUsize::new(0);
     let work = || {
@@ -287,7 +287,7 @@ fn open(order: &Order<'_>, core: &Core) -> Result<LiveInterface, NotOpen> {
     Ok(LiveInterface { port, stats, drive, interface, direct, kernel, absent, mac, logged, mtu })
 }
 
-/// Opens a TAP: for kind `tap`, and for kind `veth` where the kernel does not forward.
+/// Opens a TAP: for kind `tap`, and for kind `veth` if there is no kernel path.
 fn open_tap(
     order: &Order<'_>,
     origin: frame::Origin,
@@ -303,7 +303,8 @@ fn open_tap(
     Ok(Tap::open(&options, origin, stats.clone())?)
 }
 
-/// Opens a veth with the kernel's programs at it. The inner error says why there is no kernel path: a TAP then does the same.
+/// Opens a veth with the kernel's programs attached. The inner error is the reason why there is no kernel path; the caller then
+/// opens a TAP instead.
 fn open_veth(
     order: &Order<'_>,
     (origin, stats): (frame::Origin, &Arc<PortStats>),

@@ -17,12 +17,12 @@ use vnet::interface::State;
 use vnet::link::LinkKind;
 use vnet::route::Published;
 
-/// A link that received nothing for this long is no sign of life from its host.
+/// A link proves that its host is alive if it received something within this time.
 const HEARD: Duration = Duration::from_secs(60);
 
 impl Engine {
-    /// Merges what the overlay computed into the running state. Unusable links are left out; one returned line each says why.
-    /// On an error nothing changes.
+    /// Merges the overlay's computed links and stations into the running state. Unusable links are left out, with one line each
+    /// returned as the reason. On an error nothing changes.
     pub fn join(&mut self, computed: Computed) -> Result<(Plan, Vec<String>), EngineError> {
         let (joined, refused) = self.usable(&self.own, computed);
         let before = std::mem::replace(&mut self.joined, joined);
@@ -44,8 +44,8 @@ impl Engine {
         }
     }
 
-    /// Takes what the overlay computed before `desired` is applied for the first time. What does not fit is left to
-    /// [`Engine::join`].
+    /// Merges the overlay's last known links and stations before `desired` is applied for the first time. If the result is
+    /// invalid, they are dropped; [`Engine::join`] will add them later.
     pub(super) fn join_early(&mut self, desired: &Desired, computed: Computed) {
         self.joined = self.usable(desired, computed).0;
         if config::validate(&self.merged(desired)).is_err() {
@@ -53,7 +53,7 @@ impl Engine {
         }
     }
 
-    /// The usable part of what was computed, and a line for each unusable link.
+    /// The usable part of the computed links and stations, and a line for each unusable link.
     fn usable(&self, own: &Desired, computed: Computed) -> (Computed, Vec<String>) {
         let mut refused = vec![];
         let links = computed.links.into_iter().filter(|peer| match self.unusable(own, peer) {
@@ -67,7 +67,7 @@ impl Engine {
         (usable, refused)
     }
 
-    /// Why a computed link is unusable; `None` when it can be added.
+    /// Reason why a computed link is unusable; `None` if it can be added.
     fn unusable(&self, own: &Desired, peer: &PeerLink) -> Option<String> {
         let spec = link(own, peer);
         let to_oneself = || self.leads_here(&spec).then(|| links::to_oneself(&spec));
@@ -101,7 +101,7 @@ impl Engine {
         merged
     }
 
-    /// Station locations from the store, as ports of existing links, for the data path.
+    /// Station locations from the store, as ports of existing links, for the dispatchers' lookup.
     pub(super) fn published(&self) -> Arc<Published> {
         let port = |name: &str| self.links.get(name).map(|live| live.port);
         let links = self.joined.hops.iter().map(|name| port(name).unwrap_or(PortId::NONE));
@@ -116,7 +116,7 @@ impl Engine {
         })
     }
 
-    /// This host's interfaces as they will be, as input for the overlay before they are open.
+    /// This host's interfaces as input for the overlay, before they are open.
     pub fn planned_locals(desired: &Desired) -> Vec<Local> {
         let local = |Item { spec, .. }: &Item<InterfaceSpec>| Local {
             network: spec.network,
@@ -128,7 +128,7 @@ impl Engine {
         desired.interfaces.iter().map(local).collect()
     }
 
-    /// This host's interfaces, as input for the overlay.
+    /// This host's open interfaces as input for the overlay.
     pub fn locals(&self) -> Vec<Local> {
         let local = |Item { spec, .. }: &Item<InterfaceSpec>| {
             let live = self.interfaces.get(&spec.name)?;
@@ -151,7 +151,7 @@ impl Engine {
         heard.map(|(name, _)| name.clone()).collect()
     }
 
-    /// Stores the overlay agent's latest report for the API.
+    /// Keeps the overlay agent's latest report for the API.
     pub fn show_overlay(&mut self, shown: api::Overlay) {
         self.shown = Some(shown);
     }

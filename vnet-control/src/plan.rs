@@ -1,7 +1,7 @@
 //! The difference between the current and the desired state of a host.
 //!
-//! A [`Plan`] is a pure value: objects to remove, add and change, per kind. Applying it turns the current state into the
-//! desired one. Objects without a difference are not in it and keep running.
+//! A [`Plan`] is a pure value: objects to remove, add and change, per kind. Applying it turns the current state into the desired
+//! one. Objects that do not differ are not in the plan and keep running.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -11,14 +11,14 @@ use super::api;
 use super::desired::*;
 use vnet::frame::NetworkId;
 
-/// What to do to the objects of one kind.
+/// The objects of one kind that a plan removes, adds or changes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Diff<T> {
-    /// To be removed.
+    /// Objects to remove.
     pub removed: Vec<Item<T>>,
-    /// To be added.
+    /// Objects to add.
     pub added: Vec<Item<T>>,
-    /// To be changed: current, desired.
+    /// Objects to change: current, desired.
     pub changed: Vec<(Item<T>, Item<T>)>,
 }
 
@@ -78,7 +78,7 @@ impl Plan {
         }
     }
 
-    /// True when there is nothing to do.
+    /// True if the states do not differ.
     pub fn is_empty(&self) -> bool {
         self.host.is_none()
             && self.networks.is_empty()
@@ -87,7 +87,7 @@ impl Plan {
             && self.routes.is_empty()
     }
 
-    /// The single steps in display order, removals first. `apply.rs` decides the order of execution.
+    /// The steps in display order, removals first. `apply.rs` decides the order of execution.
     pub fn changes(&self) -> Vec<api::Change> {
         let mut changes = vec![];
         if let Some((is, wanted)) = &self.host {
@@ -103,7 +103,7 @@ impl Plan {
     }
 }
 
-/// The networks, including the default network, which exists without being declared.
+/// The networks, including network 1, which exists without being declared.
 pub(crate) fn networks(desired: &Desired) -> Vec<Item<NetworkSpec>> {
     let mut networks = desired.networks.clone();
     if !networks.iter().any(|item| item.spec.id == NetworkId::DEFAULT) {

@@ -1,4 +1,4 @@
-//! Properties of plans: applying one turns any state into any other.
+//! Properties of plans: applying the plan between any two states turns the first into the second.
 
 use proptest::prelude::*;
 use proptest::sample::subsequence;

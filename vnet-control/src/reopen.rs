@@ -1,8 +1,8 @@
-//! Interfaces that cannot be opened, or lose their device: each is down with a reason, and opened as soon as it can be.
+//! Interfaces that cannot be opened, or lose their device: each is down with a reason, and is reopened as soon as possible.
 //!
-//! A thread beside the engine watches devices, namespaces and folders ([`vnet::interface::change_events`]) and calls
-//! [`Engine::tend`] when something happened there, and when the time of the next attempt has come. The interface keeps its
-//! port, counters, and the MAC address of the device that it made.
+//! A separate thread watches devices, namespaces and folders ([`vnet::interface::change_events`]) and calls [`Engine::tend`] when
+//! one of them changes, or when the next attempt is due. A reopened interface keeps its port, its counters, and the MAC address of
+//! the device that vnetd created for it.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -15,13 +15,13 @@ use super::open_close::{Before, LiveInterface, Order, open_all};
 use vnet::interface::change_events::{Bell, Place};
 use vnet::interface::{Interface, State};
 
-/// Longest time between two looks at devices, in case no event tells of a change.
+/// Maximum time between two checks of devices, in case an event is missed.
 const LOOK: Duration = Duration::from_secs(1);
-/// Longest time without any device to look at.
+/// Maximum time between two calls if no interface has a device.
 const IDLE: Duration = Duration::from_secs(3600);
 
 impl Engine {
-    /// Has `bell` rung when there is something new to [`watched`](Engine::watched).
+    /// Registers `bell`, which is rung when [`watched`](Engine::watched) changes.
     pub fn call_by(&mut self, bell: Bell) {
         self.bell = Some(bell);
     }
@@ -46,8 +46,9 @@ impl Engine {
         (on_devices, self.current.interfaces.iter().filter_map(place).collect())
     }
 
-    /// Takes down interfaces that lost their device, opens absent ones whose time has come, and logs what has changed.
-    /// `stirred`: what an interface waits for may have come. Returns the time until the next call.
+    /// Takes down interfaces that lost their device, opens absent interfaces whose next attempt is due, and logs changed states.
+    /// `stirred`: an event shows that the missing device, namespace or folder may exist now. Returns the time until the next
+    /// call.
     pub fn tend(&mut self, stirred: bool) -> Duration {
         if stirred {
             self.absences().for_each(|absence| absence.stirred());
@@ -64,7 +65,7 @@ impl Engine {
         next.map_or(longest, |next| next.saturating_duration_since(Instant::now()).min(longest))
     }
 
-    /// Opens what can be opened now.
+    /// Tries to open all absent interfaces now, regardless of their backoff.
     pub(super) fn open_absent(&mut self) {
         self.release_lost();
         self.open_those(|live| live.absent.is_some());
@@ -76,7 +77,7 @@ impl Engine {
         self.interfaces.values_mut().filter_map(|live| live.absent.as_mut())
     }
 
-    /// Closes interfaces whose device is lost: until then the kernel keeps what is left of it, and its namespace.
+    /// Closes interfaces whose device is lost: until then the kernel keeps the rest of the device and its namespace alive.
     fn release_lost(&mut self) {
         let mut gone = vec![];
         for Item { spec, .. } in &self.current.interfaces {
@@ -90,7 +91,8 @@ impl Engine {
         if !gone.is_empty() {
             self.publish();
             gone.iter().for_each(|live| live.interface.stop());
-            // The kernel takes its time to end a device, and nothing waits for it: what is opened next is in another namespace.
+            // The kernel takes a while to destroy a device. No step has to wait for it, because the next device is created in
+            // another namespace.
             _ = std::thread::Builder::new().name("device-closer".into()).spawn(move || drop(gone));
         }
     }
@@ -132,7 +134,7 @@ impl Engine {
         }
     }
 
-    /// Logs changed states of interfaces that are absent or on a device; the others log their own.
+    /// Logs changed states of interfaces that are absent or have a device; other interfaces log their states themselves.
     pub(super) fn log_states(&mut self) {
         for (name, live) in &mut self.interfaces {
             let state = match (&live.absent, live.interface.device()) {
@@ -142,7 +144,7 @@ impl Engine {
             if state == live.logged.state {
                 continue;
             }
-            // What is left out is logged by a later call.
+            // A state over the rate limit is logged by a later call.
             if !live.logged.allow() {
                 continue;
             }

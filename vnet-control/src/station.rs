@@ -1,4 +1,4 @@
-//! Stations as people name them: by MAC address, by IP address, or by the interface that they are attached to.
+//! Stations as users name them: by MAC address, by IP address, or by the interface that they are attached to.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -12,7 +12,7 @@ use super::table::quote;
 use vnet::frame::NetworkId;
 use vnet::wire::ethernet::Mac;
 
-/// Most addresses that an error lists.
+/// Maximum number of addresses that an error lists.
 const LISTED_MAX: usize = 4;
 
 /// A source or destination of frames.
@@ -53,16 +53,16 @@ impl fmt::Display for Station {
     }
 }
 
-/// A frame that `vnet trace` asks about.
+/// The frame of a `vnet trace` request.
 #[derive(Clone, Debug)]
 pub struct TraceRequest {
-    /// Its network. Default: that of an interface which the request names, else 1.
+    /// Network of the frame. Default: that of an interface which the request names, else 1.
     pub network: Option<NetworkId>,
-    /// Its source.
+    /// Source of the frame.
     pub src: Station,
-    /// Its destination.
+    /// Destination of the frame.
     pub dst: Station,
-    /// Where it enters. Default: the interface that `src` names, else where the source address is.
+    /// Where the frame enters. Default: the interface that `src` names, else the port of the source address.
     pub from: Option<Target>,
 }
 
@@ -70,7 +70,7 @@ impl Engine {
     /// Traces a frame between stations. See [`Engine::trace`].
     ///
     /// # Errors
-    /// There is no such network or interface, or the address of a station is unknown.
+    /// The network or interface does not exist, or the address of a station is unknown.
     pub fn trace_between(&self, request: &TraceRequest) -> Result<api::Trace, EngineError> {
         let TraceRequest { network, src, dst, from } = request;
         let named = [src, dst].into_iter().find_map(|station| self.named(station));
@@ -86,7 +86,7 @@ impl Engine {
         self.trace(network, macs[0], macs[1], from.clone().or(own).as_ref())
     }
 
-    /// The interface that a station is named after.
+    /// The interface that names a station.
     fn named(&self, station: &Station) -> Option<&InterfaceSpec> {
         let Station::Interface(name) = station else { return None };
         self.current.interfaces.iter().map(|item| &item.spec).find(|spec| spec.name == *name)
@@ -106,7 +106,7 @@ impl Engine {
         }
     }
 
-    /// The MAC address with this IP address: of an interface, or published by another host.
+    /// The MAC address that has an IP address, from this host's interfaces or other hosts' records.
     fn owner(&self, network: NetworkId, address: IpAddr) -> Option<Mac> {
         let mut here = self.current.interfaces.iter().map(|item| &item.spec);
         let own = here.find(|spec| spec.network == network && spec.addresses.contains(&address));
@@ -114,7 +114,7 @@ impl Engine {
         own.and_then(|spec| spec.mac).or_else(published)
     }
 
-    /// The only known MAC address at an interface.
+    /// The MAC address of an interface's guest: the configured one, or the only one known there.
     fn guest(&self, network: NetworkId, spec: &InterfaceSpec) -> Result<Mac, EngineError> {
         let ambiguous = |why: String| EngineError::Guest { interface: spec.name.clone(), why };
         if spec.network != network {

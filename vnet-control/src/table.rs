@@ -1,7 +1,7 @@
 //! Reads tables of keys from TOML (configuration file) or JSON (request).
 //!
-//! Both become a [`KeyTable`], in which every value has its place. A [`Reader`] takes the keys one by one, reports each bad
-//! value in one line, and finally reports unknown keys. One pass over a file finds all its errors.
+//! Both become a [`KeyTable`], in which every value has its place. A [`Reader`] takes the keys one by one, reports each invalid
+//! value in one line, and finally reports unknown keys. One pass over a file finds all errors.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use toml::de::{DeTable, DeValue};
 
-/// Where a value was written: file and line, or nowhere (a command).
+/// Where a value was written: file and line, or no place (a command).
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place(Option<(Arc<str>, usize)>);
 
@@ -20,7 +20,7 @@ impl Place {
         Place(Some((file.clone(), line)))
     }
 
-    /// ` (FILE:LINE)`, for a second place in a sentence; empty when there is none.
+    /// ` (FILE:LINE)`, for a second place in a sentence; empty for a command.
     pub fn aside(&self) -> String {
         match &self.0 {
             Some((file, line)) => format!(" ({file}:{line})"),
@@ -30,7 +30,7 @@ impl Place {
 }
 
 impl fmt::Display for Place {
-    /// `FILE:LINE: `, or nothing.
+    /// `FILE:LINE: `; empty for a command.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
             Some((file, line)) => write!(f, "{file}:{line}: "),
@@ -42,9 +42,9 @@ impl fmt::Display for Place {
 /// One error or warning, in one line: where, what, and what to do.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Problem {
-    /// Where it was written.
+    /// Where the error was written.
     pub place: Place,
-    /// What is wrong; what to do.
+    /// The error, and its remedy.
     pub text: String,
 }
 
@@ -58,14 +58,14 @@ impl Problem {
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.place.fmt(f)?;
-        // Quoted text may hold control characters; the message stays one line.
+        // Quoted text may contain control characters: replace them, so that the message stays one line.
         self.text
             .chars()
             .try_for_each(|c| if c.is_control() { write!(f, "\u{fffd}") } else { write!(f, "{c}") })
     }
 }
 
-/// Quotes text for a message, truncated to a readable length.
+/// Quotes text for a message, shortened to a readable length.
 pub(crate) fn quote(text: &str) -> String {
     const QUOTED_MAX: usize = 64;
     let mut quoted: String = text.chars().take(QUOTED_MAX).collect();
@@ -75,7 +75,7 @@ pub(crate) fn quote(text: &str) -> String {
     format!("'{quoted}'")
 }
 
-/// A value and where it was written.
+/// A value and the place where it was written.
 #[derive(Clone, Debug)]
 pub(crate) struct Entry {
     pub place: Place,
@@ -90,7 +90,7 @@ pub(crate) enum Value {
     Flag(bool),
     List(Vec<Entry>),
     Table(KeyTable),
-    /// A type that no key takes, by its name in messages.
+    /// A type that no key accepts, by its name in messages.
     Other(&'static str),
 }
 
@@ -107,14 +107,14 @@ impl Value {
     }
 }
 
-/// Keys with their values.
+/// Keys with their values, as parsed.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct KeyTable {
     pub place: Place,
     pub entries: BTreeMap<String, Entry>,
 }
 
-/// Finds the line of an offset.
+/// Converts byte offsets to line numbers.
 struct Lines<'a> {
     file: &'a Arc<str>,
     starts: Vec<usize>,
@@ -133,7 +133,7 @@ impl Lines<'_> {
 }
 
 impl KeyTable {
-    /// Reads TOML; `file` is its name in messages.
+    /// Parses TOML; `file` is its name in messages.
     pub fn from_toml(file: &Arc<str>, text: &str) -> Result<KeyTable, Vec<Problem>> {
         let lines = Lines::new(file, text);
         let (table, errors) = DeTable::parse_recoverable(text);
@@ -149,7 +149,7 @@ impl KeyTable {
 
     fn from_de(lines: &Lines<'_>, start: usize, table: &DeTable<'_>) -> KeyTable {
         let entry = |(key, value): (&toml::Spanned<_>, &toml::Spanned<DeValue<'_>>)| {
-            // The key's place, not the value's: the place of a table is its header.
+            // Use the key's place instead of the value's, because a table's key is its header.
             let place = lines.place(key.span().start);
             let key: &std::borrow::Cow<'_, str> = key.get_ref();
             (key.to_string(), Entry { place, value: Value::from_de(lines, value) })
@@ -157,7 +157,7 @@ impl KeyTable {
         KeyTable { place: lines.place(start), entries: table.iter().map(entry).collect() }
     }
 
-    /// Reads a JSON object; its values have no place.
+    /// Parses a JSON object; its values have no place.
     pub fn from_json(json: &[u8]) -> Result<KeyTable, Problem> {
         let problem = |text| Problem::new(&Place::default(), text);
         match serde_json::from_slice(json) {
@@ -212,10 +212,10 @@ impl Value {
     }
 }
 
-/// A value with the place it was written at.
+/// A value with the place where it was written.
 pub(crate) type Placed<T> = (Place, T);
 
-/// Problems and warnings collected while reading.
+/// Problems and warnings collected while parsing.
 #[derive(Debug, Default)]
 pub(crate) struct Notes {
     /// Errors.
@@ -226,11 +226,11 @@ pub(crate) struct Notes {
 
 /// Reads one table key by key and collects problems.
 pub(crate) struct Reader<'a> {
-    /// The table's name in messages, as it is written: `[bridge]`, `[[link]]`.
+    /// The table's header, as written in messages: `[bridge]`, `[[link]]`.
     what: &'static str,
     table: KeyTable,
     known: Vec<&'static str>,
-    /// Keys read so far, and where they are written.
+    /// Keys taken so far, with the places where they are written.
     taken: BTreeMap<&'static str, Place>,
     notes: &'a mut Notes,
 }
@@ -245,13 +245,13 @@ impl<'a> Reader<'a> {
         self.table.place.clone()
     }
 
-    /// Where a key is written; the table's place if it is absent.
+    /// Where a key is written; the table's place if the key is absent.
     pub fn place_of(&self, key: &str) -> Place {
         let entry = self.table.entries.get(key).map(|entry| &entry.place);
         entry.or_else(|| self.taken.get(key)).cloned().unwrap_or_else(|| self.place())
     }
 
-    /// True when the key is present, valid or not.
+    /// True if the key is present, whether or not its value is valid.
     pub fn given(&self, key: &str) -> bool {
         self.table.entries.contains_key(key) || self.taken.contains_key(key)
     }
@@ -275,7 +275,7 @@ impl<'a> Reader<'a> {
         self.problem(&entry.place, text);
     }
 
-    /// Takes a key's value as it is.
+    /// Takes a key's value of any type.
     pub fn take(&mut self, key: &'static str) -> Option<Entry> {
         if !self.known.contains(&key) {
             self.known.push(key);
@@ -285,7 +285,7 @@ impl<'a> Reader<'a> {
         Some(entry)
     }
 
-    /// A text.
+    /// Takes a text.
     pub fn text(&mut self, key: &'static str) -> Option<Placed<String>> {
         let entry = self.take(key)?;
         if let Value::Text(text) = entry.value {
@@ -304,7 +304,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// A text, parsed by `T::from_str`; its error becomes the message.
+    /// Takes a text and parses it by `T::from_str`, whose error becomes the message.
     pub fn parsed<T: FromStr<Err: fmt::Display>>(&mut self, key: &'static str) -> Option<Placed<T>> {
         let (place, text) = self.text(key)?;
         match text.parse() {
@@ -316,7 +316,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// A whole number within limits, both included.
+    /// Takes a whole number within limits, both inclusive.
     pub fn number(&mut self, key: &'static str, least: u32, most: u32) -> Option<u32> {
         let entry = self.take(key)?;
         let Value::Integer(number) = entry.value else {
@@ -331,7 +331,7 @@ impl<'a> Reader<'a> {
         within
     }
 
-    /// True or false.
+    /// Takes a boolean.
     pub fn flag(&mut self, key: &'static str) -> Option<Placed<bool>> {
         let entry = self.take(key)?;
         if let Value::Flag(flag) = entry.value {
@@ -341,7 +341,7 @@ impl<'a> Reader<'a> {
         None
     }
 
-    /// A list of texts, with the place of the list and of each text.
+    /// Takes a list of texts, with the place of the list and of each text.
     pub fn texts(&mut self, key: &'static str) -> Option<Placed<Vec<Placed<String>>>> {
         let entry = self.take(key)?;
         let Value::List(list) = &entry.value else {
@@ -358,7 +358,7 @@ impl<'a> Reader<'a> {
         Some((entry.place, texts))
     }
 
-    /// A list of whole numbers within limits.
+    /// Takes a list of whole numbers within limits.
     pub fn numbers(&mut self, key: &'static str, least: u32, most: u32) -> Option<Placed<Vec<u32>>> {
         let entry = self.take(key)?;
         let Value::List(list) = &entry.value else {
@@ -380,7 +380,7 @@ impl<'a> Reader<'a> {
         Some((entry.place, numbers))
     }
 
-    /// A table of its own, written `[key]`.
+    /// Takes a table, written `[key]`.
     pub fn table(&mut self, key: &'static str) -> Option<KeyTable> {
         let entry = self.take(key)?;
         match entry.value {
@@ -392,7 +392,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Any number of tables, written `[[key]]`.
+    /// Takes any number of tables, written `[[key]]`.
     pub fn tables(&mut self, key: &'static str) -> Vec<KeyTable> {
         let Some(entry) = self.take(key) else { return vec![] };
         let Value::List(list) = entry.value else {
@@ -424,13 +424,13 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// The known key with the fewest typing mistakes in `key`, at most two.
+/// The known key with the smallest edit distance to `key`, at most two.
 fn closest(key: &str, known: &[&'static str]) -> Option<&'static str> {
-    // Longer keys are no misspelling, and the distance takes quadratic time.
+    // A much longer key is no misspelling, and the distance takes quadratic time.
     if key.len() > 32 {
         return None;
     }
-    // Swapped neighbours count once: the most frequent slip of the fingers.
+    // A swap of neighbouring letters, the most frequent typing mistake, counts once.
     let near = known.iter().map(|known| (strsim::osa_distance(key, known), *known)).min()?;
     (near.0 <= 2).then_some(near.1)
 }

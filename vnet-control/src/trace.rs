@@ -1,7 +1,7 @@
 //! How a frame would be forwarded on this host, and why (`vnet trace`).
 //!
-//! Table, learned addresses and guard explain their decision (`route::explain`); the dispatchers' caches are queried
-//! too, because a known flow is decided there, with the same result. Nothing is learned and no frame is sent.
+//! The rule table, the learned addresses and the guard explain their decision (`route::explain`). The dispatchers' caches are
+//! queried, too: they decide about known flows, with the same result. A trace learns no address and sends no frame.
 
 use super::api;
 use super::desired::Target;
@@ -14,7 +14,7 @@ use vnet::route::{By, Flow, explain};
 use vnet::stats::DropReason;
 use vnet::wire::ethernet::Mac;
 
-/// Which stage decided about a frame, and why.
+/// The stage that decided about a frame, and its reason.
 struct Decision {
     by: &'static str,
     why: String,
@@ -24,7 +24,7 @@ struct Decision {
 }
 
 impl Engine {
-    /// How a frame would be forwarded, and why. Without `from` it enters at the port of its source address.
+    /// Explains how a frame would be forwarded. Without `from` it enters at the port of its source address.
     ///
     /// # Errors
     /// `from` does not exist, or is absent and the source is unknown.
@@ -77,7 +77,7 @@ impl Engine {
         })
     }
 
-    /// What decided, in words. `from` is the frame's origin, `reason` the guard's drop reason.
+    /// The decision as text. `from` is the frame's origin, `reason` the guard's drop reason.
     fn decision(&self, dst: Mac, from: Option<&Target>, by: By, reason: Option<DropReason>) -> Decision {
         let (mut rules, mut decisive, mut guard) = (vec![], None, "admitted".to_string());
         let (by, why) = match by {
@@ -113,7 +113,7 @@ impl Engine {
         Decision { by, why, guard, rules, priority: decisive }
     }
 
-    /// The port where this host knows an address to be.
+    /// The port at which this host knows an address.
     fn port_of(&self, network: NetworkId, mac: Mac) -> Result<PortId, EngineError> {
         let known = self.known();
         let found = known.iter().find(|entry| entry.mac == mac && entry.network == network);
@@ -129,7 +129,7 @@ impl Engine {
         limit.unwrap_or_default()
     }
 
-    /// State of a destination.
+    /// A copy to a destination, with the destination's state.
     fn traced_copy(&self, to: &Target) -> Option<api::TracedCopy> {
         let (state, mtu, remote) = match to {
             Target::Interface(name) => {

@@ -9,7 +9,7 @@ pub struct Usage {
     pub syntax: &'static str,
     /// Alternative keywords.
     pub synonyms: &'static str,
-    /// What it does.
+    /// Purpose of the command.
     pub help: &'static str,
 }
 

@@ -1,4 +1,4 @@
-//! Polls the engine for changes of state and moved MAC addresses, which happen outside of it.
+//! Polls the engine for state changes and moved MAC addresses, which do not pass through the engine.
 //!
 //! A change that is undone between two polls is not reported.
 
@@ -56,7 +56,7 @@ impl Engine {
         interfaces.chain(links)
     }
 
-    /// Moves of learned addresses from number `since` on, as far as they are kept, and the number of the next one.
+    /// Moves of learned addresses from number `since` on, unless already overwritten, and the number of the next move.
     fn moves(&self, since: u64) -> (Vec<Event>, u64) {
         let (moves, next) = self.core.learned().moves_since(since);
         let targets = self.targets();

@@ -315,7 +315,7 @@ fn mistakes_are_explained_in_one_line_each() {
             .replace("{L}", "[[link]]\nname = \"x\"\nremote = \"10.0.0.2:9000\"");
         let want: Vec<_> = told.iter().map(|line| format!("f.toml:{}", &line[1..])).collect();
         assert!(!want.is_empty(), "a case without a message:\n{case}");
-        // The TOML parser's own messages are not compared.
+        // The TOML parser's own messages may change with its version and are not compared.
         let ours = |line: &String| line.split_inclusive("not valid TOML").next().unwrap_or(line).to_string();
         let said: Vec<_> = errors(&text).iter().map(ours).collect();
         assert_eq!(said, want, "\n{text}");
@@ -339,7 +339,7 @@ fn the_packaged_example_is_valid() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../packaging/vnet.toml");
     let text = std::fs::read_to_string(path).unwrap();
     good(&text);
-    // Its commented-out settings are valid as well.
+    // The commented-out settings are valid as well.
     let text: Vec<_> = text.lines().skip(2).map(|line| line.strip_prefix("# ").unwrap_or(line)).collect();
     let text = text.join("\n").replace("[[network]] ", "[[network]]\nid = 2\n[[network]] ");
     let desired = good(&text).desired;
@@ -474,7 +474,7 @@ fn only_sealed_native_links_may_omit_the_remote() {
     assert_eq!(read.networks[0].spec.to_string(), "learning, ageing 300 s, relayed");
 }
 
-/// A host with these links, each with its further lines.
+/// A host with the given links, each with additional lines.
 fn with_links(links: &[(&str, &str, &str)]) -> String {
     let link = |(name, remote, more): &(&str, &str, &str)| {
         format!("[[link]]\nname = \"{name}\"\nremote = \"{remote}\"\ntrusted = true\n{more}\n")
@@ -507,7 +507,7 @@ fn two_links_to_one_address_are_told_apart() {
     good(&with_links(&[("a", "10.0.0.2:9000", VNET), ("b", "10.0.0.3:9000", VNET)]));
     // The same remote is one mistake, not two.
     assert_eq!(errors(&with_links(&[("a", "10.0.0.2:9000", VNET), ("b", "10.0.0.2:9000", VNET)])).len(), 1);
-    // Only vnet links have the choice.
+    // Only vnet links have this key.
     let text = with_links(&[("a", "10.0.0.2:9000", "source = \"address\"")]);
     assert!(errors(&text)[0].contains("source"), "{:?}", errors(&text));
 }
@@ -523,7 +523,7 @@ fn mistakes_of_a_link_are_named() {
         let errors = errors(&with_links(&[link]));
         assert!(errors.len() == 1 && errors[0].contains(words), "{link:?}: {errors:?}");
     }
-    // Not a name, but a mistyped address.
+    // A mistyped address is not taken for a name.
     assert!(
         errors(&with_links(&[("h2", "10.0.0.2.3:9000", "")]))[0].contains("is not an address with a port")
     );

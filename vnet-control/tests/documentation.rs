@@ -1,4 +1,5 @@
-//! The tables of keys in docs/ are generated from the declarations. The test compares them; VNET_WRITE_DOCS=1 writes them.
+//! The tables of keys in docs/ are generated from the declarations. The test compares them; with VNET_WRITE_DOCS=1 it writes
+//! them.
 
 use std::path::Path;
 
@@ -43,7 +44,7 @@ fn the_packaged_defaults_are_the_defaults() {
     };
     let host = "[host]\nname = \"h1\"\n";
     let default = config::parse("f", host).unwrap().desired;
-    // These show an example, not the default.
+    // Keys whose commented-out value is an example, not the default.
     let examples = ["cpus", "priority", "vxlan_listen", "stream_listen", "trusted"];
     for name in ["dispatch", "bridge"] {
         let lines = section(name);

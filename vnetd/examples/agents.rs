@@ -1,11 +1,11 @@
-//! Many agents of the distributed overlay against one etcd: agents ETCD HOSTS STATIONS AGENTS SECONDS
+//! Load test of the distributed overlay: many agents against one etcd: agents ETCD HOSTS STATIONS AGENTS SECONDS
 //!
-//! HOSTS hosts have STATIONS stations, evenly spread. AGENTS of the hosts run a real agent in this process, each with a host's
-//! full view and its own connections; the others exist as records only. Prints one JSON object:
+//! HOSTS hosts have STATIONS stations, evenly distributed. AGENTS of the hosts run a real agent in this process, each with a
+//! host's full view and its own connections; the other hosts exist only as records. Prints one JSON object:
 //!
-//! - `view_s`: from the start of the agents until the last one knows every station
-//! - `agent_cores`, `rss_bytes`: of one agent after that, while one station moves every second
-//! - `move_p99_s`: from the write of a move until 99 % of the agents route to the new host
+//! - `view_s`: time from the start of the agents until the last one knows every station
+//! - `agent_cores`, `rss_bytes`: processor use and memory of one agent after that, while one station moves every second
+//! - `move_p99_s`: time from the write of a move until 99 % of the agents route to the new host
 
 use std::collections::HashMap;
 use std::error::Error;
@@ -28,7 +28,7 @@ const OPERATIONS: usize = 100;
 const LEASE_S: i64 = 600;
 const DEADLINE: Duration = Duration::from_secs(300);
 
-/// The agents' progress: how many have a complete view, and where they see the moving station.
+/// The agents' progress: how many have a complete view, and at which host each of them sees the moving station.
 #[derive(Default)]
 struct Seen {
     complete: AtomicUsize,
@@ -141,13 +141,13 @@ fn start(endpoint: &str, host: usize, all: (usize, usize), moving: Vec<Mac>, see
     };
     tokio::task::spawn_local(async move {
         let overlay = Overlay::new(name(host).into(), host as u64, settings);
-        // Runs until the process ends.
+        // The agent runs until the process ends, so its stop channel is never used.
         let (_stop, stopping) = tokio::sync::watch::channel(false);
         Agent::new(overlay, simulated, options).run(stopping).await;
     });
 }
 
-/// Processor seconds of this process, and its resident memory in bytes (proc(5)).
+/// CPU seconds of this process, and its resident memory in bytes (proc(5)).
 fn usage() -> (f64, u64) {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
     let fields: Vec<f64> = stat
@@ -159,7 +159,7 @@ fn usage() -> (f64, u64) {
         .collect();
     let page = rustix::param::page_size() as u64;
     let ticks = rustix::param::clock_ticks_per_second() as f64;
-    // Behind the state, which is no number: user and system time are fields 14 and 15, memory is 24.
+    // Fields are numbered from the state, which is no number: user and system time are fields 14 and 15, memory is 24.
     match fields[..] {
         [_, _, _, _, _, _, _, _, _, _, user, system, _, _, _, _, _, _, _, _, rss, ..] => {
             ((user + system) / ticks, rss as u64 * page)
@@ -168,7 +168,8 @@ fn usage() -> (f64, u64) {
     }
 }
 
-/// Moves a station to the second host without an agent; returns after how many seconds each agent saw it, at most one.
+/// Moves a station to the second host without an agent; returns for each agent that saw the move within a second how many seconds
+/// it took.
 fn one_move(
     runtime: &tokio::runtime::Runtime,
     client: &mut Client,
@@ -209,7 +210,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         fill(&mut client, agents + 1..=hosts, (hosts, count)).await?;
         Ok::<_, Box<dyn Error>>(client)
     })?;
-    // Stations of the first host without an agent move to the second, one a second.
+    // Each second one station of the first host without an agent moves to the second.
     let moving: Vec<usize> = stations(agents + 1, hosts, count).take(seconds).collect();
     let seen = Arc::new(Seen::default());
     let began = Instant::now();
@@ -245,7 +246,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut late = vec![];
     for n in &moving {
         let times = one_move(&runtime, &mut client, *n, agents, &seen)?;
-        // An agent that has not seen it after a second counts as slow as the whole bench.
+        // An agent that has not seen the move after a second counts with the full deadline.
         late.extend(std::iter::repeat_n(DEADLINE.as_secs_f64(), agents - times.len().min(agents)));
         late.extend(times);
     }

@@ -1,13 +1,13 @@
 //! `POST /v1/capture`: streams frames in the pcapng format (draft-ietf-opsawg-pcapng) while the client reads.
 //!
-//! Each capture has a task that drains the dispatchers' buffers every [`LOOK`], encodes the frames and writes them to
-//! the connection, one chunk at a time. A client that does not read a chunk within [`STALL`] is disconnected; a closed
-//! connection is noticed at once. While a client stalls, frames that find the buffers full are missed; interface
-//! statistics blocks tell the client how many.
+//! Each capture has a task that drains the dispatchers' buffers every [`LOOK`], encodes the frames and writes them to the
+//! connection, one chunk at a time. A client that does not read a chunk within [`STALL`] is disconnected; a closed connection is
+//! noticed at once. While a client stalls, frames that find the buffers full are missed; interface statistics blocks report their
+//! number.
 //!
-//! Each port is a pcapng interface with its name. Packet flags give the direction seen from vnet: inbound comes from a
-//! guest or another host. Comments carry what Ethernet cannot: the drop reason, super-frames, partial checksums. The
-//! section is big-endian because statistics blocks store 64-bit times with the high word first.
+//! Each port is a pcapng interface with the port's name. Packet flags give the direction as seen from vnet: inbound frames come
+//! from a guest or another host. Comments carry metadata that Ethernet cannot: the drop reason, super-frames, partial checksums.
+//! The section is big-endian because statistics blocks store 64-bit times with the high word first.
 
 #![allow(unused_qualifications, reason = "utoipa writes qualified names")]
 
@@ -87,7 +87,7 @@ pub async fn capture(
     tokio::spawn(async move {
         feed(&session, count.unwrap_or(u64::MAX), &sender).await;
         session.end();
-        // Fails only while vnetd stops.
+        // This fails only while vnetd stops.
         let _ = with_engine(shared, |engine| {
             engine.forget_ended_captures();
             Ok(())
@@ -97,7 +97,7 @@ pub async fn capture(
     Ok(([(header::CONTENT_TYPE, "application/x-pcapng")], Body::new(Chunks(receiver))).into_response())
 }
 
-/// Sends captured frames until the client is gone or has received `count` of them.
+/// Sends captured frames until the client has disconnected or received `count` of them.
 async fn feed(session: &Arc<Session>, count: u64, sender: &mpsc::Sender<Bytes>) {
     let Ok(mut encoder) = Encoder::new(session.options().snap, count) else { return };
     let mut first = true;
@@ -109,7 +109,7 @@ async fn feed(session: &Arc<Session>, count: u64, sender: &mpsc::Sender<Bytes>) 
             }
         }
         let session = session.clone();
-        // On a blocking thread: there may be megabytes to encode.
+        // Encode on a blocking thread: there may be megabytes.
         let looked = tokio::task::spawn_blocking(move || {
             let piece = encoder.look(&session);
             (encoder, piece)
@@ -161,11 +161,11 @@ impl Encoder {
         Ok(Encoder { writer, snap, described: 0, missed: 0, left: count })
     }
 
-    /// Encodes what is new in the session.
+    /// Encodes the frames that the session captured since the last call.
     fn look(&mut self, session: &Session) -> PcapResult<Bytes> {
         let mut result = self.describe(&session.names());
         session.drain(|batched| {
-            // Ports added since then: `names` lists them now.
+            // Describe ports first that were added since the last call.
             let described = self.describe(&session.names()).and_then(|()| self.frames(batched));
             result = std::mem::replace(&mut result, Ok(())).and(described);
         });
@@ -278,7 +278,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_client_that_does_not_read_is_disconnected() {
         let (session, started) = (session(), tokio::time::Instant::now());
-        // Capacity for one chunk: the section header fills it.
+        // The channel has room for one chunk, which the section header fills.
         let (sender, _receiver) = mpsc::channel(1);
         let later = session.clone();
         tokio::spawn(async move {

@@ -1,8 +1,8 @@
 //! The console: the control language over TCP, one line per command and per answer.
 //!
-//! A slow client delays nobody: a line must be complete [`LINE_TIME`] after its first byte, an idle session ends after
-//! [`IDLE_TIME`], and the kernel drops a peer that does not read. A line over the limit is skipped up to its end and
-//! answered with an error; it takes no more memory than a valid one.
+//! A slow client cannot delay others: a line must be complete [`LINE_TIME`] after its first byte, an idle session ends after
+//! [`IDLE_TIME`], and the kernel drops a peer that does not read. A line over the limit is skipped up to its end and answered
+//! with an error; it takes no more memory than a valid line.
 
 use std::io;
 use std::net::SocketAddr;
@@ -19,7 +19,7 @@ use vnet_control::language::{Dialect, LINE_MAX, LanguageError};
 use crate::serve::{self, Slots, Stream};
 use crate::shared::{Shared, change};
 
-/// Concurrent sessions: people and scripts that control one host.
+/// Maximum number of concurrent sessions: people and scripts that control one host.
 const CLIENTS: usize = 64;
 /// Idle timeout of a session.
 const IDLE_TIME: Duration = Duration::from_secs(600);
@@ -89,10 +89,10 @@ async fn session(
     }
 }
 
-/// What the client sent.
+/// Input from the client.
 #[derive(Debug, PartialEq)]
 enum Read<'a> {
-    /// A line without its line end.
+    /// A line without its line ending.
     Line(&'a [u8]),
     /// A line of more than [`LINE_MAX`] bytes; it was skipped.
     TooLong,
@@ -106,17 +106,17 @@ enum Read<'a> {
 struct Lines<S> {
     stream: S,
     buffer: Box<[u8]>,
-    /// Bytes in the buffer.
+    /// Number of bytes in the buffer.
     filled: usize,
-    /// Bytes of the previous line, removed before the next one is read.
+    /// Length of the previous line, which is removed before the next one is read.
     used: usize,
-    /// The current line is too long; discard its bytes.
+    /// True while the rest of a line over the limit is discarded.
     skipping: bool,
 }
 
 impl<S: AsyncRead + Unpin> Lines<S> {
     fn new(stream: S) -> Lines<S> {
-        // A line and its line end of two bytes.
+        // Room for a line and its two-byte line ending.
         Lines { stream, buffer: vec![0; LINE_MAX + 2].into(), filled: 0, used: 0, skipping: false }
     }
 

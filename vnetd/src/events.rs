@@ -1,8 +1,8 @@
 //! `GET /v1/events`: streams events as server-sent events (WHATWG HTML, section 9.2).
 //!
-//! All readers share one bounded queue. A reader that falls more than [`EVENTS_KEPT`] events behind gets a `lagged`
-//! event with the number it missed and continues with the oldest one left; it never blocks the sender. States and
-//! moves are polled only while somebody reads.
+//! All subscribers share one bounded queue. A subscriber that falls more than [`EVENTS_KEPT`] events behind gets a `lagged` event
+//! with the number of missed events and continues with the oldest one left; it never blocks the sender. States and moves are
+//! polled only while there are subscribers.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -23,15 +23,14 @@ use vnet_control::watch::Watch;
 
 use crate::shared::{Shared, refusal, with_engine};
 
-/// Events that a slow reader may fall behind. In the worst case, 256 changes of some 200 bytes in each, they take 13
-/// MB.
+/// Size of the queue in events. In the worst case, with 256 changes of some 200 bytes in each event, the queue takes 13 MB.
 const EVENTS_KEPT: usize = 256;
-/// Concurrent readers.
+/// Maximum number of concurrent subscribers.
 const READERS_MAX: usize = 32;
 /// Polling interval of states and moves.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
-/// Distributes events to the readers.
+/// Distributes events to the subscribers.
 #[derive(Clone)]
 pub struct Hub {
     sender: broadcast::Sender<Arc<Event>>,
@@ -39,23 +38,23 @@ pub struct Hub {
 }
 
 impl Hub {
-    /// A hub without readers.
+    /// A hub without subscribers.
     pub fn new() -> Hub {
         Hub { sender: broadcast::Sender::new(EVENTS_KEPT), readers: Arc::default() }
     }
 
-    /// A sink that publishes the engine's events here.
+    /// A sink that publishes the engine's events to the subscribers.
     pub fn sink(&self) -> Sink {
         let hub = self.clone();
         Box::new(move |event| hub.tell(event))
     }
 
     fn tell(&self, event: Event) {
-        // Sending fails only without readers.
+        // Sending fails only if there are no subscribers.
         let _ = self.sender.send(Arc::new(event));
     }
 
-    /// Subscribes a reader, up to [`READERS_MAX`].
+    /// Adds a subscriber, up to [`READERS_MAX`]; `None` at the limit.
     fn join(&self) -> Option<Reader> {
         let place = self.readers.fetch_update(Relaxed, Relaxed, |n| (n < READERS_MAX).then_some(n + 1));
         place.ok().map(|_| Reader { events: self.sender.subscribe(), readers: self.readers.clone() })
@@ -104,13 +103,13 @@ pub async fn stream(State(hub): State<Hub>) -> Response {
     Sse::new(reader.stream()).keep_alive(KeepAlive::default()).into_response()
 }
 
-/// Polls for state changes and MAC moves while somebody reads.
+/// Polls for state changes and MAC moves while there are subscribers.
 pub async fn watch(shared: Shared, hub: Hub) {
     let mut watch = Watch::default();
     loop {
         tokio::time::sleep(LOOK_EVERY).await;
         if hub.readers.load(Relaxed) == 0 {
-            // Forget the old states: changes that nobody was there to read are not reported later.
+            // Forget the old states: a new subscriber gets no events for changes that happened while there was none.
             watch = Watch::default();
             continue;
         }

@@ -1,9 +1,9 @@
-//! Traces over several hosts: queries the hosts behind links and answers theirs. `vnet_control::follow` has the
+//! Traces over several hosts: queries the hosts behind links, and answers their queries. `vnet_control::follow` defines the
 //! message format.
 //!
-//! One task receives what arrives over links. It hands answers to the request that waits for them (by link and
-//! question number), and spawns a task for each question, at most [`ANSWERING_MAX`] at a time, because a question may
-//! have to be forwarded to further hosts first.
+//! One task receives the messages that arrive over links. It hands an answer to the request that waits for it (by link and
+//! question number), and spawns a task for each question, at most [`ANSWERING_MAX`] at a time, because a question may have to be
+//! forwarded to further hosts first.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -23,17 +23,17 @@ use vnet_control::follow::{Answer, FAN_OUT, HOPS, Question, Said};
 
 use crate::shared::{Refused, Shared, with_engine};
 
-/// Questions of other hosts answered at a time.
+/// Maximum number of questions of other hosts answered concurrently.
 const ANSWERING_MAX: usize = 16;
-/// Timeout per remaining hop. Hosts farther away wait less, so that their answers still reach the hosts nearer to the
-/// requester in time.
+/// Timeout per remaining hop. Hosts farther away have fewer hops left and wait less, so that their answers reach the hosts nearer
+/// to the requester in time.
 const WAIT_PER_HOP: Duration = Duration::from_millis(150);
-/// Transmissions of a question, spread evenly over the timeout: datagrams get lost.
+/// Transmissions of a question, spread evenly over the timeout, because datagrams can be lost.
 const TRIES: u32 = 3;
 
-/// Link and number of a question.
+/// Port of the link, and number of the question.
 type Key = (PortId, u64);
-/// The other host's answer, or why there is none.
+/// The other host's answer, or the reason why there is none.
 type Outcome = Result<Hop, String>;
 
 /// Requests that wait for an answer.
@@ -69,7 +69,7 @@ async fn take_in(shared: Shared, followers: Arc<Followers>, inbox: Arc<Inbox>) -
     let answering = Arc::new(Semaphore::new(ANSWERING_MAX));
     loop {
         let mut ready = bell.readable().await?;
-        // Clear before reading: later arrivals set readiness again.
+        // Clear before reading: messages that arrive later set the readiness again.
         ready.clear_ready();
         for Inquiry { link, answer, text } in bell.get_ref().take() {
             match Said::read(answer, &text) {
@@ -77,7 +77,7 @@ async fn take_in(shared: Shared, followers: Arc<Followers>, inbox: Arc<Inbox>) -
                     let Ok(permit) = answering.clone().try_acquire_owned() else { continue };
                     let (shared, followers) = (shared.clone(), followers.clone());
                     tokio::spawn(async move {
-                        // A question that cannot be answered gets none; the other host times out.
+                        // A question that cannot be answered stays unanswered; the other host times out.
                         let _ = reply(shared, &followers, link, question, text.len()).await;
                         drop(permit);
                     });
@@ -113,7 +113,7 @@ async fn reply(
     .await
 }
 
-/// A traced copy whose next host is queried.
+/// A traced copy whose next host is being queried.
 struct Asked<'a> {
     copy: &'a mut TracedCopy,
     link: String,
@@ -175,7 +175,7 @@ pub async fn follow(shared: &Shared, followers: &Followers, trace: &mut Trace, h
     }
 }
 
-/// An unguessable question number: the hasher's keys are random.
+/// An unguessable question number: the standard library seeds its hasher randomly.
 fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }

@@ -1,5 +1,5 @@
-//! Access control of the API: peers of the control socket may do everything; TCP clients may read, and change with the
-//! token.
+//! Access control of the API: peers of the control socket may send any request; TCP clients may read, and need the token for
+//! changes.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -22,9 +22,9 @@ use crate::shared::{BODY_MAX, refusal};
 /// Timeout for a request's body.
 const BODY_TIME: Duration = Duration::from_secs(10);
 
-/// Answers above this size take a permit of [`LARGE_ANSWERS`].
+/// Answers above this size need a permit of [`LARGE_ANSWERS`].
 const LARGE_BYTES: u64 = 4 << 20;
-/// Concurrent large answers over TCP. A million routes or learned addresses are some 150 MB.
+/// Maximum number of concurrent large answers over TCP. A million routes or learned addresses are some 150 MB.
 static LARGE_ANSWERS: Semaphore = Semaphore::const_new(4);
 
 /// The other end of a connection.
@@ -36,22 +36,22 @@ pub enum Caller {
     Tcp(SocketAddr),
 }
 
-/// The bearer token that changes over TCP need.
+/// The bearer token required for changes over TCP.
 pub struct Token(Vec<u8>);
 
 impl Token {
-    /// Reads the token from a file that nobody else can read.
+    /// Reads the token from a file that no other user can read.
     pub fn load(file: &Path) -> Result<Token, TokenError> {
         read_token(file).map(Token)
     }
 
-    /// Compares in constant time for a given length.
+    /// Compares in constant time for a given length, so that the time does not reveal the token.
     fn matches(&self, shown: &[u8]) -> bool {
         self.0.ct_eq(shown).into()
     }
 }
 
-/// Middleware: refuses requests that may not pass, and hands the requester's identity to the handlers.
+/// Middleware: refuses unauthorized requests, and passes the requester's identity to the handlers.
 pub async fn allow(State(token): State<Option<Arc<Token>>>, mut request: Request, next: Next) -> Response {
     let Some(caller) = request.extensions().get::<Caller>().copied() else {
         return refusal(StatusCode::FORBIDDEN, "the connection has no known peer");
@@ -81,7 +81,7 @@ pub async fn allow(State(token): State<Option<Arc<Token>>>, mut request: Request
     if matches!(caller, Caller::Tcp(_)) { bounded(answer) } else { answer }
 }
 
-/// Refuses a large answer when [`LARGE_ANSWERS`] are already in progress, to bound memory.
+/// Refuses a large answer while all [`LARGE_ANSWERS`] are in progress, to bound memory.
 fn bounded(answer: Response) -> Response {
     if answer.body().size_hint().lower() <= LARGE_BYTES {
         return answer;
@@ -93,7 +93,7 @@ fn bounded(answer: Response) -> Response {
         );
     };
     let (parts, body) = answer.into_parts();
-    // The stream owns the permit and drops it when sent or aborted.
+    // The stream owns the permit and releases it when it is sent or aborted.
     let held = body.into_data_stream().inspect(move |_| {
         let _ = &place;
     });

@@ -1,8 +1,8 @@
 //! The HTTP/JSON API under `/v1`: one thin function per request, which queries or changes the engine.
 //!
-//! Answers are the types of `vnet_control::api`; refusals are `{"errors": [LINE, ...]}`. The engine runs on a blocking
-//! thread, so that a slow change delays neither signals nor other connections. Each handler is registered together
-//! with its OpenAPI description, so the document is always complete.
+//! Answers are the types of `vnet_control::api`; refusals are `{"errors": [LINE, ...]}`. The engine runs on a blocking thread, so
+//! that a slow change delays neither signals nor other connections. Each handler is registered together with its OpenAPI
+//! description, so the document is always complete.
 
 #![allow(unused_qualifications, reason = "utoipa writes qualified names")]
 
@@ -43,7 +43,7 @@ pub struct App {
     pub events: Hub,
     /// Traces that wait for other hosts' answers.
     pub followers: Arc<Followers>,
-    /// Token that changes over TCP need; without one they are off.
+    /// Token required for changes over TCP; without a token, changes over TCP are refused.
     pub token: Option<Arc<Token>>,
 }
 
@@ -203,7 +203,7 @@ async fn add_link(State(shared): State<Shared>, Extension(by): By, body: Body) -
     let made = change(shared, by, |engine| {
         let name = item.spec.name.clone();
         engine.add_link(item)?;
-        // Not the last one: computed links follow those of the file and of commands.
+        // The new link is not the last one: computed links follow those of the file and of commands.
         Ok(engine.links().into_iter().find(|made| made.name == name))
     });
     Ok(json(StatusCode::CREATED, &made.await?))
@@ -308,12 +308,12 @@ fn request() -> String {
 struct TraceQuery {
     /// Source: a MAC address, an IP address that an interface lists or another host publishes, or an interface's name.
     src: String,
-    /// Destination, likewise.
+    /// Destination, in the same forms as `src`.
     dst: String,
     /// Network id; default: that of an interface named as `src` or `dst`, else 1.
     network: Option<NetworkId>,
-    /// Where the frame enters: `interface NAME` or `link NAME`. Default: the interface named as `src`, else where it was learned
-    /// or is configured.
+    /// Where the frame enters: `interface NAME` or `link NAME`. Default: the interface named as `src`, else the port where the
+    /// source address was learned or is configured.
     from: Option<String>,
 }
 
@@ -376,7 +376,7 @@ async fn apply(
     Ok(json(StatusCode::OK, &applied.await?))
 }
 
-/// The running state as a configuration file (TOML), without what the overlay computes; not by GET, because it holds passwords
+/// Returns the running state as a configuration file (TOML), without computed links; not by GET: it contains passwords
 #[utoipa::path(post, path = "/v1/save",
     responses((status = 200, body = String, content_type = "text/plain"), (status = "4XX", body = api::Refusal)))]
 async fn save(State(shared): State<Shared>) -> Answer {

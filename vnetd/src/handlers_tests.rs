@@ -1,4 +1,4 @@
-//! Tests of the API against its OpenAPI document, and of access control, with a real engine and no sockets.
+//! Tests of the API against its OpenAPI document, and of access control, with a real engine but without sockets.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::PermissionsExt;
@@ -40,7 +40,7 @@ fn remote() -> Caller {
     Caller::Tcp("192.0.2.1:5000".parse().unwrap())
 }
 
-/// Sends one request; returns its status, and its body unless that is an event stream.
+/// Sends one request; returns the status, and the body unless it is an event stream.
 async fn ask(
     app: &App,
     caller: Caller,
@@ -87,7 +87,7 @@ async fn the_answer_names_the_link_that_was_made() {
     let text = "host.name = \"h1\"\nbridge.listen = \"127.0.0.1:0\"\n\
                 [overlay]\netcd = [\"http://127.0.0.1:1\"]\ntrusted = true";
     let mut engine = Engine::start(config::parse("f", text).unwrap().desired).unwrap();
-    // A link that the overlay computed comes last.
+    // Lists show links computed by the overlay last.
     let (name, remote) = ("h9".into(), "127.0.1.9:9000".parse().unwrap());
     let peer = PeerLink { name, remote, networks: vec![NetworkId::DEFAULT], spoke: false };
     engine.join(Computed { links: vec![peer], ..Computed::default() }).unwrap();
@@ -103,7 +103,7 @@ async fn the_answer_names_the_link_that_was_made() {
     assert_eq!(say("LINK ADD 127.0.1.3 9000 udp name=h3").await, "OK link 3");
     let refused = say("ROUTE ADD any any edge h9 any").await;
     assert!(refused.contains("links of the overlay come and go with their hosts"), "{refused}");
-    // It takes the computed link's place, and its index.
+    // A configured link of the same name replaces the computed link and keeps its index.
     assert_eq!(say("LINK ADD 127.0.1.4 9000 udp name=h9").await, "OK link 1");
 }
 
@@ -123,7 +123,7 @@ async fn every_documented_request_exists() {
 
 #[test]
 fn every_request_is_documented() {
-    // Routes registered without `routes!` would be missing in the document.
+    // Routes registered without `routes!` would be missing from the document.
     let mut paths = vec![std::path::PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/src"))];
     let mut files = 0;
     while let Some(file) = paths.pop() {
@@ -139,7 +139,7 @@ fn every_request_is_documented() {
     assert!(files > 5);
 }
 
-/// The objects that a schema is made of: itself, or all of `allOf`, references followed.
+/// The object schemas that a schema consists of: itself, or all parts of `allOf`, with references resolved.
 fn parts<'a>(document: &'a Value, schema: &'a Value) -> Vec<&'a Value> {
     if let Some(name) = schema["$ref"].as_str().and_then(|path| path.rsplit('/').next()) {
         return parts(document, &document["components"]["schemas"][name]);

@@ -1,4 +1,4 @@
-//! The thread that has the engine tend its interfaces when their devices, namespaces or folders change.
+//! The thread that calls [`Engine::tend`] when interfaces' devices, namespaces or folders change.
 
 use std::io;
 use std::thread::JoinHandle;
@@ -8,18 +8,18 @@ use vnet::interface::change_events::{Bell, Watcher};
 
 use crate::shared::Shared;
 
-/// Shortest time between two looks. A namespace is made in several steps, each of which is an event; and whoever owns a
-/// namespace can cause as many events as it likes.
+/// Minimum time between two checks. Creating a namespace takes several steps with an event each, and the owner of a namespace can
+/// cause any number of events.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// A running watch.
+/// A running watch thread.
 pub struct Running {
     bell: Bell,
     thread: JoinHandle<()>,
 }
 
 impl Running {
-    /// Waits for its end, once the engine is taken from [`Shared`].
+    /// Waits until the thread ends; the engine must have been taken from [`Shared`] before.
     pub fn stop(self) {
         self.bell.ring();
         if self.thread.join().is_err() {
@@ -41,7 +41,7 @@ pub fn start(shared: &Shared) -> io::Result<Running> {
     Ok(Running { bell, thread })
 }
 
-/// Watches until the engine is gone.
+/// Watches until the engine is stopped.
 fn run(shared: &Shared, mut watcher: Watcher) {
     let mut stirred = false;
     loop {
@@ -49,7 +49,7 @@ fn run(shared: &Shared, mut watcher: Watcher) {
         let Some((_, places)) = shared.lock().as_ref().map(|engine| engine.watched()) else { return };
         watcher.watch(&places);
         let wait = shared.lock().as_mut().map(|engine| {
-            // Held only under the lock: a device in use is not free to be opened again by others.
+            // Hold the devices only while the lock is held: a device that is in use cannot be reopened by others.
             watcher.look(&engine.watched().0);
             engine.tend(stirred)
         });

@@ -1,8 +1,8 @@
 //! vnetd: one daemon per host. It makes the host match its configuration file.
 //!
-//! Startup: read the configuration, bind the control socket, start the engine, report ready. Then it serves requests
-//! and signals: SIGHUP reloads the file, SIGTERM and SIGINT stop cleanly. All of this runs on one thread; the core's
-//! dispatchers move frames and never wait for it.
+//! Startup: read the configuration, bind the control socket, start the engine, report ready. Then vnetd serves requests and
+//! signals: SIGHUP reloads the file, SIGTERM and SIGINT stop vnetd cleanly. All of this runs on one thread; the core's
+//! dispatchers move frames and never wait for that thread.
 
 mod capture;
 mod console;
@@ -46,7 +46,7 @@ use crate::handlers::App;
 use crate::remote::Remote;
 use crate::shared::Shared;
 
-/// Only root and vnetd's own user may connect.
+/// Mode of the control socket: only root and vnetd's own user may connect.
 const CONTROL_SOCKET_MODE: u32 = 0o600;
 
 /// The vnet daemon: puts this host's virtual machines and containers on one Ethernet LAN with those of other hosts.
@@ -102,8 +102,8 @@ Examples:
   vnetd --config vnet.toml --log debug  run in the foreground and say more
   systemctl reload vnetd                the same as SIGHUP";
 
-/// Makes a panic in any thread abort the process. systemd restarts a dead daemon and guests hardly notice; a daemon
-/// with a dead thread would hang them.
+/// Makes a panic in any thread abort the process. systemd restarts a dead daemon and guests hardly notice; a daemon in which one
+/// thread has died would stall them.
 fn abort_on_panic() {
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -133,7 +133,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Any error that ends vnetd; its text has one line for each reason.
+/// An error that ends vnetd; its text has one line for each reason.
 type Failure = Box<dyn std::error::Error>;
 
 fn check(file: &Path) -> Result<(), Failure> {
@@ -150,7 +150,7 @@ fn summary(desired: &Desired) -> String {
     counts.map(|(n, what)| count(n, what)).join(", ")
 }
 
-/// Creates the control socket's directory, usually vnetd's own in /run.
+/// Creates the control socket's directory, usually vnetd's own directory in /run.
 fn make_folder(socket: &Path) -> Result<(), Failure> {
     let Some(folder) = socket.parent() else { return Ok(()) };
     std::fs::create_dir_all(folder).map_err(|error| {
@@ -159,7 +159,7 @@ fn make_folder(socket: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Raises the limit of open files as far as it may be: interfaces take several each.
+/// Raises the soft limit of open files to the hard limit: each interface takes several descriptors.
 fn allow_files() {
     let limit = getrlimit(Resource::Nofile);
     if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }) {
@@ -173,7 +173,7 @@ fn run(file: &Path) -> Result<(), Failure> {
     warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
-        // Install the handlers first: a signal during startup is handled once vnetd is up.
+        // Install the handlers first, so that a signal during startup is handled once vnetd is ready.
         let mut signals = Signals::new()?;
         let path = &desired.control.spec.socket;
         make_folder(path)?;
@@ -213,7 +213,7 @@ fn run(file: &Path) -> Result<(), Failure> {
         if let Some(overlay) = overlay {
             overlay.stop();
         }
-        // Waits for requests in progress: they hold the lock.
+        // Taking the lock waits for requests in progress.
         let engine = shared.lock().take();
         interfaces.stop();
         if let Some(engine) = engine {
@@ -237,7 +237,7 @@ fn ready_line(engine: &Engine, remote: &Remote) -> String {
     )
 }
 
-/// SIGHUP: reads the file again and applies the difference. A mistake is logged and changes nothing.
+/// Handles SIGHUP: reads the file again and applies the difference. An error is logged and changes nothing.
 fn reload(file: &Path, shared: &Shared) {
     let mut reloading = vec![NotifyState::Reloading];
     reloading.extend(NotifyState::monotonic_usec_now().ok());
@@ -267,14 +267,14 @@ fn not_applied(file: &Path, error: &dyn std::error::Error) {
     tracing::error!("{}: not applied, everything stays as it is", file.display());
 }
 
-/// Sends a state to the service manager, if there is one.
+/// Sends a state to the service manager, if vnetd has one.
 fn notify(states: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(states) {
         tracing::warn!("cannot notify the service manager: {error}");
     }
 }
 
-/// Signal handlers of vnetd.
+/// The signals that vnetd handles.
 struct Signals {
     hangup: Signal,
     terminate: Signal,

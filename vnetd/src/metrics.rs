@@ -1,7 +1,7 @@
 //! `GET /metrics`: counters as OpenMetrics text for Prometheus.
 //!
-//! Names and units are stable, because users build alarms on them. A scrape reads the engine's counters and
-//! [`vnet::dispatch::counters`]; nothing else is counted for it.
+//! Names and units are stable, because users build alerts on them. A scrape reads the engine's counters and
+//! [`vnet::dispatch::counters`]; no counter exists only for metrics.
 
 use std::fmt;
 
@@ -22,14 +22,14 @@ use crate::shared::{Refused, Shared, with_engine};
 
 const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// A snapshot of everything that one scrape reports.
+/// A snapshot of all values that one scrape reports.
 #[derive(Debug)]
 pub struct Reading {
     status: api::Status,
     ports: Vec<api::Port>,
     interfaces: Vec<(String, bool)>,
     links: Vec<(String, bool)>,
-    /// Seconds until certificates end, by host name.
+    /// Seconds until certificates expire, by host name.
     certificates: Vec<(String, u64)>,
     learned: LearnedStats,
     overlay: Option<api::Overlay>,
@@ -109,7 +109,7 @@ const PORT_COUNTERS: [PortCounter; 15] = [
 
 type Label = (&'static str, String);
 
-/// Writes metric families in order.
+/// Encoder that writes metric families in order.
 struct Families<'a>(DescriptorEncoder<'a>);
 
 impl Families<'_> {
@@ -146,7 +146,7 @@ impl Families<'_> {
         self.family(what, MetricType::Gauge, members, write)
     }
 
-    /// A histogram of `counts`; `unit` converts them to the metric's unit, in which `bounds` are.
+    /// Writes a histogram of `counts`; `unit` converts them to the metric's unit, in which `bounds` are given.
     fn histogram<'c>(
         &mut self,
         what: (&str, Option<Unit>, &str),

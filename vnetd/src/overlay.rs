@@ -1,4 +1,4 @@
-//! Runs the overlay's agent on a thread of its own, so that the store's latency never delays the API.
+//! Runs the overlay's agent in a separate thread, so that the store's latency never delays the API.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::thread::JoinHandle;
@@ -19,9 +19,9 @@ pub struct Running {
 }
 
 impl Running {
-    /// Tells the agent to leave the overlay, and waits for it.
+    /// Signals the agent to leave the overlay, and waits until it has ended.
     pub fn stop(self) {
-        // The receiver is gone if the agent ended by itself.
+        // The channel has no receiver if the agent has already ended.
         let _ = self.stop.send(true);
         if self.thread.join().is_err() {
             tracing::error!(
@@ -31,15 +31,15 @@ impl Running {
     }
 }
 
-/// The overlay before it has met the store.
+/// The overlay's state before its agent has connected to the store.
 pub struct Prepared {
     overlay: Overlay,
     authenticator: Option<Authenticator>,
     kept: LastKnown,
 }
 
-/// Prepares the overlay, if the configuration has an `[overlay]`, with what the previous run has kept. Returns the links and
-/// stations that follow from that.
+/// Prepares the overlay, if the configuration has an `[overlay]`, from the last known state of the previous run. Returns the
+/// links and stations computed from that state.
 pub fn prepare(engine: &Engine, desired: &Desired) -> Option<(Prepared, Computed)> {
     let spec = &desired.overlay.as_ref()?.spec;
     let declared = desired.networks.iter().map(|item| item.spec.id).chain([NetworkId::DEFAULT]);
@@ -83,7 +83,7 @@ pub fn start(shared: &Shared, prepared: Prepared) -> Result<Option<Running>, Box
     Ok(Some(Running { stop, thread }))
 }
 
-/// A random number that identifies this run of the daemon; the standard library seeds its hash maps with it.
+/// A random number that identifies this run of vnetd; it comes from the random seed of the standard library's hash maps.
 fn instance() -> u64 {
     RandomState::new().build_hasher().finish()
 }

@@ -1,4 +1,4 @@
-//! Generates `docs/reference` from the code. The test compares; with VNET_WRITE_DOCS=1 it writes.
+//! Generates `docs/reference` from the code. The test compares the files; with VNET_WRITE_DOCS=1 it writes them.
 
 use std::fmt::Write;
 use std::path::Path;

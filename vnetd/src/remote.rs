@@ -25,11 +25,11 @@ pub enum RemoteError {
     Listen { key: &'static str, address: SocketAddr, error: io::Error },
 }
 
-/// Listen backlog, `net.core.somaxconn`'s usual value. With a shorter one, SYNs of a burst of clients are dropped and
-/// each waits a second for its retransmission.
+/// Listen backlog, the usual value of `net.core.somaxconn`. With a shorter one, SYNs of a burst of clients are dropped, and each
+/// client waits a second for its retransmission.
 const BACKLOG: u32 = 4096;
 
-/// A bound listener that is not served yet.
+/// A bound listener that does not accept clients yet.
 struct Bound {
     listener: TcpListener,
     address: SocketAddr,
@@ -38,14 +38,14 @@ struct Bound {
 
 /// All TCP listeners.
 pub struct Remote {
-    /// Token that changes over the API need.
+    /// Token required for changes over the API.
     pub token: Option<Arc<Token>>,
     http: Option<Bound>,
     console: Option<Bound>,
 }
 
 impl Remote {
-    /// Reads token and certificates, and binds the addresses.
+    /// Reads the token and certificates, and binds the addresses.
     pub fn open(access: &Access) -> Result<Remote, RemoteError> {
         let token = access.token_file.as_deref().map(Token::load).transpose()?.map(Arc::new);
         let mut remote = Remote { token, http: None, console: None };

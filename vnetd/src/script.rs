@@ -1,7 +1,8 @@
 //! `POST /v1/console`: executes the request's lines and streams their answers.
 //!
-//! A short script is answered at once. Of a long one, more lines are executed when the client has taken the answers so far:
-//! 8 kB of `ROUTES?` ask for gigabytes of a full table, but take the memory of one listing. A client that leaves ends its script.
+//! A short script is answered at once. Of a long one, more lines are executed when the client has read the answers so far: 8 kB
+//! of `ROUTES?` lines request gigabytes of a full table, but take the memory of one listing. When the client disconnects, its
+//! script ends.
 
 use std::io;
 
@@ -26,7 +27,7 @@ pub async fn run(shared: Shared, asker: Asker, script: Script) -> Result<Respons
     Ok((head, Body::from_stream(stream(shared, asker, script, answers))).into_response())
 }
 
-/// The next answers.
+/// Executes the next lines on a blocking thread; returns their answers and the rest of the script.
 async fn piece(
     shared: Shared,
     asker: Asker,
@@ -39,14 +40,14 @@ async fn piece(
     done.await
 }
 
-/// The JSON list of all answers: `first`, then those of the rest of `script`.
+/// The JSON list of all answers as a stream: `first`, then those of the rest of `script`.
 fn stream(
     shared: Shared,
     asker: Asker,
     script: Script,
     first: Vec<ConsoleAnswer>,
 ) -> impl Stream<Item = io::Result<Bytes>> {
-    // The separator before the next answer; `None` behind the list.
+    // The separator before the next answer; `None` after the end of the list.
     let begin = Some((script, Some(first), '['));
     try_unfold(begin, move |state| {
         let (shared, asker) = (shared.clone(), asker.clone());

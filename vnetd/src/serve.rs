@@ -1,9 +1,9 @@
-//! Accepts clients of the control socket, of the API over TCP and of the console. The number of clients and their idle
-//! time are limited.
+//! Accepts clients of the control socket, of the API over TCP and of the console. The number of clients and their idle time are
+//! limited.
 //!
-//! A client holds a slot from accept to close; when all slots are taken, new connections are closed at once. The
-//! kernel drops a peer that is gone or does not read its answers (`TCP_USER_TIMEOUT`); the protocols' own timeouts end
-//! a peer that stops in the middle of a request. Ten thousand clients therefore cost no more than the number of slots.
+//! A client holds a slot from accept to close; while all slots are taken, new connections are closed at once. The kernel drops a
+//! peer that has disappeared or does not read its answers (`TCP_USER_TIMEOUT`); the protocols' own timeouts disconnect a peer
+//! that stops in the middle of a request. Ten thousand clients therefore cost no more than the number of slots.
 
 use std::io;
 use std::net::SocketAddr;
@@ -24,20 +24,20 @@ use tokio_rustls::server::TlsStream;
 
 use crate::gate::Caller;
 
-/// Concurrent clients of the control socket.
+/// Maximum number of concurrent clients of the control socket.
 const UNIX_CLIENTS: usize = 256;
-/// Concurrent clients of the API over TCP: a few scrapers, a dashboard, some scripts.
+/// Maximum number of concurrent clients of the API over TCP: a few scrapers, a dashboard, some scripts.
 const HTTP_CLIENTS: usize = 64;
 /// Timeout for a request's headers, and for the next request on an idle connection.
 const HEADER_TIME: Duration = Duration::from_secs(10);
 /// Timeout of a TLS handshake.
 const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
-/// How long sent data may stay unacknowledged, or the peer's window closed.
+/// How long sent data may stay unacknowledged, or the peer's receive window closed.
 const STALL_TIME: Duration = Duration::from_secs(30);
-/// Largest request head in bytes.
+/// Maximum length of a request's head in bytes.
 const HEAD_MAX: usize = 16 << 10;
 
-/// Limit of concurrent clients, and how many it refused.
+/// Limit of concurrent clients, with a counter of refused ones.
 pub struct Slots {
     free: Arc<Semaphore>,
     refused: AtomicU64,
@@ -48,7 +48,7 @@ impl Slots {
         Slots { free: Arc::new(Semaphore::new(count)), refused: AtomicU64::new(0) }
     }
 
-    /// Takes a slot, free again when the permit is dropped. Refusals are counted, and logged at each power of two.
+    /// Takes a slot, which is released when the permit is dropped. Refusals are counted, and logged at each power of two.
     pub fn take(&self, what: &str) -> Option<OwnedSemaphorePermit> {
         let slot = self.free.clone().try_acquire_owned().ok();
         if slot.is_none() {
@@ -118,7 +118,7 @@ pub enum Stream {
     Tls(Box<TlsStream<TcpStream>>),
 }
 
-/// Sets the timeouts for a stalled peer on an accepted connection, and does the TLS handshake if `tls` is set.
+/// Sets the timeouts for a stalled peer on an accepted connection, and performs the TLS handshake if `tls` is set.
 pub async fn secure(stream: TcpStream, peer: SocketAddr, tls: Option<TlsAcceptor>) -> Option<Stream> {
     let guard = || -> io::Result<()> {
         stream.set_nodelay(true)?;
@@ -144,7 +144,7 @@ pub async fn secure(stream: TcpStream, peer: SocketAddr, tls: Option<TlsAcceptor
     }
 }
 
-/// Serves one connection's requests; the slot is free again afterwards.
+/// Serves one connection's requests; the slot is released at the end.
 async fn requests(
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     router: Router,
@@ -163,7 +163,7 @@ async fn requests(
     }
 }
 
-/// Usually out of file descriptors: wait before the next accept.
+/// Logs a failed accept and waits before the next one: usually vnetd is out of file descriptors.
 pub async fn cannot_accept(what: &str, error: &io::Error) {
     tracing::warn!("cannot accept a client of the {what}: {error}");
     tokio::time::sleep(Duration::from_millis(100)).await;

@@ -1,4 +1,4 @@
-//! What all handlers share: the engine, used on blocking threads, and refusals.
+//! Shared state of all handlers: access to the engine on blocking threads, and refusals.
 
 use std::sync::Arc;
 
@@ -13,13 +13,13 @@ use vnet_control::config::ConfigError;
 use vnet_control::engine::{Engine, EngineError};
 use vnet_control::events::Asker;
 
-/// The engine that requests and signals act on; `None` once vnetd stops.
+/// The engine that requests and signals use; `None` once vnetd stops.
 pub type Shared = Arc<Mutex<Option<Engine>>>;
 
-/// Largest request body in bytes.
+/// Maximum length of a request body in bytes.
 pub const BODY_MAX: usize = 1 << 20;
 
-/// Why a request is refused: by the engine, or because the request itself is invalid.
+/// Reason why a request is refused: an error of the engine, or an invalid request.
 #[derive(Debug, thiserror::Error)]
 pub enum Refused {
     #[error(transparent)]
@@ -97,7 +97,7 @@ pub fn json(status: StatusCode, body: &impl Serialize) -> Response {
     (status, [(header::CONTENT_TYPE, "application/json")], body).into_response()
 }
 
-/// Threads that use the engine at a time; further requests wait without holding one.
+/// Maximum number of threads that use the engine concurrently; further requests wait without occupying a thread.
 static ENGINE_THREADS: Semaphore = Semaphore::const_new(4);
 
 /// Runs `task` with the engine on a blocking thread.
@@ -117,7 +117,7 @@ pub async fn with_engine<T: Send + 'static>(
     done.await.unwrap_or_else(|_| Err(stopping()))
 }
 
-/// The same for a change; the engine logs it with `asker`.
+/// Like [`with_engine`], for a change, which the engine logs with the name of `asker`.
 pub async fn change<T: Send + 'static>(
     shared: Shared,
     asker: Asker,

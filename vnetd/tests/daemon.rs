@@ -1,4 +1,4 @@
-//! The daemon as users run it: start, requests over its socket, signals, bad files.
+//! Tests of the daemon as users run it: start, requests over its socket, signals, invalid files.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -26,7 +26,7 @@ impl Folder {
         self.0.path().join(name)
     }
 
-    /// Writes a valid configuration with `more`, in which DIR stands for the directory.
+    /// Writes a valid configuration with `more` appended, in which DIR stands for the directory.
     fn write(&self, more: &str) {
         let text = format!(
             "[host]\nname = \"h1\"\n[control]\nsocket = \"DIR/vnet.sock\"\n[bridge]\nlisten = \"127.0.0.1:0\"\n{more}"
@@ -48,7 +48,7 @@ impl Folder {
         command
     }
 
-    /// Runs a daemon that has to end by itself.
+    /// Runs a daemon that must end by itself.
     fn run(&self, args: &[&str]) -> Output {
         self.command().args(args).output().unwrap()
     }
@@ -135,7 +135,7 @@ impl Daemon {
     }
 }
 
-/// One HTTP/1.1 request; the status and the body as JSON (null when there is none).
+/// Sends one HTTP/1.1 request; returns the status and the body as JSON (null if there is none).
 fn request(socket: &Path, method: &str, path: &str, body: &[u8]) -> (u16, Value) {
     let mut stream = UnixStream::connect(socket).unwrap();
     stream.set_read_timeout(Some(WAIT)).unwrap();
@@ -144,7 +144,7 @@ fn request(socket: &Path, method: &str, path: &str, body: &[u8]) -> (u16, Value)
         "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n"
     );
     stream.write_all(head.as_bytes()).unwrap();
-    // An oversized body is refused before its end is read.
+    // vnetd refuses an oversized body before reading all of it, so the write may fail.
     let _ = stream.write_all(body);
     let mut answer = String::new();
     let _ = stream.read_to_string(&mut answer);
@@ -312,7 +312,7 @@ fn request_bodies_are_limited() {
     let (status, answer) = daemon.request("POST", "/v1/apply", &body);
     assert_eq!(status, 400);
     assert!(errors(&answer)[0].starts_with("the request's body is larger than 1048576 bytes"), "{answer}");
-    // A body of exactly the limit is read.
+    // A body of exactly the maximum length is accepted.
     let config = fs::read_to_string(folder.path("vnet.toml")).unwrap();
     let body = format!("{config}#{}", " ".repeat((1 << 20) - config.len() - 1));
     assert_eq!(daemon.request("POST", "/v1/apply", &body).0, 200);
@@ -390,7 +390,7 @@ fn a_live_control_socket_is_kept_and_a_stale_one_replaced() {
     assert_eq!(text(&second.stderr), want);
     assert_eq!(first.get("/v1/status")["host"], "h1");
 
-    // A killed daemon leaves its socket; the next one replaces it.
+    // A killed daemon leaves its socket behind; the next one replaces it.
     first.signal(Signal::KILL);
     first.exit_code();
     assert!(fs::symlink_metadata(&first.socket).unwrap().file_type().is_socket());

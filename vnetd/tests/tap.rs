@@ -1,4 +1,4 @@
-//! TAP interfaces of a running daemon, in a network namespace of the test. Needs root, as TAP devices do.
+//! TAP interfaces of a running daemon, in a network namespace of the test. Creating TAP devices needs root.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -88,7 +88,7 @@ fn taps_follow_the_file() {
     assert!(ready.contains("1 interface"), "{ready}");
     assert!(netns.device("t0").unwrap().contains("mtu 9000"));
 
-    // The same device with another MTU, and a second one: the first is closed before it is opened again.
+    // The same device with another MTU, and a second device: the first must be closed before it is reopened.
     let pid = rustix::process::Pid::from_child(&daemon.0);
     write(&(tap("t0", 1400) + &tap("t1", 1500)));
     rustix::process::kill_process(pid, rustix::process::Signal::HUP).unwrap();

@@ -13,22 +13,22 @@ use crate::show::{CERTIFICATE_SOON_S, ends};
 /// File descriptors of one vhost-user queue pair (two kicks, two calls, two errors), and of the daemon itself.
 const FILES_OF_QUEUE: u64 = 6;
 const FILES_BASE: u64 = 256;
-/// Observation time of threads.
+/// How long threads are observed.
 const WATCH: Duration = Duration::from_millis(200);
-/// Involuntary context switches per second of a dispatcher that are worth a warning.
+/// Involuntary context switches per second of a dispatcher from which the doctor warns.
 const PREEMPTIONS_PER_S: f64 = 50.0;
 /// Overhead of a native datagram over a frame's payload in bytes: IP, UDP, native header, offload metadata, Ethernet
 /// header.
 const NATIVE_BYTES: u32 = 20 + 8 + 16 + 12 + 14;
-/// Overhead of encapsulation `vnet`.
+/// Overhead of encapsulation `vnet` in bytes.
 const BARE_BYTES: u32 = 20 + 8 + 14;
-/// Overhead of VXLAN.
+/// Overhead of VXLAN in bytes.
 const VXLAN_BYTES: u32 = BARE_BYTES + 8;
 
-/// Age from which an alarm of the overlay is history, in seconds.
+/// Age in seconds after which an alarm of the overlay is no longer reported.
 const ALARM_AGE_S: u64 = 3600;
 
-/// All checks that need a daemon.
+/// All checks that need a running vnetd.
 pub fn examine(host: &Host, daemon: &Daemon) -> Vec<Finding> {
     let mut findings = vec![files(host, daemon), locked_memory(host, daemon)];
     findings.extend(dispatchers(host, daemon));
@@ -167,7 +167,7 @@ fn interfaces(interfaces: &[Interface]) -> Finding {
     Finding::bad("interfaces", Level::Warn, WHY, what, todo)
 }
 
-/// Notes of interfaces: mistakes that lose frames although the interface may be up.
+/// Notes of interfaces: misconfigurations that lose frames although the interface may be up.
 fn guests(interfaces: &[Interface]) -> Finding {
     const WHY: &str = "a guest whose settings do not match its interface's loses frames";
     let noted: Vec<_> = interfaces.iter().filter(|interface| !interface.notes.is_empty()).collect();
@@ -188,7 +188,7 @@ fn links(links: &[Link]) -> Finding {
         let remote = link.settings.text("remote");
         format!("check that vnetd runs at {remote} and that no firewall blocks UDP between the hosts")
     };
-    // A foreign peer that answers no probes may just have nothing to say.
+    // A foreign peer does not answer probes, so silence may just mean that it has nothing to send.
     let is_quiet = |link: &Link| {
         link.heard_s.is_none() && matches!(&*link.settings.text("encapsulation"), "vnet" | "vxlan")
     };
@@ -259,7 +259,7 @@ fn path_mtus(interfaces: &[Interface], links: &[Link]) -> Finding {
     else {
         return Finding::ok("path-mtu", WHY, "no interfaces");
     };
-    // TCP segments a stream by itself.
+    // TCP segments a stream itself, so its MTU does not matter here.
     let mtu = |link: &Link| link.settings.number("mtu").unwrap_or(0);
     let overhead = |link: &Link| match &*link.settings.text("encapsulation") {
         "native" => Some(NATIVE_BYTES),
@@ -284,7 +284,7 @@ fn path_mtus(interfaces: &[Interface], links: &[Link]) -> Finding {
         let todo = format!("set the guests' MTU to {mtu}: encapsulation vnet relies on IP fragmentation");
         return Finding::bad("path-mtu", Level::Warn, WHY, what, todo);
     }
-    // No warning: super-frames make up for most of the cost.
+    // Not a warning: super-frames make up for most of the cost.
     let rest = "; vnet fragments and reassembles it. A larger underlay MTU would avoid that";
     Finding::ok("path-mtu", WHY, what + rest)
 }

@@ -1,4 +1,4 @@
-//! A check's result, and the daemon's answers that checks use.
+//! The result of a check, and vnetd's answers that checks use.
 
 use serde::Serialize;
 use vnet_control::api::{Interface, Link, Overlay, Status};
@@ -10,26 +10,26 @@ use crate::output::read;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Level {
-    /// Nothing to do.
+    /// No action needed.
     Ok,
     /// vnet works, but is slower or less predictable than it could be.
     Warn,
-    /// Something does not work.
+    /// A function does not work.
     Problem,
 }
 
 /// Result of a check.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Finding {
-    /// The check's name, stable for scripts.
+    /// Name of the check, stable for scripts.
     pub check: &'static str,
     /// Severity.
     pub level: Level,
-    /// What was found.
+    /// The finding.
     pub what: String,
-    /// Why it matters.
+    /// Why the finding matters.
     pub why: &'static str,
-    /// How to fix it; absent if nothing is wrong.
+    /// The remedy; absent if nothing is wrong.
     #[serde(rename = "do", skip_serializing_if = "Option::is_none")]
     pub todo: Option<String>,
 }
@@ -50,17 +50,17 @@ impl Finding {
     }
 }
 
-/// A daemon's answers.
+/// The answers of a running vnetd.
 pub struct Daemon {
     pub status: Status,
     pub interfaces: Vec<Interface>,
     pub links: Vec<Link>,
-    /// Absent where the host is in no overlay.
+    /// Absent if the host is in no overlay.
     pub overlay: Option<Overlay>,
 }
 
 impl Daemon {
-    /// Queries the daemon; `None` if it does not answer.
+    /// Queries vnetd; `None` if it does not answer.
     pub fn ask(client: &Client<'_>) -> Option<Daemon> {
         let status = read(&client.get("/v1/status").ok()?).ok()?;
         let interfaces = read(&client.get("/v1/interfaces").ok()?).ok()?;

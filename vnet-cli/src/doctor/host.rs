@@ -1,15 +1,15 @@
-//! Reads a host's files of /proc, /sys and /dev, below a root that tests replace.
+//! Reads a host's files in /proc, /sys and /dev, below a root directory that tests replace.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A host's files.
+/// A host's files below a root directory.
 pub struct Host {
     root: PathBuf,
 }
 
 impl Host {
-    /// The host that this runs on.
+    /// The host that this command runs on.
     pub fn here() -> Host {
         Host::at(Path::new("/"))
     }
@@ -19,17 +19,17 @@ impl Host {
         Host { root: root.into() }
     }
 
-    /// A file's path.
+    /// The path of a file below the root.
     pub fn path(&self, path: &str) -> PathBuf {
         self.root.join(path)
     }
 
-    /// A file's trimmed text; `None` if it is missing or unreadable.
+    /// The trimmed text of a file; `None` if it is missing or unreadable.
     pub fn text(&self, path: &str) -> Option<String> {
         Some(fs::read_to_string(self.path(path)).ok()?.trim().into())
     }
 
-    /// A file's number.
+    /// The number in a file.
     pub fn number(&self, path: &str) -> Option<u64> {
         self.text(path)?.parse().ok()
     }

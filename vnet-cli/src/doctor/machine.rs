@@ -10,7 +10,7 @@ const SOCKET_BUFFER: u64 = 8 << 20;
 /// Capability bits (capabilities(7)).
 const CAP_NET_ADMIN: u32 = 12;
 
-/// All checks that need no daemon; with one, they use its number of dispatchers and its privileges.
+/// All checks that need no running vnetd; if there is one, they use its number of dispatchers and its privileges.
 pub fn examine(host: &Host, daemon: Option<&Daemon>) -> Vec<Finding> {
     let mut findings = vec![tun(host), kvm(host), udp_offloads()];
     findings.extend(socket_buffers(host, daemon));
@@ -77,7 +77,7 @@ fn udp_offloads() -> Finding {
     }
 }
 
-/// The process to check: vnetd's, or without one this process.
+/// The process to check: vnetd if it runs, else this process.
 pub fn process(daemon: Option<&Daemon>) -> String {
     daemon.map_or("proc/self".into(), |daemon| format!("proc/{}", daemon.status.pid))
 }
@@ -227,7 +227,7 @@ fn transparent_huge_pages(host: &Host) -> Finding {
 
 fn asynchronous_io(host: &Host) -> Finding {
     const WHY: &str = "each queue of a vhost-user interface notifies its guest through its own AIO context";
-    /// Requests that the kernel may reserve for one context: more than io_setup(2) is called with.
+    /// Upper bound on the requests that the kernel reserves for one context: more than vnetd passes to io_setup(2).
     const LEFT_MIN: u64 = 4096;
     let number = |name| host.number(&format!("proc/sys/fs/{name}"));
     let (Some(used), Some(max)) = (number("aio-nr"), number("aio-max-nr")) else {
@@ -259,7 +259,7 @@ fn udp_losses(host: &Host, daemon: Option<&Daemon>) -> Finding {
     Finding::bad("udp-losses", Level::Warn, WHY, what, todo)
 }
 
-/// `RcvbufErrors` and `SndbufErrors` of UDP in /proc/net/snmp, a line of names above a line of numbers.
+/// `RcvbufErrors` and `SndbufErrors` of UDP in /proc/net/snmp, where a line of names precedes a line of numbers.
 pub fn udp_buffer_errors(snmp: &str) -> Option<(u64, u64)> {
     let mut lines = snmp.lines().filter_map(|line| line.strip_prefix("Udp: "));
     let (names, values) = (lines.next()?, lines.next()?);

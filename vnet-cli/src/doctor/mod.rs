@@ -1,8 +1,8 @@
-//! `vnet doctor`: finds what on this host limits vnet, and says how to fix it.
+//! `vnet doctor`: finds settings and faults of this host that limit vnet, and proposes a remedy for each.
 //!
-//! Each check reports one line: [`Level`], finding, reason, fix. Most need no daemon: they read /proc and /sys
-//! ([`host`]) or query the kernel. With a daemon, they also check its threads, limits, links and counters. Nothing is
-//! changed.
+//! Each check reports one line: [`Level`], finding, reason, remedy. Most checks need no running vnetd: they read /proc and /sys
+//! ([`host`]) or query the kernel. If vnetd runs, its threads, limits, links and counters are checked, too. The checks change
+//! nothing.
 
 mod daemon;
 mod finding;

@@ -1,4 +1,4 @@
-//! Tests of the doctor on hosts made of files: each fault is found, and a healthy host has no findings.
+//! Tests of the doctor on hosts simulated by files: each fault is found, and a healthy host has no findings.
 
 use super::*;
 use std::fs;
@@ -25,7 +25,7 @@ const HEALTHY: &[(&str, &str)] = &[
     ("sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "performance\n"),
     ("sys/devices/system/clocksource/clocksource0/current_clocksource", "tsc\n"),
     ("sys/kernel/mm/transparent_hugepage/shmem_enabled", "always [advise] never deny force\n"),
-    // A daemon with process id 42.
+    // A vnetd with process id 42.
     ("proc/42/status", "Name:\tvnetd\nCapEff:\t0000000000001000\n"),
     (
         "proc/42/limits",
@@ -37,7 +37,7 @@ const HEALTHY: &[(&str, &str)] = &[
     ("proc/42/task/45/status", "Name:\ttokio-rt\nCpus_allowed_list:\t0-3\nnonvoluntary_ctxt_switches:\t7\n"),
 ];
 
-/// A host with those files except for `changes`; files without text are missing.
+/// A host with these files except for `changes`; `None` removes a file.
 fn host(changes: &[(&str, Option<&str>)]) -> (tempfile::TempDir, Host) {
     let dir = tempfile::tempdir().unwrap();
     let mut files: Vec<(&str, Option<&str>)> =

@@ -1,7 +1,7 @@
 //! `vnet top`: rates of interfaces and links, live in a terminal (ratatui), or once as a table or JSON.
 //!
-//! Each interval it reads the counters and computes rates ([`model`]); [`view`] draws them. Keys are handled
-//! immediately. If the daemon stops answering, the screen says so and keeps polling: it may be restarting.
+//! Each interval it reads the counters and computes rates ([`model`]); [`view`] draws them. Keys are handled immediately. If
+//! vnetd stops answering, the screen shows that, and polling continues, because vnetd may be restarting.
 
 pub mod model;
 mod screen;

@@ -10,10 +10,10 @@ use vnet_control::api::{Counters, Stats};
 /// The command's arguments.
 #[derive(Args)]
 pub struct Top {
-    /// Seconds between two looks
+    /// Seconds between two readings of the counters
     #[arg(short, long, value_name = "SECONDS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=3600))]
     pub interval: u32,
-    /// Print one table of the rates over one interval, and end
+    /// Print one table with the rates of one interval, then exit
     #[arg(long)]
     pub once: bool,
     /// Column to sort by
@@ -24,11 +24,11 @@ pub struct Top {
 /// The column to sort by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Sort {
-    /// Bits a second, both directions.
+    /// Bits per second, both directions.
     Bits,
-    /// Frames a second, both directions.
+    /// Frames per second, both directions.
     Frames,
-    /// Frames dropped a second, then in all.
+    /// Frames dropped per second, then in total.
     Drops,
     /// Kind and name.
     Name,
@@ -41,7 +41,7 @@ impl Sort {
         all[(self as usize + 1) % all.len()]
     }
 
-    /// The name that `--sort` takes.
+    /// The name that `--sort` accepts.
     pub fn name(self) -> String {
         self.to_possible_value().map_or_else(String::new, |value| value.get_name().into())
     }
@@ -52,7 +52,7 @@ impl Sort {
 pub struct Row {
     /// `interface`, `link`, `bridge` or `removed`.
     pub kind: String,
-    /// Port name.
+    /// Name of the port.
     pub name: String,
     /// Frames per second into the core.
     pub in_frames_per_s: f64,
@@ -101,7 +101,7 @@ impl Row {
         }
     }
 
-    /// The reason beside the drops: of the interval, else in parentheses that of all drops before.
+    /// The reason shown beside the drops: that of the interval, else in parentheses the most frequent one of all previous drops.
     pub fn shown_reason(&self) -> String {
         let before = || self.reason_total.as_ref().map(|reason| format!("({reason})"));
         self.reason.clone().or_else(before).unwrap_or_default()
@@ -212,7 +212,7 @@ mod tests {
         assert_eq!(a.reason.as_deref(), Some("no_buffer"));
         assert_eq!((rows[1].in_frames_per_s, &rows[1].reason), (5.0, &None), "was replaced");
         assert_eq!(a.shown_reason(), "no_buffer");
-        // Without new drops the column names what the old ones were.
+        // Without new drops the column shows the reason of previous ones.
         let later = super::rows(&now, &now, Duration::from_secs(1));
         assert_eq!((&later[0].reason, later[0].drops, &*later[0].shown_reason()), (&None, 9, "(no_buffer)"));
         assert_eq!(later[1].shown_reason(), "");

@@ -1,4 +1,4 @@
-//! State of the screen of `vnet top`, changed by keys and by new counters.
+//! Screen state of `vnet top`, changed by keys and by new counters.
 
 use std::time::{Duration, Instant};
 
@@ -9,9 +9,9 @@ use super::model::{self, Sort, Top};
 use crate::client::Client;
 use crate::output::{Failure, read};
 
-/// Longest interval in seconds that the `+` key sets.
+/// Maximum interval in seconds that the `+` key sets.
 const INTERVAL_MAX: u32 = 3600;
-/// Rows per page key.
+/// Rows that a page key scrolls.
 const PAGE: usize = 10;
 
 /// Reads all counters.
@@ -28,10 +28,10 @@ pub struct Screen<'a> {
     pub reverse: bool,
     pub paused: bool,
     pub help: bool,
-    /// First row shown.
+    /// Index of the first row shown.
     pub scroll: usize,
     pub rows: Vec<model::Row>,
-    /// Why the rates are outdated.
+    /// Why the rates are outdated; `None` if they are current.
     pub trouble: Option<String>,
     pub last: Stats,
     pub at: Instant,
@@ -63,12 +63,12 @@ impl<'a> Screen<'a> {
         model::sort(&mut self.rows, self.sort, self.reverse);
     }
 
-    /// Time until the counters are due again.
+    /// Time until the next reading of the counters.
     pub fn until_refresh(&self) -> Duration {
         Duration::from_secs(self.interval_s.into()).saturating_sub(self.at.elapsed())
     }
 
-    /// Reads the counters.
+    /// Reads the counters and updates the rates.
     pub fn refresh(&mut self) {
         let time = self.at.elapsed();
         self.at = Instant::now();
@@ -84,7 +84,7 @@ impl<'a> Screen<'a> {
         }
     }
 
-    /// Handles a key; true to quit.
+    /// Handles a key; true if the user quits.
     pub fn quits(&mut self, key: KeyEvent) -> bool {
         let last = self.rows.len().saturating_sub(1);
         match key.code {

@@ -9,7 +9,7 @@ use ratatui::widgets::{Block, Clear, Paragraph, Row as TableRow, Table};
 use super::model::{Row, short};
 use super::screen::Screen;
 
-/// A column: heading, width, and the terminal width from which it is shown.
+/// A column: heading, width, and the minimum terminal width at which it is shown.
 struct Column {
     heading: &'static str,
     width: u16,
@@ -89,7 +89,7 @@ fn draw_table(screen: &Screen<'_>, frame: &mut Frame<'_>, area: Rect) {
     frame.render_widget(Table::new(rows, widths).header(heading).column_spacing(1), area);
 }
 
-/// Right-aligns numbers.
+/// Right-aligns a cell if its column holds numbers.
 fn right(column: &Column, cell: String) -> String {
     if is_word(column) { cell } else { format!("{cell:>width$}", width = usize::from(column.width)) }
 }

@@ -57,7 +57,7 @@ pub struct Status {
     /// The distributed overlay, if configured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub overlay: Option<OverlaySummary>,
-    /// Seconds until this host's certificate ends; 0 if it has ended, absent without `[identity]`.
+    /// Seconds until this host's certificate expires; 0 if it has expired, absent without `[identity]`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub certificate_s: Option<u64>,
     /// The balance of all frames.
@@ -111,19 +111,19 @@ pub struct Overlay {
     pub alarms: Vec<Alarm>,
 }
 
-/// Another host of the overlay.
+/// Another host of the overlay, as its records describe it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct OverlayHost {
-    /// Its name, also that of the link to it.
+    /// Name of the host, and of the link to it.
     pub name: String,
-    /// Where its links arrive.
+    /// Address at which its links arrive.
     pub address: String,
-    /// Its networks.
+    /// Networks that the host is in.
     pub networks: Vec<NetworkId>,
-    /// Only reflectors reach it.
+    /// True if only reflectors can reach the host.
     pub behind_nat: bool,
-    /// Seconds since its record vanished from the store without a withdrawal.
+    /// Seconds since the host's record vanished from the store without a withdrawal.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub silent_s: Option<u64>,
 }
@@ -132,13 +132,13 @@ pub struct OverlayHost {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Alarm {
-    /// Its stable name.
+    /// Stable name of the kind.
     pub name: String,
-    /// How often it was raised.
+    /// Number of times that it was raised.
     pub count: u64,
-    /// Text of the latest one.
+    /// Text of the latest alarm.
     pub text: String,
-    /// Seconds since the latest one.
+    /// Seconds since the latest alarm.
     pub age_s: u64,
 }
 
@@ -146,11 +146,11 @@ pub struct Alarm {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Interface {
-    /// Its name.
+    /// Name of the interface.
     pub name: String,
     /// `up`, `down` or `broken`.
     pub state: String,
-    /// Why it is not up.
+    /// Why the interface is not up.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
     /// Likely mistakes that lose frames, one short sentence each; the interface may be up.
@@ -159,13 +159,13 @@ pub struct Interface {
     /// `kernel`: the kernel forwards known flows by itself, vnetd all others; `vnetd`: vnetd forwards all frames.
     #[serde(default = "vnetd_path")]
     pub path: String,
-    /// Why the kernel does not.
+    /// Why vnetd forwards all frames of the interface.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path_reason: Option<String>,
     /// Polling mode and guest notifications.
     #[serde(flatten)]
     pub driving: Driving,
-    /// Its settings; `mtu` is the effective one.
+    /// Settings of the interface; `mtu` is the effective one.
     #[serde(flatten)]
     pub settings: InterfaceSettings,
 }
@@ -197,21 +197,21 @@ pub struct Driving {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Link {
-    /// Its name.
+    /// Name of the link.
     pub name: String,
-    /// `up`; `degraded`: works, but poorly or not for long; `down`: no route to the other host, nothing came from it yet, it has
-    /// gone silent, or a sealed link has no keys. Frames are sent all the same, where possible.
+    /// `up`; `degraded`: usable, but lossy or about to fail; `down`: no route to the other host, nothing received from it
+    /// yet, silent for too long, or a sealed link without keys. Frames are still sent where possible.
     pub state: String,
-    /// Why it is not up.
+    /// Why the link is not up.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// Seconds since anything was received; absent if nothing ever was.
+    /// Seconds since anything was received over the link; absent if nothing ever was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub heard_s: Option<u64>,
     /// Age of the current keys in seconds (sealed); absent without keys.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keys_s: Option<u64>,
-    /// Seconds until the other host's certificate ends (sealed, not stream); 0 if it has ended, absent without keys.
+    /// Seconds until the other host's certificate expires (sealed, not stream); 0 if it has expired, absent without keys.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub certificate_s: Option<u64>,
     /// Round-trip time in microseconds, from keepalives (sealed) or probes (native).
@@ -224,8 +224,8 @@ pub struct Link {
     /// Traffic and losses.
     #[serde(default)]
     pub traffic: Traffic,
-    /// Its settings. These show the current state instead of the configuration: `remote` (`anywhere` while unknown), `mtu` (the
-    /// path MTU in use), `sealed`, `peer` and `offload`.
+    /// Settings of the link. These show the current state instead of the configuration: `remote` (`anywhere` while unknown),
+    /// `mtu` (the path MTU in use), `sealed`, `peer` and `offload`.
     #[serde(flatten)]
     pub settings: LinkSettings,
 }
@@ -234,9 +234,9 @@ pub struct Link {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Route {
-    /// Counted from 1, never reused.
+    /// Index of the rule: counted from 1, never reused.
     pub index: u32,
-    /// Its settings.
+    /// Settings of the rule.
     #[serde(flatten)]
     pub settings: RouteSettings,
 }
@@ -245,9 +245,9 @@ pub struct Route {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Network {
-    /// Interfaces in it.
+    /// Number of interfaces in the network.
     pub interfaces: usize,
-    /// Its settings.
+    /// Settings of the network.
     #[serde(flatten)]
     pub settings: NetworkSettings,
 }
@@ -256,15 +256,15 @@ pub struct Network {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Learned {
-    /// Network.
+    /// The network.
     pub network: NetworkId,
-    /// Address.
+    /// The MAC address.
     pub mac: Mac,
-    /// Where it is: `interface NAME` or `link NAME`.
+    /// Where the address is: `interface NAME` or `link NAME`.
     pub at: String,
-    /// `learned`, `frozen` (learned, but it moved too often) or `configured`.
+    /// How the entry is held: `learned`, `frozen` (learned, and frozen because it moved too often) or `configured`.
     pub held: String,
-    /// Seconds since it was last seen; 0 if configured.
+    /// Seconds since a frame from the address was last seen; 0 if configured.
     pub age_s: u32,
 }
 
@@ -272,15 +272,15 @@ pub struct Learned {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Trace {
-    /// Network.
+    /// The frame's network.
     pub network: NetworkId,
-    /// Source address.
+    /// The frame's source address.
     pub src: Mac,
-    /// Destination address.
+    /// The frame's destination address.
     pub dst: Mac,
     /// Where the frame would enter: `interface NAME` or `link NAME`.
     pub from: String,
-    /// What decides: `guard`, `rules`, `configured`, `learned`, `flood` or `nothing`.
+    /// The stage that decides: `guard`, `rules`, `configured`, `learned`, `flood` or `nothing`.
     pub by: String,
     /// Explanation of the decision for people.
     pub why: String,
@@ -289,21 +289,21 @@ pub struct Trace {
     pub guard: String,
     /// Indices of the rules that decide.
     pub rules: Vec<u32>,
-    /// Their priority.
+    /// Priority of these rules.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub priority: Option<u8>,
-    /// Dispatchers that have this flow in their cache.
+    /// Dispatchers that have the flow in their cache.
     #[serde(default)]
     pub cached_by: Vec<usize>,
-    /// The kernel forwards this flow by itself, without vnetd, by a verdict that holds for so many milliseconds more.
+    /// Milliseconds left of the lease under which the kernel forwards this flow without vnetd; absent if vnetd forwards it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel_ms: Option<u64>,
-    /// Where it would go.
+    /// Destinations of the frame: `interface NAME` or `link NAME`.
     pub to: Vec<String>,
     /// One copy per destination, with the destination's state.
     #[serde(default)]
     pub copies: Vec<TracedCopy>,
-    /// Why it would be dropped.
+    /// Reason for which the frame would be dropped.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drop: Option<String>,
 }
@@ -312,9 +312,9 @@ pub struct Trace {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct TracedCopy {
-    /// Where it would go: `interface NAME` or `link NAME`.
+    /// Destination of the copy: `interface NAME` or `link NAME`.
     pub to: String,
-    /// State of the destination: `up`, or another.
+    /// State of the destination, as in the lists of interfaces and links.
     pub state: String,
     /// MTU of the interface, or of the link's path, in bytes.
     pub mtu: u32,
@@ -325,7 +325,7 @@ pub struct TracedCopy {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(no_recursion))]
     pub next: Option<Box<Hop>>,
-    /// Why the remote host did not answer.
+    /// Why there is no answer from the remote host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub silent: Option<String>,
 }
@@ -334,19 +334,19 @@ pub struct TracedCopy {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Hop {
-    /// Its name.
+    /// Name of the host.
     pub host: String,
-    /// Where the frame would enter there.
+    /// Where the frame would enter the host.
     pub from: String,
     /// Explanation of the decision for people.
     pub why: String,
     /// One copy per destination.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub copies: Vec<HopCopy>,
-    /// Why it would be dropped there.
+    /// Reason for which the frame would be dropped there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drop: Option<String>,
-    /// Copies omitted for lack of room.
+    /// Number of copies omitted because the answer has no room for them.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub more: usize,
 }
@@ -359,7 +359,7 @@ fn is_zero(n: &usize) -> bool {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct HopCopy {
-    /// Where it would go.
+    /// Destination of the copy: `interface NAME` or `link NAME`.
     pub to: String,
     /// State of the destination, if it is not up.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -368,7 +368,7 @@ pub struct HopCopy {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(no_recursion))]
     pub next: Option<Box<Hop>>,
-    /// Why the next host did not answer.
+    /// Why there is no answer from the next host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub silent: Option<String>,
 }
@@ -390,11 +390,11 @@ pub enum Action {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Change {
-    /// What happens.
+    /// What the step does.
     pub action: Action,
     /// `host`, `network`, `interface`, `link` or `route`.
     pub object: String,
-    /// Its name; empty for a route.
+    /// Name of the object; empty for a route.
     pub name: String,
     /// Description of the object; for a change `OLD -> NEW`.
     pub detail: String,
@@ -416,9 +416,9 @@ impl fmt::Display for Change {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Applied {
-    /// True when nothing was applied.
+    /// True if the changes were only computed, not applied.
     pub dry_run: bool,
-    /// Changes applied, or that would be.
+    /// The changes: applied, or with `dry_run` those that would be.
     pub changes: Vec<Change>,
     /// Warnings about the configuration.
     pub warnings: Vec<String>,
@@ -430,7 +430,7 @@ pub struct Applied {
 pub struct ConsoleAnswer {
     /// Line number of the command, from 1.
     pub line: usize,
-    /// False when the answer is `ERROR …`.
+    /// False if the answer is `ERROR …`.
     pub good: bool,
     /// The answer as the console sends it.
     pub lines: Vec<String>,

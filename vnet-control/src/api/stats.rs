@@ -14,9 +14,9 @@ use vnet::stats::{DiscardReason, DropReason, InterruptStats, PortStats};
 pub struct InterruptCounters {
     /// Early interrupts.
     pub early: u64,
-    /// Early interrupts suppressed: the guest had notifications off.
+    /// Early interrupts suppressed because the guest had notifications off.
     pub early_discarded: u64,
-    /// Early interrupts that came before their frames.
+    /// Early interrupts that a guest handled before its frames arrived, so that it had to be notified again.
     pub early_premature: u64,
     /// Notifications injected at or after the end of coalescing.
     pub coalesced_injected: u64,
@@ -50,9 +50,10 @@ impl InterruptCounters {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Stats {
-    /// Each interface and link, then `bridge` (datagrams that match no link) and `removed` (the sum of all removed ports).
+    /// Counters of each interface and link, then of `bridge` (datagrams that match no link) and `removed` (sum of all removed
+    /// ports).
     pub ports: Vec<Port>,
-    /// Each dispatcher, by number.
+    /// Counters of each dispatcher, by number.
     #[serde(default)]
     pub dispatchers: Vec<Dispatcher>,
     /// The balance of all frames.
@@ -63,13 +64,13 @@ pub struct Stats {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Dispatcher {
-    /// Its number, from 0.
+    /// Number of the dispatcher, from 0.
     pub id: usize,
     /// Frames taken from interfaces and links.
     pub frames: u64,
     /// Loop iterations with work.
     pub busy_turns: u64,
-    /// Nanoseconds spent in them.
+    /// Nanoseconds spent in busy turns.
     pub busy_ns: u64,
 }
 
@@ -87,9 +88,9 @@ impl Dispatcher {
 pub struct Port {
     /// `interface`, `link`, `bridge` or `removed`.
     pub kind: String,
-    /// The interface's or link's name.
+    /// Name of the interface or link.
     pub name: String,
-    /// The counters.
+    /// Counters of the port.
     #[serde(flatten)]
     pub counters: Counters,
 }
@@ -98,17 +99,17 @@ pub struct Port {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Counters {
-    /// Frames that entered here.
+    /// Frames that entered the core at this port.
     pub in_frames: u64,
-    /// Bytes that entered here.
+    /// Bytes that entered the core at this port.
     pub in_bytes: u64,
-    /// Frames delivered here.
+    /// Frames delivered to this port.
     pub out_frames: u64,
-    /// Bytes delivered here.
+    /// Bytes delivered to this port.
     pub out_bytes: u64,
     /// Additional copies of frames with several destinations.
     pub copies: u64,
-    /// Neighbour requests (ARP, ND) from here that this host answered; the request counts in `in_frames`, the answer in
+    /// Neighbour requests (ARP, ND) from this port that this host answered; the request counts in `in_frames`, the answer in
     /// `out_frames`.
     #[serde(default)]
     pub answers: u64,
@@ -122,16 +123,16 @@ pub struct Counters {
     /// Messages sent with zero copy from guests' memory.
     #[serde(default)]
     pub zero_copy_sent: u64,
-    /// Zero-copy messages that the kernel copied after all.
+    /// Zero-copy messages that the kernel copied nevertheless.
     #[serde(default)]
     pub zero_copy_copied: u64,
-    /// Messages eligible for zero copy that fell back to a copy.
+    /// Messages eligible for zero copy that were sent by copy.
     #[serde(default)]
     pub zero_copy_fallen_back: u64,
-    /// Frames received in place, into a guest's buffers.
+    /// Frames received in place, directly into a guest's buffers.
     #[serde(default)]
     pub direct_in_place: u64,
-    /// Messages received in place that had to be copied out.
+    /// Messages received in place whose layout was guessed wrong, so they were copied out.
     #[serde(default)]
     pub direct_copied_out: u64,
     /// Datagrams received.
@@ -222,7 +223,7 @@ pub struct Balance {
 }
 
 impl Balance {
-    /// The balance of some ports.
+    /// The balance of the given ports.
     pub fn of<'a>(ports: impl IntoIterator<Item = &'a Counters>) -> Balance {
         ports.into_iter().fold(Balance::default(), |sum, port| Balance {
             entered: sum.entered + port.in_frames,

@@ -1,4 +1,4 @@
-//! Bridge settings: enough ports for all dispatchers, and one port where the overlay finds hosts by it.
+//! Checks the bridge's settings: enough ports for all dispatchers, and a single port with an `[overlay]`.
 
 use crate::desired::Desired;
 use crate::table::Problem;

@@ -1,6 +1,6 @@
-//! The files that a configuration names: whether they are there, can be read, and hold what they should.
+//! Checks the files that a configuration names: that they exist, can be read, and have valid contents.
 //!
-//! Unlike all other checks these look at the host, so they are made on request only: `vnet check`, `vnetd --check`.
+//! Unlike all other checks these depend on the host, so they run on request only: `vnet check`, `vnetd --check`.
 
 use std::fs::File;
 use std::io::ErrorKind;
@@ -12,7 +12,7 @@ use crate::credentials::{check_store, read_token, server_config};
 use crate::desired::Desired;
 use crate::table::{Notes, Place, Problem};
 
-/// Looks into every file that `desired` names. A file that this user may not read is a warning: vnetd may.
+/// Reads every file that `desired` names. A file that this user may not read is only a warning, because vnetd may read it.
 pub(crate) fn check(desired: &Desired, notes: &mut Notes) {
     if let Some(item) = &desired.identity {
         let files = &item.spec;
@@ -51,7 +51,7 @@ pub(crate) fn check(desired: &Desired, notes: &mut Notes) {
     }
 }
 
-/// Opens each of `named`; `load` reads them together, once all can be opened.
+/// Opens each file of `named`; once all could be opened, `load` reads and verifies them together.
 fn look(
     notes: &mut Notes,
     place: &Place,
@@ -61,7 +61,7 @@ fn look(
     let mut all = true;
     for (key, path) in named.iter().filter_map(|(key, path)| Some((key, (*path)?))) {
         let path_name = path.display();
-        // Looks before it opens: a pipe would wait for its writer.
+        // Check the file type before opening: opening a FIFO blocks until it has a writer.
         let opened = match std::fs::metadata(path) {
             Ok(meta) if !meta.is_file() => Err(ErrorKind::InvalidInput.into()),
             Ok(_) => File::open(path).map(drop),

@@ -1,4 +1,4 @@
-//! Receive in place: which interfaces and links may use a guest's own underlay port.
+//! Checks receive in place: which interfaces and links may use an interface's own underlay port.
 
 use std::collections::HashMap;
 
@@ -7,7 +7,7 @@ use vnet::link::{Encapsulation, LinkKind};
 use crate::desired::{Attachment, Desired, DirectSpec, InterfaceSpec, Item, LinkSpec};
 use crate::table::{Problem, quote};
 
-/// Checks guests' own ports against the rest of the desired state.
+/// Checks interfaces' own underlay ports against the rest of the desired state.
 pub(super) fn check(desired: &Desired, problems: &mut Vec<Problem>) {
     let mut taken = HashMap::new();
     for Item { place, spec } in &desired.interfaces {
@@ -62,7 +62,7 @@ fn interface_problem(
     unfit(link).map(|why| format!("direct_link {name}: direct_port is for {why}"))
 }
 
-/// Why a link cannot deliver to guests' own ports; `None` when it can.
+/// Reason why a link cannot deliver to interfaces' own underlay ports; `None` if it can.
 fn unfit(link: &LinkSpec) -> Option<&'static str> {
     if link.encapsulation() != Encapsulation::Native {
         return Some("native links only");

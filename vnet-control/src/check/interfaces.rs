@@ -1,4 +1,4 @@
-//! Interfaces: names, MAC addresses, sockets and devices have one owner each.
+//! Checks interfaces: each name, MAC address, socket and device has a single owner.
 
 use super::owner::Owners;
 use crate::desired::{Desired, Item, Resource};

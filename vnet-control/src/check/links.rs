@@ -1,4 +1,5 @@
-//! Links: each has a name and remote of its own, and can work with this host's bridge.
+//! Checks links: names and remotes are used once, and each link can work with this host's bridge. [`claims`] has the addresses that
+//! a link of each kind claims on this host.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
@@ -41,7 +42,7 @@ pub(super) fn check(desired: &Desired, problems: &mut Vec<Problem>) {
     }
 }
 
-/// True when the link's datagrams arrive at the bridge's ports: a remote that is this host's own address would loop.
+/// True if the link's datagrams arrive at the bridge's ports, so that a remote at this host's own address would loop.
 pub(crate) fn arrives_at_bridge(link: &LinkSpec) -> bool {
     matches!(link.kind, LinkKind::Native { .. } | LinkKind::Classic(_))
 }
@@ -66,12 +67,12 @@ pub(crate) fn claims(link: &LinkSpec) -> Vec<String> {
     }
 }
 
-/// Links whose datagrams are told apart by address alone, where two have one address.
+/// Links by remote IP address, to find pairs whose datagrams cannot be told apart because one of them matches by address alone.
 #[derive(Default)]
 pub(crate) struct Hosts<'a>(HashMap<IpAddr, &'a Item<LinkSpec>>);
 
 impl<'a> Hosts<'a> {
-    /// Records a link; returns why its datagrams cannot be told from those of a link before it.
+    /// Records a link; returns an error text if its datagrams cannot be told apart from those of a link recorded before.
     pub(crate) fn claim(&mut self, item: &'a Item<LinkSpec>) -> Option<String> {
         let spec = &item.spec;
         if !arrives_at_bridge(spec) || spec.remote == ANYWHERE {
@@ -84,7 +85,7 @@ impl<'a> Hosts<'a> {
             return None;
         };
         let one = [spec, &first.spec].into_iter().find(|spec| by_address(spec))?;
-        // Later links of this address are compared with the one that takes all ports.
+        // Keep the link that matches all ports of the address, so that later links are compared with it.
         self.0.insert(ip, if by_address(spec) { item } else { first });
         Some(format!(
             "links {} and {}{} both lead to {ip}, and link {} takes the datagrams of all its ports; write source = \
@@ -97,7 +98,7 @@ impl<'a> Hosts<'a> {
     }
 }
 
-/// Why a link cannot work with these bridge settings.
+/// Reason why a link cannot work with these bridge settings.
 pub(crate) fn unusable(bridge: &BridgeSpec, link: &LinkSpec) -> Option<String> {
     let name = &link.name;
     match (&link.kind, bridge.vxlan_listen) {
@@ -122,8 +123,8 @@ pub(crate) fn unusable(bridge: &BridgeSpec, link: &LinkSpec) -> Option<String> {
     }
 }
 
-/// Why the link's remote cannot be reached from a host that listens at `ports` consecutive ports from `listen` on;
-/// `key` is the setting that says so.
+/// Reason why the link's remote cannot be reached from a host that listens at `ports` consecutive ports from `listen` on; `key`
+/// is the setting of `listen`, for the message.
 fn unreachable(listen: SocketAddr, ports: u16, key: &str, link: &LinkSpec) -> Option<String> {
     let LinkSpec { name, remote, .. } = link;
     let wildcard = listen.ip().is_unspecified();

@@ -1,5 +1,5 @@
-//! Validation of a host's desired state as a whole: names, addresses and resources are used once, and every reference
-//! resolves. Every change passes through here, whether it comes from a file, a command or the overlay.
+//! Validation of a host's desired state as a whole: names, addresses and resources are used once, and every reference resolves.
+//! Every change passes these checks, whether it comes from a file, a command or the overlay.
 
 mod bridge;
 pub(crate) mod files;
@@ -15,7 +15,7 @@ pub(crate) mod security;
 use crate::desired::*;
 use crate::table::Problem;
 
-/// Validates `desired` and adds what it finds to `problems`.
+/// Validates `desired` and appends errors to `problems`.
 ///
 /// `broken` lists interfaces and links whose own tables were refused: references to them are not reported again.
 pub fn check(desired: &Desired, broken: &[Target], problems: &mut Vec<Problem>) {
@@ -32,7 +32,7 @@ pub fn check(desired: &Desired, broken: &[Target], problems: &mut Vec<Problem>) 
     overlay::check(desired, problems);
 }
 
-/// Adds what is allowed but does not do what it seems to.
+/// Appends warnings about settings that are valid but do not have the effect that they suggest.
 pub fn warn(desired: &Desired, warnings: &mut Vec<Problem>) {
     routes::warn(desired, warnings);
 }

@@ -1,4 +1,4 @@
-//! Networks: each is declared once, and every object's network is declared.
+//! Checks networks: each is declared once, and every interface, link and route refers to a declared one.
 
 use std::collections::HashMap;
 

@@ -1,4 +1,4 @@
-//! Names, addresses and resources that one object of a host may own.
+//! Keys that may have only one owner on a host: names, addresses and resources.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;

@@ -1,4 +1,4 @@
-//! Routes: what they name exists, and which of them share frames.
+//! Checks routes: the interfaces and links that they name exist, and which routes share frames.
 
 use std::collections::{HashMap, HashSet};
 
@@ -53,7 +53,7 @@ pub(super) fn check(desired: &Desired, broken: &[Target], problems: &mut Vec<Pro
     }
 }
 
-/// Ends an error about an unknown name with the names that exist.
+/// Completes an error about an unknown name with the list of existing names.
 fn missing<T>(there: &HashMap<&str, T>) -> String {
     const NAMED_MAX: usize = 8;
     if there.is_empty() {
@@ -66,8 +66,8 @@ fn missing<T>(there: &HashMap<&str, T>) -> String {
     format!("which does not exist; there is {}{more}", names.join(", "))
 }
 
-/// Warns of routes to every address that tie with routes to one address: by VNET's priorities both are equal, so frames to that
-/// address go both ways. One warning for each route to every address.
+/// Warns of routes to every address that tie with routes to one address: VNET's priorities rank both equal, so each frame to that
+/// address is sent to both destinations. One warning for each route to every address.
 pub(super) fn warn(desired: &Desired, warnings: &mut Vec<Problem>) {
     let key = |spec: &RouteSpec| match spec.src {
         Qualifier::Any | Qualifier::Is(_) => Some((spec.network, spec.src)),
@@ -99,7 +99,7 @@ pub(super) fn warn(desired: &Desired, warnings: &mut Vec<Problem>) {
     }
 }
 
-/// Whether frames of one origin can match both.
+/// True if frames of one origin can match both sources.
 fn overlap(a: &RouteSource, b: &RouteSource) -> bool {
     use RouteSource::{Any, AnyInterface, AnyLink, One};
     match (a, b) {

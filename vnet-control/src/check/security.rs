@@ -1,7 +1,7 @@
 //! Link security: no link carries clear text over an untrusted path.
 //!
-//! A link is accepted when it is sealed, or its remote is on this machine or in a network of `[bridge] trusted`, or it sets
-//! `trusted = true`. A sealed link needs an identity and a peer with another name than this host's.
+//! A link is accepted if it is sealed, its remote is on this machine or in a network of `[bridge] trusted`, or it sets `trusted =
+//! true`. A sealed link needs an identity, and a peer whose name differs from this host's.
 
 use std::net::IpAddr;
 
@@ -77,7 +77,7 @@ fn check_meeting(desired: &Desired, item: &Item<LinkSpec>, problems: &mut Vec<Pr
     }
 }
 
-/// Why a link that the overlay computed is refused: not a configuration error, so it is only left out.
+/// Reason why a link that the overlay computed is unsafe. The link is then left out; this is not a configuration error.
 pub(crate) fn unsafe_link(desired: &Desired, link: &LinkSpec) -> Option<String> {
     let Some(peer) = &link.security.peer else { return clear(desired, link) };
     let own = peer.eq_ignore_ascii_case(&desired.host.spec.name);
@@ -85,7 +85,7 @@ pub(crate) fn unsafe_link(desired: &Desired, link: &LinkSpec) -> Option<String> 
     own.or_else(|| server_name(peer).err().map(|why| format!("link {} cannot be sealed: {why}", link.name)))
 }
 
-/// Why a link in clear text is refused.
+/// Reason why a link in clear text is refused.
 fn clear(desired: &Desired, link: &LinkSpec) -> Option<String> {
     let LinkSpec { name, remote, security, kind, .. } = link;
     if security.trusted {

@@ -1,4 +1,5 @@
-//! Front ends of a vhost-user interface: who may connect to its socket, and how much memory they may share.
+//! Access control for front ends of a vhost-user interface: who may connect to its socket, and how much memory a front end may
+//! share.
 
 use std::fmt;
 use std::io;
@@ -8,10 +9,10 @@ use nix::unistd::{Group, User};
 use vnet::interface::vhost_user::AllowedPeer;
 use vnet::unix::SocketAccess;
 
-/// Longest name of a user or group (`LOGIN_NAME_MAX` less the final zero).
+/// Maximum length of a user or group name in bytes (`LOGIN_NAME_MAX` less the terminating zero).
 const NAME_LEN_MAX: usize = 255;
 
-/// A user or group, by name or number.
+/// A user or group, by name or id.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Account(String);
 
@@ -34,12 +35,12 @@ impl fmt::Display for Account {
 }
 
 impl Account {
-    /// The number of the user.
+    /// The user id.
     fn uid(&self) -> io::Result<u32> {
         self.number("user", |name| Ok(User::from_name(name)?.map(|user| user.uid.as_raw())))
     }
 
-    /// The number of the group.
+    /// The group id.
     fn gid(&self) -> io::Result<u32> {
         self.number("group", |name| Ok(Group::from_name(name)?.map(|group| group.gid.as_raw())))
     }
@@ -76,7 +77,7 @@ impl fmt::Display for FileMode {
     }
 }
 
-/// Who may be at the other end of a vhost-user socket, and what they may share.
+/// Access rules of a vhost-user socket.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FrontEndSpec {
     /// Owner of the socket file.
@@ -89,12 +90,12 @@ pub struct FrontEndSpec {
     pub peer_user: Option<Account>,
     /// The only group whose process may be the front end.
     pub peer_group: Option<Account>,
-    /// Most memory that it may share, in MiB.
+    /// Upper bound on guest memory that one front end may share, in MiB.
     pub memory_limit: Option<u32>,
 }
 
 impl FrontEndSpec {
-    /// Attributes of the socket file, with numbers for names.
+    /// Attributes of the socket file, with names resolved to ids.
     pub(crate) fn access(&self) -> io::Result<SocketAccess> {
         Ok(SocketAccess {
             owner: self.socket_owner.as_ref().map(Account::uid).transpose()?,
@@ -103,7 +104,7 @@ impl FrontEndSpec {
         })
     }
 
-    /// The processes that may be the front end, likewise.
+    /// The user and group whose processes may be the front end, with names resolved to ids.
     pub(crate) fn peer(&self) -> io::Result<AllowedPeer> {
         Ok(AllowedPeer {
             uid: self.peer_user.as_ref().map(Account::uid).transpose()?,
@@ -111,7 +112,7 @@ impl FrontEndSpec {
         })
     }
 
-    /// Most bytes that the front end may share.
+    /// Upper bound on guest memory that one front end may share, in bytes.
     pub(crate) fn memory_max(&self) -> Option<u64> {
         self.memory_limit.map(|mib| u64::from(mib) << 20)
     }

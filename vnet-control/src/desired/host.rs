@@ -17,7 +17,7 @@ use crate::table::quote;
 /// `[host]`
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostSpec {
-    /// Its name in the overlay.
+    /// Name of the host in the overlay.
     pub name: String,
 }
 
@@ -26,7 +26,7 @@ pub struct HostSpec {
 pub struct ControlSpec {
     /// Unix socket of the HTTP/JSON API.
     pub socket: PathBuf,
-    /// Access by TCP.
+    /// Access over TCP.
     pub access: Access,
 }
 
@@ -36,18 +36,18 @@ impl Default for ControlSpec {
     }
 }
 
-/// Where control listens by TCP, and how clients authenticate.
+/// TCP listeners of control, and how clients authenticate.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Access {
-    /// The API, metrics and events.
+    /// Address of the API, metrics and events.
     pub http: Option<SocketAddr>,
-    /// The control language.
+    /// Address of the console, which takes the control language.
     pub console: Option<SocketAddr>,
-    /// File with the bearer token that API requests need for changes.
+    /// File with the bearer token that requests for changes need.
     pub token_file: Option<PathBuf>,
-    /// TLS: this host's certificate.
+    /// TLS certificate and key of this host.
     pub tls: Option<TlsFiles>,
-    /// PEM file of the authority that signs console clients' certificates; the console then uses mutual TLS.
+    /// PEM file of the authority that signs console clients' certificates; if set, the console uses mutual TLS.
     pub tls_client_ca: Option<PathBuf>,
 }
 
@@ -56,7 +56,7 @@ pub struct Access {
 pub struct TlsFiles {
     /// The certificate, then its chain.
     pub cert: PathBuf,
-    /// Its private key.
+    /// Private key of the certificate.
     pub key: PathBuf,
 }
 
@@ -65,7 +65,7 @@ pub struct TlsFiles {
 pub struct DispatchSpec {
     /// Number of dispatchers.
     pub threads: usize,
-    /// Processor of each dispatcher; empty: the kernel chooses.
+    /// CPU of each dispatcher; empty: the kernel's scheduler chooses.
     pub cpus: Vec<usize>,
     /// What an idle dispatcher does.
     pub yield_strategy: Strategy,
@@ -73,7 +73,7 @@ pub struct DispatchSpec {
     pub sleep_us: u32,
     /// T_nowork of VNET/P's adaptive yield, in microseconds.
     pub nowork_us: u32,
-    /// Most frames taken from an interface, or messages from a socket, at a time.
+    /// Maximum number of frames taken from an interface, or messages from a socket, at a time.
     pub burst: usize,
     /// `priority`, `lock_memory`, `busy_poll_us`, `busy_poll_budget`.
     pub isolation: Isolation,
@@ -81,16 +81,16 @@ pub struct DispatchSpec {
     pub kernel_path: KernelPath,
 }
 
-/// Whether the kernel forwards known flows of containers by itself.
+/// Whether the kernel forwards known flows of containers without vnetd.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, strum::Display, strum::EnumString, strum::VariantNames,
 )]
 #[strum(serialize_all = "kebab-case")]
 pub enum KernelPath {
-    /// Where it can.
+    /// Use the kernel's path where it is available.
     #[default]
     Auto,
-    /// Never: every frame passes vnetd.
+    /// Never use it: vnetd forwards every frame.
     Off,
 }
 
@@ -109,7 +109,7 @@ impl Default for DispatchSpec {
     }
 }
 
-/// Seconds between rekeyings of a sealed link, by default.
+/// Default time between two rekeyings of a sealed link, in seconds.
 pub const REKEY_S: u32 = 3600;
 
 /// A prefix of IP addresses, as in 10.0.0.0/8.
@@ -140,29 +140,29 @@ impl FromStr for Prefix {
     }
 }
 
-/// `[bridge]`: where links arrive.
+/// `[bridge]`: sockets at which links arrive.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BridgeSpec {
-    /// Where links arrive (UDP) and handshakes of sealed links (TCP).
+    /// Address at which links (UDP) and handshakes of sealed links (TCP) arrive.
     pub listen: SocketAddr,
     /// Number of UDP ports, consecutive from that of `listen`.
     pub ports: u16,
-    /// Where VXLAN links arrive (UDP); nowhere when absent.
+    /// Address at which VXLAN links arrive (UDP); none if absent.
     pub vxlan_listen: Option<SocketAddr>,
-    /// Where stream links arrive (TCP); nowhere when absent.
+    /// Address at which stream links arrive (TCP); none if absent.
     pub stream_listen: Option<SocketAddr>,
-    /// Whether guests' memory is sent without copying it.
+    /// When frames in guest memory are sent with zero copy.
     pub zero_copy: ZeroCopy,
-    /// Networks in which clear text may travel.
+    /// Networks over which links may carry clear text.
     pub trusted: Vec<Prefix>,
     /// Seconds after which sealed links get new keys.
     pub rekey_s: u32,
-    /// Most pairs of hosts that use this one for rendezvous and relay at the same time.
+    /// Maximum number of pairs of hosts that use this host for rendezvous and relay at the same time.
     pub meetings: u16,
 }
 
 impl BridgeSpec {
-    /// First UDP port for rendezvous when the bridge listens at `bridge`: the one after the bridge's own ports.
+    /// First UDP port for rendezvous if the bridge listens at `bridge`: the port after the bridge's own ports.
     pub fn meet_at(&self, bridge: SocketAddr) -> SocketAddr {
         let port = if self.listen.port() == 0 { 0 } else { bridge.port().saturating_add(self.ports) };
         SocketAddr::new(bridge.ip(), port)
@@ -188,13 +188,13 @@ impl Default for BridgeSpec {
 /// One network.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NetworkSpec {
-    /// Its number.
+    /// Number of the network.
     pub id: NetworkId,
-    /// Learn addresses and flood unknown destinations; if false, only rules decide.
+    /// Learn addresses and flood frames to unknown destinations; if false, only rules decide.
     pub learning: bool,
     /// Ageing time of learned addresses in seconds.
     pub ageing_s: u32,
-    /// This host relays frames from link to link.
+    /// This host relays frames between links (no split horizon).
     pub relay: bool,
 }
 

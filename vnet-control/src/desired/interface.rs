@@ -1,4 +1,4 @@
-//! Interfaces: attachment of guests, and the policy that drives them.
+//! Interfaces: how guests are attached, and how interfaces are driven.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -18,25 +18,25 @@ use super::limits::MTU_DEFAULT;
 /// One interface.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct InterfaceSpec {
-    /// Its name on this host.
+    /// Name of the interface on this host.
     pub name: String,
     /// How the guest is attached.
     pub attachment: Attachment,
-    /// Its network.
+    /// Network of the interface.
     pub network: NetworkId,
     /// The guest's MAC address; learned when absent.
     pub mac: Option<Mac>,
     /// The guest's IP addresses: other hosts of the overlay answer ARP and ND for them.
     pub addresses: Vec<IpAddr>,
-    /// Largest payload of a frame, in bytes.
+    /// MTU: maximum payload of a frame, in bytes.
     pub mtu: u32,
-    /// Queue pairs.
+    /// Number of queue pairs.
     pub queues: u32,
-    /// Storm control: most flooded frames per second from it.
+    /// Storm control: maximum rate of flooded frames from the guest, per second.
     pub storm_limit: u32,
-    /// Drop frames from it with another source address than `mac`.
+    /// Port security: drop frames from the guest whose source address is not `mac`.
     pub port_security: bool,
-    /// The kernel's own path, for a veth.
+    /// Whether the kernel forwards known flows of a veth.
     pub kernel_path: KernelPath,
     /// Polling mode and interrupt coalescing.
     pub driving: Driving,
@@ -75,28 +75,28 @@ pub enum Attachment {
         socket: PathBuf,
         /// True: vnetd listens; false: vnetd connects.
         server: bool,
-        /// Who may be at its other end, and what they may share.
+        /// Access rules of the socket.
         front_end: FrontEndSpec,
-        /// An underlay port of its own.
+        /// The interface's own underlay port, for receive in place.
         direct: Option<DirectSpec>,
     },
     /// A TAP device, for containers and hosts.
     Tap {
-        /// The device's name.
+        /// Name of the device.
         device: String,
         /// Network namespace of the device; vnetd's own when absent.
         netns: Option<Netns>,
     },
-    /// A container's veth, whose known flows the kernel forwards by itself.
+    /// A container's veth, whose known flows the kernel forwards without vnetd.
     Veth {
-        /// The device's name.
+        /// Name of the device.
         device: String,
         /// Network namespace of the device; vnetd's own when absent.
         netns: Option<Netns>,
     },
     /// A network device of this host, bridged to its LAN.
     Local {
-        /// The device's name.
+        /// Name of the device.
         device: String,
         /// Network namespace of the device; vnetd's own when absent.
         netns: Option<Netns>,

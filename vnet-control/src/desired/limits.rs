@@ -1,12 +1,12 @@
-//! Limits of a host, valid names, valid addresses.
+//! Limits of a host, and valid names and addresses.
 
 use std::net::{IpAddr, SocketAddr};
 
-/// Most interfaces of a host.
+/// Maximum number of interfaces of a host.
 pub const INTERFACES_MAX: usize = 1_024;
-/// Most links of a host.
+/// Maximum number of links of a host.
 pub const LINKS_MAX: usize = 4_096;
-/// Most routes of a host.
+/// Maximum number of routes of a host.
 pub const ROUTES_MAX: usize = 1_048_576;
 /// Smallest interface MTU in bytes (RFC 791: every IPv4 module forwards 68 bytes unfragmented).
 pub const MTU_MIN: u32 = 68;
@@ -14,18 +14,18 @@ pub const MTU_MIN: u32 = 68;
 pub const MTU_DEFAULT: u32 = 1_500;
 /// Smallest path MTU of a link in bytes (RFC 791: every IPv4 host reassembles 576 bytes).
 pub const LINK_MTU_MIN: u32 = 576;
-/// Most queues of a TAP (the kernel's limit).
+/// Maximum number of queues of a TAP (the kernel's limit).
 pub const TAP_QUEUES_MAX: u32 = 256;
-/// Most IP addresses of an interface's guest.
+/// Maximum number of IP addresses of an interface's guest.
 pub const ADDRESSES_MAX: usize = 16;
-/// Longest path of a Unix socket in bytes (`sockaddr_un` without the terminating zero).
+/// Maximum length of a Unix socket's path in bytes (`sockaddr_un` without the terminating zero).
 pub const SOCKET_PATH_MAX: usize = 107;
 /// Default control socket.
 pub const CONTROL_SOCKET: &str = "/run/vnet/vnet.sock";
 /// Default UDP port of links, as in VNET/P.
 pub const BRIDGE_PORT: u16 = 9_000;
 
-/// Longest name of a host, interface or link in bytes.
+/// Maximum length of the name of a host, interface or link, in bytes.
 pub const NAME_MAX: usize = 64;
 
 /// True for a valid name of a host, interface or link.

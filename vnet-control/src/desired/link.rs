@@ -6,30 +6,30 @@ use vnet::frame::NetworkId;
 use vnet::link::{ANYWHERE, Encapsulation, LinkKind, StreamOptions};
 use vnet::wire::ethernet::Mac;
 
-/// What is shown for the remote of a link that learns it from its peer.
+/// Text shown for the remote of a link that has not learned it from its peer yet.
 pub const UNKNOWN_REMOTE: &str = "anywhere";
 
 /// One link.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LinkSpec {
-    /// Its name on this host.
+    /// Name of the link on this host.
     pub name: String,
-    /// The other host; [`ANYWHERE`] while a sealed link learns it from its peer.
+    /// Address of the other host; [`ANYWHERE`] while a sealed link learns it from its peer.
     pub remote: SocketAddr,
     /// Number of UDP ports of the other host, consecutive from that of `remote`.
     pub ports: u16,
-    /// The networks it carries; all when absent.
+    /// Networks that the link carries; all if absent.
     pub networks: Option<Vec<NetworkId>>,
     /// Path MTU in bytes; discovered when absent.
     pub mtu: Option<u16>,
-    /// Its encapsulation, with the settings that only this one has.
+    /// Encapsulation, with the settings that only this kind of link has.
     pub kind: LinkKind,
     /// Encryption, peer and admitted source addresses.
     pub security: LinkSecurity,
 }
 
 impl LinkSpec {
-    /// How its frames are wrapped.
+    /// The link's encapsulation.
     pub fn encapsulation(&self) -> Encapsulation {
         self.kind.encapsulation()
     }
@@ -70,12 +70,12 @@ impl LinkSpec {
 /// Encryption, peer and admitted source addresses of a link.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LinkSecurity {
-    /// The path is trusted with clear text.
+    /// The path is trusted: the link may carry clear text.
     pub trusted: bool,
-    /// Sealed link: the name in the other host's certificate. `None`: clear text.
+    /// Name in the certificate of a sealed link's other host. `None`: clear text.
     pub peer: Option<String>,
     /// Admitted source MAC addresses of received frames, sorted; all when absent.
     pub macs: Option<Vec<Mac>>,
-    /// Rendezvous: the link to a host that both sides reach, for two hosts behind NAT.
+    /// Rendezvous: name of the link to a host that both sides reach, so that two hosts behind NAT find each other.
     pub via: Option<String>,
 }

@@ -1,8 +1,8 @@
 //! The desired state of a host: its settings, and its networks, interfaces, links and routes.
 //!
-//! These are plain values. `settings` declares and reads them, `check` compares them with each other, `plan` computes the
-//! difference of two states, and the engine carries it out. Each item keeps its place in the file, for error messages;
-//! the place does not count when items are compared.
+//! These are plain values. `settings` declares and parses them, `check` compares them with each other, `plan` computes the
+//! difference of two states, and the engine applies it. Each item keeps its place in the file for error messages; comparisons
+//! ignore the place.
 
 mod front_end;
 mod host;
@@ -24,10 +24,10 @@ use vnet::link::sealed::identity::IdentityFiles;
 
 use crate::table::Place;
 
-/// A value and where it was written.
+/// A value and the place where it was written.
 #[derive(Clone, Debug)]
 pub struct Item<T> {
-    /// File and line, or nowhere (a command).
+    /// File and line; empty for a command.
     pub place: Place,
     /// The value.
     pub spec: T,
@@ -39,7 +39,7 @@ impl<T: PartialEq> PartialEq for Item<T> {
     }
 }
 
-/// Everything a host should be.
+/// The complete desired state of a host.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Desired {
     /// `[host]`.
@@ -54,7 +54,7 @@ pub struct Desired {
     pub overlay: Option<Item<OverlaySpec>>,
     /// `[identity]`; the paths are fixed while vnetd runs, the files' contents are reloaded.
     pub identity: Option<Item<IdentityFiles>>,
-    /// Networks with settings of their own; network 1 exists even when it is not listed.
+    /// Networks with explicit settings; network 1 exists even if it is not listed.
     pub networks: Vec<Item<NetworkSpec>>,
     /// Interfaces, in the order of the file.
     pub interfaces: Vec<Item<InterfaceSpec>>,

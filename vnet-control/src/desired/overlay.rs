@@ -15,25 +15,25 @@ use crate::table::quote;
 pub struct OverlaySpec {
     /// Members of the etcd cluster: `http://HOST:PORT` or `https://HOST:PORT`.
     pub etcd: Vec<String>,
-    /// PEM file of the authorities that verify the store's certificate; set when an endpoint uses https.
+    /// PEM file of the authorities that verify the store's certificate; set if an endpoint uses https.
     pub ca: Option<PathBuf>,
     /// PEM files of this host's client certificate and key for the store.
     pub identity: Option<(PathBuf, PathBuf)>,
     /// Which hosts have links to each other.
     pub topology: Topology,
-    /// Hosts that relay for those behind NAT; the first that is present serves all.
+    /// Hosts that relay for hosts behind NAT; the first one that is present serves all.
     pub reflectors: Vec<String>,
     /// This host is behind NAT: only reflectors can reach it.
     pub behind_nat: bool,
-    /// Where other hosts reach this one; detected when absent.
+    /// Address at which other hosts reach this one; detected if absent.
     pub address: Option<SocketAddr>,
-    /// Networks to publish and join; all declared ones when absent.
+    /// Networks to publish and join; all declared networks if absent.
     pub networks: Option<Vec<NetworkId>>,
-    /// Computed links are sealed; the peer is the host that the link leads to.
+    /// Computed links are sealed; the name of a link's other host is its peer.
     pub sealed: bool,
-    /// Clear text may travel computed links.
+    /// Computed links may carry clear text.
     pub trusted: bool,
-    /// Folder of the last known state; absent: the service manager's, or `/var/lib/vnet`.
+    /// Folder of the last known state; if absent, the service manager's, or `/var/lib/vnet`.
     pub state: Option<PathBuf>,
 }
 
@@ -43,9 +43,9 @@ pub enum Topology {
     /// A link between every two hosts that share a network; hosts behind NAT use a reflector.
     #[default]
     Mesh,
-    /// Hub and spoke: every host has a link to this one, which relays.
+    /// Hub and spoke: every host has a link to the named hub, which relays.
     Hub(String),
-    /// Only links of the configuration file; the store provides station locations.
+    /// Only links of the configuration file; the store provides only station locations.
     Explicit,
 }
 

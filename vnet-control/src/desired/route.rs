@@ -1,4 +1,4 @@
-//! Routing rules, and the interfaces and links that they name.
+//! Routing rules, and references to interfaces and links.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,35 +11,35 @@ use crate::table::quote;
 /// One rule.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct RouteSpec {
-    /// Network of the frames it applies to.
+    /// Network of matching frames.
     pub network: NetworkId,
-    /// Source addresses it applies to.
+    /// Source addresses of matching frames.
     pub src: Qualifier,
-    /// Destination addresses it applies to.
+    /// Destination addresses of matching frames.
     pub dst: Qualifier,
-    /// Where matching frames enter.
+    /// Where matching frames enter the core.
     pub from: RouteSource,
     /// Where matching frames go.
     pub to: Target,
 }
 
 impl RouteSpec {
-    /// True when the rule names `target`.
+    /// True if the rule refers to `target`.
     pub fn names(&self, target: &Target) -> bool {
         self.to == *target || matches!(&self.from, RouteSource::One(from) if from == target)
     }
 }
 
-/// Where frames that match a rule enter.
+/// Where frames that match a rule enter the core.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum RouteSource {
-    /// Anywhere.
+    /// Any interface or link.
     Any,
     /// Any interface.
     AnyInterface,
     /// Any link.
     AnyLink,
-    /// One interface or link.
+    /// The given interface or link.
     One(Target),
 }
 

@@ -1,5 +1,5 @@
-//! Alarms about the store and what others write there. Each kind is counted, shown, and logged at most once per
-//! [`LOG_MS`], so that nobody can fill the log through the store.
+//! Alarms about the store and records that others write there. Each kind is counted, reported by the API, and logged at most once
+//! per [`LOG_MS`], so that a writer to the store cannot flood the log.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use crate::api;
 /// Log rate limit per kind of alarm, in milliseconds.
 const LOG_MS: u64 = 10_000;
 
-/// Kinds of alarms. The documentation of each is its help text.
+/// Kinds of alarms. The doc comment of each is its help text.
 #[derive(
     Clone,
     Copy,
@@ -27,13 +27,13 @@ pub enum Alarm {
     Garbage,
     /// Another writer changed a record of this host; it was repaired.
     Forged,
-    /// Guests of two hosts use the same MAC address, or somebody claims one for another host.
+    /// Guests of two hosts use the same MAC address, or a forged record claims an address for another host.
     Duplicate,
     /// A record that its writer's certificate does not authorize.
     Untrusted,
     /// A replay of a record that its writer has since replaced.
     Replayed,
-    /// A claim without the next sequence number.
+    /// A claim whose sequence number is not the next one.
     Sequence,
     /// Several hosts claim the same station in turn.
     Frozen,
@@ -57,18 +57,18 @@ impl Alarm {
     /// All kinds.
     pub const ALL: &'static [Alarm] = <Alarm as strum::VariantArray>::VARIANTS;
 
-    /// The stable name in metrics and the API.
+    /// The kind's stable name in metrics and the API.
     pub fn name(self) -> &'static str {
         self.into()
     }
 
-    /// A sentence about what is wrong.
+    /// The kind's help text, one sentence.
     pub fn help(self) -> &'static str {
         strum::EnumMessage::get_documentation(&self).unwrap_or_default()
     }
 }
 
-/// A host's alarms, by kind.
+/// The alarms raised on this host, by kind.
 #[derive(Debug, Default)]
 pub(super) struct Alarms(BTreeMap<Alarm, Raised>);
 

@@ -6,22 +6,21 @@
 //!         <-- signed values --        <-- writes --
 //! ```
 //!
-//! A value (`signed.rs`) is accepted under these conditions:
+//! A value (`signed_format.rs`) is accepted under these conditions:
 //!
 //! - **A host's record** contains its certificate chain. The certificate leads to a trusted authority, is valid and
 //!   not revoked, names the host of the key, and authorizes the network; its key signed the value.
-//! - **A station's record** is signed by the certificate in its host's record of the same network, which authorizes
-//!   the network and the MAC address. A host writes its own record first, and again when its certificate changes;
-//!   stations whose host is still unknown wait ([`WAITING_MAX`]).
-//! - Neither is older than the last one accepted from the same host under the same key (`Newest`). This prevents
-//!   replay of a replaced value, even after the current one was deleted.
+//! - **A station's record** is signed by the certificate in its host's record of the same network, which authorizes the network
+//!   and the MAC address. A host writes its own record first, and again when its certificate changes; stations whose host is
+//!   still unknown are queued ([`WAITING_MAX`]).
+//! - No record is older than the last one accepted from the same host under the same key (`Newest`). This prevents replay of a
+//!   replaced value, even after the current one was deleted.
 //!
-//! Any other value counts as no record: it changes nothing in force, the owner repairs it, and an alarm is raised.
-//! Each write is verified once; the state machine then knows its revision.
+//! Any other value counts as no record: it changes nothing in force, the owner repairs it, and an alarm is raised. Each write is
+//! verified once; after that the state machine knows its revision.
 //!
-//! A certificate refused later (revoked, authority no longer trusted) removes its host. Expiry alone does not: a host
-//! that cannot reach the store cannot renew its record there. But records signed or first read after expiry are
-//! refused.
+//! A certificate that becomes invalid later (revoked, authority no longer trusted) removes its host. Expiry alone does not: a
+//! host that cannot reach the store cannot renew its record there. But records signed or first read after expiry are refused.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -36,10 +35,10 @@ use vnet::link::sealed::identity::{Identity, IdentityStore};
 use vnet::link::sealed::signature_algorithms::Signatory;
 use vnet::wire::ethernet::Mac;
 
-/// Limit of values that wait for their host's certificate: at 4 KiB each they take 32 MiB. Others are read again with
-/// the next snapshot.
+/// Limit of values queued until their host's certificate arrives: at 4 KiB each they take 32 MiB. Values beyond the limit are
+/// read again with the next snapshot.
 pub const WAITING_MAX: usize = 8192;
-/// Hosts remembered per station with the time of their last record: as many as a station visits in five moves.
+/// Hosts remembered per station with the time of their last record: enough for five moves, after which a station is frozen.
 const HOSTS_OF_STATION_MAX: usize = 5;
 
 type StationKey = (NetworkId, Mac);
@@ -47,7 +46,7 @@ type StationKey = (NetworkId, Mac);
 /// A host whose record was accepted.
 struct Known {
     signatory: Arc<Signatory>,
-    /// When its latest record was signed.
+    /// Time at which its latest record was signed.
     signed: u64,
 }
 
@@ -56,7 +55,7 @@ struct Known {
 struct Newest(Vec<(Box<str>, u64)>);
 
 impl Newest {
-    /// False for what `host` itself or another host has replaced since.
+    /// False for a record that `host` itself or another host has replaced since.
     fn takes(&self, host: &str, signed: u64) -> bool {
         let at = self.0.iter().position(|(other, _)| **other == *host);
         at.is_none_or(|at| signed > self.0[at].1 || (at == 0 && signed == self.0[at].1))
@@ -74,7 +73,7 @@ impl Newest {
     }
 }
 
-/// A value whose host's certificate is unknown.
+/// A value queued until its host's certificate is known.
 struct Waiting {
     host: Box<str>,
     value: Vec<u8>,
@@ -82,7 +81,7 @@ struct Waiting {
     revision: i64,
 }
 
-/// Why a value is not accepted.
+/// Reason why a value is not accepted.
 enum Doubt {
     Wrong(Alarm, String),
     /// The host's certificate is unknown.
@@ -98,7 +97,7 @@ impl From<&str> for Doubt {
 /// A verified value.
 struct Believed {
     value: Vec<u8>,
-    /// From this host, signed with a certificate that was replaced since.
+    /// The record is this host's own, signed with a certificate that was replaced since.
     stale: bool,
 }
 
@@ -107,7 +106,7 @@ pub struct Authenticator {
     store: Arc<IdentityStore>,
     identity: Arc<Identity>,
     own: Arc<Signatory>,
-    /// This host's previous certificate: records signed with it may still arrive.
+    /// This host's previous certificate: records signed with it can still be in transit.
     before: Option<Arc<Signatory>>,
     /// Signing time of this host's latest value.
     signed: u64,
@@ -135,19 +134,19 @@ impl Authenticator {
         }
     }
 
-    /// The latest accepted value of another host under `key`, as signed.
+    /// The latest accepted value of another host under `key`, in signed form.
     pub(super) fn value(&self, key: &Key) -> Option<&[u8]> {
         self.values.get(key).map(|value| &**value)
     }
 
-    /// Verifies a value that was kept from the previous run; returns it without its signature.
+    /// Verifies a value that was saved by the previous run; returns it without its signature.
     pub(super) fn vouches(&mut self, key: &Key, value: &[u8]) -> Option<Vec<u8>> {
         let believed = self.check(key, value).ok()?;
         self.values.insert(key.clone(), value.into());
         Some(believed.value)
     }
 
-    /// Signs the value of a write, or says why that is impossible.
+    /// Signs the value of a write; the error is the reason why it cannot be signed.
     pub fn sign(&mut self, write: &mut Write) -> Result<(), String> {
         let Some(value) = &write.value else { return Ok(()) };
         let because =
@@ -165,7 +164,7 @@ impl Authenticator {
             return Err(because("it does not speak for that network (vnet:network)".into()));
         }
         let clock = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_micros() as u64);
-        // Strictly increasing, even if the clock goes back.
+        // Signing times are strictly increasing, even if the clock is set back.
         self.signed = clock.max(self.signed.saturating_add(1));
         let sign = |message: &[u8]| self.identity.sign(message);
         write.value = Some(signed_format::sign(&key, value, chain, self.signed, sign).map_err(because)?);
@@ -192,7 +191,8 @@ impl Authenticator {
         match self.check(&parsed, value) {
             Ok(Believed { value: plain, stale }) => {
                 overlay.put(key, &plain, if stale { 0 } else { lease }, revision, now_ms);
-                // The overlay did not keep it, so forget it here too: this bounds memory the same way.
+                // The overlay did not keep the record, so do not keep its signed value either: both are bounded by the same
+                // limits.
                 let kept = overlay.knows(&parsed);
                 if kept && !overlay.names_this_host(&parsed, &plain) {
                     self.values.insert(parsed.clone(), value.into());
@@ -209,7 +209,7 @@ impl Authenticator {
             Err(Doubt::Wrong(alarm, why)) => {
                 let history = overlay.is_new && overlay.names_this_host(&parsed, value);
                 overlay.disbelieve(&parsed, lease, revision, now_ms);
-                // Left by this host's previous run, without [overlay] sealed or with another certificate.
+                // A record left by this host's previous run, unsigned or signed with another certificate.
                 if !history {
                     overlay.alarm(alarm, now_ms, format!("{parsed} is ignored: {why}"));
                 }
@@ -235,7 +235,7 @@ impl Authenticator {
         overlay.delete(key, revision, now_ms);
     }
 
-    /// [`Overlay::end_reading`] with verification; forgets what the state machine has forgotten.
+    /// [`Overlay::end_reading`] with verification; drops the signed values of records that the state machine has forgotten.
     pub fn end_reading(&mut self, overlay: &mut Overlay, now_ms: u64) {
         overlay.end_reading(now_ms);
         self.values.retain(|key, _| overlay.knows(key));
@@ -243,8 +243,8 @@ impl Authenticator {
         self.stations.retain(|(network, mac), _| overlay.knows(&Key::Station(*network, *mac)));
     }
 
-    /// Reloads this host's identity. With a new certificate its records are written again; hosts that are no longer
-    /// trusted are removed.
+    /// Reloads this host's identity. If its certificate is new, its records are written again; hosts that are no longer trusted
+    /// are removed.
     pub fn refresh(&mut self, overlay: &mut Overlay, now_ms: u64) {
         let current = self.store.current();
         if Arc::ptr_eq(&current, &self.identity) {
@@ -267,7 +267,7 @@ impl Authenticator {
         });
     }
 
-    /// Verifies values that waited for a host's certificate.
+    /// Verifies the values that were queued for a host's certificate.
     fn await_no_more(&mut self, overlay: &mut Overlay, network: NetworkId, host: &str, now_ms: u64) {
         let due = |place: &StationKey, waiting: &Waiting| place.0 == network && *waiting.host == *host;
         let due: Vec<_> = self.waiting.iter().filter(|(p, w)| due(p, w)).map(|(place, _)| *place).collect();
@@ -352,7 +352,7 @@ fn check_claims(
 ) -> Result<(), Doubt> {
     let claims = &signatory.info().claims;
     if mine {
-        // For this host's own records, only foreign writes matter.
+        // For this host's own records, only writes by others are checked.
         Ok(())
     } else if !signatory.is_in_time() {
         Err("the certificate's time is over, or has not come".into())

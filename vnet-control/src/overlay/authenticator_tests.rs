@@ -1,5 +1,5 @@
-//! Hosts with signed records on one store, against a client that writes anything: unsigned, signed with its own certificate,
-//! or replayed.
+//! Hosts with signed records on one store, against a client that writes arbitrary records: unsigned, signed with its own
+//! certificate, or replayed.
 
 use std::cell::Cell;
 
@@ -67,7 +67,7 @@ fn what_was_kept_is_verified_again() {
     assert_eq!(restored(&plain).0, 0);
 }
 
-/// The records of its previous run are not signed: they are replaced without an alarm.
+/// The records of the host's previous run are unsigned: the host replaces them without an alarm.
 #[test]
 fn a_host_that_switches_to_sealed_raises_no_alarm() {
     let (_folder, pki) = pki();
@@ -87,7 +87,7 @@ fn a_host_that_switches_to_sealed_raises_no_alarm() {
     assert_eq!(world.alarms(1), Vec::<String>::new());
     assert!(world.value(&host(1)).unwrap().contains("signature"));
     assert!(world.value(&station(1)).unwrap().contains("signature"));
-    // Afterwards such a record is no history.
+    // Later such a record no longer counts as the host's history.
     world.put(&station(1), &claim("h1", 4));
     world.run(1_000, |_| {});
     assert_eq!(world.alarms(1), ["forged", "untrusted"]);
@@ -108,7 +108,7 @@ fn signed_hosts_find_each_other() {
     for host in 1..=3 {
         assert_eq!(world.alarms(host), Vec::<String>::new());
     }
-    // Guests may move, as without signatures.
+    // Guests can move, as in an overlay without signatures.
     let moved = world.host(1).locals.pop().unwrap();
     world.host(2).locals.push(moved);
     world.host(1).locals.push(guest(1, 10));
@@ -126,7 +126,7 @@ fn unauthorized_records_change_nothing() {
     let at = r#"{"address":"10.0.0.66:9000","instance":66}"#;
     let world = no_wrong_route_in(World::sealed(3, &pki), |world, round| {
         let value = world.value(&station(1)).unwrap();
-        // It may publish a host record of its own.
+        // The attacker's certificate allows it to publish a host record in its own name.
         let own = Key::Host(network(2), "evil".into()).to_string();
         world.put(&own, &signed_by(&mut evil, &own, at));
         match round % 8 {
@@ -134,11 +134,11 @@ fn unauthorized_records_change_nothing() {
             1 => world.put(&station(1), &signed_by(&mut stranger, &station(1), &claim("h1", 2 + round))),
             2 => world.put(&host(2), &signed_by(&mut stranger, &host(2), at)),
             3 => world.put(&host(1), &signed_by(&mut stranger, &host(1), at)),
-            // A signed value under another key, and a modified one.
+            // A signed value under another key, and a tampered one.
             4 => world.put(&station(2), &value),
             5 => world.put(&station(1), &value.replace("\"sequence\":1", "\"sequence\":2")),
             6 => world.put(&host(3), &world.value(&host(1)).unwrap()),
-            // Signed by a trusted host, in another host's name.
+            // Signed by a trusted host, but in another host's name.
             _ => {
                 let text = signed_by(&mut evil, &own, &claim("h3", 2 + round));
                 world.put(&station(1), &text);
@@ -165,13 +165,13 @@ fn a_certificate_limits_what_its_host_may_claim() {
     let mut without = signer(&pki, "evil", 66, &[]);
     world.put(&other, &signed_by(&mut without, &other, at));
     world.run(400, |_| {});
-    // Each record is checked against the certificate that it carries.
+    // Each record is verified against the certificate that it contains.
     assert_eq!(world.computed(1).links.len(), 2);
     let mut write = Write { key: station(1), value: Some(claim("evil", 2).into()), expect: 0 };
     assert!(evil.sign(&mut write).unwrap_err().contains("vnet:mac"), "an honest host refuses to sign it");
     write.key = other.clone();
     assert!(evil.sign(&mut write).unwrap_err().contains("vnet:network"));
-    // Signed with the key directly, bypassing that check.
+    // Signed with the private key directly, which bypasses the check of claims when signing.
     let key = Key::parse(station(1).as_bytes()).unwrap();
     for sequence in 2..5 {
         let sign = |message: &[u8]| evil.identity.sign(message);
@@ -188,7 +188,7 @@ fn a_replayed_record_is_harmless() {
     let (_folder, pki) = pki();
     let mut world = World::sealed(3, &pki);
     world.run(400, |_| {});
-    // Station 9 moves between hosts 1, 2 and 3 without sending; collect every value for the replay.
+    // Station 9 moves between hosts 1, 2 and 3 without sending frames; all values are recorded for the replay.
     let mut kept = vec![];
     for at in [1, 2, 3, 1, 3] {
         for n in 1..=3 {
@@ -218,7 +218,7 @@ fn a_replayed_record_is_harmless() {
         world.run(30 + 10 * (round as u64 % 20), right);
     }
     assert!(world.alarms(1).contains(&"replayed".into()), "{:?}", world.alarms(1));
-    // Nor when the owners are offline and cannot repair it.
+    // A replay also fails while the owners are offline and cannot repair the record.
     world.disconnect(2);
     world.disconnect(3);
     for (key, value) in &kept {
@@ -247,7 +247,7 @@ fn a_renewed_certificate_is_published_without_interruption() {
     for host in 1..=3 {
         assert_eq!(world.alarms(host), Vec::<String>::new());
     }
-    // A host that joins now accepts all of it: the stations are signed with the new certificate, too.
+    // A host that joins now accepts all records: the stations, too, are signed with the new certificate.
     let mut late = World::sealed(1, &pki);
     for key in [host(2), host(3), station(2), station(3)] {
         late.put(&key, &world.value(&key).unwrap());
@@ -264,7 +264,7 @@ fn a_revoked_host_is_removed_until_it_has_a_new_certificate() {
     world.run(400, |_| {});
     let refresh = |world: &mut World, hosts: &[usize]| {
         for host in hosts {
-            // Refreshing the revoked host's identity fails, and leaves it unchanged.
+            // Refreshing the revoked host's own identity fails and leaves it unchanged.
             let _ = world.host(*host).identity.as_ref().unwrap().1.refresh();
         }
     };
@@ -279,7 +279,7 @@ fn a_revoked_host_is_removed_until_it_has_a_new_certificate() {
     world.host(2).locals.push(guest(1, 20));
     world.run(400, |world| assert_eq!((world.toward(1, 1, 2), world.toward(1, 1, 20)), (None, None)));
     assert!(world.alarms(1).contains(&"untrusted".into()));
-    // Its station may move to another host.
+    // The revoked host's station can move to another host.
     let moved = world.host(2).locals.remove(0);
     world.host(3).locals.push(moved);
     world.run(400, |_| {});
@@ -370,7 +370,7 @@ fn signing_times_are_strictly_increasing() {
     one.signed = first + 3_600_000_000;
     let next = signed_by(&mut one, &station(1), &claim("h1", 1));
     assert_eq!(number(&next), first + 3_600_000_001, "despite a clock that went back by an hour");
-    // After a restart the host finds its former values in the store.
+    // After a restart the host finds the values of its previous run in the store.
     let mut again = Authenticator::new(one.store.clone());
     let mut overlay = Overlay::new("h1".into(), 2, settings(1));
     again.put(&mut overlay, station(1).as_bytes(), next.as_bytes(), 1, 2, 1);

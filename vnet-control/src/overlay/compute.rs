@@ -1,10 +1,9 @@
 //! Computes links and routes from settled records: which hosts this one links to, the link to each station, and the
 //! neighbours that vnet answers for.
 //!
-//! A link carries the networks that both ends are in, so that only hosts with members receive flooded frames. In a
-//! mesh every two hosts have a link. A host behind NAT has a single one, to the first available reflector. Reflectors
-//! and hubs relay between their spokes and all others; everybody else applies split horizon, so a flooded frame
-//! reaches everybody once.
+//! A link carries the networks that both ends are in, so that only hosts with members receive flooded frames. In a mesh every two
+//! hosts have a link. A host behind NAT has a single one, to the first available reflector. Reflectors and hubs relay between
+//! their spokes and all other hosts; every other host applies split horizon, so a flooded frame reaches each host once.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, SocketAddr};
@@ -28,14 +27,14 @@ pub struct PeerLink {
     pub remote: SocketAddr,
     /// The networks that both hosts are in.
     pub networks: Vec<NetworkId>,
-    /// True if this host relays for it.
+    /// True if this host relays for the other host.
     pub spoke: bool,
 }
 
-/// What this host needs beyond its configuration file.
+/// The links and routes that this host needs beyond its configuration file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Computed {
-    /// True while it follows the store; learned addresses then do not override it.
+    /// True while the overlay follows the store; learned addresses then do not override station locations.
     pub firm: bool,
     /// Links, sorted by name.
     pub links: Vec<PeerLink>,
@@ -49,7 +48,7 @@ pub struct Computed {
     pub hosts: usize,
 }
 
-/// Another host, with all its networks.
+/// Another host, with its record of each network.
 struct Peer<'a> {
     record: &'a HostRecord,
     networks: BTreeSet<NetworkId>,
@@ -95,7 +94,7 @@ impl Overlay {
         self.guests.keys().copied().chain(stations)
     }
 
-    /// The host that a station is on (`None`: this host) and its addresses.
+    /// The host that has a station (`None`: this host), and the station's IP addresses.
     fn whereabouts(&self, (id, mac): StationKey) -> Option<(Option<&str>, &[IpAddr])> {
         if let Some(guest) = self.guests.get(&(id, mac)).filter(|guest| !guest.lost) {
             return Some((None, &guest.addresses[..]));
@@ -104,13 +103,13 @@ impl Overlay {
         (self.joins(id) && record.host != self.me).then_some((Some(&*record.host), &record.addresses[..]))
     }
 
-    /// All other reachable hosts, and conflicts. Of two hosts with the same address, or two addresses of one host, the
-    /// older record holds.
+    /// All other reachable hosts, and address conflicts. If two hosts publish the same address, or one host publishes two, the
+    /// older record wins.
     fn peers(&self) -> (Peers<'_>, Vec<String>) {
         let mut entries: Vec<_> = vec![];
         for (id, network) in &self.networks {
             for (name, entry) in network.hosts.iter().filter(|(name, _)| **name != self.me) {
-                // What the store no longer has yields to what it has.
+                // A restored record that the store no longer contains loses against records in the store.
                 let since = (entry.restored && entry.missed > 0, entry.settled_revision);
                 entries.extend(entry.in_force().map(|record| (since, *id, &**name, &**record)));
             }
@@ -153,7 +152,7 @@ impl Overlay {
         for (name, peer) in peers {
             let shared = |id: &&NetworkId| self.joins(**id);
             let networks: Vec<NetworkId> = peer.networks.iter().filter(shared).copied().collect();
-            // A host may have a different reflector in each network.
+            // A host can have a different reflector in each network.
             let direct = |id: &NetworkId| self.is_direct(peers, name, *id);
             let networks: Vec<NetworkId> = networks.into_iter().filter(direct).collect();
             if !networks.is_empty() {
@@ -164,7 +163,7 @@ impl Overlay {
         links
     }
 
-    /// True if this host takes part in a network: it has interfaces there or relays.
+    /// True if this host takes part in a network: it has interfaces there or relays for it.
     pub(super) fn joins(&self, id: NetworkId) -> bool {
         self.settings.networks.contains(&id) && (self.members.contains(&id) || self.relay())
     }
@@ -225,11 +224,11 @@ impl Overlay {
     }
 }
 
-/// Looks up the next hop of each host once.
+/// Caches the next hop of each host of a network.
 struct Hops<'a> {
     overlay: &'a Overlay,
     peers: &'a Peers<'a>,
-    /// The network that `known` refers to.
+    /// The network whose next hops `known` holds.
     network: Option<NetworkId>,
     known: HashMap<&'a str, Option<u16>>,
     names: Vec<Box<str>>,
@@ -273,7 +272,7 @@ impl<'a> Hops<'a> {
 
 /// The overlay's state for `vnet overlay`.
 impl Overlay {
-    /// Store, hosts and alarms; the caller provides the store's `revision`.
+    /// Store, hosts and alarms; `revision` is the store's latest revision that the agent has seen.
     pub fn show(&self, endpoints: &[String], revision: i64, now_ms: u64) -> api::Overlay {
         let (state, since_ms) = match self.store {
             Store::Unknown => ("starting", 0),

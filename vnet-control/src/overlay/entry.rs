@@ -1,19 +1,19 @@
-//! An object of the store: the record in the store, and the settled record that is in force.
+//! An object of the store: the record stored there, and the settled record that is in force.
 //!
-//! The two differ on purpose. Anybody may write to the store, and an object's owner repairs foreign writes within
-//! milliseconds. So a new record settles at once, but a *change* of a settled record must stand for [`HOLD_MS`] first.
-//! A record that merely vanishes (lease expired, tree deleted) stays in force: only a withdrawal removes it.
+//! The two differ on purpose. Anyone with write access can write to the store, and an object's owner repairs foreign writes
+//! within milliseconds. So a new record settles at once, but a *change* of a settled record must stand for [`HOLD_MS`] first. A
+//! record that only vanishes (lease expired, tree deleted) stays in force: only a withdrawal removes it.
 
 use std::sync::Arc;
 
 use super::record::Record;
 use vnet::route::{FREEZE_MS, MOVES_MAX, MOVES_WINDOW_MS};
 
-/// How long a change must stand before it settles, in milliseconds. The owner contradicts at once, or after two
-/// readings of its guest's counters (every 50 ms) prove that the guest still sends; a move may take 200 ms.
+/// How long a change must stand before it settles, in milliseconds. The owner contradicts it at once, or after two readings of
+/// its guest's counters (every 50 ms) prove that the guest still sends; a move may take 200 ms.
 pub const HOLD_MS: u64 = 150;
-/// Largest step of a sequence number in one claim: more moves than happen while a host is away, but far too few for a
-/// forged claim to exhaust the numbers.
+/// Largest increment of a sequence number in one claim: more than the moves that happen while a host is away, but far too few for
+/// a forged claim to exhaust the number space.
 pub const SEQUENCE_STEP_MAX: u32 = 1000;
 
 /// The record in the store.
@@ -25,11 +25,11 @@ pub(super) struct Stored<R> {
     pub revision: i64,
     /// Lease of the key; 0 for none.
     pub lease: i64,
-    /// History of this host: written by it, or found when it started.
+    /// The record belongs to this host's history: this host wrote it, or found it at start.
     pub own: bool,
 }
 
-/// Move counter: [`MOVES_MAX`] within [`MOVES_WINDOW_MS`] freeze the object (RFC 7432, section 15.1).
+/// Move counter: [`MOVES_MAX`] moves within [`MOVES_WINDOW_MS`] freeze the object (RFC 7432, section 15.1).
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Moves {
     count: u8,
@@ -59,17 +59,17 @@ impl Moves {
 /// The decision about a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
-    /// No relevant difference.
+    /// The record does not differ in any relevant way.
     Unchanged,
-    /// Held back until it has stood for [`HOLD_MS`].
+    /// The record is held back until it has stood for [`HOLD_MS`].
     Waits,
-    /// Settled.
+    /// The record has settled.
     Settled,
-    /// Refused: a claim for another host without the next sequence number.
+    /// The record is refused: it claims the station for another host without the next sequence number.
     Refused,
-    /// Ignored while the object is frozen.
+    /// The record is ignored while the object is frozen.
     Frozen,
-    /// Ignored, and freezes the object.
+    /// The record is ignored, and its move freezes the object.
     Freezes,
 }
 
@@ -78,23 +78,23 @@ pub(super) enum Outcome {
 pub(super) struct Entry<R> {
     /// The record in force.
     pub settled: Option<Arc<R>>,
-    /// Revision at which the settled record was written: of two hosts with the same address, the older one keeps it.
+    /// Revision at which the settled record was written: if two hosts publish the same address, the older record wins.
     pub settled_revision: i64,
-    /// The record being held back, and since when.
+    /// The record that is held back, and the time at which it appeared.
     pub pending: Option<(Arc<R>, u64)>,
     pub stored: Option<Stored<R>>,
-    /// Since when the store lacks the record that is in force.
+    /// Time at which the record in force vanished from the store.
     pub silent_since_ms: Option<u64>,
-    /// Snapshots that have missed it since.
+    /// Number of snapshots since then that did not contain it.
     pub missed: u8,
-    /// The last snapshot that contained it.
+    /// Number of the last snapshot that contained it.
     pub reading: u32,
     pub moves: Moves,
-    /// It had vanished from the store, and with it the sequence number that the next claim builds on.
+    /// The record had vanished from the store, and with it the sequence number that the next claim builds on.
     pub orphaned: bool,
-    /// Kept from this host's previous run; not seen in the store since.
+    /// The record is from this host's previous run, and was not seen in the store since.
     pub restored: bool,
-    /// Next timer.
+    /// Time of the next timer.
     pub timer_ms: Option<u64>,
 }
 
@@ -134,21 +134,21 @@ impl<R: Record> Entry<R> {
 
     /// Stores a record; [`Entry::consider`] decides about it.
     pub fn store(&mut self, record: Option<R>, revision: i64, lease: i64, own: bool) {
-        // The same write again, from a snapshot.
+        // The same write again, delivered by a snapshot.
         let again = self.stored.as_ref().is_some_and(|stored| stored.own && stored.revision == revision);
         self.stored = Some(Stored { record: record.map(Arc::new), revision, lease, own: own || again });
         (self.silent_since_ms, self.missed, self.restored) = (None, 0, false);
     }
 
-    /// The store no longer has it. True if nothing remains to be kept.
+    /// Handles a deletion from the store. True if no record is in force, so the entry can be dropped.
     pub fn vanish(&mut self, now_ms: u64) -> bool {
         (self.stored, self.pending, self.orphaned) = (None, None, true);
         self.silent_since_ms.get_or_insert(now_ms);
         self.in_force().is_none()
     }
 
-    /// Decides about the stored record. `protected`: the settled record may only be replaced with delay. `away`: the
-    /// store was out of reach, so moves may have been missed and sequence numbers lost.
+    /// Decides about the stored record. `protected`: the settled record may only be replaced after a delay. `away`: the store was
+    /// unreachable, so moves may have been missed and sequence numbers lost.
     pub fn consider(&mut self, protected: bool, away: bool, now_ms: u64) -> Outcome {
         let Some(Stored { record: Some(record), revision, .. }) = self.stored.clone() else {
             self.pending = None;
@@ -213,7 +213,7 @@ impl<R: Record> Entry<R> {
         }
     }
 
-    /// When to look at it again.
+    /// Time of the entry's next timer.
     pub fn next_ms(&self, now_ms: u64) -> Option<u64> {
         let thaws = Some(self.moves.frozen_until_ms).filter(|until| *until > now_ms);
         self.pending.as_ref().map(|(_, since)| since + HOLD_MS).or(thaws)

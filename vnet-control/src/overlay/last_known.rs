@@ -1,8 +1,8 @@
-//! The last known state of the overlay, kept across restarts: what a host goes on with while it cannot reach the store.
+//! The last known state of the overlay, saved across restarts: a host uses it while it cannot reach the store.
 //!
-//! Only records of other hosts that are in force are kept, since a host claims its own stations anew. Restored records count
-//! as read before any revision of the store: whatever the store has replaces them, and what its first snapshot lacks goes
-//! first.
+//! Only records of other hosts that are in force are saved, since a host claims its own stations anew. Restored records count as
+//! older than any revision of the store: records in the store replace them, and those that the first snapshot lacks are forgotten
+//! sooner than others.
 
 use super::authenticator::Authenticator;
 use super::entry::Entry;
@@ -15,8 +15,8 @@ impl Overlay {
         std::mem::take(&mut self.unsaved)
     }
 
-    /// Keys and values of other hosts' records that are in force, hosts before stations. With an authenticator, values are as
-    /// their hosts signed them; without a signed value, a record is left out.
+    /// Keys and values of other hosts' records that are in force, hosts before stations. With an authenticator, the values are in
+    /// signed form, and records without a signed value are left out.
     pub fn last_known(&self, judge: Option<&Authenticator>) -> Vec<(String, String)> {
         let mut kept = vec![];
         let mut keep = |key: Key, value: Option<Vec<u8>>| {
@@ -42,8 +42,8 @@ impl Overlay {
         kept
     }
 
-    /// Takes what [`Overlay::last_known`] has kept, before the first snapshot; returns how many records are in force again.
-    /// An authenticator verifies each like one of the store.
+    /// Restores records saved by [`Overlay::last_known`], before the first snapshot; returns how many are in force again. An
+    /// authenticator verifies each one like a record of the store.
     pub fn restore(&mut self, mut judge: Option<&mut Authenticator>, records: &[(String, String)]) -> usize {
         for (key, value) in records {
             let Some(parsed) = Key::parse(key.as_bytes()) else { continue };
@@ -68,7 +68,7 @@ impl Overlay {
     }
 }
 
-/// The value of the record in force.
+/// The value to save of the record in force.
 fn in_force<R: Record>(key: &Key, entry: &Entry<R>, judge: Option<&Authenticator>) -> Option<Vec<u8>> {
     let record = entry.in_force()?;
     let Some(judge) = judge else { return Some(record.write()) };

@@ -1,34 +1,33 @@
-//! The distributed overlay: what hosts tell each other through a store, and the links and routes that follow from it.
+//! The distributed overlay: records that hosts exchange through a store, and the links and routes computed from them.
 //!
 //! [`Overlay`] is a state machine without I/O and clock. Its inputs are the store's contents ([`Overlay::put`],
 //! [`Overlay::delete`]), this host's stations ([`Overlay::locals`]) and the time; its outputs are writes to the store
-//! ([`Overlay::writes`]) and this host's links and routes ([`Overlay::computed`]). An agent in `vnetd` connects it to
-//! etcd and to the engine.
+//! ([`Overlay::writes`]) and this host's links and routes ([`Overlay::computed`]). An agent in `vnetd` connects it to etcd and to
+//! the engine.
 //!
-//! # Who writes what
-//! Under one lease, a host writes a record of itself for each network that it has interfaces in, and a record for each
-//! interface with a configured MAC address and a connected guest. Nothing learned from guests' frames is written: a
-//! guest can neither fill the store nor take over an address. A station that comes up where another host had it is
-//! claimed with the next sequence number (RFC 7432, section 7.7). The losing host claims it back only if its own guest
-//! still sends frames.
+//! # Ownership of records
+//! Under one lease, a host writes a record of itself for each network that it has interfaces in, and a record for each interface
+//! with a configured MAC address and a connected guest. Nothing learned from guests' frames is written: a guest can neither fill
+//! the store nor take over an address. A station that appears at a new host is claimed with the next sequence number (RFC 7432,
+//! section 7.7). The losing host claims it back only if its own guest still sends frames.
 //!
 //! # Trust
-//! Anybody with write access to the store can write anything. Three rules limit the damage:
+//! Anyone with write access to the store can write any record. Three rules limit the damage:
 //!
 //! - Each host watches its own records and repairs them. A change of a settled record is therefore delayed
 //!   (`entry.rs`).
-//! - Five moves within 180 s freeze an object at its host for 180 s; nobody writes it meanwhile, so two hosts that
-//!   fight for it cannot load the store.
-//! - A guest's address in use on this host stays here, whatever the store says.
+//! - Five moves within 180 s freeze an object at its host for 180 s; no host writes it meanwhile, so two hosts that both claim it
+//!   cannot overload the store.
+//! - A guest's address in use on this host stays here, whatever the store contains.
 //!
-//! With sealed links, the state machine only gets records that their writer's certificate authorizes
-//! (`authenticator.rs`, `signed.rs`); any other counts as no record (`vouched.rs`).
+//! With sealed links, the state machine only receives records that their writer's certificate authorizes (`authenticator.rs`,
+//! `signed_format.rs`); any other record counts as missing (`vouched.rs`).
 //!
-//! # When the store fails
-//! Everything stays in force. While the store is away, only learning from frames changes anything; records that are
-//! missing when it returns are kept. A host missing from the store is forgotten after [`FORGET_MS`], if two snapshots
-//! missed it and its link received nothing meanwhile. A record that withdraws it removes it at once. Other hosts' records
-//! survive a restart (`last_known.rs`).
+//! # Store failures
+//! All records stay in force. While the store is unreachable, only learning from frames changes the routes; records that are
+//! missing when it returns are kept. A host missing from the store is forgotten after [`FORGET_MS`], if two snapshots lacked it
+//! and its link received nothing meanwhile. A record that withdraws it removes it at once. Other hosts' records survive a restart
+//! (`last_known.rs`).
 
 mod alarm;
 mod authenticator;

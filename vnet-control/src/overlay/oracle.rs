@@ -30,7 +30,7 @@ pub struct Host {
     pub identity: Option<(Authenticator, Arc<IdentityStore>)>,
     pub locals: Vec<Local>,
     pub connected: bool,
-    /// Result as of the last reported change.
+    /// The host's computed links and routes after the last reported change.
     pub computed: Computed,
     lease: i64,
     /// Number of watch events received.
@@ -71,7 +71,7 @@ pub fn settings(host: usize) -> Settings {
     Settings { address: Some(address(host)), networks: [1, 2].map(network).into(), ..Settings::default() }
 }
 
-/// A guest that is up.
+/// A guest that is connected.
 pub fn guest(id: u32, n: usize) -> Local {
     Local { network: network(id), mac: Some(mac(n)), addresses: vec![ip(n)], up: true, in_frames: 0 }
 }
@@ -161,7 +161,7 @@ impl World {
         keys.iter().for_each(|key| self.delete(key));
     }
 
-    /// Writes any value, as a stranger would.
+    /// Writes any value, as a foreign writer would.
     pub fn put(&mut self, key: &str, value: &str) {
         self.write(key, value.as_bytes().to_vec(), 0);
     }
@@ -192,12 +192,12 @@ impl World {
         self.store.get(key).map(|kept| String::from_utf8(kept.0.clone()).unwrap())
     }
 
-    /// Advances the clock in steps of [`STEP_MS`]; `look` runs after each.
+    /// Advances the clock in steps of [`STEP_MS`]; calls `look` after each.
     pub fn run(&mut self, ms: u64, look: impl FnMut(&World)) {
         self.pass(ms, STEP_MS, look);
     }
 
-    /// Advances the clock in steps of a second.
+    /// Advances the clock in steps of a second; calls `look` after each.
     pub fn skip(&mut self, ms: u64, look: impl FnMut(&World)) {
         self.pass(ms, 1_000, look);
     }

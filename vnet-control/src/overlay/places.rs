@@ -1,8 +1,7 @@
-//! Station locations and owners of IP addresses, updated per station: with a hundred thousand stations, a move must
-//! not cost a full recomputation.
+//! Station locations and owners of IP addresses, updated per station: with a hundred thousand stations, a move must not cost a
+//! full recomputation.
 //!
-//! Readers share the maps. An update copies a map that a reader still holds, which for plain keys and values is a
-//! memory copy.
+//! Readers share the maps. An update while a reader holds a map copies the map, which for plain keys and values is a memory copy.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -17,13 +16,13 @@ pub(super) type StationKey = (NetworkId, Mac);
 /// Station locations and owners of IP addresses.
 #[derive(Default)]
 pub(super) struct Places {
-    /// The link to each remote station, as an index into a list kept elsewhere.
+    /// The link to each remote station, as an index into the link names that the caller keeps.
     pub stations: Arc<HashMap<StationKey, u16>>,
-    /// The owner of each IP address; an address claimed by several stations has none.
+    /// The owner of each IP address; an address that several stations claim has none.
     pub neighbours: Arc<HashMap<(NetworkId, IpAddr), Mac>>,
-    /// Stations that claim an IP address.
+    /// The stations that claim each IP address.
     claims: HashMap<(NetworkId, IpAddr), Vec<Mac>>,
-    /// IP addresses that a station claims.
+    /// The IP addresses that each station claims.
     claimed: HashMap<StationKey, Box<[IpAddr]>>,
 }
 

@@ -11,30 +11,30 @@ use super::state::{Network, Overlay, REPAIRS_PER_S, WITHDRAWN_MS, WRITE_MS, Writ
 use vnet::frame::NetworkId;
 use vnet::wire::ethernet::Mac;
 
-/// Values of one key that may be on their way to the store at once: one a second, for as long as a request may take.
+/// Values of one key that may be in flight to the store: one a second for the maximum duration of a request.
 const WRITTEN_MAX: usize = 4;
 
-/// Why a record is written.
+/// Reason for writing a record.
 enum Why {
-    /// Something changed on this host.
+    /// A change on this host.
     Own,
-    /// Somebody else wrote it; the alarm says who, and which mistake is likely.
+    /// Repair of a foreign write, with the alarm to raise and its text.
     Repair(Alarm, String),
 }
 
-/// A station's record in the store, seen by a host that decides about its own.
+/// The stored record of a station, as seen by a host that decides whether to write its own.
 struct Seen {
     id: NetworkId,
     mac: Mac,
-    /// `None` if it is missing or malformed.
+    /// `None` if the record is missing or malformed.
     record: Option<Arc<StationRecord>>,
-    /// The key's revision; 0 if there is none.
+    /// The key's revision; 0 if the key does not exist.
     expect: i64,
-    /// There is no record of the station at all.
+    /// The store has no record of the station.
     unknown: bool,
-    /// It has this host's lease.
+    /// The record has this host's lease.
     leased: bool,
-    /// It is history of this host.
+    /// The record belongs to this host's history.
     own: bool,
 }
 
@@ -72,10 +72,10 @@ impl Seen {
         Why::Repair(Alarm::Duplicate, text)
     }
 
-    /// Why `record`, in this host's name, has to be written again for a guest that is here; `None` if it has not.
+    /// The reason to write `record` of this host again for a connected guest; `None` if the stored one is right.
     fn own_record(&self, record: &StationRecord, addresses: &[IpAddr], has_namesake: bool) -> Option<Why> {
         let same = !record.withdrawn && record.addresses == addresses;
-        // A host of this name has a guest of this address, too: a fight would never end.
+        // Another host of this name has a guest of this address, too: repairing its record would start an endless fight.
         let left_alone = has_namesake && !record.withdrawn && !self.own;
         if same && self.leased || left_alone && !self.leased {
             return None;
@@ -99,11 +99,12 @@ impl Overlay {
                 self.send(Key::Host(id, self.me.clone()), write, why, now_ms, &mut writes);
             }
         }
-        // Local stations, leaving ones, and as many wrongly claimed ones as the repair limit allows.
+        // Stations of connected guests, disconnected guests, and as many wrongly claimed stations as the repair limit allows.
         let forged = self.mine.iter().take(self.repairs.0 as usize + self.sent.len());
         let places: BTreeSet<_> = self.guests.keys().chain(&self.leaving).chain(forged).copied().collect();
         for (id, mac) in places {
-            // Hosts before their stations: other hosts need the certificate in the host's record to verify stations.
+            // Write host records before station records: other hosts need the certificate in the host's record to verify
+            // stations.
             if self.joins(id) && self.settings.address.is_some() && !self.joined.contains(&id) {
                 continue;
             }
@@ -115,7 +116,7 @@ impl Overlay {
         writes
     }
 
-    /// Withdraws this host from all networks: its last writes.
+    /// Withdraws this host from all networks; returns its last writes.
     pub fn farewell(&mut self) -> Vec<Write> {
         let mut writes = vec![];
         for (id, network) in &self.networks {
@@ -193,7 +194,7 @@ impl Overlay {
             return Some((write, Why::Own));
         };
         let Some(record) = record else {
-            // A malformed record misleads nobody, so this is no move.
+            // A malformed record gives no other location, so it does not count as a move.
             return Some((
                 write,
                 Why::Repair(Alarm::Forged, format!("{} was overwritten with no record; restored", key())),
@@ -206,7 +207,7 @@ impl Overlay {
             "another host, at {}, is also named {}; give one of the two another [host] name",
             record.address, self.me
         );
-        // A daemon writes under a lease.
+        // A record under a foreign lease with another instance comes from another vnetd, not from a forger without a lease.
         let is_daemon = foreign.lease != 0 && foreign.lease != lease && record.instance != instance;
         if entry.moves.count(now_ms) {
             self.alarms.raise(Alarm::Name, now_ms, namesake);
@@ -233,7 +234,7 @@ impl Overlay {
         let is = Seen::new((id, mac), entry, self.lease, obstacle);
         let frozen = entry.moves.is_frozen(now_ms);
         let Some(guest) = self.guests.get_mut(&(id, mac)) else {
-            // The store has it here, but it is not.
+            // The store places the station on this host, but its guest is not connected here.
             let record = is.record.as_ref().filter(|record| record.host == me && !record.withdrawn)?;
             let own = self.leaving.contains(&(id, mac)) || is.own;
             if !own && (frozen || has_namesake && !is.leased) {
@@ -250,7 +251,7 @@ impl Overlay {
             is.write(&StationRecord { host: me.clone(), sequence, addresses, withdrawn: false })
         };
         let Some(record) = is.record.clone() else {
-            // Missing or malformed: claim it as before, or with the next number if another host had it.
+            // Missing or malformed: claim the station with the same number, or with the next one if another host had it.
             let another = entry.settled.as_ref().is_some_and(|record| record.host != me);
             let own = is.unknown || is.own;
             let sequence = known.map_or(1, |known| known.wrapping_add(another.into()));
@@ -262,18 +263,18 @@ impl Overlay {
             let why = is.own_record(&record, &guest.addresses, has_namesake)?;
             return Some((claim(record.sequence), why));
         }
-        // A number that other hosts would refuse cannot be the base of the next one.
+        // Do not build on a sequence number that other hosts would refuse.
         let believed =
             |known: &u32| *known == record.sequence || is_next(*known, record.sequence, SEQUENCE_STEP_MAX);
         let next = known.filter(|known| !believed(known)).unwrap_or(record.sequence).wrapping_add(1);
         let is_there = hosts.get(&record.host).is_some_and(|host| host.in_force().is_some());
         if record.withdrawn || !is_there {
-            // Withdrawn by a host that is there: the station has left it.
+            // If a present host withdrew the record, the station has left that host: no forgery.
             let forged = guest.claimed && !is_there;
             let why = if forged { is.forged("claimed for a host that is unknown") } else { Why::Own };
             return Some((claim(next), why));
         }
-        // Another host has it. Claim it if it just came up here, or reclaim it if it still sends here.
+        // Another host claims the station. Claim it if its guest just connected here; reclaim it if its guest still sends here.
         guest.rivalled = true;
         let speaks = guest.rivalled_at.is_some_and(|frames| guest.in_frames > frames);
         if guest.claimed && !speaks || frozen {
@@ -283,7 +284,7 @@ impl Overlay {
         Some((claim(next), why))
     }
 
-    /// Deletes withdrawals that every host has seen.
+    /// Deletes withdrawals after every host has seen them.
     fn clear_withdrawals(&mut self, now_ms: u64, writes: &mut Vec<Write>) {
         let due: Vec<Key> = self
             .withdrawals

@@ -5,8 +5,8 @@
 //! | `/vnet/v1/NETWORK/hosts/NAME` | [`HostRecord`]: the host has members in the network, or relays for hosts that have |
 //! | `/vnet/v1/NETWORK/interfaces/MAC` | [`StationRecord`]: the station is on a host |
 //!
-//! Unknown fields are ignored, so that fields can be added, as signed values do (`signed.rs`). Every field has a
-//! limit, which bounds the memory of a record.
+//! Unknown fields are ignored, so that later versions can add fields, as signed values do (`signed_format.rs`). Every field has a limit,
+//! which bounds the memory of a record.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -19,9 +19,9 @@ use vnet::wire::ethernet::Mac;
 
 /// Prefix of all keys.
 pub const PREFIX: &str = "/vnet/v1/";
-/// Longest value of a station in bytes; with all addresses and a signature it takes half of that.
+/// Maximum length of a station's value in bytes; with all addresses and a signature it takes half of that.
 pub const VALUE_MAX: usize = 4096;
-/// Longest value of a host in bytes; it may contain certificates.
+/// Maximum length of a host's value in bytes; it may contain certificates.
 pub const HOST_VALUE_MAX: usize = 32 << 10;
 
 /// A parsed key.
@@ -45,7 +45,7 @@ impl Key {
             "interfaces" => Key::Station(parsed, name.parse().ok().filter(|mac: &Mac| mac.is_unicast())?),
             _ => return None,
         };
-        // Keys are canonical: no leading zeros, no capitals.
+        // Keys are canonical: no leading zeros, no upper case.
         (network == parsed.to_string() && key.name() == name).then_some(key)
     }
 
@@ -56,7 +56,7 @@ impl Key {
         }
     }
 
-    /// Longest value in bytes.
+    /// Maximum length of the key's value in bytes.
     pub fn value_max(&self) -> usize {
         match self {
             Key::Host(..) => HostRecord::MAX,
@@ -85,14 +85,14 @@ impl fmt::Display for Key {
 /// A host in a network.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostRecord {
-    /// Address of its bridge.
+    /// Address of the host's bridge.
     pub address: SocketAddr,
-    /// True if only reflectors can reach it there.
+    /// True if only reflectors can reach the host at this address.
     #[serde(default, skip_serializing_if = "is_false")]
     pub behind_nat: bool,
-    /// Random for each run of its daemon: distinguishes two hosts of the same name, and a host's restarts.
+    /// Random number of each run of vnetd: distinguishes two hosts of the same name, and a host's restarts.
     pub instance: u64,
-    /// The host leaves the network.
+    /// True if the host leaves the network.
     #[serde(default, skip_serializing_if = "is_false")]
     pub withdrawn: bool,
 }
@@ -100,14 +100,14 @@ pub struct HostRecord {
 /// Location of a station.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StationRecord {
-    /// The host that it is on.
+    /// Name of the host that has the station.
     pub host: Box<str>,
     /// Incremented with each move (RFC 7432, section 7.7); wraps around to 0 (RFC 1982).
     pub sequence: u32,
-    /// Its IP addresses.
+    /// The station's IP addresses.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub addresses: Vec<IpAddr>,
-    /// It has left its host.
+    /// True if the station has left the host.
     #[serde(default, skip_serializing_if = "is_false")]
     pub withdrawn: bool,
 }
@@ -118,7 +118,7 @@ fn is_false(flag: &bool) -> bool {
 
 /// A value of the store.
 pub trait Record: Clone + PartialEq + Serialize + for<'de> Deserialize<'de> {
-    /// Longest value in bytes.
+    /// Maximum length of a value in bytes.
     const MAX: usize;
 
     /// True if every field is within its limits.
@@ -152,7 +152,7 @@ impl Record for HostRecord {
     const MAX: usize = HOST_VALUE_MAX;
 
     fn is_sound(&self) -> bool {
-        // One spelling per address, or a host could hide behind an IPv4-mapped form of another's address.
+        // Only one spelling per address: otherwise a host could publish another host's address in its IPv4-mapped form.
         is_host_address(self.address) && self.address.ip().to_canonical() == self.address.ip()
     }
 

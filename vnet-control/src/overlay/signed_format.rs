@@ -8,9 +8,8 @@
 //! | `"signed"` | time of signing in microseconds since 1970 by the writer's clock, strictly increasing per writer |
 //! | `"signature"` | base64; always the last member, written exactly as `,"signature":"…"}` |
 //!
-//! The signature covers [`CONTEXT`], the key, a zero byte, and the value up to the comma before the signature. It
-//! covers the key so that a value cannot be replayed under another key; it covers bytes as they are, so no canonical
-//! JSON is needed.
+//! The signature covers [`CONTEXT`], the key, a zero byte, and the value up to the comma before the signature. Covering the key
+//! prevents replay of a value under another key; covering the bytes as they are needs no canonical JSON.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -21,14 +20,14 @@ use super::record::Key;
 
 /// Prefix of every signed message.
 pub const CONTEXT: &[u8] = b"vnet overlay record 1\0";
-/// Most certificates in a chain.
+/// Maximum number of certificates in a chain.
 const CHAIN_MAX: usize = 4;
-/// Longest signature in bytes: RSA with 8192 bits.
+/// Maximum length of a signature in bytes: RSA with 8192 bits.
 const SIGNATURE_MAX: usize = 1024;
 const MEMBER: &[u8] = b",\"signature\":\"";
 const END: &[u8] = b"\"}";
 
-/// Members read before verification.
+/// Members that are parsed before verification.
 #[derive(Deserialize)]
 struct Members {
     #[serde(default)]
@@ -47,11 +46,11 @@ pub struct Signed {
     pub signature: Vec<u8>,
     /// The value without the signature.
     pub value: Vec<u8>,
-    /// The host that a station's record names.
+    /// Name of the host in a station's record.
     pub host: Option<Box<str>>,
     /// Certificate chain, the host's own first.
     pub chain: Vec<CertificateDer<'static>>,
-    /// Time of signing.
+    /// Time of signing, in microseconds since 1970.
     pub signed: u64,
 }
 
@@ -59,7 +58,7 @@ impl Signed {
     /// Parses the value of `key`; `None` if it is not a signed value. Verifies nothing.
     pub fn parse(key: &Key, value: &[u8]) -> Option<Signed> {
         let rest = value.strip_suffix(END).filter(|_| value.len() <= key.value_max())?;
-        // Search only the tail: base64 cannot contain the member's name.
+        // Search only the tail for the last member: base64 cannot contain its name.
         let tail = rest.len().saturating_sub(SIGNATURE_MAX.div_ceil(3) * 4 + MEMBER.len());
         let at = tail + rest[tail..].windows(MEMBER.len()).rposition(|window| window == MEMBER)?;
         let (body, signature) = (&rest[..at], STANDARD.decode(&rest[at + MEMBER.len()..]).ok()?);
@@ -75,7 +74,7 @@ impl Signed {
     }
 }
 
-/// Signs the value of `key`, an unsigned record, and adds `chain` unless it is empty. The error is one line.
+/// Signs `value`, the unsigned record of `key`, and adds `chain` unless it is empty. The error is one line.
 pub fn sign(
     key: &Key,
     value: &[u8],
@@ -134,7 +133,7 @@ mod tests {
         assert_eq!(signed.message, format!("vnet overlay record 1\0/vnet/v1/1/hosts/h1\0{body}").as_bytes());
         assert_eq!((signed.signature.as_slice(), signed.signed), (&[1, 2, 3][..], 7));
         assert_eq!(signed.chain, [CertificateDer::from(&[0xff; 3][..])]);
-        // Readers of unsigned records see the same record.
+        // Readers of unsigned records parse the same record from it.
         assert_eq!(HostRecord::parse(&value), HostRecord::parse(RECORD));
         assert_eq!(HostRecord::parse(&signed.value), HostRecord::parse(RECORD));
         let elsewhere = Key::parse(b"/vnet/v1/1/hosts/h2").unwrap();

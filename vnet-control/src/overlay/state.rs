@@ -1,4 +1,5 @@
-//! The state of [`Overlay`], its clock, and this host's stations. `store_input.rs`, `publish.rs`, `compute.rs` and `vouched.rs` add their parts.
+//! The state of [`Overlay`], its clock, and this host's stations. `store_input.rs`, `publish.rs`, `compute.rs` and `vouched.rs`
+//! implement the other parts.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::net::{IpAddr, SocketAddr};
@@ -14,26 +15,26 @@ use vnet::wire::ethernet::Mac;
 
 /// Station limit: 128 on each of 1024 hosts. With sixteen addresses each they take about 100 MB.
 pub const STATIONS_MAX: usize = 131_072;
-/// Host limit per network: each host has a link.
+/// Host limit per network: each host has a link, so the limit of links applies.
 pub const HOSTS_MAX: usize = LINKS_MAX;
 /// How long a host or station missing from a reachable store is kept, in milliseconds.
 pub const FORGET_MS: u64 = 600_000;
-/// The same for what was kept from the previous run and is not in the store, in milliseconds.
+/// How long a record restored from the previous run is kept while a reachable store lacks it, in milliseconds.
 const RESTORED_MS: u64 = 60_000;
-/// Snapshots of the store that must also have missed it.
+/// Number of snapshots that must have lacked a record before it is forgotten.
 pub(super) const READINGS_MIN: u8 = 2;
-/// Milliseconds after which a host deletes its own withdrawal: every host has seen it by then.
+/// Time after which a host deletes its own withdrawal, in milliseconds: every host has seen it by then.
 pub(super) const WITHDRAWN_MS: u64 = 60_000;
 /// Retry interval of a write that did not show up in the store, in milliseconds.
 pub(super) const WRITE_MS: u64 = 1_000;
-/// Rate limit and burst of repairs of this host's records.
+/// Rate limit and burst of repairs of this host's records, per second.
 pub(super) const REPAIRS_PER_S: u64 = 50;
-/// Keys without a record that are remembered; a guest under any other is claimed after the next snapshot.
+/// Maximum number of keys remembered whose value is no record; a guest at any other such key is claimed after the next snapshot.
 pub(super) const OBSTACLES_MAX: usize = 8192;
 /// Interval of the search for records to forget, in milliseconds.
 pub(super) const SWEEP_MS: u64 = 10_000;
 
-/// This host's part in the overlay, from the configuration.
+/// This host's settings in the overlay, from the configuration.
 #[derive(Clone, Debug, Default)]
 pub struct Settings {
     /// Which hosts have links to each other.
@@ -42,7 +43,7 @@ pub struct Settings {
     pub reflectors: Vec<String>,
     /// True if only reflectors can reach this host.
     pub behind_nat: bool,
-    /// Address published for links to this host; nothing is published while it is unknown.
+    /// Address published for links to this host; no record is published while it is unknown.
     pub address: Option<SocketAddr>,
     /// Networks of the overlay on this host.
     pub networks: BTreeSet<NetworkId>,
@@ -63,7 +64,7 @@ pub struct Local {
     pub in_frames: u64,
 }
 
-/// A conditional write: only if the key's last revision is `expect` (0: the key does not exist).
+/// A conditional write: it succeeds only if the key's last revision is `expect` (0: the key does not exist).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Write {
     /// The key.
@@ -77,11 +78,11 @@ pub struct Write {
 /// State of the connection to the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Store {
-    /// Never reached.
+    /// The store was never reached.
     Unknown,
-    /// In sync since then.
+    /// In sync with the store since this time.
     Here(u64),
-    /// Out of reach since then.
+    /// The store has been unreachable since this time.
     Away(u64),
 }
 
@@ -97,14 +98,14 @@ pub(super) struct Network {
 pub(super) struct Guest {
     pub(super) addresses: Vec<IpAddr>,
     pub(super) in_frames: u64,
-    /// The store has this host's record of it.
+    /// The store contains this host's record of the station.
     pub(super) claimed: bool,
     /// Another host claims it.
     pub(super) rivalled: bool,
-    /// Its frame count when the rival claim was noticed. Earlier frames may have been counted late, so only later ones
-    /// prove that it still sends.
+    /// The guest's frame count when the rival claim was noticed. Earlier frames may have been counted late, so only later ones
+    /// prove that the guest still sends.
     pub(super) rivalled_at: Option<u64>,
-    /// It moved to another host.
+    /// The station moved to another host.
     pub(super) lost: bool,
 }
 
@@ -120,53 +121,53 @@ pub struct Overlay {
     pub(super) stations: usize,
     /// Networks that this host has interfaces in.
     pub(super) members: BTreeSet<NetworkId>,
-    /// Revisions of keys of unknown stations that have no record: garbage, or unsigned ones of a previous run. A guest that comes
-    /// up there replaces it. At most [`OBSTACLES_MAX`].
+    /// Revisions of keys of unknown stations whose value is no record: garbage, or unsigned records of a previous run. A guest
+    /// that connects with such an address overwrites the value. At most [`OBSTACLES_MAX`].
     pub(super) obstacles: HashMap<(NetworkId, Mac), i64>,
     /// Stations of this host with a connected guest.
     pub(super) guests: BTreeMap<(NetworkId, Mac), Guest>,
-    /// Stations that the store has on this host, not withdrawn.
+    /// Stations that the store places on this host, not withdrawn.
     pub(super) mine: BTreeSet<(NetworkId, Mac)>,
-    /// Stations whose guest just disconnected.
+    /// Stations whose guest has just disconnected.
     pub(super) leaving: BTreeSet<(NetworkId, Mac)>,
     /// Stations claimed for unknown hosts, by host; at most [`STATIONS_MAX`] in all.
     pub(super) waiting: HashMap<(NetworkId, Box<str>), BTreeSet<Mac>>,
     pub(super) waiting_count: usize,
-    /// Networks in which the store has this host's record of this run.
+    /// Networks in which the store contains this run's record of this host.
     pub(super) joined: BTreeSet<NetworkId>,
-    /// Pending writes and their timeouts.
+    /// Writes in flight, with the times at which they are retried.
     pub(super) sent: HashMap<Key, u64>,
-    /// Values on their way to the store, oldest first: by them this host recognises its own writes.
+    /// Values in flight to the store, oldest first: this host recognises its own writes by them.
     pub(super) written: HashMap<Key, VecDeque<Vec<u8>>>,
-    /// True until the first snapshot of this run is complete: what it contains is history, not an attack.
+    /// True until the first snapshot of this run is complete: records in it are history, not an attack.
     pub(super) is_new: bool,
-    /// Until when another host of this name is assumed: its stations are left alone.
+    /// Time until which another host of this name is assumed to exist; its stations are not repaired.
     pub(super) namesake_until_ms: u64,
-    /// Withdrawals by this host and their times.
+    /// This host's withdrawals, with the times at which they were written.
     pub(super) withdrawals: BTreeMap<Key, u64>,
     pub(super) timers: BTreeSet<(u64, Key)>,
     pub(super) reading: u32,
-    /// Tokens of the repair rate limit, and when they were last refilled.
+    /// Tokens of the repair rate limit, and the time of the last refill.
     pub(super) repairs: (u64, u64),
     pub(super) swept_ms: u64,
-    /// Hosts whose links received something, and when.
+    /// Times at which hosts' links last received something.
     pub(super) heard: HashMap<Box<str>, u64>,
     pub(super) alarms: Alarms,
-    /// Result of the last computation: stations, and the link names that it refers to.
+    /// Result of the last computation: stations, and below, the link names that they index.
     pub(super) places: Places,
     pub(super) hops: Vec<Box<str>>,
-    /// Stations to recompute.
+    /// Stations whose route must be recomputed.
     pub(super) dirty: HashSet<StationKey>,
-    /// Hosts or networks changed: recompute all stations.
+    /// Hosts or networks changed: all stations must be recomputed.
     pub(super) restructured: bool,
-    /// Any input changed.
+    /// An input changed since the last computation.
     pub(super) changed: bool,
-    /// Something changed since the state was saved.
+    /// A record changed since the state was saved.
     pub(super) unsaved: bool,
 }
 
 impl Overlay {
-    /// Host `me` without any knowledge. `instance` is random for each run of a daemon.
+    /// Host `me` without any records. `instance` is a random number of each run of vnetd.
     pub fn new(me: Box<str>, instance: u64, settings: Settings) -> Overlay {
         let networks = settings.networks.iter().map(|network| (*network, Network::default())).collect();
         Overlay {
@@ -216,11 +217,11 @@ impl Overlay {
         self.settings.address
     }
 
-    /// The store is reachable and has this host's records under `lease`. A snapshot follows.
+    /// The store is reachable, and this host's records have `lease`. A snapshot follows.
     pub fn connected(&mut self, lease: i64, now_ms: u64) {
         self.lease = lease;
         self.sent.clear();
-        // Absence counts from now: the records may have been there while the store was unreachable.
+        // Count absence from now: the records may have been there while the store was unreachable.
         for network in self.networks.values_mut() {
             let hosts = network.hosts.values_mut().map(|entry| &mut entry.silent_since_ms);
             let stations = network.stations.values_mut().map(|entry| &mut entry.silent_since_ms);
@@ -228,7 +229,7 @@ impl Overlay {
         }
     }
 
-    /// The store is out of reach: keep everything.
+    /// The store is unreachable: keep all records.
     pub fn away(&mut self, now_ms: u64) {
         if matches!(self.store, Store::Here(_)) {
             self.store = Store::Away(now_ms);
@@ -237,12 +238,12 @@ impl Overlay {
         self.sent.clear();
     }
 
-    /// True while the overlay follows the store.
+    /// True while the overlay is in sync with the store.
     pub fn in_step(&self) -> bool {
         matches!(self.store, Store::Here(_))
     }
 
-    /// A host's link received something.
+    /// Records that a host's link received something.
     pub fn heard(&mut self, host: &str, now_ms: u64) {
         let room = self.heard.len() < HOSTS_MAX;
         match self.heard.get_mut(host) {
@@ -254,12 +255,12 @@ impl Overlay {
         }
     }
 
-    /// Raises an alarm that the caller has found.
+    /// Raises an alarm on behalf of the caller.
     pub fn alarm(&mut self, alarm: Alarm, now_ms: u64, text: String) {
         self.alarms.raise(alarm, now_ms, text);
     }
 
-    /// Advances time: pending records mature, frozen ones thaw.
+    /// Advances the time: pending records settle, frozen ones thaw.
     pub fn tick(&mut self, now_ms: u64) {
         while let Some((at, key)) = self.timers.first().filter(|(at, _)| *at <= now_ms).cloned() {
             self.timers.remove(&(at, key.clone()));
@@ -296,7 +297,7 @@ impl Overlay {
         }
     }
 
-    /// Finds stations of this host that have moved away.
+    /// Detects stations of this host that have moved to another host.
     fn watch_losses(&mut self) {
         for ((network, mac), guest) in &mut self.guests {
             let entry = self.networks.get(network).and_then(|network| network.stations.get(mac));
@@ -310,7 +311,7 @@ impl Overlay {
         }
     }
 
-    /// Forgets records that have long been missing from the store.
+    /// Forgets records that have been missing from the store for too long.
     fn sweep(&mut self, now_ms: u64) {
         if !self.in_step() {
             return;

@@ -10,23 +10,23 @@ use super::state::{HOSTS_MAX, Network, OBSTACLES_MAX, Overlay, STATIONS_MAX, Sto
 use vnet::frame::NetworkId;
 use vnet::wire::ethernet::Mac;
 
-/// How long another host of this name is assumed to be there after its last write: each stops writing for as long.
+/// How long another host of this name is assumed to exist after its last write; both stop repairing for that long.
 const NAMESAKE_MS: u64 = 2 * vnet::route::FREEZE_MS;
 
 impl Overlay {
-    /// A snapshot of the store begins.
+    /// Begins a snapshot of the store.
     pub fn begin_reading(&mut self) {
         self.reading = self.reading.wrapping_add(1);
         self.obstacles.clear();
     }
 
-    /// The snapshot is complete: what it did not contain is missing from the store.
+    /// Ends a snapshot: records that it did not contain are missing from the store.
     pub fn end_reading(&mut self, now_ms: u64) {
         let reading = self.reading;
         let mut lost = Lost::default();
         let me = self.me.clone();
         for network in self.networks.values_mut() {
-            // This host's own records vanish with its lease, and it writes them again.
+            // This host's own records vanish with its lease; the host writes them again.
             network.hosts.retain(|name, entry| {
                 let other = (**name != *me).then_some(&**name);
                 !missed(entry, reading, now_ms, |_| other.map(Into::into), &mut lost)
@@ -52,7 +52,7 @@ impl Overlay {
         }
     }
 
-    /// The store has `value` under `key`, written at `revision` under `lease`.
+    /// Takes a snapshot's or watch event's `value` of `key`, written at `revision` under `lease`.
     pub fn put(&mut self, key: &[u8], value: &[u8], lease: i64, revision: i64, now_ms: u64) {
         let Some(key) = Key::parse(key) else {
             let plain = |c: char| if c.is_control() { '\u{fffd}' } else { c };
@@ -120,7 +120,7 @@ impl Overlay {
             if lease == self.lease && stored.is_some_and(|record| record.instance == instance) {
                 self.joined.insert(network);
             } else if !own && lease != 0 && stored.is_some_and(|record| record.instance != instance) {
-                // Written under another lease by another run of vnetd, not by this host's previous one.
+                // Written under another lease by another instance that is not this host's previous run: a namesake.
                 self.namesake_until_ms = now_ms + NAMESAKE_MS;
             }
             return;
@@ -180,14 +180,14 @@ impl Overlay {
         self.consider_station(network, mac, now_ms);
     }
 
-    /// True for a record of this host's history: a write of its own, or what it found when it started.
+    /// True for a record of this host's history: written by this host, or found at its start.
     fn recognises_write<R: Record>(&mut self, key: &Key, record: Option<&R>) -> bool {
         if self.is_new {
             return true;
         }
         let (Some(record), Some(written)) = (record, self.written.get_mut(key)) else { return false };
         let value = record.write();
-        // Writes show up in order; those before it were refused.
+        // Writes show up in the order in which they were sent; the store refused those before this one.
         let at = written.iter().position(|other| *other == value);
         at.inspect(|at| drop(written.drain(..=*at))).is_some()
     }
@@ -202,7 +202,7 @@ impl Overlay {
         let protected = entry.in_force().is_some_and(|record| is_there(&record.host));
         let stored = entry.stored.as_ref().and_then(|stored| stored.record.clone());
         if let Some(record) = stored.filter(|record| protected && !is_there(&record.host)) {
-            // An unknown host cannot have written it.
+            // No host of that name is known, so the record cannot come from its owner.
             entry.pending = None;
             if self.waiting_count < STATIONS_MAX {
                 let waiting = self.waiting.entry((network, record.host.clone())).or_default();
@@ -215,14 +215,14 @@ impl Overlay {
         self.conclude(outcome, Key::Station(network, mac), now_ms);
     }
 
-    /// Decides again about stations claimed for a host that was unknown before.
+    /// Decides again about stations claimed for a host that was unknown until now.
     pub(super) fn reconsider(&mut self, network: NetworkId, host: &str, now_ms: u64) {
         let Some(waiting) = self.waiting.remove(&(network, host.into())) else { return };
         self.waiting_count -= waiting.len();
         waiting.into_iter().for_each(|mac| self.consider_station(network, mac, now_ms));
     }
 
-    /// Acts on a decision: timer, alarm, recomputation.
+    /// Carries out a decision: timer, alarm, recomputation.
     pub(super) fn conclude(&mut self, outcome: Outcome, key: Key, now_ms: u64) {
         match outcome {
             Outcome::Settled => self.touch(&key),
@@ -264,7 +264,7 @@ impl Overlay {
         }
     }
 
-    /// The key was deleted at `revision`.
+    /// Handles the deletion of a key at `revision`.
     pub fn delete(&mut self, key: &[u8], revision: i64, now_ms: u64) {
         let Some(key) = Key::parse(key) else { return };
         self.sent.remove(&key);
@@ -324,7 +324,7 @@ impl Overlay {
     }
 }
 
-/// Records of other hosts that a snapshot missed.
+/// Records of other hosts that a snapshot lacked.
 #[derive(Default)]
 struct Lost {
     records: usize,
@@ -347,7 +347,7 @@ impl fmt::Display for Lost {
     }
 }
 
-/// Marks an object that a snapshot missed; true if nothing remains to be kept. `host`: the other host that wrote it.
+/// Marks an entry that a snapshot lacked; true if the entry can be dropped. `host`: name of the other host that wrote the record.
 fn missed<R: Record>(
     entry: &mut Entry<R>,
     reading: u32,
@@ -362,7 +362,7 @@ fn missed<R: Record>(
     }
     entry.missed = entry.missed.saturating_add(1);
     let gone = entry.vanish(now_ms);
-    // The store may have changed while this host was down.
+    // A restored record raises no alarm: the store may have changed while this host was down.
     if let Some(host) = host.filter(|_| !gone && !entry.restored) {
         lost.records += 1;
         lost.hosts.insert(host);

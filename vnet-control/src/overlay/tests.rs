@@ -1,4 +1,4 @@
-//! Hosts on one store: what each knows, checked at every step.
+//! Hosts that share one store: their computed results, checked after every step.
 
 use proptest::prelude::*;
 
@@ -23,7 +23,7 @@ fn empty_hosts_find_each_other() {
     world.host(3).locals.push(guest(2, 30));
     world.run(300, |_| {});
     world.assert_truth();
-    // Network 2 has one member: no link carries it.
+    // Network 2 has only one member, so no link carries it.
     assert!(world.computed(1).links.iter().all(|link| link.networks == [network(1)]));
     assert_eq!(world.keys(), 3 + 1 + 4);
 }
@@ -38,8 +38,8 @@ fn a_guest_that_migrates_is_found_at_once() {
     world.run(200, |_| {});
     assert_eq!(world.toward(3, 1, 1), Some("h2".into()));
     assert_eq!(world.toward(1, 1, 1), None, "no interface, no member");
-    // Live migration: both hosts have the guest for a while, only the new one sends. The new host claims it 100 ms after it
-    // came up.
+    // Live migration: both hosts have the guest for a while, only the new one sends. The new host claims it 100 ms after the
+    // guest connected there.
     world.host(3).locals.push(Local { in_frames: 7, ..moved });
     world.run(200, |_| {});
     assert_eq!(
@@ -58,7 +58,7 @@ fn two_guests_with_the_same_address_freeze_it() {
     world.host(2).locals.push(guest(1, 1));
     let mut writes = 0;
     for round in 1..=100u64 {
-        // Both keep sending.
+        // Both guests keep sending.
         for host in [1, 2] {
             world.host(host).locals.iter_mut().for_each(|local| local.in_frames = round);
         }
@@ -67,7 +67,7 @@ fn two_guests_with_the_same_address_freeze_it() {
         writes += u32::from(before != world.value(&station(1)));
     }
     assert!(world.alarms(3).contains(&"frozen".into()), "{:?}", world.alarms(3));
-    // The two hosts say which address it is, and who else has it.
+    // The alarms of both hosts name the address and the other host.
     for (host, other) in [(1, "h2"), (2, "h1")] {
         let shown = world.host(host).overlay.show(&[], 0, 1).alarms;
         let texts: Vec<_> = shown.iter().filter(|alarm| alarm.name == "duplicate").map(|a| &a.text).collect();
@@ -79,7 +79,7 @@ fn two_guests_with_the_same_address_freeze_it() {
     world.run(10_000, |world| assert_eq!(world.toward(3, 1, 1), place, "a frozen station does not move"));
 }
 
-/// Asserts that no route goes wrong while `bad` tampers with the store every 30 ms.
+/// Asserts that no route becomes wrong while `bad` tampers with the store every 30 ms.
 fn no_wrong_route(bad: impl FnMut(&mut World, u32)) -> World {
     no_wrong_route_in(World::new(3), bad)
 }
@@ -114,12 +114,12 @@ fn a_claim_in_another_hosts_name_is_repaired_before_it_settles() {
     assert!(world.alarms(3).contains(&"forged".into()));
 }
 
-/// This host's own records, from before it started, under a lapsed lease, or replaced by itself, raise no alarm.
+/// Records of this host's own history (from before its start, under an expired lease, or replaced by itself) raise no alarm.
 #[test]
 fn own_history_is_no_attack() {
     let mut world = World::new(3);
     world.run(300, |_| {});
-    // Deleted and added again, and edited, quicker than the store answers.
+    // Deleted, added again and edited, faster than the store answers.
     for round in 0..10 {
         let mut local = world.host(1).locals.pop().unwrap();
         world.run(if round % 2 == 0 { 10 } else { 60 }, |_| {});
@@ -127,7 +127,7 @@ fn own_history_is_no_attack() {
         world.host(1).locals.push(local);
         world.run(if round % 3 == 0 { 10 } else { 60 }, |_| {});
     }
-    // The lease lapses while the store is away.
+    // The lease expires while the store is unreachable.
     world.disconnect(1);
     world.expire(1);
     world.skip(20_000, |_| {});
@@ -140,7 +140,7 @@ fn own_history_is_no_attack() {
     world.skip(1_000, |_| {});
     world.connect(1);
     world.run(2_000, |_| {});
-    // Its address changes, and changes back.
+    // The host's address changes and changes back.
     for at in [4, 1] {
         world.host(1).overlay.set_address(address(at));
         world.run(500, |_| {});
@@ -213,7 +213,7 @@ fn the_last_known_state_survives_a_restart() {
     world.assert_truth();
     assert_eq!(world.alarms(1), Vec::<String>::new());
 
-    // While it was down, h3 left, and a new host has its address: the store is right.
+    // While host 1 was down, h3 left, and a new host took its address: the store's records win.
     restart(&mut world);
     world.disconnect(3);
     world.delete("/vnet/v1/1/hosts/h3");
@@ -308,7 +308,7 @@ fn forged_withdrawals_are_repaired() {
     let gone = StationRecord { withdrawn: true, ..StationRecord::parse(claim("h1", 1).as_bytes()).unwrap() };
     let left = HostRecord { address: address(1), behind_nat: false, instance: 1, withdrawn: true };
     let (gone, left) = (String::from_utf8(gone.write()).unwrap(), String::from_utf8(left.write()).unwrap());
-    // Once each: a host stops repairing a record after five times.
+    // One forgery per record: a host stops repairing a record after five moves.
     no_wrong_route(|world, round| {
         if round == 0 {
             world.put(&station(1), &gone);
@@ -381,7 +381,7 @@ fn records_that_expire_while_the_store_is_away_are_kept() {
     };
     world.skip(2 * FORGET_MS, all);
     assert!(!world.computed(1).firm);
-    // They reconnect one by one, each to a store without the others' records.
+    // The hosts reconnect one by one, each to a store without the others' records.
     for host in 1..=3 {
         world.connect(host);
         world.run(5_000, all);
@@ -399,7 +399,7 @@ fn a_missing_host_is_forgotten_eventually() {
     world.reread();
     world.skip(FORGET_MS, |_| {});
     assert_eq!(world.toward(1, 1, 3), Some("h3".into()), "one reading is not enough");
-    // Its link received something: the host is alive, only its record is missing.
+    // The host's link received something: the host is alive, only its record is missing.
     let now_ms = world.now_ms;
     world.host(1).overlay.heard("h3", now_ms);
     world.reread();
@@ -423,7 +423,7 @@ fn a_host_that_leaves_is_removed_at_once() {
     }
     world.run(HOLD_MS + 2 * STEP_MS, |_| {});
     assert_eq!((world.toward(1, 1, 3), world.computed(1).links.len()), (None, 1));
-    // It comes back as a new instance of the same host.
+    // The host returns as a new instance.
     world.host(3).overlay = Overlay::new("h3".into(), 77, settings(3));
     world.connect(3);
     world.run(500, |_| {});

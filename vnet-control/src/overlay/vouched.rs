@@ -1,5 +1,5 @@
-//! The state machine's interface for the authenticator: refused records, distrusted hosts, and republication of this
-//! host's records.
+//! The state machine's interface for the authenticator: refused records, hosts that are no longer trusted, and republication of
+//! this host's records.
 
 use super::alarm::Alarm;
 use super::record::{Key, Record, StationRecord};
@@ -7,8 +7,8 @@ use super::state::Overlay;
 use vnet::frame::NetworkId;
 
 impl Overlay {
-    /// True if the value under `key` need not be verified: this revision, or a later one, is known. This host's own
-    /// records are always verified.
+    /// True if the value under `key` need not be verified: this revision, or a later one, is known. This host's own records are
+    /// always verified.
     pub(super) fn recognises(&mut self, key: &Key, lease: i64, revision: i64, now_ms: u64) -> bool {
         let Some(network) = self.networks.get(&key.network()) else { return true };
         match key {
@@ -40,7 +40,7 @@ impl Overlay {
         true
     }
 
-    /// True if a value, verified or not, speaks of this host.
+    /// True if the value names this host, whether or not it is verified.
     pub(super) fn names_this_host(&self, key: &Key, value: &[u8]) -> bool {
         match key {
             Key::Host(_, name) => *name == self.me,
@@ -48,7 +48,7 @@ impl Overlay {
         }
     }
 
-    /// True if the object is known.
+    /// True if the state machine holds a record under `key`.
     pub(super) fn knows(&self, key: &Key) -> bool {
         let network = self.networks.get(&key.network());
         network.is_some_and(|network| match key {
@@ -57,7 +57,7 @@ impl Overlay {
         })
     }
 
-    /// A record that failed verification: it counts as no record.
+    /// Handles a record that failed verification: it counts as no record.
     pub(super) fn disbelieve(&mut self, key: &Key, lease: i64, revision: i64, now_ms: u64) {
         self.sent.remove(key);
         match key {
@@ -79,12 +79,12 @@ impl Overlay {
         self.alarm(Alarm::Untrusted, now_ms, text);
     }
 
-    /// Forces this host's records to be written again, although unchanged.
+    /// Forces this host's records to be written again, although they are unchanged.
     pub(super) fn republish(&mut self) {
         self.joined.clear();
         self.sent.clear();
         for network in self.networks.values_mut() {
-            // Treat them as if they were under a foreign lease.
+            // Clear the lease of the stored records, so that they look as if written under a foreign lease.
             let host = network.hosts.get_mut(&self.me).and_then(|entry| entry.stored.as_mut());
             if let Some(stored) = host.filter(|stored| stored.record.as_ref().is_some_and(|r| !r.withdrawn)) {
                 stored.lease = 0;

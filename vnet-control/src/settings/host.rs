@@ -20,7 +20,7 @@ const US_MAX: u32 = 1_000_000;
 const AGEING_MAX_S: u32 = 1_000_000;
 const REKEY_MIN_S: u32 = 2;
 const REKEY_MAX_S: u32 = 86_400;
-/// Most rendezvous pairs of a host: each occupies a UDP port.
+/// Maximum number of rendezvous pairs of a host: each pair occupies a UDP port.
 const MEETINGS_MAX: u32 = 256;
 
 /// `[host]`
@@ -100,7 +100,7 @@ pub static CONTROL: Declaration<ControlSpec> = Declaration {
     ],
 };
 
-/// A file that belongs to a pair (certificate and key): the declaration adds its own reader.
+/// A file of a pair (certificate and key): the declaration overrides how the key is read, shown and saved.
 const fn file_field<S>(name: &'static str, help: &'static str) -> Field<S> {
     Field {
         key: super::key::Key::new(name, file().takes, help),
@@ -118,7 +118,7 @@ pub(super) fn read_control(table: KeyTable, notes: &mut Notes) -> Item<ControlSp
     read(&CONTROL, table, notes, judge_access)
 }
 
-/// Control in clear text is limited to loopback: beyond it the API needs TLS, and the console TLS client certificates.
+/// Control without TLS is limited to loopback: for other addresses the API needs TLS, and the console TLS client certificates.
 fn judge_access(reader: &mut Reader<'_>, control: &mut ControlSpec) {
     let Access { http, console, tls, tls_client_ca, .. } = &mut control.access;
     if let Some(TlsFiles { cert, key }) = tls
@@ -343,7 +343,7 @@ pub(super) fn read_bridge(table: KeyTable, notes: &mut Notes) -> Item<BridgeSpec
     })
 }
 
-/// Checks that `ports` consecutive ports from that of `first` on end by 65535.
+/// Checks that `ports` consecutive ports from that of `first` on do not exceed 65535.
 pub(super) fn judge_ports(reader: &mut Reader<'_>, ports: u16, first: Option<SocketAddr>) {
     if let Some(first) = first
         && first.port().checked_add(ports - 1).is_none()
@@ -444,7 +444,7 @@ impl std::fmt::Display for NetworkSpec {
     }
 }
 
-/// Reads a table; `judge` checks constraints between its keys.
+/// Reads a table; `judge` checks the constraints between its keys.
 pub(super) fn read<S>(
     declaration: &'static Declaration<S>,
     table: KeyTable,

@@ -16,7 +16,7 @@ use crate::table::{KeyTable, Notes, Reader, Value};
 
 const RATE_MAX: u32 = i32::MAX as u32;
 const WINDOW_MAX_US: u32 = 10_000_000;
-/// 64 TiB: half of the addresses of a process.
+/// 64 TiB: half of a process's address space.
 const MEMORY_LIMIT_MAX_MIB: u32 = 64 << 20;
 const AT_ONCE: &str = "the kernel hands frames over at once";
 
@@ -353,7 +353,7 @@ impl Show for Attachment {
     }
 }
 
-/// The kind, as an attachment with default values; its own keys are read later.
+/// The key `kind`, parsed to an attachment with default values; the keys of this kind are read later.
 const fn attachment() -> Kind<Attachment> {
     let Kind { takes, .. } = word::<Attachment>();
     Kind::new(takes, |reader, key| {
@@ -365,7 +365,7 @@ const fn attachment() -> Kind<Attachment> {
     })
 }
 
-/// The guest's IP addresses, published to the overlay with its MAC address.
+/// The guest's IP addresses, published in the overlay with its MAC address.
 const fn addresses() -> Kind<Vec<IpAddr>> {
     Kind::new(Takes::Texts("ADDRESS"), |reader, key| {
         let entry = reader.take(key.name)?;
@@ -416,7 +416,7 @@ pub(super) fn read(
     None
 }
 
-/// Constraints between keys, also for changes of an open interface.
+/// Checks constraints between keys, also for changes of an open interface.
 pub(super) fn judge(reader: &mut Reader<'_>, interface: &InterfaceSpec) {
     if reader.given("addresses") && interface.mac.is_none() && !reader.given("mac") {
         let text = "addresses are published with the interface's address; give it a 'mac'";
@@ -452,7 +452,7 @@ pub(super) fn judge(reader: &mut Reader<'_>, interface: &InterfaceSpec) {
     }
 }
 
-/// `direct_port` and `direct_link` are given together.
+/// Checks that `direct_port` and `direct_link` are given together.
 fn judge_direct(reader: &mut Reader<'_>, interface: &mut InterfaceSpec) {
     let Some(DirectSpec { port, link }) = own_port_of(interface) else { return };
     let [has_port, has_link] = ["direct_port", "direct_link"].map(|key| reader.given(key));
@@ -472,7 +472,7 @@ fn judge_direct(reader: &mut Reader<'_>, interface: &mut InterfaceSpec) {
 }
 
 impl fmt::Display for InterfaceSpec {
-    /// For plans and logs: the settings that differ from the defaults.
+    /// The settings that differ from the defaults, for plans and logs.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.attachment {
             Attachment::VhostUser { socket, server, .. } => {

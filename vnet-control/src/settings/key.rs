@@ -1,4 +1,4 @@
-//! Declarations of keys, and what is derived from them: reading, showing, comparing, help.
+//! Declarations of keys, and code derived from them: parsing, display, comparison, help.
 
 use std::fmt::Write;
 
@@ -6,18 +6,18 @@ use serde_json::{Map, Value as Json};
 
 use crate::table::{Problem, Reader};
 
-/// The type of a key's value.
+/// Type of a key's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Takes {
-    /// A text; holds the placeholder on the command line.
+    /// A text; the parameter is the placeholder on the command line.
     Text(&'static str),
-    /// A whole number within limits, both included.
+    /// A whole number within limits, both inclusive.
     Number(u32, u32),
     /// True or false.
     Flag,
-    /// One of these words.
+    /// One of the given words.
     Words(&'static [&'static str]),
-    /// A list of texts; holds the placeholder on the command line.
+    /// A list of texts; the parameter is the placeholder on the command line.
     Texts(&'static str),
     /// A list of whole numbers within limits.
     Numbers(u32, u32),
@@ -26,55 +26,55 @@ pub enum Takes {
 /// How a change of a key takes effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Applies {
-    /// At once, on reload or by `vnet interface set`.
+    /// Applies at once, on reload or by `vnet interface set`.
     Live,
-    /// At once, on reload.
+    /// Applies at once, on reload.
     Reload,
-    /// The interface or link is closed and reopened.
+    /// Applies by closing and reopening the interface or link.
     Reopen,
-    /// Only after a restart of vnetd.
+    /// Applies only after a restart of vnetd.
     Restart,
 }
 
-/// One key of the configuration: its only declaration.
+/// One key of the configuration, and its only declaration.
 #[derive(Clone, Copy, Debug)]
 pub struct Key {
-    /// Its name in the file, in JSON, and with `-` for `_` on the command line.
+    /// Name of the key in the file, in JSON, and with `-` for `_` on the command line.
     pub name: &'static str,
-    /// Type of its value.
+    /// Type of the key's value.
     pub takes: Takes,
-    /// Its purpose, in one sentence.
+    /// Purpose of the key, in one sentence.
     pub help: &'static str,
-    /// Markdown that only the documentation adds.
+    /// Markdown that is added in the documentation only.
     pub note: &'static str,
-    /// The unit of a number.
+    /// Unit of a number.
     pub unit: &'static str,
-    /// Mandatory key: example for the error when it is missing.
+    /// Mandatory key: an example for the error if the key is missing.
     pub needed: Option<&'static str>,
-    /// Behaviour when absent, if no value of the key means the same.
+    /// Behaviour if the key is absent, for keys whose default is not one of their values.
     pub absent: &'static str,
-    /// Kinds of interfaces, or encapsulations of links, that it applies to; all when empty.
+    /// Kinds of interfaces, or encapsulations of links, that have the key; all if empty.
     pub only_for: &'static [&'static str],
-    /// A kind that accepts but ignores it, and why.
+    /// A kind that accepts the key but ignores it, and the reason.
     pub idle_for: Option<(&'static str, &'static str)>,
-    /// How a change takes effect; the table's default when absent.
+    /// How a change takes effect; if absent, the table's default.
     pub applies: Option<Applies>,
-    /// How a plan shows it: `{}` is the value, `{#}` the number of values; empty hides it.
+    /// How a plan displays the key: `{}` is the value, `{#}` the number of values; empty hides it.
     pub phrase: Option<&'static str>,
-    /// How a plan shows a flag that is off.
+    /// How a plan displays a flag that is off.
     pub phrase_off: &'static str,
-    /// Shown by plans even at its default.
+    /// True if plans display the key even at its default.
     pub always: bool,
-    /// Keys that the command line requires with it.
+    /// Keys that the command line requires together with this key.
     pub requires: &'static [&'static str],
-    /// A key that the command line refuses with it.
+    /// A key that the command line refuses together with this key.
     pub conflicts: Option<&'static str>,
-    /// The command line requires this key unless that one is given.
+    /// A key that makes this one optional: the command line requires one of the two.
     pub unless: Option<&'static str>,
 }
 
 impl Key {
-    /// An optional key with default attributes.
+    /// An optional key; all other attributes have their defaults.
     pub const fn new(name: &'static str, takes: Takes, help: &'static str) -> Key {
         Key {
             name,
@@ -100,13 +100,13 @@ impl Key {
         self.only_for.is_empty() || kind.is_some_and(|kind| self.only_for.contains(&kind))
     }
 
-    /// Its help, prefixed with the kinds that it applies to: `tap, local: …`.
+    /// Help of the key, prefixed with the kinds that have it: `tap, local: …`.
     pub fn about(&self) -> String {
         let kinds = self.only_for.join(", ");
         if kinds.is_empty() { self.help.into() } else { format!("{kinds}: {}", self.help) }
     }
 
-    /// The limits of a number with its unit, `68 to 65535 bytes`; only the unit without an upper limit.
+    /// The limits of a number with its unit, `68 to 65535 bytes`; only the unit if there is no upper limit.
     pub fn limits(&self) -> String {
         let unit = if self.unit.is_empty() { String::new() } else { format!(" {}", self.unit) };
         match self.takes {
@@ -120,15 +120,15 @@ impl Key {
 /// A key bound to a member of `S`.
 pub(crate) struct Field<S> {
     pub key: Key,
-    /// Reads the key from a table into `S`; true when it was present and valid.
+    /// Reads the key from a table into `S`; true if the key was present and valid.
     pub read: fn(&mut Reader<'_>, &Key, &mut S) -> bool,
-    /// The value as JSON; `None` when there is none.
+    /// The value as JSON; `None` if the key is not set.
     pub show: fn(&S) -> Option<Json>,
-    /// The value in a saved file, where it differs from what is shown: a secret, or a text that is no value of the key.
+    /// The value in a saved file, if it differs from the displayed one: a secret, or a display text that the key does not accept.
     pub save: Option<fn(&S) -> Option<Json>>,
 }
 
-/// Setters for the attributes that differ from the defaults.
+/// Setters for attributes that differ from their defaults.
 impl<S> Field<S> {
     pub const fn needed(mut self, example: &'static str) -> Self {
         self.key.needed = Some(example);
@@ -229,17 +229,17 @@ macro_rules! field {
 }
 pub(crate) use field;
 
-/// The key that decides which other keys apply.
+/// The key that selects which other keys a table may have.
 pub(crate) struct Selector<S> {
-    /// Its name: `kind`, `encapsulation`.
+    /// Name of the key: `kind`, `encapsulation`.
     pub key: &'static str,
-    /// Its current value.
+    /// The key's current value.
     pub chosen: fn(&S) -> &'static str,
 }
 
 /// All keys of one table.
 pub struct Declaration<S: 'static> {
-    /// The table, as it is written: `[bridge]`, `[[link]]`.
+    /// The table's header as written: `[bridge]`, `[[link]]`.
     pub title: &'static str,
     pub(crate) applies: Applies,
     pub(crate) selector: Option<Selector<S>>,
@@ -247,20 +247,20 @@ pub struct Declaration<S: 'static> {
     pub(crate) fields: &'static [Field<S>],
 }
 
-/// A key with its default, for lists of keys. Declarations of one name for several kinds are merged.
+/// A key with its default, for lists of keys. Declarations of the same name for several kinds are merged.
 #[derive(Clone, Debug)]
 pub struct Described {
     /// The key.
     pub key: Key,
-    /// Help by kind, with limits and unit.
+    /// Help per kind, with limits and unit.
     pub help: String,
     /// How a change takes effect.
     pub applies: Applies,
-    /// Its default.
+    /// The key's default.
     pub default: Option<Json>,
 }
 
-/// A difference of one key.
+/// A key whose value differs between two specs.
 pub(crate) struct Changed {
     pub key: Key,
     pub applies: Applies,
@@ -268,7 +268,7 @@ pub(crate) struct Changed {
     pub to: String,
 }
 
-/// A value in words; lists without commas.
+/// A value as plain text; lists without commas.
 pub fn plain(value: &Json) -> String {
     match value {
         Json::String(text) => text.clone(),
@@ -282,7 +282,7 @@ impl<S> Declaration<S> {
         key.applies.unwrap_or(self.applies)
     }
 
-    /// Reads all keys into `spec`; reports missing keys and keys of other kinds.
+    /// Reads all keys into `spec`; reports missing keys and keys that the table's kind does not have.
     pub(crate) fn read(&self, reader: &mut Reader<'_>, spec: &mut S) {
         let mut kind = self.selector.as_ref().map(|selector| (selector.chosen)(spec));
         for field in self.fields {
@@ -303,14 +303,14 @@ impl<S> Declaration<S> {
             }
             let good = (field.read)(reader, key, spec);
             if let Some(selector) = self.selector.as_ref().filter(|selector| selector.key == key.name) {
-                // Without a valid kind, do not judge keys by kind.
+                // Without a valid kind, no key can be refused for its kind.
                 let known = good || key.needed.is_none();
                 kind = known.then(|| (selector.chosen)(spec));
             }
         }
     }
 
-    /// Reports a key that does not apply to `kind`, unless another declaration of its name does.
+    /// Reports a key that `kind` does not have, unless another declaration of the same name applies.
     fn refuse(&self, reader: &mut Reader<'_>, key: &Key, kind: Option<&str>) {
         let mut same = self.fields.iter().map(|field| &field.key).filter(|other| other.name == key.name);
         if kind.is_some() && same.clone().any(|other| other.is_for(kind)) {
@@ -325,14 +325,14 @@ impl<S> Declaration<S> {
         reader.problem(&entry.place, text);
     }
 
-    /// Reads only the keys that apply to an open interface.
+    /// Reads only the keys that can be changed while an interface is open.
     pub(crate) fn read_live(&self, reader: &mut Reader<'_>, spec: &mut S) {
         for field in self.fields.iter().filter(|field| self.applies(&field.key) == Applies::Live) {
             (field.read)(reader, &field.key, spec);
         }
     }
 
-    /// The keys with their defaults; one entry per name.
+    /// The keys with their defaults, one entry per name.
     pub fn described(&self) -> Vec<Described> {
         let default = (self.default)();
         let mut all: Vec<Described> = vec![];
@@ -367,7 +367,7 @@ impl<S> Declaration<S> {
         here.filter_map(|field| Some((field.key.name.to_string(), (field.show)(spec)?))).collect()
     }
 
-    /// The keys that a file needs to describe `spec`: those without a default, and those that differ from it.
+    /// The keys that a file needs to describe `spec`: mandatory keys, and keys whose value differs from the default.
     pub(crate) fn written(&self, spec: &S) -> Vec<(&'static str, Json)> {
         let default = (self.default)();
         let kind = self.selector.as_ref().map(|selector| (selector.chosen)(spec));
@@ -381,7 +381,7 @@ impl<S> Declaration<S> {
         here.filter_map(value).collect()
     }
 
-    /// The settings of `spec` that differ from the defaults (or are always shown), as text to append.
+    /// The settings of `spec` that differ from the defaults or are always displayed, as text to append.
     pub(crate) fn phrases(&self, spec: &S) -> String {
         let (default, mut text) = ((self.default)(), String::new());
         let kind = self.selector.as_ref().map(|selector| (selector.chosen)(spec));
@@ -398,7 +398,7 @@ impl<S> Declaration<S> {
             }
             let count = value.as_array().map_or(1, Vec::len).to_string();
             let phrase = phrase.replace("{#}", &count).replace("{}", &plain(&value));
-            // A leading space continues the text before it, without a comma.
+            // A phrase with a leading space continues the text before it without a comma.
             let comma = if phrase.starts_with(' ') { "" } else { ", " };
             write!(text, "{comma}{phrase}").expect("a String takes all");
         }

@@ -1,4 +1,4 @@
-//! Types of keys: parsers of single values with their error messages, and conversion back to JSON.
+//! Types of keys: parsers of single values with their error messages, and conversion to JSON.
 
 use std::fmt::Display;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -25,7 +25,7 @@ use crate::table::{Entry, Placed, Reader, Value, quote};
 /// The largest network number (24 bits).
 pub(crate) const NETWORK_MAX: u32 = (1 << 24) - 1;
 
-/// A type of value and its parser.
+/// The type of a key's value, and its parser.
 pub(crate) struct Kind<T> {
     pub takes: Takes,
     pub read: fn(&mut Reader<'_>, &Key) -> Option<T>,
@@ -37,7 +37,7 @@ impl<T> Kind<T> {
     }
 }
 
-/// A whole number.
+/// A whole number within limits.
 pub(crate) const fn number<T: TryFrom<u32>>(least: u32, most: u32) -> Kind<T> {
     Kind::new(Takes::Number(least, most), |reader, key| {
         let Takes::Number(least, most) = key.takes else { return None };
@@ -45,7 +45,7 @@ pub(crate) const fn number<T: TryFrom<u32>>(least: u32, most: u32) -> Kind<T> {
     })
 }
 
-/// Whole numbers.
+/// A list of whole numbers within limits.
 pub(crate) const fn numbers<T: TryFrom<u32>>(least: u32, most: u32) -> Kind<Vec<T>> {
     Kind::new(Takes::Numbers(least, most), |reader, key| {
         let Takes::Numbers(least, most) = key.takes else { return None };
@@ -54,7 +54,7 @@ pub(crate) const fn numbers<T: TryFrom<u32>>(least: u32, most: u32) -> Kind<Vec<
     })
 }
 
-/// True or false.
+/// A boolean.
 pub(crate) const fn flag() -> Kind<bool> {
     Kind::new(Takes::Flag, |reader, key| reader.flag(key.name).map(|(_, flag)| flag))
 }
@@ -78,7 +78,7 @@ pub(crate) const fn word<T: FromStr + VariantNames>() -> Kind<T> {
     })
 }
 
-/// A text, parsed by `T::from_str`; its error becomes the message.
+/// A text, parsed by `T::from_str`, whose error becomes the message.
 pub(crate) const fn parsed<T: FromStr<Err: Display>>(name: &'static str) -> Kind<T> {
     Kind::new(Takes::Text(name), |reader, key| reader.parsed(key.name).map(|(_, value)| value))
 }
@@ -86,7 +86,7 @@ pub(crate) const fn parsed<T: FromStr<Err: Display>>(name: &'static str) -> Kind
 /// Default limit of a list's length.
 const LISTED_MAX: usize = 4096;
 
-/// A list of texts, parsed by `T::from_str`; its errors become the messages, with `example` as the advice.
+/// A list of texts, parsed by `T::from_str`, whose errors become the messages; `example` completes them with advice.
 pub(crate) fn list<T: FromStr<Err: Display>>(
     reader: &mut Reader<'_>,
     key: &Key,
@@ -247,7 +247,7 @@ pub(crate) const fn device() -> Kind<String> {
 
 /// Conversion to JSON for answers and plans.
 pub(crate) trait Show {
-    /// `None` when there is nothing to show.
+    /// `None` if there is nothing to display.
     fn show(&self) -> Option<Json>;
 }
 

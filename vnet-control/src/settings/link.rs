@@ -1,6 +1,6 @@
 //! `[[link]]`: its keys, and constraints between them.
 //!
-//! Keys are read into a [`LinkForm`], which has a member for each; a [`LinkSpec`] holds only those of its kind of link.
+//! Keys are read into a [`LinkForm`], which has a member for each key; a [`LinkSpec`] holds only those of the link's kind.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -24,7 +24,7 @@ use crate::table::{KeyTable, Notes, Placed, Reader, quote};
 /// Syntax of a proxy, for error messages.
 const PROXY: &str = "socks5://127.0.0.1:9050 or socks5://USER:PASSWORD@ADDRESS:PORT";
 
-/// All keys of a link, whatever its encapsulation.
+/// The keys of a link, of all encapsulations.
 pub struct LinkForm {
     name: String,
     encapsulation: Encapsulation,
@@ -258,7 +258,7 @@ const fn macs() -> Kind<Vec<Mac>> {
     })
 }
 
-/// Receive in place: guests of the other host with their own underlay ports.
+/// Receive in place: guests of the other host that have their own underlay ports.
 const fn guests() -> Kind<Vec<(Mac, u16)>> {
     Kind::new(Takes::Texts("MAC@PORT"), |reader, key| {
         let (place, texts) = reader.texts(key.name)?;
@@ -295,13 +295,13 @@ impl Show for (Mac, u16) {
 }
 
 impl Show for Proxy {
-    /// Omits the password.
+    /// Displays the proxy without its password.
     fn show(&self) -> Option<serde_json::Value> {
         Some(self.address.to_string().into())
     }
 }
 
-/// The URL of a proxy, with its password.
+/// The URL of a proxy, including its password.
 fn proxy_url(Proxy { address, credentials }: &Proxy) -> String {
     let login = |Credentials { user, password }: &Credentials| format!("{user}:{password}@");
     format!("socks5://{}{address}", credentials.as_ref().map(login).unwrap_or_default())
@@ -311,7 +311,7 @@ const fn proxy() -> Kind<Proxy> {
     Kind::new(Takes::Text("URL"), |reader, key| {
         let (place, text) = reader.text(key.name)?;
         let Some(rest) = text.strip_prefix("socks5://").or_else(|| text.strip_prefix("socks5h://")) else {
-            // The text may hold a password: do not quote it.
+            // The text may contain a password: do not quote it.
             reader.problem(&place, format!("proxy is not a SOCKS 5 proxy; write {PROXY}"));
             return None;
         };
@@ -367,7 +367,7 @@ pub(super) fn read(table: KeyTable, notes: &mut Notes, broken: &mut Vec<Target>)
     Some(Item { place, spec: LinkSpec { name, remote, ports, networks, mtu, kind, security } })
 }
 
-/// The link's remote, if a valid one is written, and its kind; no kind for a stream link without a valid remote.
+/// The link's remote, if it is valid, and the link's kind; no kind for a stream link without a valid remote.
 fn link_kind(
     reader: &mut Reader<'_>,
     form: &mut LinkForm,
@@ -391,7 +391,7 @@ fn link_kind(
     (remote, Some(kind))
 }
 
-/// The address that a stream link connects to (the proxy's, if it has one) and its kind.
+/// The address that a stream link connects to (that of its proxy, if it has one) and the link's kind.
 fn stream(
     reader: &mut Reader<'_>,
     form: &mut LinkForm,
@@ -399,7 +399,7 @@ fn stream(
 ) -> Option<(SocketAddr, LinkKind)> {
     let (proxy, connect) = (form.proxy.take(), form.connect);
     let (remote, destination) = match (&proxy, text.parse::<SocketAddr>()) {
-        // The proxy resolves the name; only its form can be checked here.
+        // The proxy resolves the name, so only its syntax can be checked here.
         (Some(proxy), Err(_)) => match named(&text) {
             Some(destination) => (proxy.address, destination),
             None => {
@@ -425,7 +425,7 @@ fn named(text: &str) -> Option<Destination> {
     fits.then(|| Destination::Name(name.into(), port))
 }
 
-/// True for a name, such as host.example; false for something like an address.
+/// True for a host name such as host.example; false for text that looks like an address.
 fn is_dns_name(destination: &Destination) -> bool {
     matches!(destination, Destination::Name(name, _) if name.contains(|c: char| c.is_ascii_alphabetic()))
 }
@@ -461,7 +461,7 @@ fn remote_address(
     Some(remote)
 }
 
-/// Checks the networks of a link; `one` says why it carries exactly one.
+/// Checks the networks of a link; `one` is the reason why the link carries exactly one network.
 fn judge_networks(reader: &mut Reader<'_>, networks: &mut Option<Vec<NetworkId>>, one: Option<&str>) {
     let place = reader.place_of("networks");
     match (&networks, one) {
@@ -477,7 +477,7 @@ fn judge_networks(reader: &mut Reader<'_>, networks: &mut Option<Vec<NetworkId>>
     }
 }
 
-/// Checks `sealed`, `peer` and `via` together; sets the peer of a sealed link.
+/// Checks `sealed`, `peer` and `via` together; sets the default peer of a sealed link.
 fn judge_security(reader: &mut Reader<'_>, form: &mut LinkForm) {
     let LinkForm { name, encapsulation, sealed, security, .. } = form;
     let peer = security.peer.take();
@@ -499,7 +499,7 @@ fn judge_security(reader: &mut Reader<'_>, form: &mut LinkForm) {
         );
         reader.problem(&reader.place_of("sealed"), text);
     }
-    // By default the link's name is the peer's: links are usually named after the remote host.
+    // The default peer is the link's name: links are usually named after the remote host.
     let peer = peer.unwrap_or_else(|| name.clone());
     if !name.is_empty()
         && let Err(why) = server_name(&peer)
@@ -509,12 +509,12 @@ fn judge_security(reader: &mut Reader<'_>, form: &mut LinkForm) {
     security.peer = Some(peer);
 }
 
-/// True for links without a fixed remote: authenticated datagrams of a sealed peer prove its address (roaming).
+/// True for links without a fixed remote: authenticated datagrams prove a sealed peer's current address (roaming).
 fn learns_remote(encapsulation: Encapsulation, security: &LinkSecurity) -> bool {
     encapsulation == Encapsulation::Native && security.peer.is_some()
 }
 
-/// Why a link carries exactly one network, if it does.
+/// Reason why a link carries exactly one network; `None` if it can carry several.
 fn carries_one(kind: &LinkKind) -> Option<&'static str> {
     match kind {
         LinkKind::Classic(_) => Some("the vnet encapsulation carries no network number"),
@@ -551,7 +551,7 @@ impl From<&LinkSpec> for LinkForm {
 }
 
 impl fmt::Display for LinkSpec {
-    /// For plans and logs: the settings that differ from the defaults.
+    /// The settings that differ from the defaults, for plans and logs.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let form = LinkForm::from(self);
         write!(f, "{} to {}{}", self.encapsulation(), self.remote_text(), LINK.phrases(&form))

@@ -1,8 +1,8 @@
 //! Settings: every key of the configuration, declared once.
 //!
-//! A [`Declaration`] lists the keys of one table. A [`Key`] has a name, type, limits, unit, default, the kinds that it applies
-//! to, the way in which a change takes effect, and help; a `Field` binds it to a member of a plain struct, often one that a
-//! room of the data plane declares. Everything else is derived:
+//! A [`Declaration`] lists the keys of one table. A [`Key`] has a name, type, limits, unit, default, the kinds that have the key,
+//! the way in which a change takes effect, and help; a `Field` binds it to a member of a plain struct, which is often declared by
+//! a room of the data plane. Everything else is derived:
 //!
 //! | what | made by |
 //! |---|---|
@@ -45,7 +45,7 @@ pub use save::save;
 use crate::desired::*;
 use crate::table::{KeyTable, Notes, Place, Problem, Reader};
 
-/// Reads the root table of a file, which begins at `top`. Invalid interfaces and links are left out, and their names added to
+/// Reads the root table of a file, which begins at `top`. Invalid interfaces and links are left out, and their names are added to
 /// `broken`.
 pub(crate) fn read_file(
     table: KeyTable,
@@ -84,7 +84,7 @@ pub(crate) fn interface_from(table: KeyTable, notes: &mut Notes) -> Option<Item<
     interface::read(table, notes, &mut vec![])
 }
 
-/// Changes an open interface; keys that need reopening are refused.
+/// Changes an open interface; refuses keys that need a reopen.
 pub(crate) fn change_interface(table: KeyTable, notes: &mut Notes, interface: &mut InterfaceSpec) {
     let mut reader = Reader::new("an open interface", table, notes);
     INTERFACE.read_live(&mut reader, interface);
@@ -102,7 +102,7 @@ pub(crate) fn route_from(table: KeyTable, notes: &mut Notes) -> Option<Item<Rout
     route::read(table, notes)
 }
 
-/// True when the change closes and reopens the interface.
+/// True if the change requires closing and reopening the interface.
 pub(crate) fn reopens(is: &InterfaceSpec, wanted: &InterfaceSpec) -> bool {
     INTERFACE.changed(is, wanted).iter().any(|change| change.applies == Applies::Reopen)
 }
@@ -128,7 +128,7 @@ pub fn restart_needed(current: &Desired, desired: &Desired) -> Vec<Problem> {
         let what = "[identity] names other files (to renew a certificate, replace those that are there)";
         fixed(place, what);
     }
-    // The certificate names the host, and the names decide which of two hosts connects.
+    // The certificate names the host, and on a sealed link the names decide which host connects.
     if is.identity.is_some() && is.host != wanted.host {
         fixed(top, &format!("[host] name changes to {} beside an [identity]", wanted.host.spec.name));
     }

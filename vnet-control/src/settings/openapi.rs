@@ -45,7 +45,7 @@ fn property(described: &Described, request: bool) -> Json {
     schema
 }
 
-/// Implements `ToSchema` for the settings in an answer.
+/// Implements `ToSchema` for the settings in an answer or request.
 macro_rules! schema {
     ($name:ident, $keys:expr) => {
         impl utoipa::PartialSchema for $name {

@@ -5,9 +5,9 @@ use super::kinds::{Kind, Show, address, file, flag, networks, parsed};
 use crate::desired::*;
 use crate::table::{KeyTable, Notes, Reader, Value, quote};
 
-/// Most endpoints of an etcd cluster; etcd itself recommends at most seven members.
+/// Maximum number of endpoints of an etcd cluster; etcd itself recommends at most seven members.
 const ENDPOINTS_MAX: usize = 16;
-/// Most reflectors; every host knows all of them.
+/// Maximum number of reflectors; every host knows all of them.
 const REFLECTORS_MAX: usize = 16;
 
 /// `[overlay]`
@@ -151,7 +151,7 @@ fn judge(reader: &mut Reader<'_>, overlay: &mut OverlaySpec) {
     }
 }
 
-/// A list of texts, each validated by `check`, whose error continues the message after the quoted text.
+/// A list of texts, each validated by `check`, whose error is appended to the quoted text.
 fn texts(
     reader: &mut Reader<'_>,
     key: &Key,

@@ -1,4 +1,4 @@
-//! Writes a desired state as a configuration file: the opposite of [`super::read_file`].
+//! Writes a desired state as a configuration file: the inverse of [`super::read_file`].
 
 use std::fmt::Write;
 
@@ -12,7 +12,7 @@ use super::overlay::OVERLAY;
 use super::route::ROUTE;
 use crate::desired::Desired;
 
-/// A configuration file that describes `desired`, with the keys that differ from their defaults. It holds the passwords of
+/// A configuration file that describes `desired`, with the keys that differ from their defaults. It includes the passwords of
 /// proxies.
 pub fn save(desired: &Desired) -> String {
     let mut text = String::new();
@@ -44,7 +44,7 @@ fn table<S>(text: &mut String, declaration: &Declaration<S>, spec: &S) {
     }
 }
 
-/// The value in TOML, which writes texts, numbers, flags and lists as JSON does. Only DEL needs an escape more.
+/// The value in TOML, which has the same syntax as JSON for texts, numbers, flags and lists. Only DEL needs an additional escape.
 fn toml(value: &Json) -> String {
     value.to_string().replace('\u{7f}', "\\u007f")
 }
@@ -54,7 +54,7 @@ mod tests {
     use super::*;
     use crate::config::parse;
 
-    /// What is saved is read as the same state, and saved as the same text.
+    /// Asserts that the saved file is read as the same state and saved as the same text.
     fn check(text: &str) -> String {
         let desired = parse("f", text).unwrap().desired;
         let saved = save(&desired);

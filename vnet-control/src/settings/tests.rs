@@ -1,4 +1,4 @@
-//! One declaration is enough: a key of a test table is read, shown, compared, documented and in the schema.
+//! One declaration is enough: a key of a test table is parsed, displayed, compared, documented and part of the schema.
 
 use super::key::field;
 use super::kinds::{flag, number, text};
@@ -55,7 +55,7 @@ fn access_changes_need_a_restart() {
     assert!(problems[0].to_string().contains("http"), "{}", problems[0]);
 }
 
-/// Stands for the settings struct of a room.
+/// The settings struct of an imaginary room.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Garden {
     kind: String,
@@ -156,7 +156,7 @@ fn a_declared_key_has_a_schema() {
     assert_eq!(schema["properties"]["fenced"]["type"], "boolean");
 }
 
-/// A name is declared once, or once per kind; every key has help.
+/// Each name is declared once, or once per kind, and every key has help.
 #[test]
 fn names_are_declared_once_per_kind() {
     fn check<S>(declaration: &Declaration<S>) {

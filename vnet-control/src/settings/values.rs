@@ -1,4 +1,4 @@
-//! Settings in answers of the API: keys of the configuration file with their effective values. Unknown keys pass through.
+//! Settings in answers of the API: keys of the configuration file with their effective values. Clients ignore unknown keys.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json};
@@ -22,19 +22,19 @@ macro_rules! settings {
                 fn from(spec: &$spec) -> $name {
                     #[allow(clippy::redundant_closure_call)]
                     let mut settings = ($of)(spec);
-                    // Answers have a separate field for the name.
+                    // The answer has a separate field for the name.
                     settings.remove("name");
                     $name(settings)
                 }
             }
 
             impl $name {
-                /// The value of `key` as text; empty when absent.
+                /// The value of `key` as text; empty if absent.
                 pub fn text(&self, key: &str) -> String {
                     self.0.get(key).map(plain).unwrap_or_default()
                 }
 
-                /// The value of `key` as text; `absent` when absent.
+                /// The value of `key` as text; `absent` if the key is absent.
                 pub fn text_or(&self, key: &str, absent: &str) -> String {
                     self.0.get(key).map_or(absent.into(), plain)
                 }
@@ -44,7 +44,7 @@ macro_rules! settings {
                     self.0.get(key)?.as_u64()
                 }
 
-                /// The value of `key` as a flag; false when absent.
+                /// The value of `key` as a flag; false if absent.
                 pub fn flag(&self, key: &str) -> bool {
                     self.0.get(key).and_then(Json::as_bool).unwrap_or(false)
                 }

@@ -1,7 +1,7 @@
-//! This host's own address: the one that a route to the store starts from, and news of it by rtnetlink(7).
+//! This host's own address (the source address of the route to the store), and its changes, by rtnetlink(7).
 //!
-//! The kernel tells of changed addresses and routes. They come in groups (an address brings routes, DHCP removes before it
-//! adds), so a burst is drained before the address is looked up again.
+//! The kernel notifies subscribers of changed addresses and routes. Notifications come in groups (an address brings routes, DHCP
+//! removes before it adds), so a burst is drained before the address is looked up again.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -14,25 +14,25 @@ use tokio::io::unix::AsyncFd;
 
 use super::REQUEST;
 
-/// Multicast groups of addresses and routes, IPv4 and IPv6.
+/// Multicast groups of address and route changes, IPv4 and IPv6.
 const GROUPS: i32 =
     libc::RTMGRP_IPV4_IFADDR | libc::RTMGRP_IPV6_IFADDR | libc::RTMGRP_IPV4_ROUTE | libc::RTMGRP_IPV6_ROUTE;
-/// How long news is collected before addresses are looked up: bounds the rate when a routing daemon works.
+/// How long notifications are collected before addresses are looked up, which bounds the rate under a busy routing daemon.
 const SETTLE: Duration = Duration::from_millis(50);
-/// Interval of lookups where the kernel tells nothing.
+/// Interval of lookups where the kernel sends no notifications.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// Where other hosts reach this one.
+/// The addresses at which other hosts can reach this one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Whereabouts {
-    /// Source address of the route to the store; `None` without a route, or where the store runs on this host.
+    /// Source address of the route to the store; `None` without a route, or if the store runs on this host.
     pub source: Option<IpAddr>,
-    /// The bridge's address is one of this host's.
+    /// True if the bridge's address is one of this host's.
     pub bridge_is_here: bool,
 }
 
 impl Whereabouts {
-    /// Looks them up. `None` while that is impossible: no endpoint's name can be resolved.
+    /// Looks up the addresses. `None` if that is impossible because no endpoint's name can be resolved.
     pub async fn look(endpoints: &[String], bridge: SocketAddr) -> Option<Whereabouts> {
         let bridge_is_here = is_here(bridge.ip());
         let mut resolved = false;
@@ -50,7 +50,7 @@ impl Whereabouts {
     }
 }
 
-/// News of this host's addresses and routes.
+/// Subscription to changes of this host's addresses and routes.
 pub(super) struct AddressNews(Option<AsyncFd<OwnedFd>>);
 
 impl AddressNews {
@@ -58,7 +58,7 @@ impl AddressNews {
     pub fn subscribe() -> AddressNews {
         let subscribed = || -> io::Result<AsyncFd<OwnedFd>> {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-            // Without a protocol: NETLINK_ROUTE, which is 0.
+            // The default protocol 0 is NETLINK_ROUTE.
             let family = AddressFamily::NETLINK;
             let fd = rustix::net::socket_with(family, SocketType::RAW, flags, None)?;
             rustix::net::bind(&fd, &SocketAddrNetlink::new(0, GROUPS as u32))?;
@@ -81,12 +81,12 @@ impl AddressNews {
         }
     }
 
-    /// Waits for news.
+    /// Waits for a notification.
     async fn wait(&mut self) {
         let Some(fd) = &self.0 else { return tokio::time::sleep(LOOK_EVERY).await };
         let Ok(mut ready) = fd.readable().await else { return tokio::time::sleep(LOOK_EVERY).await };
         tokio::time::sleep(SETTLE).await;
-        // Contents do not matter, nor does an overflow (ENOBUFS): addresses are looked up anew.
+        // The contents of notifications do not matter, nor does an overflow (ENOBUFS): addresses are looked up again in any case.
         let mut message = [0u8; 8192];
         while let Ok(_) | Err(rustix::io::Errno::NOBUFS | rustix::io::Errno::INTR) =
             rustix::net::recv(fd.as_fd(), &mut message[..], RecvFlags::empty())
@@ -95,7 +95,7 @@ impl AddressNews {
     }
 }
 
-/// Source address of a route to `to`. Sends nothing.
+/// Source address of a route to `to`. Connecting a UDP socket sends nothing.
 fn source(to: SocketAddr) -> Option<IpAddr> {
     let any: IpAddr = match to {
         SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
@@ -106,7 +106,7 @@ fn source(to: SocketAddr) -> Option<IpAddr> {
     socket.local_addr().ok().map(|address| address.ip().to_canonical())
 }
 
-/// True unless no device of this host has the address.
+/// False if no device of this host has the address.
 fn is_here(address: IpAddr) -> bool {
     let bound = std::net::UdpSocket::bind((address, 0));
     !bound.is_err_and(|error| error.kind() == io::ErrorKind::AddrNotAvailable)
@@ -125,7 +125,7 @@ mod tests {
     async fn addresses_of_other_hosts_are_not_here() {
         let endpoints = ["http://127.0.0.1:2379".to_string()];
         let look = async |bridge: &str| Whereabouts::look(&endpoints, bridge.parse().unwrap()).await;
-        // The store is on this host: no address leads to it from others.
+        // The store is on this host: its route starts from loopback, at which other hosts cannot reach this one.
         assert_eq!(look("[::]:9000").await, Some(Whereabouts { source: None, bridge_is_here: true }));
         assert_eq!(look("192.0.2.1:9000").await, Some(Whereabouts { source: None, bridge_is_here: false }));
     }

@@ -1,4 +1,4 @@
-//! What an agent serves.
+//! The host that an agent serves.
 
 use std::sync::Arc;
 
@@ -8,12 +8,12 @@ use vnet_control::engine::Engine;
 use vnet_control::events::Asker;
 use vnet_control::overlay::{Computed, Local};
 
-/// The host that an agent serves: a real engine, or a simulated host.
+/// Interface between an agent and its host: a real engine, or a simulated host.
 pub trait Host {
     /// Stations on this host.
     fn locals(&mut self) -> Vec<Local>;
 
-    /// Hosts whose links received something lately.
+    /// Hosts whose links received something recently.
     fn heard(&mut self) -> Vec<String>;
 
     /// Applies the computed links and stations; returns a line for each that cannot be applied.
@@ -23,7 +23,7 @@ pub trait Host {
     fn show(&mut self, shown: api::Overlay);
 }
 
-/// The engine of this host; `None` while vnetd stops.
+/// This host's engine; `None` while vnetd stops.
 pub struct EngineHost(pub Arc<Mutex<Option<Engine>>>);
 
 impl EngineHost {

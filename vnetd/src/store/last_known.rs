@@ -1,8 +1,8 @@
-//! The overlay's last known state on disk: a host that restarts while the store is away goes on with it.
+//! The overlay's last known state on disk: a host that restarts while the store is unreachable continues with it.
 //!
-//! One JSON file of mode 0600 per host name, replaced as a whole. In clear text its records are believed as they are, so a file
-//! that others could have written is ignored; signed records are verified like those of the store. The file belongs to one
-//! store: with other endpoints it is ignored, too.
+//! One JSON file of mode 0600 per host name, replaced atomically. Unsigned records are trusted as they are, so a file that other
+//! users could have written is ignored; signed records are verified like those of the store. The file belongs to one store: with
+//! other endpoints it is ignored, too.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -13,16 +13,16 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde::{Deserialize, Serialize};
 use vnet_control::desired::OverlaySpec;
 
-/// Largest file in bytes: 131 072 signed stations of about 450 bytes, and 4 096 hosts with certificates.
+/// Maximum length of the file in bytes: 131 072 signed stations of about 450 bytes, and 4 096 hosts with certificates.
 const FILE_MAX: u64 = 96 << 20;
-/// Age from which the state is ignored, in seconds: addresses may have other owners by then.
+/// Age at which the state is ignored, in seconds: addresses may have other owners by then.
 const AGE_MAX_S: u64 = 7 * 86_400;
 /// Format of the file.
 const VERSION: u32 = 1;
-/// Where state is kept when neither the configuration nor the service manager says.
+/// Default folder, if neither the configuration nor the service manager names one.
 const FOLDER: &str = "/var/lib/vnet";
 
-/// Whose state a file has.
+/// The host and store to which a file belongs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Owner {
     version: u32,
@@ -36,7 +36,7 @@ struct Owner {
 struct State {
     #[serde(flatten)]
     owner: Owner,
-    /// Seconds since 1970.
+    /// Time of the write, in seconds since 1970.
     saved: u64,
     /// Keys and values, as in the store.
     records: Vec<(String, String)>,
@@ -54,7 +54,7 @@ fn now_s() -> u64 {
 }
 
 impl LastKnown {
-    /// The file of a host, in the configured folder, `$STATE_DIRECTORY` (set by systemd), or the default one.
+    /// The file of a host, in the configured folder, `$STATE_DIRECTORY` (set by systemd), or the default folder.
     pub fn new(spec: &OverlaySpec, host: &str) -> LastKnown {
         // systemd separates several folders by colons.
         let by_service = std::env::var("STATE_DIRECTORY").ok();
@@ -66,7 +66,7 @@ impl LastKnown {
         LastKnown { file, owner: Owner { version, host, etcd: spec.etcd.clone(), sealed: spec.sealed } }
     }
 
-    /// The records kept, or none. Logs why a file is ignored.
+    /// The saved records; none if there is no file or it is ignored, which is logged with the reason.
     pub fn read(&self) -> Vec<(String, String)> {
         match self.try_read() {
             Ok(records) => records,
@@ -102,9 +102,9 @@ impl LastKnown {
         Ok(records)
     }
 
-    /// Replaces the file. What exceeds its limit is left out, stations before hosts.
+    /// Replaces the file. Records beyond the file's limit are left out, stations before hosts.
     pub fn write(&self, mut records: Vec<(String, String)>) -> io::Result<()> {
-        // Quotes are escaped: a value takes up to twice its bytes.
+        // JSON escapes quotes, so a value can take up to twice its length.
         let mut left = FILE_MAX - 4096;
         let fits = |(key, value): &&(String, String)| {
             left = left.saturating_sub((key.len() + 2 * value.len() + 8) as u64);
@@ -118,7 +118,7 @@ impl LastKnown {
         let new = self.file.with_extension("new");
         let mut file = create(&new)?;
         file.write_all(&serde_json::to_vec(&state)?)?;
-        // Before the rename: a crash leaves the old file or the new one.
+        // Sync before the rename, so that a crash leaves either the old file or the new one.
         file.sync_data()?;
         std::fs::rename(&new, &self.file)
     }
@@ -129,7 +129,7 @@ impl LastKnown {
     }
 }
 
-/// A file for vnetd's user alone, not through a link that somebody left there.
+/// Creates a file that only vnetd's user can read, without following a symbolic link planted there.
 fn create(path: &Path) -> io::Result<File> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -191,7 +191,7 @@ mod tests {
         assert_eq!(kept.read(), records());
         std::fs::set_permissions(kept.path(), std::fs::Permissions::from_mode(0o622)).unwrap();
         assert!(why().contains("others may write it"), "{}", why());
-        // A link is not followed.
+        // A symbolic link is not followed.
         let elsewhere = folder.path().join("elsewhere");
         std::fs::rename(kept.path(), &elsewhere).unwrap();
         std::os::unix::fs::symlink(&elsewhere, kept.path()).unwrap();

@@ -1,5 +1,4 @@
-//! The agent of the distributed overlay: connects the state machine ([`vnet_control::overlay::Overlay`]) to etcd on
-//! one side and to the host on the other.
+//! The agent of the distributed overlay: connects the state machine ([`vnet_control::overlay::Overlay`]) to etcd and to the host.
 //!
 //! ```text
 //! etcd -- snapshot, watch --> Overlay -- computed --> Host (the engine)
@@ -8,13 +7,13 @@
 //!
 //! On sealed links, an [`Authenticator`] sits between etcd and the overlay.
 //!
-//! A *session* is one connection: a lease, a snapshot of the store read page by page at one revision, then a watch
-//! from the next revision. Any failure (store down, partition, watch revision compacted) ends the session; the next
-//! one starts with a new snapshot. Between sessions the overlay keeps its last state. Its clock ticks regardless of
-//! the store, because guests come and go meanwhile.
+//! A *session* is one connection: a lease, a snapshot of the store read page by page at one revision, then a watch from the next
+//! revision. Any failure (store down, partition, watch revision compacted) ends the session; the next one starts with a new
+//! snapshot. Between sessions the overlay keeps its last state. Its clock ticks regardless of the store, because guests connect
+//! and disconnect meanwhile.
 //!
-//! Apart from the overlay itself, memory is bounded by the largest message ([`MESSAGE_MAX`]); a page above that is
-//! read again in smaller pages.
+//! Apart from the overlay itself, memory is bounded by the largest message ([`MESSAGE_MAX`]); a page above that limit is read
+//! again in smaller pages.
 
 mod addresses;
 mod host;
@@ -40,33 +39,34 @@ use addresses::{AddressNews, Whereabouts};
 pub use host::{EngineHost, Host};
 pub use last_known::LastKnown;
 
-/// Largest message accepted from the store, in bytes: five times etcd's default request limit.
+/// Maximum length of a message accepted from the store, in bytes: five times etcd's default request limit.
 pub const MESSAGE_MAX: usize = 8 << 20;
-/// Lease time-to-live: the store forgets a dead host after this. Whole seconds.
+/// Lease time-to-live, in whole seconds: the store forgets a dead host after this time.
 const LEASE: Duration = Duration::from_secs(15);
 /// Timeout of a request.
 const REQUEST: Duration = Duration::from_secs(3);
-/// Upper limit of the page timeout, which grows when a busy store is too slow for a snapshot. Together with the third
-/// of a lease that may have passed before, it must stay below [`LEASE`].
+/// Upper bound on the page timeout, which grows if a busy store is too slow for a snapshot. The sum of it and the third of a
+/// lease that may have passed before must stay below [`LEASE`].
 const PATIENCE_MAX: Duration = Duration::from_secs(9);
 /// HTTP/2 keepalive on an idle connection: interval and timeout. etcd closes connections that ping more often than
 /// every five seconds (`--grpc-keepalive-min-time`).
 const PROBE: (Duration, Duration) = (Duration::from_secs(6), Duration::from_secs(3));
-/// Reconnection backoff, first and longest: it doubles.
+/// Reconnection backoff in milliseconds, first and maximum: it doubles.
 const PAUSES_MS: (u64, u64) = (50, 1000);
-/// Shortest interval between computations; changes in between are batched.
+/// Minimum interval between computations; changes in between are batched.
 const COMPUTE_EVERY: Duration = Duration::from_millis(20);
-/// Interval at which the overlay's state is shown even without a change.
+/// Interval at which the overlay's state is published to the API even without a change.
 const SHOW_EVERY: Duration = Duration::from_secs(1);
-/// Shortest interval between two writes of the last known state, and the longest: it ages, and certificates are renewed.
+/// Minimum interval between two writes of the last known state after changes, and interval of writes without a change, because
+/// the state ages and certificates are renewed.
 const SAVE_EVERY: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(600));
-/// Computing and showing pause for this multiple of their duration: each takes at most a tenth of a core, however
-/// large the overlay is and however fast it changes.
+/// After computing or publishing, the agent pauses for this multiple of the duration: each takes at most a tenth of a core,
+/// however large the overlay is and however fast it changes.
 const REST: u32 = 9;
-/// Upper limit of that pause: a long duration may have been waiting, not computing.
+/// Upper bound on that pause: a long duration may be due to waiting, not computing.
 const REST_MAX: Duration = Duration::from_secs(2);
 
-/// Errors of the store's agent.
+/// Errors of the overlay's agent.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     /// Cannot read a TLS file for the store.
@@ -80,21 +80,21 @@ pub enum StoreError {
     /// etcd's client reports an error.
     #[error("{}", plain(.0))]
     Etcd(#[from] etcd_client::Error),
-    /// A request timed out.
+    /// The store did not answer in time.
     #[error("no answer in time")]
     Silent,
     /// The store cancelled the watch.
     #[error("the watch ended: {0}")]
     Watch(String),
-    /// The store has dropped this host's lease.
+    /// The store no longer has this host's lease.
     #[error("the lease ran out")]
     Lease,
-    /// This host's address changed: the connection starts from one that is gone.
+    /// This host's address changed, so the connection's source address is no longer valid.
     #[error("this host's address changed")]
     Moved,
 }
 
-/// An error of etcd's client in one line: its own text dumps whole structures.
+/// An error of etcd's client in one line: the error's own text contains dumps of whole structures.
 fn plain(error: &etcd_client::Error) -> String {
     const LONGEST: usize = 200;
     fn root(error: &dyn std::error::Error) -> String {
@@ -121,11 +121,11 @@ pub struct Options {
     pub endpoints: Vec<String>,
     /// TLS to the store.
     pub tls: Option<TlsOptions>,
-    /// Where links arrive; used to derive the published address.
+    /// Address at which links arrive; used to derive the published address.
     pub bridge: SocketAddr,
     /// Polling interval of the host's stations.
     pub poll: Duration,
-    /// Interval of full snapshots, as a safety net beside the watch.
+    /// Interval of full snapshots, a safety net in addition to the watch.
     pub reread: Duration,
 }
 
@@ -169,7 +169,7 @@ fn tls(spec: &OverlaySpec) -> Result<TlsOptions, StoreError> {
     Ok(tls)
 }
 
-/// The state machine's settings from the configuration.
+/// The state machine's settings, derived from the configuration.
 pub fn settings(spec: &OverlaySpec, declared: impl Iterator<Item = vnet::frame::NetworkId>) -> Settings {
     let networks = spec.networks.clone().map_or_else(|| declared.collect(), |ids| ids.into_iter().collect());
     Settings {
@@ -187,37 +187,37 @@ pub struct Agent<H> {
     authenticator: Option<Authenticator>,
     host: H,
     options: Options,
-    /// The published address is configured, not derived.
+    /// True if the published address is configured, not derived.
     configured: bool,
     started: Instant,
     ticks: Interval,
-    /// Lease of the previous session; it may still be alive.
+    /// Lease of the previous session, which may still be alive.
     lease: i64,
-    /// Latest revision seen.
+    /// Latest store revision seen.
     revision: i64,
-    /// Last renewal of the lease.
+    /// Time of the last renewal of the lease.
     kept: Instant,
-    /// Page timeout; doubles after each timeout.
+    /// Current page timeout; doubles after each timeout.
     patience: Duration,
     computed: Pace,
     shown: Pace,
-    /// Where the last known state is kept.
+    /// File of the last known state.
     file: Option<LastKnown>,
     saving: Option<JoinHandle<()>>,
     save_began: Instant,
     saved: Pace,
-    /// Whether the last write failed, so that it is told once.
+    /// True if the last write of the file failed, so that only the first failure is logged.
     unwritable: Arc<AtomicBool>,
 }
 
-/// Limits how often something is done, by the time and duration of the last run.
+/// Limits the rate of a task by the time and duration of its last run.
 #[derive(Default)]
 struct Pace {
     last: Option<(Instant, Duration)>,
 }
 
 impl Pace {
-    /// True if the last run ended at least `least` ago and its pause is over.
+    /// True if the last run ended at least `least` ago and its pause has passed.
     fn is_due(&self, least: Duration) -> bool {
         self.last.is_none_or(|(ended, took)| ended.elapsed() >= least.max((took * REST).min(REST_MAX)))
     }
@@ -260,7 +260,7 @@ impl<H: Host> Agent<H> {
         Agent { authenticator: Some(authenticator), ..self }
     }
 
-    /// Keeps the last known state in a file.
+    /// Sets the file in which the last known state is kept.
     pub fn keeping(self, file: LastKnown) -> Agent<H> {
         Agent { file: Some(file), ..self }
     }
@@ -268,7 +268,7 @@ impl<H: Host> Agent<H> {
     /// Runs until `stop` changes, then leaves the overlay if the store is reachable.
     pub async fn run(mut self, stop: Receiver<bool>) {
         self.follow_store(stop).await;
-        // Two writers would take each other's file. The runtime waits for the last write before it ends.
+        // Two concurrent writers would overwrite each other's file. The runtime waits for the last write before it ends.
         if let Some(saving) = self.saving.take() {
             let _ = saving.await;
         }
@@ -295,7 +295,7 @@ impl<H: Host> Agent<H> {
                 pause_ms = first_ms;
                 logged = false;
             }
-            // Once per outage.
+            // Log once per outage.
             if !std::mem::replace(&mut logged, true) {
                 tracing::warn!("overlay: the store is out of reach, keeping the last known state: {error}");
             }
@@ -326,7 +326,7 @@ impl<H: Host> Agent<H> {
     }
 
     fn now_ms(&self) -> u64 {
-        // Starts at 1: 0 means "never".
+        // Times start at 1, because 0 means "never".
         self.started.elapsed().as_millis() as u64 + 1
     }
 
@@ -341,7 +341,7 @@ impl<H: Host> Agent<H> {
         }
     }
 
-    /// The same; `None` if the agent is stopped first.
+    /// Like [`Agent::meanwhile`]; `None` if the agent is stopped first.
     async fn meanwhile_until<T>(
         &mut self,
         future: impl Future<Output = T>,
@@ -371,7 +371,7 @@ impl<H: Host> Agent<H> {
         Ok(answer.map_err(|_| StoreError::Silent)??)
     }
 
-    /// One tick: reads the host's stations, advances the overlay's clock, and computes and shows if due.
+    /// One tick: reads the host's stations, advances the overlay's clock, and computes and publishes if due.
     fn turn(&mut self) {
         let now_ms = self.now_ms();
         if let Some(authenticator) = &mut self.authenticator {
@@ -401,13 +401,13 @@ impl<H: Host> Agent<H> {
         }
     }
 
-    /// Writes the last known state if it changed, or has not been written for long, while the store is here.
+    /// Writes the last known state, while the store is reachable, if the state changed or its file is old.
     fn save_if_due(&mut self) {
         let idle = self.saving.as_ref().is_none_or(JoinHandle::is_finished);
         if self.file.is_some() && self.overlay.in_step() && idle && self.saved.is_due(SAVE_EVERY.0) {
             let began = Instant::now();
             if self.saving.take().is_some() {
-                // Only now it is known how long the write took.
+                // Only now the duration of the write is known.
                 self.saved.done(self.save_began);
             } else if self.overlay.take_unsaved() || self.saved.is_due(SAVE_EVERY.1) {
                 self.save_began = began;
@@ -416,7 +416,7 @@ impl<H: Host> Agent<H> {
         }
     }
 
-    /// Writes the last known state on a thread that may block.
+    /// Starts writing the last known state on a blocking thread.
     fn save(&mut self) {
         let Some(file) = self.file.clone() else { return };
         let records = self.overlay.last_known(self.authenticator.as_ref());
@@ -435,7 +435,7 @@ impl<H: Host> Agent<H> {
         }));
     }
 
-    /// The store has a value under a key.
+    /// Handles a value from a snapshot or watch event.
     fn put(&mut self, kv: &KeyValue) {
         let now_ms = self.now_ms();
         let (key, value, lease, revision) = (kv.key(), kv.value(), kv.lease(), kv.mod_revision());
@@ -445,7 +445,7 @@ impl<H: Host> Agent<H> {
         }
     }
 
-    /// The store has deleted a key.
+    /// Handles a deletion in the store.
     fn delete(&mut self, kv: &KeyValue) {
         let now_ms = self.now_ms();
         match &mut self.authenticator {
@@ -454,7 +454,7 @@ impl<H: Host> Agent<H> {
         }
     }
 
-    /// The snapshot is complete.
+    /// Handles the end of a snapshot.
     fn end_reading(&mut self) {
         let now_ms = self.now_ms();
         match &mut self.authenticator {
@@ -478,7 +478,8 @@ impl<H: Host> Agent<H> {
         writes
     }
 
-    /// Publishes the address that others reach this host at, unless it is configured; alarms when there is none.
+    /// Sets the address to publish, at which other hosts reach this one, unless it is configured; raises an alarm if there is
+    /// none.
     fn publish_address(&mut self, here: Option<Whereabouts>) {
         let Some(here) = here.filter(|_| !self.configured) else { return };
         let bridge = self.options.bridge;
@@ -527,7 +528,7 @@ mod tests {
 
     #[tokio::test]
     async fn an_error_of_the_store_is_one_line() {
-        // Nothing listens there: the port was free a moment ago.
+        // No server listens at this port: it was free a moment ago.
         let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let client = etcd_client::Client::connect([format!("http://{free}")], None).await;
         let error = match client {

@@ -12,12 +12,12 @@ use vnet_control::overlay::{Alarm, Write};
 
 use super::{Agent, Host, LEASE, MESSAGE_MAX, PATIENCE_MAX, REQUEST, StoreError};
 
-/// Keys per page of a snapshot; a page above the message limit is requested again in smaller pages. etcd counts all
-/// remaining keys for each page, so small pages cost it quadratic time.
+/// Keys per page of a snapshot; a page above the message limit is requested again in smaller pages. etcd counts all remaining
+/// keys for each page, so small pages cost it quadratic time.
 const PAGE_KEYS: i64 = 5000;
 /// Writes per transaction: half of etcd's limit (`--max-txn-ops`).
 const WRITES_MAX: usize = 64;
-/// Concurrent transactions.
+/// Maximum number of concurrent transactions.
 const TRANSACTIONS_MAX: usize = 4;
 
 impl<H: Host> Agent<H> {
@@ -116,7 +116,7 @@ impl<H: Host> Agent<H> {
         Ok(())
     }
 
-    /// Watches the store, writes this host's records, and renews the lease.
+    /// Follows the store's changes by a watch, writes this host's records, and renews the lease.
     async fn follow(&mut self, client: &Client, lease: i64) -> Result<(), StoreError> {
         let mut watching = client.watch_client().max_decoding_message_size(MESSAGE_MAX);
         let options =
@@ -178,7 +178,7 @@ impl<H: Host> Agent<H> {
         Ok(())
     }
 
-    /// Starts transactions for pending writes.
+    /// Starts transactions for the writes that are due.
     fn write(&mut self, client: &Client, lease: i64, writing: &mut JoinSet<Result<(), StoreError>>) {
         if writing.len() >= TRANSACTIONS_MAX {
             return;
@@ -197,8 +197,8 @@ impl<H: Host> Agent<H> {
         }
     }
 
-    /// Marks this host's records as withdrawn. The lease then expires by itself: a deleted record would not be
-    /// recognised as withdrawn.
+    /// Marks this host's records as withdrawn. The keys then expire with the lease instead of being deleted: other hosts could
+    /// not tell a deleted record from a lost one.
     async fn leave(&mut self, client: Client, lease: i64) {
         let farewell = self.overlay.farewell();
         if let Err(error) = commit(client, lease, self.signed(farewell)).await {
@@ -207,8 +207,8 @@ impl<H: Host> Agent<H> {
     }
 }
 
-/// Commits writes as one transaction; if a key changed meanwhile, each write by itself. The overlay decides about
-/// failed writes again when the watch reports the change.
+/// Commits writes as one transaction; if a key changed meanwhile, commits each write separately. The overlay decides about failed
+/// writes again when the watch reports the change.
 async fn commit(mut client: Client, lease: i64, writes: Vec<Write>) -> Result<(), StoreError> {
     if writes.is_empty() {
         return Ok(());
