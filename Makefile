@@ -1,10 +1,10 @@
-# vnet: build, see, test.
+# vnet: build, demonstrate, test.
 #
 #   make demo    two hosts, two virtual machines, two containers on one Ethernet LAN, and a table of figures
-#   make test    every check there is; CONTRIBUTING.md lists the stages
-#   make bench   vnet against its alternatives, published in docs/; takes hours on a machine with nothing else running
+#   make test    all checks; CONTRIBUTING.md lists the stages
+#   make bench   vnet compared with its alternatives, published in docs/; takes hours on an otherwise idle machine
 #
-# Each installs what it needs (Debian packages, Rust, Python packages in .venv), as root on Debian 12.
+# Each target installs its requirements (Debian packages, Rust, Python packages in .venv); run it as root on Debian 12.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -13,22 +13,22 @@ MAKEFLAGS += --no-print-directory
 
 CARGO_HOME ?= $(HOME)/.cargo
 TOOLS := $(CURDIR)/.cache/tools
-# C code compiles identically in every build: ccache (Debian puts it in front of cc) compiles it once.
+# C code is identical in every build, so ccache (Debian installs it as cc in /usr/lib/ccache) compiles it once.
 export PATH := $(CARGO_HOME)/bin:$(TOOLS)/bin:/usr/lib/ccache:$(PATH)
 export CCACHE_DIR := $(CURDIR)/.cache/ccache
 export CCACHE_NOHASHDIR := 1
-# Fuzz builds pass sanitizer options, which do not apply to C code (.ci/fuzz): share its cache entries.
+# Fuzz builds pass sanitizer options, which do not apply to C code (.ci/fuzz): ignore them to share cache entries.
 export CCACHE_IGNOREOPTIONS := -Wall -Wextra -fsanitize=* -fno-sanitize=*
 export CARGO_TERM_PROGRESS_WHEN := never
 
-# The first Python that is new enough and has venv.
+# Prints the first Python that is recent enough and has venv.
 FIND_PYTHON := for python in python3 python3.13 python3.12 python3.11 /usr/bin/python3; do \
 	"$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	&& { echo "$$python"; break; }; done
 FUZZ_SECONDS ?= 60
 CARGO_DENY := 0.20.2
 CARGO_FUZZ := 0.13.2
-# Tools run for seconds but take minutes to build: unoptimised builds are faster overall.
+# Tools run for seconds but take minutes to build, so unoptimised builds are faster overall.
 INSTALL := CARGO_PROFILE_DEV_DEBUG=0 CARGO_TARGET_DIR=$(TOOLS)/target cargo install --quiet --locked --debug --root $(TOOLS)
 STAGE := .ci/stage
 
@@ -37,7 +37,7 @@ help: ## List all targets.
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 .PHONY: packages
-packages: ## Install missing Debian packages, and Rust when there is no cargo.
+packages: ## Install missing Debian packages, and Rust if cargo is missing.
 	@.ci/packages
 	@.ci/rust
 
@@ -68,15 +68,15 @@ build: ## Build vnetd and vnet into target/release.
 demo: packages build ## Run the demonstration: two hosts, four guests, one LAN, one table.
 	@lab/lab demo
 
-# Examples generate load for vhost-user ports and time lookups. BENCH=tcp runs one bench; FLAGS=--quick shows that it works.
+# The examples generate load for vhost-user ports and time lookups. BENCH=tcp runs one bench; FLAGS=--quick checks that it works.
 BENCH ?= all
 .PHONY: bench
-bench: bench-packages build .venv/made ## Measure vnet against its alternatives; publish in docs/.
+bench: bench-packages build .venv/made ## Compare vnet with its alternatives; publish in docs/.
 	cargo build --release --locked --package vnet --package vnetd --examples
 	.venv/bin/python lab/lab bench $(BENCH) --publish $(FLAGS)
 
-# Stages in order; the first failure ends the run. Tests watch clocks: only a SCHED_IDLE build runs beside them, with a target
-# directory of its own, because whoever waits for a directory's lock would wait for the idle build.
+# Stages in order; the first failure ends the run. Tests depend on time: only a SCHED_IDLE build runs in parallel to them. It has a
+# separate target directory, because a process that waits for a directory's lock would wait for the idle build.
 .PHONY: test
 test: export CARGO_INCREMENTAL := 0
 test: ## Run every check: format, dependencies, end-to-end tests, lints, unit tests, documentation, fuzzing.
@@ -101,7 +101,7 @@ stage-unit-tests:
 stage-fuzz-build:
 	@$(STAGE) "fuzz targets" chrt --idle 0 .ci/fuzz build
 
-# clippy-driver as the compiler lints while the tests are built; cargo clippy would compile everything a second time.
+# With clippy-driver as the compiler, building the tests also lints; cargo clippy would compile everything a second time.
 LINTED := RUSTC_WORKSPACE_WRAPPER=clippy-driver CLIPPY_ARGS=-Dwarnings
 # Unit tests take about 5 minutes. A test that hangs must end the run while its name can still be seen.
 UNIT_TESTS_S := 1500

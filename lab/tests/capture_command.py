@@ -1,4 +1,4 @@
-"""Running `vnet capture` in tests, and reading its files."""
+"""Runs `vnet capture` in tests and reads its files."""
 
 import contextlib
 import signal
@@ -18,14 +18,14 @@ def command(host: Node, *arguments: str) -> list[str]:
 
 @contextlib.contextmanager
 def capturing(host: Node, *arguments: str) -> Iterator[subprocess.Popen]:
-    """Captures while the body runs, from its start to a SIGINT at its end."""
+    """Captures while the context lasts; ends the capture by SIGINT."""
     log = host.file(".log")
     before = log.read_text().count("capture at")
     capture = subprocess.Popen(command(host, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         wait_until("the capture to start", lambda: log.read_text().count("capture at") > before, 10, poll_s=0.02)
         yield capture
-        # vnetd collects frames every few milliseconds.
+        # vnetd drains the dispatchers' buffers every few milliseconds.
         time.sleep(0.2)
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -37,6 +37,6 @@ def capturing(host: Node, *arguments: str) -> Iterator[subprocess.Popen]:
 
 
 def tcpdump(file: Path, *words: str) -> list[str]:
-    """Tcpdump's lines for a file, one a frame."""
+    """The lines that tcpdump prints for a file, one per frame."""
     lines = run(["tcpdump", "-nr", str(file), *words]).splitlines()
     return [line for line in lines if not line.startswith("\t")]

@@ -1,4 +1,4 @@
-"""Checks that tests share: lost pings, links' states, counters that add up, captured frames."""
+"""Checks shared by tests: lost pings, states of links, counters that balance, captured frames."""
 
 import contextlib
 import re
@@ -23,9 +23,9 @@ SUMMARY = (
 def ping(
     source: Node, address: str, *options: str, count: int = 3, interval_s: float = 0.01, patience: int = 1
 ) -> tuple[int, int]:
-    """Pings; returns how many were sent and how many answered. The first one opens the path and may wait for ARP.
+    """Pings; returns the numbers of requests and replies. The first request opens the path and may wait for ARP.
 
-    Like `measure.ping`, but answers are counted in the guest: its console is slow.
+    Unlike `measure.ping`, it counts the replies in the guest, because the guest's console is slow.
     """
     deadline_s = patience * measure.deadline_s(count, interval_s)
     words = ["ping", "-n", "-c", str(count), "-i", str(interval_s), "-w", str(deadline_s), *options, address]
@@ -53,7 +53,7 @@ def wait_for_path(source: Node, address: str, timeout_s: float = 10) -> None:
 
 @contextlib.contextmanager
 def pinging(*paths: tuple[Node, Node], interval_s: float = 0.004, seconds: float = 6) -> Iterator[None]:
-    """Pings along each path for some seconds, and again until the body has ended; all must be answered."""
+    """Pings along each path until the body has ended, at least for `seconds`; every request must be answered."""
     for source, destination in paths:
         wait_for_path(source, destination.address)
     count, over = int(seconds / interval_s), threading.Event()
@@ -62,7 +62,7 @@ def pinging(*paths: tuple[Node, Node], interval_s: float = 0.004, seconds: float
         source, destination = path
         lost = 0
         while True:
-            # Patient: a guest may share its processors with others, and must send them all.
+            # Patient: guests that share processors with others take longer to send all requests.
             sent, received = ping(source, destination.address, count=count, interval_s=interval_s, patience=4)
             assert sent == count, f"{source.name} sent {sent} of {count}"
             lost += sent - received
@@ -81,7 +81,7 @@ def pinging(*paths: tuple[Node, Node], interval_s: float = 0.004, seconds: float
 
 @contextlib.contextmanager
 def readdressed(host: Node) -> Iterator[str]:
-    """Gives a host another underlay address, and its own again in the end."""
+    """Changes a host's underlay address while the context lasts, then restores it."""
     inside = ["ip", "-n", host.namespace, "address"]
     network, _, last = host.address.rpartition(".")
     other = f"{network}.{100 + int(last)}"
@@ -98,7 +98,7 @@ def readdressed(host: Node) -> Iterator[str]:
 
 
 def settled(host: Node) -> dict:
-    """Waits until a host's frame counters stand still and add up; returns all. Datagrams never stop, for keepalives."""
+    """Waits until a host's frame counters are constant and balanced; returns all of them."""
     last: dict = {}
     frames: list = []
 
@@ -117,14 +117,14 @@ def settled(host: Node) -> dict:
 
 
 def assert_balanced(topology: Topology) -> None:
-    """Every frame that entered any host was delivered or counted as dropped."""
+    """Asserts that every frame that entered any host was delivered or counted as dropped."""
     for host in topology.hosts:
         balance = settled(host)["balance"]
         assert balance["in"] > 0, f"{host.name} saw no frame"
 
 
 def links(host: Node) -> dict[str, dict]:
-    """A host's links, by name."""
+    """The links of a host, by name."""
     return {entry["name"]: entry for entry in daemon.ask(host, "link", "list")}
 
 
@@ -140,7 +140,7 @@ def wait_for_state(host: Node, state: str, timeout_s: float = 10) -> None:
 
 
 def logged_after(host: Node, words: str, begin: float) -> float:
-    """Seconds from `begin` (time.time()) until vnetd logged `words`: asking for a state would take time of its own."""
+    """Seconds from `begin` (time.time()) until vnetd logged `words`: more exact than polling the state."""
     for line in host.file(".log").read_text().splitlines():
         stamp = line.strip().partition(" ")[0]
         if words in line and (at := datetime.fromisoformat(stamp).timestamp()) >= begin:
@@ -149,7 +149,7 @@ def logged_after(host: Node, words: str, begin: float) -> float:
 
 
 def sent_to(host: Node, source: Node, mac: str) -> list[str]:
-    """The interfaces and links that a host sends a container's frames for an address to."""
+    """The interfaces and links to which a host forwards a container's frames for a MAC address."""
     return daemon.ask(host, "trace", source.mac, mac, "--from", f"interface {source.name}")["to"]
 
 

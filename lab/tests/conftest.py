@@ -1,4 +1,4 @@
-"""Labs for tests: one for each module that asks for it, under the module's name, removed after the module."""
+"""Fixtures: a lab for each test module that requests one, named after the module and removed after it."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,18 +30,18 @@ LONG = [
     "accounting",
     "move",
 ]
-"""The slowest modules, the slowest first: begun last, one of them would keep all other workers waiting."""
+"""The slowest modules, slowest first: one that starts last would keep all other workers waiting."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the long modules first; within a module, and otherwise, the order stays."""
+    """Runs the slowest modules first; the order is otherwise unchanged."""
     place = {f"test_{name}": number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 @pytest.fixture(scope="module")
 def make_lab(request: pytest.FixtureRequest) -> Iterator[MakeLab]:
-    """Makes labs: `make_lab(mtu=9000)`. Each replaces the one before; the last is removed after the module."""
+    """Creates labs: `make_lab(mtu=9000)`. Each lab replaces the previous one; the last is removed after the module."""
     name = request.module.__name__.replace("_", "-")
 
     def make(**settings: object) -> Topology:
@@ -54,7 +54,7 @@ def make_lab(request: pytest.FixtureRequest) -> Iterator[MakeLab]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Adds the ends of the daemons' logs to a failure's report."""
+    """Adds the last lines of the daemons' logs to a failure's report."""
     report = yield
     if report.when == "call" and report.failed:
         for fixture in item.funcargs.values():

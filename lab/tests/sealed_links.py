@@ -1,4 +1,4 @@
-"""Tests of sealed links share this: reloading certificates, and captures of the underlay."""
+"""Helpers of tests with sealed links: reloading certificates, and captures of the underlay."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ MARK = "never-in-clear-text"
 
 
 def hang_up(host: Node) -> None:
-    """Sends SIGHUP to a vnetd: it reads its files again."""
+    """Sends SIGHUP to a host's vnetd, which then rereads its files."""
     pid = process.find(host.file(".pid"))
     assert pid
     os.kill(pid, signal.SIGHUP)
@@ -26,7 +26,7 @@ def hang_up(host: Node) -> None:
 
 @contextlib.contextmanager
 def underlay_capture(host: Node) -> Iterator[list[bytes]]:
-    """Captures a host's underlay device while the context lasts; then the list has the capture's bytes."""
+    """Captures a host's underlay device while the context lasts; afterwards the list holds the capture file's bytes."""
     found: list[bytes] = []
     path = host.file(".pcap")
     words = ["timeout", "4", "tcpdump", "-U", "-n", "-i", "eth0", "-s", "0", "-w", str(path)]
@@ -40,7 +40,7 @@ def underlay_capture(host: Node) -> Iterator[list[bytes]]:
 
 
 def assert_hidden(topology: Topology) -> None:
-    """The underlay shows neither the payload between two containers nor their addresses."""
+    """Asserts that the underlay shows neither the payload between two containers nor their addresses."""
     one, other = topology.find("h1c1"), topology.find("h2c1")
     pattern = MARK.encode().hex()[:32]
     with underlay_capture(topology.hosts[0]) as seen:

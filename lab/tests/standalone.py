@@ -1,4 +1,4 @@
-"""A single vnetd for tests of its TCP ports, which are read from its ready line."""
+"""A single vnetd for tests of its TCP ports, whose numbers are read from its ready line."""
 
 import json
 import os
@@ -31,7 +31,7 @@ class Remote:
 
     @property
     def log(self) -> str:
-        """Its log so far."""
+        """The log so far."""
         return (self.directory / "log").read_text()
 
     def connect(self) -> HTTPConnection:
@@ -53,7 +53,7 @@ class Remote:
             connection.close()
 
     def get(self, path: str) -> object:
-        """The JSON answer to a GET request."""
+        """The parsed answer to a GET request."""
         status, body = self.request("GET", path)
         assert status == 200, body
         return json.loads(body)
@@ -69,7 +69,7 @@ class Remote:
         return context.wrap_socket(client, server_hostname="127.0.0.1") if context else client
 
     def descriptors(self) -> int:
-        """The number of its open files."""
+        """Number of vnetd's open descriptors."""
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
 
@@ -90,7 +90,7 @@ def stream(answer: HTTPResponse) -> Iterator[dict]:
 
 @contextmanager
 def vnetd(directory: Path, control: str = "", more: str = "", prefix: Sequence[str] = ()) -> Iterator[Remote]:
-    """Runs a vnetd with API and console on free loopback ports; it must end cleanly."""
+    """Runs a vnetd with API and console on free loopback ports; asserts that it exits cleanly."""
     file, log = directory / "vnet.toml", directory / "log"
     file.write_text(
         f'[host]\nname = "h1"\n[control]\nsocket = "{directory}/control.sock"\nhttp = "127.0.0.1:0"\n'
@@ -120,7 +120,7 @@ def token_file(directory: Path) -> str:
 
 
 def certificates(directory: Path) -> None:
-    """Creates an authority with certificates for a server at 127.0.0.1 and a client; another one for a stranger."""
+    """Creates certificates for a server at 127.0.0.1 and a client, and a client certificate of another authority."""
     for authority in ("ca", "stranger-ca"):
         _openssl(directory, f"req -x509 -days 2 -subj /CN={authority} -keyout {authority}.key -out {authority}.pem")
     (directory / "server.ext").write_text("subjectAltName=IP:127.0.0.1\n")
@@ -138,7 +138,7 @@ def _openssl(directory: Path, arguments: str) -> None:
 
 
 def trusting(directory: Path, client: str | None = None) -> ssl.SSLContext:
-    """A TLS context that trusts the authority, with this client's certificate if named."""
+    """A TLS context that trusts the authority; with the certificate of `client`, if given."""
     context = ssl.create_default_context(cafile=directory / "ca.pem")
     if client:
         context.load_cert_chain(directory / f"{client}.pem", directory / f"{client}.key")

@@ -1,4 +1,4 @@
-"""Accounting: of a million frames of mixed sizes, every one is delivered or counted under one reason."""
+"""Accounting: each of a million frames of mixed sizes is delivered or counted under exactly one reason."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ def packets(container: Node) -> tuple[int, int, int]:
 
 
 def counts(topology: Topology) -> tuple[dict[Node, tuple[int, int, int]], dict[int, dict]]:
-    """The kernel's and vnetd's counters, read while neither changes: kernels send IPv6 multicast of their own."""
+    """The kernel's and vnetd's counters, read while they are constant: kernels send IPv6 multicast at any time."""
     containers = topology.machines(Kind.CONTAINER)
     while True:
         kernel = {node: packets(node) for node in containers}
@@ -43,7 +43,7 @@ def counts(topology: Topology) -> tuple[dict[Node, tuple[int, int, int]], dict[i
 def send(source: Node, destinations: list[Node]) -> int:
     """Sends until vnetd has received half of the frames: it may get less processor time than the sender.
 
-    Returns how many were sent.
+    Returns the number of frames sent.
     """
     macs, sent, before = [node.mac for node in destinations], 0, packets(source)[0]
     while packets(source)[0] - before < FRAMES // 2:
@@ -54,7 +54,7 @@ def send(source: Node, destinations: list[Node]) -> int:
 
 
 def test_a_million_frames(topology: Topology):
-    """On each host, in + copies = out + drops; each counter equals the kernel's on the other side of the device."""
+    """On each host in + copies = out + drops, and each counter equals the kernel's counter at the other end."""
     containers = topology.machines(Kind.CONTAINER)
     senders = [topology.find("h1c1"), topology.find("h2c1")]
     for node in topology.machines():

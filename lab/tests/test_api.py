@@ -1,4 +1,4 @@
-"""The HTTP API by TCP, as scripts, Prometheus and unauthorised clients use it."""
+"""The HTTP API over TCP, as used by scripts, Prometheus and unauthorised clients."""
 
 import socket
 import ssl
@@ -107,7 +107,7 @@ def test_events_are_streamed(remote: Remote):
     connection.request("GET", "/v1/events")
     answer = connection.getresponse()
     assert answer.getheader("content-type") == "text/event-stream"
-    time.sleep(0.7)  # State events compare with the states of the first poll.
+    time.sleep(0.7)  # State events report differences to the first poll: wait for it.
     remote.vnet("link", "add", "h2", "--remote", "127.0.0.2:9000", "--trusted")
     first, second = islice(stream(answer), 2)
     assert first["event"] == "configuration"
@@ -121,14 +121,14 @@ def test_events_are_streamed(remote: Remote):
 
 
 def test_many_slow_clients_block_nobody(remote: Remote):
-    """More connections than are served, each with an unfinished request."""
+    """Opens more connections than vnetd serves, each with an unfinished request."""
     before = remote.descriptors()
     clients = [socket.create_connection(("127.0.0.1", remote.http), timeout=5) for _ in range(500)]
     for client in clients:
         try:
             client.sendall(b"GET /v1/status HTTP/1.1\r\nX: ")
         except OSError:
-            continue  # Closed already, beyond the limit.
+            continue  # Closed at once: over the limit.
     assert remote.vnet("status").returncode == 0, "the control socket has a limit of its own"
     assert remote.descriptors() - before <= 70
     for client in clients:
@@ -146,15 +146,15 @@ def test_garbage_is_refused(remote: Remote):
                 client.sendall(garbage)
                 client.recv(4096)
             except OSError:
-                continue  # A reset is an answer as well.
+                continue  # A reset counts as an answer, too.
     body = "x" * ((1 << 20) + 1)
-    with suppress(BrokenPipeError, ConnectionResetError):  # Refused before its end, perhaps.
+    with suppress(BrokenPipeError, ConnectionResetError):  # vnetd may refuse the request before reading all of it.
         assert remote.request("POST", "/v1/apply", body, TOKEN)[0] == 400
     assert remote.get("/v1/status")["host"] == "h1"
 
 
 def test_schemathesis_finds_nothing(tmp_path: Path):
-    """Tests the running API against its OpenAPI document, in a namespace of its own: it creates devices."""
+    """Tests the running API against its OpenAPI document, in a network namespace because it creates devices."""
     if NAMESPACE in underlay.namespaces():
         run(["ip", "netns", "delete", NAMESPACE])
     underlay.add_namespace(NAMESPACE)

@@ -1,4 +1,4 @@
-"""Users' mistakes: each is answered by one line with the mistake, its place and the remedy; exit 1; no change."""
+"""Users' mistakes: each yields one line with the mistake, its place and the remedy, exit status 1, and no change."""
 
 import signal
 import socket
@@ -53,7 +53,7 @@ to = "link h2"
 """
 
 MISTAKES = {
-    # mistake: (text, its replacement, text in the reported line, words of the message)
+    # mistake: (text, replacement, expected text in the reported line, expected words of the message)
     "unknown key": ("mtu = 1500", "mut = 1500", "mut = 1500", ["mut"]),
     "not TOML": ('name = "vm1"', 'name = "vm1', 'name = "vm1', []),
     "MAC address": ("52:54:00:00:00:01", "52:54:00:00:01", "52:54:00:00:01", ["52:54:00:00:01", "mac"]),
@@ -78,7 +78,7 @@ MISTAKES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def namespace() -> Iterator[None]:
-    """A network namespace for these tests, to leave this machine alone."""
+    """A network namespace for these tests, so that they do not change this machine's."""
     if NAMESPACE in underlay.namespaces():
         underlay.run(["ip", "netns", "delete", NAMESPACE])
     underlay.add_namespace(NAMESPACE)
@@ -98,7 +98,7 @@ def refused(*command: str | Path) -> str:
 
 
 def starts_without(interface: str, *command: str | Path) -> str:
-    """Runs a vnetd that must start with an interface down, and end when asked to; returns the line that says why."""
+    """Runs a vnetd that must start with an interface down, and exit on SIGTERM; returns the line with the reason."""
     words = ["ip", "netns", "exec", NAMESPACE, *map(str, command)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert "ready" in process.stdout.readline()
@@ -110,7 +110,7 @@ def starts_without(interface: str, *command: str | Path) -> str:
 
 
 def assert_nothing_there(directory: Path) -> None:
-    """No socket and no device is left."""
+    """Asserts that no socket and no device is left."""
     assert [path.name for path in directory.iterdir() if path.is_socket()] == []
     assert "bad0" not in underlay.run(["ip", "-n", NAMESPACE, "-brief", "link"])
 
@@ -181,7 +181,7 @@ def running(tmp_path: Path) -> Iterator[Path]:
     ids=["control socket", "port"],
 )
 def test_resources_of_another_vnetd(running: Path, replacements: dict[str, str], word: str):
-    """A live socket, port or device is never taken over, and the other vnetd runs on."""
+    """The daemon never takes over a socket, port or device in use, and the other vnetd continues to run."""
     text = GOOD.replace("DIR", str(running))
     for old, new in replacements.items():
         text = text.replace(old, new)
@@ -196,7 +196,7 @@ def test_resources_of_another_vnetd(running: Path, replacements: dict[str, str],
     ids=["guest's socket", "device"],
 )
 def test_interfaces_of_another_vnetd(running: Path, replacements: dict[str, str], interface: str, word: str):
-    """A host starts without what another vnetd has, says so, and takes nothing over."""
+    """A host starts without resources that another vnetd uses, reports that, and takes nothing over."""
     text = GOOD.replace("DIR", str(running))
     for old, new in (replacements | {"control.sock": "other.sock", "192.0.2.1:9000": "192.0.2.1:9001"}).items():
         text = text.replace(old, new)
@@ -237,7 +237,7 @@ def test_no_permission_for_tap_devices(tmp_path: Path):
 
 @pytest.mark.parametrize("how", ["none", "private"])
 def test_a_machine_without_shared_memory(make_lab: MakeLab, how: str):
-    """Vnetd cannot map the guest's memory: it reports the reason and the remedy, and runs on."""
+    """The daemon cannot map the guest's memory: it reports the reason and the remedy, and continues to run."""
     topology = make_lab(hosts=1)
     vm, host = topology.find("h1v1"), topology.hosts[0]
     process.stop(vm.file(".pid"))
@@ -258,7 +258,7 @@ def test_a_machine_without_shared_memory(make_lab: MakeLab, how: str):
         return " ".join(rows["h1v1"].get("notes", []))
 
     if how == "private":
-        # Known from the machine's mappings, before its driver does anything.
+        # vnetd finds the private mapping before the guest's driver starts.
         wait_until("the note to be shown", lambda: "private" in notes(), 60, host.file(".log"))
     wait_until("the reason to be shown", lambda: "share=on" in reason(), 20, host.file(".log"))
     assert process.find(host.file(".pid"))

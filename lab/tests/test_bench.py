@@ -1,4 +1,4 @@
-"""The bench's own parts: medians, spreads, what differs, what programs' output says, tables, plots, configuration."""
+"""Unit tests of the bench: medians, spreads, differences, parsing of programs' output, tables, plots, configuration."""
 
 import json
 import tomllib
@@ -101,7 +101,7 @@ def test_only_the_marked_table_is_replaced():
 
 
 def test_published_pages_are_what_their_results_give():
-    """`lab/lab bench publish` writes them anew."""
+    """`lab/lab bench publish` would change no page."""
     results = pages.stored()
     assert results, "there are stored results"
     for path, text in pages.texts(results):
@@ -169,7 +169,7 @@ def test_programs_output():
 
 
 def test_figures_of_the_challenge():
-    """What the HPC Challenge suite reports, and reads: its input has fixed lines, of which it counts 36."""
+    """Parses a report of the HPC Challenge suite, and checks the suite's input file, which has 36 fixed lines."""
     summary = "".join(f"{name}=1.5e-01\n" for name, _ in mpi.CHALLENGE.values())
     report = f"Begin of Summary section.\nVersionMajor=1\nSuccess=1\n{summary}MPIFFT_N=1024\nEnd of Summary section.\n"
     found = mpi.challenge_figures(report)
@@ -192,7 +192,7 @@ def test_mpi_has_sizes_and_the_suite():
 
 
 def test_share_of_the_way():
-    """What two captures of one ping say, and of one that was not seen everywhere."""
+    """Combines two captures of one ping; a ping that a capture missed yields no figure."""
     here = "1.000100 IP 10.77.1.101 > 10.77.2.101: ICMP echo request, id 7, seq 1, length 64\n"
     here += "1.000900 IP 10.77.2.101 > 10.77.1.101: ICMP echo reply, id 7, seq 1, length 64\n"
     there = here.replace("1.000100", "1.000160").replace("1.000900", "1.000850")

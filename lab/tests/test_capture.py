@@ -23,14 +23,14 @@ FRAMES = PROGRAMS / "mixed_frames.py"
 
 @pytest.fixture(scope="module")
 def topology(make_lab: MakeLab) -> Topology:
-    """Two hosts with a container each; no virtual machine has to boot."""
+    """Two hosts with a container each; without virtual machines, which take time to boot."""
     topology = make_lab(vms=0)
     wait_for_path(topology.find("h1c1"), topology.find("h2c1").address)
     return topology
 
 
 def tshark(file: Path, *fields: str) -> list[tuple[str, ...]]:
-    """These fields of each frame in a file, read by tshark."""
+    """The given fields of each frame in a file, read by tshark."""
     options = [word for field in fields for word in ("-e", field)]
     return [tuple(row.split("\t")) for row in run(["tshark", "-r", str(file), "-T", "fields", *options]).splitlines()]
 
@@ -55,7 +55,7 @@ def test_tcpdump_and_wireshark_read_it(topology: Topology, tmp_path: Path):
 
 
 def test_super_frames_are_whole(topology: Topology, tmp_path: Path):
-    """TCP crosses in frames of up to 64 KB; the capture has them unsegmented."""
+    """TCP is carried in frames of up to 64 KB; the capture contains them unsegmented."""
     host, source, target = topology.hosts[0], topology.find("h1c1"), topology.find("h2c1")
     file = tmp_path / "c.pcapng"
     before = port(settled(host), "link", "h2")["out_bytes"]
@@ -163,7 +163,7 @@ def test_stalled_and_killed_clients_block_nobody(topology: Topology):
         os.kill(stalled.pid, signal.SIGSTOP)
         killed.kill()
         killed.wait(10)
-        # Far more than buffers and pipe hold.
+        # Far more than buffers and pipe can hold.
         burst = [str(FRAMES), "eth0", "60000", target.mac]
         machine.execute(source, "python3", *burst)
         # The rest of the burst may still fill the target's queue, so a single ping can be lost.

@@ -1,4 +1,4 @@
-"""Changes under traffic: they take effect at once, and unchanged paths lose no frame."""
+"""Changes under traffic: they take effect at once, and paths that do not change lose no frame."""
 
 import json
 import socket
@@ -37,7 +37,7 @@ def test_interfaces_come_and_go(topology: Topology, paths: list[tuple[Node, Node
     host, home = topology.hosts[0], topology.find("h1c1")
     with pinging(*paths):
         for _ in range(ROUNDS):
-            # A second device in a container's namespace is as good as another container.
+            # A second device in a container's namespace serves as another container.
             add = ["--kind", "tap", "--device", "extra", "--netns", home.namespace, "--mac", "52:54:00:01:00:63"]
             daemon.vnet(host, "interface", "add", "extra", *add)
             daemon.vnet(host, "interface", "add", "spare", "--kind", "vhost-user", "--socket", str(host.file(".spare")))
@@ -62,7 +62,7 @@ def test_links_come_and_go(topology: Topology, paths: list[tuple[Node, Node]]):
 
 
 def test_routes_come_and_go_and_work_at_once(topology: Topology, paths: list[tuple[Node, Node]]):
-    """A rule that misdirects a third machine's frames works from its addition until its deletion."""
+    """A rule that misdirects a third machine's frames is in force from its addition until its deletion."""
     host, source, destination = topology.hosts[0], topology.find("h1c1"), topology.find("h2v1")
     route = ["--src", source.mac, "--dst", destination.mac, "--to", "interface h1v1"]
     assert reaches(source, destination.address)
@@ -76,7 +76,7 @@ def test_routes_come_and_go_and_work_at_once(topology: Topology, paths: list[tup
 
 
 def apply(host: Node, text: str) -> tuple[str, float]:
-    """Applies a configuration by the API; returns the answer's first line and the seconds that it took."""
+    """Applies a configuration by the API; returns the first line of the answer and the seconds that it took."""
     body = text.encode()
     head = (
         f"POST /v1/apply?name=rules HTTP/1.1\r\nHost: vnet\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
@@ -93,7 +93,7 @@ def apply(host: Node, text: str) -> tuple[str, float]:
 
 
 def test_a_thousand_rules_are_one_plan(topology: Topology, paths: list[tuple[Node, Node]]):
-    """They are added and removed as a whole within 50 ms, or not at all; traffic on other paths loses nothing."""
+    """A plan adds or removes all of them within 50 ms, or none; traffic on other paths loses no frame."""
     host = topology.hosts[0]
     before = host.file(".toml").read_text()
     rule = '\n[[route]]\nsrc = "52:54:00:99:{0:02x}:{1:02x}"\ndst = "52:54:00:98:{0:02x}:{1:02x}"\nto = "link h2"\n'
@@ -115,7 +115,7 @@ def test_a_thousand_rules_are_one_plan(topology: Topology, paths: list[tuple[Nod
 
 
 def configured(host: Node) -> list[list[dict]]:
-    """A host's lists without rates, counters and times."""
+    """A host's lists without values that change by themselves: rates, counters and times."""
     moving = {"driven_by", "rate", "switches", "notifications_per_1000_frames", "heard_s", "early", "early_discarded"}
     moving |= {"early_premature", "coalesced_injected", "coalesced_withheld", "rtt_us", "loss_permille", "traffic"}
     lists = (daemon.ask(host, what, "list") for what in ("interface", "link", "route"))

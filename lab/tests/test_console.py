@@ -1,4 +1,4 @@
-"""The console by TCP and by `vnet console`: the language, and hostile clients."""
+"""The console over TCP and by `vnet console`: the language, and hostile clients."""
 
 import os
 import pty
@@ -92,7 +92,7 @@ def test_an_interactive_terminal(remote: Remote, tmp_path: Path):
 
 
 def test_lines_typed_ahead_are_executed_in_order(remote: Remote, tmp_path: Path):
-    """Four lines arrive at once, as from a paste, or from somebody who types faster than vnetd answers."""
+    """Four lines arrive at once, as when a user pastes them, or types faster than vnetd answers."""
     ours, theirs = pty.openpty()
     command = [daemon.binaries() / "vnet", "--socket", tmp_path / "control.sock", "console"]
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}
@@ -100,7 +100,7 @@ def test_lines_typed_ahead_are_executed_in_order(remote: Remote, tmp_path: Path)
         os.close(theirs)
         os.write(ours, b"".join(b"LINK ADD 127.0.0.%d 9000\r" % number for number in range(2, 6)) + b"DONE\r")
         seen = b""
-        with suppress(OSError):  # The terminal has no other end any more.
+        with suppress(OSError):  # The other end of the terminal is closed.
             while select.select([ours], [], [], 10)[0]:
                 seen += os.read(ours, 4096)
         if process.poll() is None:
@@ -128,7 +128,7 @@ def test_slow_clients_block_nobody(remote: Remote):
     slow = [remote.talk() for _ in range(40)]
     for client in slow:
         client.sendall(b"LINKS")
-    # A client that asks for much and reads nothing.
+    # A client that requests long listings and reads no answer.
     deaf = remote.talk()
     deaf.settimeout(0.2)
     with suppress(OSError):
@@ -155,13 +155,13 @@ def test_ten_thousand_clients(remote: Remote):
             clients[-1].connect_ex(("127.0.0.1", remote.console))
             waiting.register(clients[-1], select.POLLOUT)
         left = {client.fileno(): client for client in clients}
-        deadline = time.monotonic() + 20  # A full backlog makes the kernel try again after seconds.
+        deadline = time.monotonic() + 20  # With a full backlog the kernel retries after seconds.
         while left:
             assert time.monotonic() < deadline, f"{len(left)} clients are not connected"
             for descriptor, _ in waiting.poll(100):
                 waiting.unregister(descriptor)
                 left.pop(descriptor).settimeout(5)
-        # All are connected at once; those within the limit are answered, the others refused.
+        # All clients are connected at once; those within the limit are answered, the others refused.
         answered, refused = 0, 0
         for client in clients:
             with suppress(OSError):
@@ -200,7 +200,7 @@ def test_only_clients_with_a_certificate(tmp_path: Path):
             client.sendall(b"HELLO\nDONE\n")
             assert client.makefile("r").read().startswith("OK vnet ")
         for stranger in (None, "stranger"):
-            # Refused in the handshake or at its first bytes.
+            # vnetd refuses the client in the handshake or at its first bytes.
             with suppress(OSError), remote.talk(trusting(tmp_path, stranger)) as client:
                 client.sendall(b"LINK ADD 127.0.0.2 9000\n")
                 assert client.recv(100) == b""

@@ -1,8 +1,8 @@
-"""Cut-through forwarding between virtual machines: zero-copy sends arrive unchanged, every buffer is returned.
+"""Cut-through forwarding between virtual machines: zero-copy data arrives unchanged, every buffer is returned.
 
     h1v1 -- vnetd h1 -- veth, jumbo frames -- vnetd h2 -- h2v1
 
-On a veth pair the kernel copies after all, and reports it. An ifb device does not copy, but drops everything.
+On a veth pair the kernel copies nevertheless, and reports that. An ifb device does not copy, but drops every packet.
 """
 
 import time
@@ -21,13 +21,13 @@ NAME = "test-cut-through"
 BYTES = 8_000_000
 PORT = 8000
 SINK = "10.99.0.2"
-"""Behind a device that drops everything."""
+"""An address behind a device that drops every packet."""
 KEYS = ("zero_copy_sent", "zero_copy_copied", "zero_copy_fallen_back")
 
 
 @pytest.fixture(scope="module")
 def topology() -> Iterator[Topology]:
-    """Two hosts that send large frames without a copy, with a guest each."""
+    """Two hosts that send large frames with zero copy, with a guest each."""
     lab.down(NAME)
     topology = lab.prepare(Settings(name=NAME, containers=0, underlay_mtu=9000, mtu=9000))
     try:
@@ -48,7 +48,7 @@ def topology() -> Iterator[Topology]:
 
 
 def restart(topology: Topology, host: Node, setting: str, more: str = "", direct: bool = True) -> None:
-    """Restarts a host's vnetd with another setting."""
+    """Restarts a host's vnetd with another value of `zero_copy`."""
     process.stop(host.file(".pid"))
     text = daemon.configuration(topology, host)
     if direct:
@@ -67,18 +67,18 @@ def digest(node: Node, command: str) -> str:
 
 
 def assert_fetched(node: Node, source: Node) -> None:
-    """A node fetches a file from another one unchanged."""
+    """Asserts that a node can fetch a file from another node unchanged."""
     sent = digest(source, "cat /files/sent")
     assert digest(node, f"busybox wget -q -O - http://{source.address}:{PORT}/sent") == sent
 
 
 def landed(host: Node, link: str) -> int:
-    """Frames received in place, in guests' buffers."""
+    """Number of frames received in place, in guests' buffers."""
     return port(daemon.ask(host, "stats"), "link", link)["direct_in_place"]
 
 
 def test_content_is_right(topology: Topology):
-    """Both ways at once, received in place. The veth pair copies, which the counters show."""
+    """Both directions at once, with receive in place. The veth pair copies, which the counters show."""
     guests = topology.machines()
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(assert_fetched, guests, reversed(guests)))
@@ -92,14 +92,14 @@ def test_content_is_right(topology: Topology):
 
 
 def rebind(node: Node, mtu: int) -> None:
-    """Makes a guest's driver reset and reopen the device."""
+    """Unbinds and binds a guest's driver, which resets the device."""
     device = "d=$(basename $(readlink -f /sys/class/net/eth0/device)); cd /sys/bus/virtio/drivers/virtio_net"
     again = f"ip link set eth0 mtu {mtu} up && ip address add {node.address}/16 dev eth0"
     machine.execute(node, f"{device}; echo $d >unbind; echo $d >bind; sleep 0.2; {again}")
 
 
 def test_rings_may_stop_with_messages_under_way(topology: Topology):
-    """A slow wire holds messages while the guest's driver is rebound, then while the daemon restarts."""
+    """A slow wire keeps messages in flight while the guest's driver is rebound, then while the daemon restarts."""
     host, source, destination = topology.hosts[0], *topology.machines()
     within = f"ip netns exec {host.namespace}"
     run(f"{within} tc qdisc add dev eth0 root tbf rate 40mbit burst 70kb latency 400ms".split())
@@ -111,7 +111,7 @@ def test_rings_may_stop_with_messages_under_way(topology: Topology):
             time.sleep(1)
             process.stop(host.file(".pid"))
             lab.start_daemon(topology, host)
-            # TCP may give up meanwhile, or not.
+            # TCP may or may not give up meanwhile.
             load.exception()
     finally:
         run(f"{within} tc qdisc del dev eth0 root".split())
@@ -133,7 +133,7 @@ def test_zero_copy_is_rarely_tried_where_the_kernel_copies(topology: Topology):
 
 
 def test_a_device_without_copies(topology: Topology):
-    """Large frames to a device that takes pages as they are: no copy, and every buffer is returned."""
+    """Large frames to a device that transmits pages without copying: no copy, and every buffer is returned."""
     host, source = topology.hosts[0], topology.machines()[0]
     within = f"ip -n {host.namespace}"
     run(f"{within} link add sink0 mtu 9000 type ifb".split())
@@ -145,7 +145,7 @@ def test_a_device_without_copies(topology: Topology):
         restart(topology, host, "on", link + route)
         machine.execute(source, "busybox arp -i eth0 -s 10.77.9.9 52:54:00:99:00:01")
         wait_for_path(source, topology.machines()[1].address)
-        # More than the ring has places.
+        # More pings than the ring has descriptors.
         machine.attempt(source, "ping -n -q -s 8900 -c 600 -i 0.002 -W 1 10.77.9.9")
         assert counters(host, "sink")[0] >= 500
         assert counters(host, "sink")[1:] == (0, 0)
@@ -157,7 +157,7 @@ def test_a_device_without_copies(topology: Topology):
 
 
 def test_frames_for_several_ports_are_not_received_in_place(topology: Topology):
-    """While a rule copies frames to another interface, no frame is received in place, and all arrive."""
+    """While a rule copies frames to a second interface, no frame is received in place, and all frames arrive."""
     host, (source, destination) = topology.hosts[1], topology.machines()
     also = f'\n[[route]]\ndst = "{destination.mac}"\nto = "interface {destination.name}"\n'
     also += f'\n[[route]]\ndst = "{destination.mac}"\nto = "interface watcher"\n'
@@ -177,13 +177,13 @@ def test_frames_for_several_ports_are_not_received_in_place(topology: Topology):
 
 
 def route_to(host: Node, name: str) -> str:
-    """The index of the rule to an interface."""
+    """The index of the rule that leads to an interface."""
     routes = daemon.ask(host, "route", "list")
     return str(next(route["index"] for route in routes if route["to"] == f"interface {name}"))
 
 
 def test_other_path_mtus_are_received_in_place(topology: Topology):
-    """Other path MTUs fragment frames otherwise: the content stays right, and frames are received in place."""
+    """Other path MTUs fragment frames differently: the content stays right, and frames are received in place."""
     source, destination = topology.machines()
     for mtu in (1500, 4000, 9000):
         for host in topology.hosts:

@@ -1,6 +1,6 @@
-"""The kernel's own path on Debian's kernels, in emulated guests: vnetd itself runs in one, with two containers.
+"""The kernel's own path on Debian's kernels: vnetd and two containers run in an emulated guest.
 
-Debian 12's own kernel by default; with VNET_LAB_KERNELS=1 also the newer one of its security archive.
+Uses Debian 12's own kernel; with VNET_LAB_KERNELS=1 also the newer kernel of its security archive.
 """
 
 import json
@@ -18,16 +18,16 @@ from vnetlab.run import run
 
 KERNELS = {"6.1": "linux-image-cloud-amd64"}
 if "VNET_LAB_KERNELS" in os.environ:
-    # Another 40 MB to download, and another minute.
+    # Optional, because it takes a 40 MB download and another minute.
     KERNELS["6.12"] = "linux-image-6.12-cloud-amd64"
 MODULES = ("veth", "tun", "sch_ingress", "cls_bpf")
 END_S = 240
-"""An emulated guest needs about a tenth of it."""
+"""Time limit; an emulated guest needs about a tenth of it."""
 BYTES = 20 << 20
 
 
 def frames(stats: dict) -> tuple[int, int]:
-    """Frames that came in from the first container, and frames that dispatchers have moved; checks the balance."""
+    """Frames received from the first container, and frames that dispatchers have forwarded; checks the balance."""
     ports = stats["ports"]
     drops = sum(sum(port["drops"].values()) for port in ports)
     total = {key: sum(port[key] for port in ports) for key in ("in_frames", "copies", "out_frames")}
@@ -38,7 +38,7 @@ def frames(stats: dict) -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
-    """The programs without what only debuggers read: a guest keeps its files in memory."""
+    """The programs without debug information: a guest keeps its files in memory."""
     folder = tmp_path_factory.mktemp("programs")
     for name in ("vnetd", "vnet"):
         run(["strip", "-o", str(folder / name), str(daemon.binaries() / name)])
@@ -63,7 +63,7 @@ def test_the_kernel_forwards(version: str, programs: tuple[Path, ...], tmp_path:
     paths = {port["path"] for port in json.loads(found["interfaces"])}
     assert paths == {"kernel"}, text[-5000:]
     assert "200 received" in found["pings"]
-    # iperf3 ends when all is sent, and counts what has arrived by then.
+    # iperf3 exits when all data is sent, and reports the data that has arrived by then.
     assert int(re.search(r"\d+", found["received"])[0]) >= BYTES / 2
     before, pinged, streamed = (frames(json.loads(found[name])) for name in ("before", "after-pings", "after-tcp"))
     assert pinged[0] - before[0] >= 200

@@ -1,4 +1,4 @@
-"""The documentation: links lead somewhere, and files that it names exist."""
+"""The documentation: links have a target, and the files that it names exist."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ NAMED = re.compile(r"`([\w.*/-]+(?:/|\.(?:rs|py|md|toml|json)))`")
 
 
 def tracked() -> Iterator[Path]:
-    """Files under version control, and those about to be."""
+    """Files under version control, and new files that are not ignored."""
     listed = subprocess.run(
         ["git", "-C", str(REPOSITORY), "ls-files", "--cached", "--others", "--exclude-standard"],
         check=True,
@@ -30,7 +30,7 @@ def pages() -> list[Path]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """The anchors of a page's headings, as GitHub generates them."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     headings = re.findall(r"^#+ +(.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -41,9 +41,9 @@ def test_the_mode_follows_the_rate(topology: Topology):
     daemon.vnet(host, "interface", "set", source.name, "mode=adaptive", "rate_low=500", "rate_high=1000")
     wait_for_path(source, destination.address)
     with ThreadPoolExecutor(1) as pool:
-        # A flood ping: thousands a second.
+        # A flood ping sends thousands of requests per second.
         flood = pool.submit(machine.execute, source, f"ping -n -q -f -c 20000 -w 20 {destination.address}")
-        # Mode and rate are those of the last window; the next one may differ.
+        # Mode and rate are those of the last window and may differ in the next one.
         wait_until("the interface to be VMM-driven", lambda: interface(host, source.name)["driven_by"] == "vmm", 5)
         wait_until("the rate to be shown", lambda: interface(host, source.name)["rate"] > 1000, 5)
         assert "20000 received, 0% packet loss" in flood.result()

@@ -1,4 +1,4 @@
-"""The script that runs these tests: tests that it runs again are named with their count, also when all is well."""
+"""The script that runs these tests: it reports repeated tests with their count, even if the run passes."""
 
 import shutil
 import subprocess

@@ -35,7 +35,7 @@ def wait_up(host: Node, name: str) -> None:
 
 
 def rewrite(topology: Topology, host: Node, *changes: tuple[str, str], without: str = "") -> None:
-    """Restarts a host's vnetd with replacements in its configuration, and without one of its links."""
+    """Restarts a host's vnetd with replacements in its configuration, and without the link `without`."""
     process.stop(host.file(".pid"))
     head, *tables = daemon.configuration(topology, host).split("[[link]]")
     text = "[[link]]".join([head, *(table for table in tables if f'name = "{without}"' not in table)])
@@ -47,7 +47,7 @@ def rewrite(topology: Topology, host: Node, *changes: tuple[str, str], without: 
 
 
 def memory_bytes(host: Node) -> int:
-    """Resident memory of a host's vnetd."""
+    """Resident memory of a host's vnetd, in bytes."""
     status = Path(f"/proc/{process.find(host.file('.pid'))}/status").read_text()
     found = re.search(r"VmRSS:\s+(\d+) kB", status)
     assert found
@@ -56,13 +56,13 @@ def memory_bytes(host: Node) -> int:
 
 @pytest.fixture(scope="module")
 def topology(make_lab: MakeLab) -> Topology:
-    """Three hosts with links in clear text and large frames; h3 is the attacker, or the faulty wire."""
+    """Three hosts with links in clear text and large frames; h3 is the attacker, or runs the faulty wire."""
     return make_lab(vms=0, hosts=3, mtu=9000)
 
 
 @pytest.fixture
 def faulty(topology: Topology) -> Path:
-    """A faulty wire in place of h3 between the two others; returns the file with its counts after its end."""
+    """Runs a faulty wire on h3 between the two other hosts; returns the file that holds its counts after its end."""
     near, far, middle = topology.hosts
     process.stop(middle.file(".pid"))
     log = middle.file(".wire.log")
@@ -90,12 +90,12 @@ def test_frame_loss_follows_datagram_loss_and_nothing_is_corrupted(topology: Top
     wait_until("the receiver to end", lambda: len(taken.read_text().split()) == 4, 10)
     came, again, wrong = map(int, taken.read_text().split()[1:])
     assert (again, wrong) == (0, 0), "duplicated or corrupted datagrams"
-    # The reassembly timeout is 0.2 s; an idle dispatcher looks once a second.
+    # The reassembly timeout is 0.2 s; an idle dispatcher checks for it once a second.
     time.sleep(1.5)
     after = port(daemon.ask(far, "stats"), "link", near.name)
     process.stop(middle.file(".wire"))
     did = json.loads(faulty.read_text().splitlines()[-1])
-    # Counted at the receiver, because a busy machine's sockets may lose some more.
+    # Compared with the frames that the receiver's core saw: a busy machine's sockets may lose further datagrams.
     begun = after["in_frames"] - before["in_frames"]
     dropped = after["drops"]["reassembly"] - before["drops"]["reassembly"]
     expected = 1 - (1 - FAULTS_PERMILLE / 1000) ** FRAGMENTS
@@ -118,7 +118,7 @@ def test_a_flood_of_first_fragments_fills_its_own_links_memory_only(topology: To
     with ThreadPoolExecutor() as pool:
         flooding = pool.submit(machine.execute, evil, *words)
         time.sleep(0.5)
-        # Large pings: they need reassembly as well.
+        # Large pings need reassembly as well.
         sent, answered = ping(other, one.address, "-s", "8000", count=200, interval_s=0.01)
         grown = memory_bytes(near) - before
         assert not flooding.done(), "the flood ended before the traffic did"
@@ -133,7 +133,7 @@ def test_a_flood_of_first_fragments_fills_its_own_links_memory_only(topology: To
 
 @pytest.fixture(scope="module")
 def sealed(make_lab: MakeLab) -> Topology:
-    """The same with sealed links that rekey every two seconds."""
+    """Three hosts as in `topology`, with sealed links that rekey every two seconds."""
     topology = make_lab(vms=0, hosts=3, sealed=True)
     for host in topology.hosts[:2]:
         rewrite(topology, host, ("[bridge]\n", f"[bridge]\nrekey_s = {REKEY_S}\n"))
@@ -147,7 +147,7 @@ def sealed(make_lab: MakeLab) -> Topology:
 def test_a_syn_flood_from_spoofed_addresses(sealed: Topology):
     near, _, evil = sealed.hosts
     one, other = sealed.find("h1c1"), sealed.find("h2c1")
-    # Answers to spoofed addresses go to h3, which sends no reset for them.
+    # Route answers to spoofed addresses to h3, which sends no reset for them.
     run(["ip", "-n", near.namespace, "route", "add", "198.18.0.0/15", "via", evil.address])
     words = ["python3", str(PROGRAMS / "bridge_attacks.py"), "syns", near.address, "eth0"]
     ages = []
@@ -199,12 +199,12 @@ class Clock:
         self.jump(0)
 
     def jump(self, seconds: int) -> None:
-        """Sets it that far ahead of the true time. Writes in place: the file is mapped."""
+        """Sets the clock to `seconds` ahead of the true time. Writes the file in place, because it is mapped."""
         with self.file.open("r+b") as opened:
             opened.write(f"{seconds}\n".encode().ljust(64, b"\0"))
 
     def restart(self) -> None:
-        """Restarts the host's vnetd with this clock."""
+        """Restarts the host's vnetd with the settable clock."""
         process.stop(self.host.file(".pid"))
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("LD_PRELOAD", str(self.library))
@@ -236,7 +236,7 @@ def test_a_clock_that_jumps_an_hour_changes_nothing(sealed: Topology, clock: Clo
                 ages.append(links(near)["h2"]["keys_s"])
                 assert links(near)["h2"]["state"] == "up"
     assert max(ages) <= REKEY_S + 2, f"no rekey meanwhile: {ages}"
-    # Datagram numbers begin at the clock: an hour behind those that the peer has seen.
+    # Datagram numbers start at the clock: after this they are an hour behind the numbers that the peer has seen.
     clock.jump(-HOUR_S)
     clock.restart()
     wait_up(near, "h2")
@@ -247,7 +247,7 @@ def test_certificates_expire_by_the_clock(sealed: Topology, clock: Clock):
     near, far, _ = sealed.hosts
     clock.jump(100 * 365 * 24 * HOUR_S)
     wait_until("the reason to be shown", lambda: "certificate ended" in links(near)["h2"].get("reason", ""), 40)
-    # The side whose clock is right learns the reason as well.
+    # The side with the right clock also logs the reason.
     wait_until("the other side to log it", lambda: "expired" in far.file(".log").read_text(), 10)
     clock.jump(0)
     wait_up(near, "h2")

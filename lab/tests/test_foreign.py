@@ -1,4 +1,4 @@
-"""Foreign VNET/P peers: Ethernet frames as UDP payload, to port 9000, from another port."""
+"""Foreign VNET/P peers: Ethernet frames as UDP payload, to port 9000, sent from another port."""
 
 import sys
 
@@ -38,7 +38,7 @@ def test_the_foreign_peer_answers(topology: Topology, name: str):
 
 
 def test_an_unknown_source_is_dropped_and_counted(topology: Topology):
-    """A datagram belongs to the link whose remote address is its source; this source has no link."""
+    """A datagram belongs to the link whose remote address is its source; no link has this source."""
     host = topology.hosts[0]
     before = port(settled(host), "bridge", "bridge")["discards"]["unknown_source"]
     stranger = topology.hosts[1]
@@ -54,7 +54,7 @@ def test_an_unknown_source_is_dropped_and_counted(topology: Topology):
 
 
 def test_a_way_point_forwards_between_foreign_peers(topology: Topology):
-    """Explicit routes lead frames from link to link, as in VNET/P's paper; nothing else does."""
+    """Explicit routes forward frames from link to link, as in VNET/P's paper; other frames are not forwarded."""
     host, other = topology.hosts
     run(["ip", "-n", other.namespace, "address", "add", f"{FAR}/24", "dev", "eth0"])
     daemon.vnet(host, *f"link add far --remote {FAR}:9000 --encapsulation vnet --trusted".split())
@@ -66,7 +66,7 @@ def test_a_way_point_forwards_between_foreign_peers(topology: Topology):
 
 
 def test_a_link_to_nobody_is_not_up(topology: Topology):
-    """Prometheus can alert on it; the foreign peers are heard."""
+    """Prometheus can raise an alert for that link; the links to the foreign peers are up."""
     host = topology.hosts[0]
     daemon.vnet(host, *["link", "add", "nobody", "--remote", "10.78.0.99:9000", "--trusted"])
     states = {link["name"]: (link["state"], link.get("reason", "")) for link in daemon.ask(host, "link", "list")}

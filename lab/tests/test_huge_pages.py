@@ -1,4 +1,4 @@
-"""A guest with huge pages: vnetd maps its memory like any other."""
+"""A guest with huge pages: vnetd maps its memory like any other guest's."""
 
 import re
 from collections.abc import Iterator
@@ -14,17 +14,17 @@ from vnetlab.topology import Settings, Topology
 NAME = "test-huge-pages"
 OVERCOMMIT = Path("/proc/sys/vm/nr_overcommit_hugepages")
 GUEST_PAGES = 128
-"""Of 2 MiB each."""
+"""Number of huge pages of 2 MiB each."""
 
 
 def surplus() -> int:
-    """Surplus huge pages of the whole machine: the overcommit limit counts them all."""
+    """Surplus huge pages of the whole machine: the overcommit limit applies to all of them."""
     return int(re.search(r"HugePages_Surp:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
 
 
 @pytest.fixture(scope="module")
 def topology() -> Iterator[Topology]:
-    """A lab of one host whose guest's memory is of huge pages, allocated on demand."""
+    """A lab of one host whose guest's memory consists of huge pages, allocated on demand."""
     lab.down(NAME)
     before = int(OVERCOMMIT.read_text())
     topology = lab.prepare(Settings(name=NAME, hosts=1))

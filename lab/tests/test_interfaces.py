@@ -1,4 +1,4 @@
-"""Interfaces whose namespace, device, process or directory is missing, goes away or comes back."""
+"""Interfaces whose namespace, device, process or directory is missing, disappears or reappears."""
 
 import json
 import os
@@ -18,9 +18,9 @@ PREFIX = f"test-if-{os.getpid() % 100_000}"
 BOX, MATE = f"{PREFIX}-box", f"{PREFIX}-mate"
 LAN = f"vl{os.getpid() % 100_000}"
 BACK_S = 60
-"""Longest wait for what takes tens of milliseconds on a machine that is not busy."""
+"""Timeout for events that take tens of milliseconds on an idle machine."""
 MANY, TAPS, MISSING = 1000, 60, 100
-"""Interfaces; TAPs that are there, TAPs that are not. Most are virtual machines', which end faster."""
+"""Number of interfaces, of TAPs that exist and of TAPs that do not. The others are vhost-user, which close faster."""
 SEND_FROM_EACH = """
 import socket, sys
 with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0) as out:
@@ -41,7 +41,7 @@ def interfaces(remote: Remote) -> dict[str, dict]:
 
 
 def wait_for(remote: Remote, name: str, state: str, reason: str = "") -> None:
-    """Waits for an interface's state, with a reason that has this text."""
+    """Waits until an interface has this state, with a reason that contains `reason`."""
 
     def reached() -> bool:
         shown = interfaces(remote).get(name, {})
@@ -61,13 +61,13 @@ def address(netns: str, number: int) -> None:
 
 
 def pings(netns: str, number: int) -> bool:
-    """Whether a namespace reaches another's address."""
+    """Whether one namespace reaches the address of another one."""
     words = ["ip", "netns", "exec", netns, "ping", "-n", "-c", "1", "-W", "1", f"10.99.0.{number}"]
     return subprocess.run(words, check=False, stdout=subprocess.DEVNULL).returncode == 0
 
 
 def remove(*names: str) -> None:
-    """Removes namespaces that exist."""
+    """Removes those of the namespaces that exist."""
     for name in names:
         if name in underlay.namespaces():
             run(["ip", "netns", "delete", name])
@@ -75,7 +75,7 @@ def remove(*names: str) -> None:
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
-    """Removes what a test leaves."""
+    """Removes everything that a test leaves behind."""
     yield
     remove(BOX, MATE)
     subprocess.run(["ip", "link", "delete", LAN], check=False, capture_output=True)
@@ -83,7 +83,7 @@ def clean() -> Iterator[None]:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Remote]:
-    """Two containers of one host that reach each other."""
+    """Two containers of one host that can ping each other."""
     underlay.add_namespace(BOX)
     underlay.add_namespace(MATE)
     with vnetd(tmp_path, more=tap("box", BOX) + tap("mate", MATE)) as remote:
@@ -116,7 +116,7 @@ def test_a_host_starts_without_what_is_missing_and_has_it_when_it_comes(tmp_path
             assert f"interface {name} is down: " in remote.log
             assert f'vnet_interface_up{{interface="{name}"}} 0' in metrics
         assert f"interface box is down: {waits['box']}" in doctor
-        # Reloading the file applies the rest, too; one that can never work still changes nothing.
+        # A reload applies the rest of the file, too; an interface that can never be opened still refuses the change.
         file = tmp_path / "vnet.toml"
         good = file.read_text() + tap("late", f"{MATE}-late") + tap("two", MATE).replace("eth0", "eth1")
         file.write_text(good)
@@ -129,7 +129,7 @@ def test_a_host_starts_without_what_is_missing_and_has_it_when_it_comes(tmp_path
         assert refused.returncode == 1
         assert "interface bad cannot be opened" in refused.stderr
         assert "three" not in interfaces(remote)
-        # Who asks for one interface learns at once that there is none.
+        # A command that adds a single interface fails if the interface cannot be opened.
         alone = remote.vnet("interface", "add", "x", "--kind", "tap", "--device", "e", "--netns", f"{BOX}-no")
         assert alone.returncode == 1
         assert f"cannot enter network namespace '{BOX}-no'" in alone.stderr
@@ -147,7 +147,7 @@ def test_a_host_starts_without_what_is_missing_and_has_it_when_it_comes(tmp_path
             wait_for(remote, name, "up")
             wait_until("the log", lambda name=name: f"interface {name} is up" in remote.log, BACK_S)
         wait_until("the guest's socket", (folder / "vm").is_socket, BACK_S)
-        # The LAN's device may go and come again as well.
+        # The LAN's device may disappear and reappear as well.
         run(["ip", "link", "delete", LAN])
         wait_for(remote, "lan", "down", f"waiting for device '{LAN}'")
         run(f"ip link add {LAN} up type veth peer name {LAN}p".split())
@@ -173,7 +173,7 @@ def test_a_namespace_deleted_and_made_again_has_its_device_again(pair: Remote):
     assert pair.log.count("interface box is down: waiting for netns") == 3
     wait_until("the log", lambda: pair.log.count("interface box is up") == 3, BACK_S)
     wait_until("the old namespaces to be closed", lambda: pair.descriptors() == files, BACK_S)
-    # Faster than anybody can look.
+    # Faster than any interval of checks.
     run(["ip", "netns", "delete", BOX])
     run(["ip", "netns", "add", BOX])
     wait_until("the device in the new namespace", lambda: has_device(BOX), BACK_S)
@@ -205,7 +205,7 @@ def test_state_and_mtu_of_a_device_are_shown(pair: Remote):
     wait_until("the new MTU", lambda: interfaces(pair)["box"]["mtu"] == 600, BACK_S)
     assert interfaces(pair)["box"]["notes"] == ["device 'eth0' has MTU 600 instead of mtu = 1500"]
     wait_until("pings", lambda: pings(MATE, 1), BACK_S)
-    # A device that was renamed or moved is still the interface's.
+    # A device that was renamed or moved still belongs to the interface.
     run(["ip", "-n", BOX, "link", "set", "eth0", "down"])
     run(["ip", "-n", BOX, "link", "set", "eth0", "name", "lan0"])
     run(["ip", "-n", BOX, "link", "set", "lan0", "up"])
@@ -258,9 +258,9 @@ def test_an_unreadable_configuration_is_called_so(tmp_path: Path):
 
 
 def test_a_thousand_interfaces_of_which_a_hundred_cannot_open(tmp_path: Path):
-    """The others are there, and each that was missing when it can be. Pairs of TAPs are networks."""
+    """The others are up, and each missing one is opened once that is possible. Each pair of TAPs is a network."""
     underlay.add_namespace(BOX)
-    # No router solicitations: each would be a frame of its own.
+    # Disable router solicitations: each would be an additional frame.
     run(["ip", "netns", "exec", BOX, "sysctl", "-q", "-w", "net.ipv6.conf.default.disable_ipv6=1"])
     text = "".join(f"[[network]]\nid = {2 + number // 2}\n" for number in range(0, TAPS + MISSING, 2))
     for number in range(TAPS + MISSING):
@@ -290,18 +290,18 @@ def test_a_thousand_interfaces_of_which_a_hundred_cannot_open(tmp_path: Path):
 
 
 def mac(number: int, separator: str = "") -> str:
-    """A MAC address for each number."""
+    """A MAC address derived from a number."""
     return separator.join(f"{byte:02x}" for byte in (2, 0, 0, 0, *number.to_bytes(2)))
 
 
 def send(netns: str, numbers: range) -> None:
-    """Sends one frame from each device to the other of its pair."""
+    """Sends one frame from each device to the other device of its pair."""
     pairs = " ".join(f"v{number},{mac(number)},{mac(number ^ 1)}" for number in numbers)
     words = ["ip", "netns", "exec", netns, "python3", "-c", SEND_FROM_EACH]
     subprocess.run(words, check=True, input=pairs, text=True, timeout=BACK_S)
 
 
 def arrived(remote: Remote) -> int:
-    """Frames delivered to interfaces."""
+    """Number of frames delivered to interfaces."""
     ports = remote.get("/v1/stats")["ports"]
     return sum(port["out_frames"] for port in ports if port["kind"] == "interface")

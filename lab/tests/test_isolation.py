@@ -1,4 +1,4 @@
-"""Networks share hosts and links, but no frame."""
+"""Networks share hosts and links, but no frame crosses from one network to another."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def network(host: Node, machine: Node) -> int:
 
 @pytest.fixture(scope="module")
 def topology(make_lab: MakeLab) -> Topology:
-    """A lab whose second containers move to network 2 while it runs."""
+    """A lab whose second containers are moved to network 2 while it runs."""
     topology = make_lab(vms=0, containers=2)
     for host in topology.hosts:
         file, moved = host.file(".toml"), topology.find(f"{host.name}c2")
@@ -44,7 +44,7 @@ def test_each_network_spans_the_hosts(topology: Topology):
 @pytest.mark.parametrize(("source", "destination"), [("h1c1", "h1c2"), ("h1c1", "h2c2"), ("h2c2", "h1c1")])
 def test_no_frame_crosses_networks(topology: Topology, source: str, destination: str):
     one, other = topology.find(source), topology.find(destination)
-    # With a static neighbour entry: unicast is tested as well as ARP.
+    # A static neighbour entry lets the test send unicast frames without ARP.
     machine.execute(one, f"ip neighbour replace {other.address} lladdr {other.mac} dev eth0")
     assert silent(one, other.address)
     machine.execute(one, f"ip neighbour delete {other.address} dev eth0")

@@ -1,4 +1,4 @@
-"""The kernel's own path: known flows between containers pass no dispatcher, and everything else is as with TAPs."""
+"""The kernel's own path: known flows between containers bypass dispatchers; other frames behave as with TAPs."""
 
 import json
 import os
@@ -23,13 +23,13 @@ MACS = {ONE: "52:54:00:77:00:01", TWO: "52:54:00:77:00:02"}
 
 @dataclass
 class Host:
-    """A vnetd with two containers of kind veth, in a network namespace of its own."""
+    """A vnetd with two containers of kind veth, in a separate network namespace."""
 
     directory: Path
     daemon: subprocess.Popen | None = field(default=None)
 
     def start(self) -> None:
-        """Starts it and waits until it is ready."""
+        """Starts vnetd and waits until it is ready."""
         log = self.directory / "log"
         with log.open("wb") as output:
             words = ["ip", "netns", "exec", HOST, str(daemon.binaries() / "vnetd")]
@@ -39,7 +39,7 @@ class Host:
         assert self.daemon.poll() is None, log.read_text()
 
     def end(self, by: signal.Signals) -> int:
-        """Ends it; gives its exit status."""
+        """Stops vnetd by a signal; returns its exit status."""
         self.daemon.send_signal(by)
         return self.daemon.wait(10)
 
@@ -53,13 +53,13 @@ class Host:
         return json.loads(self.vnet("--json", *arguments))
 
     def frames(self) -> tuple[int, int]:
-        """Frames that came in from the first container, and frames that dispatchers have moved."""
+        """Frames received from the first container, and frames that dispatchers have forwarded."""
         stats = self.ask("stats")
         (one,) = (port for port in stats["ports"] if port["name"] == "one")
         return one["in_frames"], sum(dispatcher["frames"] for dispatcher in stats["dispatchers"])
 
     def balance(self) -> None:
-        """In + copies = out + drops, exactly."""
+        """Asserts that in + copies = out + drops, exactly."""
         stats = self.ask("stats")
         total = {key: sum(port[key] for port in stats["ports"]) for key in ("in_frames", "copies", "out_frames")}
         drops = sum(sum(port["drops"].values()) for port in stats["ports"])
@@ -107,7 +107,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
 
 def grows(host: Host, by: int, work: Callable[[], object]) -> tuple[int, int]:
-    """Frames from the first container, and frames of dispatchers, during `work`; the first at least `by`."""
+    """Increase of the first container's and the dispatchers' frames during `work`; the first is at least `by`."""
     before = host.frames()
     work()
     after = host.frames()
@@ -119,13 +119,13 @@ def grows(host: Host, by: int, work: Callable[[], object]) -> tuple[int, int]:
 
 def test_known_flows_pass_no_dispatcher(host: Host):
     assert {port["path"] for port in host.ask("interface", "list")} == {"kernel"}
-    # Longer than a verdict lives, so that it has to be renewed.
+    # Pings for longer than a verdict's lease, so that the verdict has to be renewed.
     moved = grows(host, 300, lambda: ping(300))
     assert moved[1] < 30, "what ARP and IPv6 need, and no more"
     trace = host.ask("trace", MACS[ONE], MACS[TWO])
     assert 0 < trace["kernel_ms"] <= 2000
     assert trace["to"] == ["interface two"]
-    # Larger than the MTU: fragments are frames like others.
+    # Pings above the MTU: fragments are forwarded like other frames.
     assert received(ping(10, "-s", "8000")) == 10
 
 
@@ -153,7 +153,7 @@ def test_a_captured_ports_frames_come_up(host: Host):
 
 
 def test_a_rule_holds_once_it_is_acknowledged(host: Host):
-    """A rule that leads elsewhere: no ping passes after its command has ended, though they flowed in the kernel."""
+    """Once the command that adds a misdirecting rule has ended, no ping passes, although the flow was in the kernel."""
     assert received(ping(20)) == 20
     host.vnet("route", "add", "--dst", MACS[TWO], "--to", "interface one")
     rule = max(route["index"] for route in host.ask("route", "list"))
@@ -181,7 +181,7 @@ def test_after_a_crash_the_container_has_its_addresses(host: Host):
 
 
 def test_off_is_a_tap(host: Host):
-    """The last test: it stops vnetd, which leaves nothing behind."""
+    """Must be the last test: it stops vnetd and checks that nothing is left behind."""
     assert len(devices(HOST)) == 5, "the loopback, and two devices for each container"
     assert host.end(signal.SIGTERM) == 0
     assert devices(HOST) == ["lo"]

@@ -1,4 +1,4 @@
-"""The lab itself: repeatable, isolated, and removed without a trace."""
+"""The lab itself: repeatable, isolated, and removed completely."""
 
 import json
 import os
@@ -27,14 +27,14 @@ def clean() -> Iterator[None]:
 
 
 def command(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-    """Runs the command line as users do."""
+    """Runs the `lab` command as users do."""
     done = subprocess.run([LAB, *arguments], check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == status, done.stderr
     return done
 
 
 def traces(name: str) -> list[str]:
-    """Namespaces, files and processes left of a lab."""
+    """Namespaces, files and processes that a lab left behind."""
     left = [f"namespace {namespace}" for namespace in underlay.owned(name)]
     left += [str(path) for path in (STATE / name).parent.glob(f"{name}*")]
     for directory in Path("/proc").glob("[0-9]*"):
@@ -67,7 +67,7 @@ def test_up_restarts_killed_processes():
     def down() -> list[str]:
         return [row["name"] for row in lab.status(topology) if not row["up"]]
 
-    # A killed machine takes a while to free its memory.
+    # The kernel takes a while to free a killed machine's memory.
     wait_until("killed processes to be gone", lambda: down() == ["h1", "h2v1"], 10)
     lab.up(settings)
     assert all(row["up"] for row in lab.status(topology))
@@ -75,7 +75,7 @@ def test_up_restarts_killed_processes():
 
 
 def test_two_labs_are_isolated():
-    """Both use the same addresses; each ping is answered in its own lab."""
+    """Both labs use the same addresses; each ping is answered within its own lab."""
     one, two = (
         lab.up(Settings(name=name, vms=0, containers=containers))
         for name, containers in zip(NAMES, (1, 2), strict=True)
@@ -116,7 +116,7 @@ def test_down_after_up_was_killed(after_s: float):
 
 
 def test_up_interrupted_cleans_up():
-    # Background jobs of a shell, which the tests may be, inherit that SIGINT is ignored.
+    # Background jobs of a shell ignore SIGINT, and children inherit that; the tests may run as such a job.
     command = ["env", "--default-signal=INT", LAB, "up", "--name", "test-one"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as up:
         assert up.stderr

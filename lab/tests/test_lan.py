@@ -1,4 +1,4 @@
-"""One LAN: standard tools see one Ethernet, across hosts and kinds of machines."""
+"""One LAN: standard tools see a single Ethernet across hosts and kinds of machines."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -46,7 +46,7 @@ def test_iperf3(topology: Topology, source: str, destination: str):
     [("h1v1", "h2v1", 7001), ("h1c1", "h2v1", 7002), ("h1v1", "h2c1", 7003), ("h1v1", "h1v2", 7004)],
 )
 def test_content_arrives_unchanged(topology: Topology, source: str, destination: str, port: int):
-    """Offloads leave checksums and segmentation to the receiver: the content must not change."""
+    """Offloads leave checksums and segmentation to the receiver: the content must arrive unchanged."""
     one, other = topology.find(source), topology.find(destination)
     directory = one.file(f".{port}")
     machine.execute(one, f"mkdir -p {directory}; head -c 5000000 /dev/urandom >{directory}/sent")
@@ -57,7 +57,7 @@ def test_content_arrives_unchanged(topology: Topology, source: str, destination:
 
 @pytest.mark.parametrize(("source", "destination"), [("h1v1", "h2v1"), ("h1c1", "h2c1"), ("h1c1", "h1v1")])
 def test_tcpdump_shows_the_senders_frames(topology: Topology, source: str, destination: str):
-    """Frames keep their source and destination addresses, as on a wire."""
+    """Frames keep their source and destination addresses, as on a physical Ethernet."""
     one, other = topology.find(source), topology.find(destination)
     capture = ["timeout", "15", "tcpdump", "-e", "-nn", "-l", "-i", "eth0", "-c", "5"]
     seen = f"icmp[icmptype] == icmp-echo and src {one.address}"

@@ -1,4 +1,4 @@
-"""The local network: stations on the user's own LAN and the overlay's machines reach each other, without duplicates."""
+"""The local network: stations on the user's LAN and the overlay's machines reach each other, without duplicates."""
 
 import re
 import time
@@ -52,7 +52,7 @@ def test_no_frame_is_duplicated(topology: Topology):
         text = machine.execute(source, *words)
         assert "50 received" in text
         assert "duplicates" not in text
-    # Broadcasts as well, counted at the receiver.
+    # Test broadcasts as well, counted at the receiver.
     for source, destination in ((station, guest), (guest, station)):
         assert broadcasts_seen(source, destination, count=20) == 20
 
@@ -68,7 +68,7 @@ def test_frames_to_other_stations_stay_on_the_lan(topology: Topology):
 
 
 def test_reflected_frames_are_dropped(topology: Topology):
-    """A LAN in hairpin mode: the guest's own frames must not enter the overlay again."""
+    """A LAN in hairpin mode: vnetd must drop the reflected frames of its own guest."""
     host, station, guest = topology.hosts[0], lan(topology), topology.find("h2c1")
     wait_for_path(guest, station.address)
     before = port(settled(host), "interface", "lan")["drops"].get("hairpin", 0)
@@ -85,7 +85,7 @@ def test_reflected_frames_are_dropped(topology: Topology):
 
 
 def test_vlan_tags_cross(topology: Topology):
-    """The kernel strips the VLAN tag of a received frame: vnetd has to put it back."""
+    """The kernel strips the VLAN tag of a received frame: vnetd has to restore it."""
     station, guest = lan(topology), topology.find("h2c1")
     for source, destination in ((station, guest), (guest, station)):
         assert broadcasts_seen(source, destination, count=20, vlan=5) == 20
@@ -107,7 +107,7 @@ def test_every_frame_is_accounted_for(topology: Topology):
 
 
 def test_bursts_of_the_lan_obey_the_limit(topology: Topology):
-    """With `burst = 1` every batch has one frame, however many wait."""
+    """With `burst = 1` every batch has one frame, however many are queued."""
     host, station, guest = topology.hosts[0], lan(topology), topology.find("h1c1")
     config = host.file(".toml")
     config.write_text(config.read_text() + "\n[dispatch]\nburst = 1\n")
@@ -122,7 +122,7 @@ def test_bursts_of_the_lan_obey_the_limit(topology: Topology):
 
 
 def unsubscribed(host: Node) -> int:
-    """Frames of the LAN to MAC addresses that are not subscribed."""
+    """Number of the LAN's frames to MAC addresses that are not subscribed."""
     return port(daemon.ask(host, "stats"), "interface", "lan")["discards"].get("not_asked", 0)
 
 
@@ -130,7 +130,7 @@ def broadcasts_seen(source: Node, destination: Node, count: int, vlan: int = 0) 
     """Sends broadcasts from one node, tagged or not; returns how many another node receives with that tag."""
     capture = destination.file(".capture")
     tag = f"vlan {vlan} and " if vlan else ""
-    # A short snap length: the buffer has room for only 32 frames of the default one.
+    # Use a short snap length: with the default one, tcpdump's buffer has room for only 32 frames.
     words = ["tcpdump", "-n", "-e", "-l", "-s", "96", "--immediate-mode", "-i", "eth0", f"{tag}ether proto 0x88b5"]
     process.start(machine.namespace_command(destination, words), destination.file(".tcpdump"), capture)
     wait_for(lambda: "listening on" in capture.read_text())

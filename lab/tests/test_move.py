@@ -17,28 +17,28 @@ from vnetlab.topology import Kind, Topology
 
 FOLLOWS_S = 0.2
 AWAY_S = 1
-"""Pause between its stop on one host and its start on the other; pings go on."""
+"""Pause between the machine's stop on one host and its start on the other; the pings continue."""
 AFTER_S = 2
-"""How long pings go on after all hosts know."""
+"""How long the pings continue after all hosts know the new location."""
 INTERVAL_S = 0.005
 GAP_S = 0.2
-"""Longest gap between pings that arrive, on a machine that may be busy."""
+"""Maximum gap between pings that arrive, on a machine that may be busy."""
 
 
 @pytest.fixture(scope="module")
 def topology(make_lab: MakeLab) -> Topology:
-    """Three hosts that find each other by a store, each with a container and a virtual machine."""
+    """Three hosts that find each other through a store, each with a container and a virtual machine."""
     return make_lab(hosts=3, vms=1, store=True)
 
 
 def frames(file: Path, direction: str, mac: str) -> list[float]:
-    """When frames with this source ("src") or destination ("dst") passed, by the capture's clock."""
+    """Times at which frames with this source ("src") or destination ("dst") were captured, by the capture's clock."""
     lines = run(["tcpdump", "-nn", "-tt", "-r", str(file), f"ether {direction} {mac}"]).splitlines()
     return [float(line.split()[0]) for line in lines if line[:1].isdigit()]
 
 
 def test_traffic_follows_a_virtual_machine(topology: Topology, tmp_path: Path):
-    """From h1 to h2: 200 ms after its first frame there all hosts send to h2 only, and no ping is lost any more."""
+    """From h1 to h2: 200 ms after its first frame there, all hosts send to h2 only, and no further ping is lost."""
     vm, pinger = topology.find("h1v1"), topology.find("h3c1")
     here, there, _ = topology.hosts
     wait_for_path(pinger, vm.address)
@@ -47,7 +47,7 @@ def test_traffic_follows_a_virtual_machine(topology: Topology, tmp_path: Path):
     views = list(zip(topology.hosts, topology.machines(Kind.CONTAINER), strict=True))
 
     def known() -> float:
-        """Waits until all hosts know; returns the time."""
+        """Waits until all hosts know the new location; returns the time."""
 
         def all_know() -> bool:
             expected = {host.name: f"link {there.name}" for host, _ in views} | {there.name: f"interface {vm.name}"}

@@ -8,7 +8,7 @@ from vnetlab import measure
 from vnetlab.topology import Topology
 
 HEADERS = 28
-"""IPv4 and ICMP headers: ping's size is the MTU without these."""
+"""Length of the IPv4 and ICMP headers: ping's size is the MTU without them."""
 
 
 @pytest.fixture(

@@ -1,4 +1,4 @@
-"""Every mix of offloads: work that a sender leaves to its device is done when the frame arrives.
+"""Every combination of offloads: work that a sender leaves to its device is done when the frame arrives.
 
     host 1                          host 2                          host 3
     h1c1  tap                       h2c1  tap                       h3c1  tap
@@ -36,7 +36,7 @@ DEVICES = {
 }
 NODES = ("h1c1", "h1v1", "h1v2", "h2c1", "h2v1", "h2v2", "h3c1")
 FINISHED = ("h1v2", "h3c1")
-"""Nodes that only get frames without pending offloads: none was negotiated, or the link has no metadata."""
+"""Nodes that only receive frames without pending offloads: none is negotiated, or the link carries no metadata."""
 SUPER_FRAMES = [("h1v1", "h2v1"), ("h1v1", "h2c1"), ("h1c1", "h2v1"), ("h2c1", "h1v1"), ("h1v1", "h1c1")]
 
 
@@ -63,7 +63,7 @@ def topology() -> Iterator[Topology]:
 
 
 def configuration(topology: Topology, host: Node) -> str:
-    """The lab's configuration, with classic links to and from host 3."""
+    """The lab's configuration, with classic links from and to host 3."""
     parts = daemon.configuration(topology, host).split("[[link]]")
     bare = [
         part.replace('"native"', '"vnet"') if host.host == 3 or 'name = "h3"' in part else part for part in parts[1:]
@@ -92,14 +92,14 @@ def sums(text: str) -> list[str]:
 
 
 def fetch(node: Node, sources: list[Node], six: bool = False) -> list[str]:
-    """The digests of the files that a node fetches from others."""
+    """Digests of the files that a node fetches from other nodes."""
     addresses = [f"[{address6(source)}]" if six else source.address for source in sources]
     command = f"for a in {' '.join(addresses)}; do busybox wget -q -O - http://$a:{PORT}/sent | sha256sum; done"
     return sums(machine.execute(node, command, timeout_s=60))
 
 
 def counters(node: Node, protocol: str, name: str) -> int:
-    """One of the kernel's counters (/proc/net/snmp)."""
+    """The value of one of the kernel's counters (/proc/net/snmp)."""
     lines = [line.split() for line in machine.execute(node, "cat /proc/net/snmp").splitlines()]
     titles, values = (line for line in lines if line[0] == f"{protocol}:")
     return int(values[titles.index(name)])
@@ -107,7 +107,7 @@ def counters(node: Node, protocol: str, name: str) -> int:
 
 @pytest.mark.parametrize("name", NODES)
 def test_content_is_right_from_everyone(topology: Topology, name: str):
-    """TCP over IPv4 and IPv6 from all others, without a wrong checksum."""
+    """TCP over IPv4 and IPv6 from all other nodes, without a wrong checksum."""
     node = topology.find(name)
     others = [topology.find(other) for other in NODES if other != name]
     for other in others:
@@ -127,10 +127,10 @@ def capture(node: Node, seconds: int, count: int, seen: str) -> str:
 
 @pytest.mark.parametrize("name", FINISHED)
 def test_frames_without_offloads_have_good_checksums(topology: Topology, name: str):
-    """Where no offload may be pending, each frame has a legal size and right checksums."""
+    """Where no offload can be pending, each frame has a legal size and correct checksums."""
     node = topology.find(name)
     others = [topology.find(other) for other in NODES if other != name]
-    # tcpdump has to see frames as they came, before the kernel merges them.
+    # tcpdump must see the frames as they arrived, before the kernel merges them.
     machine.execute(node, "ethtool -K eth0 gro off")
     for other in others:
         with ThreadPoolExecutor(1) as pool:
@@ -147,7 +147,7 @@ def test_frames_without_offloads_have_good_checksums(topology: Topology, name: s
 
 @pytest.mark.parametrize(("source", "destination"), SUPER_FRAMES)
 def test_super_frames_cross_whole(topology: Topology, source: str, destination: str):
-    """No segmentation between two nodes that take super-frames."""
+    """Frames between two nodes that accept super-frames are not segmented."""
     node, other = topology.find(destination), topology.find(source)
     with ThreadPoolExecutor(1) as pool:
         seen = pool.submit(capture, node, 8, 5, f"tcp and src {other.address} and greater 3000")
@@ -169,7 +169,7 @@ def test_a_guest_turns_offloads_off(topology: Topology):
 
 
 def test_bursts_of_the_largest_datagrams_arrive(topology: Topology):
-    """64 datagrams of 64 000 bytes at once leave as 2 816 fragments; one lost fragment costs a datagram."""
+    """A burst of 64 datagrams of 64 000 bytes is sent as 2 816 fragments; one lost fragment loses a datagram."""
     source, destination = topology.find("h1c1"), topology.find("h2c1")
     wait_for_path(source, destination.address)
     program = [sys.executable, str(PROGRAMS / "udp_bursts.py")]

@@ -1,4 +1,4 @@
-"""Paths that change: roaming peers, links whose address one side does not know, replay attacks, smaller path MTUs."""
+"""Paths that change: roaming peers, links with an unknown remote on one side, replay attacks, smaller path MTUs."""
 
 import os
 import signal
@@ -47,7 +47,7 @@ def move(host: Node, before: str, now: str) -> None:
     """Replaces the address of a host's underlay device."""
     inside = ["ip", "-n", host.namespace, "address"]
     run([*inside, "add", f"{now}/24", "dev", "eth0"])
-    # The first address of a subnet takes the others with it, unless they are promoted.
+    # Deleting the first address of a subnet deletes the others, unless they are promoted.
     machine.execute(host, "sysctl", "-qw", "net.ipv4.conf.eth0.promote_secondaries=1")
     run([*inside, "del", f"{before}/24", "dev", "eth0"])
 
@@ -62,7 +62,7 @@ def topology(make_lab: MakeLab) -> Topology:
 
 @pytest.mark.parametrize("waiting", [1, 0])
 def test_one_side_alone_knows_the_address(topology: Topology, waiting: int):
-    # h1 connects, by the order of names; without a remote, h2 does.
+    # h1 connects, because its name sorts first; if h1 knows no remote, h2 connects.
     for number, host in enumerate(topology.hosts):
         forget_remote(topology, host, forget=number == waiting)
     for host in topology.hosts:
@@ -104,7 +104,7 @@ def test_replayed_datagrams_do_not_move_the_link(topology: Topology, tmp_path: P
             running.result()
         before = port(daemon.ask(near, "stats"), "link", far.name)["discards"]["replayed"]
         script = ["python3", "-c", REPLAY, str(capture), far.address, near.address, thief]
-        # Stopped, because it holds the UDP port on all addresses of its host.
+        # Stop this vnetd, because it holds the UDP port on all addresses of its host.
         process.stop(far.file(".pid"))
         sent = int(machine.execute(far, *script))
         assert sent > 10, "too few datagrams to replay"
@@ -129,7 +129,7 @@ def narrow(request: pytest.FixtureRequest, make_lab: MakeLab) -> Topology:
 
 
 def narrow_to(topology: Topology, mtu: int) -> None:
-    """Makes the switch drop larger packets to h2, without ICMP: it is no router."""
+    """Makes the switch drop larger packets to h2, without ICMP, because a switch is not a router."""
     run(["ip", "-n", topology.switch, "link", "set", "h2", "mtu", str(mtu)])
 
 
@@ -187,7 +187,7 @@ def test_links_show_rates(narrow: Topology):
 
 @pytest.fixture(scope="module")
 def line(make_lab: MakeLab) -> Topology:
-    """Three hosts in a line: h1 and h3 have a link to h2 only, the relay."""
+    """Three hosts in a line: h1 and h3 have a link only to h2, the relay."""
     topology = make_lab(vms=0, hosts=3)
     for host, unlinked in zip(topology.hosts, ("h3", None, "h1"), strict=True):
         process.stop(host.file(".pid"))

@@ -1,4 +1,4 @@
-"""Rendezvous: two hosts behind NAT communicate through a third one, then directly after hole punching, and back."""
+"""Rendezvous: two hosts behind NAT communicate through a relay, directly after hole punching, relayed again."""
 
 import re
 import time
@@ -13,12 +13,12 @@ from vnetlab.run import run, wait_until
 from vnetlab.topology import PORT, Node, Topology
 
 MEET_PORT = PORT + 1
-"""UDP port of the relay for the only pair."""
+"""UDP port at which the relay serves its only pair."""
 OUTSIDE = {1: "10.78.0.101", 2: "10.78.0.102"}
-"""The NATs' addresses on h3's network."""
+"""Outside addresses of the NATs, on h3's network."""
 PACKETS = 50
 CONE, SYMMETRIC = "masquerade", "masquerade fully-random"
-"""The kernel's NATs: the first keeps one outside port for all destinations, the second has one for each."""
+"""Kinds of NAT: the first keeps one outside port for all destinations, the second uses one for each destination."""
 
 
 def nat(topology: Topology, host: Node) -> str:
@@ -31,7 +31,7 @@ def put_behind_nat(topology: Topology, host: Node) -> None:
     inside, router = host.namespace, nat(topology, host)
     private = f"192.168.{host.host}"
     run(["ip", "netns", "add", router])
-    # The NAT takes the host's device; the host gets a new one.
+    # The NAT takes over the host's device; the host gets a new one.
     run(["ip", "-n", inside, "link", "set", "eth0", "netns", router])
     run(["ip", "-n", router, "link", "set", "eth0", "name", "outside", "up"])
     run(["ip", "-n", router, "address", "add", f"{OUTSIDE[host.host]}/24", "dev", "outside"])
@@ -45,9 +45,9 @@ def put_behind_nat(topology: Topology, host: Node) -> None:
 
 
 def set_nat(topology: Topology, host: Node, how: str) -> None:
-    """Sets the kind of a host's NAT; its connections are forgotten. Unsolicited packets are dropped.
+    """Sets the kind of a host's NAT and makes it forget its connections. Unsolicited packets are dropped.
 
-    They are dropped before connection tracking confirms them: else they would occupy the port of later outgoing ones.
+    They are dropped before connection tracking confirms them: otherwise they would occupy the port of a later flow.
     """
     rules = (
         "flush ruleset\n"
@@ -62,19 +62,19 @@ def set_nat(topology: Topology, host: Node, how: str) -> None:
     path = host.file(".nft")
     path.write_text(rules)
     run(["ip", "netns", "exec", router, "nft", "-f", str(path)])
-    # The kernel forgets the connections of a device that goes down.
+    # The kernel forgets the connections of a device that is set down.
     for state in ("down", "up"):
         run(["ip", "-n", router, "link", "set", "outside", state])
 
 
 def carried(host: Node) -> int:
-    """Datagrams that the relay has received for others."""
+    """Number of datagrams that the relay has received for other hosts."""
     return port(daemon.ask(host, "stats"), "bridge", "bridge")["in_datagrams"]
 
 
 @pytest.fixture(scope="module")
 def topology(make_lab: MakeLab) -> Iterator[Topology]:
-    """h1 and h2 behind NAT, linked with h3, which both reach, and with each other by rendezvous at h3."""
+    """h1 and h2 behind NAT, linked with h3, which both can reach, and with each other by rendezvous at h3."""
     topology = make_lab(vms=0, hosts=3, sealed=True)
     *hidden, between = topology.hosts
     for host in topology.hosts:
@@ -117,7 +117,7 @@ def wait_for_path_choice(topology: Topology, *, direct: bool) -> None:
 def test_hole_punching_gives_a_direct_path(topology: Topology):
     near, far, between = topology.hosts
     one, other = topology.find("h1c1"), topology.find("h2c1")
-    # Neither host reaches the other without help.
+    # Neither host can reach the other directly.
     assert machine.attempt(near, "ping", "-c", "1", "-W", "1", "192.168.2.2")[0] != 0
     wait_for_path(one, other.address)
     wait_for_path_choice(topology, direct=True)
@@ -125,7 +125,7 @@ def test_hole_punching_gives_a_direct_path(topology: Topology):
     before = carried(between)
     begun = time.monotonic()
     assert ping(one, other.address, "-s", "1000", count=400) == (400, 400)
-    # Twenty keepalives and registrations a second, but none of the 800 frames.
+    # The relay carries twenty keepalives and registrations a second, but none of the 800 frames.
     assert carried(between) - before < 50 + 30 * (time.monotonic() - begun), "the relay carries frames"
     assert reaches(one, other.address, "-s", "60000")
     assert reaches(other, topology.find("h3c1").address)
@@ -152,7 +152,7 @@ def test_a_broken_direct_path_falls_back_and_recovers(topology: Topology):
     for host in (near, far):
         set_nat(topology, host, CONE)
     wait_for_path_choice(topology, direct=True)
-    # The two hosts lose each other; h3 still reaches both.
+    # The two hosts lose their direct path; h3 can still reach both.
     router = ["ip", "netns", "exec", nat(topology, near), "nft"]
     run([*router, "insert", "rule", "ip", "translator", "in", "ip", "saddr", OUTSIDE[2], "drop"])
     run([*router, "insert", "rule", "ip", "translator", "in", "ip", "daddr", OUTSIDE[2], "drop"])

@@ -22,7 +22,7 @@ def topology(make_lab: MakeLab) -> Topology:
 
 
 def send(host: Node, number: signal.Signals) -> None:
-    """Sends a host's vnetd a signal."""
+    """Sends a signal to a host's vnetd."""
     pid = process.find(host.file(".pid"))
     assert pid, f"vnetd on {host.name} runs"
     os.kill(pid, number)
@@ -33,7 +33,7 @@ def wait_for_end(host: Node) -> None:
 
 
 def carrier(node: Node) -> Callable[[], bool]:
-    """Whether a guest's driver sees its link up."""
+    """A function that checks whether a guest's driver sees its link up."""
     return lambda: machine.execute(node, "cat /sys/class/net/eth0/carrier").strip() == "1"
 
 
@@ -44,7 +44,7 @@ def assert_resumes(topology: Topology) -> None:
 
 
 def test_vnetd_killed_and_started_again(topology: Topology):
-    """The guests stay up; QEMU reconnects and frames flow again."""
+    """The guests stay up; QEMU reconnects, and frames are forwarded again."""
     host, vm = topology.hosts[1], topology.find("h2v1")
     boot = machine.execute(vm, "cat /proc/sys/kernel/random/boot_id")
     for _ in range(3):
@@ -57,7 +57,7 @@ def test_vnetd_killed_and_started_again(topology: Topology):
 
 
 def test_vnetd_stopped(topology: Topology):
-    """SIGTERM: the guest's link goes down, sockets and devices are removed; the next start restores everything."""
+    """On SIGTERM the guest's link goes down, sockets and devices are removed; the next start restores them."""
     host, vm, container = topology.hosts[1], topology.find("h2v1"), topology.find("h2c1")
     assert carrier(vm)()
     send(host, signal.SIGTERM)
@@ -90,7 +90,7 @@ def test_guest_killed_and_rebooted(topology: Topology):
 
 
 def test_configuration_reloaded(topology: Topology):
-    """SIGHUP applies the difference under traffic; a file with a mistake changes nothing."""
+    """SIGHUP applies the difference under traffic; a file with an error changes nothing."""
     host = topology.hosts[0]
     file, log = host.file(".toml"), host.file(".log")
     before = file.read_text()

@@ -33,7 +33,7 @@ def test_all_machines_reach_each_other(topology: Topology, source: str, destinat
 
 
 def test_a_guest_uses_both_queue_pairs(topology: Topology):
-    """Its driver uses both; every dispatcher of both hosts gets some of several streams."""
+    """The guest's driver uses both; every dispatcher of both hosts gets some of several streams."""
     source, destination = topology.find("h1v1"), topology.find("h2v1")
     channels = machine.execute(source, "ethtool -l eth0")
     assert re.search(r"Current hardware settings:.*Combined:\s+2\b", channels, re.DOTALL), channels

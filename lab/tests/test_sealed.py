@@ -95,7 +95,7 @@ def test_a_killed_peer_is_detected_within_a_second_and_comes_back(topology: Topo
 
 
 def test_a_peer_that_moved_is_found_after_a_restart(topology: Topology):
-    """The configured address is out of date: the certificate tells who connects."""
+    """The configured address is out of date: the certificate identifies the connecting host."""
     near, far = topology.hosts
     with readdressed(far) as address:
         wait_until("the link to follow", lambda: link(near)["remote"] == f"{address}:9000", 10)

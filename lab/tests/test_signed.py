@@ -1,4 +1,4 @@
-"""Sealed hosts that find each other by a store: records count only with their writer's certificate and signature."""
+"""Sealed hosts that find each other through a store: records need their writer's certificate and signature."""
 
 import base64
 import json
@@ -27,7 +27,7 @@ def topology(make_lab: MakeLab) -> Topology:
 
 
 def wait_for_all(topology: Topology) -> None:
-    """Waits until all containers reach each other."""
+    """Waits until all containers can ping each other."""
     for source in topology.machines():
         for destination in topology.machines():
             if source != destination:
@@ -41,7 +41,7 @@ def paths(topology: Topology) -> list[tuple[Node, Node]]:
 
 
 class Client:
-    """A hostile client of the store with a valid certificate for one MAC address."""
+    """A hostile client of the store, whose certificate is valid for one MAC address."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
@@ -50,7 +50,7 @@ class Client:
         self.signed = time.time_ns() // 1000
 
     def write(self, key: str, record: dict) -> None:
-        """Writes a signed record; a host record with the client's own certificate."""
+        """Writes a signed record; a host record includes the client's own certificate."""
         self.signed += 1
         value = dict(record)
         if "/hosts/" in key:
@@ -69,7 +69,7 @@ def alarms(host: Node) -> dict[str, int]:
 
 
 def raw(topology: Topology, key: str) -> str:
-    """The value of a key."""
+    """The raw value of a key."""
     return store.control(topology, "get", "--print-value-only", key).rstrip("\n")
 
 
@@ -97,7 +97,7 @@ def test_sealed_hosts_find_each_other(topology: Topology):
 
 
 def test_a_hosts_address_changes_and_its_peer_restarts(topology: Topology):
-    """Sealed links keep their keys and follow; a peer that restarts meanwhile finds the host."""
+    """Sealed links keep their keys and follow the new address; a peer that restarts meanwhile finds the host."""
     wait_for_all(topology)
     moving, peer = topology.hosts[1], topology.hosts[0]
     source, destination = topology.find("h2c1"), topology.find("h1c1")
@@ -128,7 +128,7 @@ def links_by_name(host: Node) -> dict[str, dict]:
 
 
 def test_forged_records_change_no_route(topology: Topology, paths: list[tuple[Node, Node]]):
-    """Another host's MAC or name, and records copied to another key: no wrong route, but alarms."""
+    """Records for another host's MAC or name, and records copied to another key: no wrong route, but alarms."""
     one, two, three = (topology.find(name) for name in ("h1c1", "h2c1", "h3c1"))
     station, home = f"/vnet/v1/1/interfaces/{two.mac}", "/vnet/v1/1/hosts/h2"
     own = "/vnet/v1/1/hosts/evil"
@@ -142,7 +142,7 @@ def test_forged_records_change_no_route(topology: Topology, paths: list[tuple[No
 
     assert right()
     with pinging(*paths, interval_s=0.005, seconds=6):
-        # A host like others, but its certificate names one MAC address only.
+        # The client is a host like others, but its certificate authorizes one MAC address only.
         client.write(own, address)
         wait_until("h1 to know the client", lambda: "evil" in links(topology.hosts[0]), 5)
         client.write(station, {"host": "evil", "sequence": 2})
@@ -168,7 +168,7 @@ def test_forged_records_change_no_route(topology: Topology, paths: list[tuple[No
 
 
 def test_replayed_records_are_ignored(topology: Topology, paths: list[tuple[Node, Node]]):
-    """Old records written again, even after the present ones are deleted."""
+    """Replays old records, even after the current ones were deleted."""
     one, two, three = (topology.find(name) for name in ("h1c1", "h2c1", "h3c1"))
     mac = "52:54:00:77:00:03"
     extra = ["interface", "add", "extra", "--kind", "tap", "--device", "extra", "--mac", mac, "--mtu", "1500"]
@@ -216,7 +216,7 @@ def test_a_certificate_is_replaced_under_traffic(topology: Topology, paths: list
         wait_until("both records to be signed anew", replaced, 3, poll_s=0.05)
         assert store.records(topology)[keys[0]]["certificate"] != before[0]["certificate"]
     assert [alarms(other).get("untrusted", 0) for other in topology.hosts] == troubled
-    # A host that starts now accepts the records.
+    # A host that starts now accepts the re-signed records.
     process.stop(topology.hosts[2].file(".pid"))
     lab.start_daemon(topology, topology.hosts[2])
     wait_for_all(topology)
@@ -231,7 +231,7 @@ def test_a_revoked_host_is_refused(topology: Topology):
     assert sent_to(near, one, three.mac) != [f"link {far.name}"]
     assert silent(one, three.address)
     assert "revoked" in str(daemon.ask(near, "overlay")["alarms"])
-    # A new certificate brings it back.
+    # With a new certificate the host is accepted again.
     daemon.issue(topology, far)
     hang_up(far)
     wait_for_all(topology)

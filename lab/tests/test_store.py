@@ -1,4 +1,4 @@
-"""Hosts configured with a store only: they find each other, and keep working through the store's failures."""
+"""Hosts configured with nothing but a store: they find each other, and keep working through the store's failures."""
 
 import contextlib
 import itertools
@@ -39,7 +39,7 @@ STEP_S = 5
 MOVED_S = 2
 RESTART_S = 0.3
 PARTITION_S = 18
-"""Leases last 15 s."""
+"""Longer than the lease of 15 s."""
 EXTRA = ["--mtu", "1500", "--kind", "tap", "--device", "extra"]
 
 
@@ -59,7 +59,7 @@ def overlay(host: Node) -> dict:
 
 
 def wait_for_step(topology: Topology) -> float:
-    """Waits until all hosts are in step with the store; returns how long that took."""
+    """Waits until all hosts are in sync with the store; returns how long that took."""
     begin = time.monotonic()
     for host in topology.hosts:
         wait_until(
@@ -77,7 +77,7 @@ def alarms(host: Node) -> dict[str, int]:
 
 
 def test_empty_hosts_reach_each_other(topology: Topology):
-    """The time from the start of the last daemon until every container reaches every other."""
+    """Measures the time from the start of the last daemon until every container reaches every other one."""
     for host in topology.hosts:
         process.stop(host.file(".pid"))
     store.stop(topology, forget=True)
@@ -113,7 +113,7 @@ def test_arp_requests_are_answered_locally(topology: Topology, tmp_path: Path):
     assert port(settled(topology.hosts[0]), "interface", source.name)["answers"] > before
     text = run(["curl", "-s", "--unix-socket", str(topology.hosts[0].file(".sock")), "http://vnetd/metrics"])
     assert re.search(r'^vnet_port_answers_total\{kind="interface",port="h1c1"\} [1-9]', text, re.M), text
-    # A capture shows the answer as an outgoing frame.
+    # A capture shows vnetd's answer as a frame delivered to the container.
     file = tmp_path / "c.pcapng"
     with capturing(topology.hosts[0], source.name, "-w", str(file), "arp"):
         machine.execute(source, "ip", "neighbour", "flush", "all")
@@ -124,7 +124,7 @@ def test_arp_requests_are_answered_locally(topology: Topology, tmp_path: Path):
 
 @pytest.mark.parametrize("what", ["killed", "emptied", "compacted", "hung"])
 def test_the_store_fails_under_traffic(topology: Topology, paths: list[tuple[Node, Node]], what: str):
-    """Nothing is lost, and all are back in step soon."""
+    """No frame is lost, and all hosts are soon in sync again."""
     wait_for_step(topology)
     logged = {host.name: host.file(".log").stat().st_size for host in topology.hosts}
     with pinging(*paths, seconds=8):
@@ -151,7 +151,7 @@ def test_the_store_fails_under_traffic(topology: Topology, paths: list[tuple[Nod
 
 @contextlib.contextmanager
 def partitioned(topology: Topology, *hosts: Node) -> Iterator[None]:
-    """Drops all packets of these hosts to the store, as if the wire was cut."""
+    """Drops all packets from these hosts to the store while the context lasts, as if the wire was cut."""
     namespace = topology.hosts[0].namespace
     nft = ["ip", "netns", "exec", namespace, "nft"]
     sources = ", ".join(host.address for host in hosts)
@@ -164,7 +164,7 @@ def partitioned(topology: Topology, *hosts: Node) -> Iterator[None]:
 
 
 def test_the_store_is_partitioned_under_traffic(topology: Topology, paths: list[tuple[Node, Node]]):
-    """Longer than leases last, with changes and a compaction meanwhile: no frame is lost, all hosts catch up soon."""
+    """The partition outlasts leases, with changes and a compaction meanwhile: no frame is lost, all hosts catch up."""
     host, home = topology.hosts[0], topology.find("h1c1")
     mac = "52:54:00:77:00:03"
     wait_for_step(topology)
@@ -202,7 +202,7 @@ def at(topology: Topology, source: Node) -> tuple[Node, Node]:
 
 
 def test_a_full_store_changes_nothing(topology: Topology, paths: list[tuple[Node, Node]]):
-    """Refused records raise an alarm, and are written once there is room."""
+    """Refused records raise an alarm, and are written once the store has room."""
     host, home = topology.hosts[0], topology.find("h1c1")
     key = "/vnet/v1/1/interfaces/52:54:00:77:00:02"
     store.stop(topology, forget=True)
@@ -228,7 +228,7 @@ def fill(topology: Topology, count: int) -> None:
 
 
 def test_a_hosts_address_changes(topology: Topology):
-    """Frames flow again soon, the store and the others know the new address, and nobody calls it an attack."""
+    """Frames are soon forwarded again, the store and other hosts learn the new address, and no alarm is raised."""
     wait_for_step(topology)
     before = {host.name: alarms(host) for host in topology.hosts}
     moving, source, destination = topology.hosts[1], topology.find("h2c1"), topology.find("h1c1")
@@ -252,7 +252,7 @@ def test_a_hosts_address_changes(topology: Topology):
     assert min(times) <= MOVED_S, times
     for host in topology.hosts:
         assert {"forged", "name"}.isdisjoint(alarms(host).keys() - before[host.name].keys()), overlay(host)["alarms"]
-    # Without any address it says so, and is back when it has one.
+    # Without any address the host raises an alarm, and recovers when it has an address again.
     inside = ["ip", "-n", moving.namespace, "address"]
     run([*inside, "del", f"{moving.address}/24", "dev", "eth0"])
     try:
@@ -274,7 +274,7 @@ def kill(host: Node) -> None:
 
 
 def test_a_host_restarts_while_the_store_is_away(topology: Topology):
-    """It goes on with what it knew, and its return is no attack."""
+    """The host continues with its last known state, and its return raises no alarm of an attack."""
     wait_for_step(topology)
     host, source, destination = topology.hosts[1], topology.find("h2c1"), topology.find("h1c1")
 
@@ -282,7 +282,7 @@ def test_a_host_restarts_while_the_store_is_away(topology: Topology):
         return {key for key, _ in json.loads(state_file(topology, host).read_text())["records"]}
 
     others = {key for key in store.records(topology) if key.rpartition("/")[2] not in (host.name, source.mac)}
-    # It may also know what earlier tests forged.
+    # The state may also contain records that earlier tests forged.
     wait_until("h2 to have kept what it knows", lambda: state_file(topology, host).exists() and others <= kept(), 10)
     assert state_file(topology, host).stat().st_mode & 0o777 == 0o600
     before = {host.name: alarms(host) for host in topology.hosts}
@@ -310,7 +310,7 @@ def test_a_host_restarts_while_the_store_is_away(topology: Topology):
 
 
 def test_a_restart_after_a_kill_is_short(topology: Topology):
-    """A container's first frame finds its way: its ARP request is repeated only after a second."""
+    """A container's first frame is delivered: a lost ARP request would be repeated only after a second."""
     host, source, destination = topology.hosts[1], topology.find("h2c1"), topology.find("h1c1")
     times = []
     for _ in range(3):
@@ -324,7 +324,7 @@ def test_a_restart_after_a_kill_is_short(topology: Topology):
 
 
 def test_a_new_guest_is_reachable_at_once_and_moves(topology: Topology, paths: list[tuple[Node, Node]]):
-    """The same MAC address moves to another host: traffic follows, and stops to the old one."""
+    """The same MAC address moves to another host: traffic follows, and no more frames are sent to the old host."""
     homes = [topology.find("h1c1"), topology.find("h2c1")]
     watcher = topology.find("h3c1")
     mac, address = "52:54:00:77:00:01", "10.77.200.1"
@@ -344,7 +344,7 @@ def test_a_new_guest_is_reachable_at_once_and_moves(topology: Topology, paths: l
                 poll_s=0.005,
             )
             times.append(time.monotonic() - begin)
-            # The others may have learned the address from the guest before the store has it.
+            # The other hosts may have learned the address from the guest's frames before the store has its record.
             key = f"/vnet/v1/1/interfaces/{mac}"
             wait_until(
                 f"the store to know that {mac} is on {host.name}",
@@ -352,13 +352,13 @@ def test_a_new_guest_is_reachable_at_once_and_moves(topology: Topology, paths: l
                 5,
             )
             daemon.vnet(host, "interface", "del", "extra")
-    # Includes the commands' own time, on a machine that may be busy: `lab bench control` measures it.
+    # Includes the time of the commands themselves, on a machine that may be busy: `lab bench control` measures without.
     assert min(times) <= MOVE_S + 0.2, times
     assert max(times) <= 3, times
 
 
 def test_only_hosts_with_members_get_copies(topology: Topology):
-    """A network with members on two of three hosts: no link to the third one carries it."""
+    """A network with members on two of three hosts: no link to the third host carries it."""
     text = {host.name: host.file(".toml").read_text() for host in topology.hosts}
     for host in topology.hosts[:2]:
         more = (
@@ -387,7 +387,7 @@ def test_only_hosts_with_members_get_copies(topology: Topology):
 
 
 def test_a_hub_relays(topology: Topology):
-    """Hosts have links to the hub only: all containers reach each other, and broadcasts arrive once."""
+    """Hosts have links to the hub only: all containers can ping each other, and broadcasts arrive once."""
     text = {host.name: host.file(".toml").read_text() for host in topology.hosts}
     try:
         restart(topology, {name: f'{old}\ntopology = "hub h2"\n' for name, old in text.items()})
@@ -404,7 +404,7 @@ def test_a_hub_relays(topology: Topology):
 
 
 def test_the_store_requires_client_certificates(topology: Topology):
-    """Mutual TLS; a host without a certificate gets no links, and logs the reason."""
+    """Mutual TLS: a host without a certificate gets no links, and logs the reason."""
     text = {host.name: host.file(".toml").read_text() for host in topology.hosts}
     folder = store.certify(topology)
     store.stop(topology, forget=True)
@@ -431,7 +431,7 @@ def test_the_store_requires_client_certificates(topology: Topology):
 
 
 def restart(topology: Topology, text: dict[str, str]) -> None:
-    """Restarts all daemons with these configurations, and waits until all containers reach each other."""
+    """Restarts all daemons with these configurations, and waits until all containers can ping each other."""
     for host in topology.hosts:
         process.stop(host.file(".pid"))
         host.file(".toml").write_text(text[host.name])
@@ -477,7 +477,7 @@ def test_a_computed_link_cannot_be_deleted(topology: Topology):
 
 
 def test_a_host_that_stops_leaves(topology: Topology):
-    """An orderly stop withdraws the host at once; its start brings it back."""
+    """A clean stop withdraws the host at once; its start publishes it again."""
     last = topology.hosts[2]
     process.stop(last.file(".pid"))
     for host in topology.hosts[:2]:

@@ -1,4 +1,4 @@
-"""Stream links: over TCP, through a SOCKS 5 proxy, and after peers, connections and the proxy die."""
+"""Stream links: over TCP, through a SOCKS 5 proxy, and after peers, connections and the proxy fail."""
 
 from collections.abc import Iterator
 
@@ -24,7 +24,7 @@ def is_up(host: Node, name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def topology(make_lab: MakeLab) -> Topology:
-    """Two hosts that connect to each other."""
+    """Two hosts whose stream links connect to each other."""
     return make_lab(encapsulation="stream", vms=0, mtu=9000)
 
 
@@ -63,11 +63,11 @@ def test_a_restarted_peer_is_reconnected(topology: Topology):
 
 
 def test_half_open_connections_are_detected(topology: Topology):
-    """The wire is cut: no packet ends the connections."""
+    """The wire is cut: neither FIN nor RST ends the connections."""
     one, other = topology.machines()
     near, far = topology.hosts
     wait_for_path(one, other.address)
-    # A blackhole route: both ends still hold their connections open.
+    # With a blackhole route, both ends still consider their connections open.
     blackhole = ["ip", "-n", far.namespace, "route", "add", "blackhole", f"{near.address}/32"]
     run(blackhole)
     try:
@@ -80,7 +80,7 @@ def test_half_open_connections_are_detected(topology: Topology):
 
 @pytest.fixture(scope="module")
 def proxied() -> Iterator[Topology]:
-    """The first host connects through a proxy on the second; that one accepts, and knows the proxy's address only."""
+    """The first host connects through a proxy on the second one, which accepts and knows only the proxy's address."""
     name = "stream-socks"
     lab.down(name)
     topology = lab.up(Settings(name=name, vms=0, encapsulation="stream"))
@@ -89,7 +89,7 @@ def proxied() -> Iterator[Topology]:
     daemon.vnet(near, "link", "del", "h2")
     daemon.vnet(far, "link", "del", "h1")
     words = ["--encapsulation", "stream", "--trusted"]
-    # The proxy resolves the name: on the first host, `localhost` would be the first host.
+    # The name proves that the proxy resolves it: on the first host, `localhost` would be the first host.
     proxy = f"socks5://lab:secret@{far.address}:{PROXY_PORT}"
     daemon.vnet(near, "link", "add", "far", "--remote", f"localhost:{STREAM_PORT}", "--proxy", proxy, *words)
     daemon.vnet(far, "link", "add", "near", "--remote", f"127.0.0.1:{STREAM_PORT + 1}", "--connect", "false", *words)
@@ -102,7 +102,7 @@ def start_proxy(host: Node, user: str = "lab") -> None:
     words = ["microsocks", "-i", host.address, "-p", str(PROXY_PORT), "-u", user, "-P", "secret"]
 
     def listens() -> bool:
-        # It ends at once while the port of the one before is still in use.
+        # The proxy exits at once while its predecessor's port is still in use.
         if process.find(host.file(".proxy")) is None:
             process.start(machine.namespace_command(host, words), host.file(".proxy"), host.file(".proxy.log"))
         return bool(run(machine.namespace_command(host, ["ss", "-Hltn", f"sport = :{PROXY_PORT}"])))

@@ -1,4 +1,4 @@
-"""Stream links with TLS: an underlay without clear text; a revoked host is refused until it has a new certificate."""
+"""Stream links with TLS: no clear text on the underlay; a revoked host is refused until it has a new certificate."""
 
 import pytest
 from checks import link, reaches, silent, wait_for_path, wait_for_state
@@ -37,7 +37,7 @@ def test_a_revoked_certificate_closes_the_stream(topology: Topology):
     wait_for_state(near, "down", 15)
     assert "revoked" in link(near)["reason"]
     assert silent(topology.find("h1c1"), topology.find("h2c1").address)
-    # A new certificate brings it back.
+    # With a new certificate the host is accepted again.
     daemon.issue(topology, far)
     hang_up(far)
     wait_for_state(near, "up", 20)

@@ -114,7 +114,7 @@ def top(host: Node, *arguments: str, columns: int = 110, lines: int = 16) -> Ite
 def test_rates_and_keys(topology: Topology):
     host = topology.hosts[0]
     with pinging((topology.find("h1c1"), topology.find("h2c1"))), top(host) as terminal:
-        # Some 500 pings a second are some 400 kbit/s each way, less on a busy machine.
+        # Some 500 pings a second are some 400 kbit/s in each direction, less on a busy machine.
         terminal.wait_for(r"vnet top: h1, every 1 s, by bits.*interface +h1c1 +[\d.]+k +[\d.]+k ")
         assert re.search(r"link +h2 ", terminal.screen())
         terminal.press("s")
@@ -167,7 +167,7 @@ def test_the_doctor_examines_the_daemon(topology: Topology):
     host = topology.hosts[0]
     vnet = ["ip", "netns", "exec", host.namespace, str(daemon.binaries() / "vnet")]
     socket = ["--socket", str(host.file(".sock"))]
-    # A link that was down stays degraded while lost probes count.
+    # After an outage the link stays degraded while its lost probes are within the window.
     wait_until("the link to be up", lambda: daemon.ask(host, "link", "list")[0]["state"] == "up", 40)
     done = subprocess.run([*vnet, *socket, "--json", "doctor"], capture_output=True, text=True, check=False)
     answer = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""`vnet trace`: the decision about a frame, on one host and on all hosts on its way."""
+"""`vnet trace`: the decision about a frame, on one host and on all hosts along its path."""
 
 import json
 import signal

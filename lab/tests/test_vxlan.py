@@ -19,7 +19,7 @@ from vnetlab.topology import Kind, Node, Settings, Topology
 
 SOURCE_PORT = re.compile(r"\.(\d+) > \S+\.4789")
 TCP_BPS_MIN = 100e6
-"""Far below any machine's speed, far above a path that works by retransmission only."""
+"""Far below any machine's throughput, far above that of a path that works only by retransmission."""
 
 
 class Vtep(Node):
@@ -45,7 +45,7 @@ def vtep(topology: Topology, host: Node, *options: str) -> Vtep:
 
 @contextlib.contextmanager
 def captured_on(host: Node, what: str) -> Iterator[Path]:
-    """Captures on a host's underlay; returns the file that tcpdump writes."""
+    """Captures on a host's underlay while the context lasts; returns the file that tcpdump writes."""
     capture = host.file(".capture")
     capture.unlink(missing_ok=True)
     words = ["tcpdump", "-n", "-l", "--immediate-mode", "-i", "eth0", what]
@@ -73,7 +73,7 @@ def test_pings_and_streams_go_both_ways(pair: tuple[Topology, Node, Vtep]):
     whole = str(topology.settings.underlay_mtu - 50 - 28)
     assert reaches(container, kernel.address, "-s", whole, "-M", "do"), "frames of the path's MTU"
     assert reaches(kernel, container.address, "-s", whole)
-    # The container's segments exceed the path MTU: vnetd segments them again.
+    # The container's segments exceed the path MTU, so vnetd has to segment them again.
     assert measure.throughput(container, kernel, seconds=1) > TCP_BPS_MIN
     assert measure.throughput(kernel, container, seconds=1) > TCP_BPS_MIN
 
@@ -81,7 +81,7 @@ def test_pings_and_streams_go_both_ways(pair: tuple[Topology, Node, Vtep]):
 def test_source_ports_follow_flows(pair: tuple[Topology, Node, Vtep]):
     topology, container, kernel = pair
     host = topology.hosts[1]
-    # Growing sizes: frames of one size may leave as one message, which the capture shows as one datagram.
+    # Frames of different sizes: those of one size could leave as one message, which the capture shows as one datagram.
     send = (
         "import socket; s = [socket.socket(type=socket.SOCK_DGRAM) for _ in range(24)]; "
         f"[each.sendto(bytes(100 + n), ('{kernel.address}', 7000)) for n, each in enumerate(s)]"
@@ -150,7 +150,7 @@ def test_one_link_leads_to_several_vteps(trio: tuple[Topology, list[Vtep]]):
 
 
 def streamed(topology: Topology, container: Node, kernel: Vtep) -> float:
-    """Average bytes of a stream's frames on the link."""
+    """Average number of bytes per frame on the link while a stream is sent."""
     host = topology.hosts[0]
     before = port(settled(host), "link", "h2")
     assert measure.throughput(container, kernel, seconds=1) > TCP_BPS_MIN
@@ -159,7 +159,7 @@ def streamed(topology: Topology, container: Node, kernel: Vtep) -> float:
 
 
 def link(host: Node) -> dict:
-    """The host's only link."""
+    """The only link of a host."""
     return daemon.ask(host, "link", "list")[0]
 
 
@@ -169,7 +169,7 @@ def offloaded(host: Node) -> bool:
 
 
 def listening(host: Node) -> set[str]:
-    """The UDP sockets of a host's namespace that are not connected."""
+    """Unconnected UDP sockets in a host's namespace."""
     text = run(["ip", "netns", "exec", host.namespace, "ss", "-Huln"])
     return {line.split()[3] for line in text.splitlines()}
 
@@ -196,7 +196,7 @@ def test_super_frames_leave_through_the_kernel_device(whole: tuple[Topology, Nod
     topology, container, kernel = whole
     host = topology.hosts[0]
     assert streamed(topology, container, kernel) > 4 * topology.settings.underlay_mtu
-    # UDP segmentation offload: the datagrams arrive in the sizes that the container asked for.
+    # UDP segmentation offload: datagrams must arrive in the sizes that the container's program requested.
     receive = (
         "import socket, hashlib; s = socket.socket(type=socket.SOCK_DGRAM); s.settimeout(10); "
         f"s.bind(('{kernel.address}', 7001)); print('ready', flush=True); "
@@ -249,13 +249,13 @@ def test_the_kernel_device_receives_nothing_and_is_removed(whole: tuple[Topology
     wait_until("the device's sockets to go", lambda: len(listening(host)) <= len(with_link) - 17, 10)
     without_link = listening(host)
     words = ["--remote", remote, "--encapsulation", "vxlan", "--trusted"]
-    # The device sends no packet of its own.
+    # The kernel's device sends no packets of its own accord.
     with captured_on(far, "udp dst port 4789") as capture:
         daemon.vnet(host, "link", "add", "h2", *words)
         wait_until("the kernel VXLAN device", lambda: offloaded(host), 5)
         wait_for_path(container, kernel.address)
         assert streamed(topology, container, kernel) > 4 * topology.settings.underlay_mtu
-        # Packets to its port are dropped: a multicast echo request gets no answer.
+        # Packets to the device's port are dropped: a multicast echo request gets no answer.
         ports = sorted(int(address.rsplit(":", 1)[1]) for address in listening(host) - without_link)
         assert len(ports) == 17, "the device's own port, and its source ports"
         before = port(settled(host), "interface", "h1c1")["out_frames"]
@@ -289,7 +289,7 @@ with socket.socket(type=socket.SOCK_DGRAM) as s:
 
 
 def test_icmp_reports_a_smaller_path_mtu(make_lab: MakeLab):
-    """ICMP "fragmentation needed" for a datagram of the kernel VXLAN device."""
+    """The daemon obeys ICMP "fragmentation needed" for a datagram that the kernel VXLAN device sent."""
     topology = make_lab(encapsulation="vxlan", vms=0)
     host, far = topology.hosts
     kernel = vtep(topology, far)
@@ -302,7 +302,7 @@ def test_icmp_reports_a_smaller_path_mtu(make_lab: MakeLab):
         source = SOURCE_PORT.search(capture.read_text())[1]
     machine.execute(far, "python3", "-c", TOO_BIG, far.address, host.address, source)
     wait_until("the link's MTU to be the path's", lambda: link(host)["mtu"] == 1300, 5)
-    # Segments follow the new MTU; without device offloads the capture shows them one by one.
+    # Segments follow the new MTU; without device offloads the capture shows each segment.
     devices = ["gso", "tso", "tx-udp_tnl-segmentation", "tx-udp_tnl-csum-segmentation"]
     words = [word for device in devices for word in (device, "off")]
     machine.execute(host, "ethtool", "-K", "eth0", *words)

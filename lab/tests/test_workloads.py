@@ -41,7 +41,7 @@ def test_a_wrong_result_gives_no_figures(tmp_path: Path):
 
 
 def test_the_advective_result_does_not_depend_on_the_split(programs: Path):
-    grid = "30x21x13x40"  # Parts of unequal sizes, and no checksum to compare with.
+    grid = "30x21x13x40"  # Parts of unequal sizes; no reference checksum exists for this grid.
     one = workloads.measure(programs, "advect", grid, timeout_s=RUN_S)
     for split in SPLITS:
         figures = workloads.measure(programs, "advect", grid, split, ranks=4, timeout_s=RUN_S)

@@ -1,7 +1,7 @@
 """Commands in a guest, over its serial ports.
 
 Serial ports need no driver, address or network in the guest, so they work while those are tested. `guest/init` has the
-guest's side and the protocol. A port serves one command at a time, guarded by a lock file; three ports allow three
+guest's side and the protocol. A port executes one command at a time, guarded by a lock file; three ports allow three
 commands in parallel.
 """
 
@@ -20,15 +20,15 @@ from vnetlab.topology import Node
 
 PORTS = 3
 BEGIN_S = 2
-"""A guest that does not begin a command within this time is still busy with an abandoned one."""
+"""A guest that does not begin a command within this time is still busy with an abandoned command."""
 INTERRUPT = b"\x03"
 
 
 def execute(guest: Node, command: Sequence[str], timeout_s: float, output: Callable[[bytes], object]) -> int:
-    """Runs a command in a guest, passes its output on as it arrives, and gives its exit status.
+    """Runs a command in a guest, passes its output on as it arrives, and returns its exit status.
 
-    One argument is a complete shell command; several are its words. Raises LabError when the guest does not answer or
-    the command exceeds the time limit; this and any other exception interrupts the command.
+    One argument is a complete shell command; several are its words. Raises LabError if the guest does not answer or the
+    command exceeds the time limit; this and any other exception interrupts the command.
     """
     text = command[0] if len(command) == 1 else shlex.join(command)
     deadline = time.monotonic() + timeout_s
@@ -43,7 +43,7 @@ def execute(guest: Node, command: Sequence[str], timeout_s: float, output: Calla
 
 
 def _begin(guest: Node, connection: socket.socket, text: str, deadline: float) -> tuple[bytes, str]:
-    """Starts the command; gives the bytes after the BEGIN line, and the command's token."""
+    """Starts the command; returns the bytes after the BEGIN line, and the command's token."""
     encoded = base64.b64encode(text.encode()).decode()
     while True:
         token = secrets.token_hex(8)
@@ -73,7 +73,7 @@ def _pass_on(
     deadline: float,
     output: Callable[[bytes], object],
 ) -> int:
-    """Passes the command's output on until it ends; gives its exit status."""
+    """Passes the command's output on until it ends; returns its exit status."""
     end = f"\nEND {token} ".encode()
     while True:
         before, found, after = pending.partition(end)
@@ -114,7 +114,7 @@ def _port(guest: Node, deadline: float) -> Iterator[socket.socket]:
 
 
 def _lock(guest: Node, deadline: float, stack: contextlib.ExitStack) -> int:
-    """Locks the first free port until `stack` closes; gives its number."""
+    """Locks the first free port until `stack` closes; returns its number."""
     try:
         files: list[BinaryIO] = [
             stack.enter_context(guest.file(f".serial{number}.lock").open("wb")) for number in range(1, PORTS + 1)

@@ -27,7 +27,7 @@ Examples:
 
 
 def main() -> None:
-    """Runs the command line. On failure: exit status 1, one line on standard error, and the end of the log."""
+    """Runs the command line. On failure: exit status 1, one line on standard error, and the last lines of the log."""
     arguments = _parser().parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:

@@ -15,7 +15,7 @@ LEAVE = b"\x1d"
 
 
 def attach(guest: Node) -> None:
-    """Connects the terminal to the guest's console until the user types ^] or either side closes."""
+    """Connects the terminal to the guest's console until the user types ^] or either side closes the connection."""
     with socket.socket(socket.AF_UNIX) as console:
         try:
             console.connect(str(guest.file(".console")))

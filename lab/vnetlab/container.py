@@ -1,4 +1,4 @@
-"""Containers: a network namespace each, in which the host's vnetd creates a TAP device."""
+"""Containers: a network namespace for each, in which the host's vnetd creates a TAP device."""
 
 import json
 
@@ -10,7 +10,7 @@ DEVICE_S = 10
 
 
 def create(container: Node) -> None:
-    """Creates a container's namespace, for vnetd to put a device in."""
+    """Creates a container's namespace, in which vnetd will create the device."""
     underlay.add_namespace(container.namespace)
 
 
@@ -19,7 +19,7 @@ def configure(container: Node) -> None:
     inside = ["ip", "-n", container.namespace]
 
     def device() -> bool:
-        # Devices that are down are listed as empty objects.
+        # ip lists devices that are down as empty objects.
         links = json.loads(run([*inside, "-json", "link", "show", "up"]))
         return any(link.get("ifname") == "eth0" for link in links)
 

@@ -12,7 +12,7 @@ from vnetlab.topology import PORT, Kind, Node, Topology
 REPOSITORY = Path(__file__).parent.parent.parent
 START_S = 10
 STREAM_PORT = 9002
-"""TCP. Examples use 9001 for the console; sealed links use the port of [bridge] listen on TCP, too."""
+"""TCP port; examples use 9001 for the console, and sealed links use the port of [bridge] listen for TCP, too."""
 DIRECT_PORT = 9100
 """Base of virtual machines' own ports (`direct_port`)."""
 PORTS = {"vxlan": 4789, "stream": STREAM_PORT}
@@ -25,9 +25,9 @@ LISTEN = {
 
 
 def binaries() -> Path:
-    """The directory of `vnetd` and `vnet`: $VNET_BINARIES, or where cargo puts a release build of this repository.
+    """The directory of `vnetd` and `vnet`: $VNET_BINARIES, or that of a release build of this repository by cargo.
 
-    Raises LabError when they are missing.
+    Raises LabError if they are missing.
     """
     target = Path(os.environ.get("CARGO_TARGET_DIR", REPOSITORY / "target"))
     directory = Path(os.environ.get("VNET_BINARIES", target / "release"))
@@ -38,7 +38,7 @@ def binaries() -> Path:
 
 
 def configuration(topology: Topology, host: Node, interface: str = "") -> str:
-    """A host's vnet.toml: its machines, each with the lines `interface`, and links to all hosts or the store."""
+    """A host's vnet.toml: its machines, each with the lines `interface`, and links to all hosts, or the store."""
     settings = topology.settings
     # Earlier revisions, under comparison, have no ports key.
     ports = f"ports = {settings.dispatchers}\n" if settings.dispatchers > 1 else ""
@@ -80,7 +80,7 @@ def configuration(topology: Topology, host: Node, interface: str = "") -> str:
 def with_direct_ports(text: str, topology: Topology, host: Node) -> str:
     """Adds `direct_port` to a host's virtual machines, and the peer's ports to the link.
 
-    For labs of two hosts: such a port receives from one other host only.
+    For labs of two hosts: such a port receives from a single other host.
     """
     for machine in topology.machines(Kind.VM):
         port = DIRECT_PORT + machine.number
@@ -102,7 +102,7 @@ def keys(topology: Topology) -> Path:
 
 
 def issue(topology: Topology, host: Node, *options: str) -> None:
-    """Issues a certificate to a host, or renews it; creates the authority first if necessary."""
+    """Issues a certificate to a host, or renews it; first creates the authority if necessary."""
     command = [str(binaries() / "vnet"), "keys"]
     folder = ["--dir", str(keys(topology))]
     if not keys(topology).exists():
@@ -125,7 +125,7 @@ def start(topology: Topology, host: Node) -> None:
     if not config.exists():
         config.write_text(configuration(topology, host))
     command = ["ip", "netns", "exec", host.namespace, str(binaries() / "vnetd"), "--config", str(config)]
-    # As systemd does: hosts of all labs share the machine's folders.
+    # Like systemd: otherwise hosts of all labs would share the machine's default folder.
     state = {"STATE_DIRECTORY": str(topology.state / "state")}
     process.start(command, host.file(".pid"), host.file(".log"), state)
 
@@ -139,10 +139,10 @@ def start(topology: Topology, host: Node) -> None:
 
 
 def ask(host: Node, *arguments: str) -> dict:
-    """Runs `vnet --json` against a host's vnetd; gives the parsed answer."""
+    """Runs `vnet --json` against a host's vnetd; returns the parsed answer."""
     return json.loads(vnet(host, "--json", *arguments))
 
 
 def vnet(host: Node, *arguments: str) -> str:
-    """Runs `vnet` against a host's vnetd; gives its output. Raises LabError when it fails."""
+    """Runs `vnet` against a host's vnetd; returns its output. Raises LabError if it fails."""
     return run([str(binaries() / "vnet"), "--socket", str(host.file(".sock")), *arguments])

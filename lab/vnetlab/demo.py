@@ -12,7 +12,7 @@ NAME = "demo"
 def run(report: Path | None) -> None:
     """Runs the demonstration and prints its table; also writes the figures to `report` as JSON.
 
-    Cleans up after failures and interrupts, too.
+    Cleans up after failures and interrupts as well.
     """
     lab.down(NAME)
     try:

@@ -1,6 +1,6 @@
 """Virtual machines: QEMU with a stock kernel and one network device, served by vnetd over vhost-user.
 
-QEMU runs in the root namespace: it only needs vnetd's socket.
+QEMU runs in the root namespace: it needs only vnetd's socket.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ BOOT_S = 60
 MEMORY = "256M"
 QEMU = "qemu-system-x86_64"
 KERNEL_OPTIONS = "console=ttyS0 quiet panic=-1 mitigations=off tsc=reliable no_timer_check cryptomgr.notests"
-"""They do not affect the network, and shorten the boot on an emulated processor by a third."""
+"""These options do not affect the network, and shorten the boot on an emulated processor by a third."""
 
 
 def start(topology: Topology, guest: Node, image: Image) -> None:
@@ -67,7 +67,7 @@ def command(
     QEMU 7.2 crashes under TCG when a vhost-user device uses MSI-X; other back ends may use it.
     """
     mtu = topology.mtu(guest)
-    # The driver must be told an MTU above 1500: it refuses larger ones by itself.
+    # The driver has to learn an MTU above 1500 from the device: it refuses larger ones otherwise.
     host_mtu = f",host_mtu={mtu}" if mtu > 1500 else ""
     vectors = "" if msix else ",vectors=0"
     queues = topology.settings.queues
@@ -96,7 +96,7 @@ def _more(properties: str) -> str:
 
 
 def accelerator() -> list[str]:
-    """KVM where the processor supports it; /dev/kvm alone does not prove that."""
+    """KVM if the processor supports it; the existence of /dev/kvm alone does not prove that."""
     flags = Path("/proc/cpuinfo").read_text().split()
     if Path("/dev/kvm").exists() and ("vmx" in flags or "svm" in flags):
         return ["-accel", "kvm", "-cpu", "host"]

@@ -1,8 +1,8 @@
-"""What a lab guest boots: a stock Debian cloud kernel and a small initramfs.
+"""The files that a lab guest boots: a stock Debian cloud kernel and a small initramfs.
 
-The kernel comes from the Debian package, unpacked but not installed. The initramfs holds busybox, some of the kernel's
-own modules, and the tests' tools with their libraries, copied from this machine. Both are cached under a name derived
-from all inputs, so that a later run finds them, and a changed package gives new ones.
+The kernel comes from the Debian package, unpacked but not installed. The initramfs contains busybox, some of the
+kernel's own modules, and the tests' tools with their libraries, copied from this machine. Both are cached under a name
+derived from all inputs, so that later runs reuse them, and a changed package yields new ones.
 """
 
 import fcntl
@@ -29,15 +29,15 @@ INIT = Path(__file__).parent.parent / "guest" / "init"
 
 @dataclass(frozen=True)
 class Recipe:
-    """What an image consists of."""
+    """The contents of an image."""
 
     package: str = KERNEL_PACKAGE
-    """Debian package that depends on the kernel's newest."""
+    """Debian package that depends on the latest version of the kernel."""
     init: Path = INIT
     modules: tuple[str, ...] = MODULES
     tools: tuple[str, ...] = TOOLS
     programs: tuple[Path, ...] = ()
-    """Further programs, beside the tools."""
+    """Programs in addition to the tools."""
 
 
 GUEST = Recipe()
@@ -53,11 +53,11 @@ class Image:
 
 
 def ensure_image(cache: Path, recipe: Recipe = GUEST, folder: Path | None = None) -> Image:
-    """The guest's kernel and initramfs, built in `cache` if missing; an initramfs of its own in `folder`, if given.
+    """The guest's kernel and initramfs, built in `cache` if missing; the initramfs in `folder` instead, if given.
 
-    Of labs that start at the same time one builds; the others wait.
+    Of labs that start at the same time, one builds the image and the others wait.
 
-    Raises LabError when the kernel cannot be downloaded or a tool is not installed.
+    Raises LabError if the kernel cannot be downloaded or a tool is not installed.
     """
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "image.lock").open("wb") as lock:
@@ -67,7 +67,7 @@ def ensure_image(cache: Path, recipe: Recipe = GUEST, folder: Path | None = None
 
 
 def _ensure_initramfs(cache: Path, recipe: Recipe, release: str, tree: Path) -> Image:
-    """The same for the initramfs, with the lock held."""
+    """The initramfs's image, built if missing, with the lock held."""
     files = dict(_files(recipe, tree, release))
     digest = hashlib.sha256()
     for name, (mode, content) in sorted(files.items()):
@@ -102,7 +102,7 @@ def cpio(entries: Iterable[tuple[str, int, bytes]]) -> bytes:
 
 
 def _ensure_kernel(cache: Path, meta: str) -> tuple[str, Path]:
-    """The release ("6.1.0-NN-cloud-amd64") that the package `meta` depends on, and the tree it is unpacked to."""
+    """The release ("6.1.0-NN-cloud-amd64") that the package `meta` depends on, and its unpacked tree."""
     try:
         return _unpacked_kernel(cache, meta)
     except LabError as error:
@@ -112,7 +112,7 @@ def _ensure_kernel(cache: Path, meta: str) -> tuple[str, Path]:
 
 
 def _unpacked_kernel(cache: Path, meta: str) -> tuple[str, Path]:
-    """The same, without refreshing the package index."""
+    """Like `_ensure_kernel`, without refreshing the package index."""
     depends = run(["apt-cache", "depends", meta])
     found = re.search(r"Depends: linux-image-(\S+-cloud-amd64)$", depends, re.MULTILINE)
     if not found:
@@ -134,7 +134,7 @@ def _unpack_kernel(release: str, tree: Path) -> None:
     package = f"linux-image-{release}"
     with tempfile.TemporaryDirectory(dir=tree.parent) as scratch_name:
         scratch = Path(scratch_name)
-        # As root, apt downloads as its own user, which may not write here.
+        # apt as root downloads as a separate user, which may not write to this directory.
         run(["apt-get", "-o", "APT::Sandbox::User=root", "download", package], cwd=scratch, timeout_s=300)
         (deb,) = scratch.glob("*.deb")
         run(["dpkg-deb", "-x", str(deb), str(scratch / "tree")], timeout_s=120)
@@ -142,7 +142,7 @@ def _unpack_kernel(release: str, tree: Path) -> None:
 
 
 def _files(recipe: Recipe, tree: Path, release: str) -> Iterator[tuple[str, tuple[int, bytes]]]:
-    """The initramfs's content: path, then mode and bytes. Sorting puts parents first."""
+    """The initramfs's content: path, then mode and bytes. Sorting puts parent directories first."""
     paths: dict[str, Path] = {"init": recipe.init, "bin/busybox": _tool("busybox"), "bin/sh": _tool("dash")}
     paths |= {f"usr/bin/{tool}": _tool(tool) for tool in recipe.tools}
     paths |= {f"usr/bin/{program.name}": program for program in recipe.programs}
@@ -175,9 +175,9 @@ def _files(recipe: Recipe, tree: Path, release: str) -> Iterator[tuple[str, tupl
 
 
 def _modules(names: Iterable[str], tree: Path, release: str) -> dict[str, tuple[bytes, list[str]]]:
-    """Modules that this kernel has not built in, and their dependencies.
+    """Kernel modules that this kernel does not have built in, and their dependencies.
 
-    Gives each one's content and the names of all modules that it needs, in loading order.
+    Returns each module's content and the names of all modules that it needs, in loading order.
     """
     folder = tree / "lib/modules" / release
     found = {path.name.split(".ko")[0].replace("-", "_"): path for path in folder.rglob("*.ko*")}
@@ -214,7 +214,7 @@ def _tool(name: str) -> Path:
 
 
 def _libraries(binary: Path) -> list[Path]:
-    """Shared libraries that `binary` loads, the loader included, by the paths it uses."""
+    """Shared libraries that `binary` loads, including the loader, by the paths that it uses."""
     return [Path(path) for path in re.findall(r"(/\S+) \(0x", run(["ldd", str(binary)]))]
 
 

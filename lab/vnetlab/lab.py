@@ -1,8 +1,8 @@
 """The life cycle of a lab: up, status, down.
 
 Everything that a lab creates carries its name: namespaces, its directory, and its processes' mark. `down` finds all of
-it by that name, so it needs no record and works after any crash. The record of the settings serves the commands in
-between; it is "complete" once `up` has finished.
+it by that name, so it needs no record and works after any crash. The record of the settings serves the commands between
+`up` and `down`; it is "complete" once `up` has finished.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ CACHE = daemon.REPOSITORY / ".cache"
 def up(settings: Settings) -> Topology:
     """Brings a lab up, or restarts the missing parts of a running one. Cleans up on failure.
 
-    Raises LabError on failure, or when a lab of that name is up with other settings.
+    Raises LabError on failure, or if a lab of that name is up with other settings.
     """
     topology = Topology(settings)
     daemon.binaries()
@@ -41,7 +41,7 @@ def up(settings: Settings) -> Topology:
                 _begin(topology)
             _start(topology)
         except BaseException as error:
-            # Clean-up removes the log: keep its end.
+            # Clean-up removes the log: keep its last lines.
             if isinstance(error, LabError):
                 error.keep_log()
             progress(f"cleaning up lab {settings.name}")
@@ -53,9 +53,9 @@ def up(settings: Settings) -> Topology:
 
 
 def prepare(settings: Settings) -> Topology:
-    """Creates only a lab's hosts, containers' namespaces and underlay; the caller starts processes there.
+    """Creates only a lab's hosts, containers' namespaces and underlay; the caller starts processes in them.
 
-    `down` takes it down, with everything that `process.start` started.
+    `down` takes the lab down, including everything that `process.start` started.
     """
     topology = Topology(settings)
     with _locked(topology.state):
@@ -75,7 +75,7 @@ def down(name: str) -> None:
 
 
 def load(name: str) -> Topology:
-    """The lab of that name; raises LabError when it is not up."""
+    """The lab of that name; raises LabError if it is not up."""
     record = _read_record(Topology(Settings(name=name)).state)
     if not record or not record[1]:
         raise LabError(f"lab {name} is not up: 'lab up --name {name}'")
@@ -88,7 +88,7 @@ def names() -> list[str]:
 
 
 def status(topology: Topology) -> list[dict[str, object]]:
-    """For each node its name, kind, address, MTU, and whether it runs."""
+    """Name, kind, address and MTU of each node, and whether it runs."""
     rows: list[dict[str, object]] = []
     for node in [*topology.hosts, *topology.machines()]:
         row = {"name": node.name, "kind": node.kind.name.lower(), "address": node.address}
@@ -187,7 +187,7 @@ def _write_record(settings: Settings, complete: bool) -> None:
 
 @contextlib.contextmanager
 def _locked(state: Path) -> Iterator[None]:
-    """Excludes other `up` and `down` of the same lab, by a lock in its directory, which is created if missing."""
+    """Excludes other `up` and `down` of the same lab by a lock in its directory, which is created if missing."""
     with contextlib.ExitStack() as stack:
 
         def taken() -> bool:
@@ -195,7 +195,7 @@ def _locked(state: Path) -> Iterator[None]:
             with contextlib.suppress(FileNotFoundError, BlockingIOError):
                 file = stack.enter_context((state / LOCK).open("wb"))
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The previous holder may have removed the file.
+                # The previous holder of the lock may have removed the file.
                 return os.path.samestat(os.fstat(file.fileno()), (state / LOCK).stat())
             return False
 

@@ -10,16 +10,16 @@ from vnetlab.topology import Kind, Node
 
 
 def attempt(node: Node, *command: str, timeout_s: float = 30) -> tuple[int, str]:
-    """Runs a command on a node; gives its exit status and its output, standard error included.
+    """Runs a command on a node; returns its exit status and its output, including standard error.
 
-    One argument is a complete shell command; several are its words. Raises LabError when the command takes longer than
+    One argument is a complete shell command; several are its words. Raises LabError if the command takes longer than
     `timeout_s`.
     """
     return (_in_guest if node.kind is Kind.VM else _in_namespace)(node, command, timeout_s)
 
 
 def execute(node: Node, *command: str, timeout_s: float = 30) -> str:
-    """As `attempt`, but gives only the output, and raises LabError when the command fails."""
+    """Like `attempt`, but returns only the output, and raises LabError if the command fails."""
     status, text = attempt(node, *command, timeout_s=timeout_s)
     if status:
         words = " / ".join(text.strip().splitlines()[-3:])
@@ -33,7 +33,7 @@ def namespace_command(node: Node, command: Sequence[str]) -> list[str]:
 
 
 def environment(node: Node) -> dict[str, str]:
-    """The environment of commands on a host or container: `vnet` reaches that host's vnetd."""
+    """The environment of commands on a host or container, in which `vnet` uses that host's vnetd."""
     home = Node(node.lab, Kind.HOST, node.host)
     return {
         **os.environ,

@@ -1,4 +1,4 @@
-"""Measures round trips by ping and throughput by iperf3 between nodes; lays them out as a table."""
+"""Measures round trips by ping and throughput by iperf3 between nodes, and formats them as a table."""
 
 import itertools
 import json
@@ -52,7 +52,7 @@ class Pair:
 
 
 def deadline_s(count: int, interval_s: float) -> int:
-    """Time limit for that many pings, seconds."""
+    """Time limit for `count` pings in seconds."""
     return math.ceil(PATIENCE * count * interval_s) + 2
 
 
@@ -64,14 +64,14 @@ def ping(
     interval_s: float = PING_INTERVAL_S,
     timeout_s: float = 60,
 ) -> tuple[int, list[float]]:
-    """Pings `count` times; gives how many were sent, and the round trips of answered ones in microseconds.
+    """Pings `count` times; returns the number of requests, and the round trips of answered ones in microseconds.
 
     A round trip is NaN if the payload is too small for a timestamp.
 
     With a count alone, ping exits two round trips after the last request, too early for late answers on a busy machine.
-    With a deadline it waits, and keeps sending; requests beyond the count are ignored.
+    With a deadline it waits and continues to send; requests beyond the count are ignored.
 
-    Raises LabError when ping itself cannot run.
+    Raises LabError if ping itself cannot run.
     """
     deadline = deadline_s(count, interval_s)
     words = ["ping", "-n", "-c", str(count), "-i", str(interval_s), "-w", str(deadline), *options, address]
@@ -85,24 +85,24 @@ def ping(
 
 
 def throughput(source: Node, destination: Node, *options: str, seconds: float = THROUGHPUT_S) -> float:
-    """Runs iperf3 from `source` to `destination`; gives received bits per second.
+    """Runs iperf3 from `source` to `destination`; returns received bits per second.
 
-    Raises LabError with iperf3's message when it fails.
+    Raises LabError with iperf3's message if it fails.
     """
     end = iperf3(source, destination, *options, seconds=seconds)["end"]
     return (end.get("sum_received") or end["sum"])["bits_per_second"]
 
 
 def iperf3(source: Node, destination: Node, *options: str, seconds: float = THROUGHPUT_S) -> dict:
-    """Runs iperf3 from `source` to `destination`; gives its report.
+    """Runs iperf3 from `source` to `destination`; returns its report.
 
-    Raises LabError with iperf3's message when it fails.
+    Raises LabError with iperf3's message if it fails.
     """
     server = "iperf3 --server --one-off --idle-timeout 60 --daemon"
     machine.execute(destination, *server.split())
     client = ["iperf3", "--client", destination.address, "--json", "--time", str(seconds), *options]
     error = ""
-    for _ in range(20):  # The server daemonizes before it listens.
+    for _ in range(20):  # The server daemonizes before it listens: retry.
         text = machine.attempt(source, *client, timeout_s=seconds + 30)[1]
         report = _report(text)
         error = report.get("error", "")

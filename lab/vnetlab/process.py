@@ -1,8 +1,8 @@
 """Processes that outlive the command that starts them, and how to find them again.
 
-A file keeps a process's id and start time (ids are reused). The process and all its children also carry the lab's
-directory in their environment. That finds processes started just before the lab was killed, and those that users left
-running in a container.
+A file stores a process's id and start time, because ids are reused. The process and all its children also carry the
+lab's directory in their environment. That finds processes started just before the lab was killed, and processes that
+users left running in a container.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ def sweep(state: Path) -> None:
 
 
 def _end(left: Callable[[], list[int]]) -> None:
-    """Stops the processes that `left` gives until it gives none, if necessary by SIGKILL."""
+    """Stops the processes that `left` returns until it returns none, if necessary by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in left():
             with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Runs programs and waits for conditions: with time limits, progress lines, and errors that say what failed."""
+"""Runs programs and waits for conditions, with time limits, progress lines, and errors that name the failed step."""
 
 import subprocess
 import sys
@@ -10,9 +10,9 @@ _START = time.monotonic()
 
 
 class LabError(Exception):
-    """A failure of the lab. Its text says what failed and, where possible, what to do.
+    """A failure of the lab. Its text names the failed step and, where possible, a remedy.
 
-    `log` is a file whose last lines say more.
+    `log` is a file whose last lines contain details.
     """
 
     def __init__(self, text: str, log: Path | None = None) -> None:
@@ -32,9 +32,9 @@ def progress(text: str) -> None:
 
 
 def run(command: Sequence[str], timeout_s: float = 30, cwd: Path | None = None) -> str:
-    """Runs a program and gives its standard output.
+    """Runs a program and returns its standard output.
 
-    Raises LabError with the end of its output when it fails, or when it exceeds the time limit.
+    Raises LabError with the last lines of its output if it fails or exceeds the time limit.
     """
     text = " ".join(command)
     try:

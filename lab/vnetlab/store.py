@@ -20,9 +20,10 @@ def endpoint(topology: Topology, ipv6: bool = False) -> str:
 
 
 def start(topology: Topology, tls: bool = False, room_bytes: int = 0) -> None:
-    """Starts the store with its existing data, if any, and waits until it answers.
+    """Starts the store with its existing data, if there is any, and waits until it answers.
 
-    With `tls` it accepts only clients with a certificate from `certify`. `room_bytes` is its quota, 0 etcd's default.
+    With `tls` it accepts only clients with a certificate from `certify`. `room_bytes` is its quota; 0 is etcd's
+    default.
     """
     clients = ",".join(endpoint(topology, ipv6) for ipv6 in ([False, True] if topology.settings.ipv6 else [False]))
     arguments = {
@@ -58,12 +59,12 @@ def start(topology: Topology, tls: bool = False, room_bytes: int = 0) -> None:
 
 
 def find(topology: Topology) -> int | None:
-    """Process id of the store; None if it does not run."""
+    """Process id of the store; None if it is not running."""
     return process.find(topology.state / "etcd.pid")
 
 
 def stop(topology: Topology, forget: bool = False) -> None:
-    """Stops the store; with `forget` also deletes its data."""
+    """Stops the store; with `forget`, also deletes its data."""
     process.stop(topology.state / "etcd.pid")
     if forget:
         shutil.rmtree(topology.state / "etcd", ignore_errors=True)
@@ -75,7 +76,7 @@ def inside(topology: Topology, *words: str) -> list[str]:
 
 
 def certify(topology: Topology) -> Path:
-    """Creates an authority, and a certificate for the store and its clients; gives their folder."""
+    """Creates an authority, and a certificate for the store and its clients; returns their folder."""
     folder = topology.state / "tls"
     folder.mkdir(exist_ok=True)
     new = ["openssl", "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout"]
@@ -89,7 +90,7 @@ def certify(topology: Topology) -> Path:
 
 
 def control(topology: Topology, *words: str, tls: bool = False) -> str:
-    """Runs etcdctl; gives its output. Raises LabError when it fails."""
+    """Runs etcdctl; returns its output. Raises LabError if it fails."""
     client = ["etcdctl", f"--endpoints={endpoint(topology)}", "--command-timeout=2s", "--dial-timeout=1s"]
     if tls:
         folder = topology.state / "tls"

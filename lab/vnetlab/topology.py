@@ -1,4 +1,4 @@
-"""Names and addresses of everything in a lab: plain data, derived from the settings alone.
+"""Names and addresses of all nodes of a lab: plain data, derived from the settings alone.
 
 Hosts are `h1`, `h2`, …; host 2's first container is `h2c1`, its first virtual machine `h2v1`. Underlay addresses are
 10.78.0.HOST and fd78::HOST, overlay addresses 10.77.HOST.N for containers and 10.77.HOST.(100+N) for virtual machines.
@@ -14,7 +14,7 @@ from vnetlab.run import LabError
 STATE = Path("/run/vnet-lab")
 """Parent of the labs' directories."""
 TAP_MTU_MAX = 65521
-"""The kernel's limit for a TAP device: 65535 minus an Ethernet header."""
+"""The kernel's MTU limit for a TAP device: 65535 minus an Ethernet header."""
 PORT = 9000
 """UDP port of [bridge] listen on each host."""
 
@@ -49,7 +49,7 @@ class Settings:
     encapsulation: str = "native"
     ipv6: bool = False
     store: bool = False
-    """Whether hosts find each other by a store instead of links in their files."""
+    """Whether hosts find each other through a store instead of links in their files."""
     dispatchers: int = 1
     """Dispatchers of each vnetd, and its number of ports."""
     queues: int = 1
@@ -134,7 +134,7 @@ class Topology:
 
     @property
     def switch(self) -> str:
-        """Namespace of the bridge that connects the hosts unless there are two."""
+        """Namespace of the bridge that connects the hosts, used unless there are exactly two."""
         return f"{self.settings.name}-underlay"
 
     @property
@@ -155,7 +155,7 @@ class Topology:
         ]
 
     def find(self, name: str) -> Node:
-        """The node of that name; raises LabError when there is none."""
+        """The node of that name; raises LabError if there is none."""
         nodes = [*self.hosts, *self.machines()]
         for node in nodes:
             if node.name == name:

@@ -1,4 +1,4 @@
-"""The underlay: a namespace per host, connected by a veth pair, or by a bridge unless there are two hosts.
+"""The underlay: a namespace per host, connected by a veth pair, or by a bridge unless there are exactly two hosts.
 
 Each host's device is `eth0`. A token bucket on its egress limits the wire's speed.
 """
@@ -58,7 +58,7 @@ def owned(lab: str) -> set[str]:
 
 
 def _add_switch(topology: Topology) -> None:
-    """Connects the hosts by a bridge in its own namespace."""
+    """Connects the hosts by a bridge in a separate namespace."""
     add_namespace(topology.switch)
     mtu = topology.settings.underlay_mtu
     run(["ip", "-n", topology.switch, "link", "add", "bridge", "mtu", str(mtu), "up", "type", "bridge"])

@@ -1,6 +1,6 @@
 """Applications that compute and communicate (`lab/workloads`): building them, and running them on this machine.
 
-What they are, and what a result says: docs/workloads.md.
+docs/workloads.md describes the workloads and their results.
 """
 
 import json
@@ -16,9 +16,9 @@ KERNELS = ("ep", "cg", "is", "mg", "ft", "sp", "bt", "lu", "advect")
 VARIANTS = ("serial", "openmp", "mpi")
 BUILD_S = 300
 OPEN_MPI = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
-"""Options of mpirun: more ranks than processors, so that those who wait must let others run."""
+"""Options of mpirun: there are more ranks than CPUs, so waiting ranks must yield."""
 SAME_MACHINE = ["--mca", "pml", "ob1", "--mca", "btl", "self,vader"]
-"""Options of mpirun: ranks of one machine talk by shared memory; no other transport is looked for."""
+"""Options of mpirun: ranks of one machine communicate by shared memory; no other transport is probed."""
 
 
 def build(directory: Path, *flags: str) -> None:
@@ -31,8 +31,8 @@ def measure(
 ) -> dict:
     """Runs a workload on this machine: by MPI with `ranks`, else serial, or with `threads` by OpenMP.
 
-    `size` is a class (S, W, A); `more` are further arguments. Gives what it reports. Raises LabError when it fails, or
-    when its result is wrong.
+    `size` is a class (S, W, A); `more` are further arguments. Returns the workload's report. Raises LabError if it
+    fails, or if its result is wrong.
     """
     variant = "mpi" if ranks else "openmp" if threads > 1 else "serial"
     command = [str(directory / f"{kernel}-{variant}"), size, *more]
@@ -44,7 +44,7 @@ def measure(
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LabError(f"'{shlex.join(command)}' did not end: {error}") from error
-    if done.returncode:  # mpirun says much around what the program says.
+    if done.returncode:  # mpirun adds its own lines around the program's message.
         said = [line for line in done.stderr.splitlines() if line.startswith(kernel.upper())]
         raise LabError(" / ".join(said or [f"{kernel} failed: {done.stderr.strip()[-200:]}"]))
     return json.loads(done.stdout)

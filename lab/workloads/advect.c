@@ -1,10 +1,10 @@
 /* ADVECT, the advective equation (after Nanos, Goumas, Koziris: Exploring I/O virtualization data paths for MPI
  * applications in a cluster of VMs, VHPC 2010): u_t + a u_x + b u_y + c u_z = 0 on X x Y x Z cells over T steps, by
- * first-order upwind differences with positive velocities. P x Q x R ranks share the cells; each step, a rank sends its
- * three upper faces and receives three lower ones.
+ * first-order upwind differences with positive velocities. P x Q x R ranks share the cells; in each step, a rank sends
+ * its three upper faces and receives three lower ones.
  *
- * Every cell is computed by the same operations in the same order whoever computes it, so the checksum is the same for
- * every split. Times are split into packing faces (and unpacking them), sending, waiting and computing. */
+ * Every cell is computed by the same operations in the same order on any rank, so the checksum is the same for every
+ * split. Times are reported separately for packing and unpacking faces, sending, waiting and computing. */
 #include "common.h"
 
 #include <stdio.h>
@@ -14,8 +14,8 @@
 #define USAGE "usage: advect S|W|A|XxYxZxT [PxQxR]: cells and steps; ranks in each dimension"
 #define SHIFT_STEPS 3
 
-/* Checksums of this program, which all splits and variants share. Nothing else computes them: shifts() verifies the
- * faces against what is known beforehand. */
+/* Checksums of this program, which are the same for all splits and variants. No other program computes them: shifts()
+ * verifies the faces against results that are known in advance. */
 struct size {
     char class;
     int cells[3], steps;
@@ -37,7 +37,7 @@ static size_t at(int x, int y, int z)
     return ((size_t)x * (size_t)(n[1] + 1) + (size_t)y) * (size_t)(n[2] + 1) + (size_t)z;
 }
 
-/* Splits the longest part of the cells by each prime factor of the number of ranks, the largest first. */
+/* Splits the longest dimension of the cells by each prime factor of the number of ranks, largest factor first. */
 static void choose_split(void)
 {
     for (int rest = ranks; rest > 1;) {
@@ -98,7 +98,7 @@ static void prepare(void)
     next = allocate(at(n[0] + 1, 0, 0), sizeof(double));
 }
 
-/* Copies the layer at `position` of a dimension to the face, or from it; gives its number of cells. */
+/* Copies the layer at `position` of a dimension to or from the face; returns its number of cells. */
 static int copy_face(int dim, int position, double *face, bool to_face)
 {
     int from[3] = {1, 1, 1}, end[3] = {n[0] + 1, n[1] + 1, n[2] + 1}, count = 0;
@@ -114,7 +114,7 @@ static int copy_face(int dim, int position, double *face, bool to_face)
     return count;
 }
 
-/* Sends upper faces and receives lower ones. Nothing flows in at the borders of the cube: those layers stay zero. */
+/* Sends upper faces and receives lower ones. There is no inflow at the borders of the cube: those layers stay zero. */
 static void exchange(void)
 {
     MPI_Request requests[6];
@@ -179,13 +179,13 @@ static uint64_t number(int x, int y, int z)
     return ((uint64_t)x * (uint64_t)size.cells[1] + (uint64_t)y) * (uint64_t)size.cells[2] + (uint64_t)z;
 }
 
-/* Small integers for shifts, on which all operations are exact. */
+/* Small integers for shifts(), on which all operations are exact. */
 static double pattern(int x, int y, int z)
 {
     return x < 0 || y < 0 || z < 0 ? 0 : (double)(mixed(number(x, y, z)) >> 54);
 }
 
-/* A hill, by operations that IEEE 754 rounds the same everywhere. */
+/* A hill, computed by operations that IEEE 754 rounds identically on every machine. */
 static double hill(int x, int y, int z)
 {
     int at_cell[3] = {x, y, z};
@@ -205,7 +205,7 @@ static void fill(double (*value)(int, int, int))
                 cells[at(x, y, z)] = value(first[0] + x - 1, first[1] + y - 1, first[2] + z - 1);
 }
 
-/* With a Courant number of 1 in one dimension, each step shifts all cells by one, exactly. */
+/* With a Courant number of 1 in one dimension, each step shifts all cells by exactly one. */
 static bool shifts(int dim)
 {
     double courant[3] = {dim == 0, dim == 1, dim == 2};
@@ -222,7 +222,7 @@ static bool shifts(int dim)
     return !wrong;
 }
 
-/* The sum of all cells' bits, each mixed with its place: of the same value for every order of summation. */
+/* The sum of all cells' bits, each mixed with its position: the same for every order of summation. */
 static uint64_t checksum(void)
 {
     uint64_t total = 0;
@@ -243,7 +243,7 @@ int main(int argc, char **argv)
     join_ranks(argc, argv, "ADVECT");
     parse(argc, argv);
     prepare();
-    bool verified = shifts(0) & shifts(1) & shifts(2); /* Touches all memory. */
+    bool verified = shifts(0) & shifts(1) & shifts(2); /* Also touches all memory before the measurement. */
     fill(hill);
     pack_s = send_s = wait_s = compute_s = 0;
 

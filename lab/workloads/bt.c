@@ -20,7 +20,7 @@ static const struct cfd_size sizes[] = {
      {4.2348416040525025, 4.4390282496995698e-1, 9.6692480136345650e-1, 8.8302063039765474e-1, 9.7379901770829278}, 0},
 };
 
-/* Solves for each point in terms of the next: x[k] = rhs[k] - C[k] x[k + 1], with C by columns. */
+/* Expresses each point by the next one: x[k] = rhs[k] - C[k] x[k + 1], with C stored by columns. */
 static void eliminate(const struct cfd_line *line, double *coefficients, state *rhs)
 {
     double (*columns)[5][5] = (double (*)[5][5])coefficients;

@@ -85,7 +85,8 @@ static void exchange(int from_row, int to, int to_row, int from)
         memcpy(cfd.u + cfd_at(z, to_row, 0), in + (size_t)z * 2 * row, 2 * row * sizeof *in);
 }
 
-/* What differences in one dimension are of: convective fluxes, times 1 / (2 h), and what diffuses, times 1 / h^2. */
+/* The quantities that are differenced in one dimension: convective fluxes, times 1 / (2 h), and diffusing quantities,
+ * times 1 / h^2. */
 struct flux {
     state convective, diffusive;
 };
@@ -123,7 +124,7 @@ static void add_differences(const struct flux *lower, const struct flux *own, co
                          - 2 * own[x].diffusive[m] + upper[x].diffusive[m];
 }
 
-/* Subtracts dissipation of fourth order from `count` points at position k of their lines; one-sided at the boundary. */
+/* Subtracts fourth-order dissipation from `count` points at position k of their lines; one-sided at the boundary. */
 static void dissipate(const state *u, size_t stride, int k, int count, state *rhs)
 {
     int last = cfd.n - 2;
@@ -137,7 +138,7 @@ static void dissipate(const state *u, size_t stride, int k, int count, state *rh
         to[m] -= DISSIPATION * (far_low * a[m] + low * b[m] + own * center[m] + high * c[m] + far_high * d[m]);
 }
 
-/* Differences in x of one row. */
+/* Adds the differences in x of one row. */
 static void add_x(int z, int y)
 {
     struct flux space[CFD_MAX + 1], *fluxes = space + 1;
@@ -149,7 +150,7 @@ static void add_x(int z, int y)
         dissipate(u + x, 1, x, 1, rhs + x);
 }
 
-/* Differences in y or z of `count` rows, the first of which is at index `row` and position `first` of its lines. */
+/* Adds the differences in y or z of `count` rows; the first row is at index `row` and position `first` of its lines. */
 static void add_rows(int dim, size_t row, size_t stride, int first, int count)
 {
     struct flux fluxes[3][CFD_MAX];
@@ -224,7 +225,7 @@ const struct cfd_size *cfd_begin(int argc, char **argv, const char *kernel, cons
     return size;
 }
 
-/* The root of the mean square of each component. */
+/* The root mean square of each component. */
 static void norm(state squares)
 {
     sum(squares, 5);

@@ -6,7 +6,7 @@
 #define REACH_MAX 2
 #define COEFFICIENTS_MAX 25
 
-/* The derivative of convective fluxes in dimension `dim` by the state, times `factor`. */
+/* The Jacobian of the convective fluxes in dimension `dim`, times `factor`. */
 static void convective_block(const double *u, int dim, double factor, double block[5][5])
 {
     int normal = 1 + dim;
@@ -30,7 +30,7 @@ static void convective_block(const double *u, int dim, double factor, double blo
     block[4][4] = factor * C1 * velocity;
 }
 
-/* Adds the derivative of what diffuses in dimension `dim`, times `factor`. */
+/* Adds the Jacobian of the diffusing quantities in dimension `dim`, times `factor`. */
 static void add_diffusive_block(const double *u, int dim, double factor, double block[5][5])
 {
     int normal = 1 + dim;
@@ -81,7 +81,7 @@ void cfd_solve_block(double block[5][5], double (*b)[5], int columns)
                 b[c][row] -= block[row][pivot] * b[c][pivot];
 }
 
-/* Copies a line's right sides out of the field, or back. */
+/* Copies a line's right-hand sides from or to the field. */
 static void gather(const struct cfd_line *line, state *rhs)
 {
     for (int k = 0; k < line->count; k++)
@@ -94,7 +94,8 @@ static void scatter(const struct cfd_line *line, const state *rhs)
         memcpy(cfd.rhs[line->at + (size_t)k * line->stride], rhs[k], sizeof *rhs);
 }
 
-/* Solves a line that is all this rank's. Around it, on the boundary, solutions and coefficients are zero. */
+/* Solves a line that belongs entirely to this rank. Next to it, on the boundary, solutions and coefficients are zero.
+ * */
 static void solve_line(const struct cfd_line *line, const struct cfd_solver *solver)
 {
     double coefficients[(CFD_MAX + REACH_MAX) * COEFFICIENTS_MAX];
@@ -107,7 +108,7 @@ static void solve_line(const struct cfd_line *line, const struct cfd_solver *sol
     scatter(line, (const state *)rhs + REACH_MAX);
 }
 
-/* Lines in x at (z, y) = (a, b), in y at (z, x), or in z at (y, x). */
+/* The line in x at (z, y) = (a, b), in y at (z, x), or in z at (y, x). */
 static struct cfd_line line_at(int dim, int a, int b)
 {
     size_t row = (size_t)cfd.n, plane = cfd_at(1, 0, 0) - cfd_at(0, 0, 0);
@@ -118,7 +119,8 @@ static struct cfd_line line_at(int dim, int a, int b)
     return (struct cfd_line){2, 1, cfd.n - 2, cfd_at(1, a, b), plane};
 }
 
-/* Solves lines in y that cross ranks. For each plane of z, a message has the last points' numbers of all its lines. */
+/* Solves lines in y, which cross ranks. One message per plane of z carries the last points' numbers of all its lines.
+ * */
 static void solve_across(const struct cfd_solver *solver)
 {
     static double *kept, *message;
@@ -135,7 +137,7 @@ static void solve_across(const struct cfd_solver *solver)
             struct cfd_line line = line_at(1, z, x);
             double *part = message + (size_t)(x - 1) * passed;
             double *own = kept + ((size_t)(z - 1) * lines + (size_t)(x - 1)) * line_width;
-            if (cfd.below == MPI_PROC_NULL) /* On the boundary, all is zero. */
+            if (cfd.below == MPI_PROC_NULL) /* On the boundary, all numbers are zero. */
                 memset(part, 0, passed * sizeof *part);
             memcpy(own, part, reach * width * sizeof *own);
             memcpy(rhs - reach, part + reach * width, reach * sizeof *rhs);

@@ -8,7 +8,7 @@
 #include <string.h>
 
 #define ITERATIONS 15
-#define STEPS 25 /* Of conjugate gradients per iteration. */
+#define STEPS 25 /* Conjugate gradient steps per iteration. */
 #define CONDITION 0.1
 #define NONZEROS_MAX 16
 
@@ -24,7 +24,7 @@ static const struct size sizes[] = {
     {'A', 14000, 11, 20, 17.130235054029},
 };
 
-/* A vector of the sum of outer products that make the matrix. */
+/* One vector of the sum of outer products that forms the matrix. */
 struct vector {
     int count, index[NONZEROS_MAX];
     double value[NONZEROS_MAX];
@@ -32,15 +32,16 @@ struct vector {
 
 static const struct size *size;
 static MPI_Comm row_comm;                               /* The ranks of this rank's row of the grid. */
-static int transposed;                                  /* The rank that has what this one needs of a product. */
+static int transposed;                                  /* The rank that has this one's part of a product. */
 static int row_first, row_count, col_first, col_count;  /* This rank's block. */
-static int part_first;                                  /* Of those rows that `transposed` needs: col_count. */
+static int part_first;                                  /* First of the col_count rows that `transposed` needs. */
 static int *row_begin, *column;
 static double *entry;
-static double *x, *z, *p, *q, *r, *product; /* `product` is of rows, all others are of columns. */
+static double *x, *z, *p, *q, *r, *product; /* `product` is indexed by rows, all other vectors by columns. */
 
-/* Splits ranks into a grid with as many columns as rows, or twice as many. Columns are halves of rows then, and rank
- * (i, j) has of row block i what (j / 2, 2 i + j % 2) needs as a column block, and the other way round. */
+/* Splits ranks into a grid with as many columns as rows, or twice as many. In the latter case columns are halves of
+ * rows, and the part of row block i that rank (i, j) has is the column block of rank (j / 2, 2 i + j % 2), and vice
+ * versa. */
 static void make_grid(void)
 {
     int rows = 1;
@@ -79,7 +80,7 @@ static void draw(struct vector *vector, uint64_t *state, int row)
     int n = 0;
     while (n < vector->count && vector->index[n] != row)
         n++;
-    vector->index[n] = row; /* Its own element is 1/2, in place of what was drawn. */
+    vector->index[n] = row; /* The element on the diagonal is 1/2, instead of a drawn one. */
     vector->value[n] = PERTURBED(0.5);
     vector->count += n == vector->count;
 }
@@ -87,7 +88,7 @@ static void draw(struct vector *vector, uint64_t *state, int row)
 static bool own_row(int row) { return row >= row_first && row < row_first + row_count; }
 static bool own_column(int col) { return col >= col_first && col < col_first + col_count; }
 
-/* Adds equal columns of the row that begins at `from`; gives its new end at `to`. */
+/* Adds up equal columns of the row that begins at `from`, and stores them at `to`; returns their new end. */
 static int merge_row(int from, int end, int to, double *dense)
 {
     for (int n = from; n < end; n++)
@@ -97,7 +98,7 @@ static int merge_row(int from, int end, int to, double *dense)
     for (int n = from; n < end; n++) {
         int col = column[n];
         if (isnan(dense[col]))
-            continue; /* Taken already. */
+            continue; /* Already added up. */
         column[to] = col;
         entry[to++] = dense[col];
         dense[col] = NAN;
@@ -105,7 +106,8 @@ static int merge_row(int from, int end, int to, double *dense)
     return to;
 }
 
-/* The block of A = sum over n of CONDITION^(i/n) v v^T + (CONDITION - shift) I. Every rank draws all vectors. */
+/* This rank's block of A = sum over n of CONDITION^(i/n) v v^T + (CONDITION - shift) I. Every rank draws all vectors.
+ * */
 static void make_matrix(void)
 {
     struct vector *vectors = allocate((size_t)size->n, sizeof *vectors);
@@ -118,7 +120,7 @@ static void make_matrix(void)
             in_columns += own_column(vectors[v].index[n]);
         for (int n = 0; n < vectors[v].count; n++)
             if (own_row(vectors[v].index[n]))
-                end[vectors[v].index[n] - row_first + 1] += in_columns + 1; /* One more: the diagonal. */
+                end[vectors[v].index[n] - row_first + 1] += in_columns + 1; /* One more for the diagonal. */
     }
     for (int row = 0; row < row_count; row++)
         end[row + 1] += end[row];
@@ -152,7 +154,7 @@ static void make_matrix(void)
     free(vectors);
 }
 
-/* out = A in, both of columns. */
+/* out = A in, both indexed by columns. */
 static void multiply(const double *in, double *out)
 {
 #pragma omp parallel for
@@ -167,7 +169,7 @@ static void multiply(const double *in, double *out)
                  MPI_COMM_WORLD, MPI_STATUS_IGNORE);
 }
 
-/* A row of the grid has all columns once. */
+/* The dot product: each row of the grid has every column once. */
 static double dot(const double *a, const double *b)
 {
     double total = 0;
@@ -178,7 +180,7 @@ static double dot(const double *a, const double *b)
     return total;
 }
 
-/* Solves A z = x roughly. */
+/* Solves A z = x approximately. */
 static void solve(void)
 {
     size_t bytes = sizeof *x * (size_t)col_count;
@@ -199,13 +201,13 @@ static void solve(void)
         for (int n = 0; n < col_count; n++)
             p[n] = r[n] + rho / before * p[n];
     }
-    multiply(z, q); /* The report asks for the residual of each solution. */
+    multiply(z, q); /* The report requires the residual of each solution. */
 #pragma omp parallel for
     for (int n = 0; n < col_count; n++)
         r[n] = x[n] - q[n];
 }
 
-/* One inverse power iteration; gives zeta and the norm of the residual. */
+/* One inverse power iteration; returns zeta, and the norm of the residual in `residual`. */
 static double iterate(double *residual)
 {
     solve();
@@ -235,7 +237,7 @@ int main(int argc, char **argv)
     product = allocate((size_t)row_count, sizeof(double));
     double residual, zeta = 0;
     ones();
-    iterate(&residual); /* Touches all memory. */
+    iterate(&residual); /* Touches all memory before the measurement. */
     ones();
 
     double begun = start();

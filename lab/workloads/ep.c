@@ -1,11 +1,11 @@
-/* EP, embarrassingly parallel (RNR-94-007, section 2.2): pairs of Gaussian deviates by the polar method, and how many
- * of them fall into each square annulus. Ranks communicate only to add up the results. */
+/* EP, embarrassingly parallel (RNR-94-007, section 2.2): pairs of Gaussian deviates by the polar method, counted by
+ * square annulus. Ranks communicate only to add up the results. */
 #include "common.h"
 
 #include <math.h>
 
 #define SEED UINT64_C(271828183)
-#define BATCH (1 << 16) /* Pairs whose random numbers are one jump apart. */
+#define BATCH (1 << 16) /* Pairs per jump in the sequence of random numbers. */
 #define ANNULI 10
 
 struct size {

@@ -1,6 +1,6 @@
 /* FT, fast Fourier transforms (RNR-94-007, section 2.2): a diffusion equation solved in the frequency domain. Ranks
- * share planes; each three-dimensional transform exchanges all data between all ranks: few messages, as large as they
- * come. */
+ * share planes; each three-dimensional transform exchanges all data between all ranks, in few messages of maximum size.
+ * */
 #include "common.h"
 
 #include <complex.h>
@@ -10,7 +10,7 @@
 
 #define ITERATIONS 6
 #define ALPHA 1e-6
-#define LINES 16 /* Transformed side by side, so that processors compute on vectors. */
+#define LINES 16 /* Lines transformed side by side, so that processors can use vector instructions. */
 #define LENGTH_MAX 256
 
 /* Checksums of NPB 3.x, ft. */
@@ -36,13 +36,14 @@ static const struct size sizes[] = {
 
 static const struct size *size;
 static int nx, ny, nz, own_y, own_z; /* own_y and own_z: planes of this rank in frequency and in space. */
-static size_t own;                   /* This rank's number of points, in either. */
-/* In space: [z][y][x], this rank's z. In frequency: [y][x][z], this rank's y. */
+static size_t own;                   /* This rank's number of points, in either domain. */
+/* In space: [z][y][x], with this rank's z. In frequency: [y][x][z], with this rank's y. */
 static double complex *space, *frequency, *evolved, *packed;
 static double *decay;
 static double complex roots[LENGTH_MAX]; /* exp(-2 pi i k / LENGTH_MAX) */
 
-/* Transforms LINES lines of n points (Stockham's algorithm); `a` and `b` are [n][LINES]. The result is one of them. */
+/* Transforms LINES lines of n points (Stockham's algorithm); `a` and `b` are [n][LINES]. Returns the one that holds the
+ * result. */
 static double complex *transform_lines(double complex *a, double complex *b, int n, bool inverse)
 {
     for (int half = n / 2, stride = LINES; half >= 1; half /= 2, stride *= 2) {
@@ -64,7 +65,7 @@ static double complex *transform_lines(double complex *a, double complex *b, int
     return a;
 }
 
-/* Transforms `planes` planes of `count` lines: line l of a plane begins at l * next, its points lie `step` apart. */
+/* Transforms `planes` planes of `count` lines: line l of a plane begins at l * next, its points are `step` apart. */
 static void transform(double complex *data, int planes, int count, int next, int n, int step, bool inverse)
 {
     size_t plane_points = (size_t)count * (size_t)n;
@@ -84,13 +85,13 @@ static void transform(double complex *data, int planes, int count, int next, int
     }
 }
 
-/* Points that this rank exchanges with each. */
+/* The number of values that this rank exchanges with each other rank. */
 static int share(void)
 {
-    return 2 * (int)(own / (size_t)ranks); /* Of doubles: a complex is two. */
+    return 2 * (int)(own / (size_t)ranks); /* Counted in doubles: a complex number has two. */
 }
 
-/* The blocks that ranks exchange are [rank][y][x][z], of one rank's y and another's z. Copies space to or from them. */
+/* Copies space to or from the blocks that ranks exchange: [rank][y][x][z], with one rank's y and another's z. */
 static void pack(bool into)
 {
 #pragma omp parallel for
@@ -103,7 +104,7 @@ static void pack(bool into)
             }
 }
 
-/* Copies blocks, each one with another rank's z, to or from whole lines. */
+/* Copies blocks, each with another rank's z, to or from complete lines. */
 static void join(double complex *blocks, double complex *lines, bool into_lines)
 {
     size_t bytes = sizeof *lines * (size_t)own_z;
@@ -127,7 +128,7 @@ static void to_frequency(void)
     transform(frequency, own_y, nx, nz, nz, 1, false);
 }
 
-/* Transforms `evolved` back. */
+/* Transforms `evolved` back to space. */
 static void to_space(void)
 {
     transform(evolved, own_y, nx, nz, nz, 1, true);
@@ -157,7 +158,7 @@ static int wrapped(int k, int n)
     return k >= n / 2 ? k - n : k;
 }
 
-/* What a time step makes of each frequency: exp(-4 alpha pi^2 k^2). */
+/* The factor that a time step applies to each frequency: exp(-4 alpha pi^2 k^2). */
 static void make_decay(void)
 {
     double factor = -4 * ALPHA * acos(-1) * acos(-1);
@@ -178,7 +179,7 @@ static void evolve(void)
         evolved[n] = frequency[n] *= decay[n];
 }
 
-/* The mean of 1024 points spread over the cube. */
+/* The mean of 1024 points distributed over the cube. */
 static double complex checksum(void)
 {
     double parts[2] = {0};
@@ -232,7 +233,7 @@ int main(int argc, char **argv)
         ;
     prepare();
     double complex checksums[ITERATIONS];
-    run(checksums, 1); /* Touches all memory. */
+    run(checksums, 1); /* Touches all memory before the measurement. */
 
     double begun = start();
     run(checksums, ITERATIONS);

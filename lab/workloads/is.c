@@ -1,5 +1,5 @@
 /* IS, integer sort (RNR-94-007, section 2.2): the rank of each key, ten times, by buckets. Ranks exchange all keys, so
- * that each has those of consecutive buckets: a few large messages between all. */
+ * that each rank has those of consecutive buckets: a few large messages between all ranks. */
 #include "common.h"
 
 #include <string.h>
@@ -7,7 +7,7 @@
 #define ITERATIONS 10
 #define BUCKETS 1024
 #define TESTS 5
-#define PARTS 32 /* Of this rank's keys; threads share them. */
+#define PARTS 32 /* Number of parts of this rank's keys; threads share them. */
 #define RANKS_MAX 256
 
 /* In iteration i, the key with index `index[t]` has rank `base[t] + i + rise` for the first `rising` tests, and
@@ -24,14 +24,14 @@ static const struct size sizes[] = {
 };
 
 static const struct size *size;
-static int shift;                       /* A key's bucket is key >> shift. */
+static int shift;                       /* The bucket of a key is key >> shift. */
 static int first_index, own_count;      /* This rank's part of the sequence of keys. */
 static int *keys, *by_bucket, *received, received_count;
-static int *below;                      /* How many keys are less than this one: for keys of this rank's buckets. */
-static int bucket_start[BUCKETS + 1];   /* How many keys lie in lower buckets, over all ranks. */
+static int *below;                      /* Number of smaller keys, for each key value of this rank's buckets. */
+static int bucket_start[BUCKETS + 1];   /* Number of keys in lower buckets, over all ranks. */
 static int rank_bucket[RANKS_MAX + 1];      /* The first bucket of each rank. */
 
-/* Keys are the mean of four random numbers, scaled. */
+/* Generates the keys: means of four random numbers, scaled. */
 static void make_keys(void)
 {
     uint64_t state = random_jump(RANDOM_SEED, 4 * (uint64_t)first_index + (PERTURBED(1.0) != 1));
@@ -44,7 +44,7 @@ static void make_keys(void)
     }
 }
 
-/* Sorts this rank's keys into `by_bucket`; gives each bucket's number of keys. */
+/* Sorts this rank's keys into `by_bucket`; stores each bucket's number of keys in `counts`. */
 static void sort_into_buckets(int *counts)
 {
     static int next[PARTS][BUCKETS];
@@ -70,7 +70,7 @@ static void sort_into_buckets(int *counts)
             by_bucket[next[part][keys[n] >> shift]++] = keys[n];
 }
 
-/* Gives consecutive buckets to each rank, so that all get about as many keys. */
+/* Assigns consecutive buckets to each rank, so that all ranks have about as many keys. */
 static void share_buckets(void)
 {
     int bucket = 0;
@@ -83,7 +83,7 @@ static void share_buckets(void)
     rank_bucket[ranks] = BUCKETS;
 }
 
-/* Sends the keys of each rank's buckets to it. */
+/* Sends each rank the keys of its buckets. */
 static void exchange(const int *counts)
 {
     static int send[RANKS_MAX], send_start[RANKS_MAX], receive[RANKS_MAX], receive_start[RANKS_MAX];
@@ -103,7 +103,7 @@ static void exchange(const int *counts)
     MPI_Alltoallv(by_bucket, send, send_start, MPI_INT, received, receive, receive_start, MPI_INT, MPI_COMM_WORLD);
 }
 
-/* Counts the received keys: below[] of all keys in this rank's buckets. */
+/* Counts the received keys: sets below[] for all keys in this rank's buckets. */
 static void count_keys(void)
 {
     int first = rank_bucket[rank] << shift, end = rank_bucket[rank + 1] << shift;
@@ -127,7 +127,7 @@ static void count_keys(void)
     }
 }
 
-/* Ranks all keys; whether the test keys have the ranks that they should. */
+/* Ranks all keys; returns whether the test keys have the expected ranks. */
 static bool iterate(int iteration)
 {
     int counts[BUCKETS], totals[BUCKETS + TESTS] = {0};
@@ -158,13 +158,13 @@ static bool iterate(int iteration)
     return right;
 }
 
-/* Puts the received keys where their ranks say; whether that is all keys, in order. */
+/* Puts the received keys in the positions given by their ranks; returns whether that yields all keys, in order. */
 static bool sorted(void)
 {
     int first = rank_bucket[rank] << shift, position = bucket_start[rank_bucket[rank]];
     int *place = allocate((size_t)received_count, sizeof *place);
     bool right = position + received_count == bucket_start[rank_bucket[rank + 1]];
-    double numbers[3] = {received_count, 0, 0}; /* How many keys, and their sums before and after. */
+    double numbers[3] = {received_count, 0, 0}; /* Number of keys, and their sums before and after. */
     for (int n = 0; n < received_count; n++)
         place[below[received[n] - first]++ - position] = received[n];
     for (int n = 0; n < received_count; n++) {
@@ -193,7 +193,7 @@ int main(int argc, char **argv)
     received = allocate((size_t)total, sizeof *keys);
     below = allocate((size_t)1 << size->log2_range, sizeof *below);
     make_keys();
-    bool right = iterate(1); /* Touches all memory, and is repeated below. */
+    bool right = iterate(1); /* Touches all memory; repeated in the measurement below. */
 
     double begun = start();
     for (int iteration = 1; iteration <= ITERATIONS; iteration++)

@@ -1,6 +1,6 @@
-/* LU, symmetric successive over-relaxation (RNR-94-007, section 3): the equations of cfd.h; each time step
- * sweeps through all points, first from the lowest corner to the highest and then back. A point waits for three
- * neighbours, so rows of ranks (and threads) work on planes as a pipeline: many small messages, each waited for. */
+/* LU, symmetric successive over-relaxation (RNR-94-007, section 3): the equations of cfd.h; each time step sweeps
+ * through all points, first from the lowest corner to the highest and then back. A point depends on three neighbours,
+ * so rows of ranks (and threads) process planes as a pipeline: many small messages, each awaited. */
 #include "cfd.h"
 
 #include <sched.h>
@@ -32,13 +32,13 @@ static const struct cfd_size sizes[] = {
      2.6030925604886277e+1},
 };
 
-/* Planes that each thread has finished in this sweep; on cache lines of their own. */
+/* Planes that each thread has finished in this sweep, each on its own cache line. */
 static struct {
     _Alignas(64) atomic_int planes;
 } progress[THREADS_MAX];
 
-/* One point: solves for what its three neighbours on the given side leave. Going up (side -1), that replaces the right
- * side; going down (side 1), it is subtracted. */
+/* Relaxes one point: solves for the rest that its three neighbours on the given side leave. Going up (side -1), the
+ * result replaces the right-hand side; going down (side 1), it is subtracted. */
 static void relax(size_t n, int side)
 {
     ptrdiff_t plane = (ptrdiff_t)(cfd_at(1, 0, 0) - cfd_at(0, 0, 0)), strides[3] = {1, cfd.n, plane};
@@ -61,7 +61,7 @@ static void relax(size_t n, int side)
         (*rhs)[m] = side < 0 ? left[m] : (*rhs)[m] - left[m];
 }
 
-/* Rows from..end of a plane, in the order of the sweep. */
+/* Relaxes the rows from..end of a plane, in the order of the sweep. */
 static void relax_rows(int z, int from, int end, int side)
 {
     for (int row = 0; row < end - from; row++)
@@ -78,7 +78,8 @@ static void pass(bool sending, int z, int row, int other)
         MPI_Recv(numbers, 5 * cfd.n, MPI_DOUBLE, other, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
 }
 
-/* One thread's part of a sweep. The first thread waits for the rank before, all others for the thread before. */
+/* One thread's part of a sweep. The first thread waits for the previous rank, each other one for the previous thread.
+ * */
 static void sweep_part(int side, int thread, int threads)
 {
     int part = side < 0 ? thread : threads - 1 - thread, count = cfd.end - cfd.begin;

@@ -7,7 +7,7 @@
 
 #define ITERATIONS 4
 #define LEVELS_MAX 8
-#define CHARGES 10 /* Of each sign. */
+#define CHARGES 10 /* Number of charges of each sign. */
 
 /* Norms of NPB 3.x, mg. */
 struct size {
@@ -25,15 +25,15 @@ static const struct size sizes[] = {
 static const double a_weights[4] = {-8.0 / 3, 0, 1.0 / 6, 1.0 / 12};
 static const double s_weights[4] = {-3.0 / 8, 1.0 / 32, -1.0 / 64, 0};
 
-/* One level of this rank's part of the cube, x fastest, with one layer of neighbours' points around. */
+/* One level of this rank's part of the cube, x fastest, surrounded by one layer of neighbours' points. */
 struct level {
-    int n[3]; /* Own points in x, y and z. */
+    int n[3]; /* This rank's points in x, y and z. */
     double *u, *r;
 };
 
 static const struct size *size;
 static struct level levels[LEVELS_MAX + 1]; /* levels[1] has two points in each dimension. */
-static double *v;                           /* The right side: charges. */
+static double *v;                           /* The right-hand side: charges. */
 static int split[3], place[3], lower[3], upper[3];
 
 static size_t row_of(const struct level *level, int y, int z)
@@ -46,13 +46,14 @@ static size_t points(const struct level *level)
     return row_of(level, 0, level->n[2] + 2);
 }
 
-/* The rank at a place, periodic. */
+/* The rank at a position of the periodic grid. */
 static int rank_at(int x, int y, int z)
 {
     return ((z + split[2]) % split[2] * split[1] + (y + split[1]) % split[1]) * split[0] + (x + split[0]) % split[0];
 }
 
-/* The coarsest level has two points in a dimension, so that many ranks at most share it. */
+/* Assigns parts of the cube. The coarsest level has two points in a dimension, so at most two ranks share a dimension.
+ * */
 static void make_grid(void)
 {
     if (ranks != 1 && ranks != 2 && ranks != 4 && ranks != 8)
@@ -77,7 +78,7 @@ static void make_grid(void)
     v = allocate(points(&levels[size->log2_n]), sizeof(double));
 }
 
-/* Copies the layer at `at` in dimension `dim` into a buffer, or out of it; gives its number of points. */
+/* Copies the layer at `at` in dimension `dim` to or from a buffer; returns its number of points. */
 static int layer(const struct level *level, double *field, int dim, int at, double *buffer, bool into)
 {
     int from[3] = {0, 0, 0}, end[3], count = 0;
@@ -95,7 +96,7 @@ static int layer(const struct level *level, double *field, int dim, int at, doub
     return count;
 }
 
-/* Fills the layers around with neighbours' points: x, y, z in turn, so that edges and corners come along. */
+/* Fills the surrounding layers with neighbours' points: x, y, z in turn, which includes edges and corners. */
 static void exchange(const struct level *level, double *field)
 {
     static double *out, *in;
@@ -219,8 +220,8 @@ static void cycle(void)
     smooth(&levels[top]);
 }
 
-/* Charges: +1 where random numbers of the cube are the ten largest, -1 where they are the ten smallest. Each rank looks
- * through all numbers. */
+/* Places charges: +1 at the ten largest random numbers of the cube, -1 at the ten smallest. Each rank scans all
+ * numbers. */
 static void make_charges(void)
 {
     const struct level *top = &levels[size->log2_n];
@@ -231,7 +232,7 @@ static void make_charges(void)
     for (uint64_t point = 0; point < n * n * n; point++) {
         double drawn = random_next(&state);
         for (int sign = 0; sign < 2; sign++) {
-            double key = sign ? drawn : 1 - drawn; /* Exact, as drawn has 46 bits. */
+            double key = sign ? drawn : 1 - drawn; /* Exact, because drawn has 46 bits. */
             if (key <= value[sign][CHARGES - 1])
                 continue;
             int c = CHARGES - 1;
@@ -258,7 +259,7 @@ static void make_charges(void)
     exchange(top, v);
 }
 
-/* The root of the mean square of the residual. */
+/* The root mean square of the residual. */
 static double norm(void)
 {
     const struct level *top = &levels[size->log2_n];
@@ -292,7 +293,7 @@ int main(int argc, char **argv)
         ;
     make_grid();
     make_charges();
-    run(1); /* Touches all memory. */
+    run(1); /* Touches all memory before the measurement. */
 
     double begun = start();
     run(ITERATIONS);

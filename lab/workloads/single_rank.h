@@ -1,4 +1,5 @@
-/* MPI with one rank, for builds without MPI: what the kernels call, and no more. A message to oneself is a copy. */
+/* MPI with one rank, for builds without MPI: only the functions that the kernels call. A message to oneself is a copy.
+ * */
 #ifndef SINGLE_RANK_H
 #define SINGLE_RANK_H
 
@@ -36,7 +37,7 @@ static inline void MPI_Comm_split(MPI_Comm comm, int color, int key, MPI_Comm *p
     *part = comm;
 }
 
-/* One rank's contribution is the result: the kernels reduce in place only. */
+/* One rank's contribution is the result: the kernels only reduce in place. */
 static inline void MPI_Allreduce(const void *in, void *out, int count, MPI_Datatype type, MPI_Op op, MPI_Comm comm)
 {
     (void)in, (void)out, (void)count, (void)type, (void)op, (void)comm;
@@ -64,7 +65,7 @@ static inline void MPI_Sendrecv(const void *in, int count, MPI_Datatype type, in
         memcpy(out, in, (size_t)count * type);
 }
 
-/* The only other rank that there is to send to or to receive from is MPI_PROC_NULL. */
+/* The only other rank that a message can name is MPI_PROC_NULL. */
 static inline void MPI_Send(const void *in, int count, MPI_Datatype type, int to, int tag, MPI_Comm comm)
 {
     (void)in, (void)count, (void)type, (void)to, (void)tag, (void)comm;

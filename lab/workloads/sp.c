@@ -1,6 +1,6 @@
-/* SP, scalar pentadiagonal solver (RNR-94-007, section 3): the equations of cfd.h by approximate
- * factorization with diagonalized Jacobians; each time step solves five scalar lines per line of points in x, y and z:
- * three that move with the fluid, two with sound waves. */
+/* SP, scalar pentadiagonal solver (RNR-94-007, section 3): the equations of cfd.h by approximate factorization with
+ * diagonalized Jacobians; each time step solves five scalar systems per line of points in x, y and z: three for waves
+ * that move with the fluid, two for sound waves. */
 #include "cfd.h"
 
 #include <math.h>
@@ -24,11 +24,11 @@ static const struct cfd_size sizes[] = {
       1.3621613399213001e-4}, 0},
 };
 
-/* What a state says about the flow: 1 / density, velocities, kinetic energy per mass, speed of sound. */
+/* Flow quantities derived from a state: 1 / density, velocities, kinetic energy per mass, speed of sound. */
 struct flow {
     double inverse, velocity[3], kinetic, sound;
 };
-static struct flow *flows; /* Of all points, with the rows next to this rank's. */
+static struct flow *flows; /* Of all points, including the rows adjacent to this rank's. */
 
 static void make_flows(void)
 {
@@ -67,8 +67,8 @@ static void make_row(const struct flow *flow, const struct cfd_line *line, int k
     row[4] = position < last - 1 ? fourth : 0;
 }
 
-/* Eliminates the two points before from one equation: x[k] = rhs[k] - own[0] x[k + 1] - own[1] x[k + 2]. `own` is of
- * this point, own - 6 of the one before; the `count` right sides lie side by side. */
+/* Eliminates the two previous points from one equation: x[k] = rhs[k] - own[0] x[k + 1] - own[1] x[k + 2]. `own`
+ * belongs to this point, own - 6 to the previous one; the `count` right-hand sides are adjacent. */
 static void eliminate_row(const double row[5], double *own, double *rhs, int count)
 {
     const double *one = own - 6, *two = own - 12;
@@ -108,7 +108,7 @@ static void substitute(const struct cfd_line *line, const double *coefficients, 
     }
 }
 
-/* To the eigenvectors of the Jacobian in x. */
+/* Transforms to the eigenvectors of the Jacobian in x. */
 static void to_x(const struct flow *flow, const double *u, double *r)
 {
     const double *v = flow->velocity;
@@ -125,7 +125,7 @@ static void to_x(const struct flow *flow, const double *u, double *r)
     r[4] = wave + along;
 }
 
-/* From the eigenvectors in x to those in y. */
+/* Transforms from the eigenvectors in x to those in y. */
 static void x_to_y(const struct flow *flow, const double *u, double *r)
 {
     double half = 0.5 * (r[3] + r[4]), side = HALF_ROOT * r[2], along = HALF_ROOT * (r[3] - r[4]);
@@ -138,7 +138,7 @@ static void x_to_y(const struct flow *flow, const double *u, double *r)
     r[4] = half + side;
 }
 
-/* From the eigenvectors in y to those in z. */
+/* Transforms from the eigenvectors in y to those in z. */
 static void y_to_z(const struct flow *flow, const double *u, double *r)
 {
     double half = 0.5 * (r[3] + r[4]), side = HALF_ROOT * r[0], along = HALF_ROOT * (r[3] - r[4]);
@@ -151,7 +151,7 @@ static void y_to_z(const struct flow *flow, const double *u, double *r)
     r[4] = half + side;
 }
 
-/* From the eigenvectors in z back to changes of the state. */
+/* Transforms from the eigenvectors in z back to changes of the state. */
 static void from_z(const struct flow *flow, const double *u, double *r)
 {
     const double *v = flow->velocity;
@@ -164,7 +164,7 @@ static void from_z(const struct flow *flow, const double *u, double *r)
     r[4] = flow->kinetic * density - v[0] * x + v[1] * y + flow->sound * flow->sound / C2 * wave + v[2] * along;
 }
 
-/* Transforms all right sides, after multiplying them. */
+/* Multiplies all right-hand sides by `factor`, then transforms them. */
 static void change(void (*transform)(const struct flow *, const double *, double *), double factor)
 {
 #pragma omp parallel for

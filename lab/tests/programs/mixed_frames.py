@@ -1,7 +1,7 @@
 """Sends frames of mixed sizes to mixed destinations as fast as it can: mixed_frames.py DEVICE COUNT MAC...
 
-Destinations are the given ones, an unknown one, and broadcast. The source is the device's own address, and for one
-frame in sixteen a group address, which is never valid.
+Destinations are the given ones, an unknown one, and broadcast. The source is the device's own address, or for one frame
+in sixteen a group address, which is never a valid source.
 """
 
 import random
@@ -11,7 +11,7 @@ from pathlib import Path
 
 SIZES = (14, 60, 64, 65, 128, 256, 512, 1024, 1280, 1500, 1514)
 KINDS = 4096
-"""Different frames, made before sending and chosen at random."""
+"""Number of different frames, generated before sending and chosen at random."""
 UNKNOWN = "02:00:00:00:ff:ff"
 BROADCAST = "ff:ff:ff:ff:ff:ff"
 
@@ -22,7 +22,7 @@ def main() -> None:
     chance = random.Random(1)
     frames = []
     for _ in range(KINDS):
-        # Few are flooded: each flooded frame is copied to every machine.
+        # Keep flooded frames rare: each is copied to every machine.
         destination = chance.choice([*destinations * 4, UNKNOWN, BROADCAST])
         source = "03:00:00:00:00:01" if chance.random() < 1 / 16 else own
         addresses = bytes.fromhex((destination + source).replace(":", ""))

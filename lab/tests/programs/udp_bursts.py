@@ -1,7 +1,7 @@
 """Bursts of datagrams: `udp_bursts.py receive`, then `udp_bursts.py send ADDRESS`.
 
-Between bursts the sender asks until the receiver answers: so the receiver listens, and has read the burst before. It
-prints how many datagrams arrived, of how many.
+Before each burst the sender sends a question until the receiver answers: then the receiver listens, and has read the
+previous burst. The receiver prints how many datagrams arrived, out of how many.
 """
 
 import socket
@@ -13,14 +13,14 @@ BURSTS = 4
 DATAGRAMS = 64
 BYTES = 64_000
 ANSWER_S = 1
-"""Time for an answer before the sender asks again."""
+"""Seconds to wait for an answer before the question is repeated."""
 SO_RCVBUFFORCE = 33
 ROOM = 64 << 20
-"""Receive buffer for a whole burst: what counts is the way there."""
+"""Receive buffer for a whole burst: the test counts losses on the path, not in the receiver."""
 
 
 def receive() -> None:
-    """Counts whole datagrams; answers questions when a burst is over."""
+    """Counts complete datagrams; answers the questions between bursts."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as port:
         port.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, ROOM)
         port.bind(("", PORT))
@@ -38,7 +38,7 @@ def receive() -> None:
 
 
 def ask(port: socket.socket, question: bytes) -> None:
-    """Waits until the receiver has read everything before the question."""
+    """Waits until the receiver has read everything sent before the question."""
     while True:
         port.send(question)
         try:
@@ -50,7 +50,7 @@ def ask(port: socket.socket, question: bytes) -> None:
 
 
 def send(address: str) -> None:
-    """Sends all bursts, each after the receiver has read the one before."""
+    """Sends all bursts, each after the receiver has read the previous one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as port:
         port.connect((address, PORT))
         port.settimeout(ANSWER_S)

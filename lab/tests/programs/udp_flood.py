@@ -9,7 +9,7 @@ SECONDS = 2
 BATCH = 256
 
 own = socket.socket(type=socket.SOCK_DGRAM)
-# Not connected: ICMP errors would end a connected socket.
+# Unconnected: ICMP errors would make send fail on a connected socket.
 send, destination, datagram = own.sendto, (sys.argv[1], PORT), bytes(64)
 end = time.monotonic() + SECONDS
 while time.monotonic() < end:

@@ -2,8 +2,9 @@
 
 Usage: udp_flow_order.py take FLOWS | udp_flow_order.py send FLOWS ADDRESS
 
-The sender prints how many it sent. The receiver ends when every flow has ended; it prints how many arrived, and how
-many of them after a later one of their flow. It answers the first of each flow and some of the others.
+The sender prints the number of datagrams sent. The receiver ends when every flow has ended; it prints how many
+datagrams arrived, and how many of them arrived after a later one of the same flow. It answers the first datagram of
+each flow and some of the others.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ PORT = 7007
 SECONDS = 2
 SIZES = (20, 100, 1400, 64, 1472)
 BURST = 4
-"""Datagrams of a flow in a row, with a pause between bursts: this tests order, not speed."""
+"""Consecutive datagrams of one flow; pauses separate bursts, because this tests order, not speed."""
 PAUSE_S = 0.003
 HELLO = b"hello"
 
@@ -41,7 +42,7 @@ def send(flows: int, address: str) -> None:
 
 
 def greet(own: socket.socket) -> None:
-    """Waits for the receiver. Its answer settles which dispatcher serves the flow."""
+    """Waits for the receiver. Its answer determines which dispatcher serves the flow."""
     own.settimeout(0.1)
     stop = time.monotonic() + 10
     while time.monotonic() < stop:

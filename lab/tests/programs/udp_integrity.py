@@ -1,9 +1,9 @@
-"""Numbered UDP datagrams whose content follows from their number, to find corruption and duplicates.
+"""Numbered UDP datagrams whose content depends on their number, to find corruption and duplicates.
 
 Usage: udp_integrity.py take COUNT | udp_integrity.py send COUNT ADDRESS
 
-Each is fragmented into several datagrams of the underlay. The receiver prints how many different ones arrived, how many
-more than once, and how many corrupted.
+Each datagram is fragmented into several datagrams of the underlay. The receiver prints how many different datagrams
+arrived, how many arrived more than once, and how many were corrupted.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
-"""The figures that docs/performance.md and README.md quote: each is looked up in docs/measurements/*.json.
+"""The figures that docs/performance.md and README.md quote, looked up in docs/measurements/*.json.
 
-A bar is a bound that vnet is meant to reach. Whether it is met follows from the stored medians, so the table cannot
-disagree with the pages of the benches.
+A bar is a bound that vnet should reach. Whether it is met follows from the stored medians, so the table cannot
+contradict the pages of the benches.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ Results = Mapping[str, Result]
 
 @dataclass(frozen=True)
 class Cell:
-    """One median: which bench, under which conditions, which contender, which metric."""
+    """One median: its bench, conditions, contender and metric."""
 
     bench: str
     conditions: Conditions
@@ -23,7 +23,7 @@ class Cell:
     metric: str
 
     def value(self, results: Results) -> float:
-        """The median in base units. Raises KeyError when the bench has no such series."""
+        """The median in base units. Raises KeyError if the bench has no such series."""
         series = results[self.bench].find(self.conditions, self.contender, self.metric)
         if series is None:
             raise KeyError(f"{self.bench}.json has no {self.metric} of {self.contender} under {self.conditions}")
@@ -43,13 +43,13 @@ class Bar:
     cell: Cell
     at_least: float | None = None
     at_most: float | None = None
-    """In shown units, not base units; of the ratio when there is a `base`."""
+    """Bounds in displayed units, not base units; bounds of the ratio if there is a `base`."""
     base: Cell | None = None
     cause: str = ""
-    """Shown when the bar is not met."""
+    """Why the bar is missed; displayed only then."""
 
     def measured(self, results: Results) -> float:
-        """What the bound is compared with."""
+        """The value that is compared with the bound."""
         if self.base:
             return self.cell.value(results) / self.base.value(results)
         return self.cell.value(results) / METRICS[self.cell.metric].scale
@@ -294,7 +294,7 @@ HEADLINES: tuple[tuple[str, Cell, Cell | None, Cell | None, Cell | None], ...] =
         None,
     ),
 )
-"""Rows of the README's table: what, then vnet, kernel VXLAN, OVS-DPDK and the bare underlay."""
+"""Rows of the README's table: title, then vnet, kernel VXLAN, OVS-DPDK and the bare underlay."""
 
 
 def bars(results: Results) -> str:

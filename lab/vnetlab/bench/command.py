@@ -26,7 +26,7 @@ Examples:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Describes the command's arguments."""
+    """Adds the command's arguments to a parser."""
     parser.epilog, parser.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "bench", choices=[*BENCHES, ALL, COMPARE, PUBLISH], metavar="NAME", help="a bench, or all, compare, publish"
@@ -56,7 +56,7 @@ def command(arguments: argparse.Namespace) -> None:
         return
     benches = list(BENCHES.values()) if arguments.bench == ALL else [BENCHES[arguments.bench]]
     if arguments.publish:
-        # A missing library must show now, not after hours of measuring.
+        # Check for the library now, not after hours of measurements.
         plot.library()
     for bench in benches:
         result = _run(bench, arguments, _options(arguments))
@@ -79,7 +79,7 @@ def _options(arguments: argparse.Namespace) -> Options:
 
 
 def _run(bench: Bench, arguments: argparse.Namespace, options: Options) -> Result:
-    """Runs a bench. An interrupted run still writes what it has measured so far."""
+    """Runs a bench. An interrupted run still writes the figures measured so far."""
     repeat = arguments.repeat or (runner.REPEAT_QUICK if arguments.quick else runner.REPEAT)
     if repeat < 1:
         raise LabError(f"--repeat {repeat}: choose 1 or more")
@@ -96,13 +96,13 @@ def _run(bench: Bench, arguments: argparse.Namespace, options: Options) -> Resul
 
 
 def _publish(benches: Iterable[Bench]) -> None:
-    """Draws the plots of benches and writes all pages anew."""
+    """Draws the plots of benches and regenerates all pages."""
     for path in pages.publish(benches):
         progress(f"written: {path.relative_to(pages.REPOSITORY)}")
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    """Runs two revisions in turn, with one bench or all."""
+    """Runs two revisions in turn, in one bench or all benches."""
     *names, bench = arguments.rest if len(arguments.rest) == 3 else [*arguments.rest, ALL]
     if len(names) != 2 or bench not in [*BENCHES, ALL]:
         raise LabError(f"bench compare REV_A REV_B [NAME], NAME one of {' '.join(BENCHES)}")

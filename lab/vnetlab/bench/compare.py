@@ -23,12 +23,12 @@ class Difference:
 
     @property
     def change(self) -> float:
-        """Relative change of the median; 0 when the first is 0."""
+        """Relative change of the median; 0 if the first median is 0."""
         return self.other.median / self.one.median - 1 if self.one.median else 0.0
 
     @property
     def p(self) -> float:
-        """The p-value: how likely chance alone gives such a difference."""
+        """The p-value: the probability that chance alone produces such a difference."""
         return difference_p(self.one.values, self.other.values)
 
     @property
@@ -43,7 +43,7 @@ class Difference:
 
 
 def revisions(names: list[str]) -> list[Vnet]:
-    """Builds git revisions; gives each as a contender."""
+    """Builds git revisions; returns each as a contender."""
     commits = [run(["git", "-C", str(REPOSITORY), "rev-parse", "--verify", f"{name}^{{commit}}"]) for name in names]
     shas = [commit.strip()[:12] for commit in commits]
     if len(set(shas)) < len(shas):
@@ -55,7 +55,7 @@ def revisions(names: list[str]) -> list[Vnet]:
 
 
 def build(sha: str) -> Path:
-    """Builds a commit in its own worktree, once; gives the directory of its programs."""
+    """Builds a commit in a separate worktree, once; returns the directory of its programs."""
     tree, target = FOLDER / sha, FOLDER / f"target-{sha}"
     done = target / "built"
     if not done.exists():

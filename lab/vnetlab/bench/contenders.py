@@ -1,7 +1,8 @@
 """Contenders between two hosts: the bare underlay, kernel VXLAN, user-level overlays, and vnet in several settings.
 
-Each contender is brought up on hosts h1 and h2 of a lab with a running underlay, gives the two ends to measure between,
-and removes everything afterwards. Its processes carry the lab's mark, so that `lab down` finds them after a crash.
+Each contender is brought up on hosts h1 and h2 of a lab with a running underlay, returns the two ends to measure
+between, and removes everything afterwards. Its processes carry the lab's mark, so that `lab down` finds them after a
+crash.
 """
 
 import contextlib
@@ -22,15 +23,15 @@ VXLAN_HEADERS = 50
 TINC_MTU_MAX = 1500
 """Debian builds tinc without its jumbogram option: Ethernet frames of at most 1518 bytes."""
 NEBULA_HEADERS = 60
-"""Bytes of IPv4, UDP, Nebula's header and AES-GCM tag."""
+"""Bytes of IPv4 and UDP headers, Nebula's header and AES-GCM tag."""
 NEBULA_MTU_MAX = 8900
-"""Its buffers hold 9001 bytes, headers included."""
+"""Nebula's buffers hold 9001 bytes, including headers."""
 START_S = 20
 USER_LEVEL_PORT = 4242
 
 
 class OnHost(Node):
-    """A host, by its address on an overlay that ends on the host itself."""
+    """A host with the overlay address of a device on the host itself."""
 
     @property
     def address(self) -> str:
@@ -48,15 +49,15 @@ class Ends:
 
 
 class Contender(Protocol):
-    """Something that connects two machines on two hosts."""
+    """A means to connect two machines on two hosts."""
 
     name: str
 
     def missing(self) -> str | None:
-        """Why it cannot run on this machine; None if it can."""
+        """Why the contender cannot run on this machine; None if it can."""
 
     def up(self, topology: Topology) -> contextlib.AbstractContextManager[Ends]:
-        """Connects two machines while the context lasts. Raises LabError when it cannot."""
+        """Connects two machines while the context lasts. Raises LabError if that fails."""
 
 
 @dataclass(frozen=True)
@@ -66,22 +67,22 @@ class Bare:
     name: str = "native"
 
     def missing(self) -> None:
-        """Never: it is part of the kernel."""
+        """None: it is part of the kernel."""
 
     @contextlib.contextmanager
     def up(self, topology: Topology) -> Iterator[Ends]:
-        """Gives the hosts themselves."""
+        """Returns the hosts themselves."""
         yield Ends(*topology.hosts)
 
 
 @dataclass(frozen=True)
 class VxlanDevice:
-    """A kernel VXLAN device on each host, with addresses of its own."""
+    """A kernel VXLAN device on each host, with its own overlay address."""
 
     name: str = "kernel VXLAN, device"
 
     def missing(self) -> None:
-        """Never: it is part of the kernel."""
+        """None: it is part of the kernel."""
 
     @contextlib.contextmanager
     def up(self, topology: Topology) -> Iterator[Ends]:
@@ -95,12 +96,12 @@ class VxlanDevice:
 
 @dataclass(frozen=True)
 class VxlanContainers:
-    """The usual container network: a veth pair each, a bridge on each host, a kernel VXLAN device in it."""
+    """The usual container network: a veth pair per container, and on each host a bridge with a kernel VXLAN device."""
 
     name: str = "kernel VXLAN, containers"
 
     def missing(self) -> None:
-        """Never: it is part of the kernel."""
+        """None: it is part of the kernel."""
 
     @contextlib.contextmanager
     def up(self, topology: Topology) -> Iterator[Ends]:
@@ -118,14 +119,14 @@ class VxlanMixed:
 
     name: str = "kernel VXLAN, container to device"
     reverse: bool = False
-    """The device sends."""
+    """True if the end with the device sends."""
 
     def missing(self) -> None:
-        """Never: it is part of the kernel."""
+        """None: it is part of the kernel."""
 
     @contextlib.contextmanager
     def up(self, topology: Topology) -> Iterator[Ends]:
-        """Creates both, and removes them."""
+        """Creates both ends, and removes them."""
         near, far = topology.hosts
         container = topology.machines(Kind.CONTAINER, near.host)[0]
         end = OnHost(far.lab, Kind.HOST, far.host)
@@ -152,7 +153,7 @@ def _bridged(host: Node, container: Node, mtu: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _vxlan(topology: Topology) -> Iterator[int]:
-    """Creates a VXLAN device on both hosts while the context lasts; gives its MTU."""
+    """Creates a VXLAN device on both hosts while the context lasts; returns its MTU."""
     hosts = topology.hosts
     mtu = topology.settings.underlay_mtu - VXLAN_HEADERS
     with contextlib.ExitStack() as stack:
@@ -163,7 +164,7 @@ def _vxlan(topology: Topology) -> Iterator[int]:
 
 
 def vxlan(host: Node, peer: Node, mtu: int) -> None:
-    """Creates a kernel VXLAN device to another host."""
+    """Creates a kernel VXLAN device that leads to another host."""
     tunnel = f"id 77 dstport 4789 local {host.address} remote {peer.address} dev eth0"
     run(f"ip -n {host.namespace} link add vxlan mtu {mtu} up type vxlan {tunnel}".split())
 
@@ -187,7 +188,7 @@ class Tinc:
     name: str = "tinc"
 
     def missing(self) -> str | None:
-        """Needs its Debian package."""
+        """The reason if its Debian package is not installed."""
         return absent("tincd", "tinc")
 
     @contextlib.contextmanager
@@ -198,7 +199,7 @@ class Tinc:
             folders = {end.name: self._configure(end) for end in ends}
             for host in topology.hosts:
                 for folder in folders.values():
-                    # Every host needs the others' public keys.
+                    # Every host needs the public keys of all others.
                     own = folders[host.name] / "hosts" / host.name
                     if folder != folders[host.name]:
                         shutil.copy(own, folder / "hosts" / host.name)
@@ -230,7 +231,7 @@ class Nebula:
     name: str = "Nebula"
 
     def missing(self) -> str | None:
-        """Needs its Debian package."""
+        """The reason if its Debian package is not installed."""
         return absent("nebula", "nebula") or absent("nebula-cert", "nebula")
 
     @contextlib.contextmanager
@@ -265,14 +266,14 @@ firewall: {{outbound: {anybody}, inbound: {anybody}}}
 
 
 def absent(program: str, package: str) -> str | None:
-    """The reason that a program is missing; None if it is installed."""
+    """An error text if a program is not installed, else None."""
     there = shutil.which(program, path="/usr/sbin:/usr/bin:/sbin:/bin")
     return None if there else f"{program} is not installed (Debian package {package}): run 'make bench-packages'"
 
 
 @contextlib.contextmanager
 def _user_level(topology: Topology, name: str) -> Iterator[list[Node]]:
-    """Gives the hosts with overlay addresses; afterwards stops the daemons `name` and removes their files."""
+    """Returns the hosts with overlay addresses; afterwards stops the daemons `name` and removes their files."""
     ends = [OnHost(host.lab, Kind.HOST, host.host) for host in topology.hosts]
     folders = [topology.state / name, *(end.file(f".{name}") for end in ends)]
     for folder in folders:
@@ -305,14 +306,14 @@ def _address(end: Node, device: str, mtu: int) -> None:
 
 
 def _meet(name: str, ends: list[Node]) -> Ends:
-    """Waits until the two ends reach each other."""
+    """Waits until the two ends can ping each other."""
     log = ends[0].file(f".{name}.log")
     wait_until(f"{name} to connect the hosts", lambda: reach(*ends), START_S, log)
     return Ends(*ends, running(f".{name}.pid", ends))
 
 
 def reach(source: Node, destination: Node) -> bool:
-    """Whether one ping is answered."""
+    """Whether a ping is answered."""
     return bool(measure.ping(source, destination.address, "-w", "1", count=1)[1])
 
 
@@ -332,12 +333,12 @@ def _lines(keys: Lines) -> list[str]:
 
 
 class Pinned(Enum):
-    """Which processors dispatchers use, where hosts share a machine."""
+    """CPUs of dispatchers, where several hosts share a machine."""
 
     APART = "apart"
-    """One processor per host, as far as they go; guests share them."""
+    """One CPU per host, as far as the machine has enough; guests share the CPUs."""
     TOGETHER = "together"
-    """All on the first processor; the others are left to guests."""
+    """All dispatchers on the first CPU, which leaves the others to guests."""
 
 
 @dataclass(frozen=True)
@@ -349,25 +350,25 @@ class Vnet:
     """Lines of [dispatch] that differ from the defaults."""
     encapsulation: str = "native"
     dispatchers: int = 1
-    """Also the number of ports, and of queues per interface."""
+    """Number of dispatchers, of ports, and of queues per interface."""
     sealed: bool = False
     mtu: int = 0
     """The interfaces' MTU; 0 means the underlay's."""
     binaries: Path | None = None
-    """Directory of vnetd and vnet; None means the usual one."""
+    """Directory of vnetd and vnet; None means the default directory."""
     interface: Lines = ()
     """Lines of every [[interface]] that differ from the defaults."""
     bridge: Lines = ()
     """Lines of [bridge] that differ from the defaults."""
     direct: bool = False
-    """Whether virtual machines have underlay ports of their own."""
+    """Whether virtual machines have their own underlay ports."""
     offloads: bool = True
-    """Whether guests leave checksums and segmentation to their device."""
+    """Whether guests leave checksums and segmentation to their devices."""
     pinned: Pinned | None = None
-    """Processors of the dispatchers; None leaves that to the kernel."""
+    """CPUs of the dispatchers; None leaves the choice to the kernel."""
 
     def missing(self) -> None:
-        """Never: `up` fails when it is not built."""
+        """None: `up` fails if vnet is not built."""
 
     @contextlib.contextmanager
     def up(self, topology: Topology) -> Iterator[Ends]:
@@ -377,7 +378,7 @@ class Vnet:
             containers = topology.machines(Kind.CONTAINER)
             self.settle(containers)
             if self.sealed:
-                # The handshake has to finish first.
+                # The handshake must finish before any measurement.
                 wait_until(f"{self.name} to connect the hosts", lambda: reach(containers[0], containers[-1]), START_S)
             yield Ends(containers[0], containers[-1], processes)
 
@@ -390,7 +391,7 @@ class Vnet:
 
     @contextlib.contextmanager
     def daemons(self, topology: Topology, more: str = "") -> Iterator[dict[str, int]]:
-        """Runs vnetd on all hosts, with `more` appended to the configuration; gives process ids by host."""
+        """Runs vnetd on all hosts, with `more` appended to the configuration; returns process ids by host."""
         with self.own_binaries():
             try:
                 for host in topology.hosts:
@@ -410,7 +411,7 @@ class Vnet:
                     host.file(".toml").unlink(missing_ok=True)
 
     def settle(self, machines: list[Node]) -> None:
-        """Turns off offloads in containers or virtual machines where this contender does without."""
+        """Turns off offloads in containers or virtual machines if this contender runs without them."""
         for each in machines if not self.offloads else []:
             machine.execute(each, "ethtool", "-K", "eth0", "tx", "off", "tso", "off", "gso", "off")
 

@@ -1,7 +1,7 @@
 """Many agents of the distributed overlay against one real etcd: vnetd/examples/agents.rs, which defines the metrics.
 
-Every agent holds the complete view of its own host, so memory and processors limit their number. The other hosts exist
-as records only, which costs an agent exactly the same.
+Every agent holds the complete view of its own host, so memory and CPUs limit the number of agents. The other hosts
+exist only as records, which cost an agent as much as real hosts.
 """
 
 import json
@@ -33,7 +33,7 @@ QUICK = Scale(hosts=20, stations=1_000, agents=4, moves=3)
 
 
 def measure(vnet: Vnet, topology: Topology, scale: Scale) -> Sample:
-    """One run on a fresh etcd."""
+    """Runs the load test once on a fresh etcd."""
     with vnet.own_binaries():
         program = vhost.example("agents")
     store.start(topology)

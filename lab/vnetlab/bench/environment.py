@@ -1,4 +1,4 @@
-"""Describes the machine and the versions that were measured."""
+"""Describes the machine and the versions of all measured programs."""
 
 import os
 import re
@@ -25,7 +25,7 @@ PACKAGES = (
 
 
 def machine() -> dict[str, str]:
-    """This machine: processor, kernel, and what may make figures fluctuate."""
+    """This machine: processor, kernel, and settings that can make figures fluctuate."""
     cpuinfo = Path("/proc/cpuinfo").read_text()
     memory_kib = int(re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
     uname = os.uname()
@@ -42,7 +42,7 @@ def machine() -> dict[str, str]:
 
 
 def clock_hz() -> float:
-    """Frequency of the time stamp counter, as far as the kernel reports it."""
+    """Frequency of the time stamp counter, if the kernel reports it."""
     return float(re.search(r"cpu MHz\s*: ([\d.]+)", Path("/proc/cpuinfo").read_text())[1]) * 1e6
 
 

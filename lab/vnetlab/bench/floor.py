@@ -1,4 +1,4 @@
-"""The floor: the smallest forwarder between a TAP device and a UDP socket, vnet/examples/floor.rs."""
+"""The floor: vnet/examples/floor.rs, the smallest possible forwarder between a TAP device and a UDP socket."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ PORT = 9900
 
 @dataclass(frozen=True)
 class Floor:
-    """Containers behind that program."""
+    """Containers connected by that program."""
 
     name: str
     blocks: bool = False
     """Whether the program sleeps until a frame arrives; otherwise it spins."""
     processor: int | None = None
-    """Processor of all instances; None leaves that to the kernel."""
+    """CPU of all instances; None leaves the choice to the kernel."""
 
     def missing(self) -> str | None:
-        """The program may not be built."""
+        """The reason if the program is not built."""
         try:
             vhost.example("floor")
         except LabError as error:

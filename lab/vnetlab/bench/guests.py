@@ -23,7 +23,7 @@ class VnetGuests:
         return self.vnet.name
 
     def missing(self) -> str | None:
-        """Never: it needs nothing beyond the lab."""
+        """None: it needs only what the lab needs."""
         return self.vnet.missing()
 
     @contextlib.contextmanager
@@ -48,7 +48,7 @@ class TapGuests:
     name: str = "QEMU tap, bridge, kernel VXLAN"
 
     def missing(self) -> None:
-        """Never: it is part of the kernel and QEMU."""
+        """None: it is part of the kernel and QEMU."""
 
     @contextlib.contextmanager
     def up(self, topology: Topology) -> Iterator[Ends]:
@@ -79,7 +79,7 @@ class TapGuests:
 
 @contextlib.contextmanager
 def _guests(topology: Topology) -> Iterator[contextlib.ExitStack]:
-    """A stack of clean-ups; removes files of earlier guests first."""
+    """Yields a stack of clean-ups; first removes files of earlier guests."""
     with contextlib.ExitStack() as stack:
         for machine in topology.machines(Kind.VM):
             for suffix in (".log", ".console.log"):
@@ -88,7 +88,7 @@ def _guests(topology: Topology) -> Iterator[contextlib.ExitStack]:
 
 
 def _ready(guests: list[Node], daemons: dict[str, int]) -> Ends:
-    """Waits until the guests have booted."""
+    """Waits until the guests have booted; returns the two ends."""
     for machine in guests:
         guest.wait(machine)
     return Ends(guests[0], guests[-1], daemons | running(".pid", guests))

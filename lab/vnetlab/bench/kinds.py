@@ -14,7 +14,7 @@ from vnetlab.topology import Kind, Node, Topology
 SMALL_BYTES = 64
 TAPS = ("tap", "uring")
 DEVICES = ("kinds1", "kinds2")
-"""In the host's namespace: TAP devices before they are moved, or the host's ends of veth pairs."""
+"""Names in the host's namespace: TAP devices before they are moved, or the host's ends of veth pairs."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Between:
     """Whether the program sleeps until a frame arrives; otherwise it spins."""
 
     def missing(self) -> str | None:
-        """The program may not be built."""
+        """The reason if the program is not built."""
         try:
             vhost.example("kinds")
         except LabError as error:

@@ -1,8 +1,8 @@
 """The benches `latency` (latency by size) and `ablation` (what each part of vnet contributes).
 
 `latency` reproduces figures 4 and 6 of the VNET/P+ paper: round trips by ICMP size with their spread, and throughput
-over time; the bench `mpi` has its figure 7. `ablation` measures the same two machines with one part of vnet
-after the other switched on, from a VNET/U-like configuration to everything. Both count notifications and wake-ups per
+over time; the bench `mpi` has its figure 7. `ablation` measures the same two machines while the parts of vnet are
+switched on one by one, from a VNET/U-like configuration to the complete one. Both count notifications and wake-ups per
 frame.
 """
 
@@ -54,7 +54,7 @@ BOTH = replace(CUT_THROUGH, name="both", interface=OPTIMISTIC.interface)
 PLUS_PINNING = replace(BOTH, name="+ pinning, each host's dispatcher to a processor", pinned=Pinned.APART)
 ON_ONE = replace(BOTH, name="+ pinning, all dispatchers to one processor", pinned=Pinned.TOGETHER)
 STEPS = (LIKE_VNET_U, GUEST_DRIVEN, VMM_DRIVEN, ADAPTIVE, PLUS_OPTIMISTIC, CUT_THROUGH, BOTH, PLUS_PINNING, ON_ONE)
-"""The parts, switched on one after the other. A TAP has neither guest interrupts nor guest memory to send from."""
+"""The parts, switched on one by one. A TAP has neither guest interrupts nor guest memory to send from."""
 OF_GUESTS = (PLUS_OPTIMISTIC, CUT_THROUGH, BOTH)
 """Parts that only virtual machines have."""
 FLOORS = (
@@ -68,7 +68,7 @@ GUESTS: tuple[Contender, ...] = (TapGuests(), VnetGuests(VNET), VnetGuests(OPTIM
 
 
 def steps(*, guests: bool) -> list[Contender]:
-    """The rows of the ablation, after contenders for comparison."""
+    """The rows of the ablation, preceded by contenders for comparison."""
     if guests:
         return [TapGuests(), *(VnetGuests(step) for step in STEPS)]
     return [Bare(), VxlanContainers(), *FLOORS, *(step for step in STEPS if step not in OF_GUESTS)]
@@ -98,7 +98,7 @@ def _counts(hosts: list[Node], ends: Ends) -> _Counts:
 
 
 def _answering(topology: Topology, ends: Ends) -> list[Node]:
-    """Hosts whose daemon is vnetd; other contenders have no daemon of that name, or not a vnetd."""
+    """Hosts whose daemon is vnetd: other contenders have no daemon, or a daemon without a control socket."""
     return [host for host in topology.hosts if host.name in ends.processes and host.file(".sock").exists()]
 
 
@@ -140,7 +140,7 @@ def stream(ends: Ends, seconds: float) -> Sample:
 
 
 def small(topology: Topology, ends: Ends, seconds: float) -> Sample:
-    """One stream of small datagrams at full rate: how many arrive, and notifications per frame."""
+    """One stream of small datagrams at full rate: arrived datagrams per second, and notifications per frame."""
     words = ("--udp", "--bitrate", "0", "--length", str(SMALL_BYTES))
     receiver = _answering(topology, ends)[-1:]
     before = _counts(receiver, ends)

@@ -1,10 +1,10 @@
-"""The bench `mpi`: what MPI programs get between two machines, a rank on each, with Open MPI over TCP.
+"""The bench `mpi`: performance of MPI programs between two machines, a rank on each, with Open MPI over TCP.
 
-`messages` times messages of one size by NetPIPE: one way, and both ways at once. `challenge` runs the HPC Challenge
-suite, whose PTRANS, FFT, rings and RandomAccess do what applications do.
+`messages` times messages of one size by NetPIPE: in one direction, and in both at once. `challenge` runs the HPC
+Challenge suite, whose PTRANS, FFT, rings and RandomAccess communicate like applications.
 
 Open MPI starts a daemon on each machine through a remote shell; here that is a script which enters the machine's
-namespace. Both machines believe to own all processors, so ranks are not bound to any, and yield while they wait.
+namespace. Both machines assume that they own all CPUs, so ranks are not bound to any, and yield while they wait.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ from vnetlab.run import LabError
 from vnetlab.topology import Node
 
 CONTENDERS: tuple[Contender, ...] = (Bare(), VxlanDevice(), VxlanContainers(), VNET)
-"""The tunnels that a container network has, each with what the one before lacks."""
+"""The tunnels of container networks; each adds a layer to the one before."""
 MESSAGE_BYTES = (1, 64, 1_024, 8_192, 65_536, 1 << 20, 4 << 20)
 START_S = 30
 """Allowance for Open MPI to start and exit."""
 MEASURE_S = 60
-"""Allowance for NetPIPE per size: seven tries of a quarter of a second by its own clock."""
+"""Allowance for NetPIPE per size: seven trials of a quarter of a second by its own clock."""
 CHALLENGE_S = 300
 """Allowance for the HPC Challenge suite: its RandomAccess tests stop after a minute each."""
 ORDER, QUICK_ORDER = 1_000, 200
-"""Rows of the suite's matrices. Its other tests take their memory from that: 8 MB in all."""
+"""Rows of the suite's matrices, which also determine the memory of its other tests: 8 MB in total."""
 SUMMARY = re.compile(r"^(\w+)=([-+.\deE]+)$", re.MULTILINE)
 CHALLENGE = {
     "pingpong_latency_us": ("MaxPingPongLatency_usec", 1),
@@ -41,7 +41,7 @@ CHALLENGE = {
     "fft_flops": ("MPIFFT_Gflops", 1e9),
     "updates_per_s": ("MPIRandomAccess_GUPs", 1e9),
 }
-"""Metrics, their names in the suite's summary, and the unit there."""
+"""Metrics, their names in the suite's summary, and the units there."""
 
 
 def messages(ends: Ends, size: int) -> Sample:
@@ -73,7 +73,7 @@ def challenge(ends: Ends, order: int) -> Sample:
 
 
 def challenge_input(order: int) -> str:
-    """The suite's input file hpccinf.txt for two ranks: a format of fixed lines."""
+    """The suite's input file hpccinf.txt for two ranks, a format of fixed lines."""
     sizes = [1, order, 1, 80, 0, 1, 2, 1]
     """One matrix, its order, one block size and its rows, row-major, one grid of 2 x 1 ranks."""
     factorisation = ["16.0", 1, 2, 1, 4, 1, 2, 1, 1, 1, 1, 1, 0, 2, 64, 0, 0, 1, 8]
@@ -85,7 +85,7 @@ def challenge_input(order: int) -> str:
 
 
 def challenge_figures(report: str) -> Sample:
-    """The sample in the suite's report; raises LabError when it has failed or has not finished."""
+    """The sample from the suite's report; raises LabError if the suite failed or did not finish."""
     found = dict(SUMMARY.findall(report))
     if found.get("Success") != "1":
         raise LabError(f"HPC Challenge gave no figures: {report.strip()[-200:]}")
@@ -109,7 +109,7 @@ def _agent(ends: Ends) -> Iterator[Path]:
 
 
 def _netpipe(ends: Ends, agent: Path, size: int, *options: str) -> tuple[int, float]:
-    """Runs NetPIPE with one size; gives message bytes (of both directions with -2) and seconds."""
+    """Runs NetPIPE with one size; returns message bytes (of both directions with -2) and seconds."""
     report = ends.source.file(".netpipe")
     size_only = ["-l", str(size), "-u", str(size), "-p", "0"]
     words = ["mpirun", *_open_mpi(ends, agent), "NPopenmpi", *size_only, *options, "-o", str(report)]

@@ -1,7 +1,7 @@
-"""Writes what docs say about measurements, from the stored results: `lab bench NAME --publish`, `lab bench publish`.
+"""Generates the pages about measurements from stored results: `lab bench NAME --publish`, `lab bench publish`.
 
-`docs/measurements/NAME.json` is the only source. From it come the page and plots beside it, and the marked tables of
-docs/performance.md and README.md. A test compares every page with its source.
+`docs/measurements/NAME.json` is the only source. The page and plots beside it, and the marked tables of
+docs/performance.md and README.md, are generated from it. A test compares every page with its source.
 """
 
 import re
@@ -24,7 +24,7 @@ def stored() -> dict[str, Result]:
 
 
 def texts(results: dict[str, Result]) -> Iterator[tuple[Path, str]]:
-    """Every generated page, and every page with a generated table, with the text it must have."""
+    """Every generated page, and every page with a generated table, with the text that it must have."""
     for name, result in results.items():
         yield FOLDER / f"{name}.md", report.page(result, BENCHES[name].title)
     any_result = next(iter(results.values()))
@@ -36,7 +36,7 @@ def texts(results: dict[str, Result]) -> Iterator[tuple[Path, str]]:
 
 
 def replace(path: Path, text: str, tables: dict[str, str]) -> str:
-    """Puts each table between `<!-- NAME: begin` and `<!-- NAME: end -->`. Raises LabError when a marker is missing."""
+    """Puts each table between `<!-- NAME: begin` and `<!-- NAME: end -->`. Raises LabError if one is missing."""
     for name, table in tables.items():
         pattern = rf"(<!-- {name}: begin[^\n]*-->\n).*?(<!-- {name}: end -->)"
         text, count = re.subn(
@@ -48,12 +48,12 @@ def replace(path: Path, text: str, tables: dict[str, str]) -> str:
 
 
 def store(result: Result) -> None:
-    """Keeps a result as the one that the pages are made from."""
+    """Stores a result, as the source of the pages."""
     result.write(FOLDER / f"{result.bench}.json")
 
 
 def publish(benches: Iterable[Bench]) -> list[Path]:
-    """Draws the plots of `benches`, then writes every page anew. Gives the files that were written."""
+    """Draws the plots of `benches`, then regenerates every page. Returns the files that were written."""
     results = stored()
     written = []
     for bench in benches:

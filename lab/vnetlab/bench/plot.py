@@ -1,4 +1,4 @@
-"""Plots of results by matplotlib, which only benches need."""
+"""Plots of results by matplotlib, which only the bench needs."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,7 +20,7 @@ STYLES = ("solid", "dashed", "dotted", "dashdot")
 
 
 def library() -> ModuleType:
-    """Loads pyplot of matplotlib; raises LabError when it is not installed."""
+    """Loads pyplot of matplotlib; raises LabError if it is not installed."""
     try:
         import matplotlib as mpl  # noqa: PLC0415
 
@@ -28,15 +28,15 @@ def library() -> ModuleType:
         from matplotlib import pyplot  # noqa: PLC0415
     except ImportError as error:
         raise LabError("plots need matplotlib: run 'make bench', or .venv/bin/python lab/lab bench") from error
-    # Reproducible ids: the same figures give the same file.
+    # Reproducible ids, so that the same figures give the same file.
     mpl.rcParams["svg.hashsalt"] = "vnet"
     return pyplot
 
 
 def draw(result: Result, title: str, metrics: tuple[str, ...], axis: str, folder: Path) -> list[Path]:
-    """Draws each measured metric, one below the other; gives the SVG and PNG files.
+    """Draws each measured metric in a subplot, one below the other; returns the SVG and PNG files.
 
-    Raises LabError without matplotlib.
+    Raises LabError if matplotlib is not installed.
     """
     pyplot = library()
     drawn = [metric for metric in metrics if metric in result.metrics()]
@@ -61,7 +61,7 @@ def draw(result: Result, title: str, metrics: tuple[str, ...], axis: str, folder
 
 
 def _bars(axes: "Axes", result: Result, metric: str, _axis: str) -> None:
-    """A group of bars per condition, a bar per contender: median with smallest and largest."""
+    """A group of bars per condition, a bar per contender: the median with minimum and maximum."""
     groups = [
         each for each in result.conditions() if any(result.find(each, name, metric) for name in result.contenders())
     ]
@@ -85,7 +85,7 @@ def _bars(axes: "Axes", result: Result, metric: str, _axis: str) -> None:
 
 
 def _lines(axes: "Axes", result: Result, metric: str, axis: str) -> None:
-    """The condition `axis` from left to right, a line per contender and per other conditions that differ."""
+    """A line per contender and combination of other conditions; the condition `axis` is the x axis."""
     if not any(axis in each and result.find(each, name, metric) for each, name in _pairs(result)):
         _bars(axes, result, metric, axis)
         return
@@ -107,7 +107,7 @@ def _lines(axes: "Axes", result: Result, metric: str, axis: str) -> None:
 
 
 def _pairs(result: Result) -> Iterable[tuple[Conditions, str]]:
-    """All pairs of conditions and contender, contenders in the outer order."""
+    """All pairs of conditions and contenders, contenders in the outer loop."""
     return ((each, name) for name in result.contenders() for each in result.conditions())
 
 
@@ -117,7 +117,7 @@ def _colour(result: Result, contender: str) -> str:
 
 
 def _figures(metric: str, found: list) -> tuple[list[float], list[float], list[float]]:
-    """Medians and error bars (distance to smallest and largest) in shown units."""
+    """Medians and error bars (distance to minimum and maximum) in displayed units."""
     scale = METRICS[metric].scale
     medians = [series.median / scale for series in found]
     below = [(series.median - series.spread[0]) / scale for series in found]

@@ -1,4 +1,4 @@
-"""Results as text: tables for the terminal, and the page `docs/measurements/NAME.md` of a bench."""
+"""Results as text: tables for the terminal, and a bench's page `docs/measurements/NAME.md`."""
 
 import itertools
 import re
@@ -20,7 +20,7 @@ def table(result: Result) -> str:
 
 
 def page(result: Result, title: str) -> str:
-    """The Markdown page of a bench. It depends on nothing but the stored result and the title."""
+    """The Markdown page of a bench. It depends only on the stored result and the title."""
     source = f"{result.bench}.json"
     lines = [f"# {title}", ""]
     lines += [f"<!-- Generated from {source} by `lab/lab bench publish`; do not edit. -->", ""]
@@ -52,7 +52,7 @@ def figure(series: Series) -> str:
 
 
 def describe(conditions: Conditions) -> str:
-    """Conditions in words: "wire 1 Gbit/s, MTU 1500"."""
+    """Conditions as text: "wire 1 Gbit/s, MTU 1500"."""
     parts = {name: WAYS.get(str(value), str(value)) if name == "wire" else value for name, value in conditions.items()}
     return ", ".join(str(value) if name in ("path", "load") else f"{name} {value}" for name, value in parts.items())
 

@@ -1,4 +1,4 @@
-"""Metrics and their units, results as JSON, medians and spreads, and the test whether two series differ."""
+"""Metrics and their units, results as JSON, medians and spreads, and the significance test for two series."""
 
 import itertools
 import json
@@ -11,17 +11,17 @@ from typing import Self, TypeVar
 _T = TypeVar("_T")
 
 Conditions = dict[str, str | int]
-"""What holds for a whole series: {"wire": "10g", "MTU": 9000}."""
+"""The conditions of a whole series: {"wire": "10g", "MTU": 9000}."""
 Sample = dict[str, float]
 """The values of one run of one contender, by metric."""
 
 SIGNIFICANCE = 0.05
-"""A difference counts when chance alone produces one like it in at most this share of all comparisons."""
+"""Significance level: maximum p-value at which a difference counts."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A quantity. Values are stored in base units and shown divided by `scale`."""
+    """A quantity. Values are stored in base units and displayed divided by `scale`."""
 
     title: str
     unit: str
@@ -29,7 +29,7 @@ class Metric:
     digits: int = 2
     higher_is_better: bool = False
     in_tables: bool = True
-    """Whether tables show it. The JSON always has it."""
+    """Whether tables contain the metric. The JSON always does."""
 
     def show(self, value: float) -> str:
         """The value as text, without its unit."""
@@ -54,7 +54,7 @@ def _bytes(title: str) -> Metric:
 
 
 PROCESSES = ("h1", "h2", "h1v1", "h2v1", "OVS", "ovsdb", "client", "server")
-"""Processes whose CPU time is stored one by one: daemons, virtual machines, Open vSwitch, iperf3's two ends."""
+"""Processes whose CPU time is stored individually: daemons, virtual machines, Open vSwitch, iperf3's two ends."""
 ROUND_TRIPS = ("ping", "flood", "tcp")
 """Pings at intervals, pings back to back, requests over TCP."""
 UDP_WRITES = (64, 1400, 8800, 64000)
@@ -120,7 +120,7 @@ BASE_UNITS = {
     "MiB": "bytes",
     "%": "share",
 }
-"""Units of stored values by shown unit, where the two differ."""
+"""Units of stored values by displayed unit, where the two differ."""
 
 
 @dataclass
@@ -139,7 +139,7 @@ class Series:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Smallest and largest value."""
+        """Minimum and maximum."""
         return min(self.values), max(self.values)
 
 
@@ -177,14 +177,14 @@ class Result:
                 self.series.append(Series(dict(conditions), contender, metric, [value]))
 
     def find(self, conditions: Conditions, contender: str, metric: str) -> Series | None:
-        """The series, or None."""
+        """The series, or None if it was not measured."""
         for series in self.series:
             if (series.conditions, series.contender, series.metric) == (conditions, contender, metric):
                 return series
         return None
 
     def metrics(self) -> list[str]:
-        """All metrics that were measured, in the order of METRICS."""
+        """All measured metrics, in the order of METRICS."""
         there = {series.metric for series in self.series}
         return [metric for metric in METRICS if metric in there]
 
@@ -193,11 +193,11 @@ class Result:
         return _distinct(entry.conditions for entry in [*self.series, *self.failures])
 
     def contenders(self) -> list[str]:
-        """All contenders in the order of measurement, failed ones included."""
+        """All contenders in the order of measurement, including failed ones."""
         return _distinct(entry.contender for entry in [*self.series, *self.failures])
 
     def write(self, path: Path) -> None:
-        """Writes the result as JSON; each series carries its median and spread for readers of the file."""
+        """Writes the result as JSON; each series includes its median and spread for readers of the file."""
         text = asdict(self)
         for entry, series in zip(text["series"], self.series, strict=True):
             low, high = series.spread
@@ -239,7 +239,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 def difference_p(one: Sequence[float], other: Sequence[float]) -> float:
     """The p-value of the exact two-sided Mann-Whitney test.
 
-    It enumerates every split of the pooled values, so it is meant for at most about 10 values a side.
+    It enumerates every split of the pooled values, so it is suitable for at most about 10 values per series.
     """
     pooled = [*one, *other]
     middle = len(one) * len(other) / 2
@@ -255,5 +255,5 @@ def difference_p(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def smallest_p(one: int, other: int) -> float:
-    """The smallest p-value that `difference_p` can give for series of these lengths."""
+    """The smallest p-value that `difference_p` can return for series of these lengths."""
     return difference_p(range(one), range(one, one + other))

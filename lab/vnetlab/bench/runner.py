@@ -21,7 +21,7 @@ REPEAT_QUICK = 2
 
 
 def begin(bench: Bench, options: Options, repeat: int) -> Result:
-    """A result without figures yet: command, date, machine, versions."""
+    """A result without figures: command, date, machine, versions."""
     return Result(
         bench=bench.name,
         command=shlex.join(["lab/lab", *sys.argv[1:]]),
@@ -35,9 +35,9 @@ def begin(bench: Bench, options: Options, repeat: int) -> Result:
 
 
 def run(bench: Bench, options: Options, result: Result) -> None:
-    """Runs a bench and adds its figures to `result`, which keeps them when the user interrupts.
+    """Runs a bench and adds its figures to `result`, which keeps them if the user interrupts the run.
 
-    Contenders that cannot run are noted with the reason. Everything is taken down, also on interrupt.
+    Contenders that cannot run are recorded with the reason. Everything is taken down, also after an interrupt.
     """
     with _alone():
         for case in cases(bench, options):
@@ -51,7 +51,7 @@ def run(bench: Bench, options: Options, result: Result) -> None:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Excludes a second bench on this machine."""
+    """Prevents a second bench from running on this machine."""
     with LOCK.open("wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,6 +95,6 @@ def _note(result: Result, case: Case, turn: Turn, reason: str) -> None:
 
 
 def _shown(sample: Sample, bench: Bench) -> str:
-    """The sample's plotted metrics, or its first ones."""
+    """The sample's plotted metrics, or its first ones if none is plotted."""
     names = [name for name in bench.plotted if name in sample] or list(sample)[:4]
     return ", ".join(f"{METRICS[name].title} {METRICS[name].show(sample[name])} {METRICS[name].unit}" for name in names)

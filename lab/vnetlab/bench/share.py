@@ -1,7 +1,7 @@
-"""Splits a ping between virtual machines into the overlay's round trip and the machines' own time.
+"""Splits a ping between virtual machines into the overlay's round trip and the machines' processing time.
 
 Frames are captured where they leave and enter a machine: at QEMU's tap by tcpdump, at vnetd's port by `vnet capture`.
-Both use the same clock, so four timestamps per ping separate the overlay's round trip from the time to answer.
+Both use the same clock, so four timestamps per ping separate the overlay's round trip from the processing time.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from vnetlab.topology import Node, Topology
 
 PINGS = 300
 INTERVAL_S = 0.01
-"""Long enough for a ping to finish before the next, even on a machine at half its speed."""
+"""Long enough for a ping to finish before the next one, even on a machine at half speed."""
 LINE = re.compile(r"^([\d.]+) .*ICMP echo (request|reply), id \d+, seq (\d+),", re.MULTILINE)
 Times = dict[tuple[str, int], float]
-"""Seconds when the request and the reply of each sequence number passed."""
+"""Seconds at which the request and the reply of each sequence number passed."""
 
 
 def of_pings(topology: Topology, ends: Ends) -> Sample:
-    """Medians of the overlay's round trip, and of the rest of a ping: the machines' own time."""
+    """Medians of the overlay's round trip, and of the rest of a ping: the machines' processing time."""
     near, far = topology.hosts[0], topology.hosts[-1]
     options = ("-i", str(INTERVAL_S))
     with _watched(near, ends.source) as at_near, _watched(far, ends.destination) as at_far:
@@ -44,7 +44,7 @@ def of_pings(topology: Topology, ends: Ends) -> Sample:
 
 
 def way_us(here: Times, there: Times, number: int) -> float | None:
-    """A ping's time between the machines, both directions together; None if a capture missed it."""
+    """A ping's time between the machines, the sum of both directions; None if a capture missed a frame of it."""
     try:
         forth = there["request", number] - here["request", number]
         back = here["reply", number] - there["reply", number]
@@ -55,7 +55,7 @@ def way_us(here: Times, there: Times, number: int) -> float | None:
 
 @contextlib.contextmanager
 def _watched(host: Node, guest: Node) -> Iterator[Path]:
-    """Captures at a machine's port while the context lasts; gives the file."""
+    """Captures at a machine's port while the context lasts; returns the file."""
     file = guest.file(".capture")
     file.unlink(missing_ok=True)
     if host.file(".sock").exists():

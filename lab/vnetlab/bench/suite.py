@@ -1,4 +1,4 @@
-"""The benches: their cases, their contenders, and what each turn measures."""
+"""The benches: their cases, their contenders, and the measurements of each turn."""
 
 import json
 import time
@@ -18,25 +18,25 @@ MTUS = (1500, 9000)
 ROUTES = (10, 100, 1_000, 10_000, 100_000, 1_000_000)
 INTERFACES = (1, 4, 16, 64, 256)
 SETTLE_S = 1
-"""Pause after start or traffic before a daemon counts as idle."""
+"""Pause after start or traffic before a daemon is considered idle."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Which parts of a bench to run, and for how long."""
+    """Selection and duration of a run."""
 
     quick: bool = False
     wires: tuple[str, ...] = ()
     mtus: tuple[int, ...] = MTUS
     contenders: tuple[str, ...] = ()
-    """Parts of names; empty means all."""
+    """Parts of contenders' names; empty selects all."""
     pings: int = 5_000
-    """Pings of each size in the benches latency and ablation."""
+    """Number of pings of each size in the benches latency and ablation."""
     vnets: tuple[Vnet, ...] = ()
-    """Run these instead of all contenders, to compare revisions."""
+    """Revisions to compare; they replace all contenders."""
 
     def seconds(self, full: float) -> float:
-        """How long to measure: `full` seconds, or 1 in a quick run."""
+        """Duration of a measurement: `full` seconds, or 1 in a quick run."""
         return 1 if self.quick else full
 
     def settings(self) -> Iterable[tuple[str, int]]:
@@ -73,13 +73,13 @@ class Bench:
     """Metrics that are plotted."""
     notes: tuple[str, ...] = ()
     wires: tuple[str, ...] = (Wire.NONE,)
-    """Wires by default."""
+    """Default wires."""
     axis: str = ""
-    """The condition on the x axis, for plots with lines."""
+    """The condition on the x axis of plots with lines."""
 
 
 def _turn(contender: Contender, load: Callable[[Ends], Sample]) -> Turn:
-    """A turn that brings a contender up and loads it."""
+    """A turn that brings a contender up and applies a load."""
 
     def take(topology: Topology) -> Sample:
         with contender.up(topology) as ends:
@@ -158,7 +158,7 @@ def _small(options: Options) -> list[Case]:
 
 
 def _bare(seconds: float) -> Turn:
-    """The same stream over bare UDP sockets, without an overlay."""
+    """The stream of super-frames over bare UDP sockets, without an overlay."""
     return Turn("bare UDP sockets", lambda: None, lambda topology: vhost.bare_stream(topology, seconds))
 
 
@@ -222,7 +222,7 @@ def _interfaces(vnet: Vnet, count: int, seconds: float) -> Turn:
 
     def take(topology: Topology) -> Sample:
         for host in topology.hosts:
-            # Keep the other interfaces idle: no IPv6 neighbour discovery on them.
+            # Keep the other interfaces idle: disable IPv6 neighbour discovery on them.
             machine.execute(host, "sysctl", "-q", "-w", "net.ipv6.conf.default.disable_ipv6=1")
         lines = 'kind = "tap"\n'
         more = "".join(f'\n[[interface]]\nname = "more{i}"\n{lines}device = "more{i}"\n' for i in range(1, count))
@@ -236,7 +236,7 @@ def _interfaces(vnet: Vnet, count: int, seconds: float) -> Turn:
 
 
 def _idle_cases(options: Options) -> list[Case]:
-    """Daemons after their last traffic."""
+    """Daemons that are idle after traffic."""
     everybody = list(options.vnets) or [*SETTINGS[:3], Tinc(), Nebula()]
     seconds = max(3, options.seconds(20))
     return [
@@ -249,7 +249,7 @@ def _idle_cases(options: Options) -> list[Case]:
 
 
 def _kinds(options: Options) -> list[Case]:
-    """Two containers of one host behind the smallest forwarder; for revisions, behind each one's, by TAP."""
+    """Two containers of one host behind the smallest forwarder; for revisions, behind each revision's vnetd, by TAP."""
     seconds = options.seconds(2)
 
     def of(vnet: Vnet) -> Turn:
@@ -349,7 +349,7 @@ def _mpi(options: Options) -> list[Case]:
 
 
 def _ablation(options: Options) -> list[Case]:
-    """One part of vnet after the other, between containers and between virtual machines."""
+    """The parts of vnet switched on one by one, between containers and between virtual machines."""
     count = 100 if options.quick else options.pings
     seconds = max(2, options.seconds(5))
 
@@ -366,7 +366,7 @@ def _ablation(options: Options) -> list[Case]:
 
 
 def _told(contender: Contender, load: Callable[[Topology, Ends], Sample]) -> Turn:
-    """As `_turn`, for a load that also queries the daemons."""
+    """Like `_turn`, for a load that also queries the daemons."""
 
     def take(topology: Topology) -> Sample:
         with contender.up(topology) as ends:
@@ -518,7 +518,7 @@ BENCHES = {
 
 
 def cases(bench: Bench, options: Options) -> list[Case]:
-    """The cases of a bench with the selected contenders. Raises LabError when none matches."""
+    """The cases of a bench with the selected contenders. Raises LabError if none matches."""
     options = replace(options, wires=options.wires or bench.wires)
     found = []
     for case in bench.cases(options):

@@ -1,4 +1,4 @@
-"""Links to and through foreign software: VXLAN to the kernel's device, streams beside plain TCP relays."""
+"""Links to and through foreign software: VXLAN to the kernel's device, streams compared with plain TCP relays."""
 
 import contextlib
 import sys
@@ -38,7 +38,7 @@ class VxlanToKernel(Vnet):
     name: str = "vnet, VXLAN to the kernel"
     encapsulation: str = "vxlan"
     reverse: bool = False
-    """The kernel sends."""
+    """True if the kernel's end sends."""
 
     @contextlib.contextmanager
     def up(self, topology: Topology) -> Iterator[Ends]:
@@ -88,12 +88,12 @@ class Relayed(Node):
 
 @dataclass(frozen=True)
 class Relay:
-    """A plain TCP relay on each host: like a stream link, without frames. It carries TCP, but no pings."""
+    """A plain TCP relay on each host: comparable to a stream link, without frames. It carries TCP, but no pings."""
 
     name: str = "TCP relays"
 
     def missing(self) -> None:
-        """Never: it is a script of the lab."""
+        """None: it is a script of the lab."""
 
     @contextlib.contextmanager
     def up(self, topology: Topology) -> Iterator[Ends]:
@@ -109,7 +109,7 @@ class Relay:
 
 
 def everybody(vnets: tuple[Vnet, ...]) -> list[Contender]:
-    """Contenders measured with TCP and pings between two hosts."""
+    """All contenders measured with TCP and pings between two hosts."""
     if vnets:
         return list(vnets)
     return [

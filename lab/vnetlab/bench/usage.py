@@ -14,7 +14,7 @@ CONTEXT_SWITCHES = re.compile(r"^(?:non)?voluntary_ctxt_switches:\s+(\d+)$", re.
 
 @dataclass
 class Usage:
-    """CPU seconds over an interval; filled in when measuring ends."""
+    """CPU seconds over an interval; set when the measurement ends."""
 
     seconds: float = 0
     system_s: float = 0
@@ -22,23 +22,23 @@ class Usage:
 
     @property
     def system_cores(self) -> float:
-        """Busy processors of the whole machine."""
+        """Number of busy CPUs of the whole machine."""
         return self.system_s / self.seconds
 
     @property
     def processes_cores(self) -> float:
-        """Busy processors of all measured processes together."""
+        """Number of CPUs that all measured processes together keep busy."""
         return sum(self.processes_s.values()) / self.seconds
 
     def sample(self) -> dict[str, float]:
-        """By metric: daemons together, the whole machine, each process."""
+        """Values by metric: all daemons together, the whole machine, each process."""
         each = {f"cores_{name}": seconds / self.seconds for name, seconds in self.processes_s.items()}
         return {"daemon_cores": self.processes_cores, "system_cores": self.system_cores, **each}
 
 
 @contextlib.contextmanager
 def measured(processes: Mapping[str, int]) -> Iterator[Usage]:
-    """Measures processes, by name and id, and the machine while the context lasts."""
+    """Measures processes, given by name and id, and the machine while the context lasts."""
     usage = Usage()
     begin, system = time.monotonic(), busy_s()
     before = {name: process_s(pid) for name, pid in processes.items()}
@@ -49,14 +49,14 @@ def measured(processes: Mapping[str, int]) -> Iterator[Usage]:
 
 
 def busy_s(stat: str | None = None) -> float:
-    """Busy seconds of all processors since boot (proc(5), /proc/stat: all but idle and iowait)."""
+    """Busy seconds of all CPUs since boot (proc(5), /proc/stat: all but idle and iowait)."""
     fields = (stat or Path("/proc/stat").read_text()).splitlines()[0].split()[1:9]
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields)
     return (user + nice + system + irq + softirq + steal) * TICK_S
 
 
 def process_s(pid: int) -> float:
-    """CPU seconds of a process's live threads, to the nanosecond; 0 when it is gone."""
+    """CPU seconds of a process's live threads, to the nanosecond; 0 if the process has exited."""
     return sum(thread_s(pid, thread) for thread in threads(pid))
 
 
@@ -89,7 +89,7 @@ def _name(pid: int, thread: int) -> str:
 
 
 def wakeups(pids: Iterable[int]) -> int:
-    """Context switches of these processes' threads so far, voluntary or not; as many as wake-ups."""
+    """Context switches of these processes' threads so far, voluntary or not, which equals the number of wake-ups."""
     total = 0
     for pid in pids:
         for thread in threads(pid):
@@ -99,7 +99,7 @@ def wakeups(pids: Iterable[int]) -> int:
 
 
 def rss_bytes(pid: int) -> int:
-    """Resident memory of a process, bytes."""
+    """Resident memory of a process in bytes."""
     status = Path(f"/proc/{pid}/status").read_text()
     found = re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)
     return int(found[1]) * 1024 if found else 0

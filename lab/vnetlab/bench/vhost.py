@@ -1,4 +1,4 @@
-"""Switches between vhost-user ports (vnetd, Open vSwitch on DPDK), and their load.
+"""Switches between vhost-user ports (vnetd, Open vSwitch on DPDK), and the load on them.
 
     testpmd, processor 1                        the switch, processor 0
     virtio-user port 0 --- socket v0.sock --- interface v0 --.
@@ -51,19 +51,19 @@ class Switching(Protocol):
     processes: dict[str, int]
 
     def begin(self) -> None:
-        """Starts counting."""
+        """Starts counting cycles and frames."""
 
     def cycles(self) -> Sample:
         """Cycles per frame since `begin`."""
 
 
 class Switch(Protocol):
-    """Something that connects the two sockets."""
+    """A means to connect the two sockets."""
 
     name: str
 
     def missing(self) -> str | None:
-        """Why it cannot run on this machine; None if it can."""
+        """Why the switch cannot run on this machine; None if it can."""
 
     def up(self, topology: Topology, sockets: list[Path]) -> contextlib.AbstractContextManager[Switching]:
         """Connects the sockets while the context lasts."""
@@ -78,11 +78,11 @@ class RunningVnet:
     before: tuple[float, float, int] = (0, 0, 0)
 
     def begin(self) -> None:
-        """Starts counting."""
+        """Starts counting cycles and frames."""
         self.before = self._now()
 
     def cycles(self) -> Sample:
-        """Cycles of all dispatchers per delivered frame: of turns with work, and of all turns."""
+        """Cycles of all dispatchers per delivered frame: counting only turns with work, and counting all turns."""
         seconds, busy, frames = (now - then for now, then in zip(self._now(), self.before, strict=True))
         if frames <= 0:
             raise LabError("vnetd forwarded no frame", self.hosts[0].file(".log"))
@@ -110,7 +110,7 @@ class VnetSwitch:
     vnet: Vnet
     link: bool = False
     server: bool = False
-    """Whether vnetd listens on the sockets."""
+    """True if vnetd listens on the sockets, false if it connects."""
     pinned: bool = True
 
     @property
@@ -119,7 +119,7 @@ class VnetSwitch:
         return self.vnet.name
 
     def missing(self) -> str | None:
-        """Only the load generator can be missing."""
+        """The reason if the load generator is missing."""
         return None if self.server else absent("dpdk-testpmd", "dpdk-dev")
 
     @contextlib.contextmanager
@@ -138,7 +138,7 @@ class VnetSwitch:
                     host.file(".toml").unlink(missing_ok=True)
 
     def configuration(self, host: Node, sockets: list[Path]) -> str:
-        """A host's vnet.toml: one or both interfaces, the link if any, and rules between the two ports."""
+        """A host's vnet.toml: one or both interfaces, the link if there is one, and rules between the two ports."""
         count = self.vnet.dispatchers
         # Earlier revisions, under comparison, have no ports key.
         bridge_ports = f"ports = {count}\n" if count > 1 else ""
@@ -180,11 +180,11 @@ class RunningOvs:
     processes: dict[str, int]
 
     def begin(self) -> None:
-        """Starts counting."""
+        """Starts counting cycles and frames."""
         self._ask("dpif-netdev/pmd-stats-clear")
 
     def cycles(self) -> Sample:
-        """Cycles per frame as its polling thread counts them: of iterations with work, and of all."""
+        """Cycles per frame as counted by the polling thread: of iterations with work, and of all iterations."""
         text = self._ask("dpif-netdev/pmd-stats-show")
         busy, everything = PMD_CYCLES.search(text), PMD_ALL_CYCLES.search(text)
         if not busy or not everything:
@@ -197,12 +197,12 @@ class RunningOvs:
 
 @dataclass(frozen=True)
 class Ovs:
-    """Open vSwitch with its DPDK datapath on one host, with its own directory."""
+    """Open vSwitch with its DPDK datapath on one host, with a separate directory."""
 
     name: str = "OVS-DPDK"
 
     def missing(self) -> str | None:
-        """Needs Debian's packages."""
+        """The reason if Debian's packages are not installed."""
         return (
             absent("ovsdb-server", "openvswitch-switch")
             or (None if Path(VSWITCHD).exists() else f"{VSWITCHD} is not installed: run 'make bench-packages'")
@@ -274,7 +274,8 @@ def small_frames(switch: Switch, topology: Topology, seconds: float) -> Sample:
         skip = len(_received(log)) + len(sockets)
         running_switch.begin()
         with usage.measured(running_switch.processes) as used:
-            # testpmd's main thread shares the switch's processor: reports come late, each right for its own interval.
+            # testpmd's main thread shares the switch's CPU: reports come late, but each is correct for its own
+            # interval.
             wanted = skip + len(sockets) * round(seconds)
             wait_until("testpmd's reports", lambda: len(_received(log)) >= wanted, START_S + 3 * seconds, log)
         sample = running_switch.cycles()
@@ -308,7 +309,7 @@ def super_frames(switch: VnetSwitch, topology: Topology, seconds: float) -> Samp
 
 
 def bare_stream(topology: Topology, seconds: float) -> Sample:
-    """The same datagrams over bare UDP sockets between the hosts; CPU time is the sender's."""
+    """Datagrams of the same sizes over bare UDP sockets between the hosts; CPU time is the sender's."""
     source, destination = topology.hosts
     where = [f"10.78.0.{destination.host}:{PORT}", "--mtu", topology.settings.underlay_mtu, "--seconds"]
     inside = {host: ["ip", "netns", "exec", host.namespace, example("sockets")] for host in topology.hosts}
@@ -330,7 +331,7 @@ def bare_stream(topology: Topology, seconds: float) -> Sample:
 
 
 def example(name: str) -> Path:
-    """A program of vnet/examples; raises LabError when it is not built."""
+    """A program of vnet/examples; raises LabError if it is not built."""
     path = daemon.binaries() / "examples" / name
     if not path.exists():
         raise LabError(f"{path} is not there: run 'cargo build --release -p vnet -p vnetd --examples'")
@@ -375,7 +376,7 @@ def _received(log: Path) -> list[int]:
 def _huge_pages() -> Iterator[None]:
     """Reserves huge pages and mounts them while the context lasts, then restores the previous number.
 
-    A file keeps the previous number, so that the next run can restore it after a killed one.
+    A file stores the previous number, so that the next run can restore it after a run that was killed.
     """
     if not PAGES_BEFORE.exists():
         PAGES_BEFORE.write_text(PAGES_FILE.read_text())
@@ -419,7 +420,7 @@ def _spawn(words: list[object]) -> Iterator[subprocess.Popen[str]]:
 
 
 def _report(child: subprocess.Popen[str], timeout_s: float) -> dict:
-    """Waits for a receiver to exit and reads its report."""
+    """Waits until a receiver exits and reads its report."""
     try:
         text, errors = child.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired as error:

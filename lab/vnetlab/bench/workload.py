@@ -1,4 +1,4 @@
-"""Load for contenders between hosts: iperf3, ping, sockperf. Each function gives a sample."""
+"""Load for contenders between hosts: iperf3, ping, sockperf. Each function returns a sample."""
 
 import re
 
@@ -26,7 +26,7 @@ def tcp(ends: Ends, seconds: float) -> Sample:
 
 
 def udp(ends: Ends, seconds: float) -> Sample:
-    """One UDP stream at full rate per write size; counts what arrives."""
+    """One UDP stream at full rate per write size; counts the datagrams that arrive."""
     meet(ends)
     sample: Sample = {}
     with usage.measured(ends.processes) as used:
@@ -52,7 +52,7 @@ def tcp_and_ping(ends: Ends, seconds: float) -> Sample:
 
 
 def pings(ends: Ends, seconds: float) -> Sample:
-    """Round trips by ping, one per millisecond, or back to back when they take longer."""
+    """Round trips by ping, one per millisecond, or back to back if a round trip takes longer."""
     count = max(10, round(seconds / PING_INTERVAL_S))
     options = ("-i", str(PING_INTERVAL_S), "-w", str(max(1, round(2 * seconds))))
     _, times = measure.ping(ends.source, ends.destination.address, *options, count=count)
@@ -70,13 +70,13 @@ def flood(ends: Ends, count: int) -> Sample:
 
 
 def meet(ends: Ends) -> None:
-    """Waits until the two ends reach each other."""
+    """Waits until the two ends can ping each other."""
     there = ends.destination.address
     wait_until(f"{there} to answer {ends.source.name}", lambda: reach(ends.source, ends.destination), MEET_S)
 
 
 def sockperf_ranks(text: str) -> Sample:
-    """Percentiles of sockperf's output in microseconds; raises LabError when its output has none."""
+    """Percentiles from sockperf's output in microseconds; raises LabError if the output has none."""
     found = {float(rank): float(value) for rank, value in SOCKPERF_RANK.findall(text)}
     try:
         return {f"tcp_{name}_us": found[round(share * 100, 1)] for name, share in RANKS.items()}
@@ -99,12 +99,12 @@ def _throughput(ends: Ends, metric: str, seconds: float) -> Sample:
 
 
 def _sockperf(source: Node, destination: Node, seconds: float) -> str:
-    """Runs TCP requests of 64 bytes back to back; gives sockperf's report."""
+    """Runs TCP requests of 64 bytes back to back; returns sockperf's report."""
     where = ["--tcp", "-i", destination.address, "-p", str(SOCKPERF_PORT)]
     pid, log = destination.file(".sockperf.pid"), destination.file(".sockperf.log")
     process.start(machine.namespace_command(destination, ["sockperf", "server", *where]), pid, log)
     try:
-        # Its message that it listens is buffered: look for the socket.
+        # sockperf buffers its message that it listens: wait for the socket instead.
         listening = ["ss", "-Hltn", f"sport = :{SOCKPERF_PORT}"]
         wait_until("sockperf to listen", lambda: machine.execute(destination, *listening).strip(), 10, log)
         words = ["sockperf", "ping-pong", *where, "-m", str(MESSAGE_BYTES), "-t", str(max(1, round(seconds)))]
