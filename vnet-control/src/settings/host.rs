@@ -55,7 +55,7 @@ pub static CONTROL: Declaration<ControlSpec> = Declaration {
             "http",
             address(),
             |control: ControlSpec| control.access.http,
-            "the API, metrics and events by TCP: reading is free, changes need the token"
+            "address of the API, metrics and events over TCP: changes need the token, reading does not"
         )
         .absent("off")
         .note("beyond loopback only with `tls_cert`"),
@@ -63,7 +63,7 @@ pub static CONTROL: Declaration<ControlSpec> = Declaration {
             "console",
             address(),
             |control: ControlSpec| control.access.console,
-            "the control language by TCP; whoever can connect may change everything"
+            "address of the control language over TCP; every client that can connect may change everything"
         )
         .absent("off")
         .note("beyond loopback only with `tls_client_ca`"),
@@ -80,7 +80,7 @@ pub static CONTROL: Declaration<ControlSpec> = Declaration {
                 cert.map(|cert| control.access.tls.get_or_insert_default().cert = cert).is_some()
             },
             show: |control: &ControlSpec| written(&control.access.tls.as_ref()?.cert),
-            ..file_field("tls_cert", "PEM file of this host's certificate: http speaks TLS with it")
+            ..file_field("tls_cert", "PEM file of this host's certificate, with which http uses TLS")
         }
         .absent("clear text"),
         Field {
@@ -89,13 +89,13 @@ pub static CONTROL: Declaration<ControlSpec> = Declaration {
                 file.map(|file| control.access.tls.get_or_insert_default().key = file).is_some()
             },
             show: |control: &ControlSpec| written(&control.access.tls.as_ref()?.key),
-            ..file_field("tls_key", "PEM file of its private key")
+            ..file_field("tls_key", "PEM file of that certificate's private key")
         },
         field!(
             "tls_client_ca",
             file(),
             |control: ControlSpec| control.access.tls_client_ca,
-            "PEM file: console speaks TLS, too, and only with clients whose certificate this authority signed"
+            "PEM file of an authority: console uses TLS and accepts only clients with a certificate signed by it"
         ),
     ],
 };
@@ -168,14 +168,14 @@ pub static DISPATCH: Declaration<DispatchSpec> = Declaration {
             "threads",
             number::<usize>(1, THREADS_MAX),
             |dispatch: DispatchSpec| dispatch.threads,
-            "dispatchers, the threads that move frames"
+            "number of dispatchers, the threads that move frames"
         )
         .note("see [Several processors](#several-processors)"),
         field!(
             "cpus",
             numbers::<usize>(0, CPU_MAX),
             |dispatch: DispatchSpec| dispatch.cpus,
-            "their processors, one each"
+            "CPUs of the dispatchers, one each"
         )
         .absent("the kernel chooses"),
         field!(
@@ -188,7 +188,7 @@ pub static DISPATCH: Declaration<DispatchSpec> = Declaration {
             "sleep_us",
             number::<u32>(1, US_MAX),
             |dispatch: DispatchSpec| dispatch.sleep_us,
-            "timed: T_sleep of VNET/P, how long to sleep"
+            "timed: how long to sleep (T_sleep of VNET/P)"
         )
         .unit("us"),
         field!(
@@ -210,7 +210,7 @@ pub static DISPATCH: Declaration<DispatchSpec> = Declaration {
             "priority",
             number::<u32>(1, PRIORITY_MAX),
             |dispatch: DispatchSpec| dispatch.isolation.priority,
-            "real-time priority of the dispatchers (SCHED_FIFO); one that spins needs cpus with it"
+            "real-time priority of the dispatchers (SCHED_FIFO); strategies that spin also need cpus"
         )
         .absent("an ordinary thread"),
         field!(
@@ -273,19 +273,19 @@ pub static BRIDGE: Declaration<BridgeSpec> = Declaration {
             "listen",
             address(),
             |bridge: BridgeSpec| bridge.listen,
-            "where links arrive: UDP, and handshakes of sealed ones by TCP; [::] takes IPv4, too"
+            "address at which links arrive: UDP, and TCP for handshakes of sealed links; [::] accepts IPv4, too"
         ),
         field!(
             "ports",
             number::<u16>(1, PORTS_MAX as u32),
             |bridge: BridgeSpec| bridge.ports,
-            "how many UDP ports, from that of listen on: all open in the firewall; 1, or at least one per dispatcher"
+            "number of UDP ports, consecutive from that of listen, all open in the firewall; 1, or at least one per dispatcher"
         ),
         field!(
             "vxlan_listen",
             address(),
             |bridge: BridgeSpec| bridge.vxlan_listen,
-            "where VXLAN links arrive (UDP); such links need it"
+            "address at which VXLAN links arrive (UDP); VXLAN links need it"
         )
         .absent("nowhere")
         .note("usual: `[::]:4789`"),
@@ -293,7 +293,7 @@ pub static BRIDGE: Declaration<BridgeSpec> = Declaration {
             "stream_listen",
             address(),
             |bridge: BridgeSpec| bridge.stream_listen,
-            "where stream links arrive (TCP); links that wait for the other side need it"
+            "address at which stream links arrive (TCP); links with connect = false need it"
         )
         .absent("nowhere")
         .note("usual: `[::]:9002`"),
@@ -301,14 +301,14 @@ pub static BRIDGE: Declaration<BridgeSpec> = Declaration {
             "zero_copy",
             word::<ZeroCopy>(),
             |bridge: BridgeSpec| bridge.zero_copy,
-            "large frames of virtual machines are sent from their memory, uncopied; auto: where it pays"
+            "send large frames of virtual machines from guest memory without a copy; auto: where that is faster"
         )
         .note("see [tuning.md](tuning.md#sending-without-a-copy-zero_copy)"),
         field!(
             "trusted",
             Kind::new(super::key::Takes::Texts("PREFIX"), |reader, key| list::<Prefix>(reader, key, "10.0.0.0/8")),
             |bridge: BridgeSpec| bridge.trusted,
-            "networks in which clear text may travel, as in [\"10.0.0.0/8\"]"
+            "networks over which links may carry clear text, as in [\"10.0.0.0/8\"]"
         )
         .absent("none")
         .applies(Applies::Reload),
@@ -316,7 +316,7 @@ pub static BRIDGE: Declaration<BridgeSpec> = Declaration {
             "rekey_s",
             number::<u32>(REKEY_MIN_S, REKEY_MAX_S),
             |bridge: BridgeSpec| bridge.rekey_s,
-            "how often sealed links get new keys"
+            "interval at which sealed links get new keys"
         )
         .unit("s"),
         field!(
@@ -365,14 +365,9 @@ pub static IDENTITY: Declaration<IdentityFiles> = Declaration {
         crl: None,
     },
     fields: &[
-        field!(
-            "ca",
-            file(),
-            |identity: IdentityFiles| identity.ca,
-            "PEM file: the authorities that are believed"
-        )
-        .needed("\"/etc/vnet/keys/ca.pem\"")
-        .note("for sealed links; files may be replaced at any time"),
+        field!("ca", file(), |identity: IdentityFiles| identity.ca, "PEM file: the trusted authorities")
+            .needed("\"/etc/vnet/keys/ca.pem\"")
+            .note("for sealed links; files may be replaced at any time"),
         field!(
             "certificate",
             file(),
@@ -404,7 +399,7 @@ pub static NETWORK: Declaration<NetworkSpec> = Declaration {
             "id",
             network(),
             |own: NetworkSpec| own.id,
-            "a network's number; each but 1 has to be declared"
+            "number of the network; every network except 1 must be declared"
         )
         .needed("1")
         .phrase(""),
@@ -412,7 +407,7 @@ pub static NETWORK: Declaration<NetworkSpec> = Declaration {
             "learning",
             flag(),
             |own: NetworkSpec| own.learning,
-            "learn addresses, and flood what is not known; false: only routes decide"
+            "learn addresses, and flood frames to unknown ones; false: only routes decide"
         )
         .phrase(" learning")
         .phrase_off(" no learning")
@@ -421,12 +416,12 @@ pub static NETWORK: Declaration<NetworkSpec> = Declaration {
             "ageing_s",
             number::<u32>(0, AGEING_MAX_S),
             |own: NetworkSpec| own.ageing_s,
-            "seconds after which a silent address is forgotten; 0: learn nothing, always flood"
+            "ageing time: how long a learned address is kept without a frame from it; 0: learn nothing, always flood"
         )
         .unit("s")
         .phrase("ageing {} s")
         .always(),
-        field!("relay", flag(), |own: NetworkSpec| own.relay, "this host forwards from link to link")
+        field!("relay", flag(), |own: NetworkSpec| own.relay, "this host forwards frames between links")
             .note("see [below](#relay-hosts)")
             .phrase("relayed"),
     ],

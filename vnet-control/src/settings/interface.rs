@@ -27,7 +27,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
     selector: Some(Selector { key: "kind", chosen: |interface| interface.attachment.kind() }),
     default: InterfaceSpec::default,
     fields: &[
-        field!("name", name(), |interface: InterfaceSpec| interface.name, "its name on this host")
+        field!("name", name(), |interface: InterfaceSpec| interface.name, "name of the interface on this host")
             .needed("\"vm1\"")
             .phrase(""),
         field!(
@@ -79,7 +79,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
             parsed::<FileMode>("MODE"),
             |interface: InterfaceSpec| interface.attachment,
             Attachment::VhostUser { front_end: FrontEndSpec { socket_mode, .. }, .. } => socket_mode,
-            "permissions of the socket file in octal, as in 0660: who may write to it may become the guest"
+            "permissions of the socket file in octal, as in 0660: a user with write permission may connect as the guest"
         )
         .only_for(&["vhost-user"])
         .absent("0666 less the umask"),
@@ -106,7 +106,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
             number::<u32>(1, MEMORY_LIMIT_MAX_MIB),
             |interface: InterfaceSpec| interface.attachment,
             Attachment::VhostUser { front_end: FrontEndSpec { memory_limit, .. }, .. } => memory_limit,
-            "most memory that the VM may share"
+            "upper bound on the memory that the VM may share"
         )
         .only_for(&["vhost-user"])
         .unit("MiB")
@@ -116,7 +116,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
             device(),
             |interface: InterfaceSpec| interface.attachment,
             Attachment::Tap { device, .. } | Attachment::Veth { device, .. } => device,
-            "device, at most 15 bytes; made if it is not there, then removed at the end"
+            "name of the device, at most 15 bytes; created if missing, and then removed when vnetd stops"
         )
         .only_for(&["tap", "veth"])
         .needed("\"vnet0\"")
@@ -125,7 +125,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
             "device",
             device(),
             |interface: InterfaceSpec| interface.attachment, Attachment::Local { device, .. } => device,
-            "a device that is there"
+            "name of an existing device"
         )
         .only_for(&["local"])
         .needed("\"eth1\"")
@@ -145,15 +145,15 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
             flag(),
             |interface: InterfaceSpec| interface.attachment,
             Attachment::Local { promiscuous, .. } => promiscuous,
-            "take frames for all addresses, not only for those of the overlay"
+            "promiscuous mode: receive frames for all addresses, not only for those of the overlay"
         )
         .only_for(&["local"]),
-        field!("network", network(), |interface: InterfaceSpec| interface.network, "the network it is in"),
+        field!("network", network(), |interface: InterfaceSpec| interface.network, "network of the interface"),
         field!(
             "mac",
             mac(),
             |interface: InterfaceSpec| interface.mac,
-            "the guest's MAC address: known without having been learned"
+            "the guest's MAC address, which then need not be learned"
         )
         .absent("learned"),
         field!(
@@ -171,7 +171,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
             "mtu",
             number::<u32>(MTU_MIN, MTU_MAX as u32),
             |interface: InterfaceSpec| interface.mtu,
-            "largest payload of a frame"
+            "maximum payload of a frame"
         )
         .unit("bytes")
         .note("tap and veth: what the kernel allows, 65521")
@@ -198,7 +198,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
             "kernel_path",
             word::<KernelPath>(),
             |interface: InterfaceSpec| interface.kernel_path,
-            "the kernel forwards known flows from and to it by itself (auto: where it can), or vnetd all frames (off)"
+            "auto: the kernel forwards known flows of the interface without vnetd where possible; off: vnetd forwards all frames"
         )
         .only_for(&["veth"])
         .note("auto needs a `netns` other than vnetd's; see [containers.md](containers.md)")
@@ -207,7 +207,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
             "storm_limit",
             number::<u32>(1, RATE_MAX),
             |interface: InterfaceSpec| interface.storm_limit,
-            "most flooded frames a second from it; more are dropped and counted"
+            "storm control: maximum rate of flooded frames from the guest; more are dropped and counted"
         )
         .unit("frames/s")
         .live()
@@ -216,7 +216,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
             "port_security",
             flag(),
             |interface: InterfaceSpec| interface.port_security,
-            "drop frames from it whose source is not its mac"
+            "drop frames from the guest whose source address is not mac"
         )
         .live()
         .phrase("port security"),
@@ -224,7 +224,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
             "mode",
             word::<Mode>(),
             |interface: InterfaceSpec| interface.driving.mode.mode,
-            "who drives it: the guest's notifications, the dispatcher's polling, or either by the rate"
+            "polling mode: driven by the guest's notifications, by the dispatcher's polling, or by either depending on the rate"
         )
         .live()
         .phrase("{}"),
@@ -250,7 +250,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
             "window_us",
             number::<u32>(1, WINDOW_MAX_US),
             |interface: InterfaceSpec| interface.driving.mode.window_us,
-            "adaptive: shortest time over which the rate is measured (omega of VNET/P)"
+            "adaptive: minimum time over which the rate is measured (omega of VNET/P)"
         )
         .unit("us")
         .live()
@@ -259,7 +259,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
             "interrupts",
             word::<Interrupts>(),
             |interface: InterfaceSpec| interface.driving.interrupts.interrupts,
-            "vhost-user: notify the guest behind its frames (direct) or ahead of them (optimistic)"
+            "vhost-user: notify the guest after its frames are delivered (direct) or before (optimistic)"
         )
         .live()
         .idle_for("tap", AT_ONCE)
@@ -268,7 +268,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
             "receive_density_low",
             number::<u64>(0, u32::MAX),
             |interface: InterfaceSpec| interface.driving.interrupts.density_low,
-            "optimistic: below this density no second notification at once (alpha of VNET/P+)"
+            "optimistic: below this receive density, no immediate second notification (alpha of VNET/P+)"
         )
         .unit("bytes/s")
         .live()
@@ -278,7 +278,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
             "receive_density_high",
             number::<u64>(0, u32::MAX),
             |interface: InterfaceSpec| interface.driving.interrupts.density_high,
-            "optimistic: above this density no second notification at once (beta of VNET/P+)"
+            "optimistic: above this receive density, no immediate second notification (beta of VNET/P+)"
         )
         .unit("bytes/s")
         .live()
@@ -288,7 +288,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
             "early_bytes",
             number::<u64>(0, u32::MAX),
             |interface: InterfaceSpec| interface.driving.interrupts.early_bytes,
-            "optimistic: less data than this is not announced early; 0 announces all, as VNET/P+ does"
+            "optimistic: no early notification for less data than this; 0: always notify early, as VNET/P+ does"
         )
         .unit("bytes")
         .live()
@@ -304,7 +304,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
             key: super::key::Key::new(
                 "direct_port",
                 PORT.takes,
-                "an underlay port (UDP) of its own, at which the other host of direct_link sends its frames",
+                "UDP port on the underlay for this interface alone, to which the other host of direct_link sends its frames",
             ),
         }
         .only_for(&["vhost-user"])
@@ -321,7 +321,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
             key: super::key::Key::new(
                 "direct_link",
                 LINK.takes,
-                "link whose other host sends to direct_port",
+                "name of the link whose other host sends to direct_port",
             ),
         }
         .only_for(&["vhost-user"])

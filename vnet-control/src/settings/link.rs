@@ -68,19 +68,19 @@ pub static LINK: Declaration<LinkForm> = Declaration {
     selector: Some(Selector { key: "encapsulation", chosen: |link| link.encapsulation.into() }),
     default: LinkForm::default,
     fields: &[
-        field!("name", name(), |link: LinkForm| link.name, "its name on this host").needed("\"h2\"").phrase(""),
+        field!("name", name(), |link: LinkForm| link.name, "name of the link on this host").needed("\"h2\"").phrase(""),
         field!(
             "encapsulation",
             word::<Encapsulation>(),
             |link: LinkForm| link.encapsulation,
-            "how frames travel: native, vnet (VNET/P peers), vxlan or stream (TCP)"
+            "encapsulation of frames: native, vnet (VNET/P peers), vxlan or stream (TCP)"
         )
         .phrase(""),
         field!(
             "remote",
             text("ADDRESS:PORT"),
             |link: LinkForm| link.remote,
-            "the other host, ADDRESS:PORT; with proxy also NAME:PORT; vxlan: port 4789 unless written; one link per remote"
+            "address of the other host, ADDRESS:PORT; with proxy also NAME:PORT; vxlan: default port 4789; one link per remote"
         )
         .absent("needed; of a sealed native link: learned from the peer")
         .note("see [below](#peers-that-move)")
@@ -91,18 +91,18 @@ pub static LINK: Declaration<LinkForm> = Declaration {
             "ports",
             number::<u16>(1, PORTS_MAX as u32),
             |link: LinkForm| link.ports,
-            "UDP ports of the other host, from that of remote on; its [bridge] ports"
+            "number of UDP ports of the other host, consecutive from that of remote: its [bridge] ports"
         )
         .only_for(&["native"])
         .phrase("{} ports"),
-        field!("networks", networks(), |link: LinkForm| link.networks, "the networks it carries")
+        field!("networks", networks(), |link: LinkForm| link.networks, "networks that the link carries")
             .absent("all")
             .note("`vnet`, and `vxlan` with `flood` or `group`: exactly one, 1 when left out"),
         field!(
             "mtu",
             number::<u16>(LINK_MTU_MIN, u16::MAX as u32),
             |link: LinkForm| link.mtu,
-            "MTU of the path"
+            "path MTU"
         )
         .unit("bytes")
         .absent("found out"),
@@ -110,7 +110,7 @@ pub static LINK: Declaration<LinkForm> = Declaration {
             "source",
             word::<SourceMatch>(),
             |link: LinkForm| link.source,
-            "whose datagrams belong to it: those from the remote's address, whatever the port, or from its address and port"
+            "datagrams that belong to the link: those from the remote's address with any port, or from its address and port"
         )
         .only_for(&["vnet"])
         .note("VNET/P sends from any port; two links to one address need `address-port`"),
@@ -134,7 +134,7 @@ pub static LINK: Declaration<LinkForm> = Declaration {
             "offload",
             flag(),
             |link: LinkForm| link.vxlan.offload,
-            "streams go by the kernel's VXLAN driver, where it can be had"
+            "send TCP streams through the kernel's VXLAN driver, where available"
         )
         .only_for(&["vxlan"])
         .note("see below")
@@ -143,19 +143,19 @@ pub static LINK: Declaration<LinkForm> = Declaration {
             "proxy",
             proxy(),
             |link: LinkForm| link.proxy,
-            "SOCKS 5 proxy that connects, as in socks5://[USER:PASSWORD@]ADDRESS:PORT"
+            "SOCKS 5 proxy through which this side connects, as in socks5://[USER:PASSWORD@]ADDRESS:PORT"
         )
         .only_for(&["stream"])
         .absent("none")
         .save(|link| link.proxy.as_ref().map(|proxy| proxy_url(proxy).into())),
-        field!("connect", flag(), |link: LinkForm| link.connect, "this side connects; false: it waits for the other one")
+        field!("connect", flag(), |link: LinkForm| link.connect, "this side connects; false: it waits for the other side")
             .only_for(&["stream"])
             .phrase_off("waiting"),
         field!(
             "direct",
             guests(),
             |link: LinkForm| link.direct,
-            "clear text only: guests of the other host with ports of their own, as in 52:54:00:00:00:02@9101; at most 32"
+            "clear text only: guests of the other host that have direct ports, as in 52:54:00:00:00:02@9101; at most 32"
         )
         .only_for(&["native"])
         .absent("none")
@@ -165,7 +165,7 @@ pub static LINK: Declaration<LinkForm> = Declaration {
             "sealed",
             flag(),
             |link: LinkForm| link.sealed,
-            "native, stream (TLS): nothing travels there in clear text, nothing comes from anybody else; needs an [identity]"
+            "native, stream (TLS): encrypt all frames and accept only those of the authenticated peer; needs an [identity]"
         )
         .note("see [security.md](security.md)")
         .phrase(""),
@@ -182,7 +182,7 @@ pub static LINK: Declaration<LinkForm> = Declaration {
             "trusted",
             flag(),
             |link: LinkForm| link.security.trusted,
-            "clear text may travel this path"
+            "the link may carry clear text on this path"
         )
         .note(
             "without it, a link that is not sealed and leads neither to this machine nor into a network of `[bridge] \
@@ -202,7 +202,7 @@ pub static LINK: Declaration<LinkForm> = Declaration {
             "macs",
             macs(),
             |link: LinkForm| link.security.macs,
-            "source addresses that frames from the other host may have; others are dropped"
+            "admitted source addresses of frames from the other host; frames with others are dropped"
         )
         .absent("all")
         .phrase("{#} source addresses"),

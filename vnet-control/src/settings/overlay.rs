@@ -48,7 +48,7 @@ pub static OVERLAY: Declaration<OverlaySpec> = Declaration {
             },
             show: |overlay: &OverlaySpec| overlay.identity.as_ref()?.1.show(),
             save: None,
-            key: Key::new("key", file().takes, "PEM file: its private key"),
+            key: Key::new("key", file().takes, "PEM file: private key of cert"),
         }
         .absent("none"),
         field!(
@@ -90,34 +90,34 @@ pub static OVERLAY: Declaration<OverlaySpec> = Declaration {
                 None
             }),
             |overlay: OverlaySpec| overlay.address,
-            "where other hosts reach this one"
+            "address at which other hosts reach this one"
         )
         .absent("[bridge] listen, or the address from which the store is reached"),
         field!(
             "networks",
             networks(),
             |overlay: OverlaySpec| overlay.networks,
-            "the networks that are published and joined"
+            "networks to publish and join"
         )
         .absent("all that are declared"),
         field!(
             "sealed",
             flag(),
             |overlay: OverlaySpec| overlay.sealed,
-            "the overlay's links are sealed, each with the host that it leads to, and records are signed; the same on all hosts"
+            "seal the overlay's links, each with the host that it leads to, and sign records; the same on all hosts"
         )
         .note("needs `[identity]` ([security.md](security.md))"),
         field!(
             "trusted",
             flag(),
             |overlay: OverlaySpec| overlay.trusted,
-            "clear text may travel the overlay's links; one of the two is needed, or [bridge] trusted for the networks that links lead to"
+            "the overlay's links may carry clear text; needed unless they are sealed or lead into networks of [bridge] trusted"
         ),
         field!(
             "state",
             file(),
             |overlay: OverlaySpec| overlay.state,
-            "folder where the last known state is kept, for a restart while the store is away"
+            "folder of the last known state, for a restart while the store is unreachable"
         )
         .absent("`StateDirectory` of the service, or /var/lib/vnet"),
     ],

@@ -23,7 +23,7 @@ pub static ROUTE: Declaration<RouteSpec> = Declaration {
         to: Target::Link(String::new()),
     },
     fields: &[
-        field!("network", network(), |route: RouteSpec| route.network, "the network it applies in")
+        field!("network", network(), |route: RouteSpec| route.network, "network in which the route applies")
             .phrase("network {}"),
         field!(
             "src",
@@ -44,14 +44,14 @@ pub static ROUTE: Declaration<RouteSpec> = Declaration {
             "from",
             parsed::<RouteSource>("PLACE"),
             |route: RouteSpec| route.from,
-            "where frames come from: any, interface, link, interface NAME or link NAME"
+            "where matching frames enter: any, interface, link, interface NAME or link NAME"
         )
         .always(),
         field!(
             "to",
             parsed::<Target>("PLACE"),
             |route: RouteSpec| route.to,
-            "where they go: interface NAME or link NAME"
+            "where matching frames go: interface NAME or link NAME"
         )
         .needed("\"link h2\"")
         .always(),
