@@ -135,7 +135,7 @@ pub enum Command {
 }
 
 const CONSOLE_HELP: &str = "\
-Commands (HELP prints all of them with their syntax):
+Commands (HELP describes them):
   LINK ADD IP PORT [udp|tcp]     LINK DEL INDEX         LINKS?
   ROUTE ADD SRC DST edge|interface ID any|edge|interface [ID]
                                  ROUTE DEL INDEX        ROUTES?

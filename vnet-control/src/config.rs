@@ -12,7 +12,7 @@ use crate::desired::*;
 use crate::table::{KeyTable, Notes, Place, Problem};
 use crate::{check, settings};
 
-/// Largest configuration file in bytes: a million routes fit.
+/// Maximum length of a configuration file in bytes: a million routes fit.
 pub const FILE_MAX: u64 = 128 << 20;
 
 /// All errors of a rejected configuration, in the order of its lines.

@@ -306,7 +306,7 @@ impl Engine {
         interfaces.chain(links).collect()
     }
 
-    /// What dispatchers observe for the captures in progress.
+    /// The taps that dispatchers need for the captures in progress.
     pub(super) fn observers(&self) -> Observers {
         self.captures.observers(&self.targets())
     }

@@ -25,9 +25,9 @@ pub enum Asker {
     Hangup,
     /// A process of this host, over the control socket.
     Unix {
-        /// Its user id.
+        /// User id of the process.
         uid: u32,
-        /// Its process id when it connected, if the kernel knows it.
+        /// Process id at the time of the connection, if the kernel knows it.
         pid: Option<i32>,
     },
     /// A client of the API over TCP, authenticated by the token.

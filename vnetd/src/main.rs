@@ -69,27 +69,27 @@ struct Args {
 const LONG_ABOUT: &str = "\
 The vnet daemon. One runs on every host of the overlay. It attaches virtual machines (vhost-user) and containers (TAP) \
 as interfaces, reaches other hosts by links over UDP, and carries Ethernet frames between them, so that all of them \
-look as if they stood on one LAN.
+are on one LAN.
 
-The configuration file says what the host should be. While vnetd runs, 'vnet' changes it by commands, or SIGHUP \
-makes vnetd read the file again. Either way only what differs is touched; frames on everything else flow on. \
-A configuration with a mistake changes nothing.";
+The configuration file describes the desired state of the host. While vnetd runs, 'vnet' changes that state by commands, or \
+SIGHUP makes vnetd reload the file. Both change only objects that differ, without disturbing other traffic. \
+A configuration with an error changes nothing.";
 
 const AFTER_HELP: &str = "\
 Signals:
-  SIGHUP            read the configuration file again and carry out the difference; changes made by
-                    commands meanwhile and not written into the file are undone. [control], [dispatch],
-                    [identity], [overlay], and [bridge] but for trusted, take a restart
+  SIGHUP            reload the configuration file and apply the difference; changes made by commands
+                    meanwhile and not saved to the file are undone. [control], [dispatch], [identity],
+                    [overlay], and [bridge] except trusted, need a restart
   SIGTERM, SIGINT   stop: guests see their links go down, sockets and TAP devices are removed
 
 Files:
   /etc/vnet/vnet.toml   the configuration, TOML; an example is packaging/vnet.toml
   /run/vnet/vnet.sock   the control socket (HTTP/JSON), for root and vnetd's own user, unless
-                        [control] socket says otherwise. A stale one is replaced, one in use never
-  /var/lib/vnet         the overlay's last known state, unless [overlay] state or systemd says otherwise
+                        [control] socket names another path. A stale socket is replaced, a socket in use never
+  /var/lib/vnet         the overlay's last known state, unless [overlay] state or systemd names another folder
 
 Environment:
-  RUST_LOG          like --log, which wins
+  RUST_LOG          like --log, which takes precedence
   NOTIFY_SOCKET     set by systemd: vnetd reports READY, RELOADING and STOPPING there
 
 Exit status:
@@ -98,9 +98,9 @@ Exit status:
   2   wrong usage
 
 Examples:
-  vnetd --check --config vnet.toml      see whether a file would be accepted
-  vnetd --config vnet.toml --log debug  run in the foreground and say more
-  systemctl reload vnetd                the same as SIGHUP";
+  vnetd --check --config vnet.toml      check a file without applying it
+  vnetd --config vnet.toml --log debug  run in the foreground with debug messages
+  systemctl reload vnetd                send SIGHUP";
 
 /// Makes a panic in any thread abort the process. systemd restarts a dead daemon and guests hardly notice; a daemon in which one
 /// thread has died would stall them.

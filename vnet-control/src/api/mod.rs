@@ -32,14 +32,14 @@ pub struct Status {
     pub pid: u32,
     /// Seconds since vnetd became ready.
     pub uptime_s: u64,
-    /// Where links arrive (UDP).
+    /// Address at which links arrive (UDP).
     pub bridge: String,
     /// Number of UDP ports, consecutive from that of `bridge`.
     #[serde(default = "one")]
     pub ports: u16,
     /// Number of dispatchers.
     pub dispatchers: usize,
-    /// What idle dispatchers do.
+    /// Yield strategy of idle dispatchers.
     #[serde(rename = "yield")]
     pub yield_strategy: String,
     /// Interfaces.
@@ -94,7 +94,7 @@ pub struct Overlay {
     pub revision: i64,
     /// `mesh`, `hub NAME` or `explicit`.
     pub topology: String,
-    /// Where other hosts reach this one.
+    /// Address at which other hosts reach this one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
     /// Stations of this host that are in the store.

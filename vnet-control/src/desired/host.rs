@@ -67,7 +67,7 @@ pub struct DispatchSpec {
     pub threads: usize,
     /// CPU of each dispatcher; empty: the kernel's scheduler chooses.
     pub cpus: Vec<usize>,
-    /// What an idle dispatcher does.
+    /// Yield strategy of idle dispatchers.
     pub yield_strategy: Strategy,
     /// T_sleep of VNET/P's timed yield, in microseconds.
     pub sleep_us: u32,

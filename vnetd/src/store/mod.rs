@@ -407,7 +407,7 @@ impl<H: Host> Agent<H> {
         if self.file.is_some() && self.overlay.in_step() && idle && self.saved.is_due(SAVE_EVERY.0) {
             let began = Instant::now();
             if self.saving.take().is_some() {
-                // Only now the duration of the write is known.
+                // The duration of the write is known only now.
                 self.saved.done(self.save_began);
             } else if self.overlay.take_unsaved() || self.saved.is_due(SAVE_EVERY.1) {
                 self.save_began = began;
