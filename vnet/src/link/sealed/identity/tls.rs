@@ -5,7 +5,7 @@
 //! fails when its time or its bytes are used up ([`Limited`]).
 
 use std::io::{self, Read, Write};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -18,6 +18,8 @@ use super::{Identity, explain, server_name};
 pub const TIME_MAX: Duration = Duration::from_secs(5);
 /// Maximum number of bytes that the other side may send in that time: enough for certificate chains of several RSA keys.
 pub const BYTES_MAX: usize = 128 << 10;
+/// How long a failed handshake waits for the other side to close. It closes as soon as it has read the alert.
+const LINGER: Duration = Duration::from_millis(500);
 const ANOTHER_PROTOCOL: &str = "the other host speaks another protocol there";
 
 /// Reason why a handshake failed, in one line.
@@ -75,12 +77,20 @@ pub(in crate::link) fn one_line(text: &[u8]) -> String {
 pub trait Patient: Read + Write {
     /// Limits the next read or write to `time`.
     fn wait_at_most(&mut self, time: Duration) -> io::Result<()>;
+
+    /// Tells the other side that no more bytes follow, where the stream can be closed in one direction.
+    fn end_sending(&mut self) {}
 }
 
 impl Patient for TcpStream {
     fn wait_at_most(&mut self, time: Duration) -> io::Result<()> {
         self.set_read_timeout(Some(time))?;
         self.set_write_timeout(Some(time))
+    }
+
+    fn end_sending(&mut self) {
+        // Fails only when the connection is gone.
+        let _ = self.shutdown(Shutdown::Write);
     }
 }
 
@@ -104,6 +114,15 @@ impl<S: Patient> Limited<S> {
         }
         // A timeout of zero would mean no timeout.
         self.stream.wait_at_most(left.max(Duration::from_millis(1)))
+    }
+
+    /// Ends sending, and discards what the other side still sends until it closes or [`LINGER`] is over. Closing a TCP socket with
+    /// unread bytes resets the connection, and the other side would lose the alert that was sent just before.
+    fn linger(&mut self) {
+        self.stream.end_sending();
+        self.deadline = self.deadline.min(Instant::now() + LINGER);
+        let mut discarded = [0; 4096];
+        while self.read(&mut discarded).is_ok_and(|count| count > 0) {}
     }
 }
 
@@ -163,7 +182,12 @@ impl<S: Patient> Channel<S> {
     fn open(mut tls: Connection, stream: S, alpn: &[&[u8]]) -> Result<Channel<S>, HandshakeError> {
         let mut stream = Limited::new(stream);
         while tls.is_handshaking() {
-            tls.complete_io(&mut stream)?;
+            if let Err(error) = tls.complete_io(&mut stream) {
+                // rustls writes once, which may end before the alert.
+                while tls.wants_write() && tls.write_tls(&mut stream).is_ok_and(|count| count > 0) {}
+                stream.linger();
+                return Err(error.into());
+            }
         }
         // A peer that offers no protocol at all passes ALPN.
         if !tls.alpn_protocol().is_some_and(|protocol| alpn.contains(&protocol)) {
@@ -240,6 +264,7 @@ impl<S: Patient> Read for Channel<S> {
             if let Err(error) = self.tls.process_new_packets() {
                 // An alert gives the other side the reason, if it still reads.
                 let _ = self.flush();
+                self.stream.linger();
                 return Err(io::Error::new(io::ErrorKind::InvalidData, error));
             }
         }
