@@ -57,12 +57,13 @@ const ROOMS: [(&str, &[&str]); 16] = [
 const LINK_ROOMS: [&str; 7] = ["socket", "path", "sealed", "rendezvous", "vxlan", "native", "stream"];
 
 /// Root files of all crates.
-const ROOTS: [(&str, &str); 5] = [
+const ROOTS: [(&str, &str); 6] = [
     ("vnet/src", "lib.rs"),
     ("vnet-control/src", "lib.rs"),
     ("vnetd/src", "lib.rs"),
     ("vnetd/src", "main.rs"),
     ("vnet-cli/src", "main.rs"),
+    ("interconnect/src", "lib.rs"),
 ];
 
 /// Crates that a machine monitor which embeds the data plane must not have to build.
@@ -71,7 +72,8 @@ const NOT_IN_THE_DATA_PLANE: [&str; 7] =
 
 /// Plumbing that belongs in one place: text of the code, and the only files that may contain it.
 const ONCE: [(&str, &[&str]); 3] = [
-    ("libc::msghdr", &["vnet/src/link/socket/message.rs"]),
+    // The interconnect does not depend on the data plane: applications link it.
+    ("libc::msghdr", &["vnet/src/link/socket/message.rs", "interconnect/src/node/socket.rs"]),
     // `interface` reads a packet socket's auxiliary data, because it does not see `link`.
     ("libc::cmsghdr", &["vnet/src/link/socket/message.rs", "vnet/src/interface/local/packet.rs"]),
     // Locks are parking_lot's, which have no poisoning.

@@ -1,0 +1,144 @@
+/* The vnet interconnect for C: endpoints, registered memory, RDMA writes and reads, messages, over UDP.
+ *
+ * Link with -lvnet_rdma. Functions return 0 or a negative errno; vnet_rdma_error() has the reason as text, for each thread.
+ * All functions may be called from any thread. docs/interconnect.md has a guide and what is promised under failure.
+ */
+#ifndef VNET_RDMA_H
+#define VNET_RDMA_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* A process on the network. */
+typedef struct vnet_rdma_node vnet_rdma_node;
+/* What operations are posted on and completions are taken from. */
+typedef struct vnet_rdma_endpoint vnet_rdma_endpoint;
+
+/* An endpoint elsewhere. Compare with vnet_rdma_same_peer(). */
+typedef struct vnet_rdma_peer {
+	uint8_t ip[16];    /* IPv6, or IPv4 in its first four bytes */
+	uint32_t scope;    /* of IPv6 */
+	uint16_t port;
+	uint16_t endpoint;
+	uint16_t family;   /* 4 or 6 */
+	uint16_t reserved;
+} vnet_rdma_peer;
+
+/* How an operation ended. */
+enum vnet_rdma_status {
+	VNET_RDMA_SUCCESS = 0,
+	VNET_RDMA_UNREACHABLE = 1,    /* the peer does not answer; whether the operation was carried out is unknown */
+	VNET_RDMA_PEER_RESTARTED = 2, /* likewise */
+	VNET_RDMA_BAD_KEY = 3,        /* key, range or access right is wrong at the target */
+	VNET_RDMA_NOT_READY = 4,      /* the target endpoint takes no messages */
+	VNET_RDMA_TRUNCATED = 5,      /* the message was longer than the buffer */
+	VNET_RDMA_CANCELLED = 6,
+	VNET_RDMA_TIMED_OUT = 7,
+	VNET_RDMA_PROTOCOL = 8
+};
+
+/* What ended. */
+enum vnet_rdma_kind {
+	VNET_RDMA_SEND = 0,
+	VNET_RDMA_WRITE = 1,
+	VNET_RDMA_READ = 2,
+	VNET_RDMA_RECEIVE = 3,
+	VNET_RDMA_ARRIVAL = 4 /* a peer's write with immediate data is in this side's memory */
+};
+
+/* Flags of operations and completions. */
+#define VNET_RDMA_TAGGED 0x1u   /* `tag` counts */
+#define VNET_RDMA_DATA 0x2u     /* `data` counts: immediate data for the target */
+#define VNET_RDMA_BUFFERED 0x4u /* copy up to 16 KiB and complete at once */
+#define VNET_RDMA_QUIET 0x8u    /* no completion unless it fails */
+#define VNET_RDMA_RELEASED 0x10u /* of a completion: a buffer for several messages is used up */
+#define VNET_RDMA_DISCARD 0x20u  /* the message is not too long for the buffer: its bytes are not wanted */
+
+/* What peers may do with registered memory. */
+#define VNET_RDMA_REMOTE_READ 0x1u
+#define VNET_RDMA_REMOTE_WRITE 0x2u
+
+typedef struct vnet_rdma_completion {
+	uint64_t context; /* as given with the operation */
+	uint64_t len;     /* bytes; of a truncated message its full length */
+	uint64_t tag;
+	uint64_t data;
+	uint64_t offset;  /* of a message in a buffer for several */
+	uint32_t kind;
+	uint32_t status;
+	uint32_t flags;   /* VNET_RDMA_TAGGED, VNET_RDMA_DATA, VNET_RDMA_RELEASED */
+	uint32_t reserved;
+	vnet_rdma_peer peer;
+} vnet_rdma_completion;
+
+/* The calling thread's last error. Valid until its next call. */
+const char *vnet_rdma_error(void);
+/* What a status means. */
+const char *vnet_rdma_status_text(uint32_t status);
+
+/* Opens a node at `bind`, such as "10.77.1.1:7000" or "[::]:0"; NULL: any address and port. */
+int vnet_rdma_open(const char *bind, vnet_rdma_node **node);
+/* Waits up to two seconds for acknowledgements, tells peers, and frees the node. Close its endpoints first. */
+void vnet_rdma_close(vnet_rdma_node *node);
+/* UDP port of the node. */
+uint16_t vnet_rdma_port(const vnet_rdma_node *node);
+
+/* Opens the endpoint `number` of the node, or the first free one if it is negative. */
+int vnet_rdma_endpoint_open(vnet_rdma_node *node, int number, vnet_rdma_endpoint **endpoint);
+/* Closes it: its operations end without completion, its memory is deregistered. */
+void vnet_rdma_endpoint_close(vnet_rdma_endpoint *endpoint);
+/* Its number. */
+uint16_t vnet_rdma_endpoint_number(const vnet_rdma_endpoint *endpoint);
+
+/* The endpoint named "HOST:PORT/ENDPOINT". */
+int vnet_rdma_resolve(const char *name, vnet_rdma_peer *peer);
+/* Whether both are the same endpoint. */
+int vnet_rdma_same_peer(const vnet_rdma_peer *a, const vnet_rdma_peer *b);
+
+/* Registers memory for peers, until it is deregistered. Its first byte has the offset 0. */
+int vnet_rdma_register(vnet_rdma_endpoint *endpoint, void *start, size_t len, uint32_t access, uint64_t *key);
+/* The same under a key of the program's choice; the first byte has the offset `base`. */
+int vnet_rdma_register_at(vnet_rdma_endpoint *endpoint, void *start, size_t len, uint32_t access, uint64_t base, uint64_t key);
+/* When this returns, no peer reads or writes the memory any more. */
+int vnet_rdma_deregister(vnet_rdma_endpoint *endpoint, uint64_t key);
+
+/* The memory of an operation belongs to the library until its completion, or until the call returns with VNET_RDMA_BUFFERED. */
+int vnet_rdma_write(vnet_rdma_endpoint *endpoint, const vnet_rdma_peer *peer, const void *start, size_t len, uint64_t key,
+		    uint64_t offset, uint64_t data, uint64_t context, uint32_t flags);
+int vnet_rdma_read(vnet_rdma_endpoint *endpoint, const vnet_rdma_peer *peer, void *start, size_t len, uint64_t key,
+		   uint64_t offset, uint64_t context);
+int vnet_rdma_send(vnet_rdma_endpoint *endpoint, const vnet_rdma_peer *peer, const void *start, size_t len, uint64_t tag,
+		   uint64_t data, uint64_t context, uint32_t flags);
+/* Takes a message whose tag equals `tag` where the bits of `ignore` are 0, or without VNET_RDMA_TAGGED one without a tag. `from` may
+ * be NULL: of any peer. */
+int vnet_rdma_receive(vnet_rdma_endpoint *endpoint, const vnet_rdma_peer *from, void *start, size_t len, uint64_t tag,
+		      uint64_t ignore, uint64_t context, uint32_t flags);
+/* The same for one message after the other, until fewer than `least` bytes are left; 0: for one. */
+int vnet_rdma_receive_several(vnet_rdma_endpoint *endpoint, const vnet_rdma_peer *from, void *start, size_t len, uint64_t tag,
+			      uint64_t ignore, uint64_t least, uint64_t context, uint32_t flags);
+/* Looks for a message that nobody has received: 1 fills `seen`, 0 is none. A `claim` other than 0 sets it apart for
+ * vnet_rdma_receive_claimed(). */
+int vnet_rdma_peek(vnet_rdma_endpoint *endpoint, const vnet_rdma_peer *from, uint64_t tag, uint64_t ignore, uint32_t flags,
+		   uint64_t claim, vnet_rdma_completion *seen);
+int vnet_rdma_receive_claimed(vnet_rdma_endpoint *endpoint, uint64_t claim, void *start, size_t len, uint64_t context,
+			      uint32_t flags);
+/* Takes a posted buffer back. 0, or -ENOENT: there is none with this context, or its message is on its way. */
+int vnet_rdma_cancel(vnet_rdma_endpoint *endpoint, uint64_t context);
+
+/* Makes progress and takes up to `max` completions. Returns their number. */
+int vnet_rdma_poll(vnet_rdma_endpoint *endpoint, vnet_rdma_completion *completions, int max);
+/* The same, but waits for the first one up to `timeout_ms`, or for ever if that is negative. */
+int vnet_rdma_wait(vnet_rdma_endpoint *endpoint, vnet_rdma_completion *completions, int max, int timeout_ms);
+
+/* Sleeps until there may be something to take, at most `timeout_ms`. */
+void vnet_rdma_pause(vnet_rdma_endpoint *endpoint, uint32_t timeout_ms);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

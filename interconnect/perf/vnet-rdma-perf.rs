@@ -1,0 +1,187 @@
+//! Measures the interconnect between two processes.
+//!
+//! `vnet-rdma-perf server ADDRESS:PORT` prints its name and serves one client after the other; with `once`, only one.
+//! `vnet-rdma-perf client NAME [SIZE [SECONDS]]` measures the one-way latency of 8-byte writes and the rate of writes of SIZE bytes.
+
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use vnet_rdma::{Access, Completion, Endpoint, Error, Kind, Node, Options, Peer, Region, Status, resolve};
+
+const BOTH: Access = Access { read: true, write: true };
+/// Memory that each side offers.
+const MEMORY: usize = 4 << 20;
+/// Writes under way.
+const DEPTH: u64 = 16;
+const PATIENCE: Duration = Duration::from_secs(15);
+/// Immediate data that ends the latency part, or the session.
+const LAST: u64 = u64::MAX;
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let done = match arguments[..] {
+        ["server", bind] => serve(bind, false),
+        ["server", bind, "once"] => serve(bind, true),
+        ["client", name] => measure(name, "2097152", "2"),
+        ["client", name, size] => measure(name, size, "2"),
+        ["client", name, size, seconds] => measure(name, size, seconds),
+        _ => {
+            eprintln!(
+                "usage: vnet-rdma-perf server ADDRESS:PORT [once] | client HOST:PORT/0 [SIZE [SECONDS]]"
+            );
+            return ExitCode::from(2);
+        }
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("vnet-rdma-perf: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn wrong(text: &str) -> Error {
+    Error::Name(text.into(), "wrong argument".into())
+}
+
+/// The next completion of this kind, which must be a success.
+fn wait(endpoint: &Endpoint, kind: Kind, patience: Option<Duration>) -> Result<Completion, Error> {
+    loop {
+        match endpoint.wait(patience) {
+            Some(completion) if completion.status != Status::Success => {
+                return Err(Error::Name(completion.peer.address.to_string(), completion.status.to_string()));
+            }
+            Some(completion) if completion.kind == kind => return Ok(completion),
+            Some(_) => {}
+            None => return Err(Error::Name("peer".into(), "it is silent".into())),
+        }
+    }
+}
+
+fn serve(bind: &str, once: bool) -> Result<(), Error> {
+    let node = Node::open(&Options { bind: bind.parse().map_err(|_| wrong(bind))?, ..Options::default() })?;
+    let endpoint = node.endpoint(Some(0))?;
+    println!("{}/0", node.address());
+    loop {
+        let done = serve_one(&endpoint);
+        if once {
+            return done;
+        }
+        if let Err(error) = done {
+            eprintln!("vnet-rdma-perf: {error}");
+        }
+    }
+}
+
+fn serve_one(endpoint: &Endpoint) -> Result<(), Error> {
+    let region = Region::new(endpoint, MEMORY, BOTH)?;
+    endpoint.receive(region.span(0, 8)?, 0)?;
+    let peer = wait(endpoint, Kind::Receive, None)?.peer;
+    let mut key = [0; 8];
+    region.copy_to(0, &mut key)?;
+    let key = u64::from_be_bytes(key);
+    region.fill(8, &region.key().to_be_bytes())?;
+    endpoint.send(peer, region.span(8, 8)?, None, 0)?;
+    // Latency: each write is answered by one.
+    while wait(endpoint, Kind::Arrival, Some(PATIENCE))?.data != Some(LAST) {
+        endpoint.write(peer, region.span(0, 8)?, (key, 0), Some(0), 0)?;
+    }
+    // Rate: the client's writes need no answer but the acknowledgement.
+    while wait(endpoint, Kind::Arrival, Some(Duration::from_secs(600)))?.data != Some(LAST) {}
+    endpoint.deregister(region.key())
+}
+
+fn measure(name: &str, size: &str, seconds: &str) -> Result<(), Error> {
+    let size: usize =
+        size.parse().ok().filter(|size| (1..=MEMORY).contains(size)).ok_or_else(|| wrong(size))?;
+    let seconds: f64 = seconds.parse().map_err(|_| wrong(seconds))?;
+    let peer = resolve(name)?;
+    let any = if peer.address.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
+    let node = Node::open(&Options { bind: any.parse().map_err(|_| wrong(any))?, ..Options::default() })?;
+    let endpoint = node.endpoint(Some(0))?;
+    let region = Region::new(&endpoint, MEMORY, BOTH)?;
+    region.fill(0, &region.key().to_be_bytes())?;
+    endpoint.receive(region.span(8, 8)?, 0)?;
+    endpoint.send(peer, region.span(0, 8)?, None, 0)?;
+    wait(&endpoint, Kind::Receive, Some(PATIENCE))?;
+    let mut key = [0; 8];
+    region.copy_to(8, &mut key)?;
+    let key = u64::from_be_bytes(key);
+
+    let mut times = latency(&endpoint, &region, peer, key, seconds)?;
+    times.sort();
+    let at = |share: usize| times[(times.len() - 1) * share / 100].as_nanos() as f64 / 2000.0;
+    println!("latency_us {:.2} p99_us {:.2} messages {}", at(50), at(99), times.len());
+    let cpu = cpu_seconds();
+    let start = Instant::now();
+    let bytes = rate(&endpoint, &region, (peer, key), size, seconds)?;
+    let time = start.elapsed().as_secs_f64();
+    let cpu = (cpu_seconds() - cpu) / (bytes as f64 / 1e9);
+    println!(
+        "gbit_s {:.2} size {size} cpu_s_per_gb {cpu:.3} resent {}",
+        bytes as f64 * 8e-9 / time,
+        node.counters().resent
+    );
+    endpoint.write(peer, region.span(0, 1)?, (key, 0), Some(LAST), 0)?;
+    wait(&endpoint, Kind::Write, Some(PATIENCE))?;
+    Ok(())
+}
+
+/// Round trips of 8-byte writes.
+fn latency(
+    endpoint: &Endpoint,
+    region: &Region,
+    peer: Peer,
+    key: u64,
+    seconds: f64,
+) -> Result<Vec<Duration>, Error> {
+    let mut times = vec![];
+    let begin = Instant::now();
+    while begin.elapsed().as_secs_f64() < seconds || times.is_empty() {
+        let start = Instant::now();
+        endpoint.write(peer, region.span(0, 8)?, (key, 0), Some(0), 0)?;
+        wait(endpoint, Kind::Arrival, Some(PATIENCE))?;
+        times.push(start.elapsed());
+    }
+    endpoint.write(peer, region.span(0, 8)?, (key, 0), Some(LAST), LAST)?;
+    while wait(endpoint, Kind::Write, Some(PATIENCE))?.context != LAST {}
+    Ok(times)
+}
+
+/// Writes with `DEPTH` under way; returns the bytes that arrived.
+fn rate(
+    endpoint: &Endpoint,
+    region: &Region,
+    (peer, key): (Peer, u64),
+    size: usize,
+    seconds: f64,
+) -> Result<u64, Error> {
+    let (mut posted, mut done) = (0, 0);
+    let begin = Instant::now();
+    loop {
+        let is_over = begin.elapsed().as_secs_f64() >= seconds && posted > 0;
+        while posted - done < DEPTH && !is_over {
+            endpoint.write(peer, region.span(0, size)?, (key, 0), None, 0)?;
+            posted += 1;
+        }
+        if posted == done {
+            return Ok(done * size as u64);
+        }
+        wait(endpoint, Kind::Write, Some(PATIENCE))?;
+        done += 1;
+    }
+}
+
+/// Processor time of this process.
+fn cpu_seconds() -> f64 {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    let fields: Vec<f64> = stat
+        .rsplit(')')
+        .next()
+        .map(|rest| rest.split_whitespace().filter_map(|field| field.parse().ok()).collect())
+        .unwrap_or_default();
+    // Behind the state, which is no number: utime and stime are the 11th and 12th, in hundredths of a second.
+    fields.get(10..12).map_or(0.0, |times| times.iter().sum::<f64>() / 100.0)
+}

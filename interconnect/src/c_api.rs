@@ -1,0 +1,593 @@
+//! The C interface, as `include/vnet_rdma.h` declares it.
+//!
+//! Pointers come from C: every function says in the header what it needs, and a null pointer is refused.
+
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
+use std::time::Duration;
+
+use crate::node::{Endpoint, Error, Node, Options, resolve};
+use crate::proto::{
+    Access, Completion, Kind, Match, Outgoing, Peer, PostError, Receive, Shape, Span, Status,
+};
+
+const TAGGED: u32 = 1;
+const DATA: u32 = 2;
+const BUFFERED: u32 = 4;
+const QUIET: u32 = 8;
+const RELEASED: u32 = 16;
+const DISCARD: u32 = 32;
+
+thread_local! {
+    static LAST: RefCell<CString> = RefCell::default();
+}
+
+/// `vnet_rdma_peer`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct CPeer {
+    ip: [u8; 16],
+    scope: u32,
+    port: u16,
+    endpoint: u16,
+    family: u16,
+    reserved: u16,
+}
+
+/// `vnet_rdma_completion`.
+#[repr(C)]
+pub struct CCompletion {
+    context: u64,
+    len: u64,
+    tag: u64,
+    data: u64,
+    offset: u64,
+    kind: u32,
+    status: u32,
+    flags: u32,
+    reserved: u32,
+    peer: CPeer,
+}
+
+impl From<Peer> for CPeer {
+    fn from(peer: Peer) -> Self {
+        let mut ip = [0; 16];
+        let (family, scope) = match peer.address {
+            SocketAddr::V4(v4) => {
+                ip[..4].copy_from_slice(&v4.ip().octets());
+                (4, 0)
+            }
+            SocketAddr::V6(v6) => {
+                ip = v6.ip().octets();
+                (6, v6.scope_id())
+            }
+        };
+        Self { ip, scope, port: peer.address.port(), endpoint: peer.endpoint, family, reserved: 0 }
+    }
+}
+
+impl CPeer {
+    fn peer(&self) -> Peer {
+        let [a, b, c, d, ..] = self.ip;
+        let address = match self.family {
+            6 => SocketAddrV6::new(Ipv6Addr::from(self.ip), self.port, 0, self.scope).into(),
+            _ => SocketAddr::new(IpAddr::V4(Ipv4Addr::new(a, b, c, d)), self.port),
+        };
+        Peer { address, endpoint: self.endpoint }
+    }
+}
+
+impl From<Completion> for CCompletion {
+    fn from(completion: Completion) -> Self {
+        let flag = |is: bool, flag: u32| if is { flag } else { 0 };
+        Self {
+            context: completion.context,
+            len: completion.len,
+            tag: completion.tag.unwrap_or(0),
+            data: completion.data.unwrap_or(0),
+            offset: completion.offset,
+            kind: completion.kind as u32,
+            status: completion.status as u32,
+            flags: flag(completion.tag.is_some(), TAGGED)
+                | flag(completion.data.is_some(), DATA)
+                | flag(completion.is_released, RELEASED),
+            reserved: 0,
+            peer: completion.peer.into(),
+        }
+    }
+}
+
+fn remember(text: &str) {
+    LAST.with(|last| *last.borrow_mut() = CString::new(text).unwrap_or_default());
+}
+
+fn code(error: &Error) -> c_int {
+    remember(&error.to_string());
+    match error {
+        Error::Socket(_, error) => -error.raw_os_error().unwrap_or(libc::EIO),
+        Error::Name(..) | Error::Range(..) => -libc::EINVAL,
+        Error::Refused(PostError::Busy) => -libc::EAGAIN,
+        Error::Refused(PostError::NoEndpoint | PostError::UnknownKey) => -libc::ENOENT,
+        Error::Refused(PostError::Taken) => -libc::EADDRINUSE,
+        Error::Refused(PostError::NoRegion) => -libc::ENOMEM,
+    }
+}
+
+fn result(result: Result<(), Error>) -> c_int {
+    result.map_or_else(|error| code(&error), |()| 0)
+}
+
+fn invalid(what: &str) -> c_int {
+    remember(what);
+    -libc::EINVAL
+}
+
+/// The text behind a pointer from C. None: the pointer is null, or the text is not UTF-8.
+///
+/// # Safety
+/// The pointer is null or leads to a string that ends with a 0 and does not change during the call.
+unsafe fn text<'a>(pointer: *const c_char) -> Option<&'a str> {
+    if pointer.is_null() {
+        return None;
+    }
+    // SAFETY: not null, and the caller vouches for the rest.
+    unsafe { CStr::from_ptr(pointer) }.to_str().ok()
+}
+
+/// The memory of an operation. C programs keep the promise of `Span::new` by the header's words.
+fn span(start: *const c_void, len: usize) -> Span {
+    if len == 0 {
+        return Span::EMPTY;
+    }
+    // SAFETY: the header asks the program to leave the memory alone, and mapped, until the operation is complete.
+    unsafe { Span::new(start.cast_mut().cast(), len) }
+}
+
+/// The calling thread's last error.
+#[unsafe(no_mangle)]
+pub extern "C" fn vnet_rdma_error() -> *const c_char {
+    LAST.with(|last| last.borrow().as_ptr())
+}
+
+/// What a status means.
+#[unsafe(no_mangle)]
+pub extern "C" fn vnet_rdma_status_text(status: u32) -> *const c_char {
+    let status = u8::try_from(status).ok().and_then(Status::from_number);
+    remember(&status.map_or("unknown status".into(), |status| status.to_string()));
+    vnet_rdma_error()
+}
+
+/// Opens a node.
+///
+/// # Safety
+/// `bind` is null or a string, `node` is null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_open(bind: *const c_char, node: *mut *mut Node) -> c_int {
+    let mut options = Options::default();
+    if !bind.is_null() {
+        // SAFETY: a string, as the caller promises.
+        match unsafe { text(bind) }.and_then(|text| text.parse().ok()) {
+            Some(address) => options.bind = address,
+            None => return invalid("the address to bind is none: write ADDRESS:PORT"),
+        }
+    }
+    if node.is_null() {
+        return invalid("no place for the node");
+    }
+    match Node::open(&options) {
+        Ok(opened) => {
+            // SAFETY: not null, and writable as the caller promises.
+            unsafe { node.write(Box::into_raw(Box::new(opened))) };
+            0
+        }
+        Err(error) => code(&error),
+    }
+}
+
+/// Closes a node.
+///
+/// # Safety
+/// `node` is null, or comes from `vnet_rdma_open` and is not used again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_close(node: *mut Node) {
+    if !node.is_null() {
+        // SAFETY: it was made by `Box::into_raw`, and the caller gives it up.
+        drop(unsafe { Box::from_raw(node) });
+    }
+}
+
+/// UDP port of a node.
+///
+/// # Safety
+/// `node` is null or open.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_port(node: *const Node) -> u16 {
+    // SAFETY: null or open, as the caller promises.
+    unsafe { node.as_ref() }.map_or(0, |node| node.address().port())
+}
+
+/// Opens an endpoint.
+///
+/// # Safety
+/// `node` is null or open, `endpoint` is null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_endpoint_open(
+    node: *mut Node,
+    number: c_int,
+    endpoint: *mut *mut Endpoint,
+) -> c_int {
+    // SAFETY: null or open, as the caller promises.
+    let Some(node) = unsafe { node.as_ref() }.filter(|_| !endpoint.is_null()) else {
+        return invalid("no node, or no place for the endpoint");
+    };
+    match node.endpoint(u16::try_from(number).ok()) {
+        Ok(opened) => {
+            // SAFETY: not null, and writable as the caller promises.
+            unsafe { endpoint.write(Box::into_raw(Box::new(opened))) };
+            0
+        }
+        Err(error) => code(&error),
+    }
+}
+
+/// Closes an endpoint.
+///
+/// # Safety
+/// `endpoint` is null, or comes from `vnet_rdma_endpoint_open` and is not used again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_endpoint_close(endpoint: *mut Endpoint) {
+    if !endpoint.is_null() {
+        // SAFETY: it was made by `Box::into_raw`, and the caller gives it up.
+        drop(unsafe { Box::from_raw(endpoint) });
+    }
+}
+
+/// Number of an endpoint.
+///
+/// # Safety
+/// `endpoint` is null or open.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_endpoint_number(endpoint: *const Endpoint) -> u16 {
+    // SAFETY: null or open, as the caller promises.
+    unsafe { endpoint.as_ref() }.map_or(0, Endpoint::number)
+}
+
+/// The endpoint of a name.
+///
+/// # Safety
+/// `name` is null or a string, `peer` is null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_resolve(name: *const c_char, peer: *mut CPeer) -> c_int {
+    // SAFETY: null or a string, as the caller promises.
+    let Some(name) = unsafe { text(name) }.filter(|_| !peer.is_null()) else {
+        return invalid("no name, or no place for the peer");
+    };
+    match resolve(name) {
+        Ok(found) => {
+            // SAFETY: not null, and writable as the caller promises.
+            unsafe { peer.write(found.into()) };
+            0
+        }
+        Err(error) => code(&error),
+    }
+}
+
+/// Whether both are the same endpoint.
+///
+/// # Safety
+/// Both are null or readable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_same_peer(a: *const CPeer, b: *const CPeer) -> c_int {
+    // SAFETY: null or readable, as the caller promises.
+    let peers = unsafe { (a.as_ref(), b.as_ref()) };
+    c_int::from(matches!(peers, (Some(a), Some(b)) if a.peer() == b.peer()))
+}
+
+/// Registers memory.
+///
+/// # Safety
+/// `endpoint` is null or open, `key` is null or writable; the memory stays mapped until it is deregistered.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_register(
+    endpoint: *mut Endpoint,
+    start: *mut c_void,
+    len: usize,
+    access: u32,
+    key: *mut u64,
+) -> c_int {
+    // SAFETY: null or open, as the caller promises.
+    let Some(endpoint) = unsafe { endpoint.as_ref() }.filter(|_| !key.is_null()) else {
+        return invalid("no endpoint, or no place for the key");
+    };
+    match endpoint.register(span(start, len), Access { read: access & 1 != 0, write: access & 2 != 0 }) {
+        Ok(registered) => {
+            // SAFETY: not null, and writable as the caller promises.
+            unsafe { key.write(registered) };
+            0
+        }
+        Err(error) => code(&error),
+    }
+}
+
+/// Registers memory under a key of the program's choice.
+///
+/// # Safety
+/// `endpoint` is null or open; the memory stays mapped until it is deregistered.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_register_at(
+    endpoint: *mut Endpoint,
+    start: *mut c_void,
+    len: usize,
+    access: u32,
+    base: u64,
+    key: u64,
+) -> c_int {
+    // SAFETY: null or open, as the caller promises.
+    let Some(endpoint) = (unsafe { endpoint.as_ref() }) else { return invalid("no endpoint") };
+    let access = Access { read: access & 1 != 0, write: access & 2 != 0 };
+    result(endpoint.register_at(span(start, len), base, access, Some(key)).map(|_| ()))
+}
+
+/// Deregisters memory.
+///
+/// # Safety
+/// `endpoint` is null or open.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_deregister(endpoint: *mut Endpoint, key: u64) -> c_int {
+    // SAFETY: null or open, as the caller promises.
+    let Some(endpoint) = (unsafe { endpoint.as_ref() }) else { return invalid("no endpoint") };
+    result(endpoint.deregister(key))
+}
+
+/// # Safety
+/// `endpoint` and `peer` are null, or open and readable.
+unsafe fn post(endpoint: *mut Endpoint, peer: *const CPeer, out: &Outgoing) -> c_int {
+    // SAFETY: as the caller promises.
+    let (Some(endpoint), Some(peer)) = (unsafe { (endpoint.as_ref(), peer.as_ref()) }) else {
+        return invalid("no endpoint, or no peer");
+    };
+    result(endpoint.post(peer.peer(), out))
+}
+
+fn outgoing(shape: Shape, span: Span, data: u64, context: u64, flags: u32) -> Outgoing {
+    let data = (flags & DATA != 0).then_some(data);
+    Outgoing { shape, span, data, context, is_buffered: flags & BUFFERED != 0, is_quiet: flags & QUIET != 0 }
+}
+
+/// Writes into registered memory of a peer.
+///
+/// # Safety
+/// As the header says of pointers and memory.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_write(
+    endpoint: *mut Endpoint,
+    peer: *const CPeer,
+    start: *const c_void,
+    len: usize,
+    key: u64,
+    offset: u64,
+    data: u64,
+    context: u64,
+    flags: u32,
+) -> c_int {
+    let out = outgoing(Shape::Write { key, at: offset }, span(start, len), data, context, flags);
+    // SAFETY: as the caller promises.
+    unsafe { post(endpoint, peer, &out) }
+}
+
+/// Reads from registered memory of a peer.
+///
+/// # Safety
+/// As the header says of pointers and memory.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_read(
+    endpoint: *mut Endpoint,
+    peer: *const CPeer,
+    start: *mut c_void,
+    len: usize,
+    key: u64,
+    offset: u64,
+    context: u64,
+) -> c_int {
+    let out = outgoing(Shape::Read { key, at: offset }, span(start, len), 0, context, 0);
+    // SAFETY: as the caller promises.
+    unsafe { post(endpoint, peer, &out) }
+}
+
+/// Sends a message.
+///
+/// # Safety
+/// As the header says of pointers and memory.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_send(
+    endpoint: *mut Endpoint,
+    peer: *const CPeer,
+    start: *const c_void,
+    len: usize,
+    tag: u64,
+    data: u64,
+    context: u64,
+    flags: u32,
+) -> c_int {
+    let tag = (flags & TAGGED != 0).then_some(tag);
+    let out = outgoing(Shape::Message { tag }, span(start, len), data, context, flags);
+    // SAFETY: as the caller promises.
+    unsafe { post(endpoint, peer, &out) }
+}
+
+/// Receives a message.
+///
+/// # Safety
+/// As the header says of pointers and memory.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_receive(
+    endpoint: *mut Endpoint,
+    from: *const CPeer,
+    start: *mut c_void,
+    len: usize,
+    tag: u64,
+    ignore: u64,
+    context: u64,
+    flags: u32,
+) -> c_int {
+    // SAFETY: as the caller promises.
+    unsafe { vnet_rdma_receive_several(endpoint, from, start, len, tag, ignore, 0, context, flags) }
+}
+
+/// Receives several messages into one buffer.
+///
+/// # Safety
+/// As the header says of pointers and memory.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_receive_several(
+    endpoint: *mut Endpoint,
+    from: *const CPeer,
+    start: *mut c_void,
+    len: usize,
+    tag: u64,
+    ignore: u64,
+    least: u64,
+    context: u64,
+    flags: u32,
+) -> c_int {
+    // SAFETY: as the caller promises.
+    let (Some(endpoint), from) = (unsafe { (endpoint.as_ref(), from.as_ref()) }) else {
+        return invalid("no endpoint");
+    };
+    let matching = matching(from, tag, ignore, flags);
+    let several = (least > 0).then_some(least);
+    result(endpoint.post_receive(&Receive { matching, span: span(start, len), context, several }))
+}
+
+fn matching(from: Option<&CPeer>, tag: u64, ignore: u64, flags: u32) -> Match {
+    Match { tag: (flags & TAGGED != 0).then_some((tag, ignore)), from: from.map(CPeer::peer) }
+}
+
+/// Looks for a message.
+///
+/// # Safety
+/// `endpoint` is null or open, `from` null or readable, `seen` null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_peek(
+    endpoint: *mut Endpoint,
+    from: *const CPeer,
+    tag: u64,
+    ignore: u64,
+    flags: u32,
+    claim: u64,
+    seen: *mut CCompletion,
+) -> c_int {
+    // SAFETY: as the caller promises.
+    let (Some(endpoint), from) = (unsafe { (endpoint.as_ref(), from.as_ref()) }) else {
+        return invalid("no endpoint");
+    };
+    if seen.is_null() {
+        return invalid("no place for the message's description");
+    }
+    let Some(found) = endpoint.peek(&matching(from, tag, ignore, flags), (claim != 0).then_some(claim))
+    else {
+        return 0;
+    };
+    let completion = Completion {
+        kind: Kind::Receive,
+        status: Status::Success,
+        context: 0,
+        len: found.len,
+        tag: found.tag,
+        data: found.data,
+        peer: found.from,
+        offset: 0,
+        is_released: false,
+    };
+    // SAFETY: not null, and writable as the caller promises.
+    unsafe { seen.write(completion.into()) };
+    1
+}
+
+/// Receives a message that was set apart.
+///
+/// # Safety
+/// As the header says of pointers and memory.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_receive_claimed(
+    endpoint: *mut Endpoint,
+    claim: u64,
+    start: *mut c_void,
+    len: usize,
+    context: u64,
+    flags: u32,
+) -> c_int {
+    // SAFETY: null or open, as the caller promises.
+    let Some(endpoint) = (unsafe { endpoint.as_ref() }) else { return invalid("no endpoint") };
+    let span = (flags & DISCARD == 0).then(|| span(start, len));
+    if endpoint.receive_claimed(claim, span, context) { 0 } else { -libc::ENOENT }
+}
+
+/// Sleeps until there may be something to take.
+///
+/// # Safety
+/// `endpoint` is null or open.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_pause(endpoint: *mut Endpoint, timeout_ms: u32) {
+    // SAFETY: null or open, as the caller promises.
+    if let Some(endpoint) = unsafe { endpoint.as_ref() } {
+        endpoint.pause(Duration::from_millis(timeout_ms.into()));
+    }
+}
+
+/// Takes a posted buffer back.
+///
+/// # Safety
+/// `endpoint` is null or open.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_cancel(endpoint: *mut Endpoint, context: u64) -> c_int {
+    // SAFETY: null or open, as the caller promises.
+    let Some(endpoint) = (unsafe { endpoint.as_ref() }) else { return invalid("no endpoint") };
+    if endpoint.cancel(context) { 0 } else { -libc::ENOENT }
+}
+
+/// Takes completions.
+///
+/// # Safety
+/// `endpoint` is null or open; `completions` has room for `max`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_poll(
+    endpoint: *mut Endpoint,
+    completions: *mut CCompletion,
+    max: c_int,
+) -> c_int {
+    // SAFETY: as the caller promises.
+    unsafe { vnet_rdma_wait(endpoint, completions, max, 0) }
+}
+
+/// Waits for completions.
+///
+/// # Safety
+/// `endpoint` is null or open; `completions` has room for `max`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_wait(
+    endpoint: *mut Endpoint,
+    completions: *mut CCompletion,
+    max: c_int,
+    timeout_ms: c_int,
+) -> c_int {
+    // SAFETY: null or open, as the caller promises.
+    let Some(endpoint) = unsafe { endpoint.as_ref() }.filter(|_| !completions.is_null() && max > 0) else {
+        return invalid("no endpoint, or no place for completions");
+    };
+    let first = match u64::try_from(timeout_ms) {
+        Ok(0) => endpoint.poll(),
+        Ok(timeout) => endpoint.wait(Some(Duration::from_millis(timeout))),
+        Err(_) => endpoint.wait(None),
+    };
+    let mut next = first;
+    let mut count = 0;
+    while let Some(completion) = next {
+        // SAFETY: `count` is below `max`, for which the caller made room.
+        unsafe { completions.add(count as usize).write(completion.into()) };
+        count += 1;
+        next = if count < max { endpoint.take() } else { None };
+    }
+    count
+}

@@ -1,0 +1,20 @@
+//! The vnet interconnect: RDMA semantics for applications in virtual machines and containers, without RDMA hardware.
+//!
+//! An application opens a [`Node`], which is a UDP socket with a protocol engine behind it, opens endpoints on it, registers memory, and posts
+//! operations: messages, writes into and reads from registered memory of other nodes. Each ends with one [`Completion`].
+//!
+//! - [`proto`]: the protocol, without I/O;
+//! - `node/`: the engine inside the application: socket, progress, waiting;
+//! - `c_api.rs`: the same for C, declared in `include/vnet_rdma.h`.
+//!
+//! docs/interconnect.md has a guide, the wire format, and what is promised under failure.
+
+mod c_api;
+mod node;
+pub mod proto;
+
+pub use node::{Endpoint, Error, Node, Options, Region, resolve};
+pub use proto::{
+    Access, Completion, Counters, Key, Kind, Match, Outgoing, Peer, PostError, Receive, Seen, Shape, Span,
+    Status,
+};

@@ -1,0 +1,434 @@
+//! The process engine: the protocol inside the application, over a UDP socket.
+//!
+//! Whoever polls or waits makes progress: receives, lets the engine send, takes completions. A thread does it when nobody has for some
+//! milliseconds, so that peers get their answers while the application computes. It sleeps on the socket then, and keeps away from it while
+//! the application polls: no other process or thread wakes up for a message.
+//!
+//! `wait` polls for `SPIN_NS`, then sleeps on the socket.
+
+mod region;
+mod socket;
+
+use std::collections::HashSet;
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use parking_lot::Mutex;
+
+use crate::proto::{
+    Access, Completion, Config, Counters, Engine, Key, Match, Outgoing, Peer, PostError, Receive, Seen,
+    Shape, Span,
+};
+pub use region::Region;
+use socket::{Socket, datagram_to, segments, wait_readable};
+
+/// Datagrams taken before the engine sends.
+const RECEIVES_MAX: usize = 16;
+/// How long `wait` polls before it sleeps.
+const SPIN_NS: u64 = 50_000;
+/// The thread looks this often whether the application polls.
+const LOOK: Duration = Duration::from_millis(5);
+/// Longest sleep while several threads wait: one may take what another sleeps for.
+const SHARED_SLEEP_NS: u64 = 20_000_000;
+/// How long closing waits for acknowledgements.
+const LINGER: Duration = Duration::from_secs(2);
+
+/// Why a call failed.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The system refused the socket.
+    #[error("cannot use UDP address {0}: {1}")]
+    Socket(SocketAddr, io::Error),
+    /// A name of an endpoint is none, or its host is not known.
+    #[error("'{0}' is no endpoint: write HOST:PORT/ENDPOINT, such as 10.77.2.1:7000/0 ({1})")]
+    Name(String, String),
+    /// The engine refused.
+    #[error(transparent)]
+    Refused(#[from] PostError),
+    /// A range is not inside its region.
+    #[error("bytes {0} to {1} are not all inside the region of {2}")]
+    Range(usize, usize, usize),
+}
+
+/// How a node is opened.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Address of the UDP socket; port 0 takes any.
+    pub bind: SocketAddr,
+    /// The protocol's behaviour. `receive_budget` 0 stands for what the socket's buffer holds.
+    pub config: Config,
+    /// Whether a thread answers peers while the application does not poll.
+    pub has_thread: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        let config = Config { datagram_max: 65_507, receive_budget: 0, ..Config::default() };
+        Self { bind: (Ipv4Addr::UNSPECIFIED, 0).into(), config, has_thread: true }
+    }
+}
+
+struct Inner {
+    engine: Engine,
+    socket: Socket,
+    known: HashSet<SocketAddr>,
+    /// Memory of regions: freed with the node.
+    kept: Vec<Arc<[AtomicU8]>>,
+}
+
+struct Shared {
+    inner: Mutex<Inner>,
+    start: Instant,
+    /// Grows when the application makes progress.
+    polled: AtomicU64,
+    sleeping: AtomicU32,
+    is_closing: AtomicBool,
+    descriptor: RawFd,
+    /// A connected pair: a byte wakes the thread.
+    wake: (UdpSocket, UdpSocket),
+    address: SocketAddr,
+}
+
+impl Shared {
+    fn now(&self) -> u64 {
+        self.start.elapsed().as_nanos() as u64 + 1
+    }
+
+    /// Receives, lets timers run, sends. Returns whether anything arrived.
+    fn progress(&self, inner: &mut Inner) -> bool {
+        let mut arrived = false;
+        let now = self.now();
+        for _ in 0..RECEIVES_MAX {
+            let Some(received) = inner.socket.receive() else { break };
+            arrived = true;
+            for packet in segments(&received) {
+                inner.engine.receive(now, received.from, packet, received.congestion);
+            }
+        }
+        inner.engine.tick(now);
+        self.send(inner);
+        arrived
+    }
+
+    fn send(&self, inner: &mut Inner) {
+        let now = self.now();
+        while let Some(packet) = inner.engine.depart(now) {
+            inner.socket.send(packet);
+        }
+        inner.socket.flush();
+    }
+
+    /// The thread: makes progress while nobody else does.
+    fn attend(&self) {
+        let mut seen = 0;
+        while !self.is_closing.load(Ordering::Acquire) {
+            let polled = self.polled.load(Ordering::Relaxed);
+            if polled != seen || self.sleeping.load(Ordering::Relaxed) > 0 {
+                seen = polled;
+                wait_readable(&[self.wake.0.as_raw_fd()], Some(LOOK.as_nanos() as u64));
+                continue;
+            }
+            let Some(mut inner) = self.inner.try_lock() else {
+                std::thread::yield_now();
+                continue;
+            };
+            self.progress(&mut inner);
+            inner.engine.hurry();
+            self.send(&mut inner);
+            let now = self.now();
+            let sleep = inner.engine.wake_at(now).map(|at| at - now);
+            drop(inner);
+            wait_readable(&[self.descriptor, self.wake.0.as_raw_fd()], sleep);
+        }
+    }
+}
+
+/// A process on the network: a UDP socket, the protocol's engine, and endpoints.
+pub struct Node {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Node {
+    /// Opens a node.
+    pub fn open(options: &Options) -> Result<Self, Error> {
+        let refused = |error| Error::Socket(options.bind, error);
+        let socket = Socket::bind(options.bind).map_err(refused)?;
+        let address = socket.address().map_err(refused)?;
+        let mut config = options.config.clone();
+        if config.receive_budget == 0 {
+            config.receive_budget = socket.receive_room().clamp(64 << 10, 4 << 20);
+        }
+        let epoch = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_nanos() as u64);
+        let engine = Engine::new(config, epoch, random()?);
+        let shared = Arc::new(Shared {
+            descriptor: socket.descriptor(),
+            inner: Mutex::new(Inner { engine, socket, known: HashSet::new(), kept: vec![] }),
+            start: Instant::now(),
+            polled: AtomicU64::new(0),
+            sleeping: AtomicU32::new(0),
+            is_closing: AtomicBool::new(false),
+            wake: pair().map_err(refused)?,
+            address,
+        });
+        let thread = options.has_thread.then(|| {
+            let shared = Arc::clone(&shared);
+            std::thread::Builder::new().name("vnet-rdma".into()).spawn(move || shared.attend())
+        });
+        let thread = thread.transpose().map_err(refused)?;
+        Ok(Self { shared, thread })
+    }
+
+    /// Address of the socket.
+    pub fn address(&self) -> SocketAddr {
+        self.shared.address
+    }
+
+    /// What the engine counted.
+    pub fn counters(&self) -> Counters {
+        self.shared.inner.lock().engine.counters()
+    }
+
+    /// Opens the endpoint of this number, or the first free one.
+    pub fn endpoint(&self, number: Option<u16>) -> Result<Endpoint, Error> {
+        let number = self.shared.inner.lock().engine.open(number)?;
+        Ok(Endpoint { shared: Arc::clone(&self.shared), number })
+    }
+}
+
+impl Drop for Node {
+    /// Waits up to two seconds until peers have acknowledged everything, then tells them that this node ends.
+    fn drop(&mut self) {
+        let end = Instant::now() + LINGER;
+        loop {
+            let mut inner = self.shared.inner.lock();
+            self.shared.polled.fetch_add(1, Ordering::Relaxed);
+            self.shared.progress(&mut inner);
+            inner.engine.hurry();
+            self.shared.send(&mut inner);
+            if inner.engine.is_idle() || Instant::now() >= end {
+                inner.engine.say_goodbye();
+                self.shared.send(&mut inner);
+                break;
+            }
+            drop(inner);
+            wait_readable(&[self.shared.descriptor], Some(1_000_000));
+        }
+        self.shared.is_closing.store(true, Ordering::Release);
+        let _ = self.shared.wake.1.send(&[0]);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// An endpoint: what operations are posted on and completions are taken from. Dropping it closes it.
+pub struct Endpoint {
+    shared: Arc<Shared>,
+    number: u16,
+}
+
+impl Endpoint {
+    /// Its number within the node.
+    pub fn number(&self) -> u16 {
+        self.number
+    }
+
+    /// Registers memory that peers may address by the returned key. Its first byte has the offset 0.
+    pub fn register(&self, span: Span, access: Access) -> Result<Key, Error> {
+        self.register_at(span, 0, access, None)
+    }
+
+    /// Registers memory whose first byte has the offset `base`, under this key if one is given.
+    pub fn register_at(&self, span: Span, base: u64, access: Access, key: Option<Key>) -> Result<Key, Error> {
+        Ok(self.shared.inner.lock().engine.register(self.number, span, base, access, key)?)
+    }
+
+    /// Takes memory back. When this returns, no peer reads or writes it any more.
+    pub fn deregister(&self, key: Key) -> Result<(), Error> {
+        let known = self.shared.inner.lock().engine.deregister(key);
+        if known { Ok(()) } else { Err(PostError::UnknownKey.into()) }
+    }
+
+    /// Posts an operation and sends what may be sent.
+    pub fn post(&self, peer: Peer, out: &Outgoing) -> Result<(), Error> {
+        let mut inner = self.shared.inner.lock();
+        if !inner.known.contains(&peer.address) {
+            // Without a route the default stays, and the peer turns out unreachable.
+            if let Ok(datagram) = datagram_to(peer.address) {
+                inner.engine.set_datagram(peer.address, datagram);
+            }
+            inner.known.insert(peer.address);
+        }
+        inner.engine.post(self.shared.now(), self.number, peer, out)?;
+        self.shared.send(&mut inner);
+        Ok(())
+    }
+
+    /// Posts a buffer for a message.
+    pub fn post_receive(&self, receive: &Receive) -> Result<(), Error> {
+        let mut inner = self.shared.inner.lock();
+        inner.engine.post_receive(self.number, receive)?;
+        self.shared.send(&mut inner);
+        Ok(())
+    }
+
+    /// Sends a message.
+    pub fn send(&self, peer: Peer, span: Span, tag: Option<u64>, context: u64) -> Result<(), Error> {
+        self.post(peer, &plain(Shape::Message { tag }, span, None, context))
+    }
+
+    /// Receives a message without a tag.
+    pub fn receive(&self, span: Span, context: u64) -> Result<(), Error> {
+        self.post_receive(&Receive { matching: Match::default(), span, context, several: None })
+    }
+
+    /// Writes into registered memory of a peer. With `data`, the peer gets a completion when all bytes are there.
+    pub fn write(
+        &self,
+        peer: Peer,
+        span: Span,
+        (key, at): (Key, u64),
+        data: Option<u64>,
+        context: u64,
+    ) -> Result<(), Error> {
+        self.post(peer, &plain(Shape::Write { key, at }, span, data, context))
+    }
+
+    /// Reads from registered memory of a peer.
+    pub fn read(&self, peer: Peer, span: Span, (key, at): (Key, u64), context: u64) -> Result<(), Error> {
+        self.post(peer, &plain(Shape::Read { key, at }, span, None, context))
+    }
+
+    /// Keeps a region's memory as long as the node lives.
+    fn keep(&self, bytes: Arc<[AtomicU8]>) {
+        self.shared.inner.lock().kept.push(bytes);
+    }
+
+    /// Takes a posted buffer back. False: there is none with this context, or its message is on its way.
+    pub fn cancel(&self, context: u64) -> bool {
+        self.shared.inner.lock().engine.cancel(self.number, context)
+    }
+
+    /// Looks for a message that nobody has received; `claim` sets it apart for `receive_claimed`.
+    pub fn peek(&self, matching: &Match, claim: Option<u64>) -> Option<Seen> {
+        let mut inner = self.shared.inner.lock();
+        self.shared.polled.fetch_add(1, Ordering::Relaxed);
+        self.shared.progress(&mut inner);
+        inner.engine.peek(self.number, matching, claim)
+    }
+
+    /// Receives the message set apart as `claim`, or throws it away: no span. False: there is none.
+    pub fn receive_claimed(&self, claim: u64, span: Option<Span>, context: u64) -> bool {
+        let mut inner = self.shared.inner.lock();
+        let taken = inner.engine.receive_claimed(self.number, claim, span, context);
+        self.shared.send(&mut inner);
+        taken
+    }
+
+    /// Makes progress and takes a completion, if there is one.
+    pub fn poll(&self) -> Option<Completion> {
+        let mut inner = self.shared.inner.lock();
+        self.shared.polled.fetch_add(1, Ordering::Relaxed);
+        if let Some(completion) = inner.engine.poll(self.number) {
+            return Some(completion);
+        }
+        self.shared.progress(&mut inner);
+        inner.engine.poll(self.number)
+    }
+
+    /// Takes a completion that is there, without progress.
+    pub fn take(&self) -> Option<Completion> {
+        self.shared.inner.lock().engine.poll(self.number)
+    }
+
+    /// Waits for a completion: polls for 50 us, then sleeps. None: the time is over.
+    pub fn wait(&self, timeout: Option<Duration>) -> Option<Completion> {
+        let shared = &self.shared;
+        let start = shared.now();
+        let end = timeout.map(|timeout| start.saturating_add(timeout.as_nanos() as u64));
+        let mut spin_end = start + SPIN_NS;
+        loop {
+            if let Some(completion) = self.poll() {
+                return Some(completion);
+            }
+            let now = shared.now();
+            if end.is_some_and(|end| now >= end) {
+                return None;
+            }
+            if now < spin_end {
+                std::hint::spin_loop();
+                continue;
+            }
+            self.sleep(end);
+            spin_end = shared.now() + SPIN_NS / 10;
+        }
+    }
+
+    /// Sleeps until there may be something to take, at most so long.
+    pub fn pause(&self, timeout: Duration) {
+        self.sleep(Some(self.shared.now() + timeout.as_nanos() as u64));
+    }
+
+    /// Sleeps until a packet comes, a timer is due, or `end`.
+    fn sleep(&self, end: Option<u64>) {
+        let shared = &self.shared;
+        let mut inner = shared.inner.lock();
+        inner.engine.hurry();
+        shared.send(&mut inner);
+        if inner.engine.waiting(self.number) > 0 {
+            return;
+        }
+        let now = shared.now();
+        let others = shared.sleeping.fetch_add(1, Ordering::Relaxed);
+        let shared_sleep = (others > 0).then_some(now + SHARED_SLEEP_NS);
+        let wake = [inner.engine.wake_at(now), end, shared_sleep].into_iter().flatten().min();
+        drop(inner);
+        wait_readable(&[shared.descriptor], wake.map(|wake| wake.saturating_sub(now)));
+        shared.sleeping.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        self.shared.inner.lock().engine.close(self.number);
+    }
+}
+
+fn plain(shape: Shape, span: Span, data: Option<u64>, context: u64) -> Outgoing {
+    Outgoing { shape, span, data, context, is_buffered: false, is_quiet: false }
+}
+
+/// The endpoint of this name: `HOST:PORT/ENDPOINT`, where HOST is an address or a name that the system resolves.
+pub fn resolve(name: &str) -> Result<Peer, Error> {
+    let wrong = |why: String| Error::Name(name.into(), why);
+    let (host, endpoint) = name.rsplit_once('/').ok_or_else(|| wrong("no '/'".into()))?;
+    let endpoint = endpoint.parse().map_err(|_| wrong(format!("'{endpoint}' is no number below 1024")))?;
+    let mut addresses = host.to_socket_addrs().map_err(|error| wrong(error.to_string()))?;
+    let address = addresses.next().ok_or_else(|| wrong("the host has no address".into()))?;
+    Ok(Peer { address, endpoint })
+}
+
+/// Bytes that nobody can guess.
+fn random() -> Result<u64, Error> {
+    let mut bytes = [0u8; 8];
+    // SAFETY: the kernel writes at most eight bytes into `bytes`, which is so long.
+    let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
+    if got == bytes.len() as isize {
+        return Ok(u64::from_ne_bytes(bytes));
+    }
+    Err(Error::Socket((Ipv4Addr::UNSPECIFIED, 0).into(), io::Error::last_os_error()))
+}
+
+/// Two sockets that send to each other.
+fn pair() -> io::Result<(UdpSocket, UdpSocket)> {
+    let local = (Ipv4Addr::LOCALHOST, 0);
+    let (a, b) = (UdpSocket::bind(local)?, UdpSocket::bind(local)?);
+    b.connect(a.local_addr()?)?;
+    Ok((a, b))
+}

@@ -1,0 +1,71 @@
+//! Registered memory that the library owns, for programs without `unsafe`.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use super::{Endpoint, Error};
+use crate::proto::{Access, Key, Span};
+
+/// Bytes that peers may read and write while their owner does. Copies go byte by byte, each of them whole.
+pub struct Region {
+    bytes: Arc<[AtomicU8]>,
+    key: Key,
+}
+
+impl Region {
+    /// Registers `len` bytes of new memory, all 0.
+    pub fn new(endpoint: &Endpoint, len: usize, access: Access) -> Result<Self, Error> {
+        let bytes: Arc<[AtomicU8]> = (0..len).map(|_| AtomicU8::new(0)).collect();
+        let key = endpoint.register(span_of(&bytes), access)?;
+        endpoint.keep(Arc::clone(&bytes));
+        Ok(Self { bytes, key })
+    }
+
+    /// What peers address it by.
+    pub fn key(&self) -> Key {
+        self.key
+    }
+
+    /// Length in bytes.
+    pub fn len(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.bytes.is_empty()
+    }
+
+    /// The bytes from `offset`, for an operation of the endpoint that the region was registered with.
+    pub fn span(&self, offset: usize, len: usize) -> Result<Span, Error> {
+        let all = span_of(&self.bytes);
+        all.part(offset as u64, len as u64).ok_or(Error::Range(
+            offset,
+            offset.saturating_add(len),
+            self.len(),
+        ))
+    }
+
+    /// Copies bytes in.
+    pub fn fill(&self, offset: usize, from: &[u8]) -> Result<(), Error> {
+        let end = offset.saturating_add(from.len());
+        let to = self.bytes.get(offset..end).ok_or(Error::Range(offset, end, self.len()))?;
+        to.iter().zip(from).for_each(|(to, from)| to.store(*from, Ordering::Relaxed));
+        Ok(())
+    }
+
+    /// Copies bytes out.
+    pub fn copy_to(&self, offset: usize, to: &mut [u8]) -> Result<(), Error> {
+        let end = offset.saturating_add(to.len());
+        let from = self.bytes.get(offset..end).ok_or(Error::Range(offset, end, self.len()))?;
+        to.iter_mut().zip(from).for_each(|(to, from)| *to = from.load(Ordering::Relaxed));
+        Ok(())
+    }
+}
+
+fn span_of(bytes: &Arc<[AtomicU8]>) -> Span {
+    let start = bytes.as_ptr().cast_mut().cast::<u8>();
+    // SAFETY: the node keeps a handle of the bytes (`Endpoint::keep`) until it is dropped itself, so they outlive all its operations.
+    // They are atomic: safe code holds no reference through which it could see them as unchanging.
+    unsafe { Span::new(start, bytes.len()) }
+}

@@ -1,0 +1,316 @@
+//! The UDP socket: trains of packets out with `UDP_SEGMENT`, coalesced packets in with `UDP_GRO`.
+
+use std::io;
+use std::mem::{size_of, zeroed};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::os::fd::{AsRawFd, RawFd};
+use std::ptr;
+
+use crate::proto::Departure;
+
+/// Packets of one system call: the kernel's `UDP_MAX_SEGMENTS` of old.
+const TRAIN_PACKETS_MAX: usize = 64;
+/// Bytes of one system call, below the 65 507 of a datagram.
+const TRAIN_BYTES_MAX: usize = 65_000;
+/// What coalesced packets may need.
+const RECEIVE_BYTES: usize = 65_536;
+/// What is asked of the kernel for either socket buffer. It gives less where `net.core.rmem_max` says so.
+const SOCKET_BUFFER: libc::c_int = 8 << 20;
+/// ECN of RFC 3168: capable, and "congestion experienced".
+const ECN_CAPABLE: libc::c_int = 2;
+const ECN_CONGESTION: u8 = 3;
+const CONTROL_BYTES: usize = 128;
+
+/// Ancillary data, aligned as `cmsghdr` needs.
+#[repr(C, align(8))]
+struct Control([u8; CONTROL_BYTES]);
+
+pub(super) struct Socket {
+    socket: UdpSocket,
+    buffer: Vec<u8>,
+    train: Train,
+    /// Datagrams that the kernel refused.
+    pub(super) refused: u64,
+}
+
+/// A datagram that was received, or several of one sender and size.
+pub(super) struct Received<'a> {
+    pub(super) from: SocketAddr,
+    pub(super) bytes: &'a [u8],
+    /// Size of each packet but the last.
+    pub(super) segment: usize,
+    pub(super) congestion: bool,
+}
+
+struct Train {
+    to: Option<SocketAddr>,
+    packets: Vec<Departure>,
+    segment: usize,
+    bytes: usize,
+    /// A shorter packet ends a train.
+    is_closed: bool,
+}
+
+impl Socket {
+    pub(super) fn bind(address: SocketAddr) -> io::Result<Self> {
+        let socket = UdpSocket::bind(address)?;
+        let fd = socket.as_raw_fd();
+        for (force, plain) in
+            [(libc::SO_RCVBUFFORCE, libc::SO_RCVBUF), (libc::SO_SNDBUFFORCE, libc::SO_SNDBUF)]
+        {
+            set(fd, libc::SOL_SOCKET, force, SOCKET_BUFFER)
+                .or_else(|_| set(fd, libc::SOL_SOCKET, plain, SOCKET_BUFFER))?;
+        }
+        // Older kernels without these send and receive packets one by one.
+        let _ = set(fd, libc::SOL_UDP, libc::UDP_GRO, 1);
+        if address.is_ipv4() {
+            let _ = set(fd, libc::IPPROTO_IP, libc::IP_RECVTOS, 1);
+            let _ = set(fd, libc::IPPROTO_IP, libc::IP_TOS, ECN_CAPABLE);
+        } else {
+            let _ = set(fd, libc::IPPROTO_IPV6, libc::IPV6_RECVTCLASS, 1);
+            let _ = set(fd, libc::IPPROTO_IPV6, libc::IPV6_TCLASS, ECN_CAPABLE);
+        }
+        let train = Train { to: None, packets: vec![], segment: 0, bytes: 0, is_closed: false };
+        Ok(Self { socket, buffer: vec![0; RECEIVE_BYTES], train, refused: 0 })
+    }
+
+    pub(super) fn address(&self) -> io::Result<SocketAddr> {
+        self.socket.local_addr()
+    }
+
+    pub(super) fn descriptor(&self) -> RawFd {
+        self.socket.as_raw_fd()
+    }
+
+    /// Bytes of packets that the receive buffer holds, with the kernel's overhead for each.
+    pub(super) fn receive_room(&self) -> usize {
+        let mut bytes: libc::c_int = 0;
+        let mut len = size_of::<libc::c_int>() as libc::socklen_t;
+        // SAFETY: the kernel writes at most `len` bytes into `bytes`, which is so long.
+        let result = unsafe {
+            let value = ptr::from_mut(&mut bytes).cast();
+            libc::getsockopt(self.descriptor(), libc::SOL_SOCKET, libc::SO_RCVBUF, value, &mut len)
+        };
+        if result == 0 { bytes as usize / 4 } else { 64 << 10 }
+    }
+
+    /// Takes what has arrived. None: nothing has.
+    pub(super) fn receive(&mut self) -> Option<Received<'_>> {
+        // SAFETY: both are plain C structures, for which zero bytes are valid.
+        let (mut name, mut message) =
+            unsafe { (zeroed::<libc::sockaddr_storage>(), zeroed::<libc::msghdr>()) };
+        let mut control = Control([0; CONTROL_BYTES]);
+        let mut vector =
+            libc::iovec { iov_base: self.buffer.as_mut_ptr().cast(), iov_len: self.buffer.len() };
+        message.msg_name = ptr::from_mut(&mut name).cast();
+        message.msg_namelen = size_of::<libc::sockaddr_storage>() as u32;
+        message.msg_iov = &mut vector;
+        message.msg_iovlen = 1;
+        message.msg_control = control.0.as_mut_ptr().cast();
+        message.msg_controllen = CONTROL_BYTES;
+        // SAFETY: name, control and vector outlive the call and have the lengths that the message names.
+        let len = unsafe { libc::recvmsg(self.socket.as_raw_fd(), &mut message, libc::MSG_DONTWAIT) };
+        let len = usize::try_from(len).ok()?;
+        let (mut segment, mut congestion) = (len, false);
+        // SAFETY: the message was filled by the kernel; CMSG_FIRSTHDR looks at its control part only.
+        let mut header = unsafe { libc::CMSG_FIRSTHDR(&message) };
+        while !header.is_null() {
+            // SAFETY: the header lies within `control`, as do the bytes behind it that its length covers; the kernel sends an int
+            // with UDP_GRO and IPV6_TCLASS, and a byte with IP_TOS.
+            unsafe {
+                let data = libc::CMSG_DATA(header);
+                match ((*header).cmsg_level, (*header).cmsg_type) {
+                    (libc::SOL_UDP, libc::UDP_GRO) => {
+                        segment = data.cast::<libc::c_int>().read_unaligned() as usize
+                    }
+                    (libc::IPPROTO_IP, libc::IP_TOS) | (libc::IPPROTO_IPV6, libc::IPV6_TCLASS) => {
+                        congestion = *data & 3 == ECN_CONGESTION;
+                    }
+                    _ => {}
+                }
+                header = libc::CMSG_NXTHDR(&message, header);
+            }
+        }
+        let from = from_raw(&name)?;
+        Some(Received { from, bytes: &self.buffer[..len], segment: segment.max(1), congestion })
+    }
+
+    /// Queues a packet; sends those before it if it does not fit their train. `flush` sends the last ones.
+    pub(super) fn send(&mut self, packet: Departure) {
+        let bytes = packet.header.as_bytes().len() + packet.payload.len();
+        let train = &self.train;
+        let fits = train.to == Some(packet.to)
+            && !train.is_closed
+            && bytes <= train.segment
+            && train.bytes + bytes <= TRAIN_BYTES_MAX
+            && train.packets.len() < TRAIN_PACKETS_MAX;
+        if !fits {
+            self.flush();
+            self.train.to = Some(packet.to);
+            self.train.segment = bytes;
+        }
+        let train = &mut self.train;
+        train.bytes += bytes;
+        train.is_closed = bytes < train.segment;
+        train.packets.push(packet);
+    }
+
+    /// Sends the queued packets. What the kernel refuses is lost, as on any network.
+    pub(super) fn flush(&mut self) {
+        let Some(to) = self.train.to.take() else { return };
+        let packets = std::mem::take(&mut self.train.packets);
+        let segment = if packets.len() > 1 { self.train.segment } else { 0 };
+        if let Err(error) = transmit(self.socket.as_raw_fd(), to, &packets, segment) {
+            // A path narrower than the packets, or a device that cannot segment: packet by packet, the kernel fragments them.
+            let narrow = [libc::EMSGSIZE, libc::EINVAL, libc::EIO].map(Some).contains(&error.raw_os_error());
+            for packet in &packets {
+                let again = narrow && segment > 0;
+                let sent =
+                    again && transmit(self.socket.as_raw_fd(), to, std::slice::from_ref(packet), 0).is_ok();
+                self.refused += u64::from(!sent);
+            }
+        }
+        let mut packets = packets;
+        packets.clear();
+        self.train = Train { to: None, packets, segment: 0, bytes: 0, is_closed: false };
+    }
+}
+
+fn set(fd: RawFd, level: libc::c_int, option: libc::c_int, value: libc::c_int) -> io::Result<()> {
+    let len = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: the kernel reads `len` bytes of `value`, which is so long.
+    let result = unsafe { libc::setsockopt(fd, level, option, ptr::from_ref(&value).cast(), len) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+fn transmit(fd: RawFd, to: SocketAddr, packets: &[Departure], segment: usize) -> io::Result<()> {
+    let mut vectors = [libc::iovec { iov_base: ptr::null_mut(), iov_len: 0 }; 2 * TRAIN_PACKETS_MAX];
+    let mut used = 0;
+    for packet in packets {
+        let header = packet.header.as_bytes();
+        let parts =
+            [(header.as_ptr().cast_mut(), header.len()), (packet.payload.start(), packet.payload.len())];
+        for (start, len) in parts.into_iter().filter(|(_, len)| *len > 0) {
+            vectors[used] = libc::iovec { iov_base: start.cast(), iov_len: len };
+            used += 1;
+        }
+    }
+    let (mut name, len) = to_raw(to);
+    // SAFETY: a plain C structure, for which zero bytes are valid.
+    let mut message = unsafe { zeroed::<libc::msghdr>() };
+    let mut control = Control([0; CONTROL_BYTES]);
+    message.msg_name = ptr::from_mut(&mut name).cast();
+    message.msg_namelen = len;
+    message.msg_iov = vectors.as_mut_ptr();
+    message.msg_iovlen = used;
+    if segment > 0 {
+        message.msg_control = control.0.as_mut_ptr().cast();
+        // SAFETY: arithmetic on a length.
+        message.msg_controllen = unsafe { libc::CMSG_SPACE(size_of::<u16>() as u32) } as usize;
+        // SAFETY: the control part is aligned and longer than one header with a u16 behind it, which are all that is written.
+        unsafe {
+            let header = libc::CMSG_FIRSTHDR(&message);
+            (*header).cmsg_level = libc::SOL_UDP;
+            (*header).cmsg_type = libc::UDP_SEGMENT;
+            (*header).cmsg_len = libc::CMSG_LEN(size_of::<u16>() as u32) as usize;
+            libc::CMSG_DATA(header).cast::<u16>().write_unaligned(segment as u16);
+        }
+    }
+    // SAFETY: name, control and vectors outlive the call; headers are in `packets`, payloads are spans whose makers vouch for them. An
+    // unmapped payload makes the call fail, it is read by the kernel only.
+    let sent = unsafe { libc::sendmsg(fd, &message, 0) };
+    if sent >= 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+fn to_raw(address: SocketAddr) -> (libc::sockaddr_storage, libc::socklen_t) {
+    // SAFETY: a plain C structure, for which zero bytes are valid.
+    let mut raw = unsafe { zeroed::<libc::sockaddr_storage>() };
+    match address {
+        SocketAddr::V4(v4) => {
+            let value = libc::sockaddr_in {
+                sin_family: libc::AF_INET as u16,
+                sin_port: v4.port().to_be(),
+                sin_addr: libc::in_addr { s_addr: u32::from(*v4.ip()).to_be() },
+                sin_zero: [0; 8],
+            };
+            // SAFETY: a sockaddr_storage has room and alignment for every kind of address.
+            unsafe { ptr::from_mut(&mut raw).cast::<libc::sockaddr_in>().write(value) };
+            (raw, size_of::<libc::sockaddr_in>() as u32)
+        }
+        SocketAddr::V6(v6) => {
+            let value = libc::sockaddr_in6 {
+                sin6_family: libc::AF_INET6 as u16,
+                sin6_port: v6.port().to_be(),
+                sin6_flowinfo: v6.flowinfo(),
+                sin6_addr: libc::in6_addr { s6_addr: v6.ip().octets() },
+                sin6_scope_id: v6.scope_id(),
+            };
+            // SAFETY: as above.
+            unsafe { ptr::from_mut(&mut raw).cast::<libc::sockaddr_in6>().write(value) };
+            (raw, size_of::<libc::sockaddr_in6>() as u32)
+        }
+    }
+}
+
+fn from_raw(raw: &libc::sockaddr_storage) -> Option<SocketAddr> {
+    match libc::c_int::from(raw.ss_family) {
+        libc::AF_INET => {
+            // SAFETY: the kernel wrote an address of this family; a sockaddr_storage is as long and aligned.
+            let v4 = unsafe { ptr::from_ref(raw).cast::<libc::sockaddr_in>().read() };
+            let ip = Ipv4Addr::from(u32::from_be(v4.sin_addr.s_addr));
+            Some(SocketAddr::new(IpAddr::V4(ip), u16::from_be(v4.sin_port)))
+        }
+        libc::AF_INET6 => {
+            // SAFETY: as above.
+            let v6 = unsafe { ptr::from_ref(raw).cast::<libc::sockaddr_in6>().read() };
+            let ip = Ipv6Addr::from(v6.sin6_addr.s6_addr);
+            let port = u16::from_be(v6.sin6_port);
+            Some(std::net::SocketAddrV6::new(ip, port, v6.sin6_flowinfo, v6.sin6_scope_id).into())
+        }
+        _ => None,
+    }
+}
+
+/// Largest datagram that leaves for this address without fragments, as the route's device has it.
+pub(super) fn datagram_to(address: SocketAddr) -> io::Result<usize> {
+    let any: SocketAddr = match address {
+        SocketAddr::V4(_) => (Ipv4Addr::UNSPECIFIED, 0).into(),
+        SocketAddr::V6(_) => (Ipv6Addr::UNSPECIFIED, 0).into(),
+    };
+    let probe = UdpSocket::bind(any)?;
+    probe.connect(address)?;
+    let (level, option, headers) = match address {
+        SocketAddr::V4(_) => (libc::IPPROTO_IP, libc::IP_MTU, 28),
+        SocketAddr::V6(_) => (libc::IPPROTO_IPV6, libc::IPV6_MTU, 48),
+    };
+    let mut mtu: libc::c_int = 0;
+    let mut len = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `len` bytes into `mtu`, which is so long.
+    let result = unsafe {
+        libc::getsockopt(probe.as_raw_fd(), level, option, ptr::from_mut(&mut mtu).cast(), &mut len)
+    };
+    if result != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok((mtu.max(headers) - headers) as usize)
+}
+
+/// Waits until one of the descriptors is readable, or the time is over.
+pub(super) fn wait_readable(descriptors: &[RawFd], timeout_ns: Option<u64>) {
+    let mut polled: [libc::pollfd; 2] = [libc::pollfd { fd: -1, events: libc::POLLIN, revents: 0 }; 2];
+    for (entry, fd) in polled.iter_mut().zip(descriptors) {
+        entry.fd = *fd;
+    }
+    let time = timeout_ns.map(|ns| libc::timespec {
+        tv_sec: (ns / 1_000_000_000) as libc::time_t,
+        tv_nsec: (ns % 1_000_000_000) as libc::c_long,
+    });
+    let time = time.as_ref().map_or(ptr::null(), ptr::from_ref);
+    // SAFETY: the entries outlive the call, which writes `revents` only; `time` is null or valid.
+    unsafe { libc::ppoll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, time, ptr::null()) };
+}
+
+/// The bytes of packets that were received together.
+pub(super) fn segments<'a>(received: &Received<'a>) -> impl Iterator<Item = &'a [u8]> {
+    received.bytes.chunks(received.segment)
+}

@@ -1,0 +1,359 @@
+//! Takes packets.
+//!
+//! Bytes of writes and pulls go to their place at once. What an application sees in order waits for the packets before it, then is carried
+//! out: by `run`, as if all packets arrived in order.
+
+use std::net::SocketAddr;
+
+use super::super::arrivals::Place;
+use super::super::channel::{CONTROL_MAX, Event, Form, WAITING_BYTES_MAX, What};
+use super::super::endpoint::{Completion, Kind, Peer};
+use super::super::status::Status;
+use super::super::wire::{Body, Credit, End, Header, Hello, Subject, Write, flags};
+use super::Engine;
+
+/// Answers to packets of unknown channels that wait to be sent.
+const RESETS_MAX: usize = 64;
+/// A message that did not find its endpoint ready is sent again after so long, doubled each time.
+const NOT_READY_FIRST_NS: u64 = 1_000_000;
+const NOT_READY_MAX_NS: u64 = 64_000_000;
+
+/// A packet in its place among the others of its channel.
+struct Arrived<'a> {
+    channel: u32,
+    flags: u8,
+    payload: &'a [u8],
+    status: Status,
+}
+
+impl Engine {
+    /// Takes a packet from `from`. `congestion`: the network marked it "congestion experienced".
+    pub fn receive(&mut self, now: u64, from: SocketAddr, packet: &[u8], congestion: bool) {
+        self.now = now;
+        self.counters.packets_in += 1;
+        let Some((header, payload)) = Header::decode(packet) else {
+            self.counters.malformed += 1;
+            return;
+        };
+        match header.body {
+            Body::Hello(hello) => self.greeted(from, hello),
+            Body::Welcome(hello) => self.welcomed(from, header.session, hello),
+            Body::Reset => {
+                let channel = self.addresses.get(&from).copied();
+                let peer = channel.and_then(|number| self.channels.get(number)?.peer);
+                if let Some(number) =
+                    channel.filter(|_| peer.is_some_and(|peer| peer.session == header.session))
+                {
+                    self.fail_channel(number, Status::PeerRestarted);
+                }
+            }
+            _ => self.take(from, &header, payload, congestion),
+        }
+    }
+
+    fn greeted(&mut self, from: SocketAddr, hello: Hello) {
+        if let Some(number) = self.addresses.get(&from).copied() {
+            let Some(channel) = self.channels.get_mut(number) else { return };
+            match channel.peer {
+                None => self.opened(number, hello),
+                Some(peer) if (peer.epoch, peer.channel) == (hello.epoch, hello.channel) => {}
+                // Sent by a former life of the peer.
+                Some(peer) if (peer.epoch, peer.channel) > (hello.epoch, hello.channel) => return,
+                Some(_) => {
+                    self.fail_channel(number, Status::PeerRestarted);
+                    self.new_channel(from, Some(hello));
+                    return;
+                }
+            }
+            if let Some(channel) = self.channels.get_mut(number) {
+                channel.is_welcome_due = true;
+                self.make_ready(number);
+            }
+        } else if self.new_channel(from, Some(hello)).is_none() {
+            self.counters.unknown += 1;
+        }
+    }
+
+    fn welcomed(&mut self, from: SocketAddr, session: u32, hello: Hello) {
+        let number = self.addresses.get(&from).copied();
+        let Some(channel) = number.and_then(|number| self.channels.get_mut(number)) else { return };
+        if let Some(number) = number.filter(|_| channel.session == session && channel.peer.is_none()) {
+            self.opened(number, hello);
+        }
+    }
+
+    /// The peer has answered.
+    fn opened(&mut self, number: u32, hello: Hello) {
+        let Some(channel) = self.channels.get_mut(number) else { return };
+        channel.peer = Some(hello);
+        channel.datagram = channel.datagram.min(usize::from(hello.datagram).max(576));
+        channel.window.limit(u64::from(hello.window));
+        self.make_ready(number);
+    }
+
+    fn channel_of(&self, session: u32, from: SocketAddr) -> Option<u32> {
+        let number = self.channels.number_at(session as usize & 0xfff)?;
+        let channel = self.channels.get(number)?;
+        (channel.session == session && channel.address == from).then_some(number)
+    }
+
+    fn take(&mut self, from: SocketAddr, header: &Header, payload: &[u8], congestion: bool) {
+        let Some(channel) = self.channel_of(header.session, from) else {
+            self.counters.unknown += 1;
+            if self.resets.len() < RESETS_MAX {
+                self.resets.push_back((from, header.session));
+            }
+            return;
+        };
+        self.acknowledged(channel, header);
+        self.make_ready(channel);
+        let now = self.now;
+        let Some(own) = self.channels.get_mut(channel).filter(|own| own.peer.is_some()) else { return };
+        own.arrivals.congestion |= congestion;
+        if !header.body.is_numbered() {
+            return;
+        }
+        let soon = header.flags & flags::ACK_SOON != 0;
+        let place = own.arrivals.place(header.number);
+        let (Place::Next(number) | Place::Ahead(number)) = place else {
+            own.arrivals.note(now, soon, false);
+            self.counters.useless += 1;
+            return;
+        };
+        let is_message = matches!(header.body, Body::Message(_));
+        if matches!(place, Place::Ahead(_))
+            && is_message
+            && own.waiting_bytes + payload.len() > WAITING_BYTES_MAX
+        {
+            self.counters.no_memory += 1;
+            return;
+        }
+        let status = self.place_bytes(channel, &header.body, payload);
+        let arrived = Arrived { channel, flags: header.flags, payload, status };
+        let Some(own) = self.channels.get_mut(channel) else { return };
+        if matches!(place, Place::Ahead(_)) {
+            let event = needs_order(&header.body, &arrived).then(|| {
+                let payload = if is_message { payload.to_vec() } else { vec![] };
+                Event { body: header.body, flags: header.flags, payload, status }
+            });
+            own.waiting_bytes += event.as_ref().map_or(0, |event| event.payload.len());
+            own.arrivals.keep(number, event);
+        } else {
+            own.arrivals.advance();
+            self.run(&arrived, &header.body);
+            while let Some(event) = self.channels.get_mut(channel).and_then(|own| own.arrivals.pop()) {
+                let Some(event) = event else { continue };
+                if let Some(own) = self.channels.get_mut(channel) {
+                    own.waiting_bytes -= event.payload.len();
+                }
+                let Event { body, flags, payload, status } = event;
+                self.run(&Arrived { channel, flags, payload: &payload, status }, &body);
+            }
+        }
+        let Some(own) = self.channels.get_mut(channel) else { return };
+        own.arrivals.note(now, soon, true);
+        if own.control.len() > CONTROL_MAX {
+            self.fail_channel(channel, Status::Protocol);
+        }
+    }
+
+    /// Works off the acknowledgement of a packet.
+    fn acknowledged(&mut self, channel: u32, header: &Header) {
+        let mut done = std::mem::take(&mut self.done);
+        if let Some(own) = self.channels.get_mut(channel) {
+            let congestion = header.flags & flags::CONGESTION != 0;
+            own.window.acknowledge(self.now, header.ack, header.map.as_ref(), congestion, &mut done);
+            if (header.failures.wrapping_sub(own.failures.0) as i16) > 0 {
+                own.failures.0 = header.failures;
+            }
+        }
+        for what in done.drain(..) {
+            match what {
+                What::Control(..) | What::Failure(_) | What::Offer { .. } => {}
+                What::Eager { op, attempt, offset, len } => {
+                    let operation = self.ops.get(op).filter(|op| op.attempt == attempt);
+                    let Some(own) = self.channels.get_mut(channel) else { continue };
+                    if operation.is_some_and(|op| (offset + len) as usize == op.span.len()) {
+                        own.held.push_back(what);
+                    }
+                }
+                What::Data { serve, len, .. } => self.served(channel, serve, len),
+            }
+        }
+        self.done = done;
+        self.complete_held(channel);
+    }
+
+    /// Completes operations that have arrived, once every failure that the peer counted is known: theirs may be among them.
+    fn complete_held(&mut self, channel: u32) {
+        while let Some(own) = self.channels.get_mut(channel) {
+            if (own.failures.0.wrapping_sub(own.failures.1) as i16) > 0 {
+                return;
+            }
+            let Some(what) = own.held.pop_front() else { return };
+            let What::Eager { op, attempt, .. } = what else { continue };
+            if let Some(operation) = self.ops.get(op).filter(|op| op.attempt == attempt) {
+                let len = operation.span.len() as u64;
+                self.complete_op(op, Status::Success, len);
+            }
+        }
+    }
+
+    /// Puts the bytes of a write or a pull into place.
+    fn place_bytes(&mut self, channel: u32, body: &Body, payload: &[u8]) -> Status {
+        match *body {
+            Body::Data(data) => self.place_data(channel, data, payload),
+            Body::Write(Write { to, key, at, behind, .. }) => {
+                // With all that comes behind it: a write that does not fit writes nothing.
+                match self.memory.find(to, key, at, payload.len() as u64 + u64::from(behind), true) {
+                    Ok(span) => {
+                        span.write(0, payload);
+                        Status::Success
+                    }
+                    Err(status) => {
+                        self.counters.bad_keys += 1;
+                        status
+                    }
+                }
+            }
+            _ => Status::Success,
+        }
+    }
+
+    /// Carries out a packet; all before it have been.
+    fn run(&mut self, arrived: &Arrived, body: &Body) {
+        let Arrived { channel, flags, .. } = *arrived;
+        match *body {
+            Body::Message(message) => self.take_message(channel, flags, message, arrived.payload),
+            Body::Write(write) => self.written(arrived, write),
+            Body::Offer(offer) => self.take_offer(channel, flags, offer),
+            Body::Pull(pull) => self.serve(channel, flags, pull),
+            Body::End(end) => {
+                self.ended(channel, end);
+                if let Some(own) = self.channels.get_mut(channel).filter(|_| flags & flags::FAILURE != 0) {
+                    own.failures.1 = own.failures.1.wrapping_add(1);
+                }
+                self.complete_held(channel);
+            }
+            Body::Credit(Credit { to, limit }) => {
+                let flow = self.channels.get_mut(channel).map(|own| own.flow(to));
+                if let Some(flow) = flow.filter(|flow| (limit.wrapping_sub(flow.limit) as i32) > 0) {
+                    flow.limit = limit;
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// A fragment of a peer's write was placed, or refused.
+    fn written(&mut self, arrived: &Arrived, write: Write) {
+        let Arrived { channel, flags, status, .. } = *arrived;
+        let has_data = flags & flags::DATA != 0;
+        if status != Status::Success {
+            self.fail_operation(channel, write.op, status);
+        } else if has_data
+            && write.behind == 0
+            && self.admit(channel, flags, (write.to, write.seq, write.op), None)
+        {
+            self.arrival(channel, write.to, write.from, write.data, arrived.payload.len() as u64);
+        }
+    }
+
+    /// Reports a peer's write with immediate data.
+    pub(super) fn arrival(&mut self, channel: u32, endpoint: u16, from: u16, data: u64, len: u64) {
+        let Some(own) = self.channels.get(channel) else { return };
+        let completion = Completion {
+            kind: Kind::Arrival,
+            status: Status::Success,
+            context: 0,
+            len,
+            tag: None,
+            data: Some(data),
+            peer: Peer { address: own.address, endpoint: from },
+            offset: 0,
+            is_released: false,
+        };
+        self.report(endpoint, completion);
+    }
+
+    /// Tells the peer that its operation failed. Acknowledgements count the failure, so that it is not taken for success meanwhile.
+    pub(super) fn fail_operation(&mut self, channel: u32, op: u32, status: Status) {
+        let end = End { subject: Subject::Operation, status, to: 0, number: op, seq: 0 };
+        self.fail_packet(channel, end);
+    }
+
+    pub(super) fn fail_packet(&mut self, channel: u32, end: End) {
+        if let Some(own) = self.channels.get_mut(channel) {
+            own.arrivals.failures = own.arrivals.failures.wrapping_add(1);
+            self.control(channel, What::Failure(end));
+        }
+    }
+
+    fn ended(&mut self, channel: u32, end: End) {
+        match end.subject {
+            Subject::Operation => {
+                if let Some(op) = self.ops.get(end.number).filter(|op| op.channel == channel) {
+                    let len = if end.status == Status::Success { op.span.len() as u64 } else { 0 };
+                    self.complete_op(end.number, end.status, len);
+                }
+            }
+            Subject::Pull => {
+                if self.pulls.get(end.number).is_some_and(|pull| pull.channel == channel) {
+                    let status = if end.status == Status::Success { Status::Protocol } else { end.status };
+                    self.finish_pull(end.number, status);
+                }
+            }
+            Subject::NotReady => self.send_again(channel, end.to, end.seq),
+        }
+    }
+
+    /// The endpoint was not ready for message `seq`: that and all behind it are sent again, after a pause.
+    fn send_again(&mut self, channel: u32, to: u16, seq: u32) {
+        let now = self.now;
+        let Some(own) = self.channels.get_mut(channel) else { return };
+        let Some(flow) = own.flows.iter_mut().find(|flow| flow.to == to) else { return };
+        let mut again = vec![];
+        let ops = &mut self.ops;
+        let is_again = |op: &super::Op| op.seq.is_some_and(|own| (own.wrapping_sub(seq) as i32) >= 0);
+        flow.sent.retain(|id| {
+            let Some(op) = ops.get(*id) else { return false };
+            if is_again(op) {
+                again.push(*id);
+            }
+            !is_again(op)
+        });
+        let begun = flow.queue.front().copied().filter(|id| ops.get(*id).is_some_and(|op| op.sent > 0));
+        for id in again.iter().copied().chain(begun) {
+            if let Some(op) = ops.get_mut(id) {
+                if op.is_offered_write() && op.sent > 0 {
+                    flow.writes_offered -= 1;
+                }
+                (op.sent, op.attempt, op.resumes) = (0, op.attempt.wrapping_add(1), false);
+            }
+        }
+        for id in again.into_iter().rev() {
+            flow.queue.push_front(id);
+        }
+        let since = *flow.not_ready_since.get_or_insert(now);
+        let pause = (now - since).clamp(NOT_READY_FIRST_NS, NOT_READY_MAX_NS);
+        (flow.resume, flow.paused_until) = (true, now + pause);
+    }
+}
+
+/// Whether a packet is to be run when all before it have arrived.
+fn needs_order(body: &Body, arrived: &Arrived) -> bool {
+    match body {
+        Body::Data(_) | Body::Noop => false,
+        Body::Write(write) => {
+            arrived.status != Status::Success || arrived.flags & flags::DATA != 0 && write.behind == 0
+        }
+        _ => true,
+    }
+}
+
+impl super::Op {
+    /// Whether the peer may ask for its bytes.
+    pub(super) fn is_offered(&self) -> bool {
+        !self.is_eager && !matches!(self.form, Form::Read { .. })
+    }
+}

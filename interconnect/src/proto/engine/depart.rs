@@ -1,0 +1,373 @@
+//! Makes packets.
+//!
+//! A channel sends, in this order: what opens it, what was lost, small packets, then fragments of operations and pulled data in turn, as far as
+//! the window allows. An acknowledgement travels with any of them, or alone when it has waited long enough.
+
+use std::net::SocketAddr;
+
+use super::super::channel::{Channel, Flow, Form, Op, WRITES_OFFERED_MAX, What};
+use super::super::memory::Span;
+use super::super::status::Status;
+use super::super::wire::{Body, Data, Encoded, Header, Hello, MAP, Message, Offer, Write, flags};
+use super::Engine;
+
+/// A channel gives so many packets before others have their turn: as many as one call of the system sends.
+const TURN: u32 = 64;
+const HELLO_FIRST_NS: u64 = 5_000_000;
+const HELLO_MAX_NS: u64 = 500_000_000;
+
+/// A packet to send.
+pub struct Departure {
+    /// To whom.
+    pub to: SocketAddr,
+    /// First bytes.
+    pub header: Encoded,
+    /// The others: to be read before the engine is called again other than by `depart`.
+    pub payload: Span,
+}
+
+/// A fragment that was cut from an operation, or a packet without payload.
+struct Cut {
+    what: What,
+    body: Body,
+    flags: u8,
+    payload: Span,
+}
+
+impl Engine {
+    /// The next packet to send. None: nothing is to be sent now.
+    pub fn depart(&mut self, now: u64) -> Option<Departure> {
+        self.now = now;
+        if let Some((to, session)) = self.resets.pop_front() {
+            let header =
+                Header { flags: 0, failures: 0, session, number: 0, ack: 0, map: None, body: Body::Reset };
+            return Some(self.departure(to, &header, Span::EMPTY));
+        }
+        self.ask();
+        while let Some(number) = self.ready.front().copied() {
+            if let Some(departure) = self.depart_from(now, number) {
+                if self.counters.packets_out.is_multiple_of(u64::from(TURN)) {
+                    self.ready.rotate_left(1);
+                }
+                return Some(departure);
+            }
+            self.ready.pop_front();
+            if let Some(channel) = self.channels.get_mut(number) {
+                channel.is_queued = false;
+                if channel.arrivals.due().is_some() && channel.peer.is_some() && !self.late.contains(&number)
+                {
+                    self.late.push_back(number);
+                }
+            }
+        }
+        for _ in 0..self.late.len() {
+            let number = self.late.pop_front()?;
+            let Some(channel) = self.channels.get_mut(number) else { continue };
+            match channel.arrivals.due() {
+                None => {}
+                Some(due) if due > now => self.late.push_back(number),
+                Some(_) => {
+                    let header = channel.header(0, 0, Body::Ack, true);
+                    let to = channel.address;
+                    return Some(self.departure(to, &header, Span::EMPTY));
+                }
+            }
+        }
+        None
+    }
+
+    /// Sends waiting acknowledgements now: the caller is about to sleep.
+    pub fn hurry(&mut self) {
+        for number in &self.late {
+            if let Some(channel) = self.channels.get_mut(*number) {
+                channel.arrivals.hurry();
+            }
+        }
+    }
+
+    fn departure(&mut self, to: SocketAddr, header: &Header, payload: Span) -> Departure {
+        self.counters.packets_out += 1;
+        Departure { to, header: header.encode(), payload }
+    }
+
+    fn depart_from(&mut self, now: u64, number: u32) -> Option<Departure> {
+        let channel = self.channels.get_mut(number)?;
+        let to = channel.address;
+        if let Some(body) = Self::greeting(channel, now, self.epoch, &self.config) {
+            let session = channel.peer.map_or(0, |peer| peer.session);
+            let header = Header { flags: 0, failures: 0, session, number: 0, ack: 0, map: None, body };
+            return Some(self.departure(to, &header, Span::EMPTY));
+        }
+        channel.peer?;
+        if let Some((psn, what)) = channel.window.resend(now) {
+            self.counters.resent += 1;
+            let cut = self.cut_again(number, what);
+            let header =
+                self.channels.get_mut(number)?.header(cut.flags | flags::ACK_SOON, psn, cut.body, false);
+            return Some(self.departure(to, &header, cut.payload));
+        }
+        let cut = self.next_cut(now, number)?;
+        let channel = self.channels.get_mut(number)?;
+        let is_data = matches!(cut.what, What::Data { .. } | What::Eager { .. } | What::Offer { .. });
+        let bytes = Header::len(&cut.body, false) + cut.payload.len();
+        let soon = channel.window.is_half_full() || is_data && channel.is_last_of_all();
+        let psn = channel.window.send(now, cut.what, bytes, soon);
+        channel.last_sent_at = now;
+        let has_map_room = bytes + MAP <= channel.datagram;
+        let flags = cut.flags | if soon { flags::ACK_SOON } else { 0 };
+        let header = channel.header(flags, psn, cut.body, has_map_room);
+        Some(self.departure(to, &header, cut.payload))
+    }
+
+    /// What opens the channel, if it is due.
+    fn greeting(channel: &mut Channel, now: u64, epoch: u64, config: &super::Config) -> Option<Body> {
+        let hello = Hello {
+            epoch,
+            channel: channel.number,
+            session: channel.session,
+            window: config.receive_budget as u32,
+            datagram: channel.datagram as u16,
+        };
+        if channel.is_welcome_due {
+            channel.is_welcome_due = false;
+            return Some(Body::Welcome(hello));
+        }
+        if channel.peer.is_none() && now >= channel.hello_at {
+            channel.hello_at = now + (HELLO_FIRST_NS << channel.hellos.min(7)).min(HELLO_MAX_NS);
+            channel.hellos += 1;
+            return Some(Body::Hello(hello));
+        }
+        None
+    }
+
+    fn next_cut(&mut self, now: u64, number: u32) -> Option<Cut> {
+        let channel = self.channels.get_mut(number)?;
+        if channel.window.has_room_for_control()
+            && let Some(what) = channel.control.pop_front()
+        {
+            return Some(self.cut_again(number, what));
+        }
+        let datagram = channel.datagram;
+        if !channel.window.has_room(datagram) {
+            return None;
+        }
+        channel.is_data_turn = !channel.is_data_turn;
+        if channel.is_data_turn {
+            self.next_data(number, datagram).or_else(|| self.next_of_flows(now, number))
+        } else {
+            self.next_of_flows(now, number).or_else(|| self.next_data(number, datagram))
+        }
+    }
+
+    /// The next bytes that the peer asked for.
+    fn next_data(&mut self, number: u32, datagram: usize) -> Option<Cut> {
+        let channel = self.channels.get_mut(number)?;
+        loop {
+            let id = *channel.serving.front()?;
+            let Some(serve) =
+                channel.serves.get_mut(id).filter(|serve| (serve.sent as usize) < serve.span.len())
+            else {
+                channel.serving.pop_front();
+                continue;
+            };
+            let body = Body::Data(Data { pull: 0, offset: 0 });
+            let room = datagram - Header::len(&body, channel.arrivals.has_gaps());
+            let offset = serve.sent;
+            let len = room.min(serve.span.len() - offset as usize) as u32;
+            serve.sent += len;
+            let what = What::Data { serve: id, offset, len };
+            return Some(self.cut_again(number, what));
+        }
+    }
+
+    /// The next fragment, offer or request of the flows, which take turns with whole operations.
+    fn next_of_flows(&mut self, now: u64, number: u32) -> Option<Cut> {
+        let flows = self.channels.get(number)?.flows.len();
+        for _ in 0..flows {
+            let channel = self.channels.get_mut(number)?;
+            let turn = channel.turn % flows;
+            match self.next_of_flow(now, number, turn) {
+                Some(cut) => return Some(cut),
+                None => self.channels.get_mut(number)?.turn = turn + 1,
+            }
+        }
+        None
+    }
+
+    fn next_of_flow(&mut self, now: u64, number: u32, turn: usize) -> Option<Cut> {
+        loop {
+            let channel = self.channels.get_mut(number)?;
+            let datagram = channel.datagram - if channel.arrivals.has_gaps() { MAP } else { 0 };
+            let flow = &mut channel.flows[turn];
+            let id = *flow.queue.front()?;
+            let Some(op) = self.ops.get_mut(id) else {
+                flow.queue.pop_front();
+                continue;
+            };
+            if !may_start(flow, op, now) {
+                return None;
+            }
+            if matches!(op.form, Form::Read { .. }) {
+                if self.pulls.is_full() {
+                    return None;
+                }
+                flow.queue.pop_front();
+                flow.sent.push_back(id);
+                self.start_read(id);
+                continue;
+            }
+            if op.is_seen() && op.seq.is_none() {
+                op.seq = Some(flow.next_seq);
+                flow.next_seq = flow.next_seq.wrapping_add(1);
+            }
+            if op.is_seen() && op.sent == 0 {
+                op.resumes = std::mem::take(&mut flow.resume);
+            }
+            if op.is_offered_write() {
+                flow.writes_offered += 1;
+            }
+            let what = cut_op(op, id, datagram);
+            if op.sent as usize == op.span.len() || !op.is_eager {
+                flow.queue.pop_front();
+                while flow.sent.front().is_some_and(|id| self.ops.get(*id).is_none()) {
+                    flow.sent.pop_front();
+                }
+                flow.sent.push_back(id);
+                channel.turn = turn + 1;
+            }
+            return Some(self.cut_again(number, what));
+        }
+    }
+
+    /// Makes a packet of what was to be sent: for the first time or again.
+    fn cut_again(&mut self, number: u32, what: What) -> Cut {
+        let nothing = |what| Cut { what, body: Body::Noop, flags: 0, payload: Span::EMPTY };
+        match what {
+            What::Control(body, flags) => Cut { what, body, flags, payload: Span::EMPTY },
+            What::Failure(end) => {
+                Cut { what, body: Body::End(end), flags: flags::FAILURE, payload: Span::EMPTY }
+            }
+            What::Eager { op, attempt, offset, len } => {
+                let operation = self.ops.get(op).filter(|operation| operation.attempt == attempt);
+                operation
+                    .and_then(|operation| eager(operation, op, offset, len, what))
+                    .unwrap_or(nothing(what))
+            }
+            What::Offer { op, attempt } => {
+                let operation = self.ops.get(op).filter(|operation| operation.attempt == attempt);
+                operation.map_or(nothing(what), |operation| offer(operation, op, what))
+            }
+            What::Data { serve, offset, len } => {
+                let serve = self.channels.get(number).and_then(|channel| channel.serves.get(serve));
+                let found = serve.and_then(|serve| {
+                    let payload = serve.span.part(u64::from(offset), u64::from(len))?;
+                    let body =
+                        Body::Data(Data { pull: serve.pull, offset: serve.offset + u64::from(offset) });
+                    Some(Cut { what, body, flags: 0, payload })
+                });
+                found.unwrap_or(nothing(what))
+            }
+        }
+    }
+
+    /// Queues a small packet.
+    pub(super) fn control(&mut self, number: u32, what: What) {
+        if let Some(channel) = self.channels.get_mut(number) {
+            channel.control.push_back(what);
+            self.make_ready(number);
+        }
+    }
+
+    /// Tells every peer that this engine ends. The packets come out of `depart`.
+    pub fn say_goodbye(&mut self) {
+        for number in self.channels.numbers(|channel| channel.peer.is_some()) {
+            if let Some(channel) = self.channels.get(number) {
+                self.resets.push_back((channel.address, channel.session));
+            }
+            self.fail_channel(number, Status::Cancelled);
+        }
+    }
+}
+
+/// Whether the operation may leave now.
+fn may_start(flow: &Flow, op: &Op, now: u64) -> bool {
+    if op.sent > 0 {
+        return true;
+    }
+    if op.is_plain_write() {
+        return op.is_eager || flow.writes_offered < WRITES_OFFERED_MAX;
+    }
+    let has_credit = !op.is_seen() || op.seq.is_some() || (flow.next_seq.wrapping_sub(flow.limit) as i32) < 0;
+    flow.writes_offered == 0 && now >= flow.paused_until && has_credit
+}
+
+/// Cuts the next packet off an operation.
+fn cut_op(op: &mut Op, id: u32, datagram: usize) -> What {
+    if !op.is_eager {
+        op.sent = 1;
+        return What::Offer { op: id, attempt: op.attempt };
+    }
+    let own = if matches!(op.form, Form::Write { .. }) { 40 } else { 36 };
+    let room = datagram - super::super::wire::COMMON - own;
+    let offset = op.sent;
+    let len = room.min(op.span.len() - offset as usize) as u32;
+    op.sent += len;
+    What::Eager { op: id, attempt: op.attempt, offset, len }
+}
+
+fn eager(op: &Op, number: u32, offset: u32, len: u32, what: What) -> Option<Cut> {
+    let payload = op.span.part(u64::from(offset), u64::from(len))?;
+    let total = op.span.len() as u32;
+    let (to, from, seq, data) = (op.to, op.endpoint, op.seq.unwrap_or(0), op.data.unwrap_or(0));
+    let mut flags = if op.data.is_some() { flags::DATA } else { 0 };
+    flags |= if op.resumes { flags::RESUME } else { 0 };
+    let body = match op.form {
+        Form::Write { key, at } => {
+            let (at, behind) = (at.wrapping_add(u64::from(offset)), total - offset - len);
+            Body::Write(Write { to, from, op: number, seq, behind, key, at, data })
+        }
+        Form::Message { tag } => {
+            flags |= if tag.is_some() { flags::TAGGED } else { 0 };
+            Body::Message(Message { to, from, op: number, seq, total, offset, tag: tag.unwrap_or(0), data })
+        }
+        Form::Read { .. } => return None,
+    };
+    Some(Cut { what, body, flags, payload })
+}
+
+fn offer(op: &Op, number: u32, what: What) -> Cut {
+    let mut flags = if op.data.is_some() { flags::DATA } else { 0 };
+    flags |= if op.resumes { flags::RESUME } else { 0 };
+    let (tag, at) = match op.form {
+        Form::Message { tag } => {
+            flags |= if tag.is_some() { flags::TAGGED } else { 0 };
+            (tag.unwrap_or(0), 0)
+        }
+        Form::Write { key, at } | Form::Read { key, at } => {
+            flags |= flags::MEMORY;
+            (key, at)
+        }
+    };
+    let (seq, total, data) = (op.seq.unwrap_or(0), op.span.len() as u64, op.data.unwrap_or(0));
+    let body = Body::Offer(Offer { to: op.to, from: op.endpoint, op: number, seq, total, tag, at, data });
+    Cut { what, body, flags, payload: Span::EMPTY }
+}
+
+impl Channel {
+    /// A header with the acknowledgement that is due.
+    fn header(&mut self, flags: u8, number: u64, body: Body, has_map_room: bool) -> Header {
+        let (ack, map) = self.arrivals.acknowledge(has_map_room);
+        let congestion = if std::mem::take(&mut self.arrivals.congestion) { flags::CONGESTION } else { 0 };
+        let session = self.peer.map_or(0, |peer| peer.session);
+        let failures = self.arrivals.failures;
+        Header { flags: flags | congestion, failures, session, number: number as u32, ack, map, body }
+    }
+
+    /// Whether nothing is left to be sent: the packet just cut is the last for now.
+    fn is_last_of_all(&self) -> bool {
+        self.serving
+            .iter()
+            .all(|id| self.serves.get(*id).is_none_or(|serve| serve.sent as usize == serve.span.len()))
+            && self.flows.iter().all(|flow| flow.queue.is_empty())
+    }
+}

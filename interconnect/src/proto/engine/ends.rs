@@ -1,0 +1,181 @@
+//! How things end: completions, deadlines, dead peers.
+
+use super::super::channel::{Assembled, Form, Source, What};
+use super::super::endpoint::{Completion, Held, Kind, Peer};
+use super::super::status::Status;
+use super::super::window::Timeout;
+use super::super::wire::Body;
+use super::{Engine, Pull, Purpose};
+
+/// Timers are looked at this often: half the shortest.
+const LOOK_NS: u64 = 500_000;
+/// Deadlines of operations are looked at this often.
+const DEADLINES_NS: u64 = 50_000_000;
+
+impl Engine {
+    /// Ends an operation and reports it.
+    pub(super) fn complete_op(&mut self, id: u32, status: Status, len: u64) {
+        let Some(op) = self.ops.remove(id) else { return };
+        if let Form::Read { .. } = op.form {
+            let own = |pull: &Pull| matches!(pull.purpose, Purpose::Read(op) if op == id);
+            if status != Status::Success {
+                for pull in self.pulls.numbers(own) {
+                    self.remove_pull(pull);
+                }
+            }
+        } else if !op.is_eager {
+            self.stop_serving(op.channel, Source::Offer(id), None);
+        }
+        let mut peer = None;
+        if let Some(own) = self.channels.get_mut(op.channel) {
+            peer = Some(Peer { address: own.address, endpoint: op.to });
+            let flow = own.flow(op.to);
+            flow.writes_offered -= u32::from(op.is_offered_write() && op.sent > 0);
+            if status == Status::Success && op.is_seen() {
+                flow.not_ready_since = None;
+            }
+            self.make_ready(op.channel);
+        }
+        if let (Some(peer), false) = (peer, op.is_quiet && (status == Status::Success || op.owned.is_some()))
+        {
+            let kind = match op.form {
+                Form::Message { .. } => Kind::Send,
+                Form::Write { .. } => Kind::Write,
+                Form::Read { .. } => Kind::Read,
+            };
+            let (context, tag, data) = (op.context, None, None);
+            let completion =
+                Completion { kind, status, context, len, tag, data, peer, offset: 0, is_released: false };
+            self.report(op.endpoint, completion);
+        }
+        if let Some(bytes) = op.owned {
+            self.recycle(bytes);
+        }
+    }
+
+    /// A channel is over: everything on it ends with `status`.
+    pub(super) fn fail_channel(&mut self, number: u32, status: Status) {
+        let Some(channel) = self.channels.get(number) else { return };
+        let address = channel.address;
+        self.counters.failed_channels += 1;
+        let pulls =
+            self.pulls.numbers(|pull| pull.channel == number && !matches!(pull.purpose, Purpose::Read(_)));
+        for id in pulls {
+            let Some(pull) = self.remove_pull(id) else { continue };
+            if let Purpose::Message(endpoint, mut completion) = pull.purpose {
+                completion.status = status;
+                self.report(endpoint, *completion);
+            }
+        }
+        for id in self.ops.numbers(|op| op.channel == number) {
+            self.complete_op(id, status, 0);
+        }
+        let assembly = self.channels.get_mut(number).and_then(|channel| channel.assembly.take());
+        if let Some(assembly) = assembly
+            && let Assembled::Posted(_, mut completion) = assembly.target
+        {
+            completion.status = status;
+            self.report(assembly.to, *completion);
+        }
+        let is_lost = |held: &Held| matches!(held, Held::Offer { channel, .. } if *channel == number);
+        for endpoint in self.endpoints.iter_mut().flatten() {
+            endpoint.unexpected.retain(|message| !is_lost(&message.held));
+        }
+        self.channels.remove(number);
+        self.addresses.remove(&address);
+    }
+
+    /// Looks at the clock: call it often, at the latest at `wake_at`.
+    pub fn tick(&mut self, now: u64) {
+        self.now = now;
+        if now.saturating_sub(self.looked_at) < LOOK_NS {
+            return;
+        }
+        self.looked_at = now;
+        for number in self.channels.numbers(|_| true) {
+            self.look_at_channel(now, number);
+        }
+        if now.saturating_sub(self.deadlines_at) >= DEADLINES_NS {
+            self.deadlines_at = now;
+            for id in self.ops.numbers(|op| op.deadline <= now) {
+                self.complete_op(id, Status::TimedOut, 0);
+            }
+        }
+    }
+
+    fn look_at_channel(&mut self, now: u64, number: u32) {
+        let dead_after = self.config.dead_after_ns;
+        let Some(channel) = self.channels.get_mut(number) else { return };
+        if channel.peer.is_none() {
+            if now.saturating_sub(channel.opened_at) >= dead_after {
+                self.fail_channel(number, Status::Unreachable);
+            } else if now >= channel.hello_at {
+                self.make_ready(number);
+            }
+            return;
+        }
+        let mut is_ready =
+            channel.flows.iter().any(|flow| flow.paused_until != 0 && now >= flow.paused_until);
+        match channel.window.tick(now, dead_after) {
+            Timeout::Nothing => {}
+            Timeout::Resend => is_ready = true,
+            Timeout::Dead => return self.fail_channel(number, Status::Unreachable),
+        }
+        let is_quiet = now.saturating_sub(channel.last_sent_at) >= self.config.keepalive_ns;
+        if is_quiet {
+            let ops = &self.ops;
+            channel.flows.iter_mut().for_each(|flow| flow.sent.retain(|id| ops.get(*id).is_some()));
+        }
+        if is_quiet && channel.window.is_empty() && channel.control.is_empty() && channel.has_work() {
+            channel.last_sent_at = now;
+            self.control(number, What::Control(Body::Noop, 0));
+        }
+        if is_ready {
+            self.make_ready(number);
+        }
+        self.give_up_on_endpoints(now, number);
+    }
+
+    /// Ends messages whose endpoint was not ready for too long.
+    fn give_up_on_endpoints(&mut self, now: u64, number: u32) {
+        let patience = self.config.not_ready_ns;
+        let Some(channel) = self.channels.get_mut(number) else { return };
+        let mut ended = vec![];
+        for flow in &mut channel.flows {
+            let is_over = flow.not_ready_since.is_some_and(|since| now.saturating_sub(since) >= patience);
+            // During a pause no message is on its way that might be taken after all.
+            if is_over && now < flow.paused_until {
+                flow.not_ready_since = None;
+                ended.extend(flow.queue.iter().copied());
+            }
+        }
+        for id in ended {
+            if self.ops.get(id).is_some_and(|op| op.is_seen() && op.seq.is_some()) {
+                self.complete_op(id, Status::NotReady, 0);
+            }
+        }
+    }
+
+    /// When `tick` or `depart` have something to do at the latest. None: not before a packet or an operation comes.
+    pub fn wake_at(&self, now: u64) -> Option<u64> {
+        let mut wake: Option<u64> = None;
+        let mut at = |time: u64| wake = Some(wake.map_or(time, |wake| wake.min(time)));
+        for number in self.channels.numbers(|_| true) {
+            let Some(channel) = self.channels.get(number) else { continue };
+            if channel.peer.is_none() {
+                at(channel.hello_at);
+                continue;
+            }
+            channel.arrivals.due().into_iter().chain(channel.window.deadline()).for_each(&mut at);
+            if channel.has_work() {
+                at(channel.last_sent_at + self.config.keepalive_ns);
+                let pauses = channel.flows.iter().map(|flow| flow.paused_until).filter(|until| *until > now);
+                pauses.for_each(&mut at);
+            }
+        }
+        if self.ops.len() > 0 {
+            at(now + DEADLINES_NS);
+        }
+        wake.map(|wake| wake.max(now))
+    }
+}

@@ -1,0 +1,292 @@
+//! Matches messages with posted buffers.
+
+use super::super::channel::{Assembled, Assembly, CREDITS, What};
+use super::super::endpoint::{Completion, Held, Kind, Match, Peer, Unexpected};
+use super::super::memory::Span;
+use super::super::status::Status;
+use super::super::wire::{Body, Credit, End, Message, Offer, Subject, flags};
+use super::{Engine, PullSource, Purpose};
+
+/// Longest message that a peer may push, whatever its threshold.
+const EAGER_ACCEPTED_MAX: u32 = 1 << 20;
+
+/// A message that nobody has received yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Seen {
+    /// Its sender.
+    pub from: Peer,
+    /// Its tag.
+    pub tag: Option<u64>,
+    /// Its immediate data.
+    pub data: Option<u64>,
+    /// Its length in bytes.
+    pub len: u64,
+}
+
+impl Engine {
+    /// A fragment of a message arrived, in order.
+    pub(super) fn take_message(&mut self, channel: u32, flags: u8, message: Message, payload: &[u8]) {
+        let Some(own) = self.channels.get_mut(channel) else { return };
+        let from = Peer { address: own.address, endpoint: message.from };
+        let tag = (flags & flags::TAGGED != 0).then_some(message.tag);
+        let data = (flags & flags::DATA != 0).then_some(message.data);
+        if message.offset == 0 {
+            self.abandon_assembly(channel);
+            let total = u64::from(message.total);
+            if message.total > EAGER_ACCEPTED_MAX || payload.len() as u64 > total {
+                return self.fail_operation(channel, message.op, Status::Protocol);
+            }
+            let name = (message.to, message.seq, message.op);
+            if !self.admit(channel, flags, name, Some((tag, from, message.total as usize))) {
+                return;
+            }
+            let posted =
+                self.endpoint_mut(message.to).and_then(|own| own.take_posted(tag, data, from, total));
+            let target = match posted {
+                Some((span, completion)) => {
+                    self.consumed(channel, message.to, 1);
+                    Assembled::Posted(span, Box::new(completion))
+                }
+                None => Assembled::Unexpected(self.buffer()),
+            };
+            let Some(own) = self.channels.get_mut(channel) else { return };
+            let Message { to, op, total, .. } = message;
+            own.assembly = Some(Assembly { to, op, total, received: 0, target });
+        }
+        let Some(own) = self.channels.get_mut(channel) else { return };
+        let assembly = own.assembly.as_mut().filter(|assembly| {
+            let room = assembly.total - assembly.received;
+            assembly.op == message.op
+                && assembly.received == message.offset
+                && payload.len() as u64 <= u64::from(room)
+        });
+        let Some(assembly) = assembly else { return };
+        match &mut assembly.target {
+            Assembled::Posted(span, _) => {
+                let room = (span.len() as u64).saturating_sub(u64::from(message.offset));
+                let fitting = payload.len().min(room as usize);
+                span.write(u64::from(message.offset), &payload[..fitting]);
+            }
+            Assembled::Unexpected(bytes) => bytes.extend_from_slice(payload),
+        }
+        assembly.received += payload.len() as u32;
+        if assembly.received == assembly.total {
+            self.finish_assembly(channel, from, tag, data);
+        }
+    }
+
+    fn finish_assembly(&mut self, channel: u32, from: Peer, tag: Option<u64>, data: Option<u64>) {
+        let Some(assembly) = self.channels.get_mut(channel).and_then(|own| own.assembly.take()) else {
+            return;
+        };
+        match assembly.target {
+            Assembled::Posted(_, completion) => self.report(assembly.to, *completion),
+            Assembled::Unexpected(bytes) => {
+                let len = bytes.len() as u64;
+                let Some(own) = self.endpoint_mut(assembly.to) else { return };
+                match own.take_posted(tag, data, from, len) {
+                    Some((span, completion)) => {
+                        span.write(0, &bytes[..span.len()]);
+                        self.report(assembly.to, completion);
+                        self.consumed(channel, assembly.to, 1);
+                        self.recycle(bytes);
+                    }
+                    None => {
+                        own.hold(Unexpected { from, tag, data, len, held: Held::Bytes(bytes), claim: None })
+                    }
+                }
+            }
+        }
+    }
+
+    /// The rest of a message will not come.
+    pub(super) fn abandon_assembly(&mut self, channel: u32) {
+        let Some(assembly) = self.channels.get_mut(channel).and_then(|own| own.assembly.take()) else {
+            return;
+        };
+        match assembly.target {
+            Assembled::Posted(_, mut completion) => {
+                completion.status = Status::Cancelled;
+                self.report(assembly.to, *completion);
+            }
+            Assembled::Unexpected(bytes) => {
+                self.recycle(bytes);
+                self.consumed(channel, assembly.to, 1);
+            }
+        }
+    }
+
+    /// A message or write is offered.
+    pub(super) fn take_offer(&mut self, channel: u32, flags: u8, offer: Offer) {
+        let Some(own) = self.channels.get(channel) else { return };
+        let from = Peer { address: own.address, endpoint: offer.from };
+        let data = (flags & flags::DATA != 0).then_some(offer.data);
+        let name = (offer.to, offer.seq, offer.op);
+        if flags & flags::MEMORY != 0 {
+            if data.is_some() && !self.admit(channel, flags, name, None) {
+                return;
+            }
+            if let Err(status) = self.pull_write(channel, &offer, data) {
+                if data.is_some() {
+                    self.consumed(channel, offer.to, 1);
+                }
+                self.fail_operation(channel, offer.op, status);
+            }
+            return;
+        }
+        let tag = (flags & flags::TAGGED != 0).then_some(offer.tag);
+        if !self.admit(channel, flags, name, Some((tag, from, 0))) {
+            return;
+        }
+        let Some(own) = self.endpoint_mut(offer.to) else { return };
+        match own.take_posted(tag, data, from, offer.total) {
+            Some((span, completion)) => {
+                self.consumed(channel, offer.to, 1);
+                self.pull_message(channel, offer.op, offer.to, span, completion);
+            }
+            None => {
+                let held = Held::Offer { channel, op: offer.op };
+                own.hold(Unexpected { from, tag, data, len: offer.total, held, claim: None });
+            }
+        }
+    }
+
+    /// Whether a message (or the notice of a write: none) is taken by its endpoint now. If not, the peer is told to send it again.
+    pub(super) fn admit(
+        &mut self,
+        channel: u32,
+        flags: u8,
+        (to, seq, op): (u16, u32, u32),
+        message: Option<(Option<u64>, Peer, usize)>,
+    ) -> bool {
+        let has_room = self.endpoint(to).is_some_and(|own| match message {
+            None => own.completions.len() < super::OPERATIONS_MAX,
+            Some((tag, from, bytes)) => {
+                own.has_room(bytes) || own.posted.iter().any(|posted| posted.matching.takes(tag, from))
+            }
+        });
+        let Some(grant) = self.channels.get_mut(channel).and_then(|own| own.grant(to)) else {
+            self.fail_channel(channel, Status::Protocol);
+            return false;
+        };
+        if flags & flags::RESUME != 0 {
+            grant.is_refusing = false;
+        }
+        if grant.is_refusing || !has_room {
+            self.counters.not_ready += 1;
+            if !std::mem::replace(&mut grant.is_refusing, true) {
+                let end = End { subject: Subject::NotReady, status: Status::NotReady, to, number: op, seq };
+                self.fail_packet(channel, end);
+            }
+            return false;
+        }
+        // Messages that ended at their origin before they were sent never come.
+        let skipped = seq.wrapping_sub(grant.expected);
+        if (skipped as i32) >= 0 {
+            grant.expected = seq.wrapping_add(1);
+            if skipped > 0 {
+                self.consumed(channel, to, skipped);
+            }
+        }
+        true
+    }
+
+    /// The application has taken messages of a peer: the peer may send as many more.
+    pub(super) fn consumed(&mut self, channel: u32, to: u16, count: u32) {
+        let Some(grant) = self.channels.get_mut(channel).and_then(|own| own.grant(to)) else { return };
+        grant.consumed = grant.consumed.wrapping_add(count);
+        let limit = grant.consumed.wrapping_add(CREDITS);
+        if limit.wrapping_sub(grant.limit) >= CREDITS / 2 {
+            grant.limit = limit;
+            self.control(channel, What::Control(Body::Credit(Credit { to, limit }), 0));
+        }
+    }
+
+    /// Gives the buffer that was posted last a message that came before it. False: there is none.
+    pub(super) fn take_unexpected(&mut self, endpoint: u16) -> bool {
+        let Some(own) = self.endpoint_mut(endpoint) else { return false };
+        let Some(posted) = own.posted.back() else { return false };
+        let matching = posted.matching;
+        let place = own
+            .unexpected
+            .iter()
+            .position(|message| message.claim.is_none() && matching.takes(message.tag, message.from));
+        let Some(message) = place.and_then(|place| own.release(place)) else { return false };
+        // Buffers posted before do not match, or they would have the message.
+        let Some((span, completion)) = own.take_posted(message.tag, message.data, message.from, message.len)
+        else {
+            return false;
+        };
+        self.deliver_held(endpoint, message, span, completion);
+        true
+    }
+
+    fn deliver_held(&mut self, endpoint: u16, message: Unexpected, span: Span, completion: Completion) {
+        match message.held {
+            Held::Bytes(bytes) => {
+                span.write(0, &bytes[..span.len()]);
+                self.recycle(bytes);
+                self.report(endpoint, completion);
+                if let Some(channel) = self.addresses.get(&message.from.address).copied() {
+                    self.consumed(channel, endpoint, 1);
+                }
+            }
+            Held::Offer { channel, op } => {
+                self.consumed(channel, endpoint, 1);
+                self.pull_message(channel, op, endpoint, span, completion);
+            }
+        }
+    }
+
+    /// Begins to pull an offered message into its buffer.
+    pub(super) fn pull_message(
+        &mut self,
+        channel: u32,
+        op: u32,
+        endpoint: u16,
+        span: Span,
+        completion: Completion,
+    ) {
+        if self.pulls.is_full() {
+            self.end_operation(channel, op, Status::NotReady);
+            return self.report(endpoint, Completion { status: Status::NotReady, ..completion });
+        }
+        let purpose = Purpose::Message(endpoint, Box::new(completion));
+        self.start_pull(channel, PullSource::Offer(op), endpoint, span, purpose);
+    }
+
+    /// Looks for a message that `matching` takes and leaves it. `claim` sets it apart for `receive_claimed` with that number.
+    pub fn peek(&mut self, endpoint: u16, matching: &Match, claim: Option<u64>) -> Option<Seen> {
+        let own = self.endpoint_mut(endpoint)?;
+        let found = own
+            .unexpected
+            .iter_mut()
+            .find(|message| message.claim.is_none() && matching.takes(message.tag, message.from))?;
+        found.claim = claim;
+        Some(Seen { from: found.from, tag: found.tag, data: found.data, len: found.len })
+    }
+
+    /// Receives the message that was set apart as `claim`, or throws it away: no span. False: there is none.
+    pub fn receive_claimed(&mut self, endpoint: u16, claim: u64, span: Option<Span>, context: u64) -> bool {
+        let Some(own) = self.endpoint_mut(endpoint) else { return false };
+        let place = own.unexpected.iter().position(|message| message.claim == Some(claim));
+        let Some(message) = place.and_then(|place| own.release(place)) else { return false };
+        let Unexpected { from: peer, tag, data, len, .. } = message;
+        let is_cut = span.is_some_and(|span| len > span.len() as u64);
+        let status = if is_cut { Status::Truncated } else { Status::Success };
+        let span = span.map_or(Span::EMPTY, |span| span.first(len));
+        let completion = Completion {
+            kind: Kind::Receive,
+            status,
+            context,
+            len,
+            tag,
+            data,
+            peer,
+            offset: 0,
+            is_released: true,
+        };
+        self.deliver_held(endpoint, message, span, completion);
+        true
+    }
+}

@@ -1,0 +1,161 @@
+//! Takes operations of the application.
+
+use super::super::channel::{Form, Op};
+use super::super::endpoint::{Completion, Kind, Match, Peer, Posted};
+use super::super::memory::{Key, Span};
+use super::super::status::Status;
+use super::{Engine, PostError};
+
+/// What an operation does at its target.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shape {
+    /// A message, with a tag perhaps, consumes a posted buffer.
+    Message {
+        /// Tag to match.
+        tag: Option<u64>,
+    },
+    /// Bytes go into registered memory.
+    Write {
+        /// Names the region.
+        key: Key,
+        /// Offset there.
+        at: u64,
+    },
+    /// Bytes come from registered memory.
+    Read {
+        /// Names the region.
+        key: Key,
+        /// Offset there.
+        at: u64,
+    },
+}
+
+/// An operation to post.
+#[derive(Clone, Copy, Debug)]
+pub struct Outgoing {
+    /// What it does.
+    pub shape: Shape,
+    /// The bytes to send, or where those read go.
+    pub span: Span,
+    /// Shown to the target's application with the message, or when the write has arrived.
+    pub data: Option<u64>,
+    /// Returned with the completion.
+    pub context: u64,
+    /// Copy up to `eager_max` bytes and complete at once: the memory is free when the call returns. Later failures are not reported.
+    pub is_buffered: bool,
+    /// Report no completion unless it fails.
+    pub is_quiet: bool,
+}
+
+/// A buffer to post.
+#[derive(Clone, Copy, Debug)]
+pub struct Receive {
+    /// Which messages it takes.
+    pub matching: Match,
+    /// Where they go.
+    pub span: Span,
+    /// Returned with the completion.
+    pub context: u64,
+    /// It takes one message after the other, until fewer bytes than this are left.
+    pub several: Option<u64>,
+}
+
+impl Engine {
+    /// Posts an operation of `endpoint` to `peer`.
+    pub fn post(&mut self, now: u64, endpoint: u16, peer: Peer, out: &Outgoing) -> Result<(), PostError> {
+        self.now = now;
+        let own = self.endpoint(endpoint).ok_or(PostError::NoEndpoint)?;
+        if self.ops.is_full() || own.completions.len() >= super::OPERATIONS_MAX {
+            return Err(PostError::Busy);
+        }
+        let channel = self.channel_to(peer.address)?;
+        let is_eager = out.span.len() <= self.config.eager_max && !matches!(out.shape, Shape::Read { .. });
+        let mut op = Op {
+            channel,
+            endpoint,
+            to: peer.endpoint,
+            context: out.context,
+            form: match out.shape {
+                Shape::Message { tag } => Form::Message { tag },
+                Shape::Write { key, at } => Form::Write { key, at },
+                Shape::Read { key, at } => Form::Read { key, at },
+            },
+            data: out.data,
+            span: out.span,
+            owned: None,
+            is_quiet: out.is_quiet,
+            is_eager,
+            sent: 0,
+            seq: None,
+            attempt: 0,
+            resumes: false,
+            deadline: match self.config.operation_timeout_ns {
+                0 => u64::MAX,
+                timeout => now + timeout,
+            },
+        };
+        if is_eager && out.is_buffered {
+            self.complete_now(&mut op, peer);
+        }
+        let to = op.to;
+        let number = self.ops.insert(op).ok_or(PostError::Busy)?;
+        if let Some(channel) = self.channels.get_mut(channel) {
+            channel.flow(to).queue.push_back(number);
+        }
+        self.make_ready(channel);
+        Ok(())
+    }
+
+    /// Copies the bytes of an operation and completes it.
+    fn complete_now(&mut self, op: &mut Op, peer: Peer) {
+        let mut bytes = self.buffer();
+        op.span.read_to(&mut bytes);
+        // SAFETY: the vector's bytes stay where they are until it is dropped or changed; it is kept with the operation, unchanged, and all
+        // that uses the span looks the operation up first. Nothing writes through the span: only reads do that, and they are not eager.
+        op.span = unsafe { Span::new(bytes.as_mut_ptr(), bytes.len()) };
+        op.owned = Some(bytes);
+        if !op.is_quiet {
+            let kind = if matches!(op.form, Form::Write { .. }) { Kind::Write } else { Kind::Send };
+            self.report(
+                op.endpoint,
+                Completion {
+                    kind,
+                    status: Status::Success,
+                    context: op.context,
+                    len: op.span.len() as u64,
+                    tag: None,
+                    data: None,
+                    peer,
+                    offset: 0,
+                    is_released: false,
+                },
+            );
+        }
+        op.is_quiet = true;
+    }
+
+    /// Posts a buffer for a message. One that has arrived already is taken first.
+    pub fn post_receive(&mut self, endpoint: u16, receive: &Receive) -> Result<(), PostError> {
+        self.has_room_for_receive(endpoint)?;
+        let Some(own) = self.endpoint_mut(endpoint) else { return Err(PostError::NoEndpoint) };
+        own.posted.push_back(Posted {
+            matching: receive.matching,
+            span: receive.span,
+            context: receive.context,
+            several: receive.several,
+            used: 0,
+        });
+        while self.take_unexpected(endpoint) && receive.several.is_some() {}
+        Ok(())
+    }
+
+    /// Takes a posted buffer back. False: there is none with this context, or its message is already on its way.
+    pub fn cancel(&mut self, endpoint: u16, context: u64) -> bool {
+        let Some(own) = self.endpoint_mut(endpoint) else { return false };
+        let Some(place) = own.posted.iter().position(|posted| posted.context == context) else {
+            return false;
+        };
+        own.posted.remove(place);
+        true
+    }
+}

@@ -1,0 +1,252 @@
+//! Bytes that are asked for: large messages, large writes, reads.
+//!
+//! One budget bounds what all peers together are asked for and have not sent. Pulls take turns with chunks of it.
+
+use super::super::channel::{Form, PULLING_MAX, Serve, Source, WRITES_OFFERED_MAX, What};
+use super::super::endpoint::Completion;
+use super::super::memory::{Key, Span};
+use super::super::status::Status;
+use super::super::wire::{Body, Data, End, Offer, Pull as PullBody, Subject, flags};
+use super::{Engine, Pull, PullSource, Purpose};
+
+/// Bytes asked for by one packet: long enough that a turn costs little, short enough that peers share the budget.
+const CHUNK: u64 = 256 << 10;
+
+impl Engine {
+    /// Begins to ask for the bytes of an offer or a region.
+    pub(super) fn start_pull(
+        &mut self,
+        channel: u32,
+        source: PullSource,
+        to: u16,
+        span: Span,
+        purpose: Purpose,
+    ) {
+        let is_empty = span.is_empty();
+        let pull = Pull { channel, source, to, span, asked: 0, received: 0, purpose };
+        match self.pulls.insert(pull) {
+            Some(id) if is_empty => self.finish_pull(id, Status::Success),
+            Some(id) => {
+                self.pulls_waiting.push_back(id);
+                self.make_ready(channel);
+            }
+            None => debug_assert!(false, "callers look for room first"),
+        }
+    }
+
+    pub(super) fn start_read(&mut self, id: u32) {
+        let Some(op) = self.ops.get_mut(id) else { return };
+        let Form::Read { key, at } = op.form else { return };
+        let (channel, to, span) = (op.channel, op.to, op.span);
+        self.start_pull(channel, PullSource::Key { key, at }, to, span, Purpose::Read(id));
+    }
+
+    /// Begins a peer's large write.
+    pub(super) fn pull_write(
+        &mut self,
+        channel: u32,
+        offer: &Offer,
+        data: Option<u64>,
+    ) -> Result<(), Status> {
+        let span = self.memory.find(offer.to, offer.tag, offer.at, offer.total, true).inspect_err(|_| {
+            self.counters.bad_keys += 1;
+        })?;
+        let is_full = self.pulls.len() >= super::PULLS_MAX / 2;
+        let own = self.channels.get_mut(channel).ok_or(Status::Cancelled)?;
+        if is_full || own.writes_taken >= WRITES_OFFERED_MAX {
+            return Err(Status::NotReady);
+        }
+        own.writes_taken += 1;
+        let purpose = Purpose::Write { endpoint: offer.to, key: offer.tag, from: offer.from, data };
+        self.start_pull(channel, PullSource::Offer(offer.op), offer.to, span, purpose);
+        Ok(())
+    }
+
+    /// Asks for more bytes, as far as the budget allows.
+    pub(super) fn ask(&mut self) {
+        let all = self.config.receive_budget as i64;
+        let mut tries = self.pulls_waiting.len();
+        while tries > 0 && self.budget > 0 {
+            let Some(id) = self.pulls_waiting.pop_front() else { return };
+            let Some(pull) = self.pulls.get_mut(id) else {
+                tries -= 1;
+                continue;
+            };
+            let number = pull.channel;
+            let Some(own) = self.channels.get_mut(number) else { continue };
+            if pull.asked == 0 && own.pulling >= PULLING_MAX {
+                self.pulls_waiting.push_back(id);
+                tries -= 1;
+                continue;
+            }
+            let total = pull.span.len() as u64;
+            let chunk = CHUNK.min(total - pull.asked);
+            if chunk as i64 > self.budget && self.budget < all {
+                self.pulls_waiting.push_front(id);
+                return;
+            }
+            own.pulling += u32::from(pull.asked == 0);
+            self.budget -= chunk as i64;
+            let offset = pull.asked;
+            pull.asked += chunk;
+            let (source, at, flags) = match pull.source {
+                PullSource::Offer(op) => (u64::from(op), offset, 0),
+                PullSource::Key { key, at } => (key, at.wrapping_add(offset), flags::MEMORY),
+            };
+            let body = Body::Pull(PullBody { to: pull.to, pull: id, len: chunk as u32, source, at, offset });
+            if pull.asked < total {
+                self.pulls_waiting.push_back(id);
+            } else {
+                tries -= 1;
+            }
+            self.control(number, What::Control(body, flags));
+        }
+    }
+
+    /// Puts pulled bytes into place.
+    pub(super) fn place_data(&mut self, channel: u32, data: Data, payload: &[u8]) -> Status {
+        let Some(pull) = self.pulls.get_mut(data.pull).filter(|pull| pull.channel == channel) else {
+            // It failed here while its bytes were on their way.
+            return Status::Cancelled;
+        };
+        let end = data.offset.checked_add(payload.len() as u64);
+        if end.is_none_or(|end| end > pull.asked) || !pull.span.write(data.offset, payload) {
+            return Status::Protocol;
+        }
+        let fresh = (payload.len() as u64).min(pull.asked - pull.received);
+        pull.received += fresh;
+        self.budget += fresh as i64;
+        if pull.received == pull.span.len() as u64 {
+            self.finish_pull(data.pull, Status::Success);
+        }
+        Status::Success
+    }
+
+    /// A pull is over: tells the application, and the peer whose offer it was.
+    pub(super) fn finish_pull(&mut self, id: u32, status: Status) {
+        let Some(pull) = self.remove_pull(id) else { return };
+        let len = pull.span.len() as u64;
+        if let PullSource::Offer(op) = pull.source {
+            self.end_operation(pull.channel, op, status);
+        }
+        match pull.purpose {
+            Purpose::Read(op) => self.complete_op(op, status, len),
+            Purpose::Message(endpoint, mut completion) => {
+                if status != Status::Success {
+                    completion.status = status;
+                }
+                self.report(endpoint, *completion);
+            }
+            Purpose::Write { endpoint, from, data: Some(data), .. } if status == Status::Success => {
+                self.arrival(pull.channel, endpoint, from, data, len);
+            }
+            Purpose::Write { endpoint, data: Some(_), .. } => self.consumed(pull.channel, endpoint, 1),
+            Purpose::Write { .. } => {}
+        }
+    }
+
+    /// Takes a pull out of all accounts.
+    pub(super) fn remove_pull(&mut self, id: u32) -> Option<Pull> {
+        let pull = self.pulls.remove(id)?;
+        self.budget += (pull.asked - pull.received) as i64;
+        if let Some(own) = self.channels.get_mut(pull.channel) {
+            own.pulling -= u32::from(pull.asked > 0);
+            own.writes_taken -= u32::from(matches!(pull.purpose, Purpose::Write { .. }));
+        }
+        Some(pull)
+    }
+
+    /// Tells the peer how its operation ended.
+    pub(super) fn end_operation(&mut self, channel: u32, op: u32, status: Status) {
+        let end = End { subject: Subject::Operation, status, to: 0, number: op, seq: 0 };
+        self.control(channel, What::Control(Body::End(end), 0));
+    }
+
+    /// The peer asks for bytes.
+    pub(super) fn serve(&mut self, channel: u32, flags: u8, pull: PullBody) {
+        let len = u64::from(pull.len);
+        if len == 0 {
+            return;
+        }
+        let found = if flags & flags::MEMORY != 0 {
+            let span = self.memory.find(pull.to, pull.source, pull.at, len, false);
+            self.counters.bad_keys += u64::from(span.is_err());
+            span.map(|span| (Source::Key(pull.source), span))
+        } else {
+            let number = u32::try_from(pull.source).unwrap_or(u32::MAX);
+            let op = self.ops.get(number).filter(|op| op.channel == channel && op.is_offered());
+            let span = op.and_then(|op| op.span.part(pull.at, len));
+            span.map(|span| (Source::Offer(number), span)).ok_or(Status::Cancelled)
+        };
+        let status = match (found, self.channels.get_mut(channel)) {
+            (Ok((source, span)), Some(own)) => {
+                let serve = Serve { source, span, pull: pull.pull, offset: pull.offset, sent: 0, arrived: 0 };
+                match own.serves.insert(serve) {
+                    Some(id) => {
+                        own.serving.push_back(id);
+                        return;
+                    }
+                    None => Status::NotReady,
+                }
+            }
+            (Ok(_), None) => return,
+            (Err(status), _) => status,
+        };
+        self.end_pull(channel, pull.pull, status);
+    }
+
+    /// Tells the peer that its pull fails.
+    fn end_pull(&mut self, channel: u32, number: u32, status: Status) {
+        let end = End { subject: Subject::Pull, status, to: 0, number, seq: 0 };
+        self.control(channel, What::Control(Body::End(end), 0));
+    }
+
+    /// Pulled bytes have arrived at the peer.
+    pub(super) fn served(&mut self, channel: u32, id: u32, len: u32) {
+        let Some(own) = self.channels.get_mut(channel) else { return };
+        let Some(serve) = own.serves.get_mut(id) else { return };
+        serve.arrived += len;
+        if serve.arrived as usize == serve.span.len() {
+            own.serves.remove(id);
+        }
+    }
+
+    /// Nothing is served from `source` any more. `status` tells the peer, if it does not know.
+    pub(super) fn stop_serving(&mut self, channel: u32, source: Source, status: Option<Status>) {
+        let Some(own) = self.channels.get_mut(channel) else { return };
+        let stopped = own.serves.numbers(|serve| serve.source == source);
+        for id in stopped {
+            let Some(serve) = self.channels.get_mut(channel).and_then(|own| own.serves.remove(id)) else {
+                continue;
+            };
+            if let Some(status) = status {
+                self.end_pull(channel, serve.pull, status);
+            }
+        }
+    }
+
+    /// Memory was taken back: whatever peers were doing with it fails.
+    pub(super) fn revoke(&mut self, key: Key) {
+        for channel in self.channels.numbers(|channel| channel.serves.len() > 0) {
+            self.stop_serving(channel, Source::Key(key), Some(Status::BadKey));
+        }
+        let writes = |pull: &Pull| matches!(pull.purpose, Purpose::Write { key: own, .. } if own == key);
+        for id in self.pulls.numbers(writes) {
+            self.finish_pull(id, Status::BadKey);
+        }
+    }
+
+    /// An endpoint closes: its large receives end.
+    pub(super) fn drop_pulls_of(&mut self, endpoint: u16) {
+        let own = |pull: &Pull| matches!(pull.purpose, Purpose::Message(to, _) if to == endpoint);
+        for id in self.pulls.numbers(own) {
+            self.finish_pull(id, Status::Cancelled);
+        }
+    }
+
+    pub(super) fn report(&mut self, endpoint: u16, completion: Completion) {
+        if let Some(own) = self.endpoint_mut(endpoint) {
+            own.completions.push_back(completion);
+        }
+    }
+}

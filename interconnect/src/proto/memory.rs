@@ -1,0 +1,214 @@
+//! Memory of the application: spans of bytes, and the table of those registered for peers.
+
+use std::collections::HashMap;
+
+use super::status::Status;
+
+/// Regions of one engine. A region costs about 80 bytes: 5 MiB.
+pub(super) const REGIONS_MAX: usize = 65_536;
+
+/// A number that names registered memory to peers.
+pub type Key = u64;
+
+/// Bytes of application memory. Whoever makes one vouches for them until the operation or the registration that uses them has ended.
+#[derive(Clone, Copy, Debug)]
+pub struct Span {
+    start: *mut u8,
+    len: usize,
+}
+
+// SAFETY: a span is an address and a length; who may access the bytes, and when, is what `Span::new` asks its caller to keep.
+unsafe impl Send for Span {}
+
+impl Span {
+    /// No bytes.
+    pub const EMPTY: Self = Self { start: std::ptr::NonNull::dangling().as_ptr(), len: 0 };
+
+    /// The `len` bytes at `start`.
+    ///
+    /// # Safety
+    /// Until the operation is complete or the region deregistered, the bytes stay mapped, readable, and writable if they are received into
+    /// or registered for remote writes. The engine copies with no regard to other accesses, as RDMA hardware does: the application does not
+    /// access bytes that an operation writes before that operation is complete, nor holds a reference to them.
+    pub const unsafe fn new(start: *mut u8, len: usize) -> Self {
+        Self { start, len }
+    }
+
+    /// Length in bytes.
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no bytes.
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Address of the first byte.
+    pub const fn start(&self) -> *mut u8 {
+        self.start
+    }
+
+    /// The `len` bytes from `offset`. None: they are not all inside.
+    pub fn part(&self, offset: u64, len: u64) -> Option<Self> {
+        let end = offset.checked_add(len)?;
+        if end > self.len as u64 {
+            return None;
+        }
+        // SAFETY: `offset` was just checked to be at most `self.len`, so the address stays within the span or one past its end.
+        Some(Self { start: unsafe { self.start.add(offset as usize) }, len: len as usize })
+    }
+
+    /// The first `len` bytes, or all if there are fewer.
+    pub fn first(&self, len: u64) -> Self {
+        Self { start: self.start, len: len.min(self.len as u64) as usize }
+    }
+
+    /// Writes `bytes` at `offset`. False: they do not fit, and nothing was written.
+    pub fn write(&self, offset: u64, bytes: &[u8]) -> bool {
+        let Some(part) = self.part(offset, bytes.len() as u64) else { return false };
+        // SAFETY: `part` lies within the span, which whoever made it vouches for; `bytes` is the engine's own memory, which no span
+        // given by an application overlaps.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), part.start, bytes.len()) };
+        true
+    }
+
+    /// Appends all bytes to `to`.
+    pub fn read_to(&self, to: &mut Vec<u8>) {
+        to.reserve(self.len);
+        // SAFETY: the source is `len` bytes that whoever made the span vouches for; `reserve` made room for as many behind the vector's
+        // end, and they are written before the length covers them.
+        unsafe {
+            std::ptr::copy_nonoverlapping(self.start, to.as_mut_ptr().add(to.len()), self.len);
+            to.set_len(to.len() + self.len);
+        }
+    }
+}
+
+/// What peers may do with a region.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Access {
+    /// Peers may read it.
+    pub read: bool,
+    /// Peers may write it.
+    pub write: bool,
+}
+
+struct Region {
+    endpoint: u16,
+    span: Span,
+    /// Offset that names the first byte.
+    base: u64,
+    access: Access,
+}
+
+/// Regions by key.
+pub(super) struct Memory {
+    regions: HashMap<Key, Region>,
+    /// Keys are guessed with difficulty: each comes from a generator that the engine was seeded with.
+    random: u64,
+}
+
+impl Memory {
+    pub(super) fn new(seed: u64) -> Self {
+        Self { regions: HashMap::new(), random: seed }
+    }
+
+    /// Registers `span` for operations that address `endpoint`. None: the table is full, or the key that was asked for is taken.
+    pub(super) fn register(
+        &mut self,
+        endpoint: u16,
+        span: Span,
+        base: u64,
+        access: Access,
+        key: Option<Key>,
+    ) -> Option<Key> {
+        if self.regions.len() >= REGIONS_MAX {
+            return None;
+        }
+        let key = match key {
+            Some(key) => key,
+            None => loop {
+                let key = super::wire::mix(&mut self.random);
+                if !self.regions.contains_key(&key) {
+                    break key;
+                }
+            },
+        };
+        if self.regions.contains_key(&key) {
+            return None;
+        }
+        self.regions.insert(key, Region { endpoint, span, base, access });
+        Some(key)
+    }
+
+    /// False: there is no such region.
+    pub(super) fn deregister(&mut self, key: Key) -> bool {
+        self.regions.remove(&key).is_some()
+    }
+
+    /// Keys of the regions of `endpoint`.
+    pub(super) fn keys_of(&self, endpoint: u16) -> Vec<Key> {
+        self.regions.iter().filter(|(_, region)| region.endpoint == endpoint).map(|(key, _)| *key).collect()
+    }
+
+    /// The `len` bytes at `at`, for a peer that wants to read or write them through `endpoint`.
+    pub(super) fn find(
+        &self,
+        endpoint: u16,
+        key: Key,
+        at: u64,
+        len: u64,
+        write: bool,
+    ) -> Result<Span, Status> {
+        let region =
+            self.regions.get(&key).filter(|region| region.endpoint == endpoint).ok_or(Status::BadKey)?;
+        if !(if write { region.access.write } else { region.access.read }) {
+            return Err(Status::BadKey);
+        }
+        let offset = at.checked_sub(region.base).ok_or(Status::BadKey)?;
+        region.span.part(offset, len).ok_or(Status::BadKey)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_was_registered_is_found() {
+        let mut bytes = [7u8; 100];
+        // SAFETY: `bytes` outlives all uses of the span below, and is not accessed meanwhile.
+        let span = unsafe { Span::new(bytes.as_mut_ptr(), bytes.len()) };
+        let mut memory = Memory::new(1);
+        let read = Access { read: true, write: false };
+        let key = memory.register(3, span, 1000, read, None).unwrap();
+        assert_eq!(memory.register(3, span, 0, read, Some(key)), None);
+        assert_eq!(memory.find(3, key, 1000, 100, false).unwrap().len(), 100);
+        assert_eq!(memory.find(3, key, 1100, 0, false).unwrap().len(), 0);
+        let refused = [
+            memory.find(3, key, 1000, 100, true),
+            memory.find(2, key, 1000, 100, false),
+            memory.find(3, key + 1, 1000, 100, false),
+            memory.find(3, key, 999, 1, false),
+            memory.find(3, key, 1001, 100, false),
+            memory.find(3, key, 1000, u64::MAX, false),
+            memory.find(3, key, u64::MAX, u64::MAX, false),
+        ];
+        assert!(refused.into_iter().all(|found| found.is_err_and(|status| status == Status::BadKey)));
+        assert!(memory.deregister(key) && !memory.deregister(key));
+        assert!(memory.find(3, key, 1000, 1, false).is_err());
+    }
+
+    #[test]
+    fn spans_copy_inside_only() {
+        let mut bytes = [0u8; 8];
+        // SAFETY: as above.
+        let span = unsafe { Span::new(bytes.as_mut_ptr(), bytes.len()) };
+        assert!(span.write(6, &[1, 2]) && !span.write(7, &[3, 3]) && !span.write(u64::MAX, &[3]));
+        let mut out = vec![9];
+        span.part(5, 3).unwrap().read_to(&mut out);
+        assert_eq!(out, [9, 0, 1, 2]);
+        assert_eq!(span.first(3).len(), 3);
+    }
+}

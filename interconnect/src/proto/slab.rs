@@ -1,0 +1,91 @@
+//! Numbered entries with a bound. A number names one life of an entry: a late packet cannot reach its successor.
+
+/// Entries by number: 16 bits of place, 16 bits of life.
+pub(super) struct Slab<T> {
+    entries: Vec<(u16, Option<T>)>,
+    free: Vec<u16>,
+    max: usize,
+}
+
+impl<T> Slab<T> {
+    /// At most `max` entries, itself at most 65 536.
+    pub(super) fn new(max: usize) -> Self {
+        assert!(max <= 1 << 16);
+        Self { entries: vec![], free: vec![], max }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.entries.len() - self.free.len()
+    }
+
+    pub(super) fn is_full(&self) -> bool {
+        self.len() >= self.max
+    }
+
+    /// None: it is full.
+    pub(super) fn insert(&mut self, value: T) -> Option<u32> {
+        let place = match self.free.pop() {
+            Some(place) => place,
+            None if self.entries.len() < self.max => {
+                self.entries.push((0, None));
+                (self.entries.len() - 1) as u16
+            }
+            None => return None,
+        };
+        let entry = &mut self.entries[usize::from(place)];
+        entry.1 = Some(value);
+        Some(u32::from(entry.0) << 16 | u32::from(place))
+    }
+
+    pub(super) fn get(&self, number: u32) -> Option<&T> {
+        let (life, value) = self.entries.get(number as usize & 0xffff)?;
+        value.as_ref().filter(|_| u32::from(*life) == number >> 16)
+    }
+
+    pub(super) fn get_mut(&mut self, number: u32) -> Option<&mut T> {
+        let (life, value) = self.entries.get_mut(number as usize & 0xffff)?;
+        value.as_mut().filter(|_| u32::from(*life) == number >> 16)
+    }
+
+    /// The number of the entry at `place`.
+    pub(super) fn number_at(&self, place: usize) -> Option<u32> {
+        let (life, value) = self.entries.get(place)?;
+        value.as_ref().map(|_| u32::from(*life) << 16 | place as u32)
+    }
+
+    pub(super) fn remove(&mut self, number: u32) -> Option<T> {
+        self.get(number)?;
+        let place = number as u16;
+        let (life, value) = &mut self.entries[usize::from(place)];
+        *life = life.wrapping_add(1);
+        self.free.push(place);
+        value.take()
+    }
+
+    /// Numbers of the entries for which `f` holds.
+    pub(super) fn numbers(&self, mut f: impl FnMut(&T) -> bool) -> Vec<u32> {
+        let entries = self.entries.iter().enumerate();
+        entries
+            .filter_map(|(place, (life, value))| {
+                value.as_ref().filter(|value| f(value)).map(|_| u32::from(*life) << 16 | place as u32)
+            })
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_names_one_life() {
+        let mut slab = Slab::new(2);
+        let (a, b) = (slab.insert('a').unwrap(), slab.insert('b').unwrap());
+        assert_eq!(slab.insert('c'), None);
+        assert_eq!(slab.remove(a), Some('a'));
+        assert_eq!(slab.remove(a), None);
+        let c = slab.insert('c').unwrap();
+        assert!(slab.get(a).is_none() && c != a && slab.is_full());
+        assert_eq!(slab.numbers(|_| true), [c, b]);
+    }
+}

@@ -1,0 +1,337 @@
+//! Random operations against a model of memory, on a network that loses, repeats, delays and reorders packets, with restarts.
+//!
+//! `VNET_RDMA_OPERATIONS=1000000 cargo test --release -p vnet-rdma model` makes it a million operations for each network.
+
+use std::collections::{BTreeMap, HashMap};
+
+use super::world::{CLEAN, Network, World};
+use crate::proto::wire::mix;
+use crate::proto::{Completion, Config, Kind, Shape, Status};
+
+/// The target memory of each node is split into slots; one operation at a time uses a slot.
+const SLOTS: usize = 32;
+const SLOT: usize = 64 << 10;
+/// Behind the slots: buffers of local operations, and buffers of receives.
+const LOCAL: usize = SLOTS * SLOT;
+const RECEIVES: usize = 2 * SLOTS * SLOT;
+/// Key of the slots, the same after a restart.
+const KEY: u64 = 0x5eed;
+const TAGS: u64 = 3;
+
+#[derive(Clone, Copy, Debug)]
+enum Job {
+    /// A write of `len` bytes with this seed into a slot.
+    Write {
+        slot: usize,
+        len: usize,
+        seed: u64,
+    },
+    Read {
+        slot: usize,
+        len: usize,
+    },
+    /// A write or read that must be refused.
+    Refused,
+    Send {
+        number: u64,
+    },
+}
+
+#[derive(Default)]
+struct Side {
+    /// By context, which is the number of the local buffer.
+    jobs: HashMap<u64, Job>,
+    /// Posted receives: by context.
+    receives: HashMap<u64, usize>,
+    next_receive: u64,
+    /// Slots of this side's memory in use by the other.
+    busy: [bool; SLOTS],
+    /// Numbers received for each posted kind of tag, by the order of posting.
+    received: BTreeMap<(u64, u64), u64>,
+    sent: u64,
+    /// What the slots hold.
+    model: Vec<u8>,
+    lives: u64,
+}
+
+struct Model {
+    world: World,
+    sides: [Side; 2],
+    done: u64,
+    failed: u64,
+}
+
+fn bytes_of(seed: u64, len: usize) -> Vec<u8> {
+    let mut state = seed;
+    (0..len.div_ceil(8)).flat_map(|_| mix(&mut state).to_be_bytes()).take(len).collect()
+}
+
+impl Model {
+    fn new(network: Network, seed: u64) -> Self {
+        let config =
+            Config { dead_after_ns: 2_000_000_000, operation_timeout_ns: 5_000_000_000, ..Config::default() };
+        let mut world = World::new(2, &config, network, seed);
+        let sides = std::array::from_fn(|_| Side { model: vec![0; SLOTS * SLOT], ..Side::default() });
+        for node in 0..2 {
+            world.register(node, 0, SLOTS * SLOT, Some(KEY));
+        }
+        Self { world, sides, done: 0, failed: 0 }
+    }
+
+    fn len(&mut self) -> usize {
+        let most = [9, 100, 1500, 5000, 20_000, SLOT as u64][self.world.random(6) as usize];
+        self.world.random(most) as usize
+    }
+
+    /// Posts a random operation of `node`, if a buffer is free.
+    fn post(&mut self, node: usize) {
+        let other = 1 - node;
+        let context = self.world.random(SLOTS as u64);
+        if self.sides[node].jobs.contains_key(&context) {
+            return;
+        }
+        let (len, slot) = (self.len(), self.world.random(SLOTS as u64) as usize);
+        let local = LOCAL + context as usize * SLOT;
+        let seed = self.world.random(u64::MAX);
+        let kind = self.world.random(10);
+        let (job, shape) = match kind {
+            0..4 if self.sides[other].busy[slot] => return,
+            0..3 => (Job::Write { slot, len, seed }, Shape::Write { key: KEY, at: (slot * SLOT) as u64 }),
+            3 => (Job::Read { slot, len }, Shape::Read { key: KEY, at: (slot * SLOT) as u64 }),
+            4 => (Job::Refused, Shape::Write { key: KEY + 1, at: 0 }),
+            5 => (Job::Refused, Shape::Read { key: KEY, at: (SLOTS * SLOT - len) as u64 + 1 }),
+            _ => {
+                let (tag, number) = (self.world.random(TAGS), self.sides[node].sent + 1);
+                (Job::Send { number }, Shape::Message { tag: Some(tag) })
+            }
+        };
+        let mut bytes = bytes_of(seed, len.max(24));
+        let mut len = len;
+        if let Job::Send { number, .. } = job {
+            // The message tells what it is: number, life of the sender, length.
+            len = len.max(24);
+            let words = [number, self.sides[node].lives, len as u64];
+            bytes = bytes_of(words.iter().sum(), len);
+            words
+                .iter()
+                .zip(bytes.chunks_exact_mut(8))
+                .for_each(|(word, to)| to.copy_from_slice(&word.to_be_bytes()));
+        }
+        if matches!(job, Job::Refused) && len == 0 {
+            return;
+        }
+        self.world.nodes[node].memory[local..local + len].copy_from_slice(&bytes[..len]);
+        let span = self.world.span(node, local, len);
+        let data = (seed.is_multiple_of(3) && matches!(job, Job::Write { .. })).then_some(slot as u64);
+        self.world.post_data(node, other, shape, span, context, data).unwrap();
+        match job {
+            Job::Write { slot, .. } | Job::Read { slot, .. } => self.sides[other].busy[slot] = true,
+            Job::Send { .. } => self.sides[node].sent += 1,
+            Job::Refused => {}
+        }
+        self.sides[node].jobs.insert(context, job);
+    }
+
+    fn post_receive(&mut self, node: usize) {
+        if self.sides[node].receives.len() >= SLOTS {
+            // Otherwise all might wait for one tag while messages of another keep the credits.
+            let context = *self.sides[node].receives.keys().min().unwrap();
+            if self.world.random(8) == 0 && self.world.nodes[node].engine.cancel(0, context) {
+                self.sides[node].receives.remove(&context);
+            }
+            return;
+        }
+        let used: Vec<usize> = self.sides[node].receives.values().copied().collect();
+        let Some(place) = (0..SLOTS).find(|place| !used.contains(place)) else { return };
+        // Of one tag, or of any.
+        let tag = self.world.random(TAGS + 1);
+        let matching = if tag == TAGS { (0, u64::MAX) } else { (tag, 0) };
+        let span = self.world.span(node, RECEIVES + place * SLOT, SLOT);
+        let side = &mut self.sides[node];
+        side.next_receive += 1;
+        let context = side.next_receive << 8 | tag;
+        side.receives.insert(context, place);
+        self.world.receive(node, Some(matching), span, context);
+    }
+
+    fn take(&mut self, node: usize, completion: Completion) {
+        match completion.kind {
+            Kind::Arrival => {}
+            Kind::Receive => self.received(node, &completion),
+            _ => self.ended(node, &completion),
+        }
+    }
+
+    fn ended(&mut self, node: usize, completion: &Completion) {
+        let other = 1 - node;
+        let local = LOCAL + completion.context as usize * SLOT;
+        let job = self.sides[node].jobs.remove(&completion.context).expect("ended twice");
+        self.done += 1;
+        let is_success = completion.status == Status::Success;
+        self.failed += u64::from(!is_success);
+        match job {
+            Job::Write { slot, len, seed } => {
+                let range = slot * SLOT..slot * SLOT + len;
+                let memory = &self.world.nodes[other].memory[range.clone()];
+                let model = &mut self.sides[other].model[range];
+                let bytes = bytes_of(seed, len);
+                let is_mixed =
+                    memory.iter().zip(&bytes).zip(&*model).all(|((is, new), old)| is == new || is == old);
+                assert!(if is_success { memory == bytes } else { is_mixed }, "{job:?} {completion:?}");
+                model.copy_from_slice(memory);
+                self.sides[other].busy[slot] = false;
+            }
+            Job::Read { slot, len } => {
+                let model = &self.sides[other].model[slot * SLOT..slot * SLOT + len];
+                let read = &self.world.nodes[node].memory[local..local + len];
+                assert!(!is_success || read == model, "{job:?} {completion:?}");
+                self.sides[other].busy[slot] = false;
+            }
+            Job::Refused => assert!(!is_success, "{completion:?}"),
+            Job::Send { .. } => {}
+        }
+    }
+
+    fn received(&mut self, node: usize, completion: &Completion) {
+        let side = &mut self.sides[node];
+        let place = side.receives.remove(&completion.context).expect("received twice");
+        if completion.status != Status::Success {
+            return;
+        }
+        self.done += 1;
+        let len = completion.len as usize;
+        let bytes = &self.world.nodes[node].memory[RECEIVES + place * SLOT..][..len];
+        let words: Vec<u64> =
+            bytes.chunks_exact(8).take(3).map(|word| u64::from_be_bytes(word.try_into().unwrap())).collect();
+        let expected = bytes_of(words.iter().sum(), len);
+        assert!(
+            words[2] == len as u64 && bytes[24..] == expected[24..],
+            "a message of {len} bytes is damaged"
+        );
+        // Of two receives of the same kind, the one posted first gets the message sent first.
+        let (order, kind) = (completion.context >> 8, completion.context & 0xff);
+        let name = (kind << 32 | completion.tag.unwrap(), order);
+        side.received.insert(name, words[1] << 40 | words[0]);
+    }
+
+    fn check_order(&mut self) {
+        for side in &mut self.sides {
+            let received = std::mem::take(&mut side.received);
+            let mut last = (u64::MAX, 0);
+            for ((kind, order), number) in received {
+                assert!(
+                    last.0 != kind || last.1 < number,
+                    "kind {kind:x}, receive {order}: {number:x} after {:x}",
+                    last.1
+                );
+                last = (kind, number);
+            }
+        }
+    }
+
+    fn restart(&mut self, node: usize) {
+        self.check_order();
+        self.world.restart(node);
+        self.world.register(node, 0, SLOTS * SLOT, Some(KEY));
+        let other = 1 - node;
+        // Its own operations are gone; what they did to the other's memory is seen now, and cannot change any more.
+        for (_, job) in std::mem::take(&mut self.sides[node].jobs) {
+            if let Job::Write { slot, .. } | Job::Read { slot, .. } = job {
+                self.sides[other].busy[slot] = true;
+            }
+        }
+        self.sides[node].receives.clear();
+        // What it sent before is still on its way.
+        self.world.run(1_000_000);
+        self.sides[node].lives += 1;
+    }
+
+    /// Waits until nothing is under way, and takes the memory as it is.
+    fn settle(&mut self) {
+        let end = self.world.now + 60_000_000_000;
+        while self.sides.iter().any(|side| !side.jobs.is_empty()) {
+            for node in 0..2 {
+                (0..4).for_each(|_| self.post_receive(node));
+                while let Some(completion) = self.world.poll(node) {
+                    self.take(node, completion);
+                }
+            }
+            self.world.step();
+            assert!(self.world.now < end, "never ends: {:?} {:?}", self.sides[0].jobs, self.sides[1].jobs);
+        }
+        for (side, node) in self.sides.iter_mut().zip(&self.world.nodes) {
+            side.busy = [false; SLOTS];
+            side.model.copy_from_slice(&node.memory[..SLOTS * SLOT]);
+        }
+    }
+
+    fn check_memory(&self) {
+        for (side, node) in self.sides.iter().zip(&self.world.nodes) {
+            assert!(side.model == node.memory[..SLOTS * SLOT], "memory that no operation wrote has changed");
+        }
+    }
+
+    fn run(&mut self, operations: u64, restarts: bool) {
+        let mut next_restart = operations / 10;
+        while self.done < operations {
+            for node in 0..2 {
+                self.post(node);
+                self.post_receive(node);
+                while let Some(completion) = self.world.poll(node) {
+                    self.take(node, completion);
+                }
+            }
+            self.world.step();
+            if restarts && self.done >= next_restart {
+                next_restart += operations / 10;
+                let node = self.world.random(2) as usize;
+                self.restart(node);
+                self.settle();
+            }
+            if self.sides.iter().any(|side| side.received.len() > 50_000) {
+                self.settle();
+                self.check_memory();
+                self.check_order();
+            }
+        }
+        self.settle();
+        self.check_order();
+    }
+}
+
+fn run(network: Network, seed: u64, restarts: bool) -> Model {
+    let operations =
+        std::env::var("VNET_RDMA_OPERATIONS").ok().and_then(|text| text.parse().ok()).unwrap_or(3000);
+    let mut model = Model::new(network, seed);
+    model.run(operations, restarts);
+    model
+}
+
+const WILD: Network = Network { lost: 30_000, twice: 30_000, late: 100_000, late_ns: 300_000, ..CLEAN };
+
+#[test]
+fn model_on_a_clean_network() {
+    let model = run(CLEAN, 1, false);
+    for node in &model.world.nodes {
+        assert_eq!((node.engine.counters().resent, node.engine.counters().failed_channels), (0, 0));
+    }
+}
+
+#[test]
+fn model_with_loss_duplication_and_reordering() {
+    let model = run(WILD, 2, false);
+    let counters = model.world.nodes[0].engine.counters();
+    assert!(counters.resent > 0 && counters.useless > 0 && counters.failed_channels == 0, "{counters:?}");
+    assert!(model.failed < model.done / 3, "{} of {} failed", model.failed, model.done);
+}
+
+#[test]
+fn model_with_heavy_loss() {
+    run(Network { lost: 200_000, ..WILD }, 3, false);
+}
+
+#[test]
+fn model_with_restarts() {
+    let model = run(WILD, 4, true);
+    assert!(model.sides.iter().map(|side| side.lives).sum::<u64>() >= 5);
+}

@@ -1,0 +1,199 @@
+//! A fake network with loss, duplication, delay, reordering and a rate, a clock, and engines with memory of their own.
+
+use std::collections::BTreeMap;
+use std::net::{Ipv4Addr, SocketAddr};
+
+use crate::proto::wire::mix;
+use crate::proto::{
+    Access, Completion, Config, Engine, Match, Outgoing, Peer, PostError, Receive, Shape, Span,
+};
+
+/// What happens to packets, in parts per million, and how long they travel.
+#[derive(Clone, Copy)]
+pub struct Network {
+    pub lost: u64,
+    pub twice: u64,
+    /// Delayed by up to `late_ns` more than the others, which overtake them.
+    pub late: u64,
+    pub late_ns: u64,
+    pub delay_ns: u64,
+    /// Nanoseconds that a byte takes on the way into a host, in thousandths; 0: none.
+    pub byte_ps: u64,
+}
+
+pub const CLEAN: Network = Network { lost: 0, twice: 0, late: 0, late_ns: 0, delay_ns: 5_000, byte_ps: 0 };
+
+pub struct Node {
+    pub engine: Engine,
+    /// Never resized: spans point into it.
+    pub memory: Vec<u8>,
+    /// When the way into the host is free again.
+    busy_until: u64,
+}
+
+pub struct World {
+    pub now: u64,
+    pub nodes: Vec<Node>,
+    pub network: Network,
+    random: u64,
+    /// By arrival and number: to whom, from whom, bytes.
+    flying: BTreeMap<(u64, u64), (usize, usize, Vec<u8>)>,
+    sent: u64,
+    /// Hosts whose packets are thrown away.
+    pub cut: Vec<bool>,
+}
+
+pub const MEMORY: usize = 8 << 20;
+
+fn address(node: usize) -> SocketAddr {
+    SocketAddr::from((Ipv4Addr::new(10, 0, 0, node as u8 + 1), 7000))
+}
+
+impl World {
+    pub fn new(nodes: usize, config: &Config, network: Network, seed: u64) -> Self {
+        let mut random = seed;
+        let nodes: Vec<Node> = (0..nodes)
+            .map(|node| {
+                let mut engine = Engine::new(config.clone(), 1, mix(&mut random));
+                assert_eq!(engine.open(None), Ok(0), "node {node}");
+                Node { engine, memory: vec![0; MEMORY], busy_until: 0 }
+            })
+            .collect();
+        let cut = vec![false; nodes.len()];
+        Self { now: 1, nodes, network, random, flying: BTreeMap::new(), sent: 0, cut }
+    }
+
+    pub fn random(&mut self, below: u64) -> u64 {
+        mix(&mut self.random) % below
+    }
+
+    fn happens(&mut self, per_million: u64) -> bool {
+        per_million > 0 && self.random(1_000_000) < per_million
+    }
+
+    /// The node forgets everything but its memory.
+    pub fn restart(&mut self, node: usize) {
+        let config = self.nodes[node].engine.config().clone();
+        let seed = mix(&mut self.random);
+        self.nodes[node].engine = Engine::new(config, self.now + 1, seed);
+        self.nodes[node].engine.open(None).unwrap();
+    }
+
+    pub fn span(&mut self, node: usize, offset: usize, len: usize) -> Span {
+        let memory = &mut self.nodes[node].memory;
+        assert!(offset + len <= memory.len());
+        // SAFETY: inside the node's memory, which lives as long as the world and is never resized; tests look at bytes only
+        // between calls of the engine.
+        unsafe { Span::new(memory.as_mut_ptr().add(offset), len) }
+    }
+
+    pub fn peer(&self, node: usize) -> Peer {
+        Peer { address: address(node), endpoint: 0 }
+    }
+
+    pub fn register(&mut self, node: usize, offset: usize, len: usize, key: Option<u64>) -> u64 {
+        let span = self.span(node, offset, len);
+        let access = Access { read: true, write: true };
+        self.nodes[node].engine.register(0, span, 0, access, key).unwrap()
+    }
+
+    pub fn post(
+        &mut self,
+        from: usize,
+        to: usize,
+        shape: Shape,
+        span: Span,
+        context: u64,
+    ) -> Result<(), PostError> {
+        self.post_data(from, to, shape, span, context, None)
+    }
+
+    pub fn post_data(
+        &mut self,
+        from: usize,
+        to: usize,
+        shape: Shape,
+        span: Span,
+        context: u64,
+        data: Option<u64>,
+    ) -> Result<(), PostError> {
+        let peer = self.peer(to);
+        let out = Outgoing { shape, span, data, context, is_buffered: false, is_quiet: false };
+        self.nodes[from].engine.post(self.now, 0, peer, &out)
+    }
+
+    pub fn receive(&mut self, node: usize, tag: Option<(u64, u64)>, span: Span, context: u64) {
+        let receive = Receive { matching: Match { tag, from: None }, span, context, several: None };
+        self.nodes[node].engine.post_receive(0, &receive).unwrap();
+    }
+
+    pub fn poll(&mut self, node: usize) -> Option<Completion> {
+        self.nodes[node].engine.poll(0)
+    }
+
+    /// Lets all engines send, then moves the clock to the next event, which is at most 100 us away.
+    pub fn step(&mut self) {
+        for from in 0..self.nodes.len() {
+            self.nodes[from].engine.tick(self.now);
+            while let Some(departure) = self.nodes[from].engine.depart(self.now) {
+                let mut bytes = departure.header.as_bytes().to_vec();
+                departure.payload.read_to(&mut bytes);
+                assert!(bytes.len() <= 1472, "{} bytes", bytes.len());
+                let Some(to) = (0..self.nodes.len()).find(|node| address(*node) == departure.to) else {
+                    continue;
+                };
+                self.carry(from, to, bytes);
+            }
+        }
+        let until = self.now + 100_000;
+        let next = self.flying.keys().next().copied();
+        let Some(key) = next.filter(|key| key.0 <= until) else {
+            self.now = until;
+            return;
+        };
+        self.now = self.now.max(key.0);
+        while let Some(key) = self.flying.keys().next().copied().filter(|key| key.0 <= self.now) {
+            let Some((to, from, bytes)) = self.flying.remove(&key) else { break };
+            self.nodes[to].engine.receive(self.now, address(from), &bytes, false);
+        }
+    }
+
+    fn carry(&mut self, from: usize, to: usize, bytes: Vec<u8>) {
+        let network = self.network;
+        let copies = if self.happens(network.lost) || self.cut[from] || self.cut[to] {
+            0
+        } else if self.happens(network.twice) {
+            2
+        } else {
+            1
+        };
+        for _ in 0..copies {
+            let start = self.now.max(self.nodes[to].busy_until);
+            let end = start + bytes.len() as u64 * network.byte_ps / 1000;
+            self.nodes[to].busy_until = end;
+            let late = if self.happens(network.late) { self.random(network.late_ns.max(1)) } else { 0 };
+            self.sent += 1;
+            self.flying.insert((end + network.delay_ns + late, self.sent), (to, from, bytes.clone()));
+        }
+    }
+
+    /// Steps until `node` has a completion.
+    pub fn wait(&mut self, node: usize) -> Completion {
+        let end = self.now + 200_000_000_000;
+        loop {
+            if let Some(completion) = self.poll(node) {
+                return completion;
+            }
+            self.step();
+            assert!(self.now < end, "node {node} has no completion");
+        }
+    }
+
+    /// Steps for so long.
+    pub fn run(&mut self, ns: u64) {
+        let end = self.now + ns;
+        while self.now < end {
+            self.step();
+        }
+    }
+}
