@@ -128,6 +128,11 @@ format-check: .venv/made ## Check formatting, and lints that need no build.
 end-to-end: .venv/made ## Run the end-to-end tests against the release build.
 	.ci/end-to-end
 
+.PHONY: kernel-path
+kernel-path: build .venv/made ## Test the kernel's own path at length: 100 kills of vnetd, 1000 changes of rules, 10^6 random verdicts.
+	cd lab && VNET_TEST_KILLS=100 VNET_TEST_CHANGES=1000 ../.venv/bin/pytest tests/test_kernel_path.py --capture=no
+	VNET_TEST_FRAMES=1000000 $(LINTED) cargo test --quiet --locked --package vnet --lib kernel_path
+
 .PHONY: clean
 clean: ## Remove all builds and downloads.
 	rm -rf target fuzz/target .venv .cache

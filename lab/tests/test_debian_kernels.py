@@ -70,4 +70,9 @@ def test_the_kernel_forwards(version: str, programs: tuple[Path, ...], tmp_path:
     assert pinged[1] - before[1] < 40, "what ARP and IPv6 need, and no more"
     assert streamed[0] - pinged[0] >= BYTES / 2 / 65536
     assert streamed[1] - pinged[1] < (streamed[0] - pinged[0]) / 2
+    assert "50 received" in found["pings-without"], text[-5000:]
+    assert {port["path"] for port in json.loads(found["interfaces-again"])} == {"kernel"}
+    assert found["addresses"] == "1"
+    assert "50 received" in found["pings-again"], text[-5000:]
+    assert frames(json.loads(found["after-restart"]))[1] < 60, "the kernel forwards again"
     assert (found["status"], found["devices-left"]) == ("0", "0"), text[-5000:]

@@ -1,10 +1,15 @@
 """The kernel's own path: known flows between containers bypass dispatchers; other frames behave as with TAPs."""
 
+import ctypes
+import http.client
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,11 +33,11 @@ class Host:
     directory: Path
     daemon: subprocess.Popen | None = field(default=None)
 
-    def start(self) -> None:
-        """Starts vnetd and waits until it is ready."""
+    def start(self, *through: str) -> None:
+        """Starts vnetd, by a command if one is given, and waits until it is ready."""
         log = self.directory / "log"
         with log.open("wb") as output:
-            words = ["ip", "netns", "exec", HOST, str(daemon.binaries() / "vnetd")]
+            words = ["ip", "netns", "exec", HOST, *through, str(daemon.binaries() / "vnetd")]
             words += ["--config", str(self.directory / "vnet.toml")]
             self.daemon = subprocess.Popen(words, stdout=output, stderr=output)
         wait_until("vnetd to run", lambda: " ready: " in log.read_text() or self.daemon.poll(), 20, log)
@@ -51,6 +56,18 @@ class Host:
     def ask(self, *arguments: str) -> dict | list:
         """The JSON answer to a `vnet` command."""
         return json.loads(self.vnet("--json", *arguments))
+
+    def request(self, method: str, path: str, body: dict | None = None) -> dict | None:
+        """Asks the API itself: a command takes as long as a hundred requests."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(f"{self.directory}/control.sock")
+            api = http.client.HTTPConnection("vnetd")
+            api.sock = connection
+            api.request(method, path, json.dumps(body) if body else None, {"Content-Type": "application/json"})
+            answer = api.getresponse()
+            text = answer.read()
+            assert answer.status < 300, text
+            return json.loads(text) if text else None
 
     def frames(self) -> tuple[int, int]:
         """Frames received from the first container, and frames that dispatchers have forwarded."""
@@ -82,7 +99,10 @@ def devices(namespace: str) -> list[str]:
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     directory = tmp_path_factory.mktemp("kernel-path")
-    parts = [f'[host]\nname = "h1"\n[control]\nsocket = "{directory}/control.sock"\n[bridge]\nlisten = "127.0.0.1:0"\n']
+    parts = [
+        f'[host]\nname = "h.1"\n[control]\nsocket = "{directory}/control.sock"\n[bridge]\nlisten = "127.0.0.1:0"\n'
+    ]
+    parts.append(f'[dispatch]\nbpffs = "{directory}/bpf"\noutlive_s = 300\n')
     for name, namespace in (("one", ONE), ("two", TWO)):
         parts.append(
             f'[[interface]]\nname = "{name}"\nkind = "veth"\ndevice = "eth0"\nnetns = "{namespace}"\n'
@@ -90,6 +110,9 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
         )
     (directory / "vnet.toml").write_text("\n".join(parts))
     host = Host(directory)
+    (directory / "bpf").mkdir()
+    # Mounted here: what vnetd mounts goes with the mount namespace that 'ip netns exec' makes.
+    run(["mount", "-t", "bpf", "bpf", str(directory / "bpf")])
     try:
         for namespace in (HOST, ONE, TWO):
             run(["ip", "netns", "add", namespace])
@@ -104,6 +127,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
             host.end(signal.SIGKILL)
         for namespace in (HOST, ONE, TWO):
             subprocess.run(["ip", "netns", "delete", namespace], check=False, capture_output=True)
+        subprocess.run(["umount", str(directory / "bpf")], check=False, capture_output=True)
 
 
 def grows(host: Host, by: int, work: Callable[[], object]) -> tuple[int, int]:
@@ -172,23 +196,198 @@ def test_a_rule_holds_once_it_is_acknowledged(host: Host):
     host.balance()
 
 
-def test_after_a_crash_the_container_has_its_addresses(host: Host):
-    host.end(signal.SIGKILL)
-    host.start()
-    wait_until("the containers to reach each other", lambda: received(ping(1, "-w", "1")) == 1, 30)
-    assert {port["path"] for port in host.ask("interface", "list")} == {"kernel"}
+def refused_datagrams(namespace: str) -> Callable[[], int]:
+    """Reads how many datagrams found a full socket in a namespace, without the time that a process takes."""
+    opened = []
+
+    def enter() -> None:
+        with Path(f"/run/netns/{namespace}").open() as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000):
+                raise OSError(ctypes.get_errno(), "setns")
+        opened.append(Path("/proc/thread-self/net/snmp").open())  # noqa: SIM115
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+
+    def read() -> int:
+        opened[0].seek(0)
+        names, values = (line.split() for line in opened[0] if line.startswith("Udp:"))
+        return int(values[names.index("RcvbufErrors")])
+
+    return read
+
+
+def test_no_frame_by_an_old_rule(host: Host):
+    """Rules change under traffic, VNET_TEST_CHANGES times. After each acknowledgement none comes by the old one."""
+    changes = int(os.environ.get("VNET_TEST_CHANGES", "30"))
+    sender = "import socket\ns = socket.socket(type=socket.SOCK_DGRAM)\nwhile True: s.sendto(b'x', ('10.77.0.2', 9))"
+    frames = refused_datagrams(TWO)
+    came = 0
+    words = ["ip", "netns", "exec", TWO, sys.executable, "-c", "import socket, time\ns = socket.socket(type=2)\n"]
+    words[-1] += "s.bind(('', 9))\nprint(flush=True)\ntime.sleep(3600)"
+    # Somebody listens, so that no refusals come back; nobody reads, so that each datagram is counted at once.
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as listener:
+        listener.stdout.readline()
+        with subprocess.Popen(["ip", "netns", "exec", ONE, sys.executable, "-c", sender]) as process:
+            try:
+                for change in range(changes):
+                    before = frames()
+                    wait_until("frames", lambda before=before: frames() > before + 10, 30)
+                    rule = host.request("POST", "/v1/routes", {"dst": MACS[TWO], "to": "interface one"})["index"]
+                    acknowledged = frames()
+                    time.sleep(0.002)
+                    came += frames() - acknowledged
+                    assert came == 0, f"change {change}"
+                    host.request("DELETE", f"/v1/routes/{rule}")
+            finally:
+                process.kill()
+                listener.kill()
+    host.balance()
+
+
+SCANNER = """
+import random, socket, struct
+s = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
+s.bind(("eth0", 0))
+target, kind = bytes.fromhex("525400770002"), struct.pack(">H", 0x88b5)
+for number in range({frames}):
+    s.send(target + struct.pack(">HI", 0x0200, number) + kind + bytes(46))
+"""
+
+
+def test_a_container_that_invents_flows_harms_nobody(host: Host):
+    """100 000 new flows: the kernel takes those of its share, vnetd's memory stays, and others' flows go on."""
+    resident = lambda: int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{host.daemon.pid}/status").read_text())[1])  # noqa: E731
+    before = resident()
+    subprocess.run(["ip", "netns", "exec", ONE, sys.executable, "-c", SCANNER.format(frames=100_000)], check=True)
+    status = host.ask("status")["kernel"]
+    assert status["flows"] <= 4096 + 100
+    assert resident() - before < 64 << 10, "KiB"
+    assert received(ping(20)) == 20
+    host.balance()
+
+
+def received_by_stack() -> int:
+    """IP packets that the network stack of vnetd's namespace has received."""
+    lines = run(["ip", "netns", "exec", HOST, "cat", "/proc/net/snmp"]).splitlines()
+    names, values = (line.split() for line in lines if line.startswith("Ip:"))
+    return int(values[names.index("InReceives")])
+
+
+def test_established_flows_outlive_vnetd(host: Host):
+    """Killed and started again under pings every 5 ms and a TCP stream: no ping is lost.
+
+    VNET_TEST_KILLS sets the number of kills; the times until vnetd has both interfaces again are printed.
+    """
+    kills = int(os.environ.get("VNET_TEST_KILLS", "3"))
+    back = []
+    server = subprocess.Popen(["ip", "netns", "exec", TWO, "iperf3", "--server"], stdout=subprocess.DEVNULL)
+    try:
+        listening = ["ip", "netns", "exec", TWO, "ss", "-Hltn", "sport = :5201"]
+        wait_until("iperf3 to listen", lambda: run(listening) != "", 20)
+        words = ["ip", "netns", "exec", ONE, "iperf3", "--client", ADDRESSES[TWO], "--bitrate", "200M"]
+        stream = subprocess.Popen([*words, "--time", "3600", "--json"], stdout=subprocess.PIPE, text=True)
+        words = ["ip", "netns", "exec", ONE, "ping", "-n", "-q", "-i", "0.005", "-W", "5", ADDRESSES[TWO]]
+        pings = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        for _ in range(kills):
+            # Until the kernel forwards: a renewal later.
+            wait_until("the flow", lambda: host.ask("trace", MACS[ONE], MACS[TWO])["kernel_ms"], 30)
+            time.sleep(0.3)
+            host.end(signal.SIGKILL)
+            time.sleep(0.1)
+            start = time.monotonic()
+            host.start()
+            wait_until("both", lambda: {port["path"] for port in host.ask("interface", "list")} == {"kernel"}, 30)
+            back.append(time.monotonic() - start)
+        assert stream.poll() is None, "the TCP connection has ended"
+        pings.send_signal(signal.SIGINT)
+        text = pings.communicate(timeout=30)[0]
+        stream.send_signal(signal.SIGINT)
+        sums = json.loads(stream.communicate(timeout=30)[0])["end"]["sum_sent"]
+    finally:
+        server.kill()
+        server.wait()
+    print(f"{kills} kills: {text.splitlines()[-2]}; {sums['bytes']} bytes, {sums['retransmits']} retransmitted,")
+    print(re.sub(r"\s+", " ", run(["ip", "netns", "exec", ONE, "nstat", "-asz", "TcpExtTCPDSACKRecv"])))
+    print("back after", " ".join(f"{seconds:.2f}" for seconds in sorted(back)), "s")
+    sent = int(re.search(r"(\d+) packets transmitted", text)[1])
+    # The last one may be on its way.
+    assert sent - received(text) <= 1, text
+    assert "duplicates" not in text
     assert grows(host, 100, lambda: ping(100))[1] < 30
+    host.balance()
+
+
+def test_without_vnetd_no_frame_reaches_the_hosts_stack(host: Host):
+    assert received(ping(5)) == 5
+    host.end(signal.SIGKILL)
+    before = received_by_stack()
+    assert received(ping(10)) == 10
+    broadcast = [
+        "ip",
+        "netns",
+        "exec",
+        ONE,
+        "ping",
+        "-n",
+        "-q",
+        "-b",
+        "-c",
+        "10",
+        "-i",
+        "0.01",
+        "-w",
+        "1",
+        "10.77.0.255",
+    ]
+    subprocess.run(broadcast, check=False, capture_output=True)
+    assert received_by_stack() == before
+    host.start()
+    assert received(ping(5)) == 5
+
+
+def test_flows_end_when_nobody_takes_over(host: Host):
+    """After outlive_s the kernel forwards no more. The next vnetd does, and removes what its configuration lacks."""
+    config = host.directory / "vnet.toml"
+    text = config.read_text()
+    host.end(signal.SIGKILL)
+    config.write_text(text.replace("outlive_s = 300", "outlive_s = 2"))
+    host.start()
+    assert received(ping(5)) == 5
+    host.end(signal.SIGKILL)
+    words = ["ip", "netns", "exec", ONE, "ping", "-n", "-q", "-c", "1", "-W", "1", ADDRESSES[TWO]]
+    wait_until("the end", lambda: subprocess.run(words, check=False, capture_output=True).returncode == 1, 60)
+    host.start()
+    assert received(ping(5, "-w", "10")) == 5
+    host.end(signal.SIGKILL)
+    one = text.replace("outlive_s = 300", "outlive_s = 2").rsplit("[[interface]]", 1)[0]
+    config.write_text(one)
+    host.start()
+    wait_until("the device to go", lambda: devices(TWO) == ["lo"], 60)
+    assert host.end(signal.SIGTERM) == 0
+    assert list((host.directory / "bpf/vnet").iterdir()) == []
+    config.write_text(text)
+    host.start()
+    for namespace in (ONE, TWO):
+        run(["ip", "-n", namespace, "address", "add", f"{ADDRESSES[namespace]}/24", "dev", "eth0"])
+    wait_until("the containers to reach each other", lambda: received(ping(1, "-w", "1")) == 1, 30)
 
 
 def test_off_is_a_tap(host: Host):
-    """Must be the last test: it stops vnetd and checks that nothing is left behind."""
+    """The last test: it stops vnetd, which leaves nothing behind. Of one that has died, the next removes the rest."""
     assert len(devices(HOST)) == 5, "the loopback, and two devices for each container"
     assert host.end(signal.SIGTERM) == 0
     assert devices(HOST) == ["lo"]
     assert devices(ONE) == ["lo"]
-    config = host.directory / "vnet.toml"
-    config.write_text(config.read_text().replace("[control]", '[dispatch]\nkernel_path = "off"\n[control]'))
+    assert list((host.directory / "bpf/vnet").iterdir()) == []
     host.start()
+    host.end(signal.SIGKILL)
+    config = host.directory / "vnet.toml"
+    config.write_text(config.read_text().replace("[dispatch]", '[dispatch]\nkernel_path = "off"'))
+    host.start()
+    assert devices(HOST) == ["lo"]
+    assert list((host.directory / "bpf/vnet").iterdir()) == []
     for namespace in (ONE, TWO):
         run(["ip", "-n", namespace, "address", "add", f"{ADDRESSES[namespace]}/24", "dev", "eth0"])
     (one, two) = host.ask("interface", "list")
@@ -197,3 +396,32 @@ def test_off_is_a_tap(host: Host):
     wait_until("the containers to reach each other", lambda: received(ping(1, "-w", "1")) == 1, 30)
     moved = grows(host, 50, lambda: ping(50))
     assert moved[1] >= 100
+
+
+def paths(host: Host) -> list[tuple[str, str]]:
+    return [(port["path"], port.get("path_reason", "")) for port in host.ask("interface", "list")]
+
+
+def test_one_without(host: Host):
+    """One interface without the kernel path, by its setting; then both, because /proc/sys cannot be written."""
+    assert host.end(signal.SIGTERM) == 0
+    config = host.directory / "vnet.toml"
+    text = config.read_text().replace('[dispatch]\nkernel_path = "off"', "[dispatch]")
+    config.write_text(text + 'kernel_path = "off"\n')
+    host.start()
+    assert paths(host) == [("kernel", ""), ("vnetd", "its kernel_path is off")]
+    words = [str(daemon.binaries() / "vnet"), "--socket", f"{host.directory}/control.sock", "doctor"]
+    doctor = subprocess.run(words, check=False, capture_output=True, text=True).stdout
+    assert "kernel-path   not for interface two: its kernel_path is off" in doctor
+    host.end(signal.SIGTERM)
+    config.write_text(text)
+    # In the mount namespace that 'ip netns exec' has made.
+    script = "mount --bind /proc/sys /proc/sys; mount -o remount,ro,bind /proc/sys; exec $0 $*"
+    host.start("sh", "-c", script)
+    for path, reason in paths(host):
+        assert path == "vnetd"
+        assert reason.startswith("cannot keep the host's network stack away from device")
+    assert devices(HOST) == ["lo"]
+    for namespace in (ONE, TWO):
+        run(["ip", "-n", namespace, "address", "add", f"{ADDRESSES[namespace]}/24", "dev", "eth0"])
+    wait_until("the containers to reach each other", lambda: received(ping(1, "-w", "1")) == 1, 30)

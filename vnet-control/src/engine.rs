@@ -24,6 +24,7 @@ use vnet::dispatch::observers::Observers;
 use vnet::dispatch::setup::{Feeder, InterfacePort, LinkPort, Parts};
 use vnet::frame::{NetworkId, PortId};
 use vnet::interface::change_events::Bell;
+use vnet::kernel::{Outlive, PinOptions};
 use vnet::link::inquiry::Inbox;
 use vnet::link::rendezvous::relay::Relay;
 use vnet::link::sealed::identity::IdentityStore;
@@ -133,8 +134,12 @@ impl Engine {
             burst,
             isolation,
             kernel_path,
+            outlive_s,
+            bpffs,
         } = desired.dispatch.spec.clone();
         let BridgeSpec { listen, ports, vxlan_listen, stream_listen, zero_copy, .. } = desired.bridge.spec;
+        let pins = PinOptions { bpffs, host: desired.host.spec.name.clone() };
+        let outlive = Outlive { time: Duration::from_secs(outlive_s.into()), pins: Some(pins) };
         let core = Core::start(&CoreOptions {
             threads,
             cpus,
@@ -149,6 +154,7 @@ impl Engine {
             zero_copy,
             isolation,
             kernel_path: kernel_path == KernelPath::Auto,
+            outlive,
         })?;
         let keeper = keeper(desired, &core)?;
         let (networks, interfaces, links, routes) = (vec![], vec![], vec![], vec![]);

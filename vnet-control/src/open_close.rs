@@ -14,7 +14,7 @@ use vnet::frame::{self, PortId};
 use vnet::interface::local::{Local, LocalError, LocalOptions};
 use vnet::interface::stand_in::Absent;
 use vnet::interface::tap::{Netns, Tap, TapError, TapOptions};
-use vnet::interface::veth::{Veth, VethOptions};
+use vnet::interface::veth::{self, Veth, VethError, VethOptions};
 use vnet::interface::vhost_user::{VhostUser, VhostUserError, VhostUserOptions};
 use vnet::interface::{Interface, State};
 use vnet::kernel::{Attached, GuestDevice};
@@ -299,6 +299,9 @@ fn open_tap(
     };
     let (device, netns, mac, mac_before) = (device.clone(), netns.clone(), spec.mac, before.mac);
     let (mtu, queues) = (spec.mtu as usize, spec.queues as usize);
+    if let (Attachment::Veth { .. }, Some(netns)) = (&spec.attachment, &netns) {
+        veth::remove_old(&device, netns);
+    }
     let options = TapOptions { device, netns, mac, mac_before, mtu, queues, silent: false };
     Ok(Tap::open(&options, origin, stats.clone())?)
 }
@@ -324,7 +327,14 @@ fn open_veth(
     };
     let mac = spec.mac.or(before.mac);
     let options = VethOptions { device: device.clone(), netns, mac, mtu: spec.mtu as usize };
-    let veth = Veth::open(&options, origin, stats.clone()).map_err(NotOpen::from)?;
+    let veth = match Veth::open(&options, origin, stats.clone()) {
+        Ok(veth) => veth,
+        Err(VethError::Tap(error)) => return Err(error.into()),
+        Err(error @ VethError::Exposed { .. }) => {
+            tracing::warn!(interface = spec.name, "no kernel path: {error}");
+            return Ok(Err(error.to_string()));
+        }
+    };
     let attached = veth.kernel_device().ok_or_else(|| "it has no device".to_string()).and_then(|device| {
         let (host, tap) = (device.host.clone(), device.tap.clone());
         let device = GuestDevice { host, tap, mac: device.mac };

@@ -79,6 +79,10 @@ pub struct DispatchSpec {
     pub isolation: Isolation,
     /// The kernel's own path, for all interfaces.
     pub kernel_path: KernelPath,
+    /// How long its flows go on when vnetd dies, in seconds.
+    pub outlive_s: u32,
+    /// BPF file system that keeps its programs and maps meanwhile.
+    pub bpffs: PathBuf,
 }
 
 /// Whether the kernel forwards known flows of containers without vnetd.
@@ -94,6 +98,11 @@ pub enum KernelPath {
     Off,
 }
 
+/// How long flows go on when vnetd dies, in seconds, by default: several attempts to start it again.
+const OUTLIVE_S: u32 = 30;
+/// Where systemd mounts the BPF file system.
+const BPFFS: &str = "/sys/fs/bpf";
+
 impl Default for DispatchSpec {
     fn default() -> DispatchSpec {
         DispatchSpec {
@@ -105,6 +114,8 @@ impl Default for DispatchSpec {
             burst: BATCH_MAX,
             isolation: Isolation::default(),
             kernel_path: KernelPath::default(),
+            outlive_s: OUTLIVE_S,
+            bpffs: BPFFS.into(),
         }
     }
 }

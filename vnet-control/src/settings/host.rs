@@ -18,6 +18,7 @@ const THREADS_MAX: u32 = 64;
 const CPU_MAX: u32 = 8_191;
 const US_MAX: u32 = 1_000_000;
 const AGEING_MAX_S: u32 = 1_000_000;
+const OUTLIVE_MAX_S: u32 = 3600;
 const REKEY_MIN_S: u32 = 2;
 const REKEY_MAX_S: u32 = 86_400;
 /// Maximum number of rendezvous pairs of a host: each pair occupies a UDP port.
@@ -242,6 +243,20 @@ pub static DISPATCH: Declaration<DispatchSpec> = Declaration {
              frames (off)"
         )
         .note("see [containers.md](containers.md)"),
+        field!(
+            "outlive_s",
+            number::<u32>(0, OUTLIVE_MAX_S),
+            |dispatch: DispatchSpec| dispatch.outlive_s,
+            "how long the kernel goes on with established flows when vnetd dies; at least 2"
+        )
+        .unit("s")
+        .note("see [containers.md](containers.md#when-vnetd-dies)"),
+        field!(
+            "bpffs",
+            file(),
+            |dispatch: DispatchSpec| dispatch.bpffs,
+            "BPF file system that keeps programs and flows meanwhile; mounted if there is none"
+        ),
     ],
 };
 

@@ -22,7 +22,8 @@ use super::observers::Observers;
 use super::setup::{InterfacePort, LinkPort, Parts, Setup};
 use super::yielding::{Strategy, Yielder};
 use crate::frame::BATCH_MAX;
-use crate::kernel::Kernel;
+use crate::interface::veth;
+use crate::kernel::{self, Kernel, Outlive, PinOptions};
 use crate::link::path::prober::Prober;
 use crate::link::{Bridge, BridgeError, Courier, PathWatch, ReassemblyBudget, Receiver, ZeroCopy, stream};
 use crate::poll::Poller;
@@ -59,6 +60,8 @@ pub struct CoreOptions {
     pub isolation: Isolation,
     /// Forward known flows of containers in the kernel where the kernel supports it.
     pub kernel_path: bool,
+    /// How its flows outlive this process.
+    pub outlive: Outlive,
 }
 
 impl Default for CoreOptions {
@@ -78,6 +81,7 @@ impl Default for CoreOptions {
             zero_copy: ZeroCopy::default(),
             isolation: Isolation::default(),
             kernel_path: false,
+            outlive: Outlive::default(),
         }
     }
 }
@@ -108,6 +112,7 @@ pub(super) struct Shared {
     learned: Arc<Learned>,
     /// True when the kernel may forward known flows.
     may_kernel: bool,
+    outlive: Outlive,
     /// The kernel's own path, or the reason why it is unavailable. Created when the first interface requests it, because loading
     /// its programs takes time and memory.
     kernel_path: OnceLock<Result<KernelPath, String>>,
@@ -163,15 +168,27 @@ impl Shared {
     }
 
     fn open_kernel_path(&self) -> Result<KernelPath, String> {
+        let Outlive { time, pins } = &self.outlive;
         if !self.may_kernel {
+            if let Some(pins) = pins {
+                kernel::forget(pins).into_iter().for_each(veth::remove_unclaimed);
+            }
             return Err("kernel_path is off".into());
         }
-        let kernel = Kernel::load().map_err(|error| {
+        let kernel = Kernel::load(pins.as_ref()).map_err(|error| {
             tracing::info!("no kernel path, vnetd forwards all frames itself: {error}");
             error.to_string()
         })?;
-        self.learned.keep_versions_in(kernel.clone());
-        KernelPath::new(kernel, self.learned.clone(), self.started, self.setup())
+        if let (Some(_), Err(why)) = (pins, kernel.outlives()) {
+            tracing::warn!("flows of the kernel path end with vnetd: {why}");
+        } else if kernel.is_adopted() {
+            tracing::info!("goes on with the flows of a vnetd that has died");
+        }
+        if !self.learned.keep_versions_in(kernel.clone()) {
+            // Flows of a vnetd that has died do not have our versions.
+            kernel.set_generation(kernel.next_generation());
+        }
+        KernelPath::new(kernel, self.learned.clone(), self.started, self.setup(), *time)
             .map_err(|error| format!("cannot start the thread of kernel flows: {error}"))
     }
 
@@ -215,12 +232,17 @@ impl Core {
             pollers: (0..count).map(|_| Poller::new()).collect::<io::Result<_>>()?,
             learned: Arc::new(Learned::new()),
             may_kernel: options.kernel_path,
+            outlive: options.outlive.clone(),
             kernel_path: OnceLock::new(),
             dispatcher_stats: (0..count).map(|_| Arc::default()).collect(),
             started: Instant::now(),
             adopted: Mutex::new(vec![0; count]),
             progress: Condvar::new(),
         });
+        if options.outlive.pins.as_ref().is_some_and(PinOptions::exist) {
+            // Adopts, or removes after a while, what a vnetd that has died has left.
+            let _ = shared.kernel_path.get_or_init(|| shared.open_kernel_path());
+        }
         let streams = stream::Streams::start(options.stream_listen, bridge_stats.clone())?;
         let threads = Vec::with_capacity(count);
         let prober = Prober::start(shared.started, paths)?;
@@ -274,9 +296,9 @@ impl Core {
 
     fn adopt(&self, mut setup: Setup) {
         let path = self.shared.kernel_path().filter(|path| !path.has(&setup));
-        if path.is_some() {
+        if let Some(path) = path {
             // One thread of control publishes at a time.
-            setup.generation = (self.shared.generation() as u32).wrapping_add(1);
+            setup.generation = path.kernel().next_generation();
         }
         let setup = Arc::new(setup);
         if let Some(path) = path {

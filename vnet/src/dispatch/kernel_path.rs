@@ -6,6 +6,10 @@
 //!
 //! A flow's verdict ends within two seconds. The renewer decides flows in use anew in time, as a frame of them would: it learns
 //! their sources, and they never come up. What ends unused is removed; its next frame comes up.
+//!
+//! The renewer also moves the leases' clock on, after it has renewed: a flow in use does not end because the renewer was late, or
+//! because vnetd died. The clock starts with the first setup that has the kernel path. Until then the flows of a vnetd that has died
+//! go on; a device of its that nobody has claimed after [`Outlive::time`](crate::kernel::Outlive) is removed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -16,7 +20,7 @@ use arc_swap::ArcSwap;
 
 use super::setup::{Port, Setup};
 use crate::frame::PortId;
-use crate::interface::KernelDevice;
+use crate::interface::{KernelDevice, veth};
 use crate::kernel::{Destination, Kernel, Known, Terms, now_ns};
 use crate::route::{Flow, INSTALLED_MS, Install, Installed, Learned, Router, Verdicts};
 
@@ -46,8 +50,8 @@ impl Ways {
             let id = PortId(index as u16);
             let Some(Port::Interface(port)) = setup.port(id) else { return None };
             let KernelDevice { host, mac, mtu, .. } = port.interface.kernel_device()?;
-            let stats = port.stats.clone();
-            (!setup.watches(id)).then_some(Destination { device: host.1, mac: *mac, mtu: *mtu, stats })
+            let (port, stats) = (id, port.stats.clone());
+            (!setup.watches(id)).then_some(Destination { port, device: host.1, mac: *mac, mtu: *mtu, stats })
         };
         Ways { generation: setup.generation, ports: (0..setup.slots()).map(way).collect() }
     }
@@ -80,24 +84,30 @@ pub(super) struct KernelPath {
     learned: Arc<Learned>,
     started: Instant,
     stopping: Arc<AtomicBool>,
+    /// A setup has the kernel path: the leases' clock runs.
+    serving: Arc<AtomicBool>,
+    outlive: Duration,
     renewer: Option<JoinHandle<()>>,
     /// The setup that the renewer's router decides by.
     current: Arc<ArcSwap<Setup>>,
 }
 
 impl KernelPath {
-    /// Joins `kernel` to a core that has started at `started`, with its first setup.
+    /// Joins `kernel` to a core that has started at `started`, with its first setup. Flows outlive vnetd by `outlive`.
     pub(super) fn new(
         kernel: Arc<Kernel>,
         learned: Arc<Learned>,
         started: Instant,
         setup: Arc<Setup>,
+        outlive: Duration,
     ) -> std::io::Result<KernelPath> {
         let started_ns = now_ns().saturating_sub(started.elapsed().as_nanos() as u64);
         let installer =
             Arc::new(Installer { kernel, started_ns, setup: ArcSwap::from_pointee(Ways::of(&setup)) });
-        let (stopping, current) = (Arc::default(), Arc::new(ArcSwap::new(setup)));
-        let mut path = KernelPath { installer, learned, started, stopping, renewer: None, current };
+        let (stopping, serving, current) = (Arc::default(), Arc::default(), Arc::new(ArcSwap::new(setup)));
+        let outlive = outlive.max(Duration::from_millis(INSTALLED_MS));
+        let mut path =
+            KernelPath { installer, learned, started, stopping, serving, outlive, renewer: None, current };
         let renewer = path.renewer();
         path.renewer = Some(std::thread::Builder::new().name("kernel-flows".into()).spawn(renewer)?);
         Ok(path)
@@ -130,35 +140,54 @@ impl KernelPath {
         self.installer.setup.store(Arc::new(Ways::of(setup)));
         self.current.store(setup.clone());
         self.kernel().set_generation(setup.generation);
+        if !self.serving.swap(true, Relaxed) {
+            let now_ns = now_ns();
+            self.kernel().tick(now_ns, now_ns + self.outlive.as_nanos() as u64);
+        }
     }
 
     /// Returns when no program follows an older setup any more, with their frames counted.
     pub(super) fn settle(&self) {
         let kernel = self.kernel();
         kernel.settle();
+        kernel.flows().forget_adopted();
         kernel.flows().count();
     }
 
     /// The renewer's loop.
     fn renewer(&self) -> impl FnOnce() + Send + use<> {
-        let (stopping, current) = (self.stopping.clone(), self.current.clone());
-        let (kernel, started) = (self.kernel().clone(), self.started);
+        let (stopping, serving, current) =
+            (self.stopping.clone(), self.serving.clone(), self.current.clone());
+        let (kernel, started, outlive) = (self.kernel().clone(), self.started, self.outlive);
         let to: Arc<dyn Install> = self.installer.clone();
         let mut router = Router::new(current.load().table.clone(), self.learned.clone());
         move || {
             let mut generation = None;
+            let mut inherits = true;
             while !stopping.load(Relaxed) {
                 std::thread::park_timeout(RENEW);
+                let (now_ns, now_ms) = (now_ns(), started.elapsed().as_millis() as u64);
+                let end_ns = now_ns + outlive.as_nanos() as u64;
+                if !serving.load(Relaxed) {
+                    // A vnetd that has died may have left flows, which end when this one dies, too.
+                    kernel.postpone(end_ns);
+                    continue;
+                }
                 let setup = current.load_full();
                 if generation.replace(setup.generation) != Some(setup.generation) {
                     router.adopt(setup.table.clone());
                     router.offer_to(Verdicts { to: to.clone(), generation: setup.generation });
                 }
-                let (now_ns, now_ms) = (now_ns(), started.elapsed().as_millis() as u64);
                 for Known { network, from, dst, src } in kernel.flows().sweep(now_ns, RENEW_AHEAD_NS) {
                     router.renew(&Flow { network, src, dst, from }, now_ms);
                 }
+                kernel.tick(now_ns, end_ns);
+                if inherits && started.elapsed() > outlive {
+                    inherits = false;
+                    kernel.forget_unclaimed().into_iter().for_each(veth::remove_unclaimed);
+                }
             }
+            kernel.forget_unclaimed().into_iter().for_each(veth::remove_unclaimed);
         }
     }
 }

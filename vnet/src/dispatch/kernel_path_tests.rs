@@ -71,7 +71,7 @@ struct World {
 
 impl World {
     fn new(seed: u64) -> Option<World> {
-        let kernel = match Kernel::load() {
+        let kernel = match Kernel::load(None) {
             Ok(kernel) => kernel,
             Err(error) => {
                 assert!(!rustix::process::geteuid().is_root(), "{error}");
@@ -81,7 +81,7 @@ impl World {
         let learned = Arc::new(Learned::new());
         learned.keep_versions_in(kernel.clone());
         let setup = Arc::new(Setup::new(Parts::default()));
-        let path = KernelPath::new(kernel, learned, Instant::now(), setup).unwrap();
+        let path = KernelPath::new(kernel, learned, Instant::now(), setup, Duration::ZERO).unwrap();
         let stats = (0..PORTS).map(|_| Arc::default()).collect();
         Some(World {
             path,
@@ -175,7 +175,7 @@ impl World {
 
 #[test]
 fn the_kernels_verdict_is_the_routers() {
-    let frames = std::env::var("VNET_TEST_FRAMES").map_or(10_000, |text| text.parse().unwrap());
+    let frames = std::env::var("VNET_TEST_FRAMES").map_or(100_000, |text| text.parse().unwrap());
     let seed = std::process::id().into();
     let Some(mut world) = World::new(seed) else { return };
     let mut setup = world.change();

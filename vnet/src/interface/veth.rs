@@ -9,7 +9,8 @@
 //! interface is the TAP: same frames, same queues, same offloads. Nothing of vnet is inside the container but its device.
 //!
 //! The pair is made if it is not there, and removed at the end. After a crash the next vnetd finds the pair, whose
-//! addresses and routes the container has kept.
+//! addresses and routes the container has kept. What it finds as it should be, it does not set again: the kernel would
+//! forget the container's neighbours.
 
 use std::fs::File;
 use std::io;
@@ -23,9 +24,10 @@ use netlink_packet_route::link::{
 };
 
 use parking_lot::Mutex;
+use rustix::net::netdevice::index_to_name;
 
 use super::device::{self, Home, OnDevice};
-use super::netns::Netns;
+use super::netns::{Netns, NetnsError};
 use super::tap::{self, GSO_MAX_SIZE, TAP_MTU_MAX, Tap, TapError, TapOptions};
 use super::{Interface, KernelDevice, State};
 use crate::frame::{DropSink, Origin, Selection};
@@ -33,6 +35,9 @@ use crate::netlink::Netlink;
 use crate::source::Source;
 use crate::stats::PortStats;
 use crate::wire::ethernet::Mac;
+
+/// Beginning of the names of hosts' ends.
+const HOST_END: &str = "vnet-";
 
 /// Configuration of a container's interface.
 #[derive(Clone, Debug)]
@@ -45,6 +50,30 @@ pub struct VethOptions {
     pub mac: Option<Mac>,
     /// MTU in bytes, capped at [`TAP_MTU_MAX`].
     pub mtu: usize,
+}
+
+/// Why a container's interface could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum VethError {
+    /// The kernel refused a step; a TAP would fail, too.
+    #[error(transparent)]
+    Tap(#[from] TapError),
+    /// The container's frames would reach the host's network stack whenever no program takes them. Nothing is left of the pair.
+    #[error(
+        "cannot keep the host's network stack away from device '{device}': {error}; is /proc/sys writable?"
+    )]
+    Exposed {
+        /// The host's end.
+        device: String,
+        /// The kernel's error.
+        error: io::Error,
+    },
+}
+
+impl From<NetnsError> for VethError {
+    fn from(error: NetnsError) -> VethError {
+        VethError::Tap(error.into())
+    }
 }
 
 /// A container's interface.
@@ -63,9 +92,13 @@ impl Veth {
     ///
     /// # Errors
     /// The namespace cannot be entered, or the kernel refuses a device.
-    pub fn open(options: &VethOptions, origin: Origin, stats: Arc<PortStats>) -> Result<Arc<Veth>, TapError> {
+    pub fn open(
+        options: &VethOptions,
+        origin: Origin,
+        stats: Arc<PortStats>,
+    ) -> Result<Arc<Veth>, VethError> {
         let fail = |step, error| TapError::Step { step, device: options.device.clone(), error, hint: "" };
-        let (host, tap_name) = names(options);
+        let (host, tap_name) = names(&options.device, &options.netns);
         let mtu = options.mtu.min(TAP_MTU_MAX);
         let namespace = options.netns.open()?;
         let there = |device: &str| options.netns.run(|| mac_of(device)).map(|(_, mac)| mac);
@@ -86,9 +119,14 @@ impl Veth {
         }
         // Removes the pair when a later step fails, unless it has the container's addresses already.
         let pair = made.then(|| Pair(host.clone()));
-        device::silence(&host).map_err(|error| fail("disable IPv6 on the host's end of", error))?;
-        device::isolate(&host).map_err(|error| fail("isolate the host's end of", error))?;
-        let inside = || raise(&options.device, mtu, options.mac);
+        if let Err(error) = device::silence(&host).and_then(|()| device::isolate(&host)) {
+            // A TAP of the container's device takes its place.
+            let _ = remove(&host);
+            std::mem::forget(pair);
+            return Err(VethError::Exposed { device: host, error });
+        }
+        let wanted_mac = options.mac.filter(|mac| !there(&options.device).is_ok_and(|is| is == Some(*mac)));
+        let inside = || raise(&options.device, mtu, wanted_mac);
         let (home, raised) = Home::enter(Some(&options.netns), inside)?;
         raised.map_err(|error| fail("configure", error))?;
         let mac = there(&options.device)?;
@@ -214,14 +252,31 @@ impl Drop for Pair {
 }
 
 /// Names of the host's end and of the TAP: the same for the same device of the same namespace, in every life of vnetd.
-fn names(options: &VethOptions) -> (String, String) {
+fn names(device: &str, netns: &Netns) -> (String, String) {
     // FNV-1a.
-    let text = format!("{}/{}", options.netns, options.device);
+    let text = format!("{netns}/{device}");
     let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
     });
     let hash = (hash ^ hash >> 32) as u32;
-    (format!("vnet-{hash:08x}"), format!("vnett{hash:08x}"))
+    (format!("{HOST_END}{hash:08x}"), format!("vnett{hash:08x}"))
+}
+
+/// Removes what a vnetd that has died has left of an interface of kind veth, so that a TAP can take its place.
+pub fn remove_old(device: &str, netns: &Netns) {
+    // Absent as a rule.
+    let _ = remove(&names(device, netns).0);
+}
+
+/// Removes a pair of a vnetd that has died, by the index of its host's end, if it is one.
+pub(crate) fn remove_unclaimed(index: u32) {
+    let name = Netlink::new().and_then(|socket| Ok(index_to_name(socket, index)?));
+    if let Ok(name) = name
+        && name.starts_with(HOST_END)
+    {
+        tracing::info!("removes device '{name}' of a vnetd that has died: no interface has it any more");
+        let _ = remove(&name);
+    }
 }
 
 /// The address of a device of the calling thread's namespace, if it is there.
@@ -287,15 +342,10 @@ mod tests {
 
     #[test]
     fn names_fit_and_differ() {
-        let options = |netns: &str| VethOptions {
-            device: "vnet0".into(),
-            netns: netns.parse().unwrap(),
-            mac: None,
-            mtu: 1500,
-        };
-        let (a, b) = (names(&options("a")), names(&options("b")));
+        let of = |netns: &str| names("vnet0", &netns.parse().unwrap());
+        let (a, b) = (of("a"), of("b"));
         assert_ne!(a, b);
-        assert_eq!(a, names(&options("a")));
+        assert_eq!(a, of("a"));
         for name in [&a.0, &a.1, &b.0, &b.1] {
             assert!(name.len() <= tap::DEVICE_NAME_MAX, "{name}");
         }

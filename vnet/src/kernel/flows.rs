@@ -22,7 +22,7 @@ pub const FLOWS_PORT_MAX: u32 = 4096;
 /// What a verdict depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Terms {
-    /// CLOCK_MONOTONIC time at which it ends, in nanoseconds.
+    /// CLOCK_MONOTONIC time at which it ends, in nanoseconds, by the clock of [`Kernel::tick`](super::Kernel::tick).
     pub until_ns: u64,
     /// Generation of the table.
     pub generation: u32,
@@ -35,6 +35,8 @@ pub struct Terms {
 /// An interface that a flow leads to.
 #[derive(Clone, Debug)]
 pub struct Destination {
+    /// Its port.
+    pub port: PortId,
     /// Index of the host's end of its device.
     pub device: u32,
     /// The guest's address.
@@ -45,11 +47,26 @@ pub struct Destination {
     pub stats: Arc<PortStats>,
 }
 
+/// What an installed flow has carried.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Carried {
+    /// The flow.
+    pub flow: Known,
+    /// Where it leads.
+    pub to: PortId,
+    /// Frames since it was installed first.
+    pub frames: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
 /// One flow's slot.
 struct Slot {
     key: FlowKey,
     from: Arc<PortStats>,
-    to: Arc<PortStats>,
+    to: Destination,
+    /// Frames and bytes of the tally when the slot was taken.
+    first: [u64; 2],
     /// Frames and bytes of the tally that both ports have.
     counted: [u64; 2],
     until_ns: u64,
@@ -66,6 +83,8 @@ struct Book {
     /// Slots that no flow uses. Those of `leaving` have lost theirs since the last sweep.
     free: Vec<u32>,
     leaving: Vec<u32>,
+    /// Flows of a vnetd that has died, with their slots.
+    adopted: HashMap<FlowKey, u32>,
     refused: u64,
 }
 
@@ -77,13 +96,20 @@ pub struct Flows {
 
 impl Flows {
     pub(super) fn new(map: BpfMap<MapData, FlowKey, FlowValue>, tallies: Mapping<Tally>) -> Flows {
+        let adopted: HashMap<_, _> = map.iter().flatten().map(|(key, flow)| (key, flow.slot)).collect();
+        let mut is_free = vec![true; FLOWS_MAX as usize];
+        for slot in adopted.values() {
+            is_free.get_mut(*slot as usize).into_iter().for_each(|free| *free = false);
+        }
+        let free = (0..FLOWS_MAX).rev().filter(|slot| is_free[*slot as usize]).collect();
         let book = Book {
             map,
             slots: HashMap::new(),
             by_key: HashMap::new(),
             shares: HashMap::new(),
-            free: (0..FLOWS_MAX).rev().collect(),
+            free,
             leaving: vec![],
+            adopted,
             refused: 0,
         };
         Flows { book: Mutex::new(book), tallies }
@@ -135,17 +161,20 @@ impl Flows {
         book.slots.iter_mut().for_each(|(at, slot)| slot.count(&self.tallies.get()[*at as usize]));
     }
 
-    /// Counts, removes what has ended, and lists flows that end within `ahead_ns` and were used since they were installed.
+    /// Counts, lists flows that end within `ahead_ns` and were used since they were installed or listed, and removes others that
+    /// have ended.
     pub fn sweep(&self, now_ns: u64, ahead_ns: u64) -> Vec<Known> {
         let mut book = self.book.lock();
         let (mut used, mut ended) = (vec![], vec![]);
         for (at, slot) in &mut book.slots {
             let tally = &self.tallies.get()[*at as usize];
             slot.count(tally);
-            if slot.until_ns <= now_ns {
-                ended.push(*at);
-            } else if slot.until_ns - now_ns < ahead_ns && tally.used_ns.load(Relaxed) > slot.used_ns {
+            let used_ns = tally.used_ns.load(Relaxed);
+            if slot.until_ns.saturating_sub(now_ns) < ahead_ns && used_ns > slot.used_ns {
+                slot.used_ns = used_ns;
                 used.extend(slot.key.known());
+            } else if slot.until_ns <= now_ns {
+                ended.push(*at);
             }
         }
         // Counted above; no program has used them since the last sweep.
@@ -155,6 +184,32 @@ impl Flows {
         }
         ended.into_iter().for_each(|at| book.remove(at));
         used
+    }
+
+    /// Removes the flows of a vnetd that has died. Call it when no program follows them any more.
+    pub fn forget_adopted(&self) {
+        let mut book = self.book.lock();
+        for (key, slot) in std::mem::take(&mut book.adopted) {
+            if !book.by_key.contains_key(&key) {
+                // Absent: it was installed again and has ended.
+                let _ = book.map.remove(&key);
+            }
+            book.leaving.push(slot);
+        }
+    }
+
+    /// The flows that have carried most, at most `most`.
+    pub fn largest(&self, most: usize) -> Vec<Carried> {
+        let mut book = self.book.lock();
+        let carried = |(at, slot): (&u32, &mut Slot)| {
+            slot.count(&self.tallies.get()[*at as usize]);
+            let [frames, bytes] = [0, 1].map(|at| slot.counted[at].wrapping_sub(slot.first[at]));
+            Some(Carried { flow: slot.key.known()?, to: slot.to.port, frames, bytes })
+        };
+        let mut all: Vec<_> = book.slots.iter_mut().filter_map(carried).collect();
+        all.sort_unstable_by_key(|carried| (std::cmp::Reverse(carried.bytes), carried.flow));
+        all.truncate(most);
+        all
     }
 
     /// Number of installed flows, and of refused ones so far.
@@ -177,7 +232,7 @@ impl Book {
             let slot = self.slots.get_mut(at)?;
             // What was carried so far went to the old destination.
             slot.count(&tallies.get()[*at as usize]);
-            (slot.from, slot.to) = (from.clone(), to.stats.clone());
+            (slot.from, slot.to) = (from.clone(), to.clone());
             return Some(*at);
         }
         let share = self.shares.entry(key.from()).or_default();
@@ -189,8 +244,8 @@ impl Book {
         let tally = &tallies.get()[at as usize];
         let counted = [tally.frames.load(Relaxed), tally.bytes.load(Relaxed)];
         let used_ns = tally.used_ns.load(Relaxed);
-        let (from, to) = (from.clone(), to.stats.clone());
-        self.slots.insert(at, Slot { key, from, to, counted, until_ns: 0, used_ns });
+        let (from, to) = (from.clone(), to.clone());
+        self.slots.insert(at, Slot { key, from, to, first: counted, counted, until_ns: 0, used_ns });
         self.by_key.insert(key, at);
         Some(at)
     }
@@ -217,6 +272,6 @@ impl Slot {
         self.counted = now;
         self.from.in_frames.add(new[0]);
         self.from.in_bytes.add(new[1]);
-        self.to.delivered(new[0], new[1]);
+        self.to.stats.delivered(new[0], new[1]);
     }
 }

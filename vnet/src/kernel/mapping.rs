@@ -12,9 +12,9 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 /// All bit patterns are valid, and all fields are atomics: programs write at any time.
 pub(super) unsafe trait Shared: Sync {}
 
-// SAFETY: an atomic integer.
-unsafe impl Shared for std::sync::atomic::AtomicU32 {}
-// SAFETY: four atomic integers.
+// SAFETY: atomic integers only.
+unsafe impl Shared for super::shared::State {}
+// SAFETY: atomic integers only.
 unsafe impl Shared for super::shared::Tally {}
 
 /// The memory of an array map created with `BPF_F_MMAPABLE`.

@@ -17,23 +17,30 @@
 //!   three for each frame, in memory shared with vnetd (`mapping.rs`): one store ends any number of flows.
 //! - *Attached devices* ([`Kernel::attach`]): a guest's veth and vnetd's TAP behind it.
 //!
+//! - *Pins* (`pins.rs`): maps and the program at the host's end outlive a vnetd that dies. Leases run by a clock that vnetd moves on
+//!   ([`Kernel::tick`]), so established flows go on until the end that it has written last. The next vnetd adopts maps and
+//!   devices. It starts the clock with its first setup, whose generation ends the old flows: their frames come up from then on.
+//!
 //! Counters: each flow has a tally, which is added to both ports when anybody looks. So what came in went out, exactly.
 //! What a device drops behind a redirect, its own statistics show.
 
 mod flows;
 mod mapping;
+mod pins;
 mod shared;
 #[cfg(test)]
 mod tests;
 
+use std::collections::HashSet;
 use std::io;
 use std::ops::Deref;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use aya::maps::{HashMap, Map, MapData};
-use aya::programs::links::LinkOrder;
-use aya::programs::tc::{NlOptions, SchedClassifierLink, TcAttachOptions, qdisc_add_clsact};
+use aya::programs::links::{FdLink, LinkOrder, PinnedLink};
+use aya::programs::tc::{NlOptions, SchedClassifierLink, TcAttachOptions, TcHandle, qdisc_add_clsact};
 use aya::programs::{SchedClassifier, TcAttachType};
 use aya::util::KernelVersion;
 use aya::{Ebpf, EbpfLoader, include_bytes_aligned};
@@ -41,18 +48,22 @@ use parking_lot::Mutex;
 use rustix::process::{Resource, Rlimit, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 
-pub use flows::{Destination, FLOWS_PORT_MAX, Flows, Terms};
+pub use flows::{Carried, Destination, FLOWS_PORT_MAX, Flows, Terms};
+pub use pins::{Outlive, PinOptions};
 pub use shared::{FLOWS_MAX, Known, VERSIONS};
 
 use crate::frame::{Origin, PortId};
 use crate::wire::ethernet::Mac;
 use mapping::Mapping;
-use shared::PortValue;
+use pins::Pins;
+use shared::{PortValue, State};
 
 /// The compiled programs.
 static OBJECT: &[u8] = include_bytes_aligned!("programs/forward.o");
 /// First kernel with tcx links, which end with the process that made them.
 const TCX: KernelVersion = KernelVersion::new(6, 6, 0);
+/// Priority and handle of filters (before tcx): always the same, so that the one of a vnetd that has died is replaced.
+const FILTER: (u16, TcHandle) = (1, TcHandle::new(0, 1));
 /// membarrier(2): `MEMBARRIER_CMD_GLOBAL`.
 const MEMBARRIER_CMD_GLOBAL: libc::c_int = 1;
 
@@ -111,29 +122,44 @@ pub struct GuestDevice {
 pub struct Kernel {
     programs: Mutex<Ebpf>,
     ports: Mutex<HashMap<MapData, u32, PortValue>>,
-    state: Mapping<AtomicU32>,
+    state: Mapping<State>,
     flows: Flows,
+    /// Where programs and maps are pinned, or why they end with vnetd.
+    pins: Result<Pins, String>,
+    /// Devices of a vnetd that has died, which nobody has attached to since.
+    unclaimed: Mutex<HashSet<u32>>,
 }
 
 impl Kernel {
-    /// Loads the programs.
+    /// Loads the programs, which outlive vnetd if they can be pinned. Adopts the maps of one that has died.
     ///
     /// # Errors
     /// As the variants of [`KernelError`].
-    pub fn load() -> Result<Arc<Kernel>, KernelError> {
+    pub fn load(pins: Option<&PinOptions>) -> Result<Arc<Kernel>, KernelError> {
         // Kernels before 5.11 charge maps to the limit of locked memory. Newer ones ignore it.
         let _ = setrlimit(Resource::Memlock, Rlimit { current: None, maximum: None });
-        let mut programs = EbpfLoader::new().load(OBJECT)?;
+        let pins = pins.ok_or_else(|| "nothing is to be pinned".to_string());
+        let pins = pins.and_then(|options| Pins::open(options, OBJECT).map_err(|error| error.to_string()));
+        let mut loader = EbpfLoader::new();
+        if let Ok(pins) = &pins {
+            for map in pins::MAPS {
+                loader.map_pin_path(map, pins.map(map));
+            }
+        }
+        let mut programs = loader.load(OBJECT)?;
         for (_, program) in programs.programs_mut() {
             <&mut SchedClassifier>::try_from(program)?.load()?;
         }
         let mut take = |name: &str| programs.take_map(name).ok_or_else(|| lacks(name));
         let (flows, tallies, ports, state) =
             (take("flows")?, take("tallies")?, take("ports")?, take("state")?);
-        let state = memory(&state, VERSIONS + 1)?;
+        let state = memory(&state, 1)?;
         let flows = Flows::new(HashMap::try_from(flows)?, memory(&tallies, FLOWS_MAX as usize)?);
-        let ports = Mutex::new(HashMap::try_from(ports)?);
-        Ok(Arc::new(Kernel { programs: Mutex::new(programs), ports, state, flows }))
+        let ports: HashMap<_, u32, PortValue> = HashMap::try_from(ports)?;
+        let links = pins.iter().flat_map(Pins::devices);
+        let unclaimed = ports.keys().flatten().chain(links).collect();
+        let (programs, ports, unclaimed) = (Mutex::new(programs), Mutex::new(ports), Mutex::new(unclaimed));
+        Ok(Arc::new(Kernel { programs, ports, state, flows, pins, unclaimed }))
     }
 
     /// The installed flows.
@@ -141,19 +167,72 @@ impl Kernel {
         &self.flows
     }
 
+    /// Whether the flows of a vnetd that has died are here.
+    pub fn is_adopted(&self) -> bool {
+        self.pins.as_ref().is_ok_and(|pins| pins.adopted)
+    }
+
+    /// Whether established flows go on when vnetd dies.
+    ///
+    /// # Errors
+    /// Why they do not: one line.
+    pub fn outlives(&self) -> Result<(), &str> {
+        self.pins.as_ref().map(drop).map_err(String::as_str)
+    }
+
+    fn state(&self) -> &State {
+        &self.state.get()[0]
+    }
+
     /// Ends all flows installed under another generation. Frames on their way at this moment may still follow them: see
     /// [`Kernel::settle`].
     pub fn set_generation(&self, generation: u32) {
-        self.state.get()[VERSIONS].store(generation, Ordering::Release);
+        self.state().generation.store(generation, Ordering::Release);
+    }
+
+    /// A generation that no flow has.
+    pub fn next_generation(&self) -> u32 {
+        // 0 is that of setups before there was a kernel path.
+        self.state().generation.load(Ordering::Acquire).wrapping_add(1).max(1)
+    }
+
+    /// Moves the leases' clock on. It stands still when vnetd is dead: flows go on until `end_ns`, both of CLOCK_MONOTONIC.
+    pub fn tick(&self, now_ns: u64, end_ns: u64) {
+        self.state().clock_ns.store(now_ns, Ordering::Release);
+        self.postpone(end_ns);
+    }
+
+    /// Moves the end of all flows on, but not the clock: see [`Kernel::tick`].
+    pub fn postpone(&self, end_ns: u64) {
+        self.state().end_ns.store(end_ns, Ordering::Release);
+    }
+
+    /// Forgets the devices of a vnetd that has died to which nobody has attached since, and lists them.
+    pub fn forget_unclaimed(&self) -> HashSet<u32> {
+        let unclaimed = std::mem::take(&mut *self.unclaimed.lock());
+        let mut ports = self.ports.lock();
+        for device in &unclaimed {
+            // Either is absent if that vnetd died while it attached, or detached.
+            let _ = ports.remove(device);
+            if let Ok(pins) = &self.pins {
+                let _ = std::fs::remove_file(pins.link(*device));
+            }
+        }
+        unclaimed
     }
 
     /// How long the kernel forwards `flow` by itself, in milliseconds, if nothing changes; `None`: it comes up.
     pub fn lease_ms(&self, flow: &Known) -> Option<u64> {
         let value = self.flows.get(flow)?;
-        let is = |word: usize| self.state.get().get(word).map(|word| word.load(Ordering::Acquire));
-        let versions = value.buckets.map(|bucket| is(bucket as usize));
-        let holds = is(VERSIONS) == Some(value.generation) && versions == value.versions.map(Some);
-        let left_ns = value.until_ns.checked_sub(now_ns())?;
+        let state = self.state();
+        let is = |bucket: u32| state.versions.get(bucket as usize).map(|word| word.load(Ordering::Acquire));
+        let holds = state.generation.load(Ordering::Acquire) == value.generation
+            && value.buckets.map(is) == value.versions.map(Some)
+            && now_ns() < state.end_ns.load(Ordering::Acquire);
+        let left_ns = value
+            .until_ns
+            .checked_sub(state.clock_ns.load(Ordering::Acquire))
+            .filter(|left_ns| *left_ns > 0)?;
         holds.then_some(left_ns / 1_000_000)
     }
 
@@ -175,35 +254,88 @@ impl Kernel {
         let (network, PortId(from)) = (origin.network.get(), origin.port);
         let GuestDevice { host, tap, mac } = device;
         let value = |other| PortValue { network, from, mac: mac.0, other };
-        let mut attached = Attached { kernel: self.clone(), devices: [host.1, tap.1], links: vec![] };
+        let mut attached = Attached { kernel: self.clone(), devices: [host.1, tap.1], hooks: vec![] };
+        self.unclaimed.lock().retain(|device| !attached.devices.contains(device));
+        // The way into the guest first: vnetd answers what comes out of it.
         {
             let mut ports = self.ports.lock();
-            ports.insert(host.1, value(tap.1), 0)?;
             ports.insert(tap.1, value(host.1), 0)?;
+            attached.hooks.push(self.attach_program("from_core", tap, false)?);
+            let before = ports.get(&host.1, 0);
+            if before.is_ok_and(|before| (before.network, before.from) != (network, from)) {
+                // A vnetd that has died knew the guest by another port, and its flows have that.
+                self.set_generation(self.next_generation());
+            }
+            ports.insert(host.1, value(tap.1), 0)?;
         }
-        // The way into the guest first: vnetd answers what comes out of it.
-        for (program, device) in [("from_core", &tap.0), ("from_guest", &host.0)] {
-            attached.links.push(self.attach_program(program, device)?);
-        }
+        attached.hooks.push(self.attach_program("from_guest", host, true)?);
         Ok(attached)
     }
 
-    fn attach_program(&self, name: &str, device: &str) -> Result<SchedClassifierLink, KernelError> {
+    /// Attaches a program. One that `stays` outlives vnetd: without it, frames would reach the host's network stack.
+    fn attach_program(
+        &self,
+        name: &str,
+        (device, index): &(String, u32),
+        stays: bool,
+    ) -> Result<Hook, KernelError> {
         let refused = |error: String| KernelError::Device(device.into(), error);
         let mut programs = self.programs.lock();
         let program = programs.program_mut(name).ok_or_else(|| lacks(name))?;
         let program: &mut SchedClassifier = program.try_into()?;
-        let options = if KernelVersion::current().is_ok_and(|kernel| kernel >= TCX) {
-            TcAttachOptions::TcxOrder(LinkOrder::default())
-        } else {
-            // It may be there from a vnetd that crashed. Without it attaching fails with the reason.
-            let _ = qdisc_add_clsact(device);
-            TcAttachOptions::Netlink(NlOptions::default())
-        };
+        let pins = self.pins.as_ref().ok().filter(|_| stays);
+        if KernelVersion::current().is_ok_and(|kernel| kernel < TCX) || stays && pins.is_none() {
+            return attach_filter(program, device).map_err(|error| refused(in_one_line(&error)));
+        }
+        let pin = pins.map(|pins| pins.link(*index));
+        if let Some(pin) = &pin
+            && replace(program, pin).is_ok()
+        {
+            return Ok(Hook::Pinned(pin.clone()));
+        }
+        let options = TcAttachOptions::TcxOrder(LinkOrder::default());
         let id = program.attach_with_options(device, TcAttachType::Ingress, options);
-        let id = id.map_err(|error| refused(in_one_line(&error)))?;
-        Ok(program.take_link(id)?)
+        let link = program.take_link(id.map_err(|error| refused(in_one_line(&error)))?)?;
+        let Some(pin) = pin else { return Ok(Hook::Held { _link: link }) };
+        // A link of a device that is gone.
+        let _ = std::fs::remove_file(&pin);
+        let pinned = FdLink::try_from(link).map_err(|error| refused(in_one_line(&error)))?.pin(&pin);
+        pinned.map_err(|error| refused(in_one_line(&error)))?;
+        Ok(Hook::Pinned(pin))
     }
+}
+
+impl Drop for Kernel {
+    /// What is stopped on purpose leaves nothing behind.
+    fn drop(&mut self) {
+        if let Ok(pins) = &self.pins {
+            pins.remove();
+        }
+    }
+}
+
+/// Replaces the program of a pinned link, between two frames.
+fn replace(program: &mut SchedClassifier, pin: &Path) -> Result<(), KernelError> {
+    let fail = |error: &dyn std::error::Error| KernelError::Load(in_one_line(error));
+    let link = PinnedLink::from_pin(pin).map_err(|error| fail(&error))?;
+    let link = SchedClassifierLink::try_from(FdLink::from(link)).map_err(|error| fail(&error))?;
+    let id = program.attach_to_link(link)?;
+    // Its descriptor is not needed: the pin holds it.
+    drop(program.take_link(id)?);
+    Ok(())
+}
+
+/// Attaches a program as a filter of the device's clsact qdisc, which outlives vnetd by itself.
+fn attach_filter(program: &mut SchedClassifier, device: &str) -> Result<Hook, aya::programs::ProgramError> {
+    let (priority, handle) = FILTER;
+    // It may be there from a vnetd that has died. Without it attaching fails with the reason.
+    let _ = qdisc_add_clsact(device);
+    let options = TcAttachOptions::Netlink(NlOptions { priority, handle, classid: None });
+    let id = program.attach_with_options(device, TcAttachType::Ingress, options).or_else(|error| {
+        let there = SchedClassifierLink::attached(device, TcAttachType::Ingress, priority, handle, None);
+        there.map_or(Err(error), |there| program.attach_to_link(there))
+    })?;
+    Ok(Hook::Held { _link: program.take_link(id)? })
 }
 
 /// The state's versions, for the router to keep its versions in.
@@ -211,7 +343,7 @@ impl Deref for Kernel {
     type Target = [AtomicU32];
 
     fn deref(&self) -> &[AtomicU32] {
-        &self.state.get()[..VERSIONS]
+        &self.state().versions
     }
 }
 
@@ -219,6 +351,17 @@ impl Deref for Kernel {
 pub(crate) fn now_ns() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+/// Removes what a vnetd that has died has left, and lists its devices.
+pub(crate) fn forget(options: &PinOptions) -> Vec<u32> {
+    if !options.exist() {
+        return vec![];
+    }
+    let Ok(pins) = Pins::open(options, OBJECT) else { return vec![] };
+    let devices = pins.devices();
+    pins.remove();
+    devices
 }
 
 fn lacks(name: &str) -> KernelError {
@@ -231,17 +374,34 @@ fn memory<T: mapping::Shared>(map: &Map, count: usize) -> Result<Mapping<T>, Ker
     Ok(Mapping::new(data.fd(), count)?)
 }
 
+/// A program at a device. Dropping detaches it.
+enum Hook {
+    /// By the link's file.
+    Pinned(PathBuf),
+    Held {
+        _link: SchedClassifierLink,
+    },
+}
+
+impl Drop for Hook {
+    fn drop(&mut self) {
+        if let Hook::Pinned(pin) = self {
+            // Absent when the whole folder has gone.
+            let _ = std::fs::remove_file(pin);
+        }
+    }
+}
+
 /// Programs at a guest's devices. Dropping detaches them.
 pub struct Attached {
     kernel: Arc<Kernel>,
     devices: [u32; 2],
-    /// Detach when dropped.
-    links: Vec<SchedClassifierLink>,
+    hooks: Vec<Hook>,
 }
 
 impl Drop for Attached {
     fn drop(&mut self) {
-        self.links.clear();
+        self.hooks.clear();
         let mut ports = self.kernel.ports.lock();
         for device in &self.devices {
             // Absent if attaching failed half-way.

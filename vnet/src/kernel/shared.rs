@@ -1,5 +1,7 @@
 //! The layout of the programs' maps: what `programs/shared.h` says, in Rust. A test compiles that header and compares.
 
+use std::sync::atomic::{AtomicU32, AtomicU64};
+
 use aya::Pod;
 
 use crate::frame::{NetworkId, PortId};
@@ -11,7 +13,7 @@ pub const FLOWS_MAX: u32 = 65_536;
 pub const VERSIONS: usize = 4097;
 
 /// A flow: where its frames come from, and their addresses.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Known {
     /// Its network.
     pub network: NetworkId,
@@ -84,10 +86,20 @@ pub(super) struct PortValue {
 #[repr(C)]
 #[derive(Debug, Default)]
 pub(super) struct Tally {
-    pub(super) frames: std::sync::atomic::AtomicU64,
-    pub(super) bytes: std::sync::atomic::AtomicU64,
-    pub(super) used_ns: std::sync::atomic::AtomicU64,
-    zero: std::sync::atomic::AtomicU64,
+    pub(super) frames: AtomicU64,
+    pub(super) bytes: AtomicU64,
+    pub(super) used_ns: AtomicU64,
+    zero: AtomicU64,
+}
+
+/// What every verdict is checked against.
+#[repr(C)]
+pub(super) struct State {
+    pub(super) versions: [AtomicU32; VERSIONS],
+    pub(super) generation: AtomicU32,
+    /// vnetd's clock: see [`Kernel::tick`](super::Kernel::tick).
+    pub(super) clock_ns: AtomicU64,
+    pub(super) end_ns: AtomicU64,
 }
 
 // SAFETY: plain integers without padding (the layout test compares with C, where padding would be a field).
@@ -130,6 +142,7 @@ mod tests {
             }
             "port" = PortValue { network, from, mac, other }
             "tally" = Tally { frames, bytes, used_ns, zero }
+            "state" = State { versions, generation, clock_ns, end_ns }
         };
         for (name, ours_is) in [
             ("FLOWS_MAX", FLOWS_MAX as usize),

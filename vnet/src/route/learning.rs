@@ -100,12 +100,17 @@ impl Versions {
         self.words.store(words.cast_mut(), Ordering::Release);
     }
 
-    /// Copies the versions to `memory` and uses it from now on. No other thread may advance a version during the call.
-    fn move_to(&self, memory: VersionMemory) {
-        for (bucket, word) in (0..).zip(memory.iter().take(VERSIONS)) {
-            word.store(self.get(bucket), Ordering::Relaxed);
+    /// Uses `memory` from now on. True: with the versions that it holds, because none was advanced here; otherwise they are copied there.
+    /// No other thread may advance a version during the call.
+    fn move_to(&self, memory: VersionMemory) -> bool {
+        let is_new = (0..=CONSTANT).all(|bucket| self.get(bucket) == 0);
+        if !is_new {
+            for (bucket, word) in (0..).zip(memory.iter().take(VERSIONS)) {
+                word.store(self.get(bucket), Ordering::Relaxed);
+            }
         }
         self.hold(memory);
+        is_new
     }
 
     #[inline(always)]
@@ -262,15 +267,16 @@ impl Default for Learned {
 }
 
 impl Learned {
-    /// Keeps the versions in `memory` from now on.
+    /// Keeps the versions in `memory` from now on. True when decisions of one who kept versions there before stay valid: it holds
+    /// what it held, since nothing was learned here yet.
     ///
     /// # Panics
     /// When `memory` has less than [`VERSIONS`] words.
-    pub fn keep_versions_in(&self, memory: VersionMemory) {
+    pub fn keep_versions_in(&self, memory: VersionMemory) -> bool {
         // Only code that holds this lock advances versions. Caches that still read the old memory see the versions as they were
         // when they were copied.
         let _book = self.book.lock();
-        self.versions.move_to(memory);
+        self.versions.move_to(memory)
     }
 
     /// An empty MAC table.

@@ -50,7 +50,7 @@ INLINE int holds(const struct flow *flow, __u64 now_ns)
 	__u32 zero = 0;
 	struct state *is = bpf_map_lookup_elem(&state, &zero);
 
-	if (!is || now_ns >= flow->until_ns || is->generation != flow->generation)
+	if (!is || now_ns >= is->end_ns || is->clock_ns >= flow->until_ns || is->generation != flow->generation)
 		return 0;
 	return is_current(is, flow, 0) && is_current(is, flow, 1);
 }

@@ -24,7 +24,7 @@ enum { TO_INTERFACE = 1, TO_LINK = 2 };
 
 /* A verdict with one destination, and what it depends on. */
 struct flow {
-	/* CLOCK_MONOTONIC time at which it ends. */
+	/* Time of the state's clock at which it ends. */
 	__u64 until_ns;
 	/* Of the table that decided. */
 	__u32 generation;
@@ -69,6 +69,10 @@ struct port {
 struct state {
 	__u32 versions[VERSIONS];
 	__u32 generation;
+	/* CLOCK_MONOTONIC time, as vnetd has written it last: leases do not end while vnetd is dead. */
+	__u64 clock_ns;
+	/* CLOCK_MONOTONIC time after which no verdict holds, unless vnetd moves it on. */
+	__u64 end_ns;
 };
 
 #endif

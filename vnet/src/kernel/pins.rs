@@ -1,0 +1,178 @@
+//! What outlives vnetd: maps, and programs' links to devices, pinned in a BPF file system (bpffs).
+//!
+//! ```text
+//!   BPFFS/vnet/HOST-NAMESPACE/         locked by the vnetd that uses it
+//!     link-INDEX                       the program at the device of that index: attached as long as this file is there
+//!     OBJECT/flows ports state tallies maps of one version of the programs, named by its hash
+//! ```
+//!
+//! A device index means something in one network namespace only. So the namespace is part of the name: the kernel's cookie, which
+//! it never gives again.
+
+use std::fs::File;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::fs::{FlockOperation, flock, statfs};
+use rustix::net::{AddressFamily, SocketType, socket};
+
+/// linux/magic.h
+const BPF_FS_MAGIC: u64 = 0xcafe_4a11;
+/// asm-generic/socket.h, since Linux 5.14.
+const SO_NETNS_COOKIE: libc::c_int = 71;
+/// Attempts to lock a folder, and the pause after each.
+const LOCK_TRIES: u32 = 100;
+const LOCK_PAUSE: Duration = Duration::from_millis(10);
+/// Prefix of the links' files.
+const LINK: &str = "link-";
+
+/// The programs' maps.
+pub(super) const MAPS: [&str; 4] = ["flows", "ports", "state", "tallies"];
+
+/// How established flows outlive vnetd.
+#[derive(Clone, Debug, Default)]
+pub struct Outlive {
+    /// How long they go on; at least as long as a verdict lives.
+    pub time: Duration,
+    /// Where programs and maps are pinned; `None`: they end with vnetd.
+    pub pins: Option<PinOptions>,
+}
+
+/// Where to pin.
+#[derive(Clone, Debug)]
+pub struct PinOptions {
+    /// A bpffs, or a folder to mount one at.
+    pub bpffs: PathBuf,
+    /// The host's name.
+    pub host: String,
+}
+
+impl PinOptions {
+    /// The folder of this host in the calling thread's network namespace.
+    fn folder(&self) -> io::Result<PathBuf> {
+        // A bpffs refuses names with dots.
+        Ok(self.bpffs.join("vnet").join(format!("{}-{:x}", self.host.replace('.', ":"), namespace()?)))
+    }
+
+    /// Whether a vnetd that has died has left something.
+    pub(crate) fn exist(&self) -> bool {
+        self.folder().is_ok_and(|folder| folder.exists())
+    }
+}
+
+/// A locked folder of pins.
+pub(super) struct Pins {
+    folder: PathBuf,
+    maps: PathBuf,
+    /// Whether the maps were there, with the flows of a vnetd that has died.
+    pub(super) adopted: bool,
+    _lock: File,
+}
+
+impl Pins {
+    /// Opens the folder of this host in the calling thread's network namespace, for programs of this `object`.
+    ///
+    /// # Errors
+    /// Why nothing can be pinned.
+    pub(super) fn open(options: &PinOptions, object: &[u8]) -> io::Result<Pins> {
+        mount(&options.bpffs)?;
+        let folder = options.folder()?;
+        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder)?;
+        let lock = File::open(&folder)?;
+        flock(&lock, FlockOperation::NonBlockingLockExclusive).map_err(|_| {
+            io::Error::other(format!("another vnetd of this host's name uses '{}'", folder.display()))
+        })?;
+        let mut hasher = DefaultHasher::new();
+        object.hash(&mut hasher);
+        let maps = folder.join(format!("{:016x}", hasher.finish()));
+        let adopted = MAPS.iter().all(|name| maps.join(name).exists());
+        // Those of other versions live on in programs that are attached, until these are replaced.
+        for other in entries(&folder)?.filter(|path| path.is_dir() && (*path != maps || !adopted)) {
+            std::fs::remove_dir_all(other)?;
+        }
+        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&maps)?;
+        Ok(Pins { folder, maps, adopted, _lock: lock })
+    }
+
+    /// File of a map.
+    pub(super) fn map(&self, name: &str) -> PathBuf {
+        self.maps.join(name)
+    }
+
+    /// File of the program's link at a device.
+    pub(super) fn link(&self, device: u32) -> PathBuf {
+        self.folder.join(format!("{LINK}{device}"))
+    }
+
+    /// Devices that have links here.
+    pub(super) fn devices(&self) -> Vec<u32> {
+        let device = |path: PathBuf| path.file_name()?.to_str()?.strip_prefix(LINK)?.parse().ok();
+        entries(&self.folder).into_iter().flatten().filter_map(device).collect()
+    }
+
+    /// Removes all pins.
+    pub(super) fn remove(&self) {
+        // What remains harms nobody: the next vnetd adopts it, or removes it.
+        if let Err(error) = std::fs::remove_dir_all(&self.folder) {
+            tracing::warn!("cannot remove '{}': {error}", self.folder.display());
+        }
+    }
+}
+
+fn entries(folder: &Path) -> io::Result<impl Iterator<Item = PathBuf> + use<>> {
+    Ok(std::fs::read_dir(folder)?.flatten().map(|entry| entry.path()))
+}
+
+/// Mounts a bpffs at `folder` unless it is one.
+fn mount(folder: &Path) -> io::Result<()> {
+    let fail = |error: io::Error| {
+        let place = folder.display();
+        io::Error::other(format!(
+            "cannot mount a bpffs at '{place}': {error}; mount one, and name it by bpffs"
+        ))
+    };
+    let is_bpffs = || statfs(folder).is_ok_and(|stat| stat.f_type as u64 & 0xffff_ffff == BPF_FS_MAGIC);
+    if is_bpffs() {
+        return Ok(());
+    }
+    std::fs::create_dir_all(folder).map_err(fail)?;
+    // A second mount would hide what another vnetd has pinned in the first. Anybody may lock a folder that all can read, so the
+    // wait is bounded.
+    let lock = File::open(folder).map_err(fail)?;
+    let locked = (0..LOCK_TRIES).any(|_| {
+        let locked = flock(&lock, FlockOperation::NonBlockingLockExclusive).is_ok();
+        if !locked {
+            std::thread::sleep(LOCK_PAUSE);
+        }
+        locked
+    });
+    if is_bpffs() {
+        return Ok(());
+    }
+    if !locked {
+        return Err(fail(io::Error::other("another process has locked it")));
+    }
+    let path = std::ffi::CString::new(folder.as_os_str().as_encoded_bytes())?;
+    // SAFETY: all pointers are to zero-terminated strings that live across the call.
+    let done = unsafe {
+        libc::mount(c"bpf".as_ptr(), path.as_ptr(), c"bpf".as_ptr(), 0, c"mode=0700".as_ptr().cast())
+    };
+    if done < 0 { Err(fail(io::Error::last_os_error())) } else { Ok(()) }
+}
+
+/// A number of the calling thread's network namespace.
+fn namespace() -> io::Result<u64> {
+    let socket = socket(AddressFamily::UNIX, SocketType::DGRAM, None)?;
+    let (mut cookie, mut len) = (0_u64, size_of::<u64>() as libc::socklen_t);
+    // SAFETY: the option writes at most `len` bytes to `cookie`, which is exclusively ours.
+    let done = unsafe {
+        let socket = socket.as_fd().as_raw_fd();
+        libc::getsockopt(socket, libc::SOL_SOCKET, SO_NETNS_COOKIE, (&raw mut cookie).cast(), &raw mut len)
+    };
+    // Linux 5.10 has no cookie; its inodes are used again.
+    if done < 0 { Ok(std::fs::metadata("/proc/thread-self/ns/net")?.ino()) } else { Ok(cookie) }
+}
