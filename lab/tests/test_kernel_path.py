@@ -374,6 +374,30 @@ def test_flows_end_when_nobody_takes_over(host: Host):
     wait_until("the containers to reach each other", lambda: received(ping(1, "-w", "1")) == 1, 30)
 
 
+def test_without_a_bpf_file_system(host: Host):
+    """The one that vnetd mounts ends with its mount namespace. Filters stay at the devices all the same."""
+    assert host.end(signal.SIGTERM) == 0
+    config = host.directory / "vnet.toml"
+    text = config.read_text()
+    config.write_text(text.replace('/bpf"', '/none"'))
+    host.start()
+    for namespace in (ONE, TWO):
+        run(["ip", "-n", namespace, "address", "add", f"{ADDRESSES[namespace]}/24", "dev", "eth0"])
+    wait_until("the containers to reach each other", lambda: received(ping(1, "-w", "1")) == 1, 30)
+    assert received(ping(5)) == 5
+    host.end(signal.SIGKILL)
+    before = received_by_stack()
+    assert received(ping(20)) == 20
+    assert received_by_stack() == before
+    host.start()
+    assert received(ping(20)) == 20
+    assert grows(host, 50, lambda: ping(50))[1] < 30
+    assert host.end(signal.SIGTERM) == 0
+    config.write_text(text)
+    host.start()
+    assert devices(ONE) == ["lo", "eth0"]
+
+
 def test_off_is_a_tap(host: Host):
     """The last test: it stops vnetd, which leaves nothing behind. Of one that has died, the next removes the rest."""
     assert len(devices(HOST)) == 5, "the loopback, and two devices for each container"

@@ -75,6 +75,8 @@ pub enum Command {
     Network(NetworkCommand),
     /// Known MAC addresses: the place of each, and the time since it was last seen
     Addresses,
+    /// Flows that the kernel forwards by itself, those that have carried most first
+    Flows,
     /// The distributed overlay: its store, the other hosts, alarms
     Overlay,
     /// Apply a configuration file; only objects that differ are changed

@@ -63,9 +63,11 @@ fn text(clock: &str, data: &str) -> String {
             }
             text
         }
-        Event::State { object, name, state, reason } => {
+        Event::State { object, name, state, reason, path } => {
             let reason = reason.map(|reason| format!(": {reason}")).unwrap_or_default();
-            format!("{clock} state         {object} {name} is {state}{reason}\n")
+            let kernel =
+                path.filter(|path| path == "kernel").map_or("", |_| ", known flows pass in the kernel");
+            format!("{clock} state         {object} {name} is {state}{reason}{kernel}\n")
         }
         Event::Moved { network, mac, from, to, frozen } => {
             let frozen = if frozen { "; it moved too often and stays there for a while" } else { "" };
@@ -102,6 +104,10 @@ mod tests {
             (
                 r#"{"event":"state","object":"link","name":"h2","state":"down","reason":"silent"}"#,
                 "T state         link h2 is down: silent\n",
+            ),
+            (
+                r#"{"event":"state","object":"interface","name":"c1","state":"up","path":"kernel"}"#,
+                "T state         interface c1 is up, known flows pass in the kernel\n",
             ),
             (
                 r#"{"event":"moved","network":1,"mac":"52:54:00:00:00:01","from":"link h2","to":"link h3","frozen":false}"#,

@@ -47,6 +47,7 @@ fn run(args: &Args) -> Result<(), Failure> {
         Command::Stats { watch } => vnet.stats(*watch),
         Command::Overlay => vnet.list("/v1/overlay", show::overlay),
         Command::Addresses => vnet.list("/v1/learned", show::addresses),
+        Command::Flows => vnet.list("/v1/flows", show::flows),
         Command::Network(NetworkCommand::List) => vnet.list("/v1/networks", show::networks),
         Command::Save(save) => save::run(&vnet.client, save),
         Command::Events { count } => events::run(&vnet.client, *count, args.json),

@@ -74,6 +74,14 @@ pub fn status(status: &Status) -> String {
         let what = format!("{hosts} hosts, {stations} stations, {alarms} alarms");
         row("overlay", format!("store {state} for {}, {what}", duration(*since_s)));
     }
+    if let Some(KernelSummary { interfaces, flows, refused, pin_error }) = &status.kernel {
+        let refused = if *refused > 0 { format!(", {refused} refused") } else { String::new() };
+        let end = pin_error
+            .as_ref()
+            .map_or("the next vnetd adopts".into(), |why| format!("the next vnetd cannot adopt: {why}"));
+        let of = status.interfaces;
+        row("kernel path", format!("{interfaces} of {of} interfaces, {flows} flows{refused}, which {end}"));
+    }
     row("frames", status.balance.to_string());
     table.print()
 }
@@ -301,6 +309,29 @@ pub fn addresses(addresses: &Vec<Learned>) -> String {
         };
         let Learned { network, mac, at, held, .. } = entry;
         table.row([network.to_string(), mac.to_string(), at.clone(), held.clone(), heard]);
+    }
+    table.print()
+}
+
+/// `vnet flows`
+pub fn flows(flows: &Vec<KernelFlow>) -> String {
+    let mut table = TextTable::new(
+        &["NETWORK", "SOURCE", "DESTINATION", "FROM", "TO", "FRAMES", "BYTES", "ENDS"],
+        &[0, 5, 6],
+    );
+    for KernelFlow { network, src, dst, from, to, frames, bytes, kernel_ms } in flows {
+        let ends = if *kernel_ms == 0 { "ended".into() } else { format!("in {kernel_ms} ms") };
+        let (frames, bytes) = (frames.to_string(), bytes.to_string());
+        table.row([
+            network.to_string(),
+            src.to_string(),
+            dst.to_string(),
+            from.clone(),
+            to.clone(),
+            frames,
+            bytes,
+            ends,
+        ]);
     }
     table.print()
 }

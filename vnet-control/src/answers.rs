@@ -12,9 +12,13 @@ use super::settings::values::{InterfaceSettings, LinkSettings};
 use super::{plan, settings};
 use vnet::dispatch::dispatcher_stats::DispatcherStats;
 use vnet::interface::State;
+use vnet::kernel::{Carried, Known};
 use vnet::link::LinkState;
 use vnet::link::sealed::identity::unix_now;
 use vnet::route::{Held, LearnedEntry, LearnedStats};
+
+/// Maximum number of flows in one answer: 250 KB.
+const FLOWS_SHOWN: usize = 1000;
 
 impl Engine {
     /// The host at a glance.
@@ -42,6 +46,7 @@ impl Engine {
                 stations: overlay.stations,
                 alarms: overlay.alarms_total,
             }),
+            kernel: self.kernel_summary(&interfaces),
             certificate_s: self.identity().map(|store| seconds_until(store.current().info().valid.1)),
             balance: self.stats().balance,
         }
@@ -158,6 +163,27 @@ impl Engine {
             Some(api::Learned { network, mac, at, held: held.into(), age_s })
         };
         self.known().into_iter().filter_map(learned).collect()
+    }
+
+    /// The [`FLOWS_SHOWN`] installed flows that have carried most bytes, the largest first.
+    pub fn flows(&self) -> Vec<api::KernelFlow> {
+        let Some(kernel) = self.core.kernel_if_open() else { return vec![] };
+        let targets = self.targets();
+        let at = |port| targets.get(&port).map_or("removed".into(), ToString::to_string);
+        let show = |Carried { flow, to, frames, bytes }: Carried| {
+            let kernel_ms = kernel.lease_ms(&flow).unwrap_or(0);
+            let Known { network, from, dst, src } = flow;
+            api::KernelFlow { network, src, dst, from: at(from), to: at(to), frames, bytes, kernel_ms }
+        };
+        kernel.flows().largest(FLOWS_SHOWN).into_iter().map(show).collect()
+    }
+
+    fn kernel_summary(&self, interfaces: &[api::Interface]) -> Option<api::KernelSummary> {
+        let kernel = self.core.kernel_if_open()?;
+        let (flows, refused) = kernel.flows().len();
+        let interfaces = interfaces.iter().filter(|interface| interface.path == "kernel").count();
+        let pin_error = kernel.adoptable().err().map(Into::into);
+        Some(api::KernelSummary { interfaces, flows, refused, pin_error })
     }
 
     pub(super) fn known(&self) -> Vec<LearnedEntry> {

@@ -255,7 +255,7 @@ fn changes_are_reported_with_the_requester() {
     let want = [("console client 127.0.0.1:4000", "link"), ("uid 1000 pid 77", "route")];
     assert_eq!(told, want.map(|(who, object)| (who.into(), object.into())), "what was refused is not told");
     let events = watch.poll(&engine);
-    let [Event::State { object, name, state, reason: Some(reason) }] = &events[..] else {
+    let [Event::State { object, name, state, reason: Some(reason), .. }] = &events[..] else {
         panic!("{events:?}")
     };
     assert_eq!((&object[..], &name[..], &state[..]), ("link", "link1", "down"));

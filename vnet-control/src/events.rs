@@ -74,6 +74,9 @@ pub enum Event {
         /// Why the interface or link is not up.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         reason: Option<String>,
+        /// The interface's path: `kernel` or `vnetd`, as in the list of interfaces.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        path: Option<String>,
     },
     /// A learned MAC address moved to another port.
     Moved {

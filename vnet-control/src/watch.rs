@@ -9,10 +9,13 @@ use super::engine::Engine;
 use super::events::Event;
 use vnet::route::Moved;
 
+/// State, reason and path of an interface or link.
+type Sight = (String, Option<String>, Option<String>);
+
 /// Polls for changes of state and moved MAC addresses.
 #[derive(Default)]
 pub struct Watch {
-    states: HashMap<Target, (String, Option<String>)>,
+    states: HashMap<Target, Sight>,
     moves: u64,
     /// False until the first poll.
     begun: bool,
@@ -23,15 +26,14 @@ impl Watch {
     pub fn poll(&mut self, engine: &Engine) -> Vec<Event> {
         let mut events = vec![];
         let mut states = HashMap::new();
-        for (target, state, reason) in engine.states() {
-            let now = (state, reason);
+        for (target, now) in engine.states() {
             if self.begun && self.states.get(&target) != Some(&now) {
                 let (object, name) = match &target {
                     Target::Interface(name) => ("interface", name.clone()),
                     Target::Link(name) => ("link", name.clone()),
                 };
-                let (state, reason) = now.clone();
-                events.push(Event::State { object: object.into(), name, state, reason });
+                let (state, reason, path) = now.clone();
+                events.push(Event::State { object: object.into(), name, state, reason, path });
             }
             states.insert(target, now);
         }
@@ -48,11 +50,11 @@ impl Watch {
 }
 
 impl Engine {
-    /// State and reason of every interface and link.
-    fn states(&self) -> impl Iterator<Item = (Target, String, Option<String>)> {
-        let interfaces =
-            self.interfaces().into_iter().map(|i| (Target::Interface(i.name), i.state, i.reason));
-        let links = self.links().into_iter().map(|link| (Target::Link(link.name), link.state, link.reason));
+    fn states(&self) -> impl Iterator<Item = (Target, Sight)> {
+        let interfaces = self.interfaces().into_iter();
+        let interfaces = interfaces.map(|i| (Target::Interface(i.name), (i.state, i.reason, Some(i.path))));
+        let links = self.links().into_iter();
+        let links = links.map(|link| (Target::Link(link.name), (link.state, link.reason, None)));
         interfaces.chain(links)
     }
 

@@ -81,6 +81,7 @@ fn described() -> OpenApiRouter<App> {
         .routes(routes!(networks))
         .routes(routes!(overlay))
         .routes(routes!(learned))
+        .routes(routes!(flows))
         .routes(routes!(interfaces, add_interface))
         .routes(routes!(remove_interface, change_interface))
         .routes(routes!(links, add_link))
@@ -154,6 +155,12 @@ async fn networks(State(shared): State<Shared>) -> Response {
 #[utoipa::path(get, path = "/v1/learned", responses((status = 200, body = Vec<api::Learned>)))]
 async fn learned(State(shared): State<Shared>) -> Response {
     ask(shared, Engine::learned).await
+}
+
+/// Flows that the kernel forwards by itself: the 1000 that have carried most bytes
+#[utoipa::path(get, path = "/v1/flows", responses((status = 200, body = Vec<api::KernelFlow>)))]
+async fn flows(State(shared): State<Shared>) -> Response {
+    ask(shared, Engine::flows).await
 }
 
 /// The distributed overlay: its store, the other hosts, alarms

@@ -28,6 +28,7 @@ pub struct Reading {
     status: api::Status,
     ports: Vec<api::Port>,
     interfaces: Vec<(String, bool)>,
+    kernel_paths: Vec<(String, bool)>,
     links: Vec<(String, bool)>,
     /// Seconds until certificates expire, by host name.
     certificates: Vec<(String, u64)>,
@@ -50,14 +51,15 @@ impl Reading {
         let dispatcher = |stats: &std::sync::Arc<vnet::dispatch::dispatcher_stats::DispatcherStats>| {
             Dispatcher { frames: stats.frames(), batches: stats.batches(), latency_ns: stats.latency_ns() }
         };
-        let (status, links) = (engine.status(), engine.links());
+        let (status, interfaces, links) = (engine.status(), engine.interfaces(), engine.links());
         let own = status.certificate_s.map(|left_s| (status.host.clone(), left_s));
         let peer = |link: &api::Link| Some((link.settings.text("peer"), link.certificate_s?));
         Reading {
             certificates: own.into_iter().chain(links.iter().filter_map(peer)).collect(),
             status,
             ports: engine.stats().ports,
-            interfaces: engine.interfaces().into_iter().map(|i| up(i.name, &i.state)).collect(),
+            kernel_paths: interfaces.iter().map(|i| (i.name.clone(), i.path == "kernel")).collect(),
+            interfaces: interfaces.into_iter().map(|i| up(i.name, &i.state)).collect(),
             links: links.into_iter().map(|link| up(link.name, &link.state)).collect(),
             learned: engine.learned_stats(),
             overlay: engine.overlay(),
@@ -191,6 +193,15 @@ impl Reading {
         };
         let interfaces = up(&self.interfaces, "interface");
         families.gauge(("interface_up", None, "1 when the interface is up"), interfaces)?;
+        let help = "1 when the kernel forwards known flows of the interface by itself";
+        families.gauge(("interface_kernel_path", None, help), up(&self.kernel_paths, "interface"))?;
+        let kernel = |value: fn(&api::KernelSummary) -> u64| {
+            self.status.kernel.iter().map(move |k| (vec![], value(k)))
+        };
+        let help = "Flows that the kernel forwards by itself";
+        families.gauge(("kernel_flows", None, help), kernel(|kernel| kernel.flows as u64))?;
+        let help = "Times a flow was refused at a limit of the kernel's own path; vnetd forwards it";
+        families.counter(("kernel_flow_refusals", None, help), kernel(|kernel| kernel.refused))?;
         let links = up(&self.links, "link");
         families.gauge(("link_up", None, "1 when the link is up"), links)?;
         let left = self.certificates.iter().map(|(host, left_s)| (vec![("host", host.clone())], *left_s));

@@ -34,6 +34,7 @@ pub fn examine(host: &Host, daemon: &Daemon) -> Vec<Finding> {
     findings.extend(dispatchers(host, daemon));
     findings.push(interfaces(&daemon.interfaces));
     findings.push(guests(&daemon.interfaces));
+    findings.push(kernel_path(daemon));
     findings.push(links(&daemon.links));
     findings.push(certificates(daemon));
     findings.push(path_mtus(&daemon.interfaces, &daemon.links));
@@ -180,6 +181,28 @@ fn guests(interfaces: &[Interface]) -> Finding {
         n => format!("mend what the note says; 'vnet interface list' shows those of {n} interfaces"),
     };
     Finding::bad("guests", Level::Warn, WHY, what, todo)
+}
+
+/// Containers' interfaces have the kernel's own path, which outlives vnetd.
+fn kernel_path(daemon: &Daemon) -> Finding {
+    const WHY: &str = "frames that pass vnetd wait for a dispatcher; the kernel forwards known flows between containers at once";
+    let is_veth = |interface: &&Interface| interface.settings.text("kind") == "veth";
+    let veths: Vec<_> = daemon.interfaces.iter().filter(is_veth).collect();
+    let missing = |interface: &&&Interface| interface.state == "up" && interface.path != "kernel";
+    if let Some(interface) = veths.iter().find(missing) {
+        let reason = interface.path_reason.as_deref().unwrap_or("no reason given");
+        let what = format!("not for interface {}: {reason}", interface.name);
+        let todo = "see 'Which path an interface has' in docs/containers.md";
+        return Finding::bad("kernel-path", Level::Warn, WHY, what, todo);
+    }
+    if let Some(why) = daemon.status.kernel.as_ref().and_then(|kernel| kernel.pin_error.as_ref()) {
+        let what = format!("the next vnetd cannot adopt its flows: {why}");
+        let todo =
+            "mount a BPF file system outside of vnetd's mount namespace, and name it by [dispatch] bpffs";
+        return Finding::bad("kernel-path", Level::Warn, WHY, what, todo);
+    }
+    let with = daemon.interfaces.iter().filter(|interface| interface.path == "kernel").count();
+    Finding::ok("kernel-path", WHY, format!("{with} of {} interfaces", daemon.interfaces.len()))
 }
 
 fn links(links: &[Link]) -> Finding {

@@ -3,6 +3,7 @@
 use super::*;
 use std::fs;
 use std::path::Path;
+use vnet_control::api::KernelSummary;
 
 /// A healthy host's files.
 const HEALTHY: &[(&str, &str)] = &[
@@ -161,6 +162,16 @@ fn each_fault_of_a_daemon_is_found() {
     assert_eq!(change(|d| d.interfaces[0].state = "down".into(), "interfaces"), Level::Warn);
     assert_eq!(change(|d| d.interfaces[0].state = "broken".into(), "interfaces"), Level::Problem);
     assert_eq!(change(|d| d.interfaces[0].notes.push("its MTU is too large".into()), "guests"), Level::Warn);
+    let tap = |d: &mut Daemon| {
+        d.interfaces[0].settings.set("kind", Some("veth"));
+        d.interfaces[0].path_reason = Some("kernel_path is off".into());
+    };
+    assert_eq!(change(tap, "kernel-path"), Level::Warn);
+    let pin_error = |d: &mut Daemon| {
+        let pin_error = Some("cannot mount a bpffs".into());
+        d.status.kernel = Some(KernelSummary { interfaces: 0, flows: 0, refused: 0, pin_error });
+    };
+    assert_eq!(change(pin_error, "kernel-path"), Level::Warn);
     assert_eq!(change(|d| d.links[0].state = "unreachable".into(), "links"), Level::Problem);
     assert_eq!(change(|d| d.links[0].heard_s = None, "links"), Level::Warn);
     let unheard = |d: &mut Daemon| (d.links[0].state, d.links[0].heard_s) = ("down".into(), None);

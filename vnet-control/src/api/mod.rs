@@ -57,6 +57,9 @@ pub struct Status {
     /// The distributed overlay, if configured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub overlay: Option<OverlaySummary>,
+    /// The kernel's own path, if an interface has requested it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kernel: Option<KernelSummary>,
     /// Seconds until this host's certificate expires; 0 if it has expired, absent without `[identity]`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub certificate_s: Option<u64>,
@@ -266,6 +269,43 @@ pub struct Learned {
     pub held: String,
     /// Seconds since a frame from the address was last seen; 0 if configured.
     pub age_s: u32,
+}
+
+/// One of `GET /v1/flows`: a flow that the kernel forwards by itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct KernelFlow {
+    /// Network.
+    pub network: NetworkId,
+    /// Source address.
+    pub src: Mac,
+    /// Destination address.
+    pub dst: Mac,
+    /// Where the frames enter: `interface NAME` or `link NAME`.
+    pub from: String,
+    /// Where the frames go: `interface NAME` or `link NAME`.
+    pub to: String,
+    /// Frames that the kernel has forwarded since the flow was installed.
+    pub frames: u64,
+    /// Bytes of these frames.
+    pub bytes: u64,
+    /// Milliseconds until the flow ends if it is not renewed; 0 if it has ended.
+    pub kernel_ms: u64,
+}
+
+/// Overview of the kernel's own path.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct KernelSummary {
+    /// Interfaces with the kernel's own path.
+    pub interfaces: usize,
+    /// Installed flows.
+    pub flows: usize,
+    /// Number of times a flow was refused at a limit; vnetd forwards its frames.
+    pub refused: u64,
+    /// Why programs and maps cannot be pinned, so that the next vnetd cannot adopt flows; absent if it can.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pin_error: Option<String>,
 }
 
 /// `GET /v1/trace?src=MAC&dst=MAC`, optionally `&network=ID&from=PLACE`

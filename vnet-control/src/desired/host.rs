@@ -79,9 +79,9 @@ pub struct DispatchSpec {
     pub isolation: Isolation,
     /// The kernel's own path, for all interfaces.
     pub kernel_path: KernelPath,
-    /// How long its flows go on when vnetd dies, in seconds.
+    /// How long the kernel forwards established flows after vnetd has died, in seconds.
     pub outlive_s: u32,
-    /// BPF file system that keeps its programs and maps meanwhile.
+    /// BPF file system in which programs and maps are pinned.
     pub bpffs: PathBuf,
 }
 
@@ -98,7 +98,7 @@ pub enum KernelPath {
     Off,
 }
 
-/// How long flows go on when vnetd dies, in seconds, by default: several attempts to start it again.
+/// Default of `outlive_s`: time for several attempts to start vnetd again.
 const OUTLIVE_S: u32 = 30;
 /// Where systemd mounts the BPF file system.
 const BPFFS: &str = "/sys/fs/bpf";

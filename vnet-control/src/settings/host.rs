@@ -247,7 +247,7 @@ pub static DISPATCH: Declaration<DispatchSpec> = Declaration {
             "outlive_s",
             number::<u32>(0, OUTLIVE_MAX_S),
             |dispatch: DispatchSpec| dispatch.outlive_s,
-            "how long the kernel goes on with established flows when vnetd dies; at least 2"
+            "how long the kernel forwards established flows after vnetd has died; at least 2"
         )
         .unit("s")
         .note("see [containers.md](containers.md#when-vnetd-dies)"),
@@ -255,7 +255,7 @@ pub static DISPATCH: Declaration<DispatchSpec> = Declaration {
             "bpffs",
             file(),
             |dispatch: DispatchSpec| dispatch.bpffs,
-            "BPF file system that keeps programs and flows meanwhile; mounted if there is none"
+            "BPF file system in which programs and flows are pinned; mounted if there is none"
         ),
     ],
 };

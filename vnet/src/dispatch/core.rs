@@ -60,7 +60,7 @@ pub struct CoreOptions {
     pub isolation: Isolation,
     /// Forward known flows of containers in the kernel where the kernel supports it.
     pub kernel_path: bool,
-    /// How its flows outlive this process.
+    /// How flows of the kernel's own path outlive this process.
     pub outlive: Outlive,
 }
 
@@ -179,13 +179,13 @@ impl Shared {
             tracing::info!("no kernel path, vnetd forwards all frames itself: {error}");
             error.to_string()
         })?;
-        if let (Some(_), Err(why)) = (pins, kernel.outlives()) {
-            tracing::warn!("flows of the kernel path end with vnetd: {why}");
+        if let (Some(_), Err(why)) = (pins, kernel.adoptable()) {
+            tracing::warn!("the next vnetd cannot adopt flows of the kernel path: {why}");
         } else if kernel.is_adopted() {
             tracing::info!("goes on with the flows of a vnetd that has died");
         }
         if !self.learned.keep_versions_in(kernel.clone()) {
-            // Flows of a vnetd that has died do not have our versions.
+            // The flows of a vnetd that has died depend on other versions.
             kernel.set_generation(kernel.next_generation());
         }
         KernelPath::new(kernel, self.learned.clone(), self.started, self.setup(), *time)
@@ -240,7 +240,7 @@ impl Core {
             progress: Condvar::new(),
         });
         if options.outlive.pins.as_ref().is_some_and(PinOptions::exist) {
-            // Adopts, or removes after a while, what a vnetd that has died has left.
+            // Adopts the objects of a vnetd that has died, or removes them after a while.
             let _ = shared.kernel_path.get_or_init(|| shared.open_kernel_path());
         }
         let streams = stream::Streams::start(options.stream_listen, bridge_stats.clone())?;

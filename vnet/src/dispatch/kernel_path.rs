@@ -7,9 +7,9 @@
 //! A flow's verdict ends within two seconds. The renewer decides flows in use anew in time, as a frame of them would: it learns
 //! their sources, and they never come up. What ends unused is removed; its next frame comes up.
 //!
-//! The renewer also moves the leases' clock on, after it has renewed: a flow in use does not end because the renewer was late, or
-//! because vnetd died. The clock starts with the first setup that has the kernel path. Until then the flows of a vnetd that has died
-//! go on; a device of its that nobody has claimed after [`Outlive::time`](crate::kernel::Outlive) is removed.
+//! The renewer also advances the leases' clock, after it has renewed: a flow in use does not end because the renewer is late or vnetd
+//! has died. The clock starts with the first setup that has the kernel path. Until then the flows of a vnetd that has died stay
+//! valid. Its devices that no interface has claimed after [`Outlive::time`](crate::kernel::Outlive) are removed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -84,7 +84,7 @@ pub(super) struct KernelPath {
     learned: Arc<Learned>,
     started: Instant,
     stopping: Arc<AtomicBool>,
-    /// A setup has the kernel path: the leases' clock runs.
+    /// True once a setup has the kernel path: the leases' clock runs.
     serving: Arc<AtomicBool>,
     outlive: Duration,
     renewer: Option<JoinHandle<()>>,
@@ -169,7 +169,7 @@ impl KernelPath {
                 let (now_ns, now_ms) = (now_ns(), started.elapsed().as_millis() as u64);
                 let end_ns = now_ns + outlive.as_nanos() as u64;
                 if !serving.load(Relaxed) {
-                    // A vnetd that has died may have left flows, which end when this one dies, too.
+                    // Flows of a vnetd that has died end if this one dies, too.
                     kernel.postpone(end_ns);
                     continue;
                 }

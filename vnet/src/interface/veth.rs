@@ -9,8 +9,8 @@
 //! interface is the TAP: same frames, same queues, same offloads. Nothing of vnet is inside the container but its device.
 //!
 //! The pair is made if it is not there, and removed at the end. After a crash the next vnetd finds the pair, whose
-//! addresses and routes the container has kept. What it finds as it should be, it does not set again: the kernel would
-//! forget the container's neighbours.
+//! addresses and routes the container has kept. vnetd does not set an address again that the
+//! device has already: the kernel would flush the container's neighbour table.
 
 use std::fs::File;
 use std::io;
@@ -55,10 +55,10 @@ pub struct VethOptions {
 /// Why a container's interface could not be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum VethError {
-    /// The kernel refused a step; a TAP would fail, too.
+    /// The kernel rejected a step that a TAP needs, too.
     #[error(transparent)]
     Tap(#[from] TapError),
-    /// The container's frames would reach the host's network stack whenever no program takes them. Nothing is left of the pair.
+    /// The container's frames would reach the host's network stack while no program is attached. The pair has been removed.
     #[error(
         "cannot keep the host's network stack away from device '{device}': {error}; is /proc/sys writable?"
     )]
@@ -120,7 +120,7 @@ impl Veth {
         // Removes the pair when a later step fails, unless it has the container's addresses already.
         let pair = made.then(|| Pair(host.clone()));
         if let Err(error) = device::silence(&host).and_then(|()| device::isolate(&host)) {
-            // A TAP of the container's device takes its place.
+            // A TAP of the same name replaces the pair.
             let _ = remove(&host);
             std::mem::forget(pair);
             return Err(VethError::Exposed { device: host, error });
@@ -262,13 +262,13 @@ fn names(device: &str, netns: &Netns) -> (String, String) {
     (format!("{HOST_END}{hash:08x}"), format!("vnett{hash:08x}"))
 }
 
-/// Removes what a vnetd that has died has left of an interface of kind veth, so that a TAP can take its place.
+/// Removes the pair that a vnetd that has died has left, so that a TAP can replace it.
 pub fn remove_old(device: &str, netns: &Netns) {
-    // Absent as a rule.
+    // The pair is usually absent.
     let _ = remove(&names(device, netns).0);
 }
 
-/// Removes a pair of a vnetd that has died, by the index of its host's end, if it is one.
+/// Removes a pair of a vnetd that has died, by the index of its host's end. Ignores other devices.
 pub(crate) fn remove_unclaimed(index: u32) {
     let name = Netlink::new().and_then(|socket| Ok(index_to_name(socket, index)?));
     if let Ok(name) = name

@@ -22,7 +22,7 @@ pub const FLOWS_PORT_MAX: u32 = 4096;
 /// What a verdict depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Terms {
-    /// CLOCK_MONOTONIC time at which it ends, in nanoseconds, by the clock of [`Kernel::tick`](super::Kernel::tick).
+    /// Time at which the verdict ends, in nanoseconds of the clock of [`Kernel::tick`](super::Kernel::tick).
     pub until_ns: u64,
     /// Generation of the table.
     pub generation: u32,
@@ -52,7 +52,7 @@ pub struct Destination {
 pub struct Carried {
     /// The flow.
     pub flow: Known,
-    /// Where it leads.
+    /// Its destination.
     pub to: PortId,
     /// Frames since it was installed first.
     pub frames: u64,
@@ -186,19 +186,19 @@ impl Flows {
         used
     }
 
-    /// Removes the flows of a vnetd that has died. Call it when no program follows them any more.
+    /// Removes the flows of a vnetd that has died. No program may follow them any more.
     pub fn forget_adopted(&self) {
         let mut book = self.book.lock();
         for (key, slot) in std::mem::take(&mut book.adopted) {
             if !book.by_key.contains_key(&key) {
-                // Absent: it was installed again and has ended.
+                // The entry is absent if the flow was installed again and has ended.
                 let _ = book.map.remove(&key);
             }
             book.leaving.push(slot);
         }
     }
 
-    /// The flows that have carried most, at most `most`.
+    /// The `most` flows that have carried most bytes.
     pub fn largest(&self, most: usize) -> Vec<Carried> {
         let mut book = self.book.lock();
         let carried = |(at, slot): (&u32, &mut Slot)| {

@@ -17,9 +17,10 @@
 //!   three for each frame, in memory shared with vnetd (`mapping.rs`): one store ends any number of flows.
 //! - *Attached devices* ([`Kernel::attach`]): a guest's veth and vnetd's TAP behind it.
 //!
-//! - *Pins* (`pins.rs`): maps and the program at the host's end outlive a vnetd that dies. Leases run by a clock that vnetd moves on
-//!   ([`Kernel::tick`]), so established flows go on until the end that it has written last. The next vnetd adopts maps and
-//!   devices. It starts the clock with its first setup, whose generation ends the old flows: their frames come up from then on.
+//! - *Pins* (`pins.rs`): maps and the program at the host's end outlive a vnetd that dies. Leases run by a clock that vnetd advances
+//!   ([`Kernel::tick`]). Without vnetd it stands still, so established flows stay valid until the end time that vnetd wrote last. The
+//!   next vnetd adopts maps and devices. It starts the clock with its first setup, whose generation ends the old flows: from then on
+//!   their frames reach vnetd.
 //!
 //! Counters: each flow has a tally, which is added to both ports when anybody looks. So what came in went out, exactly.
 //! What a device drops behind a redirect, its own statistics show.
@@ -62,7 +63,7 @@ use shared::{PortValue, State};
 static OBJECT: &[u8] = include_bytes_aligned!("programs/forward.o");
 /// First kernel with tcx links, which end with the process that made them.
 const TCX: KernelVersion = KernelVersion::new(6, 6, 0);
-/// Priority and handle of filters (before tcx): always the same, so that the one of a vnetd that has died is replaced.
+/// Priority and handle of filters. They are constant, so that a filter replaces that of a vnetd that has died.
 const FILTER: (u16, TcHandle) = (1, TcHandle::new(0, 1));
 /// membarrier(2): `MEMBARRIER_CMD_GLOBAL`.
 const MEMBARRIER_CMD_GLOBAL: libc::c_int = 1;
@@ -124,14 +125,14 @@ pub struct Kernel {
     ports: Mutex<HashMap<MapData, u32, PortValue>>,
     state: Mapping<State>,
     flows: Flows,
-    /// Where programs and maps are pinned, or why they end with vnetd.
+    /// Where programs and maps are pinned, or the reason why they are not.
     pins: Result<Pins, String>,
-    /// Devices of a vnetd that has died, which nobody has attached to since.
+    /// Devices of a vnetd that has died and that are not attached again yet.
     unclaimed: Mutex<HashSet<u32>>,
 }
 
 impl Kernel {
-    /// Loads the programs, which outlive vnetd if they can be pinned. Adopts the maps of one that has died.
+    /// Loads the programs. They outlive vnetd if they can be pinned. Adopts the maps of a vnetd that has died.
     ///
     /// # Errors
     /// As the variants of [`KernelError`].
@@ -167,16 +168,16 @@ impl Kernel {
         &self.flows
     }
 
-    /// Whether the flows of a vnetd that has died are here.
+    /// True if the maps contain the flows of a vnetd that has died.
     pub fn is_adopted(&self) -> bool {
         self.pins.as_ref().is_ok_and(|pins| pins.adopted)
     }
 
-    /// Whether established flows go on when vnetd dies.
+    /// Checks that the next vnetd can adopt flows when this one dies.
     ///
     /// # Errors
-    /// Why they do not: one line.
-    pub fn outlives(&self) -> Result<(), &str> {
+    /// The reason why it cannot, in one line.
+    pub fn adoptable(&self) -> Result<(), &str> {
         self.pins.as_ref().map(drop).map_err(String::as_str)
     }
 
@@ -192,27 +193,28 @@ impl Kernel {
 
     /// A generation that no flow has.
     pub fn next_generation(&self) -> u32 {
-        // 0 is that of setups before there was a kernel path.
+        // 0 is the generation of setups without the kernel path.
         self.state().generation.load(Ordering::Acquire).wrapping_add(1).max(1)
     }
 
-    /// Moves the leases' clock on. It stands still when vnetd is dead: flows go on until `end_ns`, both of CLOCK_MONOTONIC.
+    /// Advances the leases' clock, which stands still while vnetd is dead; flows then stay valid until `end_ns`. Both times are of
+    /// CLOCK_MONOTONIC.
     pub fn tick(&self, now_ns: u64, end_ns: u64) {
         self.state().clock_ns.store(now_ns, Ordering::Release);
         self.postpone(end_ns);
     }
 
-    /// Moves the end of all flows on, but not the clock: see [`Kernel::tick`].
+    /// Postpones the end of all flows, but does not advance the clock: see [`Kernel::tick`].
     pub fn postpone(&self, end_ns: u64) {
         self.state().end_ns.store(end_ns, Ordering::Release);
     }
 
-    /// Forgets the devices of a vnetd that has died to which nobody has attached since, and lists them.
+    /// Detaches programs from devices of a vnetd that has died and that are not attached again, and lists these devices.
     pub fn forget_unclaimed(&self) -> HashSet<u32> {
         let unclaimed = std::mem::take(&mut *self.unclaimed.lock());
         let mut ports = self.ports.lock();
         for device in &unclaimed {
-            // Either is absent if that vnetd died while it attached, or detached.
+            // Either entry is absent if that vnetd died while it attached or detached.
             let _ = ports.remove(device);
             if let Ok(pins) = &self.pins {
                 let _ = std::fs::remove_file(pins.link(*device));
@@ -260,53 +262,47 @@ impl Kernel {
         {
             let mut ports = self.ports.lock();
             ports.insert(tap.1, value(host.1), 0)?;
-            attached.hooks.push(self.attach_program("from_core", tap, false)?);
+            attached.hooks.extend(self.attach_program("from_core", tap, false)?);
             let before = ports.get(&host.1, 0);
             if before.is_ok_and(|before| (before.network, before.from) != (network, from)) {
-                // A vnetd that has died knew the guest by another port, and its flows have that.
+                // The guest had another port in the vnetd that has died, and the old flows contain that port.
                 self.set_generation(self.next_generation());
             }
             ports.insert(host.1, value(tap.1), 0)?;
         }
-        attached.hooks.push(self.attach_program("from_guest", host, true)?);
+        attached.hooks.extend(self.attach_program("from_guest", host, true)?);
         Ok(attached)
     }
 
-    /// Attaches a program. One that `stays` outlives vnetd: without it, frames would reach the host's network stack.
+    /// Attaches a program to a device. One that `stays` outlives vnetd: without it, frames would reach the host's network stack.
     fn attach_program(
         &self,
         name: &str,
-        (device, index): &(String, u32),
+        device: &(String, u32),
         stays: bool,
-    ) -> Result<Hook, KernelError> {
-        let refused = |error: String| KernelError::Device(device.into(), error);
+    ) -> Result<Vec<Hook>, KernelError> {
+        let refused = |error| match error {
+            KernelError::Load(error) => KernelError::Device(device.0.clone(), error),
+            error => error,
+        };
         let mut programs = self.programs.lock();
         let program = programs.program_mut(name).ok_or_else(|| lacks(name))?;
         let program: &mut SchedClassifier = program.try_into()?;
         let pins = self.pins.as_ref().ok().filter(|_| stays);
         if KernelVersion::current().is_ok_and(|kernel| kernel < TCX) || stays && pins.is_none() {
-            return attach_filter(program, device).map_err(|error| refused(in_one_line(&error)));
+            return Ok(vec![attach_filter(program, &device.0).map_err(refused)?]);
         }
-        let pin = pins.map(|pins| pins.link(*index));
-        if let Some(pin) = &pin
-            && replace(program, pin).is_ok()
-        {
-            return Ok(Hook::Pinned(pin.clone()));
+        let mut hooks = vec![attach_link(program, device, pins).map_err(refused)?];
+        if stays {
+            // The pin ends with its file system, for example with vnetd's mount namespace. Then this filter takes the frames.
+            hooks.extend(attach_filter(program, &device.0));
         }
-        let options = TcAttachOptions::TcxOrder(LinkOrder::default());
-        let id = program.attach_with_options(device, TcAttachType::Ingress, options);
-        let link = program.take_link(id.map_err(|error| refused(in_one_line(&error)))?)?;
-        let Some(pin) = pin else { return Ok(Hook::Held { _link: link }) };
-        // A link of a device that is gone.
-        let _ = std::fs::remove_file(&pin);
-        let pinned = FdLink::try_from(link).map_err(|error| refused(in_one_line(&error)))?.pin(&pin);
-        pinned.map_err(|error| refused(in_one_line(&error)))?;
-        Ok(Hook::Pinned(pin))
+        Ok(hooks)
     }
 }
 
 impl Drop for Kernel {
-    /// What is stopped on purpose leaves nothing behind.
+    /// A vnetd that is stopped on purpose leaves nothing behind.
     fn drop(&mut self) {
         if let Ok(pins) = &self.pins {
             pins.remove();
@@ -320,15 +316,38 @@ fn replace(program: &mut SchedClassifier, pin: &Path) -> Result<(), KernelError>
     let link = PinnedLink::from_pin(pin).map_err(|error| fail(&error))?;
     let link = SchedClassifierLink::try_from(FdLink::from(link)).map_err(|error| fail(&error))?;
     let id = program.attach_to_link(link)?;
-    // Its descriptor is not needed: the pin holds it.
+    // The pin keeps the link alive without this descriptor.
     drop(program.take_link(id)?);
     Ok(())
 }
 
-/// Attaches a program as a filter of the device's clsact qdisc, which outlives vnetd by itself.
-fn attach_filter(program: &mut SchedClassifier, device: &str) -> Result<Hook, aya::programs::ProgramError> {
+/// Attaches a program by a tcx link, which outlives vnetd with a pin. The link comes before filters.
+fn attach_link(
+    program: &mut SchedClassifier,
+    (device, index): &(String, u32),
+    pins: Option<&Pins>,
+) -> Result<Hook, KernelError> {
+    let pin = pins.map(|pins| pins.link(*index));
+    if let Some(pin) = &pin
+        && replace(program, pin).is_ok()
+    {
+        return Ok(Hook::Pinned(pin.clone()));
+    }
+    let options = TcAttachOptions::TcxOrder(LinkOrder::default());
+    let id = program.attach_with_options(device, TcAttachType::Ingress, options)?;
+    let link = program.take_link(id)?;
+    let Some(pin) = pin else { return Ok(Hook::Held { _link: link }) };
+    // The file may exist for a device that is gone.
+    let _ = std::fs::remove_file(&pin);
+    let fail = |error: &dyn std::error::Error| KernelError::Load(in_one_line(error));
+    FdLink::try_from(link).map_err(|error| fail(&error))?.pin(&pin).map_err(|error| fail(&error))?;
+    Ok(Hook::Pinned(pin))
+}
+
+/// Attaches a program as a filter of the device's clsact qdisc, which outlives vnetd without a pin.
+fn attach_filter(program: &mut SchedClassifier, device: &str) -> Result<Hook, KernelError> {
     let (priority, handle) = FILTER;
-    // It may be there from a vnetd that has died. Without it attaching fails with the reason.
+    // The qdisc may exist from a vnetd that has died. Without it, attaching fails with the reason.
     let _ = qdisc_add_clsact(device);
     let options = TcAttachOptions::Netlink(NlOptions { priority, handle, classid: None });
     let id = program.attach_with_options(device, TcAttachType::Ingress, options).or_else(|error| {
@@ -353,7 +372,7 @@ pub(crate) fn now_ns() -> u64 {
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-/// Removes what a vnetd that has died has left, and lists its devices.
+/// Removes the pinned objects of a vnetd that has died, and lists its devices.
 pub(crate) fn forget(options: &PinOptions) -> Vec<u32> {
     if !options.exist() {
         return vec![];
@@ -386,7 +405,7 @@ enum Hook {
 impl Drop for Hook {
     fn drop(&mut self) {
         if let Hook::Pinned(pin) = self {
-            // Absent when the whole folder has gone.
+            // Absent if the whole folder was removed.
             let _ = std::fs::remove_file(pin);
         }
     }

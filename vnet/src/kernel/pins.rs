@@ -1,4 +1,4 @@
-//! What outlives vnetd: maps, and programs' links to devices, pinned in a BPF file system (bpffs).
+//! Pinned objects, which outlive vnetd: maps, and links of programs to devices, in a BPF file system (bpffs).
 //!
 //! ```text
 //!   BPFFS/vnet/HOST-NAMESPACE/         locked by the vnetd that uses it
@@ -6,8 +6,8 @@
 //!     OBJECT/flows ports state tallies maps of one version of the programs, named by its hash
 //! ```
 //!
-//! A device index means something in one network namespace only. So the namespace is part of the name: the kernel's cookie, which
-//! it never gives again.
+//! A device index is valid in one network namespace only. So the folder's name contains the namespace's cookie, which the kernel
+//! never reuses.
 
 use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -36,16 +36,16 @@ pub(super) const MAPS: [&str; 4] = ["flows", "ports", "state", "tallies"];
 /// How established flows outlive vnetd.
 #[derive(Clone, Debug, Default)]
 pub struct Outlive {
-    /// How long they go on; at least as long as a verdict lives.
+    /// How long the kernel forwards established flows after vnetd has died; at least the lifetime of a verdict.
     pub time: Duration,
-    /// Where programs and maps are pinned; `None`: they end with vnetd.
+    /// Where programs and maps are pinned; `None`: the next vnetd cannot adopt them.
     pub pins: Option<PinOptions>,
 }
 
-/// Where to pin.
+/// Folder for pinned objects.
 #[derive(Clone, Debug)]
 pub struct PinOptions {
-    /// A bpffs, or a folder to mount one at.
+    /// A bpffs, or a folder where one is to be mounted.
     pub bpffs: PathBuf,
     /// The host's name.
     pub host: String,
@@ -54,21 +54,21 @@ pub struct PinOptions {
 impl PinOptions {
     /// The folder of this host in the calling thread's network namespace.
     fn folder(&self) -> io::Result<PathBuf> {
-        // A bpffs refuses names with dots.
+        // A bpffs rejects names with dots.
         Ok(self.bpffs.join("vnet").join(format!("{}-{:x}", self.host.replace('.', ":"), namespace()?)))
     }
 
-    /// Whether a vnetd that has died has left something.
+    /// True if a vnetd that has died has left pinned objects.
     pub(crate) fn exist(&self) -> bool {
         self.folder().is_ok_and(|folder| folder.exists())
     }
 }
 
-/// A locked folder of pins.
+/// This host's folder, locked.
 pub(super) struct Pins {
     folder: PathBuf,
     maps: PathBuf,
-    /// Whether the maps were there, with the flows of a vnetd that has died.
+    /// True if the maps existed, with the flows of a vnetd that has died.
     pub(super) adopted: bool,
     _lock: File,
 }
@@ -77,7 +77,7 @@ impl Pins {
     /// Opens the folder of this host in the calling thread's network namespace, for programs of this `object`.
     ///
     /// # Errors
-    /// Why nothing can be pinned.
+    /// The reason why nothing can be pinned.
     pub(super) fn open(options: &PinOptions, object: &[u8]) -> io::Result<Pins> {
         mount(&options.bpffs)?;
         let folder = options.folder()?;
@@ -90,7 +90,7 @@ impl Pins {
         object.hash(&mut hasher);
         let maps = folder.join(format!("{:016x}", hasher.finish()));
         let adopted = MAPS.iter().all(|name| maps.join(name).exists());
-        // Those of other versions live on in programs that are attached, until these are replaced.
+        // Attached programs keep maps of other versions alive until the programs are replaced.
         for other in entries(&folder)?.filter(|path| path.is_dir() && (*path != maps || !adopted)) {
             std::fs::remove_dir_all(other)?;
         }
@@ -116,7 +116,7 @@ impl Pins {
 
     /// Removes all pins.
     pub(super) fn remove(&self) {
-        // What remains harms nobody: the next vnetd adopts it, or removes it.
+        // Remaining objects are harmless: the next vnetd adopts or removes them.
         if let Err(error) = std::fs::remove_dir_all(&self.folder) {
             tracing::warn!("cannot remove '{}': {error}", self.folder.display());
         }
@@ -140,8 +140,8 @@ fn mount(folder: &Path) -> io::Result<()> {
         return Ok(());
     }
     std::fs::create_dir_all(folder).map_err(fail)?;
-    // A second mount would hide what another vnetd has pinned in the first. Anybody may lock a folder that all can read, so the
-    // wait is bounded.
+    // A second mount would hide the objects that another vnetd has pinned in the first. Any process that can read the folder can
+    // lock it, so the wait is bounded.
     let lock = File::open(folder).map_err(fail)?;
     let locked = (0..LOCK_TRIES).any(|_| {
         let locked = flock(&lock, FlockOperation::NonBlockingLockExclusive).is_ok();
@@ -164,7 +164,7 @@ fn mount(folder: &Path) -> io::Result<()> {
     if done < 0 { Err(fail(io::Error::last_os_error())) } else { Ok(()) }
 }
 
-/// A number of the calling thread's network namespace.
+/// Cookie of the calling thread's network namespace.
 fn namespace() -> io::Result<u64> {
     let socket = socket(AddressFamily::UNIX, SocketType::DGRAM, None)?;
     let (mut cookie, mut len) = (0_u64, size_of::<u64>() as libc::socklen_t);
@@ -173,6 +173,6 @@ fn namespace() -> io::Result<u64> {
         let socket = socket.as_fd().as_raw_fd();
         libc::getsockopt(socket, libc::SOL_SOCKET, SO_NETNS_COOKIE, (&raw mut cookie).cast(), &raw mut len)
     };
-    // Linux 5.10 has no cookie; its inodes are used again.
+    // Linux 5.10 has no cookies. Inode numbers may be reused.
     if done < 0 { Ok(std::fs::metadata("/proc/thread-self/ns/net")?.ino()) } else { Ok(cookie) }
 }

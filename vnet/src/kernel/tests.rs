@@ -156,7 +156,7 @@ fn only_a_valid_flow_is_taken() {
 fn leases_run_by_vnetds_clock() {
     let Some(bench) = Bench::new() else { return };
     assert!(bench.install(&Terms { until_ns: NOW + 10, ..terms() }));
-    // Real time is far beyond: a vnetd that has died moves nothing.
+    // CLOCK_MONOTONIC is far beyond the lease, but only vnetd advances the leases' clock.
     assert!(bench.takes(B, 60));
     let known = known(B);
     assert_eq!(bench.kernel.lease_ms(&known), Some(0));
@@ -222,7 +222,7 @@ fn a_port_fills_its_own_share_only() {
     };
     let flows = bench.kernel.flows();
     let install = |flow: Known| flows.install(&flow, &bench.from, &bench.to, &terms());
-    // It scans the network.
+    // The port scans the network.
     const SCANNED: u32 = 1_000_000;
     let taken = (0..SCANNED).filter(|n| install(known(to(*n)))).count();
     assert_eq!(taken, FLOWS_PORT_MAX as usize);

@@ -100,7 +100,7 @@ impl Versions {
         self.words.store(words.cast_mut(), Ordering::Release);
     }
 
-    /// Uses `memory` from now on. True: with the versions that it holds, because none was advanced here; otherwise they are copied there.
+    /// Uses `memory` from now on. True if the memory keeps its versions, because none was advanced here; otherwise they are copied there.
     /// No other thread may advance a version during the call.
     fn move_to(&self, memory: VersionMemory) -> bool {
         let is_new = (0..=CONSTANT).all(|bucket| self.get(bucket) == 0);
@@ -267,8 +267,8 @@ impl Default for Learned {
 }
 
 impl Learned {
-    /// Keeps the versions in `memory` from now on. True when decisions of one who kept versions there before stay valid: it holds
-    /// what it held, since nothing was learned here yet.
+    /// Keeps the versions in `memory` from now on. True if the memory keeps its versions, because none was advanced here yet: decisions
+    /// that depend on them stay valid.
     ///
     /// # Panics
     /// When `memory` has less than [`VERSIONS`] words.

@@ -69,9 +69,9 @@ struct port {
 struct state {
 	__u32 versions[VERSIONS];
 	__u32 generation;
-	/* CLOCK_MONOTONIC time, as vnetd has written it last: leases do not end while vnetd is dead. */
+	/* Clock of leases: CLOCK_MONOTONIC time that vnetd wrote last. Leases do not end while vnetd is dead. */
 	__u64 clock_ns;
-	/* CLOCK_MONOTONIC time after which no verdict holds, unless vnetd moves it on. */
+	/* CLOCK_MONOTONIC time after which no verdict holds; vnetd postpones it. */
 	__u64 end_ns;
 };
 
