@@ -10,6 +10,7 @@ from pathlib import Path
 
 from vnetlab import channel, console, demo, lab, machine, measure
 from vnetlab.bench import command as bench
+from vnetlab.evaluate import command as evaluate
 from vnetlab.run import LabError
 from vnetlab.topology import Kind, Node, Settings, Topology, Wire
 
@@ -56,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, command: Callable[[argparse.Namespace], int | None], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
         added.set_defaults(command=command)
-        if command not in (_demo, bench.command):
+        if command not in (_demo, bench.command, evaluate.command):
             added.add_argument("--name", default="lab", help="which lab (default: lab)")
         return added
 
@@ -101,6 +102,9 @@ def _parser() -> argparse.ArgumentParser:
     show = add("demo", _demo, "Bring two hosts up, measure every pair, print one table, take everything down.")
     show.add_argument("--report", type=Path, metavar="FILE", help="also write the figures to FILE as JSON")
     bench.add(add("bench", bench.command, "Measure vnet against its alternatives, in turn."))
+    evaluate.add(
+        add("evaluate", evaluate.command, "Repeat the papers' experiments on the kinds of data paths that exist here.")
+    )
     add("down", _down, "Take a lab down; leave nothing behind.")
     return parser
 

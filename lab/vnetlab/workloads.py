@@ -44,7 +44,15 @@ def measure(
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LabError(f"'{shlex.join(command)}' did not end: {error}") from error
-    if done.returncode:  # mpirun adds its own lines around the program's message.
-        said = [line for line in done.stderr.splitlines() if line.startswith(kernel.upper())]
-        raise LabError(" / ".join(said or [f"{kernel} failed: {done.stderr.strip()[-200:]}"]))
-    return json.loads(done.stdout)
+    return report(kernel, done.returncode, done.stdout + done.stderr)
+
+
+def report(kernel: str, status: int, output: str) -> dict:
+    """A workload's report from the exit status and the output of its run. Raises LabError if it failed."""
+    lines = output.splitlines()
+    found = [line for line in lines if line.startswith('{"kernel"')]
+    if status == 0 and found:
+        return json.loads(found[-1])
+    # mpirun adds its own lines around the program's message.
+    said = [line for line in lines if line.startswith(kernel.upper())]
+    raise LabError(" / ".join(said or [f"{kernel} failed with status {status}: {output.strip()[-200:]}"]))

@@ -85,7 +85,8 @@ def _run(bench: Bench, arguments: argparse.Namespace, options: Options) -> Resul
         raise LabError(f"--repeat {repeat}: choose 1 or more")
     result = runner.begin(bench, options, repeat)
     try:
-        runner.run(bench, options, result)
+        with runner.alone():
+            runner.run(bench, options, result)
     finally:
         if arguments.json:
             path = arguments.json

@@ -72,7 +72,7 @@ class Bare:
     @contextlib.contextmanager
     def up(self, topology: Topology) -> Iterator[Ends]:
         """Returns the hosts themselves."""
-        yield Ends(*topology.hosts)
+        yield Ends(topology.hosts[0], topology.hosts[-1])
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,9 @@ class VxlanContainers:
     def up(self, topology: Topology) -> Iterator[Ends]:
         """Creates bridges, VXLAN devices and veth pairs, and removes them."""
         with _vxlan(topology) as mtu, contextlib.ExitStack() as stack:
+            for host in topology.hosts:
+                stack.enter_context(_bridged(host, topology.machines(Kind.CONTAINER, host.host), mtu))
             containers = topology.machines(Kind.CONTAINER)
-            for container in containers:
-                stack.enter_context(_bridged(topology.hosts[container.host - 1], container, mtu))
             yield Ends(containers[0], containers[-1])
 
 
@@ -130,36 +130,39 @@ class VxlanMixed:
         near, far = topology.hosts
         container = topology.machines(Kind.CONTAINER, near.host)[0]
         end = OnHost(far.lab, Kind.HOST, far.host)
-        with _vxlan(topology) as mtu, _bridged(near, container, mtu):
+        with _vxlan(topology) as mtu, _bridged(near, [container], mtu):
             run(["ip", "-n", far.namespace, "address", "add", f"{end.address}/16", "dev", "vxlan"])
             yield Ends(end, container) if self.reverse else Ends(container, end)
 
 
 @contextlib.contextmanager
-def _bridged(host: Node, container: Node, mtu: int) -> Iterator[None]:
-    """Connects a container to its host's VXLAN device by a veth pair and a bridge while the context lasts."""
+def _bridged(host: Node, containers: list[Node], mtu: int) -> Iterator[None]:
+    """Connects containers to their host's VXLAN device by veth pairs and a bridge while the context lasts."""
     with contextlib.ExitStack() as stack:
         stack.callback(remove_device, host.namespace, "bridge")
         bridge(host, mtu)
-        here = f"{container.name} mtu {mtu} master bridge up"
-        there = f"{container.namespace} mtu {mtu}"
-        run(f"ip -n {host.namespace} link add {here} type veth peer name eth0 netns {there}".split())
-        stack.callback(remove_device, host.namespace, container.name)
-        inside = ["ip", "-n", container.namespace]
-        run([*inside, "address", "add", f"{container.address}/16", "dev", "eth0"])
-        run([*inside, "link", "set", "eth0", "up"])
+        for container in containers:
+            here = f"{container.name} mtu {mtu} master bridge up"
+            there = f"{container.namespace} mtu {mtu}"
+            run(f"ip -n {host.namespace} link add {here} type veth peer name eth0 netns {there}".split())
+            stack.callback(remove_device, host.namespace, container.name)
+            start_device(container)
         yield
 
 
 @contextlib.contextmanager
 def _vxlan(topology: Topology) -> Iterator[int]:
-    """Creates a VXLAN device on both hosts while the context lasts; returns its MTU."""
-    hosts = topology.hosts
+    """Creates a VXLAN device on all hosts while the context lasts; returns its MTU."""
     mtu = topology.settings.underlay_mtu - VXLAN_HEADERS
     with contextlib.ExitStack() as stack:
-        for host, peer in ((hosts[0], hosts[1]), (hosts[1], hosts[0])):
+        for host in topology.hosts:
+            peer, *others = (each for each in topology.hosts if each != host)
             vxlan(host, peer, mtu)
             stack.callback(remove_device, host.namespace, "vxlan")
+            for other in others:
+                # Frames for unknown addresses go to every peer.
+                entry = f"fdb append 00:00:00:00:00:00 dev vxlan dst {other.address}"
+                run(["bridge", "-n", host.namespace, *entry.split()])
         yield mtu
 
 
@@ -173,6 +176,13 @@ def bridge(host: Node, mtu: int) -> None:
     """Creates a bridge that contains the host's VXLAN device."""
     run(f"ip -n {host.namespace} link add bridge mtu {mtu} up type bridge".split())
     run(f"ip -n {host.namespace} link set vxlan master bridge".split())
+
+
+def start_device(container: Node) -> None:
+    """Assigns the container's address to its device `eth0` and sets it up."""
+    inside = ["ip", "-n", container.namespace]
+    run([*inside, "address", "add", f"{container.address}/16", "dev", "eth0"])
+    run([*inside, "link", "set", "eth0", "up"])
 
 
 def remove_device(namespace: str, name: str) -> None:
@@ -366,6 +376,8 @@ class Vnet:
     """Whether guests leave checksums and segmentation to their devices."""
     pinned: Pinned | None = None
     """CPUs of the dispatchers; None leaves the choice to the kernel."""
+    kind: str = "tap"
+    """Kind of the containers' interfaces: tap or veth."""
 
     def missing(self) -> None:
         """None: `up` fails if vnet is not built."""
@@ -399,6 +411,7 @@ class Vnet:
                     section = replace(self, dispatch=self._pinned(host)).section()
                     bridge = "".join(f"{line}\n" for line in ["[bridge]", *_lines(self.bridge)])
                     text = daemon.configuration(topology, host, interface).replace("[bridge]\n", bridge)
+                    text = text.replace('kind = "tap"', f'kind = "{self.kind}"')
                     if self.direct:
                         text = daemon.with_direct_ports(text, topology, host)
                     text += section + more

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from vnetlab import machine, process
 from vnetlab.bench import vhost
-from vnetlab.bench.contenders import Ends, remove_device, running
+from vnetlab.bench.contenders import Ends, remove_device, running, start_device
 from vnetlab.run import LabError, run, wait_until
 from vnetlab.topology import Kind, Node, Topology
 
@@ -59,6 +59,4 @@ class Floor:
 def _move(host: Node, container: Node, mtu: int) -> None:
     """Moves a host's device into a container."""
     run(f"ip -n {host.namespace} link set floor netns {container.namespace} name eth0 mtu {mtu}".split())
-    inside = ["ip", "-n", container.namespace]
-    run([*inside, "address", "add", f"{container.address}/16", "dev", "eth0"])
-    run([*inside, "link", "set", "eth0", "up"])
+    start_device(container)

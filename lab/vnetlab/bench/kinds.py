@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from vnetlab import machine, measure, process
 from vnetlab.bench import vhost, workload
-from vnetlab.bench.contenders import Ends, remove_device, running
+from vnetlab.bench.contenders import Ends, remove_device, running, start_device
 from vnetlab.bench.result import Sample
 from vnetlab.run import LabError, run, wait_until
 from vnetlab.topology import Kind, Node, Topology
@@ -57,9 +57,7 @@ class Between:
             for device, container in zip(DEVICES, containers, strict=True):
                 if self.kind in TAPS:
                     run(f"ip -n {host.namespace} link set {device} netns {container.namespace} name eth0".split())
-                inside = ["ip", "-n", container.namespace]
-                run([*inside, "address", "add", f"{container.address}/16", "dev", "eth0"])
-                run([*inside, "link", "set", "eth0", "up"])
+                start_device(container)
             yield Ends(*containers, {} if self.kind is None else running(".kinds.pid", [host]))
 
     def _start(self, host: Node) -> None:

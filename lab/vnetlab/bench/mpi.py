@@ -8,11 +8,11 @@ namespace. Both machines assume that they own all CPUs, so ranks are not bound t
 """
 
 import contextlib
+import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 from vnetlab import machine
 from vnetlab.bench.contenders import VNET, Bare, Contender, Ends, VxlanContainers, VxlanDevice, absent
@@ -23,6 +23,10 @@ from vnetlab.topology import Node
 CONTENDERS: tuple[Contender, ...] = (Bare(), VxlanDevice(), VxlanContainers(), VNET)
 """The tunnels of container networks; each adds a layer to the one before."""
 MESSAGE_BYTES = (1, 64, 1_024, 8_192, 65_536, 1 << 20, 4 << 20)
+TCP = "tcp,self"
+"""Transports of Open MPI (`btl`): all messages by TCP, also between ranks on one node."""
+SHARED_MEMORY = "tcp,self,vader"
+"""The same, but ranks on one node use shared memory."""
 START_S = 30
 """Allowance for Open MPI to start and exit."""
 MEASURE_S = 60
@@ -48,10 +52,10 @@ def messages(ends: Ends, size: int) -> Sample:
     """Messages of `size` bytes: one-way time of ping-pong, then time and total rate of both directions at once."""
     if reason := absent("NPopenmpi", "netpipe-openmpi"):
         raise LabError(reason)
-    with _agent(ends) as agent:
-        moved, seconds = _netpipe(ends, agent, size)
+    with launcher([ends.source, ends.destination]) as mpirun:
+        moved, seconds = _netpipe(ends, mpirun, size)
         sample = {"oneway_us": seconds * 1e6}
-        moved, seconds = _netpipe(ends, agent, size, "-2", "-a")
+        moved, seconds = _netpipe(ends, mpirun, size, "-2", "-a")
     return sample | {"exchange_us": seconds * 1e6, "exchange_bps": 8 * moved / seconds}
 
 
@@ -63,8 +67,8 @@ def challenge(ends: Ends, order: int) -> Sample:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     (folder / "hpccinf.txt").write_text(challenge_input(order))
-    with _agent(ends) as agent:
-        words = ["mpirun", *_open_mpi(ends, agent), "-wdir", str(folder), "hpcc"]
+    with launcher([ends.source, ends.destination]) as mpirun:
+        words = [*mpirun, "-wdir", str(folder), "hpcc"]
         text = machine.execute(ends.source, *words, timeout_s=START_S + CHALLENGE_S)
     report = folder / "hpccoutf.txt"
     sample = challenge_figures(report.read_text() if report.exists() else text)
@@ -93,26 +97,47 @@ def challenge_figures(report: str) -> Sample:
 
 
 @contextlib.contextmanager
-def _agent(ends: Ends) -> Iterator[Path]:
-    """The script that Open MPI runs as a remote shell: `agent ADDRESS COMMAND...`."""
+def launcher(nodes: Sequence[Node], transports: str = TCP) -> Iterator[list[str]]:
+    """The words of mpirun with a rank on each of these nodes, in this order.
+
+    mpirun runs on the first node. A node that appears twice runs two ranks.
+    """
+    # Ranks find others on their machine, which share its memory, by its name: every host has its own.
+    named = 'unshare --uts sh -c \'hostname "$0"; exec "$@"\''
     enter = [
-        f'{node.address}) exec {shlex.join(machine.namespace_command(node, ["sh", "-c"]))} "$*" ;;'
-        for node in (ends.source, ends.destination)
+        f'{node.address}) exec {named} {node.name} {shlex.join(machine.namespace_command(node, ["sh", "-c"]))} "$*" ;;'
+        for node in dict.fromkeys(nodes)
     ]
-    agent = ends.source.file(".agent")
+    agent, hosts = nodes[0].file(".agent"), nodes[0].file(".ranks")
     agent.write_text("\n".join(["#!/bin/sh", "host=$1; shift", 'case "$host" in', *enter, "esac", "exit 1", ""]))
     agent.chmod(0o755)
+    # Open MPI knows the node on which it is started by the machine's name only.
+    names = {nodes[0]: os.uname().nodename}
+    hosts.write_text("".join(f"{names.get(node, node.address)}\n" for node in nodes))
+    network = _network(nodes[0])
+    parameters = {
+        "plm": "rsh",
+        "plm_rsh_agent": str(agent),
+        "oob_tcp_if_include": network,
+        "btl_tcp_if_include": network,
+        "pml": "ob1",
+        "btl": transports,
+        "mpi_yield_when_idle": "1",
+    }
+    words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(len(nodes)), "--bind-to", "none"]
+    words += ["--hostfile", str(hosts), "--map-by", "seq"]
     try:
-        yield agent
+        yield words + [word for name, value in parameters.items() for word in ("--mca", name, value)]
     finally:
         agent.unlink()
+        hosts.unlink()
 
 
-def _netpipe(ends: Ends, agent: Path, size: int, *options: str) -> tuple[int, float]:
+def _netpipe(ends: Ends, mpirun: list[str], size: int, *options: str) -> tuple[int, float]:
     """Runs NetPIPE with one size; returns message bytes (of both directions with -2) and seconds."""
     report = ends.source.file(".netpipe")
     size_only = ["-l", str(size), "-u", str(size), "-p", "0"]
-    words = ["mpirun", *_open_mpi(ends, agent), "NPopenmpi", *size_only, *options, "-o", str(report)]
+    words = [*mpirun, "NPopenmpi", *size_only, *options, "-o", str(report)]
     text = machine.execute(ends.source, *words, timeout_s=START_S + MEASURE_S)
     try:
         moved, _, seconds = report.read_text().split()
@@ -120,23 +145,6 @@ def _netpipe(ends: Ends, agent: Path, size: int, *options: str) -> tuple[int, fl
     except (OSError, ValueError) as error:
         raise LabError(f"NetPIPE gave no figures: {text.strip()[-200:]}") from error
     return int(moved), float(seconds)
-
-
-def _open_mpi(ends: Ends, agent: Path) -> list[str]:
-    """Options of mpirun: one rank per machine, all traffic by TCP between these two addresses."""
-    network = _network(ends.source)
-    parameters = {
-        "plm": "rsh",
-        "plm_rsh_agent": str(agent),
-        "oob_tcp_if_include": network,
-        "btl_tcp_if_include": network,
-        "pml": "ob1",
-        "btl": "tcp,self",
-        "mpi_yield_when_idle": "1",
-    }
-    hosts = f"{ends.source.address},{ends.destination.address}"
-    words = ["--allow-run-as-root", "-np", "2", "--host", hosts, "--map-by", "node", "--bind-to", "none"]
-    return words + [word for name, value in parameters.items() for word in ("--mca", name, value)]
 
 
 def _network(node: Node) -> str:

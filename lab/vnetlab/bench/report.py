@@ -12,11 +12,11 @@ WAYS = {"none": "unlimited", "1g": "1 Gbit/s", "10g": "10 Gbit/s"}
 def table(result: Result) -> str:
     """The figures as a table for the terminal."""
     parts = []
-    for rows in _tables(result):
+    for rows in tables(result):
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         parts.append("\n".join([lines[0], "-" * len(lines[0]), *lines[1:]]))
-    return "\n\n".join([*parts, "\n".join(_failures(result))]).strip()
+    return "\n\n".join([*parts, "\n".join(failures(result))]).strip()
 
 
 def page(result: Result, title: str) -> str:
@@ -29,10 +29,10 @@ def page(result: Result, title: str) -> str:
     rounds = f"{result.repeat} round{'s' * (result.repeat > 1)}"
     lines += [f"`{result.command}`, {result.date}, {rounds}: median (smallest\N{EN DASH}largest)."]
     lines += [*result.notes, f"Every value of every round: [{source}]({source})."]
-    for head, *rows in _tables(result):
+    for head, *rows in tables(result):
         lines += ["", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
         lines += [f"| {' | '.join(row)} |" for row in rows]
-    lines += ["", *(f"- {line}" for line in _failures(result))]
+    lines += ["", *(f"- {line}" for line in failures(result))]
     lines += ["", f"![{title}]({result.bench}.svg)"]
     lines += ["", f"Machine: {machine(result)}.  "]
     lines += ["Versions: " + ", ".join(f"{name} {version}" for name, version in result.versions.items()) + "."]
@@ -57,7 +57,7 @@ def describe(conditions: Conditions) -> str:
     return ", ".join(str(value) if name in ("path", "load") else f"{name} {value}" for name, value in parts.items())
 
 
-def _tables(result: Result) -> Iterator[list[list[str]]]:
+def tables(result: Result) -> Iterator[list[list[str]]]:
     """Tables as rows of cells, heading first; consecutive conditions with the same metrics share a table."""
 
     def measured(conditions: Conditions) -> list[str]:
@@ -74,7 +74,7 @@ def _tables(result: Result) -> Iterator[list[list[str]]]:
         yield rows
 
 
-def _failures(result: Result) -> list[str]:
+def failures(result: Result) -> list[str]:
     """Contenders that could not be measured: one line per contender and reason."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for failure in result.failures:

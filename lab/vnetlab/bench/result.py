@@ -49,6 +49,10 @@ def _time(title: str) -> Metric:
     return Metric(title, "us", digits=1)
 
 
+def _seconds(title: str) -> Metric:
+    return Metric(title, "s", digits=3)
+
+
 def _bytes(title: str) -> Metric:
     return Metric(title, "GB/s", 1e9, higher_is_better=True)
 
@@ -76,6 +80,14 @@ METRICS = {
     "ptrans_bytes_per_s": _bytes("PTRANS"),
     "fft_flops": Metric("FFT", "Gflop/s", 1e9, higher_is_better=True),
     "updates_per_s": Metric("RandomAccess", "M/s", 1e6, higher_is_better=True, digits=3),
+    "operations_per_s": Metric("operations", "M/s", 1e6, digits=1, higher_is_better=True),
+    "of_native": Metric("multiple of native", "x", higher_is_better=True),
+    "whole_s": _seconds("whole"),
+    "compute_s": _seconds("compute"),
+    "pack_s": _seconds("pack"),
+    "send_s": _seconds("send"),
+    "wait_s": _seconds("wait"),
+    "aggregate_bps": _rate("all pairs together"),
     "tcp_variation": Metric("TCP, standard deviation", "%", 0.01, digits=1),
     "notifications_a_frame": Metric("notifications per frame", "", digits=3),
     "small_frames_per_s": Metric("small datagrams", "k/s", 1e3, higher_is_better=True, digits=1),
@@ -176,6 +188,11 @@ class Result:
             else:
                 self.series.append(Series(dict(conditions), contender, metric, [value]))
 
+    def rounds(self, conditions: Conditions, contender: str) -> int:
+        """Number of rounds in which the contender was measured under these conditions."""
+        found = (each for each in self.series if (each.conditions, each.contender) == (conditions, contender))
+        return max((len(series.values) for series in found), default=0)
+
     def find(self, conditions: Conditions, contender: str, metric: str) -> Series | None:
         """The series, or None if it was not measured."""
         for series in self.series:
@@ -197,13 +214,15 @@ class Result:
         return _distinct(entry.contender for entry in [*self.series, *self.failures])
 
     def write(self, path: Path) -> None:
-        """Writes the result as JSON; each series includes its median and spread for readers of the file."""
+        """Writes the result as JSON, as a whole or not at all; for readers, each series includes median and spread."""
         text = asdict(self)
         for entry, series in zip(text["series"], self.series, strict=True):
             low, high = series.spread
             entry |= {"unit": _base_unit(series.metric), "median": series.median, "min": low, "max": high}
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(text, indent=2) + "\n")
+        scratch = path.with_suffix(".new")
+        scratch.write_text(json.dumps(text, indent=2) + "\n")
+        scratch.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -4,7 +4,8 @@ import contextlib
 import fcntl
 import shlex
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from vnetlab.bench.suite import LAB, Bench, Case, Options, Turn, cases
 from vnetlab.run import LabError, progress
 from vnetlab.topology import Topology
 
-LOCK = Path("/run/vnet-bench.lock")
 REPEAT = 5
 REPEAT_QUICK = 2
+Measured = Callable[[Case, float], None]
+"""Called after each measurement, with its duration in seconds."""
 
 
 def begin(bench: Bench, options: Options, repeat: int) -> Result:
@@ -34,29 +36,39 @@ def begin(bench: Bench, options: Options, repeat: int) -> Result:
     )
 
 
-def run(bench: Bench, options: Options, result: Result) -> None:
+def run(bench: Bench, options: Options, result: Result, measured: Measured = lambda *_: None) -> None:
     """Runs a bench and adds its figures to `result`, which keeps them if the user interrupts the run.
 
-    Contenders that cannot run are recorded with the reason. Everything is taken down, also after an interrupt.
+    A result that already has figures is continued: only the missing rounds are measured. `measured` is called after
+    each measurement. Contenders that cannot run are recorded with the reason. Everything is taken down, also after an
+    interrupt.
     """
-    with _alone():
-        for case in cases(bench, options):
-            progress(f"{bench.name}: {words(case.conditions)}")
-            try:
-                topology = lab.prepare(case.settings)
-                _rounds(bench, case, topology, result)
-            finally:
-                lab.down(LAB)
+    for case in cases(bench, options):
+        if not left(case, result):
+            continue
+        progress(f"{bench.name}: {words(case.conditions)}")
+        try:
+            topology = lab.prepare(case.settings)
+            _rounds(bench, case, topology, result, measured)
+        finally:
+            lab.down(case.settings.name)
+
+
+def left(case: Case, result: Result) -> int:
+    """Number of measurements of a case that a result does not have yet, without contenders that failed."""
+    failed = {failure.contender for failure in result.failures if failure.conditions == case.conditions}
+    names = [turn.contender for turn in case.turns if turn.contender not in failed]
+    return sum(max(0, result.repeat - result.rounds(case.conditions, name)) for name in names)
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Prevents a second bench from running on this machine."""
-    with LOCK.open("wb") as file:
+def alone(name: str = LAB) -> Iterator[None]:
+    """Prevents a second bench with labs of this name from running on this machine."""
+    with Path(f"/run/vnet-{name}.lock").open("wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise LabError("another bench is running on this machine") from error
+            raise LabError(f"another bench of lab {name} is running on this machine") from error
         yield
 
 
@@ -65,7 +77,7 @@ def words(conditions: Conditions) -> str:
     return ", ".join(f"{name} {value}" for name, value in conditions.items())
 
 
-def _rounds(bench: Bench, case: Case, topology: Topology, result: Result) -> None:
+def _rounds(bench: Bench, case: Case, topology: Topology, result: Result, measured: Measured) -> None:
     """Runs all rounds; a contender that fails once is excluded from the case."""
     out: set[str] = set()
     for turn in case.turns:
@@ -75,8 +87,9 @@ def _rounds(bench: Bench, case: Case, topology: Topology, result: Result) -> Non
             _note(result, case, turn, reason)
     for number in range(1, result.repeat + 1):
         for turn in case.turns:
-            if turn.contender in out:
+            if turn.contender in out or number <= result.rounds(case.conditions, turn.contender):
                 continue
+            begin = time.monotonic()
             try:
                 sample = turn.take(topology)
             except LabError as error:
@@ -87,6 +100,7 @@ def _rounds(bench: Bench, case: Case, topology: Topology, result: Result) -> Non
                 continue
             result.add(case.conditions, turn.contender, sample)
             progress(f"  {number}/{result.repeat} {turn.contender}: {_shown(sample, bench)}")
+            measured(case, time.monotonic() - begin)
 
 
 def _note(result: Result, case: Case, turn: Turn, reason: str) -> None:

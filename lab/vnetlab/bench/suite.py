@@ -78,7 +78,7 @@ class Bench:
     """The condition on the x axis of plots with lines."""
 
 
-def _turn(contender: Contender, load: Callable[[Ends], Sample]) -> Turn:
+def turn_of(contender: Contender, load: Callable[[Ends], Sample]) -> Turn:
     """A turn that brings a contender up and applies a load."""
 
     def take(topology: Topology) -> Sample:
@@ -97,7 +97,7 @@ def _between_hosts(load: Callable[[Ends, float], Sample], seconds: float) -> Cal
             Case(
                 {"wire": wire, "MTU": mtu},
                 Settings(name=LAB, vms=0, wire=wire, underlay_mtu=mtu, mtu=mtu),
-                [_turn(contender, lambda ends: load(ends, options.seconds(seconds))) for contender in everybody],
+                [turn_of(contender, lambda ends: load(ends, options.seconds(seconds))) for contender in everybody],
             )
             for wire, mtu in options.settings()
         ]
@@ -113,7 +113,10 @@ def _vm(options: Options) -> list[Case]:
         Case(
             {"wire": wire, "MTU": mtu},
             Settings(name=LAB, containers=0, wire=wire, underlay_mtu=mtu, mtu=mtu),
-            [_turn(contender, lambda ends: workload.tcp_and_ping(ends, options.seconds(5))) for contender in everybody],
+            [
+                turn_of(contender, lambda ends: workload.tcp_and_ping(ends, options.seconds(5)))
+                for contender in everybody
+            ],
         )
         for wire, mtu in options.settings()
     ]
@@ -170,11 +173,11 @@ def _links(options: Options) -> list[Case]:
     for wire, mtu in options.settings():
         settings = Settings(name=LAB, vms=0, wire=wire, underlay_mtu=mtu, mtu=mtu)
         turns = [
-            _turn(each, lambda ends: workload.tcp_and_ping(ends, options.seconds(5)))
+            turn_of(each, lambda ends: workload.tcp_and_ping(ends, options.seconds(5)))
             for each in tunnels.everybody(options.vnets)
         ]
         if not options.vnets:
-            turns.append(_turn(tunnels.Relay(), lambda ends: workload.tcp(ends, options.seconds(5))))
+            turns.append(turn_of(tunnels.Relay(), lambda ends: workload.tcp(ends, options.seconds(5))))
         cases.append(Case({"wire": wire, "MTU": mtu}, settings, turns))
     return cases
 
@@ -243,7 +246,7 @@ def _idle_cases(options: Options) -> list[Case]:
         Case(
             {"interfaces": 1},
             Settings(name=LAB, vms=0),
-            [_turn(contender, lambda ends: _idle_after_traffic(ends, seconds)) for contender in everybody],
+            [turn_of(contender, lambda ends: _idle_after_traffic(ends, seconds)) for contender in everybody],
         )
     ]
 
@@ -260,7 +263,7 @@ def _kinds(options: Options) -> list[Case]:
         return Turn(vnet.name, vnet.missing, take)
 
     turns = [of(vnet) for vnet in options.vnets]
-    turns = turns or [_turn(each, lambda ends: kinds.load(ends, seconds)) for each in kinds.CONTENDERS]
+    turns = turns or [turn_of(each, lambda ends: kinds.load(ends, seconds)) for each in kinds.CONTENDERS]
     return [Case({"between": "containers of one host"}, Settings(name=LAB, containers=2, vms=0), turns)]
 
 
@@ -336,7 +339,7 @@ def _mpi(options: Options) -> list[Case]:
                 sample = run(ends)
             return sample | used.sample()
 
-        cases.append(Case(conditions, settings, [_turn(each, load) for each in everybody]))
+        cases.append(Case(conditions, settings, [turn_of(each, load) for each in everybody]))
 
     for wire, mtu in options.settings():
         settings = Settings(name=LAB, vms=0, wire=wire, underlay_mtu=mtu, mtu=mtu)
@@ -366,7 +369,7 @@ def _ablation(options: Options) -> list[Case]:
 
 
 def _told(contender: Contender, load: Callable[[Topology, Ends], Sample]) -> Turn:
-    """Like `_turn`, for a load that also queries the daemons."""
+    """Like `turn_of`, for a load that also queries the daemons."""
 
     def take(topology: Topology) -> Sample:
         with contender.up(topology) as ends:

@@ -1,0 +1,241 @@
+"""`lab evaluate`: continuation of interrupted runs, comparison with the papers, both reports, and a short real run."""
+
+import itertools
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vnetlab import lab
+from vnetlab.bench import plot, runner, suite
+from vnetlab.bench.result import METRICS, Failure, Result
+from vnetlab.bench.suite import Case, Turn
+from vnetlab.daemon import REPOSITORY
+from vnetlab.evaluate import papers, ranks, report, store
+from vnetlab.evaluate.claims import Claim
+from vnetlab.evaluate.document import Heading, List, Plot, Table, Text, markdown, page
+from vnetlab.evaluate.experiments import EXPERIMENTS, EvaluateOptions
+from vnetlab.evaluate.kinds import BRIDGED, ELSEWHERE, KINDS, NATIVE, TAP, VETH, VNETS
+from vnetlab.run import LabError
+from vnetlab.topology import Settings, Topology
+
+LAB = "test-evaluate"
+TEN = {"wire": "10g", "MTU": 1500}
+NAMED = {
+    "000": {"table 1", *(f"figure {number}" for number in range(1, 18))},
+    "001": {f"figure {number}" for number in range(1, 11)},
+    "002": {f"figure {number}" for number in range(1, 5)},
+    "003": {"table 1", "table 2", *(f"figure {number}" for number in range(1, 5))},
+    "004": {f"figure {number}" for number in range(1, 4)},
+}
+"""All captions of the papers."""
+
+
+@pytest.fixture
+def result() -> Result:
+    made = Result("streams", "lab/lab evaluate", "2026-01-02", 2, quick=False, machine={}, versions={"vnet": "1"})
+    for kind, rates in ((NATIVE, (10e9, 8e9)), (BRIDGED, (7e9, 7e9)), (TAP, (6e9, 6e9)), (VETH, (6.5e9, 7.5e9))):
+        for rate in rates:
+            made.add(TEN, kind.name, {"tcp_bps": rate})
+    return made
+
+
+def test_every_table_and_figure_has_an_experiment_or_a_reason():
+    for paper, names in NAMED.items():
+        entries = [entry for entry in papers.ENTRIES if entry.paper == paper]
+        assert sorted(entry.name for entry in entries) == sorted(names), paper
+        assert all(entry.experiment in EXPERIMENTS if entry.experiment else entry.reason for entry in entries)
+        assert len(report.coverage(paper).rows) == len(names) + 1
+    assert set(papers.PAPERS) == set(NAMED)
+    assert report.COVERAGE.read_text() == report.coverage_page(), "run lab/lab evaluate coverage"
+    assert set(papers.experiments("all")) == set(EXPERIMENTS), "no experiment that repeats nothing"
+
+
+def test_every_claim_is_measured_by_its_experiment():
+    """A claim names conditions, contenders and a metric that the experiment has."""
+    names = {kind.name for kind in KINDS}
+    for entry in papers.ENTRIES:
+        for claim in entry.claims:
+            experiment = EXPERIMENTS[entry.experiment]
+            assert {*claim.ours, claim.base} <= names
+            assert claim.metric in METRICS
+            conditions = [case.conditions for case in suite.cases(experiment, EvaluateOptions())]
+            assert any(claim.where.items() <= each.items() for each in conditions), (entry.name, claim.text)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (0.74, 0.78, "Agrees."),
+        (0.50, 0.60, "Better here."),
+        (0.90, 0.95, "Worse here: copies."),
+    ],
+)
+def test_verdict(result: Result, low: float, high: float, verdict: str):
+    claim = Claim("TCP", "tcp_bps", low, high, VNETS, NATIVE.name, TEN, "copies")
+    assert claim.measured(result) == pytest.approx((7 / 9, 7 / 9)), "the best path's median over native's"
+    assert (claim.here(result), claim.verdict(result)) == ("0.78x", verdict)
+    elsewhere = replace(claim, where={"wire": "1g"})
+    assert elsewhere.measured(result) is elsewhere.measured(None) is None
+    assert elsewhere.verdict(result) == "Not measured under these conditions."
+
+
+def test_verdict_of_a_time_is_the_other_way_round():
+    made = Result("pings", "", "", 1, quick=False, machine={}, versions={})
+    for name, time in ((NATIVE.name, 10), (TAP.name, 25)):
+        made.add(TEN, name, {"ping_median_us": time})
+    claim = Claim("ping", "ping_median_us", 1.2, 1.3, VNETS, NATIVE.name, why="late")
+    assert (claim.theirs, claim.verdict(made)) == ("1.20\N{EN DASH}1.30x", "Worse here: late.")
+    assert replace(claim, low=3, high=4).verdict(made) == "Better here."
+
+
+def test_ranks_in_a_row():
+    assert ranks.spread(8, 2, 7) == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert ranks.spread(8, 2, 1) == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert ranks.spread(4, 2, 2) == [0, 1, 1, 0]
+    for hosts, count in ((2, 8), (3, 6), (4, 8)):
+        for crossings in range(hosts - 1, count):
+            found = ranks.spread(count, hosts, crossings)
+            assert [found.count(host) for host in range(hosts)] == [count // hosts] * hosts
+            assert sum(one != other for one, other in itertools.pairwise(found)) == crossings
+    for impossible in ((3, 2, 1), (4, 2, 0), (4, 2, 4)):
+        with pytest.raises(LabError, match="cannot have"):
+            ranks.spread(*impossible)
+
+
+def test_an_interrupted_run_is_continued(result: Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Only missing rounds are measured; every measurement is in the file at once."""
+    taken: list[str] = []
+    path = tmp_path / "streams.json"
+
+    def turn(name: str) -> Turn:
+        def take(_topology: Topology) -> dict[str, float]:
+            if len(taken) == 3:
+                raise KeyboardInterrupt
+            taken.append(name)
+            return {"tcp_bps": 1.0}
+
+        return Turn(name, lambda: None, take)
+
+    cases = [Case(TEN, Settings(name=LAB), [turn("a"), turn("b")])]
+    monkeypatch.setattr(runner, "cases", lambda *_: cases)
+    monkeypatch.setattr(store, "cases", lambda *_: cases)
+    monkeypatch.setattr(runner.lab, "prepare", Topology)
+    monkeypatch.setattr(runner.lab, "down", lambda _: None)
+    experiment, options = EXPERIMENTS["streams"], EvaluateOptions()
+    empty = replace(result, series=[])
+    left = store.Remaining([(experiment, empty)], options)
+    assert str(left) == "4 measurements left, about 0 min 40 s"
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(experiment, options, empty, lambda case, _: left.measured(empty, path, case, 100))
+    assert (taken, str(left)) == (["a", "b", "a"], "1 measurement left, about 1 min 40 s")
+    kept = Result.read(path)
+    assert (kept.rounds(TEN, "a"), kept.rounds(TEN, "b"), kept.rounds({}, "b")) == (2, 1, 0)
+    taken.clear()
+    runner.run(experiment, options, kept)
+    assert taken == ["b"]
+    runner.run(experiment, options, kept)
+    assert taken == ["b"], "nothing is left"
+    kept.failures.append(Failure(dict(TEN), "a", "broken"))
+    kept.repeat = 3
+    assert runner.left(cases[0], kept) == 1, "a contender that failed is not waited for"
+
+
+def test_kept_figures_of_another_vnet_are_not_continued(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    machine = {"kernel": "6", "processor": "x"}
+    now = Result("pings", "", "", 3, quick=False, machine=machine, versions={"vnet": "2"})
+    monkeypatch.setattr(store.runner, "begin", lambda *_: now)
+    begin = ("pings", EvaluateOptions(), 3, tmp_path)
+    experiment = EXPERIMENTS["pings"]
+    assert store.begin(experiment, *begin[1:]) is now, "nothing is kept"
+    kept = replace(now, repeat=1, failures=[Failure({}, "a", "broken")])
+    kept.write(tmp_path / "pings.json")
+    continued = store.begin(experiment, *begin[1:])
+    assert (continued.repeat, continued.failures) == (3, []), "who failed gets another chance"
+    for other in (replace(kept, versions={"vnet": "1"}), replace(kept, machine=machine | {"kernel": "5"})):
+        other.write(tmp_path / "pings.json")
+        with pytest.raises(LabError, match="choose --fresh"):
+            store.begin(experiment, *begin[1:])
+    replace(kept, quick=True).write(tmp_path / "pings.json")
+    with pytest.raises(LabError, match="figures of a quick run"):
+        store.begin(experiment, *begin[1:])
+
+
+def test_document(tmp_path: Path):
+    svg = tmp_path / "a.svg"
+    svg.write_text("<svg/>")
+    link = "[page](x.md)"
+    blocks = [Heading("A < B", 1), Text(f"**bold** `a|b` {link}"), List(("one",)), Plot(svg, "P")]
+    blocks.append(Table((("a", "b"), ("c|d", "e"))))
+    assert markdown(blocks) == (
+        f"# A < B\n\n**bold** `a|b` {link}\n\n- one\n\n![P](a.svg)\n\n| a | b |\n|---|---|\n| c&#124;d | e |\n"
+    )
+    text = page("T", blocks)
+    for part in (
+        "<h1>A &lt; B</h1>",
+        "<p><strong>bold</strong> <code>a|b</code> page</p>",
+        "<li>one</li>",
+        'src="data:image/svg+xml;base64,PHN2Zy8+"',
+        "<tr><td>c|d</td><td>e</td></tr>",
+    ):
+        assert part in text
+    assert "x.md" not in text, "the page stands alone"
+
+
+def test_report(result: Result, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(LabError, match="has no results"):
+        report.write(tmp_path)
+    result.write(tmp_path / "streams.json")
+    nas = replace(result, bench="nas", series=[])
+    for name, rate in ((NATIVE.name, 100e6), (TAP.name, 90e6)):
+        nas.add({**TEN, "kernel": "CG", "class": "S", "ranks": 2}, name, {"operations_per_s": rate})
+    nas.failures.append(Failure({**TEN, "kernel": "IS"}, VETH.name, "the result is wrong"))
+    nas.write(tmp_path / "nas.json")
+    paths = report.write(tmp_path)
+    text, html = (path.read_text() for path in paths)
+    assert "| figure 8 | TCP on 10 Gbit/s | 0.74\N{EN DASH}0.78x | 0.78x | Agrees. |" in text
+    assert "| figure 14 | CG on 10g | 0.86\N{EN DASH}0.94x | 0.90x | Agrees. |" in text
+    assert f"{VETH.name} could not run (wire 10 Gbit/s, MTU 1500, kernel IS): the result is wrong" in text
+    assert all(each.name in text and each.command in text for each in ELSEWHERE), "what would run elsewhere"
+    assert "QUICK" not in text
+    assert {"streams.svg", "nas-10g-1500.svg"} <= {path.name for path in tmp_path.iterdir()}
+    assert html.count("data:image/svg+xml") == 2
+    assert 'src="streams' not in html, "one file"
+    (cg,) = {tuple(series.values) for series in report.relative(nas, "operations_per_s").series} - {(1.0,)}
+    assert cg == (0.9,)
+
+
+def test_every_experiment_has_cases():
+    for name, experiment in EXPERIMENTS.items():
+        full = suite.cases(experiment, EvaluateOptions())
+        quick = suite.cases(experiment, EvaluateOptions(quick=True, wires=("none",), mtus=(1500,)))
+        assert 0 < len(quick) <= len(full), name
+        assert set(experiment.plotted) <= set(METRICS)
+        assert [turn.contender for turn in full[0].turns][: len(KINDS)] == [kind.name for kind in KINDS]
+        conditions = [case.conditions for case in full]
+        assert all(conditions.count(each) == 1 for each in conditions), name
+
+
+def test_a_short_run(tmp_path: Path):
+    """Two kernels on two kinds between real hosts; the second call has nothing to measure."""
+    plot.library()
+    command = [sys.executable, str(REPOSITORY / "lab" / "lab"), "evaluate", "nas", "--quick", "--name", LAB]
+    command += ["--kernel", "is", "--kernel", "cg", "--contender", "macvlan", "--contender", "vnet, TAP"]
+    command += ["--results", str(tmp_path)]
+    try:
+        for left in (4, 0):
+            done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, done.stderr
+            assert f"1 experiments, {left} measurements left" in done.stderr
+    finally:
+        lab.down(LAB)
+    result = Result.read(tmp_path / "nas.json")
+    assert not result.failures
+    for kernel in ("IS", "CG"):
+        found = {"wire": "none", "MTU": 1500, "kernel": kernel, "class": "S", "ranks": 2}
+        assert all(result.find(found, name, "operations_per_s").median > 0 for name in ("macvlan", TAP.name))
+    assert "QUICK RUN" in (tmp_path / "report.md").read_text()
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")

@@ -1,0 +1,95 @@
+"""Kinds of data paths between applications on different hosts, as contenders, and those that need another machine."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from vnetlab.bench.contenders import (
+    Bare,
+    Contender,
+    Ends,
+    Vnet,
+    VxlanContainers,
+    remove_device,
+    start_device,
+)
+from vnetlab.run import run
+from vnetlab.topology import Kind, Topology
+
+
+@dataclass(frozen=True)
+class Macvlan:
+    """Containers with a macvlan device of the host's own device: the stand-in for a direct function of an adapter."""
+
+    name: str = "macvlan"
+
+    def missing(self) -> None:
+        """None: it is part of the kernel."""
+
+    @contextlib.contextmanager
+    def up(self, topology: Topology) -> Iterator[Ends]:
+        """Creates a device in each container, and removes them."""
+        containers = topology.machines(Kind.CONTAINER)
+        with contextlib.ExitStack() as stack:
+            for container in containers:
+                host = topology.hosts[container.host - 1]
+                device = f"link eth0 name {container.name} mtu {topology.settings.underlay_mtu}"
+                run(f"ip -n {host.namespace} link add {device} type macvlan mode bridge".split())
+                # Only after its move the name eth0 is free.
+                there = f"{container.name} netns {container.namespace} name eth0"
+                run(f"ip -n {host.namespace} link set {there}".split())
+                stack.callback(remove_device, container.namespace, "eth0")
+                start_device(container)
+            yield Ends(containers[0], containers[-1])
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A kind that this machine cannot run."""
+
+    name: str
+    stands_for: str
+    reason: str
+    command: str
+    """What runs it on a machine that can."""
+
+
+NATIVE = Bare()
+SHARED = Bare("native, shared memory on a host")
+"""Ranks on one host use shared memory: an upper bound for ranks that share a host."""
+BRIDGED = VxlanContainers("bridge and kernel VXLAN")
+MACVLAN = Macvlan()
+TAP = Vnet("vnet, TAP")
+VETH = Vnet("vnet, veth", kind="veth")
+KINDS: tuple[Contender, ...] = (NATIVE, BRIDGED, MACVLAN, TAP, VETH)
+VNETS = (TAP.name, VETH.name)
+STANDS_FOR = {
+    NATIVE.name: "no virtualization: processes in the host's own network namespace",
+    SHARED.name: "the upper bound for ranks that share a host",
+    BRIDGED.name: "a bridged path (Xen's bridge), and operating-system virtualization (OpenVZ): containers on a bridge",
+    MACVLAN.name: "a direct function of an adapter (IOV, passthrough): containers on macvlan",
+    TAP.name: "VNET/P and VNET/P+: containers whose frames vnetd reads from a TAP",
+    VETH.name: "the same with the kernel's own path for known flows between containers of one host",
+}
+_MPI_THERE = "`mpirun --host A,B --mca btl tcp,self lab/workloads/build/cg-mpi W`"
+ELSEWHERE = (
+    Elsewhere(
+        "virtual machines on tap and bridge",
+        "full virtualization (VMware), paravirtualization (Xen)",
+        "without KVM the emulator's speed hides that of the data path, and the guests' image has no Open MPI",
+        f"`lab/lab bench vm --contender tap`; between guests with Open MPI on two machines with KVM, {_MPI_THERE}",
+    ),
+    Elsewhere(
+        "virtual machines on vnet, vhost-user",
+        "VNET/P and VNET/P+ under a machine monitor",
+        "the same",
+        f"`lab/lab bench vm --contender vnet`; between guests with Open MPI on two machines with KVM, {_MPI_THERE}",
+    ),
+    Elsewhere(
+        "virtual function of an adapter",
+        "IOV (paper 003), passthrough (paper 001)",
+        "no adapter with SR-IOV",
+        "on both machines, `echo 1 > /sys/class/net/DEVICE/device/sriov_numvfs` and "
+        f"`ip link set FUNCTION netns NAMESPACE`, then in these namespaces {_MPI_THERE}",
+    ),
+)

@@ -1,0 +1,377 @@
+"""Every table and figure of the papers: its figures, and the experiment that repeats it, or why none does."""
+
+from dataclasses import dataclass
+
+from vnetlab.bench.result import Conditions
+from vnetlab.evaluate.claims import Claim
+from vnetlab.evaluate.kinds import BRIDGED, MACVLAN, NATIVE, VNETS
+
+PAPERS = {
+    "000": "Xia et al., Fast VMM-based overlay networking for bridging the cloud and high performance computing "
+    "(VNET/P)",
+    "001": "Cui et al., Optimizing overlay-based virtual networking through optimistic interrupts and cut-through "
+    "forwarding (VNET/P+)",
+    "002": "Walters et al., A comparison of virtualization technologies for HPC",
+    "003": "Nanos et al., Exploring I/O virtualization data paths for MPI applications in a cluster of VMs",
+    "004": "Nanos et al., A smart HPC interconnect for clusters of virtual machines",
+}
+LATENCY = "the two hosts share two processors with vnetd and the ranks, so every wake-up waits for a processor"
+COPIES = "each byte is copied through user space (docs/performance.md)"
+STAND_IN = "the stand-in differs: macvlan and bridge are kernel devices without a hypervisor"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A table or figure."""
+
+    paper: str
+    name: str
+    title: str
+    experiment: str = ""
+    """The experiment that repeats it; empty if there is none."""
+    claims: tuple[Claim, ...] = ()
+    reason: str = ""
+    """Why there is no experiment, or what an experiment leaves out."""
+
+
+def _overlay(text: str, metric: str, low: float, high: float, where: Conditions, why: str) -> Claim:
+    """A claim about the paper's overlay against native, here vnet's best path."""
+    return Claim(text, metric, low, high, VNETS, NATIVE.name, where, why)
+
+
+def _nas(ratios: dict[str, tuple[float, float]], wire: str) -> tuple[Claim, ...]:
+    """The overlay's operations per second against native, by kernel."""
+    return tuple(
+        _overlay(f"{kernel} on {wire}", "operations_per_s", low, high, {"kernel": kernel, "wire": wire}, LATENCY)
+        for kernel, (low, high) in ratios.items()
+    )
+
+
+def _drawing(paper: str, number: int, title: str, place: str) -> Entry:
+    return Entry(paper, f"figure {number}", title, reason=f"a drawing without figures; here: {place}")
+
+
+_ABLATION = "measured by the bench `ablation` ([page](../measurements/ablation.md))"
+_P_1G = {
+    "EP": (0.988, 0.995),
+    "MG": (0.873, 0.995),
+    "CG": (0.855, 0.994),
+    "FT": (0.819, 0.819),
+    "IS": (0.917, 0.994),
+    "LU": (0.806, 0.853),
+    "SP": (0.893, 0.940),
+    "BT": (0.946, 0.963),
+}
+_P_10G = {
+    "EP": (0.989, 0.999),
+    "MG": (0.743, 0.810),
+    "CG": (0.862, 0.937),
+    "FT": (0.858, 0.858),
+    "IS": (0.989, 0.998),
+    "LU": (0.743, 0.839),
+    "SP": (0.919, 0.969),
+    "BT": (0.780, 0.967),
+}
+_PLUS = {
+    "EP": (0.994, 0.999),
+    "MG": (0.904, 0.909),
+    "CG": (0.864, 0.999),
+    "FT": (0.999, 0.999),
+    "IS": (0.998, 0.999),
+    "LU": (0.940, 0.953),
+    "SP": (0.981, 0.999),
+    "BT": (0.918, 0.990),
+}
+
+_VNET_P = (
+    Entry(
+        "000",
+        "table 1",
+        "Parameters of VNET/P",
+        reason="settings, not figures: `mode`, `yield` and `threads` in [configuration](../configuration.md)",
+    ),
+    _drawing("000", 1, "Architecture", "[architecture](../../ARCHITECTURE.md)"),
+    _drawing("000", 2, "Routing inside the core", "[architecture](../../ARCHITECTURE.md)"),
+    _drawing("000", 3, "VMM-driven and guest-driven modes", f"both are {_ABLATION}"),
+    _drawing("000", 4, "Dispatchers on several cores", "`threads` and `cpus` in [configuration](../configuration.md)"),
+    Entry(
+        "000",
+        "figure 5",
+        "Receive throughput by number of cores",
+        reason="two processors leave no core for a second dispatcher: on a larger machine, "
+        "`lab/lab bench tcp --contender dispatchers`",
+    ),
+    _drawing("000", 6, "Adaptive mode", f"it is {_ABLATION}"),
+    _drawing("000", 7, "Data paths of transmission and reception", "[architecture](../../ARCHITECTURE.md)"),
+    Entry(
+        "000",
+        "figure 8",
+        "TCP throughput and UDP goodput",
+        "streams",
+        (
+            _overlay("TCP on 1 Gbit/s", "tcp_bps", 1, 1, {"wire": "1g"}, COPIES),
+            _overlay("TCP on 10 Gbit/s", "tcp_bps", 0.74, 0.78, {"wire": "10g"}, COPIES),
+            _overlay("UDP, 64 000-byte writes, on 1 Gbit/s", "udp_64000_bps", 1, 1, {"wire": "1g"}, COPIES),
+            _overlay("UDP, 64 000-byte writes, on 10 Gbit/s", "udp_64000_bps", 0.74, 0.74, {"wire": "10g"}, COPIES),
+        ),
+    ),
+    Entry(
+        "000",
+        "figure 9",
+        "Round trips by ICMP size",
+        "pings",
+        (_overlay("small pings", "ping_median_us", 2, 3, {"bytes": 56}, LATENCY),),
+    ),
+    Entry(
+        "000",
+        "figure 10",
+        "MPI ping-pong, one way",
+        "messages",
+        (_overlay("64 bytes", "oneway_us", 2.5, 2.5, {"bytes": 64}, LATENCY),),
+    ),
+    Entry(
+        "000",
+        "figure 11",
+        "MPI bandwidth by size, one way and both ways",
+        "messages",
+        (
+            _overlay("4 MiB, time one way", "oneway_us", 1.35, 1.35, {"bytes": 4 << 20, "wire": "10g"}, COPIES),
+            _overlay("4 MiB, both ways", "exchange_bps", 0.62, 0.62, {"bytes": 4 << 20, "wire": "10g"}, COPIES),
+        ),
+    ),
+    Entry(
+        "000",
+        "figure 12",
+        "HPCC latency and bandwidth",
+        "challenge",
+        (
+            _overlay("latency on 1 Gbit/s", "pingpong_latency_us", 1.2, 2, {"wire": "1g"}, LATENCY),
+            _overlay("latency on 10 Gbit/s", "pingpong_latency_us", 2, 3, {"wire": "10g"}, LATENCY),
+            _overlay("bandwidth on 10 Gbit/s", "pingpong_bytes_per_s", 0.6, 0.75, {"wire": "10g"}, COPIES),
+        ),
+        "two ranks instead of 8 to 24",
+    ),
+    Entry(
+        "000",
+        "figure 13",
+        "HPCC RandomAccess and FFT",
+        "challenge",
+        (
+            _overlay("RandomAccess on 10 Gbit/s", "updates_per_s", 0.65, 0.7, {"wire": "10g"}, LATENCY),
+            _overlay("FFT on 10 Gbit/s", "fft_flops", 0.6, 0.7, {"wire": "10g"}, COPIES),
+        ),
+        "two ranks instead of 8 to 24",
+    ),
+    Entry(
+        "000",
+        "figure 14",
+        "NAS Parallel Benchmarks",
+        "nas",
+        _nas(_P_1G, "1g") + _nas(_P_10G, "10g"),
+        "two ranks and smaller classes instead of 8 to 16 ranks of classes B and C",
+    ),
+    Entry(
+        "000",
+        "figure 15",
+        "HPCC latency and bandwidth over IPoIB",
+        reason="no InfiniBand here; an underlay with its MTUs (2044, 65 520) is not measured yet",
+    ),
+    Entry("000", "figure 16", "HPCC applications over IPoIB", reason="no InfiniBand here, as for figure 15"),
+    _drawing("000", 17, "VNET/P for Kitten", "not in scope; its host is the Kitten kernel"),
+)
+_VNET_P_PLUS = (
+    _drawing("001", 1, "Architecture of VNET/P", "[architecture](../../ARCHITECTURE.md)"),
+    _drawing("001", 2, "Time line of a virtual interrupt", "interrupts are emulated by KVM or QEMU"),
+    _drawing("001", 3, "Early virtual interrupts", f'`interrupts = "optimistic"`, {_ABLATION}'),
+    Entry(
+        "001",
+        "figure 4",
+        "Round trips by ICMP size",
+        "pings",
+        (_overlay("small pings", "ping_median_us", 1.24, 1.24, {"bytes": 56}, LATENCY),),
+    ),
+    Entry(
+        "001",
+        "figure 5",
+        "UDP goodput and TCP throughput",
+        "streams",
+        (
+            _overlay("TCP on 10 Gbit/s", "tcp_bps", 0.94, 0.94, {"wire": "10g"}, COPIES),
+            _overlay("UDP, 8 800-byte writes, on 10 Gbit/s", "udp_8800_bps", 0.9, 0.9, {"wire": "10g"}, COPIES),
+        ),
+    ),
+    Entry(
+        "001",
+        "figure 6",
+        "Variation of 5 000 pings and of an hour of TCP",
+        "pings",
+        reason="5 000 pings with their 99th percentile; throughput over 30 s instead of an hour is "
+        "[measured](../measurements/latency.md) by the bench `latency`",
+    ),
+    Entry(
+        "001",
+        "figure 7",
+        "MPI bandwidth by size, both ways",
+        "messages",
+        (_overlay("4 MiB, both ways", "exchange_bps", 0.9, 1, {"bytes": 4 << 20, "wire": "10g"}, COPIES),),
+    ),
+    Entry(
+        "001",
+        "figure 8",
+        "HPCC latency and bandwidth",
+        "challenge",
+        (
+            _overlay("latency on 10 Gbit/s", "pingpong_latency_us", 1.3, 1.3, {"wire": "10g"}, LATENCY),
+            _overlay("bandwidth on 10 Gbit/s", "pingpong_bytes_per_s", 0.9, 1, {"wire": "10g"}, COPIES),
+        ),
+        "two ranks instead of 8 to 24",
+    ),
+    Entry(
+        "001",
+        "figure 9",
+        "HPCC RandomAccess, PTRANS and FFT",
+        "challenge",
+        (
+            _overlay("RandomAccess on 10 Gbit/s", "updates_per_s", 0.87, 0.87, {"wire": "10g"}, LATENCY),
+            _overlay("PTRANS on 10 Gbit/s", "ptrans_bytes_per_s", 1, 1, {"wire": "10g"}, COPIES),
+            _overlay("FFT on 10 Gbit/s", "fft_flops", 1, 1, {"wire": "10g"}, COPIES),
+        ),
+        "two ranks instead of 8 to 24",
+    ),
+    Entry(
+        "001",
+        "figure 10",
+        "NAS Parallel Benchmarks",
+        "nas",
+        _nas(_PLUS, "10g"),
+        "two ranks and smaller classes instead of 8 to 16 ranks of classes B and C",
+    ),
+)
+_COMPARISON = (
+    Entry(
+        "002",
+        "figure 1",
+        "Network latency and bandwidth",
+        "streams",
+        (
+            Claim(
+                "OpenVZ, bandwidth on 1 Gbit/s", "tcp_bps", 0.353, 0.353, (BRIDGED.name,), NATIVE.name, {"wire": "1g"}
+            ),
+            _overlay("Xen, bandwidth on 1 Gbit/s", "tcp_bps", 0.945, 0.945, {"wire": "1g"}, COPIES),
+        ),
+        "latency by size is in the experiment pings (OpenVZ 1.06x, Xen 2.00x of native)",
+    ),
+    Entry(
+        "002",
+        "figure 2",
+        "IOZone: reading and writing files",
+        reason="not measured: containers use the host's file system, and vnet has no part in files",
+    ),
+    Entry(
+        "002",
+        "figure 3",
+        "NAS Parallel Benchmarks, serial and OpenMP",
+        reason="not measured: containers compute as the host does, and without KVM a guest's time is the emulator's",
+    ),
+    Entry(
+        "002",
+        "figure 4",
+        "NAS Parallel Benchmarks by MPI",
+        "nas",
+        tuple(
+            Claim(
+                f"OpenVZ, {kernel} on 1 Gbit/s",
+                "operations_per_s",
+                0.95,
+                1,
+                (BRIDGED.name,),
+                NATIVE.name,
+                {"kernel": kernel, "wire": "1g"},
+                LATENCY,
+            )
+            for kernel in ("EP", "BT", "CG", "SP")
+        ),
+        "two ranks instead of up to 64",
+    ),
+)
+
+
+def _direct(text: str, metric: str, low: float, high: float, base: str, where: Conditions) -> Claim:
+    """A claim about the paper's direct path."""
+    return Claim(text, metric, low, high, (MACVLAN.name,), base, where, STAND_IN)
+
+
+_ALL, _TEN = {"% of messages between hosts": 100}, {"wire": "10g"}
+_PATHS = (
+    Entry(
+        "003",
+        "table 1",
+        "Bandwidth of four pairs, netperf",
+        "pairs",
+        (
+            Claim(
+                "bridged", "aggregate_bps", 0.525, 0.525, (BRIDGED.name,), NATIVE.name, {"pairs": 4, **_TEN}, STAND_IN
+            ),
+            _direct("direct", "aggregate_bps", 0.782, 0.782, NATIVE.name, {"pairs": 4, **_TEN}),
+        ),
+    ),
+    Entry(
+        "003",
+        "table 2",
+        "Bandwidth of four pairs, iperf",
+        "pairs",
+        (
+            Claim(
+                "bridged", "aggregate_bps", 0.605, 0.605, (BRIDGED.name,), NATIVE.name, {"pairs": 4, **_TEN}, STAND_IN
+            ),
+            _direct("direct", "aggregate_bps", 0.715, 0.715, NATIVE.name, {"pairs": 4, **_TEN}),
+        ),
+    ),
+    _drawing(
+        "003", 1, "Placement of 16 processes", "the experiments placement, scaling and share place ranks like this"
+    ),
+    Entry(
+        "003",
+        "figure 2",
+        "Advective application by placement and split",
+        "placement",
+        (
+            _direct("direct, between hosts, whole time", "whole_s", 1.59, 1.59, NATIVE.name, {**_ALL, **_TEN}),
+            _direct(
+                "direct / bridged, between hosts, whole time", "whole_s", 0.5, 0.55, BRIDGED.name, {**_ALL, **_TEN}
+            ),
+        ),
+        "four ranks instead of 16",
+    ),
+    Entry(
+        "003",
+        "figure 3",
+        "Advective application by number of ranks",
+        "scaling",
+        (
+            _direct("direct, computing", "compute_s", 0.98, 1.02, NATIVE.name, {"ranks": 2}),
+            _direct("direct, whole time", "whole_s", 1.25, 1.25, NATIVE.name, {"ranks": 8}),
+        ),
+        "2 to 8 ranks instead of 2 to 16",
+    ),
+    Entry(
+        "003",
+        "figure 4",
+        "Direct over bridged by share of messages between hosts",
+        "share",
+        (_direct("direct / bridged, all messages between hosts", "whole_s", 0.5, 0.71, BRIDGED.name, _ALL),),
+        "eight ranks instead of 16",
+    ),
+)
+_INTERCONNECT = (
+    _drawing("004", 1, "Data paths", "vnet does not have this interconnect yet"),
+    Entry("004", "figure 2", "Rates by message size", reason="vnet does not have this interconnect yet"),
+    Entry("004", "figure 3", "CPU time by message size", reason="vnet does not have this interconnect yet"),
+)
+ENTRIES = _VNET_P + _VNET_P_PLUS + _COMPARISON + _PATHS + _INTERCONNECT
+
+
+def experiments(paper: str) -> list[str]:
+    """Names of a paper's experiments, in the order of its figures; `all` selects all papers."""
+    chosen = [entry.experiment for entry in ENTRIES if paper in (entry.paper, "all") and entry.experiment]
+    return list(dict.fromkeys(chosen))

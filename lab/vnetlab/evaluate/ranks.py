@@ -1,0 +1,62 @@
+"""Places MPI ranks on hosts, and runs a workload on them."""
+
+from vnetlab import machine, workloads
+from vnetlab.bench import usage, workload
+from vnetlab.bench.contenders import Ends
+from vnetlab.bench.mpi import START_S, TCP, launcher
+from vnetlab.bench.result import Sample
+from vnetlab.run import LabError
+from vnetlab.topology import Kind, Node, Topology
+
+PROGRAMS = workloads.SOURCES / "build"
+RUN_S = 1_200
+"""Time limit of a workload."""
+PARTS = ("compute_s", "pack_s", "send_s", "wait_s")
+
+
+def spread(ranks: int, hosts: int, crossings: int) -> list[int]:
+    """The host of each rank, counted from 0, such that `crossings` of `ranks` - 1 neighbours are on different hosts.
+
+    Every host gets the same number of ranks. Raises LabError if that is impossible.
+    """
+    blocks = crossings + 1
+    if ranks % hosts or not hosts <= blocks <= ranks:
+        raise LabError(f"{ranks} ranks in a row on {hosts} hosts cannot have {crossings} neighbours on different hosts")
+    sizes: list[int] = []
+    for block in range(blocks):
+        # A host divides its ranks among its blocks: every hosts-th one.
+        own = len(range(block % hosts, blocks, hosts))
+        place, share = block // hosts, ranks // hosts
+        sizes.append(share * (place + 1) // own - share * place // own)
+    return [block % hosts for block, size in enumerate(sizes) for _ in range(size)]
+
+
+def nodes(topology: Topology, ends: Ends, hosts: list[int]) -> list[Node]:
+    """The machine of each rank: a container of its own, or the host itself if a contender has no containers."""
+    if ends.source.kind is Kind.HOST:
+        return [topology.hosts[host] for host in hosts]
+    free = {host: iter(topology.machines(Kind.CONTAINER, host + 1)) for host in set(hosts)}
+    return [next(free[host]) for host in hosts]
+
+
+def measure(
+    topology: Topology, ends: Ends, kernel: str, arguments: list[str], hosts: list[int], transports: str = TCP
+) -> Sample:
+    """Runs a workload with a rank on each of these hosts. Raises LabError if its result is wrong."""
+    workload.meet(ends)
+    program = str(PROGRAMS / f"{kernel}-mpi")
+    with (
+        launcher(nodes(topology, ends, hosts), transports) as mpirun,
+        usage.measured(ends.processes) as used,
+    ):
+        first = nodes(topology, ends, hosts)[0]
+        status, text = machine.attempt(first, *mpirun, program, *arguments, timeout_s=START_S + RUN_S)
+    figures = workloads.report(kernel, status, text)
+    sample = {"operations_per_s": figures["mops"] * 1e6, "whole_s": figures["seconds"]}
+    cores = {"daemon_cores": used.processes_cores, "system_cores": used.system_cores}
+    return sample | {part: figures[part] for part in PARTS if part in figures} | cores
+
+
+def build() -> None:
+    """Builds the workloads' MPI programs."""
+    workloads.build(PROGRAMS, *(str(PROGRAMS / f"{kernel}-mpi") for kernel in workloads.KERNELS))

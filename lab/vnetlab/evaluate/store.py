@@ -1,0 +1,85 @@
+"""Keeps the results of an evaluation: a file per experiment, continued by a second call."""
+
+import shutil
+from pathlib import Path
+
+from vnetlab.bench import runner
+from vnetlab.bench.result import Result
+from vnetlab.bench.suite import Case, cases
+from vnetlab.evaluate.experiments import EvaluateOptions, Experiment
+from vnetlab.lab import CACHE
+from vnetlab.run import LabError, progress
+
+GUESS_S = 10
+"""Duration of a measurement before any has been made."""
+
+
+def folder(options: EvaluateOptions) -> Path:
+    """Where results of these options are kept. Quick figures and classes do not mix."""
+    return CACHE / "evaluate" / (f"{options.size}-quick" if options.quick else options.size)
+
+
+def begin(experiment: Experiment, options: EvaluateOptions, repeat: int, kept: Path) -> Result:
+    """The kept result of an experiment, to be continued, or an empty one.
+
+    Raises LabError if the kept figures are those of another vnet or another machine.
+    """
+    path = kept / f"{experiment.name}.json"
+    empty = runner.begin(experiment, options, repeat)
+    if not path.exists():
+        return empty
+    result = Result.read(path)
+    if result.quick != options.quick:
+        raise LabError(f"{path} has figures of a {'quick' if result.quick else 'full'} run: choose another --results")
+    for what, old, new in (
+        ("vnet", result.versions["vnet"], empty.versions["vnet"]),
+        ("kernel", result.machine["kernel"], empty.machine["kernel"]),
+        ("processor", result.machine["processor"], empty.machine["processor"]),
+    ):
+        if old != new:
+            raise LabError(f"{path} has figures of {what} {old}, this is {new}: choose --fresh to measure all anew")
+    # Contenders that failed get another chance.
+    result.failures, result.repeat, result.command = [], repeat, empty.command
+    return result
+
+
+def clear(kept: Path) -> None:
+    """Removes kept results."""
+    shutil.rmtree(kept, ignore_errors=True)
+
+
+class Remaining:
+    """Counts the measurements that are left, and estimates how long they take."""
+
+    def __init__(self, work: list[tuple[Experiment, Result]], options: EvaluateOptions) -> None:
+        self._cases = [(case, result) for experiment, result in work for case in cases(experiment, options)]
+        self._seconds: dict[str, list[float]] = {}
+
+    @property
+    def count(self) -> int:
+        """Measurements that are left."""
+        return sum(runner.left(case, result) for case, result in self._cases)
+
+    @property
+    def seconds(self) -> float:
+        """Their estimated duration: the mean of the same experiment's, else that of all, else a guess."""
+        every = [each for some in self._seconds.values() for each in some]
+        usual = sum(every) / len(every) if every else GUESS_S
+        total = 0.0
+        for case, result in self._cases:
+            own = self._seconds.get(result.bench)
+            total += runner.left(case, result) * (sum(own) / len(own) if own else usual)
+        return total
+
+    def measured(self, result: Result, path: Path, _case: Case, seconds: float) -> None:
+        """Writes a result after a measurement, and prints what is left."""
+        result.write(path)
+        self._seconds.setdefault(result.bench, []).append(seconds)
+        progress(f"  {self}")
+
+    def __str__(self) -> str:
+        """What is left, as text."""
+        minutes, seconds = divmod(round(self.seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        time = f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+        return f"{self.count} measurement{'s' * (self.count != 1)} left, about {time}"
