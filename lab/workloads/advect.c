@@ -59,24 +59,24 @@ static void parse(int argc, char **argv)
     char end;
     int *c = size.cells;
     if (argc < 2 || argc > 3)
-        fail(USAGE);
+        refuse(USAGE);
     for (const struct size *known = sizes; known < sizes + 3; known++)
         if (argv[1][0] == known->class && !argv[1][1])
             size = *known;
     if (!size.class && sscanf(argv[1], "%dx%dx%dx%d%c", c, c + 1, c + 2, &size.steps, &end) != 4)
-        fail(USAGE);
+        refuse(USAGE);
     if (!size.class)
         size.class = '-';
     set_class(size.class);
     if (argc == 2)
         choose_split();
     else if (sscanf(argv[2], "%dx%dx%d%c", split, split + 1, split + 2, &end) != 3)
-        fail(USAGE);
+        refuse(USAGE);
     for (int dim = 0; dim < 3; dim++)
         if (c[dim] < 1 || c[dim] > 4096 || size.steps < 1 || split[dim] < 1 || split[dim] > c[dim])
-            fail("each dimension has 1 to 4096 cells, and at least one for each rank of its split");
+            refuse("each dimension has 1 to 4096 cells, and at least one for each rank of its split");
     if ((int64_t)split[0] * split[1] * split[2] != ranks)
-        fail("%dx%dx%d is not a split for %d ranks", split[0], split[1], split[2], ranks);
+        refuse("%dx%dx%d is not a split for %d ranks", split[0], split[1], split[2], ranks);
 }
 
 static void prepare(void)

@@ -203,7 +203,7 @@ const struct cfd_size *cfd_begin(int argc, char **argv, const char *kernel, cons
         size++;
     cfd.n = size->n;
     if (ranks > cfd.n / 2)
-        fail("at most %d ranks for class %c: each has two rows or more", cfd.n / 2, class);
+        refuse("at most %d ranks for class %c: each has two rows or more", cfd.n / 2, class);
     cfd.dt = size->dt;
     cfd.t1 = (cfd.n - 1.0) * (cfd.n - 1.0);
     cfd.t2 = 0.5 * (cfd.n - 1);

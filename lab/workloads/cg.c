@@ -49,7 +49,7 @@ static void make_grid(void)
         rows *= 2;
     int columns = ranks / rows, ratio = columns / rows;
     if (rows * columns != ranks || (ratio != 1 && ratio != 2) || ratio * rows != columns)
-        fail("the number of ranks must be a power of two, not %d", ranks);
+        refuse("the number of ranks must be a power of two, not %d", ranks);
     int i = rank / columns, j = rank % columns;
     transposed = j / ratio * columns + i * ratio + j % ratio;
     MPI_Comm_split(MPI_COMM_WORLD, i, j, &row_comm);

@@ -33,21 +33,37 @@ char begin(int argc, char **argv, const char *kernel)
 {
     join_ranks(argc, argv, kernel);
     if (argc < 2 || strlen(argv[1]) != 1 || !strchr("SWA", argv[1][0]))
-        fail("usage: %s S|W|A", argv[0]);
+        refuse("usage: %s S|W|A", argv[0]);
     set_class(argv[1][0]);
     return class_name;
 }
 
-_Noreturn void fail(const char *format, ...)
+/* One write: mpirun mixes what ranks write with what it writes itself. */
+static void say(const char *format, va_list arguments)
+{
+    char text[256];
+    vsnprintf(text, sizeof text, format, arguments);
+    fprintf(stderr, "%s: %s\n", kernel_name, text);
+}
+
+_Noreturn void refuse(const char *format, ...)
 {
     if (rank == 0) {
         va_list arguments;
         va_start(arguments, format);
-        fprintf(stderr, "%s: ", kernel_name);
-        vfprintf(stderr, format, arguments);
-        fprintf(stderr, "\n");
+        say(format, arguments);
         va_end(arguments);
     }
+    MPI_Finalize();
+    exit(rank == 0 ? 2 : 0);
+}
+
+_Noreturn void fail(const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    say(format, arguments);
+    va_end(arguments);
     MPI_Abort(MPI_COMM_WORLD, 2);
     abort();
 }

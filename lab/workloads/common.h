@@ -32,7 +32,11 @@ char begin(int argc, char **argv, const char *kernel);
 void join_ranks(int argc, char **argv, const char *kernel);
 void set_class(char class);
 
-/* Prints an error on standard error, and ends all ranks with status 2. */
+/* Refuses arguments: all ranks call it, rank 0 prints the error on standard error and ends with status 2. No rank aborts: mpirun
+ * may kill ranks that abort before it has read what they printed. */
+_Noreturn void refuse(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+/* Prints this rank's error on standard error, and ends all ranks with status 2. */
 _Noreturn void fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 /* Allocates memory, set to zero; exits on failure. */

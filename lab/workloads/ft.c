@@ -213,7 +213,7 @@ static void prepare(void)
     ny = size->ny;
     nz = size->nz;
     if (ny % ranks || nz % ranks)
-        fail("the number of ranks must be a power of two up to %d, not %d", ny < nz ? ny : nz, ranks);
+        refuse("the number of ranks must be a power of two up to %d, not %d", ny < nz ? ny : nz, ranks);
     own_y = ny / ranks;
     own_z = nz / ranks;
     own = (size_t)nx * (size_t)ny * (size_t)own_z;

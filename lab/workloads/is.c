@@ -183,7 +183,7 @@ int main(int argc, char **argv)
     for (size = sizes; size->class != class; size++)
         ;
     if (ranks > RANKS_MAX)
-        fail("at most %d ranks", RANKS_MAX);
+        refuse("at most %d ranks", RANKS_MAX);
     int total = 1 << size->log2_keys;
     shift = size->log2_range - 10;
     first_index = part_start(total, rank, ranks);

@@ -57,7 +57,7 @@ static int rank_at(int x, int y, int z)
 static void make_grid(void)
 {
     if (ranks != 1 && ranks != 2 && ranks != 4 && ranks != 8)
-        fail("the number of ranks must be 1, 2, 4 or 8, not %d", ranks);
+        refuse("the number of ranks must be 1, 2, 4 or 8, not %d", ranks);
     split[2] = ranks >= 2 ? 2 : 1;
     split[1] = ranks >= 4 ? 2 : 1;
     split[0] = ranks >= 8 ? 2 : 1;
