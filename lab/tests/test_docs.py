@@ -57,3 +57,34 @@ def test_architecture_names_files_that_exist():
         name for name in named if not any(f"/{file}".endswith(f"/{name}") or f"/{name}" in f"/{file}" for file in files)
     ]
     assert not missing, f"ARCHITECTURE.md names what is not there: {' '.join(missing)}"
+
+
+TOLD = {
+    "README.md": (
+        'name = "h1"',
+        'name = "h2"',
+        "UDP port 9000 must be open on both",
+        "All guests of one network need the same MTU; larger frames are dropped (`mtu_exceeded`)",
+        "systemctl edit vnetd",
+        "vectors=0",
+        "`VHOST_USER_PROTOCOL_F_CONFIG` is harmless",
+        "every `HOST.key`",
+    ),
+    "docs/configuration.md": (
+        "`mac` becomes the device's MAC address",
+        "A device that vnetd made goes with vnetd",
+        "make it first: `ip -n box tuntap add",
+        "**A container that is made again.**",
+        "ssh h1 mkdir -p /etc/vnet/keys",
+        "`ca.key` and every `HOST.key` are secret",
+    ),
+    "docs/overlay.md": ("--listen-client-urls", "--advertise-client-urls", "TCP 2379"),
+    "docs/top.md": ("`REASON` is of the moment",),
+}
+"""What new administrators did not find, or misunderstood."""
+
+
+@pytest.mark.parametrize("page", TOLD)
+def test_what_new_administrators_missed_is_told(page: str):
+    text = (REPOSITORY / page).read_text()
+    assert not [words for words in TOLD[page] if words not in text]

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from checks import links, ping, pinging, port, reaches, settled, wait_for_path
+from checks import doctor, links, metrics, ping, pinging, port, reaches, settled, wait_for_path
 from conftest import PROGRAMS, MakeLab
 
 from vnetlab import daemon, lab, machine, process
@@ -131,6 +131,44 @@ def test_a_flood_of_first_fragments_fills_its_own_links_memory_only(topology: To
     assert settled(near)["balance"]["in"] > 0
 
 
+def test_one_mac_address_on_two_hosts_is_told_on_both(topology: Topology):
+    near, far, _ = topology.hosts
+    one, other = topology.find("h1c1"), topology.find("h2c1")
+    daemon.vnet(
+        far,
+        *f"interface add twin --kind tap --device twin --netns {other.namespace} --mac {one.mac} --mtu 1500".split(),
+    )
+    run(["ip", "-n", other.namespace, "address", "add", "10.98.0.1/24", "dev", "twin"])
+
+    def told(host: Node, here: str, there: str) -> bool:
+        machine.attempt(other, "ping -c 1 -W 0.1 10.98.0.2")
+        machine.attempt(one, "ping -c 1 -W 0.1 10.77.250.250")
+        twice = daemon.ask(host, "status").get("duplicate_addresses", [])
+        return [(known["mac"], known["at"], known["also"]) for known in twice] == [(one.mac, here, there)]
+
+    for host, here, there in ((near, "interface h1c1", "link h2"), (far, "interface twin", "link h1")):
+        wait_until(f"{host.name} to tell", lambda host=host, here=here, there=there: told(host, here, there), 60)
+        assert f"use {one.mac}: one at {here}, one at {there}" in doctor(host)
+        assert f"two stations use one MAC address, at {here} and at {there}" in host.file(".log").read_text()
+    daemon.vnet(far, "interface", "del", "twin")
+    assert "duplicate_addresses" not in daemon.ask(far, "status"), "what is gone is in conflict with nobody"
+
+
+def test_two_hosts_of_one_name_notice_each_other(topology: Topology):
+    near, far, _ = topology.hosts
+    rewrite(topology, far, ('name = "h1"', 'name = "peer"'), ('name = "h2"', 'name = "h1"'))
+    try:
+        for host, link in ((near, "h2"), (far, "peer")):
+            reason = lambda host=host, link=link: links(host)[link].get("reason", "")  # noqa: E731
+            wait_until(f"{host.name} to notice", lambda reason=reason: "has this host's name" in reason(), 60)
+            assert links(host)[link]["state"] == "degraded"
+            assert "has this host's name" in doctor(host)
+        wait_for_path(topology.find("h1c1"), topology.find("h2c1").address)
+    finally:
+        rewrite(topology, far)
+    wait_up(near, "h2")
+
+
 @pytest.fixture(scope="module")
 def sealed(make_lab: MakeLab) -> Topology:
     """Three hosts as in `topology`, with sealed links that rekey every two seconds."""
@@ -247,6 +285,13 @@ def test_certificates_expire_by_the_clock(sealed: Topology, clock: Clock):
     near, far, _ = sealed.hosts
     clock.jump(100 * 365 * 24 * HOUR_S)
     wait_until("the reason to be shown", lambda: "certificate ended" in links(near)["h2"].get("reason", ""), 40)
+    assert links(near)["h2"]["state"] != "up"
+    assert (links(near)["h2"]["certificate_s"], daemon.ask(near, "status")["certificate_s"]) == (0, 0)
+    for host in (near, far):
+        assert f'vnet_certificate_expiry_seconds{{host="{host.name}"}} 0\n' in metrics(near)
+    assert 'vnet_link_up{link="h2"} 0\n' in metrics(near)
+    assert re.search(r"PROBLEM +certificates +the certificate of h[12] has ended", doctor(near))
+    assert "certificate of h2 has ended" in daemon.vnet(near, "link", "list")
     # The side with the right clock also logs the reason.
     wait_until("the other side to log it", lambda: "expired" in far.file(".log").read_text(), 10)
     clock.jump(0)

@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from checks import ping, port, reaches, settled, wait_for_path
+from checks import doctor, ping, port, reaches, settled, wait_for_path
 from conftest import PROGRAMS, MakeLab
 
 from vnetlab import daemon, machine, process
@@ -51,6 +51,10 @@ def test_an_unknown_source_is_dropped_and_counted(topology: Topology):
     after = port(settled(host), "bridge", "bridge")["discards"]["unknown_source"]
     assert after - before == 5
     assert "10.78.0.77:9001" in host.file(".log").read_text(), "the log names the stranger"
+    sender = daemon.ask(host, "status")["unknown_sender"]
+    assert sender["address"] == "10.78.0.77:9001"
+    assert sender["datagrams"] >= 5
+    assert "10.78.0.77:9001 sends to this host, but no link has that address" in doctor(host)
 
 
 def test_a_way_point_forwards_between_foreign_peers(topology: Topology):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,10 @@ BOX, MATE = f"{PREFIX}-box", f"{PREFIX}-mate"
 LAN = f"vl{os.getpid() % 100_000}"
 BACK_S = 60
 """Timeout for events that take tens of milliseconds on an idle machine."""
+AGAIN_S = 1
+"""Bar from a namespace's return until its interface is up; the best of several rounds counts."""
+START_S = 2
+"""Bar from the start of a host with a thousand interfaces until it delivers frames; the best round counts."""
 MANY, TAPS, MISSING = 1000, 60, 100
 """Number of interfaces, of TAPs that exist and of TAPs that do not. The others are vhost-user, which close faster."""
 SEND_FROM_EACH = """
@@ -158,6 +163,7 @@ def test_a_host_starts_without_what_is_missing_and_has_it_when_it_comes(tmp_path
 def test_a_namespace_deleted_and_made_again_has_its_device_again(pair: Remote):
     before = device_mac(BOX)
     files = pair.descriptors()
+    times = []
     for _ in range(3):
         run(["ip", "netns", "delete", BOX])
         wait_for(pair, "box", "down", f"waiting for netns {BOX}")
@@ -166,10 +172,11 @@ def test_a_namespace_deleted_and_made_again_has_its_device_again(pair: Remote):
         underlay.add_namespace(BOX)
         began = time.monotonic()
         wait_for(pair, "box", "up")
-        print(f"back after {time.monotonic() - began:.3f} s")
+        times.append(time.monotonic() - began)
         assert device_mac(BOX) == before
         address(BOX, 1)
         wait_until("pings to the new namespace", lambda: pings(MATE, 1), BACK_S)
+    assert min(times) <= AGAIN_S, times
     assert pair.log.count("interface box is down: waiting for netns") == 3
     wait_until("the log", lambda: pair.log.count("interface box is up") == 3, BACK_S)
     wait_until("the old namespaces to be closed", lambda: pair.descriptors() == files, BACK_S)
@@ -213,8 +220,18 @@ def test_state_and_mtu_of_a_device_are_shown(pair: Remote):
     assert not has_device(BOX)
 
 
-def test_the_end_of_a_process_is_told(tmp_path: Path):
+@contextmanager
+def process_with_netns() -> Iterator[subprocess.Popen]:
+    """A process in a network namespace of its own, which ends with the context."""
     with subprocess.Popen(["unshare", "--net", "sleep", "1000"]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_the_end_of_a_process_is_told(tmp_path: Path):
+    with process_with_netns() as process:
         own = Path("/proc/self/ns/net").stat().st_ino
         wait_until("the namespace", lambda: Path(f"/proc/{process.pid}/ns/net").stat().st_ino != own, BACK_S)
         text = tap("box", f"pid:{process.pid}", "mtu = 65535\n")
@@ -223,6 +240,11 @@ def test_the_end_of_a_process_is_told(tmp_path: Path):
             capped = "mtu 65535 is more than a TAP takes; it will be 65521"
             assert capped in remote.log
             assert interfaces(remote)["box"]["notes"] == ["mtu is 65521, the most that a TAP takes"]
+            # While the process is the same one, its device is made again.
+            inside = ["nsenter", f"--net=/proc/{process.pid}/ns/net", "ip", "link"]
+            run([*inside, "delete", "eth0"])
+            wait_until("the device", lambda: "eth0" in run(inside), BACK_S)
+            wait_for(remote, "box", "up")
             process.kill()
             process.wait()
             wait_for(remote, "box", "down", f"process {process.pid} of netns pid:{process.pid} has exited")
@@ -268,25 +290,26 @@ def test_a_thousand_interfaces_of_which_a_hundred_cannot_open(tmp_path: Path):
         text += tap(f"i{number}", BOX if number < TAPS else MATE, more).replace("eth0", f"v{number}")
     for number in range(TAPS + MISSING, MANY):
         text += f'[[interface]]\nname = "i{number}"\nkind = "vhost-user"\nsocket = "{tmp_path}/{number}"\n'
-    began = time.monotonic()
+    times = []
+    while min(times, default=BACK_S) > START_S and len(times) < 3:
+        began = time.monotonic()
+        with vnetd(tmp_path, more=text) as remote:
+            send(BOX, range(TAPS))
+            wait_until("a frame from each", lambda remote=remote: arrived(remote) >= TAPS, BACK_S, poll_s=0.02)
+            times.append(time.monotonic() - began)
+    assert min(times) <= START_S, times
     with vnetd(tmp_path, more=text) as remote:
-        print(f"started after {time.monotonic() - began:.2f} s")
-        send(BOX, range(TAPS))
-        wait_until("a frame from each", lambda: arrived(remote) >= TAPS, BACK_S)
-        print(f"{TAPS} frames after {time.monotonic() - began:.2f} s")
         shown = interfaces(remote)
         assert len(shown) == MANY
         reasons = [interface.get("reason", "up") for interface in shown.values()]
         assert reasons.count(f"waiting for netns {MATE}") == MISSING
         assert reasons.count("up") == remote.get("/v1/status")["interfaces_up"] == TAPS
         assert sum(path.is_socket() for path in tmp_path.iterdir()) == MANY - TAPS - MISSING + 1
-        began = time.monotonic()
         underlay.add_namespace(MATE)
         all_up = TAPS + MISSING
         wait_until("all to be up", lambda: remote.get("/v1/status")["interfaces_up"] == all_up, BACK_S)
-        print(f"the rest after {time.monotonic() - began:.2f} s")
         send(MATE, range(TAPS, all_up))
-        wait_until("frames from the rest", lambda: arrived(remote) >= all_up, BACK_S)
+        wait_until("frames from the rest", lambda: arrived(remote) >= MISSING, BACK_S)
 
 
 def mac(number: int, separator: str = "") -> str:

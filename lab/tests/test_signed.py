@@ -7,7 +7,16 @@ import subprocess
 import time
 
 import pytest
-from checks import assert_balanced, pinging, readdressed, sent_to, silent, wait_for_path
+from checks import (
+    assert_balanced,
+    assert_restart_is_short,
+    metrics,
+    pinging,
+    readdressed,
+    sent_to,
+    silent,
+    wait_for_path,
+)
 from conftest import MakeLab
 from sealed_links import hang_up
 
@@ -80,10 +89,6 @@ def links(host: Node) -> set[str]:
 def all_up(host: Node) -> bool:
     """Whether all links of a host are up and sealed."""
     return all(link["state"] == "up" and link["peer"] for link in daemon.ask(host, "link", "list"))
-
-
-def metrics(host: Node) -> str:
-    return run(["curl", "-s", "--unix-socket", str(host.file(".sock")), "http://vnetd/metrics"])
 
 
 def test_sealed_hosts_find_each_other(topology: Topology):
@@ -221,6 +226,12 @@ def test_a_certificate_is_replaced_under_traffic(topology: Topology, paths: list
     lab.start_daemon(topology, topology.hosts[2])
     wait_for_all(topology)
     assert "untrusted" not in alarms(topology.hosts[2])
+
+
+def test_a_restart_after_a_kill_is_short(topology: Topology):
+    """Keys are agreed on at once."""
+    assert_restart_is_short(topology, topology.hosts[1], topology.find("h2c1"), topology.find("h1c1"))
+    wait_for_all(topology)
 
 
 def test_a_revoked_host_is_refused(topology: Topology):

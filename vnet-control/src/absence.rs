@@ -32,10 +32,14 @@ impl Absence {
         }
     }
 
-    /// Records that another attempt failed for `reason`, and schedules the next one.
-    pub fn failed(&mut self, reason: String) {
+    /// Records that another attempt failed for `reason`, and schedules the next one if it may be tried `again`; otherwise only applying
+    /// the configuration tries again.
+    pub fn failed(&mut self, reason: String, again: bool) {
         self.stand_in.set_reason(reason);
         self.attempts += 1;
+        if !again {
+            self.next = None;
+        }
         self.wait(RETRY_FIRST.saturating_mul(1 << self.attempts.min(16)).min(RETRY_LAST));
     }
 

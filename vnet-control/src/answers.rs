@@ -15,7 +15,8 @@ use vnet::interface::State;
 use vnet::kernel::{Carried, Known};
 use vnet::link::LinkState;
 use vnet::link::sealed::identity::unix_now;
-use vnet::route::{Held, LearnedEntry, LearnedStats};
+use vnet::route::{self, Held, LearnedEntry, LearnedStats};
+use vnet::stats::DiscardReason;
 
 /// Maximum number of flows in one answer: 250 KB.
 const FLOWS_SHOWN: usize = 1000;
@@ -48,8 +49,28 @@ impl Engine {
             }),
             kernel: self.kernel_summary(&interfaces),
             certificate_s: self.identity().map(|store| seconds_until(store.current().info().valid.1)),
+            duplicate_addresses: self.duplicate_addresses(),
+            unknown_sender: self.unknown_sender(),
             balance: self.stats().balance,
         }
+    }
+
+    fn duplicate_addresses(&self) -> Vec<api::DuplicateAddress> {
+        let (targets, now_ms) = (self.targets(), self.core.now_ms());
+        let shown = |conflict: route::Conflict| {
+            let name = |port| targets.get(&port).map(ToString::to_string);
+            let route::Conflict { network, mac, at, also, seen_ms } = conflict;
+            let age_s = now_ms.saturating_sub(seen_ms) / 1000;
+            Some(api::DuplicateAddress { network, mac, at: name(at)?, also: name(also)?, age_s })
+        };
+        self.core.learned().conflicts(now_ms).into_iter().filter_map(shown).collect()
+    }
+
+    fn unknown_sender(&self) -> Option<api::UnknownSender> {
+        let bridge = self.core.bridge_stats();
+        let (address, age_s) = bridge.last_stranger.lately()?;
+        let datagrams = bridge.discards(DiscardReason::UnknownSource);
+        Some(api::UnknownSender { address: address.to_string(), datagrams, age_s })
     }
 
     /// A configuration file that describes the configured state.

@@ -179,6 +179,7 @@ impl Engine {
         let mut made: Vec<(String, LiveLink)> = vec![];
         for (Item { spec, .. }, port) in new.into_iter().zip(ports) {
             let live = LiveLink::new(spec, port, &self.inbox);
+            live.link.name_host(&self.current.host.spec.name);
             if let Some(keeper) = &self.keeper {
                 live.link.set_identity(keeper.identity().clone());
             }

@@ -320,6 +320,21 @@ fn listing(command: &str, lines: impl Iterator<Item = (u32, String)>, first: u32
     Answer::Listing(shown)
 }
 
+/// The `count` items with the lowest indices from `first` on, in order. Takes memory for these only: a table may have a million.
+fn lowest<T>(items: impl Iterator<Item = (u32, T)>, first: u32, count: usize) -> Vec<(u32, T)> {
+    let mut kept = vec![];
+    for item in items.filter(|(index, _)| *index >= first) {
+        kept.push(item);
+        if kept.len() == 2 * count {
+            kept.select_nth_unstable_by_key(count, |(index, _)| *index);
+            kept.truncate(count);
+        }
+    }
+    kept.sort_unstable_by_key(|(index, _)| *index);
+    kept.truncate(count);
+    kept
+}
+
 fn links(engine: &Engine, first: u32) -> Answer {
     let indices = engine.indices();
     let line = |Item { spec, .. }: &Item<LinkSpec>| {
@@ -351,8 +366,8 @@ fn routes(engine: &Engine, first: u32) -> Answer {
             _ => format!("edge {name}"),
         },
     };
-    let mut routes: Vec<_> = engine.route_indices().collect();
-    routes.sort_unstable_by_key(|(index, _)| *index);
+    // One more than is shown tells that there are more.
+    let routes = lowest(engine.route_indices(), first, LISTING_MAX + 1);
     let lines = routes.into_iter().map(|(index, spec)| {
         let from = match &spec.from {
             desired::RouteSource::Any => "any".into(),

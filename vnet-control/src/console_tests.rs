@@ -210,6 +210,14 @@ fn statistics_name_every_port() {
 #[test]
 fn a_listing_names_its_continuation() {
     let lines = || (1..=LISTING_MAX as u32 + 10).map(|index| (index, index.to_string()));
+    // A listing of a large table sorts what it shows only.
+    let items = || (0..10_000).map(|n| ((n * 7919 + 13) % 10_007, n));
+    for (first, count) in [(0, 1), (0, 100), (5000, 100), (9_990, 100), (20_000, 5)] {
+        let mut all: Vec<_> = items().filter(|(index, _)| *index >= first).collect();
+        all.sort_unstable();
+        all.truncate(count);
+        assert_eq!(lowest(items(), first, count), all, "{first} {count}");
+    }
     let Answer::Listing(shown) = listing("ROUTES?", lines(), 0) else { panic!("a listing") };
     assert_eq!((shown.len(), shown.last().unwrap().as_str()), (LISTING_MAX + 1, "# more: ROUTES? 4097"));
     let Answer::Listing(rest) = listing("ROUTES?", lines(), LISTING_MAX as u32 + 1) else {

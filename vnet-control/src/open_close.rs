@@ -13,7 +13,7 @@ use vnet::dispatch::mode::Drive;
 use vnet::frame::{self, PortId};
 use vnet::interface::local::{Local, LocalError, LocalOptions};
 use vnet::interface::stand_in::Absent;
-use vnet::interface::tap::{Netns, Tap, TapError, TapOptions};
+use vnet::interface::tap::{Netns, Process, Tap, TapError, TapOptions};
 use vnet::interface::veth::{self, Veth, VethError, VethOptions};
 use vnet::interface::vhost_user::{VhostUser, VhostUserError, VhostUserOptions};
 use vnet::interface::{Interface, State};
@@ -45,6 +45,8 @@ pub(super) struct LiveInterface {
     pub absent: Option<Absence>,
     /// Last known MAC address of the device that vnetd created; the next device gets the same.
     pub mac: Option<Mac>,
+    /// The process whose network namespace the device is in, where a process id names the namespace.
+    pub process: Option<Process>,
     /// The state that was logged last.
     pub logged: Logged,
     mtu: u32,
@@ -85,12 +87,20 @@ impl LiveInterface {
         self.interface.device().map_or(self.mtu, |device| device.mtu() as u32)
     }
 
+    /// What it keeps when it is opened again.
+    pub fn before(&self) -> Before {
+        Before { stats: self.stats.clone(), mac: self.mac, process: self.process.clone() }
+    }
+
     /// An interface that is down for `reason`.
     pub fn absent(spec: &InterfaceSpec, port: PortId, before: Before, reason: String) -> LiveInterface {
-        let Before { stats, mac } = before;
+        let Before { stats, mac, process } = before;
         let stand_in = Arc::new(Absent::new(reason, stats.clone()));
-        // Do not retry for a namespace given by process id: a later process with the same id is another guest.
-        let retried = spec.attachment.netns().and_then(Netns::pid).is_none();
+        let netns = spec.attachment.netns();
+        let process = process.or_else(|| netns.and_then(Netns::process));
+        // Do not retry after the process has exited: a later process with the same id is another guest.
+        let retried =
+            netns.and_then(Netns::pid).is_none() || process.as_ref().is_some_and(|p| !p.has_exited());
         LiveInterface {
             port,
             stats,
@@ -100,6 +110,7 @@ impl LiveInterface {
             kernel: Err("the interface is down".into()),
             absent: Some(Absence::new(stand_in, retried)),
             mac,
+            process,
             logged: Logged::default(),
             mtu: spec.mtu,
         }
@@ -111,6 +122,8 @@ impl LiveInterface {
 pub(super) struct Before {
     pub stats: Arc<PortStats>,
     pub mac: Option<Mac>,
+    /// Absent: whatever process has the number now.
+    pub process: Option<Process>,
 }
 
 /// Error from opening an interface.
@@ -142,7 +155,7 @@ macro_rules! not_open {
         })*
     };
 }
-not_open!(TapError, LocalError, VhostUserError);
+not_open!(TapError, LocalError, VhostUserError, AccountError);
 
 /// Which interfaces a change may leave down when they cannot be opened.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -201,7 +214,10 @@ pub(super) fn close_all(mut interfaces: Vec<LiveInterface>) {
     std::thread::scope(|scope| {
         while !interfaces.is_empty() {
             let part = interfaces.split_off(interfaces.len().saturating_sub(share));
-            scope.spawn(move || part.into_iter().for_each(|live| live.interface.stop()));
+            scope.spawn(move || {
+                part.iter().for_each(|live| live.interface.stop());
+                part.iter().for_each(|live| live.interface.settle());
+            });
         }
     });
 }
@@ -242,6 +258,9 @@ pub(super) fn open_all(orders: &[Order<'_>], core: &Core) -> Vec<Result<LiveInte
 fn open(order: &Order<'_>, core: &Core) -> Result<LiveInterface, NotOpen> {
     let Order { spec, port, before } = order;
     let (port, stats) = (*port, before.stats.clone());
+    let netns = spec.attachment.netns();
+    let process = before.process.clone().or_else(|| netns.and_then(Netns::process));
+    check_process(netns, process.as_ref())?;
     let mut direct = None;
     let (mac, mtu, queues) = (spec.mac, spec.mtu as usize, spec.queues as usize);
     let origin = frame::Origin { port, network: spec.network };
@@ -253,9 +272,7 @@ fn open(order: &Order<'_>, core: &Core) -> Result<LiveInterface, NotOpen> {
                 direct = Some(UnderlayPort::bind(address)?);
             }
             let (socket, server, name) = (socket.clone(), *server, spec.name.clone());
-            let refused = |error: String| NotOpen { error, waits_for: None };
-            let access = front_end.access().map_err(|error| refused(error.to_string()))?;
-            let peer = front_end.peer().map_err(|error| refused(error.to_string()))?;
+            let (access, peer) = (front_end.access()?, front_end.peer()?);
             let memory_max = front_end.memory_max();
             let options =
                 VhostUserOptions { name, socket, server, mac, mtu, queues, access, peer, memory_max };
@@ -281,10 +298,25 @@ fn open(order: &Order<'_>, core: &Core) -> Result<LiveInterface, NotOpen> {
     if let Some(guest) = interface.coalesce() {
         guest.set_interrupts(spec.driving.interrupts);
     }
+    if let Err(exited) = check_process(netns, process.as_ref()) {
+        // It may be in the namespace of another process, which has the number now.
+        interface.stop();
+        return Err(exited);
+    }
     let drive = Drive::new(spec.driving.mode, queues);
     let (mac, mtu) = (interface.device().and_then(|device| device.mac()), spec.mtu);
     let (absent, logged) = (None, Logged::default());
-    Ok(LiveInterface { port, stats, drive, interface, direct, kernel, absent, mac, logged, mtu })
+    Ok(LiveInterface { port, stats, drive, interface, direct, kernel, absent, mac, process, logged, mtu })
+}
+
+/// Fails when the process that a namespace is named by has exited.
+fn check_process(netns: Option<&Netns>, process: Option<&Process>) -> Result<(), NotOpen> {
+    match (netns, process) {
+        (Some(netns), Some(process)) if process.has_exited() => {
+            Err(NotOpen { error: netns.absence(), waits_for: Some(netns.absence()) })
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Opens a TAP: for kind `tap`, and for kind `veth` if there is no kernel path.

@@ -11,8 +11,9 @@ use std::time::{Duration, Instant};
 use super::absence::Absence;
 use super::desired::*;
 use super::engine::Engine;
-use super::open_close::{Before, LiveInterface, Order, open_all};
+use super::open_close::{LiveInterface, Order, open_all};
 use vnet::interface::change_events::{Bell, Place};
+use vnet::interface::tap::Process;
 use vnet::interface::{Interface, State};
 
 /// Maximum time between two checks of devices, in case an event is missed.
@@ -65,9 +66,12 @@ impl Engine {
         next.map_or(longest, |next| next.saturating_duration_since(Instant::now()).min(longest))
     }
 
-    /// Tries to open all absent interfaces now, regardless of their backoff.
+    /// Tries to open all absent interfaces now, regardless of their backoff. A process id names whatever process has it now.
     pub(super) fn open_absent(&mut self) {
         self.release_lost();
+        for live in self.interfaces.values_mut().filter(|live| live.absent.is_some()) {
+            live.process = live.process.take().filter(|process| !process.has_exited());
+        }
         self.open_those(|live| live.absent.is_some());
         self.log_states();
         self.ring();
@@ -83,7 +87,7 @@ impl Engine {
         for Item { spec, .. } in &self.current.interfaces {
             let Some(live) = self.interfaces.get_mut(&spec.name) else { continue };
             let Some(reason) = live.interface.device().and_then(|device| device.lost()) else { continue };
-            let before = Before { stats: live.stats.clone(), mac: live.mac };
+            let before = live.before();
             let mut absent = LiveInterface::absent(spec, live.port, before, reason);
             std::mem::swap(&mut absent.logged, &mut live.logged);
             gone.push(std::mem::replace(live, absent));
@@ -102,7 +106,7 @@ impl Engine {
         let mut orders = vec![];
         for Item { spec, .. } in &self.current.interfaces {
             if let Some(live) = self.interfaces.get(&spec.name).filter(|live| chosen(live)) {
-                let before = Before { stats: live.stats.clone(), mac: live.mac };
+                let before = live.before();
                 orders.push(Order { spec, port: live.port, before });
             }
         }
@@ -116,7 +120,10 @@ impl Engine {
                     *live = open;
                     opened = true;
                 }
-                (Err(why), Some(absence)) => absence.failed(why.reason()),
+                (Err(why), Some(absence)) => {
+                    let exited = live.process.as_ref().is_some_and(Process::has_exited);
+                    absence.failed(why.reason(), !exited);
+                }
                 (Err(_), None) => {}
             }
         }

@@ -513,6 +513,23 @@ fn two_links_to_one_address_are_told_apart() {
 }
 
 #[test]
+fn a_route_to_a_link_of_the_overlay_is_answered() {
+    let route = "[host]\nname = \"h1\"\n[[route]]\ndst = \"any\"\nto = \"link h2\"\n";
+    let overlay = "[overlay]\netcd = [\"http://[::1]:2379\"]\ntrusted = true\n";
+    let told = |text: &str| errors(text).join("\n");
+    assert!(
+        told(route).contains("the route names link 'h2', which does not exist; there is none"),
+        "{}",
+        told(route)
+    );
+    let answer = told(&(route.to_owned() + overlay));
+    assert!(
+        answer.contains("links of the overlay come and go with their hosts, so no route may name one"),
+        "{answer}"
+    );
+}
+
+#[test]
 fn mistakes_of_a_link_are_named() {
     for (link, words) in [
         (("h1", "10.0.0.2:9000", ""), "link h1 has the name of this host itself"),

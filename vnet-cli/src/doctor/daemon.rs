@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use vnet_control::api::{Interface, Link, Overlay};
+use vnet_control::api::{Interface, Link, Overlay, Status};
 
 use super::finding::{Daemon, Finding, Level};
 use super::host::{Host, cpus};
@@ -35,7 +35,9 @@ pub fn examine(host: &Host, daemon: &Daemon) -> Vec<Finding> {
     findings.push(interfaces(&daemon.interfaces));
     findings.push(guests(&daemon.interfaces));
     findings.push(kernel_path(daemon));
+    findings.push(addresses(&daemon.status));
     findings.push(links(&daemon.links));
+    findings.push(strangers(&daemon.status));
     findings.push(certificates(daemon));
     findings.push(path_mtus(&daemon.interfaces, &daemon.links));
     findings.extend(daemon.overlay.as_ref().map(overlay));
@@ -236,6 +238,33 @@ fn links(links: &[Link]) -> Finding {
         return Finding::bad("links", Level::Warn, WHY, what, reach(link));
     }
     Finding::ok("links", WHY, format!("{} up and receiving", links.len()))
+}
+
+fn addresses(status: &Status) -> Finding {
+    const WHY: &str = "of two stations with one MAC address only one is reached, now this one, now that one";
+    let Some(last) = status.duplicate_addresses.last() else {
+        return Finding::ok("addresses", WHY, "no MAC address is used twice");
+    };
+    let what = format!(
+        "two stations of network {} use {}: one at {}, one at {} ({} such addresses)",
+        last.network.get(),
+        last.mac,
+        last.at,
+        last.also,
+        status.duplicate_addresses.len()
+    );
+    Finding::bad("addresses", Level::Problem, WHY, what, "give one of the two stations another MAC address")
+}
+
+fn strangers(status: &Status) -> Finding {
+    const WHY: &str = "datagrams are taken only from the remotes of links; all others are discarded";
+    let Some(last) = &status.unknown_sender else {
+        return Finding::ok("strangers", WHY, "every datagram came from a link's remote");
+    };
+    let what = format!("{} sends to this host, but no link has that address", last.address);
+    let todo = "if it is a host of the overlay, write its address and port as the remote of a [[link]]; otherwise limit the \
+                bridge's port to the overlay's hosts in the firewall";
+    Finding::bad("strangers", Level::Warn, WHY, what, todo)
 }
 
 fn overlay(overlay: &Overlay) -> Finding {

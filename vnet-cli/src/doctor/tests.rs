@@ -196,6 +196,26 @@ fn each_fault_of_a_daemon_is_found() {
     assert_eq!(change(|d| d.overlay.as_mut().unwrap().alarms[0].age_s = 5, "overlay"), Level::Warn);
     assert_eq!(change(|d| d.overlay.as_mut().unwrap().state = "away".into(), "overlay"), Level::Problem);
     assert_eq!(change(|_| {}, "overlay"), Level::Ok);
+    let twice = |d: &mut Daemon| {
+        let twice = serde_json::json!([
+            { "network": 1, "mac": "52:54:00:00:00:01", "at": "interface c1", "also": "link h2", "age_s": 3 },
+        ]);
+        d.status.duplicate_addresses = serde_json::from_value(twice).unwrap();
+    };
+    assert_eq!(change(twice, "addresses"), Level::Problem);
+    let stranger = |d: &mut Daemon| {
+        let sender = serde_json::json!({ "address": "10.0.0.7:9000", "datagrams": 21, "age_s": 3 });
+        d.status.unknown_sender = serde_json::from_value(sender).unwrap();
+    };
+    assert_eq!(change(stranger, "strangers"), Level::Warn);
+    let mut daemon = daemon();
+    [twice, stranger].iter().for_each(|change| change(&mut daemon));
+    let text = text(&examine(&host, Some(&daemon)), Some(&daemon));
+    for told in
+        ["use 52:54:00:00:00:01: one at interface c1, one at link h2", "10.0.0.7:9000 sends to this host"]
+    {
+        assert!(text.contains(told), "{text}");
+    }
 }
 
 #[test]

@@ -63,8 +63,42 @@ pub struct Status {
     /// Seconds until this host's certificate expires; 0 if it has expired, absent without `[identity]`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub certificate_s: Option<u64>,
+    /// MAC addresses that two stations used within the last ten minutes, the latest last; at most 16.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub duplicate_addresses: Vec<DuplicateAddress>,
+    /// Where the last datagrams came from that no link takes, within the last ten minutes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unknown_sender: Option<UnknownSender>,
     /// The balance of all frames.
     pub balance: Balance,
+}
+
+/// A MAC address that two stations use.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct DuplicateAddress {
+    /// The network.
+    pub network: NetworkId,
+    /// The address.
+    pub mac: Mac,
+    /// The interface or link that frames to the address go to.
+    pub at: String,
+    /// The other one that frames from the address arrive from.
+    pub also: String,
+    /// Seconds since that was seen last.
+    pub age_s: u64,
+}
+
+/// A sender of datagrams that no link takes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct UnknownSender {
+    /// Its address and port.
+    pub address: String,
+    /// Datagrams of all unknown senders so far.
+    pub datagrams: u64,
+    /// Seconds since the log told of it: once a minute for one sender.
+    pub age_s: u64,
 }
 
 /// The distributed overlay at a glance.

@@ -2,60 +2,11 @@
 //! share.
 
 use std::fmt;
-use std::io;
 use std::str::FromStr;
 
-use nix::unistd::{Group, User};
+use super::account::{Account, AccountError};
 use vnet::interface::vhost_user::AllowedPeer;
 use vnet::unix::SocketAccess;
-
-/// Maximum length of a user or group name in bytes (`LOGIN_NAME_MAX` less the terminating zero).
-const NAME_LEN_MAX: usize = 255;
-
-/// A user or group, by name or id.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Account(String);
-
-impl FromStr for Account {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Account, String> {
-        let odd = |c: char| c.is_whitespace() || c.is_control() || c == ':' || c == '/';
-        if text.is_empty() || text.len() > NAME_LEN_MAX || text.starts_with('-') || text.contains(odd) {
-            return Err("it takes a name or a number, as in \"tenant1\" or \"1001\"".into());
-        }
-        Ok(Account(text.into()))
-    }
-}
-
-impl fmt::Display for Account {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl Account {
-    /// The user id.
-    fn uid(&self) -> io::Result<u32> {
-        self.number("user", |name| Ok(User::from_name(name)?.map(|user| user.uid.as_raw())))
-    }
-
-    /// The group id.
-    fn gid(&self) -> io::Result<u32> {
-        self.number("group", |name| Ok(Group::from_name(name)?.map(|group| group.gid.as_raw())))
-    }
-
-    fn number(&self, what: &str, find: impl FnOnce(&str) -> io::Result<Option<u32>>) -> io::Result<u32> {
-        if let Ok(number) = self.0.parse() {
-            return Ok(number);
-        }
-        let text = |why: &str| io::Error::other(format!("{what} '{}' {why}; give its number", self.0));
-        match find(&self.0) {
-            Ok(number) => number.ok_or_else(|| text("does not exist on this host")),
-            Err(error) => Err(text(&format!("cannot be looked up ({error})"))),
-        }
-    }
-}
 
 /// Permissions of a file, written in octal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,7 +47,7 @@ pub struct FrontEndSpec {
 
 impl FrontEndSpec {
     /// Attributes of the socket file, with names resolved to ids.
-    pub(crate) fn access(&self) -> io::Result<SocketAccess> {
+    pub(crate) fn access(&self) -> Result<SocketAccess, AccountError> {
         Ok(SocketAccess {
             owner: self.socket_owner.as_ref().map(Account::uid).transpose()?,
             group: self.socket_group.as_ref().map(Account::gid).transpose()?,
@@ -105,7 +56,7 @@ impl FrontEndSpec {
     }
 
     /// The user and group whose processes may be the front end, with names resolved to ids.
-    pub(crate) fn peer(&self) -> io::Result<AllowedPeer> {
+    pub(crate) fn peer(&self) -> Result<AllowedPeer, AccountError> {
         Ok(AllowedPeer {
             uid: self.peer_user.as_ref().map(Account::uid).transpose()?,
             gid: self.peer_group.as_ref().map(Account::gid).transpose()?,
@@ -121,18 +72,6 @@ impl FrontEndSpec {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn accounts_are_names_or_numbers() {
-        let account = |text: &str| text.parse::<Account>().unwrap();
-        assert_eq!(account("1001").uid().unwrap(), 1001);
-        assert_eq!((account("root").uid().unwrap(), account("root").gid().unwrap()), (0, 0));
-        let error = account("no-such-user-here").uid().unwrap_err().to_string();
-        assert_eq!(error, "user 'no-such-user-here' does not exist on this host; give its number");
-        for bad in ["", "-1", "a b", "a:b", "a\0"] {
-            assert!(bad.parse::<Account>().is_err(), "{bad:?}");
-        }
-    }
 
     #[test]
     fn permissions_are_octal() {

@@ -4,6 +4,7 @@
 //! difference of two states, and the engine applies it. Each item keeps its place in the file for error messages; comparisons
 //! ignore the place.
 
+mod account;
 mod front_end;
 mod host;
 mod interface;
@@ -12,6 +13,8 @@ mod link;
 mod overlay;
 mod route;
 
+pub use account::Account;
+pub(crate) use account::AccountError;
 pub use front_end::*;
 pub use host::*;
 pub use interface::*;

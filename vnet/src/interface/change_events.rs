@@ -16,10 +16,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::Interface;
-use super::netns::{NamespaceId, Netns};
+use super::netns::{NamespaceId, Netns, Process};
 use crate::netlink::Notifications;
 use crate::poll::Poller;
 
@@ -69,7 +68,7 @@ struct Namespace {
     id: Option<NamespaceId>,
     devices: Option<Notifications>,
     /// Held open, because the end of the process is an event.
-    _process: Option<OwnedFd>,
+    _process: Option<Process>,
     /// True if an event has arrived since the namespace's interfaces were checked.
     stirred: bool,
 }
@@ -82,8 +81,7 @@ impl Namespace {
             Some(Ok((id, devices))) => (Some(id), devices.ok()),
             Some(Err(_)) => (None, None),
         };
-        let process = netns.and_then(Netns::pid).and_then(|pid| Pid::from_raw(pid.try_into().ok()?));
-        let process = process.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+        let process = netns.and_then(Netns::process);
         let waker = poller.waker(token);
         let watched = |fd: &dyn AsFd| waker.watch(fd.as_fd()).is_ok();
         Namespace {

@@ -54,7 +54,11 @@ impl Home {
     /// The reason why the namespace's name no longer refers to this namespace; `None` while it does.
     pub(super) fn lost(&self) -> Option<String> {
         let netns = self.netns.as_ref()?;
-        (netns.identity() != self.id).then(|| netns.absence())
+        let now = netns.identity();
+        (now != self.id).then(|| match (netns.pid(), now) {
+            (Some(pid), Some(_)) => format!("process {pid} has entered another network namespace"),
+            _ => netns.absence(),
+        })
     }
 
     /// The reason to report for an interface whose device is down.

@@ -90,8 +90,12 @@ pub trait Interface: Send + Sync {
         vec![]
     }
 
-    /// Stops the interface for good: no frame enters or leaves afterwards, and the guest sees its link go down.
+    /// Stops the interface for good: no frame enters or leaves afterwards, and the guest sees its link go down. Does not wait for
+    /// anybody else, because callers hold locks.
     fn stop(&self);
+
+    /// Waits until the kernel has released what a stopped interface lent it, at most a second.
+    fn settle(&self) {}
 
     /// True if this host may answer ARP and ND requests that arrive from this interface. The replies' targets are then reached
     /// through this interface without having been heard on it.

@@ -2,11 +2,14 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::sync::Arc;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 /// A network namespace.
@@ -48,6 +51,31 @@ impl std::fmt::Display for Netns {
             Netns::Path(path) => path.display().fmt(f),
             Netns::Pid(pid) => write!(f, "pid:{pid}"),
         }
+    }
+}
+
+/// The process whose id names a namespace. A later process with the same id is not mistaken for it.
+#[derive(Clone, Debug)]
+pub struct Process(Arc<OwnedFd>);
+
+impl Process {
+    /// The process that has this id now, if any.
+    pub(super) fn with_id(pid: u32) -> Option<Process> {
+        let pid = Pid::from_raw(pid.try_into().ok()?)?;
+        Some(Process(Arc::new(pidfd_open(pid, PidfdFlags::empty()).ok()?)))
+    }
+
+    /// True if the process has exited.
+    pub fn has_exited(&self) -> bool {
+        let mut ends = [PollFd::new(&*self.0, PollFlags::IN)];
+        // A pidfd becomes readable when its process exits. On an error, assume that it runs.
+        poll(&mut ends, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+    }
+}
+
+impl AsFd for Process {
+    fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        self.0.as_fd()
     }
 }
 
@@ -151,13 +179,18 @@ impl Netns {
         }
     }
 
+    /// The process whose id names the namespace, if there is one.
+    pub fn process(&self) -> Option<Process> {
+        Process::with_id(self.pid()?)
+    }
+
     /// Identity of the namespace that the name refers to now.
     pub(super) fn identity(&self) -> Option<NamespaceId> {
         std::fs::metadata(self.file()).ok().map(|meta| identity_of(&meta))
     }
 
     /// The reason to report for an interface while its namespace does not exist.
-    pub(super) fn absence(&self) -> String {
+    pub fn absence(&self) -> String {
         match self.pid() {
             Some(pid) => format!("process {pid} of netns {self} has exited"),
             None => format!("waiting for netns {self}"),
@@ -189,6 +222,18 @@ mod tests {
             [pid("pid:12"), pid("/proc/12/ns/net"), pid("/run/netns/12"), pid("12")],
             [Some(12), Some(12), None, None]
         );
+    }
+
+    #[test]
+    fn a_process_that_has_exited_is_not_another_one_of_its_number() {
+        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        let netns: Netns = format!("pid:{}", child.id()).parse().unwrap();
+        let process = netns.process().unwrap();
+        assert!(!process.has_exited());
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(process.has_exited() && netns.process().is_none());
+        assert!("box".parse::<Netns>().unwrap().process().is_none());
     }
 
     #[test]

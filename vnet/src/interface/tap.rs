@@ -31,8 +31,8 @@ use parking_lot::Mutex;
 
 use super::device::{self, Home, OnDevice, Sight};
 use super::frame_writer::FrameWriter;
-pub use super::netns::Netns;
 use super::netns::NetnsError;
+pub use super::netns::{Netns, Process};
 use super::{Interface, State};
 use crate::frame::{Batch, DropSink, FRAME_MAX, Frame, Origin, Segment, Selection};
 use crate::netlink::Netlink;

@@ -10,7 +10,7 @@ use super::inquiry::{Inbox, MAGIC, TEXT_MAX};
 use super::native::link_part::Native;
 use super::native::send_probes::{Courier, unfit};
 use super::options::{LinkKind, LinkOptions, Security, SourceMatch};
-use super::path::probe_health::{ANSWER_LEN, Probed};
+use super::path::probe_health::{NameTag, Probed};
 use super::path::state::{Path, udp_payload};
 use super::path::watch::Monitored;
 use super::rendezvous::hole_punching::PathChoice;
@@ -198,6 +198,13 @@ impl Link {
         }
     }
 
+    /// Sets the name of this host that probes carry as a tag, so that two hosts of the same name notice. Only the first call counts.
+    pub fn name_host(&self, host: &str) {
+        if let Some(native) = self.native() {
+            let _ = native.host_tag.set(NameTag::of(host));
+        }
+    }
+
     /// Maximum length in bytes of an inquiry's text on this link.
     ///
     /// # Errors
@@ -300,7 +307,7 @@ impl Monitored for Link {
 
     fn send_probe(&self, by: &Arc<Socket>, id: &[u8; 8], size: Option<u16>) {
         let Some(native) = self.native() else { return };
-        let len = size.map_or(ANSWER_LEN, |size| native.payload_of(size).max(ANSWER_LEN));
+        let len = size.map_or(0, |size| native.payload_of(size));
         Courier::new(by.clone()).probe((&self.common, native), id, len);
     }
 }

@@ -177,7 +177,7 @@ impl Receiver {
                 let rest = message.datagrams() - before;
                 self.stats.discard(DiscardReason::UnknownSource, rest as u64);
                 if let Some(source) = message.source.address() {
-                    self.strangers.note(normalised(source), rest as u64, now_ms);
+                    self.strangers.note(normalised(source), rest as u64, now_ms, &self.stats);
                 }
                 datagrams += rest;
                 self.progress.next_message();

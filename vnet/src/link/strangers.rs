@@ -1,6 +1,8 @@
-//! Log lines about datagrams from addresses that no link has.
+//! Log lines about datagrams from addresses that no link has; control shows the last one.
 
 use std::net::SocketAddr;
+
+use crate::stats::PortStats;
 
 /// Minimum interval between two lines, in ms.
 const INTERVAL_MS: u64 = 1000;
@@ -16,10 +18,17 @@ pub(in crate::link) struct Strangers {
 }
 
 impl Strangers {
-    /// Records `datagrams` datagrams from `source`, which no link has.
+    /// Records `datagrams` datagrams from `source`, which no link has, in the bridge's counters.
     #[cold]
-    pub(in crate::link) fn note(&mut self, source: SocketAddr, datagrams: u64, now_ms: u64) {
+    pub(in crate::link) fn note(
+        &mut self,
+        source: SocketAddr,
+        datagrams: u64,
+        now_ms: u64,
+        bridge: &PortStats,
+    ) {
         if let Some(datagrams) = self.line(source, datagrams, now_ms) {
+            bridge.last_stranger.note(source);
             tracing::warn!(
                 "{datagrams} datagrams from addresses that no link has (unknown_source), the last from {source}: if that is a \
                  host of the overlay, write its address and port as the remote of a [[link]]"

@@ -27,12 +27,12 @@ use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 use parking_lot::Mutex;
 
 use super::addresses::{Address, Addresses, Heard, ShareKey};
+use super::conflicts::{Conflict, Conflicts};
 use super::hash::Seed;
 use super::rule::PortKind;
 use super::storm_limit::Storm;
 use super::table::Table;
 use crate::frame::{NetworkId, PortId};
-use crate::log_limit::LogLimit;
 use crate::wire::ethernet::Mac;
 
 /// Interval in milliseconds at which the sighting of an address that keeps sending is refreshed.
@@ -240,10 +240,8 @@ struct Book {
     at_links: u32,
     stats: LearnedStats,
     housekeeping_at_ms: u64,
-    /// Rate limit of warnings about duplicate addresses, which guests can trigger.
-    log_limit: LogLimit,
-    /// Names of ports, for warnings.
-    names: HashMap<PortId, String>,
+    /// Addresses that two stations use.
+    conflicts: Conflicts,
     /// The last [`MOVES_KEPT`] moves, newest last.
     moves: VecDeque<Moved>,
     /// Scratch list of the shares of one housekeeping sweep.
@@ -300,8 +298,7 @@ impl Learned {
                 at_links: 0,
                 stats: LearnedStats::default(),
                 housekeeping_at_ms: 0,
-                log_limit: LogLimit::default(),
-                names: HashMap::new(),
+                conflicts: Conflicts::default(),
                 moves: VecDeque::with_capacity(MOVES_KEPT),
                 round: vec![],
             }),
@@ -352,24 +349,18 @@ impl Learned {
         (port, lease)
     }
 
-    /// Reports that an address configured on an interface was heard from another port, of kind `from`: counts it, and logs it at
-    /// most once a second.
-    pub(super) fn duplicate(&self, network: NetworkId, mac: Mac, from: PortKind) {
+    /// Reports that an address configured on an interface was heard from another port: counts it, keeps it for control, and logs it
+    /// at most once a second.
+    pub(super) fn duplicate(&self, conflict: Conflict) {
         let mut book = self.book.lock();
         book.stats.duplicates += 1;
-        let Some(suppressed) = book.log_limit.allow() else { return };
-        drop(book);
-        let from = match from {
-            PortKind::Interface => "another interface",
-            PortKind::Link => "another host",
-        };
-        tracing::warn!(
-            network = network.get(),
-            %mac,
-            suppressed,
-            "two stations use one MAC address: it is configured on an interface of this host, and frames from it arrive \
-             from {from}; give one of them another address",
-        );
+        book.conflicts
+            .note(conflict, "it is configured on the first, and frames from it arrive from the other");
+    }
+
+    /// Addresses that two stations used lately, the newest last.
+    pub fn conflicts(&self, now_ms: u64) -> Vec<Conflict> {
+        self.book.lock().conflicts.lately(now_ms)
     }
 
     /// Looks up `mac` without learning.
@@ -389,6 +380,7 @@ impl Learned {
                 self.versions.advance(bucket);
             }
         }
+        book.conflicts.forget_port(port);
         self.storm.reset(port);
     }
 
@@ -417,7 +409,7 @@ impl Learned {
 
     /// Sets the names of ports in warnings.
     pub(crate) fn name_ports(&self, names: HashMap<PortId, String>) {
-        self.book.lock().names = names;
+        self.book.lock().conflicts.names = names;
     }
 
     /// Moves from number `since` on (counted from 0), as far as they are still kept, and the number of the next move.
@@ -497,7 +489,13 @@ impl Book {
             address.moves = 0;
             address.frozen_until_ms = heard.at_ms + FREEZE_MS;
             self.stats.frozen += 1;
-            self.warn(&before, &heard);
+            let (network, mac, at, also) = (before.network, before.mac, heard.port, before.last.port);
+            let conflict = Conflict { network, mac, at, also, seen_ms: heard.at_ms };
+            let (moves, window_s, freeze_s) = (MOVES_MAX, MOVES_WINDOW_MS / 1000, FREEZE_MS / 1000);
+            let why = format!(
+                "it moved {moves} times within {window_s} s, and now stays at the first for {freeze_s} s"
+            );
+            self.conflicts.note(conflict, &why);
         }
         if self.moves.len() == MOVES_KEPT {
             self.moves.pop_front();
@@ -505,22 +503,6 @@ impl Book {
         let frozen = self.addresses.get(at).frozen_until_ms > heard.at_ms;
         let (network, mac, from, to) = (before.network, before.mac, before.last.port, heard.port);
         self.moves.push_back(Moved { network, mac, from, to, frozen });
-    }
-
-    /// Logs a duplicate address, at most once a second.
-    fn warn(&mut self, before: &Address, heard: &Heard) {
-        let Some(suppressed) = self.log_limit.allow() else { return };
-        let name = |port: PortId| self.names.get(&port).map_or("?", String::as_str);
-        let (from, to) = (name(before.last.port), name(heard.port));
-        tracing::warn!(
-            network = before.network.get(),
-            mac = %before.mac,
-            suppressed,
-            "two stations use one MAC address: it moved {MOVES_MAX} times within {} s, at last from {from} to {to}, and now stays \
-             where it is for {} s; give one of them another address",
-            MOVES_WINDOW_MS / 1000,
-            FREEZE_MS / 1000,
-        );
     }
 
     /// Frees space if possible. Returns true when the share of the port has a free slot.

@@ -18,6 +18,7 @@
 
 mod addresses;
 mod cache;
+mod conflicts;
 mod hash;
 mod install;
 mod learning;
@@ -34,6 +35,7 @@ mod trace;
 
 use std::sync::Arc;
 
+pub use conflicts::Conflict;
 pub use install::{INSTALLED_MS, Install, Installed, Verdicts};
 pub use learning::{
     FREEZE_MS, Held, Learned, LearnedEntry, LearnedStats, MOVES_MAX, MOVES_WINDOW_MS, Moved, VERSIONS,
@@ -255,10 +257,10 @@ impl Scratch {
         let (mut known, mut lease) = (None, Lease::FOREVER);
         if here.network.learning {
             let claim = claim(table, here, flow, now_ms);
-            if claim.is_none()
-                && table.configured(flow.network, flow.src).is_some_and(|port| port != flow.from)
-            {
-                learned.duplicate(flow.network, flow.src, here.port.kind);
+            let owner = table.configured(flow.network, flow.src).filter(|port| *port != flow.from);
+            if let (None, Some(at)) = (claim, owner) {
+                let (network, mac, also) = (flow.network, flow.src, flow.from);
+                learned.duplicate(Conflict { network, mac, at, also, seen_ms: now_ms });
             }
             let wanted = !ruled && pinned.is_none() && flow.dst.is_unicast();
             (known, lease) = learned.meet(flow.network, claim, wanted.then_some(flow.dst), now_ms);

@@ -147,6 +147,8 @@ fn configured_addresses_stay_where_they_are() {
     assert_eq!(router.learned.stats().duplicates, 1, "two stations use it, which is told");
     router.route(&flow(GUEST, mac(7), mac(1)), 0);
     assert_eq!(router.learned.stats().duplicates, 1, "its owner may");
+    let told: Vec<_> = router.learned.conflicts(0).iter().map(|c| (c.mac, c.at, c.also)).collect();
+    assert_eq!(told, [(mac(7), GUEST, LINK)]);
     let spoofed = flow(GUEST, mac(8), mac(1));
     assert_eq!(router.route(&spoofed, 0), Decision::Drop(DropReason::BadSource));
     let entries = router.learned.entries(router.table(), 2500);
@@ -162,6 +164,8 @@ fn an_address_in_two_places_is_frozen_and_thaws() {
     // Learned at HOST, then moved five times.
     let stats = router.learned.stats();
     assert_eq!(stats, LearnedStats { entries: 1, moves: 5, frozen: 1, refused: 0, duplicates: 0 });
+    let told: Vec<_> = router.learned.conflicts(20).iter().map(|c| (c.mac, c.at, c.also)).collect();
+    assert_eq!(told, [(mac(1), GUEST, HOST)]);
     let where_is = |router: &mut Router, now| outcome_port(router.route(&flow(LINK, mac(3), mac(1)), now));
     assert_eq!(where_is(&mut router, 20), GUEST);
     assert_eq!(router.learned.entries(router.table(), 20)[0].held, Held::Frozen);

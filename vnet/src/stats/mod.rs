@@ -4,7 +4,10 @@
 //! drops` holds whenever the dispatchers are between two batches. Links also count datagrams: one that brings no part of a
 //! frame into the core is discarded under one reason, outside that sum.
 
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use parking_lot::Mutex;
 
 macro_rules! reasons {
     ($(#[$outer:meta])* $name:ident { $($variant:ident = $text:literal, $doc:literal;)* }) => {
@@ -133,7 +136,8 @@ pub struct ZeroCopyStats {
     pub fallen_back: Counter,
 }
 
-/// How long a [`LastSender`] is remembered, in seconds, so that a mistake that has been corrected is no longer reported.
+/// How long a [`LastSender`] or [`LastStranger`] is remembered, in seconds, so that a mistake that has been corrected is no longer
+/// reported.
 const REMEMBERED_S: u64 = 600;
 
 /// Sender of the last frame that was dropped for one kind of mistake. A counter alone does not identify the sender.
@@ -181,6 +185,25 @@ impl LastSender {
     }
 }
 
+/// The source of datagrams that is no link's remote, as the log told it last: about once a second, so a lock does no harm.
+#[derive(Default, Debug)]
+pub struct LastStranger(Mutex<Option<(SocketAddr, u64)>>);
+
+impl LastStranger {
+    /// Notes a source.
+    #[cold]
+    pub fn note(&self, source: SocketAddr) {
+        *self.0.lock() = Some((source, seconds()));
+    }
+
+    /// The last source noted within ten minutes, and the seconds since then.
+    pub fn lately(&self) -> Option<(SocketAddr, u64)> {
+        let (source, at_s) = (*self.0.lock())?;
+        let age_s = seconds().saturating_sub(at_s);
+        (age_s < REMEMBERED_S).then_some((source, age_s))
+    }
+}
+
 /// Seconds of the monotonic clock, at least 1, as of the last timer tick.
 fn seconds() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::MonotonicCoarse);
@@ -223,6 +246,8 @@ pub struct PortStats {
     pub last_oversize: LastSender,
     /// Sender of the last frame from this interface that port security refused.
     pub last_bad_source: LastSender,
+    /// Source of the last datagrams that no link took.
+    pub last_stranger: LastStranger,
     drops: [Counter; DropReason::COUNT],
     discards: [Counter; DiscardReason::COUNT],
 }

@@ -8,11 +8,13 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use rustix::net::netlink::SocketAddrNetlink;
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType};
 use tokio::io::unix::AsyncFd;
+use tokio::time::Instant;
 
-use super::REQUEST;
+use super::{PAUSES_MS, REQUEST};
 
 /// Multicast groups of address and route changes, IPv4 and IPv6.
 const GROUPS: i32 =
@@ -22,11 +24,14 @@ const SETTLE: Duration = Duration::from_millis(50);
 /// Interval of lookups where the kernel sends no notifications.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
+/// A change of address this long after the last one starts the backoff anew.
+const CALM: Duration = Duration::from_secs(10);
+
 /// The addresses at which other hosts can reach this one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Whereabouts {
-    /// Source address of the route to the store; `None` without a route, or if the store runs on this host.
-    pub source: Option<IpAddr>,
+    /// Source addresses of the routes to the store's members; empty without a route, or if the store runs on this host.
+    pub sources: Vec<IpAddr>,
     /// True if the bridge's address is one of this host's.
     pub bridge_is_here: bool,
 }
@@ -34,19 +39,46 @@ pub(super) struct Whereabouts {
 impl Whereabouts {
     /// Looks up the addresses. `None` if that is impossible because no endpoint's name can be resolved.
     pub async fn look(endpoints: &[String], bridge: SocketAddr) -> Option<Whereabouts> {
-        let bridge_is_here = is_here(bridge.ip());
-        let mut resolved = false;
-        for endpoint in endpoints {
-            let store = endpoint.split_once("://").map_or(endpoint.as_str(), |(_, rest)| rest).to_string();
-            let found = tokio::time::timeout(REQUEST, tokio::net::lookup_host(store)).await;
-            for store in found.into_iter().flatten().flatten() {
-                resolved = true;
-                if let Some(ip) = source(store).filter(|ip| !ip.is_loopback()) {
-                    return Some(Whereabouts { source: Some(ip), bridge_is_here });
-                }
+        let lookups = endpoints.iter().map(|endpoint| {
+            let store = endpoint.split_once("://").map_or(endpoint.as_str(), |(_, rest)| rest);
+            tokio::time::timeout(REQUEST, tokio::net::lookup_host(store.to_string()))
+        });
+        let found = join_all(lookups).await;
+        let stores: Vec<SocketAddr> = found.into_iter().flatten().flatten().flatten().collect();
+        let mut sources = vec![];
+        for ip in stores.iter().filter_map(|store| source(*store)).filter(|ip| !ip.is_loopback()) {
+            if !sources.contains(&ip) {
+                sources.push(ip);
             }
         }
-        resolved.then_some(Whereabouts { source: None, bridge_is_here })
+        (!stores.is_empty()).then(|| Whereabouts { sources, bridge_is_here: is_here(bridge.ip()) })
+    }
+
+    /// The source address to publish: the last one as long as it leads to a member, because names resolve in any order.
+    pub fn source(&self, last: Option<IpAddr>) -> Option<IpAddr> {
+        last.filter(|ip| self.sources.contains(ip)).or(self.sources.first().copied())
+    }
+
+    /// Whether others reach this host elsewhere than `before`, when `source` was published.
+    fn differs(&self, before: &Whereabouts, source: Option<IpAddr>) -> bool {
+        self.source(source) != source || self.bridge_is_here != before.bridge_is_here
+    }
+}
+
+/// Backoff between sessions that end because this host's address changes: none after the first change.
+#[derive(Default)]
+pub(super) struct MovePause {
+    last: Option<Instant>,
+    pause: Duration,
+}
+
+impl MovePause {
+    /// The address has changed: the pause before the next session.
+    pub fn next(&mut self) -> Duration {
+        let (first, longest) = (Duration::from_millis(PAUSES_MS.0), Duration::from_millis(PAUSES_MS.1));
+        let calm = self.last.replace(Instant::now()).is_none_or(|last| last.elapsed() >= CALM);
+        self.pause = if calm { Duration::ZERO } else { (self.pause * 2).clamp(first, longest) };
+        self.pause
     }
 }
 
@@ -71,11 +103,17 @@ impl AddressNews {
         AddressNews(news.ok())
     }
 
-    /// Waits until the answer of [`Whereabouts::look`] differs from `before`.
-    pub async fn moved(&mut self, endpoints: &[String], bridge: SocketAddr, before: Whereabouts) {
+    /// Waits until others reach this host elsewhere than `before`, when `source` was published.
+    pub async fn moved(
+        &mut self,
+        endpoints: &[String],
+        bridge: SocketAddr,
+        (before, source): (Whereabouts, Option<IpAddr>),
+    ) {
         loop {
             self.wait().await;
-            if Whereabouts::look(endpoints, bridge).await.is_some_and(|now| now != before) {
+            let now = Whereabouts::look(endpoints, bridge).await;
+            if now.is_some_and(|now| now.differs(&before, source)) {
                 return;
             }
         }
@@ -125,8 +163,36 @@ mod tests {
     async fn addresses_of_other_hosts_are_not_here() {
         let endpoints = ["http://127.0.0.1:2379".to_string()];
         let look = async |bridge: &str| Whereabouts::look(&endpoints, bridge.parse().unwrap()).await;
-        // The store is on this host: its route starts from loopback, at which other hosts cannot reach this one.
-        assert_eq!(look("[::]:9000").await, Some(Whereabouts { source: None, bridge_is_here: true }));
-        assert_eq!(look("192.0.2.1:9000").await, Some(Whereabouts { source: None, bridge_is_here: false }));
+        // The store is on this host: no address leads to it from others.
+        let sources = || vec![];
+        assert_eq!(look("[::]:9000").await, Some(Whereabouts { sources: sources(), bridge_is_here: true }));
+        assert_eq!(
+            look("192.0.2.1:9000").await,
+            Some(Whereabouts { sources: sources(), bridge_is_here: false })
+        );
+    }
+
+    #[test]
+    fn the_order_of_addresses_is_no_move() {
+        let here = |last: &[u8]| {
+            let sources = last.iter().map(|n| [10, 0, 0, *n].into()).collect();
+            Whereabouts { sources, bridge_is_here: true }
+        };
+        let one: Option<IpAddr> = Some([10, 0, 0, 1].into());
+        let before = here(&[1, 2]);
+        assert_eq!(before.source(None), one);
+        assert!(!here(&[2, 1]).differs(&before, one) && !here(&[1]).differs(&before, one));
+        assert!(here(&[2]).differs(&before, one) && here(&[]).differs(&before, one));
+        assert_eq!(here(&[2, 1]).source(one), one);
+        assert!(Whereabouts { bridge_is_here: false, ..before.clone() }.differs(&before, one));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn changes_in_a_row_are_followed_ever_more_slowly() {
+        let mut pause = MovePause::default();
+        let pauses_ms: Vec<_> = (0..7).map(|_| pause.next().as_millis()).collect();
+        assert_eq!(pauses_ms, [0, 50, 100, 200, 400, 800, 1000]);
+        tokio::time::advance(CALM).await;
+        assert_eq!(pause.next(), Duration::ZERO);
     }
 }

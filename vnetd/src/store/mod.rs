@@ -21,7 +21,7 @@ mod last_known;
 mod session;
 
 use std::future::Future;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::pin::pin;
 use std::sync::Arc;
@@ -35,7 +35,7 @@ use tokio::time::{Instant, Interval, MissedTickBehavior, interval};
 use vnet_control::desired::OverlaySpec;
 use vnet_control::overlay::{Alarm, Authenticator, Overlay, Settings, Write};
 
-use addresses::{AddressNews, Whereabouts};
+use addresses::{AddressNews, MovePause, Whereabouts};
 pub use host::{EngineHost, Host};
 pub use last_known::LastKnown;
 
@@ -189,6 +189,8 @@ pub struct Agent<H> {
     options: Options,
     /// True if the published address is configured, not derived.
     configured: bool,
+    /// Source address of a route to the store, as looked up last.
+    source: Option<IpAddr>,
     started: Instant,
     ticks: Interval,
     /// Lease of the previous session, which may still be alive.
@@ -235,6 +237,7 @@ impl<H: Host> Agent<H> {
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         Agent {
             configured: overlay.address().is_some(),
+            source: None,
             overlay,
             authenticator: None,
             host,
@@ -281,12 +284,15 @@ impl<H: Host> Agent<H> {
         let (first_ms, last_ms) = PAUSES_MS;
         let mut pause_ms = first_ms;
         let mut logged = false;
-        let mut news = AddressNews::subscribe();
+        let (mut news, mut moves) = (AddressNews::subscribe(), MovePause::default());
         loop {
             let before = self.overlay.in_step();
             let ended = self.session_at_one_address(&mut news, &mut stop).await;
             let Err(error) = ended else { return };
             if matches!(error, StoreError::Moved) {
+                if self.meanwhile_until(tokio::time::sleep(moves.next()), &mut stop).await.is_none() {
+                    return;
+                }
                 continue;
             }
             let synced = self.overlay.in_step();
@@ -317,11 +323,13 @@ impl<H: Host> Agent<H> {
         let (endpoints, bridge) = (self.options.endpoints.clone(), self.options.bridge);
         let looked = self.meanwhile_until(Whereabouts::look(&endpoints, bridge), stop).await;
         let Some(here) = looked else { return Ok(()) };
-        self.publish_address(here);
         let Some(here) = here else { return self.session(stop).await };
+        self.source = here.source(self.source);
+        self.publish_address(&here);
+        let before = (here, self.source);
         tokio::select! {
             ended = self.session(stop) => ended,
-            () = news.moved(&endpoints, bridge, here) => Err(StoreError::Moved),
+            () = news.moved(&endpoints, bridge, before) => Err(StoreError::Moved),
         }
     }
 
@@ -480,11 +488,13 @@ impl<H: Host> Agent<H> {
 
     /// Sets the address to publish, at which other hosts reach this one, unless it is configured; raises an alarm if there is
     /// none.
-    fn publish_address(&mut self, here: Option<Whereabouts>) {
-        let Some(here) = here.filter(|_| !self.configured) else { return };
+    fn publish_address(&mut self, here: &Whereabouts) {
+        if self.configured {
+            return;
+        }
         let bridge = self.options.bridge;
         let found = match bridge.ip() {
-            ip if ip.is_unspecified() => here.source.map(|ip| SocketAddr::new(ip, bridge.port())),
+            ip if ip.is_unspecified() => self.source.map(|ip| SocketAddr::new(ip, bridge.port())),
             _ if here.bridge_is_here => Some(bridge),
             _ => None,
         };

@@ -27,6 +27,10 @@ mod vring;
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::thread::JoinHandle;
+
+use parking_lot::Mutex;
 
 use crate::frame::{DropSink, NetworkId, PortId, Selection};
 use crate::interface::{Coalesce, Interface, Land, State};
@@ -47,6 +51,9 @@ pub struct VhostUser {
     device: Arc<Device>,
     stop: Arc<Stop>,
     endpoint: Arc<Endpoint>,
+    stopping: AtomicBool,
+    /// Waits for chains that the kernel still holds when the interface stops.
+    draining: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl VhostUser {
@@ -86,7 +93,8 @@ impl VhostUser {
         });
         // The thread is never joined, see `stop`.
         control.map_err(failed)?;
-        Ok(Arc::new(VhostUser { device, stop, endpoint }))
+        let (stopping, draining) = (AtomicBool::new(false), Mutex::new(None));
+        Ok(Arc::new(VhostUser { device, stop, endpoint, stopping, draining }))
     }
 }
 
@@ -116,7 +124,7 @@ impl Interface for VhostUser {
     }
 
     fn state(&self) -> State {
-        if self.stop.is_requested() { State::Down("stopped".to_owned()) } else { self.device.state() }
+        if self.stopping.load(Relaxed) { State::Down("stopped".to_owned()) } else { self.device.state() }
     }
 
     fn notes(&self) -> Vec<String> {
@@ -124,19 +132,44 @@ impl Interface for VhostUser {
     }
 
     fn stop(&self) {
-        if self.stop.is_requested() {
+        if self.stopping.swap(true, Relaxed) {
             return;
         }
-        // Runs before the connection ends, because afterwards the front end takes the rings back.
-        self.device.drain_all();
-        // The control thread ends soon, or only after a call that its front end makes block, such as closing a file. The caller
-        // holds locks that other threads need, so `stop` does not join the thread; it performs the urgent steps itself.
-        self.stop.request();
+        // At once, so that a successor can bind the socket.
         if let Endpoint::Listen(listener) = &*self.endpoint {
             listener.close();
         }
-        self.device.reset_all();
+        if !self.device.reclaim_all() {
+            return end(&self.device, &self.stop);
+        }
+        let (device, stop) = (self.device.clone(), self.stop.clone());
+        let wait = move || {
+            device.drain_all();
+            end(&device, &stop);
+        };
+        match std::thread::Builder::new().name("vhost-user-drain".into()).spawn(wait) {
+            Ok(draining) => *self.draining.lock() = Some(draining),
+            Err(_) => {
+                self.device.drain_all();
+                end(&self.device, &self.stop);
+            }
+        }
     }
+
+    fn settle(&self) {
+        if let Some(draining) = self.draining.lock().take() {
+            // A panic has been logged; there is nothing to wait for any more.
+            let _ = draining.join();
+        }
+    }
+}
+
+/// Ends a drained interface. Draining comes before, because the front end takes the rings back when the connection ends.
+fn end(device: &Device, stop: &Stop) {
+    // The control thread ends soon, or when a call returns that its front end makes block, such as closing a file. Nobody waits
+    // for that: what it would do in the end is done here.
+    stop.request();
+    device.reset_all();
 }
 
 impl Drop for VhostUser {

@@ -191,6 +191,18 @@ impl Device {
         }
     }
 
+    /// Takes all pairs from the dispatchers, and returns the chains that the kernel has released. True if it still holds one.
+    pub(super) fn reclaim_all(&self) -> bool {
+        let mut any_held = false;
+        for pair in &self.pairs {
+            pair.changing.store(true, Ordering::Relaxed);
+            let (held, notified) = pair.transmit.lock().vring.reclaim();
+            self.stats.notifications.add(u64::from(notified));
+            any_held |= held;
+        }
+        any_held
+    }
+
     /// Drains all pairs before the interface stops. vnetd does not write to the rings afterwards.
     pub(super) fn drain_all(&self) {
         let end = Instant::now() + RELEASE_WITHIN;

@@ -1,12 +1,13 @@
 //! The native part of a link.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use super::reassembly::ReassemblyBudget;
 use super::zero_copy_backoff::Trial;
 use crate::link::common::Common;
 use crate::link::inquiry::Inquiries;
+use crate::link::path::probe_health::NameTag;
 use crate::link::path::state::udp_payload;
 use crate::link::rendezvous::hole_punching::PathChoice;
 use crate::link::sealed::roaming::RemoteAddress;
@@ -32,6 +33,8 @@ pub(in crate::link) struct Native {
     pub(in crate::link) via: Option<PathChoice>,
     pub(in crate::link) budget: Arc<ReassemblyBudget>,
     pub(in crate::link) inquiries: Inquiries,
+    /// Tag of this host's name in probes.
+    pub(in crate::link) host_tag: OnceLock<NameTag>,
     /// Tracks whether zero copy pays off on the path's device.
     pub(super) zero_copy: Arc<Trial>,
 }
@@ -53,6 +56,7 @@ impl Native {
             via: None,
             budget: Arc::new(ReassemblyBudget::new(BUDGET)),
             inquiries: Inquiries::default(),
+            host_tag: OnceLock::new(),
             zero_copy: Trial::new(link.stats.clone()),
         }
     }
@@ -72,6 +76,12 @@ impl Native {
     #[inline]
     pub(in crate::link) fn name(&self, port: usize, socket: &Socket) -> Option<Name> {
         self.place.name(port, socket)
+    }
+
+    /// True if a probe comes from a host with the same name as this one.
+    #[cold]
+    pub(super) fn is_from_namesake(&self, probe: &[u8]) -> bool {
+        self.host_tag.get().is_some_and(|tag| NameTag::found_in(probe) == Some(*tag))
     }
 
     /// UDP payload in bytes of an IP packet of `size` bytes.

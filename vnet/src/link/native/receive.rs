@@ -129,6 +129,11 @@ impl Assembly {
             }
             Kind::Probe if progress.replies < REPLIES_MAX => {
                 progress.replies += 1;
+                if link.seal().is_none()
+                    && link.native().is_some_and(|native| native.is_from_namesake(payload))
+                {
+                    link.path.note(Hint::SameName, intake.now_ms);
+                }
                 reply(link, &header, payload, datagram);
             }
             Kind::Probe => {}

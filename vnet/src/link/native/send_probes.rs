@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::link_part::Native;
 use crate::link::common::Common;
-use crate::link::path::probe_health::MAGIC;
+use crate::link::path::probe_health::probe_payload;
 use crate::link::sealed::session::Seal;
 use crate::link::socket::name::Name;
 use crate::link::socket::udp::Socket;
@@ -51,12 +51,10 @@ impl Courier {
         }
     }
 
-    /// Sends a probe with a payload of `len` bytes, at least 16. A send error counts as packet loss.
+    /// Sends a probe with a payload of `len` bytes, or of the least that it needs. A send error counts as packet loss.
     pub(in crate::link) fn probe(&self, link: Of<'_>, id: &[u8; 8], len: usize) {
-        let mut payload = vec![0; len];
-        payload[..8].copy_from_slice(&MAGIC);
-        payload[8..16].copy_from_slice(id);
-        let _ = self.post(link, Kind::Probe, &payload);
+        let tag = link.1.host_tag.get().copied();
+        let _ = self.post(link, Kind::Probe, &probe_payload(id, tag, len));
     }
 
     /// Sends one datagram outside any network, encrypted on a sealed link. A keepalive on a sealed link carries a tag, see

@@ -11,8 +11,10 @@ use crate::stats::PortStats;
 
 /// First bytes of a probe's payload.
 pub(in crate::link) const MAGIC: [u8; 8] = *b"vnet-mtu";
-/// Payload of a small probe, and of a reply, in bytes.
+/// Payload of a reply in bytes: magic and id.
 pub(in crate::link) const ANSWER_LEN: usize = 16;
+/// Payload of a small probe in bytes: magic, id and [`NameTag`].
+pub(in crate::link) const PROBE_LEN: usize = ANSWER_LEN + size_of::<NameTag>();
 /// How long a peer that answered before may stay silent until the link is down, in ms: detected within a second.
 pub(super) const SILENCE_MS: u64 = 800;
 /// A small probe is lost after this many ms, or three round trips, without a reply.
@@ -30,6 +32,32 @@ const OUTSTANDING_MAX: usize = 16;
 pub(in crate::link) fn clock_us() -> u64 {
     static START: LazyLock<Instant> = LazyLock::new(Instant::now);
     START.elapsed().as_micros() as u64 + 1
+}
+
+/// A digest of the sender's host name in its probes: two hosts of one name notice each other. Older hosts send zeros.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::link) struct NameTag([u8; 8]);
+
+impl NameTag {
+    /// The tag of the host called `name`.
+    pub(in crate::link) fn of(name: &str) -> NameTag {
+        let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, name.as_bytes());
+        NameTag(std::array::from_fn(|at| digest.as_ref()[at]))
+    }
+
+    /// The tag in a probe's payload; `None` in a probe of a host that sends none.
+    pub(in crate::link) fn found_in(payload: &[u8]) -> Option<NameTag> {
+        let behind_id = payload.strip_prefix(&MAGIC)?.get(8..)?;
+        Some(NameTag(*behind_id.first_chunk()?)).filter(|tag| tag.0 != [0; 8])
+    }
+}
+
+/// The payload of a probe of `len` bytes, at least [`PROBE_LEN`].
+pub(in crate::link) fn probe_payload(id: &[u8; 8], tag: Option<NameTag>, len: usize) -> Vec<u8> {
+    let NameTag(tag) = tag.unwrap_or(NameTag([0; 8]));
+    let mut payload = [&MAGIC[..], id, &tag].concat();
+    payload.resize(len.max(PROBE_LEN), 0);
+    payload
 }
 
 /// An outstanding probe.
@@ -245,6 +273,17 @@ pub struct Probed {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_probe_carries_its_senders_name_tag() {
+        let tag = NameTag::of("h1");
+        let probe = probe_payload(&[7; 8], Some(tag), 100);
+        assert_eq!((probe.len(), NameTag::found_in(&probe)), (100, Some(tag)));
+        assert_ne!(tag, NameTag::of("h2"));
+        assert_eq!(NameTag::found_in(&probe_payload(&[7; 8], None, 0)), None);
+        // An older host's small probe, and a cut one.
+        assert_eq!((NameTag::found_in(&probe[..ANSWER_LEN]), NameTag::found_in(&probe[..23])), (None, None));
+    }
 
     #[test]
     fn loss_covers_the_last_ten_seconds() {

@@ -6,9 +6,9 @@
 //!   the peer is alive: once the peer has answered at all, the link is `down` after 0.8 s of silence. Frames are still sent;
 //! - probes of the sizes that path MTU discovery (pmtu.rs) asks for, one at a time.
 //!
-//! A probe's payload is [`MAGIC`](super::probe_health::MAGIC), an 8-byte random id, and zero padding. The peer replies with its
-//! first 16 bytes (older peers with all of it), so the reverse path's MTU does not matter. Replies are sealed on sealed links; on
-//! other links, the random id prevents hosts that do not see the probe from forging a reply.
+//! A probe's payload is [`MAGIC`](super::probe_health::MAGIC), an 8-byte random id, a tag of the sender's host name, and zero
+//! padding. The peer replies with its first 16 bytes (older peers with all of it), so the reverse path's MTU does not matter.
+//! Replies are sealed on sealed links; on other links, the random id prevents hosts that do not see the probe from forging a reply.
 //!
 //! For all links the prober also queries the kernel's routes (watch.rs) and measures rates.
 //!

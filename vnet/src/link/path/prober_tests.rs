@@ -2,7 +2,9 @@ use std::net::{SocketAddr, UdpSocket};
 
 use super::*;
 use crate::frame::PortId;
-use crate::link::path::probe_health::{ANSWER_LEN, MAGIC, Probed, RATE_MS, Rates, SILENCE_MS};
+use crate::link::path::probe_health::{
+    ANSWER_LEN, MAGIC, NameTag, Probed, RATE_MS, Rates, SILENCE_MS, probe_payload,
+};
 use crate::link::{Bridge, Link, LinkKind, LinkOptions, LinkState, Peers, ReassemblyBudget, SourceMatch};
 use crate::source::drain;
 
@@ -88,7 +90,7 @@ fn a_peer_is_measured_and_its_silence_noticed() {
             sizes.extend(echo(&peer, whole));
         }
         asking.look(50, false);
-        assert!(sizes.contains(&60) && sizes.contains(&1500), "small ones and the path's size: {sizes:?}");
+        assert!(sizes.contains(&68) && sizes.contains(&1500), "small ones and the path's size: {sizes:?}");
         let probed = asking.link.probed();
         assert!(probed.rtt_us.is_some_and(|rtt| rtt < 1_000_000), "{probed:?}");
         assert_eq!((probed.loss_permille, asking.link.state()), (Some(0), LinkState::Up));
@@ -197,6 +199,36 @@ fn hints_explain_why_a_link_is_down() {
     assert!(!is_down(&asking.link, "leads to this host"));
     let (len, _) = peer.recv_from(&mut buffer).unwrap();
     assert_eq!((buffer[0], len), (0x13, 32));
+}
+
+/// Two hosts of one name on a link in clear text notice at the first contact; frames pass all the same.
+#[test]
+fn a_peer_with_this_hosts_name_is_noticed() {
+    let peer = peer();
+    let mut asking = Asking::new(peer.local_addr().unwrap());
+    asking.link.name_host("h1");
+    let mut probe = vec![0x12, 0x01, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1];
+    let head_len = probe.len();
+    let degraded = |asking: &Asking| match asking.link.state() {
+        LinkState::Degraded(why) => why.contains("the other host has this host's name"),
+        _ => false,
+    };
+    for (name, same) in [("h2", false), ("h1", true)] {
+        probe.truncate(head_len);
+        probe.extend(probe_payload(&[7; 8], Some(NameTag::of(name)), 0));
+        peer.send_to(&probe, asking.bridge.local_addr()).unwrap();
+        asking.look(50, true);
+        assert_eq!(degraded(&asking), same, "{name}: {:?}", asking.link.state());
+    }
+    // It sends its own name in each probe.
+    let mut buffer = [0; 65_536];
+    let tags = std::iter::from_fn(|| peer.recv_from(&mut buffer).ok().map(|(len, _)| buffer[..len].to_vec()));
+    let tags: Vec<_> =
+        tags.filter(|datagram| datagram[0] == 0x12).map(|d| NameTag::found_in(&d[head_len..])).collect();
+    assert!(!tags.is_empty() && tags.iter().all(|tag| *tag == Some(NameTag::of("h1"))), "{tags:?}");
+    // Over when the other host has another name.
+    asking.look(2000, false);
+    assert!(!degraded(&asking));
 }
 
 #[test]

@@ -59,6 +59,8 @@ pub(in crate::link) enum Hint {
     AsksForSealing,
     /// A probe sent by this host arrived.
     LeadsHere,
+    /// The peer has this host's name.
+    SameName,
 }
 
 impl Hint {
@@ -69,6 +71,9 @@ impl Hint {
             }
             Hint::LeadsHere => {
                 "its own probes come back: the remote leads to this host; name the other host's address"
+            }
+            Hint::SameName => {
+                "the other host has this host's name: give each its own name in [host], and call the link by the other's"
             }
         }
     }
@@ -189,9 +194,15 @@ impl Path {
     pub(in crate::link) fn state(&self, heard: bool) -> LinkState {
         match (self.route_failure(), self.hint()) {
             (Some(why), _) => LinkState::Unreachable(why),
-            (None, Some(hint)) => LinkState::Down(hint.text().into()),
-            (None, None) if !heard => LinkState::Down(NEVER_HEARD.into()),
-            (None, None) => self.probing.lock().state.clone(),
+            (None, Some(hint @ (Hint::AsksForSealing | Hint::LeadsHere))) => {
+                LinkState::Down(hint.text().into())
+            }
+            (None, _) if !heard => LinkState::Down(NEVER_HEARD.into()),
+            (None, hint) => match (self.probing.lock().state.clone(), hint) {
+                // Frames pass, for now.
+                (LinkState::Up, Some(hint)) => LinkState::Degraded(hint.text().into()),
+                (state, _) => state,
+            },
         }
     }
 
@@ -205,6 +216,7 @@ impl Path {
         match self.hint.load(Relaxed) & 3 {
             1 => Some(Hint::AsksForSealing),
             2 => Some(Hint::LeadsHere),
+            3 => Some(Hint::SameName),
             _ => None,
         }
     }

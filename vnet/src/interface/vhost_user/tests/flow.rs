@@ -317,7 +317,7 @@ fn changes_wait_for_frames_in_flight() {
     let mut host = Host::new(1);
     let mut guest = Guest::connect(&host.path, 1);
     guest.start();
-    let (interface, end) = (host.interface.clone(), Arc::new(std::sync::atomic::AtomicBool::new(false)));
+    let (interface, end) = (host.interface.clone(), Arc::new(AtomicBool::new(false)));
     let ended = end.clone();
     let dispatcher = std::thread::spawn(move || {
         let (mut slot, mut drops, mut seen) = (BatchSlot::new(BATCH_MAX), DropSink::new(), vec![]);
