@@ -68,18 +68,18 @@ TOLD = {
         "systemctl edit vnetd",
         "vectors=0",
         "`VHOST_USER_PROTOCOL_F_CONFIG` is harmless",
-        "every `HOST.key`",
+        "each `HOST.key` belongs on its host only",
     ),
     "docs/configuration.md": (
         "`mac` becomes the device's MAC address",
-        "A device that vnetd made goes with vnetd",
-        "make it first: `ip -n box tuntap add",
-        "**A container that is made again.**",
+        "A device that vnetd created is removed when vnetd stops or restarts",
+        "create it first: `ip -n box tuntap add",
+        "**A container that is recreated.**",
         "ssh h1 mkdir -p /etc/vnet/keys",
         "`ca.key` and every `HOST.key` are secret",
     ),
-    "docs/overlay.md": ("--listen-client-urls", "--advertise-client-urls", "TCP 2379"),
-    "docs/top.md": ("`REASON` is of the moment",),
+    "docs/overlay.md": ("--listen-client-urls", "--advertise-client-urls", "TCP port 2379"),
+    "docs/top.md": ("`REASON` is the most frequent reason of this interval",),
 }
 """What new administrators did not find, or misunderstood."""
 
