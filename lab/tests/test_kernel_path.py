@@ -1,21 +1,19 @@
 """The kernel's own path: known flows between containers bypass dispatchers; other frames behave as with TAPs."""
 
 import ctypes
-import http.client
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from kernel_host import Host, devices
 
 from vnetlab import daemon
 from vnetlab.run import run, wait_until
@@ -26,63 +24,6 @@ ADDRESSES = {ONE: "10.77.0.1", TWO: "10.77.0.2"}
 MACS = {ONE: "52:54:00:77:00:01", TWO: "52:54:00:77:00:02"}
 
 
-@dataclass
-class Host:
-    """A vnetd with two containers of kind veth, in a separate network namespace."""
-
-    directory: Path
-    daemon: subprocess.Popen | None = field(default=None)
-
-    def start(self, *through: str) -> None:
-        """Starts vnetd, by a command if one is given, and waits until it is ready."""
-        log = self.directory / "log"
-        with log.open("wb") as output:
-            words = ["ip", "netns", "exec", HOST, *through, str(daemon.binaries() / "vnetd")]
-            words += ["--config", str(self.directory / "vnet.toml")]
-            self.daemon = subprocess.Popen(words, stdout=output, stderr=output)
-        wait_until("vnetd to run", lambda: " ready: " in log.read_text() or self.daemon.poll(), 20, log)
-        assert self.daemon.poll() is None, log.read_text()
-
-    def end(self, by: signal.Signals) -> int:
-        """Stops vnetd by a signal; returns its exit status."""
-        self.daemon.send_signal(by)
-        return self.daemon.wait(10)
-
-    def vnet(self, *arguments: str) -> str:
-        """The output of a `vnet` command."""
-        socket = f"{self.directory}/control.sock"
-        return run([str(daemon.binaries() / "vnet"), "--socket", socket, *arguments])
-
-    def ask(self, *arguments: str) -> dict | list:
-        """The JSON answer to a `vnet` command."""
-        return json.loads(self.vnet("--json", *arguments))
-
-    def request(self, method: str, path: str, body: dict | None = None) -> dict | None:
-        """Asks the API itself: a command takes as long as a hundred requests."""
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(f"{self.directory}/control.sock")
-            api = http.client.HTTPConnection("vnetd")
-            api.sock = connection
-            api.request(method, path, json.dumps(body) if body else None, {"Content-Type": "application/json"})
-            answer = api.getresponse()
-            text = answer.read()
-            assert answer.status < 300, text
-            return json.loads(text) if text else None
-
-    def frames(self) -> tuple[int, int]:
-        """Frames received from the first container, and frames that dispatchers have forwarded."""
-        stats = self.ask("stats")
-        (one,) = (port for port in stats["ports"] if port["name"] == "one")
-        return one["in_frames"], sum(dispatcher["frames"] for dispatcher in stats["dispatchers"])
-
-    def balance(self) -> None:
-        """Asserts that in + copies = out + drops, exactly."""
-        stats = self.ask("stats")
-        total = {key: sum(port[key] for port in stats["ports"]) for key in ("in_frames", "copies", "out_frames")}
-        drops = sum(sum(port["drops"].values()) for port in stats["ports"])
-        assert total["in_frames"] + total["copies"] == total["out_frames"] + drops
-
-
 def ping(count: int, *options: str) -> str:
     words = ["ip", "netns", "exec", ONE, "ping", "-n", "-q", "-c", str(count), "-i", "0.01", *options]
     return run([*words, ADDRESSES[TWO]])
@@ -90,10 +31,6 @@ def ping(count: int, *options: str) -> str:
 
 def received(text: str) -> int:
     return int(re.search(r"(\d+) received", text)[1])
-
-
-def devices(namespace: str) -> list[str]:
-    return [link["ifname"] for link in json.loads(run(["ip", "-n", namespace, "-json", "link"]))]
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +46,8 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
             f'mac = "{MACS[namespace]}"\n'
         )
     (directory / "vnet.toml").write_text("\n".join(parts))
-    host = Host(directory)
-    (directory / "bpf").mkdir()
-    # Mounted here: what vnetd mounts goes with the mount namespace that 'ip netns exec' makes.
-    run(["mount", "-t", "bpf", "bpf", str(directory / "bpf")])
+    host = Host(HOST, directory)
+    host.mount_bpffs()
     try:
         for namespace in (HOST, ONE, TWO):
             run(["ip", "netns", "add", namespace])
@@ -127,24 +62,13 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
             host.end(signal.SIGKILL)
         for namespace in (HOST, ONE, TWO):
             subprocess.run(["ip", "netns", "delete", namespace], check=False, capture_output=True)
-        subprocess.run(["umount", str(directory / "bpf")], check=False, capture_output=True)
-
-
-def grows(host: Host, by: int, work: Callable[[], object]) -> tuple[int, int]:
-    """Increase of the first container's and the dispatchers' frames during `work`; the first is at least `by`."""
-    before = host.frames()
-    work()
-    after = host.frames()
-    moved = after[0] - before[0], after[1] - before[1]
-    assert moved[0] >= by
-    host.balance()
-    return moved
+        host.unmount_bpffs()
 
 
 def test_known_flows_pass_no_dispatcher(host: Host):
     assert {port["path"] for port in host.ask("interface", "list")} == {"kernel"}
     # Pings for longer than a verdict's lease, so that the verdict has to be renewed.
-    moved = grows(host, 300, lambda: ping(300))
+    moved = host.grows(300, lambda: ping(300))
     assert moved[1] < 30, "what ARP and IPv6 need, and no more"
     trace = host.ask("trace", MACS[ONE], MACS[TWO])
     assert 0 < trace["kernel_ms"] <= 2000
@@ -159,7 +83,7 @@ def test_tcp_passes_no_dispatcher(host: Host):
         listening = ["ip", "netns", "exec", TWO, "ss", "-Hltn", "sport = :5201"]
         wait_until("iperf3 to listen", lambda: run(listening) != "", 20)
         client = ["ip", "netns", "exec", ONE, "iperf3", "--client", ADDRESSES[TWO], "--bytes", "100M"]
-        moved = grows(host, 100_000_000 // 65536, lambda: run(client))
+        moved = host.grows(100_000_000 // 65536, lambda: run(client))
         assert process.wait(20) == 0
     assert moved[1] < moved[0] / 10
 
@@ -172,7 +96,7 @@ def test_a_captured_ports_frames_come_up(host: Host):
         while capture.poll() is None and time.monotonic() < end:
             ping(20)
         assert capture.wait(1) == 0, capture.stderr.read()
-    moved = grows(host, 50, lambda: (ping(20), ping(50)))
+    moved = host.grows(50, lambda: (ping(20), ping(50)))
     assert moved[1] < 60, "the kernel forwards again"
 
 
@@ -315,7 +239,7 @@ def test_established_flows_outlive_vnetd(host: Host):
     # The last one may be on its way.
     assert sent - received(text) <= 1, text
     assert "duplicates" not in text
-    assert grows(host, 100, lambda: ping(100))[1] < 30
+    assert host.grows(100, lambda: ping(100))[1] < 30
     host.balance()
 
 
@@ -391,7 +315,7 @@ def test_without_a_bpf_file_system(host: Host):
     assert received_by_stack() == before
     host.start()
     assert received(ping(20)) == 20
-    assert grows(host, 50, lambda: ping(50))[1] < 30
+    assert host.grows(50, lambda: ping(50))[1] < 30
     assert host.end(signal.SIGTERM) == 0
     config.write_text(text)
     host.start()
@@ -418,7 +342,7 @@ def test_off_is_a_tap(host: Host):
     assert one["path"] == two["path"] == "vnetd"
     assert one["path_reason"] == "kernel_path is off"
     wait_until("the containers to reach each other", lambda: received(ping(1, "-w", "1")) == 1, 30)
-    moved = grows(host, 50, lambda: ping(50))
+    moved = host.grows(50, lambda: ping(50))
     assert moved[1] >= 100
 
 

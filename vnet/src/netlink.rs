@@ -1,11 +1,14 @@
 //! rtnetlink(7): requests to the kernel, one at a time, and its notifications.
 
 use std::io;
+use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 
 use netlink_packet_core::{NLM_F_ACK, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload};
-use netlink_packet_route::RouteNetlinkMessage;
-use netlink_sys::protocols::NETLINK_ROUTE;
+use netlink_packet_route::link::LinkMessage;
+use netlink_packet_route::route::{RouteAddress, RouteAttribute, RouteMessage};
+use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
+use netlink_sys::protocols::{NETLINK_ROUTE, NETLINK_XFRM};
 use netlink_sys::{Socket, SocketAddr};
 
 /// An rtnetlink socket in the network namespace of the thread that created it.
@@ -51,6 +54,75 @@ impl Netlink {
         self.0.send(&bytes, 0)?;
         let (answer, _) = self.0.recv_from_full()?;
         NetlinkMessage::<RouteNetlinkMessage>::deserialize(&answer).map_err(io::Error::other)
+    }
+}
+
+/// How packets leave for a remote.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Route {
+    /// Index of the device.
+    pub(crate) device: u32,
+    /// The source address that the kernel chooses.
+    pub(crate) source: Option<IpAddr>,
+}
+
+/// The kernel's route to `remote` (RTM_GETROUTE).
+pub(crate) fn route_to(remote: IpAddr) -> io::Result<Route> {
+    let mut question = RouteMessage::default();
+    (question.header.address_family, question.header.destination_prefix_length) = match remote {
+        IpAddr::V4(_) => (AddressFamily::Inet, 32),
+        IpAddr::V6(_) => (AddressFamily::Inet6, 128),
+    };
+    question.attributes.push(RouteAttribute::Destination(remote.into()));
+    let RouteNetlinkMessage::NewRoute(route) =
+        Netlink::new()?.ask(RouteNetlinkMessage::GetRoute(question))?
+    else {
+        return Err(io::ErrorKind::NetworkUnreachable.into());
+    };
+    let (mut device, mut source) = (None, None);
+    for attribute in &route.attributes {
+        match attribute {
+            RouteAttribute::Oif(index) => device = Some(*index),
+            RouteAttribute::PrefSource(RouteAddress::Inet(ip)) => source = Some(IpAddr::V4(*ip)),
+            RouteAttribute::PrefSource(RouteAddress::Inet6(ip)) => source = Some(IpAddr::V6(*ip)),
+            _ => {}
+        }
+    }
+    Ok(Route { device: device.ok_or(io::ErrorKind::NotFound)?, source })
+}
+
+/// A device of the calling thread's namespace (RTM_GETLINK).
+pub(crate) fn link(index: u32) -> io::Result<LinkMessage> {
+    let mut question = LinkMessage::default();
+    question.header.index = index;
+    match Netlink::new()?.ask(RouteNetlinkMessage::GetLink(question))? {
+        RouteNetlinkMessage::NewLink(link) => Ok(link),
+        _ => Err(io::ErrorKind::InvalidData.into()),
+    }
+}
+
+/// Whether the calling thread's namespace has IPsec policies (XFRM_MSG_GETSPDINFO). What cannot be asked may have some.
+pub(crate) fn has_ipsec_policies() -> bool {
+    const GETSPDINFO: u16 = 0x25;
+    const HEADERS: usize = 16 + 4 + 4;
+    let ask = || -> io::Result<Vec<u8>> {
+        let mut socket = Socket::new(NETLINK_XFRM)?;
+        socket.bind_auto()?;
+        socket.connect(&SocketAddr::new(0, 0))?;
+        // A netlink header, and flags.
+        let mut request = [0; 16 + 4];
+        request[..4].copy_from_slice(&20_u32.to_ne_bytes());
+        request[4..6].copy_from_slice(&GETSPDINFO.to_ne_bytes());
+        request[6..8].copy_from_slice(&NLM_F_REQUEST.to_ne_bytes());
+        socket.send(&request, 0)?;
+        Ok(socket.recv_from_full()?.0)
+    };
+    match ask() {
+        // Headers and flags, then an attribute of six counters, from 4 bytes on.
+        Ok(answer) => {
+            answer.get(HEADERS..).is_none_or(|counts| counts.iter().take(24).any(|byte| *byte != 0))
+        }
+        Err(error) => error.raw_os_error() != Some(libc::EPROTONOSUPPORT),
     }
 }
 

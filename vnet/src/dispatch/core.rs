@@ -21,7 +21,7 @@ use super::kernel_path::KernelPath;
 use super::observers::Observers;
 use super::setup::{InterfacePort, LinkPort, Parts, Setup};
 use super::yielding::{Strategy, Yielder};
-use crate::frame::BATCH_MAX;
+use crate::frame::{BATCH_MAX, PortId};
 use crate::interface::veth;
 use crate::kernel::{self, Kernel, Outlive, PinOptions};
 use crate::link::path::prober::Prober;
@@ -276,11 +276,15 @@ impl Core {
     ///
     /// Returns when every dispatcher has adopted it, so nothing uses removed ports any more. Addresses learned at removed ports
     /// are flushed before the ports' slots can be reused.
-    pub fn publish(&self, parts: Parts) {
+    pub fn publish(&self, mut parts: Parts) {
         let interface = |port: &InterfacePort| (port.member.port, format!("interface {}", port.name));
         let link = |port: &LinkPort| (port.member.port, format!("link {}", port.link.name()));
         let interfaces = parts.interfaces.iter().map(interface);
         self.shared.learned.name_ports(interfaces.chain(parts.links.iter().map(link)).collect());
+        let path = self.shared.kernel_path();
+        if let Some(wire) = path.and_then(|path| path.wire(&parts.links, &self.courier, &self.bridge_stats)) {
+            parts.feeders.push((PortId::NONE, wire));
+        }
         let setup = Setup::new(parts);
         // Before any frame leaves on a new link: senders need the link's route.
         self.prober.set_links(setup.peers.links());

@@ -1,8 +1,9 @@
 //! The kernel's own path, joined to dispatchers: installs routers' verdicts as flows, and renews those in use.
 //!
-//! A flow may be installed when both its ports have devices with programs and no capture watches either: a watched port's frames
-//! come up. Every setup has a generation. Publishing stores it where the programs look: that ends all older flows at once,
-//! before any dispatcher has adopted the setup; afterwards no program follows the old one ([`KernelPath::settle`]).
+//! A flow may be installed if both its ports have devices with programs, or one has and the other is a link that uses the wire
+//! (`wire_path`), and no capture watches either: a watched port's frames come up. Every setup has a generation. Publishing stores it
+//! where the programs look: that ends all older flows at once, before any dispatcher has adopted the setup; afterwards no program
+//! follows the old one ([`KernelPath::settle`]).
 //!
 //! A flow's verdict ends within two seconds. The renewer decides flows in use anew in time, as a frame of them would: it learns
 //! their sources, and they never come up. What ends unused is removed; its next frame comes up.
@@ -16,19 +17,27 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, ArcSwapOption};
+use parking_lot::Mutex;
 
-use super::setup::{Port, Setup};
-use crate::frame::PortId;
-use crate::interface::{KernelDevice, veth};
-use crate::kernel::{Destination, Kernel, Known, Terms, now_ns};
+use super::setup::{Feeder, LinkPort, Port, Setup};
+use super::wire_path::WirePath;
+use crate::frame::{NetworkId, PortId};
+use crate::interface::{KernelDevice, veth, wire};
+use crate::kernel::{Destination, Kernel, Known, Target, Terms, now_ns};
+use crate::link::{Courier, Link};
 use crate::route::{Flow, INSTALLED_MS, Install, Installed, Learned, Router, Verdicts};
+use crate::stats::PortStats;
 
 /// Time between two looks at the flows in use: several within a verdict's life.
 const RENEW: Duration = Duration::from_millis(INSTALLED_MS / 8);
 /// Verdicts that end within this time are renewed: one look may come late.
 const RENEW_AHEAD_NS: u64 = 3 * RENEW.as_nanos() as u64;
 const NS_PER_MS: u64 = 1_000_000;
+/// Rounds of the renewer from one trial of the wire to the next: a second.
+const ROUNDS_PER_TRIAL: u64 = 1000 / RENEW.as_millis() as u64;
+/// Minimum time between a failure to open the wire and the next attempt.
+const OPEN_AGAIN: Duration = Duration::from_secs(10);
 
 /// What a dispatcher's verdicts become.
 struct Installer {
@@ -41,23 +50,64 @@ struct Installer {
 /// Ports of a setup whose frames the kernel may forward, by index.
 struct Ways {
     generation: u32,
-    ports: Vec<Option<Destination>>,
+    wire: Option<Arc<WirePath>>,
+    ports: Vec<Option<Way>>,
+}
+
+/// A port whose frames the kernel may forward.
+enum Way {
+    Guest(Destination),
+    Host(Arc<Link>),
+}
+
+impl Way {
+    fn stats(&self) -> &Arc<PortStats> {
+        match self {
+            Way::Guest(destination) => &destination.stats,
+            Way::Host(link) => link.stats(),
+        }
+    }
 }
 
 impl Ways {
-    fn of(setup: &Setup) -> Ways {
+    fn of(setup: &Setup, wire: Option<Arc<WirePath>>) -> Ways {
         let way = |index: usize| {
             let id = PortId(index as u16);
-            let Some(Port::Interface(port)) = setup.port(id) else { return None };
-            let KernelDevice { host, mac, mtu, .. } = port.interface.kernel_device()?;
-            let (port, stats) = (id, port.stats.clone());
-            (!setup.watches(id)).then_some(Destination { port, device: host.1, mac: *mac, mtu: *mtu, stats })
+            let way = match setup.port(id)? {
+                Port::Interface(port) => {
+                    let KernelDevice { host, mac, mtu, namespace, .. } = port.interface.kernel_device()?;
+                    let target = Target::Guest { mac: *mac, namespace: *namespace };
+                    let stats = port.stats.clone();
+                    Way::Guest(Destination { port: id, device: host.1, mtu: *mtu, stats, target })
+                }
+                Port::Link(port) => {
+                    port.link.wire_remote()?;
+                    Way::Host(port.link.clone())
+                }
+            };
+            (!setup.watches(id)).then_some(way)
         };
-        Ways { generation: setup.generation, ports: (0..setup.slots()).map(way).collect() }
+        Ways { generation: setup.generation, wire, ports: (0..setup.slots()).map(way).collect() }
     }
 
-    fn get(&self, port: PortId) -> Option<&Destination> {
+    fn get(&self, port: PortId) -> Option<&Way> {
         self.ports.get(port.index())?.as_ref()
+    }
+
+    /// Where the kernel sends a flow of `network` between two ports; `None`: nowhere. `Err`: nowhere now, but that may change under
+    /// this setup.
+    fn way(&self, from: &Way, to: &Way, network: NetworkId, now_ms: u64) -> Option<Result<Destination, ()>> {
+        let carries = |link: &Link| link.carries(network);
+        match (from, to) {
+            (Way::Guest(_), Way::Guest(to)) => Some(Ok(to.clone())),
+            (Way::Host(link), Way::Guest(to)) => carries(link).then(|| Ok(to.clone())),
+            (Way::Guest(from), Way::Host(link)) => {
+                let wire = self.wire.as_ref().filter(|_| carries(link))?;
+                Some(wire.to(link, from.mtu, now_ms).ok_or(()))
+            }
+            // Relayed frames count their hops.
+            (Way::Host(_), Way::Host(_)) => None,
+        }
     }
 }
 
@@ -68,11 +118,18 @@ impl Install for Installer {
         if verdict.generation != ways.generation {
             return false;
         }
+        let now_ms = now_ns().saturating_sub(self.started_ns) / NS_PER_MS;
+        let way = match ways.way(from, to, flow.network, now_ms) {
+            None => return false,
+            // Offered again.
+            Some(Err(())) => return true,
+            Some(Ok(way)) => way,
+        };
         let Installed { generation, buckets, versions, .. } = *verdict;
         let until_ns = self.started_ns.saturating_add(verdict.until_ms.saturating_mul(NS_PER_MS));
         let flow = Known { network: flow.network, from: flow.from, dst: flow.dst, src: flow.src };
         let terms = Terms { until_ns, generation, buckets, versions };
-        self.kernel.flows().install(&flow, &from.stats, to, &terms);
+        self.kernel.flows().install(&flow, from.stats(), &way, &terms);
         // Refused ones are offered again, too.
         true
     }
@@ -90,6 +147,9 @@ pub(super) struct KernelPath {
     renewer: Option<JoinHandle<()>>,
     /// The setup that the renewer's router decides by.
     current: Arc<ArcSwap<Setup>>,
+    wire: Arc<ArcSwapOption<WirePath>>,
+    /// The last failure to open the wire.
+    no_wire: Mutex<Option<Instant>>,
 }
 
 impl KernelPath {
@@ -103,11 +163,19 @@ impl KernelPath {
     ) -> std::io::Result<KernelPath> {
         let started_ns = now_ns().saturating_sub(started.elapsed().as_nanos() as u64);
         let installer =
-            Arc::new(Installer { kernel, started_ns, setup: ArcSwap::from_pointee(Ways::of(&setup)) });
-        let (stopping, serving, current) = (Arc::default(), Arc::default(), Arc::new(ArcSwap::new(setup)));
-        let outlive = outlive.max(Duration::from_millis(INSTALLED_MS));
-        let mut path =
-            KernelPath { installer, learned, started, stopping, serving, outlive, renewer: None, current };
+            Arc::new(Installer { kernel, started_ns, setup: ArcSwap::from_pointee(Ways::of(&setup, None)) });
+        let mut path = KernelPath {
+            installer,
+            learned,
+            started,
+            stopping: Arc::default(),
+            serving: Arc::default(),
+            outlive: outlive.max(Duration::from_millis(INSTALLED_MS)),
+            renewer: None,
+            current: Arc::new(ArcSwap::new(setup)),
+            wire: Arc::default(),
+            no_wire: Mutex::default(),
+        };
         let renewer = path.renewer();
         path.renewer = Some(std::thread::Builder::new().name("kernel-flows".into()).spawn(renewer)?);
         Ok(path)
@@ -115,6 +183,35 @@ impl KernelPath {
 
     pub(super) fn kernel(&self) -> &Arc<Kernel> {
         &self.installer.kernel
+    }
+
+    /// The wire's source of frames, for a setup with `links`. Opens the wire if one of them may use it.
+    pub(super) fn wire(
+        &self,
+        links: &[LinkPort],
+        courier: &Courier,
+        strangers: &Arc<PortStats>,
+    ) -> Option<Arc<dyn Feeder>> {
+        if let Some(wire) = self.wire.load_full() {
+            return Some(wire);
+        }
+        let mut failed = self.no_wire.lock();
+        if links.iter().all(|port| port.link.wire_remote().is_none())
+            || failed.is_some_and(|failed| failed.elapsed() < OPEN_AGAIN)
+        {
+            return None;
+        }
+        match WirePath::open(self.kernel(), courier.clone(), strangers.clone(), self.outlive) {
+            Ok(wire) => {
+                self.wire.store(Some(wire.clone()));
+                Some(wire)
+            }
+            Err(error) => {
+                tracing::info!("no wire, vnetd forwards all frames to other hosts itself: {error}");
+                *failed = Some(Instant::now());
+                None
+            }
+        }
     }
 
     /// Where routers of `setup` offer their verdicts.
@@ -137,9 +234,13 @@ impl KernelPath {
 
     /// Ends all flows of older setups and takes those of `setup`.
     pub(super) fn publish(&self, setup: &Arc<Setup>) {
-        self.installer.setup.store(Arc::new(Ways::of(setup)));
+        let wire = self.wire.load_full();
+        self.installer.setup.store(Arc::new(Ways::of(setup, wire.clone())));
         self.current.store(setup.clone());
         self.kernel().set_generation(setup.generation);
+        if let Some(wire) = wire {
+            wire.publish(self.kernel(), setup);
+        }
         if !self.serving.swap(true, Relaxed) {
             let now_ns = now_ns();
             self.kernel().tick(now_ns, now_ns + self.outlive.as_nanos() as u64);
@@ -156,13 +257,13 @@ impl KernelPath {
 
     /// The renewer's loop.
     fn renewer(&self) -> impl FnOnce() + Send + use<> {
-        let (stopping, serving, current) =
-            (self.stopping.clone(), self.serving.clone(), self.current.clone());
+        let (stopping, serving, current, wire) =
+            (self.stopping.clone(), self.serving.clone(), self.current.clone(), self.wire.clone());
         let (kernel, started, outlive) = (self.kernel().clone(), self.started, self.outlive);
         let to: Arc<dyn Install> = self.installer.clone();
         let mut router = Router::new(current.load().table.clone(), self.learned.clone());
         move || {
-            let mut generation = None;
+            let (mut generation, mut rounds) = (None, 0_u64);
             let mut inherits = true;
             while !stopping.load(Relaxed) {
                 std::thread::park_timeout(RENEW);
@@ -182,14 +283,27 @@ impl KernelPath {
                     router.renew(&Flow { network, src, dst, from }, now_ms);
                 }
                 kernel.tick(now_ns, end_ns);
+                rounds += 1;
+                if rounds.is_multiple_of(ROUNDS_PER_TRIAL)
+                    && let Some(wire) = &*wire.load()
+                {
+                    wire.tick(&kernel, now_ms);
+                }
                 if inherits && started.elapsed() > outlive {
                     inherits = false;
-                    kernel.forget_unclaimed().into_iter().for_each(veth::remove_unclaimed);
+                    remove_unclaimed(&kernel);
                 }
             }
-            kernel.forget_unclaimed().into_iter().for_each(veth::remove_unclaimed);
+            remove_unclaimed(&kernel);
         }
     }
+}
+
+/// Removes what a vnetd that has died has left and nobody has adopted.
+fn remove_unclaimed(kernel: &Kernel) {
+    kernel.forget_unclaimed().into_iter().for_each(veth::remove_unclaimed);
+    // Without pins, the kernel room does not know of it.
+    wire::remove_dead();
 }
 
 impl Drop for KernelPath {

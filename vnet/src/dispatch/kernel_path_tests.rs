@@ -131,6 +131,7 @@ impl World {
                 tap: ("lo".into(), 1),
                 mac: Mac([2, 0, 0, 0, 0, n as u8]),
                 mtu: 1500,
+                namespace: None,
             };
             InterfacePort {
                 member: Member {

@@ -21,7 +21,7 @@
 //! - [`in_place`](mod@self::in_place): frames received straight into a guest's buffers (cut-through forwarding).
 //! - [`dispatcher_stats`]: a dispatcher's own statistics.
 //! - `observe`: records frames for captures; [`observers`](mod@self::observers): active captures and cache queries.
-//! - `kernel_path`: verdicts that the kernel applies by itself.
+//! - `kernel_path`: verdicts that the kernel applies by itself; `wire_path`: between hosts.
 //! - [`mode`](mod@self::mode): guest-driven or VMM-driven queues; `served`: when a queue is polled and when it sleeps.
 //! - [`yielding`](mod@self::yielding): the yield strategy of an idle dispatcher.
 //! - [`isolation`](mod@self::isolation): shields dispatchers from noise of the host.
@@ -39,6 +39,7 @@ mod served;
 #[cfg(test)]
 mod served_model;
 pub mod setup;
+mod wire_path;
 pub mod yielding;
 
 use std::sync::Arc;

@@ -18,9 +18,11 @@ pub mod local;
 mod netns;
 pub mod stand_in;
 pub mod tap;
+pub mod underlay;
 pub mod veth;
 pub mod vhost_user;
 pub mod virtqueue;
+pub mod wire;
 
 use std::sync::Arc;
 
@@ -121,6 +123,8 @@ pub struct KernelDevice {
     pub mac: Mac,
     /// MTU in bytes.
     pub mtu: usize,
+    /// The guest's network namespace, by its number in vnetd's (nsid); `None`: unknown.
+    pub namespace: Option<u32>,
 }
 
 /// Optimistic interrupts: notifies a guest of delivered frames early (VNET/P+ section IV.A).

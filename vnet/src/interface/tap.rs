@@ -432,7 +432,7 @@ struct IfReq {
 }
 
 /// Opens all queues and configures the device in the network namespace of the calling thread.
-fn open_queues(options: &TapOptions) -> Result<(Vec<File>, Accepts, Sight), TapError> {
+pub(super) fn open_queues(options: &TapOptions) -> Result<(Vec<File>, Accepts, Sight), TapError> {
     let fail = |step, error: io::Error, hint| TapError::Step {
         step,
         device: options.device.chars().take(64).collect(),

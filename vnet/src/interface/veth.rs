@@ -31,7 +31,7 @@ use super::netns::{Netns, NetnsError};
 use super::tap::{self, GSO_MAX_SIZE, TAP_MTU_MAX, Tap, TapError, TapOptions};
 use super::{Interface, KernelDevice, State};
 use crate::frame::{DropSink, Origin, Selection};
-use crate::netlink::Netlink;
+use crate::netlink::{self, Netlink};
 use crate::source::Source;
 use crate::stats::PortStats;
 use crate::wire::ethernet::Mac;
@@ -139,7 +139,9 @@ impl Veth {
             |name: &str| tap::device_index(name).ok_or_else(|| fail("find", io::ErrorKind::NotFound.into()));
         let (host_index, tap_index) = (index(&host)?, index(&tap_name)?);
         std::mem::forget(pair);
-        let device = KernelDevice { host: (host, host_index), tap: (tap_name, tap_index), mac, mtu };
+        let namespace = namespace_of(host_index);
+        let device =
+            KernelDevice { host: (host, host_index), tap: (tap_name, tap_index), mac, mtu, namespace };
         let (name, seen) = (options.device.clone(), Mutex::new((true, mtu)));
         Ok(Arc::new(Veth { tap, device, name, home, seen }))
     }
@@ -281,16 +283,18 @@ pub(crate) fn remove_unclaimed(index: u32) {
 
 /// The address of a device of the calling thread's namespace, if it is there.
 fn mac_of(device: &str) -> Option<Mac> {
-    let index = tap::device_index(device)?;
-    let mut link = LinkMessage::default();
-    link.header.index = index;
-    let RouteNetlinkMessage::NewLink(link) =
-        Netlink::new().ok()?.ask(RouteNetlinkMessage::GetLink(link)).ok()?
-    else {
-        return None;
-    };
+    let link = netlink::link(tap::device_index(device)?).ok()?;
     link.attributes.iter().find_map(|attribute| match attribute {
         LinkAttribute::Address(mac) => Some(Mac(mac.as_slice().try_into().ok()?)),
+        _ => None,
+    })
+}
+
+/// The namespace of a device's other end, by its number in the calling thread's (nsid).
+fn namespace_of(index: u32) -> Option<u32> {
+    let link = netlink::link(index).ok()?;
+    link.attributes.iter().find_map(|attribute| match attribute {
+        LinkAttribute::LinkNetNsId(id) => u32::try_from(*id).ok(),
         _ => None,
     })
 }
@@ -319,7 +323,7 @@ fn make(host: &str, options: &VethOptions, mtu: usize, namespace: File) -> io::R
 }
 
 /// Sets a device of the calling thread's namespace up.
-fn raise(device: &str, mtu: usize, mac: Option<Mac>) -> io::Result<()> {
+pub(super) fn raise(device: &str, mtu: usize, mac: Option<Mac>) -> io::Result<()> {
     let mut link = LinkMessage::default();
     link.header.index = tap::device_index(device).ok_or_else(io::Error::last_os_error)?;
     link.attributes.push(LinkAttribute::Mtu(mtu as u32));
@@ -329,8 +333,8 @@ fn raise(device: &str, mtu: usize, mac: Option<Mac>) -> io::Result<()> {
     Netlink::new()?.change(RouteNetlinkMessage::SetLink(link), 0)
 }
 
-/// Removes a device of the calling thread's namespace, and with it its other end.
-fn remove(device: &str) -> io::Result<()> {
+/// Removes a device of the calling thread's namespace, and with it a pair's other end.
+pub(super) fn remove(device: &str) -> io::Result<()> {
     let mut link = LinkMessage::default();
     link.header.index = tap::device_index(device).ok_or_else(io::Error::last_os_error)?;
     Netlink::new()?.change(RouteNetlinkMessage::DelLink(link), 0)

@@ -4,6 +4,7 @@
 //! its own flow. Bounded: [`FLOWS_MAX`] flows in all, [`FLOWS_PORT_MAX`] from one port; the newest is refused.
 
 use std::collections::HashMap;
+use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -11,10 +12,11 @@ use aya::maps::{HashMap as BpfMap, MapData};
 use parking_lot::Mutex;
 
 use super::mapping::Mapping;
-use super::shared::{FLOWS_MAX, FlowKey, FlowValue, Known, TO_INTERFACE, Tally};
+use super::shared::{FLOWS_MAX, FlowKey, FlowValue, Known, NO_NAMESPACE, TO_INTERFACE, TO_LINK, Tally};
 use crate::frame::PortId;
 use crate::stats::PortStats;
 use crate::wire::ethernet::{HEADER_LEN, Mac, VLAN_TAG_LEN};
+use crate::wire::vxlan::WIRE_PORT;
 
 /// Most flows from one port: a guest that scans the network takes nothing from sixteen others like it.
 pub const FLOWS_PORT_MAX: u32 = 4096;
@@ -32,19 +34,49 @@ pub struct Terms {
     pub versions: [u32; 2],
 }
 
-/// An interface that a flow leads to.
+/// An interface or a link that a flow leads to.
 #[derive(Clone, Debug)]
 pub struct Destination {
     /// Its port.
     pub port: PortId,
-    /// Index of the host's end of its device.
+    /// Index of the device that takes its frames: the host's end of a guest's, or the wire.
     pub device: u32,
-    /// The guest's address.
-    pub mac: Mac,
-    /// MTU in bytes.
+    /// MTU in bytes, for frames that are not to be segmented.
     pub mtu: usize,
     /// Its counters.
     pub stats: Arc<PortStats>,
+    /// What takes the frames.
+    pub target: Target,
+}
+
+/// What takes a flow's frames.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// A guest.
+    Guest {
+        /// Its address.
+        mac: Mac,
+        /// Its network namespace (nsid), if known.
+        namespace: Option<u32>,
+    },
+    /// Another host, by the wire.
+    Host {
+        /// Its address.
+        remote: Ipv4Addr,
+        /// Longest IP packet of a guest, in bytes, that fits the path in one datagram.
+        packet_max: u32,
+        /// How programs send datagrams that they make themselves; `None`: the wire's device makes them all.
+        underlay: Option<Underlay>,
+    },
+}
+
+/// The way of datagrams to another host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Underlay {
+    /// Index of the device.
+    pub device: u32,
+    /// Own address.
+    pub local: Ipv4Addr,
 }
 
 /// What an installed flow has carried.
@@ -129,12 +161,9 @@ impl Flows {
             buckets: terms.buckets.map(u32::from),
             versions: terms.versions,
             slot,
-            kind: TO_INTERFACE,
             device: to.device,
-            own_address: u32::from(to.mac == flow.dst),
             len_max: (to.mtu + HEADER_LEN + VLAN_TAG_LEN) as u32,
-            remote: 0,
-            segment_max: 0,
+            ..to.target.value(flow.dst)
         };
         let done = book.map.insert(key, value, 0).is_ok();
         if done {
@@ -212,10 +241,42 @@ impl Flows {
         all
     }
 
+    /// Ends the flows to the port with counters `to`. Frames on their way at this moment may still follow them.
+    pub fn end(&self, to: &Arc<PortStats>) {
+        let mut book = self.book.lock();
+        let is_ended = |(at, slot): (&u32, &Slot)| Arc::ptr_eq(&slot.to.stats, to).then_some(*at);
+        let ended: Vec<u32> = book.slots.iter().filter_map(is_ended).collect();
+        ended.into_iter().for_each(|at| book.remove(at));
+    }
+
     /// Number of installed flows, and of refused ones so far.
     pub fn len(&self) -> (usize, u64) {
         let book = self.book.lock();
         (book.by_key.len(), book.refused)
+    }
+}
+
+impl Target {
+    /// What depends on it in the value of a flow to `dst`.
+    fn value(&self, dst: Mac) -> FlowValue {
+        match *self {
+            Target::Guest { mac, namespace } => FlowValue {
+                kind: TO_INTERFACE,
+                own_address: u32::from(mac == dst),
+                namespace: namespace.unwrap_or(NO_NAMESPACE),
+                ..FlowValue::default()
+            },
+            Target::Host { remote, packet_max, underlay } => FlowValue {
+                kind: TO_LINK,
+                remote: remote.to_bits(),
+                segment_max: packet_max,
+                underlay: underlay.map_or(0, |way| way.device),
+                local: underlay.map_or(0, |way| way.local.to_bits()),
+                port: WIRE_PORT.into(),
+                namespace: NO_NAMESPACE,
+                ..FlowValue::default()
+            },
+        }
     }
 }
 

@@ -6,8 +6,20 @@
 //!                       | from_guest                                          |
 //!                       +-- known flow ------------------------ redirect_peer +
 //!                       +-- else: redirect -> TAP of A -> vnetd -> TAP of B   |
-//!                                                              | from_core    |
-//!                                                              +-- redirect_peer
+//!                       |                                      | from_core    |
+//!                       |                                      +-- redirect_peer
+//!                       |
+//!                       +-- known flow to another host
+//!                             +-- in a datagram of its own: redirect_neigh ===================== underlay
+//!                             +-- else: redirect -> the wire, a VXLAN device =================== underlay
+//!
+//!   underlay ==== its device
+//!                       | from_underlay
+//!                       +-- known flow that ends in container B: redirect_peer -> container B
+//!                       +-- else: the host's network stack -> the wire
+//!                       | from_wire
+//!                       +-- known flow: redirect_peer -> container B
+//!                       +-- else: redirect -> TAP of the wire -> vnetd
 //! ```
 //!
 //! - *Programs* (`programs/`, in C, one file a hook) look up flows and ask nobody: what is not in the map comes up to vnetd, as
@@ -15,7 +27,8 @@
 //! - *Flows* (`flows.rs`): verdicts with one destination, installed by the dispatchers' routers. A verdict holds while the
 //!   table's generation and two versions of learned addresses are current, and until its lease ends. Programs compare all
 //!   three for each frame, in memory shared with vnetd (`mapping.rs`): one store ends any number of flows.
-//! - *Attached devices* ([`Kernel::attach`]): a guest's veth and vnetd's TAP behind it.
+//! - *Attached devices*: a guest's veth and vnetd's TAP behind it ([`Kernel::attach`]), the wire and its TAP
+//!   ([`Kernel::attach_wire`]). The wire's frames belong to the link whose remote they come from ([`Kernel::set_peers`]).
 //!
 //! - *Pins* (`pins.rs`): maps and the program at the host's end outlive a vnetd that dies. Leases run by a clock that vnetd advances
 //!   ([`Kernel::tick`]). Without vnetd it stands still, so established flows stay valid until the end time that vnetd wrote last. The
@@ -32,8 +45,9 @@ mod shared;
 #[cfg(test)]
 mod tests;
 
-use std::collections::HashSet;
+use std::collections;
 use std::io;
+use std::net::Ipv4Addr;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -49,15 +63,15 @@ use parking_lot::Mutex;
 use rustix::process::{Resource, Rlimit, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 
-pub use flows::{Carried, Destination, FLOWS_PORT_MAX, Flows, Terms};
+pub use flows::{Carried, Destination, FLOWS_PORT_MAX, Flows, Target, Terms, Underlay};
 pub use pins::{Outlive, PinOptions};
-pub use shared::{FLOWS_MAX, Known, VERSIONS};
+pub use shared::{FLOWS_MAX, Known, VERSIONS, WireHead};
 
 use crate::frame::{Origin, PortId};
 use crate::wire::ethernet::Mac;
 use mapping::Mapping;
 use pins::Pins;
-use shared::{PortValue, State};
+use shared::{PeerValue, PortValue, State};
 
 /// The compiled programs.
 static OBJECT: &[u8] = include_bytes_aligned!("programs/forward.o");
@@ -119,16 +133,31 @@ pub struct GuestDevice {
     pub mac: Mac,
 }
 
+/// Another host that is heard by the wire.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Peer {
+    /// Its link's port.
+    pub port: PortId,
+    /// Own address towards it, if programs may take its datagrams from the underlay's device.
+    pub local: Option<Ipv4Addr>,
+}
+
+/// A program at a device of the underlay. Dropping detaches it.
+pub struct AtUnderlay {
+    _hooks: Vec<Hook>,
+}
+
 /// The programs of a host, loaded.
 pub struct Kernel {
     programs: Mutex<Ebpf>,
     ports: Mutex<HashMap<MapData, u32, PortValue>>,
+    peers: Mutex<HashMap<MapData, u32, PeerValue>>,
     state: Mapping<State>,
     flows: Flows,
     /// Where programs and maps are pinned, or the reason why they are not.
     pins: Result<Pins, String>,
     /// Devices of a vnetd that has died and that are not attached again yet.
-    unclaimed: Mutex<HashSet<u32>>,
+    unclaimed: Mutex<collections::HashSet<u32>>,
 }
 
 impl Kernel {
@@ -152,15 +181,16 @@ impl Kernel {
             <&mut SchedClassifier>::try_from(program)?.load()?;
         }
         let mut take = |name: &str| programs.take_map(name).ok_or_else(|| lacks(name));
-        let (flows, tallies, ports, state) =
-            (take("flows")?, take("tallies")?, take("ports")?, take("state")?);
+        let (flows, tallies, ports, peers, state) =
+            (take("flows")?, take("tallies")?, take("ports")?, take("peers")?, take("state")?);
         let state = memory(&state, 1)?;
         let flows = Flows::new(HashMap::try_from(flows)?, memory(&tallies, FLOWS_MAX as usize)?);
         let ports: HashMap<_, u32, PortValue> = HashMap::try_from(ports)?;
         let links = pins.iter().flat_map(Pins::devices);
-        let unclaimed = ports.keys().flatten().chain(links).collect();
-        let (programs, ports, unclaimed) = (Mutex::new(programs), Mutex::new(ports), Mutex::new(unclaimed));
-        Ok(Arc::new(Kernel { programs, ports, state, flows, pins, unclaimed }))
+        let unclaimed = Mutex::new(ports.keys().flatten().chain(links).collect());
+        let (programs, ports) = (Mutex::new(programs), Mutex::new(ports));
+        let peers = Mutex::new(HashMap::try_from(peers)?);
+        Ok(Arc::new(Kernel { programs, ports, peers, state, flows, pins, unclaimed }))
     }
 
     /// The installed flows.
@@ -210,7 +240,7 @@ impl Kernel {
     }
 
     /// Detaches programs from devices of a vnetd that has died and that are not attached again, and lists these devices.
-    pub fn forget_unclaimed(&self) -> HashSet<u32> {
+    pub fn forget_unclaimed(&self) -> collections::HashSet<u32> {
         let unclaimed = std::mem::take(&mut *self.unclaimed.lock());
         let mut ports = self.ports.lock();
         for device in &unclaimed {
@@ -256,8 +286,7 @@ impl Kernel {
         let (network, PortId(from)) = (origin.network.get(), origin.port);
         let GuestDevice { host, tap, mac } = device;
         let value = |other| PortValue { network, from, mac: mac.0, other };
-        let mut attached = Attached { kernel: self.clone(), devices: [host.1, tap.1], hooks: vec![] };
-        self.unclaimed.lock().retain(|device| !attached.devices.contains(device));
+        let mut attached = self.claim([host.1, tap.1]);
         // The way into the guest first: vnetd answers what comes out of it.
         {
             let mut ports = self.ports.lock();
@@ -272,6 +301,62 @@ impl Kernel {
         }
         attached.hooks.extend(self.attach_program("from_guest", host, true)?);
         Ok(attached)
+    }
+
+    /// Attaches the programs to the wire's VXLAN device and its TAP, names and indices, until the result is dropped.
+    ///
+    /// # Errors
+    /// As [`Kernel::attach`].
+    pub fn attach_wire(
+        self: &Arc<Self>,
+        device: &(String, u32),
+        tap: &(String, u32),
+    ) -> Result<Attached, KernelError> {
+        let value = |other| PortValue { from: PortId::NONE.0, other, ..PortValue::default() };
+        let mut attached = self.claim([device.1, tap.1]);
+        {
+            let mut ports = self.ports.lock();
+            ports.insert(tap.1, value(device.1), 0)?;
+            ports.insert(device.1, value(tap.1), 0)?;
+        }
+        attached.hooks.extend(self.attach_program("try_wire", tap, false)?);
+        attached.hooks.extend(self.attach_program("from_wire", device, true)?);
+        Ok(attached)
+    }
+
+    /// A pair of devices without programs, which are no longer those of a vnetd that has died.
+    fn claim(self: &Arc<Self>, devices: [u32; 2]) -> Attached {
+        self.unclaimed.lock().retain(|device| !devices.contains(device));
+        Attached { kernel: self.clone(), devices, hooks: vec![] }
+    }
+
+    /// Accepts the wire's frames from the hosts at `wanted` addresses and from no others; a host's frames come from its link.
+    ///
+    /// # Errors
+    /// The kernel has no memory.
+    pub fn set_peers(&self, wanted: &collections::HashMap<Ipv4Addr, Peer>) -> Result<(), KernelError> {
+        let mut peers = self.peers.lock();
+        let known: Vec<u32> = peers.keys().collect::<Result<_, _>>()?;
+        for ip in known.iter().filter(|ip| !wanted.contains_key(&Ipv4Addr::from_bits(**ip))) {
+            peers.remove(ip)?;
+        }
+        for (ip, Peer { port: PortId(from), local }) in wanted {
+            let local = local.map_or(0, Ipv4Addr::to_bits);
+            peers.insert(ip.to_bits(), PeerValue { from: *from, zero: 0, local }, 0)?;
+        }
+        Ok(())
+    }
+
+    /// Has a program take the wire's datagrams of known flows at a device of the underlay, until the result is dropped. `None`: a
+    /// kernel without tcx, where a filter on a device that is not vnetd's own would outlive vnetd.
+    ///
+    /// # Errors
+    /// As [`Kernel::attach`].
+    pub fn attach_underlay(&self, device: &(String, u32)) -> Result<Option<AtUnderlay>, KernelError> {
+        if !has_tcx() {
+            return Ok(None);
+        }
+        Ok(Some(AtUnderlay { _hooks: self.attach_program("from_underlay", device, false)? }))
     }
 
     /// Attaches a program to a device. One that `stays` outlives vnetd: without it, frames would reach the host's network stack.
@@ -289,7 +374,7 @@ impl Kernel {
         let program = programs.program_mut(name).ok_or_else(|| lacks(name))?;
         let program: &mut SchedClassifier = program.try_into()?;
         let pins = self.pins.as_ref().ok().filter(|_| stays);
-        if KernelVersion::current().is_ok_and(|kernel| kernel < TCX) || stays && pins.is_none() {
+        if !has_tcx() || stays && pins.is_none() {
             return Ok(vec![attach_filter(program, &device.0).map_err(refused)?]);
         }
         let mut hooks = vec![attach_link(program, device, pins).map_err(refused)?];
@@ -366,6 +451,10 @@ impl Deref for Kernel {
     }
 }
 
+fn has_tcx() -> bool {
+    KernelVersion::current().map_or(true, |kernel| kernel >= TCX)
+}
+
 /// CLOCK_MONOTONIC in nanoseconds, which programs read, too.
 pub(crate) fn now_ns() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
@@ -411,7 +500,7 @@ impl Drop for Hook {
     }
 }
 
-/// Programs at a guest's devices. Dropping detaches them.
+/// Programs at a pair of devices. Dropping detaches them.
 pub struct Attached {
     kernel: Arc<Kernel>,
     devices: [u32; 2],

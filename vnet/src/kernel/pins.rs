@@ -3,7 +3,7 @@
 //! ```text
 //!   BPFFS/vnet/HOST-NAMESPACE/         locked by the vnetd that uses it
 //!     link-INDEX                       the program at the device of that index: attached as long as this file is there
-//!     OBJECT/flows ports state tallies maps of one version of the programs, named by its hash
+//!     OBJECT/MAP                       maps of one version of the programs, named by its hash
 //! ```
 //!
 //! A device index is valid in one network namespace only. So the folder's name contains the namespace's cookie, which the kernel
@@ -31,7 +31,7 @@ const LOCK_PAUSE: Duration = Duration::from_millis(10);
 const LINK: &str = "link-";
 
 /// The programs' maps.
-pub(super) const MAPS: [&str; 4] = ["flows", "ports", "state", "tallies"];
+pub(super) const MAPS: [&str; 5] = ["flows", "peers", "ports", "state", "tallies"];
 
 /// How established flows outlive vnetd.
 #[derive(Clone, Debug, Default)]

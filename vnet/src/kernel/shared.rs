@@ -1,5 +1,6 @@
 //! The layout of the programs' maps: what `programs/shared.h` says, in Rust. A test compiles that header and compares.
 
+use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use aya::Pod;
@@ -54,6 +55,13 @@ impl FlowKey {
 
 /// `kind` of a flow to an interface.
 pub(super) const TO_INTERFACE: u32 = 1;
+/// `kind` of a flow to a link, by the wire.
+pub(super) const TO_LINK: u32 = 2;
+/// `namespace` of a guest whose namespace is not known.
+pub(super) const NO_NAMESPACE: u32 = u32::MAX;
+/// Most links by which the wire's frames come: all of a host.
+#[cfg(test)]
+const PEERS_MAX: u32 = 4096;
 
 /// A verdict with one destination, and what it depends on.
 #[repr(C)]
@@ -70,6 +78,10 @@ pub(super) struct FlowValue {
     pub(super) len_max: u32,
     pub(super) remote: u32,
     pub(super) segment_max: u32,
+    pub(super) underlay: u32,
+    pub(super) port: u32,
+    pub(super) local: u32,
+    pub(super) namespace: u32,
 }
 
 /// A device with a program.
@@ -80,6 +92,56 @@ pub(super) struct PortValue {
     pub(super) from: u16,
     pub(super) mac: [u8; 6],
     pub(super) other: u32,
+}
+
+/// A link, as the programs know it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct PeerValue {
+    pub(super) from: u16,
+    pub(super) zero: u16,
+    pub(super) local: u32,
+}
+
+/// Before a frame of the wire that comes up: whose it is.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WireHead {
+    remote: u32,
+    network: u32,
+    from: u16,
+    zero: [u16; 3],
+}
+
+impl WireHead {
+    /// Its bytes.
+    pub const LEN: usize = size_of::<WireHead>();
+
+    /// Reads it.
+    pub fn parse(bytes: &[u8; WireHead::LEN]) -> WireHead {
+        let [a, b, c, d, e, f, g, h, i, j, ..] = *bytes;
+        WireHead {
+            remote: u32::from_ne_bytes([a, b, c, d]),
+            network: u32::from_ne_bytes([e, f, g, h]),
+            from: u16::from_ne_bytes([i, j]),
+            zero: [0; 3],
+        }
+    }
+
+    /// The other host's address.
+    pub fn remote(&self) -> Ipv4Addr {
+        Ipv4Addr::from_bits(self.remote)
+    }
+
+    /// The network id (VNI).
+    pub fn network(&self) -> u32 {
+        self.network
+    }
+
+    /// The link's port when the frame arrived.
+    pub fn from(&self) -> PortId {
+        PortId(self.from)
+    }
 }
 
 /// What a flow has carried. The programs add to it.
@@ -108,6 +170,8 @@ unsafe impl Pod for FlowKey {}
 unsafe impl Pod for FlowValue {}
 // SAFETY: as above.
 unsafe impl Pod for PortValue {}
+// SAFETY: as above.
+unsafe impl Pod for PeerValue {}
 
 #[cfg(test)]
 mod tests {
@@ -138,9 +202,12 @@ mod tests {
         let (mut ours, mut probe) = layout! {
             "flow_key" = FlowKey { network, from, dst, src, zero }
             "flow" = FlowValue {
-                until_ns, generation, buckets, versions, slot, kind, device, own_address, len_max, remote, segment_max
+                until_ns, generation, buckets, versions, slot, kind, device, own_address, len_max, remote, segment_max,
+                underlay, port, local, namespace
             }
             "port" = PortValue { network, from, mac, other }
+            "peer" = PeerValue { from, zero, local }
+            "wire_head" = WireHead { remote, network, from, zero }
             "tally" = Tally { frames, bytes, used_ns, zero }
             "state" = State { versions, generation, clock_ns, end_ns }
         };
@@ -148,6 +215,10 @@ mod tests {
             ("FLOWS_MAX", FLOWS_MAX as usize),
             ("VERSIONS", VERSIONS),
             ("TO_INTERFACE", TO_INTERFACE as usize),
+            ("TO_LINK", TO_LINK as usize),
+            ("PEERS_MAX", PEERS_MAX as usize),
+            ("NO_NAMESPACE", NO_NAMESPACE as usize),
+            ("WIRE_PORT", crate::wire::vxlan::WIRE_PORT.into()),
         ] {
             writeln!(ours, "{name} {ours_is}").unwrap();
             writeln!(probe, "printf(\"{name} %zu\\n\", (size_t){name});").unwrap();

@@ -14,6 +14,7 @@ use crate::stats::PortStats;
 use crate::wire::ethernet::HEADER_LEN;
 
 /// Verdicts of linux/pkt_cls.h.
+const TC_ACT_OK: u32 = 0;
 const TC_ACT_SHOT: u32 = 2;
 const TC_ACT_REDIRECT: u32 = 7;
 /// `ifindex` of the loopback device, where test runs happen.
@@ -66,15 +67,25 @@ impl Bench {
         kernel.ports.lock().insert(LOOPBACK, port, 0).unwrap();
         kernel.set_generation(7);
         kernel.tick(NOW, u64::MAX);
-        let to = Destination { port: TO, device: LOOPBACK, mac: B, mtu: 1500, stats: Arc::default() };
+        let to = guest();
         Some(Bench { kernel, from: Arc::default(), to })
     }
 
     fn run(&self, program: &str, frame: &[u8]) -> u32 {
+        self.change(program, frame).0
+    }
+
+    /// What `program` says to a frame, and makes of it.
+    fn change(&self, program: &str, frame: &[u8]) -> (u32, Vec<u8>) {
         let mut programs = self.kernel.programs.lock();
         let program: &mut SchedClassifier = programs.program_mut(program).unwrap().try_into().unwrap();
-        let options = TestRunOptions { data_in: Some(frame), ..TestRunOptions::new() };
-        program.test_run(options).unwrap().return_value
+        let mut room = vec![0; frame.len() + 256];
+        let options =
+            TestRunOptions { data_in: Some(frame), data_out: Some(&mut room), ..TestRunOptions::new() };
+        let result = program.test_run(options).unwrap();
+        let len = result.data_size_out as usize;
+        room.truncate(len);
+        (result.return_value, room)
     }
 
     /// Sends a frame of `len` bytes; true when a flow took it.
@@ -88,6 +99,16 @@ impl Bench {
 
     fn install(&self, terms: &Terms) -> bool {
         self.kernel.flows().install(&known(B), &self.from, &self.to, terms)
+    }
+}
+
+fn guest() -> Destination {
+    Destination {
+        port: TO,
+        device: LOOPBACK,
+        mtu: 1500,
+        stats: Arc::default(),
+        target: Target::Guest { mac: B, namespace: Some(0) },
     }
 }
 
@@ -108,12 +129,8 @@ fn terms() -> Terms {
 #[test]
 fn a_device_without_a_port_forwards_nothing() {
     let Some(kernel) = kernel() else { return };
-    let bench = Bench {
-        kernel,
-        from: Arc::default(),
-        to: Destination { port: TO, device: 1, mac: B, mtu: 1500, stats: Arc::default() },
-    };
-    for program in ["from_guest", "from_core"] {
+    let bench = Bench { kernel, from: Arc::default(), to: guest() };
+    for program in ["from_guest", "from_core", "from_wire", "try_wire"] {
         assert_eq!(bench.run(program, &frame(B, 60)), TC_ACT_SHOT);
     }
 }
@@ -292,6 +309,145 @@ fn every_map_is_pinned() {
     let mut maps: Vec<_> = programs.maps().map(|(name, _)| name).collect();
     maps.sort_unstable();
     assert_eq!(maps, pins::MAPS);
+}
+
+#[test]
+fn a_flow_to_another_host_takes_the_wire() {
+    let Some(mut bench) = Bench::new() else { return };
+    let remote = Ipv4Addr::new(192, 0, 2, 2);
+    bench.to.target = Target::Host { remote, packet_max: 1450, underlay: None };
+    assert!(bench.install(&terms()));
+    // Larger than one datagram, too: it leaves in fragments.
+    assert!(bench.takes(B, 60) && bench.takes(B, 1514));
+    assert!(!bench.takes(B, 1500 + HEADER_LEN + 5));
+    assert_eq!((bench.to.stats.out_frames.get(), bench.to.stats.out_bytes.get()), (2, 1574));
+    bench.kernel.flows().end(&Arc::default());
+    assert!(bench.takes(B, 60), "another link's flows have ended");
+    bench.kernel.flows().end(&bench.to.stats);
+    assert!(!bench.takes(B, 60));
+    assert_eq!(bench.kernel.flows().len().0, 0);
+}
+
+#[test]
+fn the_wire_hears_tunnels_of_its_links_only() {
+    let Some(bench) = Bench::new() else { return };
+    // A frame that no tunnel has brought.
+    assert_eq!(bench.run("from_wire", &frame(B, 60)), TC_ACT_SHOT);
+    let [one, two] = [1, 2].map(|n| Ipv4Addr::new(192, 0, 2, n));
+    let known = || {
+        let peers = bench.kernel.peers.lock();
+        let mut known: Vec<_> =
+            peers.iter().map(|peer| peer.map(|(ip, peer)| (ip, peer.from)).unwrap()).collect();
+        known.sort_unstable();
+        known
+    };
+    bench.kernel.set_peers(&[(one, peer(7)), (two, peer(8))].into()).unwrap();
+    assert_eq!(known(), [(one.to_bits(), 7), (two.to_bits(), 8)]);
+    bench.kernel.set_peers(&[(two, peer(9))].into()).unwrap();
+    assert_eq!(known(), [(two.to_bits(), 9)]);
+}
+
+fn peer(port: u16) -> Peer {
+    Peer { port: PortId(port), local: Some(Ipv4Addr::new(192, 0, 2, 1)) }
+}
+
+/// An ICMP echo from A to B. Its first bytes are those of an Ethernet frame that carries IPv4.
+fn echo(len: usize) -> Vec<u8> {
+    let mut frame = frame(B, len);
+    frame[14..16].copy_from_slice(&[0x45, 2]);
+    frame[23] = 1;
+    frame
+}
+
+#[test]
+fn a_datagram_made_by_programs_is_taken_by_programs() {
+    let Some(mut bench) = Bench::new() else { return };
+    let (local, remote) = (Ipv4Addr::new(192, 0, 2, 1), Ipv4Addr::new(192, 0, 2, 2));
+    bench.to.target = Target::Host {
+        remote,
+        packet_max: 1450,
+        underlay: Some(Underlay { device: LOOPBACK, local: remote }),
+    };
+    assert!(bench.install(&terms()));
+    let frame = echo(200);
+    let (verdict, datagram) = bench.change("from_guest", &frame);
+    assert_eq!((verdict, datagram.len()), (TC_ACT_REDIRECT, 250));
+    assert_eq!(datagram[50..], frame);
+    assert_eq!(datagram[14..16], [0x45, 2], "the transport is ECN-capable");
+    assert_eq!(datagram[16..18], 236_u16.to_be_bytes(), "length");
+    assert_eq!(ones_complement(&datagram[14..34]), 0xffff, "checksum");
+    assert_eq!(datagram[26..34], [remote.octets(), remote.octets()].concat());
+    assert_eq!(datagram[36..42], [9789_u16, 216, 0].map(u16::to_be_bytes).concat());
+    assert_eq!(datagram[42..50], [8, 0, 0, 0, 0, 0, 1, 0], "VXLAN, network 1");
+    // Too large for one datagram: the device makes fragments of it.
+    assert_eq!(bench.change("from_guest", &echo(1500)).1.len(), 1500);
+
+    // From here on it has come from `remote` by port 7.
+    let mut datagram = datagram;
+    datagram[..6].fill(0);
+    datagram[30..34].copy_from_slice(&local.octets());
+    datagram[24..26].fill(0);
+    let sum = !ones_complement(&datagram[14..34]);
+    datagram[24..26].copy_from_slice(&sum.to_be_bytes());
+    bench.to.target = Target::Guest { mac: B, namespace: Some(0) };
+    let flow = Known { from: PortId(7), ..known(B) };
+    assert!(bench.kernel.flows().install(&flow, &bench.from, &bench.to, &terms()));
+    let host = (TC_ACT_OK, datagram.clone());
+    assert_eq!(bench.change("from_underlay", &datagram), host, "of no link");
+    bench.kernel.set_peers(&[(remote, peer(7))].into()).unwrap();
+    assert_eq!(bench.change("from_underlay", &datagram), (TC_ACT_REDIRECT, frame));
+    // What is in any way unusual goes to the host's network stack as it is.
+    for (at, what) in [
+        (14, "IP version"),
+        (15, "congestion"),
+        (20, "fragment"),
+        (23, "protocol"),
+        (25, "checksum"),
+        (33, "another's"),
+        (36, "port"),
+        (40, "UDP checksum"),
+        (42, "VXLAN flags"),
+        (48, "network"),
+        (49, "reserved"),
+        (50, "destination"),
+        (56, "source"),
+        (62, "not IPv4"),
+        (64, "IP options"),
+        (70, "an inner fragment"),
+        (73, "neither TCP nor an echo"),
+    ] {
+        let mut datagram = datagram.clone();
+        datagram[at] ^= 1;
+        if (14..34).contains(&at) && at != 25 {
+            datagram[24..26].fill(0);
+            let sum = !ones_complement(&datagram[14..34]);
+            datagram[24..26].copy_from_slice(&sum.to_be_bytes());
+        }
+        assert_eq!(bench.change("from_underlay", &datagram), (TC_ACT_OK, datagram.clone()), "{what}");
+    }
+    // A TCP segment for no socket of the guest: it sends it on, perhaps.
+    datagram[73] = 6;
+    assert_eq!(bench.change("from_underlay", &datagram), (TC_ACT_OK, datagram.clone()));
+    for len in 34..100 {
+        let cut = &datagram[..len];
+        assert_eq!(bench.change("from_underlay", cut), (TC_ACT_OK, cut.to_vec()), "{len} bytes");
+    }
+}
+
+/// The sum of IP checksums (RFC 1071).
+fn ones_complement(bytes: &[u8]) -> u16 {
+    let mut sum: u32 = bytes.chunks(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum();
+    while sum > 0xffff {
+        sum = (sum & 0xffff) + (sum >> 16);
+    }
+    sum as u16
+}
+
+#[test]
+fn a_trial_leaves_by_the_wire() {
+    let Some(bench) = Bench::new() else { return };
+    assert_eq!(bench.run("try_wire", &frame(Mac([0; 6]), 60)), TC_ACT_REDIRECT);
+    assert_eq!(bench.run("try_wire", &[0; 17]), TC_ACT_SHOT, "it names no host");
 }
 
 /// Compiles the programs again and compares with the object that is checked in. Other compilers make other code, so only the

@@ -1,9 +1,10 @@
 //! A link: the parts that all links share, and one of the kinds.
 
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::ops::Deref;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::common::Common;
 use super::inquiry::{Inbox, MAGIC, TEXT_MAX};
@@ -191,6 +192,37 @@ impl Link {
         udp_payload(self.path_mtu(), self.remote().is_some_and(|remote| remote.is_ipv4()))
     }
 
+    /// The other host's address on the wire ([`native::wire_state`](super::native::wire_state)), if this link's known flows may take
+    /// it. Sealed and relayed links and those limited to source addresses stay on vnetd's own datagrams, which the kernel could
+    /// neither encrypt nor check. The wire is IPv4 only.
+    pub fn wire_remote(&self) -> Option<Ipv4Addr> {
+        let native = self.native()?;
+        if native.seal.is_some() || native.via.is_some() || self.macs.is_some() {
+            return None;
+        }
+        match self.remote()?.ip().to_canonical() {
+            IpAddr::V4(ip) => Some(ip).filter(|ip| !ip.is_loopback() && !ip.is_unspecified()),
+            IpAddr::V6(_) => None,
+        }
+    }
+
+    /// True if frames may take the wire.
+    pub fn is_wire_ready(&self, now_ms: u64) -> bool {
+        self.native().is_some_and(|native| native.wire.is_ready(self.heard_ms(), now_ms))
+    }
+
+    /// Notes that a trial of the other host has arrived by the wire.
+    pub fn wire_tried(&self, now_ms: u64) {
+        if let Some(native) = self.native() {
+            native.wire.tried(now_ms);
+        }
+    }
+
+    /// [`Link::is_wire_ready`], if that has changed since the last call.
+    pub fn wire_change(&self, now_ms: u64) -> Option<bool> {
+        self.native()?.wire.change(self.heard_ms(), now_ms)
+    }
+
     /// Queues inquiries that arrive on this link in `inbox`. Only the first call has an effect.
     pub fn answer_by(&self, inbox: Arc<Inbox>) {
         if let Some(native) = self.native() {
@@ -250,6 +282,14 @@ impl Courier {
         }
         let native = link.for_inquiries()?;
         self.inquiry((&link.common, native), is_answer, &[&MAGIC, text].concat())
+    }
+
+    /// Tells the other host of `link` whether its trials of the wire arrive, and how long this host's kernel forwards established
+    /// flows without vnetd.
+    pub fn announce_wire(&self, link: &Link, outlive: Duration, now_ms: u64) {
+        if let Some(native) = link.native() {
+            self.wire_announcement((&link.common, native), outlive, now_ms);
+        }
     }
 }
 

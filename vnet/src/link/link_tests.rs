@@ -91,7 +91,7 @@ fn encapsulations_have_names() {
 fn numbers_rise_over_restarts() {
     let first = link("10.0.0.2:9000", Encapsulation::Native, None);
     let used = first.take_numbers(100) + 100;
-    std::thread::sleep(std::time::Duration::from_millis(1));
+    std::thread::sleep(Duration::from_millis(1));
     assert!(link("10.0.0.2:9000", Encapsulation::Native, None).take_numbers(1) > used);
 }
 

@@ -15,6 +15,8 @@ use super::ethernet;
 pub const HEADER_LEN: usize = 8;
 /// UDP port that IANA assigned to VXLAN.
 pub const PORT: u16 = 4789;
+/// UDP port of the wire, the kernel's own path between vnet hosts. Not [`PORT`], which other programs of the host may use.
+pub const WIRE_PORT: u16 = 9789;
 
 /// The I flag.
 const VALID: u8 = 0x08;

@@ -17,6 +17,25 @@ static long (*const bpf_redirect)(__u32 device, __u64 flags) = (void *)BPF_FUNC_
 static long (*const bpf_redirect_peer)(__u32 device, __u64 flags) = (void *)BPF_FUNC_redirect_peer;
 static long (*const bpf_skb_change_type)(struct __sk_buff *skb, __u32 type) =
 	(void *)BPF_FUNC_skb_change_type;
+static long (*const bpf_skb_get_tunnel_key)(struct __sk_buff *skb, struct bpf_tunnel_key *key, __u32 size,
+					    __u64 flags) = (void *)BPF_FUNC_skb_get_tunnel_key;
+static long (*const bpf_skb_set_tunnel_key)(struct __sk_buff *skb, struct bpf_tunnel_key *key, __u32 size,
+					    __u64 flags) = (void *)BPF_FUNC_skb_set_tunnel_key;
+static long (*const bpf_skb_change_head)(struct __sk_buff *skb, __u32 len, __u64 flags) =
+	(void *)BPF_FUNC_skb_change_head;
+static long (*const bpf_skb_store_bytes)(struct __sk_buff *skb, __u32 offset, const void *from, __u32 len,
+					 __u64 flags) = (void *)BPF_FUNC_skb_store_bytes;
+static long (*const bpf_skb_adjust_room)(struct __sk_buff *skb, __s32 len_diff, __u32 mode, __u64 flags) =
+	(void *)BPF_FUNC_skb_adjust_room;
+
+static __u32 (*const bpf_get_hash_recalc)(struct __sk_buff *skb) = (void *)BPF_FUNC_get_hash_recalc;
+static long (*const bpf_redirect_neigh)(__u32 device, void *next, int len, __u64 flags) =
+	(void *)BPF_FUNC_redirect_neigh;
+static __s64 (*const bpf_csum_diff)(__be32 *from, __u32 from_len, __be32 *to, __u32 to_len, __u32 seed) =
+	(void *)BPF_FUNC_csum_diff;
+static struct bpf_sock *(*const bpf_skc_lookup_tcp)(void *ctx, struct bpf_sock_tuple *tuple, __u32 size,
+						     __u64 netns, __u64 flags) = (void *)BPF_FUNC_skc_lookup_tcp;
+static long (*const bpf_sk_release)(void *sock) = (void *)BPF_FUNC_sk_release;
 
 struct bpf_map_def {
 	__u32 type, key_size, value_size, max_entries, map_flags, id, pinning;
@@ -30,13 +49,17 @@ MAP(flows, BPF_MAP_TYPE_HASH, struct flow_key, struct flow, FLOWS_MAX, BPF_F_NO_
 MAP(tallies, BPF_MAP_TYPE_ARRAY, __u32, struct tally, FLOWS_MAX, BPF_F_MMAPABLE);
 MAP(ports, BPF_MAP_TYPE_HASH, __u32, struct port, PORTS_MAX, BPF_F_NO_PREALLOC);
 MAP(state, BPF_MAP_TYPE_ARRAY, __u32, struct state, 1, BPF_F_MMAPABLE);
+MAP(peers, BPF_MAP_TYPE_HASH, __u32, struct peer, PEERS_MAX, BPF_F_NO_PREALLOC);
 
+/* Bytes of a tunnel key in Linux 5.10. */
+#define TUNNEL_KEY_LEN 28
+#define TTL 64
 #define VLAN_TAG 4
 /* linux/if_packet.h */
 #define PACKET_HOST 0
 
-/* Whether the version at `bucket` is still the flow's. Read after the last call of a helper and checked at once: Linux 6.1
- * forgets the bounds of what a call leaves on the stack. */
+/* Whether the version in the flow's bucket is still the flow's. The bucket is read after the last call of a helper and checked at
+ * once: the verifier of Linux 6.1 forgets the bounds of values that it spills to the stack for a call. */
 INLINE int is_current(const struct state *is, const struct flow *flow, int which)
 {
 	__u32 bucket = *(const volatile __u32 *)&flow->buckets[which];
@@ -55,8 +78,8 @@ INLINE int holds(const struct flow *flow, __u64 now_ns)
 	return is_current(is, flow, 0) && is_current(is, flow, 1);
 }
 
-/* Hands the frame to a guest: past the device's queue when it is the guest's own, which the kernel then takes for
- * addressed to it; others keep the type that the receiving end gives them. */
+/* Delivers the frame to a guest. A frame for the guest's own address skips the device's queue, and the guest's kernel accepts it as
+ * addressed to it; for other frames, the receiving end determines the packet type. */
 INLINE long to_guest(struct __sk_buff *skb, __u32 device, __u32 own_address)
 {
 	if (!own_address)
@@ -66,11 +89,64 @@ INLINE long to_guest(struct __sk_buff *skb, __u32 device, __u32 own_address)
 	return bpf_redirect_peer(device, 0);
 }
 
-/* The valid verdict for the frame, counted; or none, for vnetd to decide. */
-INLINE struct flow *decide(struct __sk_buff *skb, __u16 from, __u32 network)
+#define ETH_LEN 14
+#define ETH_P_IP_BE __builtin_bswap16(0x0800)
+#define ETH_P_IPV6_BE __builtin_bswap16(0x86dd)
+#define ICMP 1
+#define TCP 6
+#define UDP 17
+#define BPF_TCP_LISTEN 10
+
+/* Headers of a frame: Ethernet type, IPv4 without options, ports. */
+struct inner {
+	__u16 unused;
+	__u16 type;
+	__u8 version, tos;
+	__u16 len, id, fragment;
+	__u8 ttl, protocol;
+	__u16 sum;
+	__u32 src, dst;
+	__u16 sport, dport;
+};
+
+/* Whether the frame at `at` ends in the guest: a segment of a TCP connection of the guest's namespace, or a ping. Removing a
+ * tunnel's headers leaves the tunnel's offload state on the buffer, which would damage a frame that the guest forwards. */
+INLINE int ends_here(struct __sk_buff *skb, __u32 at, const struct flow *flow)
+{
+	__u32 namespace = flow->namespace;
+	struct bpf_sock_tuple tuple = {};
+	struct bpf_sock *sock;
+	struct inner in;
+	int ends;
+
+	if (flow->kind != TO_INTERFACE || !flow->own_address || namespace == NO_NAMESPACE)
+		return 0;
+	if (bpf_skb_load_bytes(skb, at + 12, &in.type, sizeof(in) - 2))
+		return 0;
+	if (in.type != ETH_P_IP_BE || in.version != 0x45 || in.fragment & __builtin_bswap16(0x3fff))
+		return 0;
+	if (in.protocol == ICMP)
+		return 1;
+	if (in.protocol != TCP)
+		return 0;
+	tuple.ipv4.saddr = in.src;
+	tuple.ipv4.daddr = in.dst;
+	tuple.ipv4.sport = in.sport;
+	tuple.ipv4.dport = in.dport;
+	sock = bpf_skc_lookup_tcp(skb, &tuple, sizeof(tuple.ipv4), namespace, 0);
+	if (!sock)
+		return 0;
+	ends = sock->state != BPF_TCP_LISTEN;
+	bpf_sk_release(sock);
+	return ends;
+}
+
+/* The valid verdict for the frame at `at`, counted; 0: vnetd decides. Only frames that end in the guest have a verdict behind a
+ * tunnel's headers. */
+INLINE struct flow *decide_at(struct __sk_buff *skb, __u32 at, __u16 from, __u32 network)
 {
 	/* Context fields are read once: clang would merge the loads into code that the verifier refuses. */
-	__u32 len = *(volatile __u32 *)&skb->len, segments = *(volatile __u32 *)&skb->gso_segs;
+	__u32 len = *(volatile __u32 *)&skb->len - at, segment = *(volatile __u32 *)&skb->gso_size;
 	struct flow_key key = { .network = network, .from = from };
 	struct flow *flow;
 	struct tally *tally;
@@ -78,7 +154,7 @@ INLINE struct flow *decide(struct __sk_buff *skb, __u16 from, __u32 network)
 	__u32 slot;
 
 	/* Destination and source, as they lie in the frame. */
-	if (bpf_skb_load_bytes(skb, 0, key.dst, sizeof(key.dst) + sizeof(key.src)))
+	if (bpf_skb_load_bytes(skb, at, key.dst, sizeof(key.dst) + sizeof(key.src)))
 		return 0;
 	/* vnetd answers, floods and limits group frames. */
 	if (key.dst[0] & 1)
@@ -86,13 +162,15 @@ INLINE struct flow *decide(struct __sk_buff *skb, __u16 from, __u32 network)
 	flow = bpf_map_lookup_elem(&flows, &key);
 	if (!flow)
 		return 0;
+	if (at && !ends_here(skb, at, flow))
+		return 0;
 	now_ns = bpf_ktime_get_ns();
 	if (!holds(flow, now_ns))
 		return 0;
 	if (skb->vlan_present)
 		len += VLAN_TAG;
 	/* vnetd counts what is too long. */
-	if (!segments && len > flow->len_max)
+	if (segment ? flow->kind == TO_LINK && len > SUPER_FRAME_MAX : len > flow->len_max)
 		return 0;
 	slot = flow->slot;
 	tally = bpf_map_lookup_elem(&tallies, &slot);
@@ -102,6 +180,11 @@ INLINE struct flow *decide(struct __sk_buff *skb, __u16 from, __u32 network)
 	__sync_fetch_and_add(&tally->bytes, (__u64)len);
 	tally->used_ns = now_ns;
 	return flow;
+}
+
+INLINE struct flow *decide(struct __sk_buff *skb, __u16 from, __u32 network)
+{
+	return decide_at(skb, 0, from, network);
 }
 
 #endif

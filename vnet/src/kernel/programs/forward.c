@@ -1,5 +1,8 @@
 /* The programs' object: one file a hook. Compiled by `make programs`, loaded by vnetd. */
 #include "common.h"
+#include "to_wire.h"
+#include "from_wire.h"
+#include "from_underlay.h"
 #include "from_guest.h"
 #include "from_core.h"
 

@@ -12,5 +12,14 @@ int from_guest(struct __sk_buff *skb)
 	flow = decide(skb, port->from, port->network);
 	if (flow && flow->kind == TO_INTERFACE)
 		return to_guest(skb, flow->device, flow->own_address);
+	if (flow && flow->kind == TO_LINK) {
+		long sent = encapsulate(skb, flow, port->network);
+
+		if (sent)
+			return sent;
+		if (fit(skb, flow->segment_max))
+			return TC_ACT_SHOT;
+		return to_wire(skb, flow->device, flow->remote, port->network);
+	}
 	return bpf_redirect(port->other, 0);
 }

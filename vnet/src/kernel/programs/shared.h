@@ -39,12 +39,20 @@ struct flow {
 	__u32 device;
 	/* TO_INTERFACE: the frame is for the device's own address. */
 	__u32 own_address;
-	/* Longest frame in bytes, a VLAN tag included; a frame to be segmented is never too long. */
+	/* Longest frame in bytes that is not to be segmented, a VLAN tag included. */
 	__u32 len_max;
-	/* TO_LINK: the other host's IPv4 address, in host byte order; longest segment of a TCP frame in bytes. */
+	/* TO_LINK: the other host's IPv4 address, in host byte order; longest IP packet that leaves in one datagram. */
 	__u32 remote;
 	__u32 segment_max;
+	/* TO_LINK: device, UDP port and own address for datagrams that programs make themselves; device 0: none. */
+	__u32 underlay;
+	__u32 port;
+	__u32 local;
+	/* TO_INTERFACE: the guest's network namespace (nsid), NO_NAMESPACE: unknown. */
+	__u32 namespace;
 };
+
+#define NO_NAMESPACE 0xffffffff
 
 /* What a flow has carried. */
 struct tally {
@@ -64,6 +72,34 @@ struct port {
 	/* Where frames without a verdict go: the TAP of vnetd. For that TAP: the guest's device. */
 	__u32 other;
 };
+
+/* Longest TSO frame in bytes that fits an IP packet with the wire's headers. Interfaces accept TSO frames of any length. */
+#define SUPER_FRAME_MAX 65018
+
+/* Most links that use the wire: all links of a host. */
+#define PEERS_MAX 4096
+
+/* A link that uses the wire. Key: the other host's IPv4 address, in host byte order. */
+struct peer {
+	__u16 from;
+	__u16 zero;
+	/* This host's address on the route to it, where programs take its datagrams; otherwise 0. */
+	__u32 local;
+};
+
+/* UDP port of the wire. */
+#define WIRE_PORT 9789
+
+/* Head of a wire's frame that comes up. The kernel inserts a VLAN tag at bytes 12 to 15 of such a packet, which are in the head. */
+struct wire_head {
+	__u32 remote;
+	__u32 network;
+	__u16 from;
+	__u16 zero[3];
+};
+
+/* Offset of the destination host's IPv4 address in a trial, in network byte order. */
+#define TRIAL_REMOTE 14
 
 /* What every verdict is checked against; vnetd writes to it without a system call. */
 struct state {

@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
 
 use super::reassembly::ReassemblyBudget;
+use super::wire_state::WireState;
 use super::zero_copy_backoff::Trial;
 use crate::link::common::Common;
 use crate::link::inquiry::Inquiries;
@@ -35,6 +36,8 @@ pub(in crate::link) struct Native {
     pub(in crate::link) inquiries: Inquiries,
     /// Tag of this host's name in probes.
     pub(in crate::link) host_tag: OnceLock<NameTag>,
+    /// Whether the two hosts hear each other's wire.
+    pub(in crate::link) wire: WireState,
     /// Tracks whether zero copy pays off on the path's device.
     pub(super) zero_copy: Arc<Trial>,
 }
@@ -57,6 +60,7 @@ impl Native {
             budget: Arc::new(ReassemblyBudget::new(BUDGET)),
             inquiries: Inquiries::default(),
             host_tag: OnceLock::new(),
+            wire: WireState::default(),
             zero_copy: Trial::new(link.stats.clone()),
         }
     }

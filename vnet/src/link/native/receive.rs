@@ -124,6 +124,8 @@ impl Assembly {
                         let is_answer = header.kind == Kind::ProbeReply;
                         native.inquiries.put(link.port, is_answer, payload, intake.now_ms)
                     }) => {}
+            Kind::Probe
+                if link.native().is_some_and(|native| native.wire.announced(payload, intake.now_ms)) => {}
             Kind::Probe if link.seal().is_none() && link.path.is_own(payload) => {
                 link.path.note(Hint::LeadsHere, intake.now_ms);
             }

@@ -4,6 +4,7 @@
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::link_part::Native;
 use crate::link::common::Common;
@@ -55,6 +56,13 @@ impl Courier {
     pub(in crate::link) fn probe(&self, link: Of<'_>, id: &[u8; 8], len: usize) {
         let tag = link.1.host_tag.get().copied();
         let _ = self.post(link, Kind::Probe, &probe_payload(id, tag, len));
+    }
+
+    /// Tells the other host whether its trials of the wire arrive, once that is known. A send error counts as packet loss.
+    pub(in crate::link) fn wire_announcement(&self, link: Of<'_>, outlive: Duration, now_ms: u64) {
+        if let Some(announcement) = link.1.wire.announcement(outlive, now_ms) {
+            let _ = self.post(link, Kind::Probe, &announcement);
+        }
     }
 
     /// Sends one datagram outside any network, encrypted on a sealed link. A keepalive on a sealed link carries a tag, see

@@ -1,15 +1,12 @@
 //! Speed of the device that a route uses, from rtnetlink(7) and ethtool.
 
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, BorrowedFd};
-
-use netlink_packet_route::route::{RouteAttribute, RouteMessage};
-use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 
 use crate::link::socket::buffers::ASSUMED_MBPS;
 use crate::link::socket::udp::check;
-use crate::netlink::Netlink;
+use crate::netlink::route_to;
 
 /// Speed in Mbit/s of the device on the route to `remote`; [`ASSUMED_MBPS`] if unknown. `socket` is any socket in the network
 /// namespace.
@@ -17,28 +14,9 @@ pub(in crate::link) fn path_mbps(socket: BorrowedFd<'_>, remote: SocketAddr) -> 
     let device = match remote {
         // A link-local address carries its device's index.
         SocketAddr::V6(v6) if v6.scope_id() != 0 => Ok(v6.scope_id()),
-        _ => device(remote.ip()),
+        _ => route_to(remote.ip()).map(|route| route.device),
     };
     device.and_then(|index| device_mbps(socket, index)).unwrap_or(ASSUMED_MBPS)
-}
-
-/// Index of the device on the kernel's route to `remote` (RTM_GETROUTE, rtnetlink(7)).
-fn device(remote: IpAddr) -> io::Result<u32> {
-    let mut route = RouteMessage::default();
-    (route.header.address_family, route.header.destination_prefix_length) = match remote {
-        IpAddr::V4(_) => (AddressFamily::Inet, 32),
-        IpAddr::V6(_) => (AddressFamily::Inet6, 128),
-    };
-    route.attributes.push(RouteAttribute::Destination(remote.into()));
-    let RouteNetlinkMessage::NewRoute(route) = Netlink::new()?.ask(RouteNetlinkMessage::GetRoute(route))?
-    else {
-        return Err(io::ErrorKind::NetworkUnreachable.into());
-    };
-    let index = route.attributes.iter().find_map(|attribute| match attribute {
-        RouteAttribute::Oif(index) => Some(*index),
-        _ => None,
-    });
-    index.ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
 /// `struct ethtool_cmd` (linux/ethtool.h).
@@ -92,7 +70,7 @@ mod tests {
             let remote: SocketAddr = remote.parse().unwrap();
             assert_eq!(path_mbps(socket.as_fd(), remote), ASSUMED_MBPS);
         }
-        let index = device([127, 0, 0, 1].into()).unwrap();
+        let index = route_to([127, 0, 0, 1].into()).unwrap().device;
         assert_eq!(index, 1, "the loopback device is the first one of every namespace");
         assert!(
             device_mbps(socket.as_fd(), index).is_err() && device_mbps(socket.as_fd(), u32::MAX).is_err()

@@ -1,0 +1,95 @@
+"""A vnetd in a network namespace of its own, for tests of the kernel's own path."""
+
+import http.client
+import json
+import signal
+import socket
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vnetlab import daemon
+from vnetlab.run import run, wait_until
+
+
+@dataclass
+class Host:
+    """A vnetd with containers of kind veth."""
+
+    namespace: str
+    directory: Path
+    daemon: subprocess.Popen | None = field(default=None)
+
+    def mount_bpffs(self) -> None:
+        """Mounts a BPF file system for vnetd: its own would go with the mount namespace that 'ip netns exec' makes."""
+        (self.directory / "bpf").mkdir()
+        run(["mount", "-t", "bpf", "bpf", str(self.directory / "bpf")])
+
+    def unmount_bpffs(self) -> None:
+        """Unmounts it."""
+        subprocess.run(["umount", str(self.directory / "bpf")], check=False, capture_output=True)
+
+    def start(self, *through: str) -> None:
+        """Starts vnetd, by a command if one is given, and waits until it is ready."""
+        log = self.directory / "log"
+        with log.open("wb") as output:
+            words = ["ip", "netns", "exec", self.namespace, *through, str(daemon.binaries() / "vnetd")]
+            words += ["--config", str(self.directory / "vnet.toml")]
+            self.daemon = subprocess.Popen(words, stdout=output, stderr=output)
+        wait_until("vnetd to run", lambda: " ready: " in log.read_text() or self.daemon.poll(), 20, log)
+        assert self.daemon.poll() is None, log.read_text()
+
+    def end(self, by: signal.Signals) -> int:
+        """Stops vnetd by a signal; returns its exit status."""
+        self.daemon.send_signal(by)
+        return self.daemon.wait(10)
+
+    def vnet(self, *arguments: str) -> str:
+        """The output of a `vnet` command."""
+        control = f"{self.directory}/control.sock"
+        return run([str(daemon.binaries() / "vnet"), "--socket", control, *arguments])
+
+    def ask(self, *arguments: str) -> dict | list:
+        """The JSON answer to a `vnet` command."""
+        return json.loads(self.vnet("--json", *arguments))
+
+    def request(self, method: str, path: str, body: dict | None = None) -> dict | None:
+        """Asks the API itself: a command takes as long as a hundred requests."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(f"{self.directory}/control.sock")
+            api = http.client.HTTPConnection("vnetd")
+            api.sock = connection
+            api.request(method, path, json.dumps(body) if body else None, {"Content-Type": "application/json"})
+            answer = api.getresponse()
+            text = answer.read()
+            assert answer.status < 300, text
+            return json.loads(text) if text else None
+
+    def frames(self) -> tuple[int, int]:
+        """Frames received from interface "one", and frames that dispatchers have forwarded."""
+        stats = self.ask("stats")
+        (one,) = (port for port in stats["ports"] if port["name"] == "one")
+        return one["in_frames"], sum(dispatcher["frames"] for dispatcher in stats["dispatchers"])
+
+    def balance(self) -> None:
+        """Asserts that in + copies = out + drops, exactly."""
+        stats = self.ask("stats")
+        total = {key: sum(port[key] for port in stats["ports"]) for key in ("in_frames", "copies", "out_frames")}
+        drops = sum(sum(port["drops"].values()) for port in stats["ports"])
+        assert total["in_frames"] + total["copies"] == total["out_frames"] + drops
+
+    def grows(self, by: int, work: Callable[[], object]) -> tuple[int, int]:
+        """Increase of the frames of interface "one", at least `by`, and of the dispatchers during `work`."""
+        before = self.frames()
+        work()
+        after = self.frames()
+        moved = after[0] - before[0], after[1] - before[1]
+        assert moved[0] >= by
+        self.balance()
+        return moved
+
+
+def devices(namespace: str) -> list[str]:
+    """Names of the devices in a network namespace."""
+    return [link["ifname"] for link in json.loads(run(["ip", "-n", namespace, "-json", "link"]))]

@@ -1,0 +1,229 @@
+"""The wire: known flows between containers of two hosts pass in the kernel, and by vnetd where they cannot."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+from kernel_host import Host, devices
+
+from vnetlab.run import run, wait_until
+
+PREFIX = f"kw{os.getpid()}"
+HOSTS = [f"{PREFIX}h1", f"{PREFIX}h2"]
+CONTAINERS = [f"{PREFIX}c1", f"{PREFIX}c2"]
+BEHIND = f"{PREFIX}c3"
+"""A namespace that the second container is the router of."""
+ADDRESSES = ["10.78.0.1", "10.78.0.2"]
+MACS = ["52:54:00:78:00:01", "52:54:00:78:00:02"]
+UNDERLAY = {4: ["192.0.2.1", "192.0.2.2"], 6: ["2001:db8::1", "2001:db8::2"]}
+WIRE_PORT = 9789
+MAKES_DATAGRAMS = tuple(int(part) for part in os.uname().release.split(".")[:2]) >= (6, 6)
+"""Whether programs make and take the wire's datagrams themselves, past its device."""
+
+
+def configure(host: Host, index: int, *, version: int = 4) -> None:
+    """Writes the configuration of host number `index`, whose link to the other one is over IPv4 or IPv6."""
+    here, there = UNDERLAY[version][index], UNDERLAY[version][1 - index]
+    here, there = (f"[{ip}]:9000" if version == 6 else f"{ip}:9000" for ip in (here, there))
+    (host.directory / "vnet.toml").write_text(
+        f'[host]\nname = "h{index + 1}"\n[control]\nsocket = "{host.directory}/control.sock"\n'
+        f'[bridge]\nlisten = "{here}"\n[dispatch]\nbpffs = "{host.directory}/bpf"\n'
+        f'[[interface]]\nname = "one"\nkind = "veth"\ndevice = "eth0"\nnetns = "{CONTAINERS[index]}"\n'
+        f'mac = "{MACS[index]}"\n'
+        f'[[link]]\nname = "peer"\nremote = "{there}"\ntrusted = true\n'
+    )
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    hosts = [Host(name, tmp_path_factory.mktemp(name[-2:])) for name in HOSTS]
+    try:
+        for namespace in (*HOSTS, *CONTAINERS):
+            run(["ip", "netns", "add", namespace])
+        run(f"ip link add eth0 netns {HOSTS[0]} type veth peer name eth0 netns {HOSTS[1]}".split())
+        for index, host in enumerate(hosts):
+            ip = ["ip", "-n", host.namespace]
+            run([*ip, "address", "add", f"{UNDERLAY[4][index]}/24", "dev", "eth0"])
+            run([*ip, "address", "add", f"{UNDERLAY[6][index]}/64", "dev", "eth0", "nodad"])
+            for device in ("lo", "eth0"):
+                run([*ip, "link", "set", device, "up"])
+            configure(host, index)
+            host.mount_bpffs()
+        for index, host in enumerate(hosts):
+            start(host, index)
+        wait_for_wire(hosts)
+        yield hosts
+    finally:
+        for host in hosts:
+            if host.daemon and host.daemon.poll() is None:
+                host.end(signal.SIGKILL)
+            host.unmount_bpffs()
+        for namespace in (*HOSTS, *CONTAINERS, BEHIND):
+            subprocess.run(["ip", "netns", "delete", namespace], check=False, capture_output=True)
+
+
+def start(host: Host, index: int) -> None:
+    """Starts a host and gives its container its address."""
+    host.start()
+    run(["ip", "-n", CONTAINERS[index], "address", "replace", f"{ADDRESSES[index]}/24", "dev", "eth0"])
+
+
+def ping(count: int, *options: str) -> int:
+    """Answers to pings from the first host's container to the second's."""
+    words = ["ip", "netns", "exec", CONTAINERS[0], "ping", "-n", "-q", "-c", str(count), "-i", "0.01", *options]
+    done = subprocess.run([*words, ADDRESSES[1]], check=False, capture_output=True, text=True)
+    return int(re.search(r"(\d+) received", done.stdout)[1])
+
+
+def ping_by_vnetd(host: Host) -> int:
+    """Frames that the first host's vnetd moves for 20 pings that are answered; -1: some are not."""
+    before = host.frames()
+    answered = ping(20, "-w", "2")
+    return host.frames()[1] - before[1] if answered == 20 else -1
+
+
+def wait_for_wire(hosts: list[Host]) -> None:
+    """Waits until both directions of a flow take the wire."""
+    wait_until("the containers to reach each other", lambda: ping(1, "-w", "1") == 1, 60)
+    wait_until("the wire", lambda: 0 <= ping_by_vnetd(hosts[0]) < 20, 60)
+
+
+def carried(host: Host) -> int:
+    """Frames that the wire's device has carried."""
+    words = ["ip", "-n", host.namespace, "-json", "-statistics", "link", "show", "vnet-wire"]
+    (link,) = json.loads(run(words))
+    return link["stats64"]["rx"]["packets"] + link["stats64"]["tx"]["packets"]
+
+
+def transfer(server: str, address: str) -> None:
+    """Sends 100 MB by TCP from the first host's container."""
+    words = ["ip", "netns", "exec", server, "iperf3", "--server", "--one-off"]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL) as process:
+        listening = ["ip", "netns", "exec", server, "ss", "-Hltn", "sport = :5201"]
+        wait_until("iperf3 to listen", lambda: run(listening) != "", 20)
+        run(["ip", "netns", "exec", CONTAINERS[0], "iperf3", "--client", address, "--bytes", "100M"])
+        assert process.wait(20) == 0
+
+
+def test_known_flows_pass_no_dispatcher(hosts: list[Host]):
+    # Longer than a verdict lives, so that it has to be renewed on both hosts.
+    before, by_device = hosts[1].frames(), carried(hosts[1])
+    assert hosts[0].grows(300, lambda: ping(300))[1] < 30
+    assert not MAKES_DATAGRAMS or carried(hosts[1]) - by_device < 60, "trials, and no more"
+    after = hosts[1].frames()
+    assert after[0] - before[0] >= 300
+    assert after[1] - before[1] < 30
+    hosts[1].balance()
+    trace = hosts[0].ask("trace", MACS[0], MACS[1])
+    assert trace["to"] == ["link peer"]
+    assert 0 < trace["kernel_ms"] <= 2000
+
+
+@pytest.mark.parametrize("size", [1472, 8800, 65000])
+def test_datagrams_of_any_size_arrive(hosts: list[Host], size: int):
+    """The containers' MTU is the underlay's, so frames of that size leave in fragments."""
+    answered = []
+    moved = hosts[0].grows(10, lambda: answered.append(ping(10, "-s", str(size))))
+    assert answered == [10]
+    assert moved[1] < moved[0] / 2
+    hosts[1].balance()
+
+
+def test_tcp_fits_the_path_without_fragments(hosts: list[Host]):
+    """Segments are made smaller than the containers' MTU, so that with VXLAN's headers they fit into the underlay's."""
+    assert ping(20) == 20
+    fragments, before = created_fragments(), [carried(host) for host in hosts]
+    moved = hosts[0].grows(100_000_000 // 65536, lambda: transfer(CONTAINERS[1], ADDRESSES[1]))
+    assert moved[1] < moved[0] / 5
+    # Each segment in two would be some 140 000.
+    assert created_fragments() - fragments < 10_000
+    by_device = [carried(host) - before for host, before in zip(hosts, before, strict=True)]
+    assert not MAKES_DATAGRAMS or max(by_device) < moved[0] / 5
+    hosts[1].balance()
+
+
+def test_what_a_container_forwards_passes_the_device(hosts: list[Host]):
+    """Taking a datagram's headers away leaves traces on a frame, which must not be sent on."""
+    second = ["ip", "-n", CONTAINERS[1]]
+    run(["ip", "netns", "add", BEHIND])
+    run([*second, "link", "add", "down0", "type", "veth", "peer", "name", "eth0", "netns", BEHIND])
+    for namespace, device, address in ((CONTAINERS[1], "down0", "10.79.0.1"), (BEHIND, "eth0", "10.79.0.2")):
+        run(["ip", "-n", namespace, "address", "add", f"{address}/24", "dev", device])
+        run(["ip", "-n", namespace, "link", "set", device, "up"])
+    run(["ip", "-n", BEHIND, "route", "add", "default", "via", "10.79.0.1"])
+    run(["ip", "netns", "exec", CONTAINERS[1], "sysctl", "-qw", "net.ipv4.ip_forward=1"])
+    run(["ip", "-n", CONTAINERS[0], "route", "replace", "10.79.0.0/24", "via", ADDRESSES[1]])
+    assert ping(20) == 20
+    before = carried(hosts[1])
+    moved = hosts[0].grows(100_000_000 // 65536, lambda: transfer(BEHIND, "10.79.0.2"))
+    assert moved[1] < moved[0] / 5
+    assert carried(hosts[1]) - before >= moved[0] / 2
+    hosts[1].balance()
+
+
+def created_fragments() -> int:
+    """IP fragments that the first host has made."""
+    words = ["ip", "netns", "exec", HOSTS[0], "nstat", "-asz", "--json", "IpFragCreates"]
+    return json.loads(run(words))["kernel"]["IpFragCreates"]
+
+
+def test_established_flows_outlive_a_hosts_vnetd(hosts: list[Host]):
+    """Each vnetd is killed and started again under pings every 5 ms: the other host stays on the wire."""
+    assert ping(20) == 20
+    words = ["ip", "netns", "exec", CONTAINERS[0], "ping", "-n", "-q", "-i", "0.005", "-W", "5", ADDRESSES[1]]
+    pings = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    try:
+        # Longer than the silence after which a living vnetd would have lost the wire; then for a moment.
+        for host, seconds in ((hosts[1], 5), (hosts[0], 0.2)):
+            host.end(signal.SIGKILL)
+            time.sleep(seconds)
+            host.start()
+            wait_until("the wire", lambda: 0 <= ping_by_vnetd(hosts[0]) < 20, 60)
+    finally:
+        pings.send_signal(signal.SIGINT)
+        text = pings.communicate(timeout=30)[0]
+    sent = int(re.search(r"(\d+) packets transmitted", text)[1])
+    # The last one may be on its way.
+    assert sent - int(re.search(r"(\d+) received", text)[1]) <= 1, text
+    assert "duplicates" not in text
+    for host in hosts:
+        host.balance()
+
+
+def test_a_blocked_port_leaves_all_to_vnetd(hosts: list[Host]):
+    """Flows come up again when the other host no longer hears the wire, and return to it."""
+    nft = ["ip", "netns", "exec", HOSTS[1], "nft"]
+    run([*nft, "add table inet block; add chain inet block in { type filter hook input priority 0; }"])
+    run([*nft, f"add rule inet block in udp dport {WIRE_PORT} drop"])
+    try:
+        # Answers come by the wire: the other direction is open.
+        wait_until("pings to pass vnetd", lambda: ping_by_vnetd(hosts[0]) >= 20, 60)
+    finally:
+        run([*nft, "delete table inet block"])
+    wait_for_wire(hosts)
+
+
+def test_an_ipv6_underlay_is_vnetds(hosts: list[Host]):
+    """And a restarted vnetd has the wire again, whatever its predecessor has left."""
+    for index, host in enumerate(hosts):
+        host.end(signal.SIGKILL)
+        configure(host, index, version=6)
+        start(host, index)
+    wait_until("the containers to reach each other", lambda: ping(1, "-w", "1") == 1, 60)
+    # Twice the time after which the wire would be used.
+    assert ping(400) == 400
+    assert hosts[0].grows(50, lambda: ping(50))[1] >= 100
+    for index, host in enumerate(hosts):
+        assert host.end(signal.SIGTERM) == 0
+        assert devices(host.namespace) == ["lo", "eth0"]
+        configure(host, index)
+        start(host, index)
+    wait_for_wire(hosts)
+    for host in hosts:
+        assert host.end(signal.SIGTERM) == 0
+        assert devices(host.namespace) == ["lo", "eth0"], "a vnetd that stops leaves nothing behind"

@@ -1,0 +1,353 @@
+//! The wire, joined to dispatchers: the links that use it, its trials, the underlay's devices, and its frames that come up.
+//!
+//! A link may use the wire if it is native, in clear text, and leads to an IPv4 address that no other link has
+//! ([`Link::wire_remote`]). Trials show whether it works (`link/native/wire_state.rs`). Frames that arrive by the wire are checked
+//! twice: programs drop those from addresses of no such link; a frame that comes up is checked against the dispatcher's own setup, as a
+//! datagram of the link would be.
+
+use std::collections::HashMap;
+use std::net::Ipv4Addr;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::time::Duration;
+
+use arc_swap::ArcSwap;
+use parking_lot::Mutex;
+
+use super::setup::{Feeder, Port, Setup, SetupView, SourceParts};
+use crate::frame::{Batch, DropSink, FRAME_MAX, NetworkId, Origin, PortId};
+use crate::interface::underlay;
+use crate::interface::wire::{OVERHEAD, PACKET_MAX, Wire, is_trial};
+use crate::kernel::{AtUnderlay, Attached, Destination, Kernel, Peer, Target, Underlay, WireHead};
+use crate::link::{Courier, Link};
+use crate::poll::Waker;
+use crate::source::{Source, Taken};
+use crate::stats::{DiscardReason, DropReason, PortStats};
+use crate::wire::ethernet::VLAN_TAG_LEN;
+use crate::wire::offload::{F_NEEDS_CSUM, Offload, VIRTIO_NET_HDR_LEN};
+use crate::wire::vxlan::WIRE_PORT;
+
+/// Target number of route queries per tick: with more links, ticks pass between two queries.
+const ROUTES_PER_TICK: usize = 64;
+/// Maximum number of IP fragments of one frame.
+const FRAGMENTS_MAX: usize = 8;
+/// Bytes before a frame that came up: virtio-net header and head.
+const START: usize = VIRTIO_NET_HDR_LEN + WireHead::LEN;
+/// Bytes of a frame's two addresses.
+const ADDRESSES: usize = 12;
+/// Where the kernel inserts a VLAN tag: behind twelve bytes, which are the head's first instead of the frame's addresses.
+const TAG_AT: usize = VIRTIO_NET_HDR_LEN + ADDRESSES;
+
+/// The wire of a core.
+pub(super) struct WirePath {
+    /// Dropped before `wire`: detaches the programs before the devices are removed.
+    _attached: Attached,
+    wire: Wire,
+    courier: Courier,
+    /// How long the kernel forwards established flows without vnetd; announced to other hosts.
+    outlive: Duration,
+    /// Links by the other host's address.
+    links: ArcSwap<HashMap<Ipv4Addr, Arc<Link>>>,
+    /// Routes to these hosts over which programs send datagrams that they make themselves.
+    underlay: ArcSwap<HashMap<Ipv4Addr, Underlay>>,
+    /// Programs at devices of the underlay, by index; `None`: the device takes none.
+    programs: Mutex<HashMap<u32, Option<AtUnderlay>>>,
+    ticks: AtomicUsize,
+    /// Counters of frames that belong to no link.
+    strangers: Arc<PortStats>,
+}
+
+impl WirePath {
+    /// Opens the devices and attaches `kernel`'s programs.
+    ///
+    /// # Errors
+    /// The reason why there is no wire, in one line.
+    pub(super) fn open(
+        kernel: &Arc<Kernel>,
+        courier: Courier,
+        strangers: Arc<PortStats>,
+        outlive: Duration,
+    ) -> Result<Arc<WirePath>, String> {
+        let wire = Wire::open(WIRE_PORT).map_err(|error| error.to_string())?;
+        let attached = kernel.attach_wire(&wire.device, &wire.tap).map_err(|error| error.to_string())?;
+        wire.raise().map_err(|error| format!("cannot set up the wire: {error}"))?;
+        Ok(Arc::new(WirePath {
+            _attached: attached,
+            wire,
+            courier,
+            outlive,
+            links: ArcSwap::default(),
+            underlay: ArcSwap::default(),
+            programs: Mutex::default(),
+            ticks: AtomicUsize::new(0),
+            strangers,
+        }))
+    }
+
+    /// How the kernel sends frames of a guest with MTU `mtu` to the other host of `link`; `None` while the link's wire is not ready,
+    /// and for a guest whose frames would leave in too many IP fragments: native datagrams carry those better.
+    pub(super) fn to(&self, link: &Link, mtu: usize, now_ms: u64) -> Option<Destination> {
+        let remote = link.wire_remote().filter(|_| link.is_wire_ready(now_ms))?;
+        let packet_max = usize::from(link.path_mtu()) - OVERHEAD;
+        if mtu > PACKET_MAX || mtu > FRAGMENTS_MAX * packet_max {
+            return None;
+        }
+        let underlay = self.underlay.load().get(&remote).copied();
+        let target = Target::Host { remote, packet_max: packet_max as u32, underlay };
+        let (port, device, stats) = (link.port(), self.wire.device.1, link.stats().clone());
+        Some(Destination { port, device, mtu: PACKET_MAX, stats, target })
+    }
+
+    /// Accepts frames of the links of `setup`, and of no others.
+    pub(super) fn publish(&self, kernel: &Kernel, setup: &Setup) {
+        self.links.store(Arc::new(links_of(setup)));
+        self.set_peers(kernel);
+    }
+
+    fn set_peers(&self, kernel: &Kernel) {
+        // Control publishes setups while the renewer looks for routes.
+        let _one_at_a_time = self.programs.lock();
+        let (links, underlay) = (self.links.load(), self.underlay.load());
+        let peer = |(ip, link): (&Ipv4Addr, &Arc<Link>)| {
+            (*ip, Peer { port: link.port(), local: underlay.get(ip).map(|way| way.local) })
+        };
+        if let Err(error) = kernel.set_peers(&links.iter().map(peer).collect()) {
+            tracing::warn!("some links have no wire: {error}");
+        }
+    }
+
+    /// Sends trials and announcements to all hosts, and ends the flows of links whose wire is not ready any more.
+    pub(super) fn tick(&self, kernel: &Kernel, now_ms: u64) {
+        let links = self.links.load();
+        for (ip, link) in &**links {
+            self.wire.try_out(*ip);
+            self.courier.announce_wire(link, self.outlive, now_ms);
+            match link.wire_change(now_ms) {
+                Some(true) => tracing::info!(link = link.name(), "known flows of containers take the wire"),
+                Some(false) => {
+                    kernel.flows().end(link.stats());
+                    tracing::info!(
+                        link = link.name(),
+                        "the other host does not hear the wire, so vnetd forwards all frames"
+                    );
+                }
+                None => {}
+            }
+        }
+        // Each route costs two requests to the kernel.
+        let tick = self.ticks.fetch_add(1, Relaxed);
+        if tick.is_multiple_of(1 + links.len() / ROUTES_PER_TICK) {
+            self.look_at_underlay(kernel, now_ms);
+        }
+    }
+
+    /// Looks up the routes to all hosts, attaches programs to their devices, and ends flows whose route has changed.
+    fn look_at_underlay(&self, kernel: &Kernel, now_ms: u64) {
+        let links = self.links.load();
+        // Programs bypass IPsec policies: a host with any leaves all datagrams to its network stack.
+        let mut ready: Vec<_> = links.iter().filter(|(_, link)| link.is_wire_ready(now_ms)).collect();
+        if !ready.is_empty() && underlay::has_ipsec_policies() {
+            ready.clear();
+        }
+        let way = |ip: Ipv4Addr| underlay::way_to(ip).map(|(device, local)| (ip, Underlay { device, local }));
+        let mut found: HashMap<_, _> = ready.iter().filter_map(|(ip, _)| way(**ip)).collect();
+        {
+            let mut programs = self.programs.lock();
+            programs.retain(|device, _| found.values().any(|way| way.device == *device));
+            found.retain(|_, way| {
+                let program = programs.entry(way.device).or_insert_with(|| at_device(kernel, way.device));
+                program.is_some()
+            });
+        }
+        let before = self.underlay.swap(Arc::new(found.clone()));
+        if *before == found {
+            return;
+        }
+        self.set_peers(kernel);
+        for (ip, link) in &**links {
+            if before.get(ip) != found.get(ip) {
+                kernel.flows().end(link.stats());
+            }
+        }
+    }
+}
+
+/// Has a program take the wire's datagrams at a device of the underlay. `None`: the device takes no program.
+fn at_device(kernel: &Kernel, device: u32) -> Option<AtUnderlay> {
+    kernel.attach_underlay(&(underlay::name_of(device)?, device)).unwrap_or_else(|error| {
+        tracing::info!("all datagrams of the wire pass the host's network stack: {error}");
+        None
+    })
+}
+
+/// The links of `setup` that may use the wire, by their other host's address.
+fn links_of(setup: &Setup) -> HashMap<Ipv4Addr, Arc<Link>> {
+    let (mut links, mut twice) = (HashMap::new(), vec![]);
+    for link in setup.peers.links() {
+        if let Some(ip) = link.wire_remote()
+            && links.insert(ip, link.clone()).is_some()
+        {
+            twice.push(ip);
+        }
+    }
+    links.retain(|ip, _| !twice.contains(ip));
+    links
+}
+
+impl Feeder for WirePath {
+    fn source(self: Arc<Self>, _port: PortId, parts: SourceParts) -> Box<dyn Source> {
+        Box::new(WireSource { path: self, setup: parts.setup, drained: false, waker: None })
+    }
+}
+
+/// Frames of the wire that come up.
+struct WireSource {
+    path: Arc<WirePath>,
+    /// The setup of the dispatcher that serves it.
+    setup: SetupView,
+    /// The last read found the TAP empty, so the next frame wakes the dispatcher.
+    drained: bool,
+    waker: Option<Waker>,
+}
+
+impl Source for WireSource {
+    unsafe fn fill(&mut self, batch: &mut Batch, drops: &mut DropSink, now_ms: u64) -> Taken {
+        const ROOM: usize = START + FRAME_MAX;
+        let setup = self.setup.load();
+        self.drained = false;
+        let mut units = 0;
+        // Refused frames do not fill the batch, so bound the attempts.
+        for _ in 0..batch.limit() {
+            let Some(room) = batch.spare(ROOM) else { break };
+            let len = match self.path.wire.read(&mut room[..ROOM]) {
+                Ok(len) => len,
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+                // Also when the device was removed: then nothing comes any more.
+                Err(_) => {
+                    self.drained = true;
+                    break;
+                }
+            };
+            units += 1;
+            let restored = restore(&mut room[..len]);
+            let found = restored.and_then(|(offload, head)| Some((offload, head, link_at(&setup, &head)?)));
+            let Some((offload, head, link)) = found else {
+                // The link has gone meanwhile.
+                self.path.strangers.discard(DiscardReason::UnknownSource, 1);
+                continue;
+            };
+            let (bytes, stats) = ((len - START) as u64, link.stats());
+            if head.network() == 0 && is_trial(&room[START..len]) {
+                link.wire_tried(now_ms);
+                continue;
+            }
+            let network = NetworkId::new(head.network()).filter(|network| link.carries(*network));
+            let Some(network) = network else {
+                drops.refused(stats, link.port(), DropReason::WrongNetwork, bytes);
+                continue;
+            };
+            let origin = Origin { port: link.port(), network };
+            match batch.push_spare(START, len, origin, offload) {
+                Ok(()) => {
+                    stats.in_frames.add(1);
+                    stats.in_bytes.add(bytes);
+                }
+                Err(error) => drops.refused(stats, link.port(), error.into(), bytes),
+            }
+        }
+        Taken { units, drained: self.drained, ..Taken::default() }
+    }
+
+    fn watch(&mut self, waker: Waker) {
+        self.drained = false;
+        if let Err(error) = waker.watch(self.path.wire.file()) {
+            tracing::error!(%error, "cannot watch the wire's TAP device");
+        }
+        self.waker = Some(waker);
+    }
+
+    fn unwatch(&mut self) {
+        if let Some(waker) = self.waker.take() {
+            waker.forget(self.path.wire.file().as_fd());
+        }
+    }
+
+    /// Watched edge-triggered; only an empty read guarantees an edge for the next frame.
+    fn rest(&mut self) -> bool {
+        self.drained
+    }
+}
+
+/// The link of `setup` that a frame with `head` came by.
+fn link_at<'a>(setup: &'a Setup, head: &WireHead) -> Option<&'a Arc<Link>> {
+    let Port::Link(port) = setup.port(head.from())? else { return None };
+    (port.link.wire_remote() == Some(head.remote())).then_some(&port.link)
+}
+
+/// Takes apart what came up: the metadata counts from the head's first byte, and a VLAN tag lies in the head. Afterwards the frame
+/// lies behind [`START`].
+fn restore(room: &mut [u8]) -> Option<(Offload, WireHead)> {
+    let offload = Offload::from_virtio(room.first_chunk()?);
+    let head = room.get(VIRTIO_NET_HDR_LEN..START)?.first_chunk().map(WireHead::parse)?;
+    if room[TAG_AT..START] != [0; VLAN_TAG_LEN] {
+        let tag: [u8; VLAN_TAG_LEN] = room[TAG_AT..START].first_chunk().copied()?;
+        // The head's last bytes come behind the tag, and then the frame.
+        let frame = START + VLAN_TAG_LEN;
+        if room.len() < frame + ADDRESSES {
+            return None;
+        }
+        room.copy_within(frame..frame + ADDRESSES, START);
+        room[START + ADDRESSES..frame + ADDRESSES].copy_from_slice(&tag);
+    }
+    let less = |at: u16| at.saturating_sub(WireHead::LEN as u16);
+    let csum_start = if offload.flags & F_NEEDS_CSUM != 0 { less(offload.csum_start) } else { 0 };
+    Some((Offload { hdr_len: less(offload.hdr_len), csum_start, ..offload }, head))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the kernel hands up: metadata that counts from the head, the head, the frame.
+    fn came_up(tag: Option<[u8; 4]>, frame: &[u8]) -> Vec<u8> {
+        let offload = Offload {
+            flags: F_NEEDS_CSUM,
+            hdr_len: 70,
+            csum_start: 50,
+            csum_offset: 6,
+            ..Offload::default()
+        };
+        let mut head = [0; WireHead::LEN];
+        head[..4].copy_from_slice(&0x0a00_0002_u32.to_ne_bytes());
+        head[4..8].copy_from_slice(&7_u32.to_ne_bytes());
+        head[8..10].copy_from_slice(&3_u16.to_ne_bytes());
+        let tag = tag.as_ref().map_or(&[][..], |tag| &tag[..]);
+        [&offload.to_virtio(0)[..], &head[..12], tag, &head[12..], frame].concat()
+    }
+
+    #[test]
+    fn a_frame_that_came_up_is_as_it_was_sent() {
+        let frame: Vec<u8> = (1..=80).collect();
+        let mut room = came_up(None, &frame);
+        let (offload, head) = restore(&mut room).unwrap();
+        assert_eq!((head.remote(), head.network(), head.from()), (Ipv4Addr::new(10, 0, 0, 2), 7, PortId(3)));
+        assert_eq!((offload.hdr_len, offload.csum_start, offload.csum_offset), (54, 34, 6));
+        assert_eq!(room[START..], frame);
+
+        let tag = [0x81, 0, 0, 42];
+        let mut room = came_up(Some(tag), &frame);
+        let (_, tagged) = restore(&mut room).unwrap();
+        assert_eq!(tagged, head);
+        assert_eq!(room[START..], [&frame[..12], &tag, &frame[12..]].concat());
+    }
+
+    #[test]
+    fn nothing_shorter_than_its_head_is_a_frame() {
+        let whole = came_up(Some([0x81, 0, 0, 1]), &[0; 14]);
+        for len in 0..whole.len() {
+            let is_frame = len >= START + VLAN_TAG_LEN + ADDRESSES;
+            assert_eq!(restore(&mut whole[..len].to_vec()).is_some(), is_frame, "{len} bytes");
+        }
+    }
+}

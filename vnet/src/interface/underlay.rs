@@ -1,0 +1,43 @@
+//! The devices of the underlay, as programs of the kernel's own path need them.
+
+use std::net::{IpAddr, Ipv4Addr};
+
+use netlink_packet_route::link::{LinkAttribute, LinkFlags, LinkLayerType};
+
+use crate::netlink::{self, link, route_to};
+
+/// The device of packets to `remote`, by index, and their source address. `None`: there is no route, or by a device that is not
+/// Ethernet.
+pub fn way_to(remote: Ipv4Addr) -> Option<(u32, Ipv4Addr)> {
+    let route = route_to(remote.into()).ok()?;
+    let Some(IpAddr::V4(local)) = route.source else { return None };
+    let device = link(route.device).ok()?.header;
+    let is_ethernet =
+        device.link_layer_type == LinkLayerType::Ether && !device.flags.contains(LinkFlags::Loopback);
+    is_ethernet.then_some((route.device, local))
+}
+
+/// Whether the host encrypts some packets by itself (IPsec policies), or may.
+pub fn has_ipsec_policies() -> bool {
+    netlink::has_ipsec_policies()
+}
+
+/// The name of a device.
+pub fn name_of(device: u32) -> Option<String> {
+    link(device).ok()?.attributes.into_iter().find_map(|attribute| match attribute {
+        LinkAttribute::IfName(name) => Some(name),
+        _ => None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_loopback_is_no_way() {
+        assert_eq!(way_to(Ipv4Addr::LOCALHOST), None);
+        assert_eq!(name_of(1).as_deref(), Some("lo"));
+        assert_eq!(name_of(u32::MAX), None);
+    }
+}

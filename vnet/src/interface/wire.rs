@@ -1,0 +1,195 @@
+//! The wire: the host's VXLAN device for known flows between vnet hosts, and the TAP by which all else of it comes up.
+//!
+//! The device is external: programs say for each frame to which host and network it goes (`bpf_skb_set_tunnel_key`), and read both
+//! from what arrives. Frames without a verdict come up by the TAP, behind a head that says whose they are
+//! (`kernel/programs/from_wire.h`). A frame written to the TAP is a trial: it goes to the host named in it.
+//!
+//! The TAP is opened first. The kernel lets only one process open it, so a second vnetd of the same network namespace has no wire, and
+//! an existing device is that of a vnetd that has died. It still forwards that vnetd's flows, so the next one adopts it.
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::net::Ipv4Addr;
+
+use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
+use netlink_packet_route::RouteNetlinkMessage;
+use netlink_packet_route::link::{InfoData, InfoKind, InfoVxlan, LinkAttribute, LinkInfo, LinkMessage};
+
+use super::device;
+use super::tap::{self, TAP_MTU_MAX, TapError, TapOptions};
+use super::veth::{raise, remove};
+use crate::netlink::{self, Netlink};
+use crate::wire::ethernet::HEADER_LEN;
+use crate::wire::offload::VIRTIO_NET_HDR_LEN;
+
+const DEVICE: &str = "vnet-wire";
+const TAP: &str = "vnet-wire-tap";
+/// The device's MTU in bytes: the largest IP packet less VXLAN's headers, rounded.
+pub const MTU: usize = 65_000;
+/// Largest IP packet in bytes of frames that are not to be segmented: what the kernel lets programs put a head before
+/// (`SKB_MAX_ALLOC`, 16 KiB less some hundred bytes).
+pub const PACKET_MAX: usize = 15_000;
+/// Bytes of headers around a guest's IP packet: IPv4 (20), UDP (8), VXLAN (8) and the guest's Ethernet header.
+pub const OVERHEAD: usize = 20 + 8 + 8 + HEADER_LEN;
+/// Frames that the TAP holds: 64 of the largest datagrams, as fragments for an MTU of 1500 (see `tap`).
+const QUEUE_LEN: u32 = 64 * 46;
+/// Bytes of a trial.
+const TRIAL_LEN: usize = 60;
+/// Ethertype of a trial: IEEE 802 local experimental 1.
+const TRIAL_TYPE: [u8; 2] = [0x88, 0xb5];
+
+/// The wire of a host.
+pub struct Wire {
+    file: File,
+    /// The VXLAN device: name and index.
+    pub device: (String, u32),
+    /// The TAP: name and index.
+    pub tap: (String, u32),
+}
+
+impl Wire {
+    /// Makes the devices; the VXLAN device is down. Its datagrams go to and arrive at UDP port `port`.
+    ///
+    /// # Errors
+    /// Another vnetd of this network namespace has the wire, the port is in use, or the kernel has no VXLAN.
+    pub fn open(port: u16) -> Result<Wire, TapError> {
+        let options = TapOptions {
+            device: TAP.into(),
+            netns: None,
+            mac: None,
+            mac_before: None,
+            mtu: TAP_MTU_MAX,
+            queues: 1,
+            silent: true,
+        };
+        let (files, _, sight) = tap::open_queues(&options)?;
+        let fail = |step, error| TapError::Step { step, device: DEVICE.into(), error, hint: "" };
+        lengthen_queue(sight.index as u32)
+            .map_err(|error| fail("set the queue length of the TAP of", error))?;
+        let file = files.into_iter().next().ok_or_else(|| fail("open", io::ErrorKind::NotFound.into()))?;
+        let index =
+            adopt(port).map_or_else(|| make(port), Ok).map_err(|error| match error.raw_os_error() {
+                Some(libc::EADDRINUSE) => {
+                    let hint = "; another program has its UDP port, 9789";
+                    TapError::Step { step: "create", device: DEVICE.into(), error, hint }
+                }
+                _ => fail("create", error),
+            })?;
+        let wire = Wire { file, device: (DEVICE.into(), index), tap: (TAP.into(), sight.index as u32) };
+        device::silence(DEVICE).map_err(|error| fail("disable IPv6 on", error))?;
+        device::isolate(DEVICE).map_err(|error| fail("isolate", error))?;
+        Ok(wire)
+    }
+
+    /// Sets the device up, once programs take its frames.
+    ///
+    /// # Errors
+    /// The device is gone.
+    pub fn raise(&self) -> io::Result<()> {
+        raise(DEVICE, MTU, None)
+    }
+
+    /// Reads what came up: virtio-net header, head, frame.
+    ///
+    /// # Errors
+    /// As `read`; `EAGAIN` when nothing waits.
+    pub fn read(&self, room: &mut [u8]) -> io::Result<usize> {
+        (&self.file).read(room)
+    }
+
+    /// Sends a trial to `remote`. One that cannot be sent counts as lost.
+    pub fn try_out(&self, remote: Ipv4Addr) {
+        let mut trial = [0; VIRTIO_NET_HDR_LEN + TRIAL_LEN];
+        let frame = &mut trial[VIRTIO_NET_HDR_LEN..];
+        // A source that receivers take for a station's, and no destination.
+        frame[6] = 2;
+        frame[12..14].copy_from_slice(&TRIAL_TYPE);
+        frame[14..18].copy_from_slice(&remote.octets());
+        let _ = (&self.file).write(&trial);
+    }
+
+    /// The TAP's descriptor, readable when something has come up.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+}
+
+/// Removes the device of a vnetd that has died. That of a running one has its TAP.
+pub(crate) fn remove_dead() {
+    if tap::device_index(TAP).is_none() && tap::device_index(DEVICE).is_some() {
+        let _ = remove(DEVICE);
+    }
+}
+
+impl Drop for Wire {
+    fn drop(&mut self) {
+        let _ = remove(DEVICE);
+    }
+}
+
+/// Whether a frame of network 0 is a trial. No station has its destination.
+pub fn is_trial(frame: &[u8]) -> bool {
+    frame.starts_with(&[0; 6]) && frame.get(12..14) == Some(&TRIAL_TYPE)
+}
+
+/// Index of the VXLAN device that a vnetd that has died has left, if it is as [`make`] makes it.
+fn adopt(port: u16) -> Option<u32> {
+    let link = netlink::link(tap::device_index(DEVICE)?).ok()?;
+    let infos = link.attributes.iter().filter_map(|attribute| match attribute {
+        LinkAttribute::LinkInfo(infos) => Some(infos),
+        _ => None,
+    });
+    let vxlan = infos.flatten().find_map(|info| match info {
+        LinkInfo::Data(InfoData::Vxlan(vxlan)) => Some(vxlan),
+        _ => None,
+    })?;
+    let is_ours = [InfoVxlan::CollectMetadata(true), InfoVxlan::Port(port), InfoVxlan::UDPZeroCsumRX(true)]
+        .iter()
+        .all(|wanted| vxlan.contains(wanted));
+    is_ours.then_some(link.header.index)
+}
+
+/// Makes the VXLAN device, in place of an existing one. Returns its index.
+fn make(port: u16) -> io::Result<u32> {
+    if tap::device_index(DEVICE).is_some() {
+        remove(DEVICE)?;
+    }
+    let vxlan = vec![
+        InfoVxlan::CollectMetadata(true),
+        InfoVxlan::Learning(false),
+        InfoVxlan::Port(port),
+        InfoVxlan::UDPZeroCsumRX(true),
+    ];
+    let info = vec![LinkInfo::Kind(InfoKind::Vxlan), LinkInfo::Data(InfoData::Vxlan(vxlan))];
+    let mut request = LinkMessage::default();
+    request.attributes = vec![
+        LinkAttribute::IfName(DEVICE.into()),
+        LinkAttribute::Mtu(MTU as u32),
+        LinkAttribute::LinkInfo(info),
+    ];
+    Netlink::new()?.change(RouteNetlinkMessage::NewLink(request), NLM_F_CREATE | NLM_F_EXCL)?;
+    tap::device_index(DEVICE).ok_or_else(io::Error::last_os_error)
+}
+
+/// Sets the TAP's queue length.
+fn lengthen_queue(tap: u32) -> io::Result<()> {
+    let mut link = LinkMessage::default();
+    link.header.index = tap;
+    link.attributes.push(LinkAttribute::TxQueueLen(QUEUE_LEN));
+    Netlink::new()?.change(RouteNetlinkMessage::SetLink(link), 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_trial_is_no_stations_frame() {
+        let mut frame = [0; TRIAL_LEN];
+        frame[12..14].copy_from_slice(&TRIAL_TYPE);
+        assert!(is_trial(&frame));
+        frame[0] = 2;
+        assert!(!is_trial(&frame), "a station's");
+        assert!(!is_trial(&[0; TRIAL_LEN]) && !is_trial(&[0; 12]));
+    }
+}
