@@ -63,6 +63,7 @@ $(TOOLS)/bin/cargo-fuzz-$(CARGO_FUZZ):
 .PHONY: build
 build: ## Build vnetd and vnet into target/release.
 	cargo build --release --locked --workspace
+	ln -sf libvnet_fi.so target/release/libvnet-fi.so
 
 .PHONY: demo
 demo: packages build ## Run the demonstration: two hosts, four guests, one LAN, one table.

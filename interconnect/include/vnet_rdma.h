@@ -80,6 +80,8 @@ const char *vnet_rdma_error(void);
 /* What a status means. */
 const char *vnet_rdma_status_text(uint32_t status);
 
+/* Deadline of an operation in the nodes that are opened from now on, in milliseconds; 0: none. 60 s unless it is set. */
+void vnet_rdma_set_timeout(uint32_t timeout_ms);
 /* Opens a node at `bind`, such as "10.77.1.1:7000" or "[::]:0"; NULL: any address and port. */
 int vnet_rdma_open(const char *bind, vnet_rdma_node **node);
 /* Waits up to two seconds for acknowledgements, tells peers, and frees the node. Close its endpoints first. */

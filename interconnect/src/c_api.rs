@@ -4,98 +4,15 @@
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
+use crate::c_types::{BUFFERED, CCompletion, CPeer, DATA, DISCARD, QUIET, TAGGED};
 use crate::node::{Endpoint, Error, Node, Options, resolve};
-use crate::proto::{
-    Access, Completion, Kind, Match, Outgoing, Peer, PostError, Receive, Shape, Span, Status,
-};
-
-const TAGGED: u32 = 1;
-const DATA: u32 = 2;
-const BUFFERED: u32 = 4;
-const QUIET: u32 = 8;
-const RELEASED: u32 = 16;
-const DISCARD: u32 = 32;
+use crate::proto::{Access, Completion, Kind, Match, Outgoing, PostError, Receive, Shape, Span, Status};
 
 thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
-}
-
-/// `vnet_rdma_peer`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct CPeer {
-    ip: [u8; 16],
-    scope: u32,
-    port: u16,
-    endpoint: u16,
-    family: u16,
-    reserved: u16,
-}
-
-/// `vnet_rdma_completion`.
-#[repr(C)]
-pub struct CCompletion {
-    context: u64,
-    len: u64,
-    tag: u64,
-    data: u64,
-    offset: u64,
-    kind: u32,
-    status: u32,
-    flags: u32,
-    reserved: u32,
-    peer: CPeer,
-}
-
-impl From<Peer> for CPeer {
-    fn from(peer: Peer) -> Self {
-        let mut ip = [0; 16];
-        let (family, scope) = match peer.address {
-            SocketAddr::V4(v4) => {
-                ip[..4].copy_from_slice(&v4.ip().octets());
-                (4, 0)
-            }
-            SocketAddr::V6(v6) => {
-                ip = v6.ip().octets();
-                (6, v6.scope_id())
-            }
-        };
-        Self { ip, scope, port: peer.address.port(), endpoint: peer.endpoint, family, reserved: 0 }
-    }
-}
-
-impl CPeer {
-    fn peer(&self) -> Peer {
-        let [a, b, c, d, ..] = self.ip;
-        let address = match self.family {
-            6 => SocketAddrV6::new(Ipv6Addr::from(self.ip), self.port, 0, self.scope).into(),
-            _ => SocketAddr::new(IpAddr::V4(Ipv4Addr::new(a, b, c, d)), self.port),
-        };
-        Peer { address, endpoint: self.endpoint }
-    }
-}
-
-impl From<Completion> for CCompletion {
-    fn from(completion: Completion) -> Self {
-        let flag = |is: bool, flag: u32| if is { flag } else { 0 };
-        Self {
-            context: completion.context,
-            len: completion.len,
-            tag: completion.tag.unwrap_or(0),
-            data: completion.data.unwrap_or(0),
-            offset: completion.offset,
-            kind: completion.kind as u32,
-            status: completion.status as u32,
-            flags: flag(completion.tag.is_some(), TAGGED)
-                | flag(completion.data.is_some(), DATA)
-                | flag(completion.is_released, RELEASED),
-            reserved: 0,
-            peer: completion.peer.into(),
-        }
-    }
 }
 
 fn remember(text: &str) {
@@ -158,6 +75,14 @@ pub extern "C" fn vnet_rdma_status_text(status: u32) -> *const c_char {
     vnet_rdma_error()
 }
 
+static TIMEOUT_MS: AtomicU32 = AtomicU32::new(60_000);
+
+/// Deadline of operations.
+#[unsafe(no_mangle)]
+pub extern "C" fn vnet_rdma_set_timeout(timeout_ms: u32) {
+    TIMEOUT_MS.store(timeout_ms, Ordering::Relaxed);
+}
+
 /// Opens a node.
 ///
 /// # Safety
@@ -165,6 +90,7 @@ pub extern "C" fn vnet_rdma_status_text(status: u32) -> *const c_char {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_open(bind: *const c_char, node: *mut *mut Node) -> c_int {
     let mut options = Options::default();
+    options.config.operation_timeout_ns = u64::from(TIMEOUT_MS.load(Ordering::Relaxed)) * 1_000_000;
     if !bind.is_null() {
         // SAFETY: a string, as the caller promises.
         match unsafe { text(bind) }.and_then(|text| text.parse().ok()) {

@@ -10,6 +10,7 @@
 //! docs/interconnect.md has a guide, the wire format, and what is promised under failure.
 
 mod c_api;
+mod c_types;
 mod node;
 pub mod proto;
 

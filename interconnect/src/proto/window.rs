@@ -17,7 +17,8 @@ const TIMEOUT_MAX_NS: u64 = 200_000_000;
 /// Before the first measurement.
 const TIMEOUT_FIRST_NS: u64 = 20_000_000;
 const CONGESTION_WINDOW_FIRST: u64 = 128 << 10;
-const CONGESTION_WINDOW_MIN: u64 = 16 << 10;
+/// One of the largest datagrams.
+const CONGESTION_WINDOW_MIN: u64 = 64 << 10;
 /// Delay above twice the shortest round trip that is no congestion: two processes that share a core.
 const DELAY_SLACK_NS: u64 = 2_000_000;
 
@@ -274,7 +275,7 @@ impl<W: Copy> Window<W> {
             self.lost.push_back(self.first + place as u64);
         }
         if self.timeouts > 1 {
-            self.congestion.collapse();
+            self.congestion.halve();
         }
         Timeout::Resend
     }
@@ -360,8 +361,9 @@ impl Congestion {
         (self.judged_at, self.arrived, self.lost) = (now, 0, 0);
     }
 
-    fn collapse(&mut self) {
-        self.window = CONGESTION_WINDOW_MIN;
+    /// Nothing came back for two timeouts. It may only be that the peer's process waits for a processor, so the window does not collapse.
+    fn halve(&mut self) {
+        self.window = (self.window / 2).max(CONGESTION_WINDOW_MIN);
         self.is_slow_start = true;
     }
 }

@@ -1,0 +1,349 @@
+/* Address vectors and completion queues. */
+#include <arpa/inet.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "vnet.h"
+
+/* Address vectors. */
+
+static vnet_rdma_peer peer_of(const struct sockaddr_in *address)
+{
+	vnet_rdma_peer peer = {.port = ntohs(address->sin_port), .family = 4};
+	memcpy(peer.ip, &address->sin_addr, 4);
+	return peer;
+}
+
+static size_t place_of(const struct vnet_av *av, const vnet_rdma_peer *peer)
+{
+	uint32_t ip;
+	memcpy(&ip, peer->ip, 4);
+	return (size_t)((((uint64_t)ip << 16 | peer->port) * 0x9e3779b97f4a7c15ull) >> 32) & (av->places_len - 1);
+}
+
+fi_addr_t vnet_av_find(const struct vnet_av *av, const vnet_rdma_peer *peer)
+{
+	if (!av || !av->places_len)
+		return FI_ADDR_NOTAVAIL;
+	for (size_t place = place_of(av, peer); av->places[place]; place = (place + 1) & (av->places_len - 1)) {
+		uint32_t number = av->places[place] - 1;
+		if (vnet_rdma_same_peer(&av->peers[number], peer))
+			return number;
+	}
+	return FI_ADDR_NOTAVAIL;
+}
+
+const vnet_rdma_peer *vnet_av_get(const struct vnet_av *av, fi_addr_t address)
+{
+	return av && address < av->count && av->peers[address].family ? &av->peers[address] : NULL;
+}
+
+static int av_grow(struct vnet_av *av)
+{
+	size_t room = av->room ? 2 * av->room : 64;
+	vnet_rdma_peer *peers = realloc(av->peers, room * sizeof *peers);
+	if (!peers)
+		return -FI_ENOMEM;
+	av->peers = peers;
+	uint32_t *places = calloc(2 * room, sizeof *places);
+	if (!places)
+		return -FI_ENOMEM;
+	free(av->places);
+	av->places = places;
+	av->places_len = 2 * room;
+	av->room = room;
+	for (size_t number = 0; number < av->count; number++) {
+		size_t place = place_of(av, &av->peers[number]);
+		while (places[place])
+			place = (place + 1) & (av->places_len - 1);
+		places[place] = number + 1;
+	}
+	return 0;
+}
+
+static int av_insert(struct fid_av *fid, const void *addresses, size_t count, fi_addr_t *out, uint64_t flags, void *context)
+{
+	struct vnet_av *av = (struct vnet_av *)fid;
+	const struct sockaddr_in *address = addresses;
+	(void)flags, (void)context;
+	for (size_t i = 0; i < count; i++) {
+		if (av->count == av->room && av_grow(av))
+			return i;
+		av->peers[av->count] = peer_of(&address[i]);
+		size_t place = place_of(av, &av->peers[av->count]);
+		while (av->places[place])
+			place = (place + 1) & (av->places_len - 1);
+		av->places[place] = av->count + 1;
+		if (out)
+			out[i] = av->count;
+		av->count++;
+	}
+	return count;
+}
+
+static int av_insertsvc(struct fid_av *av, const char *node, const char *service, fi_addr_t *out, uint64_t flags, void *context)
+{
+	struct fi_info *info;
+	int result = vnet_getinfo(FI_VERSION(1, 17), node, service, FI_SOURCE & 0, NULL, &info);
+	if (result)
+		return result;
+	result = av_insert(av, info->dest_addr, 1, out, flags, context);
+	fi_freeinfo(info);
+	return result;
+}
+
+/* The number stays: operations to it are refused. Its place in the table too, so that others are found behind it. */
+static int av_remove(struct fid_av *fid, fi_addr_t *addresses, size_t count, uint64_t flags)
+{
+	struct vnet_av *av = (struct vnet_av *)fid;
+	(void)flags;
+	for (size_t i = 0; i < count; i++) {
+		if (!vnet_av_get(av, addresses[i]))
+			return -FI_EINVAL;
+		av->peers[addresses[i]].family = 0;
+	}
+	return 0;
+}
+
+static int av_lookup(struct fid_av *fid, fi_addr_t address, void *out, size_t *len)
+{
+	const vnet_rdma_peer *peer = vnet_av_get((struct vnet_av *)fid, address);
+	struct sockaddr_in name = {.sin_family = AF_INET};
+	if (!peer)
+		return -FI_EINVAL;
+	name.sin_port = htons(peer->port);
+	memcpy(&name.sin_addr, peer->ip, 4);
+	memcpy(out, &name, *len < sizeof name ? *len : sizeof name);
+	*len = sizeof name;
+	return 0;
+}
+
+static const char *av_straddr(struct fid_av *av, const void *address, char *out, size_t *len)
+{
+	const struct sockaddr_in *name = address;
+	char ip[INET_ADDRSTRLEN] = "?";
+	(void)av;
+	inet_ntop(AF_INET, &name->sin_addr, ip, sizeof ip);
+	*len = snprintf(out, *len, "fi_sockaddr_in://%s:%u", ip, ntohs(name->sin_port)) + 1;
+	return out;
+}
+
+static int av_close(struct fid *fid)
+{
+	struct vnet_av *av = (struct vnet_av *)fid;
+	free(av->peers);
+	free(av->places);
+	free(av);
+	return 0;
+}
+
+static struct fi_ops av_fid_ops = {
+	.size = sizeof(struct fi_ops),
+	.close = av_close,
+	.bind = vnet_no_bind,
+	.control = vnet_no_control,
+	.ops_open = vnet_no_ops_open,
+};
+
+static struct fi_ops_av av_ops = {
+	.size = sizeof av_ops,
+	.insert = av_insert,
+	.insertsvc = av_insertsvc,
+	.remove = av_remove,
+	.lookup = av_lookup,
+	.straddr = av_straddr,
+};
+
+int vnet_av_open(struct fid_domain *domain, struct fi_av_attr *attr, struct fid_av **out, void *context)
+{
+	(void)domain;
+	if (attr && (attr->flags || attr->name || attr->rx_ctx_bits))
+		return -FI_ENOSYS;
+	struct vnet_av *av = calloc(1, sizeof *av);
+	if (!av)
+		return -FI_ENOMEM;
+	if (attr && attr->type == FI_AV_UNSPEC)
+		attr->type = FI_AV_TABLE;
+	av->fid.fid.fclass = FI_CLASS_AV;
+	av->fid.fid.context = context;
+	av->fid.fid.ops = &av_fid_ops;
+	av->fid.ops = &av_ops;
+	*out = &av->fid;
+	return 0;
+}
+
+/* Completion queues. */
+
+int vnet_cq_push(struct vnet_cq *cq, const struct fi_cq_err_entry *entry, fi_addr_t source)
+{
+	if (cq->count == cq->room) {
+		struct vnet_entry *ring = malloc(2 * cq->room * sizeof *ring);
+		if (!ring)
+			return -FI_ENOMEM;
+		for (size_t i = 0; i < cq->count; i++)
+			ring[i] = cq->ring[(cq->head + i) % cq->room];
+		free(cq->ring);
+		cq->ring = ring;
+		cq->room *= 2;
+		cq->head = 0;
+	}
+	cq->ring[(cq->head + cq->count++) % cq->room] = (struct vnet_entry){*entry, source};
+	return 0;
+}
+
+static ssize_t cq_take(struct vnet_cq *cq, char *out, size_t count, fi_addr_t *source)
+{
+	static const size_t sizes[] = {
+		[FI_CQ_FORMAT_CONTEXT] = sizeof(struct fi_cq_entry),
+		[FI_CQ_FORMAT_MSG] = sizeof(struct fi_cq_msg_entry),
+		[FI_CQ_FORMAT_DATA] = sizeof(struct fi_cq_data_entry),
+		[FI_CQ_FORMAT_TAGGED] = sizeof(struct fi_cq_tagged_entry),
+	};
+	size_t taken = 0;
+	while (taken < count && cq->count) {
+		struct vnet_entry *next = &cq->ring[cq->head];
+		if (next->entry.err)
+			return taken ? (ssize_t)taken : -FI_EAVAIL;
+		/* All formats are beginnings of the longest, with which an error entry begins too. */
+		memcpy(out + taken * sizes[cq->format], &next->entry, sizes[cq->format]);
+		if (source)
+			source[taken] = next->source;
+		cq->head = (cq->head + 1) % cq->room;
+		cq->count--;
+		taken++;
+	}
+	return taken ? (ssize_t)taken : -FI_EAGAIN;
+}
+
+static ssize_t cq_readfrom(struct fid_cq *fid, void *out, size_t count, fi_addr_t *source)
+{
+	struct vnet_cq *cq = (struct vnet_cq *)fid;
+	pthread_mutex_lock(&cq->domain->lock);
+	if (!cq->count)
+		vnet_domain_progress(cq->domain);
+	ssize_t result = cq_take(cq, out, count, source);
+	pthread_mutex_unlock(&cq->domain->lock);
+	return result;
+}
+
+static ssize_t cq_read(struct fid_cq *cq, void *out, size_t count)
+{
+	return cq_readfrom(cq, out, count, NULL);
+}
+
+static ssize_t cq_readerr(struct fid_cq *fid, struct fi_cq_err_entry *out, uint64_t flags)
+{
+	struct vnet_cq *cq = (struct vnet_cq *)fid;
+	(void)flags;
+	pthread_mutex_lock(&cq->domain->lock);
+	ssize_t result = -FI_EAGAIN;
+	if (cq->count && cq->ring[cq->head].entry.err) {
+		*out = cq->ring[cq->head].entry;
+		cq->head = (cq->head + 1) % cq->room;
+		cq->count--;
+		result = 1;
+	}
+	pthread_mutex_unlock(&cq->domain->lock);
+	return result;
+}
+
+static ssize_t cq_sreadfrom(struct fid_cq *fid, void *out, size_t count, fi_addr_t *source, const void *cond, int timeout)
+{
+	struct vnet_cq *cq = (struct vnet_cq *)fid;
+	struct timespec start, now;
+	(void)cond;
+	clock_gettime(CLOCK_MONOTONIC, &start);
+	for (;;) {
+		ssize_t result = cq_readfrom(fid, out, count, source);
+		if (result != -FI_EAGAIN || __atomic_exchange_n(&cq->is_signalled, false, __ATOMIC_ACQ_REL))
+			return result;
+		clock_gettime(CLOCK_MONOTONIC, &now);
+		long passed_ms = (now.tv_sec - start.tv_sec) * 1000 + (now.tv_nsec - start.tv_nsec) / 1000000;
+		if (timeout >= 0 && passed_ms >= timeout)
+			return -FI_EAGAIN;
+		/* Other threads may post and close endpoints meanwhile; the library's own lock guards the pause, and it is short. */
+		pthread_mutex_lock(&cq->domain->lock);
+		struct vnet_ep *ep = cq->domain->eps;
+		bool is_alone = ep && ep->rdma && !ep->next;
+		pthread_mutex_unlock(&cq->domain->lock);
+		if (is_alone)
+			vnet_rdma_pause(ep->rdma, 1);
+		else
+			nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL);
+	}
+}
+
+static ssize_t cq_sread(struct fid_cq *cq, void *out, size_t count, const void *cond, int timeout)
+{
+	return cq_sreadfrom(cq, out, count, NULL, cond, timeout);
+}
+
+static int cq_signal(struct fid_cq *fid)
+{
+	__atomic_store_n(&((struct vnet_cq *)fid)->is_signalled, true, __ATOMIC_RELEASE);
+	return 0;
+}
+
+static const char *cq_strerror(struct fid_cq *cq, int number, const void *data, char *out, size_t len)
+{
+	(void)cq, (void)data;
+	const char *text = vnet_rdma_status_text(number);
+	if (out && len) {
+		strncpy(out, text, len - 1);
+		out[len - 1] = 0;
+	}
+	return text;
+}
+
+static int cq_close(struct fid *fid)
+{
+	struct vnet_cq *cq = (struct vnet_cq *)fid;
+	free(cq->ring);
+	free(cq);
+	return 0;
+}
+
+static struct fi_ops cq_fid_ops = {
+	.size = sizeof(struct fi_ops),
+	.close = cq_close,
+	.bind = vnet_no_bind,
+	.control = vnet_no_control,
+	.ops_open = vnet_no_ops_open,
+};
+
+static struct fi_ops_cq cq_ops = {
+	.size = sizeof cq_ops,
+	.read = cq_read,
+	.readfrom = cq_readfrom,
+	.readerr = cq_readerr,
+	.sread = cq_sread,
+	.sreadfrom = cq_sreadfrom,
+	.signal = cq_signal,
+	.strerror = cq_strerror,
+};
+
+int vnet_cq_open(struct fid_domain *domain, struct fi_cq_attr *attr, struct fid_cq **out, void *context)
+{
+	enum fi_wait_obj wait = attr ? attr->wait_obj : FI_WAIT_NONE;
+	if (wait != FI_WAIT_NONE && wait != FI_WAIT_UNSPEC && wait != FI_WAIT_YIELD)
+		return -FI_ENOSYS;
+	struct vnet_cq *cq = calloc(1, sizeof *cq);
+	if (!cq)
+		return -FI_ENOMEM;
+	cq->room = 256;
+	cq->ring = malloc(cq->room * sizeof *cq->ring);
+	if (!cq->ring) {
+		free(cq);
+		return -FI_ENOMEM;
+	}
+	cq->domain = (struct vnet_domain *)domain;
+	cq->format = attr && attr->format != FI_CQ_FORMAT_UNSPEC ? attr->format : FI_CQ_FORMAT_CONTEXT;
+	cq->fid.fid.fclass = FI_CLASS_CQ;
+	cq->fid.fid.context = context;
+	cq->fid.fid.ops = &cq_fid_ops;
+	cq->fid.ops = &cq_ops;
+	*out = &cq->fid;
+	return 0;
+}

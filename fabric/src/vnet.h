@@ -1,0 +1,138 @@
+/* The objects of the provider. Each begins with libfabric's structure for it, so that pointers to both are the same. */
+#ifndef VNET_FI_H
+#define VNET_FI_H
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <netinet/in.h>
+#include <rdma/fabric.h>
+#include <rdma/fi_atomic.h>
+#include <rdma/fi_cm.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
+#include <rdma/fi_errno.h>
+#include <rdma/fi_rma.h>
+#include <rdma/fi_tagged.h>
+#include <rdma/providers/fi_prov.h>
+#include <vnet_rdma.h>
+
+/* Up to so many bytes a send is copied, and complete at once. */
+#define VNET_INJECT 8192
+#define VNET_EAGER 16384
+#define VNET_MSG_MAX (1ull << 40)
+#define VNET_CAPS_TX (FI_MSG | FI_TAGGED | FI_RMA | FI_SEND | FI_READ | FI_WRITE)
+#define VNET_CAPS_RX (FI_MSG | FI_TAGGED | FI_RMA | FI_RECV | FI_REMOTE_READ | FI_REMOTE_WRITE | FI_MULTI_RECV | FI_SOURCE | FI_DIRECTED_RECV)
+#define VNET_CAPS_DOMAIN (FI_LOCAL_COMM | FI_REMOTE_COMM)
+#define VNET_CAPS (VNET_CAPS_TX | VNET_CAPS_RX | VNET_CAPS_DOMAIN)
+#define VNET_ORDER (FI_ORDER_SAS | FI_ORDER_SAW | FI_ORDER_RAW)
+
+struct vnet_ep;
+
+/* Addresses by number, and numbers by address: open addressing, at most half full. */
+struct vnet_av {
+	struct fid_av fid;
+	vnet_rdma_peer *peers;
+	size_t count, room;
+	uint32_t *places; /* number + 1, or 0 */
+	size_t places_len;
+};
+
+struct vnet_domain {
+	struct fid_domain fid;
+	pthread_mutex_t lock; /* of everything below the domain */
+	struct sockaddr_in source;
+	int mr_mode;
+	struct vnet_ep *eps;
+	struct vnet_mr *mrs;
+};
+
+struct vnet_mr {
+	struct fid_mr fid;
+	struct vnet_domain *domain;
+	struct vnet_mr *next;
+	void *start;
+	size_t len;
+	uint64_t base;
+	uint32_t access;
+};
+
+struct vnet_entry {
+	struct fi_cq_err_entry entry; /* err is 0 of a success */
+	fi_addr_t source;
+};
+
+/* A ring that grows: completions are bounded by the operations under way. */
+struct vnet_cq {
+	struct fid_cq fid;
+	struct vnet_domain *domain;
+	enum fi_cq_format format;
+	struct vnet_entry *ring;
+	size_t head, count, room;
+	bool is_signalled;
+};
+
+struct vnet_cntr {
+	struct fid_cntr fid;
+	struct vnet_domain *domain;
+	uint64_t value, errors;
+};
+
+/* One posted operation. */
+struct vnet_op {
+	struct vnet_op *next, *before; /* of the receives that wait, or of the free ones */
+	void *context;
+	void *start;
+	uint64_t flags; /* of the completion */
+	bool is_reported; /* a success is */
+	bool is_posted;   /* among the receives that wait */
+};
+
+enum { VNET_CNTR_SEND, VNET_CNTR_RECV, VNET_CNTR_READ, VNET_CNTR_WRITE, VNET_CNTR_REMOTE_WRITE, VNET_CNTRS };
+
+struct vnet_ep {
+	struct fid_ep fid;
+	struct vnet_domain *domain;
+	struct vnet_ep *next;
+	struct vnet_av *av;
+	struct vnet_cq *tx_cq, *rx_cq;
+	bool is_tx_selective, is_rx_selective;
+	bool is_directed; /* receives name their sender */
+	uint64_t tx_flags, rx_flags;
+	struct vnet_cntr *cntrs[VNET_CNTRS];
+	vnet_rdma_node *node;
+	vnet_rdma_endpoint *rdma;
+	struct sockaddr_in name;
+	size_t min_multi_recv;
+	struct vnet_op *free_ops, *posted;
+};
+
+extern struct fi_provider vnet_provider;
+struct fi_provider *vnet_fi_provider(void);
+
+int vnet_getinfo(uint32_t version, const char *node, const char *service, uint64_t flags, const struct fi_info *hints,
+		 struct fi_info **info);
+int vnet_domain_open(struct fid_fabric *fabric, struct fi_info *info, struct fid_domain **domain, void *context);
+int vnet_av_open(struct fid_domain *domain, struct fi_av_attr *attr, struct fid_av **av, void *context);
+int vnet_cq_open(struct fid_domain *domain, struct fi_cq_attr *attr, struct fid_cq **cq, void *context);
+int vnet_cntr_open(struct fid_domain *domain, struct fi_cntr_attr *attr, struct fid_cntr **cntr, void *context);
+int vnet_ep_open(struct fid_domain *domain, struct fi_info *info, struct fid_ep **ep, void *context);
+
+/* All of these need the domain's lock. */
+fi_addr_t vnet_av_find(const struct vnet_av *av, const vnet_rdma_peer *peer);
+const vnet_rdma_peer *vnet_av_get(const struct vnet_av *av, fi_addr_t address);
+int vnet_cq_push(struct vnet_cq *cq, const struct fi_cq_err_entry *entry, fi_addr_t source);
+int vnet_ep_register(struct vnet_ep *ep, const struct vnet_mr *mr);
+void vnet_ep_progress(struct vnet_ep *ep);
+void vnet_domain_progress(struct vnet_domain *domain);
+
+extern struct fi_ops_msg vnet_msg_ops;
+extern struct fi_ops_tagged vnet_tagged_ops;
+extern struct fi_ops_rma vnet_rma_ops;
+
+/* Operations that libfabric offers and this provider does not. */
+int vnet_no_bind(struct fid *fid, struct fid *other, uint64_t flags);
+int vnet_no_control(struct fid *fid, int command, void *arg);
+int vnet_no_ops_open(struct fid *fid, const char *name, uint64_t flags, void **ops, void *context);
+
+#endif

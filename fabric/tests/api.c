@@ -1,0 +1,237 @@
+/* Two endpoints of the provider in one process: what libfabric promises of each call that MPI and others use. */
+#include <assert.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <rdma/fabric.h>
+#include <rdma/fi_cm.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_errno.h>
+#include <rdma/fi_rma.h>
+#include <rdma/fi_tagged.h>
+
+#define CHECK(call) do { long got_ = (call); if (got_) { fprintf(stderr, "%d: %s: %ld %s\n", __LINE__, #call, got_, fi_strerror(-got_)); exit(1); } } while (0)
+#define ASSERT(fact) do { if (!(fact)) { fprintf(stderr, "%d: %s\n", __LINE__, #fact); exit(1); } } while (0)
+
+enum { BIG = 1 << 20 };
+
+struct side {
+	struct fid_domain *domain;
+	struct fid_av *av;
+	struct fid_cq *cq;
+	struct fid_cntr *cntr;
+	struct fid_ep *ep;
+	fi_addr_t other;
+	char *memory;
+};
+
+static void open_side(struct side *side, struct fid_fabric *fabric, struct fi_info *info)
+{
+	struct fi_cq_attr cq = {.format = FI_CQ_FORMAT_TAGGED, .wait_obj = FI_WAIT_UNSPEC};
+	struct fi_av_attr av = {.type = FI_AV_MAP};
+	CHECK(fi_domain(fabric, info, &side->domain, NULL));
+	CHECK(fi_av_open(side->domain, &av, &side->av, NULL));
+	CHECK(fi_cq_open(side->domain, &cq, &side->cq, NULL));
+	CHECK(fi_cntr_open(side->domain, NULL, &side->cntr, NULL));
+	CHECK(fi_endpoint(side->domain, info, &side->ep, NULL));
+	CHECK(fi_ep_bind(side->ep, &side->av->fid, 0));
+	CHECK(fi_ep_bind(side->ep, &side->cq->fid, FI_TRANSMIT | FI_RECV));
+	CHECK(fi_ep_bind(side->ep, &side->cntr->fid, FI_WRITE | FI_READ));
+	CHECK(fi_enable(side->ep));
+	side->memory = calloc(2, BIG);
+}
+
+static void introduce(struct side *to, struct side *whom)
+{
+	char name[64], text[64];
+	size_t len = sizeof name, text_len = sizeof text;
+	CHECK(fi_getname(&whom->ep->fid, name, &len));
+	ASSERT(fi_av_insert(to->av, name, 1, &to->other, 0, NULL) == 1);
+	ASSERT(!strncmp(fi_av_straddr(to->av, name, text, &text_len), "fi_sockaddr_in://127.0.0.1:", 27));
+	char found[64];
+	size_t found_len = sizeof found;
+	CHECK(fi_av_lookup(to->av, to->other, found, &found_len));
+	ASSERT(found_len == len && !memcmp(found, name, len));
+}
+
+/* The next completion, which both sides make progress for by themselves. */
+static struct fi_cq_tagged_entry next(struct side *side)
+{
+	struct fi_cq_tagged_entry entry;
+	long got = fi_cq_sread(side->cq, &entry, 1, NULL, 20000);
+	if (got != 1) {
+		struct fi_cq_err_entry error = {0};
+		fi_cq_readerr(side->cq, &error, 0);
+		fprintf(stderr, "completion: %s, %s\n", fi_strerror(-got), fi_strerror(error.err));
+		exit(1);
+	}
+	return entry;
+}
+
+static struct fi_cq_err_entry next_error(struct side *side)
+{
+	struct fi_cq_tagged_entry entry;
+	struct fi_cq_err_entry error = {0};
+	ASSERT(fi_cq_sread(side->cq, &entry, 1, NULL, 20000) == -FI_EAVAIL);
+	ASSERT(fi_cq_readerr(side->cq, &error, 0) == 1);
+	return error;
+}
+
+static void test_tagged(struct side *a, struct side *b)
+{
+	size_t sizes[] = {0, 1, 5000, 16385, BIG};
+	for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+		memset(a->memory, 'a' + i, sizes[i]);
+		CHECK(fi_trecv(b->ep, b->memory, BIG, NULL, FI_ADDR_UNSPEC, 0x700, 0xff, &sizes[i]));
+		CHECK(fi_tsenddata(a->ep, a->memory, sizes[i], NULL, 99, a->other, 0x7aa, &sizes[0]));
+		struct fi_cq_tagged_entry got = next(b);
+		ASSERT(got.op_context == &sizes[i] && got.len == sizes[i] && got.tag == 0x7aa && got.data == 99);
+		ASSERT(got.flags == (FI_RECV | FI_TAGGED | FI_REMOTE_CQ_DATA) && got.buf == b->memory);
+		ASSERT(!memcmp(a->memory, b->memory, sizes[i]));
+		got = next(a);
+		ASSERT(got.op_context == &sizes[0] && got.flags == (FI_SEND | FI_TAGGED));
+	}
+	/* Injected: no completion, and the buffer is free at once. */
+	memcpy(a->memory, "inject", 7);
+	CHECK(fi_tinject(a->ep, a->memory, 7, a->other, 5));
+	memset(a->memory, 0, 7);
+	CHECK(fi_trecv(b->ep, b->memory, 7, NULL, b->other, 5, 0, NULL));
+	ASSERT(next(b).len == 7 && !strcmp(b->memory, "inject"));
+	ASSERT(fi_tinject(a->ep, a->memory, 10000, a->other, 5) == -FI_EINVAL);
+	/* Too long for the buffer. */
+	CHECK(fi_trecv(b->ep, b->memory, 3, NULL, b->other, 6, 0, b));
+	CHECK(fi_tinject(a->ep, a->memory, 7, a->other, 6));
+	struct fi_cq_err_entry error = next_error(b);
+	ASSERT(error.err == FI_ETRUNC && error.op_context == b);
+	/* Cancelled: the message that comes later goes to the next buffer. */
+	CHECK(fi_trecv(b->ep, b->memory, 7, NULL, b->other, 8, 0, a));
+	CHECK(fi_cancel(&b->ep->fid, a));
+	error = next_error(b);
+	ASSERT(error.err == FI_ECANCELED && error.op_context == a);
+	CHECK(fi_tinject(a->ep, a->memory, 7, a->other, 8));
+	CHECK(fi_trecv(b->ep, b->memory, 7, NULL, b->other, 8, 0, b));
+	ASSERT(next(b).op_context == b);
+}
+
+static long peek(struct side *side, uint64_t tag, uint64_t flags, void *context, struct fi_cq_tagged_entry *seen)
+{
+	struct fi_msg_tagged msg = {.addr = FI_ADDR_UNSPEC, .tag = tag, .context = context};
+	for (int tries = 0; tries < 20000; tries++) {
+		CHECK(fi_trecvmsg(side->ep, &msg, FI_PEEK | flags));
+		long got = fi_cq_sread(side->cq, seen, 1, NULL, 20000);
+		if (got == 1)
+			return 1;
+		struct fi_cq_err_entry error = {0};
+		ASSERT(got == -FI_EAVAIL && fi_cq_readerr(side->cq, &error, 0) == 1 && error.err == FI_ENOMSG && error.op_context == context);
+		nanosleep(&(struct timespec){.tv_nsec = 500000}, NULL);
+	}
+	return 0;
+}
+
+static void test_peek(struct side *a, struct side *b)
+{
+	struct fi_context one, two;
+	struct fi_cq_tagged_entry seen;
+	for (int i = 0; i < 3; i++) {
+		a->memory[0] = i;
+		CHECK(fi_tinject(a->ep, a->memory, 10 + i, a->other, 40));
+	}
+	ASSERT(peek(b, 40, 0, &one, &seen) == 1 && seen.len == 10 && seen.tag == 40 && seen.op_context == &one);
+	ASSERT(peek(b, 40, FI_CLAIM, &one, &seen) == 1 && seen.len == 10);
+	ASSERT(peek(b, 40, FI_DISCARD, &two, &seen) == 1 && seen.len == 11);
+	CHECK(fi_trecv(b->ep, b->memory, 100, NULL, FI_ADDR_UNSPEC, 40, 0, &two));
+	ASSERT(next(b).len == 12 && b->memory[0] == 2);
+	struct iovec iov = {b->memory, 100};
+	struct fi_msg_tagged msg = {.msg_iov = &iov, .iov_count = 1, .addr = FI_ADDR_UNSPEC, .tag = 40, .context = &one};
+	CHECK(fi_trecvmsg(b->ep, &msg, FI_CLAIM));
+	struct fi_cq_tagged_entry got = next(b);
+	ASSERT(got.op_context == &one && got.len == 10 && b->memory[0] == 0);
+}
+
+static void test_several(struct side *a, struct side *b)
+{
+	struct iovec iov = {b->memory, 1000};
+	struct fi_msg msg = {.msg_iov = &iov, .iov_count = 1, .addr = FI_ADDR_UNSPEC, .context = &msg};
+	size_t least = 300;
+	CHECK(fi_setopt(&b->ep->fid, FI_OPT_ENDPOINT, FI_OPT_MIN_MULTI_RECV, &least, sizeof least));
+	CHECK(fi_recvmsg(b->ep, &msg, FI_MULTI_RECV));
+	for (int i = 0; i < 3; i++) {
+		memset(a->memory, i + 1, 300);
+		CHECK(fi_inject(a->ep, a->memory, 300, a->other));
+		struct fi_cq_tagged_entry got = next(b);
+		ASSERT(got.buf == b->memory + 300 * i && got.len == 300 && got.op_context == &msg);
+		ASSERT(got.flags == (FI_RECV | FI_MSG | (i == 2 ? FI_MULTI_RECV : 0)));
+		ASSERT(b->memory[300 * i] == i + 1);
+	}
+}
+
+static void test_rma(struct side *a, struct side *b)
+{
+	struct fid_mr *mr;
+	CHECK(fi_mr_reg(b->domain, b->memory, BIG, FI_REMOTE_READ | FI_REMOTE_WRITE, 0, 1234, 0, &mr, NULL));
+	uint64_t key = fi_mr_key(mr), before = fi_cntr_read(a->cntr);
+	size_t sizes[] = {8, 20000, BIG};
+	for (size_t i = 0; i < 3; i++) {
+		size_t len = sizes[i];
+		memset(a->memory, 'w', len);
+		memset(b->memory, 0, BIG);
+		CHECK(fi_writedata(a->ep, a->memory, len, NULL, 77, a->other, BIG - len, key, a));
+		struct fi_cq_tagged_entry got = next(b);
+		ASSERT(got.flags == (FI_RMA | FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA) && got.data == 77 && got.len == len);
+		ASSERT(!memcmp(b->memory + BIG - len, a->memory, len));
+		got = next(a);
+		ASSERT(got.flags == (FI_WRITE | FI_RMA) && got.op_context == a);
+		CHECK(fi_read(a->ep, a->memory + BIG, len, NULL, a->other, BIG - len, key, b));
+		ASSERT(next(a).flags == (FI_READ | FI_RMA) && !memcmp(a->memory + BIG, a->memory, len));
+	}
+	CHECK(fi_cntr_wait(a->cntr, before + 6, 20000));
+	CHECK(fi_inject_write(a->ep, "injected", 9, a->other, 0, key));
+	CHECK(fi_read(a->ep, a->memory, 9, NULL, a->other, 0, key, b));
+	next(a);
+	ASSERT(!strcmp(a->memory, "injected"));
+	CHECK(fi_write(a->ep, a->memory, 9, NULL, a->other, BIG, key, a));
+	struct fi_cq_err_entry error = next_error(a);
+	ASSERT(error.err == FI_EACCES && error.op_context == a);
+	char text[100];
+	ASSERT(strstr(fi_cq_strerror(a->cq, error.prov_errno, NULL, text, sizeof text), "key"));
+	CHECK(fi_close(&mr->fid));
+	CHECK(fi_write(a->ep, a->memory, 9, NULL, a->other, 0, key, a));
+	ASSERT(next_error(a).err == FI_EACCES && fi_cntr_readerr(a->cntr) == 2);
+}
+
+int main(void)
+{
+	struct fi_info *hints = fi_allocinfo(), *info;
+	struct fid_fabric *fabric;
+	struct side a = {0}, b = {0};
+	hints->caps = FI_MSG | FI_TAGGED | FI_RMA | FI_MULTI_RECV | FI_DIRECTED_RECV | FI_SOURCE;
+	hints->ep_attr->type = FI_EP_RDM;
+	hints->fabric_attr->prov_name = strdup("vnet");
+	CHECK(fi_getinfo(FI_VERSION(1, 17), "127.0.0.1", NULL, FI_SOURCE, hints, &info));
+	CHECK(fi_fabric(info->fabric_attr, &fabric, NULL));
+	open_side(&a, fabric, info);
+	open_side(&b, fabric, info);
+	introduce(&a, &b);
+	introduce(&b, &a);
+	test_tagged(&a, &b);
+	test_peek(&a, &b);
+	test_several(&a, &b);
+	test_rma(&a, &b);
+	ASSERT(fi_close(&a.domain->fid) == -FI_EBUSY);
+	struct side *sides[] = {&a, &b};
+	for (int i = 0; i < 2; i++) {
+		CHECK(fi_close(&sides[i]->ep->fid));
+		CHECK(fi_close(&sides[i]->cq->fid));
+		CHECK(fi_close(&sides[i]->cntr->fid));
+		CHECK(fi_close(&sides[i]->av->fid));
+		CHECK(fi_close(&sides[i]->domain->fid));
+		free(sides[i]->memory);
+	}
+	CHECK(fi_close(&fabric->fid));
+	fi_freeinfo(info);
+	fi_freeinfo(hints);
+	puts("ok");
+	return 0;
+}

@@ -1,0 +1,87 @@
+//! Structures and flags of `include/vnet_rdma.h`.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
+
+use crate::proto::{Completion, Peer};
+
+pub(crate) const TAGGED: u32 = 1;
+pub(crate) const DATA: u32 = 2;
+pub(crate) const BUFFERED: u32 = 4;
+pub(crate) const QUIET: u32 = 8;
+pub(crate) const RELEASED: u32 = 16;
+pub(crate) const DISCARD: u32 = 32;
+
+/// `vnet_rdma_peer`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct CPeer {
+    ip: [u8; 16],
+    scope: u32,
+    port: u16,
+    endpoint: u16,
+    family: u16,
+    reserved: u16,
+}
+
+/// `vnet_rdma_completion`.
+#[repr(C)]
+pub struct CCompletion {
+    context: u64,
+    len: u64,
+    tag: u64,
+    data: u64,
+    offset: u64,
+    kind: u32,
+    status: u32,
+    flags: u32,
+    reserved: u32,
+    peer: CPeer,
+}
+
+impl From<Peer> for CPeer {
+    fn from(peer: Peer) -> Self {
+        let mut ip = [0; 16];
+        let (family, scope) = match peer.address {
+            SocketAddr::V4(v4) => {
+                ip[..4].copy_from_slice(&v4.ip().octets());
+                (4, 0)
+            }
+            SocketAddr::V6(v6) => {
+                ip = v6.ip().octets();
+                (6, v6.scope_id())
+            }
+        };
+        Self { ip, scope, port: peer.address.port(), endpoint: peer.endpoint, family, reserved: 0 }
+    }
+}
+
+impl CPeer {
+    pub(crate) fn peer(&self) -> Peer {
+        let [a, b, c, d, ..] = self.ip;
+        let address = match self.family {
+            6 => SocketAddrV6::new(Ipv6Addr::from(self.ip), self.port, 0, self.scope).into(),
+            _ => SocketAddr::new(IpAddr::V4(Ipv4Addr::new(a, b, c, d)), self.port),
+        };
+        Peer { address, endpoint: self.endpoint }
+    }
+}
+
+impl From<Completion> for CCompletion {
+    fn from(completion: Completion) -> Self {
+        let flag = |is: bool, flag: u32| if is { flag } else { 0 };
+        Self {
+            context: completion.context,
+            len: completion.len,
+            tag: completion.tag.unwrap_or(0),
+            data: completion.data.unwrap_or(0),
+            offset: completion.offset,
+            kind: completion.kind as u32,
+            status: completion.status as u32,
+            flags: flag(completion.tag.is_some(), TAGGED)
+                | flag(completion.data.is_some(), DATA)
+                | flag(completion.is_released, RELEASED),
+            reserved: 0,
+            peer: completion.peer.into(),
+        }
+    }
+}
