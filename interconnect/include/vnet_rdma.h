@@ -55,7 +55,7 @@ enum vnet_rdma_kind {
 #define VNET_RDMA_DATA 0x2u     /* `data` counts: immediate data for the target */
 #define VNET_RDMA_BUFFERED 0x4u /* copy up to 16 KiB and complete at once */
 #define VNET_RDMA_QUIET 0x8u    /* no completion unless it fails */
-#define VNET_RDMA_RELEASED 0x10u /* of a completion: a buffer for several messages is used up */
+#define VNET_RDMA_RELEASED 0x10u /* of a completion: the buffer, perhaps for several messages, belongs to the program again */
 #define VNET_RDMA_DISCARD 0x20u  /* the message is not too long for the buffer: its bytes are not wanted */
 
 /* What peers may do with registered memory. */

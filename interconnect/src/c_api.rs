@@ -425,6 +425,7 @@ pub unsafe extern "C" fn vnet_rdma_peek(
         peer: found.from,
         offset: 0,
         is_released: false,
+        buffer: None,
     };
     // SAFETY: not null, and writable as the caller promises.
     unsafe { seen.write(completion.into()) };

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::net::SocketAddr;
 
 use super::memory::Span;
+use super::slab::Slab;
 use super::status::Status;
 
 /// Endpoints of one engine.
@@ -58,8 +59,10 @@ pub struct Completion {
     pub peer: Peer,
     /// Place of a received message in a buffer for several messages.
     pub offset: u64,
-    /// A buffer for several messages is used up with this one.
+    /// The buffer belongs to the application again. A buffer for several messages is released with the last of them.
     pub is_released: bool,
+    /// Buffer for several messages that this one went into. None once the completion is reported.
+    pub(crate) buffer: Option<u32>,
 }
 
 /// Which messages a receive takes.
@@ -87,9 +90,18 @@ pub(super) struct Posted {
     pub(super) matching: Match,
     pub(super) span: Span,
     pub(super) context: u64,
-    /// It takes messages until fewer bytes than this are left.
-    pub(super) several: Option<u64>,
+    /// It takes messages until fewer bytes than `.0` are left; `.1` numbers it among the endpoint's `buffers`.
+    pub(super) several: Option<(u64, u32)>,
     pub(super) used: u64,
+}
+
+/// A buffer for several messages, from when it is posted until it is released.
+#[derive(Default)]
+pub(super) struct Buffer {
+    /// Messages that are being received into it.
+    under_way: u32,
+    /// It takes no more messages.
+    is_used_up: bool,
 }
 
 /// Where a message lies that nobody waited for.
@@ -108,12 +120,25 @@ pub(super) struct Unexpected {
     pub(super) claim: Option<u64>,
 }
 
-#[derive(Default)]
 pub(super) struct Endpoint {
     pub(super) posted: VecDeque<Posted>,
+    /// Buffers for several messages. As many as receives: those in use and not posted are bounded by the pulls of the engine.
+    pub(super) buffers: Slab<Buffer>,
     pub(super) unexpected: VecDeque<Unexpected>,
     pub(super) unexpected_bytes: usize,
     pub(super) completions: VecDeque<Completion>,
+}
+
+impl Default for Endpoint {
+    fn default() -> Self {
+        Self {
+            posted: VecDeque::new(),
+            buffers: Slab::new(POSTED_MAX),
+            unexpected: VecDeque::new(),
+            unexpected_bytes: 0,
+            completions: VecDeque::new(),
+        }
+    }
 }
 
 impl Endpoint {
@@ -132,7 +157,8 @@ impl Endpoint {
         let offset = posted.used;
         posted.used += span.len() as u64;
         let left = posted.span.len() as u64 - posted.used;
-        let is_released = posted.several.is_none_or(|least| left < least.max(1));
+        let is_used_up = posted.several.is_none_or(|(least, _)| left < least.max(1));
+        let buffer = posted.several.map(|(_, number)| number);
         let status = if len > span.len() as u64 { Status::Truncated } else { Status::Success };
         let completion = Completion {
             kind: Kind::Receive,
@@ -143,12 +169,45 @@ impl Endpoint {
             data,
             peer: from,
             offset,
-            is_released,
+            is_released: is_used_up,
+            buffer,
         };
-        if is_released {
+        if is_used_up {
             self.posted.remove(place);
         }
+        if let Some(buffer) = buffer.and_then(|number| self.buffers.get_mut(number)) {
+            buffer.under_way += 1;
+            buffer.is_used_up = is_used_up;
+        }
         Some((span, completion))
+    }
+
+    /// Queues a completion for the application. A small message may fill a buffer while a large one before it is still being pulled into it:
+    /// the buffer is released with the message that is complete last.
+    pub(super) fn report(&mut self, mut completion: Completion) {
+        if let Some(number) = completion.buffer.take()
+            && let Some(buffer) = self.buffers.get_mut(number)
+        {
+            buffer.under_way -= 1;
+            completion.is_released = buffer.is_used_up && buffer.under_way == 0;
+            if completion.is_released {
+                self.buffers.remove(number);
+            }
+        }
+        self.completions.push_back(completion);
+    }
+
+    /// Takes the posted buffer at `place` back. False: a message is being received into it; its completion releases the buffer.
+    pub(super) fn take_back(&mut self, place: usize) -> bool {
+        let Some(posted) = self.posted.remove(place) else { return false };
+        let Some((_, number)) = posted.several else { return true };
+        let Some(buffer) = self.buffers.get_mut(number) else { return true };
+        buffer.is_used_up = true;
+        if buffer.under_way > 0 {
+            return false;
+        }
+        self.buffers.remove(number);
+        true
     }
 
     /// Whether one more message that nobody waits for fits.

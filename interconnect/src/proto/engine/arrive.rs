@@ -272,6 +272,7 @@ impl Engine {
             peer: Peer { address: own.address, endpoint: from },
             offset: 0,
             is_released: false,
+            buffer: None,
         };
         self.report(endpoint, completion);
     }

@@ -44,8 +44,9 @@ impl Engine {
                 Form::Read { .. } => Kind::Read,
             };
             let (context, tag, data) = (op.context, None, None);
+            let (offset, is_released, buffer) = (0, false, None);
             let completion =
-                Completion { kind, status, context, len, tag, data, peer, offset: 0, is_released: false };
+                Completion { kind, status, context, len, tag, data, peer, offset, is_released, buffer };
             self.report(op.endpoint, completion);
         }
         if let Some(bytes) = op.owned {

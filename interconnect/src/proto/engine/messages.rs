@@ -285,6 +285,7 @@ impl Engine {
             peer,
             offset: 0,
             is_released: true,
+            buffer: None,
         };
         self.deliver_held(endpoint, message, span, completion);
         true

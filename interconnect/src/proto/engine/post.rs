@@ -1,7 +1,7 @@
 //! Takes operations of the application.
 
 use super::super::channel::{Form, Op};
-use super::super::endpoint::{Completion, Kind, Match, Peer, Posted};
+use super::super::endpoint::{Buffer, Completion, Kind, Match, Peer, Posted};
 use super::super::memory::{Key, Span};
 use super::super::status::Status;
 use super::{Engine, PostError};
@@ -128,6 +128,7 @@ impl Engine {
                     peer,
                     offset: 0,
                     is_released: false,
+                    buffer: None,
                 },
             );
         }
@@ -138,24 +139,28 @@ impl Engine {
     pub fn post_receive(&mut self, endpoint: u16, receive: &Receive) -> Result<(), PostError> {
         self.has_room_for_receive(endpoint)?;
         let Some(own) = self.endpoint_mut(endpoint) else { return Err(PostError::NoEndpoint) };
+        let several = match receive.several {
+            None => None,
+            Some(least) => Some((least, own.buffers.insert(Buffer::default()).ok_or(PostError::Busy)?)),
+        };
         own.posted.push_back(Posted {
             matching: receive.matching,
             span: receive.span,
             context: receive.context,
-            several: receive.several,
+            several,
             used: 0,
         });
         while self.take_unexpected(endpoint) && receive.several.is_some() {}
         Ok(())
     }
 
-    /// Takes a posted buffer back. False: there is none with this context, or its message is already on its way.
+    /// Takes a posted buffer back. False: there is none with this context, or a message is already on its way into it. A buffer for several
+    /// messages takes no others then, and is released with that one.
     pub fn cancel(&mut self, endpoint: u16, context: u64) -> bool {
         let Some(own) = self.endpoint_mut(endpoint) else { return false };
         let Some(place) = own.posted.iter().position(|posted| posted.context == context) else {
             return false;
         };
-        own.posted.remove(place);
-        true
+        own.take_back(place)
     }
 }

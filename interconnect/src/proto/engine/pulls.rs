@@ -246,7 +246,7 @@ impl Engine {
 
     pub(super) fn report(&mut self, endpoint: u16, completion: Completion) {
         if let Some(own) = self.endpoint_mut(endpoint) {
-            own.completions.push_back(completion);
+            own.report(completion);
         }
     }
 }

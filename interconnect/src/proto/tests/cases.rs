@@ -173,6 +173,40 @@ fn one_buffer_takes_several_messages() {
 }
 
 #[test]
+fn a_buffer_for_several_messages_is_released_with_the_last_that_is_complete() {
+    let mut world = world(2);
+    fill(&mut world, 0, 0, 100_050, 0);
+    let (large, small) = (world.span(0, 0, 100_000), world.span(0, 100_000, 50));
+    let span = world.span(1, 0, 100_300);
+    let post = |world: &mut World, context| {
+        let receive = Receive { matching: Match::default(), span, context, several: Some(300) };
+        world.nodes[1].engine.post_receive(0, &receive).unwrap();
+    };
+    post(&mut world, 1);
+    for span in [large, small] {
+        world.post(0, 1, MESSAGE, span, 0).unwrap();
+    }
+    // The small one leaves fewer than 300 bytes; the large one is pulled meanwhile.
+    let got = world.wait(1);
+    assert_eq!((got.len, got.offset, got.is_released), (50, 100_000, false));
+    let got = world.wait(1);
+    assert_eq!((got.len, got.offset, got.is_released), (100_000, 0, true));
+    assert!(same(&world, (0, 0), (1, 0), 100_050));
+    // Cancelled while a message is on its way into it.
+    post(&mut world, 2);
+    world.post(0, 1, MESSAGE, large, 0).unwrap();
+    world.run(8_000);
+    assert!(!world.nodes[1].engine.cancel(0, 2) && !world.nodes[1].engine.cancel(0, 2));
+    world.post(0, 1, MESSAGE, small, 0).unwrap();
+    let got = world.wait(1);
+    assert_eq!((got.context, got.len, got.is_released), (2, 100_000, true));
+    world.run(1_000_000);
+    assert!(world.poll(1).is_none(), "the small one found no buffer");
+    post(&mut world, 3);
+    assert_eq!((world.wait(1).context, world.nodes[1].engine.cancel(0, 3)), (3, true));
+}
+
+#[test]
 fn too_long_messages_are_cut_and_named() {
     let mut world = world(2);
     for len in [100, 3000, 100_000] {
