@@ -1,7 +1,8 @@
 //! Compiles the provider, which is C: libfabric's interface is structures and inline functions of its headers.
 
 fn main() {
-    let files = ["domain", "endpoint", "info", "queues", "transfers"].map(|name| format!("src/{name}.c"));
+    let files =
+        ["atomics", "domain", "endpoint", "info", "queues", "transfers"].map(|name| format!("src/{name}.c"));
     files.iter().chain([&"src/vnet.h".into()]).for_each(|file| println!("cargo::rerun-if-changed={file}"));
     cc::Build::new()
         .files(&files)

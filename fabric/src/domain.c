@@ -228,6 +228,15 @@ void vnet_domain_progress(struct vnet_domain *domain)
 		vnet_ep_progress(ep);
 }
 
+/* The program is about to sleep: peers get their acknowledgements now. */
+void vnet_domain_rest(struct vnet_domain *domain)
+{
+	for (struct vnet_ep *ep = domain->eps; ep; ep = ep->next) {
+		if (ep->rdma)
+			vnet_rdma_pause(ep->rdma, 0);
+	}
+}
+
 static int domain_close(struct fid *fid)
 {
 	struct vnet_domain *domain = (struct vnet_domain *)fid;
@@ -236,12 +245,6 @@ static int domain_close(struct fid *fid)
 	pthread_mutex_destroy(&domain->lock);
 	free(domain);
 	return 0;
-}
-
-static int no_query_atomic(struct fid_domain *domain, enum fi_datatype type, enum fi_op op, struct fi_atomic_attr *attr, uint64_t flags)
-{
-	(void)domain, (void)type, (void)op, (void)attr, (void)flags;
-	return -FI_EOPNOTSUPP;
 }
 
 static struct fi_ops domain_fid_ops = {
@@ -258,7 +261,7 @@ static struct fi_ops_domain domain_ops = {
 	.cq_open = vnet_cq_open,
 	.endpoint = vnet_ep_open,
 	.cntr_open = vnet_cntr_open,
-	.query_atomic = no_query_atomic,
+	.query_atomic = vnet_query_atomic,
 };
 
 int vnet_domain_open(struct fid_fabric *fabric, struct fi_info *info, struct fid_domain **out, void *context)
@@ -329,17 +332,11 @@ static int eq_open(struct fid_fabric *fabric, struct fi_eq_attr *attr, struct fi
 	return 0;
 }
 
-static int no_trywait(struct fid_fabric *fabric, struct fid **fids, int count)
-{
-	(void)fabric, (void)fids, (void)count;
-	return -FI_ENOSYS;
-}
-
 static struct fi_ops_fabric fabric_ops = {
 	.size = sizeof fabric_ops,
 	.domain = vnet_domain_open,
 	.eq_open = eq_open,
-	.trywait = no_trywait,
+	.trywait = vnet_trywait,
 };
 
 static int fabric_open(struct fi_fabric_attr *attr, struct fid_fabric **out, void *context)

@@ -30,7 +30,18 @@ static void unlink_op(struct vnet_ep *ep, struct vnet_op *op)
 	op->is_posted = false;
 }
 
-static void release_op(struct vnet_ep *ep, struct vnet_op *op)
+struct vnet_op *vnet_new_op(struct vnet_ep *ep, void *context, uint64_t flags, bool is_reported)
+{
+	struct vnet_op *op = ep->free_ops;
+	if (op)
+		ep->free_ops = op->next;
+	else if (!(op = malloc(sizeof *op)))
+		return NULL;
+	*op = (struct vnet_op){.context = context, .flags = flags, .is_reported = is_reported};
+	return op;
+}
+
+void vnet_drop_op(struct vnet_ep *ep, struct vnet_op *op)
 {
 	unlink_op(ep, op);
 	op->next = ep->free_ops;
@@ -92,7 +103,7 @@ static void take(struct vnet_ep *ep, const vnet_rdma_completion *done)
 	if (cq && (op->is_reported || entry.err))
 		vnet_cq_push(cq, &entry, is_receive ? vnet_av_find(ep->av, &done->peer) : FI_ADDR_NOTAVAIL);
 	if (is_last)
-		release_op(ep, op);
+		vnet_drop_op(ep, op);
 }
 
 void vnet_ep_progress(struct vnet_ep *ep)
@@ -127,6 +138,9 @@ static int enable(struct vnet_ep *ep)
 		return result;
 	}
 	ep->name.sin_port = htons(vnet_rdma_port(ep->node));
+	result = vnet_cq_watch(ep->rx_cq, ep);
+	if (!result)
+		result = vnet_cq_watch(ep->tx_cq, ep);
 	pthread_mutex_lock(&ep->domain->lock);
 	for (struct vnet_mr *mr = ep->domain->mrs; mr && !result; mr = mr->next)
 		result = vnet_ep_register(ep, mr);
@@ -195,7 +209,7 @@ static int ep_close(struct fid *fid)
 	vnet_rdma_endpoint_close(ep->rdma);
 	vnet_rdma_close(ep->node);
 	while (ep->posted)
-		release_op(ep, ep->posted);
+		vnet_drop_op(ep, ep->posted);
 	while (ep->free_ops) {
 		struct vnet_op *op = ep->free_ops;
 		ep->free_ops = op->next;
@@ -220,7 +234,7 @@ static ssize_t ep_cancel(fid_t fid, void *context)
 		};
 		if (ep->rx_cq)
 			vnet_cq_push(ep->rx_cq, &entry, FI_ADDR_NOTAVAIL);
-		release_op(ep, op);
+		vnet_drop_op(ep, op);
 		break;
 	}
 	pthread_mutex_unlock(&ep->domain->lock);
@@ -295,6 +309,7 @@ int vnet_ep_open(struct fid_domain *domain, struct fi_info *info, struct fid_ep 
 	ep->fid.msg = &vnet_msg_ops;
 	ep->fid.tagged = &vnet_tagged_ops;
 	ep->fid.rma = &vnet_rma_ops;
+	ep->fid.atomic = &vnet_atomic_ops;
 	pthread_mutex_lock(&ep->domain->lock);
 	ep->next = ep->domain->eps;
 	ep->domain->eps = ep;

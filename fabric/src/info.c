@@ -91,7 +91,7 @@ static struct fi_info *entry(const struct fi_info *hints, uint32_t version, cons
 	info->caps = hints && hints->caps ? hints->caps | VNET_CAPS_DOMAIN : VNET_CAPS;
 	if (info->caps & (FI_MSG | FI_TAGGED) && !(info->caps & (FI_SEND | FI_RECV)))
 		info->caps |= FI_SEND | FI_RECV;
-	if (info->caps & FI_RMA && !(info->caps & (FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE)))
+	if (info->caps & (FI_RMA | FI_ATOMIC) && !(info->caps & (FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE)))
 		info->caps |= FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
 	info->addr_format = FI_SOCKADDR_IN;
 	info->src_addrlen = sizeof source;

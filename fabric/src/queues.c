@@ -1,9 +1,14 @@
 /* Address vectors and completion queues. */
 #include <arpa/inet.h>
+#include <errno.h>
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "vnet.h"
 
@@ -176,6 +181,31 @@ int vnet_av_open(struct fid_domain *domain, struct fi_av_attr *attr, struct fid_
 
 /* Completion queues. */
 
+static void cq_raise(struct vnet_cq *cq)
+{
+	if (cq->event >= 0 && !cq->is_raised)
+		cq->is_raised = write(cq->event, &(uint64_t){1}, sizeof(uint64_t)) > 0;
+}
+
+static void cq_lower(struct vnet_cq *cq)
+{
+	uint64_t count;
+	if (cq->is_raised && !cq->count)
+		cq->is_raised = read(cq->event, &count, sizeof count) < 0;
+}
+
+/* The queue's descriptor is readable when the endpoint's is. */
+int vnet_cq_watch(struct vnet_cq *cq, struct vnet_ep *ep)
+{
+	if (!cq || cq->epoll < 0)
+		return 0;
+	int fd = vnet_rdma_descriptor(ep->rdma);
+	if (fd < 0)
+		return fd;
+	struct epoll_event event = {.events = EPOLLIN};
+	return epoll_ctl(cq->epoll, EPOLL_CTL_ADD, fd, &event) && errno != EEXIST ? -errno : 0;
+}
+
 int vnet_cq_push(struct vnet_cq *cq, const struct fi_cq_err_entry *entry, fi_addr_t source)
 {
 	if (cq->count == cq->room) {
@@ -190,6 +220,7 @@ int vnet_cq_push(struct vnet_cq *cq, const struct fi_cq_err_entry *entry, fi_add
 		cq->head = 0;
 	}
 	cq->ring[(cq->head + cq->count++) % cq->room] = (struct vnet_entry){*entry, source};
+	cq_raise(cq);
 	return 0;
 }
 
@@ -224,6 +255,7 @@ static ssize_t cq_readfrom(struct fid_cq *fid, void *out, size_t count, fi_addr_
 	if (!cq->count)
 		vnet_domain_progress(cq->domain);
 	ssize_t result = cq_take(cq, out, count, source);
+	cq_lower(cq);
 	pthread_mutex_unlock(&cq->domain->lock);
 	return result;
 }
@@ -244,6 +276,7 @@ static ssize_t cq_readerr(struct fid_cq *fid, struct fi_cq_err_entry *out, uint6
 		cq->head = (cq->head + 1) % cq->room;
 		cq->count--;
 		result = 1;
+		cq_lower(cq);
 	}
 	pthread_mutex_unlock(&cq->domain->lock);
 	return result;
@@ -254,6 +287,8 @@ static ssize_t cq_sreadfrom(struct fid_cq *fid, void *out, size_t count, fi_addr
 	struct vnet_cq *cq = (struct vnet_cq *)fid;
 	struct timespec start, now;
 	(void)cond;
+	if (cq->epoll < 0)
+		return -FI_ENOSYS;
 	clock_gettime(CLOCK_MONOTONIC, &start);
 	for (;;) {
 		ssize_t result = cq_readfrom(fid, out, count, source);
@@ -263,15 +298,11 @@ static ssize_t cq_sreadfrom(struct fid_cq *fid, void *out, size_t count, fi_addr
 		long passed_ms = (now.tv_sec - start.tv_sec) * 1000 + (now.tv_nsec - start.tv_nsec) / 1000000;
 		if (timeout >= 0 && passed_ms >= timeout)
 			return -FI_EAGAIN;
-		/* Other threads may post and close endpoints meanwhile; the library's own lock guards the pause, and it is short. */
 		pthread_mutex_lock(&cq->domain->lock);
-		struct vnet_ep *ep = cq->domain->eps;
-		bool is_alone = ep && ep->rdma && !ep->next;
+		vnet_domain_rest(cq->domain);
 		pthread_mutex_unlock(&cq->domain->lock);
-		if (is_alone)
-			vnet_rdma_pause(ep->rdma, 1);
-		else
-			nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL);
+		struct pollfd wait = {.fd = cq->epoll, .events = POLLIN};
+		poll(&wait, 1, timeout < 0 ? -1 : timeout - (int)passed_ms);
 	}
 }
 
@@ -282,7 +313,11 @@ static ssize_t cq_sread(struct fid_cq *cq, void *out, size_t count, const void *
 
 static int cq_signal(struct fid_cq *fid)
 {
-	__atomic_store_n(&((struct vnet_cq *)fid)->is_signalled, true, __ATOMIC_RELEASE);
+	struct vnet_cq *cq = (struct vnet_cq *)fid;
+	pthread_mutex_lock(&cq->domain->lock);
+	__atomic_store_n(&cq->is_signalled, true, __ATOMIC_RELEASE);
+	cq_raise(cq);
+	pthread_mutex_unlock(&cq->domain->lock);
 	return 0;
 }
 
@@ -297,9 +332,49 @@ static const char *cq_strerror(struct fid_cq *cq, int number, const void *data, 
 	return text;
 }
 
+static int cq_control(struct fid *fid, int command, void *arg)
+{
+	struct vnet_cq *cq = (struct vnet_cq *)fid;
+	if (command == FI_GETWAITOBJ) {
+		*(enum fi_wait_obj *)arg = cq->wait;
+		return 0;
+	}
+	if (command != FI_GETWAIT || cq->epoll < 0)
+		return -FI_ENOSYS;
+	*(int *)arg = cq->epoll;
+	return 0;
+}
+
+/* Whether a program may sleep on the descriptors of these queues now. */
+int vnet_trywait(struct fid_fabric *fabric, struct fid **fids, int count)
+{
+	(void)fabric;
+	for (int i = 0; i < count; i++) {
+		if (fids[i]->fclass == FI_CLASS_EQ)
+			continue;
+		struct vnet_cq *cq = (struct vnet_cq *)fids[i];
+		if (fids[i]->fclass != FI_CLASS_CQ || cq->epoll < 0)
+			return -FI_EINVAL;
+		pthread_mutex_lock(&cq->domain->lock);
+		vnet_domain_progress(cq->domain);
+		vnet_domain_rest(cq->domain);
+		/* The signal of fi_cq_signal() was for whoever sleeps; what is in the ring keeps the descriptor readable. */
+		cq_lower(cq);
+		bool is_empty = !cq->count;
+		pthread_mutex_unlock(&cq->domain->lock);
+		if (!is_empty)
+			return -FI_EAGAIN;
+	}
+	return 0;
+}
+
 static int cq_close(struct fid *fid)
 {
 	struct vnet_cq *cq = (struct vnet_cq *)fid;
+	if (cq->epoll >= 0)
+		close(cq->epoll);
+	if (cq->event >= 0)
+		close(cq->event);
 	free(cq->ring);
 	free(cq);
 	return 0;
@@ -309,7 +384,7 @@ static struct fi_ops cq_fid_ops = {
 	.size = sizeof(struct fi_ops),
 	.close = cq_close,
 	.bind = vnet_no_bind,
-	.control = vnet_no_control,
+	.control = cq_control,
 	.ops_open = vnet_no_ops_open,
 };
 
@@ -327,7 +402,7 @@ static struct fi_ops_cq cq_ops = {
 int vnet_cq_open(struct fid_domain *domain, struct fi_cq_attr *attr, struct fid_cq **out, void *context)
 {
 	enum fi_wait_obj wait = attr ? attr->wait_obj : FI_WAIT_NONE;
-	if (wait != FI_WAIT_NONE && wait != FI_WAIT_UNSPEC && wait != FI_WAIT_YIELD)
+	if (wait != FI_WAIT_NONE && wait != FI_WAIT_UNSPEC && wait != FI_WAIT_FD && wait != FI_WAIT_YIELD)
 		return -FI_ENOSYS;
 	struct vnet_cq *cq = calloc(1, sizeof *cq);
 	if (!cq)
@@ -337,6 +412,18 @@ int vnet_cq_open(struct fid_domain *domain, struct fi_cq_attr *attr, struct fid_
 	if (!cq->ring) {
 		free(cq);
 		return -FI_ENOMEM;
+	}
+	cq->wait = wait == FI_WAIT_UNSPEC ? FI_WAIT_FD : wait;
+	cq->epoll = cq->event = -1;
+	if (wait != FI_WAIT_NONE) {
+		cq->epoll = epoll_create1(EPOLL_CLOEXEC);
+		cq->event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+		struct epoll_event event = {.events = EPOLLIN};
+		if (cq->epoll < 0 || cq->event < 0 || epoll_ctl(cq->epoll, EPOLL_CTL_ADD, cq->event, &event)) {
+			int error = errno;
+			cq_close(&cq->fid.fid);
+			return -error;
+		}
 	}
 	cq->domain = (struct vnet_domain *)domain;
 	cq->format = attr && attr->format != FI_CQ_FORMAT_UNSPEC ? attr->format : FI_CQ_FORMAT_CONTEXT;

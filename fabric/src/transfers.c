@@ -16,28 +16,6 @@ struct transfer {
 	uint64_t flags; /* of the call, or the endpoint's */
 };
 
-static struct vnet_op *new_op(struct vnet_ep *ep, const struct transfer *transfer, bool is_reported)
-{
-	struct vnet_op *op = ep->free_ops;
-	if (op)
-		ep->free_ops = op->next;
-	else if (!(op = malloc(sizeof *op)))
-		return NULL;
-	*op = (struct vnet_op){
-		.context = transfer->context,
-		.start = (void *)transfer->start,
-		.flags = transfer->kind,
-		.is_reported = is_reported,
-	};
-	return op;
-}
-
-static void drop_op(struct vnet_ep *ep, struct vnet_op *op)
-{
-	op->next = ep->free_ops;
-	ep->free_ops = op;
-}
-
 static ssize_t submit_locked(struct vnet_ep *ep, const struct transfer *transfer)
 {
 	const vnet_rdma_peer *peer = vnet_av_get(ep->av, transfer->address);
@@ -59,7 +37,7 @@ static ssize_t submit_locked(struct vnet_ep *ep, const struct transfer *transfer
 	struct vnet_op *op = NULL;
 	if (is_silent)
 		flags |= VNET_RDMA_QUIET;
-	else if (!(op = new_op(ep, transfer, is_reported)))
+	else if (!(op = vnet_new_op(ep, transfer->context, transfer->kind, is_reported)))
 		return -FI_ENOMEM;
 	uint64_t context = (uintptr_t)op;
 	int result;
@@ -71,7 +49,7 @@ static ssize_t submit_locked(struct vnet_ep *ep, const struct transfer *transfer
 		result = vnet_rdma_send(ep->rdma, peer, transfer->start, transfer->len, transfer->tag, transfer->data, context, flags);
 	if (result) {
 		if (op)
-			drop_op(ep, op);
+			vnet_drop_op(ep, op);
 		if (result == -FI_EAGAIN)
 			vnet_ep_progress(ep);
 		return result;
@@ -129,9 +107,10 @@ static ssize_t receive_locked(struct vnet_ep *ep, const struct transfer *transfe
 	}
 	bool is_discarded = transfer->flags & FI_DISCARD;
 	bool is_reported = (transfer->flags & FI_COMPLETION || !ep->is_rx_selective) && !(transfer->flags & FI_PEEK);
-	struct vnet_op *op = new_op(ep, transfer, is_reported);
+	struct vnet_op *op = vnet_new_op(ep, transfer->context, transfer->kind, is_reported);
 	if (!op)
 		return -FI_ENOMEM;
+	op->start = (void *)transfer->start;
 	int result;
 	if (transfer->flags & (FI_CLAIM | FI_DISCARD)) {
 		result = vnet_rdma_receive_claimed(ep->rdma, claim, (void *)transfer->start, is_discarded ? 0 : transfer->len, (uintptr_t)op,
@@ -149,14 +128,9 @@ static ssize_t receive_locked(struct vnet_ep *ep, const struct transfer *transfe
 		ep->posted = op;
 		result = vnet_rdma_receive_several(ep->rdma, from, (void *)transfer->start, transfer->len, transfer->tag, transfer->ignore, least,
 						   (uintptr_t)op, flags);
-		if (result) {
-			ep->posted = op->next;
-			if (op->next)
-				op->next->before = NULL;
-		}
 	}
 	if (result)
-		drop_op(ep, op);
+		vnet_drop_op(ep, op);
 	return result;
 }
 

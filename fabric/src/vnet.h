@@ -21,8 +21,11 @@
 #define VNET_INJECT 8192
 #define VNET_EAGER 16384
 #define VNET_MSG_MAX (1ull << 40)
-#define VNET_CAPS_TX (FI_MSG | FI_TAGGED | FI_RMA | FI_SEND | FI_READ | FI_WRITE)
-#define VNET_CAPS_RX (FI_MSG | FI_TAGGED | FI_RMA | FI_RECV | FI_REMOTE_READ | FI_REMOTE_WRITE | FI_MULTI_RECV | FI_SOURCE | FI_DIRECTED_RECV)
+/* Bytes of numbers that one atomic operation changes. */
+#define VNET_ATOMIC_BYTES 240
+#define VNET_CAPS_TX (FI_MSG | FI_TAGGED | FI_RMA | FI_ATOMIC | FI_SEND | FI_READ | FI_WRITE)
+#define VNET_CAPS_RX                                                                                                   \
+	(FI_MSG | FI_TAGGED | FI_RMA | FI_ATOMIC | FI_RECV | FI_REMOTE_READ | FI_REMOTE_WRITE | FI_MULTI_RECV | FI_SOURCE | FI_DIRECTED_RECV)
 #define VNET_CAPS_DOMAIN (FI_LOCAL_COMM | FI_REMOTE_COMM)
 #define VNET_CAPS (VNET_CAPS_TX | VNET_CAPS_RX | VNET_CAPS_DOMAIN)
 #define VNET_ORDER (FI_ORDER_SAS | FI_ORDER_SAW | FI_ORDER_RAW)
@@ -70,6 +73,10 @@ struct vnet_cq {
 	struct vnet_entry *ring;
 	size_t head, count, room;
 	bool is_signalled;
+	enum fi_wait_obj wait;
+	/* Of a queue that can be waited for: the descriptors of its endpoints and `event`, which is readable while completions are in the ring. */
+	int epoll, event;
+	bool is_raised;
 };
 
 struct vnet_cntr {
@@ -115,20 +122,27 @@ int vnet_getinfo(uint32_t version, const char *node, const char *service, uint64
 int vnet_domain_open(struct fid_fabric *fabric, struct fi_info *info, struct fid_domain **domain, void *context);
 int vnet_av_open(struct fid_domain *domain, struct fi_av_attr *attr, struct fid_av **av, void *context);
 int vnet_cq_open(struct fid_domain *domain, struct fi_cq_attr *attr, struct fid_cq **cq, void *context);
+int vnet_trywait(struct fid_fabric *fabric, struct fid **fids, int count);
 int vnet_cntr_open(struct fid_domain *domain, struct fi_cntr_attr *attr, struct fid_cntr **cntr, void *context);
 int vnet_ep_open(struct fid_domain *domain, struct fi_info *info, struct fid_ep **ep, void *context);
 
 /* All of these need the domain's lock. */
 fi_addr_t vnet_av_find(const struct vnet_av *av, const vnet_rdma_peer *peer);
 const vnet_rdma_peer *vnet_av_get(const struct vnet_av *av, fi_addr_t address);
+int vnet_cq_watch(struct vnet_cq *cq, struct vnet_ep *ep);
 int vnet_cq_push(struct vnet_cq *cq, const struct fi_cq_err_entry *entry, fi_addr_t source);
+struct vnet_op *vnet_new_op(struct vnet_ep *ep, void *context, uint64_t flags, bool is_reported);
+void vnet_drop_op(struct vnet_ep *ep, struct vnet_op *op);
 int vnet_ep_register(struct vnet_ep *ep, const struct vnet_mr *mr);
 void vnet_ep_progress(struct vnet_ep *ep);
 void vnet_domain_progress(struct vnet_domain *domain);
+void vnet_domain_rest(struct vnet_domain *domain);
 
 extern struct fi_ops_msg vnet_msg_ops;
 extern struct fi_ops_tagged vnet_tagged_ops;
 extern struct fi_ops_rma vnet_rma_ops;
+extern struct fi_ops_atomic vnet_atomic_ops;
+int vnet_query_atomic(struct fid_domain *domain, enum fi_datatype type, enum fi_op op, struct fi_atomic_attr *attr, uint64_t flags);
 
 /* Operations that libfabric offers and this provider does not. */
 int vnet_no_bind(struct fid *fid, struct fid *other, uint64_t flags);

@@ -1,10 +1,11 @@
 /* Two endpoints of the provider in one process: what libfabric promises of each call that MPI and others use. */
-#include <assert.h>
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #include <rdma/fabric.h>
+#include <rdma/fi_atomic.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
@@ -209,12 +210,71 @@ static void test_rma(struct side *a, struct side *b)
 	ASSERT(next_error(a).err == FI_EACCES && fi_cntr_readerr(a->cntr) == 2);
 }
 
+static void test_atomic(struct side *a, struct side *b)
+{
+	struct fid_mr *mr;
+	struct fi_atomic_attr attr;
+	uint64_t *numbers = (uint64_t *)b->memory, one = 1, found = 0, operand = 77, compare;
+	double *fraction = (double *)(b->memory + 512), half = 0.5;
+	memset(b->memory, 0, 1024);
+	CHECK(fi_mr_reg(b->domain, b->memory, 1024, FI_REMOTE_READ | FI_REMOTE_WRITE, 0, 55, 0, &mr, NULL));
+	CHECK(fi_query_atomic(b->domain, FI_UINT64, FI_SUM, &attr, 0));
+	ASSERT(attr.count == 30 && attr.size == 8);
+	ASSERT(fi_query_atomic(b->domain, FI_DOUBLE, FI_BOR, &attr, 0) == -FI_EOPNOTSUPP);
+	ASSERT(fi_query_atomic(b->domain, FI_UINT64, FI_CSWAP, &attr, 0) == -FI_EOPNOTSUPP);
+	CHECK(fi_atomic(a->ep, &one, 1, NULL, a->other, 0, 55, FI_UINT64, FI_SUM, &one));
+	struct fi_cq_tagged_entry got = next(a);
+	ASSERT(got.flags == (FI_ATOMIC | FI_WRITE) && got.op_context == &one);
+	CHECK(fi_inject_atomic(a->ep, &one, 1, a->other, 0, 55, FI_UINT64, FI_SUM));
+	CHECK(fi_fetch_atomic(a->ep, NULL, 1, NULL, &found, NULL, a->other, 0, 55, FI_UINT64, FI_ATOMIC_READ, &found));
+	got = next(a);
+	ASSERT(got.flags == (FI_ATOMIC | FI_READ) && got.op_context == &found && found == 2);
+	for (compare = 2; compare < 4; compare++) {
+		CHECK(fi_compare_atomic(a->ep, &operand, 1, NULL, &compare, NULL, &found, NULL, a->other, 0, 55, FI_UINT64, FI_CSWAP, a));
+		next(a);
+		ASSERT(found == (compare == 2 ? 2 : 77) && numbers[0] == 77);
+	}
+	CHECK(fi_fetch_atomic(a->ep, &half, 1, NULL, &found, NULL, a->other, 512, 55, FI_DOUBLE, FI_SUM, a));
+	next(a);
+	ASSERT(*fraction == 0.5 && found == 0);
+	ASSERT(fi_atomic(a->ep, a->memory, 31, NULL, a->other, 0, 55, FI_UINT64, FI_SUM, a) == -FI_EINVAL);
+	CHECK(fi_fetch_atomic(a->ep, &one, 1, NULL, &found, NULL, a->other, 1024, 55, FI_UINT64, FI_SUM, a));
+	ASSERT(next_error(a).err == FI_EACCES);
+	CHECK(fi_close(&mr->fid));
+}
+
+/* Sleeps on the queue's descriptor, as programs do that wait for other things too. */
+static void test_descriptor(struct fid_fabric *fabric, struct side *a, struct side *b)
+{
+	struct fi_cq_tagged_entry entry;
+	struct fid *fids[] = {&b->cq->fid};
+	struct pollfd wait = {.events = POLLIN};
+	CHECK(fi_control(&b->cq->fid, FI_GETWAIT, &wait.fd));
+	for (int i = 0; i < 20; i++) {
+		CHECK(fi_trecv(b->ep, b->memory, 100, NULL, FI_ADDR_UNSPEC, 50, 0, b));
+		while (fi_trywait(fabric, fids, 1))
+			ASSERT(fi_cq_read(b->cq, &entry, 1) == -FI_EAGAIN);
+		ASSERT(poll(&wait, 1, 0) == 0 || fi_cq_read(b->cq, &entry, 1) == -FI_EAGAIN);
+		/* Also when nobody has polled for so long that the library's thread receives. */
+		nanosleep(&(struct timespec){.tv_nsec = i % 4 * 10000000}, NULL);
+		CHECK(fi_tinject(a->ep, a->memory, 10, a->other, 50));
+		while (fi_cq_read(b->cq, &entry, 1) != 1) {
+			if (!fi_trywait(fabric, fids, 1))
+				ASSERT(poll(&wait, 1, 20000) == 1);
+		}
+		ASSERT(entry.len == 10);
+	}
+	CHECK(fi_cq_signal(b->cq));
+	ASSERT(fi_cq_sread(b->cq, &entry, 1, NULL, 20000) == -FI_EAGAIN);
+	ASSERT(fi_cq_sread(b->cq, &entry, 1, NULL, 20) == -FI_EAGAIN);
+}
+
 int main(void)
 {
 	struct fi_info *hints = fi_allocinfo(), *info;
 	struct fid_fabric *fabric;
 	struct side a = {0}, b = {0};
-	hints->caps = FI_MSG | FI_TAGGED | FI_RMA | FI_MULTI_RECV | FI_DIRECTED_RECV | FI_SOURCE;
+	hints->caps = FI_MSG | FI_TAGGED | FI_RMA | FI_ATOMIC | FI_MULTI_RECV | FI_DIRECTED_RECV | FI_SOURCE;
 	hints->ep_attr->type = FI_EP_RDM;
 	hints->fabric_attr->prov_name = strdup("vnet");
 	CHECK(fi_getinfo(FI_VERSION(1, 17), "127.0.0.1", NULL, FI_SOURCE, hints, &info));
@@ -227,6 +287,8 @@ int main(void)
 	test_peek(&a, &b);
 	test_several(&a, &b);
 	test_rma(&a, &b);
+	test_atomic(&a, &b);
+	test_descriptor(fabric, &a, &b);
 	ASSERT(fi_close(&a.domain->fid) == -FI_EBUSY);
 	struct side *sides[] = {&a, &b};
 	for (int i = 0; i < 2; i++) {

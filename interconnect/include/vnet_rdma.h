@@ -47,7 +47,8 @@ enum vnet_rdma_kind {
 	VNET_RDMA_WRITE = 1,
 	VNET_RDMA_READ = 2,
 	VNET_RDMA_RECEIVE = 3,
-	VNET_RDMA_ARRIVAL = 4 /* a peer's write with immediate data is in this side's memory */
+	VNET_RDMA_ARRIVAL = 4, /* a peer's write with immediate data is in this side's memory */
+	VNET_RDMA_ATOMIC = 5
 };
 
 /* Flags of operations and completions. */
@@ -74,6 +75,19 @@ typedef struct vnet_rdma_completion {
 	uint32_t reserved;
 	vnet_rdma_peer peer;
 } vnet_rdma_completion;
+
+/* Numbers of a peer's registered memory to change, each in one step for all that happens there. The numbers of `change` are those of
+ * libfabric's enum fi_op (FI_MIN is 0, FI_MSWAP is 18), those of `datatype` those of its enum fi_datatype up to FI_DOUBLE, which is 9. */
+typedef struct vnet_rdma_atomic_op {
+	uint64_t key;
+	uint64_t offset;      /* of the first number: a multiple of its size, as its address is */
+	const void *operands; /* copied; ignored by FI_ATOMIC_READ */
+	const void *compare;  /* copied; ignored by operations that compare nothing */
+	void *found;          /* where the numbers go that were there before, or NULL */
+	uint32_t count;       /* of numbers: at most 240 bytes */
+	uint16_t change;
+	uint16_t datatype;
+} vnet_rdma_atomic_op;
 
 /* The calling thread's last error. Valid until its next call. */
 const char *vnet_rdma_error(void);
@@ -115,6 +129,9 @@ int vnet_rdma_read(vnet_rdma_endpoint *endpoint, const vnet_rdma_peer *peer, voi
 		   uint64_t offset, uint64_t context);
 int vnet_rdma_send(vnet_rdma_endpoint *endpoint, const vnet_rdma_peer *peer, const void *start, size_t len, uint64_t tag,
 		   uint64_t data, uint64_t context, uint32_t flags);
+/* VNET_RDMA_QUIET is the only flag: no completion, not of a failure either. */
+int vnet_rdma_atomic(vnet_rdma_endpoint *endpoint, const vnet_rdma_peer *peer, const vnet_rdma_atomic_op *op, uint64_t context,
+		     uint32_t flags);
 /* Takes a message whose tag equals `tag` where the bits of `ignore` are 0, or without VNET_RDMA_TAGGED one without a tag. `from` may
  * be NULL: of any peer. */
 int vnet_rdma_receive(vnet_rdma_endpoint *endpoint, const vnet_rdma_peer *from, void *start, size_t len, uint64_t tag,
@@ -138,6 +155,11 @@ int vnet_rdma_wait(vnet_rdma_endpoint *endpoint, vnet_rdma_completion *completio
 
 /* Sleeps until there may be something to take, at most `timeout_ms`. */
 void vnet_rdma_pause(vnet_rdma_endpoint *endpoint, uint32_t timeout_ms);
+/* A descriptor for poll() and the like, or a negative errno: readable when there may be something to take. Before waiting on it take completions
+ * until there are none, and call vnet_rdma_pause() with 0 so that peers get their answers. It belongs to the node. */
+int vnet_rdma_descriptor(vnet_rdma_endpoint *endpoint);
+/* Wakes a thread that waits on the descriptor, or in a call of this endpoint after the descriptor was asked for. */
+void vnet_rdma_wake(vnet_rdma_endpoint *endpoint);
 
 #ifdef __cplusplus
 }

@@ -7,9 +7,12 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use crate::c_types::{BUFFERED, CCompletion, CPeer, DATA, DISCARD, QUIET, TAGGED};
+use crate::c_types::{BUFFERED, CAtomic, CCompletion, CPeer, DATA, DISCARD, QUIET, TAGGED};
 use crate::node::{Endpoint, Error, Node, Options, resolve};
-use crate::proto::{Access, Completion, Kind, Match, Outgoing, PostError, Receive, Shape, Span, Status};
+use crate::proto::{
+    Access, Atomic, Change, Completion, Datatype, Kind, Match, Outgoing, PostError, Receive, Shape, Span,
+    Status,
+};
 
 thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
@@ -23,7 +26,7 @@ fn code(error: &Error) -> c_int {
     remember(&error.to_string());
     match error {
         Error::Socket(_, error) => -error.raw_os_error().unwrap_or(libc::EIO),
-        Error::Name(..) | Error::Range(..) => -libc::EINVAL,
+        Error::Name(..) | Error::Range(..) | Error::Refused(PostError::BadAtomic) => -libc::EINVAL,
         Error::Refused(PostError::Busy) => -libc::EAGAIN,
         Error::Refused(PostError::NoEndpoint | PostError::UnknownKey) => -libc::ENOENT,
         Error::Refused(PostError::Taken) => -libc::EADDRINUSE,
@@ -342,6 +345,43 @@ pub unsafe extern "C" fn vnet_rdma_send(
     unsafe { post(endpoint, peer, &out) }
 }
 
+/// Changes numbers in registered memory of a peer.
+///
+/// # Safety
+/// As the header says of pointers and memory; `atomic` is null or readable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_atomic(
+    endpoint: *mut Endpoint,
+    peer: *const CPeer,
+    atomic: *const CAtomic,
+    context: u64,
+    flags: u32,
+) -> c_int {
+    // SAFETY: null or readable, as the caller promises.
+    let Some(atomic) = (unsafe { atomic.as_ref() }) else { return invalid("no operation") };
+    let change = u8::try_from(atomic.change).ok().and_then(Change::from_number);
+    let datatype = u8::try_from(atomic.datatype).ok().and_then(Datatype::from_number);
+    let (Some(change), Some(datatype)) = (change, datatype) else {
+        return invalid("this operation or this type of number does not exist");
+    };
+    let Ok(count) = u16::try_from(atomic.count) else { return invalid("too many numbers") };
+    let len = usize::from(count) * datatype.size();
+    let given = |is_given: bool, start| span(start, if is_given { len } else { 0 });
+    let shape = Shape::Atomic(Atomic {
+        key: atomic.key,
+        at: atomic.offset,
+        change,
+        datatype,
+        count,
+        compare: given(change.compares(), atomic.compare),
+        found: (!atomic.found.is_null()).then(|| span(atomic.found, len)),
+    });
+    let operands = given(change != Change::Read, atomic.operands);
+    let out = outgoing(shape, operands, 0, context, flags & QUIET);
+    // SAFETY: as the caller promises.
+    unsafe { post(endpoint, peer, &out) }
+}
+
 /// Receives a message.
 ///
 /// # Safety
@@ -460,6 +500,29 @@ pub unsafe extern "C" fn vnet_rdma_pause(endpoint: *mut Endpoint, timeout_ms: u3
     // SAFETY: null or open, as the caller promises.
     if let Some(endpoint) = unsafe { endpoint.as_ref() } {
         endpoint.pause(Duration::from_millis(timeout_ms.into()));
+    }
+}
+
+/// A descriptor to wait on.
+///
+/// # Safety
+/// `endpoint` is null or open.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_descriptor(endpoint: *mut Endpoint) -> c_int {
+    // SAFETY: null or open, as the caller promises.
+    let Some(endpoint) = (unsafe { endpoint.as_ref() }) else { return invalid("no endpoint") };
+    endpoint.descriptor().unwrap_or_else(|error| code(&error))
+}
+
+/// Wakes a sleeping thread.
+///
+/// # Safety
+/// `endpoint` is null or open.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_wake(endpoint: *mut Endpoint) {
+    // SAFETY: null or open, as the caller promises.
+    if let Some(endpoint) = unsafe { endpoint.as_ref() } {
+        endpoint.wake();
     }
 }
 

@@ -1,5 +1,6 @@
 //! Structures and flags of `include/vnet_rdma.h`.
 
+use std::ffi::c_void;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 
 use crate::proto::{Completion, Peer};
@@ -36,6 +37,20 @@ pub struct CCompletion {
     flags: u32,
     reserved: u32,
     peer: CPeer,
+}
+
+/// `vnet_rdma_atomic_op`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct CAtomic {
+    pub(crate) key: u64,
+    pub(crate) offset: u64,
+    pub(crate) operands: *const c_void,
+    pub(crate) compare: *const c_void,
+    pub(crate) found: *mut c_void,
+    pub(crate) count: u32,
+    pub(crate) change: u16,
+    pub(crate) datatype: u16,
 }
 
 impl From<Peer> for CPeer {

@@ -16,6 +16,6 @@ pub mod proto;
 
 pub use node::{Endpoint, Error, Node, Options, Region, resolve};
 pub use proto::{
-    Access, Completion, Counters, Key, Kind, Match, Outgoing, Peer, PostError, Receive, Seen, Shape, Span,
-    Status,
+    ATOMIC_BYTES_MAX, Access, Atomic, Change, Completion, Counters, Datatype, Key, Kind, Match, Outgoing,
+    Peer, PostError, Receive, Seen, Shape, Span, Status,
 };

@@ -6,6 +6,7 @@
 //!
 //! `wait` polls for `SPIN_NS`, then sleeps on the socket.
 
+mod notice;
 mod region;
 mod socket;
 
@@ -24,6 +25,7 @@ use crate::proto::{
     Access, Completion, Config, Counters, Engine, Key, Match, Outgoing, Peer, PostError, Receive, Seen,
     Shape, Span,
 };
+use notice::Notice;
 pub use region::Region;
 use socket::{Socket, datagram_to, segments, wait_readable};
 
@@ -79,6 +81,22 @@ struct Inner {
     known: HashSet<SocketAddr>,
     /// Memory of regions: freed with the node.
     kept: Vec<Arc<[AtomicU8]>>,
+    /// Made when a program asks for its descriptor.
+    notice: Option<Notice>,
+}
+
+impl Inner {
+    fn raise(&mut self) {
+        if let Some(notice) = &mut self.notice {
+            notice.raise();
+        }
+    }
+
+    fn lower(&mut self) {
+        if let Some(notice) = &mut self.notice {
+            notice.lower();
+        }
+    }
 }
 
 struct Shared {
@@ -140,6 +158,9 @@ impl Shared {
             self.progress(&mut inner);
             inner.engine.hurry();
             self.send(&mut inner);
+            if inner.notice.is_some() && inner.engine.has_completions() {
+                inner.raise();
+            }
             let now = self.now();
             let sleep = inner.engine.wake_at(now).map(|at| at - now);
             drop(inner);
@@ -168,7 +189,7 @@ impl Node {
         let engine = Engine::new(config, epoch, random()?);
         let shared = Arc::new(Shared {
             descriptor: socket.descriptor(),
-            inner: Mutex::new(Inner { engine, socket, known: HashSet::new(), kept: vec![] }),
+            inner: Mutex::new(Inner { engine, socket, known: HashSet::new(), kept: vec![], notice: None }),
             start: Instant::now(),
             polled: AtomicU64::new(0),
             sleeping: AtomicU32::new(0),
@@ -335,6 +356,7 @@ impl Endpoint {
     pub fn poll(&self) -> Option<Completion> {
         let mut inner = self.shared.inner.lock();
         self.shared.polled.fetch_add(1, Ordering::Relaxed);
+        inner.lower();
         if let Some(completion) = inner.engine.poll(self.number) {
             return Some(completion);
         }
@@ -370,6 +392,22 @@ impl Endpoint {
         }
     }
 
+    /// A descriptor to wait on together with others: readable when there may be something to take. Take completions until there are none, call
+    /// `pause` with no time so that peers get their answers, then wait. It stays open as long as the node.
+    pub fn descriptor(&self) -> Result<RawFd, Error> {
+        let mut inner = self.shared.inner.lock();
+        if inner.notice.is_none() {
+            let notice = Notice::new(self.shared.descriptor);
+            inner.notice = Some(notice.map_err(|error| Error::Socket(self.shared.address, error))?);
+        }
+        Ok(inner.notice.as_ref().map_or(-1, Notice::descriptor))
+    }
+
+    /// Wakes a thread that sleeps on the descriptor, or in `pause` or `wait` after the descriptor was asked for.
+    pub fn wake(&self) {
+        self.shared.inner.lock().raise();
+    }
+
     /// Sleeps until there may be something to take, at most so long.
     pub fn pause(&self, timeout: Duration) {
         self.sleep(Some(self.shared.now() + timeout.as_nanos() as u64));
@@ -388,8 +426,9 @@ impl Endpoint {
         let others = shared.sleeping.fetch_add(1, Ordering::Relaxed);
         let shared_sleep = (others > 0).then_some(now + SHARED_SLEEP_NS);
         let wake = [inner.engine.wake_at(now), end, shared_sleep].into_iter().flatten().min();
+        let event = inner.notice.as_ref().map_or(-1, Notice::event);
         drop(inner);
-        wait_readable(&[shared.descriptor], wake.map(|wake| wake.saturating_sub(now)));
+        wait_readable(&[shared.descriptor, event], wake.map(|wake| wake.saturating_sub(now)));
         shared.sleeping.fetch_sub(1, Ordering::Relaxed);
     }
 }

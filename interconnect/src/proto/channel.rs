@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::net::SocketAddr;
 
 use super::arrivals::Arrivals;
+use super::atomic::{Change, Datatype};
 use super::memory::{Key, Span};
 use super::slab::Slab;
 use super::status::Status;
@@ -18,6 +19,11 @@ pub(super) const SERVES_MAX: usize = 1024;
 pub(super) const PULLING_MAX: u32 = 256;
 /// Writes offered to one endpoint, and taken from one peer.
 pub(super) const WRITES_OFFERED_MAX: u32 = 1024;
+/// Atomic operations of one channel whose numbers are awaited.
+pub(super) const FETCHING_MAX: u32 = 256;
+/// Numbers that atomic operations of a peer found, kept until it acknowledges them. A peer asks for 256 at once; the news that it has them may
+/// be late.
+pub(super) const FOUND_MAX: usize = 1024;
 /// Small packets waiting to be sent; a peer that makes more of them than it acknowledges violates the protocol.
 pub(super) const CONTROL_MAX: usize = 8192;
 /// Fragments of messages that wait for packets before them.
@@ -44,13 +50,24 @@ pub(super) enum What {
         offset: u32,
         len: u32,
     },
+    /// What an atomic operation of the peer found.
+    Found {
+        found: u32,
+    },
+}
+
+/// Numbers that an atomic operation of the peer found.
+pub(super) struct Numbers {
+    /// The peer's number of the operation.
+    pub(super) op: u32,
+    pub(super) bytes: Vec<u8>,
 }
 
 /// What waits until all packets before it have arrived.
 pub(super) struct Event {
     pub(super) body: Body,
     pub(super) flags: u8,
-    /// Of a message.
+    /// Of a packet that carries bytes in order.
     pub(super) payload: Vec<u8>,
     /// Of a write: whether it was placed.
     pub(super) status: Status,
@@ -59,9 +76,26 @@ pub(super) struct Event {
 /// What an operation does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Form {
-    Message { tag: Option<u64> },
-    Write { key: Key, at: u64 },
-    Read { key: Key, at: u64 },
+    Message {
+        tag: Option<u64>,
+    },
+    Write {
+        key: Key,
+        at: u64,
+    },
+    Read {
+        key: Key,
+        at: u64,
+    },
+    /// `found`: where the numbers go that it found.
+    Atomic {
+        key: Key,
+        at: u64,
+        change: Change,
+        datatype: Datatype,
+        count: u16,
+        found: Option<Span>,
+    },
 }
 
 /// An operation of this side.
@@ -86,6 +120,8 @@ pub(super) struct Op {
     pub(super) attempt: u8,
     /// First message after "receiver not ready".
     pub(super) resumes: bool,
+    /// Counted in `Channel::fetching`.
+    pub(super) is_fetching: bool,
     pub(super) deadline: u64,
 }
 
@@ -99,6 +135,11 @@ impl Op {
     /// Whether it is a write that the target pulls.
     pub(super) fn is_offered_write(&self) -> bool {
         !self.is_eager && matches!(self.form, Form::Write { .. })
+    }
+
+    /// Whether it ends with the numbers that it found.
+    pub(super) fn fetches(&self) -> bool {
+        matches!(self.form, Form::Atomic { found: Some(_), .. })
     }
 
     /// Whether it is a plain write, which waits for nothing.
@@ -212,6 +253,9 @@ pub(super) struct Channel {
     pub(super) grants: Vec<Grant>,
     pub(super) assembly: Option<Assembly>,
     pub(super) pulling: u32,
+    /// Atomic operations whose numbers are awaited. At most `FETCHING_MAX`.
+    pub(super) fetching: u32,
+    pub(super) found: Slab<Numbers>,
     pub(super) writes_taken: u32,
     /// Failures that the peer counted, and those that it told about.
     pub(super) failures: (u16, u16),
@@ -245,6 +289,8 @@ impl Channel {
             grants: vec![],
             assembly: None,
             pulling: 0,
+            fetching: 0,
+            found: Slab::new(FOUND_MAX),
             writes_taken: 0,
             failures: (0, 0),
             held: VecDeque::new(),

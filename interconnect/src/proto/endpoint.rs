@@ -38,6 +38,8 @@ pub enum Kind {
     Receive,
     /// A peer's write with immediate data is in this side's memory.
     Arrival,
+    /// Numbers were changed, and those found are there.
+    Atomic,
 }
 
 /// The end of an operation, or a peer's write with immediate data.

@@ -11,7 +11,7 @@ pub(super) const REGIONS_MAX: usize = 65_536;
 pub type Key = u64;
 
 /// Bytes of application memory. Whoever makes one vouches for them until the operation or the registration that uses them has ended.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     start: *mut u8,
     len: usize,
@@ -129,7 +129,7 @@ impl Memory {
         let key = match key {
             Some(key) => key,
             None => loop {
-                let key = super::wire::mix(&mut self.random);
+                let key = super::random::mix(&mut self.random);
                 if !self.regions.contains_key(&key) {
                     break key;
                 }

@@ -11,6 +11,7 @@
 //!   completions at the target, requests) waits until all packets before it have arrived.
 //! - Up to `eager_max` bytes an operation is pushed. Above, the origin sends an **offer** and the target **pulls** the bytes in chunks, within
 //!   one budget for all its peers: many senders to one receiver cannot overrun it.
+//! - **Atomic operations** are carried out by the target's engine, in the order of the packets (`atomic.rs`).
 //! - Messages consume **credits** of their target endpoint. One that cannot take a message says **receiver not ready**; the origin sends that
 //!   message and those behind it again later.
 //! - Nothing waits for ever: a peer that acknowledges nothing for `dead_after` is dead, a restarted one is recognised by its epoch, an operation
@@ -20,17 +21,20 @@
 //! `UNEXPECTED_MAX`, `UNEXPECTED_BYTES_MAX`, `POSTED_MAX`.
 
 mod arrivals;
+mod atomic;
 mod channel;
 mod endpoint;
 mod engine;
 mod memory;
+mod random;
 mod slab;
 mod status;
 mod window;
 pub mod wire;
 
+pub use atomic::{ATOMIC_BYTES_MAX, Change, Datatype};
 pub use endpoint::{Completion, Kind, Match, Peer};
-pub use engine::{Config, Counters, Departure, Engine, Outgoing, PostError, Receive, Seen, Shape};
+pub use engine::{Atomic, Config, Counters, Departure, Engine, Outgoing, PostError, Receive, Seen, Shape};
 pub use memory::{Access, Key, Span};
 pub use status::Status;
 

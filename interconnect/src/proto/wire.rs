@@ -1,5 +1,6 @@
 //! Packets as bytes; docs/interconnect.md shows each format. Everything is in network byte order.
 
+use super::atomic::{Change, Datatype};
 use super::status::Status;
 
 /// Version of the protocol, in the high four bits of the first byte.
@@ -23,7 +24,7 @@ pub mod flags {
     pub const CONGESTION: u8 = 0x04;
     /// The message has a tag.
     pub const TAGGED: u8 = 0x08;
-    /// `data` is shown to the target's application.
+    /// `data` is shown to the target's application; of an atomic operation: the origin wants what it found.
     pub const DATA: u8 = 0x10;
     /// The offer is for a write, the pull for a key.
     pub const MEMORY: u8 = 0x20;
@@ -172,6 +173,34 @@ pub struct Credit {
     pub limit: u32,
 }
 
+/// Changes numbers in registered memory. The operands follow, then those to compare with if the operation compares.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Atomic {
+    /// Target endpoint.
+    pub to: u16,
+    /// Origin endpoint.
+    pub from: u16,
+    /// The origin's number of the operation.
+    pub op: u32,
+    /// What happens to each number.
+    pub change: Change,
+    /// What the numbers are.
+    pub datatype: Datatype,
+    /// How many there are.
+    pub count: u16,
+    /// Names the memory.
+    pub key: u64,
+    /// Place of the first number in it.
+    pub at: u64,
+}
+
+/// What the numbers were before an atomic operation; they follow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// The receiver's number of the operation.
+    pub op: u32,
+}
+
 /// What a packet is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Body {
@@ -199,12 +228,27 @@ pub enum Body {
     End(End),
     /// An endpoint takes more messages.
     Credit(Credit),
+    /// An atomic operation.
+    Atomic(Atomic),
+    /// What an atomic operation found.
+    Found(Found),
 }
 
 impl Body {
     /// Whether the packet takes a number, is acknowledged and sent again when it is lost.
     pub fn is_numbered(&self) -> bool {
         !matches!(self, Body::Hello(_) | Body::Welcome(_) | Body::Reset | Body::Ack)
+    }
+
+    /// Whether a payload follows.
+    pub fn carries(&self) -> bool {
+        let is_placed = matches!(self, Body::Write(_) | Body::Data(_));
+        is_placed || self.carries_in_order()
+    }
+
+    /// Whether a payload follows that waits for the packets before it.
+    pub(super) fn carries_in_order(&self) -> bool {
+        matches!(self, Body::Message(_) | Body::Atomic(_) | Body::Found(_))
     }
 }
 
@@ -321,8 +365,7 @@ impl Header {
             _ => Some([reader.u64()?, reader.u64()?, reader.u64()?, reader.u64()?]),
         };
         let body = decode_body(&mut reader, first & 15)?;
-        let carries = matches!(body, Body::Message(_) | Body::Write(_) | Body::Data(_));
-        if !carries && !reader.0.is_empty() {
+        if !body.carries() && !reader.0.is_empty() {
             return None;
         }
         Some((Self { flags: flags & !flags::MAP, failures, session, number, ack, map, body }, reader.0))
@@ -340,6 +383,8 @@ impl Header {
             Body::Data(_) => 12,
             Body::End(_) => 12,
             Body::Credit(_) => 6,
+            Body::Atomic(_) => 28,
+            Body::Found(_) => 4,
         };
         COMMON + own + if has_map { MAP } else { 0 }
     }
@@ -359,6 +404,8 @@ fn kind(body: &Body) -> u8 {
         Body::Data(_) => 9,
         Body::End(_) => 10,
         Body::Credit(_) => 11,
+        Body::Atomic(_) => 12,
+        Body::Found(_) => 13,
     }
 }
 
@@ -407,6 +454,14 @@ fn encode_body(out: &mut Encoded, body: &Body) {
             out.u16(credit.to);
             out.u32(credit.limit);
         }
+        Body::Atomic(atomic) => {
+            [atomic.to, atomic.from].into_iter().for_each(|value| out.u16(value));
+            out.u32(atomic.op);
+            [atomic.change as u8, atomic.datatype as u8].into_iter().for_each(|value| out.u8(value));
+            out.u16(atomic.count);
+            [atomic.key, atomic.at].into_iter().for_each(|value| out.u64(value));
+        }
+        Body::Found(found) => out.u32(found.op),
     }
 }
 
@@ -453,6 +508,14 @@ fn decode_body(r: &mut Reader, kind: u8) -> Option<Body> {
             Body::End(End { subject, status, to: r.u16()?, number: r.u32()?, seq: r.u32()? })
         }
         11 => Body::Credit(Credit { to: r.u16()?, limit: r.u32()? }),
+        12 => {
+            let (to, from, op) = (r.u16()?, r.u16()?, r.u32()?);
+            let change = Change::from_number(r.u8()?)?;
+            let datatype = Datatype::from_number(r.u8()?)?;
+            let (count, key, at) = (r.u16()?, r.u64()?, r.u64()?);
+            Body::Atomic(Atomic { to, from, op, change, datatype, count, key, at })
+        }
+        13 => Body::Found(Found { op: r.u32()? }),
         _ => return None,
     })
 }
@@ -460,81 +523,4 @@ fn decode_body(r: &mut Reader, kind: u8) -> Option<Body> {
 /// The number near `reference` with these low 32 bits.
 pub fn expand(reference: u64, low: u32) -> u64 {
     reference.wrapping_add_signed(i64::from(low.wrapping_sub(reference as u32) as i32))
-}
-
-/// Next number of a SplitMix64 generator.
-pub fn mix(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn bodies() -> Vec<Body> {
-        let hello = Hello { epoch: u64::MAX - 1, channel: 2, session: 3, window: 4, datagram: 5 };
-        let end = End { subject: Subject::NotReady, status: Status::NotReady, to: 1, number: 2, seq: 3 };
-        vec![
-            Body::Hello(hello),
-            Body::Welcome(hello),
-            Body::Reset,
-            Body::Ack,
-            Body::Noop,
-            Body::Message(Message { to: 1, from: 2, op: 3, seq: 4, total: 5, offset: 6, tag: 7, data: 8 }),
-            Body::Write(Write { to: 1, from: 2, op: 3, seq: 4, behind: 5, key: 6, at: 7, data: 8 }),
-            Body::Offer(Offer { to: 1, from: 2, op: 3, seq: 4, total: 5, tag: 6, at: 7, data: 8 }),
-            Body::Pull(Pull { to: 1, pull: 2, len: 3, source: 4, at: 5, offset: 6 }),
-            Body::Data(Data { pull: 1, offset: 2 }),
-            Body::End(end),
-            Body::Credit(Credit { to: 1, limit: 2 }),
-        ]
-    }
-
-    #[test]
-    fn what_is_written_is_read() {
-        for body in bodies() {
-            for map in [None, Some([1, 2, 3, u64::MAX])] {
-                let header =
-                    Header { flags: flags::DATA, failures: 7, session: 9, number: 10, ack: 11, map, body };
-                let encoded = header.encode();
-                assert_eq!(encoded.as_bytes().len(), Header::len(&body, map.is_some()), "{body:?}");
-                assert_eq!(Header::decode(encoded.as_bytes()), Some((header, &[][..])));
-                for short in 0..encoded.as_bytes().len() {
-                    assert_eq!(
-                        Header::decode(&encoded.as_bytes()[..short]),
-                        None,
-                        "{body:?} of {short} bytes"
-                    );
-                }
-                let mut longer = encoded.as_bytes().to_vec();
-                longer.push(77);
-                let carries = matches!(body, Body::Message(_) | Body::Write(_) | Body::Data(_));
-                assert_eq!(Header::decode(&longer).is_some(), carries);
-            }
-        }
-    }
-
-    #[test]
-    fn others_versions_and_kinds_are_refused() {
-        let header =
-            Header { flags: 0, failures: 0, session: 1, number: 2, ack: 3, map: None, body: Body::Noop };
-        for (place, value) in [(0, 0x24), (0, 0x04), (0, 0x1c), (0, 0x1f)] {
-            let mut bytes = header.encode().as_bytes().to_vec();
-            bytes[place] = value;
-            assert_eq!(Header::decode(&bytes), None);
-        }
-    }
-
-    #[test]
-    fn numbers_are_expanded_to_the_nearest() {
-        for reference in [0x1_0000_0005u64, 0xffff_fff0, 0x1_7fff_ffff] {
-            for step in [-1000i64, -1, 0, 1, 1000] {
-                let number = reference.wrapping_add_signed(step);
-                assert_eq!(expand(reference, number as u32), number);
-            }
-        }
-    }
 }

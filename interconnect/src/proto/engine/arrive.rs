@@ -6,7 +6,7 @@
 use std::net::SocketAddr;
 
 use super::super::arrivals::Place;
-use super::super::channel::{CONTROL_MAX, Event, Form, WAITING_BYTES_MAX, What};
+use super::super::channel::{CONTROL_MAX, Event, Form, Op, WAITING_BYTES_MAX, What};
 use super::super::endpoint::{Completion, Kind, Peer};
 use super::super::status::Status;
 use super::super::wire::{Body, Credit, End, Header, Hello, Subject, Write, flags};
@@ -120,9 +120,9 @@ impl Engine {
             self.counters.useless += 1;
             return;
         };
-        let is_message = matches!(header.body, Body::Message(_));
+        let waits_with_bytes = header.body.carries_in_order();
         if matches!(place, Place::Ahead(_))
-            && is_message
+            && waits_with_bytes
             && own.waiting_bytes + payload.len() > WAITING_BYTES_MAX
         {
             self.counters.no_memory += 1;
@@ -133,7 +133,7 @@ impl Engine {
         let Some(own) = self.channels.get_mut(channel) else { return };
         if matches!(place, Place::Ahead(_)) {
             let event = needs_order(&header.body, &arrived).then(|| {
-                let payload = if is_message { payload.to_vec() } else { vec![] };
+                let payload = if waits_with_bytes { payload.to_vec() } else { vec![] };
                 Event { body: header.body, flags: header.flags, payload, status }
             });
             own.waiting_bytes += event.as_ref().map_or(0, |event| event.payload.len());
@@ -173,11 +173,13 @@ impl Engine {
                 What::Eager { op, attempt, offset, len } => {
                     let operation = self.ops.get(op).filter(|op| op.attempt == attempt);
                     let Some(own) = self.channels.get_mut(channel) else { continue };
-                    if operation.is_some_and(|op| (offset + len) as usize == op.span.len()) {
+                    let is_over = |op: &Op| (offset + len) as usize == op.span.len() && !op.fetches();
+                    if operation.is_some_and(is_over) {
                         own.held.push_back(what);
                     }
                 }
                 What::Data { serve, len, .. } => self.served(channel, serve, len),
+                What::Found { found } => self.numbers_arrived(channel, found),
             }
         }
         self.done = done;
@@ -228,6 +230,8 @@ impl Engine {
             Body::Write(write) => self.written(arrived, write),
             Body::Offer(offer) => self.take_offer(channel, flags, offer),
             Body::Pull(pull) => self.serve(channel, flags, pull),
+            Body::Atomic(atomic) => self.take_atomic(channel, flags, &atomic, arrived.payload),
+            Body::Found(found) => self.take_found(channel, found, arrived.payload),
             Body::End(end) => {
                 self.ended(channel, end);
                 if let Some(own) = self.channels.get_mut(channel).filter(|_| flags & flags::FAILURE != 0) {
@@ -315,7 +319,7 @@ impl Engine {
         let Some(flow) = own.flows.iter_mut().find(|flow| flow.to == to) else { return };
         let mut again = vec![];
         let ops = &mut self.ops;
-        let is_again = |op: &super::Op| op.seq.is_some_and(|own| (own.wrapping_sub(seq) as i32) >= 0);
+        let is_again = |op: &Op| op.seq.is_some_and(|own| (own.wrapping_sub(seq) as i32) >= 0);
         flow.sent.retain(|id| {
             let Some(op) = ops.get(*id) else { return false };
             if is_again(op) {
@@ -352,7 +356,7 @@ fn needs_order(body: &Body, arrived: &Arrived) -> bool {
     }
 }
 
-impl super::Op {
+impl Op {
     /// Whether the peer may ask for its bytes.
     pub(super) fn is_offered(&self) -> bool {
         !self.is_eager && !matches!(self.form, Form::Read { .. })

@@ -5,10 +5,12 @@
 
 use std::net::SocketAddr;
 
-use super::super::channel::{Channel, Flow, Form, Op, WRITES_OFFERED_MAX, What};
+use super::super::channel::{Channel, FETCHING_MAX, Flow, Form, Numbers, Op, WRITES_OFFERED_MAX, What};
 use super::super::memory::Span;
 use super::super::status::Status;
-use super::super::wire::{Body, Data, Encoded, Header, Hello, MAP, Message, Offer, Write, flags};
+use super::super::wire::{
+    Atomic, Body, Data, Encoded, Found, Header, Hello, MAP, Message, Offer, Write, flags,
+};
 use super::Engine;
 
 /// A channel gives so many packets before others have their turn: as many as one call of the system sends.
@@ -204,7 +206,7 @@ impl Engine {
                 flow.queue.pop_front();
                 continue;
             };
-            if !may_start(flow, op, now) {
+            if !may_start(flow, op, now) || op.fetches() && channel.fetching >= FETCHING_MAX {
                 return None;
             }
             if matches!(op.form, Form::Read { .. }) {
@@ -225,6 +227,10 @@ impl Engine {
             }
             if op.is_offered_write() {
                 flow.writes_offered += 1;
+            }
+            if op.fetches() {
+                channel.fetching += 1;
+                op.is_fetching = true;
             }
             let what = cut_op(op, id, datagram);
             if op.sent as usize == op.span.len() || !op.is_eager {
@@ -267,6 +273,10 @@ impl Engine {
                 });
                 found.unwrap_or(nothing(what))
             }
+            What::Found { found } => {
+                let numbers = self.channels.get_mut(number).and_then(|channel| channel.found.get_mut(found));
+                numbers.map_or(nothing(what), |numbers| numbers.cut(what))
+            }
         }
     }
 
@@ -307,7 +317,12 @@ fn cut_op(op: &mut Op, id: u32, datagram: usize) -> What {
         op.sent = 1;
         return What::Offer { op: id, attempt: op.attempt };
     }
-    let own = if matches!(op.form, Form::Write { .. }) { 40 } else { 36 };
+    let own = match op.form {
+        Form::Write { .. } => 40,
+        // Always one packet: `ATOMIC_BYTES_MAX`.
+        Form::Atomic { .. } => 28,
+        _ => 36,
+    };
     let room = datagram - super::super::wire::COMMON - own;
     let offset = op.sent;
     let len = room.min(op.span.len() - offset as usize) as u32;
@@ -330,6 +345,10 @@ fn eager(op: &Op, number: u32, offset: u32, len: u32, what: What) -> Option<Cut>
             flags |= if tag.is_some() { flags::TAGGED } else { 0 };
             Body::Message(Message { to, from, op: number, seq, total, offset, tag: tag.unwrap_or(0), data })
         }
+        Form::Atomic { key, at, change, datatype, count, found } => {
+            flags |= if found.is_some() { flags::DATA } else { 0 };
+            Body::Atomic(Atomic { to, from, op: number, change, datatype, count, key, at })
+        }
         Form::Read { .. } => return None,
     };
     Some(Cut { what, body, flags, payload })
@@ -343,7 +362,7 @@ fn offer(op: &Op, number: u32, what: What) -> Cut {
             flags |= if tag.is_some() { flags::TAGGED } else { 0 };
             (tag.unwrap_or(0), 0)
         }
-        Form::Write { key, at } | Form::Read { key, at } => {
+        Form::Write { key, at } | Form::Read { key, at } | Form::Atomic { key, at, .. } => {
             flags |= flags::MEMORY;
             (key, at)
         }
@@ -351,6 +370,15 @@ fn offer(op: &Op, number: u32, what: What) -> Cut {
     let (seq, total, data) = (op.seq.unwrap_or(0), op.span.len() as u64, op.data.unwrap_or(0));
     let body = Body::Offer(Offer { to: op.to, from: op.endpoint, op: number, seq, total, tag, at, data });
     Cut { what, body, flags, payload: Span::EMPTY }
+}
+
+impl Numbers {
+    fn cut(&mut self, what: What) -> Cut {
+        // SAFETY: the vector is kept with its entry, unchanged, until the peer has acknowledged it; the packet is sent before that, and
+        // nothing writes through the span.
+        let payload = unsafe { Span::new(self.bytes.as_mut_ptr(), self.bytes.len()) };
+        Cut { what, body: Body::Found(Found { op: self.op }), flags: 0, payload }
+    }
 }
 
 impl Channel {

@@ -29,6 +29,7 @@ impl Engine {
         let mut peer = None;
         if let Some(own) = self.channels.get_mut(op.channel) {
             peer = Some(Peer { address: own.address, endpoint: op.to });
+            own.fetching -= u32::from(op.is_fetching);
             let flow = own.flow(op.to);
             flow.writes_offered -= u32::from(op.is_offered_write() && op.sent > 0);
             if status == Status::Success && op.is_seen() {
@@ -42,6 +43,7 @@ impl Engine {
                 Form::Message { .. } => Kind::Send,
                 Form::Write { .. } => Kind::Write,
                 Form::Read { .. } => Kind::Read,
+                Form::Atomic { .. } => Kind::Atomic,
             };
             let (context, tag, data) = (op.context, None, None);
             let (offset, is_released, buffer) = (0, false, None);

@@ -1,9 +1,10 @@
 //! The engine: all channels, endpoints and memory of one process.
 //!
 //! `post.rs` takes operations, `depart.rs` makes packets of them, `arrive.rs` takes packets, `messages.rs` matches messages with posted
-//! buffers, `pulls.rs` asks for and serves bytes of offers, reads and large writes, `ends.rs` completes and fails what is under way.
+//! buffers, `atomics.rs` changes numbers, `pulls.rs` asks for and serves bytes of offers, reads and large writes, `ends.rs` completes and fails what is under way.
 
 mod arrive;
+mod atomics;
 mod depart;
 mod ends;
 mod messages;
@@ -16,10 +17,12 @@ use std::net::SocketAddr;
 use super::channel::{Channel, Op, What};
 use super::endpoint::{Completion, ENDPOINTS_MAX, Endpoint, Held, Kind, POSTED_MAX};
 use super::memory::{Access, Key, Memory, Span};
+use super::random::mix;
 use super::slab::Slab;
 use super::status::Status;
-use super::wire::{Hello, mix};
+use super::wire::Hello;
 
+pub use atomics::Atomic;
 pub use depart::Departure;
 pub use messages::Seen;
 pub use post::{Outgoing, Receive, Shape};
@@ -84,6 +87,11 @@ pub enum PostError {
     /// No such region.
     #[error("no such region")]
     UnknownKey,
+    /// Numbers of an atomic operation are too many, or those given do not agree.
+    #[error(
+        "an atomic operation takes 1 to 240 bytes of numbers, and operands, numbers to compare with and the place for the result that suit it"
+    )]
+    BadAtomic,
 }
 
 /// What an engine counted since it was started.
@@ -236,7 +244,8 @@ impl Engine {
         for key in self.memory.keys_of(endpoint) {
             self.deregister(key);
         }
-        for op in self.ops.numbers(|op| op.endpoint == endpoint && op.owned.is_none()) {
+        let outlives = |op: &Op| op.owned.is_some() && op.is_quiet && !op.fetches();
+        for op in self.ops.numbers(|op| op.endpoint == endpoint && !outlives(op)) {
             self.complete_op(op, Status::Cancelled, 0);
         }
         self.drop_pulls_of(endpoint);
@@ -311,6 +320,11 @@ impl Engine {
     /// Completions that wait to be taken.
     pub fn waiting(&self, endpoint: u16) -> usize {
         self.endpoint(endpoint).map_or(0, |endpoint| endpoint.completions.len())
+    }
+
+    /// Whether any endpoint has completions that wait to be taken.
+    pub fn has_completions(&self) -> bool {
+        self.endpoints.iter().flatten().any(|endpoint| !endpoint.completions.is_empty())
     }
 
     /// Whether all that was posted has been acknowledged.

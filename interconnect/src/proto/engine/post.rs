@@ -4,7 +4,7 @@ use super::super::channel::{Form, Op};
 use super::super::endpoint::{Buffer, Completion, Kind, Match, Peer, Posted};
 use super::super::memory::{Key, Span};
 use super::super::status::Status;
-use super::{Engine, PostError};
+use super::{Atomic, Engine, PostError};
 
 /// What an operation does at its target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,6 +28,8 @@ pub enum Shape {
         /// Offset there.
         at: u64,
     },
+    /// Numbers in registered memory change.
+    Atomic(Atomic),
 }
 
 /// An operation to post.
@@ -35,7 +37,7 @@ pub enum Shape {
 pub struct Outgoing {
     /// What it does.
     pub shape: Shape,
-    /// The bytes to send, or where those read go.
+    /// The bytes to send, or where those read go; of an atomic operation the operands.
     pub span: Span,
     /// Shown to the target's application with the message, or when the write has arrived.
     pub data: Option<u64>,
@@ -45,6 +47,16 @@ pub struct Outgoing {
     pub is_buffered: bool,
     /// Report no completion unless it fails.
     pub is_quiet: bool,
+}
+
+impl Op {
+    /// Makes these the bytes of the operation.
+    fn own(&mut self, bytes: Vec<u8>) {
+        let bytes = self.owned.insert(bytes);
+        // SAFETY: the vector's bytes stay where they are until it is dropped or changed; it is kept with the operation, unchanged, and all
+        // that uses the span looks the operation up first. Nothing writes through the span: only reads do that, and they are not eager.
+        self.span = unsafe { Span::new(bytes.as_mut_ptr(), bytes.len()) };
+    }
 }
 
 /// A buffer to post.
@@ -68,6 +80,10 @@ impl Engine {
         if self.ops.is_full() || own.completions.len() >= super::OPERATIONS_MAX {
             return Err(PostError::Busy);
         }
+        let owned = match &out.shape {
+            Shape::Atomic(atomic) => Some(self.numbers_of(atomic, out.span)?),
+            _ => None,
+        };
         let channel = self.channel_to(peer.address)?;
         let is_eager = out.span.len() <= self.config.eager_max && !matches!(out.shape, Shape::Read { .. });
         let mut op = Op {
@@ -79,6 +95,7 @@ impl Engine {
                 Shape::Message { tag } => Form::Message { tag },
                 Shape::Write { key, at } => Form::Write { key, at },
                 Shape::Read { key, at } => Form::Read { key, at },
+                Shape::Atomic(atomic) => atomic.form(),
             },
             data: out.data,
             span: out.span,
@@ -89,12 +106,15 @@ impl Engine {
             seq: None,
             attempt: 0,
             resumes: false,
+            is_fetching: false,
             deadline: match self.config.operation_timeout_ns {
                 0 => u64::MAX,
                 timeout => now + timeout,
             },
         };
-        if is_eager && out.is_buffered {
+        if let Some(bytes) = owned {
+            op.own(bytes);
+        } else if is_eager && out.is_buffered {
             self.complete_now(&mut op, peer);
         }
         let to = op.to;
@@ -110,10 +130,7 @@ impl Engine {
     fn complete_now(&mut self, op: &mut Op, peer: Peer) {
         let mut bytes = self.buffer();
         op.span.read_to(&mut bytes);
-        // SAFETY: the vector's bytes stay where they are until it is dropped or changed; it is kept with the operation, unchanged, and all
-        // that uses the span looks the operation up first. Nothing writes through the span: only reads do that, and they are not eager.
-        op.span = unsafe { Span::new(bytes.as_mut_ptr(), bytes.len()) };
-        op.owned = Some(bytes);
+        op.own(bytes);
         if !op.is_quiet {
             let kind = if matches!(op.form, Form::Write { .. }) { Kind::Write } else { Kind::Send };
             self.report(

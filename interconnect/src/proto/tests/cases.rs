@@ -1,7 +1,9 @@
 //! One behaviour each, on a network that loses nothing unless the test says so.
 
 use super::world::{CLEAN, World};
-use crate::proto::{Config, Kind, Match, Outgoing, PostError, Receive, Shape, Status};
+use crate::proto::{
+    Atomic, Change, Config, Datatype, Kind, Match, Outgoing, PostError, Receive, Shape, Span, Status,
+};
 
 const MESSAGE: Shape = Shape::Message { tag: None };
 
@@ -104,6 +106,65 @@ fn memory_taken_back_during_a_transfer_ends_it() {
     }
     world.post(0, 1, Shape::Write { key, at: 0 }, span, 2).unwrap();
     assert_eq!(world.wait(0).status, Status::Success, "the budget came back");
+}
+
+#[test]
+fn numbers_change_in_order_and_what_was_there_comes_back() {
+    let mut world = world(2);
+    let key = world.register(1, 1 << 20, 4096, None);
+    let number = |world: &World, node: usize, at: usize| {
+        u64::from_ne_bytes(world.nodes[node].memory[at..at + 8].try_into().unwrap())
+    };
+    world.nodes[0].memory[..8].copy_from_slice(&3u64.to_ne_bytes());
+    let base = Atomic {
+        key,
+        at: 16,
+        change: Change::Sum,
+        datatype: Datatype::U64,
+        count: 1,
+        compare: Span::EMPTY,
+        found: None,
+    };
+    // More than may wait for their numbers at once; a large write goes before all of them.
+    let large = world.span(0, 4 << 20, 4000);
+    world.post(0, 1, Shape::Write { key, at: 64 }, large, 1000).unwrap();
+    let operand = world.span(0, 0, 8);
+    for context in 0..600usize {
+        let found = (context % 2 == 0).then(|| world.span(0, 1024 + 8 * context, 8));
+        world.post(0, 1, Shape::Atomic(Atomic { found, ..base }), operand, context as u64).unwrap();
+    }
+    for _ in 0..601 {
+        let done = world.wait(0);
+        assert!(done.status == Status::Success && (done.kind == Kind::Atomic || done.context == 1000));
+    }
+    assert_eq!(number(&world, 1, (1 << 20) + 16), 1800);
+    assert!((0..600).step_by(2).all(|context| number(&world, 0, 1024 + 8 * context) == 3 * context as u64));
+    // Compare and swap: the second finds what the first wrote.
+    for (operand, compare, found, after) in [(7u64, 1800u64, 1800, 7), (9, 1800, 7, 7)] {
+        world.nodes[0].memory[..8].copy_from_slice(&operand.to_ne_bytes());
+        world.nodes[0].memory[8..16].copy_from_slice(&compare.to_ne_bytes());
+        let (operand, compare, place) = (world.span(0, 0, 8), world.span(0, 8, 8), world.span(0, 16, 8));
+        let swap = Atomic { change: Change::SwapEqual, compare, found: Some(place), ..base };
+        world.post(0, 1, Shape::Atomic(swap), operand, 1).unwrap();
+        assert_eq!(world.wait(0).status, Status::Success);
+        assert_eq!((number(&world, 0, 16), number(&world, 1, (1 << 20) + 16)), (found, after));
+    }
+    let refused = [Atomic { key: key + 1, ..base }, Atomic { at: 4096, ..base }, Atomic { at: 17, ..base }];
+    for (place, atomic) in refused.into_iter().enumerate() {
+        for found in [None, Some(world.span(0, 16, 8))] {
+            world.post(0, 1, Shape::Atomic(Atomic { found, ..atomic }), operand, 5).unwrap();
+            assert_eq!(world.wait(0).status, Status::BadKey, "{place}");
+        }
+    }
+    let wrong = [
+        Atomic { count: 0, ..base },
+        Atomic { count: 2, ..base },
+        Atomic { change: Change::SwapLess, ..base },
+        Atomic { change: Change::BitOr, datatype: Datatype::F64, ..base },
+    ];
+    for atomic in wrong {
+        assert_eq!(world.post(0, 1, Shape::Atomic(atomic), operand, 5), Err(PostError::BadAtomic));
+    }
 }
 
 #[test]

@@ -3,4 +3,5 @@
 mod cases;
 mod goodput;
 mod model;
+mod wire;
 mod world;

@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::world::{CLEAN, Network, World};
-use crate::proto::wire::mix;
+use crate::proto::random::mix;
 use crate::proto::{Completion, Config, Kind, Shape, Status};
 
 /// The target memory of each node is split into slots; one operation at a time uses a slot.

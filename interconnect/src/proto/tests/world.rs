@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
 
-use crate::proto::wire::mix;
+use crate::proto::random::mix;
 use crate::proto::{
     Access, Completion, Config, Engine, Match, Outgoing, Peer, PostError, Receive, Shape, Span,
 };
