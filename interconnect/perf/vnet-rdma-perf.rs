@@ -120,7 +120,7 @@ fn measure(name: &str, size: &str, seconds: &str) -> Result<(), Error> {
     let time = start.elapsed().as_secs_f64();
     let cpu = (cpu_seconds() - cpu) / (bytes as f64 / 1e9);
     println!(
-        "gbit_s {:.2} size {size} cpu_s_per_gb {cpu:.3} resent {}",
+        "gbit_s {:.5} size {size} cpu_s_per_gb {cpu:.3} resent {}",
         bytes as f64 * 8e-9 / time,
         node.counters().resent
     );

@@ -96,6 +96,11 @@ def with_direct_ports(text: str, topology: Topology, host: Node) -> str:
     return text
 
 
+def on_the_lan(text: str) -> str:
+    """Replaces a host's links by its underlay device itself: frames of its machines leave without encapsulation."""
+    return text.partition("[[link]]")[0] + '[[interface]]\nname = "lan"\nkind = "local"\ndevice = "eth0"\n'
+
+
 def keys(topology: Topology) -> Path:
     """The folder of the lab's certificate authority."""
     return topology.state / "keys"

@@ -12,7 +12,6 @@ from vnetlab.run import LabError, wait_until
 from vnetlab.topology import Node, Topology
 
 BOOT_S = 60
-MEMORY = "256M"
 QEMU = "qemu-system-x86_64"
 KERNEL_OPTIONS = "console=ttyS0 quiet panic=-1 mitigations=off tsc=reliable no_timer_check cryptomgr.notests"
 """These options do not affect the network, and shorten the boot on an emulated processor by a third."""
@@ -81,10 +80,15 @@ def command(
     return [
         QEMU,
         *("-name", f"{guest.lab}-{guest.name},debug-threads=on", "-nodefaults", "-no-user-config", "-display", "none"),
-        *("-machine", "pc", *accelerator(), "-smp", str(queues), "-m", MEMORY),
+        *("-machine", "pc", *accelerator(), "-smp", str(queues), "-m", image.memory),
         *("-kernel", str(image.kernel), "-initrd", str(image.initramfs), "-append", options),
         # vhost-user: the guest's memory is shared with vnetd.
-        *("-object", f"memory-backend-memfd,id=mem,size={MEMORY},share=on{_more(memory)}", "-numa", "node,memdev=mem"),
+        *(
+            "-object",
+            f"memory-backend-memfd,id=mem,size={image.memory},share=on{_more(memory)}",
+            "-numa",
+            "node,memdev=mem",
+        ),
         *(netdev or vhost_user(guest, queues)),
         *("-device", f"virtio-net-pci,netdev=net,mac={guest.mac}{vectors},romfile={host_mtu}{many}{_more(device)}"),
         *(word for serial in serials for word in serial),

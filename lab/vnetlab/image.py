@@ -38,6 +38,10 @@ class Recipe:
     tools: tuple[str, ...] = TOOLS
     programs: tuple[Path, ...] = ()
     """Programs in addition to the tools."""
+    files: tuple[Path, ...] = ()
+    """Further files, which have the same path in the guest."""
+    memory: str = "256M"
+    """Memory of a guest that boots the image: the archive and its unpacked files need twice the image's size."""
 
 
 GUEST = Recipe()
@@ -50,6 +54,8 @@ class Image:
 
     kernel: Path
     initramfs: Path
+    memory: str = "256M"
+    """Memory of the guest."""
 
 
 def ensure_image(cache: Path, recipe: Recipe = GUEST, folder: Path | None = None) -> Image:
@@ -75,7 +81,7 @@ def _ensure_initramfs(cache: Path, recipe: Recipe, release: str, tree: Path) -> 
     initramfs = cache / f"initramfs-{digest.hexdigest()[:16]}.cpio"
     if not initramfs.exists():
         _replace(initramfs, cpio((name, mode, content) for name, (mode, content) in sorted(files.items())))
-    return Image(tree / "boot" / f"vmlinuz-{release}", initramfs)
+    return Image(tree / "boot" / f"vmlinuz-{release}", initramfs, recipe.memory)
 
 
 def cpio(entries: Iterable[tuple[str, int, bytes]]) -> bytes:
@@ -146,7 +152,8 @@ def _files(recipe: Recipe, tree: Path, release: str) -> Iterator[tuple[str, tupl
     paths: dict[str, Path] = {"init": recipe.init, "bin/busybox": _tool("busybox"), "bin/sh": _tool("dash")}
     paths |= {f"usr/bin/{tool}": _tool(tool) for tool in recipe.tools}
     paths |= {f"usr/bin/{program.name}": program for program in recipe.programs}
-    for binary in [path for name, path in paths.items() if "bin/" in name and "busybox" not in name]:
+    paths |= {str(path).lstrip("/"): path for path in recipe.files}
+    for binary in [path for name, path in paths.items() if _linked(name)]:
         for library in _libraries(binary):
             paths[str(library).lstrip("/")] = library.resolve()
 
@@ -203,6 +210,11 @@ def _modules(names: Iterable[str], tree: Path, release: str) -> dict[str, tuple[
         if name not in builtin:
             visit(name)
     return wanted
+
+
+def _linked(name: str) -> bool:
+    """Whether a file of the image is a program or a shared library that needs others."""
+    return ("bin/" in name and "busybox" not in name) or name.endswith(".so")
 
 
 def _tool(name: str) -> Path:

@@ -46,6 +46,8 @@ class Settings:
     mtu: int = 1500
     underlay_mtu: int = 1500
     wire: str = Wire.NONE
+    tun: bool = False
+    """Whether the underlay's devices carry IP packets without Ethernet headers; only between two hosts."""
     encapsulation: str = "native"
     ipv6: bool = False
     store: bool = False

@@ -1,15 +1,22 @@
 """The underlay: a namespace per host, connected by a veth pair, or by a bridge unless there are exactly two hosts.
 
+With `tun`, a pair of tun devices (`tun_pair.py`) replaces the veth pair: IP without Ethernet, like IPoIB.
+
 Each host's device is `eth0`. A token bucket on its egress limits the wire's speed.
 """
 
 import os
 import re
+import sys
+from pathlib import Path
 
-from vnetlab.run import run
+from vnetlab import process
+from vnetlab.run import LabError, run, wait_until
 from vnetlab.topology import Node, Topology, Wire
 
 IPV6_MTU_MIN = 1280
+TUN_PAIR = Path(__file__).parent / "tun_pair.py"
+TUN_S = 10
 BUCKETS = {
     Wire.GIGABIT: ["rate", "1gbit", "burst", "256kb", "latency", "10ms"],
     Wire.TEN_GIGABIT: ["rate", "10gbit", "burst", "1mb", "latency", "5ms"],
@@ -30,7 +37,9 @@ def create(topology: Topology) -> None:
     hosts = topology.hosts
     for host in hosts:
         add_namespace(host.namespace)
-    if len(hosts) == 2:
+    if topology.settings.tun:
+        _add_tun_pair(topology)
+    elif len(hosts) == 2:
         ends = [f"{host.namespace} mtu {topology.settings.underlay_mtu}" for host in hosts]
         run(f"ip link add eth0 netns {ends[0]} type veth peer name eth0 netns {ends[1]}".split())
     else:
@@ -66,6 +75,21 @@ def _add_switch(topology: Topology) -> None:
         there = f"{host.namespace} mtu {mtu}"
         here = f"{host.name} mtu {mtu} master bridge up"
         run(f"ip -n {topology.switch} link add {here} type veth peer name eth0 netns {there}".split())
+
+
+def _add_tun_pair(topology: Topology) -> None:
+    """Connects two hosts by tun devices, between which a process forwards."""
+    if len(topology.hosts) != 2:
+        raise LabError(f"a tun underlay joins two hosts, not {len(topology.hosts)}")
+    mtu = str(topology.settings.underlay_mtu)
+    here, log = topology.hosts[0].namespace, topology.state / "tun.log"
+    names = ("tun1", "tun2")
+    words = ["ip", "netns", "exec", here, sys.executable, str(TUN_PAIR), *names]
+    process.start(words, topology.state / "tun.pid", log)
+    wait_until("the tun devices", lambda: names[-1] in run(["ip", "-n", here, "-brief", "link"]), TUN_S, log)
+    for name, host in zip(names, topology.hosts, strict=True):
+        run(["ip", "-n", here, "link", "set", name, "netns", host.namespace, "name", "eth0"])
+        run(["ip", "-n", host.namespace, "link", "set", "eth0", "mtu", mtu])
 
 
 def _configure(host: Node, topology: Topology) -> None:

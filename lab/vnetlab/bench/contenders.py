@@ -378,6 +378,8 @@ class Vnet:
     """CPUs of the dispatchers; None leaves the choice to the kernel."""
     kind: str = "tap"
     """Kind of the containers' interfaces: tap or veth."""
+    lan: bool = False
+    """Whether the underlay's device itself joins the hosts, by an interface of kind local, instead of links."""
 
     def missing(self) -> None:
         """None: `up` fails if vnet is not built."""
@@ -412,6 +414,7 @@ class Vnet:
                     bridge = "".join(f"{line}\n" for line in ["[bridge]", *_lines(self.bridge)])
                     text = daemon.configuration(topology, host, interface).replace("[bridge]\n", bridge)
                     text = text.replace('kind = "tap"', f'kind = "{self.kind}"')
+                    text = daemon.on_the_lan(text) if self.lan else text
                     if self.direct:
                         text = daemon.with_direct_ports(text, topology, host)
                     text += section + more

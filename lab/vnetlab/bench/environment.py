@@ -15,6 +15,7 @@ PACKAGES = (
     "openmpi-bin",
     "netpipe-openmpi",
     "hpcc",
+    "fio",
     "tinc",
     "nebula",
     "openvswitch-switch-dpdk",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from vnetlab import guest, lab, process
 from vnetlab.bench.contenders import VXLAN_HEADERS, Ends, Vnet, bridge, remove_device, running, vxlan
-from vnetlab.image import ensure_image
+from vnetlab.image import GUEST, Recipe, ensure_image
 from vnetlab.run import run
 from vnetlab.topology import Kind, Node, Topology
 
@@ -16,6 +16,8 @@ class VnetGuests:
     """Virtual machines whose network device vnetd serves."""
 
     vnet: Vnet
+    recipe: Recipe = GUEST
+    """What the machines boot."""
 
     @property
     def name(self) -> str:
@@ -31,7 +33,7 @@ class VnetGuests:
         """Runs vnetd and a virtual machine on each host."""
         topology = self.vnet.topology(topology)
         with self.vnet.daemons(topology) as daemons, _guests(topology) as stack:
-            image = ensure_image(lab.CACHE)
+            image = ensure_image(lab.CACHE, self.recipe)
             guests = topology.machines(Kind.VM)
             for machine in guests:
                 stack.callback(process.stop, machine.file(".pid"))
@@ -46,6 +48,8 @@ class TapGuests:
     """Virtual machines with a tap each, bridged to a kernel VXLAN device; MSI-X interrupts, QEMU's default."""
 
     name: str = "QEMU tap, bridge, kernel VXLAN"
+    recipe: Recipe = GUEST
+    """What the machines boot."""
 
     def missing(self) -> None:
         """None: it is part of the kernel and QEMU."""
@@ -55,7 +59,7 @@ class TapGuests:
         """Creates devices and runs a virtual machine on each host."""
         mtu = topology.settings.underlay_mtu - VXLAN_HEADERS
         topology = Topology(replace(topology.settings, mtu=mtu))
-        image = ensure_image(lab.CACHE)
+        image = ensure_image(lab.CACHE, self.recipe)
         with _guests(topology) as stack:
             guests, hosts = topology.machines(Kind.VM), topology.hosts
             for machine, host, peer in zip(guests, hosts, reversed(hosts), strict=True):

@@ -13,12 +13,13 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from vnetlab import machine
 from vnetlab.bench.contenders import VNET, Bare, Contender, Ends, VxlanContainers, VxlanDevice, absent
 from vnetlab.bench.result import Sample
 from vnetlab.run import LabError
-from vnetlab.topology import Node
+from vnetlab.topology import Kind, Node
 
 CONTENDERS: tuple[Contender, ...] = (Bare(), VxlanDevice(), VxlanContainers(), VNET)
 """The tunnels of container networks; each adds a layer to the one before."""
@@ -27,6 +28,8 @@ TCP = "tcp,self"
 """Transports of Open MPI (`btl`): all messages by TCP, also between ranks on one node."""
 SHARED_MEMORY = "tcp,self,vader"
 """The same, but ranks on one node use shared memory."""
+SHELL_PORT = 2000
+"""A virtual machine's port with a shell."""
 START_S = 30
 """Allowance for Open MPI to start and exit."""
 MEASURE_S = 60
@@ -102,18 +105,16 @@ def launcher(nodes: Sequence[Node], transports: str = TCP) -> Iterator[list[str]
 
     mpirun runs on the first node. A node that appears twice runs two ranks.
     """
-    # Ranks find others on their machine, which share its memory, by its name: every host has its own.
-    named = 'unshare --uts sh -c \'hostname "$0"; exec "$@"\''
-    enter = [
-        f'{node.address}) exec {named} {node.name} {shlex.join(machine.namespace_command(node, ["sh", "-c"]))} "$*" ;;'
-        for node in dict.fromkeys(nodes)
-    ]
-    agent, hosts = nodes[0].file(".agent"), nodes[0].file(".ranks")
-    agent.write_text("\n".join(["#!/bin/sh", "host=$1; shift", 'case "$host" in', *enter, "esac", "exit 1", ""]))
-    agent.chmod(0o755)
+    enter = [f"{node.address}) {_shell_on(node)} ;;" for node in dict.fromkeys(nodes)]
+    agent, hosts = _files(nodes[0])
+    script = "\n".join(["#!/bin/sh", "host=$1; shift", 'case "$host" in', *enter, "*) exit 1 ;;", "esac", ""])
     # Open MPI knows the node on which it is started by the machine's name only.
-    names = {nodes[0]: os.uname().nodename}
-    hosts.write_text("".join(f"{names.get(node, node.address)}\n" for node in nodes))
+    names = {nodes[0]: nodes[0].name if nodes[0].kind is Kind.VM else os.uname().nodename}
+    names = "".join(f"{names.get(node, node.address)}\n" for node in nodes)
+    # Open MPI's daemons look for the remote shell, too, even if they start no others.
+    for node in dict.fromkeys(nodes):
+        _write(node, agent, script)
+    _write(nodes[0], hosts, names)
     network = _network(nodes[0])
     parameters = {
         "plm": "rsh",
@@ -129,8 +130,29 @@ def launcher(nodes: Sequence[Node], transports: str = TCP) -> Iterator[list[str]
     try:
         yield words + [word for name, value in parameters.items() for word in ("--mca", name, value)]
     finally:
-        agent.unlink()
-        hosts.unlink()
+        for node in dict.fromkeys(nodes):
+            machine.execute(node, "rm", "-f", str(agent), str(hosts))
+
+
+def _shell_on(node: Node) -> str:
+    """A shell command that runs the words "$*" on a node."""
+    if node.kind is Kind.VM:
+        return f"printf '%s\\n' \"$*\" | nc {node.address} {SHELL_PORT}"
+    # Ranks find others on their machine, which share its memory, by its name: every host has its own.
+    named = 'unshare --uts sh -c \'hostname "$0"; exec "$@"\''
+    return f'exec {named} {node.name} {shlex.join(machine.namespace_command(node, ["sh", "-c"]))} "$*"'
+
+
+def _files(node: Node) -> tuple[Path, Path]:
+    """Open MPI's remote shell and host file on the node that launches."""
+    if node.kind is Kind.VM:
+        return Path("/tmp/agent"), Path("/tmp/ranks")
+    return node.file(".agent"), node.file(".ranks")
+
+
+def _write(node: Node, path: Path, text: str) -> None:
+    """Writes an executable file on a node."""
+    machine.execute(node, f"printf %s {shlex.quote(text)} >{path} && chmod 755 {path}")
 
 
 def _netpipe(ends: Ends, mpirun: list[str], size: int, *options: str) -> tuple[int, float]:

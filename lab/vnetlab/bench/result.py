@@ -57,10 +57,16 @@ def _bytes(title: str) -> Metric:
     return Metric(title, "GB/s", 1e9, higher_is_better=True)
 
 
+def _share(title: str) -> Metric:
+    return Metric(title, "%", 0.01, digits=1)
+
+
 PROCESSES = ("h1", "h2", "h1v1", "h2v1", "OVS", "ovsdb", "client", "server")
 """Processes whose CPU time is stored individually: daemons, virtual machines, Open vSwitch, iperf3's two ends."""
 ROUND_TRIPS = ("ping", "flood", "tcp")
 """Pings at intervals, pings back to back, requests over TCP."""
+EARLY_BYTES = (56, 1_024, 4_096)
+"""Sizes of pings that show what early notifications buy."""
 UDP_WRITES = (64, 1400, 8800, 64000)
 METRICS = {
     "tcp_bps": _rate("TCP"),
@@ -88,6 +94,17 @@ METRICS = {
     "send_s": _seconds("send"),
     "wait_s": _seconds("wait"),
     "aggregate_bps": _rate("all pairs together"),
+    "transfer_bps": _rate("transfers", digits=3),
+    "cpu_s_a_gb": Metric("CPU time per GB", "s", digits=3),
+    "user_cores": Metric("user", "cores", digits=3),
+    "kernel_cores": Metric("system", "cores", digits=3),
+    "softirq_cores": Metric("softirq", "cores", digits=3),
+    "write_bytes_per_s": _bytes("writing"),
+    "read_bytes_per_s": _bytes("reading"),
+    **{f"ping_{size}_us": _time(f"ping {size} B") for size in EARLY_BYTES},
+    "early_share": _share("early of all notifications"),
+    "premature_share": _share("premature of early"),
+    "masked_share": _share("masked of early"),
     "tcp_variation": Metric("TCP, standard deviation", "%", 0.01, digits=1),
     "notifications_a_frame": Metric("notifications per frame", "", digits=3),
     "small_frames_per_s": Metric("small datagrams", "k/s", 1e3, higher_is_better=True, digits=1),

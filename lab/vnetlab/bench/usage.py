@@ -11,6 +11,9 @@ from pathlib import Path
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 CONTEXT_SWITCHES = re.compile(r"^(?:non)?voluntary_ctxt_switches:\s+(\d+)$", re.MULTILINE)
 
+WORK = {"user_cores": (0, 1), "kernel_cores": (2,), "softirq_cores": (5, 6)}
+"""Kinds of work as fields of /proc/stat: user and nice; system; irq and softirq."""
+
 
 @dataclass
 class Usage:
@@ -37,6 +40,17 @@ class Usage:
 
 
 @contextlib.contextmanager
+def split() -> Iterator[dict[str, float]]:
+    """Measures where the machine's CPU time goes while the context lasts: busy cores by kind of work."""
+    found: dict[str, float] = {}
+    begin, before = time.monotonic(), _fields()
+    yield found
+    seconds, after = time.monotonic() - begin, _fields()
+    for name, indices in WORK.items():
+        found[name] = sum(after[index] - before[index] for index in indices) * TICK_S / seconds
+
+
+@contextlib.contextmanager
 def measured(processes: Mapping[str, int]) -> Iterator[Usage]:
     """Measures processes, given by name and id, and the machine while the context lasts."""
     usage = Usage()
@@ -50,9 +64,13 @@ def measured(processes: Mapping[str, int]) -> Iterator[Usage]:
 
 def busy_s(stat: str | None = None) -> float:
     """Busy seconds of all CPUs since boot (proc(5), /proc/stat: all but idle and iowait)."""
-    fields = (stat or Path("/proc/stat").read_text()).splitlines()[0].split()[1:9]
-    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields)
+    user, nice, system, _idle, _iowait, irq, softirq, steal = _fields(stat)
     return (user + nice + system + irq + softirq + steal) * TICK_S
+
+
+def _fields(stat: str | None = None) -> list[int]:
+    """Clock ticks of all CPUs since boot, by kind."""
+    return [int(field) for field in (stat or Path("/proc/stat").read_text()).splitlines()[0].split()[1:9]]
 
 
 def process_s(pid: int) -> float:

@@ -10,7 +10,9 @@ from vnetlab import workloads
 from vnetlab.bench import plot, runner
 from vnetlab.bench.suite import MTUS
 from vnetlab.evaluate import papers, ranks, report, store
-from vnetlab.evaluate.experiments import EXPERIMENTS, KERNELS, LAB, EvaluateOptions
+from vnetlab.evaluate.applications import KERNELS
+from vnetlab.evaluate.experiments import EXPERIMENTS
+from vnetlab.evaluate.options import LAB, EvaluateOptions
 from vnetlab.run import LabError, progress
 from vnetlab.topology import Wire
 
@@ -54,6 +56,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hosts", type=int, default=2, metavar="N", help="hosts that ranks are spread over (default: 2)"
     )
+    parser.add_argument("--long", action="store_true", help="the stream whose variation is measured takes an hour")
     parser.add_argument("--repeat", type=int, metavar="N", help=f"rounds (default: {REPEAT}, quick: 1)")
     parser.add_argument("--wire", action="append", choices=list(Wire), help="only this wire; repeatable")
     parser.add_argument("--mtu", action="append", type=int, choices=MTUS, help="only this underlay MTU; repeatable")
@@ -112,6 +115,7 @@ def _options(arguments: argparse.Namespace) -> EvaluateOptions:
         size=arguments.size or (QUICK_SIZE if quick else SIZE),
         hosts=arguments.hosts,
         lab=arguments.name,
+        long=arguments.long,
         kernels=tuple(arguments.kernel),
     )
 

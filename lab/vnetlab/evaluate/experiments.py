@@ -1,240 +1,20 @@
 """The experiments: benches whose contenders are the kinds of data paths, with the cases of the papers."""
 
-import itertools
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from vnetlab import measure
-from vnetlab.bench import latency, mpi, usage, workload
-from vnetlab.bench.contenders import Contender, Ends
-from vnetlab.bench.result import Conditions, Sample
-from vnetlab.bench.suite import Bench, Case, Options, Turn
-from vnetlab.evaluate import ranks
-from vnetlab.evaluate.kinds import KINDS, SHARED
-from vnetlab.topology import Kind, Settings, Topology, Wire
-
-LAB = "evaluate"
-KERNELS = ("ep", "cg", "is", "mg", "ft", "sp", "bt", "lu")
-QUICK_KERNELS = ("ep", "cg", "is")
-PAIRS = (1, 2, 3, 4)
-RANKS_A_HOST = (1, 2, 3, 4)
-SHARES = 4
-"""Steps from as few messages between hosts as possible to all."""
-RANKS = 2
-"""Ranks of timed runs: the machine has two processors."""
-MESSAGE_BYTES = (64, 1_024, 16_384, 262_144, 4 << 20)
-PING_BYTES = latency.PING_BYTES
+from vnetlab.bench import latency
+from vnetlab.bench.result import EARLY_BYTES, Conditions
+from vnetlab.evaluate import applications, files, guests, network
+from vnetlab.evaluate.options import EvaluateOptions, Experiment, between_two
+from vnetlab.topology import Wire
 
 
-@dataclass(frozen=True)
-class EvaluateOptions(Options):
-    """Selection and duration of a run."""
-
-    size: str = "W"
-    """Class of the workloads: S, W or A."""
-    hosts: int = 2
-    lab: str = LAB
-    """Name of the lab."""
-    kernels: tuple[str, ...] = ()
-    """Kernels of the NAS Parallel Benchmarks; empty selects all."""
-
-    def topology(self, wire: str, mtu: int, containers: int = 1, hosts: int = 0) -> Settings:
-        """Settings of a lab."""
-        return Settings(
-            name=self.lab,
-            hosts=hosts or self.hosts,
-            vms=0,
-            containers=containers,
-            wire=wire,
-            underlay_mtu=mtu,
-            mtu=mtu,
-        )
-
-    @property
-    def named(self) -> Conditions:
-        """The number of hosts as a condition, unless it is the usual one."""
-        return {} if self.hosts == 2 else {"hosts": self.hosts}
-
-    def some(self, values: tuple) -> tuple:
-        """All values, or in a quick run the first and the last."""
-        return (values[0], values[-1]) if self.quick else values
+def _once(_options: EvaluateOptions) -> list[Conditions]:
+    return [{}]
 
 
-@dataclass(frozen=True)
-class Experiment(Bench):
-    """A bench of the evaluation."""
-
-    relative: bool = False
-    """Whether plots show figures as multiples of native ones."""
-
-
-Load = Callable[[Topology, Ends, Contender], Sample]
-
-
-def _case(conditions: Conditions, settings: Settings, kinds: Iterable[Contender], load: Load) -> Case:
-    """A case in which every kind has a turn under this load."""
-
-    def turn(kind: Contender) -> Turn:
-        def take(topology: Topology) -> Sample:
-            with kind.up(topology) as ends:
-                return load(topology, ends, kind)
-
-        return Turn(kind.name, kind.missing, take)
-
-    return Case(conditions, settings, [turn(kind) for kind in kinds])
-
-
-def _simple(load: Callable[[Ends], Sample]) -> Load:
-    """A load between the two ends, with the CPU time of the daemons."""
-
-    def measured(_topology: Topology, ends: Ends, _kind: Contender) -> Sample:
-        workload.meet(ends)
-        with usage.measured(ends.processes) as used:
-            sample = load(ends)
-        return used.sample() | sample
-
-    return measured
-
-
-def _nas(options: EvaluateOptions) -> list[Case]:
-    """Each kernel with a rank on each host."""
-    count = max(RANKS, options.hosts)
-    crossings = ranks.spread(count, options.hosts, count - 1)
-    cases = []
-    for wire, mtu in options.settings():
-        for kernel in options.kernels or (QUICK_KERNELS if options.quick else KERNELS):
-
-            def load(topology: Topology, ends: Ends, _kind: Contender, kernel: str = kernel) -> Sample:
-                return ranks.measure(topology, ends, kernel, [options.size], crossings)
-
-            conditions = {"wire": wire, "MTU": mtu, "kernel": kernel.upper(), "class": options.size, "ranks": count}
-            conditions |= options.named
-            cases.append(_case(conditions, options.topology(wire, mtu), KINDS, load))
-    return cases
-
-
-def _advect(options: EvaluateOptions, wire: str, mtu: int, hosts: list[int], split: str, *more: Contender) -> Case:
-    """The advective application with a rank on each of these hosts; `more` are contenders beside the kinds."""
-    crossings = sum(one != other for one, other in itertools.pairwise(hosts))
-    conditions: Conditions = {
-        "wire": wire,
-        "MTU": mtu,
-        "class": options.size,
-        "ranks": len(hosts),
-        "split": split,
-        "% of messages between hosts": round(100 * crossings / (len(hosts) - 1)),
-        **options.named,
-    }
-
-    def load(topology: Topology, ends: Ends, kind: Contender) -> Sample:
-        transports = mpi.SHARED_MEMORY if kind is SHARED else mpi.TCP
-        return ranks.measure(topology, ends, "advect", [options.size, split], hosts, transports)
-
-    return _case(conditions, options.topology(wire, mtu, len(hosts) // options.hosts), [*KINDS, *more], load)
-
-
-def _placement(options: EvaluateOptions) -> list[Case]:
-    """Two ranks per host, every dimension split, with all or few messages between hosts (paper 003, figure 2)."""
-    count = 2 * options.hosts
-    splits = (f"{count}x1x1", f"1x{count}x1", f"1x1x{count}")
-    return [
-        _advect(options, wire, mtu, ranks.spread(count, options.hosts, crossings), split, SHARED)
-        for wire, mtu in options.settings()
-        for crossings in (count - 1, options.hosts - 1)
-        for split in splits[: 1 if options.quick else 3]
-    ]
-
-
-def _scaling(options: EvaluateOptions) -> list[Case]:
-    """More and more ranks in a row, all messages between hosts (paper 003, figure 3)."""
-    counts = [options.hosts * each for each in options.some(RANKS_A_HOST)]
-    return [
-        _advect(options, wire, mtu, ranks.spread(count, options.hosts, count - 1), f"{count}x1x1")
-        for wire, mtu in options.settings()
-        for count in counts
-    ]
-
-
-def _share(options: EvaluateOptions) -> list[Case]:
-    """Four ranks on each host, more and more of their messages between hosts (paper 003, figure 4)."""
-    count = max(RANKS_A_HOST) * options.hosts
-    fewest, all_of_them = options.hosts - 1, count - 1
-    steps = tuple(fewest + (all_of_them - fewest) * step // (SHARES - 1) for step in range(SHARES))
-    return [
-        _advect(options, wire, mtu, ranks.spread(count, options.hosts, each), f"{count}x1x1")
-        for wire, mtu in options.settings()
-        for each in options.some(steps)
-    ]
-
-
-def _pairs(options: EvaluateOptions) -> list[Case]:
-    """One to four pairs of containers at once (paper 003, tables 1 and 2)."""
-    seconds = options.seconds(5)
-    cases = []
-    for wire, mtu in options.settings():
-        for pairs in options.some(PAIRS):
-
-            def load(topology: Topology, ends: Ends, _kind: Contender, pairs: int = pairs) -> Sample:
-                workload.meet(ends)
-                with usage.measured(ends.processes) as used:
-                    rate = _at_once(topology, ends, pairs, seconds)
-                return {"aggregate_bps": rate} | used.sample()
-
-            conditions = {"wire": wire, "MTU": mtu, "pairs": pairs}
-            cases.append(_case(conditions, options.topology(wire, mtu, pairs, hosts=2), KINDS, load))
-    return cases
-
-
-def _at_once(topology: Topology, ends: Ends, pairs: int, seconds: float) -> float:
-    """One TCP stream in each pair of containers at once, or as many streams between the hosts; the sum of the rates."""
-    if ends.source.kind is Kind.HOST:
-        return measure.throughput(ends.source, ends.destination, "--parallel", str(pairs), seconds=seconds)
-    sources, destinations = (topology.machines(Kind.CONTAINER, host)[:pairs] for host in (1, 2))
-
-    def stream(number: int) -> float:
-        return measure.throughput(sources[number], destinations[number], seconds=seconds)
-
-    with ThreadPoolExecutor(pairs) as pool:
-        return sum(pool.map(stream, range(pairs)))
-
-
-def _between_two(
-    values: Callable[[EvaluateOptions], Iterable[Conditions]],
-    load: Callable[[EvaluateOptions, Conditions, Ends], Sample],
-) -> Callable[[EvaluateOptions], list[Case]]:
-    """Cases of a load between two containers: every wire and MTU, and these further conditions."""
-
-    def cases(options: EvaluateOptions) -> list[Case]:
-        return [
-            _case(
-                {"wire": wire, "MTU": mtu, **more},
-                options.topology(wire, mtu, hosts=2),
-                KINDS,
-                _simple(lambda ends, more=more: load(options, more, ends)),
-            )
-            for wire, mtu in options.settings()
-            for more in values(options)
-        ]
-
-    return cases
-
-
-def _streams(options: EvaluateOptions, _conditions: Conditions, ends: Ends) -> Sample:
-    """TCP, and UDP by size of writes."""
-    return workload.udp(ends, options.seconds(2)) | workload.tcp(ends, options.seconds(5))
-
-
-def _pings(options: EvaluateOptions, conditions: Conditions, ends: Ends) -> Sample:
-    return latency.pings(ends, int(conditions["bytes"]), 100 if options.quick else options.pings)
-
-
-def _messages(_options: EvaluateOptions, conditions: Conditions, ends: Ends) -> Sample:
-    return mpi.messages(ends, int(conditions["bytes"]))
-
-
-def _challenge(options: EvaluateOptions, _conditions: Conditions, ends: Ends) -> Sample:
-    return mpi.challenge(ends, mpi.QUICK_ORDER if options.quick else mpi.ORDER)
+def _sizes(sizes: tuple[int, ...]) -> Callable[[EvaluateOptions], list[Conditions]]:
+    return lambda options: [{"bytes": size} for size in options.some(sizes)]
 
 
 _WIRES = (Wire.NONE, Wire.GIGABIT, Wire.TEN_GIGABIT)
@@ -249,7 +29,7 @@ EXPERIMENTS = {
         Experiment(
             "streams",
             "TCP throughput and UDP goodput",
-            _between_two(lambda _: [{}], _streams),
+            between_two(_once, network.streams),
             ("tcp_bps", "udp_64000_bps"),
             (
                 "iperf3, one TCP stream; UDP writes as fast as it can, of which only those that arrive whole count.",
@@ -258,9 +38,26 @@ EXPERIMENTS = {
             _WIRES,
         ),
         Experiment(
+            "requests",
+            "Round trips of TCP requests",
+            between_two(_once, network.requests),
+            ("tcp_median_us", "tcp_p99_us", "flood_median_us"),
+            ("Requests of 64 bytes by sockperf (tcp), and pings back to back (flood).",),
+        ),
+        Experiment(
+            "variation",
+            "Variation of latency and throughput",
+            between_two(_once, network.variation),
+            ("ping_median_us", "ping_p99_us", "ping_max_us", "tcp_variation"),
+            (
+                "5 000 pings of 64 bytes, one per millisecond, then one TCP stream: the standard deviation of its rate "
+                "over tenths of a second. The stream takes 30 s, with --long an hour.",
+            ),
+        ),
+        Experiment(
             "pings",
             "Round trips by size",
-            _between_two(lambda options: [{"bytes": size} for size in options.some(PING_BYTES)], _pings),
+            between_two(_sizes(latency.PING_BYTES), network.pings),
             ("ping_median_us", "ping_p99_us"),
             ("ping, one per millisecond, or back to back when a round trip takes longer.",),
             axis="bytes",
@@ -268,7 +65,7 @@ EXPERIMENTS = {
         Experiment(
             "messages",
             "MPI messages by size",
-            _between_two(lambda options: [{"bytes": size} for size in options.some(MESSAGE_BYTES)], _messages),
+            between_two(_sizes(network.MESSAGE_BYTES), network.messages),
             ("oneway_us", "exchange_bps"),
             ("NetPIPE on Open MPI over TCP: ping-pong one way, then both directions at once.", _RANKS),
             (Wire.NONE, Wire.TEN_GIGABIT),
@@ -277,15 +74,43 @@ EXPERIMENTS = {
         Experiment(
             "challenge",
             "HPC Challenge",
-            _between_two(lambda _: [{}], _challenge),
+            between_two(_once, applications.challenge),
             ("pingpong_latency_us", "pingpong_bytes_per_s", "ptrans_bytes_per_s", "fft_flops", "updates_per_s"),
             ("The HPC Challenge suite (Debian's hpcc) with a rank on each of two hosts.", _RANKS, _SHAPED),
             _WIRES,
         ),
         Experiment(
+            "ipoib",
+            "HPC Challenge on MTUs of IP over InfiniBand",
+            applications.ipoib,
+            ("pingpong_latency_us", "pingpong_bytes_per_s", "fft_flops", "updates_per_s"),
+            (
+                "The same suite; the underlay is a pair of tun devices with the MTUs of datagram and connected mode.",
+                _RANKS,
+            ),
+        ),
+        Experiment(
+            "dispatchers",
+            "Pairs of containers by number of dispatchers",
+            network.dispatchers,
+            ("aggregate_bps",),
+            ("One TCP stream in each of four pairs. More dispatchers than processors show the cost of sharing them.",),
+        ),
+        Experiment(
+            "single",
+            "Kernels on one host, beside a stream",
+            applications.single,
+            ("operations_per_s",),
+            (
+                "Serial and OpenMP programs on the first host, while a TCP stream of 0.5 Gbit/s leaves the host on "
+                "the same kind of data path: what the path takes from an application that only computes.",
+            ),
+            relative=True,
+        ),
+        Experiment(
             "nas",
             "NAS Parallel Benchmarks",
-            _nas,
+            applications.nas,
             ("operations_per_s",),
             (
                 "The kernels of docs/workloads.md with a rank on each host. A run whose result does not verify is a "
@@ -299,7 +124,7 @@ EXPERIMENTS = {
         Experiment(
             "pairs",
             "Pairs of containers at once",
-            _pairs,
+            network.pairs,
             ("aggregate_bps",),
             ("One TCP stream in each pair; native has as many streams between the hosts. Sum of all rates.", _SHAPED),
             _WIRES,
@@ -308,7 +133,7 @@ EXPERIMENTS = {
         Experiment(
             "placement",
             "Advective application by placement",
-            _placement,
+            applications.placement,
             ("whole_s", "compute_s", "wait_s"),
             ("Ranks in a row, two on each host: all messages between hosts, or as few as possible.", _RANKS),
             _WIRES,
@@ -316,7 +141,7 @@ EXPERIMENTS = {
         Experiment(
             "scaling",
             "Advective application by number of ranks",
-            _scaling,
+            applications.scaling,
             ("whole_s", "compute_s"),
             ("Ranks in a row, neighbours always on different hosts.", _RANKS),
             (Wire.TEN_GIGABIT,),
@@ -325,11 +150,66 @@ EXPERIMENTS = {
         Experiment(
             "share",
             "Advective application by share of messages between hosts",
-            _share,
+            applications.share,
             ("whole_s", "wait_s"),
             ("Ranks in a row, four on each host.", _RANKS),
             (Wire.TEN_GIGABIT,),
             axis="% of messages between hosts",
+        ),
+        Experiment(
+            "noise",
+            "Round trips beside a noisy process",
+            network.noise,
+            ("ping_median_us", "tcp_median_us", "tcp_p99_us"),
+            ("The first host also runs a process that computes, or one that writes files and synchronizes them.",),
+        ),
+        Experiment(
+            "interconnect",
+            "RDMA writes by size",
+            network.interconnect,
+            ("transfer_bps", "cpu_s_a_gb"),
+            (
+                "vnet-rdma-perf over each kind of data path, iperf3 in writes of the same size (TCP), and datagrams "
+                "between bare sockets (vnet/examples/sockets.rs), which no protocol can exceed. CPU time is the whole "
+                "machine's, while the transfers run.",
+            ),
+            axis="bytes",
+        ),
+        Experiment(
+            "files",
+            "Writing and reading files",
+            files.files,
+            ("write_bytes_per_s", "read_bytes_per_s"),
+            (
+                "fio (psync, records of 1 MiB) writes a new file and reads it, with a cold and a warm page cache. "
+                "Storage: a folder of the host, overlayfs as containers have it, an emulated guest's virtio-blk disk.",
+            ),
+            axis="MiB",
+        ),
+        Experiment(
+            "ablation",
+            "Which part of vnet buys what",
+            guests.ablation,
+            ("ping_median_us", "flood_median_us", "tcp_bps"),
+            ("The rows of the bench of this name (docs/measurements/ablation.md).",),
+        ),
+        Experiment(
+            "interrupts",
+            "Early notifications of guests",
+            guests.interrupts,
+            tuple(f"ping_{size}_us" for size in EARLY_BYTES),
+            (
+                "Emulated guests: compare them with each other only. Early: before the frames are copied. A second "
+                "notification follows at once if data arrives at a rate between alpha and beta. Premature ones came "
+                "too soon and were repeated; masked ones were not sent, because the guest polls.",
+            ),
+        ),
+        Experiment(
+            "machines",
+            "Kernels by MPI between virtual machines",
+            guests.machines,
+            ("operations_per_s",),
+            ("Emulated guests with Debian's Open MPI in their initramfs: compare them with each other only.",),
         ),
     )
 }

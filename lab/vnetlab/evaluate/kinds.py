@@ -57,33 +57,41 @@ class Elsewhere:
 NATIVE = Bare()
 SHARED = Bare("native, shared memory on a host")
 """Ranks on one host use shared memory: an upper bound for ranks that share a host."""
+ALONE = Bare("native, no stream")
 BRIDGED = VxlanContainers("bridge and kernel VXLAN")
 MACVLAN = Macvlan()
 TAP = Vnet("vnet, TAP")
 VETH = Vnet("vnet, veth", kind="veth")
-KINDS: tuple[Contender, ...] = (NATIVE, BRIDGED, MACVLAN, TAP, VETH)
+DIRECT = Vnet("vnet, local", lan=True)
+KINDS: tuple[Contender, ...] = (NATIVE, BRIDGED, MACVLAN, TAP, VETH, DIRECT)
+OVER_IP: tuple[Contender, ...] = (NATIVE, BRIDGED, TAP, VETH)
+"""Kinds that need no Ethernet underneath."""
 VNETS = (TAP.name, VETH.name)
+"""The overlay: kinds whose hosts need not share a LAN."""
 STANDS_FOR = {
     NATIVE.name: "no virtualization: processes in the host's own network namespace",
     SHARED.name: "the upper bound for ranks that share a host",
+    ALONE.name: "a computing application whose host sends nothing",
     BRIDGED.name: "a bridged path (Xen's bridge), and operating-system virtualization (OpenVZ): containers on a bridge",
     MACVLAN.name: "a direct function of an adapter (IOV, passthrough): containers on macvlan",
     TAP.name: "VNET/P and VNET/P+: containers whose frames vnetd reads from a TAP",
     VETH.name: "the same with the kernel's own path for known flows between containers of one host",
+    DIRECT.name: "VNET's direct mode, and Ethernet frames on the wire as on Kitten: vnetd without encapsulation",
 }
 _MPI_THERE = "`mpirun --host A,B --mca btl tcp,self lab/workloads/build/cg-mpi W`"
 ELSEWHERE = (
     Elsewhere(
         "virtual machines on tap and bridge",
         "full virtualization (VMware), paravirtualization (Xen)",
-        "without KVM the emulator's speed hides that of the data path, and the guests' image has no Open MPI",
-        f"`lab/lab bench vm --contender tap`; between guests with Open MPI on two machines with KVM, {_MPI_THERE}",
+        "without KVM the emulator's speed hides that of the data path: emulated guests are compared with each other "
+        "only",
+        "`lab/lab evaluate machines --contender tap` on a machine with KVM, which the lab then uses",
     ),
     Elsewhere(
         "virtual machines on vnet, vhost-user",
         "VNET/P and VNET/P+ under a machine monitor",
         "the same",
-        f"`lab/lab bench vm --contender vnet`; between guests with Open MPI on two machines with KVM, {_MPI_THERE}",
+        "`lab/lab evaluate machines --contender vnet` there",
     ),
     Elsewhere(
         "virtual function of an adapter",

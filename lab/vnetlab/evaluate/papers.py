@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 from vnetlab.bench.result import Conditions
 from vnetlab.evaluate.claims import Claim
+from vnetlab.evaluate.files import OVERLAY, ROOT, VIRTIO
 from vnetlab.evaluate.kinds import BRIDGED, MACVLAN, NATIVE, VNETS
+from vnetlab.evaluate.network import BOUND, NATIVE_TCP
 
 PAPERS = {
     "000": "Xia et al., Fast VMM-based overlay networking for bridging the cloud and high performance computing "
@@ -17,6 +19,8 @@ PAPERS = {
 }
 LATENCY = "the two hosts share two processors with vnetd and the ranks, so every wake-up waits for a processor"
 COPIES = "each byte is copied through user space (docs/performance.md)"
+EMULATED = "the guest is emulated, and disks are files of one disk"
+NO_XEN = "the paper's TCP passes Xen's bridge and a copy in its driver domain; here TCP is the host's own"
 STAND_IN = "the stand-in differs: macvlan and bridge are kernel devices without a hypervisor"
 
 
@@ -32,6 +36,8 @@ class Entry:
     claims: tuple[Claim, ...] = ()
     reason: str = ""
     """Why there is no experiment, or what an experiment leaves out."""
+    more: tuple[str, ...] = ()
+    """Further experiments on the same subject."""
 
 
 def _overlay(text: str, metric: str, low: float, high: float, where: Conditions, why: str) -> Claim:
@@ -47,11 +53,11 @@ def _nas(ratios: dict[str, tuple[float, float]], wire: str) -> tuple[Claim, ...]
     )
 
 
-def _drawing(paper: str, number: int, title: str, place: str) -> Entry:
-    return Entry(paper, f"figure {number}", title, reason=f"a drawing without figures; here: {place}")
+def _drawing(paper: str, number: int, title: str, place: str, experiment: str = "") -> Entry:
+    return Entry(paper, f"figure {number}", title, experiment, reason=f"a drawing without figures; here: {place}")
 
 
-_ABLATION = "measured by the bench `ablation` ([page](../measurements/ablation.md))"
+_NO_INFINIBAND = "two ranks instead of 6 nodes, on tun devices with IPoIB's MTUs: there is no InfiniBand here"
 _P_1G = {
     "EP": (0.988, 0.995),
     "MG": (0.873, 0.995),
@@ -92,16 +98,16 @@ _VNET_P = (
     ),
     _drawing("000", 1, "Architecture", "[architecture](../../ARCHITECTURE.md)"),
     _drawing("000", 2, "Routing inside the core", "[architecture](../../ARCHITECTURE.md)"),
-    _drawing("000", 3, "VMM-driven and guest-driven modes", f"both are {_ABLATION}"),
+    _drawing("000", 3, "VMM-driven and guest-driven modes", "both modes are rows of it", "ablation"),
     _drawing("000", 4, "Dispatchers on several cores", "`threads` and `cpus` in [configuration](../configuration.md)"),
     Entry(
         "000",
         "figure 5",
         "Receive throughput by number of cores",
-        reason="two processors leave no core for a second dispatcher: on a larger machine, "
-        "`lab/lab bench tcp --contender dispatchers`",
+        "dispatchers",
+        reason="with two processors it shows what sharing them costs, not the gain of further cores",
     ),
-    _drawing("000", 6, "Adaptive mode", f"it is {_ABLATION}"),
+    _drawing("000", 6, "Adaptive mode", "a row of it", "ablation"),
     _drawing("000", 7, "Data paths of transmission and reception", "[architecture](../../ARCHITECTURE.md)"),
     Entry(
         "000",
@@ -174,15 +180,38 @@ _VNET_P = (
         "000",
         "figure 15",
         "HPCC latency and bandwidth over IPoIB",
-        reason="no InfiniBand here; an underlay with its MTUs (2044, 65 520) is not measured yet",
+        "ipoib",
+        (
+            _overlay("ping-pong bandwidth", "pingpong_bytes_per_s", 0.7, 0.75, {}, COPIES),
+            _overlay("ping-pong latency", "pingpong_latency_us", 3, 4, {}, LATENCY),
+            _overlay("ring bandwidth", "ring_bytes_per_s", 0.5, 0.55, {}, COPIES),
+            _overlay("ring latency", "ring_latency_us", 2.5, 3, {}, LATENCY),
+        ),
+        _NO_INFINIBAND,
     ),
-    Entry("000", "figure 16", "HPCC applications over IPoIB", reason="no InfiniBand here, as for figure 15"),
+    Entry(
+        "000",
+        "figure 16",
+        "HPCC applications over IPoIB",
+        "ipoib",
+        (
+            _overlay("RandomAccess", "updates_per_s", 0.75, 0.8, {}, LATENCY),
+            _overlay("FFT", "fft_flops", 0.3, 0.45, {}, COPIES),
+        ),
+        _NO_INFINIBAND,
+    ),
     _drawing("000", 17, "VNET/P for Kitten", "not in scope; its host is the Kitten kernel"),
 )
 _VNET_P_PLUS = (
     _drawing("001", 1, "Architecture of VNET/P", "[architecture](../../ARCHITECTURE.md)"),
     _drawing("001", 2, "Time line of a virtual interrupt", "interrupts are emulated by KVM or QEMU"),
-    _drawing("001", 3, "Early virtual interrupts", f'`interrupts = "optimistic"`, {_ABLATION}'),
+    _drawing(
+        "001",
+        3,
+        "Early virtual interrupts",
+        '`interrupts = "optimistic"`',
+        "interrupts",
+    ),
     Entry(
         "001",
         "figure 4",
@@ -204,9 +233,9 @@ _VNET_P_PLUS = (
         "001",
         "figure 6",
         "Variation of 5 000 pings and of an hour of TCP",
-        "pings",
-        reason="5 000 pings with their 99th percentile; throughput over 30 s instead of an hour is "
-        "[measured](../measurements/latency.md) by the bench `latency`",
+        "variation",
+        reason="the stream takes 30 s, with `--long` an hour; `noise` has round trips beside a noisy process",
+        more=("noise",),
     ),
     Entry(
         "001",
@@ -244,7 +273,8 @@ _VNET_P_PLUS = (
         "NAS Parallel Benchmarks",
         "nas",
         _nas(_PLUS, "10g"),
-        "two ranks and smaller classes instead of 8 to 16 ranks of classes B and C",
+        "two ranks and smaller classes instead of 8 to 16 ranks of classes B and C; `machines` has emulated guests",
+        more=("machines",),
     ),
 )
 _COMPARISON = (
@@ -259,19 +289,32 @@ _COMPARISON = (
             ),
             _overlay("Xen, bandwidth on 1 Gbit/s", "tcp_bps", 0.945, 0.945, {"wire": "1g"}, COPIES),
         ),
-        "latency by size is in the experiment pings (OpenVZ 1.06x, Xen 2.00x of native)",
+        "latency: OpenVZ 1.06x, Xen 2.00x of native",
+        more=("requests", "pings"),
     ),
     Entry(
         "002",
         "figure 2",
         "IOZone: reading and writing files",
-        reason="not measured: containers use the host's file system, and vnet has no part in files",
+        "files",
+        (
+            Claim("OpenVZ, reading", "read_bytes_per_s", 0.9, 1, (OVERLAY,), ROOT, {"cache": "warm"}, EMULATED),
+            Claim("OpenVZ, writing", "write_bytes_per_s", 0.9, 1, (OVERLAY,), ROOT, {"cache": "warm"}, EMULATED),
+            Claim("Xen, reading", "read_bytes_per_s", 0.54, 1, (VIRTIO,), ROOT, {"cache": "cold"}, EMULATED),
+            Claim("Xen, writing", "write_bytes_per_s", 0.6, 1, (VIRTIO,), ROOT, {"cache": "cold"}, EMULATED),
+        ),
+        "fio instead of IOZone",
     ),
     Entry(
         "002",
         "figure 3",
         "NAS Parallel Benchmarks, serial and OpenMP",
-        reason="not measured: containers compute as the host does, and without KVM a guest's time is the emulator's",
+        "single",
+        tuple(
+            Claim(f"OpenVZ, {kernel}", "operations_per_s", 0.99, 1.01, (BRIDGED.name,), NATIVE.name, {"kernel": kernel})
+            for kernel in ("EP", "CG", "MG", "FT", "SP", "BT", "LU")
+        ),
+        "here beside a stream; without KVM a guest's computing time is the emulator's, so there are containers only",
     ),
     Entry(
         "002",
@@ -363,16 +406,34 @@ _PATHS = (
         "eight ranks instead of 16",
     ),
 )
-_BY_HAND = "no experiment yet; `vnet-rdma-perf` ([interconnect](../interconnect.md)) measures one pair by hand"
+_WRITES = "between containers; attachments of virtual machines ([interconnect](../interconnect.md)) do not exist yet"
+_LARGE = {"bytes": 2 << 20}
 _INTERCONNECT = (
     _drawing("004", 1, "Data paths", "[interconnect](../interconnect.md)"),
-    Entry("004", "figure 2", "Rates by message size", reason=_BY_HAND),
-    Entry("004", "figure 3", "CPU time by message size", reason=_BY_HAND),
+    Entry(
+        "004",
+        "figure 2",
+        "Rates by message size",
+        "interconnect",
+        (
+            Claim("2 MiB / bound", "transfer_bps", 0.92, 0.92, (NATIVE.name,), BOUND, _LARGE, COPIES),
+            Claim("2 MiB / TCP", "transfer_bps", 3, 3, (NATIVE.name,), NATIVE_TCP, _LARGE, NO_XEN),
+        ),
+        _WRITES,
+    ),
+    Entry(
+        "004",
+        "figure 3",
+        "CPU time by message size",
+        "interconnect",
+        (Claim("32 KiB / TCP", "cpu_s_a_gb", 0.15, 0.3, (NATIVE.name,), NATIVE_TCP, {"bytes": 32_768}, NO_XEN),),
+        _WRITES,
+    ),
 )
 ENTRIES = _VNET_P + _VNET_P_PLUS + _COMPARISON + _PATHS + _INTERCONNECT
 
 
 def experiments(paper: str) -> list[str]:
     """Names of a paper's experiments, in the order of its figures; `all` selects all papers."""
-    chosen = [entry.experiment for entry in ENTRIES if paper in (entry.paper, "all") and entry.experiment]
-    return list(dict.fromkeys(chosen))
+    entries = [entry for entry in ENTRIES if paper in (entry.paper, "all")]
+    return list(dict.fromkeys(name for entry in entries for name in (entry.experiment, *entry.more) if name))

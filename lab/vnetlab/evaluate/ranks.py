@@ -32,10 +32,11 @@ def spread(ranks: int, hosts: int, crossings: int) -> list[int]:
 
 
 def nodes(topology: Topology, ends: Ends, hosts: list[int]) -> list[Node]:
-    """The machine of each rank: a container of its own, or the host itself if a contender has no containers."""
-    if ends.source.kind is Kind.HOST:
+    """The machine of each rank: its own container or virtual machine, or the host itself for native."""
+    kind = ends.source.kind
+    if kind is Kind.HOST:
         return [topology.hosts[host] for host in hosts]
-    free = {host: iter(topology.machines(Kind.CONTAINER, host + 1)) for host in set(hosts)}
+    free = {host: iter(topology.machines(kind, host + 1)) for host in set(hosts)}
     return [next(free[host]) for host in hosts]
 
 
@@ -44,7 +45,8 @@ def measure(
 ) -> Sample:
     """Runs a workload with a rank on each of these hosts. Raises LabError if its result is wrong."""
     workload.meet(ends)
-    program = str(PROGRAMS / f"{kernel}-mpi")
+    name = f"{kernel}-mpi"
+    program = name if ends.source.kind is Kind.VM else str(PROGRAMS / name)
     with (
         launcher(nodes(topology, ends, hosts), transports) as mpirun,
         usage.measured(ends.processes) as used,
@@ -57,6 +59,20 @@ def measure(
     return sample | {part: figures[part] for part in PARTS if part in figures} | cores
 
 
+def alone(node: Node, kernel: str, size: str, threads: int) -> Sample:
+    """Runs a workload on one machine: serial, or with several threads by OpenMP."""
+    variant = "openmp" if threads > 1 else "serial"
+    words = [
+        "env",
+        f"OMP_NUM_THREADS={threads}",
+        "OMP_WAIT_POLICY=passive",
+        str(PROGRAMS / f"{kernel}-{variant}"),
+        size,
+    ]
+    figures = workloads.report(kernel, *machine.attempt(node, *words, timeout_s=RUN_S))
+    return {"operations_per_s": figures["mops"] * 1e6, "whole_s": figures["seconds"]}
+
+
 def build() -> None:
-    """Builds the workloads' MPI programs."""
-    workloads.build(PROGRAMS, *(str(PROGRAMS / f"{kernel}-mpi") for kernel in workloads.KERNELS))
+    """Builds the workloads: serial, by OpenMP, and by MPI."""
+    workloads.build(PROGRAMS)

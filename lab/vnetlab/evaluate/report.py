@@ -9,8 +9,9 @@ from vnetlab.bench import report as bench
 from vnetlab.bench.result import Conditions, Result, Series
 from vnetlab.daemon import REPOSITORY
 from vnetlab.evaluate.document import Block, Heading, List, Plot, Table, Text, markdown, page
-from vnetlab.evaluate.experiments import EXPERIMENTS, Experiment
+from vnetlab.evaluate.experiments import EXPERIMENTS
 from vnetlab.evaluate.kinds import ELSEWHERE, NATIVE, STANDS_FOR
+from vnetlab.evaluate.options import Experiment
 from vnetlab.evaluate.papers import ENTRIES, PAPERS, Entry
 from vnetlab.run import LabError
 
@@ -91,7 +92,8 @@ def coverage(paper: str) -> Table:
 
 
 def _where(entry: Entry) -> str:
-    parts = [f"experiment `{entry.experiment}`"] if entry.experiment else []
+    names = ", ".join(f"`{name}`" for name in (entry.experiment, *entry.more))
+    parts = [f"experiment{'s' * bool(entry.more)} {names}"] if entry.experiment else []
     return "; ".join([*parts, entry.reason] if entry.reason else parts)
 
 

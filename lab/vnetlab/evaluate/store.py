@@ -6,7 +6,7 @@ from pathlib import Path
 from vnetlab.bench import runner
 from vnetlab.bench.result import Result
 from vnetlab.bench.suite import Case, cases
-from vnetlab.evaluate.experiments import EvaluateOptions, Experiment
+from vnetlab.evaluate.options import EvaluateOptions, Experiment
 from vnetlab.lab import CACHE
 from vnetlab.run import LabError, progress
 

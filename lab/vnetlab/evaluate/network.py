@@ -1,0 +1,206 @@
+"""Experiments on the network alone: streams, requests, pings, pairs of machines, MPI messages, the interconnect."""
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+from vnetlab import daemon, lab, machine, measure, process
+from vnetlab.bench import latency, mpi, usage, vhost, workload
+from vnetlab.bench.contenders import Bare, Contender, Ends, Vnet
+from vnetlab.bench.result import Conditions, Sample
+from vnetlab.bench.suite import Case, Turn
+from vnetlab.evaluate.kinds import KINDS, NATIVE, TAP
+from vnetlab.evaluate.options import EvaluateOptions, case
+from vnetlab.run import LabError, wait_until
+from vnetlab.topology import Kind, Node, Topology
+
+PAIRS = (1, 2, 3, 4)
+MESSAGE_BYTES = (64, 1_024, 16_384, 262_144, 4 << 20)
+QUIET = "none"
+NOISES = {
+    "files": 'while :; do dd if=/dev/zero of="$0" bs=1M count=64 conv=fsync status=none; done',
+    "computing": "while :; do :; done",
+}
+TRANSFER_BYTES = (64, 1_024, 4_096, 32_768, 131_072, 2 << 20)
+TRANSFER_PORT = 7471
+NATIVE_TCP = "native, TCP"
+TCP_KINDS: tuple[Contender, ...] = (Bare(NATIVE_TCP), replace(TAP, name="vnet, TAP, TCP"))
+BOUND = "native, sockets without protocol"
+
+
+def streams(options: EvaluateOptions, _conditions: Conditions, ends: Ends) -> Sample:
+    """TCP, and UDP by size of writes."""
+    return workload.udp(ends, options.seconds(2)) | workload.tcp(ends, options.seconds(5))
+
+
+def requests(options: EvaluateOptions, _conditions: Conditions, ends: Ends) -> Sample:
+    """Round trips of TCP requests, and of pings."""
+    return workload.rtt(ends, options.seconds(4))
+
+
+def variation(options: EvaluateOptions, _conditions: Conditions, ends: Ends) -> Sample:
+    """Pings of 64 bytes, then one TCP stream (paper 001, figure 6)."""
+    found = latency.pings(ends, 64, 100 if options.quick else 5_000)
+    return found | latency.stream(ends, 2 if options.quick else 3_600 if options.long else 30)
+
+
+def pings(options: EvaluateOptions, conditions: Conditions, ends: Ends) -> Sample:
+    """Pings of one size."""
+    return latency.pings(ends, int(conditions["bytes"]), 100 if options.quick else options.pings)
+
+
+def messages(_options: EvaluateOptions, conditions: Conditions, ends: Ends) -> Sample:
+    """MPI messages of one size."""
+    return mpi.messages(ends, int(conditions["bytes"]))
+
+
+def pairs(options: EvaluateOptions) -> list[Case]:
+    """One to four pairs of containers at once (paper 003, tables 1 and 2)."""
+    return [_pairs(options, under, count, KINDS) for under in options.settings() for count in options.some(PAIRS)]
+
+
+def dispatchers(options: EvaluateOptions) -> list[Case]:
+    """Four pairs of containers at once, by number of dispatchers (paper 000, figures 4 and 5)."""
+    counts = range(1, max(2, os.cpu_count() or 1) + 1)
+    vnets = [Vnet(f"vnet, {count} dispatcher{'s' * (count > 1)}", dispatchers=count) for count in counts]
+    return [_pairs(options, under, max(PAIRS), [NATIVE, *vnets]) for under in options.settings()]
+
+
+def _pairs(options: EvaluateOptions, under: tuple[str, int], pairs: int, kinds: Iterable[Contender]) -> Case:
+    """Pairs of containers at once, on an underlay of this wire and MTU."""
+
+    def load(topology: Topology, ends: Ends, _kind: Contender) -> Sample:
+        workload.meet(ends)
+        with usage.measured(ends.processes) as used:
+            rate = _at_once(topology, ends, pairs, options.seconds(5))
+        return {"aggregate_bps": rate} | used.sample()
+
+    wire, mtu = under
+    return case({"wire": wire, "MTU": mtu, "pairs": pairs}, options.topology(wire, mtu, pairs, hosts=2), kinds, load)
+
+
+def _at_once(topology: Topology, ends: Ends, pairs: int, seconds: float) -> float:
+    """One TCP stream in each pair of containers at once, or as many streams between the hosts; the sum of the rates."""
+    if ends.source.kind is Kind.HOST:
+        return measure.throughput(ends.source, ends.destination, "--parallel", str(pairs), seconds=seconds)
+    sources, destinations = (topology.machines(Kind.CONTAINER, host)[:pairs] for host in (1, 2))
+
+    def stream(number: int) -> float:
+        return measure.throughput(sources[number], destinations[number], seconds=seconds)
+
+    with ThreadPoolExecutor(pairs) as pool:
+        return sum(pool.map(stream, range(pairs)))
+
+
+def noise(options: EvaluateOptions) -> list[Case]:
+    """Round trips beside a process of the first host that computes, or writes files (paper 001, isolation)."""
+    return [_noise(options, under, name) for under in options.settings() for name in (*NOISES, QUIET)[options.quick :]]
+
+
+def _noise(options: EvaluateOptions, under: tuple[str, int], name: str) -> Case:
+    """Round trips beside this noise, on an underlay of this wire and MTU."""
+
+    def load(topology: Topology, ends: Ends, _kind: Contender) -> Sample:
+        with contextlib.nullcontext() if name == QUIET else _noisy(topology.hosts[0], NOISES[name]):
+            return workload.rtt(ends, options.seconds(4))
+
+    wire, mtu = under
+    return case({"wire": wire, "MTU": mtu, "noise": name}, options.topology(wire, mtu, hosts=2), KINDS, load)
+
+
+@contextlib.contextmanager
+def _noisy(host: Node, script: str) -> Iterator[None]:
+    """Runs a shell script on a host while the context lasts. It may write to one file, `$0`."""
+    file = lab.CACHE / f"{host.lab}.noise"
+    pid, log = host.file(".noise.pid"), host.file(".noise.log")
+    process.start(machine.namespace_command(host, ["sh", "-c", script, str(file)]), pid, log)
+    try:
+        yield
+    finally:
+        process.stop(pid)
+        file.unlink(missing_ok=True)
+
+
+def interconnect(options: EvaluateOptions) -> list[Case]:
+    """The interconnect's writes by size, beside TCP and a bound without protocol (paper 004, figures 2 and 3)."""
+    seconds = options.seconds(3)
+    cases = []
+    for wire, mtu in options.settings():
+        for size in options.some(TRANSFER_BYTES):
+
+            def load(_topology: Topology, ends: Ends, kind: Contender, size: int = size) -> Sample:
+                return (_tcp_writes if kind in TCP_KINDS else _rdma_writes)(ends, size, seconds)
+
+            conditions: Conditions = {"wire": wire, "MTU": mtu, "bytes": size}
+            found = case(conditions, options.topology(wire, mtu, hosts=2), [*KINDS, *TCP_KINDS], load)
+            cases.append(replace(found, turns=[*found.turns, Turn(BOUND, _no_bound, partial(_bound, seconds=seconds))]))
+    return cases
+
+
+def _rdma_writes(ends: Ends, size: int, seconds: float) -> Sample:
+    """One-way time of 8-byte writes, then rate and CPU time of writes of `size` bytes."""
+    workload.meet(ends)
+    program = daemon.binaries() / "vnet-rdma-perf"
+    if not program.exists():
+        raise LabError(f"{program} is missing: run 'make build'")
+    where = f"{ends.destination.address}:{TRANSFER_PORT}"
+    pid, log = ends.destination.file(".rdma.pid"), ends.destination.file(".rdma.log")
+    process.start(machine.namespace_command(ends.destination, [str(program), "server", where]), pid, log)
+    try:
+        listening = ["ss", "-Hlun", f"sport = :{TRANSFER_PORT}"]
+        wait_until("the interconnect's server", lambda: machine.execute(ends.destination, *listening).strip(), 10, log)
+        words = [str(program), "client", f"{where}/0", str(size), str(seconds)]
+        command = machine.namespace_command(ends.source, words)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        with subprocess.Popen(command, **pipes, env=machine.environment(ends.source)) as client:
+            first = client.stdout.readline()
+            # The rate is measured after the first line.
+            with usage.split() as work:
+                second = client.stdout.readline()
+    finally:
+        process.stop(pid)
+    found = rdma_figures(first + second)
+    return found | _work(work, found["transfer_bps"])
+
+
+def rdma_figures(text: str) -> Sample:
+    """The sample from vnet-rdma-perf's two lines; raises LabError if it failed."""
+    figures = dict(zip(text.split()[::2], text.split()[1::2], strict=False))
+    try:
+        return {"oneway_us": float(figures["latency_us"]), "transfer_bps": float(figures["gbit_s"]) * 1e9}
+    except (KeyError, ValueError) as error:
+        raise LabError(f"vnet-rdma-perf gave no figures: {text.strip()[-200:]}") from error
+
+
+def _tcp_writes(ends: Ends, size: int, seconds: float) -> Sample:
+    """Rate and CPU time of a TCP stream in writes of `size` bytes, at most 1 MiB: iperf3 takes no more."""
+    length = str(min(size, 1 << 20))
+    workload.meet(ends)
+    with usage.split() as work:
+        rate = measure.throughput(ends.source, ends.destination, "--length", length, seconds=seconds)
+    return {"transfer_bps": rate} | _work(work, rate)
+
+
+def _bound(topology: Topology, seconds: float) -> Sample:
+    """The rate of datagrams between bare sockets of the hosts, and its CPU time."""
+    with usage.split() as work:
+        rate = vhost.bare_stream(topology, seconds)["tso_bps"]
+    return {"transfer_bps": rate} | _work(work, rate)
+
+
+def _no_bound() -> str | None:
+    """The reason if the program of the bound is not built."""
+    try:
+        vhost.example("sockets")
+    except LabError as error:
+        return str(error)
+    return None
+
+
+def _work(work: Sample, rate: float) -> Sample:
+    """The machine's CPU time by kind, and in total per gigabyte."""
+    return {**work, "cpu_s_a_gb": sum(work.values()) / (rate / 8e9)}
