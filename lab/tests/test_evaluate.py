@@ -2,15 +2,17 @@
 
 import itertools
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from checks import wait_for_path
 
-from vnetlab import lab, machine, measure
+from vnetlab import lab, machine, measure, remote, underlay
 from vnetlab.bench import plot, runner, suite
 from vnetlab.bench.result import METRICS, Failure, Result
 from vnetlab.bench.suite import Case, Turn
@@ -19,9 +21,9 @@ from vnetlab.evaluate import files, network, papers, ranks, report, store
 from vnetlab.evaluate.claims import Claim
 from vnetlab.evaluate.document import Heading, List, Plot, Table, Text, markdown, page
 from vnetlab.evaluate.experiments import EXPERIMENTS
-from vnetlab.evaluate.kinds import BRIDGED, ELSEWHERE, KINDS, NATIVE, TAP, VETH, VNETS
+from vnetlab.evaluate.kinds import BRIDGED, DIRECT, ELSEWHERE, KINDS, NATIVE, TAP, VETH, VNETS
 from vnetlab.evaluate.options import EvaluateOptions
-from vnetlab.run import LabError
+from vnetlab.run import LabError, run
 from vnetlab.topology import Settings, Topology
 
 LAB = "test-evaluate"
@@ -254,6 +256,75 @@ def test_an_underlay_of_tun_devices():
     with pytest.raises(LabError, match="joins two hosts, not 3"):
         lab.prepare(replace(settings, hosts=3))
     lab.down(LAB)
+
+
+SSH = """\
+#!/bin/sh
+# A machine is a network namespace with its name.
+while :; do
+    case "$1" in -o) shift 2 ;; -*) shift ;; *) break ;; esac
+done
+machine=$1; shift
+exec nsenter --net="/run/netns/$machine" sh -c "$*"
+"""
+
+
+@pytest.fixture
+def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file of two machines, namespaces joined by their devices nic0; ssh enters them."""
+    names = [f"{LAB}-machine{number}" for number in (1, 2)]
+    for name in names:
+        subprocess.run(["ip", "netns", "delete", name], check=False, stderr=subprocess.DEVNULL)
+        run(["ip", "netns", "add", name])
+    try:
+        words = f"ip -n {names[0]} link add nic0 type veth peer name nic0 netns {names[1]}"
+        run(words.split())
+        for name in names:
+            run(["ip", "-n", name, "link", "set", "nic0", "up"])
+        ssh = tmp_path / "bin" / "ssh"
+        ssh.parent.mkdir()
+        ssh.write_text(SSH)
+        ssh.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
+        file = tmp_path / "machines.txt"
+        file.write_text("# ssh to, device\n" + "".join(f"{name} nic0\n" for name in names))
+        yield file
+    finally:
+        lab.down(LAB)
+        for name in names:
+            run(["ip", "netns", "delete", name])
+
+
+def test_hosts_on_other_machines(others: Path, tmp_path: Path):
+    """A kernel by MPI and round trips between two machines over ssh; nothing stays there."""
+    results = tmp_path / "results"
+    command = [sys.executable, str(REPOSITORY / "lab" / "lab"), "evaluate", "--quick", "--name", LAB]
+    command += ["--native-hosts", str(others), "--results", str(results)]
+    chosen = ["--kernel", "is", "--contender", "bridge", "--contender", TAP.name, "--contender", DIRECT.name]
+    done = subprocess.run([*command, *chosen, "nas"], check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    result = Result.read(results / "nas.json")
+    assert [failure.contender for failure in result.failures] == [DIRECT.name]
+    assert result.contenders() == [BRIDGED.name, TAP.name, DIRECT.name]
+    assert set(result.metrics()) == {"operations_per_s", "whole_s"}, "no CPU time of this machine"
+    assert "nic0" in result.machine["hosts"]
+    assert f"Hosts are the machines {result.machine['hosts']}." in (results / "report.md").read_text()
+    left = [name for name in underlay.namespaces() if name.startswith(f"{LAB}-h")]
+    assert not left
+    assert subprocess.run(["pgrep", "-f", f"/vnet-lab/{LAB}/"], check=False).returncode == 1, "no process stays"
+    others.write_text("one nic0\ntwo\n")
+    done = subprocess.run([*command, "nas"], check=False, capture_output=True, text=True, timeout=60)
+    assert "write a line 'DESTINATION DEVICE' for each" in done.stderr
+
+
+def test_commands_run_where_their_namespace_is():
+    place = remote.Machine("root@there", "eth1")
+    with remote.hosts_on("x", (place, place)):
+        for words in ("ip -n x-h1 link", "bridge -n x-h2 fdb", "ip netns exec x-h2c1 true", "ip netns delete x-h1"):
+            assert remote.wrap(words.split())[-2:] == ["root@there", words]
+        for words in ("ip -n y-h1 link", "ip link", "ip netns exec x-underlay true", "true"):
+            assert remote.wrap(words.split()) == words.split()
+    assert remote.wrap(["ip", "-n", "x-h1", "link"])[0] == "ip"
 
 
 def test_a_short_run(tmp_path: Path):

@@ -1,11 +1,13 @@
 """A vnetd on each host: configuration file, certificate, start, and queries."""
 
+import contextlib
 import json
 import os
+import shlex
 import socket
 from pathlib import Path
 
-from vnetlab import process, store
+from vnetlab import process, remote, store
 from vnetlab.run import LabError, run, wait_until
 from vnetlab.topology import PORT, Kind, Node, Topology
 
@@ -129,6 +131,9 @@ def start(topology: Topology, host: Node) -> None:
     config = host.file(".toml")
     if not config.exists():
         config.write_text(configuration(topology, host))
+    place = remote.machine_of(host.namespace)
+    if place:
+        run(remote.ssh(place, f"printf %s {shlex.quote(config.read_text())} >{config}"))
     command = ["ip", "netns", "exec", host.namespace, str(binaries() / "vnetd"), "--config", str(config)]
     # Like systemd: otherwise hosts of all labs would share the machine's default folder.
     state = {"STATE_DIRECTORY": str(topology.state / "state")}
@@ -137,10 +142,19 @@ def start(topology: Topology, host: Node) -> None:
     def answers() -> bool:
         if process.find(host.file(".pid")) is None:
             raise LabError(f"vnetd on {host.name} exited at once", host.file(".log"))
+        if place:
+            return _answers(host)
         with socket.socket(socket.AF_UNIX) as client:
             return client.connect_ex(str(host.file(".sock"))) == 0
 
     wait_until(f"vnetd on {host.name} to answer", answers, START_S, host.file(".log"))
+
+
+def _answers(host: Node) -> bool:
+    """Whether a host's vnetd on another machine answers."""
+    with contextlib.suppress(LabError):
+        return bool(vnet(host, "stats"))
+    return False
 
 
 def ask(host: Node, *arguments: str) -> dict:
@@ -150,4 +164,7 @@ def ask(host: Node, *arguments: str) -> dict:
 
 def vnet(host: Node, *arguments: str) -> str:
     """Runs `vnet` against a host's vnetd; returns its output. Raises LabError if it fails."""
-    return run([str(binaries() / "vnet"), "--socket", str(host.file(".sock")), *arguments])
+    words = [str(binaries() / "vnet"), "--socket", str(host.file(".sock")), *arguments]
+    if remote.machine_of(host.namespace):
+        words = ["ip", "netns", "exec", host.namespace, *words]
+    return run(words)

@@ -1,10 +1,12 @@
 """Runs commands on any node of a lab: hosts, containers, virtual machines."""
 
 import os
+import shlex
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
-from vnetlab import channel, daemon, process
+from vnetlab import channel, daemon, process, remote
 from vnetlab.run import LabError
 from vnetlab.topology import Kind, Node
 
@@ -25,6 +27,16 @@ def execute(node: Node, *command: str, timeout_s: float = 30) -> str:
         words = " / ".join(text.strip().splitlines()[-3:])
         raise LabError(f"'{' '.join(command)}' on {node.name} failed with status {status}: {words}")
     return text
+
+
+def write(node: Node, path: Path, text: str) -> None:
+    """Writes an executable file on a node."""
+    execute(node, f"printf %s {shlex.quote(text)} >{path} && chmod 755 {path}")
+
+
+def read(node: Node, path: Path) -> str:
+    """The text of a node's file; empty if there is none."""
+    return execute(node, f"cat {path} 2>/dev/null || true")
 
 
 def namespace_command(node: Node, command: Sequence[str]) -> list[str]:
@@ -53,7 +65,7 @@ def _in_namespace(node: Node, command: Sequence[str], timeout_s: float) -> tuple
     words = ["sh", "-c", *command] if len(command) == 1 else command
     try:
         done = subprocess.run(
-            namespace_command(node, words),
+            remote.wrap(namespace_command(node, words)),
             check=False,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -13,21 +13,28 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from vnetlab import remote
 from vnetlab.run import LabError
 
 MARK = "VNET_LAB_STATE"
 """Environment variable with the directory of a process's lab."""
+_ELSEWHERE: dict[int, subprocess.Popen] = {}
+"""The ssh of processes on other machines, which end when its standard input is closed."""
 STOP_S = 5
 """Time to exit on SIGTERM before SIGKILL."""
 
 
 def start(command: Sequence[str], pid_file: Path, log: Path, environment: Mapping[str, str] | None = None) -> None:
-    """Starts a process of the lab in whose directory `pid_file` lies; appends its output to `log`."""
+    """Starts a process of the lab in whose directory `pid_file` lies; appends its output to `log`.
+
+    A process on another machine is represented by its ssh, and ends with it.
+    """
+    elsewhere = remote.supervised(command, {**(environment or {}), **mark(pid_file.parent)})
     try:
         with log.open("ab") as output:
             process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
+                elsewhere or command,
+                stdin=subprocess.PIPE if elsewhere else subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
@@ -35,6 +42,8 @@ def start(command: Sequence[str], pid_file: Path, log: Path, environment: Mappin
             )
     except FileNotFoundError as error:
         raise LabError(f"{command[0]} is missing: run 'make packages build'") from error
+    if elsewhere:
+        _ELSEWHERE[process.pid] = process
     pid_file.write_text(f"{process.pid} {_start_time(process.pid)}\n")
 
 
@@ -55,6 +64,11 @@ def find(pid_file: Path) -> int | None:
 
 def stop(pid_file: Path) -> None:
     """Stops the process of `pid_file`, if necessary by SIGKILL, and removes the file."""
+    elsewhere = _ELSEWHERE.pop(find(pid_file) or 0, None)
+    if elsewhere:
+        elsewhere.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            elsewhere.wait(STOP_S)
     _end(lambda: [pid] if (pid := find(pid_file)) else [])
     pid_file.unlink(missing_ok=True)
 

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from vnetlab import remote
+
 _START = time.monotonic()
 
 
@@ -32,14 +34,20 @@ def progress(text: str) -> None:
 
 
 def run(command: Sequence[str], timeout_s: float = 30, cwd: Path | None = None) -> str:
-    """Runs a program and returns its standard output.
+    """Runs a program, on the machine of the namespace that it names, and returns its standard output.
 
     Raises LabError with the last lines of its output if it fails or exceeds the time limit.
     """
     text = " ".join(command)
     try:
         done = subprocess.run(
-            command, check=False, capture_output=True, text=True, timeout=timeout_s, cwd=cwd, stdin=subprocess.DEVNULL
+            remote.wrap(command),
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
         )
     except FileNotFoundError as error:
         raise LabError(f"{command[0]} is not installed: run 'make packages'") from error

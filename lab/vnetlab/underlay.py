@@ -10,9 +10,10 @@ import re
 import sys
 from pathlib import Path
 
-from vnetlab import process
+from vnetlab import process, remote
+from vnetlab.remote import Machine
 from vnetlab.run import LabError, run, wait_until
-from vnetlab.topology import Node, Topology, Wire
+from vnetlab.topology import STATE, Node, Topology, Wire
 
 IPV6_MTU_MIN = 1280
 TUN_PAIR = Path(__file__).parent / "tun_pair.py"
@@ -35,9 +36,15 @@ def namespaces() -> set[str]:
 def create(topology: Topology) -> None:
     """Creates the hosts' namespaces and connects them."""
     hosts = topology.hosts
+    machines = remote.machines_of(topology.settings.name)
+    if machines and (topology.settings.tun or topology.settings.wire != Wire.NONE):
+        raise LabError("the underlay between other machines is theirs: choose --wire none")
     for host in hosts:
         add_namespace(host.namespace)
-    if topology.settings.tun:
+    if machines:
+        for host, place in zip(hosts, machines, strict=False):
+            _add_device(host, place, topology)
+    elif topology.settings.tun:
         _add_tun_pair(topology)
     elif len(hosts) == 2:
         ends = [f"{host.namespace} mtu {topology.settings.underlay_mtu}" for host in hosts]
@@ -58,12 +65,20 @@ def delete_namespaces(lab: str) -> None:
     """Removes all namespaces of a lab, with the devices in them."""
     for name in sorted(owned(lab)):
         run(["ip", "netns", "delete", name])
+    for place in remote.machines_of(lab):
+        names = [name for name in run(remote.ssh(place, "ls /run/netns 2>/dev/null || true")).split() if _of(lab, name)]
+        run(remote.ssh(place, "; ".join(["true", *(f"ip netns delete {name}" for name in names)])))
+        run(remote.ssh(place, f"test ! -d {STATE / lab} || find {STATE / lab} -mindepth 1 ! -name lock -delete"))
 
 
 def owned(lab: str) -> set[str]:
     """Existing namespaces of a lab, found by name alone."""
-    pattern = re.compile(rf"{re.escape(lab)}-(h\d+(c\d+)?|underlay)")
-    return {name for name in namespaces() if pattern.fullmatch(name)}
+    return {name for name in namespaces() if _of(lab, name)}
+
+
+def _of(lab: str, name: str) -> bool:
+    """Whether a namespace's name is one of a lab."""
+    return bool(re.fullmatch(rf"{re.escape(lab)}-(h\d+(c\d+)?|underlay)", name))
 
 
 def _add_switch(topology: Topology) -> None:
@@ -75,6 +90,13 @@ def _add_switch(topology: Topology) -> None:
         there = f"{host.namespace} mtu {mtu}"
         here = f"{host.name} mtu {mtu} master bridge up"
         run(f"ip -n {topology.switch} link add {here} type veth peer name eth0 netns {there}".split())
+
+
+def _add_device(host: Node, place: Machine, topology: Topology) -> None:
+    """Gives a host on another machine a macvlan of that machine's device, and a folder for its files."""
+    device = f"link {place.device} name eth0 mtu {topology.settings.underlay_mtu}"
+    link = f"ip link add {device} netns {host.namespace} type macvlan mode bridge"
+    run(remote.ssh(place, f"mkdir -p {topology.state} && {link}"))
 
 
 def _add_tun_pair(topology: Topology) -> None:

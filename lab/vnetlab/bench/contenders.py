@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
-from vnetlab import daemon, lab, machine, measure, process
+from vnetlab import daemon, lab, machine, measure, process, remote
 from vnetlab.run import LabError, run, wait_until
 from vnetlab.topology import TAP_MTU_MAX, Kind, Node, Topology
 
@@ -328,8 +328,9 @@ def reach(source: Node, destination: Node) -> bool:
 
 
 def running(suffix: str, nodes: list[Node]) -> dict[str, int]:
-    """Running processes by node name, from pid files with this suffix."""
-    found = {node.name: process.find(node.file(suffix)) for node in nodes}
+    """Running processes of this machine by node name, from pid files with this suffix."""
+    here = [node for node in nodes if not remote.machine_of(node.namespace)]
+    found = {node.name: process.find(node.file(suffix)) for node in here}
     return {name: pid for name, pid in found.items() if pid is not None}
 
 

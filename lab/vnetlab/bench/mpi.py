@@ -8,14 +8,12 @@ namespace. Both machines assume that they own all CPUs, so ranks are not bound t
 """
 
 import contextlib
-import os
 import re
 import shlex
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from vnetlab import machine
+from vnetlab import machine, remote
 from vnetlab.bench.contenders import VNET, Bare, Contender, Ends, VxlanContainers, VxlanDevice, absent
 from vnetlab.bench.result import Sample
 from vnetlab.run import LabError
@@ -67,15 +65,13 @@ def challenge(ends: Ends, order: int) -> Sample:
     if reason := absent("hpcc", "hpcc"):
         raise LabError(reason)
     folder = ends.source.file(".hpcc")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    (folder / "hpccinf.txt").write_text(challenge_input(order))
+    machine.execute(ends.source, f"rm -rf {folder} && mkdir {folder}")
+    machine.write(ends.source, folder / "hpccinf.txt", challenge_input(order))
     with launcher([ends.source, ends.destination]) as mpirun:
         words = [*mpirun, "-wdir", str(folder), "hpcc"]
         text = machine.execute(ends.source, *words, timeout_s=START_S + CHALLENGE_S)
-    report = folder / "hpccoutf.txt"
-    sample = challenge_figures(report.read_text() if report.exists() else text)
-    shutil.rmtree(folder)
+    sample = challenge_figures(machine.read(ends.source, folder / "hpccoutf.txt") or text)
+    machine.execute(ends.source, "rm", "-r", str(folder))
     return sample
 
 
@@ -105,16 +101,16 @@ def launcher(nodes: Sequence[Node], transports: str = TCP) -> Iterator[list[str]
 
     mpirun runs on the first node. A node that appears twice runs two ranks.
     """
-    enter = [f"{node.address}) {_shell_on(node)} ;;" for node in dict.fromkeys(nodes)]
+    enter = [f"{node.address}) {_shell_on(node, nodes[0])} ;;" for node in dict.fromkeys(nodes)]
     agent, hosts = _files(nodes[0])
     script = "\n".join(["#!/bin/sh", "host=$1; shift", 'case "$host" in', *enter, "*) exit 1 ;;", "esac", ""])
     # Open MPI knows the node on which it is started by the machine's name only.
-    names = {nodes[0]: nodes[0].name if nodes[0].kind is Kind.VM else os.uname().nodename}
+    names = {nodes[0]: machine.execute(nodes[0], "uname", "-n").strip()}
     names = "".join(f"{names.get(node, node.address)}\n" for node in nodes)
     # Open MPI's daemons look for the remote shell, too, even if they start no others.
     for node in dict.fromkeys(nodes):
-        _write(node, agent, script)
-    _write(nodes[0], hosts, names)
+        machine.write(node, agent, script)
+    machine.write(nodes[0], hosts, names)
     network = _network(nodes[0])
     parameters = {
         "plm": "rsh",
@@ -134,8 +130,12 @@ def launcher(nodes: Sequence[Node], transports: str = TCP) -> Iterator[list[str]
             machine.execute(node, "rm", "-f", str(agent), str(hosts))
 
 
-def _shell_on(node: Node) -> str:
-    """A shell command that runs the words "$*" on a node."""
+def _shell_on(node: Node, launcher: Node) -> str:
+    """A shell command that runs the words "$*" on a node, from the machine of the launching node."""
+    place = remote.machine_of(node.namespace)
+    if place and place != remote.machine_of(launcher.namespace):
+        enter = shlex.join(remote.ssh(place, f"ip netns exec {node.namespace} sh"))
+        return f"printf '%s\\n' \"$*\" | {enter}"
     if node.kind is Kind.VM:
         return f"printf '%s\\n' \"$*\" | nc {node.address} {SHELL_PORT}"
     # Ranks find others on their machine, which share its memory, by its name: every host has its own.
@@ -150,11 +150,6 @@ def _files(node: Node) -> tuple[Path, Path]:
     return node.file(".agent"), node.file(".ranks")
 
 
-def _write(node: Node, path: Path, text: str) -> None:
-    """Writes an executable file on a node."""
-    machine.execute(node, f"printf %s {shlex.quote(text)} >{path} && chmod 755 {path}")
-
-
 def _netpipe(ends: Ends, mpirun: list[str], size: int, *options: str) -> tuple[int, float]:
     """Runs NetPIPE with one size; returns message bytes (of both directions with -2) and seconds."""
     report = ends.source.file(".netpipe")
@@ -162,10 +157,10 @@ def _netpipe(ends: Ends, mpirun: list[str], size: int, *options: str) -> tuple[i
     words = [*mpirun, "NPopenmpi", *size_only, *options, "-o", str(report)]
     text = machine.execute(ends.source, *words, timeout_s=START_S + MEASURE_S)
     try:
-        moved, _, seconds = report.read_text().split()
-        report.unlink()
-    except (OSError, ValueError) as error:
+        moved, _, seconds = machine.read(ends.source, report).split()
+    except ValueError as error:
         raise LabError(f"NetPIPE gave no figures: {text.strip()[-200:]}") from error
+    machine.execute(ends.source, "rm", str(report))
     return int(moved), float(seconds)
 
 

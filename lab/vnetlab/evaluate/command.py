@@ -6,14 +6,15 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from vnetlab import workloads
+from vnetlab import daemon, remote, workloads
 from vnetlab.bench import plot, runner
 from vnetlab.bench.suite import MTUS
 from vnetlab.evaluate import papers, ranks, report, store
 from vnetlab.evaluate.applications import KERNELS
 from vnetlab.evaluate.experiments import EXPERIMENTS
 from vnetlab.evaluate.options import LAB, EvaluateOptions
-from vnetlab.run import LabError, progress
+from vnetlab.remote import Machine
+from vnetlab.run import LabError, progress, run
 from vnetlab.topology import Wire
 
 ALL = "all"
@@ -30,6 +31,7 @@ Examples:
   lab evaluate 003 --quick
   lab evaluate nas --class S --wire 10g --contender vnet --contender native
   lab evaluate all --publish
+  lab evaluate nas --native-hosts machines.txt
 """
 
 
@@ -56,6 +58,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hosts", type=int, default=2, metavar="N", help="hosts that ranks are spread over (default: 2)"
     )
+    parser.add_argument(
+        "--native-hosts",
+        type=Path,
+        metavar="FILE",
+        help="run on other machines over ssh: a line 'DESTINATION DEVICE' for each host",
+    )
     parser.add_argument("--long", action="store_true", help="the stream whose variation is measured takes an hour")
     parser.add_argument("--repeat", type=int, metavar="N", help=f"rounds (default: {REPEAT}, quick: 1)")
     parser.add_argument("--wire", action="append", choices=list(Wire), help="only this wire; repeatable")
@@ -78,9 +86,13 @@ def command(arguments: argparse.Namespace) -> None:
         report.COVERAGE.write_text(report.coverage_page())
         return
     chosen = _options(arguments)
+    if chosen.machines and arguments.publish:
+        raise LabError("figures of other machines are not published: leave out --native-hosts or --publish")
     kept = arguments.results or store.folder(chosen)
     repeat = arguments.repeat or (1 if arguments.quick else REPEAT)
     names = [arguments.what] if arguments.what in EXPERIMENTS else papers.experiments(arguments.what)
+    if chosen.machines:
+        names = _possible(names, chosen)
     if not names:
         _explain(arguments.what)
         return
@@ -92,7 +104,8 @@ def command(arguments: argparse.Namespace) -> None:
     progress(f"building {workloads.SOURCES.name}")
     ranks.build()
     progress(f"{len(work)} experiments, {remaining}")
-    with runner.alone(arguments.name):
+    with runner.alone(arguments.name), remote.hosts_on(arguments.name, chosen.machines):
+        _check(chosen.machines)
         for experiment, result in work:
             path = kept / f"{experiment.name}.json"
             try:
@@ -105,15 +118,53 @@ def command(arguments: argparse.Namespace) -> None:
         _publish(kept, names)
 
 
+def machines(path: Path) -> tuple[Machine, ...]:
+    """The machines of a file: where ssh connects to, and the underlay's device."""
+    try:
+        lines = [line.partition("#")[0].split() for line in path.read_text().splitlines()]
+    except OSError as error:
+        raise LabError(f"{path} cannot be read: {error}") from error
+    found = [line for line in lines if line]
+    if len(found) < 2 or any(len(line) != 2 for line in found):
+        raise LabError(f"{path}: write a line 'DESTINATION DEVICE' for each of at least two machines")
+    return tuple(Machine(*line) for line in found)
+
+
+def _possible(names: list[str], chosen: EvaluateOptions) -> list[str]:
+    """The experiments that other machines can run."""
+    for name in names:
+        if not EXPERIMENTS[name].anywhere:
+            progress(f"{name} is left out: it needs hosts on this machine")
+    if any(wire != Wire.NONE for wire in chosen.wires):
+        raise LabError("the wires between other machines are theirs: choose --wire none")
+    return [name for name in names if EXPERIMENTS[name].anywhere]
+
+
+def _check(others: tuple[Machine, ...]) -> None:
+    """Raises LabError if a machine cannot be reached or lacks the programs."""
+    wanted = [daemon.binaries() / "vnetd", ranks.PROGRAMS / "cg-mpi"]
+    for each in others:
+        run(remote.ssh(each, "true"))
+        try:
+            run(remote.ssh(each, " && ".join(f"test -x {path}" for path in wanted)))
+        except LabError as error:
+            here = daemon.REPOSITORY
+            advice = f"copy this checkout with its builds: rsync -a {here}/ {each.destination}:{here}/"
+            raise LabError(f"{each.destination} has no {' or no '.join(map(str, wanted))}: {advice}") from error
+
+
 def _options(arguments: argparse.Namespace) -> EvaluateOptions:
     quick = arguments.quick
+    others = machines(arguments.native_hosts) if arguments.native_hosts else ()
+    usual = MTUS[:1] if quick or others else MTUS
     return EvaluateOptions(
         quick=quick,
-        wires=tuple(arguments.wire or ((Wire.NONE,) if quick else ())),
-        mtus=tuple(arguments.mtu or (MTUS[:1] if quick else MTUS)),
+        wires=tuple(arguments.wire or ((Wire.NONE,) if quick or others else ())),
+        mtus=tuple(arguments.mtu or usual),
         contenders=tuple(arguments.contender),
         size=arguments.size or (QUICK_SIZE if quick else SIZE),
-        hosts=arguments.hosts,
+        hosts=len(others) or arguments.hosts,
+        machines=others,
         lab=arguments.name,
         long=arguments.long,
         kernels=tuple(arguments.kernel),

@@ -88,6 +88,7 @@ EXPERIMENTS = {
                 "The same suite; the underlay is a pair of tun devices with the MTUs of datagram and connected mode.",
                 _RANKS,
             ),
+            anywhere=False,
         ),
         Experiment(
             "dispatchers",
@@ -185,6 +186,7 @@ EXPERIMENTS = {
                 "Storage: a folder of the host, overlayfs as containers have it, an emulated guest's virtio-blk disk.",
             ),
             axis="MiB",
+            anywhere=False,
         ),
         Experiment(
             "ablation",
@@ -192,6 +194,7 @@ EXPERIMENTS = {
             guests.ablation,
             ("ping_median_us", "flood_median_us", "tcp_bps"),
             ("The rows of the bench of this name (docs/measurements/ablation.md).",),
+            anywhere=False,
         ),
         Experiment(
             "interrupts",
@@ -203,6 +206,7 @@ EXPERIMENTS = {
                 "notification follows at once if data arrives at a rate between alpha and beta. Premature ones came "
                 "too soon and were repeated; masked ones were not sent, because the guest polls.",
             ),
+            anywhere=False,
         ),
         Experiment(
             "machines",
@@ -210,6 +214,7 @@ EXPERIMENTS = {
             guests.machines,
             ("operations_per_s",),
             ("Emulated guests with Debian's Open MPI in their initramfs: compare them with each other only.",),
+            anywhere=False,
         ),
     )
 }

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
-from vnetlab import daemon, lab, machine, measure, process
+from vnetlab import daemon, machine, measure, process, remote
 from vnetlab.bench import latency, mpi, usage, vhost, workload
 from vnetlab.bench.contenders import Bare, Contender, Ends, Vnet
 from vnetlab.bench.result import Conditions, Sample
@@ -115,14 +116,14 @@ def _noise(options: EvaluateOptions, under: tuple[str, int], name: str) -> Case:
 @contextlib.contextmanager
 def _noisy(host: Node, script: str) -> Iterator[None]:
     """Runs a shell script on a host while the context lasts. It may write to one file, `$0`."""
-    file = lab.CACHE / f"{host.lab}.noise"
+    file = Path("/var/tmp") / f"{host.lab}.noise"
     pid, log = host.file(".noise.pid"), host.file(".noise.log")
     process.start(machine.namespace_command(host, ["sh", "-c", script, str(file)]), pid, log)
     try:
         yield
     finally:
         process.stop(pid)
-        file.unlink(missing_ok=True)
+        machine.execute(host, "rm", "-f", str(file))
 
 
 def interconnect(options: EvaluateOptions) -> list[Case]:
@@ -137,7 +138,8 @@ def interconnect(options: EvaluateOptions) -> list[Case]:
 
             conditions: Conditions = {"wire": wire, "MTU": mtu, "bytes": size}
             found = case(conditions, options.topology(wire, mtu, hosts=2), [*KINDS, *TCP_KINDS], load)
-            cases.append(replace(found, turns=[*found.turns, Turn(BOUND, _no_bound, partial(_bound, seconds=seconds))]))
+            bound = [] if options.machines else [Turn(BOUND, _no_bound, partial(_bound, seconds=seconds))]
+            cases.append(replace(found, turns=[*found.turns, *bound]))
     return cases
 
 
@@ -154,7 +156,7 @@ def _rdma_writes(ends: Ends, size: int, seconds: float) -> Sample:
         listening = ["ss", "-Hlun", f"sport = :{TRANSFER_PORT}"]
         wait_until("the interconnect's server", lambda: machine.execute(ends.destination, *listening).strip(), 10, log)
         words = [str(program), "client", f"{where}/0", str(size), str(seconds)]
-        command = machine.namespace_command(ends.source, words)
+        command = remote.wrap(machine.namespace_command(ends.source, words))
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         with subprocess.Popen(command, **pipes, env=machine.environment(ends.source)) as client:
             first = client.stdout.readline()

@@ -3,14 +3,18 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from vnetlab import remote
 from vnetlab.bench import usage, workload
 from vnetlab.bench.contenders import Contender, Ends
-from vnetlab.bench.result import Conditions, Sample
+from vnetlab.bench.result import METRICS, Conditions, Sample
 from vnetlab.bench.suite import Bench, Case, Options, Turn
-from vnetlab.evaluate.kinds import KINDS
+from vnetlab.evaluate.kinds import DIRECT, KINDS
+from vnetlab.remote import Machine
 from vnetlab.topology import Settings, Topology
 
 LAB = "evaluate"
+CPU_TIMES = {"cpu_s_a_gb", *(name for name, metric in METRICS.items() if metric.unit == "cores")}
+"""Metrics of CPU time."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,8 @@ class EvaluateOptions(Options):
     """Name of the lab."""
     long: bool = False
     """Whether the stream whose variation is measured takes an hour."""
+    machines: tuple[Machine, ...] = ()
+    """Other machines that carry the hosts; empty: hosts are namespaces of this one."""
     kernels: tuple[str, ...] = ()
     """Kernels of the NAS Parallel Benchmarks; empty selects all."""
 
@@ -56,6 +62,8 @@ class Experiment(Bench):
 
     relative: bool = False
     """Whether plots show figures as multiples of native ones."""
+    anywhere: bool = True
+    """Whether the hosts may be other machines."""
 
 
 Load = Callable[[Topology, Ends, Contender], Sample]
@@ -67,9 +75,18 @@ def case(conditions: Conditions, settings: Settings, kinds: Iterable[Contender],
     def turn(kind: Contender) -> Turn:
         def take(topology: Topology) -> Sample:
             with kind.up(topology) as ends:
-                return load(topology, ends, kind)
+                sample = load(topology, ends, kind)
+            if not remote.machines_of(settings.name):
+                return sample
+            # This machine's CPU time says nothing about others.
+            return {name: value for name, value in sample.items() if name not in CPU_TIMES}
 
-        return Turn(kind.name, kind.missing, take)
+        def missing() -> str | None:
+            if kind is DIRECT and remote.machines_of(settings.name):
+                return "hosts on other machines have macvlan devices, which receive nothing for other stations"
+            return kind.missing()
+
+        return Turn(kind.name, missing, take)
 
     return Case(conditions, settings, [turn(kind) for kind in kinds])
 

@@ -66,8 +66,10 @@ def document(results: dict[str, Result], plots: dict[str, list[Path]]) -> Iterat
     yield Text("Which data path costs an application what: the experiments of five papers, repeated here.")
     if any(result.quick for result in results.values()):
         yield Text("**QUICK RUN: it only shows that the evaluation works. No figure here means anything.**")
+    others = first.machine.get("hosts")
     yield Text(
-        "Hosts are network namespaces of one machine. In each round every kind of data path is brought up, measured "
+        (f"Hosts are the machines {others}. " if others else "Hosts are network namespaces of one machine. ")
+        + "In each round every kind of data path is brought up, measured "
         "and taken down in turn; figures are medians over the rounds. Only ratios between kinds are meaningful."
     )
     yield Text(f"Machine: {bench.machine(first)}.")

@@ -15,8 +15,9 @@ GUESS_S = 10
 
 
 def folder(options: EvaluateOptions) -> Path:
-    """Where results of these options are kept. Quick figures and classes do not mix."""
-    return CACHE / "evaluate" / (f"{options.size}-quick" if options.quick else options.size)
+    """Where results of these options are kept. Quick figures, classes and machines do not mix."""
+    words = [options.size, *(each.destination for each in options.machines), *(["quick"] if options.quick else [])]
+    return CACHE / "evaluate" / "-".join(words)
 
 
 def begin(experiment: Experiment, options: EvaluateOptions, repeat: int, kept: Path) -> Result:
@@ -26,6 +27,8 @@ def begin(experiment: Experiment, options: EvaluateOptions, repeat: int, kept: P
     """
     path = kept / f"{experiment.name}.json"
     empty = runner.begin(experiment, options, repeat)
+    if options.machines:
+        empty.machine["hosts"] = ", ".join(f"{each.destination} ({each.device})" for each in options.machines)
     if not path.exists():
         return empty
     result = Result.read(path)
