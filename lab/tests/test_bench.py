@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from vnetlab import daemon
 from vnetlab.bench import bars, command, mpi, pages, plot, report, share, suite, usage, vhost, workload
 from vnetlab.bench.compare import Difference
-from vnetlab.bench.contenders import VNET, Vnet
+from vnetlab.bench.contenders import TAP, VNET, Vnet
 from vnetlab.bench.result import METRICS, Failure, Result, Series, difference_p, percentile, smallest_p
 from vnetlab.bench.suite import BENCHES, Options
 from vnetlab.run import LabError
@@ -188,7 +189,7 @@ def test_mpi_has_sizes_and_the_suite():
     assert sizes == list(mpi.MESSAGE_BYTES)
     assert [case.conditions.get("load") for case in found[len(sizes) :]] == ["HPC Challenge"]
     names = [turn.contender for turn in found[0].turns]
-    assert names == ["native", "kernel VXLAN, device", "kernel VXLAN, containers", "vnet"]
+    assert names == ["native", "kernel VXLAN, device", "kernel VXLAN, containers", "vnet", "vnet, TAP"]
 
 
 def test_share_of_the_way():
@@ -214,6 +215,13 @@ def test_configuration_of_a_switch(link: bool):
     there = "link there" if link else "interface v1"
     rules = [{"dst": "any", "from": a, "to": b} for a, b in (("interface v0", there), (there, "interface v0"))]
     assert read["route"] == rules
+
+
+def test_configuration_of_containers():
+    for vnet, kind in ((TAP, "tap"), (VNET, "veth")):
+        topology = vnet.topology(Topology(Settings(name="bench", vms=0)))
+        read = tomllib.loads(daemon.configuration(topology, topology.hosts[0]))
+        assert [each["kind"] for each in read["interface"]] == [kind]
 
 
 def test_every_bench_has_cases_with_metrics_that_are_known():

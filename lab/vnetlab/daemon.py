@@ -60,7 +60,7 @@ def configuration(topology: Topology, host: Node, interface: str = "") -> str:
         if machine.kind is Kind.VM:
             lines += ['kind = "vhost-user"', f'socket = "{machine.file(".vhost")}"']
         else:
-            lines += ['kind = "tap"', 'device = "eth0"', f'netns = "{machine.namespace}"']
+            lines += [f'kind = "{settings.container}"', 'device = "eth0"', f'netns = "{machine.namespace}"']
         lines.append(f"queues = {settings.queues}")
         parts.append("\n".join(["[[interface]]", *lines, interface]))
     if settings.store:

@@ -56,6 +56,8 @@ class Settings:
     """Dispatchers of each vnetd, and its number of ports."""
     queues: int = 1
     """Queue pairs of each container and virtual machine, and vCPUs of the latter."""
+    container: str = "tap"
+    """Kind of the containers' interfaces: tap or veth."""
     sealed: bool = False
     """Whether links are sealed, with certificates of the lab's own authority."""
 

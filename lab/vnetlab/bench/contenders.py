@@ -363,6 +363,8 @@ class Vnet:
     dispatchers: int = 1
     """Number of dispatchers, of ports, and of queues per interface."""
     sealed: bool = False
+    container: str = "tap"
+    """Kind of the containers' interfaces."""
     mtu: int = 0
     """The interfaces' MTU; 0 means the underlay's."""
     binaries: Path | None = None
@@ -402,7 +404,7 @@ class Vnet:
         mtu = self.mtu or topology.settings.underlay_mtu
         wide = {"dispatchers": self.dispatchers, "queues": self.dispatchers}
         links = {"encapsulation": self.encapsulation, "sealed": self.sealed}
-        return Topology(replace(topology.settings, mtu=mtu, **links, **wide))
+        return Topology(replace(topology.settings, mtu=mtu, container=self.container, **links, **wide))
 
     @contextlib.contextmanager
     def daemons(self, topology: Topology, more: str = "") -> Iterator[dict[str, int]]:
@@ -463,13 +465,17 @@ class Vnet:
                 del os.environ["VNET_BINARIES"]
 
 
-VNET = Vnet()
+VNET = Vnet(container="veth")
+"""What a user gets who follows docs/containers.md."""
+TAP = Vnet("vnet, TAP")
+"""The same with a TAP, as all other settings below: every frame passes a dispatcher."""
 BLOCK = Vnet("vnet, yield=block", (("yield", "block"),))
 TOGETHER = Vnet("vnet, dispatchers on one processor", pinned=Pinned.TOGETHER)
 TWO = Vnet("vnet, 2 dispatchers", dispatchers=2)
 SEALED = Vnet("vnet, sealed", sealed=True)
 SETTINGS = [
     VNET,
+    TAP,
     BLOCK,
     TWO,
     TOGETHER,

@@ -14,6 +14,7 @@ from vnetlab import daemon, measure
 from vnetlab.bench import share, usage, workload
 from vnetlab.bench.contenders import (
     BLOCK,
+    TAP,
     VNET,
     Bare,
     Contender,
@@ -63,7 +64,7 @@ FLOORS = (
     Floor("floor, spinning on one processor", processor=0),
 )
 """A lower bound for any program between a TAP and a socket."""
-CONTAINERS: tuple[Contender, ...] = (Bare(), VxlanDevice(), VxlanContainers(), VNET, BLOCK, Tinc(), Nebula())
+CONTAINERS: tuple[Contender, ...] = (Bare(), VxlanDevice(), VxlanContainers(), VNET, TAP, BLOCK, Tinc(), Nebula())
 GUESTS: tuple[Contender, ...] = (TapGuests(), VnetGuests(VNET), VnetGuests(OPTIMISTIC), VnetGuests(BLOCK))
 
 

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vnetlab import machine, remote
-from vnetlab.bench.contenders import VNET, Bare, Contender, Ends, VxlanContainers, VxlanDevice, absent
+from vnetlab.bench.contenders import TAP, VNET, Bare, Contender, Ends, VxlanContainers, VxlanDevice, absent
 from vnetlab.bench.result import Sample
 from vnetlab.run import LabError
 from vnetlab.topology import Kind, Node
 
-CONTENDERS: tuple[Contender, ...] = (Bare(), VxlanDevice(), VxlanContainers(), VNET)
+CONTENDERS: tuple[Contender, ...] = (Bare(), VxlanDevice(), VxlanContainers(), VNET, TAP)
 """The tunnels of container networks; each adds a layer to the one before."""
 MESSAGE_BYTES = (1, 64, 1_024, 8_192, 65_536, 1 << 20, 4 << 20)
 TCP = "tcp,self"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from vnetlab import machine
 from vnetlab.bench import control, kinds, latency, mpi, tunnels, usage, vhost, workload
-from vnetlab.bench.contenders import BLOCK, HOST_TO_HOST, SETTINGS, TWO, VNET, Contender, Ends, Nebula, Tinc, Vnet
+from vnetlab.bench.contenders import BLOCK, HOST_TO_HOST, SETTINGS, TAP, TWO, VNET, Contender, Ends, Nebula, Tinc, Vnet
 from vnetlab.bench.guests import TapGuests, VnetGuests
 from vnetlab.bench.result import Conditions, Sample
 from vnetlab.run import LabError, run
@@ -194,7 +194,7 @@ def _sealing(vnet: Vnet) -> Turn:
 
 def _scale(options: Options) -> list[Case]:
     """Lookups by number of routes, then a path between two containers by number of interfaces."""
-    vnets = options.vnets or (VNET,)
+    vnets, between = options.vnets or (VNET,), options.vnets or (VNET, TAP)
     settings = Settings(name=LAB, vms=0, containers=0)
     cases = [
         Case({"routes": routes}, settings, [_lookup(vnet, routes) for vnet in vnets])
@@ -202,7 +202,7 @@ def _scale(options: Options) -> list[Case]:
     ]
     settings = Settings(name=LAB, vms=0)
     cases += [
-        Case({"interfaces": count}, settings, [_interfaces(vnet, count, options.seconds(3)) for vnet in vnets])
+        Case({"interfaces": count}, settings, [_interfaces(vnet, count, options.seconds(3)) for vnet in between])
         for count in (INTERFACES[::4] if options.quick else INTERFACES)
     ]
     return cases
@@ -224,6 +224,7 @@ def _interfaces(vnet: Vnet, count: int, seconds: float) -> Turn:
     """TCP and pings between two containers while each vnetd has `count` interfaces."""
 
     def take(topology: Topology) -> Sample:
+        topology = vnet.topology(topology)
         for host in topology.hosts:
             # Keep the other interfaces idle: disable IPv6 neighbour discovery on them.
             machine.execute(host, "sysctl", "-q", "-w", "net.ipv6.conf.default.disable_ipv6=1")
@@ -240,7 +241,7 @@ def _interfaces(vnet: Vnet, count: int, seconds: float) -> Turn:
 
 def _idle_cases(options: Options) -> list[Case]:
     """Daemons that are idle after traffic."""
-    everybody = list(options.vnets) or [*SETTINGS[:3], Tinc(), Nebula()]
+    everybody = list(options.vnets) or [*SETTINGS[:4], Tinc(), Nebula()]
     seconds = max(3, options.seconds(20))
     return [
         Case(

@@ -10,6 +10,7 @@ from vnetlab import daemon, lab, machine, process
 from vnetlab.bench.contenders import (
     SEALED,
     START_S,
+    TAP,
     VNET,
     VXLAN_HEADERS,
     Contender,
@@ -114,6 +115,7 @@ def everybody(vnets: tuple[Vnet, ...]) -> list[Contender]:
         return list(vnets)
     return [
         VNET,
+        TAP,
         SEALED,
         Nebula(),
         VxlanDevice(),
