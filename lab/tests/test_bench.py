@@ -6,8 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from vnetlab import daemon
-from vnetlab.bench import bars, command, mpi, pages, plot, report, share, suite, usage, vhost, workload
+from vnetlab import daemon, lab
+from vnetlab.bench import (
+    bars,
+    command,
+    kinds,
+    mpi,
+    pages,
+    plot,
+    report,
+    share,
+    suite,
+    usage,
+    vhost,
+    workload,
+)
 from vnetlab.bench.compare import Difference
 from vnetlab.bench.contenders import TAP, VNET, Vnet
 from vnetlab.bench.result import METRICS, Failure, Result, Series, difference_p, percentile, smallest_p
@@ -222,6 +235,22 @@ def test_configuration_of_containers():
         topology = vnet.topology(Topology(Settings(name="bench", vms=0)))
         read = tomllib.loads(daemon.configuration(topology, topology.hosts[0]))
         assert [each["kind"] for each in read["interface"]] == [kind]
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_containers_of_both_kinds(hosts: int):
+    """Contenders with containers of one host and of two: each connects them, on the path that its name says."""
+    topology = lab.prepare(Settings(name="test-bench", hosts=hosts, containers=3 - hosts, vms=0))
+    try:
+        for vnet, path in ((VNET, "kernel"), (TAP, "vnetd")):
+            with vnet.up(topology) as ends:
+                workload.meet(ends)
+                assert {port["path"] for port in daemon.ask(topology.hosts[0], "interface", "list")} == {path}
+        if hosts == 1:
+            with kinds.BRIDGE.up(topology) as ends:
+                workload.meet(ends)
+    finally:
+        lab.down("test-bench")
 
 
 def test_every_bench_has_cases_with_metrics_that_are_known():

@@ -364,7 +364,7 @@ class Vnet:
     """Number of dispatchers, of ports, and of queues per interface."""
     sealed: bool = False
     container: str = "tap"
-    """Kind of the containers' interfaces."""
+    """Kind of the containers' interfaces: tap or veth."""
     mtu: int = 0
     """The interfaces' MTU; 0 means the underlay's."""
     binaries: Path | None = None
@@ -379,8 +379,6 @@ class Vnet:
     """Whether guests leave checksums and segmentation to their devices."""
     pinned: Pinned | None = None
     """CPUs of the dispatchers; None leaves the choice to the kernel."""
-    kind: str = "tap"
-    """Kind of the containers' interfaces: tap or veth."""
     lan: bool = False
     """Whether the underlay's device itself joins the hosts, by an interface of kind local, instead of links."""
 
@@ -416,7 +414,6 @@ class Vnet:
                     section = replace(self, dispatch=self._pinned(host)).section()
                     bridge = "".join(f"{line}\n" for line in ["[bridge]", *_lines(self.bridge)])
                     text = daemon.configuration(topology, host, interface).replace("[bridge]\n", bridge)
-                    text = text.replace('kind = "tap"', f'kind = "{self.kind}"')
                     text = daemon.on_the_lan(text) if self.lan else text
                     if self.direct:
                         text = daemon.with_direct_ports(text, topology, host)

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from vnetlab import machine
@@ -88,11 +88,13 @@ def turn_of(contender: Contender, load: Callable[[Ends], Sample]) -> Turn:
     return Turn(contender.name, contender.missing, take)
 
 
-def _between_hosts(load: Callable[[Ends, float], Sample], seconds: float) -> Callable[[Options], list[Case]]:
+def _between_hosts(
+    load: Callable[[Ends, float], Sample], seconds: float, contenders: Sequence[Contender] = HOST_TO_HOST
+) -> Callable[[Options], list[Case]]:
     """Cases of a load between two hosts: every wire, every MTU."""
 
     def cases(options: Options) -> list[Case]:
-        everybody = list(options.vnets) or HOST_TO_HOST
+        everybody = list(options.vnets or contenders)
         return [
             Case(
                 {"wire": wire, "MTU": mtu},
@@ -268,6 +270,18 @@ def _kinds(options: Options) -> list[Case]:
     return [Case({"between": "containers of one host"}, Settings(name=LAB, containers=2, vms=0), turns)]
 
 
+def _one_host(options: Options) -> list[Case]:
+    """TCP and round trips between two containers of one host."""
+    seconds = options.seconds(5)
+
+    def load(ends: Ends) -> Sample:
+        return workload.tcp(ends, seconds) | workload.rtt(ends, seconds)
+
+    everybody = list(options.vnets) or [kinds.BRIDGE, VNET, TAP]
+    settings = Settings(name=LAB, hosts=1, containers=2, vms=0)
+    return [Case({"between": "containers of one host"}, settings, [turn_of(each, load) for each in everybody])]
+
+
 def _control(options: Options) -> list[Case]:
     """Agents of the distributed overlay."""
     scale = control.QUICK if options.quick else control.FULL
@@ -419,6 +433,13 @@ BENCHES = {
             _between_hosts(workload.rtt, 4),
             _RTT,
             ("Pings one per millisecond (ping) and back to back (flood); TCP requests of 64 bytes by sockperf (tcp).",),
+        ),
+        Bench(
+            "one-host",
+            "Containers of one host",
+            _one_host,
+            ("tcp_bps", *_RTT),
+            ("As tcp and rtt, between two containers of one host; against two veth pairs on a kernel bridge.",),
         ),
         Bench("small", "vhost-user ports", _small, ("frames_per_s", "tso_bps_a_core"), _SMALL_NOTES),
         Bench(

@@ -295,11 +295,11 @@ def super_frames(switch: VnetSwitch, topology: Topology, seconds: float) -> Samp
         send += ["--bytes", SUPER_FRAME_BYTES]
         pid, log = topology.state / "guest.pid", topology.state / "guest.log"
         try:
-            with _spawn(sink) as taking:
+            with spawn(sink) as taking:
                 process.start([str(word) for word in send], pid, log)
                 time.sleep(0.2)
                 with usage.measured(running_switch.processes) as used:
-                    report = _report(taking, seconds + 40)
+                    report = receiver_report(taking, seconds + 40)
         finally:
             process.stop(pid)
     if report["wrong"] or report["tso_frames"] != report["frames"]:
@@ -315,7 +315,7 @@ def bare_stream(topology: Topology, seconds: float) -> Sample:
     inside = {host: ["ip", "netns", "exec", host.namespace, example("sockets")] for host in topology.hosts}
     pid, log = topology.state / "sockets.pid", topology.state / "sockets.log"
     try:
-        with _spawn([*inside[destination], "take", *where, seconds]) as taking:
+        with spawn([*inside[destination], "take", *where, seconds]) as taking:
             time.sleep(0.5)
             process.start([str(word) for word in (*inside[source], "send", *where, seconds + 1)], pid, log)
             time.sleep(0.2)
@@ -324,7 +324,7 @@ def bare_stream(topology: Topology, seconds: float) -> Sample:
             if sender is None:
                 raise LabError("the bare sockets' sender exited at once", log)
             with usage.measured({"h1": sender}) as used:
-                report = _report(taking, seconds + 40)
+                report = receiver_report(taking, seconds + 40)
     finally:
         process.stop(pid)
     return {"tso_bps": report["bps"], "tso_bps_a_core": report["bps"] / used.processes_cores} | used.sample()
@@ -409,7 +409,7 @@ def _remove(*paths: Path) -> None:
 
 
 @contextlib.contextmanager
-def _spawn(words: list[object]) -> Iterator[subprocess.Popen[str]]:
+def spawn(words: list[object]) -> Iterator[subprocess.Popen[str]]:
     """Runs a program and captures its output; kills it at the end of the context."""
     command = [str(word) for word in words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
@@ -419,7 +419,7 @@ def _spawn(words: list[object]) -> Iterator[subprocess.Popen[str]]:
             child.kill()
 
 
-def _report(child: subprocess.Popen[str], timeout_s: float) -> dict:
+def receiver_report(child: subprocess.Popen[str], timeout_s: float) -> dict:
     """Waits until a receiver exits and reads its report."""
     try:
         text, errors = child.communicate(timeout=timeout_s)
