@@ -134,6 +134,10 @@ kernel-path: build .venv/made ## Test the kernel's own path at length: 100 kills
 	cd lab && VNET_TEST_KILLS=100 VNET_TEST_CHANGES=1000 ../.venv/bin/pytest tests/test_kernel_path.py --capture=no
 	VNET_TEST_FRAMES=1000000 $(LINTED) cargo test --quiet --locked --package vnet --lib kernel_path
 
+.PHONY: kernels
+kernels: build .venv/made ## Test the kernel's own path on Debian's kernels 5.10, 6.1 and 6.12, in emulated guests.
+	cd lab && VNET_LAB_KERNELS=1 ../.venv/bin/pytest tests/test_debian_kernels.py
+
 .PHONY: clean
 clean: ## Remove all builds and downloads.
 	rm -rf target fuzz/target .venv .cache

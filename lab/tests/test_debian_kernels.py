@@ -1,6 +1,7 @@
 """The kernel's own path on Debian's kernels: vnetd and two containers run in an emulated guest.
 
-Uses Debian 12's own kernel; with VNET_LAB_KERNELS=1 also the newer kernel of its security archive.
+Uses Debian 12's own kernel; with VNET_LAB_KERNELS=1 (`make kernels`) also the newer kernel of its security archive and
+that of Debian 11.
 """
 
 import json
@@ -16,10 +17,12 @@ from vnetlab.guest import KERNEL_OPTIONS, QEMU, accelerator
 from vnetlab.image import INIT, Recipe, ensure_image
 from vnetlab.run import run
 
-KERNELS = {"6.1": "linux-image-cloud-amd64"}
+KERNELS = {"6.1": ("linux-image-cloud-amd64", "")}
+"""Package and Debian release by version."""
 if "VNET_LAB_KERNELS" in os.environ:
-    # Optional, because it takes a 40 MB download and another minute.
-    KERNELS["6.12"] = "linux-image-6.12-cloud-amd64"
+    # Optional, because each takes a 40 MB download and another minute.
+    KERNELS["6.12"] = ("linux-image-6.12-cloud-amd64", "")
+    KERNELS["5.10"] = ("linux-image-cloud-amd64", "bullseye")
 MODULES = ("veth", "tun", "sch_ingress", "cls_bpf")
 END_S = 240
 """Time limit; an emulated guest needs about a tenth of it."""
@@ -48,7 +51,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
 @pytest.mark.parametrize("version", KERNELS)
 def test_the_kernel_forwards(version: str, programs: tuple[Path, ...], tmp_path: Path):
     tools = ("ip", "ping", "iperf3")
-    recipe = Recipe(KERNELS[version], INIT.with_name("kernel-path"), MODULES, tools, programs)
+    package, suite = KERNELS[version]
+    recipe = Recipe(package, suite, INIT.with_name("kernel-path"), MODULES, tools, programs)
     image = ensure_image(lab.CACHE, recipe, tmp_path)
     words = [QEMU, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-machine", "pc", *accelerator()]
     words += ["-m", "512M", "-serial", "stdio", "-kernel", str(image.kernel), "-initrd", str(image.initramfs)]

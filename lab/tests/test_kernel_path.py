@@ -16,6 +16,7 @@ import pytest
 from kernel_host import Host, devices
 
 from vnetlab import daemon
+from vnetlab.bench import workload
 from vnetlab.run import run, wait_until
 
 PREFIX = f"kp{os.getpid()}"
@@ -170,26 +171,58 @@ def test_no_frame_by_an_old_rule(host: Host):
     host.balance()
 
 
-SCANNER = """
-import random, socket, struct
-s = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
-s.bind(("eth0", 0))
-target, kind = bytes.fromhex("525400770002"), struct.pack(">H", 0x88b5)
-for number in range({frames}):
-    s.send(target + struct.pack(">HI", 0x0200, number) + kind + bytes(46))
-"""
-
-
 def test_a_container_that_invents_flows_harms_nobody(host: Host):
     """100 000 new flows: the kernel takes those of its share, vnetd's memory stays, and others' flows go on."""
     resident = lambda: int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{host.daemon.pid}/status").read_text())[1])  # noqa: E731
     before = resident()
-    subprocess.run(["ip", "netns", "exec", ONE, sys.executable, "-c", SCANNER.format(frames=100_000)], check=True)
+    words = [sys.executable, str(workload.SCANNER), "eth0", MACS[TWO], "100000"]
+    subprocess.run(["ip", "netns", "exec", ONE, *words], check=True)
     status = host.ask("status")["kernel"]
     assert status["flows"] <= 4096 + 100
     assert resident() - before < 64 << 10, "KiB"
     assert received(ping(20)) == 20
     host.balance()
+
+
+def test_a_storm_is_limited(host: Host):
+    """The storm limit counts flooded frames as on any other interface; known flows are not concerned."""
+    before = host.ask("stats")
+    host.request("PATCH", "/v1/interfaces/one", {"storm_limit": 10})
+    words = ["ip", "netns", "exec", ONE, "ping", "-n", "-q", "-b", "-c", "200", "-l", "200", "-w", "1", "10.77.0.255"]
+    subprocess.run(words, check=False, capture_output=True)
+    assert received(ping(100)) == 100
+    (dropped,) = (
+        {reason: count - then["drops"][reason] for reason, count in now["drops"].items()}
+        for now, then in zip(host.ask("stats")["ports"], before["ports"], strict=True)
+        if now["name"] == "one"
+    )
+    assert dropped["storm_limit"] >= 100
+    host.request("PATCH", "/v1/interfaces/one", {"storm_limit": 20000})
+    host.balance()
+
+
+def test_a_rate_is_limited_by_the_kernel(host: Host):
+    """A token bucket at the container's device holds for frames that pass no dispatcher."""
+    assert received(ping(20)) == 20
+    bucket = "tbf rate 1mbit burst 10000 limit 10000"
+    run(["tc", "-n", ONE, "qdisc", "add", "dev", "eth0", "root", *bucket.split()])
+    sender = "import socket\ns = socket.socket(type=socket.SOCK_DGRAM)\ns.setsockopt(1, socket.SO_SNDBUF, 1 << 20)\n"
+    sender += f"for _ in range(200): s.sendto(bytes(1400), ({ADDRESSES[TWO]!r}, 9))"
+    before = udp_datagrams(TWO)
+    try:
+        # The bucket and its queue hold 14 datagrams; it refills by less than one each 10 ms.
+        moved = grows(host, 7, lambda: run(["ip", "netns", "exec", ONE, sys.executable, "-c", sender]))
+        assert 7 <= udp_datagrams(TWO) - before < 150
+        assert moved[1] < 30, "the kernel forwards"
+    finally:
+        run(["tc", "-n", ONE, "qdisc", "del", "dev", "eth0", "root"])
+    assert received(ping(20)) == 20
+
+
+def udp_datagrams(namespace: str) -> int:
+    """UDP datagrams that the network stack of a container has received, for nobody."""
+    text = run(["ip", "netns", "exec", namespace, "nstat", "-asz", "UdpNoPorts"])
+    return int(re.search(r"UdpNoPorts\s+(\d+)", text)[1])
 
 
 def received_by_stack() -> int:

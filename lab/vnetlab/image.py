@@ -33,6 +33,8 @@ class Recipe:
 
     package: str = KERNEL_PACKAGE
     """Debian package that depends on the latest version of the kernel."""
+    suite: str = ""
+    """Debian release to take the kernel from; empty for that of this machine."""
     init: Path = INIT
     modules: tuple[str, ...] = MODULES
     tools: tuple[str, ...] = TOOLS
@@ -68,7 +70,7 @@ def ensure_image(cache: Path, recipe: Recipe = GUEST, folder: Path | None = None
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "image.lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        release, tree = _ensure_kernel(cache, recipe.package)
+        release, tree = _ensure_kernel(cache, recipe)
         return _ensure_initramfs(folder or cache, recipe, release, tree)
 
 
@@ -107,41 +109,60 @@ def cpio(entries: Iterable[tuple[str, int, bytes]]) -> bytes:
     return bytes(out)
 
 
-def _ensure_kernel(cache: Path, meta: str) -> tuple[str, Path]:
-    """The release ("6.1.0-NN-cloud-amd64") that the package `meta` depends on, and its unpacked tree."""
+def _ensure_kernel(cache: Path, recipe: Recipe) -> tuple[str, Path]:
+    """The release ("6.1.0-NN-cloud-amd64") that the recipe's package depends on, and its unpacked tree."""
+    options = _apt_options(cache, recipe.suite) if recipe.suite else []
     try:
-        return _unpacked_kernel(cache, meta)
+        return _unpacked_kernel(cache, recipe.package, options)
     except LabError as error:
         progress(f"{error}; asking Debian for its newest packages")
-        run(["apt-get", "update"], timeout_s=120)
-        return _unpacked_kernel(cache, meta)
+        run(["apt-get", *options, "update"], timeout_s=300)
+        return _unpacked_kernel(cache, recipe.package, options)
 
 
-def _unpacked_kernel(cache: Path, meta: str) -> tuple[str, Path]:
+def _apt_options(cache: Path, suite: str) -> list[str]:
+    """Options of apt for another Debian release: lists of its own, so that this machine never installs from there."""
+    folder = cache / f"apt-{suite}"
+    (folder / "lists" / "partial").mkdir(parents=True, exist_ok=True)
+    (folder / "archives" / "partial").mkdir(parents=True, exist_ok=True)
+    key = "/usr/share/keyrings/debian-archive-keyring.gpg"
+    sources = folder / "sources.list"
+    sources.write_text(f"deb [arch=amd64 signed-by={key}] http://deb.debian.org/debian {suite} main\n")
+    paths = {
+        "Dir::Etc::SourceList": sources,
+        "Dir::Etc::SourceParts": "-",
+        "Dir::State::Lists": folder / "lists",
+        "Dir::Cache": folder,
+        "APT::Sandbox::User": "root",
+    }
+    return [word for name, value in paths.items() for word in ("-o", f"{name}={value}")]
+
+
+def _unpacked_kernel(cache: Path, meta: str, options: list[str]) -> tuple[str, Path]:
     """Like `_ensure_kernel`, without refreshing the package index."""
-    depends = run(["apt-cache", "depends", meta])
+    depends = run(["apt-cache", *options, "depends", meta])
     found = re.search(r"Depends: linux-image-(\S+-cloud-amd64)$", depends, re.MULTILINE)
     if not found:
         raise LabError(f"the package index knows no kernel for {meta}")
     release = found[1]
-    policy = run(["apt-cache", "policy", f"linux-image-{release}"])
+    policy = run(["apt-cache", *options, "policy", f"linux-image-{release}"])
     candidate = re.search(r"Candidate: (\d\S*)", policy)
     if not candidate:
         raise LabError(f"the package index has no version of linux-image-{release}")
     tree = cache / f"kernel-{release}-{candidate[1].replace(':', '_')}"
     if not tree.exists():
         progress(f"downloading linux-image-{release} {candidate[1]}")
-        _unpack_kernel(release, tree)
+        _unpack_kernel(release, tree, options)
     return release, tree
 
 
-def _unpack_kernel(release: str, tree: Path) -> None:
+def _unpack_kernel(release: str, tree: Path, options: list[str]) -> None:
     """Downloads the kernel package and unpacks it to `tree`."""
     package = f"linux-image-{release}"
     with tempfile.TemporaryDirectory(dir=tree.parent) as scratch_name:
         scratch = Path(scratch_name)
         # apt as root downloads as a separate user, which may not write to this directory.
-        run(["apt-get", "-o", "APT::Sandbox::User=root", "download", package], cwd=scratch, timeout_s=300)
+        run(["apt-get", "-o", "APT::Sandbox::User=root", *options, "download", package], cwd=scratch, timeout_s=300)
         (deb,) = scratch.glob("*.deb")
         run(["dpkg-deb", "-x", str(deb), str(scratch / "tree")], timeout_s=120)
         (scratch / "tree").rename(tree)

@@ -17,6 +17,8 @@ LAB = "bench"
 MTUS = (1500, 9000)
 ROUTES = (10, 100, 1_000, 10_000, 100_000, 1_000_000)
 INTERFACES = (1, 4, 16, 64, 256)
+NEW_FLOWS = 100_000
+"""Flows per second that a container invents."""
 SETTLE_S = 1
 """Pause after start or traffic before a daemon is considered idle."""
 
@@ -277,9 +279,22 @@ def _one_host(options: Options) -> list[Case]:
     def load(ends: Ends) -> Sample:
         return workload.tcp(ends, seconds) | workload.rtt(ends, seconds)
 
+    def beside(rate: int) -> Callable[[Topology, Ends], Sample]:
+        def scanned(topology: Topology, ends: Ends) -> Sample:
+            with workload.new_flows(topology.machines(Kind.CONTAINER)[1], ends.destination, rate, seconds):
+                return workload.tcp(ends, seconds)
+
+        return scanned
+
     everybody = list(options.vnets) or [kinds.BRIDGE, VNET, TAP]
     settings = Settings(name=LAB, hosts=1, containers=2, vms=0)
-    return [Case({"between": "containers of one host"}, settings, [turn_of(each, load) for each in everybody])]
+    cases = [Case({"between": "containers of one host"}, settings, [turn_of(each, load) for each in everybody])]
+    # The second container of three sends from new addresses; the bridge's ends are the first two.
+    settings = replace(settings, containers=3)
+    for rate in (0, NEW_FLOWS):
+        conditions = {"between": "containers of one host", "new flows per second": rate}
+        cases.append(Case(conditions, settings, [_told(vnet, beside(rate)) for vnet in options.vnets or (VNET, TAP)]))
+    return cases
 
 
 def _control(options: Options) -> list[Case]:
@@ -439,7 +454,10 @@ BENCHES = {
             "Containers of one host",
             _one_host,
             ("tcp_bps", *_RTT),
-            ("As tcp and rtt, between two containers of one host; against two veth pairs on a kernel bridge.",),
+            (
+                "As tcp and rtt, between two containers of one host; against two veth pairs on a kernel bridge. Then "
+                "one TCP stream while a third container sends from new MAC addresses (lab/vnetlab/bench/scanner.py).",
+            ),
         ),
         Bench("small", "vhost-user ports", _small, ("frames_per_s", "tso_bps_a_core"), _SMALL_NOTES),
         Bench(

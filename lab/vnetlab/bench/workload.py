@@ -1,6 +1,10 @@
 """Load for contenders between hosts: iperf3, ping, sockperf. Each function returns a sample."""
 
+import contextlib
 import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 from vnetlab import machine, measure, process
 from vnetlab.bench import usage
@@ -10,6 +14,7 @@ from vnetlab.run import LabError, wait_until
 from vnetlab.topology import Node
 
 MEET_S = 10
+SCANNER = Path(__file__).parent / "scanner.py"
 SOCKPERF_PORT = 11111
 MESSAGE_BYTES = 64
 VCPU = "CPU "
@@ -67,6 +72,22 @@ def flood(ends: Ends, count: int) -> Sample:
     if len(times) < count / 4:
         raise LabError(f"only {len(times)} of {count} back-to-back pings were answered")
     return {f"flood_{name}_us": percentile(times, share) for name, share in RANKS.items()}
+
+
+@contextlib.contextmanager
+def new_flows(source: Node, destination: Node, rate: int, seconds: float) -> Iterator[None]:
+    """A container sends from `rate` new MAC addresses per second while the context lasts; with rate 0 none does."""
+    pid = source.file(".scanner.pid")
+    count = round(2 * rate * (MEET_S + seconds))
+    words = [sys.executable, str(SCANNER), "eth0", destination.mac, str(count), str(rate)]
+    try:
+        if rate:
+            process.start(machine.namespace_command(source, words), pid, source.file(".scanner.log"))
+        yield
+        if rate and process.find(pid) is None:
+            raise LabError("the scanner has ended before the stream", source.file(".scanner.log"))
+    finally:
+        process.stop(pid)
 
 
 def meet(ends: Ends) -> None:
