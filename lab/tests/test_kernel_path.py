@@ -208,21 +208,26 @@ def test_a_rate_is_limited_by_the_kernel(host: Host):
     run(["tc", "-n", ONE, "qdisc", "add", "dev", "eth0", "root", *bucket.split()])
     sender = "import socket\ns = socket.socket(type=socket.SOCK_DGRAM)\ns.setsockopt(1, socket.SO_SNDBUF, 1 << 20)\n"
     sender += f"for _ in range(200): s.sendto(bytes(1400), ({ADDRESSES[TWO]!r}, 9))"
-    before = udp_datagrams(TWO)
+    before = counter(TWO, "UdpNoPorts")
     try:
         # The bucket and its queue hold 14 datagrams; it refills by less than one each 10 ms.
-        moved = grows(host, 7, lambda: run(["ip", "netns", "exec", ONE, sys.executable, "-c", sender]))
-        assert 7 <= udp_datagrams(TWO) - before < 150
+        moved = host.grows(7, lambda: run(["ip", "netns", "exec", ONE, sys.executable, "-c", sender]))
+        assert 7 <= counter(TWO, "UdpNoPorts") - before < 150
         assert moved[1] < 30, "the kernel forwards"
     finally:
         run(["tc", "-n", ONE, "qdisc", "del", "dev", "eth0", "root"])
     assert received(ping(20)) == 20
 
 
-def udp_datagrams(namespace: str) -> int:
-    """UDP datagrams that the network stack of a container has received, for nobody."""
-    text = run(["ip", "netns", "exec", namespace, "nstat", "-asz", "UdpNoPorts"])
-    return int(re.search(r"UdpNoPorts\s+(\d+)", text)[1])
+def counter(namespace: str, name: str) -> int:
+    """A counter of a container's network stack."""
+    text = run(["ip", "netns", "exec", namespace, "nstat", "-asz", name])
+    return int(re.search(rf"{name}\s+(\d+)", text)[1])
+
+
+def both(name: str) -> int:
+    """A counter of both containers."""
+    return counter(ONE, name) + counter(TWO, name)
 
 
 def received_by_stack() -> int:
@@ -266,12 +271,17 @@ def test_established_flows_outlive_vnetd(host: Host):
         server.kill()
         server.wait()
     print(f"{kills} kills: {text.splitlines()[-2]}; {sums['bytes']} bytes, {sums['retransmits']} retransmitted,")
-    print(re.sub(r"\s+", " ", run(["ip", "netns", "exec", ONE, "nstat", "-asz", "TcpExtTCPDSACKRecv"])))
+    # What was sent again and had arrived after all was late; the rest was lost.
+    late = counter(ONE, "TcpExtTCPDSACKRecvSegs")
+    names = "TcpExtTCPOFOQueue", "TcpExtTCPLostRetransmit", "TcpExtTCPTimeouts", "TcpExtTCPSpuriousRTOs"
+    lost = counter(ONE, "TcpRetransSegs") - late
+    print(f"late {late}, lost {lost};", {name: both(name) for name in names})
     print("back after", " ".join(f"{seconds:.2f}" for seconds in sorted(back)), "s")
     sent = int(re.search(r"(\d+) packets transmitted", text)[1])
     # The last one may be on its way.
     assert sent - received(text) <= 1, text
     assert "duplicates" not in text
+    assert lost <= 1, "the receiver's word for the last one may be on its way"
     assert host.grows(100, lambda: ping(100))[1] < 30
     host.balance()
 

@@ -81,6 +81,12 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument(
         "--queues", type=int, default=1, metavar="N", help="queue pairs of each guest's device (default: 1)"
     )
+    up.add_argument(
+        "--container",
+        choices=["veth", "tap"],
+        default="veth",
+        help="kind of the containers' interfaces (default: veth)",
+    )
     up.add_argument("--ipv6", action="store_true", help="links use the underlay's IPv6 addresses")
     up.add_argument("--sealed", action="store_true", help="sealed links, with a certificate authority of the lab")
 

@@ -61,7 +61,9 @@ def configuration(topology: Topology, host: Node, interface: str = "") -> str:
             lines += ['kind = "vhost-user"', f'socket = "{machine.file(".vhost")}"']
         else:
             lines += [f'kind = "{settings.container}"', 'device = "eth0"', f'netns = "{machine.namespace}"']
-        lines.append(f"queues = {settings.queues}")
+        # A veth has one.
+        queues = 1 if machine.kind is Kind.CONTAINER and settings.container == "veth" else settings.queues
+        lines.append(f"queues = {queues}")
         parts.append("\n".join(["[[interface]]", *lines, interface]))
     if settings.store:
         endpoint = store.endpoint(topology, settings.ipv6)

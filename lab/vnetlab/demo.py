@@ -16,7 +16,7 @@ def run(report: Path | None) -> None:
     """
     lab.down(NAME)
     try:
-        topology = lab.up(Settings(name=NAME))
+        topology = lab.up(Settings(name=NAME, container="veth"))
         measured = measure.pairs(topology)
     finally:
         progress("cleaning up")

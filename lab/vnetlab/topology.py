@@ -57,7 +57,7 @@ class Settings:
     queues: int = 1
     """Queue pairs of each container and virtual machine, and vCPUs of the latter."""
     container: str = "tap"
-    """Kind of the containers' interfaces: tap or veth."""
+    """Kind of the containers' interfaces: tap, which tests use because every frame passes a dispatcher, or veth."""
     sealed: bool = False
     """Whether links are sealed, with certificates of the lab's own authority."""
 
