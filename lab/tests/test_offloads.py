@@ -9,16 +9,18 @@ Hosts 1 and 2 have a native link, host 3 has classic links, which carry frames w
 """
 
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from checks import assert_balanced, wait_for_path
+from checks import assert_balanced, port, wait_for_path
 
 from vnetlab import daemon, guest, lab, machine
 from vnetlab.image import ensure_image
+from vnetlab.run import wait_until
 from vnetlab.topology import Node, Settings, Topology
 
 NAME = "test-offloads"
@@ -177,6 +179,27 @@ def test_bursts_of_the_largest_datagrams_arrive(topology: Topology):
         receiving = pool.submit(machine.execute, destination, *program, "receive", timeout_s=60)
         machine.execute(source, *program, "send", destination.address, timeout_s=60)
         assert receiving.result().split() == ["256", "of", "256"]
+
+
+def test_a_flood_of_the_largest_datagrams(topology: Topology):
+    """A sender faster than vnetd fills the TAP's queue: datagrams still arrive, and drops have a name."""
+    source, destination = topology.find("h1c1"), topology.find("h2c1")
+    wait_for_path(source, destination.address)
+    program = [sys.executable, str(PROGRAMS / "udp_bursts.py")]
+    host = topology.hosts[0]
+
+    def dropped() -> int:
+        return port(daemon.ask(host, "stats"), "interface", source.name)["drops"]["incomplete"]
+
+    before = dropped()
+    words = machine.namespace_command(source, [*program, "flood", destination.address])
+    with subprocess.Popen(words) as flood:
+        try:
+            # More than a burst, which the queue can hold.
+            machine.execute(destination, *program, "await", "100", timeout_s=120)
+            wait_until("an overflow", lambda: dropped() > before, 60)
+        finally:
+            flood.kill()
 
 
 def test_every_frame_is_accounted_for(topology: Topology):

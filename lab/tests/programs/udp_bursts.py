@@ -1,7 +1,10 @@
-"""Bursts of datagrams: `udp_bursts.py receive`, then `udp_bursts.py send ADDRESS`.
+"""Bursts of datagrams: `udp_bursts.py receive`, then `udp_bursts.py send ADDRESS`. Or datagrams without a pause.
 
 Before each burst the sender sends a question until the receiver answers: then the receiver listens, and has read the
 previous burst. The receiver prints how many datagrams arrived, out of how many.
+
+`udp_bursts.py flood ADDRESS` sends as fast as it can until it is killed; `udp_bursts.py await COUNT` ends when so many
+have arrived.
 """
 
 import socket
@@ -61,7 +64,28 @@ def send(address: str) -> None:
         ask(port, b"end")
 
 
-if sys.argv[1] == "receive":
-    receive()
-else:
-    send(sys.argv[2])
+def flood(address: str) -> None:
+    """Sends datagrams as fast as the kernel takes them."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as port:
+        while True:
+            port.sendto(bytes(BYTES), (address, PORT))
+
+
+def wait(count: int) -> None:
+    """Receives until `count` datagrams have arrived."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as port:
+        port.bind(("", PORT))
+        port.settimeout(50)
+        for _ in range(count):
+            port.recv(1 << 16)
+
+
+match sys.argv[1:]:
+    case ["receive"]:
+        receive()
+    case ["send", address]:
+        send(address)
+    case ["flood", address]:
+        flood(address)
+    case ["await", count]:
+        wait(int(count))

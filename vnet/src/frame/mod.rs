@@ -245,6 +245,15 @@ impl Batch {
         self.holds = None;
     }
 
+    /// Removes the frames for whose index `keep` returns false. Until the batch is cleared, no frame may be added.
+    pub fn retain(&mut self, mut keep: impl FnMut(usize) -> bool) {
+        let mut index = 0;
+        self.frames.retain(|_| {
+            index += 1;
+            keep(index - 1)
+        });
+    }
+
     /// Lets senders hold the memory of frames added from now on beyond the life of the batch; see [`Batch::set_slot`].
     #[inline]
     pub fn set_holds(&mut self, holds: Arc<Holds>) {

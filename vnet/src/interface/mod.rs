@@ -16,12 +16,14 @@ mod frame_writer;
 pub mod interrupts;
 pub mod local;
 mod netns;
+mod queue_len;
 pub mod stand_in;
 pub mod tap;
 pub mod underlay;
 pub mod veth;
 pub mod vhost_user;
 pub mod virtqueue;
+mod whole_datagrams;
 pub mod wire;
 
 use std::sync::Arc;

@@ -13,7 +13,8 @@
 //! Towards vnetd the kernel keeps frames in a ring per queue and drops frames that do not fit: there is no backpressure to the
 //! sender. A large datagram leaves as a burst of IP fragments, and losing one fragment loses the datagram. The receiving kernel
 //! keeps the other fragments for 30 s; a few such incomplete datagrams fill its reassembly memory, and no large datagram arrives
-//! any more. So the ring's length follows from the MTU ([`queue_len`]).
+//! any more. So the ring's length follows from the MTU ([`queue_len`]), and of what overflows it only whole datagrams are forwarded
+//! ([`whole_datagrams`](super::whole_datagrams)).
 //!
 //! A TAP may live in another network namespace: a short-lived thread enters it to create the device; the file descriptor works in
 //! any namespace. A device that vnetd created disappears with its last descriptor.
@@ -33,6 +34,8 @@ use super::device::{self, Home, OnDevice, Sight};
 use super::frame_writer::FrameWriter;
 use super::netns::NetnsError;
 pub use super::netns::{Netns, Process};
+use super::queue_len::queue_len;
+use super::whole_datagrams::Datagrams;
 use super::{Interface, State};
 use crate::frame::{Batch, DropSink, FRAME_MAX, Frame, Origin, Segment, Selection};
 use crate::netlink::Netlink;
@@ -52,15 +55,6 @@ pub(super) const GSO_MAX_SIZE: u32 = 64_000;
 const YIELD_AFTER: usize = 64 << 10;
 /// Kernel memory per frame besides its data, in bytes: about the size of `struct sk_buff` and `struct skb_shared_info`.
 const FRAME_OVERHEAD: usize = 600;
-/// Number of maximum-size datagrams that a queue holds as fragments: 4 MiB, the default limit of concurrent reassembly in the
-/// receiving kernel (`net.ipv4.ipfrag_high_thresh`).
-const QUEUED_DATAGRAMS: usize = 64;
-/// Minimum queue length in frames: the kernel's default.
-const QUEUE_LEN_MIN: usize = 1_000;
-/// Maximum queue length in frames, reached by MTUs below 600: 512 MiB if a guest sends only frames of maximum size.
-const QUEUE_LEN_MAX: usize = 8_192;
-/// Headers of a fragment in bytes: IPv6 (40) and its fragment header (8), more than IPv4's 20.
-const FRAGMENT_HEADERS: usize = 48;
 /// Maximum length of a device name in bytes (IFNAMSIZ less the terminating zero).
 pub const DEVICE_NAME_MAX: usize = 15;
 
@@ -249,7 +243,7 @@ impl Interface for Tap {
     }
 
     fn source(self: Arc<Self>, queue: usize) -> Box<dyn Source> {
-        Box::new(TapSource { tap: self, queue, drained: false, waker: None })
+        Box::new(TapSource { tap: self, queue, datagrams: Datagrams::default(), drained: false, waker: None })
     }
 
     fn deliver(&self, queue: usize, frames: Selection<'_>, drops: &mut DropSink) {
@@ -346,6 +340,7 @@ impl OnDevice for Tap {
 struct TapSource {
     tap: Arc<Tap>,
     queue: usize,
+    datagrams: Datagrams,
     /// True if the last read found the queue empty, so the next frame wakes the dispatcher.
     drained: bool,
     waker: Option<Waker>,
@@ -361,7 +356,9 @@ impl Source for TapSource {
         }
         let (stats, origin) = (&*tap.stats, tap.origin);
         self.drained = false;
-        let (mut units, mut bytes_taken) = (0, 0);
+        let mut units = 0;
+        self.datagrams.begin(batch, origin);
+        let waited = batch.len();
         // Refused frames and failed reads do not fill the batch, so the attempts are bounded.
         for _ in 0..batch.limit() {
             let Some(room) = batch.spare(ROOM) else { break };
@@ -394,13 +391,15 @@ impl Source for TapSource {
             };
             let offload = Offload::from_virtio(header);
             match batch.push_spare(VIRTIO_NET_HDR_LEN, len, origin, offload) {
-                Ok(()) => bytes_taken += bytes,
+                Ok(()) => self.datagrams.read(batch),
                 Err(error) => drops.refused(stats, origin.port, error.into(), bytes),
             }
         }
+        let mut refuse = |len| drops.refused(stats, origin.port, DropReason::Incomplete, len as u64);
+        self.datagrams.end(batch, self.drained, &mut refuse);
         stats.in_frames.add(batch.len() as u64);
-        stats.in_bytes.add(bytes_taken);
-        Taken { units, drained: units < batch.limit(), ..Taken::default() }
+        stats.in_bytes.add(batch.frames().iter().map(|frame| frame.len() as u64).sum());
+        Taken { units, drained: waited + units < batch.limit(), ..Taken::default() }
     }
 
     fn watch(&mut self, waker: Waker) {
@@ -534,13 +533,6 @@ pub(super) fn device_index(device: &str) -> Option<u32> {
     (index != 0).then_some(index)
 }
 
-/// Length of a queue in frames, for frames of `mtu` bytes.
-fn queue_len(mtu: usize) -> usize {
-    // Every fragment but the last carries a multiple of 8 bytes (RFC 791, RFC 8200).
-    let payload = (mtu.saturating_sub(FRAGMENT_HEADERS) / 8 * 8).max(8);
-    (QUEUED_DATAGRAMS * 65_535usize.div_ceil(payload)).clamp(QUEUE_LEN_MIN, QUEUE_LEN_MAX)
-}
-
 /// Sets MAC address and MTU. For a device created here, also sets its queue length and GSO limit and sets it up. Runs in the
 /// namespace of the calling thread. Returns the resulting properties of the device.
 fn configure(options: &TapOptions, existed: bool) -> io::Result<Sight> {
@@ -564,19 +556,6 @@ fn configure(options: &TapOptions, existed: bool) -> io::Result<Sight> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn queues_hold_bursts_of_the_largest_datagrams() {
-        for (mtu, expected) in [
-            (68, QUEUE_LEN_MAX),
-            (1280, 64 * 54),
-            (1500, 64 * 46),
-            (9000, QUEUE_LEN_MIN),
-            (65_535, QUEUE_LEN_MIN),
-        ] {
-            assert_eq!(queue_len(mtu), expected, "MTU {mtu}");
-        }
-    }
 
     #[test]
     fn yields_before_a_default_socket_buffer_is_full() {

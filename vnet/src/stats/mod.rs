@@ -48,6 +48,7 @@ reasons! {
         NoRoute = "no_route", "No rule or address matches, and there is nowhere to flood (at the ingress port).";
         Hairpin = "hairpin", "The only destination is the ingress port, or split horizon forbids it (at the ingress port).";
         Reassembly = "reassembly", "Fragments missing at the reassembly timeout or memory limit (at the ingress link).";
+        Incomplete = "incomplete", "Fragment of an IP datagram of which the TAP's full queue has lost another (at the ingress port).";
         HopLimit = "hop_limit", "Hop limit reached (at the egress link), or the frame came on a link without hop counts and no rule leads it to another link (at the ingress port).";
         PortGone = "port_gone", "The destination port was removed or stopped meanwhile (at the ingress port).";
         NotReady = "not_ready", "No guest, driver or device is connected (at the destination).";

@@ -25,6 +25,12 @@ pub const IPV4_LEN_MIN: usize = 20;
 /// Bytes of an IPv6 header without extension headers.
 pub const IPV6_LEN: usize = 40;
 
+/// Maximum length in bytes of an IPv4 packet, and of what its fragments carry.
+pub const DATAGRAM_MAX: usize = 65_535;
+/// Datagrams of this length that each queue on a frame's way holds: 4 MiB, the default limit of concurrent reassembly in the
+/// receiving kernel (`net.ipv4.ipfrag_high_thresh`).
+pub const BURST_DATAGRAMS: usize = 64;
+
 /// Mask of the more-fragments flag and the fragment offset in an IPv4 header.
 const IPV4_FRAGMENT: u16 = 0x3fff;
 /// Mask of the fragment offset in an IPv4 header, in units of eight bytes.
@@ -65,6 +71,19 @@ pub struct Header<'a> {
     fragment: u16,
     /// Source, then destination address, as in the pseudo-header: 8 or 32 bytes.
     pub addresses: &'a [u8],
+}
+
+/// Place of a fragment in its datagram.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fragment {
+    /// Identification: unique among datagrams of the same addresses and protocol.
+    pub identification: u32,
+    /// Offset in bytes of the first byte of the payload.
+    pub start: u32,
+    /// Offset in bytes behind the last one.
+    pub end: u32,
+    /// True for the datagram's last fragment.
+    pub last: bool,
 }
 
 /// The upper-layer protocol of a packet, behind its extension headers.
@@ -145,6 +164,26 @@ impl<'a> Header<'a> {
     #[inline]
     pub fn is_fragment(&self) -> bool {
         self.fragment != 0
+    }
+
+    /// The place of `packet`, from which this header was parsed, in its datagram (RFC 791; RFC 8200, section 4.5). `None` if it is no
+    /// fragment. An IPv6 fragment header is found directly behind the fixed header.
+    pub fn fragment(&self, packet: &[u8]) -> Option<Fragment> {
+        let (identification, units, more, header_len) = if self.is_v4() {
+            let identification = u16::from_be_bytes([*packet.get(4)?, *packet.get(5)?]);
+            let (units, more) =
+                (self.fragment & IPV4_FRAGMENT_OFFSET, self.fragment & !IPV4_FRAGMENT_OFFSET != 0);
+            (u32::from(identification), units, more, self.len)
+        } else {
+            let header: &[u8; 8] =
+                packet.get(IPV6_LEN..)?.first_chunk().filter(|_| self.protocol == FRAGMENT)?;
+            let place = u16::from_be_bytes([header[2], header[3]]);
+            let identification = u32::from_be_bytes([header[4], header[5], header[6], header[7]]);
+            (identification, place >> 3, place & 1 != 0, IPV6_LEN + 8)
+        };
+        let start = u32::from(units) * 8;
+        let end = start + self.total_len.saturating_sub(header_len) as u32;
+        (start != 0 || more).then_some(Fragment { identification, start, end, last: !more })
     }
 
     /// Source address.

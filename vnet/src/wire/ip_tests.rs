@@ -151,3 +151,21 @@ fn endless_extension_headers_are_not_walked() {
     let upper = Header::parse(ETHERTYPE_IPV6, &bytes).unwrap().upper_layer(&bytes);
     assert_eq!((upper.protocol, upper.offset), (DESTINATION_OPTIONS, IPV6_LEN + 8 * EXTENSIONS_MAX));
 }
+
+#[test]
+fn fragments_tell_their_place() {
+    let v6 = extended(&[(FRAGMENT, 0)], 185 << 3 | 1, UDP, &[0; 16]);
+    let place = |packet: &[u8], ethertype| Header::parse(ethertype, packet).unwrap().fragment(packet);
+    let middle = Fragment { identification: 7, start: 1480, end: 1496, last: false };
+    assert_eq!(place(&v6, ETHERTYPE_IPV6), Some(middle));
+    let v4 = |flags_and_offset: u16| {
+        let mut packet = vec![0x45, 0, 0, 36, 0, 7];
+        packet.extend(flags_and_offset.to_be_bytes());
+        packet.resize(36, 1);
+        packet
+    };
+    assert_eq!(place(&v4(0x2000 | 185), ETHERTYPE_IPV4), Some(middle));
+    assert_eq!(place(&v4(185), ETHERTYPE_IPV4), Some(Fragment { last: true, ..middle }));
+    assert_eq!(place(&v4(0x4000), ETHERTYPE_IPV4), None, "don't fragment");
+    assert_eq!(place(&extended(&[], 0, UDP, &[0; 16]), ETHERTYPE_IPV6), None);
+}

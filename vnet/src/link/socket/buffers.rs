@@ -5,11 +5,14 @@
 //! delay. The path's speed is that of its route's device, an upper bound for the rest of the path. Round trips do not matter,
 //! because nothing is kept for retransmission.
 
+use crate::wire::ip::{BURST_DATAGRAMS, DATAGRAM_MAX};
+
 /// Milliseconds of a path's full speed that a buffer holds: three default time slices of the kernel's scheduler (about 3 ms
 /// each).
 const HELD_MS: usize = 10;
-/// Minimum buffer size in bytes: many times the 64 KB frames that a guest can have ready at once.
-const BYTES_MIN: usize = 4 << 20;
+/// Minimum buffer size in bytes: a burst of the largest datagrams, as the queues of interfaces hold it. The kernel's doubling makes
+/// room for headers.
+const BYTES_MIN: usize = (BURST_DATAGRAMS * DATAGRAM_MAX).next_power_of_two();
 /// Maximum buffer size in bytes, reached at 54 Gbit/s.
 const BYTES_MAX: usize = 64 << 20;
 /// Assumed speed in Mbit/s of devices that report none.
@@ -28,6 +31,7 @@ mod tests {
     #[test]
     fn buffers_hold_some_milliseconds() {
         assert_eq!(buffer_bytes(10), BYTES_MIN);
+        assert_eq!(BYTES_MIN, 4 << 20);
         assert_eq!(buffer_bytes(10_000), 12_500_000);
         assert_eq!(buffer_bytes(25_000), 31_250_000);
         assert_eq!(buffer_bytes(u32::MAX), BYTES_MAX);
