@@ -16,6 +16,7 @@ from vnetlab.bench import (
     plot,
     report,
     share,
+    sockets,
     suite,
     usage,
     vhost,
@@ -246,6 +247,7 @@ def test_containers_of_both_kinds(hosts: int):
             with vnet.up(topology) as ends:
                 workload.meet(ends)
                 assert {port["path"] for port in daemon.ask(topology.hosts[0], "interface", "list")} == {path}
+                assert sockets.mtu(ends.source, ends.destination.address) == 1500
         if hosts == 1:
             with kinds.BRIDGE.up(topology) as ends:
                 workload.meet(ends)

@@ -1,12 +1,14 @@
-//! Super-frames over plain UDP sockets, without an overlay: the kernel's share of the cost of a link's datagrams. `lab/lab bench
-//! small` compares it with vnetd.
+//! Datagrams over plain UDP sockets: large messages one way, or 8 bytes to and fro. Between hosts, without an overlay, the messages show
+//! the kernel's share of the cost of a link's datagrams (`lab/lab bench small`). Between containers both show what an overlay leaves
+//! to an application that brings its own protocol (`lab/lab bench sockets`).
 //!
 //! Like a link, the sender leaves segmentation to the kernel (`UDP_SEGMENT`): a datagram is a header of vnet's length and a slice
 //! of the frame; the frames cover as much memory as a guest's ring. The receiver takes coalesced datagrams (`UDP_GRO`) and
 //! discards them.
 //!
 //! Usage: `sockets take ADDRESS:PORT --mtu BYTES --seconds S`, and then `sockets send` with the same arguments. S seconds after
-//! the first datagram, the receiver prints one JSON object with the number of bytes of the frames.
+//! the first datagram, the receiver prints one JSON object with the number of bytes of the frames. `sockets answer ADDRESS:PORT` answers
+//! until it is killed; `sockets ask ADDRESS:PORT --seconds S` prints the median time of one way. Both poll, as MPI ranks do.
 
 use std::io::IoSlice;
 use std::net::{SocketAddr, UdpSocket};
@@ -32,19 +34,22 @@ const SOCKET_BUFFER: usize = 8 << 20;
 const ROOM: usize = 4 << 20;
 const READ_MAX: usize = 1 << 16;
 const FIRST_DATAGRAM: Duration = Duration::from_secs(30);
+/// Time after which a question without an answer is sent again.
+const ANSWER: Duration = Duration::from_millis(100);
 
 fn main() {
     let words: Vec<String> = std::env::args().skip(1).collect();
-    let usage = "usage: sockets take|send ADDRESS:PORT --mtu BYTES --seconds S";
+    let usage = "usage: sockets take|send|ask|answer ADDRESS:PORT [--mtu BYTES] [--seconds S]";
     let option = |name: &str| words.iter().position(|word| word == name).and_then(|at| words.get(at + 1));
     let [mode, address, ..] = &words[..] else { panic!("{usage}") };
     let address: SocketAddr = address.parse().expect("an address and a port");
-    let seconds = option("--seconds").and_then(|s| s.parse().ok()).expect(usage);
-    let time = Duration::from_secs_f64(seconds);
-    let datagram = option("--mtu").and_then(|mtu| mtu.parse::<usize>().ok()).expect(usage) - UNDERLAY;
+    let time = || Duration::from_secs_f64(option("--seconds").and_then(|s| s.parse().ok()).expect(usage));
+    let datagram = || option("--mtu").and_then(|mtu| mtu.parse::<usize>().ok()).expect(usage) - UNDERLAY;
     match mode.as_str() {
-        "take" => println!("{}", take(address, datagram, time)),
-        "send" => send(address, datagram, time),
+        "take" => println!("{}", take(address, datagram(), time())),
+        "send" => send(address, datagram(), time()),
+        "ask" => println!("{}", ask(address, time())),
+        "answer" => answer(address),
         _ => panic!("{usage}"),
     }
 }
@@ -91,6 +96,45 @@ fn take(at: SocketAddr, datagram: usize, time: Duration) -> serde_json::Value {
         }
     }
     unreachable!("a cycle has no end")
+}
+
+/// Sends 8 bytes and waits for their return, again and again for `time`.
+fn ask(to: SocketAddr, time: Duration) -> serde_json::Value {
+    let socket = UdpSocket::bind("0.0.0.0:0").expect("a socket");
+    socket.connect(to).expect("a route");
+    socket.set_nonblocking(true).expect("a socket");
+    let (mut room, mut ways_us) = ([0; 8], vec![]);
+    let begin = Instant::now();
+    for number in 0_u64.. {
+        if begin.elapsed() > time {
+            break;
+        }
+        let asked = Instant::now();
+        // Refused while the other side does not listen yet.
+        let _ = socket.send(&number.to_ne_bytes());
+        while asked.elapsed() < ANSWER {
+            if socket.recv(&mut room).is_ok_and(|len| len == 8) && room == number.to_ne_bytes() {
+                ways_us.push(asked.elapsed().as_secs_f64() * 1e6 / 2.0);
+                break;
+            }
+            std::thread::yield_now();
+        }
+    }
+    ways_us.sort_by(f64::total_cmp);
+    serde_json::json!({ "count": ways_us.len(), "median_us": ways_us.get(ways_us.len() / 2) })
+}
+
+/// Returns every datagram to its sender.
+fn answer(at: SocketAddr) {
+    let socket = UdpSocket::bind(at).expect("an address of this host");
+    socket.set_nonblocking(true).expect("a socket");
+    let mut room = [0; 8];
+    loop {
+        match socket.recv_from(&mut room) {
+            Ok((len, from)) => drop(socket.send_to(&room[..len], from)),
+            Err(_) => std::thread::yield_now(),
+        }
+    }
 }
 
 /// Sets a UDP option; rustix has no call for these.

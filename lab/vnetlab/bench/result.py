@@ -79,6 +79,8 @@ METRICS = {
     "oneway_us": _time("one way"),
     "exchange_us": _time("both ways at once"),
     "exchange_bps": _rate("both directions"),
+    "messages_bps": _rate("64 KB messages"),
+    "datagram_oneway_us": _time("8 bytes, one way"),
     "pingpong_latency_us": _time("ping-pong latency"),
     "pingpong_bytes_per_s": _bytes("ping-pong"),
     "ring_latency_us": _time("ring latency"),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from vnetlab import machine
-from vnetlab.bench import control, kinds, latency, mpi, tunnels, usage, vhost, workload
+from vnetlab.bench import control, kinds, latency, mpi, sockets, tunnels, usage, vhost, workload
 from vnetlab.bench.contenders import BLOCK, HOST_TO_HOST, SETTINGS, TAP, TWO, VNET, Contender, Ends, Nebula, Tinc, Vnet
 from vnetlab.bench.guests import TapGuests, VnetGuests
 from vnetlab.bench.result import Conditions, Sample
@@ -457,6 +457,17 @@ BENCHES = {
             (
                 "As tcp and rtt, between two containers of one host; against two veth pairs on a kernel bridge. Then "
                 "one TCP stream while a third container sends from new MAC addresses (lab/vnetlab/bench/scanner.py).",
+            ),
+        ),
+        Bench(
+            "sockets",
+            "Plain UDP sockets between containers",
+            _between_hosts(sockets.load, 3, sockets.CONTENDERS),
+            ("messages_bps", "datagram_oneway_us"),
+            (
+                "Messages of 64 KB, segmented and coalesced by the kernel (UDP_SEGMENT, UDP_GRO), as fast as the "
+                "sender can: only what arrives counts. Then 8 bytes to and fro: half the round trip. Both ends poll "
+                "(vnet/examples/sockets.rs).",
             ),
         ),
         Bench("small", "vhost-user ports", _small, ("frames_per_s", "tso_bps_a_core"), _SMALL_NOTES),
