@@ -1,26 +1,30 @@
-"""MPI over the libfabric provider, between containers of two hosts: past TCP, over the overlay."""
+"""MPI over the libfabric provider, between containers of two hosts: past TCP, over the overlay.
+
+With VNET_TEST_HPCC=1 also the HPC Challenge suite, which takes a minute on an idle machine.
+"""
 
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 from conftest import MakeLab
+from sealed_links import underlay_capture
 
-from vnetlab import daemon, machine
+from vnetlab import machine
+from vnetlab.bench import mpi
+from vnetlab.bench.contenders import absent
+from vnetlab.daemon import REPOSITORY
 from vnetlab.run import run
 from vnetlab.topology import Topology
 
-PROGRAM = Path(__file__).parents[2] / "fabric" / "tests" / "mpi.c"
-OPEN_MPI = {
-    "plm": "rsh",
-    "pml": "cm",
-    "mtl": "ofi",
-    "btl": "^uct,openib",
-    "osc": "^ucx",
-    "oob_tcp_if_include": "10.77.0.0/16",
-    "mpi_yield_when_idle": "1",
-}
+PROGRAM = REPOSITORY / "fabric" / "tests" / "mpi.c"
+DISSECTOR = REPOSITORY / "wireshark" / "vnet.lua"
+HELLO, WELCOME, MESSAGE, WRITE, OFFER, PULL, END = 0, 1, 5, 6, 7, 8, 10
+"""Kinds of packets."""
+ORDER = 50
+"""Rows of the suite's matrices: they take no time, starting its parts does."""
 
 
 @pytest.fixture(scope="module")
@@ -28,27 +32,51 @@ def lab(make_lab: MakeLab) -> Topology:
     return make_lab(vms=0)
 
 
+def mpirun(lab: Topology, *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs `lab mpirun` as users do."""
+    command = [REPOSITORY / "lab" / "lab", "mpirun", "--name", lab.settings.name, *words]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+
+
 def test_ranks_in_two_containers_exchange_messages_of_all_sizes(lab: Topology, tmp_path: Path):
-    library = daemon.binaries() / "libvnet_fi.so"
-    assert library.exists(), "run 'make build', or cargo build -p vnet-fabric"
-    (tmp_path / "libvnet-fi.so").symlink_to(library)
     run(["mpicc", "-O1", "-o", str(tmp_path / "mpi"), str(PROGRAM)])
-    ends = [lab.find("h1c1"), lab.find("h2c1")]
-    # Open MPI starts its daemons by a script in place of ssh.
-    enter = [f'{node.address}) exec ip netns exec {node.namespace} sh -c "$*" ;;' for node in ends]
-    agent = tmp_path / "agent"
-    agent.write_text("\n".join(["#!/bin/sh", "host=$1; shift", 'case "$host" in', *enter, "esac", "exit 1", ""]))
-    agent.chmod(0o755)
-    parameters = OPEN_MPI | {"plm_rsh_agent": str(agent)}
-    words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--map-by", "node", "-np", "4"]
-    words += ["--host", ",".join(f"{node.address}:2" for node in ends)]
-    words += [word for name, value in parameters.items() for word in ("--mca", name, value)]
-    # On a host with more cores the ranks would not share them; here waiting ones must not keep others from running.
-    words += ["-x", "FI_PROVIDER=vnet", "-x", f"FI_PROVIDER_PATH={tmp_path}", "-x", f"PATH={os.environ['PATH']}"]
     before = underlay_packets(lab)
-    shown = machine.execute(ends[0], *words, str(tmp_path / "mpi"), timeout_s=120)
-    assert shown == "4 ranks agree\n"
+    done = mpirun(lab, "-n", "4", "--", str(tmp_path / "mpi"))
+    assert (done.returncode, done.stdout) == (0, "4 ranks agree\n"), done.stderr
     assert underlay_packets(lab) - before > 1000, "the ranks' messages crossed the hosts' network"
+    done = mpirun(lab, "--", "false")
+    assert done.returncode != 0, "the program's failure is passed on"
+
+
+@pytest.mark.skipif("VNET_TEST_HPCC" not in os.environ, reason="takes long: VNET_TEST_HPCC=1 runs it")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_hpc_challenge_passes_all_checks(lab: Topology, ranks: int):
+    if reason := absent("hpcc", "hpcc"):
+        pytest.skip(reason)
+    nodes = [lab.find("h1c1"), lab.find("h2c1")] * (ranks // 2)
+    report = mpi.challenge_report(nodes, ORDER, mpi.FABRIC)
+    assert mpi.challenge_figures(report)["pingpong_bytes_per_s"] > 0
+    assert "FAILED" not in report
+    assert "0 tests completed and failed residual checks" in report
+    assert set(re.findall(r"Found (\d+) errors", report)) == {"0"}
+
+
+def test_wireshark_shows_packets_inside_the_links_datagrams(lab: Topology, tmp_path: Path):
+    near, far = lab.find("h1c1"), lab.find("h2c1")
+    name = f"{far.address}:7000"
+    words = machine.namespace_command(far, ["timeout", "60", "vnet-rdma-perf", "server", name, "once"])
+    with underlay_capture(lab.hosts[0]) as seen:
+        server = subprocess.Popen(words, env=machine.environment(far), stdout=subprocess.PIPE, text=True)
+        assert server.stdout.readline().strip() == f"{name}/0"
+        machine.execute(near, "vnet-rdma-perf", "client", f"{name}/0", "30000", "0.1")
+        assert server.wait(60) == 0
+    file = tmp_path / "capture.pcap"
+    file.write_bytes(seen[0])
+    words = ["tshark", "-X", f"lua_script:{DISSECTOR}", "-r", str(file), "-Y", "vnet && vnet_rdma", "-T", "fields"]
+    lines = run([*words, "-e", "vnet.type", "-e", "vnet_rdma.kind", "-e", "ip.dst"]).splitlines()
+    kinds = {int(kind) for line in lines for kind in line.split("\t")[1].split(",")}
+    assert kinds >= {HELLO, WELCOME, MESSAGE, WRITE, OFFER, PULL, END}, kinds
+    assert any(far.address in line for line in lines), "addresses of the overlay, inside"
 
 
 def underlay_packets(lab: Topology) -> int:

@@ -4,12 +4,14 @@ import argparse
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from vnetlab import channel, console, demo, lab, machine, measure
 from vnetlab.bench import command as bench
+from vnetlab.bench import mpi
 from vnetlab.evaluate import command as evaluate
 from vnetlab.run import LabError
 from vnetlab.topology import Kind, Node, Settings, Topology, Wire
@@ -23,6 +25,7 @@ Examples:
   lab up --hosts 3 --mtu 9000
   lab exec h1c1 -- ping -c 3 $(lab address h3v1)
   lab exec h1 -- vnet stats
+  lab mpirun -n 4 -- ./program
   lab down
 """
 
@@ -98,6 +101,10 @@ def _parser() -> argparse.ArgumentParser:
     execute.add_argument(
         "--timeout", type=float, default=3600, metavar="S", help="time limit in seconds, in a virtual machine"
     )
+    mpirun = add("mpirun", _mpirun, "Run an MPI program across the containers, past TCP: over the interconnect.")
+    mpirun.add_argument("-n", type=int, default=2, metavar="N", dest="ranks", help="ranks (default: 2)")
+    mpirun.add_argument("--tcp", action="store_true", help="messages by TCP, for comparison")
+    mpirun.add_argument("words", nargs="+", metavar="PROGRAM", help="after --; with its arguments")
     console = add("console", _console, "Use a virtual machine's console; ^] ends it.")
     console.add_argument("node", help="h1v1")
     address = add("address", _address, "Print a node's address.")
@@ -140,6 +147,17 @@ def _exec(arguments: argparse.Namespace) -> int | None:
     words = ["sh", "-c", *arguments.words] if len(arguments.words) == 1 else arguments.words
     command = machine.namespace_command(node, words)
     return os.execvpe(command[0], command, machine.environment(node))
+
+
+def _mpirun(arguments: argparse.Namespace) -> int:
+    topology = lab.load(arguments.name)
+    containers = topology.machines(Kind.CONTAINER)
+    if not containers or arguments.ranks < 1:
+        raise LabError("MPI programs run in containers: bring a lab up with at least one, and start at least one rank")
+    nodes = [containers[rank % len(containers)] for rank in range(arguments.ranks)]
+    with mpi.launcher(nodes, mpi.TCP if arguments.tcp else mpi.FABRIC) as mpirun:
+        command = machine.namespace_command(nodes[0], [*mpirun, *arguments.words])
+        return subprocess.run(command, check=False, env=machine.environment(nodes[0])).returncode
 
 
 def _console(arguments: argparse.Namespace) -> None:

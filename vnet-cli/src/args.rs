@@ -9,6 +9,7 @@ use vnet_control::language::Dialect;
 
 use crate::client::encode;
 use crate::keys::KeysCommand;
+use crate::mpi::MpiEnv;
 use crate::settings::{Interface, Link, New, Route};
 use crate::top::model::Top;
 
@@ -55,6 +56,7 @@ Examples:
   vnet capture c1 tcp port 80
   vnet trace c1 52:54:00:00:00:02
   vnet save /etc/vnet/vnet.toml --force
+  eval \"$(vnet mpi-env open-mpi)\" && mpirun --host 10.77.1.1,10.77.2.1 ./program
   vnet --json stats | jq .balance";
 
 #[derive(Subcommand)]
@@ -132,6 +134,8 @@ pub enum Command {
     /// Certificates for sealed links, issued by a small certificate authority of your own; needs no vnetd
     #[command(subcommand)]
     Keys(KeysCommand),
+    /// Environment in which an MPI library uses the interconnect: eval "$(vnet mpi-env)"; needs no vnetd
+    MpiEnv(MpiEnv),
     /// Versions of this command and of vnetd
     Version,
 }

@@ -9,6 +9,7 @@ mod doctor;
 mod events;
 mod headers;
 mod keys;
+mod mpi;
 mod output;
 mod save;
 mod settings;
@@ -90,6 +91,7 @@ fn run(args: &Args) -> Result<(), Failure> {
             let (text, answer) = keys::run(command).map_err(|line| Failure::Lines(vec![line]))?;
             vnet.print(answer.to_string().as_bytes(), |_| Ok(text))
         }
+        Command::MpiEnv(wanted) => mpi::run(wanted, args.json),
         Command::Version => vnet.version(),
     }
 }

@@ -10,10 +10,11 @@ namespace. Both machines assume that they own all CPUs, so ranks are not bound t
 import contextlib
 import re
 import shlex
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from vnetlab import machine, remote
+from vnetlab import daemon, machine, remote
 from vnetlab.bench.contenders import TAP, VNET, Bare, Contender, Ends, VxlanContainers, VxlanDevice, absent
 from vnetlab.bench.result import Sample
 from vnetlab.run import LabError
@@ -28,6 +29,9 @@ SHARED_MEMORY = "tcp,self,vader"
 """The same, but ranks on one node use shared memory."""
 SHELL_PORT = 2000
 """A virtual machine's port with a shell."""
+FABRIC = "the libfabric provider vnet"
+"""In place of transports: all messages over the interconnect."""
+FABRIC_PARAMETERS = {"pml": "cm", "mtl": "ofi", "btl": "^uct,openib", "osc": "^ucx"}
 START_S = 30
 """Allowance for Open MPI to start and exit."""
 MEASURE_S = 60
@@ -62,23 +66,28 @@ def messages(ends: Ends, size: int) -> Sample:
 
 def challenge(ends: Ends, order: int) -> Sample:
     """One run of the HPC Challenge suite with matrices of `order` rows."""
+    return challenge_figures(challenge_report([ends.source, ends.destination], order))
+
+
+def challenge_report(nodes: Sequence[Node], order: int, transports: str = TCP) -> str:
+    """The report of a run of the HPC Challenge suite with a rank on each of these nodes, an even number of ranks."""
     if reason := absent("hpcc", "hpcc"):
         raise LabError(reason)
-    folder = ends.source.file(".hpcc")
-    machine.execute(ends.source, f"rm -rf {folder} && mkdir {folder}")
-    machine.write(ends.source, folder / "hpccinf.txt", challenge_input(order))
-    with launcher([ends.source, ends.destination]) as mpirun:
+    folder = nodes[0].file(".hpcc")
+    machine.execute(nodes[0], f"rm -rf {folder} && mkdir {folder}")
+    machine.write(nodes[0], folder / "hpccinf.txt", challenge_input(order, len(nodes)))
+    with launcher(nodes, transports) as mpirun:
         words = [*mpirun, "-wdir", str(folder), "hpcc"]
-        text = machine.execute(ends.source, *words, timeout_s=START_S + CHALLENGE_S)
-    sample = challenge_figures(machine.read(ends.source, folder / "hpccoutf.txt") or text)
-    machine.execute(ends.source, "rm", "-r", str(folder))
-    return sample
+        text = machine.execute(nodes[0], *words, timeout_s=START_S + CHALLENGE_S)
+    report = machine.read(nodes[0], folder / "hpccoutf.txt") or text
+    machine.execute(nodes[0], "rm", "-r", str(folder))
+    return report
 
 
-def challenge_input(order: int) -> str:
-    """The suite's input file hpccinf.txt for two ranks, a format of fixed lines."""
-    sizes = [1, order, 1, 80, 0, 1, 2, 1]
-    """One matrix, its order, one block size and its rows, row-major, one grid of 2 x 1 ranks."""
+def challenge_input(order: int, ranks: int = 2) -> str:
+    """The suite's input file hpccinf.txt, a format of fixed lines."""
+    sizes = [1, order, 1, 80, 0, 1, 2, ranks // 2]
+    """One matrix, its order, one block size and its rows, row-major, one grid of 2 x `ranks` / 2 ranks."""
     factorisation = ["16.0", 1, 2, 1, 4, 1, 2, 1, 1, 1, 1, 1, 0, 2, 64, 0, 0, 1, 8]
     """Threshold and variants of HPL, as in Debian's example."""
     no_more = ["", 0, order, 0, 80]
@@ -123,11 +132,27 @@ def launcher(nodes: Sequence[Node], transports: str = TCP) -> Iterator[list[str]
     }
     words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(len(nodes)), "--bind-to", "none"]
     words += ["--hostfile", str(hosts), "--map-by", "seq"]
+    provider = nodes[0].file(".fabric")
+    if transports == FABRIC:
+        _link_provider(provider)
+        parameters |= FABRIC_PARAMETERS
+        words += ["-x", "FI_PROVIDER=vnet", "-x", f"FI_PROVIDER_PATH={provider}"]
     try:
         yield words + [word for name, value in parameters.items() for word in ("--mca", name, value)]
     finally:
         for node in dict.fromkeys(nodes):
             machine.execute(node, "rm", "-f", str(agent), str(hosts))
+        shutil.rmtree(provider, ignore_errors=True)
+
+
+def _link_provider(folder: Path) -> None:
+    """Makes a folder on this machine with the provider under the name that libfabric looks for."""
+    library = daemon.binaries() / "libvnet_fi.so"
+    if not library.exists():
+        raise LabError(f"{library} does not exist: run 'make build'")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "libvnet-fi.so").symlink_to(library)
 
 
 def _shell_on(node: Node, launcher: Node) -> str:

@@ -1,0 +1,275 @@
+-- Wireshark's view of vnet: the interconnect's packets (docs/interconnect.md) and the native encapsulation of links.
+--
+--     tshark -X lua_script:vnet.lua -i eth0 -Y vnet_rdma
+--
+-- Interconnect packets are recognised on any UDP port by their form. Links listen at port 9000 unless they are configured otherwise: choose
+-- "Decode As", or -d udp.port==9100,vnet. A device that segments UDP shows several datagrams as one, of which only the first is dissected:
+-- turn that off while capturing (ethtool -K eth0 tx-udp-segmentation off).
+
+local VERSION = 1
+
+-- The interconnect.
+
+local rdma = Proto("vnet_rdma", "vnet interconnect")
+
+local STATUS = {
+    [0] = "success", "unreachable", "restarted", "wrong key, range or access", "not ready", "truncated", "cancelled",
+    "deadline", "violation of the protocol",
+}
+local SUBJECTS = { [0] = "operation", "pull", "message not ready" }
+local CHANGES = {
+    [0] = "minimum", "maximum", "sum", "product", "logical or", "logical and", "bitwise or", "bitwise and",
+    "logical exclusive or", "bitwise exclusive or", "read", "write", "swap if equal", "swap if not equal",
+    "swap if less or equal", "swap if less", "swap if greater or equal", "swap if greater", "swap of masked bits",
+}
+local TYPES = { [0] = "i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64", "f32", "f64" }
+
+local f = {
+    version = ProtoField.uint8("vnet_rdma.version", "Version", base.DEC, nil, 0xf0),
+    flags = ProtoField.uint8("vnet_rdma.flags", "Flags", base.HEX),
+    failures = ProtoField.uint16("vnet_rdma.failures", "Failures before the acknowledgement"),
+    session = ProtoField.uint32("vnet_rdma.session", "Session", base.HEX),
+    number = ProtoField.uint32("vnet_rdma.number", "Number"),
+    ack = ProtoField.uint32("vnet_rdma.ack", "Acknowledgement"),
+    map = ProtoField.bytes("vnet_rdma.map", "Map of arrivals"),
+    epoch = ProtoField.uint64("vnet_rdma.epoch", "Epoch"),
+    channel = ProtoField.uint32("vnet_rdma.channel", "Channel"),
+    answer = ProtoField.uint32("vnet_rdma.answer", "Session for the answer", base.HEX),
+    window = ProtoField.uint32("vnet_rdma.window", "Window"),
+    datagram = ProtoField.uint16("vnet_rdma.datagram", "Largest datagram"),
+    to = ProtoField.uint16("vnet_rdma.to", "Target endpoint"),
+    from = ProtoField.uint16("vnet_rdma.from", "Origin endpoint"),
+    op = ProtoField.uint32("vnet_rdma.op", "Operation"),
+    seq = ProtoField.uint32("vnet_rdma.seq", "Message number"),
+    total = ProtoField.uint32("vnet_rdma.total", "Length"),
+    total_long = ProtoField.uint64("vnet_rdma.total_long", "Length"),
+    behind = ProtoField.uint32("vnet_rdma.behind", "Bytes behind this packet"),
+    place = ProtoField.uint32("vnet_rdma.place", "Offset in the message"),
+    tag = ProtoField.uint64("vnet_rdma.tag", "Tag", base.HEX),
+    key = ProtoField.uint64("vnet_rdma.key", "Tag, key or operation", base.HEX),
+    at = ProtoField.uint64("vnet_rdma.at", "Offset"),
+    data = ProtoField.uint64("vnet_rdma.data", "Immediate data", base.HEX),
+    pull = ProtoField.uint32("vnet_rdma.pull", "Pull"),
+    len = ProtoField.uint32("vnet_rdma.len", "Length"),
+    offset = ProtoField.uint64("vnet_rdma.offset", "Offset in the pull"),
+    subject = ProtoField.uint8("vnet_rdma.subject", "Subject", base.DEC, SUBJECTS),
+    status = ProtoField.uint8("vnet_rdma.status", "Status", base.DEC, STATUS),
+    limit = ProtoField.uint32("vnet_rdma.limit", "First message not taken"),
+    change = ProtoField.uint8("vnet_rdma.change", "Change", base.DEC, CHANGES),
+    type = ProtoField.uint8("vnet_rdma.type", "Type", base.DEC, TYPES),
+    count = ProtoField.uint16("vnet_rdma.count", "Count"),
+    payload = ProtoField.bytes("vnet_rdma.payload", "Payload"),
+}
+
+-- By kind: its name, its fields behind the common part with their bytes, and whether a payload follows.
+local HELLO = { { f.epoch, 8 }, { f.channel, 4 }, { f.answer, 4 }, { f.window, 4 }, { f.datagram, 2 } }
+local KINDS = {
+    [0] = { "HELLO", HELLO },
+    [1] = { "WELCOME", HELLO },
+    [2] = { "RESET", {} },
+    [3] = { "ACK", {} },
+    [4] = { "NOOP", {} },
+    [5] = {
+        "MESSAGE",
+        { { f.to, 2 }, { f.from, 2 }, { f.op, 4 }, { f.seq, 4 }, { f.total, 4 }, { f.place, 4 }, { f.tag, 8 }, { f.data, 8 } },
+        true,
+    },
+    [6] = {
+        "WRITE",
+        { { f.to, 2 }, { f.from, 2 }, { f.op, 4 }, { f.seq, 4 }, { f.behind, 4 }, { f.key, 8 }, { f.at, 8 }, { f.data, 8 } },
+        true,
+    },
+    [7] = {
+        "OFFER",
+        { { f.to, 2 }, { f.from, 2 }, { f.op, 4 }, { f.seq, 4 }, { f.total_long, 8 }, { f.key, 8 }, { f.at, 8 }, { f.data, 8 } },
+    },
+    [8] = { "PULL", { { f.to, 2 }, { f.pull, 4 }, { f.len, 4 }, { f.key, 8 }, { f.at, 8 }, { f.offset, 8 } } },
+    [9] = { "DATA", { { f.pull, 4 }, { f.offset, 8 } }, true },
+    [10] = { "END", { { f.subject, 1 }, { f.status, 1 }, { f.to, 2 }, { f.op, 4 }, { f.seq, 4 } } },
+    [11] = { "CREDIT", { { f.to, 2 }, { f.limit, 4 } } },
+    [12] = {
+        "ATOMIC",
+        { { f.to, 2 }, { f.from, 2 }, { f.op, 4 }, { f.change, 1 }, { f.type, 1 }, { f.count, 2 }, { f.key, 8 }, { f.at, 8 } },
+        true,
+    },
+    [13] = { "FOUND", { { f.op, 4 } }, true },
+}
+local FLAGS = {
+    { 0x01, "map", "A map of arrivals follows" },
+    { 0x02, "ack_soon", "Acknowledge soon" },
+    { 0x04, "congestion", "Packets marked by ECN arrived" },
+    { 0x08, "tagged", "The tag counts" },
+    { 0x10, "data", "The immediate data counts, or what was found is wanted" },
+    { 0x20, "memory", "A write is offered, or a region is read" },
+    { 0x40, "resume", "First message after not ready" },
+    { 0x80, "failure", "The end is among the failures" },
+}
+local names = {}
+for number, kind in pairs(KINDS) do
+    names[number] = kind[1]
+end
+f.kind = ProtoField.uint8("vnet_rdma.kind", "Kind", base.DEC, names, 0x0f)
+local all = {}
+for _, field in pairs(f) do
+    all[#all + 1] = field
+end
+for _, flag in ipairs(FLAGS) do
+    flag.field = ProtoField.bool("vnet_rdma.flags." .. flag[2], flag[3], 8, nil, flag[1])
+    all[#all + 1] = flag.field
+end
+rdma.fields = all
+
+local COMMON, MAP = 16, 32
+
+-- Bytes of the header. Nil: these are no packet of the interconnect.
+local function header_len(buffer)
+    if buffer:len() < COMMON or buffer(0, 1):bitfield(0, 4) ~= VERSION then
+        return nil
+    end
+    local kind = KINDS[buffer(0, 1):bitfield(4, 4)]
+    if not kind then
+        return nil
+    end
+    local len = COMMON + (buffer(1, 1):bitfield(7, 1) == 1 and MAP or 0)
+    for _, field in ipairs(kind[2]) do
+        len = len + field[2]
+    end
+    if buffer:len() < len or (buffer:len() > len and not kind[3]) then
+        return nil
+    end
+    return len
+end
+
+function rdma.dissector(buffer, pinfo, tree)
+    local len = header_len(buffer)
+    if not len then
+        return 0
+    end
+    local kind = KINDS[buffer(0, 1):bitfield(4, 4)]
+    pinfo.cols.protocol = "VNET-RDMA"
+    local text = string.format("%s number=%u ack=%u", kind[1], buffer(8, 4):uint(), buffer(12, 4):uint())
+    if buffer:len() > len then
+        text = text .. string.format(" bytes=%u", buffer:len() - len)
+    end
+    pinfo.cols.info = text
+    local own = tree:add(rdma, buffer(), "vnet interconnect, " .. text)
+    own:add(f.version, buffer(0, 1))
+    own:add(f.kind, buffer(0, 1))
+    local flags = own:add(f.flags, buffer(1, 1))
+    for _, flag in ipairs(FLAGS) do
+        flags:add(flag.field, buffer(1, 1))
+    end
+    own:add(f.failures, buffer(2, 2))
+    own:add(f.session, buffer(4, 4))
+    own:add(f.number, buffer(8, 4))
+    own:add(f.ack, buffer(12, 4))
+    local at = COMMON
+    if buffer(1, 1):bitfield(7, 1) == 1 then
+        own:add(f.map, buffer(at, MAP))
+        at = at + MAP
+    end
+    for _, field in ipairs(kind[2]) do
+        own:add(field[1], buffer(at, field[2]))
+        at = at + field[2]
+    end
+    if buffer:len() > at then
+        own:add(f.payload, buffer(at))
+    end
+    return buffer:len()
+end
+
+-- The native encapsulation.
+
+local native = Proto("vnet", "vnet link")
+
+local TYPES_OF_LINKS = { [0] = "frame", "bundle", "probe", "probe reply", "keepalive" }
+local n = {
+    version = ProtoField.uint8("vnet.version", "Version", base.DEC, nil, 0xf0),
+    type = ProtoField.uint8("vnet.type", "Type", base.DEC, TYPES_OF_LINKS, 0x0f),
+    last = ProtoField.bool("vnet.last", "Last fragment", 8, nil, 0x01),
+    offload = ProtoField.bool("vnet.offload", "Offload metadata", 8, nil, 0x02),
+    sealed = ProtoField.bool("vnet.sealed", "Sealed", 8, nil, 0x04),
+    hops = ProtoField.uint8("vnet.hops", "Hops taken", base.DEC, nil, 0x38),
+    epoch = ProtoField.uint8("vnet.epoch", "Key epoch", base.DEC, nil, 0xc0),
+    index = ProtoField.uint16("vnet.index", "Fragment"),
+    network = ProtoField.uint24("vnet.network", "Network"),
+    queue = ProtoField.uint8("vnet.queue", "Receive queue"),
+    number = ProtoField.uint64("vnet.number", "Datagram number"),
+    metadata = ProtoField.bytes("vnet.metadata", "Offload metadata"),
+    length = ProtoField.uint16("vnet.length", "Length in the bundle"),
+    payload = ProtoField.bytes("vnet.payload", "Payload"),
+}
+local fields = {}
+for _, field in pairs(n) do
+    fields[#fields + 1] = field
+end
+native.fields = fields
+
+local HEADER, METADATA = 16, 12
+local ethernet = Dissector.get("eth_withoutfcs")
+
+-- A whole frame, behind offload metadata perhaps.
+local function frame(buffer, has_offload, pinfo, own, tree)
+    if has_offload and buffer:len() >= METADATA then
+        own:add(n.metadata, buffer(0, METADATA))
+        buffer = buffer(METADATA):tvb()
+    end
+    if buffer:len() > 0 then
+        ethernet:call(buffer, pinfo, tree)
+    end
+end
+
+function native.dissector(buffer, pinfo, tree)
+    if buffer:len() < HEADER or buffer(0, 1):bitfield(0, 4) ~= VERSION then
+        return 0
+    end
+    local kind = TYPES_OF_LINKS[buffer(0, 1):bitfield(4, 4)]
+    if not kind then
+        return 0
+    end
+    pinfo.cols.protocol = "VNET"
+    pinfo.cols.info = kind
+    local own = tree:add(native, buffer(0, HEADER), "vnet link, " .. kind)
+    own:add(n.version, buffer(0, 1))
+    own:add(n.type, buffer(0, 1))
+    own:add(n.last, buffer(1, 1))
+    own:add(n.offload, buffer(1, 1))
+    own:add(n.sealed, buffer(1, 1))
+    own:add(n.hops, buffer(1, 1))
+    own:add(n.epoch, buffer(1, 1))
+    own:add(n.index, buffer(2, 2))
+    own:add(n.network, buffer(4, 3))
+    own:add(n.queue, buffer(7, 1))
+    own:add(n.number, buffer(8, 8))
+    local rest = buffer:len() - HEADER
+    if rest == 0 then
+        return HEADER
+    end
+    local flags = buffer(1, 1)
+    local last, offload, sealed = flags:bitfield(7, 1) == 1, flags:bitfield(6, 1) == 1, flags:bitfield(5, 1) == 1
+    local index = buffer(2, 2):uint()
+    if sealed or (kind ~= "frame" and kind ~= "bundle") or (kind == "frame" and not (last and index == 0)) then
+        own:add(n.payload, buffer(HEADER))
+    elseif kind == "frame" then
+        frame(buffer(HEADER):tvb(), offload, pinfo, own, tree)
+    else
+        local at = HEADER
+        while at + 2 <= buffer:len() do
+            local len = buffer(at, 2):uint()
+            own:add(n.length, buffer(at, 2))
+            if len == 0 or at + 2 + len > buffer:len() then
+                break
+            end
+            frame(buffer(at + 2, len):tvb(), offload, pinfo, own, tree)
+            at = at + 2 + len
+        end
+    end
+    return buffer:len()
+end
+
+local ports = DissectorTable.get("udp.port")
+ports:add(9000, native)
+ports:add_for_decode_as(rdma)
+rdma:register_heuristic("udp", function(buffer, pinfo, tree)
+    return header_len(buffer) ~= nil and rdma.dissector(buffer, pinfo, tree) > 0
+end)
