@@ -271,6 +271,7 @@ int vnet_domain_open(struct fid_fabric *fabric, struct fi_info *info, struct fid
 	if (!domain)
 		return -FI_ENOMEM;
 	pthread_mutex_init(&domain->lock, NULL);
+	domain->addr_format = info->addr_format == FI_SOCKADDR_IN6 ? FI_SOCKADDR_IN6 : FI_SOCKADDR_IN;
 	domain->mr_mode = info->domain_attr ? info->domain_attr->mr_mode : 0;
 	domain->fid.fid.fclass = FI_CLASS_DOMAIN;
 	domain->fid.fid.context = context;

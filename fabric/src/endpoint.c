@@ -121,13 +121,18 @@ int vnet_ep_register(struct vnet_ep *ep, const struct vnet_mr *mr)
 
 static int enable(struct vnet_ep *ep)
 {
-	char ip[INET_ADDRSTRLEN], bind[INET_ADDRSTRLEN + 8];
+	char ip[INET6_ADDRSTRLEN], bind[INET6_ADDRSTRLEN + 24];
 	if (ep->rdma)
 		return 0;
 	if (!ep->av)
 		return -FI_ENOAV;
-	inet_ntop(AF_INET, &ep->name.sin_addr, ip, sizeof ip);
-	snprintf(bind, sizeof bind, "%s:%u", ip, ntohs(ep->name.sin_port));
+	if (ep->name.any.sa_family == AF_INET6) {
+		inet_ntop(AF_INET6, &ep->name.v6.sin6_addr, ip, sizeof ip);
+		snprintf(bind, sizeof bind, "[%s%%%u]:%u", ip, ep->name.v6.sin6_scope_id, ntohs(ep->name.v6.sin6_port));
+	} else {
+		inet_ntop(AF_INET, &ep->name.v4.sin_addr, ip, sizeof ip);
+		snprintf(bind, sizeof bind, "%s:%u", ip, ntohs(ep->name.v4.sin_port));
+	}
 	/* A receive may be posted much later than the message is sent: only a dead peer ends it. */
 	vnet_rdma_set_timeout(0);
 	int result = vnet_rdma_open(bind, &ep->node);
@@ -137,7 +142,8 @@ static int enable(struct vnet_ep *ep)
 		fprintf(stderr, "libfabric:vnet: %s\n", vnet_rdma_error());
 		return result;
 	}
-	ep->name.sin_port = htons(vnet_rdma_port(ep->node));
+	/* Both kinds have their port at the same place. */
+	ep->name.v4.sin_port = htons(vnet_rdma_port(ep->node));
 	result = vnet_cq_watch(ep->rx_cq, ep);
 	if (!result)
 		result = vnet_cq_watch(ep->tx_cq, ep);
@@ -262,17 +268,17 @@ static int ep_getname(fid_t fid, void *address, size_t *len)
 {
 	struct vnet_ep *ep = (struct vnet_ep *)fid;
 	size_t room = *len;
-	*len = sizeof ep->name;
-	memcpy(address, &ep->name, room < sizeof ep->name ? room : sizeof ep->name);
-	return room < sizeof ep->name ? -FI_ETOOSMALL : 0;
+	*len = vnet_name_len(&ep->name);
+	memcpy(address, &ep->name, room < *len ? room : *len);
+	return room < *len ? -FI_ETOOSMALL : 0;
 }
 
 static int ep_setname(fid_t fid, void *address, size_t len)
 {
 	struct vnet_ep *ep = (struct vnet_ep *)fid;
-	if (ep->rdma || len < sizeof ep->name)
+	if (ep->rdma || len != vnet_name_len(&ep->name) || ((struct sockaddr *)address)->sa_family != ep->name.any.sa_family)
 		return -FI_EINVAL;
-	memcpy(&ep->name, address, sizeof ep->name);
+	memcpy(&ep->name, address, len);
 	return 0;
 }
 
@@ -294,9 +300,9 @@ int vnet_ep_open(struct fid_domain *domain, struct fi_info *info, struct fid_ep 
 	if (!ep)
 		return -FI_ENOMEM;
 	ep->domain = (struct vnet_domain *)domain;
-	ep->name.sin_family = AF_INET;
-	if (info->src_addr && info->src_addrlen >= sizeof ep->name)
-		memcpy(&ep->name, info->src_addr, sizeof ep->name);
+	ep->name.any.sa_family = ep->domain->addr_format == FI_SOCKADDR_IN6 ? AF_INET6 : AF_INET;
+	if (info->src_addr && info->src_addrlen >= vnet_name_len(&ep->name))
+		memcpy(&ep->name, info->src_addr, vnet_name_len(&ep->name));
 	ep->tx_flags = info->tx_attr ? info->tx_attr->op_flags : 0;
 	ep->rx_flags = info->rx_attr ? info->rx_attr->op_flags : 0;
 	ep->min_multi_recv = 64;

@@ -1,4 +1,4 @@
-/* What the provider offers: one entry for each IPv4 address of this host, loopback only without others or when asked for. */
+/* What the provider offers: one entry for each IPv4 address of this host; IPv6 and loopback only without others or when asked for. */
 #include <arpa/inet.h>
 #include <ifaddrs.h>
 #include <net/if.h>
@@ -10,11 +10,18 @@
 
 #include "vnet.h"
 
-/* One line on what the user can mend, when this provider was asked for: otherwise all there are get tried. */
-static int say(const char *why, const char *what)
+/* Whether this provider was asked for by its name: otherwise libfabric tries all there are. */
+static bool is_named(const struct fi_info *hints)
 {
 	const char *wanted = getenv("FI_PROVIDER");
-	if (wanted && strstr(wanted, "vnet") && wanted[0] != '^')
+	const char *own = hints && hints->fabric_attr ? hints->fabric_attr->prov_name : NULL;
+	return (wanted && strstr(wanted, "vnet") && wanted[0] != '^') || (own && !strcmp(own, "vnet"));
+}
+
+/* One line on what the user can mend. */
+static int say(const struct fi_info *hints, const char *why, const char *what)
+{
+	if (is_named(hints))
 		fprintf(stderr, "libfabric:vnet: %s%s\n", why, what);
 	return -FI_ENODATA;
 }
@@ -35,8 +42,9 @@ static int check(const struct fi_info *hints)
 		return 0;
 	if (hints->caps & ~(uint64_t)VNET_CAPS)
 		return decline("not available: ", fi_tostr(&(uint64_t){hints->caps & ~(uint64_t)VNET_CAPS}, FI_TYPE_CAPS));
-	if (hints->addr_format != FI_FORMAT_UNSPEC && hints->addr_format != FI_SOCKADDR && hints->addr_format != FI_SOCKADDR_IN)
-		return decline("addresses are IPv4 (FI_SOCKADDR_IN)", "");
+	if (hints->addr_format != FI_FORMAT_UNSPEC && hints->addr_format != FI_SOCKADDR && hints->addr_format != FI_SOCKADDR_IN &&
+	    hints->addr_format != FI_SOCKADDR_IN6)
+		return decline("addresses are FI_SOCKADDR_IN or FI_SOCKADDR_IN6", "");
 	if (hints->ep_attr) {
 		if (hints->ep_attr->type != FI_EP_UNSPEC && hints->ep_attr->type != FI_EP_RDM)
 			return decline("endpoints are FI_EP_RDM", "");
@@ -83,7 +91,7 @@ static int fill_domain(struct fi_info *info, const struct fi_info *hints, const 
 	return attr->name ? 0 : -FI_ENOMEM;
 }
 
-static struct fi_info *entry(const struct fi_info *hints, uint32_t version, const char *device, struct sockaddr_in source)
+static struct fi_info *entry(const struct fi_info *hints, uint32_t version, const char *device, const union vnet_name *source)
 {
 	struct fi_info *info = fi_allocinfo();
 	if (!info)
@@ -93,14 +101,14 @@ static struct fi_info *entry(const struct fi_info *hints, uint32_t version, cons
 		info->caps |= FI_SEND | FI_RECV;
 	if (info->caps & (FI_RMA | FI_ATOMIC) && !(info->caps & (FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE)))
 		info->caps |= FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
-	info->addr_format = FI_SOCKADDR_IN;
-	info->src_addrlen = sizeof source;
-	info->src_addr = malloc(sizeof source);
+	info->addr_format = source->any.sa_family == AF_INET6 ? FI_SOCKADDR_IN6 : FI_SOCKADDR_IN;
+	info->src_addrlen = vnet_name_len(source);
+	info->src_addr = malloc(info->src_addrlen);
 	if (!info->src_addr || fill_domain(info, hints, device)) {
 		fi_freeinfo(info);
 		return NULL;
 	}
-	memcpy(info->src_addr, &source, sizeof source);
+	memcpy(info->src_addr, source, info->src_addrlen);
 	info->ep_attr->type = FI_EP_RDM;
 	info->ep_attr->protocol_version = 1;
 	info->ep_attr->max_msg_size = VNET_MSG_MAX;
@@ -121,27 +129,54 @@ static struct fi_info *entry(const struct fi_info *hints, uint32_t version, cons
 	return info;
 }
 
-static int resolve(const char *node, const char *service, struct sockaddr_in *address)
+static int resolve(const struct fi_info *hints, int family, const char *node, const char *service, union vnet_name *address)
 {
-	struct addrinfo hints = {.ai_family = AF_INET, .ai_socktype = SOCK_DGRAM}, *found;
-	if (getaddrinfo(node, service, &hints, &found))
-		return say("no IPv4 address is known for ", node ? node : service);
-	memcpy(address, found->ai_addr, sizeof *address);
+	/* Without a name any address is meant, and IPv4 unless the application says otherwise. */
+	struct addrinfo wanted = {.ai_family = node || family ? family : AF_INET, .ai_socktype = SOCK_DGRAM}, *found;
+	if (getaddrinfo(node, service, &wanted, &found))
+		return say(hints, "no address is known for ", node ? node : service);
+	memcpy(address, found->ai_addr, found->ai_addrlen < sizeof *address ? found->ai_addrlen : sizeof *address);
 	freeaddrinfo(found);
 	return 0;
 }
 
 /* The address from which packets to `to` leave. */
-static int source_for(const struct sockaddr_in *to, struct sockaddr_in *source)
+static int source_for(const struct fi_info *hints, const union vnet_name *to, union vnet_name *source)
 {
+	char text[INET6_ADDRSTRLEN] = "?";
 	socklen_t len = sizeof *source;
-	int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+	int fd = socket(to->any.sa_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
 	if (fd < 0)
 		return -errno;
-	int result = connect(fd, (const struct sockaddr *)to, sizeof *to) || getsockname(fd, (struct sockaddr *)source, &len);
+	int result = connect(fd, &to->any, vnet_name_len(to)) || getsockname(fd, &source->any, &len);
 	close(fd);
-	source->sin_port = 0;
-	return result ? say("there is no route to ", inet_ntoa(to->sin_addr)) : 0;
+	source->v4.sin_port = 0;
+	inet_ntop(to->any.sa_family, to->any.sa_family == AF_INET6 ? (void *)&to->v6.sin6_addr : (void *)&to->v4.sin_addr, text, sizeof text);
+	return result ? say(hints, "there is no route to ", text) : 0;
+}
+
+/* An address of the application's wishes. Family 0: it has none. */
+static union vnet_name given(const void *address, size_t len)
+{
+	union vnet_name name = {0};
+	const struct sockaddr *any = address;
+	if (any && len >= sizeof name.v4 && any->sa_family == AF_INET)
+		memcpy(&name.v4, address, sizeof name.v4);
+	else if (any && len >= sizeof name.v6 && any->sa_family == AF_INET6)
+		memcpy(&name.v6, address, sizeof name.v6);
+	return name;
+}
+
+static bool is_any(const union vnet_name *name)
+{
+	return name->any.sa_family == AF_INET6 ? IN6_IS_ADDR_UNSPECIFIED(&name->v6.sin6_addr) : name->v4.sin_addr.s_addr == htonl(INADDR_ANY);
+}
+
+static bool is_same(const union vnet_name *a, const union vnet_name *b)
+{
+	if (a->any.sa_family == AF_INET6)
+		return !memcmp(&a->v6.sin6_addr, &b->v6.sin6_addr, sizeof a->v6.sin6_addr);
+	return a->v4.sin_addr.s_addr == b->v4.sin_addr.s_addr;
 }
 
 static bool is_wanted(const struct fi_info *hints, const char *device)
@@ -151,64 +186,94 @@ static bool is_wanted(const struct fi_info *hints, const char *device)
 	return (!own || !strcmp(own, device)) && (!name || !strcmp(name, device));
 }
 
-int vnet_getinfo(uint32_t version, const char *node, const char *service, uint64_t flags, const struct fi_info *hints,
-		 struct fi_info **info)
+/* What an entry has to be. */
+struct wish {
+	const struct fi_info *hints;
+	uint32_t version;
+	union vnet_name source, dest; /* of family 0: none is given */
+	int family;
+	bool is_loopback;
+};
+
+/* Entries for the addresses of one family, of loopback or of other devices. Returns where the next one goes. */
+static struct fi_info **add_entries(const struct wish *wish, const struct ifaddrs *device, struct fi_info **last)
 {
-	struct sockaddr_in source = {.sin_family = AF_INET}, dest = {.sin_family = AF_INET};
-	bool has_source = false, has_dest = false;
-	int result = check(hints);
-	if (result)
-		return result;
-	if (hints && hints->src_addr && hints->src_addrlen >= sizeof source) {
-		memcpy(&source, hints->src_addr, sizeof source);
-		has_source = true;
+	for (; device; device = device->ifa_next) {
+		if (!device->ifa_addr || device->ifa_addr->sa_family != wish->family || !(device->ifa_flags & IFF_UP) ||
+		    !!(device->ifa_flags & IFF_LOOPBACK) != wish->is_loopback || !is_wanted(wish->hints, device->ifa_name))
+			continue;
+		union vnet_name own = {0};
+		memcpy(&own, device->ifa_addr, wish->family == AF_INET6 ? sizeof own.v6 : sizeof own.v4);
+		bool has_source = wish->source.any.sa_family && !is_any(&wish->source);
+		if (has_source ? !is_same(&own, &wish->source) : wish->family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&own.v6.sin6_addr))
+			continue;
+		own.v4.sin_port = wish->source.v4.sin_port;
+		struct fi_info *info = entry(wish->hints, wish->version, device->ifa_name, &own);
+		if (!info)
+			continue;
+		size_t len = vnet_name_len(&wish->dest);
+		if (wish->dest.any.sa_family && (info->dest_addr = malloc(len))) {
+			memcpy(info->dest_addr, &wish->dest, len);
+			info->dest_addrlen = len;
+		}
+		*last = info;
+		last = &info->next;
 	}
-	if (hints && hints->dest_addr && hints->dest_addrlen >= sizeof dest) {
-		memcpy(&dest, hints->dest_addr, sizeof dest);
-		has_dest = true;
+	return last;
+}
+
+/* Fills in the addresses of the wish. */
+static int addresses(struct wish *wish, const char *node, const char *service, uint64_t flags)
+{
+	const struct fi_info *hints = wish->hints;
+	uint32_t format = hints ? hints->addr_format : FI_FORMAT_UNSPEC;
+	wish->family = format == FI_SOCKADDR_IN6 ? AF_INET6 : format == FI_SOCKADDR_IN ? AF_INET : 0;
+	if (hints) {
+		wish->source = given(hints->src_addr, hints->src_addrlen);
+		wish->dest = given(hints->dest_addr, hints->dest_addrlen);
 	}
 	if (node || service) {
 		bool is_source = flags & FI_SOURCE || !node;
-		result = resolve(node, service, is_source ? &source : &dest);
+		int result = resolve(hints, wish->family, node, service, is_source ? &wish->source : &wish->dest);
 		if (result)
 			return result;
-		*(is_source ? &has_source : &has_dest) = true;
-		if (is_source && !node)
-			source.sin_addr.s_addr = htonl(INADDR_ANY);
+		if (is_source && !node && wish->source.any.sa_family == AF_INET6)
+			wish->source.v6.sin6_addr = in6addr_any;
+		else if (is_source && !node)
+			wish->source.v4.sin_addr.s_addr = htonl(INADDR_ANY);
 	}
-	if (has_dest && !has_source) {
-		result = source_for(&dest, &source);
+	if (wish->dest.any.sa_family && !wish->source.any.sa_family) {
+		int result = source_for(hints, &wish->dest, &wish->source);
 		if (result)
 			return result;
-		has_source = true;
 	}
+	if (wish->source.any.sa_family)
+		wish->family = wish->source.any.sa_family;
+	return 0;
+}
 
-	struct ifaddrs *devices, *device;
+int vnet_getinfo(uint32_t version, const char *node, const char *service, uint64_t flags, const struct fi_info *hints,
+		 struct fi_info **info)
+{
+	struct wish wish = {.hints = hints, .version = version};
+	int result = check(hints);
+	if (!result)
+		result = addresses(&wish, node, service, flags);
+	if (result)
+		return result;
+	struct ifaddrs *devices;
 	if (getifaddrs(&devices))
 		return -errno;
-	struct fi_info *first = NULL, **last = &first;
-	bool is_any = !has_source || source.sin_addr.s_addr == htonl(INADDR_ANY);
-	/* Loopback only if it was asked for or nothing else is there: Open MPI gives entries that look alike to its ranks in turn. */
-	for (int loopback = 0; loopback < 2 && !(loopback && first); loopback++) {
-		for (device = devices; device; device = device->ifa_next) {
-			if (!device->ifa_addr || device->ifa_addr->sa_family != AF_INET || !(device->ifa_flags & IFF_UP) ||
-			    !!(device->ifa_flags & IFF_LOOPBACK) != loopback || !is_wanted(hints, device->ifa_name))
-				continue;
-			struct sockaddr_in own = *(struct sockaddr_in *)device->ifa_addr;
-			if (!is_any && own.sin_addr.s_addr != source.sin_addr.s_addr)
-				continue;
-			own.sin_port = source.sin_port;
-			*last = entry(hints, version, device->ifa_name, own);
-			if (!*last)
-				continue;
-			if (has_dest && ((*last)->dest_addr = malloc(sizeof dest))) {
-				memcpy((*last)->dest_addr, &dest, sizeof dest);
-				(*last)->dest_addrlen = sizeof dest;
-			}
-			last = &(*last)->next;
-		}
+	/* Only the first kind that there is: Open MPI gives entries that look alike to its ranks in turn, and all need the same kind. */
+	static const int families[] = {AF_INET, AF_INET6};
+	int asked = wish.family;
+	*info = NULL;
+	for (int kind = 0; kind < 4 && !*info; kind++) {
+		wish.family = families[kind % 2];
+		wish.is_loopback = kind / 2;
+		if (!asked || asked == wish.family)
+			add_entries(&wish, devices, info);
 	}
 	freeifaddrs(devices);
-	*info = first;
-	return first ? 0 : say("no interface that is up has a matching IPv4 address; FI_VNET_INTERFACE names one", "");
+	return *info ? 0 : say(hints, "no interface that is up has a matching address; FI_VNET_INTERFACE names one", "");
 }

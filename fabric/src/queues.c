@@ -14,18 +14,27 @@
 
 /* Address vectors. */
 
-static vnet_rdma_peer peer_of(const struct sockaddr_in *address)
+static vnet_rdma_peer peer_of(const union vnet_name *name)
 {
-	vnet_rdma_peer peer = {.port = ntohs(address->sin_port), .family = 4};
-	memcpy(peer.ip, &address->sin_addr, 4);
+	vnet_rdma_peer peer = {.family = 4};
+	if (name->any.sa_family == AF_INET6) {
+		peer.family = 6;
+		peer.port = ntohs(name->v6.sin6_port);
+		peer.scope = name->v6.sin6_scope_id;
+		memcpy(peer.ip, &name->v6.sin6_addr, 16);
+	} else {
+		peer.port = ntohs(name->v4.sin_port);
+		memcpy(peer.ip, &name->v4.sin_addr, 4);
+	}
 	return peer;
 }
 
 static size_t place_of(const struct vnet_av *av, const vnet_rdma_peer *peer)
 {
-	uint32_t ip;
-	memcpy(&ip, peer->ip, 4);
-	return (size_t)((((uint64_t)ip << 16 | peer->port) * 0x9e3779b97f4a7c15ull) >> 32) & (av->places_len - 1);
+	uint64_t words[2];
+	memcpy(words, peer->ip, sizeof words);
+	uint64_t mixed = (words[0] ^ words[1] * 0xff51afd7ed558ccdull) + ((uint64_t)peer->port << 40);
+	return (size_t)((mixed ^ mixed >> 29) * 0x9e3779b97f4a7c15ull >> 32) & (av->places_len - 1);
 }
 
 fi_addr_t vnet_av_find(const struct vnet_av *av, const vnet_rdma_peer *peer)
@@ -71,12 +80,14 @@ static int av_grow(struct vnet_av *av)
 static int av_insert(struct fid_av *fid, const void *addresses, size_t count, fi_addr_t *out, uint64_t flags, void *context)
 {
 	struct vnet_av *av = (struct vnet_av *)fid;
-	const struct sockaddr_in *address = addresses;
+	size_t len = av->addr_format == FI_SOCKADDR_IN6 ? sizeof(struct sockaddr_in6) : sizeof(struct sockaddr_in);
 	(void)flags, (void)context;
 	for (size_t i = 0; i < count; i++) {
 		if (av->count == av->room && av_grow(av))
 			return i;
-		av->peers[av->count] = peer_of(&address[i]);
+		union vnet_name name;
+		memcpy(&name, (const char *)addresses + i * len, len);
+		av->peers[av->count] = peer_of(&name);
 		size_t place = place_of(av, &av->peers[av->count]);
 		while (av->places[place])
 			place = (place + 1) & (av->places_len - 1);
@@ -115,23 +126,34 @@ static int av_remove(struct fid_av *fid, fi_addr_t *addresses, size_t count, uin
 static int av_lookup(struct fid_av *fid, fi_addr_t address, void *out, size_t *len)
 {
 	const vnet_rdma_peer *peer = vnet_av_get((struct vnet_av *)fid, address);
-	struct sockaddr_in name = {.sin_family = AF_INET};
+	union vnet_name name = {.any.sa_family = AF_INET};
 	if (!peer)
 		return -FI_EINVAL;
-	name.sin_port = htons(peer->port);
-	memcpy(&name.sin_addr, peer->ip, 4);
-	memcpy(out, &name, *len < sizeof name ? *len : sizeof name);
-	*len = sizeof name;
+	if (peer->family == 6) {
+		name.v6 = (struct sockaddr_in6){.sin6_family = AF_INET6, .sin6_port = htons(peer->port), .sin6_scope_id = peer->scope};
+		memcpy(&name.v6.sin6_addr, peer->ip, 16);
+	} else {
+		name.v4.sin_port = htons(peer->port);
+		memcpy(&name.v4.sin_addr, peer->ip, 4);
+	}
+	size_t room = *len;
+	*len = vnet_name_len(&name);
+	memcpy(out, &name, room < *len ? room : *len);
 	return 0;
 }
 
 static const char *av_straddr(struct fid_av *av, const void *address, char *out, size_t *len)
 {
-	const struct sockaddr_in *name = address;
-	char ip[INET_ADDRSTRLEN] = "?";
+	const union vnet_name *name = address;
+	char ip[INET6_ADDRSTRLEN] = "?";
 	(void)av;
-	inet_ntop(AF_INET, &name->sin_addr, ip, sizeof ip);
-	*len = snprintf(out, *len, "fi_sockaddr_in://%s:%u", ip, ntohs(name->sin_port)) + 1;
+	if (name->any.sa_family == AF_INET6) {
+		inet_ntop(AF_INET6, &name->v6.sin6_addr, ip, sizeof ip);
+		*len = snprintf(out, *len, "fi_sockaddr_in6://[%s]:%u", ip, ntohs(name->v6.sin6_port)) + 1;
+	} else {
+		inet_ntop(AF_INET, &name->v4.sin_addr, ip, sizeof ip);
+		*len = snprintf(out, *len, "fi_sockaddr_in://%s:%u", ip, ntohs(name->v4.sin_port)) + 1;
+	}
 	return out;
 }
 
@@ -163,7 +185,6 @@ static struct fi_ops_av av_ops = {
 
 int vnet_av_open(struct fid_domain *domain, struct fi_av_attr *attr, struct fid_av **out, void *context)
 {
-	(void)domain;
 	if (attr && (attr->flags || attr->name || attr->rx_ctx_bits))
 		return -FI_ENOSYS;
 	struct vnet_av *av = calloc(1, sizeof *av);
@@ -171,6 +192,7 @@ int vnet_av_open(struct fid_domain *domain, struct fi_av_attr *attr, struct fid_
 		return -FI_ENOMEM;
 	if (attr && attr->type == FI_AV_UNSPEC)
 		attr->type = FI_AV_TABLE;
+	av->addr_format = ((struct vnet_domain *)domain)->addr_format;
 	av->fid.fid.fclass = FI_CLASS_AV;
 	av->fid.fid.context = context;
 	av->fid.fid.ops = &av_fid_ops;

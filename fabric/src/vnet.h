@@ -32,9 +32,17 @@
 
 struct vnet_ep;
 
+/* An address with a port, IPv4 or IPv6. */
+union vnet_name {
+	struct sockaddr any;
+	struct sockaddr_in v4;
+	struct sockaddr_in6 v6;
+};
+
 /* Addresses by number, and numbers by address: open addressing, at most half full. */
 struct vnet_av {
 	struct fid_av fid;
+	uint32_t addr_format;
 	vnet_rdma_peer *peers;
 	size_t count, room;
 	uint32_t *places; /* number + 1, or 0 */
@@ -44,7 +52,7 @@ struct vnet_av {
 struct vnet_domain {
 	struct fid_domain fid;
 	pthread_mutex_t lock; /* of everything below the domain */
-	struct sockaddr_in source;
+	uint32_t addr_format; /* FI_SOCKADDR_IN or FI_SOCKADDR_IN6 */
 	int mr_mode;
 	struct vnet_ep *eps;
 	struct vnet_mr *mrs;
@@ -109,7 +117,7 @@ struct vnet_ep {
 	struct vnet_cntr *cntrs[VNET_CNTRS];
 	vnet_rdma_node *node;
 	vnet_rdma_endpoint *rdma;
-	struct sockaddr_in name;
+	union vnet_name name;
 	size_t min_multi_recv;
 	struct vnet_op *free_ops, *posted;
 };
@@ -125,6 +133,12 @@ int vnet_cq_open(struct fid_domain *domain, struct fi_cq_attr *attr, struct fid_
 int vnet_trywait(struct fid_fabric *fabric, struct fid **fids, int count);
 int vnet_cntr_open(struct fid_domain *domain, struct fi_cntr_attr *attr, struct fid_cntr **cntr, void *context);
 int vnet_ep_open(struct fid_domain *domain, struct fi_info *info, struct fid_ep **ep, void *context);
+
+/* Bytes of an address. */
+static inline size_t vnet_name_len(const union vnet_name *name)
+{
+	return name->any.sa_family == AF_INET6 ? sizeof name->v6 : sizeof name->v4;
+}
 
 /* All of these need the domain's lock. */
 fi_addr_t vnet_av_find(const struct vnet_av *av, const vnet_rdma_peer *peer);

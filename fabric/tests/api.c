@@ -1,4 +1,5 @@
 /* Two endpoints of the provider in one process: what libfabric promises of each call that MPI and others use. */
+#include <netinet/in.h>
 #include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -50,7 +51,8 @@ static void introduce(struct side *to, struct side *whom)
 	size_t len = sizeof name, text_len = sizeof text;
 	CHECK(fi_getname(&whom->ep->fid, name, &len));
 	ASSERT(fi_av_insert(to->av, name, 1, &to->other, 0, NULL) == 1);
-	ASSERT(!strncmp(fi_av_straddr(to->av, name, text, &text_len), "fi_sockaddr_in://127.0.0.1:", 27));
+	const char *prefix = ((struct sockaddr *)name)->sa_family == AF_INET6 ? "fi_sockaddr_in6://[::1]:" : "fi_sockaddr_in://127.0.0.1:";
+	ASSERT(!strncmp(fi_av_straddr(to->av, name, text, &text_len), prefix, strlen(prefix)));
 	char found[64];
 	size_t found_len = sizeof found;
 	CHECK(fi_av_lookup(to->av, to->other, found, &found_len));
@@ -269,7 +271,8 @@ static void test_descriptor(struct fid_fabric *fabric, struct side *a, struct si
 	ASSERT(fi_cq_sread(b->cq, &entry, 1, NULL, 20) == -FI_EAGAIN);
 }
 
-int main(void)
+/* The argument is the address to use. */
+int main(int argc, char **argv)
 {
 	struct fi_info *hints = fi_allocinfo(), *info;
 	struct fid_fabric *fabric;
@@ -277,7 +280,7 @@ int main(void)
 	hints->caps = FI_MSG | FI_TAGGED | FI_RMA | FI_ATOMIC | FI_MULTI_RECV | FI_DIRECTED_RECV | FI_SOURCE;
 	hints->ep_attr->type = FI_EP_RDM;
 	hints->fabric_attr->prov_name = strdup("vnet");
-	CHECK(fi_getinfo(FI_VERSION(1, 17), "127.0.0.1", NULL, FI_SOURCE, hints, &info));
+	CHECK(fi_getinfo(FI_VERSION(1, 17), argc > 1 ? argv[1] : "127.0.0.1", NULL, FI_SOURCE, hints, &info));
 	CHECK(fi_fabric(info->fabric_attr, &fabric, NULL));
 	open_side(&a, fabric, info);
 	open_side(&b, fabric, info);

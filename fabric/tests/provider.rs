@@ -50,13 +50,22 @@ fn fi_info_shows_the_provider() {
     let none = none.output().unwrap();
     let error = String::from_utf8_lossy(&none.stderr);
     assert!(!none.status.success() && error.contains("FI_VNET_INTERFACE"), "{error}");
+    let six = text(
+        command("fi_info", &folder)
+            .args(["-p", "vnet", "-v", "-a", "FI_SOCKADDR_IN6", "-s", "::1"])
+            .output()
+            .unwrap(),
+    );
+    assert!(six.contains("addr_format: FI_SOCKADDR_IN6"), "{six}");
 }
 
 #[test]
 fn every_call_does_what_libfabric_promises() {
     let folder = providers("api");
     let program = compile("cc", "api", &folder, &["-lfabric"]);
-    assert_eq!(text(command(program, &folder).output().unwrap()), "ok\n");
+    for address in ["127.0.0.1", "::1"] {
+        assert_eq!(text(command(&program, &folder).arg(address).output().unwrap()), "ok\n", "{address}");
+    }
 }
 
 #[test]
