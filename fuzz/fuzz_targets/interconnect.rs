@@ -9,7 +9,9 @@ use std::net::SocketAddr;
 
 use libfuzzer_sys::fuzz_target;
 use vnet_rdma::proto::wire::{Body, Header, Hello};
-use vnet_rdma::proto::{Access, Config, Engine, Match, Outgoing, Peer, Receive, Shape, Span};
+use vnet_rdma::proto::{
+    Access, Atomic, Change, Config, Datatype, Engine, Match, Outgoing, Peer, Receive, Shape, Span,
+};
 
 /// Each kind of memory lies between guards of this length.
 const GUARD: usize = 4096;
@@ -28,20 +30,36 @@ fuzz_target!(|data: &[u8]| {
     engine.register(0, span(0), 0, Access { read: true, write: true }, Some(KEY)).unwrap();
     let from: SocketAddr = "10.0.0.2:7000".parse().unwrap();
     let hello = Hello { epoch: 5, channel: 1, session: 9, window: 1 << 20, datagram: 1472 };
-    let header = Header { flags: 0, failures: 0, session: 0, number: 0, ack: 0, map: None, body: Body::Hello(hello) };
+    let header =
+        Header { flags: 0, failures: 0, session: 0, number: 0, ack: 0, map: None, body: Body::Hello(hello) };
     engine.receive(1, from, header.encode().as_bytes(), false);
     let welcome = engine.depart(1).unwrap();
-    let Some((Header { body: Body::Welcome(welcome), .. }, _)) = Header::decode(welcome.header.as_bytes()) else {
+    let Some((Header { body: Body::Welcome(welcome), .. }, _)) = Header::decode(welcome.header.as_bytes())
+    else {
         panic!("no welcome");
     };
     for (context, tag) in [(1, None), (2, Some((0, u64::MAX)))] {
         let matching = Match { tag, from: None };
         engine.post_receive(0, &Receive { matching, span: span(1), context, several: Some(64) }).unwrap();
     }
-    for shape in [Shape::Message { tag: None }, Shape::Read { key: 3, at: 0 }, Shape::Write { key: 3, at: 0 }] {
-        let out = Outgoing { shape, span: span(2), data: None, context: 3, is_buffered: false, is_quiet: false };
+    for shape in [Shape::Message { tag: None }, Shape::Read { key: 3, at: 0 }, Shape::Write { key: 3, at: 0 }]
+    {
+        let out =
+            Outgoing { shape, span: span(2), data: None, context: 3, is_buffered: false, is_quiet: false };
         engine.post(1, 0, Peer { address: from, endpoint: 1 }, &out).unwrap();
     }
+    let atomic = Atomic {
+        key: 3,
+        at: 0,
+        change: Change::Sum,
+        datatype: Datatype::U64,
+        count: 1,
+        compare: Span::EMPTY,
+        found: span(2).part(16, 8),
+    };
+    let (shape, operand) = (Shape::Atomic(atomic), span(2).first(8));
+    let out = Outgoing { shape, span: operand, data: None, context: 4, is_buffered: false, is_quiet: false };
+    engine.post(1, 0, Peer { address: from, endpoint: 1 }, &out).unwrap();
     let (mut rest, mut number, mut now) = (data, 0xffff_f000u32, 1);
     while let Some((len, after)) = rest.split_first() {
         let (packet, after) = after.split_at(usize::from(*len).min(after.len()));

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use super::world::{CLEAN, Network, World};
 use crate::proto::random::mix;
-use crate::proto::{Completion, Config, Kind, Shape, Status};
+use crate::proto::{Atomic, Change, Completion, Config, Datatype, Kind, Shape, Span, Status};
 
 /// The target memory of each node is split into slots; one operation at a time uses a slot.
 const SLOTS: usize = 32;
@@ -29,6 +29,11 @@ enum Job {
     Read {
         slot: usize,
         len: usize,
+    },
+    /// Adds to the number at the beginning of a slot: exactly once, whatever the network does.
+    Add {
+        slot: usize,
+        operand: u64,
     },
     /// A write or read that must be refused.
     Refused,
@@ -93,9 +98,10 @@ impl Model {
         let (len, slot) = (self.len(), self.world.random(SLOTS as u64) as usize);
         let local = LOCAL + context as usize * SLOT;
         let seed = self.world.random(u64::MAX);
-        let kind = self.world.random(10);
+        let kind = self.world.random(11);
         let (job, shape) = match kind {
-            0..4 if self.sides[other].busy[slot] => return,
+            0..4 | 10 if self.sides[other].busy[slot] => return,
+            10 => (Job::Add { slot, operand: seed }, self.addition(node, slot, local)),
             0..3 => (Job::Write { slot, len, seed }, Shape::Write { key: KEY, at: (slot * SLOT) as u64 }),
             3 => (Job::Read { slot, len }, Shape::Read { key: KEY, at: (slot * SLOT) as u64 }),
             4 => (Job::Refused, Shape::Write { key: KEY + 1, at: 0 }),
@@ -117,6 +123,10 @@ impl Model {
                 .zip(bytes.chunks_exact_mut(8))
                 .for_each(|(word, to)| to.copy_from_slice(&word.to_be_bytes()));
         }
+        if let Job::Add { operand, .. } = job {
+            len = 8;
+            bytes = operand.to_ne_bytes().to_vec();
+        }
         if matches!(job, Job::Refused) && len == 0 {
             return;
         }
@@ -125,11 +135,26 @@ impl Model {
         let data = (seed.is_multiple_of(3) && matches!(job, Job::Write { .. })).then_some(slot as u64);
         self.world.post_data(node, other, shape, span, context, data).unwrap();
         match job {
-            Job::Write { slot, .. } | Job::Read { slot, .. } => self.sides[other].busy[slot] = true,
+            Job::Write { slot, .. } | Job::Read { slot, .. } | Job::Add { slot, .. } => {
+                self.sides[other].busy[slot] = true
+            }
             Job::Send { .. } => self.sides[node].sent += 1,
             Job::Refused => {}
         }
         self.sides[node].jobs.insert(context, job);
+    }
+
+    /// The operand is at the local buffer's beginning; what was found goes behind it.
+    fn addition(&mut self, node: usize, slot: usize, local: usize) -> Shape {
+        Shape::Atomic(Atomic {
+            key: KEY,
+            at: (slot * SLOT) as u64,
+            change: Change::Sum,
+            datatype: Datatype::U64,
+            count: 1,
+            compare: Span::EMPTY,
+            found: Some(self.world.span(node, local + 8, 8)),
+        })
     }
 
     fn post_receive(&mut self, node: usize) {
@@ -187,6 +212,18 @@ impl Model {
                 assert!(!is_success || read == model, "{job:?} {completion:?}");
                 self.sides[other].busy[slot] = false;
             }
+            Job::Add { slot, operand } => {
+                let number = |bytes: &[u8]| u64::from_ne_bytes(bytes.try_into().unwrap());
+                let model = &mut self.sides[other].model[slot * SLOT..slot * SLOT + 8];
+                let memory = &self.world.nodes[other].memory[slot * SLOT..slot * SLOT + 8];
+                let (old, is) = (number(model), number(memory));
+                let found = number(&self.world.nodes[node].memory[local + 8..local + 16]);
+                let new = old.wrapping_add(operand);
+                let is_right = if is_success { is == new && found == old } else { is == new || is == old };
+                assert!(is_right, "{job:?} {completion:?}: {old} became {is}, found {found}");
+                model.copy_from_slice(memory);
+                self.sides[other].busy[slot] = false;
+            }
             Job::Refused => assert!(!is_success, "{completion:?}"),
             Job::Send { .. } => {}
         }
@@ -236,7 +273,7 @@ impl Model {
         let other = 1 - node;
         // Its own operations are gone; what they did to the other's memory is seen now, and cannot change any more.
         for (_, job) in std::mem::take(&mut self.sides[node].jobs) {
-            if let Job::Write { slot, .. } | Job::Read { slot, .. } = job {
+            if let Job::Write { slot, .. } | Job::Read { slot, .. } | Job::Add { slot, .. } = job {
                 self.sides[other].busy[slot] = true;
             }
         }
