@@ -10,7 +10,7 @@ from vnetlab.evaluate.options import EvaluateOptions, Experiment
 from vnetlab.lab import CACHE
 from vnetlab.run import LabError, progress
 
-GUESS_S = 10
+GUESS_S, QUICK_GUESS_S = 10, 5
 """Duration of a measurement before any has been made."""
 
 
@@ -57,6 +57,7 @@ class Remaining:
     def __init__(self, work: list[tuple[Experiment, Result]], options: EvaluateOptions) -> None:
         self._cases = [(case, result) for experiment, result in work for case in cases(experiment, options)]
         self._seconds: dict[str, list[float]] = {}
+        self._guess_s = QUICK_GUESS_S if options.quick else GUESS_S
 
     @property
     def count(self) -> int:
@@ -67,7 +68,7 @@ class Remaining:
     def seconds(self) -> float:
         """Their estimated duration: the mean of the same experiment's, else that of all, else a guess."""
         every = [each for some in self._seconds.values() for each in some]
-        usual = sum(every) / len(every) if every else GUESS_S
+        usual = sum(every) / len(every) if every else self._guess_s
         total = 0.0
         for case, result in self._cases:
             own = self._seconds.get(result.bench)
