@@ -29,10 +29,10 @@ struct side {
 	char *memory;
 };
 
-static void open_side(struct side *side, struct fid_fabric *fabric, struct fi_info *info)
+static void open_side(struct side *side, struct fid_fabric *fabric, struct fi_info *info, enum fi_av_type type)
 {
 	struct fi_cq_attr cq = {.format = FI_CQ_FORMAT_TAGGED, .wait_obj = FI_WAIT_UNSPEC};
-	struct fi_av_attr av = {.type = FI_AV_MAP};
+	struct fi_av_attr av = {.type = type};
 	CHECK(fi_domain(fabric, info, &side->domain, NULL));
 	CHECK(fi_av_open(side->domain, &av, &side->av, NULL));
 	CHECK(fi_cq_open(side->domain, &cq, &side->cq, NULL));
@@ -282,8 +282,8 @@ int main(int argc, char **argv)
 	hints->fabric_attr->prov_name = strdup("vnet");
 	CHECK(fi_getinfo(FI_VERSION(1, 17), argc > 1 ? argv[1] : "127.0.0.1", NULL, FI_SOURCE, hints, &info));
 	CHECK(fi_fabric(info->fabric_attr, &fabric, NULL));
-	open_side(&a, fabric, info);
-	open_side(&b, fabric, info);
+	open_side(&a, fabric, info, FI_AV_MAP);
+	open_side(&b, fabric, info, FI_AV_TABLE);
 	introduce(&a, &b);
 	introduce(&b, &a);
 	test_tagged(&a, &b);

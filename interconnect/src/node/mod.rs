@@ -151,8 +151,9 @@ impl Shared {
                 wait_readable(&[self.wake.0.as_raw_fd()], Some(LOOK.as_nanos() as u64));
                 continue;
             }
+            // Whoever has the lock makes progress.
             let Some(mut inner) = self.inner.try_lock() else {
-                std::thread::yield_now();
+                wait_readable(&[self.wake.0.as_raw_fd()], Some(LOOK.as_nanos() as u64));
                 continue;
             };
             self.progress(&mut inner);
