@@ -25,8 +25,10 @@ WIRE_PORT = 9789
 MAKES_DATAGRAMS = tuple(int(part) for part in os.uname().release.split(".")[:2]) >= (6, 6)
 """Whether programs make and take the wire's datagrams themselves, past its device."""
 
+SILENT = "the other host does not receive UDP port 9789, or has no interface with the kernel path"
 
-def configure(host: Host, index: int, *, version: int = 4) -> None:
+
+def configure(host: Host, index: int, *, version: int = 4, mtu: int = 1500) -> None:
     """Writes the configuration of host number `index`, whose link to the other one is over IPv4 or IPv6."""
     here, there = UNDERLAY[version][index], UNDERLAY[version][1 - index]
     here, there = (f"[{ip}]:9000" if version == 6 else f"{ip}:9000" for ip in (here, there))
@@ -34,7 +36,7 @@ def configure(host: Host, index: int, *, version: int = 4) -> None:
         f'[host]\nname = "h{index + 1}"\n[control]\nsocket = "{host.directory}/control.sock"\n'
         f'[bridge]\nlisten = "{here}"\n[dispatch]\nbpffs = "{host.directory}/bpf"\n'
         f'[[interface]]\nname = "one"\nkind = "veth"\ndevice = "eth0"\nnetns = "{CONTAINERS[index]}"\n'
-        f'mac = "{MACS[index]}"\n'
+        f'mac = "{MACS[index]}"\nmtu = {mtu}\n'
         f'[[link]]\nname = "peer"\nremote = "{there}"\ntrusted = true\n'
     )
 
@@ -93,6 +95,12 @@ def wait_for_wire(hosts: list[Host]) -> None:
     wait_until("the wire", lambda: 0 <= ping_by_vnetd(hosts[0]) < 20, 60)
 
 
+def path(host: Host) -> tuple[str, str | None]:
+    """The path of a host's link, and the reason why vnetd forwards all its frames."""
+    (link,) = host.ask("link", "list")
+    return link["path"], link.get("path_reason")
+
+
 def carried(host: Host) -> int:
     """Frames that the wire's device has carried."""
     words = ["ip", "-n", host.namespace, "-json", "-statistics", "link", "show", "vnet-wire"]
@@ -121,6 +129,8 @@ def test_known_flows_pass_no_dispatcher(hosts: list[Host]):
     hosts[1].balance()
     trace = hosts[0].ask("trace", MACS[0], MACS[1])
     assert trace["to"] == ["link peer"]
+    assert path(hosts[0]) == ("kernel", None)
+    assert "link_reason" not in hosts[0].ask("status")["kernel"]
     assert 0 < trace["kernel_ms"] <= 2000
 
 
@@ -132,6 +142,26 @@ def test_datagrams_of_any_size_arrive(hosts: list[Host], size: int):
     assert answered == [10]
     assert moved[1] < moved[0] / 2
     hosts[1].balance()
+
+
+def test_containers_with_an_mtu_beyond_the_wires(hosts: list[Host]):
+    """Containers with the largest MTU: vnetd carries their frames in native datagrams."""
+    try:
+        for index, host in enumerate(hosts):
+            assert host.end(signal.SIGTERM) == 0
+            configure(host, index, mtu=65521)
+            start(host, index)
+        wait_until("the containers to reach each other", lambda: ping(1, "-w", "1") == 1, 60)
+        wait_until("the wire", lambda: path(hosts[0])[0] == "kernel", 60)
+        assert ping(10, "-s", "65493", "-M", "do") == 10
+        hosts[0].grows(100, lambda: transfer(CONTAINERS[1], ADDRESSES[1]))
+        hosts[1].balance()
+    finally:
+        for index, host in enumerate(hosts):
+            assert host.end(signal.SIGTERM) == 0
+            configure(host, index)
+            start(host, index)
+    wait_for_wire(hosts)
 
 
 def test_tcp_fits_the_path_without_fragments(hosts: list[Host]):
@@ -203,6 +233,9 @@ def test_a_blocked_port_leaves_all_to_vnetd(hosts: list[Host]):
     try:
         # Answers come by the wire: the other direction is open.
         wait_until("pings to pass vnetd", lambda: ping_by_vnetd(hosts[0]) >= 20, 60)
+        assert path(hosts[0]) == ("vnetd", SILENT)
+        assert hosts[0].ask("status")["kernel"]["link_reason"] == f"link peer: {SILENT}"
+        assert path(hosts[1])[0] == "kernel"
     finally:
         run([*nft, "delete table inet block"])
     wait_for_wire(hosts)
@@ -217,6 +250,7 @@ def test_an_ipv6_underlay_is_vnetds(hosts: list[Host]):
     wait_until("the containers to reach each other", lambda: ping(1, "-w", "1") == 1, 60)
     # Twice the time after which the wire would be used.
     assert ping(400) == 400
+    assert path(hosts[0]) == ("vnetd", "its remote is an IPv6 address")
     assert hosts[0].grows(50, lambda: ping(50))[1] >= 100
     for index, host in enumerate(hosts):
         assert host.end(signal.SIGTERM) == 0

@@ -74,13 +74,17 @@ pub fn status(status: &Status) -> String {
         let what = format!("{hosts} hosts, {stations} stations, {alarms} alarms");
         row("overlay", format!("store {state} for {}, {what}", duration(*since_s)));
     }
-    if let Some(KernelSummary { interfaces, flows, refused, pin_error }) = &status.kernel {
+    if let Some(KernelSummary { interfaces, flows, refused, pin_error, link_reason }) = &status.kernel {
         let refused = if *refused > 0 { format!(", {refused} refused") } else { String::new() };
         let end = pin_error
             .as_ref()
             .map_or("the next vnetd adopts".into(), |why| format!("the next vnetd cannot adopt: {why}"));
         let of = status.interfaces;
-        row("kernel path", format!("{interfaces} of {of} interfaces, {flows} flows{refused}, which {end}"));
+        let links = link_reason.as_ref().map_or(String::new(), |why| format!("; not to other hosts: {why}"));
+        row(
+            "kernel path",
+            format!("{interfaces} of {of} interfaces, {flows} flows{refused}, which {end}{links}"),
+        );
     }
     row("frames", status.balance.to_string());
     table.print()
@@ -165,9 +169,10 @@ pub fn interfaces(interfaces: &Vec<Interface>) -> String {
             (socket, ..) => socket.into(),
         };
         let mut notes: Vec<_> = i.reason.iter().chain(&i.notes).cloned().collect();
-        notes.extend((i.path == "kernel").then(|| "known flows pass in the kernel".to_string()));
-        let is_veth = text("kind") == "veth";
-        notes.extend(i.path_reason.iter().filter(|_| is_veth).map(|why| format!("no kernel path: {why}")));
+        let (by_kernel, is_veth) = (i.path == "kernel", text("kind") == "veth");
+        notes.extend(by_kernel.then(|| "known flows pass in the kernel".to_string()));
+        let where_not = if by_kernel { "not to other hosts" } else { "no kernel path" };
+        notes.extend(i.path_reason.iter().filter(|_| is_veth).map(|why| format!("{where_not}: {why}")));
         notes.push(format!("storm limit {}/s", text("storm_limit")));
         notes.extend(i.settings.flag("port_security").then(|| "port security".to_string()));
         let addresses = text("addresses");
@@ -211,11 +216,14 @@ fn interrupts(i: &Interface) -> String {
 /// Remaining lifetime below which a certificate's expiry is mentioned, in seconds.
 pub const CERTIFICATE_SOON_S: u64 = 30 * 86_400;
 
-/// Why a link is not up, and a note if its peer's certificate expires soon.
+/// Why a link is not up, whether the kernel forwards known flows, and a note if its peer's certificate expires soon.
 fn link_note(link: &Link) -> String {
     let soon = link.certificate_s.filter(|left_s| *left_s < CERTIFICATE_SOON_S);
     let soon = soon.map(|left_s| format!("certificate of {} {}", link.settings.text("peer"), ends(left_s)));
-    let notes: Vec<_> = link.reason.clone().into_iter().chain(soon).collect();
+    let by_kernel = (link.path == "kernel").then(|| "known flows pass in the kernel".to_string());
+    let by_vnetd = link.path_reason.iter().map(|why| format!("no kernel path: {why}"));
+    let notes: Vec<_> =
+        link.reason.clone().into_iter().chain(by_kernel).chain(by_vnetd).chain(soon).collect();
     notes.join("; ")
 }
 

@@ -24,7 +24,7 @@ const FLOWS_SHOWN: usize = 1000;
 impl Engine {
     /// The host at a glance.
     pub fn status(&self) -> api::Status {
-        let interfaces = self.interfaces();
+        let (interfaces, links) = (self.interfaces(), self.links());
         api::Status {
             version: env!("CARGO_PKG_VERSION").into(),
             host: self.current.host.spec.name.clone(),
@@ -47,7 +47,7 @@ impl Engine {
                 stations: overlay.stations,
                 alarms: overlay.alarms_total,
             }),
-            kernel: self.kernel_summary(&interfaces),
+            kernel: self.kernel_summary(&interfaces, &links),
             certificate_s: self.identity().map(|store| seconds_until(store.current().info().valid.1)),
             duplicate_addresses: self.duplicate_addresses(),
             unknown_sender: self.unknown_sender(),
@@ -85,11 +85,18 @@ impl Engine {
 
     /// All interfaces.
     pub fn interfaces(&self) -> Vec<api::Interface> {
-        let mistakes = Mistakes::of(self);
-        self.current.interfaces.iter().filter_map(|item| self.interface(&item.spec, &mistakes)).collect()
+        let (mistakes, link_reason) = (Mistakes::of(self), link_reason(&self.links()));
+        let interface =
+            |item: &Item<InterfaceSpec>| self.interface(&item.spec, &mistakes, link_reason.as_ref());
+        self.current.interfaces.iter().filter_map(interface).collect()
     }
 
-    fn interface(&self, spec: &InterfaceSpec, mistakes: &Mistakes) -> Option<api::Interface> {
+    fn interface(
+        &self,
+        spec: &InterfaceSpec,
+        mistakes: &Mistakes,
+        link_reason: Option<&String>,
+    ) -> Option<api::Interface> {
         let live = self.interfaces.get(&spec.name)?;
         let (state, reason) = match live.state() {
             State::Up => ("up", None),
@@ -105,7 +112,7 @@ impl Engine {
             reason,
             notes: mistakes.notes(spec, live),
             path: if live.kernel.is_ok() { "kernel" } else { "vnetd" }.into(),
-            path_reason: live.kernel.as_ref().err().cloned(),
+            path_reason: live.kernel.as_ref().map_or_else(Some, |_| link_reason).cloned(),
             driving: driving(live, spec.queues as usize),
             settings,
         })
@@ -133,6 +140,7 @@ impl Engine {
             settings.set("sealed", Some(peer.is_some()));
             settings.set("peer", peer);
             settings.set("offload", link.has_drivers());
+            let takes_wire = self.core.takes_wire(link);
             Some(api::Link {
                 name: spec.name.clone(),
                 state: state.into(),
@@ -141,6 +149,8 @@ impl Engine {
                 certificate_s: seal.as_ref().and_then(|seal| seal.certificate_end).map(seconds_until),
                 rtt_us: seal.as_ref().and_then(|seal| seal.rtt_us).or(probed.rtt_us),
                 loss_permille: probed.loss_permille,
+                path: if takes_wire == Some(Ok(())) { "kernel" } else { "vnetd" }.into(),
+                path_reason: takes_wire.and_then(Result::err),
                 traffic: (&**link).into(),
                 heard_s: heard_s.or_else(|| link.stream_heard_s()),
                 settings,
@@ -199,12 +209,16 @@ impl Engine {
         kernel.flows().largest(FLOWS_SHOWN).into_iter().map(show).collect()
     }
 
-    fn kernel_summary(&self, interfaces: &[api::Interface]) -> Option<api::KernelSummary> {
+    fn kernel_summary(
+        &self,
+        interfaces: &[api::Interface],
+        links: &[api::Link],
+    ) -> Option<api::KernelSummary> {
         let kernel = self.core.kernel_if_open()?;
         let (flows, refused) = kernel.flows().len();
         let interfaces = interfaces.iter().filter(|interface| interface.path == "kernel").count();
-        let pin_error = kernel.adoptable().err().map(Into::into);
-        Some(api::KernelSummary { interfaces, flows, refused, pin_error })
+        let (pin_error, link_reason) = (kernel.adoptable().err().map(Into::into), link_reason(links));
+        Some(api::KernelSummary { interfaces, flows, refused, pin_error, link_reason })
     }
 
     pub(super) fn known(&self) -> Vec<LearnedEntry> {
@@ -246,6 +260,18 @@ impl Engine {
     }
 }
 
+/// Why none of `links` has the path `kernel`, in one line; `None` if one has it or there are none.
+fn link_reason(links: &[api::Link]) -> Option<String> {
+    if links.iter().any(|link| link.path == "kernel") {
+        return None;
+    }
+    if links.iter().all(|link| link.settings.flag("sealed")) && !links.is_empty() {
+        return Some(api::SEALED_LINKS_ONLY.into());
+    }
+    let reason = |link: &api::Link| Some(format!("link {}: {}", link.name, link.path_reason.as_ref()?));
+    links.iter().find_map(reason)
+}
+
 /// Seconds from now to the Unix time `end`; 0 if `end` has passed.
 fn seconds_until(end: i64) -> u64 {
     u64::try_from(end.saturating_sub(unix_now())).unwrap_or(0)
@@ -266,5 +292,28 @@ fn driving(live: &LiveInterface, queues: usize) -> api::Driving {
         switches: drive.gauge.switches.get(),
         notifications_per_1000_frames: notifications.saturating_mul(1000) / frames.max(1),
         interrupt_counters: (&stats.interrupts).into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A link that the kernel forwards to if it has no `reason`.
+    fn link(name: &str, is_sealed: bool, reason: Option<&str>) -> api::Link {
+        let path = if reason.is_some() { "vnetd" } else { "kernel" };
+        let text = format!(r#"{{"name":"{name}","state":"up","path":"{path}","sealed":{is_sealed}}}"#);
+        let link: api::Link = serde_json::from_str(&text).unwrap();
+        api::Link { path_reason: reason.map(Into::into), ..link }
+    }
+
+    #[test]
+    fn one_reason_says_why_no_link_takes_the_wire() {
+        let sealed = || link("a", true, Some("it is sealed"));
+        let blocked = || link("b", false, Some("blocked"));
+        assert_eq!(link_reason(&[]), None);
+        assert_eq!(link_reason(&[sealed(), link("c", false, None)]), None);
+        assert_eq!(link_reason(&[sealed(), sealed()]).as_deref(), Some("sealed links only"));
+        assert_eq!(link_reason(&[blocked(), sealed()]).as_deref(), Some("link b: blocked"));
     }
 }

@@ -74,7 +74,8 @@ pub enum Event {
         /// Why the interface or link is not up.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         reason: Option<String>,
-        /// The interface's path: `kernel` or `vnetd`, as in the list of interfaces.
+        /// The path of the interface or link, as in their lists: `kernel` or `vnetd`; absent for a link if no interface has the path
+        /// `kernel`.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         path: Option<String>,
     },

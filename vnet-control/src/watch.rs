@@ -54,7 +54,11 @@ impl Engine {
         let interfaces = self.interfaces().into_iter();
         let interfaces = interfaces.map(|i| (Target::Interface(i.name), (i.state, i.reason, Some(i.path))));
         let links = self.links().into_iter();
-        let links = links.map(|link| (Target::Link(link.name), (link.state, link.reason, None)));
+        let links = links.map(|link| {
+            // Hosts without the kernel path keep the events of earlier versions.
+            let path = (link.path == "kernel" || link.path_reason.is_some()).then_some(link.path);
+            (Target::Link(link.name), (link.state, link.reason, path))
+        });
         interfaces.chain(links)
     }
 

@@ -57,12 +57,12 @@ impl Netlink {
     }
 }
 
-/// How packets leave for a remote.
+/// A route to a remote.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Route {
     /// Index of the device.
     pub(crate) device: u32,
-    /// The source address that the kernel chooses.
+    /// Source address that the kernel chooses.
     pub(crate) source: Option<IpAddr>,
 }
 
@@ -101,7 +101,7 @@ pub(crate) fn link(index: u32) -> io::Result<LinkMessage> {
     }
 }
 
-/// Whether the calling thread's namespace has IPsec policies (XFRM_MSG_GETSPDINFO). What cannot be asked may have some.
+/// True if the calling thread's namespace has IPsec policies (XFRM_MSG_GETSPDINFO), or if the kernel does not answer.
 pub(crate) fn has_ipsec_policies() -> bool {
     const GETSPDINFO: u16 = 0x25;
     const HEADERS: usize = 16 + 4 + 4;
@@ -109,7 +109,7 @@ pub(crate) fn has_ipsec_policies() -> bool {
         let mut socket = Socket::new(NETLINK_XFRM)?;
         socket.bind_auto()?;
         socket.connect(&SocketAddr::new(0, 0))?;
-        // A netlink header, and flags.
+        // Netlink header, flags.
         let mut request = [0; 16 + 4];
         request[..4].copy_from_slice(&20_u32.to_ne_bytes());
         request[4..6].copy_from_slice(&GETSPDINFO.to_ne_bytes());
@@ -118,7 +118,7 @@ pub(crate) fn has_ipsec_policies() -> bool {
         Ok(socket.recv_from_full()?.0)
     };
     match ask() {
-        // Headers and flags, then an attribute of six counters, from 4 bytes on.
+        // Netlink header, flags, attribute header; then six counters of 4 bytes.
         Ok(answer) => {
             answer.get(HEADERS..).is_none_or(|counts| counts.iter().take(24).any(|byte| *byte != 0))
         }

@@ -29,6 +29,7 @@ pub struct Reading {
     ports: Vec<api::Port>,
     interfaces: Vec<(String, bool)>,
     kernel_paths: Vec<(String, bool)>,
+    link_kernel_paths: Vec<(String, bool)>,
     links: Vec<(String, bool)>,
     /// Seconds until certificates expire, by host name.
     certificates: Vec<(String, u64)>,
@@ -59,6 +60,7 @@ impl Reading {
             status,
             ports: engine.stats().ports,
             kernel_paths: interfaces.iter().map(|i| (i.name.clone(), i.path == "kernel")).collect(),
+            link_kernel_paths: links.iter().map(|link| (link.name.clone(), link.path == "kernel")).collect(),
             interfaces: interfaces.into_iter().map(|i| up(i.name, &i.state)).collect(),
             links: links.into_iter().map(|link| up(link.name, &link.state)).collect(),
             learned: engine.learned_stats(),
@@ -204,6 +206,8 @@ impl Reading {
         families.counter(("kernel_flow_refusals", None, help), kernel(|kernel| kernel.refused))?;
         let links = up(&self.links, "link");
         families.gauge(("link_up", None, "1 when the link is up"), links)?;
+        let help = "1 when the kernel forwards known flows to the link's other host by itself";
+        families.gauge(("link_kernel_path", None, help), up(&self.link_kernel_paths, "link"))?;
         let left = self.certificates.iter().map(|(host, left_s)| (vec![("host", host.clone())], *left_s));
         let help =
             "Time until the certificate of this host, or of a sealed link's peer, ends; 0 when it has ended";

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use vnet_control::api::{Interface, Link, Overlay, Status};
+use vnet_control::api::{Interface, Link, Overlay, SEALED_LINKS_ONLY, Status};
 
 use super::finding::{Daemon, Finding, Level};
 use super::host::{Host, cpus};
@@ -204,7 +204,16 @@ fn kernel_path(daemon: &Daemon) -> Finding {
         return Finding::bad("kernel-path", Level::Warn, WHY, what, todo);
     }
     let with = daemon.interfaces.iter().filter(|interface| interface.path == "kernel").count();
-    Finding::ok("kernel-path", WHY, format!("{with} of {} interfaces", daemon.interfaces.len()))
+    let mut what = format!("{with} of {} interfaces", daemon.interfaces.len());
+    if let Some(why) = daemon.status.kernel.as_ref().and_then(|kernel| kernel.link_reason.as_ref()) {
+        what += &format!("; not to other hosts: {why}");
+        // Sealing is a choice.
+        if why != SEALED_LINKS_ONLY {
+            let todo = "see 'The wire: between hosts' in docs/containers.md";
+            return Finding::bad("kernel-path", Level::Warn, WHY, what, todo);
+        }
+    }
+    Finding::ok("kernel-path", WHY, what)
 }
 
 fn links(links: &[Link]) -> Finding {

@@ -3,7 +3,7 @@
 use super::*;
 use std::fs;
 use std::path::Path;
-use vnet_control::api::KernelSummary;
+use vnet_control::api::{KernelSummary, SEALED_LINKS_ONLY};
 
 /// A healthy host's files.
 const HEALTHY: &[(&str, &str)] = &[
@@ -137,6 +137,9 @@ fn socket_buffer_limits_do_not_apply_to_cap_net_admin() {
     assert_eq!(level(&examine(&host, Some(&daemon())), "rmem"), Level::Ok);
 }
 
+const SUMMARY: KernelSummary =
+    KernelSummary { interfaces: 1, flows: 0, refused: 0, pin_error: None, link_reason: None };
+
 #[test]
 fn each_fault_of_a_daemon_is_found() {
     let limits = "Max open files  64  64  files\n";
@@ -169,9 +172,19 @@ fn each_fault_of_a_daemon_is_found() {
     assert_eq!(change(tap, "kernel-path"), Level::Warn);
     let pin_error = |d: &mut Daemon| {
         let pin_error = Some("cannot mount a bpffs".into());
-        d.status.kernel = Some(KernelSummary { interfaces: 0, flows: 0, refused: 0, pin_error });
+        d.status.kernel = Some(KernelSummary { pin_error, ..SUMMARY });
     };
     assert_eq!(change(pin_error, "kernel-path"), Level::Warn);
+    let blocked = |d: &mut Daemon| {
+        let link_reason = Some("link peer: the other host does not receive UDP port 9789".into());
+        d.status.kernel = Some(KernelSummary { link_reason, ..SUMMARY });
+    };
+    assert_eq!(change(blocked, "kernel-path"), Level::Warn);
+    let sealed = |d: &mut Daemon| {
+        let link_reason = Some(SEALED_LINKS_ONLY.into());
+        d.status.kernel = Some(KernelSummary { link_reason, ..SUMMARY });
+    };
+    assert_eq!(change(sealed, "kernel-path"), Level::Ok);
     assert_eq!(change(|d| d.links[0].state = "unreachable".into(), "links"), Level::Problem);
     assert_eq!(change(|d| d.links[0].heard_s = None, "links"), Level::Warn);
     let unheard = |d: &mut Daemon| (d.links[0].state, d.links[0].heard_s) = ("down".into(), None);

@@ -196,7 +196,7 @@ pub struct Interface {
     /// `kernel`: the kernel forwards known flows by itself, vnetd all others; `vnetd`: vnetd forwards all frames.
     #[serde(default = "vnetd_path")]
     pub path: String,
-    /// Why vnetd forwards all frames of the interface.
+    /// Why vnetd forwards all frames of the interface; for `kernel`: all that go to other hosts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path_reason: Option<String>,
     /// Polling mode and guest notifications.
@@ -258,6 +258,12 @@ pub struct Link {
     /// answered.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss_permille: Option<u32>,
+    /// `kernel`: the kernel forwards known flows of containers to the other host by itself; `vnetd`: vnetd forwards all frames.
+    #[serde(default = "vnetd_path")]
+    pub path: String,
+    /// Why vnetd forwards all frames of the link; absent if no interface has the path `kernel`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub path_reason: Option<String>,
     /// Traffic and losses.
     #[serde(default)]
     pub traffic: Traffic,
@@ -327,6 +333,9 @@ pub struct KernelFlow {
     pub kernel_ms: u64,
 }
 
+/// [`KernelSummary::link_reason`] of a host whose links are all sealed.
+pub const SEALED_LINKS_ONLY: &str = "sealed links only";
+
 /// Overview of the kernel's own path.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
@@ -340,6 +349,9 @@ pub struct KernelSummary {
     /// Why programs and maps cannot be pinned, so that the next vnetd cannot adopt flows; absent if it can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pin_error: Option<String>,
+    /// Why no link has the path `kernel`; absent if one has, or if there are no links.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub link_reason: Option<String>,
 }
 
 /// `GET /v1/trace?src=MAC&dst=MAC`, optionally `&network=ID&from=PLACE`

@@ -25,7 +25,9 @@ use crate::frame::{BATCH_MAX, PortId};
 use crate::interface::veth;
 use crate::kernel::{self, Kernel, Outlive, PinOptions};
 use crate::link::path::prober::Prober;
-use crate::link::{Bridge, BridgeError, Courier, PathWatch, ReassemblyBudget, Receiver, ZeroCopy, stream};
+use crate::link::{
+    Bridge, BridgeError, Courier, Link, PathWatch, ReassemblyBudget, Receiver, ZeroCopy, stream,
+};
 use crate::poll::Poller;
 use crate::route::{Learned, Table};
 use crate::stats::PortStats;
@@ -362,6 +364,12 @@ impl Core {
     /// The kernel's own path; `None` while no interface has requested it.
     pub fn kernel_if_open(&self) -> Option<&Arc<Kernel>> {
         self.shared.kernel_path().map(KernelPath::kernel)
+    }
+
+    /// Checks that the kernel forwards known flows to the other host of `link`; `None` while no interface has requested the kernel's own
+    /// path.
+    pub fn takes_wire(&self, link: &Arc<Link>) -> Option<Result<(), String>> {
+        Some(self.shared.kernel_path()?.takes_wire(link, self.now_ms()))
     }
 
     /// Adds frames that the kernel forwarded to their ports' counters. Call it before reading the counters.

@@ -6,7 +6,7 @@
 //! follows the old one ([`KernelPath::settle`]).
 //!
 //! A flow's verdict ends within two seconds. The renewer decides flows in use anew in time, as a frame of them would: it learns
-//! their sources, and they never come up. What ends unused is removed; its next frame comes up.
+//! their sources, and they never come up. Flows that end unused are removed; their next frame comes up.
 //!
 //! The renewer also advances the leases' clock, after it has renewed: a flow in use does not end because the renewer is late or vnetd
 //! has died. The clock starts with the first setup that has the kernel path. Until then the flows of a vnetd that has died stay
@@ -29,9 +29,9 @@ use crate::link::{Courier, Link};
 use crate::route::{Flow, INSTALLED_MS, Install, Installed, Learned, Router, Verdicts};
 use crate::stats::PortStats;
 
-/// Time between two looks at the flows in use: several within a verdict's life.
+/// Time between two rounds of the renewer: several within a verdict's lifetime.
 const RENEW: Duration = Duration::from_millis(INSTALLED_MS / 8);
-/// Verdicts that end within this time are renewed: one look may come late.
+/// Verdicts that end within this time are renewed, so that a late round still renews in time.
 const RENEW_AHEAD_NS: u64 = 3 * RENEW.as_nanos() as u64;
 const NS_PER_MS: u64 = 1_000_000;
 /// Rounds of the renewer from one trial of the wire to the next: a second.
@@ -39,7 +39,7 @@ const ROUNDS_PER_TRIAL: u64 = 1000 / RENEW.as_millis() as u64;
 /// Minimum time between a failure to open the wire and the next attempt.
 const OPEN_AGAIN: Duration = Duration::from_secs(10);
 
-/// What a dispatcher's verdicts become.
+/// Installs dispatchers' verdicts as flows.
 struct Installer {
     kernel: Arc<Kernel>,
     /// CLOCK_MONOTONIC time of the core's start, in nanoseconds.
@@ -81,7 +81,7 @@ impl Ways {
                     Way::Guest(Destination { port: id, device: host.1, mtu: *mtu, stats, target })
                 }
                 Port::Link(port) => {
-                    port.link.wire_remote()?;
+                    port.link.wire_remote().ok()?;
                     Way::Host(port.link.clone())
                 }
             };
@@ -148,8 +148,8 @@ pub(super) struct KernelPath {
     /// The setup that the renewer's router decides by.
     current: Arc<ArcSwap<Setup>>,
     wire: Arc<ArcSwapOption<WirePath>>,
-    /// The last failure to open the wire.
-    no_wire: Mutex<Option<Instant>>,
+    /// The last failure to open the wire: its time and reason.
+    no_wire: Mutex<Option<(Instant, String)>>,
 }
 
 impl KernelPath {
@@ -196,8 +196,8 @@ impl KernelPath {
             return Some(wire);
         }
         let mut failed = self.no_wire.lock();
-        if links.iter().all(|port| port.link.wire_remote().is_none())
-            || failed.is_some_and(|failed| failed.elapsed() < OPEN_AGAIN)
+        if links.iter().all(|port| port.link.wire_remote().is_err())
+            || failed.as_ref().is_some_and(|(at, _)| at.elapsed() < OPEN_AGAIN)
         {
             return None;
         }
@@ -208,10 +208,23 @@ impl KernelPath {
             }
             Err(error) => {
                 tracing::info!("no wire, vnetd forwards all frames to other hosts itself: {error}");
-                *failed = Some(Instant::now());
+                *failed = Some((Instant::now(), error));
                 None
             }
         }
+    }
+
+    /// Checks that known flows of `link` take the wire.
+    ///
+    /// # Errors
+    /// The reason why vnetd forwards all its frames, in one line.
+    pub(super) fn takes_wire(&self, link: &Arc<Link>, now_ms: u64) -> Result<(), String> {
+        let remote = link.wire_remote()?;
+        if let Some(wire) = &*self.wire.load() {
+            return Ok(wire.is_ready(link, remote, now_ms)?);
+        }
+        let failed = self.no_wire.lock();
+        Err(failed.as_ref().map_or("the wire is not open".into(), |(_, error)| error.clone()))
     }
 
     /// Where routers of `setup` offer their verdicts.
@@ -299,10 +312,10 @@ impl KernelPath {
     }
 }
 
-/// Removes what a vnetd that has died has left and nobody has adopted.
+/// Removes devices of a vnetd that has died and that this vnetd has not adopted.
 fn remove_unclaimed(kernel: &Kernel) {
     kernel.forget_unclaimed().into_iter().for_each(veth::remove_unclaimed);
-    // Without pins, the kernel room does not know of it.
+    // Without pins, no map contains the wire's device.
     wire::remove_dead();
 }
 

@@ -88,7 +88,7 @@ impl WirePath {
     /// How the kernel sends frames of a guest with MTU `mtu` to the other host of `link`; `None` while the link's wire is not ready,
     /// and for a guest whose frames would leave in too many IP fragments: native datagrams carry those better.
     pub(super) fn to(&self, link: &Link, mtu: usize, now_ms: u64) -> Option<Destination> {
-        let remote = link.wire_remote().filter(|_| link.is_wire_ready(now_ms))?;
+        let remote = link.wire_remote().ok().filter(|_| link.is_wire_ready(now_ms))?;
         let packet_max = usize::from(link.path_mtu()) - OVERHEAD;
         if mtu > PACKET_MAX || mtu > FRAGMENTS_MAX * packet_max {
             return None;
@@ -97,6 +97,27 @@ impl WirePath {
         let target = Target::Host { remote, packet_max: packet_max as u32, underlay };
         let (port, device, stats) = (link.port(), self.wire.device.1, link.stats().clone());
         Some(Destination { port, device, mtu: PACKET_MAX, stats, target })
+    }
+
+    /// Checks that frames of `link` to the host at `remote` take the wire.
+    ///
+    /// # Errors
+    /// The reason why they do not.
+    pub(super) fn is_ready(
+        &self,
+        link: &Arc<Link>,
+        remote: Ipv4Addr,
+        now_ms: u64,
+    ) -> Result<(), &'static str> {
+        if !self.links.load().get(&remote).is_some_and(|at| Arc::ptr_eq(at, link)) {
+            return Err("another link leads to the same address");
+        }
+        if !link.is_wire_ready(now_ms) {
+            return Err(
+                "the other host does not receive UDP port 9789, or has no interface with the kernel path",
+            );
+        }
+        Ok(())
     }
 
     /// Accepts frames of the links of `setup`, and of no others.
@@ -129,7 +150,7 @@ impl WirePath {
                     kernel.flows().end(link.stats());
                     tracing::info!(
                         link = link.name(),
-                        "the other host does not hear the wire, so vnetd forwards all frames"
+                        "vnetd forwards all frames: the other host does not receive the wire any more"
                     );
                 }
                 None => {}
@@ -185,7 +206,7 @@ fn at_device(kernel: &Kernel, device: u32) -> Option<AtUnderlay> {
 fn links_of(setup: &Setup) -> HashMap<Ipv4Addr, Arc<Link>> {
     let (mut links, mut twice) = (HashMap::new(), vec![]);
     for link in setup.peers.links() {
-        if let Some(ip) = link.wire_remote()
+        if let Ok(ip) = link.wire_remote()
             && links.insert(ip, link.clone()).is_some()
         {
             twice.push(ip);
@@ -201,10 +222,10 @@ impl Feeder for WirePath {
     }
 }
 
-/// Frames of the wire that come up.
+/// The source of the wire's frames that come up.
 struct WireSource {
     path: Arc<WirePath>,
-    /// The setup of the dispatcher that serves it.
+    /// The setup of its dispatcher.
     setup: SetupView,
     /// The last read found the TAP empty, so the next frame wakes the dispatcher.
     drained: bool,
@@ -223,7 +244,7 @@ impl Source for WireSource {
             let len = match self.path.wire.read(&mut room[..ROOM]) {
                 Ok(len) => len,
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
-                // Also when the device was removed: then nothing comes any more.
+                // Also if the device was removed: no more frames will come.
                 Err(_) => {
                     self.drained = true;
                     break;
@@ -233,7 +254,7 @@ impl Source for WireSource {
             let restored = restore(&mut room[..len]);
             let found = restored.and_then(|(offload, head)| Some((offload, head, link_at(&setup, &head)?)));
             let Some((offload, head, link)) = found else {
-                // The link has gone meanwhile.
+                // The link was removed after the program had looked it up.
                 self.path.strangers.discard(DiscardReason::UnknownSource, 1);
                 continue;
             };
@@ -279,20 +300,20 @@ impl Source for WireSource {
     }
 }
 
-/// The link of `setup` that a frame with `head` came by.
+/// The link of `setup` over which a frame with `head` arrived.
 fn link_at<'a>(setup: &'a Setup, head: &WireHead) -> Option<&'a Arc<Link>> {
     let Port::Link(port) = setup.port(head.from())? else { return None };
-    (port.link.wire_remote() == Some(head.remote())).then_some(&port.link)
+    (port.link.wire_remote() == Ok(head.remote())).then_some(&port.link)
 }
 
-/// Takes apart what came up: the metadata counts from the head's first byte, and a VLAN tag lies in the head. Afterwards the frame
-/// lies behind [`START`].
+/// Parses a frame that came up, and moves a VLAN tag from the head into the frame, which then begins at [`START`]. The kernel's
+/// offsets count from the head.
 fn restore(room: &mut [u8]) -> Option<(Offload, WireHead)> {
     let offload = Offload::from_virtio(room.first_chunk()?);
     let head = room.get(VIRTIO_NET_HDR_LEN..START)?.first_chunk().map(WireHead::parse)?;
     if room[TAG_AT..START] != [0; VLAN_TAG_LEN] {
         let tag: [u8; VLAN_TAG_LEN] = room[TAG_AT..START].first_chunk().copied()?;
-        // The head's last bytes come behind the tag, and then the frame.
+        // The kernel's order: twelve bytes of the head, tag, the rest of the head, frame.
         let frame = START + VLAN_TAG_LEN;
         if room.len() < frame + ADDRESSES {
             return None;
@@ -309,7 +330,7 @@ fn restore(room: &mut [u8]) -> Option<(Offload, WireHead)> {
 mod tests {
     use super::*;
 
-    /// What the kernel hands up: metadata that counts from the head, the head, the frame.
+    /// A packet as the kernel writes it to the TAP: metadata with offsets from the head, head, frame.
     fn came_up(tag: Option<[u8; 4]>, frame: &[u8]) -> Vec<u8> {
         let offload = Offload {
             flags: F_NEEDS_CSUM,

@@ -1,4 +1,4 @@
-//! The devices of the underlay, as programs of the kernel's own path need them.
+//! Devices of the underlay for datagrams that programs of the kernel's own path make.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -6,8 +6,8 @@ use netlink_packet_route::link::{LinkAttribute, LinkFlags, LinkLayerType};
 
 use crate::netlink::{self, link, route_to};
 
-/// The device of packets to `remote`, by index, and their source address. `None`: there is no route, or by a device that is not
-/// Ethernet.
+/// Index of the device on the route to `remote`, and the source address on it. `None` without a route, and for a device that is not
+/// an Ethernet device.
 pub fn way_to(remote: Ipv4Addr) -> Option<(u32, Ipv4Addr)> {
     let route = route_to(remote.into()).ok()?;
     let Some(IpAddr::V4(local)) = route.source else { return None };
@@ -17,7 +17,7 @@ pub fn way_to(remote: Ipv4Addr) -> Option<(u32, Ipv4Addr)> {
     is_ethernet.then_some((route.device, local))
 }
 
-/// Whether the host encrypts some packets by itself (IPsec policies), or may.
+/// True if the host has IPsec policies, or if they cannot be queried.
 pub fn has_ipsec_policies() -> bool {
     netlink::has_ipsec_policies()
 }

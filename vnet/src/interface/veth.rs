@@ -6,11 +6,11 @@
 //! ```
 //!
 //! The programs (the room `kernel`) move frames between the host's end and the TAP, and known flows past vnetd. To vnetd the
-//! interface is the TAP: same frames, same queues, same offloads. Nothing of vnet is inside the container but its device.
+//! interface is the TAP: same frames, same queues, same offloads. The container contains nothing of vnet except its device.
 //!
-//! The pair is made if it is not there, and removed at the end. After a crash the next vnetd finds the pair, whose
-//! addresses and routes the container has kept. vnetd does not set an address again that the
-//! device has already: the kernel would flush the container's neighbour table.
+//! The pair is created if it does not exist, and removed at the end. After a crash the next vnetd finds the pair, with the addresses and
+//! routes that the container has assigned to it. vnetd does not set a MAC address that the device has already: the kernel would flush
+//! the container's neighbour table.
 
 use std::fs::File;
 use std::io;
@@ -83,7 +83,7 @@ pub struct Veth {
     /// The container's device.
     name: String,
     home: Home,
-    /// Whether the container's device is up, and its MTU, when control last looked.
+    /// State (up or not) and MTU of the container's device when control last looked.
     seen: Mutex<(bool, usize)>,
 }
 
@@ -146,17 +146,17 @@ impl Veth {
         Ok(Arc::new(Veth { tap, device, name, home, seen }))
     }
 
-    /// Whether the host's end is still there.
+    /// True if the host's end still exists.
     fn is_there(&self) -> bool {
         let (host, index) = &self.device.host;
         match tap::device_index(host) {
             Some(now) => now == *index,
-            // Any other error, such as too many open files, tells nothing of the device.
+            // Other errors, such as too many open files, do not show that the device is gone.
             None => io::Error::last_os_error().raw_os_error() != Some(libc::ENODEV),
         }
     }
 
-    /// Sets the host's end up, once programs take its frames: the host's network stack would answer ARP.
+    /// Sets the host's end up. Attach its programs first: the host's network stack would answer ARP.
     ///
     /// # Errors
     /// The device is gone.
@@ -210,7 +210,7 @@ impl Interface for Veth {
 
     fn stop(&self) {
         self.tap.stop();
-        // Absent when the container took its end along; of another pair when its name was used again.
+        // The pair is absent if the container's end was removed. Its name may belong to another pair by now.
         if self.is_there() {
             let _ = remove(&self.device.host.0);
         }
@@ -223,14 +223,14 @@ impl OnDevice for Veth {
     }
 
     fn look(&self, socket: BorrowedFd<'_>) {
-        // A container may rename its device: what is not seen is as it was.
+        // The container may have renamed its device: keep the last known state.
         if let Ok(sight) = device::see(socket, &self.name) {
             *self.seen.lock() = (sight.up, sight.mtu);
         }
     }
 
     fn lost(&self) -> Option<String> {
-        // The host's end goes with the container's.
+        // The host's end is removed with the container's.
         let removed = !self.is_there();
         self.home.lost().or_else(|| removed.then(|| format!("device '{}' was removed", self.name)))
     }
@@ -253,7 +253,7 @@ impl Drop for Pair {
     }
 }
 
-/// Names of the host's end and of the TAP: the same for the same device of the same namespace, in every life of vnetd.
+/// Names of the host's end and of the TAP: the same for the same device of the same namespace in every run of vnetd.
 fn names(device: &str, netns: &Netns) -> (String, String) {
     // FNV-1a.
     let text = format!("{netns}/{device}");
@@ -264,7 +264,7 @@ fn names(device: &str, netns: &Netns) -> (String, String) {
     (format!("{HOST_END}{hash:08x}"), format!("vnett{hash:08x}"))
 }
 
-/// Removes the pair that a vnetd that has died has left, so that a TAP can replace it.
+/// Removes the pair of a vnetd that has died, so that a TAP can replace it.
 pub fn remove_old(device: &str, netns: &Netns) {
     // The pair is usually absent.
     let _ = remove(&names(device, netns).0);
@@ -281,7 +281,7 @@ pub(crate) fn remove_unclaimed(index: u32) {
     }
 }
 
-/// The address of a device of the calling thread's namespace, if it is there.
+/// MAC address of a device of the calling thread's namespace, if it exists.
 fn mac_of(device: &str) -> Option<Mac> {
     let link = netlink::link(tap::device_index(device)?).ok()?;
     link.attributes.iter().find_map(|attribute| match attribute {
@@ -290,7 +290,7 @@ fn mac_of(device: &str) -> Option<Mac> {
     })
 }
 
-/// The namespace of a device's other end, by its number in the calling thread's (nsid).
+/// Network namespace of a device's other end: its id in the calling thread's namespace (nsid).
 fn namespace_of(index: u32) -> Option<u32> {
     let link = netlink::link(index).ok()?;
     link.attributes.iter().find_map(|attribute| match attribute {

@@ -1,8 +1,8 @@
-//! The wire: the host's VXLAN device for known flows between vnet hosts, and the TAP by which all else of it comes up.
+//! The wire: the host's VXLAN device for known flows between vnet hosts, and the TAP by which its other frames come up.
 //!
-//! The device is external: programs say for each frame to which host and network it goes (`bpf_skb_set_tunnel_key`), and read both
-//! from what arrives. Frames without a verdict come up by the TAP, behind a head that says whose they are
-//! (`kernel/programs/from_wire.h`). A frame written to the TAP is a trial: it goes to the host named in it.
+//! The device is external: programs set the destination host and network of each frame that leaves (`bpf_skb_set_tunnel_key`), and
+//! read source host and network of each that arrives. Frames without a verdict come up by the TAP, behind a head with both
+//! (`kernel/programs/from_wire.h`). A frame that vnetd writes to the TAP is a trial: it leaves for the host that it contains.
 //!
 //! The TAP is opened first. The kernel lets only one process open it, so a second vnetd of the same network namespace has no wire, and
 //! an existing device is that of a vnetd that has died. It still forwards that vnetd's flows, so the next one adopts it.
@@ -26,12 +26,12 @@ const DEVICE: &str = "vnet-wire";
 const TAP: &str = "vnet-wire-tap";
 /// The device's MTU in bytes: the largest IP packet less VXLAN's headers, rounded.
 pub const MTU: usize = 65_000;
-/// Largest IP packet in bytes of frames that are not to be segmented: what the kernel lets programs put a head before
-/// (`SKB_MAX_ALLOC`, 16 KiB less some hundred bytes).
+/// Longest unsegmented IP packet in bytes that takes the wire: the kernel lets programs prepend a head only to packets below
+/// `SKB_MAX_ALLOC` (16 KiB less some hundred bytes).
 pub const PACKET_MAX: usize = 15_000;
 /// Bytes of headers around a guest's IP packet: IPv4 (20), UDP (8), VXLAN (8) and the guest's Ethernet header.
 pub const OVERHEAD: usize = 20 + 8 + 8 + HEADER_LEN;
-/// Frames that the TAP holds: 64 of the largest datagrams, as fragments for an MTU of 1500 (see `tap`).
+/// Queue length of the TAP in frames: 64 of the largest datagrams, as fragments for an MTU of 1500 (see `tap`).
 const QUEUE_LEN: u32 = 64 * 46;
 /// Bytes of a trial.
 const TRIAL_LEN: usize = 60;
@@ -48,7 +48,7 @@ pub struct Wire {
 }
 
 impl Wire {
-    /// Makes the devices; the VXLAN device is down. Its datagrams go to and arrive at UDP port `port`.
+    /// Opens the TAP and creates or adopts the VXLAN device, for datagrams to and at UDP port `port`. A new device is down.
     ///
     /// # Errors
     /// Another vnetd of this network namespace has the wire, the port is in use, or the kernel has no VXLAN.
@@ -81,7 +81,7 @@ impl Wire {
         Ok(wire)
     }
 
-    /// Sets the device up, once programs take its frames.
+    /// Sets the device up. Attach its programs first: the host's network stack would process its frames.
     ///
     /// # Errors
     /// The device is gone.
@@ -89,10 +89,10 @@ impl Wire {
         raise(DEVICE, MTU, None)
     }
 
-    /// Reads what came up: virtio-net header, head, frame.
+    /// Reads a frame that came up: virtio-net header, head, frame.
     ///
     /// # Errors
-    /// As `read`; `EAGAIN` when nothing waits.
+    /// As `read`; `EAGAIN` if no frame is waiting.
     pub fn read(&self, room: &mut [u8]) -> io::Result<usize> {
         (&self.file).read(room)
     }
@@ -101,20 +101,20 @@ impl Wire {
     pub fn try_out(&self, remote: Ipv4Addr) {
         let mut trial = [0; VIRTIO_NET_HDR_LEN + TRIAL_LEN];
         let frame = &mut trial[VIRTIO_NET_HDR_LEN..];
-        // A source that receivers take for a station's, and no destination.
+        // The source is a valid station address, the destination is zero.
         frame[6] = 2;
         frame[12..14].copy_from_slice(&TRIAL_TYPE);
         frame[14..18].copy_from_slice(&remote.octets());
         let _ = (&self.file).write(&trial);
     }
 
-    /// The TAP's descriptor, readable when something has come up.
+    /// The TAP's descriptor, readable while frames are waiting.
     pub fn file(&self) -> &File {
         &self.file
     }
 }
 
-/// Removes the device of a vnetd that has died. That of a running one has its TAP.
+/// Removes the device of a vnetd that has died. The TAP shows that a vnetd uses the device.
 pub(crate) fn remove_dead() {
     if tap::device_index(TAP).is_none() && tap::device_index(DEVICE).is_some() {
         let _ = remove(DEVICE);
@@ -127,12 +127,12 @@ impl Drop for Wire {
     }
 }
 
-/// Whether a frame of network 0 is a trial. No station has its destination.
+/// True if a frame of network 0 is a trial: no station has a zero address.
 pub fn is_trial(frame: &[u8]) -> bool {
     frame.starts_with(&[0; 6]) && frame.get(12..14) == Some(&TRIAL_TYPE)
 }
 
-/// Index of the VXLAN device that a vnetd that has died has left, if it is as [`make`] makes it.
+/// Index of the VXLAN device of a vnetd that has died, if it has the properties that [`make`] sets.
 fn adopt(port: u16) -> Option<u32> {
     let link = netlink::link(tap::device_index(DEVICE)?).ok()?;
     let infos = link.attributes.iter().filter_map(|attribute| match attribute {
@@ -149,7 +149,7 @@ fn adopt(port: u16) -> Option<u32> {
     is_ours.then_some(link.header.index)
 }
 
-/// Makes the VXLAN device, in place of an existing one. Returns its index.
+/// Creates the VXLAN device, in place of an existing one. Returns its index.
 fn make(port: u16) -> io::Result<u32> {
     if tap::device_index(DEVICE).is_some() {
         remove(DEVICE)?;

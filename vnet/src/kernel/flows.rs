@@ -1,7 +1,7 @@
-//! Installed flows: the map that programs look in, who may have how many of them, and what they have carried.
+//! Installed flows: the programs' map, its limits per port, and the frames and bytes that flows have carried.
 //!
-//! A flow has a *slot*, the index of its tally. Slots outlive flows by a sweep, so that a program that counts late counts for
-//! its own flow. Bounded: [`FLOWS_MAX`] flows in all, [`FLOWS_PORT_MAX`] from one port; the newest is refused.
+//! A flow has a *slot*, the index of its tally. A slot stays taken for one sweep after its flow has ended, so that a program that
+//! still runs counts for the right flow. Bounded: [`FLOWS_MAX`] flows in all, [`FLOWS_PORT_MAX`] from one port; the newest is refused.
 
 use std::collections::HashMap;
 use std::net::Ipv4Addr;
@@ -18,10 +18,10 @@ use crate::stats::PortStats;
 use crate::wire::ethernet::{HEADER_LEN, Mac, VLAN_TAG_LEN};
 use crate::wire::vxlan::WIRE_PORT;
 
-/// Most flows from one port: a guest that scans the network takes nothing from sixteen others like it.
+/// Maximum number of flows from one port: a guest that scans the network uses a sixteenth of all.
 pub const FLOWS_PORT_MAX: u32 = 4096;
 
-/// What a verdict depends on.
+/// The conditions under which a verdict holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Terms {
     /// Time at which the verdict ends, in nanoseconds of the clock of [`Kernel::tick`](super::Kernel::tick).
@@ -41,15 +41,15 @@ pub struct Destination {
     pub port: PortId,
     /// Index of the device that takes its frames: the host's end of a guest's, or the wire.
     pub device: u32,
-    /// MTU in bytes, for frames that are not to be segmented.
+    /// MTU in bytes, for unsegmented frames.
     pub mtu: usize,
     /// Its counters.
     pub stats: Arc<PortStats>,
-    /// What takes the frames.
+    /// A guest or another host.
     pub target: Target,
 }
 
-/// What takes a flow's frames.
+/// The end of a flow on this host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
     /// A guest.
@@ -70,16 +70,16 @@ pub enum Target {
     },
 }
 
-/// The way of datagrams to another host.
+/// The route of datagrams to another host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Underlay {
     /// Index of the device.
     pub device: u32,
-    /// Own address.
+    /// This host's address on it.
     pub local: Ipv4Addr,
 }
 
-/// What an installed flow has carried.
+/// Frames and bytes of an installed flow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Carried {
     /// The flow.
@@ -178,7 +178,7 @@ impl Flows {
         done
     }
 
-    /// What programs know of `flow`.
+    /// The entry of `flow` in the programs' map.
     pub(super) fn get(&self, flow: &Known) -> Option<FlowValue> {
         let key = FlowKey::new(flow);
         self.book.lock().map.get(&key, 0).ok()
@@ -241,7 +241,7 @@ impl Flows {
         all
     }
 
-    /// Ends the flows to the port with counters `to`. Frames on their way at this moment may still follow them.
+    /// Ends the flows to the port with counters `to`. Programs that run at this moment may still follow them.
     pub fn end(&self, to: &Arc<PortStats>) {
         let mut book = self.book.lock();
         let is_ended = |(at, slot): (&u32, &Slot)| Arc::ptr_eq(&slot.to.stats, to).then_some(*at);
@@ -257,7 +257,7 @@ impl Flows {
 }
 
 impl Target {
-    /// What depends on it in the value of a flow to `dst`.
+    /// The part of a map entry that depends on the target, for a flow to `dst`.
     fn value(&self, dst: Mac) -> FlowValue {
         match *self {
             Target::Guest { mac, namespace } => FlowValue {
@@ -291,7 +291,7 @@ impl Book {
     ) -> Option<u32> {
         if let Some(at) = self.by_key.get(&key) {
             let slot = self.slots.get_mut(at)?;
-            // What was carried so far went to the old destination.
+            // Frames so far went to the old destination.
             slot.count(&tallies.get()[*at as usize]);
             (slot.from, slot.to) = (from.clone(), to.clone());
             return Some(*at);

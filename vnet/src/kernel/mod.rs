@@ -22,21 +22,21 @@
 //!                       +-- else: redirect -> TAP of the wire -> vnetd
 //! ```
 //!
-//! - *Programs* (`programs/`, in C, one file a hook) look up flows and ask nobody: what is not in the map comes up to vnetd, as
-//!   if there were no programs. The object is checked in, so a build needs no clang.
+//! - *Programs* (`programs/`, in C, one file per hook) look up flows. Frames without a flow come up to vnetd, as if there were no
+//!   programs. The object is checked in, so a build needs no clang.
 //! - *Flows* (`flows.rs`): verdicts with one destination, installed by the dispatchers' routers. A verdict holds while the
 //!   table's generation and two versions of learned addresses are current, and until its lease ends. Programs compare all
 //!   three for each frame, in memory shared with vnetd (`mapping.rs`): one store ends any number of flows.
 //! - *Attached devices*: a guest's veth and vnetd's TAP behind it ([`Kernel::attach`]), the wire and its TAP
-//!   ([`Kernel::attach_wire`]). The wire's frames belong to the link whose remote they come from ([`Kernel::set_peers`]).
-//!
+//!   ([`Kernel::attach_wire`]), devices of the underlay ([`Kernel::attach_underlay`]). A frame of the wire belongs to the link whose
+//!   remote has sent it ([`Kernel::set_peers`]).
 //! - *Pins* (`pins.rs`): maps and the program at the host's end outlive a vnetd that dies. Leases run by a clock that vnetd advances
 //!   ([`Kernel::tick`]). Without vnetd it stands still, so established flows stay valid until the end time that vnetd wrote last. The
 //!   next vnetd adopts maps and devices. It starts the clock with its first setup, whose generation ends the old flows: from then on
 //!   their frames reach vnetd.
 //!
-//! Counters: each flow has a tally, which is added to both ports when anybody looks. So what came in went out, exactly.
-//! What a device drops behind a redirect, its own statistics show.
+//! Counters: each flow has a tally, which is added to the counters of both ports whenever they are read, so the balance of all
+//! frames stays exact. Frames that a device drops after a redirect are in the device's statistics only.
 
 mod flows;
 mod mapping;
@@ -133,12 +133,12 @@ pub struct GuestDevice {
     pub mac: Mac,
 }
 
-/// Another host that is heard by the wire.
+/// A host whose frames the wire accepts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer {
     /// Its link's port.
     pub port: PortId,
-    /// Own address towards it, if programs may take its datagrams from the underlay's device.
+    /// This host's address on the route to it, if programs may take its datagrams at the underlay's device.
     pub local: Option<Ipv4Addr>,
 }
 
@@ -324,7 +324,7 @@ impl Kernel {
         Ok(attached)
     }
 
-    /// A pair of devices without programs, which are no longer those of a vnetd that has died.
+    /// A pair of devices, without programs yet, that [`Kernel::forget_unclaimed`] no longer forgets.
     fn claim(self: &Arc<Self>, devices: [u32; 2]) -> Attached {
         self.unclaimed.lock().retain(|device| !devices.contains(device));
         Attached { kernel: self.clone(), devices, hooks: vec![] }
@@ -347,8 +347,8 @@ impl Kernel {
         Ok(())
     }
 
-    /// Has a program take the wire's datagrams of known flows at a device of the underlay, until the result is dropped. `None`: a
-    /// kernel without tcx, where a filter on a device that is not vnetd's own would outlive vnetd.
+    /// Has a program take the wire's datagrams of known flows at a device of the underlay, until the result is dropped. `None` on a
+    /// kernel without tcx: a filter would outlive vnetd on a device that is not vnetd's own.
     ///
     /// # Errors
     /// As [`Kernel::attach`].

@@ -1,4 +1,4 @@
-//! The layout of the programs' maps: what `programs/shared.h` says, in Rust. A test compiles that header and compares.
+//! The layout of the programs' maps, as in `programs/shared.h`. A test compiles that header and compares.
 
 use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicU32, AtomicU64};
@@ -8,7 +8,7 @@ use aya::Pod;
 use crate::frame::{NetworkId, PortId};
 use crate::wire::ethernet::Mac;
 
-/// Most installed flows.
+/// Maximum number of installed flows.
 pub const FLOWS_MAX: u32 = 65_536;
 /// Buckets of learned addresses, and the one that never changes.
 pub const VERSIONS: usize = 4097;
@@ -26,7 +26,7 @@ pub struct Known {
     pub src: Mac,
 }
 
-/// A flow, as the programs have it.
+/// A flow as a key of the programs' map.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct FlowKey {
@@ -57,9 +57,9 @@ impl FlowKey {
 pub(super) const TO_INTERFACE: u32 = 1;
 /// `kind` of a flow to a link, by the wire.
 pub(super) const TO_LINK: u32 = 2;
-/// `namespace` of a guest whose namespace is not known.
+/// `namespace` of a guest whose namespace is unknown.
 pub(super) const NO_NAMESPACE: u32 = u32::MAX;
-/// Most links by which the wire's frames come: all of a host.
+/// Maximum number of links that use the wire: all links of a host.
 #[cfg(test)]
 const PEERS_MAX: u32 = 4096;
 
@@ -94,7 +94,7 @@ pub(super) struct PortValue {
     pub(super) other: u32,
 }
 
-/// A link, as the programs know it.
+/// A link that uses the wire, as a value of the programs' map.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct PeerValue {
@@ -103,7 +103,7 @@ pub(super) struct PeerValue {
     pub(super) local: u32,
 }
 
-/// Before a frame of the wire that comes up: whose it is.
+/// The head of a frame of the wire that comes up.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WireHead {
@@ -144,7 +144,7 @@ impl WireHead {
     }
 }
 
-/// What a flow has carried. The programs add to it.
+/// Frames and bytes of a flow. The programs add to it.
 #[repr(C)]
 #[derive(Debug, Default)]
 pub(super) struct Tally {
@@ -154,7 +154,7 @@ pub(super) struct Tally {
     zero: AtomicU64,
 }
 
-/// What every verdict is checked against.
+/// The current state that every verdict is compared with.
 #[repr(C)]
 pub(super) struct State {
     pub(super) versions: [AtomicU32; VERSIONS],

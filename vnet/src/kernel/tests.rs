@@ -1,6 +1,6 @@
 //! Runs the programs in the kernel on frames of our own (BPF_PROG_TEST_RUN), at the loopback device.
 //!
-//! They take CAP_BPF; without it, as in an unprivileged build, they say so and pass.
+//! They need CAP_BPF. Without it, as in an unprivileged build, they print that and pass.
 
 use std::path::Path;
 use std::process::Command;
@@ -75,7 +75,7 @@ impl Bench {
         self.change(program, frame).0
     }
 
-    /// What `program` says to a frame, and makes of it.
+    /// The verdict of `program` on a frame, and the frame afterwards.
     fn change(&self, program: &str, frame: &[u8]) -> (u32, Vec<u8>) {
         let mut programs = self.kernel.programs.lock();
         let program: &mut SchedClassifier = programs.program_mut(program).unwrap().try_into().unwrap();
@@ -317,7 +317,7 @@ fn a_flow_to_another_host_takes_the_wire() {
     let remote = Ipv4Addr::new(192, 0, 2, 2);
     bench.to.target = Target::Host { remote, packet_max: 1450, underlay: None };
     assert!(bench.install(&terms()));
-    // Larger than one datagram, too: it leaves in fragments.
+    // Also frames larger than one datagram, which leave in fragments.
     assert!(bench.takes(B, 60) && bench.takes(B, 1514));
     assert!(!bench.takes(B, 1500 + HEADER_LEN + 5));
     assert_eq!((bench.to.stats.out_frames.get(), bench.to.stats.out_bytes.get()), (2, 1574));
@@ -379,10 +379,10 @@ fn a_datagram_made_by_programs_is_taken_by_programs() {
     assert_eq!(datagram[26..34], [remote.octets(), remote.octets()].concat());
     assert_eq!(datagram[36..42], [9789_u16, 216, 0].map(u16::to_be_bytes).concat());
     assert_eq!(datagram[42..50], [8, 0, 0, 0, 0, 0, 1, 0], "VXLAN, network 1");
-    // Too large for one datagram: the device makes fragments of it.
+    // Too large for one datagram: the device fragments it.
     assert_eq!(bench.change("from_guest", &echo(1500)).1.len(), 1500);
 
-    // From here on it has come from `remote` by port 7.
+    // The same datagram, now received from `remote`, whose link has port 7.
     let mut datagram = datagram;
     datagram[..6].fill(0);
     datagram[30..34].copy_from_slice(&local.octets());
@@ -396,7 +396,7 @@ fn a_datagram_made_by_programs_is_taken_by_programs() {
     assert_eq!(bench.change("from_underlay", &datagram), host, "of no link");
     bench.kernel.set_peers(&[(remote, peer(7))].into()).unwrap();
     assert_eq!(bench.change("from_underlay", &datagram), (TC_ACT_REDIRECT, frame));
-    // What is in any way unusual goes to the host's network stack as it is.
+    // Every deviation sends the datagram to the host's network stack, unchanged.
     for (at, what) in [
         (14, "IP version"),
         (15, "congestion"),
@@ -425,7 +425,7 @@ fn a_datagram_made_by_programs_is_taken_by_programs() {
         }
         assert_eq!(bench.change("from_underlay", &datagram), (TC_ACT_OK, datagram.clone()), "{what}");
     }
-    // A TCP segment for no socket of the guest: it sends it on, perhaps.
+    // A TCP segment for no socket of the guest, which may forward it.
     datagram[73] = 6;
     assert_eq!(bench.change("from_underlay", &datagram), (TC_ACT_OK, datagram.clone()));
     for len in 34..100 {

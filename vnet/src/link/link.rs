@@ -194,15 +194,24 @@ impl Link {
 
     /// The other host's address on the wire ([`native::wire_state`](super::native::wire_state)), if this link's known flows may take
     /// it. Sealed and relayed links and those limited to source addresses stay on vnetd's own datagrams, which the kernel could
-    /// neither encrypt nor check. The wire is IPv4 only.
-    pub fn wire_remote(&self) -> Option<Ipv4Addr> {
-        let native = self.native()?;
-        if native.seal.is_some() || native.via.is_some() || self.macs.is_some() {
-            return None;
+    /// neither encrypt nor check.
+    ///
+    /// # Errors
+    /// The reason why they may not.
+    pub fn wire_remote(&self) -> Result<Ipv4Addr, &'static str> {
+        let native = self.native().ok_or("it is not native")?;
+        if native.seal.is_some() {
+            return Err("it is sealed");
+        } else if native.via.is_some() {
+            return Err("it is relayed");
+        } else if self.macs.is_some() {
+            return Err("it is limited to macs");
         }
-        match self.remote()?.ip().to_canonical() {
-            IpAddr::V4(ip) => Some(ip).filter(|ip| !ip.is_loopback() && !ip.is_unspecified()),
-            IpAddr::V6(_) => None,
+        match self.remote().map(|remote| remote.ip().to_canonical()) {
+            Some(IpAddr::V4(ip)) if ip.is_loopback() => Err("its remote is this host"),
+            Some(IpAddr::V4(ip)) if !ip.is_unspecified() => Ok(ip),
+            Some(IpAddr::V6(_)) => Err("its remote is an IPv6 address"),
+            _ => Err("its remote is not known"),
         }
     }
 

@@ -1,4 +1,4 @@
-/* Ingress of the host's end of a guest's veth: known flows go on in the kernel, all else comes up to vnetd. */
+/* Ingress of the host's end of a guest's veth: the kernel forwards known flows, all other frames come up to vnetd. */
 
 SEC("classifier/from_guest")
 int from_guest(struct __sk_buff *skb)

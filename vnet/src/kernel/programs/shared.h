@@ -1,12 +1,13 @@
-/* What the programs and vnetd share: the layout of every map. vnet/src/kernel/shared.rs has the same structs; a test compares them. */
+/* The layout of every map that the programs and vnetd share. vnet/src/kernel/shared.rs has the same structs; a test compares
+ * them. */
 #ifndef VNET_SHARED_H
 #define VNET_SHARED_H
 
 #include <linux/types.h>
 
-/* Most installed flows, each with one slot of `tallies`. */
+/* Maximum number of installed flows, each with one slot of `tallies`. */
 #define FLOWS_MAX 65536
-/* Most devices with a program: two for each of 1 024 interfaces, and the wire's. */
+/* Maximum number of devices with a program: two for each of 1 024 interfaces, and the wire's. */
 #define PORTS_MAX 2050
 /* Buckets of learned addresses, and the one that never changes (route/learning.rs). */
 #define VERSIONS 4097
@@ -22,11 +23,11 @@ struct flow_key {
 
 enum { TO_INTERFACE = 1, TO_LINK = 2 };
 
-/* A verdict with one destination, and what it depends on. */
+/* A verdict with one destination, and the conditions under which it holds. */
 struct flow {
 	/* Time of the state's clock at which it ends. */
 	__u64 until_ns;
-	/* Of the table that decided. */
+	/* Generation of the table that decided. */
 	__u32 generation;
 	/* Versions of two buckets. */
 	__u32 buckets[2];
@@ -39,12 +40,12 @@ struct flow {
 	__u32 device;
 	/* TO_INTERFACE: the frame is for the device's own address. */
 	__u32 own_address;
-	/* Longest frame in bytes that is not to be segmented, a VLAN tag included. */
+	/* Longest unsegmented frame in bytes, including a VLAN tag. */
 	__u32 len_max;
 	/* TO_LINK: the other host's IPv4 address, in host byte order; longest IP packet that leaves in one datagram. */
 	__u32 remote;
 	__u32 segment_max;
-	/* TO_LINK: device, UDP port and own address for datagrams that programs make themselves; device 0: none. */
+	/* TO_LINK: device, UDP port and source address of datagrams that programs make; device 0: the VXLAN device makes all. */
 	__u32 underlay;
 	__u32 port;
 	__u32 local;
@@ -54,7 +55,7 @@ struct flow {
 
 #define NO_NAMESPACE 0xffffffff
 
-/* What a flow has carried. */
+/* Frames and bytes of a flow. */
 struct tally {
 	__u64 frames;
 	__u64 bytes;
@@ -67,16 +68,16 @@ struct tally {
 struct port {
 	__u32 network;
 	__u16 from;
-	/* The guest's address, as it lies in a frame. */
+	/* The guest's address, in the byte order of a frame. */
 	__u16 mac[3];
-	/* Where frames without a verdict go: the TAP of vnetd. For that TAP: the guest's device. */
+	/* vnetd's TAP, which gets frames without a verdict; for that TAP, the guest's device. */
 	__u32 other;
 };
 
 /* Longest TSO frame in bytes that fits an IP packet with the wire's headers. Interfaces accept TSO frames of any length. */
 #define SUPER_FRAME_MAX 65018
 
-/* Most links that use the wire: all links of a host. */
+/* Maximum number of links that use the wire: all links of a host. */
 #define PEERS_MAX 4096
 
 /* A link that uses the wire. Key: the other host's IPv4 address, in host byte order. */
@@ -101,7 +102,7 @@ struct wire_head {
 /* Offset of the destination host's IPv4 address in a trial, in network byte order. */
 #define TRIAL_REMOTE 14
 
-/* What every verdict is checked against; vnetd writes to it without a system call. */
+/* The current state that every verdict is compared with; vnetd writes to it without a system call. */
 struct state {
 	__u32 versions[VERSIONS];
 	__u32 generation;
