@@ -26,6 +26,7 @@ FIND_PYTHON := for python in python3 python3.13 python3.12 python3.11 /usr/bin/p
 	"$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	&& { echo "$$python"; break; }; done
 FUZZ_SECONDS ?= 60
+CARGO_DEB := 3.8.0
 CARGO_DENY := 0.20.2
 CARGO_FUZZ := 0.13.2
 # Tools run for seconds but take minutes to build, so unoptimised builds are faster overall.
@@ -52,6 +53,10 @@ bench-packages: packages ## Install contenders and load generators, which only t
 	.venv/bin/pip install --quiet --disable-pip-version-check --requirement lab/requirements.txt
 	touch $@
 
+$(TOOLS)/bin/cargo-deb-$(CARGO_DEB):
+	$(INSTALL) cargo-deb@$(CARGO_DEB)
+	touch $@
+
 $(TOOLS)/bin/cargo-deny-$(CARGO_DENY):
 	$(INSTALL) cargo-deny@$(CARGO_DENY)
 	touch $@
@@ -64,6 +69,10 @@ $(TOOLS)/bin/cargo-fuzz-$(CARGO_FUZZ):
 build: ## Build vnetd and vnet into target/release.
 	cargo build --release --locked --workspace
 	ln -sf libvnet_fi.so target/release/libvnet-fi.so
+
+.PHONY: deb
+deb: packages build $(TOOLS)/bin/cargo-deb-$(CARGO_DEB) ## Build the Debian package in target/debian.
+	packaging/deb/build release target/debian
 
 .PHONY: demo
 demo: packages build ## Run the demonstration: two hosts, four guests, one LAN, one table.
@@ -94,7 +103,7 @@ test: ## Run every check: format, dependencies, end-to-end tests, lints, unit te
 
 .PHONY: stage-tools stage-build stage-unit-tests stage-fuzz-build
 stage-tools:
-	@$(STAGE) "tools" $(MAKE) .venv/made $(TOOLS)/bin/cargo-deny-$(CARGO_DENY) $(TOOLS)/bin/cargo-fuzz-$(CARGO_FUZZ)
+	@$(STAGE) "tools" $(MAKE) .venv/made $(TOOLS)/bin/cargo-deb-$(CARGO_DEB) $(TOOLS)/bin/cargo-deny-$(CARGO_DENY) $(TOOLS)/bin/cargo-fuzz-$(CARGO_FUZZ)
 stage-build:
 	@$(STAGE) "release build" $(MAKE) build
 stage-unit-tests:

@@ -14,6 +14,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 """Programs that tests run in hosts and containers."""
 LONG = [
     "store",
+    "package",
     "change",
     "lab",
     "restart",

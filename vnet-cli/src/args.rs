@@ -138,6 +138,17 @@ pub enum Command {
     MpiEnv(MpiEnv),
     /// Versions of this command and of vnetd
     Version,
+    /// Print the completions of a shell; the Debian package installs them
+    Completions {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
+    /// Write the manual pages of this command, for packages
+    #[command(hide = true)]
+    Man {
+        /// Existing folder for the pages
+        folder: PathBuf,
+    },
 }
 
 const CONSOLE_HELP: &str = "\

@@ -22,7 +22,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use args::{Args, Command, InterfaceCommand, LinkCommand, NetworkCommand, RouteCommand};
-use clap::Parser;
+use clap::{CommandFactory, Parser};
 use client::Client;
 use output::{Failure, print, read, read_file};
 use serde::de::DeserializeOwned;
@@ -93,6 +93,13 @@ fn run(args: &Args) -> Result<(), Failure> {
         }
         Command::MpiEnv(wanted) => mpi::run(wanted, args.json),
         Command::Version => vnet.version(),
+        Command::Completions { shell } => {
+            let mut script = vec![];
+            clap_complete::generate(*shell, &mut Args::command(), "vnet", &mut script);
+            print(&String::from_utf8_lossy(&script))
+        }
+        Command::Man { folder } => clap_mangen::generate_to(Args::command(), folder)
+            .map_err(|error| Failure::Lines(vec![format!("cannot write to {}: {error}", folder.display())])),
     }
 }
 

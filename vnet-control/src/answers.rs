@@ -10,6 +10,7 @@ use super::notes::Mistakes;
 use super::open_close::LiveInterface;
 use super::settings::values::{InterfaceSettings, LinkSettings};
 use super::{plan, settings};
+use vnet::dispatch::core::Pulse;
 use vnet::dispatch::dispatcher_stats::DispatcherStats;
 use vnet::interface::State;
 use vnet::kernel::{Carried, Known};
@@ -228,6 +229,11 @@ impl Engine {
     /// Counters of the learning table.
     pub fn learned_stats(&self) -> LearnedStats {
         self.core.learned().stats()
+    }
+
+    /// Signs of life of the dispatchers.
+    pub fn pulse(&self) -> Pulse {
+        self.core.pulse()
     }
 
     /// Counters of each dispatcher.

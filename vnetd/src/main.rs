@@ -20,13 +20,14 @@ mod script;
 mod serve;
 mod shared;
 mod tls;
+mod watchdog;
 
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use clap::Parser;
+use clap::{CommandFactory, Parser};
 use parking_lot::Mutex;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use sd_notify::NotifyState;
@@ -61,6 +62,10 @@ struct Args {
     #[arg(long)]
     check: bool,
 
+    /// Print the manual page, for packages
+    #[arg(long, hide = true)]
+    man: bool,
+
     /// What to log on standard error: off, error, warn, info, debug, trace, or TARGET=LEVEL[,...]
     #[arg(long, value_name = "FILTER", env = "RUST_LOG", default_value = "info")]
     log: Targets,
@@ -91,6 +96,7 @@ Files:
 Environment:
   RUST_LOG          like --log, which takes precedence
   NOTIFY_SOCKET     set by systemd: vnetd reports READY, RELOADING and STOPPING there
+  WATCHDOG_USEC     set by systemd (WatchdogSec): vnetd reports WATCHDOG while all dispatchers are alive
 
 Exit status:
   0   stopped by a signal, or --check found nothing wrong
@@ -123,7 +129,11 @@ fn main() -> ExitCode {
         )
         .with(args.log.clone().with_default(args.log.default_level().unwrap_or(LevelFilter::INFO)))
         .init();
-    let result = if args.check { check(&args.config) } else { run(&args.config) };
+    let result = match &args {
+        Args { man: true, .. } => man(),
+        Args { check: true, config, .. } => check(config),
+        Args { config, .. } => run(config),
+    };
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -135,6 +145,11 @@ fn main() -> ExitCode {
 
 /// An error that ends vnetd; its text has one line for each reason.
 type Failure = Box<dyn std::error::Error>;
+
+fn man() -> Result<(), Failure> {
+    let page = clap_mangen::Man::new(Args::command()).section("8");
+    Ok(page.render(&mut std::io::stdout())?)
+}
 
 fn check(file: &Path) -> Result<(), Failure> {
     let Configuration { desired, warnings } = config::load(file).and_then(config::check_files)?;
@@ -188,6 +203,7 @@ fn run(file: &Path) -> Result<(), Failure> {
         let (events, followers) = (Hub::new(), Arc::new(Followers::default()));
         engine.tell(events.sink());
         let ready = ready_line(&engine, &remote);
+        let pulse = engine.pulse();
         let inbox = engine.inbox().clone();
         let shared: Shared = Arc::new(Mutex::new(Some(engine)));
         let interfaces = interface_watch::start(&shared)?;
@@ -204,6 +220,9 @@ fn run(file: &Path) -> Result<(), Failure> {
         servers.spawn(events::watch(shared.clone(), events));
         servers.spawn(follow::serve(shared.clone(), followers, inbox));
         remote.serve(app, &mut servers);
+        if let Some(period) = sd_notify::watchdog_enabled() {
+            servers.spawn(watchdog::serve(period, pulse));
+        }
         println!("{ready}");
         notify(&[NotifyState::Ready, NotifyState::Status(&ready)]);
 

@@ -3,7 +3,7 @@
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc::{self, Receiver};
@@ -473,31 +473,97 @@ fn wrong_usage_is_status_two() {
     assert_eq!((output.status.code(), &*text(&output.stdout)), (Some(0), "vnetd 0.1.0\n"));
 }
 
-#[test]
-fn the_service_manager_is_notified() {
-    let folder = Folder::new();
-    folder.write("");
-    let notify = std::os::unix::net::UnixDatagram::bind(folder.path("notify")).unwrap();
-    notify.set_read_timeout(Some(WAIT)).unwrap();
-    let notified = |want: &str| {
+/// The service manager's side of NOTIFY_SOCKET.
+struct Notifications(UnixDatagram);
+
+impl Notifications {
+    fn new(folder: &Folder) -> Notifications {
+        let socket = UnixDatagram::bind(folder.path("notify")).unwrap();
+        socket.set_read_timeout(Some(WAIT)).unwrap();
+        Notifications(socket)
+    }
+
+    /// Waits for the notification `want`.
+    fn wait_for(&self, want: &str) {
         let mut buffer = [0; 4096];
         let end = Instant::now() + WAIT;
         while Instant::now() < end {
-            let length = notify.recv(&mut buffer).unwrap();
+            let length = self.0.recv(&mut buffer).unwrap();
             if text(&buffer[..length]).lines().any(|line| line == want) {
                 return;
             }
         }
         panic!("no notification {want}");
-    };
+    }
+
+    /// Forgets what has arrived so far.
+    fn forget(&self) {
+        self.0.set_nonblocking(true).unwrap();
+        while self.0.recv(&mut [0; 4096]).is_ok() {}
+        self.0.set_nonblocking(false).unwrap();
+    }
+}
+
+#[test]
+fn the_service_manager_is_notified() {
+    let folder = Folder::new();
+    folder.write("");
+    let notifications = Notifications::new(&folder);
     let mut command = folder.command();
     command.env("NOTIFY_SOCKET", folder.path("notify"));
     let mut daemon = folder.start_command(command);
-    notified("READY=1");
+    notifications.wait_for("READY=1");
     daemon.signal(Signal::HUP);
-    notified("RELOADING=1");
-    notified("READY=1");
+    notifications.wait_for("RELOADING=1");
+    notifications.wait_for("READY=1");
     daemon.signal(Signal::TERM);
-    notified("STOPPING=1");
+    notifications.wait_for("STOPPING=1");
     assert_eq!(daemon.exit_code(), Some(0));
+}
+
+/// A thread of another process that is stopped as long as this value lives.
+struct StoppedThread(libc::pid_t);
+
+impl StoppedThread {
+    fn stop(process: u32, name: &str) -> StoppedThread {
+        let tasks = fs::read_dir(format!("/proc/{process}/task")).unwrap().map(|task| task.unwrap().path());
+        let is_it = |task: &PathBuf| fs::read_to_string(task.join("comm")).unwrap().trim() == name;
+        let task = tasks.into_iter().find(is_it).unwrap();
+        let thread: libc::pid_t = task.file_name().unwrap().to_str().unwrap().parse().unwrap();
+        for request in [libc::PTRACE_SEIZE, libc::PTRACE_INTERRUPT] {
+            // SAFETY: neither request reads or writes memory of this process.
+            let done = unsafe { libc::ptrace(request, thread, 0, 0) };
+            assert!(done >= 0, "{}", std::io::Error::last_os_error());
+        }
+        // SAFETY: the kernel accepts a null status.
+        assert_eq!(unsafe { libc::waitpid(thread, std::ptr::null_mut(), libc::__WALL) }, thread);
+        StoppedThread(thread)
+    }
+}
+
+impl Drop for StoppedThread {
+    fn drop(&mut self) {
+        // SAFETY: the request reads and writes no memory of this process.
+        unsafe { libc::ptrace(libc::PTRACE_DETACH, self.0, 0, 0) };
+    }
+}
+
+#[test]
+fn the_service_manager_gets_no_signs_of_life_while_a_dispatcher_hangs() {
+    let folder = Folder::new();
+    folder.write("");
+    let notifications = Notifications::new(&folder);
+    let mut command = folder.command();
+    command.env("NOTIFY_SOCKET", folder.path("notify")).env("WATCHDOG_USEC", "6000000");
+    let daemon = folder.start_command(command);
+    notifications.wait_for("WATCHDOG=1");
+    let stopped = StoppedThread::stop(daemon.child.id(), "dispatch-0");
+    assert!(daemon.logged("has hung").contains("dispatcher 0"));
+    notifications.forget();
+    assert!(daemon.logged("has hung").contains("dispatcher 0"));
+    notifications.0.set_nonblocking(true).unwrap();
+    assert!(notifications.0.recv(&mut [0; 4096]).is_err(), "a sign of life");
+    notifications.0.set_nonblocking(false).unwrap();
+    drop(stopped);
+    notifications.wait_for("WATCHDOG=1");
 }

@@ -9,7 +9,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 use parking_lot::{Condvar, Mutex};
@@ -201,6 +201,24 @@ impl Shared {
     }
 }
 
+/// Signs of life of a core's dispatchers.
+#[derive(Clone, Debug)]
+pub struct Pulse {
+    stats: Vec<Arc<DispatcherStats>>,
+    started: Instant,
+}
+
+impl Pulse {
+    /// The first dispatcher that has not ticked for `limit`, if there is one. An idle dispatcher ticks once a second.
+    pub fn silent_for(&self, limit: Duration) -> Option<usize> {
+        let now_ms = self.started.elapsed().as_millis() as u64;
+        let silent = |stats: &Arc<DispatcherStats>| {
+            u128::from(now_ms.saturating_sub(stats.ticked_ms())) > limit.as_millis()
+        };
+        self.stats.iter().position(silent)
+    }
+}
+
 /// The running data plane of a host.
 pub struct Core {
     shared: Arc<Shared>,
@@ -315,7 +333,7 @@ impl Core {
         self.shared.ring_all();
         let mut adopted = self.shared.adopted.lock();
         while adopted.iter().any(|&g| g < generation) && self.threads.iter().all(|t| !t.is_finished()) {
-            let wait = std::time::Duration::from_millis(100);
+            let wait = Duration::from_millis(100);
             self.shared.progress.wait_for(&mut adopted, wait);
         }
         drop(adopted);
@@ -377,6 +395,11 @@ impl Core {
         if let Some(path) = self.shared.kernel_path() {
             path.kernel().flows().count();
         }
+    }
+
+    /// Signs of life of the dispatchers.
+    pub fn pulse(&self) -> Pulse {
+        Pulse { stats: self.shared.dispatcher_stats.clone(), started: self.shared.started }
     }
 
     /// Each dispatcher's own statistics.

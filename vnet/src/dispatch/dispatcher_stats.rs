@@ -24,6 +24,10 @@ impl Own {
         self.0.store(self.0.load(Relaxed).wrapping_add(n), Relaxed);
     }
 
+    fn set(&self, n: u64) {
+        self.0.store(n, Relaxed);
+    }
+
     fn get(&self) -> u64 {
         self.0.load(Relaxed)
     }
@@ -78,6 +82,7 @@ pub struct DispatcherStats {
     turn: Own,
     busy_turns: Own,
     busy_ns: Own,
+    ticked_ms: Own,
 }
 
 impl DispatcherStats {
@@ -111,6 +116,16 @@ impl DispatcherStats {
     pub(super) fn busy(&self, turns: u64, ns: u64) {
         self.busy_turns.add(turns);
         self.busy_ns.add(ns);
+    }
+
+    /// Records a tick of the dispatcher at `now_ms` on the core's clock.
+    pub(super) fn ticked(&self, now_ms: u64) {
+        self.ticked_ms.set(now_ms);
+    }
+
+    /// Time of the last tick in milliseconds on the core's clock. An idle dispatcher ticks once a second.
+    pub fn ticked_ms(&self) -> u64 {
+        self.ticked_ms.get()
     }
 
     /// Turns of the loop that had work.

@@ -363,6 +363,7 @@ impl Dispatcher {
             return;
         }
         let now_ms = self.clock.ms(now);
+        self.stats.ticked(now_ms);
         self.forwarder.tick(now_ms);
         for served in &mut self.served {
             served.source.tick(now_ms);
