@@ -3,6 +3,9 @@
 //! A slow client cannot delay others: a line must be complete [`LINE_TIME`] after its first byte, an idle session ends after
 //! [`IDLE_TIME`], and the kernel drops a peer that does not read. A line over the limit is skipped up to its end and answered
 //! with an error; it takes no more memory than a valid line.
+//!
+//! A line of HTTP ends the session at once. Any web page can make a browser on this host send a request to a loopback address, and
+//! lines of the request's body would be commands.
 
 use std::io;
 use std::net::SocketAddr;
@@ -64,6 +67,11 @@ async fn session(
     let mut lines = Lines::new(stream);
     loop {
         let said = match lines.next(IDLE_TIME, LINE_TIME).await? {
+            Read::Line(line) if is_http(line) => {
+                tracing::warn!(%peer, "the console was spoken to in HTTP; the session is closed");
+                lines.stream.write_all(b"ERROR this is no HTTP server\n").await?;
+                return lines.stream.shutdown().await;
+            }
             Read::Line(line) => {
                 let line = line.to_vec();
                 let asker = Asker::Console(peer);
@@ -87,6 +95,11 @@ async fn session(
             return lines.stream.shutdown().await;
         }
     }
+}
+
+/// True for the first line of an HTTP request, whose last word is the protocol's version (RFC 9112, section 3). No command ends so.
+fn is_http(line: &[u8]) -> bool {
+    line.rsplit(|byte| *byte == b' ').next().is_some_and(|word| word.starts_with(b"HTTP/"))
 }
 
 /// Input from the client.
@@ -205,6 +218,24 @@ mod tests {
         for piece in [1, 2, 7, 4095, 4096, 4097, 4098, 100_000] {
             assert_eq!(read(&text, piece).await, want, "pieces of {piece}");
         }
+    }
+
+    #[tokio::test]
+    async fn a_browsers_request_ends_the_session_before_its_body_is_read() {
+        let (mut here, there) = tokio::io::duplex(4096);
+        let shared = crate::handlers::tests::app(None).shared;
+        let peer = SocketAddr::from(([127, 0, 0, 1], 1));
+        let served = tokio::spawn(async move { session(there, peer, &shared).await });
+        let request = "POST / HTTP/1.1\r\nHost: 127.0.0.1:9001\r\n\r\nROUTE ADD any any any interface c1\r\n";
+        here.write_all(request.as_bytes()).await.unwrap();
+        let mut said = String::new();
+        here.read_to_string(&mut said).await.unwrap();
+        assert_eq!(said, "ERROR this is no HTTP server\n");
+        served.await.unwrap().unwrap();
+        for line in ["GET /v1/status HTTP/1.0", "PRI * HTTP/2.0"] {
+            assert!(is_http(line.as_bytes()), "{line}");
+        }
+        assert!(!is_http(b"LINK ADD 127.0.0.2 9000") && !is_http(b""));
     }
 
     #[tokio::test(start_paused = true)]

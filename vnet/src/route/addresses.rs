@@ -147,6 +147,7 @@ impl Addresses {
         if let Ok(entry) = self.index.find_entry(hash, |&other| other == at) {
             entry.remove();
         }
+        self.slab[at as usize].last.expires_ms = 0;
         self.free.push(at);
     }
 
@@ -172,9 +173,11 @@ impl Addresses {
         self.shares.keys().copied()
     }
 
-    /// All addresses, in arbitrary order.
-    pub(super) fn iter(&self) -> impl Iterator<Item = &Address> {
-        self.index.iter().map(|&at| &self.slab[at as usize])
+    /// At most `count` places of the slab from `start` on. Those in use have addresses, which keep their places; the others have
+    /// addresses that are no longer alive.
+    pub(super) fn page(&self, start: usize, count: usize) -> &[Address] {
+        let end = self.slab.len().min(start.saturating_add(count));
+        self.slab.get(start..end).unwrap_or_default()
     }
 
     /// Number of addresses.

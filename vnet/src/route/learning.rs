@@ -24,7 +24,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::addresses::{Address, Addresses, Heard, ShareKey};
 use super::conflicts::{Conflict, Conflicts};
@@ -57,6 +57,8 @@ pub(super) const LINKS_ADDRESSES_MAX: u32 = 262_144;
 const BUCKETS: usize = 4096;
 /// Maximum number of expired addresses of a share that one call removes; bounds the time under the lock.
 const RECLAIM_MAX: usize = 64;
+/// Addresses that are copied under one lock: 64 KiB, some microseconds.
+const PAGE: usize = 1024;
 /// Number of moves kept for the event stream.
 const MOVES_KEPT: usize = 1024;
 /// Interval in milliseconds between two sweeps for expired addresses of all shares.
@@ -390,9 +392,7 @@ impl Learned {
             .all_pinned()
             .map(|(network, mac, port)| LearnedEntry { network, mac, port, age_s: 0, held: Held::Pinned })
             .collect();
-        // Copies first, to hold the lock only briefly: dispatchers wait for it.
-        let learned: Vec<Address> = self.book.lock().addresses.iter().copied().collect();
-        for address in learned.iter().filter(|address| address.is_alive(now_ms)) {
+        for address in self.copy().iter().filter(|address| address.is_alive(now_ms)) {
             let Address { network, mac, last: Heard { port, at_ms, .. }, .. } = *address;
             let used = table.network(network).is_some_and(|network| network.learning)
                 && table.carries(port, network)
@@ -404,7 +404,28 @@ impl Learned {
             }
         }
         entries.sort_unstable_by_key(|entry| (entry.network, entry.mac));
+        // An address that was removed and learned again meanwhile may have been in two pages.
+        entries.dedup_by_key(|entry| (entry.network, entry.mac));
         entries
+    }
+
+    /// Copies the addresses page by page: dispatchers wait for the lock, and a full table would hold it for milliseconds. An address
+    /// keeps its place, so each that stays meanwhile is in exactly one page.
+    fn copy(&self) -> Vec<Address> {
+        let mut all = vec![];
+        for page in 0.. {
+            all.reserve(PAGE);
+            let book = self.book.lock();
+            let addresses = book.addresses.page(page * PAGE, PAGE);
+            let ended = addresses.is_empty();
+            all.extend_from_slice(addresses);
+            // Hands the lock to a dispatcher that waits.
+            MutexGuard::unlock_fair(book);
+            if ended {
+                break;
+            }
+        }
+        all
     }
 
     /// Sets the names of ports in warnings.
