@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -26,6 +27,9 @@ def topology(make_lab: MakeLab) -> Topology:
         file, moved = host.file(".toml"), topology.find(f"{host.name}c2")
         name = f'name = "{moved.name}"\n'
         text = file.read_text().replace(name, f"{name}network = 2\n")
+        fixed = topology.find(f"{host.name}c1")
+        name = f'name = "{fixed.name}"\n'
+        text = text.replace(name, f'{name}addresses = ["{fixed.address}"]\n')
         file.write_text(text + "\n[[network]]\nid = 2\n")
         pid = process.find(host.file(".pid"))
         assert pid
@@ -92,6 +96,38 @@ def test_a_guest_with_another_address_is_noted(topology: Topology):
     finally:
         machine.execute(source, f"ip link set eth0 address {source.mac}")
         daemon.ask(host, "interface", "set", source.name, "port_security=false")
+
+
+def test_a_guest_cannot_forge_ip_addresses(topology: Topology):
+    host, source, other = topology.hosts[0], topology.find("h1c1"), topology.find("h2c1")
+    forged = "10.77.0.250"
+
+    def dropped() -> int:
+        ports = daemon.ask(host, "stats")["ports"]
+        return next(port for port in ports if port["name"] == source.name)["drops"].get("bad_address", 0)
+
+    machine.execute(source, f"ip address add {forged}/16 dev eth0")
+    daemon.ask(host, "interface", "set", source.name, "address_security=true")
+    try:
+        assert reaches(source, other.address)
+        assert not dropped()
+        machine.attempt(source, f"ping -n -c 2 -i 0.1 -W 1 -I {forged} {other.address}")
+        wait_until("the drops", dropped, 20)
+    finally:
+        daemon.ask(host, "interface", "set", source.name, "address_security=false")
+        machine.execute(source, f"ip address del {forged}/16 dev eth0")
+
+
+def test_a_rate_limit_slows_a_guest_down_and_loses_nothing(topology: Topology):
+    host, source, other = topology.hosts[0], topology.find("h1c1"), topology.find("h2c1")
+    daemon.ask(host, "interface", "set", source.name, "frame_limit=100")
+    try:
+        begun = time.monotonic()
+        done = machine.execute(source, f"ping -n -q -f -c 200 -W 10 {other.address}")
+        assert "200 received" in done
+        assert time.monotonic() - begun > 1.5
+    finally:
+        daemon.ask(host, "interface", "set", source.name, "frame_limit=0")
 
 
 def test_every_frame_is_accounted_for(topology: Topology):

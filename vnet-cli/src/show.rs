@@ -175,6 +175,7 @@ pub fn interfaces(interfaces: &Vec<Interface>) -> String {
         notes.extend(i.path_reason.iter().filter(|_| is_veth).map(|why| format!("{where_not}: {why}")));
         notes.push(format!("storm limit {}/s", text("storm_limit")));
         notes.extend(i.settings.flag("port_security").then(|| "port security".to_string()));
+        notes.extend(i.settings.flag("address_security").then(|| "address security".to_string()));
         let addresses = text("addresses");
         notes.extend((!addresses.is_empty()).then(|| format!("addresses {addresses}")));
         table.row([

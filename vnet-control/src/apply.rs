@@ -241,7 +241,7 @@ impl Engine {
             if let Some(live) = self.interfaces.get_mut(&spec.name)
                 && is.spec.driving != spec.driving
             {
-                live.drive.settings = spec.driving.mode;
+                (live.drive.settings, live.drive.share) = (spec.driving.mode, spec.driving.share);
                 if let Some(guest) = live.interface.coalesce() {
                     guest.set_interrupts(spec.driving.interrupts);
                 }

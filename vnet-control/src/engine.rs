@@ -29,7 +29,7 @@ use vnet::link::inquiry::Inbox;
 use vnet::link::rendezvous::relay::Relay;
 use vnet::link::sealed::identity::IdentityStore;
 use vnet::link::sealed::keeper::{GuestService, Keeper, KeeperError, KeeperOptions};
-use vnet::route::{self, Member, Networks, PortKind, Rule, RuleSource};
+use vnet::route::{self, AddressGuard, Member, Networks, PortKind, Rule, RuleSource};
 use vnet::stats::PortStats;
 use vnet::wire::ethernet::Mac;
 
@@ -269,7 +269,8 @@ impl Engine {
                 port_security: spec.port_security,
             };
             let (name, stats, interface) = (spec.name.clone(), live.stats.clone(), live.interface.clone());
-            Some(InterfacePort { member, name, stats, interface, drive: live.drive.clone() })
+            let guard = spec.address_security.then(|| Arc::new(AddressGuard::new(&spec.addresses, spec.mac)));
+            Some(InterfacePort { member, name, stats, interface, drive: live.drive.clone(), guard })
         };
         let link = |Item { spec, .. }: &Item<LinkSpec>| {
             let live = self.links.get(&spec.name)?;

@@ -104,7 +104,7 @@ impl LiveInterface {
         LiveInterface {
             port,
             stats,
-            drive: Drive::new(spec.driving.mode, 1),
+            drive: drive(spec, 1),
             interface: stand_in.clone(),
             direct: None,
             kernel: Err("the interface is down".into()),
@@ -303,10 +303,15 @@ fn open(order: &Order<'_>, core: &Core) -> Result<LiveInterface, NotOpen> {
         interface.stop();
         return Err(exited);
     }
-    let drive = Drive::new(spec.driving.mode, queues);
+    let drive = drive(spec, queues);
     let (mac, mtu) = (interface.device().and_then(|device| device.mac()), spec.mtu);
     let (absent, logged) = (None, Logged::default());
     Ok(LiveInterface { port, stats, drive, interface, direct, kernel, absent, mac, process, logged, mtu })
+}
+
+/// The drive of an interface with `queues` queues.
+fn drive(spec: &InterfaceSpec, queues: usize) -> Drive {
+    Drive { share: spec.driving.share, ..Drive::new(spec.driving.mode, queues) }
 }
 
 /// Fails when the process that a namespace is named by has exited.

@@ -45,6 +45,7 @@ fn interface(n: usize) -> impl Strategy<Value = Item<InterfaceSpec>> {
             queues,
             storm_limit,
             port_security,
+            address_security: false,
             kernel_path: Default::default(),
             driving: Default::default(),
         })

@@ -43,7 +43,7 @@ pub struct InPlace {
 
 /// A source of frames, served by one dispatcher.
 pub trait Source: Send {
-    /// Adds frames to the empty `batch` until it is full or nothing is waiting. Counts frames as received, and reports refused
+    /// Adds frames to the empty `batch` until it is full, its budget is spent or nothing is waiting. Counts frames as received, and reports refused
     /// ones to `drops`. `now_ms` is the dispatchers' clock, which does not run backwards.
     ///
     /// # Safety
@@ -83,18 +83,27 @@ pub trait Source: Send {
 pub struct BatchSlot {
     batch: Option<Box<Batch>>,
     limit: usize,
+    budget: u64,
 }
 
 impl BatchSlot {
     /// A slot with an empty batch for at most `limit` frames.
     pub fn new(limit: usize) -> BatchSlot {
-        BatchSlot { batch: Some(Box::new(Batch::of(limit))), limit }
+        BatchSlot { batch: Some(Box::new(Batch::of(limit))), limit, budget: u64::MAX }
+    }
+
+    /// Bounds the cost of each burst from now on, see [`Batch::set_budget`].
+    #[inline]
+    pub fn set_budget(&mut self, budget: u64) {
+        self.budget = budget;
     }
 
     /// Takes the empty batch. Creates a new one if the last burst was forgotten.
     #[inline]
     fn take(&mut self) -> Box<Batch> {
-        self.batch.take().unwrap_or_else(|| Box::new(Batch::of(self.limit)))
+        let mut batch = self.batch.take().unwrap_or_else(|| Box::new(Batch::of(self.limit)));
+        batch.set_budget(self.budget);
+        batch
     }
 }
 

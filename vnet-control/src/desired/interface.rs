@@ -5,6 +5,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 
 use vnet::dispatch::mode::ModeSettings;
+use vnet::dispatch::share::ShareSettings;
 use vnet::frame::NetworkId;
 use vnet::interface::interrupts::InterruptSettings;
 use vnet::interface::tap::Netns;
@@ -36,6 +37,8 @@ pub struct InterfaceSpec {
     pub storm_limit: u32,
     /// Port security: drop frames from the guest whose source address is not `mac`.
     pub port_security: bool,
+    /// Address security: drop frames from the guest whose source IP address is not one of `addresses`.
+    pub address_security: bool,
     /// Whether the kernel forwards known flows of a veth.
     pub kernel_path: KernelPath,
     /// Polling mode and interrupt coalescing.
@@ -59,6 +62,7 @@ impl Default for InterfaceSpec {
             queues: 1,
             storm_limit: STORM_FRAMES_PER_S,
             port_security: false,
+            address_security: false,
             kernel_path: KernelPath::default(),
             driving: Driving::default(),
         }
@@ -169,4 +173,6 @@ pub struct Driving {
     pub mode: ModeSettings,
     /// `interrupts`, `receive_density_low`, `receive_density_high`, `early_bytes`
     pub interrupts: InterruptSettings,
+    /// `weight`, `rate_limit`, `frame_limit`
+    pub share: ShareSettings,
 }

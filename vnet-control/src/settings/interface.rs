@@ -4,6 +4,7 @@ use std::fmt;
 use std::net::IpAddr;
 
 use vnet::dispatch::mode::Mode;
+use vnet::dispatch::share::WEIGHT_MAX;
 use vnet::frame::MTU_MAX;
 use vnet::interface::interrupts::Interrupts;
 use vnet::interface::tap::TAP_MTU_MAX;
@@ -221,6 +222,16 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
         .live()
         .phrase("port security"),
         field!(
+            "address_security",
+            flag(),
+            |interface: InterfaceSpec| interface.address_security,
+            "drop IPv4, IPv6 and ARP frames from the guest whose source is not one of addresses, nor the IPv6 link-local address \
+             that mac forms"
+        )
+        .only_for(&["vhost-user", "tap", "veth"])
+        .live()
+        .phrase("address security"),
+        field!(
             "mode",
             word::<Mode>(),
             |interface: InterfaceSpec| interface.driving.mode.mode,
@@ -255,6 +266,32 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
         .unit("us")
         .live()
         .phrase("window {} us"),
+        field!(
+            "weight",
+            number::<u32>(1, WEIGHT_MAX),
+            |interface: InterfaceSpec| interface.driving.share.weight,
+            "share of a busy dispatcher among its interfaces, for each queue (deficit round robin)"
+        )
+        .live()
+        .phrase("weight {}"),
+        field!(
+            "rate_limit",
+            number::<u32>(0, RATE_MAX),
+            |interface: InterfaceSpec| interface.driving.share.rate_limit,
+            "maximum rate from the guest, whose frames above it wait in its ring; 0: no limit"
+        )
+        .unit("Mbit/s")
+        .live()
+        .phrase("rate limit {} Mbit/s"),
+        field!(
+            "frame_limit",
+            number::<u32>(0, RATE_MAX),
+            |interface: InterfaceSpec| interface.driving.share.frame_limit,
+            "maximum rate of frames from the guest; more wait in its ring; 0: no limit"
+        )
+        .unit("frames/s")
+        .live()
+        .phrase("frame limit {}/s"),
         field!(
             "interrupts",
             word::<Interrupts>(),
@@ -426,6 +463,10 @@ pub(super) fn judge(reader: &mut Reader<'_>, interface: &InterfaceSpec) {
         let text = "port_security compares sources with the interface's address; give it a 'mac'";
         reader.problem(&reader.place_of("port_security"), text);
     }
+    if reader.given("address_security") && interface.address_security && interface.addresses.is_empty() {
+        let text = "address_security compares sources with the interface's IP addresses; give it 'addresses'";
+        reader.problem(&reader.place_of("address_security"), text);
+    }
     if let Attachment::VhostUser { server: false, .. } = interface.attachment {
         for key in ["socket_owner", "socket_group", "socket_mode"] {
             if reader.given(key) {
@@ -439,7 +480,7 @@ pub(super) fn judge(reader: &mut Reader<'_>, interface: &InterfaceSpec) {
         let text = format!("mtu {} is more than a TAP takes; it will be {TAP_MTU_MAX}", interface.mtu);
         reader.hint(&reader.place_of("mtu"), text);
     }
-    let Driving { mode, interrupts } = &interface.driving;
+    let Driving { mode, interrupts, .. } = &interface.driving;
     for (low, high, values) in [
         ("rate_low", "rate_high", (mode.rate_low.into(), mode.rate_high.into())),
         ("receive_density_low", "receive_density_high", (interrupts.density_low, interrupts.density_high)),

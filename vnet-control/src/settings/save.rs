@@ -107,6 +107,10 @@ mod tests {
             mode = "vmm-driven"
             interrupts = "optimistic"
             port_security = true
+            address_security = true
+            weight = 50
+            rate_limit = 1000
+            frame_limit = 100000
             [[interface]]
             name = "c1"
             kind = "tap"

@@ -171,6 +171,8 @@ impl Forwarder {
         let setup = &*self.setup;
         self.work.frames += batch.len() as u64;
         self.router.begin();
+        // A batch with a guest's frame has no frames of other ports.
+        let guard = batch.frames().first().and_then(|first| setup.interface(first.from)?.guard.as_deref());
         for (index, frame) in batch.frames().iter().enumerate() {
             let index = index as u16;
             self.work.bytes += frame.len() as u64;
@@ -185,7 +187,11 @@ impl Forwarder {
                 }
                 None => false,
             };
-            let decision = self.router.decide(frame, self.now_ms);
+            let decision = if guard.is_some_and(|guard| !guard.admits(batch.head(frame))) {
+                Decision::Drop(DropReason::BadAddress)
+            } else {
+                self.router.decide(frame, self.now_ms)
+            };
             if frame.dst.is_multicast()
                 && !matches!(decision, Decision::Drop(_))
                 && answer(setup, batch.head(frame), frame, &mut self.answers)

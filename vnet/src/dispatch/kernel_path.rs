@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use arc_swap::{ArcSwap, ArcSwapOption};
 use parking_lot::Mutex;
 
-use super::setup::{Feeder, LinkPort, Port, Setup};
+use super::setup::{Feeder, InterfacePort, LinkPort, Port, Setup};
 use super::wire_path::WirePath;
 use crate::frame::{NetworkId, PortId};
 use crate::interface::{KernelDevice, veth, wire};
@@ -52,6 +52,8 @@ struct Ways {
     generation: u32,
     wire: Option<Arc<WirePath>>,
     ports: Vec<Option<Way>>,
+    /// Ports whose guests' frames must all reach vnetd.
+    checked: Vec<bool>,
 }
 
 /// A port whose frames the kernel may forward.
@@ -87,7 +89,11 @@ impl Ways {
             };
             (!setup.watches(id)).then_some(way)
         };
-        Ways { generation: setup.generation, wire, ports: (0..setup.slots()).map(way).collect() }
+        let checked = |index: usize| {
+            setup.interface(PortId(index as u16)).is_some_and(InterfacePort::needs_every_frame)
+        };
+        let (ports, checked) = (0..setup.slots()).map(|index| (way(index), checked(index))).unzip();
+        Ways { generation: setup.generation, wire, ports, checked }
     }
 
     fn get(&self, port: PortId) -> Option<&Way> {
@@ -115,7 +121,7 @@ impl Install for Installer {
     fn install(&self, flow: &Flow, verdict: &Installed) -> bool {
         let ways = self.setup.load();
         let (Some(from), Some(to)) = (ways.get(flow.from), ways.get(verdict.to)) else { return false };
-        if verdict.generation != ways.generation {
+        if verdict.generation != ways.generation || ways.checked[flow.from.index()] {
             return false;
         }
         let now_ms = now_ns().saturating_sub(self.started_ns) / NS_PER_MS;

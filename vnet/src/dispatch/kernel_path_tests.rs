@@ -10,7 +10,7 @@ use super::*;
 use crate::capture::{Options, Session, Tap};
 use crate::frame::{DropSink, NetworkId, Origin, Selection};
 use crate::interface::{Interface, State};
-use crate::route::{Member, NetworkSpec, Networks, PortKind, Qualifier, Rule, RuleSource};
+use crate::route::{AddressGuard, Member, NetworkSpec, Networks, PortKind, Qualifier, Rule, RuleSource};
 use crate::source::Source;
 use crate::stats::PortStats;
 use crate::wire::ethernet::Mac;
@@ -147,6 +147,7 @@ impl World {
                 stats: self.stats[usize::from(n)].clone(),
                 interface: Arc::new(Guest((n != 4).then_some(device))),
                 drive: Drive::default(),
+                guard: (self.random.below(8) == 0).then(|| Arc::new(AddressGuard::new(&[], None))),
             }
         };
         let interfaces = (0..PORTS).map(interface).collect();
@@ -215,6 +216,8 @@ fn the_kernels_verdict_is_the_routers() {
                 !setup.watches(port) && !setup.watches(flow.from),
                 "seed {seed}, frame {frame}: {flow:?} was captured"
             );
+            let needed = setup.interface(flow.from).unwrap().needs_every_frame();
+            assert!(!needed, "seed {seed}, frame {frame}: addresses of {flow:?} were not checked");
         } else {
             dispatcher.begin();
             dispatcher.sole(&flow, now_ms);

@@ -24,6 +24,7 @@
 //! - `kernel_path`: verdicts that the kernel applies by itself; `wire_path`: between hosts.
 //! - [`mode`](mod@self::mode): guest-driven or VMM-driven queues; `served`: when a queue is polled and when it sleeps.
 //! - [`yielding`](mod@self::yielding): the yield strategy of an idle dispatcher.
+//! - [`share`]: weights of sources, and rate limits.
 //! - [`isolation`](mod@self::isolation): shields dispatchers from noise of the host.
 
 pub mod core;
@@ -39,6 +40,7 @@ mod served;
 #[cfg(test)]
 mod served_model;
 pub mod setup;
+pub mod share;
 mod wire_path;
 pub mod yielding;
 
@@ -51,6 +53,7 @@ use self::forward::Forwarder;
 use self::mode::{Drive, Mode, ModeSettings};
 use self::served::Served;
 use self::setup::{Feed, FeedKind, Setup, SetupView, SourceParts};
+use self::share::{Grant, Share};
 use self::yielding::{Idle, Yielder};
 use crate::frame::DropSink;
 use crate::link::{Bridge, PeersView, ReceiverParts};
@@ -91,6 +94,8 @@ struct Dispatcher {
     /// Tokens with events since the dispatcher last blocked, in the order of their first event.
     warm: Vec<u64>,
     spins: u32,
+    /// Time at which a rate limit admits the next frame of a source.
+    resumes: Option<Instant>,
     /// Scratch list of tokens with events that are not marked yet.
     news: Vec<u64>,
     batch: BatchSlot,
@@ -163,6 +168,7 @@ impl Dispatcher {
             next_token: 0,
             warm: Vec::with_capacity(WARM_MAX),
             spins: 0,
+            resumes: None,
             news: Vec::with_capacity(crate::poll::EVENTS_MAX),
             batch: BatchSlot::new(burst),
             drops: DropSink::new(),
@@ -185,7 +191,10 @@ impl Dispatcher {
         let token = self.next_token;
         self.next_token += 1;
         source.watch(self.poller.waker(token));
+        let of_guest = feed.as_ref().is_some_and(|feed| matches!(feed.kind, FeedKind::Interface(_)));
+        let share = of_guest.then(|| Share::new(drive.0.share, drive.0.gauge.limits.clone()));
         let mut served = Served::new(token, source, drive, Instant::now());
+        served.share = share;
         served.feed = feed;
         self.served.push(served);
     }
@@ -236,9 +245,24 @@ impl Dispatcher {
         let now_ms = self.clock.now_ms();
         self.forwarder.now_ms = now_ms;
         let (mut busy, mut drained) = (false, true);
+        self.resumes = None;
         for served in self.served.iter_mut().filter(|served| served.ready) {
+            match served.grant(now) {
+                Grant::Cost(cost) => self.batch.set_budget(cost),
+                Grant::NextTurn => {
+                    (busy, drained) = (true, false);
+                    continue;
+                }
+                Grant::At(at) => {
+                    self.resumes = Some(self.resumes.map_or(at, |other| other.min(at)));
+                    continue;
+                }
+            }
             let burst = source::receive(&mut *served.source, &mut self.batch, &mut self.drops, now_ms);
             let taken = burst.taken;
+            if let Some(share) = &mut served.share {
+                share.charge(&burst, now);
+            }
             if !burst.is_empty() {
                 self.forwarder.forward(&burst, &mut self.drops);
             }
@@ -305,6 +329,8 @@ impl Dispatcher {
     /// Waits for file descriptor events and marks their sources. Wakes in time for pending interrupt checks of guests.
     fn wait(&mut self, timeout: Duration) {
         let timeout = self.forwarder.time_to_check().map_or(timeout, |check| timeout.min(check));
+        let timeout =
+            self.resumes.map_or(timeout, |at| timeout.min(at.saturating_duration_since(Instant::now())));
         // Reads error queues first: entries that arrive after this read wake the poller.
         self.reap();
         let mut news = std::mem::take(&mut self.news);

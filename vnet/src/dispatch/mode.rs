@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
+use super::share::{Limits, ShareSettings};
 use crate::stats::Counter;
 
 /// Drive mode of an interface.
@@ -55,6 +56,8 @@ impl Default for ModeSettings {
 pub struct Drive {
     /// The configured settings.
     pub settings: ModeSettings,
+    /// The interface's share of its dispatchers.
+    pub share: ShareSettings,
     /// The current state, shared by all setups that hold the interface.
     pub gauge: Arc<Gauge>,
 }
@@ -63,7 +66,12 @@ impl Drive {
     /// Drive state for an interface with `queues` queues.
     pub fn new(settings: ModeSettings, queues: usize) -> Drive {
         let queues = (0..queues.max(1)).map(|_| QueueGauge::default()).collect();
-        Drive { settings, gauge: Arc::new(Gauge { queues, switches: Counter::default() }) }
+        let (switches, limits) = (Counter::default(), Arc::default());
+        Drive {
+            settings,
+            share: ShareSettings::default(),
+            gauge: Arc::new(Gauge { queues, switches, limits }),
+        }
     }
 }
 
@@ -79,6 +87,8 @@ pub struct Gauge {
     queues: Vec<QueueGauge>,
     /// Number of mode switches of all queues.
     pub switches: Counter,
+    /// State of the rate limits.
+    pub(super) limits: Arc<Limits>,
 }
 
 #[derive(Debug, Default)]

@@ -15,6 +15,7 @@ use std::time::Instant;
 
 use super::mode::{Drive, Driver};
 use super::setup::Feed;
+use super::share::{Grant, Share};
 use crate::source::Source;
 
 /// A source that a dispatcher serves.
@@ -29,6 +30,10 @@ pub(super) struct Served {
     /// True when a notification has been requested and no frame taken since.
     armed: bool,
     driver: Driver,
+    /// The source's share of the dispatcher; `None` for sources other than a guest's queues.
+    pub(super) share: Option<Share>,
+    /// True while a rate limit is reached: frames may be waiting, but need no look.
+    pub(super) limited: bool,
 }
 
 impl Served {
@@ -46,6 +51,8 @@ impl Served {
             ready: true,
             armed: false,
             driver: Driver::new(drive, queue, now),
+            share: None,
+            limited: false,
         }
     }
 
@@ -74,8 +81,20 @@ impl Served {
         self.driver.account(0, now);
     }
 
+    /// What the source may take in this turn.
+    #[inline]
+    pub(super) fn grant(&mut self, now: Instant) -> Grant {
+        let grant = self.share.as_mut().map_or(Grant::Cost(u64::MAX), |share| share.grant(now));
+        self.limited = matches!(grant, Grant::At(_));
+        grant
+    }
+
     /// Lets the source rest until the guest notifies. Returns false when frames are waiting already.
     pub(super) fn rest(&mut self) -> bool {
+        if self.limited {
+            // It stays ready: the dispatcher wakes when the limit admits the next frame.
+            return true;
+        }
         if !self.armed || !self.source.polls() {
             self.armed = self.source.rest();
         }
@@ -100,6 +119,9 @@ impl Served {
     /// Applies new drive settings.
     pub(super) fn set_drive(&mut self, drive: &Drive) {
         self.driver.set(drive);
+        if let Some(share) = &mut self.share {
+            share.set(drive.share);
+        }
         self.resume();
     }
 }

@@ -10,7 +10,7 @@ use super::observers::Observers;
 use crate::frame::PortId;
 use crate::interface::Interface;
 use crate::link::{Link, Peers, ReceiverParts, stream};
-use crate::route::{Member, NetworkSpec, PortKind, Published, Router, Rule, Table};
+use crate::route::{AddressGuard, Member, NetworkSpec, PortKind, Published, Router, Rule, Table};
 use crate::source::Source;
 use crate::stats::PortStats;
 
@@ -27,6 +27,15 @@ pub struct InterfacePort {
     pub interface: Arc<dyn Interface>,
     /// Drive mode and its statistics.
     pub drive: Drive,
+    /// Address security: IP addresses that the guest may send from; `None`: all.
+    pub guard: Option<Arc<AddressGuard>>,
+}
+
+impl InterfacePort {
+    /// True when vnetd must see every frame from the guest, so that the kernel must not forward them by itself.
+    pub(super) fn needs_every_frame(&self) -> bool {
+        self.guard.is_some() || self.drive.share.is_limited()
+    }
 }
 
 /// A link in the setup.

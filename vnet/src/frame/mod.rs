@@ -11,6 +11,7 @@
 mod drop_sink;
 mod hold;
 mod ids;
+mod reader;
 mod room;
 
 use std::sync::Arc;
@@ -18,6 +19,7 @@ use std::sync::Arc;
 pub use drop_sink::{DropSink, DroppedFrame, Refusal};
 pub use hold::{Hold, Holds};
 pub use ids::{NetworkId, PortId};
+pub use reader::Reader;
 pub use room::Room;
 
 use crate::copy::copy;
@@ -38,6 +40,14 @@ pub const BATCH_MAX: usize = 64;
 /// Size in bytes of the memory that a batch provides to sources that read frames (TAP): eight frames of maximum size, so that a
 /// batch of super-frames stays in the L2 cache.
 const ARENA_LEN: usize = 8 * (FRAME_MAX + 128);
+/// Cost of a frame in [`Batch::cost`], in bytes: its length, and these for each segment that a receiver without offloads gets and
+/// for each piece of memory. Every frame costs at least [`COST_MIN`], so a batch is bounded in frames, too.
+const SEGMENT_COST: u64 = 1 << 10;
+const PIECE_COST: u64 = 256;
+/// Cost of the smallest frame, and of a refused one.
+pub const COST_MIN: u64 = 16 << 10;
+/// Cost of a full batch of small frames: the most that one source is worth in a turn of its dispatcher.
+pub const COST_MAX: u64 = BATCH_MAX as u64 * COST_MIN;
 /// Maximum number of segments of one frame: those of the longest descriptor chain, and the head.
 pub const SEGMENTS_MAX: usize = 256 + 1;
 
@@ -166,6 +176,9 @@ pub struct Batch {
     /// Memory for sources that read frames; the first `arena_used` bytes are in use.
     arena: Scratch,
     arena_used: usize,
+    /// Work that the batch makes, and its upper bound.
+    cost: u64,
+    budget: u64,
     /// Hold counts of the queue that the frames came from, if the queue supports holds.
     holds: Option<Arc<Holds>>,
 }
@@ -196,6 +209,8 @@ impl Batch {
             heads: Scratch::new(BATCH_MAX * HEAD_MAX),
             arena: Scratch::new(ARENA_LEN),
             arena_used: 0,
+            cost: 0,
+            budget: u64::MAX,
             holds: None,
         }
     }
@@ -236,9 +251,42 @@ impl Batch {
         self.frames.len() == self.limit
     }
 
+    /// Bounds the work of this batch: a source that [can stop](Batch::is_spent) adds frames until their cost reaches `budget`.
+    #[inline]
+    pub fn set_budget(&mut self, budget: u64) {
+        self.budget = budget;
+    }
+
+    /// Work that the batch makes, in bytes. Counts segments, pieces of memory and refused chains besides the frames' bytes: a
+    /// super-frame of 64 KiB with a `gso_size` of 48 makes 1 400 frames for a guest without segmentation offload.
+    #[inline]
+    pub fn cost(&self) -> u64 {
+        self.cost
+    }
+
+    /// Forgets the cost of the frames so far: they were charged in the turn in which they were read, and have waited since.
+    #[inline]
+    pub fn restart_cost(&mut self) {
+        self.cost = 0;
+    }
+
+    /// True when the cost has reached the budget.
+    #[inline]
+    pub fn is_spent(&self) -> bool {
+        self.cost >= self.budget
+    }
+
+    /// Adds the cost of a refused frame that was made of `pieces` of memory.
+    #[inline]
+    pub fn charge_refused(&mut self, pieces: usize) {
+        self.cost += COST_MIN + PIECE_COST * pieces as u64;
+    }
+
     /// Removes all frames; keeps the memory.
     #[inline]
     pub fn clear(&mut self) {
+        self.cost = 0;
+        self.budget = u64::MAX;
         self.frames.clear();
         self.segments.clear();
         self.arena_used = 0;
@@ -372,7 +420,7 @@ impl Batch {
     /// Reads the frame piece by piece, from its first byte on.
     #[inline]
     pub fn reader(&self, frame: &Frame) -> Reader<'_> {
-        Reader { segments: self.segments(frame), offset: 0 }
+        Reader::new(self.segments(frame))
     }
 }
 
@@ -399,48 +447,6 @@ impl<'a> Selection<'a> {
         'a: 'b,
     {
         Selection { batch: self.batch, which }
-    }
-}
-
-/// A cursor that copies a frame piece by piece.
-pub struct Reader<'a> {
-    segments: &'a [Segment],
-    /// Number of bytes of the first remaining segment that are already read.
-    offset: usize,
-}
-
-impl Reader<'_> {
-    /// Copies the frame's next bytes to `to`.
-    ///
-    /// # Panics
-    /// When the frame has fewer bytes left.
-    #[inline]
-    pub fn read(&mut self, mut to: &mut [u8]) {
-        while !to.is_empty() {
-            let part = self.segments[0].slice(self.offset, to.len());
-            let (now, later) = std::mem::take(&mut to).split_at_mut(part.len);
-            // SAFETY: the segment is readable for its length until the batch, which `self` borrows, is cleared (contract of
-            // `Builder::push`), and `now` is an exclusive slice of the same length, so the two cannot overlap.
-            unsafe { std::ptr::copy_nonoverlapping(part.base, now.as_mut_ptr(), part.len) };
-            self.skip(part.len);
-            to = later;
-        }
-    }
-
-    /// Skips the next `len` bytes.
-    ///
-    /// # Panics
-    /// When the frame has fewer bytes left.
-    #[inline]
-    pub fn skip(&mut self, len: usize) {
-        self.offset += len;
-        while let [segment, rest @ ..] = self.segments
-            && self.offset >= segment.len
-        {
-            self.offset -= segment.len;
-            self.segments = rest;
-        }
-        assert!(!self.segments.is_empty() || self.offset == 0, "read past the end of the frame");
     }
 }
 
@@ -503,6 +509,7 @@ impl Builder<'_> {
             return Err(FrameError::TooLong);
         }
         let offload = offload.checked(self.len)?;
+        self.batch.cost += self.cost(&offload);
         self.settle_head();
         let first = self.first;
         let count = self.batch.segments.len() - first;
@@ -522,6 +529,15 @@ impl Builder<'_> {
         self.batch.frames.push(Frame { dst, src, ..frame });
         std::mem::forget(self);
         Ok(())
+    }
+
+    /// Cost of the frame, see [`Batch::cost`].
+    #[inline]
+    fn cost(&self, offload: &Offload) -> u64 {
+        let segments =
+            if offload.gso_size == 0 { 1 } else { self.len.div_ceil(usize::from(offload.gso_size)) };
+        let pieces = self.batch.segments.len() - self.first;
+        (self.len as u64 + SEGMENT_COST * segments as u64 + PIECE_COST * pieces as u64).max(COST_MIN)
     }
 
     /// Turns the first segment into the head: the frame's first `min(len, HEAD_MAX)` bytes in memory that no guest can change.

@@ -146,7 +146,12 @@ impl Source for FakeSource {
             let count = queues.from_guest.len().min(batch.limit());
             self.taken.extend(queues.from_guest.drain(..count));
         }
+        let mut units = 0;
         for (bytes, offload) in &self.taken {
+            if batch.is_spent() {
+                break;
+            }
+            units += 1;
             let mut builder = batch.begin();
             // SAFETY: `taken` stays unchanged until `give_back`, and the batch is cleared before that call.
             unsafe { builder.push_stable(Segment::new(bytes.as_ptr(), bytes.len())) };
@@ -160,8 +165,13 @@ impl Source for FakeSource {
                 }
             }
         }
-        let units = self.taken.len();
-        Taken { units, drained: units < batch.limit(), ..Taken::default() }
+        let left = self.taken.len() - units;
+        if left > 0 {
+            let mut queues = fake.queues.lock();
+            // The batch refers to the bytes of the frames before them, which do not move.
+            self.taken.drain(units..).rev().for_each(|frame| queues.from_guest.push_front(frame));
+        }
+        Taken { units, drained: units < batch.limit() && !batch.is_spent(), ..Taken::default() }
     }
 
     fn give_back(&mut self) {

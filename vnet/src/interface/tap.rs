@@ -358,9 +358,13 @@ impl Source for TapSource {
         self.drained = false;
         let mut units = 0;
         self.datagrams.begin(batch, origin);
+        batch.restart_cost();
         let waited = batch.len();
         // Refused frames and failed reads do not fill the batch, so the attempts are bounded.
         for _ in 0..batch.limit() {
+            if batch.is_spent() {
+                break;
+            }
             let Some(room) = batch.spare(ROOM) else { break };
             let len = match (&tap.queues[self.queue].file).read(&mut room[..ROOM]) {
                 Ok(len) => len,
@@ -399,7 +403,7 @@ impl Source for TapSource {
         self.datagrams.end(batch, self.drained, &mut refuse);
         stats.in_frames.add(batch.len() as u64);
         stats.in_bytes.add(batch.frames().iter().map(|frame| frame.len() as u64).sum());
-        Taken { units, drained: waited + units < batch.limit(), ..Taken::default() }
+        Taken { units, drained: waited + units < batch.limit() && !batch.is_spent(), ..Taken::default() }
     }
 
     fn watch(&mut self, waker: Waker) {

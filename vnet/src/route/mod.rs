@@ -4,6 +4,7 @@
 //!
 //! 1. the flow cache (`cache.rs`): decides all but the first frames of a flow with one probe, without a lock;
 //! 2. the guard (`port_security.rs`): checks that a frame with this source address may enter at the port;
+//!    [`AddressGuard`] also checks IP sources, frame by frame, where an interface asks for it;
 //! 3. the [`Table`] (`table.rs`): if VNET rules apply, they alone decide, and all rules of the highest priority get a copy;
 //! 4. in a network that learns: configured and published addresses ([`Published`]), then learned ones ([`Learned`], in
 //!    `learning.rs`, which first learns the frame's source). A known destination gets the frame;
@@ -16,6 +17,7 @@
 //! Implemented here because no library has VNET's rule semantics, and because hash probes, leases and bucket versions must work
 //! together for a cached decision to take no lock.
 
+mod address_security;
 mod addresses;
 mod cache;
 mod conflicts;
@@ -35,6 +37,7 @@ mod trace;
 
 use std::sync::Arc;
 
+pub use address_security::AddressGuard;
 pub use conflicts::Conflict;
 pub use install::{INSTALLED_MS, Install, Installed, Verdicts};
 pub use learning::{

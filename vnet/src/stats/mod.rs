@@ -43,6 +43,7 @@ reasons! {
         TooLong = "too_long", "Longer than the largest frame (at the ingress port).";
         BadOffload = "bad_offload", "Offload metadata contradicts the frame (at the ingress port).";
         BadSource = "bad_source", "Source MAC is a group address or violates port security (at the ingress port).";
+        BadAddress = "bad_address", "Source IP address violates address security (at the ingress port).";
         WrongNetwork = "wrong_network", "The port does not carry the frame's network (at the ingress port).";
         StormLimit = "storm_limit", "Flooded frame above the port's storm limit (at the ingress port).";
         NoRoute = "no_route", "No rule or address matches, and there is nowhere to flood (at the ingress port).";

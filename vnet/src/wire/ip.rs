@@ -40,6 +40,12 @@ const HOP_BY_HOP: u8 = 0;
 const ROUTING: u8 = 43;
 const FRAGMENT: u8 = 44;
 const DESTINATION_OPTIONS: u8 = 60;
+/// True for the IPv6 extension headers that [`Header::upper_layer`] walks.
+#[inline]
+pub fn is_extension(protocol: u8) -> bool {
+    matches!(protocol, HOP_BY_HOP | ROUTING | FRAGMENT | DESTINATION_OPTIONS)
+}
+
 /// Maximum number of extension headers walked; no honest packet has more.
 const EXTENSIONS_MAX: usize = 4;
 

@@ -12,6 +12,7 @@ pub mod neighbour;
 pub mod offload;
 pub mod partial;
 pub mod segment;
+pub mod sender;
 pub mod socks;
 pub mod stream;
 pub mod vxlan;

@@ -84,7 +84,14 @@ impl Host {
     ) -> &mut InterfacePort {
         let member = member(self.next_port(), PortKind::Interface, Networks::only([network]));
         let name = format!("interface{}", member.port.0);
-        self.interfaces.push(InterfacePort { member, name, stats, interface, drive: Drive::default() });
+        self.interfaces.push(InterfacePort {
+            member,
+            name,
+            stats,
+            interface,
+            drive: Drive::default(),
+            guard: None,
+        });
         self.interfaces.last_mut().unwrap()
     }
 

@@ -107,7 +107,7 @@ impl Source for GuestSource {
         if poisoned {
             self.broke = Some(POISONED.to_owned());
         }
-        Taken { units, drained: units < batch.limit(), ..Taken::default() }
+        Taken { units, drained: units < batch.limit() && !batch.is_spent(), ..Taken::default() }
     }
 
     fn give_back(&mut self) {

@@ -81,7 +81,7 @@ fn slot(ring: &Ring, position: u16) -> u16 {
     position & (ring.size() - 1)
 }
 
-/// Fills `batch` with frames waiting in a transmitq, at most one batch. Returns the number of chains taken, including refused
+/// Fills `batch` with frames waiting in a transmitq, at most one batch and its budget. Returns the number of chains taken, including refused
 /// ones; [`TakenChains::give_back`] must return them after the frames are processed.
 ///
 /// The frames point into guest memory, which `ring` keeps mapped and which can be held. Chains taken and kept never exceed the
@@ -105,6 +105,9 @@ pub fn take(
     let holdable = taken.kept.len() < usize::from(ring.size()) / 2;
     let (mut bytes, mut broken) = (0, None);
     for _ in 0..count {
+        if batch.is_spent() {
+            break;
+        }
         let slot = slot(ring, ring.position());
         let head = match ring.next() {
             Ok(Some(head)) => head,
@@ -125,6 +128,7 @@ pub fn take(
                 match ring.walk(&head, &mut taken.buffers) {
                     Ok(readable) => push_frame(&taken.buffers[..readable], owner, batch),
                     Err(error) => {
+                        batch.charge_refused(CHAIN_MAX);
                         tracing::debug!(%error, port = owner.port.0, "chain refused");
                         Err((DropReason::BadChain, 0))
                     }
@@ -169,7 +173,10 @@ fn push_frame(buffers: &[Buffer], owner: &Owner<'_>, batch: &mut Batch) -> Resul
     let len = builder.len();
     match builder.finish(owner.port, owner.network, offload, 0) {
         Ok(()) => Ok(len),
-        Err(error) => Err((error.into(), len as u64)),
+        Err(error) => {
+            batch.charge_refused(buffers.len());
+            Err((error.into(), len as u64))
+        }
     }
 }
 
