@@ -3,7 +3,7 @@
 
 #include "vnet.h"
 
-/* An operation in the library's words. */
+/* Arguments of an atomic operation. */
 struct atomic {
 	vnet_rdma_atomic_op op;
 	fi_addr_t address;

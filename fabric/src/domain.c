@@ -24,7 +24,7 @@ int vnet_no_ops_open(struct fid *fid, const char *name, uint64_t flags, void **o
 	return -FI_ENOSYS;
 }
 
-/* Registered memory: known to all endpoints of the domain. */
+/* Registered memory: every endpoint of the domain registers it. */
 
 static int mr_close(struct fid *fid)
 {

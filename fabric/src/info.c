@@ -18,7 +18,7 @@ static bool is_named(const struct fi_info *hints)
 	return (wanted && strstr(wanted, "vnet") && wanted[0] != '^') || (own && !strcmp(own, "vnet"));
 }
 
-/* One line on what the user can mend. */
+/* Tells the user in one line why the provider is unusable. */
 static int say(const struct fi_info *hints, const char *why, const char *what)
 {
 	if (is_named(hints))
@@ -26,7 +26,7 @@ static int say(const struct fi_info *hints, const char *why, const char *what)
 	return -FI_ENODATA;
 }
 
-/* What an application wants and does not get: many ask for one thing after the other, so only FI_LOG_LEVEL shows it. */
+/* A hint that cannot be met. Applications probe one combination after the other, so only FI_LOG_LEVEL=info shows it. */
 static int decline(const char *why, const char *what)
 {
 	const char *level = getenv("FI_LOG_LEVEL");
@@ -35,7 +35,7 @@ static int decline(const char *why, const char *what)
 	return -FI_ENODATA;
 }
 
-/* Whether the application's wishes are within what there is. */
+/* Whether the hints can be met. */
 static int check(const struct fi_info *hints)
 {
 	if (!hints)
@@ -75,7 +75,7 @@ static int fill_domain(struct fi_info *info, const struct fi_info *hints, const 
 	attr->control_progress = attr->data_progress = FI_PROGRESS_AUTO;
 	attr->resource_mgmt = FI_RM_ENABLED;
 	attr->av_type = wanted && wanted->av_type != FI_AV_UNSPEC ? wanted->av_type : FI_AV_TABLE;
-	/* Nothing is needed; what the application offers is used. */
+	/* The provider requires no mode bit; it uses those that the application sets. */
 	if (wanted && wanted->mr_mode == FI_MR_BASIC)
 		attr->mr_mode = FI_MR_BASIC;
 	else if (wanted && wanted->mr_mode == FI_MR_SCALABLE)
@@ -155,7 +155,7 @@ static int source_for(const struct fi_info *hints, const union vnet_name *to, un
 	return result ? say(hints, "there is no route to ", text) : 0;
 }
 
-/* An address of the application's wishes. Family 0: it has none. */
+/* An address from the hints. Family 0: none is given. */
 static union vnet_name given(const void *address, size_t len)
 {
 	union vnet_name name = {0};
@@ -186,7 +186,7 @@ static bool is_wanted(const struct fi_info *hints, const char *device)
 	return (!own || !strcmp(own, device)) && (!name || !strcmp(name, device));
 }
 
-/* What an entry has to be. */
+/* What was asked for. */
 struct wish {
 	const struct fi_info *hints;
 	uint32_t version;
@@ -222,7 +222,7 @@ static struct fi_info **add_entries(const struct wish *wish, const struct ifaddr
 	return last;
 }
 
-/* Fills in the addresses of the wish. */
+/* Fills in source, destination and family from the hints, `node` and `service`. */
 static int addresses(struct wish *wish, const char *node, const char *service, uint64_t flags)
 {
 	const struct fi_info *hints = wish->hints;

@@ -110,7 +110,7 @@ static int av_insertsvc(struct fid_av *av, const char *node, const char *service
 	return result;
 }
 
-/* The number stays: operations to it are refused. Its place in the table too, so that others are found behind it. */
+/* The removed number stays reserved, and operations to it are refused. Its hash entry stays too: open addressing looks for others behind it. */
 static int av_remove(struct fid_av *fid, fi_addr_t *addresses, size_t count, uint64_t flags)
 {
 	struct vnet_av *av = (struct vnet_av *)fid;
@@ -259,7 +259,7 @@ static ssize_t cq_take(struct vnet_cq *cq, char *out, size_t count, fi_addr_t *s
 		struct vnet_entry *next = &cq->ring[cq->head];
 		if (next->entry.err)
 			return taken ? (ssize_t)taken : -FI_EAVAIL;
-		/* All formats are beginnings of the longest, with which an error entry begins too. */
+		/* Every format is a prefix of fi_cq_tagged_entry, which is a prefix of fi_cq_err_entry. */
 		memcpy(out + taken * sizes[cq->format], &next->entry, sizes[cq->format]);
 		if (source)
 			source[taken] = next->source;
@@ -380,7 +380,7 @@ int vnet_trywait(struct fid_fabric *fabric, struct fid **fids, int count)
 		pthread_mutex_lock(&cq->domain->lock);
 		vnet_domain_progress(cq->domain);
 		vnet_domain_rest(cq->domain);
-		/* The signal of fi_cq_signal() was for whoever sleeps; what is in the ring keeps the descriptor readable. */
+		/* Clears the signal of fi_cq_signal(); completions in the ring keep the descriptor readable. */
 		cq_lower(cq);
 		bool is_empty = !cq->count;
 		pthread_mutex_unlock(&cq->domain->lock);

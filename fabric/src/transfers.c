@@ -4,15 +4,15 @@
 
 #include "vnet.h"
 
-/* A transfer in the library's words. */
+/* Arguments of a transfer. */
 struct transfer {
 	const void *start;
 	size_t len;
 	fi_addr_t address;
-	uint64_t tag, ignore; /* tag, or key and offset */
+	uint64_t tag, ignore; /* tag and ignored bits of a message; key and offset of remote memory */
 	uint64_t data;
 	void *context;
-	uint64_t kind;  /* FI_SEND | FI_TAGGED and so on, as the completion reports it */
+	uint64_t kind;  /* flags of the completion, such as FI_SEND | FI_TAGGED */
 	uint64_t flags; /* of the call, or the endpoint's */
 };
 
@@ -29,10 +29,10 @@ static ssize_t submit_locked(struct vnet_ep *ep, const struct transfer *transfer
 		flags |= VNET_RDMA_DATA;
 	if (is_inject && transfer->len > VNET_INJECT)
 		return -FI_EINVAL;
-	/* Copied, a small send is complete at once. A write is complete when its bytes are there. */
+	/* A small send is copied and complete at once. A write completes when its bytes are in the target's memory. */
 	if (is_inject || (transfer->kind & FI_SEND && is_early && transfer->len <= VNET_EAGER))
 		flags |= VNET_RDMA_BUFFERED;
-	/* Injected without a completion: nothing is reported and nothing remembered. */
+	/* Injected without a completion: no vnet_op is needed. */
 	bool is_silent = is_inject && !transfer->context && !(transfer->flags & FI_COMPLETION);
 	struct vnet_op *op = NULL;
 	if (is_silent)
@@ -153,7 +153,7 @@ static uint64_t rx_flags(struct fid_ep *ep)
 	return ((struct vnet_ep *)ep)->rx_flags;
 }
 
-/* Takes the one buffer of a vector. */
+/* Start and length of a vector with at most one buffer. */
 #define ONE(iov, count) .start = (count) ? (iov)[0].iov_base : NULL, .len = (count) ? (iov)[0].iov_len : 0
 
 /* Messages. */

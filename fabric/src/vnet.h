@@ -17,7 +17,7 @@
 #include <rdma/providers/fi_prov.h>
 #include <vnet_rdma.h>
 
-/* Up to so many bytes a send is copied, and complete at once. */
+/* Largest injected operation, and largest send that is copied and complete at once, in bytes. */
 #define VNET_INJECT 8192
 #define VNET_EAGER 16384
 #define VNET_MSG_MAX (1ull << 40)
@@ -39,7 +39,7 @@ union vnet_name {
 	struct sockaddr_in6 v6;
 };
 
-/* Addresses by number, and numbers by address: open addressing, at most half full. */
+/* Address vector: peers by number, and a hash table of numbers by address (open addressing, at most half full). */
 struct vnet_av {
 	struct fid_av fid;
 	uint32_t addr_format;
@@ -51,7 +51,7 @@ struct vnet_av {
 
 struct vnet_domain {
 	struct fid_domain fid;
-	pthread_mutex_t lock; /* of everything below the domain */
+	pthread_mutex_t lock; /* guards all objects of the domain */
 	uint32_t addr_format; /* FI_SOCKADDR_IN or FI_SOCKADDR_IN6 */
 	int mr_mode;
 	struct vnet_ep *eps;
@@ -69,7 +69,7 @@ struct vnet_mr {
 };
 
 struct vnet_entry {
-	struct fi_cq_err_entry entry; /* err is 0 of a success */
+	struct fi_cq_err_entry entry; /* err is 0 for a success */
 	fi_addr_t source;
 };
 
@@ -82,7 +82,7 @@ struct vnet_cq {
 	size_t head, count, room;
 	bool is_signalled;
 	enum fi_wait_obj wait;
-	/* Of a queue that can be waited for: the descriptors of its endpoints and `event`, which is readable while completions are in the ring. */
+	/* Unless `wait` is FI_WAIT_NONE: `epoll` watches the endpoints' descriptors and `event`, which is readable while the ring has completions. */
 	int epoll, event;
 	bool is_raised;
 };
@@ -95,12 +95,12 @@ struct vnet_cntr {
 
 /* One posted operation. */
 struct vnet_op {
-	struct vnet_op *next, *before; /* of the receives that wait, or of the free ones */
+	struct vnet_op *next, *before; /* in the list of posted receives, or of free operations */
 	void *context;
 	void *start;
 	uint64_t flags; /* of the completion */
-	bool is_reported; /* a success is */
-	bool is_posted;   /* among the receives that wait */
+	bool is_reported; /* report a success, too */
+	bool is_posted;   /* in the list of posted receives */
 };
 
 enum { VNET_CNTR_SEND, VNET_CNTR_RECV, VNET_CNTR_READ, VNET_CNTR_WRITE, VNET_CNTR_REMOTE_WRITE, VNET_CNTRS };
@@ -112,7 +112,7 @@ struct vnet_ep {
 	struct vnet_av *av;
 	struct vnet_cq *tx_cq, *rx_cq;
 	bool is_tx_selective, is_rx_selective;
-	bool is_directed; /* receives name their sender */
+	bool is_directed; /* FI_DIRECTED_RECV: receives name their sender */
 	uint64_t tx_flags, rx_flags;
 	struct vnet_cntr *cntrs[VNET_CNTRS];
 	vnet_rdma_node *node;
@@ -158,7 +158,7 @@ extern struct fi_ops_rma vnet_rma_ops;
 extern struct fi_ops_atomic vnet_atomic_ops;
 int vnet_query_atomic(struct fid_domain *domain, enum fi_datatype type, enum fi_op op, struct fi_atomic_attr *attr, uint64_t flags);
 
-/* Operations that libfabric offers and this provider does not. */
+/* Operations that this provider does not implement. */
 int vnet_no_bind(struct fid *fid, struct fid *other, uint64_t flags);
 int vnet_no_control(struct fid *fid, int command, void *arg);
 int vnet_no_ops_open(struct fid *fid, const char *name, uint64_t flags, void **ops, void *context);

@@ -13,9 +13,9 @@
 extern "C" {
 #endif
 
-/* A process on the network. */
+/* A UDP socket with a protocol engine, usually one for each process. */
 typedef struct vnet_rdma_node vnet_rdma_node;
-/* What operations are posted on and completions are taken from. */
+/* Operations are posted on an endpoint, and their completions are taken from it. */
 typedef struct vnet_rdma_endpoint vnet_rdma_endpoint;
 
 /* An endpoint elsewhere. Compare with vnet_rdma_same_peer(). */
@@ -52,12 +52,12 @@ enum vnet_rdma_kind {
 };
 
 /* Flags of operations and completions. */
-#define VNET_RDMA_TAGGED 0x1u   /* `tag` counts */
-#define VNET_RDMA_DATA 0x2u     /* `data` counts: immediate data for the target */
+#define VNET_RDMA_TAGGED 0x1u   /* `tag` is valid */
+#define VNET_RDMA_DATA 0x2u     /* `data` is valid: immediate data for the target */
 #define VNET_RDMA_BUFFERED 0x4u /* copy up to 16 KiB and complete at once */
 #define VNET_RDMA_QUIET 0x8u    /* no completion unless it fails */
 #define VNET_RDMA_RELEASED 0x10u /* of a completion: the buffer, perhaps for several messages, belongs to the program again */
-#define VNET_RDMA_DISCARD 0x20u  /* the message is not too long for the buffer: its bytes are not wanted */
+#define VNET_RDMA_DISCARD 0x20u  /* drop the message's bytes, without VNET_RDMA_TRUNCATED */
 
 /* What peers may do with registered memory. */
 #define VNET_RDMA_REMOTE_READ 0x1u

@@ -46,13 +46,13 @@ pub enum Error {
     /// The system refused the socket.
     #[error("cannot use UDP address {0}: {1}")]
     Socket(SocketAddr, io::Error),
-    /// A name of an endpoint is none, or its host is not known.
+    /// Malformed name of an endpoint, or unknown host.
     #[error("'{0}' is no endpoint: write HOST:PORT/ENDPOINT, such as 10.77.2.1:7000/0 ({1})")]
     Name(String, String),
     /// The engine refused.
     #[error(transparent)]
     Refused(#[from] PostError),
-    /// A range is not inside its region.
+    /// Range outside of its region.
     #[error("bytes {0} to {1} are not all inside the region of {2}")]
     Range(usize, usize, usize),
 }
@@ -102,7 +102,7 @@ impl Inner {
 struct Shared {
     inner: Mutex<Inner>,
     start: Instant,
-    /// Grows when the application makes progress.
+    /// Counts calls in which the application made progress.
     polled: AtomicU64,
     sleeping: AtomicU32,
     is_closing: AtomicBool,
@@ -454,7 +454,7 @@ pub fn resolve(name: &str) -> Result<Peer, Error> {
     Ok(Peer { address, endpoint })
 }
 
-/// Bytes that nobody can guess.
+/// Random bytes of the kernel.
 fn random() -> Result<u64, Error> {
     let mut bytes = [0u8; 8];
     // SAFETY: the kernel writes at most eight bytes into `bytes`, which is so long.

@@ -21,7 +21,7 @@ impl Region {
         Ok(Self { bytes, key })
     }
 
-    /// What peers address it by.
+    /// Key by which peers address the region.
     pub fn key(&self) -> Key {
         self.key
     }

@@ -12,9 +12,9 @@ use crate::proto::Departure;
 const TRAIN_PACKETS_MAX: usize = 64;
 /// Bytes of one system call, below the 65 507 of a datagram.
 const TRAIN_BYTES_MAX: usize = 65_000;
-/// What coalesced packets may need.
+/// Largest coalesced datagram (`UDP_GRO`).
 const RECEIVE_BYTES: usize = 65_536;
-/// What is asked of the kernel for either socket buffer. It gives less where `net.core.rmem_max` says so.
+/// Size of both socket buffers; without CAP_NET_ADMIN the kernel limits it to `net.core.rmem_max` and `wmem_max`.
 const SOCKET_BUFFER: libc::c_int = 8 << 20;
 /// ECN of RFC 3168: capable, and "congestion experienced".
 const ECN_CAPABLE: libc::c_int = 2;
@@ -94,7 +94,7 @@ impl Socket {
         if result == 0 { bytes as usize / 4 } else { 64 << 10 }
     }
 
-    /// Takes what has arrived. None: nothing has.
+    /// Receives a datagram without blocking.
     pub(super) fn receive(&mut self) -> Option<Received<'_>> {
         // SAFETY: both are plain C structures, for which zero bytes are valid.
         let (mut name, mut message) =
@@ -271,7 +271,7 @@ fn from_raw(raw: &libc::sockaddr_storage) -> Option<SocketAddr> {
     }
 }
 
-/// Largest datagram that leaves for this address without fragments, as the route's device has it.
+/// Largest datagram to this address without fragmentation, from the MTU of its route.
 pub(super) fn datagram_to(address: SocketAddr) -> io::Result<usize> {
     let any: SocketAddr = match address {
         SocketAddr::V4(_) => (Ipv4Addr::UNSPECIFIED, 0).into(),
