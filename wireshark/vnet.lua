@@ -1,10 +1,10 @@
--- Wireshark's view of vnet: the interconnect's packets (docs/interconnect.md) and the native encapsulation of links.
+-- Wireshark dissectors for vnet: the interconnect's packets (docs/interconnect.md) and the native encapsulation of links.
 --
 --     tshark -X lua_script:vnet.lua -i eth0 -Y vnet_rdma
 --
--- Interconnect packets are recognised on any UDP port by their form. Links listen at port 9000 unless they are configured otherwise: choose
--- "Decode As", or -d udp.port==9100,vnet. A device that segments UDP shows several datagrams as one, of which only the first is dissected:
--- turn that off while capturing (ethtool -K eth0 tx-udp-segmentation off).
+-- A heuristic dissector recognizes interconnect packets on any UDP port. Links use UDP port 9000 by default; for another port
+-- choose "Decode As", or pass -d udp.port==9100,vnet. With UDP segmentation offload, a capture shows several datagrams as one, and
+-- Wireshark dissects only the first of them. Disable the offload while capturing (ethtool -K eth0 tx-udp-segmentation off).
 
 local VERSION = 1
 
@@ -61,7 +61,7 @@ local f = {
     payload = ProtoField.bytes("vnet_rdma.payload", "Payload"),
 }
 
--- By kind: its name, its fields behind the common part with their bytes, and whether a payload follows.
+-- Packet kinds: name, the fields that follow the common header with their sizes in bytes, and whether a payload follows.
 local HELLO = { { f.epoch, 8 }, { f.channel, 4 }, { f.answer, 4 }, { f.window, 4 }, { f.datagram, 2 } }
 local KINDS = {
     [0] = { "HELLO", HELLO },
@@ -121,7 +121,7 @@ rdma.fields = all
 
 local COMMON, MAP = 16, 32
 
--- Bytes of the header. Nil: these are no packet of the interconnect.
+-- Returns the size of the header in bytes, or nil if the buffer holds no interconnect packet.
 local function header_len(buffer)
     if buffer:len() < COMMON or buffer(0, 1):bitfield(0, 4) ~= VERSION then
         return nil
@@ -178,7 +178,7 @@ function rdma.dissector(buffer, pinfo, tree)
     return buffer:len()
 end
 
--- The native encapsulation.
+-- The native encapsulation of links.
 
 local native = Proto("vnet", "vnet link")
 
@@ -208,7 +208,7 @@ native.fields = fields
 local HEADER, METADATA = 16, 12
 local ethernet = Dissector.get("eth_withoutfcs")
 
--- A whole frame, behind offload metadata perhaps.
+-- Dissects a whole Ethernet frame, which offload metadata may precede.
 local function frame(buffer, has_offload, pinfo, own, tree)
     if has_offload and buffer:len() >= METADATA then
         own:add(n.metadata, buffer(0, METADATA))

@@ -1,4 +1,4 @@
-/* Atomic operations on a peer's memory: one buffer each of operands, numbers to compare with, and results. */
+/* Atomic operations on a peer's memory. A call takes at most one buffer each for operands, compare values and results. */
 #include <stdlib.h>
 
 #include "vnet.h"
@@ -8,13 +8,14 @@ struct atomic {
 	vnet_rdma_atomic_op op;
 	fi_addr_t address;
 	void *context;
-	uint64_t flags; /* of the call, or the endpoint's */
+	uint64_t flags; /* flags of the call, or the endpoint's default flags */
 };
 
-/* Whether the operation exists for numbers of this type; `flags` name the kind of call. Up to `count` numbers fit into one call. */
+/* Returns 0 if the provider implements `op` for `datatype`. `flags` says whether the call compares or fetches.
+ * Sets the bytes per element and the maximum number of elements per call. */
 static int check(enum fi_datatype datatype, enum fi_op op, uint64_t flags, size_t *size, size_t *count)
 {
-	static const size_t sizes[] = {1, 1, 2, 2, 4, 4, 8, 8, 4, 8}; /* FI_INT8 to FI_DOUBLE */
+	static const size_t sizes[] = {1, 1, 2, 2, 4, 4, 8, 8, 4, 8}; /* indexed from FI_INT8 to FI_DOUBLE */
 	if ((unsigned)datatype > FI_DOUBLE || (unsigned)op > FI_MSWAP)
 		return -FI_EOPNOTSUPP;
 	bool is_float = datatype == FI_FLOAT || datatype == FI_DOUBLE;
@@ -55,7 +56,7 @@ static ssize_t submit_locked(struct vnet_ep *ep, const struct atomic *atomic)
 	return result;
 }
 
-/* All calls end here. `compare` and `result` are NULL where the call has none. */
+/* Common implementation of all atomic calls. `compare` is NULL without a compare buffer, `result` without a result buffer. */
 static ssize_t submit(struct fid_ep *fid, const struct fi_msg_atomic *msg, const struct fi_ioc *compare, size_t compares,
 		      const struct fi_ioc *result, size_t results, uint64_t flags)
 {
@@ -98,7 +99,8 @@ static uint64_t tx_flags(struct fid_ep *ep)
 	return ((struct vnet_ep *)ep)->tx_flags & ~FI_INJECT;
 }
 
-/* The message of a call with separate arguments; the macro keeps the vectors it points to alive in the caller. */
+/* Builds the fi_msg_atomic for a call with separate arguments. This is a macro because the message points to a compound
+ * literal, which must live in the caller's scope. */
 #define MESSAGE(iov, iovs, dest, address, number, type, what, ctx)                                                     \
 	{                                                                                                              \
 		.msg_iov = (iov), .iov_count = (iovs), .addr = (dest),                                                 \
@@ -150,7 +152,7 @@ static ssize_t atomic_readwritev(struct fid_ep *ep, const struct fi_ioc *iov, vo
 				 void **result_desc, size_t results, fi_addr_t dest, uint64_t addr, uint64_t key, enum fi_datatype type,
 				 enum fi_op op, void *context)
 {
-	/* FI_ATOMIC_READ has no operands: the results tell how many numbers there are. */
+	/* FI_ATOMIC_READ has no operands, so the number of elements comes from the result buffer. */
 	const struct fi_ioc *counted = op == FI_ATOMIC_READ ? result : iov;
 	struct fi_msg_atomic msg = MESSAGE(counted, op == FI_ATOMIC_READ ? results : count, dest, addr, key, type, op, context);
 	(void)desc;

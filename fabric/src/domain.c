@@ -1,4 +1,4 @@
-/* Fabrics, domains, registered memory, counters, and the provider itself. */
+/* Fabrics, domains, memory regions, counters, and the provider structure. */
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
@@ -24,7 +24,7 @@ int vnet_no_ops_open(struct fid *fid, const char *name, uint64_t flags, void **o
 	return -FI_ENOSYS;
 }
 
-/* Registered memory: every endpoint of the domain registers it. */
+/* Memory regions. Every endpoint of the domain registers every region. */
 
 static int mr_close(struct fid *fid)
 {
@@ -228,7 +228,7 @@ void vnet_domain_progress(struct vnet_domain *domain)
 		vnet_ep_progress(ep);
 }
 
-/* The program is about to sleep: peers get their acknowledgements now. */
+/* Sends pending acknowledgements to all peers before the application sleeps, so that the peers do not wait for them. */
 void vnet_domain_rest(struct vnet_domain *domain)
 {
 	for (struct vnet_ep *ep = domain->eps; ep; ep = ep->next) {
@@ -318,7 +318,7 @@ static struct fi_ops fabric_fid_ops = {
 	.ops_open = vnet_no_ops_open,
 };
 
-/* Endpoints here are never connected: an event queue stays empty. */
+/* FI_EP_RDM endpoints are connectionless, so an event queue never receives an event. */
 static int eq_open(struct fid_fabric *fabric, struct fi_eq_attr *attr, struct fid_eq **out, void *context)
 {
 	(void)fabric, (void)attr;

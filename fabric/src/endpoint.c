@@ -1,4 +1,4 @@
-/* Endpoints: each is a node of the interconnect with one endpoint, so that its name is an address and a port. */
+/* Endpoints. Each libfabric endpoint opens an interconnect node with one endpoint, so that an IP address and a port name it. */
 #include <arpa/inet.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -133,7 +133,8 @@ static int enable(struct vnet_ep *ep)
 		inet_ntop(AF_INET, &ep->name.v4.sin_addr, ip, sizeof ip);
 		snprintf(bind, sizeof bind, "%s:%u", ip, ntohs(ep->name.v4.sin_port));
 	}
-	/* A receive may be posted much later than the message is sent: only a dead peer ends it. */
+	/* Operations have no deadline: a receive may be posted much later than the message is sent, so only the death of a peer fails
+	 * an operation. */
 	vnet_rdma_set_timeout(0);
 	int result = vnet_rdma_open(bind, &ep->node);
 	if (!result)
@@ -142,7 +143,7 @@ static int enable(struct vnet_ep *ep)
 		fprintf(stderr, "libfabric:vnet: %s\n", vnet_rdma_error());
 		return result;
 	}
-	/* Both kinds have their port at the same place. */
+	/* sockaddr_in and sockaddr_in6 hold the port at the same offset. */
 	ep->name.v4.sin_port = htons(vnet_rdma_port(ep->node));
 	result = vnet_cq_watch(ep->rx_cq, ep);
 	if (!result)

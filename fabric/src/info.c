@@ -1,4 +1,5 @@
-/* What the provider offers: one entry for each IPv4 address of this host; IPv6 and loopback only without others or when asked for. */
+/* fi_getinfo(): returns one entry for each IPv4 address of this host. It returns IPv6 addresses only if no IPv4
+ * address of a network device matches the request, and loopback addresses only if no other address matches it. */
 #include <arpa/inet.h>
 #include <ifaddrs.h>
 #include <net/if.h>
@@ -10,7 +11,7 @@
 
 #include "vnet.h"
 
-/* Whether this provider was asked for by its name: otherwise libfabric tries all there are. */
+/* Whether FI_PROVIDER or the hints name this provider. Without a name, libfabric probes all providers. */
 static bool is_named(const struct fi_info *hints)
 {
 	const char *wanted = getenv("FI_PROVIDER");
@@ -18,7 +19,7 @@ static bool is_named(const struct fi_info *hints)
 	return (wanted && strstr(wanted, "vnet") && wanted[0] != '^') || (own && !strcmp(own, "vnet"));
 }
 
-/* Tells the user in one line why the provider is unusable. */
+/* Prints one line that says why the provider is unusable, but only if the user or the application named the provider. */
 static int say(const struct fi_info *hints, const char *why, const char *what)
 {
 	if (is_named(hints))
@@ -26,7 +27,8 @@ static int say(const struct fi_info *hints, const char *why, const char *what)
 	return -FI_ENODATA;
 }
 
-/* A hint that cannot be met. Applications probe one combination after the other, so only FI_LOG_LEVEL=info shows it. */
+/* Rejects an unsupported hint. Applications probe many combinations of hints, so the message appears only with
+ * FI_LOG_LEVEL=info or debug. */
 static int decline(const char *why, const char *what)
 {
 	const char *level = getenv("FI_LOG_LEVEL");
@@ -35,7 +37,7 @@ static int decline(const char *why, const char *what)
 	return -FI_ENODATA;
 }
 
-/* Whether the hints can be met. */
+/* Returns 0 if the provider supports everything that the hints request. */
 static int check(const struct fi_info *hints)
 {
 	if (!hints)
@@ -75,7 +77,7 @@ static int fill_domain(struct fi_info *info, const struct fi_info *hints, const 
 	attr->control_progress = attr->data_progress = FI_PROGRESS_AUTO;
 	attr->resource_mgmt = FI_RM_ENABLED;
 	attr->av_type = wanted && wanted->av_type != FI_AV_UNSPEC ? wanted->av_type : FI_AV_TABLE;
-	/* The provider requires no mode bit; it uses those that the application sets. */
+	/* The provider requires no memory registration mode bit. It returns the supported bits that the application sets. */
 	if (wanted && wanted->mr_mode == FI_MR_BASIC)
 		attr->mr_mode = FI_MR_BASIC;
 	else if (wanted && wanted->mr_mode == FI_MR_SCALABLE)
@@ -131,7 +133,7 @@ static struct fi_info *entry(const struct fi_info *hints, uint32_t version, cons
 
 static int resolve(const struct fi_info *hints, int family, const char *node, const char *service, union vnet_name *address)
 {
-	/* Without a name any address is meant, and IPv4 unless the application says otherwise. */
+	/* Without a node name the result is a wildcard address: IPv4, unless the application requests a family. */
 	struct addrinfo wanted = {.ai_family = node || family ? family : AF_INET, .ai_socktype = SOCK_DGRAM}, *found;
 	if (getaddrinfo(node, service, &wanted, &found))
 		return say(hints, "no address is known for ", node ? node : service);
@@ -140,7 +142,7 @@ static int resolve(const struct fi_info *hints, int family, const char *node, co
 	return 0;
 }
 
-/* The address from which packets to `to` leave. */
+/* Finds the source address that the kernel's routing selects for packets to `to`. */
 static int source_for(const struct fi_info *hints, const union vnet_name *to, union vnet_name *source)
 {
 	char text[INET6_ADDRSTRLEN] = "?";
@@ -155,7 +157,7 @@ static int source_for(const struct fi_info *hints, const union vnet_name *to, un
 	return result ? say(hints, "there is no route to ", text) : 0;
 }
 
-/* An address from the hints. Family 0: none is given. */
+/* Returns an address from the hints. Its family is 0 if the hints contain no IPv4 or IPv6 address. */
 static union vnet_name given(const void *address, size_t len)
 {
 	union vnet_name name = {0};
@@ -186,16 +188,16 @@ static bool is_wanted(const struct fi_info *hints, const char *device)
 	return (!own || !strcmp(own, device)) && (!name || !strcmp(name, device));
 }
 
-/* What was asked for. */
+/* The request of one fi_getinfo() call. */
 struct wish {
 	const struct fi_info *hints;
 	uint32_t version;
-	union vnet_name source, dest; /* of family 0: none is given */
+	union vnet_name source, dest; /* family 0: not specified */
 	int family;
 	bool is_loopback;
 };
 
-/* Entries for the addresses of one family, of loopback or of other devices. Returns where the next one goes. */
+/* Appends entries for the addresses of one family, either on loopback or on other devices. Returns the new tail of the list. */
 static struct fi_info **add_entries(const struct wish *wish, const struct ifaddrs *device, struct fi_info **last)
 {
 	for (; device; device = device->ifa_next) {
@@ -222,7 +224,7 @@ static struct fi_info **add_entries(const struct wish *wish, const struct ifaddr
 	return last;
 }
 
-/* Fills in source, destination and family from the hints, `node` and `service`. */
+/* Sets the source address, destination address and family from the hints, `node` and `service`. */
 static int addresses(struct wish *wish, const char *node, const char *service, uint64_t flags)
 {
 	const struct fi_info *hints = wish->hints;
@@ -264,7 +266,8 @@ int vnet_getinfo(uint32_t version, const char *node, const char *service, uint64
 	struct ifaddrs *devices;
 	if (getifaddrs(&devices))
 		return -errno;
-	/* Only the first kind that there is: Open MPI gives entries that look alike to its ranks in turn, and all need the same kind. */
+	/* Returns only the first non-empty class (IPv4, IPv6, loopback IPv4, loopback IPv6): Open MPI distributes similar entries
+	 * round-robin among its ranks, and all ranks need the same class to reach each other. */
 	static const int families[] = {AF_INET, AF_INET6};
 	int asked = wish.family;
 	*info = NULL;

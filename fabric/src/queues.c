@@ -110,7 +110,8 @@ static int av_insertsvc(struct fid_av *av, const char *node, const char *service
 	return result;
 }
 
-/* The removed number stays reserved, and operations to it are refused. Its hash entry stays too: open addressing looks for others behind it. */
+/* A removed fi_addr_t is never reused, and operations to it fail. Its hash table slot stays occupied, because open addressing
+ * must probe past it to find later entries. */
 static int av_remove(struct fid_av *fid, fi_addr_t *addresses, size_t count, uint64_t flags)
 {
 	struct vnet_av *av = (struct vnet_av *)fid;
@@ -216,7 +217,7 @@ static void cq_lower(struct vnet_cq *cq)
 		cq->is_raised = read(cq->event, &count, sizeof count) < 0;
 }
 
-/* The queue's descriptor is readable when the endpoint's is. */
+/* Adds the endpoint's descriptor to the queue's epoll descriptor, so that polling the queue reports the endpoint's events. */
 int vnet_cq_watch(struct vnet_cq *cq, struct vnet_ep *ep)
 {
 	if (!cq || cq->epoll < 0)
@@ -259,7 +260,7 @@ static ssize_t cq_take(struct vnet_cq *cq, char *out, size_t count, fi_addr_t *s
 		struct vnet_entry *next = &cq->ring[cq->head];
 		if (next->entry.err)
 			return taken ? (ssize_t)taken : -FI_EAVAIL;
-		/* Every format is a prefix of fi_cq_tagged_entry, which is a prefix of fi_cq_err_entry. */
+		/* Every completion format is a prefix of fi_cq_tagged_entry, which is a prefix of fi_cq_err_entry. */
 		memcpy(out + taken * sizes[cq->format], &next->entry, sizes[cq->format]);
 		if (source)
 			source[taken] = next->source;
@@ -367,7 +368,8 @@ static int cq_control(struct fid *fid, int command, void *arg)
 	return 0;
 }
 
-/* Whether a program may sleep on the descriptors of these queues now. */
+/* fi_trywait(): returns 0 if the application may sleep on the descriptors of these queues, or -FI_EAGAIN if a queue holds
+ * completions. */
 int vnet_trywait(struct fid_fabric *fabric, struct fid **fids, int count)
 {
 	(void)fabric;
@@ -380,7 +382,7 @@ int vnet_trywait(struct fid_fabric *fabric, struct fid **fids, int count)
 		pthread_mutex_lock(&cq->domain->lock);
 		vnet_domain_progress(cq->domain);
 		vnet_domain_rest(cq->domain);
-		/* Clears the signal of fi_cq_signal(); completions in the ring keep the descriptor readable. */
+		/* Clears a signal from fi_cq_signal(). The descriptor stays readable while the ring holds completions. */
 		cq_lower(cq);
 		bool is_empty = !cq->count;
 		pthread_mutex_unlock(&cq->domain->lock);

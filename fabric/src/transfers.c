@@ -1,4 +1,4 @@
-/* Data transfers: messages, tagged messages, remote memory. */
+/* Data transfers: messages, tagged messages, and remote memory access (RMA). */
 #include <stdlib.h>
 #include <string.h>
 
@@ -9,11 +9,11 @@ struct transfer {
 	const void *start;
 	size_t len;
 	fi_addr_t address;
-	uint64_t tag, ignore; /* tag and ignored bits of a message; key and offset of remote memory */
+	uint64_t tag, ignore; /* messages: tag and ignored bits; RMA: key and offset of the remote memory */
 	uint64_t data;
 	void *context;
-	uint64_t kind;  /* flags of the completion, such as FI_SEND | FI_TAGGED */
-	uint64_t flags; /* of the call, or the endpoint's */
+	uint64_t kind;  /* flags that the completion reports, such as FI_SEND | FI_TAGGED */
+	uint64_t flags; /* flags of the call, or the endpoint's default flags */
 };
 
 static ssize_t submit_locked(struct vnet_ep *ep, const struct transfer *transfer)
@@ -29,10 +29,10 @@ static ssize_t submit_locked(struct vnet_ep *ep, const struct transfer *transfer
 		flags |= VNET_RDMA_DATA;
 	if (is_inject && transfer->len > VNET_INJECT)
 		return -FI_EINVAL;
-	/* A small send is copied and complete at once. A write completes when its bytes are in the target's memory. */
+	/* The library copies a small send, which then completes at once. A write completes when its data is in the target's memory. */
 	if (is_inject || (transfer->kind & FI_SEND && is_early && transfer->len <= VNET_EAGER))
 		flags |= VNET_RDMA_BUFFERED;
-	/* Injected without a completion: no vnet_op is needed. */
+	/* An inject without a completion needs no vnet_op. */
 	bool is_silent = is_inject && !transfer->context && !(transfer->flags & FI_COMPLETION);
 	struct vnet_op *op = NULL;
 	if (is_silent)
@@ -153,7 +153,7 @@ static uint64_t rx_flags(struct fid_ep *ep)
 	return ((struct vnet_ep *)ep)->rx_flags;
 }
 
-/* Start and length of a vector with at most one buffer. */
+/* Initializes `start` and `len` from a vector with at most one buffer. */
 #define ONE(iov, count) .start = (count) ? (iov)[0].iov_base : NULL, .len = (count) ? (iov)[0].iov_len : 0
 
 /* Messages. */
@@ -325,7 +325,7 @@ struct fi_ops_tagged vnet_tagged_ops = {
 	.injectdata = tagged_injectdata,
 };
 
-/* Remote memory. */
+/* Remote memory access (RMA). */
 
 static ssize_t rma(struct fid_ep *ep, const struct fi_msg_rma *msg, uint64_t kind, uint64_t flags)
 {

@@ -1,4 +1,5 @@
-/* The objects of the provider. Each begins with libfabric's structure for it, so that pointers to both are the same. */
+/* The objects of the provider. Each object starts with its libfabric structure, so that a pointer to one is a pointer to the
+ * other. */
 #ifndef VNET_FI_H
 #define VNET_FI_H
 
@@ -17,11 +18,11 @@
 #include <rdma/providers/fi_prov.h>
 #include <vnet_rdma.h>
 
-/* Largest injected operation, and largest send that is copied and complete at once, in bytes. */
+/* Maximum size of an injected operation, and of a send that the library copies and completes at once, in bytes. */
 #define VNET_INJECT 8192
 #define VNET_EAGER 16384
 #define VNET_MSG_MAX (1ull << 40)
-/* Bytes of numbers that one atomic operation changes. */
+/* Maximum size of the operands of one atomic operation, in bytes. */
 #define VNET_ATOMIC_BYTES 240
 #define VNET_CAPS_TX (FI_MSG | FI_TAGGED | FI_RMA | FI_ATOMIC | FI_SEND | FI_READ | FI_WRITE)
 #define VNET_CAPS_RX                                                                                                   \
@@ -32,20 +33,21 @@
 
 struct vnet_ep;
 
-/* An address with a port, IPv4 or IPv6. */
+/* An IPv4 or IPv6 address with a port. */
 union vnet_name {
 	struct sockaddr any;
 	struct sockaddr_in v4;
 	struct sockaddr_in6 v6;
 };
 
-/* Address vector: peers by number, and a hash table of numbers by address (open addressing, at most half full). */
+/* Address vector: an array of peers indexed by fi_addr_t, and a hash table that maps an address to its index (open addressing,
+ * load factor at most 1/2). */
 struct vnet_av {
 	struct fid_av fid;
 	uint32_t addr_format;
 	vnet_rdma_peer *peers;
 	size_t count, room;
-	uint32_t *places; /* number + 1, or 0 */
+	uint32_t *places; /* hash table slots: index of the peer + 1, or 0 if empty */
 	size_t places_len;
 };
 
@@ -69,11 +71,11 @@ struct vnet_mr {
 };
 
 struct vnet_entry {
-	struct fi_cq_err_entry entry; /* err is 0 for a success */
+	struct fi_cq_err_entry entry; /* err is 0 if the operation succeeded */
 	fi_addr_t source;
 };
 
-/* A ring that grows: completions are bounded by the operations under way. */
+/* Completion queue: a ring that doubles when it is full. The number of outstanding operations bounds its size. */
 struct vnet_cq {
 	struct fid_cq fid;
 	struct vnet_domain *domain;
@@ -82,7 +84,8 @@ struct vnet_cq {
 	size_t head, count, room;
 	bool is_signalled;
 	enum fi_wait_obj wait;
-	/* Unless `wait` is FI_WAIT_NONE: `epoll` watches the endpoints' descriptors and `event`, which is readable while the ring has completions. */
+	/* `epoll` watches the endpoints' descriptors and `event`, an eventfd that is readable while the ring holds completions
+	 * or after fi_cq_signal(). Both are -1 if `wait` is FI_WAIT_NONE. */
 	int epoll, event;
 	bool is_raised;
 };
@@ -93,14 +96,14 @@ struct vnet_cntr {
 	uint64_t value, errors;
 };
 
-/* One posted operation. */
+/* An outstanding operation. */
 struct vnet_op {
-	struct vnet_op *next, *before; /* in the list of posted receives, or of free operations */
+	struct vnet_op *next, *before; /* links in the list of posted receives or of free operations */
 	void *context;
 	void *start;
-	uint64_t flags; /* of the completion */
-	bool is_reported; /* report a success, too */
-	bool is_posted;   /* in the list of posted receives */
+	uint64_t flags; /* flags that the completion reports */
+	bool is_reported; /* a success produces a completion; errors always do */
+	bool is_posted;   /* the operation is in the list of posted receives */
 };
 
 enum { VNET_CNTR_SEND, VNET_CNTR_RECV, VNET_CNTR_READ, VNET_CNTR_WRITE, VNET_CNTR_REMOTE_WRITE, VNET_CNTRS };
@@ -112,7 +115,7 @@ struct vnet_ep {
 	struct vnet_av *av;
 	struct vnet_cq *tx_cq, *rx_cq;
 	bool is_tx_selective, is_rx_selective;
-	bool is_directed; /* FI_DIRECTED_RECV: receives name their sender */
+	bool is_directed; /* FI_DIRECTED_RECV: a receive that names a source accepts only messages from it */
 	uint64_t tx_flags, rx_flags;
 	struct vnet_cntr *cntrs[VNET_CNTRS];
 	vnet_rdma_node *node;
@@ -134,13 +137,13 @@ int vnet_trywait(struct fid_fabric *fabric, struct fid **fids, int count);
 int vnet_cntr_open(struct fid_domain *domain, struct fi_cntr_attr *attr, struct fid_cntr **cntr, void *context);
 int vnet_ep_open(struct fid_domain *domain, struct fi_info *info, struct fid_ep **ep, void *context);
 
-/* Bytes of an address. */
+/* Size of the socket address, in bytes. */
 static inline size_t vnet_name_len(const union vnet_name *name)
 {
 	return name->any.sa_family == AF_INET6 ? sizeof name->v6 : sizeof name->v4;
 }
 
-/* All of these need the domain's lock. */
+/* The caller must hold the domain's lock, except for vnet_cq_watch(), which changes no object of the domain. */
 fi_addr_t vnet_av_find(const struct vnet_av *av, const vnet_rdma_peer *peer);
 const vnet_rdma_peer *vnet_av_get(const struct vnet_av *av, fi_addr_t address);
 int vnet_cq_watch(struct vnet_cq *cq, struct vnet_ep *ep);
@@ -158,7 +161,7 @@ extern struct fi_ops_rma vnet_rma_ops;
 extern struct fi_ops_atomic vnet_atomic_ops;
 int vnet_query_atomic(struct fid_domain *domain, enum fi_datatype type, enum fi_op op, struct fi_atomic_attr *attr, uint64_t flags);
 
-/* Operations that this provider does not implement. */
+/* Stubs for operations that this provider does not implement; they return -FI_ENOSYS. */
 int vnet_no_bind(struct fid *fid, struct fid *other, uint64_t flags);
 int vnet_no_control(struct fid *fid, int command, void *arg);
 int vnet_no_ops_open(struct fid *fid, const char *name, uint64_t flags, void **ops, void *context);

@@ -1,4 +1,5 @@
-/* Two endpoints of the provider in one process: what libfabric promises of each call that MPI and others use. */
+/* Opens two endpoints of the provider in one process, and checks that each call used by MPI and similar applications behaves as
+ * libfabric specifies. */
 #include <netinet/in.h>
 #include <poll.h>
 #include <stdio.h>
@@ -59,7 +60,7 @@ static void introduce(struct side *to, struct side *whom)
 	ASSERT(found_len == len && !memcmp(found, name, len));
 }
 
-/* The next completion, which both sides make progress for by themselves. */
+/* Waits for the next completion of `side`. The test does not drive the peer, because progress is automatic on both sides. */
 static struct fi_cq_tagged_entry next(struct side *side)
 {
 	struct fi_cq_tagged_entry entry;
@@ -96,19 +97,19 @@ static void test_tagged(struct side *a, struct side *b)
 		got = next(a);
 		ASSERT(got.op_context == &sizes[0] && got.flags == (FI_SEND | FI_TAGGED));
 	}
-	/* Injected: no completion, and the buffer is free at once. */
+	/* An inject produces no completion, and the application may reuse the buffer at once. */
 	memcpy(a->memory, "inject", 7);
 	CHECK(fi_tinject(a->ep, a->memory, 7, a->other, 5));
 	memset(a->memory, 0, 7);
 	CHECK(fi_trecv(b->ep, b->memory, 7, NULL, b->other, 5, 0, NULL));
 	ASSERT(next(b).len == 7 && !strcmp(b->memory, "inject"));
 	ASSERT(fi_tinject(a->ep, a->memory, 10000, a->other, 5) == -FI_EINVAL);
-	/* Too long for the buffer. */
+	/* A message longer than the receive buffer is truncated. */
 	CHECK(fi_trecv(b->ep, b->memory, 3, NULL, b->other, 6, 0, b));
 	CHECK(fi_tinject(a->ep, a->memory, 7, a->other, 6));
 	struct fi_cq_err_entry error = next_error(b);
 	ASSERT(error.err == FI_ETRUNC && error.op_context == b);
-	/* Cancelled: the message that comes later goes to the next buffer. */
+	/* After a receive is cancelled, the next message goes to the next posted buffer. */
 	CHECK(fi_trecv(b->ep, b->memory, 7, NULL, b->other, 8, 0, a));
 	CHECK(fi_cancel(&b->ep->fid, a));
 	error = next_error(b);
@@ -168,7 +169,8 @@ static void test_several(struct side *a, struct side *b)
 		ASSERT(got.flags == (FI_RECV | FI_MSG | (i == 2 ? FI_MULTI_RECV : 0)));
 		ASSERT(b->memory[300 * i] == i + 1);
 	}
-	/* A small message uses up the buffer while a large one may be on its way: the last completion releases it. */
+	/* The small message exhausts the multi-receive buffer, possibly while the large one is still in transfer. Only the last
+	 * completion may release the buffer (FI_MULTI_RECV). */
 	iov.iov_len = BIG + 300;
 	CHECK(fi_recvmsg(b->ep, &msg, FI_MULTI_RECV));
 	CHECK(fi_send(a->ep, a->memory, BIG, NULL, a->other, a));
@@ -245,7 +247,7 @@ static void test_atomic(struct side *a, struct side *b)
 	CHECK(fi_close(&mr->fid));
 }
 
-/* Sleeps on the queue's descriptor, as programs do that wait for other things too. */
+/* Sleeps on the completion queue's descriptor, like an application that polls several descriptors. */
 static void test_descriptor(struct fid_fabric *fabric, struct side *a, struct side *b)
 {
 	struct fi_cq_tagged_entry entry;
@@ -257,7 +259,7 @@ static void test_descriptor(struct fid_fabric *fabric, struct side *a, struct si
 		while (fi_trywait(fabric, fids, 1))
 			ASSERT(fi_cq_read(b->cq, &entry, 1) == -FI_EAGAIN);
 		ASSERT(poll(&wait, 1, 0) == 0 || fi_cq_read(b->cq, &entry, 1) == -FI_EAGAIN);
-		/* Also when nobody has polled for so long that the library's thread receives. */
+		/* The pause also covers the case in which the library's thread receives, because the application has not polled for a while. */
 		nanosleep(&(struct timespec){.tv_nsec = i % 4 * 10000000}, NULL);
 		CHECK(fi_tinject(a->ep, a->memory, 10, a->other, 50));
 		while (fi_cq_read(b->cq, &entry, 1) != 1) {
@@ -271,7 +273,7 @@ static void test_descriptor(struct fid_fabric *fabric, struct side *a, struct si
 	ASSERT(fi_cq_sread(b->cq, &entry, 1, NULL, 20) == -FI_EAGAIN);
 }
 
-/* The argument is the address to use. */
+/* The optional argument is the IP address of both endpoints; the default is 127.0.0.1. */
 int main(int argc, char **argv)
 {
 	struct fi_info *hints = fi_allocinfo(), *info;

@@ -1,4 +1,4 @@
-/* Every rank sends messages of all sizes to every other and checks what it receives. */
+/* Every rank sends messages of many sizes to every rank, and checks the data that it receives. */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>

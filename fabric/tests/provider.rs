@@ -1,4 +1,4 @@
-//! The provider behind libfabric's own tools, a C program that checks each call, and Open MPI.
+//! Tests the provider with libfabric's tools, with a C program that checks each call, and with Open MPI.
 
 use std::fs;
 use std::net::TcpListener;
@@ -7,7 +7,7 @@ use std::process::{Command, Output, Stdio};
 use std::thread::sleep;
 use std::time::Duration;
 
-/// A folder with the shared object under the name that libfabric looks for.
+/// Creates a folder that contains the shared object under the file name that libfabric searches for.
 fn providers(test: &str) -> PathBuf {
     let built = std::env::current_exe().unwrap().parent().unwrap().to_owned();
     let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(test);
@@ -24,7 +24,7 @@ fn command(program: impl AsRef<std::ffi::OsStr>, providers: &Path) -> Command {
     command
 }
 
-/// Output of a program that must succeed.
+/// Returns the standard output of a program, and panics if the program failed.
 fn text(output: Output) -> String {
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{} {text} {}", output.status, String::from_utf8_lossy(&output.stderr));
@@ -77,7 +77,7 @@ fn ping_pong_with_checked_data() {
         let server =
             command("fi_pingpong", &folder).args(options).args(["-B", &port]).stdout(Stdio::piped()).spawn();
         let server = server.unwrap();
-        // The client does not wait for the server's port.
+        // fi_pingpong's client does not wait until the server listens, so the test waits.
         let listening = format!(":{:04X} 00000000:0000 0A", port.parse::<u16>().unwrap());
         let is_listening = || {
             let tables = ["/proc/net/tcp", "/proc/net/tcp6"]
@@ -104,7 +104,7 @@ fn open_mpi_runs_over_the_provider() {
     let program = compile("mpicc", "mpi", &folder, &[]);
     let mut run = command("mpirun", &folder);
     run.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "3"]).arg(program);
-    // Ranks of one machine too: without the provider the run fails instead of taking another way.
+    // These settings force even ranks on one host to use the provider: without it the run fails instead of using another transport.
     let settings = [
         ("OMPI_MCA_pml", "cm"),
         ("OMPI_MCA_mtl", "ofi"),

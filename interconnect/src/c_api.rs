@@ -1,6 +1,6 @@
-//! The C interface, as `include/vnet_rdma.h` declares it.
+//! The C interface that `include/vnet_rdma.h` declares.
 //!
-//! Pointers come from C: every function says in the header what it needs, and a null pointer is refused.
+//! Pointers come from C: the header states the requirements of each function, and each function rejects null pointers.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -43,34 +43,34 @@ fn invalid(what: &str) -> c_int {
     -libc::EINVAL
 }
 
-/// The text behind a pointer from C. None: the pointer is null, or the text is not UTF-8.
+/// Returns the text behind a pointer from C, or `None` if the pointer is null or the text is not UTF-8.
 ///
 /// # Safety
-/// The pointer is null or leads to a string that ends with a 0 and does not change during the call.
+/// The pointer is null, or points to a null-terminated string that does not change during the call.
 unsafe fn text<'a>(pointer: *const c_char) -> Option<&'a str> {
     if pointer.is_null() {
         return None;
     }
-    // SAFETY: not null, and the caller vouches for the rest.
+    // SAFETY: the pointer is not null, and the caller guarantees a string.
     unsafe { CStr::from_ptr(pointer) }.to_str().ok()
 }
 
-/// The memory of an operation. C programs keep the promise of `Span::new` by the header's words.
+/// Creates the span of an operation. The header obliges C programs to fulfil the contract of `Span::new`.
 fn span(start: *const c_void, len: usize) -> Span {
     if len == 0 {
         return Span::EMPTY;
     }
-    // SAFETY: the header asks the program to leave the memory alone, and mapped, until the operation is complete.
+    // SAFETY: the header requires the program to keep the memory mapped and not to access it until the operation is complete.
     unsafe { Span::new(start.cast_mut().cast(), len) }
 }
 
-/// The calling thread's last error.
+/// Returns the calling thread's last error text.
 #[unsafe(no_mangle)]
 pub extern "C" fn vnet_rdma_error() -> *const c_char {
     LAST.with(|last| last.borrow().as_ptr())
 }
 
-/// What a status means.
+/// Returns the description of a status.
 #[unsafe(no_mangle)]
 pub extern "C" fn vnet_rdma_status_text(status: u32) -> *const c_char {
     let status = u8::try_from(status).ok().and_then(Status::from_number);
@@ -80,7 +80,7 @@ pub extern "C" fn vnet_rdma_status_text(status: u32) -> *const c_char {
 
 static TIMEOUT_MS: AtomicU32 = AtomicU32::new(60_000);
 
-/// Deadline of operations.
+/// Sets the deadline of operations.
 #[unsafe(no_mangle)]
 pub extern "C" fn vnet_rdma_set_timeout(timeout_ms: u32) {
     TIMEOUT_MS.store(timeout_ms, Ordering::Relaxed);
@@ -89,13 +89,13 @@ pub extern "C" fn vnet_rdma_set_timeout(timeout_ms: u32) {
 /// Opens a node.
 ///
 /// # Safety
-/// `bind` is null or a string, `node` is null or writable.
+/// `bind` is null or a string; `node` is null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_open(bind: *const c_char, node: *mut *mut Node) -> c_int {
     let mut options = Options::default();
     options.config.operation_timeout_ns = u64::from(TIMEOUT_MS.load(Ordering::Relaxed)) * 1_000_000;
     if !bind.is_null() {
-        // SAFETY: a string, as the caller promises.
+        // SAFETY: the pointer is not null, and the caller guarantees a string.
         match unsafe { text(bind) }.and_then(|text| text.parse().ok()) {
             Some(address) => options.bind = address,
             None => return invalid("the address to bind is none: write ADDRESS:PORT"),
@@ -106,7 +106,7 @@ pub unsafe extern "C" fn vnet_rdma_open(bind: *const c_char, node: *mut *mut Nod
     }
     match Node::open(&options) {
         Ok(opened) => {
-            // SAFETY: not null, and writable as the caller promises.
+            // SAFETY: the pointer is not null, and the caller guarantees that it is writable.
             unsafe { node.write(Box::into_raw(Box::new(opened))) };
             0
         }
@@ -117,42 +117,42 @@ pub unsafe extern "C" fn vnet_rdma_open(bind: *const c_char, node: *mut *mut Nod
 /// Closes a node.
 ///
 /// # Safety
-/// `node` is null, or comes from `vnet_rdma_open` and is not used again.
+/// `node` is null, or comes from `vnet_rdma_open` and is not used afterwards.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_close(node: *mut Node) {
     if !node.is_null() {
-        // SAFETY: it was made by `Box::into_raw`, and the caller gives it up.
+        // SAFETY: the pointer comes from `Box::into_raw`, and the caller transfers its ownership.
         drop(unsafe { Box::from_raw(node) });
     }
 }
 
-/// UDP port of a node.
+/// Returns the UDP port of a node.
 ///
 /// # Safety
-/// `node` is null or open.
+/// `node` is null or an open node.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_port(node: *const Node) -> u16 {
-    // SAFETY: null or open, as the caller promises.
+    // SAFETY: the caller guarantees that the pointer is null or open.
     unsafe { node.as_ref() }.map_or(0, |node| node.address().port())
 }
 
 /// Opens an endpoint.
 ///
 /// # Safety
-/// `node` is null or open, `endpoint` is null or writable.
+/// `node` is null or an open node; `endpoint` is null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_endpoint_open(
     node: *mut Node,
     number: c_int,
     endpoint: *mut *mut Endpoint,
 ) -> c_int {
-    // SAFETY: null or open, as the caller promises.
+    // SAFETY: the caller guarantees that the pointer is null or open.
     let Some(node) = unsafe { node.as_ref() }.filter(|_| !endpoint.is_null()) else {
         return invalid("no node, or no place for the endpoint");
     };
     match node.endpoint(u16::try_from(number).ok()) {
         Ok(opened) => {
-            // SAFETY: not null, and writable as the caller promises.
+            // SAFETY: the pointer is not null, and the caller guarantees that it is writable.
             unsafe { endpoint.write(Box::into_raw(Box::new(opened))) };
             0
         }
@@ -163,38 +163,38 @@ pub unsafe extern "C" fn vnet_rdma_endpoint_open(
 /// Closes an endpoint.
 ///
 /// # Safety
-/// `endpoint` is null, or comes from `vnet_rdma_endpoint_open` and is not used again.
+/// `endpoint` is null, or comes from `vnet_rdma_endpoint_open` and is not used afterwards.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_endpoint_close(endpoint: *mut Endpoint) {
     if !endpoint.is_null() {
-        // SAFETY: it was made by `Box::into_raw`, and the caller gives it up.
+        // SAFETY: the pointer comes from `Box::into_raw`, and the caller transfers its ownership.
         drop(unsafe { Box::from_raw(endpoint) });
     }
 }
 
-/// Number of an endpoint.
+/// Returns the number of an endpoint.
 ///
 /// # Safety
 /// `endpoint` is null or open.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_endpoint_number(endpoint: *const Endpoint) -> u16 {
-    // SAFETY: null or open, as the caller promises.
+    // SAFETY: the caller guarantees that the pointer is null or open.
     unsafe { endpoint.as_ref() }.map_or(0, Endpoint::number)
 }
 
-/// The endpoint of a name.
+/// Parses the name of an endpoint.
 ///
 /// # Safety
-/// `name` is null or a string, `peer` is null or writable.
+/// `name` is null or a string; `peer` is null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_resolve(name: *const c_char, peer: *mut CPeer) -> c_int {
-    // SAFETY: null or a string, as the caller promises.
+    // SAFETY: the caller guarantees that the pointer is null or a string.
     let Some(name) = unsafe { text(name) }.filter(|_| !peer.is_null()) else {
         return invalid("no name, or no place for the peer");
     };
     match resolve(name) {
         Ok(found) => {
-            // SAFETY: not null, and writable as the caller promises.
+            // SAFETY: the pointer is not null, and the caller guarantees that it is writable.
             unsafe { peer.write(found.into()) };
             0
         }
@@ -202,13 +202,13 @@ pub unsafe extern "C" fn vnet_rdma_resolve(name: *const c_char, peer: *mut CPeer
     }
 }
 
-/// Whether both are the same endpoint.
+/// Whether two peers are the same endpoint.
 ///
 /// # Safety
-/// Both are null or readable.
+/// Both pointers are null or readable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_same_peer(a: *const CPeer, b: *const CPeer) -> c_int {
-    // SAFETY: null or readable, as the caller promises.
+    // SAFETY: the caller guarantees that both pointers are null or readable.
     let peers = unsafe { (a.as_ref(), b.as_ref()) };
     c_int::from(matches!(peers, (Some(a), Some(b)) if a.peer() == b.peer()))
 }
@@ -225,13 +225,13 @@ pub unsafe extern "C" fn vnet_rdma_register(
     access: u32,
     key: *mut u64,
 ) -> c_int {
-    // SAFETY: null or open, as the caller promises.
+    // SAFETY: the caller guarantees that the pointer is null or open.
     let Some(endpoint) = unsafe { endpoint.as_ref() }.filter(|_| !key.is_null()) else {
         return invalid("no endpoint, or no place for the key");
     };
     match endpoint.register(span(start, len), Access { read: access & 1 != 0, write: access & 2 != 0 }) {
         Ok(registered) => {
-            // SAFETY: not null, and writable as the caller promises.
+            // SAFETY: the pointer is not null, and the caller guarantees that it is writable.
             unsafe { key.write(registered) };
             0
         }
@@ -239,7 +239,7 @@ pub unsafe extern "C" fn vnet_rdma_register(
     }
 }
 
-/// Registers memory under a key of the program's choice.
+/// Registers memory under a key that the program chooses.
 ///
 /// # Safety
 /// `endpoint` is null or open; the memory stays mapped until it is deregistered.
@@ -252,7 +252,7 @@ pub unsafe extern "C" fn vnet_rdma_register_at(
     base: u64,
     key: u64,
 ) -> c_int {
-    // SAFETY: null or open, as the caller promises.
+    // SAFETY: the caller guarantees that the pointer is null or open.
     let Some(endpoint) = (unsafe { endpoint.as_ref() }) else { return invalid("no endpoint") };
     let access = Access { read: access & 1 != 0, write: access & 2 != 0 };
     result(endpoint.register_at(span(start, len), base, access, Some(key)).map(|_| ()))
@@ -264,15 +264,15 @@ pub unsafe extern "C" fn vnet_rdma_register_at(
 /// `endpoint` is null or open.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_deregister(endpoint: *mut Endpoint, key: u64) -> c_int {
-    // SAFETY: null or open, as the caller promises.
+    // SAFETY: the caller guarantees that the pointer is null or open.
     let Some(endpoint) = (unsafe { endpoint.as_ref() }) else { return invalid("no endpoint") };
     result(endpoint.deregister(key))
 }
 
 /// # Safety
-/// `endpoint` and `peer` are null, or open and readable.
+/// `endpoint` is null or open; `peer` is null or readable.
 unsafe fn post(endpoint: *mut Endpoint, peer: *const CPeer, out: &Outgoing) -> c_int {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller guarantees valid pointers and memory.
     let (Some(endpoint), Some(peer)) = (unsafe { (endpoint.as_ref(), peer.as_ref()) }) else {
         return invalid("no endpoint, or no peer");
     };
@@ -287,7 +287,7 @@ fn outgoing(shape: Shape, span: Span, data: u64, context: u64, flags: u32) -> Ou
 /// Writes into registered memory of a peer.
 ///
 /// # Safety
-/// As the header says of pointers and memory.
+/// Pointers and memory meet the requirements of the header.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_write(
     endpoint: *mut Endpoint,
@@ -301,14 +301,14 @@ pub unsafe extern "C" fn vnet_rdma_write(
     flags: u32,
 ) -> c_int {
     let out = outgoing(Shape::Write { key, at: offset }, span(start, len), data, context, flags);
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller guarantees valid pointers and memory.
     unsafe { post(endpoint, peer, &out) }
 }
 
 /// Reads from registered memory of a peer.
 ///
 /// # Safety
-/// As the header says of pointers and memory.
+/// Pointers and memory meet the requirements of the header.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_read(
     endpoint: *mut Endpoint,
@@ -320,14 +320,14 @@ pub unsafe extern "C" fn vnet_rdma_read(
     context: u64,
 ) -> c_int {
     let out = outgoing(Shape::Read { key, at: offset }, span(start, len), 0, context, 0);
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller guarantees valid pointers and memory.
     unsafe { post(endpoint, peer, &out) }
 }
 
 /// Sends a message.
 ///
 /// # Safety
-/// As the header says of pointers and memory.
+/// Pointers and memory meet the requirements of the header.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_send(
     endpoint: *mut Endpoint,
@@ -341,14 +341,14 @@ pub unsafe extern "C" fn vnet_rdma_send(
 ) -> c_int {
     let tag = (flags & TAGGED != 0).then_some(tag);
     let out = outgoing(Shape::Message { tag }, span(start, len), data, context, flags);
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller guarantees valid pointers and memory.
     unsafe { post(endpoint, peer, &out) }
 }
 
-/// Changes numbers in registered memory of a peer.
+/// Posts an atomic operation on values in registered memory of a peer.
 ///
 /// # Safety
-/// As the header says of pointers and memory; `atomic` is null or readable.
+/// Pointers and memory meet the requirements of the header; `atomic` is null or readable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_atomic(
     endpoint: *mut Endpoint,
@@ -357,7 +357,7 @@ pub unsafe extern "C" fn vnet_rdma_atomic(
     context: u64,
     flags: u32,
 ) -> c_int {
-    // SAFETY: null or readable, as the caller promises.
+    // SAFETY: the caller guarantees that the pointer is null or readable.
     let Some(atomic) = (unsafe { atomic.as_ref() }) else { return invalid("no operation") };
     let change = u8::try_from(atomic.change).ok().and_then(Change::from_number);
     let datatype = u8::try_from(atomic.datatype).ok().and_then(Datatype::from_number);
@@ -378,14 +378,14 @@ pub unsafe extern "C" fn vnet_rdma_atomic(
     });
     let operands = given(change != Change::Read, atomic.operands);
     let out = outgoing(shape, operands, 0, context, flags & QUIET);
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller guarantees valid pointers and memory.
     unsafe { post(endpoint, peer, &out) }
 }
 
 /// Receives a message.
 ///
 /// # Safety
-/// As the header says of pointers and memory.
+/// Pointers and memory meet the requirements of the header.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_receive(
     endpoint: *mut Endpoint,
@@ -397,14 +397,14 @@ pub unsafe extern "C" fn vnet_rdma_receive(
     context: u64,
     flags: u32,
 ) -> c_int {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller guarantees valid pointers and memory.
     unsafe { vnet_rdma_receive_several(endpoint, from, start, len, tag, ignore, 0, context, flags) }
 }
 
-/// Receives several messages into one buffer.
+/// Posts a buffer that receives several messages.
 ///
 /// # Safety
-/// As the header says of pointers and memory.
+/// Pointers and memory meet the requirements of the header.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_receive_several(
     endpoint: *mut Endpoint,
@@ -417,7 +417,7 @@ pub unsafe extern "C" fn vnet_rdma_receive_several(
     context: u64,
     flags: u32,
 ) -> c_int {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller guarantees valid pointers and memory.
     let (Some(endpoint), from) = (unsafe { (endpoint.as_ref(), from.as_ref()) }) else {
         return invalid("no endpoint");
     };
@@ -430,10 +430,10 @@ fn matching(from: Option<&CPeer>, tag: u64, ignore: u64, flags: u32) -> Match {
     Match { tag: (flags & TAGGED != 0).then_some((tag, ignore)), from: from.map(CPeer::peer) }
 }
 
-/// Looks for a message.
+/// Finds an unexpected message without receiving it.
 ///
 /// # Safety
-/// `endpoint` is null or open, `from` null or readable, `seen` null or writable.
+/// `endpoint` is null or open; `from` is null or readable; `seen` is null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_peek(
     endpoint: *mut Endpoint,
@@ -444,7 +444,7 @@ pub unsafe extern "C" fn vnet_rdma_peek(
     claim: u64,
     seen: *mut CCompletion,
 ) -> c_int {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller guarantees valid pointers and memory.
     let (Some(endpoint), from) = (unsafe { (endpoint.as_ref(), from.as_ref()) }) else {
         return invalid("no endpoint");
     };
@@ -467,15 +467,15 @@ pub unsafe extern "C" fn vnet_rdma_peek(
         is_released: false,
         buffer: None,
     };
-    // SAFETY: not null, and writable as the caller promises.
+    // SAFETY: the pointer is not null, and the caller guarantees that it is writable.
     unsafe { seen.write(completion.into()) };
     1
 }
 
-/// Receives a message that was set apart.
+/// Receives a message that a probe reserved.
 ///
 /// # Safety
-/// As the header says of pointers and memory.
+/// Pointers and memory meet the requirements of the header.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_receive_claimed(
     endpoint: *mut Endpoint,
@@ -485,54 +485,54 @@ pub unsafe extern "C" fn vnet_rdma_receive_claimed(
     context: u64,
     flags: u32,
 ) -> c_int {
-    // SAFETY: null or open, as the caller promises.
+    // SAFETY: the caller guarantees that the pointer is null or open.
     let Some(endpoint) = (unsafe { endpoint.as_ref() }) else { return invalid("no endpoint") };
     let span = (flags & DISCARD == 0).then(|| span(start, len));
     if endpoint.receive_claimed(claim, span, context) { 0 } else { -libc::ENOENT }
 }
 
-/// Sleeps until there may be something to take.
+/// Sleeps until there may be completions to take.
 ///
 /// # Safety
 /// `endpoint` is null or open.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_pause(endpoint: *mut Endpoint, timeout_ms: u32) {
-    // SAFETY: null or open, as the caller promises.
+    // SAFETY: the caller guarantees that the pointer is null or open.
     if let Some(endpoint) = unsafe { endpoint.as_ref() } {
         endpoint.pause(Duration::from_millis(timeout_ms.into()));
     }
 }
 
-/// A descriptor to wait on.
+/// Returns a descriptor to wait on.
 ///
 /// # Safety
 /// `endpoint` is null or open.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_descriptor(endpoint: *mut Endpoint) -> c_int {
-    // SAFETY: null or open, as the caller promises.
+    // SAFETY: the caller guarantees that the pointer is null or open.
     let Some(endpoint) = (unsafe { endpoint.as_ref() }) else { return invalid("no endpoint") };
     endpoint.descriptor().unwrap_or_else(|error| code(&error))
 }
 
-/// Wakes a sleeping thread.
+/// Wakes a thread that sleeps on the endpoint.
 ///
 /// # Safety
 /// `endpoint` is null or open.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_wake(endpoint: *mut Endpoint) {
-    // SAFETY: null or open, as the caller promises.
+    // SAFETY: the caller guarantees that the pointer is null or open.
     if let Some(endpoint) = unsafe { endpoint.as_ref() } {
         endpoint.wake();
     }
 }
 
-/// Takes a posted buffer back.
+/// Withdraws a posted buffer.
 ///
 /// # Safety
 /// `endpoint` is null or open.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_cancel(endpoint: *mut Endpoint, context: u64) -> c_int {
-    // SAFETY: null or open, as the caller promises.
+    // SAFETY: the caller guarantees that the pointer is null or open.
     let Some(endpoint) = (unsafe { endpoint.as_ref() }) else { return invalid("no endpoint") };
     if endpoint.cancel(context) { 0 } else { -libc::ENOENT }
 }
@@ -540,21 +540,21 @@ pub unsafe extern "C" fn vnet_rdma_cancel(endpoint: *mut Endpoint, context: u64)
 /// Takes completions.
 ///
 /// # Safety
-/// `endpoint` is null or open; `completions` has room for `max`.
+/// `endpoint` is null or open; `completions` has room for `max` completions.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_poll(
     endpoint: *mut Endpoint,
     completions: *mut CCompletion,
     max: c_int,
 ) -> c_int {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller guarantees valid pointers and memory.
     unsafe { vnet_rdma_wait(endpoint, completions, max, 0) }
 }
 
 /// Waits for completions.
 ///
 /// # Safety
-/// `endpoint` is null or open; `completions` has room for `max`.
+/// `endpoint` is null or open; `completions` has room for `max` completions.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_wait(
     endpoint: *mut Endpoint,
@@ -562,7 +562,7 @@ pub unsafe extern "C" fn vnet_rdma_wait(
     max: c_int,
     timeout_ms: c_int,
 ) -> c_int {
-    // SAFETY: null or open, as the caller promises.
+    // SAFETY: the caller guarantees that the pointer is null or open.
     let Some(endpoint) = unsafe { endpoint.as_ref() }.filter(|_| !completions.is_null() && max > 0) else {
         return invalid("no endpoint, or no place for completions");
     };
@@ -574,7 +574,7 @@ pub unsafe extern "C" fn vnet_rdma_wait(
     let mut next = first;
     let mut count = 0;
     while let Some(completion) = next {
-        // SAFETY: `count` is below `max`, for which the caller made room.
+        // SAFETY: `count` is below `max`, and the caller guarantees room for `max` completions.
         unsafe { completions.add(count as usize).write(completion.into()) };
         count += 1;
         next = if count < max { endpoint.take() } else { None };

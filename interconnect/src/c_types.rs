@@ -1,4 +1,4 @@
-//! Structures and flags of `include/vnet_rdma.h`.
+//! Structures and flags of `include/vnet_rdma.h`, in the C layout.
 
 use std::ffi::c_void;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
@@ -12,7 +12,7 @@ pub(crate) const QUIET: u32 = 8;
 pub(crate) const RELEASED: u32 = 16;
 pub(crate) const DISCARD: u32 = 32;
 
-/// `vnet_rdma_peer`.
+/// The header's `vnet_rdma_peer`: address of an endpoint.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct CPeer {
@@ -24,7 +24,7 @@ pub struct CPeer {
     reserved: u16,
 }
 
-/// `vnet_rdma_completion`.
+/// The header's `vnet_rdma_completion`: a completion.
 #[repr(C)]
 pub struct CCompletion {
     context: u64,
@@ -39,7 +39,7 @@ pub struct CCompletion {
     peer: CPeer,
 }
 
-/// `vnet_rdma_atomic_op`.
+/// The header's `vnet_rdma_atomic_op`: parameters of an atomic operation.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct CAtomic {

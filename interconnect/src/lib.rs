@@ -1,13 +1,14 @@
 //! The vnet interconnect: RDMA semantics for applications in virtual machines and containers, without RDMA hardware.
 //!
-//! An application opens a [`Node`], which is a UDP socket with a protocol engine behind it, opens endpoints on it, registers memory, and posts
-//! operations: messages, writes into and reads from registered memory of other nodes. Each ends with one [`Completion`].
+//! An application opens a [`Node`], which is a UDP socket with a protocol engine, opens endpoints on it, registers memory, and
+//! posts operations: messages, writes into and reads from registered memory of other nodes, and atomic operations. Each
+//! operation ends with one [`Completion`].
 //!
 //! - [`proto`]: the protocol, without I/O;
 //! - `node/`: the engine inside the application: socket, progress, waiting;
-//! - `c_api.rs`: the same for C, declared in `include/vnet_rdma.h`.
+//! - `c_api.rs`: the C interface, declared in `include/vnet_rdma.h`.
 //!
-//! docs/interconnect.md has a guide, the wire format, and what is promised under failure.
+//! docs/interconnect.md contains a guide, the wire format, and the guarantees under failure.
 
 mod c_api;
 mod c_types;

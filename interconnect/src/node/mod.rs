@@ -1,8 +1,9 @@
-//! The process engine: the protocol inside the application, over a UDP socket.
+//! The process engine: runs the protocol inside the application over a UDP socket.
 //!
-//! Whoever polls or waits makes progress: receives, lets the engine send, takes completions. A thread does it when nobody has for some
-//! milliseconds, so that peers get their answers while the application computes. It sleeps on the socket then, and keeps away from it while
-//! the application polls: no other process or thread wakes up for a message.
+//! Each call that polls or waits makes progress: it receives packets, lets the engine send, and takes completions. If the
+//! application has not called for some milliseconds, a library thread makes progress instead, so that peers get answers while
+//! the application computes. The thread then sleeps on the socket. While the application polls, the thread stays away from the
+//! socket, so that a message wakes no other process or thread.
 //!
 //! `wait` polls for `SPIN_NS`, then sleeps on the socket.
 
@@ -29,42 +30,43 @@ use notice::Notice;
 pub use region::Region;
 use socket::{Socket, datagram_to, segments, wait_readable};
 
-/// Datagrams taken before the engine sends.
+/// Maximum number of datagrams received before the engine sends.
 const RECEIVES_MAX: usize = 16;
 /// How long `wait` polls before it sleeps.
 const SPIN_NS: u64 = 50_000;
-/// The thread looks this often whether the application polls.
+/// Interval at which the library thread checks whether the application polls.
 const LOOK: Duration = Duration::from_millis(5);
-/// Longest sleep while several threads wait: one may take what another sleeps for.
+/// Upper bound on the sleep while several threads wait, because one thread may receive the packet that another thread
+/// waits for.
 const SHARED_SLEEP_NS: u64 = 20_000_000;
-/// How long closing waits for acknowledgements.
+/// How long closing a node waits for acknowledgements.
 const LINGER: Duration = Duration::from_secs(2);
 
-/// Why a call failed.
+/// Error of a call.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The system refused the socket.
+    /// A system call on the socket failed.
     #[error("cannot use UDP address {0}: {1}")]
     Socket(SocketAddr, io::Error),
-    /// Malformed name of an endpoint, or unknown host.
+    /// The name of an endpoint is malformed, or its host is unknown.
     #[error("'{0}' is no endpoint: write HOST:PORT/ENDPOINT, such as 10.77.2.1:7000/0 ({1})")]
     Name(String, String),
-    /// The engine refused.
+    /// The engine rejected the call.
     #[error(transparent)]
     Refused(#[from] PostError),
-    /// Range outside of its region.
+    /// The range exceeds its region.
     #[error("bytes {0} to {1} are not all inside the region of {2}")]
     Range(usize, usize, usize),
 }
 
-/// How a node is opened.
+/// Options for opening a node.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Address of the UDP socket; port 0 takes any.
+    /// Address of the UDP socket; port 0 selects any free port.
     pub bind: SocketAddr,
-    /// The protocol's behaviour. `receive_budget` 0 stands for what the socket's buffer holds.
+    /// Configuration of the protocol engine. A `receive_budget` of 0 stands for the capacity of the socket's receive buffer.
     pub config: Config,
-    /// Whether a thread answers peers while the application does not poll.
+    /// Whether a library thread answers peers while the application does not poll.
     pub has_thread: bool,
 }
 
@@ -79,9 +81,9 @@ struct Inner {
     engine: Engine,
     socket: Socket,
     known: HashSet<SocketAddr>,
-    /// Memory of regions: freed with the node.
+    /// Memory of the regions, which the node frees when it is dropped.
     kept: Vec<Arc<[AtomicU8]>>,
-    /// Made when a program asks for its descriptor.
+    /// Created when the application first requests its descriptor.
     notice: Option<Notice>,
 }
 
@@ -102,12 +104,12 @@ impl Inner {
 struct Shared {
     inner: Mutex<Inner>,
     start: Instant,
-    /// Counts calls in which the application made progress.
+    /// Number of calls in which the application made progress.
     polled: AtomicU64,
     sleeping: AtomicU32,
     is_closing: AtomicBool,
     descriptor: RawFd,
-    /// A connected pair: a byte wakes the thread.
+    /// Socket pair: a datagram from the second socket to the first one wakes the library thread.
     wake: (UdpSocket, UdpSocket),
     address: SocketAddr,
 }
@@ -117,7 +119,7 @@ impl Shared {
         self.start.elapsed().as_nanos() as u64 + 1
     }
 
-    /// Receives, lets timers run, sends. Returns whether anything arrived.
+    /// Receives packets, checks the timers and sends. Returns whether any packet arrived.
     fn progress(&self, inner: &mut Inner) -> bool {
         let mut arrived = false;
         let now = self.now();
@@ -141,7 +143,7 @@ impl Shared {
         inner.socket.flush();
     }
 
-    /// The thread: makes progress while nobody else does.
+    /// Body of the library thread: makes progress while the application does not.
     fn attend(&self) {
         let mut seen = 0;
         while !self.is_closing.load(Ordering::Acquire) {
@@ -151,7 +153,7 @@ impl Shared {
                 wait_readable(&[self.wake.0.as_raw_fd()], Some(LOOK.as_nanos() as u64));
                 continue;
             }
-            // Whoever has the lock makes progress.
+            // The thread that holds the lock makes progress.
             let Some(mut inner) = self.inner.try_lock() else {
                 wait_readable(&[self.wake.0.as_raw_fd()], Some(LOOK.as_nanos() as u64));
                 continue;
@@ -177,7 +179,7 @@ pub struct Node {
 }
 
 impl Node {
-    /// Opens a node.
+    /// Opens a node: binds its socket and starts its library thread if requested.
     pub fn open(options: &Options) -> Result<Self, Error> {
         let refused = |error| Error::Socket(options.bind, error);
         let socket = Socket::bind(options.bind).map_err(refused)?;
@@ -211,12 +213,12 @@ impl Node {
         self.shared.address
     }
 
-    /// What the engine counted.
+    /// Returns the engine's counters.
     pub fn counters(&self) -> Counters {
         self.shared.inner.lock().engine.counters()
     }
 
-    /// Opens the endpoint of this number, or the first free one.
+    /// Opens the endpoint with this number, or with the first free number.
     pub fn endpoint(&self, number: Option<u16>) -> Result<Endpoint, Error> {
         let number = self.shared.inner.lock().engine.open(number)?;
         Ok(Endpoint { shared: Arc::clone(&self.shared), number })
@@ -224,7 +226,8 @@ impl Node {
 }
 
 impl Drop for Node {
-    /// Waits up to two seconds until peers have acknowledged everything, then tells them that this node ends.
+    /// Closes the node: waits up to two seconds until peers have acknowledged everything, then notifies them that this node
+    /// shuts down.
     fn drop(&mut self) {
         let end = Instant::now() + LINGER;
         loop {
@@ -249,39 +252,39 @@ impl Drop for Node {
     }
 }
 
-/// An endpoint: what operations are posted on and completions are taken from. Dropping it closes it.
+/// An endpoint: the application posts operations on it and takes completions from it. Dropping it closes it.
 pub struct Endpoint {
     shared: Arc<Shared>,
     number: u16,
 }
 
 impl Endpoint {
-    /// Its number within the node.
+    /// Number of the endpoint within the node.
     pub fn number(&self) -> u16 {
         self.number
     }
 
-    /// Registers memory that peers may address by the returned key. Its first byte has the offset 0.
+    /// Registers memory that peers address by the returned key. Its first byte has the offset 0.
     pub fn register(&self, span: Span, access: Access) -> Result<Key, Error> {
         self.register_at(span, 0, access, None)
     }
 
-    /// Registers memory whose first byte has the offset `base`, under this key if one is given.
+    /// Registers memory whose first byte has the offset `base`, under `key` if one is given.
     pub fn register_at(&self, span: Span, base: u64, access: Access, key: Option<Key>) -> Result<Key, Error> {
         Ok(self.shared.inner.lock().engine.register(self.number, span, base, access, key)?)
     }
 
-    /// Takes memory back. When this returns, no peer reads or writes it any more.
+    /// Deregisters memory. When this call returns, no peer reads or writes the memory any more.
     pub fn deregister(&self, key: Key) -> Result<(), Error> {
         let known = self.shared.inner.lock().engine.deregister(key);
         if known { Ok(()) } else { Err(PostError::UnknownKey.into()) }
     }
 
-    /// Posts an operation and sends what may be sent.
+    /// Posts an operation, and sends as many packets as the window allows.
     pub fn post(&self, peer: Peer, out: &Outgoing) -> Result<(), Error> {
         let mut inner = self.shared.inner.lock();
         if !inner.known.contains(&peer.address) {
-            // Without a route the default stays, and the peer turns out unreachable.
+            // Without a route the default datagram size stays, and the peer is later reported as unreachable.
             if let Ok(datagram) = datagram_to(peer.address) {
                 inner.engine.set_datagram(peer.address, datagram);
             }
@@ -310,7 +313,7 @@ impl Endpoint {
         self.post_receive(&Receive { matching: Match::default(), span, context, several: None })
     }
 
-    /// Writes into registered memory of a peer. With `data`, the peer gets a completion when all bytes are there.
+    /// Writes into registered memory of a peer. With `data`, the peer gets a completion when all bytes have arrived.
     pub fn write(
         &self,
         peer: Peer,
@@ -327,17 +330,18 @@ impl Endpoint {
         self.post(peer, &plain(Shape::Read { key, at }, span, None, context))
     }
 
-    /// Keeps a region's memory as long as the node lives.
+    /// Keeps a region's memory alive as long as the node.
     fn keep(&self, bytes: Arc<[AtomicU8]>) {
         self.shared.inner.lock().kept.push(bytes);
     }
 
-    /// Takes a posted buffer back. False: there is none with this context, or its message is on its way.
+    /// Withdraws a posted buffer. Returns false if no posted buffer has this context, or if a message is being received into
+    /// it.
     pub fn cancel(&self, context: u64) -> bool {
         self.shared.inner.lock().engine.cancel(self.number, context)
     }
 
-    /// Looks for a message that nobody has received; `claim` sets it apart for `receive_claimed`.
+    /// Finds an unexpected message without receiving it; `claim` reserves it for `receive_claimed`.
     pub fn peek(&self, matching: &Match, claim: Option<u64>) -> Option<Seen> {
         let mut inner = self.shared.inner.lock();
         self.shared.polled.fetch_add(1, Ordering::Relaxed);
@@ -345,7 +349,7 @@ impl Endpoint {
         inner.engine.peek(self.number, matching, claim)
     }
 
-    /// Receives the message set apart as `claim`, or throws it away: no span. False: there is none.
+    /// Receives the message reserved with `claim`, or discards it if there is no span. Returns false if no such message exists.
     pub fn receive_claimed(&self, claim: u64, span: Option<Span>, context: u64) -> bool {
         let mut inner = self.shared.inner.lock();
         let taken = inner.engine.receive_claimed(self.number, claim, span, context);
@@ -353,7 +357,7 @@ impl Endpoint {
         taken
     }
 
-    /// Makes progress and takes a completion, if there is one.
+    /// Makes progress, then takes one completion if there is any.
     pub fn poll(&self) -> Option<Completion> {
         let mut inner = self.shared.inner.lock();
         self.shared.polled.fetch_add(1, Ordering::Relaxed);
@@ -365,12 +369,12 @@ impl Endpoint {
         inner.engine.poll(self.number)
     }
 
-    /// Takes a completion that is there, without progress.
+    /// Takes one queued completion without making progress.
     pub fn take(&self) -> Option<Completion> {
         self.shared.inner.lock().engine.poll(self.number)
     }
 
-    /// Waits for a completion: polls for 50 us, then sleeps. None: the time is over.
+    /// Waits for a completion: polls for 50 us, then sleeps. Returns `None` if the time expires.
     pub fn wait(&self, timeout: Option<Duration>) -> Option<Completion> {
         let shared = &self.shared;
         let start = shared.now();
@@ -393,8 +397,9 @@ impl Endpoint {
         }
     }
 
-    /// A descriptor to wait on together with others: readable when there may be something to take. Take completions until there are none, call
-    /// `pause` with no time so that peers get their answers, then wait. It stays open as long as the node.
+    /// Returns a descriptor for `poll` or `epoll` that is readable when there may be completions to take. The application
+    /// should take completions until there are none, call `pause` with a time of zero so that peers get their answers, and then
+    /// wait. The descriptor stays open as long as the node.
     pub fn descriptor(&self) -> Result<RawFd, Error> {
         let mut inner = self.shared.inner.lock();
         if inner.notice.is_none() {
@@ -404,17 +409,17 @@ impl Endpoint {
         Ok(inner.notice.as_ref().map_or(-1, Notice::descriptor))
     }
 
-    /// Wakes a thread that sleeps on the descriptor, or in `pause` or `wait` after the descriptor was asked for.
+    /// Wakes a thread that sleeps on the descriptor, or that sleeps in `pause` or `wait` after the descriptor was requested.
     pub fn wake(&self) {
         self.shared.inner.lock().raise();
     }
 
-    /// Sleeps until there may be something to take, at most so long.
+    /// Sleeps until there may be completions to take, or until the time expires.
     pub fn pause(&self, timeout: Duration) {
         self.sleep(Some(self.shared.now() + timeout.as_nanos() as u64));
     }
 
-    /// Sleeps until a packet comes, a timer is due, or `end`.
+    /// Sleeps until a packet arrives, a timer is due, or `end` is reached.
     fn sleep(&self, end: Option<u64>) {
         let shared = &self.shared;
         let mut inner = shared.inner.lock();
@@ -444,7 +449,7 @@ fn plain(shape: Shape, span: Span, data: Option<u64>, context: u64) -> Outgoing 
     Outgoing { shape, span, data, context, is_buffered: false, is_quiet: false }
 }
 
-/// The endpoint of this name: `HOST:PORT/ENDPOINT`, where HOST is an address or a name that the system resolves.
+/// Parses the name of an endpoint, `HOST:PORT/ENDPOINT`, where HOST is an address or a name that the system resolves.
 pub fn resolve(name: &str) -> Result<Peer, Error> {
     let wrong = |why: String| Error::Name(name.into(), why);
     let (host, endpoint) = name.rsplit_once('/').ok_or_else(|| wrong("no '/'".into()))?;
@@ -454,10 +459,10 @@ pub fn resolve(name: &str) -> Result<Peer, Error> {
     Ok(Peer { address, endpoint })
 }
 
-/// Random bytes of the kernel.
+/// Returns random bytes from the kernel.
 fn random() -> Result<u64, Error> {
     let mut bytes = [0u8; 8];
-    // SAFETY: the kernel writes at most eight bytes into `bytes`, which is so long.
+    // SAFETY: the kernel writes at most eight bytes into `bytes`, which has this length.
     let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
     if got == bytes.len() as isize {
         return Ok(u64::from_ne_bytes(bytes));
@@ -465,7 +470,7 @@ fn random() -> Result<u64, Error> {
     Err(Error::Socket((Ipv4Addr::UNSPECIFIED, 0).into(), io::Error::last_os_error()))
 }
 
-/// Two sockets that send to each other.
+/// Creates two UDP sockets on the loopback address. The second one is connected to the first one.
 fn pair() -> io::Result<(UdpSocket, UdpSocket)> {
     let local = (Ipv4Addr::LOCALHOST, 0);
     let (a, b) = (UdpSocket::bind(local)?, UdpSocket::bind(local)?);

@@ -1,10 +1,10 @@
-//! A descriptor for programs that wait for several things at once: readable when there may be something to take.
+//! A descriptor for applications that wait for several event sources: it is readable when there may be completions to take.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
-/// An epoll descriptor over the socket and an event. The socket is readable when packets have come; the event is raised when the library's
-/// thread has taken them before the application could.
+/// An epoll descriptor over the socket and an eventfd. The socket is readable when packets have arrived; the library thread
+/// signals the eventfd when it has received packets before the application could.
 pub(super) struct Notice {
     epoll: OwnedFd,
     event: OwnedFd,
@@ -15,15 +15,15 @@ fn owned(fd: RawFd) -> io::Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the system has just made this descriptor, and nothing else knows it.
+    // SAFETY: the kernel has just created this descriptor, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 impl Notice {
     pub(super) fn new(socket: RawFd) -> io::Result<Self> {
-        // SAFETY: makes a descriptor, and touches no memory of this process.
+        // SAFETY: the call creates a descriptor, and accesses no memory of this process.
         let epoll = owned(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
-        // SAFETY: as above.
+        // SAFETY: the call creates a descriptor, and accesses no memory of this process.
         let event = owned(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) })?;
         for fd in [socket, event.as_raw_fd()] {
             let mut wanted = libc::epoll_event { events: libc::EPOLLIN as u32, u64: 0 };
@@ -46,7 +46,7 @@ impl Notice {
 
     pub(super) fn raise(&mut self) {
         if !std::mem::replace(&mut self.is_raised, true) {
-            // SAFETY: the kernel reads eight bytes of a number that outlives the call.
+            // SAFETY: the kernel reads eight bytes from an integer that outlives the call.
             unsafe { libc::write(self.event(), std::ptr::from_ref(&1u64).cast(), 8) };
         }
     }
@@ -54,7 +54,7 @@ impl Notice {
     pub(super) fn lower(&mut self) {
         if std::mem::take(&mut self.is_raised) {
             let mut count = 0u64;
-            // SAFETY: the kernel writes eight bytes into a number that outlives the call.
+            // SAFETY: the kernel writes eight bytes into an integer that outlives the call.
             unsafe { libc::read(self.event(), std::ptr::from_mut(&mut count).cast(), 8) };
         }
     }

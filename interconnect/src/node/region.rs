@@ -1,4 +1,4 @@
-//! Registered memory that the library owns, for programs without `unsafe`.
+//! Registered memory that the library owns, for applications without `unsafe`.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -6,14 +6,14 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use super::{Endpoint, Error};
 use crate::proto::{Access, Key, Span};
 
-/// Bytes that peers may read and write while their owner does. Copies go byte by byte, each of them whole.
+/// Bytes that peers and the owner may access concurrently. Copies are bytewise; each byte is read or written atomically.
 pub struct Region {
     bytes: Arc<[AtomicU8]>,
     key: Key,
 }
 
 impl Region {
-    /// Registers `len` bytes of new memory, all 0.
+    /// Registers `len` bytes of new zeroed memory.
     pub fn new(endpoint: &Endpoint, len: usize, access: Access) -> Result<Self, Error> {
         let bytes: Arc<[AtomicU8]> = (0..len).map(|_| AtomicU8::new(0)).collect();
         let key = endpoint.register(span_of(&bytes), access)?;
@@ -31,12 +31,12 @@ impl Region {
         self.bytes.len()
     }
 
-    /// Whether it has no bytes.
+    /// Whether the region is empty.
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
 
-    /// The bytes from `offset`, for an operation of the endpoint that the region was registered with.
+    /// Returns a span of the region from `offset`, for an operation of the endpoint with which the region was registered.
     pub fn span(&self, offset: usize, len: usize) -> Result<Span, Error> {
         let all = span_of(&self.bytes);
         all.part(offset as u64, len as u64).ok_or(Error::Range(
@@ -46,7 +46,7 @@ impl Region {
         ))
     }
 
-    /// Copies bytes in.
+    /// Copies bytes into the region.
     pub fn fill(&self, offset: usize, from: &[u8]) -> Result<(), Error> {
         let end = offset.saturating_add(from.len());
         let to = self.bytes.get(offset..end).ok_or(Error::Range(offset, end, self.len()))?;
@@ -54,7 +54,7 @@ impl Region {
         Ok(())
     }
 
-    /// Copies bytes out.
+    /// Copies bytes out of the region.
     pub fn copy_to(&self, offset: usize, to: &mut [u8]) -> Result<(), Error> {
         let end = offset.saturating_add(to.len());
         let from = self.bytes.get(offset..end).ok_or(Error::Range(offset, end, self.len()))?;
@@ -65,7 +65,7 @@ impl Region {
 
 fn span_of(bytes: &Arc<[AtomicU8]>) -> Span {
     let start = bytes.as_ptr().cast_mut().cast::<u8>();
-    // SAFETY: the node keeps a handle of the bytes (`Endpoint::keep`) until it is dropped itself, so they outlive all its operations.
-    // They are atomic: safe code holds no reference through which it could see them as unchanging.
+    // SAFETY: the node holds a reference to the bytes (`Endpoint::keep`) until it is dropped, so they outlive all its
+    // operations. They are atomic: safe code holds no reference that assumes they do not change.
     unsafe { Span::new(start, bytes.len()) }
 }

@@ -1,4 +1,4 @@
-//! The UDP socket: trains of packets out with `UDP_SEGMENT`, coalesced packets in with `UDP_GRO`.
+//! The UDP socket: sends trains of packets with `UDP_SEGMENT` and receives coalesced packets with `UDP_GRO`.
 
 use std::io;
 use std::mem::{size_of, zeroed};
@@ -8,20 +8,20 @@ use std::ptr;
 
 use crate::proto::Departure;
 
-/// Packets of one system call: the kernel's `UDP_MAX_SEGMENTS` of old.
+/// Maximum number of packets per system call: `UDP_MAX_SEGMENTS` of older kernels.
 const TRAIN_PACKETS_MAX: usize = 64;
-/// Bytes of one system call, below the 65 507 of a datagram.
+/// Maximum number of bytes per system call, below the datagram limit of 65 507 bytes.
 const TRAIN_BYTES_MAX: usize = 65_000;
-/// Largest coalesced datagram (`UDP_GRO`).
+/// Maximum size of a coalesced datagram (`UDP_GRO`).
 const RECEIVE_BYTES: usize = 65_536;
-/// Size of both socket buffers; without CAP_NET_ADMIN the kernel limits it to `net.core.rmem_max` and `wmem_max`.
+/// Size of both socket buffers in bytes; without CAP_NET_ADMIN the kernel limits it to `net.core.rmem_max` and `wmem_max`.
 const SOCKET_BUFFER: libc::c_int = 8 << 20;
-/// ECN of RFC 3168: capable, and "congestion experienced".
+/// ECN code points of RFC 3168: ECN-capable transport, and "congestion experienced".
 const ECN_CAPABLE: libc::c_int = 2;
 const ECN_CONGESTION: u8 = 3;
 const CONTROL_BYTES: usize = 128;
 
-/// Ancillary data, aligned as `cmsghdr` needs.
+/// Buffer for ancillary data, aligned as `cmsghdr` requires.
 #[repr(C, align(8))]
 struct Control([u8; CONTROL_BYTES]);
 
@@ -29,15 +29,15 @@ pub(super) struct Socket {
     socket: UdpSocket,
     buffer: Vec<u8>,
     train: Train,
-    /// Datagrams that the kernel refused.
+    /// Number of datagrams that the kernel refused.
     pub(super) refused: u64,
 }
 
-/// A datagram that was received, or several of one sender and size.
+/// A received datagram, or several coalesced datagrams of one sender and one size.
 pub(super) struct Received<'a> {
     pub(super) from: SocketAddr,
     pub(super) bytes: &'a [u8],
-    /// Size of each packet but the last.
+    /// Size of each packet except the last.
     pub(super) segment: usize,
     pub(super) congestion: bool,
 }
@@ -47,7 +47,7 @@ struct Train {
     packets: Vec<Departure>,
     segment: usize,
     bytes: usize,
-    /// A shorter packet ends a train.
+    /// The train ended with a packet shorter than its segment size, so no packet may be appended.
     is_closed: bool,
 }
 
@@ -61,7 +61,7 @@ impl Socket {
             set(fd, libc::SOL_SOCKET, force, SOCKET_BUFFER)
                 .or_else(|_| set(fd, libc::SOL_SOCKET, plain, SOCKET_BUFFER))?;
         }
-        // Older kernels without these send and receive packets one by one.
+        // Older kernels without these options send and receive packets one by one.
         let _ = set(fd, libc::SOL_UDP, libc::UDP_GRO, 1);
         if address.is_ipv4() {
             let _ = set(fd, libc::IPPROTO_IP, libc::IP_RECVTOS, 1);
@@ -82,11 +82,11 @@ impl Socket {
         self.socket.as_raw_fd()
     }
 
-    /// Bytes of packets that the receive buffer holds, with the kernel's overhead for each.
+    /// Number of packet bytes that fit into the receive buffer beside the kernel's overhead for each packet.
     pub(super) fn receive_room(&self) -> usize {
         let mut bytes: libc::c_int = 0;
         let mut len = size_of::<libc::c_int>() as libc::socklen_t;
-        // SAFETY: the kernel writes at most `len` bytes into `bytes`, which is so long.
+        // SAFETY: the kernel writes at most `len` bytes into `bytes`, which has this length.
         let result = unsafe {
             let value = ptr::from_mut(&mut bytes).cast();
             libc::getsockopt(self.descriptor(), libc::SOL_SOCKET, libc::SO_RCVBUF, value, &mut len)
@@ -108,15 +108,15 @@ impl Socket {
         message.msg_iovlen = 1;
         message.msg_control = control.0.as_mut_ptr().cast();
         message.msg_controllen = CONTROL_BYTES;
-        // SAFETY: name, control and vector outlive the call and have the lengths that the message names.
+        // SAFETY: name, control buffer and vector outlive the call and have the lengths that the message header states.
         let len = unsafe { libc::recvmsg(self.socket.as_raw_fd(), &mut message, libc::MSG_DONTWAIT) };
         let len = usize::try_from(len).ok()?;
         let (mut segment, mut congestion) = (len, false);
-        // SAFETY: the message was filled by the kernel; CMSG_FIRSTHDR looks at its control part only.
+        // SAFETY: the kernel filled the message header; CMSG_FIRSTHDR reads only its control part.
         let mut header = unsafe { libc::CMSG_FIRSTHDR(&message) };
         while !header.is_null() {
-            // SAFETY: the header lies within `control`, as do the bytes behind it that its length covers; the kernel sends an int
-            // with UDP_GRO and IPV6_TCLASS, and a byte with IP_TOS.
+            // SAFETY: the header and the data that its length covers lie within `control`; the kernel sends an int with UDP_GRO
+            // and IPV6_TCLASS, and a byte with IP_TOS.
             unsafe {
                 let data = libc::CMSG_DATA(header);
                 match ((*header).cmsg_level, (*header).cmsg_type) {
@@ -135,7 +135,7 @@ impl Socket {
         Some(Received { from, bytes: &self.buffer[..len], segment: segment.max(1), congestion })
     }
 
-    /// Queues a packet; sends those before it if it does not fit their train. `flush` sends the last ones.
+    /// Queues a packet. Sends the queued packets first if this packet does not fit into their train. `flush` sends the rest.
     pub(super) fn send(&mut self, packet: Departure) {
         let bytes = packet.header.as_bytes().len() + packet.payload.len();
         let train = &self.train;
@@ -155,13 +155,14 @@ impl Socket {
         train.packets.push(packet);
     }
 
-    /// Sends the queued packets. What the kernel refuses is lost, as on any network.
+    /// Sends the queued packets. A packet that the kernel refuses counts as lost in the network.
     pub(super) fn flush(&mut self) {
         let Some(to) = self.train.to.take() else { return };
         let packets = std::mem::take(&mut self.train.packets);
         let segment = if packets.len() > 1 { self.train.segment } else { 0 };
         if let Err(error) = transmit(self.socket.as_raw_fd(), to, &packets, segment) {
-            // A path narrower than the packets, or a device that cannot segment: packet by packet, the kernel fragments them.
+            // The path MTU is smaller than the packets, or the device cannot segment: send each packet alone and let the kernel
+            // fragment it.
             let narrow = [libc::EMSGSIZE, libc::EINVAL, libc::EIO].map(Some).contains(&error.raw_os_error());
             for packet in &packets {
                 let again = narrow && segment > 0;
@@ -178,7 +179,7 @@ impl Socket {
 
 fn set(fd: RawFd, level: libc::c_int, option: libc::c_int, value: libc::c_int) -> io::Result<()> {
     let len = size_of::<libc::c_int>() as libc::socklen_t;
-    // SAFETY: the kernel reads `len` bytes of `value`, which is so long.
+    // SAFETY: the kernel reads `len` bytes of `value`, which has this length.
     let result = unsafe { libc::setsockopt(fd, level, option, ptr::from_ref(&value).cast(), len) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
@@ -205,9 +206,9 @@ fn transmit(fd: RawFd, to: SocketAddr, packets: &[Departure], segment: usize) ->
     message.msg_iovlen = used;
     if segment > 0 {
         message.msg_control = control.0.as_mut_ptr().cast();
-        // SAFETY: arithmetic on a length.
+        // SAFETY: CMSG_LEN and CMSG_SPACE only compute lengths.
         message.msg_controllen = unsafe { libc::CMSG_SPACE(size_of::<u16>() as u32) } as usize;
-        // SAFETY: the control part is aligned and longer than one header with a u16 behind it, which are all that is written.
+        // SAFETY: the control buffer is aligned, and longer than the header and the u16 that are written to it.
         unsafe {
             let header = libc::CMSG_FIRSTHDR(&message);
             (*header).cmsg_level = libc::SOL_UDP;
@@ -216,8 +217,8 @@ fn transmit(fd: RawFd, to: SocketAddr, packets: &[Departure], segment: usize) ->
             libc::CMSG_DATA(header).cast::<u16>().write_unaligned(segment as u16);
         }
     }
-    // SAFETY: name, control and vectors outlive the call; headers are in `packets`, payloads are spans whose makers vouch for them. An
-    // unmapped payload makes the call fail, it is read by the kernel only.
+    // SAFETY: name, control buffer and vectors outlive the call; headers are in `packets`, and payloads are spans whose
+    // creators guarantee valid memory. Only the kernel reads them, so an unmapped payload makes the call fail.
     let sent = unsafe { libc::sendmsg(fd, &message, 0) };
     if sent >= 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
@@ -233,7 +234,7 @@ fn to_raw(address: SocketAddr) -> (libc::sockaddr_storage, libc::socklen_t) {
                 sin_addr: libc::in_addr { s_addr: u32::from(*v4.ip()).to_be() },
                 sin_zero: [0; 8],
             };
-            // SAFETY: a sockaddr_storage has room and alignment for every kind of address.
+            // SAFETY: a sockaddr_storage has the size and alignment for every address family.
             unsafe { ptr::from_mut(&mut raw).cast::<libc::sockaddr_in>().write(value) };
             (raw, size_of::<libc::sockaddr_in>() as u32)
         }
@@ -245,7 +246,7 @@ fn to_raw(address: SocketAddr) -> (libc::sockaddr_storage, libc::socklen_t) {
                 sin6_addr: libc::in6_addr { s6_addr: v6.ip().octets() },
                 sin6_scope_id: v6.scope_id(),
             };
-            // SAFETY: as above.
+            // SAFETY: a sockaddr_storage has the size and alignment for every address family.
             unsafe { ptr::from_mut(&mut raw).cast::<libc::sockaddr_in6>().write(value) };
             (raw, size_of::<libc::sockaddr_in6>() as u32)
         }
@@ -255,13 +256,13 @@ fn to_raw(address: SocketAddr) -> (libc::sockaddr_storage, libc::socklen_t) {
 fn from_raw(raw: &libc::sockaddr_storage) -> Option<SocketAddr> {
     match libc::c_int::from(raw.ss_family) {
         libc::AF_INET => {
-            // SAFETY: the kernel wrote an address of this family; a sockaddr_storage is as long and aligned.
+            // SAFETY: the kernel wrote an address of this family; a sockaddr_storage has sufficient size and alignment.
             let v4 = unsafe { ptr::from_ref(raw).cast::<libc::sockaddr_in>().read() };
             let ip = Ipv4Addr::from(u32::from_be(v4.sin_addr.s_addr));
             Some(SocketAddr::new(IpAddr::V4(ip), u16::from_be(v4.sin_port)))
         }
         libc::AF_INET6 => {
-            // SAFETY: as above.
+            // SAFETY: the kernel wrote an address of this family; a sockaddr_storage has sufficient size and alignment.
             let v6 = unsafe { ptr::from_ref(raw).cast::<libc::sockaddr_in6>().read() };
             let ip = Ipv6Addr::from(v6.sin6_addr.s6_addr);
             let port = u16::from_be(v6.sin6_port);
@@ -271,7 +272,7 @@ fn from_raw(raw: &libc::sockaddr_storage) -> Option<SocketAddr> {
     }
 }
 
-/// Largest datagram to this address without fragmentation, from the MTU of its route.
+/// Returns the size of the largest datagram to this address without fragmentation, derived from the MTU of its route.
 pub(super) fn datagram_to(address: SocketAddr) -> io::Result<usize> {
     let any: SocketAddr = match address {
         SocketAddr::V4(_) => (Ipv4Addr::UNSPECIFIED, 0).into(),
@@ -285,7 +286,7 @@ pub(super) fn datagram_to(address: SocketAddr) -> io::Result<usize> {
     };
     let mut mtu: libc::c_int = 0;
     let mut len = size_of::<libc::c_int>() as libc::socklen_t;
-    // SAFETY: the kernel writes at most `len` bytes into `mtu`, which is so long.
+    // SAFETY: the kernel writes at most `len` bytes into `mtu`, which has this length.
     let result = unsafe {
         libc::getsockopt(probe.as_raw_fd(), level, option, ptr::from_mut(&mut mtu).cast(), &mut len)
     };
@@ -295,7 +296,7 @@ pub(super) fn datagram_to(address: SocketAddr) -> io::Result<usize> {
     Ok((mtu.max(headers) - headers) as usize)
 }
 
-/// Waits until one of the descriptors is readable, or the time is over.
+/// Waits until one of the descriptors is readable or the time expires.
 pub(super) fn wait_readable(descriptors: &[RawFd], timeout_ns: Option<u64>) {
     let mut polled: [libc::pollfd; 2] = [libc::pollfd { fd: -1, events: libc::POLLIN, revents: 0 }; 2];
     for (entry, fd) in polled.iter_mut().zip(descriptors) {
@@ -306,11 +307,11 @@ pub(super) fn wait_readable(descriptors: &[RawFd], timeout_ns: Option<u64>) {
         tv_nsec: (ns % 1_000_000_000) as libc::c_long,
     });
     let time = time.as_ref().map_or(ptr::null(), ptr::from_ref);
-    // SAFETY: the entries outlive the call, which writes `revents` only; `time` is null or valid.
+    // SAFETY: the entries outlive the call, which writes only their `revents`; `time` is null or valid.
     unsafe { libc::ppoll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, time, ptr::null()) };
 }
 
-/// The bytes of packets that were received together.
+/// Splits a received datagram into the packets that the kernel coalesced.
 pub(super) fn segments<'a>(received: &Received<'a>) -> impl Iterator<Item = &'a [u8]> {
     received.bytes.chunks(received.segment)
 }

@@ -1,40 +1,42 @@
-//! The receiver's side of a channel: which packets have arrived, what waits for those before it, and what to acknowledge.
+//! The receiving side of a channel: tracks arrived packets, holds events until the packets before them arrive, and schedules
+//! acknowledgements.
 
 use std::collections::BTreeMap;
 
 use super::window::{FIRST, WINDOW};
 use super::wire::expand;
 
-/// Packets that may stay without acknowledgement.
+/// Maximum number of packets that may stay unacknowledged.
 const UNACKNOWLEDGED_MAX: u32 = 32;
-/// How long an acknowledgement waits for a packet to travel with: as long as an application needs to answer.
+/// Delay of an acknowledgement, so that it can piggyback on a packet: about as long as an application needs to answer.
 const SOON_NS: u64 = 5_000;
 const LATE_NS: u64 = 100_000;
 
-/// How a packet's number stands to those that have arrived.
+/// Position of a packet's number relative to the packets that have arrived.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Place {
-    /// Expected: nothing before it is missing.
+    /// The next expected packet: no earlier packet is missing.
     Next(u64),
-    /// New, but some before it are missing.
+    /// A new packet, but at least one earlier packet is missing.
     Ahead(u64),
-    /// It has arrived before, or is too far ahead.
+    /// A duplicate, or a packet beyond the receive window.
     Useless,
 }
 
 pub(super) struct Arrivals<E> {
-    /// All before have arrived.
+    /// Next expected number: all packets before it have arrived.
     next: u64,
-    /// Which of the `WINDOW` from `next` have, by number modulo `WINDOW`.
+    /// Arrival bits of the `WINDOW` packets from `next`, indexed by packet number modulo `WINDOW`.
     bits: [u64; WINDOW / 64],
     ahead: u32,
-    /// What waits for packets before it. At most `WINDOW`.
+    /// Events that wait for earlier packets. At most `WINDOW`.
     waiting: BTreeMap<u64, E>,
-    /// Packets that failed, modulo 2^16. The origin waits for the news of so many before it takes an acknowledgement for success.
+    /// Number of failures to report to the origin, modulo 2^16. The origin treats an acknowledgement as success only after it has
+    /// received this many failure reports.
     pub(super) failures: u16,
     unacknowledged: u32,
     due: Option<u64>,
-    /// A packet marked "congestion experienced" came since the last acknowledgement.
+    /// A packet marked "congestion experienced" arrived since the last acknowledgement.
     pub(super) congestion: bool,
 }
 
@@ -75,7 +77,7 @@ impl<E> Arrivals<E> {
         }
     }
 
-    /// A packet that is `Ahead` has arrived; `event` waits for those before it.
+    /// Records the arrival of a packet that is `Ahead`, and holds its `event` until the packets before it arrive.
     pub(super) fn keep(&mut self, number: u64, event: Option<E>) {
         let (word, bit) = Self::bit(number);
         self.bits[word] |= bit;
@@ -85,12 +87,12 @@ impl<E> Arrivals<E> {
         }
     }
 
-    /// The packet that is `Next` has arrived.
+    /// Records the arrival of the packet that is `Next`.
     pub(super) fn advance(&mut self) {
         self.next += 1;
     }
 
-    /// What waited for the packet that arrived earlier and is next now.
+    /// Returns the held event of the next expected packet, if that packet arrived out of order.
     pub(super) fn pop(&mut self) -> Option<Option<E>> {
         if self.ahead == 0 || !self.has(self.next) {
             return None;
@@ -103,7 +105,7 @@ impl<E> Arrivals<E> {
         Some(self.waiting.remove(&number))
     }
 
-    /// Notes that a packet came: an acknowledgement is due at once, soon or later.
+    /// Notes that a packet arrived and schedules the acknowledgement: at once, soon or later.
     pub(super) fn note(&mut self, now: u64, soon: bool, useful: bool) {
         self.unacknowledged += 1;
         let at_once = !useful || self.ahead > 0 || self.unacknowledged >= UNACKNOWLEDGED_MAX;
@@ -118,23 +120,23 @@ impl<E> Arrivals<E> {
         self.due = Some(self.due.map_or(due, |old| old.min(due)));
     }
 
-    /// When an acknowledgement is to be sent.
+    /// Time at which an acknowledgement has to be sent.
     pub(super) fn due(&self) -> Option<u64> {
         self.due
     }
 
-    /// Makes the waiting acknowledgement due now.
+    /// Makes a delayed acknowledgement due now.
     pub(super) fn hurry(&mut self) {
         self.due = self.due.map(|_| 0);
     }
 
-    /// Whether packets have arrived ahead of missing ones.
+    /// Whether packets have arrived behind a gap.
     pub(super) fn has_gaps(&self) -> bool {
         self.ahead > 0
     }
 
-    /// What to acknowledge: the number expected next, and what has arrived from there if the packet has room for a map. Without room
-    /// for it, the acknowledgement stays due.
+    /// Returns the acknowledgement: the next expected number, and the map of arrived packets behind it if the packet has room
+    /// for a map. Without that room the acknowledgement stays due.
     pub(super) fn acknowledge(&mut self, has_map_room: bool) -> (u32, Option<[u64; 4]>) {
         let base = self.next;
         let has_map = self.ahead > 0;

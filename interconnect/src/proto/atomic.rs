@@ -1,16 +1,18 @@
-//! Atomic operations on numbers in registered memory.
+//! Atomic operations on values in registered memory.
 //!
-//! The target's engine carries them out one after the other, each number in one step for every thread of the target. Numbers are in the byte
-//! order of the hosts, which is the same on both sides: nothing converts the other bytes in registered memory either.
+//! The target's engine executes them one after the other, and changes each value in one atomic step with respect to all threads
+//! of the target. Values are in host byte order, which must be the same on both hosts; no other bytes in registered memory are
+//! converted either.
 
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 use super::memory::Span;
 
-/// Bytes of numbers that one operation changes. With as many to compare with they fit into the shortest datagram, of 576 bytes.
+/// Maximum size in bytes of the values that one operation changes. Together with as many compare operands they fit into the
+/// smallest datagram, of 576 bytes.
 pub const ATOMIC_BYTES_MAX: usize = 240;
 
-/// What a number is. The numbers of the types travel in packets, and are those of libfabric.
+/// Data type of a value. Packets carry these discriminants, which are those of libfabric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 #[repr(u8)]
@@ -28,13 +30,13 @@ pub enum Datatype {
 }
 
 impl Datatype {
-    /// The type of this number.
+    /// Returns the data type with this discriminant.
     pub fn from_number(number: u8) -> Option<Self> {
         use Datatype::*;
         [I8, U8, I16, U16, I32, U32, I64, U64, F32, F64].get(usize::from(number)).copied()
     }
 
-    /// Bytes of a number.
+    /// Size of a value in bytes.
     pub fn size(self) -> usize {
         use Datatype::*;
         match self {
@@ -46,53 +48,53 @@ impl Datatype {
     }
 }
 
-/// What happens to a number. `operand` and `compare` come with the operation. The numbers of the operations travel in packets, and are those of
-/// libfabric.
+/// The function that an atomic operation applies to a value. The operation carries `operand` and `compare`. Packets carry these
+/// discriminants, which are those of libfabric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Change {
-    /// The smaller one stays.
+    /// Minimum.
     Min = 0,
-    /// The larger one stays.
+    /// Maximum.
     Max = 1,
-    /// Sum; of integers modulo their size.
+    /// Sum; integers wrap around.
     Sum = 2,
-    /// Product; of integers modulo their size.
+    /// Product; integers wrap around.
     Product = 3,
-    /// 1 if either is not 0, otherwise 0.
+    /// Logical or: 1 if either value is not 0, otherwise 0.
     LogicalOr = 4,
-    /// 1 if both are not 0, otherwise 0.
+    /// Logical and: 1 if both values are not 0, otherwise 0.
     LogicalAnd = 5,
-    /// Bitwise.
+    /// Bitwise or.
     BitOr = 6,
-    /// Bitwise.
+    /// Bitwise and.
     BitAnd = 7,
-    /// 1 if exactly one is not 0, otherwise 0.
+    /// Logical exclusive or: 1 if exactly one value is not 0, otherwise 0.
     LogicalXor = 8,
-    /// Bitwise.
+    /// Bitwise exclusive or.
     BitXor = 9,
-    /// Nothing: the number is only fetched.
+    /// Fetches the value without changing it.
     Read = 10,
-    /// The operand replaces it.
+    /// Stores the operand.
     Write = 11,
-    /// The operand replaces it if `compare` equals it.
+    /// Stores the operand if `compare` equals the value.
     SwapEqual = 12,
-    /// The operand replaces it if `compare` differs from it.
+    /// Stores the operand if `compare` differs from the value.
     SwapNotEqual = 13,
-    /// The operand replaces it if `compare` is less or equal.
+    /// Stores the operand if `compare` is less than or equal to the value.
     SwapLessEqual = 14,
-    /// The operand replaces it if `compare` is less.
+    /// Stores the operand if `compare` is less than the value.
     SwapLess = 15,
-    /// The operand replaces it if `compare` is greater or equal.
+    /// Stores the operand if `compare` is greater than or equal to the value.
     SwapGreaterEqual = 16,
-    /// The operand replaces it if `compare` is greater.
+    /// Stores the operand if `compare` is greater than the value.
     SwapGreater = 17,
-    /// The operand's bits replace those that are set in `compare`.
+    /// Replaces the bits that are set in `compare` by those of the operand.
     MaskedSwap = 18,
 }
 
 impl Change {
-    /// The operation of this number.
+    /// Returns the function with this discriminant.
     pub fn from_number(number: u8) -> Option<Self> {
         use Change::*;
         let all = [
@@ -119,19 +121,19 @@ impl Change {
         all.get(usize::from(number)).copied()
     }
 
-    /// Whether numbers to compare with come with it.
+    /// Whether the function takes compare operands.
     pub fn compares(self) -> bool {
         self as u8 >= Change::SwapEqual as u8
     }
 
-    /// Whether it exists for numbers of this type: fractions have no bits.
+    /// Whether the function is defined for this data type: bitwise functions are not defined for floating-point values.
     pub fn suits(self, datatype: Datatype) -> bool {
         use Change::*;
         let is_fraction = matches!(datatype, Datatype::F32 | Datatype::F64);
         !(is_fraction && matches!(self, BitOr | BitAnd | BitXor | MaskedSwap))
     }
 
-    /// Bytes that come with the operation on `count` numbers.
+    /// Payload size in bytes of an operation on `count` values.
     pub fn payload_len(self, datatype: Datatype, count: usize) -> usize {
         let numbers = match self {
             Change::Read => 0,
@@ -142,7 +144,7 @@ impl Change {
     }
 }
 
-/// New value of a number, `None` to leave it alone.
+/// Computes the new value, or `None` to leave the old value unchanged.
 macro_rules! combine {
     ($change:expr, $old:expr, $operand:expr, $compare:expr, $number:ty, $sum:expr, $product:expr, $bits:expr) => {{
         let (old, operand, compare) = ($old, $operand, $compare);
@@ -172,7 +174,7 @@ macro_rules! combine {
     }};
 }
 
-/// What becomes of the number with the bits `old`. None: it stays.
+/// Computes the new bits of the value with the bits `old`, or `None` to leave the value unchanged.
 fn new_bits(change: Change, datatype: Datatype, old: u64, operand: u64, compare: u64) -> Option<u64> {
     macro_rules! integer {
         ($number:ty) => {{
@@ -211,7 +213,7 @@ fn new_bits(change: Change, datatype: Datatype, old: u64, operand: u64, compare:
     }
 }
 
-/// The number that these bytes are, which are as many as a type has.
+/// Decodes a value from bytes, whose number is the size of a data type.
 fn bits(bytes: &[u8]) -> u64 {
     match *bytes {
         [a] => a.into(),
@@ -221,8 +223,9 @@ fn bits(bytes: &[u8]) -> u64 {
     }
 }
 
-/// Changes the numbers of `target`, and appends what they were to `found`. `payload` has the operands, then those to compare with. False: the
-/// target is not aligned for the type, or lengths do not agree, and nothing was changed.
+/// Changes the values in `target` and appends their old values to `found`. `payload` holds the operands, followed by the
+/// compare operands. Returns false and changes nothing if the target is not aligned for the data type or the lengths do not
+/// match.
 pub(super) fn apply(
     change: Change,
     datatype: Datatype,
@@ -245,8 +248,8 @@ pub(super) fn apply(
         let new = |old: u64| new_bits(change, datatype, old, operand, compare);
         macro_rules! update {
             ($cell:ty, $word:ty) => {{
-                // SAFETY: `place` is inside the target by `size` bytes at least, and aligned as the target is. Whoever made the span vouches
-                // for its memory until the region is deregistered, and holds no reference to it.
+                // SAFETY: at least `size` bytes of the target follow `place`, which is aligned as the target is. The span's
+                // creator guarantees valid memory until the region is deregistered, and holds no reference to it.
                 let cell = unsafe { <$cell>::from_ptr(target.start().add(place).cast()) };
                 let replace = |old: $word| new(u64::from(old)).map(|new| new as $word);
                 let old = cell.fetch_update(Ordering::AcqRel, Ordering::Acquire, replace);
@@ -268,7 +271,7 @@ pub(super) fn apply(
 mod tests {
     use super::*;
 
-    /// Carries out one change of a number, and returns what it became and what it was.
+    /// Applies one function to one value, and returns the new and the old value.
     fn change<const N: usize>(
         change: Change,
         datatype: Datatype,
@@ -278,7 +281,7 @@ mod tests {
     ) -> ([u8; N], [u8; N]) {
         let mut word = [0u64; 1];
         let start = word.as_mut_ptr().cast::<u8>();
-        // SAFETY: `word` outlives all uses of the span, and is only looked at through it.
+        // SAFETY: `word` outlives all uses of the span, and the test accesses it only through the span.
         let target = unsafe { Span::new(start, N) };
         assert!(target.write(0, &old));
         let payload: Vec<u8> = [operand, compare].concat();
@@ -339,7 +342,7 @@ mod tests {
         );
         assert_eq!(got.0, 7.0f32.to_ne_bytes());
         let mut word = [0u64; 1];
-        // SAFETY: as above.
+        // SAFETY: the memory outlives all uses of the span, and the test accesses it only through the span.
         let target = unsafe { Span::new(word.as_mut_ptr().cast(), 8) };
         assert!(!apply(Change::BitOr, Datatype::F64, target, &[0; 8], &mut vec![]));
     }
@@ -347,7 +350,7 @@ mod tests {
     #[test]
     fn memory_that_is_not_aligned_or_too_short_is_refused() {
         let mut words = [0u64; 4];
-        // SAFETY: as above.
+        // SAFETY: the memory outlives all uses of the span, and the test accesses it only through the span.
         let all = unsafe { Span::new(words.as_mut_ptr().cast(), 32) };
         let mut found = vec![];
         for (offset, len, payload) in [(4, 8, 8), (0, 12, 12), (0, 16, 8), (0, 8, 16)] {

@@ -1,4 +1,4 @@
-//! State of one channel, and of the operations on it. What is done with it stands in the engine.
+//! State of one channel and of its operations. The engine implements the behaviour.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -11,29 +11,31 @@ use super::status::Status;
 use super::window::Window;
 use super::wire::{Body, End, Hello};
 
-/// Messages to one endpoint of a peer that its application has not received. At `eager_max` 16 KiB: 4 MiB a peer and endpoint.
+/// Maximum number of messages to one endpoint of a peer that the peer's application has not received. With an `eager_max` of
+/// 16 KiB: 4 MiB per peer and endpoint.
 pub(super) const CREDITS: u32 = 256;
-/// Pulls that one channel serves at once. A peer asks for 256 and its budget in chunks, which are 320.
+/// Maximum number of pull requests that one channel serves at once. A conforming peer stays below it: its 256 pulls and
+/// the chunks of its budget make at most 320 requests.
 pub(super) const SERVES_MAX: usize = 1024;
-/// Pulls under way on one channel.
+/// Maximum number of pulls in progress on one channel.
 pub(super) const PULLING_MAX: u32 = 256;
-/// Writes offered to one endpoint, and taken from one peer.
+/// Maximum number of writes offered to one endpoint, and of offered writes accepted from one peer.
 pub(super) const WRITES_OFFERED_MAX: u32 = 1024;
-/// Atomic operations of one channel whose numbers are awaited.
+/// Maximum number of atomic operations of one channel that wait for fetched values.
 pub(super) const FETCHING_MAX: u32 = 256;
-/// Numbers that atomic operations of a peer found, kept until it acknowledges them. A peer asks for 256 at once; the news that it has them may
-/// be late.
+/// Maximum number of fetched values that are kept for a peer until the peer acknowledges them. A peer has at most 256 requests
+/// outstanding, but the acknowledgement of their results may arrive late.
 pub(super) const FOUND_MAX: usize = 1024;
-/// Small packets waiting to be sent; a peer that makes more of them than it acknowledges violates the protocol.
+/// Maximum number of queued control packets. A peer that causes more of them than it acknowledges violates the protocol.
 pub(super) const CONTROL_MAX: usize = 8192;
-/// Fragments of messages that wait for packets before them.
+/// Maximum size of the message fragments that wait for earlier packets.
 pub(super) const WAITING_BYTES_MAX: usize = 2 << 20;
 
-/// What a packet carried, to send it again.
+/// Content of a packet, kept for its retransmission.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum What {
     Control(Body, u8),
-    /// Tells of a failure that the acknowledgements count.
+    /// Reports a failure that the acknowledgements count.
     Failure(End),
     Eager {
         op: u32,
@@ -50,30 +52,30 @@ pub(super) enum What {
         offset: u32,
         len: u32,
     },
-    /// What an atomic operation of the peer found.
+    /// Returns the values that an atomic operation of the peer fetched.
     Found {
         found: u32,
     },
 }
 
-/// Numbers that an atomic operation of the peer found.
+/// Values that an atomic operation of the peer fetched.
 pub(super) struct Numbers {
-    /// The peer's number of the operation.
+    /// The operation's number at the peer.
     pub(super) op: u32,
     pub(super) bytes: Vec<u8>,
 }
 
-/// What waits until all packets before it have arrived.
+/// Part of a packet that is processed only after all earlier packets have arrived.
 pub(super) struct Event {
     pub(super) body: Body,
     pub(super) flags: u8,
-    /// Of a packet that carries bytes in order.
+    /// Payload of a packet that carries bytes in order.
     pub(super) payload: Vec<u8>,
-    /// Of a write: whether it was placed.
+    /// For a packet of a write: whether its bytes were placed.
     pub(super) status: Status,
 }
 
-/// What an operation does.
+/// Kind and parameters of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Form {
     Message {
@@ -87,7 +89,7 @@ pub(super) enum Form {
         key: Key,
         at: u64,
     },
-    /// `found`: where the numbers go that it found.
+    /// `found`: destination of the fetched values.
     Atomic {
         key: Key,
         at: u64,
@@ -98,10 +100,10 @@ pub(super) enum Form {
     },
 }
 
-/// An operation of this side.
+/// An operation that this engine originated.
 pub(super) struct Op {
     pub(super) channel: u32,
-    /// The endpoint that it was posted on.
+    /// The endpoint on which the application posted the operation.
     pub(super) endpoint: u16,
     pub(super) to: u16,
     pub(super) context: u64,
@@ -110,39 +112,39 @@ pub(super) struct Op {
     pub(super) span: Span,
     /// A copy of the bytes; `span` points into it.
     pub(super) owned: Option<Vec<u8>>,
-    /// Its completion was reported already, or none is wanted.
+    /// The operation reports no further completion: its completion was already reported, or the application wants none.
     pub(super) is_quiet: bool,
     pub(super) is_eager: bool,
-    /// Bytes that have been sent once.
+    /// Number of bytes that have been sent at least once.
     pub(super) sent: u32,
     pub(super) seq: Option<u32>,
-    /// Grows when the message is sent again from its beginning.
+    /// Incremented when the message is sent again from its beginning.
     pub(super) attempt: u8,
-    /// First message after "receiver not ready".
+    /// The message is the first one after "receiver not ready".
     pub(super) resumes: bool,
-    /// Counted in `Channel::fetching`.
+    /// `Channel::fetching` counts this operation.
     pub(super) is_fetching: bool,
     pub(super) deadline: u64,
 }
 
 impl Op {
-    /// Whether the target's application sees it, so that it takes a number and a credit.
+    /// Whether the operation is visible to the target's application, so that it takes a message number and a credit.
     pub(super) fn is_seen(&self) -> bool {
         matches!(self.form, Form::Message { .. })
             || self.data.is_some() && matches!(self.form, Form::Write { .. })
     }
 
-    /// Whether it is a write that the target pulls.
+    /// Whether the operation is a write that the target pulls.
     pub(super) fn is_offered_write(&self) -> bool {
         !self.is_eager && matches!(self.form, Form::Write { .. })
     }
 
-    /// Whether it ends with the numbers that it found.
+    /// Whether the operation fetches values.
     pub(super) fn fetches(&self) -> bool {
         matches!(self.form, Form::Atomic { found: Some(_), .. })
     }
 
-    /// Whether it is a plain write, which waits for nothing.
+    /// Whether the operation is a write without immediate data, which need not wait for other operations.
     pub(super) fn is_plain_write(&self) -> bool {
         matches!(self.form, Form::Write { .. }) && self.data.is_none()
     }
@@ -152,15 +154,15 @@ impl Op {
 pub(super) struct Flow {
     pub(super) to: u16,
     pub(super) queue: VecDeque<u32>,
-    /// Sent but not complete, in order; some may be complete by now.
+    /// Operations that were sent, in order. Some of them may be complete already.
     pub(super) sent: VecDeque<u32>,
     pub(super) next_seq: u32,
     pub(super) limit: u32,
-    /// The next message is the first after "receiver not ready".
+    /// The next message is the first one after "receiver not ready".
     pub(super) resume: bool,
     pub(super) paused_until: u64,
     pub(super) not_ready_since: Option<u64>,
-    /// Offered writes that are not complete. What the target sees in order waits for them.
+    /// Number of incomplete offered writes. Operations that the target's application sees in order wait for them.
     pub(super) writes_offered: u32,
 }
 
@@ -180,30 +182,30 @@ impl Flow {
     }
 }
 
-/// Messages taken from a peer for one endpoint of this side.
+/// Flow control of the messages from a peer to one endpoint of this engine.
 pub(super) struct Grant {
     pub(super) to: u16,
-    /// Number of the next message.
+    /// Number of the next expected message.
     pub(super) expected: u32,
-    /// Messages that the application has received.
+    /// Number of messages that the application has received.
     pub(super) consumed: u32,
     pub(super) limit: u32,
-    /// Messages are thrown away until one says `RESUME`.
+    /// The endpoint discards messages until one carries the flag `RESUME`.
     pub(super) is_refusing: bool,
 }
 
-/// Bytes that the peer asked for.
+/// Bytes that the peer requested with a pull.
 pub(super) struct Serve {
     pub(super) source: Source,
     pub(super) span: Span,
     pub(super) pull: u32,
-    /// Place of the first byte in the peer's pull.
+    /// Offset of the first byte within the peer's pull.
     pub(super) offset: u64,
     pub(super) sent: u32,
     pub(super) arrived: u32,
 }
 
-/// Where pulled bytes come from.
+/// Source of pulled bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Source {
     Offer(u32),
@@ -220,20 +222,20 @@ pub(super) struct Assembly {
 }
 
 pub(super) enum Assembled {
-    /// A posted buffer: where, and the completion to report.
+    /// The message goes into a posted buffer: its span, and the completion to report.
     Posted(Span, Box<super::endpoint::Completion>),
-    /// Nobody waits for it yet.
+    /// No posted receive matches the message yet.
     Unexpected(Vec<u8>),
 }
 
-/// A channel is numbered by its place in the engine.
+/// A channel. Its number is its index in the engine.
 pub(super) struct Channel {
     pub(super) address: SocketAddr,
-    /// Number within this engine's epoch.
+    /// Number of the channel within this engine's epoch.
     pub(super) number: u32,
-    /// What the peer's packets carry.
+    /// Session number that the peer's packets carry.
     pub(super) session: u32,
-    /// The peer's answer; none while the channel is being opened.
+    /// The peer's half of the handshake; `None` until it arrives.
     pub(super) peer: Option<Hello>,
     pub(super) opened_at: u64,
     pub(super) hello_at: u64,
@@ -248,18 +250,18 @@ pub(super) struct Channel {
     pub(super) turn: usize,
     pub(super) serves: Slab<Serve>,
     pub(super) serving: VecDeque<u32>,
-    /// Whether offers or pulled data have the next turn.
+    /// Whether pulled data goes before the fragments and offers of the flows in the current turn.
     pub(super) is_data_turn: bool,
     pub(super) grants: Vec<Grant>,
     pub(super) assembly: Option<Assembly>,
     pub(super) pulling: u32,
-    /// Atomic operations whose numbers are awaited. At most `FETCHING_MAX`.
+    /// Number of atomic operations that wait for fetched values. At most `FETCHING_MAX`.
     pub(super) fetching: u32,
     pub(super) found: Slab<Numbers>,
     pub(super) writes_taken: u32,
-    /// Failures that the peer counted, and those that it told about.
+    /// Number of failures that the peer's acknowledgements count, and number of failure reports received.
     pub(super) failures: (u16, u16),
-    /// Operations that are successful unless news of a failure comes. At most `OPERATIONS_MAX`.
+    /// Acknowledged operations that succeed unless an outstanding failure report names them. At most `OPERATIONS_MAX`.
     pub(super) held: VecDeque<What>,
     pub(super) last_sent_at: u64,
     pub(super) is_queued: bool,
@@ -299,7 +301,7 @@ impl Channel {
         }
     }
 
-    /// The flow to an endpoint of the peer.
+    /// Returns the flow to an endpoint of the peer, and creates it if needed.
     pub(super) fn flow(&mut self, to: u16) -> &mut Flow {
         let place = self.flows.iter().position(|flow| flow.to == to).unwrap_or_else(|| {
             self.flows.push(Flow::new(to));
@@ -308,7 +310,7 @@ impl Channel {
         &mut self.flows[place]
     }
 
-    /// Counts of messages for an endpoint of this side. None: the peer named more endpoints than there can be.
+    /// Returns the flow control of an endpoint of this engine, or `None` if the peer named more endpoints than can exist.
     pub(super) fn grant(&mut self, to: u16) -> Option<&mut Grant> {
         if let Some(place) = self.grants.iter().position(|grant| grant.to == to) {
             return self.grants.get_mut(place);
@@ -320,7 +322,7 @@ impl Channel {
         self.grants.last_mut()
     }
 
-    /// Whether the channel waits for its peer, which is asked for a sign of life then.
+    /// Whether the channel waits for its peer, so that keep-alives have to be sent.
     pub(super) fn has_work(&self) -> bool {
         self.pulling > 0 || self.flows.iter().any(|flow| !flow.queue.is_empty() || !flow.sent.is_empty())
     }

@@ -1,4 +1,4 @@
-//! Endpoints: posted receives, messages that nobody waited for, completions.
+//! Endpoints: posted receives, unexpected messages, completions.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -7,72 +7,72 @@ use super::memory::Span;
 use super::slab::Slab;
 use super::status::Status;
 
-/// Endpoints of one engine.
+/// Maximum number of endpoints of one engine.
 pub(super) const ENDPOINTS_MAX: usize = 1024;
-/// Receives posted on one endpoint and kind.
+/// Maximum number of receives posted on one endpoint.
 pub(super) const POSTED_MAX: usize = 65_536;
-/// Messages that nobody waits for, of one endpoint.
+/// Maximum number of unexpected messages of one endpoint.
 pub(super) const UNEXPECTED_MAX: usize = 65_536;
-/// Their bytes.
+/// Maximum total size of an endpoint's unexpected messages, in bytes.
 pub(super) const UNEXPECTED_BYTES_MAX: usize = 64 << 20;
 
-/// An endpoint of an engine.
+/// Address of an endpoint: socket address of its engine and endpoint number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Peer {
-    /// Where the engine receives.
+    /// Socket address of the engine.
     pub address: SocketAddr,
-    /// Number of the endpoint there.
+    /// Number of the endpoint within the engine.
     pub endpoint: u16,
 }
 
-/// What a completion reports.
+/// Kind of event that a completion reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// A message was sent.
     Send,
-    /// A write is in the target's memory.
+    /// A write was placed in the target's memory.
     Write,
-    /// Bytes were read.
+    /// A read has placed its bytes in local memory.
     Read,
     /// A message was received.
     Receive,
-    /// A peer's write with immediate data is in this side's memory.
+    /// A peer's write with immediate data was placed in local memory.
     Arrival,
-    /// Numbers were changed, and those found are there.
+    /// An atomic operation was carried out, and the values that it fetched are available.
     Atomic,
 }
 
-/// The end of an operation, or a peer's write with immediate data.
+/// Reports the end of an operation, or the arrival of a peer's write with immediate data.
 #[derive(Clone, Copy, Debug)]
 pub struct Completion {
-    /// What ended.
+    /// Kind of the reported event.
     pub kind: Kind,
-    /// How.
+    /// Result of the operation.
     pub status: Status,
-    /// What the application gave with the operation; 0 of an arrival.
+    /// The context that the application passed with the operation; 0 for a peer's write.
     pub context: u64,
-    /// Bytes received, read or written. A truncated message has its full length here.
+    /// Number of bytes received, read or written. For a truncated message, its full length.
     pub len: u64,
     /// Tag of a received message.
     pub tag: Option<u64>,
-    /// Immediate data of the peer.
+    /// Immediate data from the peer.
     pub data: Option<u64>,
-    /// The other side.
+    /// The remote endpoint.
     pub peer: Peer,
-    /// Place of a received message in a buffer for several messages.
+    /// Offset of a received message within a buffer that takes several messages.
     pub offset: u64,
-    /// The buffer belongs to the application again. A buffer for several messages is released with the last of them.
+    /// The buffer belongs to the application again. A buffer that takes several messages is released with its last completion.
     pub is_released: bool,
-    /// Buffer for several messages that this one went into. None once the completion is reported.
+    /// The multi-message buffer that holds this message. `None` once the completion has been queued for the application.
     pub(crate) buffer: Option<u32>,
 }
 
-/// Which messages a receive takes.
+/// Selects the messages that a receive accepts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Match {
-    /// Messages with a tag, equal to `.0` where the bits of `.1` are 0; otherwise only messages without one.
+    /// Accepts tagged messages whose tag equals `.0` in all bits that are 0 in `.1`. `None` accepts only untagged messages.
     pub tag: Option<(u64, u64)>,
-    /// Only of this peer.
+    /// Accepts only messages from this peer.
     pub from: Option<Peer>,
 }
 
@@ -87,26 +87,26 @@ impl Match {
     }
 }
 
-/// A posted buffer.
+/// A posted receive buffer.
 pub(super) struct Posted {
     pub(super) matching: Match,
     pub(super) span: Span,
     pub(super) context: u64,
-    /// It takes messages until fewer bytes than `.0` are left; `.1` numbers it among the endpoint's `buffers`.
+    /// The buffer takes messages until fewer than `.0` bytes are left; `.1` is its number in the endpoint's `buffers`.
     pub(super) several: Option<(u64, u32)>,
     pub(super) used: u64,
 }
 
-/// A buffer for several messages, from when it is posted until it is released.
+/// A buffer that takes several messages, from its posting until its release.
 #[derive(Default)]
 pub(super) struct Buffer {
-    /// Messages that are being received into it.
+    /// Number of messages that are being received into the buffer.
     under_way: u32,
-    /// It takes no more messages.
+    /// The buffer takes no further messages.
     is_used_up: bool,
 }
 
-/// Where a message lies that nobody waited for.
+/// Storage of an unexpected message.
 pub(super) enum Held {
     Bytes(Vec<u8>),
     Offer { channel: u32, op: u32 },
@@ -118,13 +118,14 @@ pub(super) struct Unexpected {
     pub(super) data: Option<u64>,
     pub(super) len: u64,
     pub(super) held: Held,
-    /// Set apart for one receive.
+    /// A probe reserved the message for the receive with this number.
     pub(super) claim: Option<u64>,
 }
 
 pub(super) struct Endpoint {
     pub(super) posted: VecDeque<Posted>,
-    /// Buffers for several messages. As many as receives: those in use and not posted are bounded by the pulls of the engine.
+    /// Buffers that take several messages. The slab has room for as many as there can be posted receives; the engine's limit on
+    /// pulls bounds the buffers that are in use but no longer posted.
     pub(super) buffers: Slab<Buffer>,
     pub(super) unexpected: VecDeque<Unexpected>,
     pub(super) unexpected_bytes: usize,
@@ -144,7 +145,7 @@ impl Default for Endpoint {
 }
 
 impl Endpoint {
-    /// Takes the first posted buffer for such a message, and returns where it goes with the completion to report.
+    /// Finds the first posted buffer that matches a message. Returns the span for the message and the completion to report.
     pub(super) fn take_posted(
         &mut self,
         tag: Option<u64>,
@@ -184,8 +185,8 @@ impl Endpoint {
         Some((span, completion))
     }
 
-    /// Queues a completion for the application. A small message may fill a buffer while a large one before it is still being pulled into it:
-    /// the buffer is released with the message that is complete last.
+    /// Queues a completion for the application. A small message may fill a buffer while an earlier large message is still being
+    /// pulled into it, so the message that completes last releases the buffer.
     pub(super) fn report(&mut self, mut completion: Completion) {
         if let Some(number) = completion.buffer.take()
             && let Some(buffer) = self.buffers.get_mut(number)
@@ -199,7 +200,8 @@ impl Endpoint {
         self.completions.push_back(completion);
     }
 
-    /// Takes the posted buffer at `place` back. False: a message is being received into it; its completion releases the buffer.
+    /// Withdraws the posted buffer at `place`. Returns false while a message is being received into it: that message's
+    /// completion releases the buffer.
     pub(super) fn take_back(&mut self, place: usize) -> bool {
         let Some(posted) = self.posted.remove(place) else { return false };
         let Some((_, number)) = posted.several else { return true };
@@ -212,12 +214,12 @@ impl Endpoint {
         true
     }
 
-    /// Whether one more message that nobody waits for fits.
+    /// Whether there is room for another unexpected message of `bytes` bytes.
     pub(super) fn has_room(&self, bytes: usize) -> bool {
         self.unexpected.len() < UNEXPECTED_MAX && self.unexpected_bytes + bytes <= UNEXPECTED_BYTES_MAX
     }
 
-    /// Keeps a message that nobody waits for.
+    /// Stores an unexpected message.
     pub(super) fn hold(&mut self, message: Unexpected) {
         if let Held::Bytes(bytes) = &message.held {
             self.unexpected_bytes += bytes.len();
@@ -225,7 +227,7 @@ impl Endpoint {
         self.unexpected.push_back(message);
     }
 
-    /// Takes the kept message at `place` out.
+    /// Removes the unexpected message at `place` and returns it.
     pub(super) fn release(&mut self, place: usize) -> Option<Unexpected> {
         let message = self.unexpected.remove(place)?;
         if let Held::Bytes(bytes) = &message.held {

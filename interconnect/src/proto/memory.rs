@@ -1,35 +1,37 @@
-//! Memory of the application: spans of bytes, and the table of those registered for peers.
+//! Application memory: spans of bytes, and the table of the regions that are registered for peers.
 
 use std::collections::HashMap;
 
 use super::status::Status;
 
-/// Regions of one engine. A region costs about 80 bytes: 5 MiB.
+/// Maximum number of regions of one engine. A region costs about 80 bytes, so a full table takes 5 MiB.
 pub(super) const REGIONS_MAX: usize = 65_536;
 
-/// A number that names registered memory to peers.
+/// Key by which peers address registered memory.
 pub type Key = u64;
 
-/// Bytes of application memory. Whoever makes one vouches for them until the operation or the registration that uses them has ended.
+/// A range of application memory. The creator of a span guarantees that it stays valid until the operation or registration that
+/// uses it ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     start: *mut u8,
     len: usize,
 }
 
-// SAFETY: a span is an address and a length; who may access the bytes, and when, is what `Span::new` asks its caller to keep.
+// SAFETY: a span is only an address and a length; the contract of `Span::new` governs access to the bytes.
 unsafe impl Send for Span {}
 
 impl Span {
-    /// No bytes.
+    /// An empty span.
     pub const EMPTY: Self = Self { start: std::ptr::NonNull::dangling().as_ptr(), len: 0 };
 
-    /// The `len` bytes at `start`.
+    /// Creates a span of the `len` bytes at `start`.
     ///
     /// # Safety
-    /// Until the operation is complete or the region deregistered, the bytes stay mapped, readable, and writable if they are received into
-    /// or registered for remote writes. The engine copies with no regard to other accesses, as RDMA hardware does: the application does not
-    /// access bytes that an operation writes before that operation is complete, nor holds a reference to them.
+    /// Until the operation completes or the region is deregistered, the bytes must stay mapped and readable, and also writable
+    /// if a receive or a remote write may write them. Like RDMA hardware, the engine copies without synchronization: the
+    /// application must neither access bytes that an operation writes nor hold a reference to them before that operation
+    /// completes.
     pub const unsafe fn new(start: *mut u8, len: usize) -> Self {
         Self { start, len }
     }
@@ -39,7 +41,7 @@ impl Span {
         self.len
     }
 
-    /// Whether there are no bytes.
+    /// Whether the span is empty.
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -49,7 +51,7 @@ impl Span {
         self.start
     }
 
-    /// The `len` bytes from `offset`. None: they are not all inside.
+    /// Returns the `len` bytes from `offset`, or `None` if that range is not entirely inside the span.
     pub fn part(&self, offset: u64, len: u64) -> Option<Self> {
         let end = offset.checked_add(len)?;
         if end > self.len as u64 {
@@ -59,25 +61,25 @@ impl Span {
         Some(Self { start: unsafe { self.start.add(offset as usize) }, len: len as usize })
     }
 
-    /// The first `len` bytes, or all if there are fewer.
+    /// Returns the first `len` bytes, or the whole span if it is shorter.
     pub fn first(&self, len: u64) -> Self {
         Self { start: self.start, len: len.min(self.len as u64) as usize }
     }
 
-    /// Writes `bytes` at `offset`. False: they do not fit, and nothing was written.
+    /// Writes `bytes` at `offset`. Returns false and writes nothing if they do not fit.
     pub fn write(&self, offset: u64, bytes: &[u8]) -> bool {
         let Some(part) = self.part(offset, bytes.len() as u64) else { return false };
-        // SAFETY: `part` lies within the span, which whoever made it vouches for; `bytes` is the engine's own memory, which no span
-        // given by an application overlaps.
+        // SAFETY: `part` lies within the span, whose creator guarantees valid memory; `bytes` is the engine's own memory, which
+        // no application span overlaps.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), part.start, bytes.len()) };
         true
     }
 
-    /// Appends all bytes to `to`.
+    /// Appends the bytes of the span to `to`.
     pub fn read_to(&self, to: &mut Vec<u8>) {
         to.reserve(self.len);
-        // SAFETY: the source is `len` bytes that whoever made the span vouches for; `reserve` made room for as many behind the vector's
-        // end, and they are written before the length covers them.
+        // SAFETY: the span's creator guarantees `len` readable bytes; `reserve` made room for them behind the vector's end, and
+        // they are written before the length covers them.
         unsafe {
             std::ptr::copy_nonoverlapping(self.start, to.as_mut_ptr().add(to.len()), self.len);
             to.set_len(to.len() + self.len);
@@ -85,27 +87,27 @@ impl Span {
     }
 }
 
-/// What peers may do with a region.
+/// Access rights of peers to a region.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Access {
-    /// Peers may read it.
+    /// Peers may read the region.
     pub read: bool,
-    /// Peers may write it.
+    /// Peers may write the region.
     pub write: bool,
 }
 
 struct Region {
     endpoint: u16,
     span: Span,
-    /// Offset that names the first byte.
+    /// Offset by which peers address the region's first byte.
     base: u64,
     access: Access,
 }
 
-/// Regions by key.
+/// Table of the registered regions by key.
 pub(super) struct Memory {
     regions: HashMap<Key, Region>,
-    /// Keys are guessed with difficulty: each comes from a generator that the engine was seeded with.
+    /// State of the key generator. The engine seeds it randomly so that peers cannot easily guess keys.
     random: u64,
 }
 
@@ -114,7 +116,8 @@ impl Memory {
         Self { regions: HashMap::new(), random: seed }
     }
 
-    /// Registers `span` for operations that address `endpoint`. None: the table is full, or the key that was asked for is taken.
+    /// Registers `span` for operations that address `endpoint`. Returns `None` if the table is full or the requested key is
+    /// taken.
     pub(super) fn register(
         &mut self,
         endpoint: u16,
@@ -142,17 +145,17 @@ impl Memory {
         Some(key)
     }
 
-    /// False: there is no such region.
+    /// Removes a region. Returns false if it does not exist.
     pub(super) fn deregister(&mut self, key: Key) -> bool {
         self.regions.remove(&key).is_some()
     }
 
-    /// Keys of the regions of `endpoint`.
+    /// Returns the keys of the regions of `endpoint`.
     pub(super) fn keys_of(&self, endpoint: u16) -> Vec<Key> {
         self.regions.iter().filter(|(_, region)| region.endpoint == endpoint).map(|(key, _)| *key).collect()
     }
 
-    /// The `len` bytes at `at`, for a peer that wants to read or write them through `endpoint`.
+    /// Returns the `len` bytes at `at` for a peer's access through `endpoint`.
     pub(super) fn find(
         &self,
         endpoint: u16,
@@ -178,7 +181,7 @@ mod tests {
     #[test]
     fn only_what_was_registered_is_found() {
         let mut bytes = [7u8; 100];
-        // SAFETY: `bytes` outlives all uses of the span below, and is not accessed meanwhile.
+        // SAFETY: `bytes` outlives all uses of the span below, and the test does not access it meanwhile.
         let span = unsafe { Span::new(bytes.as_mut_ptr(), bytes.len()) };
         let mut memory = Memory::new(1);
         let read = Access { read: true, write: false };
@@ -203,7 +206,7 @@ mod tests {
     #[test]
     fn spans_copy_inside_only() {
         let mut bytes = [0u8; 8];
-        // SAFETY: as above.
+        // SAFETY: `bytes` outlives all uses of the span below, and the test does not access it meanwhile.
         let span = unsafe { Span::new(bytes.as_mut_ptr(), bytes.len()) };
         assert!(span.write(6, &[1, 2]) && !span.write(7, &[3, 3]) && !span.write(u64::MAX, &[3]));
         let mut out = vec![9];

@@ -1,24 +1,26 @@
 //! The interconnect's protocol: state machines without sockets, threads or clocks.
 //!
-//! An [`Engine`] stands for one process on the network. It is given operations, arriving packets and the time, and gives packets to send and
-//! completions. Two engines meet over anything that carries datagrams; tests run them against each other over a fake network.
+//! An [`Engine`] represents one process on the network. Its inputs are operations, arriving packets and the current time; its
+//! outputs are packets to send and completions. Two engines can communicate over any datagram transport; the tests connect them
+//! over a simulated network.
 //!
 //! How data moves:
 //!
-//! - All traffic between two engines shares one **channel**: packets numbered in one sequence, a cumulative acknowledgement and a map of 256
-//!   bits behind it (`window.rs` for the sender, `arrivals.rs` for the receiver).
-//! - A packet of data names its target, so it is placed when it arrives, in any order. What must be seen in order (headers of messages,
-//!   completions at the target, requests) waits until all packets before it have arrived.
-//! - Up to `eager_max` bytes an operation is pushed. Above, the origin sends an **offer** and the target **pulls** the bytes in chunks, within
-//!   one budget for all its peers: many senders to one receiver cannot overrun it.
-//! - **Atomic operations** are carried out by the target's engine, in the order of the packets (`atomic.rs`).
-//! - Messages consume **credits** of their target endpoint. One that cannot take a message says **receiver not ready**; the origin sends that
-//!   message and those behind it again later.
-//! - Nothing waits for ever: a peer that acknowledges nothing for `dead_after` is dead, a restarted one is recognised by its epoch, an operation
-//!   has a deadline. Each ends with a [`Status`].
+//! - All traffic between two engines shares one **channel**: one sequence of numbered packets, a cumulative acknowledgement, and
+//!   an arrival map of 256 bits behind it (`window.rs` for the sender, `arrivals.rs` for the receiver).
+//! - A data packet names its target, so the engine places it on arrival, in any order. Events with a defined order (message
+//!   headers, completions at the target, requests) wait until all earlier packets have arrived.
+//! - The origin pushes operations of up to `eager_max` bytes. For a larger operation it sends an **offer**, and the target
+//!   **pulls** the bytes in chunks. One budget bounds the pulls from all peers together, so many senders cannot overrun
+//!   one receiver.
+//! - The target's engine executes **atomic operations** in packet order (`atomic.rs`).
+//! - Each message consumes a **credit** of its target endpoint. An endpoint that cannot accept a message answers
+//!   **receiver not ready**; the origin sends that message and all messages behind it again later.
+//! - No operation waits forever: a peer that acknowledges nothing for `dead_after` counts as dead, the epoch reveals a restarted
+//!   peer, and operations can have a deadline. Each of these cases ends the operation with a [`Status`].
 //!
-//! Bounds stand beside what they bound: `WINDOW`, `OPERATIONS_MAX`, `PULLS_MAX`, `SERVES_MAX`, `CHANNELS_MAX`, `REGIONS_MAX`, `ENDPOINTS_MAX`,
-//! `UNEXPECTED_MAX`, `UNEXPECTED_BYTES_MAX`, `POSTED_MAX`.
+//! Each bound is defined beside the resource that it limits: `WINDOW`, `OPERATIONS_MAX`, `PULLS_MAX`, `SERVES_MAX`,
+//! `CHANNELS_MAX`, `REGIONS_MAX`, `ENDPOINTS_MAX`, `UNEXPECTED_MAX`, `UNEXPECTED_BYTES_MAX`, `POSTED_MAX`.
 
 mod arrivals;
 mod atomic;

@@ -1,6 +1,7 @@
-//! Numbered entries with a bound. A number names one life of an entry: a late packet cannot reach its successor.
+//! A bounded table of numbered entries. Each reuse of a slot gets a new number, so a late packet cannot reach a newer entry in
+//! the same slot.
 
-/// Entries by number: 16 bits of place, 16 bits of life.
+/// Entries by number. A number combines a 16-bit slot index with a 16-bit generation.
 pub(super) struct Slab<T> {
     entries: Vec<(u16, Option<T>)>,
     free: Vec<u16>,
@@ -8,7 +9,7 @@ pub(super) struct Slab<T> {
 }
 
 impl<T> Slab<T> {
-    /// At most `max` entries, itself at most 65 536.
+    /// Creates a table of at most `max` entries; `max` is at most 65 536.
     pub(super) fn new(max: usize) -> Self {
         assert!(max <= 1 << 16);
         Self { entries: vec![], free: vec![], max }
@@ -22,7 +23,7 @@ impl<T> Slab<T> {
         self.len() >= self.max
     }
 
-    /// None: it is full.
+    /// Adds an entry. Returns `None` if the table is full.
     pub(super) fn insert(&mut self, value: T) -> Option<u32> {
         let place = match self.free.pop() {
             Some(place) => place,
@@ -47,7 +48,7 @@ impl<T> Slab<T> {
         value.as_mut().filter(|_| u32::from(*life) == number >> 16)
     }
 
-    /// The number of the entry at `place`.
+    /// Returns the number of the entry in slot `place`.
     pub(super) fn number_at(&self, place: usize) -> Option<u32> {
         let (life, value) = self.entries.get(place)?;
         value.as_ref().map(|_| u32::from(*life) << 16 | place as u32)
@@ -62,7 +63,7 @@ impl<T> Slab<T> {
         value.take()
     }
 
-    /// Numbers of the entries for which `f` holds.
+    /// Returns the numbers of the entries for which `f` returns true.
     pub(super) fn numbers(&self, mut f: impl FnMut(&T) -> bool) -> Vec<u32> {
         let entries = self.entries.iter().enumerate();
         entries

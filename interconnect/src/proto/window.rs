@@ -1,25 +1,27 @@
-//! The sender's side of a channel: packets on their way, which of them are lost, and how many may be on their way at once.
+//! The sending side of a channel: tracks packets in flight, detects lost packets, and bounds the bytes in flight (congestion
+//! control).
 
 use std::collections::VecDeque;
 
 use super::wire::expand;
 
-/// Packets without acknowledgement. At 1 400 bytes: 1.4 MB on their way.
+/// Maximum number of unacknowledged packets of a channel: 1.4 MB in flight with packets of 1 400 bytes.
 pub(super) const WINDOW: usize = 1024;
-/// Number of a channel's first packet: the low 32 bits that travel wrap early, in every test as well.
+/// Number of a channel's first packet. It is chosen so that the low 32 bits, which travel on the wire, wrap early, also in
+/// every test.
 pub(super) const FIRST: u64 = 0xffff_f000;
 
-/// A packet is lost when this many that were sent later have arrived.
+/// A packet counts as lost when this many packets that were sent after it have arrived.
 const LOSS_AFTER: u64 = 3;
-/// Shortest retransmission timeout: what a receiver may need to be scheduled.
+/// Minimum retransmission timeout: covers the time until the operating system schedules the receiving process.
 const TIMEOUT_MIN_NS: u64 = 1_000_000;
 const TIMEOUT_MAX_NS: u64 = 200_000_000;
-/// Before the first measurement.
+/// Retransmission timeout before the first round-trip measurement.
 const TIMEOUT_FIRST_NS: u64 = 20_000_000;
 const CONGESTION_WINDOW_FIRST: u64 = 128 << 10;
-/// One of the largest datagrams.
+/// Minimum congestion window: one datagram of the maximum size.
 const CONGESTION_WINDOW_MIN: u64 = 64 << 10;
-/// Delay above twice the shortest round trip that is no congestion: two processes that share a core.
+/// Tolerated delay above twice the shortest round trip. Two processes that share a core cause such delays without congestion.
 const DELAY_SLACK_NS: u64 = 2_000_000;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -33,26 +35,26 @@ struct Sent<W> {
     what: W,
     bytes: u64,
     sent_at: u64,
-    /// Number of this transmission; a retransmission takes a new one.
+    /// Number of this transmission; a retransmission takes a new number.
     order: u64,
     state: State,
     resent: bool,
-    /// Acknowledged without delay, so it measures the round trip.
+    /// The receiver acknowledges this packet without delay, so its acknowledgement measures the round trip.
     soon: bool,
 }
 
-/// What a look at the clock led to.
+/// Result of [`Window::tick`].
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Timeout {
     Nothing,
-    /// Packets are to be sent again.
+    /// Packets were marked as lost and have to be retransmitted.
     Resend,
-    /// Nothing was acknowledged for too long.
+    /// The peer has acknowledged nothing for `dead_after`.
     Dead,
 }
 
 pub(super) struct Window<W> {
-    /// From the first that is not acknowledged.
+    /// Packets in order of their numbers, from the first unacknowledged packet.
     packets: VecDeque<Sent<W>>,
     first: u64,
     lost: VecDeque<u64>,
@@ -64,12 +66,12 @@ pub(super) struct Window<W> {
     progress_at: u64,
     round_trip: RoundTrip,
     congestion: Congestion,
-    /// Packets sent again.
+    /// Number of retransmitted packets.
     pub(super) resent: u64,
 }
 
 impl<W: Copy> Window<W> {
-    /// At most `window_max` bytes on their way.
+    /// Creates a window that allows at most `window_max` bytes in flight.
     pub(super) fn new(window_max: u64) -> Self {
         Self {
             packets: VecDeque::new(),
@@ -96,7 +98,8 @@ impl<W: Copy> Window<W> {
         self.packets.len() < WINDOW && self.may_fly(bytes as u64)
     }
 
-    /// Whether a small packet may be sent now, whatever the congestion window: what it asks for or ends makes room.
+    /// Whether a control packet may be sent now. Control packets ignore the congestion window because they request or end the
+    /// transfers that make room in it.
     pub(super) fn has_room_for_control(&self) -> bool {
         self.packets.len() < WINDOW
     }
@@ -105,18 +108,18 @@ impl<W: Copy> Window<W> {
         self.flying_bytes == 0 || self.flying_bytes + bytes <= self.congestion.window
     }
 
-    /// Whether half of what may be on its way is: time for an acknowledgement.
+    /// Whether half of the congestion window or of the packet window is in use, so that the sender requests an acknowledgement.
     pub(super) fn is_half_full(&self) -> bool {
         self.flying_bytes * 2 >= self.congestion.window || self.packets.len() * 2 >= WINDOW
     }
 
-    /// The peer receives so many bytes at once.
+    /// Limits the congestion window to `bytes`, which the peer can receive at once.
     pub(super) fn limit(&mut self, bytes: u64) {
         self.congestion.max = bytes.max(CONGESTION_WINDOW_MIN);
         self.congestion.window = self.congestion.window.min(self.congestion.max);
     }
 
-    /// Takes the next number for a packet that is sent now.
+    /// Assigns the next number to a packet that is sent now.
     pub(super) fn send(&mut self, now: u64, what: W, bytes: usize, soon: bool) -> u64 {
         debug_assert!(self.packets.len() < WINDOW);
         if self.packets.is_empty() {
@@ -138,7 +141,7 @@ impl<W: Copy> Window<W> {
         self.first + self.packets.len() as u64 - 1
     }
 
-    /// The next packet to send again, if it may be sent: its number and what it was.
+    /// Returns the number and content of the next packet to retransmit, if the window allows a packet now.
     pub(super) fn resend(&mut self, now: u64) -> Option<(u64, W)> {
         loop {
             let number = *self.lost.front()?;
@@ -162,7 +165,8 @@ impl<W: Copy> Window<W> {
         }
     }
 
-    /// Takes an acknowledgement. Appends to `done` what has arrived with everything before it.
+    /// Processes an acknowledgement. Appends to `done` the content of each packet that arrived together with all packets before
+    /// it.
     pub(super) fn acknowledge(
         &mut self,
         now: u64,
@@ -195,7 +199,8 @@ impl<W: Copy> Window<W> {
         self.congestion.judge_losses(now, self.round_trip.smooth);
     }
 
-    /// Marks what the map names as arrived, and what it leaves out for too long as lost. Returns newly arrived bytes.
+    /// Marks the packets in `map` as arrived, and gaps in the map that are old enough as lost. Returns the number of newly
+    /// acknowledged bytes.
     fn mark(&mut self, now: u64, map: &[u64; 4]) -> u64 {
         let (mut bytes, mut highest) = (0, 0);
         for (word, mut bits) in map.iter().copied().enumerate() {
@@ -230,7 +235,7 @@ impl<W: Copy> Window<W> {
         self.arrive(now, &mut copy)
     }
 
-    /// Returns the packet's bytes, if this is the first news of its arrival.
+    /// Marks a packet as arrived. Returns its size in bytes, or 0 if an earlier acknowledgement already covered it.
     fn arrive(&mut self, now: u64, packet: &mut Sent<W>) -> u64 {
         if packet.state == State::Arrived {
             return 0;
@@ -250,14 +255,14 @@ impl<W: Copy> Window<W> {
         packet.bytes
     }
 
-    /// When the next timeout is due.
+    /// Time of the next retransmission timeout.
     pub(super) fn deadline(&self) -> Option<u64> {
         let timeout = self.round_trip.timeout() << self.timeouts.min(8);
         (!self.packets.is_empty()).then(|| self.timer_from + timeout.min(TIMEOUT_MAX_NS))
     }
 
-    /// Looks at the clock. The first timeout sends one packet again, as a probe: its acknowledgement tells what else is lost. The
-    /// second sends all again.
+    /// Checks the retransmission timeout. The first timeout retransmits one packet as a probe, whose acknowledgement shows
+    /// which other packets are lost. Later timeouts retransmit all packets in flight.
     pub(super) fn tick(&mut self, now: u64, dead_after: u64) -> Timeout {
         if self.deadline().is_none_or(|deadline| now < deadline) {
             return Timeout::Nothing;
@@ -281,7 +286,7 @@ impl<W: Copy> Window<W> {
     }
 }
 
-/// Round trip, as RFC 6298 smooths it, and the shortest seen of late.
+/// Round-trip estimate, smoothed as in RFC 6298, and the shortest recent round trip.
 #[derive(Default)]
 struct RoundTrip {
     smooth: u64,
@@ -291,7 +296,7 @@ struct RoundTrip {
 }
 
 impl RoundTrip {
-    /// For so long the shortest round trip stays valid; then routes may have changed.
+    /// How long the shortest round trip stays valid; a route change may have made an older one obsolete.
     const SHORTEST_VALID_NS: u64 = 10_000_000_000;
 
     fn measure(&mut self, now: u64, sample: u64) {
@@ -317,8 +322,9 @@ impl RoundTrip {
     }
 }
 
-/// Bytes that may be on their way. Grows to what the receiver can take; shrinks with delay, with packets marked "congestion experienced",
-/// and when an eighth of the packets is lost. Fewer losses do not shrink it: they are the network's noise, and are sent again.
+/// Congestion window in bytes. It grows up to what the receiver can take. It shrinks when delay rises, when packets arrive
+/// marked "congestion experienced", and when more than an eighth of the bytes is lost. A lower loss rate counts as noise of the
+/// network: lost packets are retransmitted and the window keeps its size.
 struct Congestion {
     window: u64,
     max: u64,
@@ -342,7 +348,7 @@ impl Congestion {
         self.window = (self.window + step).min(self.max);
     }
 
-    /// At most once a round trip.
+    /// Shrinks the window to `to / of` of its size, at most once per round trip.
     fn shrink(&mut self, now: u64, round_trip: u64, to: u64, of: u64) {
         if now.saturating_sub(self.shrunk_at) >= round_trip {
             self.shrunk_at = now;
@@ -361,7 +367,8 @@ impl Congestion {
         (self.judged_at, self.arrived, self.lost) = (now, 0, 0);
     }
 
-    /// Nothing came back for two timeouts. It may only be that the peer's process waits for a processor, so the window does not collapse.
+    /// Halves the window after repeated timeouts. It does not collapse to the minimum because the peer's process may only be
+    /// waiting for a CPU.
     fn halve(&mut self) {
         self.window = (self.window / 2).max(CONGESTION_WINDOW_MIN);
         self.is_slow_start = true;

@@ -1,72 +1,73 @@
-//! Packets as bytes; docs/interconnect.md shows each format. Everything is in network byte order.
+//! Encoding and decoding of packets. docs/interconnect.md shows each format. All fields are in network byte order.
 
 use super::atomic::{Change, Datatype};
 use super::status::Status;
 
-/// Version of the protocol, in the high four bits of the first byte.
+/// Protocol version, in the high four bits of the first byte.
 pub const VERSION: u8 = 1;
-/// Bytes that every packet begins with.
+/// Size in bytes of the common header that begins every packet.
 pub const COMMON: usize = 16;
-/// Bytes of a map of arrivals.
+/// Size in bytes of an arrival map.
 pub const MAP: usize = 32;
-/// Longest header: common part, map, offer.
+/// Size in bytes of the longest header: common header, arrival map, offer.
 pub const HEADER_MAX: usize = COMMON + MAP + 44;
-/// Header of a packet of pulled data, without a map.
+/// Size in bytes of the header of a data packet without an arrival map.
 pub const DATA_HEADER: usize = COMMON + 12;
 
-/// Flags of a packet.
+/// Packet flags.
 pub mod flags {
-    /// A map of arrivals follows the common part.
+    /// An arrival map follows the common header.
     pub const MAP: u8 = 0x01;
-    /// The sender wants an acknowledgement soon.
+    /// The sender requests a prompt acknowledgement.
     pub const ACK_SOON: u8 = 0x02;
-    /// The sender received packets marked "congestion experienced".
+    /// The sender has received packets marked "congestion experienced".
     pub const CONGESTION: u8 = 0x04;
     /// The message has a tag.
     pub const TAGGED: u8 = 0x08;
-    /// `data` is shown to the target's application; of an atomic operation: the origin wants what it found.
+    /// The packet carries immediate data for the target's application. In an atomic operation: the origin wants the fetched
+    /// values.
     pub const DATA: u8 = 0x10;
-    /// The offer is for a write, the pull for a key.
+    /// The offer announces a write. In a pull: the pull addresses a region by its key.
     pub const MEMORY: u8 = 0x20;
-    /// First message after "receiver not ready".
+    /// The message is the first one after "receiver not ready".
     pub const RESUME: u8 = 0x40;
-    /// The end of an operation that is counted in `failures`.
+    /// The end report belongs to an operation that `failures` counts.
     pub const FAILURE: u8 = 0x80;
 }
 
-/// Opens a channel, or accepts one.
+/// Handshake that opens or accepts a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hello {
-    /// When the engine was started, in nanoseconds: grows with each restart.
+    /// Start time of the engine in nanoseconds; grows with each restart.
     pub epoch: u64,
-    /// Number of this channel within the epoch: grows with each channel.
+    /// Number of this channel within the epoch; grows with each channel.
     pub channel: u32,
-    /// What packets to the sender of this one shall carry as `session`.
+    /// Session number that packets to the sender of this handshake have to carry.
     pub session: u32,
-    /// Bytes that the sender is able to receive at once.
+    /// Number of bytes that the sender can receive at once.
     pub window: u32,
-    /// Largest datagram on the way to the peer, as the sender knows it.
+    /// Size in bytes of the largest datagram on the path to the peer, as far as the sender knows.
     pub datagram: u16,
 }
 
 /// Fragment of an eager message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Message {
-    /// Target and origin endpoint.
+    /// Target endpoint.
     pub to: u16,
     /// Origin endpoint.
     pub from: u16,
-    /// The origin's number of the operation.
+    /// The operation's number at its origin.
     pub op: u32,
-    /// Number of the message among those to this endpoint over this channel.
+    /// Number of the message in the sequence of messages to this endpoint over this channel.
     pub seq: u32,
-    /// Length of the whole message.
+    /// Length of the whole message in bytes.
     pub total: u32,
-    /// Place of this fragment in it.
+    /// Offset of this fragment within the message.
     pub offset: u32,
-    /// Tag, if the message has one.
+    /// Tag of the message, if any.
     pub tag: u64,
-    /// Immediate data, if there is any.
+    /// Immediate data, if any.
     pub data: u64,
 }
 
@@ -77,201 +78,202 @@ pub struct Write {
     pub to: u16,
     /// Origin endpoint.
     pub from: u16,
-    /// The origin's number of the operation.
+    /// The operation's number at its origin.
     pub op: u32,
-    /// Number among the messages, if it has immediate data.
+    /// Number in the sequence of messages, if the write has immediate data.
     pub seq: u32,
-    /// Bytes of the operation that are still to come behind this packet.
+    /// Number of bytes of the operation that follow this packet's bytes.
     pub behind: u32,
-    /// Names the memory.
+    /// Key of the region.
     pub key: u64,
-    /// Place of this fragment in it.
+    /// Offset of this fragment within the region.
     pub at: u64,
-    /// Immediate data, if there is any.
+    /// Immediate data, if any.
     pub data: u64,
 }
 
-/// Announces a message or write for the target to pull.
+/// Offers a message or write to the target, which pulls its bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Offer {
     /// Target endpoint.
     pub to: u16,
     /// Origin endpoint.
     pub from: u16,
-    /// The origin's number of the operation.
+    /// The operation's number at its origin.
     pub op: u32,
-    /// Number among the messages, unless it is a write without immediate data.
+    /// Number in the sequence of messages; unused for a write without immediate data.
     pub seq: u32,
     /// Length in bytes.
     pub total: u64,
-    /// Tag of a message, key of a write.
+    /// Tag of a message, or key of a write.
     pub tag: u64,
-    /// Place in the region that is written.
+    /// Offset of the write within the region.
     pub at: u64,
-    /// Immediate data, if there is any.
+    /// Immediate data, if any.
     pub data: u64,
 }
 
-/// Asks for bytes of an offer, or of registered memory.
+/// Requests bytes of an offer or of registered memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pull {
-    /// Endpoint through which memory is read.
+    /// Endpoint that grants access to the memory.
     pub to: u16,
-    /// Number of the pull at its sender.
+    /// Number of the pull at the sender of this request.
     pub pull: u32,
-    /// Bytes wanted.
+    /// Number of requested bytes.
     pub len: u32,
-    /// The peer's number of the operation, or the key.
+    /// The operation's number at the receiver of this request, or the key of the region.
     pub source: u64,
-    /// Place of the first byte in the offer or region.
+    /// Offset of the first byte within the offer or region.
     pub at: u64,
-    /// Place of the first byte in the pull.
+    /// Offset of the first byte within the pull.
     pub offset: u64,
 }
 
-/// Bytes of a pull.
+/// Bytes that a pull requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Data {
-    /// Number of the pull at its receiver.
+    /// Number of the pull at the receiver of this packet.
     pub pull: u32,
-    /// Place of the first byte in the pull.
+    /// Offset of the first byte within the pull.
     pub offset: u64,
 }
 
-/// What failed, or is over.
+/// Kind of operation that failed or ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Subject {
-    /// An eager operation or an offer of the receiver.
+    /// An eager operation or an offer of the packet's receiver.
     Operation = 0,
-    /// A pull of the receiver.
+    /// A pull of the packet's receiver.
     Pull = 1,
-    /// A message: its endpoint is not ready. `seq` and `to` name the first that has to be sent again.
+    /// A message whose target endpoint is not ready. `seq` and `to` name the first message that has to be sent again.
     NotReady = 2,
 }
 
 /// The end of an operation or a pull.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct End {
-    /// What ended.
+    /// Kind of operation that ended.
     pub subject: Subject,
-    /// How.
+    /// Result of the operation.
     pub status: Status,
     /// The endpoint that is not ready.
     pub to: u16,
-    /// Number of the operation or pull.
+    /// Number of the operation or pull at the packet's receiver.
     pub number: u32,
-    /// Number of the message.
+    /// Number of the message to resume from.
     pub seq: u32,
 }
 
-/// Messages that an endpoint takes.
+/// Credit update: the number of messages that an endpoint accepts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Credit {
-    /// The endpoint.
+    /// The endpoint that accepts messages.
     pub to: u16,
-    /// First message number that it does not take yet.
+    /// First message number that the endpoint does not accept yet.
     pub limit: u32,
 }
 
-/// Changes numbers in registered memory. The operands follow, then those to compare with if the operation compares.
+/// Atomic operation on values in registered memory. The operands follow, then the compare operands if the function takes any.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Atomic {
     /// Target endpoint.
     pub to: u16,
     /// Origin endpoint.
     pub from: u16,
-    /// The origin's number of the operation.
+    /// The operation's number at its origin.
     pub op: u32,
-    /// What happens to each number.
+    /// Function that is applied to each value.
     pub change: Change,
-    /// What the numbers are.
+    /// Data type of the values.
     pub datatype: Datatype,
-    /// How many there are.
+    /// Number of values.
     pub count: u16,
-    /// Names the memory.
+    /// Key of the region.
     pub key: u64,
-    /// Place of the first number in it.
+    /// Offset of the first value within the region.
     pub at: u64,
 }
 
-/// What the numbers were before an atomic operation; they follow.
+/// Header of the values that an atomic operation fetched, which follow as payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Found {
-    /// The receiver's number of the operation.
+    /// The operation's number at the packet's receiver.
     pub op: u32,
 }
 
-/// What a packet is for.
+/// Packet type with its fields.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Body {
-    /// Opens a channel. Carries no number, as `Welcome`, `Reset` and `Ack`.
+    /// Opens a channel. Like `Welcome`, `Reset` and `Ack`, this packet has no packet number.
     Hello(Hello),
     /// Accepts a channel.
     Welcome(Hello),
-    /// There is no channel with the session of the packet that this one answers.
+    /// Answers a packet whose session does not belong to any channel.
     Reset,
-    /// Only acknowledges.
+    /// Carries only an acknowledgement.
     Ack,
-    /// Takes a number and does nothing: keep-alive, or in place of what was cancelled.
+    /// Takes a packet number without any effect: a keep-alive, or a replacement for a cancelled packet.
     Noop,
     /// Fragment of an eager message.
     Message(Message),
     /// Fragment of an eager write.
     Write(Write),
-    /// Announces what is to be pulled.
+    /// Offers a message or write that the target pulls.
     Offer(Offer),
-    /// Asks for bytes.
+    /// Requests bytes.
     Pull(Pull),
-    /// Bytes that were asked for.
+    /// Bytes that a pull requested.
     Data(Data),
-    /// An operation or a pull ended.
+    /// Reports the end of an operation or a pull.
     End(End),
-    /// An endpoint takes more messages.
+    /// Grants credits for messages to an endpoint.
     Credit(Credit),
     /// An atomic operation.
     Atomic(Atomic),
-    /// What an atomic operation found.
+    /// Values that an atomic operation fetched.
     Found(Found),
 }
 
 impl Body {
-    /// Whether the packet takes a number, is acknowledged and sent again when it is lost.
+    /// Whether the packet takes a packet number, so that it is acknowledged, and retransmitted after a loss.
     pub fn is_numbered(&self) -> bool {
         !matches!(self, Body::Hello(_) | Body::Welcome(_) | Body::Reset | Body::Ack)
     }
 
-    /// Whether a payload follows.
+    /// Whether a payload follows the header.
     pub fn carries(&self) -> bool {
         let is_placed = matches!(self, Body::Write(_) | Body::Data(_));
         is_placed || self.carries_in_order()
     }
 
-    /// Whether a payload follows that waits for the packets before it.
+    /// Whether a payload follows that has to wait for all earlier packets.
     pub(super) fn carries_in_order(&self) -> bool {
         matches!(self, Body::Message(_) | Body::Atomic(_) | Body::Found(_))
     }
 }
 
-/// A packet without its payload.
+/// Decoded header of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// `flags`, without `MAP`.
+    /// Packet flags (see `flags`) without `MAP`.
     pub flags: u8,
-    /// Failures among the packets before `ack`, of which the receiver learns by as many ends. Success waits for them.
+    /// Number of failures among the packets before `ack`. The receiver gets an end report for each of them, and reports success
+    /// of operations only after it has all of these reports.
     pub failures: u16,
-    /// Names the channel at the receiver.
+    /// Session number of the channel at the packet's receiver.
     pub session: u32,
-    /// Low bits of the packet's number.
+    /// Low 32 bits of the packet's number.
     pub number: u32,
-    /// Low bits of the number that the sender expects next.
+    /// Low 32 bits of the packet number that the sender expects next.
     pub ack: u32,
-    /// Bit `i` of word `i / 64`: packet `ack + i` has arrived.
+    /// Arrival map. Bit `i % 64` of word `i / 64` is set if packet `ack + i` has arrived.
     pub map: Option<[u64; 4]>,
-    /// What it is for.
+    /// Packet type with its fields.
     pub body: Body,
 }
 
-/// Bytes of a header.
+/// Encoded header.
 #[derive(Clone, Copy, Debug)]
 pub struct Encoded {
     bytes: [u8; HEADER_MAX],
@@ -279,7 +281,7 @@ pub struct Encoded {
 }
 
 impl Encoded {
-    /// The bytes.
+    /// The encoded bytes.
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes[..self.len]
     }
@@ -306,7 +308,7 @@ impl Encoded {
     }
 }
 
-/// Reads bytes from the front.
+/// Reads fields from the front of a packet.
 struct Reader<'a>(&'a [u8]);
 
 impl Reader<'_> {
@@ -334,7 +336,7 @@ impl Reader<'_> {
 }
 
 impl Header {
-    /// The header's bytes.
+    /// Encodes the header.
     pub fn encode(&self) -> Encoded {
         let mut out = Encoded { bytes: [0; HEADER_MAX], len: 0 };
         out.u8(VERSION << 4 | kind(&self.body));
@@ -350,7 +352,7 @@ impl Header {
         out
     }
 
-    /// Reads a packet: its header and its payload. None: it is none of this version.
+    /// Decodes a packet into its header and its payload. Returns `None` if it is not a valid packet of this protocol version.
     pub fn decode(packet: &[u8]) -> Option<(Self, &[u8])> {
         let mut reader = Reader(packet);
         let first = reader.u8()?;
@@ -520,7 +522,7 @@ fn decode_body(r: &mut Reader, kind: u8) -> Option<Body> {
     })
 }
 
-/// The number near `reference` with these low 32 bits.
+/// Returns the number near `reference` that has these low 32 bits.
 pub fn expand(reference: u64, low: u32) -> u64 {
     reference.wrapping_add_signed(i64::from(low.wrapping_sub(reference as u32) as i32))
 }

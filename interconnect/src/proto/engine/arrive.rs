@@ -1,7 +1,7 @@
-//! Takes packets.
+//! Processing of arriving packets.
 //!
-//! Bytes of writes and pulls go to their place at once. What an application sees in order waits for the packets before it, then is carried
-//! out: by `run`, as if all packets arrived in order.
+//! The engine places the bytes of writes and pulls at once. Events that the application sees in order wait for all earlier
+//! packets; `run` then processes them as if all packets had arrived in order.
 
 use std::net::SocketAddr;
 
@@ -12,13 +12,13 @@ use super::super::status::Status;
 use super::super::wire::{Body, Credit, End, Header, Hello, Subject, Write, flags};
 use super::Engine;
 
-/// Answers to packets of unknown channels that wait to be sent.
+/// Maximum number of queued answers to packets of unknown channels.
 const RESETS_MAX: usize = 64;
-/// A message that did not find its endpoint ready is sent again after so long, doubled each time.
+/// Initial pause before a message is sent again to an endpoint that was not ready; the pause doubles with each attempt.
 const NOT_READY_FIRST_NS: u64 = 1_000_000;
 const NOT_READY_MAX_NS: u64 = 64_000_000;
 
-/// A packet in its place among the others of its channel.
+/// A packet with its position in the channel's sequence.
 struct Arrived<'a> {
     channel: u32,
     flags: u8,
@@ -27,7 +27,7 @@ struct Arrived<'a> {
 }
 
 impl Engine {
-    /// Takes a packet from `from`. `congestion`: the network marked it "congestion experienced".
+    /// Processes a packet from `from`. `congestion`: the network marked the packet "congestion experienced".
     pub fn receive(&mut self, now: u64, from: SocketAddr, packet: &[u8], congestion: bool) {
         self.now = now;
         self.counters.packets_in += 1;
@@ -57,7 +57,7 @@ impl Engine {
             match channel.peer {
                 None => self.opened(number, hello),
                 Some(peer) if (peer.epoch, peer.channel) == (hello.epoch, hello.channel) => {}
-                // Sent by a former life of the peer.
+                // The peer sent this packet before it restarted.
                 Some(peer) if (peer.epoch, peer.channel) > (hello.epoch, hello.channel) => return,
                 Some(_) => {
                     self.fail_channel(number, Status::PeerRestarted);
@@ -82,7 +82,7 @@ impl Engine {
         }
     }
 
-    /// The peer has answered.
+    /// Processes the peer's answer to the handshake.
     fn opened(&mut self, number: u32, hello: Hello) {
         let Some(channel) = self.channels.get_mut(number) else { return };
         channel.peer = Some(hello);
@@ -157,7 +157,7 @@ impl Engine {
         }
     }
 
-    /// Works off the acknowledgement of a packet.
+    /// Processes the acknowledgement in a packet's header.
     fn acknowledged(&mut self, channel: u32, header: &Header) {
         let mut done = std::mem::take(&mut self.done);
         if let Some(own) = self.channels.get_mut(channel) {
@@ -186,7 +186,8 @@ impl Engine {
         self.complete_held(channel);
     }
 
-    /// Completes operations that have arrived, once every failure that the peer counted is known: theirs may be among them.
+    /// Completes acknowledged operations once all failure reports that the peer counted have arrived, because such a report may
+    /// concern one of these operations.
     fn complete_held(&mut self, channel: u32) {
         while let Some(own) = self.channels.get_mut(channel) {
             if (own.failures.0.wrapping_sub(own.failures.1) as i16) > 0 {
@@ -201,12 +202,12 @@ impl Engine {
         }
     }
 
-    /// Puts the bytes of a write or a pull into place.
+    /// Places the bytes of a write or a pull.
     fn place_bytes(&mut self, channel: u32, body: &Body, payload: &[u8]) -> Status {
         match *body {
             Body::Data(data) => self.place_data(channel, data, payload),
             Body::Write(Write { to, key, at, behind, .. }) => {
-                // With all that comes behind it: a write that does not fit writes nothing.
+                // The check includes the bytes that follow in later packets, so that a write that does not fit writes nothing.
                 match self.memory.find(to, key, at, payload.len() as u64 + u64::from(behind), true) {
                     Ok(span) => {
                         span.write(0, payload);
@@ -222,7 +223,7 @@ impl Engine {
         }
     }
 
-    /// Carries out a packet; all before it have been.
+    /// Processes a packet after all earlier packets.
     fn run(&mut self, arrived: &Arrived, body: &Body) {
         let Arrived { channel, flags, .. } = *arrived;
         match *body {
@@ -249,7 +250,7 @@ impl Engine {
         }
     }
 
-    /// A fragment of a peer's write was placed, or refused.
+    /// Handles a fragment of a peer's write that was placed or refused.
     fn written(&mut self, arrived: &Arrived, write: Write) {
         let Arrived { channel, flags, status, .. } = *arrived;
         let has_data = flags & flags::DATA != 0;
@@ -263,7 +264,7 @@ impl Engine {
         }
     }
 
-    /// Reports a peer's write with immediate data.
+    /// Queues the completion of a peer's write with immediate data.
     pub(super) fn arrival(&mut self, channel: u32, endpoint: u16, from: u16, data: u64, len: u64) {
         let Some(own) = self.channels.get(channel) else { return };
         let completion = Completion {
@@ -281,7 +282,8 @@ impl Engine {
         self.report(endpoint, completion);
     }
 
-    /// Tells the peer that its operation failed. Acknowledgements count the failure, so that it is not taken for success meanwhile.
+    /// Reports to the peer that its operation failed. Acknowledgements count the failure, so the peer does not take them for
+    /// success before the report arrives.
     pub(super) fn fail_operation(&mut self, channel: u32, op: u32, status: Status) {
         let end = End { subject: Subject::Operation, status, to: 0, number: op, seq: 0 };
         self.fail_packet(channel, end);
@@ -312,7 +314,8 @@ impl Engine {
         }
     }
 
-    /// The endpoint was not ready for message `seq`: that and all behind it are sent again, after a pause.
+    /// The endpoint was not ready for message `seq`: schedules this message and all messages behind it for another attempt
+    /// after a pause.
     fn send_again(&mut self, channel: u32, to: u16, seq: u32) {
         let now = self.now;
         let Some(own) = self.channels.get_mut(channel) else { return };
@@ -345,7 +348,7 @@ impl Engine {
     }
 }
 
-/// Whether a packet is to be run when all before it have arrived.
+/// Whether a packet may be processed only after all earlier packets.
 fn needs_order(body: &Body, arrived: &Arrived) -> bool {
     match body {
         Body::Data(_) | Body::Noop => false,
@@ -357,7 +360,7 @@ fn needs_order(body: &Body, arrived: &Arrived) -> bool {
 }
 
 impl Op {
-    /// Whether the peer may ask for its bytes.
+    /// Whether the peer may pull the bytes of the operation.
     pub(super) fn is_offered(&self) -> bool {
         !self.is_eager && !matches!(self.form, Form::Read { .. })
     }

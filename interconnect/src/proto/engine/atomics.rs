@@ -1,4 +1,4 @@
-//! Atomic operations: checked at their origin, carried out at their target in the order of the packets, answered with what they found.
+//! Atomic operations: the origin checks them, the target executes them in packet order and returns the fetched values.
 
 use super::super::atomic::{ATOMIC_BYTES_MAX, Change, Datatype, apply};
 use super::super::channel::{Form, Numbers, What};
@@ -7,27 +7,28 @@ use super::super::status::Status;
 use super::super::wire::{Atomic as Packet, Found, flags};
 use super::{Engine, PostError};
 
-/// Changes numbers in registered memory of a peer, each in one step. The operation's span has the operands.
+/// Atomic operation on values in registered memory of a peer; each value changes in one atomic step. The operation's span holds
+/// the operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Atomic {
-    /// Names the region.
+    /// Key of the region.
     pub key: Key,
-    /// Offset of the first number there: a multiple of its size.
+    /// Offset of the first value within the region: a multiple of the value's size.
     pub at: u64,
-    /// What happens to each number.
+    /// Function that is applied to each value.
     pub change: Change,
-    /// What the numbers are.
+    /// Data type of the values.
     pub datatype: Datatype,
-    /// How many there are.
+    /// Number of values.
     pub count: u16,
-    /// Numbers to compare with, if `change` compares; otherwise empty.
+    /// Compare operands if `change` takes any, otherwise empty.
     pub compare: Span,
-    /// Where the numbers go that were there before, if they are wanted.
+    /// Destination of the fetched values, if the application wants them.
     pub found: Option<Span>,
 }
 
 impl Atomic {
-    /// Bytes of the numbers.
+    /// Total size of the values in bytes.
     fn len(&self) -> usize {
         usize::from(self.count) * self.datatype.size()
     }
@@ -40,7 +41,7 @@ impl Atomic {
 }
 
 impl Engine {
-    /// Copies the numbers that travel with an operation: operands, then those to compare with.
+    /// Copies the payload of an operation: the operands, then the compare operands.
     pub(super) fn numbers_of(&mut self, atomic: &Atomic, operands: Span) -> Result<Vec<u8>, PostError> {
         let len = atomic.len();
         let given = operands.len() + atomic.compare.len();
@@ -58,7 +59,7 @@ impl Engine {
         Ok(bytes)
     }
 
-    /// A peer's operation; all packets before it have been carried out.
+    /// Executes a peer's operation. All earlier packets have been processed.
     pub(super) fn take_atomic(&mut self, channel: u32, flags: u8, atomic: &Packet, payload: &[u8]) {
         let mut found = self.buffer();
         match self.change_numbers(channel, flags, atomic, payload, &mut found) {
@@ -93,7 +94,7 @@ impl Engine {
             return Err(Status::NotReady);
         }
         let target = |write| self.memory.find(atomic.to, atomic.key, atomic.at, len as u64, write);
-        // Either right is needed for what it allows.
+        // Fetching values requires the read right; changing them requires the write right.
         let target = match (atomic.change, wants) {
             (Change::Read, _) => target(false),
             (_, true) => target(false).and_then(|_| target(true)),
@@ -107,7 +108,7 @@ impl Engine {
         done
     }
 
-    /// The peer has what its operation found.
+    /// The peer has received the fetched values.
     pub(super) fn numbers_arrived(&mut self, channel: u32, found: u32) {
         let numbers = self.channels.get_mut(channel).and_then(|own| own.found.remove(found));
         if let Some(numbers) = numbers {
@@ -115,7 +116,7 @@ impl Engine {
         }
     }
 
-    /// What an operation of this side found.
+    /// Handles the fetched values of an operation that this engine originated.
     pub(super) fn take_found(&mut self, channel: u32, found: Found, payload: &[u8]) {
         let Some(op) = self.ops.get(found.op).filter(|op| op.channel == channel) else { return };
         let Form::Atomic { found: Some(place), .. } = op.form else { return };

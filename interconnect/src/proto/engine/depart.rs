@@ -1,7 +1,8 @@
-//! Makes packets.
+//! Creation of packets.
 //!
-//! A channel sends, in this order: what opens it, what was lost, small packets, then fragments of operations and pulled data in turn, as far as
-//! the window allows. An acknowledgement travels with any of them, or alone when it has waited long enough.
+//! A channel sends in this order, as far as the window allows: its handshake, lost packets, control packets, then operation
+//! fragments and pulled data alternately. An acknowledgement piggybacks on any of these packets, or is sent alone when its
+//! delay has expired.
 
 use std::net::SocketAddr;
 
@@ -13,22 +14,22 @@ use super::super::wire::{
 };
 use super::Engine;
 
-/// A channel gives so many packets before others have their turn: as many as one call of the system sends.
+/// Number of packets that a channel may send before the other channels get a turn: as many as one system call sends.
 const TURN: u32 = 64;
 const HELLO_FIRST_NS: u64 = 5_000_000;
 const HELLO_MAX_NS: u64 = 500_000_000;
 
 /// A packet to send.
 pub struct Departure {
-    /// To whom.
+    /// Destination address.
     pub to: SocketAddr,
-    /// First bytes.
+    /// First part of the packet: the encoded header.
     pub header: Encoded,
-    /// The others: to be read before the engine is called again other than by `depart`.
+    /// Second part of the packet: the payload. It must be read before any call of the engine other than `depart`.
     pub payload: Span,
 }
 
-/// A fragment that was cut from an operation, or a packet without payload.
+/// A fragment cut from an operation, or a packet without payload.
 struct Cut {
     what: What,
     body: Body,
@@ -37,7 +38,7 @@ struct Cut {
 }
 
 impl Engine {
-    /// The next packet to send. None: nothing is to be sent now.
+    /// Returns the next packet to send, or `None` if nothing can be sent now.
     pub fn depart(&mut self, now: u64) -> Option<Departure> {
         self.now = now;
         if let Some((to, session)) = self.resets.pop_front() {
@@ -78,7 +79,7 @@ impl Engine {
         None
     }
 
-    /// Sends waiting acknowledgements now: the caller is about to sleep.
+    /// Makes delayed acknowledgements due now. The caller is about to sleep.
     pub fn hurry(&mut self) {
         for number in &self.late {
             if let Some(channel) = self.channels.get_mut(*number) {
@@ -121,7 +122,7 @@ impl Engine {
         Some(self.departure(to, &header, cut.payload))
     }
 
-    /// What opens the channel, if it is due.
+    /// Returns the channel's handshake packet if it is due.
     fn greeting(channel: &mut Channel, now: u64, epoch: u64, config: &super::Config) -> Option<Body> {
         let hello = Hello {
             epoch,
@@ -161,7 +162,7 @@ impl Engine {
         }
     }
 
-    /// The next bytes that the peer asked for.
+    /// Cuts the next fragment of the bytes that the peer requested.
     fn next_data(&mut self, number: u32, datagram: usize) -> Option<Cut> {
         let channel = self.channels.get_mut(number)?;
         loop {
@@ -182,7 +183,7 @@ impl Engine {
         }
     }
 
-    /// The next fragment, offer or request of the flows, which take turns with whole operations.
+    /// Cuts the next fragment, offer or request of the flows. The flows take turns; a turn is one whole operation.
     fn next_of_flows(&mut self, now: u64, number: u32) -> Option<Cut> {
         let flows = self.channels.get(number)?.flows.len();
         for _ in 0..flows {
@@ -245,7 +246,7 @@ impl Engine {
         }
     }
 
-    /// Makes a packet of what was to be sent: for the first time or again.
+    /// Builds a packet from its content, for the first transmission or a retransmission.
     fn cut_again(&mut self, number: u32, what: What) -> Cut {
         let nothing = |what| Cut { what, body: Body::Noop, flags: 0, payload: Span::EMPTY };
         match what {
@@ -280,7 +281,7 @@ impl Engine {
         }
     }
 
-    /// Queues a small packet.
+    /// Queues a control packet.
     pub(super) fn control(&mut self, number: u32, what: What) {
         if let Some(channel) = self.channels.get_mut(number) {
             channel.control.push_back(what);
@@ -288,7 +289,7 @@ impl Engine {
         }
     }
 
-    /// Tells every peer that this engine ends. The packets come out of `depart`.
+    /// Queues a packet to every peer which says that this engine shuts down. `depart` returns these packets.
     pub fn say_goodbye(&mut self) {
         for number in self.channels.numbers(|channel| channel.peer.is_some()) {
             if let Some(channel) = self.channels.get(number) {
@@ -299,7 +300,7 @@ impl Engine {
     }
 }
 
-/// Whether the operation may leave now.
+/// Whether the operation may be sent now.
 fn may_start(flow: &Flow, op: &Op, now: u64) -> bool {
     if op.sent > 0 {
         return true;
@@ -319,7 +320,7 @@ fn cut_op(op: &mut Op, id: u32, datagram: usize) -> What {
     }
     let own = match op.form {
         Form::Write { .. } => 40,
-        // Always one packet: `ATOMIC_BYTES_MAX`.
+        // The values always fit into one packet: `ATOMIC_BYTES_MAX`.
         Form::Atomic { .. } => 28,
         _ => 36,
     };
@@ -374,15 +375,15 @@ fn offer(op: &Op, number: u32, what: What) -> Cut {
 
 impl Numbers {
     fn cut(&mut self, what: What) -> Cut {
-        // SAFETY: the vector is kept with its entry, unchanged, until the peer has acknowledged it; the packet is sent before that, and
-        // nothing writes through the span.
+        // SAFETY: the vector is kept with its entry, unchanged, until the peer has acknowledged it; the packet is sent before
+        // that, and nothing writes through the span.
         let payload = unsafe { Span::new(self.bytes.as_mut_ptr(), self.bytes.len()) };
         Cut { what, body: Body::Found(Found { op: self.op }), flags: 0, payload }
     }
 }
 
 impl Channel {
-    /// A header with the acknowledgement that is due.
+    /// Builds a header that includes the current acknowledgement.
     fn header(&mut self, flags: u8, number: u64, body: Body, has_map_room: bool) -> Header {
         let (ack, map) = self.arrivals.acknowledge(has_map_room);
         let congestion = if std::mem::take(&mut self.arrivals.congestion) { flags::CONGESTION } else { 0 };
@@ -391,7 +392,7 @@ impl Channel {
         Header { flags: flags | congestion, failures, session, number: number as u32, ack, map, body }
     }
 
-    /// Whether nothing is left to be sent: the packet just cut is the last for now.
+    /// Whether the packet that was just cut is the last one, with nothing left to send for now.
     fn is_last_of_all(&self) -> bool {
         self.serving
             .iter()

@@ -1,4 +1,4 @@
-//! How things end: completions, deadlines, dead peers.
+//! How operations end: completions, deadlines, dead peers.
 
 use super::super::channel::{Assembled, Form, Source, What};
 use super::super::endpoint::{Completion, Held, Kind, Peer};
@@ -7,13 +7,13 @@ use super::super::window::Timeout;
 use super::super::wire::Body;
 use super::{Engine, Pull, Purpose};
 
-/// Timers are looked at this often: half the shortest.
+/// Interval at which the timers are checked: half the shortest timer.
 const LOOK_NS: u64 = 500_000;
-/// Deadlines of operations are looked at this often.
+/// Interval at which the deadlines of operations are checked.
 const DEADLINES_NS: u64 = 50_000_000;
 
 impl Engine {
-    /// Ends an operation and reports it.
+    /// Ends an operation and queues its completion.
     pub(super) fn complete_op(&mut self, id: u32, status: Status, len: u64) {
         let Some(op) = self.ops.remove(id) else { return };
         if let Form::Read { .. } = op.form {
@@ -56,7 +56,7 @@ impl Engine {
         }
     }
 
-    /// A channel is over: everything on it ends with `status`.
+    /// Closes a channel: everything on it ends with `status`.
     pub(super) fn fail_channel(&mut self, number: u32, status: Status) {
         let Some(channel) = self.channels.get(number) else { return };
         let address = channel.address;
@@ -88,7 +88,7 @@ impl Engine {
         self.addresses.remove(&address);
     }
 
-    /// Looks at the clock: call it often, at the latest at `wake_at`.
+    /// Checks all timers. The caller should call it often, at the latest at `wake_at`.
     pub fn tick(&mut self, now: u64) {
         self.now = now;
         if now.saturating_sub(self.looked_at) < LOOK_NS {
@@ -146,7 +146,7 @@ impl Engine {
         let mut ended = vec![];
         for flow in &mut channel.flows {
             let is_over = flow.not_ready_since.is_some_and(|since| now.saturating_sub(since) >= patience);
-            // During a pause no message is on its way that might be taken after all.
+            // During a pause no message is in flight that the endpoint might still accept.
             if is_over && now < flow.paused_until {
                 flow.not_ready_since = None;
                 ended.extend(flow.queue.iter().copied());
@@ -159,7 +159,7 @@ impl Engine {
         }
     }
 
-    /// When `tick` or `depart` have something to do at the latest. None: not before a packet or an operation comes.
+    /// Latest time at which `tick` or `depart` has to be called again. `None`: only after the next packet or operation.
     pub fn wake_at(&self, now: u64) -> Option<u64> {
         let mut wake: Option<u64> = None;
         let mut at = |time: u64| wake = Some(wake.map_or(time, |wake| wake.min(time)));

@@ -7,24 +7,24 @@ use super::super::status::Status;
 use super::super::wire::{Body, Credit, End, Message, Offer, Subject, flags};
 use super::{Engine, PullSource, Purpose};
 
-/// Longest message that a peer may push, whatever its threshold.
+/// Upper bound on the size of a message that a peer may push, whatever the peer's own threshold is.
 const EAGER_ACCEPTED_MAX: u32 = 1 << 20;
 
-/// A message that nobody has received yet.
+/// A message that the application has not received yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Seen {
-    /// Its sender.
+    /// Sender of the message.
     pub from: Peer,
-    /// Its tag.
+    /// Tag of the message, if any.
     pub tag: Option<u64>,
-    /// Its immediate data.
+    /// Immediate data of the message, if any.
     pub data: Option<u64>,
-    /// Its length in bytes.
+    /// Length of the message in bytes.
     pub len: u64,
 }
 
 impl Engine {
-    /// A fragment of a message arrived, in order.
+    /// Handles a fragment of a message, in order.
     pub(super) fn take_message(&mut self, channel: u32, flags: u8, message: Message, payload: &[u8]) {
         let Some(own) = self.channels.get_mut(channel) else { return };
         let from = Peer { address: own.address, endpoint: message.from };
@@ -99,7 +99,7 @@ impl Engine {
         }
     }
 
-    /// The rest of a message will not come.
+    /// Drops a partially received message whose remaining fragments will not come.
     pub(super) fn abandon_assembly(&mut self, channel: u32) {
         let Some(assembly) = self.channels.get_mut(channel).and_then(|own| own.assembly.take()) else {
             return;
@@ -116,7 +116,7 @@ impl Engine {
         }
     }
 
-    /// A message or write is offered.
+    /// Handles the offer of a message or write.
     pub(super) fn take_offer(&mut self, channel: u32, flags: u8, offer: Offer) {
         let Some(own) = self.channels.get(channel) else { return };
         let from = Peer { address: own.address, endpoint: offer.from };
@@ -151,7 +151,8 @@ impl Engine {
         }
     }
 
-    /// Whether a message (or the notice of a write: none) is taken by its endpoint now. If not, the peer is told to send it again.
+    /// Whether the endpoint accepts a message now (or, without one, the notice of a write). If not, the peer gets
+    /// the report "receiver not ready".
     pub(super) fn admit(
         &mut self,
         channel: u32,
@@ -180,7 +181,7 @@ impl Engine {
             }
             return false;
         }
-        // Messages that ended at their origin before they were sent never come.
+        // Skips the numbers of messages that ended at their origin before they were sent.
         let skipped = seq.wrapping_sub(grant.expected);
         if (skipped as i32) >= 0 {
             grant.expected = seq.wrapping_add(1);
@@ -191,7 +192,7 @@ impl Engine {
         true
     }
 
-    /// The application has taken messages of a peer: the peer may send as many more.
+    /// The application has received messages of a peer: returns as many credits to the peer.
     pub(super) fn consumed(&mut self, channel: u32, to: u16, count: u32) {
         let Some(grant) = self.channels.get_mut(channel).and_then(|own| own.grant(to)) else { return };
         grant.consumed = grant.consumed.wrapping_add(count);
@@ -202,7 +203,7 @@ impl Engine {
         }
     }
 
-    /// Gives the buffer that was posted last a message that came before it. False: there is none.
+    /// Fills the most recently posted buffer with an unexpected message that matches. Returns false if there is none.
     pub(super) fn take_unexpected(&mut self, endpoint: u16) -> bool {
         let Some(own) = self.endpoint_mut(endpoint) else { return false };
         let Some(posted) = own.posted.back() else { return false };
@@ -212,7 +213,7 @@ impl Engine {
             .iter()
             .position(|message| message.claim.is_none() && matching.takes(message.tag, message.from));
         let Some(message) = place.and_then(|place| own.release(place)) else { return false };
-        // Buffers posted before do not match, or they would have the message.
+        // Buffers that were posted earlier do not match, because otherwise they would already hold the message.
         let Some((span, completion)) = own.take_posted(message.tag, message.data, message.from, message.len)
         else {
             return false;
@@ -238,7 +239,7 @@ impl Engine {
         }
     }
 
-    /// Begins to pull an offered message into its buffer.
+    /// Starts to pull an offered message into its buffer.
     pub(super) fn pull_message(
         &mut self,
         channel: u32,
@@ -255,7 +256,8 @@ impl Engine {
         self.start_pull(channel, PullSource::Offer(op), endpoint, span, purpose);
     }
 
-    /// Looks for a message that `matching` takes and leaves it. `claim` sets it apart for `receive_claimed` with that number.
+    /// Finds an unexpected message that `matching` accepts, without receiving it. `claim` reserves the message for
+    /// `receive_claimed` with this number.
     pub fn peek(&mut self, endpoint: u16, matching: &Match, claim: Option<u64>) -> Option<Seen> {
         let own = self.endpoint_mut(endpoint)?;
         let found = own
@@ -266,7 +268,8 @@ impl Engine {
         Some(Seen { from: found.from, tag: found.tag, data: found.data, len: found.len })
     }
 
-    /// Receives the message that was set apart as `claim`, or throws it away: no span. False: there is none.
+    /// Receives the message that was reserved with `claim`, or discards it if there is no span. Returns false if no such
+    /// message exists.
     pub fn receive_claimed(&mut self, endpoint: u16, claim: u64, span: Option<Span>, context: u64) -> bool {
         let Some(own) = self.endpoint_mut(endpoint) else { return false };
         let place = own.unexpected.iter().position(|message| message.claim == Some(claim));

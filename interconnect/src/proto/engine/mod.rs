@@ -1,7 +1,8 @@
-//! The engine: all channels, endpoints and memory of one process.
+//! The engine: all channels, endpoints and registered memory of one process.
 //!
-//! `post.rs` takes operations, `depart.rs` makes packets of them, `arrive.rs` takes packets, `messages.rs` matches messages with posted
-//! buffers, `atomics.rs` changes numbers, `pulls.rs` asks for and serves bytes of offers, reads and large writes, `ends.rs` completes and fails what is under way.
+//! `post.rs` accepts operations, `depart.rs` creates packets, `arrive.rs` processes arriving packets, `messages.rs` matches
+//! messages with posted buffers, `atomics.rs` executes atomic operations, `pulls.rs` requests and serves the bytes of offers,
+//! reads and large writes, and `ends.rs` completes or fails pending operations.
 
 mod arrive;
 mod atomics;
@@ -27,31 +28,31 @@ pub use depart::Departure;
 pub use messages::Seen;
 pub use post::{Outgoing, Receive, Shape};
 
-/// Operations of one engine that are not complete.
+/// Maximum number of incomplete operations of one engine.
 pub(super) const OPERATIONS_MAX: usize = 32_768;
-/// Pulls under way: large receives, large writes of peers, reads.
+/// Maximum number of pulls in progress: large receives, large writes of peers, and reads.
 pub(super) const PULLS_MAX: usize = 16_384;
-/// Peers of one engine. A channel without traffic costs about 1 KiB.
+/// Maximum number of peers of one engine. A channel without traffic costs about 1 KiB.
 pub(super) const CHANNELS_MAX: usize = 4096;
-/// Buffers kept for the next messages.
+/// Maximum number of buffers that are kept for reuse by later messages.
 const SPARE_MAX: usize = 256;
 
-/// How an engine behaves.
+/// Configuration of an engine.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Largest datagram sent, in bytes, unless the application names another for a peer.
+    /// Maximum size of sent datagrams in bytes, unless the application sets another limit for a peer.
     pub datagram_max: usize,
-    /// Up to so many bytes an operation is pushed; above, the target pulls.
+    /// Operations of up to this many bytes are pushed; the target pulls larger ones.
     pub eager_max: usize,
-    /// Bytes that all peers together may be asked to send at once: what the socket's receive buffer holds.
+    /// Maximum number of bytes that all peers together are asked to send at once: the capacity of the socket's receive buffer.
     pub receive_budget: usize,
-    /// A peer that acknowledges nothing for so long is unreachable, in nanoseconds.
+    /// A peer that acknowledges nothing for this many nanoseconds counts as unreachable.
     pub dead_after_ns: u64,
-    /// Deadline of an operation, in nanoseconds; 0: none but the peer's death.
+    /// Deadline of an operation in nanoseconds. With 0, an operation fails only if its peer dies.
     pub operation_timeout_ns: u64,
     /// How long messages wait for an endpoint that is not ready, in nanoseconds.
     pub not_ready_ns: u64,
-    /// A channel with work but without traffic is tried so often, in nanoseconds.
+    /// Keep-alive interval, in nanoseconds, of a channel with pending work but without traffic.
     pub keepalive_ns: u64,
 }
 
@@ -69,51 +70,51 @@ impl Default for Config {
     }
 }
 
-/// Why an operation was not taken.
+/// Reason why the engine rejected a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PostError {
-    /// A table is full: take completions, then try again.
+    /// A table is full. The application should take completions and then try again.
     #[error("too many operations under way: take completions, then try again")]
     Busy,
-    /// There is no such endpoint here.
+    /// This engine has no such endpoint.
     #[error("no such endpoint")]
     NoEndpoint,
-    /// Too many endpoints, or this one is taken.
+    /// The endpoint table is full, or the endpoint number is taken.
     #[error("the endpoint's number is taken or above 1023")]
     Taken,
     /// The region table is full, or the key is taken.
     #[error("too many regions, or the key is taken")]
     NoRegion,
-    /// No such region.
+    /// The region does not exist.
     #[error("no such region")]
     UnknownKey,
-    /// Numbers of an atomic operation are too many, or those given do not agree.
+    /// An atomic operation has too many values, or the lengths of its parameters do not match.
     #[error(
         "an atomic operation takes 1 to 240 bytes of numbers, and operands, numbers to compare with and the place for the result that suit it"
     )]
     BadAtomic,
 }
 
-/// What an engine counted since it was started.
+/// Counters since the start of the engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Packets given out to be sent, retransmissions too.
+    /// Packets sent, including retransmissions.
     pub packets_out: u64,
-    /// Packets sent again.
+    /// Retransmitted packets.
     pub resent: u64,
-    /// Packets that arrived.
+    /// Packets received.
     pub packets_in: u64,
-    /// Packets that are none of this protocol.
+    /// Received packets that do not belong to this protocol.
     pub malformed: u64,
-    /// Packets of no channel of this engine.
+    /// Received packets that belong to no channel of this engine.
     pub unknown: u64,
-    /// Packets that had arrived before, or were too far ahead.
+    /// Received packets that were duplicates or beyond the receive window.
     pub useless: u64,
-    /// Packets ahead of others that found no memory to wait in.
+    /// Out-of-order packets dropped because no memory was left to hold them.
     pub no_memory: u64,
     /// Messages refused because the endpoint had no room or did not exist.
     pub not_ready: u64,
-    /// Writes and reads of peers refused for their key, range or access.
+    /// Writes and reads of peers refused because of a wrong key, range or access right.
     pub bad_keys: u64,
     /// Channels that failed.
     pub failed_channels: u64,
@@ -136,17 +137,18 @@ enum PullSource {
     Key { key: Key, at: u64 },
 }
 
-/// What to do when a pull is complete.
+/// Action on completion of a pull.
 enum Purpose {
-    /// End this operation.
+    /// Ends this operation.
     Read(u32),
-    /// Report that a message was received on this endpoint.
+    /// Reports a received message on this endpoint.
     Message(u16, Box<Completion>),
-    /// A peer's write through this endpoint arrived, with immediate data to report perhaps.
+    /// Ends a peer's write through this endpoint, and reports its immediate data, if any.
     Write { endpoint: u16, key: Key, from: u16, data: Option<u64> },
 }
 
-/// All channels, endpoints and memory of one process. It has no clock: `now` is nanoseconds since any moment, never falling.
+/// All channels, endpoints and registered memory of one process. The engine has no clock: callers pass `now` in nanoseconds
+/// since an arbitrary start, and `now` must never decrease.
 pub struct Engine {
     config: Config,
     epoch: u64,
@@ -158,15 +160,15 @@ pub struct Engine {
     pulls: Slab<Pull>,
     channels: Slab<Channel>,
     addresses: HashMap<SocketAddr, u32>,
-    /// Datagram sizes that the application named.
+    /// Datagram sizes that the application has set for addresses.
     datagrams: HashMap<SocketAddr, usize>,
-    /// Channels with something to send.
+    /// Channels that have packets to send.
     ready: VecDeque<u32>,
-    /// Channels whose acknowledgement may wait.
+    /// Channels with a delayed acknowledgement.
     late: VecDeque<u32>,
-    /// Pulls that have more to ask for.
+    /// Pulls with bytes that have not been requested yet.
     pulls_waiting: VecDeque<u32>,
-    /// Bytes that may be asked for.
+    /// Number of bytes that may still be requested.
     budget: i64,
     resets: VecDeque<(SocketAddr, u32)>,
     done: Vec<What>,
@@ -178,7 +180,8 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// An engine started at `epoch`, nanoseconds of a clock that a restart does not set back. `seed` makes keys hard to guess.
+    /// Creates an engine. `epoch` is its start time in nanoseconds, from a clock that a restart does not set back. A random
+    /// `seed` makes keys hard to guess.
     pub fn new(config: Config, epoch: u64, seed: u64) -> Self {
         let budget = config.receive_budget as i64;
         let mut random = seed;
@@ -209,17 +212,17 @@ impl Engine {
         }
     }
 
-    /// How it behaves.
+    /// Returns the configuration.
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// What it counted.
+    /// Returns the counters.
     pub fn counters(&self) -> Counters {
         self.counters
     }
 
-    /// Opens an endpoint of this number, or of the first free one.
+    /// Opens the endpoint with this number, or with the first free number.
     pub fn open(&mut self, number: Option<u16>) -> Result<u16, PostError> {
         let place = match number {
             Some(number) => usize::from(number),
@@ -235,8 +238,8 @@ impl Engine {
         Ok(place as u16)
     }
 
-    /// Closes an endpoint: its operations end without completion, its regions are deregistered. Messages that are sent and were reported
-    /// complete still reach their target.
+    /// Closes an endpoint: its operations end without completion, and its regions are deregistered. Messages that were already
+    /// sent and reported as complete still reach their target.
     pub fn close(&mut self, endpoint: u16) {
         if self.endpoint(endpoint).is_none() {
             return;
@@ -276,7 +279,8 @@ impl Engine {
         }
     }
 
-    /// Registers memory for peers that address `endpoint`. Its first byte has the offset `base`. A `key` is chosen unless one is given.
+    /// Registers memory for peers that address `endpoint`. Peers address its first byte by the offset `base`. Without a `key`
+    /// the engine chooses one.
     pub fn register(
         &mut self,
         endpoint: u16,
@@ -289,7 +293,7 @@ impl Engine {
         self.memory.register(endpoint, span, base, access, key).ok_or(PostError::NoRegion)
     }
 
-    /// Takes memory back: from now on the engine neither reads nor writes it for peers. What they were doing with it fails.
+    /// Deregisters memory: from now on the engine neither reads nor writes it for peers. Accesses in progress fail.
     pub fn deregister(&mut self, key: Key) -> bool {
         let known = self.memory.deregister(key);
         if known {
@@ -298,7 +302,7 @@ impl Engine {
         known
     }
 
-    /// Names the largest datagram for peers at this address.
+    /// Sets the maximum datagram size for peers at this address.
     pub fn set_datagram(&mut self, address: SocketAddr, bytes: usize) {
         let bytes = bytes.clamp(576, 65_507);
         if self.datagrams.len() < 2 * CHANNELS_MAX {
@@ -306,7 +310,7 @@ impl Engine {
         }
     }
 
-    /// Takes one completion of an endpoint.
+    /// Removes the oldest completion of an endpoint and returns it.
     pub fn poll(&mut self, endpoint: u16) -> Option<Completion> {
         let completion = self.endpoint_mut(endpoint)?.completions.pop_front()?;
         if completion.kind == Kind::Arrival
@@ -317,17 +321,17 @@ impl Engine {
         Some(completion)
     }
 
-    /// Completions that wait to be taken.
+    /// Number of completions that the application has not taken yet.
     pub fn waiting(&self, endpoint: u16) -> usize {
         self.endpoint(endpoint).map_or(0, |endpoint| endpoint.completions.len())
     }
 
-    /// Whether any endpoint has completions that wait to be taken.
+    /// Whether any endpoint has completions that the application has not taken yet.
     pub fn has_completions(&self) -> bool {
         self.endpoints.iter().flatten().any(|endpoint| !endpoint.completions.is_empty())
     }
 
-    /// Whether all that was posted has been acknowledged.
+    /// Whether all posted operations have been acknowledged.
     pub fn is_idle(&self) -> bool {
         self.ops.len() == 0 && self.channels.numbers(|channel| !channel.window.is_empty()).is_empty()
     }
@@ -346,7 +350,7 @@ impl Engine {
         if is_full { Err(PostError::Busy) } else { Ok(()) }
     }
 
-    /// The channel to an address; opened if there is none.
+    /// Returns the channel to an address, and opens it if needed.
     fn channel_to(&mut self, address: SocketAddr) -> Result<u32, PostError> {
         if let Some(number) = self.addresses.get(&address) {
             return Ok(*number);
@@ -354,7 +358,7 @@ impl Engine {
         self.new_channel(address, None).ok_or(PostError::Busy)
     }
 
-    /// Makes a channel. `peer` has opened it, or it has to be opened.
+    /// Creates a channel, which either `peer` has opened or this engine has to open.
     fn new_channel(&mut self, address: SocketAddr, peer: Option<Hello>) -> Option<u32> {
         self.channel_number += 1;
         let window_max = peer.map_or(1 << 20, |peer| u64::from(peer.window));
@@ -364,7 +368,7 @@ impl Engine {
         channel.is_welcome_due = peer.is_some();
         channel.peer = peer;
         let number = self.channels.insert(channel)?;
-        // The session leads back to the channel's place; its other bits are hard to guess.
+        // The session number contains the channel's slot; its other bits are hard to guess.
         let session = (mix(&mut self.random) as u32) << 12 | (number & 0xfff);
         self.channels.get_mut(number)?.session = session;
         self.addresses.insert(address, number);
@@ -372,7 +376,7 @@ impl Engine {
         Some(number)
     }
 
-    /// The channel has something to send.
+    /// Queues the channel because it has packets to send.
     fn make_ready(&mut self, number: u32) {
         if let Some(channel) = self.channels.get_mut(number).filter(|channel| !channel.is_queued) {
             channel.is_queued = true;

@@ -1,4 +1,4 @@
-//! Takes operations of the application.
+//! Posting of the application's operations.
 
 use super::super::channel::{Form, Op};
 use super::super::endpoint::{Buffer, Completion, Kind, Match, Peer, Posted};
@@ -6,55 +6,56 @@ use super::super::memory::{Key, Span};
 use super::super::status::Status;
 use super::{Atomic, Engine, PostError};
 
-/// What an operation does at its target.
+/// Kind of operation, with its parameters at the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shape {
-    /// A message, with a tag perhaps, consumes a posted buffer.
+    /// A message, optionally with a tag, which consumes a posted buffer.
     Message {
         /// Tag to match.
         tag: Option<u64>,
     },
-    /// Bytes go into registered memory.
+    /// A write into registered memory.
     Write {
-        /// Names the region.
+        /// Key of the region.
         key: Key,
-        /// Offset there.
+        /// Offset within the region.
         at: u64,
     },
-    /// Bytes come from registered memory.
+    /// A read from registered memory.
     Read {
-        /// Names the region.
+        /// Key of the region.
         key: Key,
-        /// Offset there.
+        /// Offset within the region.
         at: u64,
     },
-    /// Numbers in registered memory change.
+    /// An atomic operation on registered memory.
     Atomic(Atomic),
 }
 
 /// An operation to post.
 #[derive(Clone, Copy, Debug)]
 pub struct Outgoing {
-    /// What it does.
+    /// Kind of operation.
     pub shape: Shape,
-    /// The bytes to send, or where those read go; of an atomic operation the operands.
+    /// The bytes to send, the destination of a read, or the operands of an atomic operation.
     pub span: Span,
-    /// Shown to the target's application with the message, or when the write has arrived.
+    /// Immediate data that the target's application gets with the message, or when the write has arrived.
     pub data: Option<u64>,
-    /// Returned with the completion.
+    /// Context that the completion returns.
     pub context: u64,
-    /// Copy up to `eager_max` bytes and complete at once: the memory is free when the call returns. Later failures are not reported.
+    /// Copies up to `eager_max` bytes and completes at once: the application may reuse the memory when the call returns. Later
+    /// failures are not reported.
     pub is_buffered: bool,
-    /// Report no completion unless it fails.
+    /// Reports a completion only if the operation fails.
     pub is_quiet: bool,
 }
 
 impl Op {
-    /// Makes these the bytes of the operation.
+    /// Makes `bytes` the payload of the operation.
     fn own(&mut self, bytes: Vec<u8>) {
         let bytes = self.owned.insert(bytes);
-        // SAFETY: the vector's bytes stay where they are until it is dropped or changed; it is kept with the operation, unchanged, and all
-        // that uses the span looks the operation up first. Nothing writes through the span: only reads do that, and they are not eager.
+        // SAFETY: the vector is kept unchanged with the operation, and each use of the span looks up the operation first.
+        // Nothing writes through the span: only reads do that, and they are never eager.
         self.span = unsafe { Span::new(bytes.as_mut_ptr(), bytes.len()) };
     }
 }
@@ -62,18 +63,18 @@ impl Op {
 /// A buffer to post.
 #[derive(Clone, Copy, Debug)]
 pub struct Receive {
-    /// Which messages it takes.
+    /// Selects the messages that the buffer accepts.
     pub matching: Match,
-    /// Where they go.
+    /// Destination of the messages.
     pub span: Span,
-    /// Returned with the completion.
+    /// Context that the completion returns.
     pub context: u64,
-    /// It takes one message after the other, until fewer bytes than this are left.
+    /// The buffer takes several messages, until fewer than this many bytes are left.
     pub several: Option<u64>,
 }
 
 impl Engine {
-    /// Posts an operation of `endpoint` to `peer`.
+    /// Posts an operation from `endpoint` to `peer`.
     pub fn post(&mut self, now: u64, endpoint: u16, peer: Peer, out: &Outgoing) -> Result<(), PostError> {
         self.now = now;
         let own = self.endpoint(endpoint).ok_or(PostError::NoEndpoint)?;
@@ -126,7 +127,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Copies the bytes of an operation and completes it.
+    /// Copies the bytes of an operation and completes it at once.
     fn complete_now(&mut self, op: &mut Op, peer: Peer) {
         let mut bytes = self.buffer();
         op.span.read_to(&mut bytes);
@@ -152,7 +153,7 @@ impl Engine {
         op.is_quiet = true;
     }
 
-    /// Posts a buffer for a message. One that has arrived already is taken first.
+    /// Posts a buffer for messages. A matching unexpected message goes into it at once.
     pub fn post_receive(&mut self, endpoint: u16, receive: &Receive) -> Result<(), PostError> {
         self.has_room_for_receive(endpoint)?;
         let Some(own) = self.endpoint_mut(endpoint) else { return Err(PostError::NoEndpoint) };
@@ -171,8 +172,9 @@ impl Engine {
         Ok(())
     }
 
-    /// Takes a posted buffer back. False: there is none with this context, or a message is already on its way into it. A buffer for several
-    /// messages takes no others then, and is released with that one.
+    /// Withdraws a posted buffer. Returns false if no posted buffer has this context, or if a message is already being received
+    /// into it. A buffer for several messages then accepts no further message, and the completion of the pending one releases
+    /// it.
     pub fn cancel(&mut self, endpoint: u16, context: u64) -> bool {
         let Some(own) = self.endpoint_mut(endpoint) else { return false };
         let Some(place) = own.posted.iter().position(|posted| posted.context == context) else {

@@ -1,6 +1,7 @@
-//! Bytes that are asked for: large messages, large writes, reads.
+//! Pulls: requests for the bytes of large messages, large writes and reads.
 //!
-//! One budget bounds what all peers together are asked for and have not sent. Pulls take turns with chunks of it.
+//! One budget bounds the bytes that were requested from all peers together and have not arrived. Pulls take turns and request
+//! one chunk at a time.
 
 use super::super::channel::{Form, PULLING_MAX, Serve, Source, WRITES_OFFERED_MAX, What};
 use super::super::endpoint::Completion;
@@ -9,11 +10,12 @@ use super::super::status::Status;
 use super::super::wire::{Body, Data, End, Offer, Pull as PullBody, Subject, flags};
 use super::{Engine, Pull, PullSource, Purpose};
 
-/// Bytes asked for by one packet: long enough that a turn costs little, short enough that peers share the budget.
+/// Maximum number of bytes that one packet requests: large enough to keep the cost per request low, small enough that peers
+/// share the budget.
 const CHUNK: u64 = 256 << 10;
 
 impl Engine {
-    /// Begins to ask for the bytes of an offer or a region.
+    /// Starts to pull the bytes of an offer or a region.
     pub(super) fn start_pull(
         &mut self,
         channel: u32,
@@ -41,7 +43,7 @@ impl Engine {
         self.start_pull(channel, PullSource::Key { key, at }, to, span, Purpose::Read(id));
     }
 
-    /// Begins a peer's large write.
+    /// Starts to pull a peer's large write.
     pub(super) fn pull_write(
         &mut self,
         channel: u32,
@@ -62,7 +64,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Asks for more bytes, as far as the budget allows.
+    /// Requests more bytes, as far as the budget allows.
     pub(super) fn ask(&mut self) {
         let all = self.config.receive_budget as i64;
         let mut tries = self.pulls_waiting.len();
@@ -103,10 +105,10 @@ impl Engine {
         }
     }
 
-    /// Puts pulled bytes into place.
+    /// Places pulled bytes.
     pub(super) fn place_data(&mut self, channel: u32, data: Data, payload: &[u8]) -> Status {
         let Some(pull) = self.pulls.get_mut(data.pull).filter(|pull| pull.channel == channel) else {
-            // It failed here while its bytes were on their way.
+            // The pull failed on this side while its bytes were in flight.
             return Status::Cancelled;
         };
         let end = data.offset.checked_add(payload.len() as u64);
@@ -122,7 +124,7 @@ impl Engine {
         Status::Success
     }
 
-    /// A pull is over: tells the application, and the peer whose offer it was.
+    /// Ends a pull: reports to the application, and to the peer that made the offer.
     pub(super) fn finish_pull(&mut self, id: u32, status: Status) {
         let Some(pull) = self.remove_pull(id) else { return };
         let len = pull.span.len() as u64;
@@ -145,7 +147,7 @@ impl Engine {
         }
     }
 
-    /// Takes a pull out of all accounts.
+    /// Removes a pull from the tables and counters.
     pub(super) fn remove_pull(&mut self, id: u32) -> Option<Pull> {
         let pull = self.pulls.remove(id)?;
         self.budget += (pull.asked - pull.received) as i64;
@@ -156,13 +158,13 @@ impl Engine {
         Some(pull)
     }
 
-    /// Tells the peer how its operation ended.
+    /// Reports to the peer how its operation ended.
     pub(super) fn end_operation(&mut self, channel: u32, op: u32, status: Status) {
         let end = End { subject: Subject::Operation, status, to: 0, number: op, seq: 0 };
         self.control(channel, What::Control(Body::End(end), 0));
     }
 
-    /// The peer asks for bytes.
+    /// Handles a peer's request for bytes.
     pub(super) fn serve(&mut self, channel: u32, flags: u8, pull: PullBody) {
         let len = u64::from(pull.len);
         if len == 0 {
@@ -195,7 +197,7 @@ impl Engine {
         self.end_pull(channel, pull.pull, status);
     }
 
-    /// Tells the peer that its pull fails.
+    /// Reports to the peer that its pull fails.
     fn end_pull(&mut self, channel: u32, number: u32, status: Status) {
         let end = End { subject: Subject::Pull, status, to: 0, number, seq: 0 };
         self.control(channel, What::Control(Body::End(end), 0));
@@ -211,7 +213,7 @@ impl Engine {
         }
     }
 
-    /// Nothing is served from `source` any more. `status` tells the peer, if it does not know.
+    /// Stops serving bytes from `source`. `status` is reported to the peer if the peer does not know it yet.
     pub(super) fn stop_serving(&mut self, channel: u32, source: Source, status: Option<Status>) {
         let Some(own) = self.channels.get_mut(channel) else { return };
         let stopped = own.serves.numbers(|serve| serve.source == source);
@@ -225,7 +227,7 @@ impl Engine {
         }
     }
 
-    /// Memory was taken back: whatever peers were doing with it fails.
+    /// Memory was deregistered: fails all accesses of peers to it.
     pub(super) fn revoke(&mut self, key: Key) {
         for channel in self.channels.numbers(|channel| channel.serves.len() > 0) {
             self.stop_serving(channel, Source::Key(key), Some(Status::BadKey));
@@ -236,7 +238,7 @@ impl Engine {
         }
     }
 
-    /// An endpoint closes: its large receives end.
+    /// An endpoint closes: ends its large receives.
     pub(super) fn drop_pulls_of(&mut self, endpoint: u16) {
         let own = |pull: &Pull| matches!(pull.purpose, Purpose::Message(to, _) if to == endpoint);
         for id in self.pulls.numbers(own) {

@@ -1,4 +1,4 @@
-//! One behaviour each, on a network that loses nothing unless the test says so.
+//! Tests of one behaviour each, on a network without loss unless the test configures it.
 
 use super::world::{CLEAN, World};
 use crate::proto::{
@@ -125,7 +125,7 @@ fn numbers_change_in_order_and_what_was_there_comes_back() {
         compare: Span::EMPTY,
         found: None,
     };
-    // More than may wait for their numbers at once; a large write goes before all of them.
+    // More atomic operations than may wait for fetched values at once, posted behind a large write.
     let large = world.span(0, 4 << 20, 4000);
     world.post(0, 1, Shape::Write { key, at: 64 }, large, 1000).unwrap();
     let operand = world.span(0, 0, 8);
@@ -139,7 +139,7 @@ fn numbers_change_in_order_and_what_was_there_comes_back() {
     }
     assert_eq!(number(&world, 1, (1 << 20) + 16), 1800);
     assert!((0..600).step_by(2).all(|context| number(&world, 0, 1024 + 8 * context) == 3 * context as u64));
-    // Compare and swap: the second finds what the first wrote.
+    // Compare-and-swap: the second operation finds the value that the first one wrote.
     for (operand, compare, found, after) in [(7u64, 1800u64, 1800, 7), (9, 1800, 7, 7)] {
         world.nodes[0].memory[..8].copy_from_slice(&operand.to_ne_bytes());
         world.nodes[0].memory[8..16].copy_from_slice(&compare.to_ne_bytes());
@@ -179,14 +179,14 @@ fn messages_match_by_tag_in_order_also_when_they_come_first() {
     world.run(1_000_000);
     let seen = world.nodes[1].engine.peek(0, &Match { tag: Some((1, 0)), from: None }, None).unwrap();
     assert_eq!((seen.len, seen.tag), (big as u64, Some(1)));
-    // Tag 1 twice, then any three.
+    // Two receives for tag 1, then three receives for any tag.
     for (context, tag) in [(10, (1, 0)), (11, (1, 0)), (12, (0, u64::MAX)), (13, (0, 0)), (14, (9, 9))] {
         let span = world.span(1, context as usize * big, big);
         world.receive(1, Some(tag), span, context);
     }
     let mut got: Vec<(u64, u64)> = (0..5).map(|_| world.wait(1)).map(|got| (got.context, got.len)).collect();
     got.sort();
-    // (9 ^ 0) & !9 is 0: the last takes tag 0 too.
+    // The last receive also accepts tag 0, because (9 ^ 0) & !9 is 0.
     assert_eq!(got, [(10, big as u64), (11, big as u64), (12, 8), (13, 8), (14, 8)]);
     assert!(same(&world, (0, big), (1, 10 * big), big) && same(&world, (0, 3 * big), (1, 11 * big), big));
 }
@@ -247,13 +247,13 @@ fn a_buffer_for_several_messages_is_released_with_the_last_that_is_complete() {
     for span in [large, small] {
         world.post(0, 1, MESSAGE, span, 0).unwrap();
     }
-    // The small one leaves fewer than 300 bytes; the large one is pulled meanwhile.
+    // The small message leaves fewer than 300 bytes in the buffer while the large message is still being pulled.
     let got = world.wait(1);
     assert_eq!((got.len, got.offset, got.is_released), (50, 100_000, false));
     let got = world.wait(1);
     assert_eq!((got.len, got.offset, got.is_released), (100_000, 0, true));
     assert!(same(&world, (0, 0), (1, 0), 100_050));
-    // Cancelled while a message is on its way into it.
+    // The receive is cancelled while a message is being received into its buffer.
     post(&mut world, 2);
     world.post(0, 1, MESSAGE, large, 0).unwrap();
     world.run(8_000);
@@ -354,7 +354,7 @@ fn a_dead_peer_is_named_within_the_bound() {
     world.post(0, 1, MESSAGE, small, 0).unwrap();
     assert_eq!(world.wait(0).status, Status::Unreachable, "it never answered");
     world.cut[1] = false;
-    // Under way, answered late, and only waited for: keep-alives find the last.
+    // Operations in flight, answered late, or only waiting for the peer: keep-alives detect the dead peer for the last kind.
     for (context, shape) in [(1, Shape::Write { key, at: 0 }), (2, Shape::Read { key, at: 0 }), (3, MESSAGE)]
     {
         world.post(0, 1, shape, large, context).unwrap();
@@ -380,7 +380,7 @@ fn a_restarted_peer_is_recognised() {
     world.receive(1, None, target, 2);
     world.post(0, 1, MESSAGE, span, 3).unwrap();
     assert_eq!((world.wait(1).context, world.wait(0).status), (2, Status::Success));
-    // The restarted one opens the channel: the other's old one ends at once.
+    // The restarted engine opens the channel, which ends the other engine's old channel at once.
     world.post(0, 1, MESSAGE, span, 4).unwrap();
     world.run(1_000_000);
     world.restart(1);
@@ -399,7 +399,7 @@ fn a_deadline_ends_what_nobody_receives() {
     world.post(0, 1, MESSAGE, span, 1).unwrap();
     assert_eq!(world.wait(0).status, Status::TimedOut);
     assert!(world.now > 2_000_000_000 && world.now < 2_200_000_000);
-    // The offer is there, its bytes are not: whoever receives it is told.
+    // The offer has arrived but its bytes have not: the receive gets the failure.
     let target = world.span(1, 0, 100_000);
     world.receive(1, None, target, 2);
     assert_eq!(world.wait(1).status, Status::Cancelled);
@@ -486,7 +486,7 @@ fn random_bytes_change_nothing() {
         let mut bytes: Vec<u8> = (0..len).map(|_| world.random(256) as u8).collect();
         if let Some(first) = bytes.first_mut().filter(|_| !round.is_multiple_of(4)) {
             *first = 0x10 | *first & 15;
-            // A greeting of a later epoch is a restart, as far as anybody can tell.
+            // A handshake with a later epoch looks like a restart of the peer.
             *first |= if *first & 14 == 0 { 4 } else { 0 };
         }
         let now = world.now;

@@ -1,11 +1,11 @@
-//! What losses, reordering and many senders cost, on a wire of 10 Gbit/s.
+//! Cost of losses, reordering and many senders, on a link of 10 Gbit/s.
 
 use super::world::{CLEAN, Network, World};
 use crate::proto::{Config, Shape, Status};
 
 const WIRE: Network = Network { byte_ps: 800, delay_ns: 10_000, ..CLEAN };
 
-/// Nanoseconds that 32 writes of 1 MiB from each of the senders to node 0 take.
+/// Returns how many nanoseconds 32 writes of 1 MiB from each of the senders to node 0 take.
 fn transfer(senders: usize, network: Network) -> (u64, World) {
     let mut world = World::new(senders + 1, &Config::default(), network, 7);
     let key = world.register(0, 0, 4 << 20, None);

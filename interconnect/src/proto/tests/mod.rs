@@ -1,4 +1,4 @@
-//! Engines against each other on a fake clock and a fake network.
+//! Tests that run engines against each other with a simulated clock and a simulated network.
 
 mod cases;
 mod goodput;

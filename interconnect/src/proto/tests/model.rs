@@ -1,6 +1,7 @@
-//! Random operations against a model of memory, on a network that loses, repeats, delays and reorders packets, with restarts.
+//! Random operations checked against a model of memory, on a network that loses, duplicates, delays and reorders packets, with
+//! restarts.
 //!
-//! `VNET_RDMA_OPERATIONS=1000000 cargo test --release -p vnet-rdma model` makes it a million operations for each network.
+//! `VNET_RDMA_OPERATIONS=1000000 cargo test --release -p vnet-rdma model` runs a million operations on each network.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -8,19 +9,19 @@ use super::world::{CLEAN, Network, World};
 use crate::proto::random::mix;
 use crate::proto::{Atomic, Change, Completion, Config, Datatype, Kind, Shape, Span, Status};
 
-/// The target memory of each node is split into slots; one operation at a time uses a slot.
+/// The target memory of each node is divided into slots; at most one operation at a time uses a slot.
 const SLOTS: usize = 32;
 const SLOT: usize = 64 << 10;
-/// Behind the slots: buffers of local operations, and buffers of receives.
+/// Behind the slots: the buffers of local operations, then the buffers of receives.
 const LOCAL: usize = SLOTS * SLOT;
 const RECEIVES: usize = 2 * SLOTS * SLOT;
-/// Key of the slots, the same after a restart.
+/// Key of the slots; it stays the same after a restart.
 const KEY: u64 = 0x5eed;
 const TAGS: u64 = 3;
 
 #[derive(Clone, Copy, Debug)]
 enum Job {
-    /// A write of `len` bytes with this seed into a slot.
+    /// Writes `len` bytes, generated from this seed, into a slot.
     Write {
         slot: usize,
         len: usize,
@@ -30,12 +31,12 @@ enum Job {
         slot: usize,
         len: usize,
     },
-    /// Adds to the number at the beginning of a slot: exactly once, whatever the network does.
+    /// Adds to the value at the beginning of a slot. The addition must happen exactly once despite losses and duplicates.
     Add {
         slot: usize,
         operand: u64,
     },
-    /// A write or read that must be refused.
+    /// A write or read that the target must refuse.
     Refused,
     Send {
         number: u64,
@@ -44,17 +45,17 @@ enum Job {
 
 #[derive(Default)]
 struct Side {
-    /// By context, which is the number of the local buffer.
+    /// Pending operations by context, which is the number of the local buffer.
     jobs: HashMap<u64, Job>,
-    /// Posted receives: by context.
+    /// Posted receives by context.
     receives: HashMap<u64, usize>,
     next_receive: u64,
-    /// Slots of this side's memory in use by the other.
+    /// Slots of this node's memory that an operation of the other node uses.
     busy: [bool; SLOTS],
-    /// Numbers received for each posted kind of tag, by the order of posting.
+    /// Numbers of the messages received for each kind of posted tag, in posting order.
     received: BTreeMap<(u64, u64), u64>,
     sent: u64,
-    /// What the slots hold.
+    /// Expected content of the slots.
     model: Vec<u8>,
     lives: u64,
 }
@@ -88,7 +89,7 @@ impl Model {
         self.world.random(most) as usize
     }
 
-    /// Posts a random operation of `node`, if a buffer is free.
+    /// Posts a random operation from `node` if a buffer is free.
     fn post(&mut self, node: usize) {
         let other = 1 - node;
         let context = self.world.random(SLOTS as u64);
@@ -114,7 +115,7 @@ impl Model {
         let mut bytes = bytes_of(seed, len.max(24));
         let mut len = len;
         if let Job::Send { number, .. } = job {
-            // The message tells what it is: number, life of the sender, length.
+            // The message describes itself: number, incarnation of the sender, length.
             len = len.max(24);
             let words = [number, self.sides[node].lives, len as u64];
             bytes = bytes_of(words.iter().sum(), len);
@@ -144,7 +145,7 @@ impl Model {
         self.sides[node].jobs.insert(context, job);
     }
 
-    /// The operand is at the local buffer's beginning; what was found goes behind it.
+    /// The operand is at the beginning of the local buffer; the fetched value goes behind it.
     fn addition(&mut self, node: usize, slot: usize, local: usize) -> Shape {
         Shape::Atomic(Atomic {
             key: KEY,
@@ -159,7 +160,7 @@ impl Model {
 
     fn post_receive(&mut self, node: usize) {
         if self.sides[node].receives.len() >= SLOTS {
-            // Otherwise all might wait for one tag while messages of another keep the credits.
+            // Otherwise all receives might wait for one tag while messages with the other tags hold the credits.
             let context = *self.sides[node].receives.keys().min().unwrap();
             if self.world.random(8) == 0 && self.world.nodes[node].engine.cancel(0, context) {
                 self.sides[node].receives.remove(&context);
@@ -168,7 +169,7 @@ impl Model {
         }
         let used: Vec<usize> = self.sides[node].receives.values().copied().collect();
         let Some(place) = (0..SLOTS).find(|place| !used.contains(place)) else { return };
-        // Of one tag, or of any.
+        // The receive accepts one tag, or any tag.
         let tag = self.world.random(TAGS + 1);
         let matching = if tag == TAGS { (0, u64::MAX) } else { (tag, 0) };
         let span = self.world.span(node, RECEIVES + place * SLOT, SLOT);
@@ -245,7 +246,7 @@ impl Model {
             words[2] == len as u64 && bytes[24..] == expected[24..],
             "a message of {len} bytes is damaged"
         );
-        // Of two receives of the same kind, the one posted first gets the message sent first.
+        // Of two receives of the same kind, the one that was posted first gets the message that was sent first.
         let (order, kind) = (completion.context >> 8, completion.context & 0xff);
         let name = (kind << 32 | completion.tag.unwrap(), order);
         side.received.insert(name, words[1] << 40 | words[0]);
@@ -271,19 +272,20 @@ impl Model {
         self.world.restart(node);
         self.world.register(node, 0, SLOTS * SLOT, Some(KEY));
         let other = 1 - node;
-        // Its own operations are gone; what they did to the other's memory is seen now, and cannot change any more.
+        // The restarted node's own operations are gone. Their effects on the other node's memory are visible now and can no
+        // longer change.
         for (_, job) in std::mem::take(&mut self.sides[node].jobs) {
             if let Job::Write { slot, .. } | Job::Read { slot, .. } | Job::Add { slot, .. } = job {
                 self.sides[other].busy[slot] = true;
             }
         }
         self.sides[node].receives.clear();
-        // What it sent before is still on its way.
+        // Packets that the node sent before the restart are still in flight.
         self.world.run(1_000_000);
         self.sides[node].lives += 1;
     }
 
-    /// Waits until nothing is under way, and takes the memory as it is.
+    /// Waits until no operation is pending, then takes the memory content as the expected content.
     fn settle(&mut self) {
         let end = self.world.now + 60_000_000_000;
         while self.sides.iter().any(|side| !side.jobs.is_empty()) {

@@ -1,4 +1,4 @@
-//! Packets as bytes, and back.
+//! Tests of encoding and decoding packets.
 
 use crate::proto::Status;
 use crate::proto::wire::*;

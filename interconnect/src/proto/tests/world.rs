@@ -1,4 +1,5 @@
-//! A fake network with loss, duplication, delay, reordering and a rate, a clock, and engines with memory of their own.
+//! A simulated network with loss, duplication, delay, reordering and a rate limit, a simulated clock, and engines with their
+//! memory.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -8,16 +9,16 @@ use crate::proto::{
     Access, Completion, Config, Engine, Match, Outgoing, Peer, PostError, Receive, Shape, Span,
 };
 
-/// What happens to packets, in parts per million, and how long they travel.
+/// Properties of the network: probabilities of packet events in parts per million, and delays.
 #[derive(Clone, Copy)]
 pub struct Network {
     pub lost: u64,
     pub twice: u64,
-    /// Delayed by up to `late_ns` more than the others, which overtake them.
+    /// Packets delayed by up to `late_ns` more than the other packets, which overtake them.
     pub late: u64,
     pub late_ns: u64,
     pub delay_ns: u64,
-    /// Nanoseconds that a byte takes on the way into a host, in thousandths; 0: none.
+    /// Time per byte on the link into a host, in thousandths of a nanosecond; 0 means no rate limit.
     pub byte_ps: u64,
 }
 
@@ -25,9 +26,9 @@ pub const CLEAN: Network = Network { lost: 0, twice: 0, late: 0, late_ns: 0, del
 
 pub struct Node {
     pub engine: Engine,
-    /// Never resized: spans point into it.
+    /// Memory of the node. It is never resized because spans point into it.
     pub memory: Vec<u8>,
-    /// When the way into the host is free again.
+    /// Time at which the link into the host becomes idle.
     busy_until: u64,
 }
 
@@ -36,10 +37,10 @@ pub struct World {
     pub nodes: Vec<Node>,
     pub network: Network,
     random: u64,
-    /// By arrival and number: to whom, from whom, bytes.
+    /// Packets in flight by arrival time and number: destination, source, bytes.
     flying: BTreeMap<(u64, u64), (usize, usize, Vec<u8>)>,
     sent: u64,
-    /// Hosts whose packets are thrown away.
+    /// Hosts whose packets the network drops.
     pub cut: Vec<bool>,
 }
 
@@ -71,7 +72,7 @@ impl World {
         per_million > 0 && self.random(1_000_000) < per_million
     }
 
-    /// The node forgets everything but its memory.
+    /// Restarts a node: it loses all state except its memory.
     pub fn restart(&mut self, node: usize) {
         let config = self.nodes[node].engine.config().clone();
         let seed = mix(&mut self.random);
@@ -82,8 +83,8 @@ impl World {
     pub fn span(&mut self, node: usize, offset: usize, len: usize) -> Span {
         let memory = &mut self.nodes[node].memory;
         assert!(offset + len <= memory.len());
-        // SAFETY: inside the node's memory, which lives as long as the world and is never resized; tests look at bytes only
-        // between calls of the engine.
+        // SAFETY: the range is inside the node's memory, which lives as long as the world and is never resized; tests look at
+        // the bytes only between calls of the engine.
         unsafe { Span::new(memory.as_mut_ptr().add(offset), len) }
     }
 
@@ -131,7 +132,7 @@ impl World {
         self.nodes[node].engine.poll(0)
     }
 
-    /// Lets all engines send, then moves the clock to the next event, which is at most 100 us away.
+    /// Lets all engines send, then advances the clock to the next event, by at most 100 us.
     pub fn step(&mut self) {
         for from in 0..self.nodes.len() {
             self.nodes[from].engine.tick(self.now);
@@ -177,7 +178,7 @@ impl World {
         }
     }
 
-    /// Steps until `node` has a completion.
+    /// Steps the world until `node` has a completion.
     pub fn wait(&mut self, node: usize) -> Completion {
         let end = self.now + 200_000_000_000;
         loop {
@@ -189,7 +190,7 @@ impl World {
         }
     }
 
-    /// Steps for so long.
+    /// Steps the world for this duration.
     pub fn run(&mut self, ns: u64) {
         let end = self.now + ns;
         while self.now < end {
