@@ -1,5 +1,6 @@
 """The kernel's own path: known flows between containers bypass dispatchers; other frames behave as with TAPs."""
 
+import contextlib
 import ctypes
 import json
 import os
@@ -245,34 +246,36 @@ def test_established_flows_outlive_vnetd(host: Host):
     """
     kills = int(os.environ.get("VNET_TEST_KILLS", "3"))
     back = []
-    server = subprocess.Popen(["ip", "netns", "exec", TWO, "iperf3", "--server"], stdout=subprocess.DEVNULL)
-    try:
+    with contextlib.ExitStack() as ended:
+
+        def start(namespace: str, *words: str) -> subprocess.Popen[str]:
+            command = ["ip", "netns", "exec", namespace, *words]
+            process = ended.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            ended.callback(process.kill)
+            return process
+
+        start(TWO, "iperf3", "--server")
         listening = ["ip", "netns", "exec", TWO, "ss", "-Hltn", "sport = :5201"]
         wait_until("iperf3 to listen", lambda: run(listening) != "", 20)
         # The namespace's counters have the segments of earlier tests, too.
         late_before, again_before = counter(ONE, LATE), counter(ONE, AGAIN)
-        words = ["ip", "netns", "exec", ONE, "iperf3", "--client", ADDRESSES[TWO], "--bitrate", "200M"]
-        stream = subprocess.Popen([*words, "--time", "3600", "--json"], stdout=subprocess.PIPE, text=True)
-        words = ["ip", "netns", "exec", ONE, "ping", "-n", "-q", "-i", "0.005", "-W", "5", ADDRESSES[TWO]]
-        pings = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        stream = start(ONE, *f"iperf3 --client {ADDRESSES[TWO]} --bitrate 200M --time 3600 --json".split())
+        pings = start(ONE, *f"ping -n -q -i 0.005 -W 5 {ADDRESSES[TWO]}".split())
         for _ in range(kills):
             # Until the kernel forwards: a renewal later.
             wait_until("the flow", lambda: host.ask("trace", MACS[ONE], MACS[TWO]).get("kernel_ms"), 30)
             time.sleep(0.3)
             host.end(signal.SIGKILL)
             time.sleep(0.1)
-            start = time.monotonic()
+            began = time.monotonic()
             host.start()
             wait_until("both", lambda: {port["path"] for port in host.ask("interface", "list")} == {"kernel"}, 30)
-            back.append(time.monotonic() - start)
+            back.append(time.monotonic() - began)
         assert stream.poll() is None, "the TCP connection has ended"
         pings.send_signal(signal.SIGINT)
         text = pings.communicate(timeout=30)[0]
         stream.send_signal(signal.SIGINT)
         sums = json.loads(stream.communicate(timeout=30)[0])["end"]["sum_sent"]
-    finally:
-        server.kill()
-        server.wait()
     print(f"{kills} kills: {text.splitlines()[-2]}; {sums['bytes']} bytes, {sums['retransmits']} retransmitted,")
     # What was sent again and had arrived after all was late; the rest was lost.
     late = counter(ONE, LATE) - late_before

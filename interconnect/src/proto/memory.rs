@@ -32,6 +32,7 @@ impl Span {
     /// if a receive or a remote write may write them. Like RDMA hardware, the engine copies without synchronization: the
     /// application must neither access bytes that an operation writes nor hold a reference to them before that operation
     /// completes.
+    // SAFETY: stores the pointer only; whoever copies through the span relies on the caller's promise above.
     pub const unsafe fn new(start: *mut u8, len: usize) -> Self {
         Self { start, len }
     }

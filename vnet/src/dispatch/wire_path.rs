@@ -233,6 +233,7 @@ struct WireSource {
 }
 
 impl Source for WireSource {
+    // SAFETY: frames lie in the batch's own memory, so they live as long as it does.
     unsafe fn fill(&mut self, batch: &mut Batch, drops: &mut DropSink, now_ms: u64) -> Taken {
         const ROOM: usize = START + FRAME_MAX;
         let setup = self.setup.load();
