@@ -136,12 +136,46 @@ def test_known_flows_pass_no_dispatcher(hosts: list[Host]):
 
 @pytest.mark.parametrize("size", [1472, 8800, 65000])
 def test_datagrams_of_any_size_arrive(hosts: list[Host], size: int):
-    """The containers' MTU is the underlay's, so frames of that size leave in fragments."""
-    answered = []
+    """The containers' MTU is the underlay's, so frames of that size do not fit one datagram of the wire."""
+    answered, fragments = [], created_fragments()
     moved = hosts[0].grows(10, lambda: answered.append(ping(10, "-s", str(size))))
     assert answered == [10]
     assert moved[1] < moved[0] / 2
+    # A fragment is sent in two frames. Whole datagrams of that size leave in two fragments.
+    assert created_fragments() - fragments == (0 if size > 1472 else 20)
     hosts[1].balance()
+
+
+RECEIVE = """
+import socket
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+    s.settimeout(20)
+    s.bind(("", 9000))
+    print(s.getsockname()[1], flush=True)
+    for _ in range(42):
+        print(*set(chunk := s.recv(65535)), len(chunk), flush=True)
+"""
+SEND = """
+import socket, sys
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+    s.setsockopt(socket.IPPROTO_UDP, 103, int(sys.argv[2]))  # UDP_SEGMENT
+    for name in range(2):
+        chunks = (bytes([21 * name + n]) * int(sys.argv[2]) for n in range(21))
+        s.sendto(b"".join(chunks), (sys.argv[1], 9000))
+"""
+
+
+@pytest.mark.parametrize("size", [1400, 1472])
+def test_segmented_datagrams_keep_their_boundaries(hosts: list[Host], size: int):
+    """A program has the kernel segment its message: datagrams of 1472 bytes do not fit the wire, those of 1400 do."""
+    words = ["ip", "netns", "exec", CONTAINERS[1], "python3", "-c", RECEIVE]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as receiver:
+        assert receiver.stdout.readline().strip() == "9000"
+        run(["ip", "netns", "exec", CONTAINERS[0], "python3", "-c", SEND, ADDRESSES[1], str(size)])
+        got = [tuple(map(int, line.split())) for line in receiver.stdout]
+    assert sorted(got) == [(n, size) for n in range(42)]
+    for host in hosts:
+        host.balance()
 
 
 def test_containers_with_an_mtu_beyond_the_wires(hosts: list[Host]):

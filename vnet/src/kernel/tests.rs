@@ -77,15 +77,32 @@ impl Bench {
 
     /// The verdict of `program` on a frame, and the frame afterwards.
     fn change(&self, program: &str, frame: &[u8]) -> (u32, Vec<u8>) {
+        self.change_in(program, frame, None)
+    }
+
+    fn change_in(&self, program: &str, frame: &[u8], context: Option<&[u8]>) -> (u32, Vec<u8>) {
         let mut programs = self.kernel.programs.lock();
         let program: &mut SchedClassifier = programs.program_mut(program).unwrap().try_into().unwrap();
         let mut room = vec![0; frame.len() + 256];
-        let options =
-            TestRunOptions { data_in: Some(frame), data_out: Some(&mut room), ..TestRunOptions::new() };
+        let options = TestRunOptions {
+            data_in: Some(frame),
+            data_out: Some(&mut room),
+            ctx_in: context,
+            ..TestRunOptions::new()
+        };
         let result = program.test_run(options).unwrap();
         let len = result.data_size_out as usize;
         room.truncate(len);
         (result.return_value, room)
+    }
+
+    /// The verdict of `program` on a frame to be segmented, and the frame afterwards.
+    fn change_segmented(&self, program: &str, frame: &[u8]) -> (u32, Vec<u8>) {
+        // struct __sk_buff of linux/bpf.h.
+        const GSO_SIZE_AT: usize = 176;
+        let mut context = [0; 192];
+        context[GSO_SIZE_AT..GSO_SIZE_AT + 4].copy_from_slice(&100_u32.to_ne_bytes());
+        self.change_in(program, frame, Some(&context))
     }
 
     /// Sends a frame of `len` bytes; true when a flow took it.
@@ -412,9 +429,6 @@ fn a_datagram_made_by_programs_is_taken_by_programs() {
         (50, "destination"),
         (56, "source"),
         (62, "not IPv4"),
-        (64, "IP options"),
-        (70, "an inner fragment"),
-        (73, "neither TCP nor an echo"),
     ] {
         let mut datagram = datagram.clone();
         datagram[at] ^= 1;
@@ -425,12 +439,64 @@ fn a_datagram_made_by_programs_is_taken_by_programs() {
         }
         assert_eq!(bench.change("from_underlay", &datagram), (TC_ACT_OK, datagram.clone()), "{what}");
     }
-    // A TCP segment for no socket of the guest, which may forward it.
-    datagram[73] = 6;
-    assert_eq!(bench.change("from_underlay", &datagram), (TC_ACT_OK, datagram.clone()));
-    for len in 34..100 {
+    // Frames that were sent in one piece can be forwarded: IP options, fragments and any protocol.
+    for (at, value) in [(64, 0x46), (70, 0x20), (73, 6), (73, 17)] {
+        let mut datagram = datagram.clone();
+        datagram[at] = value;
+        let frame = datagram[50..].to_vec();
+        assert_eq!(bench.change("from_underlay", &datagram), (TC_ACT_REDIRECT, frame), "byte {at}");
+    }
+    // A super-frame must be for a TCP socket of the guest.
+    for protocol in [1, 6, 17] {
+        datagram[73] = protocol;
+        assert_eq!(bench.change_segmented("from_underlay", &datagram), (TC_ACT_OK, datagram.clone()));
+    }
+    for len in 34..84 {
         let cut = &datagram[..len];
         assert_eq!(bench.change("from_underlay", cut), (TC_ACT_OK, cut.to_vec()), "{len} bytes");
+    }
+}
+
+#[test]
+fn a_fragment_beyond_one_datagram_leaves_in_two() {
+    let Some(mut bench) = Bench::new() else { return };
+    let remote = Ipv4Addr::new(192, 0, 2, 2);
+    bench.to.target = Target::Host { remote, packet_max: 1450, underlay: None };
+    assert!(bench.install(&terms()));
+    let fragment = |len: usize, flags_and_offset: u16| {
+        let mut frame = frame(B, len);
+        frame[14] = 0x45;
+        frame[16..18].copy_from_slice(&((len - 14) as u16).to_be_bytes());
+        frame[20..22].copy_from_slice(&flags_and_offset.to_be_bytes());
+        frame[23] = 17;
+        frame[34..].iter_mut().enumerate().for_each(|(at, byte)| *byte = at as u8);
+        frame
+    };
+    // The second part is the result of the run: 128 bytes of payload.
+    for (flags_and_offset, of_second) in [(0x2000, 0x2000 + 169), (185, 185 + 169)] {
+        let frame = fragment(1514, flags_and_offset);
+        let (verdict, second) = bench.change("from_guest", &frame);
+        assert_eq!((verdict, second.len()), (TC_ACT_REDIRECT, 34 + 128));
+        assert_eq!(second[16..18], 148_u16.to_be_bytes(), "length");
+        assert_eq!(second[20..22], u16::to_be_bytes(of_second), "flags and offset");
+        assert_eq!(ones_complement(&second[14..34]), 0xffff, "checksum");
+        assert_eq!(second[34..], frame[1514 - 128..]);
+        assert_eq!((&second[..14], second[23]), (&frame[..14], 17));
+    }
+    let odd_length = {
+        let mut frame = fragment(1514, 0x2000);
+        frame[17] ^= 1;
+        frame
+    };
+    for (frame, what) in [
+        (fragment(1514, 0), "not a fragment"),
+        (fragment(1514, 0x6000), "must not be fragmented"),
+        (fragment(1514, 0x2000 + 8100), "beyond the longest datagram"),
+        (fragment(1513, 185), "no multiple of 8"),
+        (fragment(1464, 0x2000), "fits"),
+        (odd_length, "another length in the header"),
+    ] {
+        assert_eq!(bench.change("from_guest", &frame), (TC_ACT_REDIRECT, frame.clone()), "{what}");
     }
 }
 

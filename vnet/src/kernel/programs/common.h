@@ -25,6 +25,10 @@ static long (*const bpf_skb_change_head)(struct __sk_buff *skb, __u32 len, __u64
 	(void *)BPF_FUNC_skb_change_head;
 static long (*const bpf_skb_store_bytes)(struct __sk_buff *skb, __u32 offset, const void *from, __u32 len,
 					 __u64 flags) = (void *)BPF_FUNC_skb_store_bytes;
+static long (*const bpf_skb_change_tail)(struct __sk_buff *skb, __u32 len, __u64 flags) =
+	(void *)BPF_FUNC_skb_change_tail;
+static long (*const bpf_clone_redirect)(struct __sk_buff *skb, __u32 device, __u64 flags) =
+	(void *)BPF_FUNC_clone_redirect;
 static long (*const bpf_skb_adjust_room)(struct __sk_buff *skb, __s32 len_diff, __u32 mode, __u64 flags) =
 	(void *)BPF_FUNC_skb_adjust_room;
 
@@ -92,7 +96,6 @@ INLINE long to_guest(struct __sk_buff *skb, __u32 device, __u32 own_address)
 #define ETH_LEN 14
 #define ETH_P_IP_BE __builtin_bswap16(0x0800)
 #define ETH_P_IPV6_BE __builtin_bswap16(0x86dd)
-#define ICMP 1
 #define TCP 6
 #define UDP 17
 #define BPF_TCP_LISTEN 10
@@ -109,9 +112,10 @@ struct inner {
 	__u16 sport, dport;
 };
 
-/* Whether the frame at `at` ends in the guest: a segment of a TCP connection of the guest's namespace, or a ping. Removing a
- * tunnel's headers leaves the tunnel's offload state on the buffer, which would damage a frame that the guest forwards. */
-INLINE int ends_here(struct __sk_buff *skb, __u32 at, const struct flow *flow)
+/* Whether a program may take the frame at `at` out of its tunnel: an IPv4 packet, whole or a fragment. Removing a tunnel's headers
+ * leaves the tunnel's offload state on the buffer, which would damage a super-frame that the guest forwards: those must be TCP
+ * and for a connection of the guest's namespace. */
+INLINE int may_leave_tunnel(struct __sk_buff *skb, __u32 at, const struct flow *flow, __u32 segment)
 {
 	__u32 namespace = flow->namespace;
 	struct bpf_sock_tuple tuple = {};
@@ -119,15 +123,14 @@ INLINE int ends_here(struct __sk_buff *skb, __u32 at, const struct flow *flow)
 	struct inner in;
 	int ends;
 
-	if (flow->kind != TO_INTERFACE || !flow->own_address || namespace == NO_NAMESPACE)
+	if (flow->kind != TO_INTERFACE || !flow->own_address)
 		return 0;
-	if (bpf_skb_load_bytes(skb, at + 12, &in.type, sizeof(in) - 2))
+	/* The buffer keeps the protocol of the tunnel's packet. */
+	if (bpf_skb_load_bytes(skb, at + 12, &in.type, sizeof(in) - 2) || in.type != ETH_P_IP_BE)
 		return 0;
-	if (in.type != ETH_P_IP_BE || in.version != 0x45 || in.fragment & __builtin_bswap16(0x3fff))
-		return 0;
-	if (in.protocol == ICMP)
+	if (!segment)
 		return 1;
-	if (in.protocol != TCP)
+	if (in.version != 0x45 || in.protocol != TCP || namespace == NO_NAMESPACE)
 		return 0;
 	tuple.ipv4.saddr = in.src;
 	tuple.ipv4.daddr = in.dst;
@@ -141,8 +144,8 @@ INLINE int ends_here(struct __sk_buff *skb, __u32 at, const struct flow *flow)
 	return ends;
 }
 
-/* The valid verdict for the frame at `at`, counted; 0: vnetd decides. Only frames that end in the guest have a verdict behind a
- * tunnel's headers. */
+/* The valid verdict for the frame at `at`, counted; 0: vnetd decides. Behind a tunnel's headers, only frames that programs may take
+ * out of it have one. */
 INLINE struct flow *decide_at(struct __sk_buff *skb, __u32 at, __u16 from, __u32 network)
 {
 	/* Context fields are read once: clang would merge the loads into code that the verifier refuses. */
@@ -162,7 +165,7 @@ INLINE struct flow *decide_at(struct __sk_buff *skb, __u32 at, __u16 from, __u32
 	flow = bpf_map_lookup_elem(&flows, &key);
 	if (!flow)
 		return 0;
-	if (at && !ends_here(skb, at, flow))
+	if (at && !may_leave_tunnel(skb, at, flow, segment))
 		return 0;
 	now_ns = bpf_ktime_get_ns();
 	if (!holds(flow, now_ns))

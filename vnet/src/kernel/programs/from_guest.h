@@ -17,7 +17,7 @@ int from_guest(struct __sk_buff *skb)
 
 		if (sent)
 			return sent;
-		if (fit(skb, flow->segment_max))
+		if (fit(skb, flow->segment_max) || split(skb, flow, port->network) < 0)
 			return TC_ACT_SHOT;
 		return to_wire(skb, flow->device, flow->remote, port->network);
 	}

@@ -3,8 +3,10 @@
 /* Bytes that one call adds or removes at most, a multiple of 4 below the kernel's limit of 4 095. */
 #define ROOM_MAX 4080
 
-/* Length of the IP and TCP headers of a frame without a VLAN tag; 0 for other frames. */
-INLINE __u32 tcp_headers(struct __sk_buff *skb)
+#define UDP_LEN 8
+
+/* Length of the IP and TCP or UDP headers of a frame without a VLAN tag, and which of both; 0 for other frames. */
+INLINE __u32 headers_of(struct __sk_buff *skb, __u8 *transport)
 {
 	__u32 ip_len, protocol = skb->protocol;
 	__u8 first, next, offset;
@@ -20,6 +22,9 @@ INLINE __u32 tcp_headers(struct __sk_buff *skb)
 	} else {
 		return 0;
 	}
+	*transport = next;
+	if (next == UDP)
+		return ip_len + UDP_LEN;
 	if (next != TCP || bpf_skb_load_bytes(skb, ETH_LEN + ip_len + 12, &offset, 1))
 		return 0;
 	return ip_len + (offset >> 4) * 4;
@@ -30,11 +35,12 @@ INLINE __u32 tcp_headers(struct __sk_buff *skb)
 INLINE int fit(struct __sk_buff *skb, __u32 segment_max)
 {
 	__u32 size = *(volatile __u32 *)&skb->gso_size, headers, less;
+	__u8 transport = 0;
 
 	if (!size)
 		return 0;
-	headers = tcp_headers(skb);
-	if (!headers || size + headers <= segment_max)
+	headers = headers_of(skb, &transport);
+	if (!headers || transport != TCP || size + headers <= segment_max)
 		return 0;
 	less = size + headers - segment_max;
 	/* 8 948 to 1 398 takes two. */
@@ -91,7 +97,7 @@ INLINE long encapsulate(struct __sk_buff *skb, struct flow *flow, __u32 network)
 	__u32 underlay = flow->underlay;
 	struct outer out = {};
 	__u16 inner_type;
-	__u8 tos[2];
+	__u8 transport = 0, tos[2];
 
 	if (!underlay || skb->vlan_present)
 		return 0;
@@ -105,12 +111,14 @@ INLINE long encapsulate(struct __sk_buff *skb, struct flow *flow, __u32 network)
 	else
 		return 0;
 	if (size) {
-		headers = tcp_headers(skb);
-		/* Without FIXED_GSO, segments become smaller by the headers' length. */
-		if (!headers || size + headers > flow->segment_max + OUTER_LEN)
+		headers = headers_of(skb, &transport);
+		if (!headers)
 			return 0;
+		/* Without FIXED_GSO, segments become smaller by the headers' length, but UDP's are datagrams of a program. */
 		if (size + headers <= flow->segment_max)
 			flags |= BPF_F_ADJ_ROOM_FIXED_GSO;
+		else if (transport != TCP || size + headers > flow->segment_max + OUTER_LEN)
+			return 0;
 	} else if (len > flow->segment_max + ETH_LEN) {
 		return 0;
 	}
@@ -141,6 +149,7 @@ INLINE long encapsulate(struct __sk_buff *skb, struct flow *flow, __u32 network)
 	return bpf_redirect_neigh(underlay, 0, 0, 0);
 }
 
+/* Sends a frame by the VXLAN device. */
 INLINE long to_wire(struct __sk_buff *skb, __u32 device, __u32 remote, __u32 network)
 {
 	struct bpf_tunnel_key key = { .tunnel_id = network, .remote_ipv4 = remote, .tunnel_ttl = TTL };
@@ -148,6 +157,54 @@ INLINE long to_wire(struct __sk_buff *skb, __u32 device, __u32 remote, __u32 net
 	if (bpf_skb_set_tunnel_key(skb, &key, TUNNEL_KEY_LEN, BPF_F_ZERO_CSUM_TX))
 		return TC_ACT_SHOT;
 	return bpf_redirect(device, 0);
+}
+
+#define IP_LEN 20
+#define MORE_FRAGMENTS 0x2000
+#define FRAGMENT_OFFSET 0x1fff
+/* Payload of the second part of a fragment that does not fit: more than an underlay usually lacks, and a multiple of 8. */
+#define REST 128
+
+/* Makes two of an IP fragment that is too long for one datagram, as a router would: sends the first part and leaves the second. The
+ * VXLAN device would send two datagrams, too, but as fragments, which the other host would have to reassemble before it
+ * removes the tunnel's headers. Returns 0 for other frames, and a negative number if the frame is damaged. */
+INLINE int split(struct __sk_buff *skb, struct flow *flow, __u32 network)
+{
+	__u32 len = *(volatile __u32 *)&skb->len, payload = len - ETH_LEN - IP_LEN, fragment;
+	struct bpf_tunnel_key key = { .tunnel_id = network, .remote_ipv4 = flow->remote, .tunnel_ttl = TTL };
+	struct outer part = {};
+	__u8 rest[REST];
+
+	if (skb->gso_size || skb->vlan_present || skb->protocol != ETH_P_IP_BE || len <= flow->segment_max + ETH_LEN ||
+	    len > flow->segment_max + ETH_LEN + REST)
+		return 0;
+	if (bpf_skb_load_bytes(skb, ETH_LEN, &part.version, IP_LEN) || bpf_skb_load_bytes(skb, len - REST, rest, REST))
+		return 0;
+	fragment = __builtin_bswap16(part.fragment);
+	/* A whole datagram's checksum may be missing yet, and one that must not be fragmented goes as it is. */
+	if (part.version != 0x45 || part.len != __builtin_bswap16(len - ETH_LEN) || payload % 8 ||
+	    !(fragment & (MORE_FRAGMENTS | FRAGMENT_OFFSET)) || fragment & ~(MORE_FRAGMENTS | FRAGMENT_OFFSET) ||
+	    (fragment & FRAGMENT_OFFSET) + payload / 8 > FRAGMENT_OFFSET)
+		return 0;
+	part.len = __builtin_bswap16(IP_LEN + payload - REST);
+	part.fragment = __builtin_bswap16(fragment | MORE_FRAGMENTS);
+	part.sum = 0;
+	part.sum = ip_sum(&part);
+	if (bpf_skb_change_tail(skb, len - REST, 0))
+		return 0;
+	if (bpf_skb_store_bytes(skb, ETH_LEN, &part.version, IP_LEN, 0) ||
+	    bpf_skb_set_tunnel_key(skb, &key, TUNNEL_KEY_LEN, BPF_F_ZERO_CSUM_TX) ||
+	    bpf_clone_redirect(skb, flow->device, 0))
+		return -1;
+	part.len = __builtin_bswap16(IP_LEN + REST);
+	part.fragment = __builtin_bswap16(fragment + (payload - REST) / 8);
+	part.sum = 0;
+	part.sum = ip_sum(&part);
+	if (bpf_skb_change_tail(skb, ETH_LEN + IP_LEN + REST, 0) ||
+	    bpf_skb_store_bytes(skb, ETH_LEN, &part.version, IP_LEN, 0) ||
+	    bpf_skb_store_bytes(skb, ETH_LEN + IP_LEN, rest, REST, 0))
+		return -1;
+	return 1;
 }
 
 SEC("classifier/try_wire")
